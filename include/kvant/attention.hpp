@@ -1,0 +1,128 @@
+// Attention over a cache: plan once per step, run once per layer.
+//   out = softmax(transform(scale * q k^T) + masks) v
+// `plan` does all validation and says what it chose (explain); `run` allocates nothing and throws nothing.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kvant/cache.hpp"
+#include "kvant/export.hpp"
+#include "kvant/types.hpp"
+
+namespace kvant {
+
+/// An additive (f32, f16, bf16) or boolean (one byte, non-zero = visible) mask over [batch, q_head, query, key].
+/// A dimension of size 1 broadcasts; strides are in elements. Keys are absolute positions, so the last dimension
+/// covers the longest sequence. The memory must stay valid, and unchanged, as long as plans made with it are used.
+struct MaskTensor {
+  const void* data = nullptr;
+  Dtype dtype = Dtype::f32;
+  std::array<std::int64_t, 4> shape{};
+  std::array<std::int64_t, 4> stride{};
+};
+
+/// Who sees whom. Query i of a sequence stands at position length - q_len + i.
+struct Mask {
+  bool is_causal = true;
+  std::int64_t window = 0;        ///< last W keys, the query's own included; 0: all. Needs is_causal
+  std::int64_t window_sinks = 0;  ///< first tokens that stay visible beyond the window
+  MaskTensor tensor{};            ///< on top of the above; no data: none
+
+  static Mask causal() { return {}; }
+  static Mask bidirectional() {
+    Mask m;
+    m.is_causal = false;
+    return m;
+  }
+  static Mask sliding(std::int64_t window, std::int64_t sinks = 0) {
+    Mask m;
+    m.window = window;
+    m.window_sinks = sinks;
+    return m;
+  }
+};
+
+struct AttentionOptions {
+  int q_heads = 0;                    ///< a multiple of the cache's kv_heads
+  int q_len = 1;                      ///< queries a sequence (the newest positions)
+  std::vector<int> q_lens{};          ///< ragged: one count a sequence; overrides q_len
+  double scale = 0;                   ///< 0: 1 / sqrt(head_dim)
+  double softcap = 0;                 ///< t = cap * tanh(s / cap); 0: none
+  std::vector<float> alibi_slopes{};  ///< [q_heads]: logit -= slope * |query position - key position|
+  Mask mask{};
+  int threads = 0;              ///< 0: all cores
+  std::int64_t split_keys = 0;  ///< keys a split covers, a multiple of 64; 0: planned from the lengths
+  std::string backend{};        ///< "cpu"; empty: chosen
+  std::string isa{};            ///< one of isas(): "scalar", "avx2", ...; empty: the best that this machine has
+};
+
+class PlanImpl;
+
+/// Immutable. Valid until the cache's lengths or pages change (then `run` says stale).
+class KVANT_API Plan {
+ public:
+  [[nodiscard]] std::string explain() const;  ///< kernels, tiles, splits, bytes, and why
+  [[nodiscard]] std::size_t workspace_bytes() const;
+  [[nodiscard]] std::int64_t total_queries() const;  ///< rows of q and out
+  [[nodiscard]] std::int64_t kv_bytes() const;       ///< cache bytes one run reads in one layer
+  [[nodiscard]] const char* isa() const;
+  [[nodiscard]] int threads() const;
+  [[nodiscard]] int splits() const;  ///< the most splits any row has
+  [[nodiscard]] const PlanImpl& impl() const { return *impl_; }
+  explicit Plan(std::shared_ptr<const PlanImpl> impl) : impl_(std::move(impl)) {}
+
+ private:
+  std::shared_ptr<const PlanImpl> impl_;
+};
+
+/// A host's own threads in place of kvant's: `run` calls execute(self, workers, work, context), which must call
+/// work(context, i) once for every i in 0 .. workers - 1, on any threads and in any order, and return when all are done.
+/// Results do not depend on who ran what. `work` does not throw.
+struct Executor {
+  void (*execute)(void* self, int workers, void (*work)(void* context, int worker), void* context) = nullptr;
+  void* self = nullptr;
+};
+
+struct RunOptions {
+  float* lse = nullptr;  ///< [total_queries, q_heads]: natural log of the softmax denominator; -inf: no key
+  const float* sink_logits = nullptr;  ///< [q_heads]: join the denominator only (gpt-oss)
+  Executor executor{};                 ///< none: OpenMP or std::thread, as built. For hosts that are threaded already
+  /// >= workspace_bytes(), 64-byte aligned; empty: the plan's own (one run at a time)
+  std::span<std::byte> workspace{};
+};
+
+/// Errors: invalid_argument, unsupported, and what the message says. No silent substitutes.
+KVANT_API Result<Plan> plan(const Cache& cache, std::span<const SequenceId> sequences, const AttentionOptions& options);
+inline Result<Plan> plan(const Cache& cache, std::initializer_list<SequenceId> sequences,
+                         const AttentionOptions& options) {
+  return plan(cache, std::span<const SequenceId>(sequences.begin(), sequences.size()), options);
+}
+
+/// q: [total_queries, q_heads, head_dim], out: same shape, f32, f16 or bf16 each. Sequences' rows one after another.
+KVANT_API Status run(const Plan& plan, int layer, const TensorView& q, const MutableTensorView& out,
+                     const RunOptions& options = {});
+
+/// A normalised partial result over some keys: out [rows, head_dim] f32, lse [rows].
+struct Partial {
+  const float* out = nullptr;
+  const float* lse = nullptr;
+};
+/// Merges partial results over disjoint key sets, in the order given (log-sum-exp rule; Dao et al., FlashDecoding).
+/// out: [rows, head_dim] and lse: [rows] (may be null) may alias the first partial. A row that saw no key anywhere is
+/// 0 with lse = -inf.
+KVANT_API Status merge(std::span<const Partial> partials, std::int64_t rows, int head_dim, float* out, float* lse);
+
+/// The instruction sets compiled in, best first, and whether this machine has them.
+struct IsaInfo {
+  const char* name;
+  bool available;
+  const char* detail;
+};
+KVANT_API std::vector<IsaInfo> isas();
+
+}  // namespace kvant

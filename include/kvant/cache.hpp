@@ -1,0 +1,133 @@
+// The paged cache. Sequences are lists of 64-token pages, exact at both ends and compressed in between; pages are
+// shared by reference count (fork) and copied on write. See docs/design.md, "The cache".
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kvant/codec.hpp"
+#include "kvant/export.hpp"
+#include "kvant/types.hpp"
+
+namespace kvant {
+
+struct CacheConfig {
+  int layers = 1;  ///< layers of one geometry; layers of another geometry are another cache
+  int kv_heads = 0;
+  int head_dim = 0;
+  std::string k = "tq6";  ///< key format; see formats()
+  std::string v = "tq4";  ///< value format
+  int sink_pages = 1;     ///< first pages kept exact (0 when both formats are dense)
+  int tail_pages = 1;  ///< newest full pages kept exact beside the one being filled; 0: encode every token as it comes
+  std::optional<Dtype> exact{};      ///< dtype of exact pages; unset: that of the first write
+  std::int64_t window = 0;           ///< sliding window in tokens, 0: none. Pages no query can see any more are freed
+  std::int64_t window_sinks = 0;     ///< first tokens that stay visible beyond the window
+  std::int64_t capacity_tokens = 0;  ///< at most this many tokens in pages (whole pages, shared ones once); 0: no limit
+  BasisKind k_basis = BasisKind::automatic;  ///< automatic: hadamard for tq formats, none otherwise
+  BasisKind v_basis = BasisKind::automatic;
+  std::shared_ptr<const BasisSet> bases{};  ///< required by, and only read for, BasisKind::calibrated
+  std::vector<float> k_levels{};            ///< lut formats: 2^bits level values, ascending
+  std::vector<float> v_levels{};
+  int lut_scales = 1;  ///< lut formats: scales a vector (1, or 2: one for each half)
+  int threads = 0;     ///< workers that store rows; 0: all cores
+  std::string isa{};   ///< "scalar", "avx2": kernels that store rows (same bytes); empty: the best of this machine
+};
+
+/// A sequence of a cache. Never reused: a removed sequence's id stays invalid.
+enum class SequenceId : std::uint64_t {};
+
+struct CacheMemory {
+  std::int64_t tokens = 0;          ///< live tokens, summed over sequences (shared ones counted in each)
+  std::int64_t encoded_bytes = 0;   ///< codes of encoded pages held (whole pages)
+  std::int64_t scale_bytes = 0;     ///< scales of encoded pages
+  std::int64_t exact_bytes = 0;     ///< exact pages: sinks, tail, and the copy that outlives encoding by a page
+  std::int64_t table_bytes = 0;     ///< page tables and bookkeeping
+  std::int64_t reserved_bytes = 0;  ///< what the pools took from the system, the above included
+  [[nodiscard]] std::int64_t total() const { return encoded_bytes + scale_bytes + exact_bytes + table_bytes; }
+};
+
+struct Append {
+  SequenceId sequence;
+  std::int64_t tokens;
+};
+
+class CacheImpl;
+
+class KVANT_API Cache {
+ public:
+  /// Errors: invalid_argument for unknown formats, unsupported head_dim, counts out of range, bases of other shapes.
+  static Result<Cache> create(const CacheConfig& config);
+  Cache(Cache&&) noexcept;
+  Cache& operator=(Cache&&) noexcept;
+  ~Cache();
+
+  [[nodiscard]] const CacheConfig& config() const noexcept;
+  [[nodiscard]] Format k_format() const noexcept;
+  [[nodiscard]] Format v_format() const noexcept;
+
+  SequenceId add_sequence();
+  /// A new sequence with the same tokens; pages are shared until one side writes to them.
+  Result<SequenceId> fork(SequenceId parent);
+  Status remove(SequenceId sequence);
+  /// Forgets all tokens from position `tokens` on. Truncating up to 64 tokens and going on gives the same bytes as
+  /// if they had never been appended.
+  Status truncate(SequenceId sequence, std::int64_t tokens);
+  Result<std::int64_t> length(SequenceId sequence) const;
+
+  /// One step, part one: advances the lengths and takes pages, for all layers, all or nothing.
+  Status reserve(std::span<const Append> appends);
+  /// One step, part two, once per layer: keys and values of the tokens just reserved, the sequences' rows one after
+  /// another. keys, values: [sum of reserved tokens, kv_heads, head_dim] in f32, f16 or bf16.
+  /// Errors: non_finite (nothing changed), invalid_argument for shapes or a layer already written.
+  Status write(std::span<const SequenceId> sequences, int layer, const TensorView& keys, const TensorView& values);
+  /// reserve and write of one layer for one sequence: the first layer of a step reserves, the others fill in.
+  Status append(SequenceId sequence, int layer, const TensorView& keys, const TensorView& values);
+
+  /// Decodes stored tokens [begin, end) of one layer to f32 in the original coordinates, [end - begin, kv_heads,
+  /// head_dim]: exactly what attention computes with. Either output may have null data. Errors: released tokens.
+  Status read(SequenceId sequence, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
+              const MutableTensorView& values) const;
+
+  [[nodiscard]] CacheMemory memory() const noexcept;
+  /// One line a fact: geometry, formats, page bytes, exact ends, basis, capacity.
+  [[nodiscard]] std::string describe() const;
+
+  [[nodiscard]] CacheImpl& impl() noexcept { return *impl_; }
+  [[nodiscard]] const CacheImpl& impl() const noexcept { return *impl_; }
+
+ private:
+  explicit Cache(std::unique_ptr<CacheImpl> impl);
+  std::unique_ptr<CacheImpl> impl_;
+};
+
+/// The parents' cache layouts (mlx-native 0.3 to 0.8, hanzo-quant 0.6), imported without loss: same codes, their
+/// levels as a custom table. docs/formats.md, "Imported layouts".
+struct LegacyLayout {
+  bool nibble_pairs = false;        ///< [kv_heads, capacity, D/2], low nibble = even coordinate; else a byte an index
+  int bits = 4;                     ///< codebook bits; higher bits of a byte index are ignored
+  int norms_per_position = 1;       ///< 1, or 2 (coordinates below D/2, and the rest)
+  float scale_factor_d512 = 1;      ///< divisor of the two-norm layout; the one-norm layout divides by sqrt(D)
+  std::span<const float> codebook;  ///< [2^bits]
+};
+
+struct LegacyTensors {
+  const std::uint8_t* k_packed = nullptr;
+  const std::uint8_t* v_packed = nullptr;
+  const float* k_norms = nullptr;  ///< [kv_heads, capacity] or [kv_heads, capacity, 2]
+  const float* v_norms = nullptr;
+  std::int64_t capacity = 0;  ///< slots per head
+};
+
+/// The config of a cache that takes such vectors: lut formats with the codebook folded into levels, no exact ends.
+/// `keys_rotated_for_queries`: keys were rotated by the signed Hadamard matrix and queries come unrotated.
+KVANT_API Result<CacheConfig> legacy_config(int layers, int kv_heads, int head_dim, const LegacyLayout& layout,
+                                            bool queries_unrotated, bool outputs_unrotated);
+/// Appends the given physical slots, in that (logical) order, to `sequence` in `layer`; reserve rules as in append.
+KVANT_API Status import_legacy(Cache& cache, SequenceId sequence, int layer, const LegacyLayout& layout,
+                               const LegacyTensors& tensors, std::span<const std::int64_t> slots);
+
+}  // namespace kvant

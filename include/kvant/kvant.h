@@ -1,0 +1,298 @@
+/* kvant's C ABI: compressed key/value caches, and attention over their packed bytes.
+ *
+ * Conventions
+ *   status     Every function that can fail returns a kvant_status: KVANT_OK (0) or the reason. kvant_last_error() then
+ *              has the sentence for people: the argument, its value, what is allowed, and the way out. After a failure
+ *              nothing was changed and no output was written, unless a function says otherwise.
+ *   handles    kvant_cache, kvant_plan and kvant_bases are opaque. Each is destroyed once, by its own function; NULL is
+ *              allowed there. A plan keeps what it needs of its cache, so they may be destroyed in any order.
+ *   structs    Structs that may grow begin with struct_size. Fill them with their _init function, then change what you
+ *              need: programs built with an older header go on working with a newer library.
+ *   texts      Strings handed in are UTF-8, zero-terminated, and copied. Strings handed out are written to a buffer of
+ *              the caller: *size gets the bytes needed, the terminating zero included; call with buffer NULL to ask.
+ *   tensors    [tokens, heads, head_dim] with strides in elements, the innermost contiguous. Borrowed for the call.
+ *   threads    Calls on different caches never interfere. One cache takes one call at a time, with one exception:
+ *              kvant_run with a workspace of its own may run beside other kvant_run calls.
+ *   exceptions None leave this interface. The library never prints, aborts or exits. */
+#ifndef KVANT_KVANT_H
+#define KVANT_KVANT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifndef KVANT_C_API
+#if defined(__GNUC__)
+#define KVANT_C_API __attribute__((visibility("default")))
+#else
+#define KVANT_C_API
+#endif
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* --- status ------------------------------------------------------------------------------------------------------ */
+
+typedef int32_t kvant_status;
+enum {
+  KVANT_OK = 0,
+  KVANT_INVALID_ARGUMENT = 1, /* a value outside what is allowed */
+  KVANT_UNSUPPORTED = 2,      /* a legal request that this build or machine cannot serve; never a slower substitute */
+  KVANT_OUT_OF_CAPACITY = 3,  /* the cache's configured capacity is exhausted */
+  KVANT_NON_FINITE = 4,       /* NaN, infinity or a magnitude above 65504 in keys or values */
+  KVANT_STALE = 5,            /* a plan made for an earlier state of the cache */
+  KVANT_BAD_FILE = 6,         /* a file that is not what it claims to be */
+  KVANT_IO = 7,               /* the operating system refused */
+  KVANT_OUT_OF_MEMORY = 8,    /* an allocation failed */
+  KVANT_INTERNAL = 9          /* a defect in kvant */
+};
+
+/* The lower-case name, for example "invalid_argument"; "unknown" for other numbers. A constant. */
+KVANT_C_API const char* kvant_status_name(kvant_status status);
+
+/* What went wrong in the last call of this thread that failed; "" if none did. Valid until the next failure in this
+ * thread. Successful calls leave it alone, so look at the status first. */
+KVANT_C_API const char* kvant_last_error(void);
+
+/* --- about the library ------------------------------------------------------------------------------------------- */
+
+/* "0.1.0". A constant. */
+KVANT_C_API const char* kvant_version(void);
+
+/* What was compiled in and what this machine has, as a JSON object:
+ *   {"version", "page_tokens", "head_dims": [...], "threads": {"runtime", "hardware"},
+ *    "formats": [{"name", "id", "bits", "dense", "summary"}], "isas": [{"name", "available", "detail"}]}  (best first)
+ * buffer: capacity bytes, or NULL with capacity 0 to ask. size: may be NULL when buffer is not.
+ * Errors: KVANT_INVALID_ARGUMENT when capacity is below *size (nothing is written then, except *size). */
+KVANT_C_API kvant_status kvant_info(char* buffer, size_t capacity, size_t* size);
+
+/* --- tensors ----------------------------------------------------------------------------------------------------- */
+
+typedef int32_t kvant_dtype;
+enum {
+  KVANT_F32 = 0,
+  KVANT_F16 = 1,
+  KVANT_BF16 = 2,
+  KVANT_BOOL = 3 /* one byte, non-zero = true; masks only */
+};
+
+/* shape and stride: [tokens, heads, head_dim], strides in elements; stride all zero: contiguous, else stride[2] = 1. */
+typedef struct kvant_tensor {
+  const void* data;
+  kvant_dtype dtype;
+  int64_t shape[3];
+  int64_t stride[3];
+} kvant_tensor;
+
+typedef struct kvant_mutable_tensor {
+  void* data;
+  kvant_dtype dtype;
+  int64_t shape[3];
+  int64_t stride[3];
+} kvant_mutable_tensor;
+
+/* --- bases: the coordinates in which vectors are quantised -------------------------------------------------------- */
+
+typedef int32_t kvant_basis_kind;
+enum {
+  KVANT_BASIS_AUTOMATIC = 0, /* hadamard for the tq formats, none otherwise */
+  KVANT_BASIS_HADAMARD = 1,
+  KVANT_BASIS_NONE = 2,
+  KVANT_BASIS_CALIBRATED = 3 /* needs kvant_cache_config.bases */
+};
+
+typedef struct kvant_bases kvant_bases;
+
+/* Reads a file that `kvant calibrate` wrote. *bases: destroy it when the caches that use it have been created.
+ * Errors: KVANT_IO, KVANT_BAD_FILE (what is wrong with it, and where). */
+KVANT_C_API kvant_status kvant_bases_load(const char* path, kvant_bases** bases);
+KVANT_C_API void kvant_bases_destroy(kvant_bases* bases);
+
+/* --- cache ------------------------------------------------------------------------------------------------------- */
+
+typedef struct kvant_cache kvant_cache;
+
+/* A sequence of a cache. Never reused: the id of a removed sequence stays invalid. */
+typedef uint64_t kvant_sequence;
+
+typedef struct kvant_cache_config {
+  size_t struct_size;       /* sizeof(kvant_cache_config); set by kvant_cache_config_init */
+  int32_t layers;           /* of one geometry; layers of another geometry are another cache. Default 1 */
+  int32_t kv_heads;         /* required */
+  int32_t head_dim;         /* required; kvant_info lists the supported ones */
+  int32_t sink_pages;       /* first 64-token pages kept exact. Default 1 */
+  int32_t tail_pages;       /* newest full pages kept exact beside the one being filled; 0: encode tokens as they
+                           come. Default 1 */
+  int32_t exact_dtype;      /* kvant_dtype of exact pages; -1 (default): that of the first write */
+  const char* k;            /* key format, default "tq6"; kvant_info lists them */
+  const char* v;            /* value format, default "tq4" */
+  int64_t window;           /* sliding window in tokens, 0 (default): none. Pages out of sight are freed */
+  int64_t window_sinks;     /* first tokens that stay visible beyond the window */
+  int64_t capacity_tokens;  /* at most this many tokens in pages (whole ones, shared ones once); 0 (default): any */
+  kvant_basis_kind k_basis; /* default KVANT_BASIS_AUTOMATIC */
+  kvant_basis_kind v_basis;
+  const kvant_bases* bases;    /* required by, and only read for, KVANT_BASIS_CALIBRATED */
+  const int32_t* basis_layers; /* [layers]: the file's layer number for each layer of the cache; NULL: all layers of
+                                  the file, in ascending order */
+  const float* k_levels;       /* lut formats: [k_level_count] level values, ascending; NULL otherwise */
+  const float* v_levels;
+  int32_t k_level_count; /* 2^bits of the format */
+  int32_t v_level_count;
+  int32_t lut_scales; /* lut formats: scales a vector, 1 (default) or 2 */
+  int32_t threads;    /* workers that encode; 0 (default): all cores */
+  const char* isa;    /* encodes with this instruction set (all give the same bytes); NULL (default): the best */
+} kvant_cache_config;
+
+/* Fills in the defaults. struct_size: sizeof(kvant_cache_config). */
+KVANT_C_API void kvant_cache_config_init(kvant_cache_config* config, size_t struct_size);
+
+/* Errors: KVANT_INVALID_ARGUMENT for unknown formats, unsupported head_dim, counts out of range, bases of other shapes;
+ * KVANT_OUT_OF_MEMORY. *cache is NULL then. */
+KVANT_C_API kvant_status kvant_cache_create(const kvant_cache_config* config, kvant_cache** cache);
+KVANT_C_API void kvant_cache_destroy(kvant_cache* cache);
+
+/* An empty sequence. */
+KVANT_C_API kvant_status kvant_cache_add_sequence(kvant_cache* cache, kvant_sequence* sequence);
+/* A new sequence with the same tokens; pages are shared until one side writes to them.
+ * Errors: KVANT_INVALID_ARGUMENT when parent is not a live sequence. */
+KVANT_C_API kvant_status kvant_cache_fork(kvant_cache* cache, kvant_sequence parent, kvant_sequence* child);
+/* Frees what no other sequence shares. Errors: KVANT_INVALID_ARGUMENT when it is not a live sequence. */
+KVANT_C_API kvant_status kvant_cache_remove(kvant_cache* cache, kvant_sequence sequence);
+/* Forgets all tokens from position `tokens` on. Going back up to 64 tokens and on again gives the same bytes as if they
+ * had never been appended. Errors: KVANT_INVALID_ARGUMENT when tokens is outside 0 .. length, or released by the window. */
+KVANT_C_API kvant_status kvant_cache_truncate(kvant_cache* cache, kvant_sequence sequence, int64_t tokens);
+/* *tokens: tokens appended and not truncated, those that the window released included. */
+KVANT_C_API kvant_status kvant_cache_length(const kvant_cache* cache, kvant_sequence sequence, int64_t* tokens);
+
+/* One step, part one: takes room for tokens[i] new tokens of sequences[i] in every layer, all or nothing.
+ * sequences, tokens: [count], no sequence twice.
+ * Errors: KVANT_OUT_OF_CAPACITY, KVANT_INVALID_ARGUMENT, KVANT_OUT_OF_MEMORY. */
+KVANT_C_API kvant_status kvant_cache_reserve(kvant_cache* cache, const kvant_sequence* sequences, const int64_t* tokens,
+                                             int64_t count);
+/* One step, part two, once per layer: keys and values of the tokens just reserved, the sequences' rows one after
+ * another. sequences: [count], those of the reserve, in its order. keys, values: [sum of reserved tokens, kv_heads,
+ * head_dim], f32, f16 or bf16.
+ * Errors: KVANT_NON_FINITE, KVANT_INVALID_ARGUMENT for shapes or a layer that was written already. */
+KVANT_C_API kvant_status kvant_cache_write(kvant_cache* cache, const kvant_sequence* sequences, int64_t count,
+                                           int32_t layer, const kvant_tensor* keys, const kvant_tensor* values);
+/* reserve and write of one layer for one sequence: the first layer of a step reserves, the others fill in.
+ * keys, values: [tokens, kv_heads, head_dim]. */
+KVANT_C_API kvant_status kvant_cache_append(kvant_cache* cache, kvant_sequence sequence, int32_t layer,
+                                            const kvant_tensor* keys, const kvant_tensor* values);
+
+/* Decodes stored tokens [begin, end) of one layer in the original coordinates: exactly what attention computes with.
+ * keys, values: f32 [end - begin, kv_heads, head_dim]; either may be NULL.
+ * Errors: KVANT_INVALID_ARGUMENT for a range outside the sequence, or released by the window. */
+KVANT_C_API kvant_status kvant_cache_read(const kvant_cache* cache, kvant_sequence sequence, int32_t layer,
+                                          int64_t begin, int64_t end, const kvant_mutable_tensor* keys,
+                                          const kvant_mutable_tensor* values);
+
+/* Bytes, except tokens. */
+typedef struct kvant_memory {
+  size_t struct_size;     /* sizeof(kvant_memory), set by the caller */
+  int64_t tokens;         /* live tokens, summed over sequences (shared ones counted in each) */
+  int64_t encoded_bytes;  /* codes of encoded pages held (whole pages) */
+  int64_t scale_bytes;    /* scales of encoded pages */
+  int64_t exact_bytes;    /* exact pages: sinks, tail, and the copy that outlives encoding by a page */
+  int64_t table_bytes;    /* page tables and bookkeeping */
+  int64_t total_bytes;    /* the four above */
+  int64_t reserved_bytes; /* what the pools took from the system */
+} kvant_memory;
+KVANT_C_API kvant_status kvant_cache_memory(const kvant_cache* cache, kvant_memory* memory);
+
+/* Geometry, formats, page bytes, exact ends, basis, capacity; one line a fact, for people. Buffer as in kvant_info. */
+KVANT_C_API kvant_status kvant_cache_describe(const kvant_cache* cache, char* buffer, size_t capacity, size_t* size);
+
+/* --- attention --------------------------------------------------------------------------------------------------- */
+
+/* An additive (f32, f16, bf16) or boolean mask over [batch, q_head, query, key]. A dimension of size 1 broadcasts;
+ * strides in elements, all zero: contiguous. Keys are absolute positions, so the last dimension covers the longest
+ * sequence. The memory must stay valid, and unchanged, as long as plans made with it are used. */
+typedef struct kvant_mask_tensor {
+  const void* data; /* NULL: no mask */
+  kvant_dtype dtype;
+  int64_t shape[4];
+  int64_t stride[4];
+} kvant_mask_tensor;
+
+typedef struct kvant_attention_options {
+  size_t struct_size;        /* sizeof(kvant_attention_options); set by kvant_attention_options_init */
+  int32_t q_heads;           /* required; a multiple of the cache's kv_heads */
+  int32_t q_len;             /* queries a sequence, the newest positions. Default 1 */
+  const int32_t* q_lens;     /* ragged: [number of sequences], overrides q_len; NULL otherwise */
+  double scale;              /* 0 (default): 1 / sqrt(head_dim) */
+  double softcap;            /* t = cap * tanh(s / cap); 0 (default): none */
+  const float* alibi_slopes; /* [q_heads]: logit -= slope * |query position - key position|; NULL: none */
+  int32_t is_causal;         /* default 1 */
+  int32_t threads;           /* 0 (default): all cores */
+  int64_t window;            /* last W keys, the query's own included; 0 (default): all. Needs is_causal */
+  int64_t window_sinks;      /* first tokens that stay visible beyond the window */
+  int64_t split_keys;        /* keys a split covers, a multiple of 64; 0 (default): planned from the lengths */
+  kvant_mask_tensor mask;    /* on top of the above */
+  const char* backend;       /* "cpu"; NULL (default): chosen */
+  const char* isa;           /* "scalar", "avx2"; NULL (default): the best that this machine has */
+} kvant_attention_options;
+
+/* Fills in the defaults. struct_size: sizeof(kvant_attention_options). */
+KVANT_C_API void kvant_attention_options_init(kvant_attention_options* options, size_t struct_size);
+
+typedef struct kvant_plan kvant_plan;
+
+/* Plans attention of the newest queries of sequences[0 .. count) over the cache as it is now; does all validation.
+ * Make one per step, after the reserve; run it once per layer, after the layer's write.
+ * Errors: KVANT_INVALID_ARGUMENT, KVANT_UNSUPPORTED. *plan is NULL then. */
+KVANT_C_API kvant_status kvant_plan_create(const kvant_cache* cache, const kvant_sequence* sequences, int64_t count,
+                                           const kvant_attention_options* options, kvant_plan** plan);
+KVANT_C_API void kvant_plan_destroy(kvant_plan* plan);
+
+/* Kernels, tiles, splits, bytes, and why; for people. Buffer as in kvant_info. */
+KVANT_C_API kvant_status kvant_plan_explain(const kvant_plan* plan, char* buffer, size_t capacity, size_t* size);
+
+typedef struct kvant_plan_facts {
+  size_t struct_size;     /* sizeof(kvant_plan_facts), set by the caller */
+  size_t workspace_bytes; /* what kvant_run_options.workspace must hold */
+  int64_t total_queries;  /* rows of q and out */
+  int64_t kv_bytes;       /* cache bytes that one run reads in one layer */
+  int32_t threads;
+  int32_t splits;  /* the most splits any row has */
+  const char* isa; /* a constant */
+} kvant_plan_facts;
+KVANT_C_API kvant_status kvant_plan_describe(const kvant_plan* plan, kvant_plan_facts* facts);
+
+typedef struct kvant_run_options {
+  size_t struct_size;       /* sizeof(kvant_run_options); set by kvant_run_options_init */
+  float* lse;               /* [total_queries, q_heads], gets the natural log of each softmax denominator, -inf where a
+                               row saw no key; NULL (default): not wanted */
+  const float* sink_logits; /* [q_heads]: join the denominator only; NULL (default): none */
+  void* workspace;          /* 64-byte aligned; NULL (default): the plan's own, for one run at a time */
+  size_t workspace_size;    /* bytes */
+} kvant_run_options;
+
+/* Fills in the defaults. struct_size: sizeof(kvant_run_options). */
+KVANT_C_API void kvant_run_options_init(kvant_run_options* options, size_t struct_size);
+
+/* out = softmax(transform(scale * q k^T) + masks) v in one layer. q, out: [total_queries, q_heads, head_dim], f32, f16
+ * or bf16 each; the sequences' rows one after another. A row that sees no key is 0. options: may be NULL.
+ * Allocates nothing. The same call gives the same bits, for any number of threads.
+ * Errors: KVANT_STALE when the cache's lengths or pages changed since the plan was made; KVANT_INVALID_ARGUMENT. */
+KVANT_C_API kvant_status kvant_run(const kvant_plan* plan, int32_t layer, const kvant_tensor* q,
+                                   const kvant_mutable_tensor* out, const kvant_run_options* options);
+
+/* A normalised partial result over some keys: out [rows, head_dim], lse [rows]. */
+typedef struct kvant_partial {
+  const float* out;
+  const float* lse;
+} kvant_partial;
+
+/* Merges partial results over disjoint sets of keys in the order given, by the log-sum-exp rule. out: [rows, head_dim]
+ * and lse: [rows] (may be NULL) may alias the first partial. A row that saw no key anywhere is 0 with lse = -inf.
+ * Errors: KVANT_INVALID_ARGUMENT. */
+KVANT_C_API kvant_status kvant_merge(const kvant_partial* partials, int64_t count, int64_t rows, int32_t head_dim,
+                                     float* out, float* lse);
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+#endif /* KVANT_KVANT_H */

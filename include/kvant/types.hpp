@@ -1,0 +1,94 @@
+// Words used everywhere: dtypes, storage formats, strided views. Host only.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "kvant/export.hpp"
+#include "kvant/result.hpp"
+
+namespace kvant {
+
+/// Tokens in a page. Fixed: it is part of every format's byte layout.
+inline constexpr int kPageTokens = 64;
+
+/// Element types of the tensors that callers hand in and get back.
+enum class Dtype : std::uint8_t { f32 = 0, f16 = 1, bf16 = 2, boolean = 3 };
+
+KVANT_API std::size_t dtype_size(Dtype dtype) noexcept;  ///< bytes
+KVANT_API const char* dtype_name(Dtype dtype) noexcept;  ///< "f32", "f16", "bf16", "bool"
+KVANT_API Result<Dtype> parse_dtype(std::string_view name);
+
+/// How a vector (one token's key or value in one kv head) is stored. See docs/formats.md for the bytes.
+/// Numeric values are part of the C ABI.
+enum class Format : std::uint8_t {
+  f32 = 0,
+  f16 = 1,
+  bf16 = 2,  // as given, unrotated
+  fp8 = 3,   // e4m3, one fp16 scale a vector, unrotated
+  tq2 = 4,
+  tq3 = 5,
+  tq4 = 6,
+  tq5 = 7,
+  tq6 = 8,
+  tq8 = 9,  // rotated, integer levels, fp16 scales
+  lut4 = 10,
+  lut5 = 11,
+  lut6 = 12,
+  lut8 = 13,  // imported: custom level table, f32 scales
+};
+inline constexpr int kFormatCount = 14;
+
+struct FormatInfo {
+  Format format;
+  const char* name;
+  int bits;             ///< bits per stored value, scales not counted
+  bool dense;           ///< f32, f16, bf16: no scales, no codes
+  const char* summary;  ///< one line for people
+};
+
+KVANT_API std::span<const FormatInfo> formats() noexcept;
+KVANT_API const FormatInfo& format_info(Format format) noexcept;
+/// Error lists the known names.
+KVANT_API Result<Format> parse_format(std::string_view name);
+
+/// Head sizes that have a rotation (DESIGN section 4); anything else is refused.
+KVANT_API std::span<const int> supported_head_dims() noexcept;
+KVANT_API bool is_supported_head_dim(int head_dim) noexcept;
+
+/// A read-only [tokens, heads, head_dim] tensor. Strides are in elements; the last one must be 1.
+struct TensorView {
+  const void* data = nullptr;
+  Dtype dtype = Dtype::f32;
+  std::array<std::int64_t, 3> shape{};
+  std::array<std::int64_t, 3> stride{};
+
+  static TensorView contiguous(const void* data, Dtype dtype, std::int64_t tokens, std::int64_t heads,
+                               std::int64_t head_dim) {
+    return {data, dtype, {tokens, heads, head_dim}, {heads * head_dim, head_dim, 1}};
+  }
+  static TensorView of(const float* data, std::int64_t tokens, std::int64_t heads, std::int64_t head_dim) {
+    return contiguous(data, Dtype::f32, tokens, heads, head_dim);
+  }
+};
+
+/// A writable [tokens, heads, head_dim] tensor, same conventions.
+struct MutableTensorView {
+  void* data = nullptr;
+  Dtype dtype = Dtype::f32;
+  std::array<std::int64_t, 3> shape{};
+  std::array<std::int64_t, 3> stride{};
+
+  static MutableTensorView contiguous(void* data, Dtype dtype, std::int64_t tokens, std::int64_t heads,
+                                      std::int64_t head_dim) {
+    return {data, dtype, {tokens, heads, head_dim}, {heads * head_dim, head_dim, 1}};
+  }
+  static MutableTensorView of(float* data, std::int64_t tokens, std::int64_t heads, std::int64_t head_dim) {
+    return contiguous(data, Dtype::f32, tokens, heads, head_dim);
+  }
+};
+
+}  // namespace kvant

@@ -1,0 +1,44 @@
+// Which keys a query sees, apart from mask tensors. Used by every backend and by the plan.
+//
+// Query i of a sequence stands at position length - q_len + i. It sees
+//   causal         keys j <= position
+//   window W > 0   of those, the last W (its own included), and the first `sinks` keys
+//   neither        all keys
+#pragma once
+
+#include <cstdint>
+
+#include "base/config.hpp"
+
+KVANT_NAMESPACE_BEGIN(base)
+
+struct KeyRange {
+  std::int64_t begin, end;  // empty when begin >= end
+};
+
+struct Visibility {
+  bool causal = true;
+  std::int64_t window = 0;
+  std::int64_t sinks = 0;
+
+  KVANT_HD constexpr std::int64_t position(std::int64_t length, std::int64_t q_len, std::int64_t i) const {
+    return length - q_len + i;
+  }
+  // The recent keys that the query at `position` sees; the window's sinks are in `sink_range`.
+  KVANT_HD constexpr KeyRange recent_range(std::int64_t length, std::int64_t position) const {
+    const std::int64_t end = causal ? position + 1 : length;
+    const std::int64_t begin = window > 0 && position + 1 > window ? position + 1 - window : 0;
+    return {begin, end};
+  }
+  KVANT_HD constexpr KeyRange sink_range(std::int64_t position) const {
+    if (window == 0) return {0, 0};
+    return {0, sinks < position + 1 ? sinks : position + 1};
+  }
+  KVANT_HD constexpr bool sees(std::int64_t length, std::int64_t position, std::int64_t key) const {
+    const KeyRange recent = recent_range(length, position);
+    const KeyRange sink = sink_range(position);
+    return (key >= recent.begin && key < recent.end) || (key >= sink.begin && key < sink.end);
+  }
+};
+
+KVANT_NAMESPACE_END
