@@ -1,0 +1,70 @@
+#include "core/attend.hpp"
+
+namespace kvant::core {
+namespace {
+
+// Hands out 64-byte aligned pieces of a buffer that is laid out once and used by offsets.
+class Offsets {
+ public:
+  std::size_t take(std::size_t bytes) {
+    const std::size_t here = at_;
+    at_ += (bytes + 63) / 64 * 64;
+    return here;
+  }
+  [[nodiscard]] std::size_t total() const { return at_; }
+
+ private:
+  std::size_t at_ = 0;
+};
+
+}  // namespace
+
+PreparedLayout prepared_layout(int rows, int padded_dim) {
+  const auto r = static_cast<std::size_t>(rows), d = static_cast<std::size_t>(padded_dim);
+  constexpr std::size_t kGroups = codec::kMaxScaleGroups;
+  Offsets at;
+  PreparedLayout p{};
+  p.raw = at.take(4 * r * d);
+  p.basis = at.take(4 * r * d);
+  p.ints = at.take(2 * r * d);
+  p.scales = at.take(4 * r * kGroups);
+  p.offsets = at.take(4 * r * kGroups);
+  p.centers = at.take(4 * r);
+  p.poisoned = at.take(4 * r);
+  p.bytes = at.total();
+  return p;
+}
+
+PartialLayout partial_layout(int rows, int head_dim) {
+  const auto r = static_cast<std::size_t>(rows), d = static_cast<std::size_t>(head_dim);
+  Offsets at;
+  PartialLayout p{};
+  p.used = at.take(4 * kDomains);
+  p.m = at.take(4 * kDomains * r);
+  p.l = at.take(4 * kDomains * r);
+  p.poisoned = at.take(4 * r);
+  p.o = at.take(4 * kDomains * r * d);
+  p.bytes = at.total();
+  return p;
+}
+
+ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool tile_path) {
+  const std::size_t r = (static_cast<std::size_t>(rows) + 15) / 16 * 16;
+  const auto d = static_cast<std::size_t>(head_dim), dp = static_cast<std::size_t>(padded_dim);
+  Offsets at;
+  ScratchLayout s{};
+  s.state = at.take(partial_layout(rows, head_dim).bytes);
+  s.scores = at.take(4 * r * kPageTokens);
+  s.rescale = at.take(4 * r);
+  s.tile = at.take(4 * kPageTokens * dp);  // imported tables decode into it on the vector path too
+  if (tile_path) {
+    s.panel_raw = at.take(4 * r * d);
+    s.panel_basis = at.take(4 * r * dp);
+    s.transpose = at.take(4 * kPageTokens * 16);
+  }
+  s.centers = at.take(4 * r);
+  s.bytes = at.total();
+  return s;
+}
+
+}  // namespace kvant::core

@@ -1,0 +1,153 @@
+// The work a plan hands to the kernels: plain structs, no inline code, so that every ISA unit can include them.
+//
+// A run has three phases, each a list of independent items that any worker may take; nothing depends on which:
+//   prepare  one item per (sequence, kv head): its query rows into the encoded basis and into integers
+//   attend   one item per (sequence, kv head, row block, split): scores, softmax and products over some pages, giving a
+//            partial (O, m, l) for each of the two domains, or the finished rows if the block has a single split
+//   merge    one item per row block with several splits: partials combined in split order, rotated back, written
+//
+// Rows: the group's q_heads of all queries of a sequence share their kv head's keys; row = query * group + head-in-group.
+// Domains: exact pages are multiplied with the queries as given and accumulate in the original coordinates, encoded
+// pages live in their basis. Each domain keeps its own online softmax; they meet when rows are finished.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/backend.hpp"
+
+namespace kvant::core {
+
+inline constexpr int kRowBlock = 128;  // rows of one attend item at most
+// Rows of an item on the tile path: as many as keep its queries and sums (16 bytes a row and element) within about half of
+// a 512 KiB L2 cache, because a page is decoded once for each item. D = 128: 128 rows 75 % of the FMA peak, 64 rows 72 %.
+constexpr int row_block(int head_dim) {
+  return head_dim <= 128 ? kRowBlock : kRowBlock / 2;
+}
+inline constexpr int kVectorRows = 16;  // up to here rows go through the integer kernels; beyond, through tiles
+
+enum Domain : int { kEncoded = 0, kExact = 1, kDomains = 2 };
+
+struct PageUse {
+  std::int32_t slot;
+  std::int32_t domain;
+};
+
+struct StridedRows {  // [tokens, heads, head_dim], last stride 1
+  const void* data;
+  Dtype dtype;
+  std::int64_t token_stride, head_stride;
+};
+struct MutableRows {
+  void* data;
+  Dtype dtype;
+  std::int64_t token_stride, head_stride;
+};
+
+// An additive or boolean mask, and for every (batch, head, query, page) of it (broadcast dimensions once) a class.
+enum TileClass : std::uint8_t { kTileMasked = 0, kTileMixed = 1, kTileZero = 2 };
+struct MaskData {
+  const void* data;  // null: none
+  Dtype dtype;
+  std::int64_t stride[4];  // batch, head, query, key; 0 where broadcast
+  const std::uint8_t* classes;
+  std::int64_t class_stride[4];  // same dimensions, pages last
+};
+
+struct SequenceUse {
+  std::int64_t length;
+  std::int64_t q_len;
+  std::int64_t query_begin;  // first of its queries in q and out
+  std::int64_t batch;        // index into the mask's batch dimension
+  const PageUse* pages;      // by absolute page number
+  std::size_t prepared;      // workspace offset of its prepared rows (vector path)
+};
+
+// What one run needs, shared by all items.
+struct RunContext {
+  int head_dim, padded_dim;  // padded_dim: head_dim rounded up to 64, zero filled
+  int group, kv_heads;
+  int layer;
+  float scale, softcap;
+  bool causal;
+  std::int64_t window, window_sinks;
+  const float* slopes;       // [q_heads] or null
+  const float* sink_logits;  // [q_heads] or null
+  MaskData mask;
+  codec::PageLayout layout[kDomains];
+  const float* k_levels[kDomains];
+  const float* v_levels[kDomains];
+  const void* cache;
+  const std::byte* (*block)(const void* cache, int domain, std::int32_t slot, int layer, int head);
+  BasisView (*basis)(const void* cache, bool values, int layer, int head);
+  const SequenceUse* sequences;
+  StridedRows q;
+  MutableRows out;
+  float* lse;
+  std::int64_t lse_stride;  // q_heads
+  std::byte* workspace;
+};
+
+// Prepared rows of one (sequence, kv head) on the vector path; byte offsets from the item's base, padded_dim columns.
+struct PreparedLayout {
+  std::size_t raw;       // f32 [rows][padded_dim], as given
+  std::size_t basis;     // f32 [rows][padded_dim], in the encoded basis (same as raw if that basis is none)
+  std::size_t ints;      // i16 [rows][padded_dim], basis rows in the order of the key codes' unpacking; tq formats only
+  std::size_t scales;    // f32 [rows][kMaxScaleGroups]: value of one integer step
+  std::size_t offsets;   // i32 [rows][kMaxScaleGroups]: level offset * sum of the integers
+  std::size_t centers;   // f32 [rows]: q . c
+  std::size_t poisoned;  // i32 [rows]: the query is not finite
+  std::size_t bytes;
+};
+PreparedLayout prepared_layout(int rows, int padded_dim);
+
+struct PrepareItem {
+  const RunContext* run;
+  int sequence, kv_head;
+};
+
+// A partial: for each domain m [rows], l [rows] and, where used, O [rows][head_dim].
+struct PartialLayout {
+  std::size_t used;      // i32 [kDomains]
+  std::size_t m, l;      // f32 [kDomains][rows]
+  std::size_t poisoned;  // i32 [rows]
+  std::size_t o;         // f32 [kDomains][rows][head_dim]
+  std::size_t bytes;
+};
+PartialLayout partial_layout(int rows, int head_dim);
+
+struct AttendItem {
+  const RunContext* run;
+  int sequence, kv_head;
+  int row_begin, rows;
+  std::int64_t sink_pages;  // the visible pages are 0 .. sink_pages - 1 and recent_page, recent_page + 1, ...
+  std::int64_t recent_page;
+  std::int64_t use_begin, use_end;  // this item's share, as indices into those
+  std::size_t partial;              // workspace offset; kNoPartial: finish the rows directly
+  std::byte* scratch;               // the worker's own
+};
+inline constexpr std::size_t kNoPartial = ~std::size_t{0};
+
+// The worker's scratch of one attend item.
+struct ScratchLayout {
+  std::size_t state;        // a partial of kRowBlock rows
+  std::size_t scores;       // f32 [rows][64]
+  std::size_t rescale;      // f32 [rows]
+  std::size_t panel_raw;    // f32 query panels [rows / 16][head_dim][16] (tile path), as given
+  std::size_t panel_basis;  // the same in the encoded basis, in unpacking order
+  std::size_t tile;         // f32 [64][padded_dim]: decoded keys or values
+  std::size_t transpose;    // f32 [64][16]
+  std::size_t centers;      // f32 [rows]
+  std::size_t bytes;
+};
+ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool tile_path);
+
+struct MergeItem {
+  const RunContext* run;
+  int sequence, kv_head;
+  int row_begin, rows;
+  std::size_t first_partial;  // workspace offset; the others follow at partial_layout(rows, head_dim).bytes
+  int splits;
+};
+
+}  // namespace kvant::core

@@ -1,0 +1,59 @@
+// What the core asks of an instruction set: one table of functions per ISA, filled by src/cpu. The core never includes
+// src/cpu; it only calls through these tables, which src/cpu/registry.cpp lists best first.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "codec/basis_ref.hpp"
+#include "codec/layout.hpp"
+
+namespace kvant::core {
+
+using BasisView = codec::BasisRef;
+
+// Stores `count` tokens of one kv head into a page block, from token `first` on: basis, quantise, pack.
+// `rows` are in the original coordinates, row i at element i * row_stride; they become f32 and are rounded to `rounding`
+// first. Dense formats round to nearest even.
+struct StoreJob {
+  const codec::SideLayout* side = nullptr;
+  int head_dim = 0;
+  std::byte* block = nullptr;
+  int first = 0;
+  int count = 0;
+  const void* rows = nullptr;
+  std::int64_t row_stride = 0;
+  BasisView basis;
+  const float* levels = nullptr;  // lut formats
+  Dtype dtype = Dtype::f32;       // of rows: f32, f16, bf16
+  Dtype rounding = Dtype::f32;    // f32: none
+};
+
+struct AttendItem;  // core/attend.hpp
+struct PrepareItem;
+struct MergeItem;
+
+struct Kernels {
+  const char* name;    // "scalar", "avx2"
+  const char* detail;  // the instructions used
+  bool (*available)();
+  void (*store_k)(const StoreJob&);
+  void (*store_v)(const StoreJob&);
+  void (*prepare)(const PrepareItem&);
+  void (*attend)(const AttendItem&);
+  void (*merge)(const MergeItem&);
+  const char* (*product_name)(Format f);  // how that format is multiplied on the vector path, for explain
+  // f32 multiply-adds and bytes read, for kvant bench: the machine's own peaks, with this ISA's instructions.
+  double (*fma_flops)(std::int64_t iterations);  // runs that many rounds of independent FMAs; returns the flops done
+  std::uint64_t (*read_bytes)(const std::byte* data, std::size_t n);  // sums all words, so that nothing is skipped
+};
+
+std::span<const Kernels* const> all_kernels();  // defined in src/cpu/registry.cpp, best first
+
+// The threads seam (src/cpu/threads.cpp): calls fn(context, worker) for worker 0 .. workers - 1 and returns when all did.
+void parallel(int workers, void (*fn)(void* context, int worker), void* context);
+int hardware_threads();
+const char* threads_name();  // "OpenMP 4.5", "std::thread"
+
+}  // namespace kvant::core

@@ -1,0 +1,72 @@
+// The public Cache: a thin shell over CacheImpl.
+#include "kvant/cache.hpp"
+
+#include "core/cache_impl.hpp"
+
+namespace kvant {
+
+Cache::Cache(std::unique_ptr<CacheImpl> impl) : impl_(std::move(impl)) {}
+Cache::Cache(Cache&&) noexcept = default;
+Cache& Cache::operator=(Cache&&) noexcept = default;
+Cache::~Cache() = default;
+
+Result<Cache> Cache::create(const CacheConfig& config) {
+  auto impl = CacheImpl::create(config);
+  if (!impl) return impl.status();
+  return Cache(std::move(*impl));
+}
+
+const CacheConfig& Cache::config() const noexcept {
+  return impl_->config();
+}
+Format Cache::k_format() const noexcept {
+  return impl_->k_format();
+}
+Format Cache::v_format() const noexcept {
+  return impl_->v_format();
+}
+
+SequenceId Cache::add_sequence() {
+  return impl_->add_sequence();
+}
+Result<SequenceId> Cache::fork(SequenceId parent) {
+  return impl_->fork(parent);
+}
+Status Cache::remove(SequenceId sequence) {
+  return impl_->remove(sequence);
+}
+Status Cache::truncate(SequenceId sequence, std::int64_t tokens) {
+  return impl_->truncate(sequence, tokens);
+}
+Result<std::int64_t> Cache::length(SequenceId sequence) const {
+  return impl_->length(sequence);
+}
+
+Status Cache::reserve(std::span<const Append> appends) {
+  return impl_->reserve(appends);
+}
+Status Cache::write(std::span<const SequenceId> sequences, int layer, const TensorView& keys,
+                    const TensorView& values) {
+  return impl_->write(sequences, layer, keys, values);
+}
+Status Cache::append(SequenceId sequence, int layer, const TensorView& keys, const TensorView& values) {
+  return impl_->append(sequence, layer, keys, values);
+}
+Status Cache::read(SequenceId sequence, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
+                   const MutableTensorView& values) const {
+  return impl_->read(sequence, layer, begin, end, keys, values);
+}
+
+CacheMemory Cache::memory() const noexcept {
+  return impl_->memory();
+}
+std::string Cache::describe() const {
+  return impl_->describe();
+}
+
+Status import_legacy(Cache& cache, SequenceId sequence, int layer, const LegacyLayout& layout,
+                     const LegacyTensors& tensors, std::span<const std::int64_t> slots) {
+  return cache.impl().import_legacy(sequence, layer, layout, tensors, slots);
+}
+
+}  // namespace kvant

@@ -1,0 +1,135 @@
+// What a cache is made of, for the layers that compute with it (the attention plan, the C ABI). The order of a step:
+//
+//   reserve   the table takes slots; exact pages may have no memory yet (their dtype is that of the first write)
+//   plan      may use view, reads_exact, version: slots do not change until the next reserve, truncate, fork, remove
+//   write     stores rows, and encodes the pages that left the tail
+//   run       may use block, layout, bases, levels: only for layers that are ready (layer_ready)
+//
+// So plans keep slots, and ask for blocks and layouts when they run.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "codec/layout.hpp"
+#include "core/backend.hpp"
+#include "core/cache_table.hpp"
+#include "core/storage.hpp"
+#include "kvant/cache.hpp"
+
+namespace kvant {
+
+class CacheImpl {
+ public:
+  using PageRef = core::PageRef;
+  using Pool = core::Pool;
+  using SequenceView = core::SequenceView;
+
+  /// Validates; every refusal names the field, its value, what is allowed and the way out.
+  static Result<std::unique_ptr<CacheImpl>> create(const CacheConfig& config);
+
+  // --- for plans and kernels ---
+
+  /// Errors: unknown sequence. The spans inside are valid until the cache changes.
+  Result<SequenceView> view(SequenceId sequence) const;
+  /// Which copy attention reads at this length: the exact one where the rule of exact ends says so and it is there.
+  [[nodiscard]] bool reads_exact(const SequenceView& s, std::int64_t page) const noexcept {
+    const core::PageRef& ref = s.pages[static_cast<std::size_t>(page)];
+    return ref.exact >= 0 && (ref.encoded < 0 || table_.config().ends.exact(s.length, page));
+  }
+  /// A slot's bytes for one layer and kv head, 64-byte aligned. Pool::exact: null before the first write.
+  [[nodiscard]] const std::byte* block(Pool pool, std::int32_t slot, int layer, int head) const noexcept {
+    if (pool == Pool::encoded) return encoded_.block(slot, layer, head);
+    return exact_ ? exact_->block(slot, layer, head) : nullptr;
+  }
+  /// Pool::exact before the first write: f32, and known to be provisional by exact_dtype() being unset.
+  [[nodiscard]] const codec::PageLayout& layout(Pool pool) const noexcept {
+    if (pool == Pool::encoded) return encoded_.layout();
+    return exact_ ? exact_->layout() : provisional_;
+  }
+  [[nodiscard]] std::optional<Dtype> exact_dtype() const noexcept { return exact_dtype_; }
+  /// The basis of encoded pages; exact pages have none.
+  [[nodiscard]] core::BasisView k_basis(int layer, int head) const noexcept { return basis_view(false, layer, head); }
+  [[nodiscard]] core::BasisView v_basis(int layer, int head) const noexcept { return basis_view(true, layer, head); }
+  /// Level tables of lut formats, else null.
+  [[nodiscard]] const float* k_levels() const noexcept { return levels(k_format_, config_.k_levels); }
+  [[nodiscard]] const float* v_levels() const noexcept { return levels(v_format_, config_.v_levels); }
+  /// Changes with every reserve, truncate, fork, remove that changes any length or page table.
+  [[nodiscard]] std::uint64_t version() const noexcept { return table_.version(); }
+  /// All reserved tokens of this layer are written. False for unknown sequences and layers.
+  [[nodiscard]] bool layer_ready(SequenceId sequence, int layer) const noexcept;
+  /// As given, with `automatic` bases resolved, and no exact ends where both formats are dense.
+  [[nodiscard]] const CacheConfig& config() const noexcept { return config_; }
+  [[nodiscard]] Format k_format() const noexcept { return k_format_; }
+  [[nodiscard]] Format v_format() const noexcept { return v_format_; }
+  [[nodiscard]] const core::CacheTable& table() const noexcept { return table_; }
+
+  // --- what Cache offers ---
+
+  SequenceId add_sequence() { return table_.add(); }
+  Result<SequenceId> fork(SequenceId parent) { return table_.fork(parent); }
+  Status remove(SequenceId sequence) { return table_.remove(sequence); }
+  Status truncate(SequenceId sequence, std::int64_t tokens) { return table_.truncate(sequence, tokens); }
+  Result<std::int64_t> length(SequenceId sequence) const;
+  Status reserve(std::span<const Append> appends);
+  Status write(std::span<const SequenceId> sequences, int layer, const TensorView& keys, const TensorView& values);
+  Status append(SequenceId sequence, int layer, const TensorView& keys, const TensorView& values);
+  Status read(SequenceId sequence, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
+              const MutableTensorView& values) const;
+  Status import_legacy(SequenceId sequence, int layer, const LegacyLayout& layout, const LegacyTensors& tensors,
+                       std::span<const std::int64_t> slots);
+  [[nodiscard]] CacheMemory memory() const noexcept;
+  [[nodiscard]] std::string describe() const;
+
+ private:
+  using Sequence = core::CacheTable::Sequence;
+  // The rows of one sequence in the tensors of a write: tokens [first_token, first_token + tokens).
+  struct Rows {
+    SequenceId id;
+    Sequence* sequence;
+    std::int64_t first_token;
+    std::int64_t tokens;
+  };
+
+  CacheImpl(const CacheConfig& config, Format k, Format v, const core::TableConfig& table,
+            const codec::PageLayout& layout, const core::Kernels& kernels);
+
+  [[nodiscard]] core::BasisView basis_view(bool values, int layer, int head) const noexcept;
+  static const float* levels(Format format, const std::vector<float>& table) noexcept {
+    return codec::is_lut(format) ? table.data() : nullptr;
+  }
+  [[nodiscard]] core::Storage& storage(Pool pool) noexcept { return pool == Pool::exact ? *exact_ : encoded_; }
+  Status make_exact(Dtype dtype);
+
+  Status check_layer(int layer) const;
+  Status check_tensor(const char* name, const TensorView& tensor, std::int64_t tokens) const;
+  Status check_finite(const char* name, const TensorView& tensor, std::span<const Rows> rows) const;
+  /// Everything that can be wrong with the tensors of a write; changes nothing.
+  Status check_inputs(std::span<const Rows> rows, const TensorView& keys, const TensorView& values) const;
+  /// The dtype of exact pages once these are written.
+  Result<Dtype> choose_exact(Dtype keys, Dtype values) const;
+  /// Stores checked tensors and marks the layer as written. On error no token that was there has changed, and the step
+  /// is still to be written.
+  Status store(std::span<const Rows> rows, int layer, const TensorView& keys, const TensorView& values);
+  Status check_scales(std::span<const Rows> rows, int layer) const;
+  /// An append to a layer: true if its tokens are yet to be reserved, false if exactly these wait for this layer.
+  Result<bool> needs_reserve(const Rows& rows, int layer) const;
+  Status check_legacy(const LegacyLayout& layout, const LegacyTensors& tensors,
+                      std::span<const std::int64_t> slots) const;
+
+  CacheConfig config_;
+  Format k_format_, v_format_;
+  core::CacheTable table_;
+  core::Storage encoded_;
+  codec::PageLayout provisional_;         // of exact pages, in f32
+  std::unique_ptr<core::Storage> exact_;  // made at the first write
+  std::optional<Dtype> exact_dtype_;
+  const core::Kernels* kernels_;
+};
+
+}  // namespace kvant

@@ -1,0 +1,144 @@
+// The bookkeeping of a paged cache: lengths, page tables, reference counts, and what a step has to do. No bytes here:
+// core/storage.hpp holds them, and core/cache_impl.hpp joins the two, so that pages in device memory can stand behind
+// the same tables.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "core/page_pool.hpp"
+#include "kvant/cache.hpp"
+
+namespace kvant::core {
+
+/// Which pool a slot belongs to: `exact` pages hold vectors as given, `encoded` ones in the cache's formats.
+enum class Pool { exact, encoded };
+
+/// The slots of one page; -1: no such copy. A page released by the window has neither.
+struct PageRef {
+  std::int32_t exact = -1;
+  std::int32_t encoded = -1;
+  bool operator==(const PageRef&) const = default;
+};
+
+/// A sequence as attention sees it. Borrowed: valid until the cache changes.
+struct SequenceView {
+  std::int64_t length = 0;         ///< tokens, reserved ones included
+  std::int64_t first_page = 0;     ///< pages between those of the window's sink tokens and this one were released
+  std::span<const PageRef> pages;  ///< by absolute page number
+  std::uint64_t version = 0;       ///< changes with this sequence's length and pages
+};
+
+// Which pages are exact, as a function of the length n alone. S sink pages, T tail pages, 64 tokens a page:
+//   exact(n, p) = p < S  or  T > 0 and n < 64 (p + 1 + T)        so the tail is 64 T to 64 T + 63 tokens long
+//   keeps(n, p) = p < S  or  T > 0 and n < 64 (p + 2 + T)        the exact copy outlives the encoding by one page
+// keeps(n, p) is exact(n - 64, p): truncating up to 64 tokens finds every exact copy that it needs.
+struct ExactEnds {
+  std::int64_t sink_pages = 0;
+  std::int64_t tail_pages = 0;
+  [[nodiscard]] bool any() const noexcept { return sink_pages > 0 || tail_pages > 0; }
+  [[nodiscard]] bool exact(std::int64_t length, std::int64_t page) const noexcept {
+    return page < sink_pages || (tail_pages > 0 && length < kPageTokens * (page + 1 + tail_pages));
+  }
+  [[nodiscard]] bool keeps(std::int64_t length, std::int64_t page) const noexcept {
+    return exact(length - kPageTokens, page);
+  }
+};
+
+struct TableConfig {
+  int layers = 1;
+  ExactEnds ends;
+  std::int64_t window = 0;
+  std::int64_t window_sinks = 0;
+  std::int64_t capacity_pages = 0;  // 0: no limit
+};
+
+/// Whole slots to copy before anything is written: a page that other sequences share is about to change.
+struct SlotCopy {
+  Pool pool;
+  std::int32_t from;
+  std::int32_t to;
+};
+
+class CacheTable {
+ public:
+  struct Sequence {
+    std::int64_t length = 0;
+    std::int64_t step_begin = 0;  // the newest step's tokens are [step_begin, length)
+    std::int64_t first_page = 0;
+    std::vector<PageRef> pages;
+    std::vector<std::int32_t> identities;  // one a page held, shared by forks until one of them writes to it
+    std::vector<bool> written;             // by layer: the newest step's rows are stored
+    int layers_written = 0;
+    std::uint64_t version = 0;
+    [[nodiscard]] std::int64_t step_tokens() const { return length - step_begin; }
+  };
+
+  /// What a reserve takes, before anything has changed.
+  struct Demand {
+    std::int64_t exact_slots = 0;  // slots that the pools must have in all
+    std::int64_t encoded_slots = 0;
+    std::int64_t identity_slots = 0;
+  };
+
+  explicit CacheTable(const TableConfig& config) : config_(config) {}
+
+  SequenceId add();
+  Result<SequenceId> fork(SequenceId parent);
+  Status remove(SequenceId id);
+  Status truncate(SequenceId id, std::int64_t tokens);
+
+  /// Validates a reserve and says what it needs; changes nothing.
+  Result<Demand> check(std::span<const Append> appends);
+  /// Does it. `demand` as check returned it, nothing having changed since. May throw std::bad_alloc, and then has
+  /// changed no sequence. Returns the copies that must be made before rows are stored.
+  std::vector<SlotCopy> commit(std::span<const Append> appends, const Demand& demand);
+
+  [[nodiscard]] bool layer_ready(const Sequence& s, int layer) const;
+  [[nodiscard]] int first_unwritten(const Sequence& s) const;  // of a step that is not done
+  [[nodiscard]] bool step_done(const Sequence& s) const { return s.layers_written == config_.layers; }
+  /// Marks the newest step's rows of a layer as stored; after the last layer, exact copies that no truncation of up to
+  /// 64 tokens can ask for are given back. Changes no view that attention can tell: those pages are read encoded.
+  void mark_written(Sequence& s, int layer) noexcept;
+
+  /// True when this step encodes the whole of a page from its exact copy.
+  [[nodiscard]] bool turns(const Sequence& s, std::int64_t page) const;
+  /// First and last + 1 page that the step of `s` stores to.
+  struct Range {
+    std::int64_t begin, end;
+  };
+  [[nodiscard]] Range step_pages(const Sequence& s) const;
+
+  Result<Sequence*> find(SequenceId id, const char* argument);
+  Result<const Sequence*> find(SequenceId id, const char* argument) const;
+  [[nodiscard]] const std::unordered_map<std::uint64_t, Sequence>& sequences() const { return sequences_; }
+
+  [[nodiscard]] const TableConfig& config() const noexcept { return config_; }
+  [[nodiscard]] const PagePool& pool(Pool which) const noexcept { return which == Pool::exact ? exact_ : encoded_; }
+  /// Distinct 64-token pages held, whatever their copies: what the capacity limits.
+  [[nodiscard]] std::int64_t pages_held() const noexcept { return identities_.used_slots(); }
+  [[nodiscard]] std::uint64_t version() const noexcept { return version_; }
+  [[nodiscard]] std::int64_t table_bytes() const noexcept;
+
+ private:
+  [[nodiscard]] Range released_by(const Sequence& s, std::int64_t tokens) const;
+  template <class Visitor>
+  void walk_step(const Sequence& s, std::int64_t tokens, Visitor&& visit) const;
+  struct Counter;
+  struct Taker;
+  Result<std::vector<Sequence*>> check_appends(std::span<const Append> appends);
+  Status check_capacity(std::int64_t pages_needed, std::int64_t pages_freed) const;
+  void release_page(Sequence& s, std::int64_t page) noexcept;
+  PagePool& slots(Pool which) noexcept { return which == Pool::exact ? exact_ : encoded_; }
+  void touch(Sequence& s) noexcept { s.version = ++version_; }
+
+  TableConfig config_;
+  PagePool exact_, encoded_, identities_;
+  std::unordered_map<std::uint64_t, Sequence> sequences_;
+  std::uint64_t next_id_ = 1;
+  std::uint64_t version_ = 0;
+};
+
+}  // namespace kvant::core

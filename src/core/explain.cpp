@@ -1,0 +1,79 @@
+// What a plan says of itself.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <iterator>
+
+#include "core/plan.hpp"
+
+namespace kvant {
+namespace {
+
+std::string mask_words(const PlanImpl& p) {
+  const Mask& m = p.options.mask;
+  std::string s = m.window > 0 ? fmt::format("the last {} keys", m.window) : m.is_causal ? "causal" : "bidirectional";
+  if (m.window_sinks > 0) s += fmt::format(" and the first {}", m.window_sinks);
+  if (m.tensor.data != nullptr) {
+    s += fmt::format("; {} mask tensor: {} tiles masked (skipped), {} mixed, {} zero (not added)",
+                     dtype_name(m.tensor.dtype), p.mask_tiles[core::kTileMasked], p.mask_tiles[core::kTileMixed],
+                     p.mask_tiles[core::kTileZero]);
+  }
+  return s;
+}
+
+}  // namespace
+
+std::int64_t PlanImpl::kv_bytes() const {
+  std::int64_t total = 0;
+  for (const int domain : {core::kEncoded, core::kExact}) {
+    const codec::PageLayout& l =
+        cache->layout(domain == core::kExact ? CacheImpl::Pool::exact : CacheImpl::Pool::encoded);
+    total += keys_read[domain] * static_cast<std::int64_t>(l.code_bytes + l.scale_bytes) / kPageTokens;
+  }
+  return total * cache->config().kv_heads;
+}
+
+std::string PlanImpl::explain() const {
+  const CacheConfig& config = cache->config();
+  std::int64_t longest = 0, shortest = sequences.front().length;
+  for (const core::SequenceUse& s : sequences)
+    longest = std::max(longest, s.length), shortest = std::min(shortest, s.length);
+  std::string s;
+  const auto out = std::back_inserter(s);
+  fmt::format_to(out, "batch      {} sequence(s), {} queries, {} to {} keys\n", sequences.size(), total_queries,
+                 shortest, longest);
+  fmt::format_to(out, "heads      {} query heads over {} kv heads (group {}), head_dim {}\n", options.q_heads,
+                 config.kv_heads, group, config.head_dim);
+  fmt::format_to(out, "visible    {}\n", mask_words(*this));
+  fmt::format_to(out, "logits     scale {:.6g}{}{}\n", options.scale,
+                 options.softcap > 0 ? fmt::format(", softcap {:g}", options.softcap) : "",
+                 options.alibi_slopes.empty() ? "" : ", ALiBi");
+  fmt::format_to(out, "backend    cpu/{} ({}): {}\n", kernels->name, kernels->detail,
+                 options.isa.empty() ? "the best this machine has" : "forced");
+  const char* rows_rule = "rows that share a kv head: group x queries";
+  if (any_vector) {
+    fmt::format_to(out, "path       vector (up to {} {}), four rows share each load and unpack\n", core::kVectorRows,
+                   rows_rule);
+    fmt::format_to(out, "  keys     {}: {}\n", format_info(cache->k_format()).name,
+                   kernels->product_name(cache->k_format()));
+    fmt::format_to(out, "  values   {}: {}\n", format_info(cache->v_format()).name,
+                   kernels->product_name(cache->v_format()));
+  }
+  if (any_tiles) {
+    fmt::format_to(out, "path       tiles (more than {} {}): pages become f32 once per {} rows, f32 products\n",
+                   core::kVectorRows, rows_rule, core::row_block(config.head_dim));
+  }
+  fmt::format_to(out, "pages      {} keys encoded, {} exact ({})\n", keys_read[core::kEncoded], keys_read[core::kExact],
+                 cache->exact_dtype() ? dtype_name(*cache->exact_dtype()) : "dtype of the first write");
+  fmt::format_to(out, "splits     {} a row block at most, {} pages ({} keys) each: {}\n", splits, pages_per_split,
+                 pages_per_split * kPageTokens,
+                 options.split_keys > 0
+                     ? "forced"
+                     : "from the sequence's own length, so bits depend on neither threads nor batch");
+  fmt::format_to(out, "work       {} attend items, {} merges, {} threads ({})\n", attend.size(), merge.size(), threads,
+                 core::threads_name());
+  fmt::format_to(out, "bytes      {} of cache read per layer, {} of workspace\n", kv_bytes(), workspace_bytes);
+  return s;
+}
+
+}  // namespace kvant

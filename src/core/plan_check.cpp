@@ -1,0 +1,109 @@
+// Refusals of plan(): each message names the argument, its value, what is allowed, and the way out.
+#include <fmt/format.h>
+
+#include <cmath>
+
+#include "core/plan.hpp"
+
+namespace kvant {
+namespace {
+
+Status invalid(std::string message) {
+  return {Code::invalid_argument, std::move(message)};
+}
+
+Status check_numbers(const AttentionOptions& o) {
+  if (!std::isfinite(o.scale))
+    return invalid(fmt::format("scale is {}: must be finite; 0 means 1 / sqrt(head_dim)", o.scale));
+  if (!std::isfinite(o.softcap) || o.softcap < 0) {
+    return invalid(fmt::format("softcap is {}: must be finite and >= 0; 0 means no soft cap", o.softcap));
+  }
+  if (!o.alibi_slopes.empty() && o.alibi_slopes.size() != static_cast<std::size_t>(o.q_heads)) {
+    return invalid(fmt::format("alibi_slopes has {} values for {} query heads: give one slope a query head, or none",
+                               o.alibi_slopes.size(), o.q_heads));
+  }
+  for (std::size_t h = 0; h < o.alibi_slopes.size(); ++h) {
+    if (!std::isfinite(o.alibi_slopes[h]))
+      return invalid(fmt::format("alibi_slopes[{}] is {}: must be finite", h, o.alibi_slopes[h]));
+  }
+  if (o.threads < 0 || o.threads > 4096)
+    return invalid(fmt::format("threads is {}: must be 1 to 4096, or 0 for all cores", o.threads));
+  if (o.split_keys < 0 || o.split_keys % kPageTokens != 0) {
+    return invalid(fmt::format("split_keys is {}: must be a multiple of the page size {}, or 0 to let the plan choose",
+                               o.split_keys, kPageTokens));
+  }
+  return {};
+}
+
+Status check_mask_rule(const Mask& m) {
+  if (m.window < 0) return invalid(fmt::format("mask.window is {}: must be >= 1, or 0 for no window", m.window));
+  if (m.window > 0 && !m.is_causal) {
+    return invalid(
+        fmt::format("mask.window is {} in a bidirectional mask: a window counts back from the query's own position; "
+                    "use Mask::sliding, or a mask tensor",
+                    m.window));
+  }
+  if (m.window_sinks < 0) return invalid(fmt::format("mask.window_sinks is {}: must be >= 0", m.window_sinks));
+  if (m.window_sinks > 0 && m.window == 0) {
+    return invalid(
+        fmt::format("mask.window_sinks is {} without a window: without a window all first tokens are visible anyway; "
+                    "set mask.window, or window_sinks to 0",
+                    m.window_sinks));
+  }
+  return {};
+}
+
+}  // namespace
+
+Status check_options(const CacheConfig& config, std::size_t sequences, AttentionOptions& o) {
+  if (sequences == 0) return invalid("sequences is empty: plan for at least one sequence");
+  if (o.q_heads <= 0 || o.q_heads % config.kv_heads != 0) {
+    return invalid(fmt::format("q_heads is {}: must be a positive multiple of the cache's kv_heads, {}", o.q_heads,
+                               config.kv_heads));
+  }
+  if (o.q_heads > 65536) return invalid(fmt::format("q_heads is {}: at most 65536", o.q_heads));
+  if (!o.q_lens.empty() && o.q_lens.size() != sequences) {
+    return invalid(
+        fmt::format("q_lens has {} values for {} sequences: give one count a sequence, or leave it empty and set q_len",
+                    o.q_lens.size(), sequences));
+  }
+  if (o.q_lens.empty()) o.q_lens.assign(sequences, o.q_len);
+  for (std::size_t i = 0; i < o.q_lens.size(); ++i) {
+    if (o.q_lens[i] < 1 || o.q_lens[i] > (1 << 24)) {
+      return invalid(fmt::format("q_len of sequence {} of the batch is {}: must be 1 to {}", i, o.q_lens[i], 1 << 24));
+    }
+  }
+  if (Status s = check_numbers(o); !s.ok()) return s;
+  if (o.scale == 0) o.scale = 1.0 / std::sqrt(static_cast<double>(config.head_dim));
+  return check_mask_rule(o.mask);
+}
+
+Result<const core::Kernels*> choose_kernels(const AttentionOptions& o) {
+  if (!o.backend.empty() && o.backend != "cpu") {
+    const bool known = o.backend == "cuda";
+    return {known ? Code::unsupported : Code::invalid_argument,
+            fmt::format("backend is \"{}\": this build has \"cpu\"{}; leave it empty to let the plan choose", o.backend,
+                        known ? " only, the CUDA backend is not compiled in" : "")};
+  }
+  std::string names;
+  for (const core::Kernels* k : core::all_kernels()) {
+    if (o.isa.empty() && k->available()) return k;
+    if (o.isa == k->name) {
+      if (k->available()) return k;
+      return {Code::unsupported,
+              fmt::format("isa is \"{}\": this machine lacks it ({}); leave it empty to let the plan choose", o.isa,
+                          k->detail)};
+    }
+    names += fmt::format("{}\"{}\"", names.empty() ? "" : ", ", k->name);
+  }
+  return {Code::invalid_argument,
+          fmt::format("isa is \"{}\": this build has {}; leave it empty to let the plan choose", o.isa, names)};
+}
+
+std::vector<IsaInfo> isas() {
+  std::vector<IsaInfo> all;
+  for (const core::Kernels* k : core::all_kernels()) all.push_back({k->name, k->available(), k->detail});
+  return all;
+}
+
+}  // namespace kvant

@@ -1,0 +1,97 @@
+// Mask tensors: shapes checked against the batch, tiles of one query by one page classified once per plan, so that fully
+// masked tiles cost nothing in a run and all-zero ones no addition.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "base/mask_element.hpp"
+#include "core/plan.hpp"
+
+namespace kvant {
+namespace {
+
+Status invalid(std::string message) {
+  return {Code::invalid_argument, std::move(message)};
+}
+
+core::TileClass classify(const MaskTensor& m, std::int64_t at, std::int64_t key_stride, std::int64_t keys) {
+  bool masked = true, zero = true;
+  for (std::int64_t j = 0; j < keys; ++j) {
+    const float x = base::mask_element(m.data, m.dtype, at + j * key_stride);
+    masked &= x == -HUGE_VALF;
+    zero &= x == 0.0f;
+    if (!masked && !zero) return core::kTileMixed;
+  }
+  return masked ? core::kTileMasked : core::kTileZero;
+}
+
+}  // namespace
+
+Status add_mask(PlanImpl& plan) {
+  const MaskTensor& m = plan.options.mask.tensor;
+  if (m.data == nullptr) return {};
+  std::int64_t longest = 0, most_queries = 0;
+  for (const core::SequenceUse& s : plan.sequences) {
+    longest = std::max(longest, s.length);
+    most_queries = std::max(most_queries, s.q_len);
+  }
+  const std::int64_t needed[4] = {static_cast<std::int64_t>(plan.sequences.size()), plan.options.q_heads, most_queries,
+                                  longest};
+  static constexpr const char* kNames[4] = {"batch", "q_heads", "queries", "keys"};
+  for (std::size_t i = 0; i < 4; ++i) {
+    const std::int64_t n = m.shape[i];
+    const bool ok = n == 1 || (i < 2 ? n == needed[i] : n >= needed[i]);
+    if (!ok) {
+      return invalid(fmt::format("mask.tensor.shape[{}] ({}) is {}: must be {}{}, or 1 to broadcast", i, kNames[i], n,
+                                 i < 2 ? "" : "at least ", needed[i]));
+    }
+    constexpr std::int64_t kFar = std::int64_t{1} << 44;
+    if (m.stride[i] > kFar || m.stride[i] < -kFar || n > kFar) {
+      return invalid(fmt::format("mask.tensor.stride[{}] is {}: beyond any memory", i, m.stride[i]));
+    }
+  }
+  if (reinterpret_cast<std::uintptr_t>(m.data) % dtype_size(m.dtype) != 0) {
+    return invalid(
+        fmt::format("mask.tensor.data is not aligned to its {}-byte elements: copy the mask to aligned memory",
+                    dtype_size(m.dtype)));
+  }
+
+  core::MaskData& out = plan.mask;
+  out.data = m.data;
+  out.dtype = m.dtype;
+  std::int64_t extent[4];
+  for (std::size_t i = 0; i < 4; ++i) {
+    out.stride[i] = m.shape[i] == 1 ? 0 : m.stride[i];
+    extent[i] = out.stride[i] == 0 ? 1 : needed[i];
+  }
+  const std::int64_t key_pages = (longest + kPageTokens - 1) / kPageTokens;
+  const std::int64_t pages = out.stride[3] == 0 ? 1 : key_pages;
+  const std::int64_t count = extent[0] * extent[1] * extent[2] * pages;
+  plan.mask_classes.resize(static_cast<std::size_t>(count));
+  std::int64_t at = 0;
+  for (std::int64_t b = 0; b < extent[0]; ++b) {
+    for (std::int64_t h = 0; h < extent[1]; ++h) {
+      for (std::int64_t q = 0; q < extent[2]; ++q) {
+        for (std::int64_t p = 0; p < pages; ++p) {
+          const std::int64_t keys =
+              out.stride[3] == 0 ? 1 : std::min<std::int64_t>(kPageTokens, longest - p * kPageTokens);
+          const core::TileClass c =
+              classify(m, b * out.stride[0] + h * out.stride[1] + q * out.stride[2] + p * kPageTokens * out.stride[3],
+                       out.stride[3], keys);
+          plan.mask_classes[static_cast<std::size_t>(at++)] = c;
+          ++plan.mask_tiles[c];
+        }
+      }
+    }
+  }
+  out.classes = plan.mask_classes.data();
+  out.class_stride[3] = pages == 1 ? 0 : 1;
+  out.class_stride[2] = extent[2] == 1 ? 0 : pages;
+  out.class_stride[1] = extent[1] == 1 ? 0 : extent[2] * pages;
+  out.class_stride[0] = extent[0] == 1 ? 0 : extent[1] * extent[2] * pages;
+  return {};
+}
+
+}  // namespace kvant

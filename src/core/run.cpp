@@ -1,0 +1,173 @@
+// run(): three phases over a plan's lists (core/attend.hpp). Nothing here allocates, throws or waits for anything but its
+// own workers.
+#include <fmt/format.h>
+
+#include "core/plan.hpp"
+
+namespace kvant {
+namespace {
+
+const std::byte* block_of(const void* cache, int domain, std::int32_t slot, int layer, int head) {
+  return static_cast<const CacheImpl*>(cache)->block(
+      domain == core::kExact ? CacheImpl::Pool::exact : CacheImpl::Pool::encoded, slot, layer, head);
+}
+core::BasisView basis_of(const void* cache, bool values, int layer, int head) {
+  const auto* impl = static_cast<const CacheImpl*>(cache);
+  return values ? impl->v_basis(layer, head) : impl->k_basis(layer, head);
+}
+
+struct Job {
+  const PlanImpl& plan;
+  core::RunContext context;
+  Executor executor;
+  std::atomic<std::int64_t> next{0};
+
+  [[nodiscard]] std::byte* scratch(int worker) const {
+    return context.workspace + plan.scratch_begin + static_cast<std::size_t>(worker) * plan.scratch_bytes;
+  }
+};
+
+// Calls item(job, index, worker) for index 0 .. count - 1, each once, on the plan's workers.
+template <void (*Item)(Job&, std::int64_t, int)>
+void for_each_item(Job& job, std::int64_t count) {
+  struct Loop {
+    Job* job;
+    std::int64_t count;
+  } loop{&job, count};
+  job.next.store(0, std::memory_order_relaxed);
+  const auto worker = [](void* context, int index) {
+    const Loop& l = *static_cast<Loop*>(context);
+    for (std::int64_t i; (i = l.job->next.fetch_add(1, std::memory_order_relaxed)) < l.count;) Item(*l.job, i, index);
+  };
+  const int workers = static_cast<int>(std::min<std::int64_t>(job.plan.threads, count));
+  if (job.executor.execute != nullptr && workers > 1)
+    return job.executor.execute(job.executor.self, workers, worker, &loop);
+  core::parallel(workers, worker, &loop);
+}
+
+void prepare_item(Job& job, std::int64_t index, int /*worker*/) {
+  const int kv_heads = job.context.kv_heads;
+  const int sequence = static_cast<int>(index / kv_heads);
+  if (job.context.sequences[sequence].q_len * job.context.group > core::kVectorRows) return;  // tiles prepare their own
+  const core::PrepareItem item{&job.context, sequence, static_cast<int>(index % kv_heads)};
+  job.plan.kernels->prepare(item);
+}
+
+void attend_item(Job& job, std::int64_t index, int worker) {
+  const AttendWork& w = job.plan.attend[static_cast<std::size_t>(index)];
+  const core::AttendItem item{&job.context, w.sequence,   w.kv_head,          w.row_begin,
+                              w.rows,       w.sink_pages, w.recent_page,      w.use_begin,
+                              w.use_end,    w.partial,    job.scratch(worker)};
+  job.plan.kernels->attend(item);
+}
+
+void merge_item(Job& job, std::int64_t index, int /*worker*/) {
+  const MergeWork& w = job.plan.merge[static_cast<std::size_t>(index)];
+  const core::MergeItem item{&job.context, w.sequence, w.kv_head, w.row_begin, w.rows, w.first_partial, w.splits};
+  job.plan.kernels->merge(item);
+}
+
+Status check_tensor(const char* name, const void* data, Dtype dtype, const std::array<std::int64_t, 3>& shape,
+                    const std::array<std::int64_t, 3>& stride, const PlanImpl& plan) {
+  const std::array<std::int64_t, 3> wanted = {plan.total_queries, plan.options.q_heads, plan.cache->config().head_dim};
+  if (data == nullptr) return {Code::invalid_argument, fmt::format("{}.data is null", name)};
+  if (dtype == Dtype::boolean)
+    return {Code::invalid_argument, fmt::format("{}.dtype is bool: must be f32, f16 or bf16", name)};
+  if (shape != wanted) {
+    return {Code::invalid_argument,
+            fmt::format("{}.shape is [{}, {}, {}]: the plan needs [total_queries, q_heads, head_dim] = [{}, {}, {}]",
+                        name, shape[0], shape[1], shape[2], wanted[0], wanted[1], wanted[2])};
+  }
+  if (stride[2] != 1)
+    return {Code::invalid_argument,
+            fmt::format("{}.stride[2] is {}: elements of a vector must be adjacent (stride 1)", name, stride[2])};
+  return {};
+}
+
+Status check_run(const PlanImpl& plan, int layer, const TensorView& q, const MutableTensorView& out,
+                 const RunOptions& options) {
+  const CacheImpl& cache = *plan.cache;
+  if (layer < 0 || layer >= cache.config().layers) {
+    return {Code::invalid_argument,
+            fmt::format("layer is {}: the cache has layers 0 to {}", layer, cache.config().layers - 1)};
+  }
+  if (plan.version != cache.version()) {
+    return {Code::stale,
+            "the plan was made for an earlier state of the cache (tokens were reserved, truncated, forked or removed "
+            "since): plan again after each step"};
+  }
+  for (const SequenceId id : plan.ids) {
+    if (!cache.layer_ready(id, layer)) {
+      return {Code::invalid_argument, fmt::format("layer {} of sequence {} has reserved tokens that are not written: "
+                                                  "write keys and values of this layer before running it",
+                                                  layer, static_cast<std::uint64_t>(id))};
+    }
+  }
+  if (Status s = check_tensor("q", q.data, q.dtype, q.shape, q.stride, plan); !s.ok()) return s;
+  if (Status s = check_tensor("out", out.data, out.dtype, out.shape, out.stride, plan); !s.ok()) return s;
+  if (!options.workspace.empty()) {
+    if (options.workspace.size() < plan.workspace_bytes) {
+      return {Code::invalid_argument, fmt::format("workspace has {} bytes: the plan needs {} (workspace_bytes)",
+                                                  options.workspace.size(), plan.workspace_bytes)};
+    }
+    if (reinterpret_cast<std::uintptr_t>(options.workspace.data()) % 64 != 0) {
+      return {Code::invalid_argument,
+              "workspace is not aligned to 64 bytes: allocate it with std::align_val_t{64} or aligned_alloc"};
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+Status run(const Plan& owner, int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) {
+  const PlanImpl& plan = owner.impl();
+  if (Status s = check_run(plan, layer, q, out, options); !s.ok()) return s;
+  const bool own = options.workspace.empty();
+  if (own && plan.own_workspace_busy.exchange(true, std::memory_order_acquire)) {
+    return {Code::invalid_argument,
+            "another run of this plan is using the plan's own workspace: give each concurrent run a workspace of its "
+            "own (RunOptions::workspace)"};
+  }
+
+  const CacheImpl& cache = *plan.cache;
+  const CacheConfig& config = cache.config();
+  Job job{plan, {}, options.executor, {}};
+  core::RunContext& c = job.context;
+  c.head_dim = config.head_dim;
+  c.padded_dim = plan.padded_dim;
+  c.group = plan.group;
+  c.kv_heads = config.kv_heads;
+  c.layer = layer;
+  c.scale = static_cast<float>(plan.options.scale);
+  c.softcap = static_cast<float>(plan.options.softcap);
+  c.causal = plan.options.mask.is_causal;
+  c.window = plan.options.mask.window;
+  c.window_sinks = plan.options.mask.window_sinks;
+  c.slopes = plan.options.alibi_slopes.empty() ? nullptr : plan.options.alibi_slopes.data();
+  c.sink_logits = options.sink_logits;
+  c.mask = plan.mask;
+  c.layout[core::kEncoded] = cache.layout(CacheImpl::Pool::encoded);
+  c.layout[core::kExact] = cache.layout(CacheImpl::Pool::exact);
+  c.k_levels[core::kEncoded] = cache.k_levels();
+  c.v_levels[core::kEncoded] = cache.v_levels();
+  c.k_levels[core::kExact] = c.v_levels[core::kExact] = nullptr;
+  c.cache = &cache;
+  c.block = block_of;
+  c.basis = basis_of;
+  c.sequences = plan.sequences.data();
+  c.q = {q.data, q.dtype, q.stride[0], q.stride[1]};
+  c.out = {out.data, out.dtype, out.stride[0], out.stride[1]};
+  c.lse = options.lse;
+  c.lse_stride = plan.options.q_heads;
+  c.workspace = own ? plan.own_workspace.get() : options.workspace.data();
+
+  if (plan.any_vector)
+    for_each_item<prepare_item>(job, static_cast<std::int64_t>(plan.sequences.size()) * config.kv_heads);
+  for_each_item<attend_item>(job, static_cast<std::int64_t>(plan.attend.size()));
+  if (!plan.merge.empty()) for_each_item<merge_item>(job, static_cast<std::int64_t>(plan.merge.size()));
+  if (own) plan.own_workspace_busy.store(false, std::memory_order_release);
+  return {};
+}
+
+}  // namespace kvant

@@ -1,0 +1,133 @@
+// Both products over pages whose elements become floats by a conversion: f32, f16, bf16, fp8 (and, through a decoded f32
+// tile, imported tables). Same shapes as products_int.hpp.
+#pragma once
+
+#include "core/attend.hpp"
+#include "cpu/ahead.hpp"
+
+KVANT_NAMESPACE_BEGIN(cpu)
+
+// How eight consecutive elements of a row become floats.
+template <class S, Format F>
+struct FloatRow {
+  static constexpr int kBytes = F == Format::f32 ? 4 : F == Format::fp8 ? 1 : 2;
+  static constexpr bool kScaled = F == Format::fp8;
+
+  // e4m3 bits moved into an f32's exponent and mantissa are the value times 2^-120.
+  static KVANT_INLINE typename S::F from_e4m3(typename S::I byte) {
+    const typename S::I sign = S::template shl<24>(S::and_(byte, S::seti(0x80)));
+    const typename S::I rest = S::template shl<20>(S::and_(byte, S::seti(0x7F)));
+    return S::mul(S::as_f(S::or_(sign, rest)), S::setf(0x1p120f));
+  }
+  static KVANT_INLINE typename S::F load(const std::byte* p) {
+    if constexpr (F == Format::f32) return S::loadf(reinterpret_cast<const float*>(p));
+    if constexpr (F == Format::f16) return S::load_f16(p);
+    if constexpr (F == Format::bf16) return S::load_bf16(p);
+    if constexpr (F == Format::fp8) return from_e4m3(S::widen_u8(p));
+  }
+  // Channels c .. c + 7 of token 4 * quad + J.
+  template <int J>
+  static KVANT_INLINE typename S::F load_value(const std::byte* rows, int head_dim, int quad, int c) {
+    if constexpr (F == Format::fp8) {
+      const typename S::I word = S::loadi(
+          rows +
+          (static_cast<std::size_t>(quad) * static_cast<std::size_t>(head_dim) + static_cast<std::size_t>(c)) * 4);
+      return from_e4m3(S::template shr<8 * J>(word));
+    } else {
+      return load(rows + (static_cast<std::size_t>(4 * quad + J) * static_cast<std::size_t>(head_dim) +
+                          static_cast<std::size_t>(c)) *
+                             kBytes);
+    }
+  }
+};
+
+// rows: plane 0 of the side (or an f32 tile [64][head_dim]); scales: fp16 [64] or null; q: f32 [R][padded_dim].
+template <class S, Format F, int R>
+void scores_float(const std::byte* rows, const std::byte* scales, int head_dim, int padded_dim, int t_begin, int t_end,
+                  const float* q, float* scores, Bytes next) {
+  using V = typename S::F;
+  using Row = FloatRow<S, F>;
+  constexpr int kTokens = R >= 3 ? 2 : 4;  // 6 to 8 accumulators: enough to hide the latency of the FMAs
+  Ahead ahead(next.begin, next.size, (t_end - (t_begin & ~7) + 7) / 8);
+  for (int t8 = t_begin & ~7; t8 < t_end; t8 += 8) {
+    ahead.template fetch<S>();
+    V sums[R][8];
+    for (int t = 0; t < 8; t += kTokens) {
+      V acc[R][kTokens];
+      for (int r = 0; r < R; ++r) {
+        for (int j = 0; j < kTokens; ++j) acc[r][j] = S::setf(0.0f);
+      }
+      const std::byte* row = rows + static_cast<std::size_t>(t8 + t) * static_cast<std::size_t>(head_dim * Row::kBytes);
+      for (int d = 0; d < head_dim; d += 8) {
+        for (int j = 0; j < kTokens; ++j) {
+          const V k = Row::load(row + (j * head_dim + d) * Row::kBytes);
+          for (int r = 0; r < R; ++r) acc[r][j] = S::fma(k, S::loadf(q + r * padded_dim + d), acc[r][j]);
+        }
+      }
+      for (int r = 0; r < R; ++r) {
+        for (int j = 0; j < kTokens; ++j) sums[r][t + j] = acc[r][j];
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      V s = S::sum_each(sums[r]);
+      if constexpr (Row::kScaled) s = S::mul(s, S::load_f16(scales + 2 * t8));
+      S::storef(scores + r * kPageTokens + t8, s);
+    }
+  }
+}
+
+template <class S, Format F, int R>
+void values_float(const std::byte* rows, const std::byte* scales, int head_dim, int t_begin, int t_end, const float* p,
+                  const float* rescale, float* o, Bytes next) {
+  using V = typename S::F;
+  using Row = FloatRow<S, F>;
+  constexpr int kColumns = R >= 3 ? 2 : 4;  // 8 accumulators
+  const int quad_begin = t_begin / 4, full_end = t_end / 4, quad_end = (t_end + 3) / 4;
+  float w[R][kPageTokens];
+  for (int r = 0; r < R; ++r) {
+    for (int t = 4 * quad_begin & ~7; t < 4 * quad_end; t += 8) {
+      V x = S::loadf(p + r * kPageTokens + t);
+      if constexpr (Row::kScaled) {
+        x = S::as_f(S::and_(S::less(S::setf(0.0f), x), S::as_i(S::mul(x, S::load_f16(scales + 2 * t)))));
+      }
+      S::storef(w[r] + t, x);
+    }
+  }
+  Ahead ahead(next.begin, next.size, head_dim / (8 * kColumns));
+  const auto columns = [&]<int C>(int c) {
+    ahead.template fetch<S>();
+    V acc[R][C];
+    for (int r = 0; r < R; ++r) {
+      for (int j = 0; j < C; ++j) acc[r][j] = S::setf(0.0f);
+    }
+    const auto token = [&]<int J>(int quad) {
+      V v[C];
+      for (int j = 0; j < C; ++j) v[j] = Row::template load_value<J>(rows, head_dim, quad, c + 8 * j);
+      for (int r = 0; r < R; ++r) {
+        const V weight = S::setf(w[r][4 * quad + J]);
+        for (int j = 0; j < C; ++j) acc[r][j] = S::fma(weight, v[j], acc[r][j]);
+      }
+    };
+    for (int quad = quad_begin; quad < full_end; ++quad) {
+      token.template operator()<0>(quad);
+      token.template operator()<1>(quad);
+      token.template operator()<2>(quad);
+      token.template operator()<3>(quad);
+    }
+    // What lies behind the last token is not multiplied by a weight of 0: it may be NaN.
+    if (4 * full_end < t_end) token.template operator()<0>(full_end);
+    if (4 * full_end + 1 < t_end) token.template operator()<1>(full_end);
+    if (4 * full_end + 2 < t_end) token.template operator()<2>(full_end);
+    for (int r = 0; r < R; ++r) {
+      for (int j = 0; j < C; ++j) {
+        float* out = o + r * head_dim + c + 8 * j;
+        S::storef(out, S::fma(S::loadf(out), S::setf(rescale[r]), acc[r][j]));
+      }
+    }
+  };
+  int c = 0;
+  for (; c + 8 * kColumns <= head_dim; c += 8 * kColumns) columns.template operator()<kColumns>(c);
+  for (; c < head_dim; c += 8) columns.template operator()<1>(c);
+}
+
+KVANT_NAMESPACE_END

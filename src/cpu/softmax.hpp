@@ -1,0 +1,120 @@
+// One page's scores to probabilities: logit transforms, visibility, masks, online softmax. Rows are [64] floats each.
+//
+// For every row the running maximum m and denominator l of its domain are updated, scores become exp(s - m), and rescale is
+// what older sums must be multiplied by. A row that sees no key of the page gets zeros and rescale 1.
+#pragma once
+
+#include "base/mask_element.hpp"
+#include "base/visibility.hpp"
+#include "core/attend.hpp"
+#include "cpu/math.hpp"
+
+KVANT_NAMESPACE_BEGIN(cpu)
+
+KVANT_INLINE std::uint64_t bit_range(std::int64_t begin,
+                                     std::int64_t end) {  // bits begin .. end - 1, clipped to 0 .. 63
+  if (begin < 0) begin = 0;
+  if (end > kPageTokens) end = kPageTokens;
+  if (begin >= end) return 0;
+  return (~std::uint64_t{0} >> (kPageTokens - (end - begin))) << begin;
+}
+
+// The keys of the page starting at `first_key` that the query at `position` sees, mask tensors aside.
+KVANT_INLINE std::uint64_t visible_bits(const base::Visibility& rule, std::int64_t length, std::int64_t position,
+                                        std::int64_t first_key) {
+  const base::KeyRange recent = rule.recent_range(length, position);
+  const base::KeyRange sink = rule.sink_range(position);
+  const std::int64_t end = recent.end < length ? recent.end : length;
+  return bit_range(recent.begin - first_key, end - first_key) | bit_range(sink.begin - first_key, sink.end - first_key);
+}
+
+// The mask tensor's class for one query and page.
+KVANT_INLINE core::TileClass tile_class(const core::MaskData& mask, std::int64_t batch, int q_head, std::int64_t query,
+                                        std::int64_t page) {
+  if (mask.data == nullptr) return core::kTileZero;
+  const std::int64_t* stride = mask.class_stride;
+  return static_cast<core::TileClass>(
+      mask.classes[batch * stride[0] + q_head * stride[1] + query * stride[2] + page * stride[3]]);
+}
+
+struct SoftmaxRow {
+  float* scores;  // [64]
+  float* m;
+  float* l;
+  float* rescale;
+  std::int32_t* poisoned;
+  float center;  // q . c, added to the raw product
+  int q_head;
+  std::int64_t query;    // index within the sequence
+  core::TileClass tile;  // of the mask tensor here; a masked tile comes with no visible key
+};
+
+template <class S>
+KVANT_INLINE void softmax_row(const core::RunContext& run, const core::SequenceUse& sequence, const SoftmaxRow& row,
+                              std::int64_t first_key, std::uint64_t visible) {
+  using V = typename S::F;
+  const std::int64_t position = sequence.length - sequence.q_len + row.query;
+  const float slope = run.slopes != nullptr ? run.slopes[row.q_head] : 0.0f;
+  const V scale = S::setf(run.scale), center = S::setf(row.center);
+
+  *row.rescale = 1.0f;
+  if (visible == 0) {
+    for (int t = 0; t < kPageTokens; t += 8) S::storef(row.scores + t, S::setf(0.0f));
+    return;
+  }
+
+  alignas(32) std::int32_t lane_bits[8];
+  alignas(32) float lane_index[8];
+  for (int i = 0; i < 8; ++i) lane_bits[i] = 1 << i, lane_index[i] = static_cast<float>(i);
+  const typename S::I bits = S::loadi(lane_bits);
+  V top = S::setf(-kInfinity);
+  for (int t = 0; t < kPageTokens; t += 8) {
+    V s = S::mul(S::add(S::loadf(row.scores + t), center), scale);
+    if (run.softcap > 0.0f) s = soft_cap<S>(s, run.softcap);
+    if (slope != 0.0f) {
+      const V signed_distance = S::sub(S::setf(static_cast<float>(position - first_key - t)), S::loadf(lane_index));
+      const V distance = S::as_f(S::and_(S::as_i(signed_distance), S::seti(0x7FFFFFFF)));
+      s = S::sub(s, S::mul(S::setf(slope), distance));
+    }
+    if (row.tile == core::kTileMixed) {
+      const std::int64_t* ms = run.mask.stride;
+      const std::int64_t at = sequence.batch * ms[0] + row.q_head * ms[1] + row.query * ms[2];
+      alignas(32) float added[8];
+      for (int i = 0; i < 8; ++i) {
+        added[i] = ((visible >> (t + i)) & 1) != 0
+                       ? base::mask_element(run.mask.data, run.mask.dtype, at + (first_key + t + i) * ms[3])
+                       : 0.0f;
+        if (!(added[i] < kInfinity)) *row.poisoned = 1;  // NaN or +inf in the mask: the row has no meaning
+      }
+      s = S::add(s, S::loadf(added));
+    }
+    const auto byte = static_cast<std::int32_t>((visible >> t) & 0xFF);
+    if (byte != 0xFF) {
+      const typename S::I seen = S::less(S::setf(0.0f), S::to_f(S::and_(S::seti(byte), bits)));
+      s = S::as_f(S::or_(S::and_(seen, S::as_i(s)), S::andnot(seen, S::as_i(S::setf(-kInfinity)))));
+    }
+    S::storef(row.scores + t, s);
+    top = S::max(top, s);
+  }
+
+  const float m_old = *row.m;
+  const float page_max = S::reduce_max(top);
+  const float m_new = page_max > m_old ? page_max : m_old;
+  if (m_new == -kInfinity) {  // a mask tensor hid every key
+    for (int t = 0; t < kPageTokens; t += 8) S::storef(row.scores + t, S::setf(0.0f));
+    return;
+  }
+  const V maximum = S::setf(m_new);
+  V sum = S::setf(0.0f);
+  for (int t = 0; t < kPageTokens; t += 8) {
+    const V p = exp_nonpositive<S>(S::sub(S::loadf(row.scores + t), maximum));
+    S::storef(row.scores + t, p);
+    sum = S::add(sum, p);
+  }
+  const float rescale = m_old == m_new ? 1.0f : (m_old == -kInfinity ? 0.0f : __builtin_expf(m_old - m_new));
+  *row.l = *row.l * rescale + S::reduce_add(sum);
+  *row.m = m_new;
+  *row.rescale = rescale;
+}
+
+KVANT_NAMESPACE_END

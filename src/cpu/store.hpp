@@ -1,0 +1,253 @@
+// Tokens into a page block: rows to f32, into the basis, encoded, packed. The bytes are those of codec/store.hpp, token by
+// token; an ISA without the verbs for encoding (Simd::kEncodes) uses that code itself.
+//
+// Tokens are taken an octet at a time, so that value words are written whole where the range covers them, and of an octet as
+// many at once as make eight rows for the search. What the search cannot do exactly (see cpu/encode.hpp: values that cannot
+// be encoded, values next to zero) goes through the plain codec afterwards.
+#pragma once
+
+#include "codec/store.hpp"
+#include "core/backend.hpp"
+#include "cpu/encode.hpp"
+#include "cpu/encode_fp8.hpp"
+#include "cpu/encode_lut.hpp"
+#include "cpu/pack.hpp"
+#include "cpu/rotate.hpp"
+
+KVANT_NAMESPACE_BEGIN(cpu)
+
+template <class S>
+concept Encodes = requires {
+  S::kEncodes;
+};
+
+// --- rows as f32 --------------------------------------------------------------------------------------------------------
+
+KVANT_INLINE const std::byte* job_row(const core::StoreJob& job, int i) {
+  const std::int64_t bytes = job.dtype == Dtype::f32 ? 4 : 2;
+  return static_cast<const std::byte*>(job.rows) + i * job.row_stride * bytes;
+}
+
+// Token i of the job, converted and rounded.
+inline void load_row_plain(const core::StoreJob& job, int i, float* x) {
+  const std::byte* row = job_row(job, i);
+  for (int j = 0; j < job.head_dim; ++j) {
+    switch (job.dtype) {
+      case Dtype::f32: x[j] = base::load_f32(row + 4 * j); break;
+      case Dtype::f16: x[j] = base::f16_to_f32(base::load_u16(row + 2 * j)); break;
+      default: x[j] = base::bf16_to_f32(base::load_u16(row + 2 * j));
+    }
+    if (job.rounding == Dtype::f16) x[j] = base::f16_to_f32(base::f32_to_f16(x[j]));
+    if (job.rounding == Dtype::bf16) x[j] = base::bf16_to_f32(base::f32_to_bf16(x[j]));
+  }
+}
+
+// base::f32_to_bf16, in the low halves of lanes.
+template <class S>
+KVANT_INLINE typename S::I to_bf16(typename S::F x) {
+  using I = typename S::I;
+  const I bits = S::as_i(x);
+  const I high = S::template shr<16>(bits);
+  const I rounded = S::template shr<16>(S::addi(bits, S::addi(S::and_(high, S::seti(1)), S::seti(0x7FFF))));
+  const I magnitude = S::and_(bits, S::seti(0x7FFFFFFF));
+  const I nan = S::template sar<31>(S::subi(S::seti(0x7F800000), magnitude));
+  return choose<S>(nan, S::or_(high, S::seti(0x40)), rounded);
+}
+
+template <class S, Dtype kRounding, class Load>
+KVANT_INLINE void convert_row(int head_dim, float* x, Load load) {
+  for (int j = 0; j < head_dim; j += 8) {
+    typename S::F v = load(j);
+    if constexpr (kRounding == Dtype::f16) v = S::round_f16(v);
+    if constexpr (kRounding == Dtype::bf16) v = S::as_f(S::template shl<16>(to_bf16<S>(v)));
+    S::storef(x + j, v);
+  }
+}
+
+template <class S>
+KVANT_INLINE void load_row(const core::StoreJob& job, int i, float* x) {
+  const std::byte* row = job_row(job, i);
+  const auto with_rounding = [&](auto load) {
+    if (job.rounding == Dtype::f16 && job.dtype != Dtype::f16) return convert_row<S, Dtype::f16>(job.head_dim, x, load);
+    if (job.rounding == Dtype::bf16 && job.dtype != Dtype::bf16)
+      return convert_row<S, Dtype::bf16>(job.head_dim, x, load);
+    convert_row<S, Dtype::f32>(job.head_dim, x, load);
+  };
+  switch (job.dtype) {
+    case Dtype::f32: return with_rounding([&](int j) { return S::loadf(reinterpret_cast<const float*>(row) + j); });
+    case Dtype::f16: return with_rounding([&](int j) { return S::load_f16(row + 2 * j); });
+    default: return with_rounding([&](int j) { return S::load_bf16(row + 2 * j); });
+  }
+}
+
+// --- dense formats ------------------------------------------------------------------------------------------------------
+
+template <class S>
+KVANT_INLINE void store_dense_row(const codec::SideLayout& side, int head_dim, std::byte* block, int token,
+                                  const float* y) {
+  std::byte* row = block + codec::detail::dense_row(side, head_dim, token);
+  for (int j = 0; j < head_dim; j += 8) {
+    const typename S::F v = S::loadf(y + j);
+    if (side.format == Format::f32) S::storei(row + 4 * j, S::as_i(v));
+    if (side.format == Format::f16) S::store_f16(row + 2 * j, v);
+    if (side.format == Format::bf16) S::store_u16(row + 2 * j, to_bf16<S>(v));
+  }
+}
+
+// --- coded formats ------------------------------------------------------------------------------------------------------
+
+// A vector in its basis into `rows`, from row `at` on: magnitudes and sign bits for companded formats, else values.
+template <class S, Format kFormat>
+KVANT_INLINE void take_vector(EncodeRows& rows, int at, int groups, const float* y) {
+  using I = typename S::I;
+  constexpr codec::TqSpec kSpec = codec::tq_spec(kFormat);
+  constexpr bool kMagnitudes = kSpec.bits > 0 && !kSpec.uniform;
+  const I magnitude_bits = S::seti(0x7FFFFFFF), least = S::seti(static_cast<std::int32_t>(0x80000000u));
+  for (int g = 0; g < groups; ++g) {
+    const float* from = y + g * rows.n;
+    float* to = rows.y + (at + g) * rows.stride;
+    std::uint8_t* signs = rows.signs + (at + g) * rows.stride;
+    I largest = S::seti(0), smallest = least;
+    for (int j = 0; j < rows.stride; j += 32) {
+      I negative[4];
+      for (int k = 0; k < 4; ++k) {
+        const int i = j + 8 * k;
+        const I bits = i < rows.n ? S::as_i(S::loadf(from + i)) : S::seti(0);
+        const I magnitude = S::and_(bits, magnitude_bits);
+        largest = S::maxi(largest, magnitude);
+        if constexpr (kMagnitudes) {
+          smallest = S::maxi(smallest, S::subi(least, magnitude));
+          negative[k] = S::less(S::as_f(bits), S::setf(0.0f));
+          S::storef(to + i, S::as_f(magnitude));
+        } else {
+          S::storef(to + i, S::as_f(bits));
+        }
+      }
+      if constexpr (kMagnitudes) {
+        constexpr int kSign = kSpec.magnitudes * 0x01010101;
+        const I bytes = S::in_order(S::pack_bytes(negative[0], negative[1], negative[2], negative[3]));
+        S::storei(signs + j, S::and_(bytes, S::seti(kSign)));
+      }
+    }
+    rows.largest[at + g] = max_lane<S>(largest);
+    rows.smallest[at + g] = max_lane<S>(smallest);
+  }
+}
+
+template <bool kKeys>
+__attribute__((noinline)) void store_token_plain(const core::StoreJob& job, int i) {
+  float x[codec::kMaxHeadDim], y[codec::kMaxHeadDim];
+  load_row_plain(job, i, x);
+  codec::to_basis(job.basis, job.head_dim, x, y);
+  (kKeys ? codec::store_row_k : codec::store_row_v)(*job.side, job.head_dim, job.block, job.first + i, y, job.levels);
+}
+
+// Tokens [i, i + count) of the job into their basis, each with room for kMaxHeadDim values.
+// Not inline: once an ISA, not once a format and side.
+template <class S>
+__attribute__((noinline)) void load_vectors(const core::StoreJob& job, int i, int count, float* x) {
+  for (int t = 0; t < count; ++t) {
+    float* row = x + t * codec::kMaxHeadDim;
+    load_row<S>(job, i + t, row);
+    if (job.basis.kind == BasisKind::hadamard) Rotate<S>::forward(row, job.head_dim);
+  }
+  if (job.basis.kind != BasisKind::calibrated) return;
+  for (int t = 0; t < count; t += 2) {
+    float* pair[2] = {x + t * codec::kMaxHeadDim, x + (t + 1) * codec::kMaxHeadDim};
+    if (t + 2 <= count) {
+      to_calibrated<S, 2>(job.basis, job.head_dim, pair);
+    } else {
+      to_calibrated<S, 1>(job.basis, job.head_dim, pair);
+    }
+  }
+}
+
+// `encode(rows, out)` fills codes, scales and refusals of its rows.
+template <class S, bool kKeys, Format kFormat, class Encode>
+KVANT_INLINE void store_coded(const core::StoreJob& job, Encode encode) {
+  const codec::SideLayout& side = *job.side;
+  const int tokens_at_once = kRows / side.groups;
+  EncodeRows rows;
+  EncodedRows coded;
+  rows.n = job.head_dim / side.groups;
+  rows.stride = padded(rows.n);
+  alignas(32) std::uint8_t octet[8][codec::kMaxHeadDim + 32];
+  alignas(32) float x[kRows * codec::kMaxHeadDim];
+
+  for (int i = 0; i < job.count;) {
+    const int first = job.first + i;
+    const int count = base::min(8 - first % 8, job.count - i);
+    const std::uint8_t* codes[8];
+    bool refused[8] = {};
+    bool any_refused = false;
+    for (int t = 0; t < count; t += tokens_at_once) {
+      const int now = base::min(tokens_at_once, count - t);
+      load_vectors<S>(job, i + t, now, x);
+      for (int k = 0; k < now; ++k)
+        take_vector<S, kFormat>(rows, k * side.groups, side.groups, x + k * codec::kMaxHeadDim);
+      rows.count = now * side.groups;
+      encode(rows, coded);
+      for (int k = 0; k < now; ++k) {
+        codes[t + k] = octet[t + k];
+        for (int g = 0; g < side.groups; ++g) {
+          const int row = k * side.groups + g;
+          refused[t + k] = refused[t + k] || coded.refused[row];
+          // Rows of fewer elements than their padding follow one another, the padding overwritten.
+          __builtin_memcpy(octet[t + k] + g * rows.n, coded.codes + row * rows.stride,
+                           static_cast<std::size_t>(rows.stride));
+          std::byte* scale = job.block + codec::scale_at(side, first + t + k, g);
+          if (side.scale_bytes == 4) {
+            base::store_f32(scale, coded.scale_f32[row]);
+          } else {
+            base::store_u16(scale, coded.scale[row]);
+          }
+        }
+        any_refused = any_refused || refused[t + k];
+      }
+    }
+    pack_tokens<S, kKeys, kFormat>(side, job.head_dim, job.block, first, count, codes);
+    for (int t = 0; any_refused && t < count; ++t) {
+      if (refused[t]) store_token_plain<kKeys>(job, i + t);
+    }
+    i += count;
+  }
+}
+
+template <class S, bool kKeys, Format kFormat>
+void store_format(const core::StoreJob& job) {
+  if constexpr (codec::is_tq(kFormat)) {
+    store_coded<S, kKeys, kFormat>(job, encode_tq_rows<S, kFormat>);
+  } else if constexpr (codec::is_lut(kFormat)) {
+    const LutSearch<S, codec::format_bits(kFormat)> search(job.levels);
+    store_coded<S, kKeys, kFormat>(
+        job, [&](const EncodeRows& rows, EncodedRows& coded) { encode_lut_rows(search, rows, coded); });
+  } else if constexpr (kFormat == Format::fp8) {
+    store_coded<S, kKeys, kFormat>(job, encode_fp8_rows<S>);
+  } else {
+    const bool as_is = kFormat == Format::f32 && job.dtype == Dtype::f32 && job.rounding == Dtype::f32 &&
+                       job.basis.kind == BasisKind::none;
+    float x[codec::kMaxHeadDim];
+    for (int i = 0; i < job.count; ++i) {
+      if (as_is) {
+        std::byte* row = job.block + codec::detail::dense_row(*job.side, job.head_dim, job.first + i);
+        __builtin_memcpy(row, job_row(job, i), static_cast<std::size_t>(job.head_dim) * 4);
+        continue;
+      }
+      load_vectors<S>(job, i, 1, x);
+      store_dense_row<S>(*job.side, job.head_dim, job.block, job.first + i, x);
+    }
+  }
+}
+
+struct Simd;
+
+template <bool kKeys, class S = Simd>
+void store(const core::StoreJob& job) {
+  if constexpr (Encodes<S>) {
+    with_format(job.side->format, [&]<Format kFormat>() { store_format<S, kKeys, kFormat>(job); });
+  } else {
+    for (int i = 0; i < job.count; ++i) store_token_plain<kKeys>(job, i);
+  }
+}
+
+KVANT_NAMESPACE_END

@@ -1,0 +1,198 @@
+// The path for many rows (prefill, long chunks): a page's keys or values become an f32 tile once per row block, and both
+// products are register-blocked f32 matrix products over it.
+//
+//   keys     tile [64][depth]; queries packed in panels [rows / 16][depth][16], so that lanes are rows: 6 tokens x 16 rows
+//            give 12 accumulators for 2 loads and 6 broadcasts a step. Scores are transposed to [rows][64] on the way out.
+//   values   tile [64][head_dim]; 6 rows x 16 channels, 12 accumulators, 64 steps.
+//
+// Keys of integer formats are decoded in unpacking order, padded to 64: the panels use the same order, with zeros.
+#pragma once
+
+#include "codec/store.hpp"
+#include "core/attend.hpp"
+#include "cpu/products_float.hpp"
+#include "cpu/unpack.hpp"
+
+KVANT_NAMESPACE_BEGIN(cpu)
+
+inline constexpr int kPanelRows = 16;
+
+// Position `at` of a decoded key row holds this element of the vector (>= head_dim: padding).
+KVANT_INLINE int tile_key_element(Format f, int at) {
+  if (!is_integer_format(f)) return at;
+  const int in_block = at & 63;
+  return (at & ~63) + key_element(is_eight_bit(f), in_block >> 4, in_block & 7, (in_block >> 3) & 1);
+}
+KVANT_INLINE int tile_depth(Format f, int head_dim, int padded_dim) {
+  return is_integer_format(f) ? padded_dim : head_dim;
+}
+
+template <class S, Format F>
+void decode_keys(const codec::SideLayout& side, int head_dim, int padded_dim, const std::byte* block, int t_begin,
+                 int t_end, const float* levels, float* tile) {
+  if constexpr (is_integer_format(F)) {
+    using U = Unpack<S, F>;
+    const typename U::Tables tables = U::tables();
+    const typename S::F offset = S::setf(level_offset(F));
+    const int group_dim = side.groups > 1 ? head_dim / side.groups : padded_dim;
+    for (int t = t_begin; t < t_end; ++t) {
+      for (int e = 0; e < padded_dim; e += 64) {
+        typename S::I u[4];
+        U::block(tables, key_pointers(side, head_dim, block, t, e), u);
+        std::uint16_t half;
+        __builtin_memcpy(&half, block + side.scale_offset + (e / group_dim * kPageTokens + t) * 2, 2);
+        const typename S::F scale = S::setf(base::f16_to_f32(half));
+        float* out = tile + t * padded_dim + e;
+        for (int v = 0; v < 4; ++v) {
+          const typename S::I low = S::and_(u[v], S::seti(0xFFFF)), high = S::template shr<16>(u[v]);
+          S::storef(out + 16 * v, S::mul(S::sub(S::to_f(low), offset), scale));
+          S::storef(out + 16 * v + 8, S::mul(S::sub(S::to_f(high), offset), scale));
+        }
+      }
+    }
+  } else if constexpr (codec::is_lut(F)) {
+    for (int t = t_begin; t < t_end; ++t) codec::load_row_k(side, head_dim, block, t, levels, tile + t * head_dim);
+  } else {
+    using Row = FloatRow<S, F>;
+    for (int t = t_begin; t < t_end; ++t) {
+      typename S::F scale = S::setf(1.0f);
+      if constexpr (Row::kScaled) {
+        std::uint16_t half;
+        __builtin_memcpy(&half, block + side.scale_offset + t * 2, 2);
+        scale = S::setf(base::f16_to_f32(half));
+      }
+      const std::byte* row = block + side.plane_offset[0] + t * head_dim * Row::kBytes;
+      for (int d = 0; d < head_dim; d += 8)
+        S::storef(tile + t * head_dim + d, S::mul(Row::load(row + d * Row::kBytes), scale));
+    }
+  }
+}
+
+template <class S, Format F>
+void decode_values(const codec::SideLayout& side, int head_dim, const std::byte* block, int t_begin, int t_end,
+                   const float* levels, float* tile) {
+  if constexpr (is_integer_format(F)) {
+    using U = Unpack<S, F>;
+    const typename U::Tables tables = U::tables();
+    const typename S::F offset = S::setf(level_offset(F));
+    const int group_dim = head_dim / side.groups;
+    for (int o = t_begin / 8; o < (t_end + 7) / 8; ++o) {
+      for (int g = 0; g < side.groups; ++g) {
+        float scale[8];
+        S::storef(scale, S::load_f16(block + side.scale_offset + (g * kPageTokens + 8 * o) * 2));
+        for (int c = g * group_dim; c < (g + 1) * group_dim; c += 8) {
+          typename S::I u[4];
+          U::block(tables, value_pointers(side, head_dim, block, o, c), u);
+          for (int v = 0; v < 4; ++v) {
+            const int low = pair_element(is_eight_bit(F), v, 0), high = pair_element(is_eight_bit(F), v, 1);
+            S::storef(tile + (8 * o + low) * head_dim + c,
+                      S::mul(S::sub(S::to_f(S::and_(u[v], S::seti(0xFFFF))), offset), S::setf(scale[low])));
+            S::storef(tile + (8 * o + high) * head_dim + c,
+                      S::mul(S::sub(S::to_f(S::template shr<16>(u[v])), offset), S::setf(scale[high])));
+          }
+        }
+      }
+    }
+  } else if constexpr (codec::is_lut(F)) {
+    for (int t = t_begin; t < t_end; ++t) codec::load_row_v(side, head_dim, block, t, levels, tile + t * head_dim);
+  } else if constexpr (F == Format::fp8) {
+    using Row = FloatRow<S, F>;
+    const std::byte* rows = block + side.plane_offset[0];
+    for (int quad = t_begin / 4; quad < (t_end + 3) / 4; ++quad) {
+      float scale[8];
+      S::storef(scale, S::load_f16(block + side.scale_offset + (4 * quad & ~7) * 2));
+      for (int c = 0; c < head_dim; c += 8) {
+        float* out = tile + 4 * quad * head_dim + c;
+        const float* s = scale + (4 * quad & 7);
+        S::storef(out, S::mul(Row::template load_value<0>(rows, head_dim, quad, c), S::setf(s[0])));
+        S::storef(out + head_dim, S::mul(Row::template load_value<1>(rows, head_dim, quad, c), S::setf(s[1])));
+        S::storef(out + 2 * head_dim, S::mul(Row::template load_value<2>(rows, head_dim, quad, c), S::setf(s[2])));
+        S::storef(out + 3 * head_dim, S::mul(Row::template load_value<3>(rows, head_dim, quad, c), S::setf(s[3])));
+      }
+    }
+  } else {
+    decode_keys<S, F>(side, head_dim, 0, block, t_begin, t_end, levels, tile);
+  }
+}
+
+// T tokens x 16 rows: out[t][16] = sum_e tile[t][e] * panel[e][16].
+template <class S, int T>
+KVANT_INLINE void score_block(const float* tile, int stride, int depth, const float* panel, float* out) {
+  using V = typename S::F;
+  V acc[T][2];
+  for (int t = 0; t < T; ++t) acc[t][0] = acc[t][1] = S::setf(0.0f);
+  for (int e = 0; e < depth; ++e) {
+    const V q0 = S::loadf(panel + e * kPanelRows), q1 = S::loadf(panel + e * kPanelRows + 8);
+    for (int t = 0; t < T; ++t) {
+      const V k = S::setf(tile[t * stride + e]);
+      acc[t][0] = S::fma(k, q0, acc[t][0]);
+      acc[t][1] = S::fma(k, q1, acc[t][1]);
+    }
+  }
+  for (int t = 0; t < T; ++t) {
+    S::storef(out + t * kPanelRows, acc[t][0]);
+    S::storef(out + t * kPanelRows + 8, acc[t][1]);
+  }
+}
+
+// scores [rows][64]; transposed: scratch [64][16]
+template <class S>
+void scores_tile(const float* tile, int depth, const float* panels, int rows, int t_begin, int t_end, float* transposed,
+                 float* scores) {
+  using V = typename S::F;
+  const int t_first = t_begin & ~7, t_last = (t_end + 7) & ~7;
+  for (int r = 0; r < rows; r += kPanelRows) {
+    const float* panel = panels + static_cast<std::size_t>(r) * static_cast<std::size_t>(depth);
+    int t = t_first;
+    for (; t + 6 <= t_last; t += 6)
+      score_block<S, 6>(tile + t * depth, depth, depth, panel, transposed + t * kPanelRows);
+    for (; t + 2 <= t_last; t += 2)
+      score_block<S, 2>(tile + t * depth, depth, depth, panel, transposed + t * kPanelRows);
+    for (int t8 = t_first; t8 < t_last; t8 += 8) {
+      for (int half = 0; half < kPanelRows && r + half < rows; half += 8) {
+        V a[8];
+        for (int i = 0; i < 8; ++i) a[i] = S::loadf(transposed + (t8 + i) * kPanelRows + half);
+        S::transpose(a);
+        for (int i = 0; i < 8 && r + half + i < rows; ++i) S::storef(scores + (r + half + i) * kPageTokens + t8, a[i]);
+      }
+    }
+  }
+}
+
+// R rows x 16 (or 8) channels: o = o * rescale + sum_t p[r][t] * tile[t][c].
+template <class S, int R, int C>
+KVANT_INLINE void value_block(const float* tile, int head_dim, int t_begin, int t_end, const float* p,
+                              const float* rescale, float* o) {
+  using V = typename S::F;
+  V acc[R][C];
+  for (int r = 0; r < R; ++r) {
+    for (int j = 0; j < C; ++j) acc[r][j] = S::mul(S::loadf(o + r * head_dim + 8 * j), S::setf(rescale[r]));
+  }
+  for (int t = t_begin; t < t_end; ++t) {
+    V v[C];
+    for (int j = 0; j < C; ++j) v[j] = S::loadf(tile + t * head_dim + 8 * j);
+    for (int r = 0; r < R; ++r) {
+      const V weight = S::setf(p[r * kPageTokens + t]);
+      for (int j = 0; j < C; ++j) acc[r][j] = S::fma(weight, v[j], acc[r][j]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int j = 0; j < C; ++j) S::storef(o + r * head_dim + 8 * j, acc[r][j]);
+  }
+}
+
+template <class S>
+void values_tile(const float* tile, int head_dim, int rows, int t_begin, int t_end, const float* p,
+                 const float* rescale, float* o) {
+  for (int c = 0; c < head_dim; c += 16) {
+    int r = 0;
+    for (; r + 6 <= rows; r += 6)
+      value_block<S, 6, 2>(tile + c, head_dim, t_begin, t_end, p + r * kPageTokens, rescale + r, o + r * head_dim + c);
+    for (; r + 2 <= rows; r += 2)
+      value_block<S, 2, 2>(tile + c, head_dim, t_begin, t_end, p + r * kPageTokens, rescale + r, o + r * head_dim + c);
+    for (; r < rows; ++r)
+      value_block<S, 1, 2>(tile + c, head_dim, t_begin, t_end, p + r * kPageTokens, rescale + r, o + r * head_dim + c);
+  }
+}
+
+KVANT_NAMESPACE_END

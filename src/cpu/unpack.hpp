@@ -1,0 +1,170 @@
+// Codes to int16 levels, 64 elements at a time: the one place where a coded format's bits are opened.
+//
+// A block is eight words of eight elements: for keys 64 consecutive elements of one token (word i = elements 8i .. 8i + 7),
+// for values one octet of tokens in eight channels (word i = channel i). It becomes four registers of eight 32-bit lanes,
+// each lane a pair of int16 levels u (docs/formats.md: value = (u - offset) * scale). Lane i always belongs to word i of a
+// value block, so value products need no horizontal sums. The pairs are, by register:
+//
+//   planes of <= 4 bits   (0,4) (1,5) (2,6) (3,7)
+//   8 bits                (0,2) (1,3) (4,6) (5,7); key words are then of four elements: registers 0 and 1 hold elements
+//                         0 .. 31 of the block, registers 2 and 3 elements 32 .. 63
+//
+// `pair_element` and `key_element` say the same to whoever prepares the other factor.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/config.hpp"
+#include "codec/layout.hpp"
+#include "codec/tq.hpp"
+
+KVANT_NAMESPACE_BEGIN(cpu)
+
+constexpr int pair_element(bool eight_bit, int reg, int half) {
+  if (!eight_bit) return reg + 4 * half;
+  return (reg & 1) + 2 * half + 4 * (reg >> 1);
+}
+// Element of a 64-element key block that register `reg`, lane `lane`, half `half` holds.
+constexpr int key_element(bool eight_bit, int reg, int lane, int half) {
+  if (!eight_bit) return 8 * lane + pair_element(false, reg, half);
+  return 32 * (reg >> 1) + 4 * lane + (reg & 1) + 2 * half;
+}
+
+constexpr bool is_integer_format(Format f) {
+  return codec::is_tq(f);
+}
+constexpr bool is_eight_bit(Format f) {
+  return f == Format::tq8;
+}
+constexpr int max_level(Format f) {
+  return f == Format::tq8 ? 255 : f == Format::tq6 ? 63 : 127;
+}
+constexpr float level_offset(Format f) {
+  return f == Format::tq8 ? 127.5f : f == Format::tq6 ? 31.5f : 63.5f;
+}
+
+// What differs between reading a row of keys and an octet of values is only where the bytes are. A register of sixteen
+// words holds two blocks: of two tokens (keys) or of eight more channels (values), `low_step` and `high_step` bytes on.
+struct CodePointers {
+  const std::byte* low;   // first plane
+  const std::byte* high;  // second plane, or (8 bits) the second half of the words
+  std::size_t low_step, high_step;
+
+  KVANT_INLINE void advance_key_block(const codec::SideLayout& s) {  // 64 elements on
+    low += 8 * s.plane_bits[0];
+    high += s.plane_bits[0] == 8 ? 64 : 8 * s.plane_bits[1];
+  }
+  KVANT_INLINE void advance_octet(const codec::SideLayout& s, int head_dim) {
+    low += head_dim * (s.plane_bits[0] == 8 ? 8 : s.plane_bits[0]);
+    high += head_dim * (s.plane_bits[0] == 8 ? 8 : s.plane_bits[1]);
+  }
+};
+KVANT_INLINE CodePointers key_pointers(const codec::SideLayout& s, int head_dim, const std::byte* block, int token,
+                                       int element) {
+  const auto at =
+      static_cast<std::size_t>(token) * static_cast<std::size_t>(head_dim) + static_cast<std::size_t>(element);
+  const std::byte* low = block + s.plane_offset[0] + at * static_cast<std::size_t>(s.plane_bits[0]) / 8;
+  const std::size_t low_row = static_cast<std::size_t>(head_dim * s.plane_bits[0] / 8);
+  if (s.plane_bits[0] == 8) return {low, low + 32, low_row, low_row};
+  return {low, block + s.plane_offset[1] + at * static_cast<std::size_t>(s.plane_bits[1]) / 8, low_row,
+          static_cast<std::size_t>(head_dim * s.plane_bits[1] / 8)};
+}
+KVANT_INLINE CodePointers value_pointers(const codec::SideLayout& s, int head_dim, const std::byte* block, int octet,
+                                         int channel) {
+  const auto d = static_cast<std::size_t>(head_dim);
+  const auto o = static_cast<std::size_t>(octet);
+  const auto c = static_cast<std::size_t>(channel);
+  if (s.plane_bits[0] == 8) {
+    const std::byte* quad = block + s.plane_offset[0] + (2 * o * d + c) * 4;
+    return {quad, quad + d * 4, 32, 32};
+  }
+  const std::size_t word = o * d + c;
+  return {block + s.plane_offset[0] + word * static_cast<std::size_t>(s.plane_bits[0]),
+          block + s.plane_offset[1] + word * static_cast<std::size_t>(s.plane_bits[1]),
+          8 * static_cast<std::size_t>(s.plane_bits[0]), 8 * static_cast<std::size_t>(s.plane_bits[1])};
+}
+
+template <class S, Format F>
+struct Unpack {
+  using I = typename S::I;
+  static constexpr codec::TqSpec kSpec = codec::tq_spec(F);
+
+  // The level tables, where there are any, as 16 bytes repeated to the widest register.
+  struct Tables {
+    I a, b;
+  };
+  static KVANT_INLINE Tables tables() { return {S::loadi(kBytesA.byte), S::loadi(kBytesB.byte)}; }
+
+  static KVANT_INLINE void block(const Tables& t, CodePointers p, I (&out)[4]) {
+    if constexpr (F == Format::tq8) {
+      const I x = S::load_words(p.low, p.low_step), y = S::load_words(p.high, p.high_step);
+      out[0] = S::even_bytes(x);
+      out[1] = S::odd_bytes(x);
+      out[2] = S::even_bytes(y);
+      out[3] = S::odd_bytes(y);
+      return;
+    }
+    I even, odd;  // bytes of elements 0 2 4 6 and 1 3 5 7 of each word
+    const I low4 = S::seti(0x0F0F0F0F);
+    if constexpr (F == Format::tq2 || F == Format::tq3) {
+      const I codes = spread_nibbles(S::widen_u16(p.low, p.low_step));
+      even = S::lookup16(t.a, codes);
+      odd = S::lookup16(t.b, codes);
+    } else {
+      const I x = S::load_words(p.low, p.low_step);
+      even = S::and_(x, low4);
+      odd = S::and_(S::template shr<4>(x), low4);
+      if constexpr (F != Format::tq6) even = S::lookup16(t.a, even), odd = S::lookup16(t.a, odd);
+    }
+    if constexpr (F == Format::tq6) {
+      const I high = spread_nibbles(S::widen_u16(p.high, p.high_step));
+      even = S::or_(even, S::template shl<4>(S::and_(high, S::seti(0x03030303))));
+      odd = S::or_(odd, S::template shl<2>(S::and_(high, S::seti(0x0C0C0C0C))));
+    }
+    if constexpr (F == Format::tq3 || F == Format::tq5) {
+      const I sign = repeat_byte(S::widen_u8(p.high, p.high_step));
+      const I flip = S::seti(0x7F7F7F7F);
+      const I even_bit = S::seti(0x40100401), odd_bit = S::seti(static_cast<std::int32_t>(0x80200802u));
+      even = S::xor_(even, S::and_(flip, S::equal_bytes(S::and_(sign, even_bit), even_bit)));
+      odd = S::xor_(odd, S::and_(flip, S::equal_bytes(S::and_(sign, odd_bit), odd_bit)));
+    }
+    out[0] = S::even_bytes(even);
+    out[1] = S::even_bytes(odd);
+    out[2] = S::odd_bytes(even);
+    out[3] = S::odd_bytes(odd);
+  }
+
+ private:
+  struct TableBytes {
+    alignas(64) std::uint8_t byte[64];
+  };
+  static constexpr std::uint8_t level(int magnitude, int sign) {
+    const int m = magnitude < kSpec.magnitudes ? magnitude : kSpec.magnitudes - 1;
+    return static_cast<std::uint8_t>(sign != 0 ? 127 - kSpec.u[m] : kSpec.u[m]);
+  }
+  static constexpr TableBytes table_bytes(bool second) {
+    TableBytes t{};
+    for (int i = 0; i < 64; ++i) {
+      const int n = i & 15;
+      if constexpr (F == Format::tq4) t.byte[i] = level(n & 7, n >> 3);
+      if constexpr (F == Format::tq5) t.byte[i] = level(n, 0);
+      if constexpr (F == Format::tq3) t.byte[i] = level(second ? n >> 2 : n & 3, 0);
+      if constexpr (F == Format::tq2) t.byte[i] = second ? level((n >> 2) & 1, n >> 3) : level(n & 1, (n >> 1) & 1);
+    }
+    return t;
+  }
+  static constexpr TableBytes kBytesA = table_bytes(false), kBytesB = table_bytes(true);
+
+  // 16 bits of a lane to one nibble a byte
+  static KVANT_INLINE I spread_nibbles(I x) {
+    x = S::and_(S::or_(x, S::template shl<8>(x)), S::seti(0x00FF00FF));
+    return S::and_(S::or_(x, S::template shl<4>(x)), S::seti(0x0F0F0F0F));
+  }
+  static KVANT_INLINE I repeat_byte(I x) {
+    x = S::or_(x, S::template shl<8>(x));
+    return S::or_(x, S::template shl<16>(x));
+  }
+};
+
+KVANT_NAMESPACE_END

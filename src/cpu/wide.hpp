@@ -1,0 +1,16 @@
+// The integer products may run on wider registers than everything else: an ISA that has them names its type here, and
+// the rest of src/cpu stays at eight lanes. `Wide` has the integer verbs of Simd, 8 or 16 lanes.
+#pragma once
+
+#include "base/config.hpp"
+
+KVANT_NAMESPACE_BEGIN(cpu)
+
+template <class S>
+struct WideOf {
+  using type = S;
+};
+template <class S>
+using Wide = typename WideOf<S>::type;
+
+KVANT_NAMESPACE_END
