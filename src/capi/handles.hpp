@@ -1,0 +1,36 @@
+// What the opaque handles of kvant.h hold, and how C's tensors become ours.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "capi/guard.hpp"
+#include "kvant/attention.hpp"
+#include "kvant/cache.hpp"
+#include "kvant/io.hpp"
+
+struct kvant_bases {
+  kvant::io::Calibration calibration;
+};
+
+// Shared with its plans, so that handles may be destroyed in any order (as garbage collectors do).
+struct kvant_cache {
+  std::shared_ptr<kvant::Cache> cache;
+};
+
+struct kvant_plan {
+  std::shared_ptr<const kvant::Cache> cache;
+  kvant::Plan plan;
+};
+
+namespace kvant::capi {
+
+// Errors: NULL, unknown dtype.
+Result<TensorView> to_view(const char* name, const kvant_tensor* tensor);
+Result<MutableTensorView> to_view(const char* name, const kvant_mutable_tensor* tensor);
+Result<Dtype> to_dtype(const char* name, std::int32_t dtype);
+
+// C's sequence ids as ours. Errors: NULL with a count, negative count.
+Result<std::vector<SequenceId>> to_sequences(const kvant_sequence* sequences, std::int64_t count);
+
+}  // namespace kvant::capi

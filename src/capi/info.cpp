@@ -1,0 +1,82 @@
+// kvant.h: the library itself, and basis files.
+#include <nlohmann/json.hpp>
+
+#include "capi/handles.hpp"
+#include "core/backend.hpp"
+#include "kvant/version.hpp"
+
+namespace kvant::capi {
+
+static_assert(KVANT_OK == static_cast<int>(Code::ok) && KVANT_INTERNAL == static_cast<int>(Code::internal) &&
+              KVANT_INVALID_ARGUMENT == static_cast<int>(Code::invalid_argument) &&
+              KVANT_UNSUPPORTED == static_cast<int>(Code::unsupported) &&
+              KVANT_OUT_OF_CAPACITY == static_cast<int>(Code::out_of_capacity) &&
+              KVANT_NON_FINITE == static_cast<int>(Code::non_finite) && KVANT_STALE == static_cast<int>(Code::stale) &&
+              KVANT_BAD_FILE == static_cast<int>(Code::bad_file) && KVANT_IO == static_cast<int>(Code::io) &&
+              KVANT_OUT_OF_MEMORY == static_cast<int>(Code::out_of_memory));
+static_assert(KVANT_F32 == static_cast<int>(Dtype::f32) && KVANT_F16 == static_cast<int>(Dtype::f16) &&
+              KVANT_BF16 == static_cast<int>(Dtype::bf16) && KVANT_BOOL == static_cast<int>(Dtype::boolean));
+static_assert(KVANT_BASIS_AUTOMATIC == static_cast<int>(BasisKind::automatic) &&
+              KVANT_BASIS_HADAMARD == static_cast<int>(BasisKind::hadamard) &&
+              KVANT_BASIS_NONE == static_cast<int>(BasisKind::none) &&
+              KVANT_BASIS_CALIBRATED == static_cast<int>(BasisKind::calibrated));
+
+namespace {
+
+std::string describe_library() {
+  nlohmann::ordered_json info;
+  info["version"] = kVersion;
+  info["page_tokens"] = kPageTokens;
+  info["head_dims"] = supported_head_dims();
+  info["threads"] = {{"runtime", core::threads_name()}, {"hardware", core::hardware_threads()}};
+  for (const FormatInfo& format : formats()) {
+    info["formats"].push_back({{"name", format.name},
+                               {"id", static_cast<int>(format.format)},
+                               {"bits", format.bits},
+                               {"dense", format.dense},
+                               {"summary", format.summary}});
+  }
+  for (const IsaInfo& isa : isas()) {
+    info["isas"].push_back({{"name", isa.name}, {"available", isa.available}, {"detail", isa.detail}});
+  }
+  return info.dump();
+}
+
+}  // namespace
+
+}  // namespace kvant::capi
+
+using namespace kvant::capi;  // the functions below are thin: each names its arguments, converts, and calls
+
+extern "C" {
+
+const char* kvant_version(void) {
+  return kvant::kVersion;
+}
+
+const char* kvant_status_name(kvant_status status) {
+  if (status < KVANT_OK || status > KVANT_INTERNAL) return "unknown";
+  return kvant::code_name(static_cast<kvant::Code>(status));
+}
+
+kvant_status kvant_info(char* buffer, size_t capacity, size_t* size) {
+  return guarded([&] { return copy_text(describe_library(), buffer, capacity, size); });
+}
+
+kvant_status kvant_bases_load(const char* path, kvant_bases** bases) {
+  return guarded([&]() -> kvant::Status {
+    if (bases == nullptr) return null_argument("bases");
+    *bases = nullptr;
+    if (path == nullptr) return null_argument("path");
+    auto calibration = kvant::io::load_bases(path);
+    if (!calibration) return calibration.status();
+    *bases = new kvant_bases{std::move(*calibration)};
+    return {};
+  });
+}
+
+void kvant_bases_destroy(kvant_bases* bases) {
+  delete bases;
+}
+
+}  // extern "C"

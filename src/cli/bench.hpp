@@ -1,0 +1,82 @@
+// `kvant bench`: time of decode, prefill and append over shapes. Each shape is first checked against float64 attention
+// over the decoded vectors; a shape whose error is above the tolerance gets no speed. bench_run.cpp tells how time is
+// taken.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "cli/formats.hpp"
+#include "cli/machine.hpp"
+
+namespace kvant::cli {
+
+enum class BenchOp { decode, prefill, append };
+const char* op_name(BenchOp op);
+
+struct BenchCase {
+  BenchOp op = BenchOp::decode;
+  FormatPair formats;
+  int q_heads = 16, kv_heads = 4, head_dim = 128;
+  int batch = 1;
+  std::int64_t keys = 16384;
+  std::int64_t q_len = 1;  ///< append: tokens of one call
+  int threads = 1;
+  std::string isa;
+  int sink_pages = 1, tail_pages = 1;
+
+  [[nodiscard]] double stored_values() const;  ///< keys and values of the whole batch
+  /// 4 * q_heads * head_dim for each pair of a query and a key it sees: a multiply and an add for K and for V.
+  [[nodiscard]] double flops() const;
+};
+
+struct BenchRow {
+  BenchCase bench_case;
+  std::string refusal;  ///< not empty: no speed, and why
+  double rel_l2 = 0;    ///< decode, prefill: the kernel's error over the decoded vectors; append: that of the codec
+  double median_ns = 0;
+  double spread = 0;  ///< (p90 - p10) / median
+  int samples = 0;
+  double bytes = 0;  ///< stored bytes that one run reads (append: writes)
+  double ns_per_value = 0;
+  double gb_per_s = 0;
+  double gflops = 0;  ///< append: 0
+  double share_of_read_bandwidth = 0;
+  double share_of_fma_peak = 0;  ///< append: 0
+};
+
+/// The machine's own limits with one ISA and number of threads, measured between the rows.
+struct BenchPeak {
+  std::string isa;
+  int threads = 1;
+  double fma_gflops = 0;
+  double read_gb_per_s = 0;
+};
+
+struct BenchSettings {
+  int rounds = 0;                                     ///< 0: by time
+  double seconds = 1.0;                               ///< aim for each row
+  std::int64_t cold_bytes = std::int64_t{128} << 20;  ///< caches rotate until this much lies between two uses of one
+};
+
+struct BenchResult {
+  std::vector<BenchRow> rows;
+  std::vector<BenchPeak> peaks;
+};
+
+constexpr double kHighSpread = 0.25;
+
+Result<BenchResult> run_bench(const std::vector<BenchCase>& cases, const BenchSettings& settings,
+                              const std::function<void(double done, const std::string& what)>& on_progress);
+
+/// The shapes of a named suite; formats are crossed with them. Errors: unknown name.
+Result<std::vector<BenchCase>> suite_shapes(const std::string& name);
+
+std::string bench_text(const BenchResult& result, const Machine& machine);
+std::string bench_markdown(const BenchResult& result, const Machine& machine);
+std::string bench_csv(const BenchResult& result);
+std::string bench_json(const BenchResult& result, const Machine& machine, const std::string& started);
+
+}  // namespace kvant::cli

@@ -1,0 +1,208 @@
+#include "cli/bench_data.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+
+#include "cli/parallel.hpp"
+#include "codec/layout.hpp"
+
+namespace kvant::cli {
+
+double Random::uniform() {  // splitmix64
+  state_ += 0x9E3779B97F4A7C15u;
+  std::uint64_t z = state_;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  z ^= z >> 31;
+  return (static_cast<double>(z >> 11) + 0.5) * 0x1p-53;
+}
+
+float Random::normal() {  // Box-Muller
+  if (has_spare_) {
+    has_spare_ = false;
+    return static_cast<float>(spare_);
+  }
+  const double radius = std::sqrt(-2 * std::log(uniform()));
+  const double angle = 2 * std::numbers::pi * uniform();
+  spare_ = radius * std::sin(angle);
+  has_spare_ = true;
+  return static_cast<float>(radius * std::cos(angle));
+}
+
+std::vector<float> loud_vectors(std::int64_t tokens, int heads, int head_dim, double loudness, std::uint64_t seed) {
+  Random random(seed);
+  const auto row = static_cast<std::size_t>(heads) * static_cast<std::size_t>(head_dim);
+  std::vector<float> gain(row, 1.0f);
+  for (int h = 0; h < heads; ++h) {
+    for (int i = 0; i < std::max(1, head_dim / 64); ++i) {
+      const auto channel = static_cast<std::size_t>(random.uniform() * head_dim);
+      gain[static_cast<std::size_t>(h) * static_cast<std::size_t>(head_dim) + channel] =
+          static_cast<float>(loudness * (0.5 + random.uniform()));
+    }
+  }
+  std::vector<float> data(static_cast<std::size_t>(tokens) * row);
+  parallel_for(core::hardware_threads(), tokens, [&](std::int64_t t) {
+    Random own(seed ^ (static_cast<std::uint64_t>(t) * 0xD1342543DE82EF95u + 1));
+    float* out = data.data() + static_cast<std::size_t>(t) * row;
+    for (std::size_t i = 0; i < row; ++i) out[i] = own.normal() * gain[i];
+  });
+  return data;
+}
+
+bool is_same_workload(const BenchCase& a, const BenchCase& b) {
+  return a.formats == b.formats && a.kv_heads == b.kv_heads && a.head_dim == b.head_dim && a.batch == b.batch &&
+         a.keys == b.keys && a.sink_pages == b.sink_pages && a.tail_pages == b.tail_pages;
+}
+
+double layer_bytes(const BenchCase& c) {
+  const double pages = std::ceil(static_cast<double>(c.keys) / kPageTokens);
+  const double exact_pages = c.formats.is_dense() ? 0 : std::min<double>(pages, c.sink_pages + c.tail_pages + 2);
+  const codec::PageLayout page = codec::page_layout(c.formats.k, c.formats.v, c.head_dim);
+  const double exact_bytes = 4.0 * kPageTokens * c.head_dim;  // bf16
+  return (pages * page.block_bytes + exact_pages * exact_bytes) * c.kv_heads * c.batch;
+}
+
+Result<Workload> make_workload(const BenchCase& c, int layers) {
+  CacheConfig config;
+  config.layers = layers;
+  config.kv_heads = c.kv_heads;
+  config.head_dim = c.head_dim;
+  config.k = format_info(c.formats.k).name;
+  config.v = format_info(c.formats.v).name;
+  config.sink_pages = c.formats.is_dense() ? 0 : c.sink_pages;
+  config.tail_pages = c.formats.is_dense() ? 0 : c.tail_pages;
+  config.exact = Dtype::bf16;
+  Result<Cache> cache = Cache::create(config);
+  if (!cache.ok()) return cache.status();
+  Workload w{c, std::move(*cache), {}, layers};
+  for (int i = 0; i < c.batch; ++i) w.sequences.push_back(w.cache.add_sequence());
+
+  // All layers hold the same vectors, and sequences longer than the supply repeat it: only the memory must differ.
+  constexpr std::int64_t kSupplyValues = std::int64_t{1} << 24;
+  const std::int64_t row = static_cast<std::int64_t>(c.kv_heads) * c.head_dim;
+  const std::int64_t step =
+      std::min(c.keys, std::max<std::int64_t>(1, std::min<std::int64_t>(4096, kSupplyValues / row) / c.batch));
+  const std::int64_t supply = std::max(step * c.batch, std::min(c.keys * c.batch, kSupplyValues / row));
+  const std::vector<float> keys = loud_vectors(supply, c.kv_heads, c.head_dim, 10, 1);
+  const std::vector<float> values = loud_vectors(supply, c.kv_heads, c.head_dim, 6, 2);
+  std::int64_t from = 0;
+  for (std::int64_t done = 0; done < c.keys; done += step) {
+    const std::int64_t tokens = std::min(step, c.keys - done);
+    if (from + tokens * c.batch > supply) from = 0;
+    std::vector<Append> appends;
+    for (const SequenceId sequence : w.sequences) appends.push_back({sequence, tokens});
+    if (const Status status = w.cache.reserve(appends); !status.ok()) return status;
+    const auto view = [&](const std::vector<float>& data) {
+      return TensorView::of(data.data() + from * row, tokens * c.batch, c.kv_heads, c.head_dim);
+    };
+    for (int layer = 0; layer < layers; ++layer) {
+      if (const Status status = w.cache.write(w.sequences, layer, view(keys), view(values)); !status.ok())
+        return status;
+    }
+    from += tokens * c.batch;
+  }
+  return w;
+}
+
+double attention_tolerance(const FormatPair& formats) {
+  return formats == FormatPair{Format::f32, Format::f32} ? 1e-5 : 2e-4;
+}
+
+namespace {
+
+// One query of one head, as an online softmax over chunks of keys.
+struct SampledRow {
+  int head;
+  std::int64_t query;  // of its sequence
+  const float* q;
+  const float* out;
+  double max = -INFINITY;
+  double sum = 0;
+  std::vector<double> acc;
+
+  void add(const float* keys, const float* values, std::int64_t count, std::int64_t stride, int dim, double scale) {
+    for (std::int64_t j = 0; j < count; ++j) {
+      const float* k = keys + j * stride;
+      const float* v = values + j * stride;
+      double score = 0;
+      for (int d = 0; d < dim; ++d) score += static_cast<double>(q[d]) * static_cast<double>(k[d]);
+      score *= scale;
+      if (score > max) {
+        const double shrink = std::exp(max - score);
+        sum *= shrink;
+        for (double& a : acc) a *= shrink;
+        max = score;
+      }
+      const double weight = std::exp(score - max);
+      sum += weight;
+      for (int d = 0; d < dim; ++d) acc[static_cast<std::size_t>(d)] += weight * static_cast<double>(v[d]);
+    }
+  }
+};
+
+std::vector<std::int64_t> spread_over(std::int64_t count, std::int64_t wanted) {
+  std::vector<std::int64_t> picked;
+  for (std::int64_t i = 0; i < std::min(wanted, count); ++i) {
+    picked.push_back(wanted == 1
+                         ? count - 1
+                         : i * (count - 1) / (std::min(wanted, count) - 1 > 0 ? std::min(wanted, count) - 1 : 1));
+  }
+  return picked;
+}
+
+}  // namespace
+
+Result<double> check_attention(const Workload& workload, const BenchCase& c, const std::vector<float>& q,
+                               const std::vector<float>& out) {
+  constexpr double kRowBudget = 4e8;  // multiply-adds: about a second on one core
+  const double row_cost = 2.0 * static_cast<double>(c.keys) * c.head_dim;
+  const auto rows_wanted = static_cast<std::int64_t>(std::clamp(kRowBudget / row_cost, 4.0, 64.0));
+  const std::vector<std::int64_t> batches = spread_over(c.batch, std::min<std::int64_t>(2, rows_wanted));
+  const std::vector<std::int64_t> heads = spread_over(c.q_heads, std::min<std::int64_t>(4, rows_wanted));
+  const std::int64_t queries_wanted = rows_wanted / static_cast<std::int64_t>(batches.size() * heads.size());
+  const std::vector<std::int64_t> queries = spread_over(c.q_len, std::max<std::int64_t>(1, queries_wanted));
+  const std::int64_t kv_row = static_cast<std::int64_t>(c.kv_heads) * c.head_dim;
+  const std::int64_t chunk = std::max<std::int64_t>(64, (std::int64_t{1} << 22) / kv_row);
+  const double scale = 1 / std::sqrt(static_cast<double>(c.head_dim));
+  std::vector<float> keys(static_cast<std::size_t>(chunk * kv_row)), values(keys.size());
+
+  double error2 = 0, truth2 = 0;
+  for (const std::int64_t b : batches) {
+    std::vector<SampledRow> rows;
+    for (const std::int64_t head : heads) {
+      for (const std::int64_t query : queries) {
+        const std::int64_t at = ((b * c.q_len + query) * c.q_heads + head) * c.head_dim;
+        rows.push_back({static_cast<int>(head), query, q.data() + at, out.data() + at, -INFINITY, 0,
+                        std::vector<double>(static_cast<std::size_t>(c.head_dim))});
+      }
+    }
+    for (std::int64_t begin = 0; begin < c.keys; begin += chunk) {
+      const std::int64_t end = std::min(begin + chunk, c.keys);
+      const Status status =
+          workload.cache.read(workload.sequences[static_cast<std::size_t>(b)], 0, begin, end,
+                              MutableTensorView::of(keys.data(), end - begin, c.kv_heads, c.head_dim),
+                              MutableTensorView::of(values.data(), end - begin, c.kv_heads, c.head_dim));
+      if (!status.ok()) return status;
+      parallel_for(core::hardware_threads(), static_cast<std::int64_t>(rows.size()), [&](std::int64_t i) {
+        SampledRow& row = rows[static_cast<std::size_t>(i)];
+        const std::int64_t visible = std::min(end, c.keys - c.q_len + row.query + 1) - begin;
+        const std::int64_t offset = row.head / (c.q_heads / c.kv_heads) * static_cast<std::int64_t>(c.head_dim);
+        row.add(keys.data() + offset, values.data() + offset, visible, kv_row, c.head_dim, scale);
+      });
+    }
+    for (const SampledRow& row : rows) {
+      for (int d = 0; d < c.head_dim; ++d) {
+        const double truth = row.acc[static_cast<std::size_t>(d)] / row.sum;
+        const double difference = static_cast<double>(row.out[d]) - truth;
+        error2 += difference * difference;
+        truth2 += truth * truth;
+      }
+    }
+  }
+  return std::sqrt(error2 / truth2);
+}
+
+}  // namespace kvant::cli

@@ -1,0 +1,49 @@
+// What is benchmarked on: caches filled with random vectors, and the check of a kernel against float64.
+#pragma once
+
+#include <vector>
+
+#include "cli/bench.hpp"
+#include "kvant/kvant.hpp"
+
+namespace kvant::cli {
+
+/// Normal deviates, the same on every machine.
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : state_(seed) {}
+  double uniform();  ///< in (0, 1)
+  float normal();
+
+ private:
+  std::uint64_t state_;
+  double spare_ = 0;
+  bool has_spare_ = false;
+};
+
+/// Vectors [tokens, heads, head_dim]: N(0, 1), and in each head a few loud channels, the same for all tokens (one in 64,
+/// 5 to 15 times as loud), as real keys have them.
+std::vector<float> loud_vectors(std::int64_t tokens, int heads, int head_dim, double loudness, std::uint64_t seed);
+
+/// A filled cache. Its layers are the replicas that runs rotate through, so that keys and values come from memory.
+struct Workload {
+  BenchCase bench_case;  ///< of the first case that uses it
+  Cache cache;
+  std::vector<SequenceId> sequences;
+  int layers = 1;
+};
+
+/// Cases with the same answer can share a workload.
+bool is_same_workload(const BenchCase& a, const BenchCase& b);
+/// Bytes of one layer of the case's cache.
+double layer_bytes(const BenchCase& c);
+Result<Workload> make_workload(const BenchCase& c, int layers);
+
+/// Relative L2 of `out` ([batch * q_len, q_heads, head_dim], from layer 0) against float64 attention over the vectors that
+/// Cache::read decodes, for a sample of heads and queries that stays quick.
+Result<double> check_attention(const Workload& workload, const BenchCase& c, const std::vector<float>& q,
+                               const std::vector<float>& out);
+/// The largest error that a right kernel may have.
+double attention_tolerance(const FormatPair& formats);
+
+}  // namespace kvant::cli

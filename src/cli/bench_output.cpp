@@ -1,0 +1,195 @@
+// Rows of `kvant bench` as text, markdown, CSV and JSON.
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+
+#include "cli/bench.hpp"
+#include "cli/table.hpp"
+#include "core/backend.hpp"
+#include "kvant/version.hpp"
+
+namespace kvant::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string percent(double share) {
+  return fmt::format("{:.1f} %", 100 * share);
+}
+
+Table bench_table(const BenchResult& result) {
+  Table table({{"op", true},
+               {"K/V", true},
+               {"q/kv heads"},
+               {"D"},
+               {"batch"},
+               {"keys"},
+               {"q_len"},
+               {"isa", true},
+               {"threads"},
+               {"median"},
+               {"spread"},
+               {"ns/value"},
+               {"GB/s"},
+               {"of read"},
+               {"GFLOP/s"},
+               {"of FMA"},
+               {"error"}});
+  for (const BenchRow& row : result.rows) {
+    const BenchCase& c = row.bench_case;
+    const bool is_append = c.op == BenchOp::append;
+    std::vector<std::string> cells = {
+        op_name(c.op),
+        c.formats.name(),
+        is_append ? fmt::format("-/{}", c.kv_heads) : fmt::format("{}/{}", c.q_heads, c.kv_heads),
+        std::to_string(c.head_dim),
+        std::to_string(c.batch),
+        std::to_string(c.keys),
+        std::to_string(c.q_len),
+        c.isa,
+        std::to_string(c.threads)};
+    if (row.refusal.empty()) {
+      cells.insert(cells.end(),
+                   {time_text(row.median_ns), percent(row.spread) + (row.spread > kHighSpread ? " !" : ""),
+                    fmt::format("{:.4f}", row.ns_per_value), fmt::format("{:.2f}", row.gb_per_s),
+                    percent(row.share_of_read_bandwidth), is_append ? "-" : fmt::format("{:.1f}", row.gflops),
+                    is_append ? "-" : percent(row.share_of_fma_peak)});
+    } else {
+      cells.insert(cells.end(), {"refused", "-", "-", "-", "-", "-", "-"});
+    }
+    cells.push_back(fmt::format("{:.1e}", row.rel_l2));
+    table.add(std::move(cells));
+  }
+  return table;
+}
+
+std::vector<std::string> notes(const BenchResult& result, const Machine& machine) {
+  std::vector<std::string> lines;
+  for (const BenchPeak& p : result.peaks) {
+    lines.push_back(
+        fmt::format("Peaks (90th percentile) measured in the same run, {} with {} thread{}: {:.1f} GFLOP/s of float32 "
+                    "FMA, {:.1f} GB/s read.",
+                    p.isa, p.threads, p.threads == 1 ? "" : "s", p.fma_gflops, p.read_gb_per_s));
+  }
+  lines.push_back(
+      "GB/s: stored bytes (append: written). ns/value: per stored key or value scalar. GFLOP/s: 4 x q_heads x D for "
+      "each query and visible key.");
+  lines.push_back(
+      "error: relative L2 against float64 attention over the decoded vectors (append: of the decoded vectors).");
+  lines.push_back(fmt::format("{}; kvant {}, {}.", machine_line(machine), kVersion, machine.compiler));
+  bool is_noisy = false;
+  for (const BenchRow& row : result.rows) {
+    is_noisy = is_noisy || row.spread > kHighSpread;
+    if (!row.refusal.empty()) {
+      lines.push_back(
+          fmt::format("REFUSED {} {}: {}.", op_name(row.bench_case.op), row.bench_case.formats.name(), row.refusal));
+    }
+  }
+  if (is_noisy) {
+    lines.push_back(fmt::format(
+        "WARNING: ! marks a spread (p90 - p10 over the median) above {:.0f} %; the machine was busy, take "
+        "those figures as uncertain or run again with more --rounds (and OMP_WAIT_POLICY=passive if it stays busy).",
+        100 * kHighSpread));
+  }
+  return lines;
+}
+
+Json number_or_null(bool is_there, double value) {
+  return is_there ? Json(value) : Json(nullptr);
+}
+
+}  // namespace
+
+std::string bench_text(const BenchResult& result, const Machine& machine) {
+  std::string text = bench_table(result).text() + "\n";
+  for (const std::string& line : notes(result, machine)) text += line + "\n";
+  return text;
+}
+
+std::string bench_markdown(const BenchResult& result, const Machine& machine) {
+  std::string text = bench_table(result).markdown() + "\n";
+  for (const std::string& line : notes(result, machine)) text += "- " + line + "\n";
+  return text;
+}
+
+std::string bench_csv(const BenchResult& result) {
+  Table table({{"op"},
+               {"backend"},
+               {"isa"},
+               {"k_format"},
+               {"v_format"},
+               {"q_heads"},
+               {"kv_heads"},
+               {"head_dim"},
+               {"batch"},
+               {"keys"},
+               {"q_len"},
+               {"threads"},
+               {"median_ns"},
+               {"spread"},
+               {"ns_per_value"},
+               {"gb_per_s"},
+               {"share_of_read_bandwidth"},
+               {"share_of_fma_peak"},
+               {"rel_l2"}});
+  for (const BenchRow& row : result.rows) {
+    const BenchCase& c = row.bench_case;
+    const auto figure = [&](double value, bool is_there = true) {
+      return row.refusal.empty() && is_there ? fmt::format("{}", value) : std::string();
+    };
+    table.add({op_name(c.op), "cpu", c.isa, format_info(c.formats.k).name, format_info(c.formats.v).name,
+               std::to_string(c.q_heads), std::to_string(c.kv_heads), std::to_string(c.head_dim),
+               std::to_string(c.batch), std::to_string(c.keys), std::to_string(c.q_len), std::to_string(c.threads),
+               figure(row.median_ns), figure(row.spread), figure(row.ns_per_value), figure(row.gb_per_s),
+               figure(row.share_of_read_bandwidth), figure(row.share_of_fma_peak, c.op != BenchOp::append),
+               fmt::format("{}", row.rel_l2)});
+  }
+  return table.csv();
+}
+
+std::string bench_json(const BenchResult& result, const Machine& machine, const std::string& started) {
+  Json peaks = Json::array();
+  for (const BenchPeak& p : result.peaks) {
+    peaks.push_back(
+        {{"isa", p.isa}, {"threads", p.threads}, {"fma_gflops", p.fma_gflops}, {"read_gb_per_s", p.read_gb_per_s}});
+  }
+  Json rows = Json::array();
+  for (const BenchRow& row : result.rows) {
+    const BenchCase& c = row.bench_case;
+    const bool has_speed = row.refusal.empty();
+    rows.push_back({{"op", op_name(c.op)},
+                    {"backend", "cpu"},
+                    {"isa", c.isa},
+                    {"k_format", format_info(c.formats.k).name},
+                    {"v_format", format_info(c.formats.v).name},
+                    {"q_heads", c.q_heads},
+                    {"kv_heads", c.kv_heads},
+                    {"head_dim", c.head_dim},
+                    {"batch", c.batch},
+                    {"keys", c.keys},
+                    {"q_len", c.q_len},
+                    {"threads", c.threads},
+                    {"median_ns", number_or_null(has_speed, row.median_ns)},
+                    {"spread", number_or_null(has_speed, row.spread)},
+                    {"ns_per_value", number_or_null(has_speed, row.ns_per_value)},
+                    {"gb_per_s", number_or_null(has_speed, row.gb_per_s)},
+                    {"share_of_read_bandwidth", number_or_null(has_speed, row.share_of_read_bandwidth)},
+                    {"share_of_fma_peak", number_or_null(has_speed && c.op != BenchOp::append, row.share_of_fma_peak)},
+                    {"rel_l2", row.rel_l2}});
+  }
+  const Json json{{"machine",
+                   {{"cpu", machine.cpu},
+                    {"cores", machine.cores},
+                    {"system", machine.system},
+                    {"compiler", machine.compiler},
+                    {"kvant", kVersion},
+                    {"l3_bytes", machine.l3_bytes},
+                    {"memory_bytes", machine.memory_bytes},
+                    {"threads", core::threads_name()},
+                    {"started", started},
+                    {"peaks", std::move(peaks)}}},
+                  {"rows", std::move(rows)}};
+  return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+}
+
+}  // namespace kvant::cli

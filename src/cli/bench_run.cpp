@@ -1,0 +1,268 @@
+// How time is taken. Cases are cut into groups whose caches fit in memory together. Within a group:
+//   1. every case fills its cache (shared with others of the same shape) and is checked
+//   2. rounds: each case runs once, then each pair of ISA and threads measures its peaks; so a busy moment of the
+//      machine hits all of them alike. The first round is a warm-up. The order is turned by one from round to round.
+// A cache has as many layers as it takes for 128 MB to lie between two uses of one, and runs rotate through them.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <memory>
+#include <optional>
+
+#include "cli/bench_append.hpp"
+#include "cli/bench_data.hpp"
+#include "cli/bench_peaks.hpp"
+#include "cli/parallel.hpp"
+#include "cli/table.hpp"
+
+namespace kvant::cli {
+namespace {
+
+constexpr int kMostLayers = 4096;
+constexpr int kFewestRounds = 7, kMostRounds = 201;
+
+double query_bytes(const BenchCase& c) {
+  return 2.0 * sizeof(float) * c.batch * static_cast<double>(c.q_len) * c.q_heads * c.head_dim;  // queries and outputs
+}
+
+// Something that is timed once a round.
+struct Runner {
+  BenchRow row;
+  std::vector<double> samples;
+  std::shared_ptr<Workload> workload;  // decode, prefill
+  std::optional<Plan> plan;
+  std::vector<float> q, out;
+  int next_layer = 0;
+  std::optional<AppendRun> append;
+
+  Result<double> time_once() {
+    if (append) return append->time_once();
+    const BenchCase& c = row.bench_case;
+    const std::int64_t queries = c.batch * c.q_len;
+    const auto in = TensorView::of(q.data(), queries, c.q_heads, c.head_dim);
+    const auto to = MutableTensorView::of(out.data(), queries, c.q_heads, c.head_dim);
+    const int layer = next_layer++ % workload->layers;
+    const auto begin = std::chrono::steady_clock::now();
+    const Status status = run(*plan, layer, in, to);
+    const auto end = std::chrono::steady_clock::now();
+    if (!status.ok()) return status;
+    return std::chrono::duration<double, std::nano>(end - begin).count();
+  }
+};
+
+Status prepare_attention(Runner& runner) {
+  BenchRow& row = runner.row;
+  const BenchCase& c = row.bench_case;
+  AttentionOptions options;
+  options.q_heads = c.q_heads;
+  options.q_len = static_cast<int>(c.q_len);
+  options.threads = c.threads;
+  options.isa = c.isa;
+  options.backend = "cpu";
+  Result<Plan> plan = kvant::plan(runner.workload->cache, runner.workload->sequences, options);
+  if (!plan.ok()) return plan.status();
+  row.bytes = static_cast<double>(plan->kv_bytes());
+  runner.plan = std::move(*plan);
+  runner.q = loud_vectors(c.batch * c.q_len, c.q_heads, c.head_dim, 1, 3);
+  runner.out.resize(runner.q.size());
+  if (const Result<double> first = runner.time_once(); !first.ok()) return first.status();  // layer 0
+  const Result<double> error = check_attention(*runner.workload, c, runner.q, runner.out);
+  if (!error.ok()) return error.status();
+  row.rel_l2 = *error;
+  if (const double allowed = attention_tolerance(c.formats); !(row.rel_l2 <= allowed)) {
+    row.refusal = fmt::format("the error {:.1e} is above {:.0e}: no speed for wrong results", row.rel_l2, allowed);
+  }
+  return {};
+}
+
+Status prepare_append(Runner& runner) {
+  Result<AppendRun> append = AppendRun::create(runner.row.bench_case);
+  if (!append.ok()) return append.status();
+  runner.append.emplace(std::move(*append));
+  BenchRow& row = runner.row;
+  row.bytes = append_bytes(row.bench_case);
+  const Result<double> error = runner.append->check();
+  if (!error.ok()) return error.status();
+  row.rel_l2 = *error;
+  if (const double allowed = append_tolerance(row.bench_case.formats); !(row.rel_l2 <= allowed)) {
+    row.refusal = fmt::format("the error {:.1e} is above {:.1e}: no speed for wrong results", row.rel_l2, allowed);
+  }
+  return {};
+}
+
+int layers_for(const BenchCase& c, const BenchSettings& settings) {
+  if (c.op == BenchOp::append) return 1;
+  const double wanted = std::ceil(static_cast<double>(settings.cold_bytes) / layer_bytes(c));
+  return static_cast<int>(std::clamp(wanted, 1.0, static_cast<double>(kMostLayers)));
+}
+
+double memory_of(const BenchCase& c, int layers) {
+  return 1.1 * layers * layer_bytes(c) + query_bytes(c);
+}
+
+void finish(Runner& runner, const PeakMeter& meter) {
+  BenchRow& row = runner.row;
+  if (!row.refusal.empty() || runner.samples.empty()) return;
+  const BenchCase& c = row.bench_case;
+  row.samples = static_cast<int>(runner.samples.size());
+  row.median_ns = quantile(runner.samples, 0.5);
+  row.spread = (quantile(runner.samples, 0.9) - quantile(runner.samples, 0.1)) / row.median_ns;
+  row.ns_per_value = row.median_ns / c.stored_values();
+  row.gb_per_s = row.bytes / row.median_ns;
+  const BenchPeak peak = meter.peak(c.isa, c.threads);
+  row.share_of_read_bandwidth = row.gb_per_s / peak.read_gb_per_s;
+  if (c.op == BenchOp::append) return;
+  row.gflops = c.flops() / row.median_ns;
+  row.share_of_fma_peak = row.gflops / peak.fma_gflops;
+}
+
+class Group {
+ public:
+  Group(std::vector<BenchCase> cases, const BenchSettings& settings, double free_bytes)
+      : settings_(settings), free_bytes_(free_bytes) {
+    for (BenchCase& c : cases) {
+      Runner runner;
+      runner.row.bench_case = std::move(c);
+      runners_.push_back(std::move(runner));
+    }
+  }
+
+  Status prepare(const std::function<void(const std::string&)>& on_case) {
+    std::vector<std::shared_ptr<Workload>> workloads;
+    for (Runner& runner : runners_) {
+      const BenchCase& c = runner.row.bench_case;
+      const std::string name = fmt::format("{} {} D {}, {} keys", op_name(c.op), c.formats.name(), c.head_dim, c.keys);
+      Status status;
+      if (c.op == BenchOp::append) {
+        status = prepare_append(runner);
+      } else {
+        const auto same = std::find_if(workloads.begin(), workloads.end(),
+                                       [&](const auto& w) { return is_same_workload(w->bench_case, c); });
+        if (same == workloads.end()) {
+          int layers = layers_for(c, settings_);
+          while (layers > 1 && memory_of(c, layers) > 0.8 * free_bytes_) layers /= 2;
+          Result<Workload> made = make_workload(c, layers);
+          if (!made.ok()) return {made.code(), name + ": " + made.message()};
+          workloads.push_back(std::make_shared<Workload>(std::move(*made)));
+          runner.workload = workloads.back();
+        } else {
+          runner.workload = *same;
+        }
+        status = prepare_attention(runner);
+      }
+      if (!status.ok()) return {status.code(), name + ": " + status.message()};
+      on_case(name);
+    }
+    return {};
+  }
+
+  Status measure(PeakMeter& meter) {
+    std::vector<Runner*> timed;
+    for (Runner& runner : runners_) {
+      if (runner.row.refusal.empty()) timed.push_back(&runner);
+    }
+    if (timed.empty()) return {};
+    const double budget_ns = settings_.seconds * 1e9 * static_cast<double>(timed.size());
+    double spent_ns = 0;
+    for (int round = 0; !is_done(round, spent_ns, budget_ns); ++round) {
+      for (std::size_t i = 0; i < timed.size(); ++i) {
+        Runner& runner = *timed[(i + static_cast<std::size_t>(round)) % timed.size()];
+        const Result<double> ns = runner.time_once();
+        if (!ns.ok()) return ns.status();
+        if (round == 0) continue;
+        spent_ns += *ns;
+        runner.samples.push_back(*ns);
+      }
+      meter.measure();
+    }
+    for (Runner* runner : timed) finish(*runner, meter);
+    return {};
+  }
+
+  void take_rows(std::vector<BenchRow>& rows) {
+    for (Runner& runner : runners_) rows.push_back(std::move(runner.row));
+  }
+
+ private:
+  [[nodiscard]] bool is_done(int round, double spent_ns, double budget_ns) const {
+    if (settings_.rounds > 0) return round > settings_.rounds;
+    return round > kMostRounds || (round > kFewestRounds && spent_ns > budget_ns);
+  }
+
+  BenchSettings settings_;
+  double free_bytes_;
+  std::vector<Runner> runners_;
+};
+
+// Consecutive cases whose caches fit together in half of the free memory; one that does not fit alone is refused.
+Result<std::vector<std::vector<BenchCase>>> cut_groups(const std::vector<BenchCase>& cases,
+                                                       const BenchSettings& settings, double free_bytes) {
+  std::vector<std::vector<BenchCase>> groups;
+  double held = 0;
+  for (const BenchCase& c : cases) {
+    const double least = memory_of(c, 1);
+    if (least > 0.8 * free_bytes) {
+      return {Code::out_of_memory,
+              fmt::format("{} {}, {} keys, batch {}: takes {}, {} are free; use fewer --keys or a smaller --batch",
+                          op_name(c.op), c.formats.name(), c.keys, c.batch, bytes_text(least), bytes_text(free_bytes))};
+    }
+    const bool is_shared = !groups.empty() && c.op != BenchOp::append &&
+                           std::any_of(groups.back().begin(), groups.back().end(),
+                                       [&](const BenchCase& other) { return is_same_workload(other, c); });
+    const double own = is_shared ? query_bytes(c) : memory_of(c, layers_for(c, settings));
+    if (groups.empty() || held + own > 0.5 * free_bytes) {
+      groups.emplace_back();
+      held = 0;
+    }
+    groups.back().push_back(c);
+    held += own;
+  }
+  return groups;
+}
+
+}  // namespace
+
+const char* op_name(BenchOp op) {
+  return op == BenchOp::decode ? "decode" : op == BenchOp::prefill ? "prefill" : "append";
+}
+
+double BenchCase::stored_values() const {
+  return 2.0 * batch * static_cast<double>(keys) * kv_heads * head_dim;
+}
+
+double BenchCase::flops() const {
+  const double pairs = static_cast<double>(q_len) * (static_cast<double>(keys) - (static_cast<double>(q_len) - 1) / 2);
+  return 4.0 * batch * q_heads * head_dim * pairs;
+}
+
+Result<BenchResult> run_bench(const std::vector<BenchCase>& cases, const BenchSettings& settings,
+                              const std::function<void(double, const std::string&)>& on_progress) {
+  const Machine machine = describe_machine();
+  PeakMeter meter(machine);
+  for (const BenchCase& c : cases) {
+    const Result<const core::Kernels*> kernels = find_isa(c.isa);
+    if (!kernels.ok()) return kernels.status();
+    meter.add(*kernels, c.threads);
+  }
+  const Machine now = describe_machine();
+  const double free_bytes = now.available_bytes > 0 ? static_cast<double>(now.available_bytes) : 4e9;
+  const Result<std::vector<std::vector<BenchCase>>> groups = cut_groups(cases, settings, free_bytes);
+  if (!groups.ok()) return groups.status();
+
+  BenchResult result;
+  for (const std::vector<BenchCase>& group_cases : *groups) {
+    Group group(group_cases, settings, free_bytes);
+    const Status prepared = group.prepare([&](const std::string& what) { on_progress(0.7, what); });
+    if (!prepared.ok()) return prepared;
+    on_progress(0, "timing");
+    if (const Status status = group.measure(meter); !status.ok()) return status;
+    on_progress(0.3 * static_cast<double>(group_cases.size()), "timing");
+    group.take_rows(result.rows);
+  }
+  result.peaks = meter.peaks();
+  return result;
+}
+
+}  // namespace kvant::cli

@@ -1,0 +1,208 @@
+// Rows of `kvant eval` as tables, JSON and CSV.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "cli/eval.hpp"
+#include "cli/eval_cells.hpp"
+
+namespace kvant::cli {
+
+std::vector<LayerRows> group_by_layer(const std::vector<EvalRow>& rows) {
+  std::vector<LayerRows> groups;
+  for (const EvalRow& row : rows) {
+    const std::string title = fmt::format("{}: {}", row.file, row.layer_name);
+    if (groups.empty() || groups.back().title != title) groups.push_back({title, {}});
+    groups.back().rows.push_back(row);
+  }
+  return groups;
+}
+
+std::vector<SummaryRow> summarise(const std::vector<EvalRow>& rows) {
+  std::vector<SummaryRow> summary;
+  std::vector<double> counts;
+  for (const EvalRow& row : rows) {
+    auto at = std::find_if(summary.begin(), summary.end(), [&](const SummaryRow& s) {
+      return s.mean.formats == row.formats && s.mean.has_exact_ends == row.has_exact_ends && s.mean.basis == row.basis;
+    });
+    if (at == summary.end()) {
+      summary.push_back({row, row.rel_l2});
+      summary.back().mean.page_bits *= static_cast<double>(row.bf16_bytes);
+      counts.push_back(1);
+      continue;
+    }
+    EvalRow& m = at->mean;
+    m.cache_bytes += row.cache_bytes;
+    m.bf16_bytes += row.bf16_bytes;
+    m.page_bits += row.page_bits * static_cast<double>(row.bf16_bytes);
+    m.rel_l2 += row.rel_l2;
+    m.kl_mean += row.kl_mean;
+    m.top1 += row.top1;
+    m.ns_per_token += row.ns_per_token;
+    m.time_to_f16 += row.time_to_f16;
+    m.cosine_min = std::min(m.cosine_min, row.cosine_min);
+    m.kl_max = std::max(m.kl_max, row.kl_max);
+    m.kernel_rel_l2 = std::max(m.kernel_rel_l2, row.kernel_rel_l2);
+    at->rel_l2_worst = std::max(at->rel_l2_worst, row.rel_l2);
+    counts[static_cast<std::size_t>(at - summary.begin())] += 1;
+  }
+  for (std::size_t i = 0; i < summary.size(); ++i) {
+    EvalRow& m = summary[i].mean;
+    m.bits_per_value = 16.0 * static_cast<double>(m.cache_bytes) / static_cast<double>(m.bf16_bytes);
+    m.page_bits /= static_cast<double>(m.bf16_bytes);
+    for (double* figure : {&m.rel_l2, &m.kl_mean, &m.top1, &m.ns_per_token, &m.time_to_f16}) *figure /= counts[i];
+  }
+  return summary;
+}
+
+std::string small_number(double value) {
+  if (value == 0) return "0";
+  return value >= 0.01 && value < 1000 ? fmt::format("{:.4f}", value) : fmt::format("{:.2e}", value);
+}
+
+std::string ends_text(const EvalRow& row) {
+  return row.formats.is_dense() ? "all exact" : row.has_exact_ends ? "exact ends" : "own token";
+}
+
+Table layer_table(const std::vector<EvalRow>& rows) {
+  Table table({{"K/V", true},
+               {"exact", true},
+               {"basis", true},
+               {"bits/value"},
+               {"in pages"},
+               {"cache"},
+               {"of bf16"},
+               {"rel. L2"},
+               {"worst cos"},
+               {"KL mean"},
+               {"KL max"},
+               {"top-1"},
+               {"time/token"},
+               {"of f16"}});
+  for (const EvalRow& row : rows) {
+    table.add(
+        {row.formats.name() + (row.formats == kDefaultPair ? " *" : ""), ends_text(row), row.basis,
+         fmt::format("{:.2f}", row.bits_per_value), fmt::format("{:.2f}", row.page_bits),
+         bytes_text(static_cast<double>(row.cache_bytes)),
+         fmt::format("{:.1f} %", 100.0 * static_cast<double>(row.cache_bytes) / static_cast<double>(row.bf16_bytes)),
+         small_number(row.rel_l2), fmt::format("{:.5f}", row.cosine_min), small_number(row.kl_mean),
+         small_number(row.kl_max), fmt::format("{:.1f} %", 100 * row.top1), time_text(row.ns_per_token),
+         fmt::format("{:.2f} x", row.time_to_f16)});
+  }
+  return table;
+}
+
+Table summary_table(const std::vector<SummaryRow>& rows) {
+  Table table({{"K/V", true},
+               {"exact", true},
+               {"basis", true},
+               {"bits/value"},
+               {"in pages"},
+               {"of bf16"},
+               {"rel. L2"},
+               {"worst layer"},
+               {"worst cos"},
+               {"KL mean"},
+               {"KL max"},
+               {"top-1"},
+               {"time of f16"}});
+  for (const auto& [m, rel_l2_worst] : rows) {
+    table.add({m.formats.name() + (m.formats == kDefaultPair ? " *" : ""), ends_text(m), m.basis,
+               fmt::format("{:.2f}", m.bits_per_value), fmt::format("{:.2f}", m.page_bits),
+               fmt::format("{:.1f} %", 100.0 * static_cast<double>(m.cache_bytes) / static_cast<double>(m.bf16_bytes)),
+               small_number(m.rel_l2), small_number(rel_l2_worst), fmt::format("{:.5f}", m.cosine_min),
+               small_number(m.kl_mean), small_number(m.kl_max), fmt::format("{:.1f} %", 100 * m.top1),
+               fmt::format("{:.2f} x", m.time_to_f16)});
+  }
+  return table;
+}
+
+std::vector<std::string> legend_lines(const std::vector<EvalRow>& rows) {
+  double kernel = 0;
+  bool has_default = false;
+  for (const EvalRow& row : rows) {
+    kernel = std::max(kernel, row.kernel_rel_l2);
+    has_default = has_default || row.formats == kDefaultPair;
+  }
+  std::vector<std::string> lines;
+  if (has_default) lines.push_back("* the library's default.");
+  lines.push_back(
+      "exact ends: the first page and the newest 64 to 127 tokens are kept as given (the default). own token: "
+      "everything but the query's own token is encoded.");
+  lines.push_back(
+      "bits/value: all the cache holds (codes, scales, exact ends, tables) at this length; in pages: the limit "
+      "for long sequences.");
+  lines.push_back(
+      "rel. L2, worst cos: attention output against float64 attention over the exact keys and values. KL, top-1: "
+      "attention weights likewise.");
+  lines.push_back("time/token: median of attending one query at the last position, all formats taking turns.");
+  lines.push_back(fmt::format(
+      "The kernels' own error (against float64 attention over the decoded vectors) is at most {:.1e}.", kernel));
+  return lines;
+}
+
+std::string eval_tables(const std::vector<EvalRow>& rows, const EvalRun& run) {
+  std::string text;
+  const std::vector<LayerRows> groups = group_by_layer(rows);
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    text += groups[i].title + "  " + run.layer_lines[i] + "\n" + layer_table(groups[i].rows).text() + "\n";
+  }
+  if (groups.size() > 1) {
+    text += fmt::format("Summary of {} layers (mean; worst where it says so)\n", groups.size());
+    text += summary_table(summarise(rows)).text() + "\n";
+  }
+  for (const std::string& line : legend_lines(rows)) text += line + "\n";
+  text += fmt::format("{}; isa {}, {} thread{}.\n", machine_line(run.machine), run.settings.isa, run.settings.threads,
+                      run.settings.threads == 1 ? "" : "s");
+  return text;
+}
+
+std::string eval_json(const std::vector<EvalRow>& rows) {
+  nlohmann::ordered_json list = nlohmann::ordered_json::array();
+  for (const EvalRow& row : rows) {
+    list.push_back({{"file", row.file},
+                    {"layer", row.layer},
+                    {"k_format", format_info(row.formats.k).name},
+                    {"v_format", format_info(row.formats.v).name},
+                    {"exact_ends", row.has_exact_ends},
+                    {"bits_per_value", row.bits_per_value},
+                    {"cache_bytes", row.cache_bytes},
+                    {"rel_l2", row.rel_l2},
+                    {"cosine_min", row.cosine_min},
+                    {"kl_mean", row.kl_mean},
+                    {"kl_max", row.kl_max},
+                    {"top1", row.top1},
+                    {"ns_per_token", row.ns_per_token}});
+  }
+  return nlohmann::ordered_json{{"rows", std::move(list)}}.dump(2, ' ', false,
+                                                                nlohmann::json::error_handler_t::replace) +
+         "\n";
+}
+
+std::string eval_csv(const std::vector<EvalRow>& rows) {
+  Table table({{"file"},
+               {"layer"},
+               {"k_format"},
+               {"v_format"},
+               {"exact_ends"},
+               {"bits_per_value"},
+               {"cache_bytes"},
+               {"rel_l2"},
+               {"cosine_min"},
+               {"kl_mean"},
+               {"kl_max"},
+               {"top1"},
+               {"ns_per_token"},
+               {"basis"}});
+  for (const EvalRow& row : rows) {
+    table.add({row.file, std::to_string(row.layer), format_info(row.formats.k).name, format_info(row.formats.v).name,
+               row.has_exact_ends ? "true" : "false", fmt::format("{}", row.bits_per_value),
+               std::to_string(row.cache_bytes), fmt::format("{}", row.rel_l2), fmt::format("{}", row.cosine_min),
+               fmt::format("{}", row.kl_mean), fmt::format("{}", row.kl_max), fmt::format("{}", row.top1),
+               fmt::format("{}", row.ns_per_token), row.basis});
+  }
+  return table.csv();
+}
+
+}  // namespace kvant::cli

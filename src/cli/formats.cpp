@@ -1,0 +1,82 @@
+#include "cli/formats.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace kvant::cli {
+
+std::string FormatPair::name() const {
+  return k == v ? format_info(k).name : fmt::format("{}/{}", format_info(k).name, format_info(v).name);
+}
+
+bool FormatPair::is_dense() const {
+  return format_info(k).dense && format_info(v).dense;
+}
+
+double FormatPair::bits() const {
+  return (format_info(k).bits + format_info(v).bits) / 2.0;
+}
+
+Result<Format> parse_plain_format(const std::string& name) {
+  const Result<Format> format = parse_format(name);
+  if (!format.ok()) {
+    std::string known;
+    for (const FormatInfo& f : formats()) {
+      if (f.format < Format::lut4) known += (known.empty() ? "" : ", ") + std::string(f.name);
+    }
+    return {Code::invalid_argument,
+            fmt::format("format '{}': must be one of {}, or two of them as keys/values (tq6/tq4)", name, known)};
+  }
+  if (*format >= Format::lut4) {
+    return {Code::unsupported, fmt::format("format {}: holds imported vectors with their own level table, which a "
+                                           "command line cannot give; use a tq format",
+                                           name)};
+  }
+  return *format;
+}
+
+Result<FormatPair> parse_format_pair(const std::string& text) {
+  const auto slash = text.find('/');
+  const Result<Format> k = parse_plain_format(text.substr(0, slash));
+  if (!k.ok()) return k.status();
+  if (slash == std::string::npos) return FormatPair{*k, *k};
+  const Result<Format> v = parse_plain_format(text.substr(slash + 1));
+  if (!v.ok()) return v.status();
+  return FormatPair{*k, *v};
+}
+
+Result<std::vector<FormatPair>> parse_format_pairs(const std::vector<std::string>& texts) {
+  std::vector<FormatPair> pairs;
+  for (const std::string& text : texts) {
+    const Result<FormatPair> pair = parse_format_pair(text);
+    if (!pair.ok()) return pair.status();
+    if (std::find(pairs.begin(), pairs.end(), *pair) == pairs.end()) pairs.push_back(*pair);
+  }
+  return pairs;
+}
+
+Result<std::vector<FormatPair>> pair_formats(const std::vector<std::string>& k, const std::vector<std::string>& v) {
+  if (v.empty()) return parse_format_pairs(k);
+  if (v.size() != 1 && v.size() != k.size()) {
+    return {Code::invalid_argument,
+            fmt::format("--v-format: {} formats for {} key formats; give one for all, or one for each", v.size(),
+                        k.size())};
+  }
+  std::vector<FormatPair> pairs;
+  for (std::size_t i = 0; i < k.size(); ++i) {
+    if (k[i].find('/') != std::string::npos) {
+      return {Code::invalid_argument,
+              fmt::format("--k-format: {} names its value format already; leave out --v-format", k[i])};
+    }
+    const Result<Format> key = parse_plain_format(k[i]);
+    if (!key.ok()) return key.status();
+    const Result<Format> value = parse_plain_format(v.size() == 1 ? v[0] : v[i]);
+    if (!value.ok()) return value.status();
+    const FormatPair pair{*key, *value};
+    if (std::find(pairs.begin(), pairs.end(), pair) == pairs.end()) pairs.push_back(pair);
+  }
+  return pairs;
+}
+
+}  // namespace kvant::cli

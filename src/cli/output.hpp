@@ -1,0 +1,53 @@
+// Where results go. A path of "-" is standard output; then the text for people moves to standard error, so that a
+// pipe gets nothing but the result.
+#pragma once
+
+#include <cstdio>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kvant/result.hpp"
+
+namespace kvant::cli {
+
+class Outputs {
+ public:
+  /// Names a result file ("" is ignored). Errors: two results on standard output.
+  Status add(const char* option, const std::string& path);
+  /// Refuses, before minutes of work, paths that cannot be written.
+  [[nodiscard]] Status check() const;
+  /// Text for people.
+  void print(std::string_view text) const;
+
+ private:
+  struct File {
+    const char* option;
+    std::string path;
+  };
+  std::vector<File> files_;
+  const char* owner_of_stdout_ = nullptr;
+};
+
+/// Writes beside the file and renames, so that a failed write leaves the old file alone.
+Status write_result(const std::string& path, std::string_view content);
+
+/// A bar on standard error while something takes long; silent unless that is a terminal.
+class Progress {
+ public:
+  explicit Progress(double total);
+  ~Progress();
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+  void advance(double amount, const std::string& what);
+  void clear();
+
+ private:
+  bool is_shown_;
+  double total_;
+  double done_ = 0;
+  double last_shown_ = -1;
+  std::string last_what_;
+};
+
+}  // namespace kvant::cli
