@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Installs kvant (static, then shared) into a temporary prefix and uses it from outside the source tree: find_package
+# from CMake, pkg-config from a shell. What a packager does, and what breaks first when a header is not installed.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+launcher=()
+command -v ccache >/dev/null && launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_C_COMPILER_LAUNCHER=ccache)
+
+for kind in static shared; do
+  shared=OFF; [ $kind = shared ] && shared=ON
+  prefix="$work/$kind"
+  cmake -S "$root" -B "$root/build/install-$kind" -G Ninja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=$shared \
+    -DKVANT_BUILD_TESTS=OFF -DKVANT_BUILD_EXAMPLES=OFF -DKVANT_BUILD_CLI=OFF -DCMAKE_INSTALL_PREFIX="$prefix" \
+    "${launcher[@]}" >/dev/null
+  cmake --build "$root/build/install-$kind" --target install >/dev/null
+
+  cp -r "$root/examples/find_package" "$work/user-$kind"
+  cmake -S "$work/user-$kind" -B "$work/user-$kind/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$prefix" >/dev/null
+  cmake --build "$work/user-$kind/build" >/dev/null
+  "$work/user-$kind/build/user"
+  printf 'find_package(kvant), %s: works\n' $kind
+
+  # Only the API is exported from the shared library: anything else is a promise made by accident.
+  if [ $kind = shared ]; then
+    library=$(find "$prefix" -name 'libkvant.so' | head -n 1)
+    leaked=$(nm -DC --defined-only "$library" | awk '{$1=""; print}' | grep -vE ' (kvant_|kvant::|typeinfo (name )?for kvant::|vtable for kvant::)' |
+      grep -E '^ [TDBR] ' || true)
+    internal=$(nm -DC --defined-only "$library" | grep -E ' [TDBR] kvant::(base|codec|core|cpu)::' || true)
+    [ -z "$leaked$internal" ] || { printf 'the shared library exports more than the API:\n%s\n%s\n' "$leaked" "$internal"; exit 1; }
+    declared=$(grep -oE '^KVANT_C_API [^(]*\b(kvant_[a-z_]+)\(' "$root/include/kvant/kvant.h" | grep -oE 'kvant_[a-z_]+\($' | tr -d '(' | sort)
+    exported=$(nm -D --defined-only "$library" | awk '{print $3}' | grep -E '^kvant_' | sort)
+    [ -n "$declared" ] && diff <(printf '%s\n' "$declared") <(printf '%s\n' "$exported") ||
+      { printf 'kvant.h (<) and the exported C functions (>) differ\n'; exit 1; }
+    printf 'exported symbols: the API only; all %d functions of kvant.h\n' "$(wc -l <<<"$declared")"
+  fi
+
+  config=$(find "$prefix" -name kvant.pc -printf '%h\n' | head -n 1)
+  if command -v pkg-config >/dev/null; then
+    export PKG_CONFIG_PATH=$config
+    static=(); [ $kind = static ] && static=(--static)
+    # shellcheck disable=SC2046
+    g++ -std=c++20 "$root/examples/quickstart.cpp" -o "$work/quickstart-$kind" $(pkg-config --cflags --libs "${static[@]}" kvant)
+    LD_LIBRARY_PATH=$(dirname "$config") "$work/quickstart-$kind" >/dev/null
+    printf 'pkg-config, %s: works\n' $kind
+  fi
+done

@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+"""A layer includes only itself and the layers above it (docs/design.md, "Layers"). Exits 1 with every offence.
+
+Includes between quotes name files of ours, by layer: "kvant/...", "base/...", "codec/..." and so on. Public headers
+may include the C++ standard library and other public headers only; base and codec are shared with device code and
+with the ISA units, so they may include nothing that brings in foreign inline code.
+"""
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ORDER = ["kvant", "base", "codec", "core", "cpu", "cuda", ("capi", "io", "cli")]
+RANK = {}
+for rank, names in enumerate(ORDER):
+    for name in (names,) if isinstance(names, str) else names:
+        RANK[name] = rank
+
+# What a layer may take from outside: None means anything.
+C_HEADERS = {"cstddef", "cstdint", "cstring", "bit", "concepts", "limits", "type_traits"}
+FOREIGN = {"base": C_HEADERS, "codec": C_HEADERS}
+PUBLIC_FOREIGN = re.compile(r"^[a-z_]+(\.h)?$")  # standard headers have no directory part
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
+
+
+def layer_of(path):
+    parts = path.relative_to(ROOT).parts
+    return "kvant" if parts[0] == "include" else parts[1]
+
+
+def check(path):
+    layer = layer_of(path)
+    for kind, name in INCLUDE.findall(path.read_text()):
+        where = f"{path.relative_to(ROOT)}: #include {'<' if kind == '<' else chr(34)}{name}"
+        target = name.split("/")[0] if "/" in name else None
+        if kind == '"' or target == "kvant":
+            if target not in RANK:
+                yield f"{where}: write our includes with their layer (known: {', '.join(RANK)})"
+            elif RANK[target] > RANK[layer]:
+                yield f"{where}: {layer} is above {target}, and a layer includes only the layers above it"
+            elif RANK[target] == RANK[layer] and target != layer and not (layer == "cli" or target == "io"):
+                yield f"{where}: {layer} and {target} stand side by side"
+            elif target == "cuda" and layer not in ("cuda",) or target == "cpu" and layer == "cuda":
+                yield f"{where}: backends are reached through core only"
+        elif layer == "kvant" and not PUBLIC_FOREIGN.match(name):
+            yield f"{where}: public headers include the standard library only"
+        elif layer in FOREIGN and name not in FOREIGN[layer]:
+            yield f"{where}: {layer} may include only {', '.join(sorted(FOREIGN[layer]))}"
+
+
+def main():
+    files = [p for top in ("include", "src") for p in sorted((ROOT / top).rglob("*")) if p.suffix in (".hpp", ".h", ".cpp", ".cu", ".cuh")]
+    offences = [offence for path in files for offence in check(path)]
+    print("\n".join(offences) if offences else f"layers: {len(files)} files, includes in order")
+    return 1 if offences or not files else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+#!/usr/bin/env python3
+"""Relative links in the Markdown files point at files (and headings) that exist. Exits 1 with every broken one."""
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def anchors(path):
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
+    for heading in re.findall(r"^#+ +(.+?)\s*$", text, re.M):
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def main():
+    files = [p for p in sorted(ROOT.rglob("*.md")) if "build" not in p.relative_to(ROOT).parts[0]]
+    broken, count = [], 0
+    for path in files:
+        text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
+        for link in LINK.findall(text):
+            if re.match(r"[a-z]+:", link):
+                continue
+            count += 1
+            target, _, anchor = link.partition("#")
+            file = (path.parent / target).resolve() if target else path
+            name = path.relative_to(ROOT)
+            if not file.exists():
+                broken.append(f"{name}: {link}: no such file")
+            elif anchor and file.suffix == ".md" and anchor not in set(anchors(file)):
+                broken.append(f"{name}: {link}: no such heading")
+    print("\n".join(broken) if broken else f"links: {count} in {len(files)} documents, none broken")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+/* The C ABI as a C11 program meets it: every function is called, outputs are checked against attention computed here in
+ * double precision over the decoded keys and values, and every refusal shows its message. */
+#include <kvant/kvant.h>
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int failures = 0;
+
+static void expect(int condition, const char* text, int line) {
+  if (condition) return;
+  ++failures;
+  printf("line %d: expected %s; last error: %s\n", line, text, kvant_last_error());
+}
+#define EXPECT(condition) expect((condition), #condition, __LINE__)
+
+static void expect_refused(kvant_status status, kvant_status wanted, const char* must_say, int line) {
+  printf("%s: %s\n", kvant_status_name(status), kvant_last_error());
+  if (status == wanted && strstr(kvant_last_error(), must_say) != NULL) return;
+  ++failures;
+  printf("line %d: expected %s and a message with \"%s\"\n", line, kvant_status_name(wanted), must_say);
+}
+#define EXPECT_REFUSED(call, wanted, must_say) expect_refused((call), (wanted), (must_say), __LINE__)
+
+enum { Q_HEADS = 4, KV_HEADS = 2, DIM = 64, FIRST = 200, SECOND = 3, TOKENS = FIRST + SECOND };
+
+static float wave(int i) {
+  return sinf(0.37f * (float)i) + 0.5f * cosf(1.93f * (float)i);
+}
+
+static float keys[TOKENS * KV_HEADS * DIM], values[TOKENS * KV_HEADS * DIM];
+
+static kvant_tensor tokens_of(const float* data, int64_t tokens) {
+  const kvant_tensor view = {.data = data, .dtype = KVANT_F32, .shape = {tokens, KV_HEADS, DIM}};
+  return view;
+}
+
+/* out [Q_HEADS, DIM] and lse [Q_HEADS] of one query that sees keys 0 .. length - 1. */
+static void reference(const float* q, const float* k, const float* v, int length, double* out, double* lse) {
+  static double weight[TOKENS];
+  for (int head = 0; head < Q_HEADS; ++head) {
+    const int kv = head / (Q_HEADS / KV_HEADS);
+    double top = -INFINITY, sum = 0;
+    for (int t = 0; t < length; ++t) {
+      double score = 0;
+      for (int d = 0; d < DIM; ++d) score += (double)q[head * DIM + d] * (double)k[(t * KV_HEADS + kv) * DIM + d];
+      weight[t] = score / sqrt(DIM);
+      if (weight[t] > top) top = weight[t];
+    }
+    for (int t = 0; t < length; ++t) sum += weight[t] = exp(weight[t] - top);
+    for (int d = 0; d < DIM; ++d) {
+      double total = 0;
+      for (int t = 0; t < length; ++t) total += weight[t] * (double)v[(t * KV_HEADS + kv) * DIM + d];
+      out[head * DIM + d] = total / sum;
+    }
+    lse[head] = top + log(sum);
+  }
+}
+
+static double relative_l2(const double* expected, const float* got, int n) {
+  double error = 0, norm = 0;
+  for (int i = 0; i < n; ++i) {
+    error += (expected[i] - (double)got[i]) * (expected[i] - (double)got[i]);
+    norm += expected[i] * expected[i];
+  }
+  return sqrt(error / norm);
+}
+
+static void test_library(void) {
+  EXPECT(strcmp(kvant_version(), "0.1.0") == 0);
+  EXPECT(strcmp(kvant_status_name(KVANT_OK), "ok") == 0);
+  EXPECT(strcmp(kvant_status_name(KVANT_OUT_OF_CAPACITY), "out_of_capacity") == 0);
+  EXPECT(strcmp(kvant_status_name(77), "unknown") == 0 && strcmp(kvant_status_name(-1), "unknown") == 0);
+
+  size_t size = 0;
+  EXPECT(kvant_info(NULL, 0, &size) == KVANT_OK && size > 100);
+  char* text = malloc(size);
+  if (text == NULL) exit(1);
+  EXPECT(kvant_info(text, size, NULL) == KVANT_OK && strlen(text) == size - 1);
+  EXPECT(strstr(text, "\"tq6\"") != NULL && strstr(text, "\"scalar\"") != NULL);
+  text[0] = '#';
+  EXPECT_REFUSED(kvant_info(text, size - 1, NULL), KVANT_INVALID_ARGUMENT, "capacity");
+  EXPECT(text[0] == '#'); /* nothing written */
+  EXPECT_REFUSED(kvant_info(NULL, 0, NULL), KVANT_INVALID_ARGUMENT, "size");
+  free(text);
+}
+
+static void test_attention(void) {
+  kvant_cache_config config;
+  kvant_cache_config_init(&config, sizeof config);
+  config.kv_heads = KV_HEADS;
+  config.head_dim = DIM;
+  config.sink_pages = 0;
+  config.tail_pages = 0;
+  kvant_cache* cache = NULL;
+  kvant_sequence sequence = 0, child = 0;
+  EXPECT(kvant_cache_create(&config, &cache) == KVANT_OK && cache != NULL);
+  EXPECT(kvant_cache_add_sequence(cache, &sequence) == KVANT_OK);
+
+  /* The first tokens in one call; three more in two parts, as a model with many layers does it. */
+  kvant_tensor k = tokens_of(keys, FIRST), v = tokens_of(values, FIRST);
+  EXPECT(kvant_cache_append(cache, sequence, 0, &k, &v) == KVANT_OK);
+  const int64_t more = SECOND;
+  EXPECT(kvant_cache_reserve(cache, &sequence, &more, 1) == KVANT_OK);
+  k = tokens_of(keys + FIRST * KV_HEADS * DIM, SECOND);
+  v = tokens_of(values + FIRST * KV_HEADS * DIM, SECOND);
+  EXPECT(kvant_cache_write(cache, &sequence, 1, 0, &k, &v) == KVANT_OK);
+  int64_t length = 0;
+  EXPECT(kvant_cache_length(cache, sequence, &length) == KVANT_OK && length == TOKENS);
+
+  static float k_read[TOKENS * KV_HEADS * DIM], v_read[TOKENS * KV_HEADS * DIM];
+  const kvant_mutable_tensor k_out = {.data = k_read, .dtype = KVANT_F32, .shape = {TOKENS, KV_HEADS, DIM}};
+  const kvant_mutable_tensor v_out = {.data = v_read, .dtype = KVANT_F32, .shape = {TOKENS, KV_HEADS, DIM}};
+  EXPECT(kvant_cache_read(cache, sequence, 0, 0, TOKENS, &k_out, &v_out) == KVANT_OK);
+  static double exact[TOKENS * KV_HEADS * DIM];
+  for (int i = 0; i < TOKENS * KV_HEADS * DIM; ++i) exact[i] = (double)keys[i];
+  const double codec_error = relative_l2(exact, k_read, TOKENS * KV_HEADS * DIM);
+  EXPECT(codec_error > 0.005 && codec_error < 0.04); /* tq6: compressed, and not by much */
+
+  /* Two queries at the two newest positions. */
+  static float query[2 * Q_HEADS * DIM], output[2 * Q_HEADS * DIM], lse[2 * Q_HEADS];
+  for (int i = 0; i < 2 * Q_HEADS * DIM; ++i) query[i] = wave(11 * i + 5);
+  kvant_attention_options options;
+  kvant_attention_options_init(&options, sizeof options);
+  options.q_heads = Q_HEADS;
+  options.q_len = 2;
+  kvant_plan* plan = NULL;
+  EXPECT(kvant_plan_create(cache, &sequence, 1, &options, &plan) == KVANT_OK && plan != NULL);
+  kvant_plan_facts facts = {.struct_size = sizeof facts};
+  EXPECT(kvant_plan_describe(plan, &facts) == KVANT_OK);
+  EXPECT(facts.total_queries == 2 && facts.kv_bytes > 0 && facts.threads >= 1 && facts.splits >= 1 &&
+         facts.isa != NULL);
+  size_t size = 0;
+  EXPECT(kvant_plan_explain(plan, NULL, 0, &size) == KVANT_OK && size > 1);
+
+  kvant_tensor q = {.data = query, .dtype = KVANT_F32, .shape = {2, Q_HEADS, DIM}};
+  const kvant_mutable_tensor out = {.data = output, .dtype = KVANT_F32, .shape = {2, Q_HEADS, DIM}};
+  kvant_run_options run;
+  kvant_run_options_init(&run, sizeof run);
+  run.lse = lse;
+  run.workspace_size = (facts.workspace_bytes + 63) / 64 * 64;
+  run.workspace = run.workspace_size == 0 ? NULL : aligned_alloc(64, run.workspace_size);
+  EXPECT(kvant_run(plan, 0, &q, &out, &run) == KVANT_OK);
+  for (int i = 0; i < 2; ++i) {
+    double expected[Q_HEADS * DIM], expected_lse[Q_HEADS];
+    reference(query + i * Q_HEADS * DIM, k_read, v_read, TOKENS - 1 + i, expected, expected_lse);
+    EXPECT(relative_l2(expected, output + i * Q_HEADS * DIM, Q_HEADS * DIM) <= 2e-4); /* the kernel's own error */
+    for (int head = 0; head < Q_HEADS; ++head)
+      EXPECT(fabs(expected_lse[head] - (double)lse[i * Q_HEADS + head]) < 1e-3);
+  }
+  /* Without options, and with the plan's own workspace: the same bits. */
+  static float again[2 * Q_HEADS * DIM];
+  kvant_mutable_tensor out_again = out;
+  out_again.data = again;
+  EXPECT(kvant_run(plan, 0, &q, &out_again, NULL) == KVANT_OK);
+  EXPECT(memcmp(output, again, sizeof output) == 0);
+
+  kvant_memory memory = {.struct_size = sizeof memory};
+  EXPECT(kvant_cache_memory(cache, &memory) == KVANT_OK && memory.tokens == TOKENS);
+  EXPECT(memory.encoded_bytes + memory.scale_bytes + memory.exact_bytes + memory.table_bytes == memory.total_bytes);
+  EXPECT(kvant_cache_describe(cache, NULL, 0, &size) == KVANT_OK && size > 1);
+
+  /* Wrong calls on a live plan and cache. */
+  EXPECT_REFUSED(kvant_run(plan, 1, &q, &out, NULL), KVANT_INVALID_ARGUMENT, "layer");
+  q.dtype = 9;
+  EXPECT_REFUSED(kvant_run(plan, 0, &q, &out, NULL), KVANT_INVALID_ARGUMENT, "q.dtype is 9");
+  q.dtype = KVANT_F32;
+  q.shape[0] = 3;
+  EXPECT_REFUSED(kvant_run(plan, 0, &q, &out, NULL), KVANT_INVALID_ARGUMENT, "q");
+  q.shape[0] = 2;
+  EXPECT_REFUSED(kvant_run(plan, 0, NULL, &out, NULL), KVANT_INVALID_ARGUMENT, "q is NULL");
+  EXPECT_REFUSED(kvant_cache_fork(cache, 12345, &child), KVANT_INVALID_ARGUMENT, "12345");
+  float nan_keys[KV_HEADS * DIM];
+  memcpy(nan_keys, keys, sizeof nan_keys);
+  nan_keys[7] = NAN;
+  k = tokens_of(nan_keys, 1);
+  v = tokens_of(values, 1);
+  EXPECT_REFUSED(kvant_cache_append(cache, sequence, 0, &k, &v), KVANT_NON_FINITE, "");
+  EXPECT(kvant_cache_length(cache, sequence, &length) == KVANT_OK && length == TOKENS); /* nothing changed */
+
+  /* A fork goes its own way; the plan of the parent notices when the parent does. */
+  EXPECT(kvant_cache_fork(cache, sequence, &child) == KVANT_OK && child != sequence);
+  EXPECT(kvant_cache_truncate(cache, sequence, TOKENS - 1) == KVANT_OK);
+  EXPECT(kvant_cache_length(cache, sequence, &length) == KVANT_OK && length == TOKENS - 1);
+  EXPECT(kvant_cache_length(cache, child, &length) == KVANT_OK && length == TOKENS);
+  EXPECT_REFUSED(kvant_run(plan, 0, &q, &out, NULL), KVANT_STALE, "");
+  EXPECT(kvant_cache_remove(cache, child) == KVANT_OK);
+  EXPECT_REFUSED(kvant_cache_remove(cache, child), KVANT_INVALID_ARGUMENT, "sequence");
+
+  /* Any order of destruction. */
+  free(run.workspace);
+  kvant_cache_destroy(cache);
+  EXPECT(kvant_plan_describe(plan, &facts) == KVANT_OK);
+  kvant_plan_destroy(plan);
+}
+
+static void test_merge(void) {
+  const float a[2] = {1, 2}, b[2] = {5, -2}, lse_a = 0, lse_b = logf(3);
+  const kvant_partial partials[2] = {{a, &lse_a}, {b, &lse_b}};
+  float out[2], lse;
+  EXPECT(kvant_merge(partials, 2, 1, 2, out, &lse) == KVANT_OK); /* weights 1/4 and 3/4 */
+  EXPECT(fabsf(out[0] - 4) < 1e-6f && fabsf(out[1] + 1) < 1e-6f && fabsf(lse - logf(4)) < 1e-6f);
+  EXPECT_REFUSED(kvant_merge(NULL, 2, 1, 2, out, &lse), KVANT_INVALID_ARGUMENT, "partials is NULL");
+  EXPECT_REFUSED(kvant_merge(partials, -1, 1, 2, out, &lse), KVANT_INVALID_ARGUMENT, "count is -1");
+}
+
+static void test_refusals(void) {
+  kvant_cache_config config;
+  kvant_cache* cache = (kvant_cache*)&config;
+  kvant_bases* bases = NULL;
+  kvant_plan* plan = NULL;
+  memset(&config, 0, sizeof config);
+  EXPECT_REFUSED(kvant_cache_create(&config, &cache), KVANT_INVALID_ARGUMENT, "struct_size is 0");
+  EXPECT(cache == NULL);
+  kvant_cache_config_init(&config, sizeof config);
+  config.kv_heads = KV_HEADS;
+  config.head_dim = 63;
+  EXPECT_REFUSED(kvant_cache_create(&config, &cache), KVANT_INVALID_ARGUMENT, "63");
+  config.head_dim = DIM;
+  config.k = "tq7";
+  EXPECT_REFUSED(kvant_cache_create(&config, &cache), KVANT_INVALID_ARGUMENT, "tq7");
+  config.k = NULL;
+  EXPECT_REFUSED(kvant_cache_create(&config, &cache), KVANT_INVALID_ARGUMENT, "config.k is NULL");
+  config.k = "tq6";
+  config.k_basis = 17;
+  EXPECT_REFUSED(kvant_cache_create(&config, &cache), KVANT_INVALID_ARGUMENT, "k_basis is 17");
+  config.k_basis = KVANT_BASIS_CALIBRATED;
+  EXPECT_REFUSED(kvant_cache_create(&config, &cache), KVANT_INVALID_ARGUMENT, "bases");
+  config.k_basis = KVANT_BASIS_AUTOMATIC;
+  EXPECT_REFUSED(kvant_cache_create(&config, NULL), KVANT_INVALID_ARGUMENT, "cache is NULL");
+  EXPECT_REFUSED(kvant_cache_create(NULL, &cache), KVANT_INVALID_ARGUMENT, "config is NULL");
+
+  EXPECT_REFUSED(kvant_bases_load("/no/such/file", &bases), KVANT_IO, "/no/such/file");
+  EXPECT_REFUSED(kvant_bases_load(NULL, &bases), KVANT_INVALID_ARGUMENT, "path is NULL");
+  EXPECT_REFUSED(kvant_plan_create(NULL, NULL, 0, NULL, &plan), KVANT_INVALID_ARGUMENT, "cache is NULL");
+
+  config.capacity_tokens = 64;
+  EXPECT(kvant_cache_create(&config, &cache) == KVANT_OK);
+  kvant_sequence sequence = 0;
+  EXPECT(kvant_cache_add_sequence(cache, &sequence) == KVANT_OK);
+  const int64_t many = 65;
+  EXPECT_REFUSED(kvant_cache_reserve(cache, &sequence, &many, 1), KVANT_OUT_OF_CAPACITY, "64");
+  EXPECT_REFUSED(kvant_cache_reserve(cache, NULL, &many, 1), KVANT_INVALID_ARGUMENT, "sequences is NULL");
+  EXPECT_REFUSED(kvant_cache_reserve(cache, &sequence, &many, -2), KVANT_INVALID_ARGUMENT, "count is -2");
+  kvant_attention_options options;
+  kvant_attention_options_init(&options, sizeof options);
+  options.q_heads = 3;
+  EXPECT_REFUSED(kvant_plan_create(cache, &sequence, 1, &options, &plan), KVANT_INVALID_ARGUMENT, "q_heads");
+  kvant_cache_destroy(cache);
+
+  kvant_cache_destroy(NULL);
+  kvant_plan_destroy(NULL);
+  kvant_bases_destroy(NULL);
+}
+
+int main(void) {
+  for (int i = 0; i < TOKENS * KV_HEADS * DIM; ++i) {
+    keys[i] = wave(i);
+    values[i] = wave(7 * i + 3);
+  }
+  EXPECT(strcmp(kvant_last_error(), "") == 0); /* nothing has failed yet */
+  test_library();
+  test_attention();
+  test_merge();
+  test_refusals();
+  printf("%d failures\n", failures);
+  return failures != 0;
+}

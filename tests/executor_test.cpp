@@ -1,0 +1,72 @@
+// A host's executor in place of kvant's threads: every share once, in any order, the same bits.
+#include <gtest/gtest.h>
+
+#include <thread>
+#include <vector>
+
+#include "kvant/kvant.hpp"
+
+namespace kvant {
+namespace {
+
+struct Host {
+  int calls = 0;
+  int shares = 0;
+  bool threaded = false;
+
+  static void execute(void* self, int workers, void (*work)(void* context, int worker), void* context) {
+    Host& host = *static_cast<Host*>(self);
+    ++host.calls;
+    host.shares += workers;
+    if (!host.threaded) {
+      for (int i = workers - 1; i >= 0; --i) work(context, i);
+      return;
+    }
+    std::vector<std::thread> threads;
+    for (int i = 0; i < workers; ++i) threads.emplace_back(work, context, i);
+    for (std::thread& t : threads) t.join();
+  }
+};
+
+TEST(Executor, RunsEveryShareAndChangesNoBit) {
+  constexpr int kHeads = 2, kQueryHeads = 8, kDim = 64, kTokens = 1100;
+  std::vector<float> k(kTokens * kHeads * kDim), v(k.size());
+  for (std::size_t i = 0; i < k.size(); ++i) {
+    k[i] = static_cast<float>(static_cast<int>((i * 7919) % 201) - 100) / 50.0f;
+    v[i] = static_cast<float>(static_cast<int>((i * 104729) % 193) - 96) / 40.0f;
+  }
+  Cache cache = Cache::create({.kv_heads = kHeads, .head_dim = kDim}).value();
+  const SequenceId id = cache.add_sequence();
+  cache.append(id, 0, TensorView::of(k.data(), kTokens, kHeads, kDim), TensorView::of(v.data(), kTokens, kHeads, kDim))
+      .value();
+  for (const int q_len : {1, 40}) {
+    std::vector<float> q(static_cast<std::size_t>(q_len * kQueryHeads * kDim));
+    for (std::size_t i = 0; i < q.size(); ++i) q[i] = static_cast<float>(static_cast<int>((i * 31) % 17) - 8) / 8.0f;
+    AttentionOptions options;
+    options.q_heads = kQueryHeads;
+    options.q_len = q_len;
+    options.threads = 3;
+    options.split_keys = 128;
+    const Plan p = plan(cache, {id}, options).value();
+    const auto attend = [&](const Executor& executor) {
+      std::vector<float> out(q.size());
+      RunOptions run_options;
+      run_options.executor = executor;
+      run(p, 0, TensorView::of(q.data(), q_len, kQueryHeads, kDim),
+          MutableTensorView::of(out.data(), q_len, kQueryHeads, kDim), run_options)
+          .value();
+      return out;
+    };
+    const std::vector<float> own = attend({});
+    for (const bool threaded : {false, true}) {
+      Host host;
+      host.threaded = threaded;
+      EXPECT_EQ(attend({Host::execute, &host}), own) << "q_len " << q_len << ", threaded " << threaded;
+      EXPECT_GE(host.calls, 2);
+      EXPECT_GE(host.shares, 2 * host.calls);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvant

@@ -1,0 +1,45 @@
+// Mask tensors that own their memory.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "kvant/attention.hpp"
+#include "support/half.hpp"
+
+namespace kvant::test {
+
+struct OwnedMask {
+  std::vector<std::byte> bytes;
+  MaskTensor tensor;
+};
+
+/// value(batch, head, query, key) for every index of `shape`, row-major. A boolean mask stores value != 0.
+template <class F>
+OwnedMask make_mask(Dtype dtype, const std::array<std::int64_t, 4>& shape, F&& value) {
+  OwnedMask mask;
+  const std::array<std::int64_t, 4> stride = {shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1};
+  mask.bytes.resize(static_cast<std::size_t>(shape[0] * stride[0]) * dtype_size(dtype));
+  std::size_t i = 0;
+  for (std::int64_t b = 0; b < shape[0]; ++b) {
+    for (std::int64_t h = 0; h < shape[1]; ++h) {
+      for (std::int64_t q = 0; q < shape[2]; ++q) {
+        for (std::int64_t k = 0; k < shape[3]; ++k)
+          store_as(dtype, mask.bytes.data(), i++, static_cast<float>(value(b, h, q, k)));
+      }
+    }
+  }
+  mask.tensor = {mask.bytes.data(), dtype, shape, stride};
+  return mask;
+}
+
+/// Options with this mask on top of a causal or bidirectional base.
+inline AttentionOptions with_mask(const OwnedMask& mask, Mask base = Mask::bidirectional()) {
+  AttentionOptions options;
+  options.mask = base;
+  options.mask.tensor = mask.tensor;
+  return options;
+}
+
+}  // namespace kvant::test

@@ -1,0 +1,64 @@
+// Every tolerance of the attention tests, each with where it comes from. A test that needs another number adds it here.
+#pragma once
+
+#include <string_view>
+
+namespace kvant::test::tolerance {
+
+// Relative L2 unless stated otherwise.
+
+/// Kernel against attention over the decoded vectors, both sides in float arithmetic (f32, f16, bf16, fp8 widen exactly).
+/// Sums of n f32 products lose about sqrt(n) * 2^-24 = 1.9e-6 at n = 1025; exp and the merge of splits a few 2^-23 more.
+/// Measured: 8e-7 on Gaussian inputs, 2e-6 at most.
+inline constexpr double kFloat = 1e-5;
+
+/// The same with a coded side. Queries as two 7-bit digits: 2^-15 of the largest coordinate, about 4e-5 of the query's
+/// norm at D = 128; a logit of standard deviation 1 moves by that, a weight by as much relative; probabilities as two
+/// digits relative to their tile's maximum: 2^-15 again. 2e-4 leaves a factor of two for heavy-tailed logits. Measured:
+/// 6e-5 on Gaussian inputs, 1.2e-4 at most on the others.
+inline constexpr double kCoded = 2e-4;
+
+/// lse is compared absolutely, against this times (1 + |lse|): it is a logit, and has the error of one, 4e-5 of its size where a
+/// single key dominates, far less where many average. Measured: 1e-6 and 2.2e-5 at most.
+inline constexpr double kLseFloat = 1e-5;
+inline constexpr double kLseCoded = 5e-5;
+
+/// Stored golden outputs (issue bars). TurboQuant: the kernel error above, against queries that are not rounded. bf16: dense f32
+/// accumulation over 160 keys at D = 512, with sums of up to 512 products of loud channels.
+inline constexpr double kGoldenTurboQuant = 3e-4;
+inline constexpr double kGoldenBf16 = 2e-5;
+
+/// Our float64 reference against theirs, compared as floats: 2^-24 of rounding, and the scale in their files has nine
+/// decimal digits (5e-10 relative, times logits of up to 60).
+inline constexpr double kGoldenReference = 2e-7;
+
+/// Imported vectors, decoded: one float product of a level and a scale, each rounded once.
+inline constexpr double kGoldenDecode = 2e-7;
+
+/// Two legal ways to compute the same thing (other splits, other ISA, several queries at once or one by one): each within
+/// the kernel error of the truth, so within twice that of each other.
+inline constexpr double kTwoWays = 2;
+
+/// A row whose every key carries -65504: an f32 logit near 65504 has steps of 2^-8 (0.0039), half of which is the error
+/// of each logit, uniform: 0.0011 root mean square, and the output moves by that relative, twice for two splits.
+inline constexpr double kAllAtMinus65504 = 5e-3;
+
+/// Codec, loose: attention output of a cache against the true inputs, all tokens encoded, Gaussian inputs whose logits
+/// have standard deviation 1. With relative errors e_k, e_v of the vectors (square root of the distortions of
+/// DESIGN section 4), output error is about sqrt(e_k^2 * (1 + e_v^2) + e_v^2). Times 1.5 for small samples. A dense
+/// format's is its rounding: 2^-11 and 2^-8, times the same.
+constexpr double vector_error(std::string_view format) {
+  if (format == "f32") return 1e-5;
+  if (format == "f16") return 4.9e-4;
+  if (format == "bf16") return 3.91e-3;
+  if (format == "fp8") return 0.0361;  // e4m3 rounds to 2^-4 at most, 0.58 of it in root mean square
+  if (format == "tq2") return 0.3428;  // sqrt(0.1175)
+  if (format == "tq3") return 0.1844;  // sqrt(0.0340)
+  if (format == "tq4") return 0.0949;  // sqrt(0.0090)
+  if (format == "tq5") return 0.0485;  // sqrt(0.00235)
+  if (format == "tq6") return 0.0259;  // sqrt(0.00067)
+  if (format == "tq8") return 0.0071;  // sqrt(0.00005)
+  return 0;
+}
+
+}  // namespace kvant::test::tolerance

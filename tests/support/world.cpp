@@ -1,0 +1,189 @@
+#include "support/world.hpp"
+
+#include <cmath>
+
+#include "support/half.hpp"
+
+namespace kvant::test {
+namespace {
+
+CacheConfig config_of(const WorldSpec& spec) {
+  CacheConfig c;
+  c.kv_heads = spec.kv_heads;
+  c.head_dim = spec.head_dim;
+  c.k = spec.k;
+  c.v = spec.v;
+  c.sink_pages = spec.sink_pages;
+  c.tail_pages = spec.tail_pages;
+  c.exact = spec.exact;
+  c.window = spec.window;
+  c.window_sinks = spec.window_sinks;
+  if (spec.adjust) spec.adjust(c);
+  return c;
+}
+
+}  // namespace
+
+bool is_float_format(const std::string& name) {
+  return name == "f32" || name == "f16" || name == "bf16" || name == "fp8";
+}
+
+std::vector<std::string> available_isas() {
+  std::vector<std::string> names;
+  for (const IsaInfo& isa : isas()) {
+    if (isa.available) names.emplace_back(isa.name);
+  }
+  return names;
+}
+
+Status append_rows(Cache& cache, SequenceId sequence, const Qkv& x, std::int64_t begin, std::int64_t end, Dtype dtype,
+                   int layer) {
+  const CacheConfig& c = cache.config();
+  const auto width = static_cast<std::size_t>(c.kv_heads) * static_cast<std::size_t>(c.head_dim);
+  const std::size_t at = static_cast<std::size_t>(begin) * width;
+  const std::size_t n = static_cast<std::size_t>(end - begin) * width;
+  const std::vector<std::byte> k = pack_as(dtype, std::span(x.k).subspan(at, n));
+  const std::vector<std::byte> v = pack_as(dtype, std::span(x.v).subspan(at, n));
+  return cache.append(sequence, layer, TensorView::contiguous(k.data(), dtype, end - begin, c.kv_heads, c.head_dim),
+                      TensorView::contiguous(v.data(), dtype, end - begin, c.kv_heads, c.head_dim));
+}
+
+Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& ids, const AttentionOptions& options,
+                            const std::vector<float>& q, const std::vector<float>& sink_logits) {
+  const Result<Plan> planned = plan(cache, std::span<const SequenceId>(ids), options);
+  if (!planned) return planned.status();
+  const std::int64_t rows = planned->total_queries();
+  const int dim = cache.config().head_dim;
+  Attended a;
+  // NaN, so that an element the kernel forgets to write cannot pass.
+  a.out.assign(q.size(), NAN);
+  a.lse.assign(q.size() / static_cast<std::size_t>(dim), NAN);
+  RunOptions run_options;
+  run_options.lse = a.lse.data();
+  run_options.sink_logits = sink_logits.empty() ? nullptr : sink_logits.data();
+  const Status status = run(*planned, 0, TensorView::of(q.data(), rows, options.q_heads, dim),
+                            MutableTensorView::of(a.out.data(), rows, options.q_heads, dim), run_options);
+  if (!status) return status;
+  a.explain = planned->explain();
+  a.splits = planned->splits();
+  return a;
+}
+
+World::World(const WorldSpec& s) : spec(s), cache(Cache::create(config_of(s)).value()) {
+  for (std::size_t i = 0; i < spec.sequences.size(); ++i) {
+    const Lengths& lengths = spec.sequences[i];
+    Qkv x = make_qkv({lengths.q_len, lengths.kv_len, q_heads(), spec.kv_heads, spec.head_dim}, spec.inputs,
+                     spec.seed + 1000 * i);
+    for (float& value : x.k) value = rounded(value, spec.input_dtype);
+    for (float& value : x.v) value = rounded(value, spec.input_dtype);
+    const SequenceId id = cache.add_sequence();
+    std::size_t chunk = 0;
+    for (std::int64_t at = 0; at < lengths.kv_len;) {
+      std::int64_t end = lengths.kv_len;
+      if (!spec.chunks.empty()) end = std::min(end, at + spec.chunks[chunk++ % spec.chunks.size()]);
+      append_rows(cache, id, x, at, end, spec.input_dtype).value();
+      at = end;
+    }
+    ids.push_back(id);
+    qkv.push_back(std::move(x));
+  }
+}
+
+std::int64_t World::total_queries() const {
+  std::int64_t n = 0;
+  for (const Lengths& lengths : spec.sequences) n += lengths.q_len;
+  return n;
+}
+
+AttentionOptions World::options(AttentionOptions base) const {
+  base.q_heads = q_heads();
+  base.q_lens.clear();
+  for (const Lengths& lengths : spec.sequences) base.q_lens.push_back(static_cast<int>(lengths.q_len));
+  return base;
+}
+
+std::vector<float> World::queries() const {
+  std::vector<float> q;
+  for (const Qkv& x : qkv) q.insert(q.end(), x.q.begin(), x.q.end());
+  return q;
+}
+
+Attended World::attend(const AttentionOptions& base, const std::vector<float>& sink_logits) const {
+  return try_attend(cache, ids, options(base), queries(), sink_logits).value();
+}
+
+void World::decode(std::size_t sequence, std::vector<float>& keys, std::vector<float>& values) const {
+  const std::int64_t kv_len = spec.sequences[sequence].kv_len;
+  const std::size_t n = qkv[sequence].k.size();
+  keys.assign(n, NAN);
+  values.assign(n, NAN);
+  cache
+      .read(ids[sequence], 0, 0, kv_len, MutableTensorView::of(keys.data(), kv_len, spec.kv_heads, spec.head_dim),
+            MutableTensorView::of(values.data(), kv_len, spec.kv_heads, spec.head_dim))
+      .value();
+}
+
+Expected World::expect(const AttentionOptions& base, const std::vector<float>& sink_logits, bool decoded) const {
+  Expected all;
+  for (std::size_t i = 0; i < qkv.size(); ++i) {
+    std::vector<float> k = qkv[i].k;
+    std::vector<float> v = qkv[i].v;
+    if (decoded) decode(i, k, v);
+    const std::vector<double> q64 = widen(qkv[i].q);
+    const std::vector<double> k64 = widen(k);
+    const std::vector<double> v64 = widen(v);
+    reference::Problem p;
+    p.q_len = spec.sequences[i].q_len;
+    p.kv_len = spec.sequences[i].kv_len;
+    p.q_heads = q_heads();
+    p.kv_heads = spec.kv_heads;
+    p.head_dim = spec.head_dim;
+    p.q = q64;
+    p.k = k64;
+    p.v = v64;
+    p.sink_logits = sink_logits;
+    p.batch = static_cast<std::int64_t>(i);
+    const reference::Output r = reference::attention(p, base);
+    all.out.insert(all.out.end(), r.out.begin(), r.out.end());
+    all.lse.insert(all.lse.end(), r.lse.begin(), r.lse.end());
+  }
+  return all;
+}
+
+Expected World::expect_decoded(const AttentionOptions& base, const std::vector<float>& sink_logits) const {
+  return expect(base, sink_logits, true);
+}
+
+Expected World::expect_true(const AttentionOptions& base, const std::vector<float>& sink_logits) const {
+  return expect(base, sink_logits, false);
+}
+
+double World::tolerance() const {
+  return is_float_format(spec.k) && is_float_format(spec.v) ? tolerance::kFloat : tolerance::kCoded;
+}
+
+double World::lse_tolerance() const {
+  return is_float_format(spec.k) ? tolerance::kLseFloat : tolerance::kLseCoded;
+}
+
+double World::codec_tolerance() const {
+  const double k = tolerance::vector_error(spec.k);
+  const double v = tolerance::vector_error(spec.v);
+  return 1.5 * std::sqrt(k * k * (1 + v * v) + v * v);
+}
+
+testing::AssertionResult World::kernel_matches(const AttentionOptions& base,
+                                               const std::vector<float>& sink_logits) const {
+  const Result<Attended> got = try_attend(cache, ids, options(base), queries(), sink_logits);
+  if (!got) return testing::AssertionFailure() << code_name(got.code()) << ": " << got.message();
+  const Expected expected = expect_decoded(base, sink_logits);
+  if (auto r = close(expected.out, got->out, tolerance(), out_shape()); !r) {
+    return r << "\nout, against attention over the decoded vectors\n" << got->explain;
+  }
+  if (auto r = lse_close(expected.lse, got->lse, lse_tolerance(), {total_queries(), q_heads()}); !r) {
+    return r << "\nlse, against attention over the decoded vectors\n" << got->explain;
+  }
+  return testing::AssertionSuccess();
+}
+
+}  // namespace kvant::test

@@ -1,0 +1,110 @@
+// A cache with known inputs: appends them in given chunks, plans, runs, and judges with two references. Attention over
+// the true inputs is the loose one and measures the codec; over the decoded vectors, the tight one, measures the kernel.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kvant/attention.hpp"
+#include "kvant/cache.hpp"
+#include "kvant/reference.hpp"
+#include "support/compare.hpp"
+#include "support/inputs.hpp"
+#include "support/tolerances.hpp"
+
+namespace kvant::test {
+
+struct Lengths {
+  std::int64_t kv_len = 1;
+  std::int64_t q_len = 1;
+};
+
+struct WorldSpec {
+  int head_dim = 64;
+  int kv_heads = 2;
+  int group = 2;
+  std::string k = "tq4";
+  std::string v = "tq4";
+  std::vector<Lengths> sequences = {{100, 1}};
+  int sink_pages = 1;
+  int tail_pages = 1;
+  Dtype input_dtype = Dtype::f32;  ///< of the keys and values appended; values are rounded to it first
+  std::optional<Dtype> exact;
+  std::int64_t window = 0;  ///< of the cache
+  std::int64_t window_sinks = 0;
+  Inputs inputs = Inputs::gauss;
+  std::uint64_t seed = 1;
+  std::vector<std::int64_t> chunks;          ///< sizes of the appends, cycled; empty: all tokens at once
+  std::function<void(CacheConfig&)> adjust;  ///< last word on the config
+};
+
+/// Outputs and lse of all sequences, rows one after another.
+struct Attended {
+  std::vector<float> out;  ///< [total_queries, q_heads, head_dim]
+  std::vector<float> lse;  ///< [total_queries, q_heads]
+  std::string explain;
+  int splits = 0;
+};
+
+struct Expected {
+  std::vector<double> out;
+  std::vector<double> lse;
+};
+
+class World {
+ public:
+  explicit World(const WorldSpec& spec);  ///< throws kvant::Error
+
+  const WorldSpec spec;
+  Cache cache;
+  std::vector<SequenceId> ids;
+  std::vector<Qkv> qkv;  ///< one a sequence
+
+  [[nodiscard]] int q_heads() const { return spec.kv_heads * spec.group; }
+  [[nodiscard]] std::int64_t total_queries() const;
+  /// The caller's options with q_heads and q_lens filled in.
+  [[nodiscard]] AttentionOptions options(AttentionOptions base = {}) const;
+  [[nodiscard]] std::vector<float> queries() const;  ///< all sequences' rows
+  [[nodiscard]] std::vector<std::int64_t> out_shape() const { return {total_queries(), q_heads(), spec.head_dim}; }
+
+  [[nodiscard]] Attended attend(const AttentionOptions& base = {}, const std::vector<float>& sink_logits = {}) const;
+  [[nodiscard]] Expected expect_decoded(const AttentionOptions& base = {},
+                                        const std::vector<float>& sink_logits = {}) const;
+  [[nodiscard]] Expected expect_true(const AttentionOptions& base = {},
+                                     const std::vector<float>& sink_logits = {}) const;
+  /// Keys and values of one sequence as the cache decodes them, [kv_len, kv_heads, head_dim].
+  void decode(std::size_t sequence, std::vector<float>& keys, std::vector<float>& values) const;
+
+  [[nodiscard]] double tolerance() const;  ///< kernel error bound for out
+  [[nodiscard]] double lse_tolerance() const;
+  [[nodiscard]] double codec_tolerance() const;
+
+  /// Runs and compares with attention over the decoded vectors, out and lse.
+  [[nodiscard]] testing::AssertionResult kernel_matches(const AttentionOptions& base = {},
+                                                        const std::vector<float>& sink_logits = {}) const;
+
+ private:
+  [[nodiscard]] Expected expect(const AttentionOptions& base, const std::vector<float>& sink_logits,
+                                bool decoded) const;
+};
+
+/// Appends rows [begin, end) of x to one layer of a sequence.
+Status append_rows(Cache& cache, SequenceId sequence, const Qkv& x, std::int64_t begin, std::int64_t end,
+                   Dtype dtype = Dtype::f32, int layer = 0);
+
+/// Plans and runs with q and out in f32, contiguous.
+Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& ids, const AttentionOptions& options,
+                            const std::vector<float>& q, const std::vector<float>& sink_logits = {});
+
+/// The ISAs of this machine, best first.
+std::vector<std::string> available_isas();
+
+/// Computed in float arithmetic: f32, f16, bf16, fp8.
+bool is_float_format(const std::string& name);
+
+}  // namespace kvant::test
