@@ -57,7 +57,7 @@ struct AttentionOptions {
   Mask mask{};
   int threads = 0;              ///< 0: all cores
   std::int64_t split_keys = 0;  ///< keys a split covers, a multiple of 64; 0: planned from the lengths
-  std::string backend{};        ///< "cpu"; empty: chosen
+  std::string backend{};        ///< "cpu", "cuda": where the cache is; empty: the same
   std::string isa{};            ///< one of isas(): "scalar", "avx2", ...; empty: the best that this machine has
 };
 
@@ -89,6 +89,7 @@ struct Executor {
 };
 
 struct RunOptions {
+  Stream stream{};       ///< caches on a device: where the launches go; tensors and lse are then device memory
   float* lse = nullptr;  ///< [total_queries, q_heads]: natural log of the softmax denominator; -inf: no key
   const float* sink_logits = nullptr;  ///< [q_heads]: join the denominator only (gpt-oss)
   Executor executor{};                 ///< none: OpenMP or std::thread, as built. For hosts that are threaded already

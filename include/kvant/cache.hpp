@@ -33,8 +33,13 @@ struct CacheConfig {
   std::vector<float> k_levels{};            ///< lut formats: 2^bits level values, ascending
   std::vector<float> v_levels{};
   int lut_scales = 1;  ///< lut formats: scales a vector (1, or 2: one for each half)
-  int threads = 0;     ///< workers that store rows; 0: all cores
-  std::string isa{};   ///< "scalar", "avx2": kernels that store rows (same bytes); empty: the best of this machine
+  /// Where pages live: "" or "cpu" for host memory, "cuda" or "cuda:1" for a device's. On a device all memory is taken by
+  /// create: capacity_tokens is required, tensors are device memory, and work is enqueued on the stream given.
+  std::string device{};
+  std::int64_t max_sequences = 256;      ///< device only: sequences alive at once
+  std::int64_t max_sequence_tokens = 0;  ///< device only: tokens of the longest sequence; 0: capacity_tokens
+  int threads = 0;                       ///< workers that store rows; 0: all cores
+  std::string isa{};  ///< "scalar", "avx2": kernels that store rows (same bytes); empty: the best of this machine
 };
 
 /// A sequence of a cache. Never reused: a removed sequence's id stays invalid.

@@ -15,6 +15,11 @@ namespace kvant {
 /// Tokens in a page. Fixed: it is part of every format's byte layout.
 inline constexpr int kPageTokens = 64;
 
+/// A CUDA stream (cudaStream_t) for caches in device memory; null is the default stream. Caches in host memory ignore it.
+struct Stream {
+  void* handle = nullptr;
+};
+
 /// Element types of the tensors that callers hand in and get back.
 enum class Dtype : std::uint8_t { f32 = 0, f16 = 1, bf16 = 2, boolean = 3 };
 

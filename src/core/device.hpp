@@ -1,0 +1,99 @@
+// The seam to a device backend (src/cuda, where it is compiled in). The core keeps all bookkeeping on the host
+// (cache_table.hpp) and hands the device what changed; kernels find lengths and page tables in device memory, so that
+// launches recorded in a graph follow lengths that grow there.
+//
+//   CacheImpl   has a DeviceStore in place of its two Storages when CacheConfig::device names a device
+//   PlanImpl    has a DevicePlan in place of its work lists
+//
+// Every call that takes a stream only enqueues work on it: no allocation on the device, no synchronisation, no read-back.
+// The calling thread's current device is left as it was.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "codec/layout.hpp"
+#include "core/cache_table.hpp"
+#include "kvant/attention.hpp"
+#include "kvant/cache.hpp"
+
+namespace kvant::core {
+
+struct DeviceStoreConfig {
+  int device = 0;
+  codec::PageLayout encoded, exact;
+  int layers = 1, kv_heads = 1, head_dim = 0;
+  std::int64_t encoded_slots = 0, exact_slots = 0;  // taken at once, never grown
+  std::int32_t max_sequences = 0;                   // sequence indices are 0 .. max_sequences - 1
+  std::int32_t max_pages = 0;                       // pages of one sequence
+  ExactEnds ends;
+  Dtype exact_dtype = Dtype::bf16;  // f16 or bf16
+  BasisKind k_basis = BasisKind::none, v_basis = BasisKind::none;
+  const BasisSet* bases = nullptr;  // copied
+};
+
+// One sequence's rows in the tensors of a write. `index` is its place in the device's tables.
+struct DeviceAppend {
+  std::int32_t index;
+  std::int32_t tokens;
+};
+
+class DeviceStore {
+ public:
+  virtual ~DeviceStore() = default;
+  [[nodiscard]] virtual std::int64_t reserved_bytes() const noexcept = 0;
+
+  // Records a change of the tables on the host; flush sends what was recorded. Absolute values, so the last one counts.
+  virtual void set_page(std::int32_t index, std::int32_t page, PageRef ref) = 0;
+  virtual void set_length(std::int32_t index, std::int64_t length, std::int64_t step_begin) = 0;
+  virtual void copy_slot(SlotCopy copy) = 0;
+  virtual Status flush(Stream stream) = 0;
+
+  // A step: step_begin = length, length += tokens, on the device. Capturable: replays advance again.
+  virtual Status advance(std::span<const DeviceAppend> appends, Stream stream) = 0;
+  // Stores the newest step's rows of one layer, and encodes the pages that left the tail in it. Tensors in device memory,
+  // [sum of tokens, kv_heads, head_dim]. Capturable: positions are read from the device's tables.
+  virtual Status write(std::span<const DeviceAppend> appends, int layer, const TensorView& keys,
+                       const TensorView& values, Stream stream) = 0;
+  // Waits for the stream and copies a block to the host.
+  virtual Status download(Pool pool, std::int32_t slot, int layer, int head, std::byte* block, Stream stream) = 0;
+  // Waits for the stream: true if a vector that is not finite was stored since the last call.
+  virtual Result<bool> take_non_finite(Stream stream) = 0;
+};
+
+// What a plan over device pages is made of: validated options and the sequences' places in the device's tables.
+struct DevicePlanConfig {
+  const DeviceStore* store = nullptr;
+  const AttentionOptions* options = nullptr;  // q_lens and scale filled in
+  std::span<const std::int32_t> indices;      // [sequences]
+  std::span<const std::int64_t> lengths;      // [sequences], at planning; run follows the device's own
+  Format k = Format::tq6, v = Format::tq4;
+  int kv_heads = 1, head_dim = 0;
+};
+
+class DevicePlan {
+ public:
+  virtual ~DevicePlan() = default;
+  [[nodiscard]] virtual std::size_t workspace_bytes() const noexcept = 0;
+  [[nodiscard]] virtual int splits() const noexcept = 0;  // the most shares of one sequence at the planned lengths
+  [[nodiscard]] virtual std::string explain() const = 0;  // kernels, tiles, splits, and why; lines
+  // Arguments are checked. Tensors, lse, sink_logits and workspace are in device memory.
+  virtual Status run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const = 0;
+};
+
+struct DeviceBackend {
+  const char* name;              // "cuda"
+  std::string (*detail)();       // what was compiled in, and for which devices
+  std::string (*unavailable)();  // why it cannot be used on this machine; empty: it can
+  Result<std::unique_ptr<DeviceStore>> (*make_store)(const DeviceStoreConfig& config);
+  Result<std::unique_ptr<DevicePlan>> (*make_plan)(const DevicePlanConfig& config);
+};
+
+// Null where no device backend was compiled in. Defined in src/cuda/registry.cpp, or in src/core/no_device.cpp.
+const DeviceBackend* device_backend();
+
+}  // namespace kvant::core

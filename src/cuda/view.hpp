@@ -1,0 +1,30 @@
+// A cache as kernels see it: pools, page tables and lengths in device memory. Passed to kernels by value.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "codec/layout.hpp"
+#include "core/cache_table.hpp"
+
+namespace kvant::cuda {
+
+// Of one sequence. The newest step's tokens are [step_begin, length).
+struct SequenceState {
+  std::int32_t length;
+  std::int32_t step_begin;
+};
+
+struct CacheView {
+  std::byte* encoded;  // slot s, layer l, head h: encoded + s * encoded_slot_bytes + (l * kv_heads + h) * block bytes
+  std::byte* exact;
+  std::uint64_t encoded_slot_bytes, exact_slot_bytes;
+  codec::PageLayout encoded_layout, exact_layout;
+  const core::PageRef* pages;      // [max_sequences][max_pages]
+  const SequenceState* sequences;  // [max_sequences]
+  std::int32_t max_pages;
+  std::int32_t layers, kv_heads;
+  std::int32_t sink_pages, tail_pages;  // core::ExactEnds
+};
+
+}  // namespace kvant::cuda
