@@ -35,7 +35,7 @@ fi
 
 # fmt is used as headers only, but its CMake package lies in a folder of the build machine's architecture.
 fmt=$(find /usr/lib /usr/share /usr/local -name fmt-config.cmake -printf '%h\n' 2>/dev/null | head -n 1)
-cmake -S "$root" -B "$build" "${cross[@]}" -DKVANT_OPENMP=OFF -DKVANT_BUILD_CLI=OFF -DKVANT_BUILD_EXAMPLES=OFF \
+cmake -S "$root" -B "$build" "${cross[@]}" -DKVANT_CUDA=OFF -DKVANT_OPENMP=OFF -DKVANT_BUILD_CLI=OFF -DKVANT_BUILD_EXAMPLES=OFF \
   -DGTest_ROOT="$build/gtest-installed" -Dfmt_DIR="$fmt"
 cmake --build "$build" --parallel "$jobs" --target "${selection[@]%% *}"
 

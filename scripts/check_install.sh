@@ -12,7 +12,7 @@ for kind in static shared; do
   shared=OFF; [ $kind = shared ] && shared=ON
   prefix="$work/$kind"
   cmake -S "$root" -B "$root/build/install-$kind" -G Ninja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=$shared \
-    -DKVANT_BUILD_TESTS=OFF -DKVANT_BUILD_EXAMPLES=OFF -DKVANT_BUILD_CLI=OFF -DCMAKE_INSTALL_PREFIX="$prefix" \
+    -DKVANT_CUDA=OFF -DKVANT_BUILD_TESTS=OFF -DKVANT_BUILD_EXAMPLES=OFF -DKVANT_BUILD_CLI=OFF -DCMAKE_INSTALL_PREFIX="$prefix" \
     "${launcher[@]}" >/dev/null
   cmake --build "$root/build/install-$kind" --target install >/dev/null
 

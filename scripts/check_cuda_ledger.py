@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""check_cuda_ledger.py BUILD_FOLDER [--write]: registers, spills and static shared memory of every kernel, against the
+committed ledger docs/lab/cuda-ledger.txt.
+
+Reads what ptxas said of each kernel (OBJECT.ptxas, kept by scripts/nvcc_logged.sh). A kernel that begins to spill, or
+takes many more registers, has lost occupancy long before anyone measures it on a GPU; this shows it on any machine that
+has nvcc. Fails when spills or shared memory grow, registers grow by more than 8, or kernels come or go; --write accepts.
+"""
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LEDGER = ROOT / "docs" / "lab" / "cuda-ledger.txt"
+MORE_REGISTERS = 8  # ptxas moves by a few between builds that differ in nothing that matters
+
+ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
+SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+USED = re.compile(r"Used (\d+) registers(.*)")
+SHARED = re.compile(r"(\d+) bytes smem")
+
+
+def nvcc_version(folder):
+    cache = (folder / "CMakeCache.txt").read_text()
+    nvcc = re.search(r"^CMAKE_CUDA_COMPILER:\w+=(.*)$", cache, re.M)
+    if not nvcc:
+        sys.exit(f"{folder}: not configured with KVANT_CUDA=ON (./dev gpu-build)")
+    text = subprocess.run([nvcc[1], "--version"], capture_output=True, text=True, check=True).stdout
+    return re.search(r"V(\d+\.\d+\.\d+)", text)[1]
+
+
+def parse(path):
+    """Yields (mangled name, architecture, (registers, spill bytes, static shared bytes)). A function's own properties
+    follow its entry line; properties of called functions that were not inlined count for the entry before them."""
+    name = arch = None
+    spills = 0
+    for line in path.read_text().splitlines():
+        if m := ENTRY.search(line):
+            name, arch, spills = m[1], m[2], 0
+        elif m := SPILLS.search(line):
+            spills += int(m[2]) + int(m[3])
+        elif (m := USED.search(line)) and name:
+            shared = SHARED.search(m[2])
+            yield name, arch, (int(m[1]), spills, int(shared[1]) if shared else 0)
+            name = None
+
+
+def readable(names):
+    out = subprocess.run(["c++filt", "-p"], input="\n".join(names) + "\n", capture_output=True, text=True, check=True).stdout
+    for mangled, text in zip(names, out.splitlines()):
+        text = re.sub(r"_GLOBAL__N__\w+|\(anonymous namespace\)", "", text)  # the former holds a hash of the path
+        yield mangled, re.sub(r"kvant::(cuda::)?|(?<!\w)::| ", "", text).removeprefix("void")
+
+
+def measured(folder):
+    files = sorted((folder / "src" / "CMakeFiles" / "kvant_cuda.dir" / "cuda").glob("*.cu.o.ptxas"))
+    # A removed .cu leaves its log behind.
+    files = [f for f in files if (ROOT / "src" / "cuda" / f.name.removesuffix(".o.ptxas")).exists()]
+    rows = [(f.name.removesuffix(".cu.o.ptxas"), *row) for f in files for row in parse(f)]
+    names = dict(readable(sorted({name for _, name, _, _ in rows})))
+    return {(unit, names[name], arch): facts for unit, name, arch, facts in rows}
+
+
+def text_of(rows, version):
+    lines = [f"# nvcc {version}. Written by scripts/check_cuda_ledger.py --write; compared by ./dev check.",
+             "# registers  spill bytes  static shared bytes  architecture  unit:kernel"]
+    for (unit, name, arch), (registers, spills, shared) in sorted(rows.items()):
+        lines.append(f"{registers:4} {spills:6} {shared:7}  {arch:7} {unit}:{name}")
+    return "\n".join(lines) + "\n"
+
+
+def read_ledger():
+    text = LEDGER.read_text()
+    version = re.search(r"nvcc (\S+)\. ", text)[1]
+    rows = {}
+    for line in text.splitlines():
+        if line.startswith("#"):
+            continue
+        registers, spills, shared, arch, rest = line.split(None, 4)
+        unit, name = rest.split(":", 1)
+        rows[unit, name, arch] = (int(registers), int(spills), int(shared))
+    return rows, version
+
+
+def differences(old, new):
+    for key in sorted(old.keys() | new.keys()):
+        unit, name, arch = key
+        what = f"{arch} {unit}:{name}"
+        if key not in new:
+            yield f"gone: {what}"
+        elif key not in old:
+            yield f"new: {what} {new[key]}"
+        else:
+            (r0, s0, m0), (r1, s1, m1) = old[key], new[key]
+            if s1 > s0:
+                yield f"spills {s0} -> {s1} bytes: {what}"
+            if r1 > r0 + MORE_REGISTERS:
+                yield f"registers {r0} -> {r1}: {what}"
+            if m1 > m0:
+                yield f"shared memory {m0} -> {m1} bytes: {what}"
+
+
+def main():
+    arguments = [a for a in sys.argv[1:] if a != "--write"]
+    if len(arguments) != 1:
+        sys.exit(__doc__)
+    folder = pathlib.Path(arguments[0])
+    version = nvcc_version(folder)
+    rows = measured(folder)
+    if not rows:
+        sys.exit(f"{folder}: no kernels were compiled there (./dev gpu-build)")
+    spilling = sum(1 for facts in rows.values() if facts[1] > 0)
+    summary = f"{len(rows)} kernels over {len({arch for _, _, arch in rows})} architectures, {spilling} spill"
+    if "--write" in sys.argv:
+        LEDGER.parent.mkdir(exist_ok=True)
+        LEDGER.write_text(text_of(rows, version))
+        print(f"wrote {LEDGER.relative_to(ROOT)}: {summary}")
+        return 0
+    old, old_version = read_ledger()
+    if old_version != version:
+        print(f"not compared: the ledger is of nvcc {old_version}, this is {version}; all {len(rows)} kernels compile")
+        return 0
+    found = list(differences(old, rows))
+    print("\n".join(found) if found else f"as in the ledger: {summary}")
+    if found:
+        print("if that is meant: scripts/check_cuda_ledger.py BUILD_FOLDER --write, and say why in the commit")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+// The device side of `kvant bench`: memory, graph timing, random rows, and the read bandwidth that rows are held against.
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <vector>
+
+#include "cuda/bench_device.hpp"
+
+namespace kvant::cuda {
+namespace {
+
+Status failed(const char* what, cudaError_t error) {
+  (void)cudaGetLastError();
+  return {error == cudaErrorMemoryAllocation ? Code::out_of_memory : Code::internal,
+          std::string(what) + ": " + cudaGetErrorString(error)};
+}
+#define KVANT_BENCH_TRY(call)                                                                   \
+  do {                                                                                          \
+    if (const cudaError_t error_ = (call); error_ != cudaSuccess) return failed(#call, error_); \
+  } while (0)
+
+// Makes a device current for a scope.
+class Current {
+ public:
+  explicit Current(int device) {
+    if (cudaGetDevice(&before_) != cudaSuccess) before_ = device;
+    if (before_ != device) (void)cudaSetDevice(device);
+    device_ = device;
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+  ~Current() {
+    if (before_ != device_) (void)cudaSetDevice(before_);
+  }
+
+ private:
+  int before_ = 0, device_ = 0;
+};
+
+__device__ std::uint64_t mixed(std::uint64_t z) {  // splitmix64
+  z += 0x9E3779B97F4A7C15u;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
+}
+
+// Two neighbours a thread, by Box and Muller. `values` is even (head_dim is).
+__global__ void fill_kernel(__nv_bfloat162* out, std::int64_t pairs, std::int64_t row_pairs, std::int64_t first_row,
+                            std::uint64_t seed, const float2* gains) {
+  const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < pairs; i += stride) {
+    const auto at = static_cast<std::uint64_t>(first_row * row_pairs + i);
+    const std::uint64_t bits = mixed(seed ^ mixed(at));
+    const float u = (static_cast<float>(bits >> 40) + 0.5f) * 0x1p-24f;
+    const float angle = static_cast<float>((bits >> 8) & 0xFFFFFF) * 0x1p-23f;  // in units of pi
+    const float radius = sqrtf(-2 * logf(u));
+    float s, c;
+    sincospif(angle, &s, &c);
+    const float2 gain = gains[i % row_pairs];
+    out[i] = __floats2bfloat162_rn(radius * c * gain.x, radius * s * gain.y);
+  }
+}
+
+// Every 16 bytes once, four loads in flight a thread. The sum is written only if it has a value that it does not have: a
+// compiler cannot know.
+__global__ void read_kernel(const uint4* data, std::int64_t count, unsigned* sink) {
+  const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  unsigned sum = 0;
+  std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (; i + 3 * stride < count; i += 4 * stride) {
+    uint4 x[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x[j] = __ldcs(data + i + j * stride);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum += x[j].x ^ x[j].y ^ x[j].z ^ x[j].w;
+  }
+  for (; i < count; i += stride) {
+    const uint4 x = __ldcs(data + i);
+    sum += x.x ^ x.y ^ x.z ^ x.w;
+  }
+  if (sum == 0x5EEDF00D) *sink = sum;
+}
+
+class Bench final : public core::DeviceBench {
+ public:
+  explicit Bench(int device) : device_(device) {}
+  Bench(const Bench&) = delete;
+  Bench& operator=(const Bench&) = delete;
+  ~Bench() override {
+    const Current current(device_);
+    if (stream_ != nullptr) (void)cudaStreamSynchronize(stream_);
+    for (void* p : memory_) (void)cudaFree(p);
+    for (cudaEvent_t e : events_) (void)cudaEventDestroy(e);
+    if (stream_ != nullptr) (void)cudaStreamDestroy(stream_);
+  }
+
+  Status init() {
+    const Current current(device_);
+    cudaDeviceProp properties{};
+    KVANT_BENCH_TRY(cudaGetDeviceProperties(&properties, device_));
+    char name[400];
+    std::snprintf(name, sizeof name, "%s, compute capability %d.%d, %d multiprocessors", properties.name,
+                  properties.major, properties.minor, properties.multiProcessorCount);
+    facts_.name = name;
+    facts_.l2_bytes = properties.l2CacheSize;
+    multiprocessors_ = properties.multiProcessorCount;
+    std::size_t free_bytes = 0, all_bytes = 0;
+    KVANT_BENCH_TRY(cudaMemGetInfo(&free_bytes, &all_bytes));
+    facts_.free_bytes = static_cast<std::int64_t>(free_bytes);
+    KVANT_BENCH_TRY(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    return {};
+  }
+
+  [[nodiscard]] const Facts& facts() const noexcept override { return facts_; }
+  [[nodiscard]] Stream stream() const noexcept override { return {stream_}; }
+
+  Result<void*> allocate(std::size_t bytes) override {
+    const Current current(device_);
+    void* p = nullptr;
+    KVANT_BENCH_TRY(cudaMalloc(&p, bytes));
+    memory_.push_back(p);
+    return p;
+  }
+
+  Status upload(void* to, const void* from, std::size_t bytes) override {
+    const Current current(device_);
+    KVANT_BENCH_TRY(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_));
+    return wait();
+  }
+  Status download(void* to, const void* from, std::size_t bytes) override {
+    const Current current(device_);
+    KVANT_BENCH_TRY(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream_));
+    return wait();
+  }
+  Status wait() override {
+    const Current current(device_);
+    KVANT_BENCH_TRY(cudaStreamSynchronize(stream_));
+    return {};
+  }
+
+  Status fill_normal(void* bf16, std::int64_t rows, std::int64_t values, std::int64_t first_row, std::uint64_t seed,
+                     const float* gains) override {
+    const Current current(device_);
+    fill_kernel<<<8 * multiprocessors_, 256, 0, stream_>>>(static_cast<__nv_bfloat162*>(bf16), rows * values / 2,
+                                                           values / 2, first_row, seed,
+                                                           reinterpret_cast<const float2*>(gains));
+    KVANT_BENCH_TRY(cudaGetLastError());
+    return {};
+  }
+
+  Result<std::vector<double>> time_graph(const Work& work, std::int64_t runs, int samples) override {
+    const Current current(device_);
+    KVANT_BENCH_TRY(cudaStreamSynchronize(stream_));
+    KVANT_BENCH_TRY(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+    Status status;
+    for (std::int64_t i = 0; i < runs && status.ok(); ++i) status = work.enqueue(work.self, i, stream());
+    Graph graph;
+    const cudaError_t ended = cudaStreamEndCapture(stream_, &graph.graph);
+    if (!status.ok()) {
+      (void)cudaGetLastError();
+      return status;
+    }
+    if (ended != cudaSuccess) return failed("recording the runs as a graph", ended);
+    KVANT_BENCH_TRY(cudaGraphInstantiate(&graph.executable, graph.graph, 0));
+    KVANT_BENCH_TRY(cudaGraphUpload(graph.executable, stream_));
+    for (int i = 0; i < 2; ++i) KVANT_BENCH_TRY(cudaGraphLaunch(graph.executable, stream_));
+    return time(samples, static_cast<double>(runs), [&](int) -> Status {
+      KVANT_BENCH_TRY(cudaGraphLaunch(graph.executable, stream_));
+      return {};
+    });
+  }
+
+  Result<std::vector<double>> time_each(const Work& work, int samples) override {
+    const Current current(device_);
+    return time(samples, 1, [&](int i) { return work.enqueue(work.self, i, stream()); });
+  }
+
+  Result<double> read_gb_per_s() override {
+    const Current current(device_);
+    if (read_buffer_ == nullptr) {
+      std::size_t free_bytes = 0, all_bytes = 0;
+      KVANT_BENCH_TRY(cudaMemGetInfo(&free_bytes, &all_bytes));
+      read_bytes_ = std::min<std::size_t>(std::size_t{4} << 30, free_bytes / 2) >> 20 << 20;
+      Result<void*> buffer = allocate(read_bytes_ + 256);
+      if (!buffer.ok()) return buffer.status();
+      read_buffer_ = static_cast<std::byte*>(*buffer);
+      KVANT_BENCH_TRY(cudaMemsetAsync(read_buffer_, 0x11, read_bytes_ + 256, stream_));
+    }
+    const auto launch = [&](int blocks) -> Status {
+      read_kernel<<<blocks * multiprocessors_, 512, 0, stream_>>>(
+          reinterpret_cast<const uint4*>(read_buffer_), static_cast<std::int64_t>(read_bytes_ / 16),
+          reinterpret_cast<unsigned*>(read_buffer_ + read_bytes_));
+      KVANT_BENCH_TRY(cudaGetLastError());
+      return {};
+    };
+    if (Status s = launch(4); !s.ok()) return s;
+    double best_ns = 1e30;
+    for (const int blocks : {2, 4, 8, 16}) {  // which number a device likes best differs
+      const Result<std::vector<double>> ns = time(5, 1, [&](int) { return launch(blocks); });
+      if (!ns.ok()) return ns.status();
+      best_ns = std::min(best_ns, *std::min_element(ns->begin(), ns->end()));
+    }
+    return static_cast<double>(read_bytes_) / best_ns;
+  }
+
+ private:
+  struct Graph {
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t executable = nullptr;
+    ~Graph() {
+      if (executable != nullptr) (void)cudaGraphExecDestroy(executable);
+      if (graph != nullptr) (void)cudaGraphDestroy(graph);
+    }
+  };
+
+  template <class Launch>
+  Result<std::vector<double>> time(int samples, double runs, const Launch& launch) {
+    while (events_.size() < 2 * static_cast<std::size_t>(samples)) {
+      cudaEvent_t e = nullptr;
+      KVANT_BENCH_TRY(cudaEventCreate(&e));
+      events_.push_back(e);
+    }
+    for (int i = 0; i < samples; ++i) {
+      const auto at = 2 * static_cast<std::size_t>(i);
+      KVANT_BENCH_TRY(cudaEventRecord(events_[at], stream_));
+      if (Status s = launch(i); !s.ok()) return s;
+      KVANT_BENCH_TRY(cudaEventRecord(events_[at + 1], stream_));
+    }
+    KVANT_BENCH_TRY(cudaStreamSynchronize(stream_));
+    std::vector<double> ns;
+    for (int i = 0; i < samples; ++i) {
+      const auto at = 2 * static_cast<std::size_t>(i);
+      float ms = 0;
+      KVANT_BENCH_TRY(cudaEventElapsedTime(&ms, events_[at], events_[at + 1]));
+      ns.push_back(static_cast<double>(ms) * 1e6 / runs);
+    }
+    return ns;
+  }
+
+  int device_;
+  int multiprocessors_ = 1;
+  Facts facts_;
+  cudaStream_t stream_ = nullptr;
+  std::vector<void*> memory_;
+  std::vector<cudaEvent_t> events_;
+  std::byte* read_buffer_ = nullptr;
+  std::size_t read_bytes_ = 0;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<core::DeviceBench>> make_bench(int device) {
+  auto bench = std::make_unique<Bench>(device);
+  if (Status s = bench->init(); !s.ok()) return s;
+  return std::unique_ptr<core::DeviceBench>(std::move(bench));
+}
+
+}  // namespace kvant::cuda

@@ -1,0 +1,92 @@
+// The CUDA backend as the core sees it.
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <sstream>
+#include <string>
+
+#include "core/device.hpp"
+#include "cuda/bench_device.hpp"
+#include "cuda/plan.hpp"
+#include "cuda/store.hpp"
+
+namespace kvant::cuda {
+namespace {
+
+// Whether one of the architectures compiled in ("80 89 90a") has machine code that a device runs: the same major version
+// and no newer a minor one; with a letter, that version exactly.
+bool has_code_for(int major, int minor) {
+  std::istringstream list(KVANT_CUDA_ARCHITECTURES);
+  for (std::string one; list >> one;) {
+    const bool is_exact = one.back() == 'a';
+    const int number = std::stoi(one);
+    if (number / 10 != major) continue;
+    if (is_exact ? number % 10 == minor : number % 10 <= minor) return true;
+  }
+  return false;
+}
+
+std::string version_text(int version) {
+  return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
+}
+
+std::string unavailable() {
+  int driver = 0;
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess) (void)cudaGetLastError();  // leave no error behind for the host program's own calls
+  if (error == cudaErrorInsufficientDriver) {
+    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
+      return "this machine has no NVIDIA driver (libcuda.so.1 was not found)";
+    return fmt::format("the NVIDIA driver serves CUDA {} at most, kvant was built with {}: update the driver",
+                       version_text(driver), version_text(CUDART_VERSION));
+  }
+  if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0))
+    return "the NVIDIA driver finds no device (CUDA_VISIBLE_DEVICES hides them, or there is none)";
+  if (error != cudaSuccess) return fmt::format("CUDA does not start: {}", cudaGetErrorString(error));
+  std::string refused;
+  for (int device = 0; device < count; ++device) {
+    int major = 0, minor = 0;
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
+      (void)cudaGetLastError();
+      continue;
+    }
+    if (has_code_for(major, minor)) return {};
+    refused = major < 8
+                  ? fmt::format("device {} has compute capability {}.{}: 8.0 or newer is needed", device, major, minor)
+                  : fmt::format(
+                        "device {} has compute capability {}.{}, this build has machine code for {}: "
+                        "configure with -DKVANT_CUDA_ARCHITECTURES={}{}",
+                        device, major, minor, KVANT_CUDA_ARCHITECTURES, major, minor);
+  }
+  return refused.empty() ? "no device tells its compute capability" : refused;
+}
+
+std::string detail() {
+  std::string text =
+      fmt::format("CUDA {}, machine code for {}", version_text(CUDART_VERSION), KVANT_CUDA_ARCHITECTURES);
+  if (!unavailable().empty()) return text;
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) return text;
+  for (int device = 0; device < count; ++device) {
+    cudaDeviceProp properties{};
+    if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) continue;
+    text += fmt::format("; cuda:{} {} ({}.{}, {} GiB)", device, properties.name, properties.major, properties.minor,
+                        properties.totalGlobalMem >> 30);
+  }
+  return text;
+}
+
+}  // namespace
+}  // namespace kvant::cuda
+
+namespace kvant::core {
+
+const DeviceBackend* device_backend() {
+  static constexpr DeviceBackend kBackend{"cuda",           &cuda::detail,    &cuda::unavailable, &cuda::make_store,
+                                          &cuda::make_plan, &cuda::make_bench};
+  return &kBackend;
+}
+
+}  // namespace kvant::core
