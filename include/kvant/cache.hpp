@@ -23,7 +23,7 @@ struct CacheConfig {
   std::string v = "tq4";  ///< value format
   int sink_pages = 1;     ///< first pages kept exact (0 when both formats are dense)
   int tail_pages = 1;  ///< newest full pages kept exact beside the one being filled; 0: encode every token as it comes
-  std::optional<Dtype> exact{};      ///< dtype of exact pages; unset: that of the first write
+  std::optional<Dtype> exact{};      ///< dtype of exact pages; unset: that of the first write, on a device bf16
   std::int64_t window = 0;           ///< sliding window in tokens, 0: none. Pages no query can see any more are freed
   std::int64_t window_sinks = 0;     ///< first tokens that stay visible beyond the window
   std::int64_t capacity_tokens = 0;  ///< at most this many tokens in pages (whole pages, shared ones once); 0: no limit
@@ -62,6 +62,16 @@ struct Append {
 
 class CacheImpl;
 
+/// A cache on a device does what one in host memory does, to the same bytes, with these differences. Calls that take a
+/// stream only enqueue work on it (read and take_non_finite wait for it); all calls on one cache must be ordered by one
+/// stream, and tensors must stay as they are until it has come past. Input that is not finite, or above 65504, is stored
+/// so that what sees it becomes NaN, and take_non_finite tells. What fork, truncate and remove changed is sent with the
+/// next call that has a stream.
+///
+/// Steps can be recorded in a CUDA graph. reserve_ahead takes slots for the tokens of steps to come; then record reserve,
+/// write and run: the recorded step counts as taken here, so launch the graph once for it. For each further launch call
+/// advance, before or after it, with tokens that were reserved ahead. After truncate or fork of a sequence, reserve ahead
+/// again before the next launch.
 class KVANT_API Cache {
  public:
   /// Errors: invalid_argument for unknown formats, unsupported head_dim, counts out of range, bases of other shapes.
@@ -83,19 +93,31 @@ class KVANT_API Cache {
   Status truncate(SequenceId sequence, std::int64_t tokens);
   Result<std::int64_t> length(SequenceId sequence) const;
 
-  /// One step, part one: advances the lengths and takes pages, for all layers, all or nothing.
-  Status reserve(std::span<const Append> appends);
+  /// One step, part one: advances the lengths and takes pages, for all layers, all or nothing. Errors: out_of_capacity.
+  Status reserve(std::span<const Append> appends, Stream stream = {});
+  /// Device only. Takes slots so that steps of these tokens in all, of any lengths each, take none: they can be replayed
+  /// from a graph. Nothing advances. Slots not used come back with truncate (to the length it has, for instance) and
+  /// remove; the child of a fork gets none.
+  Status reserve_ahead(std::span<const Append> appends, Stream stream = {});
+  /// Device only. The step that a graph's launch took, reserve and the writes of all layers: lengths here follow those
+  /// on the device. Errors: invalid_argument for tokens that were not reserved ahead (nothing changed).
+  Status advance(std::span<const Append> appends);
   /// One step, part two, once per layer: keys and values of the tokens just reserved, the sequences' rows one after
   /// another. keys, values: [sum of reserved tokens, kv_heads, head_dim] in f32, f16 or bf16.
   /// Errors: non_finite (nothing changed), invalid_argument for shapes or a layer already written.
-  Status write(std::span<const SequenceId> sequences, int layer, const TensorView& keys, const TensorView& values);
+  Status write(std::span<const SequenceId> sequences, int layer, const TensorView& keys, const TensorView& values,
+               Stream stream = {});
   /// reserve and write of one layer for one sequence: the first layer of a step reserves, the others fill in.
-  Status append(SequenceId sequence, int layer, const TensorView& keys, const TensorView& values);
+  Status append(SequenceId sequence, int layer, const TensorView& keys, const TensorView& values, Stream stream = {});
 
   /// Decodes stored tokens [begin, end) of one layer to f32 in the original coordinates, [end - begin, kv_heads,
-  /// head_dim]: exactly what attention computes with. Either output may have null data. Errors: released tokens.
+  /// head_dim] in host memory: exactly what attention computes with. Either output may have null data. Errors: released
+  /// tokens. From a device it copies whole pages, one by one: for tests and for looking inside.
   Status read(SequenceId sequence, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
-              const MutableTensorView& values) const;
+              const MutableTensorView& values, Stream stream = {}) const;
+  /// Waits for the stream: true if a device stored input that is not finite since the last call. Host caches refuse it
+  /// when it is written, and answer false.
+  Result<bool> take_non_finite(Stream stream = {});
 
   [[nodiscard]] CacheMemory memory() const noexcept;
   /// One line a fact: geometry, formats, page bytes, exact ends, basis, capacity.

@@ -42,19 +42,28 @@ Result<std::int64_t> Cache::length(SequenceId sequence) const {
   return impl_->length(sequence);
 }
 
-Status Cache::reserve(std::span<const Append> appends) {
-  return impl_->reserve(appends);
+Status Cache::reserve(std::span<const Append> appends, Stream stream) {
+  return impl_->reserve(appends, stream);
 }
-Status Cache::write(std::span<const SequenceId> sequences, int layer, const TensorView& keys,
-                    const TensorView& values) {
-  return impl_->write(sequences, layer, keys, values);
+Status Cache::reserve_ahead(std::span<const Append> appends, Stream stream) {
+  return impl_->reserve_ahead(appends, stream);
 }
-Status Cache::append(SequenceId sequence, int layer, const TensorView& keys, const TensorView& values) {
-  return impl_->append(sequence, layer, keys, values);
+Status Cache::advance(std::span<const Append> appends) {
+  return impl_->advance(appends);
+}
+Status Cache::write(std::span<const SequenceId> sequences, int layer, const TensorView& keys, const TensorView& values,
+                    Stream stream) {
+  return impl_->write(sequences, layer, keys, values, stream);
+}
+Status Cache::append(SequenceId sequence, int layer, const TensorView& keys, const TensorView& values, Stream stream) {
+  return impl_->append(sequence, layer, keys, values, stream);
 }
 Status Cache::read(SequenceId sequence, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
-                   const MutableTensorView& values) const {
-  return impl_->read(sequence, layer, begin, end, keys, values);
+                   const MutableTensorView& values, Stream stream) const {
+  return impl_->read(sequence, layer, begin, end, keys, values, stream);
+}
+Result<bool> Cache::take_non_finite(Stream stream) {
+  return impl_->take_non_finite(stream);
 }
 
 CacheMemory Cache::memory() const noexcept {

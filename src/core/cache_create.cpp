@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <charconv>
 #include <cmath>
 #include <new>
 
@@ -14,6 +15,7 @@ constexpr std::int64_t kMaxCount = 65536;                   // layers, kv heads
 constexpr std::int64_t kMaxEndPages = 1 << 20;              // sink and tail pages
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 32;  // window
 constexpr std::int64_t kMaxThreads = 1024;
+constexpr std::int64_t kMaxDeviceTokens = std::int64_t{1} << 30;  // of one sequence: kernels count in 32 bits
 
 Status check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high, const char* hint = "") {
   if (value >= low && value <= high) return {};
@@ -189,6 +191,47 @@ Result<const core::Kernels*> choose_kernels(const std::string& isa) {
           fmt::format("isa = \"{}\": this build has {}; leave it empty for the best", isa, names)};
 }
 
+// The number of the device that a cache is to live on, -1 for host memory.
+Result<int> parse_device(const std::string& name) {
+  if (name.empty() || name == "cpu") return -1;
+  int number = 0;
+  const char* end = name.data() + name.size();
+  if (name == "cuda") return 0;
+  if (name.starts_with("cuda:")) {
+    const auto [stop, error] = std::from_chars(name.data() + 5, end, number);
+    if (error == std::errc() && stop == end && number >= 0) return number;
+  }
+  return {Code::invalid_argument,
+          fmt::format("device = \"{}\": must be \"cpu\" (or empty), \"cuda\", or \"cuda:N\" for device N", name)};
+}
+
+// What a cache on a device needs beyond what any cache needs.
+Status check_device(const CacheConfig& c, bool exact_ends) {
+  if (c.capacity_tokens == 0) {
+    return {Code::invalid_argument,
+            fmt::format("capacity_tokens = 0 with device = \"{}\": a device's memory is taken once, so say how many "
+                        "tokens are to fit ({} or more)",
+                        c.device, kPageTokens)};
+  }
+  if (Status s = check_range("max_sequences", c.max_sequences, 1, 65536); !s) return s;
+  if (Status s = check_range("max_sequence_tokens", c.max_sequence_tokens, 0, kMaxDeviceTokens,
+                             " tokens (0: capacity_tokens)");
+      !s) {
+    return s;
+  }
+  if (c.max_sequence_tokens == 0 && c.capacity_tokens > kMaxDeviceTokens) {
+    return {Code::invalid_argument,
+            fmt::format("max_sequence_tokens = 0 means capacity_tokens = {}, and a sequence on a device has {} tokens "
+                        "at most; set max_sequence_tokens",
+                        c.capacity_tokens, kMaxDeviceTokens)};
+  }
+  if (exact_ends && c.exact == Dtype::f32) {
+    return {Code::unsupported,
+            "exact = f32: exact pages on a device are f16 or bf16; choose one, or set sink_pages = tail_pages = 0"};
+  }
+  return {};
+}
+
 Format format_of(Dtype dtype) {
   return dtype == Dtype::f32 ? Format::f32 : dtype == Dtype::f16 ? Format::f16 : Format::bf16;
 }
@@ -205,7 +248,7 @@ CacheImpl::CacheImpl(const CacheConfig& config, Format k, Format v, const core::
       provisional_(codec::page_layout(Format::f32, Format::f32, config.head_dim)),
       kernels_(&kernels) {}
 
-Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given) try {
+Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, const core::DeviceBackend* backend) try {
   if (Status s = check_counts(given); !s) return s;
   const auto k = parse_format(given.k);
   if (!k) return {k.code(), "k: " + k.message()};
@@ -223,16 +266,30 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given) t
   if (codec::is_dense(*k) && codec::is_dense(*v)) config.sink_pages = config.tail_pages = 0;
   const auto kernels = choose_kernels(config.isa);
   if (!kernels) return kernels.status();
+  const auto device = parse_device(config.device);
+  if (!device) return device.status();
+  const bool exact_ends = config.sink_pages > 0 || config.tail_pages > 0;
+  if (*device >= 0) {
+    if (Status s = check_device(config, exact_ends); !s) return s;
+    if (exact_ends && !config.exact) config.exact = Dtype::bf16;
+    if (config.max_sequence_tokens == 0) config.max_sequence_tokens = config.capacity_tokens;
+  }
 
-  const core::TableConfig table{.layers = config.layers,
-                                .ends = {config.sink_pages, config.tail_pages},
-                                .window = config.window,
-                                .window_sinks = config.window_sinks,
-                                .capacity_pages = config.capacity_tokens / kPageTokens};
+  const core::TableConfig table{
+      .layers = config.layers,
+      .ends = {config.sink_pages, config.tail_pages},
+      .window = config.window,
+      .window_sinks = config.window_sinks,
+      .capacity_pages = config.capacity_tokens / kPageTokens,
+      .sequence_tokens = *device >= 0 ? config.max_sequence_tokens : core::kMaxSequenceTokens};
   const codec::PageLayout layout = codec::page_layout(*k, *v, config.head_dim, config.lut_scales);
   std::unique_ptr<CacheImpl> impl(new CacheImpl(config, *k, *v, table, layout, **kernels));
   if (config.exact && table.ends.any()) {
     if (Status s = impl->make_exact(*config.exact); !s) return s;
+  }
+  if (*device >= 0) {
+    impl->device_number_ = *device;
+    if (Status s = impl->make_device(backend); !s) return s;
   }
   return impl;
 } catch (const std::bad_alloc&) {
@@ -275,6 +332,7 @@ CacheMemory CacheImpl::memory() const noexcept {
     m.exact_bytes = table_.pool(Pool::exact).used_slots() * exact_->slot_bytes();
     m.reserved_bytes += exact_->reserved_bytes();
   }
+  if (device_) m.reserved_bytes += device_->reserved_bytes();
   return m;
 }
 
@@ -303,7 +361,11 @@ std::string CacheImpl::describe() const {
   const std::int64_t capacity = table_.config().capacity_pages;
   text += capacity > 0 ? fmt::format("capacity: {} of {} pages held\n", table_.pages_held(), capacity)
                        : fmt::format("capacity: no limit, {} pages held\n", table_.pages_held());
-  text += fmt::format("stores with: {}\n", kernels_->name);
+  if (!device_) return text + fmt::format("stores with: {}\n", kernels_->name);
+  text += fmt::format(
+      "device: cuda:{}, {} bytes taken: {} encoded and {} exact page slots, up to {} sequences of {} tokens\n",
+      device_number_, device_->reserved_bytes(), device_encoded_slots_, device_exact_slots_, config_.max_sequences,
+      config_.max_sequence_tokens);
   return text;
 }
 

@@ -6,6 +6,9 @@
 //   run       may use block, layout, bases, levels: only for layers that are ready (layer_ready)
 //
 // So plans keep slots, and ask for blocks and layouts when they run.
+//
+// A cache on a device has the same tables here, and a core::DeviceStore that holds the bytes and a copy of them. What
+// changes in the tables is recorded there and sent with the next call that has a stream (core/cache_device.cpp).
 #pragma once
 
 #include <cstddef>
@@ -19,6 +22,7 @@
 #include "codec/layout.hpp"
 #include "core/backend.hpp"
 #include "core/cache_table.hpp"
+#include "core/device.hpp"
 #include "core/storage.hpp"
 #include "kvant/cache.hpp"
 
@@ -31,7 +35,8 @@ class CacheImpl {
   using SequenceView = core::SequenceView;
 
   /// Validates; every refusal names the field, its value, what is allowed and the way out.
-  static Result<std::unique_ptr<CacheImpl>> create(const CacheConfig& config);
+  static Result<std::unique_ptr<CacheImpl>> create(const CacheConfig& config,
+                                                   const core::DeviceBackend* backend = core::device_backend());
 
   // --- for plans and kernels ---
 
@@ -42,8 +47,10 @@ class CacheImpl {
     const core::PageRef& ref = s.pages[static_cast<std::size_t>(page)];
     return ref.exact >= 0 && (ref.encoded < 0 || table_.config().ends.exact(s.length, page));
   }
-  /// A slot's bytes for one layer and kv head, 64-byte aligned. Pool::exact: null before the first write.
+  /// A slot's bytes for one layer and kv head, 64-byte aligned. Pool::exact: null before the first write. Null for a
+  /// cache on a device.
   [[nodiscard]] const std::byte* block(Pool pool, std::int32_t slot, int layer, int head) const noexcept {
+    if (device_) return nullptr;
     if (pool == Pool::encoded) return encoded_.block(slot, layer, head);
     return exact_ ? exact_->block(slot, layer, head) : nullptr;
   }
@@ -68,19 +75,30 @@ class CacheImpl {
   [[nodiscard]] Format k_format() const noexcept { return k_format_; }
   [[nodiscard]] Format v_format() const noexcept { return v_format_; }
   [[nodiscard]] const core::CacheTable& table() const noexcept { return table_; }
+  /// Null for a cache in host memory.
+  [[nodiscard]] const core::DeviceStore* device() const noexcept { return device_.get(); }
+  /// Place of a sequence in the device's tables. Errors: unknown sequence, and one that got none (max_sequences).
+  Result<std::int32_t> device_index(SequenceId sequence) const;
+  /// Sends what fork, truncate and remove changed in the device's tables: before kernels read them. Nothing to send, or
+  /// a cache in host memory: does nothing.
+  Status flush(Stream stream) const { return device_ ? device_->flush(stream) : Status(); }
 
   // --- what Cache offers ---
 
-  SequenceId add_sequence() { return table_.add(); }
-  Result<SequenceId> fork(SequenceId parent) { return table_.fork(parent); }
-  Status remove(SequenceId sequence) { return table_.remove(sequence); }
-  Status truncate(SequenceId sequence, std::int64_t tokens) { return table_.truncate(sequence, tokens); }
+  SequenceId add_sequence();
+  Result<SequenceId> fork(SequenceId parent);
+  Status remove(SequenceId sequence);
+  Status truncate(SequenceId sequence, std::int64_t tokens);
   Result<std::int64_t> length(SequenceId sequence) const;
-  Status reserve(std::span<const Append> appends);
-  Status write(std::span<const SequenceId> sequences, int layer, const TensorView& keys, const TensorView& values);
-  Status append(SequenceId sequence, int layer, const TensorView& keys, const TensorView& values);
+  Status reserve(std::span<const Append> appends, Stream stream = {});
+  Status reserve_ahead(std::span<const Append> appends, Stream stream = {});
+  Status advance(std::span<const Append> appends);
+  Status write(std::span<const SequenceId> sequences, int layer, const TensorView& keys, const TensorView& values,
+               Stream stream = {});
+  Status append(SequenceId sequence, int layer, const TensorView& keys, const TensorView& values, Stream stream = {});
   Status read(SequenceId sequence, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
-              const MutableTensorView& values) const;
+              const MutableTensorView& values, Stream stream = {}) const;
+  Result<bool> take_non_finite(Stream stream = {});
   Status import_legacy(SequenceId sequence, int layer, const LegacyLayout& layout, const LegacyTensors& tensors,
                        std::span<const std::int64_t> slots);
   [[nodiscard]] CacheMemory memory() const noexcept;
@@ -106,6 +124,28 @@ class CacheImpl {
   [[nodiscard]] core::Storage& storage(Pool pool) noexcept { return pool == Pool::exact ? *exact_ : encoded_; }
   Status make_exact(Dtype dtype);
 
+  // --- caches on a device (cache_device.cpp) ---
+
+  /// One sequence's place in the device's tables. `sent` is what the device has, or will have after the next flush.
+  struct Place {
+    SequenceId id{};
+    std::vector<core::PageRef> sent;
+    core::CacheTable::Range late{0, 0};  // pages whose change the device may learn later: see settle_late
+  };
+  Status make_device(const core::DeviceBackend* backend);
+  /// Gives places to sequences that have none, or says that there are not enough.
+  Status take_places(std::span<const Append> appends);
+  void take_place(SequenceId id, Sequence& s);
+  void send_pages(const Sequence& s, core::CacheTable::Range pages);
+  void send_late(const Sequence& s, core::CacheTable::Range pages);
+  void settle_late();
+  Status check_slots(const core::CacheTable::Demand& demand) const;
+  Status reserve_on_device(std::span<const Append> appends, const core::CacheTable::Demand& demand, Stream stream);
+  Status send_step(std::span<const Append> appends, std::span<const core::SlotCopy> copies, Stream stream);
+  Status store_on_device(std::span<const Rows> rows, int layer, const TensorView& keys, const TensorView& values,
+                         Stream stream);
+  void mark_written(Sequence& s, int layer);
+
   Status check_layer(int layer) const;
   Status check_tensor(const char* name, const TensorView& tensor, std::int64_t tokens) const;
   Status check_finite(const char* name, const TensorView& tensor, std::span<const Rows> rows) const;
@@ -115,7 +155,7 @@ class CacheImpl {
   Result<Dtype> choose_exact(Dtype keys, Dtype values) const;
   /// Stores checked tensors and marks the layer as written. On error no token that was there has changed, and the step
   /// is still to be written.
-  Status store(std::span<const Rows> rows, int layer, const TensorView& keys, const TensorView& values);
+  Status store(std::span<const Rows> rows, int layer, const TensorView& keys, const TensorView& values, Stream stream);
   Status check_scales(std::span<const Rows> rows, int layer) const;
   /// An append to a layer: true if its tokens are yet to be reserved, false if exactly these wait for this layer.
   Result<bool> needs_reserve(const Rows& rows, int layer) const;
@@ -130,6 +170,11 @@ class CacheImpl {
   std::unique_ptr<core::Storage> exact_;  // made at the first write
   std::optional<Dtype> exact_dtype_;
   const core::Kernels* kernels_;
+  int device_number_ = 0;
+  std::int64_t device_encoded_slots_ = 0, device_exact_slots_ = 0;
+  std::vector<Place> places_;
+  std::vector<std::int32_t> free_places_;      // a stack
+  std::unique_ptr<core::DeviceStore> device_;  // null: host memory
 };
 
 }  // namespace kvant

@@ -2,6 +2,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <new>
+#include <span>
 
 #include "codec/basis.hpp"
 #include "codec/store.hpp"
@@ -30,13 +32,19 @@ Status check_output(const char* name, const MutableTensorView& t, std::int64_t t
   return {};
 }
 
+// Those of its tokens: pages that were reserved ahead are nobody's business yet.
+std::span<const core::PageRef> pages_of(const core::CacheTable::Sequence& s) {
+  const auto pages = static_cast<std::size_t>((s.length + kPageTokens - 1) / kPageTokens);
+  return std::span<const core::PageRef>(s.pages).first(pages);
+}
+
 }  // namespace
 
 Result<CacheImpl::SequenceView> CacheImpl::view(SequenceId id) const {
   const auto found = table_.find(id, "sequence");
   if (!found) return found.status();
   const Sequence& s = **found;
-  return SequenceView{.length = s.length, .first_page = s.first_page, .pages = s.pages, .version = s.version};
+  return SequenceView{.length = s.length, .first_page = s.first_page, .pages = pages_of(s), .version = s.version};
 }
 
 Result<std::int64_t> CacheImpl::length(SequenceId id) const {
@@ -52,7 +60,7 @@ bool CacheImpl::layer_ready(SequenceId id, int layer) const noexcept {
 }
 
 Status CacheImpl::read(SequenceId id, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
-                       const MutableTensorView& values) const {
+                       const MutableTensorView& values, Stream stream) const try {
   if (Status s = check_layer(layer); !s) return s;
   const auto found = table_.find(id, "sequence");
   if (!found) return found.status();
@@ -79,32 +87,43 @@ Status CacheImpl::read(SequenceId id, int layer, std::int64_t begin, std::int64_
                     begin, end, s.first_page * kPageTokens, config_.window, config_.window_sinks)};
   }
 
-  const SequenceView seen{.length = length, .first_page = s.first_page, .pages = s.pages, .version = s.version};
-  const auto load = [&](const MutableTensorView& out, std::int64_t t, int head, bool is_value) {
-    if (out.data == nullptr) return;
-    const std::int64_t page = t / kPageTokens;
-    const int token = static_cast<int>(t % kPageTokens);
+  const SequenceView seen{.length = length, .first_page = s.first_page, .pages = pages_of(s), .version = s.version};
+  std::vector<std::byte> downloaded;
+  if (device_) downloaded.resize(std::max(layout(Pool::encoded).block_bytes, layout(Pool::exact).block_bytes));
+  for (std::int64_t page = begin / kPageTokens; page * kPageTokens < end && begin < end; ++page) {
     const core::PageRef ref = s.pages[static_cast<std::size_t>(page)];
-    float* row = static_cast<float*>(out.data) + (t - begin) * out.stride[0] + head * out.stride[1];
     const bool exact = reads_exact(seen, page);
     const Pool pool = exact ? Pool::exact : Pool::encoded;
-    const std::byte* bytes = block(pool, exact ? ref.exact : ref.encoded, layer, head);
+    const std::int32_t slot = exact ? ref.exact : ref.encoded;
     const codec::PageLayout& l = layout(pool);
-    if (is_value) {
-      codec::load_row_v(l.v, config_.head_dim, bytes, token, exact ? nullptr : v_levels(), row);
-      if (!exact) codec::output_from_basis(v_basis(layer, head), config_.head_dim, row, 1.0f);
-    } else {
-      codec::load_row_k(l.k, config_.head_dim, bytes, token, exact ? nullptr : k_levels(), row);
-      if (!exact) codec::output_from_basis(k_basis(layer, head), config_.head_dim, row, 1.0f);
-    }
-  };
-  for (std::int64_t t = begin; t < end; ++t) {
+    const std::int64_t first = std::max(begin, page * kPageTokens);
+    const std::int64_t last = std::min(end, (page + 1) * kPageTokens);
     for (int head = 0; head < config_.kv_heads; ++head) {
-      load(keys, t, head, false);
-      load(values, t, head, true);
+      const std::byte* bytes = block(pool, slot, layer, head);
+      if (device_) {
+        if (Status status = device_->download(pool, slot, layer, head, downloaded.data(), stream); !status)
+          return status;
+        bytes = downloaded.data();
+      }
+      const auto row = [&](const MutableTensorView& out, std::int64_t t) {
+        return static_cast<float*>(out.data) + (t - begin) * out.stride[0] + head * out.stride[1];
+      };
+      for (std::int64_t t = first; t < last; ++t) {
+        const int token = static_cast<int>(t % kPageTokens);
+        if (keys.data != nullptr) {
+          codec::load_row_k(l.k, config_.head_dim, bytes, token, exact ? nullptr : k_levels(), row(keys, t));
+          if (!exact) codec::output_from_basis(k_basis(layer, head), config_.head_dim, row(keys, t), 1.0f);
+        }
+        if (values.data != nullptr) {
+          codec::load_row_v(l.v, config_.head_dim, bytes, token, exact ? nullptr : v_levels(), row(values, t));
+          if (!exact) codec::output_from_basis(v_basis(layer, head), config_.head_dim, row(values, t), 1.0f);
+        }
+      }
     }
   }
   return {};
+} catch (const std::bad_alloc&) {
+  return {Code::out_of_memory, "a page could not be copied from the device"};
 }
 
 }  // namespace kvant

@@ -8,8 +8,6 @@
 namespace kvant::core {
 namespace {
 
-// 2^32 tokens are 2^26 pages: far beyond any context, and small enough that no count below can overflow.
-constexpr std::int64_t kMaxSequenceTokens = std::int64_t{1} << 32;
 constexpr std::int64_t kMaxSlots = std::numeric_limits<std::int32_t>::max();
 
 std::int64_t pages_for(std::int64_t tokens) {
@@ -72,6 +70,11 @@ Result<SequenceId> CacheTable::fork(SequenceId parent) {
                     number(parent), first_unwritten(from), from.step_begin, from.length - 1, from.step_begin)};
   }
   Sequence& child = sequences_.emplace(next_id_, Sequence(from)).first->second;
+  // Pages reserved ahead stay the parent's. A slot that a tail page will be encoded into may be shared: a full page has
+  // the same bytes in both.
+  child.pages.resize(at(pages_for(child.length)));
+  child.identities.resize(child.pages.size());
+  child.index = -1;
   for (std::size_t p = 0; p < child.pages.size(); ++p) {
     const PageRef ref = child.pages[p];
     if (ref.exact >= 0) exact_.retain(ref.exact);
@@ -110,7 +113,8 @@ Status CacheTable::truncate(SequenceId id, std::int64_t tokens) {
     return {Code::invalid_argument, fmt::format("tokens = {}: sequence {} has {} tokens; truncate takes 0 to {}",
                                                 tokens, number(id), s.length, s.length)};
   }
-  if (tokens == s.length) return {};
+  const std::int64_t pages = pages_for(tokens);
+  if (tokens == s.length && static_cast<std::int64_t>(s.pages.size()) == pages) return {};
   if (!step_done(s) && tokens > s.step_begin) {
     return {Code::invalid_argument,
             fmt::format("tokens = {}: layer {} of the newest step of sequence {} (tokens {} to {}) is not written yet; "
@@ -127,7 +131,6 @@ Status CacheTable::truncate(SequenceId id, std::int64_t tokens) {
                     tokens, config_.window, number(id), s.first_page * kPageTokens + config_.window, sinks_held)};
   }
 
-  const std::int64_t pages = pages_for(tokens);
   for (std::int64_t p = pages; p < static_cast<std::int64_t>(s.pages.size()); ++p) release_page(s, p);
   s.pages.resize(at(pages));
   s.identities.resize(at(pages));
@@ -174,15 +177,20 @@ CacheTable::Range CacheTable::released_by(const Sequence& s, std::int64_t tokens
 //   visit.change(p)                 the partly filled page p gets rows
 //   visit.add(p, exact, encoded)    a new page with these copies
 //   visit.encode(p)                 page p leaves the tail
+// Pages reserved ahead are there already. A reserve ahead gives every page that tail pages are made of an exact copy:
+// steps to come may be as short as one token.
 template <class Visitor>
-void CacheTable::walk_step(const Sequence& s, std::int64_t tokens, Visitor&& visit) const {
+void CacheTable::walk_step(const Sequence& s, std::int64_t tokens, Reserve what, Visitor&& visit) const {
   if (tokens == 0) return;
+  const bool ahead = what == Reserve::ahead;
   const ExactEnds& ends = config_.ends;
   const std::int64_t after = s.length + tokens;
-  const std::int64_t old_pages = pages_for(s.length);
-  const Range released = released_by(s, tokens);
-  if (s.length % kPageTokens != 0) visit.change(old_pages - 1);
-  for (std::int64_t p = old_pages; p < pages_for(after); ++p) visit.add(p, ends.keeps(after, p), !ends.exact(after, p));
+  const auto old_pages = static_cast<std::int64_t>(s.pages.size());
+  const Range released = ahead ? Range{0, 0} : released_by(s, tokens);
+  if (s.length % kPageTokens != 0) visit.change(pages_for(s.length) - 1);
+  for (std::int64_t p = old_pages; p < pages_for(after); ++p) {
+    visit.add(p, ends.keeps(ahead ? s.length : after, p), !ends.exact(after, p));
+  }
   if (ends.tail_pages == 0) return;
   const std::int64_t first = std::max<std::int64_t>(0, s.length / kPageTokens - ends.tail_pages);
   const std::int64_t last = std::min(old_pages, after / kPageTokens - ends.tail_pages);
@@ -286,10 +294,12 @@ Result<std::vector<CacheTable::Sequence*>> CacheTable::check_appends(std::span<c
       return {Code::invalid_argument,
               fmt::format("appends[{}].tokens = {}: must be 0 or more; truncate removes tokens", i, tokens)};
     }
-    if (tokens > kMaxSequenceTokens - s.length) {
-      return {Code::invalid_argument,
-              fmt::format("appends[{}].tokens = {}: sequence {} has {} tokens, and a sequence may have {} at most", i,
-                          tokens, id, s.length, kMaxSequenceTokens)};
+    if (tokens > config_.sequence_tokens - s.length) {
+      const bool chosen = config_.sequence_tokens < kMaxSequenceTokens;
+      return {chosen ? Code::out_of_capacity : Code::invalid_argument,
+              fmt::format("appends[{}].tokens = {}: sequence {} has {} tokens, and a sequence may have {} at most{}", i,
+                          tokens, id, s.length, config_.sequence_tokens,
+                          chosen ? "; create the cache with a larger max_sequence_tokens" : "")};
     }
     if (!step_done(s)) {
       return {
@@ -321,34 +331,34 @@ Status CacheTable::check_capacity(std::int64_t needed, std::int64_t freed) const
                   (config_.capacity_pages - free + needed) * kPageTokens)};
 }
 
-Result<CacheTable::Demand> CacheTable::check(std::span<const Append> appends) {
+Result<CacheTable::Demand> CacheTable::check(std::span<const Append> appends, Reserve what) {
   const auto sequences = check_appends(appends);
   if (!sequences) return sequences.status();
   Counter count(*this);
   for (std::size_t i = 0; i < appends.size(); ++i) {
     count.sequence = (*sequences)[i];
-    const Range released = released_by(*count.sequence, appends[i].tokens);
+    const Range released = what == Reserve::ahead ? Range{0, 0} : released_by(*count.sequence, appends[i].tokens);
     for (std::int64_t p = released.begin; p < released.end; ++p) count.release(p);
   }
   for (std::size_t i = 0; i < appends.size(); ++i) {
     count.sequence = (*sequences)[i];
-    walk_step(*count.sequence, appends[i].tokens, count);
+    walk_step(*count.sequence, appends[i].tokens, what, count);
   }
   if (const Status s = check_capacity(count.identities, count.identities_freed); !s) return s;
 
   const auto total = [](const PagePool& pool, std::int64_t taken, std::int64_t freed) {
     return pool.slots() + std::max<std::int64_t>(0, taken - freed - pool.free_slots());
   };
-  const Demand demand{total(exact_, count.exact, count.exact_freed),
-                      total(encoded_, count.encoded, count.encoded_freed),
-                      total(identities_, count.identities, count.identities_freed)};
+  const Demand demand{
+      total(exact_, count.exact, count.exact_freed), total(encoded_, count.encoded, count.encoded_freed),
+      total(identities_, count.identities, count.identities_freed), count.exact + count.encoded + count.identities > 0};
   if (std::max({demand.exact_slots, demand.encoded_slots, demand.identity_slots}) > kMaxSlots) {
     return {Code::out_of_memory, fmt::format("this step needs more than {} pages in all", kMaxSlots)};
   }
   return demand;
 }
 
-std::vector<SlotCopy> CacheTable::commit(std::span<const Append> appends, const Demand& demand) {
+std::vector<SlotCopy> CacheTable::commit(std::span<const Append> appends, const Demand& demand, Reserve what) {
   std::vector<Sequence*> sequences;
   sequences.reserve(appends.size());
   for (const Append& a : appends) {
@@ -363,6 +373,13 @@ std::vector<SlotCopy> CacheTable::commit(std::span<const Append> appends, const 
   std::vector<SlotCopy> copies;
   copies.reserve(2 * appends.size());  // at most one partly filled page a sequence, of at most two copies
 
+  if (what == Reserve::ahead) {
+    for (std::size_t i = 0; i < appends.size(); ++i) {
+      walk_step(*sequences[i], appends[i].tokens, what, Taker{*this, *sequences[i], copies});
+      touch(*sequences[i]);
+    }
+    return copies;
+  }
   for (std::size_t i = 0; i < appends.size(); ++i) {
     Sequence& s = *sequences[i];
     const Range released = released_by(s, appends[i].tokens);
@@ -373,7 +390,7 @@ std::vector<SlotCopy> CacheTable::commit(std::span<const Append> appends, const 
     const std::int64_t tokens = appends[i].tokens;
     if (tokens > 0) {
       const Range released = released_by(s, tokens);
-      walk_step(s, tokens, Taker{*this, s, copies});
+      walk_step(s, tokens, what, Taker{*this, s, copies});
       if (released.end > released.begin) s.first_page = released.end;
       s.written.assign(s.written.size(), false);
       s.layers_written = 0;
@@ -387,7 +404,8 @@ std::vector<SlotCopy> CacheTable::commit(std::span<const Append> appends, const 
 
 bool CacheTable::turns(const Sequence& s, std::int64_t page) const {
   const PageRef ref = s.pages[at(page)];
-  return ref.exact >= 0 && ref.encoded >= 0 && config_.ends.exact(s.step_begin, page);
+  return ref.exact >= 0 && ref.encoded >= 0 && config_.ends.exact(s.step_begin, page) &&
+         !config_.ends.exact(s.length, page);
 }
 
 CacheTable::Range CacheTable::step_pages(const Sequence& s) const {
@@ -395,12 +413,17 @@ CacheTable::Range CacheTable::step_pages(const Sequence& s) const {
   return {std::max<std::int64_t>(0, first), pages_for(s.length)};
 }
 
+CacheTable::Range CacheTable::kept_pages(const Sequence& s) const {
+  // Only pages from here on can have had an exact copy before this step or got one in it.
+  const std::int64_t first = s.step_begin / kPageTokens - 1 - config_.ends.tail_pages;
+  return {std::max<std::int64_t>(0, first), static_cast<std::int64_t>(s.pages.size())};
+}
+
 void CacheTable::mark_written(Sequence& s, int layer) noexcept {
   s.written[static_cast<std::size_t>(layer)] = true;
   if (++s.layers_written < config_.layers || config_.ends.tail_pages == 0) return;
-  // Only pages from here on can have had an exact copy before this step or got one in it.
-  const std::int64_t first = s.step_begin / kPageTokens - 1 - config_.ends.tail_pages;
-  for (std::int64_t p = std::max<std::int64_t>(0, first); p < static_cast<std::int64_t>(s.pages.size()); ++p) {
+  const Range kept = kept_pages(s);
+  for (std::int64_t p = kept.begin; p < kept.end; ++p) {
     PageRef& ref = s.pages[at(p)];
     if (ref.exact < 0 || config_.ends.keeps(s.length, p)) continue;
     exact_.release(ref.exact);

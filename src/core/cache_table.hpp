@@ -47,12 +47,16 @@ struct ExactEnds {
   }
 };
 
+// 2^32 tokens are 2^26 pages: far beyond any context, and small enough that no count of pages can overflow.
+inline constexpr std::int64_t kMaxSequenceTokens = std::int64_t{1} << 32;
+
 struct TableConfig {
   int layers = 1;
   ExactEnds ends;
   std::int64_t window = 0;
   std::int64_t window_sinks = 0;
   std::int64_t capacity_pages = 0;  // 0: no limit
+  std::int64_t sequence_tokens = kMaxSequenceTokens;
 };
 
 /// Whole slots to copy before anything is written: a page that other sequences share is about to change.
@@ -68,11 +72,12 @@ class CacheTable {
     std::int64_t length = 0;
     std::int64_t step_begin = 0;  // the newest step's tokens are [step_begin, length)
     std::int64_t first_page = 0;
-    std::vector<PageRef> pages;
+    std::vector<PageRef> pages;            // those of `length`, then those reserved ahead
     std::vector<std::int32_t> identities;  // one a page held, shared by forks until one of them writes to it
     std::vector<bool> written;             // by layer: the newest step's rows are stored
     int layers_written = 0;
     std::uint64_t version = 0;
+    std::int32_t index = -1;  // its place in a device's tables, kept by CacheImpl
     [[nodiscard]] std::int64_t step_tokens() const { return length - step_begin; }
   };
 
@@ -81,7 +86,10 @@ class CacheTable {
     std::int64_t exact_slots = 0;  // slots that the pools must have in all
     std::int64_t encoded_slots = 0;
     std::int64_t identity_slots = 0;
+    bool takes = false;  // any slot at all; false: only lengths change, and pages that a window releases
   };
+  /// `ahead`: slots for tokens that later steps bring; nothing advances.
+  enum class Reserve { step, ahead };
 
   explicit CacheTable(const TableConfig& config) : config_(config) {}
 
@@ -91,10 +99,10 @@ class CacheTable {
   Status truncate(SequenceId id, std::int64_t tokens);
 
   /// Validates a reserve and says what it needs; changes nothing.
-  Result<Demand> check(std::span<const Append> appends);
+  Result<Demand> check(std::span<const Append> appends, Reserve what = Reserve::step);
   /// Does it. `demand` as check returned it, nothing having changed since. May throw std::bad_alloc, and then has
   /// changed no sequence. Returns the copies that must be made before rows are stored.
-  std::vector<SlotCopy> commit(std::span<const Append> appends, const Demand& demand);
+  std::vector<SlotCopy> commit(std::span<const Append> appends, const Demand& demand, Reserve what = Reserve::step);
 
   [[nodiscard]] bool layer_ready(const Sequence& s, int layer) const;
   [[nodiscard]] int first_unwritten(const Sequence& s) const;  // of a step that is not done
@@ -110,6 +118,8 @@ class CacheTable {
     std::int64_t begin, end;
   };
   [[nodiscard]] Range step_pages(const Sequence& s) const;
+  /// Of the newest step: the pages whose exact copies mark_written may give back.
+  [[nodiscard]] Range kept_pages(const Sequence& s) const;
 
   Result<Sequence*> find(SequenceId id, const char* argument);
   Result<const Sequence*> find(SequenceId id, const char* argument) const;
@@ -125,7 +135,7 @@ class CacheTable {
  private:
   [[nodiscard]] Range released_by(const Sequence& s, std::int64_t tokens) const;
   template <class Visitor>
-  void walk_step(const Sequence& s, std::int64_t tokens, Visitor&& visit) const;
+  void walk_step(const Sequence& s, std::int64_t tokens, Reserve what, Visitor&& visit) const;
   struct Counter;
   struct Taker;
   Result<std::vector<Sequence*>> check_appends(std::span<const Append> appends);

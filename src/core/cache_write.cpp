@@ -212,18 +212,20 @@ Status CacheImpl::check_inputs(std::span<const Rows> rows, const TensorView& key
   for (const Rows& r : rows) tokens += r.tokens;
   if (Status s = check_tensor("keys", keys, tokens); !s) return s;
   if (Status s = check_tensor("values", values, tokens); !s) return s;
-  if (table_.config().ends.any()) {
+  if (table_.config().ends.any() && !device_) {
     if (const auto chosen = choose_exact(keys.dtype, values.dtype); !chosen) return chosen.status();
   }
+  if (device_) return {};  // kernels mark what is not finite
   if (Status s = check_finite("keys", keys, rows); !s) return s;
   return check_finite("values", values, rows);
 }
 
 // --- the step --------------------------------------------------------------------------------------------------------
 
-Status CacheImpl::reserve(std::span<const Append> appends) try {
+Status CacheImpl::reserve(std::span<const Append> appends, Stream stream) try {
   auto demand = table_.check(appends);
   if (!demand) return demand.status();
+  if (device_) return reserve_on_device(appends, *demand, stream);
   if (Status s = encoded_.grow(demand->encoded_slots); !s) return s;
   demand->encoded_slots = encoded_.slots();
   if (exact_) {
@@ -237,7 +239,7 @@ Status CacheImpl::reserve(std::span<const Append> appends) try {
 }
 
 Status CacheImpl::write(std::span<const SequenceId> sequences, int layer, const TensorView& keys,
-                        const TensorView& values) try {
+                        const TensorView& values, Stream stream) try {
   if (Status s = check_layer(layer); !s) return s;
   std::vector<Rows> rows;
   std::vector<SequenceId> sorted(sequences.begin(), sequences.end());
@@ -259,7 +261,7 @@ Status CacheImpl::write(std::span<const SequenceId> sequences, int layer, const 
     rows.push_back({sequences[i], &s, s.step_begin, s.step_tokens()});
   }
   if (Status s = check_inputs(rows, keys, values); !s) return s;
-  return store(rows, layer, keys, values);
+  return store(rows, layer, keys, values, stream);
 } catch (const std::bad_alloc&) {
   return {Code::out_of_memory, "working memory of a write could not be allocated; nothing was changed"};
 }
@@ -275,7 +277,8 @@ Result<bool> CacheImpl::needs_reserve(const Rows& rows, int layer) const {
                   rows.tokens, layer, number(rows.id), s.step_tokens(), s.step_begin, s.step_begin)};
 }
 
-Status CacheImpl::append(SequenceId id, int layer, const TensorView& keys, const TensorView& values) try {
+Status CacheImpl::append(SequenceId id, int layer, const TensorView& keys, const TensorView& values,
+                         Stream stream) try {
   if (Status s = check_layer(layer); !s) return s;
   const auto found = table_.find(id, "sequence");
   if (!found) return found.status();
@@ -291,21 +294,23 @@ Status CacheImpl::append(SequenceId id, int layer, const TensorView& keys, const
   if (tokens == 0) return {};
   if (*reserves) {
     const Append step{id, tokens};
-    if (Status status = reserve({&step, 1}); !status) return status;
+    if (Status status = reserve({&step, 1}, stream); !status) return status;
   }
   Status status;
   try {
-    status = store({&rows, 1}, layer, keys, values);
+    status = store({&rows, 1}, layer, keys, values, stream);
   } catch (const std::bad_alloc&) {
     status = {Code::out_of_memory, "working memory of an append could not be allocated; nothing was changed"};
   }
-  if (!status && *reserves) static_cast<void>(table_.truncate(id, s.step_begin));  // drops the step; cannot fail
+  if (!status && *reserves) static_cast<void>(truncate(id, s.step_begin));  // drops the step; cannot fail
   return status;
 } catch (const std::bad_alloc&) {
   return {Code::out_of_memory, "working memory of an append could not be allocated; nothing was changed"};
 }
 
-Status CacheImpl::store(std::span<const Rows> rows, int layer, const TensorView& keys, const TensorView& values) {
+Status CacheImpl::store(std::span<const Rows> rows, int layer, const TensorView& keys, const TensorView& values,
+                        Stream stream) {
+  if (device_) return store_on_device(rows, layer, keys, values, stream);
   if (table_.config().ends.any() && !exact_dtype_) {
     const auto chosen = choose_exact(keys.dtype, values.dtype);
     if (!chosen) return chosen.status();
@@ -353,7 +358,7 @@ Status CacheImpl::store(std::span<const Rows> rows, int layer, const TensorView&
   }
   if (Status s = check_scales(rows, layer); !s) return s;
   for (const Rows& r : rows) {
-    if (r.tokens > 0) table_.mark_written(*r.sequence, layer);
+    if (r.tokens > 0) mark_written(*r.sequence, layer);
   }
   return {};
 }
