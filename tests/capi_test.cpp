@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/device.hpp"
 #include "kvant/kvant.h"
 #include "kvant/kvant.hpp"
 #include "support/compare.hpp"
@@ -284,6 +285,47 @@ TEST(CApi, BasesOfDifferentGeometryAreNotMixed) {
   EXPECT_FALSE(io::select_bases({}, {}).ok());
 }
 
+// Whatever this build has, and this machine: a device that is not there is refused, never replaced by host memory.
+TEST(CApi, DevicesThatAreNotThereAreRefused) {
+  kvant_cache_config config;
+  kvant_cache_config_init(&config, sizeof config);
+  config.kv_heads = kKvHeads;
+  config.head_dim = kDim;
+  kvant_cache* cache = nullptr;
+  config.device = "cuda:4096";
+  EXPECT_NE(kvant_cache_create(&config, &cache), KVANT_OK);
+  EXPECT_EQ(cache, nullptr);
+  config.device = "cuda";  // and no capacity: all memory is taken at once
+  EXPECT_EQ(kvant_cache_create(&config, &cache), KVANT_INVALID_ARGUMENT);
+  EXPECT_NE(std::strstr(kvant_last_error(), "capacity_tokens"), nullptr) << kvant_last_error();
+  config.capacity_tokens = 6400;
+  config.max_sequences = -1;
+  EXPECT_EQ(kvant_cache_create(&config, &cache), KVANT_INVALID_ARGUMENT);
+  EXPECT_NE(std::strstr(kvant_last_error(), "max_sequences"), nullptr) << kvant_last_error();
+  config.max_sequences = 0;
+  config.max_sequence_tokens = -5;
+  EXPECT_EQ(kvant_cache_create(&config, &cache), KVANT_INVALID_ARGUMENT);
+  EXPECT_NE(std::strstr(kvant_last_error(), "max_sequence_tokens"), nullptr) << kvant_last_error();
+  config.max_sequence_tokens = 0;
+  if (const core::DeviceBackend* backend = core::device_backend(); backend == nullptr) {
+    EXPECT_EQ(kvant_cache_create(&config, &cache), KVANT_UNSUPPORTED);
+    EXPECT_NE(std::strstr(kvant_last_error(), "-DKVANT_CUDA=ON"), nullptr) << kvant_last_error();
+  } else if (const std::string why = backend->unavailable(); !why.empty()) {
+    EXPECT_EQ(kvant_cache_create(&config, &cache), KVANT_UNSUPPORTED);
+    EXPECT_NE(std::strstr(kvant_last_error(), why.c_str()), nullptr) << kvant_last_error();
+  }
+  kvant_cache_destroy(cache);
+
+  Twins twins;
+  kvant_attention_options options;
+  kvant_attention_options_init(&options, sizeof options);
+  options.q_heads = kQHeads;
+  options.backend = "cuda";
+  kvant_plan* plan = nullptr;
+  EXPECT_NE(kvant_plan_create(twins.c_cache, &twins.c_sequence, 1, &options, &plan), KVANT_OK);
+  EXPECT_NE(std::strstr(kvant_last_error(), "lives in host memory"), nullptr) << kvant_last_error();
+}
+
 TEST(CApi, LastErrorBelongsToItsThread) {
   kvant_cache* cache = nullptr;
   EXPECT_EQ(kvant_cache_create(nullptr, &cache), KVANT_INVALID_ARGUMENT);
@@ -322,6 +364,8 @@ TEST(CApi, InfoListsWhatTheLibraryHas) {
   EXPECT_EQ(info["isas"].size(), isas().size());
   EXPECT_EQ(info["head_dims"].size(), supported_head_dims().size());
   EXPECT_GE(info["threads"]["hardware"].get<int>(), 1);
+  EXPECT_EQ(info["backends"].size(), core::device_backend() == nullptr ? 1u : 2u);
+  EXPECT_EQ(info["backends"][0]["name"], "cpu");
   for (const auto& format : info["formats"]) {
     const std::string name = format["name"];
     EXPECT_EQ(static_cast<int>(parse_format(name).value()), format["id"].get<int>()) << name;

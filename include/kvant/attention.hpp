@@ -18,7 +18,8 @@ namespace kvant {
 
 /// An additive (f32, f16, bf16) or boolean (one byte, non-zero = visible) mask over [batch, q_head, query, key].
 /// A dimension of size 1 broadcasts; strides are in elements. Keys are absolute positions, so the last dimension
-/// covers the longest sequence. The memory must stay valid, and unchanged, as long as plans made with it are used.
+/// covers the longest sequence. The memory must stay valid, and unchanged, as long as plans made with it are used. For a
+/// cache on a device it is device memory, may change between runs, and must cover the lengths at each run.
 struct MaskTensor {
   const void* data = nullptr;
   Dtype dtype = Dtype::f32;
@@ -63,16 +64,19 @@ struct AttentionOptions {
 
 class PlanImpl;
 
-/// Immutable. Valid until the cache's lengths or pages change (then `run` says stale).
+/// Immutable. Valid until the cache's lengths or pages change (then `run` says stale). Over a cache on a device it stays
+/// valid while its sequences live and are at least q_len long: kernels read lengths and pages from the device's tables, so
+/// that a plan, and a CUDA graph of its runs, follows sequences that grow. Splits were planned for the lengths at planning;
+/// plan again now and then, or after lengths have changed much.
 class KVANT_API Plan {
  public:
   [[nodiscard]] std::string explain() const;  ///< kernels, tiles, splits, bytes, and why
   [[nodiscard]] std::size_t workspace_bytes() const;
   [[nodiscard]] std::int64_t total_queries() const;  ///< rows of q and out
   [[nodiscard]] std::int64_t kv_bytes() const;       ///< cache bytes one run reads in one layer
-  [[nodiscard]] const char* isa() const;
-  [[nodiscard]] int threads() const;
-  [[nodiscard]] int splits() const;  ///< the most splits any row has
+  [[nodiscard]] const char* isa() const;             ///< "cuda" on a device
+  [[nodiscard]] int threads() const;                 ///< 0 on a device
+  [[nodiscard]] int splits() const;                  ///< the most splits any row has
   [[nodiscard]] const PlanImpl& impl() const { return *impl_; }
   explicit Plan(std::shared_ptr<const PlanImpl> impl) : impl_(std::move(impl)) {}
 
@@ -93,7 +97,8 @@ struct RunOptions {
   float* lse = nullptr;  ///< [total_queries, q_heads]: natural log of the softmax denominator; -inf: no key
   const float* sink_logits = nullptr;  ///< [q_heads]: join the denominator only (gpt-oss)
   Executor executor{};                 ///< none: OpenMP or std::thread, as built. For hosts that are threaded already
-  /// >= workspace_bytes(), 64-byte aligned; empty: the plan's own (one run at a time)
+  /// >= workspace_bytes(), 64-byte aligned; empty: the plan's own (one run at a time). Caches on a device need one in device
+  /// memory (cudaMalloc's alignment will do); runs on one stream can share it, and it need not be cleared.
   std::span<std::byte> workspace{};
 };
 

@@ -62,7 +62,8 @@ KVANT_C_API const char* kvant_version(void);
 
 /* What was compiled in and what this machine has, as a JSON object:
  *   {"version", "page_tokens", "head_dims": [...], "threads": {"runtime", "hardware"},
- *    "formats": [{"name", "id", "bits", "dense", "summary"}], "isas": [{"name", "available", "detail"}]}  (best first)
+ *    "formats": [{"name", "id", "bits", "dense", "summary"}], "isas": [{"name", "available", "detail"}],  (best first)
+ *    "backends": [{"name", "available", "detail"}]}  (those compiled in; detail: the devices, or why it is not available)
  * buffer: capacity bytes, or NULL with capacity 0 to ask. size: may be NULL when buffer is not.
  * Errors: KVANT_INVALID_ARGUMENT when capacity is below *size (nothing is written then, except *size). */
 KVANT_C_API kvant_status kvant_info(char* buffer, size_t capacity, size_t* size);
@@ -142,7 +143,22 @@ typedef struct kvant_cache_config {
   int32_t lut_scales; /* lut formats: scales a vector, 1 (default) or 2 */
   int32_t threads;    /* workers that encode; 0 (default): all cores */
   const char* isa;    /* encodes with this instruction set (all give the same bytes); NULL (default): the best */
+  const char* device; /* where pages live: NULL (default) or "cpu": host memory; "cuda", "cuda:1": a device's, taken at
+                         creation (capacity_tokens is required then). See "caches on a device" */
+  int64_t max_sequences;       /* device only: sequences alive at once; 0 (default): 256 */
+  int64_t max_sequence_tokens; /* device only: tokens of the longest sequence; 0 (default): capacity_tokens */
 } kvant_cache_config;
+
+/* Caches on a device
+ *   stream     Calls enqueue their work on the stream of kvant_cache_set_stream, in that order, and do not wait for it;
+ *              kvant_run takes its own stream in its options. All work on one cache must be ordered: one stream, or events
+ *              between them.
+ *   tensors    keys, values, q, out, masks, lse, sink_logits and workspaces are device memory, and must stay as they are
+ *              until the stream has come past. kvant_cache_read waits, and writes to host memory.
+ *   non-finite keys and values are stored so that every row that sees them becomes NaN; kvant_cache_take_non_finite tells.
+ *   plans      stay valid while their sequences live: kernels read the lengths on the device. They need a workspace.
+ *   graphs     kvant_cache_reserve_ahead takes slots for steps to come; then record reserve, write and run, launch the
+ *              graph once for that step, and for each further launch call kvant_cache_advance. */
 
 /* Fills in the defaults. struct_size: sizeof(kvant_cache_config). */
 KVANT_C_API void kvant_cache_config_init(kvant_cache_config* config, size_t struct_size);
@@ -180,6 +196,21 @@ KVANT_C_API kvant_status kvant_cache_write(kvant_cache* cache, const kvant_seque
  * keys, values: [tokens, kv_heads, head_dim]. */
 KVANT_C_API kvant_status kvant_cache_append(kvant_cache* cache, kvant_sequence sequence, int32_t layer,
                                             const kvant_tensor* keys, const kvant_tensor* values);
+
+/* The CUDA stream (cudaStream_t; NULL: the default stream) of the calls above and of kvant_cache_read, until it is set
+ * again. Errors: KVANT_INVALID_ARGUMENT for a cache in host memory and a stream that is not NULL. */
+KVANT_C_API kvant_status kvant_cache_set_stream(kvant_cache* cache, void* stream);
+/* Device only. Takes slots so that steps of tokens[i] tokens of sequences[i] in all, of any lengths each, take none: they
+ * can be replayed from a CUDA graph. Nothing advances. sequences, tokens: [count]. Errors: as kvant_cache_reserve. */
+KVANT_C_API kvant_status kvant_cache_reserve_ahead(kvant_cache* cache, const kvant_sequence* sequences,
+                                                   const int64_t* tokens, int64_t count);
+/* Device only. Tells of a step that a graph's launch took (the reserve and the writes of all layers): lengths here follow
+ * those on the device. Enqueues nothing. Errors: KVANT_INVALID_ARGUMENT for tokens that were not reserved ahead. */
+KVANT_C_API kvant_status kvant_cache_advance(kvant_cache* cache, const kvant_sequence* sequences, const int64_t* tokens,
+                                             int64_t count);
+/* Waits for the stream. *found: 1 if keys or values that are not finite were stored since the last call, else 0. Caches in
+ * host memory refuse them instead: 0. */
+KVANT_C_API kvant_status kvant_cache_take_non_finite(kvant_cache* cache, int32_t* found);
 
 /* Decodes stored tokens [begin, end) of one layer in the original coordinates: exactly what attention computes with.
  * keys, values: f32 [end - begin, kv_heads, head_dim]; either may be NULL.
@@ -230,7 +261,7 @@ typedef struct kvant_attention_options {
   int64_t window_sinks;      /* first tokens that stay visible beyond the window */
   int64_t split_keys;        /* keys a split covers, a multiple of 64; 0 (default): planned from the lengths */
   kvant_mask_tensor mask;    /* on top of the above */
-  const char* backend;       /* "cpu"; NULL (default): chosen */
+  const char* backend;       /* "cpu", "cuda": where the cache is; NULL (default): the same */
   const char* isa;           /* "scalar", "avx2"; NULL (default): the best that this machine has */
 } kvant_attention_options;
 
@@ -256,7 +287,7 @@ typedef struct kvant_plan_facts {
   int64_t kv_bytes;       /* cache bytes that one run reads in one layer */
   int32_t threads;
   int32_t splits;  /* the most splits any row has */
-  const char* isa; /* a constant */
+  const char* isa; /* a constant; "cuda" on a device, with threads 0 */
 } kvant_plan_facts;
 KVANT_C_API kvant_status kvant_plan_describe(const kvant_plan* plan, kvant_plan_facts* facts);
 
@@ -265,8 +296,10 @@ typedef struct kvant_run_options {
   float* lse;               /* [total_queries, q_heads], gets the natural log of each softmax denominator, -inf where a
                                row saw no key; NULL (default): not wanted */
   const float* sink_logits; /* [q_heads]: join the denominator only; NULL (default): none */
-  void* workspace;          /* 64-byte aligned; NULL (default): the plan's own, for one run at a time */
+  void* workspace;          /* 64-byte aligned; NULL (default): the plan's own, for one run at a time. Caches on a
+                               device need one, in device memory */
   size_t workspace_size;    /* bytes */
+  void* stream;             /* caches on a device: the cudaStream_t to enqueue on; NULL (default): the default stream */
 } kvant_run_options;
 
 /* Fills in the defaults. struct_size: sizeof(kvant_run_options). */
@@ -275,7 +308,8 @@ KVANT_C_API void kvant_run_options_init(kvant_run_options* options, size_t struc
 /* out = softmax(transform(scale * q k^T) + masks) v in one layer. q, out: [total_queries, q_heads, head_dim], f32, f16
  * or bf16 each; the sequences' rows one after another. A row that sees no key is 0. options: may be NULL.
  * Allocates nothing. The same call gives the same bits, for any number of threads.
- * Errors: KVANT_STALE when the cache's lengths or pages changed since the plan was made; KVANT_INVALID_ARGUMENT. */
+ * Errors: KVANT_STALE when the cache's lengths or pages changed since the plan was made (on a device: when a sequence was
+ * removed); KVANT_INVALID_ARGUMENT. */
 KVANT_C_API kvant_status kvant_run(const kvant_plan* plan, int32_t layer, const kvant_tensor* q,
                                    const kvant_mutable_tensor* out, const kvant_run_options* options);
 

@@ -133,7 +133,8 @@ kvant_status kvant_run(const kvant_plan* plan, int32_t layer, const kvant_tensor
     const auto out_view = to_view("out", out);
     if (!out_view) return out_view.status();
     return kvant::run(plan->plan, layer, *q_view, *out_view,
-                      {.lse = given.lse,
+                      {.stream = {given.stream},
+                       .lse = given.lse,
                        .sink_logits = given.sink_logits,
                        .workspace = {static_cast<std::byte*>(given.workspace), given.workspace_size}});
   });

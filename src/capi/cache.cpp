@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "capi/handles.hpp"
+#include "core/cache_impl.hpp"
 
 namespace kvant::capi {
 
@@ -89,6 +90,9 @@ Result<CacheConfig> to_config(const kvant_cache_config* pointer) {
   config.lut_scales = given.lut_scales;
   config.threads = given.threads;
   if (given.isa != nullptr) config.isa = given.isa;
+  if (given.device != nullptr) config.device = given.device;
+  if (given.max_sequences != 0) config.max_sequences = given.max_sequences;
+  config.max_sequence_tokens = given.max_sequence_tokens;
   return config;
 }
 
@@ -176,13 +180,9 @@ kvant_status kvant_cache_reserve(kvant_cache* cache, const kvant_sequence* seque
                                  int64_t count) {
   return guarded([&]() -> kvant::Status {
     if (cache == nullptr) return null_argument("cache");
-    const auto ids = to_sequences(sequences, count);
-    if (!ids) return ids.status();
-    if (count > 0 && tokens == nullptr) return null_argument("tokens");
-    std::vector<kvant::Append> appends;
-    appends.reserve(ids->size());
-    for (std::size_t i = 0; i < ids->size(); ++i) appends.push_back({(*ids)[i], tokens[i]});
-    return cache->cache->reserve(appends);
+    const auto appends = to_appends(sequences, tokens, count);
+    if (!appends) return appends.status();
+    return cache->cache->reserve(*appends, cache->stream);
   });
 }
 
@@ -196,7 +196,7 @@ kvant_status kvant_cache_write(kvant_cache* cache, const kvant_sequence* sequenc
     if (!k) return k.status();
     const auto v = to_view("values", values);
     if (!v) return v.status();
-    return cache->cache->write(*ids, layer, *k, *v);
+    return cache->cache->write(*ids, layer, *k, *v, cache->stream);
   });
 }
 
@@ -208,7 +208,52 @@ kvant_status kvant_cache_append(kvant_cache* cache, kvant_sequence sequence, int
     if (!k) return k.status();
     const auto v = to_view("values", values);
     if (!v) return v.status();
-    return cache->cache->append(kvant::SequenceId{sequence}, layer, *k, *v);
+    return cache->cache->append(kvant::SequenceId{sequence}, layer, *k, *v, cache->stream);
+  });
+}
+
+kvant_status kvant_cache_set_stream(kvant_cache* cache, void* stream) {
+  return guarded([&]() -> kvant::Status {
+    if (cache == nullptr) return null_argument("cache");
+    if (stream != nullptr && cache->cache->impl().device() == nullptr) {
+      return {
+          kvant::Code::invalid_argument,
+          "stream is not NULL: this cache is in host memory, whose calls are done when they return; leave it NULL, or "
+          "create the cache with config.device = \"cuda\""};
+    }
+    cache->stream = {stream};
+    return {};
+  });
+}
+
+kvant_status kvant_cache_reserve_ahead(kvant_cache* cache, const kvant_sequence* sequences, const int64_t* tokens,
+                                       int64_t count) {
+  return guarded([&]() -> kvant::Status {
+    if (cache == nullptr) return null_argument("cache");
+    const auto appends = to_appends(sequences, tokens, count);
+    if (!appends) return appends.status();
+    return cache->cache->reserve_ahead(*appends, cache->stream);
+  });
+}
+
+kvant_status kvant_cache_advance(kvant_cache* cache, const kvant_sequence* sequences, const int64_t* tokens,
+                                 int64_t count) {
+  return guarded([&]() -> kvant::Status {
+    if (cache == nullptr) return null_argument("cache");
+    const auto appends = to_appends(sequences, tokens, count);
+    if (!appends) return appends.status();
+    return cache->cache->advance(*appends);
+  });
+}
+
+kvant_status kvant_cache_take_non_finite(kvant_cache* cache, int32_t* found) {
+  return guarded([&]() -> kvant::Status {
+    if (cache == nullptr) return null_argument("cache");
+    if (found == nullptr) return null_argument("found");
+    const auto taken = cache->cache->take_non_finite(cache->stream);
+    if (!taken) return taken.status();
+    *found = *taken ? 1 : 0;
+    return {};
   });
 }
 
@@ -220,7 +265,7 @@ kvant_status kvant_cache_read(const kvant_cache* cache, kvant_sequence sequence,
     if (!k) return k.status();
     const auto v = to_optional_view("values", values);
     if (!v) return v.status();
-    return cache->cache->read(kvant::SequenceId{sequence}, layer, begin, end, *k, *v);
+    return cache->cache->read(kvant::SequenceId{sequence}, layer, begin, end, *k, *v, cache->stream);
   });
 }
 

@@ -47,4 +47,15 @@ Result<std::vector<SequenceId>> to_sequences(const kvant_sequence* sequences, st
   return ids;
 }
 
+Result<std::vector<Append>> to_appends(const kvant_sequence* sequences, const std::int64_t* tokens,
+                                       std::int64_t count) {
+  const auto ids = to_sequences(sequences, count);
+  if (!ids) return ids.status();
+  if (count > 0 && tokens == nullptr) return null_argument("tokens");
+  std::vector<Append> appends;
+  appends.reserve(ids->size());
+  for (std::size_t i = 0; i < ids->size(); ++i) appends.push_back({(*ids)[i], tokens[i]});
+  return appends;
+}
+
 }  // namespace kvant::capi

@@ -16,6 +16,7 @@ struct kvant_bases {
 // Shared with its plans, so that handles may be destroyed in any order (as garbage collectors do).
 struct kvant_cache {
   std::shared_ptr<kvant::Cache> cache;
+  kvant::Stream stream{};  // of caches on a device
 };
 
 struct kvant_plan {
@@ -32,5 +33,7 @@ Result<Dtype> to_dtype(const char* name, std::int32_t dtype);
 
 // C's sequence ids as ours. Errors: NULL with a count, negative count.
 Result<std::vector<SequenceId>> to_sequences(const kvant_sequence* sequences, std::int64_t count);
+// The same with a number of tokens each.
+Result<std::vector<Append>> to_appends(const kvant_sequence* sequences, const std::int64_t* tokens, std::int64_t count);
 
 }  // namespace kvant::capi

@@ -3,6 +3,7 @@
 
 #include "capi/handles.hpp"
 #include "core/backend.hpp"
+#include "core/device.hpp"
 #include "kvant/version.hpp"
 
 namespace kvant::capi {
@@ -38,6 +39,13 @@ std::string describe_library() {
   }
   for (const IsaInfo& isa : isas()) {
     info["isas"].push_back({{"name", isa.name}, {"available", isa.available}, {"detail", isa.detail}});
+  }
+  info["backends"].push_back({{"name", "cpu"}, {"available", true}, {"detail", ""}});
+  if (const core::DeviceBackend* device = core::device_backend(); device != nullptr) {
+    const std::string unavailable = device->unavailable();
+    info["backends"].push_back({{"name", device->name},
+                                {"available", unavailable.empty()},
+                                {"detail", unavailable.empty() ? device->detail() : unavailable}});
   }
   return info.dump();
 }

@@ -10,6 +10,7 @@
 #include "cli/output.hpp"
 #include "cli/table.hpp"
 #include "core/backend.hpp"
+#include "core/device.hpp"
 #include "kvant/kvant.hpp"
 
 namespace kvant::cli {
@@ -23,14 +24,23 @@ constexpr const char* kFooter =
     "  kvant info --json - | jq .isa.chosen";
 
 struct Backend {
-  const char* name;
+  std::string name;
   bool is_compiled_in;
-  const char* detail;
+  std::string unavailable;  // why not on this machine; empty: available
+  std::string detail;
 };
-constexpr Backend kBackends[] = {
-    {"cpu", true, "every format, every head_dim of the list"},
-    {"cuda", false, "not compiled in: this version has no CUDA backend"},
-};
+
+std::vector<Backend> backends() {
+  std::vector<Backend> all = {{"cpu", true, "", "every format, every head_dim of the list"}};
+  const core::DeviceBackend* device = core::device_backend();
+  if (device == nullptr) {
+    const std::string why = "not compiled in: this build was configured without nvcc, or with KVANT_CUDA=OFF";
+    all.push_back({"cuda", false, why, why});
+  } else {
+    all.push_back({device->name, true, device->unavailable(), device->detail()});
+  }
+  return all;
+}
 
 std::string why_chosen(const core::Kernels* chosen) {
   std::string better;
@@ -51,9 +61,13 @@ Json as_json(const Machine& machine, const core::Kernels* chosen) {
   for (const core::Kernels* k : core::all_kernels()) {
     isa_list.push_back({{"name", k->name}, {"available", k->available()}, {"detail", k->detail}});
   }
-  Json backends = Json::array();
-  for (const Backend& b : kBackends) {
-    backends.push_back({{"name", b.name}, {"compiled_in", b.is_compiled_in}, {"detail", b.detail}});
+  Json backend_list = Json::array();
+  for (const Backend& b : backends()) {
+    backend_list.push_back({{"name", b.name},
+                            {"compiled_in", b.is_compiled_in},
+                            {"available", b.unavailable.empty()},
+                            {"detail", b.detail},
+                            {"unavailable", b.unavailable}});
   }
   return {{"version", kVersion},
           {"compiler", machine.compiler},
@@ -68,7 +82,7 @@ Json as_json(const Machine& machine, const core::Kernels* chosen) {
           {"head_dims", std::vector<int>(supported_head_dims().begin(), supported_head_dims().end())},
           {"formats", std::move(formats_list)},
           {"isa", {{"chosen", chosen->name}, {"why", why_chosen(chosen)}, {"compiled_in", std::move(isa_list)}}},
-          {"backends", std::move(backends)},
+          {"backends", std::move(backend_list)},
           {"threads", {{"seam", core::threads_name()}, {"default", core::hardware_threads()}}}};
 }
 
@@ -85,7 +99,11 @@ std::string as_text(const Machine& machine, const core::Kernels* chosen) {
   text += fmt::format("head_dim          {}\n\n", fmt::join(supported_head_dims(), " "));
 
   Table backend_table({{"backend", true}, {"state", true}, {"detail", true}});
-  for (const Backend& b : kBackends) backend_table.add({b.name, b.is_compiled_in ? "compiled in" : "absent", b.detail});
+  for (const Backend& b : backends()) {
+    const char* state = !b.is_compiled_in ? "absent" : b.unavailable.empty() ? "available" : "not on this machine";
+    const bool says_why = b.is_compiled_in && !b.unavailable.empty();
+    backend_table.add({b.name, state, says_why ? fmt::format("{}; {}", b.detail, b.unavailable) : b.detail});
+  }
   text += backend_table.text() + "\n";
 
   Table isa_table({{"isa", true}, {"state", true}, {"instructions", true}});

@@ -48,8 +48,8 @@ Status host_only(const char* call) {
 Status CacheImpl::make_device(const core::DeviceBackend* backend) {
   if (backend == nullptr) {
     return {Code::unsupported,
-            fmt::format("device = \"{}\": this build of kvant has no device backend; build it with nvcc, or use "
-                        "device = \"cpu\"",
+            fmt::format("device = \"{}\": this build of kvant has no CUDA backend; configure it with -DKVANT_CUDA=ON "
+                        "(./dev gpu-build), or use device = \"cpu\"",
                         config_.device)};
   }
   if (const std::string why = backend->unavailable(); !why.empty()) {

@@ -13,7 +13,9 @@ std::string mask_words(const PlanImpl& p) {
   const Mask& m = p.options.mask;
   std::string s = m.window > 0 ? fmt::format("the last {} keys", m.window) : m.is_causal ? "causal" : "bidirectional";
   if (m.window_sinks > 0) s += fmt::format(" and the first {}", m.window_sinks);
-  if (m.tensor.data != nullptr) {
+  if (m.tensor.data != nullptr && p.device) {
+    s += fmt::format("; {} mask tensor", dtype_name(m.tensor.dtype));
+  } else if (m.tensor.data != nullptr) {
     s += fmt::format("; {} mask tensor: {} tiles masked (skipped), {} mixed, {} zero (not added)",
                      dtype_name(m.tensor.dtype), p.mask_tiles[core::kTileMasked], p.mask_tiles[core::kTileMixed],
                      p.mask_tiles[core::kTileZero]);
@@ -40,6 +42,7 @@ std::string PlanImpl::explain() const {
     longest = std::max(longest, s.length), shortest = std::min(shortest, s.length);
   std::string s;
   const auto out = std::back_inserter(s);
+  if (device) fmt::format_to(out, "backend    {} on {}\n", core::device_backend()->name, config.device);
   fmt::format_to(out, "batch      {} sequence(s), {} queries, {} to {} keys\n", sequences.size(), total_queries,
                  shortest, longest);
   fmt::format_to(out, "heads      {} query heads over {} kv heads (group {}), head_dim {}\n", options.q_heads,
@@ -48,6 +51,15 @@ std::string PlanImpl::explain() const {
   fmt::format_to(out, "logits     scale {:.6g}{}{}\n", options.scale,
                  options.softcap > 0 ? fmt::format(", softcap {:g}", options.softcap) : "",
                  options.alibi_slopes.empty() ? "" : ", ALiBi");
+  if (device) {
+    fmt::format_to(out, "pages      {} keys encoded ({}/{}), {} exact, at the planned lengths\n",
+                   keys_read[core::kEncoded], format_info(cache->k_format()).name, format_info(cache->v_format()).name,
+                   keys_read[core::kExact]);
+    s += device->explain();
+    if (!s.empty() && s.back() != '\n') s += '\n';
+    fmt::format_to(out, "bytes      {} of cache read per layer, {} of workspace\n", kv_bytes(), workspace_bytes);
+    return s;
+  }
   fmt::format_to(out, "backend    cpu/{} ({}): {}\n", kernels->name, kernels->detail,
                  options.isa.empty() ? "the best this machine has" : "forced");
   const char* rows_rule = "rows that share a kv head: group x queries";

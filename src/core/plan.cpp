@@ -69,11 +69,13 @@ class Builder {
       const CacheImpl::PageRef ref = view.pages[static_cast<std::size_t>(page)];
       if (ref.exact < 0 && ref.encoded < 0) return released(index, page);
     }
-    first_page_.push_back(plan_.pages.size());
-    for (std::int64_t page = 0; page < pages_of(view.length); ++page) {
-      const CacheImpl::PageRef ref = view.pages[static_cast<std::size_t>(page)];
-      const bool exact = (ref.exact >= 0 || ref.encoded >= 0) && cache_.reads_exact(view, page);
-      plan_.pages.push_back({exact ? ref.exact : ref.encoded, exact ? core::kExact : core::kEncoded});
+    if (cache_.device() == nullptr) {  // there, kernels read the page tables themselves
+      first_page_.push_back(plan_.pages.size());
+      for (std::int64_t page = 0; page < pages_of(view.length); ++page) {
+        const CacheImpl::PageRef ref = view.pages[static_cast<std::size_t>(page)];
+        const bool exact = (ref.exact >= 0 || ref.encoded >= 0) && cache_.reads_exact(view, page);
+        plan_.pages.push_back({exact ? ref.exact : ref.encoded, exact ? core::kExact : core::kEncoded});
+      }
     }
     count_keys(s, view, visible);
     plan_.sequences.push_back(s);
@@ -167,6 +169,35 @@ class Builder {
   int most_rows_ = 1;
 };
 
+// Over a cache on a device: its backend plans, from checked options and the sequences' places in the device's tables.
+Status add_device_plan(PlanImpl& plan) {
+  const CacheImpl& cache = *plan.cache;
+  std::vector<std::int32_t> indices;
+  std::vector<std::int64_t> lengths;
+  for (std::size_t i = 0; i < plan.ids.size(); ++i) {
+    const Result<std::int32_t> index = cache.device_index(plan.ids[i]);
+    if (!index.ok()) return index.status();
+    indices.push_back(*index);
+    lengths.push_back(plan.sequences[i].length);
+  }
+  core::DevicePlanConfig config;
+  config.store = cache.device();
+  config.options = &plan.options;
+  config.indices = indices;
+  config.lengths = lengths;
+  config.k = cache.k_format();
+  config.v = cache.v_format();
+  config.kv_heads = cache.config().kv_heads;
+  config.head_dim = cache.config().head_dim;
+  Result<std::unique_ptr<core::DevicePlan>> made = core::device_backend()->make_plan(config);
+  if (!made.ok()) return made.status();
+  plan.device = std::move(*made);
+  plan.workspace_bytes = plan.device->workspace_bytes();
+  plan.splits = plan.device->splits();
+  plan.threads = 0;
+  return {};
+}
+
 Result<Plan> make_plan(const Cache& owner, std::span<const SequenceId> sequences, const AttentionOptions& options) {
   const CacheImpl& cache = owner.impl();
   auto plan = std::make_shared<PlanImpl>();
@@ -175,10 +206,14 @@ Result<Plan> make_plan(const Cache& owner, std::span<const SequenceId> sequences
   plan->options = options;
   plan->ids.assign(sequences.begin(), sequences.end());
   if (Status s = check_options(cache.config(), sequences.size(), plan->options); !s.ok()) return s;
-  const Result<const core::Kernels*> kernels = choose_kernels(options);
-  if (!kernels.ok()) return kernels.status();
-  plan->kernels = *kernels;
-  plan->threads = options.threads > 0 ? options.threads : core::hardware_threads();
+  if (Status s = check_backend(cache, options); !s.ok()) return s;
+  const bool on_device = cache.device() != nullptr;
+  if (!on_device) {
+    const Result<const core::Kernels*> kernels = choose_kernels(options);
+    if (!kernels.ok()) return kernels.status();
+    plan->kernels = *kernels;
+    plan->threads = options.threads > 0 ? options.threads : core::hardware_threads();
+  }
   plan->group = options.q_heads / cache.config().kv_heads;
   plan->padded_dim = (cache.config().head_dim + 63) / 64 * 64;
 
@@ -186,7 +221,12 @@ Result<Plan> make_plan(const Cache& owner, std::span<const SequenceId> sequences
   for (std::size_t i = 0; i < sequences.size(); ++i) {
     if (Status s = builder.add_sequence(i); !s.ok()) return s;
   }
-  if (Status s = add_mask(*plan); !s.ok()) return s;
+  if (Status s = check_mask(*plan); !s.ok()) return s;
+  if (on_device) {
+    if (Status s = add_device_plan(*plan); !s.ok()) return s;
+    return Plan(std::shared_ptr<const PlanImpl>(std::move(plan)));
+  }
+  classify_mask(*plan);
   builder.add_work();
   plan->threads = std::max(1, std::min<int>(plan->threads, static_cast<int>(plan->attend.size())));
   plan->own_workspace.reset(static_cast<std::byte*>(
@@ -219,7 +259,7 @@ std::int64_t Plan::kv_bytes() const {
   return impl_->kv_bytes();
 }
 const char* Plan::isa() const {
-  return impl_->kernels->name;
+  return impl_->device ? core::device_backend()->name : impl_->kernels->name;
 }
 int Plan::threads() const {
   return impl_->threads;

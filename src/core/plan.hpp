@@ -8,6 +8,7 @@
 
 #include "core/attend.hpp"
 #include "core/cache_impl.hpp"
+#include "core/device.hpp"
 #include "kvant/attention.hpp"
 
 namespace kvant {
@@ -33,8 +34,10 @@ class PlanImpl {
   std::uint64_t version = 0;  // of the cache
   AttentionOptions options;   // as given, defaults filled in
   std::vector<SequenceId> ids;
+  // A cache on a device: this computes, and there are no kernels, work lists, mask classes nor own workspace.
+  std::unique_ptr<core::DevicePlan> device;
   const core::Kernels* kernels = nullptr;
-  int threads = 1;
+  int threads = 1;  // 0 on a device
   int group = 1;
   int padded_dim = 0;
 
@@ -69,8 +72,11 @@ class PlanImpl {
 
 // plan_check.cpp: everything that can be refused before looking at pages. Fills defaults into `options`.
 Status check_options(const CacheConfig& config, std::size_t sequences, AttentionOptions& options);
+// Refuses a backend that the cache's pages are out of reach of, and options that only the other backend has.
+Status check_backend(const CacheImpl& cache, const AttentionOptions& options);
 Result<const core::Kernels*> choose_kernels(const AttentionOptions& options);
-// plan_mask.cpp: validates the mask tensor against the batch and classifies its tiles.
-Status add_mask(PlanImpl& plan);
+// plan_mask.cpp: validates the mask tensor against the batch; classifies its tiles (of caches in host memory).
+Status check_mask(const PlanImpl& plan);
+void classify_mask(PlanImpl& plan);
 
 }  // namespace kvant

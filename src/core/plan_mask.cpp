@@ -1,8 +1,9 @@
 // Mask tensors: shapes checked against the batch, tiles of one query by one page classified once per plan, so that fully
-// masked tiles cost nothing in a run and all-zero ones no addition.
+// masked tiles cost nothing in a run and all-zero ones no addition. A mask in device memory is not looked into.
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 
@@ -27,18 +28,22 @@ core::TileClass classify(const MaskTensor& m, std::int64_t at, std::int64_t key_
   return masked ? core::kTileMasked : core::kTileZero;
 }
 
-}  // namespace
-
-Status add_mask(PlanImpl& plan) {
-  const MaskTensor& m = plan.options.mask.tensor;
-  if (m.data == nullptr) return {};
+// The mask's dimensions, none broadcast: batch, query heads, most queries, most keys.
+std::array<std::int64_t, 4> mask_extent(const PlanImpl& plan) {
   std::int64_t longest = 0, most_queries = 0;
   for (const core::SequenceUse& s : plan.sequences) {
     longest = std::max(longest, s.length);
     most_queries = std::max(most_queries, s.q_len);
   }
-  const std::int64_t needed[4] = {static_cast<std::int64_t>(plan.sequences.size()), plan.options.q_heads, most_queries,
-                                  longest};
+  return {static_cast<std::int64_t>(plan.sequences.size()), plan.options.q_heads, most_queries, longest};
+}
+
+}  // namespace
+
+Status check_mask(const PlanImpl& plan) {
+  const MaskTensor& m = plan.options.mask.tensor;
+  if (m.data == nullptr) return {};
+  const std::array<std::int64_t, 4> needed = mask_extent(plan);
   static constexpr const char* kNames[4] = {"batch", "q_heads", "queries", "keys"};
   for (std::size_t i = 0; i < 4; ++i) {
     const std::int64_t n = m.shape[i];
@@ -57,7 +62,14 @@ Status add_mask(PlanImpl& plan) {
         fmt::format("mask.tensor.data is not aligned to its {}-byte elements: copy the mask to aligned memory",
                     dtype_size(m.dtype)));
   }
+  return {};
+}
 
+void classify_mask(PlanImpl& plan) {
+  const MaskTensor& m = plan.options.mask.tensor;
+  if (m.data == nullptr) return;
+  const std::array<std::int64_t, 4> needed = mask_extent(plan);
+  const std::int64_t longest = needed[3];
   core::MaskData& out = plan.mask;
   out.data = m.data;
   out.dtype = m.dtype;
@@ -91,7 +103,6 @@ Status add_mask(PlanImpl& plan) {
   out.class_stride[2] = extent[2] == 1 ? 0 : pages;
   out.class_stride[1] = extent[1] == 1 ? 0 : extent[2] * pages;
   out.class_stride[0] = extent[0] == 1 ? 0 : extent[1] * extent[2] * pages;
-  return {};
 }
 
 }  // namespace kvant

@@ -91,7 +91,18 @@ Status check_run(const PlanImpl& plan, int layer, const TensorView& q, const Mut
     return {Code::invalid_argument,
             fmt::format("layer is {}: the cache has layers 0 to {}", layer, cache.config().layers - 1)};
   }
-  if (plan.version != cache.version()) {
+  if (plan.device) {
+    // Kernels read lengths and pages from the device's tables, so a plan outlives steps, but not its sequences.
+    for (std::size_t i = 0; i < plan.ids.size(); ++i) {
+      const Result<CacheImpl::SequenceView> view = cache.view(plan.ids[i]);
+      if (!view.ok() || view->length < plan.options.q_lens[i]) {
+        return {Code::stale,
+                fmt::format("sequence {} was removed, or truncated below the plan's q_len, since the plan was "
+                            "made: plan again",
+                            static_cast<std::uint64_t>(plan.ids[i]))};
+      }
+    }
+  } else if (plan.version != cache.version()) {
     return {Code::stale,
             "the plan was made for an earlier state of the cache (tokens were reserved, truncated, forked or removed "
             "since): plan again after each step"};
@@ -105,6 +116,12 @@ Status check_run(const PlanImpl& plan, int layer, const TensorView& q, const Mut
   }
   if (Status s = check_tensor("q", q.data, q.dtype, q.shape, q.stride, plan); !s.ok()) return s;
   if (Status s = check_tensor("out", out.data, out.dtype, out.shape, out.stride, plan); !s.ok()) return s;
+  if (plan.device && plan.workspace_bytes > 0 && options.workspace.data() == nullptr) {
+    return {Code::invalid_argument,
+            fmt::format("workspace is empty: on a device the plan has none of its own; give {} bytes of device memory "
+                        "(RunOptions::workspace), which all plans that run one after another on a stream can share",
+                        plan.workspace_bytes)};
+  }
   if (!options.workspace.empty()) {
     if (options.workspace.size() < plan.workspace_bytes) {
       return {Code::invalid_argument, fmt::format("workspace has {} bytes: the plan needs {} (workspace_bytes)",
@@ -123,6 +140,10 @@ Status check_run(const PlanImpl& plan, int layer, const TensorView& q, const Mut
 Status run(const Plan& owner, int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) {
   const PlanImpl& plan = owner.impl();
   if (Status s = check_run(plan, layer, q, out, options); !s.ok()) return s;
+  if (plan.device) {
+    if (Status s = plan.cache->flush(options.stream); !s.ok()) return s;
+    return plan.device->run(layer, q, out, options);
+  }
   const bool own = options.workspace.empty();
   if (own && plan.own_workspace_busy.exchange(true, std::memory_order_acquire)) {
     return {Code::invalid_argument,

@@ -236,6 +236,10 @@ static void test_refusals(void) {
   EXPECT_REFUSED(kvant_bases_load(NULL, &bases), KVANT_INVALID_ARGUMENT, "path is NULL");
   EXPECT_REFUSED(kvant_plan_create(NULL, NULL, 0, NULL, &plan), KVANT_INVALID_ARGUMENT, "cache is NULL");
 
+  config.device = "gpu";
+  EXPECT_REFUSED(kvant_cache_create(&config, &cache), KVANT_INVALID_ARGUMENT, "device");
+  config.device = NULL;
+
   config.capacity_tokens = 64;
   EXPECT(kvant_cache_create(&config, &cache) == KVANT_OK);
   kvant_sequence sequence = 0;
@@ -244,6 +248,18 @@ static void test_refusals(void) {
   EXPECT_REFUSED(kvant_cache_reserve(cache, &sequence, &many, 1), KVANT_OUT_OF_CAPACITY, "64");
   EXPECT_REFUSED(kvant_cache_reserve(cache, NULL, &many, 1), KVANT_INVALID_ARGUMENT, "sequences is NULL");
   EXPECT_REFUSED(kvant_cache_reserve(cache, &sequence, &many, -2), KVANT_INVALID_ARGUMENT, "count is -2");
+
+  /* What only caches on a device have. */
+  int32_t found = 7;
+  EXPECT(kvant_cache_set_stream(cache, NULL) == KVANT_OK);
+  EXPECT_REFUSED(kvant_cache_set_stream(cache, &found), KVANT_INVALID_ARGUMENT, "stream");
+  EXPECT_REFUSED(kvant_cache_set_stream(NULL, NULL), KVANT_INVALID_ARGUMENT, "cache is NULL");
+  EXPECT_REFUSED(kvant_cache_reserve_ahead(cache, &sequence, &many, 1), KVANT_INVALID_ARGUMENT, "reserve_ahead");
+  EXPECT_REFUSED(kvant_cache_reserve_ahead(cache, &sequence, NULL, 1), KVANT_INVALID_ARGUMENT, "tokens is NULL");
+  EXPECT_REFUSED(kvant_cache_advance(cache, &sequence, &many, 1), KVANT_INVALID_ARGUMENT, "advance");
+  EXPECT_REFUSED(kvant_cache_advance(NULL, &sequence, &many, 1), KVANT_INVALID_ARGUMENT, "cache is NULL");
+  EXPECT(kvant_cache_take_non_finite(cache, &found) == KVANT_OK && found == 0);
+  EXPECT_REFUSED(kvant_cache_take_non_finite(cache, NULL), KVANT_INVALID_ARGUMENT, "found is NULL");
   kvant_attention_options options;
   kvant_attention_options_init(&options, sizeof options);
   options.q_heads = 3;
