@@ -1,0 +1,53 @@
+// What a decode attention launch is given. Host and device.
+//
+// Rows: the group's q_heads of all queries of a sequence share a kv head's keys; row = query * group + head-in-group. A
+// row block is 4, 8 or 16 of them. Domains as on the CPU (core/attend.hpp): encoded pages are multiplied in their basis,
+// exact ones as given; each has its own online softmax until rows are finished.
+#pragma once
+
+#include <cstdint>
+
+#include "core/attend.hpp"
+#include "cuda/view.hpp"
+
+namespace kvant::cuda {
+
+struct BatchEntry {
+  std::int32_t index;  // of the sequence in CacheView
+  std::int32_t q_len;
+  std::int32_t query_begin;  // first of its queries in q and out
+};
+
+struct DeviceBasis {
+  BasisKind kind = BasisKind::none;
+  const float* center = nullptr;  // [layers * kv_heads][D]
+  const float* matrix = nullptr;  // [layers * kv_heads][D][D]
+  const float* inverse = nullptr;
+};
+
+struct AttendParams {
+  CacheView cache;
+  int layer, batch;
+  const BatchEntry* entries;  // [batch]
+  int q_heads, group, head_dim;
+  int row_blocks;  // of the sequence with the most rows
+  int rows;        // of a block
+  core::StridedRows q;
+  core::MutableRows out;
+  float* lse;                // [queries][q_heads] or null
+  const float* slopes;       // [q_heads] or null
+  const float* sink_logits;  // [q_heads] or null
+  float scale, softcap;
+  bool causal;
+  std::int32_t window, window_sinks;
+  core::MaskData mask;  // classes: null
+  DeviceBasis k_basis, v_basis;
+  int exact_cost;   // of an exact page, in encoded ones
+  int least_units;  // a share is at least so many encoded pages
+  int shares;       // at most; the grid of the attend launch
+  // Partials, [shares + segments]: m and l [rows] in units of log2, O [rows][D] in its domain's coordinates
+  float* partial_ml;  // [..][2][rows]
+  float* partial_o;   // [..][rows][D]
+};
+
+}  // namespace kvant::cuda

@@ -1,0 +1,149 @@
+// One function per PTX instruction that C++ has no name for; sections are of the PTX ISA manual, version 9.0.
+#pragma once
+
+#include <cstdint>
+
+namespace kvant::cuda::ptx {
+
+// 9.7.7.10 prmt: byte j of the result is byte (selector nibble j & 7) of {b, a}; a nibble's top bit replicates the sign of
+// that byte instead. Only the low 16 bits of the selector count.
+__device__ __forceinline__ std::uint32_t prmt(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {
+  std::uint32_t d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+  return d;
+}
+
+// 9.7.4.22 ex2, approximate: relative error 2^-22; -inf gives 0.
+__device__ __forceinline__ float ex2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 9.7.4.21 lg2, approximate; 0 gives -inf.
+__device__ __forceinline__ float lg2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 9.7.9.21 cvt between halves and floats; two floats to a register, `low` in its low half, to nearest even.
+__device__ __forceinline__ float f16_to_f32(std::uint16_t h) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
+  return x;
+}
+__device__ __forceinline__ std::uint32_t f16x2(float low, float high) {
+  std::uint32_t d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+__device__ __forceinline__ std::uint32_t bf16x2(float low, float high) {
+  std::uint32_t d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
+// 9.7.15.5 mma.m16n8k32: c += a * b, a [16 x 32] u8 by rows, b [32 x 8] s8 by columns, c [16 x 8] s32. Lane 4 g + t holds
+//   a[0]: row g, columns 4 t ..; a[1]: row g + 8; a[2]: row g, columns 16 + 4 t ..; a[3]: row g + 8, same columns
+//   b0: rows 4 t .. of column g; b1: rows 16 + 4 t ..
+//   c[0], c[1]: row g, columns 2 t, 2 t + 1; c[2], c[3]: row g + 8
+__device__ __forceinline__ void mma(std::int32_t (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                    std::uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// 9.7.15.5 mma.m16n8k16 with f16 or bf16 operands and f32 sums. As above with two 16-bit elements in a register:
+//   a[0]: row g, columns 2 t, 2 t + 1; a[1]: row g + 8; a[2]: row g, columns 2 t + 8, 2 t + 9; a[3]: row g + 8
+__device__ __forceinline__ void mma_f16(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                        std::uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_bf16(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                         std::uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ std::uint32_t shared_address(const void* p) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// 9.7.13.1 bar.sync on one of 16 barriers, for `threads` threads of the block.
+__device__ __forceinline__ void barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// 9.7.9.25.3 cp.async: 16 bytes from global to shared memory, past L1.
+__device__ __forceinline__ void copy16(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// 9.7.13.15 mbarrier
+__device__ __forceinline__ void mbarrier_init(std::uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(std::uint32_t barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
+}
+// Arrives when this thread's earlier cp.async are done.
+__device__ __forceinline__ void mbarrier_arrive_copies(std::uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, std::uint32_t parity) {
+  std::uint32_t done;
+  do {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+#else
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+#endif
+  } while (done == 0);
+}
+
+// 9.7.13.4 fence.proxy.async: bulk copies that follow come after this thread's own accesses to shared memory.
+__device__ __forceinline__ void copy_fence() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_expect(std::uint32_t barrier, std::uint32_t bytes) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}" ::"r"(barrier),
+               "r"(bytes)
+               : "memory");
+}
+// 9.7.9.25.5.2 cp.async.bulk: `bytes`, a multiple of 16, from global to shared memory; both 16-byte aligned.
+__device__ __forceinline__ void copy_bulk(std::uint32_t to, const void* from, std::uint32_t bytes,
+                                          std::uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+// 9.7.13.13 griddepcontrol
+__device__ __forceinline__ void launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ __forceinline__ void wait_prerequisites() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+#else
+__device__ __forceinline__ void launch_dependents() {}
+__device__ __forceinline__ void wait_prerequisites() {}
+#endif
+
+}  // namespace kvant::cuda::ptx
