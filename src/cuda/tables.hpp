@@ -1,0 +1,58 @@
+// Small launches that bring the device's tables up to date: what changes travels in the kernels' parameters.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/device.hpp"
+#include "cuda/view.hpp"
+
+namespace kvant::cuda {
+
+// Of the launches below: how many changes or sequences travel in one.
+inline constexpr int kPagesAtOnce = 240;
+inline constexpr int kLengthsAtOnce = 300;
+inline constexpr int kCopiesAtOnce = 300;
+inline constexpr int kAdvancesAtOnce = 480;
+
+struct PageBatch {
+  core::PageRef* pages;
+  std::int32_t max_pages, count;
+  struct {
+    std::int32_t index, page;
+    core::PageRef ref;
+  } change[kPagesAtOnce];
+};
+struct LengthBatch {
+  SequenceState* sequences;
+  std::int32_t count;
+  struct {
+    std::int32_t index;
+    SequenceState state;
+  } change[kLengthsAtOnce];
+};
+struct AdvanceBatch {
+  SequenceState* sequences;
+  std::int32_t count;
+  core::DeviceAppend append[kAdvancesAtOnce];
+};
+struct CopyBatch {
+  std::byte* encoded;
+  std::byte* exact;
+  std::uint64_t encoded_slot_bytes, exact_slot_bytes;
+  std::int32_t count;
+  struct {
+    std::int32_t from, to;
+    bool exact;
+  } copy[kCopiesAtOnce];
+};
+static_assert(sizeof(PageBatch) <= 4096 && sizeof(LengthBatch) <= 4096 && sizeof(AdvanceBatch) <= 4096 &&
+              sizeof(CopyBatch) <= 4096);
+
+cudaError_t set_pages(const PageBatch& batch, cudaStream_t stream);
+cudaError_t set_lengths(const LengthBatch& batch, cudaStream_t stream);
+cudaError_t advance_lengths(const AdvanceBatch& batch, cudaStream_t stream);
+cudaError_t copy_slots(const CopyBatch& batch, cudaStream_t stream);
+
+}  // namespace kvant::cuda
