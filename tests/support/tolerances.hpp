@@ -23,6 +23,12 @@ inline constexpr double kCoded = 2e-4;
 inline constexpr double kLseFloat = 1e-5;
 inline constexpr double kLseCoded = 5e-5;
 
+/// CUDA, both sides in float formats: queries and probabilities are split into terms that tensor cores take (two f16 or bf16
+/// ones leave 2^-17 and 2^-16 of each), sums are f32. One rounding of a probability to bf16 alone would be 2e-3.
+inline constexpr double kCudaFloat = 1e-4;
+/// lse on CUDA, as above times (1 + |lse|): the error of a logit, from queries in two terms or digits.
+inline constexpr double kCudaLse = 1e-4;
+
 /// Stored golden outputs (issue bars). TurboQuant: the kernel error above, against queries that are not rounded. bf16: dense f32
 /// accumulation over 160 keys at D = 512, with sums of up to 512 products of loud channels.
 inline constexpr double kGoldenTurboQuant = 3e-4;

@@ -1,0 +1,253 @@
+#include "gpu/gpu_world.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/device.hpp"
+#include "support/half.hpp"
+
+namespace kvant::test {
+
+const std::string& why_no_device() {
+  static const std::string why = [] {
+    const core::DeviceBackend* backend = core::device_backend();
+    return backend == nullptr ? std::string("no CUDA backend is compiled in") : backend->unavailable();
+  }();
+  return why;
+}
+
+DeviceRows::DeviceRows(std::span<const float> values, Dtype dtype, std::int64_t tokens, std::int64_t heads,
+                       std::int64_t head_dim)
+    : buffer(DeviceBuffer::of<std::byte>(pack_as(dtype, values))),
+      view(TensorView::contiguous(buffer.data(), dtype, tokens, heads, head_dim)) {}
+
+CacheConfig device_config(const WorldSpec& spec, int device) {
+  CacheConfig c;
+  c.kv_heads = spec.kv_heads;
+  c.head_dim = spec.head_dim;
+  c.k = spec.k;
+  c.v = spec.v;
+  c.sink_pages = spec.sink_pages;
+  c.tail_pages = spec.tail_pages;
+  c.exact = spec.exact;
+  c.window = spec.window;
+  c.window_sinks = spec.window_sinks;
+  c.device = fmt::format("cuda:{}", device);
+  c.max_sequences = static_cast<std::int64_t>(spec.sequences.size()) + 4;
+  c.capacity_tokens = 1024;
+  for (const Lengths& lengths : spec.sequences) c.capacity_tokens += (lengths.kv_len + 127) / 64 * 64;
+  if (spec.adjust) spec.adjust(c);
+  return c;
+}
+
+void append_on_device(Cache& cache, SequenceId id, const Qkv& x, std::int64_t begin, std::int64_t end, Dtype dtype,
+                      const TestStream& stream, int layer) {
+  const CacheConfig& c = cache.config();
+  const auto width = static_cast<std::size_t>(c.kv_heads) * static_cast<std::size_t>(c.head_dim);
+  const std::size_t at = static_cast<std::size_t>(begin) * width;
+  const std::size_t n = static_cast<std::size_t>(end - begin) * width;
+  const DeviceRows k(std::span(x.k).subspan(at, n), dtype, end - begin, c.kv_heads, c.head_dim);
+  const DeviceRows v(std::span(x.v).subspan(at, n), dtype, end - begin, c.kv_heads, c.head_dim);
+  cache.append(id, layer, k.view, v.view, stream.handle()).value();
+  stream.wait();  // the rows go when this returns
+}
+
+namespace {
+
+// Exact pages on a device are f16 or bf16, so inputs must be too if "exact" is to mean it.
+WorldSpec for_device(WorldSpec spec) {
+  if (spec.input_dtype == Dtype::f32) spec.input_dtype = Dtype::bf16;
+  if (!spec.exact) spec.exact = spec.input_dtype;
+  return spec;
+}
+
+// A mask tensor's memory on the device, wherever its strides lead.
+DeviceBuffer copy_mask(MaskTensor& m) {
+  if (m.data == nullptr) return {};
+  std::int64_t last = 0;
+  for (std::size_t i = 0; i < 4; ++i) last += (m.shape[i] - 1) * m.stride[i];
+  DeviceBuffer b = DeviceBuffer::of(std::span<const std::byte>(
+      static_cast<const std::byte*>(m.data), static_cast<std::size_t>(last + 1) * dtype_size(m.dtype)));
+  m.data = b.data();
+  return b;
+}
+
+// A strided tensor in device memory, and NaN wherever it has no elements.
+struct Strided {
+  DeviceBuffer buffer;
+  std::array<std::int64_t, 3> shape, stride;
+  Dtype dtype;
+  std::size_t offset;  // elements
+
+  Strided(Dtype type, std::int64_t tokens, std::int64_t heads, std::int64_t dim, const Placement& p)
+      : shape{tokens, heads, dim},
+        stride{heads * (dim + p.head_padding) + p.token_padding, dim + p.head_padding, 1},
+        dtype(type),
+        offset(static_cast<std::size_t>(p.offset)) {
+    buffer = DeviceBuffer((offset + static_cast<std::size_t>(tokens * stride[0])) * dtype_size(type));
+  }
+  template <class Visit>
+  void for_each(Visit&& visit) const {
+    std::size_t i = 0;
+    for (std::int64_t t = 0; t < shape[0]; ++t) {
+      for (std::int64_t h = 0; h < shape[1]; ++h) {
+        for (std::int64_t d = 0; d < shape[2]; ++d)
+          visit(i++, offset + static_cast<std::size_t>(t * stride[0] + h * stride[1] + d));
+      }
+    }
+  }
+  [[nodiscard]] std::byte* data() const { return buffer.data() + offset * dtype_size(dtype); }
+  void set(const std::vector<float>& values) const {
+    std::vector<std::byte> bytes(buffer.size(), std::byte{0xff});
+    for_each([&](std::size_t i, std::size_t at) { store_as(dtype, bytes.data(), at, values[i]); });
+    buffer.upload(bytes.data(), bytes.size());
+  }
+  // The elements; false when anything between them has changed.
+  bool get(std::vector<float>& values) const {
+    std::vector<std::byte> bytes = buffer.download();
+    const std::byte nan[4] = {std::byte{0xff}, std::byte{0xff}, std::byte{0xff}, std::byte{0xff}};
+    for_each([&](std::size_t i, std::size_t at) {
+      values[i] = load_as(dtype, bytes.data(), at);
+      std::memcpy(bytes.data() + at * dtype_size(dtype), nan, dtype_size(dtype));
+    });
+    return buffer.padding_untouched() &&
+           std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0xff}; });
+  }
+};
+
+// What rounding to an output dtype adds to a relative L2 error, at most.
+double rounding_of(Dtype dtype) {
+  return dtype == Dtype::f16 ? 0x1p-11 : dtype == Dtype::bf16 ? 0x1p-8 : 0;
+}
+
+}  // namespace
+
+GpuWorld::GpuWorld(WorldSpec spec, int device)
+    : host(for_device(std::move(spec))),
+      cache(Cache::create(device_config(host.spec, device)).value()),
+      decoded_(host.spec.sequences.size()) {
+  for (std::size_t i = 0; i < host.qkv.size(); ++i) {
+    const std::int64_t kv_len = host.spec.sequences[i].kv_len;
+    const SequenceId id = cache.add_sequence();
+    std::size_t chunk = 0;
+    for (std::int64_t at = 0; at < kv_len;) {
+      std::int64_t end = kv_len;
+      if (!host.spec.chunks.empty()) end = std::min(end, at + host.spec.chunks[chunk++ % host.spec.chunks.size()]);
+      append_on_device(cache, id, host.qkv[i], at, end, host.spec.input_dtype, stream);
+      at = end;
+    }
+    ids.push_back(id);
+  }
+}
+
+double GpuWorld::tolerance() const {
+  return is_float_format(host.spec.k) && is_float_format(host.spec.v) ? tolerance::kCudaFloat : tolerance::kCoded;
+}
+
+Result<Attended> GpuWorld::try_attend(const AttentionOptions& base, const std::vector<float>& sink_logits,
+                                      const Placement& placement) const {
+  AttentionOptions o = options(base);
+  const DeviceBuffer mask = copy_mask(o.mask.tensor);
+  const Result<Plan> planned = plan(cache, std::span<const SequenceId>(ids), o);
+  if (!planned) return planned.status();
+  const std::int64_t rows = planned->total_queries();
+  const int dim = host.spec.head_dim;
+  const Strided q(placement.q_dtype, rows, o.q_heads, dim, placement);
+  const Strided out(placement.out_dtype, rows, o.q_heads, dim, placement);
+  q.set(host.queries());
+  const DeviceBuffer lse(static_cast<std::size_t>(rows * o.q_heads) * sizeof(float));
+  const DeviceBuffer workspace(planned->workspace_bytes());
+  const DeviceBuffer sinks = DeviceBuffer::of<float>(sink_logits);
+  RunOptions run_options;
+  run_options.stream = stream.handle();
+  run_options.lse = lse.as<float>();
+  run_options.sink_logits = sink_logits.empty() ? nullptr : sinks.as<float>();
+  run_options.workspace = workspace.span();
+  const Status status = run(*planned, 0, {q.data(), q.dtype, q.shape, q.stride},
+                            {out.data(), out.dtype, out.shape, out.stride}, run_options);
+  if (!status) return status;
+  stream.wait();
+  Attended a;
+  a.out.resize(static_cast<std::size_t>(rows * o.q_heads * dim));
+  if (!out.get(a.out)) return {Code::internal, "something outside the elements of out was written to"};
+  if (!lse.padding_untouched() || !workspace.padding_untouched())
+    return {Code::internal, "something around lse or the workspace was written to"};
+  a.lse = lse.download_as<float>();
+  a.explain = planned->explain();
+  a.splits = planned->splits();
+  return a;
+}
+
+Expected GpuWorld::expect(const AttentionOptions& base, const std::vector<float>& sink_logits, Dtype q_dtype) const {
+  Expected all;
+  const WorldSpec& spec = host.spec;
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const Lengths& lengths = spec.sequences[i];
+    Decoded& d = decoded_[i];
+    if (d.keys.empty()) {
+      // Tokens that a window released cannot be read, and no query sees them: any values will do there.
+      d.keys = host.qkv[i].k;
+      d.values = host.qkv[i].v;
+      const std::int64_t begin =
+          spec.window > 0 ? std::max<std::int64_t>(0, lengths.kv_len - lengths.q_len - spec.window + 1) : 0;
+      const auto width = static_cast<std::size_t>(spec.kv_heads) * static_cast<std::size_t>(spec.head_dim);
+      const auto read = [&](std::int64_t from, std::int64_t to) {
+        if (from >= to) return;
+        cache
+            .read(ids[i], 0, from, to,
+                  MutableTensorView::of(d.keys.data() + static_cast<std::size_t>(from) * width, to - from,
+                                        spec.kv_heads, spec.head_dim),
+                  MutableTensorView::of(d.values.data() + static_cast<std::size_t>(from) * width, to - from,
+                                        spec.kv_heads, spec.head_dim),
+                  stream.handle())
+            .value();
+      };
+      if (spec.window > 0) read(0, std::min({spec.window_sinks, begin}));
+      read(begin, lengths.kv_len);
+    }
+    std::vector<float> q = host.qkv[i].q;
+    for (float& x : q) x = rounded(x, q_dtype);
+    const std::vector<double> q64 = widen(q), k64 = widen(d.keys), v64 = widen(d.values);
+    reference::Problem p;
+    p.q_len = lengths.q_len;
+    p.kv_len = lengths.kv_len;
+    p.q_heads = host.q_heads();
+    p.kv_heads = spec.kv_heads;
+    p.head_dim = spec.head_dim;
+    p.q = q64;
+    p.k = k64;
+    p.v = v64;
+    p.sink_logits = sink_logits;
+    p.batch = static_cast<std::int64_t>(i);
+    const reference::Output r = reference::attention(p, base);
+    all.out.insert(all.out.end(), r.out.begin(), r.out.end());
+    all.lse.insert(all.lse.end(), r.lse.begin(), r.lse.end());
+  }
+  return all;
+}
+
+testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const std::vector<float>& sink_logits,
+                                           const Placement& placement) const {
+  const Result<Attended> got = try_attend(base, sink_logits, placement);
+  if (!got) return testing::AssertionFailure() << code_name(got.code()) << ": " << got.message();
+  const Expected expected = expect(base, sink_logits, placement.q_dtype);
+  const double allowed = tolerance() + rounding_of(placement.out_dtype);
+  if (auto r = close(expected.out, got->out, allowed, host.out_shape()); !r) {
+    return r << "\nout, against float64 attention over the decoded vectors\n" << got->explain;
+  }
+  if (auto r = lse_close(expected.lse, got->lse, tolerance::kCudaLse, {host.total_queries(), host.q_heads()}); !r) {
+    return r << "\nlse, against float64 attention over the decoded vectors\n" << got->explain;
+  }
+  std::vector<float> q = host.queries();
+  for (float& x : q) x = rounded(x, placement.q_dtype);
+  const Result<Attended> cpu = test::try_attend(host.cache, host.ids, options(base), q, sink_logits);
+  if (!cpu) return testing::AssertionFailure() << "the CPU backend: " << cpu.message();
+  if (auto r = close(std::span<const float>(cpu->out), got->out, allowed + tolerance::kCoded, host.out_shape()); !r) {
+    return r << "\nout, against the CPU backend\n" << got->explain;
+  }
+  return testing::AssertionSuccess();
+}
+
+}  // namespace kvant::test
