@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "core/device.hpp"
 #include "kvant/kvant.hpp"
 #include "support/process.hpp"
 #include "support/temporary_directory.hpp"
@@ -224,12 +225,24 @@ TEST_F(Cli, RefusalsAreExitCodeOne) {
                          {{"eval", loud, "--formats", "tq4"}, "magnitude at most 65504"},
                          {{"calibrate", missing, "-o", folder_ / "b"}, "missing"},
                          {{"calibrate", capture_, "-o", nowhere}, "cannot write in"},
-                         {{"bench", "decode", "--backend", "cuda"}, "--backend cuda: not compiled in"},
                          {{"bench", "decode", "--keys", "4000000000", "--batch", "65536"},
                           "are free; use fewer --keys or a smaller --batch"},
                          {{"info", "--json", "/dev/full"}, "/dev/full: cannot write"},
                      });
   EXPECT_EQ(Json::parse(file_text(garbage), nullptr, false).is_discarded(), true);  // inputs stay as they are
+}
+
+TEST_F(Cli, BenchRefusesADeviceThatIsNotThere) {
+  expect_refusals(2, {
+                         {{"bench", "--device", "1"}, "--device 1: needs --backend cuda"},
+                         {{"bench", "--backend", "cuda", "--isa", "avx2"}, "--isa: CPU kernels"},
+                         {{"bench", "--backend", "cuda", "--threads", "2"}, "--threads: of the CPU"},
+                     });
+  const core::DeviceBackend* backend = core::device_backend();
+  const std::string why =
+      backend == nullptr ? "not compiled in; configure with -DKVANT_CUDA=ON" : backend->unavailable();
+  if (why.empty()) GTEST_SKIP() << "there is a device: kvant_gpu_tests and kvant bench itself use it";
+  expect_refusals(1, {{{"bench", "decode", "--backend", "cuda"}, "--backend cuda: " + why}});
 }
 
 // --- info ---------------------------------------------------------------------------------------------------------
@@ -246,7 +259,9 @@ TEST_F(Cli, InfoSaysWhatIsThereAndWhatWasChosen) {
   }
   EXPECT_TRUE(available.count("scalar"));
   EXPECT_TRUE(available.count(info["isa"]["chosen"]));
-  EXPECT_FALSE(info["backends"][1]["compiled_in"]);
+  EXPECT_EQ(info["backends"][1]["name"], "cuda");
+  EXPECT_EQ(info["backends"][1]["compiled_in"], core::device_backend() != nullptr);
+  EXPECT_TRUE(info["backends"][0]["available"]);
   const Finished text = kvant_cli({"info"});
   for (const char* word : {"tq6/tq4", "head_dim", "scalar", "cuda", "threads"})
     EXPECT_NE(text.out.find(word), std::string::npos) << word;

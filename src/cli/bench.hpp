@@ -23,8 +23,9 @@ struct BenchCase {
   int batch = 1;
   std::int64_t keys = 16384;
   std::int64_t q_len = 1;  ///< append: tokens of one call
-  int threads = 1;
-  std::string isa;
+  int threads = 1;         ///< 0 on a device
+  std::string backend = "cpu";
+  std::string isa;  ///< "cuda" on a device
   int sink_pages = 1, tail_pages = 1;
 
   [[nodiscard]] double stored_values() const;  ///< keys and values of the whole batch
@@ -64,6 +65,8 @@ struct BenchSettings {
 struct BenchResult {
   std::vector<BenchRow> rows;
   std::vector<BenchPeak> peaks;
+  std::string device;               ///< --backend cuda: its name
+  double device_read_gb_per_s = 0;  ///< measured in the same run
 };
 
 constexpr double kHighSpread = 0.25;

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "cli/bench.hpp"
+#include "cli/bench_device.hpp"
 #include "cli/clock.hpp"
 #include "cli/command.hpp"
 #include "cli/output.hpp"
@@ -24,6 +25,7 @@ constexpr const char* kFooter =
     "  kvant bench decode --k-format tq6 --v-format tq4 --threads 1,2 --json bench.json\n"
     "  kvant bench prefill --q-len 512 --keys 4096 --head-dim 128,256,512 --k-format f16,tq4\n"
     "  kvant bench append --k-format tq4,tq6/tq4 --isa scalar,avx2 --threads 1\n"
+    "  kvant bench decode --backend cuda --batch 16 --q-heads 32 --kv-heads 8 --keys 32768 --k-format tq6/tq4,bf16\n"
     "  kvant bench --suite cpu --markdown results.md";
 
 // Zero stands for "the default of the operation".
@@ -35,6 +37,7 @@ struct Arguments {
   std::vector<std::int64_t> keys, q_lens;
   std::vector<std::string> isas = {""};
   std::string backend = "cpu";
+  int device = 0;
   int sink_pages = -1, tail_pages = -1;
   BenchSettings settings;
   std::string json, csv, markdown;
@@ -129,25 +132,37 @@ Status run_bench_command(const Arguments& a, bool is_op_given) {
   for (const auto& [option, path] : {std::pair{"--json", a.json}, {"--csv", a.csv}, {"--markdown", a.markdown}}) {
     if (const Status status = outputs.add(option, path); !status.ok()) usage(status.message());
   }
-  if (a.backend == "cuda") {
-    return {Code::unsupported,
-            "--backend cuda: not compiled in; this version computes on the CPU (kvant info lists backends)"};
+  const bool on_device = a.backend == "cuda";
+  if (on_device) {
+    if (a.isas != std::vector<std::string>{""}) usage("--isa: CPU kernels; leave it out with --backend cuda");
+    if (a.threads != std::vector<int>{0}) usage("--threads: of the CPU; leave it out with --backend cuda");
+    if (Status status = check_device_backend(); !status.ok()) return status;
+  } else if (a.device != 0) {
+    usage(fmt::format("--device {}: needs --backend cuda", a.device));
   }
   std::vector<std::string> isas;
-  for (const std::string& name : a.isas) {
+  if (on_device) isas = {"cuda"};
+  for (const std::string& name : on_device ? std::vector<std::string>{} : a.isas) {
     const Result<const core::Kernels*> kernels = find_isa(name);
     if (!kernels.ok() && kernels.code() == Code::invalid_argument) usage(kernels.message());
     if (!kernels.ok()) return kernels.status();
     isas.push_back((*kernels)->name);
   }
-  const std::vector<BenchCase> cases = cases_of(a, is_op_given, isas);
+  std::vector<BenchCase> cases = cases_of(a, is_op_given, isas);
+  for (BenchCase& c : cases) {
+    if (!on_device) continue;
+    if (c.op == BenchOp::prefill) usage("prefill: --backend cuda has decode and append");
+    c.backend = a.backend;
+    c.threads = 0;
+  }
   if (const Status status = outputs.check(); !status.ok()) return status;
 
   const std::string started = utc_now();
   const Machine machine = describe_machine();
   Result<BenchResult> result = [&] {
     Progress progress(static_cast<double>(cases.size()));
-    return run_bench(cases, a.settings, [&](double done, const std::string& what) { progress.advance(done, what); });
+    const auto advance = [&](double done, const std::string& what) { progress.advance(done, what); };
+    return on_device ? run_device_bench(cases, a.settings, a.device, advance) : run_bench(cases, a.settings, advance);
   }();
   if (!result.ok()) return result.status();
 
@@ -225,9 +240,13 @@ Action add_bench_command(CLI::App& app) {
   command->add_option("--suite", a->suite, "Shapes by name, instead of the options above: cpu")->type_name("NAME");
   list("--threads", a->threads, "Worker threads; 0: all cores")->check(range(0, 1024))->capture_default_str();
   list("--isa", a->isas, "Instruction sets (kvant info lists them); default: the best of this machine", "LIST");
-  command->add_option("--backend", a->backend, "cpu, or cuda (absent here)")
+  command->add_option("--backend", a->backend, "cpu, or cuda (kvant info says whether it is there)")
       ->check(CLI::IsMember({"cpu", "cuda"}).description(""))
       ->type_name("")
+      ->capture_default_str();
+  command->add_option("--device", a->device, "With --backend cuda: the device's number")
+      ->check(range(0, 1023))
+      ->type_name("N")
       ->capture_default_str();
   command->add_option("--sink-pages", a->sink_pages, "Exact first pages; default: 1, for append 0")
       ->check(range(0, 1 << 16))

@@ -156,11 +156,11 @@ std::vector<std::int64_t> spread_over(std::int64_t count, std::int64_t wanted) {
 }  // namespace
 
 Result<double> check_attention(const Workload& workload, const BenchCase& c, const std::vector<float>& q,
-                               const std::vector<float>& out) {
+                               const std::vector<float>& out, std::int64_t most_sequences) {
   constexpr double kRowBudget = 4e8;  // multiply-adds: about a second on one core
   const double row_cost = 2.0 * static_cast<double>(c.keys) * c.head_dim;
   const auto rows_wanted = static_cast<std::int64_t>(std::clamp(kRowBudget / row_cost, 4.0, 64.0));
-  const std::vector<std::int64_t> batches = spread_over(c.batch, std::min<std::int64_t>(2, rows_wanted));
+  const std::vector<std::int64_t> batches = spread_over(c.batch, std::min(most_sequences, rows_wanted));
   const std::vector<std::int64_t> heads = spread_over(c.q_heads, std::min<std::int64_t>(4, rows_wanted));
   const std::int64_t queries_wanted = rows_wanted / static_cast<std::int64_t>(batches.size() * heads.size());
   const std::vector<std::int64_t> queries = spread_over(c.q_len, std::max<std::int64_t>(1, queries_wanted));

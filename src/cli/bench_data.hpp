@@ -40,9 +40,9 @@ double layer_bytes(const BenchCase& c);
 Result<Workload> make_workload(const BenchCase& c, int layers);
 
 /// Relative L2 of `out` ([batch * q_len, q_heads, head_dim], from layer 0) against float64 attention over the vectors that
-/// Cache::read decodes, for a sample of heads and queries that stays quick.
+/// Cache::read decodes, for a sample of sequences, heads and queries that stays quick.
 Result<double> check_attention(const Workload& workload, const BenchCase& c, const std::vector<float>& q,
-                               const std::vector<float>& out);
+                               const std::vector<float>& out, std::int64_t most_sequences = 2);
 /// The largest error that a right kernel may have.
 double attention_tolerance(const FormatPair& formats);
 

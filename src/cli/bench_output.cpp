@@ -17,6 +17,10 @@ std::string percent(double share) {
   return fmt::format("{:.1f} %", 100 * share);
 }
 
+bool is_device(const BenchCase& c) {
+  return c.backend != "cpu";
+}
+
 Table bench_table(const BenchResult& result) {
   Table table({{"op", true},
                {"K/V", true},
@@ -47,13 +51,13 @@ Table bench_table(const BenchResult& result) {
         std::to_string(c.keys),
         std::to_string(c.q_len),
         c.isa,
-        std::to_string(c.threads)};
+        is_device(c) ? "-" : std::to_string(c.threads)};
     if (row.refusal.empty()) {
       cells.insert(cells.end(),
                    {time_text(row.median_ns), percent(row.spread) + (row.spread > kHighSpread ? " !" : ""),
                     fmt::format("{:.4f}", row.ns_per_value), fmt::format("{:.2f}", row.gb_per_s),
                     percent(row.share_of_read_bandwidth), is_append ? "-" : fmt::format("{:.1f}", row.gflops),
-                    is_append ? "-" : percent(row.share_of_fma_peak)});
+                    is_append || is_device(c) ? "-" : percent(row.share_of_fma_peak)});
     } else {
       cells.insert(cells.end(), {"refused", "-", "-", "-", "-", "-", "-"});
     }
@@ -70,6 +74,13 @@ std::vector<std::string> notes(const BenchResult& result, const Machine& machine
         fmt::format("Peaks (90th percentile) measured in the same run, {} with {} thread{}: {:.1f} GFLOP/s of float32 "
                     "FMA, {:.1f} GB/s read.",
                     p.isa, p.threads, p.threads == 1 ? "" : "s", p.fma_gflops, p.read_gb_per_s));
+  }
+  if (!result.device.empty()) {
+    lines.push_back(fmt::format("Read bandwidth measured in the same run, {}: {:.0f} GB/s.", result.device,
+                                result.device_read_gb_per_s));
+    lines.push_back(
+        "decode: graph launches between events, caches rotated through four times the L2 cache, bf16 queries and "
+        "outputs; append: all calls between two events.");
   }
   lines.push_back(
       "GB/s: stored bytes (append: written). ns/value: per stored key or value scalar. GFLOP/s: 4 x q_heads x D for "
@@ -137,12 +148,12 @@ std::string bench_csv(const BenchResult& result) {
     const auto figure = [&](double value, bool is_there = true) {
       return row.refusal.empty() && is_there ? fmt::format("{}", value) : std::string();
     };
-    table.add({op_name(c.op), "cpu", c.isa, format_info(c.formats.k).name, format_info(c.formats.v).name,
+    table.add({op_name(c.op), c.backend, c.isa, format_info(c.formats.k).name, format_info(c.formats.v).name,
                std::to_string(c.q_heads), std::to_string(c.kv_heads), std::to_string(c.head_dim),
                std::to_string(c.batch), std::to_string(c.keys), std::to_string(c.q_len), std::to_string(c.threads),
                figure(row.median_ns), figure(row.spread), figure(row.ns_per_value), figure(row.gb_per_s),
-               figure(row.share_of_read_bandwidth), figure(row.share_of_fma_peak, c.op != BenchOp::append),
-               fmt::format("{}", row.rel_l2)});
+               figure(row.share_of_read_bandwidth),
+               figure(row.share_of_fma_peak, c.op != BenchOp::append && !is_device(c)), fmt::format("{}", row.rel_l2)});
   }
   return table.csv();
 }
@@ -158,7 +169,7 @@ std::string bench_json(const BenchResult& result, const Machine& machine, const 
     const BenchCase& c = row.bench_case;
     const bool has_speed = row.refusal.empty();
     rows.push_back({{"op", op_name(c.op)},
-                    {"backend", "cpu"},
+                    {"backend", c.backend},
                     {"isa", c.isa},
                     {"k_format", format_info(c.formats.k).name},
                     {"v_format", format_info(c.formats.v).name},
@@ -174,21 +185,26 @@ std::string bench_json(const BenchResult& result, const Machine& machine, const 
                     {"ns_per_value", number_or_null(has_speed, row.ns_per_value)},
                     {"gb_per_s", number_or_null(has_speed, row.gb_per_s)},
                     {"share_of_read_bandwidth", number_or_null(has_speed, row.share_of_read_bandwidth)},
-                    {"share_of_fma_peak", number_or_null(has_speed && c.op != BenchOp::append, row.share_of_fma_peak)},
+                    {"share_of_fma_peak",
+                     number_or_null(has_speed && c.op != BenchOp::append && !is_device(c), row.share_of_fma_peak)},
                     {"rel_l2", row.rel_l2}});
   }
-  const Json json{{"machine",
-                   {{"cpu", machine.cpu},
-                    {"cores", machine.cores},
-                    {"system", machine.system},
-                    {"compiler", machine.compiler},
-                    {"kvant", kVersion},
-                    {"l3_bytes", machine.l3_bytes},
-                    {"memory_bytes", machine.memory_bytes},
-                    {"threads", core::threads_name()},
-                    {"started", started},
-                    {"peaks", std::move(peaks)}}},
-                  {"rows", std::move(rows)}};
+  Json json{{"machine",
+             {{"cpu", machine.cpu},
+              {"cores", machine.cores},
+              {"system", machine.system},
+              {"compiler", machine.compiler},
+              {"kvant", kVersion},
+              {"l3_bytes", machine.l3_bytes},
+              {"memory_bytes", machine.memory_bytes},
+              {"threads", core::threads_name()},
+              {"started", started},
+              {"peaks", std::move(peaks)}}},
+            {"rows", std::move(rows)}};
+  if (!result.device.empty()) {
+    json["machine"]["device"] = result.device;
+    json["machine"]["device_read_gb_per_s"] = result.device_read_gb_per_s;
+  }
   return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 

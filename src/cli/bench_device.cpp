@@ -1,0 +1,380 @@
+// How time is taken on a device. Kernels are timed between events, as launches of a graph of many runs, so that neither the
+// host's calls nor the gaps between launches count (appends whose lengths change cannot be recorded: their calls are
+// enqueued between two events). A cache has as many layers as make four times the L2 cache, and runs rotate through them: keys
+// and values come from memory. The read bandwidth that rows are held against is measured before and after all of them.
+#include "cli/bench_device.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <memory>
+
+#include "cli/bench_append.hpp"
+#include "cli/bench_data.hpp"
+#include "cli/parallel.hpp"
+#include "cli/table.hpp"
+#include "core/device.hpp"
+
+namespace kvant::cli {
+namespace {
+
+constexpr double kGraphNs = 2e6;  // a launch of a graph takes at least this long, against the few microseconds it costs
+constexpr std::int64_t kMostRuns = 4000;  // in one graph
+constexpr int kFewestSamples = 7, kMostSamples = 201;
+constexpr std::int64_t kSupplyBytes = std::int64_t{128} << 20;  // rows of one write, keys or values
+
+std::int64_t row_values(const BenchCase& c) {
+  return static_cast<std::int64_t>(c.kv_heads) * c.head_dim;
+}
+
+std::vector<float> widened(const std::vector<std::uint16_t>& bf16) {
+  std::vector<float> x;
+  x.reserve(bf16.size());
+  for (const std::uint16_t h : bf16) x.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(h) << 16));
+  return x;
+}
+
+class Measurement {
+ public:
+  Measurement(core::DeviceBench& bench, const BenchSettings& settings, int device)
+      : bench_(bench), settings_(settings), device_(device) {}
+
+  Status measure(BenchRow& row) {
+    return row.bench_case.op == BenchOp::append ? measure_append(row) : measure_decode(row);
+  }
+
+ private:
+  Result<Cache> make_cache(const BenchCase& c, int layers) const {
+    CacheConfig config;
+    config.layers = layers;
+    config.kv_heads = c.kv_heads;
+    config.head_dim = c.head_dim;
+    config.k = format_info(c.formats.k).name;
+    config.v = format_info(c.formats.v).name;
+    config.sink_pages = c.formats.is_dense() ? 0 : c.sink_pages;
+    config.tail_pages = c.formats.is_dense() ? 0 : c.tail_pages;
+    config.exact = Dtype::bf16;
+    config.device = fmt::format("cuda:{}", device_);
+    config.max_sequences = c.batch;
+    config.max_sequence_tokens = (c.keys + kPageTokens - 1) / kPageTokens * kPageTokens;
+    config.capacity_tokens = config.max_sequence_tokens * c.batch;
+    return Cache::create(config);
+  }
+
+  // A buffer that later calls reuse; its old content is lost.
+  Result<void*> scratch(std::size_t which, std::size_t bytes) {
+    if (scratch_.size() <= which) scratch_.resize(which + 1);
+    Scratch& s = scratch_[which];
+    if (s.bytes < bytes) {
+      const Result<void*> made = bench_.allocate(bytes);
+      if (!made.ok()) return made.status();
+      s = {*made, bytes};
+    }
+    return s.data;
+  }
+
+  // Channels as loud as those of loud_vectors, in device memory.
+  Result<const float*> gains(std::size_t which, int heads, int head_dim, double loudness, std::uint64_t seed) {
+    Random random(seed);
+    std::vector<float> gain(static_cast<std::size_t>(heads) * static_cast<std::size_t>(head_dim), 1.0f);
+    for (int h = 0; h < heads && loudness > 1; ++h) {
+      for (int i = 0; i < std::max(1, head_dim / 64); ++i) {
+        const auto channel = static_cast<std::size_t>(random.uniform() * head_dim);
+        gain[static_cast<std::size_t>(h) * static_cast<std::size_t>(head_dim) + channel] =
+            static_cast<float>(loudness * (0.5 + random.uniform()));
+      }
+    }
+    const Result<void*> memory = scratch(which, gain.size() * sizeof(float));
+    if (!memory.ok()) return memory.status();
+    if (Status s = bench_.upload(*memory, gain.data(), gain.size() * sizeof(float)); !s.ok()) return s;
+    return static_cast<const float*>(*memory);
+  }
+
+  enum Use : std::size_t { kKeys, kValues, kKeyGains, kValueGains, kQueries, kQueryGains, kOut, kOut32, kWorkspace };
+
+  struct Supply {
+    void* keys;
+    void* values;
+    const float* key_gains;
+    const float* value_gains;
+    std::int64_t rows;
+  };
+  Result<Supply> make_supply(const BenchCase& c, std::int64_t rows) {
+    const auto bytes = static_cast<std::size_t>(rows * row_values(c)) * 2;
+    const Result<void*> keys = scratch(kKeys, bytes), values = scratch(kValues, bytes);
+    if (!keys.ok()) return keys.status();
+    if (!values.ok()) return values.status();
+    const Result<const float*> k = gains(kKeyGains, c.kv_heads, c.head_dim, 10, 1);
+    const Result<const float*> v = gains(kValueGains, c.kv_heads, c.head_dim, 6, 2);
+    if (!k.ok()) return k.status();
+    if (!v.ok()) return v.status();
+    return Supply{*keys, *values, *k, *v, rows};
+  }
+  Status fill(const Supply& s, const BenchCase& c, std::int64_t first_row, std::int64_t rows) {
+    if (Status status = bench_.fill_normal(s.keys, rows, row_values(c), first_row, 11, s.key_gains); !status.ok())
+      return status;
+    return bench_.fill_normal(s.values, rows, row_values(c), first_row, 12, s.value_gains);
+  }
+  static TensorView rows_of(const void* data, const BenchCase& c, std::int64_t first, std::int64_t rows) {
+    const auto* bytes = static_cast<const std::byte*>(data) + first * row_values(c) * 2;
+    return TensorView::contiguous(bytes, Dtype::bf16, rows, c.kv_heads, c.head_dim);
+  }
+
+  // All layers hold the same vectors: only the memory must differ.
+  Result<Workload> fill_cache(const BenchCase& c, int layers) {
+    Result<Cache> cache = make_cache(c, layers);
+    if (!cache.ok()) return cache.status();
+    Workload w{c, std::move(*cache), {}, layers};
+    for (int i = 0; i < c.batch; ++i) w.sequences.push_back(w.cache.add_sequence());
+    const std::int64_t step =
+        std::clamp<std::int64_t>(kSupplyBytes / (2 * row_values(c) * c.batch), 1, std::min<std::int64_t>(c.keys, 8192));
+    const Result<Supply> supply = make_supply(c, step * c.batch);
+    if (!supply.ok()) return supply.status();
+    for (std::int64_t done = 0; done < c.keys; done += step) {
+      const std::int64_t tokens = std::min(step, c.keys - done);
+      if (Status s = fill(*supply, c, done * c.batch, tokens * c.batch); !s.ok()) return s;
+      std::vector<Append> appends;
+      for (const SequenceId id : w.sequences) appends.push_back({id, tokens});
+      if (Status s = w.cache.reserve(appends, bench_.stream()); !s.ok()) return s;
+      for (int layer = 0; layer < layers; ++layer) {
+        const Status s = w.cache.write(w.sequences, layer, rows_of(supply->keys, c, 0, tokens * c.batch),
+                                       rows_of(supply->values, c, 0, tokens * c.batch), bench_.stream());
+        if (!s.ok()) return s;
+      }
+    }
+    if (Status s = bench_.wait(); !s.ok()) return s;
+    return w;
+  }
+
+  // --- decode ---
+
+  struct Decode {
+    const Plan* plan;
+    int layers;
+    TensorView q;
+    MutableTensorView out;
+    RunOptions options;
+    static Status enqueue(void* self, std::int64_t i, Stream stream) {
+      auto& d = *static_cast<Decode*>(self);
+      d.options.stream = stream;
+      return run(*d.plan, static_cast<int>(i % d.layers), d.q, d.out, d.options);
+    }
+  };
+
+  Status measure_decode(BenchRow& row) {
+    const BenchCase& c = row.bench_case;
+    const double wanted = std::ceil(4.0 * static_cast<double>(bench_.facts().l2_bytes) / layer_bytes(c));
+    const auto layers = static_cast<int>(std::clamp(wanted, 1.0, 4096.0));
+    const double needed = 1.1 * layers * layer_bytes(c) + 3.0 * static_cast<double>(kSupplyBytes);
+    if (needed > 0.9 * static_cast<double>(bench_.facts().free_bytes)) {
+      return {Code::out_of_memory,
+              fmt::format("takes {} of the device's memory, {} are free; use fewer --keys or a smaller --batch",
+                          bytes_text(needed), bytes_text(static_cast<double>(bench_.facts().free_bytes)))};
+    }
+    Result<Workload> filled = fill_cache(c, layers);
+    if (!filled.ok()) return filled.status();
+    AttentionOptions options;
+    options.q_heads = c.q_heads;
+    options.q_len = static_cast<int>(c.q_len);
+    options.backend = "cuda";
+    const Result<Plan> plan = kvant::plan(filled->cache, std::span<const SequenceId>(filled->sequences), options);
+    if (!plan.ok()) return plan.status();
+    row.bytes = static_cast<double>(plan->kv_bytes());
+
+    const std::int64_t queries = c.batch * c.q_len;
+    const auto values = static_cast<std::size_t>(queries * c.q_heads * c.head_dim);
+    const Result<void*> q = scratch(kQueries, values * 2), out = scratch(kOut, values * 2);
+    const Result<void*> out32 = scratch(kOut32, values * 4);
+    const Result<void*> workspace = scratch(kWorkspace, plan->workspace_bytes() + 64);
+    const Result<const float*> gain = gains(kQueryGains, c.q_heads, c.head_dim, 1, 3);
+    for (const Result<void*>* r : {&q, &out, &out32, &workspace}) {
+      if (!r->ok()) return r->status();
+    }
+    if (!gain.ok()) return gain.status();
+    const std::int64_t q_row = static_cast<std::int64_t>(c.q_heads) * c.head_dim;
+    if (Status s = bench_.fill_normal(*q, queries, q_row, 0, 13, *gain); !s.ok()) return s;
+
+    Decode decode{&*plan,
+                  layers,
+                  TensorView::contiguous(*q, Dtype::bf16, queries, c.q_heads, c.head_dim),
+                  MutableTensorView::of(static_cast<float*>(*out32), queries, c.q_heads, c.head_dim),
+                  {}};
+    decode.options.workspace = {static_cast<std::byte*>(*workspace), plan->workspace_bytes()};
+    if (Status s = Decode::enqueue(&decode, 0, bench_.stream()); !s.ok()) return s;
+    std::vector<float> got(values);
+    std::vector<std::uint16_t> q_host(values);
+    if (Status s = bench_.download(got.data(), *out32, values * 4); !s.ok()) return s;
+    if (Status s = bench_.download(q_host.data(), *q, values * 2); !s.ok()) return s;
+    const Result<double> error = check_attention(*filled, c, widened(q_host), got, 1);
+    if (!error.ok()) return error.status();
+    row.rel_l2 = *error;
+    if (const double allowed = attention_tolerance(c.formats); !(row.rel_l2 <= allowed)) {
+      row.refusal = fmt::format("the error {:.1e} is above {:.0e}: no speed for wrong results", row.rel_l2, allowed);
+      return {};
+    }
+
+    // Speed with a bf16 output, as serving has it.
+    decode.out = MutableTensorView::contiguous(*out, Dtype::bf16, queries, c.q_heads, c.head_dim);
+    const core::DeviceBench::Work work{&decode, &Decode::enqueue};
+    Result<std::vector<double>> first = bench_.time_graph(work, layers, 3);
+    if (!first.ok()) return first.status();
+    const double estimate = std::max(100.0, quantile(*first, 0.5));
+    const double rounds = std::clamp(std::ceil(kGraphNs / (estimate * layers)), 1.0,
+                                     std::max(1.0, static_cast<double>(kMostRuns / layers)));
+    const std::int64_t runs = layers * static_cast<std::int64_t>(rounds);
+    Result<std::vector<double>> ns = bench_.time_graph(work, runs, samples_for(estimate * static_cast<double>(runs)));
+    if (!ns.ok()) return ns.status();
+    return finish(row, *ns);
+  }
+
+  // --- append ---
+
+  struct Fill {
+    Cache* cache;
+    const BenchCase* c;
+    Supply supply;
+    std::vector<SequenceId> sequences;
+    static Status enqueue(void* self, std::int64_t /*i*/, Stream stream) {
+      auto& f = *static_cast<Fill*>(self);
+      for (const SequenceId id : f.sequences) {
+        if (Status s = f.cache->remove(id); !s.ok()) return s;
+      }
+      f.sequences.clear();
+      for (int i = 0; i < f.c->batch; ++i) f.sequences.push_back(f.cache->add_sequence());
+      std::vector<Append> appends(f.sequences.size());
+      for (std::int64_t done = 0, from = 0; done < f.c->keys;) {
+        const std::int64_t tokens = std::min(f.c->q_len, f.c->keys - done);
+        const std::int64_t rows = tokens * f.c->batch;
+        if (from + rows > f.supply.rows) from = 0;
+        for (std::size_t i = 0; i < appends.size(); ++i) appends[i] = {f.sequences[i], tokens};
+        if (Status s = f.cache->reserve(appends, stream); !s.ok()) return s;
+        const Status s = f.cache->write(f.sequences, 0, rows_of(f.supply.keys, *f.c, from, rows),
+                                        rows_of(f.supply.values, *f.c, from, rows), stream);
+        if (!s.ok()) return s;
+        done += tokens;
+        from += rows;
+      }
+      return {};
+    }
+  };
+
+  // Relative L2 of what the first call of the first sequence stored.
+  Result<double> append_error(const Fill& f) {
+    const BenchCase& c = *f.c;
+    const std::int64_t tokens = std::min({c.q_len, c.keys, std::int64_t{1024}});
+    const auto values = static_cast<std::size_t>(tokens * row_values(c));
+    std::vector<float> keys(values), vals(values);
+    const Status status = f.cache->read(
+        f.sequences.front(), 0, 0, tokens, MutableTensorView::of(keys.data(), tokens, c.kv_heads, c.head_dim),
+        MutableTensorView::of(vals.data(), tokens, c.kv_heads, c.head_dim), bench_.stream());
+    if (!status.ok()) return status;
+    std::vector<std::uint16_t> given(values);
+    double error2 = 0, truth2 = 0;
+    for (const auto& [decoded, source] : {std::pair(&keys, f.supply.keys), {&vals, f.supply.values}}) {
+      if (Status s = bench_.download(given.data(), source, values * 2); !s.ok()) return s;
+      const std::vector<float> truth = widened(given);
+      for (std::size_t i = 0; i < values; ++i) {
+        const double difference = static_cast<double>((*decoded)[i]) - static_cast<double>(truth[i]);
+        error2 += difference * difference;
+        truth2 += static_cast<double>(truth[i]) * static_cast<double>(truth[i]);
+      }
+    }
+    return std::sqrt(error2 / truth2);
+  }
+
+  Status measure_append(BenchRow& row) {
+    const BenchCase& c = row.bench_case;
+    row.bytes = append_bytes(c);
+    Result<Cache> cache = make_cache(c, 1);
+    if (!cache.ok()) return cache.status();
+    const std::int64_t rows_of_call = std::min(c.q_len, c.keys) * c.batch;
+    const std::int64_t rows = std::max(rows_of_call, std::min(kSupplyBytes / (2 * row_values(c)), c.keys * c.batch));
+    const Result<Supply> supply = make_supply(c, rows);
+    if (!supply.ok()) return supply.status();
+    if (Status s = fill(*supply, c, 0, rows); !s.ok()) return s;
+    Fill work{&*cache, &c, *supply, {}};
+    if (Status s = Fill::enqueue(&work, 0, bench_.stream()); !s.ok()) return s;
+    const Result<double> error = append_error(work);
+    if (!error.ok()) return error.status();
+    row.rel_l2 = *error;
+    if (const double allowed = append_tolerance(c.formats); !(row.rel_l2 <= allowed)) {
+      row.refusal = fmt::format("the error {:.1e} is above {:.1e}: no speed for wrong results", row.rel_l2, allowed);
+      return {};
+    }
+    const core::DeviceBench::Work timed{&work, &Fill::enqueue};
+    Result<std::vector<double>> first = bench_.time_each(timed, 3);
+    if (!first.ok()) return first.status();
+    Result<std::vector<double>> ns = bench_.time_each(timed, samples_for(quantile(*first, 0.5)));
+    if (!ns.ok()) return ns.status();
+    return finish(row, *ns);
+  }
+
+  [[nodiscard]] int samples_for(double ns) const {
+    if (settings_.rounds > 0) return settings_.rounds;
+    return static_cast<int>(std::clamp(settings_.seconds * 1e9 / ns, double{kFewestSamples}, double{kMostSamples}));
+  }
+
+  static Status finish(BenchRow& row, std::vector<double>& ns) {
+    row.samples = static_cast<int>(ns.size());
+    row.median_ns = quantile(ns, 0.5);
+    row.spread = (quantile(ns, 0.9) - quantile(ns, 0.1)) / row.median_ns;
+    row.ns_per_value = row.median_ns / row.bench_case.stored_values();
+    row.gb_per_s = row.bytes / row.median_ns;
+    if (row.bench_case.op != BenchOp::append) row.gflops = row.bench_case.flops() / row.median_ns;
+    return {};
+  }
+
+  struct Scratch {
+    void* data = nullptr;
+    std::size_t bytes = 0;
+  };
+  core::DeviceBench& bench_;
+  BenchSettings settings_;
+  int device_;
+  std::vector<Scratch> scratch_;
+};
+
+}  // namespace
+
+Status check_device_backend() {
+  const core::DeviceBackend* backend = core::device_backend();
+  if (backend == nullptr) {
+    return {Code::unsupported,
+            "--backend cuda: not compiled in; configure with -DKVANT_CUDA=ON (./dev gpu-build), or use --backend cpu"};
+  }
+  if (const std::string why = backend->unavailable(); !why.empty())
+    return {Code::unsupported, fmt::format("--backend cuda: {}", why)};
+  return {};
+}
+
+Result<BenchResult> run_device_bench(const std::vector<BenchCase>& cases, const BenchSettings& settings, int device,
+                                     const std::function<void(double, const std::string&)>& on_progress) {
+  if (Status s = check_device_backend(); !s.ok()) return s;
+  const Result<std::unique_ptr<core::DeviceBench>> made = core::device_backend()->make_bench(device);
+  if (!made.ok()) return made.status();
+  core::DeviceBench& bench = **made;
+  BenchResult result;
+  result.device = bench.facts().name;
+  const Result<double> before = bench.read_gb_per_s();
+  if (!before.ok()) return before.status();
+  Measurement measurement(bench, settings, device);
+  for (const BenchCase& c : cases) {
+    const std::string name =
+        fmt::format("{} {} D {}, {} keys, batch {}", op_name(c.op), c.formats.name(), c.head_dim, c.keys, c.batch);
+    on_progress(0, name);
+    BenchRow row;
+    row.bench_case = c;
+    if (Status s = measurement.measure(row); !s.ok()) return {s.code(), name + ": " + s.message()};
+    result.rows.push_back(std::move(row));
+    on_progress(1, name);
+  }
+  const Result<double> after = bench.read_gb_per_s();
+  if (!after.ok()) return after.status();
+  result.device_read_gb_per_s = std::max(*before, *after);
+  for (BenchRow& row : result.rows) row.share_of_read_bandwidth = row.gb_per_s / result.device_read_gb_per_s;
+  return result;
+}
+
+}  // namespace kvant::cli
