@@ -10,6 +10,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
 #include <new>
 
 #include "core/cache_impl.hpp"
@@ -59,6 +60,12 @@ Status CacheImpl::make_device(const core::DeviceBackend* backend) {
   const std::int64_t tail = table.ends.tail_pages > 0 ? table.ends.tail_pages + 2 : 0;
   device_encoded_slots_ = table.capacity_pages + config_.max_sequences * tail;
   device_exact_slots_ = std::min(table.capacity_pages, config_.max_sequences * (table.ends.sink_pages + 2 * tail));
+  if (std::max(device_encoded_slots_, device_exact_slots_) > std::numeric_limits<std::int32_t>::max()) {
+    return {
+        Code::invalid_argument,
+        fmt::format("capacity_tokens = {} with max_sequences = {}: pages are numbered up to 2^31; lower one of them",
+                    config_.capacity_tokens, config_.max_sequences)};
+  }
   const bool calibrated = config_.k_basis == BasisKind::calibrated || config_.v_basis == BasisKind::calibrated;
   const core::DeviceStoreConfig store{.device = device_number_,
                                       .encoded = encoded_.layout(),
