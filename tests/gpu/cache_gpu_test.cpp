@@ -98,7 +98,7 @@ std::vector<Trial> trials() {
     }
   }
   for (const int d : kHeadDims) {
-    for (const Dtype input : kInputs) all.push_back({kPairs[3], d, input, 0, 0, 0});
+    for (const Dtype input : kInputs) all.push_back({kPairs[3], d, input, 2, 0, 0});
   }
   return all;
 }
