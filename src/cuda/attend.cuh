@@ -20,8 +20,14 @@ namespace kvant::cuda {
 inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
 inline constexpr float kNone = -__builtin_huge_valf();
+inline constexpr float kLowest = -1e30f;  // a running maximum's start: differences with it stay numbers
 inline constexpr int kWarps = 4;
 inline constexpr int kThreads = 32 * kWarps;
+// Blocks that a multiprocessor should hold: what registers allow. Measured on an H200, GB/s of tq4 at 4 / 3 blocks of one
+// column tile, docs/lab.
+constexpr int most_blocks(int column_tiles) {
+  return column_tiles == 1 ? 4 : 3;
+}
 inline constexpr float kTopWeight = 32639.0f;  // 127 * 256 + 127
 
 // Warps of a team: as many as keep a page's bytes for each warp near 8 KiB, and the channels of each at 128 or less.
@@ -32,6 +38,24 @@ __host__ __device__ constexpr int team_warps(Format k, Format v, int head_dim) {
   while (head_dim % (32 * warps) != 0) warps /= 2;
   return warps;
 }
+
+// Where a block stands on the line of work.
+struct LinePlace {
+  long long at, end;
+  long long base;  // units before `entry`
+  int entry;
+};
+
+// One block's part of a segment. In shared memory: registers are scarce, and most of it is needed once in 32 pages.
+struct Part {
+  BatchEntry batch;
+  int entry, kv_head, row_block, domain;
+  int length, q_len;
+  int use_begin, use_end;
+  int all_begin, all_end;  // keys that every row sees and that no transform changes
+  int partial;
+  PageRuns runs;
+};
 
 template <Format KF, Format VF, int D, int NT>
 struct Shape {
@@ -50,50 +74,44 @@ struct Shape {
   static constexpr int kScaleBytes = (kKeyGroups + kValueGroups) * 2 * kPageTokens;
   static constexpr int kKeyStage = Keys::kBytes + kScaleBytes;
   static constexpr int kValueStage = Values::kBytes;
-  static constexpr int kKeyStages = 2 * (kKeyStage + kValueStage) > 200000 ? 1 : 2;
-  static constexpr int kValueStages = 2;
-
   // Probabilities: [column][64 tokens], bytes or halves; rows padded against bank conflicts.
   static constexpr int kColumnBytes = is_integer(VF) ? 96 : 192;
   static constexpr int kPBytes = 2 * kRows * kColumnBytes;
-  static constexpr int kExactColumnBytes = 192;  // exact pages use halves
-  static constexpr int kTeamP = is_half(KF) && is_half(VF)                          ? kPBytes
-                                : kPGroups * kPBytes > 2 * kRows* kExactColumnBytes ? kPGroups* kPBytes
-                                                                                    : 2 * kRows* kExactColumnBytes;
-  static constexpr int kScratch = kTeam * kRows * (1 + kPGroups) * 4;
+  static constexpr int kTeamP = kPGroups * kPBytes;
+  static constexpr int kScratch = kTeam > 1 ? kTeam* kRows*(1 + kPGroups) * 4 : 0;
   static constexpr bool kHasExact = !(is_half(KF) && is_half(VF));  // dense caches have one domain
   // Queries: operand pairs [NT][step][32 lanes] of 8 bytes.
-  static constexpr int kQueryBytes = NT * kQuerySteps<KF, D> * 256;
-  static constexpr int kExactQueryBytes = NT * (D / 16) * 256;
-  static constexpr int kQueryRoom = kHasExact && kExactQueryBytes > kQueryBytes ? kExactQueryBytes : kQueryBytes;
+  static constexpr int kEncodedQueries = NT * kQuerySteps<KF, D> * 256, kExactQueries = NT * (D / 16) * 256;
+  static constexpr int kQueryBytes = kHasExact && kExactQueries > kEncodedQueries ? kExactQueries : kEncodedQueries;
   static constexpr int kSumGroups = kKeyGroups > 1 ? kKeyGroups : 1;
 
-  struct Info {                                // of the block's rows
-    float scale[kRows];                        // of a product, to log2 units
-    float center[kRows];                       // added to an encoded key's score
-    std::int32_t sums[kSumGroups][2 * kRows];  // of the digits in each column
+  struct Info {                                 // of the block's rows
+    float scale[kRows];                         // of a product, to log2 units
+    float center[kRows];                        // added to an encoded key's score
+    std::int32_t start[kSumGroups][2 * kRows];  // of the sums in each column: minus level_origin for every key
+    float rest[kSumGroups][kRows];              // what level_origin leaves out
     std::int32_t poisoned[kRows];
     float m[kWarps][kRows], l[kWarps][kRows];
+    std::uint32_t constants[2][4];
+    Part part;
+    LinePlace line;
   };
 
   static constexpr int kQueryAt = 0;
-  static constexpr int kInfoAt = kQueryAt + kQueryRoom;
+  static constexpr int kInfoAt = kQueryAt + kQueryBytes;  // a multiple of 256
+  static constexpr int kBarriers = 3;                     // of a team: keys, values, exact pages
   static constexpr int kBarriersAt = (kInfoAt + static_cast<int>(sizeof(Info)) + 15) / 16 * 16;
-  static constexpr int kTeamsAt = (kBarriersAt + kTeams * (kKeyStages + kValueStages) * 8 + 127) / 128 * 128;
-  static constexpr int kRings = kKeyStages * kKeyStage + kValueStages * kValueStage;
-  static constexpr int kTeamBytes = (kRings + kTeamP + kScratch + 127) / 128 * 128;
+  static constexpr int kTeamsAt = (kBarriersAt + kTeams * kBarriers * 8 + 31) / 32 * 32;
+  static constexpr int kStages = kKeyStage + kValueStage;
+  // Exact pages pass through half a side at a time.
+  static constexpr int kExactKeyRow = padded_row(8 * D, 64), kExactValueRow = padded_row(16 * D, kValueResidue);
+  static constexpr int kExactHalf = 8 * kExactKeyRow > 4 * kExactValueRow ? 8 * kExactKeyRow : 4 * kExactValueRow;
+  static constexpr int kExactP = 2 * kRows * 192;
+  static constexpr int kExactBytes = kHasExact ? kExactHalf + kExactP : 0;
+  static constexpr int kWork = kStages + kTeamP > kExactBytes ? kStages + kTeamP : kExactBytes;
+  static constexpr int kTeamBytes = (kWork + kScratch + 31) / 32 * 32;
   static constexpr int kCombine = kTeams > 1 ? kTeams* kRows* D * 4 : 0;  // reuses the teams' memory
   static constexpr int kBytes = kTeamsAt + (kTeams * kTeamBytes > kCombine ? kTeams * kTeamBytes : kCombine);
-};
-
-// One block's part of a segment.
-struct Part {
-  int entry, kv_head, row_block, domain;
-  int use_begin, use_end;
-  int length, q_len;
-  BatchEntry batch;
-  PageRuns runs;
-  int partial;
 };
 
 template <Format KF, Format VF, int D, int NT>
@@ -102,6 +120,8 @@ struct Attend {
   static constexpr int R = S::kRows, W = S::kTeam;
   static constexpr bool kTeamOfOne = W == 1;
 
+  static constexpr bool kQueriesInRegisters = is_integer(KF) && NT * kQuerySteps<KF, D> <= 8;
+
   const AttendParams& p;
   std::byte* shared;
   int lane, g, t, warp, team, member;  // member: of the team
@@ -109,6 +129,9 @@ struct Attend {
   float o[2 * S::kUnits][NT][2];
   float half_sum[NT];  // what level_origin leaves out of o: half the sum of weights
   float m[NT], l[NT];
+  std::byte* weights;  // operands of the second product
+  Constants<KF> key_constants;
+  Constants<VF> value_constants;
 
   __device__ Attend(const AttendParams& params, std::byte* memory) : p(params), shared(memory) {
     lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -119,14 +142,16 @@ struct Attend {
 
   // --- shared memory ---
   __device__ std::byte* team_memory() const { return shared + S::kTeamsAt + team * S::kTeamBytes; }
-  __device__ std::byte* key_stage(int stage) const { return team_memory() + stage * S::kKeyStage; }
-  __device__ std::byte* value_stage(int stage) const {
-    return team_memory() + S::kKeyStages * S::kKeyStage + stage * S::kValueStage;
+  __device__ std::byte* key_stage() const { return team_memory(); }
+  __device__ std::byte* value_stage() const { return team_memory() + S::kKeyStage; }
+  __device__ float* scratch() const { return reinterpret_cast<float*>(team_memory() + S::kWork); }
+  enum Barrier { kKeys, kValues, kExactHalves };
+  __device__ void wait(Barrier which, std::uint32_t& phases) const {
+    ptx::mbarrier_wait(barrier_at(which), phases >> which & 1);
+    phases ^= 1u << which;
   }
-  __device__ std::byte* weights() const { return team_memory() + S::kRings; }
-  __device__ float* scratch() const { return reinterpret_cast<float*>(team_memory() + S::kRings + S::kTeamP); }
   __device__ std::uint32_t barrier_at(int index) const {
-    return ptx::shared_address(shared + S::kBarriersAt) + 8 * (team * (S::kKeyStages + S::kValueStages) + index);
+    return ptx::shared_address(shared + S::kBarriersAt) + 8 * (team * S::kBarriers + index);
   }
   __device__ void team_sync() const {
     if constexpr (kTeamOfOne) {
@@ -138,44 +163,87 @@ struct Attend {
 
   // --- copies ---
 
-  // Eight rows of `bytes` each; called by all lanes of one warp, which share the work.
-  __device__ static void copy_rows(std::byte* to, int stride, const std::byte* from, int bytes, std::uint32_t barrier) {
-#if __CUDA_ARCH__ >= 900
+  // Long rows by the bulk engine, which takes one instruction a row but not for all lanes at once; short ones 512 bytes an
+  // instruction.
+  template <class Side>
+  static constexpr bool kBulk = Side::row_bytes(0) >= 1024;
+
+  // kRows rows, `from` contiguous; called by all lanes of one warp, which share the work.
+  template <int kRows, int kRowBytes, int kStride, bool kByBulk>
+  __device__ static void copy_rows(std::byte* to, const std::byte* from, std::uint32_t barrier) {
     const int lane = threadIdx.x % 32;
-    if (lane < 8) ptx::copy_bulk(ptx::shared_address(to + lane * stride), from + lane * bytes, bytes, barrier);
-#else
-    for (int i = 16 * (threadIdx.x % 32); i < 8 * bytes; i += 512) {
-      ptx::copy16(ptx::shared_address(to + i / bytes * stride + i % bytes), from + i);
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kByBulk) {
+      if (lane < kRows)
+        ptx::copy_bulk(ptx::shared_address(to + lane * kStride), from + lane * kRowBytes, kRowBytes, barrier);
+      return;
     }
 #endif
+    constexpr int kTotal = kRows * kRowBytes;
+    const std::uint32_t base = ptx::shared_address(to);
+    if constexpr (kRowBytes % 512 == 0) {
+#pragma unroll
+      for (int at = 0; at < kTotal; at += 512) {
+        ptx::copy16(base + 16 * lane + at / kRowBytes * kStride + at % kRowBytes, from + 16 * lane + at);
+      }
+    } else if constexpr (512 % kRowBytes == 0) {
+      const std::uint32_t mine = base + 16 * lane / kRowBytes * kStride + 16 * lane % kRowBytes;
+#pragma unroll
+      for (int at = 0; at < kTotal; at += 512) {
+        if (at + 16 * lane < kTotal) ptx::copy16(mine + at / kRowBytes * kStride, from + 16 * lane + at);
+      }
+    } else {
+#pragma unroll
+      for (int at = 0; at < kTotal; at += 512) {
+        const int i = at + 16 * lane;
+        if (i < kTotal) ptx::copy16(base + i / kRowBytes * kStride + i % kRowBytes, from + i);
+      }
+    }
   }
   template <class Side>
   __device__ static void copy_side(std::byte* to, const std::byte* from, std::uint32_t plane1, std::uint32_t barrier) {
-    copy_rows(to, Side::stride(0), from, Side::row_bytes(0), barrier);
+    copy_rows<8, Side::row_bytes(0), Side::stride(0), kBulk<Side>>(to, from, barrier);
     if constexpr (Side::kPlanes == 2) {
-      copy_rows(to + Side::offset(1), Side::stride(1), from + plane1, Side::row_bytes(1), barrier);
+      copy_rows<8, Side::row_bytes(1), Side::stride(1), kBulk<Side>>(to + Side::offset(1), from + plane1, barrier);
     }
   }
   template <class Side>
   __device__ static constexpr int side_bytes() {
     return 8 * (Side::row_bytes(0) + (Side::kPlanes == 2 ? Side::row_bytes(1) : 0));
   }
+  // A barrier of bulk copies counts bytes and one arrival; of others, one arrival of each lane.
+  template <bool kByBulk>
   __device__ static void begin_copy(std::uint32_t barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_expect(barrier, bytes);
-    __syncwarp();
+    if constexpr (kByBulk) {
+      if (threadIdx.x % 32 == 0) ptx::mbarrier_expect(barrier, bytes);
+      __syncwarp();
+    }
 #endif
   }
+  template <bool kByBulk>
   __device__ static void end_copy(std::uint32_t barrier) {
-#if __CUDA_ARCH__ < 900
-    ptx::mbarrier_arrive_copies(barrier);
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kByBulk) return;
 #endif
+    ptx::mbarrier_arrive_copies(barrier);
   }
+  template <bool kByBulk>
   __device__ static void skip_copy(std::uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
-#else
+    if constexpr (kByBulk) {
+      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
+      return;
+    }
+#endif
     ptx::mbarrier_arrive(barrier);
+  }
+  template <bool kByBulk>
+  __device__ static constexpr int arrivals() {
+#if __CUDA_ARCH__ >= 900
+    return kByBulk ? 1 : 32;
+#else
+    return 32;
 #endif
   }
 
@@ -188,33 +256,29 @@ struct Attend {
            static_cast<std::uint64_t>(p.layer * p.cache.kv_heads + kv_head) * p.cache.exact_layout.block_bytes;
   }
 
-  __device__ void copy_keys(int stage, int slot, int kv_head) const {
-    const std::uint32_t barrier = barrier_at(stage);
-    if (slot < 0) return skip_copy(barrier);
+  __device__ void copy_keys(int slot, int kv_head) const {
+    using Keys = typename S::Keys;
+    const std::uint32_t barrier = barrier_at(kKeys);
+    if (slot < 0) return skip_copy<kBulk<Keys>>(barrier);
     const std::byte* block = encoded_block(slot, kv_head);
-    begin_copy(barrier, side_bytes<typename S::Keys>() + S::kScaleBytes);
-    std::byte* to = key_stage(stage);
-    copy_side<typename S::Keys>(to, block, p.cache.encoded_layout.k.plane_offset[1], barrier);
+    begin_copy<kBulk<Keys>>(barrier, side_bytes<Keys>() + S::kScaleBytes);
+    std::byte* to = key_stage();
+    copy_side<Keys>(to, block, p.cache.encoded_layout.k.plane_offset[1], barrier);
     if constexpr (S::kScaleBytes > 0) {
-      const std::byte* scales = block + p.cache.encoded_layout.code_bytes;
-#if __CUDA_ARCH__ >= 900
-      if (lane == 8) ptx::copy_bulk(ptx::shared_address(to + S::Keys::kBytes), scales, S::kScaleBytes, barrier);
-#else
-      for (int i = 16 * lane; i < S::kScaleBytes; i += 512) {
-        ptx::copy16(ptx::shared_address(to + S::Keys::kBytes + i), scales + i);
-      }
-#endif
+      copy_rows<1, S::kScaleBytes, S::kScaleBytes, kBulk<Keys>>(to + Keys::kBytes,
+                                                                block + p.cache.encoded_layout.code_bytes, barrier);
     }
-    end_copy(barrier);
+    end_copy<kBulk<Keys>>(barrier);
   }
-  __device__ void copy_values(int stage, int slot, int kv_head) const {
-    const std::uint32_t barrier = barrier_at(S::kKeyStages + stage);
-    if (slot < 0) return skip_copy(barrier);
+  __device__ void copy_values(int slot, int kv_head) const {
+    using Values = typename S::Values;
+    const std::uint32_t barrier = barrier_at(kValues);
+    if (slot < 0) return skip_copy<kBulk<Values>>(barrier);
     const codec::SideLayout& v = p.cache.encoded_layout.v;
     const std::byte* block = encoded_block(slot, kv_head) + v.plane_offset[0];
-    begin_copy(barrier, side_bytes<typename S::Values>());
-    copy_side<typename S::Values>(value_stage(stage), block, v.plane_offset[1] - v.plane_offset[0], barrier);
-    end_copy(barrier);
+    begin_copy<kBulk<Values>>(barrier, side_bytes<Values>());
+    copy_side<Values>(value_stage(), block, v.plane_offset[1] - v.plane_offset[0], barrier);
+    end_copy<kBulk<Values>>(barrier);
   }
 
   // --- queries ---
@@ -225,6 +289,7 @@ struct Attend {
     const DeviceBasis& basis = p.k_basis;
     const std::size_t at = static_cast<std::size_t>(p.layer * p.cache.kv_heads + part.kv_head);
     float* room = reinterpret_cast<float*>(shared + S::kTeamsAt) + warp * D;  // the rings are idle
+#pragma unroll 1
     for (int r = warp; r < R; r += kWarps) {
       const int row = part.row_block * R + r;
       const int query = row / p.group, q_head = part.kv_head * p.group + row % p.group;
@@ -301,8 +366,10 @@ struct Attend {
 #pragma unroll
           for (int digit = 0; digit < 2; ++digit) {
             const int sum = __reduce_add_sync(~0u, sums[i][digit]);
-            if (lane == 0) info->sums[i][2 * r + digit] = sum;
+            sums[i][digit] = sum;
+            if (lane == 0) info->start[i][2 * r + digit] = -level_origin(KF) * sum;
           }
+          if (lane == 0) info->rest[i][r] = 0.5f * static_cast<float>(256 * sums[i][0] + sums[i][1]);
         }
       }
       if (lane == 0) {
@@ -316,76 +383,99 @@ struct Attend {
 
   // --- first product ---
 
+  struct Registers {  // of a part
+    uint2 pairs[NT][kQueriesInRegisters ? kQuerySteps<KF, D> : 1];
+  };
+
   // Scores in log2 units, scaled, of this lane's tokens (tile i, row half h). Encoded pages.
-  __device__ void key_scores(const std::byte* stage, float (&s)[S::kTokenTiles][NT][2]) const {
+  __device__ __forceinline__ void key_scores(const std::byte* stage, const Registers& held,
+                                             float (&s)[S::kTokenTiles][NT][2]) const {
     using Keys = typename S::Keys;
     const std::byte* scales = stage + Keys::kBytes;
+    if constexpr (is_integer(KF)) {
+      constexpr int kTiles = S::kTokenTiles * NT <= 4 ? S::kTokenTiles : NT >= 4 ? 1 : 4 / NT;  // at a time
+      constexpr int kGroups = S::kSumGroups, kBlocks = (D + 63) / 64 / kGroups;                 // blocks of 64 channels
 #pragma unroll
-    for (int i = 0; i < S::kTokenTiles; ++i) {
-      const int token = S::kTokens * member + 2 * i;  // of octet g
-      const std::byte* rows[2][2];
+      for (int first = 0; first < S::kTokenTiles; first += kTiles) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
+        for (int group = 0; group < kGroups; ++group) {
+          std::int32_t c[kTiles][NT][4];
 #pragma unroll
-        for (int plane = 0; plane < 2; ++plane) {
-          const int at = plane < Keys::kPlanes ? plane : 0;
-          rows[h][plane] = stage + Keys::offset(at) + g * Keys::stride(at) + (token + h) * (Keys::row_bytes(at) / 8);
-        }
-      }
+          for (int n = 0; n < NT; ++n) {
+            const int2 start = *reinterpret_cast<const int2*>(&info->start[group][2 * (4 * n + t)]);
 #pragma unroll
-      for (int n = 0; n < NT; ++n) s[i][n][0] = s[i][n][1] = 0.0f;
-      if constexpr (is_integer(KF)) {
-        std::int32_t c[NT][4];
-        constexpr int kBlocks = (D + 63) / 64;
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-          constexpr int kGroupBlocks = S::kKeyGroups > 1 ? 2 : kBlocks;
-          const int group = block / kGroupBlocks;
-          if (block % kGroupBlocks == 0) {
-#pragma unroll
-            for (int n = 0; n < NT; ++n) {
-              const int* sums = &info->sums[group][2 * (4 * n + t)];
-              c[n][0] = c[n][2] = -level_origin(KF) * sums[0];
-              c[n][1] = c[n][3] = -level_origin(KF) * sums[1];
+            for (int i = 0; i < kTiles; ++i) {
+              c[i][n][0] = c[i][n][2] = start.x;
+              c[i][n][1] = c[i][n][3] = start.y;
             }
           }
-          const auto multiply = [&]<bool kHalfBlock>() {
-            const Sixteen x = load_key_codes<KF, kHalfBlock>(rows[0], block, t);
-            const Sixteen y = load_key_codes<KF, kHalfBlock>(rows[1], block, t);
+          const auto multiply = [&]<bool kHalfBlock>(int block) {
+            constexpr int kSteps = kHalfBlock ? 1 : 2;
+            uint2 b[kSteps][NT];
 #pragma unroll
-            for (int j = 0; j < (kHalfBlock ? 1 : 2); ++j) {
-              const std::uint32_t a[4] = {x.first[j], y.first[j], x.second[j], y.second[j]};
+            for (int j = 0; j < kSteps; ++j) {
 #pragma unroll
               for (int n = 0; n < NT; ++n) {
-                const uint2 b = query_pair<KF>(n, 2 * block + j);
-                ptx::mma(c[n], a, b.x, b.y);
+                if constexpr (kQueriesInRegisters) {
+                  b[j][n] = held.pairs[n][2 * block + j];
+                } else {
+                  b[j][n] = query_pair<KF>(n, 2 * block + j);
+                }
+              }
+            }
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+              const int token = S::kTokens * member + 2 * (first + i);  // of octet g
+              const std::byte* rows[2][2];
+#pragma unroll
+              for (int h = 0; h < 2; ++h) {
+#pragma unroll
+                for (int plane = 0; plane < 2; ++plane) {
+                  const int at = plane < Keys::kPlanes ? plane : 0;
+                  rows[h][plane] =
+                      stage + Keys::offset(at) + g * Keys::stride(at) + (token + h) * (Keys::row_bytes(at) / 8);
+                }
+              }
+              const Sixteen x = load_key_codes<KF, kHalfBlock>(rows[0], block, t, key_constants);
+              const Sixteen y = load_key_codes<KF, kHalfBlock>(rows[1], block, t, key_constants);
+#pragma unroll
+              for (int j = 0; j < kSteps; ++j) {
+                const std::uint32_t a[4] = {x.first[j], y.first[j], x.second[j], y.second[j]};
+#pragma unroll
+                for (int n = 0; n < NT; ++n) ptx::mma(c[i][n], a, b[j][n].x, b[j][n].y);
               }
             }
           };
-          if (D % 64 != 0 && block == kBlocks - 1) {
-            multiply.template operator()<true>();
-          } else {
-            multiply.template operator()<false>();
-          }
-          if (block % kGroupBlocks == kGroupBlocks - 1 || block == kBlocks - 1) {
+          constexpr int kWhole = D % 64 == 0 ? kBlocks : kBlocks - 1;
+#pragma unroll(kBlocks <= 2 ? 2 : kBlocks == 3 ? 3 : 2)
+          for (int block = 0; block < kWhole; ++block) multiply.template operator()<false>(group * kBlocks + block);
+          if constexpr (D % 64 != 0) multiply.template operator()<true>(kBlocks - 1);
+#pragma unroll
+          for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-              const float scale = half_at(scales, group * kPageTokens + 8 * g + token + h);
+              const int token = 8 * g + S::kTokens * member + 2 * (first + i) + h;
+              const float scale = half_at(scales, group * kPageTokens + token);
 #pragma unroll
               for (int n = 0; n < NT; ++n) {
-                const int* sums = &info->sums[group][2 * (4 * n + t)];
-                const float rest = 0.5f * static_cast<float>(256 * sums[0] + sums[1]);
-                const float product = static_cast<float>(256 * c[n][2 * h] + c[n][2 * h + 1]) + rest;
-                s[i][n][h] += product * (scale * info->scale[4 * n + t]);
+                const float product =
+                    static_cast<float>(256 * c[i][n][2 * h] + c[i][n][2 * h + 1]) + info->rest[group][4 * n + t];
+                const float x = product * (scale * info->scale[4 * n + t]);
+                s[first + i][n][h] = group == 0 ? x : s[first + i][n][h] + x;
               }
             }
           }
         }
-      } else {
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < S::kTokenTiles; ++i) {
+        const int token = S::kTokens * member + 2 * i;  // of octet g
+        const std::byte* first = stage + g * Keys::stride(0) + token * (Keys::row_bytes(0) / 8);
+        const std::byte* const row[2] = {first, first + Keys::row_bytes(0) / 8};
         float c[NT][4];
 #pragma unroll
         for (int n = 0; n < NT; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.0f;
-        const std::byte* const row[2] = {rows[0][0], rows[1][0]};
         if constexpr (KF == Format::fp8) {
           fp8_key_product(row, c);
         } else {
@@ -455,37 +545,42 @@ struct Attend {
 
   // --- between the products ---
 
-  // Logit transforms and visibility, token by token. Scores in log2 units in and out.
+  // Logit transforms and visibility, token by token. Scores in log2 units in and out. Rolled up, through local memory: pages
+  // that need this are few, or the transform is what takes the time; unrolled it is a seventh of the kernel.
   __device__ __forceinline__ void transform(const Part& part, int page, float (&s)[S::kTokenTiles][NT][2]) const {
-    const base::Visibility rule{p.causal, p.window, p.window_sinks};
+    float copy[NT * S::kTokens];
+#pragma unroll
     for (int n = 0; n < NT; ++n) {
-      const int row = part.row_block * R + 4 * n + t;
+#pragma unroll
+      for (int k = 0; k < S::kTokens; ++k) copy[n * S::kTokens + k] = s[k / 2][n][k % 2];
+    }
+    const base::Visibility rule{p.causal, p.window, p.window_sinks};
+#pragma unroll 1
+    for (int at = 0; at < NT * S::kTokens; ++at) {
+      const int r = 4 * (at / S::kTokens) + t, row = part.row_block * R + r;
       const int query = row / p.group, q_head = part.kv_head * p.group + row % p.group;
-      const bool used = query < part.q_len;
       const std::int64_t position = part.length - part.q_len + query;
-      const float slope = used && p.slopes != nullptr ? p.slopes[q_head] : 0.0f;
-#pragma unroll
-      for (int i = 0; i < S::kTokenTiles; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const std::int64_t key = page * kPageTokens + 8 * g + S::kTokens * member + 2 * i + h;
-          float x = s[i][n][h] * kLn2;
-          if (part.domain == core::kEncoded) x += info->center[4 * n + t] * kLn2;
-          if (p.softcap > 0.0f) x = p.softcap * tanhf(x / p.softcap);
-          if (slope != 0.0f) x -= slope * fabsf(static_cast<float>(position - key));
-          const bool sees = used && key < part.length && rule.sees(part.length, position, key);
-          if (sees && p.mask.data != nullptr) {
-            const std::int64_t at = part.entry * p.mask.stride[0] + q_head * p.mask.stride[1] +
-                                    query * p.mask.stride[2] + key * p.mask.stride[3];
-            if (p.mask.dtype == Dtype::boolean) {
-              if (static_cast<const std::uint8_t*>(p.mask.data)[at] == 0) x = kNone;
-            } else {
-              x += load_element(p.mask.data, p.mask.dtype, at);
-            }
-          }
-          s[i][n][h] = sees ? x * kLog2e : kNone;
+      const std::int64_t key = page * kPageTokens + 8 * g + S::kTokens * member + at % S::kTokens;
+      float x = copy[at] * kLn2;
+      if (part.domain == core::kEncoded) x += info->center[r] * kLn2;
+      if (p.softcap > 0.0f) x = p.softcap * tanhf(x / p.softcap);
+      const bool sees = query < part.q_len && key < part.length && rule.sees(part.length, position, key);
+      if (sees && p.slopes != nullptr) x -= p.slopes[q_head] * fabsf(static_cast<float>(position - key));
+      if (sees && p.mask.data != nullptr) {
+        const std::int64_t from = part.entry * p.mask.stride[0] + q_head * p.mask.stride[1] + query * p.mask.stride[2] +
+                                  key * p.mask.stride[3];
+        if (p.mask.dtype == Dtype::boolean) {
+          if (static_cast<const std::uint8_t*>(p.mask.data)[from] == 0) x = kNone;
+        } else {
+          x += load_element(p.mask.data, p.mask.dtype, from);
         }
       }
+      copy[at] = sees ? x * kLog2e : kNone;
+    }
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+#pragma unroll
+      for (int k = 0; k < S::kTokens; ++k) s[k / 2][n][k % 2] = copy[n * S::kTokens + k];
     }
   }
 
@@ -573,11 +668,10 @@ struct Attend {
     bool same = true;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-      const float m_new = fmaxf(m[n], top[n]);
-      const bool any = m_new != kNone;
-      const float alpha = any ? ptx::ex2(m[n] - m_new) : 1.0f;
-      const float beta = any ? ptx::ex2(top[n] - m_new) : 0.0f;
-      const float base = top[n] == kNone ? 0.0f : top[n];
+      const float base = fmaxf(top[n], kLowest);
+      const float m_new = fmaxf(m[n], base);
+      const float alpha = ptx::ex2(m[n] - m_new);
+      const float beta = ptx::ex2(base - m_new);
       float sum = 0.0f;
 #pragma unroll
       for (int i = 0; i < S::kTokenTiles; ++i) {
@@ -611,10 +705,10 @@ struct Attend {
       for (int q = 0; q < kGroups; ++q) {
         float up;
         if constexpr (kScaled) {
-          const bool some = top_v[q][n] != kNone;
           constexpr float kTop = is_integer(F) ? kTopWeight : 1.0f;
-          up = some ? kTop * ptx::ex2(base - top_v[q][n]) : 0.0f;
-          fold.page[q][n] = some ? ptx::ex2(top_v[q][n] - m_new) * (F == Format::fp8 ? 256.0f : 1.0f / kTop) : 0.0f;
+          const float largest = fmaxf(top_v[q][n], base - 64.0f);  // scales of zero alone have no logarithm
+          up = kTop * ptx::ex2(base - largest);
+          fold.page[q][n] = ptx::ex2(largest - m_new) * (F == Format::fp8 ? 256.0f : 1.0f / kTop);
         } else {
           up = 1.0f;
           fold.page[q][n] = beta;
@@ -636,7 +730,7 @@ struct Attend {
   __device__ void store_weights(const float (&e)[S::kTokenTiles][NT][2], int n, int q, const float (&w)[S::kTokens],
                                 bool bf16) const {
     constexpr int kStride = is_integer(F) ? 96 : 192;
-    std::byte* high = weights() + q * S::kPBytes + 2 * (4 * n + t) * kStride + (is_integer(F) ? 8 : 16) * g;
+    std::byte* high = weights + q * S::kPBytes + 2 * (4 * n + t) * kStride + (is_integer(F) ? 8 : 16) * g;
     std::byte* low = high + kStride;
     if constexpr (is_integer(F)) {
       // The sum with 1.5 * 2^23 rounds to an integer and leaves it in the low bits; 128 more make the high byte the
@@ -727,7 +821,7 @@ struct Attend {
 #pragma unroll
       for (int q = 1; q < S::kPGroups; ++q) page[n] = q == group ? fold.page[q][n] : page[n];
     }
-    const std::byte* operands = weights() + group * S::kPBytes;
+    const std::byte* operands = weights + group * S::kPBytes;
     if constexpr (is_integer(VF)) {
       uint2 b[NT][2];
       std::int32_t start[NT][4];
@@ -774,7 +868,7 @@ struct Attend {
             }
 #pragma unroll
             for (int pair = 0; pair < 2; ++pair) {
-              const Sixteen x = unpack<VF>(low + pair * (plane_bits(VF, 0) / 2), high[pair]);
+              const Sixteen x = unpack<VF>(low + pair * (plane_bits(VF, 0) / 2), high[pair], value_constants);
               first[2 * pair] = x.first[0], first[2 * pair + 1] = x.first[1];
               second[2 * pair] = x.second[0], second[2 * pair + 1] = x.second[1];
             }
@@ -798,15 +892,16 @@ struct Attend {
         }
       }
     } else if constexpr (VF == Format::fp8) {
-      half_values<true>(stage, Values::stride(0), 4 * D, false, fold, page);
+      half_values<true, 2>(stage, Values::stride(0), 4 * D, 0, false, fold, page);
     } else {
-      half_values<false>(stage, Values::stride(0), 2 * D, VF == Format::bf16, fold, page);
+      half_values<false, 2>(stage, Values::stride(0), 2 * D, 0, VF == Format::bf16, fold, page);
     }
   }
 
-  // Values of 16-bit floats (rows of `row` bytes a token) or e4m3 (of a quad), octets `stride` bytes apart.
-  template <bool kFp8>
-  __device__ void half_values(const std::byte* values, int stride, int row, bool bf16, const Fold& fold,
+  // Values of 16-bit floats (rows of `row` bytes a token) or e4m3 (of a quad), octets `stride` bytes apart; kSteps times
+  // four octets, from 4 `first_step` on.
+  template <bool kFp8, int kSteps>
+  __device__ void half_values(const std::byte* values, int stride, int row, int first_step, bool bf16, const Fold& fold,
                               const float (&page)[NT]) {
 #pragma unroll
     for (int unit = 0; unit < S::kUnits; ++unit) {
@@ -818,12 +913,12 @@ struct Attend {
       }
       const int channel = member * S::kChannels + 32 * unit + 4 * g;
 #pragma unroll
-      for (int step = 0; step < 2; ++step) {
+      for (int step = 0; step < kSteps; ++step) {
         const std::byte* octet = values + (4 * step + t) * stride;
         uint4 b[NT];
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-          b[n] = *reinterpret_cast<const uint4*>(weights() + (8 * n + g) * 192 + (4 * step + t) * 16);
+          b[n] = *reinterpret_cast<const uint4*>(weights + (8 * n + g) * 192 + (4 * (first_step + step) + t) * 16);
         }
 #pragma unroll
         for (int k = 0; k < 2; ++k) {  // tokens 4 k .. of the octet
@@ -869,139 +964,166 @@ struct Attend {
   __device__ void clear() {
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-      m[n] = kNone, l[n] = half_sum[n] = 0.0f;
+      m[n] = kLowest, l[n] = half_sum[n] = 0.0f;
 #pragma unroll
       for (int i = 0; i < 2 * S::kUnits; ++i) o[i][n][0] = o[i][n][1] = 0.0f;
     }
   }
 
-  // Keys that every row of the part sees; pages within need no transform if there is no other.
-  __device__ base::KeyRange seen_by_all(const Part& part) const {
-    if (p.softcap > 0.0f || p.slopes != nullptr || p.mask.data != nullptr || p.k_basis.kind == BasisKind::calibrated) {
-      return {0, 0};
-    }
+  // Keys that every row of the part sees, if nothing but visibility changes scores.
+  __device__ void set_seen_by_all(Part& part) const {
+    part.all_begin = part.all_end = 0;
+    if (p.softcap > 0.0f || p.slopes != nullptr || p.mask.data != nullptr) return;
+    if (part.domain == core::kEncoded && p.k_basis.kind == BasisKind::calibrated) return;
     const base::Visibility rule{p.causal, p.window, p.window_sinks};
     const int first = part.row_block * R / p.group;
     int last = (part.row_block * R + R - 1) / p.group;
     last = last < part.q_len ? last : part.q_len - 1;
     const std::int64_t position = part.length - part.q_len;
-    const base::KeyRange a = rule.recent_range(part.length, position + first);
-    const base::KeyRange b = rule.recent_range(part.length, position + last);
-    return {b.begin, a.end};
+    part.all_begin = static_cast<int>(rule.recent_range(part.length, position + last).begin);
+    part.all_end = static_cast<int>(rule.recent_range(part.length, position + first).end);
   }
 
-  // This team's pages, as slots of the part's domain: use_begin + team, + kTeams, ... Lane i holds number base + i.
+  // A team's pages are use_begin + team, + kTeams, ... of its part. Lane i holds numbers base + i and base + 32 + i, each
+  // as twice its slot, plus 1 where every row sees the whole page; -1: not of this domain, or past the end.
   struct Slots {
-    int base = 0, here = -1, next = -1;
+    int base, here, next;
   };
-  __device__ int slot_of(const Part& part, int number) const {
-    const int use = part.use_begin + team + S::kTeams * number;
-    if (use >= part.use_end) return -1;
-    const int page = part.runs.page(use);
+  __device__ int page_at(const Part& part, int number) const {
+    return part.runs.page(part.use_begin + team + S::kTeams * number);
+  }
+  __device__ int find_slot(const Part& part, int number) const {
+    if (part.use_begin + team + S::kTeams * number >= part.use_end) return -1;
+    const int page = page_at(part, number);
     const core::PageRef ref =
         p.cache.pages[static_cast<std::size_t>(part.batch.index) * static_cast<std::size_t>(p.cache.max_pages) +
                       static_cast<std::size_t>(page)];
     const bool exact = reads_exact(p.cache, part.length, page, ref);
-    if (part.domain == core::kExact) return exact ? ref.exact : -1;
-    return exact ? -1 : ref.encoded;
+    if (exact != (part.domain == core::kExact)) return -1;
+    const bool is_full = page * kPageTokens >= part.all_begin && (page + 1) * kPageTokens <= part.all_end;
+    return 2 * (exact ? ref.exact : ref.encoded) + (is_full ? 1 : 0);
   }
-  __device__ void first_slots(const Part& part, Slots& s) const {
-    s.base = 0;
-    s.here = slot_of(part, lane);
-    s.next = slot_of(part, 32 + lane);
-  }
-  __device__ int slot_at(const Part& part, Slots& s, int number) const {
+  __device__ static int slot_at(const Slots& s, int number) {
     const int i = number - s.base;
-    return i < 32 ? __shfl_sync(~0u, s.here, i & 31) : __shfl_sync(~0u, s.next, i & 31);
+    const int a = __shfl_sync(~0u, s.here, i & 31), b = __shfl_sync(~0u, s.next, i & 31);
+    return i < 32 ? a : b;
   }
-  __device__ void advance_slots(const Part& part, Slots& s, int number) const {
-    if (number - s.base < 32) return;
-    s.base += 32;
-    s.here = s.next;
-    s.next = slot_of(part, s.base + 32 + lane);
+  __device__ int count_pages(const Part& part) const {
+    const int uses = part.use_end - part.use_begin;
+    return uses > team ? (uses - team + S::kTeams - 1) / S::kTeams : 0;
   }
 
+  // One stage a side is enough: a page's values arrive while its keys are multiplied, the next page's keys while its values
+  // are, and four blocks of four warps on a multiprocessor hide what is left.
   __device__ void encoded_pages(const Part& part, std::uint32_t& phases) {
-    const int uses = part.use_end - part.use_begin;
-    const int pages = uses > team ? (uses - team + S::kTeams - 1) / S::kTeams : 0;
-    const base::KeyRange all = seen_by_all(part);
-    Slots slots;
-    first_slots(part, slots);
-    if (member == 0) {
-      for (int k = 0; k < S::kKeyStages && k < pages; ++k) copy_keys(k, slot_at(part, slots, k), part.kv_head);
-      for (int k = 0; k < S::kValueStages - 1 && k < pages; ++k) copy_values(k, slot_at(part, slots, k), part.kv_head);
+    const int pages = count_pages(part);
+    Slots slots{0, find_slot(part, lane), find_slot(part, 32 + lane)};
+    int slot = slot_at(slots, 0);
+    if (member == 0 && pages > 0) {
+      copy_keys(slot >> 1, part.kv_head);
+      copy_values(slot >> 1, part.kv_head);
     }
-    int key = 0, value = 0;  // stages of page k
+    Registers held;
+    if constexpr (kQueriesInRegisters) {
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+#pragma unroll
+        for (int i = 0; i < kQuerySteps<KF, D>; ++i) held.pairs[n][i] = query_pair<KF>(n, i);
+      }
+    }
+#pragma unroll 1
     for (int k = 0; k < pages; ++k) {
-      advance_slots(part, slots, k);
-      const int slot = slot_at(part, slots, k);
-      const int page = part.runs.page(part.use_begin + team + S::kTeams * k);
+      const int next = slot_at(slots, k + 1);
       float s[S::kTokenTiles][NT][2];
-      ptx::mbarrier_wait(barrier_at(key), phases >> key & 1);
-      phases ^= 1u << key;
-      const std::byte* scales = key_stage(key) + S::Keys::kBytes + S::kKeyGroups * 2 * kPageTokens;
-      const bool is_full = page * kPageTokens >= all.begin && (page + 1) * kPageTokens <= all.end;
+      wait(kKeys, phases);
       Fold fold;
       if (slot >= 0) {
-        key_scores(key_stage(key), s);
-        if (!is_full) transform(part, page, s);
-        weigh<VF>(s, scales, is_full, VF == Format::bf16, fold);
+        const bool is_full = (slot & 1) != 0;
+        key_scores(key_stage(), held, s);
+        if (!is_full) transform(part, page_at(part, k), s);
+        weigh<VF>(s, key_stage() + S::Keys::kBytes + S::kKeyGroups * 2 * kPageTokens, is_full, VF == Format::bf16,
+                  fold);
       } else if (!kTeamOfOne) {
         team_sync();
       }
       team_sync();  // every lane has read its keys and scales, and written its weights
-      const int after_key = k + S::kKeyStages, after_value = k + S::kValueStages - 1;
-      if (member == 0) {
-        if (after_key < pages) copy_keys(key, slot_at(part, slots, after_key), part.kv_head);
-        const int free = value == 0 ? S::kValueStages - 1 : value - 1;
-        if (after_value < pages) copy_values(free, slot_at(part, slots, after_value), part.kv_head);
+      if (member == 0 && k + 1 < pages) copy_keys(next >> 1, part.kv_head);
+      wait(kValues, phases);
+      if (slot >= 0) add_values(value_stage(), fold);
+      team_sync();  // every lane has read its values and weights
+      if (member == 0 && k + 1 < pages) copy_values(next >> 1, part.kv_head);
+      slot = next;
+      if (k + 2 - slots.base == 64) {
+        slots.base += 32;
+        slots.here = slots.next;
+        slots.next = find_slot(part, slots.base + 32 + lane);
       }
-      ptx::mbarrier_wait(barrier_at(S::kKeyStages + value), phases >> (S::kKeyStages + value) & 1);
-      phases ^= 1u << (S::kKeyStages + value);
-      if (slot >= 0) add_values(value_stage(value), fold);
-      if (kTeamOfOne) __syncwarp();  // weights are read before the next page's are written
-      key = key + 1 == S::kKeyStages ? 0 : key + 1;
-      value = value + 1 == S::kValueStages ? 0 : value + 1;
     }
   }
 
-  // Exact pages are few: straight from global memory.
-  __device__ void exact_pages(const Part& part) {
+  // Exact pages are few. Half a side at a time passes through the team's memory: tokens 0 to 3 or 4 to 7 of every octet of
+  // the keys, then octets 0 to 3 or 4 to 7 of the values.
+  __device__ void exact_pages(const Part& part, std::uint32_t& phases) {
     const codec::PageLayout& layout = p.cache.exact_layout;
     const bool bf16 = layout.k.format == Format::bf16;
-    const int uses = part.use_end - part.use_begin;
-    const int pages = uses > team ? (uses - team + S::kTeams - 1) / S::kTeams : 0;
-    const base::KeyRange all = seen_by_all(part);
+    const int pages = count_pages(part);
+    const std::uint32_t barrier = barrier_at(kExactHalves);
+    std::byte* stage = team_memory();
+#pragma unroll 1
     for (int k = 0; k < pages; ++k) {
-      const int slot = slot_of(part, k);
-      if (slot < 0) continue;
-      const int page = part.runs.page(part.use_begin + team + S::kTeams * k);
-      const std::byte* block = exact_block(slot, part.kv_head);
+      const int found = find_slot(part, k);
+      if (found < 0) continue;
+      const bool is_full = (found & 1) != 0;
+      const std::byte* block = exact_block(found >> 1, part.kv_head);
       float s[S::kTokenTiles][NT][2];
-#pragma unroll
-      for (int i = 0; i < S::kTokenTiles; ++i) {
-        const std::byte* key = block + (8 * g + S::kTokens * member + 2 * i) * 2 * D;
-        const std::byte* const row[2] = {key, key + 2 * D};
-        float c[NT][4];
-#pragma unroll
-        for (int n = 0; n < NT; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.0f;
-        half_key_product(row, bf16, c);
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) s[i][n][h] = (c[n][2 * h] + c[n][2 * h + 1]) * info->scale[4 * n + t];
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        if (member == 0) {
+#pragma unroll 1
+          for (int octet = 0; octet < 8; ++octet) {
+            copy_rows<1, 8 * D, 8 * D, false>(stage + octet * S::kExactKeyRow, block + octet * 16 * D + half * 8 * D,
+                                              barrier);
+          }
+          end_copy<false>(barrier);
         }
+        wait(kExactHalves, phases);
+#pragma unroll
+        for (int i = 0; i < S::kTokenTiles; ++i) {
+          const int token = S::kTokens * member + 2 * i;
+          if (token / 4 != half) continue;
+          const std::byte* key = stage + g * S::kExactKeyRow + token % 4 * 2 * D;
+          const std::byte* const row[2] = {key, key + 2 * D};
+          float c[NT][4];
+#pragma unroll
+          for (int n = 0; n < NT; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.0f;
+          half_key_product(row, bf16, c);
+#pragma unroll
+          for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) s[i][n][h] = (c[n][2 * h] + c[n][2 * h + 1]) * info->scale[4 * n + t];
+          }
+        }
+        team_sync();
       }
-      const bool is_full = page * kPageTokens >= all.begin && (page + 1) * kPageTokens <= all.end;
-      if (!is_full) transform(part, page, s);
+      if (!is_full) transform(part, page_at(part, k), s);
       Fold fold;
       weigh<Format::bf16>(s, nullptr, is_full, bf16, fold);
       team_sync();
       float factors[NT];
 #pragma unroll
       for (int n = 0; n < NT; ++n) factors[n] = fold.page[0][n];
-      half_values<false>(block + layout.v.plane_offset[0], 16 * D, 2 * D, bf16, fold, factors);
-      team_sync();
+      const std::byte* values = block + layout.v.plane_offset[0];
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        if (member == 0) {
+          copy_rows<4, 16 * D, S::kExactValueRow, false>(stage, values + half * 64 * D, barrier);
+          end_copy<false>(barrier);
+        }
+        wait(kExactHalves, phases);
+        half_values<false, 1>(stage, S::kExactValueRow, 2 * D, half, bf16, fold, factors);
+        fold.same = true;  // older sums were rescaled by the first half
+        team_sync();
+      }
     }
   }
 
@@ -1019,10 +1141,10 @@ struct Attend {
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
       const int r = 4 * n + t;
-      float top = kNone;
+      float top = kLowest;
 #pragma unroll
       for (int i = 0; i < S::kTeams; ++i) top = fmaxf(top, info->m[i * W][r]);
-      const float factor = m[n] == kNone ? 0.0f : ptx::ex2(m[n] - top);
+      const float factor = ptx::ex2(m[n] - top);
 #pragma unroll
       for (int unit = 0; unit < S::kUnits; ++unit) {
         const float4 x = {(o[2 * unit][n][0] + half_sum[n]) * factor, (o[2 * unit][n][1] + half_sum[n]) * factor,
@@ -1046,11 +1168,10 @@ struct Attend {
     }
     if (threadIdx.x < R) {
       const int r = threadIdx.x;
-      float top = kNone;
+      float top = kLowest;
       for (int i = 0; i < kWarps; ++i) top = fmaxf(top, info->m[i][r]);
       float sum = 0.0f;
-      for (int i = 0; i < kWarps; ++i)
-        sum += info->m[i][r] == kNone ? 0.0f : info->l[i][r] * ptx::ex2(info->m[i][r] - top);
+      for (int i = 0; i < kWarps; ++i) sum += info->l[i][r] * ptx::ex2(info->m[i][r] - top);
       if (info->poisoned[r] != 0) sum = __int_as_float(0x7FC00000);
       float* ml = p.partial_ml + static_cast<std::size_t>(part.partial) * (2 * R);
       ml[r] = top, ml[R + r] = sum;
@@ -1058,71 +1179,97 @@ struct Attend {
     __syncthreads();
   }
 
+  // The next part of this block's share; no partial where there is none.
+  __device__ void next_part(Part& part, LinePlace& line) const {
+    SequenceCost cost;
+    part.partial = -1;
+    long long in_sequence;
+    while (true) {
+      if (line.at >= line.end) return;
+      part.entry = line.entry;
+      part.batch = p.entries[line.entry];
+      part.length = p.cache.sequences[part.batch.index].length;
+      part.q_len = part.batch.q_len;
+      cost = sequence_cost(p, part.length, part.q_len);
+      const long long all = static_cast<long long>(cost.head()) * p.cache.kv_heads;
+      in_sequence = line.at - line.base;
+      if (in_sequence < all) break;
+      line.base += all;
+      ++line.entry;
+    }
+    const int segment = cost.exact + cost.encoded;
+    const int index = static_cast<int>(in_sequence / segment), offset = static_cast<int>(in_sequence % segment);
+    part.kv_head = index / cost.row_blocks, part.row_block = index % cost.row_blocks;
+    part.domain = offset < cost.exact ? core::kExact : core::kEncoded;
+    const int last = part.domain == core::kExact ? cost.exact : segment;
+    const int stop = static_cast<int>(line.end - line.at < last - offset ? offset + (line.end - line.at) : last);
+    part.runs = page_runs(p, part.length, part.q_len, part.domain == core::kExact);
+    if (part.domain == core::kExact) {  // an exact page belongs to the share that its first unit is in
+      part.use_begin = (offset + p.exact_cost - 1) / p.exact_cost;
+      part.use_end = (stop + p.exact_cost - 1) / p.exact_cost;
+    } else {
+      part.use_begin = offset - cost.exact, part.use_end = stop - cost.exact;
+    }
+    part.partial =
+        static_cast<int>(blockIdx.x) + segment_index(p, part.entry, part.kv_head, part.row_block, part.domain);
+    set_seen_by_all(part);
+    // Where the merge finds the partials of this row block: [exact first, exact last, encoded first, encoded last].
+    int* found = p.segments + 4 * static_cast<std::ptrdiff_t>(
+                                      (part.entry * p.cache.kv_heads + part.kv_head) * p.row_blocks + part.row_block);
+    const int domain_begin = part.domain == core::kExact ? 0 : 2;
+    if (offset == 0 || offset == cost.exact) found[domain_begin] = part.partial;
+    if (stop == last) found[domain_begin + 1] = part.partial;
+    if (offset == 0 && cost.exact == 0) found[0] = 0, found[1] = -1;
+    if (stop == segment && cost.encoded == 0) found[2] = 0, found[3] = -1;
+    line.at += stop - offset;
+  }
+
   __device__ void run() {
-    long long* found = reinterpret_cast<long long*>(shared + S::kTeamsAt);
     if (threadIdx.x < 32) {
-      long long before, total;
-      sum_costs(p, 0, before, total);
+      long long total, base = 0, begin, end;
+      total = sum_costs(p);
       const Line line = make_line(p, total);
       const int share = static_cast<int>(blockIdx.x);
-      long long begin = total, end = total, base = 0;
+      begin = end = total;
       int entry = p.batch;
       if (share < line.shares) {
         begin = line.begin(share), end = line.begin(share + 1);
         entry = find_sequence(p, begin, base);
       }
-      if (lane == 0) found[0] = begin, found[1] = end, found[2] = base, found[3] = entry;
-    }
-    const int barriers = S::kTeams * (S::kKeyStages + S::kValueStages);
-    if (threadIdx.x < barriers) {
+      if (lane == 0) {
+        info->line = {begin, end, base, entry};
+        Constants<KF>::put(info->constants[0]);
+        Constants<VF>::put(info->constants[1]);
+      }
+    } else if (threadIdx.x < 32 + S::kTeams * S::kBarriers) {
+      const int i = threadIdx.x - 32, which = i % S::kBarriers;
+      const int count = which == kKeys     ? arrivals<kBulk<typename S::Keys>>()
+                        : which == kValues ? arrivals<kBulk<typename S::Values>>()
+                                           : 32;
+      ptx::mbarrier_init(ptx::shared_address(shared + S::kBarriersAt) + 8 * i, count);
 #if __CUDA_ARCH__ >= 900
-      ptx::mbarrier_init(ptx::shared_address(shared + S::kBarriersAt) + 8 * threadIdx.x, 1);
       ptx::mbarrier_init_fence();
-#else
-      ptx::mbarrier_init(ptx::shared_address(shared + S::kBarriersAt) + 8 * threadIdx.x, 32);
 #endif
     }
     __syncthreads();
-    long long at = found[0], base = found[2];
-    const long long end = found[1];
-    int entry = static_cast<int>(found[3]);
-    __syncthreads();
+    key_constants.get(info->constants[0]);
+    value_constants.get(info->constants[1]);
     std::uint32_t phases = 0;
-    while (at < end) {
-      Part part;
-      part.entry = entry;
-      part.batch = p.entries[entry];
-      part.length = p.cache.sequences[part.batch.index].length;
-      part.q_len = part.batch.q_len;
-      const SequenceCost cost = sequence_cost(p, part.length, part.q_len);
-      const int segment = cost.exact + cost.encoded;
-      const long long in_sequence = at - base;
-      if (in_sequence >= static_cast<long long>(cost.head()) * p.cache.kv_heads) {
-        base += static_cast<long long>(cost.head()) * p.cache.kv_heads;
-        ++entry;
-        continue;
-      }
-      const int index = static_cast<int>(in_sequence / segment);
-      const int offset = static_cast<int>(in_sequence % segment);
-      part.kv_head = index / cost.row_blocks, part.row_block = index % cost.row_blocks;
-      part.domain = offset < cost.exact ? core::kExact : core::kEncoded;
-      const int last = part.domain == core::kExact ? cost.exact : segment;
-      const int stop = static_cast<int>(end - at < last - offset ? offset + (end - at) : last);
-      part.runs = page_runs(p, part.length, part.q_len, part.domain == core::kExact);
-      if (part.domain == core::kExact) {
-        part.use_begin = (offset + p.exact_cost - 1) / p.exact_cost;
-        part.use_end = (stop + p.exact_cost - 1) / p.exact_cost;
-      } else {
-        part.use_begin = offset - cost.exact, part.use_end = stop - cost.exact;
-      }
-      part.partial =
-          static_cast<int>(blockIdx.x) + segment_index(p, part.entry, part.kv_head, part.row_block, part.domain);
+    while (true) {
+      Part& part = info->part;
+      if (threadIdx.x == 0) next_part(part, info->line);
+      __syncthreads();
+      if (part.partial < 0) break;
       clear();
       if (S::kHasExact && part.domain == core::kExact) {
-        load_queries<Format::bf16>(part, false, p.cache.exact_layout.k.format == Format::bf16);
-        __syncthreads();
-        exact_pages(part);
+        if constexpr (S::kHasExact) {
+          weights = team_memory() + S::kExactHalf;
+          load_queries<Format::bf16>(part, false, p.cache.exact_layout.k.format == Format::bf16);
+          __syncthreads();
+          exact_pages(part, phases);
+        }
       } else {
+        weights = team_memory() + S::kStages;
         load_queries<KF>(part, true, KF == Format::bf16);
         ptx::copy_fence();  // the rings were used for other things
         __syncthreads();
@@ -1130,14 +1277,20 @@ struct Attend {
       }
       __syncthreads();
       write_partial(part);
-      at += stop - offset;
     }
     ptx::launch_dependents();
   }
 };
 
+// The same where shared memory is the limit (228 KiB on sm_90, 1 KiB of it taken by each block).
 template <Format KF, Format VF, int D, int NT>
-__global__ void __launch_bounds__(kThreads) attend_kernel(const __grid_constant__ AttendParams p) {
+constexpr int kBlocks = 233472 / (Shape<KF, VF, D, NT>::kBytes + 1024) < most_blocks(NT)
+                            ? 233472 / (Shape<KF, VF, D, NT>::kBytes + 1024)
+                            : most_blocks(NT);
+
+template <Format KF, Format VF, int D, int NT>
+__global__ void __launch_bounds__(kThreads, kBlocks<KF, VF, D, NT>)
+    attend_kernel(const __grid_constant__ AttendParams p) {
   extern __shared__ __align__(128) std::byte memory[];
   Attend<KF, VF, D, NT>(p, memory).run();
 }

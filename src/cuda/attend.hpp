@@ -42,9 +42,10 @@ struct AttendParams {
   std::int32_t window, window_sinks;
   core::MaskData mask;  // classes: null
   DeviceBasis k_basis, v_basis;
-  int exact_cost;   // of an exact page, in encoded ones
-  int least_units;  // a share is at least so many encoded pages
-  int shares;       // at most; the grid of the attend launch
+  int exact_cost;          // of an exact page, in encoded ones
+  int least_units;         // a share is at least so many encoded pages
+  int shares;              // at most; the grid of the attend launch
+  std::int32_t* segments;  // [batch][kv_heads][row_blocks][4]: partials of each domain, first and last
   // Partials, [shares + segments]: m and l [rows] in units of log2, O [rows][D] in its domain's coordinates
   float* partial_ml;  // [..][2][rows]
   float* partial_o;   // [..][rows][D]

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "codec/rotation.hpp"
+#include "cuda/runtime.hpp"
 #include "cuda/tables.hpp"
 
 namespace kvant::cuda {
@@ -29,52 +30,6 @@ const WriteKernel* find_write_kernel(int head_dim) {
 }
 
 namespace {
-
-// Makes a device current for a scope.
-class Current {
- public:
-  explicit Current(int device) : device_(device) {
-    if (cudaGetDevice(&before_) != cudaSuccess) before_ = device;
-    if (before_ != device_) error_ = cudaSetDevice(device_);
-  }
-  Current(const Current&) = delete;
-  Current& operator=(const Current&) = delete;
-  ~Current() {
-    if (before_ != device_) (void)cudaSetDevice(before_);
-  }
-  [[nodiscard]] cudaError_t error() const { return error_; }
-
- private:
-  int device_, before_ = 0;
-  cudaError_t error_ = cudaSuccess;
-};
-
-Status failed(const char* call, cudaError_t error) {
-  (void)cudaGetLastError();  // leave none behind for the host program's own calls
-  const std::string what = fmt::format("{}: {} ({})", call, cudaGetErrorString(error), cudaGetErrorName(error));
-  switch (error) {
-    case cudaErrorMemoryAllocation:
-      return {Code::out_of_memory, what + "; lower capacity_tokens or max_sequences, or free memory of the device"};
-    case cudaErrorNoDevice:
-    case cudaErrorInsufficientDriver:
-    case cudaErrorNoKernelImageForDevice:
-      return {Code::unsupported,
-              what + "; `kvant info` says which devices this build can use; or use device = \"cpu\""};
-    case cudaErrorInvalidDevice: return {Code::invalid_argument, what + "; `kvant info` lists the devices there are"};
-    default:
-      return {Code::internal, what +
-                                  "; an earlier kernel of the process may have failed: run with CUDA_LAUNCH_BLOCKING=1 "
-                                  "to see which"};
-  }
-}
-#define KVANT_CUDA_TRY(call)                                                                    \
-  do {                                                                                          \
-    if (const cudaError_t error_ = (call); error_ != cudaSuccess) return failed(#call, error_); \
-  } while (0)
-
-cudaStream_t native(Stream stream) {
-  return static_cast<cudaStream_t>(stream.handle);
-}
 
 template <class T>
 std::uint64_t count_of(T n) {
@@ -330,6 +285,12 @@ Status Store::write(std::span<const core::DeviceAppend> appends, int layer, cons
 
   // As many sequences a launch as its parameters and its grid hold; of one sequence at least.
   const std::int64_t most_items = (std::int64_t{1} << 30) / (2 * config_.kv_heads);
+  for (const core::DeviceAppend& a : appends) {
+    if (write_items(a.tokens, config_.ends.tail_pages) <= most_items) continue;
+    return {Code::invalid_argument,
+            fmt::format("{} tokens of one sequence in one write, with {} kv heads: {} is the most; append in parts",
+                        a.tokens, config_.kv_heads, most_items * kPageTokens)};
+  }
   std::int32_t row = 0;
   std::int64_t items = 0;
   for (std::size_t i = 0; i < appends.size(); ++i) {

@@ -109,7 +109,8 @@ __device__ __forceinline__ void mma_half(float (&c)[4], const std::uint32_t (&a)
 
 // Codes of 16 channels (8 in D's last 32, where kHalf) of one key, from its row: plane p's row is rows[p].
 template <Format F, bool kHalf>
-__device__ __forceinline__ Sixteen load_key_codes(const std::byte* const (&rows)[2], int block, int t) {
+__device__ __forceinline__ Sixteen load_key_codes(const std::byte* const (&rows)[2], int block, int t,
+                                                  const Constants<F>& constants) {
   std::uint32_t low[4] = {0, 0, 0, 0}, high[4] = {0, 0, 0, 0};
   constexpr int kCodes = kHalf ? 8 : 16;
   load_words<kCodes * plane_bits(F, 0) / 8>(
@@ -118,7 +119,7 @@ __device__ __forceinline__ Sixteen load_key_codes(const std::byte* const (&rows)
     load_words<kCodes * plane_bits(F, 1) / 8>(
         rows[1] + block * 8 * plane_bits(F, 1) + t * (kCodes * plane_bits(F, 1) / 8), high);
   }
-  return unpack<F>(low, high[0]);
+  return unpack<F>(low, high[0], constants);
 }
 
 __device__ __forceinline__ float half_at(const std::byte* p, int i) {

@@ -47,14 +47,44 @@ __host__ __device__ constexpr std::uint32_t table_word(int word) {
   return bytes;
 }
 
+template <Format F>
+__host__ __device__ constexpr std::uint32_t table_word_or_zero(int word) {
+  if constexpr (F >= Format::tq2 && F <= Format::tq5) return table_word<F>(word);
+  return 0;
+}
+
 struct Sixteen {
   std::uint32_t first[2], second[2];  // of codes 0 .. 7 and 8 .. 15
+};
+
+// Constants that prmt and the shifts below need in registers. They come from memory because the assembler otherwise makes
+// them anew for every use: 110 more instructions a page at D = 128.
+template <Format F>
+struct Constants {
+  std::uint32_t t0, t2, signs, two_16;
+  static constexpr int kWords = 4;
+  __device__ static void put(std::uint32_t* to) {
+    to[0] = table_word_or_zero<F>(0), to[1] = table_word_or_zero<F>(2), to[2] = 0x80808080u, to[3] = 0x10000u;
+  }
+  __device__ void get(const std::uint32_t* from) { t0 = from[0], t2 = from[1], signs = from[2], two_16 = from[3]; }
+  // x >> 16 on the multiplier's pipe: the other one is busy with prmt and lop3.
+  __device__ __forceinline__ std::uint32_t high(std::uint32_t x) const {
+#ifndef KVANT_SHIFT_FMA
+    return x >> 16;
+#elif defined(KVANT_SHIFT_WIDE)
+    std::uint32_t lo, hi;
+    asm("{.reg .b64 w; mul.wide.u32 w, %2, %3; mov.b64 {%0, %1}, w;}" : "=r"(lo), "=r"(hi) : "r"(x), "r"(two_16));
+    return hi;
+#else
+    return __umulhi(x, two_16);
+#endif
+  }
 };
 
 // low: plane 0 (4-bit planes: two words, 2-bit planes: one, 8 bit: four); high: plane 1 (16 codes: one word of 2-bit
 // fields, or 16 bits of 1-bit fields in the low half).
 template <Format F>
-__device__ __forceinline__ Sixteen unpack(const std::uint32_t* low, std::uint32_t high) {
+__device__ __forceinline__ Sixteen unpack(const std::uint32_t* low, std::uint32_t high, const Constants<F>& k) {
   Sixteen s;
   if constexpr (F == Format::tq8) {
     s.first[0] = low[0], s.second[0] = low[1], s.first[1] = low[2], s.second[1] = low[3];
@@ -70,10 +100,10 @@ __device__ __forceinline__ Sixteen unpack(const std::uint32_t* low, std::uint32_
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const std::uint32_t w = low[i], m = w & 0x77777777u;
-      const std::uint32_t a = ptx::prmt(table_word<F>(0), table_word<F>(1), m);
-      const std::uint32_t b = ptx::prmt(table_word<F>(0), table_word<F>(1), m >> 16);
-      s.first[i] = (a ^ ptx::prmt(0x80808080u, 0x80808080u, w)) & 0x7F7F7F7Fu;
-      s.second[i] = (b ^ ptx::prmt(0x80808080u, 0x80808080u, w >> 16)) & 0x7F7F7F7Fu;
+      const std::uint32_t a = ptx::prmt(k.t0, table_word<F>(1), m);
+      const std::uint32_t b = ptx::prmt(k.t0, table_word<F>(1), k.high(m));
+      s.first[i] = (a ^ ptx::prmt(k.signs, 0x80808080u, w)) & 0x7F7F7F7Fu;
+      s.second[i] = (b ^ ptx::prmt(k.signs, 0x80808080u, k.high(w))) & 0x7F7F7F7Fu;
     }
   } else if constexpr (F == Format::tq5) {
 #pragma unroll
@@ -101,11 +131,11 @@ __device__ __forceinline__ Sixteen unpack(const std::uint32_t* low, std::uint32_
       even |= z << 2 & 0x44444444u;
       odd |= z << 1 & 0x44444444u;
     }
-    constexpr std::uint32_t t0 = table_word<F>(0), t1 = table_word<F>(1);
-    s.first[0] = ptx::prmt(t0, t1, even);
-    s.second[0] = ptx::prmt(t0, t1, odd);
-    s.first[1] = ptx::prmt(t0, t1, even >> 16);
-    s.second[1] = ptx::prmt(t0, t1, odd >> 16);
+    constexpr std::uint32_t t1 = table_word<F>(1);
+    s.first[0] = ptx::prmt(k.t0, t1, even);
+    s.second[0] = ptx::prmt(k.t0, t1, odd);
+    s.first[1] = ptx::prmt(k.t0, t1, k.high(even));
+    s.second[1] = ptx::prmt(k.t0, t1, k.high(odd));
   }
   return s;
 }

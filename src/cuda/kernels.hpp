@@ -1,0 +1,42 @@
+// The compiled attention kernels, as the host finds them. One list (attend_list.inc) says what is instantiated; each
+// attend_d*.cu compiles it for one head_dim.
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include "kvant/types.hpp"
+
+namespace kvant::cuda {
+
+// Attends row blocks of 4 * column_tiles rows. `function` takes an AttendParams.
+struct AttendKernel {
+  Format k, v;
+  int column_tiles;
+  const void* function;
+  int shared_bytes;  // dynamic, of a block of kAttendThreads
+  int team;          // warps that share a page
+  int teams;         // of a block
+};
+inline constexpr int kAttendThreads = 128;
+
+struct MergeKernel {
+  const void* function;  // takes an AttendParams
+  int shared_bytes;
+  int threads;
+};
+
+struct DecodeKernels {
+  int head_dim;
+  std::span<const AttendKernel> attend;
+  MergeKernel merge;
+};
+
+DecodeKernels decode_kernels_64();
+DecodeKernels decode_kernels_96();
+DecodeKernels decode_kernels_128();
+DecodeKernels decode_kernels_192();
+DecodeKernels decode_kernels_256();
+DecodeKernels decode_kernels_512();
+
+}  // namespace kvant::cuda

@@ -1,0 +1,247 @@
+#include "cuda/plan.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "cuda/runtime.hpp"
+#include "cuda/schedule.hpp"
+
+namespace kvant::cuda {
+namespace {
+
+Result<DecodeKernels> find_kernels(int head_dim) {
+  static const DecodeKernels kAll[] = {decode_kernels_64(),  decode_kernels_96(),  decode_kernels_128(),
+                                       decode_kernels_192(), decode_kernels_256(), decode_kernels_512()};
+  for (const DecodeKernels& k : kAll) {
+    if (k.head_dim == head_dim) return k;
+  }
+  return {Code::unsupported,
+          fmt::format("head_dim {}: attention on a device is compiled for 64, 96, 128, 192, 256, 512", head_dim)};
+}
+
+std::size_t aligned(std::size_t bytes) {
+  return (bytes + 255) / 256 * 256;
+}
+
+DeviceBasis device_basis(const BasisArrays& b) {
+  return {b.kind, b.center, b.matrix, b.inverse};
+}
+
+}  // namespace
+
+Plan::Plan(const core::DevicePlanConfig& config) : store_(*static_cast<const Store*>(config.store)) {}
+
+Plan::~Plan() {
+  if (memory_ == nullptr) return;
+  const Current current(store_.device());
+  (void)cudaFree(memory_);
+}
+
+Status Plan::choose_kernel(const core::DevicePlanConfig& config) {
+  const Result<DecodeKernels> kernels = find_kernels(config.head_dim);
+  if (!kernels.ok()) return kernels.status();
+  const int group = params_.group;
+  int most_rows = 0;
+  for (const int q_len : config.options->q_lens) most_rows = std::max(most_rows, q_len * group);
+
+  const AttendKernel* best = nullptr;
+  for (const AttendKernel& k : kernels->attend) {
+    if (k.k != config.k || k.v != config.v) continue;
+    // The fewest rows that take all of them at once; else the most.
+    const auto enough = [&](const AttendKernel& a) { return 4 * a.column_tiles >= most_rows; };
+    if (best == nullptr || (enough(k) ? !enough(*best) || k.column_tiles < best->column_tiles
+                                      : !enough(*best) && k.column_tiles > best->column_tiles)) {
+      best = &k;
+    }
+  }
+  if (best == nullptr) {
+    std::string pairs;
+    for (const AttendKernel& k : kernels->attend) {
+      if (k.column_tiles != 1) continue;
+      pairs += fmt::format("{}{}/{}", pairs.empty() ? "" : ", ", format_info(k.k).name, format_info(k.v).name);
+    }
+    return {
+        Code::unsupported,
+        fmt::format("k = {}, v = {}: attention on a device is compiled for the pairs {}; choose one of these, or add "
+                    "a line to src/cuda/attend_list.inc",
+                    format_info(config.k).name, format_info(config.v).name, pairs)};
+  }
+  attend_ = *best;
+  merge_ = kernels->merge;
+  params_.rows = 4 * attend_.column_tiles;
+  params_.row_blocks = (most_rows + params_.rows - 1) / params_.rows;
+
+  int multiprocessors = 0, major = 0;
+  KVANT_CUDA_TRY(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, store_.device()));
+  KVANT_CUDA_TRY(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, store_.device()));
+  KVANT_CUDA_TRY(
+      cudaFuncSetAttribute(attend_.function, cudaFuncAttributeMaxDynamicSharedMemorySize, attend_.shared_bytes));
+  KVANT_CUDA_TRY(
+      cudaFuncSetAttribute(merge_.function, cudaFuncAttributeMaxDynamicSharedMemorySize, merge_.shared_bytes));
+  KVANT_CUDA_TRY(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_, attend_.function, kAttendThreads, attend_.shared_bytes));
+  if (blocks_ < 1) {
+    return {
+        Code::unsupported,
+        fmt::format("k = {}, v = {}, head_dim {}: the kernel needs {} bytes of shared memory a block, more than this "
+                    "device has",
+                    format_info(config.k).name, format_info(config.v).name, config.head_dim, attend_.shared_bytes)};
+  }
+  params_.shares = multiprocessors * blocks_;
+  is_overlapped_ = major >= 9;
+  // One block adds about sixteen partials of a row in a few loads; more are shared by a cluster.
+  const int segments = static_cast<int>(config.indices.size()) * config.kv_heads * params_.row_blocks;
+  while (major >= 9 && cluster_ < 8 && params_.shares / segments > 16 * cluster_) cluster_ *= 2;
+  return {};
+}
+
+Status Plan::upload(const core::DevicePlanConfig& config) {
+  const AttentionOptions& o = *config.options;
+  std::vector<BatchEntry> entries;
+  std::int32_t query = 0;
+  for (std::size_t i = 0; i < config.indices.size(); ++i) {
+    entries.push_back({config.indices[i], o.q_lens[i], query});
+    query += o.q_lens[i];
+  }
+  const std::size_t entry_bytes = aligned(entries.size() * sizeof(BatchEntry));
+  const std::size_t slope_bytes = o.alibi_slopes.size() * sizeof(float);
+  KVANT_CUDA_TRY(cudaMalloc(&memory_, entry_bytes + slope_bytes));
+  KVANT_CUDA_TRY(cudaMemcpy(memory_, entries.data(), entries.size() * sizeof(BatchEntry), cudaMemcpyHostToDevice));
+  params_.entries = static_cast<const BatchEntry*>(memory_);
+  if (slope_bytes > 0) {
+    auto* slopes = static_cast<std::byte*>(memory_) + entry_bytes;
+    KVANT_CUDA_TRY(cudaMemcpy(slopes, o.alibi_slopes.data(), slope_bytes, cudaMemcpyHostToDevice));
+    params_.slopes = reinterpret_cast<const float*>(slopes);
+  }
+  return {};
+}
+
+Status Plan::prepare(const core::DevicePlanConfig& config) {
+  const AttentionOptions& o = *config.options;
+  const Current current(store_.device());
+  KVANT_CUDA_TRY(current.error());
+
+  AttendParams& p = params_;
+  p.cache = store_.view();
+  p.batch = static_cast<int>(config.indices.size());
+  p.q_heads = o.q_heads;
+  p.group = o.q_heads / config.kv_heads;
+  p.head_dim = config.head_dim;
+  p.scale = static_cast<float>(o.scale);
+  p.softcap = static_cast<float>(o.softcap);
+  p.causal = o.mask.is_causal;
+  p.window = static_cast<std::int32_t>(std::min<std::int64_t>(o.mask.window, 0x7FFFFFFF));
+  p.window_sinks = static_cast<std::int32_t>(std::min<std::int64_t>(o.mask.window_sinks, 0x7FFFFFFF));
+  const MaskTensor& mask = o.mask.tensor;
+  p.mask.data = mask.data;
+  p.mask.dtype = mask.dtype;
+  for (std::size_t i = 0; i < 4; ++i) p.mask.stride[i] = mask.shape[i] == 1 ? 0 : mask.stride[i];
+  p.k_basis = device_basis(store_.k_basis());
+  p.v_basis = device_basis(store_.v_basis());
+  if (Status s = choose_kernel(config); !s.ok()) return s;
+
+  // An exact page takes as long as its bytes do, and half as much again because it is not streamed ahead.
+  const double ratio = static_cast<double>(p.cache.exact_layout.block_bytes) / p.cache.encoded_layout.block_bytes;
+  p.exact_cost = std::max(1, static_cast<int>(1.5 * ratio + 0.5));
+  p.least_units = attend_.teams;
+
+  const std::int64_t segments = static_cast<std::int64_t>(p.batch) * config.kv_heads * p.row_blocks;
+  const std::int64_t partials = p.shares + segments * core::kDomains;
+  if (partials > (1 << 30) || segments * p.rows > (1 << 30)) {
+    return {Code::invalid_argument,
+            fmt::format("{} sequences of {} kv heads with {} rows each are more than one plan takes: plan smaller "
+                        "batches",
+                        p.batch, config.kv_heads, p.row_blocks * p.rows)};
+  }
+  const auto count = static_cast<std::size_t>(partials) * static_cast<std::size_t>(p.rows);
+  segments_at_ = 0;
+  ml_at_ = aligned(static_cast<std::size_t>(segments) * 4 * sizeof(std::int32_t));
+  o_at_ = ml_at_ + aligned(count * 2 * sizeof(float));
+  workspace_bytes_ = o_at_ + aligned(count * static_cast<std::size_t>(config.head_dim) * sizeof(float));
+
+  std::int64_t longest = 0;
+  for (std::size_t i = 0; i < config.lengths.size(); ++i) {
+    const SequenceCost cost = sequence_cost(p, static_cast<int>(config.lengths[i]), o.q_lens[i]);
+    units_ += static_cast<std::int64_t>(cost.head()) * config.kv_heads;
+    longest = std::max<std::int64_t>(longest, cost.exact + cost.encoded);
+  }
+  const std::int64_t shares = std::clamp<std::int64_t>((units_ + p.least_units - 1) / p.least_units, 1, p.shares);
+  splits_ = static_cast<int>(units_ == 0 ? 1 : (longest * shares + units_ - 1) / units_);
+  return upload(config);
+}
+
+std::string Plan::explain() const {
+  const AttendParams& p = params_;
+  std::string s;
+  auto out = std::back_inserter(s);
+  fmt::format_to(out, "kernel     attend {}/{}, head_dim {}, {} query rows at once{}\n", format_info(attend_.k).name,
+                 format_info(attend_.v).name, p.head_dim, p.rows,
+                 p.row_blocks > 1 ? fmt::format(" ({} row blocks, each reads the keys)", p.row_blocks) : "");
+  const bool integers = codec::is_tq(attend_.k);
+  fmt::format_to(
+      out, "products   keys {}, values {}\n",
+      integers ? "u8 levels by s8 query digits, exact sums" : "16-bit floats, f32 sums",
+      codec::is_tq(attend_.v) ? "u8 levels by s8 weight digits, exact sums a page" : "16-bit floats, f32 sums");
+  fmt::format_to(out, "blocks     {} ({} a multiprocessor) of 4 warps, {} a page; {} bytes of shared memory each\n",
+                 p.shares, blocks_, attend_.team, attend_.shared_bytes);
+  const std::int64_t shares = std::clamp<std::int64_t>((units_ + p.least_units - 1) / p.least_units, 1, p.shares);
+  fmt::format_to(
+      out,
+      "shares     {} at the planned lengths, of {:.1f} pages each (an exact page counts {}); up to {} for one "
+      "row; cut on the device at each run\n",
+      shares, static_cast<double>(units_) / static_cast<double>(shares), p.exact_cost, splits_);
+  fmt::format_to(out, "merge      one more launch, {} block{} a row{}\n", cluster_, cluster_ == 1 ? "" : "s",
+                 is_overlapped_ ? ", its start overlaps the end of the first" : "");
+  return s;
+}
+
+Status Plan::run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const {
+  const Current current(store_.device());
+  KVANT_CUDA_TRY(current.error());
+  AttendParams p = params_;
+  p.layer = layer;
+  p.q = {q.data, q.dtype, q.stride[0], q.stride[1]};
+  p.out = {out.data, out.dtype, out.stride[0], out.stride[1]};
+  p.lse = options.lse;
+  p.sink_logits = options.sink_logits;
+  std::byte* workspace = options.workspace.data();
+  p.segments = reinterpret_cast<std::int32_t*>(workspace + segments_at_);
+  p.partial_ml = reinterpret_cast<float*>(workspace + ml_at_);
+  p.partial_o = reinterpret_cast<float*>(workspace + o_at_);
+
+  void* arguments[] = {&p};
+  const auto grid = static_cast<unsigned>(p.shares);
+  KVANT_CUDA_TRY(cudaLaunchKernel(attend_.function, dim3(grid), dim3(kAttendThreads), arguments,
+                                  static_cast<std::size_t>(attend_.shared_bytes), native(options.stream)));
+
+  cudaLaunchAttribute attributes[2];
+  unsigned count = 0;
+  if (is_overlapped_) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster_ > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = static_cast<unsigned>(cluster_);
+    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+    ++count;
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(p.batch * p.cache.kv_heads * p.row_blocks * p.rows * cluster_));
+  config.blockDim = dim3(static_cast<unsigned>(merge_.threads));
+  config.dynamicSmemBytes = static_cast<std::size_t>(merge_.shared_bytes);
+  config.stream = native(options.stream);
+  config.attrs = attributes;
+  config.numAttrs = count;
+  KVANT_CUDA_TRY(cudaLaunchKernelExC(&config, merge_.function, arguments));
+  return {};
+}
+
+Result<std::unique_ptr<core::DevicePlan>> make_plan(const core::DevicePlanConfig& config) {
+  auto plan = std::make_unique<Plan>(config);
+  if (Status s = plan->prepare(config); !s.ok()) return s;
+  return std::unique_ptr<core::DevicePlan>(std::move(plan));
+}
+
+}  // namespace kvant::cuda

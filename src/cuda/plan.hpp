@@ -1,0 +1,49 @@
+// Decode attention over a cache in device memory (core::DevicePlan).
+//
+// A plan holds what does not change with lengths: which kernel, how many blocks, the batch's places in the device's tables.
+// How the work is cut follows the lengths at each run, on the device (schedule.cuh).
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "core/device.hpp"
+#include "cuda/attend.hpp"
+#include "cuda/kernels.hpp"
+#include "cuda/store.hpp"
+
+namespace kvant::cuda {
+
+class Plan final : public core::DevicePlan {
+ public:
+  explicit Plan(const core::DevicePlanConfig& config);
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+  ~Plan() override;
+  Status prepare(const core::DevicePlanConfig& config);  // once, before anything else
+
+  [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return workspace_bytes_; }
+  [[nodiscard]] int splits() const noexcept override { return splits_; }
+  [[nodiscard]] std::string explain() const override;
+  Status run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const override;
+
+ private:
+  Status choose_kernel(const core::DevicePlanConfig& config);
+  Status upload(const core::DevicePlanConfig& config);
+
+  const Store& store_;
+  AttendParams params_{};  // but for what run gives
+  AttendKernel attend_{};
+  MergeKernel merge_{};
+  int blocks_ = 1;   // of a multiprocessor
+  int cluster_ = 1;  // blocks that merge one row
+  bool is_overlapped_ = false;
+  int splits_ = 1;
+  std::int64_t units_ = 0;  // of the line of work, at planning
+  std::size_t segments_at_ = 0, ml_at_ = 0, o_at_ = 0, workspace_bytes_ = 0;
+  void* memory_ = nullptr;  // batch entries and slopes
+};
+
+Result<std::unique_ptr<core::DevicePlan>> make_plan(const core::DevicePlanConfig& config);
+
+}  // namespace kvant::cuda

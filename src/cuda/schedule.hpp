@@ -1,0 +1,92 @@
+// Who does what, from the lengths in device memory, so that a launch recorded in a graph follows them.
+//
+// The work is a line of units. A segment is the visible pages of one (sequence, kv head, row block, domain), in that
+// order; an encoded page is one unit, an exact page `exact_cost`. The line is cut into equal shares, one a block of the
+// grid: block c has units [floor(c T / C), floor((c + 1) T / C)) of T. A block writes one partial for each segment it
+// touches, at index c + segment: unique, because both only grow along the line. The merge finds them the same way.
+#pragma once
+
+#include "base/config.hpp"
+#include "base/visibility.hpp"
+#include "cuda/attend.hpp"
+
+#if defined(__CUDACC__)
+#define KVANT_NOT_INLINED __noinline__  // called by one thread, now and then: instructions are worth more than its time
+#else
+#define KVANT_NOT_INLINED
+#endif
+
+namespace kvant::cuda {
+
+KVANT_HD inline int pages_of(int tokens) {
+  return (tokens + kPageTokens - 1) / kPageTokens;
+}
+
+// Pages of one domain that some query of the sequence may see: up to four runs of absolute page numbers.
+struct PageRuns {
+  int begin[4];
+  int count[4];
+  KVANT_HD int total() const { return count[0] + count[1] + count[2] + count[3]; }
+  KVANT_HD int page(int use) const {
+    int at = begin[0] + use;
+    int before = count[0];
+    for (int i = 1; i < 4; ++i) {
+      if (use >= before) at = begin[i] + use - before;
+      before += count[i];
+    }
+    return at;
+  }
+};
+
+// Encoded runs include tail pages: a page there is read encoded when its exact copy is gone. Whoever walks them looks at
+// the page table and leaves out what the other domain reads.
+KVANT_HD KVANT_NOT_INLINED inline PageRuns page_runs(const AttendParams& p, int length, int q_len, bool exact) {
+  const base::Visibility rule{p.causal, p.window, p.window_sinks};
+  const std::int64_t first = length - q_len;
+  const base::KeyRange oldest = rule.recent_range(length, first);
+  const base::KeyRange newest = rule.recent_range(length, length - 1);
+  const int recent = static_cast<int>(oldest.begin) / kPageTokens;
+  const int end = pages_of(static_cast<int>(newest.end));
+  const int sinks_end = pages_of(static_cast<int>(rule.sink_range(length - 1).end));
+  const int sinks = sinks_end < recent ? sinks_end : recent;
+  const int exact_sinks = p.cache.sink_pages;
+  int tail = length / kPageTokens - p.cache.tail_pages;
+  if (tail < exact_sinks) tail = exact_sinks;
+  const auto run = [](int from, int to, int low, int high, int& begin, int& count) {
+    begin = from > low ? from : low;
+    const int last = to < high ? to : high;
+    count = last > begin ? last - begin : 0;
+  };
+  constexpr int kEnd = 0x7FFFFFFF;
+  PageRuns r;
+  if (exact) {
+    const bool has_tail = p.cache.tail_pages > 0;
+    run(0, sinks, 0, exact_sinks, r.begin[0], r.count[0]);
+    run(recent, end, 0, exact_sinks, r.begin[1], r.count[1]);
+    run(0, sinks, has_tail ? tail : kEnd, kEnd, r.begin[2], r.count[2]);
+    run(recent, end, has_tail ? tail : kEnd, kEnd, r.begin[3], r.count[3]);
+  } else {
+    run(0, sinks, exact_sinks, kEnd, r.begin[0], r.count[0]);
+    run(recent, end, exact_sinks, kEnd, r.begin[1], r.count[1]);
+    r.begin[2] = r.begin[3] = r.count[2] = r.count[3] = 0;
+  }
+  return r;
+}
+
+KVANT_HD inline bool reads_exact(const CacheView& c, int length, int page, core::PageRef ref) {
+  if (ref.exact < 0 || ref.encoded < 0) return ref.exact >= 0;
+  return page < c.sink_pages || (c.tail_pages > 0 && length < kPageTokens * (page + 1 + c.tail_pages));
+}
+
+struct SequenceCost {
+  int exact, encoded;  // units of one segment
+  int row_blocks;
+  KVANT_HD int head() const { return (exact + encoded) * row_blocks; }
+};
+
+KVANT_HD inline SequenceCost sequence_cost(const AttendParams& p, int length, int q_len) {
+  return {page_runs(p, length, q_len, true).total() * p.exact_cost, page_runs(p, length, q_len, false).total(),
+          (q_len * p.group + p.rows - 1) / p.rows};
+}
+
+}  // namespace kvant::cuda
