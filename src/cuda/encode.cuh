@@ -95,27 +95,32 @@ struct LevelTable {
   static constexpr int kBytes = kUsed ? kEntries * 4 * (32 + kMagnitudeCopies) : 0;
 };
 
-template <Format kFormat>
+template <Format kFormat, int kWarps>
 __device__ __forceinline__ void fill_level_table(std::byte* shared) {
   using Table = LevelTable<kFormat>;
   if constexpr (Table::kUsed) {
     constexpr codec::TqSpec kSpec = codec::tq_spec<kFormat>();
     auto* levels = reinterpret_cast<float*>(shared);
     auto* magnitudes = reinterpret_cast<std::uint32_t*>(levels + Table::kEntries * 32);
-    // A warp fills a row of 32 copies at a time.
-    for (int n = static_cast<int>(threadIdx.x / 32); n < Table::kEntries; n += static_cast<int>(blockDim.x / 32)) {
-      const auto half = static_cast<float>(n) * 0.5f;
-      float e = static_cast<float>(2 * kSpec.u[0] - 127);
-      std::uint32_t m = 0;
+    // Warp w fills rows w, w + 8, ..: lane i finds the entry of the i-th, all lanes store its copies: 140
+    // instructions, where finding it once a copy takes 700 of the 4000 or so that a page takes.
+    static_assert(Table::kEntries % kWarps == 0 && Table::kEntries / kWarps <= 32);
+    const auto lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+    const float half = static_cast<float>(warp + kWarps * lane) * 0.5f;
+    float e = static_cast<float>(2 * kSpec.u[0] - 127);
+    std::uint32_t m = 0;
 #pragma unroll
-      for (int i = 0; i + 1 < kSpec.magnitudes; ++i) {
-        const bool beyond = half > kSpec.threshold[i];
-        e += beyond ? static_cast<float>(2 * (kSpec.u[i + 1] - kSpec.u[i])) : 0.0f;
-        m += beyond ? 1u : 0u;
-      }
-      const auto lane = static_cast<int>(threadIdx.x % 32);
-      levels[n * 32 + lane] = e;
-      if (lane < Table::kMagnitudeCopies) magnitudes[n * Table::kMagnitudeCopies + lane] = m;
+    for (int i = 0; i + 1 < kSpec.magnitudes; ++i) {
+      const bool beyond = half > kSpec.threshold[i];
+      e += beyond ? static_cast<float>(2 * (kSpec.u[i + 1] - kSpec.u[i])) : 0.0f;
+      m += beyond ? 1u : 0u;
+    }
+#pragma unroll 4
+    for (int i = 0; i < Table::kEntries / kWarps; ++i) {
+      const int n = warp + kWarps * i;
+      levels[n * 32 + lane] = __shfl_sync(0xFFFFFFFFu, e, i, 32);
+      const std::uint32_t magnitude = __shfl_sync(0xFFFFFFFFu, m, i, 32);
+      if (lane < Table::kMagnitudeCopies) magnitudes[n * Table::kMagnitudeCopies + lane] = magnitude;
     }
   }
 }
@@ -243,7 +248,7 @@ __device__ __forceinline__ Fit search(const float* y, int t, float anchor, const
   const float mine = __fdiv_rn(1.0f, __fmul_rn(anchor, spread));
 
   float p[8], q[8];
-  constexpr int kAtOnce = kSpec.candidates == 6 ? 3 : 4;  // more would not fit registers
+  constexpr int kAtOnce = kSpec.candidates == 6 ? 3 : kElements > 16 ? 2 : 4;  // more would not fit registers
 #pragma unroll
   for (int c = kSpec.candidates; c < 8; ++c) p[c] = 0.0f, q[c] = 1.0f;
 #pragma unroll

@@ -16,6 +16,8 @@ inline constexpr int kWriteThreads = 256;
 
 template <int kD>
 struct WriteShape {
+  static constexpr int kCtas =
+      kD <= 128 ? 3 : 2;  // on a multiprocessor: 80 registers hold 16 elements a thread, not 32
   static constexpr int kVectors = kWriteThreads / VectorShape<kD>::kThreads;  // at once
   static constexpr int kChunk = kD == 512 ? 32 : 64;                          // tokens
   static constexpr int kPitch = kD + 8;  // bytes of a row of codes: rows fall in other banks
@@ -108,6 +110,7 @@ __device__ __forceinline__ void pack_keys(std::byte* plane, int shift, const std
                                           int count) {
   constexpr int kCodes = 32 / kBits, kWords = kD / kCodes;
   static_assert(kD % kCodes == 0);
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < count * kWords; i += kWriteThreads) {
     const int row = i / kWords, word = i % kWords;
     const auto* from = reinterpret_cast<const std::uint32_t*>(codes + row * WriteShape<kD>::kPitch + word * kCodes);
@@ -153,6 +156,7 @@ __device__ __forceinline__ void pack_values(std::byte* plane, int shift, const s
   constexpr int kTokens = kBits == 8 ? 4 : 8, kChannels = kD / 4;
   constexpr std::uint32_t kField = ((1u << kBits) - 1) * 0x01010101u;
   const int first_word = first / kTokens, words = (first + count + kTokens - 1) / kTokens - first_word;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < words * kChannels; i += kWriteThreads) {
     const int word = first_word + i / kChannels, channel = i % kChannels * 4;
     std::uint32_t x[kTokens], mask = 0;
@@ -190,27 +194,24 @@ __device__ __forceinline__ void pack_values(std::byte* plane, int shift, const s
 
 // --- encoding --------------------------------------------------------------------------------------------------------------
 
-// y = A (x - c). Each vector's x - c goes through shared memory; sums in the order of j. Not bit-equal to the host's.
+// y = A x in place, x [D] of one vector in shared memory. Not bit-equal to the host's: sums in the order of j. Apart from its
+// caller, and by way of memory, because its loads in flight would cost all other bases registers.
 template <int kD>
-__device__ void to_calibrated(float (&y)[VectorShape<kD>::kElements], int t, float* shared, const float* center,
-                              const float* matrix) {
+__device__ __noinline__ void multiply_shared(float* x, int t, const float* matrix) {
   using Shape = VectorShape<kD>;
-  __syncwarp();
-#pragma unroll
-  for (int k = 0; k < Shape::kElements; ++k) {
-    const int i = t + k * Shape::kThreads;
-    shared[i] = __fsub_rn(y[k], center[i]);
-    y[k] = 0.0f;
-  }
+  float y[Shape::kElements] = {};
   __syncwarp();
   for (int j = 0; j < kD; j += 4) {
-    const float4 x = *reinterpret_cast<const float4*>(shared + j);
+    const float4 b = *reinterpret_cast<const float4*>(x + j);
 #pragma unroll
     for (int k = 0; k < Shape::kElements; ++k) {
       const float4 a = __ldg(reinterpret_cast<const float4*>(matrix + (t + k * Shape::kThreads) * kD + j));
-      y[k] = fmaf(a.w, x.w, fmaf(a.z, x.z, fmaf(a.y, x.y, fmaf(a.x, x.x, y[k]))));
+      y[k] = fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, y[k]))));
     }
   }
+  __syncwarp();
+#pragma unroll
+  for (int k = 0; k < Shape::kElements; ++k) x[t + k * Shape::kThreads] = y[k];
 }
 
 // This thread's elements of a token, rounded. False: the vector cannot be stored.
@@ -253,7 +254,7 @@ __device__ __noinline__ void encode_tokens(const PageJob& job, bool from_exact, 
   using Write = WriteShape<kD>;
   const WriteParams& params = *job.params;
   const codec::SideLayout& layout = job.layout(false);
-  fill_level_table<kFormat>(shared);
+  fill_level_table<kFormat, kWriteThreads / 32>(shared);
   const TableAddress table = table_address<kFormat>(shared);
   auto* codes = reinterpret_cast<std::uint8_t*>(shared + LevelTable<kFormat>::kBytes);
   const int t = static_cast<int>(threadIdx.x) % Shape::kThreads,
@@ -273,8 +274,15 @@ __device__ __noinline__ void encode_tokens(const PageJob& job, bool from_exact, 
       for (int h = Shape::kThreads / 2; h > 0; h /= 2) storable = exchange(storable ? 1u : 0u, h) != 0 && storable;
       if (job.side->basis == BasisKind::hadamard) rotate<kD>(y, t, params.rotation_scale);
       if (job.side->basis == BasisKind::calibrated) {
-        to_calibrated<kD>(y, t, centred, job.side->center + static_cast<std::size_t>(job.head) * kD,
-                          job.side->matrix + static_cast<std::size_t>(job.head) * kD * kD);
+        const float* center = job.side->center + static_cast<std::size_t>(job.head) * kD;
+#pragma unroll
+        for (int k = 0; k < Shape::kElements; ++k) {
+          const int i = t + k * Shape::kThreads;
+          centred[i] = __fsub_rn(y[k], center[i]);
+        }
+        multiply_shared<kD>(centred, t, job.side->matrix + static_cast<std::size_t>(job.head) * kD * kD);
+#pragma unroll
+        for (int k = 0; k < Shape::kElements; ++k) y[k] = centred[t + k * Shape::kThreads];
       }
       std::uint8_t out[Shape::kElements];
       std::uint16_t scales[kScaleGroups<kFormat, kD>];
@@ -325,7 +333,8 @@ __device__ void encode_tokens(const PageJob& job, bool from_exact, int first, in
 // --- the kernel ------------------------------------------------------------------------------------------------------------
 
 template <int kD>
-__global__ void __launch_bounds__(kWriteThreads, 2) write_kernel(const __grid_constant__ WriteParams params) {
+__global__ void __launch_bounds__(kWriteThreads, WriteShape<kD>::kCtas)
+    write_kernel(const __grid_constant__ WriteParams params) {
   extern __shared__ __align__(16) std::byte shared[];
   const CacheView& cache = params.cache;
   const auto heads = static_cast<std::uint32_t>(cache.kv_heads);
@@ -340,14 +349,15 @@ __global__ void __launch_bounds__(kWriteThreads, 2) write_kernel(const __grid_co
   const std::int32_t first_page = max(0, state.step_begin / kPageTokens - cache.tail_pages);
   const std::int32_t page = first_page + item - entry.item_begin;
   if (page >= cache.max_pages || page * kPageTokens >= state.length) return;
-  const core::PageRef ref = cache.pages[static_cast<std::int64_t>(entry.index) * cache.max_pages + page];
-
   const auto exact_at = [&](std::int32_t length) {  // core::ExactEnds
     return page < cache.sink_pages || (cache.tail_pages > 0 && length < kPageTokens * (page + 1 + cache.tail_pages));
   };
   const std::int32_t begin = max(state.step_begin, page * kPageTokens);
   const std::int32_t end = min(state.length, (page + 1) * kPageTokens);
-  const bool turns = ref.exact >= 0 && ref.encoded >= 0 && exact_at(state.step_begin) && !exact_at(state.length);
+  const bool leaves_tail = exact_at(state.step_begin) && !exact_at(state.length);
+  if (begin >= end && !leaves_tail) return;  // most CTAs of a step of one token
+  const core::PageRef ref = cache.pages[static_cast<std::int64_t>(entry.index) * cache.max_pages + page];
+  const bool turns = leaves_tail && ref.exact >= 0 && ref.encoded >= 0;
   const bool is_value = (blockIdx.x & 1) != 0;
   const auto head = static_cast<int>(blockIdx.x / 2 % heads);
   const auto block = static_cast<std::uint64_t>(params.layer * cache.kv_heads + head);
