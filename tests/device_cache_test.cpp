@@ -317,6 +317,30 @@ TEST(DeviceCache, AReservedStepOnlyAdvances) {
   EXPECT_EQ(cache->length(id).value(), 400);
 }
 
+TEST(DeviceCache, NoTableKeepsASlotThatCameBackOnceSlotsAreTaken) {
+  CacheConfig c = config(1, 1);
+  c.window = 100;
+  const auto cache = CacheImpl::create(c, &kFake).value();
+  const SequenceId id = cache->add_sequence(), other = cache->add_sequence();
+  std::vector<float> zeros;
+  ASSERT_TRUE(write_zeros(*cache, id, 100, zeros).ok());
+  const Append ahead{id, 500};
+  ASSERT_TRUE(cache->reserve_ahead({&ahead, 1}).ok());
+  for (int i = 0; i < 500; ++i) ASSERT_TRUE(write_zeros(*cache, id, 1, zeros).ok());
+  FakeStore& store = *FakeStore::newest;
+  const std::int32_t index = cache->device_index(id).value();
+  const auto same = [&] {
+    const auto view = cache->view(id).value();
+    for (std::size_t p = 0; p < view.pages.size(); ++p) {
+      if (store.page_at(index, static_cast<std::int64_t>(p)) != view.pages[p]) return false;
+    }
+    return true;
+  };
+  EXPECT_FALSE(same());
+  ASSERT_TRUE(write_zeros(*cache, other, 1, zeros).ok());
+  EXPECT_TRUE(same());
+}
+
 TEST(DeviceCache, AdvanceWantsWhatWasReservedAhead) {
   const auto cache = CacheImpl::create(config(1, 1), &kFake).value();
   const SequenceId id = cache->add_sequence();

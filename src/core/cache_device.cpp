@@ -4,8 +4,8 @@
 // whatever fork, truncate and remove did. They are recorded at once, and sent by the next call that has a stream.
 //
 // Slots that are given back need not be: the exact copy of a page that is read encoded, and pages that a window released,
-// are asked for by no kernel until a truncation. They are noted (`late`) and recorded with the next change that must be
-// sent. So a step whose slots were there before, in a page or from reserve_ahead, sends nothing but its advance, and can
+// are asked for by no kernel (a truncation that brings pages back sends them). They are noted (`late`) and sent with the
+// next step that takes slots, which is the first that can give them to another sequence. So a step whose slots were there before, in a page or from reserve_ahead, sends nothing but its advance, and can
 // be recorded in a graph whose replays are right.
 #include <fmt/format.h>
 
@@ -175,7 +175,6 @@ Result<SequenceId> CacheImpl::fork(SequenceId parent) try {
                         "max_sequences",
                         config_.max_sequences)};
   }
-  settle_late();
   const auto id = table_.fork(parent);
   if (!id) return id.status();
   Sequence& child = **table_.find(*id, "sequence");
@@ -192,7 +191,6 @@ Status CacheImpl::remove(SequenceId id) try {
   const auto found = table_.find(id, "sequence");
   if (!found) return found.status();
   const std::int32_t index = (*found)->index;
-  settle_late();
   if (Status s = table_.remove(id); !s) return s;
   if (index < 0) return {};
   Place& place = places_[at(index)];
@@ -215,7 +213,6 @@ Status CacheImpl::truncate(SequenceId id, std::int64_t tokens) try {
   const std::uint64_t version = s.version;
   if (Status status = table_.truncate(id, tokens); !status) return status;
   if (s.version == version || s.index < 0) return {};
-  settle_late();
   // Pages that came back to the tail lost their encoded slot; those after them are gone.
   send_pages(s, {tokens / kPageTokens - table_.config().ends.tail_pages, table_.config().sequence_tokens});
   device_->set_length(s.index, s.length, s.step_begin);
