@@ -4,7 +4,7 @@ committed ledger docs/lab/cuda-ledger.txt.
 
 Reads what ptxas said of each kernel (OBJECT.ptxas, kept by scripts/nvcc_logged.sh). A kernel that begins to spill, or
 takes many more registers, has lost occupancy long before anyone measures it on a GPU; this shows it on any machine that
-has nvcc. Fails when spills or shared memory grow, registers grow by more than 8, or kernels come or go; --write accepts.
+has nvcc. Architectures that the build left out are not compared (and --write keeps their lines). Fails when spills or shared memory grow, registers grow by more than 8, or kernels come or go; --write accepts.
 """
 import pathlib
 import re
@@ -112,8 +112,11 @@ def main():
         sys.exit(f"{folder}: no kernels were compiled there (./dev gpu-build)")
     spilling = sum(1 for facts in rows.values() if facts[1] > 0)
     summary = f"{len(rows)} kernels over {len({arch for _, _, arch in rows})} architectures, {spilling} spill"
+    built = {arch for _, _, arch in rows}
     if "--write" in sys.argv:
         LEDGER.parent.mkdir(exist_ok=True)
+        if LEDGER.exists() and read_ledger()[1] == version:
+            rows = {k: v for k, v in read_ledger()[0].items() if k[2] not in built} | rows
         LEDGER.write_text(text_of(rows, version))
         print(f"wrote {LEDGER.relative_to(ROOT)}: {summary}")
         return 0
@@ -121,7 +124,7 @@ def main():
     if old_version != version:
         print(f"not compared: the ledger is of nvcc {old_version}, this is {version}; all {len(rows)} kernels compile")
         return 0
-    found = list(differences(old, rows))
+    found = list(differences({k: v for k, v in old.items() if k[2] in built}, rows))
     print("\n".join(found) if found else f"as in the ledger: {summary}")
     if found:
         print("if that is meant: scripts/check_cuda_ledger.py BUILD_FOLDER --write, and say why in the commit")

@@ -7,37 +7,10 @@
 #include <vector>
 
 #include "cuda/bench_device.hpp"
+#include "cuda/runtime.hpp"
 
 namespace kvant::cuda {
 namespace {
-
-Status failed(const char* what, cudaError_t error) {
-  (void)cudaGetLastError();
-  return {error == cudaErrorMemoryAllocation ? Code::out_of_memory : Code::internal,
-          std::string(what) + ": " + cudaGetErrorString(error)};
-}
-#define KVANT_BENCH_TRY(call)                                                                   \
-  do {                                                                                          \
-    if (const cudaError_t error_ = (call); error_ != cudaSuccess) return failed(#call, error_); \
-  } while (0)
-
-// Makes a device current for a scope.
-class Current {
- public:
-  explicit Current(int device) {
-    if (cudaGetDevice(&before_) != cudaSuccess) before_ = device;
-    if (before_ != device) (void)cudaSetDevice(device);
-    device_ = device;
-  }
-  Current(const Current&) = delete;
-  Current& operator=(const Current&) = delete;
-  ~Current() {
-    if (before_ != device_) (void)cudaSetDevice(before_);
-  }
-
- private:
-  int before_ = 0, device_ = 0;
-};
 
 __device__ std::uint64_t mixed(std::uint64_t z) {  // splitmix64
   z += 0x9E3779B97F4A7C15u;
@@ -99,7 +72,7 @@ class Bench final : public core::DeviceBench {
   Status init() {
     const Current current(device_);
     cudaDeviceProp properties{};
-    KVANT_BENCH_TRY(cudaGetDeviceProperties(&properties, device_));
+    KVANT_CUDA_TRY(cudaGetDeviceProperties(&properties, device_));
     char name[400];
     std::snprintf(name, sizeof name, "%s, compute capability %d.%d, %d multiprocessors", properties.name,
                   properties.major, properties.minor, properties.multiProcessorCount);
@@ -107,9 +80,9 @@ class Bench final : public core::DeviceBench {
     facts_.l2_bytes = properties.l2CacheSize;
     multiprocessors_ = properties.multiProcessorCount;
     std::size_t free_bytes = 0, all_bytes = 0;
-    KVANT_BENCH_TRY(cudaMemGetInfo(&free_bytes, &all_bytes));
+    KVANT_CUDA_TRY(cudaMemGetInfo(&free_bytes, &all_bytes));
     facts_.free_bytes = static_cast<std::int64_t>(free_bytes);
-    KVANT_BENCH_TRY(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    KVANT_CUDA_TRY(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     return {};
   }
 
@@ -119,24 +92,24 @@ class Bench final : public core::DeviceBench {
   Result<void*> allocate(std::size_t bytes) override {
     const Current current(device_);
     void* p = nullptr;
-    KVANT_BENCH_TRY(cudaMalloc(&p, bytes));
+    KVANT_CUDA_TRY(cudaMalloc(&p, bytes));
     memory_.push_back(p);
     return p;
   }
 
   Status upload(void* to, const void* from, std::size_t bytes) override {
     const Current current(device_);
-    KVANT_BENCH_TRY(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_));
+    KVANT_CUDA_TRY(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_));
     return wait();
   }
   Status download(void* to, const void* from, std::size_t bytes) override {
     const Current current(device_);
-    KVANT_BENCH_TRY(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream_));
+    KVANT_CUDA_TRY(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream_));
     return wait();
   }
   Status wait() override {
     const Current current(device_);
-    KVANT_BENCH_TRY(cudaStreamSynchronize(stream_));
+    KVANT_CUDA_TRY(cudaStreamSynchronize(stream_));
     return {};
   }
 
@@ -146,14 +119,14 @@ class Bench final : public core::DeviceBench {
     fill_kernel<<<8 * multiprocessors_, 256, 0, stream_>>>(static_cast<__nv_bfloat162*>(bf16), rows * values / 2,
                                                            values / 2, first_row, seed,
                                                            reinterpret_cast<const float2*>(gains));
-    KVANT_BENCH_TRY(cudaGetLastError());
+    KVANT_CUDA_TRY(cudaGetLastError());
     return {};
   }
 
   Result<std::vector<double>> time_graph(const Work& work, std::int64_t runs, int samples) override {
     const Current current(device_);
-    KVANT_BENCH_TRY(cudaStreamSynchronize(stream_));
-    KVANT_BENCH_TRY(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+    KVANT_CUDA_TRY(cudaStreamSynchronize(stream_));
+    KVANT_CUDA_TRY(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
     Status status;
     for (std::int64_t i = 0; i < runs && status.ok(); ++i) status = work.enqueue(work.self, i, stream());
     Graph graph;
@@ -163,11 +136,11 @@ class Bench final : public core::DeviceBench {
       return status;
     }
     if (ended != cudaSuccess) return failed("recording the runs as a graph", ended);
-    KVANT_BENCH_TRY(cudaGraphInstantiate(&graph.executable, graph.graph, 0));
-    KVANT_BENCH_TRY(cudaGraphUpload(graph.executable, stream_));
-    for (int i = 0; i < 2; ++i) KVANT_BENCH_TRY(cudaGraphLaunch(graph.executable, stream_));
+    KVANT_CUDA_TRY(cudaGraphInstantiate(&graph.executable, graph.graph, 0));
+    KVANT_CUDA_TRY(cudaGraphUpload(graph.executable, stream_));
+    for (int i = 0; i < 2; ++i) KVANT_CUDA_TRY(cudaGraphLaunch(graph.executable, stream_));
     return time(samples, static_cast<double>(runs), [&](int) -> Status {
-      KVANT_BENCH_TRY(cudaGraphLaunch(graph.executable, stream_));
+      KVANT_CUDA_TRY(cudaGraphLaunch(graph.executable, stream_));
       return {};
     });
   }
@@ -181,18 +154,18 @@ class Bench final : public core::DeviceBench {
     const Current current(device_);
     if (read_buffer_ == nullptr) {
       std::size_t free_bytes = 0, all_bytes = 0;
-      KVANT_BENCH_TRY(cudaMemGetInfo(&free_bytes, &all_bytes));
+      KVANT_CUDA_TRY(cudaMemGetInfo(&free_bytes, &all_bytes));
       read_bytes_ = std::min<std::size_t>(std::size_t{4} << 30, free_bytes / 2) >> 20 << 20;
       Result<void*> buffer = allocate(read_bytes_ + 256);
       if (!buffer.ok()) return buffer.status();
       read_buffer_ = static_cast<std::byte*>(*buffer);
-      KVANT_BENCH_TRY(cudaMemsetAsync(read_buffer_, 0x11, read_bytes_ + 256, stream_));
+      KVANT_CUDA_TRY(cudaMemsetAsync(read_buffer_, 0x11, read_bytes_ + 256, stream_));
     }
     const auto launch = [&](int blocks) -> Status {
       read_kernel<<<blocks * multiprocessors_, 512, 0, stream_>>>(
           reinterpret_cast<const uint4*>(read_buffer_), static_cast<std::int64_t>(read_bytes_ / 16),
           reinterpret_cast<unsigned*>(read_buffer_ + read_bytes_));
-      KVANT_BENCH_TRY(cudaGetLastError());
+      KVANT_CUDA_TRY(cudaGetLastError());
       return {};
     };
     if (Status s = launch(4); !s.ok()) return s;
@@ -219,21 +192,21 @@ class Bench final : public core::DeviceBench {
   Result<std::vector<double>> time(int samples, double runs, const Launch& launch) {
     while (events_.size() < 2 * static_cast<std::size_t>(samples)) {
       cudaEvent_t e = nullptr;
-      KVANT_BENCH_TRY(cudaEventCreate(&e));
+      KVANT_CUDA_TRY(cudaEventCreate(&e));
       events_.push_back(e);
     }
     for (int i = 0; i < samples; ++i) {
       const auto at = 2 * static_cast<std::size_t>(i);
-      KVANT_BENCH_TRY(cudaEventRecord(events_[at], stream_));
+      KVANT_CUDA_TRY(cudaEventRecord(events_[at], stream_));
       if (Status s = launch(i); !s.ok()) return s;
-      KVANT_BENCH_TRY(cudaEventRecord(events_[at + 1], stream_));
+      KVANT_CUDA_TRY(cudaEventRecord(events_[at + 1], stream_));
     }
-    KVANT_BENCH_TRY(cudaStreamSynchronize(stream_));
+    KVANT_CUDA_TRY(cudaStreamSynchronize(stream_));
     std::vector<double> ns;
     for (int i = 0; i < samples; ++i) {
       const auto at = 2 * static_cast<std::size_t>(i);
       float ms = 0;
-      KVANT_BENCH_TRY(cudaEventElapsedTime(&ms, events_[at], events_[at + 1]));
+      KVANT_CUDA_TRY(cudaEventElapsedTime(&ms, events_[at], events_[at + 1]));
       ns.push_back(static_cast<double>(ms) * 1e6 / runs);
     }
     return ns;
