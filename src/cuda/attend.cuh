@@ -393,23 +393,17 @@ struct Attend {
     using Keys = typename S::Keys;
     const std::byte* scales = stage + Keys::kBytes;
     if constexpr (is_integer(KF)) {
-      constexpr int kTiles = S::kTokenTiles * NT <= 4 ? S::kTokenTiles : NT >= 4 ? 1 : 4 / NT;  // at a time
+      constexpr int kTiles = NT >= 4 ? 1 : NT == 2 && S::kTokenTiles == 4 ? 2 : S::kTokenTiles;  // at a time
       constexpr int kGroups = S::kSumGroups, kBlocks = (D + 63) / 64 / kGroups;                 // blocks of 64 channels
 #pragma unroll
       for (int first = 0; first < S::kTokenTiles; first += kTiles) {
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
           std::int32_t c[kTiles][NT][4];
+          int2 start[NT];
 #pragma unroll
-          for (int n = 0; n < NT; ++n) {
-            const int2 start = *reinterpret_cast<const int2*>(&info->start[group][2 * (4 * n + t)]);
-#pragma unroll
-            for (int i = 0; i < kTiles; ++i) {
-              c[i][n][0] = c[i][n][2] = start.x;
-              c[i][n][1] = c[i][n][3] = start.y;
-            }
-          }
-          const auto multiply = [&]<bool kHalfBlock>(int block) {
+          for (int n = 0; n < NT; ++n) start[n] = *reinterpret_cast<const int2*>(&info->start[group][2 * (4 * n + t)]);
+          const auto multiply = [&]<bool kFirst, bool kHalfBlock>(int block) {
             constexpr int kSteps = kHalfBlock ? 1 : 2;
             uint2 b[kSteps][NT];
 #pragma unroll
@@ -442,14 +436,21 @@ struct Attend {
               for (int j = 0; j < kSteps; ++j) {
                 const std::uint32_t a[4] = {x.first[j], y.first[j], x.second[j], y.second[j]};
 #pragma unroll
-                for (int n = 0; n < NT; ++n) ptx::mma(c[i][n], a, b[j][n].x, b[j][n].y);
+                for (int n = 0; n < NT; ++n) {
+                  if (kFirst && j == 0) {
+                    ptx::mma_from(c[i][n], a, b[j][n].x, b[j][n].y, start[n].x, start[n].y);
+                  } else {
+                    ptx::mma(c[i][n], a, b[j][n].x, b[j][n].y);
+                  }
+                }
               }
             }
           };
           constexpr int kWhole = D % 64 == 0 ? kBlocks : kBlocks - 1;
-#pragma unroll(kBlocks <= 2 ? 2 : kBlocks == 3 ? 3 : 2)
-          for (int block = 0; block < kWhole; ++block) multiply.template operator()<false>(group * kBlocks + block);
-          if constexpr (D % 64 != 0) multiply.template operator()<true>(kBlocks - 1);
+          multiply.template operator()<true, false>(group * kBlocks);
+#pragma unroll(kBlocks <= 3 ? 2 : kBlocks == 4 ? 3 : 1)
+          for (int block = 1; block < kWhole; ++block) multiply.template operator()<false, false>(group * kBlocks + block);
+          if constexpr (D % 64 != 0) multiply.template operator()<false, true>(kBlocks - 1);
 #pragma unroll
           for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -800,19 +801,27 @@ struct Attend {
 
   // --- second product ---
 
-  __device__ void fold_tile(int tile, const float (&x)[NT][2], const Fold& fold, const float (&page)[NT]) {
+  // Older sums to the new maximum, where it moved: rarely, after the first pages.
+  __device__ void rescale(const Fold& fold) {
+    if (fold.same) return;
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      half_sum[n] *= fold.alpha[n];
+#pragma unroll
+      for (int i = 0; i < 2 * S::kUnits; ++i) o[i][n][0] *= fold.alpha[n], o[i][n][1] *= fold.alpha[n];
+    }
+  }
+  __device__ void fold_tile(int tile, const float (&x)[NT][2], const float (&page)[NT]) {
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float old = fold.same ? o[tile][n][h] : o[tile][n][h] * fold.alpha[n];
-        o[tile][n][h] = fmaf(x[n][h], page[n], old);
-      }
+      for (int h = 0; h < 2; ++h) o[tile][n][h] = fmaf(x[n][h], page[n], o[tile][n][h]);
     }
   }
 
   __device__ void add_values(const std::byte* stage, const Fold& fold) {
     using Values = typename S::Values;
+    rescale(fold);
     const int group = S::kPGroups > 1 ? member * S::kChannels / 128 : 0;
     float page[NT];
 #pragma unroll
@@ -824,31 +833,22 @@ struct Attend {
     const std::byte* operands = weights + group * S::kPBytes;
     if constexpr (is_integer(VF)) {
       uint2 b[NT][2];
-      std::int32_t start[NT][4];
+      std::int32_t start[NT][2];
       constexpr std::uint32_t kOnes[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
-        std::int32_t sums[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int step = 0; step < 2; ++step) {
-          b[n][step] = *reinterpret_cast<const uint2*>(operands + (8 * n + g) * 96 + (4 * step + t) * 8);
-          ptx::mma(sums, kOnes, b[n][step].x, b[n][step].y);
-        }
-        start[n][0] = start[n][2] = -level_origin(VF) * sums[0];
-        start[n][1] = start[n][3] = -level_origin(VF) * sums[1];
-        half_sum[n] = fmaf(static_cast<float>(256 * sums[0] + sums[1]), 0.5f * page[n], half_sum[n] * fold.alpha[n]);
+        std::int32_t sums[4];
+        b[n][0] = *reinterpret_cast<const uint2*>(operands + (8 * n + g) * 96 + t * 8);
+        b[n][1] = *reinterpret_cast<const uint2*>(operands + (8 * n + g) * 96 + (4 + t) * 8);
+        ptx::mma_from(sums, kOnes, b[n][0].x, b[n][0].y, 0, 0);
+        ptx::mma(sums, kOnes, b[n][1].x, b[n][1].y);
+        start[n][0] = -level_origin(VF) * sums[0];
+        start[n][1] = -level_origin(VF) * sums[1];
+        half_sum[n] = fmaf(static_cast<float>(256 * sums[0] + sums[1]), 0.5f * page[n], half_sum[n]);
       }
 #pragma unroll
       for (int unit = 0; unit < S::kUnits; ++unit) {
         std::int32_t c[2][NT][4];
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-          for (int n = 0; n < NT; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) c[tile][n][i] = start[n][i];
-          }
-        }
         const int channel = member * S::kChannels + 32 * unit + 4 * g;
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
@@ -877,7 +877,13 @@ struct Attend {
           for (int tile = 0; tile < 2; ++tile) {
             const std::uint32_t a[4] = {first[2 * tile], first[2 * tile + 1], second[2 * tile], second[2 * tile + 1]};
 #pragma unroll
-            for (int n = 0; n < NT; ++n) ptx::mma(c[tile][n], a, b[n][step].x, b[n][step].y);
+            for (int n = 0; n < NT; ++n) {
+              if (step == 0) {
+                ptx::mma_from(c[tile][n], a, b[n][0].x, b[n][0].y, start[n][0], start[n][1]);
+              } else {
+                ptx::mma(c[tile][n], a, b[n][1].x, b[n][1].y);
+              }
+            }
           }
         }
 #pragma unroll
@@ -888,20 +894,20 @@ struct Attend {
 #pragma unroll
             for (int h = 0; h < 2; ++h) x[n][h] = static_cast<float>(256 * c[tile][n][2 * h] + c[tile][n][2 * h + 1]);
           }
-          fold_tile(2 * unit + tile, x, fold, page);
+          fold_tile(2 * unit + tile, x, page);
         }
       }
     } else if constexpr (VF == Format::fp8) {
-      half_values<true, 2>(stage, Values::stride(0), 4 * D, 0, false, fold, page);
+      half_values<true, 2>(stage, Values::stride(0), 4 * D, 0, false, page);
     } else {
-      half_values<false, 2>(stage, Values::stride(0), 2 * D, 0, VF == Format::bf16, fold, page);
+      half_values<false, 2>(stage, Values::stride(0), 2 * D, 0, VF == Format::bf16, page);
     }
   }
 
   // Values of 16-bit floats (rows of `row` bytes a token) or e4m3 (of a quad), octets `stride` bytes apart; kSteps times
   // four octets, from 4 `first_step` on.
   template <bool kFp8, int kSteps>
-  __device__ void half_values(const std::byte* values, int stride, int row, int first_step, bool bf16, const Fold& fold,
+  __device__ void half_values(const std::byte* values, int stride, int row, int first_step, bool bf16,
                               const float (&page)[NT]) {
 #pragma unroll
     for (int unit = 0; unit < S::kUnits; ++unit) {
@@ -954,7 +960,7 @@ struct Attend {
         float x[NT][2];
 #pragma unroll
         for (int n = 0; n < NT; ++n) x[n][0] = c[tile][n][0] + c[tile][n][1], x[n][1] = c[tile][n][2] + c[tile][n][3];
-        fold_tile(2 * unit + tile, x, fold, page);
+        fold_tile(2 * unit + tile, x, page);
       }
     }
   }
@@ -1112,6 +1118,7 @@ struct Attend {
       float factors[NT];
 #pragma unroll
       for (int n = 0; n < NT; ++n) factors[n] = fold.page[0][n];
+      rescale(fold);
       const std::byte* values = block + layout.v.plane_offset[0];
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
@@ -1120,8 +1127,7 @@ struct Attend {
           end_copy<false>(barrier);
         }
         wait(kExactHalves, phases);
-        half_values<false, 1>(stage, S::kExactValueRow, 2 * D, half, bf16, fold, factors);
-        fold.same = true;  // older sums were rescaled by the first half
+        half_values<false, 1>(stage, S::kExactValueRow, 2 * D, half, bf16, factors);
         team_sync();
       }
     }

@@ -20,7 +20,7 @@ MergeKernel merge_entry() {
   return {reinterpret_cast<const void*>(&merge_kernel<D>), static_cast<int>(sizeof(MergeShared<D>)), kMergeThreads};
 }
 
-inline DecodeKernels decode_kernels_of_unit() {
+static DecodeKernels decode_kernels_of_unit() {  // another in every unit
 #define KVANT_ATTEND(k, v, tiles) attend_entry<Format::k, Format::v, KVANT_HEAD_DIM, tiles>(),
   static const AttendKernel kKernels[] = {
 #include "cuda/attend_list.inc"

@@ -58,7 +58,7 @@ Status Plan::choose_kernel(const core::DevicePlanConfig& config) {
   if (best == nullptr) {
     std::string pairs;
     for (const AttendKernel& k : kernels->attend) {
-      if (k.column_tiles != 1) continue;
+      if (k.column_tiles != 4) continue;
       pairs += fmt::format("{}{}/{}", pairs.empty() ? "" : ", ", format_info(k.k).name, format_info(k.v).name);
     }
     return {

@@ -54,6 +54,13 @@ __device__ __forceinline__ void mma(std::int32_t (&c)[4], const std::uint32_t (&
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// d = start + a * b, the same `start` in both rows: saves the copy that a sum in place begins with.
+__device__ __forceinline__ void mma_from(std::int32_t (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                         std::uint32_t b1, std::int32_t start0, std::int32_t start1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%10,%11};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start0), "r"(start1));
+}
 
 // 9.7.15.5 mma.m16n8k16 with f16 or bf16 operands and f32 sums. As above with two 16-bit elements in a register:
 //   a[0]: row g, columns 2 t, 2 t + 1; a[1]: row g + 8; a[2]: row g, columns 2 t + 8, 2 t + 9; a[3]: row g + 8

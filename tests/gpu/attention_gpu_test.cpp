@@ -245,7 +245,8 @@ TEST(GpuBatch, TheSameSequenceTwice) {
   const std::vector<float> got = out.download_as<float>();
   const std::span<const float> all(got);
   EXPECT_TRUE(close(std::span<const float>(once.out), all.first(n), tolerance::kTwoWays * world.tolerance()));
-  EXPECT_TRUE(same_bits(all.first(n), all.last(n)));
+  // Its shares of the work are cut elsewhere the second time, so the sums are taken in another order.
+  EXPECT_TRUE(close(all.first(n), all.last(n), tolerance::kTwoWays * world.tolerance()));
 }
 
 // --- masks -----------------------------------------------------------------------------------------------------------
