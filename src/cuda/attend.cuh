@@ -23,18 +23,19 @@ inline constexpr float kNone = -__builtin_huge_valf();
 inline constexpr float kLowest = -1e30f;  // a running maximum's start: differences with it stay numbers
 inline constexpr int kWarps = 4;
 inline constexpr int kThreads = 32 * kWarps;
-// Blocks that a multiprocessor should hold: what registers allow. Measured on an H200, GB/s of tq4 at 4 / 3 blocks of one
-// column tile, docs/lab.
-constexpr int most_blocks(int column_tiles) {
-  return column_tiles == 1 ? 4 : 3;
+// Blocks that a multiprocessor should hold, by what registers allow: 128, 168 or 255 a thread.
+constexpr int most_blocks(int column_tiles, int channels) {
+  return column_tiles == 1 ? 4 : column_tiles == 2 || channels <= 64 ? 3 : 2;
 }
 inline constexpr float kTopWeight = 32639.0f;  // 127 * 256 + 127
 
-// Warps of a team: as many as keep a page's bytes for each warp near 8 KiB, and the channels of each at 128 or less.
-__host__ __device__ constexpr int team_warps(Format k, Format v, int head_dim) {
+// Warps of a team: as many as keep a page's bytes for each warp near 8 KiB and the channels of each at 128, of sixteen rows
+// at 64 where D allows, because their sums are in registers.
+__host__ __device__ constexpr int team_warps(Format k, Format v, int head_dim, int column_tiles) {
   const int bytes = 8 * head_dim * (codec::format_bits(k) + codec::format_bits(v));
+  const int channels = column_tiles >= 4 ? 64 : 128;
   int warps = bytes > 24576 ? 4 : bytes > 12800 ? 2 : 1;
-  while (warps < 4 && head_dim > 128 * warps) warps *= 2;
+  while (warps < 4 && head_dim > channels * warps) warps *= 2;
   while (head_dim % (32 * warps) != 0) warps /= 2;
   return warps;
 }
@@ -60,7 +61,7 @@ struct Part {
 template <Format KF, Format VF, int D, int NT>
 struct Shape {
   static constexpr int kRows = 4 * NT;
-  static constexpr int kTeam = team_warps(KF, VF, D);
+  static constexpr int kTeam = team_warps(KF, VF, D, NT);
   static constexpr int kTeams = kWarps / kTeam;
   static constexpr int kTokens = 8 / kTeam;  // consecutive ones of a lane in the first product
   static constexpr int kTokenTiles = 4 / kTeam;
@@ -154,10 +155,14 @@ struct Attend {
     return ptx::shared_address(shared + S::kBarriersAt) + 8 * (team * S::kBarriers + index);
   }
   __device__ void team_sync() const {
-    if constexpr (kTeamOfOne) {
+    if constexpr (W == 1) {
       __syncwarp();
+    } else if constexpr (W == kWarps) {
+      __syncthreads();
+    } else if (team == 0) {
+      ptx::barrier<1, 32 * W>();
     } else {
-      ptx::barrier(1 + team, 32 * W);
+      ptx::barrier<2, 32 * W>();
     }
   }
 
@@ -394,7 +399,7 @@ struct Attend {
     const std::byte* scales = stage + Keys::kBytes;
     if constexpr (is_integer(KF)) {
       constexpr int kTiles = NT >= 4 ? 1 : NT == 2 && S::kTokenTiles == 4 ? 2 : S::kTokenTiles;  // at a time
-      constexpr int kGroups = S::kSumGroups, kBlocks = (D + 63) / 64 / kGroups;                 // blocks of 64 channels
+      constexpr int kGroups = S::kSumGroups, kBlocks = (D + 63) / 64 / kGroups;  // blocks of 64 channels
 #pragma unroll
       for (int first = 0; first < S::kTokenTiles; first += kTiles) {
 #pragma unroll
@@ -449,7 +454,8 @@ struct Attend {
           constexpr int kWhole = D % 64 == 0 ? kBlocks : kBlocks - 1;
           multiply.template operator()<true, false>(group * kBlocks);
 #pragma unroll(kBlocks <= 3 ? 2 : kBlocks == 4 ? 3 : 1)
-          for (int block = 1; block < kWhole; ++block) multiply.template operator()<false, false>(group * kBlocks + block);
+          for (int block = 1; block < kWhole; ++block)
+            multiply.template operator()<false, false>(group * kBlocks + block);
           if constexpr (D % 64 != 0) multiply.template operator()<false, true>(kBlocks - 1);
 #pragma unroll
           for (int i = 0; i < kTiles; ++i) {
@@ -605,7 +611,7 @@ struct Attend {
     constexpr int kGroups = is_half(F) ? 1 : S::kPGroups;
     constexpr int kMaxima = 1 + kGroups;
     constexpr bool kScaled = !is_half(F);
-    float v[kGroups][S::kTokenTiles][2], log_v[kGroups][S::kTokenTiles][2];
+    float v[kGroups][S::kTokenTiles][2], log_v[kGroups][S::kTokenTiles][2], bad[kGroups][S::kTokenTiles][2];
     float poison = 0.0f;
     if constexpr (kScaled) {
 #pragma unroll
@@ -614,9 +620,11 @@ struct Attend {
         for (int i = 0; i < S::kTokenTiles; ++i) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            v[q][i][h] = half_at(scales, q * kPageTokens + 8 * g + S::kTokens * member + 2 * i + h);
+            const float scale = half_at(scales, q * kPageTokens + 8 * g + S::kTokens * member + 2 * i + h);
+            v[q][i][h] = fmaxf(scale, 0.0f);  // NaN becomes 0: whoever sees it is poisoned below, by way of its sum
             log_v[q][i][h] = ptx::lg2(v[q][i][h]);
-            poison += v[q][i][h] * 0.0f;
+            bad[q][i][h] = scale * 0.0f;
+            poison += bad[q][i][h];
           }
         }
       }
@@ -693,7 +701,7 @@ struct Attend {
             for (int h = 0; h < 2; ++h) {
               // A key that is not seen has weight 0; its scale may be anything.
 #pragma unroll
-              for (int q = 0; q < kGroups; ++q) sum += s[i][n][h] != 0.0f ? v[q][i][h] * 0.0f : 0.0f;
+              for (int q = 0; q < kGroups; ++q) sum += s[i][n][h] != 0.0f ? bad[q][i][h] : 0.0f;
             }
           }
         }
@@ -739,7 +747,9 @@ struct Attend {
       std::uint32_t bits[8] = {};
 #pragma unroll
       for (int k = 0; k < S::kTokens; ++k) {
-        bits[k] = __float_as_uint(fmaf(e[k / 2][n][k % 2], w[k], 12583040.0f));
+        // Ordered dither: many equal weights far below one unit, beside a large one, keep their sum.
+        const float dither = (static_cast<float>(S::kTokens * member + k) - 3.5f) * 0.125f;
+        bits[k] = __float_as_uint(fmaf(e[k / 2][n][k % 2], w[k], dither) + 12583040.0f);
       }
       constexpr Order kOrder = order_of(F);
       // Bytes low, low, high, high of two tokens.
@@ -1290,9 +1300,10 @@ struct Attend {
 
 // The same where shared memory is the limit (228 KiB on sm_90, 1 KiB of it taken by each block).
 template <Format KF, Format VF, int D, int NT>
-constexpr int kBlocks = 233472 / (Shape<KF, VF, D, NT>::kBytes + 1024) < most_blocks(NT)
+constexpr int kBlocks = 233472 / (Shape<KF, VF, D, NT>::kBytes + 1024) <
+                                most_blocks(NT, Shape<KF, VF, D, NT>::kChannels)
                             ? 233472 / (Shape<KF, VF, D, NT>::kBytes + 1024)
-                            : most_blocks(NT);
+                            : most_blocks(NT, Shape<KF, VF, D, NT>::kChannels);
 
 template <Format KF, Format VF, int D, int NT>
 __global__ void __launch_bounds__(kThreads, kBlocks<KF, VF, D, NT>)

@@ -81,9 +81,10 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 9.7.13.1 bar.sync on one of 16 barriers, for `threads` threads of the block.
-__device__ __forceinline__ void barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+// 9.7.13.1 bar.sync on one of 16 barriers (0 is __syncthreads'), for kThreads threads of the block.
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void barrier() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
 // 9.7.9.25.3 cp.async: 16 bytes from global to shared memory, past L1.

@@ -122,7 +122,9 @@ Status Store::upload(BasisArrays& side, const std::vector<CalibratedBasis>& list
 Status Store::allocate() {
   const core::DeviceStoreConfig& c = config_;
   const Current current(c.device);
-  if (current.error() != cudaSuccess) return failed("cudaSetDevice", current.error());
+  if (current.error() != cudaSuccess) {
+    return failed(fmt::format("cudaSetDevice({})", c.device).c_str(), current.error());
+  }
   const std::uint64_t blocks = count_of(c.layers) * count_of(c.kv_heads);
   view_ = {.encoded = nullptr,
            .exact = nullptr,

@@ -54,13 +54,17 @@ struct PageJob {
     const codec::PageLayout& page = of_exact ? params->cache.exact_layout : params->cache.encoded_layout;
     return is_value ? page.v : page.k;
   }
-  __device__ const void* input(int token) const {
-    const std::int64_t element = (first_row + token - begin) * side->token_stride + head * side->head_stride;
-    return static_cast<const std::byte*>(side->rows) + element * (side->dtype == Dtype::f32 ? 4 : 2);
+  __device__ const void* input(int token) const { return input_of(*side, token); }
+  __device__ const void* input_of(const WriteSide& of, int token) const {
+    const std::int64_t element = (first_row + token - begin) * of.token_stride + head * of.head_stride;
+    return static_cast<const std::byte*>(of.rows) + element * (of.dtype == Dtype::f32 ? 4 : 2);
   }
 };
 
 // Rows as dense ones: into the exact copy, or into a dense format. Two elements a thread and turn.
+//
+// A value that is not finite would spoil the sums of rows that do not see it (0 * NaN), also after a truncation. So values
+// are stored as 0 there, and the key of that token is made NaN in its place: whoever sees the token gets NaN, nobody else.
 template <int kD, bool kFromExact>
 __device__ void store_dense(const PageJob& job, bool to_exact, int first, int last) {
   const codec::SideLayout& to = job.layout(to_exact);
@@ -73,11 +77,18 @@ __device__ void store_dense(const PageJob& job, bool to_exact, int first, int la
     const void* row = given ? job.input(token)
                             : job.exact + job.layout(true).plane_offset[0] + static_cast<std::size_t>(token) * kD * 2;
     const Dtype dtype = given ? job.side->dtype : rounding;
+    const WriteSide& values = job.params->v;
+    const void* value_row = given && !job.is_value ? job.input_of(values, token) : nullptr;
     std::uint32_t word = 0;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       float x = load_element(row, dtype, channel + j);
-      finite = finite && (!given || is_storable(x, Dtype::f32));
+      const bool fits = !given || is_storable(x, Dtype::f32);
+      finite = finite && fits;
+      if (job.is_value && !fits) x = 0.0f;
+      if (value_row != nullptr && !is_storable(load_element(value_row, values.dtype, channel + j), Dtype::f32)) {
+        x = __int_as_float(0x7FC00000);
+      }
       if (rounding == Dtype::bf16) x = rounded(x, rounding);
       if (rounding == Dtype::f16) x = base::f16_to_f32(base::f32_to_f16(x));
       const std::uint32_t half = to.format == Format::f16 ? base::f32_to_f16(x) : base::f32_to_bf16(x);
