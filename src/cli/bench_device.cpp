@@ -221,8 +221,9 @@ class Measurement {
     Result<std::vector<double>> first = bench_.time_graph(work, layers, 3);
     if (!first.ok()) return first.status();
     const double estimate = std::max(100.0, quantile(*first, 0.5));
-    const double rounds = std::clamp(std::ceil(kGraphNs / (estimate * layers)), 1.0,
-                                     std::max(1.0, static_cast<double>(kMostRuns / layers)));
+    const double rounds =
+        std::clamp(std::ceil(kGraphNs / (estimate * layers)), 1.0,
+                   std::max(1.0, std::floor(static_cast<double>(kMostRuns) / static_cast<double>(layers))));
     const std::int64_t runs = layers * static_cast<std::int64_t>(rounds);
     Result<std::vector<double>> ns = bench_.time_graph(work, runs, samples_for(estimate * static_cast<double>(runs)));
     if (!ns.ok()) return ns.status();
