@@ -65,7 +65,7 @@ double layer_bytes(const BenchCase& c) {
   return (pages * page.block_bytes + exact_pages * exact_bytes) * c.kv_heads * c.batch;
 }
 
-Result<Workload> make_workload(const BenchCase& c, int layers) {
+CacheConfig cache_config(const BenchCase& c, int layers) {
   CacheConfig config;
   config.layers = layers;
   config.kv_heads = c.kv_heads;
@@ -75,7 +75,11 @@ Result<Workload> make_workload(const BenchCase& c, int layers) {
   config.sink_pages = c.formats.is_dense() ? 0 : c.sink_pages;
   config.tail_pages = c.formats.is_dense() ? 0 : c.tail_pages;
   config.exact = Dtype::bf16;
-  Result<Cache> cache = Cache::create(config);
+  return config;
+}
+
+Result<Workload> make_workload(const BenchCase& c, int layers) {
+  Result<Cache> cache = Cache::create(cache_config(c, layers));
   if (!cache.ok()) return cache.status();
   Workload w{c, std::move(*cache), {}, layers};
   for (int i = 0; i < c.batch; ++i) w.sequences.push_back(w.cache.add_sequence());

@@ -37,6 +37,8 @@ struct Workload {
 bool is_same_workload(const BenchCase& a, const BenchCase& b);
 /// Bytes of one layer of the case's cache.
 double layer_bytes(const BenchCase& c);
+/// The case's cache in host memory, with bf16 exact pages.
+CacheConfig cache_config(const BenchCase& c, int layers);
 Result<Workload> make_workload(const BenchCase& c, int layers);
 
 /// Relative L2 of `out` ([batch * q_len, q_heads, head_dim], from layer 0) against float64 attention over the vectors that

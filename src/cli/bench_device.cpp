@@ -47,15 +47,7 @@ class Measurement {
 
  private:
   Result<Cache> make_cache(const BenchCase& c, int layers) const {
-    CacheConfig config;
-    config.layers = layers;
-    config.kv_heads = c.kv_heads;
-    config.head_dim = c.head_dim;
-    config.k = format_info(c.formats.k).name;
-    config.v = format_info(c.formats.v).name;
-    config.sink_pages = c.formats.is_dense() ? 0 : c.sink_pages;
-    config.tail_pages = c.formats.is_dense() ? 0 : c.tail_pages;
-    config.exact = Dtype::bf16;
+    CacheConfig config = cache_config(c, layers);
     config.device = fmt::format("cuda:{}", device_);
     config.max_sequences = c.batch;
     config.max_sequence_tokens = (c.keys + kPageTokens - 1) / kPageTokens * kPageTokens;

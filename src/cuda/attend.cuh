@@ -17,10 +17,7 @@
 
 namespace kvant::cuda {
 
-inline constexpr float kLog2e = 1.4426950408889634f;
-inline constexpr float kLn2 = 0.6931471805599453f;
 inline constexpr float kNone = -__builtin_huge_valf();
-inline constexpr float kLowest = -1e30f;  // a running maximum's start: differences with it stay numbers
 inline constexpr int kWarps = 4;
 inline constexpr int kThreads = 32 * kWarps;
 // Blocks that a multiprocessor should hold, by what registers allow: 128, 168 or 255 a thread.
@@ -93,7 +90,7 @@ struct Shape {
     float rest[kSumGroups][kRows];              // what level_origin leaves out
     std::int32_t poisoned[kRows];
     float m[kWarps][kRows], l[kWarps][kRows];
-    std::uint32_t constants[2][4];
+    std::uint32_t constants[2][3];
     Part part;
     LinePlace line;
   };

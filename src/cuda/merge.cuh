@@ -12,7 +12,6 @@ namespace kvant::cuda {
 
 inline constexpr int kMergeWarps = 8;
 inline constexpr int kMergeThreads = 32 * kMergeWarps;
-inline constexpr float kNoMaximum = -1e30f;  // as attend.cuh's kLowest
 
 template <int D>
 struct MergeShared {
@@ -53,7 +52,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   float4 sum[core::kDomains][kVectors];
 #pragma unroll
   for (int domain = 0; domain < core::kDomains; ++domain) {
-    m[domain] = kNoMaximum, l[domain] = 0.0f;
+    m[domain] = kLowest, l[domain] = 0.0f;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) sum[domain][v] = {0.0f, 0.0f, 0.0f, 0.0f};
   }
@@ -98,7 +97,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   // The block's warps, in their order.
 #pragma unroll
   for (int domain = 0; domain < core::kDomains; ++domain) {
-    float top = kNoMaximum, weight = 0.0f;
+    float top = kLowest, weight = 0.0f;
     for (int i = 0; i < kMergeWarps; ++i) top = fmaxf(top, shared.m[i][domain]);
     for (int i = 0; i < kMergeWarps; ++i) weight += shared.l[i][domain] * ptx::ex2(shared.m[i][domain] - top);
     for (int d = threadIdx.x; d < D; d += kMergeThreads) {
@@ -116,7 +115,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
     if (rank == 0) {
 #pragma unroll
       for (int domain = 0; domain < core::kDomains; ++domain) {
-        float top = kNoMaximum, weight = 0.0f;
+        float top = kLowest, weight = 0.0f;
         for (int i = 0; i < ranks; ++i) top = fmaxf(top, cluster.map_shared_rank(&shared, i)->block_m[domain]);
 #pragma unroll
         for (int k = 0; k < (D + kMergeThreads - 1) / kMergeThreads; ++k) sums[domain][k] = 0.0f;
@@ -168,11 +167,11 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
 #pragma unroll
   for (int i = 0; i < D / 32; ++i) x[i] = encoded[lane + 32 * i];
   if (p.v_basis.kind == BasisKind::hadamard) rotate_back<D>(x, shared.scratch);
-  const float sink = p.sink_logits != nullptr ? p.sink_logits[q_head] * 1.4426950408889634f : -__builtin_huge_valf();
+  const float sink = p.sink_logits != nullptr ? p.sink_logits[q_head] * kLog2e : -__builtin_huge_valf();
   const float top_encoded = shared.block_m[core::kEncoded], top_exact = shared.block_m[core::kExact];
   const float top = fmaxf(fmaxf(top_encoded, top_exact), sink);
   const bool poisoned = weight_encoded != weight_encoded || weight_exact != weight_exact || sink != sink;
-  const bool any = top > kNoMaximum;
+  const bool any = top > kLowest;
   const float w_encoded = ptx::ex2(top_encoded - top), w_exact = ptx::ex2(top_exact - top);
   const float total = w_encoded * weight_encoded + w_exact * weight_exact + ptx::ex2(sink - top);
   const float nan = __int_as_float(0x7FC00000);
@@ -185,9 +184,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
     store_element(p.out.data, p.out.dtype, token * p.out.token_stride + q_head * p.out.head_stride + d, y);
   }
   if (p.lse != nullptr && lane == 0) {
-    p.lse[token * p.q_heads + q_head] = poisoned ? nan
-                                        : any    ? (top + __log2f(total)) * 0.6931471805599453f
-                                                 : -__builtin_huge_valf();
+    p.lse[token * p.q_heads + q_head] = poisoned ? nan : any ? (top + __log2f(total)) * kLn2 : -__builtin_huge_valf();
   }
 }
 

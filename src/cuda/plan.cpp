@@ -166,9 +166,14 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
     units_ += static_cast<std::int64_t>(cost.head()) * config.kv_heads;
     longest = std::max<std::int64_t>(longest, cost.exact + cost.encoded);
   }
-  const std::int64_t shares = std::clamp<std::int64_t>((units_ + p.least_units - 1) / p.least_units, 1, p.shares);
+  const std::int64_t shares = planned_shares();
   splits_ = static_cast<int>(units_ == 0 ? 1 : (longest * shares + units_ - 1) / units_);
   return upload(config);
+}
+
+std::int64_t Plan::planned_shares() const {
+  const int least = params_.least_units;
+  return std::clamp<std::int64_t>((units_ + least - 1) / least, 1, params_.shares);
 }
 
 std::string Plan::explain() const {
@@ -185,7 +190,7 @@ std::string Plan::explain() const {
       codec::is_tq(attend_.v) ? "u8 levels by s8 weight digits, exact sums a page" : "16-bit floats, f32 sums");
   fmt::format_to(out, "blocks     {} ({} a multiprocessor) of 4 warps, {} a page; {} bytes of shared memory each\n",
                  p.shares, blocks_, attend_.team, attend_.shared_bytes);
-  const std::int64_t shares = std::clamp<std::int64_t>((units_ + p.least_units - 1) / p.least_units, 1, p.shares);
+  const std::int64_t shares = planned_shares();
   fmt::format_to(
       out,
       "shares     {} at the planned lengths, of {:.1f} pages each (an exact page counts {}); up to {} for one "

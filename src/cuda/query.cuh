@@ -3,23 +3,14 @@
 
 #include "codec/rotation.hpp"
 #include "cuda/attend.hpp"
+#include "cuda/element.cuh"
 #include "cuda/ptx.cuh"
 
 namespace kvant::cuda {
 
-__device__ __forceinline__ float load_element(const void* data, Dtype dtype, std::int64_t at) {
-  if (dtype == Dtype::f32) return static_cast<const float*>(data)[at];
-  const std::uint16_t half = static_cast<const std::uint16_t*>(data)[at];
-  return dtype == Dtype::f16 ? base::f16_to_f32(half) : base::bf16_to_f32(half);
-}
-
-__device__ __forceinline__ void store_element(void* data, Dtype dtype, std::int64_t at, float x) {
-  if (dtype == Dtype::f32) {
-    static_cast<float*>(data)[at] = x;
-  } else {
-    static_cast<std::uint16_t*>(data)[at] = dtype == Dtype::f16 ? base::f32_to_f16(x) : base::f32_to_bf16(x);
-  }
-}
+inline constexpr float kLog2e = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
+inline constexpr float kLowest = -1e30f;  // a running maximum's start: differences with it stay numbers
 
 template <int D>
 __device__ __forceinline__ void flip_signs(float (&x)[D / 32]) {

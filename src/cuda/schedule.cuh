@@ -10,7 +10,6 @@ struct Line {
   long long total;
   int shares;
   __device__ long long begin(int share) const { return share * total / shares; }
-  __device__ int owner(long long unit) const { return static_cast<int>(((unit + 1) * shares - 1) / total); }
 };
 
 __device__ inline int cost_of_entry(const AttendParams& p, int i) {
@@ -23,25 +22,13 @@ __device__ inline Line make_line(const AttendParams& p, long long total) {
   return {total, static_cast<int>(most < p.shares ? (most > 0 ? most : 1) : p.shares)};
 }
 
-// The units of all sequences, and in `before` those of sequences 0 .. stop - 1; by one whole warp.
-__device__ inline long long sum_costs(const AttendParams& p, int stop, long long& before) {
-  long long b = 0, t = 0;
-  for (int i = threadIdx.x % 32; i < p.batch; i += 32) {
-    const int cost = cost_of_entry(p, i);
-    t += cost;
-    if (i < stop) b += cost;
-  }
-#pragma unroll
-  for (int h = 16; h > 0; h /= 2) {
-    b += __shfl_xor_sync(~0u, b, h);
-    t += __shfl_xor_sync(~0u, t, h);
-  }
-  before = b;
-  return t;
-}
+// The units of all sequences; by one whole warp.
 __device__ inline long long sum_costs(const AttendParams& p) {
-  long long before;
-  return sum_costs(p, 0, before);
+  long long sum = 0;
+  for (int i = threadIdx.x % 32; i < p.batch; i += 32) sum += cost_of_entry(p, i);
+#pragma unroll
+  for (int h = 16; h > 0; h /= 2) sum += __shfl_xor_sync(~0u, sum, h);
+  return sum;
 }
 
 // The sequence that holds `unit`, and the units before it; by one whole warp.

@@ -3,7 +3,8 @@
 // The work is a line of units. A segment is the visible pages of one (sequence, kv head, row block, domain), in that
 // order; an encoded page is one unit, an exact page `exact_cost`. The line is cut into equal shares, one a block of the
 // grid: block c has units [floor(c T / C), floor((c + 1) T / C)) of T. A block writes one partial for each segment it
-// touches, at index c + segment: unique, because both only grow along the line. The merge finds them the same way.
+// touches, at index c + segment: unique, because both only grow along the line. Whoever has the first and
+// the last part of a segment leaves their indices for the merge (AttendParams::segments).
 #pragma once
 
 #include "base/config.hpp"

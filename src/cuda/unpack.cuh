@@ -57,28 +57,15 @@ struct Sixteen {
   std::uint32_t first[2], second[2];  // of codes 0 .. 7 and 8 .. 15
 };
 
-// Constants that prmt and the shifts below need in registers. They come from memory because the assembler otherwise makes
-// them anew for every use: 110 more instructions a page at D = 128.
+// Constants that prmt needs in registers. They come from memory because the assembler otherwise makes them anew for every
+// use: 110 more instructions a page at D = 128.
 template <Format F>
 struct Constants {
-  std::uint32_t t0, t2, signs, two_16;
-  static constexpr int kWords = 4;
+  std::uint32_t t0, t2, signs;
   __device__ static void put(std::uint32_t* to) {
-    to[0] = table_word_or_zero<F>(0), to[1] = table_word_or_zero<F>(2), to[2] = 0x80808080u, to[3] = 0x10000u;
+    to[0] = table_word_or_zero<F>(0), to[1] = table_word_or_zero<F>(2), to[2] = 0x80808080u;
   }
-  __device__ void get(const std::uint32_t* from) { t0 = from[0], t2 = from[1], signs = from[2], two_16 = from[3]; }
-  // x >> 16 on the multiplier's pipe: the other one is busy with prmt and lop3.
-  __device__ __forceinline__ std::uint32_t high(std::uint32_t x) const {
-#ifndef KVANT_SHIFT_FMA
-    return x >> 16;
-#elif defined(KVANT_SHIFT_WIDE)
-    std::uint32_t lo, hi;
-    asm("{.reg .b64 w; mul.wide.u32 w, %2, %3; mov.b64 {%0, %1}, w;}" : "=r"(lo), "=r"(hi) : "r"(x), "r"(two_16));
-    return hi;
-#else
-    return __umulhi(x, two_16);
-#endif
-  }
+  __device__ void get(const std::uint32_t* from) { t0 = from[0], t2 = from[1], signs = from[2]; }
 };
 
 // low: plane 0 (4-bit planes: two words, 2-bit planes: one, 8 bit: four); high: plane 1 (16 codes: one word of 2-bit
@@ -101,9 +88,9 @@ __device__ __forceinline__ Sixteen unpack(const std::uint32_t* low, std::uint32_
     for (int i = 0; i < 2; ++i) {
       const std::uint32_t w = low[i], m = w & 0x77777777u;
       const std::uint32_t a = ptx::prmt(k.t0, table_word<F>(1), m);
-      const std::uint32_t b = ptx::prmt(k.t0, table_word<F>(1), k.high(m));
+      const std::uint32_t b = ptx::prmt(k.t0, table_word<F>(1), m >> 16);
       s.first[i] = (a ^ ptx::prmt(k.signs, 0x80808080u, w)) & 0x7F7F7F7Fu;
-      s.second[i] = (b ^ ptx::prmt(k.signs, 0x80808080u, k.high(w))) & 0x7F7F7F7Fu;
+      s.second[i] = (b ^ ptx::prmt(k.signs, 0x80808080u, w >> 16)) & 0x7F7F7F7Fu;
     }
   } else if constexpr (F == Format::tq5) {
 #pragma unroll
@@ -134,8 +121,8 @@ __device__ __forceinline__ Sixteen unpack(const std::uint32_t* low, std::uint32_
     constexpr std::uint32_t t1 = table_word<F>(1);
     s.first[0] = ptx::prmt(k.t0, t1, even);
     s.second[0] = ptx::prmt(k.t0, t1, odd);
-    s.first[1] = ptx::prmt(k.t0, t1, k.high(even));
-    s.second[1] = ptx::prmt(k.t0, t1, k.high(odd));
+    s.first[1] = ptx::prmt(k.t0, t1, even >> 16);
+    s.second[1] = ptx::prmt(k.t0, t1, odd >> 16);
   }
   return s;
 }

@@ -7,6 +7,7 @@
 
 #include "codec/pack.hpp"
 #include "core/cache_table.hpp"
+#include "cuda/element.cuh"
 #include "cuda/encode.cuh"
 #include "cuda/write.hpp"
 
@@ -25,11 +26,6 @@ struct WriteShape {
 
 // --- rows ----------------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float load_element(const void* row, Dtype dtype, int i) {
-  if (dtype == Dtype::f32) return static_cast<const float*>(row)[i];
-  const std::uint16_t half = static_cast<const std::uint16_t*>(row)[i];
-  return dtype == Dtype::f16 ? base::f16_to_f32(half) : base::bf16_to_f32(half);
-}
 __device__ __forceinline__ float rounded(float x, Dtype to) {
   if (to == Dtype::f16) return __half2float(__float2half_rn(x));
   return to == Dtype::bf16 ? base::bf16_to_f32(base::f32_to_bf16(x)) : x;
