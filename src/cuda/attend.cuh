@@ -42,6 +42,7 @@ struct LinePlace {
   long long at, end;
   long long base;  // units before `entry`
   int entry;
+  int item;  // -1: none yet
 };
 
 // One block's part of a segment. In shared memory: registers are scarce, and most of it is needed once in 32 pages.
@@ -92,7 +93,8 @@ struct Shape {
     float m[kWarps][kRows], l[kWarps][kRows];
     std::uint32_t constants[2][3];
     Part part;
-    LinePlace line;
+    Line line;
+    LinePlace place;
   };
 
   static constexpr int kQueryAt = 0;
@@ -1028,14 +1030,18 @@ struct Attend {
 
   // One stage a side is enough: a page's values arrive while its keys are multiplied, the next page's keys while its values
   // are, and four blocks of four warps on a multiprocessor hide what is left.
-  __device__ void encoded_pages(const Part& part, std::uint32_t& phases) {
-    const int pages = count_pages(part);
-    Slots slots{0, find_slot(part, lane), find_slot(part, 32 + lane)};
-    int slot = slot_at(slots, 0);
-    if (member == 0 && pages > 0) {
+  __device__ Slots first_pages(const Part& part) const {
+    const Slots slots{0, find_slot(part, lane), find_slot(part, 32 + lane)};
+    const int slot = slot_at(slots, 0);
+    if (member == 0 && count_pages(part) > 0) {
       copy_keys(slot >> 1, part.kv_head);
       copy_values(slot >> 1, part.kv_head);
     }
+    return slots;
+  }
+  __device__ void encoded_pages(const Part& part, Slots slots, std::uint32_t& phases) {
+    const int pages = count_pages(part);
+    int slot = slot_at(slots, 0);
     Registers held;
     if constexpr (kQueriesInRegisters) {
 #pragma unroll
@@ -1189,10 +1195,32 @@ struct Attend {
       float* ml = p.partial_ml + static_cast<std::size_t>(part.partial) * (2 * R);
       ml[r] = top, ml[R + r] = sum;
     }
+    ptx::copy_fence();  // the next part's bulk copies come after these accesses to the stages
     __syncthreads();
   }
 
-  // The next part of this block's share; no partial where there is none.
+  // The block's next item, by its first warp. Where there is none, `end` is `at`.
+  __device__ void next_item() const {
+    const Line& line = info->line;
+    LinePlace& place = info->place;
+    int item = place.item < 0 ? static_cast<int>(blockIdx.x) : line.items();
+    if (place.item >= 0 && line.rounds > 1) {
+      if (lane == 0) item = line.shares + claim(p);
+      item = __shfl_sync(~0u, item, 0);
+    } else if (item >= line.shares) {
+      item = line.items();
+    }
+    long long base = 0, begin = line.total, end = line.total;
+    int entry = p.batch;
+    if (item < line.items()) {
+      begin = line.begin(item), end = line.begin(item + 1);
+      entry = find_sequence(p, begin, base);
+    }
+    __syncwarp();
+    if (lane == 0) place = {begin, end, base, entry, item};
+  }
+
+  // The next part of this block's item; no partial where there is none.
   __device__ void next_part(Part& part, LinePlace& line) const {
     SequenceCost cost;
     part.partial = -1;
@@ -1223,8 +1251,7 @@ struct Attend {
     } else {
       part.use_begin = offset - cost.exact, part.use_end = stop - cost.exact;
     }
-    part.partial =
-        static_cast<int>(blockIdx.x) + segment_index(p, part.entry, part.kv_head, part.row_block, part.domain);
+    part.partial = line.item + segment_index(p, part.entry, part.kv_head, part.row_block, part.domain);
     set_seen_by_all(part);
     // Where the merge finds the partials of this row block: [exact first, exact last, encoded first, encoded last].
     int* found = p.segments + 4 * static_cast<std::ptrdiff_t>(
@@ -1239,18 +1266,11 @@ struct Attend {
 
   __device__ void run() {
     if (threadIdx.x < 32) {
-      long long total, base = 0, begin, end;
-      total = sum_costs(p);
-      const Line line = make_line(p, total);
-      const int share = static_cast<int>(blockIdx.x);
-      begin = end = total;
-      int entry = p.batch;
-      if (share < line.shares) {
-        begin = line.begin(share), end = line.begin(share + 1);
-        entry = find_sequence(p, begin, base);
-      }
+      const long long total = sum_costs(p);
       if (lane == 0) {
-        info->line = {begin, end, base, entry};
+        if (blockIdx.x == 0) open_claims(p);
+        info->line = make_line(p, total);
+        info->place = {0, 0, 0, 0, -1};
         Constants<KF>::put(info->constants[0]);
         Constants<VF>::put(info->constants[1]);
       }
@@ -1270,7 +1290,11 @@ struct Attend {
     std::uint32_t phases = 0;
     while (true) {
       Part& part = info->part;
-      if (threadIdx.x == 0) next_part(part, info->line);
+      if (threadIdx.x < 32) {
+        if (info->place.at >= info->place.end) next_item();
+        __syncwarp();
+        if (lane == 0) next_part(part, info->place);
+      }
       __syncthreads();
       if (part.partial < 0) break;
       clear();
@@ -1283,10 +1307,15 @@ struct Attend {
         }
       } else {
         weights = team_memory() + S::kStages;
+        // The first pages are on their way while queries are read and rotated, unless these need the stages' memory.
+        const bool early = codec::rotation_shape(D).paley == 1 && p.k_basis.kind != BasisKind::calibrated;
+        Slots slots;
+        if (early) slots = first_pages(part);
         load_queries<KF>(part, true, KF == Format::bf16);
-        ptx::copy_fence();  // the rings were used for other things
+        ptx::copy_fence();
         __syncthreads();
-        encoded_pages(part, phases);
+        if (!early) slots = first_pages(part);
+        encoded_pages(part, slots, phases);
       }
       __syncthreads();
       write_partial(part);

@@ -25,6 +25,9 @@ struct DeviceBasis {
   const float* inverse = nullptr;
 };
 
+inline constexpr int kMostRounds = 5;  // of a line of work (schedule.hpp)
+inline constexpr int kClaimBits = 20;
+
 struct AttendParams {
   CacheView cache;
   int layer, batch;
@@ -42,11 +45,15 @@ struct AttendParams {
   std::int32_t window, window_sinks;
   core::MaskData mask;  // classes: null
   DeviceBasis k_basis, v_basis;
-  int exact_cost;          // of an exact page, in encoded ones
-  int least_units;         // a share is at least so many encoded pages
-  int shares;              // at most; the grid of the attend launch
-  std::int32_t* segments;  // [batch][kv_heads][row_blocks][4]: partials of each domain, first and last
-  // Partials, [shares + segments]: m and l [rows] in units of log2, O [rows][D] in its domain's coordinates
+  int exact_cost;                // of an exact page, in encoded ones
+  int least_units;               // an item of the only round is at least so many encoded pages
+  int least_item;                // and one of the last of several
+  int most_rounds;               // of the line of work, up to kMostRounds
+  int shares;                    // at most; the grid of the attend launch
+  unsigned long long* claims;    // claim_tag << kClaimBits plus the items that were claimed, while a launch runs
+  unsigned long long claim_tag;  // not 0
+  std::int32_t* segments;        // [batch][kv_heads][row_blocks][4]: partials of each domain, first and last
+  // Partials, [most_rounds * shares + 2 * segments]: m and l [rows] in units of log2, O [rows][D] in its domain's coordinates
   float* partial_ml;  // [..][2][rows]
   float* partial_o;   // [..][rows][D]
 };

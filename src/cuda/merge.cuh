@@ -43,8 +43,11 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   const BatchEntry e = p.entries[segment / p.row_blocks / p.cache.kv_heads];
   const int row = row_block * p.rows + r;
   const int query = row / p.group, q_head = kv_head * p.group + row % p.group;
-  if (query >= e.q_len) return;  // the whole cluster
+  const bool first = blockIdx.x == 0 && threadIdx.x == 0;
+  if (query >= e.q_len && !first) return;  // the whole cluster, but for one thread
   ptx::wait_prerequisites();
+  if (first) close_claims(p);
+  if (query >= e.q_len) return;
   const int4 found = reinterpret_cast<const int4*>(p.segments)[segment];
   const int exact = found.y - found.x + 1, count = exact + found.w - found.z + 1;
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "cuda/runtime.hpp"
 #include "cuda/schedule.hpp"
@@ -90,9 +91,6 @@ Status Plan::choose_kernel(const core::DevicePlanConfig& config) {
   }
   params_.shares = multiprocessors * blocks_;
   is_overlapped_ = major >= 9;
-  // One block adds about sixteen partials of a row in a few loads; more are shared by a cluster.
-  const int segments = static_cast<int>(config.indices.size()) * config.kv_heads * params_.row_blocks;
-  while (major >= 9 && cluster_ < 8 && params_.shares / segments > 16 * cluster_) cluster_ *= 2;
   return {};
 }
 
@@ -145,9 +143,22 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   const double ratio = static_cast<double>(p.cache.exact_layout.block_bytes) / p.cache.encoded_layout.block_bytes;
   p.exact_cost = std::max(1, static_cast<int>(1.5 * ratio + 0.5));
   p.least_units = attend_.teams;
+  // A last item has a page for each team, and four times the bytes of the partial that it leaves.
+  const auto partial_bytes = static_cast<std::uint64_t>(p.rows) * static_cast<std::uint64_t>(config.head_dim) * 4;
+  const auto least_bytes =
+      (4 * partial_bytes + p.cache.encoded_layout.block_bytes - 1) / p.cache.encoded_layout.block_bytes;
+  p.least_item = std::max(attend_.teams, static_cast<int>(least_bytes));
+  // Kernels of fewer bits are limited by instructions, and items cost them more than they gain (docs/lab); those of 16 bits a
+  // pair gain where work is long.
+  const int bits = codec::format_bits(config.k) + codec::format_bits(config.v);
+  p.most_rounds = bits > 16 || (bits == 16 && config.head_dim <= 128) ? kMostRounds : 1;
+  if (bits == 16) p.least_item *= 4;
+  // Another of each plan, and nothing that memory is likely to hold.
+  static std::atomic<unsigned long long> plans{0};
+  p.claim_tag = ++plans * 0x9E3779B97F4A7C15u >> kClaimBits | 1;
 
   const std::int64_t segments = static_cast<std::int64_t>(p.batch) * config.kv_heads * p.row_blocks;
-  const std::int64_t partials = p.shares + segments * core::kDomains;
+  const std::int64_t partials = std::int64_t{p.most_rounds} * p.shares + segments * core::kDomains;
   if (partials > (1 << 30) || segments * p.rows > (1 << 30)) {
     return {Code::invalid_argument,
             fmt::format("{} sequences of {} kv heads with {} rows each are more than one plan takes: plan smaller "
@@ -155,8 +166,8 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
                         p.batch, config.kv_heads, p.row_blocks * p.rows)};
   }
   const auto count = static_cast<std::size_t>(partials) * static_cast<std::size_t>(p.rows);
-  segments_at_ = 0;
-  ml_at_ = aligned(static_cast<std::size_t>(segments) * 4 * sizeof(std::int32_t));
+  segments_at_ = aligned(sizeof(*p.claims));
+  ml_at_ = segments_at_ + aligned(static_cast<std::size_t>(segments) * 4 * sizeof(std::int32_t));
   o_at_ = ml_at_ + aligned(count * 2 * sizeof(float));
   workspace_bytes_ = o_at_ + aligned(count * static_cast<std::size_t>(config.head_dim) * sizeof(float));
 
@@ -166,14 +177,12 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
     units_ += static_cast<std::int64_t>(cost.head()) * config.kv_heads;
     longest = std::max<std::int64_t>(longest, cost.exact + cost.encoded);
   }
-  const std::int64_t shares = planned_shares();
-  splits_ = static_cast<int>(units_ == 0 ? 1 : (longest * shares + units_ - 1) / units_);
+  const Line line = make_line(p, units_);
+  const std::int64_t least = std::max<std::int64_t>(1, (units_ - line.round_begin(line.rounds - 1)) / line.shares);
+  splits_ = static_cast<int>(std::clamp<std::int64_t>((longest + least - 1) / least, 1, line.items()));
+  // One block adds about sixteen partials of a row in a few loads; more are shared by a cluster.
+  while (is_overlapped_ && cluster_ < 8 && line.items() / segments > 16 * cluster_) cluster_ *= 2;
   return upload(config);
-}
-
-std::int64_t Plan::planned_shares() const {
-  const int least = params_.least_units;
-  return std::clamp<std::int64_t>((units_ + least - 1) / least, 1, params_.shares);
 }
 
 std::string Plan::explain() const {
@@ -190,12 +199,18 @@ std::string Plan::explain() const {
       codec::is_tq(attend_.v) ? "u8 levels by s8 weight digits, exact sums a page" : "16-bit floats, f32 sums");
   fmt::format_to(out, "blocks     {} ({} a multiprocessor) of 4 warps, {} a page; {} bytes of shared memory each\n",
                  p.shares, blocks_, attend_.team, attend_.shared_bytes);
-  const std::int64_t shares = planned_shares();
-  fmt::format_to(
-      out,
-      "shares     {} at the planned lengths, of {:.1f} pages each (an exact page counts {}); up to {} for one "
-      "row; cut on the device at each run\n",
-      shares, static_cast<double>(units_) / static_cast<double>(shares), p.exact_cost, splits_);
+  const Line line = make_line(p, units_);
+  const auto pages = [&](int round) {
+    return static_cast<double>(line.round_begin(round + 1) - line.round_begin(round)) / line.shares;
+  };
+  fmt::format_to(out,
+                 "items      {} of {:.1f} pages each at the planned lengths (an exact page counts {}){}; up to {} for "
+                 "one row; cut on the device at each run\n",
+                 line.shares, pages(0), p.exact_cost,
+                 line.rounds == 1 ? ""
+                                  : fmt::format(", then {} of {:.1f} and less for whichever block is free",
+                                                line.items() - line.shares, pages(1)),
+                 splits_);
   fmt::format_to(out, "merge      one more launch, {} block{} a row{}\n", cluster_, cluster_ == 1 ? "" : "s",
                  is_overlapped_ ? ", its start overlaps the end of the first" : "");
   return s;
@@ -211,6 +226,7 @@ Status Plan::run(int layer, const TensorView& q, const MutableTensorView& out, c
   p.lse = options.lse;
   p.sink_logits = options.sink_logits;
   std::byte* workspace = options.workspace.data();
+  p.claims = reinterpret_cast<unsigned long long*>(workspace);
   p.segments = reinterpret_cast<std::int32_t*>(workspace + segments_at_);
   p.partial_ml = reinterpret_cast<float*>(workspace + ml_at_);
   p.partial_o = reinterpret_cast<float*>(workspace + o_at_);

@@ -30,7 +30,6 @@ class Plan final : public core::DevicePlan {
  private:
   Status choose_kernel(const core::DevicePlanConfig& config);
   Status upload(const core::DevicePlanConfig& config);
-  [[nodiscard]] std::int64_t planned_shares() const;  // that have work, at the planned lengths
 
   const Store& store_;
   AttendParams params_{};  // but for what run gives

@@ -5,21 +5,9 @@
 
 namespace kvant::cuda {
 
-// All of a batch, as one warp sees it.
-struct Line {
-  long long total;
-  int shares;
-  __device__ long long begin(int share) const { return share * total / shares; }
-};
-
 __device__ inline int cost_of_entry(const AttendParams& p, int i) {
   const BatchEntry e = p.entries[i];
   return sequence_cost(p, p.cache.sequences[e.index].length, e.q_len).head() * p.cache.kv_heads;
-}
-
-__device__ inline Line make_line(const AttendParams& p, long long total) {
-  const long long most = (total + p.least_units - 1) / p.least_units;
-  return {total, static_cast<int>(most < p.shares ? (most > 0 ? most : 1) : p.shares)};
 }
 
 // The units of all sequences; by one whole warp.
@@ -54,6 +42,21 @@ __device__ inline int find_sequence(const AttendParams& p, long long unit, long 
   }
   before = base;
   return p.batch;
+}
+
+// Claims. Workspaces come with any content: the first block makes the counter before it does anything else, nobody believes
+// it before it carries the plan's tag, and the merge takes the tag away for the next launch. By one thread.
+__device__ inline void open_claims(const AttendParams& p) {
+  atomicExch(p.claims, p.claim_tag << kClaimBits);
+}
+__device__ inline int claim(const AttendParams& p) {
+  const volatile unsigned long long* claims = p.claims;
+  while (*claims >> kClaimBits != p.claim_tag) {
+  }
+  return static_cast<int>(atomicAdd(p.claims, 1ull) & ((1ull << kClaimBits) - 1));
+}
+__device__ inline void close_claims(const AttendParams& p) {
+  *p.claims = 0;
 }
 
 __device__ inline int segment_index(const AttendParams& p, int entry, int head, int row_block, int domain) {

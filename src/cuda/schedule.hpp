@@ -1,10 +1,15 @@
 // Who does what, from the lengths in device memory, so that a launch recorded in a graph follows them.
 //
 // The work is a line of units. A segment is the visible pages of one (sequence, kv head, row block, domain), in that
-// order; an encoded page is one unit, an exact page `exact_cost`. The line is cut into equal shares, one a block of the
-// grid: block c has units [floor(c T / C), floor((c + 1) T / C)) of T. A block writes one partial for each segment it
-// touches, at index c + segment: unique, because both only grow along the line. Whoever has the first and
-// the last part of a segment leaves their indices for the merge (AttendParams::segments).
+// order; an encoded page is one unit, an exact page `exact_cost`. The line is cut into rounds, the first half of it, half of
+// what is left, and so on, and each round into as many equal items as the grid has blocks (struct Line). A block begins
+// with its item of the first round and then claims the next of the line until none is left, because multiprocessors are not
+// equally near to memory: of kernels that it limits, some end after two thirds of the time of others. Where items end
+// does not depend on who takes them, so neither do the results. Other kernels have one round: an item costs several
+// microseconds of latency.
+//
+// An item leaves one partial for each segment it touches, at index item + segment: unique, because both only grow along the
+// line. The first and the last part of a segment leave their indices for the merge (AttendParams::segments).
 #pragma once
 
 #include "base/config.hpp"
@@ -72,6 +77,29 @@ KVANT_HD KVANT_NOT_INLINED inline PageRuns page_runs(const AttendParams& p, int 
     r.begin[2] = r.begin[3] = r.count[2] = r.count[3] = 0;
   }
   return r;
+}
+
+// The items of a line of `total` units.
+struct Line {
+  long long total;
+  int shares, rounds;
+  KVANT_HD int items() const { return shares * rounds; }
+  KVANT_HD long long round_begin(int round) const { return round < rounds ? total - (total >> round) : total; }
+  KVANT_HD long long begin(int item) const {
+    const int round = item / shares, place = item % shares;
+    const long long from = round_begin(round), units = round_begin(round + 1) - from;
+    return from + units * place / shares;
+  }
+};
+
+KVANT_HD inline Line make_line(const AttendParams& p, long long total) {
+  const long long most = (total + p.least_units - 1) / p.least_units;
+  Line line{total, static_cast<int>(most < p.shares ? (most > 0 ? most : 1) : p.shares), 1};
+  if (p.most_rounds == 1 || total < 4LL * p.least_item * line.shares) return line;
+  while (line.rounds < p.most_rounds && (total >> line.rounds) >= static_cast<long long>(p.least_item) * line.shares) {
+    ++line.rounds;
+  }
+  return line;
 }
 
 KVANT_HD inline bool reads_exact(const CacheView& c, int length, int page, core::PageRef ref) {
