@@ -35,8 +35,15 @@ struct Simd {
   static KVANT_INLINE void storei(void* p, I a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a); }
   // Eight words; a wider register has eight more, `step` bytes on.
   static KVANT_INLINE I load_words(const void* p, std::size_t /*step*/) { return loadi(p); }
-  static KVANT_INLINE I widen_u16(const void* p, std::size_t /*step*/) { return widen_u16(p); }
-  static KVANT_INLINE I widen_u8(const void* p, std::size_t /*step*/) { return widen_u8(p); }
+  // Sixteen bytes, each in an int16; eight bytes, each four times in its lane.
+  static KVANT_INLINE I widen_bytes(const void* p, std::size_t /*step*/) {
+    return _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  }
+  static KVANT_INLINE I repeat_bytes(const void* p, std::size_t /*step*/) {
+    const __m256i each = _mm256_broadcastq_epi64(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
+    return _mm256_shuffle_epi8(each, _mm256_setr_epi32(0, 0x01010101, 0x02020202, 0x03030303, 0x04040404, 0x05050505,
+                                                       0x06060606, 0x07070707));
+  }
   static KVANT_INLINE I widen_u8(const void* p) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
   }

@@ -66,8 +66,18 @@ struct Simd {
   }
   // Eight words; a wider register has eight more, `step` bytes on.
   static KVANT_INLINE I load_words(const void* p, std::size_t /*step*/) { return loadi(p); }
-  static KVANT_INLINE I widen_u16(const void* p, std::size_t /*step*/) { return widen_u16(p); }
-  static KVANT_INLINE I widen_u8(const void* p, std::size_t /*step*/) { return widen_u8(p); }
+  // Sixteen bytes, each in an int16; eight bytes, each four times in its lane.
+  static KVANT_INLINE I widen_bytes(const void* p, std::size_t /*step*/) {
+    const uint8x16_t bytes = vld1q_u8(static_cast<const std::uint8_t*>(p));
+    return {s32(vmovl_u8(vget_low_u8(bytes))), s32(vmovl_high_u8(bytes))};
+  }
+  static KVANT_INLINE I repeat_bytes(const void* p, std::size_t /*step*/) {
+    const uint8x8_t bytes = vld1_u8(static_cast<const std::uint8_t*>(p));
+    const uint8x8_t pairs_low = vzip1_u8(bytes, bytes), pairs_high = vzip2_u8(bytes, bytes);
+    const uint8x16_t low = vcombine_u8(pairs_low, pairs_low), high = vcombine_u8(pairs_high, pairs_high);
+    return {s32(vzip1q_u16(vreinterpretq_u16_u8(low), vreinterpretq_u16_u8(low))),
+            s32(vzip1q_u16(vreinterpretq_u16_u8(high), vreinterpretq_u16_u8(high)))};
+  }
   static KVANT_INLINE I widen_u8(const void* p) {
     return widen(vmovl_u8(vld1_u8(static_cast<const std::uint8_t*>(p))));
   }

@@ -52,8 +52,15 @@ struct Simd {
   static KVANT_INLINE void storei(void* p, I a) { __builtin_memcpy(p, &a, 32); }
   // Eight words; a wider register has eight more, `step` bytes on.
   static KVANT_INLINE I load_words(const void* p, std::size_t /*step*/) { return loadi(p); }
-  static KVANT_INLINE I widen_u16(const void* p, std::size_t /*step*/) { return widen_u16(p); }
-  static KVANT_INLINE I widen_u8(const void* p, std::size_t /*step*/) { return widen_u8(p); }
+  // Sixteen bytes, each in an int16; eight bytes, each four times in its lane.
+  static KVANT_INLINE I widen_bytes(const void* p, std::size_t /*step*/) {
+    const auto* b = static_cast<const std::uint8_t*>(p);
+    return mapi([&](int i) { return b[2 * i] | b[2 * i + 1] << 16; });
+  }
+  static KVANT_INLINE I repeat_bytes(const void* p, std::size_t /*step*/) {
+    const auto* b = static_cast<const std::uint8_t*>(p);
+    return mapi([&](int i) { return b[i] * 0x01010101u; });
+  }
   static KVANT_INLINE I widen_u8(const void* p) {
     const auto* b = static_cast<const std::uint8_t*>(p);
     return mapi([&](int i) { return b[i]; });
