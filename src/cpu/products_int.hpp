@@ -75,7 +75,7 @@ void scores_int(const codec::SideLayout& side, int head_dim, const std::byte* bl
 
 // Probabilities of one row and scale group as int16 pairs in the order of Unpack's registers.
 struct IntProbabilities {
-  std::int32_t pairs[8][4];  // [octet][register]
+  std::int32_t pairs[9][4];  // [octet][register]; the last is written, never read
   std::int32_t offset;       // level offset * sum of the integers
   float step;                // value of one integer step; 0: the row sees nothing here
 };
@@ -102,9 +102,7 @@ KVANT_INLINE void quantise_probabilities(const float* p, const std::byte* scales
   for (int o = octet_begin; o < octet_end; ++o) {
     const typename S::I q = S::to_i(S::mul(S::loadf(weighted + 8 * o), inverse));
     sum = S::addi(sum, q);
-    std::int32_t lanes[8];
-    S::storei(lanes, is_eight_bit(F) ? S::pair_quarters(q) : S::pair_halves(q));
-    for (int v = 0; v < 4; ++v) out->pairs[o][v] = lanes[is_eight_bit(F) ? (v & 1) + 4 * (v >> 1) : v];
+    S::storei(out->pairs[o], is_eight_bit(F) ? S::pair_quarters(q) : S::pair_halves(q));
   }
   std::int32_t lanes[8];
   S::storei(lanes, sum);

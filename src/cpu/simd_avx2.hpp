@@ -133,12 +133,13 @@ struct Simd {
   static KVANT_INLINE I madd16(I a, I b) { return _mm256_madd_epi16(a, b); }
   // acc + madd16(a, b): one instruction where VNNI is
   static KVANT_INLINE I dot16(I acc, I a, I b) { return addi(acc, madd16(a, b)); }
-  // lanes i and i + 4 (4: within halves, i and i + 2) as int16 pairs in lanes 0 .. 3 (4: lanes 0, 1, 4, 5)
+  // lanes i and i + 4 (quarters: of each half, i and i + 2) as int16 pairs in lanes 0 .. 3
   static KVANT_INLINE I pair_halves(I a) {
     return or_(and_(a, seti(0xFFFF)), shl<16>(_mm256_permute2x128_si256(a, a, 1)));
   }
   static KVANT_INLINE I pair_quarters(I a) {
-    return or_(and_(a, seti(0xFFFF)), shl<16>(_mm256_shuffle_epi32(a, 0x4E)));
+    const I pairs = or_(and_(a, seti(0xFFFF)), shl<16>(_mm256_shuffle_epi32(a, 0x4E)));
+    return _mm256_permute4x64_epi64(pairs, 0x08);
   }
   // for wider registers: 32 bytes in each half, and a half
   static KVANT_INLINE I repeat(const void* p) { return loadi(p); }

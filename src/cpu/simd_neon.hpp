@@ -164,10 +164,12 @@ struct Simd {
   static KVANT_INLINE I madd16(I a, I b) { return {madd4(s16(a.lo), s16(b.lo)), madd4(s16(a.hi), s16(b.hi))}; }
 
   static KVANT_INLINE I dot16(I acc, I a, I b) { return addi(acc, madd16(a, b)); }
-  // lanes i and i + 4 (quarters: i and i + 2 of each half) as int16 pairs in lanes 0 .. 3 (quarters: lanes 0, 1, 4, 5)
+  // lanes i and i + 4 (quarters: of each half, i and i + 2) as int16 pairs in lanes 0 .. 3
   static KVANT_INLINE I pair_halves(I a) { return {low_pairs(a.lo, a.hi), low_pairs(a.hi, a.lo)}; }
   static KVANT_INLINE I pair_quarters(I a) {
-    return {low_pairs(a.lo, vextq_s32(a.lo, a.lo, 2)), low_pairs(a.hi, vextq_s32(a.hi, a.hi, 2))};
+    const int32x4_t even = vcombine_s32(vget_low_s32(a.lo), vget_low_s32(a.hi));
+    const int32x4_t odd = vcombine_s32(vget_high_s32(a.lo), vget_high_s32(a.hi));
+    return {low_pairs(even, odd), low_pairs(odd, even)};
   }
   // for wider registers: 32 bytes in each half, and a half
   static KVANT_INLINE I repeat(const void* p) { return loadi(p); }

@@ -198,12 +198,15 @@ struct Simd {
   }
   // acc + madd16(a, b): one instruction where VNNI is
   static KVANT_INLINE I dot16(I acc, I a, I b) { return addi(acc, madd16(a, b)); }
-  // lanes i and i + 4 (quarters: i and i + 2 of each half) as int16 pairs in lanes 0 .. 3 (quarters: lanes 0, 1, 4, 5)
+  // lanes i and i + 4 (quarters: of each half, i and i + 2) as int16 pairs in lanes 0 .. 3
   static KVANT_INLINE I pair_halves(I a) {
     return mapi([&](int i) { return (u(a.v[i]) & 0xFFFF) | (u(a.v[(i + 4) & 7]) << 16); });
   }
   static KVANT_INLINE I pair_quarters(I a) {
-    return mapi([&](int i) { return (u(a.v[i]) & 0xFFFF) | (u(a.v[i ^ 2]) << 16); });
+    return mapi([&](int i) {
+      const int low = (i & 1) + 4 * ((i >> 1) & 1);
+      return (u(a.v[low]) & 0xFFFF) | (u(a.v[low + 2]) << 16);
+    });
   }
   // for wider registers: 32 bytes in each half, and a half
   static KVANT_INLINE I repeat(const void* p) { return loadi(p); }
