@@ -80,6 +80,13 @@ void vector_scores(const core::RunContext& run, const PageView& page, int row, i
     if constexpr (codec::is_lut(F))
       decode_keys<S, F>(side, d, dp, page.block, page.t_begin & ~7, page.t_end, page.k_levels, tile);
     if constexpr (is_integer_format(F)) {
+      if (shares_scores<S, F>(rows)) {
+        const IntQueries q{at<std::int16_t>(prepared, p.ints) + row * dp,
+                           at<float>(prepared, p.scales) + row * codec::kMaxScaleGroups,
+                           at<std::int32_t>(prepared, p.offsets) + row * codec::kMaxScaleGroups, dp};
+        scores_int_shared<S, F>(side, d, page.block, page.t_begin, page.t_end, q, rows, scores, page.after_scores);
+        return;
+      }
       in_chunks_of_eight(rows, [&]<int R>(int r) {
         const int at_row = row + r;
         const IntQueries q{at<std::int16_t>(prepared, p.ints) + at_row * dp,
@@ -109,6 +116,13 @@ void vector_values(const core::RunContext& run, const PageView& page, int rows, 
     if constexpr (codec::is_lut(F))
       decode_values<S, F>(side, d, page.block, page.t_begin & ~3, page.t_end, page.v_levels, tile);
     if constexpr (is_integer_format(F)) {
+      if constexpr (shares_values<S>(kPageTokens)) {
+        if (shares_values<S>(rows)) {
+          values_int_shared<S, F>(side, d, page.block, page.t_begin, page.t_end, rows, p, rescale, o,
+                                  page.after_values);
+          return;
+        }
+      }
       in_chunks_of_eight(rows, [&]<int R>(int r) {
         values_int<S, F, R>(side, d, page.block, page.t_begin, page.t_end, p + r * kPageTokens, rescale + r, o + r * d,
                             r == 0 ? page.after_values : Bytes{});

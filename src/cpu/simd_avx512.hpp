@@ -10,6 +10,7 @@ KVANT_NAMESPACE_BEGIN(cpu)
 // Sixteen 32-bit lanes; only what Unpack and the integer products use.
 struct Simd512 {
   static constexpr int kLanes = 16;
+  static constexpr int kRegisters = 32;
   using F = __m512;
   using I = __m512i;
 
@@ -59,6 +60,10 @@ struct Simd512 {
   static KVANT_INLINE I lookup16(I table, I idx) { return _mm512_shuffle_epi8(table, idx); }
   static KVANT_INLINE I equal_bytes(I a, I b) { return _mm512_movm_epi8(_mm512_cmpeq_epi8_mask(a, b)); }
   static KVANT_INLINE I dot16(I acc, I a, I b) { return _mm512_dpwssd_epi32(acc, a, b); }
+  static KVANT_INLINE I pinned(I a) {
+    asm("" : "+v"(a));
+    return a;
+  }
 
   static KVANT_INLINE F to_f(I a) { return _mm512_cvtepi32_ps(a); }
   static KVANT_INLINE F loadf(const float* p) { return _mm512_loadu_ps(p); }
