@@ -4,6 +4,10 @@
 // do not cross: without this, half of the decode time was spent waiting for the first loads of each part (tq4, D = 128,
 // group 4, 16384 keys, one Zen 5 core: 0.163 ns a value, 0.085 with it). Each product spreads the fetches over its own
 // steps, because a burst of them would only wait for fill buffers.
+//
+// To L2, not L1: what comes next is up to as large as L1 (D = 256, 8 bits: 16 KiB; f16: 32 KiB) and would push out what is being
+// read, and L1 has few fill buffers. f16, D = 256, group 4, two Zen 4 cores: 22 % of the FMA peak into L1, 39 % into L2,
+// 22 % without; tq8 48, 67 and 33 %.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,5 @@
-// Both products over pages of integer levels, for up to eight query rows at a time: they share every load and unpack.
+// Both products over pages of integer levels. Up to eight query rows are multiplied as codes are opened, in registers
+// (scores_int, values_int); more share the opening through L1 (scores_int_shared, values_int_shared).
 //
 //   scores   S[r][t] = q_step[r][g] * k_scale[g][t] * (sum_d q_int[r][d] * u[t][d] - q_offset[r][g]), summed over scale groups g
 //   values   O[r][c] = O[r][c] * rescale[r] + p_step[r] * (sum_t p_int[r][t] * u[t][c] - p_offset[r])
@@ -8,16 +9,33 @@
 // but many weights survive beside a sink: at most 2^-16 of the page's largest weight is lost on each. All sums are exact.
 //
 // Budget for 64 elements on AVX2: 10 to 20 instructions to unpack, shared, and 8 for each row, of which 4 multiply (2 a cycle).
-// Unpacking into an L1 buffer first, then multiplying 4 rows x 2 registers, was tried: no faster at 16 rows (3.1 cycles a row
-// either way on Zen 5), slower at 4 (16.7 against 14.5 a block) and at 1 (8.7 against 5.6).
+// Through L1 the levels are stored and loaded, but unpacked once for all rows, and a loaded operand serves several products.
+// Zen 4, D = 256, cycles for 64 values and row, in registers / through L1 (a float32 FMA at its peak takes 4):
+//
+//                     AVX2: tq4     tq6           tq8           AVX-512: tq4   tq6           tq8
+//   scores, 16 rows   3.01 / 2.96   4.18 / 3.83   3.30 / 3.63   3.4 / 2.42     4.2 / 2.85    3.8 / 2.79
+//            8 rows   3.01 / 3.22   4.17 / 4.09   3.40 / 3.85   3.40 / 2.71    4.18 / 3.22   3.80 / 3.11
+//            4 rows   3.28 / 3.73   4.81 / 4.95   3.67 / 4.45   3.66 / 3.28    4.60 / 3.99   4.03 / 3.85
+//   values, 16 rows   3.58 / 3.04   4.40 / 3.43   3.63 / 3.32   2.28 / 2.53    2.68 / 2.85   2.60 / 2.83
+//            8 rows   3.71 / 3.35   4.37 / 3.86   3.69 / 3.59   2.28 / 2.85    2.66 / 3.20   2.60 / 3.10
 #pragma once
 
 #include "core/attend.hpp"
 #include "cpu/ahead.hpp"
+#include "cpu/dispatch.hpp"
 #include "cpu/unpack.hpp"
 #include "cpu/wide.hpp"
 
 KVANT_NAMESPACE_BEGIN(cpu)
+
+template <class S, Format F>
+constexpr bool shares_scores(int rows) {
+  return Wide<S>::kRegisters == 32 ? rows >= 4 : rows > 8 && !is_eight_bit(F);
+}
+template <class S>
+constexpr bool shares_values(int rows) {
+  return Wide<S>::kRegisters == 16 && rows >= 8;
+}
 
 struct IntQueries {          // of one chunk of rows
   const std::int16_t* ints;  // [rows][padded_dim], in the order of Unpack's registers
@@ -73,9 +91,69 @@ void scores_int(const codec::SideLayout& side, int head_dim, const std::byte* bl
   }
 }
 
+// The same for many rows: levels of eight tokens are unpacked to L1 once, and each chunk of rows multiplies
+// them, some registers of tokens at a time.
+template <class S, Format F>
+void scores_int_shared(const codec::SideLayout& side, int head_dim, const std::byte* block, int t_begin, int t_end,
+                       const IntQueries& q, int rows, float* scores /* [rows][64] */, Bytes next) {
+  using W = Wide<S>;
+  using U = Unpack<W, F>;
+  constexpr int kTokens = W::kLanes / 8, kRegisters = 8 / kTokens;
+  constexpr int kAtOnce = W::kRegisters / 8;  // registers of tokens, for four rows: half of all registers are sums
+  const typename U::Tables tables = U::tables();
+  const int group_dim = side.groups > 1 ? head_dim / side.groups : q.padded_dim;
+  const int blocks = group_dim / 64;
+  Ahead ahead(next.begin, next.size, (t_end - (t_begin & ~7) + 7) / 8);
+  for (int t8 = t_begin & ~7; t8 < t_end; t8 += 8) {
+    ahead.template fetch<S>();
+    for (int g = 0; g < side.groups; ++g) {
+      typename W::I levels[codec::kMaxHeadDim / 64][kRegisters][4];
+      for (int j = 0; j < kRegisters; ++j) {
+        CodePointers codes = key_pointers(side, head_dim, block, t8 + j * kTokens, g * group_dim);
+        for (int b = 0; b < blocks; ++b) {
+          U::block(tables, codes, levels[b][j]);
+          codes.advance_key_block(side);
+        }
+      }
+      const typename S::F k_scale = S::load_f16(block + side.scale_offset + (g * kPageTokens + t8) * 2);
+      in_chunks_of_four(rows, [&]<int R>(int row) {
+        typename S::I sums[R][8];
+        for (int j = 0; j < kRegisters; j += kAtOnce) {
+          typename W::I acc[R][kAtOnce];
+          for (int r = 0; r < R; ++r) {
+            for (int i = 0; i < kAtOnce; ++i) acc[r][i] = W::seti(0);
+          }
+          const std::int16_t* digits = q.ints + row * q.padded_dim + g * group_dim;
+          for (int b = 0; b < blocks; ++b, digits += 64) {
+            for (int v = 0; v < 4; ++v) {
+              for (int r = 0; r < R; ++r) {
+                const typename W::I query = W::pinned(W::repeat(digits + r * q.padded_dim + 16 * v));
+                for (int i = 0; i < kAtOnce; ++i)
+                  acc[r][i] = W::pinned(W::dot16(acc[r][i], levels[b][j + i][v], query));
+              }
+            }
+          }
+          for (int r = 0; r < R; ++r) {
+            for (int i = 0; i < kAtOnce * kTokens; ++i)
+              sums[r][j * kTokens + i] = W::part(acc[r][i / kTokens], i % kTokens);
+          }
+        }
+        for (int r = 0; r < R; ++r) {
+          const int at = (row + r) * codec::kMaxScaleGroups + g;
+          const typename S::I exact = S::subi(S::sum_each(sums[r]), S::seti(q.offsets[at]));
+          typename S::F s = S::mul(S::mul(S::to_f(exact), k_scale), S::setf(q.steps[at]));
+          float* out = scores + (row + r) * kPageTokens + t8;
+          if (g > 0) s = S::add(s, S::loadf(out));
+          S::storef(out, s);
+        }
+      });
+    }
+  }
+}
+
 // Probabilities of one row and scale group as int16 pairs in the order of Unpack's registers.
 struct IntProbabilities {
-  std::int32_t pairs[8][4];  // [octet][register]
+  std::int32_t pairs[9][4];  // [octet][register]; the last is written, never read
   std::int32_t offset;       // level offset * sum of the integers
   float step;                // value of one integer step; 0: the row sees nothing here
 };
@@ -102,9 +180,7 @@ KVANT_INLINE void quantise_probabilities(const float* p, const std::byte* scales
   for (int o = octet_begin; o < octet_end; ++o) {
     const typename S::I q = S::to_i(S::mul(S::loadf(weighted + 8 * o), inverse));
     sum = S::addi(sum, q);
-    std::int32_t lanes[8];
-    S::storei(lanes, is_eight_bit(F) ? S::pair_quarters(q) : S::pair_halves(q));
-    for (int v = 0; v < 4; ++v) out->pairs[o][v] = lanes[is_eight_bit(F) ? (v & 1) + 4 * (v >> 1) : v];
+    S::storei(out->pairs[o], is_eight_bit(F) ? S::pair_quarters(q) : S::pair_halves(q));
   }
   std::int32_t lanes[8];
   S::storei(lanes, sum);
@@ -149,6 +225,65 @@ void values_int(const codec::SideLayout& side, int head_dim, const std::byte* bl
         float* out = o + r * head_dim + c;
         W::storef(out, W::fma(W::to_f(acc[r]), W::setf(w[r].step), W::mul(W::loadf(out), W::setf(rescale[r]))));
       }
+    }
+  }
+}
+
+// The same for many rows: levels of two registers' channels are unpacked to L1 once, and each chunk of rows
+// multiplies them. There a broadcast weight serves two registers, and every load two to four products.
+template <class W, int R>
+KVANT_INLINE void values_of_levels(const typename W::I (&levels)[8][4][2], int octet_begin, int octet_end,
+                                   const IntProbabilities* w, const float* rescale, int head_dim, float* o) {
+  typename W::I acc[R][2];
+  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = W::seti(-w[r].offset);
+  for (int i = octet_begin; i < octet_end; ++i) {
+    for (int v = 0; v < 4; ++v) {
+      for (int r = 0; r < R; ++r) {
+        const typename W::I pair = W::seti(w[r].pairs[i][v]);
+        acc[r][0] = W::pinned(W::dot16(acc[r][0], levels[i][v][0], pair));
+        acc[r][1] = W::pinned(W::dot16(acc[r][1], levels[i][v][1], pair));
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int j = 0; j < 2; ++j) {
+      float* out = o + r * head_dim + j * W::kLanes;
+      W::storef(out, W::fma(W::to_f(acc[r][j]), W::setf(w[r].step), W::mul(W::loadf(out), W::setf(rescale[r]))));
+    }
+  }
+}
+
+template <class S, Format F>
+void values_int_shared(const codec::SideLayout& side, int head_dim, const std::byte* block, int t_begin, int t_end,
+                       int rows, const float* p /* [rows][64] */, const float* rescale,
+                       float* o /* [rows][head_dim] */, Bytes next) {
+  using W = Wide<S>;
+  using U = Unpack<W, F>;
+  const typename U::Tables tables = U::tables();
+  const int octet_begin = t_begin / 8, octet_end = (t_end + 7) / 8;
+  const int group_dim = head_dim / side.groups;
+  Ahead ahead(next.begin, next.size, head_dim / (2 * W::kLanes));
+  for (int g = 0; g < side.groups; ++g) {
+    IntProbabilities w[core::kVectorRows];
+    for (int r = 0; r < rows; ++r) {
+      quantise_probabilities<S, F>(p + r * kPageTokens, block + side.scale_offset + g * kPageTokens * 2, octet_begin,
+                                   octet_end, &w[r]);
+    }
+    for (int c = g * group_dim; c < (g + 1) * group_dim; c += 2 * W::kLanes) {
+      ahead.template fetch<S>();
+      typename W::I levels[8][4][2];
+      for (int j = 0; j < 2; ++j) {
+        CodePointers codes = value_pointers(side, head_dim, block, octet_begin, c + j * W::kLanes);
+        for (int i = octet_begin; i < octet_end; ++i) {
+          typename W::I u[4];
+          U::block(tables, codes, u);
+          codes.advance_octet(side, head_dim);
+          for (int v = 0; v < 4; ++v) levels[i][v][j] = u[v];
+        }
+      }
+      in_chunks_of_four(rows, [&]<int R>(int r) {
+        values_of_levels<W, R>(levels, octet_begin, octet_end, w + r, rescale + r, head_dim, o + r * head_dim + c);
+      });
     }
   }
 }

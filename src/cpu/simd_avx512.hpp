@@ -10,6 +10,7 @@ KVANT_NAMESPACE_BEGIN(cpu)
 // Sixteen 32-bit lanes; only what Unpack and the integer products use.
 struct Simd512 {
   static constexpr int kLanes = 16;
+  static constexpr int kRegisters = 32;
   using F = __m512;
   using I = __m512i;
 
@@ -19,17 +20,21 @@ struct Simd512 {
     return both(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)),
                 _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + step)));
   }
-  static KVANT_INLINE I widen_u16(const void* p, std::size_t step) {
+  static KVANT_INLINE I widen_bytes(const void* p, std::size_t step) {
     const auto* b = static_cast<const std::byte*>(p);
     const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(b)),
                   high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(b + step));
-    return _mm512_cvtepu16_epi32(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
+    return _mm512_cvtepu8_epi16(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
   }
-  static KVANT_INLINE I widen_u8(const void* p, std::size_t step) {
+  static KVANT_INLINE I repeat_bytes(const void* p, std::size_t step) {
     const auto* b = static_cast<const std::byte*>(p);
     const __m128i low = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(b)),
                   high = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(b + step));
-    return _mm512_cvtepu8_epi32(_mm_unpacklo_epi64(low, high));
+    const __m512i lane_bytes = _mm512_setr_epi32(0, 0x01010101, 0x02020202, 0x03030303,                     //
+                                                 0x04040404, 0x05050505, 0x06060606, 0x07070707,            //
+                                                 0x08080808, 0x09090909, 0x0A0A0A0A, 0x0B0B0B0B,            //
+                                                 0x0C0C0C0C, 0x0D0D0D0D, 0x0E0E0E0E, 0x0F0F0F0F);
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_unpacklo_epi64(low, high)), lane_bytes);
   }
   static KVANT_INLINE I repeat(const void* p) {
     return _mm512_broadcast_i64x4(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
@@ -55,6 +60,10 @@ struct Simd512 {
   static KVANT_INLINE I lookup16(I table, I idx) { return _mm512_shuffle_epi8(table, idx); }
   static KVANT_INLINE I equal_bytes(I a, I b) { return _mm512_movm_epi8(_mm512_cmpeq_epi8_mask(a, b)); }
   static KVANT_INLINE I dot16(I acc, I a, I b) { return _mm512_dpwssd_epi32(acc, a, b); }
+  static KVANT_INLINE I pinned(I a) {
+    asm("" : "+v"(a));
+    return a;
+  }
 
   static KVANT_INLINE F to_f(I a) { return _mm512_cvtepi32_ps(a); }
   static KVANT_INLINE F loadf(const float* p) { return _mm512_loadu_ps(p); }

@@ -29,6 +29,7 @@ KVANT_NAMESPACE_BEGIN(cpu)
 
 struct Simd {
   static constexpr int kLanes = 8;
+  static constexpr int kRegisters = 16;
   static constexpr const char* kName = "neon";
   struct F {
     float32x4_t lo, hi;
@@ -66,8 +67,18 @@ struct Simd {
   }
   // Eight words; a wider register has eight more, `step` bytes on.
   static KVANT_INLINE I load_words(const void* p, std::size_t /*step*/) { return loadi(p); }
-  static KVANT_INLINE I widen_u16(const void* p, std::size_t /*step*/) { return widen_u16(p); }
-  static KVANT_INLINE I widen_u8(const void* p, std::size_t /*step*/) { return widen_u8(p); }
+  // Sixteen bytes, each in an int16; eight bytes, each four times in its lane.
+  static KVANT_INLINE I widen_bytes(const void* p, std::size_t /*step*/) {
+    const uint8x16_t bytes = vld1q_u8(static_cast<const std::uint8_t*>(p));
+    return {s32(vmovl_u8(vget_low_u8(bytes))), s32(vmovl_high_u8(bytes))};
+  }
+  static KVANT_INLINE I repeat_bytes(const void* p, std::size_t /*step*/) {
+    const uint8x8_t bytes = vld1_u8(static_cast<const std::uint8_t*>(p));
+    const uint8x8_t pairs_low = vzip1_u8(bytes, bytes), pairs_high = vzip2_u8(bytes, bytes);
+    const uint8x16_t low = vcombine_u8(pairs_low, pairs_low), high = vcombine_u8(pairs_high, pairs_high);
+    return {s32(vzip1q_u16(vreinterpretq_u16_u8(low), vreinterpretq_u16_u8(low))),
+            s32(vzip1q_u16(vreinterpretq_u16_u8(high), vreinterpretq_u16_u8(high)))};
+  }
   static KVANT_INLINE I widen_u8(const void* p) {
     return widen(vmovl_u8(vld1_u8(static_cast<const std::uint8_t*>(p))));
   }
@@ -154,10 +165,13 @@ struct Simd {
   static KVANT_INLINE I madd16(I a, I b) { return {madd4(s16(a.lo), s16(b.lo)), madd4(s16(a.hi), s16(b.hi))}; }
 
   static KVANT_INLINE I dot16(I acc, I a, I b) { return addi(acc, madd16(a, b)); }
-  // lanes i and i + 4 (quarters: i and i + 2 of each half) as int16 pairs in lanes 0 .. 3 (quarters: lanes 0, 1, 4, 5)
+  static KVANT_INLINE I pinned(I a) { return a; }  // what an x86 compiler must hold in a register
+  // lanes i and i + 4 (quarters: of each half, i and i + 2) as int16 pairs in lanes 0 .. 3
   static KVANT_INLINE I pair_halves(I a) { return {low_pairs(a.lo, a.hi), low_pairs(a.hi, a.lo)}; }
   static KVANT_INLINE I pair_quarters(I a) {
-    return {low_pairs(a.lo, vextq_s32(a.lo, a.lo, 2)), low_pairs(a.hi, vextq_s32(a.hi, a.hi, 2))};
+    const int32x4_t even = vcombine_s32(vget_low_s32(a.lo), vget_low_s32(a.hi));
+    const int32x4_t odd = vcombine_s32(vget_high_s32(a.lo), vget_high_s32(a.hi));
+    return {low_pairs(even, odd), low_pairs(odd, even)};
   }
   // for wider registers: 32 bytes in each half, and a half
   static KVANT_INLINE I repeat(const void* p) { return loadi(p); }

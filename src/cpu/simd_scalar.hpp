@@ -14,6 +14,7 @@ KVANT_NAMESPACE_BEGIN(cpu)
 
 struct Simd {
   static constexpr int kLanes = 8;
+  static constexpr int kRegisters = 16;
   static constexpr const char* kName = "scalar";
   struct F {
     float v[8];
@@ -52,8 +53,15 @@ struct Simd {
   static KVANT_INLINE void storei(void* p, I a) { __builtin_memcpy(p, &a, 32); }
   // Eight words; a wider register has eight more, `step` bytes on.
   static KVANT_INLINE I load_words(const void* p, std::size_t /*step*/) { return loadi(p); }
-  static KVANT_INLINE I widen_u16(const void* p, std::size_t /*step*/) { return widen_u16(p); }
-  static KVANT_INLINE I widen_u8(const void* p, std::size_t /*step*/) { return widen_u8(p); }
+  // Sixteen bytes, each in an int16; eight bytes, each four times in its lane.
+  static KVANT_INLINE I widen_bytes(const void* p, std::size_t /*step*/) {
+    const auto* b = static_cast<const std::uint8_t*>(p);
+    return mapi([&](int i) { return b[2 * i] | b[2 * i + 1] << 16; });
+  }
+  static KVANT_INLINE I repeat_bytes(const void* p, std::size_t /*step*/) {
+    const auto* b = static_cast<const std::uint8_t*>(p);
+    return mapi([&](int i) { return b[i] * 0x01010101u; });
+  }
   static KVANT_INLINE I widen_u8(const void* p) {
     const auto* b = static_cast<const std::uint8_t*>(p);
     return mapi([&](int i) { return b[i]; });
@@ -191,12 +199,16 @@ struct Simd {
   }
   // acc + madd16(a, b): one instruction where VNNI is
   static KVANT_INLINE I dot16(I acc, I a, I b) { return addi(acc, madd16(a, b)); }
-  // lanes i and i + 4 (quarters: i and i + 2 of each half) as int16 pairs in lanes 0 .. 3 (quarters: lanes 0, 1, 4, 5)
+  static KVANT_INLINE I pinned(I a) { return a; }  // what an x86 compiler must hold in a register
+  // lanes i and i + 4 (quarters: of each half, i and i + 2) as int16 pairs in lanes 0 .. 3
   static KVANT_INLINE I pair_halves(I a) {
     return mapi([&](int i) { return (u(a.v[i]) & 0xFFFF) | (u(a.v[(i + 4) & 7]) << 16); });
   }
   static KVANT_INLINE I pair_quarters(I a) {
-    return mapi([&](int i) { return (u(a.v[i]) & 0xFFFF) | (u(a.v[i ^ 2]) << 16); });
+    return mapi([&](int i) {
+      const int low = (i & 1) + 4 * ((i >> 1) & 1);
+      return (u(a.v[low]) & 0xFFFF) | (u(a.v[low + 2]) << 16);
+    });
   }
   // for wider registers: 32 bytes in each half, and a half
   static KVANT_INLINE I repeat(const void* p) { return loadi(p); }

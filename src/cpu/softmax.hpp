@@ -49,20 +49,14 @@ struct SoftmaxRow {
   core::TileClass tile;  // of the mask tensor here; a masked tile comes with no visible key
 };
 
+// One row's scores to logits, where something besides the scale changes them or hides keys; their lanes' maxima.
 template <class S>
-KVANT_INLINE void softmax_row(const core::RunContext& run, const core::SequenceUse& sequence, const SoftmaxRow& row,
-                              std::int64_t first_key, std::uint64_t visible) {
+KVANT_INLINE typename S::F transformed_logits(const core::RunContext& run, const core::SequenceUse& sequence,
+                                              const SoftmaxRow& row, std::int64_t first_key, std::uint64_t visible,
+                                              float slope) {
   using V = typename S::F;
   const std::int64_t position = sequence.length - sequence.q_len + row.query;
-  const float slope = run.slopes != nullptr ? run.slopes[row.q_head] : 0.0f;
   const V scale = S::setf(run.scale), center = S::setf(row.center);
-
-  *row.rescale = 1.0f;
-  if (visible == 0) {
-    for (int t = 0; t < kPageTokens; t += 8) S::storef(row.scores + t, S::setf(0.0f));
-    return;
-  }
-
   alignas(32) std::int32_t lane_bits[8];
   alignas(32) float lane_index[8];
   for (int i = 0; i < 8; ++i) lane_bits[i] = 1 << i, lane_index[i] = static_cast<float>(i);
@@ -95,6 +89,32 @@ KVANT_INLINE void softmax_row(const core::RunContext& run, const core::SequenceU
     }
     S::storef(row.scores + t, s);
     top = S::max(top, s);
+  }
+
+  return top;
+}
+
+template <class S>
+KVANT_INLINE void softmax_row(const core::RunContext& run, const core::SequenceUse& sequence, const SoftmaxRow& row,
+                              std::int64_t first_key, std::uint64_t visible) {
+  using V = typename S::F;
+  const float slope = run.slopes != nullptr ? run.slopes[row.q_head] : 0.0f;
+  *row.rescale = 1.0f;
+  if (visible == 0) {
+    for (int t = 0; t < kPageTokens; t += 8) S::storef(row.scores + t, S::setf(0.0f));
+    return;
+  }
+
+  V top = S::setf(-kInfinity);
+  if (visible == ~std::uint64_t{0} && run.softcap <= 0.0f && slope == 0.0f && row.tile != core::kTileMixed) {
+    const V scale = S::setf(run.scale), center = S::setf(row.center);
+    for (int t = 0; t < kPageTokens; t += 8) {
+      const V s = S::mul(S::add(S::loadf(row.scores + t), center), scale);
+      S::storef(row.scores + t, s);
+      top = S::max(top, s);
+    }
+  } else {
+    top = transformed_logits<S>(run, sequence, row, first_key, visible, slope);
   }
 
   const float m_old = *row.m;

@@ -90,7 +90,7 @@ struct Unpack {
   using I = typename S::I;
   static constexpr codec::TqSpec kSpec = codec::tq_spec(F);
 
-  // The level tables, where there are any, as 16 bytes repeated to the widest register.
+  // The tables of levels (6 bits: of the high two bits in their place), where there are any, as 16 bytes repeated to the widest register.
   struct Tables {
     I a, b;
   };
@@ -108,7 +108,7 @@ struct Unpack {
     I even, odd;  // bytes of elements 0 2 4 6 and 1 3 5 7 of each word
     const I low4 = S::seti(0x0F0F0F0F);
     if constexpr (F == Format::tq2 || F == Format::tq3) {
-      const I codes = spread_nibbles(S::widen_u16(p.low, p.low_step));
+      const I codes = spread_nibbles(S::widen_bytes(p.low, p.low_step));
       even = S::lookup16(t.a, codes);
       odd = S::lookup16(t.b, codes);
     } else {
@@ -118,12 +118,12 @@ struct Unpack {
       if constexpr (F != Format::tq6) even = S::lookup16(t.a, even), odd = S::lookup16(t.a, odd);
     }
     if constexpr (F == Format::tq6) {
-      const I high = spread_nibbles(S::widen_u16(p.high, p.high_step));
-      even = S::or_(even, S::template shl<4>(S::and_(high, S::seti(0x03030303))));
-      odd = S::or_(odd, S::template shl<2>(S::and_(high, S::seti(0x0C0C0C0C))));
+      const I high = spread_nibbles(S::widen_bytes(p.high, p.high_step));
+      even = S::or_(even, S::lookup16(t.a, high));
+      odd = S::or_(odd, S::lookup16(t.b, high));
     }
     if constexpr (F == Format::tq3 || F == Format::tq5) {
-      const I sign = repeat_byte(S::widen_u8(p.high, p.high_step));
+      const I sign = S::repeat_bytes(p.high, p.high_step);
       const I flip = S::seti(0x7F7F7F7F);
       const I even_bit = S::seti(0x40100401), odd_bit = S::seti(static_cast<std::int32_t>(0x80200802u));
       even = S::xor_(even, S::and_(flip, S::equal_bytes(S::and_(sign, even_bit), even_bit)));
@@ -150,20 +150,16 @@ struct Unpack {
       if constexpr (F == Format::tq4) t.byte[i] = level(n & 7, n >> 3);
       if constexpr (F == Format::tq5) t.byte[i] = level(n, 0);
       if constexpr (F == Format::tq3) t.byte[i] = level(second ? n >> 2 : n & 3, 0);
+      if constexpr (F == Format::tq6) t.byte[i] = static_cast<std::uint8_t>((second ? n >> 2 : n & 3) << 4);
       if constexpr (F == Format::tq2) t.byte[i] = second ? level((n >> 2) & 1, n >> 3) : level(n & 1, (n >> 1) & 1);
     }
     return t;
   }
   static constexpr TableBytes kBytesA = table_bytes(false), kBytesB = table_bytes(true);
 
-  // 16 bits of a lane to one nibble a byte
+  // two bytes of a lane, each in an int16, to one nibble a byte
   static KVANT_INLINE I spread_nibbles(I x) {
-    x = S::and_(S::or_(x, S::template shl<8>(x)), S::seti(0x00FF00FF));
     return S::and_(S::or_(x, S::template shl<4>(x)), S::seti(0x0F0F0F0F));
-  }
-  static KVANT_INLINE I repeat_byte(I x) {
-    x = S::or_(x, S::template shl<8>(x));
-    return S::or_(x, S::template shl<16>(x));
   }
 };
 
