@@ -255,8 +255,8 @@ KVANT_INLINE void values_of_levels(const typename W::I (&levels)[8][4][2], int o
 
 template <class S, Format F>
 void values_int_shared(const codec::SideLayout& side, int head_dim, const std::byte* block, int t_begin, int t_end,
-                       int rows, const float* p /* [rows][64] */, const float* rescale,
-                       float* o /* [rows][head_dim] */, Bytes next) {
+                       int rows, const float* p /* [rows][64] */, const float* rescale, float* o /* [rows][head_dim] */,
+                       Bytes next) {
   using W = Wide<S>;
   using U = Unpack<W, F>;
   const typename U::Tables tables = U::tables();

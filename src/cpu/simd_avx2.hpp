@@ -42,8 +42,8 @@ struct Simd {
   }
   static KVANT_INLINE I repeat_bytes(const void* p, std::size_t /*step*/) {
     const __m256i each = _mm256_broadcastq_epi64(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
-    return _mm256_shuffle_epi8(each, _mm256_setr_epi32(0, 0x01010101, 0x02020202, 0x03030303, 0x04040404, 0x05050505,
-                                                       0x06060606, 0x07070707));
+    return _mm256_shuffle_epi8(
+        each, _mm256_setr_epi32(0, 0x01010101, 0x02020202, 0x03030303, 0x04040404, 0x05050505, 0x06060606, 0x07070707));
   }
   static KVANT_INLINE I widen_u8(const void* p) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));

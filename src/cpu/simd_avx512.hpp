@@ -30,9 +30,9 @@ struct Simd512 {
     const auto* b = static_cast<const std::byte*>(p);
     const __m128i low = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(b)),
                   high = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(b + step));
-    const __m512i lane_bytes = _mm512_setr_epi32(0, 0x01010101, 0x02020202, 0x03030303,                     //
-                                                 0x04040404, 0x05050505, 0x06060606, 0x07070707,            //
-                                                 0x08080808, 0x09090909, 0x0A0A0A0A, 0x0B0B0B0B,            //
+    const __m512i lane_bytes = _mm512_setr_epi32(0, 0x01010101, 0x02020202, 0x03030303,           //
+                                                 0x04040404, 0x05050505, 0x06060606, 0x07070707,  //
+                                                 0x08080808, 0x09090909, 0x0A0A0A0A, 0x0B0B0B0B,  //
                                                  0x0C0C0C0C, 0x0D0D0D0D, 0x0E0E0E0E, 0x0F0F0F0F);
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_unpacklo_epi64(low, high)), lane_bytes);
   }

@@ -158,9 +158,7 @@ struct Unpack {
   static constexpr TableBytes kBytesA = table_bytes(false), kBytesB = table_bytes(true);
 
   // two bytes of a lane, each in an int16, to one nibble a byte
-  static KVANT_INLINE I spread_nibbles(I x) {
-    return S::and_(S::or_(x, S::template shl<4>(x)), S::seti(0x0F0F0F0F));
-  }
+  static KVANT_INLINE I spread_nibbles(I x) { return S::and_(S::or_(x, S::template shl<4>(x)), S::seti(0x0F0F0F0F)); }
 };
 
 KVANT_NAMESPACE_END
