@@ -10,6 +10,8 @@
 // integer output sums, folded into f32 once a page.
 #pragma once
 
+#include <utility>
+
 #include "cuda/attend.hpp"
 #include "cuda/query.cuh"
 #include "cuda/schedule.cuh"
@@ -24,6 +26,12 @@ inline constexpr int kThreads = 32 * kWarps;
 constexpr int most_blocks(int column_tiles, int channels) {
   return column_tiles == 1 ? 4 : column_tiles == 2 || channels <= 64 ? 3 : 2;
 }
+inline constexpr int kBulkRow = 2048;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+inline constexpr bool kHasBulk = true;
+#else
+inline constexpr bool kHasBulk = false;
+#endif
 inline constexpr float kTopWeight = 32639.0f;  // 127 * 256 + 127
 
 // Warps of a team: as many as keep a page's bytes for each warp near 8 KiB and the channels of each at 128, of sixteen rows
@@ -87,11 +95,11 @@ struct Shape {
   struct Info {                                 // of the block's rows
     float scale[kRows];                         // of a product, to log2 units
     float center[kRows];                        // added to an encoded key's score
-    std::int32_t start[kSumGroups][2 * kRows];  // of the sums in each column: minus level_origin for every key
-    float rest[kSumGroups][kRows];              // what level_origin leaves out
+    // Of the sums in each column: minus level_origin, less a half, for every key; the half rounded to an integer.
+    std::int32_t start[kSumGroups][2 * kRows];
     std::int32_t poisoned[kRows];
     float m[kWarps][kRows], l[kWarps][kRows];
-    std::uint32_t constants[2][3];
+    std::uint32_t constants[2][4];
     Part part;
     Line line;
     LinePlace place;
@@ -127,7 +135,6 @@ struct Attend {
   int lane, g, t, warp, team, member;  // member: of the team
   typename S::Info* info;
   float o[2 * S::kUnits][NT][2];
-  float half_sum[NT];  // what level_origin leaves out of o: half the sum of weights
   float m[NT], l[NT];
   std::byte* weights;  // operands of the second product
   Constants<KF> key_constants;
@@ -167,15 +174,16 @@ struct Attend {
 
   // --- copies ---
 
-  // Long rows by the bulk engine, which takes one instruction a row but not for all lanes at once; short ones 512 bytes an
-  // instruction.
+  // Rows of 16-bit floats by the bulk engine; others 512 bytes an instruction, because the bulk engine takes about thirty a
+  // row.
   template <class Side>
-  static constexpr bool kBulk = Side::row_bytes(0) >= 1024;
+  static constexpr bool kBulk = kHasBulk && Side::row_bytes(0) >= kBulkRow;
 
-  // kRows rows, `from` contiguous; called by all lanes of one warp, which share the work.
+  // Rows `first` .. of kRows in all, `from` contiguous, by all lanes of a warp.
   template <int kRows, int kRowBytes, int kStride, bool kByBulk>
-  __device__ static void copy_rows(std::byte* to, const std::byte* from, std::uint32_t barrier) {
-    const int lane = threadIdx.x % 32;
+  __device__ __forceinline__ void copy_rows(std::byte* to, const std::byte* from, std::uint32_t barrier,
+                                            int first = 0) const {
+    to += first * kStride, from += first * kRowBytes;
 #if __CUDA_ARCH__ >= 900
     if constexpr (kByBulk) {
       if (lane < kRows)
@@ -183,72 +191,65 @@ struct Attend {
       return;
     }
 #endif
-    constexpr int kTotal = kRows * kRowBytes;
+    constexpr int kTotal = kRows * kRowBytes, kSteps = (kTotal + 511) / 512;
     const std::uint32_t base = ptx::shared_address(to);
+    const std::byte* mine = from + 16 * lane;
+    const auto steps = [&]<int... kStep>(std::integer_sequence<int, kStep...>, auto&& step) {
+      (step.template operator()<512 * kStep>(), ...);
+    };
+    constexpr auto kAll = std::make_integer_sequence<int, kSteps>{};
     if constexpr (kRowBytes % 512 == 0) {
-#pragma unroll
-      for (int at = 0; at < kTotal; at += 512) {
-        ptx::copy16(base + 16 * lane + at / kRowBytes * kStride + at % kRowBytes, from + 16 * lane + at);
-      }
+      const std::uint32_t at = base + 16 * lane;
+      steps(kAll, [&]<int kAt>() { ptx::copy16<kAt / kRowBytes * kStride + kAt % kRowBytes, kAt>(at, mine); });
     } else if constexpr (512 % kRowBytes == 0) {
-      const std::uint32_t mine = base + 16 * lane / kRowBytes * kStride + 16 * lane % kRowBytes;
-#pragma unroll
-      for (int at = 0; at < kTotal; at += 512) {
-        if (at + 16 * lane < kTotal) ptx::copy16(mine + at / kRowBytes * kStride, from + 16 * lane + at);
-      }
+      const std::uint32_t at = base + 16 * lane / kRowBytes * kStride + 16 * lane % kRowBytes;
+      steps(kAll, [&]<int kAt>() {
+        if (kAt + 512 <= kTotal || kAt + 16 * lane < kTotal) ptx::copy16<kAt / kRowBytes * kStride, kAt>(at, mine);
+      });
     } else {
-#pragma unroll
-      for (int at = 0; at < kTotal; at += 512) {
-        const int i = at + 16 * lane;
-        if (i < kTotal) ptx::copy16(base + i / kRowBytes * kStride + i % kRowBytes, from + i);
-      }
+      steps(kAll, [&]<int kAt>() {
+        const int i = kAt + 16 * lane;
+        if (i < kTotal) ptx::copy16<0, kAt>(base + i / kRowBytes * kStride + i % kRowBytes, mine);
+      });
     }
   }
+  // The warps of a team share the eight rows of a plane, where these are not for the bulk engine.
   template <class Side>
-  __device__ static void copy_side(std::byte* to, const std::byte* from, std::uint32_t plane1, std::uint32_t barrier) {
-    copy_rows<8, Side::row_bytes(0), Side::stride(0), kBulk<Side>>(to, from, barrier);
+  __device__ __forceinline__ void copy_side(std::byte* to, const std::byte* from, std::uint32_t plane1,
+                                            std::uint32_t barrier) const {
+    constexpr int kRows = kBulk<Side> ? 8 : 8 / W;
+    const int first = kBulk<Side> ? 0 : kRows * member;
+    copy_rows<kRows, Side::row_bytes(0), Side::stride(0), kBulk<Side>>(to, from, barrier, first);
     if constexpr (Side::kPlanes == 2) {
-      copy_rows<8, Side::row_bytes(1), Side::stride(1), kBulk<Side>>(to + Side::offset(1), from + plane1, barrier);
+      copy_rows<kRows, Side::row_bytes(1), Side::stride(1), kBulk<Side>>(to + Side::offset(1), from + plane1, barrier,
+                                                                         first);
     }
   }
   template <class Side>
   __device__ static constexpr int side_bytes() {
     return 8 * (Side::row_bytes(0) + (Side::kPlanes == 2 ? Side::row_bytes(1) : 0));
   }
-  // A barrier of bulk copies counts bytes and one arrival; of others, one arrival of each lane.
+  // A barrier of bulk copies counts bytes and one arrival; of others, one arrival of each lane that copies.
   template <bool kByBulk>
-  __device__ static void begin_copy(std::uint32_t barrier, int bytes) {
+  __device__ void begin_copy(std::uint32_t barrier, int bytes) const {
 #if __CUDA_ARCH__ >= 900
     if constexpr (kByBulk) {
-      if (threadIdx.x % 32 == 0) ptx::mbarrier_expect(barrier, bytes);
+      if (lane == 0) ptx::mbarrier_expect(barrier, bytes);
       __syncwarp();
     }
 #endif
   }
   template <bool kByBulk>
   __device__ static void end_copy(std::uint32_t barrier) {
-#if __CUDA_ARCH__ >= 900
-    if constexpr (kByBulk) return;
-#endif
-    ptx::mbarrier_arrive_copies(barrier);
+    if constexpr (!kByBulk) ptx::mbarrier_arrive_copies(barrier);
   }
   template <bool kByBulk>
-  __device__ static void skip_copy(std::uint32_t barrier) {
-#if __CUDA_ARCH__ >= 900
-    if constexpr (kByBulk) {
-      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
-      return;
-    }
-#endif
-    ptx::mbarrier_arrive(barrier);
+  __device__ void skip_copy(std::uint32_t barrier) const {
+    if (!kByBulk || lane == 0) ptx::mbarrier_arrive(barrier);
   }
   template <bool kByBulk>
   __device__ static constexpr int arrivals() {
-#if __CUDA_ARCH__ >= 900
-    return kByBulk ? 1 : 32;
-#else
-    return 32;
-#endif
+    return kByBulk ? 1 : 32 * W;
   }
 
   __device__ const std::byte* encoded_block(int slot, int kv_head) const {
@@ -262,13 +263,14 @@ struct Attend {
 
   __device__ void copy_keys(int slot, int kv_head) const {
     using Keys = typename S::Keys;
+    if (kBulk<Keys> && member != 0) return;
     const std::uint32_t barrier = barrier_at(kKeys);
     if (slot < 0) return skip_copy<kBulk<Keys>>(barrier);
     const std::byte* block = encoded_block(slot, kv_head);
     begin_copy<kBulk<Keys>>(barrier, side_bytes<Keys>() + S::kScaleBytes);
     std::byte* to = key_stage();
     copy_side<Keys>(to, block, p.cache.encoded_layout.k.plane_offset[1], barrier);
-    if constexpr (S::kScaleBytes > 0) {
+    if (S::kScaleBytes > 0 && member == 0) {
       copy_rows<1, S::kScaleBytes, S::kScaleBytes, kBulk<Keys>>(to + Keys::kBytes,
                                                                 block + p.cache.encoded_layout.code_bytes, barrier);
     }
@@ -276,6 +278,7 @@ struct Attend {
   }
   __device__ void copy_values(int slot, int kv_head) const {
     using Values = typename S::Values;
+    if (kBulk<Values> && member != 0) return;
     const std::uint32_t barrier = barrier_at(kValues);
     if (slot < 0) return skip_copy<kBulk<Values>>(barrier);
     const codec::SideLayout& v = p.cache.encoded_layout.v;
@@ -367,13 +370,11 @@ struct Attend {
       if constexpr (is_integer(F)) {
 #pragma unroll
         for (int i = 0; i < S::kSumGroups; ++i) {
-#pragma unroll
-          for (int digit = 0; digit < 2; ++digit) {
-            const int sum = __reduce_add_sync(~0u, sums[i][digit]);
-            sums[i][digit] = sum;
-            if (lane == 0) info->start[i][2 * r + digit] = -level_origin(KF) * sum;
+          for (int digit = 0; digit < 2; ++digit) sums[i][digit] = __reduce_add_sync(~0u, sums[i][digit]);
+          if (lane == 0) {
+            info->start[i][2 * r] = -level_origin(KF) * sums[i][0];
+            info->start[i][2 * r + 1] = -level_origin(KF) * sums[i][1] + (256 * sums[i][0] + sums[i][1]) / 2;
           }
-          if (lane == 0) info->rest[i][r] = 0.5f * static_cast<float>(256 * sums[i][0] + sums[i][1]);
         }
       }
       if (lane == 0) {
@@ -464,8 +465,7 @@ struct Attend {
               const float scale = half_at(scales, group * kPageTokens + token);
 #pragma unroll
               for (int n = 0; n < NT; ++n) {
-                const float product =
-                    static_cast<float>(256 * c[i][n][2 * h] + c[i][n][2 * h + 1]) + info->rest[group][4 * n + t];
+                const float product = static_cast<float>(256 * c[i][n][2 * h] + c[i][n][2 * h + 1]);
                 const float x = product * (scale * info->scale[4 * n + t]);
                 s[first + i][n][h] = group == 0 ? x : s[first + i][n][h] + x;
               }
@@ -596,21 +596,18 @@ struct Attend {
     return x;
   }
 
-  // What a page's sums are multiplied by when they join the running ones.
-  struct Fold {
-    float alpha[NT];              // older sums
-    float page[S::kPGroups][NT];  // this page's
-    bool same;                    // alpha is 1 in every lane
-  };
+  // Of a row and a version of the probabilities: what the page's sums are multiplied by when they join the running ones.
+  using Fold = float[S::kPGroups][NT];
 
-  // Scores to weights in shared memory, for values of format F; value scales at `scales` (none: null).
+  // Scores to weights in shared memory, for values of format F; value scales at `scales` (none: null). Exponentials are
+  // relative to a reference `m` that moves only when some are large: after the first pages, rarely.
   template <Format F>
-  __device__ void weigh(float (&s)[S::kTokenTiles][NT][2], const std::byte* scales, bool is_full, bool bf16,
-                        Fold& fold) {
+  __device__ __forceinline__ void weigh(const float (&s)[S::kTokenTiles][NT][2], const std::byte* scales, bool bf16,
+                                        Fold& fold) {
     constexpr int kGroups = is_half(F) ? 1 : S::kPGroups;
-    constexpr int kMaxima = 1 + kGroups;
     constexpr bool kScaled = !is_half(F);
-    float v[kGroups][S::kTokenTiles][2], log_v[kGroups][S::kTokenTiles][2], bad[kGroups][S::kTokenTiles][2];
+    constexpr float kLargeSum = 16384.0f;
+    float v[kGroups][S::kTokenTiles][2];
     float poison = 0.0f;
     if constexpr (kScaled) {
 #pragma unroll
@@ -619,140 +616,168 @@ struct Attend {
         for (int i = 0; i < S::kTokenTiles; ++i) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const float scale = half_at(scales, q * kPageTokens + 8 * g + S::kTokens * member + 2 * i + h);
-            v[q][i][h] = fmaxf(scale, 0.0f);  // NaN becomes 0: whoever sees it is poisoned below, by way of its sum
-            log_v[q][i][h] = ptx::lg2(v[q][i][h]);
-            bad[q][i][h] = scale * 0.0f;
-            poison += bad[q][i][h];
+            v[q][i][h] = half_at(scales, q * kPageTokens + 8 * g + S::kTokens * member + 2 * i + h);
+            poison = fmaf(v[q][i][h], 0.0f, poison);
           }
         }
       }
     }
-    float top[NT], top_v[kGroups][NT];
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      top[n] = kNone;
-#pragma unroll
-      for (int i = 0; i < S::kTokenTiles; ++i) top[n] = fmaxf(top[n], fmaxf(s[i][n][0], s[i][n][1]));
-      top[n] = over_tokens(top[n]);
-      if constexpr (kScaled) {
-#pragma unroll
-        for (int q = 0; q < kGroups; ++q) {
-          float x = kNone;
-#pragma unroll
-          for (int i = 0; i < S::kTokenTiles; ++i) {
-            x = fmaxf(x, fmaxf(s[i][n][0] + log_v[q][i][0], s[i][n][1] + log_v[q][i][1]));
-          }
-          top_v[q][n] = over_tokens(x);
-        }
-      }
-    }
-    if constexpr (!kTeamOfOne) {
-      float* mine = scratch() + member * R * kMaxima;
-      if (g == 0) {
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-          mine[(4 * n + t) * kMaxima] = top[n];
-          if constexpr (kScaled) {
-#pragma unroll
-            for (int q = 0; q < kGroups; ++q) mine[(4 * n + t) * kMaxima + 1 + q] = top_v[q][n];
-          }
-        }
-      }
-      team_sync();
+    float e[S::kTokenTiles][NT][2], sum[NT], peak[kGroups][NT];
+    const auto exponentials = [&] {
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
-#pragma unroll
-        for (int other = 0; other < W; ++other) {
-          const float* theirs = scratch() + (other * R + 4 * n + t) * kMaxima;
-          top[n] = fmaxf(top[n], theirs[0]);
-          if constexpr (kScaled) {
-#pragma unroll
-            for (int q = 0; q < kGroups; ++q) top_v[q][n] = fmaxf(top_v[q][n], theirs[1 + q]);
-          }
-        }
-      }
-    }
-    bool same = true;
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      const float base = fmaxf(top[n], kLowest);
-      const float m_new = fmaxf(m[n], base);
-      const float alpha = ptx::ex2(m[n] - m_new);
-      const float beta = ptx::ex2(base - m_new);
-      float sum = 0.0f;
-#pragma unroll
-      for (int i = 0; i < S::kTokenTiles; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float e = ptx::ex2(s[i][n][h] - base);
-          s[i][n][h] = e;
-          sum += e;
-        }
-      }
-      if constexpr (kScaled) {
-        if (is_full) {
-          sum += poison;
-        } else {
-#pragma unroll
-          for (int i = 0; i < S::kTokenTiles; ++i) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              // A key that is not seen has weight 0; its scale may be anything.
-#pragma unroll
-              for (int q = 0; q < kGroups; ++q) sum += s[i][n][h] != 0.0f ? bad[q][i][h] : 0.0f;
-            }
-          }
-        }
-      }
-      l[n] = l[n] * alpha + beta * sum;
-      m[n] = m_new;
-      fold.alpha[n] = alpha;
-      same = same && alpha == 1.0f;
-#pragma unroll
-      for (int q = 0; q < kGroups; ++q) {
-        float up;
-        if constexpr (kScaled) {
-          constexpr float kTop = is_integer(F) ? kTopWeight : 1.0f;
-          const float largest = fmaxf(top_v[q][n], base - 64.0f);  // scales of zero alone have no logarithm
-          up = kTop * ptx::ex2(base - largest);
-          fold.page[q][n] = ptx::ex2(largest - m_new) * (F == Format::fp8 ? 256.0f : 1.0f / kTop);
-        } else {
-          up = 1.0f;
-          fold.page[q][n] = beta;
-        }
-        float w[S::kTokens];
+        sum[n] = 0.0f;
 #pragma unroll
         for (int i = 0; i < S::kTokenTiles; ++i) {
 #pragma unroll
-          for (int h = 0; h < 2; ++h) w[2 * i + h] = kScaled ? v[q][i][h] * up : 1.0f;
+          for (int h = 0; h < 2; ++h) sum[n] += e[i][n][h] = ptx::ex2(s[i][n][h] - m[n]);
         }
-        store_weights<F>(s, n, q, w, bf16);
+      }
+    };
+    const auto is_large = [&] {
+      bool is = false;
+#pragma unroll
+      for (int n = 0; n < NT; ++n) is = is || !(sum[n] <= kLargeSum);
+      return __any_sync(~0u, is);
+    };
+    // The largest weight of each row; `over` tells the team that a sum is large.
+    const auto find_peaks = [&] {
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+#pragma unroll
+        for (int q = 0; q < kGroups; ++q) {
+          float x = 0.0f;
+#pragma unroll
+          for (int i = 0; i < S::kTokenTiles; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) x = fmaxf(x, kScaled ? e[i][n][h] * v[q][i][h] : e[i][n][h]);
+          }
+          peak[q][n] = over_tokens(x);
+        }
+      }
+    };
+    // The largest of `x` over the team's warps.
+    const auto over_team = [&](float (&x)[kGroups][NT]) {
+      if constexpr (!kTeamOfOne) {
+        float* mine = scratch() + member * R * kGroups;
+        if (g == 0) {
+#pragma unroll
+          for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int q = 0; q < kGroups; ++q) mine[(4 * n + t) * kGroups + q] = x[q][n];
+          }
+        }
+        team_sync();
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+          for (int other = 0; other < W; ++other) {
+            const float* theirs = scratch() + (other * R + 4 * n + t) * kGroups;
+#pragma unroll
+            for (int q = 0; q < kGroups; ++q) x[q][n] = fmaxf(x[q][n], theirs[q]);
+          }
+        }
+      }
+    };
+    exponentials();
+    if (__any_sync(~0u, poison != poison)) {
+      // A scale that is not a number poisons whoever sees its key; to others it is 0.
+#pragma unroll
+      for (int q = 0; q < kGroups; ++q) {
+#pragma unroll
+        for (int i = 0; i < S::kTokenTiles; ++i) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float bad = v[q][i][h] * 0.0f;
+            v[q][i][h] = fmaxf(v[q][i][h], 0.0f);
+#pragma unroll
+            for (int n = 0; n < NT; ++n) l[n] += e[i][n][h] != 0.0f ? bad : 0.0f;
+          }
+        }
       }
     }
-    fold.same = __all_sync(~0u, same);
+    bool large = is_large();
+    if constexpr (!kTeamOfOne) {
+      find_peaks();
+#pragma unroll
+      for (int q = 0; q < kGroups; ++q) {
+#pragma unroll
+        for (int n = 0; n < NT; ++n) peak[q][n] = large ? -kNone : peak[q][n];
+      }
+      over_team(peak);
+      bool is = false;
+#pragma unroll
+      for (int n = 0; n < NT; ++n) is = is || peak[0][n] == -kNone;
+      large = __any_sync(~0u, is);
+    }
+    if (large) {
+      float top[kGroups][NT];
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        float x = kLowest;
+#pragma unroll
+        for (int i = 0; i < S::kTokenTiles; ++i) x = fmaxf(x, fmaxf(s[i][n][0], s[i][n][1]));
+#pragma unroll
+        for (int q = 0; q < kGroups; ++q) top[q][n] = over_tokens(x);
+      }
+      team_sync();
+      over_team(top);
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        const float m_new = fmaxf(m[n], top[0][n]);
+        const float alpha = ptx::ex2(m[n] - m_new);
+        m[n] = m_new;
+        l[n] *= alpha;
+#pragma unroll
+        for (int i = 0; i < 2 * S::kUnits; ++i) o[i][n][0] *= alpha, o[i][n][1] *= alpha;
+      }
+      exponentials();
+      team_sync();
+    }
+    if (kTeamOfOne || large) {
+      find_peaks();
+      over_team(peak);
+    }
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      l[n] += sum[n];
+#pragma unroll
+      for (int q = 0; q < kGroups; ++q) {
+        constexpr float kTop = is_integer(F) ? kTopWeight : 1.0f;
+        const float largest = fmaxf(peak[q][n], 1e-33f);
+        const float up = kTop * ptx::rcp(largest);
+        fold[q][n] = largest * (F == Format::fp8 ? 256.0f : 1.0f / kTop);
+        float w[S::kTokenTiles][2];
+#pragma unroll
+        for (int i = 0; i < S::kTokenTiles; ++i) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) w[i][h] = kScaled ? e[i][n][h] * v[q][i][h] : e[i][n][h];
+        }
+        store_weights<F>(w, up, n, q, bf16);
+      }
+    }
   }
 
-  // e * w of this lane's tokens and row, as digits, to the two columns of row 4 n + t.
+  // w * up of this lane's tokens and row 4 n + t, as digits, to its two columns.
   template <Format F>
-  __device__ void store_weights(const float (&e)[S::kTokenTiles][NT][2], int n, int q, const float (&w)[S::kTokens],
-                                bool bf16) const {
+  __device__ __forceinline__ void store_weights(const float (&w)[S::kTokenTiles][2], float up, int n, int q,
+                                                bool bf16) const {
     constexpr int kStride = is_integer(F) ? 96 : 192;
     std::byte* high = weights + q * S::kPBytes + 2 * (4 * n + t) * kStride + (is_integer(F) ? 8 : 16) * g;
     std::byte* low = high + kStride;
     if constexpr (is_integer(F)) {
-      // The sum with 1.5 * 2^23 rounds to an integer and leaves it in the low bits; 128 more make the high byte the
-      // nearest multiple of 256, and the low byte what remains, plus 128.
+      // The sum with 2^15 has the integer in the two bytes above its last. 128 more make the upper one the nearest multiple
+      // of 256, and the lower one what remains, plus 128.
       std::uint32_t bits[8] = {};
 #pragma unroll
       for (int k = 0; k < S::kTokens; ++k) {
         // Ordered dither: many equal weights far below one unit, beside a large one, keep their sum.
         const float dither = (static_cast<float>(S::kTokens * member + k) - 3.5f) * 0.125f;
-        bits[k] = __float_as_uint(fmaf(e[k / 2][n][k % 2], w[k], dither) + 12583040.0f);
+        bits[k] = __float_as_uint(fmaf(w[k / 2][k % 2], up, dither + (32768.0f + 128.0f + 0.5f)));
       }
       constexpr Order kOrder = order_of(F);
       // Bytes low, low, high, high of two tokens.
-      const auto two = [&](int i, int j) { return ptx::prmt(bits[i], bits[j], 0x5140); };
+      const auto two = [&](int i, int j) { return ptx::prmt(bits[i], bits[j], 0x6251); };
       const auto lows = [](std::uint32_t a, std::uint32_t b) { return ptx::prmt(a, b, 0x5410) ^ 0x80808080u; };
       const auto highs = [](std::uint32_t a, std::uint32_t b) { return ptx::prmt(a, b, 0x7632); };
       if constexpr (W == 1) {
@@ -782,8 +807,8 @@ struct Attend {
           } else {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-              high[4 * j + member] = static_cast<std::byte>(bits[j] >> 8 & 0xFFu);
-              low[4 * j + member] = static_cast<std::byte>((bits[j] ^ 0x80u) & 0xFFu);
+              high[4 * j + member] = static_cast<std::byte>(bits[j] >> 16 & 0xFFu);
+              low[4 * j + member] = static_cast<std::byte>(((bits[j] >> 8) ^ 0x80u) & 0xFFu);
             }
           }
         }
@@ -791,7 +816,7 @@ struct Attend {
     } else {
 #pragma unroll
       for (int k = 0; k < S::kTokens; k += 2) {
-        const float a = e[k / 2][n][0] * w[k], b = e[k / 2][n][1] * w[k + 1];
+        const float a = w[k / 2][0] * up, b = w[k / 2][1] * up;
         std::uint32_t top, rest;
         if (bf16) {
           top = ptx::bf16x2(a, b);
@@ -810,16 +835,6 @@ struct Attend {
 
   // --- second product ---
 
-  // Older sums to the new maximum, where it moved: rarely, after the first pages.
-  __device__ void rescale(const Fold& fold) {
-    if (fold.same) return;
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      half_sum[n] *= fold.alpha[n];
-#pragma unroll
-      for (int i = 0; i < 2 * S::kUnits; ++i) o[i][n][0] *= fold.alpha[n], o[i][n][1] *= fold.alpha[n];
-    }
-  }
   __device__ void fold_tile(int tile, const float (&x)[NT][2], const float (&page)[NT]) {
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
@@ -830,14 +845,13 @@ struct Attend {
 
   __device__ void add_values(const std::byte* stage, const Fold& fold) {
     using Values = typename S::Values;
-    rescale(fold);
     const int group = S::kPGroups > 1 ? member * S::kChannels / 128 : 0;
     float page[NT];
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-      page[n] = fold.page[0][n];
+      page[n] = fold[0][n];
 #pragma unroll
-      for (int q = 1; q < S::kPGroups; ++q) page[n] = q == group ? fold.page[q][n] : page[n];
+      for (int q = 1; q < S::kPGroups; ++q) page[n] = q == group ? fold[q][n] : page[n];
     }
     const std::byte* operands = weights + group * S::kPBytes;
     if constexpr (is_integer(VF)) {
@@ -852,8 +866,7 @@ struct Attend {
         ptx::mma_from(sums, kOnes, b[n][0].x, b[n][0].y, 0, 0);
         ptx::mma(sums, kOnes, b[n][1].x, b[n][1].y);
         start[n][0] = -level_origin(VF) * sums[0];
-        start[n][1] = -level_origin(VF) * sums[1];
-        half_sum[n] = fmaf(static_cast<float>(256 * sums[0] + sums[1]), 0.5f * page[n], half_sum[n]);
+        start[n][1] = -level_origin(VF) * sums[1] + (256 * sums[0] + sums[1]) / 2;
       }
 #pragma unroll
       for (int unit = 0; unit < S::kUnits; ++unit) {
@@ -979,7 +992,7 @@ struct Attend {
   __device__ void clear() {
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-      m[n] = kLowest, l[n] = half_sum[n] = 0.0f;
+      m[n] = kLowest, l[n] = 0.0f;
 #pragma unroll
       for (int i = 0; i < 2 * S::kUnits; ++i) o[i][n][0] = o[i][n][1] = 0.0f;
     }
@@ -1033,7 +1046,7 @@ struct Attend {
   __device__ Slots first_pages(const Part& part) const {
     const Slots slots{0, find_slot(part, lane), find_slot(part, 32 + lane)};
     const int slot = slot_at(slots, 0);
-    if (member == 0 && count_pages(part) > 0) {
+    if (count_pages(part) > 0) {
       copy_keys(slot >> 1, part.kv_head);
       copy_values(slot >> 1, part.kv_head);
     }
@@ -1060,17 +1073,14 @@ struct Attend {
         const bool is_full = (slot & 1) != 0;
         key_scores(key_stage(), held, s);
         if (!is_full) transform(part, page_at(part, k), s);
-        weigh<VF>(s, key_stage() + S::Keys::kBytes + S::kKeyGroups * 2 * kPageTokens, is_full, VF == Format::bf16,
-                  fold);
-      } else if (!kTeamOfOne) {
-        team_sync();
+        weigh<VF>(s, key_stage() + S::Keys::kBytes + S::kKeyGroups * 2 * kPageTokens, VF == Format::bf16, fold);
       }
       team_sync();  // every lane has read its keys and scales, and written its weights
-      if (member == 0 && k + 1 < pages) copy_keys(next >> 1, part.kv_head);
+      if (k + 1 < pages) copy_keys(next >> 1, part.kv_head);
       wait(kValues, phases);
       if (slot >= 0) add_values(value_stage(), fold);
       team_sync();  // every lane has read its values and weights
-      if (member == 0 && k + 1 < pages) copy_values(next >> 1, part.kv_head);
+      if (k + 1 < pages) copy_values(next >> 1, part.kv_head);
       slot = next;
       if (k + 2 - slots.base == 64) {
         slots.base += 32;
@@ -1126,12 +1136,8 @@ struct Attend {
       }
       if (!is_full) transform(part, page_at(part, k), s);
       Fold fold;
-      weigh<Format::bf16>(s, nullptr, is_full, bf16, fold);
+      weigh<Format::bf16>(s, nullptr, bf16, fold);
       team_sync();
-      float factors[NT];
-#pragma unroll
-      for (int n = 0; n < NT; ++n) factors[n] = fold.page[0][n];
-      rescale(fold);
       const std::byte* values = block + layout.v.plane_offset[0];
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
@@ -1140,7 +1146,7 @@ struct Attend {
           end_copy<false>(barrier);
         }
         wait(kExactHalves, phases);
-        half_values<false, 1>(stage, S::kExactValueRow, 2 * D, half, bf16, factors);
+        half_values<false, 1>(stage, S::kExactValueRow, 2 * D, half, bf16, fold[0]);
         team_sync();
       }
     }
@@ -1166,9 +1172,8 @@ struct Attend {
       const float factor = ptx::ex2(m[n] - top);
 #pragma unroll
       for (int unit = 0; unit < S::kUnits; ++unit) {
-        const float4 x = {(o[2 * unit][n][0] + half_sum[n]) * factor, (o[2 * unit][n][1] + half_sum[n]) * factor,
-                          (o[2 * unit + 1][n][0] + half_sum[n]) * factor,
-                          (o[2 * unit + 1][n][1] + half_sum[n]) * factor};
+        const float4 x = {o[2 * unit][n][0] * factor, o[2 * unit][n][1] * factor, o[2 * unit + 1][n][0] * factor,
+                          o[2 * unit + 1][n][1] * factor};
         *reinterpret_cast<float4*>(sums + r * D + member * S::kChannels + 32 * unit + 4 * g) = x;
       }
     }

@@ -13,17 +13,31 @@ __device__ __forceinline__ std::uint32_t prmt(std::uint32_t a, std::uint32_t b, 
   return d;
 }
 
+// 9.7.1.24 dp2a: the upper half of a word, on the pipe of multiplications, where a shift takes the logic pipe.
+__device__ __forceinline__ std::uint32_t high_half(std::uint32_t a) {
+  std::uint32_t d;
+  asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(0x0100u), "r"(0u));
+  return d;
+}
+
+// 9.7.1.4 mad
+__device__ __forceinline__ std::uint32_t mad(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+  std::uint32_t d;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+// 9.7.4.14 rcp, approximate: relative error 2^-23.
+__device__ __forceinline__ float rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 9.7.4.22 ex2, approximate: relative error 2^-22; -inf gives 0.
 __device__ __forceinline__ float ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// 9.7.4.21 lg2, approximate; 0 gives -inf.
-__device__ __forceinline__ float lg2(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
@@ -87,9 +101,11 @@ __device__ __forceinline__ void barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
-// 9.7.9.25.3 cp.async: 16 bytes from global to shared memory, past L1.
+// 9.7.9.25.3 cp.async: 16 bytes from global to shared memory, past L1; offsets in bytes, in the instruction.
+template <int kTo, int kFrom>
 __device__ __forceinline__ void copy16(std::uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" ::"r"(to), "l"(from), "n"(kTo), "n"(kFrom)
+               : "memory");
 }
 // 9.7.13.15 mbarrier
 __device__ __forceinline__ void mbarrier_init(std::uint32_t barrier, int arrivals) {

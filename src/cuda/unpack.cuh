@@ -53,19 +53,38 @@ __host__ __device__ constexpr std::uint32_t table_word_or_zero(int word) {
   return 0;
 }
 
+// The levels of codes 15 - i as a word, by i = 4 word ...
+template <Format F>
+__host__ __device__ constexpr std::uint32_t inverted_word(int word) {
+  constexpr codec::TqSpec spec = codec::tq_spec<F>();
+  std::uint32_t bytes = 0;
+  for (int i = 0; i < 4; ++i) {
+    bytes |= static_cast<std::uint32_t>(127 - spec.u[7 - (4 * word + i)]) << (8 * i);
+  }
+  return bytes;
+}
+
 struct Sixteen {
   std::uint32_t first[2], second[2];  // of codes 0 .. 7 and 8 .. 15
 };
 
-// Constants that prmt needs in registers. They come from memory because the assembler otherwise makes them anew for every
-// use: 110 more instructions a page at D = 128.
+// Constants in registers. They come from memory, because the assembler otherwise makes them anew for every use, and turns
+// sums that are to run on the pipe of multiplications into ones of the logic pipe, the busiest one of these kernels.
 template <Format F>
 struct Constants {
-  std::uint32_t t0, t2, signs;
+  static constexpr int kWords = 4;
+  std::uint32_t t0, t2, signs, one;
   __device__ static void put(std::uint32_t* to) {
-    to[0] = table_word_or_zero<F>(0), to[1] = table_word_or_zero<F>(2), to[2] = 0x80808080u;
+    to[0] = table_word_or_zero<F>(0), to[2] = 0x80808080u, to[3] = 1;
+    if constexpr (F == Format::tq4) {
+      to[1] = inverted_word<F>(0);
+    } else {
+      to[1] = table_word_or_zero<F>(2);
+    }
   }
-  __device__ void get(const std::uint32_t* from) { t0 = from[0], t2 = from[1], signs = from[2]; }
+  __device__ void get(const std::uint32_t* from) { t0 = from[0], t2 = from[1], signs = from[2], one = from[3]; }
+  // a + b
+  __device__ __forceinline__ std::uint32_t sum(std::uint32_t a, std::uint32_t b) const { return ptx::mad(a, one, b); }
 };
 
 // low: plane 0 (4-bit planes: two words, 2-bit planes: one, 8 bit: four); high: plane 1 (16 codes: one word of 2-bit
@@ -86,11 +105,11 @@ __device__ __forceinline__ Sixteen unpack(const std::uint32_t* low, std::uint32_
   } else if constexpr (F == Format::tq4) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const std::uint32_t w = low[i], m = w & 0x77777777u;
-      const std::uint32_t a = ptx::prmt(k.t0, table_word<F>(1), m);
-      const std::uint32_t b = ptx::prmt(k.t0, table_word<F>(1), m >> 16);
-      s.first[i] = (a ^ ptx::prmt(k.signs, 0x80808080u, w)) & 0x7F7F7F7Fu;
-      s.second[i] = (b ^ ptx::prmt(k.signs, 0x80808080u, w >> 16)) & 0x7F7F7F7Fu;
+      // A nibble's top bit makes prmt replicate a sign, here 0, so each table answers for its own half of the codes.
+      const std::uint32_t w = low[i], x = ~w;
+      s.first[i] = k.sum(ptx::prmt(k.t0, table_word<F>(1), w), ptx::prmt(k.t2, inverted_word<F>(1), x));
+      s.second[i] = k.sum(ptx::prmt(k.t0, table_word<F>(1), ptx::high_half(w)),
+                          ptx::prmt(k.t2, inverted_word<F>(1), ptx::high_half(x)));
     }
   } else if constexpr (F == Format::tq5) {
 #pragma unroll
@@ -100,13 +119,13 @@ __device__ __forceinline__ Sixteen unpack(const std::uint32_t* low, std::uint32_
       z = (z | z << 12) & 0x000F000Fu;
       z = (z | z << 6) & 0x03030303u;
       z = (z << 3 | z << 6) & 0x88888888u;
-      // A nibble's top bit makes prmt replicate a sign, here 0, so each table answers for its own half of the codes.
+      // Two tables as for tq4.
       const std::uint32_t a =
-          ptx::prmt(table_word<F>(0), table_word<F>(1), w) | ptx::prmt(table_word<F>(2), table_word<F>(3), x);
-      const std::uint32_t b = ptx::prmt(table_word<F>(0), table_word<F>(1), w >> 16) |
-                              ptx::prmt(table_word<F>(2), table_word<F>(3), x >> 16);
-      s.first[i] = (a ^ ptx::prmt(0x80808080u, 0x80808080u, z)) & 0x7F7F7F7Fu;
-      s.second[i] = (b ^ ptx::prmt(0x80808080u, 0x80808080u, z >> 16)) & 0x7F7F7F7Fu;
+          k.sum(ptx::prmt(k.t0, table_word<F>(1), w), ptx::prmt(k.t2, table_word<F>(3), x));
+      const std::uint32_t b = k.sum(ptx::prmt(k.t0, table_word<F>(1), ptx::high_half(w)),
+                                    ptx::prmt(k.t2, table_word<F>(3), ptx::high_half(x)));
+      s.first[i] = (a ^ ptx::prmt(k.signs, 0x80808080u, z)) & 0x7F7F7F7Fu;
+      s.second[i] = (b ^ ptx::prmt(k.signs, 0x80808080u, ptx::high_half(z))) & 0x7F7F7F7Fu;
     }
   } else {
     static_assert(F == Format::tq2 || F == Format::tq3);
@@ -121,8 +140,8 @@ __device__ __forceinline__ Sixteen unpack(const std::uint32_t* low, std::uint32_
     constexpr std::uint32_t t1 = table_word<F>(1);
     s.first[0] = ptx::prmt(k.t0, t1, even);
     s.second[0] = ptx::prmt(k.t0, t1, odd);
-    s.first[1] = ptx::prmt(k.t0, t1, even >> 16);
-    s.second[1] = ptx::prmt(k.t0, t1, odd >> 16);
+    s.first[1] = ptx::prmt(k.t0, t1, ptx::high_half(even));
+    s.second[1] = ptx::prmt(k.t0, t1, ptx::high_half(odd));
   }
   return s;
 }
