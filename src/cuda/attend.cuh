@@ -26,7 +26,9 @@ inline constexpr int kThreads = 32 * kWarps;
 constexpr int most_blocks(int column_tiles, int channels) {
   return column_tiles == 1 ? 4 : column_tiles == 2 || channels <= 64 ? 3 : 2;
 }
-inline constexpr int kBulkRow = 2048;
+// Shared memory of a multiprocessor of sm_90, and what each block takes besides its own.
+inline constexpr int kSharedMemory = 233472, kSharedOfBlock = 1024;
+inline constexpr int kBulkRow = 4096;  // the bulk engine copies rows from so many bytes on
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 inline constexpr bool kHasBulk = true;
 #else
@@ -103,6 +105,7 @@ struct Shape {
     Part part;
     Line line;
     LinePlace place;
+    Window window;
   };
 
   static constexpr int kQueryAt = 0;
@@ -110,15 +113,15 @@ struct Shape {
   static constexpr int kBarriers = 3;                     // of a team: keys, values, exact pages
   static constexpr int kBarriersAt = (kInfoAt + static_cast<int>(sizeof(Info)) + 15) / 16 * 16;
   static constexpr int kTeamsAt = (kBarriersAt + kTeams * kBarriers * 8 + 31) / 32 * 32;
-  static constexpr int kStages = kKeyStage + kValueStage;
   // Exact pages pass through half a side at a time.
   static constexpr int kExactKeyRow = padded_row(8 * D, 64), kExactValueRow = padded_row(16 * D, kValueResidue);
   static constexpr int kExactHalf = 8 * kExactKeyRow > 4 * kExactValueRow ? 8 * kExactKeyRow : 4 * kExactValueRow;
   static constexpr int kExactP = 2 * kRows * 192;
   static constexpr int kExactBytes = kHasExact ? kExactHalf + kExactP : 0;
-  static constexpr int kWork = kStages + kTeamP > kExactBytes ? kStages + kTeamP : kExactBytes;
-  static constexpr int kTeamBytes = (kWork + kScratch + 31) / 32 * 32;
   static constexpr int kCombine = kTeams > 1 ? kTeams* kRows* D * 4 : 0;  // reuses the teams' memory
+  static constexpr int kPAt = kKeyStage + kValueStage;
+  static constexpr int kWork = kPAt + kTeamP > kExactBytes ? kPAt + kTeamP : kExactBytes;
+  static constexpr int kTeamBytes = (kWork + kScratch + 31) / 32 * 32;
   static constexpr int kBytes = kTeamsAt + (kTeams * kTeamBytes > kCombine ? kTeams * kTeamBytes : kCombine);
 };
 
@@ -296,21 +299,32 @@ struct Attend {
     const DeviceBasis& basis = p.k_basis;
     const std::size_t at = static_cast<std::size_t>(p.layer * p.cache.kv_heads + part.kv_head);
     float* room = reinterpret_cast<float*>(shared + S::kTeamsAt) + warp * D;  // the rings are idle
-#pragma unroll 1
-    for (int r = warp; r < R; r += kWarps) {
+    std::uint32_t bits[D / 32];
+    bool is_used = false;
+    const auto load = [&](int r) {
       const int row = part.row_block * R + r;
       const int query = row / p.group, q_head = part.kv_head * p.group + row % p.group;
-      const bool used = query < part.q_len;
+      is_used = r < R && query < part.q_len;
+      if (is_used) {
+        load_bits(p.q.data, p.q.dtype,
+                  static_cast<std::int64_t>(part.batch.query_begin + query) * p.q.token_stride +
+                      static_cast<std::int64_t>(q_head) * p.q.head_stride + lane,
+                  bits);
+      }
+    };
+    load(warp);
+#pragma unroll 1
+    for (int r = warp; r < R; r += kWarps) {
       float x[D / 32];
       float center = 0.0f;
-      const std::int64_t from = static_cast<std::int64_t>(part.batch.query_begin + query) * p.q.token_stride +
-                                static_cast<std::int64_t>(q_head) * p.q.head_stride;
       bool finite = true;
+      const bool used = is_used;
 #pragma unroll
       for (int i = 0; i < D / 32; ++i) {
-        x[i] = used ? load_element(p.q.data, p.q.dtype, from + lane + 32 * i) : 0.0f;
+        x[i] = used ? element_of(bits[i], p.q.dtype) : 0.0f;
         finite = finite && base::is_finite(x[i]);
       }
+      load(r + kWarps);  // the next row is on its way while this one is rotated
       const bool poisoned = __any_sync(~0u, !finite);
       if (poisoned) {
 #pragma unroll
@@ -453,7 +467,7 @@ struct Attend {
           };
           constexpr int kWhole = D % 64 == 0 ? kBlocks : kBlocks - 1;
           multiply.template operator()<true, false>(group * kBlocks);
-#pragma unroll(kBlocks <= 3 ? 2 : kBlocks == 4 ? 3 : 1)
+#pragma unroll(kBlocks <= 3 ? 2 : kBlocks == 4 ? 3 : 7)
           for (int block = 1; block < kWhole; ++block)
             multiply.template operator()<false, false>(group * kBlocks + block);
           if constexpr (D % 64 != 0) multiply.template operator()<false, true>(kBlocks - 1);
@@ -1206,7 +1220,7 @@ struct Attend {
 
   // The block's next item, by its first warp. Where there is none, `end` is `at`.
   __device__ void next_item() const {
-    const Line& line = info->line;
+    const Line line = info->line;
     LinePlace& place = info->place;
     int item = place.item < 0 ? static_cast<int>(blockIdx.x) : line.items();
     if (place.item >= 0 && line.rounds > 1) {
@@ -1219,32 +1233,43 @@ struct Attend {
     int entry = p.batch;
     if (item < line.items()) {
       begin = line.begin(item), end = line.begin(item + 1);
-      entry = find_sequence(p, begin, base);
+      entry = find_sequence(p, info->window, begin, base);
     }
     __syncwarp();
     if (lane == 0) place = {begin, end, base, entry, item};
+    __syncwarp();
   }
 
-  // The next part of this block's item; no partial where there is none.
-  __device__ void next_part(Part& part, LinePlace& line) const {
+  // The next part of this block's item, by its first warp; no partial where there is none.
+  __device__ void next_part() const {
+    LinePlace line = info->place;
+    __syncwarp();
     SequenceCost cost;
-    part.partial = -1;
+    BatchEntry batch;
+    int length;
     long long in_sequence;
     while (true) {
-      if (line.at >= line.end) return;
-      part.entry = line.entry;
-      part.batch = p.entries[line.entry];
-      part.length = p.cache.sequences[part.batch.index].length;
-      part.q_len = part.batch.q_len;
-      cost = sequence_cost(p, part.length, part.q_len);
+      if (line.at >= line.end) {
+        if (lane == 0) info->part.partial = -1;
+        return;
+      }
+      show(p, info->window, line.entry);
+      const int i = line.entry - info->window.first;
+      cost = info->window.cost[i], batch = info->window.batch[i], length = info->window.length[i];
       const long long all = static_cast<long long>(cost.head()) * p.cache.kv_heads;
       in_sequence = line.at - line.base;
       if (in_sequence < all) break;
       line.base += all;
       ++line.entry;
     }
+    if (lane == 0) describe(info->part, line, cost, batch, length, in_sequence);
+  }
+  __device__ void describe(Part& part, LinePlace line, const SequenceCost& cost, const BatchEntry& batch, int length,
+                           long long in_sequence) const {
+    part.entry = line.entry, part.batch = batch, part.length = length, part.q_len = batch.q_len;
     const int segment = cost.exact + cost.encoded;
-    const int index = static_cast<int>(in_sequence / segment), offset = static_cast<int>(in_sequence % segment);
+    const int index = static_cast<int>(quotient(in_sequence, segment));
+    const int offset = static_cast<int>(in_sequence - static_cast<long long>(index) * segment);
     part.kv_head = index / cost.row_blocks, part.row_block = index % cost.row_blocks;
     part.domain = offset < cost.exact ? core::kExact : core::kEncoded;
     const int last = part.domain == core::kExact ? cost.exact : segment;
@@ -1267,27 +1292,32 @@ struct Attend {
     if (offset == 0 && cost.exact == 0) found[0] = 0, found[1] = -1;
     if (stop == segment && cost.encoded == 0) found[2] = 0, found[3] = -1;
     line.at += stop - offset;
+    info->place = line;
   }
 
   __device__ void run() {
-    if (threadIdx.x < 32) {
-      const long long total = sum_costs(p);
-      if (lane == 0) {
-        if (blockIdx.x == 0) open_claims(p);
-        info->line = make_line(p, total);
-        info->place = {0, 0, 0, 0, -1};
-        Constants<KF>::put(info->constants[0]);
-        Constants<VF>::put(info->constants[1]);
-      }
-    } else if (threadIdx.x < 32 + S::kTeams * S::kBarriers) {
-      const int i = threadIdx.x - 32, which = i % S::kBarriers;
-      const int count = which == kKeys     ? arrivals<kBulk<typename S::Keys>>()
-                        : which == kValues ? arrivals<kBulk<typename S::Values>>()
-                                           : 32;
+    if (threadIdx.x < S::kTeams * S::kBarriers) {
+      const int i = threadIdx.x, which = i % S::kBarriers;
+      const int count = which == kKeys          ? arrivals<kBulk<typename S::Keys>>()
+                        : which == kExactHalves ? 32
+                                                : arrivals<kBulk<typename S::Values>>();
       ptx::mbarrier_init(ptx::shared_address(shared + S::kBarriersAt) + 8 * i, count);
 #if __CUDA_ARCH__ >= 900
       ptx::mbarrier_init_fence();
 #endif
+    }
+    if (threadIdx.x == 0) {
+      Constants<KF>::put(info->constants[0]);
+      Constants<VF>::put(info->constants[1]);
+    }
+    ptx::wait_prerequisites();
+    if (threadIdx.x < 32) {
+      const long long total = sum_costs(p, info->window);
+      if (lane == 0) {
+        if (blockIdx.x == 0) open_claims(p);
+        info->line = make_line(p, total);
+        info->place = {0, 0, 0, 0, -1};
+      }
     }
     __syncthreads();
     key_constants.get(info->constants[0]);
@@ -1297,8 +1327,7 @@ struct Attend {
       Part& part = info->part;
       if (threadIdx.x < 32) {
         if (info->place.at >= info->place.end) next_item();
-        __syncwarp();
-        if (lane == 0) next_part(part, info->place);
+        next_part();
       }
       __syncthreads();
       if (part.partial < 0) break;
@@ -1311,7 +1340,7 @@ struct Attend {
           exact_pages(part, phases);
         }
       } else {
-        weights = team_memory() + S::kStages;
+        weights = team_memory() + S::kPAt;
         // The first pages are on their way while queries are read and rotated, unless these need the stages' memory.
         const bool early = codec::rotation_shape(D).paley == 1 && p.k_basis.kind != BasisKind::calibrated;
         Slots slots;
@@ -1329,11 +1358,11 @@ struct Attend {
   }
 };
 
-// The same where shared memory is the limit (228 KiB on sm_90, 1 KiB of it taken by each block).
+// The same where shared memory is the limit.
 template <Format KF, Format VF, int D, int NT>
-constexpr int kBlocks = 233472 / (Shape<KF, VF, D, NT>::kBytes + 1024) <
+constexpr int kBlocks = kSharedMemory / (Shape<KF, VF, D, NT>::kBytes + kSharedOfBlock) <
                                 most_blocks(NT, Shape<KF, VF, D, NT>::kChannels)
-                            ? 233472 / (Shape<KF, VF, D, NT>::kBytes + 1024)
+                            ? kSharedMemory / (Shape<KF, VF, D, NT>::kBytes + kSharedOfBlock)
                             : most_blocks(NT, Shape<KF, VF, D, NT>::kChannels);
 
 template <Format KF, Format VF, int D, int NT>

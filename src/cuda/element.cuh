@@ -4,14 +4,33 @@
 #include <cstdint>
 
 #include "base/bits.hpp"
+#include "cuda/ptx.cuh"
 #include "kvant/types.hpp"
 
 namespace kvant::cuda {
 
+// An element as it lies.
+__device__ __forceinline__ std::uint32_t load_bits(const void* data, Dtype dtype, std::int64_t at) {
+  return dtype == Dtype::f32 ? static_cast<const std::uint32_t*>(data)[at] : static_cast<const std::uint16_t*>(data)[at];
+}
+__device__ __forceinline__ float element_of(std::uint32_t bits, Dtype dtype) {
+  if (dtype == Dtype::f16) return ptx::f16_to_f32(static_cast<std::uint16_t>(bits));
+  return __uint_as_float(dtype == Dtype::f32 ? bits : bits << 16);
+}
 __device__ __forceinline__ float load_element(const void* data, Dtype dtype, std::int64_t at) {
-  if (dtype == Dtype::f32) return static_cast<const float*>(data)[at];
-  const std::uint16_t half = static_cast<const std::uint16_t*>(data)[at];
-  return dtype == Dtype::f16 ? base::f16_to_f32(half) : base::bf16_to_f32(half);
+  return element_of(load_bits(data, dtype, at), dtype);
+}
+
+// Elements of a warp's lane, 32 apart; all loads are under way before one of them is waited for.
+template <int kCount>
+__device__ __forceinline__ void load_bits(const void* data, Dtype dtype, std::int64_t at, std::uint32_t (&bits)[kCount]) {
+  if (dtype == Dtype::f32) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) bits[i] = static_cast<const std::uint32_t*>(data)[at + 32 * i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) bits[i] = static_cast<const std::uint16_t*>(data)[at + 32 * i];
+  }
 }
 
 __device__ __forceinline__ void store_element(void* data, Dtype dtype, std::int64_t at, float x) {

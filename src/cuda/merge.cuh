@@ -1,6 +1,8 @@
-// From partials to output rows: one cluster of blocks a row (one block before sm_90). Its warps share the row's partials
-// and each keeps a running maximum for both domains; then everything is added in a fixed order: warps of a block, blocks of
-// the cluster. The encoded sum is rotated back, the domains and the sink logit meet, and the row is divided and written.
+// From partials to output rows: one cluster of blocks a row (one block before sm_90). Its warps share the row's partials;
+// then everything is added in a fixed order: warps of a block, blocks of the cluster, whose sums go straight to the shared
+// memory of the first one. There the encoded sum is rotated back, the domains and the sink logit meet, and the row is
+// divided and written. What counts is the number of steps that wait for memory or for each other: two loads, one after the
+// other, and three barriers.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -13,14 +15,112 @@ namespace kvant::cuda {
 inline constexpr int kMergeWarps = 8;
 inline constexpr int kMergeThreads = 32 * kMergeWarps;
 
+// Sums of some sources, each relative to its own maximum.
+template <int D, int kSources>
+struct Sums {
+  float o[kSources][core::kDomains][D];
+  float m[core::kDomains][kSources], l[core::kDomains][kSources];
+};
+
 template <int D>
 struct MergeShared {
-  float o[kMergeWarps][core::kDomains][D];
-  float m[kMergeWarps][core::kDomains], l[kMergeWarps][core::kDomains];
-  float block_o[core::kDomains][D];  // of the block, read by the cluster's first one
-  float block_m[core::kDomains], block_l[core::kDomains];
-  float scratch[D];
+  Sums<D, kMergeWarps> warps;
+  Sums<D, kMostCluster> blocks;  // in the cluster's first block
+  float row[D];
 };
+
+// The columns of a thread: threadIdx.x + kMergeThreads k.
+template <int D>
+constexpr int kMergeColumns = (D + kMergeThreads - 1) / kMergeThreads;
+
+template <int D>
+struct Row {
+  float o[core::kDomains][kMergeColumns<D>];
+  float m[core::kDomains], l[core::kDomains];
+};
+
+// `sources` of `from` together; domains of which it has none are left out.
+template <int D, int kSources>
+__device__ __forceinline__ void add_sources(const Sums<D, kSources>& from, int sources, const bool (&has)[core::kDomains],
+                                            Row<D>& row) {
+#pragma unroll
+  for (int domain = 0; domain < core::kDomains; ++domain) {
+    row.m[domain] = kLowest, row.l[domain] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kMergeColumns<D>; ++k) row.o[domain][k] = 0.0f;
+    if (!has[domain]) continue;
+#pragma unroll
+    for (int i = 0; i < kSources; ++i) {
+      if (i < sources) row.m[domain] = fmaxf(row.m[domain], from.m[domain][i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kSources; ++i) {
+      if (i >= sources) continue;
+      const float factor = ptx::ex2(from.m[domain][i] - row.m[domain]);
+      row.l[domain] += from.l[domain][i] * factor;
+#pragma unroll
+      for (int k = 0; k < kMergeColumns<D>; ++k) {
+        const int d = static_cast<int>(threadIdx.x) + k * kMergeThreads;
+        if (D % kMergeThreads == 0 || d < D) row.o[domain][k] += from.o[i][domain][d] * factor;
+      }
+    }
+  }
+}
+
+// The rotation of the whole row back, by all threads of the block.
+template <int D>
+__device__ __forceinline__ void rotate_back(float (&x)[kMergeColumns<D>], float* shared) {
+  constexpr codec::RotationShape shape = codec::rotation_shape(D);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if constexpr (shape.paley > 1) {  // not a power of two: one warp
+    if (threadIdx.x < D) shared[threadIdx.x] = x[0];
+    __syncthreads();
+    float y[D / 32];
+    if (warp == 0) {
+#pragma unroll
+      for (int i = 0; i < D / 32; ++i) y[i] = shared[lane + 32 * i];
+      rotate_back<D>(y, shared);
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < D / 32; ++i) shared[lane + 32 * i] = y[i];
+    }
+    __syncthreads();
+    if (threadIdx.x < D) x[0] = shared[threadIdx.x];
+  } else {
+#pragma unroll
+    for (int h = 1; h < 32; h *= 2) {
+#pragma unroll
+      for (int k = 0; k < kMergeColumns<D>; ++k) {
+        const float other = __shfl_xor_sync(~0u, x[k], h);
+        x[k] = (lane & h) != 0 ? other - x[k] : other + x[k];
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kMergeColumns<D>; ++k) {
+      const int d = static_cast<int>(threadIdx.x) + k * kMergeThreads;
+      if (d < D) shared[d] = x[k];
+    }
+    __syncthreads();
+    constexpr int kRows = D / 32;  // of 32 elements; any column of them is a butterfly of its own
+    constexpr codec::SignTable signs = codec::sign_table();
+    constexpr float kScale = rotation_scale(D);
+    float column[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) column[i] = shared[lane + 32 * i];
+#pragma unroll
+    for (int k = 0; k < kMergeColumns<D>; ++k) {
+      const int mine = warp + k * kMergeWarps;
+      float sum = 0.0f;
+      std::uint32_t word = 0;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        sum += (__popc(i & mine) & 1) != 0 ? -column[i] : column[i];
+        if (i == mine) word = static_cast<std::uint32_t>(signs.word[(i / 2) & 7] >> (32 * (i % 2)));
+      }
+      x[k] = codec::detail::with_sign(sum * kScale, (word >> lane & 1u) != 0);
+    }
+  }
+}
 
 template <int D>
 __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_constant__ AttendParams p) {
@@ -40,15 +140,18 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   const int segment = all / p.rows;  // (entry, kv head, row block)
   const int row_block = segment % p.row_blocks;
   const int kv_head = segment / p.row_blocks % p.cache.kv_heads;
-  const BatchEntry e = p.entries[segment / p.row_blocks / p.cache.kv_heads];
+  const BatchEntry e = batch_entry(p, segment / p.row_blocks / p.cache.kv_heads);
   const int row = row_block * p.rows + r;
   const int query = row / p.group, q_head = kv_head * p.group + row % p.group;
   const bool first = blockIdx.x == 0 && threadIdx.x == 0;
   if (query >= e.q_len && !first) return;  // the whole cluster, but for one thread
+  if (query < e.q_len && ranks > 1) ptx::cluster_arrive();  // this block is there
   ptx::wait_prerequisites();
+  ptx::launch_dependents();
   if (first) close_claims(p);
   if (query >= e.q_len) return;
   const int4 found = reinterpret_cast<const int4*>(p.segments)[segment];
+  const float sink_logit = p.sink_logits != nullptr ? p.sink_logits[q_head] : -__builtin_huge_valf();
   const int exact = found.y - found.x + 1, count = exact + found.w - found.z + 1;
 
   float m[core::kDomains], l[core::kDomains];
@@ -60,134 +163,134 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
     for (int v = 0; v < kVectors; ++v) sum[domain][v] = {0.0f, 0.0f, 0.0f, 0.0f};
   }
   const std::size_t rows = static_cast<std::size_t>(p.rows);
-#pragma unroll 2
-  for (int i = rank * kMergeWarps + warp; i < count; i += ranks * kMergeWarps) {
-    const bool is_exact = i < exact;
-    const std::size_t partial = static_cast<std::size_t>(is_exact ? found.x + i : found.z + i - exact);
-    const float* ml = p.partial_ml + partial * 2 * rows + static_cast<std::size_t>(r);
-    const float4* o = reinterpret_cast<const float4*>(p.partial_o + (partial * rows + static_cast<std::size_t>(r)) * D);
-    const float part_m = ml[0], part_l = ml[rows];
-    float4 x[kVectors];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      x[v] = lane + 32 * v < D / 4 ? o[lane + 32 * v] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  const int step = ranks * kMergeWarps;
+  // Up to 32 partials at a time: lane j knows number j.
+  for (int begin = rank * kMergeWarps + warp; begin < count; begin += 32 * step) {
+    const int mine = begin + lane * step;
+    const bool is_exact = mine < exact;
+    const int partial = is_exact ? found.x + mine : found.z + mine - exact;
+    float part_m = kLowest, part_l = 0.0f;
+    if (mine < count) {
+      const float* ml = p.partial_ml + static_cast<std::size_t>(partial) * 2 * rows + static_cast<std::size_t>(r);
+      part_m = ml[0], part_l = ml[rows];
     }
+    float factor = 0.0f;
 #pragma unroll
     for (int domain = 0; domain < core::kDomains; ++domain) {
-      if (is_exact != (domain == core::kExact)) continue;
-      const float m_new = fmaxf(m[domain], part_m);
-      const float old = ptx::ex2(m[domain] - m_new), add = ptx::ex2(part_m - m_new);
+      const bool here = mine < count && is_exact == (domain == core::kExact);
+      const float m_new = fmaxf(m[domain], warp_max(here ? part_m : kLowest));
+      const float old = ptx::ex2(m[domain] - m_new);
       m[domain] = m_new;
-      l[domain] = l[domain] * old + (part_l != part_l ? part_l : part_l * add);
+      if (here) factor = ptx::ex2(part_m - m_new);
+      l[domain] = l[domain] * old + warp_sum(!here ? 0.0f : part_l != part_l ? part_l : part_l * factor);
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         float4& s = sum[domain][v];
-        s.x = s.x * old + x[v].x * add, s.y = s.y * old + x[v].y * add;
-        s.z = s.z * old + x[v].z * add, s.w = s.w * old + x[v].w * add;
+        s.x *= old, s.y *= old, s.z *= old, s.w *= old;
+      }
+    }
+    const int partials = (count - begin + step - 1) / step;
+#pragma unroll 4
+    for (int j = 0; j < (partials < 32 ? partials : 32); ++j) {
+      const float f = __shfl_sync(~0u, factor, j);
+      const std::size_t at = static_cast<std::size_t>(__shfl_sync(~0u, partial, j));
+      const float4* o = reinterpret_cast<const float4*>(p.partial_o + (at * rows + static_cast<std::size_t>(r)) * D);
+      const int domain = begin + j * step < exact ? core::kExact : core::kEncoded;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const float4 x = lane + 32 * v < D / 4 ? o[lane + 32 * v] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int other = 0; other < core::kDomains; ++other) {
+          if (other != domain) continue;
+          float4& s = sum[other][v];
+          s.x = fmaf(x.x, f, s.x), s.y = fmaf(x.y, f, s.y), s.z = fmaf(x.z, f, s.z), s.w = fmaf(x.w, f, s.w);
+        }
       }
     }
   }
+  bool has[core::kDomains];
+  has[core::kEncoded] = true;
+  has[core::kExact] = rank * kMergeWarps < exact;
 #pragma unroll
   for (int domain = 0; domain < core::kDomains; ++domain) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (lane + 32 * v < D / 4) reinterpret_cast<float4*>(shared.o[warp][domain])[lane + 32 * v] = sum[domain][v];
+      if (has[domain] && lane + 32 * v < D / 4) {
+        reinterpret_cast<float4*>(shared.warps.o[warp][domain])[lane + 32 * v] = sum[domain][v];
+      }
     }
-    if (lane == 0) shared.m[warp][domain] = m[domain], shared.l[warp][domain] = l[domain];
+    if (lane == 0) shared.warps.m[domain][warp] = m[domain], shared.warps.l[domain][warp] = l[domain];
   }
   __syncthreads();
 
-  // The block's warps, in their order.
-#pragma unroll
-  for (int domain = 0; domain < core::kDomains; ++domain) {
-    float top = kLowest, weight = 0.0f;
-    for (int i = 0; i < kMergeWarps; ++i) top = fmaxf(top, shared.m[i][domain]);
-    for (int i = 0; i < kMergeWarps; ++i) weight += shared.l[i][domain] * ptx::ex2(shared.m[i][domain] - top);
-    for (int d = threadIdx.x; d < D; d += kMergeThreads) {
-      float x = 0.0f;
-      for (int i = 0; i < kMergeWarps; ++i) x += shared.o[i][domain][d] * ptx::ex2(shared.m[i][domain] - top);
-      shared.block_o[domain][d] = x;
-    }
-    if (threadIdx.x == 0) shared.block_m[domain] = top, shared.block_l[domain] = weight;
-  }
+  Row<D> total;
+  add_sources(shared.warps, kMergeWarps, has, total);
 #if __CUDA_ARCH__ >= 900
   if (ranks > 1) {
-    cluster.sync();
-    float sums[core::kDomains][(D + kMergeThreads - 1) / kMergeThreads];
-    float tops[core::kDomains], weights[core::kDomains];
-    if (rank == 0) {
-#pragma unroll
-      for (int domain = 0; domain < core::kDomains; ++domain) {
-        float top = kLowest, weight = 0.0f;
-        for (int i = 0; i < ranks; ++i) top = fmaxf(top, cluster.map_shared_rank(&shared, i)->block_m[domain]);
-#pragma unroll
-        for (int k = 0; k < (D + kMergeThreads - 1) / kMergeThreads; ++k) sums[domain][k] = 0.0f;
-        for (int i = 0; i < ranks; ++i) {
-          const MergeShared<D>* other = cluster.map_shared_rank(&shared, i);
-          const float factor = ptx::ex2(other->block_m[domain] - top);
-          weight += other->block_l[domain] * factor;
-#pragma unroll
-          for (int k = 0; k < (D + kMergeThreads - 1) / kMergeThreads; ++k) {
-            const int d = static_cast<int>(threadIdx.x) + k * kMergeThreads;
-            if (d < D) sums[domain][k] += other->block_o[domain][d] * factor;
-          }
-        }
-        tops[domain] = top, weights[domain] = weight;
-      }
-    }
-    cluster.sync();
-    if (rank != 0) return;
+    ptx::cluster_wait();
+    Sums<D, kMostCluster>& blocks = cluster.map_shared_rank(&shared, 0)->blocks;
 #pragma unroll
     for (int domain = 0; domain < core::kDomains; ++domain) {
 #pragma unroll
-      for (int k = 0; k < (D + kMergeThreads - 1) / kMergeThreads; ++k) {
+      for (int k = 0; k < kMergeColumns<D>; ++k) {
         const int d = static_cast<int>(threadIdx.x) + k * kMergeThreads;
-        if (d < D) shared.block_o[domain][d] = sums[domain][k];
+        if (d < D) blocks.o[rank][domain][d] = total.o[domain][k];
       }
-      if (threadIdx.x == 0) shared.block_m[domain] = tops[domain], shared.block_l[domain] = weights[domain];
+      if (threadIdx.x == 0) blocks.m[domain][rank] = total.m[domain], blocks.l[domain][rank] = total.l[domain];
     }
+    ptx::cluster_arrive();
+    if (rank != 0) return;
+    ptx::cluster_wait();
+    has[core::kExact] = exact > 0;
+    add_sources(shared.blocks, ranks, has, total);
   }
 #endif
-  __syncthreads();
 
-  const float weight_encoded = shared.block_l[core::kEncoded], weight_exact = shared.block_l[core::kExact];
-  const float* encoded = shared.block_o[core::kEncoded];
   if (p.v_basis.kind == BasisKind::calibrated) {
     const std::size_t at = static_cast<std::size_t>(p.layer * p.cache.kv_heads + kv_head);
     const float* inverse = p.v_basis.inverse + at * D * D;
-    for (int i = warp; i < D; i += kMergeWarps) {
-      float x = 0.0f;
-      for (int j = lane; j < D; j += 32) x += inverse[i * D + j] * encoded[j];
-      x = warp_sum(x);
-      if (lane == 0) shared.scratch[i] = x + weight_encoded * p.v_basis.center[at * D + static_cast<std::size_t>(i)];
+#pragma unroll
+    for (int k = 0; k < kMergeColumns<D>; ++k) {
+      const int d = static_cast<int>(threadIdx.x) + k * kMergeThreads;
+      if (d < D) shared.row[d] = total.o[core::kEncoded][k];
     }
     __syncthreads();
-    encoded = shared.scratch;
-  }
-  if (warp != 0) return;
-
-  float x[D / 32];
+    float* turned = shared.warps.o[0][0];  // read by none any more
+    for (int i = warp; i < D; i += kMergeWarps) {
+      float x = 0.0f;
+      for (int j = lane; j < D; j += 32) x += inverse[i * D + j] * shared.row[j];
+      x = warp_sum(x);
+      if (lane == 0) turned[i] = x + total.l[core::kEncoded] * p.v_basis.center[at * D + static_cast<std::size_t>(i)];
+    }
+    __syncthreads();
 #pragma unroll
-  for (int i = 0; i < D / 32; ++i) x[i] = encoded[lane + 32 * i];
-  if (p.v_basis.kind == BasisKind::hadamard) rotate_back<D>(x, shared.scratch);
-  const float sink = p.sink_logits != nullptr ? p.sink_logits[q_head] * kLog2e : -__builtin_huge_valf();
-  const float top_encoded = shared.block_m[core::kEncoded], top_exact = shared.block_m[core::kExact];
+    for (int k = 0; k < kMergeColumns<D>; ++k) {
+      const int d = static_cast<int>(threadIdx.x) + k * kMergeThreads;
+      if (d < D) total.o[core::kEncoded][k] = turned[d];
+    }
+  }
+  if (p.v_basis.kind == BasisKind::hadamard) rotate_back<D>(total.o[core::kEncoded], shared.row);
+
+  const float weight_encoded = total.l[core::kEncoded], weight_exact = total.l[core::kExact];
+  const float sink = sink_logit * kLog2e;
+  const float top_encoded = total.m[core::kEncoded], top_exact = total.m[core::kExact];
   const float top = fmaxf(fmaxf(top_encoded, top_exact), sink);
   const bool poisoned = weight_encoded != weight_encoded || weight_exact != weight_exact || sink != sink;
   const bool any = top > kLowest;
   const float w_encoded = ptx::ex2(top_encoded - top), w_exact = ptx::ex2(top_exact - top);
-  const float total = w_encoded * weight_encoded + w_exact * weight_exact + ptx::ex2(sink - top);
+  const float divisor = w_encoded * weight_encoded + w_exact * weight_exact + ptx::ex2(sink - top);
   const float nan = __int_as_float(0x7FC00000);
-  const float inverse = poisoned ? nan : any ? 1.0f / total : 0.0f;
+  const float inverse = poisoned ? nan : any ? 1.0f / divisor : 0.0f;
   const std::int64_t token = e.query_begin + query;
 #pragma unroll
-  for (int i = 0; i < D / 32; ++i) {
-    const int d = lane + 32 * i;
-    const float y = (x[i] * w_encoded + shared.block_o[core::kExact][d] * w_exact) * inverse;
+  for (int k = 0; k < kMergeColumns<D>; ++k) {
+    const int d = static_cast<int>(threadIdx.x) + k * kMergeThreads;
+    if (d >= D) continue;
+    const float y = (total.o[core::kEncoded][k] * w_encoded + total.o[core::kExact][k] * w_exact) * inverse;
     store_element(p.out.data, p.out.dtype, token * p.out.token_stride + q_head * p.out.head_stride + d, y);
   }
-  if (p.lse != nullptr && lane == 0) {
-    p.lse[token * p.q_heads + q_head] = poisoned ? nan : any ? (top + __log2f(total)) * kLn2 : -__builtin_huge_valf();
+  if (p.lse != nullptr && threadIdx.x == 0) {
+    p.lse[token * p.q_heads + q_head] = poisoned ? nan : any ? (top + __log2f(divisor)) * kLn2 : -__builtin_huge_valf();
   }
 }
 

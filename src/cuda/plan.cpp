@@ -107,6 +107,7 @@ Status Plan::upload(const core::DevicePlanConfig& config) {
   KVANT_CUDA_TRY(cudaMalloc(&memory_, entry_bytes + slope_bytes));
   KVANT_CUDA_TRY(cudaMemcpy(memory_, entries.data(), entries.size() * sizeof(BatchEntry), cudaMemcpyHostToDevice));
   params_.entries = static_cast<const BatchEntry*>(memory_);
+  std::copy_n(entries.begin(), std::min<std::size_t>(entries.size(), kEntriesInParams), params_.first_entries);
   if (slope_bytes > 0) {
     auto* slopes = static_cast<std::byte*>(memory_) + entry_bytes;
     KVANT_CUDA_TRY(cudaMemcpy(slopes, o.alibi_slopes.data(), slope_bytes, cudaMemcpyHostToDevice));
@@ -181,7 +182,7 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   const std::int64_t least = std::max<std::int64_t>(1, (units_ - line.round_begin(line.rounds - 1)) / line.shares);
   splits_ = static_cast<int>(std::clamp<std::int64_t>((longest + least - 1) / least, 1, line.items()));
   // One block adds about sixteen partials of a row in a few loads; more are shared by a cluster.
-  while (is_overlapped_ && cluster_ < 8 && line.items() / segments > 16 * cluster_) cluster_ *= 2;
+  while (is_overlapped_ && cluster_ < kMostCluster && line.items() / segments > 16 * cluster_) cluster_ *= 2;
   return upload(config);
 }
 
@@ -231,17 +232,23 @@ Status Plan::run(int layer, const TensorView& q, const MutableTensorView& out, c
   p.partial_ml = reinterpret_cast<float*>(workspace + ml_at_);
   p.partial_o = reinterpret_cast<float*>(workspace + o_at_);
 
+  // Both launches begin while what is before them in the stream ends, and wait for that before they touch memory.
   void* arguments[] = {&p};
-  const auto grid = static_cast<unsigned>(p.shares);
-  KVANT_CUDA_TRY(cudaLaunchKernel(attend_.function, dim3(grid), dim3(kAttendThreads), arguments,
-                                  static_cast<std::size_t>(attend_.shared_bytes), native(options.stream)));
-
   cudaLaunchAttribute attributes[2];
   unsigned count = 0;
   if (is_overlapped_) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
+  cudaLaunchConfig_t attend{};
+  attend.gridDim = dim3(static_cast<unsigned>(p.shares));
+  attend.blockDim = dim3(kAttendThreads);
+  attend.dynamicSmemBytes = static_cast<std::size_t>(attend_.shared_bytes);
+  attend.stream = native(options.stream);
+  attend.attrs = attributes;
+  attend.numAttrs = count;
+  KVANT_CUDA_TRY(cudaLaunchKernelExC(&attend, attend_.function, arguments));
+
   if (cluster_ > 1) {
     attributes[count].id = cudaLaunchAttributeClusterDimension;
     attributes[count].val.clusterDim.x = static_cast<unsigned>(cluster_);

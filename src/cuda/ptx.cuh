@@ -165,7 +165,15 @@ __device__ __forceinline__ void launch_dependents() {
 __device__ __forceinline__ void wait_prerequisites() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
+// 9.7.13.4 barrier.cluster: what was written before an arrival is seen after the wait of the same phase.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 #else
+__device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void launch_dependents() {}
 __device__ __forceinline__ void wait_prerequisites() {}
 #endif

@@ -23,11 +23,22 @@ __device__ __forceinline__ void flip_signs(float (&x)[D / 32]) {
   }
 }
 
+// 1 / sqrt(D)
+__host__ __device__ constexpr float rotation_scale(int head_dim) {
+  return head_dim == 64    ? 0.125f
+         : head_dim == 96  ? 0.10206207261596577f
+         : head_dim == 128 ? 0.08838834764831845f
+         : head_dim == 192 ? 0.07216878364870322f
+         : head_dim == 256 ? 0.0625f
+                           : 0.04419417382415922f;
+}
+
 // H or its transpose over sqrt(D), without the signs. `scratch`: D floats of this warp, used where D has a Paley factor.
 template <int D>
 __device__ __forceinline__ void hadamard(float (&x)[D / 32], float* scratch, bool transposed) {
   constexpr codec::RotationShape shape = codec::rotation_shape(D);
   static_assert(shape.second_paley == 1);
+  static_assert(D == 64 || D == 96 || D == 128 || D == 192 || D == 256 || D == 512);
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int h = 1; h < shape.sylvester && h < 32; h *= 2) {
@@ -72,13 +83,7 @@ __device__ __forceinline__ void hadamard(float (&x)[D / 32], float* scratch, boo
       x[i] = sum;
     }
   }
-  constexpr float kScale = D == 64    ? 0.125f
-                           : D == 96  ? 0.10206207261596577f
-                           : D == 128 ? 0.08838834764831845f
-                           : D == 192 ? 0.07216878364870322f
-                           : D == 256 ? 0.0625f
-                                      : 0.04419417382415922f;
-  static_assert(D == 64 || D == 96 || D == 128 || D == 192 || D == 256 || D == 512);
+  constexpr float kScale = rotation_scale(D);
 #pragma unroll
   for (int i = 0; i < D / 32; ++i) x[i] *= kScale;
 }

@@ -5,27 +5,56 @@
 
 namespace kvant::cuda {
 
-__device__ inline int cost_of_entry(const AttendParams& p, int i) {
-  const BatchEntry e = p.entries[i];
-  return sequence_cost(p, p.cache.sequences[e.index].length, e.q_len).head() * p.cache.kv_heads;
+__device__ inline BatchEntry batch_entry(const AttendParams& p, int i) {
+  return i < kEntriesInParams ? p.first_entries[i] : p.entries[i];
 }
 
-// The units of all sequences; by one whole warp.
-__device__ inline long long sum_costs(const AttendParams& p) {
+// What a block knows of 32 entries of the batch, in shared memory.
+struct Window {
+  int first;
+  BatchEntry batch[32];
+  int length[32];
+  SequenceCost cost[32];
+};
+
+// The window that begins with entry `first`; by one whole warp, as all of these. Returns the units of this lane's entry.
+__device__ inline long long load_window(const AttendParams& p, Window& window, int first) {
+  const int lane = threadIdx.x % 32, i = first + lane;
+  long long units = 0;
+  __syncwarp();
+  if (lane == 0) window.first = first;
+  if (i < p.batch) {
+    const BatchEntry e = batch_entry(p, i);
+    const int length = p.cache.sequences[e.index].length;
+    const SequenceCost cost = sequence_cost(p, length, e.q_len);
+    window.batch[lane] = e, window.length[lane] = length, window.cost[lane] = cost;
+    units = static_cast<long long>(cost.head()) * p.cache.kv_heads;
+  }
+  __syncwarp();
+  return units;
+}
+// Makes `window` the one that holds `entry`.
+__device__ inline void show(const AttendParams& p, Window& window, int entry) {
+  if (entry - entry % 32 != window.first) (void)load_window(p, window, entry - entry % 32);
+}
+
+// The units of all sequences.
+__device__ inline long long sum_costs(const AttendParams& p, Window& window) {
   long long sum = 0;
-  for (int i = threadIdx.x % 32; i < p.batch; i += 32) sum += cost_of_entry(p, i);
+  for (int last = (p.batch - 1) / 32; last >= 0; --last) sum += load_window(p, window, 32 * last);
 #pragma unroll
   for (int h = 16; h > 0; h /= 2) sum += __shfl_xor_sync(~0u, sum, h);
   return sum;
 }
 
-// The sequence that holds `unit`, and the units before it; by one whole warp.
-__device__ inline int find_sequence(const AttendParams& p, long long unit, long long& before) {
+// The sequence that holds `unit`, and the units before it.
+__device__ inline int find_sequence(const AttendParams& p, Window& window, long long unit, long long& before) {
   const int lane = threadIdx.x % 32;
   long long base = 0;
   for (int first = 0; first < p.batch; first += 32) {
-    const int i = first + lane;
-    const long long cost = i < p.batch ? cost_of_entry(p, i) : 0;
+    show(p, window, first);
+    const long long cost =
+        first + lane < p.batch ? static_cast<long long>(window.cost[lane].head()) * p.cache.kv_heads : 0;
     long long sum = cost;
 #pragma unroll
     for (int h = 1; h < 32; h *= 2) {

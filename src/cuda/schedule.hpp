@@ -12,6 +12,8 @@
 // line. The first and the last part of a segment leave their indices for the merge (AttendParams::segments).
 #pragma once
 
+#include <cstdint>
+
 #include "base/config.hpp"
 #include "base/visibility.hpp"
 #include "cuda/attend.hpp"
@@ -79,6 +81,12 @@ KVANT_HD KVANT_NOT_INLINED inline PageRuns page_runs(const AttendParams& p, int 
   return r;
 }
 
+// a / b for a >= 0, b > 0: on a device a division of 64 bits takes a hundred instructions.
+KVANT_HD inline long long quotient(long long a, int b) {
+  if (a >> 32 == 0) return static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b);
+  return a / b;
+}
+
 // The items of a line of `total` units.
 struct Line {
   long long total;
@@ -88,12 +96,13 @@ struct Line {
   KVANT_HD long long begin(int item) const {
     const int round = item / shares, place = item % shares;
     const long long from = round_begin(round), units = round_begin(round + 1) - from;
-    return from + units * place / shares;
+    const long long each = quotient(units, shares);
+    return from + each * place + quotient((units - each * shares) * place, shares);
   }
 };
 
 KVANT_HD inline Line make_line(const AttendParams& p, long long total) {
-  const long long most = (total + p.least_units - 1) / p.least_units;
+  const long long most = quotient(total + p.least_units - 1, p.least_units);
   Line line{total, static_cast<int>(most < p.shares ? (most > 0 ? most : 1) : p.shares), 1};
   if (p.most_rounds == 1 || total < 4LL * p.least_item * line.shares) return line;
   while (line.rounds < p.most_rounds && (total >> line.rounds) >= static_cast<long long>(p.least_item) * line.shares) {
