@@ -47,6 +47,22 @@ __host__ __device__ constexpr int team_warps(Format k, Format v, int head_dim, i
   return warps;
 }
 
+// How a team of W warps shares a page of D channels.
+template <int W, int D>
+struct Split {
+  static constexpr int kTeams = kWarps / W;
+  static constexpr int kTokens = 8 / W;  // consecutive ones of a lane in the first product
+  static constexpr int kTokenTiles = 4 / W;
+  static constexpr int kChannels = D / W;  // of a warp in the second product
+  static constexpr int kUnits = kChannels / 32;
+};
+// Exact pages are few and large: as many warps as can share one.
+__host__ __device__ constexpr int exact_team_warps(int head_dim) {
+  int warps = kWarps;
+  while (head_dim % (32 * warps) != 0) warps /= 2;
+  return warps;
+}
+
 // Where a block stands on the line of work.
 struct LinePlace {
   long long at, end;
@@ -67,14 +83,9 @@ struct Part {
 };
 
 template <Format KF, Format VF, int D, int NT>
-struct Shape {
+struct Shape : Split<team_warps(KF, VF, D, NT), D> {
   static constexpr int kRows = 4 * NT;
-  static constexpr int kTeam = team_warps(KF, VF, D, NT);
-  static constexpr int kTeams = kWarps / kTeam;
-  static constexpr int kTokens = 8 / kTeam;  // consecutive ones of a lane in the first product
-  static constexpr int kTokenTiles = 4 / kTeam;
-  static constexpr int kChannels = D / kTeam;  // of a warp in the second product
-  static constexpr int kUnits = kChannels / 32;
+  static constexpr int kTeam = team_warps(KF, VF, D, NT), kTeams = kWarps / kTeam;
   using Keys = StagedSide<KF, D, false>;
   using Values = StagedSide<VF, D, true>;
   static constexpr int kKeyGroups = side_scale_groups(KF, D);
@@ -110,26 +121,33 @@ struct Shape {
 
   static constexpr int kQueryAt = 0;
   static constexpr int kInfoAt = kQueryAt + kQueryBytes;  // a multiple of 256
-  static constexpr int kBarriers = 3;                     // of a team: keys, values, exact pages
+  static constexpr int kBarriers = 2;                     // of a team: keys, values
   static constexpr int kBarriersAt = (kInfoAt + static_cast<int>(sizeof(Info)) + 15) / 16 * 16;
   static constexpr int kTeamsAt = (kBarriersAt + kTeams * kBarriers * 8 + 31) / 32 * 32;
-  // Exact pages pass through half a side at a time.
+  static constexpr int kPAt = kKeyStage + kValueStage, kScratchAt = kPAt + kTeamP;
+  static constexpr int kTeamBytes = (kScratchAt + kScratch + 31) / 32 * 32;
+  static constexpr int kCombine = kTeams > 1 ? kTeams* kRows* D * 4 : 0;  // reuses the teams' memory
+  static constexpr int kEncodedBytes = kTeams * kTeamBytes > kCombine ? kTeams * kTeamBytes : kCombine;
+  // Exact pages pass through the same memory, half a side at a time, as many halves at once as fit.
+  static constexpr int kExactTeam = exact_team_warps(D), kExactTeams = kWarps / kExactTeam;
   static constexpr int kExactKeyRow = padded_row(8 * D, 64), kExactValueRow = padded_row(16 * D, kValueResidue);
   static constexpr int kExactHalf = 8 * kExactKeyRow > 4 * kExactValueRow ? 8 * kExactKeyRow : 4 * kExactValueRow;
-  static constexpr int kExactP = 2 * kRows * 192;
-  static constexpr int kExactBytes = kHasExact ? kExactHalf + kExactP : 0;
-  static constexpr int kCombine = kTeams > 1 ? kTeams* kRows* D * 4 : 0;  // reuses the teams' memory
-  static constexpr int kPAt = kKeyStage + kValueStage;
-  static constexpr int kWork = kPAt + kTeamP > kExactBytes ? kPAt + kTeamP : kExactBytes;
-  static constexpr int kTeamBytes = (kWork + kScratch + 31) / 32 * 32;
-  static constexpr int kBytes = kTeamsAt + (kTeams * kTeamBytes > kCombine ? kTeams * kTeamBytes : kCombine);
+  static constexpr int kExactP = 2 * kRows * 192, kExactScratch = kExactTeam * kRows * 4;
+  static constexpr int kExactRest = (kExactP + kExactScratch + 31) / 32 * 32;
+  static constexpr int exact_stages() {
+    const int fit = (kEncodedBytes / kExactTeams - kExactRest) / kExactHalf;
+    return fit < 1 ? 1 : fit > 4 ? 4 : fit;
+  }
+  static constexpr int kExactStages = exact_stages();
+  static constexpr int kExactTeamBytes = kExactStages * kExactHalf + kExactRest;
+  static constexpr int kExactBytes = kHasExact ? kExactTeams * kExactTeamBytes : 0;
+  static constexpr int kBytes = kTeamsAt + (kEncodedBytes > kExactBytes ? kEncodedBytes : kExactBytes);
 };
 
 template <Format KF, Format VF, int D, int NT>
 struct Attend {
   using S = Shape<KF, VF, D, NT>;
   static constexpr int R = S::kRows, W = S::kTeam;
-  static constexpr bool kTeamOfOne = W == 1;
 
   static constexpr bool kQueriesInRegisters = is_integer(KF) && NT * kQuerySteps<KF, D> <= 8;
 
@@ -140,6 +158,7 @@ struct Attend {
   float o[2 * S::kUnits][NT][2];
   float m[NT], l[NT];
   std::byte* weights;  // operands of the second product
+  float* scratch;      // of the team
   Constants<KF> key_constants;
   Constants<VF> value_constants;
 
@@ -154,8 +173,7 @@ struct Attend {
   __device__ std::byte* team_memory() const { return shared + S::kTeamsAt + team * S::kTeamBytes; }
   __device__ std::byte* key_stage() const { return team_memory(); }
   __device__ std::byte* value_stage() const { return team_memory() + S::kKeyStage; }
-  __device__ float* scratch() const { return reinterpret_cast<float*>(team_memory() + S::kWork); }
-  enum Barrier { kKeys, kValues, kExactHalves };
+  enum Barrier { kKeys, kValues };
   __device__ void wait(Barrier which, std::uint32_t& phases) const {
     ptx::mbarrier_wait(barrier_at(which), phases >> which & 1);
     phases ^= 1u << which;
@@ -163,15 +181,16 @@ struct Attend {
   __device__ std::uint32_t barrier_at(int index) const {
     return ptx::shared_address(shared + S::kBarriersAt) + 8 * (team * S::kBarriers + index);
   }
+  template <int TW>
   __device__ void team_sync() const {
-    if constexpr (W == 1) {
+    if constexpr (TW == 1) {
       __syncwarp();
-    } else if constexpr (W == kWarps) {
+    } else if constexpr (TW == kWarps) {
       __syncthreads();
-    } else if (team == 0) {
-      ptx::barrier<1, 32 * W>();
+    } else if (warp / TW == 0) {
+      ptx::barrier<1, 32 * TW>();
     } else {
-      ptx::barrier<2, 32 * W>();
+      ptx::barrier<2, 32 * TW>();
     }
   }
 
@@ -293,38 +312,55 @@ struct Attend {
 
   // --- queries ---
 
+  // Rows of queries on their way to registers, this warp's warp, warp + kWarps, ...: all of them where few. Asked for before
+  // the first pages, behind which they would wait for microseconds.
+  struct RawQueries {
+    static constexpr int kHeld = 1;
+    std::uint32_t bits[kHeld][D / 32];
+  };
+  // The query of row r of the block; -1: none
+  __device__ int query_of(const Part& part, int r, int& q_head) const {
+    const int row = part.row_block * R + r;
+    const int query = row / p.group;
+    q_head = part.kv_head * p.group + row - query * p.group;
+    return query < part.q_len ? query : -1;
+  }
+  __device__ __forceinline__ void ask_for_row(const Part& part, int r, std::uint32_t (&bits)[D / 32]) const {
+    int q_head;
+    const int query = query_of(part, r, q_head);
+    if (query < 0) return;
+    load_bits(p.q.data, p.q.dtype,
+              static_cast<std::int64_t>(part.batch.query_begin + query) * p.q.token_stride +
+                  static_cast<std::int64_t>(q_head) * p.q.head_stride + lane,
+              bits);
+  }
+  __device__ __forceinline__ void ask_for_queries(const Part& part, RawQueries& raw) const {
+#pragma unroll
+    for (int j = 0; j < RawQueries::kHeld; ++j) ask_for_row(part, warp + kWarps * j, raw.bits[j]);
+  }
+
   // Rows of the block into `info` and the operand layout of `F`, in the basis of encoded keys or as given.
   template <Format F>
-  __device__ void load_queries(const Part& part, bool encoded, bool bf16) {
+  __device__ void load_queries(const Part& part, RawQueries& raw, bool encoded, bool bf16) {
     const DeviceBasis& basis = p.k_basis;
     const std::size_t at = static_cast<std::size_t>(p.layer * p.cache.kv_heads + part.kv_head);
     float* room = reinterpret_cast<float*>(shared + S::kTeamsAt) + warp * D;  // the rings are idle
-    std::uint32_t bits[D / 32];
-    bool is_used = false;
-    const auto load = [&](int r) {
-      const int row = part.row_block * R + r;
-      const int query = row / p.group, q_head = part.kv_head * p.group + row % p.group;
-      is_used = r < R && query < part.q_len;
-      if (is_used) {
-        load_bits(p.q.data, p.q.dtype,
-                  static_cast<std::int64_t>(part.batch.query_begin + query) * p.q.token_stride +
-                      static_cast<std::int64_t>(q_head) * p.q.head_stride + lane,
-                  bits);
-      }
-    };
-    load(warp);
-#pragma unroll 1
-    for (int r = warp; r < R; r += kWarps) {
+    constexpr bool kAllHeld = RawQueries::kHeld == NT;
+#pragma unroll(kAllHeld ? NT : 1)
+    for (int j = 0; j < NT; ++j) {
+      const int r = warp + kWarps * j;
+      std::uint32_t (&bits)[D / 32] = raw.bits[kAllHeld ? j : 0];
+      int q_head;
+      const bool used = query_of(part, r, q_head) >= 0;
       float x[D / 32];
       float center = 0.0f;
       bool finite = true;
-      const bool used = is_used;
 #pragma unroll
       for (int i = 0; i < D / 32; ++i) {
         x[i] = used ? element_of(bits[i], p.q.dtype) : 0.0f;
         finite = finite && base::is_finite(x[i]);
       }
-      load(r + kWarps);  // the next row is on its way while this one is rotated
+      if (!kAllHeld && j + 1 < NT) ask_for_row(part, r + kWarps, bits);
       const bool poisoned = __any_sync(~0u, !finite);
       if (poisoned) {
 #pragma unroll
@@ -567,20 +603,23 @@ struct Attend {
 
   // Logit transforms and visibility, token by token. Scores in log2 units in and out. Rolled up, through local memory: pages
   // that need this are few, or the transform is what takes the time; unrolled it is a seventh of the kernel.
-  __device__ __forceinline__ void transform(const Part& part, int page, float (&s)[S::kTokenTiles][NT][2]) const {
-    float copy[NT * S::kTokens];
+  template <int TW>
+  __device__ __forceinline__ void transform(const Part& part, int page, float (&s)[4 / TW][NT][2]) const {
+    using L = Split<TW, D>;
+    const int member = warp % TW;
+    float copy[NT * L::kTokens];
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
 #pragma unroll
-      for (int k = 0; k < S::kTokens; ++k) copy[n * S::kTokens + k] = s[k / 2][n][k % 2];
+      for (int k = 0; k < L::kTokens; ++k) copy[n * L::kTokens + k] = s[k / 2][n][k % 2];
     }
     const base::Visibility rule{p.causal, p.window, p.window_sinks};
 #pragma unroll 1
-    for (int at = 0; at < NT * S::kTokens; ++at) {
-      const int r = 4 * (at / S::kTokens) + t, row = part.row_block * R + r;
+    for (int at = 0; at < NT * L::kTokens; ++at) {
+      const int r = 4 * (at / L::kTokens) + t, row = part.row_block * R + r;
       const int query = row / p.group, q_head = part.kv_head * p.group + row % p.group;
       const std::int64_t position = part.length - part.q_len + query;
-      const std::int64_t key = page * kPageTokens + 8 * g + S::kTokens * member + at % S::kTokens;
+      const std::int64_t key = page * kPageTokens + 8 * g + L::kTokens * member + at % L::kTokens;
       float x = copy[at] * kLn2;
       if (part.domain == core::kEncoded) x += info->center[r] * kLn2;
       if (p.softcap > 0.0f) x = p.softcap * tanhf(x / p.softcap);
@@ -600,7 +639,7 @@ struct Attend {
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
 #pragma unroll
-      for (int k = 0; k < S::kTokens; ++k) s[k / 2][n][k % 2] = copy[n * S::kTokens + k];
+      for (int k = 0; k < L::kTokens; ++k) s[k / 2][n][k % 2] = copy[n * L::kTokens + k];
     }
   }
 
@@ -615,34 +654,36 @@ struct Attend {
 
   // Scores to weights in shared memory, for values of format F; value scales at `scales` (none: null). Exponentials are
   // relative to a reference `m` that moves only when some are large: after the first pages, rarely.
-  template <Format F>
-  __device__ __forceinline__ void weigh(const float (&s)[S::kTokenTiles][NT][2], const std::byte* scales, bool bf16,
+  template <Format F, int TW>
+  __device__ __forceinline__ void weigh(const float (&s)[4 / TW][NT][2], const std::byte* scales, bool bf16,
                                         Fold& fold) {
+    using L = Split<TW, D>;
+    const int member = warp % TW;
     constexpr int kGroups = is_half(F) ? 1 : S::kPGroups;
     constexpr bool kScaled = !is_half(F);
     constexpr float kLargeSum = 16384.0f;
-    float v[kGroups][S::kTokenTiles][2];
+    float v[kGroups][L::kTokenTiles][2];
     float poison = 0.0f;
     if constexpr (kScaled) {
 #pragma unroll
       for (int q = 0; q < kGroups; ++q) {
 #pragma unroll
-        for (int i = 0; i < S::kTokenTiles; ++i) {
+        for (int i = 0; i < L::kTokenTiles; ++i) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            v[q][i][h] = half_at(scales, q * kPageTokens + 8 * g + S::kTokens * member + 2 * i + h);
+            v[q][i][h] = half_at(scales, q * kPageTokens + 8 * g + L::kTokens * member + 2 * i + h);
             poison = fmaf(v[q][i][h], 0.0f, poison);
           }
         }
       }
     }
-    float e[S::kTokenTiles][NT][2], sum[NT], peak[kGroups][NT];
+    float e[L::kTokenTiles][NT][2], sum[NT], peak[kGroups][NT];
     const auto exponentials = [&] {
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
         sum[n] = 0.0f;
 #pragma unroll
-        for (int i = 0; i < S::kTokenTiles; ++i) {
+        for (int i = 0; i < L::kTokenTiles; ++i) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) sum[n] += e[i][n][h] = ptx::ex2(s[i][n][h] - m[n]);
         }
@@ -662,7 +703,7 @@ struct Attend {
         for (int q = 0; q < kGroups; ++q) {
           float x = 0.0f;
 #pragma unroll
-          for (int i = 0; i < S::kTokenTiles; ++i) {
+          for (int i = 0; i < L::kTokenTiles; ++i) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) x = fmaxf(x, kScaled ? e[i][n][h] * v[q][i][h] : e[i][n][h]);
           }
@@ -672,8 +713,8 @@ struct Attend {
     };
     // The largest of `x` over the team's warps.
     const auto over_team = [&](float (&x)[kGroups][NT]) {
-      if constexpr (!kTeamOfOne) {
-        float* mine = scratch() + member * R * kGroups;
+      if constexpr (TW > 1) {
+        float* mine = scratch + member * R * kGroups;
         if (g == 0) {
 #pragma unroll
           for (int n = 0; n < NT; ++n) {
@@ -681,12 +722,12 @@ struct Attend {
             for (int q = 0; q < kGroups; ++q) mine[(4 * n + t) * kGroups + q] = x[q][n];
           }
         }
-        team_sync();
+        team_sync<TW>();
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
 #pragma unroll
-          for (int other = 0; other < W; ++other) {
-            const float* theirs = scratch() + (other * R + 4 * n + t) * kGroups;
+          for (int other = 0; other < TW; ++other) {
+            const float* theirs = scratch + (other * R + 4 * n + t) * kGroups;
 #pragma unroll
             for (int q = 0; q < kGroups; ++q) x[q][n] = fmaxf(x[q][n], theirs[q]);
           }
@@ -699,7 +740,7 @@ struct Attend {
 #pragma unroll
       for (int q = 0; q < kGroups; ++q) {
 #pragma unroll
-        for (int i = 0; i < S::kTokenTiles; ++i) {
+        for (int i = 0; i < L::kTokenTiles; ++i) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const float bad = v[q][i][h] * 0.0f;
@@ -711,7 +752,7 @@ struct Attend {
       }
     }
     bool large = is_large();
-    if constexpr (!kTeamOfOne) {
+    if constexpr (TW > 1) {
       find_peaks();
 #pragma unroll
       for (int q = 0; q < kGroups; ++q) {
@@ -730,11 +771,11 @@ struct Attend {
       for (int n = 0; n < NT; ++n) {
         float x = kLowest;
 #pragma unroll
-        for (int i = 0; i < S::kTokenTiles; ++i) x = fmaxf(x, fmaxf(s[i][n][0], s[i][n][1]));
+        for (int i = 0; i < L::kTokenTiles; ++i) x = fmaxf(x, fmaxf(s[i][n][0], s[i][n][1]));
 #pragma unroll
         for (int q = 0; q < kGroups; ++q) top[q][n] = over_tokens(x);
       }
-      team_sync();
+      team_sync<TW>();
       over_team(top);
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
@@ -743,12 +784,12 @@ struct Attend {
         m[n] = m_new;
         l[n] *= alpha;
 #pragma unroll
-        for (int i = 0; i < 2 * S::kUnits; ++i) o[i][n][0] *= alpha, o[i][n][1] *= alpha;
+        for (int i = 0; i < 2 * L::kUnits; ++i) o[i][n][0] *= alpha, o[i][n][1] *= alpha;
       }
       exponentials();
-      team_sync();
+      team_sync<TW>();
     }
-    if (kTeamOfOne || large) {
+    if (TW == 1 || large) {
       find_peaks();
       over_team(peak);
     }
@@ -761,21 +802,23 @@ struct Attend {
         const float largest = fmaxf(peak[q][n], 1e-33f);
         const float up = kTop * ptx::rcp(largest);
         fold[q][n] = largest * (F == Format::fp8 ? 256.0f : 1.0f / kTop);
-        float w[S::kTokenTiles][2];
+        float w[L::kTokenTiles][2];
 #pragma unroll
-        for (int i = 0; i < S::kTokenTiles; ++i) {
+        for (int i = 0; i < L::kTokenTiles; ++i) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) w[i][h] = kScaled ? e[i][n][h] * v[q][i][h] : e[i][n][h];
         }
-        store_weights<F>(w, up, n, q, bf16);
+        store_weights<F, TW>(w, up, n, q, bf16);
       }
     }
   }
 
   // w * up of this lane's tokens and row 4 n + t, as digits, to its two columns.
-  template <Format F>
-  __device__ __forceinline__ void store_weights(const float (&w)[S::kTokenTiles][2], float up, int n, int q,
+  template <Format F, int TW>
+  __device__ __forceinline__ void store_weights(const float (&w)[4 / TW][2], float up, int n, int q,
                                                 bool bf16) const {
+    using L = Split<TW, D>;
+    const int member = warp % TW;
     constexpr int kStride = is_integer(F) ? 96 : 192;
     std::byte* high = weights + q * S::kPBytes + 2 * (4 * n + t) * kStride + (is_integer(F) ? 8 : 16) * g;
     std::byte* low = high + kStride;
@@ -784,9 +827,9 @@ struct Attend {
       // of 256, and the lower one what remains, plus 128.
       std::uint32_t bits[8] = {};
 #pragma unroll
-      for (int k = 0; k < S::kTokens; ++k) {
+      for (int k = 0; k < L::kTokens; ++k) {
         // Ordered dither: many equal weights far below one unit, beside a large one, keep their sum.
-        const float dither = (static_cast<float>(S::kTokens * member + k) - 3.5f) * 0.125f;
+        const float dither = (static_cast<float>(L::kTokens * member + k) - 3.5f) * 0.125f;
         bits[k] = __float_as_uint(fmaf(w[k / 2][k % 2], up, dither + (32768.0f + 128.0f + 0.5f)));
       }
       constexpr Order kOrder = order_of(F);
@@ -794,23 +837,23 @@ struct Attend {
       const auto two = [&](int i, int j) { return ptx::prmt(bits[i], bits[j], 0x6251); };
       const auto lows = [](std::uint32_t a, std::uint32_t b) { return ptx::prmt(a, b, 0x5410) ^ 0x80808080u; };
       const auto highs = [](std::uint32_t a, std::uint32_t b) { return ptx::prmt(a, b, 0x7632); };
-      if constexpr (W == 1) {
+      if constexpr (TW == 1) {
         const std::uint32_t a = kOrder == Order::natural ? two(0, 1) : two(0, 2);
         const std::uint32_t b = kOrder == Order::natural ? two(2, 3) : two(4, 6);
         const std::uint32_t c = kOrder == Order::natural ? two(4, 5) : two(1, 3);
         const std::uint32_t d = kOrder == Order::natural ? two(6, 7) : two(5, 7);
         *reinterpret_cast<uint2*>(high) = make_uint2(highs(a, b), highs(c, d));
         *reinterpret_cast<uint2*>(low) = make_uint2(lows(a, b), lows(c, d));
-      } else if constexpr (W == 2 && kOrder == Order::natural) {
+      } else if constexpr (TW == 2 && kOrder == Order::natural) {
         const std::uint32_t a = two(0, 1), b = two(2, 3);
         *reinterpret_cast<std::uint32_t*>(high + 4 * member) = highs(a, b);
         *reinterpret_cast<std::uint32_t*>(low + 4 * member) = lows(a, b);
       } else {
         // Pairs that end up side by side.
-        constexpr int kPairs = S::kTokens / 2;
+        constexpr int kPairs = L::kTokens / 2;
 #pragma unroll
         for (int k = 0; k < kPairs; ++k) {
-          if constexpr (W == 2) {
+          if constexpr (TW == 2) {
             const std::uint32_t x = two(k, k + 2);
             *reinterpret_cast<std::uint16_t*>(high + 4 * k + 2 * member) = static_cast<std::uint16_t>(x >> 16);
             *reinterpret_cast<std::uint16_t*>(low + 4 * k + 2 * member) = static_cast<std::uint16_t>(x ^ 0x8080u);
@@ -829,7 +872,7 @@ struct Attend {
       }
     } else {
 #pragma unroll
-      for (int k = 0; k < S::kTokens; k += 2) {
+      for (int k = 0; k < L::kTokens; k += 2) {
         const float a = w[k / 2][0] * up, b = w[k / 2][1] * up;
         std::uint32_t top, rest;
         if (bf16) {
@@ -840,7 +883,7 @@ struct Attend {
           rest = ptx::f16x2(a - ptx::f16_to_f32(static_cast<std::uint16_t>(top)),
                             b - ptx::f16_to_f32(static_cast<std::uint16_t>(top >> 16)));
         }
-        const int at = 2 * (S::kTokens * member + k);
+        const int at = 2 * (L::kTokens * member + k);
         *reinterpret_cast<std::uint32_t*>(high + at) = top;
         *reinterpret_cast<std::uint32_t*>(low + at) = rest;
       }
@@ -934,26 +977,28 @@ struct Attend {
         }
       }
     } else if constexpr (VF == Format::fp8) {
-      half_values<true, 2>(stage, Values::stride(0), 4 * D, 0, false, page);
+      half_values<true, 2, W>(stage, Values::stride(0), 4 * D, 0, false, page);
     } else {
-      half_values<false, 2>(stage, Values::stride(0), 2 * D, 0, VF == Format::bf16, page);
+      half_values<false, 2, W>(stage, Values::stride(0), 2 * D, 0, VF == Format::bf16, page);
     }
   }
 
   // Values of 16-bit floats (rows of `row` bytes a token) or e4m3 (of a quad), octets `stride` bytes apart; kSteps times
   // four octets, from 4 `first_step` on.
-  template <bool kFp8, int kSteps>
+  template <bool kFp8, int kSteps, int TW>
   __device__ void half_values(const std::byte* values, int stride, int row, int first_step, bool bf16,
                               const float (&page)[NT]) {
+    using L = Split<TW, D>;
+    const int member = warp % TW;
 #pragma unroll
-    for (int unit = 0; unit < S::kUnits; ++unit) {
+    for (int unit = 0; unit < L::kUnits; ++unit) {
       float c[2][NT][4];
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
         for (int n = 0; n < NT; ++n) c[tile][n][0] = c[tile][n][1] = c[tile][n][2] = c[tile][n][3] = 0.0f;
       }
-      const int channel = member * S::kChannels + 32 * unit + 4 * g;
+      const int channel = member * L::kChannels + 32 * unit + 4 * g;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const std::byte* octet = values + (4 * step + t) * stride;
@@ -1018,12 +1063,13 @@ struct Attend {
     if (p.softcap > 0.0f || p.slopes != nullptr || p.mask.data != nullptr) return;
     if (part.domain == core::kEncoded && p.k_basis.kind == BasisKind::calibrated) return;
     const base::Visibility rule{p.causal, p.window, p.window_sinks};
-    const int first = part.row_block * R / p.group;
+    const int first = part.row_block == 0 ? 0 : part.row_block * R / p.group;
+    const std::int64_t position = part.length - part.q_len;
+    part.all_end = static_cast<int>(rule.recent_range(part.length, position + first).end);
+    if (p.window == 0) return;
     int last = (part.row_block * R + R - 1) / p.group;
     last = last < part.q_len ? last : part.q_len - 1;
-    const std::int64_t position = part.length - part.q_len;
     part.all_begin = static_cast<int>(rule.recent_range(part.length, position + last).begin);
-    part.all_end = static_cast<int>(rule.recent_range(part.length, position + first).end);
   }
 
   // A team's pages are use_begin + team, + kTeams, ... of its part. Lane i holds numbers base + i and base + 32 + i, each
@@ -1031,12 +1077,14 @@ struct Attend {
   struct Slots {
     int base, here, next;
   };
+  template <int TW>
   __device__ int page_at(const Part& part, int number) const {
-    return part.runs.page(part.use_begin + team + S::kTeams * number);
+    return part.runs.page(part.use_begin + warp / TW + kWarps / TW * number);
   }
+  template <int TW>
   __device__ int find_slot(const Part& part, int number) const {
-    if (part.use_begin + team + S::kTeams * number >= part.use_end) return -1;
-    const int page = page_at(part, number);
+    if (part.use_begin + warp / TW + kWarps / TW * number >= part.use_end) return -1;
+    const int page = page_at<TW>(part, number);
     const core::PageRef ref =
         p.cache.pages[static_cast<std::size_t>(part.batch.index) * static_cast<std::size_t>(p.cache.max_pages) +
                       static_cast<std::size_t>(page)];
@@ -1050,24 +1098,25 @@ struct Attend {
     const int a = __shfl_sync(~0u, s.here, i & 31), b = __shfl_sync(~0u, s.next, i & 31);
     return i < 32 ? a : b;
   }
+  template <int TW>
   __device__ int count_pages(const Part& part) const {
-    const int uses = part.use_end - part.use_begin;
-    return uses > team ? (uses - team + S::kTeams - 1) / S::kTeams : 0;
+    const int uses = part.use_end - part.use_begin - warp / TW;
+    return uses > 0 ? (uses + kWarps / TW - 1) / (kWarps / TW) : 0;
   }
 
   // One stage a side is enough: a page's values arrive while its keys are multiplied, the next page's keys while its values
   // are, and four blocks of four warps on a multiprocessor hide what is left.
   __device__ Slots first_pages(const Part& part) const {
-    const Slots slots{0, find_slot(part, lane), find_slot(part, 32 + lane)};
+    const Slots slots{0, find_slot<W>(part, lane), find_slot<W>(part, 32 + lane)};
     const int slot = slot_at(slots, 0);
-    if (count_pages(part) > 0) {
+    if (count_pages<W>(part) > 0) {
       copy_keys(slot >> 1, part.kv_head);
       copy_values(slot >> 1, part.kv_head);
     }
     return slots;
   }
   __device__ void encoded_pages(const Part& part, Slots slots, std::uint32_t& phases) {
-    const int pages = count_pages(part);
+    const int pages = count_pages<W>(part);
     int slot = slot_at(slots, 0);
     Registers held;
     if constexpr (kQueriesInRegisters) {
@@ -1086,55 +1135,95 @@ struct Attend {
       if (slot >= 0) {
         const bool is_full = (slot & 1) != 0;
         key_scores(key_stage(), held, s);
-        if (!is_full) transform(part, page_at(part, k), s);
-        weigh<VF>(s, key_stage() + S::Keys::kBytes + S::kKeyGroups * 2 * kPageTokens, VF == Format::bf16, fold);
+        if (!is_full) transform<W>(part, page_at<W>(part, k), s);
+        weigh<VF, W>(s, key_stage() + S::Keys::kBytes + S::kKeyGroups * 2 * kPageTokens, VF == Format::bf16, fold);
       }
-      team_sync();  // every lane has read its keys and scales, and written its weights
+      team_sync<W>();  // every lane has read its keys and scales, and written its weights
       if (k + 1 < pages) copy_keys(next >> 1, part.kv_head);
       wait(kValues, phases);
       if (slot >= 0) add_values(value_stage(), fold);
-      team_sync();  // every lane has read its values and weights
+      team_sync<W>();  // every lane has read its values and weights
       if (k + 1 < pages) copy_values(next >> 1, part.kv_head);
       slot = next;
       if (k + 2 - slots.base == 64) {
         slots.base += 32;
         slots.here = slots.next;
-        slots.next = find_slot(part, slots.base + 32 + lane);
+        slots.next = find_slot<W>(part, slots.base + 32 + lane);
       }
     }
   }
 
-  // Exact pages are few. Half a side at a time passes through the team's memory: tokens 0 to 3 or 4 to 7 of every octet of
-  // the keys, then octets 0 to 3 or 4 to 7 of the values.
-  __device__ void exact_pages(const Part& part, std::uint32_t& phases) {
-    const codec::PageLayout& layout = p.cache.exact_layout;
-    const bool bf16 = layout.k.format == Format::bf16;
-    const int pages = count_pages(part);
-    const std::uint32_t barrier = barrier_at(kExactHalves);
-    std::byte* stage = team_memory();
+  // Half a side of an exact page: tokens 0 to 3 or 4 to 7 of every octet of the keys (0, 1), octets 0 to 3 or 4 to 7 of the
+  // values (2, 3). By all threads of the team, a group of copies of its own.
+  __device__ void copy_exact(std::byte* to, const std::byte* block, int half) const {
+    constexpr int kUnits = 4 * D;  // of 16 bytes
+    const bool values = half >= 2;
+    const int row_units = values ? D : D / 2, stride = values ? S::kExactValueRow : S::kExactKeyRow;
+    const std::byte* from = block + (values ? p.cache.exact_layout.v.plane_offset[0] + (half - 2) * 64 * D : half * 8 * D);
+#pragma unroll 4
+    for (int i = threadIdx.x % (32 * S::kExactTeam); i < kUnits; i += 32 * S::kExactTeam) {
+      const int row = i / row_units, at = i - row * row_units;
+      ptx::copy16<0, 0>(ptx::shared_address(to) + row * stride + 16 * at, from + row * 16 * D + 16 * at);
+    }
+    ptx::copy_commit();
+  }
+
+  __device__ __forceinline__ void exact_part(const Part& part) {
+    clear();
+    weights = shared + S::kTeamsAt + warp / S::kExactTeam * S::kExactTeamBytes + S::kExactStages * S::kExactHalf;
+    scratch = reinterpret_cast<float*>(weights + S::kExactP);
+    exact_pages(part);
+    __syncthreads();
+    write_partial<S::kExactTeam>(part);
+  }
+  __device__ __forceinline__ void exact_pages(const Part& part) {
+    constexpr int TW = S::kExactTeam, kStages = S::kExactStages;
+    using L = Split<TW, D>;
+    const int member = warp % TW;
+    const bool bf16 = p.cache.exact_layout.k.format == Format::bf16;
+    const int pages = count_pages<TW>(part);
+    std::byte* memory = shared + S::kTeamsAt + warp / TW * S::kExactTeamBytes;
+    const auto stage = [&](int half) { return memory + half % kStages * S::kExactHalf; };
+    const auto wait = [&](int half) {  // for half a side; later ones may be on their way
+      const int later = kStages - 1 < 3 - half ? kStages - 1 : 3 - half;
+      if (later == 0) ptx::copy_wait<0>();
+      if (later == 1) ptx::copy_wait<1>();
+      if (later == 2) ptx::copy_wait<2>();
+      if (later == 3) ptx::copy_wait<3>();
+      team_sync<TW>();
+    };
+    const auto next = [&](int half, const std::byte* block) {
+      team_sync<TW>();
+      if (half + kStages < 4) copy_exact(stage(half + kStages), block, half + kStages);
+    };
+    const auto begin = [&](int k) {
+      const int found = k < pages ? find_slot<TW>(part, k) : -1;
+      if (found >= 0) {
 #pragma unroll 1
-    for (int k = 0; k < pages; ++k) {
-      const int found = find_slot(part, k);
+        for (int half = 0; half < kStages; ++half) {
+          copy_exact(stage(half), exact_block(found >> 1, part.kv_head), half);
+        }
+      }
+      return found;
+    };
+    RawQueries raw;
+    ask_for_queries(part, raw);
+    int found = begin(0);
+    load_queries<Format::bf16>(part, raw, false, bf16);
+    __syncthreads();
+#pragma unroll 1
+    for (int k = 0; k < pages; found = begin(++k)) {
       if (found < 0) continue;
-      const bool is_full = (found & 1) != 0;
       const std::byte* block = exact_block(found >> 1, part.kv_head);
-      float s[S::kTokenTiles][NT][2];
+      float s[L::kTokenTiles][NT][2];
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
-        if (member == 0) {
-#pragma unroll 1
-          for (int octet = 0; octet < 8; ++octet) {
-            copy_rows<1, 8 * D, 8 * D, false>(stage + octet * S::kExactKeyRow, block + octet * 16 * D + half * 8 * D,
-                                              barrier);
-          }
-          end_copy<false>(barrier);
-        }
-        wait(kExactHalves, phases);
+        wait(half);
 #pragma unroll
-        for (int i = 0; i < S::kTokenTiles; ++i) {
-          const int token = S::kTokens * member + 2 * i;
+        for (int i = 0; i < L::kTokenTiles; ++i) {
+          const int token = L::kTokens * member + 2 * i;
           if (token / 4 != half) continue;
-          const std::byte* key = stage + g * S::kExactKeyRow + token % 4 * 2 * D;
+          const std::byte* key = stage(half) + g * S::kExactKeyRow + token % 4 * 2 * D;
           const std::byte* const row[2] = {key, key + 2 * D};
           float c[NT][4];
 #pragma unroll
@@ -1146,28 +1235,25 @@ struct Attend {
             for (int h = 0; h < 2; ++h) s[i][n][h] = (c[n][2 * h] + c[n][2 * h + 1]) * info->scale[4 * n + t];
           }
         }
-        team_sync();
+        next(half, block);
       }
-      if (!is_full) transform(part, page_at(part, k), s);
+      if ((found & 1) == 0) transform<TW>(part, page_at<TW>(part, k), s);
       Fold fold;
-      weigh<Format::bf16>(s, nullptr, bf16, fold);
-      team_sync();
-      const std::byte* values = block + layout.v.plane_offset[0];
+      weigh<Format::bf16, TW>(s, nullptr, bf16, fold);
 #pragma unroll 1
-      for (int half = 0; half < 2; ++half) {
-        if (member == 0) {
-          copy_rows<4, 16 * D, S::kExactValueRow, false>(stage, values + half * 64 * D, barrier);
-          end_copy<false>(barrier);
-        }
-        wait(kExactHalves, phases);
-        half_values<false, 1>(stage, S::kExactValueRow, 2 * D, half, bf16, fold[0]);
-        team_sync();
+      for (int half = 2; half < 4; ++half) {
+        wait(half);
+        half_values<false, 1, TW>(stage(half), S::kExactValueRow, 2 * D, half - 2, bf16, fold[0]);
+        next(half, block);
       }
     }
   }
 
   // The teams' sums together, in team order, and to global memory.
+  template <int TW>
   __device__ void write_partial(const Part& part) {
+    using L = Split<TW, D>;
+    const int team = warp / TW, member = warp % TW;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
 #pragma unroll
@@ -1176,28 +1262,28 @@ struct Attend {
     }
     __syncthreads();
     float* out = p.partial_o + static_cast<std::size_t>(part.partial) * static_cast<std::size_t>(R * D);
-    float* sums = S::kTeams > 1 ? reinterpret_cast<float*>(shared + S::kTeamsAt) + team * R * D : out;
+    float* sums = L::kTeams > 1 ? reinterpret_cast<float*>(shared + S::kTeamsAt) + team * R * D : out;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
       const int r = 4 * n + t;
       float top = kLowest;
 #pragma unroll
-      for (int i = 0; i < S::kTeams; ++i) top = fmaxf(top, info->m[i * W][r]);
+      for (int i = 0; i < L::kTeams; ++i) top = fmaxf(top, info->m[i * TW][r]);
       const float factor = ptx::ex2(m[n] - top);
 #pragma unroll
-      for (int unit = 0; unit < S::kUnits; ++unit) {
+      for (int unit = 0; unit < L::kUnits; ++unit) {
         const float4 x = {o[2 * unit][n][0] * factor, o[2 * unit][n][1] * factor, o[2 * unit + 1][n][0] * factor,
                           o[2 * unit + 1][n][1] * factor};
-        *reinterpret_cast<float4*>(sums + r * D + member * S::kChannels + 32 * unit + 4 * g) = x;
+        *reinterpret_cast<float4*>(sums + r * D + member * L::kChannels + 32 * unit + 4 * g) = x;
       }
     }
-    if constexpr (S::kTeams > 1) {
+    if constexpr (L::kTeams > 1) {
       __syncthreads();
       const float4* from = reinterpret_cast<const float4*>(shared + S::kTeamsAt);
       for (int i = threadIdx.x; i < R * D / 4; i += kThreads) {
         float4 x = from[i];
 #pragma unroll
-        for (int other = 1; other < S::kTeams; ++other) {
+        for (int other = 1; other < L::kTeams; ++other) {
           const float4 y = from[other * (R * D / 4) + i];
           x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
         }
@@ -1232,7 +1318,8 @@ struct Attend {
     long long base = 0, begin = line.total, end = line.total;
     int entry = p.batch;
     if (item < line.items()) {
-      begin = line.begin(item), end = line.begin(item + 1);
+      const long long mine = line.begin(item + lane % 2);
+      begin = __shfl_sync(~0u, mine, 0), end = __shfl_sync(~0u, mine, 1);
       entry = find_sequence(p, info->window, begin, base);
     }
     __syncwarp();
@@ -1268,15 +1355,16 @@ struct Attend {
                            long long in_sequence) const {
     part.entry = line.entry, part.batch = batch, part.length = length, part.q_len = batch.q_len;
     const int segment = cost.exact + cost.encoded;
-    const int index = static_cast<int>(quotient(in_sequence, segment));
+    const int index = in_sequence < segment ? 0 : static_cast<int>(quotient(in_sequence, segment));
     const int offset = static_cast<int>(in_sequence - static_cast<long long>(index) * segment);
-    part.kv_head = index / cost.row_blocks, part.row_block = index % cost.row_blocks;
+    part.kv_head = index, part.row_block = 0;
+    if (cost.row_blocks > 1) part.kv_head = index / cost.row_blocks, part.row_block = index % cost.row_blocks;
     part.domain = offset < cost.exact ? core::kExact : core::kEncoded;
     const int last = part.domain == core::kExact ? cost.exact : segment;
     const int stop = static_cast<int>(line.end - line.at < last - offset ? offset + (line.end - line.at) : last);
     part.runs = page_runs(p, part.length, part.q_len, part.domain == core::kExact);
     if (part.domain == core::kExact) {  // an exact page belongs to the share that its first unit is in
-      part.use_begin = (offset + p.exact_cost - 1) / p.exact_cost;
+      part.use_begin = offset == 0 ? 0 : (offset + p.exact_cost - 1) / p.exact_cost;
       part.use_end = (stop + p.exact_cost - 1) / p.exact_cost;
     } else {
       part.use_begin = offset - cost.exact, part.use_end = stop - cost.exact;
@@ -1298,9 +1386,7 @@ struct Attend {
   __device__ void run() {
     if (threadIdx.x < S::kTeams * S::kBarriers) {
       const int i = threadIdx.x, which = i % S::kBarriers;
-      const int count = which == kKeys          ? arrivals<kBulk<typename S::Keys>>()
-                        : which == kExactHalves ? 32
-                                                : arrivals<kBulk<typename S::Values>>();
+      const int count = which == kKeys ? arrivals<kBulk<typename S::Keys>>() : arrivals<kBulk<typename S::Values>>();
       ptx::mbarrier_init(ptx::shared_address(shared + S::kBarriersAt) + 8 * i, count);
 #if __CUDA_ARCH__ >= 900
       ptx::mbarrier_init_fence();
@@ -1331,28 +1417,28 @@ struct Attend {
       }
       __syncthreads();
       if (part.partial < 0) break;
-      clear();
       if (S::kHasExact && part.domain == core::kExact) {
         if constexpr (S::kHasExact) {
-          weights = team_memory() + S::kExactHalf;
-          load_queries<Format::bf16>(part, false, p.cache.exact_layout.k.format == Format::bf16);
-          __syncthreads();
-          exact_pages(part, phases);
+          exact_part(part);
         }
       } else {
+        clear();
         weights = team_memory() + S::kPAt;
+        scratch = reinterpret_cast<float*>(team_memory() + S::kScratchAt);
         // The first pages are on their way while queries are read and rotated, unless these need the stages' memory.
         const bool early = codec::rotation_shape(D).paley == 1 && p.k_basis.kind != BasisKind::calibrated;
+        RawQueries raw;
+        ask_for_queries(part, raw);
         Slots slots;
         if (early) slots = first_pages(part);
-        load_queries<KF>(part, true, KF == Format::bf16);
+        load_queries<KF>(part, raw, true, KF == Format::bf16);
         ptx::copy_fence();
         __syncthreads();
         if (!early) slots = first_pages(part);
         encoded_pages(part, slots, phases);
+        __syncthreads();
+        write_partial<W>(part);
       }
-      __syncthreads();
-      write_partial(part);
     }
     ptx::launch_dependents();
   }

@@ -107,6 +107,14 @@ __device__ __forceinline__ void copy16(std::uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" ::"r"(to), "l"(from), "n"(kTo), "n"(kFrom)
                : "memory");
 }
+// 9.7.9.25.3 cp.async groups of this thread: one ends here; wait until at most kLater ones are under way.
+__device__ __forceinline__ void copy_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int kLater>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
+}
 // 9.7.13.15 mbarrier
 __device__ __forceinline__ void mbarrier_init(std::uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");

@@ -49,14 +49,13 @@ struct PageRuns {
 // Encoded runs include tail pages: a page there is read encoded when its exact copy is gone. Whoever walks them looks at
 // the page table and leaves out what the other domain reads.
 KVANT_HD KVANT_NOT_INLINED inline PageRuns page_runs(const AttendParams& p, int length, int q_len, bool exact) {
-  const base::Visibility rule{p.causal, p.window, p.window_sinks};
-  const std::int64_t first = length - q_len;
-  const base::KeyRange oldest = rule.recent_range(length, first);
-  const base::KeyRange newest = rule.recent_range(length, length - 1);
-  const int recent = static_cast<int>(oldest.begin) / kPageTokens;
-  const int end = pages_of(static_cast<int>(newest.end));
-  const int sinks_end = pages_of(static_cast<int>(rule.sink_range(length - 1).end));
-  const int sinks = sinks_end < recent ? sinks_end : recent;
+  int recent = 0, end = pages_of(length), sinks = 0;
+  if (p.window > 0) {
+    const base::Visibility rule{p.causal, p.window, p.window_sinks};
+    recent = static_cast<int>(rule.recent_range(length, length - q_len).begin) / kPageTokens;
+    const int sinks_end = pages_of(static_cast<int>(rule.sink_range(length - 1).end));
+    sinks = sinks_end < recent ? sinks_end : recent;
+  }
   const int exact_sinks = p.cache.sink_pages;
   int tail = length / kPageTokens - p.cache.tail_pages;
   if (tail < exact_sinks) tail = exact_sinks;

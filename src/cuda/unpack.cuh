@@ -82,7 +82,13 @@ struct Constants {
       to[1] = table_word_or_zero<F>(2);
     }
   }
-  __device__ void get(const std::uint32_t* from) { t0 = from[0], t2 = from[1], signs = from[2], one = from[3]; }
+  // Through a shuffle: of values that it knows to be the same in all lanes the assembler makes copies for every use, a
+  // thousand instructions a page at D = 512.
+  __device__ void get(const std::uint32_t* from) {
+    const int lane = threadIdx.x % 32;
+    t0 = __shfl_sync(~0u, from[0], lane), t2 = __shfl_sync(~0u, from[1], lane);
+    signs = __shfl_sync(~0u, from[2], lane), one = __shfl_sync(~0u, from[3], lane);
+  }
   // a + b
   __device__ __forceinline__ std::uint32_t sum(std::uint32_t a, std::uint32_t b) const { return ptx::mad(a, one, b); }
 };
