@@ -1,13 +1,13 @@
 // Decode attention over pages: one kernel for each (key format, value format, head_dim, column tiles).
 //
 // A block has four warps in teams of W; a team takes every (4 / W)-th page of the block's part of a segment. Key and
-// value codes go through two rings of stages in shared memory, filled by bulk copies (cp.async before sm_90) several
-// pages ahead, so that the only waits of a page are, for W > 1, two barriers of the team. The teams of a block meet once,
-// when their part is done, and write one partial.
+// value codes have a stage each in shared memory: a page's values arrive while its keys are multiplied, the next page's keys
+// while its values are. The only waits of a page are for its copies and, for W > 1, three barriers of the team. The teams of
+// a block meet once, when their part is done, and write one partial. Exact pages are shared by the whole block.
 //
-// Per page: integer scores (tiles.cuh) -> the page's largest score and largest weighted score -> probabilities times the
-// value scale as 15-bit integers relative to the latter, so that small but many weights survive beside a large one ->
-// integer output sums, folded into f32 once a page.
+// Per page: integer scores (tiles.cuh) -> exponentials relative to a reference that seldom moves -> their products with the
+// value scales as 15-bit integers relative to the page's largest, so that small but many weights survive beside a large
+// one -> integer output sums, folded into f32 once a page.
 #pragma once
 
 #include <utility>
@@ -105,9 +105,9 @@ struct Shape : Split<team_warps(KF, VF, D, NT), D> {
   static constexpr int kQueryBytes = kHasExact && kExactQueries > kEncodedQueries ? kExactQueries : kEncodedQueries;
   static constexpr int kSumGroups = kKeyGroups > 1 ? kKeyGroups : 1;
 
-  struct Info {                                 // of the block's rows
-    float scale[kRows];                         // of a product, to log2 units
-    float center[kRows];                        // added to an encoded key's score
+  struct Info {           // of the block's rows
+    float scale[kRows];   // of a product, to log2 units
+    float center[kRows];  // added to an encoded key's score
     // Of the sums in each column: minus level_origin, less a half, for every key; the half rounded to an integer.
     std::int32_t start[kSumGroups][2 * kRows];
     std::int32_t poisoned[kRows];
@@ -127,7 +127,7 @@ struct Shape : Split<team_warps(KF, VF, D, NT), D> {
   static constexpr int kPAt = kKeyStage + kValueStage, kScratchAt = kPAt + kTeamP;
   static constexpr int kTeamBytes = (kScratchAt + kScratch + 31) / 32 * 32;
   static constexpr int kCombine = kTeams > 1 ? kTeams* kRows* D * 4 : 0;  // reuses the teams' memory
-  static constexpr int kEncodedBytes = kTeams * kTeamBytes > kCombine ? kTeams * kTeamBytes : kCombine;
+  static constexpr int kEncodedBytes = kTeams * kTeamBytes > kCombine ? kTeams* kTeamBytes : kCombine;
   // Exact pages pass through the same memory, half a side at a time, as many halves at once as fit.
   static constexpr int kExactTeam = exact_team_warps(D), kExactTeams = kWarps / kExactTeam;
   static constexpr int kExactKeyRow = padded_row(8 * D, 64), kExactValueRow = padded_row(16 * D, kValueResidue);
@@ -199,7 +199,7 @@ struct Attend {
   // Rows of 16-bit floats by the bulk engine; others 512 bytes an instruction, because the bulk engine takes about thirty a
   // row.
   template <class Side>
-  static constexpr bool kBulk = kHasBulk && Side::row_bytes(0) >= kBulkRow;
+  static constexpr bool kBulk = kHasBulk&& Side::row_bytes(0) >= kBulkRow;
 
   // Rows `first` .. of kRows in all, `from` contiguous, by all lanes of a warp.
   template <int kRows, int kRowBytes, int kStride, bool kByBulk>
@@ -349,7 +349,7 @@ struct Attend {
 #pragma unroll(kAllHeld ? NT : 1)
     for (int j = 0; j < NT; ++j) {
       const int r = warp + kWarps * j;
-      std::uint32_t (&bits)[D / 32] = raw.bits[kAllHeld ? j : 0];
+      std::uint32_t(&bits)[D / 32] = raw.bits[kAllHeld ? j : 0];
       int q_head;
       const bool used = query_of(part, r, q_head) >= 0;
       float x[D / 32];
@@ -712,7 +712,7 @@ struct Attend {
       }
     };
     // The largest of `x` over the team's warps.
-    const auto over_team = [&](float (&x)[kGroups][NT]) {
+    const auto over_team = [&](float(&x)[kGroups][NT]) {
       if constexpr (TW > 1) {
         float* mine = scratch + member * R * kGroups;
         if (g == 0) {
@@ -815,8 +815,7 @@ struct Attend {
 
   // w * up of this lane's tokens and row 4 n + t, as digits, to its two columns.
   template <Format F, int TW>
-  __device__ __forceinline__ void store_weights(const float (&w)[4 / TW][2], float up, int n, int q,
-                                                bool bf16) const {
+  __device__ __forceinline__ void store_weights(const float (&w)[4 / TW][2], float up, int n, int q, bool bf16) const {
     using L = Split<TW, D>;
     const int member = warp % TW;
     constexpr int kStride = is_integer(F) ? 96 : 192;
@@ -1159,7 +1158,8 @@ struct Attend {
     constexpr int kUnits = 4 * D;  // of 16 bytes
     const bool values = half >= 2;
     const int row_units = values ? D : D / 2, stride = values ? S::kExactValueRow : S::kExactKeyRow;
-    const std::byte* from = block + (values ? p.cache.exact_layout.v.plane_offset[0] + (half - 2) * 64 * D : half * 8 * D);
+    const std::byte* from =
+        block + (values ? p.cache.exact_layout.v.plane_offset[0] + (half - 2) * 64 * D : half * 8 * D);
 #pragma unroll 4
     for (int i = threadIdx.x % (32 * S::kExactTeam); i < kUnits; i += 32 * S::kExactTeam) {
       const int row = i / row_units, at = i - row * row_units;

@@ -26,14 +26,14 @@ struct DeviceBasis {
 };
 
 inline constexpr int kEntriesInParams = 32;
-inline constexpr int kMostCluster = 8;   // blocks that merge a row
-inline constexpr int kMostRounds = 5;  // of a line of work (schedule.hpp)
+inline constexpr int kMostCluster = 8;  // blocks that merge a row
+inline constexpr int kMostRounds = 5;   // of a line of work (schedule.hpp)
 inline constexpr int kClaimBits = 20;
 
 struct AttendParams {
   CacheView cache;
   int layer, batch;
-  const BatchEntry* entries;  // [batch]
+  const BatchEntry* entries;                   // [batch]
   BatchEntry first_entries[kEntriesInParams];  // its first ones, a load less away
   int q_heads, group, head_dim;
   int row_blocks;  // of the sequence with the most rows

@@ -11,7 +11,8 @@ namespace kvant::cuda {
 
 // An element as it lies.
 __device__ __forceinline__ std::uint32_t load_bits(const void* data, Dtype dtype, std::int64_t at) {
-  return dtype == Dtype::f32 ? static_cast<const std::uint32_t*>(data)[at] : static_cast<const std::uint16_t*>(data)[at];
+  return dtype == Dtype::f32 ? static_cast<const std::uint32_t*>(data)[at]
+                             : static_cast<const std::uint16_t*>(data)[at];
 }
 __device__ __forceinline__ float element_of(std::uint32_t bits, Dtype dtype) {
   if (dtype == Dtype::f16) return ptx::f16_to_f32(static_cast<std::uint16_t>(bits));
@@ -23,7 +24,8 @@ __device__ __forceinline__ float load_element(const void* data, Dtype dtype, std
 
 // Elements of a warp's lane, 32 apart; all loads are under way before one of them is waited for.
 template <int kCount>
-__device__ __forceinline__ void load_bits(const void* data, Dtype dtype, std::int64_t at, std::uint32_t (&bits)[kCount]) {
+__device__ __forceinline__ void load_bits(const void* data, Dtype dtype, std::int64_t at,
+                                          std::uint32_t (&bits)[kCount]) {
   if (dtype == Dtype::f32) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) bits[i] = static_cast<const std::uint32_t*>(data)[at + 32 * i];

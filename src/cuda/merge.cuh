@@ -41,8 +41,8 @@ struct Row {
 
 // `sources` of `from` together; domains of which it has none are left out.
 template <int D, int kSources>
-__device__ __forceinline__ void add_sources(const Sums<D, kSources>& from, int sources, const bool (&has)[core::kDomains],
-                                            Row<D>& row) {
+__device__ __forceinline__ void add_sources(const Sums<D, kSources>& from, int sources,
+                                            const bool (&has)[core::kDomains], Row<D>& row) {
 #pragma unroll
   for (int domain = 0; domain < core::kDomains; ++domain) {
     row.m[domain] = kLowest, row.l[domain] = 0.0f;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   const int row = row_block * p.rows + r;
   const int query = row / p.group, q_head = kv_head * p.group + row % p.group;
   const bool first = blockIdx.x == 0 && threadIdx.x == 0;
-  if (query >= e.q_len && !first) return;  // the whole cluster, but for one thread
+  if (query >= e.q_len && !first) return;                   // the whole cluster, but for one thread
   if (query < e.q_len && ranks > 1) ptx::cluster_arrive();  // this block is there
   ptx::wait_prerequisites();
   ptx::launch_dependents();

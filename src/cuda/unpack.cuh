@@ -126,8 +126,7 @@ __device__ __forceinline__ Sixteen unpack(const std::uint32_t* low, std::uint32_
       z = (z | z << 6) & 0x03030303u;
       z = (z << 3 | z << 6) & 0x88888888u;
       // Two tables as for tq4.
-      const std::uint32_t a =
-          k.sum(ptx::prmt(k.t0, table_word<F>(1), w), ptx::prmt(k.t2, table_word<F>(3), x));
+      const std::uint32_t a = k.sum(ptx::prmt(k.t0, table_word<F>(1), w), ptx::prmt(k.t2, table_word<F>(3), x));
       const std::uint32_t b = k.sum(ptx::prmt(k.t0, table_word<F>(1), ptx::high_half(w)),
                                     ptx::prmt(k.t2, table_word<F>(3), ptx::high_half(x)));
       s.first[i] = (a ^ ptx::prmt(k.signs, 0x80808080u, z)) & 0x7F7F7F7Fu;
