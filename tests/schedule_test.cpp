@@ -1,0 +1,103 @@
+// How a CUDA launch cuts its work (cuda/schedule.hpp), which needs no device: the line of items, and which pages are on it.
+#include "cuda/schedule.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <vector>
+
+namespace kvant::cuda {
+namespace {
+
+TEST(Schedule, QuotientsAreThoseOfDivision) {
+  std::mt19937_64 random(1);
+  for (int trial = 0; trial < 200000; ++trial) {
+    const auto a = static_cast<long long>(random() >> (1 + random() % 62));
+    const auto b = static_cast<int>(1 + random() % (1ull << (1 + random() % 30)));
+    ASSERT_EQ(quotient(a, b), a / b) << a << " / " << b;
+  }
+  for (const long long a : {0LL, 0xFFFFFFFELL, 0xFFFFFFFFLL, 0x100000000LL, 0x7FFFFFFFFFFFFFFFLL}) {
+    for (const int b : {1, 2, 3, 0x7FFFFFFF}) EXPECT_EQ(quotient(a, b), a / b) << a << " / " << b;
+  }
+}
+
+AttendParams params_of(int shares, int least_units, int least_item, int most_rounds) {
+  AttendParams p{};
+  p.shares = shares, p.least_units = least_units, p.least_item = least_item, p.most_rounds = most_rounds;
+  p.exact_cost = 6, p.group = 4, p.rows = 4;
+  p.causal = true;
+  return p;
+}
+
+// Items follow each other from the first unit to the last; those of a round differ by one unit at most.
+TEST(Schedule, ItemsCoverTheLine) {
+  std::mt19937_64 random(2);
+  for (int trial = 0; trial < 3000; ++trial) {
+    const AttendParams p = params_of(static_cast<int>(1 + random() % 600), static_cast<int>(1 + random() % 4),
+                                     static_cast<int>(1 + random() % 40), static_cast<int>(1 + random() % kMostRounds));
+    const auto total = static_cast<long long>(random() >> (20 + random() % 44));
+    const Line line = make_line(p, total);
+    ASSERT_GE(line.shares, 1);
+    ASSERT_LE(line.shares, p.shares);
+    ASSERT_GE(line.rounds, 1);
+    ASSERT_LE(line.rounds, p.most_rounds);
+    ASSERT_EQ(line.begin(0), 0);
+    ASSERT_EQ(line.begin(line.items()), total);
+    for (int round = 0; round < line.rounds; ++round) {
+      long long least = total, most = 0;
+      for (int place = 0; place < line.shares; ++place) {
+        const int item = round * line.shares + place;
+        const long long units = line.begin(item + 1) - line.begin(item);
+        least = std::min(least, units), most = std::max(most, units);
+      }
+      ASSERT_GE(least, 0);
+      ASSERT_LE(most - least, 1) << "total " << total << ", round " << round;
+    }
+  }
+}
+
+// Pages that some query sees, by asking every query about every key.
+std::vector<bool> seen_pages(const AttendParams& p, int length, int q_len) {
+  const base::Visibility rule{p.causal, p.window, p.window_sinks};
+  std::vector<bool> seen(static_cast<std::size_t>(pages_of(length)));
+  for (int i = 0; i < q_len; ++i) {
+    for (int key = 0; key < length; ++key) {
+      if (rule.sees(length, length - q_len + i, key)) seen[static_cast<std::size_t>(key / kPageTokens)] = true;
+    }
+  }
+  return seen;
+}
+
+TEST(Schedule, RunsAreThePagesThatSomeQuerySees) {
+  std::mt19937_64 random(3);
+  const auto below = [&](int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); };
+  for (int trial = 0; trial < 4000; ++trial) {
+    AttendParams p = params_of(8, 1, 1, 1);
+    p.causal = below(4) != 0;
+    p.window = p.causal && below(2) == 0 ? 1 + below(500) : 0;
+    p.window_sinks = p.window > 0 && below(2) == 0 ? below(200) : 0;
+    p.cache.sink_pages = below(3), p.cache.tail_pages = below(3);
+    const int length = 1 + below(900), q_len = 1 + below(std::min(length, 16));
+    const std::vector<bool> seen = seen_pages(p, length, q_len);
+    const int tail = std::max(length / kPageTokens - p.cache.tail_pages, p.cache.sink_pages);
+    for (const bool exact : {false, true}) {
+      const PageRuns runs = page_runs(p, length, q_len, exact);
+      std::vector<int> found;
+      for (int use = 0; use < runs.total(); ++use) found.push_back(runs.page(use));
+      std::vector<int> expected;
+      for (int page = 0; page < static_cast<int>(seen.size()); ++page) {
+        const bool is_sink = page<p.cache.sink_pages, is_tail = p.cache.tail_pages> 0 && page >= tail;
+        if (seen[static_cast<std::size_t>(page)] && (exact ? is_sink || is_tail : !is_sink)) expected.push_back(page);
+      }
+      std::sort(found.begin(), found.end());
+      ASSERT_EQ(found, expected) << (exact ? "exact" : "encoded") << ", length " << length << ", q_len " << q_len
+                                 << ", causal " << p.causal << ", window " << p.window << ", window sinks "
+                                 << p.window_sinks << ", sink pages " << p.cache.sink_pages << ", tail pages "
+                                 << p.cache.tail_pages;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvant::cuda
