@@ -93,41 +93,67 @@ void values_float(const std::byte* rows, const std::byte* scales, int head_dim, 
       S::storef(w[r] + t, x);
     }
   }
-  Ahead ahead(next.begin, next.size, head_dim / (8 * kColumns));
-  const auto columns = [&]<int C>(int c) {
+  // Where a step over the columns takes half a cache line of a token, the other half follows soon: the lines of all 64 tokens,
+  // 512 bytes or more apart, do not stay in the few sets of L1 that they share.
+  constexpr int kLineColumns = 32;  // of 16-bit floats
+  const bool by_halves =
+      Row::kBytes == 2 && 8 * kColumns < kLineColumns && head_dim >= 256 && head_dim % kLineColumns == 0;
+  const int quads_at_once = by_halves ? 8 : kPageTokens / 4;
+  const int spans = (full_end - quad_begin + quads_at_once - 1) / quads_at_once;
+  Ahead ahead(next.begin, next.size, head_dim / (8 * kColumns) * (spans > 1 ? spans : 1));
+  // Tokens of `quad` up to `end`, and what is left of the last quad where that is the end.
+  const auto columns = [&]<int C>(int c, int quad, int end) {
     ahead.template fetch<S>();
+    const bool is_first = quad == quad_begin;
     V acc[R][C];
     for (int r = 0; r < R; ++r) {
       for (int j = 0; j < C; ++j) acc[r][j] = S::setf(0.0f);
     }
-    const auto token = [&]<int J>(int quad) {
+    const auto token = [&]<int J>(int at) {
       V v[C];
-      for (int j = 0; j < C; ++j) v[j] = Row::template load_value<J>(rows, head_dim, quad, c + 8 * j);
+      for (int j = 0; j < C; ++j) v[j] = Row::template load_value<J>(rows, head_dim, at, c + 8 * j);
       for (int r = 0; r < R; ++r) {
-        const V weight = S::setf(w[r][4 * quad + J]);
+        const V weight = S::setf(w[r][4 * at + J]);
         for (int j = 0; j < C; ++j) acc[r][j] = S::fma(weight, v[j], acc[r][j]);
       }
     };
-    for (int quad = quad_begin; quad < full_end; ++quad) {
+    for (; quad < end; ++quad) {
       token.template operator()<0>(quad);
       token.template operator()<1>(quad);
       token.template operator()<2>(quad);
       token.template operator()<3>(quad);
     }
-    // What lies behind the last token is not multiplied by a weight of 0: it may be NaN.
-    if (4 * full_end < t_end) token.template operator()<0>(full_end);
-    if (4 * full_end + 1 < t_end) token.template operator()<1>(full_end);
-    if (4 * full_end + 2 < t_end) token.template operator()<2>(full_end);
+    if (end == full_end) {
+      // What lies behind the last token is not multiplied by a weight of 0: it may be NaN.
+      if (4 * full_end < t_end) token.template operator()<0>(full_end);
+      if (4 * full_end + 1 < t_end) token.template operator()<1>(full_end);
+      if (4 * full_end + 2 < t_end) token.template operator()<2>(full_end);
+    }
     for (int r = 0; r < R; ++r) {
+      const V factor = S::setf(is_first ? rescale[r] : 1.0f);
       for (int j = 0; j < C; ++j) {
         float* out = o + r * head_dim + c + 8 * j;
-        S::storef(out, S::fma(S::loadf(out), S::setf(rescale[r]), acc[r][j]));
+        S::storef(out, S::fma(S::loadf(out), factor, acc[r][j]));
       }
     }
   };
+  if (by_halves) {
+    for (int line = 0; line < head_dim; line += kLineColumns) {
+      int quad = quad_begin;
+      do {
+        const int end = full_end - quad > quads_at_once ? quad + quads_at_once : full_end;
+        for (int c = line; c < line + kLineColumns; c += 8 * kColumns) {
+          columns.template operator()<kColumns>(c, quad, end);
+        }
+        quad = end;
+      } while (quad < full_end);
+    }
+    return;
+  }
   int c = 0;
-  for (; c + 8 * kColumns <= head_dim; c += 8 * kColumns) columns.template operator()<kColumns>(c);
-  for (; c < head_dim; c += 8) columns.template operator()<1>(c);
+  for (; c + 8 * kColumns <= head_dim; c += 8 * kColumns)
+    columns.template operator()<kColumns>(c, quad_begin, full_end);
+  for (; c < head_dim; c += 8) columns.template operator()<1>(c, quad_begin, full_end);
 }
 
 KVANT_NAMESPACE_END
