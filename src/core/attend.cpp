@@ -56,7 +56,7 @@ ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool tile_p
   s.state = at.take(partial_layout(rows, head_dim).bytes);
   s.scores = at.take(4 * r * kPageTokens);
   s.rescale = at.take(4 * r);
-  s.tile = at.take(4 * kPageTokens * dp);  // imported tables decode into it on the vector path too
+  s.tile = at.take(4 * kPageTokens * (dp + kTilePadding));  // imported tables decode into it on the vector path too
   if (tile_path) {
     s.panel_raw = at.take(4 * r * d);
     s.panel_basis = at.take(4 * r * dp);

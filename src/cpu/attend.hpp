@@ -78,7 +78,7 @@ void vector_scores(const core::RunContext& run, const PageView& page, int row, i
   const float* queries = at<float>(prepared, page.domain == core::kExact ? p.raw : p.basis) + row * dp;
   with_format(side.format, [&]<Format F>() {
     if constexpr (codec::is_lut(F))
-      decode_keys<S, F>(side, d, dp, page.block, page.t_begin & ~7, page.t_end, page.k_levels, tile);
+      decode_keys<S, F>(side, d, dp, page.block, page.t_begin & ~7, page.t_end, page.k_levels, tile, d);
     if constexpr (is_integer_format(F)) {
       if (shares_scores<S, F>(rows)) {
         const IntQueries q{at<std::int16_t>(prepared, p.ints) + row * dp,
@@ -114,7 +114,7 @@ void vector_values(const core::RunContext& run, const PageView& page, int rows, 
   const codec::SideLayout& side = page.layout->v;
   with_format(side.format, [&]<Format F>() {
     if constexpr (codec::is_lut(F))
-      decode_values<S, F>(side, d, page.block, page.t_begin & ~3, page.t_end, page.v_levels, tile);
+      decode_values<S, F>(side, d, page.block, page.t_begin & ~3, page.t_end, page.v_levels, tile, d);
     if constexpr (is_integer_format(F)) {
       if constexpr (shares_values<S>(kPageTokens)) {
         if (shares_values<S>(rows)) {
@@ -174,12 +174,12 @@ void tile_scores(const core::AttendItem& item, const core::ScratchLayout& l, con
   const codec::SideLayout& side = page.layout->k;
   float* tile = at<float>(item.scratch, l.tile);
   const int t_first = page.t_begin & ~7, t_last = (page.t_end + 7) & ~7;
+  const int depth = tile_depth(side.format, run.head_dim, run.padded_dim);
   with_format(side.format, [&]<Format F>() {
-    decode_keys<S, F>(side, run.head_dim, run.padded_dim, page.block, t_first, t_last, page.k_levels, tile);
+    decode_keys<S, F>(side, run.head_dim, run.padded_dim, page.block, t_first, t_last, page.k_levels, tile, depth);
   });
-  scores_tile<S>(tile, tile_depth(side.format, run.head_dim, run.padded_dim),
-                 at<float>(item.scratch, page.domain == core::kExact ? l.panel_raw : l.panel_basis), item.rows, t_first,
-                 t_last, at<float>(item.scratch, l.transpose), scores);
+  scores_tile<S>(tile, depth, at<float>(item.scratch, page.domain == core::kExact ? l.panel_raw : l.panel_basis),
+                 item.rows, t_first, t_last, at<float>(item.scratch, l.transpose), scores);
 }
 
 template <class S>
@@ -187,10 +187,12 @@ void tile_values(const core::AttendItem& item, const core::ScratchLayout& l, con
                  const float* rescale, float* o) {
   const core::RunContext& run = *item.run;
   float* tile = at<float>(item.scratch, l.tile);
+  const int stride = run.head_dim + core::kTilePadding;
   with_format(page.layout->v.format, [&]<Format F>() {
-    decode_values<S, F>(page.layout->v, run.head_dim, page.block, page.t_begin & ~7, page.t_end, page.v_levels, tile);
+    decode_values<S, F>(page.layout->v, run.head_dim, page.block, page.t_begin & ~7, page.t_end, page.v_levels, tile,
+                        stride);
   });
-  values_tile<S>(tile, run.head_dim, item.rows, page.t_begin, page.t_end, p, rescale, o);
+  values_tile<S>(tile, stride, run.head_dim, item.rows, page.t_begin, page.t_end, p, rescale, o);
 }
 
 template <class S>

@@ -3,7 +3,8 @@
 //
 //   keys     tile [64][depth]; queries packed in panels [rows / 16][depth][16], so that lanes are rows: 6 tokens x 16 rows
 //            give 12 accumulators for 2 loads and 6 broadcasts a step. Scores are transposed to [rows][64] on the way out.
-//   values   tile [64][head_dim]; 6 rows x 16 channels, 12 accumulators, 64 steps.
+//   values   tile [64][head_dim + 16]; 6 rows x 16 channels, 12 accumulators, 64 steps. Rows of the tile are a cache line longer
+//            than they need: at a power of two the 64 lines of a step fall into the same few sets of L1.
 //
 // Keys of integer formats are decoded in unpacking order, padded to 64: the panels use the same order, with zeros.
 #pragma once
@@ -29,7 +30,7 @@ KVANT_INLINE int tile_depth(Format f, int head_dim, int padded_dim) {
 
 template <class S, Format F>
 void decode_keys(const codec::SideLayout& side, int head_dim, int padded_dim, const std::byte* block, int t_begin,
-                 int t_end, const float* levels, float* tile) {
+                 int t_end, const float* levels, float* tile, int stride) {
   if constexpr (is_integer_format(F)) {
     using U = Unpack<S, F>;
     const typename U::Tables tables = U::tables();
@@ -42,7 +43,7 @@ void decode_keys(const codec::SideLayout& side, int head_dim, int padded_dim, co
         std::uint16_t half;
         __builtin_memcpy(&half, block + side.scale_offset + (e / group_dim * kPageTokens + t) * 2, 2);
         const typename S::F scale = S::setf(base::f16_to_f32(half));
-        float* out = tile + t * padded_dim + e;
+        float* out = tile + t * stride + e;
         for (int v = 0; v < 4; ++v) {
           const typename S::I low = S::and_(u[v], S::seti(0xFFFF)), high = S::template shr<16>(u[v]);
           S::storef(out + 16 * v, S::mul(S::sub(S::to_f(low), offset), scale));
@@ -51,7 +52,7 @@ void decode_keys(const codec::SideLayout& side, int head_dim, int padded_dim, co
       }
     }
   } else if constexpr (codec::is_lut(F)) {
-    for (int t = t_begin; t < t_end; ++t) codec::load_row_k(side, head_dim, block, t, levels, tile + t * head_dim);
+    for (int t = t_begin; t < t_end; ++t) codec::load_row_k(side, head_dim, block, t, levels, tile + t * stride);
   } else {
     using Row = FloatRow<S, F>;
     for (int t = t_begin; t < t_end; ++t) {
@@ -63,14 +64,14 @@ void decode_keys(const codec::SideLayout& side, int head_dim, int padded_dim, co
       }
       const std::byte* row = block + side.plane_offset[0] + t * head_dim * Row::kBytes;
       for (int d = 0; d < head_dim; d += 8)
-        S::storef(tile + t * head_dim + d, S::mul(Row::load(row + d * Row::kBytes), scale));
+        S::storef(tile + t * stride + d, S::mul(Row::load(row + d * Row::kBytes), scale));
     }
   }
 }
 
 template <class S, Format F>
 void decode_values(const codec::SideLayout& side, int head_dim, const std::byte* block, int t_begin, int t_end,
-                   const float* levels, float* tile) {
+                   const float* levels, float* tile, int stride) {
   if constexpr (is_integer_format(F)) {
     using U = Unpack<S, F>;
     const typename U::Tables tables = U::tables();
@@ -85,16 +86,16 @@ void decode_values(const codec::SideLayout& side, int head_dim, const std::byte*
           U::block(tables, value_pointers(side, head_dim, block, o, c), u);
           for (int v = 0; v < 4; ++v) {
             const int low = pair_element(is_eight_bit(F), v, 0), high = pair_element(is_eight_bit(F), v, 1);
-            S::storef(tile + (8 * o + low) * head_dim + c,
+            S::storef(tile + (8 * o + low) * stride + c,
                       S::mul(S::sub(S::to_f(S::and_(u[v], S::seti(0xFFFF))), offset), S::setf(scale[low])));
-            S::storef(tile + (8 * o + high) * head_dim + c,
+            S::storef(tile + (8 * o + high) * stride + c,
                       S::mul(S::sub(S::to_f(S::template shr<16>(u[v])), offset), S::setf(scale[high])));
           }
         }
       }
     }
   } else if constexpr (codec::is_lut(F)) {
-    for (int t = t_begin; t < t_end; ++t) codec::load_row_v(side, head_dim, block, t, levels, tile + t * head_dim);
+    for (int t = t_begin; t < t_end; ++t) codec::load_row_v(side, head_dim, block, t, levels, tile + t * stride);
   } else if constexpr (F == Format::fp8) {
     using Row = FloatRow<S, F>;
     const std::byte* rows = block + side.plane_offset[0];
@@ -102,17 +103,28 @@ void decode_values(const codec::SideLayout& side, int head_dim, const std::byte*
       float scale[8];
       S::storef(scale, S::load_f16(block + side.scale_offset + (4 * quad & ~7) * 2));
       for (int c = 0; c < head_dim; c += 8) {
-        float* out = tile + 4 * quad * head_dim + c;
+        float* out = tile + 4 * quad * stride + c;
         const float* s = scale + (4 * quad & 7);
         S::storef(out, S::mul(Row::template load_value<0>(rows, head_dim, quad, c), S::setf(s[0])));
-        S::storef(out + head_dim, S::mul(Row::template load_value<1>(rows, head_dim, quad, c), S::setf(s[1])));
-        S::storef(out + 2 * head_dim, S::mul(Row::template load_value<2>(rows, head_dim, quad, c), S::setf(s[2])));
-        S::storef(out + 3 * head_dim, S::mul(Row::template load_value<3>(rows, head_dim, quad, c), S::setf(s[3])));
+        S::storef(out + stride, S::mul(Row::template load_value<1>(rows, head_dim, quad, c), S::setf(s[1])));
+        S::storef(out + 2 * stride, S::mul(Row::template load_value<2>(rows, head_dim, quad, c), S::setf(s[2])));
+        S::storef(out + 3 * stride, S::mul(Row::template load_value<3>(rows, head_dim, quad, c), S::setf(s[3])));
       }
     }
   } else {
-    decode_keys<S, F>(side, head_dim, 0, block, t_begin, t_end, levels, tile);
+    decode_keys<S, F>(side, head_dim, 0, block, t_begin, t_end, levels, tile, stride);
   }
+}
+
+// Calls fn<N>(first) over 0 .. count - 1 in chunks of six and four, whose 12 and 8 accumulators hide the latency of two FMAs a
+// cycle; fewer do not, and are only the end of an odd count.
+template <class Fn>
+KVANT_INLINE void in_sixes_and_fours(int count, Fn fn) {
+  int at = 0;
+  for (; count - at >= 6 && count - at != 8; at += 6) fn.template operator()<6>(at);
+  for (; count - at >= 4; at += 4) fn.template operator()<4>(at);
+  for (; count - at >= 2; at += 2) fn.template operator()<2>(at);
+  if (count - at == 1) fn.template operator()<1>(at);
 }
 
 // T tokens x 16 rows: out[t][16] = sum_e tile[t][e] * panel[e][16].
@@ -143,11 +155,10 @@ void scores_tile(const float* tile, int depth, const float* panels, int rows, in
   const int t_first = t_begin & ~7, t_last = (t_end + 7) & ~7;
   for (int r = 0; r < rows; r += kPanelRows) {
     const float* panel = panels + static_cast<std::size_t>(r) * static_cast<std::size_t>(depth);
-    int t = t_first;
-    for (; t + 6 <= t_last; t += 6)
-      score_block<S, 6>(tile + t * depth, depth, depth, panel, transposed + t * kPanelRows);
-    for (; t + 2 <= t_last; t += 2)
-      score_block<S, 2>(tile + t * depth, depth, depth, panel, transposed + t * kPanelRows);
+    in_sixes_and_fours(t_last - t_first, [&]<int T>(int at) {
+      const int t = t_first + at;
+      score_block<S, T>(tile + t * depth, depth, depth, panel, transposed + t * kPanelRows);
+    });
     for (int t8 = t_first; t8 < t_last; t8 += 8) {
       for (int half = 0; half < kPanelRows && r + half < rows; half += 8) {
         V a[8];
@@ -161,7 +172,7 @@ void scores_tile(const float* tile, int depth, const float* panels, int rows, in
 
 // R rows x 16 (or 8) channels: o = o * rescale + sum_t p[r][t] * tile[t][c].
 template <class S, int R, int C>
-KVANT_INLINE void value_block(const float* tile, int head_dim, int t_begin, int t_end, const float* p,
+KVANT_INLINE void value_block(const float* tile, int stride, int head_dim, int t_begin, int t_end, const float* p,
                               const float* rescale, float* o) {
   using V = typename S::F;
   V acc[R][C];
@@ -170,7 +181,7 @@ KVANT_INLINE void value_block(const float* tile, int head_dim, int t_begin, int 
   }
   for (int t = t_begin; t < t_end; ++t) {
     V v[C];
-    for (int j = 0; j < C; ++j) v[j] = S::loadf(tile + t * head_dim + 8 * j);
+    for (int j = 0; j < C; ++j) v[j] = S::loadf(tile + t * stride + 8 * j);
     for (int r = 0; r < R; ++r) {
       const V weight = S::setf(p[r * kPageTokens + t]);
       for (int j = 0; j < C; ++j) acc[r][j] = S::fma(weight, v[j], acc[r][j]);
@@ -182,16 +193,13 @@ KVANT_INLINE void value_block(const float* tile, int head_dim, int t_begin, int 
 }
 
 template <class S>
-void values_tile(const float* tile, int head_dim, int rows, int t_begin, int t_end, const float* p,
+void values_tile(const float* tile, int stride, int head_dim, int rows, int t_begin, int t_end, const float* p,
                  const float* rescale, float* o) {
   for (int c = 0; c < head_dim; c += 16) {
-    int r = 0;
-    for (; r + 6 <= rows; r += 6)
-      value_block<S, 6, 2>(tile + c, head_dim, t_begin, t_end, p + r * kPageTokens, rescale + r, o + r * head_dim + c);
-    for (; r + 2 <= rows; r += 2)
-      value_block<S, 2, 2>(tile + c, head_dim, t_begin, t_end, p + r * kPageTokens, rescale + r, o + r * head_dim + c);
-    for (; r < rows; ++r)
-      value_block<S, 1, 2>(tile + c, head_dim, t_begin, t_end, p + r * kPageTokens, rescale + r, o + r * head_dim + c);
+    in_sixes_and_fours(rows, [&]<int R>(int r) {
+      value_block<S, R, 2>(tile + c, stride, head_dim, t_begin, t_end, p + r * kPageTokens, rescale + r,
+                           o + r * head_dim + c);
+    });
   }
 }
 
