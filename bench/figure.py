@@ -25,7 +25,7 @@ def pair(row):
 
 
 def shape(row):
-    return f"D {row['head_dim']}\n{row['q_heads']}/{row['kv_heads']} heads"
+    return f"{row['head_dim']}\n{row['q_heads']}/{row['kv_heads']}"
 
 
 def main(source, target):
@@ -41,7 +41,7 @@ def main(source, target):
     cells = {(shape(row), pair(row)): row for row in rows}
 
     plt.rcParams.update({"font.size": 9, "svg.hashsalt": "kvant", "svg.fonttype": "none"})
-    figure, (speed, error) = plt.subplots(1, 2, figsize=(10, 3.6), width_ratios=(2, 1))
+    figure, (speed, error) = plt.subplots(1, 2, figsize=(10, 3.6), width_ratios=(5, 3))
     width = 0.8 / len(pairs)
     for i, name in enumerate(pairs):
         at = [s + (i - (len(pairs) - 1) / 2) * width for s in range(len(shapes))]
@@ -52,6 +52,7 @@ def main(source, target):
         error.plot(range(len(shapes)), [row["rel_l2"] if row else None for row in found], "o", color=COLORS[i])
     for axes in (speed, error):
         axes.set_xticks(range(len(shapes)), shapes)
+        axes.set_xlabel("head_dim, query/kv heads")
         axes.spines[["top", "right"]].set_visible(False)
     speed.set_ylabel("% of the float32 FMA peak")
     speed.set_title("speed")
