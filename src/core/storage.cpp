@@ -24,13 +24,13 @@ int slab_shift(std::size_t slot_bytes) {
 
 // Attention reads a cache from one end to the other: with 4 KiB pages of memory, most of them miss the TLB. Advice only, and only
 // for whole huge pages inside the allocation.
-void use_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] std::size_t bytes) {
+void use_huge_pages([[maybe_unused]] std::byte* memory, [[maybe_unused]] std::size_t bytes) {
 #if defined(__linux__)
-  constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
-  const auto begin = reinterpret_cast<std::uintptr_t>(memory);
-  const std::uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
-  const std::uintptr_t end = (begin + bytes) / kHugePage * kHugePage;
-  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+  constexpr std::size_t kHugePage = std::size_t{2} << 20;
+  const std::size_t skip = (kHugePage - reinterpret_cast<std::uintptr_t>(memory) % kHugePage) % kHugePage;
+  if (skip < bytes && bytes - skip >= kHugePage) {
+    (void)madvise(memory + skip, (bytes - skip) / kHugePage * kHugePage, MADV_HUGEPAGE);
+  }
 #endif
 }
 
@@ -59,7 +59,7 @@ Status Storage::grow(std::int64_t wanted) {
                         "capacity_tokens so that the cache refuses in time",
                         slabs * slab_slots, slot_bytes_)};
   }
-  use_huge_pages(chunk.get(), bytes);
+  use_huge_pages(static_cast<std::byte*>(chunk.get()), bytes);
   slabs_.reserve(slabs_.size() + slabs);
   chunks_.reserve(chunks_.size() + 1);
   const auto address = reinterpret_cast<std::uintptr_t>(chunk.get());
