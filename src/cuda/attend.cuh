@@ -112,7 +112,7 @@ struct Shape : Split<team_warps(KF, VF, D, NT), D> {
     std::int32_t start[kSumGroups][2 * kRows];
     std::int32_t poisoned[kRows];
     float m[kWarps][kRows], l[kWarps][kRows];
-    std::uint32_t constants[2][4];
+    std::uint32_t constants[2][Constants<KF>::kWords];
     Part part;
     Line line;
     LinePlace place;
@@ -312,11 +312,10 @@ struct Attend {
 
   // --- queries ---
 
-  // Rows of queries on their way to registers, this warp's warp, warp + kWarps, ...: all of them where few. Asked for before
-  // the first pages, behind which they would wait for microseconds.
-  struct RawQueries {
-    static constexpr int kHeld = 1;
-    std::uint32_t bits[kHeld][D / 32];
+  // A row of queries on its way to registers: the warp's first one is asked for before the first pages, behind which it would
+  // wait for microseconds, the others each before the one ahead of it is rotated.
+  struct RawQuery {
+    std::uint32_t bits[D / 32];
   };
   // The query of row r of the block; -1: none
   __device__ int query_of(const Part& part, int r, int& q_head) const {
@@ -334,22 +333,16 @@ struct Attend {
                   static_cast<std::int64_t>(q_head) * p.q.head_stride + lane,
               bits);
   }
-  __device__ __forceinline__ void ask_for_queries(const Part& part, RawQueries& raw) const {
-#pragma unroll
-    for (int j = 0; j < RawQueries::kHeld; ++j) ask_for_row(part, warp + kWarps * j, raw.bits[j]);
-  }
 
   // Rows of the block into `info` and the operand layout of `F`, in the basis of encoded keys or as given.
   template <Format F>
-  __device__ void load_queries(const Part& part, RawQueries& raw, bool encoded, bool bf16) {
+  __device__ void load_queries(const Part& part, RawQuery& raw, bool encoded, bool bf16) {
     const DeviceBasis& basis = p.k_basis;
     const std::size_t at = static_cast<std::size_t>(p.layer * p.cache.kv_heads + part.kv_head);
     float* room = reinterpret_cast<float*>(shared + S::kTeamsAt) + warp * D;  // the rings are idle
-    constexpr bool kAllHeld = RawQueries::kHeld == NT;
-#pragma unroll(kAllHeld ? NT : 1)
+#pragma unroll 1
     for (int j = 0; j < NT; ++j) {
       const int r = warp + kWarps * j;
-      std::uint32_t(&bits)[D / 32] = raw.bits[kAllHeld ? j : 0];
       int q_head;
       const bool used = query_of(part, r, q_head) >= 0;
       float x[D / 32];
@@ -357,10 +350,10 @@ struct Attend {
       bool finite = true;
 #pragma unroll
       for (int i = 0; i < D / 32; ++i) {
-        x[i] = used ? element_of(bits[i], p.q.dtype) : 0.0f;
+        x[i] = used ? element_of(raw.bits[i], p.q.dtype) : 0.0f;
         finite = finite && base::is_finite(x[i]);
       }
-      if (!kAllHeld && j + 1 < NT) ask_for_row(part, r + kWarps, bits);
+      if (j + 1 < NT) ask_for_row(part, r + kWarps, raw.bits);
       const bool poisoned = __any_sync(~0u, !finite);
       if (poisoned) {
 #pragma unroll
@@ -695,7 +688,7 @@ struct Attend {
       for (int n = 0; n < NT; ++n) is = is || !(sum[n] <= kLargeSum);
       return __any_sync(~0u, is);
     };
-    // The largest weight of each row; `over` tells the team that a sum is large.
+    // The largest product of each row and version.
     const auto find_peaks = [&] {
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
@@ -1206,8 +1199,8 @@ struct Attend {
       }
       return found;
     };
-    RawQueries raw;
-    ask_for_queries(part, raw);
+    RawQuery raw;
+    ask_for_row(part, warp, raw.bits);
     int found = begin(0);
     load_queries<Format::bf16>(part, raw, false, bf16);
     __syncthreads();
@@ -1427,8 +1420,8 @@ struct Attend {
         scratch = reinterpret_cast<float*>(team_memory() + S::kScratchAt);
         // The first pages are on their way while queries are read and rotated, unless these need the stages' memory.
         const bool early = codec::rotation_shape(D).paley == 1 && p.k_basis.kind != BasisKind::calibrated;
-        RawQueries raw;
-        ask_for_queries(part, raw);
+        RawQuery raw;
+        ask_for_row(part, warp, raw.bits);
         Slots slots;
         if (early) slots = first_pages(part);
         load_queries<KF>(part, raw, true, KF == Format::bf16);

@@ -159,10 +159,9 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   p.claim_tag = ++plans * 0x9E3779B97F4A7C15u >> kClaimBits | 1;
 
   // Blocks enough for eight a row of work or more: no share crosses from one to the next, which would cost it another part.
-  const std::int64_t rows_of_work = std::int64_t{p.batch} * config.kv_heads * p.row_blocks;
-  if (rows_of_work * 8 <= p.shares) p.shares -= static_cast<int>(p.shares % rows_of_work);
+  const std::int64_t segments = std::int64_t{p.batch} * config.kv_heads * p.row_blocks;
+  if (segments * 8 <= p.shares) p.shares -= static_cast<int>(p.shares % segments);
 
-  const std::int64_t segments = static_cast<std::int64_t>(p.batch) * config.kv_heads * p.row_blocks;
   const std::int64_t partials = std::int64_t{p.most_rounds} * p.shares + segments * core::kDomains;
   if (partials > (1 << 30) || segments * p.rows > (1 << 30)) {
     return {Code::invalid_argument,
