@@ -118,6 +118,7 @@ const std::set<std::string> kBenchKeys = {"op",
                                           "batch",
                                           "keys",
                                           "q_len",
+                                          "first_keys",
                                           "threads",
                                           "median_ns",
                                           "spread",
@@ -187,6 +188,8 @@ TEST_F(Cli, WrongUsageIsExitCodeTwo) {
           {{"bench", "decode", "--k-format", "tq4,tq6,tq8", "--v-format", "tq4,tq6"},
            "--v-format: 2 formats for 3 key formats"},
           {{"bench", "decode", "--k-format", "tq6/tq4", "--v-format", "tq4"}, "names its value format already"},
+          {{"bench", "append", "--first-keys", "9"}, "--first-keys 9: of decode and prefill"},
+          {{"bench", "decode", "--first-keys", "3", "--q-len", "4"}, "--q-len 4: more than --keys 3"},
           {{"bench", "--suite", "gpu"}, "--suite gpu: unknown; the suites are cpu"},
           {{"bench", "--suite", "cpu", "--keys", "64"}, "--suite cpu: has shapes of its own; leave out --keys"},
           {{"bench", "append", "--suite", "cpu"}, "--suite cpu: has no append shapes"},
@@ -439,6 +442,13 @@ TEST_F(Cli, BenchPrefillAndAppend) {
   EXPECT_LE(prefill["rows"][0]["rel_l2"], 1e-5);
   EXPECT_EQ(prefill["rows"][2]["v_format"], "tq3");
   for (const Json& row : prefill["rows"]) EXPECT_LE(row["rel_l2"], 2e-4);
+
+  const Json uneven = json_of({"bench", "decode", "--k-format", "tq4", "--batch", "3", "--keys", "70", "--first-keys",
+                               "700", "--head-dim", "64", "--rounds", "1"});
+  EXPECT_EQ(uneven["rows"][0]["first_keys"], 700);
+  EXPECT_LE(uneven["rows"][0]["rel_l2"], 2e-4);
+  EXPECT_NEAR(uneven["rows"][0]["ns_per_value"].get<double>() * 2 * (700 + 2 * 70) * 4 * 64,
+              uneven["rows"][0]["median_ns"].get<double>(), 1.0);
 
   const Json append = json_of(
       {"bench", "append", "--k-format", "f32,fp8,tq2,tq4,tq8", "--keys", "200", "--q-len", "7", "--rounds", "1"});

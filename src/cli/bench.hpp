@@ -3,6 +3,7 @@
 // taken.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -22,12 +23,18 @@ struct BenchCase {
   int q_heads = 16, kv_heads = 4, head_dim = 128;
   int batch = 1;
   std::int64_t keys = 16384;
-  std::int64_t q_len = 1;  ///< append: tokens of one call
-  int threads = 1;         ///< 0 on a device
+  std::int64_t first_keys = 0;  ///< of the first sequence; 0: as many as the others
+  std::int64_t q_len = 1;       ///< append: tokens of one call
+  int threads = 1;              ///< 0 on a device
   std::string backend = "cpu";
   std::string isa;  ///< "cuda" on a device
   int sink_pages = 1, tail_pages = 1;
 
+  [[nodiscard]] std::int64_t keys_of(std::int64_t sequence) const {
+    return sequence == 0 && first_keys > 0 ? first_keys : keys;
+  }
+  [[nodiscard]] std::int64_t most_keys() const { return std::max(keys_of(0), batch > 1 ? keys : 0); }
+  [[nodiscard]] std::int64_t all_keys() const { return keys_of(0) + (batch - 1) * keys; }
   [[nodiscard]] double stored_values() const;  ///< keys and values of the whole batch
   /// 4 * q_heads * head_dim for each pair of a query and a key it sees: a multiply and an add for K and for V.
   [[nodiscard]] double flops() const;

@@ -26,6 +26,7 @@ constexpr const char* kFooter =
     "  kvant bench prefill --q-len 512 --keys 4096 --head-dim 128,256,512 --k-format f16,tq4\n"
     "  kvant bench append --k-format tq4,tq6/tq4 --isa scalar,avx2 --threads 1\n"
     "  kvant bench decode --backend cuda --batch 16 --q-heads 32 --kv-heads 8 --keys 32768 --k-format tq6/tq4,bf16\n"
+    "  kvant bench decode --backend cuda --batch 32 --first-keys 131072 --keys 1024 --kv-heads 8 --q-heads 32\n"
     "  kvant bench --suite cpu --markdown results.md";
 
 // Zero stands for "the default of the operation".
@@ -35,6 +36,7 @@ struct Arguments {
   std::vector<std::string> k_formats, v_formats;
   std::vector<int> q_heads = {16}, kv_heads = {4}, head_dims = {128}, batches = {1}, threads = {0};
   std::vector<std::int64_t> keys, q_lens;
+  std::int64_t first_keys = 0;
   std::vector<std::string> isas = {""};
   std::string backend = "cpu";
   int device = 0;
@@ -84,6 +86,7 @@ std::vector<BenchCase> shapes_of(const Arguments& a, bool is_op_given) {
   cross(q_lens, [](BenchCase& c, std::int64_t v) { c.q_len = v; });
   for (BenchCase& c : shapes) {
     if (c.op == BenchOp::append && a.q_lens.empty()) c.q_len = std::min(c.q_len, c.keys);
+    c.first_keys = a.first_keys;
   }
   return shapes;
 }
@@ -95,9 +98,12 @@ void check_shape(const BenchCase& c) {
   if (c.op != BenchOp::append && c.q_heads % c.kv_heads != 0) {
     usage(fmt::format("--q-heads {}: must be a multiple of --kv-heads {}", c.q_heads, c.kv_heads));
   }
-  if (c.q_len > c.keys) {
+  if (c.first_keys > 0 && c.op == BenchOp::append) {
+    usage(fmt::format("--first-keys {}: of decode and prefill; appends are alike in all sequences", c.first_keys));
+  }
+  if (c.q_len > std::min(c.keys, c.keys_of(0))) {
     usage(fmt::format("--q-len {}: more than --keys {}; the queries are the newest of the keys' positions", c.q_len,
-                      c.keys));
+                      std::min(c.keys, c.keys_of(0))));
   }
 }
 
@@ -234,6 +240,11 @@ Action add_bench_command(CLI::App& app) {
       list("--batch", a->batches, "Sequences")->check(range(1, 65536))->capture_default_str(),
       list("--keys", a->keys, "Tokens of a sequence; default: 16384 for decode, else 4096")
           ->check(range(std::int64_t{1}, most_tokens)),
+      command
+          ->add_option("--first-keys", a->first_keys,
+                       "Tokens of the first sequence, a long one beside others; default: as --keys")
+          ->check(range(std::int64_t{1}, most_tokens))
+          ->type_name("N"),
       list("--q-len", a->q_lens, "Queries of a sequence; default: 1 for decode, else 512")
           ->check(range(std::int64_t{1}, most_queries)),
   };

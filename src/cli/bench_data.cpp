@@ -54,15 +54,19 @@ std::vector<float> loud_vectors(std::int64_t tokens, int heads, int head_dim, do
 
 bool is_same_workload(const BenchCase& a, const BenchCase& b) {
   return a.formats == b.formats && a.kv_heads == b.kv_heads && a.head_dim == b.head_dim && a.batch == b.batch &&
-         a.keys == b.keys && a.sink_pages == b.sink_pages && a.tail_pages == b.tail_pages;
+         a.keys == b.keys && a.first_keys == b.first_keys && a.sink_pages == b.sink_pages &&
+         a.tail_pages == b.tail_pages;
 }
 
 double layer_bytes(const BenchCase& c) {
-  const double pages = std::ceil(static_cast<double>(c.keys) / kPageTokens);
-  const double exact_pages = c.formats.is_dense() ? 0 : std::min<double>(pages, c.sink_pages + c.tail_pages + 2);
   const codec::PageLayout page = codec::page_layout(c.formats.k, c.formats.v, c.head_dim);
   const double exact_bytes = 4.0 * kPageTokens * c.head_dim;  // bf16
-  return (pages * page.block_bytes + exact_pages * exact_bytes) * c.kv_heads * c.batch;
+  const auto bytes_of = [&](std::int64_t keys) {
+    const double pages = std::ceil(static_cast<double>(keys) / kPageTokens);
+    const double exact_pages = c.formats.is_dense() ? 0 : std::min<double>(pages, c.sink_pages + c.tail_pages + 2);
+    return pages * page.block_bytes + exact_pages * exact_bytes;
+  };
+  return (bytes_of(c.keys_of(0)) + (c.batch - 1) * bytes_of(c.keys)) * c.kv_heads;
 }
 
 CacheConfig cache_config(const BenchCase& c, int layers) {
@@ -78,6 +82,18 @@ CacheConfig cache_config(const BenchCase& c, int layers) {
   return config;
 }
 
+BenchStep bench_step(const Workload& w, std::int64_t done, std::int64_t tokens) {
+  BenchStep step;
+  for (std::size_t i = 0; i < w.sequences.size(); ++i) {
+    const std::int64_t left = w.bench_case.keys_of(static_cast<std::int64_t>(i)) - done;
+    if (left <= 0) continue;
+    step.appends.push_back({w.sequences[i], std::min(tokens, left)});
+    step.sequences.push_back(w.sequences[i]);
+    step.rows += std::min(tokens, left);
+  }
+  return step;
+}
+
 Result<Workload> make_workload(const BenchCase& c, int layers) {
   Result<Cache> cache = Cache::create(cache_config(c, layers));
   if (!cache.ok()) return cache.status();
@@ -88,25 +104,23 @@ Result<Workload> make_workload(const BenchCase& c, int layers) {
   constexpr std::int64_t kSupplyValues = std::int64_t{1} << 24;
   const std::int64_t row = static_cast<std::int64_t>(c.kv_heads) * c.head_dim;
   const std::int64_t step =
-      std::min(c.keys, std::max<std::int64_t>(1, std::min<std::int64_t>(4096, kSupplyValues / row) / c.batch));
-  const std::int64_t supply = std::max(step * c.batch, std::min(c.keys * c.batch, kSupplyValues / row));
+      std::min(c.most_keys(), std::max<std::int64_t>(1, std::min<std::int64_t>(4096, kSupplyValues / row) / c.batch));
+  const std::int64_t supply = std::max(step * c.batch, std::min(c.all_keys(), kSupplyValues / row));
   const std::vector<float> keys = loud_vectors(supply, c.kv_heads, c.head_dim, 10, 1);
   const std::vector<float> values = loud_vectors(supply, c.kv_heads, c.head_dim, 6, 2);
   std::int64_t from = 0;
-  for (std::int64_t done = 0; done < c.keys; done += step) {
-    const std::int64_t tokens = std::min(step, c.keys - done);
-    if (from + tokens * c.batch > supply) from = 0;
-    std::vector<Append> appends;
-    for (const SequenceId sequence : w.sequences) appends.push_back({sequence, tokens});
-    if (const Status status = w.cache.reserve(appends); !status.ok()) return status;
+  for (std::int64_t done = 0; done < c.most_keys(); done += step) {
+    const BenchStep next = bench_step(w, done, step);
+    if (from + next.rows > supply) from = 0;
+    if (const Status status = w.cache.reserve(next.appends); !status.ok()) return status;
     const auto view = [&](const std::vector<float>& data) {
-      return TensorView::of(data.data() + from * row, tokens * c.batch, c.kv_heads, c.head_dim);
+      return TensorView::of(data.data() + from * row, next.rows, c.kv_heads, c.head_dim);
     };
     for (int layer = 0; layer < layers; ++layer) {
-      if (const Status status = w.cache.write(w.sequences, layer, view(keys), view(values)); !status.ok())
+      if (const Status status = w.cache.write(next.sequences, layer, view(keys), view(values)); !status.ok())
         return status;
     }
-    from += tokens * c.batch;
+    from += next.rows;
   }
   return w;
 }
@@ -162,7 +176,7 @@ std::vector<std::int64_t> spread_over(std::int64_t count, std::int64_t wanted) {
 Result<double> check_attention(const Workload& workload, const BenchCase& c, const std::vector<float>& q,
                                const std::vector<float>& out, std::int64_t most_sequences) {
   constexpr double kRowBudget = 4e8;  // multiply-adds: about a second on one core
-  const double row_cost = 2.0 * static_cast<double>(c.keys) * c.head_dim;
+  const double row_cost = 2.0 * static_cast<double>(c.most_keys()) * c.head_dim;
   const auto rows_wanted = static_cast<std::int64_t>(std::clamp(kRowBudget / row_cost, 4.0, 64.0));
   const std::vector<std::int64_t> batches = spread_over(c.batch, std::min(most_sequences, rows_wanted));
   const std::vector<std::int64_t> heads = spread_over(c.q_heads, std::min<std::int64_t>(4, rows_wanted));
@@ -175,6 +189,7 @@ Result<double> check_attention(const Workload& workload, const BenchCase& c, con
 
   double error2 = 0, truth2 = 0;
   for (const std::int64_t b : batches) {
+    const std::int64_t own_keys = c.keys_of(b);
     std::vector<SampledRow> rows;
     for (const std::int64_t head : heads) {
       for (const std::int64_t query : queries) {
@@ -183,8 +198,8 @@ Result<double> check_attention(const Workload& workload, const BenchCase& c, con
                         std::vector<double>(static_cast<std::size_t>(c.head_dim))});
       }
     }
-    for (std::int64_t begin = 0; begin < c.keys; begin += chunk) {
-      const std::int64_t end = std::min(begin + chunk, c.keys);
+    for (std::int64_t begin = 0; begin < own_keys; begin += chunk) {
+      const std::int64_t end = std::min(begin + chunk, own_keys);
       const Status status =
           workload.cache.read(workload.sequences[static_cast<std::size_t>(b)], 0, begin, end,
                               MutableTensorView::of(keys.data(), end - begin, c.kv_heads, c.head_dim),
@@ -192,7 +207,7 @@ Result<double> check_attention(const Workload& workload, const BenchCase& c, con
       if (!status.ok()) return status;
       parallel_for(core::hardware_threads(), static_cast<std::int64_t>(rows.size()), [&](std::int64_t i) {
         SampledRow& row = rows[static_cast<std::size_t>(i)];
-        const std::int64_t visible = std::min(end, c.keys - c.q_len + row.query + 1) - begin;
+        const std::int64_t visible = std::min(end, own_keys - c.q_len + row.query + 1) - begin;
         const std::int64_t offset = row.head / (c.q_heads / c.kv_heads) * static_cast<std::int64_t>(c.head_dim);
         row.add(keys.data() + offset, values.data() + offset, visible, kv_row, c.head_dim, scale);
       });

@@ -33,6 +33,14 @@ struct Workload {
   int layers = 1;
 };
 
+/// The next tokens of sequences of which `done` are written: at most `tokens` of each, none of those that are complete.
+struct BenchStep {
+  std::vector<Append> appends;
+  std::vector<SequenceId> sequences;
+  std::int64_t rows = 0;  ///< of all
+};
+BenchStep bench_step(const Workload& w, std::int64_t done, std::int64_t tokens);
+
 /// Cases with the same answer can share a workload.
 bool is_same_workload(const BenchCase& a, const BenchCase& b);
 /// Bytes of one layer of the case's cache.

@@ -50,8 +50,9 @@ class Measurement {
     CacheConfig config = cache_config(c, layers);
     config.device = fmt::format("cuda:{}", device_);
     config.max_sequences = c.batch;
-    config.max_sequence_tokens = (c.keys + kPageTokens - 1) / kPageTokens * kPageTokens;
-    config.capacity_tokens = config.max_sequence_tokens * c.batch;
+    const auto whole_pages = [](std::int64_t keys) { return (keys + kPageTokens - 1) / kPageTokens * kPageTokens; };
+    config.max_sequence_tokens = whole_pages(c.most_keys());
+    config.capacity_tokens = whole_pages(c.keys_of(0)) + (c.batch - 1) * whole_pages(c.keys);
     return Cache::create(config);
   }
 
@@ -120,19 +121,17 @@ class Measurement {
     if (!cache.ok()) return cache.status();
     Workload w{c, std::move(*cache), {}, layers};
     for (int i = 0; i < c.batch; ++i) w.sequences.push_back(w.cache.add_sequence());
-    const std::int64_t step =
-        std::clamp<std::int64_t>(kSupplyBytes / (2 * row_values(c) * c.batch), 1, std::min<std::int64_t>(c.keys, 8192));
+    const std::int64_t step = std::clamp<std::int64_t>(kSupplyBytes / (2 * row_values(c) * c.batch), 1,
+                                                       std::min<std::int64_t>(c.most_keys(), 8192));
     const Result<Supply> supply = make_supply(c, step * c.batch);
     if (!supply.ok()) return supply.status();
-    for (std::int64_t done = 0; done < c.keys; done += step) {
-      const std::int64_t tokens = std::min(step, c.keys - done);
-      if (Status s = fill(*supply, c, done * c.batch, tokens * c.batch); !s.ok()) return s;
-      std::vector<Append> appends;
-      for (const SequenceId id : w.sequences) appends.push_back({id, tokens});
-      if (Status s = w.cache.reserve(appends, bench_.stream()); !s.ok()) return s;
+    for (std::int64_t done = 0; done < c.most_keys(); done += step) {
+      const BenchStep next = bench_step(w, done, step);
+      if (Status s = fill(*supply, c, done * c.batch, next.rows); !s.ok()) return s;
+      if (Status s = w.cache.reserve(next.appends, bench_.stream()); !s.ok()) return s;
       for (int layer = 0; layer < layers; ++layer) {
-        const Status s = w.cache.write(w.sequences, layer, rows_of(supply->keys, c, 0, tokens * c.batch),
-                                       rows_of(supply->values, c, 0, tokens * c.batch), bench_.stream());
+        const Status s = w.cache.write(next.sequences, layer, rows_of(supply->keys, c, 0, next.rows),
+                                       rows_of(supply->values, c, 0, next.rows), bench_.stream());
         if (!s.ok()) return s;
       }
     }

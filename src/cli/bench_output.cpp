@@ -48,7 +48,7 @@ Table bench_table(const BenchResult& result) {
         is_append ? fmt::format("-/{}", c.kv_heads) : fmt::format("{}/{}", c.q_heads, c.kv_heads),
         std::to_string(c.head_dim),
         std::to_string(c.batch),
-        std::to_string(c.keys),
+        c.first_keys > 0 ? fmt::format("{} + {} x {}", c.first_keys, c.batch - 1, c.keys) : std::to_string(c.keys),
         std::to_string(c.q_len),
         c.isa,
         is_device(c) ? "-" : std::to_string(c.threads)};
@@ -142,18 +142,33 @@ std::string bench_csv(const BenchResult& result) {
                {"gb_per_s"},
                {"share_of_read_bandwidth"},
                {"share_of_fma_peak"},
-               {"rel_l2"}});
+               {"rel_l2"},
+               {"first_keys"}});
   for (const BenchRow& row : result.rows) {
     const BenchCase& c = row.bench_case;
     const auto figure = [&](double value, bool is_there = true) {
       return row.refusal.empty() && is_there ? fmt::format("{}", value) : std::string();
     };
-    table.add({op_name(c.op), c.backend, c.isa, format_info(c.formats.k).name, format_info(c.formats.v).name,
-               std::to_string(c.q_heads), std::to_string(c.kv_heads), std::to_string(c.head_dim),
-               std::to_string(c.batch), std::to_string(c.keys), std::to_string(c.q_len), std::to_string(c.threads),
-               figure(row.median_ns), figure(row.spread), figure(row.ns_per_value), figure(row.gb_per_s),
+    table.add({op_name(c.op),
+               c.backend,
+               c.isa,
+               format_info(c.formats.k).name,
+               format_info(c.formats.v).name,
+               std::to_string(c.q_heads),
+               std::to_string(c.kv_heads),
+               std::to_string(c.head_dim),
+               std::to_string(c.batch),
+               std::to_string(c.keys),
+               std::to_string(c.q_len),
+               std::to_string(c.threads),
+               figure(row.median_ns),
+               figure(row.spread),
+               figure(row.ns_per_value),
+               figure(row.gb_per_s),
                figure(row.share_of_read_bandwidth),
-               figure(row.share_of_fma_peak, c.op != BenchOp::append && !is_device(c)), fmt::format("{}", row.rel_l2)});
+               figure(row.share_of_fma_peak, c.op != BenchOp::append && !is_device(c)),
+               fmt::format("{}", row.rel_l2),
+               std::to_string(c.keys_of(0))});
   }
   return table.csv();
 }
@@ -178,6 +193,7 @@ std::string bench_json(const BenchResult& result, const Machine& machine, const 
                     {"head_dim", c.head_dim},
                     {"batch", c.batch},
                     {"keys", c.keys},
+                    {"first_keys", c.keys_of(0)},
                     {"q_len", c.q_len},
                     {"threads", c.threads},
                     {"median_ns", number_or_null(has_speed, row.median_ns)},

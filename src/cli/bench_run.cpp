@@ -229,12 +229,13 @@ const char* op_name(BenchOp op) {
 }
 
 double BenchCase::stored_values() const {
-  return 2.0 * batch * static_cast<double>(keys) * kv_heads * head_dim;
+  return 2.0 * static_cast<double>(all_keys()) * kv_heads * head_dim;
 }
 
 double BenchCase::flops() const {
-  const double pairs = static_cast<double>(q_len) * (static_cast<double>(keys) - (static_cast<double>(q_len) - 1) / 2);
-  return 4.0 * batch * q_heads * head_dim * pairs;
+  const double pairs =
+      static_cast<double>(q_len) * (static_cast<double>(all_keys()) - batch * (static_cast<double>(q_len) - 1) / 2);
+  return 4.0 * q_heads * head_dim * pairs;
 }
 
 Result<BenchResult> run_bench(const std::vector<BenchCase>& cases, const BenchSettings& settings,
