@@ -10,22 +10,10 @@
 namespace kvant::cuda {
 namespace {
 
-TEST(Schedule, QuotientsAreThoseOfDivision) {
-  std::mt19937_64 random(1);
-  for (int trial = 0; trial < 200000; ++trial) {
-    const auto a = static_cast<long long>(random() >> (1 + random() % 62));
-    const auto b = static_cast<int>(1 + random() % (1ull << (1 + random() % 30)));
-    ASSERT_EQ(quotient(a, b), a / b) << a << " / " << b;
-  }
-  for (const long long a : {0LL, 0xFFFFFFFELL, 0xFFFFFFFFLL, 0x100000000LL, 0x7FFFFFFFFFFFFFFFLL}) {
-    for (const int b : {1, 2, 3, 0x7FFFFFFF}) EXPECT_EQ(quotient(a, b), a / b) << a << " / " << b;
-  }
-}
-
 AttendParams params_of(int shares, int least_units, int least_item, int most_rounds) {
   AttendParams p{};
   p.shares = shares, p.least_units = least_units, p.least_item = least_item, p.most_rounds = most_rounds;
-  p.exact_cost = 6, p.group = 4, p.rows = 4;
+  p.exact_cost = 6, p.part_cost = 4, p.group = 4, p.rows = 4;
   p.causal = true;
   return p;
 }
@@ -36,7 +24,7 @@ TEST(Schedule, ItemsCoverTheLine) {
   for (int trial = 0; trial < 3000; ++trial) {
     const AttendParams p = params_of(static_cast<int>(1 + random() % 600), static_cast<int>(1 + random() % 4),
                                      static_cast<int>(1 + random() % 40), static_cast<int>(1 + random() % kMostRounds));
-    const auto total = static_cast<long long>(random() >> (20 + random() % 44));
+    const auto total = static_cast<int>(random() >> (33 + random() % 31));
     const Line line = make_line(p, total);
     ASSERT_GE(line.shares, 1);
     ASSERT_LE(line.shares, p.shares);
@@ -45,15 +33,39 @@ TEST(Schedule, ItemsCoverTheLine) {
     ASSERT_EQ(line.begin(0), 0);
     ASSERT_EQ(line.begin(line.items()), total);
     for (int round = 0; round < line.rounds; ++round) {
-      long long least = total, most = 0;
+      int least = total, most = 0;
       for (int place = 0; place < line.shares; ++place) {
         const int item = round * line.shares + place;
-        const long long units = line.begin(item + 1) - line.begin(item);
+        const int units = line.begin(item + 1) - line.begin(item);
         least = std::min(least, units), most = std::max(most, units);
       }
       ASSERT_GE(least, 0);
       ASSERT_LE(most - least, 1) << "total " << total << ", round " << round;
     }
+  }
+}
+
+// Wherever items end, each page of a domain is in one of them, and those of an item follow each other.
+TEST(Schedule, EveryPageIsInOneItem) {
+  std::mt19937_64 random(4);
+  for (int trial = 0; trial < 3000; ++trial) {
+    const int pages = static_cast<int>(random() % 40), cost = static_cast<int>(1 + random() % 9);
+    const int lead = static_cast<int>(random() % 6), units = pages > 0 ? pages * cost + lead : 0;
+    int at = 0, page = 0;
+    while (at < units) {
+      const int end = std::min(units, at + static_cast<int>(1 + random() % 30));
+      ASSERT_EQ(pages_before(at, lead, cost), page);
+      const int next = pages_before(end, lead, cost);
+      ASSERT_GE(next, page);
+      // Page j begins at unit 0, or at lead + j * cost.
+      for (int j = page; j < next; ++j) {
+        const int begin = j == 0 ? 0 : lead + j * cost;
+        ASSERT_GE(begin, at);
+        ASSERT_LT(begin, end);
+      }
+      at = end, page = next;
+    }
+    ASSERT_EQ(page, pages);
   }
 }
 

@@ -65,8 +65,8 @@ __host__ __device__ constexpr int exact_team_warps(int head_dim) {
 
 // Where a block stands on the line of work.
 struct LinePlace {
-  long long at, end;
-  long long base;  // units before `entry`
+  int at, end;
+  int base;  // units before `entry`
   int entry;
   int item;  // -1: none yet
 };
@@ -128,20 +128,16 @@ struct Shape : Split<team_warps(KF, VF, D, NT), D> {
   static constexpr int kTeamBytes = (kScratchAt + kScratch + 31) / 32 * 32;
   static constexpr int kCombine = kTeams > 1 ? kTeams* kRows* D * 4 : 0;  // reuses the teams' memory
   static constexpr int kEncodedBytes = kTeams * kTeamBytes > kCombine ? kTeams* kTeamBytes : kCombine;
-  // Exact pages pass through the same memory, half a side at a time, as many halves at once as fit.
+  // Exact pages pass through the same memory, half a side at a time, through 1, 2 or 4 stages (AttendParams::exact_stages).
   static constexpr int kExactTeam = exact_team_warps(D), kExactTeams = kWarps / kExactTeam;
   static constexpr int kExactKeyRow = padded_row(8 * D, 64), kExactValueRow = padded_row(16 * D, kValueResidue);
   static constexpr int kExactHalf = 8 * kExactKeyRow > 4 * kExactValueRow ? 8 * kExactKeyRow : 4 * kExactValueRow;
   static constexpr int kExactP = 2 * kRows * 192, kExactScratch = kExactTeam * kRows * 4;
   static constexpr int kExactRest = (kExactP + kExactScratch + 31) / 32 * 32;
-  static constexpr int exact_stages() {
-    const int fit = (kEncodedBytes / kExactTeams - kExactRest) / kExactHalf;
-    return fit < 1 ? 1 : fit > 4 ? 4 : fit;
+  static constexpr int bytes(int exact_stages) {
+    const int exact = kHasExact ? kExactTeams * (exact_stages * kExactHalf + kExactRest) : 0;
+    return kTeamsAt + (kEncodedBytes > exact ? kEncodedBytes : exact);
   }
-  static constexpr int kExactStages = exact_stages();
-  static constexpr int kExactTeamBytes = kExactStages * kExactHalf + kExactRest;
-  static constexpr int kExactBytes = kHasExact ? kExactTeams * kExactTeamBytes : 0;
-  static constexpr int kBytes = kTeamsAt + (kEncodedBytes > kExactBytes ? kEncodedBytes : kExactBytes);
 };
 
 template <Format KF, Format VF, int D, int NT>
@@ -1146,72 +1142,90 @@ struct Attend {
   }
 
   // Half a side of an exact page: tokens 0 to 3 or 4 to 7 of every octet of the keys (0, 1), octets 0 to 3 or 4 to 7 of the
-  // values (2, 3). By all threads of the team, a group of copies of its own.
-  __device__ void copy_exact(std::byte* to, const std::byte* block, int half) const {
-    constexpr int kUnits = 4 * D;  // of 16 bytes
-    const bool values = half >= 2;
-    const int row_units = values ? D : D / 2, stride = values ? S::kExactValueRow : S::kExactKeyRow;
-    const std::byte* from =
-        block + (values ? p.cache.exact_layout.v.plane_offset[0] + (half - 2) * 64 * D : half * 8 * D);
-#pragma unroll 4
-    for (int i = threadIdx.x % (32 * S::kExactTeam); i < kUnits; i += 32 * S::kExactTeam) {
-      const int row = i / row_units, at = i - row * row_units;
-      ptx::copy16<0, 0>(ptx::shared_address(to) + row * stride + 16 * at, from + row * 16 * D + 16 * at);
+  // values (2, 3). By all warps of the team.
+  __device__ __forceinline__ void copy_exact(std::byte* to, const std::byte* block, int half) const {
+    constexpr int TW = S::kExactTeam;
+    const int member = warp % TW;
+    if (half < 2) {
+      // Octet by octet, since a row of copy_rows is followed by the next: here every other one is another half's.
+      const std::byte* from = block + half * 8 * D;
+#pragma unroll
+      for (int i = 0; i < 8 / TW; ++i) {
+        const int octet = 8 / TW * member + i;
+        copy_rows<1, 8 * D, S::kExactKeyRow, false>(to + octet * S::kExactKeyRow, from + octet * 16 * D, 0);
+      }
+    } else {
+      const std::byte* from = block + p.cache.exact_layout.v.plane_offset[0] + (half - 2) * 64 * D;
+      copy_rows<4 / TW, 16 * D, S::kExactValueRow, false>(to, from, 0, 4 / TW * member);
     }
-    ptx::copy_commit();
   }
 
   __device__ __forceinline__ void exact_part(const Part& part) {
     clear();
-    weights = shared + S::kTeamsAt + warp / S::kExactTeam * S::kExactTeamBytes + S::kExactStages * S::kExactHalf;
+    std::byte* memory = shared + S::kTeamsAt + warp / S::kExactTeam * (p.exact_stages * S::kExactHalf + S::kExactRest);
+    weights = memory + p.exact_stages * S::kExactHalf;
     scratch = reinterpret_cast<float*>(weights + S::kExactP);
-    exact_pages(part);
+    exact_pages(part, memory);
     __syncthreads();
     write_partial<S::kExactTeam>(part);
   }
-  __device__ __forceinline__ void exact_pages(const Part& part) {
-    constexpr int TW = S::kExactTeam, kStages = S::kExactStages;
+  // A page's four halves pass through the stages in turn; each makes room for the one that is as many later, of this page or
+  // the next.
+  __device__ __forceinline__ void exact_pages(const Part& part, std::byte* memory) {
+    constexpr int TW = S::kExactTeam;
+    const int stages = p.exact_stages;
     using L = Split<TW, D>;
     const int member = warp % TW;
     const bool bf16 = p.cache.exact_layout.k.format == Format::bf16;
     const int pages = count_pages<TW>(part);
-    std::byte* memory = shared + S::kTeamsAt + warp / TW * S::kExactTeamBytes;
-    const auto stage = [&](int half) { return memory + half % kStages * S::kExactHalf; };
-    const auto wait = [&](int half) {  // for half a side; later ones may be on their way
-      const int later = kStages - 1 < 3 - half ? kStages - 1 : 3 - half;
-      if (later == 0) ptx::copy_wait<0>();
-      if (later == 1) ptx::copy_wait<1>();
-      if (later == 2) ptx::copy_wait<2>();
-      if (later == 3) ptx::copy_wait<3>();
-      team_sync<TW>();
+    const auto stage = [&](int half) { return memory + (half & (stages - 1)) * S::kExactHalf; };
+    // The pages of this domain, in order: lane i knows number base + i, `left` are those still to come.
+    struct Found {
+      int number, slot;  // slot -1: none
     };
-    const auto next = [&](int half, const std::byte* block) {
-      team_sync<TW>();
-      if (half + kStages < 4) copy_exact(stage(half + kStages), block, half + kStages);
-    };
-    const auto begin = [&](int k) {
-      const int found = k < pages ? find_slot<TW>(part, k) : -1;
-      if (found >= 0) {
-#pragma unroll 1
-        for (int half = 0; half < kStages; ++half) {
-          copy_exact(stage(half), exact_block(found >> 1, part.kv_head), half);
-        }
+    int base = 0, slot = find_slot<TW>(part, lane);
+    unsigned left = __ballot_sync(~0u, slot >= 0);
+    const auto next_page = [&] {
+      while (left == 0) {
+        base += 32;
+        if (base >= pages) return Found{0, -1};
+        slot = find_slot<TW>(part, base + lane);
+        left = __ballot_sync(~0u, slot >= 0);
       }
-      return found;
+      const int i = __ffs(static_cast<int>(left)) - 1;
+      left &= left - 1;
+      return Found{base + i, __shfl_sync(~0u, slot, i)};
+    };
+    // A group of copies for each half, also where there is none: so the wait for a half is for all but the last stages - 1.
+    const auto copy = [&](const Found& page, int half) {
+      if (page.slot >= 0) copy_exact(stage(half), exact_block(page.slot >> 1, part.kv_head), half);
+      ptx::copy_commit();
     };
     RawQuery raw;
     ask_for_row(part, warp, raw.bits);
-    int found = begin(0);
+    Found here = next_page();
+#pragma unroll 1
+    for (int half = 0; half < stages; ++half) copy(here, half);
+    Found ahead = next_page();
     load_queries<Format::bf16>(part, raw, false, bf16);
     __syncthreads();
+    const auto wait = [&] {
+      if (stages == 1) ptx::copy_wait<0>();
+      if (stages == 2) ptx::copy_wait<1>();
+      if (stages == 4) ptx::copy_wait<3>();
+      team_sync<TW>();
+    };
+    const auto next = [&](int half) {
+      team_sync<TW>();
+      half += stages;
+      copy(half < 4 ? here : ahead, half % 4);
+    };
 #pragma unroll 1
-    for (int k = 0; k < pages; found = begin(++k)) {
-      if (found < 0) continue;
-      const std::byte* block = exact_block(found >> 1, part.kv_head);
+    while (here.slot >= 0) {
       float s[L::kTokenTiles][NT][2];
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
-        wait(half);
+        wait();
 #pragma unroll
         for (int i = 0; i < L::kTokenTiles; ++i) {
           const int token = L::kTokens * member + 2 * i;
@@ -1228,18 +1242,21 @@ struct Attend {
             for (int h = 0; h < 2; ++h) s[i][n][h] = (c[n][2 * h] + c[n][2 * h + 1]) * info->scale[4 * n + t];
           }
         }
-        next(half, block);
+        next(half);
       }
-      if ((found & 1) == 0) transform<TW>(part, page_at<TW>(part, k), s);
+      if ((here.slot & 1) == 0) transform<TW>(part, page_at<TW>(part, here.number), s);
       Fold fold;
       weigh<Format::bf16, TW>(s, nullptr, bf16, fold);
 #pragma unroll 1
       for (int half = 2; half < 4; ++half) {
-        wait(half);
+        wait();
         half_values<false, 1, TW>(stage(half), S::kExactValueRow, 2 * D, half - 2, bf16, fold[0]);
-        next(half, block);
+        next(half);
       }
+      here = ahead;
+      ahead = next_page();
     }
+    ptx::copy_wait<0>();
   }
 
   // The teams' sums together, in team order, and to global memory.
@@ -1297,37 +1314,31 @@ struct Attend {
     __syncthreads();
   }
 
-  // The block's next item, by its first warp. Where there is none, `end` is `at`.
-  __device__ void next_item() const {
-    const Line line = info->line;
-    LinePlace& place = info->place;
-    int item = place.item < 0 ? static_cast<int>(blockIdx.x) : line.items();
-    if (place.item >= 0 && line.rounds > 1) {
+  // The item after `last` (-1: the block's first), by the block's first warp. Where there is none, `end` is `at`.
+  __device__ LinePlace next_item(const Line& line, int last) const {
+    int item = last < 0 ? static_cast<int>(blockIdx.x) : line.items();
+    if (last >= 0 && line.rounds > 1) {
       if (lane == 0) item = line.shares + claim(p);
       item = __shfl_sync(~0u, item, 0);
     } else if (item >= line.shares) {
       item = line.items();
     }
-    long long base = 0, begin = line.total, end = line.total;
-    int entry = p.batch;
-    if (item < line.items()) {
-      const long long mine = line.begin(item + lane % 2);
-      begin = __shfl_sync(~0u, mine, 0), end = __shfl_sync(~0u, mine, 1);
-      entry = find_sequence(p, info->window, begin, base);
-    }
-    __syncwarp();
-    if (lane == 0) place = {begin, end, base, entry, item};
-    __syncwarp();
+    if (item >= line.items()) return {line.total, line.total, 0, p.batch, item};
+    const int mine = line.begin(item + lane % 2);
+    const int begin = __shfl_sync(~0u, mine, 0), end = __shfl_sync(~0u, mine, 1);
+    int base;
+    const int entry = find_sequence(p, info->window, begin, base);
+    return {begin, end, base, entry, item};
   }
 
-  // The next part of this block's item, by its first warp; no partial where there is none.
+  // The next part of the block's work, by its first warp; no partial where there is none.
   __device__ void next_part() const {
     LinePlace line = info->place;
     __syncwarp();
+    if (line.at >= line.end) line = next_item(info->line, line.item);
     SequenceCost cost;
     BatchEntry batch;
-    int length;
-    long long in_sequence;
+    int length, in_sequence;
     while (true) {
       if (line.at >= line.end) {
         if (lane == 0) info->part.partial = -1;
@@ -1336,7 +1347,7 @@ struct Attend {
       show(p, info->window, line.entry);
       const int i = line.entry - info->window.first;
       cost = info->window.cost[i], batch = info->window.batch[i], length = info->window.length[i];
-      const long long all = static_cast<long long>(cost.head()) * p.cache.kv_heads;
+      const int all = cost.head() * p.cache.kv_heads;
       in_sequence = line.at - line.base;
       if (in_sequence < all) break;
       line.base += all;
@@ -1345,31 +1356,28 @@ struct Attend {
     if (lane == 0) describe(info->part, line, cost, batch, length, in_sequence);
   }
   __device__ void describe(Part& part, LinePlace line, const SequenceCost& cost, const BatchEntry& batch, int length,
-                           long long in_sequence) const {
+                           int in_sequence) const {
     part.entry = line.entry, part.batch = batch, part.length = length, part.q_len = batch.q_len;
     const int segment = cost.exact + cost.encoded;
-    const int index = in_sequence < segment ? 0 : static_cast<int>(quotient(in_sequence, segment));
-    const int offset = static_cast<int>(in_sequence - static_cast<long long>(index) * segment);
+    const int index = quotient(in_sequence, segment), offset = in_sequence - index * segment;
     part.kv_head = index, part.row_block = 0;
     if (cost.row_blocks > 1) part.kv_head = index / cost.row_blocks, part.row_block = index % cost.row_blocks;
-    part.domain = offset < cost.exact ? core::kExact : core::kEncoded;
-    const int last = part.domain == core::kExact ? cost.exact : segment;
-    const int stop = static_cast<int>(line.end - line.at < last - offset ? offset + (line.end - line.at) : last);
-    part.runs = page_runs(p, part.length, part.q_len, part.domain == core::kExact);
-    if (part.domain == core::kExact) {  // an exact page belongs to the share that its first unit is in
-      part.use_begin = offset == 0 ? 0 : (offset + p.exact_cost - 1) / p.exact_cost;
-      part.use_end = (stop + p.exact_cost - 1) / p.exact_cost;
-    } else {
-      part.use_begin = offset - cost.exact, part.use_end = stop - cost.exact;
-    }
+    const bool is_exact = offset < cost.exact;
+    part.domain = is_exact ? core::kExact : core::kEncoded;
+    const int begin = is_exact ? 0 : cost.exact, last = is_exact ? cost.exact : segment;
+    const int stop = line.end - line.at < last - offset ? offset + (line.end - line.at) : last;
+    part.runs = page_runs(p, part.length, part.q_len, is_exact);
+    const int page_cost = is_exact ? p.exact_cost : 1;
+    part.use_begin = pages_before(offset - begin, p.part_cost, page_cost);
+    part.use_end = pages_before(stop - begin, p.part_cost, page_cost);
     part.partial = line.item + segment_index(p, part.entry, part.kv_head, part.row_block, part.domain);
     set_seen_by_all(part);
     // Where the merge finds the partials of this row block: [exact first, exact last, encoded first, encoded last].
     int* found = p.segments + 4 * static_cast<std::ptrdiff_t>(
                                       (part.entry * p.cache.kv_heads + part.kv_head) * p.row_blocks + part.row_block);
-    const int domain_begin = part.domain == core::kExact ? 0 : 2;
-    if (offset == 0 || offset == cost.exact) found[domain_begin] = part.partial;
-    if (stop == last) found[domain_begin + 1] = part.partial;
+    const int bounds = is_exact ? 0 : 2;
+    if (offset == begin) found[bounds] = part.partial;
+    if (stop == last) found[bounds + 1] = part.partial;
     if (offset == 0 && cost.exact == 0) found[0] = 0, found[1] = -1;
     if (stop == segment && cost.encoded == 0) found[2] = 0, found[3] = -1;
     line.at += stop - offset;
@@ -1377,21 +1385,22 @@ struct Attend {
   }
 
   __device__ void run() {
-    if (threadIdx.x < S::kTeams * S::kBarriers) {
-      const int i = threadIdx.x, which = i % S::kBarriers;
-      const int count = which == kKeys ? arrivals<kBulk<typename S::Keys>>() : arrivals<kBulk<typename S::Values>>();
-      ptx::mbarrier_init(ptx::shared_address(shared + S::kBarriersAt) + 8 * i, count);
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int i = 0; i < S::kTeams * S::kBarriers; ++i) {
+        const int count =
+            i % S::kBarriers == kKeys ? arrivals<kBulk<typename S::Keys>>() : arrivals<kBulk<typename S::Values>>();
+        ptx::mbarrier_init(ptx::shared_address(shared + S::kBarriersAt) + 8 * i, count);
+      }
 #if __CUDA_ARCH__ >= 900
       ptx::mbarrier_init_fence();
 #endif
-    }
-    if (threadIdx.x == 0) {
       Constants<KF>::put(info->constants[0]);
       Constants<VF>::put(info->constants[1]);
     }
     ptx::wait_prerequisites();
     if (threadIdx.x < 32) {
-      const long long total = sum_costs(p, info->window);
+      const int total = sum_costs(p, info->window);
       if (lane == 0) {
         if (blockIdx.x == 0) open_claims(p);
         info->line = make_line(p, total);
@@ -1405,12 +1414,15 @@ struct Attend {
     while (true) {
       Part& part = info->part;
       if (threadIdx.x < 32) {
-        if (info->place.at >= info->place.end) next_item();
         next_part();
       }
       __syncthreads();
       if (part.partial < 0) break;
-      if (S::kHasExact && part.domain == core::kExact) {
+      if (part.use_begin >= part.use_end) {  // no page begins in it
+        clear();
+        if (threadIdx.x < R) info->poisoned[threadIdx.x] = 0;
+        write_partial<W>(part);
+      } else if (S::kHasExact && part.domain == core::kExact) {
         if constexpr (S::kHasExact) {
           exact_part(part);
         }
@@ -1439,9 +1451,9 @@ struct Attend {
 
 // The same where shared memory is the limit.
 template <Format KF, Format VF, int D, int NT>
-constexpr int kBlocks = kSharedMemory / (Shape<KF, VF, D, NT>::kBytes + kSharedOfBlock) <
+constexpr int kBlocks = kSharedMemory / (Shape<KF, VF, D, NT>::bytes(1) + kSharedOfBlock) <
                                 most_blocks(NT, Shape<KF, VF, D, NT>::kChannels)
-                            ? kSharedMemory / (Shape<KF, VF, D, NT>::kBytes + kSharedOfBlock)
+                            ? kSharedMemory / (Shape<KF, VF, D, NT>::bytes(1) + kSharedOfBlock)
                             : most_blocks(NT, Shape<KF, VF, D, NT>::kChannels);
 
 template <Format KF, Format VF, int D, int NT>

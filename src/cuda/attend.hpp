@@ -49,9 +49,11 @@ struct AttendParams {
   core::MaskData mask;  // classes: null
   DeviceBasis k_basis, v_basis;
   int exact_cost;                // of an exact page, in encoded ones
+  int part_cost;                 // of each part that a block works on, in the same
   int least_units;               // an item of the only round is at least so many encoded pages
   int least_item;                // and one of the last of several
   int most_rounds;               // of the line of work, up to kMostRounds
+  int exact_stages;              // 1, 2 or 4: halves of a side of an exact page in shared memory at once
   int shares;                    // at most; the grid of the attend launch
   unsigned long long* claims;    // claim_tag << kClaimBits plus the items that were claimed, while a launch runs
   unsigned long long claim_tag;  // not 0

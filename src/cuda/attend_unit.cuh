@@ -12,7 +12,13 @@ static_assert(kAttendThreads == kThreads);
 template <Format KF, Format VF, int D, int NT>
 AttendKernel attend_entry() {
   using S = Shape<KF, VF, D, NT>;
-  return {KF, VF, NT, reinterpret_cast<const void*>(&attend_kernel<KF, VF, D, NT>), S::kBytes, S::kTeam, S::kTeams};
+  return {KF,
+          VF,
+          NT,
+          reinterpret_cast<const void*>(&attend_kernel<KF, VF, D, NT>),
+          {S::bytes(1), S::bytes(2), S::bytes(4)},
+          S::kTeam,
+          S::kTeams};
 }
 
 template <int D>

@@ -2,6 +2,7 @@
 // attend_d*.cu compiles it for one head_dim.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <span>
 
@@ -14,9 +15,9 @@ struct AttendKernel {
   Format k, v;
   int column_tiles;
   const void* function;
-  int shared_bytes;  // dynamic, of a block of kAttendThreads
-  int team;          // warps that share a page
-  int teams;         // of a block
+  std::array<int, 3> shared_bytes;  // dynamic, of a block of kAttendThreads: with 1, 2 and 4 stages for exact pages
+  int team;                         // warps that share a page
+  int teams;                        // of a block
 };
 inline constexpr int kAttendThreads = 128;
 

@@ -25,6 +25,11 @@ std::size_t aligned(std::size_t bytes) {
   return (bytes + 255) / 256 * 256;
 }
 
+// Work of fewer units than this for each block is short.
+constexpr int kShortUnits = 6;
+// What a block may get more to do, in units, if none then works across two rows of work.
+constexpr int kRowWorth = 2;
+
 DeviceBasis device_basis(const BasisArrays& b) {
   return {b.kind, b.center, b.matrix, b.inverse};
 }
@@ -72,25 +77,84 @@ Status Plan::choose_kernel(const core::DevicePlanConfig& config) {
   merge_ = kernels->merge;
   params_.rows = 4 * attend_.column_tiles;
   params_.row_blocks = (most_rows + params_.rows - 1) / params_.rows;
+  return {};
+}
 
-  int multiprocessors = 0, major = 0;
-  KVANT_CUDA_TRY(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, store_.device()));
-  KVANT_CUDA_TRY(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, store_.device()));
-  KVANT_CUDA_TRY(
-      cudaFuncSetAttribute(attend_.function, cudaFuncAttributeMaxDynamicSharedMemorySize, attend_.shared_bytes));
+// How many blocks, and stages for exact pages in each.
+Status Plan::choose_blocks() {
+  AttendParams& p = params_;
+  const int device = store_.device();
+  int multiprocessors = 0, major = 0, most_shared = 0;
+  KVANT_CUDA_TRY(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  KVANT_CUDA_TRY(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  KVANT_CUDA_TRY(cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  is_overlapped_ = major >= 9;
   KVANT_CUDA_TRY(
       cudaFuncSetAttribute(merge_.function, cudaFuncAttributeMaxDynamicSharedMemorySize, merge_.shared_bytes));
-  KVANT_CUDA_TRY(
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_, attend_.function, kAttendThreads, attend_.shared_bytes));
-  if (blocks_ < 1) {
+  // Once, to the most that any plan asks for: plans of other threads use the same function.
+  std::size_t fitting = 0;
+  while (fitting < attend_.shared_bytes.size() && attend_.shared_bytes[fitting] <= most_shared) ++fitting;
+  std::array<int, 3> blocks{};  // on a multiprocessor, with 1, 2 and 4 stages
+  if (fitting > 0) {
+    KVANT_CUDA_TRY(cudaFuncSetAttribute(attend_.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        attend_.shared_bytes[fitting - 1]));
+  }
+  for (std::size_t i = 0; i < fitting; ++i) {
+    KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks[i], attend_.function, kAttendThreads,
+                                                                 attend_.shared_bytes[i]));
+  }
+  if (blocks[0] < 1) {
     return {
         Code::unsupported,
         fmt::format("k = {}, v = {}, head_dim {}: the kernel needs {} bytes of shared memory a block, more than this "
                     "device has",
-                    format_info(config.k).name, format_info(config.v).name, config.head_dim, attend_.shared_bytes)};
+                    format_info(attend_.k).name, format_info(attend_.v).name, p.head_dim, attend_.shared_bytes[0])};
   }
-  params_.shares = multiprocessors * blocks_;
-  is_overlapped_ = major >= 9;
+  // As many stages as cost no block, or leave each with little to do: then exact pages are what takes the time.
+  std::size_t chosen = 0;
+  for (std::size_t i = 0; i < fitting; ++i) {
+    if (blocks[i] == blocks[0] || units_ < kShortUnits * multiprocessors * blocks[i]) chosen = i;
+  }
+  p.exact_stages = 1 << chosen;
+  blocks_ = blocks[chosen];
+  shared_bytes_ = attend_.shared_bytes[chosen];
+  p.shares = multiprocessors * blocks_;
+  return {};
+}
+
+// What work costs, and how much there is now.
+Status Plan::count_work(const core::DevicePlanConfig& config) {
+  AttendParams& p = params_;
+  // An exact page takes as long as its bytes do, and half as much again because it is not streamed ahead.
+  const double ratio = static_cast<double>(p.cache.exact_layout.block_bytes) / p.cache.encoded_layout.block_bytes;
+  p.exact_cost = std::max(1, static_cast<int>(1.5 * ratio + 0.5));
+  p.part_cost = attend_.teams;
+  p.least_units = attend_.teams;
+  // A last item has a page for each team, and four times the bytes of the partial that it leaves.
+  const auto partial_bytes = static_cast<std::uint64_t>(p.rows) * static_cast<std::uint64_t>(config.head_dim) * 4;
+  const auto least_bytes =
+      (4 * partial_bytes + p.cache.encoded_layout.block_bytes - 1) / p.cache.encoded_layout.block_bytes;
+  p.least_item = std::max(attend_.teams, static_cast<int>(least_bytes));
+  // Kernels of fewer bits are limited by instructions, and items cost them more than they gain (docs/lab); those of 16 bits a
+  // pair gain where work is long.
+  const int bits = codec::format_bits(config.k) + codec::format_bits(config.v);
+  p.most_rounds = bits > 16 || (bits == 16 && config.head_dim <= 128) ? kMostRounds : 1;
+  if (bits == 16) p.least_item *= 4;
+  // A line of work is counted in an int.
+  const std::int64_t most_units =
+      segments() * (std::int64_t{p.cache.max_pages} + 2 * p.part_cost +
+                    std::int64_t{p.exact_cost} * (p.cache.sink_pages + p.cache.tail_pages + 1));
+  if (most_units > 0x7FFFFFFF) {
+    return {Code::invalid_argument,
+            fmt::format("{} sequences of up to {} pages and {} kv heads are more than one plan takes: plan smaller "
+                        "batches",
+                        p.batch, p.cache.max_pages, config.kv_heads)};
+  }
+  for (std::size_t i = 0; i < config.lengths.size(); ++i) {
+    const SequenceCost cost = sequence_cost(p, static_cast<int>(config.lengths[i]), config.options->q_lens[i]);
+    units_ += cost.head() * config.kv_heads;
+    longest_ = std::max(longest_, cost.exact + cost.encoded);
+  }
   return {};
 }
 
@@ -139,28 +203,17 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   p.k_basis = device_basis(store_.k_basis());
   p.v_basis = device_basis(store_.v_basis());
   if (Status s = choose_kernel(config); !s.ok()) return s;
-
-  // An exact page takes as long as its bytes do, and half as much again because it is not streamed ahead.
-  const double ratio = static_cast<double>(p.cache.exact_layout.block_bytes) / p.cache.encoded_layout.block_bytes;
-  p.exact_cost = std::max(1, static_cast<int>(1.5 * ratio + 0.5));
-  p.least_units = attend_.teams;
-  // A last item has a page for each team, and four times the bytes of the partial that it leaves.
-  const auto partial_bytes = static_cast<std::uint64_t>(p.rows) * static_cast<std::uint64_t>(config.head_dim) * 4;
-  const auto least_bytes =
-      (4 * partial_bytes + p.cache.encoded_layout.block_bytes - 1) / p.cache.encoded_layout.block_bytes;
-  p.least_item = std::max(attend_.teams, static_cast<int>(least_bytes));
-  // Kernels of fewer bits are limited by instructions, and items cost them more than they gain (docs/lab); those of 16 bits a
-  // pair gain where work is long.
-  const int bits = codec::format_bits(config.k) + codec::format_bits(config.v);
-  p.most_rounds = bits > 16 || (bits == 16 && config.head_dim <= 128) ? kMostRounds : 1;
-  if (bits == 16) p.least_item *= 4;
+  if (Status s = count_work(config); !s.ok()) return s;
+  if (Status s = choose_blocks(); !s.ok()) return s;
   // Another of each plan, and nothing that memory is likely to hold.
   static std::atomic<unsigned long long> plans{0};
   p.claim_tag = ++plans * 0x9E3779B97F4A7C15u >> kClaimBits | 1;
 
-  // Blocks enough for eight a row of work or more: no share crosses from one to the next, which would cost it another part.
-  const std::int64_t segments = std::int64_t{p.batch} * config.kv_heads * p.row_blocks;
-  if (segments * 8 <= p.shares) p.shares -= static_cast<int>(p.shares % segments);
+  // Of a number of blocks that the rows of work divide, none works across two of them, which would cost it another part. That
+  // is worth up to two units more for each.
+  const std::int64_t segments = this->segments();
+  const auto aligned_shares = static_cast<int>(p.shares - p.shares % segments);
+  if (aligned_shares > 0 && units_ / aligned_shares <= units_ / p.shares + kRowWorth) p.shares = aligned_shares;
 
   const std::int64_t partials = std::int64_t{p.most_rounds} * p.shares + segments * core::kDomains;
   if (partials > (1 << 30) || segments * p.rows > (1 << 30)) {
@@ -175,15 +228,9 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   o_at_ = ml_at_ + aligned(count * 2 * sizeof(float));
   workspace_bytes_ = o_at_ + aligned(count * static_cast<std::size_t>(config.head_dim) * sizeof(float));
 
-  std::int64_t longest = 0;
-  for (std::size_t i = 0; i < config.lengths.size(); ++i) {
-    const SequenceCost cost = sequence_cost(p, static_cast<int>(config.lengths[i]), o.q_lens[i]);
-    units_ += static_cast<std::int64_t>(cost.head()) * config.kv_heads;
-    longest = std::max<std::int64_t>(longest, cost.exact + cost.encoded);
-  }
   const Line line = make_line(p, units_);
-  const std::int64_t least = std::max<std::int64_t>(1, (units_ - line.round_begin(line.rounds - 1)) / line.shares);
-  splits_ = static_cast<int>(std::clamp<std::int64_t>((longest + least - 1) / least, 1, line.items()));
+  const int least = std::max(1, (units_ - line.round_begin(line.rounds - 1)) / line.shares);
+  splits_ = std::clamp((longest_ + least - 1) / least, 1, line.items());
   // One block adds about sixteen partials of a row in a few loads; more are shared by a cluster.
   while (is_overlapped_ && cluster_ < kMostCluster && line.items() / segments > 16 * cluster_) cluster_ *= 2;
   return upload(config);
@@ -201,8 +248,14 @@ std::string Plan::explain() const {
       out, "products   keys {}, values {}\n",
       integers ? "u8 levels by s8 query digits, exact sums" : "16-bit floats, f32 sums",
       codec::is_tq(attend_.v) ? "u8 levels by s8 weight digits, exact sums a page" : "16-bit floats, f32 sums");
-  fmt::format_to(out, "blocks     {} ({} a multiprocessor) of 4 warps, {} a page; {} bytes of shared memory each\n",
-                 p.shares, blocks_, attend_.team, attend_.shared_bytes);
+  fmt::format_to(
+      out,
+      "blocks     {} ({} a multiprocessor) of 4 warps, {} a page; {} bytes of shared memory each, exact pages "
+      "by {} at once\n",
+      p.shares, blocks_, attend_.team, shared_bytes_,
+      p.exact_stages == 1   ? "half a side"
+      : p.exact_stages == 2 ? "two halves of a side"
+                            : "all four halves of a side");
   const Line line = make_line(p, units_);
   const auto pages = [&](int round) {
     return static_cast<double>(line.round_begin(round + 1) - line.round_begin(round)) / line.shares;
@@ -246,7 +299,7 @@ Status Plan::run(int layer, const TensorView& q, const MutableTensorView& out, c
   cudaLaunchConfig_t attend{};
   attend.gridDim = dim3(static_cast<unsigned>(p.shares));
   attend.blockDim = dim3(kAttendThreads);
-  attend.dynamicSmemBytes = static_cast<std::size_t>(attend_.shared_bytes);
+  attend.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes_);
   attend.stream = native(options.stream);
   attend.attrs = attributes;
   attend.numAttrs = count;

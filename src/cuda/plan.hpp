@@ -29,17 +29,25 @@ class Plan final : public core::DevicePlan {
 
  private:
   Status choose_kernel(const core::DevicePlanConfig& config);
+  Status count_work(const core::DevicePlanConfig& config);
+  Status choose_blocks();
+  // Rows of work: sequences, kv heads and row blocks.
+  [[nodiscard]] std::int64_t segments() const {
+    return std::int64_t{params_.batch} * params_.cache.kv_heads * params_.row_blocks;
+  }
   Status upload(const core::DevicePlanConfig& config);
 
   const Store& store_;
   AttendParams params_{};  // but for what run gives
   AttendKernel attend_{};
   MergeKernel merge_{};
-  int blocks_ = 1;   // of a multiprocessor
-  int cluster_ = 1;  // blocks that merge one row
+  int blocks_ = 1;        // of a multiprocessor
+  int shared_bytes_ = 0;  // of each
+  int cluster_ = 1;       // blocks that merge one row
   bool is_overlapped_ = false;
   int splits_ = 1;
-  std::int64_t units_ = 0;  // of the line of work, at planning
+  int units_ = 0;    // of the line of work, at planning
+  int longest_ = 0;  // of a row of work
   std::size_t segments_at_ = 0, ml_at_ = 0, o_at_ = 0, workspace_bytes_ = 0;
   void* memory_ = nullptr;  // batch entries and slopes
 };

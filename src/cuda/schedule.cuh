@@ -18,9 +18,9 @@ struct Window {
 };
 
 // The window that begins with entry `first`; by one whole warp, as all of these. Returns the units of this lane's entry.
-__device__ inline long long load_window(const AttendParams& p, Window& window, int first) {
+__device__ inline int load_window(const AttendParams& p, Window& window, int first) {
   const int lane = threadIdx.x % 32, i = first + lane;
-  long long units = 0;
+  int units = 0;
   __syncwarp();
   if (lane == 0) window.first = first;
   if (i < p.batch) {
@@ -28,7 +28,7 @@ __device__ inline long long load_window(const AttendParams& p, Window& window, i
     const int length = p.cache.sequences[e.index].length;
     const SequenceCost cost = sequence_cost(p, length, e.q_len);
     window.batch[lane] = e, window.length[lane] = length, window.cost[lane] = cost;
-    units = static_cast<long long>(cost.head()) * p.cache.kv_heads;
+    units = cost.head() * p.cache.kv_heads;
   }
   __syncwarp();
   return units;
@@ -39,26 +39,23 @@ __device__ inline void show(const AttendParams& p, Window& window, int entry) {
 }
 
 // The units of all sequences.
-__device__ inline long long sum_costs(const AttendParams& p, Window& window) {
-  long long sum = 0;
+__device__ inline int sum_costs(const AttendParams& p, Window& window) {
+  int sum = 0;
   for (int last = (p.batch - 1) / 32; last >= 0; --last) sum += load_window(p, window, 32 * last);
-#pragma unroll
-  for (int h = 16; h > 0; h /= 2) sum += __shfl_xor_sync(~0u, sum, h);
-  return sum;
+  return __reduce_add_sync(~0u, sum);
 }
 
 // The sequence that holds `unit`, and the units before it.
-__device__ inline int find_sequence(const AttendParams& p, Window& window, long long unit, long long& before) {
+__device__ inline int find_sequence(const AttendParams& p, Window& window, int unit, int& before) {
   const int lane = threadIdx.x % 32;
-  long long base = 0;
+  int base = 0;
   for (int first = 0; first < p.batch; first += 32) {
     show(p, window, first);
-    const long long cost =
-        first + lane < p.batch ? static_cast<long long>(window.cost[lane].head()) * p.cache.kv_heads : 0;
-    long long sum = cost;
+    const int cost = first + lane < p.batch ? window.cost[lane].head() * p.cache.kv_heads : 0;
+    int sum = cost;
 #pragma unroll
     for (int h = 1; h < 32; h *= 2) {
-      const long long other = __shfl_up_sync(~0u, sum, h);
+      const int other = __shfl_up_sync(~0u, sum, h);
       if (lane >= h) sum += other;
     }
     const unsigned past = __ballot_sync(~0u, base + sum > unit);

@@ -1,7 +1,8 @@
 // Who does what, from the lengths in device memory, so that a launch recorded in a graph follows them.
 //
 // The work is a line of units. A segment is the visible pages of one (sequence, kv head, row block, domain), in that
-// order; an encoded page is one unit, an exact page `exact_cost`. The line is cut into rounds, the first half of it, half of
+// order; an encoded page is one unit, an exact page `exact_cost`, and the first page of either domain `part_cost` more, for the
+// queries, the first copies and the partial of another part. The line is cut into rounds, the first half of it, half of
 // what is left, and so on, and each round into as many equal items as the grid has blocks (struct Line). A block begins
 // with its item of the first round and then claims the next of the line until none is left, because multiprocessors are not
 // equally near to memory: of kernels that it limits, some end after two thirds of the time of others. Where items end
@@ -80,39 +81,45 @@ KVANT_HD KVANT_NOT_INLINED inline PageRuns page_runs(const AttendParams& p, int 
   return r;
 }
 
-// a / b for a >= 0, b > 0: on a device a division of 64 bits takes a hundred instructions.
-KVANT_HD inline long long quotient(long long a, int b) {
-  if (a >> 32 == 0) return static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b);
-  return a / b;
+// a / b for a >= 0, b > 0
+KVANT_HD inline int quotient(int a, int b) {
+  return static_cast<int>(static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b));
 }
 
-// The items of a line of `total` units.
+// The items of a line of `total` units. Plans see to it that a line's units fit an int: on a device 64 bits cost several times
+// as much, and a block begins with this.
 struct Line {
-  long long total;
-  int shares, rounds;
+  int total, shares, rounds;
   KVANT_HD int items() const { return shares * rounds; }
-  KVANT_HD long long round_begin(int round) const { return round < rounds ? total - (total >> round) : total; }
-  KVANT_HD long long begin(int item) const {
-    const int round = item / shares, place = item % shares;
-    const long long from = round_begin(round), units = round_begin(round + 1) - from;
-    const long long each = quotient(units, shares);
+  KVANT_HD int round_begin(int round) const { return round < rounds ? total - (total >> round) : total; }
+  KVANT_HD int begin(int item) const {
+    const int round = rounds == 1 ? item >= shares : quotient(item, shares), place = item - round * shares;
+    const int from = round_begin(round), units = round_begin(round + 1) - from;
+    const int each = quotient(units, shares);
     return from + each * place + quotient((units - each * shares) * place, shares);
   }
 };
 
-KVANT_HD inline Line make_line(const AttendParams& p, long long total) {
-  const long long most = quotient(total + p.least_units - 1, p.least_units);
-  Line line{total, static_cast<int>(most < p.shares ? (most > 0 ? most : 1) : p.shares), 1};
-  if (p.most_rounds == 1 || total < 4LL * p.least_item * line.shares) return line;
-  while (line.rounds < p.most_rounds && (total >> line.rounds) >= static_cast<long long>(p.least_item) * line.shares) {
-    ++line.rounds;
-  }
+KVANT_HD inline Line make_line(const AttendParams& p, int total) {
+  const int most = total > 0 ? quotient(total - 1, p.least_units) + 1 : 1;
+  Line line{total, most < p.shares ? most : p.shares, 1};
+  if (p.most_rounds == 1) return line;
+  const int each = quotient(total, line.shares);
+  if (each < 4 * p.least_item) return line;
+  while (line.rounds < p.most_rounds && each >> line.rounds >= p.least_item) ++line.rounds;
   return line;
 }
 
 KVANT_HD inline bool reads_exact(const CacheView& c, int length, int page, core::PageRef ref) {
   if (ref.exact < 0 || ref.encoded < 0) return ref.exact >= 0;
   return page < c.sink_pages || (c.tail_pages > 0 && length < kPageTokens * (page + 1 + c.tail_pages));
+}
+
+// Of a domain's pages, `cost` units each and the first `lead` more, those that begin before its unit `offset`. An item has
+// the pages that begin in it.
+KVANT_HD inline int pages_before(int offset, int lead, int cost) {
+  if (offset <= lead) return offset > 0 ? 1 : 0;
+  return quotient(offset - lead + cost - 1, cost);
 }
 
 struct SequenceCost {
@@ -122,8 +129,9 @@ struct SequenceCost {
 };
 
 KVANT_HD inline SequenceCost sequence_cost(const AttendParams& p, int length, int q_len) {
-  return {page_runs(p, length, q_len, true).total() * p.exact_cost, page_runs(p, length, q_len, false).total(),
-          (q_len * p.group + p.rows - 1) / p.rows};
+  const int exact = page_runs(p, length, q_len, true).total(), encoded = page_runs(p, length, q_len, false).total();
+  return {exact > 0 ? exact * p.exact_cost + p.part_cost : 0, encoded > 0 ? encoded + p.part_cost : 0,
+          quotient(q_len * p.group + p.rows - 1, p.rows)};
 }
 
 }  // namespace kvant::cuda
