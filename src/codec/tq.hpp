@@ -134,8 +134,8 @@ KVANT_HD constexpr TqSpec tq_spec(Format f) {
   }
 }
 
-// What values cost: row i for |y| = i / (cells - 1) anchors, column k for spread k. The square of the distance to the level it
-// is rounded to, in units that make the largest one kMostCost.
+// What values cost: row i for |y| = i / (cells - 1) anchors, column k for spread k. The square of the distance to the level
+// it is rounded to, in units that make the largest one kMostCost.
 template <int kCells>
 struct CostTable {
   alignas(16) std::uint16_t cost[kCells][kSpreads];
@@ -279,10 +279,6 @@ KVANT_HD KVANT_INLINE Fit try_step(const float* y, int n, float r) {
   fit.score = fit.g * (p - base::mul_rn(fit.g, q * 0.25f));
   return fit;
 }
-
-}  // namespace detail
-
-namespace detail {
 
 // Which spread is judged best for values whose largest magnitude is `anchor`.
 template <Format kFormat>

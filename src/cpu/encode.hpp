@@ -1,14 +1,14 @@
 // The encoder of codec/tq.hpp and codec/vector.hpp, eight lanes at a time and up to eight rows at once; the same bits.
 // A row is what shares one scale: a vector, or one scale group of it.
 //
-// Elements lie in lanes, and four registers hold the 32 partial sums of the definition. What happens once a row (steps,
-// scores, the choice) is done for eight rows in the lanes of one register.
+// Elements lie in lanes, and four registers hold the 32 partial sums of the definition. What happens once a row (anchors,
+// steps, scores, the choice) is done for eight rows in the lanes of one register.
 //
-// Companded formats (tq2 .. tq5) search over magnitudes w = |y|, because y and the level's sign always agree: a product
-// y e is |y| |e|. That fails where y r underflows to zero, so rows with elements in (0, 2^-80) are left to the plain
-// codec, like vectors that cannot be encoded. Thresholds are halves of integers k: |z| > k / 2 exactly if the float
-// below 2 |z| is at least k, so one integer addition (exponent + 1, last place - 1) and a truncation turn 32 magnitudes
-// into bytes, and the search goes on in bytes.
+//   tq3 .. tq6   two passes over a row: cells to sums of costs (S::sum_rows), then the one try, which gives p, q and codes
+//   tq2, tq8     one pass for each spread, one for 1 / g and one for the codes
+//
+// Thresholds are halves of integers k: |z| > k / 2 exactly if the float below 2 |z| is at least k, so one integer addition
+// (exponent + 1, last place - 1) and a truncation turn 32 magnitudes into bytes, and the search goes on in bytes.
 #pragma once
 
 #include "codec/vector.hpp"
@@ -24,8 +24,8 @@ constexpr int padded(int n) {
   return (n + 31) & ~31;
 }
 
-// Rows as the search wants them: row i at i * stride, zeros from n to stride. Companded formats have magnitudes in y and
-// sign bits, already where the code has them, in signs.
+// Rows as the search wants them: row i at i * stride, zeros from n to stride. tq2 has magnitudes in y and sign bits,
+// already where the code has them, in signs.
 struct EncodeRows {
   int count;   // 1 .. kRows
   int n;       // elements
@@ -33,7 +33,7 @@ struct EncodeRows {
   alignas(32) float y[kMostRowFloats];
   alignas(32) std::uint8_t signs[kMostRowFloats];
   alignas(32) std::int32_t largest[kRows];   // bits of the largest magnitude
-  alignas(32) std::int32_t smallest[kRows];  // 2^31 - 1 less the bits of the smallest one above zero, plus 1
+  alignas(32) std::int32_t smallest[kRows];  // tq2: 2^31 - 1 less the bits of the smallest one above zero, plus 1
 };
 
 struct EncodedRows {
@@ -125,34 +125,26 @@ struct Sums {
   typename S::I q;
 };
 
-template <class S, Format kFormat, bool kUniform = codec::tq_spec(kFormat).uniform>
+template <class S, Format kFormat>
 struct Steps;
 
+// Companded formats with cells.
 template <class S, Format kFormat>
-struct Steps<S, kFormat, false> {
+requires(codec::tq_spec(kFormat).cells > 0 && !codec::tq_spec(kFormat).uniform) struct Steps<S, kFormat> {
   using F = typename S::F;
   using I = typename S::I;
   static constexpr codec::TqSpec kSpec = codec::tq_spec<kFormat>();
   static constexpr MagnitudeTables kTables = magnitude_tables<kFormat>();
   static constexpr int kPadSquare = (2 * kSpec.u[0] - 127) * (2 * kSpec.u[0] - 127);
 
-  struct Constants {
-    I half_ulp, base, first, other, level, low4;
-  };
-  static KVANT_INLINE Constants constants() {
-    return {S::seti(0x007FFFFF),     S::loadi(kTables.base),  S::loadi(kTables.first),
-            S::loadi(kTables.other), S::loadi(kTables.level), S::seti(0x0F0F0F0F)};
-  }
   static KVANT_INLINE I bytes(int x) { return S::seti(x * 0x01010101); }
-
-  // floor of the float below 2 z
-  static KVANT_INLINE I below_twice(const Constants& c, F z) {
-    return S::truncate(S::as_f(S::addi(S::as_i(z), c.half_ulp)));
+  // floor of the float below 2 |z|
+  static KVANT_INLINE I below_twice(F z) {
+    return S::truncate(S::as_f(S::addi(S::and_(S::as_i(z), S::seti(0x7FFFFFFF)), S::seti(0x007FFFFF))));
   }
   // Magnitude numbers of 32 elements, as bytes in the order of pack_bytes.
-  static KVANT_INLINE I magnitudes(const Constants& c, const float* w, F r) {
-    const I n = S::pack_bytes(below_twice(c, S::mul(S::loadf(w), r)), below_twice(c, S::mul(S::loadf(w + 8), r)),
-                              below_twice(c, S::mul(S::loadf(w + 16), r)), below_twice(c, S::mul(S::loadf(w + 24), r)));
+  static KVANT_INLINE I magnitudes(const F (&z)[4]) {
+    const I n = S::pack_bytes(below_twice(z[0]), below_twice(z[1]), below_twice(z[2]), below_twice(z[3]));
     if constexpr (kTables.direct) {
       I m = S::seti(0);
       for (int i = 0; i + 1 < kSpec.magnitudes; ++i) {
@@ -160,59 +152,88 @@ struct Steps<S, kFormat, false> {
       }
       return m;
     } else {
-      const I bucket = S::and_(S::template shr<3>(n), c.low4);
-      I m = S::sub_bytes(S::lookup16(c.base, bucket), S::greater_bytes(n, S::lookup16(c.first, bucket)));
-      if constexpr (kTables.second) m = S::sub_bytes(m, S::greater_bytes(n, S::lookup16(c.other, bucket)));
+      const I bucket = S::and_(S::template shr<3>(n), S::seti(0x0F0F0F0F));
+      I m = S::sub_bytes(S::lookup16(S::loadi(kTables.base), bucket),
+                         S::greater_bytes(n, S::lookup16(S::loadi(kTables.first), bucket)));
+      if constexpr (kTables.second) {
+        m = S::sub_bytes(m, S::greater_bytes(n, S::lookup16(S::loadi(kTables.other), bucket)));
+      }
       return m;
     }
   }
 
-  // Two levels: y e is one of two products, picked by one comparison; q follows from how often the larger one is.
-  static KVANT_INLINE Sums<S> try_two_levels(const float* w, int stride, F r) {
-    constexpr int kLow = 2 * kSpec.u[0] - 127, kHigh = 2 * kSpec.u[1] - 127;
-    const F zero = S::setf(0.0f), threshold = S::setf(kSpec.threshold[0]);
+  static KVANT_INLINE Sums<S> encode(const float* y, int stride, F r, std::uint8_t* codes) {
+    const F zero = S::setf(0.0f);
+    const I sign = S::seti(static_cast<std::int32_t>(0x80000000u));
+    F p[4] = {zero, zero, zero, zero};
+    I q = S::seti(0);
+    for (int at = 0; at < stride; at += 32) {
+      F x[4], z[4];
+      I negative[4];
+      for (int k = 0; k < 4; ++k) {
+        x[k] = S::loadf(y + at + 8 * k);
+        z[k] = S::mul(x[k], r);
+        negative[k] = S::less(z[k], zero);
+        // y e = x |e|. Not |y|: where z underflows to zero the level is positive whatever y is.
+        x[k] = S::as_f(S::xor_(S::as_i(x[k]), S::and_(negative[k], sign)));
+      }
+      const I m = magnitudes(z);
+      const I e = S::lookup16(S::loadi(kTables.level), m);
+      q = S::add_squares(q, e);
+      p[0] = S::add(p[0], S::mul(x[0], S::to_f(S::template lanes_of<0>(e))));
+      p[1] = S::add(p[1], S::mul(x[1], S::to_f(S::template lanes_of<1>(e))));
+      p[2] = S::add(p[2], S::mul(x[2], S::to_f(S::template lanes_of<2>(e))));
+      p[3] = S::add(p[3], S::mul(x[3], S::to_f(S::template lanes_of<3>(e))));
+      const I signs =
+          S::and_(S::pack_bytes(negative[0], negative[1], negative[2], negative[3]), bytes(kSpec.magnitudes));
+      S::storei(codes + at, S::in_order(S::or_(m, signs)));
+    }
+    return {Fold<S>::to_eight(p), q};
+  }
+};
+
+// tq2: y e is one of two products, picked by one comparison; q follows from how often the larger one is. Works on magnitudes
+// w = |y|, because y and the level's sign agree, so that y e is |y| |e|. That fails where y r underflows to zero, so rows
+// with elements in (0, 2^-80) are left to the plain codec, like vectors that cannot be encoded.
+template <class S>
+struct Steps<S, Format::tq2> {
+  using F = typename S::F;
+  using I = typename S::I;
+  static constexpr codec::TqSpec kSpec = codec::tq_spec<Format::tq2>();
+  static constexpr int kLow = 2 * kSpec.u[0] - 127, kHigh = 2 * kSpec.u[1] - 127;
+  static constexpr int kPadSquare = kLow * kLow;
+
+  static KVANT_INLINE I above(F w, F r) { return S::less(S::setf(kSpec.threshold[0]), S::mul(w, r)); }
+  template <bool kClamps = true>
+  static KVANT_INLINE Sums<S> try_step(const float* w, int stride, F r) {
+    const F zero = S::setf(0.0f);
     const F low = S::setf(static_cast<float>(kLow)), high = S::setf(static_cast<float>(kHigh));
     F p[4] = {zero, zero, zero, zero};
     I count = S::seti(0);
     for (int at = 0; at < stride; at += 32) {
       for (int k = 0; k < 4; ++k) {
         const F x = S::loadf(w + at + 8 * k);
-        const I above = S::less(threshold, S::mul(x, r));
-        p[k] = S::add(p[k], S::mul(x, S::select_negative(above, high, low)));
-        count = S::subi(count, above);
+        const I is_high = above(x, r);
+        p[k] = S::add(p[k], S::mul(x, S::select_negative(is_high, high, low)));
+        count = S::subi(count, is_high);
       }
     }
     // stride / 8 elements a lane, e^2 is kLow^2 or kHigh^2. Both factors fit 16 bits.
     const I q = S::addi(S::seti(stride / 8 * kLow * kLow), S::madd16(count, S::seti(kHigh * kHigh - kLow * kLow)));
     return {Fold<S>::to_eight(p), q};
   }
-  template <bool kClamps = true>
-  static KVANT_INLINE Sums<S> try_step(const float* w, int stride, F r) {
-    if constexpr (kSpec.magnitudes == 2) return try_two_levels(w, stride, r);
-    const Constants c = constants();
-    const F zero = S::setf(0.0f);
-    F p[4] = {zero, zero, zero, zero};
-    I q = S::seti(0);
-    for (int at = 0; at < stride; at += 32) {
-      const I e = S::lookup16(c.level, magnitudes(c, w + at, r));
-      q = S::add_squares(q, e);
-      p[0] = S::add(p[0], S::mul(S::loadf(w + at), S::to_f(S::template lanes_of<0>(e))));
-      p[1] = S::add(p[1], S::mul(S::loadf(w + at + 8), S::to_f(S::template lanes_of<1>(e))));
-      p[2] = S::add(p[2], S::mul(S::loadf(w + at + 16), S::to_f(S::template lanes_of<2>(e))));
-      p[3] = S::add(p[3], S::mul(S::loadf(w + at + 24), S::to_f(S::template lanes_of<3>(e))));
-    }
-    return {Fold<S>::to_eight(p), q};
-  }
   static KVANT_INLINE void codes(const float* w, const std::uint8_t* signs, int stride, F r, std::uint8_t* out) {
-    const Constants c = constants();
+    const I one = S::seti(0x01010101);
     for (int at = 0; at < stride; at += 32) {
-      S::storei(out + at, S::or_(S::in_order(magnitudes(c, w + at, r)), S::loadi(signs + at)));
+      const auto high = [&](int k) { return above(S::loadf(w + at + 8 * k), r); };
+      const I m = S::and_(S::in_order(S::pack_bytes(high(0), high(1), high(2), high(3))), one);
+      S::storei(out + at, S::or_(m, S::loadi(signs + at)));
     }
   }
 };
 
 template <class S, Format kFormat>
-struct Steps<S, kFormat, true> {
+requires(codec::tq_spec(kFormat).uniform) struct Steps<S, kFormat> {
   using F = typename S::F;
   using I = typename S::I;
   static constexpr codec::TqSpec kSpec = codec::tq_spec<kFormat>();
@@ -222,6 +243,31 @@ struct Steps<S, kFormat, true> {
   static KVANT_INLINE F shifted(F z) {
     if constexpr (kClamps) z = S::min(S::max(z, S::setf(-kSpec.offset)), S::setf(kSpec.offset));
     return S::add(z, S::setf(kSpec.offset + 0.5f));
+  }
+  static KVANT_INLINE I packed(const I (&codes)[4]) {
+    const I middle = S::seti(128);  // pack_bytes saturates to signed bytes
+    const I bytes = S::pack_bytes(S::subi(codes[0], middle), S::subi(codes[1], middle), S::subi(codes[2], middle),
+                                  S::subi(codes[3], middle));
+    return S::xor_(S::in_order(bytes), S::seti(static_cast<std::int32_t>(0x80808080u)));
+  }
+  static KVANT_INLINE I sum_of_four(const F (&q)[4]) {
+    return S::addi(S::addi(S::to_i(q[0]), S::to_i(q[1])), S::addi(S::to_i(q[2]), S::to_i(q[3])));
+  }
+  static KVANT_INLINE Sums<S> encode(const float* y, int stride, F r, std::uint8_t* codes) {
+    const F zero = S::setf(0.0f), two = S::setf(2.0f), lowest = S::setf(-2.0f * kSpec.offset);
+    F p[4] = {zero, zero, zero, zero}, q[4] = {zero, zero, zero, zero};
+    for (int at = 0; at < stride; at += 32) {
+      I c[4];
+      for (int k = 0; k < 4; ++k) {
+        const F x = S::loadf(y + at + 8 * k);
+        c[k] = S::truncate(shifted(S::mul(x, r)));
+        const F e = S::fma(S::to_f(c[k]), two, lowest);
+        p[k] = S::add(p[k], S::mul(x, e));
+        q[k] = S::fma(e, e, q[k]);  // integers below 2^24: exact
+      }
+      S::storei(codes + at, packed(c));
+    }
+    return {Fold<S>::to_eight(p), sum_of_four(q)};
   }
   // Without clamps: no |z| reaches offset + 1/2, so floor(z + offset + 1/2) is in range by itself.
   template <bool kClamps = true>
@@ -233,37 +279,19 @@ struct Steps<S, kFormat, true> {
         const F x = S::loadf(y + at + 8 * k);
         const F e = S::fma(S::floor(shifted<kClamps>(S::mul(x, r))), two, lowest);
         p[k] = S::add(p[k], S::mul(x, e));
-        q[k] = S::fma(e, e, q[k]);  // integers below 2^24: exact
+        q[k] = S::fma(e, e, q[k]);
       }
     }
-    return {Fold<S>::to_eight(p),
-            S::addi(S::addi(S::to_i(q[0]), S::to_i(q[1])), S::addi(S::to_i(q[2]), S::to_i(q[3])))};
+    return {Fold<S>::to_eight(p), sum_of_four(q)};
   }
   static KVANT_INLINE void codes(const float* y, const std::uint8_t*, int stride, F r, std::uint8_t* out) {
-    const I middle = S::seti(128);
     for (int at = 0; at < stride; at += 32) {
       I c[4];
-      for (int k = 0; k < 4; ++k) {
-        c[k] = S::subi(S::truncate(shifted(S::mul(S::loadf(y + at + 8 * k), r))), middle);
-      }
-      const I bytes = S::in_order(S::pack_bytes(c[0], c[1], c[2], c[3]));
-      S::storei(out + at, S::xor_(bytes, S::seti(static_cast<std::int32_t>(0x80808080u))));
+      for (int k = 0; k < 4; ++k) c[k] = S::truncate(shifted(S::mul(S::loadf(y + at + 8 * k), r)));
+      S::storei(out + at, packed(c));
     }
   }
 };
-
-// How many of the candidates, which ascend, let |z| reach offset + 1/2: z is max |y| / (max |y| spread) at most, and a few
-// roundings, far below 1 part in a thousand.
-template <Format kFormat>
-consteval int clamped_candidates() {
-  constexpr codec::TqSpec spec = codec::tq_spec<kFormat>();
-  if (!spec.uniform) return spec.candidates;  // no matter: bytes saturate
-  int count = 0;
-  for (int k = 0; k < spec.candidates; ++k) {
-    if (1.001f / spec.spread[k] >= spec.offset + 0.5f) count = k + 1;
-  }
-  return count;
-}
 
 struct LaneFloats {
   alignas(32) float v[kRows];
@@ -286,6 +314,103 @@ struct Worth {
     score = S::mul(g, S::sub(p, S::mul(g, S::mul(q, S::setf(0.25f)))));
   }
 };
+
+// The anchors of eight rows; 0 for a row that is not there or that the plain codec must encode.
+template <class S, Format kFormat>
+KVANT_INLINE typename S::F anchors_of(const EncodeRows& in, EncodedRows& out) {
+  LaneFloats anchor;
+  for (int i = 0; i < kRows; ++i) {
+    const std::int32_t largest = i < in.count ? in.largest[i] : 0;
+    out.refused[i] = largest >= base::bit_cast<std::int32_t>(0x1p32f);
+    if constexpr (kFormat == Format::tq2) out.refused[i] |= i < in.count && in.smallest[i] > kTinySmallest;
+    anchor.v[i] = out.refused[i] ? 0.0f : base::bit_cast<float>(largest);
+    if constexpr (!codec::tq_spec(kFormat).peak_anchor) {
+      if (anchor.v[i] != 0.0f) anchor.v[i] = root_mean_square<S>(in.y + i * in.stride, in.stride, in.n);
+    }
+  }
+  return S::loadf(anchor.v);
+}
+
+// --- tq3 .. tq6 ---------------------------------------------------------------------------------------------------------
+
+// What each spread costs a row, in lanes.
+template <class S, Format kFormat>
+KVANT_INLINE typename S::F costs_of(const float* y, int n, float per_cell) {
+  using F = typename S::F;
+  const F scale = S::setf(per_cell), magic = S::setf(0x1p23f);
+  const typename S::I magnitude = S::seti(0x7FFFFFFF);
+  alignas(32) std::uint32_t cell[codec::kMaxHeadDim];
+  for (int j = 0; j < n; j += 8) {
+    const F a = S::as_f(S::and_(S::as_i(S::loadf(y + j)), magnitude));
+    S::storei(cell + j, S::template shl<4>(S::as_i(S::add(S::mul(a, scale), magic))));
+  }
+  return S::to_f(S::sum_rows(codec::cost_table<kFormat>.cost[0], cell, n));  // below 2^24: exact
+}
+
+template <class S, Format kFormat>
+requires(codec::tq_spec(kFormat).cells > 0)
+    __attribute__((noinline)) void encode_tq_rows(const EncodeRows& in, EncodedRows& out) {
+  using F = typename S::F;
+  using I = typename S::I;
+  using Step = Steps<S, kFormat>;
+  static constexpr codec::TqSpec kSpec = codec::tq_spec<kFormat>();
+
+  const F anchor = anchors_of<S, kFormat>(in, out);
+  LaneFloats anchors, per_cell, step;
+  S::storef(anchors.v, anchor);
+  S::storef(per_cell.v, S::div(S::setf(static_cast<float>(kSpec.cells - 1)), anchor));
+  const auto active = [&](int i) { return anchors.v[i] >= 0x1p-40f; };
+
+  F costs[kRows];
+  for (int i = 0; i < kRows; ++i) {
+    costs[i] = active(i) ? costs_of<S, kFormat>(in.y + i * in.stride, in.n, per_cell.v[i]) : S::setf(0.0f);
+  }
+  S::transpose(costs);  // lane i of costs[k]: what spread k costs row i
+  F least = costs[0], spread = S::setf(kSpec.spread[0]);
+  for (int k = 1; k < codec::kSpreads; ++k) {
+    spread = choose<S>(S::less(costs[k], least), S::setf(kSpec.spread[k]), spread);
+    least = S::min(costs[k], least);
+  }
+  S::storef(step.v, S::div(S::setf(1.0f), S::mul(anchor, spread)));
+
+  F p[kRows];
+  I q[kRows];
+  for (int i = 0; i < kRows; ++i) {
+    Sums<S> sums{S::setf(0.0f), S::seti(1)};
+    if (active(i)) sums = Step::encode(in.y + i * in.stride, in.stride, S::setf(step.v[i]), out.codes + i * in.stride);
+    p[i] = sums.p;
+    q[i] = sums.q;
+  }
+  const Worth<S> worth(p, q, (in.stride - in.n) * Step::kPadSquare);
+  const I alive = S::less(S::setf(0.0f), worth.score);
+  alignas(32) std::int32_t lives[kRows], fits[kRows];
+  S::storei(lives, alive);
+  S::storei(fits, worth.fits);
+  S::store_f16(out.scale, S::as_f(S::and_(alive, S::as_i(worth.g))));
+  for (int i = 0; i < in.count; ++i) {
+    if (active(i) && lives[i] != 0) {
+      out.refused[i] = fits[i] == 0;
+    } else {
+      out.scale[i] = 0;
+      __builtin_memset(out.codes + i * in.stride, codec::tq_zero_code(kSpec), static_cast<std::size_t>(in.stride));
+    }
+  }
+}
+
+// --- tq2, tq8 -----------------------------------------------------------------------------------------------------------
+
+// How many of the candidates, which ascend, let |z| reach offset + 1/2: z is max |y| / (max |y| spread) at most, and a few
+// roundings, far below 1 part in a thousand.
+template <Format kFormat>
+consteval int clamped_candidates() {
+  constexpr codec::TqSpec spec = codec::tq_spec<kFormat>();
+  if (!spec.uniform) return spec.candidates;  // no matter: nothing to clamp
+  int count = 0;
+  for (int k = 0; k < spec.candidates; ++k) {
+    if (1.001f / spec.spread[k] >= spec.offset + 0.5f) count = k + 1;
+  }
+  return count;
+}
 
 // The best try of eight rows, r being the reciprocal of its step.
 template <class S>
@@ -333,7 +458,8 @@ struct Choice {
 
 // Candidates row by row, scores with rows in lanes.
 template <class S, Format kFormat>
-__attribute__((noinline)) void encode_tq_rows(const EncodeRows& in, EncodedRows& out) {
+requires(codec::tq_spec(kFormat).cells == 0)
+    __attribute__((noinline)) void encode_tq_rows(const EncodeRows& in, EncodedRows& out) {
   using F = typename S::F;
   using I = typename S::I;
   using Step = Steps<S, kFormat>;
@@ -341,17 +467,7 @@ __attribute__((noinline)) void encode_tq_rows(const EncodeRows& in, EncodedRows&
   constexpr int kClamped = clamped_candidates<kFormat>();
   const int pad_squares = (in.stride - in.n) * Step::kPadSquare;
 
-  LaneFloats anchor;
-  for (int i = 0; i < kRows; ++i) {
-    const std::int32_t largest = i < in.count ? in.largest[i] : 0;
-    out.refused[i] = largest >= base::bit_cast<std::int32_t>(0x1p32f) ||
-                     (!kSpec.uniform && i < in.count && in.smallest[i] > kTinySmallest);
-    anchor.v[i] = largest == 0 || out.refused[i] ? 0.0f : base::bit_cast<float>(largest);
-    if constexpr (!kSpec.peak_anchor) {
-      if (anchor.v[i] != 0.0f) anchor.v[i] = root_mean_square<S>(in.y + i * in.stride, in.stride, in.n);
-    }
-  }
-  const F anchors = S::loadf(anchor.v);
+  const F anchors = anchors_of<S, kFormat>(in, out);
   const I active = S::andnot(S::less(anchors, S::setf(0x1p-40f)), S::seti(-1));
   // Rows that are not active get a harmless step.
   const F safe = choose<S>(active, anchors, S::setf(1.0f));

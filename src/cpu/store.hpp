@@ -96,12 +96,12 @@ KVANT_INLINE void store_dense_row(const codec::SideLayout& side, int head_dim, s
 
 // --- coded formats ------------------------------------------------------------------------------------------------------
 
-// A vector in its basis into `rows`, from row `at` on: magnitudes and sign bits for companded formats, else values.
+// A vector in its basis into `rows`, from row `at` on: magnitudes and sign bits for tq2, else values.
 template <class S, Format kFormat>
 KVANT_INLINE void take_vector(EncodeRows& rows, int at, int groups, const float* y) {
   using I = typename S::I;
   constexpr codec::TqSpec kSpec = codec::tq_spec(kFormat);
-  constexpr bool kMagnitudes = kSpec.bits > 0 && !kSpec.uniform;
+  constexpr bool kMagnitudes = kFormat == Format::tq2;
   const I magnitude_bits = S::seti(0x7FFFFFFF), least = S::seti(static_cast<std::int32_t>(0x80000000u));
   for (int g = 0; g < groups; ++g) {
     const float* from = y + g * rows.n;
