@@ -143,35 +143,31 @@ struct CostTable {
 
 namespace detail {
 
-// The centred level that z >= 0 is rounded to.
-consteval double centred_level(const TqSpec& s, double z) {
-  if (s.uniform) {
-    double level = 0.5;
-    while (level < s.offset && z >= level + 0.5) level += 1.0;
-    return level;
-  }
+// The centred level that z >= 0 is rounded to. (Not consteval: clang 14 takes a call inside another one for a run-time call.)
+constexpr double centred_level(const TqSpec& s, double z) {
+  if (s.uniform) return base::min(static_cast<double>(static_cast<int>(z)) + 0.5, static_cast<double>(s.offset));
   int m = 0;
   while (m + 1 < s.magnitudes && z > s.threshold[m]) ++m;
   return s.u[m] - static_cast<double>(s.offset);
 }
 
 template <Format kFormat>
-consteval auto make_costs() {
+constexpr auto make_costs() {
   constexpr TqSpec s = make_spec<kFormat>();
-  CostTable<s.cells> table{};
+  double square[s.cells][kSpreads] = {};
   double most = 0.0;
-  for (const bool measuring : {true, false}) {
-    for (int i = 0; i < s.cells; ++i) {
-      for (int k = 0; k < kSpreads; ++k) {
-        const double a = static_cast<double>(i) / (s.cells - 1), step = s.spread[k];
-        const double distance = a - step * centred_level(s, a / step);
-        const double square = distance * distance;
-        if (measuring) {
-          most = square > most ? square : most;
-        } else {
-          table.cost[i][k] = static_cast<std::uint16_t>(square * (kMostCost / most) + 0.5);
-        }
-      }
+  for (int i = 0; i < s.cells; ++i) {
+    for (int k = 0; k < kSpreads; ++k) {
+      const double a = static_cast<double>(i) / (s.cells - 1), step = s.spread[k];
+      const double distance = a - step * centred_level(s, a / step);
+      square[i][k] = distance * distance;
+      most = base::max(most, square[i][k]);
+    }
+  }
+  CostTable<s.cells> table{};
+  for (int i = 0; i < s.cells; ++i) {
+    for (int k = 0; k < kSpreads; ++k) {
+      table.cost[i][k] = static_cast<std::uint16_t>(square[i][k] * (kMostCost / most) + 0.5);
     }
   }
   return table;

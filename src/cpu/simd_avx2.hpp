@@ -159,7 +159,7 @@ struct Simd {
   static KVANT_INLINE F to_f(I a) { return _mm256_cvtepi32_ps(a); }
   static KVANT_INLINE I to_i(F a) { return _mm256_cvtps_epi32(a); }
 
-  // encoding (cpu/encode.hpp); an ISA without these verbs encodes with the plain codec
+  // encoding (cpu/encode_tq.hpp); an ISA without these verbs encodes with the plain codec
   static constexpr bool kEncodes = true;
   static KVANT_INLINE F floor(F a) { return _mm256_floor_ps(a); }
   static KVANT_INLINE I truncate(F a) { return _mm256_cvttps_epi32(a); }

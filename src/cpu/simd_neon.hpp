@@ -183,7 +183,7 @@ struct Simd {
   static KVANT_INLINE F to_f(I a) { return {vcvtq_f32_s32(a.lo), vcvtq_f32_s32(a.hi)}; }
   static KVANT_INLINE I to_i(F a) { return {vcvtnq_s32_f32(a.lo), vcvtnq_s32_f32(a.hi)}; }
 
-  // encoding (cpu/encode.hpp)
+  // encoding (cpu/encode_tq.hpp)
   static constexpr bool kEncodes = true;
   static KVANT_INLINE F floor(F a) { return {vrndmq_f32(a.lo), vrndmq_f32(a.hi)}; }
   static KVANT_INLINE I truncate(F a) { return {vcvtq_s32_f32(a.lo), vcvtq_s32_f32(a.hi)}; }

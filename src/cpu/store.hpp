@@ -2,7 +2,7 @@
 // token; an ISA without the verbs for encoding (Simd::kEncodes) uses that code itself.
 //
 // Tokens are taken an octet at a time, so that value words are written whole where the range covers them, and of an octet as
-// many at once as make eight rows for the search. What the search cannot do exactly (see cpu/encode.hpp: values that cannot
+// many at once as make eight rows for the search. What the search cannot do exactly (see cpu/encode_tq.hpp: values that cannot
 // be encoded, values next to zero) goes through the plain codec afterwards.
 #pragma once
 
@@ -11,6 +11,7 @@
 #include "cpu/encode.hpp"
 #include "cpu/encode_fp8.hpp"
 #include "cpu/encode_lut.hpp"
+#include "cpu/encode_tq.hpp"
 #include "cpu/pack.hpp"
 #include "cpu/rotate.hpp"
 
