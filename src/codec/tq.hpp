@@ -167,7 +167,9 @@ constexpr auto make_costs() {
   CostTable<s.cells> table{};
   for (int i = 0; i < s.cells; ++i) {
     for (int k = 0; k < kSpreads; ++k) {
-      table.cost[i][k] = static_cast<std::uint16_t>(square[i][k] * (kMostCost / most) + 0.5);
+      const double cost = square[i][k] * (kMostCost / most);
+      const int below = static_cast<int>(cost);
+      table.cost[i][k] = static_cast<std::uint16_t>(cost - below < 0.5 ? below : below + 1);
     }
   }
   return table;
