@@ -84,7 +84,10 @@ TEST(Levels, FourBitsAsInTheContract) {
 
 // docs/formats.md read literally, with none of the codec's code but its tables and half conversion.
 struct ByTheBook {
+  explicit ByTheBook(const TqSpec& spec) : s(spec), costs(exact_costs()) {}
+
   TqSpec s;
+  std::vector<double> costs;  // [cells][8]
 
   int code(float z) const {
     if (s.uniform) {
@@ -126,6 +129,35 @@ struct ByTheBook {
     return {g * (p - back), r, g};
   }
 
+  // What a value of i / (cells - 1) anchors costs at spread k, before it is made an integer.
+  double exact_cost(int i, int k) const {
+    const double a = static_cast<double>(i) / (s.cells - 1), step = s.spread[k];
+    double nearest = 1e9;
+    for (int c = 0; c < 1 << s.bits; ++c) {
+      const double distance = a - (codec::tq_level(s, c) - static_cast<double>(s.offset)) * step;
+      nearest = std::min(nearest, distance * distance);
+    }
+    return nearest;
+  }
+  std::vector<double> exact_costs() const {  // the largest one is 1023
+    std::vector<double> all;
+    for (int i = 0; i < s.cells; ++i) {
+      for (int k = 0; k < codec::kSpreads; ++k) all.push_back(exact_cost(i, k));
+    }
+    const double most = all.empty() ? 1 : *std::max_element(all.begin(), all.end());
+    for (double& cost : all) cost *= codec::kMostCost / most;
+    return all;
+  }
+  std::size_t cheapest(const std::vector<float>& y, float anchor) const {
+    const float per_cell = static_cast<float>(s.cells - 1) / anchor;
+    std::array<long, 8> sum{};
+    for (const float v : y) {
+      const auto cell = static_cast<std::size_t>(std::nearbyint(std::fabs(v) * per_cell));
+      for (std::size_t k = 0; k < 8; ++k) sum[k] += std::lround(costs[cell * 8 + k]);
+    }
+    return static_cast<std::size_t>(std::min_element(sum.begin(), sum.end()) - sum.begin());
+  }
+
   void encode(const std::vector<float>& y, std::uint8_t* codes, std::uint16_t* scale) const {
     float anchor = 0.0f;
     if (s.peak_anchor) {
@@ -136,16 +168,18 @@ struct ByTheBook {
       anchor = std::sqrt(lane_sum(squares) / static_cast<float>(y.size()));
     }
     Try best{0.0f, 0.0f, 0.0f};
-    if (anchor >= 0x1p-40f) {
+    const auto consider = [&](const Try& t) {
+      if (t.score > best.score) best = t;
+    };
+    if (anchor >= 0x1p-40f && s.cells > 0) {
+      const float step = anchor * s.spread[cheapest(y, anchor)];
+      consider(attempt(y, 1.0f / step));
+    } else if (anchor >= 0x1p-40f) {
       for (int k = 0; k < s.candidates; ++k) {
         const float step = anchor * s.spread[k];
-        const Try t = attempt(y, 1.0f / step);
-        if (t.score > best.score) best = t;
+        consider(attempt(y, 1.0f / step));
       }
-      if (best.g > 0.0f) {
-        const Try t = attempt(y, 1.0f / best.g);
-        if (t.score > best.score) best = t;
-      }
+      if (best.g > 0.0f) consider(attempt(y, 1.0f / best.g));
     }
     for (std::size_t i = 0; i < y.size(); ++i) {
       codes[i] = static_cast<std::uint8_t>(best.g > 0.0f ? code(y[i] * best.r) : codec::tq_zero_code(s));
@@ -157,6 +191,7 @@ struct ByTheBook {
 TEST(Encoding, MatchesTheWrittenAlgorithmBitForBit) {
   Draw draw(7);
   for (const Format f : kTqFormats) {
+    const ByTheBook book{codec::tq_spec(f)};
     for (const int head_dim : supported_head_dims()) {
       for (int repeat = 0; repeat < 20; ++repeat) {
         auto y = repeat % 3 == 2 ? draw.log_normal(head_dim) : draw.gaussian(head_dim);
@@ -170,13 +205,38 @@ TEST(Encoding, MatchesTheWrittenAlgorithmBitForBit) {
         for (std::size_t i = 0; i < static_cast<std::size_t>(groups); ++i) {
           const std::vector<float> part(y.begin() + static_cast<long>(i * n),
                                         y.begin() + static_cast<long>((i + 1) * n));
-          ByTheBook{codec::tq_spec(f)}.encode(part, want.codes.data() + i * n, want.scales.data() + i);
+          book.encode(part, want.codes.data() + i * n, want.scales.data() + i);
         }
         ASSERT_EQ(got.scales, want.scales) << name_of(f) << " D=" << head_dim << " repeat " << repeat;
         ASSERT_EQ(got.codes, want.codes) << name_of(f) << " D=" << head_dim << " repeat " << repeat;
       }
     }
   }
+}
+
+// Costs are integers; none is so near to a half that the order of operations in double could round it the other way.
+template <Format kFormat>
+void check_costs() {
+  constexpr TqSpec spec = codec::tq_spec<kFormat>();
+  const ByTheBook book{spec};
+  ASSERT_EQ(book.costs.size(), static_cast<std::size_t>(spec.cells * codec::kSpreads));
+  std::array<int, 2> extremes{codec::kMostCost, 0};
+  for (std::size_t i = 0; i < book.costs.size(); ++i) {
+    const double want = book.costs[i];
+    const int got = codec::cost_table<kFormat>.cost[i / codec::kSpreads][i % codec::kSpreads];
+    ASSERT_EQ(got, std::lround(want)) << name_of(kFormat) << " cell " << i / 8 << " spread " << i % 8;
+    ASSERT_GT(std::fabs(want - std::floor(want) - 0.5), 1e-9) << name_of(kFormat) << " cell " << i / 8;
+    extremes = {std::min(extremes[0], got), std::max(extremes[1], got)};
+  }
+  EXPECT_EQ(extremes, (std::array<int, 2>{0, codec::kMostCost})) << name_of(kFormat);
+}
+
+TEST(Encoding, CostsAreThoseOfTheContract) {
+  static_assert(64 * codec::kMostCost < 65536, "the vector encoders sum 64 of them in 16 bits");
+  check_costs<Format::tq3>();
+  check_costs<Format::tq4>();
+  check_costs<Format::tq5>();
+  check_costs<Format::tq6>();
 }
 
 TEST(Encoding, ScaleIsTheLeastSquaresOneForItsCodes) {
@@ -199,7 +259,7 @@ TEST(Encoding, ScaleIsTheLeastSquaresOneForItsCodes) {
 
 // Few candidates must find nearly what a dense search finds. The bounds are the measured ratio plus a third of it.
 TEST(Encoding, SearchIsWithinPercentsOfADenseOne) {
-  const std::array<double, 6> allowed{1.002, 1.007, 1.008, 1.022, 1.008, 1.025};
+  const std::array<double, 6> allowed{1.002, 1.0084, 1.0096, 1.02, 1.0143, 1.0173};
   for (std::size_t k = 0; k < kTqFormats.size(); ++k) {
     Draw draw(13);
     const ByTheBook book{codec::tq_spec(kTqFormats[k])};

@@ -5,15 +5,21 @@
 //                under a set sign; offset 63.5. The levels are Lloyd-Max's for a Gaussian, rounded to that grid.
 //   tq6, tq8     uniform: level = code, offset 31.5 and 127.5
 //
-// Encoding tries a few spreads of the grid, keeps the codes and the scale with the smallest |y - g c|^2, and refines
-// them once. In float32, every operation rounded on its own, with e = 2 c (an odd integer, exact in float):
+// Encoding looks for the spread of the grid, the codes and the scale with the smallest |y - g c|^2. In float32, every
+// operation rounded on its own, with e = 2 c (an odd integer, exact in float):
 //
 //   anchor   max |y|, for tq2 sqrt(sum y^2 / n).   An anchor below 2^-40 encodes the zero vector.
 //   try r    z = y * r; sign = z < 0; m = number of thresholds < |z|     (uniform: code = floor(clamp(z + 32, 0, 63)),
 //            p = sum y * e; q = float(sum e^2), an exact integer          floor(clamp(z + 128, 0, 255)))
 //            g = half((p + p) / q), at most 65504;  score = g * (p - g * (q * 0.25))
-//   search   try 1 / (anchor * spread[k]) for k = 0, 1, ..; then try 1 / g of the best. The largest score wins, the
-//            first one at a tie; none above zero encodes the zero vector.
+//   tq3 .. tq6: the spreads are judged by a table. |y| / anchor falls into a cell, round(|y| * ((cells - 1) / anchor)),
+//            ties to even; cost[cell][k] is what a value in the middle of the cell costs at spread k, as an integer. The
+//            k with the smallest sum of costs, the first one at a tie, gets the one try, 1 / (anchor * spread[k]). A score
+//            that is not above zero encodes the zero vector. One table look-up a value judges eight spreads at once, and
+//            integer sums come out the same in any order.
+//   tq2, tq8: try 1 / (anchor * spread[k]) for k = 0, 1, ..; then try 1 / g of the best. The largest score wins, the first
+//            one at a tie; none above zero encodes the zero vector. (tq8's levels are too close for cells, tq2's anchor
+//            bounds nothing.)
 //
 // Sums run in 32 lanes (element i goes to lane i % 32, in order), then lane i += lane i + h for h = 16, 8, 4, 2, 1:
 // what four AVX registers or one CUDA warp do. A zero vector has g = 0 and the smallest positive level in every place.
@@ -38,15 +44,22 @@ struct TqSpec {
   float threshold[15];  // between magnitudes m and m + 1: exact multiples of 1/2
   bool peak_anchor;     // max |y|; otherwise the root mean square
   int candidates;
-  float spread[8];  // grid steps tried first, relative to the anchor
+  float spread[8];  // grid steps considered, relative to the anchor
+  int cells;        // 0: every spread is tried; otherwise the rows of cost_table()
 };
+
+inline constexpr int kSpreads = 8;      // a row of costs is 16 bytes
+inline constexpr int kMostCost = 1023;  // 64 of them fit 16 bits
 
 namespace detail {
 
 // `unit` is the largest level where the anchor is the peak, 1 / (the ideal step) where it is the root mean square.
 template <int kCandidates>
-consteval void set_spreads(TqSpec& s, bool peak_anchor, float unit, const float (&spreads)[kCandidates]) {
-  static_assert(kCandidates <= 8);
+consteval void set_spreads(TqSpec& s, bool peak_anchor, float unit, const float (&spreads)[kCandidates],
+                           int cells = 0) {
+  static_assert(kCandidates <= kSpreads);
+  if (cells != 0 && (kCandidates != kSpreads || !peak_anchor)) throw "cells want eight spreads of the peak";
+  s.cells = cells;
   s.peak_anchor = peak_anchor;
   s.candidates = kCandidates;
   for (int k = 0; k < kCandidates; ++k) s.spread[k] = spreads[k] / unit;
@@ -82,16 +95,16 @@ consteval TqSpec make_spec() {
     set_spreads(s, false, 38.75f, {0.96f, 1.02f, 1.1f, 1.26f});
   } else if constexpr (kFormat == Format::tq3) {
     s = companded(3, {70, 84, 100, 122});
-    set_spreads(s, true, 58.5f, {0.35f, 0.525f, 0.59f, 0.64f, 0.69f, 0.74f, 0.8f, 0.875f});
+    set_spreads(s, true, 58.5f, {0.45f, 0.54f, 0.59f, 0.64f, 0.69f, 0.74f, 0.8f, 0.875f}, 128);
   } else if constexpr (kFormat == Format::tq4) {
     s = companded(4, {66, 72, 78, 84, 91, 99, 109, 124});
-    set_spreads(s, true, 60.5f, {0.78f, 0.83f, 0.87f, 0.91f, 0.95f, 1.0f});
+    set_spreads(s, true, 60.5f, {0.77f, 0.805f, 0.835f, 0.865f, 0.895f, 0.925f, 0.955f, 1.0f}, 128);
   } else if constexpr (kFormat == Format::tq5) {
     s = companded(5, {64, 66, 68, 70, 72, 74, 76, 78, 80, 82, 85, 88, 91, 95, 100, 108});
-    set_spreads(s, true, 44.5f, {0.925f, 0.95f, 0.975f, 1.0f, 1.025f, 1.175f});
+    set_spreads(s, true, 44.5f, {0.9f, 0.925f, 0.95f, 0.975f, 1.0f, 1.025f, 1.05f, 1.175f}, 256);
   } else if constexpr (kFormat == Format::tq6) {
     s = uniform_grid(6);
-    set_spreads(s, true, 31.5f, {0.96f, 0.975f, 0.99f, 1.005f, 1.03f, 1.065f});
+    set_spreads(s, true, 31.5f, {0.95f, 0.96f, 0.97f, 0.98f, 0.99f, 1.005f, 1.03f, 1.065f}, 256);
   } else {
     s = uniform_grid(8);
     set_spreads(s, true, 127.5f, {0.995f, 1.0f, 1.005f, 1.01f, 1.015f, 1.025f});
@@ -120,6 +133,52 @@ KVANT_HD constexpr TqSpec tq_spec(Format f) {
     default: return TqSpec{};
   }
 }
+
+// What values cost: row i for |y| = i / (cells - 1) anchors, column k for spread k. The square of the distance to the level
+// it is rounded to, in units that make the largest one kMostCost.
+template <int kCells>
+struct CostTable {
+  alignas(16) std::uint16_t cost[kCells][kSpreads];
+};
+
+namespace detail {
+
+// The centred level that z >= 0 is rounded to. (Not consteval: clang 14 takes a call inside another one for a run-time call.)
+constexpr double centred_level(const TqSpec& s, double z) {
+  if (s.uniform) return base::min(static_cast<double>(static_cast<int>(z)) + 0.5, static_cast<double>(s.offset));
+  int m = 0;
+  while (m + 1 < s.magnitudes && z > s.threshold[m]) ++m;
+  return s.u[m] - static_cast<double>(s.offset);
+}
+
+template <Format kFormat>
+constexpr auto make_costs() {
+  constexpr TqSpec s = make_spec<kFormat>();
+  double square[s.cells][kSpreads] = {};
+  double most = 0.0;
+  for (int i = 0; i < s.cells; ++i) {
+    for (int k = 0; k < kSpreads; ++k) {
+      const double a = static_cast<double>(i) / (s.cells - 1), step = s.spread[k];
+      const double distance = a - step * centred_level(s, a / step);
+      square[i][k] = distance * distance;
+      most = base::max(most, square[i][k]);
+    }
+  }
+  CostTable<s.cells> table{};
+  for (int i = 0; i < s.cells; ++i) {
+    for (int k = 0; k < kSpreads; ++k) {
+      const double cost = square[i][k] * (kMostCost / most);
+      const int below = static_cast<int>(cost);
+      table.cost[i][k] = static_cast<std::uint16_t>(cost - below < 0.5 ? below : below + 1);
+    }
+  }
+  return table;
+}
+
+}  // namespace detail
+
+template <Format kFormat>
+requires(detail::make_spec<kFormat>().cells > 0) inline constexpr auto cost_table = detail::make_costs<kFormat>();
 
 // u of a code, 0 .. 127 (tq2 .. tq5), the code itself (tq6, tq8).
 KVANT_HD constexpr int tq_level(const TqSpec& spec, int code) {
@@ -219,6 +278,23 @@ KVANT_HD KVANT_INLINE Fit try_step(const float* y, int n, float r) {
   return fit;
 }
 
+// Which spread is judged best for values whose largest magnitude is `anchor`.
+template <Format kFormat>
+KVANT_HD KVANT_INLINE int judge(const float* y, int n, float anchor) {
+  constexpr TqSpec spec = tq_spec<kFormat>();
+  const float per_cell = static_cast<float>(spec.cells - 1) / anchor;
+  std::uint32_t sums[kSpreads] = {};
+  for (int i = 0; i < n; ++i) {
+    // 2^23 plus a float is rounded to an integer, ties to even. The largest |y| gives cells - 1: no clamp.
+    const float magic = base::mul_rn(base::abs(y[i]), per_cell) + 0x1p23f;
+    const std::uint32_t cell = base::bit_cast<std::uint32_t>(magic) - 0x4B000000u;
+    for (int k = 0; k < kSpreads; ++k) sums[k] += cost_table<kFormat>.cost[cell][k];
+  }
+  int best = 0;
+  for (int k = 1; k < kSpreads; ++k) best = sums[k] < sums[best] ? k : best;
+  return best;
+}
+
 }  // namespace detail
 
 // Encodes n values that share one scale. y must be finite and below 2^32. False: the scale does not fit fp16 (codes are
@@ -238,7 +314,13 @@ KVANT_HD inline bool encode_group(const float* y, int n, std::uint8_t* codes, st
   }
   const float anchor = lanes[0];
   detail::Fit best;
-  if (anchor >= 0x1p-40f) {
+  if (!(anchor >= 0x1p-40f)) {
+    // the zero vector
+  } else if constexpr (spec.cells > 0) {
+    const int k = detail::judge<kFormat>(y, n, anchor);
+    const detail::Fit fit = detail::try_step<kFormat>(y, n, 1.0f / (anchor * spec.spread[k]));
+    if (fit.score > best.score) best = fit;
+  } else {
     for (int k = 0; k < spec.candidates; ++k) {
       const detail::Fit fit = detail::try_step<kFormat>(y, n, 1.0f / (anchor * spec.spread[k]));
       if (fit.score > best.score) best = fit;

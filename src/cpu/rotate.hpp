@@ -45,29 +45,29 @@ template <class S>
 struct Rotate {
   using F = typename S::F;
 
-  // In place: x <- H (s * x) / sqrt(D).
-  static KVANT_INLINE void forward(float* x, int head_dim) {
+  // to <- H (s * from) / sqrt(D); may be the same place.
+  static KVANT_INLINE void forward(const float* from, float* to, int head_dim) {
     const codec::RotationShape shape = codec::rotation_shape(head_dim);
     const F scale = S::setf(codec::rotation_scale(head_dim));
     switch (shape.sylvester) {
-      case 4: first_pass<4, 1>(x, head_dim); break;
-      case 8: first_pass<8, 1>(x, head_dim); break;
-      case 16: first_pass<8, 2>(x, head_dim); break;
-      case 32: first_pass<8, 4>(x, head_dim); break;
-      default: first_pass<8, 8>(x, head_dim);
+      case 4: first_pass<4, 1>(from, to, head_dim); break;
+      case 8: first_pass<8, 1>(from, to, head_dim); break;
+      case 16: first_pass<8, 2>(from, to, head_dim); break;
+      case 32: first_pass<8, 4>(from, to, head_dim); break;
+      default: first_pass<8, 8>(from, to, head_dim);
     }
     switch (shape.sylvester) {
-      case 128: return second_pass<2>(x, scale);
-      case 256: return second_pass<4>(x, scale);
-      case 512: return second_pass<8>(x, scale);
+      case 128: return second_pass<2>(to, scale);
+      case 256: return second_pass<4>(to, scale);
+      case 512: return second_pass<8>(to, scale);
       default: break;
     }
-    if (shape.second_paley == 12) narrow_paley<12>(x, head_dim);
+    if (shape.second_paley == 12) narrow_paley<12>(to, head_dim);
     const int stride = shape.sylvester * shape.second_paley;
-    if (shape.paley == 12) wide_paley<12>(x, head_dim, stride);
-    if (shape.paley == 20) stride == 4 ? narrow_paley<20>(x, head_dim) : wide_paley<20>(x, head_dim, stride);
-    if (shape.paley == 28) stride == 4 ? narrow_paley<28>(x, head_dim) : wide_paley<28>(x, head_dim, stride);
-    for (int i = 0; i < head_dim; i += 8) S::storef(x + i, S::mul(S::loadf(x + i), scale));
+    if (shape.paley == 12) wide_paley<12>(to, head_dim, stride);
+    if (shape.paley == 20) stride == 4 ? narrow_paley<20>(to, head_dim) : wide_paley<20>(to, head_dim, stride);
+    if (shape.paley == 28) stride == 4 ? narrow_paley<28>(to, head_dim) : wide_paley<28>(to, head_dim, stride);
+    for (int i = 0; i < head_dim; i += 8) S::storef(to + i, S::mul(S::loadf(to + i), scale));
   }
 
  private:
@@ -96,15 +96,15 @@ struct Rotate {
 
   // Signs, then distances below kWithin in each register, then 8, 16, .. over kCount registers that lie side by side.
   template <int kWithin, int kCount>
-  static KVANT_INLINE void first_pass(float* x, int n) {
+  static KVANT_INLINE void first_pass(const float* from, float* to, int n) {
     for (int base = 0; base < n; base += 8 * kCount) {
       F v[kCount];
       for (int i = 0; i < kCount; ++i) {
-        v[i] = butterfly<2>(butterfly<1>(load_signed(x, base + 8 * i)));
+        v[i] = butterfly<2>(butterfly<1>(load_signed(from, base + 8 * i)));
         if constexpr (kWithin == 8) v[i] = butterfly<4>(v[i]);
       }
       butterflies(v);
-      for (int i = 0; i < kCount; ++i) S::storef(x + base + 8 * i, v[i]);
+      for (int i = 0; i < kCount; ++i) S::storef(to + base + 8 * i, v[i]);
     }
   }
   // Distances 64, 128, .. over blocks of 64, and the scale.

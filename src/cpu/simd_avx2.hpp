@@ -159,7 +159,7 @@ struct Simd {
   static KVANT_INLINE F to_f(I a) { return _mm256_cvtepi32_ps(a); }
   static KVANT_INLINE I to_i(F a) { return _mm256_cvtps_epi32(a); }
 
-  // encoding (cpu/encode.hpp); an ISA without these verbs encodes with the plain codec
+  // encoding (cpu/encode_tq.hpp); an ISA without these verbs encodes with the plain codec
   static constexpr bool kEncodes = true;
   static KVANT_INLINE F floor(F a) { return _mm256_floor_ps(a); }
   static KVANT_INLINE I truncate(F a) { return _mm256_cvttps_epi32(a); }
@@ -196,6 +196,26 @@ struct Simd {
   static KVANT_INLINE F lookup8(F table, I idx) { return _mm256_permutevar8x32_ps(table, idx); }  // idx modulo 8
   // lane i = yes where mask is below zero
   static KVANT_INLINE F select_negative(I mask, F yes, F no) { return _mm256_blendv_ps(no, yes, as_f(mask)); }
+  // The sums of n rows of eight numbers up to 1023: row i lies low 16 bits of at[i] bytes on. n is a multiple of 8.
+  static KVANT_INLINE I sum_rows(const std::uint16_t* table, const std::uint32_t* at, int n) {
+    const auto row = [&](int i) {
+      const auto bytes = reinterpret_cast<const char*>(table) + (at[i] & 0xFFFF);
+      return _mm_load_si128(reinterpret_cast<const __m128i*>(bytes));
+    };
+    I sum = _mm256_setzero_si256();
+    for (int first = 0; first < n; first += 128) {  // 64 rows to each of two sums, so that these fit
+      __m128i even = _mm_setzero_si128(), odd = _mm_setzero_si128();
+      const int end = n < first + 128 ? n : first + 128;
+      for (int i = first; i < end; i += 8) {
+        for (int k = 0; k < 8; k += 2) {
+          even = _mm_add_epi16(even, row(i + k));
+          odd = _mm_add_epi16(odd, row(i + k + 1));
+        }
+      }
+      sum = addi(sum, addi(_mm256_cvtepu16_epi32(even), _mm256_cvtepu16_epi32(odd)));
+    }
+    return sum;
+  }
   static KVANT_INLINE F gather(const float* table, I idx) { return _mm256_i32gather_ps(table, idx, 4); }
   // eight halves, rounded to nearest even; the low 16 and 8 bits of lanes
   static KVANT_INLINE void store_f16(void* p, F a) {

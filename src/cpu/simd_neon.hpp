@@ -183,7 +183,7 @@ struct Simd {
   static KVANT_INLINE F to_f(I a) { return {vcvtq_f32_s32(a.lo), vcvtq_f32_s32(a.hi)}; }
   static KVANT_INLINE I to_i(F a) { return {vcvtnq_s32_f32(a.lo), vcvtnq_s32_f32(a.hi)}; }
 
-  // encoding (cpu/encode.hpp)
+  // encoding (cpu/encode_tq.hpp)
   static constexpr bool kEncodes = true;
   static KVANT_INLINE F floor(F a) { return {vrndmq_f32(a.lo), vrndmq_f32(a.hi)}; }
   static KVANT_INLINE I truncate(F a) { return {vcvtq_s32_f32(a.lo), vcvtq_s32_f32(a.hi)}; }
@@ -224,6 +224,24 @@ struct Simd {
   // lane i = yes where mask is below zero
   static KVANT_INLINE F select_negative(I mask, F yes, F no) {
     return {vbslq_f32(vcltzq_s32(mask.lo), yes.lo, no.lo), vbslq_f32(vcltzq_s32(mask.hi), yes.hi, no.hi)};
+  }
+  // The sums of n rows of eight numbers up to 1023: row i lies low 16 bits of at[i] bytes on. n is a multiple of 8.
+  static KVANT_INLINE I sum_rows(const std::uint16_t* table, const std::uint32_t* at, int n) {
+    const auto row = [&](int i) { return vld1q_u16(table + (at[i] & 0xFFFF) / sizeof *table); };
+    uint32x4_t low = vdupq_n_u32(0), high = vdupq_n_u32(0);
+    for (int first = 0; first < n; first += 128) {  // 64 rows to each of two sums, so that these fit
+      uint16x8_t even = vdupq_n_u16(0), odd = vdupq_n_u16(0);
+      const int end = n < first + 128 ? n : first + 128;
+      for (int i = first; i < end; i += 8) {
+        for (int k = 0; k < 8; k += 2) {
+          even = vaddq_u16(even, row(i + k));
+          odd = vaddq_u16(odd, row(i + k + 1));
+        }
+      }
+      low = vaddq_u32(low, vaddl_u16(vget_low_u16(even), vget_low_u16(odd)));
+      high = vaddq_u32(high, vaddl_high_u16(even, odd));
+    }
+    return {s32(low), s32(high)};
   }
   static KVANT_INLINE F gather(const float* table, I idx) {
     std::int32_t at[8];

@@ -2,7 +2,7 @@
 // token; an ISA without the verbs for encoding (Simd::kEncodes) uses that code itself.
 //
 // Tokens are taken an octet at a time, so that value words are written whole where the range covers them, and of an octet as
-// many at once as make eight rows for the search. What the search cannot do exactly (see cpu/encode.hpp: values that cannot
+// many at once as make eight rows for the search. What the search cannot do exactly (see cpu/encode_tq.hpp: values that cannot
 // be encoded, values next to zero) goes through the plain codec afterwards.
 #pragma once
 
@@ -11,6 +11,7 @@
 #include "cpu/encode.hpp"
 #include "cpu/encode_fp8.hpp"
 #include "cpu/encode_lut.hpp"
+#include "cpu/encode_tq.hpp"
 #include "cpu/pack.hpp"
 #include "cpu/rotate.hpp"
 
@@ -96,41 +97,44 @@ KVANT_INLINE void store_dense_row(const codec::SideLayout& side, int head_dim, s
 
 // --- coded formats ------------------------------------------------------------------------------------------------------
 
-// A vector in its basis into `rows`, from row `at` on: magnitudes and sign bits for companded formats, else values.
+// A vector in its basis, D values from row `at` on, into the shape of its rows: padded with zeros, its extremes known, and
+// for tq2 as magnitudes and sign bits.
 template <class S, Format kFormat>
-KVANT_INLINE void take_vector(EncodeRows& rows, int at, int groups, const float* y) {
+KVANT_INLINE void take_vector(EncodeRows& rows, int at, int groups) {
   using I = typename S::I;
-  constexpr codec::TqSpec kSpec = codec::tq_spec(kFormat);
-  constexpr bool kMagnitudes = kSpec.bits > 0 && !kSpec.uniform;
+  constexpr bool kMagnitudes = kFormat == Format::tq2;
   const I magnitude_bits = S::seti(0x7FFFFFFF), least = S::seti(static_cast<std::int32_t>(0x80000000u));
-  for (int g = 0; g < groups; ++g) {
-    const float* from = y + g * rows.n;
-    float* to = rows.y + (at + g) * rows.stride;
-    std::uint8_t* signs = rows.signs + (at + g) * rows.stride;
+  if (rows.n != rows.stride) {
+    float* y = rows.y + at * rows.stride;
+    for (int g = groups - 1; g >= 0; --g) {
+      float* row = y + g * rows.stride;
+      __builtin_memmove(row, y + g * rows.n, static_cast<std::size_t>(rows.n) * sizeof(float));
+      for (int j = rows.n; j < rows.stride; ++j) row[j] = 0.0f;
+    }
+  }
+  for (int i = at; i < at + groups; ++i) {
+    float* y = rows.y + i * rows.stride;
     I largest = S::seti(0), smallest = least;
     for (int j = 0; j < rows.stride; j += 32) {
       I negative[4];
       for (int k = 0; k < 4; ++k) {
-        const int i = j + 8 * k;
-        const I bits = i < rows.n ? S::as_i(S::loadf(from + i)) : S::seti(0);
+        const I bits = S::as_i(S::loadf(y + j + 8 * k));
         const I magnitude = S::and_(bits, magnitude_bits);
         largest = S::maxi(largest, magnitude);
         if constexpr (kMagnitudes) {
           smallest = S::maxi(smallest, S::subi(least, magnitude));
           negative[k] = S::less(S::as_f(bits), S::setf(0.0f));
-          S::storef(to + i, S::as_f(magnitude));
-        } else {
-          S::storef(to + i, S::as_f(bits));
+          S::storef(y + j + 8 * k, S::as_f(magnitude));
         }
       }
       if constexpr (kMagnitudes) {
-        constexpr int kSign = kSpec.magnitudes * 0x01010101;
+        constexpr int kSign = codec::tq_spec(kFormat).magnitudes * 0x01010101;
         const I bytes = S::in_order(S::pack_bytes(negative[0], negative[1], negative[2], negative[3]));
-        S::storei(signs + j, S::and_(bytes, S::seti(kSign)));
+        S::storei(rows.signs + i * rows.stride + j, S::and_(bytes, S::seti(kSign)));
       }
     }
-    rows.largest[at + g] = max_lane<S>(largest);
-    rows.smallest[at + g] = max_lane<S>(smallest);
+    rows.largest[i] = max_lane<S>(largest);
+    if constexpr (kMagnitudes) rows.smallest[i] = max_lane<S>(smallest);
   }
 }
 
@@ -142,18 +146,21 @@ __attribute__((noinline)) void store_token_plain(const core::StoreJob& job, int 
   (kKeys ? codec::store_row_k : codec::store_row_v)(*job.side, job.head_dim, job.block, job.first + i, y, job.levels);
 }
 
-// Tokens [i, i + count) of the job into their basis, each with room for kMaxHeadDim values.
+// Tokens [i, i + count) of the job into their basis, `stride` values from one to the next.
 // Not inline: once an ISA, not once a format and side.
 template <class S>
-__attribute__((noinline)) void load_vectors(const core::StoreJob& job, int i, int count, float* x) {
+__attribute__((noinline)) void load_vectors(const core::StoreJob& job, int i, int count, float* x, int stride) {
+  const bool rotates = job.basis.kind == BasisKind::hadamard;
+  const bool as_is = rotates && job.dtype == Dtype::f32 && job.rounding == Dtype::f32;
   for (int t = 0; t < count; ++t) {
-    float* row = x + t * codec::kMaxHeadDim;
-    load_row<S>(job, i + t, row);
-    if (job.basis.kind == BasisKind::hadamard) Rotate<S>::forward(row, job.head_dim);
+    float* row = x + t * stride;
+    if (!as_is) load_row<S>(job, i + t, row);
+    const float* from = as_is ? reinterpret_cast<const float*>(job_row(job, i + t)) : row;
+    if (rotates) Rotate<S>::forward(from, row, job.head_dim);
   }
   if (job.basis.kind != BasisKind::calibrated) return;
   for (int t = 0; t < count; t += 2) {
-    float* pair[2] = {x + t * codec::kMaxHeadDim, x + (t + 1) * codec::kMaxHeadDim};
+    float* pair[2] = {x + t * stride, x + (t + 1) * stride};
     if (t + 2 <= count) {
       to_calibrated<S, 2>(job.basis, job.head_dim, pair);
     } else {
@@ -172,7 +179,6 @@ KVANT_INLINE void store_coded(const core::StoreJob& job, Encode encode) {
   rows.n = job.head_dim / side.groups;
   rows.stride = padded(rows.n);
   alignas(32) std::uint8_t octet[8][codec::kMaxHeadDim + 32];
-  alignas(32) float x[kRows * codec::kMaxHeadDim];
 
   for (int i = 0; i < job.count;) {
     const int first = job.first + i;
@@ -182,9 +188,8 @@ KVANT_INLINE void store_coded(const core::StoreJob& job, Encode encode) {
     bool any_refused = false;
     for (int t = 0; t < count; t += tokens_at_once) {
       const int now = base::min(tokens_at_once, count - t);
-      load_vectors<S>(job, i + t, now, x);
-      for (int k = 0; k < now; ++k)
-        take_vector<S, kFormat>(rows, k * side.groups, side.groups, x + k * codec::kMaxHeadDim);
+      load_vectors<S>(job, i + t, now, rows.y, side.groups * rows.stride);
+      for (int k = 0; k < now; ++k) take_vector<S, kFormat>(rows, k * side.groups, side.groups);
       rows.count = now * side.groups;
       encode(rows, coded);
       for (int k = 0; k < now; ++k) {
@@ -233,7 +238,7 @@ void store_format(const core::StoreJob& job) {
         __builtin_memcpy(row, job_row(job, i), static_cast<std::size_t>(job.head_dim) * 4);
         continue;
       }
-      load_vectors<S>(job, i, 1, x);
+      load_vectors<S>(job, i, 1, x, job.head_dim);
       store_dense_row<S>(*job.side, job.head_dim, job.block, job.first + i, x);
     }
   }
