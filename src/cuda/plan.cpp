@@ -250,12 +250,9 @@ std::string Plan::explain() const {
       codec::is_tq(attend_.v) ? "u8 levels by s8 weight digits, exact sums a page" : "16-bit floats, f32 sums");
   fmt::format_to(
       out,
-      "blocks     {} ({} a multiprocessor) of 4 warps, {} a page; {} bytes of shared memory each, exact pages "
-      "by {} at once\n",
-      p.shares, blocks_, attend_.team, shared_bytes_,
-      p.exact_stages == 1   ? "half a side"
-      : p.exact_stages == 2 ? "two halves of a side"
-                            : "all four halves of a side");
+      "blocks     {} ({} a multiprocessor) of 4 warps, {} a page; {} bytes of shared memory each, where exact "
+      "pages pass by {} of 4 pieces at once\n",
+      p.shares, blocks_, attend_.team, shared_bytes_, p.exact_stages);
   const Line line = make_line(p, units_);
   const auto pages = [&](int round) {
     return static_cast<double>(line.round_begin(round + 1) - line.round_begin(round)) / line.shares;
