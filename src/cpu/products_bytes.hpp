@@ -88,6 +88,7 @@ struct KeyColumns {
     if constexpr (F == Format::tq6) {
       typename W::I high[4];
       W::columns4(block + s.plane_offset[1] + at / 4, static_cast<std::size_t>(head_dim) / 4, high);
+#pragma GCC unroll 8  // else the words go through memory
       for (int j = 0; j < 8; ++j) {
         typename W::I u[2];
         U::bytes_of(t, words[j],
@@ -95,6 +96,7 @@ struct KeyColumns {
         fn(j, u);
       }
     } else {
+#pragma GCC unroll 8  // else the words go through memory
       for (int j = 0; j < 8; ++j) {
         typename W::I u[2];
         U::bytes_of(t, words[j], words[j], u);
@@ -198,7 +200,12 @@ void scores_bytes_shared(const codec::SideLayout& side, int head_dim, const std:
         for (int n = 0; n < group_dim / 4; ++n) {
           for (int r = 0; r < R; ++r) {
             const auto* quad = reinterpret_cast<const std::int32_t*>(digits + r * q.padded_dim + 4 * n);
-            for (int i = 0; i < 2; ++i) multiply_quad<S, F>(quad, levels[n][i], high[r][i], low[r][i]);
+            for (int i = 0; i < 2; ++i) {
+              multiply_quad<S, F>(quad, levels[n][i], high[r][i], low[r][i]);
+              // Else GCC stores them in each round (16 rows, tq6/tq4: 2.25 ms instead of 1.77).
+              high[r][i] = W::pinned(high[r][i]);
+              low[r][i] = W::pinned(low[r][i]);
+            }
           }
         }
         for (int r = 0; r < R; ++r) {
