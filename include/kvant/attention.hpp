@@ -84,7 +84,7 @@ class KVANT_API Plan {
   std::shared_ptr<const PlanImpl> impl_;
 };
 
-/// A host's own threads in place of kvant's: `run` calls execute(self, workers, work, context), which must call
+/// A host's own threads in place of kvant's: `run` calls execute(self, workers, work, context) once, which must call
 /// work(context, i) once for every i in 0 .. workers - 1, on any threads and in any order, and return when all are done.
 /// Results do not depend on who ran what. `work` does not throw.
 struct Executor {

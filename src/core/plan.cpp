@@ -1,7 +1,8 @@
 // plan(): from lengths and page tables to lists of independent work items.
 //
-// Splits. A row block's visible pages are cut into equal shares of at least kMinSplitPages pages, at most kMaxSplits of
-// them. The cut depends on that sequence's own length and rows only, never on the threads or on the rest of the batch: a
+// Splits. A row block's visible pages are cut into equal shares of at least kMinSplitPages pages: up to kFewSplits of those, and
+// more, up to kMaxSplits, of kLongSplitPages (65536 keys of 4 heads: 128 items for 16 threads, a tenth of a thread's time
+// each, where 64 items left threads idle for up to a quarter). The cut depends on that sequence's own length and rows only, never on the threads or on the rest of the batch: a
 // sequence has the same bits whatever it is batched with and however many cores work on it.
 #include <fmt/format.h>
 
@@ -16,7 +17,9 @@ namespace kvant {
 namespace {
 
 constexpr std::int64_t kMinSplitPages = 8;
-constexpr std::int64_t kMaxSplits = 16;
+constexpr std::int64_t kFewSplits = 16;
+constexpr std::int64_t kLongSplitPages = 32;
+constexpr std::int64_t kMaxSplits = 64;
 
 std::int64_t pages_of(std::int64_t tokens) {
   return (tokens + kPageTokens - 1) / kPageTokens;
@@ -106,6 +109,8 @@ class Builder {
     std::stable_sort(plan_.attend.begin(), plan_.attend.end(), [](const AttendWork& a, const AttendWork& b) {
       return (a.use_end - a.use_begin) * a.rows > (b.use_end - b.use_begin) * b.rows;
     });
+    plan_.splits_done = workspace_;
+    workspace_ += (plan_.merge.size() * sizeof(std::int32_t) + 63) / 64 * 64;
     plan_.scratch_begin = workspace_;
     plan_.scratch_bytes = core::scratch_layout(most_rows_, config().head_dim, plan_.padded_dim, plan_.any_tiles).bytes;
     plan_.workspace_bytes = workspace_ + static_cast<std::size_t>(plan_.threads) * plan_.scratch_bytes;
@@ -140,7 +145,8 @@ class Builder {
       splits =
           std::max<std::int64_t>(1, (uses * kPageTokens + plan_.options.split_keys - 1) / plan_.options.split_keys);
     } else if (single_block) {
-      splits = std::clamp<std::int64_t>(uses / kMinSplitPages, 1, kMaxSplits);
+      splits = std::clamp<std::int64_t>(uses / kMinSplitPages, 1,
+                                        std::clamp<std::int64_t>(uses / kLongSplitPages, kFewSplits, kMaxSplits));
     }
     const std::int64_t share = (uses + splits - 1) / splits;
     splits = std::max<std::int64_t>(1, (uses + share - 1) / std::max<std::int64_t>(1, share));
@@ -150,7 +156,8 @@ class Builder {
       const std::size_t partial =
           splits == 1 ? core::kNoPartial : first_partial + static_cast<std::size_t>(i) * partial_bytes;
       plan_.attend.push_back({sequence, head, row, rows, visible.sink_pages, visible.recent_page, i * share,
-                              std::min(uses, (i + 1) * share), partial});
+                              std::min(uses, (i + 1) * share), partial,
+                              splits == 1 ? -1 : static_cast<std::int64_t>(plan_.merge.size())});
     }
     if (splits > 1) {
       workspace_ += static_cast<std::size_t>(splits) * partial_bytes;

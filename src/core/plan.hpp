@@ -20,6 +20,7 @@ struct AttendWork {
   std::int64_t sink_pages, recent_page;
   std::int64_t use_begin, use_end;
   std::size_t partial;
+  std::int64_t merge;  // its block's place in the list of merges; -1: a single split
 };
 struct MergeWork {
   int sequence, kv_head;
@@ -55,6 +56,7 @@ class PlanImpl {
   std::int64_t total_queries = 0;
   std::int64_t keys_read[core::kDomains] = {0, 0};  // per kv head, every visible key once
 
+  std::size_t splits_done = 0;    // in the workspace: i32 for each merge
   std::size_t scratch_bytes = 0;  // of one worker
   std::size_t scratch_begin = 0;  // in the workspace
   std::size_t workspace_bytes = 0;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cpu/dispatch.hpp"
+#include "cpu/products_bytes.hpp"
 #include "cpu/products_float.hpp"
 #include "cpu/products_int.hpp"
 #include "cpu/rows.hpp"
@@ -79,7 +80,18 @@ void vector_scores(const core::RunContext& run, const PageView& page, int row, i
   with_format(side.format, [&]<Format F>() {
     if constexpr (codec::is_lut(F))
       decode_keys<S, F>(side, d, dp, page.block, page.t_begin & ~7, page.t_end, page.k_levels, tile, d);
-    if constexpr (is_integer_format(F)) {
+    if constexpr (dots_key_bytes<S>(F)) {
+      const ByteQueries q{at<std::int16_t>(prepared, p.ints) + row * dp,
+                          at<float>(prepared, p.scales) + row * codec::kMaxScaleGroups,
+                          at<std::int32_t>(prepared, p.offsets) + row * codec::kMaxScaleGroups, dp};
+      if (rows > 4) {
+        scores_bytes_shared<S, F>(side, d, page.block, page.t_begin, page.t_end, q, rows, scores, page.after_scores);
+        return;
+      }
+      in_chunks_of_four(rows, [&]<int R>(int) {
+        scores_bytes<S, F, R>(side, d, page.block, page.t_begin, page.t_end, q, scores, page.after_scores);
+      });
+    } else if constexpr (is_integer_format(F)) {
       if (shares_scores<S, F>(rows)) {
         const IntQueries q{at<std::int16_t>(prepared, p.ints) + row * dp,
                            at<float>(prepared, p.scales) + row * codec::kMaxScaleGroups,
@@ -115,7 +127,12 @@ void vector_values(const core::RunContext& run, const PageView& page, int rows, 
   with_format(side.format, [&]<Format F>() {
     if constexpr (codec::is_lut(F))
       decode_values<S, F>(side, d, page.block, page.t_begin & ~3, page.t_end, page.v_levels, tile, d);
-    if constexpr (is_integer_format(F)) {
+    if constexpr (is_integer_format(F) && dots_bytes<S>()) {
+      in_chunks_of_eight(rows, [&]<int R>(int r) {
+        values_bytes<S, F, R>(side, d, page.block, page.t_begin, page.t_end, p + r * kPageTokens, rescale + r,
+                              o + r * d, r == 0 ? page.after_values : Bytes{});
+      });
+    } else if constexpr (is_integer_format(F)) {
       if constexpr (shares_values<S>(kPageTokens)) {
         if (shares_values<S>(rows)) {
           values_int_shared<S, F>(side, d, page.block, page.t_begin, page.t_end, rows, p, rescale, o,

@@ -42,8 +42,11 @@ std::uint64_t read_bytes(const std::byte* data, std::size_t n) {
   return words[0] ^ words[1] ^ words[2] ^ words[3];
 }
 
-inline const char* product_name(Format f) {
-  if (is_integer_format(f)) return "int16 digits x integer levels";
+template <class S>
+const char* product_name(Format f) {
+  if (is_integer_format(f)) {
+    return dots_bytes<S>() ? "int16 digits as two bytes x integer levels" : "int16 digits x integer levels";
+  }
   if (codec::is_lut(f)) return "decoded to an f32 tile";
   return "converted to f32";
 }
@@ -60,7 +63,7 @@ constexpr core::Kernels kernels_of(const char* name, const char* detail, bool (*
       .prepare = prepare<S>,
       .attend = attend<S>,
       .merge = merge<S>,
-      .product_name = product_name,
+      .product_name = product_name<S>,
       .fma_flops = fma_flops<Peak>,
       .read_bytes = read_bytes<S>,
   };

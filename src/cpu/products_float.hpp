@@ -4,10 +4,11 @@
 
 #include "core/attend.hpp"
 #include "cpu/ahead.hpp"
+#include "cpu/wide.hpp"
 
 KVANT_NAMESPACE_BEGIN(cpu)
 
-// How eight consecutive elements of a row become floats.
+// How S::kLanes consecutive elements of a row become floats.
 template <class S, Format F>
 struct FloatRow {
   static constexpr int kBytes = F == Format::f32 ? 4 : F == Format::fp8 ? 1 : 2;
@@ -25,7 +26,7 @@ struct FloatRow {
     if constexpr (F == Format::bf16) return S::load_bf16(p);
     if constexpr (F == Format::fp8) return from_e4m3(S::widen_u8(p));
   }
-  // Channels c .. c + 7 of token 4 * quad + J.
+  // Channels from c on of token 4 * quad + J.
   template <int J>
   static KVANT_INLINE typename S::F load_value(const std::byte* rows, int head_dim, int quad, int c) {
     if constexpr (F == Format::fp8) {
@@ -45,23 +46,25 @@ struct FloatRow {
 template <class S, Format F, int R>
 void scores_float(const std::byte* rows, const std::byte* scales, int head_dim, int padded_dim, int t_begin, int t_end,
                   const float* q, float* scores, Bytes next) {
-  using V = typename S::F;
-  using Row = FloatRow<S, F>;
-  constexpr int kTokens = R >= 3 ? 2 : 4;  // 6 to 8 accumulators: enough to hide the latency of the FMAs
-  Ahead ahead(next.begin, next.size, (t_end - (t_begin & ~7) + 7) / 8);
+  using W = Wide<S>;
+  using V = typename W::F;
+  using Row = FloatRow<W, F>;
+  // 6 to 8 accumulators are enough to hide the latency of the FMAs; where registers allow, a query serves four tokens.
+  constexpr int kTokens = R >= 3 ? 2 : 4;
+  Ahead ahead(next.begin, next.size, (t_end - (t_begin & ~7) + 7) / 8 * (8 / kTokens));
   for (int t8 = t_begin & ~7; t8 < t_end; t8 += 8) {
-    ahead.template fetch<S>();
     V sums[R][8];
     for (int t = 0; t < 8; t += kTokens) {
+      ahead.template fetch<S>();
       V acc[R][kTokens];
       for (int r = 0; r < R; ++r) {
-        for (int j = 0; j < kTokens; ++j) acc[r][j] = S::setf(0.0f);
+        for (int j = 0; j < kTokens; ++j) acc[r][j] = W::setf(0.0f);
       }
       const std::byte* row = rows + static_cast<std::size_t>(t8 + t) * static_cast<std::size_t>(head_dim * Row::kBytes);
-      for (int d = 0; d < head_dim; d += 8) {
+      for (int d = 0; d < head_dim; d += W::kLanes) {
         for (int j = 0; j < kTokens; ++j) {
           const V k = Row::load(row + (j * head_dim + d) * Row::kBytes);
-          for (int r = 0; r < R; ++r) acc[r][j] = S::fma(k, S::loadf(q + r * padded_dim + d), acc[r][j]);
+          for (int r = 0; r < R; ++r) acc[r][j] = W::fma(k, W::loadf(q + r * padded_dim + d), acc[r][j]);
         }
       }
       for (int r = 0; r < R; ++r) {
@@ -69,7 +72,7 @@ void scores_float(const std::byte* rows, const std::byte* scales, int head_dim, 
       }
     }
     for (int r = 0; r < R; ++r) {
-      V s = S::sum_each(sums[r]);
+      typename S::F s = W::sum_each(sums[r]);
       if constexpr (Row::kScaled) s = S::mul(s, S::load_f16(scales + 2 * t8));
       S::storef(scores + r * kPageTokens + t8, s);
     }
@@ -79,14 +82,16 @@ void scores_float(const std::byte* rows, const std::byte* scales, int head_dim, 
 template <class S, Format F, int R>
 void values_float(const std::byte* rows, const std::byte* scales, int head_dim, int t_begin, int t_end, const float* p,
                   const float* rescale, float* o, Bytes next) {
-  using V = typename S::F;
-  using Row = FloatRow<S, F>;
+  using W = Wide<S>;
+  using V = typename W::F;
+  using Row = FloatRow<W, F>;
+  constexpr int kLanes = W::kLanes;
   constexpr int kColumns = R >= 3 ? 2 : 4;  // 8 accumulators
   const int quad_begin = t_begin / 4, full_end = t_end / 4, quad_end = (t_end + 3) / 4;
   float w[R][kPageTokens];
   for (int r = 0; r < R; ++r) {
     for (int t = 4 * quad_begin & ~7; t < 4 * quad_end; t += 8) {
-      V x = S::loadf(p + r * kPageTokens + t);
+      typename S::F x = S::loadf(p + r * kPageTokens + t);
       if constexpr (Row::kScaled) {
         x = S::as_f(S::and_(S::less(S::setf(0.0f), x), S::as_i(S::mul(x, S::load_f16(scales + 2 * t)))));
       }
@@ -97,27 +102,29 @@ void values_float(const std::byte* rows, const std::byte* scales, int head_dim, 
   // 512 bytes or more apart, do not stay in the few sets of L1 that they share.
   constexpr int kLineColumns = 32;  // of 16-bit floats
   const bool by_halves =
-      Row::kBytes == 2 && 8 * kColumns < kLineColumns && head_dim >= 256 && head_dim % kLineColumns == 0;
+      Row::kBytes == 2 && kLanes * kColumns < kLineColumns && head_dim >= 256 && head_dim % kLineColumns == 0;
   const int quads_at_once = by_halves ? 8 : kPageTokens / 4;
-  const int spans = (full_end - quad_begin + quads_at_once - 1) / quads_at_once;
-  Ahead ahead(next.begin, next.size, head_dim / (8 * kColumns) * (spans > 1 ? spans : 1));
+  // Spread over all quads of tokens: a burst for each step over the columns fills what buffers there are for misses.
+  constexpr int kStep = kLanes * kColumns;
+  const int quads = full_end > quad_begin ? full_end - quad_begin : 1;
+  Ahead ahead(next.begin, next.size, (head_dim + kStep - 1) / kStep * quads);
   // Tokens of `quad` up to `end`, and what is left of the last quad where that is the end.
   const auto columns = [&]<int C>(int c, int quad, int end) {
-    ahead.template fetch<S>();
     const bool is_first = quad == quad_begin;
     V acc[R][C];
     for (int r = 0; r < R; ++r) {
-      for (int j = 0; j < C; ++j) acc[r][j] = S::setf(0.0f);
+      for (int j = 0; j < C; ++j) acc[r][j] = W::setf(0.0f);
     }
     const auto token = [&]<int J>(int at) {
       V v[C];
-      for (int j = 0; j < C; ++j) v[j] = Row::template load_value<J>(rows, head_dim, at, c + 8 * j);
+      for (int j = 0; j < C; ++j) v[j] = Row::template load_value<J>(rows, head_dim, at, c + kLanes * j);
       for (int r = 0; r < R; ++r) {
-        const V weight = S::setf(w[r][4 * at + J]);
-        for (int j = 0; j < C; ++j) acc[r][j] = S::fma(weight, v[j], acc[r][j]);
+        const V weight = W::setf(w[r][4 * at + J]);
+        for (int j = 0; j < C; ++j) acc[r][j] = W::fma(weight, v[j], acc[r][j]);
       }
     };
     for (; quad < end; ++quad) {
+      ahead.template fetch<S>();
       token.template operator()<0>(quad);
       token.template operator()<1>(quad);
       token.template operator()<2>(quad);
@@ -130,10 +137,10 @@ void values_float(const std::byte* rows, const std::byte* scales, int head_dim, 
       if (4 * full_end + 2 < t_end) token.template operator()<2>(full_end);
     }
     for (int r = 0; r < R; ++r) {
-      const V factor = S::setf(is_first ? rescale[r] : 1.0f);
+      const V factor = W::setf(is_first ? rescale[r] : 1.0f);
       for (int j = 0; j < C; ++j) {
-        float* out = o + r * head_dim + c + 8 * j;
-        S::storef(out, S::fma(S::loadf(out), factor, acc[r][j]));
+        float* out = o + r * head_dim + c + kLanes * j;
+        W::storef(out, W::fma(W::loadf(out), factor, acc[r][j]));
       }
     }
   };
@@ -142,7 +149,7 @@ void values_float(const std::byte* rows, const std::byte* scales, int head_dim, 
       int quad = quad_begin;
       do {
         const int end = full_end - quad > quads_at_once ? quad + quads_at_once : full_end;
-        for (int c = line; c < line + kLineColumns; c += 8 * kColumns) {
+        for (int c = line; c < line + kLineColumns; c += kLanes * kColumns) {
           columns.template operator()<kColumns>(c, quad, end);
         }
         quad = end;
@@ -151,9 +158,9 @@ void values_float(const std::byte* rows, const std::byte* scales, int head_dim, 
     return;
   }
   int c = 0;
-  for (; c + 8 * kColumns <= head_dim; c += 8 * kColumns)
+  for (; c + kLanes * kColumns <= head_dim; c += kLanes * kColumns)
     columns.template operator()<kColumns>(c, quad_begin, full_end);
-  for (; c < head_dim; c += 8) columns.template operator()<1>(c, quad_begin, full_end);
+  for (; c < head_dim; c += kLanes) columns.template operator()<1>(c, quad_begin, full_end);
 }
 
 KVANT_NAMESPACE_END

@@ -12,12 +12,15 @@
 // Through L1 the levels are stored and loaded, but unpacked once for all rows, and a loaded operand serves several products.
 // Zen 4, D = 256, cycles for 64 values and row, in registers / through L1 (a float32 FMA at its peak takes 4):
 //
-//                     AVX2: tq4     tq6           tq8           AVX-512: tq4   tq6           tq8
-//   scores, 16 rows   3.01 / 2.96   4.18 / 3.83   3.30 / 3.63   3.4 / 2.42     4.2 / 2.85    3.8 / 2.79
-//            8 rows   3.01 / 3.22   4.17 / 4.09   3.40 / 3.85   3.40 / 2.71    4.18 / 3.22   3.80 / 3.11
-//            4 rows   3.28 / 3.73   4.81 / 4.95   3.67 / 4.45   3.66 / 3.28    4.60 / 3.99   4.03 / 3.85
-//   values, 16 rows   3.58 / 3.04   4.40 / 3.43   3.63 / 3.32   2.28 / 2.53    2.68 / 2.85   2.60 / 2.83
-//            8 rows   3.71 / 3.35   4.37 / 3.86   3.69 / 3.59   2.28 / 2.85    2.66 / 3.20   2.60 / 3.10
+//                     AVX2: tq4     tq6           tq8
+//   scores, 16 rows   3.01 / 2.96   4.18 / 3.83   3.30 / 3.63
+//            8 rows   3.01 / 3.22   4.17 / 4.09   3.40 / 3.85
+//            4 rows   3.28 / 3.73   4.81 / 4.95   3.67 / 4.45
+//   values, 16 rows   3.58 / 3.04   4.40 / 3.43   3.63 / 3.32
+//            8 rows   3.71 / 3.35   4.37 / 3.86   3.69 / 3.59
+//
+// AVX-512 comes here for keys of 2, 3 and 5 bits only, always through L1 from four rows on (4 bits: 2.4 to 3.3); the rest is
+// products_bytes.hpp.
 #pragma once
 
 #include "core/attend.hpp"

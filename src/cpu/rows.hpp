@@ -5,6 +5,7 @@
 #include "codec/basis.hpp"
 #include "core/attend.hpp"
 #include "cpu/math.hpp"
+#include "cpu/products_bytes.hpp"
 #include "cpu/unpack.hpp"
 
 KVANT_NAMESPACE_BEGIN(cpu)
@@ -60,7 +61,7 @@ KVANT_INLINE void write_row(const core::RunContext& run, const RowIndex& row, co
   }
 }
 
-// Integer digits of one prepared query, in the order of the key codes' unpacking, one step per scale group. The step is the
+// Integer digits of one prepared query, in the order that the key products want, one step per scale group. The step is the
 // smallest for which no digit leaves int16 and no sum of digit * level can leave int32, whatever the codes.
 template <class S>
 KVANT_INLINE void query_digits(Format f, int head_dim, int padded_dim, int groups, const float* q, std::int16_t* digits,
@@ -78,22 +79,31 @@ KVANT_INLINE void query_digits(Format f, int head_dim, int padded_dim, int group
     const float step = by_digit > by_sum ? by_digit : by_sum;
     const float inverse = step > 1e-37f ? 1.0f / step : 0.0f;
     std::int64_t total = 0;
-    for (int e = g * group_dim; e < (g + 1) * group_dim; e += 64) {
-      for (int v = 0; v < 4; ++v) {
-        for (int lane = 0; lane < 8; ++lane) {
-          for (int half = 0; half < 2; ++half) {
-            const float scaled = q[e + key_element(is_eight_bit(f), v, lane, half)] * inverse + 12582912.0f;
-            std::int32_t bits;
-            __builtin_memcpy(&bits, &scaled, 4);
-            const std::int32_t digit = bits - 0x4B400000;
-            digits[e + 16 * v + 2 * lane + half] = static_cast<std::int16_t>(digit);
-            total += digit;
+    const auto digit_of = [&](int e) {
+      const float scaled = q[e] * inverse + 12582912.0f;
+      std::int32_t bits;
+      __builtin_memcpy(&bits, &scaled, 4);
+      const std::int32_t digit = bits - 0x4B400000;
+      total += digit;
+      return static_cast<std::int16_t>(digit);
+    };
+    std::int64_t shift = 0;
+    if (dots_key_bytes<S>(f)) {
+      std::int16_t by_element[codec::kMaxHeadDim];
+      for (int e = g * group_dim; e < (g + 1) * group_dim; ++e) by_element[e] = digit_of(e);
+      shift = byte_digits(f, by_element, g * group_dim, (g + 1) * group_dim, reinterpret_cast<std::int8_t*>(digits));
+    } else {
+      for (int e = g * group_dim; e < (g + 1) * group_dim; e += 64) {
+        for (int v = 0; v < 4; ++v) {
+          for (int lane = 0; lane < 8; ++lane) {
+            for (int half = 0; half < 2; ++half)
+              digits[e + 16 * v + 2 * lane + half] = digit_of(e + key_element(is_eight_bit(f), v, lane, half));
           }
         }
       }
     }
     steps[g] = step;
-    offsets[g] = static_cast<std::int32_t>(static_cast<std::int64_t>(2.0f * level_offset(f)) * total / 2);
+    offsets[g] = static_cast<std::int32_t>(static_cast<std::int64_t>(2.0f * level_offset(f)) * total / 2 + shift);
   }
 }
 

@@ -8,6 +8,7 @@
 #include "base/visibility.hpp"
 #include "core/attend.hpp"
 #include "cpu/math.hpp"
+#include "cpu/wide.hpp"
 
 KVANT_NAMESPACE_BEGIN(cpu)
 
@@ -97,7 +98,9 @@ KVANT_INLINE typename S::F transformed_logits(const core::RunContext& run, const
 template <class S>
 KVANT_INLINE void softmax_row(const core::RunContext& run, const core::SequenceUse& sequence, const SoftmaxRow& row,
                               std::int64_t first_key, std::uint64_t visible) {
-  using V = typename S::F;
+  using W = Wide<S>;
+  using V = typename W::F;
+  constexpr int kLanes = W::kLanes;
   const float slope = run.slopes != nullptr ? run.slopes[row.q_head] : 0.0f;
   *row.rescale = 1.0f;
   if (visible == 0) {
@@ -105,34 +108,35 @@ KVANT_INLINE void softmax_row(const core::RunContext& run, const core::SequenceU
     return;
   }
 
-  V top = S::setf(-kInfinity);
+  float page_max;
   if (visible == ~std::uint64_t{0} && run.softcap <= 0.0f && slope == 0.0f && row.tile != core::kTileMixed) {
-    const V scale = S::setf(run.scale), center = S::setf(row.center);
-    for (int t = 0; t < kPageTokens; t += 8) {
-      const V s = S::mul(S::add(S::loadf(row.scores + t), center), scale);
-      S::storef(row.scores + t, s);
-      top = S::max(top, s);
+    const V scale = W::setf(run.scale), center = W::setf(row.center);
+    V top = W::setf(-kInfinity);
+    for (int t = 0; t < kPageTokens; t += kLanes) {
+      const V s = W::mul(W::add(W::loadf(row.scores + t), center), scale);
+      W::storef(row.scores + t, s);
+      top = W::max(top, s);
     }
+    page_max = W::reduce_max(top);
   } else {
-    top = transformed_logits<S>(run, sequence, row, first_key, visible, slope);
+    page_max = S::reduce_max(transformed_logits<S>(run, sequence, row, first_key, visible, slope));
   }
 
   const float m_old = *row.m;
-  const float page_max = S::reduce_max(top);
   const float m_new = page_max > m_old ? page_max : m_old;
   if (m_new == -kInfinity) {  // a mask tensor hid every key
     for (int t = 0; t < kPageTokens; t += 8) S::storef(row.scores + t, S::setf(0.0f));
     return;
   }
-  const V maximum = S::setf(m_new);
-  V sum = S::setf(0.0f);
-  for (int t = 0; t < kPageTokens; t += 8) {
-    const V p = exp_nonpositive<S>(S::sub(S::loadf(row.scores + t), maximum));
-    S::storef(row.scores + t, p);
-    sum = S::add(sum, p);
+  const V maximum = W::setf(m_new);
+  V sum = W::setf(0.0f);
+  for (int t = 0; t < kPageTokens; t += kLanes) {
+    const V p = exp_nonpositive<W>(W::sub(W::loadf(row.scores + t), maximum));
+    W::storef(row.scores + t, p);
+    sum = W::add(sum, p);
   }
   const float rescale = m_old == m_new ? 1.0f : (m_old == -kInfinity ? 0.0f : __builtin_expf(m_old - m_new));
-  *row.l = *row.l * rescale + S::reduce_add(sum);
+  *row.l = *row.l * rescale + W::reduce_add(sum);
   *row.m = m_new;
   *row.rescale = rescale;
 }

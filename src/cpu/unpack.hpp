@@ -97,42 +97,62 @@ struct Unpack {
   static KVANT_INLINE Tables tables() { return {S::loadi(kBytesA.byte), S::loadi(kBytesB.byte)}; }
 
   static KVANT_INLINE void block(const Tables& t, CodePointers p, I (&out)[4]) {
+    I u[2];
+    bytes<false>(t, p, u);
     if constexpr (F == Format::tq8) {
-      const I x = S::load_words(p.low, p.low_step), y = S::load_words(p.high, p.high_step);
-      out[0] = S::even_bytes(x);
-      out[1] = S::odd_bytes(x);
-      out[2] = S::even_bytes(y);
-      out[3] = S::odd_bytes(y);
-      return;
-    }
-    I even, odd;  // bytes of elements 0 2 4 6 and 1 3 5 7 of each word
-    const I low4 = S::seti(0x0F0F0F0F);
-    if constexpr (F == Format::tq2 || F == Format::tq3) {
-      const I codes = spread_nibbles(S::widen_bytes(p.low, p.low_step));
-      even = S::lookup16(t.a, codes);
-      odd = S::lookup16(t.b, codes);
+      out[0] = S::even_bytes(u[0]);
+      out[1] = S::odd_bytes(u[0]);
+      out[2] = S::even_bytes(u[1]);
+      out[3] = S::odd_bytes(u[1]);
     } else {
-      const I x = S::load_words(p.low, p.low_step);
-      even = S::and_(x, low4);
-      odd = S::and_(S::template shr<4>(x), low4);
-      if constexpr (F != Format::tq6) even = S::lookup16(t.a, even), odd = S::lookup16(t.a, odd);
+      out[0] = S::even_bytes(u[0]);
+      out[1] = S::even_bytes(u[1]);
+      out[2] = S::odd_bytes(u[0]);
+      out[3] = S::odd_bytes(u[1]);
     }
-    if constexpr (F == Format::tq6) {
-      const I high = spread_nibbles(S::widen_bytes(p.high, p.high_step));
-      even = S::or_(even, S::lookup16(t.a, high));
-      odd = S::or_(odd, S::lookup16(t.b, high));
+  }
+
+  // The same levels as bytes: of elements 0 2 4 6 and of 1 3 5 7 of each word; 8 bits: of the first and the second words.
+  // kTogether: both halves of a wide register lie one after the other.
+  template <bool kTogether>
+  static KVANT_INLINE void bytes(const Tables& t, CodePointers p, I (&out)[2]) {
+    if constexpr (F == Format::tq8) {
+      out[0] = words<kTogether>(p.low, p.low_step);
+      out[1] = words<kTogether>(p.high, p.high_step);
+    } else if constexpr (F == Format::tq2 || F == Format::tq3) {
+      bytes_of(t, spread_nibbles(halves<kTogether>(p.low, p.low_step)), S::seti(0), out);
+    } else if constexpr (F == Format::tq6) {
+      bytes_of(t, words<kTogether>(p.low, p.low_step), spread_nibbles(halves<kTogether>(p.high, p.high_step)), out);
+    } else {
+      bytes_of(t, words<kTogether>(p.low, p.low_step), S::seti(0), out);
     }
     if constexpr (F == Format::tq3 || F == Format::tq5) {
       const I sign = S::repeat_bytes(p.high, p.high_step);
       const I flip = S::seti(0x7F7F7F7F);
       const I even_bit = S::seti(0x40100401), odd_bit = S::seti(static_cast<std::int32_t>(0x80200802u));
-      even = S::xor_(even, S::and_(flip, S::equal_bytes(S::and_(sign, even_bit), even_bit)));
-      odd = S::xor_(odd, S::and_(flip, S::equal_bytes(S::and_(sign, odd_bit), odd_bit)));
+      out[0] = S::xor_(out[0], S::and_(flip, S::equal_bytes(S::and_(sign, even_bit), even_bit)));
+      out[1] = S::xor_(out[1], S::and_(flip, S::equal_bytes(S::and_(sign, odd_bit), odd_bit)));
     }
-    out[0] = S::even_bytes(even);
-    out[1] = S::even_bytes(odd);
-    out[2] = S::odd_bytes(even);
-    out[3] = S::odd_bytes(odd);
+  }
+
+  // From the first plane's words (2 bits: its nibbles, one a byte) and, for 6 bits, the second plane's nibbles.
+  static KVANT_INLINE void bytes_of(const Tables& t, I x, I high, I (&out)[2]) {
+    if constexpr (F == Format::tq8) {
+      out[0] = x;
+    } else if constexpr (F == Format::tq2 || F == Format::tq3) {
+      out[0] = S::lookup16(t.a, x);
+      out[1] = S::lookup16(t.b, x);
+    } else {
+      const I low4 = S::seti(0x0F0F0F0F);
+      const I even = S::and_(x, low4), odd = S::and_(S::template shr<4>(x), low4);
+      if constexpr (F == Format::tq6) {
+        out[0] = S::or_(even, S::lookup16(t.a, high));
+        out[1] = S::or_(odd, S::lookup16(t.b, high));
+      } else {
+        out[0] = S::lookup16(t.a, even);
+        out[1] = S::lookup16(t.a, odd);
+      }
+    }
   }
 
  private:
@@ -156,6 +176,17 @@ struct Unpack {
     return t;
   }
   static constexpr TableBytes kBytesA = table_bytes(false), kBytesB = table_bytes(true);
+
+  template <bool kTogether>
+  static KVANT_INLINE I words(const std::byte* p, std::size_t step) {
+    if constexpr (kTogether) return S::loadi(p);
+    return S::load_words(p, step);
+  }
+  template <bool kTogether>
+  static KVANT_INLINE I halves(const std::byte* p, std::size_t step) {
+    if constexpr (kTogether) return S::widen_bytes(p);
+    return S::widen_bytes(p, step);
+  }
 
   // two bytes of a lane, each in an int16, to one nibble a byte
   static KVANT_INLINE I spread_nibbles(I x) { return S::and_(S::or_(x, S::template shl<4>(x)), S::seti(0x0F0F0F0F)); }
