@@ -1,0 +1,248 @@
+// The attention kernel's block: what a thread holds, and its steps, which attend_*.cuh define.
+#pragma once
+
+#include <utility>
+
+#include "cuda/attend_shape.cuh"
+
+namespace kvant::cuda {
+
+template <Format KF, Format VF, int D, int NT>
+struct Attend {
+  using S = Shape<KF, VF, D, NT>;
+  static constexpr int R = S::kRows, W = S::kTeam;
+
+  static constexpr bool kQueriesInRegisters = is_integer(KF) && NT * kQuerySteps<KF, D> <= 8;
+
+  const AttendParams& p;
+  std::byte* shared;
+  int lane, g, t, warp, team, member;  // member: of the team
+  typename S::Info* info;
+  float o[2 * S::kUnits][NT][2];
+  float m[NT], l[NT];
+  std::byte* weights;  // operands of the second product
+  float* scratch;      // of the team
+  Constants<KF> key_constants;
+  Constants<VF> value_constants;
+
+  __device__ Attend(const AttendParams& params, std::byte* memory) : p(params), shared(memory) {
+    lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    g = lane / 4, t = lane % 4;
+    team = warp / W, member = warp % W;
+    info = reinterpret_cast<typename S::Info*>(shared + S::kInfoAt);
+  }
+
+  // --- shared memory ---
+  __device__ std::byte* team_memory() const { return shared + S::kTeamsAt + team * S::kTeamBytes; }
+  __device__ std::byte* key_stage() const { return team_memory(); }
+  __device__ std::byte* value_stage() const { return team_memory() + S::kKeyStage; }
+  enum Barrier { kKeys, kValues };
+  __device__ void wait(Barrier which, std::uint32_t& phases) const {
+    ptx::mbarrier_wait(barrier_at(which), phases >> which & 1);
+    phases ^= 1u << which;
+  }
+  __device__ std::uint32_t barrier_at(int index) const {
+    return ptx::shared_address(shared + S::kBarriersAt) + 8 * (team * S::kBarriers + index);
+  }
+  template <int TW>
+  __device__ void team_sync() const {
+    if constexpr (TW == 1) {
+      __syncwarp();
+    } else if constexpr (TW == kWarps) {
+      __syncthreads();
+    } else if (warp / TW == 0) {
+      ptx::barrier<1, 32 * TW>();
+    } else {
+      ptx::barrier<2, 32 * TW>();
+    }
+  }
+
+  // --- copies: attend_copies.cuh ---
+
+  // Rows of 16-bit floats by the bulk engine; others 512 bytes an instruction, because the bulk engine takes about thirty a
+  // row.
+  template <class Side>
+  static constexpr bool kBulk = kHasBulk&& Side::row_bytes(0) >= kBulkRow;
+
+  template <int kRows, int kRowBytes, int kStride, bool kByBulk>
+  __device__ __forceinline__ void copy_rows(std::byte* to, const std::byte* from, std::uint32_t barrier,
+                                            int first = 0) const;
+  template <class Side>
+  __device__ __forceinline__ void copy_side(std::byte* to, const std::byte* from, std::uint32_t plane1,
+                                            std::uint32_t barrier) const;
+  template <class Side>
+  __device__ static constexpr int side_bytes() {
+    return 8 * (Side::row_bytes(0) + (Side::kPlanes == 2 ? Side::row_bytes(1) : 0));
+  }
+  // A barrier of bulk copies counts bytes and one arrival; of others, one arrival of each lane that copies.
+  template <bool kByBulk>
+  __device__ void begin_copy(std::uint32_t barrier, int bytes) const {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kByBulk) {
+      if (lane == 0) ptx::mbarrier_expect(barrier, bytes);
+      __syncwarp();
+    }
+#endif
+  }
+  template <bool kByBulk>
+  __device__ static void end_copy(std::uint32_t barrier) {
+    if constexpr (!kByBulk) ptx::mbarrier_arrive_copies(barrier);
+  }
+  template <bool kByBulk>
+  __device__ void skip_copy(std::uint32_t barrier) const {
+    if (!kByBulk || lane == 0) ptx::mbarrier_arrive(barrier);
+  }
+  template <bool kByBulk>
+  __device__ static constexpr int arrivals() {
+    return kByBulk ? 1 : 32 * W;
+  }
+
+  __device__ const std::byte* encoded_block(int slot, int kv_head) const {
+    return p.cache.encoded + static_cast<std::uint64_t>(slot) * p.cache.encoded_slot_bytes +
+           static_cast<std::uint64_t>(p.layer * p.cache.kv_heads + kv_head) * p.cache.encoded_layout.block_bytes;
+  }
+  __device__ const std::byte* exact_block(int slot, int kv_head) const {
+    return p.cache.exact + static_cast<std::uint64_t>(slot) * p.cache.exact_slot_bytes +
+           static_cast<std::uint64_t>(p.layer * p.cache.kv_heads + kv_head) * p.cache.exact_layout.block_bytes;
+  }
+
+  __device__ void copy_keys(int slot, int kv_head) const;
+  __device__ void copy_values(int slot, int kv_head) const;
+
+  // --- queries: attend_queries.cuh ---
+
+  // A row of queries on its way to registers: the warp's first one is asked for before the first pages, behind which it would
+  // wait for microseconds, the others each before the one ahead of it is rotated.
+  struct RawQuery {
+    std::uint32_t bits[D / 32];
+  };
+  // The query of row r of the block; -1: none
+  __device__ int query_of(const Part& part, int r, int& q_head) const {
+    const int row = part.row_block * R + r;
+    const int query = row / p.group;
+    q_head = part.kv_head * p.group + row - query * p.group;
+    return query < part.q_len ? query : -1;
+  }
+  __device__ __forceinline__ void ask_for_row(const Part& part, int r, std::uint32_t (&bits)[D / 32]) const;
+
+  template <Format F>
+  __device__ void load_queries(const Part& part, RawQuery& raw, bool encoded, bool bf16);
+
+  // --- first product: attend_scores.cuh ---
+
+  struct Registers {  // of a part
+    uint2 pairs[NT][kQueriesInRegisters ? kQuerySteps<KF, D> : 1];
+  };
+
+  __device__ __forceinline__ void key_scores(const std::byte* stage, const Registers& held,
+                                             float (&s)[S::kTokenTiles][NT][2]) const;
+
+  template <Format F>
+  __device__ uint2 query_pair(int n, int step) const {
+    return *reinterpret_cast<const uint2*>(shared + S::kQueryAt + (n * kQuerySteps<F, D> + step) * 256 + lane * 8);
+  }
+
+  __device__ void fp8_key_product(const std::byte* const (&row)[2], float (&c)[NT][4]) const;
+  __device__ void half_key_product(const std::byte* const (&row)[2], bool bf16, float (&c)[NT][4]) const;
+
+  // --- between the products: attend_weights.cuh ---
+
+  template <int TW>
+  __device__ __forceinline__ void transform(const Part& part, int page, float (&s)[4 / TW][NT][2]) const;
+
+  __device__ static float over_tokens(float x) {  // the largest over the lanes that share a row
+#pragma unroll
+    for (int h = 4; h < 32; h *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, h));
+    return x;
+  }
+
+  // Of a row and a version of the probabilities: what the page's sums are multiplied by when they join the running ones.
+  using Fold = float[S::kPGroups][NT];
+
+  template <Format F, int TW>
+  __device__ __forceinline__ void weigh(const float (&s)[4 / TW][NT][2], const std::byte* scales, bool bf16,
+                                        Fold& fold);
+
+  template <Format F, int TW>
+  __device__ __forceinline__ void store_weights(const float (&w)[4 / TW][2], float up, int n, int q, bool bf16) const;
+
+  // --- second product: attend_values.cuh ---
+
+  __device__ void fold_tile(int tile, const float (&x)[NT][2], const float (&page)[NT]) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) o[tile][n][h] = fmaf(x[n][h], page[n], o[tile][n][h]);
+    }
+  }
+
+  __device__ void add_values(const std::byte* stage, const Fold& fold);
+
+  template <bool kFp8, int kSteps, int TW>
+  __device__ void half_values(const std::byte* values, int stride, int row, int first_step, bool bf16,
+                              const float (&page)[NT]);
+
+  // --- a part: attend_pages.cuh ---
+
+  __device__ void clear() {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      m[n] = kLowest, l[n] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 2 * S::kUnits; ++i) o[i][n][0] = o[i][n][1] = 0.0f;
+    }
+  }
+
+  // A team's pages are use_begin + team, + kTeams, ... of its part. Lane i holds numbers base + i and base + 32 + i, each
+  // as twice its slot, plus 1 where every row sees the whole page; -1: not of this domain, or past the end.
+  struct Slots {
+    int base, here, next;
+  };
+  template <int TW>
+  __device__ int page_at(const Part& part, int number) const {
+    return part.runs.page(part.use_begin + warp / TW + kWarps / TW * number);
+  }
+  template <int TW>
+  __device__ int find_slot(const Part& part, int number) const;
+  __device__ static int slot_at(const Slots& s, int number) {
+    const int i = number - s.base;
+    const int a = __shfl_sync(~0u, s.here, i & 31), b = __shfl_sync(~0u, s.next, i & 31);
+    return i < 32 ? a : b;
+  }
+  template <int TW>
+  __device__ int count_pages(const Part& part) const {
+    const int uses = part.use_end - part.use_begin - warp / TW;
+    return uses > 0 ? (uses + kWarps / TW - 1) / (kWarps / TW) : 0;
+  }
+
+  // One stage a side is enough: a page's values arrive while its keys are multiplied, the next page's keys while its values
+  // are, and four blocks of four warps on a multiprocessor hide what is left.
+  __device__ Slots first_pages(const Part& part) const {
+    const Slots slots{0, find_slot<W>(part, lane), find_slot<W>(part, 32 + lane)};
+    const int slot = slot_at(slots, 0);
+    if (count_pages<W>(part) > 0) {
+      copy_keys(slot >> 1, part.kv_head);
+      copy_values(slot >> 1, part.kv_head);
+    }
+    return slots;
+  }
+  __device__ void encoded_pages(const Part& part, Slots slots, std::uint32_t& phases);
+  __device__ __forceinline__ void copy_exact(std::byte* to, const std::byte* block, int half) const;
+  __device__ __forceinline__ void exact_part(const Part& part);
+  __device__ __forceinline__ void exact_pages(const Part& part, std::byte* memory);
+
+  template <int TW>
+  __device__ void write_partial(const Part& part);
+
+  // --- the line of work: attend_place.cuh ---
+
+  __device__ LinePlace next_item(const Line& line, int last) const;
+  __device__ void next_part() const;
+  __device__ void describe(Part& part, LinePlace line, const SequenceCost& cost, const BatchEntry& batch, int length,
+                           int in_sequence) const;
+  __device__ void set_seen_by_all(Part& part) const;
+
+  __device__ void run();  // attend.cuh
+};
+
+}  // namespace kvant::cuda

@@ -1,0 +1,219 @@
+// A part: its pages, encoded or exact, and its partial.
+#pragma once
+
+#include "cuda/attend_block.cuh"
+
+namespace kvant::cuda {
+
+template <Format KF, Format VF, int D, int NT>
+template <int TW>
+__device__ int Attend<KF, VF, D, NT>::find_slot(const Part& part, int number) const {
+  if (part.use_begin + warp / TW + kWarps / TW * number >= part.use_end) return -1;
+  const int page = page_at<TW>(part, number);
+  const core::PageRef ref =
+      p.cache.pages[static_cast<std::size_t>(part.batch.index) * static_cast<std::size_t>(p.cache.max_pages) +
+                    static_cast<std::size_t>(page)];
+  const bool exact = reads_exact(p.cache, part.length, page, ref);
+  if (exact != (part.domain == core::kExact)) return -1;
+  const bool is_full = page * kPageTokens >= part.all_begin && (page + 1) * kPageTokens <= part.all_end;
+  return 2 * (exact ? ref.exact : ref.encoded) + (is_full ? 1 : 0);
+}
+
+template <Format KF, Format VF, int D, int NT>
+__device__ void Attend<KF, VF, D, NT>::encoded_pages(const Part& part, Slots slots, std::uint32_t& phases) {
+  const int pages = count_pages<W>(part);
+  int slot = slot_at(slots, 0);
+  Registers held;
+  if constexpr (kQueriesInRegisters) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+#pragma unroll
+      for (int i = 0; i < kQuerySteps<KF, D>; ++i) held.pairs[n][i] = query_pair<KF>(n, i);
+    }
+  }
+#pragma unroll 1
+  for (int k = 0; k < pages; ++k) {
+    const int next = slot_at(slots, k + 1);
+    float s[S::kTokenTiles][NT][2];
+    wait(kKeys, phases);
+    Fold fold;
+    if (slot >= 0) {
+      const bool is_full = (slot & 1) != 0;
+      key_scores(key_stage(), held, s);
+      if (!is_full) transform<W>(part, page_at<W>(part, k), s);
+      weigh<VF, W>(s, key_stage() + S::Keys::kBytes + S::kKeyGroups * 2 * kPageTokens, VF == Format::bf16, fold);
+    }
+    team_sync<W>();  // every lane has read its keys and scales, and written its weights
+    if (k + 1 < pages) copy_keys(next >> 1, part.kv_head);
+    wait(kValues, phases);
+    if (slot >= 0) add_values(value_stage(), fold);
+    team_sync<W>();  // every lane has read its values and weights
+    if (k + 1 < pages) copy_values(next >> 1, part.kv_head);
+    slot = next;
+    if (k + 2 - slots.base == 64) {
+      slots.base += 32;
+      slots.here = slots.next;
+      slots.next = find_slot<W>(part, slots.base + 32 + lane);
+    }
+  }
+}
+
+template <Format KF, Format VF, int D, int NT>
+__device__ __forceinline__ void Attend<KF, VF, D, NT>::exact_part(const Part& part) {
+  clear();
+  std::byte* memory = shared + S::kTeamsAt + warp / S::kExactTeam * (p.exact_stages * S::kExactHalf + S::kExactRest);
+  weights = memory + p.exact_stages * S::kExactHalf;
+  scratch = reinterpret_cast<float*>(weights + S::kExactP);
+  exact_pages(part, memory);
+  __syncthreads();
+  write_partial<S::kExactTeam>(part);
+}
+
+// A page's four halves pass through the stages in turn; each makes room for the one that is as many later, of this page or
+// the next.
+template <Format KF, Format VF, int D, int NT>
+__device__ __forceinline__ void Attend<KF, VF, D, NT>::exact_pages(const Part& part, std::byte* memory) {
+  constexpr int TW = S::kExactTeam;
+  const int stages = p.exact_stages;
+  using L = Split<TW, D>;
+  const int member = warp % TW;
+  const bool bf16 = p.cache.exact_layout.k.format == Format::bf16;
+  const int pages = count_pages<TW>(part);
+  const auto stage = [&](int half) { return memory + (half & (stages - 1)) * S::kExactHalf; };
+  // The pages of this domain, in order: lane i knows number base + i, `left` are those still to come.
+  struct Found {
+    int number, slot;  // slot -1: none
+  };
+  int base = 0, slot = find_slot<TW>(part, lane);
+  unsigned left = __ballot_sync(~0u, slot >= 0);
+  const auto next_page = [&] {
+    while (left == 0) {
+      base += 32;
+      if (base >= pages) return Found{0, -1};
+      slot = find_slot<TW>(part, base + lane);
+      left = __ballot_sync(~0u, slot >= 0);
+    }
+    const int i = __ffs(static_cast<int>(left)) - 1;
+    left &= left - 1;
+    return Found{base + i, __shfl_sync(~0u, slot, i)};
+  };
+  // A group of copies for each half, also where there is none: so the wait for a half is for all but the last stages - 1.
+  const auto copy = [&](const Found& page, int half) {
+    if (page.slot >= 0) copy_exact(stage(half), exact_block(page.slot >> 1, part.kv_head), half);
+    ptx::copy_commit();
+  };
+  RawQuery raw;
+  ask_for_row(part, warp, raw.bits);
+  Found here = next_page();
+#pragma unroll 1
+  for (int half = 0; half < stages; ++half) copy(here, half);
+  Found ahead = next_page();
+  load_queries<Format::bf16>(part, raw, false, bf16);
+  __syncthreads();
+  const auto wait = [&] {
+    if (stages == 1) ptx::copy_wait<0>();
+    if (stages == 2) ptx::copy_wait<1>();
+    if (stages == 4) ptx::copy_wait<3>();
+    team_sync<TW>();
+  };
+  const auto next = [&](int half) {
+    team_sync<TW>();
+    half += stages;
+    copy(half < 4 ? here : ahead, half % 4);
+  };
+#pragma unroll 1
+  while (here.slot >= 0) {
+    float s[L::kTokenTiles][NT][2];
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      wait();
+#pragma unroll
+      for (int i = 0; i < L::kTokenTiles; ++i) {
+        const int token = L::kTokens * member + 2 * i;
+        if (token / 4 != half) continue;
+        const std::byte* key = stage(half) + g * S::kExactKeyRow + token % 4 * 2 * D;
+        const std::byte* const row[2] = {key, key + 2 * D};
+        float c[NT][4];
+#pragma unroll
+        for (int n = 0; n < NT; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.0f;
+        half_key_product(row, bf16, c);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) s[i][n][h] = (c[n][2 * h] + c[n][2 * h + 1]) * info->scale[4 * n + t];
+        }
+      }
+      next(half);
+    }
+    if ((here.slot & 1) == 0) transform<TW>(part, page_at<TW>(part, here.number), s);
+    Fold fold;
+    weigh<Format::bf16, TW>(s, nullptr, bf16, fold);
+#pragma unroll 1
+    for (int half = 2; half < 4; ++half) {
+      wait();
+      half_values<false, 1, TW>(stage(half), S::kExactValueRow, 2 * D, half - 2, bf16, fold[0]);
+      next(half);
+    }
+    here = ahead;
+    ahead = next_page();
+  }
+  ptx::copy_wait<0>();
+}
+
+// The teams' sums together, in team order, and to global memory.
+template <Format KF, Format VF, int D, int NT>
+template <int TW>
+__device__ void Attend<KF, VF, D, NT>::write_partial(const Part& part) {
+  using L = Split<TW, D>;
+  const int team = warp / TW, member = warp % TW;
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+#pragma unroll
+    for (int h = 4; h < 32; h *= 2) l[n] += __shfl_xor_sync(~0u, l[n], h);
+    if (g == 0) info->m[warp][4 * n + t] = m[n], info->l[warp][4 * n + t] = l[n];
+  }
+  __syncthreads();
+  float* out = p.partial_o + static_cast<std::size_t>(part.partial) * static_cast<std::size_t>(R * D);
+  float* sums = L::kTeams > 1 ? reinterpret_cast<float*>(shared + S::kTeamsAt) + team * R * D : out;
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    const int r = 4 * n + t;
+    float top = kLowest;
+#pragma unroll
+    for (int i = 0; i < L::kTeams; ++i) top = fmaxf(top, info->m[i * TW][r]);
+    const float factor = ptx::ex2(m[n] - top);
+#pragma unroll
+    for (int unit = 0; unit < L::kUnits; ++unit) {
+      const float4 x = {o[2 * unit][n][0] * factor, o[2 * unit][n][1] * factor, o[2 * unit + 1][n][0] * factor,
+                        o[2 * unit + 1][n][1] * factor};
+      *reinterpret_cast<float4*>(sums + r * D + member * L::kChannels + 32 * unit + 4 * g) = x;
+    }
+  }
+  if constexpr (L::kTeams > 1) {
+    __syncthreads();
+    const float4* from = reinterpret_cast<const float4*>(shared + S::kTeamsAt);
+    for (int i = threadIdx.x; i < R * D / 4; i += kThreads) {
+      float4 x = from[i];
+#pragma unroll
+      for (int other = 1; other < L::kTeams; ++other) {
+        const float4 y = from[other * (R * D / 4) + i];
+        x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
+      }
+      reinterpret_cast<float4*>(out)[i] = x;
+    }
+  }
+  if (threadIdx.x < R) {
+    const int r = threadIdx.x;
+    float top = kLowest;
+    for (int i = 0; i < kWarps; ++i) top = fmaxf(top, info->m[i][r]);
+    float sum = 0.0f;
+    for (int i = 0; i < kWarps; ++i) sum += info->l[i][r] * ptx::ex2(info->m[i][r] - top);
+    if (info->poisoned[r] != 0) sum = __int_as_float(0x7FC00000);
+    float* ml = p.partial_ml + static_cast<std::size_t>(part.partial) * (2 * R);
+    ml[r] = top, ml[R + r] = sum;
+  }
+  ptx::copy_fence();  // the next part's bulk copies come after these accesses to the stages
+  __syncthreads();
+}
+
+}  // namespace kvant::cuda

@@ -1,0 +1,98 @@
+// Which part of the work a block takes next.
+#pragma once
+
+#include "cuda/attend_block.cuh"
+
+namespace kvant::cuda {
+
+// Keys that every row of the part sees, if nothing but visibility changes scores.
+template <Format KF, Format VF, int D, int NT>
+__device__ void Attend<KF, VF, D, NT>::set_seen_by_all(Part& part) const {
+  part.all_begin = part.all_end = 0;
+  if (p.softcap > 0.0f || p.slopes != nullptr || p.mask.data != nullptr) return;
+  if (part.domain == core::kEncoded && p.k_basis.kind == BasisKind::calibrated) return;
+  const base::Visibility rule{p.causal, p.window, p.window_sinks};
+  const int first = part.row_block == 0 ? 0 : part.row_block * R / p.group;
+  const std::int64_t position = part.length - part.q_len;
+  part.all_end = static_cast<int>(rule.recent_range(part.length, position + first).end);
+  if (p.window == 0) return;
+  int last = (part.row_block * R + R - 1) / p.group;
+  last = last < part.q_len ? last : part.q_len - 1;
+  part.all_begin = static_cast<int>(rule.recent_range(part.length, position + last).begin);
+}
+
+// The item after `last` (-1: the block's first), by the block's first warp. Where there is none, `end` is `at`.
+template <Format KF, Format VF, int D, int NT>
+__device__ LinePlace Attend<KF, VF, D, NT>::next_item(const Line& line, int last) const {
+  int item = last < 0 ? static_cast<int>(blockIdx.x) : line.items();
+  if (last >= 0 && line.rounds > 1) {
+    if (lane == 0) item = line.shares + claim(p);
+    item = __shfl_sync(~0u, item, 0);
+  } else if (item >= line.shares) {
+    item = line.items();
+  }
+  if (item >= line.items()) return {line.total, line.total, 0, p.batch, item};
+  const int mine = line.begin(item + lane % 2);
+  const int begin = __shfl_sync(~0u, mine, 0), end = __shfl_sync(~0u, mine, 1);
+  int base;
+  const int entry = find_sequence(p, info->window, begin, base);
+  return {begin, end, base, entry, item};
+}
+
+// The next part of the block's work, by its first warp; no partial where there is none.
+template <Format KF, Format VF, int D, int NT>
+__device__ void Attend<KF, VF, D, NT>::next_part() const {
+  LinePlace line = info->place;
+  __syncwarp();
+  if (line.at >= line.end) line = next_item(info->line, line.item);
+  SequenceCost cost;
+  BatchEntry batch;
+  int length, in_sequence;
+  while (true) {
+    if (line.at >= line.end) {
+      if (lane == 0) info->part.partial = -1;
+      return;
+    }
+    show(p, info->window, line.entry);
+    const int i = line.entry - info->window.first;
+    cost = info->window.cost[i], batch = info->window.batch[i], length = info->window.length[i];
+    const int all = cost.head() * p.cache.kv_heads;
+    in_sequence = line.at - line.base;
+    if (in_sequence < all) break;
+    line.base += all;
+    ++line.entry;
+  }
+  if (lane == 0) describe(info->part, line, cost, batch, length, in_sequence);
+}
+
+template <Format KF, Format VF, int D, int NT>
+__device__ void Attend<KF, VF, D, NT>::describe(Part& part, LinePlace line, const SequenceCost& cost,
+                                                const BatchEntry& batch, int length, int in_sequence) const {
+  part.entry = line.entry, part.batch = batch, part.length = length, part.q_len = batch.q_len;
+  const int segment = cost.exact + cost.encoded;
+  const int index = quotient(in_sequence, segment), offset = in_sequence - index * segment;
+  part.kv_head = index, part.row_block = 0;
+  if (cost.row_blocks > 1) part.kv_head = index / cost.row_blocks, part.row_block = index % cost.row_blocks;
+  const bool is_exact = offset < cost.exact;
+  part.domain = is_exact ? core::kExact : core::kEncoded;
+  const int begin = is_exact ? 0 : cost.exact, last = is_exact ? cost.exact : segment;
+  const int stop = line.end - line.at < last - offset ? offset + (line.end - line.at) : last;
+  part.runs = page_runs(p, part.length, part.q_len, is_exact);
+  const int page_cost = is_exact ? p.exact_cost : 1;
+  part.use_begin = pages_before(offset - begin, p.part_cost, page_cost);
+  part.use_end = pages_before(stop - begin, p.part_cost, page_cost);
+  part.partial = line.item + segment_index(p, part.entry, part.kv_head, part.row_block, part.domain);
+  set_seen_by_all(part);
+  // Where the merge finds the partials of this row block: [exact first, exact last, encoded first, encoded last].
+  int* found = p.segments + 4 * static_cast<std::ptrdiff_t>(
+                                    (part.entry * p.cache.kv_heads + part.kv_head) * p.row_blocks + part.row_block);
+  const int bounds = is_exact ? 0 : 2;
+  if (offset == begin) found[bounds] = part.partial;
+  if (stop == last) found[bounds + 1] = part.partial;
+  if (offset == 0 && cost.exact == 0) found[0] = 0, found[1] = -1;
+  if (stop == segment && cost.encoded == 0) found[2] = 0, found[3] = -1;
+  line.at += stop - offset;
+  info->place = line;
+}
+
+}  // namespace kvant::cuda

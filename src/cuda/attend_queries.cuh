@@ -1,0 +1,115 @@
+// Queries into the operand layout of the first product.
+#pragma once
+
+#include "cuda/attend_block.cuh"
+
+namespace kvant::cuda {
+
+template <Format KF, Format VF, int D, int NT>
+__device__ __forceinline__ void Attend<KF, VF, D, NT>::ask_for_row(const Part& part, int r,
+                                                                   std::uint32_t (&bits)[D / 32]) const {
+  int q_head;
+  const int query = query_of(part, r, q_head);
+  if (query < 0) return;
+  load_bits(p.q.data, p.q.dtype,
+            static_cast<std::int64_t>(part.batch.query_begin + query) * p.q.token_stride +
+                static_cast<std::int64_t>(q_head) * p.q.head_stride + lane,
+            bits);
+}
+
+// Rows of the block into `info` and the operand layout of `F`, in the basis of encoded keys or as given.
+template <Format KF, Format VF, int D, int NT>
+template <Format F>
+__device__ void Attend<KF, VF, D, NT>::load_queries(const Part& part, RawQuery& raw, bool encoded, bool bf16) {
+  const DeviceBasis& basis = p.k_basis;
+  const std::size_t at = static_cast<std::size_t>(p.layer * p.cache.kv_heads + part.kv_head);
+  float* room = reinterpret_cast<float*>(shared + S::kTeamsAt) + warp * D;  // the rings are idle
+#pragma unroll 1
+  for (int j = 0; j < NT; ++j) {
+    const int r = warp + kWarps * j;
+    int q_head;
+    const bool used = query_of(part, r, q_head) >= 0;
+    float x[D / 32];
+    float center = 0.0f;
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) {
+      x[i] = used ? element_of(raw.bits[i], p.q.dtype) : 0.0f;
+      finite = finite && base::is_finite(x[i]);
+    }
+    if (j + 1 < NT) ask_for_row(part, r + kWarps, raw.bits);
+    const bool poisoned = __any_sync(~0u, !finite);
+    if (poisoned) {
+#pragma unroll
+      for (int i = 0; i < D / 32; ++i) x[i] = 0.0f;
+    }
+    if (encoded && basis.kind == BasisKind::hadamard) rotate<D>(x, room);
+    if (encoded && basis.kind == BasisKind::calibrated) {
+      const float* c = basis.center + at * D;
+      const float* inverse = basis.inverse + at * D * D;
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < D / 32; ++i) {
+        center += x[i] * c[lane + 32 * i];
+        room[lane + 32 * i] = x[i];
+      }
+      center = warp_sum(center);
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < D / 32; ++i) x[i] = 0.0f;
+      for (int j = 0; j < D; ++j) {
+        const float q = room[j];
+#pragma unroll
+        for (int i = 0; i < D / 32; ++i) x[i] += inverse[j * D + lane + 32 * i] * q;
+      }
+    }
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) largest = fmaxf(largest, fabsf(x[i]));
+    largest = warp_max(largest);
+    const float unit = is_integer(F) ? largest / kTopWeight : largest;
+    const float inverse = unit > 1e-37f ? 1.0f / unit : 0.0f;
+    int sums[S::kSumGroups][2];
+#pragma unroll
+    for (int i = 0; i < S::kSumGroups; ++i) sums[i][0] = sums[i][1] = 0;
+    std::byte* operands = shared + S::kQueryAt + r / 4 * kQuerySteps<F, D> * 256;
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) {
+      const QueryPlace place = query_place<F, D>(lane + 32 * i);
+      std::byte* pair = operands + place.step * 256 + (2 * (r % 4) * 4 + place.t) * 8;  // column 2 r: the high digit
+      if constexpr (is_integer(F)) {
+        const int q = __float2int_rn(x[i] * inverse);
+        const int high = (q + 128) >> 8, low = q - 256 * high;
+        pair[place.place] = static_cast<std::byte>(high);
+        pair[32 + place.place] = static_cast<std::byte>(low);
+        const int group = S::kSumGroups > 1 ? i / 4 : 0;
+        sums[group][0] += high, sums[group][1] += low;
+      } else {
+        const float q = x[i] * inverse;
+        const std::uint32_t high = bf16 ? ptx::bf16x2(q, 0.0f) : ptx::f16x2(q, 0.0f);
+        const float rest = q - (bf16 ? __uint_as_float(high << 16) : ptx::f16_to_f32(static_cast<std::uint16_t>(high)));
+        const std::uint32_t low = bf16 ? ptx::bf16x2(rest, 0.0f) : ptx::f16x2(rest, 0.0f);
+        reinterpret_cast<std::uint16_t*>(pair)[place.place] = static_cast<std::uint16_t>(high);
+        reinterpret_cast<std::uint16_t*>(pair + 32)[place.place] = static_cast<std::uint16_t>(low);
+      }
+    }
+    if constexpr (is_integer(F)) {
+#pragma unroll
+      for (int i = 0; i < S::kSumGroups; ++i) {
+        for (int digit = 0; digit < 2; ++digit) sums[i][digit] = __reduce_add_sync(~0u, sums[i][digit]);
+        if (lane == 0) {
+          info->start[i][2 * r] = -level_origin(KF) * sums[i][0];
+          info->start[i][2 * r + 1] = -level_origin(KF) * sums[i][1] + (256 * sums[i][0] + sums[i][1]) / 2;
+        }
+      }
+    }
+    if (lane == 0) {
+      const float to_log2 = p.scale * kLog2e;
+      info->scale[r] = unit * to_log2 * (F == Format::fp8 ? 256.0f : 1.0f);
+      info->center[r] = center * to_log2;
+      info->poisoned[r] = poisoned && used ? 1 : 0;
+    }
+  }
+}
+
+}  // namespace kvant::cuda

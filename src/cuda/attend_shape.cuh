@@ -1,0 +1,132 @@
+// How a block shares its work and its shared memory: teams of warps, stages, sizes, all known to the compiler.
+#pragma once
+
+#include "cuda/attend.hpp"
+#include "cuda/query.cuh"
+#include "cuda/schedule.cuh"
+#include "cuda/tiles.cuh"
+
+namespace kvant::cuda {
+
+inline constexpr float kNone = -__builtin_huge_valf();
+inline constexpr int kWarps = 4;
+inline constexpr int kThreads = 32 * kWarps;
+// Blocks that a multiprocessor should hold, by what registers allow: 128, 168 or 255 a thread.
+constexpr int most_blocks(int column_tiles, int channels) {
+  return column_tiles == 1 ? 4 : column_tiles == 2 || channels <= 64 ? 3 : 2;
+}
+// Shared memory of a multiprocessor of sm_90, and what each block takes besides its own.
+inline constexpr int kSharedMemory = 233472, kSharedOfBlock = 1024;
+inline constexpr int kBulkRow = 4096;  // the bulk engine copies rows from so many bytes on
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+inline constexpr bool kHasBulk = true;
+#else
+inline constexpr bool kHasBulk = false;
+#endif
+inline constexpr float kTopWeight = 32639.0f;  // 127 * 256 + 127
+
+// Warps of a team: as many as keep a page's bytes for each warp near 8 KiB and the channels of each at 128, of sixteen rows
+// at 64 where D allows, because their sums are in registers.
+__host__ __device__ constexpr int team_warps(Format k, Format v, int head_dim, int column_tiles) {
+  const int bytes = 8 * head_dim * (codec::format_bits(k) + codec::format_bits(v));
+  const int channels = column_tiles >= 4 ? 64 : 128;
+  int warps = bytes > 24576 ? 4 : bytes > 12800 ? 2 : 1;
+  while (warps < 4 && head_dim > channels * warps) warps *= 2;
+  while (head_dim % (32 * warps) != 0) warps /= 2;
+  return warps;
+}
+
+// How a team of W warps shares a page of D channels.
+template <int W, int D>
+struct Split {
+  static constexpr int kTeams = kWarps / W;
+  static constexpr int kTokens = 8 / W;  // consecutive ones of a lane in the first product
+  static constexpr int kTokenTiles = 4 / W;
+  static constexpr int kChannels = D / W;  // of a warp in the second product
+  static constexpr int kUnits = kChannels / 32;
+};
+// Exact pages are few and large: as many warps as can share one.
+__host__ __device__ constexpr int exact_team_warps(int head_dim) {
+  int warps = kWarps;
+  while (head_dim % (32 * warps) != 0) warps /= 2;
+  return warps;
+}
+
+// Where a block stands on the line of work.
+struct LinePlace {
+  int at, end;
+  int base;  // units before `entry`
+  int entry;
+  int item;  // -1: none yet
+};
+
+// One block's part of a segment. In shared memory: registers are scarce, and most of it is needed once in 32 pages.
+struct Part {
+  BatchEntry batch;
+  int entry, kv_head, row_block, domain;
+  int length, q_len;
+  int use_begin, use_end;
+  int all_begin, all_end;  // keys that every row sees and that no transform changes
+  int partial;
+  PageRuns runs;
+};
+
+template <Format KF, Format VF, int D, int NT>
+struct Shape : Split<team_warps(KF, VF, D, NT), D> {
+  static constexpr int kRows = 4 * NT;
+  static constexpr int kTeam = team_warps(KF, VF, D, NT), kTeams = kWarps / kTeam;
+  using Keys = StagedSide<KF, D, false>;
+  using Values = StagedSide<VF, D, true>;
+  static constexpr int kKeyGroups = side_scale_groups(KF, D);
+  static constexpr int kValueGroups = side_scale_groups(VF, D);
+  static constexpr int kPGroups = kValueGroups > 1 ? kValueGroups : 1;  // versions of the probabilities
+  static constexpr int kScaleBytes = (kKeyGroups + kValueGroups) * 2 * kPageTokens;
+  static constexpr int kKeyStage = Keys::kBytes + kScaleBytes;
+  static constexpr int kValueStage = Values::kBytes;
+  // Probabilities: [column][64 tokens], bytes or halves; rows padded against bank conflicts.
+  static constexpr int kColumnBytes = is_integer(VF) ? 96 : 192;
+  static constexpr int kPBytes = 2 * kRows * kColumnBytes;
+  static constexpr int kTeamP = kPGroups * kPBytes;
+  static constexpr int kScratch = kTeam > 1 ? kTeam* kRows*(1 + kPGroups) * 4 : 0;
+  static constexpr bool kHasExact = !(is_half(KF) && is_half(VF));  // dense caches have one domain
+  // Queries: operand pairs [NT][step][32 lanes] of 8 bytes.
+  static constexpr int kEncodedQueries = NT * kQuerySteps<KF, D> * 256, kExactQueries = NT * (D / 16) * 256;
+  static constexpr int kQueryBytes = kHasExact && kExactQueries > kEncodedQueries ? kExactQueries : kEncodedQueries;
+  static constexpr int kSumGroups = kKeyGroups > 1 ? kKeyGroups : 1;
+
+  struct Info {           // of the block's rows
+    float scale[kRows];   // of a product, to log2 units
+    float center[kRows];  // added to an encoded key's score
+    // Of the sums in each column: minus level_origin, less a half, for every key; the half rounded to an integer.
+    std::int32_t start[kSumGroups][2 * kRows];
+    std::int32_t poisoned[kRows];
+    float m[kWarps][kRows], l[kWarps][kRows];
+    std::uint32_t constants[2][Constants<KF>::kWords];
+    Part part;
+    Line line;
+    LinePlace place;
+    Window window;
+  };
+
+  static constexpr int kQueryAt = 0;
+  static constexpr int kInfoAt = kQueryAt + kQueryBytes;  // a multiple of 256
+  static constexpr int kBarriers = 2;                     // of a team: keys, values
+  static constexpr int kBarriersAt = (kInfoAt + static_cast<int>(sizeof(Info)) + 15) / 16 * 16;
+  static constexpr int kTeamsAt = (kBarriersAt + kTeams * kBarriers * 8 + 31) / 32 * 32;
+  static constexpr int kPAt = kKeyStage + kValueStage, kScratchAt = kPAt + kTeamP;
+  static constexpr int kTeamBytes = (kScratchAt + kScratch + 31) / 32 * 32;
+  static constexpr int kCombine = kTeams > 1 ? kTeams* kRows* D * 4 : 0;  // reuses the teams' memory
+  static constexpr int kEncodedBytes = kTeams * kTeamBytes > kCombine ? kTeams* kTeamBytes : kCombine;
+  // Exact pages pass through the same memory, half a side at a time, through 1, 2 or 4 stages (AttendParams::exact_stages).
+  static constexpr int kExactTeam = exact_team_warps(D), kExactTeams = kWarps / kExactTeam;
+  static constexpr int kExactKeyRow = padded_row(8 * D, 64), kExactValueRow = padded_row(16 * D, kValueResidue);
+  static constexpr int kExactHalf = 8 * kExactKeyRow > 4 * kExactValueRow ? 8 * kExactKeyRow : 4 * kExactValueRow;
+  static constexpr int kExactP = 2 * kRows * 192, kExactScratch = kExactTeam * kRows * 4;
+  static constexpr int kExactRest = (kExactP + kExactScratch + 31) / 32 * 32;
+  static constexpr int bytes(int exact_stages) {
+    const int exact = kHasExact ? kExactTeams * (exact_stages * kExactHalf + kExactRest) : 0;
+    return kTeamsAt + (kEncodedBytes > exact ? kEncodedBytes : exact);
+  }
+};
+
+}  // namespace kvant::cuda
