@@ -165,7 +165,13 @@ Status Store::allocate() {
     }
   }
   config_.bases = nullptr;
-  KVANT_CUDA_TRY(kernel_->prepare(write_params(c, view_)));
+  const auto attribute = [&](int& value, cudaDeviceAttr which) {
+    return cudaDeviceGetAttribute(&value, which, c.device);
+  };
+  KVANT_CUDA_TRY(attribute(limits_.multiprocessors, cudaDevAttrMultiProcessorCount));
+  KVANT_CUDA_TRY(attribute(limits_.multiprocessor_shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor));
+  KVANT_CUDA_TRY(attribute(limits_.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin));
+  KVANT_CUDA_TRY(kernel_->prepare(limits_));
   KVANT_CUDA_TRY(cudaDeviceSynchronize());
   return {};
 }
@@ -293,19 +299,25 @@ Status Store::write(std::span<const core::DeviceAppend> appends, int layer, cons
             fmt::format("{} tokens of one sequence in one write, with {} kv heads: {} is the most; append in parts",
                         a.tokens, config_.kv_heads, most_items * kPageTokens)};
   }
-  std::int32_t row = 0;
+  std::int32_t row = 0, most_tokens = 0;
   std::int64_t items = 0;
   for (std::size_t i = 0; i < appends.size(); ++i) {
+    const auto each = static_cast<std::int32_t>(write_items(appends[i].tokens, config_.ends.tail_pages));
+    if (p.entries == 0) p.items_each = each;
+    if (each != p.items_each) p.items_each = 0;
     p.entry[p.entries++] = {appends[i].index, row, static_cast<std::int32_t>(items)};
-    items += write_items(appends[i].tokens, config_.ends.tail_pages);
+    items += each;
     row += appends[i].tokens;
+    most_tokens = std::max(most_tokens, appends[i].tokens);
     const bool full =
         p.entries == WriteParams::kMostEntries ||
         (i + 1 < appends.size() && items + write_items(appends[i + 1].tokens, config_.ends.tail_pages) > most_items);
     if (!full && i + 1 < appends.size()) continue;
-    KVANT_CUDA_TRY(kernel_->launch(p, static_cast<std::uint32_t>(items), native(stream)));
+    p.items = static_cast<std::int32_t>(items);
+    KVANT_CUDA_TRY(kernel_->launch(p, most_tokens, limits_, native(stream)));
     p.entries = 0;
     items = 0;
+    most_tokens = 0;
   }
   return {};
 }
