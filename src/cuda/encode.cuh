@@ -16,12 +16,22 @@
 
 namespace kvant::cuda {
 
-template <int kD>
+template <int kHeadDim, int kOfVector, int kOfBlock>
 struct VectorShape {
-  static constexpr int kThreads = kD <= 128 ? 2 : kD <= 256 ? 4 : 8;
-  static constexpr int kElements = kD / kThreads;  // 32, 48 or 64
+  static constexpr int kD = kHeadDim, kThreads = kOfVector, kBlockThreads = kOfBlock;
+  static constexpr int kElements = kD / kThreads;
   static constexpr int kSums = 32 / kThreads;
 };
+// Where many tokens come at once, as few threads as registers allow: 32 to 64 elements each, little goes between them. For steps
+// of a few tokens more threads, so that less code is run, and fetched, for each.
+template <int kD>
+using WideShape = VectorShape<kD,
+                              (kD <= 128   ? 2
+                               : kD <= 256 ? 4
+                                           : 8),
+                              128>;
+template <int kD>
+using StepShape = VectorShape<kD, 8, 32>;
 
 template <Format kFormat, int kD>
 constexpr int kScaleGroups = kFormat == Format::fp8 ? 1 : codec::tq_scale_groups(kFormat, kD);
@@ -98,9 +108,8 @@ __device__ __forceinline__ std::uint32_t pair_signs(int k, int t) {
 }
 
 // Signs and the butterfly h = 1 on the way.
-template <int kD, Dtype kDtype>
-__device__ __forceinline__ void load_signed(const std::byte* row, int t, float (&y)[VectorShape<kD>::kElements]) {
-  using Shape = VectorShape<kD>;
+template <class Shape, Dtype kDtype>
+__device__ __forceinline__ void load_signed(const std::byte* row, int t, float (&y)[Shape::kElements]) {
   constexpr codec::SignTable kSigns = codec::sign_table();
   const float m = t % 2 != 0 ? -1.0f : 1.0f;  // the products are exact
   if constexpr (Shape::kThreads == 2) {
@@ -145,9 +154,9 @@ __device__ __forceinline__ void load_signed(const std::byte* row, int t, float (
   }
 }
 
-template <int kD, Dtype kDtype>
-__device__ __forceinline__ void load_plain(const std::byte* row, int t, float (&y)[VectorShape<kD>::kElements]) {
-  using Shape = VectorShape<kD>;
+// kFlush: what z = y r may be -0 of becomes 0, since -0 has the code of 0.
+template <class Shape, Dtype kDtype, bool kFlush>
+__device__ __forceinline__ void load_plain(const std::byte* row, int t, float (&y)[Shape::kElements]) {
 #pragma unroll
   for (int k = 0; k < Shape::kElements; ++k) {
     const int i = t + Shape::kThreads * k;
@@ -156,16 +165,16 @@ __device__ __forceinline__ void load_plain(const std::byte* row, int t, float (&
     } else {
       y[k] = low_element<kDtype>(reinterpret_cast<const std::uint16_t*>(row)[i]);
     }
+    if (kFlush) y[k] = fabsf(y[k]) < 0x1p-120f ? 0.0f : y[k];
   }
 }
 
 // --- rotation --------------------------------------------------------------------------------------------------------------
 
 // What is left after load_signed. Returns the largest magnitude of the thread's elements, as bits.
-template <int kD>
-__device__ __forceinline__ std::uint32_t rotate(float (&y)[VectorShape<kD>::kElements], int t, float scale) {
-  using Shape = VectorShape<kD>;
-  constexpr codec::RotationShape kRotation = codec::rotation_shape(kD);
+template <class Shape>
+__device__ __forceinline__ std::uint32_t rotate(float (&y)[Shape::kElements], int t, float scale) {
+  constexpr codec::RotationShape kRotation = codec::rotation_shape(Shape::kD);
   static_assert(kRotation.second_paley == 1 && (kRotation.paley == 1 || kRotation.paley == 12));
   static_assert(kRotation.sylvester >= Shape::kThreads);
 #pragma unroll
@@ -216,27 +225,27 @@ __device__ __forceinline__ std::uint32_t rotate(float (&y)[VectorShape<kD>::kEle
 }
 
 // This thread's elements of a vector whose row lies in shared memory, in its basis; the largest magnitude as rotate().
-template <int kD>
+template <class Shape, bool kFlush>
 __device__ __forceinline__ std::uint32_t load_vector(const std::byte* row, Dtype dtype, bool rotates, int t,
-                                                     float scale, float (&y)[VectorShape<kD>::kElements]) {
+                                                     float scale, float (&y)[Shape::kElements]) {
   if (!rotates) {
     if (dtype == Dtype::f32) {
-      load_plain<kD, Dtype::f32>(row, t, y);
+      load_plain<Shape, Dtype::f32, kFlush>(row, t, y);
     } else if (dtype == Dtype::bf16) {
-      load_plain<kD, Dtype::bf16>(row, t, y);
+      load_plain<Shape, Dtype::bf16, kFlush>(row, t, y);
     } else {
-      load_plain<kD, Dtype::f16>(row, t, y);
+      load_plain<Shape, Dtype::f16, kFlush>(row, t, y);
     }
-    return largest_magnitude<VectorShape<kD>::kElements>(y);
+    return largest_magnitude<Shape::kElements>(y);
   }
   if (dtype == Dtype::bf16) {
-    load_signed<kD, Dtype::bf16>(row, t, y);
+    load_signed<Shape, Dtype::bf16>(row, t, y);
   } else if (dtype == Dtype::f16) {
-    load_signed<kD, Dtype::f16>(row, t, y);
+    load_signed<Shape, Dtype::f16>(row, t, y);
   } else {
-    load_signed<kD, Dtype::f32>(row, t, y);
+    load_signed<Shape, Dtype::f32>(row, t, y);
   }
-  return rotate<kD>(y, t, scale);
+  return rotate<Shape>(y, t, scale);
 }
 
 }  // namespace kvant::cuda

@@ -81,15 +81,21 @@ __device__ __forceinline__ void copy_words(std::uint32_t* to, const std::uint32_
 
 // The rows of a warp, whose threads' words lie in shared memory: [row] of `pitch` bytes, from `words` on; kKeys: to those
 // of the plane; otherwise in place.
-template <int kD, int kBits, bool kKeys>
+template <class Shape, int kBits, bool kKeys>
 __device__ __forceinline__ void regroup_rows(std::byte* words, int pitch, int count, std::byte* plane) {
-  using Shape = VectorShape<kD>;
   constexpr int kThreads = Shape::kThreads;
   using F = Fields<kThreads, Shape::kElements, kBits>;
   constexpr int kVector = F::kRowWords % 4 == 0 && kThreads >= 4 ? 4 : F::kRowWords % 2 == 0 ? 2 : 1;
   constexpr int kIn = kThreads >= 4 ? 4 : 2;
-  for (int i = static_cast<int>(threadIdx.x % 32); i < count * F::kWords; i += 32) {
-    const int row = i / F::kWords, group = i % F::kWords;
+  constexpr int kUnits = 32 / kThreads * F::kWords;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+#pragma unroll
+  for (int first = 0; first < kUnits; first += 32) {
+    // Written so that what depends on the lane is found once.
+    constexpr bool kEven = 32 % F::kWords == 0;
+    const int row = kEven ? lane / F::kWords + first / F::kWords : (lane + first) / F::kWords;
+    const int group = kEven ? lane % F::kWords : (lane + first) % F::kWords;
+    if (row >= count) continue;
     auto* at = reinterpret_cast<std::uint32_t*>(words + row * pitch) + group * kThreads;
     alignas(16) std::uint32_t in[kThreads], out[kThreads];
     copy_words<kThreads, kIn>(in, at);
@@ -133,32 +139,33 @@ __device__ __forceinline__ void join_tokens(std::uint32_t (&x)[8]) {
 }
 
 // Values of tokens [first, first + count) of a page, whose rows lie as regroup_rows leaves them (row 0 is token `first`), into
-// their plane. A thread to a word of a row, of all tokens that share words of the plane; other tokens keep their bits.
-template <int kD, int kBits>
+// their plane. A thread to a word of a row, of all tokens that share words of the plane; other tokens keep their bits. kWhole:
+// there are none.
+template <class Shape, int kBits, bool kWhole>
 __device__ __forceinline__ void store_values(const std::byte* words, int pitch, int first, int count,
                                              std::byte* plane) {
-  using Shape = VectorShape<kD>;
   using F = Fields<Shape::kThreads, Shape::kElements, kBits>;
   constexpr int kTokens = kBits == 8 ? 4 : 8;
   const int from = first / kTokens, units = (first + count + kTokens - 1) / kTokens - from;
-  for (int i = static_cast<int>(threadIdx.x); i < units * F::kRowWords; i += static_cast<int>(blockDim.x)) {
-    const int unit = from + i / F::kRowWords, word = i % F::kRowWords;
-    std::uint32_t x[kTokens], mask = 0;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < units * F::kRowWords; i += Shape::kBlockThreads) {
+    const int unit = from + i / F::kRowWords, word = i % F::kRowWords, first_row = unit * kTokens - first;
+    const std::byte* rows = words + first_row * pitch + word * 4;
+    std::uint32_t x[kTokens], mask = kWhole ? ~0u : 0u;
 #pragma unroll
     for (int j = 0; j < kTokens; ++j) {
-      const int row = unit * kTokens + j - first;
-      const bool mine = row >= 0 && row < count;
-      x[j] = mine ? reinterpret_cast<const std::uint32_t*>(words + row * pitch)[word] : 0u;
-      mask |= mine ? F::kField << (kBits * j) : 0u;
+      const bool mine = kWhole || (first_row + j >= 0 && first_row + j < count);
+      x[j] = mine ? *reinterpret_cast<const std::uint32_t*>(rows + j * pitch) : 0u;
+      if (!kWhole && mine) mask |= F::kField << (kBits * j);
     }
     if constexpr (kBits == 1) join_tokens<1, 4>(x);
     if constexpr (kBits <= 2) join_tokens<2, kBits == 2 ? 4 : 2>(x);
     if constexpr (kBits <= 4) join_tokens<4, kBits == 4 ? 4 : kBits == 2 ? 2 : 1>(x);
     transpose_bytes(x);
     if constexpr (kBits <= 4) transpose_bytes(x + 4);
-    if constexpr (kBits == 2) mask *= 0x00010001u;
-    if constexpr (kBits == 1) mask *= 0x01010101u;
-    auto* to = reinterpret_cast<uint4*>(plane) + static_cast<std::size_t>(unit * F::kRowWords + word) * (kTokens / 4);
+    if constexpr (!kWhole && kBits == 2) mask *= 0x00010001u;
+    if constexpr (!kWhole && kBits == 1) mask *= 0x01010101u;
+    auto* to = reinterpret_cast<uint4*>(plane) + (unit * F::kRowWords + word) * (kTokens / 4);
 #pragma unroll
     for (int half = 0; half < kTokens / 4; ++half) {
       uint4 out;
@@ -167,7 +174,7 @@ __device__ __forceinline__ void store_values(const std::byte* words, int pitch, 
       } else {
         out = make_uint4(x[half * 2], x[half * 2 + 4], x[half * 2 + 1], x[half * 2 + 5]);
       }
-      if (mask != 0xFFFFFFFFu) {
+      if (!kWhole && mask != 0xFFFFFFFFu) {
         const uint4 old = to[half];
         out = make_uint4((old.x & ~mask) | (out.x & mask), (old.y & ~mask) | (out.y & mask),
                          (old.z & ~mask) | (out.z & mask), (old.w & ~mask) | (out.w & mask));

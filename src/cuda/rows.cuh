@@ -1,11 +1,10 @@
 // Rows of tokens, on their way into pages: as dense ones, or into shared memory, where they are encoded from.
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include "codec/pack.hpp"
 #include "core/cache_table.hpp"
 #include "cuda/element.cuh"
+#include "cuda/encode.cuh"
 #include "cuda/write.hpp"
 
 namespace kvant::cuda {
@@ -41,7 +40,10 @@ struct PageJob {
   __device__ bool given(int token, bool from_exact) const { return !from_exact || token >= begin; }
   template <int kD>
   __device__ const void* source(int token, bool from_exact) const {
-    if (given(token, from_exact)) return input(token);
+    return given(token, from_exact) ? input(token) : exact_row<kD>(token);
+  }
+  template <int kD>
+  __device__ const std::byte* exact_row(int token) const {
     return exact + layout(true).plane_offset[0] + static_cast<std::size_t>(token) * kD * 2;
   }
   __device__ const void* input_of(const WriteSide& of, int token) const {
@@ -54,16 +56,17 @@ struct PageJob {
 //
 // A value that is not finite would spoil the sums of rows that do not see it (0 * NaN), also after a truncation. So values
 // are stored as 0 there, and the key of that token is made NaN in its place: whoever sees the token gets NaN, nobody else.
-template <int kD, bool kFromExact>
-__device__ void store_dense(const PageJob& job, bool to_exact, int first, int last) {
+template <class Shape, bool kFromExact>
+__device__ __forceinline__ void store_dense(const PageJob& job, bool to_exact, int first, int last) {
+  constexpr int kD = Shape::kD;
   const codec::SideLayout& to = job.layout(to_exact);
   std::byte* block = to_exact ? job.exact : job.encoded;
   const Dtype rounding = job.params->rounding;
   bool finite = true;
-  for (int i = static_cast<int>(threadIdx.x); i < (last - first) * (kD / 2); i += static_cast<int>(blockDim.x)) {
+  for (int i = static_cast<int>(threadIdx.x); i < (last - first) * (kD / 2); i += Shape::kBlockThreads) {
     const int token = first + i / (kD / 2), channel = i % (kD / 2) * 2;
     const bool given = job.given(token, kFromExact);
-    const void* row = job.source<kD>(token, kFromExact);
+    const void* row = job.source<Shape::kD>(token, kFromExact);
     const Dtype dtype = given ? job.side->dtype : rounding;
     const WriteSide& values = job.params->v;
     const void* value_row = given && !job.is_value ? job.input_of(values, token) : nullptr;
@@ -105,8 +108,25 @@ inline int __host__ __device__ staged_pitch(int head_dim, Dtype dtype) {
   return head_dim * (dtype == Dtype::f32 ? 4 : 2) + 16;
 }
 
+template <class Shape, int kBytes>
+__device__ __forceinline__ void copy_rows(const PageJob& job, bool from_exact, int first, int count, std::byte* rows) {
+  constexpr int kPieces = Shape::kD * kBytes / 16, kPitch = Shape::kD * kBytes + 16;
+  const auto* given = static_cast<const std::byte*>(job.input(first));
+  const std::int64_t row_bytes = job.side->token_stride * kBytes;
+  const std::byte* kept = from_exact ? job.exact_row<Shape::kD>(first) : nullptr;
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x); i < count * kPieces; i += Shape::kBlockThreads) {
+    const int row = i / kPieces, at = i % kPieces * 16;
+    const std::byte* from = given + row * row_bytes;
+    if (!job.given(first + row, from_exact)) from = kept + row * (Shape::kD * 2);
+    ptx::copy16<0, 0>(ptx::shared_address(rows + row * kPitch + at), from + at);
+  }
+  ptx::copy_commit();
+  ptx::copy_wait<0>();
+}
+
 // All threads of the block; what they stored is visible after the next barrier.
-template <int kD>
+template <class Shape>
 __device__ __forceinline__ StagedRows stage_rows(const PageJob& job, bool from_exact, int first, int count,
                                                  std::byte* rows) {
   const WriteSide& side = *job.side;
@@ -115,26 +135,24 @@ __device__ __forceinline__ StagedRows stage_rows(const PageJob& job, bool from_e
   const auto places = reinterpret_cast<std::uint64_t>(side.rows) |
                       static_cast<std::uint64_t>(side.token_stride * bytes) |
                       static_cast<std::uint64_t>(side.head_stride * bytes);
-  const StagedRows staged{dtype, staged_pitch(kD, dtype),
+  const StagedRows staged{dtype, staged_pitch(Shape::kD, dtype),
                           side.dtype == dtype && places % 16 == 0 && side.basis != BasisKind::calibrated};
   if (staged.unchecked) {
-    const int pieces = kD * bytes / 16;
-    for (int i = static_cast<int>(threadIdx.x); i < count * pieces; i += static_cast<int>(blockDim.x)) {
-      const int row = i / pieces, at = i % pieces * 16;
-      ptx::copy16<0, 0>(ptx::shared_address(rows + row * staged.pitch + at),
-                        static_cast<const std::byte*>(job.source<kD>(first + row, from_exact)) + at);
+    if (bytes == 2) {
+      copy_rows<Shape, 2>(job, from_exact, first, count, rows);
+    } else {
+      copy_rows<Shape, 4>(job, from_exact, first, count, rows);
     }
-    ptx::copy_commit();
-    ptx::copy_wait<0>();
     return staged;
   }
   const float* center =
-      side.basis == BasisKind::calibrated ? side.center + static_cast<std::size_t>(job.head) * kD : nullptr;
+      side.basis == BasisKind::calibrated ? side.center + static_cast<std::size_t>(job.head) * Shape::kD : nullptr;
   bool finite = true;
-  for (int i = static_cast<int>(threadIdx.x); i < count * kD; i += static_cast<int>(blockDim.x)) {
-    const int row = i / kD, channel = i % kD;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < count * Shape::kD; i += Shape::kBlockThreads) {
+    const int row = i / Shape::kD, channel = i % Shape::kD;
     const bool given = job.given(first + row, from_exact);
-    float x = load_element(job.source<kD>(first + row, from_exact), given ? side.dtype : rounding, channel);
+    float x = load_element(job.source<Shape::kD>(first + row, from_exact), given ? side.dtype : rounding, channel);
     finite = finite && (!given || is_storable(x, Dtype::f32));
     x = rounded(x, rounding);
     if (!is_storable(x, rounding)) x = __int_as_float(0x7FC00000);
@@ -146,11 +164,11 @@ __device__ __forceinline__ StagedRows stage_rows(const PageJob& job, bool from_e
 }
 
 // The check of one row that stage_rows left out, by the threads of its vector: false if it cannot be stored.
-template <int kD, int kThreads>
+template <class Shape>
 __device__ __forceinline__ bool check_row(const PageJob& job, const std::byte* row, Dtype dtype, bool given, int t) {
   bool finite = true, storable = true;
 #pragma unroll 1
-  for (int i = t; i < kD; i += kThreads) {
+  for (int i = t; i < Shape::kD; i += Shape::kThreads) {
     const float x = load_element(row, dtype, i);
     finite = finite && is_storable(x, Dtype::f32);
     storable = storable && is_storable(x, job.params->rounding);

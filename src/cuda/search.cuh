@@ -52,7 +52,7 @@ __device__ const auto kLevels = LevelTable<kFormat>::make();
 template <Format kFormat>
 __device__ const auto kCosts = codec::cost_table<kFormat>;
 
-// What lies where: costs, levels, spreads.
+// What lies where: costs, levels, spreads, and LevelTable::kTopBit.
 template <Format kFormat>
 struct Tables {
   static constexpr codec::TqSpec kSpec = codec::tq_spec(kFormat);  // fp8: all 0
@@ -61,7 +61,7 @@ struct Tables {
   static constexpr int kCostCopies = 8, kLevelCopies = 32;
   static constexpr int bytes(bool copies) {
     return kCells * 16 * (copies ? kCostCopies : 1) + (kEntries * 4 * (copies ? kLevelCopies : 1) + 15) / 16 * 16 +
-           (codec::is_tq(kFormat) ? 32 : 0);
+           (codec::is_tq(kFormat) ? 48 : 0);
   }
 
   // Offsets of shared memory that this thread looks up at, less what kMagicBits adds.
@@ -72,16 +72,17 @@ struct Tables {
     const std::uint32_t lane = copies ? threadIdx.x % 32 : 0;
     costs = base + lane % kCostCopies * 16 - kMagicBits * cost_stride;
     levels = base + kCells * cost_stride + lane * 4 - kMagicBits * level_stride;
-    spreads = base + static_cast<std::uint32_t>(bytes(copies)) - 32;
+    spreads = base + static_cast<std::uint32_t>(bytes(copies)) - 48;
   }
 
+  template <int kThreads>
   static __device__ __forceinline__ void fill(std::byte* shared, bool copies) {
     if constexpr (kCells > 0) {
       auto* to = reinterpret_cast<uint4*>(shared);
       const auto* from = reinterpret_cast<const uint4*>(kCosts<kFormat>.cost);
       const int each = copies ? kCostCopies : 1;
 #pragma unroll 4
-      for (int i = static_cast<int>(threadIdx.x); i < kCells * each; i += static_cast<int>(blockDim.x)) {
+      for (int i = static_cast<int>(threadIdx.x); i < kCells * each; i += kThreads) {
         to[i] = from[copies ? i / kCostCopies : i];
       }
       shared += kCells * 16 * each;
@@ -90,7 +91,7 @@ struct Tables {
       auto* to = reinterpret_cast<std::uint32_t*>(shared);
       const int each = copies ? kLevelCopies : 1;
 #pragma unroll 4
-      for (int i = static_cast<int>(threadIdx.x); i < kEntries * each; i += static_cast<int>(blockDim.x)) {
+      for (int i = static_cast<int>(threadIdx.x); i < kEntries * each; i += kThreads) {
         to[i] = kLevels<kFormat>.entry[copies ? i / kLevelCopies : i];
       }
       shared += (kEntries * 4 * each + 15) / 16 * 16;
@@ -100,6 +101,8 @@ struct Tables {
     for (int k = 0; k < kLocal.candidates; ++k) {
       if (threadIdx.x == 0) reinterpret_cast<float*>(shared)[k] = kLocal.spread[k];
     }
+    if (codec::is_tq(kFormat) && threadIdx.x == 0)
+      reinterpret_cast<std::uint32_t*>(shared)[8] = LevelTable<kFormat>::kTopBit;
   }
 
   __device__ __forceinline__ uint4 cost(float cell) const {  // 2^23 + the cell
@@ -228,9 +231,8 @@ __device__ __forceinline__ Fit search(const float* y, float anchor, const Tables
 // --- a vector --------------------------------------------------------------------------------------------------------------
 
 // The planes of a format and the words of a thread in them: low bits first.
-template <Format kFormat, int kD>
+template <Format kFormat, class Shape>
 struct Planes {
-  using Shape = VectorShape<kD>;
   static constexpr int kBits = codec::format_bits(kFormat);
   static constexpr int kLow = kBits == 3 ? 2 : kBits == 5 || kBits == 6 ? 4 : kBits;
   static constexpr int kHigh = kBits - kLow;
@@ -240,16 +242,18 @@ struct Planes {
 };
 
 // tq3 to tq5: the spread judged best, its try, and the codes in words.
-template <Format kFormat, int kD>
+template <Format kFormat, class Shape>
 __device__ __forceinline__ Fit encode_levels(const float* y, int t, float anchor, const Tables<kFormat>& tables,
                                              std::uint32_t* low, std::uint32_t* high) {
-  using P = Planes<kFormat, kD>;
+  using P = Planes<kFormat, Shape>;
   using Levels = LevelTable<kFormat>;
-  constexpr int kThreads = VectorShape<kD>::kThreads, kElements = VectorShape<kD>::kElements;
+  constexpr int kThreads = Shape::kThreads, kElements = Shape::kElements;
   constexpr int kSums = 32 / kThreads, kChunk = P::Low::kOfWord;
   const int k_best = judge<kFormat, kThreads, kElements>(y, t, anchor, tables);
   const float r = __frcp_rn(__fmul_rn(anchor, tables.spread(k_best)));
   const float twice = 2.0f * r;
+  // Loaded, so that one lop3 with one immediate sets it and masks.
+  const std::uint32_t top_bit = __float_as_uint(tables.spread(8));
   float sums[kSums];
   std::uint32_t squares[(kElements + 31) / 32] = {};  // 32 of them fit the low 16 bits of entries' sums
 #pragma unroll
@@ -257,6 +261,8 @@ __device__ __forceinline__ Fit encode_levels(const float* y, int t, float anchor
     std::uint32_t entry[kChunk];
 #pragma unroll
     for (int j = 0; j < kChunk; ++j) {
+      entry[j] = 0;
+      if (w * kChunk + j >= kElements) continue;
       float v = __fmul_rn(fabsf(y[w * kChunk + j]), twice);
       if constexpr (Levels::kClamped) v = fminf(v, static_cast<float>(Levels::kEntries - 1));
       entry[j] = tables.level(__fadd_ru(v, 0x1p23f));
@@ -264,10 +270,11 @@ __device__ __forceinline__ Fit encode_levels(const float* y, int t, float anchor
 #pragma unroll
     for (int j = 0; j < kChunk; ++j) {
       const int k = w * kChunk + j;
-      const float twice_e = __uint_as_float((entry[j] & Levels::kLevelMask) | Levels::kTopBit);
+      if (k >= kElements) continue;
+      const float twice_e = __uint_as_float((entry[j] & Levels::kLevelMask) | top_bit);
       const float product = __fmul_rn(fabsf(y[k]), twice_e);
       sums[k % kSums] = k < kSums ? product : __fadd_rn(sums[k % kSums], product);
-      squares[k / 32] += entry[j];
+      if (j % 2 == 1) squares[k / 32] += entry[j - 1] + entry[j];
     }
     pack_words<typename P::Low, P::kLow, kElements>(low, w, w + 1, [&](int k) {
       const std::uint32_t x = entry[k - w * kChunk];
@@ -281,20 +288,19 @@ __device__ __forceinline__ Fit encode_levels(const float* y, int t, float anchor
   std::uint32_t eighths = 0;
 #pragma unroll
   for (const std::uint32_t s : squares) eighths += s & 0xFFFFu;
-  const std::uint32_t q = 8 * sum_between<kThreads>(eighths) + kD;
+  const std::uint32_t q = 8 * sum_between<kThreads>(eighths) + Shape::kD;
   return make_fit(0.5f * fold<kThreads>(sums), static_cast<float>(q), r);
 }
 
 // Codes in words, and all the vector's scales. `largest`: magnitude of this thread's elements, as bits, or NaN for a vector that
 // cannot be stored.
-template <Format kFormat, int kD>
-__device__ __forceinline__ void encode_vector(float (&y)[VectorShape<kD>::kElements], int t, float largest,
+template <Format kFormat, class Shape>
+__device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int t, float largest,
                                               const Tables<kFormat>& tables,
-                                              std::uint32_t (&words)[Planes<kFormat, kD>::kWords],
-                                              std::uint16_t (&scales)[kScaleGroups<kFormat, kD>]) {
-  using Shape = VectorShape<kD>;
-  using P = Planes<kFormat, kD>;
-  constexpr int kThreads = Shape::kThreads, kGroups = kScaleGroups<kFormat, kD>;
+                                              std::uint32_t (&words)[Planes<kFormat, Shape>::kWords],
+                                              std::uint16_t (&scales)[kScaleGroups<kFormat, Shape::kD>]) {
+  using P = Planes<kFormat, Shape>;
+  constexpr int kThreads = Shape::kThreads, kGroups = kScaleGroups<kFormat, Shape::kD>;
   constexpr int kElements = Shape::kElements / kGroups;
   constexpr int kLowWords = P::Low::kWords / kGroups;  // of a group
   std::uint32_t* high_words = words + P::Low::kWords;
@@ -339,7 +345,7 @@ __device__ __forceinline__ void encode_vector(float (&y)[VectorShape<kD>::kEleme
       const bool zero = !(anchor >= 0x1p-40f);
       if (zero) anchor = 1.0f;
       if constexpr (LevelTable<kFormat>::kUsed) {
-        fits[g] = encode_levels<kFormat, kD>(part, t, anchor, tables, low, high_words);
+        fits[g] = encode_levels<kFormat, Shape>(part, t, anchor, tables, low, high_words);
       } else {
         std::uint32_t top[kElements];
         if constexpr (kSpec.cells > 0) {

@@ -10,21 +10,20 @@
 
 namespace kvant::cuda {
 
-inline constexpr int kMostWriteThreads = 128;
 inline constexpr int kWriteCtas = 4;       // on a multiprocessor: 64 elements a thread take up to 128 registers
 inline constexpr int kRowsForCopies = 16;  // that pay for filling tables with copies
+inline constexpr int kStepRows = 4;        // of a block of the step kernel
 
 // y = A x in place, x [D] of one vector in shared memory. Not bit-equal to the host's: sums in the order of j. Apart from its
 // caller, and by way of memory, because its loads in flight would cost all other bases registers.
-template <int kD>
+template <class Shape>
 __device__ __noinline__ void multiply_shared(float* x, int t, const float* matrix) {
-  using Shape = VectorShape<kD>;
   float y[Shape::kElements] = {};
-  for (int j = 0; j < kD; j += 4) {
+  for (int j = 0; j < Shape::kD; j += 4) {
     const float4 b = *reinterpret_cast<const float4*>(x + j);
 #pragma unroll
     for (int k = 0; k < Shape::kElements; ++k) {
-      const float4 a = __ldg(reinterpret_cast<const float4*>(matrix + (t + k * Shape::kThreads) * kD + j));
+      const float4 a = __ldg(reinterpret_cast<const float4*>(matrix + (t + k * Shape::kThreads) * Shape::kD + j));
       y[k] = fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, y[k]))));
     }
   }
@@ -37,17 +36,17 @@ __device__ __noinline__ void multiply_shared(float* x, int t, const float* matri
 enum class Filled { no, once, copies };  // tables in shared memory
 
 // Tokens [first, last) of the page.
-template <int kD, Format kFormat>
-__device__ __noinline__ Filled encode_tokens(const PageJob& job, bool from_exact, int first, int last, Filled filled) {
-  using Shape = VectorShape<kD>;
-  using P = Planes<kFormat, kD>;
+template <class Shape, Format kFormat>
+__device__ __forceinline__ Filled encode_tokens(const PageJob& job, bool from_exact, int first, int last,
+                                                Filled filled) {
+  using P = Planes<kFormat, Shape>;
   constexpr int kThreads = Shape::kThreads, kOfWarp = 32 / kThreads;
   extern __shared__ __align__(16) std::byte shared[];
   const WriteParams& params = *job.params;
   const codec::SideLayout& layout = job.layout(false);
   const Filled wanted = params.copies && last - first >= kRowsForCopies ? Filled::copies : Filled::once;
   if (filled < wanted) {
-    Tables<kFormat>::fill(shared, wanted == Filled::copies);
+    Tables<kFormat>::template fill<Shape::kBlockThreads>(shared, wanted == Filled::copies);
     filled = wanted;
   }
   const Tables<kFormat> tables(ptx::shared_address(shared), filled == Filled::copies);
@@ -64,37 +63,34 @@ __device__ __noinline__ Filled encode_tokens(const PageJob& job, bool from_exact
 
   for (int chunk = first; chunk < last; chunk += params.rows) {
     const int count = min(params.rows, last - chunk);
-    const StagedRows staged = stage_rows<kD>(job, from_exact, chunk, count, rows);
+    const StagedRows staged = stage_rows<Shape>(job, from_exact, chunk, count, rows);
     __syncthreads();
-    for (int base = first_of_warp; base < count; base += static_cast<int>(blockDim.x) / kThreads) {
+    for (int base = first_of_warp; base < count; base += Shape::kBlockThreads / kThreads) {
       const int place = base + vector - first_of_warp;
       const int row = min(place, count - 1);  // threads without a vector go along with the last one's
       std::byte* at = rows + row * staged.pitch;
       if (job.side->basis == BasisKind::calibrated) {
-        multiply_shared<kD>(reinterpret_cast<float*>(at), t,
-                            job.side->matrix + static_cast<std::size_t>(job.head) * kD * kD);
+        multiply_shared<Shape>(reinterpret_cast<float*>(at), t,
+                               job.side->matrix + static_cast<std::size_t>(job.head) * Shape::kD * Shape::kD);
       }
       float y[Shape::kElements];
-      const std::uint32_t mine = load_vector<kD>(at, staged.dtype, rotates, t, params.rotation_scale, y);
+      const std::uint32_t mine =
+          load_vector<Shape, codec::is_tq(kFormat)>(at, staged.dtype, rotates, t, params.rotation_scale, y);
       float largest = most_between<kThreads>(mine);
-      if (codec::is_tq(kFormat) && !rotates) {  // z = -0 has the code of 0
-#pragma unroll
-        for (int k = 0; k < Shape::kElements; ++k) y[k] = fabsf(y[k]) < 0x1p-120f ? 0.0f : y[k];
-      }
       if (__any_sync(0xFFFFFFFFu, staged.unchecked && !(largest < in_doubt))) {
-        const bool storable = check_row<kD, kThreads>(job, at, staged.dtype, job.given(chunk + row, from_exact), t);
+        const bool storable = check_row<Shape>(job, at, staged.dtype, job.given(chunk + row, from_exact), t);
         if (sum_between<kThreads>(storable ? 0u : 1u) != 0) largest = __int_as_float(0x7FC00000);
       }
       std::uint32_t words[P::kWords];
-      std::uint16_t scales[kScaleGroups<kFormat, kD>];
-      encode_vector<kFormat, kD>(y, t, largest, tables, words, scales);
+      std::uint16_t scales[kScaleGroups<kFormat, Shape::kD>];
+      encode_vector<kFormat, Shape>(y, t, largest, tables, words, scales);
       __syncwarp();
       if (place < count) {
 #pragma unroll
         for (int i = 0; i < P::kWords; ++i) reinterpret_cast<std::uint32_t*>(at)[i * kThreads + t] = words[i];
         if (t == 0) {
 #pragma unroll
-          for (int g = 0; g < kScaleGroups<kFormat, kD>; ++g) {
+          for (int g = 0; g < kScaleGroups<kFormat, Shape::kD>; ++g) {
             *reinterpret_cast<std::uint16_t*>(job.encoded + codec::scale_at(layout, chunk + row, g)) = scales[g];
           }
         }
@@ -103,41 +99,52 @@ __device__ __noinline__ Filled encode_tokens(const PageJob& job, bool from_exact
       const int of_warp = min(kOfWarp, count - base);
       std::byte* from = rows + base * staged.pitch;
       if (job.is_value) {
-        regroup_rows<kD, P::kLow, false>(from, staged.pitch, of_warp, nullptr);
-        if constexpr (P::kHigh != 0) regroup_rows<kD, P::kHigh, false>(from + kHighAt, staged.pitch, of_warp, nullptr);
+        regroup_rows<Shape, P::kLow, false>(from, staged.pitch, of_warp, nullptr);
+        if constexpr (P::kHigh != 0)
+          regroup_rows<Shape, P::kHigh, false>(from + kHighAt, staged.pitch, of_warp, nullptr);
       } else {
-        const auto row_at = static_cast<std::size_t>(chunk + base) * (kD / 8);
-        regroup_rows<kD, P::kLow, true>(from, staged.pitch, of_warp, low + row_at * P::kLow);
+        const auto row_at = static_cast<std::size_t>(chunk + base) * (Shape::kD / 8);
+        regroup_rows<Shape, P::kLow, true>(from, staged.pitch, of_warp, low + row_at * P::kLow);
         if constexpr (P::kHigh != 0) {
-          regroup_rows<kD, P::kHigh, true>(from + kHighAt, staged.pitch, of_warp, high + row_at * P::kHigh);
+          regroup_rows<Shape, P::kHigh, true>(from + kHighAt, staged.pitch, of_warp, high + row_at * P::kHigh);
         }
       }
     }
     __syncthreads();
     if (job.is_value) {
-      store_values<kD, P::kLow>(rows, staged.pitch, chunk, count, low);
-      if constexpr (P::kHigh != 0) store_values<kD, P::kHigh>(rows + kHighAt, staged.pitch, chunk, count, high);
+      if (chunk % 8 == 0 && count % 8 == 0) {
+        store_values<Shape, P::kLow, true>(rows, staged.pitch, chunk, count, low);
+        if constexpr (P::kHigh != 0) {
+          store_values<Shape, P::kHigh, true>(rows + kHighAt, staged.pitch, chunk, count, high);
+        }
+      } else {
+        store_values<Shape, P::kLow, false>(rows, staged.pitch, chunk, count, low);
+        if constexpr (P::kHigh != 0) {
+          store_values<Shape, P::kHigh, false>(rows + kHighAt, staged.pitch, chunk, count, high);
+        }
+      }
       __syncthreads();
     }
   }
   return filled;
 }
 
-template <int kD>
-__device__ Filled encode_tokens(const PageJob& job, bool from_exact, int first, int last, Filled filled) {
+template <class Shape>
+__device__ __forceinline__ Filled encode_tokens(const PageJob& job, bool from_exact, int first, int last,
+                                                Filled filled) {
   switch (job.layout(false).format) {
-    case Format::fp8: return encode_tokens<kD, Format::fp8>(job, from_exact, first, last, filled);
-    case Format::tq2: return encode_tokens<kD, Format::tq2>(job, from_exact, first, last, filled);
-    case Format::tq3: return encode_tokens<kD, Format::tq3>(job, from_exact, first, last, filled);
-    case Format::tq4: return encode_tokens<kD, Format::tq4>(job, from_exact, first, last, filled);
-    case Format::tq5: return encode_tokens<kD, Format::tq5>(job, from_exact, first, last, filled);
-    case Format::tq6: return encode_tokens<kD, Format::tq6>(job, from_exact, first, last, filled);
-    case Format::tq8: return encode_tokens<kD, Format::tq8>(job, from_exact, first, last, filled);
+    case Format::fp8: return encode_tokens<Shape, Format::fp8>(job, from_exact, first, last, filled);
+    case Format::tq2: return encode_tokens<Shape, Format::tq2>(job, from_exact, first, last, filled);
+    case Format::tq3: return encode_tokens<Shape, Format::tq3>(job, from_exact, first, last, filled);
+    case Format::tq4: return encode_tokens<Shape, Format::tq4>(job, from_exact, first, last, filled);
+    case Format::tq5: return encode_tokens<Shape, Format::tq5>(job, from_exact, first, last, filled);
+    case Format::tq6: return encode_tokens<Shape, Format::tq6>(job, from_exact, first, last, filled);
+    case Format::tq8: return encode_tokens<Shape, Format::tq8>(job, from_exact, first, last, filled);
     default:
       if (from_exact) {
-        store_dense<kD, true>(job, false, first, last);
+        store_dense<Shape, true>(job, false, first, last);
       } else {
-        store_dense<kD, false>(job, false, first, last);
+        store_dense<Shape, false>(job, false, first, last);
       }
       return filled;
   }
@@ -186,8 +193,8 @@ __device__ __forceinline__ TouchedPage find_page(const WriteParams& params, std:
   return touched;
 }
 
-template <int kD>
-__global__ void __launch_bounds__(kMostWriteThreads, kWriteCtas)
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kBlockThreads, kWriteCtas * 128 / Shape::kBlockThreads)
     write_kernel(const __grid_constant__ WriteParams params) {
   const CacheView& cache = params.cache;
   const std::int64_t jobs = std::int64_t{params.items} * cache.kv_heads, blocks = gridDim.x / 2;
@@ -220,12 +227,11 @@ __global__ void __launch_bounds__(kMostWriteThreads, kWriteCtas)
         .first_row = page.first_row,
         .begin = page.begin,
         .count = page.count};
-    if (ref.exact >= 0) {
-      if (job.count > 0) store_dense<kD, false>(job, true, job.begin, job.begin + job.count);
-      if (page.leaves_tail && ref.encoded >= 0) filled = encode_tokens<kD>(job, true, 0, kPageTokens, filled);
-    } else if (ref.encoded >= 0 && job.count > 0) {
-      filled = encode_tokens<kD>(job, false, job.begin, job.begin + job.count, filled);
-    }
+    const bool from_exact = ref.exact >= 0;
+    if (from_exact && job.count > 0) store_dense<Shape, false>(job, true, job.begin, job.begin + job.count);
+    if (ref.encoded < 0 || (from_exact ? !page.leaves_tail : job.count <= 0)) continue;
+    const int first = from_exact ? 0 : job.begin, end = from_exact ? kPageTokens : job.begin + job.count;
+    filled = encode_tokens<Shape>(job, from_exact, first, end, filled);
   }
 }
 
@@ -244,32 +250,40 @@ inline int table_bytes(Format format, bool copies) {
 
 template <int kD>
 cudaError_t prepare_write(const DeviceLimits& limits) {
-  return cudaFuncSetAttribute(write_kernel<kD>, cudaFuncAttributeMaxDynamicSharedMemorySize, limits.shared_bytes);
+  for (const auto kernel : {&write_kernel<WideShape<kD>>, &write_kernel<StepShape<kD>>}) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limits.shared_bytes);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 template <int kD>
 cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceLimits& limits, cudaStream_t stream) {
-  // Steps of few tokens have small blocks, and tables without copies, so that many begin at once and soon.
   const int most_rows = p.cache.tail_pages > 0 ? kPageTokens : base::min(most_tokens, kPageTokens);
-  const int threads = base::clamp((most_rows * VectorShape<kD>::kThreads + 31) / 32 * 32, 32, kMostWriteThreads);
   p.copies = most_rows >= kRowsForCopies;
   const auto& layout = p.cache.encoded_layout;
-  int shared = 0, rows = kPageTokens;
+  int shared = 0;
+  p.rows = kPageTokens;
   if (!codec::is_dense(layout.k.format) || !codec::is_dense(layout.v.format)) {
     const int tables = base::max(table_bytes(layout.k.format, p.copies), table_bytes(layout.v.format, p.copies));
     const int pitch =
         base::max(staged_pitch(kD, staged_dtype(p.k, p.rounding)), staged_pitch(kD, staged_dtype(p.v, p.rounding)));
-    rows = base::min(most_rows, (limits.shared_bytes - tables) / pitch);
-    shared = tables + rows * pitch;
+    p.rows = base::min(most_rows, (limits.shared_bytes - tables) / pitch);
+    shared = tables + p.rows * pitch;
   }
-  p.rows = rows;
   const std::int64_t jobs = std::int64_t{p.items} * p.cache.kv_heads;
-  std::int64_t blocks = jobs;
-  if (p.copies) {  // filled once for all that a block does
+  if (most_rows <= kStepRows) {
+    using Shape = StepShape<kD>;
+    write_kernel<Shape><<<static_cast<unsigned>(2 * jobs), Shape::kBlockThreads, shared, stream>>>(p);
+  } else {
+    // Tables are filled once for all that a block does.
     const int resident = base::min(kWriteCtas, limits.multiprocessor_shared_bytes / (shared + 1024));
-    blocks = base::min<std::int64_t>(jobs, (base::max(resident, 1) * limits.multiprocessors + 1) / 2);
+    const std::int64_t most = (base::max(resident, 1) * limits.multiprocessors + 1) / 2;
+    const std::int64_t blocks = p.copies ? base::min(jobs, most) : jobs;
+    using Shape = WideShape<kD>;
+    write_kernel<Shape><<<static_cast<unsigned>(2 * blocks), Shape::kBlockThreads, shared, stream>>>(p);
   }
-  write_kernel<kD><<<static_cast<unsigned>(2 * blocks), threads, static_cast<std::size_t>(shared), stream>>>(p);
   return cudaGetLastError();
 }
 
