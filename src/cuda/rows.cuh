@@ -31,6 +31,11 @@ struct PageJob {
   std::int64_t first_row;  // of the tensor; that of token `begin`
   int begin, count;        // tokens of the page that get rows
 
+  __device__ void to_next_head() {
+    ++head;
+    encoded += params->cache.encoded_layout.block_bytes;
+    exact += params->cache.exact_layout.block_bytes;
+  }
   __device__ const codec::SideLayout& layout(bool of_exact) const {
     const codec::PageLayout& page = of_exact ? params->cache.exact_layout : params->cache.encoded_layout;
     return is_value ? page.v : page.k;
@@ -108,42 +113,47 @@ inline int __host__ __device__ staged_pitch(int head_dim, Dtype dtype) {
   return head_dim * (dtype == Dtype::f32 ? 4 : 2) + 16;
 }
 
+// Rows [begin, end) of those staged from `from` on, in the background.
 template <class Shape, int kBytes>
-__device__ __forceinline__ void copy_rows(const PageJob& job, bool from_exact, int first, int count, std::byte* rows) {
+__device__ __forceinline__ void copy_rows(const std::byte* from, std::int64_t row_bytes, int begin, int end,
+                                          std::byte* rows) {
   constexpr int kPieces = Shape::kD * kBytes / 16, kPitch = Shape::kD * kBytes + 16;
-  const auto* given = static_cast<const std::byte*>(job.input(first));
-  const std::int64_t row_bytes = job.side->token_stride * kBytes;
-  const std::byte* kept = from_exact ? job.exact_row<Shape::kD>(first) : nullptr;
 #pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x); i < count * kPieces; i += Shape::kBlockThreads) {
+  for (int i = begin * kPieces + static_cast<int>(threadIdx.x); i < end * kPieces; i += Shape::kBlockThreads) {
     const int row = i / kPieces, at = i % kPieces * 16;
-    const std::byte* from = given + row * row_bytes;
-    if (!job.given(first + row, from_exact)) from = kept + row * (Shape::kD * 2);
-    ptx::copy16<0, 0>(ptx::shared_address(rows + row * kPitch + at), from + at);
+    ptx::copy16<0, 0>(ptx::shared_address(rows + row * kPitch + at), from + row * row_bytes + at);
   }
-  ptx::copy_commit();
-  ptx::copy_wait<0>();
 }
 
-// All threads of the block; what they stored is visible after the next barrier.
 template <class Shape>
-__device__ __forceinline__ StagedRows stage_rows(const PageJob& job, bool from_exact, int first, int count,
-                                                 std::byte* rows) {
+__device__ __forceinline__ StagedRows staged_rows(const PageJob& job) {
   const WriteSide& side = *job.side;
-  const Dtype rounding = job.params->rounding, dtype = staged_dtype(side, rounding);
+  const Dtype dtype = staged_dtype(side, job.params->rounding);
   const int bytes = dtype == Dtype::f32 ? 4 : 2;
   const auto places = reinterpret_cast<std::uint64_t>(side.rows) |
                       static_cast<std::uint64_t>(side.token_stride * bytes) |
                       static_cast<std::uint64_t>(side.head_stride * bytes);
-  const StagedRows staged{dtype, staged_pitch(Shape::kD, dtype),
-                          side.dtype == dtype && places % 16 == 0 && side.basis != BasisKind::calibrated};
+  return {dtype, staged_pitch(Shape::kD, dtype),
+          side.dtype == dtype && places % 16 == 0 && side.basis != BasisKind::calibrated};
+}
+
+// All threads of the block. Rows are there after the next ptx::copy_wait<0> and barrier.
+template <class Shape>
+__device__ __forceinline__ void stage_rows(const PageJob& job, const StagedRows& staged, bool from_exact, int first,
+                                           int count, std::byte* rows) {
+  const WriteSide& side = *job.side;
+  const Dtype rounding = job.params->rounding, dtype = staged.dtype;
   if (staged.unchecked) {
-    if (bytes == 2) {
-      copy_rows<Shape, 2>(job, from_exact, first, count, rows);
+    const int kept = from_exact ? base::clamp(job.begin - first, 0, count) : 0;
+    const auto* given = static_cast<const std::byte*>(job.input(first));
+    if (dtype == Dtype::f32) {
+      copy_rows<Shape, 4>(given, side.token_stride * 4, 0, count, rows);  // there are no exact pages
     } else {
-      copy_rows<Shape, 4>(job, from_exact, first, count, rows);
+      copy_rows<Shape, 2>(given, side.token_stride * 2, kept, count, rows);
+      if (kept > 0) copy_rows<Shape, 2>(job.exact_row<Shape::kD>(first), Shape::kD * 2, 0, kept, rows);
     }
-    return staged;
+    ptx::copy_commit();
+    return;
   }
   const float* center =
       side.basis == BasisKind::calibrated ? side.center + static_cast<std::size_t>(job.head) * Shape::kD : nullptr;
@@ -160,7 +170,6 @@ __device__ __forceinline__ StagedRows stage_rows(const PageJob& job, bool from_e
     store_element(rows + row * staged.pitch, dtype, channel, x);
   }
   if (!finite) *job.params->non_finite = 1;
-  return staged;
 }
 
 // The check of one row that stage_rows left out, by the threads of its vector: false if it cannot be stored.

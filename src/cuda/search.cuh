@@ -73,6 +73,9 @@ struct Tables {
     costs = base + lane % kCostCopies * 16 - kMagicBits * cost_stride;
     levels = base + kCells * cost_stride + lane * 4 - kMagicBits * level_stride;
     spreads = base + static_cast<std::uint32_t>(bytes(copies)) - 48;
+    // Hides where these came from: the compiler would take kMagicBits off every index instead.
+    asm("" : "+r"(costs));
+    asm("" : "+r"(levels));
   }
 
   template <int kThreads>

@@ -171,6 +171,9 @@ Status Store::allocate() {
   KVANT_CUDA_TRY(attribute(limits_.multiprocessors, cudaDevAttrMultiProcessorCount));
   KVANT_CUDA_TRY(attribute(limits_.multiprocessor_shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor));
   KVANT_CUDA_TRY(attribute(limits_.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin));
+  int major = 0;
+  KVANT_CUDA_TRY(attribute(major, cudaDevAttrComputeCapabilityMajor));
+  limits_.overlaps = major >= 9;
   KVANT_CUDA_TRY(kernel_->prepare(limits_));
   KVANT_CUDA_TRY(cudaDeviceSynchronize());
   return {};
@@ -260,7 +263,7 @@ Status Store::advance(std::span<const core::DeviceAppend> appends, Stream stream
   for (std::size_t i = 0; i < appends.size(); i += kAdvancesAtOnce) {
     batch.count = static_cast<std::int32_t>(std::min<std::size_t>(kAdvancesAtOnce, appends.size() - i));
     std::copy_n(appends.begin() + static_cast<std::ptrdiff_t>(i), batch.count, batch.append);
-    KVANT_CUDA_TRY(advance_lengths(batch, native(stream)));
+    KVANT_CUDA_TRY(advance_lengths(batch, limits_.overlaps, native(stream)));
   }
   return {};
 }

@@ -1,7 +1,7 @@
 // The kernel that stores rows (cuda/write.hpp says what its grid is), for one head_dim.
 //
-// A CTA copies the rows of a page into shared memory, encodes them, a vector to a few threads, and leaves the codes in place of the
-// rows; keys go from there to the page by warps, values by the whole block, since a word of theirs has tokens of several
+// A CTA copies the rows of a page into shared memory (those of the next head while it works on one), encodes them, a vector to a
+// few threads, and leaves the codes in place of the rows; keys go from there to the page by warps, values by the whole block, since a word of theirs has tokens of several
 // warps. No two CTAs change one word; octets that a step covers in part keep their other tokens' bits.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace kvant::cuda {
 
-inline constexpr int kWriteCtas = 4;       // on a multiprocessor: 64 elements a thread take up to 128 registers
+inline constexpr int kWriteCtas = 3;       // on a multiprocessor
 inline constexpr int kRowsForCopies = 16;  // that pay for filling tables with copies
 inline constexpr int kStepRows = 4;        // of a block of the step kernel
 
@@ -35,36 +35,48 @@ __device__ __noinline__ void multiply_shared(float* x, int t, const float* matri
 
 enum class Filled { no, once, copies };  // tables in shared memory
 
-// Tokens [first, last) of the page.
+// Tokens [first, last) of the page, for `heads` heads from that of `job` on.
 template <class Shape, Format kFormat>
-__device__ __forceinline__ Filled encode_tokens(const PageJob& job, bool from_exact, int first, int last,
-                                                Filled filled) {
+__device__ __forceinline__ Filled encode_heads(PageJob job, int heads, bool from_exact, int first, int last,
+                                               Filled filled) {
   using P = Planes<kFormat, Shape>;
   constexpr int kThreads = Shape::kThreads, kOfWarp = 32 / kThreads;
   extern __shared__ __align__(16) std::byte shared[];
   const WriteParams& params = *job.params;
   const codec::SideLayout& layout = job.layout(false);
   const Filled wanted = params.copies && last - first >= kRowsForCopies ? Filled::copies : Filled::once;
+  std::byte* rows = shared + Tables<kFormat>::bytes(params.copies);
+  const StagedRows staged = staged_rows<Shape>(job);
+  __syncthreads();  // whoever still reads what lies in shared memory
+  stage_rows<Shape>(job, staged, from_exact, first, min(params.rows, last - first), rows);
   if (filled < wanted) {
     Tables<kFormat>::template fill<Shape::kBlockThreads>(shared, wanted == Filled::copies);
     filled = wanted;
   }
   const Tables<kFormat> tables(ptx::shared_address(shared), filled == Filled::copies);
-  std::byte* rows = shared + Tables<kFormat>::bytes(params.copies);
+  int other = params.rows * staged.pitch;  // bytes from `rows` to the other buffer
   const int t = static_cast<int>(threadIdx.x) % kThreads, vector = static_cast<int>(threadIdx.x) / kThreads;
   const int first_of_warp = vector / kOfWarp * kOfWarp;
   const bool rotates = job.side->basis == BasisKind::hadamard;
   // Below this in its basis, a row has nothing in it that could not be stored: the largest of D orthonormal coordinates is
   // at least the largest given one / sqrt(D).
   const float in_doubt = rotates ? 65000.0f * params.rotation_scale : 65000.0f;
-  std::byte* low = job.encoded + layout.plane_offset[0];
-  std::byte* high = job.encoded + layout.plane_offset[1];
   constexpr int kHighAt = P::Low::kWords * kThreads * 4;  // bytes from a row's begin
+  bool ahead = true;
 
-  for (int chunk = first; chunk < last; chunk += params.rows) {
+  for (int chunk = first; heads > 0;) {
     const int count = min(params.rows, last - chunk);
-    const StagedRows staged = stage_rows<Shape>(job, from_exact, chunk, count, rows);
+    if (!ahead) stage_rows<Shape>(job, staged, from_exact, chunk, count, rows);
+    ptx::copy_wait<0>();
     __syncthreads();
+    ahead = staged.unchecked && count == last - first && heads > 1;
+    if (ahead) {
+      PageJob next = job;
+      next.to_next_head();
+      stage_rows<Shape>(next, staged, from_exact, chunk, count, rows + other);
+    }
+    std::byte* low = job.encoded + layout.plane_offset[0];
+    std::byte* high = job.encoded + layout.plane_offset[1];
     for (int base = first_of_warp; base < count; base += Shape::kBlockThreads / kThreads) {
       const int place = base + vector - first_of_warp;
       const int row = min(place, count - 1);  // threads without a vector go along with the last one's
@@ -123,30 +135,42 @@ __device__ __forceinline__ Filled encode_tokens(const PageJob& job, bool from_ex
           store_values<Shape, P::kHigh, false>(rows + kHighAt, staged.pitch, chunk, count, high);
         }
       }
-      __syncthreads();
+    }
+    rows += other;
+    other = -other;
+    chunk += count;
+    if (chunk == last) {
+      chunk = first;
+      job.to_next_head();
+      --heads;
     }
   }
   return filled;
 }
 
 template <class Shape>
-__device__ __forceinline__ Filled encode_tokens(const PageJob& job, bool from_exact, int first, int last,
-                                                Filled filled) {
+__device__ __forceinline__ Filled encode_heads(const PageJob& job, int heads, bool from_exact, int first, int last,
+                                               Filled filled) {
   switch (job.layout(false).format) {
-    case Format::fp8: return encode_tokens<Shape, Format::fp8>(job, from_exact, first, last, filled);
-    case Format::tq2: return encode_tokens<Shape, Format::tq2>(job, from_exact, first, last, filled);
-    case Format::tq3: return encode_tokens<Shape, Format::tq3>(job, from_exact, first, last, filled);
-    case Format::tq4: return encode_tokens<Shape, Format::tq4>(job, from_exact, first, last, filled);
-    case Format::tq5: return encode_tokens<Shape, Format::tq5>(job, from_exact, first, last, filled);
-    case Format::tq6: return encode_tokens<Shape, Format::tq6>(job, from_exact, first, last, filled);
-    case Format::tq8: return encode_tokens<Shape, Format::tq8>(job, from_exact, first, last, filled);
-    default:
-      if (from_exact) {
-        store_dense<Shape, true>(job, false, first, last);
-      } else {
-        store_dense<Shape, false>(job, false, first, last);
+    case Format::fp8: return encode_heads<Shape, Format::fp8>(job, heads, from_exact, first, last, filled);
+    case Format::tq2: return encode_heads<Shape, Format::tq2>(job, heads, from_exact, first, last, filled);
+    case Format::tq3: return encode_heads<Shape, Format::tq3>(job, heads, from_exact, first, last, filled);
+    case Format::tq4: return encode_heads<Shape, Format::tq4>(job, heads, from_exact, first, last, filled);
+    case Format::tq5: return encode_heads<Shape, Format::tq5>(job, heads, from_exact, first, last, filled);
+    case Format::tq6: return encode_heads<Shape, Format::tq6>(job, heads, from_exact, first, last, filled);
+    case Format::tq8: return encode_heads<Shape, Format::tq8>(job, heads, from_exact, first, last, filled);
+    default: {
+      PageJob dense = job;
+      for (; heads > 0; --heads) {
+        if (from_exact) {
+          store_dense<Shape, true>(dense, false, first, last);
+        } else {
+          store_dense<Shape, false>(dense, false, first, last);
+        }
+        dense.to_next_head();
       }
       return filled;
+    }
   }
 }
 
@@ -201,16 +225,14 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kWriteCtas * 128 / Shape
   const bool is_value = (blockIdx.x & 1) != 0;
   const auto last = static_cast<std::int32_t>(jobs * (blockIdx.x / 2 + 1) / blocks);
   Filled filled = Filled::no;
-  std::int32_t item = -1;
-  TouchedPage page{};
-  for (auto i = static_cast<std::int32_t>(jobs * (blockIdx.x / 2) / blocks); i < last; ++i) {
-    if (i / cache.kv_heads != item) {
-      item = i / cache.kv_heads;
-      page = find_page(params, item);
-    }
-    const core::PageRef ref = page.ref;
+  ptx::wait_prerequisites();
+  for (auto i = static_cast<std::int32_t>(jobs * (blockIdx.x / 2) / blocks); i < last;) {
+    const std::int32_t item = i / cache.kv_heads, head = i % cache.kv_heads;
+    const int heads = min(cache.kv_heads - head, last - i);
+    i += heads;
+    const TouchedPage page = find_page(params, item);
     if (page.count <= 0 && !page.leaves_tail) continue;
-    const int head = i % cache.kv_heads;
+    const core::PageRef ref = page.ref;
     const auto block = static_cast<std::uint64_t>(params.layer * cache.kv_heads + head);
     const PageJob job{
         .params = &params,
@@ -228,10 +250,16 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kWriteCtas * 128 / Shape
         .begin = page.begin,
         .count = page.count};
     const bool from_exact = ref.exact >= 0;
-    if (from_exact && job.count > 0) store_dense<Shape, false>(job, true, job.begin, job.begin + job.count);
+    if (from_exact && job.count > 0) {
+      PageJob kept = job;
+      for (int h = 0; h < heads; ++h) {
+        store_dense<Shape, false>(kept, true, job.begin, job.begin + job.count);
+        kept.to_next_head();
+      }
+    }
     if (ref.encoded < 0 || (from_exact ? !page.leaves_tail : job.count <= 0)) continue;
     const int first = from_exact ? 0 : job.begin, end = from_exact ? kPageTokens : job.begin + job.count;
-    filled = encode_tokens<Shape>(job, from_exact, first, end, filled);
+    filled = encode_heads<Shape>(job, heads, from_exact, first, end, filled);
   }
 }
 
@@ -269,22 +297,30 @@ cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceL
     const int tables = base::max(table_bytes(layout.k.format, p.copies), table_bytes(layout.v.format, p.copies));
     const int pitch =
         base::max(staged_pitch(kD, staged_dtype(p.k, p.rounding)), staged_pitch(kD, staged_dtype(p.v, p.rounding)));
-    p.rows = base::min(most_rows, (limits.shared_bytes - tables) / pitch);
-    shared = tables + p.rows * pitch;
+    p.rows = base::min(most_rows, (limits.shared_bytes - tables) / (2 * pitch));
+    shared = tables + 2 * p.rows * pitch;
   }
   const std::int64_t jobs = std::int64_t{p.items} * p.cache.kv_heads;
+  // Begins while what is before it in the stream ends, and waits for that before it touches memory.
+  cudaLaunchAttribute overlapped{};
+  overlapped.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlapped.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.dynamicSmemBytes = static_cast<std::size_t>(shared);
+  config.stream = stream;
+  config.attrs = &overlapped;
+  config.numAttrs = limits.overlaps ? 1 : 0;
   if (most_rows <= kStepRows) {
-    using Shape = StepShape<kD>;
-    write_kernel<Shape><<<static_cast<unsigned>(2 * jobs), Shape::kBlockThreads, shared, stream>>>(p);
-  } else {
-    // Tables are filled once for all that a block does.
-    const int resident = base::min(kWriteCtas, limits.multiprocessor_shared_bytes / (shared + 1024));
-    const std::int64_t most = (base::max(resident, 1) * limits.multiprocessors + 1) / 2;
-    const std::int64_t blocks = p.copies ? base::min(jobs, most) : jobs;
-    using Shape = WideShape<kD>;
-    write_kernel<Shape><<<static_cast<unsigned>(2 * blocks), Shape::kBlockThreads, shared, stream>>>(p);
+    config.gridDim = dim3(static_cast<unsigned>(2 * jobs));
+    config.blockDim = dim3(StepShape<kD>::kBlockThreads);
+    return cudaLaunchKernelEx(&config, write_kernel<StepShape<kD>>, p);
   }
-  return cudaGetLastError();
+  // Tables are filled once for all that a block does.
+  const int resident = base::min(kWriteCtas, limits.multiprocessor_shared_bytes / (shared + 1024));
+  const std::int64_t most = (base::max(resident, 1) * limits.multiprocessors + 1) / 2;
+  config.gridDim = dim3(static_cast<unsigned>(2 * (p.copies ? base::min(jobs, most) : jobs)));
+  config.blockDim = dim3(WideShape<kD>::kBlockThreads);
+  return cudaLaunchKernelEx(&config, write_kernel<WideShape<kD>>, p);
 }
 
 template <int kD>

@@ -54,6 +54,7 @@ constexpr std::int64_t write_items(std::int64_t tokens, std::int64_t tail_pages)
 struct DeviceLimits {
   int multiprocessors, multiprocessor_shared_bytes;
   int shared_bytes;  // of a block
+  bool overlaps;     // launches may begin before those before them have ended
 };
 
 // One a head_dim.
