@@ -174,7 +174,7 @@ Status Store::allocate() {
   int major = 0;
   KVANT_CUDA_TRY(attribute(major, cudaDevAttrComputeCapabilityMajor));
   limits_.overlaps = major >= 9;
-  KVANT_CUDA_TRY(kernel_->prepare(limits_));
+  KVANT_CUDA_TRY(kernel_->prepare(write_params(c, view_), limits_));
   KVANT_CUDA_TRY(cudaDeviceSynchronize());
   return {};
 }

@@ -14,22 +14,26 @@ inline constexpr int kWriteCtas = 3;       // on a multiprocessor
 inline constexpr int kRowsForCopies = 16;  // that pay for filling tables with copies
 inline constexpr int kStepRows = 4;        // of a block of the step kernel
 
-// y = A x in place, x [D] of one vector in shared memory. Not bit-equal to the host's: sums in the order of j. Apart from its
-// caller, and by way of memory, because its loads in flight would cost all other bases registers.
+// y = A x, both [D] of one vector in shared memory. Not bit-equal to the host's: sums in the order of j. A few elements at a
+// time, because its loads in flight would cost all other bases registers; so would a call.
 template <class Shape>
-__device__ __noinline__ void multiply_shared(float* x, int t, const float* matrix) {
-  float y[Shape::kElements] = {};
-  for (int j = 0; j < Shape::kD; j += 4) {
-    const float4 b = *reinterpret_cast<const float4*>(x + j);
+__device__ __forceinline__ void multiply_row(const float* x, float* y, int t, const float* matrix) {
+  constexpr int kAtOnce = 4;
+#pragma unroll 1
+  for (int i = t; i < Shape::kD; i += kAtOnce * Shape::kThreads) {
+    float sums[kAtOnce] = {};
+#pragma unroll 1
+    for (int j = 0; j < Shape::kD; j += 4) {
+      const float4 b = *reinterpret_cast<const float4*>(x + j);
 #pragma unroll
-    for (int k = 0; k < Shape::kElements; ++k) {
-      const float4 a = __ldg(reinterpret_cast<const float4*>(matrix + (t + k * Shape::kThreads) * Shape::kD + j));
-      y[k] = fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, y[k]))));
+      for (int k = 0; k < kAtOnce; ++k) {
+        const float4 a = __ldg(reinterpret_cast<const float4*>(matrix + (i + k * Shape::kThreads) * Shape::kD + j));
+        sums[k] = fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sums[k]))));
+      }
     }
-  }
-  __syncwarp();
 #pragma unroll
-  for (int k = 0; k < Shape::kElements; ++k) x[t + k * Shape::kThreads] = y[k];
+    for (int k = 0; k < kAtOnce; ++k) y[i + k * Shape::kThreads] = sums[k];
+  }
   __syncwarp();
 }
 
@@ -81,13 +85,17 @@ __device__ __forceinline__ Filled encode_heads(PageJob job, int heads, bool from
       const int place = base + vector - first_of_warp;
       const int row = min(place, count - 1);  // threads without a vector go along with the last one's
       std::byte* at = rows + row * staged.pitch;
+      const std::byte* from_basis = at;
       if (job.side->basis == BasisKind::calibrated) {
-        multiply_shared<Shape>(reinterpret_cast<float*>(at), t,
-                               job.side->matrix + static_cast<std::size_t>(job.head) * Shape::kD * Shape::kD);
+        // The other buffer is free: nothing is staged ahead for these rows.
+        auto* to = reinterpret_cast<float*>(at + other);
+        multiply_row<Shape>(reinterpret_cast<const float*>(at), to, t,
+                            job.side->matrix + static_cast<std::size_t>(job.head) * Shape::kD * Shape::kD);
+        from_basis = at + other;
       }
       float y[Shape::kElements];
       const std::uint32_t mine =
-          load_vector<Shape, codec::is_tq(kFormat)>(at, staged.dtype, rotates, t, params.rotation_scale, y);
+          load_vector<Shape, codec::is_tq(kFormat)>(from_basis, staged.dtype, rotates, t, params.rotation_scale, y);
       float largest = most_between<kThreads>(mine);
       if (__any_sync(0xFFFFFFFFu, staged.unchecked && !(largest < in_doubt))) {
         const bool storable = check_row<Shape>(job, at, staged.dtype, job.given(chunk + row, from_exact), t);
@@ -149,8 +157,20 @@ __device__ __forceinline__ Filled encode_heads(PageJob job, int heads, bool from
 }
 
 template <class Shape>
-__device__ __forceinline__ Filled encode_heads(const PageJob& job, int heads, bool from_exact, int first, int last,
-                                               Filled filled) {
+__device__ __forceinline__ void encode_dense(PageJob job, int heads, bool from_exact, int first, int last) {
+  for (; heads > 0; --heads) {
+    if (from_exact) {
+      store_dense<Shape, true>(job, false, first, last);
+    } else {
+      store_dense<Shape, false>(job, false, first, last);
+    }
+    job.to_next_head();
+  }
+}
+
+template <class Shape>
+__device__ __forceinline__ Filled encode_any(const PageJob& job, int heads, bool from_exact, int first, int last,
+                                             Filled filled) {
   switch (job.layout(false).format) {
     case Format::fp8: return encode_heads<Shape, Format::fp8>(job, heads, from_exact, first, last, filled);
     case Format::tq2: return encode_heads<Shape, Format::tq2>(job, heads, from_exact, first, last, filled);
@@ -159,18 +179,7 @@ __device__ __forceinline__ Filled encode_heads(const PageJob& job, int heads, bo
     case Format::tq5: return encode_heads<Shape, Format::tq5>(job, heads, from_exact, first, last, filled);
     case Format::tq6: return encode_heads<Shape, Format::tq6>(job, heads, from_exact, first, last, filled);
     case Format::tq8: return encode_heads<Shape, Format::tq8>(job, heads, from_exact, first, last, filled);
-    default: {
-      PageJob dense = job;
-      for (; heads > 0; --heads) {
-        if (from_exact) {
-          store_dense<Shape, true>(dense, false, first, last);
-        } else {
-          store_dense<Shape, false>(dense, false, first, last);
-        }
-        dense.to_next_head();
-      }
-      return filled;
-    }
+    default: encode_dense<Shape>(job, heads, from_exact, first, last); return filled;
   }
 }
 
@@ -217,16 +226,19 @@ __device__ __forceinline__ TouchedPage find_page(const WriteParams& params, std:
   return touched;
 }
 
-template <class Shape>
+// Of one format; where steps are short, of any (two launches would take longer).
+template <class Shape, bool kAnyFormat, Format kFormat>
 __global__ void __launch_bounds__(Shape::kBlockThreads, kWriteCtas * 128 / Shape::kBlockThreads)
     write_kernel(const __grid_constant__ WriteParams params) {
   const CacheView& cache = params.cache;
-  const std::int64_t jobs = std::int64_t{params.items} * cache.kv_heads, blocks = gridDim.x / 2;
-  const bool is_value = (blockIdx.x & 1) != 0;
-  const auto last = static_cast<std::int32_t>(jobs * (blockIdx.x / 2 + 1) / blocks);
+  const std::int64_t jobs = std::int64_t{params.items} * cache.kv_heads;
+  const bool both = params.sides == WriteSides::both,
+             is_value = both ? blockIdx.x % 2 != 0 : params.sides == WriteSides::values;
+  const std::int64_t blocks = both ? gridDim.x / 2 : gridDim.x, place = both ? blockIdx.x / 2 : blockIdx.x;
+  const auto last = static_cast<std::int32_t>(jobs * (place + 1) / blocks);
   Filled filled = Filled::no;
   ptx::wait_prerequisites();
-  for (auto i = static_cast<std::int32_t>(jobs * (blockIdx.x / 2) / blocks); i < last;) {
+  for (auto i = static_cast<std::int32_t>(jobs * place / blocks); i < last;) {
     const std::int32_t item = i / cache.kv_heads, head = i % cache.kv_heads;
     const int heads = min(cache.kv_heads - head, last - i);
     i += heads;
@@ -259,7 +271,13 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kWriteCtas * 128 / Shape
     }
     if (ref.encoded < 0 || (from_exact ? !page.leaves_tail : job.count <= 0)) continue;
     const int first = from_exact ? 0 : job.begin, end = from_exact ? kPageTokens : job.begin + job.count;
-    filled = encode_heads<Shape>(job, heads, from_exact, first, end, filled);
+    if constexpr (kAnyFormat) {
+      filled = encode_any<Shape>(job, heads, from_exact, first, end, filled);
+    } else if constexpr (codec::is_dense(kFormat)) {
+      encode_dense<Shape>(job, heads, from_exact, first, end);
+    } else {
+      filled = encode_heads<Shape, kFormat>(job, heads, from_exact, first, end, filled);
+    }
   }
 }
 
@@ -276,11 +294,33 @@ inline int table_bytes(Format format, bool copies) {
   }
 }
 
+using WriteFunction = void (*)(WriteParams);
+
 template <int kD>
-cudaError_t prepare_write(const DeviceLimits& limits) {
-  for (const auto kernel : {&write_kernel<WideShape<kD>>, &write_kernel<StepShape<kD>>}) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limits.shared_bytes);
+WriteFunction wide_kernel(Format format) {
+  using Shape = WideShape<kD>;
+  switch (format) {
+    case Format::fp8: return &write_kernel<Shape, false, Format::fp8>;
+    case Format::tq2: return &write_kernel<Shape, false, Format::tq2>;
+    case Format::tq3: return &write_kernel<Shape, false, Format::tq3>;
+    case Format::tq4: return &write_kernel<Shape, false, Format::tq4>;
+    case Format::tq5: return &write_kernel<Shape, false, Format::tq5>;
+    case Format::tq6: return &write_kernel<Shape, false, Format::tq6>;
+    case Format::tq8: return &write_kernel<Shape, false, Format::tq8>;
+    default: return &write_kernel<Shape, false, Format::f16>;  // all dense ones
+  }
+}
+template <int kD>
+WriteFunction step_kernel() {
+  return &write_kernel<StepShape<kD>, true, Format::f16>;
+}
+
+template <int kD>
+cudaError_t prepare_write(const WriteParams& p, const DeviceLimits& limits) {
+  const auto& layout = p.cache.encoded_layout;
+  for (const WriteFunction f :
+       {wide_kernel<kD>(layout.k.format), wide_kernel<kD>(layout.v.format), step_kernel<kD>()}) {
+    const cudaError_t error = cudaFuncSetAttribute(f, cudaFuncAttributeMaxDynamicSharedMemorySize, limits.shared_bytes);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -288,39 +328,50 @@ cudaError_t prepare_write(const DeviceLimits& limits) {
 
 template <int kD>
 cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceLimits& limits, cudaStream_t stream) {
-  const int most_rows = p.cache.tail_pages > 0 ? kPageTokens : base::min(most_tokens, kPageTokens);
-  p.copies = most_rows >= kRowsForCopies;
-  const auto& layout = p.cache.encoded_layout;
-  int shared = 0;
-  p.rows = kPageTokens;
-  if (!codec::is_dense(layout.k.format) || !codec::is_dense(layout.v.format)) {
-    const int tables = base::max(table_bytes(layout.k.format, p.copies), table_bytes(layout.v.format, p.copies));
-    const int pitch =
-        base::max(staged_pitch(kD, staged_dtype(p.k, p.rounding)), staged_pitch(kD, staged_dtype(p.v, p.rounding)));
-    p.rows = base::min(most_rows, (limits.shared_bytes - tables) / (2 * pitch));
-    shared = tables + 2 * p.rows * pitch;
-  }
-  const std::int64_t jobs = std::int64_t{p.items} * p.cache.kv_heads;
   // Begins while what is before it in the stream ends, and waits for that before it touches memory.
   cudaLaunchAttribute overlapped{};
   overlapped.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlapped.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.dynamicSmemBytes = static_cast<std::size_t>(shared);
   config.stream = stream;
   config.attrs = &overlapped;
   config.numAttrs = limits.overlaps ? 1 : 0;
+
+  const int most_rows = p.cache.tail_pages > 0 ? kPageTokens : base::min(most_tokens, kPageTokens);
+  p.copies = most_rows >= kRowsForCopies;
+  const auto& layout = p.cache.encoded_layout;
+  const std::int64_t jobs = std::int64_t{p.items} * p.cache.kv_heads;
+  const auto room_for = [&](int tables, int pitch) {
+    p.rows = base::min(most_rows, (limits.shared_bytes - tables) / (2 * pitch));
+    config.dynamicSmemBytes = static_cast<std::size_t>(tables + 2 * p.rows * pitch);
+  };
+  const int k_tables = table_bytes(layout.k.format, p.copies), v_tables = table_bytes(layout.v.format, p.copies);
+  const int k_pitch = staged_pitch(kD, staged_dtype(p.k, p.rounding));
+  const int v_pitch = staged_pitch(kD, staged_dtype(p.v, p.rounding));
   if (most_rows <= kStepRows) {
+    p.sides = WriteSides::both;
+    room_for(base::max(k_tables, v_tables), base::max(k_pitch, v_pitch));
     config.gridDim = dim3(static_cast<unsigned>(2 * jobs));
     config.blockDim = dim3(StepShape<kD>::kBlockThreads);
-    return cudaLaunchKernelEx(&config, write_kernel<StepShape<kD>>, p);
+    return cudaLaunchKernelEx(&config, step_kernel<kD>(), p);
   }
-  // Tables are filled once for all that a block does.
-  const int resident = base::min(kWriteCtas, limits.multiprocessor_shared_bytes / (shared + 1024));
-  const std::int64_t most = (base::max(resident, 1) * limits.multiprocessors + 1) / 2;
-  config.gridDim = dim3(static_cast<unsigned>(2 * (p.copies ? base::min(jobs, most) : jobs)));
   config.blockDim = dim3(WideShape<kD>::kBlockThreads);
-  return cudaLaunchKernelEx(&config, write_kernel<WideShape<kD>>, p);
+  const auto launch = [&](WriteSides sides, Format format, int tables, int pitch) {
+    p.sides = sides;
+    room_for(tables, pitch);
+    // Tables are filled once for all that a block does.
+    const int shared = static_cast<int>(config.dynamicSmemBytes) + 1024;
+    const int resident = base::clamp(limits.multiprocessor_shared_bytes / shared, 1, kWriteCtas);
+    const std::int64_t all = sides == WriteSides::both ? 2 * jobs : jobs;
+    const std::int64_t most = (resident * limits.multiprocessors + 1) / 2 * 2;
+    config.gridDim = dim3(static_cast<unsigned>(p.copies ? base::min(all, most) : all));
+    return cudaLaunchKernelEx(&config, wide_kernel<kD>(format), p);
+  };
+  if (wide_kernel<kD>(layout.k.format) == wide_kernel<kD>(layout.v.format)) {
+    return launch(WriteSides::both, layout.k.format, k_tables, base::max(k_pitch, v_pitch));
+  }
+  const cudaError_t error = launch(WriteSides::keys, layout.k.format, k_tables, k_pitch);
+  return error != cudaSuccess ? error : launch(WriteSides::values, layout.v.format, v_tables, v_pitch);
 }
 
 template <int kD>
