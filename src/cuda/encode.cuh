@@ -45,14 +45,19 @@ __device__ __forceinline__ std::uint32_t exchange(std::uint32_t x, int h) {
 
 // --- sums ------------------------------------------------------------------------------------------------------------------
 
-// The lanes of a thread into one, then those of all threads. `sums` is consumed.
+// The lanes of a thread into one, then those of all threads. `sums` is consumed. (By recursion: as a loop that halves, nvcc
+// left it rolled, and the sums in local memory.)
+template <int kCount>
+__device__ __forceinline__ void fold_inside(float* sums) {
+  if constexpr (kCount > 1) {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) sums[i] = __fadd_rn(sums[i], sums[i + kCount / 2]);
+    fold_inside<kCount / 2>(sums);
+  }
+}
 template <int kThreads>
 __device__ __forceinline__ float fold(float (&sums)[32 / kThreads]) {
-#pragma unroll
-  for (int h = 16 / kThreads; h > 0; h /= 2) {
-#pragma unroll
-    for (int i = 0; i < h; ++i) sums[i] = __fadd_rn(sums[i], sums[i + h]);
-  }
+  fold_inside<32 / kThreads>(sums);
   float x = sums[0];
 #pragma unroll
   for (int h = kThreads / 2; h > 0; h /= 2) x = __fadd_rn(x, exchange(x, h));
