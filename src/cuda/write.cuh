@@ -359,12 +359,14 @@ cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceL
   const auto launch = [&](WriteSides sides, Format format, int tables, int pitch) {
     p.sides = sides;
     room_for(tables, pitch);
+    const bool is_dense = codec::is_dense(format);
+    if (is_dense) config.dynamicSmemBytes = 0;
     // Tables are filled once for all that a block does.
     const int shared = static_cast<int>(config.dynamicSmemBytes) + 1024;
     const int resident = base::clamp(limits.multiprocessor_shared_bytes / shared, 1, kWriteCtas);
     const std::int64_t all = sides == WriteSides::both ? 2 * jobs : jobs;
     const std::int64_t most = (resident * limits.multiprocessors + 1) / 2 * 2;
-    config.gridDim = dim3(static_cast<unsigned>(p.copies ? base::min(all, most) : all));
+    config.gridDim = dim3(static_cast<unsigned>(p.copies && !is_dense ? base::min(all, most) : all));
     return cudaLaunchKernelEx(&config, wide_kernel<kD>(format), p);
   };
   if (wide_kernel<kD>(layout.k.format) == wide_kernel<kD>(layout.v.format)) {
