@@ -19,6 +19,8 @@ constexpr const char* kFooter =
     "against\n"
     "float64 attention over the decoded vectors first, and gets no speed when its error is above 2e-4 (f32: 1e-5).\n"
     "append: --keys tokens are appended to an empty cache, --q-len at a time; --q-heads has no meaning there.\n"
+    "With --backend cuda --q-len 1 it is one step of one token a sequence, replayed from a CUDA graph (any --keys "
+    "above 1).\n"
     "\n"
     "Examples:\n"
     "  kvant bench decode --head-dim 128 --q-heads 32 --kv-heads 8 --keys 32768 --k-format tq4,tq8,f16\n"

@@ -1,6 +1,6 @@
 // How time is taken on a device. Kernels are timed between events, as launches of a graph of many runs, so that neither the
-// host's calls nor the gaps between launches count (appends whose lengths change cannot be recorded: their calls are
-// enqueued between two events). A cache has as many layers as make four times the L2 cache, and runs rotate through them: keys
+// host's calls nor the gaps between launches count (appends of many tokens are not recorded: their calls are enqueued
+// between two events). A cache has as many layers as make four times the L2 cache, and runs rotate through them: keys
 // and values come from memory. The read bandwidth that rows are held against is measured before and after all of them.
 #include "cli/bench_device.hpp"
 
@@ -22,6 +22,8 @@ namespace {
 
 constexpr double kGraphNs = 2e6;  // a launch of a graph takes at least this long, against the few microseconds it costs
 constexpr std::int64_t kMostRuns = 4000;  // in one graph
+constexpr std::int64_t kSteps = 128;      // the same, of appends of one token
+constexpr int kStepSamples = 15;
 constexpr int kFewestSamples = 7, kMostSamples = 201;
 constexpr std::int64_t kSupplyBytes = std::int64_t{128} << 20;  // rows of one write, keys or values
 
@@ -252,20 +254,25 @@ class Measurement {
     }
   };
 
-  // Relative L2 of what the first call of the first sequence stored.
-  Result<double> append_error(const Fill& f) {
-    const BenchCase& c = *f.c;
-    const std::int64_t tokens = std::min({c.q_len, c.keys, std::int64_t{1024}});
+  // Relative L2 of the first tokens of the first sequence, whose rows lie `row_step` apart.
+  Result<double> append_error(const Cache& cache, SequenceId sequence, const BenchCase& c, const Supply& supply,
+                              std::int64_t tokens, std::int64_t row_step) {
     const auto values = static_cast<std::size_t>(tokens * row_values(c));
     std::vector<float> keys(values), vals(values);
-    const Status status = f.cache->read(
-        f.sequences.front(), 0, 0, tokens, MutableTensorView::of(keys.data(), tokens, c.kv_heads, c.head_dim),
-        MutableTensorView::of(vals.data(), tokens, c.kv_heads, c.head_dim), bench_.stream());
+    const Status status =
+        cache.read(sequence, 0, 0, tokens, MutableTensorView::of(keys.data(), tokens, c.kv_heads, c.head_dim),
+                   MutableTensorView::of(vals.data(), tokens, c.kv_heads, c.head_dim), bench_.stream());
     if (!status.ok()) return status;
     std::vector<std::uint16_t> given(values);
     double error2 = 0, truth2 = 0;
-    for (const auto& [decoded, source] : {std::pair(&keys, f.supply.keys), {&vals, f.supply.values}}) {
-      if (Status s = bench_.download(given.data(), source, values * 2); !s.ok()) return s;
+    for (const auto& [decoded, source] : {std::pair(&keys, supply.keys), {&vals, supply.values}}) {
+      const auto row = static_cast<std::size_t>(row_values(c));
+      const auto apart = static_cast<std::size_t>(row_step) * row;
+      const auto parts = static_cast<std::size_t>(row_step == 1 ? 1 : tokens);
+      for (std::size_t i = 0; i < parts; ++i) {
+        const auto* from = static_cast<const std::uint16_t*>(source) + i * apart;
+        if (Status s = bench_.download(given.data() + i * row, from, values / parts * 2); !s.ok()) return s;
+      }
       const std::vector<float> truth = widened(given);
       for (std::size_t i = 0; i < values; ++i) {
         const double difference = static_cast<double>((*decoded)[i]) - static_cast<double>(truth[i]);
@@ -276,7 +283,61 @@ class Measurement {
     return std::sqrt(error2 / truth2);
   }
 
+  static bool refused(BenchRow& row, double error) {
+    row.rel_l2 = error;
+    const double allowed = append_tolerance(row.bench_case.formats);
+    if (error <= allowed) return false;
+    row.refusal = fmt::format("the error {:.1e} is above {:.1e}: no speed for wrong results", error, allowed);
+    return true;
+  }
+
+  // One token of each sequence, its lengths' advance included.
+  struct Step {
+    Cache* cache;
+    const BenchCase* c;
+    Supply supply;
+    std::vector<SequenceId> sequences;
+    std::vector<Append> appends;
+    static Status enqueue(void* self, std::int64_t i, Stream stream) {
+      auto& step = *static_cast<Step*>(self);
+      const std::int64_t rows = step.c->batch, from = i * rows;
+      if (Status s = step.cache->reserve(step.appends, stream); !s.ok()) return s;
+      return step.cache->write(step.sequences, 0, rows_of(step.supply.keys, *step.c, from, rows),
+                               rows_of(step.supply.values, *step.c, from, rows), stream);
+    }
+  };
+
+  Status measure_steps(BenchRow& row) {
+    BenchCase c = row.bench_case;
+    const int samples = settings_.rounds > 0 ? settings_.rounds : kStepSamples;
+    c.keys = kSteps * (samples + 2);  // the graph is launched twice to warm up
+    Result<Cache> cache = make_cache(c, 1);
+    if (!cache.ok()) return cache.status();
+    const Result<Supply> supply = make_supply(c, kSteps * c.batch);
+    if (!supply.ok()) return supply.status();
+    if (Status s = fill(*supply, c, 0, supply->rows); !s.ok()) return s;
+    Step step{&*cache, &c, *supply, {}, {}};
+    std::vector<Append> all, later;
+    for (int i = 0; i < c.batch; ++i) {
+      step.sequences.push_back(cache->add_sequence());
+      step.appends.push_back({step.sequences.back(), 1});
+      all.push_back({step.sequences.back(), c.keys});
+      later.push_back({step.sequences.back(), c.keys - kSteps});
+    }
+    if (Status s = cache->reserve_ahead(all, bench_.stream()); !s.ok()) return s;
+    Result<std::vector<double>> ns = bench_.time_graph({&step, &Step::enqueue}, kSteps, samples);
+    if (!ns.ok()) return ns.status();
+    if (Status s = cache->advance(later); !s.ok()) return s;
+    const Result<double> error = append_error(*cache, step.sequences.front(), c, *supply, kSteps, c.batch);
+    if (!error.ok()) return error.status();
+    if (refused(row, *error)) return {};
+    row.bench_case.keys = c.keys = 1;
+    row.bytes = append_bytes(c);
+    return finish(row, *ns);
+  }
+
   Status measure_append(BenchRow& row) {
+    if (row.bench_case.q_len == 1 && row.bench_case.keys > 1) return measure_steps(row);
     const BenchCase& c = row.bench_case;
     row.bytes = append_bytes(c);
     Result<Cache> cache = make_cache(c, 1);
@@ -288,13 +349,10 @@ class Measurement {
     if (Status s = fill(*supply, c, 0, rows); !s.ok()) return s;
     Fill work{&*cache, &c, *supply, {}};
     if (Status s = Fill::enqueue(&work, 0, bench_.stream()); !s.ok()) return s;
-    const Result<double> error = append_error(work);
+    const Result<double> error =
+        append_error(*cache, work.sequences.front(), c, *supply, std::min({c.q_len, c.keys, std::int64_t{1024}}), 1);
     if (!error.ok()) return error.status();
-    row.rel_l2 = *error;
-    if (const double allowed = append_tolerance(c.formats); !(row.rel_l2 <= allowed)) {
-      row.refusal = fmt::format("the error {:.1e} is above {:.1e}: no speed for wrong results", row.rel_l2, allowed);
-      return {};
-    }
+    if (refused(row, *error)) return {};
     const core::DeviceBench::Work timed{&work, &Fill::enqueue};
     Result<std::vector<double>> first = bench_.time_each(timed, 3);
     if (!first.ok()) return first.status();

@@ -165,7 +165,16 @@ Status Store::allocate() {
     }
   }
   config_.bases = nullptr;
-  KVANT_CUDA_TRY(kernel_->prepare(write_params(c, view_)));
+  const auto attribute = [&](int& value, cudaDeviceAttr which) {
+    return cudaDeviceGetAttribute(&value, which, c.device);
+  };
+  KVANT_CUDA_TRY(attribute(limits_.multiprocessors, cudaDevAttrMultiProcessorCount));
+  KVANT_CUDA_TRY(attribute(limits_.multiprocessor_shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor));
+  KVANT_CUDA_TRY(attribute(limits_.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin));
+  int major = 0;
+  KVANT_CUDA_TRY(attribute(major, cudaDevAttrComputeCapabilityMajor));
+  limits_.overlaps = major >= 9;
+  KVANT_CUDA_TRY(kernel_->prepare(write_params(c, view_), limits_));
   KVANT_CUDA_TRY(cudaDeviceSynchronize());
   return {};
 }
@@ -254,7 +263,7 @@ Status Store::advance(std::span<const core::DeviceAppend> appends, Stream stream
   for (std::size_t i = 0; i < appends.size(); i += kAdvancesAtOnce) {
     batch.count = static_cast<std::int32_t>(std::min<std::size_t>(kAdvancesAtOnce, appends.size() - i));
     std::copy_n(appends.begin() + static_cast<std::ptrdiff_t>(i), batch.count, batch.append);
-    KVANT_CUDA_TRY(advance_lengths(batch, native(stream)));
+    KVANT_CUDA_TRY(advance_lengths(batch, limits_.overlaps, native(stream)));
   }
   return {};
 }
@@ -293,19 +302,25 @@ Status Store::write(std::span<const core::DeviceAppend> appends, int layer, cons
             fmt::format("{} tokens of one sequence in one write, with {} kv heads: {} is the most; append in parts",
                         a.tokens, config_.kv_heads, most_items * kPageTokens)};
   }
-  std::int32_t row = 0;
+  std::int32_t row = 0, most_tokens = 0;
   std::int64_t items = 0;
   for (std::size_t i = 0; i < appends.size(); ++i) {
+    const auto each = static_cast<std::int32_t>(write_items(appends[i].tokens, config_.ends.tail_pages));
+    if (p.entries == 0) p.items_each = each;
+    if (each != p.items_each) p.items_each = 0;
     p.entry[p.entries++] = {appends[i].index, row, static_cast<std::int32_t>(items)};
-    items += write_items(appends[i].tokens, config_.ends.tail_pages);
+    items += each;
     row += appends[i].tokens;
+    most_tokens = std::max(most_tokens, appends[i].tokens);
     const bool full =
         p.entries == WriteParams::kMostEntries ||
         (i + 1 < appends.size() && items + write_items(appends[i + 1].tokens, config_.ends.tail_pages) > most_items);
     if (!full && i + 1 < appends.size()) continue;
-    KVANT_CUDA_TRY(kernel_->launch(p, static_cast<std::uint32_t>(items), native(stream)));
+    p.items = static_cast<std::int32_t>(items);
+    KVANT_CUDA_TRY(kernel_->launch(p, most_tokens, limits_, native(stream)));
     p.entries = 0;
     items = 0;
+    most_tokens = 0;
   }
   return {};
 }

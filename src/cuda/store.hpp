@@ -65,6 +65,7 @@ class Store final : public core::DeviceStore {
   CacheView view_{};
   BasisArrays k_basis_, v_basis_;
   const WriteKernel* kernel_ = nullptr;
+  DeviceLimits limits_{};
   core::PageRef* pages_ = nullptr;
   SequenceState* sequences_ = nullptr;
   std::uint32_t* non_finite_ = nullptr;

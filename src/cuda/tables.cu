@@ -1,5 +1,7 @@
 #include "cuda/tables.hpp"
 
+#include "cuda/ptx.cuh"
+
 namespace kvant::cuda {
 namespace {
 
@@ -15,7 +17,10 @@ __global__ void set_lengths_kernel(const __grid_constant__ LengthBatch batch) {
   if (i < batch.count) batch.sequences[batch.change[i].index] = batch.change[i].state;
 }
 
+// Between the last step's kernels and this one's: they can begin meanwhile, and wait before they read lengths.
 __global__ void advance_kernel(const __grid_constant__ AdvanceBatch batch) {
+  ptx::launch_dependents();
+  ptx::wait_prerequisites();
   const auto i = static_cast<int>(threadIdx.x);
   if (i >= batch.count) return;
   SequenceState& s = batch.sequences[batch.append[i].index];
@@ -46,9 +51,17 @@ cudaError_t set_lengths(const LengthBatch& batch, cudaStream_t stream) {
   set_lengths_kernel<<<1, kLengthsAtOnce, 0, stream>>>(batch);
   return cudaGetLastError();
 }
-cudaError_t advance_lengths(const AdvanceBatch& batch, cudaStream_t stream) {
-  advance_kernel<<<1, kAdvancesAtOnce, 0, stream>>>(batch);
-  return cudaGetLastError();
+cudaError_t advance_lengths(const AdvanceBatch& batch, bool overlaps, cudaStream_t stream) {
+  cudaLaunchAttribute overlapped{};
+  overlapped.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlapped.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(kAdvancesAtOnce);
+  config.stream = stream;
+  config.attrs = &overlapped;
+  config.numAttrs = overlaps ? 1 : 0;
+  return cudaLaunchKernelEx(&config, advance_kernel, batch);
 }
 cudaError_t copy_slots(const CopyBatch& batch, cudaStream_t stream) {
   copy_slots_kernel<<<dim3(32, static_cast<unsigned>(batch.count)), 256, 0, stream>>>(batch);

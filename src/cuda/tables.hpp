@@ -52,7 +52,8 @@ static_assert(sizeof(PageBatch) <= 4096 && sizeof(LengthBatch) <= 4096 && sizeof
 
 cudaError_t set_pages(const PageBatch& batch, cudaStream_t stream);
 cudaError_t set_lengths(const LengthBatch& batch, cudaStream_t stream);
-cudaError_t advance_lengths(const AdvanceBatch& batch, cudaStream_t stream);
+// `overlaps`: may begin before what is before it in the stream has ended.
+cudaError_t advance_lengths(const AdvanceBatch& batch, bool overlaps, cudaStream_t stream);
 cudaError_t copy_slots(const CopyBatch& batch, cudaStream_t stream);
 
 }  // namespace kvant::cuda

@@ -1,9 +1,10 @@
 // What a launch that stores rows is given. Host and device.
 //
-// The grid: one CTA for each (page of a sequence that its step may touch, kv head, side), so that one CTA alone changes a
-// side of a block, and puts the words together that hold several tokens. Which pages those are is known on the device only
-// (a replayed launch meets other lengths), so the host counts the most that so many tokens can touch: item i of a sequence is
-// page step_begin / 64 - tail_pages + i, and CTAs of pages without work return.
+// A job is (page of a sequence that its step may touch, kv head, side). One CTA alone does a job, so that it can put the words
+// together that hold several tokens. A launch is of one side, or even CTAs do keys and odd ones values; each does an equal run
+// of its side's jobs. Which pages
+// a step touches is known on the device only (a replayed launch meets other lengths), so the host counts the most that so
+// many tokens can touch: item i of a sequence is page step_begin / 64 - tail_pages + i; those without work are passed over.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,7 +19,7 @@ namespace kvant::cuda {
 struct WriteEntry {
   std::int32_t index;       // of the sequence in CacheView
   std::int32_t row_begin;   // of its step's rows in the tensors
-  std::int32_t item_begin;  // of its pages in the grid
+  std::int32_t item_begin;  // of its pages
 };
 
 struct WriteSide {
@@ -30,6 +31,8 @@ struct WriteSide {
   const float* matrix;  // [kv_heads][D][D]
 };
 
+enum class WriteSides : std::int32_t { both, keys, values };
+
 struct WriteParams {
   static constexpr int kMostEntries = 256;
   CacheView cache;
@@ -37,7 +40,11 @@ struct WriteParams {
   std::uint32_t* non_finite;
   float rotation_scale;
   std::int32_t layer;
-  Dtype rounding;  // of exact pages; f32: the cache has none
+  Dtype rounding;                  // of exact pages; f32: the cache has none
+  std::int32_t items, items_each;  // of all entries; of each, 0 if they differ
+  std::int32_t rows;               // that fit shared memory at once
+  WriteSides sides;                // of a launch
+  bool copies;                     // shared memory has room for tables with copies
   std::int32_t entries;
   WriteEntry entry[kMostEntries];
 };
@@ -48,11 +55,19 @@ constexpr std::int64_t write_items(std::int64_t tokens, std::int64_t tail_pages)
   return (tokens + kPageTokens - 2) / kPageTokens + 1 + tail_pages;
 }
 
+struct DeviceLimits {
+  int multiprocessors, multiprocessor_shared_bytes;
+  int shared_bytes;  // of a block
+  bool overlaps;     // launches may begin before those before them have ended
+};
+
 // One a head_dim.
 struct WriteKernel {
   int head_dim;
-  cudaError_t (*prepare)(const WriteParams& params);  // once, not while a stream is captured
-  cudaError_t (*launch)(const WriteParams& params, std::uint32_t items, cudaStream_t stream);
+  cudaError_t (*prepare)(const WriteParams& params,
+                         const DeviceLimits& limits);  // once, not while a stream is captured
+  // The longest step has so many tokens. Sets `rows`, `sides` and `copies`.
+  cudaError_t (*launch)(WriteParams& params, std::int32_t most_tokens, const DeviceLimits& limits, cudaStream_t stream);
 };
 const WriteKernel* find_write_kernel(int head_dim);  // null: not compiled in
 
