@@ -50,10 +50,8 @@ struct Attend {
       __syncwarp();
     } else if constexpr (TW == kWarps) {
       __syncthreads();
-    } else if (warp / TW == 0) {
-      ptx::barrier<1, 32 * TW>();
     } else {
-      ptx::barrier<2, 32 * TW>();
+      ptx::barrier<32 * TW>(1 + warp / TW);
     }
   }
 

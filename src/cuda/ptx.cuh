@@ -96,9 +96,9 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
 }
 
 // 9.7.13.1 bar.sync on one of 16 barriers (0 is __syncthreads'), for kThreads threads of the block.
-template <int kBarrier, int kThreads>
-__device__ __forceinline__ void barrier() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+template <int kThreads>
+__device__ __forceinline__ void barrier(int which) {
+  asm volatile("bar.sync %0, %1;" ::"r"(which), "n"(kThreads) : "memory");
 }
 
 // 9.7.9.25.3 cp.async: 16 bytes from global to shared memory, past L1; offsets in bytes, in the instruction.

@@ -1,0 +1,398 @@
+// Attention on a device: placement, determinism, sequences that change, graphs, streams, devices, refusals.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "gpu/gpu_formats.hpp"
+#include "support/masks.hpp"
+
+namespace kvant::test {
+namespace {
+
+constexpr float kInf = INFINITY;
+
+// --- where things lie --------------------------------------------------------------------------------------------------
+
+TEST(GpuPlacement, DtypesStridesAndAlignment) {
+  SKIP_WITHOUT_DEVICE();
+  for (const char* format : {"bf16", "tq6"}) {
+    for (const int head_dim : {64, 96, 512}) {
+      WorldSpec spec = spec_of(format, {{300, 3}, {40, 3}});
+      spec.head_dim = head_dim;
+      const GpuWorld w(spec);
+      for (const Dtype q : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
+        for (const Dtype out : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
+          for (const Placement& p : {Placement{q, out, 0, 0, 0}, Placement{q, out, 0, 0, 1}, Placement{q, out, 7, 0, 0},
+                                     Placement{q, out, 5, 3, 3}}) {
+            EXPECT_TRUE(w.matches({}, {}, p))
+                << format << ", D " << head_dim << ", q " << dtype_name(q) << ", out " << dtype_name(out)
+                << ", padding " << p.token_padding << " " << p.head_padding << ", offset " << p.offset;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Rows of NaN were stored and truncated again: what lies behind the end of a page must never be multiplied.
+TEST(GpuPoison, WhatWasTruncatedIsNotRead) {
+  SKIP_WITHOUT_DEVICE();
+  for (const Formats& f : kFormats) {
+    for (const std::int64_t length : {1, 70, 190}) {
+      for (const int ends : {0, 1}) {
+        WorldSpec spec = spec_of(f.k, f.v, {{length, 1}});
+        spec.sink_pages = spec.tail_pages = ends;
+        GpuWorld w(spec);
+        const Attended before = w.attend();
+        Qkv nan = w.host.qkv[0];
+        const std::int64_t more = 64 - length % 64;
+        nan.k.assign(static_cast<std::size_t>(more) * 2 * 64, NAN);
+        nan.v = nan.k;
+        append_on_device(w.cache, w.ids[0], nan, 0, more, Dtype::bf16, w.stream);
+        EXPECT_TRUE(w.cache.take_non_finite(w.stream.handle()).value());
+        EXPECT_FALSE(w.cache.take_non_finite(w.stream.handle()).value());
+        const Attended spoiled = w.attend();
+        EXPECT_TRUE(std::isnan(spoiled.out[0])) << name_of(f);  // NaN goes in, NaN comes out
+        w.cache.truncate(w.ids[0], length).value();
+        EXPECT_TRUE(same_bits(before.out, w.attend().out)) << name_of(f) << ", " << length << ", ends " << ends;
+      }
+    }
+  }
+}
+
+TEST(GpuPoison, ANonFiniteQuerySpoilsItsOwnRowOnly) {
+  SKIP_WITHOUT_DEVICE();
+  for (const char* format : {"bf16", "tq4", "tq6"}) {
+    for (const std::int64_t q_len : {1, 5}) {
+      GpuWorld w(spec_of(format, {{800, q_len}}));
+      const Attended expected = w.attend();
+      const std::size_t row = static_cast<std::size_t>(q_len - 1) * 4 + 2;
+      for (const float bad : {NAN, kInf}) {
+        const float good = std::exchange(w.host.qkv[0].q[row * 64 + 17], bad);
+        const Attended got = w.attend();
+        w.host.qkv[0].q[row * 64 + 17] = good;
+        for (std::size_t i = 0; i < got.out.size(); ++i) {
+          if (i / 64 == row) {
+            ASSERT_TRUE(std::isnan(got.out[i])) << format << ", q_len " << q_len << ", query " << bad << " at " << i;
+          } else {
+            ASSERT_EQ(got.out[i], expected.out[i]) << format << ", q_len " << q_len << ", query " << bad << " at " << i;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(GpuDeterminism, TwentyRunsGiveTheSameBits) {
+  SKIP_WITHOUT_DEVICE();
+  for (const Formats& f : kFormats) {
+    const GpuWorld w(spec_of(f.k, f.v, {{5000, 1}, {700, 1}, {130, 1}}));
+    const Attended first = w.attend();
+    for (int i = 1; i < 20; ++i) {
+      const Attended again = w.attend();
+      ASSERT_TRUE(same_bits(first.out, again.out, w.host.out_shape())) << name_of(f) << ", run " << i;
+      ASSERT_TRUE(same_bits(first.lse, again.lse)) << name_of(f) << ", run " << i;
+    }
+  }
+}
+
+// --- sequences that change -----------------------------------------------------------------------------------------------
+
+TEST(GpuSequences, ForkTruncateAndGoOn) {
+  SKIP_WITHOUT_DEVICE();
+  for (const char* format : {"bf16", "tq4", "tq6"}) {
+    GpuWorld w(spec_of(format, {{300, 1}}));
+    const Qkv extra = make_qkv({1, 200, 4, 2, 64}, Inputs::gauss, 99);
+    const auto both = [&](auto&& act) {
+      act(w.host.cache, w.host.ids, false);
+      act(w.cache, w.ids, true);
+    };
+    both([&](Cache& cache, std::vector<SequenceId>& ids, bool on_device) {
+      ids.push_back(cache.fork(ids[0]).value());
+      const auto append = [&](SequenceId id, std::int64_t begin, std::int64_t end) {
+        if (on_device) return append_on_device(cache, id, extra, begin, end, Dtype::bf16, w.stream);
+        append_rows(cache, id, extra, begin, end, Dtype::bf16).value();
+      };
+      append(ids[1], 0, 100);               // the child goes its own way,
+      cache.truncate(ids[0], 270).value();  // and so does the parent
+      append(ids[0], 100, 130);
+      cache.truncate(ids[1], 350).value();
+      append(ids[1], 130, 200);
+    });
+    AttentionOptions o;
+    o.q_heads = 4;
+    const std::vector<float> q = gaussian_vector(2 * 4 * 64, 12);
+    const Attended expected = try_attend(w.host.cache, w.host.ids, o, q).value();
+    const Plan planned = plan(w.cache, std::span<const SequenceId>(w.ids), o).value();
+    const DeviceRows q_rows(q, Dtype::f32, 2, 4, 64);
+    const DeviceBuffer out(q.size() * 4), workspace(planned.workspace_bytes());
+    RunOptions options;
+    options.stream = w.stream.handle();
+    options.workspace = workspace.span();
+    run(planned, 0, q_rows.view, MutableTensorView::of(out.as<float>(), 2, 4, 64), options).value();
+    w.stream.wait();
+    EXPECT_TRUE(close(std::span<const float>(expected.out), out.download_as<float>(), 2 * tolerance::kCoded)) << format;
+  }
+}
+
+// --- graphs --------------------------------------------------------------------------------------------------------------
+
+// A decoding step of a model with two layers and three sequences, recorded once and launched 200 times: lengths grow on
+// the device, and every step is what the CPU computes.
+void decode_by_graph(const std::string& k, const std::string& v, int head_dim, int steps, int check_every) {
+  constexpr int kLayers = 2, kKvHeads = 2, kGroup = 4, kSequences = 3;
+  const std::int64_t starts[kSequences] = {1, 60, 500};
+  WorldSpec spec = spec_of(k, v, {});
+  spec.head_dim = head_dim;
+  spec.exact = Dtype::bf16;
+  CacheConfig config = device_config(spec);
+  config.layers = kLayers;
+  config.capacity_tokens = 8192;
+  Cache cache = Cache::create(config).value();
+  config.device = "";
+  config.capacity_tokens = 0;
+  Cache host = Cache::create(config).value();
+  const TestStream stream;
+  std::vector<SequenceId> ids, host_ids;
+  for (const std::int64_t start : starts) {
+    ids.push_back(cache.add_sequence());
+    host_ids.push_back(host.add_sequence());
+    for (int layer = 0; layer < kLayers; ++layer) {
+      const Qkv x =
+          make_qkv({1, start, 8, kKvHeads, head_dim}, Inputs::gauss, static_cast<std::uint64_t>(start + layer));
+      append_on_device(cache, ids.back(), x, 0, start, Dtype::bf16, stream, layer);
+      append_rows(host, host_ids.back(), x, 0, start, Dtype::bf16, layer).value();
+    }
+  }
+  std::vector<Append> ahead, one, host_one;
+  for (int i = 0; i < kSequences; ++i) {
+    ahead.push_back({ids[static_cast<std::size_t>(i)], steps + 1});
+    one.push_back({ids[static_cast<std::size_t>(i)], 1});
+    host_one.push_back({host_ids[static_cast<std::size_t>(i)], 1});
+  }
+  cache.reserve_ahead(ahead, stream.handle()).value();
+
+  AttentionOptions options;
+  options.q_heads = kKvHeads * kGroup;
+  const Plan planned = plan(cache, std::span<const SequenceId>(ids), options).value();
+  const std::size_t row_bytes = static_cast<std::size_t>(kSequences * kKvHeads * head_dim) * 2;
+  const DeviceBuffer keys(row_bytes), values(row_bytes), q(row_bytes * kGroup), workspace(planned.workspace_bytes());
+  std::vector<DeviceBuffer> out;
+  for (int layer = 0; layer < kLayers; ++layer) out.emplace_back(row_bytes * kGroup * 2);
+  const auto view = [&](const DeviceBuffer& b, int heads) {
+    return TensorView::contiguous(b.data(), Dtype::bf16, kSequences, heads, head_dim);
+  };
+  const TestGraph graph(stream, [&] {
+    cache.reserve(one, stream.handle()).value();
+    RunOptions run_options;
+    run_options.stream = stream.handle();
+    run_options.workspace = workspace.span();
+    for (int layer = 0; layer < kLayers; ++layer) {
+      cache.write(ids, layer, view(keys, kKvHeads), view(values, kKvHeads), stream.handle()).value();
+      run(planned, layer, view(q, kKvHeads * kGroup),
+          MutableTensorView::of(out[static_cast<std::size_t>(layer)].as<float>(), kSequences, kKvHeads * kGroup,
+                                head_dim),
+          run_options)
+          .value();
+    }
+  });
+
+  for (int step = 0; step < steps; ++step) {
+    const Qkv x = make_qkv({kSequences, kSequences, kKvHeads * kGroup, kKvHeads, head_dim}, Inputs::gauss,
+                           10000 + static_cast<std::uint64_t>(step));
+    const std::vector<std::byte> k_rows = pack_as(Dtype::bf16, x.k), v_rows = pack_as(Dtype::bf16, x.v);
+    const std::vector<std::byte> q_rows = pack_as(Dtype::bf16, x.q);
+    keys.upload(k_rows.data(), k_rows.size());
+    values.upload(v_rows.data(), v_rows.size());
+    q.upload(q_rows.data(), q_rows.size());
+    if (step > 0) cache.advance(one).value();  // the recorded step itself was the first
+    graph.launch(stream);
+
+    host.reserve(host_one).value();
+    for (int layer = 0; layer < kLayers; ++layer) {
+      host.write(host_ids, layer, TensorView::contiguous(k_rows.data(), Dtype::bf16, kSequences, kKvHeads, head_dim),
+                 TensorView::contiguous(v_rows.data(), Dtype::bf16, kSequences, kKvHeads, head_dim))
+          .value();
+    }
+    // Always where a page is filled and where one leaves the tail.
+    const std::int64_t length = starts[1] + step + 1;
+    if (step % check_every != 0 && length % 64 > 1 && step + 1 != steps) continue;
+    stream.wait();
+    const Plan on_host = plan(host, std::span<const SequenceId>(host_ids), options).value();
+    for (int layer = 0; layer < kLayers; ++layer) {
+      std::vector<float> expected(x.q.size());
+      run(on_host, layer, TensorView::contiguous(q_rows.data(), Dtype::bf16, kSequences, kKvHeads * kGroup, head_dim),
+          MutableTensorView::of(expected.data(), kSequences, kKvHeads * kGroup, head_dim))
+          .value();
+      ASSERT_TRUE(close(std::span<const float>(expected), out[static_cast<std::size_t>(layer)].download_as<float>(),
+                        2 * tolerance::kCoded))
+          << k << "/" << v << ", step " << step << ", layer " << layer;
+    }
+  }
+  stream.wait();
+  EXPECT_TRUE(workspace.padding_untouched());
+  for (std::size_t i = 0; i < kSequences; ++i) {
+    ASSERT_EQ(cache.length(ids[i]).value(), starts[i] + steps);
+    const std::int64_t n = starts[i] + steps;
+    std::vector<float> got(static_cast<std::size_t>(n * kKvHeads * head_dim)), expected(got.size());
+    for (const bool is_value : {false, true}) {
+      const auto read = [&](const Cache& c, SequenceId id, std::vector<float>& into, Stream s) {
+        const MutableTensorView data = MutableTensorView::of(into.data(), n, kKvHeads, head_dim);
+        MutableTensorView none = data;
+        none.data = nullptr;
+        c.read(id, 1, 0, n, is_value ? none : data, is_value ? data : none, s).value();
+      };
+      read(cache, ids[i], got, stream.handle());
+      read(host, host_ids[i], expected, {});
+      EXPECT_TRUE(same_bits(expected, got)) << k << "/" << v << ", sequence " << i << (is_value ? " values" : " keys");
+    }
+  }
+}
+
+TEST(GpuGraph, LengthsGrow) {
+  SKIP_WITHOUT_DEVICE();
+  for (const auto& [k, v] : {std::pair{"tq6", "tq4"}, {"tq4", "tq4"}, {"bf16", "bf16"}, {"fp8", "fp8"}, {"tq8", "tq3"}})
+    decode_by_graph(k, v, 64, 200, 10);
+  decode_by_graph("tq6", "tq4", 256, 200, 10);
+}
+
+TEST(GpuShort, Graph) {
+  SKIP_WITHOUT_DEVICE();
+  decode_by_graph("tq6", "tq4", 64, 10, 3);
+}
+
+// --- streams and devices ---------------------------------------------------------------------------------------------------
+
+TEST(GpuStreams, TwoRunSideBySide) {
+  SKIP_WITHOUT_DEVICE();
+  for (const char* format : {"bf16", "tq6"}) {
+    const GpuWorld w(spec_of(format, {{3000, 1}, {700, 1}}));
+    const Attended expected = w.attend();
+    const Plan planned = plan(w.cache, std::span<const SequenceId>(w.ids), w.options()).value();
+    const DeviceRows q(w.host.queries(), Dtype::f32, 2, 4, 64);
+    const TestStream streams[2];
+    const DeviceBuffer workspaces[2] = {DeviceBuffer(planned.workspace_bytes()),
+                                        DeviceBuffer(planned.workspace_bytes())};
+    std::vector<DeviceBuffer> out;
+    for (int i = 0; i < 40; ++i) {
+      const auto side = static_cast<std::size_t>(i % 2);
+      out.emplace_back(expected.out.size() * 4);
+      RunOptions options;
+      options.stream = streams[side].handle();
+      options.workspace = workspaces[side].span();
+      run(planned, 0, q.view, MutableTensorView::of(out.back().as<float>(), 2, 4, 64), options).value();
+    }
+    for (const TestStream& s : streams) s.wait();
+    for (const DeviceBuffer& o : out) ASSERT_TRUE(same_bits(expected.out, o.download_as<float>())) << format;
+  }
+}
+
+TEST(GpuDevices, TheSecondOneComputesTheSame) {
+  SKIP_WITHOUT_DEVICE();
+  int count = 0;
+  CUDA_CHECK(cudaGetDeviceCount(&count));
+  if (count < 2) GTEST_SKIP() << "one device only";
+  const WorldSpec spec = spec_of("tq6", {{700, 1}, {130, 1}});
+  const GpuWorld first(spec);
+  // Everything of the second world, streams and tensors, belongs to the second device; the library must find that out for
+  // itself when another one is current.
+  CUDA_CHECK(cudaSetDevice(1));
+  const GpuWorld second(spec, 1);
+  EXPECT_TRUE(second.matches());
+  const std::vector<float> out = second.attend().out;
+  int current = 0;
+  CUDA_CHECK(cudaGetDevice(&current));
+  EXPECT_EQ(current, 1);
+  CUDA_CHECK(cudaSetDevice(0));
+  EXPECT_TRUE(same_bits(first.attend().out, out));
+}
+
+TEST(GpuDevices, TheCurrentDeviceStaysCurrent) {
+  SKIP_WITHOUT_DEVICE();
+  int count = 0;
+  CUDA_CHECK(cudaGetDeviceCount(&count));
+  if (count < 2) GTEST_SKIP() << "one device only";
+  const Cache cache = Cache::create(device_config(spec_of("tq6", {{200, 1}}), 1)).value();
+  EXPECT_NE(cache.describe().find("cuda:1"), std::string::npos) << cache.describe();
+  int current = -1;
+  CUDA_CHECK(cudaGetDevice(&current));
+  EXPECT_EQ(current, 0);
+}
+
+// --- refusals --------------------------------------------------------------------------------------------------------------
+
+TEST(GpuRefusals, SayWhatIsWrong) {
+  SKIP_WITHOUT_DEVICE();
+  const auto refused = [](const Status& s, const std::string& words) {
+    EXPECT_FALSE(s.ok());
+    EXPECT_NE(s.message().find(words), std::string::npos) << s.message();
+  };
+  WorldSpec spec = spec_of("tq6", {{100, 1}});
+  CacheConfig config = device_config(spec, 99);
+  refused(Cache::create(config).status(), "99");
+  config = device_config(spec);
+  config.layers = 4096;
+  config.capacity_tokens = std::int64_t{1} << 30;  // half a petabyte
+  EXPECT_EQ(Cache::create(config).status().code(), Code::out_of_memory);
+
+  const GpuWorld w(spec);  // and after that everything still works
+  EXPECT_TRUE(w.matches());
+  const Plan planned = plan(w.cache, std::span<const SequenceId>(w.ids), w.options()).value();
+  const DeviceRows q(w.host.queries(), Dtype::f32, 1, 4, 64);
+  const DeviceBuffer out(4 * 64 * 4), workspace(planned.workspace_bytes());
+  RunOptions options;
+  options.stream = w.stream.handle();
+  const auto attend = [&](const RunOptions& with, int layer = 0) {
+    return run(planned, layer, q.view, MutableTensorView::of(out.as<float>(), 1, 4, 64), with);
+  };
+  if (planned.workspace_bytes() > 0) {
+    refused(attend(options), "workspace is empty");
+    options.workspace = workspace.span().first(planned.workspace_bytes() - 1);
+    refused(attend(options), "workspace");
+  }
+  options.workspace = workspace.span();
+  refused(attend(options, 1), "layer is 1");
+  EXPECT_TRUE(attend(options).ok());
+  w.stream.wait();
+}
+
+TEST(GpuRefusals, UnsupportedHeadDimsAreSaidToBeSo) {
+  SKIP_WITHOUT_DEVICE();
+  for (const int head_dim : supported_head_dims()) {
+    WorldSpec spec = spec_of("tq6", {{100, 1}});
+    spec.head_dim = head_dim;
+    const CacheConfig config = device_config(spec);
+    const Result<Cache> made = Cache::create(config);
+    if (!made) {
+      EXPECT_EQ(made.code(), Code::unsupported) << head_dim << ": " << made.message();
+      EXPECT_NE(made.message().find(std::to_string(head_dim)), std::string::npos) << made.message();
+      continue;
+    }
+    const GpuWorld w(spec);
+    const Result<Attended> got = w.try_attend();
+    if (got) {
+      EXPECT_TRUE(w.matches()) << head_dim;
+    } else {
+      EXPECT_EQ(got.code(), Code::unsupported) << head_dim << ": " << got.message();
+      EXPECT_NE(got.message().find(std::to_string(head_dim)), std::string::npos) << got.message();
+    }
+  }
+}
+
+TEST(GpuExplain, NamesWhatWasChosen) {
+  SKIP_WITHOUT_DEVICE();
+  const GpuWorld w(spec_of("tq6", {{5000, 1}}));
+  const Plan p = plan(w.cache, std::span<const SequenceId>(w.ids), w.options()).value();
+  EXPECT_STREQ(p.isa(), "cuda");
+  EXPECT_EQ(p.threads(), 0);
+  EXPECT_EQ(p.kv_bytes(), plan(w.host.cache, std::span<const SequenceId>(w.host.ids), w.options()).value().kv_bytes());
+  EXPECT_EQ(p.explain().rfind("backend    cuda", 0), 0u) << p.explain();
+  for (const char* word : {"tq6", "tq4", "5000"}) EXPECT_NE(p.explain().find(word), std::string::npos) << p.explain();
+}
+
+}  // namespace
+}  // namespace kvant::test
