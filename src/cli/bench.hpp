@@ -55,6 +55,9 @@ struct BenchRow {
   double share_of_fma_peak = 0;  ///< append: 0
 };
 
+/// Takes the error that was found; a row whose error is above its tolerance is refused.
+void judge(BenchRow& row, double rel_l2);
+
 /// The machine's own limits with one ISA and number of threads, measured between the rows.
 struct BenchPeak {
   std::string isa;

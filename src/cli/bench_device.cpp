@@ -202,11 +202,8 @@ class Measurement {
     if (Status s = bench_.download(q_host.data(), *q, values * 2); !s.ok()) return s;
     const Result<double> error = check_attention(*filled, c, widened(q_host), got, 1);
     if (!error.ok()) return error.status();
-    row.rel_l2 = *error;
-    if (const double allowed = attention_tolerance(c.formats); !(row.rel_l2 <= allowed)) {
-      row.refusal = fmt::format("the error {:.1e} is above {:.0e}: no speed for wrong results", row.rel_l2, allowed);
-      return {};
-    }
+    judge(row, *error);
+    if (!row.refusal.empty()) return {};
 
     // Speed with a bf16 output, as serving has it.
     decode.out = MutableTensorView::contiguous(*out, Dtype::bf16, queries, c.q_heads, c.head_dim);
@@ -283,14 +280,6 @@ class Measurement {
     return std::sqrt(error2 / truth2);
   }
 
-  static bool refused(BenchRow& row, double error) {
-    row.rel_l2 = error;
-    const double allowed = append_tolerance(row.bench_case.formats);
-    if (error <= allowed) return false;
-    row.refusal = fmt::format("the error {:.1e} is above {:.1e}: no speed for wrong results", error, allowed);
-    return true;
-  }
-
   // One token of each sequence, its lengths' advance included.
   struct Step {
     Cache* cache;
@@ -330,7 +319,8 @@ class Measurement {
     if (Status s = cache->advance(later); !s.ok()) return s;
     const Result<double> error = append_error(*cache, step.sequences.front(), c, *supply, kSteps, c.batch);
     if (!error.ok()) return error.status();
-    if (refused(row, *error)) return {};
+    judge(row, *error);
+    if (!row.refusal.empty()) return {};
     row.bench_case.keys = c.keys = 1;
     row.bytes = append_bytes(c);
     return finish(row, *ns);
@@ -352,7 +342,8 @@ class Measurement {
     const Result<double> error =
         append_error(*cache, work.sequences.front(), c, *supply, std::min({c.q_len, c.keys, std::int64_t{1024}}), 1);
     if (!error.ok()) return error.status();
-    if (refused(row, *error)) return {};
+    judge(row, *error);
+    if (!row.refusal.empty()) return {};
     const core::DeviceBench::Work timed{&work, &Fill::enqueue};
     Result<std::vector<double>> first = bench_.time_each(timed, 3);
     if (!first.ok()) return first.status();

@@ -70,10 +70,7 @@ Status prepare_attention(Runner& runner) {
   if (const Result<double> first = runner.time_once(); !first.ok()) return first.status();  // layer 0
   const Result<double> error = check_attention(*runner.workload, c, runner.q, runner.out);
   if (!error.ok()) return error.status();
-  row.rel_l2 = *error;
-  if (const double allowed = attention_tolerance(c.formats); !(row.rel_l2 <= allowed)) {
-    row.refusal = fmt::format("the error {:.1e} is above {:.0e}: no speed for wrong results", row.rel_l2, allowed);
-  }
+  judge(row, *error);
   return {};
 }
 
@@ -85,10 +82,7 @@ Status prepare_append(Runner& runner) {
   row.bytes = append_bytes(row.bench_case);
   const Result<double> error = runner.append->check();
   if (!error.ok()) return error.status();
-  row.rel_l2 = *error;
-  if (const double allowed = append_tolerance(row.bench_case.formats); !(row.rel_l2 <= allowed)) {
-    row.refusal = fmt::format("the error {:.1e} is above {:.1e}: no speed for wrong results", row.rel_l2, allowed);
-  }
+  judge(row, *error);
   return {};
 }
 
@@ -226,6 +220,16 @@ Result<std::vector<std::vector<BenchCase>>> cut_groups(const std::vector<BenchCa
 
 const char* op_name(BenchOp op) {
   return op == BenchOp::decode ? "decode" : op == BenchOp::prefill ? "prefill" : "append";
+}
+
+void judge(BenchRow& row, double rel_l2) {
+  const bool is_append = row.bench_case.op == BenchOp::append;
+  const FormatPair& formats = row.bench_case.formats;
+  const double allowed = is_append ? append_tolerance(formats) : attention_tolerance(formats);
+  row.rel_l2 = rel_l2;
+  if (rel_l2 <= allowed) return;
+  row.refusal =
+      fmt::format("the error {:.1e} is above {:.{}e}: no speed for wrong results", rel_l2, allowed, is_append ? 1 : 0);
 }
 
 double BenchCase::stored_values() const {

@@ -1,9 +1,10 @@
 // plan(): from lengths and page tables to lists of independent work items.
 //
-// Splits. A row block's visible pages are cut into equal shares of at least kMinSplitPages pages: up to kFewSplits of those, and
-// more, up to kMaxSplits, of kLongSplitPages (65536 keys of 4 heads: 128 items for 16 threads, a tenth of a thread's time
-// each, where 64 items left threads idle for up to a quarter). The cut depends on that sequence's own length and rows only, never on the threads or on the rest of the batch: a
-// sequence has the same bits whatever it is batched with and however many cores work on it.
+// Splits. A row block's visible pages are cut into equal shares of at least kMinSplitPages pages: up to kFewSplits of those,
+// and more, up to kMaxSplits, of kLongSplitPages (65536 keys of 4 heads: 128 items for 16 threads, a tenth of a thread's
+// time each, where 64 items left threads idle for up to a quarter). The cut depends on that sequence's own length and rows
+// only, never on the threads or on the rest of the batch: a sequence has the same bits whatever it is batched with and
+// however many cores work on it.
 #include <fmt/format.h>
 
 #include <algorithm>

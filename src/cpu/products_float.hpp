@@ -103,7 +103,7 @@ void values_float(const std::byte* rows, const std::byte* scales, int head_dim, 
   constexpr int kLineColumns = 32;  // of 16-bit floats
   const bool by_halves =
       Row::kBytes == 2 && kLanes * kColumns < kLineColumns && head_dim >= 256 && head_dim % kLineColumns == 0;
-  const int quads_at_once = by_halves ? 8 : kPageTokens / 4;
+  constexpr int kQuadsAtOnce = 8;
   // Spread over all quads of tokens: a burst for each step over the columns fills what buffers there are for misses.
   constexpr int kStep = kLanes * kColumns;
   const int quads = full_end > quad_begin ? full_end - quad_begin : 1;
@@ -148,7 +148,7 @@ void values_float(const std::byte* rows, const std::byte* scales, int head_dim, 
     for (int line = 0; line < head_dim; line += kLineColumns) {
       int quad = quad_begin;
       do {
-        const int end = full_end - quad > quads_at_once ? quad + quads_at_once : full_end;
+        const int end = full_end - quad > kQuadsAtOnce ? quad + kQuadsAtOnce : full_end;
         for (int c = line; c < line + kLineColumns; c += kLanes * kColumns) {
           columns.template operator()<kColumns>(c, quad, end);
         }

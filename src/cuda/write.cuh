@@ -1,8 +1,8 @@
 // The kernel that stores rows (cuda/write.hpp says what its grid is), for one head_dim.
 //
-// A CTA copies the rows of a page into shared memory (those of the next head while it works on one), encodes them, a vector to a
-// few threads, and leaves the codes in place of the rows; keys go from there to the page by warps, values by the whole block, since a word of theirs has tokens of several
-// warps. No two CTAs change one word; octets that a step covers in part keep their other tokens' bits.
+// A CTA copies the rows of a page into shared memory (those of the next head while it works on one), encodes them, a vector
+// to a few threads, and leaves the codes in place of the rows; keys go from there to the page by warps, values by the whole
+// block, since a word of theirs has tokens of several warps. No two CTAs change one word; octets that a step covers in part keep their other tokens' bits.
 #pragma once
 
 #include "cuda/rows.cuh"

@@ -2,8 +2,7 @@
 //
 // A job is (page of a sequence that its step may touch, kv head, side). One CTA alone does a job, so that it can put the words
 // together that hold several tokens. A launch is of one side, or even CTAs do keys and odd ones values; each does an equal run
-// of its side's jobs. Which pages
-// a step touches is known on the device only (a replayed launch meets other lengths), so the host counts the most that so
+// of its side's jobs. Which pages a step touches is known on the device only (a replayed launch meets other lengths), so the host counts the most that so
 // many tokens can touch: item i of a sequence is page step_begin / 64 - tail_pages + i; those without work are passed over.
 #pragma once
 
