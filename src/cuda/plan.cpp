@@ -83,17 +83,12 @@ Status Plan::choose_kernel(const core::DevicePlanConfig& config) {
 // How many blocks, and stages for exact pages in each.
 Status Plan::choose_blocks() {
   AttendParams& p = params_;
-  const int device = store_.device();
-  int multiprocessors = 0, major = 0, most_shared = 0;
-  KVANT_CUDA_TRY(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-  KVANT_CUDA_TRY(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  KVANT_CUDA_TRY(cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  is_overlapped_ = major >= 9;
+  const DeviceLimits& limits = store_.limits();
   KVANT_CUDA_TRY(
       cudaFuncSetAttribute(merge_.function, cudaFuncAttributeMaxDynamicSharedMemorySize, merge_.shared_bytes));
   // Once, to the most that any plan asks for: plans of other threads use the same function.
   std::size_t fitting = 0;
-  while (fitting < attend_.shared_bytes.size() && attend_.shared_bytes[fitting] <= most_shared) ++fitting;
+  while (fitting < attend_.shared_bytes.size() && attend_.shared_bytes[fitting] <= limits.shared_bytes) ++fitting;
   std::array<int, 3> blocks{};  // on a multiprocessor, with 1, 2 and 4 stages
   if (fitting > 0) {
     KVANT_CUDA_TRY(cudaFuncSetAttribute(attend_.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -113,12 +108,12 @@ Status Plan::choose_blocks() {
   // As many stages as cost no block, or leave each with little to do: then exact pages are what takes the time.
   std::size_t chosen = 0;
   for (std::size_t i = 0; i < fitting; ++i) {
-    if (blocks[i] == blocks[0] || units_ < kShortUnits * multiprocessors * blocks[i]) chosen = i;
+    if (blocks[i] == blocks[0] || units_ < kShortUnits * limits.multiprocessors * blocks[i]) chosen = i;
   }
   p.exact_stages = 1 << chosen;
   blocks_ = blocks[chosen];
   shared_bytes_ = attend_.shared_bytes[chosen];
-  p.shares = multiprocessors * blocks_;
+  p.shares = limits.multiprocessors * blocks_;
   return {};
 }
 
@@ -232,7 +227,7 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   const int least = std::max(1, (units_ - line.round_begin(line.rounds - 1)) / line.shares);
   splits_ = std::clamp((longest_ + least - 1) / least, 1, line.items());
   // One block adds about sixteen partials of a row in a few loads; more are shared by a cluster.
-  while (is_overlapped_ && cluster_ < kMostCluster && line.items() / segments > 16 * cluster_) cluster_ *= 2;
+  while (store_.limits().overlaps && cluster_ < kMostCluster && line.items() / segments > 16 * cluster_) cluster_ *= 2;
   return upload(config);
 }
 
@@ -266,7 +261,7 @@ std::string Plan::explain() const {
                                                 line.items() - line.shares, pages(1)),
                  splits_);
   fmt::format_to(out, "merge      one more launch, {} block{} a row{}\n", cluster_, cluster_ == 1 ? "" : "s",
-                 is_overlapped_ ? ", its start overlaps the end of the first" : "");
+                 store_.limits().overlaps ? ", its start overlaps the end of the first" : "");
   return s;
 }
 
@@ -285,37 +280,17 @@ Status Plan::run(int layer, const TensorView& q, const MutableTensorView& out, c
   p.partial_ml = reinterpret_cast<float*>(workspace + ml_at_);
   p.partial_o = reinterpret_cast<float*>(workspace + o_at_);
 
-  // Both launches begin while what is before them in the stream ends, and wait for that before they touch memory.
   void* arguments[] = {&p};
-  cudaLaunchAttribute attributes[2];
-  unsigned count = 0;
-  if (is_overlapped_) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  cudaLaunchConfig_t attend{};
-  attend.gridDim = dim3(static_cast<unsigned>(p.shares));
-  attend.blockDim = dim3(kAttendThreads);
-  attend.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes_);
-  attend.stream = native(options.stream);
-  attend.attrs = attributes;
-  attend.numAttrs = count;
-  KVANT_CUDA_TRY(cudaLaunchKernelExC(&attend, attend_.function, arguments));
+  const bool overlaps = store_.limits().overlaps;
+  Launch attend(static_cast<unsigned>(p.shares), kAttendThreads, native(options.stream), overlaps);
+  attend.config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes_);
+  KVANT_CUDA_TRY(cudaLaunchKernelExC(&attend.config, attend_.function, arguments));
 
-  if (cluster_ > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim.x = static_cast<unsigned>(cluster_);
-    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
-    ++count;
-  }
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(p.batch * p.cache.kv_heads * p.row_blocks * p.rows * cluster_));
-  config.blockDim = dim3(static_cast<unsigned>(merge_.threads));
-  config.dynamicSmemBytes = static_cast<std::size_t>(merge_.shared_bytes);
-  config.stream = native(options.stream);
-  config.attrs = attributes;
-  config.numAttrs = count;
-  KVANT_CUDA_TRY(cudaLaunchKernelExC(&config, merge_.function, arguments));
+  Launch merge(static_cast<unsigned>(p.batch * p.cache.kv_heads * p.row_blocks * p.rows * cluster_), merge_.threads,
+               native(options.stream), overlaps);
+  merge.config.dynamicSmemBytes = static_cast<std::size_t>(merge_.shared_bytes);
+  if (cluster_ > 1) merge.set_cluster(cluster_);
+  KVANT_CUDA_TRY(cudaLaunchKernelExC(&merge.config, merge_.function, arguments));
   return {};
 }
 

@@ -44,7 +44,6 @@ class Plan final : public core::DevicePlan {
   int blocks_ = 1;        // of a multiprocessor
   int shared_bytes_ = 0;  // of each
   int cluster_ = 1;       // blocks that merge one row
-  bool is_overlapped_ = false;
   int splits_ = 1;
   int units_ = 0;    // of the line of work, at planning
   int longest_ = 0;  // of a row of work

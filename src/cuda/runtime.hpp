@@ -38,4 +38,41 @@ inline cudaStream_t native(Stream stream) {
   return static_cast<cudaStream_t>(stream.handle);
 }
 
+struct DeviceLimits {
+  int multiprocessors, multiprocessor_shared_bytes;
+  int shared_bytes;  // of a block
+  bool overlaps;     // launches may begin before those before them have ended
+};
+
+// How a kernel is launched. Where the device can, it begins while what is before it in the stream ends; the kernel waits for
+// that (ptx::wait_prerequisites) before it touches memory.
+struct Launch {
+  cudaLaunchConfig_t config{};
+
+  Launch(unsigned blocks, int threads, cudaStream_t stream, bool overlaps) {
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.stream = stream;
+    config.attrs = attributes_;
+    if (!overlaps) return;
+    add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
+  }
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
+
+  void set_cluster(int blocks) {
+    auto& size = add(cudaLaunchAttributeClusterDimension).clusterDim;
+    size.x = static_cast<unsigned>(blocks);
+    size.y = size.z = 1;
+  }
+
+ private:
+  cudaLaunchAttributeValue& add(cudaLaunchAttributeID id) {
+    cudaLaunchAttribute& attribute = attributes_[config.numAttrs++];
+    attribute.id = id;
+    return attribute.val;
+  }
+  cudaLaunchAttribute attributes_[2]{};
+};
+
 }  // namespace kvant::cuda

@@ -33,6 +33,7 @@ class Store final : public core::DeviceStore {
   Status allocate();  // once, before anything else
 
   [[nodiscard]] int device() const noexcept { return config_.device; }
+  [[nodiscard]] const DeviceLimits& limits() const noexcept { return limits_; }
   [[nodiscard]] const CacheView& view() const noexcept { return view_; }
   [[nodiscard]] const BasisArrays& k_basis() const noexcept { return k_basis_; }
   [[nodiscard]] const BasisArrays& v_basis() const noexcept { return v_basis_; }

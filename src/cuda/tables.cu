@@ -1,6 +1,7 @@
 #include "cuda/tables.hpp"
 
 #include "cuda/ptx.cuh"
+#include "cuda/runtime.hpp"
 
 namespace kvant::cuda {
 namespace {
@@ -52,16 +53,8 @@ cudaError_t set_lengths(const LengthBatch& batch, cudaStream_t stream) {
   return cudaGetLastError();
 }
 cudaError_t advance_lengths(const AdvanceBatch& batch, bool overlaps, cudaStream_t stream) {
-  cudaLaunchAttribute overlapped{};
-  overlapped.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlapped.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(1);
-  config.blockDim = dim3(kAdvancesAtOnce);
-  config.stream = stream;
-  config.attrs = &overlapped;
-  config.numAttrs = overlaps ? 1 : 0;
-  return cudaLaunchKernelEx(&config, advance_kernel, batch);
+  const Launch launch(1, kAdvancesAtOnce, stream, overlaps);
+  return cudaLaunchKernelEx(&launch.config, advance_kernel, batch);
 }
 cudaError_t copy_slots(const CopyBatch& batch, cudaStream_t stream) {
   copy_slots_kernel<<<dim3(32, static_cast<unsigned>(batch.count)), 256, 0, stream>>>(batch);

@@ -328,15 +328,8 @@ cudaError_t prepare_write(const WriteParams& p, const DeviceLimits& limits) {
 
 template <int kD>
 cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceLimits& limits, cudaStream_t stream) {
-  // Begins while what is before it in the stream ends, and waits for that before it touches memory.
-  cudaLaunchAttribute overlapped{};
-  overlapped.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlapped.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.stream = stream;
-  config.attrs = &overlapped;
-  config.numAttrs = limits.overlaps ? 1 : 0;
-
+  Launch how(1, WideShape<kD>::kBlockThreads, stream, limits.overlaps);
+  cudaLaunchConfig_t& config = how.config;
   const int most_rows = p.cache.tail_pages > 0 ? kPageTokens : base::min(most_tokens, kPageTokens);
   p.copies = most_rows >= kRowsForCopies;
   const auto& layout = p.cache.encoded_layout;
@@ -355,7 +348,6 @@ cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceL
     config.blockDim = dim3(StepShape<kD>::kBlockThreads);
     return cudaLaunchKernelEx(&config, step_kernel<kD>(), p);
   }
-  config.blockDim = dim3(WideShape<kD>::kBlockThreads);
   const auto launch = [&](WriteSides sides, Format format, int tables, int pitch) {
     p.sides = sides;
     room_for(tables, pitch);

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "cuda/runtime.hpp"
 #include "cuda/view.hpp"
 #include "kvant/codec.hpp"
 
@@ -53,12 +54,6 @@ static_assert(sizeof(WriteParams) <= 4096, "the most that every device takes as 
 constexpr std::int64_t write_items(std::int64_t tokens, std::int64_t tail_pages) {
   return (tokens + kPageTokens - 2) / kPageTokens + 1 + tail_pages;
 }
-
-struct DeviceLimits {
-  int multiprocessors, multiprocessor_shared_bytes;
-  int shared_bytes;  // of a block
-  bool overlaps;     // launches may begin before those before them have ended
-};
 
 // One a head_dim.
 struct WriteKernel {
