@@ -13,7 +13,7 @@ namespace {
 AttendParams params_of(int shares, int least_units, int least_item, int most_rounds) {
   AttendParams p{};
   p.shares = shares, p.least_units = least_units, p.least_item = least_item, p.most_rounds = most_rounds;
-  p.exact_cost = 6, p.part_cost = 4, p.group = 4, p.rows = 4;
+  p.exact_cost = 6, p.part_cost = 4, p.group = 4, p.rows = 4, p.row_bits = 2;
   p.causal = true;
   return p;
 }
@@ -94,7 +94,7 @@ TEST(Schedule, RunsAreThePagesThatSomeQuerySees) {
     const std::vector<bool> seen = seen_pages(p, length, q_len);
     const int tail = std::max(length / kPageTokens - p.cache.tail_pages, p.cache.sink_pages);
     for (const bool exact : {false, true}) {
-      const PageRuns runs = page_runs(p, length, q_len, exact);
+      const PageRuns runs = page_runs(visible_pages(p, length, q_len), exact);
       std::vector<int> found;
       for (int use = 0; use < runs.total(); ++use) found.push_back(runs.page(use));
       std::vector<int> expected;

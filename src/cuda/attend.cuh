@@ -35,6 +35,7 @@ __device__ void Attend<KF, VF, D, NT>::run() {
     Constants<KF>::put(info->constants[0]);
     Constants<VF>::put(info->constants[1]);
   }
+  if (threadIdx.x < 32 && threadIdx.x < p.batch) ptx::prefetch(p.cache.sequences + p.first_entries[threadIdx.x].index);
   ptx::wait_prerequisites();
   if (threadIdx.x < 32) {
     const int total = sum_costs(p, info->window);
@@ -44,15 +45,14 @@ __device__ void Attend<KF, VF, D, NT>::run() {
       info->place = {0, 0, 0, 0, -1};
     }
   }
-  __syncthreads();
-  key_constants.get(info->constants[0]);
-  value_constants.get(info->constants[1]);
   std::uint32_t phases = 0;
   while (true) {
     Part& part = info->part;
     if (threadIdx.x < 32) next_part();
     __syncthreads();
     if (part.partial < 0) break;
+    key_constants.get(info->constants[0]);
+    value_constants.get(info->constants[1]);
     if (part.use_begin >= part.use_end) {  // no page begins in it
       clear();
       if (threadIdx.x < R) info->poisoned[threadIdx.x] = 0;
@@ -62,25 +62,27 @@ __device__ void Attend<KF, VF, D, NT>::run() {
         exact_part(part);
       }
     } else {
-      clear();
       weights = team_memory() + S::kPAt;
       scratch = reinterpret_cast<float*>(team_memory() + S::kScratchAt);
-      // The first pages are on their way while queries are read and rotated, unless these need the stages' memory.
+      // The first pages are on their way while queries are read and rotated, unless these need the stages' memory; queries
+      // are asked for while the page table is.
       const bool early = codec::rotation_shape(D).paley == 1 && p.k_basis.kind != BasisKind::calibrated;
+      const core::PageRef here = page_ref<W>(part, lane), next = page_ref<W>(part, 32 + lane);
       RawQuery raw;
-      ask_for_row(part, warp, raw.bits);
-      Slots slots;
-      if (early) slots = first_pages(part);
+      ask_for_rows(part, raw);
+      const Slots slots{0, slot_of<W>(part, lane, here), slot_of<W>(part, 32 + lane, next)};
+      if (early) first_pages(part, slots);
       load_queries<KF>(part, raw, true, KF == Format::bf16);
       ptx::copy_fence();
       __syncthreads();
-      if (!early) slots = first_pages(part);
+      if (!early) first_pages(part, slots);
+      clear();
       encoded_pages(part, slots, phases);
       __syncthreads();
+      if (is_last()) ptx::launch_dependents();
       write_partial<W>(part);
     }
   }
-  ptx::launch_dependents();
 }
 
 // Blocks of a multiprocessor of sm_90, by registers or by shared memory.

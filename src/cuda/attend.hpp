@@ -29,6 +29,7 @@ inline constexpr int kEntriesInParams = 32;
 inline constexpr int kMostCluster = 8;  // blocks that merge a row
 inline constexpr int kMostRounds = 5;   // of a line of work (schedule.hpp)
 inline constexpr int kClaimBits = 20;
+inline constexpr int kMostRows = 1 << 20;  // of a sequence and kv head
 
 struct AttendParams {
   CacheView cache;
@@ -37,7 +38,9 @@ struct AttendParams {
   BatchEntry first_entries[kEntriesInParams];  // its first ones, a load less away
   int q_heads, group, head_dim;
   int row_blocks;  // of the sequence with the most rows
-  int rows;        // of a block
+  int rows;        // of a block, 1 << row_bits
+  int row_bits;
+  float group_inverse;
   core::StridedRows q;
   core::MutableRows out;
   float* lse;                // [queries][q_heads] or null

@@ -109,15 +109,19 @@ struct Attend {
 
   // --- queries: attend_queries.cuh ---
 
-  // A row of queries on its way to registers: the warp's first one is asked for before the first pages, behind which it would
-  // wait for microseconds, the others each before the one ahead of it is rotated.
+  // Rows of queries on their way to registers: the warp's first two are asked for before the first pages, behind which they
+  // would wait for microseconds, the others two rows ahead.
   struct RawQuery {
-    std::uint32_t bits[D / 32];
+    std::uint32_t bits[NT > 1 ? 2 : 1][D / 32];
   };
+  __device__ __forceinline__ void ask_for_rows(const Part& part, RawQuery& raw) const {
+    ask_for_row(part, warp, raw.bits[0]);
+    if constexpr (NT > 1) ask_for_row(part, warp + kWarps, raw.bits[1]);
+  }
   // The query of row r of the block; -1: none
   __device__ int query_of(const Part& part, int r, int& q_head) const {
     const int row = part.row_block * R + r;
-    const int query = row / p.group;
+    const int query = query_of_row(p, row);
     q_head = part.kv_head * p.group + row - query * p.group;
     return query < part.q_len ? query : -1;
   }
@@ -201,7 +205,13 @@ struct Attend {
     return part.runs.page(part.use_begin + warp / TW + kWarps / TW * number);
   }
   template <int TW>
-  __device__ int find_slot(const Part& part, int number) const;
+  __device__ core::PageRef page_ref(const Part& part, int number) const;
+  template <int TW>
+  __device__ int slot_of(const Part& part, int number, core::PageRef ref) const;
+  template <int TW>
+  __device__ int find_slot(const Part& part, int number) const {
+    return slot_of<TW>(part, number, page_ref<TW>(part, number));
+  }
   __device__ static int slot_at(const Slots& s, int number) {
     const int i = number - s.base;
     const int a = __shfl_sync(~0u, s.here, i & 31), b = __shfl_sync(~0u, s.next, i & 31);
@@ -215,14 +225,12 @@ struct Attend {
 
   // One stage a side is enough: a page's values arrive while its keys are multiplied, the next page's keys while its values
   // are, and four blocks of four warps on a multiprocessor hide what is left.
-  __device__ Slots first_pages(const Part& part) const {
-    const Slots slots{0, find_slot<W>(part, lane), find_slot<W>(part, 32 + lane)};
+  __device__ void first_pages(const Part& part, const Slots& slots) const {
     const int slot = slot_at(slots, 0);
     if (count_pages<W>(part) > 0) {
       copy_keys(slot >> 1, part.kv_head);
       copy_values(slot >> 1, part.kv_head);
     }
-    return slots;
   }
   __device__ void encoded_pages(const Part& part, Slots slots, std::uint32_t& phases);
   __device__ __forceinline__ void copy_exact(std::byte* to, const std::byte* block, int half) const;
@@ -234,6 +242,10 @@ struct Attend {
 
   // --- the line of work: attend_place.cuh ---
 
+  // Whether nothing follows the part: the merge's blocks may begin to come.
+  __device__ bool is_last() const {
+    return info->line.rounds == 1 && info->place.at >= info->place.end;
+  }
   __device__ LinePlace next_item(const Line& line, int last) const;
   __device__ void next_part() const;
   __device__ void describe(Part& part, LinePlace line, const SequenceCost& cost, const BatchEntry& batch, int length,

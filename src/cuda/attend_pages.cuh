@@ -5,18 +5,24 @@
 
 namespace kvant::cuda {
 
+// The entry of the page table; none past the end.
 template <Format KF, Format VF, int D, int NT>
 template <int TW>
-__device__ int Attend<KF, VF, D, NT>::find_slot(const Part& part, int number) const {
-  if (part.use_begin + warp / TW + kWarps / TW * number >= part.use_end) return -1;
+__device__ core::PageRef Attend<KF, VF, D, NT>::page_ref(const Part& part, int number) const {
+  if (part.use_begin + warp / TW + kWarps / TW * number >= part.use_end) return {-1, -1};
+  return p.cache.pages[static_cast<std::size_t>(part.batch.index) * static_cast<std::size_t>(p.cache.max_pages) +
+                       static_cast<std::size_t>(page_at<TW>(part, number))];
+}
+
+template <Format KF, Format VF, int D, int NT>
+template <int TW>
+__device__ int Attend<KF, VF, D, NT>::slot_of(const Part& part, int number, core::PageRef ref) const {
   const int page = page_at<TW>(part, number);
-  const core::PageRef ref =
-      p.cache.pages[static_cast<std::size_t>(part.batch.index) * static_cast<std::size_t>(p.cache.max_pages) +
-                    static_cast<std::size_t>(page)];
   const bool exact = reads_exact(p.cache, part.length, page, ref);
-  if (exact != (part.domain == core::kExact)) return -1;
+  const int slot = exact ? ref.exact : ref.encoded;
+  if (exact != (part.domain == core::kExact) || slot < 0) return -1;
   const bool is_full = page * kPageTokens >= part.all_begin && (page + 1) * kPageTokens <= part.all_end;
-  return 2 * (exact ? ref.exact : ref.encoded) + (is_full ? 1 : 0);
+  return 2 * slot + (is_full ? 1 : 0);
 }
 
 template <Format KF, Format VF, int D, int NT>
@@ -60,7 +66,6 @@ __device__ void Attend<KF, VF, D, NT>::encoded_pages(const Part& part, Slots slo
 
 template <Format KF, Format VF, int D, int NT>
 __device__ __forceinline__ void Attend<KF, VF, D, NT>::exact_part(const Part& part) {
-  clear();
   std::byte* memory = shared + S::kTeamsAt + warp / S::kExactTeam * (p.exact_stages * S::kExactHalf + S::kExactRest);
   weights = memory + p.exact_stages * S::kExactHalf;
   scratch = reinterpret_cast<float*>(weights + S::kExactP);
@@ -103,12 +108,13 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::exact_pages(const Part& p
     ptx::copy_commit();
   };
   RawQuery raw;
-  ask_for_row(part, warp, raw.bits);
+  ask_for_rows(part, raw);
   Found here = next_page();
 #pragma unroll 1
   for (int half = 0; half < stages; ++half) copy(here, half);
   Found ahead = next_page();
   load_queries<Format::bf16>(part, raw, false, bf16);
+  clear();
   __syncthreads();
   const auto wait = [&] {
     if (stages == 1) ptx::copy_wait<0>();

@@ -77,7 +77,7 @@ __device__ void Attend<KF, VF, D, NT>::describe(Part& part, LinePlace line, cons
   part.domain = is_exact ? core::kExact : core::kEncoded;
   const int begin = is_exact ? 0 : cost.exact, last = is_exact ? cost.exact : segment;
   const int stop = line.end - line.at < last - offset ? offset + (line.end - line.at) : last;
-  part.runs = page_runs(p, part.length, part.q_len, is_exact);
+  part.runs = page_runs(visible_pages(p, part.length, part.q_len), is_exact);
   const int page_cost = is_exact ? p.exact_cost : 1;
   part.use_begin = pages_before(offset - begin, p.part_cost, page_cost);
   part.use_end = pages_before(stop - begin, p.part_cost, page_cost);

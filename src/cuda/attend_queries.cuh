@@ -10,7 +10,11 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::ask_for_row(const Part& p
                                                                    std::uint32_t (&bits)[D / 32]) const {
   int q_head;
   const int query = query_of(part, r, q_head);
-  if (query < 0) return;
+  if (query < 0) {
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) bits[i] = 0;
+    return;
+  }
   load_bits(p.q.data, p.q.dtype,
             static_cast<std::int64_t>(part.batch.query_begin + query) * p.q.token_stride +
                 static_cast<std::int64_t>(q_head) * p.q.head_stride + lane,
@@ -27,18 +31,17 @@ __device__ void Attend<KF, VF, D, NT>::load_queries(const Part& part, RawQuery& 
 #pragma unroll 1
   for (int j = 0; j < NT; ++j) {
     const int r = warp + kWarps * j;
-    int q_head;
-    const bool used = query_of(part, r, q_head) >= 0;
     float x[D / 32];
-    float center = 0.0f;
-    bool finite = true;
+    elements_of(raw.bits[0], p.q.dtype, x);
+    if constexpr (NT > 1) {
 #pragma unroll
-    for (int i = 0; i < D / 32; ++i) {
-      x[i] = used ? element_of(raw.bits[i], p.q.dtype) : 0.0f;
-      finite = finite && base::is_finite(x[i]);
+      for (int i = 0; i < D / 32; ++i) raw.bits[0][i] = raw.bits[1][i];
+      if (j + 2 < NT) ask_for_row(part, r + 2 * kWarps, raw.bits[1]);
     }
-    if (j + 1 < NT) ask_for_row(part, r + kWarps, raw.bits);
-    const bool poisoned = __any_sync(~0u, !finite);
+    float center = 0.0f, poison = 0.0f;
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) poison = fmaf(x[i], 0.0f, poison);
+    const bool poisoned = __any_sync(~0u, poison != 0.0f);
     if (poisoned) {
 #pragma unroll
       for (int i = 0; i < D / 32; ++i) x[i] = 0.0f;
@@ -69,31 +72,31 @@ __device__ void Attend<KF, VF, D, NT>::load_queries(const Part& part, RawQuery& 
     largest = warp_max(largest);
     const float unit = is_integer(F) ? largest / kTopWeight : largest;
     const float inverse = unit > 1e-37f ? 1.0f / unit : 0.0f;
-    int sums[S::kSumGroups][2];
-#pragma unroll
-    for (int i = 0; i < S::kSumGroups; ++i) sums[i][0] = sums[i][1] = 0;
     std::byte* operands = shared + S::kQueryAt + r / 4 * kQuerySteps<F, D> * 256;
-#pragma unroll
-    for (int i = 0; i < D / 32; ++i) {
+    const auto place_at = [&](int i) {  // of element lane + 32 i, high digit: in column 2 r
       const QueryPlace place = query_place<F, D>(lane + 32 * i);
-      std::byte* pair = operands + place.step * 256 + (2 * (r % 4) * 4 + place.t) * 8;  // column 2 r: the high digit
-      if constexpr (is_integer(F)) {
-        const int q = __float2int_rn(x[i] * inverse);
-        const int high = (q + 128) >> 8, low = q - 256 * high;
-        pair[place.place] = static_cast<std::byte>(high);
-        pair[32 + place.place] = static_cast<std::byte>(low);
-        const int group = S::kSumGroups > 1 ? i / 4 : 0;
-        sums[group][0] += high, sums[group][1] += low;
-      } else {
-        const float q = x[i] * inverse;
-        const std::uint32_t high = bf16 ? ptx::bf16x2(q, 0.0f) : ptx::f16x2(q, 0.0f);
-        const float rest = q - (bf16 ? __uint_as_float(high << 16) : ptx::f16_to_f32(static_cast<std::uint16_t>(high)));
-        const std::uint32_t low = bf16 ? ptx::bf16x2(rest, 0.0f) : ptx::f16x2(rest, 0.0f);
-        reinterpret_cast<std::uint16_t*>(pair)[place.place] = static_cast<std::uint16_t>(high);
-        reinterpret_cast<std::uint16_t*>(pair + 32)[place.place] = static_cast<std::uint16_t>(low);
-      }
-    }
+      return operands + place.step * 256 + (2 * (r % 4) * 4 + place.t) * 8 + place.place * (is_integer(F) ? 1 : 2);
+    };
     if constexpr (is_integer(F)) {
+      // Sums with 1.5 2^23 have the integer in their last bits. 128 more make byte 1 the nearest multiple of 256, and byte 0
+      // what remains, plus 128.
+      constexpr float kMagic = 12582912.0f + 128.0f;
+      int sums[S::kSumGroups][2] = {};
+#pragma unroll
+      for (int i = 0; i < D / 32; i += 2) {
+        const std::uint32_t a = __float_as_uint(fmaf(x[i], inverse, kMagic));
+        const std::uint32_t b = __float_as_uint(i + 1 < D / 32 ? fmaf(x[i + 1], inverse, kMagic) : kMagic);
+        const std::uint32_t digits = ptx::prmt(a, b, 0x5140) ^ 0x00008080u;  // low, low, high, high
+        const int group = S::kSumGroups > 1 ? i / 4 : 0;
+        sums[group][0] = __dp4a(static_cast<int>(digits), 0x01010000, sums[group][0]);
+        sums[group][1] = __dp4a(static_cast<int>(digits), 0x00000101, sums[group][1]);
+        std::byte* to = place_at(i);
+        to[0] = static_cast<std::byte>(digits >> 16 & 0xFFu), to[32] = static_cast<std::byte>(digits & 0xFFu);
+        if (i + 1 < D / 32) {
+          to = place_at(i + 1);
+          to[0] = static_cast<std::byte>(digits >> 24), to[32] = static_cast<std::byte>(digits >> 8 & 0xFFu);
+        }
+      }
 #pragma unroll
       for (int i = 0; i < S::kSumGroups; ++i) {
         for (int digit = 0; digit < 2; ++digit) sums[i][digit] = __reduce_add_sync(~0u, sums[i][digit]);
@@ -102,12 +105,23 @@ __device__ void Attend<KF, VF, D, NT>::load_queries(const Part& part, RawQuery& 
           info->start[i][2 * r + 1] = -level_origin(KF) * sums[i][1] + (256 * sums[i][0] + sums[i][1]) / 2;
         }
       }
+    } else {
+#pragma unroll
+      for (int i = 0; i < D / 32; ++i) {
+        const float q = x[i] * inverse;
+        const std::uint32_t high = bf16 ? ptx::bf16x2(q, 0.0f) : ptx::f16x2(q, 0.0f);
+        const float rest = q - (bf16 ? __uint_as_float(high << 16) : ptx::f16_to_f32(static_cast<std::uint16_t>(high)));
+        const std::uint32_t low = bf16 ? ptx::bf16x2(rest, 0.0f) : ptx::f16x2(rest, 0.0f);
+        std::byte* to = place_at(i);
+        *reinterpret_cast<std::uint16_t*>(to) = static_cast<std::uint16_t>(high);
+        *reinterpret_cast<std::uint16_t*>(to + 32) = static_cast<std::uint16_t>(low);
+      }
     }
     if (lane == 0) {
       const float to_log2 = p.scale * kLog2e;
       info->scale[r] = unit * to_log2 * (F == Format::fp8 ? 256.0f : 1.0f);
       info->center[r] = center * to_log2;
-      info->poisoned[r] = poisoned && used ? 1 : 0;
+      info->poisoned[r] = poisoned ? 1 : 0;
     }
   }
 }

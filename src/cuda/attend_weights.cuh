@@ -22,14 +22,15 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::transform(const Part& par
   const base::Visibility rule{p.causal, p.window, p.window_sinks};
 #pragma unroll 1
   for (int at = 0; at < NT * L::kTokens; ++at) {
-    const int r = 4 * (at / L::kTokens) + t, row = part.row_block * R + r;
-    const int query = row / p.group, q_head = part.kv_head * p.group + row % p.group;
+    const int r = 4 * (at / L::kTokens) + t;
+    int q_head;
+    const int query = query_of(part, r, q_head);
     const std::int64_t position = part.length - part.q_len + query;
     const std::int64_t key = page * kPageTokens + 8 * g + L::kTokens * member + at % L::kTokens;
     float x = copy[at] * kLn2;
     if (part.domain == core::kEncoded) x += info->center[r] * kLn2;
     if (p.softcap > 0.0f) x = p.softcap * tanhf(x / p.softcap);
-    const bool sees = query < part.q_len && key < part.length && rule.sees(part.length, position, key);
+    const bool sees = query >= 0 && key < part.length && rule.sees(part.length, position, key);
     if (sees && p.slopes != nullptr) x -= p.slopes[q_head] * fabsf(static_cast<float>(position - key));
     if (sees && p.mask.data != nullptr) {
       const std::int64_t from =

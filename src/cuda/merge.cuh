@@ -90,10 +90,7 @@ __device__ __forceinline__ void rotate_back(float (&x)[kMergeColumns<D>], float*
 #pragma unroll
     for (int h = 1; h < 32; h *= 2) {
 #pragma unroll
-      for (int k = 0; k < kMergeColumns<D>; ++k) {
-        const float other = __shfl_xor_sync(~0u, x[k], h);
-        x[k] = (lane & h) != 0 ? other - x[k] : other + x[k];
-      }
+      for (int k = 0; k < kMergeColumns<D>; ++k) x[k] = butterfly(x[k], h);
     }
 #pragma unroll
     for (int k = 0; k < kMergeColumns<D>; ++k) {
@@ -110,14 +107,20 @@ __device__ __forceinline__ void rotate_back(float (&x)[kMergeColumns<D>], float*
 #pragma unroll
     for (int k = 0; k < kMergeColumns<D>; ++k) {
       const int mine = warp + k * kMergeWarps;
-      float sum = 0.0f;
+      float y[kRows];
       std::uint32_t word = 0;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        sum += (__popc(i & mine) & 1) != 0 ? -column[i] : column[i];
+        y[i] = column[i];
         if (i == mine) word = static_cast<std::uint32_t>(signs.word[(i / 2) & 7] >> (32 * (i % 2)));
       }
-      x[k] = codec::detail::with_sign(sum * kScale, (word >> lane & 1u) != 0);
+#pragma unroll
+      for (int i = 1; i < kRows; i *= 2) {  // only the one of the butterflies' outputs that is wanted
+        const float sign = (mine & i) != 0 ? -1.0f : 1.0f;
+#pragma unroll
+        for (int j = 0; j < kRows; j += 2 * i) y[j] = fmaf(y[j + i], sign, y[j]);
+      }
+      x[k] = __uint_as_float(__float_as_uint(y[0] * kScale) ^ (word << (31 - lane) & 0x80000000u));
     }
   }
 }
@@ -136,20 +139,20 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   const int rank = 0, ranks = 1;
 #endif
   const int all = static_cast<int>(blockIdx.x) / ranks;
-  const int r = all % p.rows;
-  const int segment = all / p.rows;  // (entry, kv head, row block)
+  const int r = all & (p.rows - 1);
+  const int segment = all >> p.row_bits;  // (entry, kv head, row block)
   const int row_block = segment % p.row_blocks;
   const int kv_head = segment / p.row_blocks % p.cache.kv_heads;
   const BatchEntry e = batch_entry(p, segment / p.row_blocks / p.cache.kv_heads);
   const int row = row_block * p.rows + r;
-  const int query = row / p.group, q_head = kv_head * p.group + row % p.group;
-  const bool first = blockIdx.x == 0 && threadIdx.x == 0;
-  if (query >= e.q_len && !first) return;                   // the whole cluster, but for one thread
-  if (query < e.q_len && ranks > 1) ptx::cluster_arrive();  // this block is there
+  const int query = query_of_row(p, row), q_head = kv_head * p.group + row - query * p.group;
+  const bool is_used = query < e.q_len;
+  if (!is_used && blockIdx.x != 0) return;          // the whole cluster, but for the first block of all
+  if (is_used && ranks > 1) ptx::cluster_arrive();  // this block is there
   ptx::wait_prerequisites();
   ptx::launch_dependents();
-  if (first) close_claims(p);
-  if (query >= e.q_len) return;
+  if (blockIdx.x == 0 && threadIdx.x == 0) close_claims(p);
+  if (!is_used) return;
   const int4 found = reinterpret_cast<const int4*>(p.segments)[segment];
   const float sink_logit = p.sink_logits != nullptr ? p.sink_logits[q_head] : -__builtin_huge_valf();
   const int exact = found.y - found.x + 1, count = exact + found.w - found.z + 1;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 
 #include "cuda/runtime.hpp"
 #include "cuda/schedule.hpp"
@@ -76,6 +77,7 @@ Status Plan::choose_kernel(const core::DevicePlanConfig& config) {
   attend_ = *best;
   merge_ = kernels->merge;
   params_.rows = 4 * attend_.column_tiles;
+  params_.row_bits = std::countr_zero(static_cast<unsigned>(params_.rows));
   params_.row_blocks = (most_rows + params_.rows - 1) / params_.rows;
   return {};
 }
@@ -185,6 +187,7 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   p.batch = static_cast<int>(config.indices.size());
   p.q_heads = o.q_heads;
   p.group = o.q_heads / config.kv_heads;
+  p.group_inverse = 1.0f / static_cast<float>(p.group);
   p.head_dim = config.head_dim;
   p.scale = static_cast<float>(o.scale);
   p.softcap = static_cast<float>(o.softcap);
@@ -211,7 +214,7 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   if (aligned_shares > 0 && units_ / aligned_shares <= units_ / p.shares + kRowWorth) p.shares = aligned_shares;
 
   const std::int64_t partials = std::int64_t{p.most_rounds} * p.shares + segments * core::kDomains;
-  if (partials > (1 << 30) || segments * p.rows > (1 << 30)) {
+  if (partials > (1 << 30) || segments * p.rows > (1 << 30) || p.row_blocks * p.rows > kMostRows) {
     return {Code::invalid_argument,
             fmt::format("{} sequences of {} kv heads with {} rows each are more than one plan takes: plan smaller "
                         "batches",

@@ -101,6 +101,11 @@ __device__ __forceinline__ void barrier(int which) {
   asm volatile("bar.sync %0, %1;" ::"r"(which), "n"(kThreads) : "memory");
 }
 
+// 9.7.9.16 prefetch: a line to the L2 cache.
+__device__ __forceinline__ void prefetch(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // 9.7.9.25.3 cp.async: 16 bytes from global to shared memory, past L1; offsets in bytes, in the instruction.
 template <int kTo, int kFrom>
 __device__ __forceinline__ void copy16(std::uint32_t to, const void* from) {

@@ -12,6 +12,11 @@ inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
 inline constexpr float kLowest = -1e30f;  // a running maximum's start: differences with it stay numbers
 
+// Row / group, exact below kMostRows.
+__device__ __forceinline__ int query_of_row(const AttendParams& p, int row) {
+  return static_cast<int>((static_cast<float>(row) + 0.5f) * p.group_inverse);
+}
+
 template <int D>
 __device__ __forceinline__ void flip_signs(float (&x)[D / 32]) {
   constexpr codec::SignTable signs = codec::sign_table();
@@ -19,8 +24,14 @@ __device__ __forceinline__ void flip_signs(float (&x)[D / 32]) {
 #pragma unroll
   for (int i = 0; i < D / 32; ++i) {
     const std::uint32_t word = static_cast<std::uint32_t>(signs.word[(i / 2) & 7] >> (32 * (i % 2)));
-    x[i] = codec::detail::with_sign(x[i], (word >> lane & 1u) != 0);
+    x[i] = __uint_as_float(__float_as_uint(x[i]) ^ (word << (31 - lane) & 0x80000000u));
   }
+}
+
+// A butterfly between lanes h apart: the sum for one, the difference for the other.
+__device__ __forceinline__ float butterfly(float x, int h) {
+  const float sign = (threadIdx.x & static_cast<unsigned>(h)) != 0 ? -1.0f : 1.0f;
+  return fmaf(x, sign, __shfl_xor_sync(~0u, x, h));
 }
 
 // 1 / sqrt(D)
@@ -43,10 +54,7 @@ __device__ __forceinline__ void hadamard(float (&x)[D / 32], float* scratch, boo
 #pragma unroll
   for (int h = 1; h < shape.sylvester && h < 32; h *= 2) {
 #pragma unroll
-    for (int i = 0; i < D / 32; ++i) {
-      const float other = __shfl_xor_sync(~0u, x[i], h);
-      x[i] = (lane & h) != 0 ? other - x[i] : other + x[i];
-    }
+    for (int i = 0; i < D / 32; ++i) x[i] = butterfly(x[i], h);
   }
 #pragma unroll
   for (int h = 32; h < shape.sylvester; h *= 2) {

@@ -47,19 +47,33 @@ struct PageRuns {
   }
 };
 
+// Pages that some query of a sequence may see: [0, sinks) and [recent, end). Those before `exact_sinks` and from `tail` on
+// are exact.
+struct VisiblePages {
+  int sinks, recent, end;
+  int exact_sinks, tail;
+};
+
+KVANT_HD KVANT_NOT_INLINED inline void apply_window(const AttendParams& p, int length, int q_len, VisiblePages& v) {
+  const base::Visibility rule{p.causal, p.window, p.window_sinks};
+  v.recent = static_cast<int>(rule.recent_range(length, length - q_len).begin) / kPageTokens;
+  const int sinks_end = pages_of(static_cast<int>(rule.sink_range(length - 1).end));
+  v.sinks = sinks_end < v.recent ? sinks_end : v.recent;
+}
+
+KVANT_HD inline VisiblePages visible_pages(const AttendParams& p, int length, int q_len) {
+  VisiblePages v{0, 0, pages_of(length), p.cache.sink_pages, 0x7FFFFFFF};
+  if (p.window > 0) apply_window(p, length, q_len, v);
+  if (p.cache.tail_pages > 0) {
+    v.tail = length / kPageTokens - p.cache.tail_pages;
+    if (v.tail < v.exact_sinks) v.tail = v.exact_sinks;
+  }
+  return v;
+}
+
 // Encoded runs include tail pages: a page there is read encoded when its exact copy is gone. Whoever walks them looks at
 // the page table and leaves out what the other domain reads.
-KVANT_HD KVANT_NOT_INLINED inline PageRuns page_runs(const AttendParams& p, int length, int q_len, bool exact) {
-  int recent = 0, end = pages_of(length), sinks = 0;
-  if (p.window > 0) {
-    const base::Visibility rule{p.causal, p.window, p.window_sinks};
-    recent = static_cast<int>(rule.recent_range(length, length - q_len).begin) / kPageTokens;
-    const int sinks_end = pages_of(static_cast<int>(rule.sink_range(length - 1).end));
-    sinks = sinks_end < recent ? sinks_end : recent;
-  }
-  const int exact_sinks = p.cache.sink_pages;
-  int tail = length / kPageTokens - p.cache.tail_pages;
-  if (tail < exact_sinks) tail = exact_sinks;
+KVANT_HD inline PageRuns page_runs(const VisiblePages& v, bool exact) {
   const auto run = [](int from, int to, int low, int high, int& begin, int& count) {
     begin = from > low ? from : low;
     const int last = to < high ? to : high;
@@ -67,17 +81,10 @@ KVANT_HD KVANT_NOT_INLINED inline PageRuns page_runs(const AttendParams& p, int 
   };
   constexpr int kEnd = 0x7FFFFFFF;
   PageRuns r;
-  if (exact) {
-    const bool has_tail = p.cache.tail_pages > 0;
-    run(0, sinks, 0, exact_sinks, r.begin[0], r.count[0]);
-    run(recent, end, 0, exact_sinks, r.begin[1], r.count[1]);
-    run(0, sinks, has_tail ? tail : kEnd, kEnd, r.begin[2], r.count[2]);
-    run(recent, end, has_tail ? tail : kEnd, kEnd, r.begin[3], r.count[3]);
-  } else {
-    run(0, sinks, exact_sinks, kEnd, r.begin[0], r.count[0]);
-    run(recent, end, exact_sinks, kEnd, r.begin[1], r.count[1]);
-    r.begin[2] = r.begin[3] = r.count[2] = r.count[3] = 0;
-  }
+  run(0, v.sinks, exact ? 0 : v.exact_sinks, exact ? v.exact_sinks : kEnd, r.begin[0], r.count[0]);
+  run(v.recent, v.end, exact ? 0 : v.exact_sinks, exact ? v.exact_sinks : kEnd, r.begin[1], r.count[1]);
+  run(0, exact ? v.sinks : 0, v.tail, kEnd, r.begin[2], r.count[2]);
+  run(v.recent, exact ? v.end : 0, v.tail, kEnd, r.begin[3], r.count[3]);
   return r;
 }
 
@@ -101,8 +108,8 @@ struct Line {
 };
 
 KVANT_HD inline Line make_line(const AttendParams& p, int total) {
-  const int most = total > 0 ? quotient(total - 1, p.least_units) + 1 : 1;
-  Line line{total, most < p.shares ? most : p.shares, 1};
+  Line line{total, p.shares, 1};
+  if (total <= p.least_units * (p.shares - 1)) line.shares = total > 0 ? quotient(total - 1, p.least_units) + 1 : 1;
   if (p.most_rounds == 1) return line;
   const int each = quotient(total, line.shares);
   if (each < 4 * p.least_item) return line;
@@ -119,7 +126,7 @@ KVANT_HD inline bool reads_exact(const CacheView& c, int length, int page, core:
 // the pages that begin in it.
 KVANT_HD inline int pages_before(int offset, int lead, int cost) {
   if (offset <= lead) return offset > 0 ? 1 : 0;
-  return quotient(offset - lead + cost - 1, cost);
+  return cost == 1 ? offset - lead : quotient(offset - lead + cost - 1, cost);
 }
 
 struct SequenceCost {
@@ -129,9 +136,10 @@ struct SequenceCost {
 };
 
 KVANT_HD inline SequenceCost sequence_cost(const AttendParams& p, int length, int q_len) {
-  const int exact = page_runs(p, length, q_len, true).total(), encoded = page_runs(p, length, q_len, false).total();
+  const VisiblePages pages = visible_pages(p, length, q_len);
+  const int exact = page_runs(pages, true).total(), encoded = page_runs(pages, false).total();
   return {exact > 0 ? exact * p.exact_cost + p.part_cost : 0, encoded > 0 ? encoded + p.part_cost : 0,
-          quotient(q_len * p.group + p.rows - 1, p.rows)};
+          (q_len * p.group + p.rows - 1) >> p.row_bits};
 }
 
 }  // namespace kvant::cuda
