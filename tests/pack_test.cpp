@@ -143,7 +143,7 @@ std::vector<float> levels_for(Format f) {
   return levels;
 }
 
-// A whole page through store and load; bounds are loose (codec_test has the tight ones), dense formats are exact.
+// A whole page through store and load; bounds are loose (encode_test has the tight ones), dense formats are exact.
 TEST(Store, RowsOfEveryFormatComeBack) {
   for (const FormatInfo& info : formats()) {
     for (const int head_dim : supported_head_dims()) {
