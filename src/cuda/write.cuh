@@ -13,8 +13,9 @@
 
 namespace kvant::cuda {
 
-inline constexpr int kWriteCtas = 2, kStepCtas = 12;  // on a multiprocessor
-inline constexpr int kStepRows = 4;                   // of a block of the step kernel
+// Of CTAs on a multiprocessor; steps and dense formats wait for memory most of the time.
+inline constexpr int kWriteCtas = 2, kStepCtas = 12, kDenseCtas = 9;
+inline constexpr int kStepRows = 4;  // of a block of the step kernel
 
 // y = A x, both [D] of one vector in shared memory. Not bit-equal to the host's: sums in the order of j. A few elements at a
 // time, because its loads in flight would cost all other bases registers; so would a call.
@@ -238,7 +239,9 @@ __device__ __forceinline__ TouchedPage find_page(const WriteParams& params, std:
 
 // Of one format; where steps are short, of any (two launches would take longer).
 template <class Shape, bool kAnyFormat, Format kFormat>
-__global__ void __launch_bounds__(Shape::kBlockThreads, kAnyFormat ? kStepCtas : kWriteCtas)
+__global__ void __launch_bounds__(Shape::kBlockThreads, kAnyFormat                 ? kStepCtas
+                                                        : codec::is_dense(kFormat) ? kDenseCtas
+                                                                                   : kWriteCtas)
     write_kernel(const __grid_constant__ WriteParams params) {
   const CacheView& cache = params.cache;
   const std::int64_t jobs = std::int64_t{params.items} * cache.kv_heads;
