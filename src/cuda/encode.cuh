@@ -16,22 +16,47 @@
 
 namespace kvant::cuda {
 
-template <int kHeadDim, int kOfVector, int kOfBlock>
+// Threads of a vector; of a team, which does a page's rows, one head after the other; of a block, whose teams share tables.
+template <int kHeadDim, int kOfVector, int kOfTeam, int kOfBlock>
 struct VectorShape {
-  static constexpr int kD = kHeadDim, kThreads = kOfVector, kBlockThreads = kOfBlock;
+  static constexpr int kD = kHeadDim, kThreads = kOfVector, kTeamThreads = kOfTeam, kBlockThreads = kOfBlock;
   static constexpr int kElements = kD / kThreads;
   static constexpr int kSums = 32 / kThreads;
 };
-// Where many tokens come at once, as few threads as registers allow: 32 to 64 elements each, little goes between them. For steps
-// of a few tokens more threads, so that less code is run, and fetched, for each.
+// Where many tokens come at once, as few threads as registers allow: 32 to 64 elements each, little goes between them. For
+// steps of a few tokens more threads, so that less code is run, and fetched, for each.
 template <int kD>
 using WideShape = VectorShape<kD,
                               (kD <= 128   ? 2
                                : kD <= 256 ? 4
                                            : 8),
-                              128>;
+                              128, 256>;
 template <int kD>
-using StepShape = VectorShape<kD, 8, 32>;
+using DenseShape = VectorShape<kD, WideShape<kD>::kThreads, 128, 128>;
+template <int kD>
+using StepShape = VectorShape<kD, 8, 32, 32>;
+
+// --- teams -----------------------------------------------------------------------------------------------------------------
+
+template <class Shape>
+inline constexpr int kTeams = Shape::kBlockThreads / Shape::kTeamThreads;
+template <class Shape>
+__device__ __forceinline__ int team_of_block() {
+  return static_cast<int>(threadIdx.x / Shape::kTeamThreads);
+}
+// Which thread of a team this is, or which group of so many.
+template <class Shape>
+__device__ __forceinline__ int thread_of_team(int of = 1) {
+  return static_cast<int>(threadIdx.x % Shape::kTeamThreads / static_cast<unsigned>(of));
+}
+template <class Shape>
+__device__ __forceinline__ void team_barrier() {
+  if constexpr (kTeams<Shape> == 1) {
+    __syncthreads();
+  } else {
+    ptx::barrier<Shape::kTeamThreads>(1 + team_of_block<Shape>());
+  }
+}
 
 template <Format kFormat, int kD>
 constexpr int kScaleGroups = kFormat == Format::fp8 ? 1 : codec::tq_scale_groups(kFormat, kD);

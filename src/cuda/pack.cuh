@@ -1,5 +1,5 @@
 // Codes into the words of pages (codec/layout.hpp). A thread packs the codes of its elements into words of its own (Fields
-// says which where); the threads of a vector's words are then regrouped into words of a row, which keys are stored as; values
+// says which where); the threads of a vector exchange fields until each has words of the row, which keys are stored as; values
 // are transposed once more, eight tokens (four of 8 bits) to a word of a channel.
 #pragma once
 
@@ -17,13 +17,15 @@ struct Fields {
   static constexpr int kWords = (kElements + kOfWord - 1) / kOfWord;  // of a thread; the last may be filled in part
   static constexpr int kRowWords = kThreads * kElements / kOfWord;
   static constexpr std::uint32_t kField = kBits == 32 ? ~0u : (1u << kBits) - 1;
-  // Such that words of a row are made by shifts and masks.
+  // Such that words of a row are made by exchanging bits of the position for bits of the thread.
   static constexpr int element(int word, int position) {
     return word * kOfWord + position % kGroup * kRun + position / kGroup;
   }
-  static constexpr std::uint32_t mask() {  // of every kGroup-th field
+  // Of the word of a row, among kThreads, that a thread has after regroup().
+  static __device__ int place(int t) { return t % kGroup * (kThreads / kGroup) + t / kGroup; }
+  static constexpr std::uint32_t without(int bit) {  // fields whose position has not this bit
     std::uint32_t m = 0;
-    for (int i = 0; i < kRun; ++i) m |= kField << (kBits * kGroup * i);
+    for (int i = 0; i < kOfWord; ++i) m |= (i & bit) == 0 ? kField << (kBits * i) : 0u;
     return m;
   }
 };
@@ -48,22 +50,18 @@ __device__ __forceinline__ void pack_words(std::uint32_t* words, int first, int 
   }
 }
 
-// The i-th words of all threads of a vector, to words i * kThreads and on of its row.
-template <class F, int kThreads, int kBits>
-__device__ __forceinline__ void regroup(const std::uint32_t (&in)[kThreads], std::uint32_t (&out)[kThreads]) {
-  constexpr int kHalves = kThreads / F::kGroup;
+// The i-th words of all threads of a vector become words i * kThreads and on of its row, in the order of place().
+template <class F, int kBits>
+__device__ __forceinline__ void regroup(std::uint32_t* words, int t) {
 #pragma unroll
-  for (int o = 0; o < F::kGroup; ++o) {
+  for (int h = 1; h < F::kGroup; h *= 2) {
+    const bool upper = (t & h) != 0;
+    const std::uint32_t kept = upper ? ~F::without(h) : F::without(h);
+    const int shift = upper ? 32 - kBits * h : kBits * h;
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      std::uint32_t word = 0;
-#pragma unroll
-      for (int t = 0; t < F::kGroup; ++t) {
-        const std::uint32_t x = in[half * F::kGroup + t];
-        const std::uint32_t moved = t >= o ? x << (kBits * (t - o)) : x >> (kBits * (o - t));
-        word |= moved & (F::mask() << (kBits * t));
-      }
-      out[o * kHalves + half] = word;
+    for (int i = 0; i < F::kWords; ++i) {
+      const std::uint32_t other = exchange(words[i], h);
+      words[i] = (words[i] & kept) | (__funnelshift_l(other, other, shift) & ~kept);
     }
   }
 }
@@ -79,35 +77,25 @@ __device__ __forceinline__ void copy_words(std::uint32_t* to, const std::uint32_
   }
 }
 
-// The rows of a warp, whose threads' words lie in shared memory: [row] of `pitch` bytes, from `words` on; kKeys: to those
-// of the plane; otherwise in place.
-template <class Shape, int kBits, bool kKeys>
-__device__ __forceinline__ void regroup_rows(std::byte* words, int pitch, int count, std::byte* plane) {
-  constexpr int kThreads = Shape::kThreads;
-  using F = Fields<kThreads, Shape::kElements, kBits>;
-  constexpr int kVector = F::kRowWords % 4 == 0 && kThreads >= 4 ? 4 : F::kRowWords % 2 == 0 ? 2 : 1;
-  constexpr int kIn = kThreads >= 4 ? 4 : 2;
-  constexpr int kUnits = 32 / kThreads * F::kWords;
+// Rows of a warp's keys, whose words lie in shared memory, `pitch` bytes apart, to those of the plane.
+template <class Shape, int kBits>
+__device__ __forceinline__ void store_keys(const std::byte* words, int pitch, int count, std::byte* plane) {
+  using F = Fields<Shape::kThreads, Shape::kElements, kBits>;
+  constexpr int kVector = F::kRowWords % 4 == 0 ? 4 : F::kRowWords % 2 == 0 ? 2 : 1;
+  constexpr int kOfRow = F::kRowWords / kVector, kTurns = (32 / Shape::kThreads * kOfRow + 31) / 32;
   const int lane = static_cast<int>(threadIdx.x % 32);
+  alignas(16) std::uint32_t piece[kTurns][kVector];
 #pragma unroll
-  for (int first = 0; first < kUnits; first += 32) {
-    // Written so that what depends on the lane is found once.
-    constexpr bool kEven = 32 % F::kWords == 0;
-    const int row = kEven ? lane / F::kWords + first / F::kWords : (lane + first) / F::kWords;
-    const int group = kEven ? lane % F::kWords : (lane + first) % F::kWords;
-    if (row >= count) continue;
-    auto* at = reinterpret_cast<std::uint32_t*>(words + row * pitch) + group * kThreads;
-    alignas(16) std::uint32_t in[kThreads], out[kThreads];
-    copy_words<kThreads, kIn>(in, at);
-    regroup<F, kThreads, kBits>(in, out);
-    if constexpr (kKeys) {
-      auto* to = reinterpret_cast<std::uint32_t*>(plane) + row * F::kRowWords + group * kThreads;
+  for (int i = 0; i < kTurns; ++i) {
+    const int at = lane + 32 * i, row = base::min(at / kOfRow, count - 1);
+    copy_words<kVector, kVector>(piece[i],
+                                 reinterpret_cast<const std::uint32_t*>(words + row * pitch) + at % kOfRow * kVector);
+  }
 #pragma unroll
-      for (int j = 0; j < kThreads; j += kVector) {
-        if (group * kThreads + j < F::kRowWords) copy_words<kVector, kVector>(to + j, out + j);
-      }
-    } else {
-      copy_words<kThreads, kIn>(at, out);
+  for (int i = 0; i < kTurns; ++i) {
+    const int at = lane + 32 * i;
+    if (at < count * kOfRow) {
+      copy_words<kVector, kVector>(reinterpret_cast<std::uint32_t*>(plane) + at * kVector, piece[i]);
     }
   }
 }
@@ -138,17 +126,17 @@ __device__ __forceinline__ void join_tokens(std::uint32_t (&x)[8]) {
   for (int i = 0; i < 8; ++i) x[i] = out[i];
 }
 
-// Values of tokens [first, first + count) of a page, whose rows lie as regroup_rows leaves them (row 0 is token `first`), into
-// their plane. A thread to a word of a row, of all tokens that share words of the plane; other tokens keep their bits. kWhole:
-// there are none.
-template <class Shape, int kBits, bool kWhole>
+// Values of tokens [first, first + count) of a page, whose rows' words lie in shared memory (row 0 is token `first`), into
+// their plane, by kThreads threads. A thread to a word of a row, of all tokens that share words of the plane; other tokens keep
+// their bits. kWhole: there are none.
+template <class Shape, int kBits, bool kWhole, int kThreads>
 __device__ __forceinline__ void store_values(const std::byte* words, int pitch, int first, int count,
                                              std::byte* plane) {
   using F = Fields<Shape::kThreads, Shape::kElements, kBits>;
   constexpr int kTokens = kBits == 8 ? 4 : 8;
   const int from = first / kTokens, units = (first + count + kTokens - 1) / kTokens - from;
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < units * F::kRowWords; i += Shape::kBlockThreads) {
+  for (int i = static_cast<int>(threadIdx.x) % kThreads; i < units * F::kRowWords; i += kThreads) {
     const int unit = from + i / F::kRowWords, word = i % F::kRowWords, first_row = unit * kTokens - first;
     const std::byte* rows = words + first_row * pitch + word * 4;
     std::uint32_t x[kTokens], mask = kWhole ? ~0u : 0u;

@@ -20,7 +20,7 @@ __device__ __forceinline__ bool is_storable(float x, Dtype after) {
   return fabsf(x) <= (after == Dtype::bf16 ? 65536.0f : 65504.0f);
 }
 
-// What a CTA works on at a time, the same in all its threads.
+// What a team works on at a time, the same in all its threads.
 struct PageJob {
   const WriteParams* params;
   const WriteSide* side;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void store_dense(const PageJob& job, bool to_exact, i
   std::byte* block = to_exact ? job.exact : job.encoded;
   const Dtype rounding = job.params->rounding;
   bool finite = true;
-  for (int i = static_cast<int>(threadIdx.x); i < (last - first) * (kD / 2); i += Shape::kBlockThreads) {
+  for (int i = thread_of_team<Shape>(); i < (last - first) * (kD / 2); i += Shape::kTeamThreads) {
     const int token = first + i / (kD / 2), channel = i % (kD / 2) * 2;
     const bool given = job.given(token, kFromExact);
     const void* row = job.source<Shape::kD>(token, kFromExact);
@@ -98,8 +98,8 @@ __device__ __forceinline__ void store_dense(const PageJob& job, bool to_exact, i
 
 // --- rows to encode --------------------------------------------------------------------------------------------------------
 
-// Rows lie in shared memory in one dtype: the caches' rounding, or as they come in where there is none; in f32 where a center is
-// to be subtracted. 16 bytes between them: threads of neighbouring rows read other banks.
+// Rows lie in shared memory in one dtype: the caches' rounding, or as they come in where there is none; in f32 where a center
+// is to be subtracted. 16 bytes between them: threads of neighbouring rows read other banks.
 struct StagedRows {
   Dtype dtype;
   int pitch;       // bytes
@@ -113,15 +113,30 @@ inline int __host__ __device__ staged_pitch(int head_dim, Dtype dtype) {
   return head_dim * (dtype == Dtype::f32 ? 4 : 2) + 16;
 }
 
-// Rows [begin, end) of those staged from `from` on, in the background.
+// Of rows [begin, end), those that this warp encodes, row `from` being row 0, in the background.
 template <class Shape, int kBytes>
 __device__ __forceinline__ void copy_rows(const std::byte* from, std::int64_t row_bytes, int begin, int end,
                                           std::byte* rows) {
-  constexpr int kPieces = Shape::kD * kBytes / 16, kPitch = Shape::kD * kBytes + 16;
-#pragma unroll 4
-  for (int i = begin * kPieces + static_cast<int>(threadIdx.x); i < end * kPieces; i += Shape::kBlockThreads) {
-    const int row = i / kPieces, at = i % kPieces * 16;
-    ptx::copy16<0, 0>(ptx::shared_address(rows + row * kPitch + at), from + row * row_bytes + at);
+  constexpr int kRowBytes = Shape::kD * kBytes, kPitch = kRowBytes + 16, kOfWarp = 32 / Shape::kThreads;
+  constexpr int kOfRow = base::min(kRowBytes / 16, 32), kAtOnce = 32 / kOfRow;
+  const int lane = static_cast<int>(threadIdx.x % 32), at = static_cast<int>(threadIdx.x % 32 % kOfRow) * 16;
+  if (lane >= kOfRow * kAtOnce) return;
+#pragma unroll 1
+  for (int base = thread_of_team<Shape>(32) * kOfWarp; base < end; base += Shape::kTeamThreads / Shape::kThreads) {
+    const int first = base + static_cast<int>(threadIdx.x % 32 / kOfRow), left = end - first;
+    const std::byte* piece = from + first * row_bytes + at;
+    std::uint32_t to = ptx::shared_address(rows) + static_cast<std::uint32_t>(first * kPitch + at);
+    asm("" : "+r"(to));  // or it is found anew for every piece
+#pragma unroll
+    for (int i = 0; i < kOfWarp; i += kAtOnce) {
+      if (i < left && (begin == 0 || first + i >= begin)) {
+#pragma unroll
+        for (int more = 0; more < kRowBytes; more += kOfRow * 16) {
+          if (at + more < kRowBytes) ptx::copy16<0, 0>(to + i * kPitch + more, piece + more);
+        }
+      }
+      piece += kAtOnce * row_bytes;
+    }
   }
 }
 
@@ -137,29 +152,35 @@ __device__ __forceinline__ StagedRows staged_rows(const PageJob& job) {
           side.dtype == dtype && places % 16 == 0 && side.basis != BasisKind::calibrated};
 }
 
-// All threads of the block. Rows are there after the next ptx::copy_wait<0> and barrier.
+// Unchecked ones, by each warp those that it encodes: there after its next ptx::copy_wait<0> and __syncwarp.
 template <class Shape>
-__device__ __forceinline__ void stage_rows(const PageJob& job, const StagedRows& staged, bool from_exact, int first,
-                                           int count, std::byte* rows) {
+__device__ __forceinline__ void copy_rows(const PageJob& job, const StagedRows& staged, bool from_exact, int first,
+                                          int count, std::byte* rows) {
+  const std::int64_t stride = job.side->token_stride;
+  const auto* given = static_cast<const std::byte*>(job.input(first));
+  const int kept = from_exact ? base::clamp(job.begin - first, 0, count) : 0;
+  if (staged.dtype == Dtype::f32) {
+    copy_rows<Shape, 4>(given, stride * 4, 0, count, rows);  // there are no exact pages
+  } else if (kept == 0) {
+    copy_rows<Shape, 2>(given, stride * 2, 0, count, rows);
+  } else {
+    copy_rows<Shape, 2>(given, stride * 2, kept, count, rows);
+    copy_rows<Shape, 2>(job.exact_row<Shape::kD>(first), Shape::kD * 2, 0, kept, rows);
+  }
+  ptx::copy_commit();
+}
+
+// Others, by all threads of the team: there after its next barrier.
+template <class Shape>
+__device__ __forceinline__ void convert_rows(const PageJob& job, const StagedRows& staged, bool from_exact, int first,
+                                             int count, std::byte* rows) {
   const WriteSide& side = *job.side;
   const Dtype rounding = job.params->rounding, dtype = staged.dtype;
-  if (staged.unchecked) {
-    const int kept = from_exact ? base::clamp(job.begin - first, 0, count) : 0;
-    const auto* given = static_cast<const std::byte*>(job.input(first));
-    if (dtype == Dtype::f32) {
-      copy_rows<Shape, 4>(given, side.token_stride * 4, 0, count, rows);  // there are no exact pages
-    } else {
-      copy_rows<Shape, 2>(given, side.token_stride * 2, kept, count, rows);
-      if (kept > 0) copy_rows<Shape, 2>(job.exact_row<Shape::kD>(first), Shape::kD * 2, 0, kept, rows);
-    }
-    ptx::copy_commit();
-    return;
-  }
   const float* center =
       side.basis == BasisKind::calibrated ? side.center + static_cast<std::size_t>(job.head) * Shape::kD : nullptr;
   bool finite = true;
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < count * Shape::kD; i += Shape::kBlockThreads) {
+  for (int i = thread_of_team<Shape>(); i < count * Shape::kD; i += Shape::kTeamThreads) {
     const int row = i / Shape::kD, channel = i % Shape::kD;
     const bool given = job.given(first + row, from_exact);
     float x = load_element(job.source<Shape::kD>(first + row, from_exact), given ? side.dtype : rounding, channel);
@@ -172,7 +193,7 @@ __device__ __forceinline__ void stage_rows(const PageJob& job, const StagedRows&
   if (!finite) *job.params->non_finite = 1;
 }
 
-// The check of one row that stage_rows left out, by the threads of its vector: false if it cannot be stored.
+// The check of one row that copy_rows left out, by the threads of its vector: false if it cannot be stored.
 template <class Shape>
 __device__ __forceinline__ bool check_row(const PageJob& job, const std::byte* row, Dtype dtype, bool given, int t) {
   bool finite = true, storable = true;

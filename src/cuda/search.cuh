@@ -1,8 +1,8 @@
 // Codes and scales of a vector in its basis (codec/tq.hpp, codec/vector.hpp), by the threads that share it.
 //
-// tq3 to tq6: one look-up a value of eight costs, which are 16 bits each and added two in a register; then the exact try. tq3 to
-// tq5 look levels up as well. Tables lie in shared memory, either once or with every entry so often that the threads of a
-// warp never meet in a bank: filling costs as much as encoding some ten rows.
+// tq3 to tq6: one look-up a value of eight costs, which are 16 bits each and added two in a register; then the exact try. tq3
+// to tq5 look levels up as well. Tables lie in shared memory, once for steps of a few tokens, else with every entry so often
+// that the threads of a warp never meet in a bank.
 #pragma once
 
 #include "cuda/pack.cuh"
@@ -52,72 +52,82 @@ __device__ const auto kLevels = LevelTable<kFormat>::make();
 template <Format kFormat>
 __device__ const auto kCosts = codec::cost_table<kFormat>;
 
-// What lies where: costs, levels, spreads, and LevelTable::kTopBit.
-template <Format kFormat>
+// What lies where: costs, levels, spreads, and LevelTable::kTopBit. kCopies: every entry so often that a warp's threads never
+// meet in a bank.
+template <Format kFormat, bool kCopies>
 struct Tables {
   static constexpr codec::TqSpec kSpec = codec::tq_spec(kFormat);  // fp8: all 0
   static constexpr int kCells = kSpec.cells;
   static constexpr int kEntries = LevelTable<kFormat>::kEntries;
-  static constexpr int kCostCopies = 8, kLevelCopies = 32;
-  static constexpr int bytes(bool copies) {
-    return kCells * 16 * (copies ? kCostCopies : 1) + (kEntries * 4 * (copies ? kLevelCopies : 1) + 15) / 16 * 16 +
-           (codec::is_tq(kFormat) ? 48 : 0);
-  }
+  static constexpr int kCostStride = kCopies ? 128 : 16, kLevelStride = kCopies ? 128 : 4;
+  static constexpr int kLevelsAt = kCells * kCostStride;
+  static constexpr int kSpreadsAt = kLevelsAt + (kEntries * kLevelStride + 15) / 16 * 16;
+  static constexpr int kBytes = kSpreadsAt + (codec::is_tq(kFormat) ? 48 : 0);
 
   // Offsets of shared memory that this thread looks up at, less what kMagicBits adds.
-  std::uint32_t costs, cost_stride, levels, level_stride, spreads;
+  std::uint32_t costs, levels, spreads;
 
-  __device__ __forceinline__ Tables(std::uint32_t base, bool copies)
-      : cost_stride(copies ? 16 * kCostCopies : 16), level_stride(copies ? 4 * kLevelCopies : 4) {
-    const std::uint32_t lane = copies ? threadIdx.x % 32 : 0;
-    costs = base + lane % kCostCopies * 16 - kMagicBits * cost_stride;
-    levels = base + kCells * cost_stride + lane * 4 - kMagicBits * level_stride;
-    spreads = base + static_cast<std::uint32_t>(bytes(copies)) - 48;
+  __device__ __forceinline__ explicit Tables(std::uint32_t base) {
+    const std::uint32_t lane = kCopies ? threadIdx.x % 32 : 0;
+    costs = base + lane % 8 * 16 - kMagicBits * kCostStride;
+    levels = base + kLevelsAt + lane * 4 - kMagicBits * kLevelStride;
+    spreads = base + kSpreadsAt;
     // Hides where these came from: the compiler would take kMagicBits off every index instead.
     asm("" : "+r"(costs));
     asm("" : "+r"(levels));
   }
 
   template <int kThreads>
-  static __device__ __forceinline__ void fill(std::byte* shared, bool copies) {
+  static __device__ __forceinline__ void fill(std::byte* shared) {
+    auto* to = reinterpret_cast<uint4*>(shared);
+    // All copies of what a thread loaded, neighbours in other banks.
+    const auto write_copies = [&](int i, uint4 x) {
+#pragma unroll
+      for (int copy = 0; copy < 8; ++copy) to[i * 8 + (copy + i) % 8] = x;
+    };
     if constexpr (kCells > 0) {
-      auto* to = reinterpret_cast<uint4*>(shared);
-      const auto* from = reinterpret_cast<const uint4*>(kCosts<kFormat>.cost);
-      const int each = copies ? kCostCopies : 1;
 #pragma unroll 4
-      for (int i = static_cast<int>(threadIdx.x); i < kCells * each; i += kThreads) {
-        to[i] = from[copies ? i / kCostCopies : i];
+      for (int i = static_cast<int>(threadIdx.x); i < kCells; i += kThreads) {
+        const uint4 x = reinterpret_cast<const uint4*>(kCosts<kFormat>.cost)[i];
+        if constexpr (kCopies) {
+          write_copies(i, x);
+        } else {
+          to[i] = x;
+        }
       }
-      shared += kCells * 16 * each;
     }
     if constexpr (kEntries > 0) {
-      auto* to = reinterpret_cast<std::uint32_t*>(shared);
-      const int each = copies ? kLevelCopies : 1;
 #pragma unroll 4
-      for (int i = static_cast<int>(threadIdx.x); i < kEntries * each; i += kThreads) {
-        to[i] = kLevels<kFormat>.entry[copies ? i / kLevelCopies : i];
+      for (int i = static_cast<int>(threadIdx.x); i < kEntries; i += kThreads) {
+        const std::uint32_t x = kLevels<kFormat>.entry[i];
+        if constexpr (kCopies) {
+          write_copies(kCells + i, make_uint4(x, x, x, x));
+        } else {
+          reinterpret_cast<std::uint32_t*>(shared + kLevelsAt)[i] = x;
+        }
       }
-      shared += (kEntries * 4 * each + 15) / 16 * 16;
     }
     constexpr codec::TqSpec kLocal = codec::tq_spec(kFormat);
+    auto* spreads = reinterpret_cast<float*>(shared + kSpreadsAt);
 #pragma unroll
     for (int k = 0; k < kLocal.candidates; ++k) {
-      if (threadIdx.x == 0) reinterpret_cast<float*>(shared)[k] = kLocal.spread[k];
+      if (threadIdx.x == 0) spreads[k] = kLocal.spread[k];
     }
-    if (codec::is_tq(kFormat) && threadIdx.x == 0)
-      reinterpret_cast<std::uint32_t*>(shared)[8] = LevelTable<kFormat>::kTopBit;
+    if (codec::is_tq(kFormat) && threadIdx.x == 0) {
+      reinterpret_cast<std::uint32_t*>(spreads)[8] = LevelTable<kFormat>::kTopBit;
+    }
   }
 
   __device__ __forceinline__ uint4 cost(float cell) const {  // 2^23 + the cell
     uint4 x;
     asm("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"  // PTX ISA, "ld"
         : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-        : "r"(__float_as_uint(cell) * cost_stride + costs));
+        : "r"(__float_as_uint(cell) * kCostStride + costs));
     return x;
   }
   __device__ __forceinline__ std::uint32_t level(float n) const {
     std::uint32_t x;
-    asm("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(__float_as_uint(n) * level_stride + levels));
+    asm("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(__float_as_uint(n) * kLevelStride + levels));
     return x;
   }
   __device__ __forceinline__ float spread(int k) const {
@@ -130,10 +140,10 @@ struct Tables {
 // --- tries -----------------------------------------------------------------------------------------------------------------
 
 // codec::detail::judge.
-template <Format kFormat, int kThreads, int kElements>
-__device__ __forceinline__ int judge(const float* y, int t, float anchor, const Tables<kFormat>& tables) {
+template <Format kFormat, int kThreads, int kElements, class Tables>
+__device__ __forceinline__ int judge(const float* y, int t, float anchor, const Tables& tables) {
   static_assert(kElements * codec::kMostCost <= 0xFFFF);
-  const float per_cell = __fdiv_rn(static_cast<float>(Tables<kFormat>::kCells - 1), anchor);
+  const float per_cell = __fdiv_rn(static_cast<float>(Tables::kCells - 1), anchor);
   const auto cost_of = [&](float x) { return tables.cost(__fadd_rn(__fmul_rn(fabsf(x), per_cell), 0x1p23f)); };
   uint4 sums = make_uint4(0, 0, 0, 0);
 #pragma unroll
@@ -214,16 +224,16 @@ __device__ __forceinline__ Fit try_step(const float* y, float r, std::uint32_t* 
 }
 
 // tq2 and tq8: every spread, and once more at the step that came out.
-template <Format kFormat, int kThreads, int kElements>
-__device__ __forceinline__ Fit search(const float* y, float anchor, const Tables<kFormat>& tables) {
+template <Format kFormat, int kThreads, int kElements, class Tables>
+__device__ __forceinline__ Fit search(const float* y, float anchor, const Tables& tables) {
   Fit best;
   const auto take = [&](float r) {
     const Fit fit = try_step<kFormat, kThreads, kElements, false>(y, r, nullptr);
     if (fit.score > best.score) best = fit;
   };
 #pragma unroll 1
-  for (int k = 0; k <= Tables<kFormat>::kSpec.candidates; ++k) {
-    const bool again = k == Tables<kFormat>::kSpec.candidates;
+  for (int k = 0; k <= Tables::kSpec.candidates; ++k) {
+    const bool again = k == Tables::kSpec.candidates;
     const Fit before = best;
     take(again ? __frcp_rn(best.g) : __frcp_rn(__fmul_rn(anchor, tables.spread(k))));
     if (again && !(before.score > 0.0f)) best = before;
@@ -245,8 +255,8 @@ struct Planes {
 };
 
 // tq3 to tq5: the spread judged best, its try, and the codes in words.
-template <Format kFormat, class Shape>
-__device__ __forceinline__ Fit encode_levels(const float* y, int t, float anchor, const Tables<kFormat>& tables,
+template <Format kFormat, class Shape, class Tables>
+__device__ __forceinline__ Fit encode_levels(const float* y, int t, float anchor, const Tables& tables,
                                              std::uint32_t* low, std::uint32_t* high) {
   using P = Planes<kFormat, Shape>;
   using Levels = LevelTable<kFormat>;
@@ -295,11 +305,10 @@ __device__ __forceinline__ Fit encode_levels(const float* y, int t, float anchor
   return make_fit(0.5f * fold<kThreads>(sums), static_cast<float>(q), r);
 }
 
-// Codes in words, and all the vector's scales. `largest`: magnitude of this thread's elements, as bits, or NaN for a vector that
-// cannot be stored.
-template <Format kFormat, class Shape>
-__device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int t, float largest,
-                                              const Tables<kFormat>& tables,
+// Codes in words, and all the vector's scales. `largest`: magnitude of this thread's elements, as bits, or NaN for a vector
+// that cannot be stored.
+template <Format kFormat, class Shape, class Tables>
+__device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int t, float largest, const Tables& tables,
                                               std::uint32_t (&words)[Planes<kFormat, Shape>::kWords],
                                               std::uint16_t (&scales)[kScaleGroups<kFormat, Shape::kD>]) {
   using P = Planes<kFormat, Shape>;

@@ -1,18 +1,21 @@
 // The kernel that stores rows (cuda/write.hpp says what its grid is), for one head_dim.
 //
-// A CTA copies the rows of a page into shared memory (those of the next head while it works on one), encodes them, a vector
-// to a few threads, and leaves the codes in place of the rows; keys go from there to the page by warps, values by the whole
-// block, since a word of theirs has tokens of several warps. No two CTAs change one word; octets that a step covers in part keep their other tokens' bits.
+// A warp copies rows of a page into shared memory (those of the next head while it works on one), encodes them, a vector to a
+// few threads, and leaves the codes in place of the rows. Keys go from there to the page, and values whose tokens come in whole
+// octets: a word has eight tokens of a channel. So warps do not wait for each other. Where octets are in part of other warps,
+// or of other steps, whose bits stay, a team of warps stores them together. No two teams change one word.
 #pragma once
+
+#include <bit>
 
 #include "cuda/rows.cuh"
 #include "cuda/search.cuh"
 
 namespace kvant::cuda {
 
-inline constexpr int kWriteCtas = 3;       // on a multiprocessor
-inline constexpr int kRowsForCopies = 16;  // that pay for filling tables with copies
-inline constexpr int kStepRows = 4;        // of a block of the step kernel
+// Of CTAs on a multiprocessor; steps and dense formats wait for memory most of the time.
+inline constexpr int kWriteCtas = 2, kStepCtas = 12, kDenseCtas = 9;
+inline constexpr int kStepRows = 4;  // of a block of the step kernel
 
 // y = A x, both [D] of one vector in shared memory. Not bit-equal to the host's: sums in the order of j. A few elements at a
 // time, because its loads in flight would cost all other bases registers; so would a call.
@@ -37,54 +40,66 @@ __device__ __forceinline__ void multiply_row(const float* x, float* y, int t, co
   __syncwarp();
 }
 
-enum class Filled { no, once, copies };  // tables in shared memory
-
-// Tokens [first, last) of the page, for `heads` heads from that of `job` on.
-template <class Shape, Format kFormat>
-__device__ __forceinline__ Filled encode_heads(PageJob job, int heads, bool from_exact, int first, int last,
-                                               Filled filled) {
+// Tokens [first, last) of the page, for `heads` heads from that of `job` on, by a team.
+template <class Shape, Format kFormat, bool kAnyFormat>
+__device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_exact, int first, int last) {
   using P = Planes<kFormat, Shape>;
-  constexpr int kThreads = Shape::kThreads, kOfWarp = 32 / kThreads;
+  using T = Tables<kFormat, !kAnyFormat>;
+  constexpr int kThreads = Shape::kThreads, kOfWarp = 32 / kThreads, kAtOnce = Shape::kTeamThreads / kThreads;
   extern __shared__ __align__(16) std::byte shared[];
   const WriteParams& params = *job.params;
   const codec::SideLayout& layout = job.layout(false);
-  const Filled wanted = params.copies && last - first >= kRowsForCopies ? Filled::copies : Filled::once;
-  std::byte* rows = shared + Tables<kFormat>::bytes(params.copies);
   const StagedRows staged = staged_rows<Shape>(job);
-  __syncthreads();  // whoever still reads what lies in shared memory
-  stage_rows<Shape>(job, staged, from_exact, first, min(params.rows, last - first), rows);
-  if (filled < wanted) {
-    Tables<kFormat>::template fill<Shape::kBlockThreads>(shared, wanted == Filled::copies);
-    filled = wanted;
+  const int pitch = staged.pitch;
+  int other = params.rows * pitch;  // bytes from `rows` to the other buffer
+  std::byte* rows = shared + T::kBytes + 2 * other * team_of_block<Shape>();
+  __syncwarp();  // the warp may still read from what it did before
+  if (staged.unchecked) copy_rows<Shape>(job, staged, from_exact, first, min(params.rows, last - first), rows);
+  if constexpr (kAnyFormat) {
+    T::template fill<Shape::kBlockThreads>(shared);
+    __syncthreads();
   }
-  const Tables<kFormat> tables(ptx::shared_address(shared), filled == Filled::copies);
-  int other = params.rows * staged.pitch;  // bytes from `rows` to the other buffer
-  const int t = static_cast<int>(threadIdx.x) % kThreads, vector = static_cast<int>(threadIdx.x) / kThreads;
-  const int first_of_warp = vector / kOfWarp * kOfWarp;
+  const T tables(ptx::shared_address(shared));
+  const int vector = thread_of_team<Shape>(kThreads), t = static_cast<int>(threadIdx.x % kThreads);
+  const int first_of_warp = thread_of_team<Shape>(32) * kOfWarp;
   const bool rotates = job.side->basis == BasisKind::hadamard;
   // Below this in its basis, a row has nothing in it that could not be stored: the largest of D orthonormal coordinates is
   // at least the largest given one / sqrt(D).
   const float in_doubt = rotates ? 65000.0f * params.rotation_scale : 65000.0f;
   constexpr int kHighAt = P::Low::kWords * kThreads * 4;  // bytes from a row's begin
-  bool ahead = true;
+  constexpr bool kOctets = kOfWarp % 8 == 0;
 
   for (int chunk = first; heads > 0;) {
     const int count = min(params.rows, last - chunk);
-    if (!ahead) stage_rows<Shape>(job, staged, from_exact, chunk, count, rows);
-    ptx::copy_wait<0>();
-    __syncthreads();
-    ahead = staged.unchecked && count == last - first && heads > 1;
-    if (ahead) {
-      PageJob next = job;
-      next.to_next_head();
-      stage_rows<Shape>(next, staged, from_exact, chunk, count, rows + other);
+    if (staged.unchecked) {
+      ptx::copy_wait<0>();
+      __syncwarp();
+      const int next_chunk = chunk + count;
+      if (next_chunk < last) {
+        copy_rows<Shape>(job, staged, from_exact, next_chunk, min(params.rows, last - next_chunk), rows + other);
+      } else if (heads > 1) {
+        PageJob next = job;
+        next.to_next_head();
+        copy_rows<Shape>(next, staged, from_exact, first, min(params.rows, last - first), rows + other);
+      }
+    } else {
+      team_barrier<Shape>();
+      convert_rows<Shape>(job, staged, from_exact, chunk, count, rows);
+      team_barrier<Shape>();
     }
     std::byte* low = job.encoded + layout.plane_offset[0];
     std::byte* high = job.encoded + layout.plane_offset[1];
-    for (int base = first_of_warp; base < count; base += Shape::kBlockThreads / kThreads) {
+    const bool whole = (chunk | count) % 8 == 0;
+    const auto store = [&]<bool kWhole, int kOf>(const std::byte* from, int token, int tokens) {
+      store_values<Shape, P::kLow, kWhole, kOf>(from, pitch, token, tokens, low);
+      if constexpr (P::kHigh != 0) {
+        store_values<Shape, P::kHigh, kWhole, kOf>(from + kHighAt, pitch, token, tokens, high);
+      }
+    };
+    for (int base = first_of_warp; base < count; base += kAtOnce) {
       const int place = base + vector - first_of_warp;
       const int row = min(place, count - 1);  // threads without a vector go along with the last one's
-      std::byte* at = rows + row * staged.pitch;
+      std::byte* at = rows + row * pitch;
       const std::byte* from_basis = at;
       if (job.side->basis == BasisKind::calibrated) {
         // The other buffer is free: nothing is staged ahead for these rows.
@@ -104,10 +119,15 @@ __device__ __forceinline__ Filled encode_heads(PageJob job, int heads, bool from
       std::uint32_t words[P::kWords];
       std::uint16_t scales[kScaleGroups<kFormat, Shape::kD>];
       encode_vector<kFormat, Shape>(y, t, largest, tables, words, scales);
+      regroup<typename P::Low, P::kLow>(words, t);
+      if constexpr (P::kHigh != 0) regroup<typename P::High, P::kHigh>(words + P::Low::kWords, t);
       __syncwarp();
       if (place < count) {
+        auto* to = reinterpret_cast<std::uint32_t*>(at);
 #pragma unroll
-        for (int i = 0; i < P::kWords; ++i) reinterpret_cast<std::uint32_t*>(at)[i * kThreads + t] = words[i];
+        for (int i = 0; i < P::kWords; ++i) {
+          to[i * kThreads + (i < P::Low::kWords ? P::Low::place(t) : P::High::place(t))] = words[i];
+        }
         if (t == 0) {
 #pragma unroll
           for (int g = 0; g < kScaleGroups<kFormat, Shape::kD>; ++g) {
@@ -117,32 +137,25 @@ __device__ __forceinline__ Filled encode_heads(PageJob job, int heads, bool from
       }
       __syncwarp();
       const int of_warp = min(kOfWarp, count - base);
-      std::byte* from = rows + base * staged.pitch;
-      if (job.is_value) {
-        regroup_rows<Shape, P::kLow, false>(from, staged.pitch, of_warp, nullptr);
-        if constexpr (P::kHigh != 0)
-          regroup_rows<Shape, P::kHigh, false>(from + kHighAt, staged.pitch, of_warp, nullptr);
-      } else {
+      const std::byte* from = rows + base * pitch;
+      if (!job.is_value) {
         const auto row_at = static_cast<std::size_t>(chunk + base) * (Shape::kD / 8);
-        regroup_rows<Shape, P::kLow, true>(from, staged.pitch, of_warp, low + row_at * P::kLow);
+        store_keys<Shape, P::kLow>(from, pitch, of_warp, low + row_at * P::kLow);
         if constexpr (P::kHigh != 0) {
-          regroup_rows<Shape, P::kHigh, true>(from + kHighAt, staged.pitch, of_warp, high + row_at * P::kHigh);
+          store_keys<Shape, P::kHigh>(from + kHighAt, pitch, of_warp, high + row_at * P::kHigh);
         }
+      } else if (kOctets && whole) {
+        store.template operator()<true, 32>(from, chunk + base, of_warp);
       }
     }
-    __syncthreads();
-    if (job.is_value) {
-      if (chunk % 8 == 0 && count % 8 == 0) {
-        store_values<Shape, P::kLow, true>(rows, staged.pitch, chunk, count, low);
-        if constexpr (P::kHigh != 0) {
-          store_values<Shape, P::kHigh, true>(rows + kHighAt, staged.pitch, chunk, count, high);
-        }
+    if (job.is_value && !(kOctets && whole)) {
+      team_barrier<Shape>();
+      if (!kOctets && whole) {
+        store.template operator()<true, Shape::kTeamThreads>(rows, chunk, count);
       } else {
-        store_values<Shape, P::kLow, false>(rows, staged.pitch, chunk, count, low);
-        if constexpr (P::kHigh != 0) {
-          store_values<Shape, P::kHigh, false>(rows + kHighAt, staged.pitch, chunk, count, high);
-        }
+        store.template operator()<false, Shape::kTeamThreads>(rows, chunk, count);
       }
+      team_barrier<Shape>();
     }
     rows += other;
     other = -other;
@@ -153,7 +166,6 @@ __device__ __forceinline__ Filled encode_heads(PageJob job, int heads, bool from
       --heads;
     }
   }
-  return filled;
 }
 
 template <class Shape>
@@ -169,17 +181,16 @@ __device__ __forceinline__ void encode_dense(PageJob job, int heads, bool from_e
 }
 
 template <class Shape>
-__device__ __forceinline__ Filled encode_any(const PageJob& job, int heads, bool from_exact, int first, int last,
-                                             Filled filled) {
+__device__ __forceinline__ void encode_any(const PageJob& job, int heads, bool from_exact, int first, int last) {
   switch (job.layout(false).format) {
-    case Format::fp8: return encode_heads<Shape, Format::fp8>(job, heads, from_exact, first, last, filled);
-    case Format::tq2: return encode_heads<Shape, Format::tq2>(job, heads, from_exact, first, last, filled);
-    case Format::tq3: return encode_heads<Shape, Format::tq3>(job, heads, from_exact, first, last, filled);
-    case Format::tq4: return encode_heads<Shape, Format::tq4>(job, heads, from_exact, first, last, filled);
-    case Format::tq5: return encode_heads<Shape, Format::tq5>(job, heads, from_exact, first, last, filled);
-    case Format::tq6: return encode_heads<Shape, Format::tq6>(job, heads, from_exact, first, last, filled);
-    case Format::tq8: return encode_heads<Shape, Format::tq8>(job, heads, from_exact, first, last, filled);
-    default: encode_dense<Shape>(job, heads, from_exact, first, last); return filled;
+    case Format::fp8: return encode_heads<Shape, Format::fp8, true>(job, heads, from_exact, first, last);
+    case Format::tq2: return encode_heads<Shape, Format::tq2, true>(job, heads, from_exact, first, last);
+    case Format::tq3: return encode_heads<Shape, Format::tq3, true>(job, heads, from_exact, first, last);
+    case Format::tq4: return encode_heads<Shape, Format::tq4, true>(job, heads, from_exact, first, last);
+    case Format::tq5: return encode_heads<Shape, Format::tq5, true>(job, heads, from_exact, first, last);
+    case Format::tq6: return encode_heads<Shape, Format::tq6, true>(job, heads, from_exact, first, last);
+    case Format::tq8: return encode_heads<Shape, Format::tq8, true>(job, heads, from_exact, first, last);
+    default: return encode_dense<Shape>(job, heads, from_exact, first, last);
   }
 }
 
@@ -228,17 +239,24 @@ __device__ __forceinline__ TouchedPage find_page(const WriteParams& params, std:
 
 // Of one format; where steps are short, of any (two launches would take longer).
 template <class Shape, bool kAnyFormat, Format kFormat>
-__global__ void __launch_bounds__(Shape::kBlockThreads, kWriteCtas * 128 / Shape::kBlockThreads)
+__global__ void __launch_bounds__(Shape::kBlockThreads, kAnyFormat                 ? kStepCtas
+                                                        : codec::is_dense(kFormat) ? kDenseCtas
+                                                                                   : kWriteCtas)
     write_kernel(const __grid_constant__ WriteParams params) {
   const CacheView& cache = params.cache;
   const std::int64_t jobs = std::int64_t{params.items} * cache.kv_heads;
   const bool both = params.sides == WriteSides::both,
              is_value = both ? blockIdx.x % 2 != 0 : params.sides == WriteSides::values;
-  const std::int64_t blocks = both ? gridDim.x / 2 : gridDim.x, place = both ? blockIdx.x / 2 : blockIdx.x;
-  const auto last = static_cast<std::int32_t>(jobs * (place + 1) / blocks);
-  Filled filled = Filled::no;
+  const std::int64_t teams = (both ? gridDim.x / 2 : gridDim.x) * kTeams<Shape>;
+  const std::int64_t place = (both ? blockIdx.x / 2 : blockIdx.x) * kTeams<Shape> + team_of_block<Shape>();
+  const auto last = static_cast<std::int32_t>(jobs * (place + 1) / teams);
+  if constexpr (!kAnyFormat && !codec::is_dense(kFormat)) {
+    extern __shared__ __align__(16) std::byte shared[];
+    Tables<kFormat, true>::template fill<Shape::kBlockThreads>(shared);
+    __syncthreads();
+  }
   ptx::wait_prerequisites();
-  for (auto i = static_cast<std::int32_t>(jobs * place / blocks); i < last;) {
+  for (auto i = static_cast<std::int32_t>(jobs * place / teams); i < last;) {
     const std::int32_t item = i / cache.kv_heads, head = i % cache.kv_heads;
     const int heads = min(cache.kv_heads - head, last - i);
     i += heads;
@@ -272,24 +290,25 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kWriteCtas * 128 / Shape
     if (ref.encoded < 0 || (from_exact ? !page.leaves_tail : job.count <= 0)) continue;
     const int first = from_exact ? 0 : job.begin, end = from_exact ? kPageTokens : job.begin + job.count;
     if constexpr (kAnyFormat) {
-      filled = encode_any<Shape>(job, heads, from_exact, first, end, filled);
+      encode_any<Shape>(job, heads, from_exact, first, end);
     } else if constexpr (codec::is_dense(kFormat)) {
       encode_dense<Shape>(job, heads, from_exact, first, end);
     } else {
-      filled = encode_heads<Shape, kFormat>(job, heads, from_exact, first, end, filled);
+      encode_heads<Shape, kFormat, false>(job, heads, from_exact, first, end);
     }
   }
 }
 
-inline int table_bytes(Format format, bool copies) {
+template <bool kCopies>
+int table_bytes(Format format) {
   switch (format) {
-    case Format::fp8: return Tables<Format::fp8>::bytes(copies);
-    case Format::tq2: return Tables<Format::tq2>::bytes(copies);
-    case Format::tq3: return Tables<Format::tq3>::bytes(copies);
-    case Format::tq4: return Tables<Format::tq4>::bytes(copies);
-    case Format::tq5: return Tables<Format::tq5>::bytes(copies);
-    case Format::tq6: return Tables<Format::tq6>::bytes(copies);
-    case Format::tq8: return Tables<Format::tq8>::bytes(copies);
+    case Format::fp8: return Tables<Format::fp8, kCopies>::kBytes;
+    case Format::tq2: return Tables<Format::tq2, kCopies>::kBytes;
+    case Format::tq3: return Tables<Format::tq3, kCopies>::kBytes;
+    case Format::tq4: return Tables<Format::tq4, kCopies>::kBytes;
+    case Format::tq5: return Tables<Format::tq5, kCopies>::kBytes;
+    case Format::tq6: return Tables<Format::tq6, kCopies>::kBytes;
+    case Format::tq8: return Tables<Format::tq8, kCopies>::kBytes;
     default: return 0;
   }
 }
@@ -307,7 +326,7 @@ WriteFunction wide_kernel(Format format) {
     case Format::tq5: return &write_kernel<Shape, false, Format::tq5>;
     case Format::tq6: return &write_kernel<Shape, false, Format::tq6>;
     case Format::tq8: return &write_kernel<Shape, false, Format::tq8>;
-    default: return &write_kernel<Shape, false, Format::f16>;  // all dense ones
+    default: return &write_kernel<DenseShape<kD>, false, Format::f16>;  // all dense ones
   }
 }
 template <int kD>
@@ -328,44 +347,50 @@ cudaError_t prepare_write(const WriteParams& p, const DeviceLimits& limits) {
 
 template <int kD>
 cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceLimits& limits, cudaStream_t stream) {
-  Launch how(1, WideShape<kD>::kBlockThreads, stream, limits.overlaps);
+  using Wide = WideShape<kD>;
+  Launch how(1, Wide::kBlockThreads, stream, limits.overlaps);
   cudaLaunchConfig_t& config = how.config;
   const int most_rows = p.cache.tail_pages > 0 ? kPageTokens : base::min(most_tokens, kPageTokens);
-  p.copies = most_rows >= kRowsForCopies;
   const auto& layout = p.cache.encoded_layout;
   const std::int64_t jobs = std::int64_t{p.items} * p.cache.kv_heads;
-  const auto room_for = [&](int tables, int pitch) {
-    p.rows = base::min(most_rows, (limits.shared_bytes - tables) / (2 * pitch));
-    config.dynamicSmemBytes = static_cast<std::size_t>(tables + 2 * p.rows * pitch);
+  const auto room_for = [&](int teams, int tables, int pitch) {
+    const int fit = (limits.shared_bytes - tables) / (2 * teams * pitch);
+    p.rows = most_rows <= fit ? most_rows : static_cast<int>(std::bit_floor(static_cast<unsigned>(fit)));
+    config.dynamicSmemBytes = static_cast<std::size_t>(tables + 2 * teams * p.rows * pitch);
   };
-  const int k_tables = table_bytes(layout.k.format, p.copies), v_tables = table_bytes(layout.v.format, p.copies);
   const int k_pitch = staged_pitch(kD, staged_dtype(p.k, p.rounding));
   const int v_pitch = staged_pitch(kD, staged_dtype(p.v, p.rounding));
   if (most_rows <= kStepRows) {
     p.sides = WriteSides::both;
-    room_for(base::max(k_tables, v_tables), base::max(k_pitch, v_pitch));
+    room_for(1, base::max(table_bytes<false>(layout.k.format), table_bytes<false>(layout.v.format)),
+             base::max(k_pitch, v_pitch));
     config.gridDim = dim3(static_cast<unsigned>(2 * jobs));
     config.blockDim = dim3(StepShape<kD>::kBlockThreads);
     return cudaLaunchKernelEx(&config, step_kernel<kD>(), p);
   }
-  const auto launch = [&](WriteSides sides, Format format, int tables, int pitch) {
+  const auto launch = [&](WriteSides sides, Format format, int pitch) {
     p.sides = sides;
-    room_for(tables, pitch);
-    const bool is_dense = codec::is_dense(format);
-    if (is_dense) config.dynamicSmemBytes = 0;
+    room_for(kTeams<Wide>, table_bytes<true>(format), pitch);
     // Tables are filled once for all that a block does.
     const int shared = static_cast<int>(config.dynamicSmemBytes) + 1024;
     const int resident = base::clamp(limits.multiprocessor_shared_bytes / shared, 1, kWriteCtas);
-    const std::int64_t all = sides == WriteSides::both ? 2 * jobs : jobs;
-    const std::int64_t most = (resident * limits.multiprocessors + 1) / 2 * 2;
-    config.gridDim = dim3(static_cast<unsigned>(p.copies && !is_dense ? base::min(all, most) : all));
+    const std::int64_t of_sides = sides == WriteSides::both ? 2 : 1;
+    std::int64_t blocks =
+        base::min((jobs + kTeams<Wide> - 1) / kTeams<Wide>, resident * limits.multiprocessors / of_sides);
+    config.blockDim = dim3(Wide::kBlockThreads);
+    if (codec::is_dense(format)) {
+      config.blockDim = dim3(DenseShape<kD>::kBlockThreads);
+      config.dynamicSmemBytes = 0;
+      blocks = jobs;
+    }
+    config.gridDim = dim3(static_cast<unsigned>(of_sides * blocks));
     return cudaLaunchKernelEx(&config, wide_kernel<kD>(format), p);
   };
   if (wide_kernel<kD>(layout.k.format) == wide_kernel<kD>(layout.v.format)) {
-    return launch(WriteSides::both, layout.k.format, k_tables, base::max(k_pitch, v_pitch));
+    return launch(WriteSides::both, layout.k.format, base::max(k_pitch, v_pitch));
   }
-  const cudaError_t error = launch(WriteSides::keys, layout.k.format, k_tables, k_pitch);
-  return error != cudaSuccess ? error : launch(WriteSides::values, layout.v.format, v_tables, v_pitch);
+  const cudaError_t error = launch(WriteSides::keys, layout.k.format, k_pitch);
+  return error != cudaSuccess ? error : launch(WriteSides::values, layout.v.format, v_pitch);
 }
 
 template <int kD>

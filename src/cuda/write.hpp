@@ -1,9 +1,10 @@
 // What a launch that stores rows is given. Host and device.
 //
-// A job is (page of a sequence that its step may touch, kv head, side). One CTA alone does a job, so that it can put the words
-// together that hold several tokens. A launch is of one side, or even CTAs do keys and odd ones values; each does an equal run
-// of its side's jobs. Which pages a step touches is known on the device only (a replayed launch meets other lengths), so the host counts the most that so
-// many tokens can touch: item i of a sequence is page step_begin / 64 - tail_pages + i; those without work are passed over.
+// A job is (page of a sequence that its step may touch, kv head, side). One team of warps alone does a job, so that it can
+// put the words together that hold several tokens. A launch is of one side, or even CTAs do keys and odd ones values; each
+// team does an equal run of its side's jobs. Which pages a step touches is known on the device only (a replayed launch meets
+// other lengths), so the host counts the most that so many tokens can touch: item i of a sequence is page
+// step_begin / 64 - tail_pages + i; those without work are passed over.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -44,7 +45,6 @@ struct WriteParams {
   std::int32_t items, items_each;  // of all entries; of each, 0 if they differ
   std::int32_t rows;               // that fit shared memory at once
   WriteSides sides;                // of a launch
-  bool copies;                     // shared memory has room for tables with copies
   std::int32_t entries;
   WriteEntry entry[kMostEntries];
 };
@@ -60,7 +60,7 @@ struct WriteKernel {
   int head_dim;
   cudaError_t (*prepare)(const WriteParams& params,
                          const DeviceLimits& limits);  // once, not while a stream is captured
-  // The longest step has so many tokens. Sets `rows`, `sides` and `copies`.
+  // The longest step has so many tokens. Sets `rows` and `sides`.
   cudaError_t (*launch)(WriteParams& params, std::int32_t most_tokens, const DeviceLimits& limits, cudaStream_t stream);
 };
 const WriteKernel* find_write_kernel(int head_dim);  // null: not compiled in
