@@ -44,6 +44,7 @@ __device__ void Attend<KF, VF, D, NT>::run() {
       info->line = make_line(p, total);
       info->place = {0, 0, 0, 0, -1};
     }
+    __syncwarp();
   }
   std::uint32_t phases = 0;
   while (true) {
