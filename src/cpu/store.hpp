@@ -152,11 +152,12 @@ template <class S>
 __attribute__((noinline)) void load_vectors(const core::StoreJob& job, int i, int count, float* x, int stride) {
   const bool rotates = job.basis.kind == BasisKind::hadamard;
   const bool as_is = rotates && job.dtype == Dtype::f32 && job.rounding == Dtype::f32;
+  const Rotate<S> rotation(job.head_dim);
   for (int t = 0; t < count; ++t) {
     float* row = x + t * stride;
     if (!as_is) load_row<S>(job, i + t, row);
     const float* from = as_is ? reinterpret_cast<const float*>(job_row(job, i + t)) : row;
-    if (rotates) Rotate<S>::forward(from, row, job.head_dim);
+    if (rotates) rotation.forward(from, row);
   }
   if (job.basis.kind != BasisKind::calibrated) return;
   for (int t = 0; t < count; t += 2) {
