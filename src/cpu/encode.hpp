@@ -28,7 +28,7 @@ struct EncodeRows {
 };
 
 struct EncodedRows {
-  alignas(32) std::uint8_t codes[kMostRowFloats];  // row i at i * stride, in order
+  std::uint8_t* codes;  // row i at i * stride, in order
   std::uint16_t scale[kRows];
   float scale_f32[kRows];
   bool refused[kRows];  // the plain codec must do this row's vector

@@ -58,12 +58,16 @@ KVANT_INLINE typename S::F costs_of(const float* y, int n, float per_cell) {
   using F = typename S::F;
   const F scale = S::setf(per_cell), magic = S::setf(0x1p23f);
   const typename S::I magnitude = S::seti(0x7FFFFFFF);
-  alignas(32) std::uint32_t cell[codec::kMaxHeadDim];
-  for (int j = 0; j < n; j += 8) {
+  const auto cells = [&](int j) {  // in the low 16 bits
     const F a = S::as_f(S::and_(S::as_i(S::loadf(y + j)), magnitude));
-    S::storei(cell + j, S::template shl<4>(S::as_i(S::add(S::mul(a, scale), magic))));
+    return S::as_i(S::add(S::mul(a, scale), magic));
+  };
+  alignas(32) std::uint16_t row[codec::kMaxHeadDim];  // 16 bytes each; in any order
+  for (int j = 0; j < n; j += 16) {
+    const typename S::I low = S::and_(cells(j), S::seti(0xFFFF)), high = S::template shl<16>(cells(j + 8));
+    S::storei(row + j, S::template shl<4>(S::or_(low, high)));
   }
-  return S::to_f(S::sum_rows(codec::cost_table<kFormat>.cost[0], cell, n));  // below 2^24: exact
+  return S::to_f(S::sum_rows(codec::cost_table<kFormat>.cost[0], row, n));  // below 2^24: exact
 }
 
 template <class S, Format kFormat>
@@ -96,7 +100,7 @@ requires(codec::tq_spec(kFormat).cells > 0)
   I q[kRows];
   for (int i = 0; i < kRows; ++i) {
     Sums<S> sums{S::setf(0.0f), S::seti(1)};
-    if (active(i)) sums = Step::encode(in.y + i * in.stride, in.stride, S::setf(step.v[i]), out.codes + i * in.stride);
+    if (active(i)) sums = Step::encode(in.y + i * in.stride, in.stride, step.v[i], out.codes + i * in.stride);
     p[i] = sums.p;
     q[i] = sums.q;
   }
@@ -184,6 +188,7 @@ requires(codec::tq_spec(kFormat).cells == 0)
   using Step = Steps<S, kFormat>;
   static constexpr codec::TqSpec kSpec = codec::tq_spec<kFormat>();
   constexpr int kClamped = clamped_candidates<kFormat>();
+  constexpr bool kCodesWithLast = kSpec.uniform;  // tq8's last try is the best one for nearly all rows
   const int pad_squares = (in.stride - in.n) * Step::kPadSquare;
 
   const F anchors = anchors_of<S, kFormat>(in, out);
@@ -202,12 +207,12 @@ requires(codec::tq_spec(kFormat).cells == 0)
   for (int i = 0; i < in.count; ++i) {
     const float* y = in.y + i * in.stride;
     for (int k = 0; k < kClamped; ++k) {
-      const Sums<S> sums = Step::template try_step<true>(y, in.stride, S::setf(r[k].v[i]));
+      const Sums<S> sums = Step::template try_step<true>(y, in.stride, r[k].v[i]);
       p[k][i] = sums.p;
       q[k][i] = sums.q;
     }
     for (int k = kClamped; k < kSpec.candidates; ++k) {
-      const Sums<S> sums = Step::template try_step<false>(y, in.stride, S::setf(r[k].v[i]));
+      const Sums<S> sums = Step::template try_step<false>(y, in.stride, r[k].v[i]);
       p[k][i] = sums.p;
       q[k][i] = sums.q;
     }
@@ -224,7 +229,13 @@ requires(codec::tq_spec(kFormat).cells == 0)
   const F refined = choose<S>(alive, S::div(S::setf(1.0f), best.g), S::setf(0.0f));
   S::storef(r[0].v, refined);
   for (int i = 0; i < in.count; ++i) {
-    const Sums<S> sums = Step::try_step(in.y + i * in.stride, in.stride, S::setf(r[0].v[i]));
+    const float* y = in.y + i * in.stride;
+    Sums<S> sums;
+    if constexpr (kCodesWithLast) {
+      sums = Step::encode(y, in.stride, r[0].v[i], out.codes + i * in.stride);
+    } else {
+      sums = Step::template try_step<true>(y, in.stride, r[0].v[i]);
+    }
     p[0][i] = sums.p;
     q[0][i] = sums.q;
   }
@@ -241,10 +252,10 @@ requires(codec::tq_spec(kFormat).cells == 0)
   for (int i = 0; i < in.count; ++i) {
     std::uint8_t* codes = out.codes + i * in.stride;
     out.refused[i] = out.refused[i] || overflows[i] != 0;
-    if (lives[i] != 0) {
-      Step::codes(in.y + i * in.stride, in.signs + i * in.stride, in.stride, S::setf(step.v[i]), codes);
-    } else {
+    if (lives[i] == 0) {
       __builtin_memset(codes, codec::tq_zero_code(kSpec), static_cast<std::size_t>(in.stride));
+    } else if (!kCodesWithLast || step.v[i] != r[0].v[i]) {
+      Step::codes(in.y + i * in.stride, in.signs + i * in.stride, in.stride, step.v[i], codes);
     }
   }
 }

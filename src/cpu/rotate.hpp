@@ -1,4 +1,4 @@
-// Vectors into the basis they are encoded in, eight lanes at a time: the arithmetic of codec/rotation.hpp and
+// Vectors into the basis they are encoded in, 8 or 16 lanes at a time: the arithmetic of codec/rotation.hpp and
 // codec/basis.hpp, element by element in the same order, so the same bits.
 //
 // Butterflies of distance 1, 2, 4 stay inside a register: x_(i ^ h) +- x_i is a swap of lanes and one multiply-add with
@@ -7,16 +7,17 @@
 
 #include "codec/basis.hpp"
 #include "codec/rotation.hpp"
+#include "cpu/wide.hpp"
 
 KVANT_NAMESPACE_BEGIN(cpu)
 
 // The signs of codec::sign_table as bits to flip, one word an element.
 struct SignMasks {
-  std::uint32_t flip[512];
+  std::uint32_t flip[codec::kMaxHeadDim];
 };
 consteval SignMasks sign_masks() {
   SignMasks m{};
-  for (int i = 0; i < 512; ++i) m.flip[i] = codec::sign_of(codec::sign_table(), i) ? 0x80000000u : 0u;
+  for (int i = 0; i < codec::kMaxHeadDim; ++i) m.flip[i] = codec::sign_of(codec::sign_table(), i) ? 0x80000000u : 0u;
   return m;
 }
 
@@ -41,80 +42,109 @@ consteval PaleyFactors<kOrder, kWide> paley_factors() {
   return f;
 }
 
+// One head_dim's rotation. What depends on it alone is found once for all vectors: a root and a quotient for each took a sixth
+// of the time.
 template <class S>
-struct Rotate {
-  using F = typename S::F;
+class Rotate {
+ public:
+  KVANT_INLINE explicit Rotate(int head_dim)
+      : head_dim_(head_dim), shape_(codec::rotation_shape(head_dim)), scale_(codec::rotation_scale(head_dim)) {}
 
   // to <- H (s * from) / sqrt(D); may be the same place.
-  static KVANT_INLINE void forward(const float* from, float* to, int head_dim) {
-    const codec::RotationShape shape = codec::rotation_shape(head_dim);
-    const F scale = S::setf(codec::rotation_scale(head_dim));
-    switch (shape.sylvester) {
-      case 4: first_pass<4, 1>(from, to, head_dim); break;
-      case 8: first_pass<8, 1>(from, to, head_dim); break;
-      case 16: first_pass<8, 2>(from, to, head_dim); break;
-      case 32: first_pass<8, 4>(from, to, head_dim); break;
-      default: first_pass<8, 8>(from, to, head_dim);
+  KVANT_INLINE void forward(const float* from, float* to) const {
+    switch (shape_.sylvester) {
+      case 4: sylvester<4>(from, to); break;
+      case 8: sylvester<8>(from, to); break;
+      case 16: sylvester<16>(from, to); break;
+      case 32: sylvester<32>(from, to); break;
+      case 64: return sylvester<64>(from, to);
+      case 128: return sylvester<128>(from, to);
+      case 256: return sylvester<256>(from, to);
+      default: return sylvester<512>(from, to);
     }
-    switch (shape.sylvester) {
-      case 128: return second_pass<2>(to, scale);
-      case 256: return second_pass<4>(to, scale);
-      case 512: return second_pass<8>(to, scale);
-      default: break;
-    }
-    if (shape.second_paley == 12) narrow_paley<12>(to, head_dim);
-    const int stride = shape.sylvester * shape.second_paley;
-    if (shape.paley == 12) wide_paley<12>(to, head_dim, stride);
-    if (shape.paley == 20) stride == 4 ? narrow_paley<20>(to, head_dim) : wide_paley<20>(to, head_dim, stride);
-    if (shape.paley == 28) stride == 4 ? narrow_paley<28>(to, head_dim) : wide_paley<28>(to, head_dim, stride);
-    for (int i = 0; i < head_dim; i += 8) S::storef(to + i, S::mul(S::loadf(to + i), scale));
+    if (shape_.second_paley == 12) narrow_paley<12>(to, head_dim_);
+    const int stride = shape_.sylvester * shape_.second_paley;
+    if (shape_.paley == 12) wide_paley<12>(to, head_dim_, stride);
+    if (shape_.paley == 20) stride == 4 ? narrow_paley<20>(to, head_dim_) : wide_paley<20>(to, head_dim_, stride);
+    if (shape_.paley == 28) stride == 4 ? narrow_paley<28>(to, head_dim_) : wide_paley<28>(to, head_dim_, stride);
+    const F scale = S::setf(scale_);
+    for (int i = 0; i < head_dim_; i += 8) S::storef(to + i, S::mul(S::loadf(to + i), scale));
   }
 
  private:
-  static KVANT_INLINE F load_signed(const float* x, int i) {
+  using F = typename S::F;
+  using W = Wide<S>;  // Sylvester's part
+  using V = typename W::F;
+  static constexpr int kRegisters = 8;  // that lie side by side
+
+  static KVANT_INLINE V load_signed(const float* x, int i) {
     static constexpr SignMasks kSigns = sign_masks();
-    return S::as_f(S::xor_(S::as_i(S::loadf(x + i)), S::loadi(kSigns.flip + (i & 511))));
+    return W::as_f(W::xor_(W::as_i(W::loadf(x + i)), W::loadi(kSigns.flip + i)));
   }
 
   template <int kH>
-  static KVANT_INLINE F butterfly(F x) {
-    static constexpr float kFactors[3][8] = {
-        {1, -1, 1, -1, 1, -1, 1, -1}, {1, 1, -1, -1, 1, 1, -1, -1}, {1, 1, 1, 1, -1, -1, -1, -1}};
-    return S::fma(x, S::loadf(kFactors[kH / 2]), S::template swap_lanes<kH>(x));
+  static KVANT_INLINE V butterfly(V x) {
+    struct Factors {
+      float lane[W::kLanes];
+    };
+    static constexpr Factors kFactors = [] {
+      Factors f{};
+      for (int i = 0; i < W::kLanes; ++i) f.lane[i] = (i & kH) != 0 ? -1.0f : 1.0f;
+      return f;
+    }();
+    return W::fma(x, W::loadf(kFactors.lane), W::template swap_lanes<kH>(x));
   }
   template <int kCount>
-  static KVANT_INLINE void butterflies(F (&v)[kCount]) {
+  static KVANT_INLINE void butterflies(V (&v)[kCount]) {
     for (int h = 1; h < kCount; h *= 2) {
       for (int i = 0; i < kCount; ++i) {
         if ((i & h) != 0) continue;
-        const F a = v[i], b = v[i + h];
-        v[i] = S::add(a, b);
-        v[i + h] = S::sub(a, b);
+        const V a = v[i], b = v[i + h];
+        v[i] = W::add(a, b);
+        v[i + h] = W::sub(a, b);
       }
     }
   }
 
-  // Signs, then distances below kWithin in each register, then 8, 16, .. over kCount registers that lie side by side.
-  template <int kWithin, int kCount>
-  static KVANT_INLINE void first_pass(const float* from, float* to, int n) {
-    for (int base = 0; base < n; base += 8 * kCount) {
-      F v[kCount];
-      for (int i = 0; i < kCount; ++i) {
-        v[i] = butterfly<2>(butterfly<1>(load_signed(from, base + 8 * i)));
-        if constexpr (kWithin == 8) v[i] = butterfly<4>(v[i]);
+  // Signs and all distances below kOrder; from 64 on, where no other factor follows, the scale as well.
+  template <int kOrder>
+  KVANT_INLINE void sylvester(const float* from, float* to) const {
+    constexpr int kWithin = kOrder < W::kLanes ? kOrder : W::kLanes;
+    constexpr int kCount = kOrder / kWithin < kRegisters ? kOrder / kWithin : kRegisters;
+    constexpr int kSecond = kOrder / (kWithin * kCount);
+    first_pass<kWithin, kCount, kOrder >= 64 && kSecond == 1>(from, to);
+    if constexpr (kSecond > 1) second_pass<kSecond>(to);
+  }
+  // Distances below kWithin in each register, then wider ones over kCount registers.
+  template <int kWithin, int kCount, bool kScales>
+  KVANT_INLINE void first_pass(const float* from, float* to) const {
+    const V scale = W::setf(scale_);
+    for (int base = 0; base < head_dim_; base += W::kLanes * kCount) {
+      V v[kCount];
+      // A distance at a time: what waits for the result before it fills the scheduler's window.
+      for (int i = 0; i < kCount; ++i) v[i] = load_signed(from, base + W::kLanes * i);
+      for (V& x : v) x = butterfly<1>(x);
+      for (V& x : v) x = butterfly<2>(x);
+      if constexpr (kWithin >= 8) {
+        for (V& x : v) x = butterfly<4>(x);
+      }
+      if constexpr (kWithin >= 16) {
+        for (V& x : v) x = butterfly<8>(x);
       }
       butterflies(v);
-      for (int i = 0; i < kCount; ++i) S::storef(to + base + 8 * i, v[i]);
+      for (int i = 0; i < kCount; ++i) W::storef(to + base + W::kLanes * i, kScales ? W::mul(v[i], scale) : v[i]);
     }
   }
-  // Distances 64, 128, .. over blocks of 64, and the scale.
+  // The widest distances, over kCount blocks, and the scale.
   template <int kCount>
-  static KVANT_INLINE void second_pass(float* x, F scale) {
-    for (int base = 0; base < 64; base += 8) {
-      F v[kCount];
-      for (int i = 0; i < kCount; ++i) v[i] = S::loadf(x + base + 64 * i);
+  KVANT_INLINE void second_pass(float* x) const {
+    constexpr int kBlock = W::kLanes * kRegisters;
+    const V scale = W::setf(scale_);
+    for (int base = 0; base < kBlock; base += W::kLanes) {
+      V v[kCount];
+      for (int i = 0; i < kCount; ++i) v[i] = W::loadf(x + base + kBlock * i);
       butterflies(v);
-      for (int i = 0; i < kCount; ++i) S::storef(x + base + 64 * i, S::mul(v[i], scale));
+      for (int i = 0; i < kCount; ++i) W::storef(x + base + kBlock * i, W::mul(v[i], scale));
     }
   }
 
@@ -163,6 +193,10 @@ struct Rotate {
       }
     }
   }
+
+  int head_dim_;
+  codec::RotationShape shape_;
+  float scale_;
 };
 
 // Sums of 32 lanes as codec::detail::fold_lanes has them, from registers that hold lanes 0 .. 7, 8 .. 15, 16 .. 23 and
@@ -171,6 +205,11 @@ template <class S>
 struct Fold {
   using F = typename S::F;
   static KVANT_INLINE F to_eight(const F (&a)[4]) { return S::add(S::add(a[0], a[2]), S::add(a[1], a[3])); }
+  // from wide registers of sixteen lanes
+  static KVANT_INLINE F to_eight(const typename Wide<S>::F (&a)[2]) {
+    const auto sum = Wide<S>::as_i(Wide<S>::add(a[0], a[1]));
+    return S::add(S::as_f(Wide<S>::part(sum, 0)), S::as_f(Wide<S>::part(sum, 1)));
+  }
   static KVANT_INLINE F each(const F (&sums)[8]) {
     F t[8];
     for (int i = 0; i < 8; ++i) t[i] = sums[i];

@@ -1,6 +1,6 @@
-// AVX-512 with VNNI: 512-bit registers for products and softmax (wide.hpp), the AVX2 verbs for everything else. vpdpbusd
-// multiplies 64 pairs of bytes and adds in fours (cpu/products_bytes.hpp), vpdpwssd 32 pairs of int16. Intel's server cores since
-// Ice Lake and Zen 5 run two a cycle, Zen 4 one.
+// AVX-512 with VNNI: 512-bit registers for products, softmax and encoding (wide.hpp), the AVX2 verbs for everything else.
+// vpdpbusd multiplies 64 pairs of bytes and adds in fours (cpu/products_bytes.hpp), vpdpwssd 32 pairs of int16. Intel's server
+// cores since Ice Lake and Zen 5 run two a cycle, Zen 4 one.
 #pragma once
 
 #include "cpu/simd_avx2.hpp"
@@ -8,7 +8,7 @@
 
 KVANT_NAMESPACE_BEGIN(cpu)
 
-// Sixteen 32-bit lanes; only what Unpack, the products and the softmax use.
+// Sixteen 32-bit lanes; only what Unpack, the products, the softmax and the encoder use.
 struct Simd512 {
   static constexpr int kLanes = 16;
   static constexpr int kRegisters = 32;
@@ -136,6 +136,12 @@ struct Simd512 {
   static KVANT_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
   static KVANT_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
   static KVANT_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
+  // lane i = a[i ^ kH], kH = 1, 2, 4, 8
+  template <int kH>
+  static KVANT_INLINE F swap_lanes(F a) {
+    if constexpr (kH >= 4) return _mm512_shuffle_f32x4(a, a, kH == 4 ? 0xB1 : 0x4E);
+    return _mm512_permute_ps(a, kH == 1 ? 0xB1 : 0x4E);
+  }
   static KVANT_INLINE I less(F a, F b) { return _mm512_movm_epi32(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ)); }
   static KVANT_INLINE float reduce_add(F a) { return _mm512_reduce_add_ps(a); }
   static KVANT_INLINE float reduce_max(F a) { return _mm512_reduce_max_ps(a); }
@@ -147,6 +153,29 @@ struct Simd512 {
                          _mm512_castps512_ps256(_mm512_shuffle_f32x4(s, s, 0x0D)));
   }
   static KVANT_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+
+  // encoding; 32 lanes as bytes are one after another in eight-lane registers
+  static KVANT_INLINE F floor(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+  static KVANT_INLINE F clamp(F a, float limit) {  // the smaller magnitude, with a's sign
+    return _mm512_range_ps(a, setf(limit), 0x02);
+  }
+  static KVANT_INLINE I truncate(F a) { return _mm512_cvttps_epi32(a); }
+  static KVANT_INLINE __m256i pack_magnitudes(const I (&a)[2]) {
+    return one_after_another(_mm512_cvtsepi32_epi8(_mm512_abs_epi32(a[0])),
+                             _mm512_cvtsepi32_epi8(_mm512_abs_epi32(a[1])));
+  }
+  static KVANT_INLINE __m256i pack_codes(const I (&a)[2]) {
+    return one_after_another(_mm512_cvtepi32_epi8(a[0]), _mm512_cvtepi32_epi8(a[1]));
+  }
+  static KVANT_INLINE __m256i negative_bytes(const F (&a)[2]) {
+    const auto negative = [](F x) { return _mm512_cmp_ps_mask(x, setf(0.0f), _CMP_LT_OQ); };
+    return _mm256_movm_epi8(_mm512_kunpackw(negative(a[1]), negative(a[0])));
+  }
+  static constexpr float kByteUnit = 1.0f;
+  static KVANT_INLINE I lanes_of(__m256i bytes, int which) {
+    return _mm512_cvtepi8_epi32(which == 0 ? _mm256_castsi256_si128(bytes) : _mm256_extracti128_si256(bytes, 1));
+  }
+  static KVANT_INLINE __m256i in_order(__m256i bytes) { return bytes; }
   static KVANT_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 
  private:
@@ -170,6 +199,9 @@ struct Simd512 {
     const I twice = _mm512_shuffle_epi8(a, _mm512_broadcast_i32x4(_mm_add_epi8(lanes, _mm_set1_epi32(which))));
     // (x & 0x000F) | ((x >> 4) & 0x0F00)
     return _mm512_ternarylogic_epi32(and_(twice, seti(0x000F000F)), shr<4>(twice), seti(0x0F000F00), 0xF8);
+  }
+  static KVANT_INLINE __m256i one_after_another(__m128i low, __m128i high) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
   }
   static KVANT_INLINE I both(__m256i low, __m256i high) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);

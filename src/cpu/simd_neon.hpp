@@ -186,6 +186,7 @@ struct Simd {
   // encoding (cpu/encode_tq.hpp)
   static constexpr bool kEncodes = true;
   static KVANT_INLINE F floor(F a) { return {vrndmq_f32(a.lo), vrndmq_f32(a.hi)}; }
+  static KVANT_INLINE F clamp(F a, float limit) { return min(max(a, setf(-limit)), setf(limit)); }  // to +-limit
   static KVANT_INLINE I truncate(F a) { return {vcvtq_s32_f32(a.lo), vcvtq_s32_f32(a.hi)}; }
   static KVANT_INLINE I maxi(I a, I b) { return {vmaxq_s32(a.lo, b.lo), vmaxq_s32(a.hi, b.hi)}; }
   // lane i = a[i ^ kH], kH = 1, 2, 4
@@ -196,12 +197,24 @@ struct Simd {
     if constexpr (kH == 1) return {vrev64q_f32(a.lo), vrev64q_f32(a.hi)};
   }
   // 32 lanes as bytes, saturated to -128 .. 127, here one after another
-  static KVANT_INLINE I pack_bytes(I a, I b, I c, I d) { return {narrow(a, b), narrow(c, d)}; }
-  // lanes of the kWhich-th argument of pack_bytes, from bytes 0 .. 255
-  template <int kWhich>
-  static KVANT_INLINE I lanes_of(I bytes) {
-    const uint8x16_t half = u8(kWhich < 2 ? bytes.lo : bytes.hi);
-    return widen(kWhich % 2 == 0 ? vmovl_u8(vget_low_u8(half)) : vmovl_high_u8(half));
+  static KVANT_INLINE I pack_bytes(const I (&a)[4]) { return {narrow(a[0], a[1]), narrow(a[2], a[3])}; }
+  // the same of magnitudes of 16 bits, of 0 .. 255, and of 0xFF where a lane is below zero
+  static KVANT_INLINE I pack_magnitudes(const I (&a)[4]) {
+    return pack_bytes({abs(a[0]), abs(a[1]), abs(a[2]), abs(a[3])});
+  }
+  static KVANT_INLINE I pack_codes(const I (&a)[4]) {
+    const auto low_bytes = [](I x, I y) { return s32(vmovn_high_u16(vmovn_u16(low_halves(x)), low_halves(y))); };
+    return {low_bytes(a[0], a[1]), low_bytes(a[2], a[3])};
+  }
+  static KVANT_INLINE I negative_bytes(const F (&a)[4]) {
+    const F zero = setf(0.0f);
+    return pack_bytes({less(a[0], zero), less(a[1], zero), less(a[2], zero), less(a[3], zero)});
+  }
+  // kByteUnit times the lanes of the `which`-th of pack_bytes
+  static constexpr float kByteUnit = 0x1p24f;
+  static KVANT_INLINE I lanes_of(I bytes, int which) {
+    const uint8x16_t half = u8(which < 2 ? bytes.lo : bytes.hi);
+    return shl<24>(widen(which % 2 == 0 ? vmovl_u8(vget_low_u8(half)) : vmovl_high_u8(half)));
   }
   static KVANT_INLINE I in_order(I bytes) { return bytes; }
   static KVANT_INLINE I greater_bytes(I a, I b) {  // signed; 0xFF where true
@@ -225,9 +238,9 @@ struct Simd {
   static KVANT_INLINE F select_negative(I mask, F yes, F no) {
     return {vbslq_f32(vcltzq_s32(mask.lo), yes.lo, no.lo), vbslq_f32(vcltzq_s32(mask.hi), yes.hi, no.hi)};
   }
-  // The sums of n rows of eight numbers up to 1023: row i lies low 16 bits of at[i] bytes on. n is a multiple of 8.
-  static KVANT_INLINE I sum_rows(const std::uint16_t* table, const std::uint32_t* at, int n) {
-    const auto row = [&](int i) { return vld1q_u16(table + (at[i] & 0xFFFF) / sizeof *table); };
+  // The sums of n rows of eight numbers up to 1023: row i lies at[i] bytes on. n is a multiple of 16.
+  static KVANT_INLINE I sum_rows(const std::uint16_t* table, const std::uint16_t* at, int n) {
+    const auto row = [&](int i) { return vld1q_u16(table + at[i] / sizeof *table); };
     uint32x4_t low = vdupq_n_u32(0), high = vdupq_n_u32(0);
     for (int first = 0; first < n; first += 128) {  // 64 rows to each of two sums, so that these fit
       uint16x8_t even = vdupq_n_u16(0), odd = vdupq_n_u16(0);
@@ -284,6 +297,7 @@ struct Simd {
   }
   static KVANT_INLINE float16x8_t to_f16(F a) { return vcvt_high_f16_f32(vcvt_f16_f32(a.lo), a.hi); }
   static KVANT_INLINE uint16x8_t low_halves(I a) { return vmovn_high_u32(vmovn_u32(u32(a.lo)), u32(a.hi)); }
+  static KVANT_INLINE I abs(I a) { return {vabsq_s32(a.lo), vabsq_s32(a.hi)}; }
   static KVANT_INLINE int32x4_t narrow(I a, I b) {
     const int16x8_t x = vqmovn_high_s32(vqmovn_s32(a.lo), a.hi), y = vqmovn_high_s32(vqmovn_s32(b.lo), b.hi);
     return vreinterpretq_s32_s8(vqmovn_high_s16(vqmovn_s16(x), y));

@@ -116,20 +116,19 @@ KVANT_INLINE void take_vector(EncodeRows& rows, int at, int groups) {
     float* y = rows.y + i * rows.stride;
     I largest = S::seti(0), smallest = least;
     for (int j = 0; j < rows.stride; j += 32) {
-      I negative[4];
+      typename S::F x[4];
       for (int k = 0; k < 4; ++k) {
-        const I bits = S::as_i(S::loadf(y + j + 8 * k));
-        const I magnitude = S::and_(bits, magnitude_bits);
+        x[k] = S::loadf(y + j + 8 * k);
+        const I magnitude = S::and_(S::as_i(x[k]), magnitude_bits);
         largest = S::maxi(largest, magnitude);
         if constexpr (kMagnitudes) {
           smallest = S::maxi(smallest, S::subi(least, magnitude));
-          negative[k] = S::less(S::as_f(bits), S::setf(0.0f));
           S::storef(y + j + 8 * k, S::as_f(magnitude));
         }
       }
       if constexpr (kMagnitudes) {
         constexpr int kSign = codec::tq_spec(kFormat).magnitudes * 0x01010101;
-        const I bytes = S::in_order(S::pack_bytes(negative[0], negative[1], negative[2], negative[3]));
+        const I bytes = S::in_order(S::negative_bytes(x));
         S::storei(rows.signs + i * rows.stride + j, S::and_(bytes, S::seti(kSign)));
       }
     }
@@ -152,11 +151,12 @@ template <class S>
 __attribute__((noinline)) void load_vectors(const core::StoreJob& job, int i, int count, float* x, int stride) {
   const bool rotates = job.basis.kind == BasisKind::hadamard;
   const bool as_is = rotates && job.dtype == Dtype::f32 && job.rounding == Dtype::f32;
+  const Rotate<S> rotation(job.head_dim);
   for (int t = 0; t < count; ++t) {
     float* row = x + t * stride;
     if (!as_is) load_row<S>(job, i + t, row);
     const float* from = as_is ? reinterpret_cast<const float*>(job_row(job, i + t)) : row;
-    if (rotates) Rotate<S>::forward(from, row, job.head_dim);
+    if (rotates) rotation.forward(from, row);
   }
   if (job.basis.kind != BasisKind::calibrated) return;
   for (int t = 0; t < count; t += 2) {
@@ -178,7 +178,8 @@ KVANT_INLINE void store_coded(const core::StoreJob& job, Encode encode) {
   EncodedRows coded;
   rows.n = job.head_dim / side.groups;
   rows.stride = padded(rows.n);
-  alignas(32) std::uint8_t octet[8][codec::kMaxHeadDim + 32];
+  const int token_stride = side.groups * rows.stride;
+  alignas(32) std::uint8_t octet[kMostRowFloats];
 
   for (int i = 0; i < job.count;) {
     const int first = job.first + i;
@@ -188,18 +189,20 @@ KVANT_INLINE void store_coded(const core::StoreJob& job, Encode encode) {
     bool any_refused = false;
     for (int t = 0; t < count; t += tokens_at_once) {
       const int now = base::min(tokens_at_once, count - t);
-      load_vectors<S>(job, i + t, now, rows.y, side.groups * rows.stride);
+      load_vectors<S>(job, i + t, now, rows.y, token_stride);
       for (int k = 0; k < now; ++k) take_vector<S, kFormat>(rows, k * side.groups, side.groups);
       rows.count = now * side.groups;
+      coded.codes = octet + t * token_stride;
       encode(rows, coded);
       for (int k = 0; k < now; ++k) {
-        codes[t + k] = octet[t + k];
+        std::uint8_t* of_token = coded.codes + k * token_stride;
+        codes[t + k] = of_token;
         for (int g = 0; g < side.groups; ++g) {
           const int row = k * side.groups + g;
           refused[t + k] = refused[t + k] || coded.refused[row];
-          // Rows of fewer elements than their padding follow one another, the padding overwritten.
-          __builtin_memcpy(octet[t + k] + g * rows.n, coded.codes + row * rows.stride,
-                           static_cast<std::size_t>(rows.stride));
+          // Rows of fewer elements than their padding follow one another.
+          if (g > 0 && rows.n != rows.stride)
+            __builtin_memmove(of_token + g * rows.n, of_token + g * rows.stride, static_cast<std::size_t>(rows.n));
           std::byte* scale = job.block + codec::scale_at(side, first + t + k, g);
           if (side.scale_bytes == 4) {
             base::store_f32(scale, coded.scale_f32[row]);
