@@ -4,7 +4,8 @@ committed ledger docs/lab/cuda-ledger.txt.
 
 Reads what ptxas said of each kernel (OBJECT.ptxas, kept by scripts/nvcc_logged.sh). A kernel that begins to spill, or
 takes many more registers, has lost occupancy long before anyone measures it on a GPU; this shows it on any machine that
-has nvcc. Architectures that the build left out are not compared (and --write keeps their lines). Fails when spills or shared memory grow, registers grow by more than 8, or kernels come or go; --write accepts.
+has nvcc. Architectures that the build left out are not compared (and --write keeps their lines). Fails when spills or
+shared memory grow, registers grow by more than 8, or kernels come or go; --write accepts.
 """
 import pathlib
 import re

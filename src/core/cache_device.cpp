@@ -5,8 +5,9 @@
 //
 // Slots that are given back need not be: the exact copy of a page that is read encoded, and pages that a window released,
 // are asked for by no kernel (a truncation that brings pages back sends them). They are noted (`late`) and sent with the
-// next step that takes slots, which is the first that can give them to another sequence. So a step whose slots were there before, in a page or from reserve_ahead, sends nothing but its advance, and can
-// be recorded in a graph whose replays are right.
+// next step that takes slots, which is the first that can give them to another sequence. So a step whose slots were there
+// before, in a page or from reserve_ahead, sends nothing but its advance, and can be recorded in a graph whose replays are
+// right.
 #include <fmt/format.h>
 
 #include <algorithm>

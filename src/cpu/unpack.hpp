@@ -90,7 +90,8 @@ struct Unpack {
   using I = typename S::I;
   static constexpr codec::TqSpec kSpec = codec::tq_spec(F);
 
-  // The tables of levels (6 bits: of the high two bits in their place), where there are any, as 16 bytes repeated to the widest register.
+  // The tables of levels (6 bits: of the high two bits in their place), where there are any, as 16 bytes repeated to the
+  // widest register.
   struct Tables {
     I a, b;
   };
