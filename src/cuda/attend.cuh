@@ -35,7 +35,8 @@ __device__ void Attend<KF, VF, D, NT>::run() {
     Constants<KF>::put(info->constants[0]);
     Constants<VF>::put(info->constants[1]);
   }
-  if (threadIdx.x < 32 && threadIdx.x < p.batch) ptx::prefetch(p.cache.sequences + p.first_entries[threadIdx.x].index);
+  if (threadIdx.x < kEntriesInParams && threadIdx.x < p.batch)
+    ptx::prefetch(p.cache.sequences + p.first_entries[threadIdx.x].index);
   ptx::wait_prerequisites();
   if (threadIdx.x < 32) {
     const int total = sum_costs(p, info->window);

@@ -120,7 +120,7 @@ __device__ __forceinline__ void rotate_back(float (&x)[kMergeColumns<D>], float*
 #pragma unroll
         for (int j = 0; j < kRows; j += 2 * i) y[j] = fmaf(y[j + i], sign, y[j]);
       }
-      x[k] = __uint_as_float(__float_as_uint(y[0] * kScale) ^ (word << (31 - lane) & 0x80000000u));
+      x[k] = flip_sign(y[0] * kScale, word);
     }
   }
 }

@@ -17,14 +17,18 @@ __device__ __forceinline__ int query_of_row(const AttendParams& p, int row) {
   return static_cast<int>((static_cast<float>(row) + 0.5f) * p.group_inverse);
 }
 
+// x, negated where this lane's bit of the signs is set.
+__device__ __forceinline__ float flip_sign(float x, std::uint32_t signs) {
+  return __uint_as_float(__float_as_uint(x) ^ (signs << (31 - threadIdx.x % 32) & 0x80000000u));
+}
+
 template <int D>
 __device__ __forceinline__ void flip_signs(float (&x)[D / 32]) {
   constexpr codec::SignTable signs = codec::sign_table();
-  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < D / 32; ++i) {
     const std::uint32_t word = static_cast<std::uint32_t>(signs.word[(i / 2) & 7] >> (32 * (i % 2)));
-    x[i] = __uint_as_float(__float_as_uint(x[i]) ^ (word << (31 - lane) & 0x80000000u));
+    x[i] = flip_sign(x[i], word);
   }
 }
 

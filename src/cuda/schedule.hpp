@@ -47,6 +47,8 @@ struct PageRuns {
   }
 };
 
+inline constexpr int kNoEnd = 0x7FFFFFFF;  // of pages
+
 // Pages that some query of a sequence may see: [0, sinks) and [recent, end). Those before `exact_sinks` and from `tail` on
 // are exact.
 struct VisiblePages {
@@ -62,7 +64,7 @@ KVANT_HD KVANT_NOT_INLINED inline void apply_window(const AttendParams& p, int l
 }
 
 KVANT_HD inline VisiblePages visible_pages(const AttendParams& p, int length, int q_len) {
-  VisiblePages v{0, 0, pages_of(length), p.cache.sink_pages, 0x7FFFFFFF};
+  VisiblePages v{0, 0, pages_of(length), p.cache.sink_pages, kNoEnd};
   if (p.window > 0) apply_window(p, length, q_len, v);
   if (p.cache.tail_pages > 0) {
     v.tail = length / kPageTokens - p.cache.tail_pages;
@@ -79,12 +81,12 @@ KVANT_HD inline PageRuns page_runs(const VisiblePages& v, bool exact) {
     const int last = to < high ? to : high;
     count = last > begin ? last - begin : 0;
   };
-  constexpr int kEnd = 0x7FFFFFFF;
+  const int low = exact ? 0 : v.exact_sinks, high = exact ? v.exact_sinks : kNoEnd;
   PageRuns r;
-  run(0, v.sinks, exact ? 0 : v.exact_sinks, exact ? v.exact_sinks : kEnd, r.begin[0], r.count[0]);
-  run(v.recent, v.end, exact ? 0 : v.exact_sinks, exact ? v.exact_sinks : kEnd, r.begin[1], r.count[1]);
-  run(0, exact ? v.sinks : 0, v.tail, kEnd, r.begin[2], r.count[2]);
-  run(v.recent, exact ? v.end : 0, v.tail, kEnd, r.begin[3], r.count[3]);
+  run(0, v.sinks, low, high, r.begin[0], r.count[0]);
+  run(v.recent, v.end, low, high, r.begin[1], r.count[1]);
+  run(0, exact ? v.sinks : 0, v.tail, kNoEnd, r.begin[2], r.count[2]);
+  run(v.recent, exact ? v.end : 0, v.tail, kNoEnd, r.begin[3], r.count[3]);
   return r;
 }
 

@@ -370,18 +370,18 @@ cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceL
   }
   const auto launch = [&](WriteSides sides, Format format, int pitch) {
     p.sides = sides;
-    room_for(kTeams<Wide>, table_bytes<true>(format), pitch);
-    // Tables are filled once for all that a block does.
-    const int shared = static_cast<int>(config.dynamicSmemBytes) + 1024;
-    const int resident = base::clamp(limits.multiprocessor_shared_bytes / shared, 1, kWriteCtas);
     const std::int64_t of_sides = sides == WriteSides::both ? 2 : 1;
-    std::int64_t blocks =
-        base::min((jobs + kTeams<Wide> - 1) / kTeams<Wide>, resident * limits.multiprocessors / of_sides);
-    config.blockDim = dim3(Wide::kBlockThreads);
+    std::int64_t blocks = jobs;
     if (codec::is_dense(format)) {
       config.blockDim = dim3(DenseShape<kD>::kBlockThreads);
       config.dynamicSmemBytes = 0;
-      blocks = jobs;
+    } else {
+      config.blockDim = dim3(Wide::kBlockThreads);
+      room_for(kTeams<Wide>, table_bytes<true>(format), pitch);
+      // Tables are filled once for all that a block does.
+      const int shared = static_cast<int>(config.dynamicSmemBytes) + 1024;
+      const int resident = base::clamp(limits.multiprocessor_shared_bytes / shared, 1, kWriteCtas);
+      blocks = base::min((jobs + kTeams<Wide> - 1) / kTeams<Wide>, resident * limits.multiprocessors / of_sides);
     }
     config.gridDim = dim3(static_cast<unsigned>(of_sides * blocks));
     return cudaLaunchKernelEx(&config, wide_kernel<kD>(format), p);
