@@ -120,6 +120,10 @@ const std::set<std::string> kBenchKeys = {"op",
                                           "q_len",
                                           "first_keys",
                                           "threads",
+                                          "window",
+                                          "softcap",
+                                          "alibi",
+                                          "mask",
                                           "median_ns",
                                           "spread",
                                           "ns_per_value",
@@ -188,6 +192,9 @@ TEST_F(Cli, WrongUsageIsExitCodeTwo) {
           {{"bench", "decode", "--k-format", "tq4,tq6,tq8", "--v-format", "tq4,tq6"},
            "--v-format: 2 formats for 3 key formats"},
           {{"bench", "decode", "--k-format", "tq6/tq4", "--v-format", "tq4"}, "names its value format already"},
+          {{"bench", "append", "--alibi", "--window", "9"}, "append: has no scores; leave out window 9, ALiBi"},
+          {{"bench", "decode", "--mask", "int8"}, "--mask: int8 not in {bool,f32,f16,bf16}"},
+          {{"bench", "decode", "--window", "0"}, "--window"},
           {{"bench", "append", "--first-keys", "9"}, "--first-keys 9: of decode and prefill"},
           {{"bench", "decode", "--first-keys", "3", "--q-len", "4"}, "--q-len 4: more than --keys 3"},
           {{"bench", "--suite", "gpu"}, "--suite gpu: unknown; the suites are cpu"},
@@ -463,6 +470,36 @@ TEST_F(Cli, BenchPrefillAndAppend) {
     }
   }
   EXPECT_EQ(append["rows"][0]["rel_l2"], 0);
+}
+
+TEST_F(Cli, BenchOfWhatChangesScores) {
+  const std::vector<std::vector<std::string>> scores = {
+      {"--window", "100"}, {"--softcap", "3"}, {"--alibi"},
+      {"--mask", "bool"},  {"--mask", "bf16"}, {"--window", "100", "--softcap", "20", "--alibi", "--mask", "f32"}};
+  for (const std::vector<std::string>& extra : scores) {
+    std::vector<std::string> arguments = {"bench",        "prefill", "--k-format", "tq4,f16", "--keys",  "300",
+                                          "--first-keys", "90",      "--batch",    "2",       "--q-len", "40",
+                                          "--head-dim",   "64",      "--rounds",   "1"};
+    arguments.insert(arguments.end(), extra.begin(), extra.end());
+    for (const Json& row : json_of(arguments)["rows"]) {
+      EXPECT_LE(row["rel_l2"], 2e-4) << extra[0];
+      const bool has_window = extra[0] == "--window";
+      EXPECT_EQ(row["window"], has_window ? 100 : 0);
+      EXPECT_EQ(row["alibi"], std::count(extra.begin(), extra.end(), "--alibi") > 0);
+      EXPECT_EQ(row["mask"].is_null(), std::count(extra.begin(), extra.end(), "--mask") == 0);
+      // Of the long sequence, the window and what lies before it for the first of 40 queries.
+      const double keys = has_window ? 90 + 139 : 90 + 300;
+      EXPECT_NEAR(row["ns_per_value"].get<double>() * 2 * keys * 4 * 64, row["median_ns"].get<double>(), 1.0);
+    }
+  }
+  // Each query sees the window, or all that is before it: 51 to 90 keys, and 100 of the long sequence.
+  const Json row = json_of({"bench", "prefill", "--k-format", "tq4", "--keys", "300", "--first-keys", "90", "--batch",
+                            "2", "--q-len", "40", "--head-dim", "64", "--rounds", "1", "--window", "100"});
+  const double pairs = 40 * (51 + 90) / 2.0 + 40 * 100.0;
+  const Json& only = row["rows"][0];
+  EXPECT_NEAR(only["share_of_fma_peak"].get<double>() * row["machine"]["peaks"][0]["fma_gflops"].get<double>() *
+                  only["median_ns"].get<double>(),
+              4.0 * 16 * 64 * pairs, 1.0);
 }
 
 // --- hostile input ------------------------------------------------------------------------------------------------

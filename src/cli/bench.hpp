@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,18 @@ namespace kvant::cli {
 
 enum class BenchOp { decode, prefill, append };
 const char* op_name(BenchOp op);
+
+/// What changes scores or hides keys, besides causality (kvant/attention.hpp). Left as made: nothing.
+struct BenchScores {
+  std::int64_t window = 0;
+  double softcap = 0;
+  bool alibi = false;  ///< slopes 2^(-8 (head + 1) / q_heads), as of Press et al., "Train short, test long", section 3
+  /// A mask tensor [1, 1, q_len, keys] that hides nothing, as frameworks pass along; of its type.
+  std::optional<Dtype> mask;
+
+  bool operator==(const BenchScores&) const = default;
+  [[nodiscard]] std::string text() const;  ///< "window 4096, softcap 50"; "": nothing
+};
 
 struct BenchCase {
   BenchOp op = BenchOp::decode;
@@ -29,13 +42,16 @@ struct BenchCase {
   std::string backend = "cpu";
   std::string isa;  ///< "cuda" on a device
   int sink_pages = 1, tail_pages = 1;
+  BenchScores scores;
 
   [[nodiscard]] std::int64_t keys_of(std::int64_t sequence) const {
     return sequence == 0 && first_keys > 0 ? first_keys : keys;
   }
   [[nodiscard]] std::int64_t most_keys() const { return std::max(keys_of(0), batch > 1 ? keys : 0); }
   [[nodiscard]] std::int64_t all_keys() const { return keys_of(0) + (batch - 1) * keys; }
-  [[nodiscard]] double stored_values() const;  ///< keys and values of the whole batch
+  /// Of a sequence: keys that some query sees.
+  [[nodiscard]] std::int64_t seen_keys_of(std::int64_t sequence) const;
+  [[nodiscard]] double stored_values() const;  ///< keys and values of the whole batch that some query sees
   /// 4 * q_heads * head_dim for each pair of a query and a key it sees: a multiply and an add for K and for V.
   [[nodiscard]] double flops() const;
 };

@@ -21,6 +21,7 @@ constexpr const char* kFooter =
     "append: --keys tokens are appended to an empty cache, --q-len at a time; --q-heads has no meaning there.\n"
     "With --backend cuda --q-len 1 it is one step of one token a sequence, replayed from a CUDA graph (any --keys "
     "above 1).\n"
+    "--window, --softcap, --alibi and --mask: of decode and prefill. Bytes and values are those that some query sees.\n"
     "\n"
     "Examples:\n"
     "  kvant bench decode --head-dim 128 --q-heads 32 --kv-heads 8 --keys 32768 --k-format tq4,tq8,f16\n"
@@ -29,6 +30,7 @@ constexpr const char* kFooter =
     "  kvant bench append --k-format tq4,tq6/tq4 --isa scalar,avx2 --threads 1\n"
     "  kvant bench decode --backend cuda --batch 16 --q-heads 32 --kv-heads 8 --keys 32768 --k-format tq6/tq4,bf16\n"
     "  kvant bench decode --backend cuda --batch 32 --first-keys 131072 --keys 1024 --kv-heads 8 --q-heads 32\n"
+    "  kvant bench decode --keys 65536 --window 4096 --softcap 50 --head-dim 256\n"
     "  kvant bench --suite cpu --markdown results.md";
 
 // Zero stands for "the default of the operation".
@@ -43,6 +45,8 @@ struct Arguments {
   std::string backend = "cpu";
   int device = 0;
   int sink_pages = -1, tail_pages = -1;
+  BenchScores scores;
+  std::string mask;
   BenchSettings settings;
   std::string json, csv, markdown;
 };
@@ -109,6 +113,12 @@ void check_shape(const BenchCase& c) {
   }
 }
 
+void check_scores(const BenchCase& c) {
+  if (c.op == BenchOp::append && c.scores != BenchScores{}) {
+    usage(fmt::format("append: has no scores; leave out {}", c.scores.text()));
+  }
+}
+
 std::vector<BenchCase> cases_of(const Arguments& a, bool is_op_given, const std::vector<std::string>& isas) {
   std::vector<std::string> k_formats = a.k_formats;
   if (k_formats.empty() && a.v_formats.empty() && !a.suite.empty()) k_formats = {"f16", "tq8", "tq6/tq4", "tq4"};
@@ -121,6 +131,8 @@ std::vector<BenchCase> cases_of(const Arguments& a, bool is_op_given, const std:
     const int default_ends = shape.op == BenchOp::append ? 0 : 1;  // append measures encoding
     shape.sink_pages = a.sink_pages >= 0 ? a.sink_pages : default_ends;
     shape.tail_pages = a.tail_pages >= 0 ? a.tail_pages : default_ends;
+    shape.scores = a.scores;
+    check_scores(shape);
     for (const std::string& isa : isas) {
       for (const int threads : a.threads) {
         for (const FormatPair& pair : *pairs) {
@@ -135,7 +147,8 @@ std::vector<BenchCase> cases_of(const Arguments& a, bool is_op_given, const std:
   return cases;
 }
 
-Status run_bench_command(const Arguments& a, bool is_op_given) {
+Status run_bench_command(Arguments a, bool is_op_given) {
+  if (!a.mask.empty()) a.scores.mask = *parse_dtype(a.mask);
   Outputs outputs;
   for (const auto& [option, path] : {std::pair{"--json", a.json}, {"--csv", a.csv}, {"--markdown", a.markdown}}) {
     if (const Status status = outputs.add(option, path); !status.ok()) usage(status.message());
@@ -267,6 +280,18 @@ Action add_bench_command(CLI::App& app) {
   command->add_option("--tail-pages", a->tail_pages, "Exact newest pages; default: 1, for append 0")
       ->check(range(0, 1 << 16))
       ->type_name("N");
+  command->add_option("--window", a->scores.window, "Each query sees this many of the newest keys; default: all")
+      ->check(range(std::int64_t{1}, most_tokens))
+      ->type_name("N");
+  command->add_option("--softcap", a->scores.softcap, "Scores become CAP * tanh(score / CAP)")
+      ->check(range(1e-3, 1e6))
+      ->type_name("CAP");
+  command->add_flag("--alibi", a->scores.alibi, "Linear biases, slopes 2^(-8 (head + 1) / q_heads)");
+  command
+      ->add_option("--mask", a->mask,
+                   "A mask tensor over all queries and keys that hides nothing: bool, f32, f16, bf16")
+      ->check(CLI::IsMember({"bool", "f32", "f16", "bf16"}).description(""))
+      ->type_name("TYPE");
   command->add_option("--rounds", a->settings.rounds, "Samples of each row; default: by --seconds")
       ->check(range(1, 100000))
       ->type_name("N");

@@ -131,8 +131,13 @@ double attention_tolerance(const FormatPair& formats) {
 
 namespace {
 
+float alibi_slope(const BenchCase& c, int head) {
+  return static_cast<float>(std::exp2(-8.0 * (head + 1) / c.q_heads));
+}
+
 // One query of one head, as an online softmax over chunks of keys.
 struct SampledRow {
+  const BenchCase* c;
   int head;
   std::int64_t query;  // of its sequence
   const float* q;
@@ -141,13 +146,20 @@ struct SampledRow {
   double sum = 0;
   std::vector<double> acc;
 
-  void add(const float* keys, const float* values, std::int64_t count, std::int64_t stride, int dim, double scale) {
-    for (std::int64_t j = 0; j < count; ++j) {
+  // Of keys at positions `begin` and on, those that the query sees.
+  void add(const float* keys, const float* values, std::int64_t begin, std::int64_t end, std::int64_t own_keys,
+           std::int64_t stride) {
+    const int dim = c->head_dim;
+    const std::int64_t position = own_keys - c->q_len + query;
+    const std::int64_t first = c->scores.window > 0 ? position - c->scores.window + 1 : 0;
+    for (std::int64_t j = std::max<std::int64_t>(0, first - begin); j < std::min(end, position + 1) - begin; ++j) {
       const float* k = keys + j * stride;
       const float* v = values + j * stride;
       double score = 0;
       for (int d = 0; d < dim; ++d) score += static_cast<double>(q[d]) * static_cast<double>(k[d]);
-      score *= scale;
+      score /= std::sqrt(static_cast<double>(dim));
+      if (c->scores.softcap > 0) score = c->scores.softcap * std::tanh(score / c->scores.softcap);
+      if (c->scores.alibi) score -= alibi_slope(*c, head) * static_cast<double>(position - begin - j);
       if (score > max) {
         const double shrink = std::exp(max - score);
         sum *= shrink;
@@ -173,6 +185,29 @@ std::vector<std::int64_t> spread_over(std::int64_t count, std::int64_t wanted) {
 
 }  // namespace
 
+std::vector<std::byte> mask_bytes(const BenchCase& c) {
+  if (!c.scores.mask) return {};
+  const auto elements = static_cast<std::size_t>(c.q_len * c.most_keys());
+  // Visible is 1 for a boolean and 0 for numbers.
+  const bool is_boolean = *c.scores.mask == Dtype::boolean;
+  return std::vector<std::byte>(elements * dtype_size(*c.scores.mask), std::byte{is_boolean});
+}
+
+AttentionOptions attention_options(const BenchCase& c, const void* mask) {
+  AttentionOptions options;
+  options.q_heads = c.q_heads;
+  options.q_len = static_cast<int>(c.q_len);
+  options.backend = c.backend;
+  options.softcap = c.scores.softcap;
+  options.mask.window = c.scores.window;
+  for (int head = 0; c.scores.alibi && head < c.q_heads; ++head) options.alibi_slopes.push_back(alibi_slope(c, head));
+  if (c.scores.mask) {
+    const std::int64_t keys = c.most_keys();
+    options.mask.tensor = {mask, *c.scores.mask, {1, 1, c.q_len, keys}, {0, 0, keys, 1}};
+  }
+  return options;
+}
+
 Result<double> check_attention(const Workload& workload, const BenchCase& c, const std::vector<float>& q,
                                const std::vector<float>& out, std::int64_t most_sequences) {
   constexpr double kRowBudget = 4e8;  // multiply-adds: about a second on one core
@@ -184,7 +219,6 @@ Result<double> check_attention(const Workload& workload, const BenchCase& c, con
   const std::vector<std::int64_t> queries = spread_over(c.q_len, std::max<std::int64_t>(1, queries_wanted));
   const std::int64_t kv_row = static_cast<std::int64_t>(c.kv_heads) * c.head_dim;
   const std::int64_t chunk = std::max<std::int64_t>(64, (std::int64_t{1} << 22) / kv_row);
-  const double scale = 1 / std::sqrt(static_cast<double>(c.head_dim));
   std::vector<float> keys(static_cast<std::size_t>(chunk * kv_row)), values(keys.size());
 
   double error2 = 0, truth2 = 0;
@@ -194,7 +228,7 @@ Result<double> check_attention(const Workload& workload, const BenchCase& c, con
     for (const std::int64_t head : heads) {
       for (const std::int64_t query : queries) {
         const std::int64_t at = ((b * c.q_len + query) * c.q_heads + head) * c.head_dim;
-        rows.push_back({static_cast<int>(head), query, q.data() + at, out.data() + at, -INFINITY, 0,
+        rows.push_back({&c, static_cast<int>(head), query, q.data() + at, out.data() + at, -INFINITY, 0,
                         std::vector<double>(static_cast<std::size_t>(c.head_dim))});
       }
     }
@@ -207,9 +241,8 @@ Result<double> check_attention(const Workload& workload, const BenchCase& c, con
       if (!status.ok()) return status;
       parallel_for(core::hardware_threads(), static_cast<std::int64_t>(rows.size()), [&](std::int64_t i) {
         SampledRow& row = rows[static_cast<std::size_t>(i)];
-        const std::int64_t visible = std::min(end, own_keys - c.q_len + row.query + 1) - begin;
         const std::int64_t offset = row.head / (c.q_heads / c.kv_heads) * static_cast<std::int64_t>(c.head_dim);
-        row.add(keys.data() + offset, values.data() + offset, visible, kv_row, c.head_dim, scale);
+        row.add(keys.data() + offset, values.data() + offset, begin, end, own_keys, kv_row);
       });
     }
     for (const SampledRow& row : rows) {

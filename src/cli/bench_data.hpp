@@ -49,6 +49,11 @@ double layer_bytes(const BenchCase& c);
 CacheConfig cache_config(const BenchCase& c, int layers);
 Result<Workload> make_workload(const BenchCase& c, int layers);
 
+/// The mask tensor that c.scores asks for; empty: none.
+std::vector<std::byte> mask_bytes(const BenchCase& c);
+/// Attention as the case has it; `mask` holds mask_bytes, where the cache is.
+AttentionOptions attention_options(const BenchCase& c, const void* mask);
+
 /// Relative L2 of `out` ([batch * q_len, q_heads, head_dim], from layer 0) against float64 attention over the vectors that
 /// Cache::read decodes, for a sample of sequences, heads and queries that stays quick.
 Result<double> check_attention(const Workload& workload, const BenchCase& c, const std::vector<float>& q,

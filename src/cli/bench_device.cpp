@@ -87,7 +87,18 @@ class Measurement {
     return static_cast<const float*>(*memory);
   }
 
-  enum Use : std::size_t { kKeys, kValues, kKeyGains, kValueGains, kQueries, kQueryGains, kOut, kOut32, kWorkspace };
+  enum Use : std::size_t {
+    kKeys,
+    kValues,
+    kKeyGains,
+    kValueGains,
+    kQueries,
+    kQueryGains,
+    kMask,
+    kOut,
+    kOut32,
+    kWorkspace
+  };
 
   struct Supply {
     void* keys;
@@ -168,10 +179,13 @@ class Measurement {
     }
     Result<Workload> filled = fill_cache(c, layers);
     if (!filled.ok()) return filled.status();
-    AttentionOptions options;
-    options.q_heads = c.q_heads;
-    options.q_len = static_cast<int>(c.q_len);
-    options.backend = "cuda";
+    const std::vector<std::byte> mask = mask_bytes(c);
+    const Result<void*> mask_memory = scratch(kMask, mask.size());
+    if (!mask_memory.ok()) return mask_memory.status();
+    if (!mask.empty()) {
+      if (Status s = bench_.upload(*mask_memory, mask.data(), mask.size()); !s.ok()) return s;
+    }
+    const AttentionOptions options = attention_options(c, *mask_memory);
     const Result<Plan> plan = kvant::plan(filled->cache, std::span<const SequenceId>(filled->sequences), options);
     if (!plan.ok()) return plan.status();
     row.bytes = static_cast<double>(plan->kv_bytes());

@@ -1,6 +1,7 @@
 // Rows of `kvant bench` as text, markdown, CSV and JSON.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "cli/bench.hpp"
@@ -22,23 +23,14 @@ bool is_device(const BenchCase& c) {
 }
 
 Table bench_table(const BenchResult& result) {
-  Table table({{"op", true},
-               {"K/V", true},
-               {"q/kv heads"},
-               {"D"},
-               {"batch"},
-               {"keys"},
-               {"q_len"},
-               {"isa", true},
-               {"threads"},
-               {"median"},
-               {"spread"},
-               {"ns/value"},
-               {"GB/s"},
-               {"of read"},
-               {"GFLOP/s"},
-               {"of FMA"},
-               {"error"}});
+  const bool has_scores = std::any_of(result.rows.begin(), result.rows.end(),
+                                      [](const BenchRow& row) { return row.bench_case.scores != BenchScores{}; });
+  std::vector<Table::Column> columns = {{"op", true}, {"K/V", true}, {"q/kv heads"}, {"D"},       {"batch"},
+                                        {"keys"},     {"q_len"},     {"isa", true},  {"threads"}, {"median"},
+                                        {"spread"},   {"ns/value"},  {"GB/s"},       {"of read"}, {"GFLOP/s"},
+                                        {"of FMA"},   {"error"}};
+  if (has_scores) columns.push_back({"scores", true});
+  Table table(columns);
   for (const BenchRow& row : result.rows) {
     const BenchCase& c = row.bench_case;
     const bool is_append = c.op == BenchOp::append;
@@ -62,6 +54,7 @@ Table bench_table(const BenchResult& result) {
       cells.insert(cells.end(), {"refused", "-", "-", "-", "-", "-", "-"});
     }
     cells.push_back(fmt::format("{:.1e}", row.rel_l2));
+    if (has_scores) cells.push_back(c.scores.text());
     table.add(std::move(cells));
   }
   return table;
@@ -143,7 +136,11 @@ std::string bench_csv(const BenchResult& result) {
                {"share_of_read_bandwidth"},
                {"share_of_fma_peak"},
                {"rel_l2"},
-               {"first_keys"}});
+               {"first_keys"},
+               {"window"},
+               {"softcap"},
+               {"alibi"},
+               {"mask"}});
   for (const BenchRow& row : result.rows) {
     const BenchCase& c = row.bench_case;
     const auto figure = [&](double value, bool is_there = true) {
@@ -168,7 +165,11 @@ std::string bench_csv(const BenchResult& result) {
                figure(row.share_of_read_bandwidth),
                figure(row.share_of_fma_peak, c.op != BenchOp::append && !is_device(c)),
                fmt::format("{}", row.rel_l2),
-               std::to_string(c.keys_of(0))});
+               std::to_string(c.keys_of(0)),
+               std::to_string(c.scores.window),
+               fmt::format("{}", c.scores.softcap),
+               c.scores.alibi ? "1" : "0",
+               c.scores.mask ? dtype_name(*c.scores.mask) : ""});
   }
   return table.csv();
 }
@@ -196,6 +197,10 @@ std::string bench_json(const BenchResult& result, const Machine& machine, const 
                     {"first_keys", c.keys_of(0)},
                     {"q_len", c.q_len},
                     {"threads", c.threads},
+                    {"window", c.scores.window},
+                    {"softcap", c.scores.softcap},
+                    {"alibi", c.scores.alibi},
+                    {"mask", c.scores.mask ? Json(dtype_name(*c.scores.mask)) : Json(nullptr)},
                     {"median_ns", number_or_null(has_speed, row.median_ns)},
                     {"spread", number_or_null(has_speed, row.spread)},
                     {"ns_per_value", number_or_null(has_speed, row.ns_per_value)},

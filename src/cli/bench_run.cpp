@@ -34,6 +34,7 @@ struct Runner {
   std::shared_ptr<Workload> workload;  // decode, prefill
   std::optional<Plan> plan;
   std::vector<float> q, out;
+  std::vector<std::byte> mask;
   int next_layer = 0;
   std::optional<AppendRun> append;
 
@@ -55,12 +56,10 @@ struct Runner {
 Status prepare_attention(Runner& runner) {
   BenchRow& row = runner.row;
   const BenchCase& c = row.bench_case;
-  AttentionOptions options;
-  options.q_heads = c.q_heads;
-  options.q_len = static_cast<int>(c.q_len);
+  runner.mask = mask_bytes(c);
+  AttentionOptions options = attention_options(c, runner.mask.data());
   options.threads = c.threads;
   options.isa = c.isa;
-  options.backend = "cpu";
   Result<Plan> plan = kvant::plan(runner.workload->cache, runner.workload->sequences, options);
   if (!plan.ok()) return plan.status();
   row.bytes = static_cast<double>(plan->kv_bytes());
@@ -232,14 +231,34 @@ void judge(BenchRow& row, double rel_l2) {
       fmt::format("the error {:.1e} is above {:.{}e}: no speed for wrong results", rel_l2, allowed, is_append ? 1 : 0);
 }
 
+std::string BenchScores::text() const {
+  std::vector<std::string> parts;
+  if (window > 0) parts.push_back(fmt::format("window {}", window));
+  if (softcap > 0) parts.push_back(fmt::format("softcap {:g}", softcap));
+  if (alibi) parts.emplace_back("ALiBi");
+  if (mask) parts.push_back(fmt::format("{} mask", dtype_name(*mask)));
+  return fmt::format("{}", fmt::join(parts, ", "));
+}
+
+std::int64_t BenchCase::seen_keys_of(std::int64_t sequence) const {
+  const std::int64_t own = keys_of(sequence);
+  return scores.window > 0 ? std::min(own, scores.window + q_len - 1) : own;
+}
+
 double BenchCase::stored_values() const {
-  return 2.0 * static_cast<double>(all_keys()) * kv_heads * head_dim;
+  const std::int64_t seen = seen_keys_of(0) + (batch - 1) * seen_keys_of(1);
+  return 2.0 * static_cast<double>(seen) * kv_heads * head_dim;
 }
 
 double BenchCase::flops() const {
-  const double pairs =
-      static_cast<double>(q_len) * (static_cast<double>(all_keys()) - batch * (static_cast<double>(q_len) - 1) / 2);
-  return 4.0 * q_heads * head_dim * pairs;
+  // The query at position i sees i + 1 keys, or as many as the window has.
+  const auto pairs_of = [&](std::int64_t sequence) {
+    const std::int64_t own = keys_of(sequence), first = own - q_len + 1;
+    const std::int64_t growing = scores.window > 0 ? std::clamp<std::int64_t>(scores.window - first, 0, q_len) : q_len;
+    return static_cast<double>(growing) * (static_cast<double>(first) + static_cast<double>(growing - 1) / 2) +
+           static_cast<double>(q_len - growing) * static_cast<double>(scores.window);
+  };
+  return 4.0 * q_heads * head_dim * (pairs_of(0) + (batch - 1) * pairs_of(1));
 }
 
 Result<BenchResult> run_bench(const std::vector<BenchCase>& cases, const BenchSettings& settings,
