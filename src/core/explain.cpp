@@ -14,7 +14,10 @@ std::string mask_words(const PlanImpl& p) {
   std::string s = m.window > 0 ? fmt::format("the last {} keys", m.window) : m.is_causal ? "causal" : "bidirectional";
   if (m.window_sinks > 0) s += fmt::format(" and the first {}", m.window_sinks);
   if (m.tensor.data != nullptr && p.device) {
-    s += fmt::format("; {} mask tensor", dtype_name(m.tensor.dtype));
+    s += fmt::format(
+        "; {} mask tensor, read anew in each run: pages that it hides from all are skipped, where it hides and "
+        "adds nothing it costs nothing",
+        dtype_name(m.tensor.dtype));
   } else if (m.tensor.data != nullptr) {
     s += fmt::format("; {} mask tensor: {} tiles masked (skipped), {} mixed, {} zero (not added)",
                      dtype_name(m.tensor.dtype), p.mask_tiles[core::kTileMasked], p.mask_tiles[core::kTileMixed],

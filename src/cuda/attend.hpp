@@ -29,6 +29,8 @@ inline constexpr int kEntriesInParams = 32;
 inline constexpr int kMostCluster = 8;  // blocks that merge a row
 inline constexpr int kMostRounds = 5;   // of a line of work (schedule.hpp)
 inline constexpr int kClaimBits = 20;
+// What is known of a page beside its slot: every row sees the whole of it; and its scores are only scaled.
+inline constexpr int kSeen = 1, kPlain = 2, kSlotShift = 2;
 inline constexpr int kMostRows = 1 << 20;  // of a sequence and kv head
 
 struct AttendParams {
@@ -43,13 +45,14 @@ struct AttendParams {
   float group_inverse;
   core::StridedRows q;
   core::MutableRows out;
-  float* lse;                // [queries][q_heads] or null
-  const float* slopes;       // [q_heads] or null
-  const float* sink_logits;  // [q_heads] or null
-  float scale, softcap;
+  float* lse;                      // [queries][q_heads] or null
+  const float* slopes;             // [q_heads] or null
+  const float* sink_logits;        // [q_heads] or null
+  float scale, softcap;            // softcap in units of log2
+  int seen_flags[core::kDomains];  // of pages that every row sees
   bool causal;
   std::int32_t window, window_sinks;
-  core::MaskData mask;  // classes: null
+  core::MaskData mask;  // classes: those of MaskPages, of kv heads and without queries
   DeviceBasis k_basis, v_basis;
   int exact_cost;                // of an exact page, in encoded ones
   int part_cost;                 // of each part that a block works on, in the same

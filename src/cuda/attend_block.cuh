@@ -149,6 +149,8 @@ struct Attend {
 
   // --- between the products: attend_weights.cuh ---
 
+  __device__ __forceinline__ static float capped(float x, float cap, float inverse);
+  __device__ __forceinline__ void transform_seen(const Part& part, int page, float (&s)[S::kTokenTiles][NT][2]) const;
   template <int TW>
   __device__ __forceinline__ void transform(const Part& part, int page, float (&s)[4 / TW][NT][2]) const;
 
@@ -196,7 +198,8 @@ struct Attend {
   }
 
   // A team's pages are use_begin + team, + kTeams, ... of its part. Lane i holds numbers base + i and base + 32 + i, each
-  // as twice its slot, plus 1 where every row sees the whole page; -1: not of this domain, or past the end.
+  // as its slot shifted, with what is known of it below; -1: not of this domain, hidden from every row by the mask tensor, or
+  // past the end.
   struct Slots {
     int base, here, next;
   };
@@ -228,8 +231,8 @@ struct Attend {
   __device__ void first_pages(const Part& part, const Slots& slots) const {
     const int slot = slot_at(slots, 0);
     if (count_pages<W>(part) > 0) {
-      copy_keys(slot >> 1, part.kv_head);
-      copy_values(slot >> 1, part.kv_head);
+      copy_keys(slot >> kSlotShift, part.kv_head);
+      copy_values(slot >> kSlotShift, part.kv_head);
     }
   }
   __device__ void encoded_pages(const Part& part, Slots slots, std::uint32_t& phases);

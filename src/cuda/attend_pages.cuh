@@ -21,8 +21,13 @@ __device__ int Attend<KF, VF, D, NT>::slot_of(const Part& part, int number, core
   const bool exact = reads_exact(p.cache, part.length, page, ref);
   const int slot = exact ? ref.exact : ref.encoded;
   if (exact != (part.domain == core::kExact) || slot < 0) return -1;
-  const bool is_full = page * kPageTokens >= part.all_begin && (page + 1) * kPageTokens <= part.all_end;
-  return 2 * slot + (is_full ? 1 : 0);
+  bool is_full = page * kPageTokens >= part.all_begin && (page + 1) * kPageTokens <= part.all_end;
+  if (part.classes != nullptr) {
+    const int tile = part.classes[page * static_cast<int>(p.mask.class_stride[3])];
+    if (tile == core::kTileMasked) return -1;
+    is_full = is_full && tile == core::kTileZero;
+  }
+  return slot << kSlotShift | (is_full ? p.seen_flags[part.domain] : 0);
 }
 
 template <Format KF, Format VF, int D, int NT>
@@ -44,17 +49,22 @@ __device__ void Attend<KF, VF, D, NT>::encoded_pages(const Part& part, Slots slo
     wait(kKeys, phases);
     Fold fold;
     if (slot >= 0) {
-      const bool is_full = (slot & 1) != 0;
       key_scores(key_stage(), held, s);
-      if (!is_full) transform<W>(part, page_at<W>(part, k), s);
+      if ((slot & kPlain) == 0) {
+        if ((slot & kSeen) != 0) {
+          transform_seen(part, page_at<W>(part, k), s);
+        } else {
+          transform<W>(part, page_at<W>(part, k), s);
+        }
+      }
       weigh<VF, W>(s, key_stage() + S::Keys::kBytes + S::kKeyGroups * 2 * kPageTokens, VF == Format::bf16, fold);
     }
     team_sync<W>();  // every lane has read its keys and scales, and written its weights
-    if (k + 1 < pages) copy_keys(next >> 1, part.kv_head);
+    if (k + 1 < pages) copy_keys(next >> kSlotShift, part.kv_head);
     wait(kValues, phases);
     if (slot >= 0) add_values(value_stage(), fold);
     team_sync<W>();  // every lane has read its values and weights
-    if (k + 1 < pages) copy_values(next >> 1, part.kv_head);
+    if (k + 1 < pages) copy_values(next >> kSlotShift, part.kv_head);
     slot = next;
     if (k + 2 - slots.base == 64) {
       slots.base += 32;
@@ -104,7 +114,7 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::exact_pages(const Part& p
   };
   // A group of copies for each half, also where there is none: so the wait for a half is for all but the last stages - 1.
   const auto copy = [&](const Found& page, int half) {
-    if (page.slot >= 0) copy_exact(stage(half), exact_block(page.slot >> 1, part.kv_head), half);
+    if (page.slot >= 0) copy_exact(stage(half), exact_block(page.slot >> kSlotShift, part.kv_head), half);
     ptx::copy_commit();
   };
   RawQuery raw;
@@ -151,7 +161,7 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::exact_pages(const Part& p
       }
       next(half);
     }
-    if ((here.slot & 1) == 0) transform<TW>(part, page_at<TW>(part, here.number), s);
+    if ((here.slot & kPlain) == 0) transform<TW>(part, page_at<TW>(part, here.number), s);
     Fold fold;
     weigh<Format::bf16, TW>(s, nullptr, bf16, fold);
 #pragma unroll 1

@@ -5,12 +5,10 @@
 
 namespace kvant::cuda {
 
-// Keys that every row of the part sees, if nothing but visibility changes scores.
+// Keys that every row of the part sees, a mask tensor aside.
 template <Format KF, Format VF, int D, int NT>
 __device__ void Attend<KF, VF, D, NT>::set_seen_by_all(Part& part) const {
-  part.all_begin = part.all_end = 0;
-  if (p.softcap > 0.0f || p.slopes != nullptr || p.mask.data != nullptr) return;
-  if (part.domain == core::kEncoded && p.k_basis.kind == BasisKind::calibrated) return;
+  part.all_begin = 0;
   const base::Visibility rule{p.causal, p.window, p.window_sinks};
   const int first = part.row_block == 0 ? 0 : part.row_block * R / p.group;
   const std::int64_t position = part.length - part.q_len;
@@ -82,6 +80,9 @@ __device__ void Attend<KF, VF, D, NT>::describe(Part& part, LinePlace line, cons
   part.use_begin = pages_before(offset - begin, p.part_cost, page_cost);
   part.use_end = pages_before(stop - begin, p.part_cost, page_cost);
   part.partial = line.item + segment_index(p, part.entry, part.kv_head, part.row_block, part.domain);
+  part.classes = p.mask.classes;
+  if (p.mask.data != nullptr)
+    part.classes += part.entry * p.mask.class_stride[0] + part.kv_head * p.mask.class_stride[1];
   set_seen_by_all(part);
   // Where the merge finds the partials of this row block: [exact first, exact last, encoded first, encoded last].
   int* found = p.segments + 4 * static_cast<std::ptrdiff_t>(

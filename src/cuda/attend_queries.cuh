@@ -122,6 +122,12 @@ __device__ void Attend<KF, VF, D, NT>::load_queries(const Part& part, RawQuery& 
       info->scale[r] = unit * to_log2 * (F == Format::fp8 ? 256.0f : 1.0f);
       info->center[r] = center * to_log2;
       info->poisoned[r] = poisoned ? 1 : 0;
+      if (p.slopes != nullptr) {
+        int q_head;
+        const int query = query_of(part, r, q_head);
+        info->position[r] = part.length - part.q_len + query;
+        info->slope[r] = query >= 0 ? p.slopes[q_head] * kLog2e : 0.0f;
+      }
     }
   }
 }

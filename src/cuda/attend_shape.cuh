@@ -66,9 +66,10 @@ struct Part {
   int entry, kv_head, row_block, domain;
   int length, q_len;
   int use_begin, use_end;
-  int all_begin, all_end;  // keys that every row sees and that no transform changes
+  int all_begin, all_end;  // keys that every row sees, if the mask tensor lets it
   int partial;
   PageRuns runs;
+  const std::uint8_t* classes;  // of the kv head's pages under the mask tensor; null: none
 };
 
 template <Format KF, Format VF, int D, int NT>
@@ -100,6 +101,8 @@ struct Shape : Split<team_warps(KF, VF, D, NT), D> {
     // Of the sums in each column: minus level_origin, less a half, for every key; the half rounded to an integer.
     std::int32_t start[kSumGroups][2 * kRows];
     std::int32_t poisoned[kRows];
+    float slope[kRows];  // of ALiBi, to log2 units
+    std::int32_t position[kRows];
     float m[kWarps][kRows], l[kWarps][kRows];
     std::uint32_t constants[2][Constants<KF>::kWords];
     Part part;

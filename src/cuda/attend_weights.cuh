@@ -5,8 +5,44 @@
 
 namespace kvant::cuda {
 
+// cap * tanh(x / cap)
+template <Format KF, Format VF, int D, int NT>
+__device__ __forceinline__ float Attend<KF, VF, D, NT>::capped(float x, float cap, float inverse) {
+  const float z = x * inverse, square = z * z;
+  // tanh z = 1 - 2 / (1 + e^2z), which leaves nothing of a small z: that takes the first terms of its series.
+  const float large = fmaf(-2.0f, ptx::rcp(1.0f + ptx::ex2(z * (2.0f * kLog2e))), 1.0f);
+  const float small = z * fmaf(square, fmaf(square, fmaf(square, -17.0f / 315.0f, 2.0f / 15.0f), -1.0f / 3.0f), 1.0f);
+  return cap * (square < 0.0625f ? small : large);
+}
+
+// Logit transforms of an encoded page that every row sees. Scores in log2 units in and out.
+template <Format KF, Format VF, int D, int NT>
+__device__ __forceinline__ void Attend<KF, VF, D, NT>::transform_seen(const Part& part, int page,
+                                                                      float (&s)[S::kTokenTiles][NT][2]) const {
+  const int first = page * kPageTokens + 8 * g + S::kTokens * member;
+  const float inverse = 1.0f / p.softcap;
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    const int r = 4 * n + t;
+    const auto each = [&](auto change) {
+#pragma unroll
+      for (int i = 0; i < S::kTokenTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) s[i][n][h] = change(s[i][n][h], 2 * i + h);
+      }
+    };
+    const float center = info->center[r];
+    each([&](float x, int) { return x + center; });
+    if (p.softcap > 0.0f) each([&](float x, int) { return capped(x, p.softcap, inverse); });
+    if (p.slopes != nullptr) {
+      const float slope = info->slope[r], distance = static_cast<float>(info->position[r] - first);
+      each([&](float x, int token) { return fmaf(-slope, fabsf(distance - static_cast<float>(token)), x); });
+    }
+  }
+}
+
 // Logit transforms and visibility, token by token. Scores in log2 units in and out. Rolled up, through local memory: pages
-// that need this are few, or the transform is what takes the time; unrolled it is a seventh of the kernel.
+// that need this are few, or the mask tensor is what takes the time; unrolled it is a seventh of the kernel.
 template <Format KF, Format VF, int D, int NT>
 template <int TW>
 __device__ __forceinline__ void Attend<KF, VF, D, NT>::transform(const Part& part, int page,
@@ -27,21 +63,17 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::transform(const Part& par
     const int query = query_of(part, r, q_head);
     const std::int64_t position = part.length - part.q_len + query;
     const std::int64_t key = page * kPageTokens + 8 * g + L::kTokens * member + at % L::kTokens;
-    float x = copy[at] * kLn2;
-    if (part.domain == core::kEncoded) x += info->center[r] * kLn2;
-    if (p.softcap > 0.0f) x = p.softcap * tanhf(x / p.softcap);
+    float x = copy[at];
+    if (part.domain == core::kEncoded) x += info->center[r];
+    if (p.softcap > 0.0f) x = capped(x, p.softcap, 1.0f / p.softcap);
     const bool sees = query >= 0 && key < part.length && rule.sees(part.length, position, key);
-    if (sees && p.slopes != nullptr) x -= p.slopes[q_head] * fabsf(static_cast<float>(position - key));
+    if (p.slopes != nullptr) x -= info->slope[r] * fabsf(static_cast<float>(position - key));
     if (sees && p.mask.data != nullptr) {
       const std::int64_t from =
           part.entry * p.mask.stride[0] + q_head * p.mask.stride[1] + query * p.mask.stride[2] + key * p.mask.stride[3];
-      if (p.mask.dtype == Dtype::boolean) {
-        if (static_cast<const std::uint8_t*>(p.mask.data)[from] == 0) x = kNone;
-      } else {
-        x += load_element(p.mask.data, p.mask.dtype, from);
-      }
+      x = fmaf(mask_element(p.mask, from), kLog2e, x);
     }
-    copy[at] = sees ? x * kLog2e : kNone;
+    copy[at] = sees ? x : kNone;
   }
 #pragma unroll
   for (int n = 0; n < NT; ++n) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "base/bits.hpp"
+#include "core/attend.hpp"
 #include "cuda/ptx.cuh"
 #include "kvant/types.hpp"
 
@@ -20,6 +21,12 @@ __device__ __forceinline__ float element_of(std::uint32_t bits, Dtype dtype) {
 }
 __device__ __forceinline__ float load_element(const void* data, Dtype dtype, std::int64_t at) {
   return element_of(load_bits(data, dtype, at), dtype);
+}
+
+// What a mask's element adds to a score: a boolean one hides with -inf.
+__device__ __forceinline__ float mask_element(const core::MaskData& mask, std::int64_t at) {
+  if (mask.dtype != Dtype::boolean) return load_element(mask.data, mask.dtype, at);
+  return static_cast<const std::uint8_t*>(mask.data)[at] != 0 ? 0.0f : -__builtin_huge_valf();
 }
 
 // Elements of a warp's lane, 32 apart; all loads are under way before one of them is waited for.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <numbers>
 
 #include "cuda/runtime.hpp"
 #include "cuda/schedule.hpp"
@@ -177,6 +178,41 @@ Status Plan::upload(const core::DevicePlanConfig& config) {
   return {};
 }
 
+std::size_t Plan::class_count() const {
+  if (params_.mask.data == nullptr) return 0;
+  return static_cast<std::size_t>(mask_.batches) * static_cast<std::size_t>(mask_.kv_heads) *
+         static_cast<std::size_t>(mask_.pages);
+}
+
+// After params_ says how the heads are grouped.
+Status Plan::prepare_mask(const AttentionOptions& o) {
+  AttendParams& p = params_;
+  const MaskTensor& mask = o.mask.tensor;
+  if (mask.data == nullptr) return {};
+  p.mask.data = mask.data;
+  p.mask.dtype = mask.dtype;
+  for (std::size_t i = 0; i < 4; ++i) p.mask.stride[i] = mask.shape[i] == 1 ? 0 : mask.stride[i];
+  const std::int64_t* stride = p.mask.stride;
+  mask_.batches = stride[0] == 0 ? 1 : p.batch;
+  mask_.kv_heads = stride[1] == 0 ? 1 : p.cache.kv_heads;
+  mask_.group = stride[1] == 0 ? 1 : p.group;
+  mask_.queries = stride[2] == 0 ? 1 : *std::max_element(o.q_lens.begin(), o.q_lens.end());
+  mask_.keys =
+      stride[3] == 0 ? 1 : std::min<std::int64_t>(mask.shape[3], std::int64_t{p.cache.max_pages} * kPageTokens);
+  mask_.pages = static_cast<int>((mask_.keys + kPageTokens - 1) / kPageTokens);
+  if (class_count() > std::size_t{1} << 31) {
+    return {
+        Code::invalid_argument,
+        fmt::format("mask.tensor tells {} sequences, {} kv heads and {} pages apart, more than one plan takes: plan "
+                    "smaller batches",
+                    mask_.batches, mask_.kv_heads, mask_.pages)};
+  }
+  p.mask.class_stride[3] = stride[3] == 0 ? 0 : 1;
+  p.mask.class_stride[1] = stride[1] == 0 ? 0 : mask_.pages;
+  p.mask.class_stride[0] = stride[0] == 0 ? 0 : std::int64_t{mask_.kv_heads} * mask_.pages;
+  return {};
+}
+
 Status Plan::prepare(const core::DevicePlanConfig& config) {
   const AttentionOptions& o = *config.options;
   const Current current(store_.device());
@@ -190,15 +226,15 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   p.group_inverse = 1.0f / static_cast<float>(p.group);
   p.head_dim = config.head_dim;
   p.scale = static_cast<float>(o.scale);
-  p.softcap = static_cast<float>(o.softcap);
+  p.softcap = static_cast<float>(o.softcap * std::numbers::log2e);
   p.causal = o.mask.is_causal;
   p.window = static_cast<std::int32_t>(std::min<std::int64_t>(o.mask.window, 0x7FFFFFFF));
   p.window_sinks = static_cast<std::int32_t>(std::min<std::int64_t>(o.mask.window_sinks, 0x7FFFFFFF));
-  const MaskTensor& mask = o.mask.tensor;
-  p.mask.data = mask.data;
-  p.mask.dtype = mask.dtype;
-  for (std::size_t i = 0; i < 4; ++i) p.mask.stride[i] = mask.shape[i] == 1 ? 0 : mask.stride[i];
+  if (Status s = prepare_mask(o); !s.ok()) return s;
   p.k_basis = device_basis(store_.k_basis());
+  const bool is_plain = o.softcap == 0 && o.alibi_slopes.empty();
+  p.seen_flags[core::kExact] = is_plain ? kSeen | kPlain : kSeen;
+  p.seen_flags[core::kEncoded] = is_plain && p.k_basis.kind != BasisKind::calibrated ? kSeen | kPlain : kSeen;
   p.v_basis = device_basis(store_.v_basis());
   if (Status s = choose_kernel(config); !s.ok()) return s;
   if (Status s = count_work(config); !s.ok()) return s;
@@ -224,7 +260,8 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   segments_at_ = aligned(sizeof(*p.claims));
   ml_at_ = segments_at_ + aligned(static_cast<std::size_t>(segments) * 4 * sizeof(std::int32_t));
   o_at_ = ml_at_ + aligned(count * 2 * sizeof(float));
-  workspace_bytes_ = o_at_ + aligned(count * static_cast<std::size_t>(config.head_dim) * sizeof(float));
+  classes_at_ = o_at_ + aligned(count * static_cast<std::size_t>(config.head_dim) * sizeof(float));
+  workspace_bytes_ = classes_at_ + aligned(class_count());
 
   const Line line = make_line(p, units_);
   const int least = std::max(1, (units_ - line.round_begin(line.rounds - 1)) / line.shares);
@@ -285,6 +322,13 @@ Status Plan::run(int layer, const TensorView& q, const MutableTensorView& out, c
 
   void* arguments[] = {&p};
   const bool overlaps = store_.limits().overlaps;
+  if (p.mask.data != nullptr) {
+    MaskPages pages = mask_;
+    pages.mask = p.mask;
+    pages.classes = reinterpret_cast<std::uint8_t*>(workspace + classes_at_);
+    p.mask.classes = pages.classes;
+    KVANT_CUDA_TRY(classify_pages(pages, overlaps, native(options.stream)));
+  }
   Launch attend(static_cast<unsigned>(p.shares), kAttendThreads, native(options.stream), overlaps);
   attend.config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes_);
   KVANT_CUDA_TRY(cudaLaunchKernelExC(&attend.config, attend_.function, arguments));

@@ -10,6 +10,7 @@
 #include "core/device.hpp"
 #include "cuda/attend.hpp"
 #include "cuda/kernels.hpp"
+#include "cuda/mask.hpp"
 #include "cuda/store.hpp"
 
 namespace kvant::cuda {
@@ -35,6 +36,8 @@ class Plan final : public core::DevicePlan {
   [[nodiscard]] std::int64_t segments() const {
     return std::int64_t{params_.batch} * params_.cache.kv_heads * params_.row_blocks;
   }
+  Status prepare_mask(const AttentionOptions& options);
+  [[nodiscard]] std::size_t class_count() const;  // of pages under the mask tensor
   Status upload(const core::DevicePlanConfig& config);
 
   const Store& store_;
@@ -45,9 +48,10 @@ class Plan final : public core::DevicePlan {
   int shared_bytes_ = 0;  // of each
   int cluster_ = 1;       // blocks that merge one row
   int splits_ = 1;
-  int units_ = 0;    // of the line of work, at planning
-  int longest_ = 0;  // of a row of work
-  std::size_t segments_at_ = 0, ml_at_ = 0, o_at_ = 0, workspace_bytes_ = 0;
+  int units_ = 0;     // of the line of work, at planning
+  int longest_ = 0;   // of a row of work
+  MaskPages mask_{};  // but for what run gives
+  std::size_t segments_at_ = 0, ml_at_ = 0, o_at_ = 0, classes_at_ = 0, workspace_bytes_ = 0;
   void* memory_ = nullptr;  // batch entries and slopes
 };
 

@@ -138,6 +138,60 @@ TEST_P(GpuMaskTensors, RowsThatSeeNothing) {
   EXPECT_TRUE(w.matches(options, {0.5f, -kInf, 1.0f, -2.0f}));  // a sink gives an empty row an lse, and still no output
 }
 
+// Pages of 64 keys that the mask hides from all, shows to all, and shows in part, in another order for each sequence and head.
+TEST_P(GpuMaskTensors, WholePages) {
+  SKIP_WITHOUT_DEVICE();
+  const auto& [format, dtype] = GetParam();
+  const GpuWorld w(spec_of(format, {{1200, 4}, {700, 4}}));
+  for (const std::array<std::int64_t, 4>& shape : {std::array<std::int64_t, 4>{2, 4, 4, 1200},
+                                                   {1, 4, 4, 1200},
+                                                   {2, 1, 4, 1200},
+                                                   {2, 4, 1, 1200},
+                                                   {1, 1, 1, 1230}}) {
+    const OwnedMask mask = make_mask(dtype, shape, [&](auto b, auto h, auto q, auto k) {
+      const std::int64_t kind = (k / 64 + h + 2 * b) % 4;
+      const bool visible = kind == 0 || (kind == 1 && k % 3 != 0) || (kind == 2 && q % 2 == 1);
+      return dtype == Dtype::boolean ? (visible ? 1.0f : 0.0f) : visible ? 0.0f : -kInf;
+    });
+    const std::string what = fmt::format("{} {} {} {}", shape[0], shape[1], shape[2], shape[3]);
+    EXPECT_TRUE(w.matches(with_mask(mask))) << what;
+    AttentionOptions options = with_mask(mask, Mask::sliding(500, 70));
+    options.softcap = 20;
+    EXPECT_TRUE(w.matches(options)) << what;
+  }
+}
+
+TEST_P(GpuMaskTensors, MayChangeBetweenRuns) {
+  SKIP_WITHOUT_DEVICE();
+  const auto& [format, dtype] = GetParam();
+  const GpuWorld w(spec_of(format, {{400, 2}, {150, 2}}));
+  const auto mask_of = [&](std::int64_t hidden) {
+    return make_mask(dtype, {1, 1, 2, 400}, [&](auto, auto, auto, auto k) {
+      const bool visible = k / 64 != hidden;
+      return dtype == Dtype::boolean ? (visible ? 1.0f : 0.0f) : visible ? 0.0f : -kInf;
+    });
+  };
+  AttentionOptions options = w.options(with_mask(mask_of(0)));
+  const DeviceBuffer memory(mask_of(0).bytes.size());
+  options.mask.tensor.data = memory.data();
+  const Plan planned = plan(w.cache, std::span<const SequenceId>(w.ids), options).value();
+  const DeviceRows q(w.host.queries(), Dtype::f32, w.host.total_queries(), w.host.q_heads(), w.host.spec.head_dim);
+  const DeviceBuffer out(w.host.queries().size() * 4), workspace(planned.workspace_bytes());
+  RunOptions run_options;
+  run_options.stream = w.stream.handle();
+  run_options.workspace = workspace.span();
+  for (const std::int64_t hidden : {0, 2, 1, 99}) {
+    const OwnedMask mask = mask_of(hidden);
+    memory.upload(mask.bytes.data(), mask.bytes.size());
+    run(planned, 0, q.view,
+        MutableTensorView::of(out.as<float>(), w.host.total_queries(), w.host.q_heads(), w.host.spec.head_dim),
+        run_options)
+        .value();
+    w.stream.wait();
+    EXPECT_EQ(out.download_as<float>(), w.attend(with_mask(mask)).out) << hidden;
+  }
+}
+
 TEST_P(GpuMaskTensors, ATreeOfDrafts) {
   SKIP_WITHOUT_DEVICE();
   const auto& [format, dtype] = GetParam();
@@ -221,6 +275,29 @@ TEST_P(GpuTransforms, Alibi) {
   EXPECT_TRUE(w.matches(options));
   options.mask = Mask::sliding(70, 2);
   EXPECT_TRUE(w.matches(options));
+}
+
+// Pages that every query sees have a path of their own, by how many warps share a page.
+TEST(GpuTransformsOf, WholePages) {
+  SKIP_WITHOUT_DEVICE();
+  for (const int head_dim : {96, 128, 256, 512}) {
+    for (const char* format : {"bf16", "fp8", "tq8", "tq6", "tq4"}) {
+      for (const int group : {1, 8}) {
+        WorldSpec spec = spec_of(format, {{700, 1}, {330, 3}});
+        spec.head_dim = head_dim;
+        spec.group = group;
+        const GpuWorld w(spec);
+        AttentionOptions options;
+        options.softcap = 3;
+        EXPECT_TRUE(w.matches(options)) << format << " " << head_dim << " " << group;
+        for (int h = 0; h < w.host.q_heads(); ++h) options.alibi_slopes.push_back(0.3f / static_cast<float>(1 + h));
+        EXPECT_TRUE(w.matches(options)) << format << " " << head_dim << " " << group << ", ALiBi";
+        options.softcap = 0;
+        options.mask = Mask::bidirectional();
+        EXPECT_TRUE(w.matches(options)) << format << " " << head_dim << " " << group << ", ALiBi, bidirectional";
+      }
+    }
+  }
 }
 
 TEST_P(GpuTransforms, SinkLogits) {
