@@ -140,10 +140,10 @@ struct Tables {
 // --- tries -----------------------------------------------------------------------------------------------------------------
 
 // codec::detail::judge.
-template <Format kFormat, int kThreads, int kElements, class Tables>
-__device__ __forceinline__ int judge(const float* y, int t, float anchor, const Tables& tables) {
+template <Format kFormat, int kThreads, int kElements, class T>
+__device__ __forceinline__ int judge(const float* y, int t, float anchor, const T& tables) {
   static_assert(kElements * codec::kMostCost <= 0xFFFF);
-  const float per_cell = __fdiv_rn(static_cast<float>(Tables::kCells - 1), anchor);
+  const float per_cell = __fdiv_rn(static_cast<float>(T::kCells - 1), anchor);
   const auto cost_of = [&](float x) { return tables.cost(__fadd_rn(__fmul_rn(fabsf(x), per_cell), 0x1p23f)); };
   uint4 sums = make_uint4(0, 0, 0, 0);
 #pragma unroll
@@ -224,16 +224,16 @@ __device__ __forceinline__ Fit try_step(const float* y, float r, std::uint32_t* 
 }
 
 // tq2 and tq8: every spread, and once more at the step that came out.
-template <Format kFormat, int kThreads, int kElements, class Tables>
-__device__ __forceinline__ Fit search(const float* y, float anchor, const Tables& tables) {
+template <Format kFormat, int kThreads, int kElements, class T>
+__device__ __forceinline__ Fit search(const float* y, float anchor, const T& tables) {
   Fit best;
   const auto take = [&](float r) {
     const Fit fit = try_step<kFormat, kThreads, kElements, false>(y, r, nullptr);
     if (fit.score > best.score) best = fit;
   };
 #pragma unroll 1
-  for (int k = 0; k <= Tables::kSpec.candidates; ++k) {
-    const bool again = k == Tables::kSpec.candidates;
+  for (int k = 0; k <= T::kSpec.candidates; ++k) {
+    const bool again = k == T::kSpec.candidates;
     const Fit before = best;
     take(again ? __frcp_rn(best.g) : __frcp_rn(__fmul_rn(anchor, tables.spread(k))));
     if (again && !(before.score > 0.0f)) best = before;
@@ -255,9 +255,9 @@ struct Planes {
 };
 
 // tq3 to tq5: the spread judged best, its try, and the codes in words.
-template <Format kFormat, class Shape, class Tables>
-__device__ __forceinline__ Fit encode_levels(const float* y, int t, float anchor, const Tables& tables,
-                                             std::uint32_t* low, std::uint32_t* high) {
+template <Format kFormat, class Shape, class T>
+__device__ __forceinline__ Fit encode_levels(const float* y, int t, float anchor, const T& tables, std::uint32_t* low,
+                                             std::uint32_t* high) {
   using P = Planes<kFormat, Shape>;
   using Levels = LevelTable<kFormat>;
   constexpr int kThreads = Shape::kThreads, kElements = Shape::kElements;
@@ -307,8 +307,8 @@ __device__ __forceinline__ Fit encode_levels(const float* y, int t, float anchor
 
 // Codes in words, and all the vector's scales. `largest`: magnitude of this thread's elements, as bits, or NaN for a vector
 // that cannot be stored.
-template <Format kFormat, class Shape, class Tables>
-__device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int t, float largest, const Tables& tables,
+template <Format kFormat, class Shape, class T>
+__device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int t, float largest, const T& tables,
                                               std::uint32_t (&words)[Planes<kFormat, Shape>::kWords],
                                               std::uint16_t (&scales)[kScaleGroups<kFormat, Shape::kD>]) {
   using P = Planes<kFormat, Shape>;
