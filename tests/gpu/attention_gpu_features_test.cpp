@@ -128,7 +128,7 @@ TEST_P(GpuMaskTensors, RowsThatSeeNothing) {
   const GpuWorld w(spec_of(format, {{1200, 4}, {100, 4}}));
   const OwnedMask mask = make_mask(dtype, {2, 1, 4, 1200}, [&](auto b, auto, auto q, auto k) {
     const bool visible = q == 1 ? k >= 700 && b == 0 : q == 2 ? k == 64 : q == 3 ? k / 64 % 3 == 1 : false;
-    return dtype == Dtype::boolean ? (visible ? 1.0f : 0.0f) : visible ? 0.0f : -kInf;
+    return shown(dtype, visible);
   });
   const AttentionOptions options = with_mask(mask);
   EXPECT_TRUE(w.matches(options));
@@ -151,7 +151,7 @@ TEST_P(GpuMaskTensors, WholePages) {
     const OwnedMask mask = make_mask(dtype, shape, [&](auto b, auto h, auto q, auto k) {
       const std::int64_t kind = (k / 64 + h + 2 * b) % 4;
       const bool visible = kind == 0 || (kind == 1 && k % 3 != 0) || (kind == 2 && q % 2 == 1);
-      return dtype == Dtype::boolean ? (visible ? 1.0f : 0.0f) : visible ? 0.0f : -kInf;
+      return shown(dtype, visible);
     });
     const std::string what = fmt::format("{} {} {} {}", shape[0], shape[1], shape[2], shape[3]);
     EXPECT_TRUE(w.matches(with_mask(mask))) << what;
@@ -168,7 +168,7 @@ TEST_P(GpuMaskTensors, MayChangeBetweenRuns) {
   const auto mask_of = [&](std::int64_t hidden) {
     return make_mask(dtype, {1, 1, 2, 400}, [&](auto, auto, auto, auto k) {
       const bool visible = k / 64 != hidden;
-      return dtype == Dtype::boolean ? (visible ? 1.0f : 0.0f) : visible ? 0.0f : -kInf;
+      return shown(dtype, visible);
     });
   };
   AttentionOptions options = w.options(with_mask(mask_of(0)));
@@ -203,7 +203,7 @@ TEST_P(GpuMaskTensors, ATreeOfDrafts) {
       visible |= k == kContext + node;
       if (node == 0) break;
     }
-    return dtype == Dtype::boolean ? (visible ? 1.0f : 0.0f) : visible ? 0.0f : -kInf;
+    return shown(dtype, visible);
   });
   for (const int group : {1, 4, 8}) {
     WorldSpec spec = spec_of(format, {{kKeys, kDrafts}});

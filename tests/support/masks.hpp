@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -14,6 +15,12 @@ struct OwnedMask {
   std::vector<std::byte> bytes;
   MaskTensor tensor;
 };
+
+/// What a mask of this type holds for a key that is visible, or not.
+inline float shown(Dtype dtype, bool visible) {
+  if (dtype == Dtype::boolean) return visible ? 1.0f : 0.0f;
+  return visible ? 0.0f : -INFINITY;
+}
 
 /// value(batch, head, query, key) for every index of `shape`, row-major. A boolean mask stores value != 0.
 template <class F>

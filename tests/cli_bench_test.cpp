@@ -1,0 +1,136 @@
+// `kvant bench` as its users meet it: what it writes, and that its figures are those of what was asked for.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+
+#include "support/cli.hpp"
+
+namespace kvant::test {
+namespace {
+
+using CliBench = CliTest;
+
+const std::set<std::string> kBenchKeys = {"op",
+                                          "backend",
+                                          "isa",
+                                          "k_format",
+                                          "v_format",
+                                          "q_heads",
+                                          "kv_heads",
+                                          "head_dim",
+                                          "batch",
+                                          "keys",
+                                          "q_len",
+                                          "first_keys",
+                                          "threads",
+                                          "window",
+                                          "softcap",
+                                          "alibi",
+                                          "mask",
+                                          "median_ns",
+                                          "spread",
+                                          "ns_per_value",
+                                          "gb_per_s",
+                                          "share_of_read_bandwidth",
+                                          "share_of_fma_peak",
+                                          "rel_l2"};
+
+TEST_F(CliBench, WritesExactlyTheDocumentedRows) {
+  const std::string csv = folder_ / "rows.csv", markdown = folder_ / "rows.md";
+  const Json json =
+      json_of({"bench",      "decode", "--k-format", "tq6,tq4", "--v-format", "tq4", "--keys",     "100,256",
+               "--head-dim", "64",     "--q-heads",  "4",       "--kv-heads", "2",   "--batch",    "2",
+               "--threads",  "1",      "--rounds",   "3",       "--csv",      csv,   "--markdown", markdown});
+  EXPECT_EQ(keys_of(json), (std::set<std::string>{"machine", "rows"}));
+  EXPECT_GT(json["machine"]["peaks"][0]["fma_gflops"], 0.05);
+  EXPECT_GT(json["machine"]["peaks"][0]["read_gb_per_s"], 0.05);
+  ASSERT_EQ(json["rows"].size(), 4u);
+  for (const Json& row : json["rows"]) {
+    ASSERT_EQ(keys_of(row), kBenchKeys);
+    EXPECT_EQ(row["op"], "decode");
+    EXPECT_EQ(row["backend"], "cpu");
+    EXPECT_EQ(row["v_format"], "tq4");
+    EXPECT_EQ(row["batch"], 2);
+    EXPECT_EQ(row["q_len"], 1);
+    EXPECT_EQ(row["threads"], 1);
+    EXPECT_LE(row["rel_l2"], 2e-4);
+    EXPECT_GE(row["spread"], 0);
+    const double ns = row["median_ns"], keys = row["keys"];
+    EXPECT_NEAR(row["ns_per_value"].get<double>(), ns / (2 * 2 * keys * 2 * 64), 1e-9 * ns);
+    const Json& peak = json["machine"]["peaks"][0];
+    EXPECT_NEAR(row["share_of_fma_peak"].get<double>(), 4 * 2 * 4 * 64 * keys / ns / peak["fma_gflops"].get<double>(),
+                1e-6);
+    EXPECT_NEAR(row["share_of_read_bandwidth"].get<double>(),
+                row["gb_per_s"].get<double>() / peak["read_gb_per_s"].get<double>(), 1e-9);
+  }
+  const std::string table = file_text(csv);
+  EXPECT_EQ(std::count(table.begin(), table.end(), '\n'), 5);
+  EXPECT_EQ(file_text(markdown).rfind("| op | K/V |", 0), 0u);
+}
+
+TEST_F(CliBench, PrefillAndAppend) {
+  const Json prefill = json_of({"bench",      "prefill", "--k-format", "f32,f16,tq5/tq3",
+                                "--keys",     "130",     "--q-len",    "70",
+                                "--head-dim", "80",      "--q-heads",  "6",
+                                "--kv-heads", "2",       "--isa",      "scalar",
+                                "--threads",  "2",       "--rounds",   "1"});
+  ASSERT_EQ(prefill["rows"].size(), 3u);
+  EXPECT_EQ(prefill["rows"][0]["isa"], "scalar");
+  EXPECT_LE(prefill["rows"][0]["rel_l2"], 1e-5);
+  EXPECT_EQ(prefill["rows"][2]["v_format"], "tq3");
+  for (const Json& row : prefill["rows"]) EXPECT_LE(row["rel_l2"], 2e-4);
+
+  const Json uneven = json_of({"bench", "decode", "--k-format", "tq4", "--batch", "3", "--keys", "70", "--first-keys",
+                               "700", "--head-dim", "64", "--rounds", "1"});
+  EXPECT_EQ(uneven["rows"][0]["first_keys"], 700);
+  EXPECT_LE(uneven["rows"][0]["rel_l2"], 2e-4);
+  EXPECT_NEAR(uneven["rows"][0]["ns_per_value"].get<double>() * 2 * (700 + 2 * 70) * 4 * 64,
+              uneven["rows"][0]["median_ns"].get<double>(), 1.0);
+
+  const Json append = json_of(
+      {"bench", "append", "--k-format", "f32,fp8,tq2,tq4,tq8", "--keys", "200", "--q-len", "7", "--rounds", "1"});
+  ASSERT_EQ(append["rows"].size(), 5u);
+  double last = 1;
+  for (const Json& row : append["rows"]) {
+    EXPECT_TRUE(row["share_of_fma_peak"].is_null());  // no products are counted
+    EXPECT_GT(row["ns_per_value"], 0);
+    if (row["k_format"] == "tq2" || row["k_format"] == "tq4" || row["k_format"] == "tq8") {
+      EXPECT_LT(row["rel_l2"], last);
+      last = row["rel_l2"];
+    }
+  }
+  EXPECT_EQ(append["rows"][0]["rel_l2"], 0);
+}
+
+TEST_F(CliBench, OfWhatChangesScores) {
+  const std::vector<std::vector<std::string>> scores = {
+      {"--window", "100"},
+      {"--softcap", "3", "--mask", "bool"},
+      {"--window", "100", "--softcap", "20", "--alibi", "--mask", "bf16"}};
+  for (const std::vector<std::string>& extra : scores) {
+    std::vector<std::string> arguments = {"bench",        "prefill", "--k-format", "tq4,f16", "--keys",  "300",
+                                          "--first-keys", "90",      "--batch",    "2",       "--q-len", "40",
+                                          "--head-dim",   "64",      "--rounds",   "1"};
+    arguments.insert(arguments.end(), extra.begin(), extra.end());
+    const Json json = json_of(arguments);
+    const bool has_window = extra[0] == "--window";
+    for (const Json& row : json["rows"]) {
+      EXPECT_LE(row["rel_l2"], 2e-4) << extra[0];
+      EXPECT_EQ(row["window"], has_window ? 100 : 0);
+      EXPECT_EQ(row["alibi"], std::count(extra.begin(), extra.end(), "--alibi") > 0);
+      EXPECT_EQ(row["mask"].is_null(), std::count(extra.begin(), extra.end(), "--mask") == 0);
+      // Of the long sequence, the window and what lies before it for the first of 40 queries.
+      const double keys = has_window ? 90 + 139 : 90 + 300;
+      EXPECT_NEAR(row["ns_per_value"].get<double>() * 2 * keys * 4 * 64, row["median_ns"].get<double>(), 1.0);
+      // Each query sees all that is before it, 51 to 90 and 261 to 300 keys, or the window.
+      const double pairs = 40 * (51 + 90) / 2.0 + (has_window ? 40 * 100.0 : 40 * (261 + 300) / 2.0);
+      EXPECT_NEAR(row["share_of_fma_peak"].get<double>() * json["machine"]["peaks"][0]["fma_gflops"].get<double>() *
+                      row["median_ns"].get<double>(),
+                  4.0 * 16 * 64 * pairs, 1.0);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvant::test
