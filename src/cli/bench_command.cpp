@@ -46,7 +46,6 @@ struct Arguments {
   int device = 0;
   int sink_pages = -1, tail_pages = -1;
   BenchScores scores;
-  std::string mask;
   BenchSettings settings;
   std::string json, csv, markdown;
 };
@@ -107,15 +106,12 @@ void check_shape(const BenchCase& c) {
   if (c.first_keys > 0 && c.op == BenchOp::append) {
     usage(fmt::format("--first-keys {}: of decode and prefill; appends are alike in all sequences", c.first_keys));
   }
+  if (c.op == BenchOp::append && c.scores != BenchScores{}) {
+    usage(fmt::format("append: has no scores; leave out {}", c.scores.text()));
+  }
   if (c.q_len > std::min(c.keys, c.keys_of(0))) {
     usage(fmt::format("--q-len {}: more than --keys {}; the queries are the newest of the keys' positions", c.q_len,
                       std::min(c.keys, c.keys_of(0))));
-  }
-}
-
-void check_scores(const BenchCase& c) {
-  if (c.op == BenchOp::append && c.scores != BenchScores{}) {
-    usage(fmt::format("append: has no scores; leave out {}", c.scores.text()));
   }
 }
 
@@ -127,12 +123,11 @@ std::vector<BenchCase> cases_of(const Arguments& a, bool is_op_given, const std:
   if (!pairs.ok()) usage(pairs.message());
   std::vector<BenchCase> cases;
   for (BenchCase shape : shapes_of(a, is_op_given)) {
+    shape.scores = a.scores;
     check_shape(shape);
     const int default_ends = shape.op == BenchOp::append ? 0 : 1;  // append measures encoding
     shape.sink_pages = a.sink_pages >= 0 ? a.sink_pages : default_ends;
     shape.tail_pages = a.tail_pages >= 0 ? a.tail_pages : default_ends;
-    shape.scores = a.scores;
-    check_scores(shape);
     for (const std::string& isa : isas) {
       for (const int threads : a.threads) {
         for (const FormatPair& pair : *pairs) {
@@ -147,8 +142,7 @@ std::vector<BenchCase> cases_of(const Arguments& a, bool is_op_given, const std:
   return cases;
 }
 
-Status run_bench_command(Arguments a, bool is_op_given) {
-  if (!a.mask.empty()) a.scores.mask = *parse_dtype(a.mask);
+Status run_bench_command(const Arguments& a, bool is_op_given) {
   Outputs outputs;
   for (const auto& [option, path] : {std::pair{"--json", a.json}, {"--csv", a.csv}, {"--markdown", a.markdown}}) {
     if (const Status status = outputs.add(option, path); !status.ok()) usage(status.message());
@@ -288,8 +282,9 @@ Action add_bench_command(CLI::App& app) {
       ->type_name("CAP");
   command->add_flag("--alibi", a->scores.alibi, "Linear biases, slopes 2^(-8 (head + 1) / q_heads)");
   command
-      ->add_option("--mask", a->mask,
-                   "A mask tensor over all queries and keys that hides nothing: bool, f32, f16, bf16")
+      ->add_option_function<std::string>(
+          "--mask", [a](const std::string& name) { a->scores.mask = parse_dtype(name).value(); },
+          "A mask tensor over all queries and keys that hides nothing: bool, f32, f16, bf16")
       ->check(CLI::IsMember({"bool", "f32", "f16", "bf16"}).description(""))
       ->type_name("TYPE");
   command->add_option("--rounds", a->settings.rounds, "Samples of each row; default: by --seconds")

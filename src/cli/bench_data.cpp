@@ -150,6 +150,8 @@ struct SampledRow {
   void add(const float* keys, const float* values, std::int64_t begin, std::int64_t end, std::int64_t own_keys,
            std::int64_t stride) {
     const int dim = c->head_dim;
+    const double scale = 1 / std::sqrt(static_cast<double>(dim)), cap = c->scores.softcap;
+    const double slope = c->scores.alibi ? static_cast<double>(alibi_slope(*c, head)) : 0;
     const std::int64_t position = own_keys - c->q_len + query;
     const std::int64_t first = c->scores.window > 0 ? position - c->scores.window + 1 : 0;
     for (std::int64_t j = std::max<std::int64_t>(0, first - begin); j < std::min(end, position + 1) - begin; ++j) {
@@ -157,9 +159,9 @@ struct SampledRow {
       const float* v = values + j * stride;
       double score = 0;
       for (int d = 0; d < dim; ++d) score += static_cast<double>(q[d]) * static_cast<double>(k[d]);
-      score /= std::sqrt(static_cast<double>(dim));
-      if (c->scores.softcap > 0) score = c->scores.softcap * std::tanh(score / c->scores.softcap);
-      if (c->scores.alibi) score -= alibi_slope(*c, head) * static_cast<double>(position - begin - j);
+      score *= scale;
+      if (cap > 0) score = cap * std::tanh(score / cap);
+      score -= slope * static_cast<double>(position - begin - j);
       if (score > max) {
         const double shrink = std::exp(max - score);
         sum *= shrink;
