@@ -149,7 +149,6 @@ struct Attend {
 
   // --- between the products: attend_weights.cuh ---
 
-  __device__ __forceinline__ static float capped(float x, float cap, float inverse);
   __device__ __forceinline__ void transform_seen(const Part& part, int page, float (&s)[S::kTokenTiles][NT][2]) const;
   template <int TW>
   __device__ __forceinline__ void transform(const Part& part, int page, float (&s)[4 / TW][NT][2]) const;

@@ -6,8 +6,7 @@
 namespace kvant::cuda {
 
 // cap * tanh(x / cap)
-template <Format KF, Format VF, int D, int NT>
-__device__ __forceinline__ float Attend<KF, VF, D, NT>::capped(float x, float cap, float inverse) {
+__device__ __forceinline__ float capped(float x, float cap, float inverse) {
   const float z = x * inverse, square = z * z;
   // tanh z = 1 - 2 / (1 + e^2z), which leaves nothing of a small z: that takes the first terms of its series.
   const float large = fmaf(-2.0f, ptx::rcp(1.0f + ptx::ex2(z * (2.0f * kLog2e))), 1.0f);
