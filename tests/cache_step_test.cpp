@@ -170,6 +170,31 @@ TEST(Step, NonFiniteInputChangesNothing) {
   EXPECT_TRUE(cache.append(id, 0, largest.keys(), largest.values()).ok());
 }
 
+// Large enough that threads share the search.
+TEST(Step, TheFirstNonFiniteVectorIsNamedWhateverTheThreads) {
+  constexpr int kTokens = 16384;  // x 2 heads x 32 values x 2 sides: eight threads' worth
+  for (const int threads : {1, 2, 3, 8}) {
+    CacheConfig config = small_config();
+    config.threads = threads;
+    Cache cache = make(config);
+    const SequenceId first = cache.add_sequence(), second = cache.add_sequence();
+    const std::vector<Append> step{{first, 5000}, {second, kTokens - 5000}};
+    ASSERT_TRUE(cache.reserve(step).ok());
+    const std::vector<SequenceId> both{first, second};
+    CacheRows rows = rows_for(cache, 0, kTokens);
+    rows.set(true, (4999 * 2 + 0) * 32 + 3, std::numeric_limits<float>::infinity());
+    rows.set(true, (4999 * 2 + 1) * 32 + 3, std::numeric_limits<float>::infinity());
+    rows.set(true, (16383 * 2 + 1) * 32 + 31, std::numeric_limits<float>::infinity());
+    EXPECT_TRUE(refused(cache.write(both, 0, rows.keys(), rows.values()), Code::non_finite,
+                        {"values: sequence 1, token 4999 (row 4999), kv head 0, channel 3"}));
+    rows.set(false, (16000 * 2 + 1) * 32, std::numeric_limits<float>::quiet_NaN());
+    EXPECT_TRUE(refused(cache.write(both, 0, rows.keys(), rows.values()), Code::non_finite,
+                        {"keys: sequence 2, token 11000 (row 16000), kv head 1, channel 0"}));
+    const CacheRows good = rows_for(cache, 0, kTokens);
+    EXPECT_TRUE(cache.write(both, 0, good.keys(), good.values()).ok());
+  }
+}
+
 TEST(Step, TokensBeforeAPendingStepReadAsBefore) {
   Cache cache = make(small_config(2));
   const SequenceId id = cache.add_sequence();

@@ -148,7 +148,8 @@ class CacheImpl {
 
   Status check_layer(int layer) const;
   Status check_tensor(const char* name, const TensorView& tensor, std::int64_t tokens) const;
-  Status check_finite(const char* name, const TensorView& tensor, std::span<const Rows> rows) const;
+  Status check_finite(std::span<const Rows> rows, const TensorView& keys, const TensorView& values) const;
+  int workers_for(std::int64_t values, std::int64_t least) const;
   /// Everything that can be wrong with the tensors of a write; changes nothing.
   Status check_inputs(std::span<const Rows> rows, const TensorView& keys, const TensorView& values) const;
   /// The dtype of exact pages once these are written.

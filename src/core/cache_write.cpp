@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <new>
 
@@ -22,6 +23,8 @@ namespace {
 // Below this many values a second thread costs more than it saves: encoding takes about 1.5 ns a value, waking a thread
 // some ten microseconds.
 constexpr std::int64_t kValuesPerWorker = 32768;
+// The same for looking whether they are finite, 0.1 ns a value.
+constexpr std::int64_t kChecksPerWorker = 8 * kValuesPerWorker;
 
 std::size_t index(std::int64_t i) {
   return static_cast<std::size_t>(i);
@@ -61,6 +64,40 @@ float element(Dtype dtype, const std::byte* row, int i) {
     case Dtype::f32: return reinterpret_cast<const float*>(row)[i];
     case Dtype::f16: return base::f16_to_f32(reinterpret_cast<const std::uint16_t*>(row)[i]);
     default: return base::bf16_to_f32(reinterpret_cast<const std::uint16_t*>(row)[i]);
+  }
+}
+
+// work(context, worker) for each worker; one is the caller.
+template <class Context, void (*kWork)(Context&, int)>
+void in_parallel(int workers, Context& context) {
+  if (workers == 1) return kWork(context, 0);
+  core::parallel(
+      workers, [](void* c, int worker) { kWork(*static_cast<Context*>(c), worker); }, &context);
+}
+
+// Looks for the first vector that cannot be stored: those of the keys by row and head, then those of the values.
+struct FiniteCheck {
+  static constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
+
+  const TensorView* keys;
+  const TensorView* values;
+  int workers;
+  std::atomic<std::int64_t> first{kNone};  // its number
+};
+
+void check_share(FiniteCheck& c, int worker) {
+  const std::int64_t rows = c.keys->shape[0], heads = c.keys->shape[1];  // of either
+  for (std::int64_t i = 2 * rows * worker / c.workers; i < 2 * rows * (worker + 1) / c.workers; ++i) {
+    const bool is_key = i < rows;
+    const TensorView& t = is_key ? *c.keys : *c.values;
+    for (std::int64_t head = 0; head < heads; ++head) {
+      if (row_within(t.dtype, row_of(t, is_key ? i : i - rows, head), static_cast<int>(t.shape[2]))) continue;
+      const std::int64_t number = i * heads + head;
+      std::int64_t found = c.first.load();
+      while (number < found && !c.first.compare_exchange_weak(found, number)) {
+      }
+      return;
+    }
   }
 }
 
@@ -134,8 +171,7 @@ void store_side(const StoreRun& run, const PageWork& page, int head, bool values
   encode(0, kPageTokens, {copy, head_dim, run.rounding, Dtype::f32});
 }
 
-void store_share(void* context, int worker) {
-  const StoreRun& run = *static_cast<const StoreRun*>(context);
+void store_share(StoreRun& run, int worker) {
   const auto heads = static_cast<std::size_t>(run.cache->config().kv_heads);
   for (std::size_t i = index(worker); i < run.work.size() * heads; i += index(run.workers)) {
     const PageWork& page = run.work[i / heads];
@@ -174,23 +210,35 @@ Status CacheImpl::check_tensor(const char* name, const TensorView& t, std::int64
   return {};
 }
 
-Status CacheImpl::check_finite(const char* name, const TensorView& t, std::span<const Rows> rows) const {
-  std::int64_t row = 0;
-  for (const Rows& r : rows) {
-    for (std::int64_t i = 0; i < r.tokens; ++i, ++row) {
-      for (int head = 0; head < config_.kv_heads; ++head) {
-        const std::byte* x = row_of(t, row, head);
-        if (row_within(t.dtype, x, config_.head_dim)) continue;
-        int channel = 0;
-        while (base::abs(element(t.dtype, x, channel)) <= 65504.0f) ++channel;
-        return {Code::non_finite,
-                fmt::format("{}: sequence {}, token {} (row {}), kv head {}, channel {} is {}; finite magnitudes up to "
-                            "65504 can be stored. Nothing was changed",
-                            name, number(r.id), r.first_token + i, row, head, channel, element(t.dtype, x, channel))};
-      }
-    }
-  }
-  return {};
+// For so many values, of which each thread should have `least`.
+int CacheImpl::workers_for(std::int64_t values, std::int64_t least) const {
+  const int most = config_.threads > 0 ? config_.threads : core::hardware_threads();
+  return static_cast<int>(std::clamp<std::int64_t>(values / least, 1, most));
+}
+
+Status CacheImpl::check_finite(std::span<const Rows> rows, const TensorView& keys, const TensorView& values) const {
+  const std::int64_t tokens = keys.shape[0];
+  FiniteCheck check{.keys = &keys,
+                    .values = &values,
+                    .workers = workers_for(2 * tokens * config_.kv_heads * config_.head_dim, kChecksPerWorker)};
+  in_parallel<FiniteCheck, check_share>(check.workers, check);
+  const std::int64_t bad = check.first;
+  if (bad == FiniteCheck::kNone) return {};
+
+  const bool is_key = bad < tokens * config_.kv_heads;
+  const TensorView& t = is_key ? keys : values;
+  const std::int64_t row = bad / config_.kv_heads % tokens, head = bad % config_.kv_heads;
+  const std::byte* x = row_of(t, row, head);
+  int channel = 0;
+  while (base::abs(element(t.dtype, x, channel)) <= 65504.0f) ++channel;
+  std::int64_t before = 0;  // rows of the sequences before r
+  auto r = rows.begin();
+  for (; row - before >= r->tokens; ++r) before += r->tokens;
+  return {Code::non_finite,
+          fmt::format("{}: sequence {}, token {} (row {}), kv head {}, channel {} is {}; finite magnitudes up to 65504 "
+                      "can be stored. Nothing was changed",
+                      is_key ? "keys" : "values", number(r->id), r->first_token + row - before, row, head, channel,
+                      element(t.dtype, x, channel))};
 }
 
 Result<Dtype> CacheImpl::choose_exact(Dtype keys, Dtype values) const {
@@ -216,8 +264,7 @@ Status CacheImpl::check_inputs(std::span<const Rows> rows, const TensorView& key
     if (const auto chosen = choose_exact(keys.dtype, values.dtype); !chosen) return chosen.status();
   }
   if (device_) return {};  // kernels mark what is not finite
-  if (Status s = check_finite("keys", keys, rows); !s) return s;
-  return check_finite("values", values, rows);
+  return check_finite(rows, keys, values);
 }
 
 // --- the step --------------------------------------------------------------------------------------------------------
@@ -339,23 +386,16 @@ Status CacheImpl::store(std::span<const Rows> rows, int layer, const TensorView&
   }
 
   const std::int64_t items = static_cast<std::int64_t>(work.size()) * config_.kv_heads;
-  const std::int64_t values_stored = 2 * tokens * config_.kv_heads * config_.head_dim;
-  const std::int64_t workers =
-      std::clamp<std::int64_t>(std::min(items, values_stored / kValuesPerWorker), 1,
-                               config_.threads > 0 ? config_.threads : core::hardware_threads());
+  const int workers = workers_for(2 * tokens * config_.kv_heads * config_.head_dim, kValuesPerWorker);
   StoreRun run{.cache = this,
                .kernels = kernels_,
                .work = work,
                .layer = layer,
-               .workers = static_cast<int>(workers),
+               .workers = static_cast<int>(std::clamp<std::int64_t>(items, 1, workers)),
                .keys = &keys,
                .values = &values,
                .rounding = exact_dtype_.value_or(Dtype::f32)};
-  if (workers == 1) {
-    store_share(&run, 0);
-  } else {
-    core::parallel(run.workers, store_share, &run);
-  }
+  in_parallel<StoreRun, store_share>(run.workers, run);
   if (Status s = check_scales(rows, layer); !s) return s;
   for (const Rows& r : rows) {
     if (r.tokens > 0) mark_written(*r.sequence, layer);
