@@ -21,9 +21,9 @@ AttendKernel attend_entry() {
           S::kTeams};
 }
 
-template <int D>
+template <int D, int W>
 MergeKernel merge_entry() {
-  return {reinterpret_cast<const void*>(&merge_kernel<D>), static_cast<int>(sizeof(MergeShared<D>)), kMergeThreads};
+  return {reinterpret_cast<const void*>(&merge_kernel<D, W>), static_cast<int>(sizeof(MergeShared<D, W>)), W};
 }
 
 static DecodeKernels decode_kernels_of_unit() {  // another in every unit
@@ -32,7 +32,9 @@ static DecodeKernels decode_kernels_of_unit() {  // another in every unit
 #include "cuda/attend_list.inc"
   };
 #undef KVANT_ATTEND
-  return {KVANT_HEAD_DIM, kKernels, merge_entry<KVANT_HEAD_DIM>()};
+  return {KVANT_HEAD_DIM,
+          kKernels,
+          {merge_entry<KVANT_HEAD_DIM, kMergeWarps>(), merge_entry<KVANT_HEAD_DIM, kFewMergeWarps>()}};
 }
 
 }  // namespace kvant::cuda

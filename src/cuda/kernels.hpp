@@ -21,16 +21,17 @@ struct AttendKernel {
 };
 inline constexpr int kAttendThreads = 128;
 
+// Merges the partials of a row of queries and head, a block or a cluster of blocks each.
 struct MergeKernel {
   const void* function;  // takes an AttendParams
   int shared_bytes;
-  int threads;
+  int warps;  // of a block
 };
 
 struct DecodeKernels {
   int head_dim;
   std::span<const AttendKernel> attend;
-  MergeKernel merge;
+  std::array<MergeKernel, 2> merge;  // of many warps, which alone may be in clusters; of few
 };
 
 DecodeKernels decode_kernels_64();

@@ -12,8 +12,16 @@
 
 namespace kvant::cuda {
 
-inline constexpr int kMergeWarps = 8;
-inline constexpr int kMergeThreads = 32 * kMergeWarps;
+// Warps of a block, W: eight, for the shortest way through one row; or two, when there are more rows than multiprocessors
+// take blocks of eight at once, which then have few partials each.
+inline constexpr int kMergeWarps = 8, kFewMergeWarps = 2;
+
+// Blocks that a multiprocessor should hold; 0: no matter.
+template <int D, int W>
+constexpr int kMergeBlocks = W == kMergeWarps ? 0
+                             : D <= 128       ? 20
+                             : D <= 256       ? 14
+                                              : 10;
 
 // Sums of some sources, each relative to its own maximum.
 template <int D, int kSources>
@@ -22,32 +30,33 @@ struct Sums {
   float m[core::kDomains][kSources], l[core::kDomains][kSources];
 };
 
-template <int D>
+template <int D, int W>
 struct MergeShared {
-  Sums<D, kMergeWarps> warps;
-  Sums<D, kMostCluster> blocks;  // in the cluster's first block
+  static constexpr int kBlocks = W == kMergeWarps ? kMostCluster : 1;
+  Sums<D, W> warps;
+  Sums<D, kBlocks> blocks;  // in the cluster's first block
   float row[D];
 };
 
-// The columns of a thread: threadIdx.x + kMergeThreads k.
-template <int D>
-constexpr int kMergeColumns = (D + kMergeThreads - 1) / kMergeThreads;
+// The columns of a thread: threadIdx.x + 32 W k.
+template <int D, int W>
+constexpr int kMergeColumns = (D + 32 * W - 1) / (32 * W);
 
-template <int D>
+template <int D, int W>
 struct Row {
-  float o[core::kDomains][kMergeColumns<D>];
+  float o[core::kDomains][kMergeColumns<D, W>];
   float m[core::kDomains], l[core::kDomains];
 };
 
 // `sources` of `from` together; domains of which it has none are left out.
-template <int D, int kSources>
+template <int D, int W, int kSources>
 __device__ __forceinline__ void add_sources(const Sums<D, kSources>& from, int sources,
-                                            const bool (&has)[core::kDomains], Row<D>& row) {
+                                            const bool (&has)[core::kDomains], Row<D, W>& row) {
 #pragma unroll
   for (int domain = 0; domain < core::kDomains; ++domain) {
     row.m[domain] = kLowest, row.l[domain] = 0.0f;
 #pragma unroll
-    for (int k = 0; k < kMergeColumns<D>; ++k) row.o[domain][k] = 0.0f;
+    for (int k = 0; k < kMergeColumns<D, W>; ++k) row.o[domain][k] = 0.0f;
     if (!has[domain]) continue;
 #pragma unroll
     for (int i = 0; i < kSources; ++i) {
@@ -59,21 +68,25 @@ __device__ __forceinline__ void add_sources(const Sums<D, kSources>& from, int s
       const float factor = ptx::ex2(from.m[domain][i] - row.m[domain]);
       row.l[domain] += from.l[domain][i] * factor;
 #pragma unroll
-      for (int k = 0; k < kMergeColumns<D>; ++k) {
-        const int d = static_cast<int>(threadIdx.x) + k * kMergeThreads;
-        if (D % kMergeThreads == 0 || d < D) row.o[domain][k] += from.o[i][domain][d] * factor;
+      for (int k = 0; k < kMergeColumns<D, W>; ++k) {
+        const int d = static_cast<int>(threadIdx.x) + k * 32 * W;
+        if (D % (32 * W) == 0 || d < D) row.o[domain][k] += from.o[i][domain][d] * factor;
       }
     }
   }
 }
 
 // The rotation of the whole row back, by all threads of the block.
-template <int D>
-__device__ __forceinline__ void rotate_back(float (&x)[kMergeColumns<D>], float* shared) {
+template <int D, int W>
+__device__ __forceinline__ void rotate_row_back(float (&x)[kMergeColumns<D, W>], float* shared) {
   constexpr codec::RotationShape shape = codec::rotation_shape(D);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if constexpr (shape.paley > 1) {  // not a power of two: one warp
-    if (threadIdx.x < D) shared[threadIdx.x] = x[0];
+#pragma unroll
+    for (int k = 0; k < kMergeColumns<D, W>; ++k) {
+      const int d = static_cast<int>(threadIdx.x) + k * 32 * W;
+      if (d < D) shared[d] = x[k];
+    }
     __syncthreads();
     float y[D / 32];
     if (warp == 0) {
@@ -85,16 +98,20 @@ __device__ __forceinline__ void rotate_back(float (&x)[kMergeColumns<D>], float*
       for (int i = 0; i < D / 32; ++i) shared[lane + 32 * i] = y[i];
     }
     __syncthreads();
-    if (threadIdx.x < D) x[0] = shared[threadIdx.x];
+#pragma unroll
+    for (int k = 0; k < kMergeColumns<D, W>; ++k) {
+      const int d = static_cast<int>(threadIdx.x) + k * 32 * W;
+      if (d < D) x[k] = shared[d];
+    }
   } else {
 #pragma unroll
     for (int h = 1; h < 32; h *= 2) {
 #pragma unroll
-      for (int k = 0; k < kMergeColumns<D>; ++k) x[k] = butterfly(x[k], h);
+      for (int k = 0; k < kMergeColumns<D, W>; ++k) x[k] = butterfly(x[k], h);
     }
 #pragma unroll
-    for (int k = 0; k < kMergeColumns<D>; ++k) {
-      const int d = static_cast<int>(threadIdx.x) + k * kMergeThreads;
+    for (int k = 0; k < kMergeColumns<D, W>; ++k) {
+      const int d = static_cast<int>(threadIdx.x) + k * 32 * W;
       if (d < D) shared[d] = x[k];
     }
     __syncthreads();
@@ -105,8 +122,8 @@ __device__ __forceinline__ void rotate_back(float (&x)[kMergeColumns<D>], float*
 #pragma unroll
     for (int i = 0; i < kRows; ++i) column[i] = shared[lane + 32 * i];
 #pragma unroll
-    for (int k = 0; k < kMergeColumns<D>; ++k) {
-      const int mine = warp + k * kMergeWarps;
+    for (int k = 0; k < kMergeColumns<D, W>; ++k) {
+      const int mine = warp + k * W;
       float y[kRows];
       std::uint32_t word = 0;
 #pragma unroll
@@ -125,11 +142,11 @@ __device__ __forceinline__ void rotate_back(float (&x)[kMergeColumns<D>], float*
   }
 }
 
-template <int D>
-__global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_constant__ AttendParams p) {
+template <int D, int W>
+__global__ void __launch_bounds__(32 * W, kMergeBlocks<D, W>) merge_kernel(const __grid_constant__ AttendParams p) {
   constexpr int kVectors = (D + 127) / 128;  // float4 of a lane
   extern __shared__ __align__(16) std::byte memory[];
-  MergeShared<D>& shared = *reinterpret_cast<MergeShared<D>*>(memory);
+  MergeShared<D, W>& shared = *reinterpret_cast<MergeShared<D, W>*>(memory);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #if __CUDA_ARCH__ >= 900
@@ -166,9 +183,9 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
     for (int v = 0; v < kVectors; ++v) sum[domain][v] = {0.0f, 0.0f, 0.0f, 0.0f};
   }
   const std::size_t rows = static_cast<std::size_t>(p.rows);
-  const int step = ranks * kMergeWarps;
+  const int step = ranks * W;
   // Up to 32 partials at a time: lane j knows number j.
-  for (int begin = rank * kMergeWarps + warp; begin < count; begin += 32 * step) {
+  for (int begin = rank * W + warp; begin < count; begin += 32 * step) {
     const int mine = begin + lane * step;
     const bool is_exact = mine < exact;
     const int partial = is_exact ? found.x + mine : found.z + mine - exact;
@@ -213,7 +230,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   }
   bool has[core::kDomains];
   has[core::kEncoded] = true;
-  has[core::kExact] = rank * kMergeWarps < exact;
+  has[core::kExact] = rank * W < exact;
 #pragma unroll
   for (int domain = 0; domain < core::kDomains; ++domain) {
 #pragma unroll
@@ -226,17 +243,17 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   }
   __syncthreads();
 
-  Row<D> total;
-  add_sources(shared.warps, kMergeWarps, has, total);
+  Row<D, W> total;
+  add_sources(shared.warps, W, has, total);
 #if __CUDA_ARCH__ >= 900
-  if (ranks > 1) {
+  if (W == kMergeWarps && ranks > 1) {
     ptx::cluster_wait();
-    Sums<D, kMostCluster>& blocks = cluster.map_shared_rank(&shared, 0)->blocks;
+    Sums<D, MergeShared<D, W>::kBlocks>& blocks = cluster.map_shared_rank(&shared, 0)->blocks;
 #pragma unroll
     for (int domain = 0; domain < core::kDomains; ++domain) {
 #pragma unroll
-      for (int k = 0; k < kMergeColumns<D>; ++k) {
-        const int d = static_cast<int>(threadIdx.x) + k * kMergeThreads;
+      for (int k = 0; k < kMergeColumns<D, W>; ++k) {
+        const int d = static_cast<int>(threadIdx.x) + k * 32 * W;
         if (d < D) blocks.o[rank][domain][d] = total.o[domain][k];
       }
       if (threadIdx.x == 0) blocks.m[domain][rank] = total.m[domain], blocks.l[domain][rank] = total.l[domain];
@@ -253,13 +270,13 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
     const std::size_t at = static_cast<std::size_t>(p.layer * p.cache.kv_heads + kv_head);
     const float* inverse = p.v_basis.inverse + at * D * D;
 #pragma unroll
-    for (int k = 0; k < kMergeColumns<D>; ++k) {
-      const int d = static_cast<int>(threadIdx.x) + k * kMergeThreads;
+    for (int k = 0; k < kMergeColumns<D, W>; ++k) {
+      const int d = static_cast<int>(threadIdx.x) + k * 32 * W;
       if (d < D) shared.row[d] = total.o[core::kEncoded][k];
     }
     __syncthreads();
     float* turned = shared.warps.o[0][0];  // read by none any more
-    for (int i = warp; i < D; i += kMergeWarps) {
+    for (int i = warp; i < D; i += W) {
       float x = 0.0f;
       for (int j = lane; j < D; j += 32) x += inverse[i * D + j] * shared.row[j];
       x = warp_sum(x);
@@ -267,12 +284,12 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < kMergeColumns<D>; ++k) {
-      const int d = static_cast<int>(threadIdx.x) + k * kMergeThreads;
+    for (int k = 0; k < kMergeColumns<D, W>; ++k) {
+      const int d = static_cast<int>(threadIdx.x) + k * 32 * W;
       if (d < D) total.o[core::kEncoded][k] = turned[d];
     }
   }
-  if (p.v_basis.kind == BasisKind::hadamard) rotate_back<D>(total.o[core::kEncoded], shared.row);
+  if (p.v_basis.kind == BasisKind::hadamard) rotate_row_back<D, W>(total.o[core::kEncoded], shared.row);
 
   const float weight_encoded = total.l[core::kEncoded], weight_exact = total.l[core::kExact];
   const float sink = sink_logit * kLog2e;
@@ -286,8 +303,8 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   const float inverse = poisoned ? nan : any ? 1.0f / divisor : 0.0f;
   const std::int64_t token = e.query_begin + query;
 #pragma unroll
-  for (int k = 0; k < kMergeColumns<D>; ++k) {
-    const int d = static_cast<int>(threadIdx.x) + k * kMergeThreads;
+  for (int k = 0; k < kMergeColumns<D, W>; ++k) {
+    const int d = static_cast<int>(threadIdx.x) + k * 32 * W;
     if (d >= D) continue;
     const float y = (total.o[core::kEncoded][k] * w_encoded + total.o[core::kExact][k] * w_exact) * inverse;
     store_element(p.out.data, p.out.dtype, token * p.out.token_stride + q_head * p.out.head_stride + d, y);

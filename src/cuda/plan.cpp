@@ -76,7 +76,7 @@ Status Plan::choose_kernel(const core::DevicePlanConfig& config) {
                     format_info(config.k).name, format_info(config.v).name, pairs)};
   }
   attend_ = *best;
-  merge_ = kernels->merge;
+  merges_ = kernels->merge;
   params_.rows = 4 * attend_.column_tiles;
   params_.row_bits = std::countr_zero(static_cast<unsigned>(params_.rows));
   params_.row_blocks = (most_rows + params_.rows - 1) / params_.rows;
@@ -87,8 +87,6 @@ Status Plan::choose_kernel(const core::DevicePlanConfig& config) {
 Status Plan::choose_blocks() {
   AttendParams& p = params_;
   const DeviceLimits& limits = store_.limits();
-  KVANT_CUDA_TRY(
-      cudaFuncSetAttribute(merge_.function, cudaFuncAttributeMaxDynamicSharedMemorySize, merge_.shared_bytes));
   // Once, to the most that any plan asks for: plans of other threads use the same function.
   std::size_t fitting = 0;
   while (fitting < attend_.shared_bytes.size() && attend_.shared_bytes[fitting] <= limits.shared_bytes) ++fitting;
@@ -117,6 +115,25 @@ Status Plan::choose_blocks() {
   blocks_ = blocks[chosen];
   shared_bytes_ = attend_.shared_bytes[chosen];
   p.shares = limits.multiprocessors * blocks_;
+  return {};
+}
+
+// How many blocks merge a row, and of how many warps.
+Status Plan::choose_merge() {
+  const DeviceLimits& limits = store_.limits();
+  const Line line = make_line(params_, units_);
+  // One block adds about sixteen partials of a row in a few loads; more are shared by a cluster.
+  while (limits.overlaps && cluster_ < kMostCluster && line.items() / segments() > 16 * cluster_) cluster_ *= 2;
+  for (const MergeKernel& merge : merges_) {
+    merge_ = merge;
+    KVANT_CUDA_TRY(
+        cudaFuncSetAttribute(merge.function, cudaFuncAttributeMaxDynamicSharedMemorySize, merge.shared_bytes));
+    int blocks = 0;
+    KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, merge.function, 32 * merge.warps,
+                                                                 static_cast<std::size_t>(merge.shared_bytes)));
+    // Blocks of few warps where those of many would come in waves; with so many rows none has many partials.
+    if (cluster_ > 1 || segments() * params_.rows <= std::int64_t{limits.multiprocessors} * blocks) break;
+  }
   return {};
 }
 
@@ -266,8 +283,7 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   const Line line = make_line(p, units_);
   const int least = std::max(1, (units_ - line.round_begin(line.rounds - 1)) / line.shares);
   splits_ = std::clamp((longest_ + least - 1) / least, 1, line.items());
-  // One block adds about sixteen partials of a row in a few loads; more are shared by a cluster.
-  while (store_.limits().overlaps && cluster_ < kMostCluster && line.items() / segments > 16 * cluster_) cluster_ *= 2;
+  if (Status s = choose_merge(); !s.ok()) return s;
   return upload(config);
 }
 
@@ -300,7 +316,8 @@ std::string Plan::explain() const {
                                   : fmt::format(", then {} of {:.1f} and less for whichever block is free",
                                                 line.items() - line.shares, pages(1)),
                  splits_);
-  fmt::format_to(out, "merge      one more launch, {} block{} a row{}\n", cluster_, cluster_ == 1 ? "" : "s",
+  fmt::format_to(out, "merge      one more launch, {} block{} of {} warps a row{}\n", cluster_,
+                 cluster_ == 1 ? "" : "s", merge_.warps,
                  store_.limits().overlaps ? ", its start overlaps the end of the first" : "");
   return s;
 }
@@ -333,7 +350,7 @@ Status Plan::run(int layer, const TensorView& q, const MutableTensorView& out, c
   attend.config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes_);
   KVANT_CUDA_TRY(cudaLaunchKernelExC(&attend.config, attend_.function, arguments));
 
-  Launch merge(static_cast<unsigned>(p.batch * p.cache.kv_heads * p.row_blocks * p.rows * cluster_), merge_.threads,
+  Launch merge(static_cast<unsigned>(p.batch * p.cache.kv_heads * p.row_blocks * p.rows * cluster_), 32 * merge_.warps,
                native(options.stream), overlaps);
   merge.config.dynamicSmemBytes = static_cast<std::size_t>(merge_.shared_bytes);
   if (cluster_ > 1) merge.set_cluster(cluster_);

@@ -32,6 +32,7 @@ class Plan final : public core::DevicePlan {
   Status choose_kernel(const core::DevicePlanConfig& config);
   Status count_work(const core::DevicePlanConfig& config);
   Status choose_blocks();
+  Status choose_merge();
   // Rows of work: sequences, kv heads and row blocks.
   [[nodiscard]] std::int64_t segments() const {
     return std::int64_t{params_.batch} * params_.cache.kv_heads * params_.row_blocks;
@@ -43,6 +44,7 @@ class Plan final : public core::DevicePlan {
   const Store& store_;
   AttendParams params_{};  // but for what run gives
   AttendKernel attend_{};
+  std::array<MergeKernel, 2> merges_{};  // to choose from
   MergeKernel merge_{};
   int blocks_ = 1;        // of a multiprocessor
   int shared_bytes_ = 0;  // of each

@@ -196,6 +196,37 @@ TEST(GpuBatch, MoreItemsThanBlocks) {
   }
 }
 
+// More rows than the multiprocessors take merging blocks of eight warps at once.
+TEST(GpuBatch, ManyRowsAreMergedByFewWarpsEach) {
+  SKIP_WITHOUT_DEVICE();
+  for (const int head_dim : kHeadDims) {
+    std::vector<Lengths> lengths;
+    for (std::int64_t i = 0; i < 100; ++i) lengths.push_back({1 + i * 37 % 300, 1 + i % 2});
+    WorldSpec spec = spec_of("tq6", "tq4", lengths);
+    spec.head_dim = head_dim;
+    spec.kv_heads = 4;
+    spec.group = 3;  // of eight rows, two or five are nobody's
+    const GpuWorld w(spec);
+    std::vector<float> sink_logits;
+    for (int h = 0; h < spec.kv_heads * spec.group; ++h) sink_logits.push_back(0.25f * static_cast<float>(h) - 1.0f);
+    const Attended first = w.attend({}, sink_logits);
+    if (first.explain.find("of 2 warps a row") == std::string::npos) {
+      GTEST_SKIP() << "this device has too many multiprocessors:\n" << first.explain;
+    }
+    EXPECT_TRUE(w.matches({}, sink_logits)) << head_dim;
+    EXPECT_TRUE(same_bits(first.out, w.attend({}, sink_logits).out, w.host.out_shape())) << head_dim;
+  }
+}
+
+TEST(GpuShort, ManyRows) {
+  SKIP_WITHOUT_DEVICE();
+  WorldSpec spec = spec_of("tq4", std::vector<Lengths>(30, {65, 1}));
+  spec.head_dim = 128;
+  spec.kv_heads = 8;
+  spec.group = 4;
+  EXPECT_TRUE(GpuWorld(spec).matches());
+}
+
 TEST(GpuBatch, RaggedQueries) {
   SKIP_WITHOUT_DEVICE();
   for (const char* format : {"f16", "tq4", "tq6", "tq8"}) {
