@@ -1,6 +1,5 @@
 // Calibrated bases in attention: y = A (x - c) with queries prepared by the inverse transpose, so that encoded and exact
 // keys of one row compare, and outputs come back in the original coordinates.
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -9,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "core/fmt.hpp"
 #include "support/masks.hpp"
 #include "support/world.hpp"
 

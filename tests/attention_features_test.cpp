@@ -1,5 +1,4 @@
 // Logit transforms, sinks, lse, ragged batches, splits, threads and workspaces, against the float64 reference.
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -8,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "core/fmt.hpp"
 #include "support/guard.hpp"
 #include "support/masks.hpp"
 #include "support/world.hpp"

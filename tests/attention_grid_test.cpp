@@ -1,7 +1,6 @@
 // Shapes and formats against the float64 reference over the decoded vectors (tight: the kernel) and, where it is cheap,
 // over the true inputs (loose: the codec). The full product is over half a million points; the selection covers every
 // value of every dimension and every pair of values of any two dimensions.
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/fmt.hpp"
 #include "support/all_pairs.hpp"
 #include "support/world.hpp"
 

@@ -1,5 +1,4 @@
 // Who sees whom: every kind of mask, against the float64 reference over the decoded vectors.
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -7,6 +6,7 @@
 #include <tuple>
 #include <vector>
 
+#include "core/fmt.hpp"
 #include "support/masks.hpp"
 #include "support/world.hpp"
 

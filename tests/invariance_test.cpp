@@ -1,6 +1,5 @@
 // What must not change the result: where pages lie, how tokens were appended, the order of a batch, the number of
 // splits, the instruction set. "Same bits" where the arithmetic is the same, a tolerance where it may differ.
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/fmt.hpp"
 #include "support/masks.hpp"
 #include "support/world.hpp"
 

@@ -1,6 +1,5 @@
 // What plan and run refuse, and what they say: the argument, its value, what is allowed, and the way out. Every message
 // is printed, so that reading this test's output is reading the messages.
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -11,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "core/fmt.hpp"
 #include "support/masks.hpp"
 #include "support/world.hpp"
 

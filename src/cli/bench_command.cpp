@@ -1,5 +1,3 @@
-#include <fmt/format.h>
-
 #include <CLI/CLI.hpp>
 #include <cmath>
 #include <memory>
@@ -10,6 +8,7 @@
 #include "cli/command.hpp"
 #include "cli/output.hpp"
 #include "core/backend.hpp"
+#include "core/fmt.hpp"
 
 namespace kvant::cli {
 namespace {

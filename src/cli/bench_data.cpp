@@ -1,13 +1,12 @@
 #include "cli/bench_data.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 #include <numbers>
 
 #include "cli/parallel.hpp"
 #include "codec/layout.hpp"
+#include "core/fmt.hpp"
 
 namespace kvant::cli {
 

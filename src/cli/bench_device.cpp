@@ -4,8 +4,6 @@
 // and values come from memory. The read bandwidth that rows are held against is measured before and after all of them.
 #include "cli/bench_device.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -16,6 +14,7 @@
 #include "cli/parallel.hpp"
 #include "cli/table.hpp"
 #include "core/device.hpp"
+#include "core/fmt.hpp"
 
 namespace kvant::cli {
 namespace {

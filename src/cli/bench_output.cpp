@@ -1,12 +1,11 @@
 // Rows of `kvant bench` as text, markdown, CSV and JSON.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "cli/bench.hpp"
 #include "cli/table.hpp"
 #include "core/backend.hpp"
+#include "core/fmt.hpp"
 #include "kvant/version.hpp"
 
 namespace kvant::cli {

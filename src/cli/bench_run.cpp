@@ -3,8 +3,6 @@
 //   2. rounds: each case runs once, then each pair of ISA and threads measures its peaks; so a busy moment of the
 //      machine hits all of them alike. The first round is a warm-up. The order is turned by one from round to round.
 // A cache has as many layers as it takes for 128 MB to lie between two uses of one, and runs rotate through them.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -16,6 +14,7 @@
 #include "cli/bench_peaks.hpp"
 #include "cli/parallel.hpp"
 #include "cli/table.hpp"
+#include "core/fmt.hpp"
 
 namespace kvant::cli {
 namespace {

@@ -1,11 +1,10 @@
-#include <fmt/format.h>
-
 #include <CLI/CLI.hpp>
 #include <memory>
 
 #include "cli/command.hpp"
 #include "cli/output.hpp"
 #include "cli/table.hpp"
+#include "core/fmt.hpp"
 #include "kvant/io.hpp"
 
 namespace kvant::cli {

@@ -1,5 +1,3 @@
-#include <fmt/format.h>
-
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
@@ -10,6 +8,7 @@
 #include "cli/eval.hpp"
 #include "cli/output.hpp"
 #include "core/backend.hpp"
+#include "core/fmt.hpp"
 
 namespace kvant::cli {
 namespace {

@@ -3,8 +3,6 @@
 //   replay    the same queries over a cache in use (eval_replay.hpp): outputs of the real kernels
 //   weights   the run does not expose them, so they come from the decoded keys (Cache::read), softmax in float64
 //   time      the last query over each finished cache, in turn, so that a noisy moment hits all of them alike
-#include <fmt/format.h>
-
 #include <chrono>
 #include <cmath>
 #include <mutex>
@@ -15,6 +13,7 @@
 #include "cli/parallel.hpp"
 #include "cli/table.hpp"
 #include "codec/layout.hpp"
+#include "core/fmt.hpp"
 
 namespace kvant::cli {
 namespace {

@@ -1,10 +1,10 @@
 #include "cli/eval_replay.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+
+#include "core/fmt.hpp"
 
 namespace kvant::cli {
 namespace {

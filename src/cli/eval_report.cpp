@@ -1,12 +1,11 @@
 // The HTML report of `kvant eval`: one page, no external resource, light and dark.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 
 #include "cli/eval.hpp"
 #include "cli/eval_cells.hpp"
 #include "cli/svg_chart.hpp"
+#include "core/fmt.hpp"
 #include "kvant/version.hpp"
 
 namespace kvant::cli {

@@ -1,11 +1,10 @@
 // Rows of `kvant eval` as tables, JSON and CSV.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "cli/eval.hpp"
 #include "cli/eval_cells.hpp"
+#include "core/fmt.hpp"
 
 namespace kvant::cli {
 

@@ -1,8 +1,8 @@
 #include "cli/formats.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
+
+#include "core/fmt.hpp"
 
 namespace kvant::cli {
 

@@ -1,5 +1,3 @@
-#include <fmt/format.h>
-
 #include <CLI/CLI.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -11,6 +9,7 @@
 #include "cli/table.hpp"
 #include "core/backend.hpp"
 #include "core/device.hpp"
+#include "core/fmt.hpp"
 #include "kvant/kvant.hpp"
 
 namespace kvant::cli {

@@ -1,12 +1,12 @@
 #include "cli/machine.hpp"
 
-#include <fmt/format.h>
 #include <sys/utsname.h>
 #include <unistd.h>
 
 #include <fstream>
 
 #include "core/backend.hpp"
+#include "core/fmt.hpp"
 
 namespace kvant::cli {
 namespace {

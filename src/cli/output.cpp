@@ -1,6 +1,5 @@
 #include "cli/output.hpp"
 
-#include <fmt/format.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -8,6 +7,8 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+
+#include "core/fmt.hpp"
 
 namespace kvant::cli {
 

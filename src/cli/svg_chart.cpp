@@ -1,11 +1,10 @@
 #include "cli/svg_chart.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 
 #include "cli/table.hpp"
+#include "core/fmt.hpp"
 
 namespace kvant::cli {
 namespace {

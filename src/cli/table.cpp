@@ -1,8 +1,8 @@
 #include "cli/table.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
+
+#include "core/fmt.hpp"
 
 namespace kvant::cli {
 namespace {

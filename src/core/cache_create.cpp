@@ -1,5 +1,4 @@
 // From a CacheConfig to a cache: all that can be wrong with one is said here.
-#include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <charconv>
@@ -7,6 +6,7 @@
 #include <new>
 
 #include "core/cache_impl.hpp"
+#include "core/fmt.hpp"
 
 namespace kvant {
 namespace {

@@ -8,13 +8,12 @@
 // next step that takes slots, which is the first that can give them to another sequence. So a step whose slots were there
 // before, in a page or from reserve_ahead, sends nothing but its advance, and can be recorded in a graph whose replays are
 // right.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <limits>
 #include <new>
 
 #include "core/cache_impl.hpp"
+#include "core/fmt.hpp"
 
 namespace kvant {
 namespace {

@@ -1,6 +1,4 @@
 // Views for plans, and read: stored tokens decoded the way attention sees them.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <new>
 #include <span>
@@ -8,6 +6,7 @@
 #include "codec/basis.hpp"
 #include "codec/store.hpp"
 #include "core/cache_impl.hpp"
+#include "core/fmt.hpp"
 
 namespace kvant {
 namespace {

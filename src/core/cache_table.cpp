@@ -1,9 +1,9 @@
 #include "core/cache_table.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <limits>
+
+#include "core/fmt.hpp"
 
 namespace kvant::core {
 namespace {

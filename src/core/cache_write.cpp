@@ -6,8 +6,6 @@
 //
 //   the page has an exact copy   its rows go there; if it leaves the tail in this step, the whole page is encoded from it
 //   it has none                  its rows are encoded in place
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <atomic>
 #include <limits>
@@ -16,6 +14,7 @@
 #include "base/bits.hpp"
 #include "codec/pack.hpp"
 #include "core/cache_impl.hpp"
+#include "core/fmt.hpp"
 
 namespace kvant {
 namespace {

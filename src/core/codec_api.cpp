@@ -1,11 +1,11 @@
 // The public face of the codec: checks, then the same functions the cache uses.
-#include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
 
 #include "codec/rotation.hpp"
 #include "codec/vector.hpp"
+#include "core/fmt.hpp"
 #include "kvant/codec.hpp"
 
 namespace kvant {

@@ -1,9 +1,8 @@
 // What a plan says of itself.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <iterator>
 
+#include "core/fmt.hpp"
 #include "core/plan.hpp"
 
 namespace kvant {

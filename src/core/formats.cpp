@@ -1,11 +1,10 @@
 // Names and sizes: element types, storage formats, head sizes, error codes.
-#include <fmt/format.h>
-
 #include <array>
 #include <string>
 
 #include "codec/layout.hpp"
 #include "codec/rotation.hpp"
+#include "core/fmt.hpp"
 #include "kvant/types.hpp"
 
 namespace kvant {

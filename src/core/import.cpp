@@ -3,14 +3,13 @@
 //
 //   one norm    value = codebook[code] * norm / sqrt(D)                        level = codebook / sqrt(D)
 //   two norms   value = codebook[code] * norm[i / (D / 2)] / scale_factor      level = codebook / scale_factor
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 #include <new>
 
 #include "codec/pack.hpp"
 #include "core/cache_impl.hpp"
+#include "core/fmt.hpp"
 
 namespace kvant {
 namespace {

@@ -1,7 +1,6 @@
-#include <fmt/format.h>
-
 #include <cmath>
 
+#include "core/fmt.hpp"
 #include "kvant/attention.hpp"
 
 namespace kvant {

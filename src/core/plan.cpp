@@ -5,13 +5,12 @@
 // time each, where 64 items left threads idle for up to a quarter). The cut depends on that sequence's own length and rows
 // only, never on the threads or on the rest of the batch: a sequence has the same bits whatever it is batched with and
 // however many cores work on it.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <new>
 #include <numeric>
 
 #include "base/visibility.hpp"
+#include "core/fmt.hpp"
 #include "core/plan.hpp"
 
 namespace kvant {

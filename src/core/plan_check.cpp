@@ -1,8 +1,7 @@
 // Refusals of plan(): each message names the argument, its value, what is allowed, and the way out.
-#include <fmt/format.h>
-
 #include <cmath>
 
+#include "core/fmt.hpp"
 #include "core/plan.hpp"
 
 namespace kvant {

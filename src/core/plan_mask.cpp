@@ -1,13 +1,12 @@
 // Mask tensors: shapes checked against the batch, tiles of one query by one page classified once per plan, so that fully
 // masked tiles cost nothing in a run and all-zero ones no addition. A mask in device memory is not looked into.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
 
 #include "base/mask_element.hpp"
+#include "core/fmt.hpp"
 #include "core/plan.hpp"
 
 namespace kvant {

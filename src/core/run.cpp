@@ -1,11 +1,10 @@
 // run(): three phases over a plan's lists (core/attend.hpp). Nothing here allocates, throws or waits for anything but its
 // own workers.
-#include <fmt/format.h>
-
 #include <atomic>
 #include <thread>
 
 #include "base/pause.hpp"
+#include "core/fmt.hpp"
 #include "core/plan.hpp"
 
 namespace kvant {

@@ -1,12 +1,12 @@
 #include "core/storage.hpp"
 
-#include <fmt/format.h>
-
 #include <bit>
 #include <cstring>
 
 #if defined(__linux__)
 #include <sys/mman.h>
+
+#include "core/fmt.hpp"
 #endif
 
 namespace kvant::core {

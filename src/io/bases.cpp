@@ -5,14 +5,13 @@
 //
 // A file is trusted with nothing: a basis that is not finite, not invertible or wildly scaled would turn every later
 // output into noise, so loading checks the numbers as well as the form.
-#include <fmt/format.h>
-
 #include <Eigen/Dense>
 #include <algorithm>
 #include <cmath>
 #include <new>
 #include <set>
 
+#include "core/fmt.hpp"
 #include "io/file_dtypes.hpp"
 #include "io/layer_names.hpp"
 #include "io/text.hpp"

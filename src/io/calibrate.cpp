@@ -12,13 +12,12 @@
 // second moment gets 1 % of its mean diagonal before it is trusted.
 //
 // Float64 throughout; files and caches hold A, its inverse and c in float32.
-#include <fmt/format.h>
-
 #include <Eigen/Dense>
 #include <algorithm>
 #include <cmath>
 #include <new>
 
+#include "core/fmt.hpp"
 #include "kvant/io.hpp"
 
 namespace kvant::io {

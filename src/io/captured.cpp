@@ -1,7 +1,5 @@
 // Captured attention layers: tensors layerN.q, layerN.k, layerN.v and metadata layerN.scale, layerN.sliding_window.
 // Other tensors and metadata may be in the file and are left alone.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <charconv>
 #include <cmath>
@@ -9,6 +7,7 @@
 #include <optional>
 #include <set>
 
+#include "core/fmt.hpp"
 #include "io/file_dtypes.hpp"
 #include "io/layer_names.hpp"
 #include "io/text.hpp"

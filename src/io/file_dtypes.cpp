@@ -1,9 +1,8 @@
 #include "io/file_dtypes.hpp"
 
-#include <fmt/format.h>
-
 #include <limits>
 
+#include "core/fmt.hpp"
 #include "io/text.hpp"
 
 namespace kvant::io {

@@ -1,12 +1,12 @@
 // Names of per-layer tensors: "layer4.k.center" is layer 4, rest "k.center".
 #pragma once
 
-#include <fmt/format.h>
-
 #include <charconv>
 #include <optional>
 #include <string>
 #include <string_view>
+
+#include "core/fmt.hpp"
 
 namespace kvant::io {
 

@@ -1,7 +1,6 @@
 #include "io/mapped_file.hpp"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -9,6 +8,7 @@
 #include <cerrno>
 #include <system_error>
 
+#include "core/fmt.hpp"
 #include "io/text.hpp"
 
 namespace kvant::io {

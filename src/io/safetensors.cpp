@@ -4,8 +4,6 @@
 //
 // Assumes nothing about the bytes: every number is compared with what the file really holds before it is used, and
 // tensors must tile the data without gap, overlap or rest. After `parse` every TensorInfo::data is in bounds.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -14,6 +12,7 @@
 #include <type_traits>
 
 #include "base/bits.hpp"
+#include "core/fmt.hpp"
 #include "io/file_dtypes.hpp"
 #include "io/mapped_file.hpp"
 #include "io/safetensors_header.hpp"

@@ -7,12 +7,11 @@
 // input that will be refused.
 #include "io/safetensors_header.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <limits>
 #include <nlohmann/json.hpp>
 
+#include "core/fmt.hpp"
 #include "io/text.hpp"
 
 namespace kvant::io {

@@ -1,7 +1,6 @@
 // The safetensors writer. The file appears under its name only when it is complete and on disk: it is written to a
 // temporary file in the same directory, synced and renamed. Whatever fails, an older file of that name stays as it is.
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 #include <set>
 #include <system_error>
 
+#include "core/fmt.hpp"
 #include "io/file_dtypes.hpp"
 #include "io/safetensors_header.hpp"
 #include "io/text.hpp"

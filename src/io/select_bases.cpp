@@ -1,9 +1,8 @@
 // Calibration keeps one BasisSet of one layer for each layer of the model; a cache wants those of its own layers in one.
-#include <fmt/format.h>
-
 #include <string>
 #include <vector>
 
+#include "core/fmt.hpp"
 #include "kvant/io.hpp"
 
 namespace kvant::io {

@@ -1,6 +1,5 @@
 #include "io/text.hpp"
-
-#include <fmt/format.h>
+#include "core/fmt.hpp"
 
 namespace kvant::io {
 

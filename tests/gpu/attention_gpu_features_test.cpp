@@ -1,5 +1,4 @@
 // Masks and logit transforms on a device.
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -7,6 +6,7 @@
 #include <tuple>
 #include <vector>
 
+#include "core/fmt.hpp"
 #include "gpu/gpu_formats.hpp"
 #include "support/masks.hpp"
 

@@ -1,5 +1,4 @@
 // Attention on a device: placement, determinism, sequences that change, graphs, streams, devices, refusals.
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -7,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/fmt.hpp"
 #include "gpu/gpu_formats.hpp"
 #include "support/masks.hpp"
 

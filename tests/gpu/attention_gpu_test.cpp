@@ -1,6 +1,5 @@
 // Attention on a device: every shape and format that the CPU tests have, against the float64 reference over what the
 // device's cache decodes, and against the CPU backend. Tests named *Short* are few and small, for compute-sanitizer.
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "core/fmt.hpp"
 #include "gpu/gpu_formats.hpp"
 #include "support/all_pairs.hpp"
 

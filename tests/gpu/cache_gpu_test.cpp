@@ -1,6 +1,5 @@
 // The cache on a real device against one in host memory: the same bytes in every page that is read, whatever the formats,
 // sizes, dtypes, strides and steps; what is not finite; graphs; refusals.
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/fmt.hpp"
 #include "gpu/gpu_world.hpp"
 #include "support/device_replay.hpp"
 #include "support/draw.hpp"

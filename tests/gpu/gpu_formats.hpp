@@ -1,12 +1,11 @@
 // What the tests of attention on a device are run over: pairs of formats, and worlds of them.
 #pragma once
 
-#include <fmt/format.h>
-
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "core/fmt.hpp"
 #include "gpu/gpu_world.hpp"
 
 namespace kvant::test {

@@ -1,11 +1,10 @@
 #include "gpu/gpu_world.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 
 #include "core/device.hpp"
+#include "core/fmt.hpp"
 #include "support/half.hpp"
 
 namespace kvant::test {

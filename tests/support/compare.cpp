@@ -1,10 +1,11 @@
 #include "support/compare.hpp"
 
-#include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <bit>
 #include <cmath>
+
+#include "core/fmt.hpp"
 
 namespace kvant::test {
 namespace {
