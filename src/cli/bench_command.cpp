@@ -13,7 +13,7 @@
 namespace kvant::cli {
 namespace {
 
-constexpr const char* kFooter =
+constexpr const char* kBenchFooter =
     "Lists make several rows, one for every combination; key and value formats go in pairs. Each row is checked "
     "against\n"
     "float64 attention over the decoded vectors first, and gets no speed when its error is above 2e-4 (f32: 1e-5).\n"
@@ -227,7 +227,7 @@ Action add_bench_command(CLI::App& app) {
   auto a = std::make_shared<Arguments>();
   CLI::App* command = app.add_subcommand(
       "bench", "Time decode, prefill or append over shapes: speed beside error, and shares of the machine's own peaks");
-  command->footer(kFooter);
+  command->footer(kBenchFooter);
   // Ranges say nothing in the help (the refusal does), or it would drown in them.
   const auto range = [](auto low, auto high) { return CLI::Range(low, high).description(""); };
   const auto list = [&](const char* name, auto& values, const char* what, const char* type = "N,...") {

@@ -10,7 +10,7 @@
 namespace kvant::cli {
 namespace {
 
-constexpr const char* kFooter =
+constexpr const char* kCalibrateFooter =
     "For every layer and kv head: the mean key (subtracting it is free, softmax does not see a constant) and the "
     "basis\n"
     "that balances queries against keys, so that rounding errors fall where queries do not look. Use other text than "
@@ -21,7 +21,7 @@ constexpr const char* kFooter =
     "  kvant calibrate calibration.safetensors -o basis.safetensors\n"
     "  kvant eval qkv.safetensors --basis basis.safetensors";
 
-struct Arguments {
+struct CalibrateArguments {
   std::vector<std::string> files;
   std::string output;
 };
@@ -31,7 +31,7 @@ std::string gain_text(double ratio) {
   return ratio > 0 ? fmt::format("{:.2f} x ({:+.1f} bit)", ratio, -0.5 * std::log2(ratio)) : std::string("-");
 }
 
-Status run_calibrate(const Arguments& a) {
+Status run_calibrate(const CalibrateArguments& a) {
   Outputs outputs;
   if (const Status status = outputs.add("-o", a.output); !status.ok()) return status;
   if (a.output == "-") throw CLI::ValidationError("-o", "-: a basis is a binary file, not text; name a file");
@@ -66,10 +66,10 @@ Status run_calibrate(const Arguments& a) {
 }  // namespace
 
 Action add_calibrate_command(CLI::App& app) {
-  auto a = std::make_shared<Arguments>();
+  auto a = std::make_shared<CalibrateArguments>();
   CLI::App* command =
       app.add_subcommand("calibrate", "Estimate a basis for each layer and kv head from captured queries and keys");
-  command->footer(kFooter);
+  command->footer(kCalibrateFooter);
   command->add_option("FILE", a->files, "Captures (safetensors)")->required()->type_name("");
   command->add_option("-o,--output", a->output, "The basis file to write (safetensors)")->required()->type_name("FILE");
   return [a] { return run_calibrate(*a); };

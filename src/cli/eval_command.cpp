@@ -16,7 +16,7 @@ namespace {
 const std::vector<std::string> kDefaultFormats = {"f16", "fp8", "tq8",     "tq6",     "tq5",
                                                   "tq4", "tq3", "tq8/tq4", "tq6/tq4", "tq4/tq2"};
 
-constexpr const char* kFooter =
+constexpr const char* kEvalFooter =
     "A capture holds, for every layer N, layerN.q [q_heads, queries, head_dim] (the last positions) and layerN.k and\n"
     "layerN.v [kv_heads, positions, head_dim], and in its metadata layerN.scale and layerN.sliding_window.\n"
     "\n"
@@ -26,7 +26,7 @@ constexpr const char* kFooter =
     "  kvant eval a.safetensors b.safetensors --json - | jq '.rows[].rel_l2'\n"
     "  kvant eval qkv.safetensors --basis basis.safetensors --layers 4 --exact-ends without";
 
-struct Arguments {
+struct EvalArguments {
   std::vector<std::string> files;
   std::vector<std::string> formats = kDefaultFormats;
   std::vector<int> layers;
@@ -35,7 +35,7 @@ struct Arguments {
   int threads = 0;
 };
 
-std::string command_line(const Arguments& a) {
+std::string command_line(const EvalArguments& a) {
   std::string line = "kvant eval";
   for (const std::string& file : a.files) line += " " + file;
   if (a.formats != kDefaultFormats) line += " --formats " + fmt::format("{}", fmt::join(a.formats, ","));
@@ -63,7 +63,7 @@ std::vector<Variant> variants_of(const std::vector<FormatPair>& pairs, const std
   return variants;
 }
 
-Result<std::vector<EvalLayer>> read_layers(const Arguments& a) {
+Result<std::vector<EvalLayer>> read_layers(const EvalArguments& a) {
   std::vector<EvalLayer> layers;
   std::vector<int> seen;
   for (const std::string& path : a.files) {
@@ -137,7 +137,7 @@ std::string geometry(const io::CapturedLayer& c) {
                      c.window > 0 ? fmt::format("window {}", c.window) : "full attention", c.dtype);
 }
 
-Status run_eval(const Arguments& a) {
+Status run_eval(const EvalArguments& a) {
   const Result<std::vector<FormatPair>> pairs = parse_format_pairs(a.formats);
   if (!pairs.ok()) throw CLI::ValidationError("--formats", pairs.message());
   Outputs outputs;
@@ -195,10 +195,10 @@ Status run_eval(const Arguments& a) {
 }  // namespace
 
 Action add_eval_command(CLI::App& app) {
-  auto a = std::make_shared<Arguments>();
+  auto a = std::make_shared<EvalArguments>();
   CLI::App* command = app.add_subcommand(
       "eval", "Replay decoding over captured queries, keys and values: memory, error and time of each cache format");
-  command->footer(kFooter);
+  command->footer(kEvalFooter);
   command->add_option("FILE", a->files, "Captures (safetensors)")->required()->type_name("");
   command->add_option("--formats", a->formats, "Cache formats, as tq4 (keys and values) or tq6/tq4 (keys/values)")
       ->delimiter(',')

@@ -17,7 +17,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr const char* kFooter =
+constexpr const char* kInfoFooter =
     "Examples:\n"
     "  kvant info\n"
     "  kvant info --json - | jq .isa.chosen";
@@ -135,7 +135,7 @@ Action add_info_command(CLI::App& app) {
   auto json = std::make_shared<std::string>();
   CLI::App* command = app.add_subcommand(
       "info", "Formats, instruction sets and backends: what is compiled in, what is chosen, and why");
-  command->footer(kFooter);
+  command->footer(kInfoFooter);
   command->add_option("--json", *json, "Write the same as JSON; -: standard output")->type_name("FILE");
   return [json] { return run_info(*json); };
 }

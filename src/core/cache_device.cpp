@@ -18,9 +18,6 @@
 namespace kvant {
 namespace {
 
-std::uint64_t number(SequenceId id) {
-  return static_cast<std::uint64_t>(id);
-}
 std::size_t at(std::int64_t i) {
   return static_cast<std::size_t>(i);
 }

@@ -11,10 +11,6 @@
 namespace kvant {
 namespace {
 
-std::uint64_t number(SequenceId id) {
-  return static_cast<std::uint64_t>(id);
-}
-
 Status check_output(const char* name, const MutableTensorView& t, std::int64_t tokens, const CacheConfig& config) {
   if (t.data == nullptr) return {};
   if (t.dtype != Dtype::f32) {

@@ -14,10 +14,6 @@ std::int64_t pages_for(std::int64_t tokens) {
   return (tokens + kPageTokens - 1) / kPageTokens;
 }
 
-std::uint64_t number(SequenceId id) {
-  return static_cast<std::uint64_t>(id);
-}
-
 std::size_t at(std::int64_t page) {
   return static_cast<std::size_t>(page);
 }

@@ -11,6 +11,13 @@
 #include "core/page_pool.hpp"
 #include "kvant/cache.hpp"
 
+namespace kvant {
+/// A key of tables, and what messages show.
+inline std::uint64_t number(SequenceId id) noexcept {
+  return static_cast<std::uint64_t>(id);
+}
+}  // namespace kvant
+
 namespace kvant::core {
 
 /// Which pool a slot belongs to: `exact` pages hold vectors as given, `encoded` ones in the cache's formats.

@@ -28,9 +28,6 @@ constexpr std::int64_t kChecksPerWorker = 8 * kValuesPerWorker;
 std::size_t index(std::int64_t i) {
   return static_cast<std::size_t>(i);
 }
-std::uint64_t number(SequenceId id) {
-  return static_cast<std::uint64_t>(id);
-}
 
 const std::byte* row_of(const TensorView& t, std::int64_t row, std::int64_t head) {
   const std::int64_t element = row * t.stride[0] + head * t.stride[1];
