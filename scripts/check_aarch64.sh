@@ -3,6 +3,8 @@
 # can get wrong: the NEON verbs, and bytes that differ from those written on x86 (float contraction, conversions, signed
 # char). Debian packages: g++-aarch64-linux-gnu, qemu-user, googletest. Everything lands in build/aarch64.
 #
+# The library is compiled a layer at a time (unity), as other runs show that every file compiles alone.
+#
 # qemu is about twenty times slower than the machine, so that the grid runs on NEON alone.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -37,7 +39,7 @@ fi
 # fmt is used as headers only, but its CMake package lies in a folder of the build machine's architecture.
 fmt=$(find /usr/lib /usr/share /usr/local -name fmt-config.cmake -printf '%h\n' 2>/dev/null | head -n 1)
 cmake -S "$root" -B "$build" "${cross[@]}" -DKVANT_CUDA=OFF -DKVANT_OPENMP=OFF -DKVANT_BUILD_CLI=OFF -DKVANT_BUILD_EXAMPLES=OFF \
-  -DGTest_ROOT="$build/gtest-installed" -Dfmt_DIR="$fmt"
+  -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=0 -DGTest_ROOT="$build/gtest-installed" -Dfmt_DIR="$fmt"
 cmake --build "$build" --parallel "$jobs" --target "${selection[@]%% *}"
 
 "$root/scripts/check_isa_objects.sh" "$build"
