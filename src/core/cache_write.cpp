@@ -88,9 +88,9 @@ void check_share(FiniteCheck& c, int worker) {
     const TensorView& t = is_key ? *c.keys : *c.values;
     for (std::int64_t head = 0; head < heads; ++head) {
       if (row_within(t.dtype, row_of(t, is_key ? i : i - rows, head), static_cast<int>(t.shape[2]))) continue;
-      const std::int64_t number = i * heads + head;
+      const std::int64_t vector = i * heads + head;
       std::int64_t found = c.first.load();
-      while (number < found && !c.first.compare_exchange_weak(found, number)) {
+      while (vector < found && !c.first.compare_exchange_weak(found, vector)) {
       }
       return;
     }
