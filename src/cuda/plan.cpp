@@ -1,12 +1,11 @@
 #include "cuda/plan.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <atomic>
 #include <bit>
 #include <numbers>
 
+#include "core/fmt.hpp"
 #include "cuda/runtime.hpp"
 #include "cuda/schedule.hpp"
 

@@ -1,11 +1,11 @@
 // The CUDA backend as the core sees it.
 #include <cuda_runtime_api.h>
-#include <fmt/format.h>
 
 #include <sstream>
 #include <string>
 
 #include "core/device.hpp"
+#include "core/fmt.hpp"
 #include "cuda/bench_device.hpp"
 #include "cuda/plan.hpp"
 #include "cuda/store.hpp"

@@ -1,6 +1,6 @@
 #include "cuda/runtime.hpp"
 
-#include <fmt/format.h>
+#include "core/fmt.hpp"
 
 namespace kvant::cuda {
 

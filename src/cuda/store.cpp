@@ -1,13 +1,13 @@
 // Host side of the store: memory, and what goes into launches.
 #include "cuda/store.hpp"
 
-#include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cstring>
 
 #include "codec/rotation.hpp"
+#include "core/fmt.hpp"
 #include "cuda/runtime.hpp"
 #include "cuda/tables.hpp"
 
