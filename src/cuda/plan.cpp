@@ -7,7 +7,6 @@
 
 #include "core/fmt.hpp"
 #include "cuda/runtime.hpp"
-#include "cuda/schedule.hpp"
 
 namespace kvant::cuda {
 namespace {
@@ -45,15 +44,13 @@ Plan::~Plan() {
   (void)cudaFree(memory_);
 }
 
-Status Plan::choose_kernel(const core::DevicePlanConfig& config) {
-  const Result<DecodeKernels> kernels = find_kernels(config.head_dim);
-  if (!kernels.ok()) return kernels.status();
+Status Plan::choose_kernel(const core::DevicePlanConfig& config, const DecodeKernels& kernels) {
   const int group = params_.group;
   int most_rows = 0;
   for (const int q_len : config.options->q_lens) most_rows = std::max(most_rows, q_len * group);
 
   const AttendKernel* best = nullptr;
-  for (const AttendKernel& k : kernels->attend) {
+  for (const AttendKernel& k : kernels.attend) {
     if (k.k != config.k || k.v != config.v) continue;
     // The fewest rows that take all of them at once; else the most.
     const auto enough = [&](const AttendKernel& a) { return 4 * a.column_tiles >= most_rows; };
@@ -64,7 +61,7 @@ Status Plan::choose_kernel(const core::DevicePlanConfig& config) {
   }
   if (best == nullptr) {
     std::string pairs;
-    for (const AttendKernel& k : kernels->attend) {
+    for (const AttendKernel& k : kernels.attend) {
       if (k.column_tiles != 4) continue;
       pairs += fmt::format("{}{}/{}", pairs.empty() ? "" : ", ", format_info(k.k).name, format_info(k.v).name);
     }
@@ -75,7 +72,6 @@ Status Plan::choose_kernel(const core::DevicePlanConfig& config) {
                     format_info(config.k).name, format_info(config.v).name, pairs)};
   }
   attend_ = *best;
-  merges_ = kernels->merge;
   params_.rows = 4 * attend_.column_tiles;
   params_.row_bits = std::countr_zero(static_cast<unsigned>(params_.rows));
   params_.row_blocks = (most_rows + params_.rows - 1) / params_.rows;
@@ -118,12 +114,11 @@ Status Plan::choose_blocks() {
 }
 
 // How many blocks merge a row, and of how many warps.
-Status Plan::choose_merge() {
+Status Plan::choose_merge(const DecodeKernels& kernels, const Line& line) {
   const DeviceLimits& limits = store_.limits();
-  const Line line = make_line(params_, units_);
   // One block adds about sixteen partials of a row in a few loads; more are shared by a cluster.
   while (limits.overlaps && cluster_ < kMostCluster && line.items() / segments() > 16 * cluster_) cluster_ *= 2;
-  for (const MergeKernel& merge : merges_) {
+  for (const MergeKernel& merge : kernels.merge) {
     merge_ = merge;
     KVANT_CUDA_TRY(
         cudaFuncSetAttribute(merge.function, cudaFuncAttributeMaxDynamicSharedMemorySize, merge.shared_bytes));
@@ -252,7 +247,9 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   p.seen_flags[core::kExact] = is_plain ? kSeen | kPlain : kSeen;
   p.seen_flags[core::kEncoded] = is_plain && p.k_basis.kind != BasisKind::calibrated ? kSeen | kPlain : kSeen;
   p.v_basis = device_basis(store_.v_basis());
-  if (Status s = choose_kernel(config); !s.ok()) return s;
+  const Result<DecodeKernels> kernels = find_kernels(config.head_dim);
+  if (!kernels.ok()) return kernels.status();
+  if (Status s = choose_kernel(config, *kernels); !s.ok()) return s;
   if (Status s = count_work(config); !s.ok()) return s;
   if (Status s = choose_blocks(); !s.ok()) return s;
   // Another of each plan, and nothing that memory is likely to hold.
@@ -282,7 +279,7 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   const Line line = make_line(p, units_);
   const int least = std::max(1, (units_ - line.round_begin(line.rounds - 1)) / line.shares);
   splits_ = std::clamp((longest_ + least - 1) / least, 1, line.items());
-  if (Status s = choose_merge(); !s.ok()) return s;
+  if (Status s = choose_merge(*kernels, line); !s.ok()) return s;
   return upload(config);
 }
 

@@ -11,6 +11,7 @@
 #include "cuda/attend.hpp"
 #include "cuda/kernels.hpp"
 #include "cuda/mask.hpp"
+#include "cuda/schedule.hpp"
 #include "cuda/store.hpp"
 
 namespace kvant::cuda {
@@ -29,10 +30,10 @@ class Plan final : public core::DevicePlan {
   Status run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const override;
 
  private:
-  Status choose_kernel(const core::DevicePlanConfig& config);
+  Status choose_kernel(const core::DevicePlanConfig& config, const DecodeKernels& kernels);
   Status count_work(const core::DevicePlanConfig& config);
   Status choose_blocks();
-  Status choose_merge();
+  Status choose_merge(const DecodeKernels& kernels, const Line& line);
   // Rows of work: sequences, kv heads and row blocks.
   [[nodiscard]] std::int64_t segments() const {
     return std::int64_t{params_.batch} * params_.cache.kv_heads * params_.row_blocks;
@@ -44,7 +45,6 @@ class Plan final : public core::DevicePlan {
   const Store& store_;
   AttendParams params_{};  // but for what run gives
   AttendKernel attend_{};
-  std::array<MergeKernel, 2> merges_{};  // to choose from
   MergeKernel merge_{};
   int blocks_ = 1;        // of a multiprocessor
   int shared_bytes_ = 0;  // of each
