@@ -63,14 +63,6 @@ float element(Dtype dtype, const std::byte* row, int i) {
   }
 }
 
-// work(context, worker) for each worker; one is the caller.
-template <class Context, void (*kWork)(Context&, int)>
-void in_parallel(int workers, Context& context) {
-  if (workers == 1) return kWork(context, 0);
-  core::parallel(
-      workers, [](void* c, int worker) { kWork(*static_cast<Context*>(c), worker); }, &context);
-}
-
 // Looks for the first vector that cannot be stored: those of the keys by row and head, then those of the values.
 struct FiniteCheck {
   static constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
@@ -81,7 +73,8 @@ struct FiniteCheck {
   std::atomic<std::int64_t> first{kNone};  // its number
 };
 
-void check_share(FiniteCheck& c, int worker) {
+void check_share(void* context, int worker) {
+  FiniteCheck& c = *static_cast<FiniteCheck*>(context);
   const std::int64_t rows = c.keys->shape[0], heads = c.keys->shape[1];  // of either
   for (std::int64_t i = 2 * rows * worker / c.workers; i < 2 * rows * (worker + 1) / c.workers; ++i) {
     const bool is_key = i < rows;
@@ -167,7 +160,8 @@ void store_side(const StoreRun& run, const PageWork& page, int head, bool values
   encode(0, kPageTokens, {copy, head_dim, run.rounding, Dtype::f32});
 }
 
-void store_share(StoreRun& run, int worker) {
+void store_share(void* context, int worker) {
+  const StoreRun& run = *static_cast<const StoreRun*>(context);
   const auto heads = static_cast<std::size_t>(run.cache->config().kv_heads);
   for (std::size_t i = index(worker); i < run.work.size() * heads; i += index(run.workers)) {
     const PageWork& page = run.work[i / heads];
@@ -217,7 +211,7 @@ Status CacheImpl::check_finite(std::span<const Rows> rows, const TensorView& key
   FiniteCheck check{.keys = &keys,
                     .values = &values,
                     .workers = workers_for(2 * tokens * config_.kv_heads * config_.head_dim, kChecksPerWorker)};
-  in_parallel<FiniteCheck, check_share>(check.workers, check);
+  core::parallel(check.workers, check_share, &check);
   const std::int64_t bad = check.first;
   if (bad == FiniteCheck::kNone) return {};
 
@@ -391,7 +385,7 @@ Status CacheImpl::store(std::span<const Rows> rows, int layer, const TensorView&
                .keys = &keys,
                .values = &values,
                .rounding = exact_dtype_.value_or(Dtype::f32)};
-  in_parallel<StoreRun, store_share>(run.workers, run);
+  core::parallel(run.workers, store_share, &run);
   if (Status s = check_scales(rows, layer); !s) return s;
   for (const Rows& r : rows) {
     if (r.tokens > 0) mark_written(*r.sequence, layer);
