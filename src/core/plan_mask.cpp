@@ -12,10 +12,6 @@
 namespace kvant {
 namespace {
 
-Status invalid(std::string message) {
-  return {Code::invalid_argument, std::move(message)};
-}
-
 core::TileClass classify(const MaskTensor& m, std::int64_t at, std::int64_t key_stride, std::int64_t keys) {
   bool masked = true, zero = true;
   for (std::int64_t j = 0; j < keys; ++j) {
@@ -48,18 +44,18 @@ Status check_mask(const PlanImpl& plan) {
     const std::int64_t n = m.shape[i];
     const bool ok = n == 1 || (i < 2 ? n == needed[i] : n >= needed[i]);
     if (!ok) {
-      return invalid(fmt::format("mask.tensor.shape[{}] ({}) is {}: must be {}{}, or 1 to broadcast", i, kNames[i], n,
-                                 i < 2 ? "" : "at least ", needed[i]));
+      return {Code::invalid_argument, fmt::format("mask.tensor.shape[{}] ({}) is {}: must be {}{}, or 1 to broadcast",
+                                                  i, kNames[i], n, i < 2 ? "" : "at least ", needed[i])};
     }
     constexpr std::int64_t kFar = std::int64_t{1} << 44;
     if (m.stride[i] > kFar || m.stride[i] < -kFar || n > kFar) {
-      return invalid(fmt::format("mask.tensor.stride[{}] is {}: beyond any memory", i, m.stride[i]));
+      return {Code::invalid_argument, fmt::format("mask.tensor.stride[{}] is {}: beyond any memory", i, m.stride[i])};
     }
   }
   if (reinterpret_cast<std::uintptr_t>(m.data) % dtype_size(m.dtype) != 0) {
-    return invalid(
-        fmt::format("mask.tensor.data is not aligned to its {}-byte elements: copy the mask to aligned memory",
-                    dtype_size(m.dtype)));
+    return {Code::invalid_argument,
+            fmt::format("mask.tensor.data is not aligned to its {}-byte elements: copy the mask to aligned memory",
+                        dtype_size(m.dtype))};
   }
   return {};
 }
