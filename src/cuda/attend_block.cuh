@@ -26,7 +26,8 @@ struct Attend {
   Constants<VF> value_constants;
 
   __device__ Attend(const AttendParams& params, std::byte* memory) : p(params), shared(memory) {
-    lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    // Shuffled, so that the compiler knows it to be the same in all lanes and keeps what follows from it in uniform registers.
+    lane = threadIdx.x % 32, warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
     g = lane / 4, t = lane % 4;
     team = warp / W, member = warp % W;
     info = reinterpret_cast<typename S::Info*>(shared + S::kInfoAt);
