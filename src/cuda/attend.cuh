@@ -35,15 +35,15 @@ __device__ void Attend<KF, VF, D, NT>::run() {
     Constants<KF>::put(info->constants[0]);
     Constants<VF>::put(info->constants[1]);
   }
-  if (threadIdx.x < kEntriesInParams && threadIdx.x < p.batch)
-    ptx::prefetch(p.cache.sequences + p.first_entries[threadIdx.x].index);
+  for (int i = static_cast<int>(threadIdx.x); i < p.batch; i += kThreads)
+    ptx::prefetch(p.cache.sequences + batch_entry(p, i).index);
   ptx::wait_prerequisites();
   if (threadIdx.x < 32) {
     const int total = sum_costs(p, info->window);
     if (lane == 0) {
       if (blockIdx.x == 0) open_claims(p);
       info->line = make_line(p, total);
-      info->place = {0, 0, 0, 0, -1};
+      info->place = {-1, 0, 0, 0, 0, 0};
     }
     __syncwarp();
   }

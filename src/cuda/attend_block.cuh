@@ -247,12 +247,12 @@ struct Attend {
 
   // Whether nothing follows the part: the merge's blocks may begin to come.
   __device__ bool is_last() const {
-    return info->line.rounds == 1 && info->place.at >= info->place.end;
+    return info->line.rounds == 1 && info->place.left == 0;
   }
   __device__ LinePlace next_item(const Line& line, int last) const;
   __device__ void next_part() const;
-  __device__ void describe(Part& part, LinePlace line, const SequenceCost& cost, const BatchEntry& batch, int length,
-                           int in_sequence) const;
+  __device__ void describe(Part& part, LinePlace place, const SequenceCost& cost, const BatchEntry& batch,
+                           int length) const;
   __device__ void set_seen_by_all(Part& part) const;
 
   __device__ void run();  // attend.cuh

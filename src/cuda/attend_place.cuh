@@ -19,7 +19,7 @@ __device__ void Attend<KF, VF, D, NT>::set_seen_by_all(Part& part) const {
   part.all_begin = static_cast<int>(rule.recent_range(part.length, position + last).begin);
 }
 
-// The item after `last` (-1: the block's first), by the block's first warp. Where there is none, `end` is `at`.
+// The item after `last` (-1: the block's first), by the block's first warp. Where there is none, nothing is `left`.
 template <Format KF, Format VF, int D, int NT>
 __device__ LinePlace Attend<KF, VF, D, NT>::next_item(const Line& line, int last) const {
   int item = last < 0 ? static_cast<int>(blockIdx.x) : line.items();
@@ -29,57 +29,57 @@ __device__ LinePlace Attend<KF, VF, D, NT>::next_item(const Line& line, int last
   } else if (item >= line.shares) {
     item = line.items();
   }
-  if (item >= line.items()) return {line.total, line.total, 0, p.batch, item};
+  LinePlace place{item, 0, 0, 0, 0, 0};
+  if (item >= line.items()) return place;
   const int mine = line.begin(item + lane % 2);
   const int begin = __shfl_sync(~0u, mine, 0), end = __shfl_sync(~0u, mine, 1);
+  if (begin >= end) return place;
+  place.left = end - begin;
   int base;
-  const int entry = find_sequence(p, info->window, begin, base);
-  return {begin, end, base, entry, item};
+  place.entry = find_sequence(p, info->window, begin, base);
+  place.offset = begin - base;
+  const SequenceCost& cost = info->window.cost[place.entry - info->window.first];
+  const int head = cost.head(), segment = cost.segment();
+  place.kv_head = quotient(place.offset, head), place.offset -= place.kv_head * head;
+  if (head > segment) place.row_block = quotient(place.offset, segment), place.offset -= place.row_block * segment;
+  return place;
 }
 
 // The next part of the block's work, by its first warp; no partial where there is none.
 template <Format KF, Format VF, int D, int NT>
 __device__ void Attend<KF, VF, D, NT>::next_part() const {
-  LinePlace line = info->place;
+  LinePlace place = info->place;
   __syncwarp();
-  if (line.at >= line.end) line = next_item(info->line, line.item);
-  SequenceCost cost;
-  BatchEntry batch;
-  int length, in_sequence;
-  while (true) {
-    if (line.at >= line.end) {
-      if (lane == 0) info->part.partial = -1;
-      return;
-    }
-    show(p, info->window, line.entry);
-    const int i = line.entry - info->window.first;
-    cost = info->window.cost[i], batch = info->window.batch[i], length = info->window.length[i];
-    const int all = cost.head() * p.cache.kv_heads;
-    in_sequence = line.at - line.base;
-    if (in_sequence < all) break;
-    line.base += all;
-    ++line.entry;
+  if (place.left == 0) place = next_item(info->line, place.item);
+  if (place.left == 0) {
+    if (lane == 0) info->part.partial = -1;
+    return;
   }
-  if (lane == 0) describe(info->part, line, cost, batch, length, in_sequence);
+  int i;
+  while (true) {  // sequences without work lie between others
+    show(p, info->window, place.entry);
+    i = place.entry - info->window.first;
+    if (info->window.cost[i].head() > 0) break;
+    ++place.entry;
+  }
+  if (lane == 0) describe(info->part, place, info->window.cost[i], info->window.batch[i], info->window.length[i]);
 }
 
 template <Format KF, Format VF, int D, int NT>
-__device__ void Attend<KF, VF, D, NT>::describe(Part& part, LinePlace line, const SequenceCost& cost,
-                                                const BatchEntry& batch, int length, int in_sequence) const {
-  part.entry = line.entry, part.batch = batch, part.length = length, part.q_len = batch.q_len;
-  const int segment = cost.exact + cost.encoded;
-  const int index = quotient(in_sequence, segment), offset = in_sequence - index * segment;
-  part.kv_head = index, part.row_block = 0;
-  if (cost.row_blocks > 1) part.kv_head = index / cost.row_blocks, part.row_block = index % cost.row_blocks;
+__device__ void Attend<KF, VF, D, NT>::describe(Part& part, LinePlace place, const SequenceCost& cost,
+                                                const BatchEntry& batch, int length) const {
+  part.entry = place.entry, part.batch = batch, part.length = length, part.q_len = batch.q_len;
+  part.kv_head = place.kv_head, part.row_block = place.row_block;
+  const int offset = place.offset, segment = cost.segment();
   const bool is_exact = offset < cost.exact;
   part.domain = is_exact ? core::kExact : core::kEncoded;
   const int begin = is_exact ? 0 : cost.exact, last = is_exact ? cost.exact : segment;
-  const int stop = line.end - line.at < last - offset ? offset + (line.end - line.at) : last;
+  const int stop = place.left < last - offset ? offset + place.left : last;
   part.runs = page_runs(visible_pages(p, part.length, part.q_len), is_exact);
   const int page_cost = is_exact ? p.exact_cost : 1;
   part.use_begin = pages_before(offset - begin, p.part_cost, page_cost);
-  part.use_end = pages_before(stop - begin, p.part_cost, page_cost);
-  part.partial = line.item + segment_index(p, part.entry, part.kv_head, part.row_block, part.domain);
+  part.use_end = stop == last ? part.runs.total() : pages_before(stop - begin, p.part_cost, page_cost);
+  part.partial = place.item + segment_index(p, part.entry, part.kv_head, part.row_block, part.domain);
   part.classes = p.mask.classes;
   if (p.mask.data != nullptr)
     part.classes += part.entry * p.mask.class_stride[0] + part.kv_head * p.mask.class_stride[1];
@@ -92,8 +92,13 @@ __device__ void Attend<KF, VF, D, NT>::describe(Part& part, LinePlace line, cons
   if (stop == last) found[bounds + 1] = part.partial;
   if (offset == 0 && cost.exact == 0) found[0] = 0, found[1] = -1;
   if (stop == segment && cost.encoded == 0) found[2] = 0, found[3] = -1;
-  line.at += stop - offset;
-  info->place = line;
+  place.left -= stop - offset, place.offset = stop;
+  if (stop == segment) {
+    place.offset = 0;
+    if (++place.row_block == cost.row_blocks) place.row_block = 0, ++place.kv_head;
+    if (place.kv_head == p.cache.kv_heads) place.kv_head = 0, ++place.entry;
+  }
+  info->place = place;
 }
 
 }  // namespace kvant::cuda

@@ -54,10 +54,10 @@ __host__ __device__ constexpr int exact_team_warps(int head_dim) {
 
 // Where a block stands on the line of work.
 struct LinePlace {
-  int at, end;
-  int base;  // units before `entry`
-  int entry;
-  int item;  // -1: none yet
+  int item;                       // -1: none yet
+  int left;                       // its units that are still to be done
+  int entry, kv_head, row_block;  // the segments of both domains that come next,
+  int offset;                     // and their units that are behind
 };
 
 // One block's part of a segment. In shared memory: registers are scarce, and most of it is needed once in 32 pages.

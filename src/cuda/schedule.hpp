@@ -134,7 +134,8 @@ KVANT_HD inline int pages_before(int offset, int lead, int cost) {
 struct SequenceCost {
   int exact, encoded;  // units of one segment
   int row_blocks;
-  KVANT_HD int head() const { return (exact + encoded) * row_blocks; }
+  KVANT_HD int segment() const { return exact + encoded; }  // of both domains
+  KVANT_HD int head() const { return segment() * row_blocks; }
 };
 
 KVANT_HD inline SequenceCost sequence_cost(const AttendParams& p, int length, int q_len) {
