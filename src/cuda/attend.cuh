@@ -54,7 +54,11 @@ __device__ void Attend<KF, VF, D, NT>::run() {
     __syncthreads();
     if (part.partial < 0) break;
     key_constants.get(info->constants[0]);
-    value_constants.get(info->constants[1]);
+    if constexpr (KF == VF) {
+      value_constants = key_constants;  // the same registers
+    } else {
+      value_constants.get(info->constants[1]);
+    }
     if (part.use_begin >= part.use_end) {  // no page begins in it
       clear();
       if (threadIdx.x < R) info->poisoned[threadIdx.x] = 0;

@@ -28,6 +28,7 @@ struct Attend {
   __device__ Attend(const AttendParams& params, std::byte* memory) : p(params), shared(memory) {
     // Shuffled, so that the compiler knows it to be the same in all lanes and keeps what follows from it in uniform registers.
     lane = threadIdx.x % 32, warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+    __builtin_assume(warp >= 0 && warp < kWarps);
     g = lane / 4, t = lane % 4;
     team = warp / W, member = warp % W;
     info = reinterpret_cast<typename S::Info*>(shared + S::kInfoAt);
@@ -96,17 +97,15 @@ struct Attend {
     return kByBulk ? 1 : 32 * W;
   }
 
-  __device__ const std::byte* encoded_block(int slot, int kv_head) const {
-    return p.cache.encoded + static_cast<std::uint64_t>(slot) * p.cache.encoded_slot_bytes +
-           static_cast<std::uint64_t>(p.layer * p.cache.kv_heads + kv_head) * p.cache.encoded_layout.block_bytes;
+  __device__ const std::byte* encoded_block(const Part& part, int slot) const {
+    return part.blocks + static_cast<std::uint64_t>(slot) * p.cache.encoded_slot_bytes;
   }
-  __device__ const std::byte* exact_block(int slot, int kv_head) const {
-    return p.cache.exact + static_cast<std::uint64_t>(slot) * p.cache.exact_slot_bytes +
-           static_cast<std::uint64_t>(p.layer * p.cache.kv_heads + kv_head) * p.cache.exact_layout.block_bytes;
+  __device__ const std::byte* exact_block(const Part& part, int slot) const {
+    return part.blocks + static_cast<std::uint64_t>(slot) * p.cache.exact_slot_bytes;
   }
 
-  __device__ void copy_keys(int slot, int kv_head) const;
-  __device__ void copy_values(int slot, int kv_head) const;
+  __device__ void copy_keys(const Part& part, int slot) const;
+  __device__ void copy_values(const Part& part, int slot) const;
 
   // --- queries: attend_queries.cuh ---
 
@@ -231,8 +230,8 @@ struct Attend {
   __device__ void first_pages(const Part& part, const Slots& slots) const {
     const int slot = slot_at(slots, 0);
     if (count_pages<W>(part) > 0) {
-      copy_keys(slot >> kSlotShift, part.kv_head);
-      copy_values(slot >> kSlotShift, part.kv_head);
+      copy_keys(part, slot >> kSlotShift);
+      copy_values(part, slot >> kSlotShift);
     }
   }
   __device__ void encoded_pages(const Part& part, Slots slots, std::uint32_t& phases);

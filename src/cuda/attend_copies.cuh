@@ -56,30 +56,30 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::copy_side(std::byte* to, 
 }
 
 template <Format KF, Format VF, int D, int NT>
-__device__ void Attend<KF, VF, D, NT>::copy_keys(int slot, int kv_head) const {
+__device__ void Attend<KF, VF, D, NT>::copy_keys(const Part& part, int slot) const {
   using Keys = typename S::Keys;
+  constexpr std::uint32_t kPlane1 = S::kLayout.k.plane_offset[1], kScales = S::kLayout.code_bytes;
   if (kBulk<Keys> && member != 0) return;
   const std::uint32_t barrier = barrier_at(kKeys);
   if (slot < 0) return skip_copy<kBulk<Keys>>(barrier);
-  const std::byte* block = encoded_block(slot, kv_head);
+  const std::byte* block = encoded_block(part, slot);
   begin_copy<kBulk<Keys>>(barrier, side_bytes<Keys>() + S::kScaleBytes);
   std::byte* to = key_stage();
-  copy_side<Keys>(to, block, p.cache.encoded_layout.k.plane_offset[1], barrier);
+  copy_side<Keys>(to, block, kPlane1, barrier);
   if (S::kScaleBytes > 0 && member == 0) {
-    copy_rows<1, S::kScaleBytes, S::kScaleBytes, kBulk<Keys>>(to + Keys::kBytes,
-                                                              block + p.cache.encoded_layout.code_bytes, barrier);
+    copy_rows<1, S::kScaleBytes, S::kScaleBytes, kBulk<Keys>>(to + Keys::kBytes, block + kScales, barrier);
   }
   end_copy<kBulk<Keys>>(barrier);
 }
 
 template <Format KF, Format VF, int D, int NT>
-__device__ void Attend<KF, VF, D, NT>::copy_values(int slot, int kv_head) const {
+__device__ void Attend<KF, VF, D, NT>::copy_values(const Part& part, int slot) const {
   using Values = typename S::Values;
   if (kBulk<Values> && member != 0) return;
   const std::uint32_t barrier = barrier_at(kValues);
   if (slot < 0) return skip_copy<kBulk<Values>>(barrier);
-  const codec::SideLayout& v = p.cache.encoded_layout.v;
-  const std::byte* block = encoded_block(slot, kv_head) + v.plane_offset[0];
+  constexpr codec::SideLayout v = S::kLayout.v;
+  const std::byte* block = encoded_block(part, slot) + v.plane_offset[0];
   begin_copy<kBulk<Values>>(barrier, side_bytes<Values>());
   copy_side<Values>(value_stage(), block, v.plane_offset[1] - v.plane_offset[0], barrier);
   end_copy<kBulk<Values>>(barrier);
@@ -91,6 +91,7 @@ template <Format KF, Format VF, int D, int NT>
 __device__ __forceinline__ void Attend<KF, VF, D, NT>::copy_exact(std::byte* to, const std::byte* block,
                                                                   int half) const {
   constexpr int TW = S::kExactTeam;
+  constexpr std::uint32_t kValues = S::kExactLayout.v.plane_offset[0];
   const int member = warp % TW;
   if (half < 2) {
     // Octet by octet, since a row of copy_rows is followed by the next: here every other one is another half's.
@@ -101,7 +102,7 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::copy_exact(std::byte* to,
       copy_rows<1, 8 * D, S::kExactKeyRow, false>(to + octet * S::kExactKeyRow, from + octet * 16 * D, 0);
     }
   } else {
-    const std::byte* from = block + p.cache.exact_layout.v.plane_offset[0] + (half - 2) * 64 * D;
+    const std::byte* from = block + kValues + (half - 2) * 64 * D;
     copy_rows<4 / TW, 16 * D, S::kExactValueRow, false>(to, from, 0, 4 / TW * member);
   }
 }

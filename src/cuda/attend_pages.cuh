@@ -60,11 +60,11 @@ __device__ void Attend<KF, VF, D, NT>::encoded_pages(const Part& part, Slots slo
       weigh<VF, W>(s, key_stage() + S::Keys::kBytes + S::kKeyGroups * 2 * kPageTokens, VF == Format::bf16, fold);
     }
     team_sync<W>();  // every lane has read its keys and scales, and written its weights
-    if (k + 1 < pages) copy_keys(next >> kSlotShift, part.kv_head);
+    if (k + 1 < pages) copy_keys(part, next >> kSlotShift);
     wait(kValues, phases);
     if (slot >= 0) add_values(value_stage(), fold);
     team_sync<W>();  // every lane has read its values and weights
-    if (k + 1 < pages) copy_values(next >> kSlotShift, part.kv_head);
+    if (k + 1 < pages) copy_values(part, next >> kSlotShift);
     slot = next;
     if (k + 2 - slots.base == 64) {
       slots.base += 32;
@@ -114,7 +114,7 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::exact_pages(const Part& p
   };
   // A group of copies for each half, also where there is none: so the wait for a half is for all but the last stages - 1.
   const auto copy = [&](const Found& page, int half) {
-    if (page.slot >= 0) copy_exact(stage(half), exact_block(page.slot >> kSlotShift, part.kv_head), half);
+    if (page.slot >= 0) copy_exact(stage(half), exact_block(part, page.slot >> kSlotShift), half);
     ptx::copy_commit();
   };
   RawQuery raw;

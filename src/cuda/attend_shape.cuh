@@ -68,12 +68,15 @@ struct Part {
   int use_begin, use_end;
   int all_begin, all_end;  // keys that every row sees, if the mask tensor lets it
   int partial;
+  const std::byte* blocks;  // of the domain's slot 0: that of the layer and kv head
   PageRuns runs;
   const std::uint8_t* classes;  // of the kv head's pages under the mask tensor; null: none
 };
 
 template <Format KF, Format VF, int D, int NT>
 struct Shape : Split<team_warps(KF, VF, D, NT), D> {
+  static constexpr codec::PageLayout kLayout = codec::page_layout(KF, VF, D);
+  static constexpr codec::PageLayout kExactLayout = codec::page_layout(Format::f16, Format::f16, D);  // or bf16
   static constexpr int kRows = 4 * NT;
   static constexpr int kTeam = team_warps(KF, VF, D, NT), kTeams = kWarps / kTeam;
   using Keys = StagedSide<KF, D, false>;
