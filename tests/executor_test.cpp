@@ -11,21 +11,10 @@
 
 #include "core/backend.hpp"
 #include "kvant/kvant.hpp"
+#include "support/sanitized.hpp"
 
 namespace kvant {
 namespace {
-
-#if defined(__SANITIZE_THREAD__)
-constexpr bool kThreadSanitizer = true;
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-constexpr bool kThreadSanitizer = true;
-#else
-constexpr bool kThreadSanitizer = false;
-#endif
-#else
-constexpr bool kThreadSanitizer = false;
-#endif
 
 struct Host {
   int calls = 0;
@@ -112,7 +101,7 @@ TEST(Executor, OwnThreadsServeCallsThatOverlap) {
 // A child process has none of its parent's threads and must not wait for them.
 TEST(Executor, OwnThreadsWorkInAForkedChild) {
   if (std::string_view(core::threads_name()) == "OpenMP") GTEST_SKIP() << "OpenMP's runtime makes no such promise";
-  if (kThreadSanitizer) GTEST_SKIP() << "ThreadSanitizer ends a forked child that starts threads";
+  if (test::kThreadSanitizer) GTEST_SKIP() << "ThreadSanitizer ends a forked child that starts threads";
   const auto count = [] {
     std::atomic<int> shares{0};
     core::parallel(
