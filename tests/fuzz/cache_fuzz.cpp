@@ -169,7 +169,7 @@ class Session {
     const CacheConfig& c = cache_.config();
     const std::int64_t begin = in_.number();
     const std::int64_t end = begin > 1000 || begin < 0 ? in_.number() : begin + in_.below(200);
-    const std::int64_t tokens = end > begin && end - begin < 1000 && begin >= 0 ? end - begin : 0;
+    const std::int64_t tokens = begin >= 0 && end > begin && end - begin < 1000 ? end - begin : 0;
     std::vector<float> out(static_cast<std::size_t>(tokens * c.kv_heads * c.head_dim) + 1);
     const auto view = MutableTensorView::of(out.data(), tokens, c.kv_heads, c.head_dim);
     const int layer = static_cast<int>(in_.below(2));
