@@ -15,6 +15,7 @@ AttendParams params_of(int shares, int least_units, int least_item, int most_rou
   p.shares = shares, p.least_units = least_units, p.least_item = least_item, p.most_rounds = most_rounds;
   p.exact_cost = 6, p.part_cost = 4, p.group = 4, p.rows = 4, p.row_bits = 2;
   p.causal = true;
+  p.batch = 1, p.cache.kv_heads = 8, p.row_blocks = 1;
   return p;
 }
 
@@ -42,6 +43,17 @@ TEST(Schedule, ItemsCoverTheLine) {
       ASSERT_GE(least, 0);
       ASSERT_LE(most - least, 1) << "total " << total << ", round " << round;
     }
+  }
+}
+
+// Short work in more items than there are rows of work: none of these lies in two, where they are alike.
+TEST(Schedule, ShortRowsAreNotShared) {
+  for (int pages = 4; pages < 200; ++pages) {
+    const AttendParams p = params_of(528, 4, 4, 1);
+    const Line line = make_line(p, 8 * pages);
+    if (line.shares == p.shares || line.shares < 8) continue;
+    ASSERT_EQ(line.shares % 8, 0);
+    for (int row = 0; row <= 8; ++row) ASSERT_EQ(line.begin(row * (line.shares / 8)), row * pages);
   }
 }
 

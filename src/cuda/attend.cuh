@@ -35,23 +35,34 @@ __device__ void Attend<KF, VF, D, NT>::run() {
     Constants<KF>::put(info->constants[0]);
     Constants<VF>::put(info->constants[1]);
   }
-  for (int i = static_cast<int>(threadIdx.x); i < p.batch; i += kThreads)
-    ptx::prefetch(p.cache.sequences + batch_entry(p, i).index);
-  ptx::wait_prerequisites();
-  if (threadIdx.x < 32) {
-    const int total = sum_costs(p, info->window);
-    if (lane == 0) {
-      if (blockIdx.x == 0) open_claims(p);
-      info->line = make_line(p, total);
-      info->place = {-1, 0, 0, 0, 0, 0};
-    }
-    __syncwarp();
+  // A block finds its first part while the launches before are still at work. One of them may change lengths, so this is a
+  // guess until they have ended and lengths are seen to be the same. Nothing else of theirs is read before.
+  if (threadIdx.x == 0) info->found = kOverlaps && p.batch <= kWindow ? kGuessed : kBegun;
+  if (!kOverlaps || p.batch > kWindow) {
+    for (int i = static_cast<int>(threadIdx.x); i < p.batch; i += kThreads)
+      ptx::prefetch(p.cache.sequences + batch_entry(p, i).index);
+    ptx::wait_prerequisites();
   }
   std::uint32_t phases = 0;
-  while (true) {
-    Part& part = info->part;
-    if (threadIdx.x < 32) next_part();
+  Part& part = info->part;
+  bool last = false;
+  do {
+    if (warp == 0) {
+      __syncwarp();
+      if (same_in_warp(info->found) != kSettled) begin_line();
+      next_part();
+    }
     __syncthreads();
+    if (const int found = same_in_warp(info->found); found != kSettled) {
+      if (found == kGuessed) {
+        if (part.partial >= 0) prefetch_refs(part);
+        ptx::wait_prerequisites();
+      }
+      const int is_right = __syncthreads_and(found == kBegun || warp != 0 || is_current(p, info->window));
+      if (threadIdx.x == 0) info->found = is_right != 0 ? kSettled : kBegun;
+      if (same_in_warp(is_right) == 0) continue;
+      if (blockIdx.x == 0 && threadIdx.x == 0) open_claims(p);
+    }
     if (part.partial < 0) break;
     key_constants.get(info->constants[0]);
     if constexpr (KF == VF) {
@@ -62,10 +73,10 @@ __device__ void Attend<KF, VF, D, NT>::run() {
     if (part.use_begin >= part.use_end) {  // no page begins in it
       clear();
       if (threadIdx.x < R) info->poisoned[threadIdx.x] = 0;
-      write_partial<W>(part);
+      last = write_partial<W>(part);
     } else if (S::kHasExact && part.domain == core::kExact) {
       if constexpr (S::kHasExact) {
-        exact_part(part);
+        last = exact_part(part);
       }
     } else {
       weights = team_memory() + S::kPAt;
@@ -86,9 +97,9 @@ __device__ void Attend<KF, VF, D, NT>::run() {
       encoded_pages(part, slots, phases);
       __syncthreads();
       if (is_last()) ptx::launch_dependents();
-      write_partial<W>(part);
+      last = write_partial<W>(part);
     }
-  }
+  } while (!last);
 }
 
 // Blocks of a multiprocessor of sm_90, by registers or by shared memory.

@@ -7,6 +7,12 @@
 
 namespace kvant::cuda {
 
+// What all lanes agree on, shuffled, so that the compiler knows and keeps what follows from it in uniform registers: a branch
+// that may part lanes costs the whole loop around it these registers.
+__device__ __forceinline__ int same_in_warp(int x) {
+  return __shfl_sync(~0u, x, 0);
+}
+
 template <Format KF, Format VF, int D, int NT>
 struct Attend {
   using S = Shape<KF, VF, D, NT>;
@@ -26,8 +32,7 @@ struct Attend {
   Constants<VF> value_constants;
 
   __device__ Attend(const AttendParams& params, std::byte* memory) : p(params), shared(memory) {
-    // Shuffled, so that the compiler knows it to be the same in all lanes and keeps what follows from it in uniform registers.
-    lane = threadIdx.x % 32, warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+    lane = threadIdx.x % 32, warp = same_in_warp(static_cast<int>(threadIdx.x) / 32);
     __builtin_assume(warp >= 0 && warp < kWarps);
     g = lane / 4, t = lane % 4;
     team = warp / W, member = warp % W;
@@ -206,8 +211,13 @@ struct Attend {
   __device__ int page_at(const Part& part, int number) const {
     return part.runs.page(part.use_begin + warp / TW + kWarps / TW * number);
   }
+  __device__ const core::PageRef* page_ref_at(const Part& part, int page) const {
+    return p.cache.pages + static_cast<std::size_t>(part.batch.index) * static_cast<std::size_t>(p.cache.max_pages) +
+           static_cast<std::size_t>(page);
+  }
   template <int TW>
   __device__ core::PageRef page_ref(const Part& part, int number) const;
+  __device__ void prefetch_refs(const Part& part) const;
   template <int TW>
   __device__ int slot_of(const Part& part, int number, core::PageRef ref) const;
   template <int TW>
@@ -236,11 +246,11 @@ struct Attend {
   }
   __device__ void encoded_pages(const Part& part, Slots slots, std::uint32_t& phases);
   __device__ __forceinline__ void copy_exact(std::byte* to, const std::byte* block, int half) const;
-  __device__ __forceinline__ void exact_part(const Part& part);
+  __device__ __forceinline__ bool exact_part(const Part& part);
   __device__ __forceinline__ void exact_pages(const Part& part, std::byte* memory);
 
   template <int TW>
-  __device__ void write_partial(const Part& part);
+  __device__ bool write_partial(const Part& part);
 
   // --- the line of work: attend_place.cuh ---
 
@@ -248,10 +258,12 @@ struct Attend {
   __device__ bool is_last() const {
     return info->line.rounds == 1 && info->place.left == 0;
   }
+  __device__ void begin_line() const;
   __device__ LinePlace next_item(const Line& line, int last) const;
   __device__ void next_part() const;
   __device__ void describe(Part& part, LinePlace place, const SequenceCost& cost, const BatchEntry& batch,
                            int length) const;
+  __device__ void publish(const Part& part) const;
   __device__ void set_seen_by_all(Part& part) const;
 
   __device__ void run();  // attend.cuh

@@ -10,8 +10,16 @@ template <Format KF, Format VF, int D, int NT>
 template <int TW>
 __device__ core::PageRef Attend<KF, VF, D, NT>::page_ref(const Part& part, int number) const {
   if (part.use_begin + warp / TW + kWarps / TW * number >= part.use_end) return {-1, -1};
-  return p.cache.pages[static_cast<std::size_t>(part.batch.index) * static_cast<std::size_t>(p.cache.max_pages) +
-                       static_cast<std::size_t>(page_at<TW>(part, number))];
+  const int2 ref = *reinterpret_cast<const int2*>(page_ref_at(part, page_at<TW>(part, number)));
+  return {ref.x, ref.y};
+}
+
+// The page table's lines that the part begins with, to the L2 cache.
+template <Format KF, Format VF, int D, int NT>
+__device__ void Attend<KF, VF, D, NT>::prefetch_refs(const Part& part) const {
+  const int use = part.use_begin + static_cast<int>(threadIdx.x);
+  if (use >= part.use_end) return;
+  ptx::prefetch(page_ref_at(part, part.runs.page(use)));
 }
 
 template <Format KF, Format VF, int D, int NT>
@@ -75,13 +83,13 @@ __device__ void Attend<KF, VF, D, NT>::encoded_pages(const Part& part, Slots slo
 }
 
 template <Format KF, Format VF, int D, int NT>
-__device__ __forceinline__ void Attend<KF, VF, D, NT>::exact_part(const Part& part) {
+__device__ __forceinline__ bool Attend<KF, VF, D, NT>::exact_part(const Part& part) {
   std::byte* memory = shared + S::kTeamsAt + warp / S::kExactTeam * (p.exact_stages * S::kExactHalf + S::kExactRest);
   weights = memory + p.exact_stages * S::kExactHalf;
   scratch = reinterpret_cast<float*>(weights + S::kExactP);
   exact_pages(part, memory);
   __syncthreads();
-  write_partial<S::kExactTeam>(part);
+  return write_partial<S::kExactTeam>(part);
 }
 
 // A page's four halves pass through the stages in turn; each makes room for the one that is as many later, of this page or
@@ -176,10 +184,10 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::exact_pages(const Part& p
   ptx::copy_wait<0>();
 }
 
-// The teams' sums together, in team order, and to global memory.
+// The teams' sums together, in team order, and to global memory. Returns is_last().
 template <Format KF, Format VF, int D, int NT>
 template <int TW>
-__device__ void Attend<KF, VF, D, NT>::write_partial(const Part& part) {
+__device__ bool Attend<KF, VF, D, NT>::write_partial(const Part& part) {
   using L = Split<TW, D>;
   const int team = warp / TW, member = warp % TW;
 #pragma unroll
@@ -228,8 +236,11 @@ __device__ void Attend<KF, VF, D, NT>::write_partial(const Part& part) {
     float* ml = p.partial_ml + static_cast<std::size_t>(part.partial) * (2 * R);
     ml[r] = top, ml[R + r] = sum;
   }
+  if (threadIdx.x == kThreads - 1) publish(part);
+  const bool last = is_last();
   ptx::copy_fence();  // the next part's bulk copies come after these accesses to the stages
   __syncthreads();
+  return same_in_warp(last) != 0;
 }
 
 }  // namespace kvant::cuda

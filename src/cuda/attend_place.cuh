@@ -19,6 +19,17 @@ __device__ void Attend<KF, VF, D, NT>::set_seen_by_all(Part& part) const {
   part.all_begin = static_cast<int>(rule.recent_range(part.length, position + last).begin);
 }
 
+// The line of work, by the block's first warp.
+template <Format KF, Format VF, int D, int NT>
+__device__ void Attend<KF, VF, D, NT>::begin_line() const {
+  const int total = sum_costs(p, info->window);
+  if (lane == 0) {
+    info->line = make_line(p, total);
+    info->place = {-1, 0, 0, 0, 0, 0};
+  }
+  __syncwarp();
+}
+
 // The item after `last` (-1: the block's first), by the block's first warp. Where there is none, nothing is `left`.
 template <Format KF, Format VF, int D, int NT>
 __device__ LinePlace Attend<KF, VF, D, NT>::next_item(const Line& line, int last) const {
@@ -65,6 +76,17 @@ __device__ void Attend<KF, VF, D, NT>::next_part() const {
   if (lane == 0) describe(info->part, place, info->window.cost[i], info->window.batch[i], info->window.length[i]);
 }
 
+// Where the merge finds the partials of the part's row block: [exact first, exact last, encoded first, encoded last].
+template <Format KF, Format VF, int D, int NT>
+__device__ void Attend<KF, VF, D, NT>::publish(const Part& part) const {
+  int* found = p.segments + 4 * static_cast<std::ptrdiff_t>(
+                                    (part.entry * p.cache.kv_heads + part.kv_head) * p.row_blocks + part.row_block);
+  const int bounds = part.domain == core::kExact ? 0 : 2;
+  if ((part.ends & kBegins) != 0) found[bounds] = part.partial;
+  if ((part.ends & kEnds) != 0) found[bounds + 1] = part.partial;
+  if ((part.ends & (kBegins | kAlone)) == (kBegins | kAlone)) found[bounds ^ 2] = 0, found[(bounds ^ 2) + 1] = -1;
+}
+
 template <Format KF, Format VF, int D, int NT>
 __device__ void Attend<KF, VF, D, NT>::describe(Part& part, LinePlace place, const SequenceCost& cost,
                                                 const BatchEntry& batch, int length) const {
@@ -88,14 +110,7 @@ __device__ void Attend<KF, VF, D, NT>::describe(Part& part, LinePlace place, con
   if (p.mask.data != nullptr)
     part.classes += part.entry * p.mask.class_stride[0] + part.kv_head * p.mask.class_stride[1];
   set_seen_by_all(part);
-  // Where the merge finds the partials of this row block: [exact first, exact last, encoded first, encoded last].
-  int* found = p.segments + 4 * static_cast<std::ptrdiff_t>(
-                                    (part.entry * p.cache.kv_heads + part.kv_head) * p.row_blocks + part.row_block);
-  const int bounds = is_exact ? 0 : 2;
-  if (offset == begin) found[bounds] = part.partial;
-  if (stop == last) found[bounds + 1] = part.partial;
-  if (offset == 0 && cost.exact == 0) found[0] = 0, found[1] = -1;
-  if (stop == segment && cost.encoded == 0) found[2] = 0, found[3] = -1;
+  part.ends = (offset == begin ? kBegins : 0) | (stop == last ? kEnds : 0) | (last - begin == segment ? kAlone : 0);
   place.left -= stop - offset, place.offset = stop;
   if (stop == segment) {
     place.offset = 0;

@@ -19,9 +19,9 @@ constexpr int most_blocks(int column_tiles, int channels) {
 inline constexpr int kSharedMemory = 233472, kSharedOfBlock = 1024;
 inline constexpr int kBulkRow = 4096;  // the bulk engine copies rows from so many bytes on
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-inline constexpr bool kHasBulk = true;
+inline constexpr bool kHasBulk = true, kOverlaps = true;  // launches overlap (ptx::wait_prerequisites)
 #else
-inline constexpr bool kHasBulk = false;
+inline constexpr bool kHasBulk = false, kOverlaps = false;
 #endif
 inline constexpr float kTopWeight = 32639.0f;  // 127 * 256 + 127
 
@@ -60,6 +60,9 @@ struct LinePlace {
   int offset;                     // and their units that are behind
 };
 
+// What the merge is told of a part: it has its domain's first unit of the segment, its last one; the other domain has none.
+inline constexpr unsigned kBegins = 1, kEnds = 2, kAlone = 4;
+
 // One block's part of a segment. In shared memory: registers are scarce, and most of it is needed once in 32 pages.
 struct Part {
   BatchEntry batch;
@@ -68,10 +71,15 @@ struct Part {
   int use_begin, use_end;
   int all_begin, all_end;  // keys that every row sees, if the mask tensor lets it
   int partial;
+  unsigned ends;            // kBegins ..
   const std::byte* blocks;  // of the domain's slot 0: that of the layer and kv head
   PageRuns runs;
   const std::uint8_t* classes;  // of the kv head's pages under the mask tensor; null: none
 };
+
+// A block's first part: found before the launches before have ended; after; seen to be right. In shared memory, not in a register
+// that lives as long as the loop over parts.
+inline constexpr int kGuessed = 0, kBegun = 1, kSettled = 2;
 
 template <Format KF, Format VF, int D, int NT>
 struct Shape : Split<team_warps(KF, VF, D, NT), D> {
@@ -111,6 +119,7 @@ struct Shape : Split<team_warps(KF, VF, D, NT), D> {
     Part part;
     Line line;
     LinePlace place;
+    int found;  // what the first part is: kGuessed ..
     Window window;
   };
 

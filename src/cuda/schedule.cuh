@@ -10,12 +10,24 @@ __device__ inline BatchEntry batch_entry(const AttendParams& p, int i) {
 }
 
 // What a block knows of 32 entries of the batch, in shared memory.
+inline constexpr int kWindow = 32;
 struct Window {
   int first;
-  BatchEntry batch[32];
-  int length[32];
-  SequenceCost cost[32];
+  BatchEntry batch[kWindow];
+  int length[kWindow];
+  SequenceCost cost[kWindow];
 };
+
+// Where there is one window, it is loaded before those launches have ended that may change lengths: past L1.
+__device__ inline int load_length(const AttendParams& p, const BatchEntry& e) {
+  const int* length = &p.cache.sequences[e.index].length;
+  return p.batch <= kWindow ? __ldcg(length) : *length;
+}
+// Whether the batch's lengths are still those of its only window; this lane's.
+__device__ inline bool is_current(const AttendParams& p, const Window& window) {
+  const int lane = threadIdx.x % 32;
+  return lane >= p.batch || window.length[lane] == load_length(p, window.batch[lane]);
+}
 
 // The window that begins with entry `first`; by one whole warp, as all of these. Returns the units of this lane's entry.
 __device__ inline int load_window(const AttendParams& p, Window& window, int first) {
@@ -25,7 +37,7 @@ __device__ inline int load_window(const AttendParams& p, Window& window, int fir
   if (lane == 0) window.first = first;
   if (i < p.batch) {
     const BatchEntry e = batch_entry(p, i);
-    const int length = p.cache.sequences[e.index].length;
+    const int length = load_length(p, e);
     const SequenceCost cost = sequence_cost(p, length, e.q_len);
     window.batch[lane] = e, window.length[lane] = length, window.cost[lane] = cost;
     units = cost.head() * p.cache.kv_heads;

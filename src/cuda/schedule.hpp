@@ -111,7 +111,12 @@ struct Line {
 
 KVANT_HD inline Line make_line(const AttendParams& p, int total) {
   Line line{total, p.shares, 1};
-  if (total <= p.least_units * (p.shares - 1)) line.shares = total > 0 ? quotient(total - 1, p.least_units) + 1 : 1;
+  if (total <= p.least_units * (p.shares - 1)) {
+    line.shares = total > 0 ? quotient(total - 1, p.least_units) + 1 : 1;
+    // Of a number that the rows of work divide: where these are alike, no block then works on two, one after the other.
+    const int rows = p.batch * p.cache.kv_heads * p.row_blocks;
+    if (line.shares > rows) line.shares = quotient(line.shares, rows) * rows;
+  }
   if (p.most_rounds == 1) return line;
   const int each = quotient(total, line.shares);
   if (each < 4 * p.least_item) return line;

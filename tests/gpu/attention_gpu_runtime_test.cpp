@@ -265,6 +265,47 @@ TEST(GpuShort, Graph) {
   decode_by_graph("tq6", "tq4", 64, 10, 3);
 }
 
+// A launch finds its first work before the one before it, which changes lengths here, has ended. A run right after such a
+// change gives the bits of one that comes later.
+TEST(GpuShort, LengthsChangeRightBefore) {
+  SKIP_WITHOUT_DEVICE();
+  constexpr int kSteps = 70, kHeads = 2;
+  for (const auto& [format, head_dim] : {std::pair{"tq4", 128}, {"tq6", 256}, {"bf16", 64}}) {
+    for (const std::int64_t length : {100, 3000}) {
+      WorldSpec spec = spec_of(format, {});
+      spec.head_dim = head_dim;
+      CacheConfig config = device_config(spec);
+      config.capacity_tokens = 8192;
+      Cache cache = Cache::create(config).value();
+      const TestStream stream;
+      const SequenceId id = cache.add_sequence();
+      const Qkv x = make_qkv({1, length, 4, kHeads, head_dim}, Inputs::gauss, 7);
+      append_on_device(cache, id, x, 0, length, Dtype::bf16, stream);
+      AttentionOptions options;
+      options.q_heads = 4;
+      const Plan planned = plan(cache, std::span<const SequenceId>(&id, 1), options).value();
+      const DeviceRows q(x.q, Dtype::f32, 1, 4, head_dim);
+      const DeviceBuffer workspace(planned.workspace_bytes());
+      const DeviceBuffer outs[2] = {DeviceBuffer(x.q.size() * 4), DeviceBuffer(x.q.size() * 4)};
+      RunOptions run_options;
+      run_options.stream = stream.handle();
+      run_options.workspace = workspace.span();
+      std::vector<float> before;
+      for (int step = 1; step <= kSteps; ++step) {
+        cache.truncate(id, length - step).value();  // told to the device by the next run
+        for (const DeviceBuffer& out : outs) {
+          run(planned, 0, q.view, MutableTensorView::of(out.as<float>(), 1, 4, head_dim), run_options).value();
+        }
+        stream.wait();
+        const std::vector<float> right_after = outs[0].download_as<float>(), later = outs[1].download_as<float>();
+        ASSERT_TRUE(same_bits(later, right_after)) << format << ", " << length << " tokens, step " << step;
+        ASSERT_FALSE(same_bits(before, later)) << format << ", " << length << " tokens, step " << step;
+        before = later;
+      }
+    }
+  }
+}
+
 // --- streams and devices ---------------------------------------------------------------------------------------------------
 
 TEST(GpuStreams, TwoRunSideBySide) {
