@@ -25,13 +25,8 @@ __device__ void Attend<KF, VF, D, NT>::run() {
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < S::kTeams * S::kBarriers; ++i) {
-      const int count =
-          i % S::kBarriers == kKeys ? arrivals<kBulk<typename S::Keys>>() : arrivals<kBulk<typename S::Values>>();
-      ptx::mbarrier_init(ptx::shared_address(shared + S::kBarriersAt) + 8 * i, count);
+      ptx::mbarrier_init(ptx::shared_address(shared + S::kBarriersAt) + 8 * i, 32 * W);
     }
-#if __CUDA_ARCH__ >= 900
-    ptx::mbarrier_init_fence();
-#endif
     Constants<KF>::put(info->constants[0]);
     Constants<VF>::put(info->constants[1]);
   }
@@ -90,7 +85,6 @@ __device__ void Attend<KF, VF, D, NT>::run() {
       const Slots slots{0, slot_of<W>(part, lane, here), slot_of<W>(part, 32 + lane, next)};
       if (early) first_pages(part, slots);
       load_queries<KF>(part, raw, true, KF == Format::bf16);
-      ptx::copy_fence();
       __syncthreads();
       if (!early) first_pages(part, slots);
       clear();

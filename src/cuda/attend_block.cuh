@@ -64,43 +64,10 @@ struct Attend {
 
   // --- copies: attend_copies.cuh ---
 
-  // Rows of 16-bit floats by the bulk engine; others 512 bytes an instruction, because the bulk engine takes about thirty a
-  // row.
+  template <int kRows, int kRowBytes, int kStride, bool kSwaps>
+  __device__ __forceinline__ void copy_rows(std::byte* to, const std::byte* from, int first = 0) const;
   template <class Side>
-  static constexpr bool kBulk = kHasBulk&& Side::row_bytes(0) >= kBulkRow;
-
-  template <int kRows, int kRowBytes, int kStride, bool kByBulk>
-  __device__ __forceinline__ void copy_rows(std::byte* to, const std::byte* from, std::uint32_t barrier,
-                                            int first = 0) const;
-  template <class Side>
-  __device__ __forceinline__ void copy_side(std::byte* to, const std::byte* from, std::uint32_t plane1,
-                                            std::uint32_t barrier) const;
-  template <class Side>
-  __device__ static constexpr int side_bytes() {
-    return 8 * (Side::row_bytes(0) + (Side::kPlanes == 2 ? Side::row_bytes(1) : 0));
-  }
-  // A barrier of bulk copies counts bytes and one arrival; of others, one arrival of each lane that copies.
-  template <bool kByBulk>
-  __device__ void begin_copy(std::uint32_t barrier, int bytes) const {
-#if __CUDA_ARCH__ >= 900
-    if constexpr (kByBulk) {
-      if (lane == 0) ptx::mbarrier_expect(barrier, bytes);
-      __syncwarp();
-    }
-#endif
-  }
-  template <bool kByBulk>
-  __device__ static void end_copy(std::uint32_t barrier) {
-    if constexpr (!kByBulk) ptx::mbarrier_arrive_copies(barrier);
-  }
-  template <bool kByBulk>
-  __device__ void skip_copy(std::uint32_t barrier) const {
-    if (!kByBulk || lane == 0) ptx::mbarrier_arrive(barrier);
-  }
-  template <bool kByBulk>
-  __device__ static constexpr int arrivals() {
-    return kByBulk ? 1 : 32 * W;
-  }
+  __device__ __forceinline__ void copy_side(std::byte* to, const std::byte* from, std::uint32_t plane1) const;
 
   __device__ const std::byte* encoded_block(const Part& part, int slot) const {
     return part.blocks + static_cast<std::uint64_t>(slot) * p.cache.encoded_slot_bytes;
@@ -184,9 +151,15 @@ struct Attend {
     }
   }
 
+  // Of this lane's four channels, kBytes each, in the row of an octet that is t modulo 4.
+  template <int kBytes, bool kSwaps>
+  __device__ int lane_offset() const {
+    return kSwaps ? (4 * kBytes * g) ^ swap_of_row(t) : 4 * kBytes * g;
+  }
+
   __device__ void add_values(const std::byte* stage, const Fold& fold);
 
-  template <bool kFp8, int kSteps, int TW>
+  template <bool kFp8, int kSteps, int TW, bool kSwaps>
   __device__ void half_values(const std::byte* values, int stride, int row, int first_step, bool bf16,
                               const float (&page)[NT]);
 

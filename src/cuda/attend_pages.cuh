@@ -175,7 +175,7 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::exact_pages(const Part& p
 #pragma unroll 1
     for (int half = 2; half < 4; ++half) {
       wait();
-      half_values<false, 1, TW>(stage(half), S::kExactValueRow, 2 * D, half - 2, bf16, fold[0]);
+      half_values<false, 1, TW, true>(stage(half), S::kExactValueRow, 2 * D, half - 2, bf16, fold[0]);
       next(half);
     }
     here = ahead;
@@ -238,7 +238,6 @@ __device__ bool Attend<KF, VF, D, NT>::write_partial(const Part& part) {
   }
   if (threadIdx.x == kThreads - 1) publish(part);
   const bool last = is_last();
-  ptx::copy_fence();  // the next part's bulk copies come after these accesses to the stages
   __syncthreads();
   return same_in_warp(last) != 0;
 }

@@ -47,6 +47,8 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::key_scores(const std::byt
                 const int at = plane < Keys::kPlanes ? plane : 0;
                 rows[h][plane] =
                     stage + Keys::offset(at) + g * Keys::stride(at) + (token + h) * (Keys::row_bytes(at) / 8);
+                // On from an even half of 64 bytes, back from an odd one; known once loops are unrolled.
+                if (Keys::swaps(at)) rows[h][plane] += (D / 64 * h + block) % 2 == 0 ? swap_of_row(g) : -swap_of_row(g);
               }
             }
             const Sixteen x = load_key_codes<KF, kHalfBlock>(rows[0], block, t, key_constants);

@@ -17,11 +17,10 @@ constexpr int most_blocks(int column_tiles, int channels) {
 }
 // Shared memory of a multiprocessor of sm_90, and what each block takes besides its own.
 inline constexpr int kSharedMemory = 233472, kSharedOfBlock = 1024;
-inline constexpr int kBulkRow = 4096;  // the bulk engine copies rows from so many bytes on
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-inline constexpr bool kHasBulk = true, kOverlaps = true;  // launches overlap (ptx::wait_prerequisites)
+inline constexpr bool kOverlaps = true;  // launches overlap (ptx::wait_prerequisites)
 #else
-inline constexpr bool kHasBulk = false, kOverlaps = false;
+inline constexpr bool kOverlaps = false;
 #endif
 inline constexpr float kTopWeight = 32639.0f;  // 127 * 256 + 127
 
@@ -127,17 +126,17 @@ struct Shape : Split<team_warps(KF, VF, D, NT), D> {
   static constexpr int kInfoAt = kQueryAt + kQueryBytes;  // a multiple of 256
   static constexpr int kBarriers = 2;                     // of a team: keys, values
   static constexpr int kBarriersAt = (kInfoAt + static_cast<int>(sizeof(Info)) + 15) / 16 * 16;
-  static constexpr int kTeamsAt = (kBarriersAt + kTeams * kBarriers * 8 + 31) / 32 * 32;
+  static constexpr int kTeamsAt = (kBarriersAt + kTeams * kBarriers * 8 + 127) / 128 * 128;
   static constexpr int kPAt = kKeyStage + kValueStage, kScratchAt = kPAt + kTeamP;
-  static constexpr int kTeamBytes = (kScratchAt + kScratch + 31) / 32 * 32;
+  static constexpr int kTeamBytes = (kScratchAt + kScratch + 127) / 128 * 128;
   static constexpr int kCombine = kTeams > 1 ? kTeams* kRows* D * 4 : 0;  // reuses the teams' memory
   static constexpr int kEncodedBytes = kTeams * kTeamBytes > kCombine ? kTeams* kTeamBytes : kCombine;
   // Exact pages pass through the same memory, half a side at a time, through 1, 2 or 4 stages (AttendParams::exact_stages).
   static constexpr int kExactTeam = exact_team_warps(D), kExactTeams = kWarps / kExactTeam;
-  static constexpr int kExactKeyRow = padded_row(8 * D, 64), kExactValueRow = padded_row(16 * D, kValueResidue);
+  static constexpr int kExactKeyRow = padded_row(8 * D, 64), kExactValueRow = padded_row(16 * D, 64);
   static constexpr int kExactHalf = 8 * kExactKeyRow > 4 * kExactValueRow ? 8 * kExactKeyRow : 4 * kExactValueRow;
   static constexpr int kExactP = 2 * kRows * 192, kExactScratch = kExactTeam * kRows * 4;
-  static constexpr int kExactRest = (kExactP + kExactScratch + 31) / 32 * 32;
+  static constexpr int kExactRest = (kExactP + kExactScratch + 127) / 128 * 128;
   static constexpr int bytes(int exact_stages) {
     const int exact = kHasExact ? kExactTeams * (exact_stages * kExactHalf + kExactRest) : 0;
     return kTeamsAt + (kEncodedBytes > exact ? kEncodedBytes : exact);

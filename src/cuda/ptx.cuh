@@ -148,29 +148,7 @@ __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, std::uint32
   } while (done == 0);
 }
 
-// 9.7.13.4 fence.proxy.async: bulk copies that follow come after this thread's own accesses to shared memory.
-__device__ __forceinline__ void copy_fence() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
-#if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void mbarrier_init_fence() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void mbarrier_expect(std::uint32_t barrier, std::uint32_t bytes) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}" ::"r"(barrier),
-               "r"(bytes)
-               : "memory");
-}
-// 9.7.9.25.5.2 cp.async.bulk: `bytes`, a multiple of 16, from global to shared memory; both 16-byte aligned.
-__device__ __forceinline__ void copy_bulk(std::uint32_t to, const void* from, std::uint32_t bytes,
-                                          std::uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
-}
 // 9.7.13.13 griddepcontrol
 __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

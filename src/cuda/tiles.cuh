@@ -43,15 +43,24 @@ __host__ __device__ constexpr int padded_row(int bytes, int residue) {
 __host__ __device__ constexpr int key_residue(int bits) {
   return bits >= 8 ? 64 : bits == 4 ? 32 : 16;
 }
-constexpr int kValueResidue = 32;
+// Copies are faster where rows begin at multiples of 64 bytes (docs/lab, 2026-11-22-cuda-rows.md), so rows are 64 apart modulo
+// 128. Where four neighbouring rows are read at once, 32 bytes of each, the halves of every 64 bytes are swapped in rows 2, 3,
+// 6 and 7 besides.
+__host__ __device__ constexpr int swap_of_row(int row) {  // to be xored to an offset in it
+  return (row & 2) << 4;
+}
 
 template <Format F, int D, bool kValues>
 struct StagedSide {
   static constexpr int kPlanes = plane_count(F);
   __host__ __device__ static constexpr int bits(int plane) { return plane_bits(F, plane); }
   __host__ __device__ static constexpr int row_bytes(int plane) { return D * bits(plane); }
+  // Not fields of one bit, nor keys of other bits or dims: a thread's loads from them would not all be at fixed distances.
+  __host__ __device__ static constexpr bool swaps(int plane) {
+    return kValues ? bits(plane) > 1 : bits(plane) == 4 && D % 64 == 0;
+  }
   __host__ __device__ static constexpr int stride(int plane) {
-    return padded_row(row_bytes(plane), kValues ? kValueResidue : key_residue(bits(plane)));
+    return padded_row(row_bytes(plane), swaps(plane) ? 64 : kValues ? 32 : key_residue(bits(plane)));
   }
   __host__ __device__ static constexpr int offset(int plane) { return plane == 0 ? 0 : 8 * stride(0); }
   static constexpr int kBytes = kPlanes == 1 ? 8 * stride(0) : 8 * (stride(0) + stride(1));
