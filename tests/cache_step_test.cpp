@@ -170,6 +170,51 @@ TEST(Step, NonFiniteInputChangesNothing) {
   EXPECT_TRUE(cache.append(id, 0, largest.keys(), largest.values()).ok());
 }
 
+// Rows are looked at right before they are stored, so good ones of a refused write are: nobody may see them, nor the next
+// write, nor the dtype that they would have chosen for exact pages.
+TEST(Step, ARefusedWriteIsAsIfItHadNotBeen) {
+  for (const int threads : {1, 4}) {
+    for (const int exact_pages : {0, 1}) {
+      CacheConfig config = small_config(2);
+      config.threads = threads;
+      config.sink_pages = config.tail_pages = exact_pages;
+      Cache cache = make(config), plain = make(config);
+      const SequenceId id = cache.add_sequence(), same = plain.add_sequence();
+      std::int64_t length = 0;
+      for (const std::int64_t tokens : {100, 1000, 7, 300}) {
+        const auto first = static_cast<std::uint64_t>(length);
+        const Decoded before[] = {read_all(cache, id, 0), read_all(cache, id, 1)};
+        ASSERT_TRUE(reserve(cache, id, tokens).ok());
+        for (const int layer : {0, 1}) {
+          const Dtype other = length == 0 && layer == 0 ? Dtype::f16 : Dtype::f32;
+          for (const bool values : {false, true}) {
+            CacheRows bad(token_range(first + 5000, tokens), layer, 2, 32, other);
+            bad.set(values, static_cast<std::size_t>(tokens) * 2 * 32 - 1, std::numeric_limits<float>::infinity());
+            EXPECT_TRUE(refused(cache.write({&id, 1}, layer, bad.keys(), bad.values()), Code::non_finite,
+                                {values ? "values: sequence 1" : "keys: sequence 1", "channel 31"}));
+            // Layers after the first of a step come this way when they are appended.
+            if (layer == 1) {
+              EXPECT_EQ(cache.append(id, 1, bad.keys(), bad.values()).code(), Code::non_finite);
+            }
+            EXPECT_FALSE(cache.impl().layer_ready(id, layer));
+            if (length > 0) {
+              Decoded after;
+              ASSERT_TRUE(read(cache, id, 0, length, after, layer).ok());
+              expect_same(before[layer], after);
+            }
+          }
+          const CacheRows good = rows_for(cache, first, tokens, layer, Dtype::f32);
+          ASSERT_TRUE(cache.write({&id, 1}, layer, good.keys(), good.values()).ok());
+        }
+        ASSERT_TRUE(append(plain, same, first, tokens).ok());
+        length += tokens;
+        for (const int layer : {0, 1}) expect_same(read_all(plain, same, layer), read_all(cache, id, layer));
+      }
+      EXPECT_EQ(states(cache, id), states(plain, same));
+    }
+  }
+}
+
 // Large enough that threads share the search.
 TEST(Step, TheFirstNonFiniteVectorIsNamedWhateverTheThreads) {
   constexpr int kTokens = 16384;  // x 2 heads x 32 values x 2 sides: eight threads' worth

@@ -83,7 +83,11 @@ Status AppendRun::append_all() {
       const auto view = [&](const std::vector<float>& data) {
         return TensorView::of(data.data() + from * row, tokens, case_.kv_heads, case_.head_dim);
       };
-      if (const Status status = cache_.append(sequence, 0, view(keys_), view(values_)); !status.ok()) return status;
+      // In two calls, as on a device: so a step's layers but the first are stored, too, when they are appended.
+      const Append step{sequence, tokens};
+      Status status = cache_.reserve({&step, 1});
+      if (status.ok()) status = cache_.write({&sequence, 1}, 0, view(keys_), view(values_));
+      if (!status.ok()) return status;
       done += tokens;
       from += tokens;
     }

@@ -150,13 +150,16 @@ class CacheImpl {
   Status check_tensor(const char* name, const TensorView& tensor, std::int64_t tokens) const;
   Status check_finite(std::span<const Rows> rows, const TensorView& keys, const TensorView& values) const;
   int workers_for(std::int64_t values, std::int64_t least) const;
-  /// Everything that can be wrong with the tensors of a write; changes nothing.
+  /// What can be wrong with the tensors of a write, but for values that are not finite; changes nothing.
   Status check_inputs(std::span<const Rows> rows, const TensorView& keys, const TensorView& values) const;
   /// The dtype of exact pages once these are written.
   Result<Dtype> choose_exact(Dtype keys, Dtype values) const;
   /// Stores checked tensors and marks the layer as written. On error no token that was there has changed, and the step
-  /// is still to be written.
-  Status store(std::span<const Rows> rows, int layer, const TensorView& keys, const TensorView& values, Stream stream);
+  /// is still to be written. Values are looked at on the way, a page's rows right before they are encoded, where it is not
+  /// known that they are finite: a pass of its own over a long append reads it from memory once more.
+  enum class Finite { unknown, known };
+  Status store(std::span<const Rows> rows, int layer, const TensorView& keys, const TensorView& values, Finite finite,
+               Stream stream);
   Status check_scales(std::span<const Rows> rows, int layer) const;
   /// An append to a layer: true if its tokens are yet to be reserved, false if exactly these wait for this layer.
   Result<bool> needs_reserve(const Rows& rows, int layer) const;

@@ -115,6 +115,8 @@ struct StoreRun {
   const TensorView* keys;
   const TensorView* values;
   Dtype rounding;
+  bool looks;                  // at rows, before they are stored
+  std::atomic<bool>* refused;  // some could not be
 };
 
 void store_side(const StoreRun& run, const PageWork& page, int head, bool values) {
@@ -149,6 +151,11 @@ void store_side(const StoreRun& run, const PageWork& page, int head, bool values
   if (page.count > 0) {
     const TensorView& tensor = values ? *run.values : *run.keys;
     rows = {row_of(tensor, page.row, head), tensor.stride[0], tensor.dtype, run.rounding};
+    for (int i = 0; run.looks && i < page.count; ++i) {
+      if (row_within(tensor.dtype, row_of(tensor, page.row + i, head), head_dim)) continue;
+      run.refused->store(true, std::memory_order_relaxed);
+      return;
+    }
   }
   if (page.ref.exact < 0) {
     if (page.count > 0) encode(page.first, page.count, rows);
@@ -253,8 +260,7 @@ Status CacheImpl::check_inputs(std::span<const Rows> rows, const TensorView& key
   if (table_.config().ends.any() && !device_) {
     if (const auto chosen = choose_exact(keys.dtype, values.dtype); !chosen) return chosen.status();
   }
-  if (device_) return {};  // kernels mark what is not finite
-  return check_finite(rows, keys, values);
+  return {};
 }
 
 // --- the step --------------------------------------------------------------------------------------------------------
@@ -298,7 +304,7 @@ Status CacheImpl::write(std::span<const SequenceId> sequences, int layer, const 
     rows.push_back({sequences[i], &s, s.step_begin, s.step_tokens()});
   }
   if (Status s = check_inputs(rows, keys, values); !s) return s;
-  return store(rows, layer, keys, values, stream);
+  return store(rows, layer, keys, values, Finite::unknown, stream);
 } catch (const std::bad_alloc&) {
   return {Code::out_of_memory, "working memory of a write could not be allocated; nothing was changed"};
 }
@@ -326,16 +332,21 @@ Status CacheImpl::append(SequenceId id, int layer, const TensorView& keys, const
   const auto reserves = needs_reserve(rows, layer);
   if (!reserves) return reserves.status();
   if (!*reserves) rows.first_token = s.step_begin;
-  // Inputs are checked before anything is reserved, so that a refusal leaves no trace.
   if (Status status = check_inputs({&rows, 1}, keys, values); !status) return status;
   if (tokens == 0) return {};
+  Finite finite = Finite::unknown;
   if (*reserves) {
+    // All values are looked at before anything is reserved, so that a refusal leaves no trace.
+    if (!device_) {
+      if (Status status = check_finite({&rows, 1}, keys, values); !status) return status;
+      finite = Finite::known;
+    }
     const Append step{id, tokens};
     if (Status status = reserve({&step, 1}, stream); !status) return status;
   }
   Status status;
   try {
-    status = store({&rows, 1}, layer, keys, values, stream);
+    status = store({&rows, 1}, layer, keys, values, finite, stream);
   } catch (const std::bad_alloc&) {
     status = {Code::out_of_memory, "working memory of an append could not be allocated; nothing was changed"};
   }
@@ -346,9 +357,10 @@ Status CacheImpl::append(SequenceId id, int layer, const TensorView& keys, const
 }
 
 Status CacheImpl::store(std::span<const Rows> rows, int layer, const TensorView& keys, const TensorView& values,
-                        Stream stream) {
-  if (device_) return store_on_device(rows, layer, keys, values, stream);
-  if (table_.config().ends.any() && !exact_dtype_) {
+                        Finite finite, Stream stream) {
+  if (device_) return store_on_device(rows, layer, keys, values, stream);  // kernels mark what is not finite
+  const bool chooses = table_.config().ends.any() && !exact_dtype_;
+  if (chooses) {
     const auto chosen = choose_exact(keys.dtype, values.dtype);
     if (!chosen) return chosen.status();
     if (Status s = make_exact(*chosen); !s) return s;
@@ -377,6 +389,7 @@ Status CacheImpl::store(std::span<const Rows> rows, int layer, const TensorView&
 
   const std::int64_t items = static_cast<std::int64_t>(work.size()) * config_.kv_heads;
   const int workers = workers_for(2 * tokens * config_.kv_heads * config_.head_dim, kValuesPerWorker);
+  std::atomic<bool> refused{false};
   StoreRun run{.cache = this,
                .kernels = kernels_,
                .work = work,
@@ -384,8 +397,15 @@ Status CacheImpl::store(std::span<const Rows> rows, int layer, const TensorView&
                .workers = static_cast<int>(std::clamp<std::int64_t>(items, 1, workers)),
                .keys = &keys,
                .values = &values,
-               .rounding = exact_dtype_.value_or(Dtype::f32)};
+               .rounding = exact_dtype_.value_or(Dtype::f32),
+               .looks = finite == Finite::unknown,
+               .refused = &refused};
   core::parallel(run.workers, store_share, &run);
+  if (refused) {
+    // What was stored is beyond what any reader sees, and the next write of this layer stores all of it anew.
+    if (chooses) exact_.reset(), exact_dtype_.reset();
+    return check_finite(rows, keys, values);  // says which is the first
+  }
   if (Status s = check_scales(rows, layer); !s) return s;
   for (const Rows& r : rows) {
     if (r.tokens > 0) mark_written(*r.sequence, layer);
