@@ -10,6 +10,7 @@ template <Format KF, Format VF, int D, int NT>
 template <int TW>
 __device__ core::PageRef Attend<KF, VF, D, NT>::page_ref(const Part& part, int number) const {
   if (part.use_begin + warp / TW + kWarps / TW * number >= part.use_end) return {-1, -1};
+  // One load of both.
   const int2 ref = *reinterpret_cast<const int2*>(page_ref_at(part, page_at<TW>(part, number)));
   return {ref.x, ref.y};
 }

@@ -111,7 +111,7 @@ __device__ void Attend<KF, VF, D, NT>::half_values(const std::byte* values, int 
     const int channel = member * L::kChannels + 32 * unit;  // of lanes g = 0
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const std::byte *octet = values + (4 * step + t) * stride + lane_offset < kFp8 ? 4 : 2, kSwaps > ();
+      const std::byte* octet = values + (4 * step + t) * stride + lane_offset<(kFp8 ? 4 : 2), kSwaps>();
       uint4 b[NT];
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
