@@ -6,9 +6,13 @@ Reads what ptxas said of each kernel (OBJECT.ptxas, kept by scripts/nvcc_logged.
 takes many more registers, has lost occupancy long before anyone measures it on a GPU; this shows it on any machine that
 has nvcc. Architectures that the build left out are not compared (and --write keeps their lines). Fails when spills or
 shared memory grow, registers grow by more than 8, or kernels come or go; --write accepts.
+
+Fails, too, where a kernel has copies that ptxas assembled to what is no instruction (ptx::stream16 says when).
 """
+import array
 import pathlib
 import re
+import struct
 import subprocess
 import sys
 
@@ -63,6 +67,38 @@ def measured(folder):
     return {(unit, names[name], arch): facts for unit, name, arch, facts in rows}
 
 
+def device_code(data):
+    """Yields the sections of machine code in an object's uncompressed device images: 64-bit ELF, machine 190."""
+    at = data.find(b"\x7fELF\x02")
+    while at >= 0:
+        if struct.unpack_from("<H", data, at + 18)[0] == 190:
+            (headers,) = struct.unpack_from("<Q", data, at + 40)
+            size, count = struct.unpack_from("<HH", data, at + 58)
+            for i in range(count):
+                kind, flags, _, begin, length = struct.unpack_from("<IQQQQ", data, at + headers + i * size + 4)
+                if kind == 1 and flags & 4:  # PROGBITS, executable
+                    yield data[at + begin : at + begin + length]
+        at = data.find(b"\x7fELF\x02", at + 4)
+
+
+def broken_copies(code):
+    """Of LDGSTS with 128 bytes of prefetch (bit 8 of the upper word), those whose address has a uniform register."""
+    words = array.array("Q", code)
+    return sum(1 for low, high in zip(words[::2], words[1::2]) if low & 0xFFF == 0xDAE and high & 0x100)
+
+
+def find_broken_copies(folder):
+    """What to say of each object of `folder` that has some, and the bytes of code that were looked at."""
+    found, seen = [], 0
+    for path in sorted((folder / "src" / "CMakeFiles" / "kvant_cuda.dir" / "cuda").glob("*.cu.o")):
+        broken = 0
+        for code in device_code(path.read_bytes()):
+            broken, seen = broken + broken_copies(code), seen + len(code)
+        if broken > 0:
+            found.append(f"{path.name}: {broken} copies that are no instruction")
+    return found, seen
+
+
 def text_of(rows, version):
     lines = [f"# nvcc {version}. Written by scripts/check_cuda_ledger.py --write; compared by ./dev check.",
              "# registers  spill bytes  static shared bytes  architecture  unit:kernel"]
@@ -111,6 +147,9 @@ def main():
     rows = measured(folder)
     if not rows:
         sys.exit(f"{folder}: no kernels were compiled there (./dev gpu-build)")
+    broken, seen = find_broken_copies(folder)
+    if broken or seen == 0:
+        sys.exit("\n".join(broken) or f"{folder}: no machine code was found in the objects")
     spilling = sum(1 for facts in rows.values() if facts[1] > 0)
     summary = f"{len(rows)} kernels over {len({arch for _, _, arch in rows})} architectures, {spilling} spill"
     built = {arch for _, _, arch in rows}
