@@ -10,50 +10,44 @@
 namespace kvant::cuda {
 namespace {
 
-AttendParams params_of(int shares, int least_units, int least_item, int most_rounds) {
+AttendParams params_of(int blocks, int least_units) {
   AttendParams p{};
-  p.shares = shares, p.least_units = least_units, p.least_item = least_item, p.most_rounds = most_rounds;
+  p.blocks = blocks, p.least_units = least_units;
   p.exact_cost = 6, p.part_cost = 4, p.group = 4, p.rows = 4, p.row_bits = 2;
   p.causal = true;
   p.batch = 1, p.cache.kv_heads = 8, p.row_blocks = 1;
   return p;
 }
 
-// Items follow each other from the first unit to the last; those of a round differ by one unit at most.
+// Items follow each other from the first unit to the last, and differ by one unit at most.
 TEST(Schedule, ItemsCoverTheLine) {
   std::mt19937_64 random(2);
   for (int trial = 0; trial < 3000; ++trial) {
-    const AttendParams p = params_of(static_cast<int>(1 + random() % 600), static_cast<int>(1 + random() % 4),
-                                     static_cast<int>(1 + random() % 40), static_cast<int>(1 + random() % kMostRounds));
+    const AttendParams p = params_of(static_cast<int>(1 + random() % 600), static_cast<int>(1 + random() % 4));
     const auto total = static_cast<int>(random() >> (33 + random() % 31));
     const Line line = make_line(p, total);
-    ASSERT_GE(line.shares, 1);
-    ASSERT_LE(line.shares, p.shares);
-    ASSERT_GE(line.rounds, 1);
-    ASSERT_LE(line.rounds, p.most_rounds);
+    ASSERT_GE(line.items, 1);
+    ASSERT_LE(line.items, p.blocks);
     ASSERT_EQ(line.begin(0), 0);
-    ASSERT_EQ(line.begin(line.items()), total);
-    for (int round = 0; round < line.rounds; ++round) {
-      int least = total, most = 0;
-      for (int place = 0; place < line.shares; ++place) {
-        const int item = round * line.shares + place;
-        const int units = line.begin(item + 1) - line.begin(item);
-        least = std::min(least, units), most = std::max(most, units);
-      }
-      ASSERT_GE(least, 0);
-      ASSERT_LE(most - least, 1) << "total " << total << ", round " << round;
+    ASSERT_EQ(line.begin(line.items), total);
+    int least = total, most = 0;
+    for (int item = 0; item < line.items; ++item) {
+      const int units = line.begin(item + 1) - line.begin(item);
+      least = std::min(least, units), most = std::max(most, units);
     }
+    ASSERT_GE(least, 0);
+    ASSERT_LE(most - least, 1) << "total " << total << ", items " << line.items;
   }
 }
 
 // Short work in more items than there are rows of work: none of these lies in two, where they are alike.
 TEST(Schedule, ShortRowsAreNotShared) {
   for (int pages = 4; pages < 200; ++pages) {
-    const AttendParams p = params_of(528, 4, 4, 1);
+    const AttendParams p = params_of(528, 4);
     const Line line = make_line(p, 8 * pages);
-    if (line.shares == p.shares || line.shares < 8) continue;
-    ASSERT_EQ(line.shares % 8, 0);
-    for (int row = 0; row <= 8; ++row) ASSERT_EQ(line.begin(row * (line.shares / 8)), row * pages);
+    if (line.items == p.blocks || line.items < 8) continue;
+    ASSERT_EQ(line.items % 8, 0);
+    for (int row = 0; row <= 8; ++row) ASSERT_EQ(line.begin(row * (line.items / 8)), row * pages);
   }
 }
 
@@ -97,7 +91,7 @@ TEST(Schedule, RunsAreThePagesThatSomeQuerySees) {
   std::mt19937_64 random(3);
   const auto below = [&](int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); };
   for (int trial = 0; trial < 4000; ++trial) {
-    AttendParams p = params_of(8, 1, 1, 1);
+    AttendParams p = params_of(8, 1);
     p.causal = below(4) != 0;
     p.window = p.causal && below(2) == 0 ? 1 + below(500) : 0;
     p.window_sinks = p.window > 0 && below(2) == 0 ? below(200) : 0;

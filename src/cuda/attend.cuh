@@ -28,7 +28,7 @@ __device__ void Attend<KF, VF, D, NT>::run() {
       ptx::mbarrier_init(ptx::shared_address(shared + S::kBarriersAt) + 8 * i, 32 * W);
     }
     Constants<KF>::put(info->constants[0]);
-    Constants<VF>::put(info->constants[1]);
+    if constexpr (KF != VF) Constants<VF>::put(info->constants[1]);
   }
   // A block finds its first part while the launches before are still at work. One of them may change lengths, so this is a
   // guess until they have ended and lengths are seen to be the same. Nothing else of theirs is read before.
@@ -56,7 +56,6 @@ __device__ void Attend<KF, VF, D, NT>::run() {
       const int is_right = __syncthreads_and(found == kBegun || warp != 0 || is_current(p, info->window));
       if (threadIdx.x == 0) info->found = is_right != 0 ? kSettled : kBegun;
       if (same_in_warp(is_right) == 0) continue;
-      if (blockIdx.x == 0 && threadIdx.x == 0) open_claims(p);
     }
     if (part.partial < 0) break;
     key_constants.get(info->constants[0]);

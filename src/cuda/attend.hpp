@@ -27,8 +27,6 @@ struct DeviceBasis {
 
 inline constexpr int kEntriesInParams = 32;
 inline constexpr int kMostCluster = 8;  // blocks that merge a row
-inline constexpr int kMostRounds = 5;   // of a line of work (schedule.hpp)
-inline constexpr int kClaimBits = 20;
 // What is known of a page beside its slot: every row sees the whole of it; and its scores are only scaled.
 inline constexpr int kSeen = 1, kPlain = 2, kSlotShift = 2;
 inline constexpr int kMostRows = 1 << 20;  // of a sequence and kv head
@@ -54,17 +52,13 @@ struct AttendParams {
   std::int32_t window, window_sinks;
   core::MaskData mask;  // classes: those of MaskPages, of kv heads and without queries
   DeviceBasis k_basis, v_basis;
-  int exact_cost;                // of an exact page, in encoded ones
-  int part_cost;                 // of each part that a block works on, in the same
-  int least_units;               // an item of the only round is at least so many encoded pages
-  int least_item;                // and one of the last of several
-  int most_rounds;               // of the line of work, up to kMostRounds
-  int exact_stages;              // 1, 2 or 4: halves of a side of an exact page in shared memory at once
-  int shares;                    // at most; the grid of the attend launch
-  unsigned long long* claims;    // claim_tag << kClaimBits plus the items that were claimed, while a launch runs
-  unsigned long long claim_tag;  // not 0
-  std::int32_t* segments;        // [batch][kv_heads][row_blocks][4]: partials of each domain, first and last
-  // Partials, [most_rounds * shares + 2 * segments]: m and l [rows] in units of log2, O [rows][D] in its domain's coordinates
+  int exact_cost;          // of an exact page, in encoded ones
+  int part_cost;           // of each part that a block works on, in the same
+  int least_units;         // of an item
+  int exact_stages;        // 1, 2 or 4: halves of a side of an exact page in shared memory at once
+  int blocks;              // of the attend launch: items at most
+  std::int32_t* segments;  // [batch][kv_heads][row_blocks][4]: partials of each domain, first and last
+  // Partials, [blocks + 2 * segments]: m and l [rows] in units of log2, O [rows][D] in its domain's coordinates
   float* partial_ml;  // [..][2][rows]
   float* partial_o;   // [..][rows][D]
 };

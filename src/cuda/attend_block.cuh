@@ -64,7 +64,7 @@ struct Attend {
 
   // --- copies: attend_copies.cuh ---
 
-  template <int kRows, int kRowBytes, int kStride, bool kSwaps>
+  template <int kRows, int kRowBytes, int kStride, Swap kSwap>
   __device__ __forceinline__ void copy_rows(std::byte* to, const std::byte* from, int first = 0) const;
   template <class Side>
   __device__ __forceinline__ void copy_side(std::byte* to, const std::byte* from, std::uint32_t plane1) const;
@@ -152,14 +152,14 @@ struct Attend {
   }
 
   // Of this lane's four channels, kBytes each, in the row of an octet that is t modulo 4.
-  template <int kBytes, bool kSwaps>
+  template <int kBytes, Swap kSwap>
   __device__ int lane_offset() const {
-    return kSwaps ? (4 * kBytes * g) ^ swap_of_row(t) : 4 * kBytes * g;
+    return (4 * kBytes * g) ^ swap_of_row<kSwap>(t);
   }
 
   __device__ void add_values(const std::byte* stage, const Fold& fold);
 
-  template <bool kFp8, int kSteps, int TW, bool kSwaps>
+  template <bool kFp8, int kSteps, int TW, Swap kSwap>
   __device__ void half_values(const std::byte* values, int stride, int row, int first_step, bool bf16,
                               const float (&page)[NT]);
 
@@ -229,10 +229,9 @@ struct Attend {
 
   // Whether nothing follows the part: the merge's blocks may begin to come.
   __device__ bool is_last() const {
-    return info->line.rounds == 1 && info->place.left == 0;
+    return info->place.left == 0;
   }
   __device__ void begin_line() const;
-  __device__ LinePlace next_item(const Line& line, int last) const;
   __device__ void next_part() const;
   __device__ void describe(Part& part, LinePlace place, const SequenceCost& cost, const BatchEntry& batch,
                            int length) const;

@@ -6,32 +6,33 @@
 namespace kvant::cuda {
 
 // kRows rows from `first` on, a multiple of kRows, of those that follow each other at `from`; by all lanes of a warp, 512 bytes
-// an instruction. kSwaps: by swap_of_row.
+// an instruction. kSwap: by swap_of_row.
 template <Format KF, Format VF, int D, int NT>
-template <int kRows, int kRowBytes, int kStride, bool kSwaps>
+template <int kRows, int kRowBytes, int kStride, Swap kSwap>
 __device__ __forceinline__ void Attend<KF, VF, D, NT>::copy_rows(std::byte* to, const std::byte* from,
                                                                  int first) const {
   constexpr int kTotal = kRows * kRowBytes, kSteps = (kTotal + 511) / 512;
   const std::uint32_t base = ptx::shared_address(to + first * kStride);
   const std::byte* mine = from + first * kRowBytes + 16 * lane;
-  const auto swap = [](int row) { return kSwaps ? swap_of_row(row) : 0; };
   const auto steps = [&]<int... kStep>(std::integer_sequence<int, kStep...>, auto&& step) {
     (step.template operator()<512 * kStep>(), ...);
   };
   constexpr auto kAll = std::make_integer_sequence<int, kSteps>{};
   if constexpr (kRowBytes % 512 == 0 || 512 % kRowBytes == 0) {
-    // Where this lane's first piece goes, and where it would if its row were two further down.
-    const int row = 16 * lane / kRowBytes, offset = (16 * lane % kRowBytes) ^ swap(first) ^ swap(row);
-    const std::uint32_t at[2] = {base + row * kStride + offset, base + row * kStride + (offset ^ swap(2))};
+    const int row = 16 * lane / kRowBytes;
+    const int offset = (16 * lane % kRowBytes) ^ swap_of_row<kSwap>(first) ^ swap_of_row<kSwap>(row);
+    const std::uint32_t at = key_constants.per_lane(base) + row * kStride;
     steps(kAll, [&]<int kAt>() {
-      constexpr int kRow = kAt / kRowBytes;
-      if (kAt + 512 <= kTotal || kAt + 16 * lane < kTotal)
-        ptx::copy16<kRow * kStride + kAt % kRowBytes, kAt>(at[kRow / 2 % 2], mine);
+      constexpr int kRow = kAt / kRowBytes;  // further down by so many
+      if (kAt + 512 <= kTotal || kAt + 16 * lane < kTotal) {
+        ptx::stream16<kRow * kStride + kAt % kRowBytes, kAt>(at + (offset ^ swap_of_row<kSwap>(kRow)), mine);
+      }
     });
-  } else {
+  } else {  // each with an address of its own, which is what stream16 must not have
     steps(kAll, [&]<int kAt>() {
       const int i = kAt + 16 * lane, row = i / kRowBytes;
-      if (i < kTotal) ptx::copy16<0, kAt>(base + row * kStride + ((i % kRowBytes) ^ swap(first) ^ swap(row)), mine);
+      const int swap = swap_of_row<kSwap>(first) ^ swap_of_row<kSwap>(row);
+      if (i < kTotal) ptx::copy16<0, kAt>(base + row * kStride + ((i % kRowBytes) ^ swap), mine);
     });
   }
 }
@@ -42,10 +43,10 @@ template <class Side>
 __device__ __forceinline__ void Attend<KF, VF, D, NT>::copy_side(std::byte* to, const std::byte* from,
                                                                  std::uint32_t plane1) const {
   constexpr int kRows = 8 / W;
-  copy_rows<kRows, Side::row_bytes(0), Side::stride(0), Side::swaps(0)>(to, from, kRows * member);
+  copy_rows<kRows, Side::row_bytes(0), Side::stride(0), Side::swap(0)>(to, from, kRows * member);
   if constexpr (Side::kPlanes == 2) {
-    copy_rows<kRows, Side::row_bytes(1), Side::stride(1), Side::swaps(1)>(to + Side::offset(1), from + plane1,
-                                                                          kRows * member);
+    copy_rows<kRows, Side::row_bytes(1), Side::stride(1), Side::swap(1)>(to + Side::offset(1), from + plane1,
+                                                                         kRows * member);
   }
 }
 
@@ -59,7 +60,14 @@ __device__ void Attend<KF, VF, D, NT>::copy_keys(const Part& part, int slot) con
   std::byte* to = key_stage();
   copy_side<Keys>(to, block, kPlane1);
   if constexpr (S::kScaleBytes > 0) {
-    if (member == 0) copy_rows<1, S::kScaleBytes, S::kScaleBytes, false>(to + Keys::kBytes, block + kScales);
+    if (member == 0) {
+      const std::uint32_t scales = ptx::shared_address(to + Keys::kBytes);
+#pragma unroll
+      for (int i = 0; i < S::kScaleBytes; i += 512) {
+        const int at = i + 16 * lane;
+        if (at < S::kScaleBytes) ptx::copy16<0, 0>(scales + at, block + kScales + at);
+      }
+    }
   }
   ptx::mbarrier_arrive_copies(barrier);
 }
@@ -89,11 +97,11 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::copy_exact(std::byte* to,
 #pragma unroll
     for (int i = 0; i < 8 / TW; ++i) {
       const int octet = 8 / TW * member + i;
-      copy_rows<1, 8 * D, S::kExactKeyRow, false>(to + octet * S::kExactKeyRow, from + octet * 16 * D);
+      copy_rows<1, 8 * D, S::kExactKeyRow, Swap::none>(to + octet * S::kExactKeyRow, from + octet * 16 * D);
     }
   } else {
     const std::byte* from = block + kValues + (half - 2) * 64 * D;
-    copy_rows<4 / TW, 16 * D, S::kExactValueRow, true>(to, from, 4 / TW * member);
+    copy_rows<4 / TW, 16 * D, S::kExactValueRow, Swap::halves>(to, from, 4 / TW * member);
   }
 }
 

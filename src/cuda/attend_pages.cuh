@@ -176,7 +176,7 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::exact_pages(const Part& p
 #pragma unroll 1
     for (int half = 2; half < 4; ++half) {
       wait();
-      half_values<false, 1, TW, true>(stage(half), S::kExactValueRow, 2 * D, half - 2, bf16, fold[0]);
+      half_values<false, 1, TW, Swap::halves>(stage(half), S::kExactValueRow, 2 * D, half - 2, bf16, fold[0]);
       next(half);
     }
     here = ahead;

@@ -19,41 +19,28 @@ __device__ void Attend<KF, VF, D, NT>::set_seen_by_all(Part& part) const {
   part.all_begin = static_cast<int>(rule.recent_range(part.length, position + last).begin);
 }
 
-// The line of work, by the block's first warp.
+// The block's item of the line of work, by its first warp. Where there is none, nothing is `left`.
 template <Format KF, Format VF, int D, int NT>
 __device__ void Attend<KF, VF, D, NT>::begin_line() const {
-  const int total = sum_costs(p, info->window);
-  if (lane == 0) {
-    info->line = make_line(p, total);
-    info->place = {-1, 0, 0, 0, 0, 0};
+  const Line line = make_line(p, sum_costs(p, info->window));
+  const int item = static_cast<int>(blockIdx.x);
+  LinePlace place{};
+  if (item < line.items) {
+    const int mine = line.begin(item + lane % 2);
+    const int begin = __shfl_sync(~0u, mine, 0), end = __shfl_sync(~0u, mine, 1);
+    place.left = end - begin;
+    if (place.left > 0) {
+      int base;
+      place.entry = find_sequence(p, info->window, begin, base);
+      place.offset = begin - base;
+      const SequenceCost& cost = info->window.cost[place.entry - info->window.first];
+      const int head = cost.head(), segment = cost.segment();
+      place.kv_head = quotient(place.offset, head), place.offset -= place.kv_head * head;
+      if (head > segment) place.row_block = quotient(place.offset, segment), place.offset -= place.row_block * segment;
+    }
   }
+  if (lane == 0) info->place = place;
   __syncwarp();
-}
-
-// The item after `last` (-1: the block's first), by the block's first warp. Where there is none, nothing is `left`.
-template <Format KF, Format VF, int D, int NT>
-__device__ LinePlace Attend<KF, VF, D, NT>::next_item(const Line& line, int last) const {
-  int item = last < 0 ? static_cast<int>(blockIdx.x) : line.items();
-  if (last >= 0 && line.rounds > 1) {
-    if (lane == 0) item = line.shares + claim(p);
-    item = __shfl_sync(~0u, item, 0);
-  } else if (item >= line.shares) {
-    item = line.items();
-  }
-  LinePlace place{item, 0, 0, 0, 0, 0};
-  if (item >= line.items()) return place;
-  const int mine = line.begin(item + lane % 2);
-  const int begin = __shfl_sync(~0u, mine, 0), end = __shfl_sync(~0u, mine, 1);
-  if (begin >= end) return place;
-  place.left = end - begin;
-  int base;
-  place.entry = find_sequence(p, info->window, begin, base);
-  place.offset = begin - base;
-  const SequenceCost& cost = info->window.cost[place.entry - info->window.first];
-  const int head = cost.head(), segment = cost.segment();
-  place.kv_head = quotient(place.offset, head), place.offset -= place.kv_head * head;
-  if (head > segment) place.row_block = quotient(place.offset, segment), place.offset -= place.row_block * segment;
-  return place;
 }
 
 // The next part of the block's work, by its first warp; no partial where there is none.
@@ -61,7 +48,6 @@ template <Format KF, Format VF, int D, int NT>
 __device__ void Attend<KF, VF, D, NT>::next_part() const {
   LinePlace place = info->place;
   __syncwarp();
-  if (place.left == 0) place = next_item(info->line, place.item);
   if (place.left == 0) {
     if (lane == 0) info->part.partial = -1;
     return;
@@ -105,7 +91,7 @@ __device__ void Attend<KF, VF, D, NT>::describe(Part& part, LinePlace place, con
   const int page_cost = is_exact ? p.exact_cost : 1;
   part.use_begin = pages_before(offset - begin, p.part_cost, page_cost);
   part.use_end = stop == last ? part.runs.total() : pages_before(stop - begin, p.part_cost, page_cost);
-  part.partial = place.item + segment_index(p, part.entry, part.kv_head, part.row_block, part.domain);
+  part.partial = static_cast<int>(blockIdx.x) + segment_index(p, part.entry, part.kv_head, part.row_block, part.domain);
   part.classes = p.mask.classes;
   if (p.mask.data != nullptr)
     part.classes += part.entry * p.mask.class_stride[0] + part.kv_head * p.mask.class_stride[1];

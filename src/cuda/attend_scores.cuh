@@ -22,6 +22,11 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::key_scores(const std::byt
         int2 start[NT];
 #pragma unroll
         for (int n = 0; n < NT; ++n) start[n] = *reinterpret_cast<const int2*>(&info->start[group][2 * (4 * n + t)]);
+        const auto swapped = [&](int plane, int quarter) {
+          return Keys::swap(plane) == Swap::halves     ? swap_from<Swap::halves>(g, quarter)
+                 : Keys::swap(plane) == Swap::quarters ? swap_from<Swap::quarters>(g, quarter)
+                                                       : 0;
+        };
         const auto multiply = [&]<bool kFirst, bool kHalfBlock>(int block) {
           constexpr int kSteps = kHalfBlock ? 1 : 2;
           uint2 b[kSteps][NT];
@@ -47,8 +52,9 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::key_scores(const std::byt
                 const int at = plane < Keys::kPlanes ? plane : 0;
                 rows[h][plane] =
                     stage + Keys::offset(at) + g * Keys::stride(at) + (token + h) * (Keys::row_bytes(at) / 8);
-                // On from an even half of 64 bytes, back from an odd one; known once loops are unrolled.
-                if (Keys::swaps(at)) rows[h][plane] += (D / 64 * h + block) % 2 == 0 ? swap_of_row(g) : -swap_of_row(g);
+                // In this quarter of 64 bytes: known once loops are unrolled, since a member's tokens begin at a multiple of 64.
+                const int quarter = (2 * (first + i) + h) * (Keys::row_bytes(at) / 8) / 16 + block * Keys::bits(at) / 2;
+                rows[h][plane] += swapped(at, quarter % 4);
               }
             }
             const Sixteen x = load_key_codes<KF, kHalfBlock>(rows[0], block, t, key_constants);

@@ -53,8 +53,7 @@ __host__ __device__ constexpr int exact_team_warps(int head_dim) {
 
 // Where a block stands on the line of work.
 struct LinePlace {
-  int item;                       // -1: none yet
-  int left;                       // its units that are still to be done
+  int left;                       // units of its item that are still to be done
   int entry, kv_head, row_block;  // the segments of both domains that come next,
   int offset;                     // and their units that are behind
 };
@@ -116,7 +115,6 @@ struct Shape : Split<team_warps(KF, VF, D, NT), D> {
     float m[kWarps][kRows], l[kWarps][kRows];
     std::uint32_t constants[2][Constants<KF>::kWords];
     Part part;
-    Line line;
     LinePlace place;
     int found;  // what the first part is: kGuessed ..
     Window window;

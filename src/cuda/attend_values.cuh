@@ -40,17 +40,17 @@ __device__ void Attend<KF, VF, D, NT>::add_values(const std::byte* stage, const 
         const int octet = 4 * step + t;
         std::uint32_t first[4], second[4];  // of four channels
         if constexpr (codec::format_bits(VF) == 8) {
-          const std::byte* from = stage + octet * Values::stride(0) + lane_offset<4, Values::swaps(0)>() + channel * 4;
+          const std::byte* from = stage + octet * Values::stride(0) + lane_offset<4, Values::swap(0)>() + channel * 4;
           load_words<16>(from, first);
           load_words<16>(from + 4 * D, second);
         } else {
           std::uint32_t low[4], high[2] = {0, 0};
           constexpr int kLow = Values::bits(0), kHigh = Values::bits(1);  // bytes of a channel, too
           load_words<4 * kLow>(
-              stage + octet * Values::stride(0) + lane_offset<kLow, Values::swaps(0)>() + channel * kLow, low);
+              stage + octet * Values::stride(0) + lane_offset<kLow, Values::swap(0)>() + channel * kLow, low);
           if constexpr (Values::kPlanes == 2) {
             load_words<4 * kHigh>(stage + Values::offset(1) + octet * Values::stride(1) +
-                                      lane_offset<kHigh, Values::swaps(1)>() + channel * kHigh,
+                                      lane_offset<kHigh, Values::swap(1)>() + channel * kHigh,
                                   high);
             if constexpr (plane_bits(VF, 1) == 1) high[1] = high[0] >> 16;
           }
@@ -86,16 +86,16 @@ __device__ void Attend<KF, VF, D, NT>::add_values(const std::byte* stage, const 
       }
     }
   } else if constexpr (VF == Format::fp8) {
-    half_values<true, 2, W, Values::swaps(0)>(stage, Values::stride(0), 4 * D, 0, false, page);
+    half_values<true, 2, W, Values::swap(0)>(stage, Values::stride(0), 4 * D, 0, false, page);
   } else {
-    half_values<false, 2, W, Values::swaps(0)>(stage, Values::stride(0), 2 * D, 0, VF == Format::bf16, page);
+    half_values<false, 2, W, Values::swap(0)>(stage, Values::stride(0), 2 * D, 0, VF == Format::bf16, page);
   }
 }
 
 // Values of 16-bit floats (rows of `row` bytes a token) or e4m3 (of a quad), octets `stride` bytes apart; kSteps times
 // four octets, from 4 `first_step` on.
 template <Format KF, Format VF, int D, int NT>
-template <bool kFp8, int kSteps, int TW, bool kSwaps>
+template <bool kFp8, int kSteps, int TW, Swap kSwap>
 __device__ void Attend<KF, VF, D, NT>::half_values(const std::byte* values, int stride, int row, int first_step,
                                                    bool bf16, const float (&page)[NT]) {
   using L = Split<TW, D>;
@@ -111,7 +111,7 @@ __device__ void Attend<KF, VF, D, NT>::half_values(const std::byte* values, int 
     const int channel = member * L::kChannels + 32 * unit;  // of lanes g = 0
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const std::byte* octet = values + (4 * step + t) * stride + lane_offset<(kFp8 ? 4 : 2), kSwaps>();
+      const std::byte* octet = values + (4 * step + t) * stride + lane_offset<(kFp8 ? 4 : 2), kSwap>();
       uint4 b[NT];
 #pragma unroll
       for (int n = 0; n < NT; ++n) {

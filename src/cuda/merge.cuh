@@ -164,12 +164,10 @@ __global__ void __launch_bounds__(32 * W, kMergeBlocks<D, W>) merge_kernel(const
   const int row = row_block * p.rows + r;
   const int query = query_of_row(p, row), q_head = kv_head * p.group + row - query * p.group;
   const bool is_used = query < e.q_len;
-  if (!is_used && blockIdx.x != 0) return;          // the whole cluster, but for the first block of all
-  if (is_used && ranks > 1) ptx::cluster_arrive();  // this block is there
+  if (!is_used) return;                  // the whole cluster
+  if (ranks > 1) ptx::cluster_arrive();  // this block is there
   ptx::wait_prerequisites();
   ptx::launch_dependents();
-  if (blockIdx.x == 0 && threadIdx.x == 0) close_claims(p);
-  if (!is_used) return;
   const int4 found = reinterpret_cast<const int4*>(p.segments)[segment];
   const float sink_logit = p.sink_logits != nullptr ? p.sink_logits[q_head] : -__builtin_huge_valf();
   const int exact = found.y - found.x + 1, count = exact + found.w - found.z + 1;

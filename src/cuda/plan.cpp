@@ -109,7 +109,7 @@ Status Plan::choose_blocks() {
   p.exact_stages = 1 << chosen;
   blocks_ = blocks[chosen];
   shared_bytes_ = attend_.shared_bytes[chosen];
-  p.shares = limits.multiprocessors * blocks_;
+  p.blocks = limits.multiprocessors * blocks_;
   return {};
 }
 
@@ -117,7 +117,7 @@ Status Plan::choose_blocks() {
 Status Plan::choose_merge(const DecodeKernels& kernels, const Line& line) {
   const DeviceLimits& limits = store_.limits();
   // One block adds about sixteen partials of a row in a few loads; more are shared by a cluster.
-  while (limits.overlaps && cluster_ < kMostCluster && line.items() / segments() > 16 * cluster_) cluster_ *= 2;
+  while (limits.overlaps && cluster_ < kMostCluster && line.items / segments() > 16 * cluster_) cluster_ *= 2;
   for (const MergeKernel& merge : kernels.merge) {
     merge_ = merge;
     KVANT_CUDA_TRY(
@@ -139,16 +139,6 @@ Status Plan::count_work(const core::DevicePlanConfig& config) {
   p.exact_cost = std::max(1, static_cast<int>(1.5 * ratio + 0.5));
   p.part_cost = attend_.teams;
   p.least_units = attend_.teams;
-  // A last item has a page for each team, and four times the bytes of the partial that it leaves.
-  const auto partial_bytes = static_cast<std::uint64_t>(p.rows) * static_cast<std::uint64_t>(config.head_dim) * 4;
-  const auto least_bytes =
-      (4 * partial_bytes + p.cache.encoded_layout.block_bytes - 1) / p.cache.encoded_layout.block_bytes;
-  p.least_item = std::max(attend_.teams, static_cast<int>(least_bytes));
-  // Kernels of fewer bits are limited by instructions, and items cost them more than they gain (docs/lab); those of 16 bits a
-  // pair gain where work is long.
-  const int bits = codec::format_bits(config.k) + codec::format_bits(config.v);
-  p.most_rounds = bits > 16 || (bits == 16 && config.head_dim <= 128) ? kMostRounds : 1;
-  if (bits == 16) p.least_item *= 4;
   // A line of work is counted in an int.
   const std::int64_t most_units =
       segments() * (std::int64_t{p.cache.max_pages} + 2 * p.part_cost +
@@ -252,17 +242,13 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   if (Status s = choose_kernel(config, *kernels); !s.ok()) return s;
   if (Status s = count_work(config); !s.ok()) return s;
   if (Status s = choose_blocks(); !s.ok()) return s;
-  // Another of each plan, and nothing that memory is likely to hold.
-  static std::atomic<unsigned long long> plans{0};
-  p.claim_tag = ++plans * 0x9E3779B97F4A7C15u >> kClaimBits | 1;
-
   // Of a number of blocks that the rows of work divide, none works across two of them, which would cost it another part. That
   // is worth up to two units more for each.
   const std::int64_t segments = this->segments();
-  const auto aligned_shares = static_cast<int>(p.shares - p.shares % segments);
-  if (aligned_shares > 0 && units_ / aligned_shares <= units_ / p.shares + kRowWorth) p.shares = aligned_shares;
+  const auto even = static_cast<int>(p.blocks - p.blocks % segments);
+  if (even > 0 && units_ / even <= units_ / p.blocks + kRowWorth) p.blocks = even;
 
-  const std::int64_t partials = std::int64_t{p.most_rounds} * p.shares + segments * core::kDomains;
+  const std::int64_t partials = p.blocks + segments * core::kDomains;
   if (partials > (1 << 30) || segments * p.rows > (1 << 30) || p.row_blocks * p.rows > kMostRows) {
     return {Code::invalid_argument,
             fmt::format("{} sequences of {} kv heads with {} rows each are more than one plan takes: plan smaller "
@@ -270,15 +256,14 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
                         p.batch, config.kv_heads, p.row_blocks * p.rows)};
   }
   const auto count = static_cast<std::size_t>(partials) * static_cast<std::size_t>(p.rows);
-  segments_at_ = aligned(sizeof(*p.claims));
-  ml_at_ = segments_at_ + aligned(static_cast<std::size_t>(segments) * 4 * sizeof(std::int32_t));
+  ml_at_ = aligned(static_cast<std::size_t>(segments) * 4 * sizeof(std::int32_t));
   o_at_ = ml_at_ + aligned(count * 2 * sizeof(float));
   classes_at_ = o_at_ + aligned(count * static_cast<std::size_t>(config.head_dim) * sizeof(float));
   workspace_bytes_ = classes_at_ + aligned(class_count());
 
   const Line line = make_line(p, units_);
-  const int least = std::max(1, (units_ - line.round_begin(line.rounds - 1)) / line.shares);
-  splits_ = std::clamp((longest_ + least - 1) / least, 1, line.items());
+  const int least = std::max(1, units_ / line.items);
+  splits_ = std::clamp((longest_ + least - 1) / least, 1, line.items);
   if (Status s = choose_merge(*kernels, line); !s.ok()) return s;
   return upload(config);
 }
@@ -299,19 +284,13 @@ std::string Plan::explain() const {
       out,
       "blocks     {} ({} a multiprocessor) of 4 warps, {} a page; {} bytes of shared memory each, where exact "
       "pages pass by {} of 4 pieces at once\n",
-      p.shares, blocks_, attend_.team, shared_bytes_, p.exact_stages);
+      p.blocks, blocks_, attend_.team, shared_bytes_, p.exact_stages);
   const Line line = make_line(p, units_);
-  const auto pages = [&](int round) {
-    return static_cast<double>(line.round_begin(round + 1) - line.round_begin(round)) / line.shares;
-  };
-  fmt::format_to(out,
-                 "items      {} of {:.1f} pages each at the planned lengths (an exact page counts {}){}; up to {} for "
-                 "one row; cut on the device at each run\n",
-                 line.shares, pages(0), p.exact_cost,
-                 line.rounds == 1 ? ""
-                                  : fmt::format(", then {} of {:.1f} and less for whichever block is free",
-                                                line.items() - line.shares, pages(1)),
-                 splits_);
+  fmt::format_to(
+      out,
+      "items      {} of {:.1f} pages each at the planned lengths (an exact page counts {}); up to {} for one "
+      "row; cut on the device at each run\n",
+      line.items, static_cast<double>(units_) / line.items, p.exact_cost, splits_);
   fmt::format_to(out, "merge      one more launch, {} block{} of {} warps a row{}\n", cluster_,
                  cluster_ == 1 ? "" : "s", merge_.warps,
                  store_.limits().overlaps ? ", its start overlaps the end of the first" : "");
@@ -328,8 +307,7 @@ Status Plan::run(int layer, const TensorView& q, const MutableTensorView& out, c
   p.lse = options.lse;
   p.sink_logits = options.sink_logits;
   std::byte* workspace = options.workspace.data();
-  p.claims = reinterpret_cast<unsigned long long*>(workspace);
-  p.segments = reinterpret_cast<std::int32_t*>(workspace + segments_at_);
+  p.segments = reinterpret_cast<std::int32_t*>(workspace);
   p.partial_ml = reinterpret_cast<float*>(workspace + ml_at_);
   p.partial_o = reinterpret_cast<float*>(workspace + o_at_);
 
@@ -342,7 +320,7 @@ Status Plan::run(int layer, const TensorView& q, const MutableTensorView& out, c
     p.mask.classes = pages.classes;
     KVANT_CUDA_TRY(classify_pages(pages, overlaps, native(options.stream)));
   }
-  Launch attend(static_cast<unsigned>(p.shares), kAttendThreads, native(options.stream), overlaps);
+  Launch attend(static_cast<unsigned>(p.blocks), kAttendThreads, native(options.stream), overlaps);
   attend.config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes_);
   KVANT_CUDA_TRY(cudaLaunchKernelExC(&attend.config, attend_.function, arguments));
 

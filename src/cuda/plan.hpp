@@ -53,7 +53,7 @@ class Plan final : public core::DevicePlan {
   int units_ = 0;     // of the line of work, at planning
   int longest_ = 0;   // of a row of work
   MaskPages mask_{};  // but for what run gives
-  std::size_t segments_at_ = 0, ml_at_ = 0, o_at_ = 0, classes_at_ = 0, workspace_bytes_ = 0;
+  std::size_t ml_at_ = 0, o_at_ = 0, classes_at_ = 0, workspace_bytes_ = 0;
   void* memory_ = nullptr;  // batch entries and slopes
 };
 

@@ -112,6 +112,23 @@ __device__ __forceinline__ void copy16(std::uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" ::"r"(to), "l"(from), "n"(kTo), "n"(kFrom)
                : "memory");
 }
+// The same for what is read once, as codes of pages are: 128 bytes at a time from memory to the L2 cache, which they leave
+// before anything else does (9.7.9.19 createpolicy; the assembler makes a constant of it). `to` must not be a sum that the
+// compiler can divide into parts, one of them the same in all lanes: where ptxas 13.0 takes that from a uniform register, what
+// it assembles is no instruction, and a launch fails.
+template <int kTo, int kFrom>
+__device__ __forceinline__ void stream16(std::uint32_t to, const void* from) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0 + %2], [%1 + %3], 16, policy;\n}" ::"r"(to),
+      "l"(from), "n"(kTo), "n"(kFrom)
+      : "memory");
+#else
+  copy16<kTo, kFrom>(to, from);
+#endif
+}
 // 9.7.9.25.3 cp.async groups of this thread: one ends here; wait until at most kLater ones are under way.
 __device__ __forceinline__ void copy_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");

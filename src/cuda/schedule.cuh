@@ -9,7 +9,7 @@ __device__ inline BatchEntry batch_entry(const AttendParams& p, int i) {
   return i < kEntriesInParams ? p.first_entries[i] : p.entries[i];
 }
 
-// What a block knows of 32 entries of the batch, in shared memory.
+// What a block knows of 32 entries of the batch, one a lane, in shared memory.
 inline constexpr int kWindow = 32;
 struct Window {
   int first;
@@ -47,13 +47,13 @@ __device__ inline int load_window(const AttendParams& p, Window& window, int fir
 }
 // Makes `window` the one that holds `entry`.
 __device__ inline void show(const AttendParams& p, Window& window, int entry) {
-  if (entry - entry % 32 != window.first) (void)load_window(p, window, entry - entry % 32);
+  if (entry - entry % kWindow != window.first) (void)load_window(p, window, entry - entry % kWindow);
 }
 
 // The units of all sequences.
 __device__ inline int sum_costs(const AttendParams& p, Window& window) {
   int sum = 0;
-  for (int last = (p.batch - 1) / 32; last >= 0; --last) sum += load_window(p, window, 32 * last);
+  for (int last = (p.batch - 1) / kWindow; last >= 0; --last) sum += load_window(p, window, kWindow * last);
   return __reduce_add_sync(~0u, sum);
 }
 
@@ -61,7 +61,7 @@ __device__ inline int sum_costs(const AttendParams& p, Window& window) {
 __device__ inline int find_sequence(const AttendParams& p, Window& window, int unit, int& before) {
   const int lane = threadIdx.x % 32;
   int base = 0;
-  for (int first = 0; first < p.batch; first += 32) {
+  for (int first = 0; first < p.batch; first += kWindow) {
     show(p, window, first);
     const int cost = first + lane < p.batch ? window.cost[lane].head() * p.cache.kv_heads : 0;
     int sum = cost;
@@ -80,21 +80,6 @@ __device__ inline int find_sequence(const AttendParams& p, Window& window, int u
   }
   before = base;
   return p.batch;
-}
-
-// Claims. Workspaces come with any content: the first block makes the counter before it does anything else, nobody believes
-// it before it carries the plan's tag, and the merge takes the tag away for the next launch. By one thread.
-__device__ inline void open_claims(const AttendParams& p) {
-  atomicExch(p.claims, p.claim_tag << kClaimBits);
-}
-__device__ inline int claim(const AttendParams& p) {
-  const volatile unsigned long long* claims = p.claims;
-  while (*claims >> kClaimBits != p.claim_tag) {
-  }
-  return static_cast<int>(atomicAdd(p.claims, 1ull) & ((1ull << kClaimBits) - 1));
-}
-__device__ inline void close_claims(const AttendParams& p) {
-  *p.claims = 0;
 }
 
 __device__ inline int segment_index(const AttendParams& p, int entry, int head, int row_block, int domain) {

@@ -2,12 +2,9 @@
 //
 // The work is a line of units. A segment is the visible pages of one (sequence, kv head, row block, domain), in that
 // order; an encoded page is one unit, an exact page `exact_cost`, and the first page of either domain `part_cost` more, for the
-// queries, the first copies and the partial of another part. The line is cut into rounds, the first half of it, half of
-// what is left, and so on, and each round into as many equal items as the grid has blocks (struct Line). A block begins
-// with its item of the first round and then claims the next of the line until none is left, because multiprocessors are not
-// equally near to memory: of kernels that it limits, some end after two thirds of the time of others. Where items end
-// does not depend on who takes them, so neither do the results. Other kernels have one round: an item costs several
-// microseconds of latency.
+// queries, the first copies and the partial of another part. The line is cut into equal items, one for each block (struct
+// Line). More items than blocks, so that blocks of nearer multiprocessors would do more of them, do not pay: one costs several
+// microseconds of latency (docs/lab, 2026-11-22-cuda-policy.md).
 //
 // An item leaves one partial for each segment it touches, at index item + segment: unique, because both only grow along the
 // line. The first and the last part of a segment leave their indices for the merge (AttendParams::segments).
@@ -98,29 +95,21 @@ KVANT_HD inline int quotient(int a, int b) {
 // The items of a line of `total` units. Plans see to it that a line's units fit an int: on a device 64 bits cost several times
 // as much, and a block begins with this.
 struct Line {
-  int total, shares, rounds;
-  KVANT_HD int items() const { return shares * rounds; }
-  KVANT_HD int round_begin(int round) const { return round < rounds ? total - (total >> round) : total; }
+  int total, items;
   KVANT_HD int begin(int item) const {
-    const int round = rounds == 1 ? item >= shares : quotient(item, shares), place = item - round * shares;
-    const int from = round_begin(round), units = round_begin(round + 1) - from;
-    const int each = quotient(units, shares);
-    return from + each * place + quotient((units - each * shares) * place, shares);
+    const int each = quotient(total, items);
+    return each * item + quotient((total - each * items) * item, items);
   }
 };
 
 KVANT_HD inline Line make_line(const AttendParams& p, int total) {
-  Line line{total, p.shares, 1};
-  if (total <= p.least_units * (p.shares - 1)) {
-    line.shares = total > 0 ? quotient(total - 1, p.least_units) + 1 : 1;
+  Line line{total, p.blocks};
+  if (total <= p.least_units * (p.blocks - 1)) {
+    line.items = total > 0 ? quotient(total - 1, p.least_units) + 1 : 1;
     // Of a number that the rows of work divide: where these are alike, no block then works on two, one after the other.
     const int rows = p.batch * p.cache.kv_heads * p.row_blocks;
-    if (line.shares > rows) line.shares = quotient(line.shares, rows) * rows;
+    if (line.items > rows) line.items = quotient(line.items, rows) * rows;
   }
-  if (p.most_rounds == 1) return line;
-  const int each = quotient(total, line.shares);
-  if (each < 4 * p.least_item) return line;
-  while (line.rounds < p.most_rounds && each >> line.rounds >= p.least_item) ++line.rounds;
   return line;
 }
 

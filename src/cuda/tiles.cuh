@@ -44,10 +44,17 @@ __host__ __device__ constexpr int key_residue(int bits) {
   return bits >= 8 ? 64 : bits == 4 ? 32 : 16;
 }
 // Copies are faster where rows begin at multiples of 64 bytes (docs/lab, 2026-11-22-cuda-rows.md), so rows are 64 apart modulo
-// 128. Where four neighbouring rows are read at once, 32 bytes of each, the halves of every 64 bytes are swapped in rows 2, 3,
-// 6 and 7 besides.
+// 128, and the parts of every 64 bytes change places from row to row. Halves, in rows 2, 3, 6 and 7: where four neighbouring
+// rows are read at once, 32 bytes of each. Quarters: where all eight are, 16 bytes of each.
+enum class Swap { none, halves, quarters };
+template <Swap kSwap>
 __host__ __device__ constexpr int swap_of_row(int row) {  // to be xored to an offset in it
-  return (row & 2) << 4;
+  return kSwap == Swap::halves ? (row & 2) << 4 : kSwap == Swap::quarters ? (row & 6) << 3 : 0;
+}
+// What leads from an offset in `quarter` to where it is in `row`.
+template <Swap kSwap>
+__host__ __device__ constexpr int swap_from(int row, int quarter) {
+  return ((16 * quarter) ^ swap_of_row<kSwap>(row)) - 16 * quarter;
 }
 
 template <Format F, int D, bool kValues>
@@ -55,12 +62,16 @@ struct StagedSide {
   static constexpr int kPlanes = plane_count(F);
   __host__ __device__ static constexpr int bits(int plane) { return plane_bits(F, plane); }
   __host__ __device__ static constexpr int row_bytes(int plane) { return D * bits(plane); }
-  // Not fields of one bit, nor keys of other bits or dims: a thread's loads from them would not all be at fixed distances.
-  __host__ __device__ static constexpr bool swaps(int plane) {
-    return kValues ? bits(plane) > 1 : bits(plane) == 4 && D % 64 == 0;
+  // Not fields of one bit, nor keys of other bits or dims: a thread's loads from them would not all be at fixed distances. Two
+  // bits at D = 512 stay as they are, because blocks of tq6 just fit a multiprocessor three times.
+  __host__ __device__ static constexpr Swap swap(int plane) {
+    if (kValues) return bits(plane) > 1 ? Swap::halves : Swap::none;
+    if (D % 64 != 0) return Swap::none;
+    return bits(plane) == 4 ? Swap::halves : bits(plane) == 2 && D < 512 ? Swap::quarters : Swap::none;
   }
   __host__ __device__ static constexpr int stride(int plane) {
-    return padded_row(row_bytes(plane), swaps(plane) ? 64 : kValues ? 32 : key_residue(bits(plane)));
+    const int residue = swap(plane) != Swap::none ? 64 : kValues ? 32 : key_residue(bits(plane));
+    return padded_row(row_bytes(plane), residue);
   }
   __host__ __device__ static constexpr int offset(int plane) { return plane == 0 ? 0 : 8 * stride(0); }
   static constexpr int kBytes = kPlanes == 1 ? 8 * stride(0) : 8 * (stride(0) + stride(1));

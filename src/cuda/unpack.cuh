@@ -89,8 +89,18 @@ struct Constants {
     t0 = __shfl_sync(~0u, from[0], lane), t2 = __shfl_sync(~0u, from[1], lane);
     signs = __shfl_sync(~0u, from[2], lane), one = __shfl_sync(~0u, from[3], lane);
   }
+  // x, in a register of every lane even where all have the same (ptx::stream16).
+  __device__ __forceinline__ std::uint32_t per_lane(std::uint32_t x) const {
+#if __CUDA_ARCH__ >= 900
+    return ptx::mad(x, one, 0);
+#else
+    return x;
+#endif
+  }
   // a + b
-  __device__ __forceinline__ std::uint32_t sum(std::uint32_t a, std::uint32_t b) const { return ptx::mad(a, one, b); }
+  __device__ __forceinline__ std::uint32_t sum(std::uint32_t a, std::uint32_t b) const {
+    return ptx::mad(a, one, b);
+  }
 };
 
 // low: plane 0 (4-bit planes: two words, 2-bit planes: one, 8 bit: four); high: plane 1 (16 codes: one word of 2-bit
