@@ -1,7 +1,6 @@
 #include "cuda/plan.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <numbers>
 
