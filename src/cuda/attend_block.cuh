@@ -154,7 +154,7 @@ struct Attend {
   // Of this lane's four channels, kBytes each, in the row of an octet that is t modulo 4.
   template <int kBytes, Swap kSwap>
   __device__ int lane_offset() const {
-    return (4 * kBytes * g) ^ swap_of_row<kSwap>(t);
+    return (4 * kBytes * g) ^ swap_of_row(kSwap, t);
   }
 
   __device__ void add_values(const std::byte* stage, const Fold& fold);

@@ -20,18 +20,18 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::copy_rows(std::byte* to, 
   constexpr auto kAll = std::make_integer_sequence<int, kSteps>{};
   if constexpr (kRowBytes % 512 == 0 || 512 % kRowBytes == 0) {
     const int row = 16 * lane / kRowBytes;
-    const int offset = (16 * lane % kRowBytes) ^ swap_of_row<kSwap>(first) ^ swap_of_row<kSwap>(row);
+    const int offset = (16 * lane % kRowBytes) ^ swap_of_row(kSwap, first) ^ swap_of_row(kSwap, row);
     const std::uint32_t at = key_constants.per_lane(base) + row * kStride;
     steps(kAll, [&]<int kAt>() {
       constexpr int kRow = kAt / kRowBytes;  // further down by so many
       if (kAt + 512 <= kTotal || kAt + 16 * lane < kTotal) {
-        ptx::stream16<kRow * kStride + kAt % kRowBytes, kAt>(at + (offset ^ swap_of_row<kSwap>(kRow)), mine);
+        ptx::stream16<kRow * kStride + kAt % kRowBytes, kAt>(at + (offset ^ swap_of_row(kSwap, kRow)), mine);
       }
     });
   } else {  // each with an address of its own, which is what stream16 must not have
     steps(kAll, [&]<int kAt>() {
       const int i = kAt + 16 * lane, row = i / kRowBytes;
-      const int swap = swap_of_row<kSwap>(first) ^ swap_of_row<kSwap>(row);
+      const int swap = swap_of_row(kSwap, first) ^ swap_of_row(kSwap, row);
       if (i < kTotal) ptx::copy16<0, kAt>(base + row * kStride + ((i % kRowBytes) ^ swap), mine);
     });
   }

@@ -22,11 +22,6 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::key_scores(const std::byt
         int2 start[NT];
 #pragma unroll
         for (int n = 0; n < NT; ++n) start[n] = *reinterpret_cast<const int2*>(&info->start[group][2 * (4 * n + t)]);
-        const auto swapped = [&](int plane, int quarter) {
-          return Keys::swap(plane) == Swap::halves     ? swap_from<Swap::halves>(g, quarter)
-                 : Keys::swap(plane) == Swap::quarters ? swap_from<Swap::quarters>(g, quarter)
-                                                       : 0;
-        };
         const auto multiply = [&]<bool kFirst, bool kHalfBlock>(int block) {
           constexpr int kSteps = kHalfBlock ? 1 : 2;
           uint2 b[kSteps][NT];
@@ -54,7 +49,7 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::key_scores(const std::byt
                     stage + Keys::offset(at) + g * Keys::stride(at) + (token + h) * (Keys::row_bytes(at) / 8);
                 // In this quarter of 64 bytes: known once loops are unrolled, since a member's tokens begin at a multiple of 64.
                 const int quarter = (2 * (first + i) + h) * (Keys::row_bytes(at) / 8) / 16 + block * Keys::bits(at) / 2;
-                rows[h][plane] += swapped(at, quarter % 4);
+                rows[h][plane] += Keys::shift(at, g, quarter % 4);
               }
             }
             const Sixteen x = load_key_codes<KF, kHalfBlock>(rows[0], block, t, key_constants);

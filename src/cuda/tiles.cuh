@@ -47,14 +47,8 @@ __host__ __device__ constexpr int key_residue(int bits) {
 // 128, and the parts of every 64 bytes change places from row to row. Halves, in rows 2, 3, 6 and 7: where four neighbouring
 // rows are read at once, 32 bytes of each. Quarters: where all eight are, 16 bytes of each.
 enum class Swap { none, halves, quarters };
-template <Swap kSwap>
-__host__ __device__ constexpr int swap_of_row(int row) {  // to be xored to an offset in it
-  return kSwap == Swap::halves ? (row & 2) << 4 : kSwap == Swap::quarters ? (row & 6) << 3 : 0;
-}
-// What leads from an offset in `quarter` to where it is in `row`.
-template <Swap kSwap>
-__host__ __device__ constexpr int swap_from(int row, int quarter) {
-  return ((16 * quarter) ^ swap_of_row<kSwap>(row)) - 16 * quarter;
+__host__ __device__ constexpr int swap_of_row(Swap swap, int row) {  // to be xored to an offset in it
+  return swap == Swap::halves ? (row & 2) << 4 : swap == Swap::quarters ? (row & 6) << 3 : 0;
 }
 
 template <Format F, int D, bool kValues>
@@ -72,6 +66,10 @@ struct StagedSide {
   __host__ __device__ static constexpr int stride(int plane) {
     const int residue = swap(plane) != Swap::none ? 64 : kValues ? 32 : key_residue(bits(plane));
     return padded_row(row_bytes(plane), residue);
+  }
+  // What leads from an offset in this quarter of 64 bytes to where it is in `row`.
+  __host__ __device__ static constexpr int shift(int plane, int row, int quarter) {
+    return ((16 * quarter) ^ swap_of_row(swap(plane), row)) - 16 * quarter;
   }
   __host__ __device__ static constexpr int offset(int plane) { return plane == 0 ? 0 : 8 * stride(0); }
   static constexpr int kBytes = kPlanes == 1 ? 8 * stride(0) : 8 * (stride(0) + stride(1));
