@@ -40,6 +40,18 @@ TEST(Schedule, ItemsCoverTheLine) {
   }
 }
 
+// A recorded launch may meet a sequence whose keys are gone: its rows are somebody's work all the same.
+TEST(Schedule, SequencesWithoutKeysAreWork) {
+  AttendParams p = params_of(8, 1);
+  for (const int sinks : {0, 1}) {
+    p.cache.sink_pages = p.cache.tail_pages = sinks;
+    const SequenceCost cost = sequence_cost(p, 0, 1);
+    EXPECT_EQ(cost.exact, 0);
+    EXPECT_EQ(cost.encoded, p.part_cost);
+    EXPECT_EQ(page_runs(visible_pages(p, 0, 1), false).total(), 0);
+  }
+}
+
 // Short work in more items than there are rows of work: none of these lies in two, where they are alike.
 TEST(Schedule, ShortRowsAreNotShared) {
   for (int pages = 4; pages < 200; ++pages) {

@@ -135,7 +135,8 @@ struct SequenceCost {
 KVANT_HD inline SequenceCost sequence_cost(const AttendParams& p, int length, int q_len) {
   const VisiblePages pages = visible_pages(p, length, q_len);
   const int exact = page_runs(pages, true).total(), encoded = page_runs(pages, false).total();
-  return {exact > 0 ? exact * p.exact_cost + p.part_cost : 0, encoded > 0 ? encoded + p.part_cost : 0,
+  // Without any page there is a part, too, which leaves the merge a partial of nothing.
+  return {exact > 0 ? exact * p.exact_cost + p.part_cost : 0, encoded > 0 || exact == 0 ? encoded + p.part_cost : 0,
           (q_len * p.group + p.rows - 1) >> p.row_bits};
 }
 

@@ -260,6 +260,47 @@ TEST(GpuGraph, LengthsGrow) {
   decode_by_graph("tq6", "tq4", 256, 200, 10);
 }
 
+// A recorded run goes on when one of its sequences is cut to nothing: that one's rows are zeros.
+TEST(GpuGraph, ASequenceLosesItsKeys) {
+  SKIP_WITHOUT_DEVICE();
+  for (const char* format : {"bf16", "tq4"}) {
+    GpuWorld w(spec_of(format, {{700, 1}, {300, 1}}));
+    const Plan both = plan(w.cache, std::span<const SequenceId>(w.ids), w.options()).value();
+    AttentionOptions of_one = w.options();
+    of_one.q_lens.resize(1);
+    const Plan second = plan(w.cache, std::span<const SequenceId>(w.ids).subspan(1), of_one).value();
+    const std::size_t row = w.host.queries().size() / 2;
+    const DeviceRows q(w.host.queries(), Dtype::f32, 2, 4, 64);
+    const DeviceBuffer out(2 * row * 4), lse(2 * 4 * 4), workspace(both.workspace_bytes());
+    const DeviceBuffer other(row * 4), other_workspace(second.workspace_bytes());
+    const TestStream stream;
+    RunOptions options;
+    options.stream = stream.handle();
+    options.workspace = workspace.span();
+    options.lse = lse.as<float>();
+    const TestGraph graph(
+        stream, [&] { run(both, 0, q.view, MutableTensorView::of(out.as<float>(), 2, 4, 64), options).value(); });
+    graph.launch(stream);
+    stream.wait();
+    const std::vector<float> before = out.download_as<float>();
+    w.cache.truncate(w.ids[0], 0).value();
+    options.workspace = other_workspace.span();
+    options.lse = nullptr;  // this run is what tells the device
+    TensorView one = q.view;
+    one.shape[0] = 1;
+    run(second, 0, one, MutableTensorView::of(other.as<float>(), 1, 4, 64), options).value();
+    graph.launch(stream);
+    stream.wait();
+    const std::vector<float> after = out.download_as<float>(), after_lse = lse.download_as<float>();
+    for (std::size_t i = 0; i < row; ++i) ASSERT_EQ(after[i], 0.0f) << format << ", element " << i;
+    for (std::size_t h = 0; h < 4; ++h) ASSERT_EQ(after_lse[h], -INFINITY) << format << ", head " << h;
+    EXPECT_TRUE(close(std::span<const float>(before).subspan(row), std::span<const float>(after).subspan(row),
+                      tolerance::kCoded))
+        << format;
+    EXPECT_TRUE(workspace.padding_untouched());
+  }
+}
+
 TEST(GpuShort, Graph) {
   SKIP_WITHOUT_DEVICE();
   decode_by_graph("tq6", "tq4", 64, 10, 3);
