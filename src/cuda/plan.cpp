@@ -26,8 +26,8 @@ std::size_t aligned(std::size_t bytes) {
 
 // Work of fewer units than this for each block is short.
 constexpr int kShortUnits = 6;
-// What a block may get more to do, in units, if none then works across two rows of work.
-constexpr int kRowWorth = 2;
+// What a block may get more to read, in bytes of pages, if none then works across two rows of work.
+constexpr double kRowWorth = 32768;
 
 // As much shared memory as there is for `function`, `bytes` of it for a block. Without it the driver gives each kernel what it
 // needs, and blocks of the next launch wait until a multiprocessor is empty of those that need another amount.
@@ -248,11 +248,11 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   if (Status s = choose_kernel(config, *kernels); !s.ok()) return s;
   if (Status s = count_work(config); !s.ok()) return s;
   if (Status s = choose_blocks(); !s.ok()) return s;
-  // Of a number of blocks that the rows of work divide, none works across two of them, which would cost it another part. That
-  // is worth up to two units more for each.
+  // Of a number of blocks that the rows of work divide, none works across two of them, which would cost it another part.
   const std::int64_t segments = this->segments();
   const auto even = static_cast<int>(p.blocks - p.blocks % segments);
-  if (even > 0 && units_ / even <= units_ / p.blocks + kRowWorth) p.blocks = even;
+  const double bytes = static_cast<double>(units_) * p.cache.encoded_layout.block_bytes;
+  if (even > 0 && bytes / even <= bytes / p.blocks + kRowWorth) p.blocks = even;
 
   const std::int64_t partials = p.blocks + segments * core::kDomains;
   if (partials > (1 << 30) || segments * p.rows > (1 << 30) || p.row_blocks * p.rows > kMostRows) {
