@@ -16,9 +16,10 @@ namespace kvant::cuda {
 // take blocks of eight at once, which then have few partials each.
 inline constexpr int kMergeWarps = 8, kFewMergeWarps = 2;
 
-// Blocks that a multiprocessor should hold; 0: no matter.
+// Blocks that a multiprocessor should hold; 0: no matter. With D = 256 two of eight warps leave room for two blocks of the next
+// attention launch, which a plan of one sequence has on a multiprocessor (docs/lab, 2026-11-23-cuda-room.md).
 template <int D, int W>
-constexpr int kMergeBlocks = W == kMergeWarps ? 0
+constexpr int kMergeBlocks = W == kMergeWarps ? (D == 256 ? 6 : 0)
                              : D <= 128       ? 20
                              : D <= 256       ? 14
                                               : 10;
@@ -118,9 +119,6 @@ __device__ __forceinline__ void rotate_row_back(float (&x)[kMergeColumns<D, W>],
     constexpr int kRows = D / 32;  // of 32 elements; any column of them is a butterfly of its own
     constexpr codec::SignTable signs = codec::sign_table();
     constexpr float kScale = rotation_scale(D);
-    float column[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) column[i] = shared[lane + 32 * i];
 #pragma unroll
     for (int k = 0; k < kMergeColumns<D, W>; ++k) {
       const int mine = warp + k * W;
@@ -128,7 +126,7 @@ __device__ __forceinline__ void rotate_row_back(float (&x)[kMergeColumns<D, W>],
       std::uint32_t word = 0;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        y[i] = column[i];
+        y[i] = shared[lane + 32 * i];
         if (i == mine) word = static_cast<std::uint32_t>(signs.word[(i / 2) & 7] >> (32 * (i % 2)));
       }
 #pragma unroll
@@ -145,6 +143,8 @@ __device__ __forceinline__ void rotate_row_back(float (&x)[kMergeColumns<D, W>],
 template <int D, int W>
 __global__ void __launch_bounds__(32 * W, kMergeBlocks<D, W>) merge_kernel(const __grid_constant__ AttendParams p) {
   constexpr int kVectors = (D + 127) / 128;  // float4 of a lane
+  constexpr int kAtOnce =
+      D == 256 ? 2 : 4;  // partials that a warp asks for: as many as kMergeBlocks leaves registers for
   extern __shared__ __align__(16) std::byte memory[];
   MergeShared<D, W>& shared = *reinterpret_cast<MergeShared<D, W>*>(memory);
 
@@ -172,16 +172,29 @@ __global__ void __launch_bounds__(32 * W, kMergeBlocks<D, W>) merge_kernel(const
   const float sink_logit = p.sink_logits != nullptr ? p.sink_logits[q_head] : -__builtin_huge_valf();
   const int exact = found.y - found.x + 1, count = exact + found.w - found.z + 1;
 
+  bool has[core::kDomains];
+  has[core::kEncoded] = true;
+  has[core::kExact] = rank * W < exact;
   float m[core::kDomains], l[core::kDomains];
-  float4 sum[core::kDomains][kVectors];
 #pragma unroll
-  for (int domain = 0; domain < core::kDomains; ++domain) {
-    m[domain] = kLowest, l[domain] = 0.0f;
+  for (int domain = 0; domain < core::kDomains; ++domain) m[domain] = kLowest, l[domain] = 0.0f;
+  // Sums of one domain at a time, since registers are what keeps the next launch's blocks out: exact partials come first.
+  float4 sum[kVectors];
+  const auto clear = [&] {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) sum[domain][v] = {0.0f, 0.0f, 0.0f, 0.0f};
-  }
+    for (int v = 0; v < kVectors; ++v) sum[v] = {0.0f, 0.0f, 0.0f, 0.0f};
+  };
+  const auto keep = [&](int domain) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (lane + 32 * v < D / 4) reinterpret_cast<float4*>(shared.warps.o[warp][domain])[lane + 32 * v] = sum[v];
+    }
+    clear();
+  };
+  clear();
   const std::size_t rows = static_cast<std::size_t>(p.rows);
   const int step = ranks * W;
+  bool in_exact = has[core::kExact];
   // Up to 32 partials at a time: lane j knows number j.
   for (int begin = rank * W + warp; begin < count; begin += 32 * step) {
     const int mine = begin + lane * step;
@@ -192,52 +205,45 @@ __global__ void __launch_bounds__(32 * W, kMergeBlocks<D, W>) merge_kernel(const
       const float* ml = p.partial_ml + static_cast<std::size_t>(partial) * 2 * rows + static_cast<std::size_t>(r);
       part_m = ml[0], part_l = ml[rows];
     }
-    float factor = 0.0f;
+    float factor = 0.0f, old[core::kDomains];
 #pragma unroll
     for (int domain = 0; domain < core::kDomains; ++domain) {
       const bool here = mine < count && is_exact == (domain == core::kExact);
       const float m_new = fmaxf(m[domain], warp_max(here ? part_m : kLowest));
-      const float old = ptx::ex2(m[domain] - m_new);
+      old[domain] = ptx::ex2(m[domain] - m_new);
       m[domain] = m_new;
       if (here) factor = ptx::ex2(part_m - m_new);
-      l[domain] = l[domain] * old + warp_sum(!here ? 0.0f : part_l != part_l ? part_l : part_l * factor);
+      l[domain] = l[domain] * old[domain] + warp_sum(!here ? 0.0f : part_l != part_l ? part_l : part_l * factor);
+    }
+    const float before = in_exact ? old[core::kExact] : old[core::kEncoded];
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        float4& s = sum[domain][v];
-        s.x *= old, s.y *= old, s.z *= old, s.w *= old;
-      }
+    for (int v = 0; v < kVectors; ++v) {
+      sum[v].x *= before, sum[v].y *= before, sum[v].z *= before, sum[v].w *= before;
     }
     const int partials = (count - begin + step - 1) / step;
-#pragma unroll 4
+#pragma unroll(kAtOnce)
     for (int j = 0; j < (partials < 32 ? partials : 32); ++j) {
+      if (in_exact && begin + j * step >= exact) {
+        keep(core::kExact);
+        in_exact = false;
+      }
       const float f = __shfl_sync(~0u, factor, j);
       const std::size_t at = static_cast<std::size_t>(__shfl_sync(~0u, partial, j));
       const float4* o = reinterpret_cast<const float4*>(p.partial_o + (at * rows + static_cast<std::size_t>(r)) * D);
-      const int domain = begin + j * step < exact ? core::kExact : core::kEncoded;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         const float4 x = lane + 32 * v < D / 4 ? o[lane + 32 * v] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-        for (int other = 0; other < core::kDomains; ++other) {
-          if (other != domain) continue;
-          float4& s = sum[other][v];
-          s.x = fmaf(x.x, f, s.x), s.y = fmaf(x.y, f, s.y), s.z = fmaf(x.z, f, s.z), s.w = fmaf(x.w, f, s.w);
-        }
+        float4& s = sum[v];
+        s.x = fmaf(x.x, f, s.x), s.y = fmaf(x.y, f, s.y), s.z = fmaf(x.z, f, s.z), s.w = fmaf(x.w, f, s.w);
       }
     }
   }
-  bool has[core::kDomains];
-  has[core::kEncoded] = true;
-  has[core::kExact] = rank * W < exact;
+  if (in_exact) keep(core::kExact);
+  keep(core::kEncoded);
+  if (lane == 0) {
 #pragma unroll
-  for (int domain = 0; domain < core::kDomains; ++domain) {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (has[domain] && lane + 32 * v < D / 4) {
-        reinterpret_cast<float4*>(shared.warps.o[warp][domain])[lane + 32 * v] = sum[domain][v];
-      }
-    }
-    if (lane == 0) shared.warps.m[domain][warp] = m[domain], shared.warps.l[domain][warp] = l[domain];
+    for (int domain = 0; domain < core::kDomains; ++domain)
+      shared.warps.m[domain][warp] = m[domain], shared.warps.l[domain][warp] = l[domain];
   }
   __syncthreads();
 
