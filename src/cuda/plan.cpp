@@ -117,6 +117,10 @@ Status Plan::choose_blocks() {
   blocks_ = blocks[chosen];
   shared_bytes_ = attend_.shared_bytes[chosen];
   p.blocks = limits.multiprocessors * blocks_;
+  // Of a number of blocks that the rows of work divide, none works across two of them, which would cost it another part.
+  const auto even = static_cast<int>(p.blocks - p.blocks % segments());
+  const double bytes = static_cast<double>(units_) * p.cache.encoded_layout.block_bytes;
+  if (even > 0 && bytes / even <= bytes / p.blocks + kRowWorth) p.blocks = even;
   return {};
 }
 
@@ -248,12 +252,7 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   if (Status s = choose_kernel(config, *kernels); !s.ok()) return s;
   if (Status s = count_work(config); !s.ok()) return s;
   if (Status s = choose_blocks(); !s.ok()) return s;
-  // Of a number of blocks that the rows of work divide, none works across two of them, which would cost it another part.
   const std::int64_t segments = this->segments();
-  const auto even = static_cast<int>(p.blocks - p.blocks % segments);
-  const double bytes = static_cast<double>(units_) * p.cache.encoded_layout.block_bytes;
-  if (even > 0 && bytes / even <= bytes / p.blocks + kRowWorth) p.blocks = even;
-
   const std::int64_t partials = p.blocks + segments * core::kDomains;
   if (partials > (1 << 30) || segments * p.rows > (1 << 30) || p.row_blocks * p.rows > kMostRows) {
     return {Code::invalid_argument,
