@@ -60,6 +60,7 @@ __device__ void Attend<KF, VF, D, NT>::copy_keys(const Part& part, int slot) con
   std::byte* to = key_stage();
   copy_side<Keys>(to, block, kPlane1);
   if constexpr (S::kScaleBytes > 0) {
+    // Not by copy_rows: they are few, and stream16 has had uniform registers in their addresses.
     if (member == 0) {
       const std::uint32_t scales = ptx::shared_address(to + Keys::kBytes);
 #pragma unroll

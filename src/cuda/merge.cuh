@@ -143,8 +143,8 @@ __device__ __forceinline__ void rotate_row_back(float (&x)[kMergeColumns<D, W>],
 template <int D, int W>
 __global__ void __launch_bounds__(32 * W, kMergeBlocks<D, W>) merge_kernel(const __grid_constant__ AttendParams p) {
   constexpr int kVectors = (D + 127) / 128;  // float4 of a lane
-  constexpr int kAtOnce =
-      D == 256 ? 2 : 4;  // partials that a warp asks for: as many as kMergeBlocks leaves registers for
+  // Partials that a warp asks for at once: as many as kMergeBlocks leaves registers for.
+  constexpr int kAtOnce = D == 256 ? 2 : 4;
   extern __shared__ __align__(16) std::byte memory[];
   MergeShared<D, W>& shared = *reinterpret_cast<MergeShared<D, W>*>(memory);
 
