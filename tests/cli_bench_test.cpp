@@ -103,6 +103,20 @@ TEST_F(CliBench, PrefillAndAppend) {
   EXPECT_EQ(append["rows"][0]["rel_l2"], 0);
 }
 
+TEST_F(CliBench, StepsAppendBeforeTheyAttend) {
+  const Json json =
+      json_of({"bench",        "step", "--k-format", "tq4,f16", "--isa",    "scalar,", "--keys",     "130",
+               "--first-keys", "65",   "--batch",    "2",       "--q-len",  "3",       "--head-dim", "64",
+               "--q-heads",    "4",    "--kv-heads", "2",       "--rounds", "4",       "--threads",  "2"});
+  ASSERT_EQ(json["rows"].size(), 2u);
+  for (const Json& row : json["rows"]) {
+    EXPECT_EQ(row["op"], "step");
+    EXPECT_EQ(row["q_len"], 3);
+    EXPECT_LE(row["rel_l2"], 2e-4);
+    EXPECT_NEAR(row["ns_per_value"].get<double>() * 2 * (65 + 130) * 2 * 64, row["median_ns"].get<double>(), 1.0);
+  }
+}
+
 TEST_F(CliBench, OfWhatChangesScores) {
   const std::vector<std::vector<std::string>> scores = {
       {"--window", "100"},

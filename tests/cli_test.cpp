@@ -126,7 +126,7 @@ TEST_F(Cli, WrongUsageIsExitCodeTwo) {
           {{"bench", "append", "--alibi", "--window", "9"}, "append: has no scores; leave out window 9, ALiBi"},
           {{"bench", "decode", "--mask", "int8"}, "--mask: int8 not in {bool,f32,f16,bf16}"},
           {{"bench", "decode", "--window", "0"}, "--window"},
-          {{"bench", "append", "--first-keys", "9"}, "--first-keys 9: of decode and prefill"},
+          {{"bench", "append", "--first-keys", "9"}, "--first-keys 9: not of append"},
           {{"bench", "decode", "--first-keys", "3", "--q-len", "4"}, "--q-len 4: more than --keys 3"},
           {{"bench", "--suite", "gpu"}, "--suite gpu: unknown; the suites are cpu"},
           {{"bench", "--suite", "cpu", "--keys", "64"}, "--suite cpu: has shapes of its own; leave out --keys"},

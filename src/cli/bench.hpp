@@ -1,4 +1,4 @@
-// `kvant bench`: time of decode, prefill and append over shapes. Each shape is first checked against float64 attention
+// `kvant bench`: time of decode, step, prefill and append over shapes. Each shape is first checked against float64 attention
 // over the decoded vectors; a shape whose error is above the tolerance gets no speed. bench_run.cpp tells how time is
 // taken.
 #pragma once
@@ -15,8 +15,10 @@
 
 namespace kvant::cli {
 
-enum class BenchOp { decode, prefill, append };
+/// step: what a layer does for the next token, which is to store its key and value and attend to all.
+enum class BenchOp { decode, step, prefill, append };
 const char* op_name(BenchOp op);
+std::optional<BenchOp> parse_op(const std::string& name);
 
 /// What changes scores or hides keys, besides causality (kvant/attention.hpp). Left as made: nothing.
 struct BenchScores {
@@ -37,7 +39,7 @@ struct BenchCase {
   int batch = 1;
   std::int64_t keys = 16384;
   std::int64_t first_keys = 0;  ///< of the first sequence; 0: as many as the others
-  std::int64_t q_len = 1;       ///< append: tokens of one call
+  std::int64_t q_len = 1;       ///< append: tokens of one call; step: these are appended, too
   int threads = 1;              ///< 0 on a device
   std::string backend = "cpu";
   std::string isa;  ///< "cuda" on a device
@@ -59,7 +61,7 @@ struct BenchCase {
 struct BenchRow {
   BenchCase bench_case;
   std::string refusal;  ///< not empty: no speed, and why
-  double rel_l2 = 0;    ///< decode, prefill: the kernel's error over the decoded vectors; append: that of the codec
+  double rel_l2 = 0;    ///< the kernel's error over the decoded vectors; append: that of the codec
   double median_ns = 0;
   double spread = 0;  ///< (p90 - p10) / median
   int samples = 0;

@@ -17,10 +17,12 @@ constexpr const char* kBenchFooter =
     "Lists make several rows, one for every combination; key and value formats go in pairs. Each row is checked "
     "against\n"
     "float64 attention over the decoded vectors first, and gets no speed when its error is above 2e-4 (f32: 1e-5).\n"
+    "step: as decode, but each run first appends --q-len tokens to every sequence, as a layer of a model does.\n"
+    "prefill: as decode, with other defaults.\n"
     "append: --keys tokens are appended to an empty cache, --q-len at a time; --q-heads has no meaning there.\n"
     "With --backend cuda --q-len 1 it is one step of one token a sequence, replayed from a CUDA graph (any --keys "
     "above 1).\n"
-    "--window, --softcap, --alibi and --mask: of decode and prefill. Bytes and values are those that some query sees.\n"
+    "--window, --softcap, --alibi and --mask: not of append. Bytes and values are those that some query sees.\n"
     "\n"
     "Examples:\n"
     "  kvant bench decode --head-dim 128 --q-heads 32 --kv-heads 8 --keys 32768 --k-format tq4,tq8,f16\n"
@@ -28,6 +30,7 @@ constexpr const char* kBenchFooter =
     "  kvant bench prefill --q-len 512 --keys 4096 --head-dim 128,256,512 --k-format f16,tq4\n"
     "  kvant bench append --k-format tq4,tq6/tq4 --isa scalar,avx2 --threads 1\n"
     "  kvant bench decode --backend cuda --batch 16 --q-heads 32 --kv-heads 8 --keys 32768 --k-format tq6/tq4,bf16\n"
+    "  kvant bench step --backend cuda --batch 16 --q-heads 32 --kv-heads 8 --keys 32768 --k-format tq6/tq4,bf16\n"
     "  kvant bench decode --backend cuda --batch 32 --first-keys 131072 --keys 1024 --kv-heads 8 --q-heads 32\n"
     "  kvant bench decode --keys 65536 --window 4096 --softcap 50 --head-dim 256\n"
     "  kvant bench --suite cpu --markdown results.md";
@@ -66,9 +69,9 @@ std::vector<BenchCase> shapes_of(const Arguments& a, bool is_op_given) {
     return shapes;
   }
   BenchCase base;
-  base.op = a.op == "decode" ? BenchOp::decode : a.op == "prefill" ? BenchOp::prefill : BenchOp::append;
-  const std::int64_t default_keys = base.op == BenchOp::decode ? 16384 : 4096;
-  const std::int64_t default_q_len = base.op == BenchOp::decode ? 1 : 512;
+  base.op = parse_op(a.op).value();
+  const bool is_decode = base.op == BenchOp::decode || base.op == BenchOp::step;
+  const std::int64_t default_keys = is_decode ? 16384 : 4096, default_q_len = is_decode ? 1 : 512;
   const std::vector<std::int64_t> keys = a.keys.empty() ? std::vector{default_keys} : a.keys;
   const std::vector<std::int64_t> q_lens = a.q_lens.empty() ? std::vector{default_q_len} : a.q_lens;
   std::vector<BenchCase> shapes = {base};
@@ -103,7 +106,7 @@ void check_shape(const BenchCase& c) {
     usage(fmt::format("--q-heads {}: must be a multiple of --kv-heads {}", c.q_heads, c.kv_heads));
   }
   if (c.first_keys > 0 && c.op == BenchOp::append) {
-    usage(fmt::format("--first-keys {}: of decode and prefill; appends are alike in all sequences", c.first_keys));
+    usage(fmt::format("--first-keys {}: not of append; appends are alike in all sequences", c.first_keys));
   }
   if (c.op == BenchOp::append && c.scores != BenchScores{}) {
     usage(fmt::format("append: has no scores; leave out {}", c.scores.text()));
@@ -165,7 +168,7 @@ Status run_bench_command(const Arguments& a, bool is_op_given) {
   std::vector<BenchCase> cases = cases_of(a, is_op_given, isas);
   for (BenchCase& c : cases) {
     if (!on_device) continue;
-    if (c.op == BenchOp::prefill) usage("prefill: --backend cuda has decode and append");
+    if (c.op == BenchOp::prefill) usage("prefill: --backend cuda has decode, step and append");
     c.backend = a.backend;
     c.threads = 0;
   }
@@ -226,17 +229,19 @@ Result<std::vector<BenchCase>> suite_shapes(const std::string& name) {
 Action add_bench_command(CLI::App& app) {
   auto a = std::make_shared<Arguments>();
   CLI::App* command = app.add_subcommand(
-      "bench", "Time decode, prefill or append over shapes: speed beside error, and shares of the machine's own peaks");
+      "bench",
+      "Time decode, step, prefill or append over shapes: speed beside error, and shares of the machine's own peaks");
   command->footer(kBenchFooter);
   // Ranges say nothing in the help (the refusal does), or it would drown in them.
   const auto range = [](auto low, auto high) { return CLI::Range(low, high).description(""); };
   const auto list = [&](const char* name, auto& values, const char* what, const char* type = "N,...") {
     return command->add_option(name, values, what)->delimiter(',')->type_name(type);
   };
-  CLI::Option* op = command->add_option("OP", a->op, "decode, prefill or append; with --suite, only those shapes of it")
-                        ->check(CLI::IsMember({"decode", "prefill", "append"}).description(""))
-                        ->type_name("")
-                        ->capture_default_str();
+  CLI::Option* op =
+      command->add_option("OP", a->op, "decode, step, prefill or append; with --suite, only those shapes of it")
+          ->check(CLI::IsMember({"decode", "step", "prefill", "append"}).description(""))
+          ->type_name("")
+          ->capture_default_str();
   list("--k-format", a->k_formats, "Key formats, or pairs as tq6/tq4 (default; suites: f16,tq8,tq6/tq4,tq4)", "LIST");
   list("--v-format", a->v_formats, "Value formats: one for all, or one for each key format; default: as the keys",
        "LIST");
@@ -246,14 +251,14 @@ Action add_bench_command(CLI::App& app) {
       list("--kv-heads", a->kv_heads, "Key/value heads")->check(range(1, 4096))->capture_default_str(),
       list("--head-dim", a->head_dims, "Values of a vector")->capture_default_str(),
       list("--batch", a->batches, "Sequences")->check(range(1, 65536))->capture_default_str(),
-      list("--keys", a->keys, "Tokens of a sequence; default: 16384 for decode, else 4096")
+      list("--keys", a->keys, "Tokens of a sequence; default: 16384 for decode and step, else 4096")
           ->check(range(std::int64_t{1}, most_tokens)),
       command
           ->add_option("--first-keys", a->first_keys,
                        "Tokens of the first sequence, a long one beside others; default: as --keys")
           ->check(range(std::int64_t{1}, most_tokens))
           ->type_name("N"),
-      list("--q-len", a->q_lens, "Queries of a sequence; default: 1 for decode, else 512")
+      list("--q-len", a->q_lens, "Queries of a sequence; default: 1 for decode and step, else 512")
           ->check(range(std::int64_t{1}, most_queries)),
   };
   command->add_option("--suite", a->suite, "Shapes by name, instead of the options above: cpu")->type_name("NAME");

@@ -52,9 +52,9 @@ std::vector<float> loud_vectors(std::int64_t tokens, int heads, int head_dim, do
 }
 
 bool is_same_workload(const BenchCase& a, const BenchCase& b) {
-  return a.formats == b.formats && a.kv_heads == b.kv_heads && a.head_dim == b.head_dim && a.batch == b.batch &&
-         a.keys == b.keys && a.first_keys == b.first_keys && a.sink_pages == b.sink_pages &&
-         a.tail_pages == b.tail_pages;
+  return (a.op == BenchOp::step) == (b.op == BenchOp::step) && a.formats == b.formats && a.kv_heads == b.kv_heads &&
+         a.head_dim == b.head_dim && a.batch == b.batch && a.keys == b.keys && a.first_keys == b.first_keys &&
+         a.sink_pages == b.sink_pages && a.tail_pages == b.tail_pages;
 }
 
 double layer_bytes(const BenchCase& c) {
@@ -81,10 +81,10 @@ CacheConfig cache_config(const BenchCase& c, int layers) {
   return config;
 }
 
-BenchStep bench_step(const Workload& w, std::int64_t done, std::int64_t tokens) {
+BenchStep bench_step(const Workload& w, std::int64_t done, std::int64_t tokens, std::int64_t left_out) {
   BenchStep step;
   for (std::size_t i = 0; i < w.sequences.size(); ++i) {
-    const std::int64_t left = w.bench_case.keys_of(static_cast<std::int64_t>(i)) - done;
+    const std::int64_t left = w.bench_case.keys_of(static_cast<std::int64_t>(i)) - left_out - done;
     if (left <= 0) continue;
     step.appends.push_back({w.sequences[i], std::min(tokens, left)});
     step.sequences.push_back(w.sequences[i]);

@@ -33,13 +33,13 @@ struct Workload {
   int layers = 1;
 };
 
-/// The next tokens of sequences of which `done` are written: at most `tokens` of each, none of those that are complete.
+/// The next tokens of sequences of which `done` are written: at most `tokens` of each, none of the last `left_out`.
 struct BenchStep {
   std::vector<Append> appends;
   std::vector<SequenceId> sequences;
   std::int64_t rows = 0;  ///< of all
 };
-BenchStep bench_step(const Workload& w, std::int64_t done, std::int64_t tokens);
+BenchStep bench_step(const Workload& w, std::int64_t done, std::int64_t tokens, std::int64_t left_out = 0);
 
 /// Cases with the same answer can share a workload.
 bool is_same_workload(const BenchCase& a, const BenchCase& b);

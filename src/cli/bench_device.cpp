@@ -23,6 +23,7 @@ constexpr double kGraphNs = 2e6;  // a launch of a graph takes at least this lon
 constexpr std::int64_t kMostRuns = 4000;  // in one graph
 constexpr std::int64_t kSteps = 128;      // the same, of appends of one token
 constexpr int kStepSamples = 15;
+constexpr int kStepLayers = 16;
 constexpr int kFewestSamples = 7, kMostSamples = 201;
 constexpr std::int64_t kSupplyBytes = std::int64_t{128} << 20;  // rows of one write, keys or values
 
@@ -127,8 +128,8 @@ class Measurement {
     return TensorView::contiguous(bytes, Dtype::bf16, rows, c.kv_heads, c.head_dim);
   }
 
-  // All layers hold the same vectors: only the memory must differ.
-  Result<Workload> fill_cache(const BenchCase& c, int layers) {
+  // All layers hold the same vectors: only the memory must differ. The last tokens of each sequence may be left out.
+  Result<Workload> fill_cache(const BenchCase& c, int layers, std::int64_t left_out) {
     Result<Cache> cache = make_cache(c, layers);
     if (!cache.ok()) return cache.status();
     Workload w{c, std::move(*cache), {}, layers};
@@ -137,8 +138,8 @@ class Measurement {
                                                        std::min<std::int64_t>(c.most_keys(), 8192));
     const Result<Supply> supply = make_supply(c, step * c.batch);
     if (!supply.ok()) return supply.status();
-    for (std::int64_t done = 0; done < c.most_keys(); done += step) {
-      const BenchStep next = bench_step(w, done, step);
+    for (std::int64_t done = 0; done < c.most_keys() - left_out; done += step) {
+      const BenchStep next = bench_step(w, done, step, left_out);
       if (Status s = fill(*supply, c, done * c.batch, next.rows); !s.ok()) return s;
       if (Status s = w.cache.reserve(next.appends, bench_.stream()); !s.ok()) return s;
       for (int layer = 0; layer < layers; ++layer) {
@@ -151,7 +152,7 @@ class Measurement {
     return w;
   }
 
-  // --- decode ---
+  // --- decode and step ---
 
   struct Decode {
     const Plan* plan;
@@ -159,24 +160,72 @@ class Measurement {
     TensorView q;
     MutableTensorView out;
     RunOptions options;
+    Workload* grows;  // null: decode
+    TensorView keys, values;
+    std::vector<Append> step;
     static Status enqueue(void* self, std::int64_t i, Stream stream) {
       auto& d = *static_cast<Decode*>(self);
+      const auto layer = static_cast<int>(i % d.layers);
+      if (d.grows != nullptr) {
+        Cache& cache = d.grows->cache;
+        if (layer == 0) {  // once for all layers, as in a model
+          if (Status s = cache.reserve(d.step, stream); !s.ok()) return s;
+        }
+        if (Status s = cache.write(d.grows->sequences, layer, d.keys, d.values, stream); !s.ok()) return s;
+      }
       d.options.stream = stream;
-      return run(*d.plan, static_cast<int>(i % d.layers), d.q, d.out, d.options);
+      return run(*d.plan, layer, d.q, d.out, d.options);
     }
   };
 
+  // By how much the sequences of step grow while they are timed.
+  struct Growth {
+    std::int64_t passes = 0;  // over all layers, in one graph
+    int samples = 0;
+    std::int64_t tokens = 0;  // of each sequence in all
+  };
+  Result<Growth> growth_of(const BenchCase& c, int layers) const {
+    Growth g;
+    if (c.op != BenchOp::step) return g;
+    g.samples = settings_.rounds > 0 ? settings_.rounds : kStepSamples;
+    const std::int64_t launches = g.samples + 2;  // the graph is launched twice to warm up
+    const std::int64_t least = std::min(c.keys_of(0), c.batch > 1 ? c.keys : c.keys_of(0));
+    if (launches * c.q_len >= least) {
+      return {
+          Code::invalid_argument,
+          fmt::format("{} samples of --q-len {} make sequences longer than --keys {}; use more keys or fewer --rounds",
+                      g.samples, c.q_len, least)};
+    }
+    // At 3 TB/s a pass takes about so long; and lengths stay near those that were asked for.
+    const double pass_ns = layers * (layer_bytes(c) / 3000 + 1e4);
+    const double most = std::min<double>(static_cast<double>(kMostRuns) / layers,
+                                         static_cast<double>(least) / static_cast<double>(16 * launches * c.q_len));
+    g.passes = static_cast<std::int64_t>(std::clamp(std::ceil(kGraphNs / pass_ns), 1.0, std::max(1.0, most)));
+    g.tokens = g.passes * launches * c.q_len;
+    return g;
+  }
+
   Status measure_decode(BenchRow& row) {
     const BenchCase& c = row.bench_case;
+    const auto needed_for = [&](int layers) {
+      return 1.1 * layers * layer_bytes(c) + 3.0 * static_cast<double>(kSupplyBytes);
+    };
     const double wanted = std::ceil(4.0 * static_cast<double>(bench_.facts().l2_bytes) / layer_bytes(c));
-    const auto layers = static_cast<int>(std::clamp(wanted, 1.0, 4096.0));
-    const double needed = 1.1 * layers * layer_bytes(c) + 3.0 * static_cast<double>(kSupplyBytes);
+    auto layers = static_cast<int>(std::clamp(wanted, 1.0, 4096.0));
+    if (c.op == BenchOp::step) {  // lengths advance once for all layers: so many as a model has, if they fit
+      int more = std::max(layers, kStepLayers);
+      while (more > layers && needed_for(more) > 0.5 * static_cast<double>(bench_.facts().free_bytes)) more /= 2;
+      layers = std::max(layers, more);
+    }
+    const double needed = needed_for(layers);
     if (needed > 0.9 * static_cast<double>(bench_.facts().free_bytes)) {
       return {Code::out_of_memory,
               fmt::format("takes {} of the device's memory, {} are free; use fewer --keys or a smaller --batch",
                           bytes_text(needed), bytes_text(static_cast<double>(bench_.facts().free_bytes)))};
     }
-    Result<Workload> filled = fill_cache(c, layers);
+    const Result<Growth> growth = growth_of(c, layers);
+    if (!growth.ok()) return growth.status();
+    Result<Workload> filled = fill_cache(c, layers, growth->tokens);
     if (!filled.ok()) return filled.status();
     const std::vector<std::byte> mask = mask_bytes(c);
     const Result<void*> mask_memory = scratch(kMask, mask.size());
@@ -202,25 +251,55 @@ class Measurement {
     const std::int64_t q_row = static_cast<std::int64_t>(c.q_heads) * c.head_dim;
     if (Status s = bench_.fill_normal(*q, queries, q_row, 0, 13, *gain); !s.ok()) return s;
 
+    // Speed with a bf16 output, as serving has it; the check of the error with one in f32.
     Decode decode{&*plan,
                   layers,
                   TensorView::contiguous(*q, Dtype::bf16, queries, c.q_heads, c.head_dim),
-                  MutableTensorView::of(static_cast<float*>(*out32), queries, c.q_heads, c.head_dim),
+                  MutableTensorView::contiguous(*out, Dtype::bf16, queries, c.q_heads, c.head_dim),
+                  {},
+                  nullptr,
+                  {},
+                  {},
                   {}};
     decode.options.workspace = {static_cast<std::byte*>(*workspace), plan->workspace_bytes()};
-    if (Status s = Decode::enqueue(&decode, 0, bench_.stream()); !s.ok()) return s;
-    std::vector<float> got(values);
-    std::vector<std::uint16_t> q_host(values);
-    if (Status s = bench_.download(got.data(), *out32, values * 4); !s.ok()) return s;
-    if (Status s = bench_.download(q_host.data(), *q, values * 2); !s.ok()) return s;
-    const Result<double> error = check_attention(*filled, c, widened(q_host), got, 1);
-    if (!error.ok()) return error.status();
-    judge(row, *error);
-    if (!row.refusal.empty()) return {};
-
-    // Speed with a bf16 output, as serving has it.
-    decode.out = MutableTensorView::contiguous(*out, Dtype::bf16, queries, c.q_heads, c.head_dim);
+    const auto check = [&]() -> Status {
+      Decode once = decode;
+      once.grows = nullptr;
+      once.out = MutableTensorView::of(static_cast<float*>(*out32), queries, c.q_heads, c.head_dim);
+      if (Status s = Decode::enqueue(&once, 0, bench_.stream()); !s.ok()) return s;
+      std::vector<float> got(values);
+      std::vector<std::uint16_t> q_host(values);
+      if (Status s = bench_.download(got.data(), *out32, values * 4); !s.ok()) return s;
+      if (Status s = bench_.download(q_host.data(), *q, values * 2); !s.ok()) return s;
+      const Result<double> error = check_attention(*filled, c, widened(q_host), got, 1);
+      if (error.ok()) judge(row, *error);
+      return error.status();
+    };
     const core::DeviceBench::Work work{&decode, &Decode::enqueue};
+
+    if (c.op == BenchOp::step) {
+      // Sequences reach their lengths with the last of the recorded steps: then they can be checked.
+      const Result<Supply> supply = make_supply(c, queries);
+      if (!supply.ok()) return supply.status();
+      if (Status s = fill(*supply, c, 0, queries); !s.ok()) return s;
+      decode.grows = &*filled;
+      decode.keys = rows_of(supply->keys, c, 0, queries);
+      decode.values = rows_of(supply->values, c, 0, queries);
+      std::vector<Append> all, later;
+      for (const SequenceId id : filled->sequences) {
+        decode.step.push_back({id, c.q_len});
+        all.push_back({id, growth->tokens});
+        later.push_back({id, growth->tokens - growth->passes * c.q_len});
+      }
+      if (Status s = filled->cache.reserve_ahead(all, bench_.stream()); !s.ok()) return s;
+      Result<std::vector<double>> ns = bench_.time_graph(work, layers * growth->passes, growth->samples);
+      if (!ns.ok()) return ns.status();
+      if (Status s = filled->cache.advance(later); !s.ok()) return s;
+      if (Status s = check(); !s.ok() || !row.refusal.empty()) return s;
+      return finish(row, *ns);
+    }
+
+    if (Status s = check(); !s.ok() || !row.refusal.empty()) return s;
     Result<std::vector<double>> first = bench_.time_graph(work, layers, 3);
     if (!first.ok()) return first.status();
     const double estimate = std::max(100.0, quantile(*first, 0.5));

@@ -71,7 +71,7 @@ std::vector<std::string> notes(const BenchResult& result, const Machine& machine
     lines.push_back(fmt::format("Read bandwidth measured in the same run, {}: {:.0f} GB/s.", result.device,
                                 result.device_read_gb_per_s));
     lines.push_back(
-        "decode: graph launches between events, caches rotated through four times the L2 cache, bf16 queries and "
+        "decode, step: graph launches between events, caches rotated through four times the L2 cache, bf16 queries and "
         "outputs; append: all calls between two events.");
   }
   lines.push_back(

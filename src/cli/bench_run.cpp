@@ -30,12 +30,37 @@ double query_bytes(const BenchCase& c) {
 struct Runner {
   BenchRow row;
   std::vector<double> samples;
-  std::shared_ptr<Workload> workload;  // decode, prefill
+  std::shared_ptr<Workload> workload;  // all but append
   std::optional<Plan> plan;
   std::vector<float> q, out;
+  std::vector<float> new_keys, new_values;  // step
   std::vector<std::byte> mask;
   int next_layer = 0;
   std::optional<AppendRun> append;
+
+  Status make_plan() {
+    const BenchCase& c = row.bench_case;
+    AttentionOptions options = attention_options(c, mask.data());
+    options.threads = c.threads;
+    options.isa = c.isa;
+    Result<Plan> made = kvant::plan(workload->cache, workload->sequences, options);
+    if (made.ok()) plan = std::move(*made);
+    return made.status();
+  }
+
+  // The newest tokens are reserved, and written in no layer. In a model that is once for all layers: it is not timed.
+  Status begin_step() {
+    const BenchCase& c = row.bench_case;
+    std::vector<Append> appends;
+    for (std::size_t i = 0; i < workload->sequences.size(); ++i) {
+      const SequenceId id = workload->sequences[i];
+      const std::int64_t before = c.keys_of(static_cast<std::int64_t>(i)) - c.q_len;
+      if (const Status status = workload->cache.truncate(id, before); !status.ok()) return status;
+      appends.push_back({id, c.q_len});
+    }
+    if (const Status status = workload->cache.reserve(appends); !status.ok()) return status;
+    return make_plan();
+  }
 
   Result<double> time_once() {
     if (append) return append->time_once();
@@ -44,7 +69,17 @@ struct Runner {
     const auto in = TensorView::of(q.data(), queries, c.q_heads, c.head_dim);
     const auto to = MutableTensorView::of(out.data(), queries, c.q_heads, c.head_dim);
     const int layer = next_layer++ % workload->layers;
+    if (c.op == BenchOp::step) {
+      if (const Status status = begin_step(); !status.ok()) return status;
+    }
     const auto begin = std::chrono::steady_clock::now();
+    if (c.op == BenchOp::step) {
+      const auto rows = [&](const std::vector<float>& data) {
+        return TensorView::of(data.data(), queries, c.kv_heads, c.head_dim);
+      };
+      const Status written = workload->cache.write(workload->sequences, layer, rows(new_keys), rows(new_values));
+      if (!written.ok()) return written;
+    }
     const Status status = run(*plan, layer, in, to);
     const auto end = std::chrono::steady_clock::now();
     if (!status.ok()) return status;
@@ -56,15 +91,14 @@ Status prepare_attention(Runner& runner) {
   BenchRow& row = runner.row;
   const BenchCase& c = row.bench_case;
   runner.mask = mask_bytes(c);
-  AttentionOptions options = attention_options(c, runner.mask.data());
-  options.threads = c.threads;
-  options.isa = c.isa;
-  Result<Plan> plan = kvant::plan(runner.workload->cache, runner.workload->sequences, options);
-  if (!plan.ok()) return plan.status();
-  row.bytes = static_cast<double>(plan->kv_bytes());
-  runner.plan = std::move(*plan);
+  if (const Status status = runner.make_plan(); !status.ok()) return status;
+  row.bytes = static_cast<double>(runner.plan->kv_bytes());
   runner.q = loud_vectors(c.batch * c.q_len, c.q_heads, c.head_dim, 1, 3);
   runner.out.resize(runner.q.size());
+  if (c.op == BenchOp::step) {
+    runner.new_keys = loud_vectors(c.batch * c.q_len, c.kv_heads, c.head_dim, 10, 1);
+    runner.new_values = loud_vectors(c.batch * c.q_len, c.kv_heads, c.head_dim, 6, 2);
+  }
   if (const Result<double> first = runner.time_once(); !first.ok()) return first.status();  // layer 0
   const Result<double> error = check_attention(*runner.workload, c, runner.q, runner.out);
   if (!error.ok()) return error.status();
@@ -216,8 +250,22 @@ Result<std::vector<std::vector<BenchCase>>> cut_groups(const std::vector<BenchCa
 
 }  // namespace
 
+namespace {
+
+constexpr std::pair<BenchOp, const char*> kOps[] = {
+    {BenchOp::decode, "decode"}, {BenchOp::step, "step"}, {BenchOp::prefill, "prefill"}, {BenchOp::append, "append"}};
+
+}  // namespace
+
 const char* op_name(BenchOp op) {
-  return op == BenchOp::decode ? "decode" : op == BenchOp::prefill ? "prefill" : "append";
+  return std::find_if(std::begin(kOps), std::end(kOps), [&](const auto& o) { return o.first == op; })->second;
+}
+
+std::optional<BenchOp> parse_op(const std::string& name) {
+  for (const auto& [op, text] : kOps) {
+    if (name == text) return op;
+  }
+  return {};
 }
 
 void judge(BenchRow& row, double rel_l2) {
