@@ -29,15 +29,13 @@ __device__ void Attend<KF, VF, D, NT>::begin_line() const {
     const int mine = line.begin(item + lane % 2);
     const int begin = __shfl_sync(~0u, mine, 0), end = __shfl_sync(~0u, mine, 1);
     place.left = end - begin;
-    if (place.left > 0) {
-      int base;
-      place.entry = find_sequence(p, info->window, begin, base);
-      place.offset = begin - base;
-      const SequenceCost& cost = info->window.cost[place.entry - info->window.first];
-      const int head = cost.head(), segment = cost.segment();
-      place.kv_head = quotient(place.offset, head), place.offset -= place.kv_head * head;
-      if (head > segment) place.row_block = quotient(place.offset, segment), place.offset -= place.row_block * segment;
-    }
+    int base;
+    place.entry = find_sequence(p, info->window, begin, base);
+    place.offset = begin - base;
+    const SequenceCost& cost = info->window.cost[place.entry - info->window.first];
+    const int head = cost.head(), segment = cost.segment();
+    place.kv_head = quotient(place.offset, head), place.offset -= place.kv_head * head;
+    if (head > segment) place.row_block = quotient(place.offset, segment), place.offset -= place.row_block * segment;
   }
   if (lane == 0) info->place = place;
   __syncwarp();
@@ -52,13 +50,8 @@ __device__ void Attend<KF, VF, D, NT>::next_part() const {
     if (lane == 0) info->part.partial = -1;
     return;
   }
-  int i;
-  while (true) {  // sequences without work lie between others
-    show(p, info->window, place.entry);
-    i = place.entry - info->window.first;
-    if (info->window.cost[i].head() > 0) break;
-    ++place.entry;
-  }
+  show(p, info->window, place.entry);
+  const int i = place.entry - info->window.first;
   if (lane == 0) describe(info->part, place, info->window.cost[i], info->window.batch[i], info->window.length[i]);
 }
 

@@ -143,8 +143,7 @@ __device__ __forceinline__ void rotate_row_back(float (&x)[kMergeColumns<D, W>],
 template <int D, int W>
 __global__ void __launch_bounds__(32 * W, kMergeBlocks<D, W>) merge_kernel(const __grid_constant__ AttendParams p) {
   constexpr int kVectors = (D + 127) / 128;  // float4 of a lane
-  // Partials that a warp asks for at once: as many as kMergeBlocks leaves registers for.
-  constexpr int kAtOnce = D == 256 ? 2 : 4;
+  constexpr int kAtOnce = D <= 128 ? 2 : 1;  // partials that a warp asks for at once, as registers allow
   extern __shared__ __align__(16) std::byte memory[];
   MergeShared<D, W>& shared = *reinterpret_cast<MergeShared<D, W>*>(memory);
 
@@ -220,21 +219,33 @@ __global__ void __launch_bounds__(32 * W, kMergeBlocks<D, W>) merge_kernel(const
     for (int v = 0; v < kVectors; ++v) {
       sum[v].x *= before, sum[v].y *= before, sum[v].z *= before, sum[v].w *= before;
     }
-    const int partials = (count - begin + step - 1) / step;
-#pragma unroll(kAtOnce)
-    for (int j = 0; j < (partials < 32 ? partials : 32); ++j) {
-      if (in_exact && begin + j * step >= exact) {
-        keep(core::kExact);
-        in_exact = false;
-      }
-      const float f = __shfl_sync(~0u, factor, j);
-      const std::size_t at = static_cast<std::size_t>(__shfl_sync(~0u, partial, j));
-      const float4* o = reinterpret_cast<const float4*>(p.partial_o + (at * rows + static_cast<std::size_t>(r)) * D);
+    const int partials = base::min((count - begin + step - 1) / step, 32);
+#pragma unroll 1
+    for (int first = 0; first < partials; first += kAtOnce) {
+      float4 x[kAtOnce][kVectors];
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const float4 x = lane + 32 * v < D / 4 ? o[lane + 32 * v] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        float4& s = sum[v];
-        s.x = fmaf(x.x, f, s.x), s.y = fmaf(x.y, f, s.y), s.z = fmaf(x.z, f, s.z), s.w = fmaf(x.w, f, s.w);
+      for (int i = 0; i < kAtOnce; ++i) {
+        const std::size_t at = static_cast<std::size_t>(__shfl_sync(~0u, partial, first + i));
+        const float4* o = reinterpret_cast<const float4*>(p.partial_o + (at * rows + static_cast<std::size_t>(r)) * D);
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          x[i][v] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          if (first + i < partials && lane + 32 * v < D / 4) x[i][v] = o[lane + 32 * v];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (in_exact && begin + (first + i) * step >= exact) {
+          keep(core::kExact);
+          in_exact = false;
+        }
+        const float f = __shfl_sync(~0u, factor, first + i);  // 0 where there is no partial
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          float4& s = sum[v];
+          s.x = fmaf(x[i][v].x, f, s.x), s.y = fmaf(x[i][v].y, f, s.y);
+          s.z = fmaf(x[i][v].z, f, s.z), s.w = fmaf(x[i][v].w, f, s.w);
+        }
       }
     }
   }
