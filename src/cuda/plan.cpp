@@ -29,15 +29,6 @@ constexpr int kShortUnits = 6;
 // What a block may get more to read, in bytes of pages, if none then works across two rows of work.
 constexpr double kRowWorth = 32768;
 
-// As much shared memory as there is for `function`, `bytes` of it for a block. Without it the driver gives each kernel what it
-// needs, and blocks of the next launch wait until a multiprocessor is empty of those that need another amount.
-Status prepare_shared(const void* function, int bytes) {
-  KVANT_CUDA_TRY(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  KVANT_CUDA_TRY(
-      cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-  return {};
-}
-
 DeviceBasis device_basis(const BasisArrays& b) {
   return {b.kind, b.center, b.matrix, b.inverse};
 }
@@ -95,7 +86,7 @@ Status Plan::choose_blocks() {
   while (fitting < attend_.shared_bytes.size() && attend_.shared_bytes[fitting] <= limits.shared_bytes) ++fitting;
   std::array<int, 3> blocks{};  // on a multiprocessor, with 1, 2 and 4 stages
   if (fitting > 0) {
-    if (Status s = prepare_shared(attend_.function, attend_.shared_bytes[fitting - 1]); !s.ok()) return s;
+    KVANT_CUDA_TRY(prepare_shared(attend_.function, attend_.shared_bytes[fitting - 1]));
   }
   for (std::size_t i = 0; i < fitting; ++i) {
     KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks[i], attend_.function, kAttendThreads,
@@ -131,7 +122,7 @@ Status Plan::choose_merge(const DecodeKernels& kernels, const Line& line) {
   while (limits.overlaps && cluster_ < kMostCluster && line.items / segments() > 16 * cluster_) cluster_ *= 2;
   for (const MergeKernel& merge : kernels.merge) {
     merge_ = merge;
-    if (Status s = prepare_shared(merge.function, merge.shared_bytes); !s.ok()) return s;
+    KVANT_CUDA_TRY(prepare_shared(merge.function, merge.shared_bytes));
     int blocks = 0;
     KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, merge.function, 32 * merge.warps,
                                                                  static_cast<std::size_t>(merge.shared_bytes)));

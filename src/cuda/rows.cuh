@@ -57,10 +57,17 @@ struct PageJob {
   }
 };
 
-// Rows as dense ones: into the exact copy, or into a dense format. Two elements a thread and turn.
+// The bits of an element in a dense format. `fits`: it can be stored; `value_fits`: so can the value in the place of a key.
 //
 // A value that is not finite would spoil the sums of rows that do not see it (0 * NaN), also after a truncation. So values
 // are stored as 0 there, and the key of that token is made NaN in its place: whoever sees the token gets NaN, nobody else.
+__device__ __forceinline__ std::uint32_t dense_bits(float x, bool is_value, bool fits, bool value_fits, Format format) {
+  if (is_value && !fits) x = 0.0f;
+  if (!is_value && !value_fits) x = __int_as_float(0x7FC00000);
+  return half_bits(x, format == Format::f16);
+}
+
+// Rows as dense ones: into the exact copy, or into a dense format. Two elements a thread and turn.
 template <class Shape, bool kFromExact>
 __device__ __forceinline__ void store_dense(const PageJob& job, bool to_exact, int first, int last) {
   constexpr int kD = Shape::kD;
@@ -81,14 +88,11 @@ __device__ __forceinline__ void store_dense(const PageJob& job, bool to_exact, i
       float x = load_element(row, dtype, channel + j);
       const bool fits = !given || is_storable(x, Dtype::f32);
       finite = finite && fits;
-      if (job.is_value && !fits) x = 0.0f;
-      if (value_row != nullptr && !is_storable(load_element(value_row, values.dtype, channel + j), Dtype::f32)) {
-        x = __int_as_float(0x7FC00000);
-      }
-      if (rounding == Dtype::bf16) x = rounded(x, rounding);
-      if (rounding == Dtype::f16) x = base::f16_to_f32(base::f32_to_f16(x));
-      const std::uint32_t half = to.format == Format::f16 ? base::f32_to_f16(x) : base::f32_to_bf16(x);
-      word |= half << (16 * j);
+      const bool value_fits =
+          value_row == nullptr || is_storable(load_element(value_row, values.dtype, channel + j), Dtype::f32);
+      if (rounding == Dtype::bf16) x = __uint_as_float(half_bits(x, false) << 16);
+      if (rounding == Dtype::f16) x = base::f16_to_f32(static_cast<std::uint16_t>(half_bits(x, true)));
+      word |= dense_bits(x, job.is_value, fits, value_fits, to.format) << (16 * j);
     }
     *reinterpret_cast<std::uint32_t*>(block + to.plane_offset[0] + static_cast<std::size_t>(token) * kD * 2 +
                                       channel * 2) = word;

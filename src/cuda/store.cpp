@@ -306,10 +306,11 @@ Status Store::write(std::span<const core::DeviceAppend> appends, int layer, cons
   std::int64_t items = 0;
   for (std::size_t i = 0; i < appends.size(); ++i) {
     const auto each = static_cast<std::int32_t>(write_items(appends[i].tokens, config_.ends.tail_pages));
-    if (p.entries == 0) p.items_each = each;
+    if (p.entries == 0) p.items_each = each, p.tokens = 0;
     if (each != p.items_each) p.items_each = 0;
     p.entry[p.entries++] = {appends[i].index, row, static_cast<std::int32_t>(items)};
     items += each;
+    p.tokens += appends[i].tokens;
     row += appends[i].tokens;
     most_tokens = std::max(most_tokens, appends[i].tokens);
     const bool full =

@@ -18,10 +18,10 @@ __global__ void set_lengths_kernel(const __grid_constant__ LengthBatch batch) {
   if (i < batch.count) batch.sequences[batch.change[i].index] = batch.change[i].state;
 }
 
-// Between the last step's kernels and this one's: they can begin meanwhile, and wait before they read lengths.
+// Between the last step's kernels and this one's, which can begin meanwhile and wait before they read lengths.
 __global__ void advance_kernel(const __grid_constant__ AdvanceBatch batch) {
-  ptx::launch_dependents();
   ptx::wait_prerequisites();
+  ptx::launch_dependents();
   const auto i = static_cast<int>(threadIdx.x);
   if (i >= batch.count) return;
   SequenceState& s = batch.sequences[batch.append[i].index];

@@ -1,247 +1,18 @@
-// The kernel that stores rows (cuda/write.hpp says what its grid is), for one head_dim.
-//
-// A warp copies rows of a page into shared memory (those of the next head while it works on one), encodes them, a vector to a
-// few threads, and leaves the codes in place of the rows. Keys go from there to the page, and values whose tokens come in whole
-// octets: a word has eight tokens of a channel. So warps do not wait for each other. Where octets are in part of other warps,
-// or of other steps, whose bits stay, a team of warps stores them together. No two teams change one word.
+// The kernels that store rows (cuda/write.hpp says what their grids are), for one head_dim.
 #pragma once
 
 #include <bit>
 
-#include "cuda/rows.cuh"
-#include "cuda/search.cuh"
+#include "cuda/write_step.cuh"
 
 namespace kvant::cuda {
 
-// Of CTAs on a multiprocessor; steps and dense formats wait for memory most of the time.
-inline constexpr int kWriteCtas = 2, kStepCtas = 12, kDenseCtas = 9;
-inline constexpr int kStepRows = 4;  // of a block of the step kernel
+// Of CTAs on a multiprocessor; dense formats wait for memory most of the time.
+inline constexpr int kWriteCtas = 2, kDenseCtas = 9;
 
-// y = A x, both [D] of one vector in shared memory. Not bit-equal to the host's: sums in the order of j. A few elements at a
-// time, because its loads in flight would cost all other bases registers; so would a call.
-template <class Shape>
-__device__ __forceinline__ void multiply_row(const float* x, float* y, int t, const float* matrix) {
-  constexpr int kAtOnce = 4;
-#pragma unroll 1
-  for (int i = t; i < Shape::kD; i += kAtOnce * Shape::kThreads) {
-    float sums[kAtOnce] = {};
-#pragma unroll 1
-    for (int j = 0; j < Shape::kD; j += 4) {
-      const float4 b = *reinterpret_cast<const float4*>(x + j);
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const float4 a = __ldg(reinterpret_cast<const float4*>(matrix + (i + k * Shape::kThreads) * Shape::kD + j));
-        sums[k] = fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sums[k]))));
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) y[i + k * Shape::kThreads] = sums[k];
-  }
-  __syncwarp();
-}
-
-// Tokens [first, last) of the page, for `heads` heads from that of `job` on, by a team.
-template <class Shape, Format kFormat, bool kAnyFormat>
-__device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_exact, int first, int last) {
-  using P = Planes<kFormat, Shape>;
-  using T = Tables<kFormat, !kAnyFormat>;
-  constexpr int kThreads = Shape::kThreads, kOfWarp = 32 / kThreads, kAtOnce = Shape::kTeamThreads / kThreads;
-  extern __shared__ __align__(16) std::byte shared[];
-  const WriteParams& params = *job.params;
-  const codec::SideLayout& layout = job.layout(false);
-  const StagedRows staged = staged_rows<Shape>(job);
-  const int pitch = staged.pitch;
-  int other = params.rows * pitch;  // bytes from `rows` to the other buffer
-  std::byte* rows = shared + T::kBytes + 2 * other * team_of_block<Shape>();
-  __syncwarp();  // the warp may still read from what it did before
-  if (staged.unchecked) copy_rows<Shape>(job, staged, from_exact, first, min(params.rows, last - first), rows);
-  if constexpr (kAnyFormat) {
-    T::template fill<Shape::kBlockThreads>(shared);
-    __syncthreads();
-  }
-  const T tables(ptx::shared_address(shared));
-  const int vector = thread_of_team<Shape>(kThreads), t = static_cast<int>(threadIdx.x % kThreads);
-  const int first_of_warp = thread_of_team<Shape>(32) * kOfWarp;
-  const bool rotates = job.side->basis == BasisKind::hadamard;
-  // Below this in its basis, a row has nothing in it that could not be stored: the largest of D orthonormal coordinates is
-  // at least the largest given one / sqrt(D).
-  const float in_doubt = rotates ? 65000.0f * params.rotation_scale : 65000.0f;
-  constexpr int kHighAt = P::Low::kWords * kThreads * 4;  // bytes from a row's begin
-  constexpr bool kOctets = kOfWarp % 8 == 0;
-
-  for (int chunk = first; heads > 0;) {
-    const int count = min(params.rows, last - chunk);
-    if (staged.unchecked) {
-      ptx::copy_wait<0>();
-      __syncwarp();
-      const int next_chunk = chunk + count;
-      if (next_chunk < last) {
-        copy_rows<Shape>(job, staged, from_exact, next_chunk, min(params.rows, last - next_chunk), rows + other);
-      } else if (heads > 1) {
-        PageJob next = job;
-        next.to_next_head();
-        copy_rows<Shape>(next, staged, from_exact, first, min(params.rows, last - first), rows + other);
-      }
-    } else {
-      team_barrier<Shape>();
-      convert_rows<Shape>(job, staged, from_exact, chunk, count, rows);
-      team_barrier<Shape>();
-    }
-    std::byte* low = job.encoded + layout.plane_offset[0];
-    std::byte* high = job.encoded + layout.plane_offset[1];
-    const bool whole = (chunk | count) % 8 == 0;
-    const auto store = [&]<bool kWhole, int kOf>(const std::byte* from, int token, int tokens) {
-      store_values<Shape, P::kLow, kWhole, kOf>(from, pitch, token, tokens, low);
-      if constexpr (P::kHigh != 0) {
-        store_values<Shape, P::kHigh, kWhole, kOf>(from + kHighAt, pitch, token, tokens, high);
-      }
-    };
-    for (int base = first_of_warp; base < count; base += kAtOnce) {
-      const int place = base + vector - first_of_warp;
-      const int row = min(place, count - 1);  // threads without a vector go along with the last one's
-      std::byte* at = rows + row * pitch;
-      const std::byte* from_basis = at;
-      if (job.side->basis == BasisKind::calibrated) {
-        // The other buffer is free: nothing is staged ahead for these rows.
-        auto* to = reinterpret_cast<float*>(at + other);
-        multiply_row<Shape>(reinterpret_cast<const float*>(at), to, t,
-                            job.side->matrix + static_cast<std::size_t>(job.head) * Shape::kD * Shape::kD);
-        from_basis = at + other;
-      }
-      float y[Shape::kElements];
-      const std::uint32_t mine =
-          load_vector<Shape, codec::is_tq(kFormat)>(from_basis, staged.dtype, rotates, t, params.rotation_scale, y);
-      float largest = most_between<kThreads>(mine);
-      if (__any_sync(0xFFFFFFFFu, staged.unchecked && !(largest < in_doubt))) {
-        const bool storable = check_row<Shape>(job, at, staged.dtype, job.given(chunk + row, from_exact), t);
-        if (sum_between<kThreads>(storable ? 0u : 1u) != 0) largest = __int_as_float(0x7FC00000);
-      }
-      std::uint32_t words[P::kWords];
-      std::uint16_t scales[kScaleGroups<kFormat, Shape::kD>];
-      encode_vector<kFormat, Shape>(y, t, largest, tables, words, scales);
-      regroup<typename P::Low, P::kLow>(words, t);
-      if constexpr (P::kHigh != 0) regroup<typename P::High, P::kHigh>(words + P::Low::kWords, t);
-      __syncwarp();
-      if (place < count) {
-        auto* to = reinterpret_cast<std::uint32_t*>(at);
-#pragma unroll
-        for (int i = 0; i < P::kWords; ++i) {
-          to[i * kThreads + (i < P::Low::kWords ? P::Low::place(t) : P::High::place(t))] = words[i];
-        }
-        if (t == 0) {
-#pragma unroll
-          for (int g = 0; g < kScaleGroups<kFormat, Shape::kD>; ++g) {
-            *reinterpret_cast<std::uint16_t*>(job.encoded + codec::scale_at(layout, chunk + row, g)) = scales[g];
-          }
-        }
-      }
-      __syncwarp();
-      const int of_warp = min(kOfWarp, count - base);
-      const std::byte* from = rows + base * pitch;
-      if (!job.is_value) {
-        const auto row_at = static_cast<std::size_t>(chunk + base) * (Shape::kD / 8);
-        store_keys<Shape, P::kLow>(from, pitch, of_warp, low + row_at * P::kLow);
-        if constexpr (P::kHigh != 0) {
-          store_keys<Shape, P::kHigh>(from + kHighAt, pitch, of_warp, high + row_at * P::kHigh);
-        }
-      } else if (kOctets && whole) {
-        store.template operator()<true, 32>(from, chunk + base, of_warp);
-      }
-    }
-    if (job.is_value && !(kOctets && whole)) {
-      team_barrier<Shape>();
-      if (!kOctets && whole) {
-        store.template operator()<true, Shape::kTeamThreads>(rows, chunk, count);
-      } else {
-        store.template operator()<false, Shape::kTeamThreads>(rows, chunk, count);
-      }
-      team_barrier<Shape>();
-    }
-    rows += other;
-    other = -other;
-    chunk += count;
-    if (chunk == last) {
-      chunk = first;
-      job.to_next_head();
-      --heads;
-    }
-  }
-}
-
-template <class Shape>
-__device__ __forceinline__ void encode_dense(PageJob job, int heads, bool from_exact, int first, int last) {
-  for (; heads > 0; --heads) {
-    if (from_exact) {
-      store_dense<Shape, true>(job, false, first, last);
-    } else {
-      store_dense<Shape, false>(job, false, first, last);
-    }
-    job.to_next_head();
-  }
-}
-
-template <class Shape>
-__device__ __forceinline__ void encode_any(const PageJob& job, int heads, bool from_exact, int first, int last) {
-  switch (job.layout(false).format) {
-    case Format::fp8: return encode_heads<Shape, Format::fp8, true>(job, heads, from_exact, first, last);
-    case Format::tq2: return encode_heads<Shape, Format::tq2, true>(job, heads, from_exact, first, last);
-    case Format::tq3: return encode_heads<Shape, Format::tq3, true>(job, heads, from_exact, first, last);
-    case Format::tq4: return encode_heads<Shape, Format::tq4, true>(job, heads, from_exact, first, last);
-    case Format::tq5: return encode_heads<Shape, Format::tq5, true>(job, heads, from_exact, first, last);
-    case Format::tq6: return encode_heads<Shape, Format::tq6, true>(job, heads, from_exact, first, last);
-    case Format::tq8: return encode_heads<Shape, Format::tq8, true>(job, heads, from_exact, first, last);
-    default: return encode_dense<Shape>(job, heads, from_exact, first, last);
-  }
-}
-
-// --- the kernel ------------------------------------------------------------------------------------------------------------
-
-// One page that a step touches.
-struct TouchedPage {
-  core::PageRef ref;
-  std::int64_t first_row;
-  int begin, count;  // tokens of the page that get rows
-  bool leaves_tail;
-};
-
-__device__ __forceinline__ TouchedPage find_page(const WriteParams& params, std::int32_t item) {
-  const CacheView& cache = params.cache;
-  std::int32_t low = 0;
-  if (params.items_each > 0) {
-    low = item / params.items_each;
-  } else {
-    std::int32_t high = params.entries;  // the last entry that begins at the item or before
-    while (high - low > 1) {
-      const std::int32_t middle = (low + high) / 2;
-      (params.entry[middle].item_begin <= item ? low : high) = middle;
-    }
-  }
-  const WriteEntry entry = params.entry[low];
-  const SequenceState state = cache.sequences[entry.index];
-  const std::int32_t first_page = max(0, state.step_begin / kPageTokens - cache.tail_pages);
-  const std::int32_t page = first_page + item - entry.item_begin;
-  TouchedPage touched{};
-  if (page >= cache.max_pages || page * kPageTokens >= state.length) return touched;
-  const auto exact_at = [&](std::int32_t length) {  // core::ExactEnds
-    return page < cache.sink_pages || (cache.tail_pages > 0 && length < kPageTokens * (page + 1 + cache.tail_pages));
-  };
-  const std::int32_t begin = max(state.step_begin, page * kPageTokens);
-  const std::int32_t end = min(state.length, (page + 1) * kPageTokens);
-  const bool leaves_tail = exact_at(state.step_begin) && !exact_at(state.length);
-  if (begin >= end && !leaves_tail) return touched;  // most pages of a step of one token
-  touched.ref = cache.pages[static_cast<std::int64_t>(entry.index) * cache.max_pages + page];
-  touched.first_row = std::int64_t{entry.row_begin} + begin - state.step_begin;
-  touched.begin = begin - page * kPageTokens;
-  touched.count = end - begin;
-  touched.leaves_tail = leaves_tail;
-  return touched;
-}
-
-// Of one format; where steps are short, of any (two launches would take longer).
-template <class Shape, bool kAnyFormat, Format kFormat>
-__global__ void __launch_bounds__(Shape::kBlockThreads, kAnyFormat                 ? kStepCtas
-                                                        : codec::is_dense(kFormat) ? kDenseCtas
-                                                                                   : kWriteCtas)
+// Of one format, or of any dense one.
+template <class Shape, Format kFormat>
+__global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat) ? kDenseCtas : kWriteCtas)
     write_kernel(const __grid_constant__ WriteParams params) {
   const CacheView& cache = params.cache;
   const std::int64_t jobs = std::int64_t{params.items} * cache.kv_heads;
@@ -250,7 +21,7 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kAnyFormat              
   const std::int64_t teams = (both ? gridDim.x / 2 : gridDim.x) * kTeams<Shape>;
   const std::int64_t place = (both ? blockIdx.x / 2 : blockIdx.x) * kTeams<Shape> + team_of_block<Shape>();
   const auto last = static_cast<std::int32_t>(jobs * (place + 1) / teams);
-  if constexpr (!kAnyFormat && !codec::is_dense(kFormat)) {
+  if constexpr (!codec::is_dense(kFormat)) {
     extern __shared__ __align__(16) std::byte shared[];
     Tables<kFormat, true>::template fill<Shape::kBlockThreads>(shared);
     __syncthreads();
@@ -262,36 +33,12 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kAnyFormat              
     i += heads;
     const TouchedPage page = find_page(params, item);
     if (page.count <= 0 && !page.leaves_tail) continue;
-    const core::PageRef ref = page.ref;
-    const auto block = static_cast<std::uint64_t>(params.layer * cache.kv_heads + head);
-    const PageJob job{
-        .params = &params,
-        .side = is_value ? &params.v : &params.k,
-        .encoded = ref.encoded < 0
-                       ? nullptr
-                       : cache.encoded + static_cast<std::uint64_t>(ref.encoded) * cache.encoded_slot_bytes +
-                             block * cache.encoded_layout.block_bytes,
-        .exact = ref.exact < 0 ? nullptr
-                               : cache.exact + static_cast<std::uint64_t>(ref.exact) * cache.exact_slot_bytes +
-                                     block * cache.exact_layout.block_bytes,
-        .head = head,
-        .is_value = is_value,
-        .first_row = page.first_row,
-        .begin = page.begin,
-        .count = page.count};
-    const bool from_exact = ref.exact >= 0;
-    if (from_exact && job.count > 0) {
-      PageJob kept = job;
-      for (int h = 0; h < heads; ++h) {
-        store_dense<Shape, false>(kept, true, job.begin, job.begin + job.count);
-        kept.to_next_head();
-      }
-    }
-    if (ref.encoded < 0 || (from_exact ? !page.leaves_tail : job.count <= 0)) continue;
+    const PageJob job = page_job(params, page, head, is_value);
+    const bool from_exact = page.ref.exact >= 0;
+    if (from_exact && job.count > 0) store_exact_rows<Shape>(job, heads);
+    if (page.ref.encoded < 0 || (from_exact ? !page.leaves_tail : job.count <= 0)) continue;
     const int first = from_exact ? 0 : job.begin, end = from_exact ? kPageTokens : job.begin + job.count;
-    if constexpr (kAnyFormat) {
-      encode_any<Shape>(job, heads, from_exact, first, end);
-    } else if constexpr (codec::is_dense(kFormat)) {
+    if constexpr (codec::is_dense(kFormat)) {
       encode_dense<Shape>(job, heads, from_exact, first, end);
     } else {
       encode_heads<Shape, kFormat, false>(job, heads, from_exact, first, end);
@@ -319,27 +66,22 @@ template <int kD>
 WriteFunction wide_kernel(Format format) {
   using Shape = WideShape<kD>;
   switch (format) {
-    case Format::fp8: return &write_kernel<Shape, false, Format::fp8>;
-    case Format::tq2: return &write_kernel<Shape, false, Format::tq2>;
-    case Format::tq3: return &write_kernel<Shape, false, Format::tq3>;
-    case Format::tq4: return &write_kernel<Shape, false, Format::tq4>;
-    case Format::tq5: return &write_kernel<Shape, false, Format::tq5>;
-    case Format::tq6: return &write_kernel<Shape, false, Format::tq6>;
-    case Format::tq8: return &write_kernel<Shape, false, Format::tq8>;
-    default: return &write_kernel<DenseShape<kD>, false, Format::f16>;  // all dense ones
+    case Format::fp8: return &write_kernel<Shape, Format::fp8>;
+    case Format::tq2: return &write_kernel<Shape, Format::tq2>;
+    case Format::tq3: return &write_kernel<Shape, Format::tq3>;
+    case Format::tq4: return &write_kernel<Shape, Format::tq4>;
+    case Format::tq5: return &write_kernel<Shape, Format::tq5>;
+    case Format::tq6: return &write_kernel<Shape, Format::tq6>;
+    case Format::tq8: return &write_kernel<Shape, Format::tq8>;
+    default: return &write_kernel<DenseShape<kD>, Format::f16>;  // all dense ones
   }
 }
-template <int kD>
-WriteFunction step_kernel() {
-  return &write_kernel<StepShape<kD>, true, Format::f16>;
-}
-
 template <int kD>
 cudaError_t prepare_write(const WriteParams& p, const DeviceLimits& limits) {
   const auto& layout = p.cache.encoded_layout;
   for (const WriteFunction f :
-       {wide_kernel<kD>(layout.k.format), wide_kernel<kD>(layout.v.format), step_kernel<kD>()}) {
-    const cudaError_t error = cudaFuncSetAttribute(f, cudaFuncAttributeMaxDynamicSharedMemorySize, limits.shared_bytes);
+       {wide_kernel<kD>(layout.k.format), wide_kernel<kD>(layout.v.format), &step_kernel<StepShape<kD>>}) {
+    const cudaError_t error = prepare_shared(reinterpret_cast<const void*>(f), limits.shared_bytes);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -348,25 +90,31 @@ cudaError_t prepare_write(const WriteParams& p, const DeviceLimits& limits) {
 template <int kD>
 cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceLimits& limits, cudaStream_t stream) {
   using Wide = WideShape<kD>;
+  using Step = StepShape<kD>;
   Launch how(1, Wide::kBlockThreads, stream, limits.overlaps);
   cudaLaunchConfig_t& config = how.config;
-  const int most_rows = p.cache.tail_pages > 0 ? kPageTokens : base::min(most_tokens, kPageTokens);
+  const bool has_tail = p.cache.tail_pages > 0;
   const auto& layout = p.cache.encoded_layout;
   const std::int64_t jobs = std::int64_t{p.items} * p.cache.kv_heads;
-  const auto room_for = [&](int teams, int tables, int pitch) {
+  const auto room_for = [&](int teams, int tables, int pitch, int most_rows) {
     const int fit = (limits.shared_bytes - tables) / (2 * teams * pitch);
     p.rows = most_rows <= fit ? most_rows : static_cast<int>(std::bit_floor(static_cast<unsigned>(fit)));
     config.dynamicSmemBytes = static_cast<std::size_t>(tables + 2 * teams * p.rows * pitch);
   };
   const int k_pitch = staged_pitch(kD, staged_dtype(p.k, p.rounding));
   const int v_pitch = staged_pitch(kD, staged_dtype(p.v, p.rounding));
-  if (most_rows <= kStepRows) {
-    p.sides = WriteSides::both;
+  if (most_tokens <= (has_tail ? kTailStepRows : kStepRows)) {
+    p.storing = has_tail ? p.tokens * head_groups<Step>(p.cache.kv_heads) : 0;
+    std::int64_t blocks = jobs;
+    if (has_tail) {
+      const std::int64_t looking = base::min(jobs * kOctets, std::int64_t{kLookingCtas} * limits.multiprocessors / 2);
+      blocks = p.storing + base::max(looking, std::int64_t{p.items + 31} / 32);
+    }
     room_for(1, base::max(table_bytes<false>(layout.k.format), table_bytes<false>(layout.v.format)),
-             base::max(k_pitch, v_pitch));
-    config.gridDim = dim3(static_cast<unsigned>(2 * jobs));
-    config.blockDim = dim3(StepShape<kD>::kBlockThreads);
-    return cudaLaunchKernelEx(&config, step_kernel<kD>(), p);
+             base::max(k_pitch, v_pitch), has_tail ? kOctet : most_tokens);
+    config.gridDim = dim3(static_cast<unsigned>(2 * blocks));
+    config.blockDim = dim3(Step::kBlockThreads);
+    return cudaLaunchKernelEx(&config, &step_kernel<Step>, p);
   }
   const auto launch = [&](WriteSides sides, Format format, int pitch) {
     p.sides = sides;
@@ -377,7 +125,8 @@ cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceL
       config.dynamicSmemBytes = 0;
     } else {
       config.blockDim = dim3(Wide::kBlockThreads);
-      room_for(kTeams<Wide>, table_bytes<true>(format), pitch);
+      room_for(kTeams<Wide>, table_bytes<true>(format), pitch,
+               has_tail ? kPageTokens : base::min(most_tokens, kPageTokens));
       // Tables are filled once for all that a block does.
       const int shared = static_cast<int>(config.dynamicSmemBytes) + 1024;
       const int resident = base::clamp(limits.multiprocessor_shared_bytes / shared, 1, kWriteCtas);

@@ -1,6 +1,9 @@
 // What a launch that stores rows is given. Host and device.
 //
-// A job is (page of a sequence that its step may touch, kv head, side). One team of warps alone does a job, so that it can
+// Steps of fewer tokens than a page has, of a cache whose tail is exact, only store dense rows: most of the time no page leaves
+// the tail. They have a kernel of their own, as have steps of few tokens of a cache without a tail (write.cuh).
+//
+// In others a job is (page of a sequence that its step may touch, kv head, side). One team of warps alone does a job, so that it can
 // put the words together that hold several tokens. A launch is of one side, or even CTAs do keys and odd ones values; each
 // team does an equal run of its side's jobs. Which pages a step touches is known on the device only (a replayed launch meets
 // other lengths), so the host counts the most that so many tokens can touch: item i of a sequence is page
@@ -43,6 +46,8 @@ struct WriteParams {
   std::int32_t layer;
   Dtype rounding;                  // of exact pages; f32: the cache has none
   std::int32_t items, items_each;  // of all entries; of each, 0 if they differ
+  std::int32_t tokens;             // of all entries
+  std::int32_t storing;            // blocks a side of the step kernel that store dense rows, its first ones
   std::int32_t rows;               // that fit shared memory at once
   WriteSides sides;                // of a launch
   std::int32_t entries;

@@ -146,6 +146,40 @@ TEST(CacheGpuGraph, ThreeHundredReplaysHoldTheBytesOfAHostCache) {
   }
 }
 
+// Steps shorter than a page, with pages that leave the tails of some sequences, or of many, at once; more sequences than one
+// launch takes.
+TEST(CacheGpuSteps, OfManySequencesHoldTheBytesOfAHostCache) {
+  SKIP_WITHOUT_DEVICE();
+  for (const int tails : {1, 2}) {
+    CacheConfig c = config("tq6", "tq4", 64, 1, tails);
+    c.kv_heads = 3;
+    c.max_sequences = 300;
+    c.capacity_tokens = 300 * 8 * 64;
+    Gpu gpu;
+    DeviceReplay replay(c, Dtype::bf16, gpu.hooks());
+    std::vector<Append> first, one, few;
+    for (int i = 0; i < c.max_sequences; ++i) {
+      replay.add();
+      const SequenceId id = replay.ids().back();
+      first.push_back({id, i < 40 ? 150 : 30 + 7 * i % 200});
+      one.push_back({id, 1});
+      few.push_back({id, 1 + i % 63});
+    }
+    replay.step(first);
+    ASSERT_TRUE(replay.replayed_steps(one, 66));
+    replay.check_all();
+    if (HasFailure()) return;
+    for (int i = 0; i < 3; ++i) replay.step(few);
+    replay.check_all();
+    if (HasFailure()) return;
+    // Far back, to pages that have codes alone.
+    for (const SequenceId id : replay.ids()) replay.truncate(id, replay.device().length(id).value() * 2 / 3);
+    replay.step(few);
+    ASSERT_TRUE(replay.replayed_steps(one, 3));
+    replay.check_all();
+  }
+}
+
 // --- single vectors ----------------------------------------------------------------------------------------------------
 
 // Rows as they are, appended in one step to a cache on each side; compares all bytes, which must be full pages' or fields'.
