@@ -73,7 +73,6 @@ __device__ __forceinline__ void store_new_row(const WriteParams& params, int num
   const SequenceState now = state();
   int slot = exact_slot(guess);
   if (now.step_begin != guess.step_begin) slot = exact_slot(now);
-
   if (slot < 0) return;  // after a truncation: its page has codes alone, which other blocks write
 
   const codec::SideLayout& to = is_value ? cache.exact_layout.v : cache.exact_layout.k;
