@@ -1,7 +1,7 @@
 // What a launch that stores rows is given. Host and device.
 //
 // Steps of fewer tokens than a page has, of a cache whose tail is exact, only store dense rows: most of the time no page leaves
-// the tail. They have a kernel of their own, as have steps of few tokens of a cache without a tail (write.cuh).
+// the tail. They have a kernel of their own, as have steps of few tokens of a cache without a tail (write_step.cuh).
 //
 // In others a job is (page of a sequence that its step may touch, kv head, side). One team of warps alone does a job, so that it can
 // put the words together that hold several tokens. A launch is of one side, or even CTAs do keys and odd ones values; each
