@@ -49,7 +49,8 @@ class GpuWorld {
   /// Runs, and compares out and lse with the reference and with the CPU backend.
   [[nodiscard]] testing::AssertionResult matches(const AttentionOptions& base = {},
                                                  const std::vector<float>& sink_logits = {},
-                                                 const Placement& placement = {}) const;
+                                                 const Placement& placement = {},
+                                                 double lse_tolerance = tolerance::kCudaLse) const;
 
  private:
   struct Decoded {

@@ -1,5 +1,6 @@
 #include "support/world.hpp"
 
+#include <algorithm>
 #include <cmath>
 
 #include "support/half.hpp"
@@ -69,6 +70,36 @@ Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& i
   return a;
 }
 
+SequenceId grow_sequence(Cache& cache, const WorldSpec& spec, std::int64_t kv_len,
+                         const std::function<void(SequenceId, std::int64_t, std::int64_t)>& append) {
+  SequenceId id = cache.add_sequence();
+  std::size_t appends = 0;
+  const auto fill = [&](std::int64_t from, std::int64_t to) {
+    for (std::int64_t at = from; at < to; ++appends) {
+      std::int64_t end = to;
+      if (!spec.chunks.empty()) end = std::min(end, at + spec.chunks[appends % spec.chunks.size()]);
+      append(id, at, end);
+      at = end;
+      if (appends < spec.rewinds.size()) {
+        at = std::max<std::int64_t>(0, at - spec.rewinds[appends]);
+        cache.truncate(id, at).value();
+      }
+    }
+  };
+  if (spec.forked && kv_len > 1) {
+    fill(0, kv_len / 2);
+    const SequenceId parent = id;
+    id = cache.fork(parent).value();
+    append(parent, 0, std::min<std::int64_t>(3, kv_len));  // other rows, where the child's own go in its pages
+    fill(kv_len / 2, kv_len - 1);
+    cache.remove(parent).value();
+    fill(kv_len - 1, kv_len);
+  } else {
+    fill(0, kv_len);
+  }
+  return id;
+}
+
 World::World(const WorldSpec& s) : spec(s), cache(Cache::create(config_of(s)).value()) {
   for (std::size_t i = 0; i < spec.sequences.size(); ++i) {
     const Lengths& lengths = spec.sequences[i];
@@ -76,15 +107,10 @@ World::World(const WorldSpec& s) : spec(s), cache(Cache::create(config_of(s)).va
                      spec.seed + 1000 * i);
     for (float& value : x.k) value = rounded(value, spec.input_dtype);
     for (float& value : x.v) value = rounded(value, spec.input_dtype);
-    const SequenceId id = cache.add_sequence();
-    std::size_t chunk = 0;
-    for (std::int64_t at = 0; at < lengths.kv_len;) {
-      std::int64_t end = lengths.kv_len;
-      if (!spec.chunks.empty()) end = std::min(end, at + spec.chunks[chunk++ % spec.chunks.size()]);
-      append_rows(cache, id, x, at, end, spec.input_dtype).value();
-      at = end;
-    }
-    ids.push_back(id);
+    const auto append = [&](SequenceId id, std::int64_t begin, std::int64_t end) {
+      append_rows(cache, id, x, begin, end, spec.input_dtype).value();
+    };
+    ids.push_back(grow_sequence(cache, spec, lengths.kv_len, append));
     qkv.push_back(std::move(x));
   }
 }
@@ -113,14 +139,29 @@ Attended World::attend(const AttentionOptions& base, const std::vector<float>& s
 }
 
 void World::decode(std::size_t sequence, std::vector<float>& keys, std::vector<float>& values) const {
-  const std::int64_t kv_len = spec.sequences[sequence].kv_len;
-  const std::size_t n = qkv[sequence].k.size();
-  keys.assign(n, NAN);
-  values.assign(n, NAN);
-  cache
-      .read(ids[sequence], 0, 0, kv_len, MutableTensorView::of(keys.data(), kv_len, spec.kv_heads, spec.head_dim),
-            MutableTensorView::of(values.data(), kv_len, spec.kv_heads, spec.head_dim))
-      .value();
+  decode_sequence(cache, ids[sequence], spec.sequences[sequence], qkv[sequence], keys, values);
+}
+
+void decode_sequence(const Cache& cache, SequenceId id, const Lengths& lengths, const Qkv& given,
+                     std::vector<float>& keys, std::vector<float>& values, Stream stream) {
+  const CacheConfig& c = cache.config();
+  keys = given.k;
+  values = given.v;
+  const auto width = static_cast<std::size_t>(c.kv_heads) * static_cast<std::size_t>(c.head_dim);
+  const auto read = [&](std::int64_t begin, std::int64_t end) {
+    if (begin >= end) return;
+    const std::size_t at = static_cast<std::size_t>(begin) * width;
+    std::fill_n(keys.begin() + static_cast<std::ptrdiff_t>(at), static_cast<std::size_t>(end - begin) * width, NAN);
+    std::fill_n(values.begin() + static_cast<std::ptrdiff_t>(at), static_cast<std::size_t>(end - begin) * width, NAN);
+    cache
+        .read(id, 0, begin, end, MutableTensorView::of(keys.data() + at, end - begin, c.kv_heads, c.head_dim),
+              MutableTensorView::of(values.data() + at, end - begin, c.kv_heads, c.head_dim), stream)
+        .value();
+  };
+  const std::int64_t visible =
+      c.window > 0 ? std::max<std::int64_t>(0, lengths.kv_len - lengths.q_len - c.window + 1) : 0;
+  read(0, std::min(c.window_sinks, visible));
+  read(visible, lengths.kv_len);
 }
 
 Expected World::expect(const AttentionOptions& base, const std::vector<float>& sink_logits, bool decoded) const {

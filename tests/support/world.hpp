@@ -40,6 +40,8 @@ struct WorldSpec {
   Inputs inputs = Inputs::gauss;
   std::uint64_t seed = 1;
   std::vector<std::int64_t> chunks;          ///< sizes of the appends, cycled; empty: all tokens at once
+  std::vector<std::int64_t> rewinds;         ///< so many tokens are truncated and appended again, one after each append
+  bool forked = false;                       ///< half of the tokens come from a parent, which goes on and is removed
   std::function<void(CacheConfig&)> adjust;  ///< last word on the config
 };
 
@@ -77,7 +79,8 @@ class World {
                                         const std::vector<float>& sink_logits = {}) const;
   [[nodiscard]] Expected expect_true(const AttentionOptions& base = {},
                                      const std::vector<float>& sink_logits = {}) const;
-  /// Keys and values of one sequence as the cache decodes them, [kv_len, kv_heads, head_dim].
+  /// Keys and values of one sequence as the cache decodes them, [kv_len, kv_heads, head_dim]. Tokens that a window released
+  /// cannot be read and no query sees them: the true ones stand there.
   void decode(std::size_t sequence, std::vector<float>& keys, std::vector<float>& values) const;
 
   [[nodiscard]] double tolerance() const;  ///< kernel error bound for out
@@ -96,6 +99,15 @@ class World {
 /// Appends rows [begin, end) of x to one layer of a sequence.
 Status append_rows(Cache& cache, SequenceId sequence, const Qkv& x, std::int64_t begin, std::int64_t end,
                    Dtype dtype = Dtype::f32, int layer = 0);
+
+/// A new sequence that comes to hold kv_len tokens, by the chunks, rewinds and fork that spec says. `append(id, begin, end)`
+/// stores rows of its own.
+SequenceId grow_sequence(Cache& cache, const WorldSpec& spec, std::int64_t kv_len,
+                         const std::function<void(SequenceId, std::int64_t, std::int64_t)>& append);
+
+/// World::decode for a sequence of any cache, on a device by way of `stream`.
+void decode_sequence(const Cache& cache, SequenceId id, const Lengths& lengths, const Qkv& given,
+                     std::vector<float>& keys, std::vector<float>& values, Stream stream = {});
 
 /// Plans and runs with q and out in f32, contiguous.
 Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& ids, const AttentionOptions& options,

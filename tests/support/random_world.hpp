@@ -1,0 +1,35 @@
+// Attention cases drawn from a seed, in which everything that can be combined is: geometry, formats, exact ends, what happened to
+// the sequences before, masks, transforms of logits. What grids vary one or two at a time meets here three and more at a time.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "support/masks.hpp"
+#include "support/world.hpp"
+
+namespace kvant::test {
+
+struct RandomCase {
+  WorldSpec spec;
+  AttentionOptions options;  ///< its mask points into `mask`
+  std::vector<float> sink_logits;
+  OwnedMask mask;
+  std::string description;
+};
+
+/// What a backend takes.
+struct RandomChoices {
+  std::vector<int> head_dims;
+  std::vector<std::pair<std::string, std::string>> formats;
+  std::int64_t most_queries = 16;
+};
+
+RandomCase draw_case(Rng& rng, const RandomChoices& choices);
+
+/// First seed and number of seeds of one of a test's parts. KVANT_RANDOM_CASES=FIRST:COUNT in the environment asks for COUNT a
+/// part, from FIRST on.
+std::pair<std::uint64_t, std::uint64_t> random_seeds(int part, std::uint64_t count);
+
+}  // namespace kvant::test
