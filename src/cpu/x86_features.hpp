@@ -3,16 +3,24 @@
 
 #include <cpuid.h>
 
+#include <atomic>
+
 #include "base/config.hpp"
 
 KVANT_NAMESPACE_BEGIN(cpu)
 
 KVANT_INLINE bool has_avx2_fma_f16c() {
-  __builtin_cpu_init();
-  // clang 14's __builtin_cpu_supports does not know f16c.
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  const bool f16c = __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
+  // clang 14's __builtin_cpu_supports does not know f16c. Asked for once: every plan wants it, and a virtual machine takes
+  // microseconds to answer cpuid.
+  constinit static std::atomic<int> f16c{-1};
+  int known = f16c.load(std::memory_order_relaxed);
+  if (known < 0) {
+    __builtin_cpu_init();
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    known = __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0 ? 1 : 0;
+    f16c.store(known, std::memory_order_relaxed);
+  }
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && known != 0;
 }
 
 KVANT_NAMESPACE_END
