@@ -29,11 +29,14 @@ bool is_float_format(const std::string& name) {
   return name == "f32" || name == "f16" || name == "bf16" || name == "fp8";
 }
 
-std::vector<std::string> available_isas() {
-  std::vector<std::string> names;
-  for (const IsaInfo& isa : isas()) {
-    if (isa.available) names.emplace_back(isa.name);
-  }
+const std::vector<std::string>& available_isas() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> available;
+    for (const IsaInfo& isa : isas()) {
+      if (isa.available) available.emplace_back(isa.name);
+    }
+    return available;
+  }();
   return names;
 }
 

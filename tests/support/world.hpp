@@ -113,8 +113,8 @@ void decode_sequence(const Cache& cache, SequenceId id, const Lengths& lengths, 
 Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& ids, const AttentionOptions& options,
                             const std::vector<float>& q, const std::vector<float>& sink_logits = {});
 
-/// The ISAs of this machine, best first.
-std::vector<std::string> available_isas();
+/// The ISAs of this machine, best first. Asked for once: a virtual machine takes microseconds to answer cpuid.
+const std::vector<std::string>& available_isas();
 
 /// Computed in float arithmetic: f32, f16, bf16, fp8.
 bool is_float_format(const std::string& name);
