@@ -19,6 +19,7 @@ namespace kvant::cli {
 enum class BenchOp { decode, step, prefill, append };
 const char* op_name(BenchOp op);
 std::optional<BenchOp> parse_op(const std::string& name);
+std::vector<std::string> op_names();
 
 /// What changes scores or hides keys, besides causality (kvant/attention.hpp). Left as made: nothing.
 struct BenchScores {

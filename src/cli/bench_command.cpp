@@ -239,7 +239,7 @@ Action add_bench_command(CLI::App& app) {
   };
   CLI::Option* op =
       command->add_option("OP", a->op, "decode, step, prefill or append; with --suite, only those shapes of it")
-          ->check(CLI::IsMember({"decode", "step", "prefill", "append"}).description(""))
+          ->check(CLI::IsMember(op_names()).description(""))
           ->type_name("")
           ->capture_default_str();
   list("--k-format", a->k_formats, "Key formats, or pairs as tq6/tq4 (default; suites: f16,tq8,tq6/tq4,tq4)", "LIST");

@@ -268,6 +268,12 @@ std::optional<BenchOp> parse_op(const std::string& name) {
   return {};
 }
 
+std::vector<std::string> op_names() {
+  std::vector<std::string> names;
+  for (const auto& [op, text] : kOps) names.emplace_back(text);
+  return names;
+}
+
 void judge(BenchRow& row, double rel_l2) {
   const bool is_append = row.bench_case.op == BenchOp::append;
   const FormatPair& formats = row.bench_case.formats;
