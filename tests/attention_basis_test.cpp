@@ -2,8 +2,6 @@
 // keys of one row compare, and outputs come back in the original coordinates.
 #include <gtest/gtest.h>
 
-#include <cmath>
-#include <memory>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -15,39 +13,6 @@
 namespace kvant::test {
 namespace {
 
-/// A random, well-conditioned matrix with its inverse (Gauss-Jordan in float64), and a centre of the keys' own size.
-CalibratedBasis random_basis(int dim, std::uint64_t seed, double center) {
-  const auto n = static_cast<std::size_t>(dim);
-  Rng rng(seed);
-  std::vector<double> a(n * n), inverse(n * n, 0.0);
-  for (std::size_t i = 0; i < n; ++i) {
-    for (std::size_t j = 0; j < n; ++j)
-      a[i * n + j] = 0.3 * rng.gaussian() / std::sqrt(dim) + (i == j ? 1 + 0.5 * rng.uniform() : 0);
-    inverse[i * n + i] = 1;
-  }
-  CalibratedBasis basis;
-  basis.matrix.assign(a.begin(), a.end());
-  a.assign(basis.matrix.begin(), basis.matrix.end());
-  for (std::size_t pivot = 0; pivot < n; ++pivot) {
-    const double scale = 1 / a[pivot * n + pivot];  // dominated by the diagonal: no exchange of rows needed
-    for (std::size_t j = 0; j < n; ++j) {
-      a[pivot * n + j] *= scale;
-      inverse[pivot * n + j] *= scale;
-    }
-    for (std::size_t i = 0; i < n; ++i) {
-      const double factor = a[i * n + pivot];
-      if (i == pivot || factor == 0) continue;
-      for (std::size_t j = 0; j < n; ++j) {
-        a[i * n + j] -= factor * a[pivot * n + j];
-        inverse[i * n + j] -= factor * inverse[pivot * n + j];
-      }
-    }
-  }
-  basis.inverse.assign(inverse.begin(), inverse.end());
-  for (std::size_t i = 0; i < n; ++i) basis.center.push_back(static_cast<float>(center * rng.gaussian()));
-  return basis;
-}
-
 class Calibrated : public testing::TestWithParam<std::tuple<const char*, const char*, int, bool>> {
  protected:
   [[nodiscard]] WorldSpec spec(std::vector<Lengths> sequences) const {
@@ -58,19 +23,8 @@ class Calibrated : public testing::TestWithParam<std::tuple<const char*, const c
     s.v = v;
     s.sink_pages = s.tail_pages = ends;
     s.sequences = std::move(sequences);
-    auto bases = std::make_shared<BasisSet>();
-    bases->layers = 1;
-    bases->kv_heads = s.kv_heads;
-    bases->head_dim = s.head_dim;
-    for (int head = 0; head < s.kv_heads; ++head) {
-      bases->keys.push_back(random_basis(s.head_dim, 100 + static_cast<std::uint64_t>(head), 1.0));
-      if (values_too) bases->values.push_back(random_basis(s.head_dim, 200 + static_cast<std::uint64_t>(head), 0.5));
-    }
-    s.adjust = [bases, with_values = values_too](CacheConfig& c) {
-      c.bases = bases;
-      c.k_basis = BasisKind::calibrated;
-      if (with_values) c.v_basis = BasisKind::calibrated;
-    };
+    s.key_bases = true;
+    s.value_bases = values_too;
     return s;
   }
 };
@@ -106,7 +60,7 @@ TEST_P(Calibrated, RowsThatSeeNothingStayZero) {
 TEST_P(Calibrated, DecodesCloseToWhatWasStored) {
   const World world(spec({{200, 3}}));
   const Attended got = world.attend();
-  // Twice the bound of the signed Hadamard: this random basis is a little worse conditioned than it.
+  // Twice the bound of the signed Hadamard: these random bases are a little worse conditioned than it.
   EXPECT_TRUE(close(world.expect_true().out, got.out, 2 * world.codec_tolerance(), world.out_shape()));
 }
 

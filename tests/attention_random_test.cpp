@@ -36,7 +36,7 @@ TEST_P(AttentionRandom, MatchesTheReference) {
     c.options.split_keys = rng.below(3) == 0 ? kPageTokens * (1 + rng.below(4)) : 0;
     SCOPED_TRACE(fmt::format("seed {}, {}, {} threads, splits of {}\n{}", seed, c.options.isa, c.options.threads,
                              c.options.split_keys, c.description));
-    EXPECT_TRUE(World(c.spec).kernel_matches(c.options, c.sink_logits));
+    EXPECT_TRUE(World(c.spec).kernel_matches(c.options, c.sink_logits, tolerance::kLseOfFewKeys));
   }
 }
 

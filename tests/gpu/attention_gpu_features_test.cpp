@@ -387,5 +387,45 @@ TEST(GpuSink, ManySmallWeightsBesideALargeOne) {
   }
 }
 
+// --- calibrated bases ------------------------------------------------------------------------------------------------
+
+// Queries meet the inverse on their way in, sums on their way out of the merge; centres are added to both.
+class GpuCalibrated : public testing::TestWithParam<std::tuple<std::string, int, std::string>> {};
+
+TEST_P(GpuCalibrated, Matches) {
+  SKIP_WITHOUT_DEVICE();
+  const auto& [format, head_dim, sides] = GetParam();
+  for (const int ends : {0, 1}) {
+    WorldSpec spec = spec_of(format, {{300, 1}, {130, 5}, {65, 3}, {2000, 2}});
+    spec.head_dim = head_dim;
+    spec.group = 3;
+    spec.layers = 2;
+    spec.layer = 1;
+    spec.sink_pages = spec.tail_pages = ends;
+    spec.key_bases = sides != "values";
+    spec.value_bases = sides != "keys";
+    const GpuWorld w(spec);
+    SCOPED_TRACE(fmt::format("{} exact ends", ends));
+    EXPECT_TRUE(w.matches());
+    AttentionOptions options;
+    options.softcap = 3;  // of absolute logits, as sink logits and lse are
+    EXPECT_TRUE(w.matches(options, {0.5f, 1.0f, -1.0f, 0.0f, 4.0f, 2.0f}, {Dtype::bf16, Dtype::f16}));
+    // A row without weights gets no part of the values' centre.
+    const OwnedMask mask =
+        make_mask(Dtype::boolean, {1, 1, 5, 2000}, [](auto, auto, auto q, auto k) { return q != 1 && k % 3 == 0; });
+    EXPECT_TRUE(w.matches(with_mask(mask)));
+    EXPECT_TRUE(w.matches(with_mask(mask), {0.5f, 4.0f, -1.0f, 0.0f, 1.0f, 2.0f}));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Bases, GpuCalibrated,
+                         testing::Combine(testing::Values("tq4", "tq6", "tq8"),
+                                          testing::Values(64, 96, 128, 192, 256, 512),
+                                          testing::Values("keys", "values", "both")),
+                         [](const auto& i) {
+                           return fmt::format("{}_d{}_{}", std::get<0>(i.param), std::get<1>(i.param),
+                                              std::get<2>(i.param));
+                         });
+
 }  // namespace
 }  // namespace kvant::test

@@ -60,6 +60,17 @@ WorldSpec draw_spec(Rng& rng, const RandomChoices& choices) {
     spec.rewinds.push_back(rng.below(chance(rng, 2) ? 10 : 300));
   }
   spec.forked = chance(rng, 4);
+  spec.layers = chance(rng, 4) ? static_cast<int>(2 + rng.below(2)) : 1;
+  spec.layer = static_cast<int>(rng.below(spec.layers));
+  double of_bases = 0;  // products of rows with matrices
+  for (const Lengths& lengths : spec.sequences) {
+    of_bases += 1.0 * spec.layers * spec.kv_heads * spec.head_dim * spec.head_dim * static_cast<double>(lengths.kv_len);
+  }
+  const auto draw_bases = [&](const std::string& format) {
+    return chance(rng, 4) && format.starts_with("tq") && of_bases < 50 * kMostProducts;
+  };
+  spec.key_bases = draw_bases(spec.k);
+  spec.value_bases = draw_bases(spec.v);
   return spec;
 }
 
@@ -97,6 +108,8 @@ std::string describe(const RandomCase& c) {
   for (const Lengths& lengths : s.sequences) text += fmt::format(" {}x{}", lengths.kv_len, lengths.q_len);
   text += fmt::format(" chunks [{}] rewinds [{}]{}", fmt::join(s.chunks, " "), fmt::join(s.rewinds, " "),
                       s.forked ? " forked" : "");
+  if (s.layers > 1) text += fmt::format(" layer {} of {}", s.layer, s.layers);
+  text += fmt::format("{}{}", s.key_bases ? " key bases" : "", s.value_bases ? " value bases" : "");
   text += fmt::format("\n{} window {}+{} scale {} softcap {}{}{}", o.mask.is_causal ? "causal" : "bidirectional",
                       o.mask.window, o.mask.window_sinks, o.scale, o.softcap, o.alibi_slopes.empty() ? "" : " alibi",
                       c.sink_logits.empty() ? "" : " sink logits");

@@ -3,13 +3,14 @@
 #include <algorithm>
 #include <cmath>
 
+#include "support/bases.hpp"
 #include "support/half.hpp"
 
 namespace kvant::test {
-namespace {
 
-CacheConfig config_of(const WorldSpec& spec) {
+CacheConfig cache_config(const WorldSpec& spec) {
   CacheConfig c;
+  c.layers = spec.layers;
   c.kv_heads = spec.kv_heads;
   c.head_dim = spec.head_dim;
   c.k = spec.k;
@@ -19,11 +20,18 @@ CacheConfig config_of(const WorldSpec& spec) {
   c.exact = spec.exact;
   c.window = spec.window;
   c.window_sinks = spec.window_sinks;
+  if (spec.key_bases || spec.value_bases) {
+    c.bases = random_bases(spec.layers, spec.kv_heads, spec.head_dim, spec.seed, spec.value_bases);
+    if (spec.key_bases) c.k_basis = BasisKind::calibrated;
+    if (spec.value_bases) c.v_basis = BasisKind::calibrated;
+  }
   if (spec.adjust) spec.adjust(c);
   return c;
 }
 
-}  // namespace
+Qkv other_rows(const Qkv& x) {
+  return {x.q, x.v, x.k};
+}
 
 bool is_float_format(const std::string& name) {
   return name == "f32" || name == "f16" || name == "bf16" || name == "fp8";
@@ -53,7 +61,7 @@ Status append_rows(Cache& cache, SequenceId sequence, const Qkv& x, std::int64_t
 }
 
 Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& ids, const AttentionOptions& options,
-                            const std::vector<float>& q, const std::vector<float>& sink_logits) {
+                            const std::vector<float>& q, const std::vector<float>& sink_logits, int layer) {
   const Result<Plan> planned = plan(cache, std::span<const SequenceId>(ids), options);
   if (!planned) return planned.status();
   const std::int64_t rows = planned->total_queries();
@@ -65,7 +73,7 @@ Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& i
   RunOptions run_options;
   run_options.lse = a.lse.data();
   run_options.sink_logits = sink_logits.empty() ? nullptr : sink_logits.data();
-  const Status status = run(*planned, 0, TensorView::of(q.data(), rows, options.q_heads, dim),
+  const Status status = run(*planned, layer, TensorView::of(q.data(), rows, options.q_heads, dim),
                             MutableTensorView::of(a.out.data(), rows, options.q_heads, dim), run_options);
   if (!status) return status;
   a.explain = planned->explain();
@@ -73,9 +81,15 @@ Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& i
   return a;
 }
 
-SequenceId grow_sequence(Cache& cache, const WorldSpec& spec, std::int64_t kv_len,
+SequenceId grow_sequence(Cache& cache, const WorldSpec& spec, const Lengths& lengths,
                          const std::function<void(SequenceId, std::int64_t, std::int64_t)>& append) {
   SequenceId id = cache.add_sequence();
+  const std::int64_t kv_len = lengths.kv_len;
+  const bool is_forked = spec.forked && kv_len > 1;
+  std::int64_t last = kv_len - (is_forked ? 1 : 0);  // from here on once the parent is gone
+  // A window keeps what queries of the last append see.
+  const bool keeps_last = spec.window > 0 && (is_forked || !spec.chunks.empty());
+  if (keeps_last) last = kv_len - lengths.q_len;
   std::size_t appends = 0;
   const auto fill = [&](std::int64_t from, std::int64_t to) {
     for (std::int64_t at = from; at < to; ++appends) {
@@ -89,31 +103,39 @@ SequenceId grow_sequence(Cache& cache, const WorldSpec& spec, std::int64_t kv_le
       }
     }
   };
-  if (spec.forked && kv_len > 1) {
-    fill(0, kv_len / 2);
+  if (is_forked) {
+    const std::int64_t half = std::min(kv_len / 2, last);
+    fill(0, half);
     const SequenceId parent = id;
     id = cache.fork(parent).value();
     append(parent, 0, std::min<std::int64_t>(3, kv_len));  // other rows, where the child's own go in its pages
-    fill(kv_len / 2, kv_len - 1);
+    fill(half, last);
     cache.remove(parent).value();
-    fill(kv_len - 1, kv_len);
   } else {
-    fill(0, kv_len);
+    fill(0, last);
+  }
+  if (keeps_last) {
+    append(id, last, kv_len);
+  } else {
+    fill(last, kv_len);
   }
   return id;
 }
 
-World::World(const WorldSpec& s) : spec(s), cache(Cache::create(config_of(s)).value()) {
+World::World(const WorldSpec& s) : spec(s), cache(Cache::create(cache_config(s)).value()) {
   for (std::size_t i = 0; i < spec.sequences.size(); ++i) {
     const Lengths& lengths = spec.sequences[i];
     Qkv x = make_qkv({lengths.q_len, lengths.kv_len, q_heads(), spec.kv_heads, spec.head_dim}, spec.inputs,
                      spec.seed + 1000 * i);
     for (float& value : x.k) value = rounded(value, spec.input_dtype);
     for (float& value : x.v) value = rounded(value, spec.input_dtype);
+    const Qkv other = spec.layers > 1 ? other_rows(x) : Qkv{};
     const auto append = [&](SequenceId id, std::int64_t begin, std::int64_t end) {
-      append_rows(cache, id, x, begin, end, spec.input_dtype).value();
+      for (int layer = 0; layer < spec.layers; ++layer) {
+        append_rows(cache, id, layer == spec.layer ? x : other, begin, end, spec.input_dtype, layer).value();
+      }
     };
-    ids.push_back(grow_sequence(cache, spec, lengths.kv_len, append));
+    ids.push_back(grow_sequence(cache, spec, lengths, append));
     qkv.push_back(std::move(x));
   }
 }
@@ -138,14 +160,14 @@ std::vector<float> World::queries() const {
 }
 
 Attended World::attend(const AttentionOptions& base, const std::vector<float>& sink_logits) const {
-  return try_attend(cache, ids, options(base), queries(), sink_logits).value();
+  return try_attend(cache, ids, options(base), queries(), sink_logits, spec.layer).value();
 }
 
 void World::decode(std::size_t sequence, std::vector<float>& keys, std::vector<float>& values) const {
-  decode_sequence(cache, ids[sequence], spec.sequences[sequence], qkv[sequence], keys, values);
+  decode_sequence(cache, ids[sequence], spec.layer, spec.sequences[sequence], qkv[sequence], keys, values);
 }
 
-void decode_sequence(const Cache& cache, SequenceId id, const Lengths& lengths, const Qkv& given,
+void decode_sequence(const Cache& cache, SequenceId id, int layer, const Lengths& lengths, const Qkv& given,
                      std::vector<float>& keys, std::vector<float>& values, Stream stream) {
   const CacheConfig& c = cache.config();
   keys = given.k;
@@ -157,7 +179,7 @@ void decode_sequence(const Cache& cache, SequenceId id, const Lengths& lengths, 
     std::fill_n(keys.begin() + static_cast<std::ptrdiff_t>(at), static_cast<std::size_t>(end - begin) * width, NAN);
     std::fill_n(values.begin() + static_cast<std::ptrdiff_t>(at), static_cast<std::size_t>(end - begin) * width, NAN);
     cache
-        .read(id, 0, begin, end, MutableTensorView::of(keys.data() + at, end - begin, c.kv_heads, c.head_dim),
+        .read(id, layer, begin, end, MutableTensorView::of(keys.data() + at, end - begin, c.kv_heads, c.head_dim),
               MutableTensorView::of(values.data() + at, end - begin, c.kv_heads, c.head_dim), stream)
         .value();
   };
@@ -216,15 +238,17 @@ double World::codec_tolerance() const {
   return 1.5 * std::sqrt(k * k * (1 + v * v) + v * v);
 }
 
-testing::AssertionResult World::kernel_matches(const AttentionOptions& base,
-                                               const std::vector<float>& sink_logits) const {
-  const Result<Attended> got = try_attend(cache, ids, options(base), queries(), sink_logits);
+testing::AssertionResult World::kernel_matches(const AttentionOptions& base, const std::vector<float>& sink_logits,
+                                               std::optional<double> allowed_of_lse) const {
+  const Result<Attended> got = try_attend(cache, ids, options(base), queries(), sink_logits, spec.layer);
   if (!got) return testing::AssertionFailure() << code_name(got.code()) << ": " << got.message();
   const Expected expected = expect_decoded(base, sink_logits);
   if (auto r = close(expected.out, got->out, tolerance(), out_shape()); !r) {
     return r << "\nout, against attention over the decoded vectors\n" << got->explain;
   }
-  if (auto r = lse_close(expected.lse, got->lse, lse_tolerance(), {total_queries(), q_heads()}); !r) {
+  if (auto r =
+          lse_close(expected.lse, got->lse, allowed_of_lse.value_or(lse_tolerance()), {total_queries(), q_heads()});
+      !r) {
     return r << "\nlse, against attention over the decoded vectors\n" << got->explain;
   }
   return testing::AssertionSuccess();

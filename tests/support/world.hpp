@@ -33,7 +33,10 @@ struct WorldSpec {
   std::vector<Lengths> sequences = {{100, 1}};
   int sink_pages = 1;
   int tail_pages = 1;
-  Dtype input_dtype = Dtype::f32;  ///< of the keys and values appended; values are rounded to it first
+  int layers = 1,
+      layer = 0;  ///< of the cache, and that of the world's rows: the others' have keys and values exchanged
+  bool key_bases = false, value_bases = false;  ///< calibrated: support/bases.hpp
+  Dtype input_dtype = Dtype::f32;               ///< of the keys and values appended; values are rounded to it first
   std::optional<Dtype> exact;
   std::int64_t window = 0;  ///< of the cache
   std::int64_t window_sinks = 0;
@@ -87,31 +90,38 @@ class World {
   [[nodiscard]] double lse_tolerance() const;
   [[nodiscard]] double codec_tolerance() const;
 
-  /// Runs and compares with attention over the decoded vectors, out and lse.
+  /// Runs and compares with attention over the decoded vectors, out and lse (to lse_tolerance(), unless given).
   [[nodiscard]] testing::AssertionResult kernel_matches(const AttentionOptions& base = {},
-                                                        const std::vector<float>& sink_logits = {}) const;
+                                                        const std::vector<float>& sink_logits = {},
+                                                        std::optional<double> allowed_of_lse = {}) const;
 
  private:
   [[nodiscard]] Expected expect(const AttentionOptions& base, const std::vector<float>& sink_logits,
                                 bool decoded) const;
 };
 
+/// The cache that a spec describes.
+CacheConfig cache_config(const WorldSpec& spec);
+
+/// What another layer than the world's is given.
+Qkv other_rows(const Qkv& x);
+
 /// Appends rows [begin, end) of x to one layer of a sequence.
 Status append_rows(Cache& cache, SequenceId sequence, const Qkv& x, std::int64_t begin, std::int64_t end,
                    Dtype dtype = Dtype::f32, int layer = 0);
 
-/// A new sequence that comes to hold kv_len tokens, by the chunks, rewinds and fork that spec says. `append(id, begin, end)`
-/// stores rows of its own.
-SequenceId grow_sequence(Cache& cache, const WorldSpec& spec, std::int64_t kv_len,
+/// A new sequence that comes to hold kv_len tokens, by the chunks, rewinds and fork that spec says; with a window, those that
+/// queries belong to come at once. `append(id, begin, end)` stores rows of its own.
+SequenceId grow_sequence(Cache& cache, const WorldSpec& spec, const Lengths& lengths,
                          const std::function<void(SequenceId, std::int64_t, std::int64_t)>& append);
 
 /// World::decode for a sequence of any cache, on a device by way of `stream`.
-void decode_sequence(const Cache& cache, SequenceId id, const Lengths& lengths, const Qkv& given,
+void decode_sequence(const Cache& cache, SequenceId id, int layer, const Lengths& lengths, const Qkv& given,
                      std::vector<float>& keys, std::vector<float>& values, Stream stream = {});
 
 /// Plans and runs with q and out in f32, contiguous.
 Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& ids, const AttentionOptions& options,
-                            const std::vector<float>& q, const std::vector<float>& sink_logits = {});
+                            const std::vector<float>& q, const std::vector<float>& sink_logits = {}, int layer = 0);
 
 /// The ISAs of this machine, best first. Asked for once: a virtual machine takes microseconds to answer cpuid.
 const std::vector<std::string>& available_isas();
