@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/page_pool.hpp"
+#include "core/page_ref.hpp"
 #include "kvant/cache.hpp"
 
 namespace kvant {
@@ -22,13 +23,6 @@ namespace kvant::core {
 
 /// Which pool a slot belongs to: `exact` pages hold vectors as given, `encoded` ones in the cache's formats.
 enum class Pool { exact, encoded };
-
-/// The slots of one page; -1: no such copy. A page released by the window has neither.
-struct PageRef {
-  std::int32_t exact = -1;
-  std::int32_t encoded = -1;
-  bool operator==(const PageRef&) const = default;
-};
 
 /// A sequence as attention sees it. Borrowed: valid until the cache changes.
 struct SequenceView {

@@ -5,8 +5,6 @@
 // other, and three barriers.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include "cuda/query.cuh"
 #include "cuda/schedule.cuh"
 
@@ -144,13 +142,12 @@ template <int D, int W>
 __global__ void __launch_bounds__(32 * W, kMergeBlocks<D, W>) merge_kernel(const __grid_constant__ AttendParams p) {
   constexpr int kVectors = (D + 127) / 128;  // float4 of a lane
   constexpr int kAtOnce = D <= 128 ? 2 : 1;  // partials that a warp asks for at once, as registers allow
-  extern __shared__ __align__(16) std::byte memory[];
+  extern __shared__ __align__(128) std::byte memory[];
   MergeShared<D, W>& shared = *reinterpret_cast<MergeShared<D, W>*>(memory);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #if __CUDA_ARCH__ >= 900
-  const auto cluster = cooperative_groups::this_cluster();
-  const int rank = static_cast<int>(cluster.block_rank()), ranks = static_cast<int>(cluster.num_blocks());
+  const int rank = ptx::cluster_rank(), ranks = ptx::cluster_size();
 #else
   const int rank = 0, ranks = 1;
 #endif
@@ -263,7 +260,7 @@ __global__ void __launch_bounds__(32 * W, kMergeBlocks<D, W>) merge_kernel(const
 #if __CUDA_ARCH__ >= 900
   if (W == kMergeWarps && ranks > 1) {
     ptx::cluster_wait();
-    Sums<D, MergeShared<D, W>::kBlocks>& blocks = cluster.map_shared_rank(&shared, 0)->blocks;
+    Sums<D, MergeShared<D, W>::kBlocks>& blocks = ptx::shared_of_rank(&shared, 0)->blocks;
 #pragma unroll
     for (int domain = 0; domain < core::kDomains; ++domain) {
 #pragma unroll

@@ -180,6 +180,24 @@ __device__ __forceinline__ void cluster_arrive() {
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// 10 special registers: which block of its cluster this is, and of how many.
+__device__ __forceinline__ int cluster_rank() {
+  std::uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+__device__ __forceinline__ int cluster_size() {
+  std::uint32_t size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return static_cast<int>(size);
+}
+// 9.7.9.23 mapa: what `mine` is in another block of the cluster.
+template <class T>
+__device__ __forceinline__ T* shared_of_rank(T* mine, std::uint32_t rank) {
+  T* theirs;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(theirs) : "l"(mine), "r"(rank));
+  return theirs;
+}
 #else
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void launch_dependents() {}

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "codec/pack.hpp"
-#include "core/cache_table.hpp"
+#include "core/page_ref.hpp"
 #include "cuda/element.cuh"
 #include "cuda/encode.cuh"
 #include "cuda/write.hpp"

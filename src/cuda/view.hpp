@@ -4,8 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/config.hpp"
 #include "codec/layout.hpp"
-#include "core/cache_table.hpp"
+#include "core/page_ref.hpp"
 
 namespace kvant::cuda {
 
