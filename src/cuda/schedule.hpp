@@ -115,7 +115,7 @@ KVANT_HD inline Line make_line(const AttendParams& p, int total) {
 
 KVANT_HD inline bool reads_exact(const CacheView& c, int length, int page, core::PageRef ref) {
   if (ref.exact < 0 || ref.encoded < 0) return ref.exact >= 0;
-  return page < c.sink_pages || (c.tail_pages > 0 && length < kPageTokens * (page + 1 + c.tail_pages));
+  return c.exact_ends().exact(length, page);
 }
 
 // Of a domain's pages, `cost` units each and the first `lead` more, those that begin before its unit `offset`. An item has

@@ -16,6 +16,14 @@ struct SequenceState {
   std::int32_t step_begin;
 };
 
+// core::ExactEnds, on the device.
+struct ExactEnds {
+  std::int32_t sink_pages, tail_pages;
+  KVANT_HD bool exact(std::int32_t length, std::int32_t page) const {
+    return page < sink_pages || (tail_pages > 0 && length < kPageTokens * (page + 1 + tail_pages));
+  }
+};
+
 struct CacheView {
   std::byte* encoded;  // slot s, layer l, head h: encoded + s * encoded_slot_bytes + (l * kv_heads + h) * block bytes
   std::byte* exact;
@@ -25,7 +33,8 @@ struct CacheView {
   const SequenceState* sequences;  // [max_sequences]
   std::int32_t max_pages;
   std::int32_t layers, kv_heads;
-  std::int32_t sink_pages, tail_pages;  // core::ExactEnds
+  std::int32_t sink_pages, tail_pages;
+  KVANT_HD ExactEnds exact_ends() const { return {sink_pages, tail_pages}; }
 };
 
 }  // namespace kvant::cuda

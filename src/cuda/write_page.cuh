@@ -192,30 +192,31 @@ struct TouchedPage {
   }
 };
 
+// The last entry that begins at `place` or before.
+template <std::int32_t WriteEntry::*kBegin>
+__device__ __forceinline__ std::int32_t find_entry(const WriteParams& params, std::int32_t place) {
+  std::int32_t low = 0, high = params.entries;
+  while (high - low > 1) {
+    const std::int32_t middle = (low + high) / 2;
+    (params.entry[middle].*kBegin <= place ? low : high) = middle;
+  }
+  return low;
+}
+
 __device__ __forceinline__ TouchedPage find_page(const WriteParams& params, std::int32_t item) {
   const CacheView& cache = params.cache;
-  std::int32_t low = 0;
-  if (params.items_each > 0) {
-    low = item / params.items_each;
-  } else {
-    std::int32_t high = params.entries;  // the last entry that begins at the item or before
-    while (high - low > 1) {
-      const std::int32_t middle = (low + high) / 2;
-      (params.entry[middle].item_begin <= item ? low : high) = middle;
-    }
-  }
-  const WriteEntry entry = params.entry[low];
+  const std::int32_t number =
+      params.items_each > 0 ? item / params.items_each : find_entry<&WriteEntry::item_begin>(params, item);
+  const WriteEntry entry = params.entry[number];
   const SequenceState state = cache.sequences[entry.index];
   const std::int32_t first_page = max(0, state.step_begin / kPageTokens - cache.tail_pages);
   const std::int32_t page = first_page + item - entry.item_begin;
   TouchedPage touched{};
   if (page >= cache.max_pages || page * kPageTokens >= state.length) return touched;
-  const auto exact_at = [&](std::int32_t length) {  // core::ExactEnds
-    return page < cache.sink_pages || (cache.tail_pages > 0 && length < kPageTokens * (page + 1 + cache.tail_pages));
-  };
+  const ExactEnds ends = cache.exact_ends();
   const std::int32_t begin = max(state.step_begin, page * kPageTokens);
   const std::int32_t end = min(state.length, (page + 1) * kPageTokens);
-  const bool leaves_tail = exact_at(state.step_begin) && !exact_at(state.length);
+  const bool leaves_tail = ends.exact(state.step_begin, page) && !ends.exact(state.length, page);
   if (begin >= end && !leaves_tail) return touched;  // most pages of a step of one token
   touched.ref = cache.pages[static_cast<std::int64_t>(entry.index) * cache.max_pages + page];
   touched.first_row = std::int64_t{entry.row_begin} + begin - state.step_begin;

@@ -28,15 +28,6 @@ KVANT_HD constexpr int head_groups(int kv_heads) {
   return (kv_heads + kStoredHeads<Shape> - 1) / kStoredHeads<Shape>;
 }
 
-__device__ __forceinline__ WriteEntry entry_of_row(const WriteParams& params, std::int32_t row) {
-  std::int32_t low = 0, high = params.entries;  // the last entry that begins at the row or before
-  while (high - low > 1) {
-    const std::int32_t middle = (low + high) / 2;
-    (params.entry[middle].row_begin <= row ? low : high) = middle;
-  }
-  return params.entry[low];
-}
-
 // One row of a few heads, into the exact page at the end of its sequence.
 template <class Shape>
 __device__ __forceinline__ void store_new_row(const WriteParams& params, int number, bool is_value) {
@@ -44,7 +35,7 @@ __device__ __forceinline__ void store_new_row(const WriteParams& params, int num
   const CacheView& cache = params.cache;
   const int groups = head_groups<Shape>(cache.kv_heads), first_head = number % groups * kHeads;
   const std::int32_t row = params.entry[0].row_begin + number / groups;
-  const WriteEntry entry = entry_of_row(params, row);
+  const WriteEntry entry = params.entry[find_entry<&WriteEntry::row_begin>(params, row)];
   const auto state = [&] {
     const int2 x = __ldcg(reinterpret_cast<const int2*>(cache.sequences + entry.index));
     return SequenceState{.length = x.x, .step_begin = x.y};
