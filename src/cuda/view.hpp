@@ -16,7 +16,7 @@ struct SequenceState {
   std::int32_t step_begin;
 };
 
-// core::ExactEnds, on the device.
+// core::ExactEnds in the 32 bits that kernels count in.
 struct ExactEnds {
   std::int32_t sink_pages, tail_pages;
   KVANT_HD bool exact(std::int32_t length, std::int32_t page) const {

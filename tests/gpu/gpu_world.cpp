@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "core/device.hpp"
 #include "core/fmt.hpp"
@@ -23,13 +24,12 @@ DeviceRows::DeviceRows(std::span<const float> values, Dtype dtype, std::int64_t 
       view(TensorView::contiguous(buffer.data(), dtype, tokens, heads, head_dim)) {}
 
 CacheConfig device_config(const WorldSpec& spec, int device) {
-  CacheConfig c = cache_config(spec);
+  CacheConfig c;
   c.device = fmt::format("cuda:{}", device);
   c.max_sequences = static_cast<std::int64_t>(spec.sequences.size()) + 4;  // a fork's parent lives for a while
   c.capacity_tokens = 1024;
   for (const Lengths& lengths : spec.sequences) c.capacity_tokens += (lengths.kv_len + 127) / 64 * 64;
-  if (spec.adjust) spec.adjust(c);  // has the last word
-  return c;
+  return cache_config(spec, std::move(c));
 }
 
 void append_on_device(Cache& cache, SequenceId id, const Qkv& x, std::int64_t begin, std::int64_t end, Dtype dtype,
@@ -119,14 +119,10 @@ GpuWorld::GpuWorld(WorldSpec spec, int device)
       cache(Cache::create(device_config(host.spec, device)).value()),
       decoded_(host.spec.sequences.size()) {
   for (std::size_t i = 0; i < host.qkv.size(); ++i) {
-    const Qkv other = host.spec.layers > 1 ? other_rows(host.qkv[i]) : Qkv{};
-    const auto append = [&](SequenceId id, std::int64_t begin, std::int64_t end) {
-      for (int layer = 0; layer < host.spec.layers; ++layer) {
-        const Qkv& x = layer == host.spec.layer ? host.qkv[i] : other;
-        append_on_device(cache, id, x, begin, end, host.spec.input_dtype, stream, layer);
-      }
+    const auto append = [&](SequenceId id, int layer, const Qkv& rows, std::int64_t begin, std::int64_t end) {
+      append_on_device(cache, id, rows, begin, end, host.spec.input_dtype, stream, layer);
     };
-    ids.push_back(grow_sequence(cache, host.spec, host.spec.sequences[i], append));
+    ids.push_back(grow_sequence(cache, host.spec, host.spec.sequences[i], host.qkv[i], append));
   }
 }
 

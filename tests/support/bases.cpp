@@ -3,7 +3,9 @@
 #include "support/inputs.hpp"
 
 namespace kvant::test {
+namespace {
 
+// The centre has N(0, center^2) coordinates.
 CalibratedBasis random_basis(int head_dim, std::uint64_t seed, double center) {
   const auto n = static_cast<std::size_t>(head_dim);
   Rng rng(seed);
@@ -27,6 +29,8 @@ CalibratedBasis random_basis(int head_dim, std::uint64_t seed, double center) {
   }
   return basis;
 }
+
+}  // namespace
 
 std::shared_ptr<BasisSet> random_bases(int layers, int kv_heads, int head_dim, std::uint64_t seed, bool of_values) {
   auto bases = std::make_shared<BasisSet>();

@@ -8,8 +8,7 @@
 
 namespace kvant::test {
 
-CacheConfig cache_config(const WorldSpec& spec) {
-  CacheConfig c;
+CacheConfig cache_config(const WorldSpec& spec, CacheConfig c) {
   c.layers = spec.layers;
   c.kv_heads = spec.kv_heads;
   c.head_dim = spec.head_dim;
@@ -27,10 +26,6 @@ CacheConfig cache_config(const WorldSpec& spec) {
   }
   if (spec.adjust) spec.adjust(c);
   return c;
-}
-
-Qkv other_rows(const Qkv& x) {
-  return {x.q, x.v, x.k};
 }
 
 bool is_float_format(const std::string& name) {
@@ -81,8 +76,14 @@ Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& i
   return a;
 }
 
-SequenceId grow_sequence(Cache& cache, const WorldSpec& spec, const Lengths& lengths,
-                         const std::function<void(SequenceId, std::int64_t, std::int64_t)>& append) {
+SequenceId grow_sequence(Cache& cache, const WorldSpec& spec, const Lengths& lengths, const Qkv& x,
+                         const AppendRows& append_to_layer) {
+  const Qkv other = spec.layers > 1 ? Qkv{x.q, x.v, x.k} : Qkv{};
+  const auto append = [&](SequenceId id, std::int64_t begin, std::int64_t end) {
+    for (int layer = 0; layer < spec.layers; ++layer) {
+      append_to_layer(id, layer, layer == spec.layer ? x : other, begin, end);
+    }
+  };
   SequenceId id = cache.add_sequence();
   const std::int64_t kv_len = lengths.kv_len;
   const bool is_forked = spec.forked && kv_len > 1;
@@ -129,13 +130,10 @@ World::World(const WorldSpec& s) : spec(s), cache(Cache::create(cache_config(s))
                      spec.seed + 1000 * i);
     for (float& value : x.k) value = rounded(value, spec.input_dtype);
     for (float& value : x.v) value = rounded(value, spec.input_dtype);
-    const Qkv other = spec.layers > 1 ? other_rows(x) : Qkv{};
-    const auto append = [&](SequenceId id, std::int64_t begin, std::int64_t end) {
-      for (int layer = 0; layer < spec.layers; ++layer) {
-        append_rows(cache, id, layer == spec.layer ? x : other, begin, end, spec.input_dtype, layer).value();
-      }
+    const auto append = [&](SequenceId id, int layer, const Qkv& rows, std::int64_t begin, std::int64_t end) {
+      append_rows(cache, id, rows, begin, end, spec.input_dtype, layer).value();
     };
-    ids.push_back(grow_sequence(cache, spec, lengths, append));
+    ids.push_back(grow_sequence(cache, spec, lengths, x, append));
     qkv.push_back(std::move(x));
   }
 }

@@ -33,8 +33,8 @@ struct WorldSpec {
   std::vector<Lengths> sequences = {{100, 1}};
   int sink_pages = 1;
   int tail_pages = 1;
-  int layers = 1,
-      layer = 0;  ///< of the cache, and that of the world's rows: the others' have keys and values exchanged
+  int layers = 1;                               ///< of the cache
+  int layer = 0;                                ///< of the world's rows; other layers have keys and values exchanged
   bool key_bases = false, value_bases = false;  ///< calibrated: support/bases.hpp
   Dtype input_dtype = Dtype::f32;               ///< of the keys and values appended; values are rounded to it first
   std::optional<Dtype> exact;
@@ -100,20 +100,19 @@ class World {
                                 bool decoded) const;
 };
 
-/// The cache that a spec describes.
-CacheConfig cache_config(const WorldSpec& spec);
-
-/// What another layer than the world's is given.
-Qkv other_rows(const Qkv& x);
+/// The cache that a spec describes; what it says nothing of is as in `c`. `spec.adjust` has the last word.
+CacheConfig cache_config(const WorldSpec& spec, CacheConfig c = {});
 
 /// Appends rows [begin, end) of x to one layer of a sequence.
 Status append_rows(Cache& cache, SequenceId sequence, const Qkv& x, std::int64_t begin, std::int64_t end,
                    Dtype dtype = Dtype::f32, int layer = 0);
 
 /// A new sequence that comes to hold kv_len tokens, by the chunks, rewinds and fork that spec says; with a window, those that
-/// queries belong to come at once. `append(id, begin, end)` stores rows of its own.
-SequenceId grow_sequence(Cache& cache, const WorldSpec& spec, const Lengths& lengths,
-                         const std::function<void(SequenceId, std::int64_t, std::int64_t)>& append);
+/// queries belong to come at once. `append(id, layer, rows, begin, end)` stores rows of x, or what another layer than the world's
+/// is given.
+using AppendRows = std::function<void(SequenceId, int, const Qkv&, std::int64_t, std::int64_t)>;
+SequenceId grow_sequence(Cache& cache, const WorldSpec& spec, const Lengths& lengths, const Qkv& x,
+                         const AppendRows& append_to_layer);
 
 /// World::decode for a sequence of any cache, on a device by way of `stream`.
 void decode_sequence(const Cache& cache, SequenceId id, int layer, const Lengths& lengths, const Qkv& given,
