@@ -127,6 +127,7 @@ TEST_F(Cli, WrongUsageIsExitCodeTwo) {
           {{"bench", "decode", "--mask", "int8"}, "--mask: int8 not in {bool,f32,f16,bf16}"},
           {{"bench", "decode", "--window", "0"}, "--window"},
           {{"bench", "append", "--first-keys", "9"}, "--first-keys 9: not of append"},
+          {{"bench", "append", "--backend", "cuda", "--between-mib", "9"}, "--between-mib 9: of decode and step"},
           {{"bench", "decode", "--first-keys", "3", "--q-len", "4"}, "--q-len 4: more than --keys 3"},
           {{"bench", "--suite", "gpu"}, "--suite gpu: unknown; the suites are cpu"},
           {{"bench", "--suite", "cpu", "--keys", "64"}, "--suite cpu: has shapes of its own; leave out --keys"},
@@ -176,6 +177,8 @@ TEST_F(Cli, RefusalsAreExitCodeOne) {
 TEST_F(Cli, BenchRefusesADeviceThatIsNotThere) {
   expect_refusals(2, {
                          {{"bench", "--device", "1"}, "--device 1: needs --backend cuda"},
+                         {{"bench", "--between-mib", "9"}, "--between-mib 9: needs --backend cuda"},
+                         {{"bench", "--between-mib", "0"}, "--between-mib"},
                          {{"bench", "--backend", "cuda", "--isa", "avx2"}, "--isa: CPU kernels"},
                          {{"bench", "--backend", "cuda", "--threads", "2"}, "--threads: of the CPU"},
                      });

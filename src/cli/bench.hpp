@@ -45,6 +45,8 @@ struct BenchCase {
   std::string backend = "cpu";
   std::string isa;  ///< "cuda" on a device
   int sink_pages = 1, tail_pages = 1;
+  /// On a device: so much other memory is read between two runs, as a model's weights are; the time of that alone is taken off.
+  std::int64_t between_mib = 0;
   BenchScores scores;
 
   [[nodiscard]] std::int64_t keys_of(std::int64_t sequence) const {

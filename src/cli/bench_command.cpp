@@ -23,6 +23,8 @@ constexpr const char* kBenchFooter =
     "With --backend cuda --q-len 1 it is one step of one token a sequence, replayed from a CUDA graph (any --keys "
     "above 1).\n"
     "--window, --softcap, --alibi and --mask: not of append. Bytes and values are those that some query sees.\n"
+    "--between-mib: without it what a launch reads besides keys and values, its code too, is in the L2 cache from the\n"
+    "run before. In a model a layer's weights push it out; 100 is as much as many have.\n"
     "\n"
     "Examples:\n"
     "  kvant bench decode --head-dim 128 --q-heads 32 --kv-heads 8 --keys 32768 --k-format tq4,tq8,f16\n"
@@ -47,6 +49,7 @@ struct Arguments {
   std::string backend = "cpu";
   int device = 0;
   int sink_pages = -1, tail_pages = -1;
+  std::int64_t between_mib = 0;
   BenchScores scores;
   BenchSettings settings;
   std::string json, csv, markdown;
@@ -111,6 +114,9 @@ void check_shape(const BenchCase& c) {
   if (c.op == BenchOp::append && c.scores != BenchScores{}) {
     usage(fmt::format("append: has no scores; leave out {}", c.scores.text()));
   }
+  if (c.op == BenchOp::append && c.between_mib > 0) {
+    usage(fmt::format("--between-mib {}: of decode and step, not of append", c.between_mib));
+  }
   if (c.q_len > std::min(c.keys, c.keys_of(0))) {
     usage(fmt::format("--q-len {}: more than --keys {}; the queries are the newest of the keys' positions", c.q_len,
                       std::min(c.keys, c.keys_of(0))));
@@ -126,6 +132,7 @@ std::vector<BenchCase> cases_of(const Arguments& a, bool is_op_given, const std:
   std::vector<BenchCase> cases;
   for (BenchCase shape : shapes_of(a, is_op_given)) {
     shape.scores = a.scores;
+    shape.between_mib = a.between_mib;
     check_shape(shape);
     const int default_ends = shape.op == BenchOp::append ? 0 : 1;  // append measures encoding
     shape.sink_pages = a.sink_pages >= 0 ? a.sink_pages : default_ends;
@@ -153,9 +160,10 @@ Status run_bench_command(const Arguments& a, bool is_op_given) {
   if (on_device) {
     if (a.isas != std::vector<std::string>{""}) usage("--isa: CPU kernels; leave it out with --backend cuda");
     if (a.threads != std::vector<int>{0}) usage("--threads: of the CPU; leave it out with --backend cuda");
-    if (Status status = check_device_backend(); !status.ok()) return status;
   } else if (a.device != 0) {
     usage(fmt::format("--device {}: needs --backend cuda", a.device));
+  } else if (a.between_mib > 0) {
+    usage(fmt::format("--between-mib {}: needs --backend cuda", a.between_mib));
   }
   std::vector<std::string> isas;
   if (on_device) isas = {"cuda"};
@@ -171,6 +179,9 @@ Status run_bench_command(const Arguments& a, bool is_op_given) {
     if (c.op == BenchOp::prefill) usage("prefill: --backend cuda has decode, step and append");
     c.backend = a.backend;
     c.threads = 0;
+  }
+  if (on_device) {
+    if (Status status = check_device_backend(); !status.ok()) return status;
   }
   if (const Status status = outputs.check(); !status.ok()) return status;
 
@@ -277,6 +288,13 @@ Action add_bench_command(CLI::App& app) {
       ->type_name("N");
   command->add_option("--tail-pages", a->tail_pages, "Exact newest pages; default: 1, for append 0")
       ->check(range(0, 1 << 16))
+      ->type_name("N");
+  command
+      ->add_option(
+          "--between-mib", a->between_mib,
+          "With --backend cuda, decode and step: read so much other memory between two runs, as a model's weights "
+          "are; the time of that alone is taken off")
+      ->check(range(1, 2048))
       ->type_name("N");
   command->add_option("--window", a->scores.window, "Each query sees this many of the newest keys; default: all")
       ->check(range(std::int64_t{1}, most_tokens))

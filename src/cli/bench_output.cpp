@@ -74,6 +74,14 @@ std::vector<std::string> notes(const BenchResult& result, const Machine& machine
         "decode, step: graph launches between events, caches rotated through four times the L2 cache, bf16 queries and "
         "outputs; append: all calls between two events.");
   }
+  for (const BenchRow& row : result.rows) {
+    if (row.bench_case.between_mib == 0) continue;
+    lines.push_back(
+        fmt::format("Between two runs {} MiB of other memory are read, as a model's weights are: what that takes alone "
+                    "is taken off.",
+                    row.bench_case.between_mib));
+    break;  // all have the same
+  }
   lines.push_back(
       "GB/s: stored bytes (append: written). ns/value: per stored key or value scalar. GFLOP/s: 4 x q_heads x D for "
       "each query and visible key.");
@@ -139,7 +147,8 @@ std::string bench_csv(const BenchResult& result) {
                {"window"},
                {"softcap"},
                {"alibi"},
-               {"mask"}});
+               {"mask"},
+               {"between_mib"}});
   for (const BenchRow& row : result.rows) {
     const BenchCase& c = row.bench_case;
     const auto figure = [&](double value, bool is_there = true) {
@@ -168,7 +177,8 @@ std::string bench_csv(const BenchResult& result) {
                std::to_string(c.scores.window),
                fmt::format("{}", c.scores.softcap),
                c.scores.alibi ? "1" : "0",
-               c.scores.mask ? dtype_name(*c.scores.mask) : ""});
+               c.scores.mask ? dtype_name(*c.scores.mask) : "",
+               std::to_string(c.between_mib)});
   }
   return table.csv();
 }
@@ -200,6 +210,7 @@ std::string bench_json(const BenchResult& result, const Machine& machine, const 
                     {"softcap", c.scores.softcap},
                     {"alibi", c.scores.alibi},
                     {"mask", c.scores.mask ? Json(dtype_name(*c.scores.mask)) : Json(nullptr)},
+                    {"between_mib", c.between_mib},
                     {"median_ns", number_or_null(has_speed, row.median_ns)},
                     {"spread", number_or_null(has_speed, row.spread)},
                     {"ns_per_value", number_or_null(has_speed, row.ns_per_value)},

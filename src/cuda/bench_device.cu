@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <string>
 #include <vector>
 
 #include "cuda/bench_device.hpp"
@@ -36,21 +37,23 @@ __global__ void fill_kernel(__nv_bfloat162* out, std::int64_t pairs, std::int64_
   }
 }
 
-// Every 16 bytes once, four loads in flight a thread. The sum is written only if it has a value that it does not have: a
-// compiler cannot know.
+// Every 16 bytes once, four loads in flight a thread; kKeeps: what is read stays in the L2 cache as anything else does. The sum
+// is written only if it has a value that it does not have: a compiler cannot know.
+template <bool kKeeps>
 __global__ void read_kernel(const uint4* data, std::int64_t count, unsigned* sink) {
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  const auto load = [](const uint4* p) { return kKeeps ? __ldcg(p) : __ldcs(p); };
   unsigned sum = 0;
   std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   for (; i + 3 * stride < count; i += 4 * stride) {
     uint4 x[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) x[j] = __ldcs(data + i + j * stride);
+    for (int j = 0; j < 4; ++j) x[j] = load(data + i + j * stride);
 #pragma unroll
     for (int j = 0; j < 4; ++j) sum += x[j].x ^ x[j].y ^ x[j].z ^ x[j].w;
   }
   for (; i < count; i += stride) {
-    const uint4 x = __ldcs(data + i);
+    const uint4 x = load(data + i);
     sum += x.x ^ x.y ^ x.z ^ x.w;
   }
   if (sum == 0x5EEDF00D) *sink = sum;
@@ -150,6 +153,21 @@ class Bench final : public core::DeviceBench {
     return time(samples, 1, [&](int i) { return work.enqueue(work.self, i, stream()); });
   }
 
+  Status read_others(std::int64_t bytes, std::int64_t turn, Stream stream) override {
+    const auto size = static_cast<std::size_t>(bytes) / 16 * 16;
+    if (size == 0 || size > read_bytes_) {
+      return {Code::invalid_argument, "between runs " + std::to_string(bytes) + " bytes of other memory: there are " +
+                                          std::to_string(read_bytes_) + " to be read"};
+    }
+    const Current current(device_);
+    const std::byte* from = read_buffer_ + static_cast<std::size_t>(turn) % (read_bytes_ / size) * size;
+    read_kernel<true><<<4 * multiprocessors_, 512, 0, static_cast<cudaStream_t>(stream.handle)>>>(
+        reinterpret_cast<const uint4*>(from), static_cast<std::int64_t>(size / 16),
+        reinterpret_cast<unsigned*>(read_buffer_ + read_bytes_));
+    KVANT_CUDA_TRY(cudaGetLastError());
+    return {};
+  }
+
   Result<double> read_gb_per_s() override {
     const Current current(device_);
     if (read_buffer_ == nullptr) {
@@ -162,7 +180,7 @@ class Bench final : public core::DeviceBench {
       KVANT_CUDA_TRY(cudaMemsetAsync(read_buffer_, 0x11, read_bytes_ + 256, stream_));
     }
     const auto launch = [&](int blocks) -> Status {
-      read_kernel<<<blocks * multiprocessors_, 512, 0, stream_>>>(
+      read_kernel<false><<<blocks * multiprocessors_, 512, 0, stream_>>>(
           reinterpret_cast<const uint4*>(read_buffer_), static_cast<std::int64_t>(read_bytes_ / 16),
           reinterpret_cast<unsigned*>(read_buffer_ + read_bytes_));
       KVANT_CUDA_TRY(cudaGetLastError());
