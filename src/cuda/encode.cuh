@@ -24,7 +24,7 @@ struct VectorShape {
   static constexpr int kSums = 32 / kThreads;
 };
 // Where many tokens come at once, as few threads as registers allow: 32 to 64 elements each, little goes between them. For
-// steps of a few tokens more threads, so that less code is run, and fetched, for each.
+// steps of a few tokens as many as a vector's rotation and words allow, so that less code is run, and fetched, for each.
 template <int kD>
 using WideShape = VectorShape<kD,
                               (kD <= 128   ? 2
@@ -34,7 +34,11 @@ using WideShape = VectorShape<kD,
 template <int kD>
 using DenseShape = VectorShape<kD, WideShape<kD>::kThreads, 128, 128>;
 template <int kD>
-using StepShape = VectorShape<kD, 8, 32, 32>;
+using StepShape = VectorShape<kD,
+                              (codec::rotation_shape(kD).paley > 1 ? 8
+                               : kD < 128                          ? kD / 4
+                                                                   : 32),
+                              32, 32>;
 
 // --- teams -----------------------------------------------------------------------------------------------------------------
 

@@ -336,6 +336,19 @@ __device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int 
     constexpr codec::TqSpec kSpec = codec::tq_spec<kFormat>();
     Fit fits[kGroups];
     bool zeros[kGroups];
+    // Where groups meet in a word, words are made of all of them.
+    constexpr bool kMeet =
+        kGroups > 1 && (kElements % P::Low::kOfWord != 0 || (P::kHigh != 0 && kElements % P::High::kOfWord != 0));
+    std::uint32_t tops[kMeet ? Shape::kElements : kElements];
+    const auto pack = [&](std::uint32_t* low, std::uint32_t* high) {
+      constexpr int kCount = kMeet ? Shape::kElements : kElements;
+      pack_words<typename P::Low, P::kLow, kCount>(low, 0, (kCount + P::Low::kOfWord - 1) / P::Low::kOfWord,
+                                                   [&](int k) { return tops[k] << P::kHigh; });
+      if constexpr (P::kHigh != 0) {
+        pack_words<typename P::High, P::kHigh, kCount>(high, 0, (kCount + P::High::kOfWord - 1) / P::High::kOfWord,
+                                                       [&](int k) { return tops[k]; });
+      }
+    };
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const float* part = y + g * kElements;
@@ -359,7 +372,7 @@ __device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int 
       if constexpr (LevelTable<kFormat>::kUsed) {
         fits[g] = encode_levels<kFormat, Shape>(part, t, anchor, tables, low, high_words);
       } else {
-        std::uint32_t top[kElements];
+        std::uint32_t* top = tops + (kMeet ? g * kElements : 0);
         if constexpr (kSpec.cells > 0) {
           const int k = judge<kFormat, kThreads, kElements>(part, t, anchor, tables);
           const float r = __frcp_rn(__fmul_rn(anchor, tables.spread(k)));
@@ -368,12 +381,7 @@ __device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int 
           fits[g] = search<kFormat, kThreads, kElements>(part, anchor, tables);
           (void)try_step<kFormat, kThreads, kElements, true>(part, fits[g].r, top);
         }
-        const auto low_top = [&](int k) { return top[k] << P::kHigh; };
-        pack_words<typename P::Low, P::kLow, kElements>(low, 0, kLowWords, low_top);
-        if constexpr (P::kHigh != 0) {
-          pack_words<typename P::High, P::kHigh, kElements>(high_words + g * (P::High::kWords / kGroups), 0,
-                                                            P::High::kWords / kGroups, [&](int k) { return top[k]; });
-        }
+        if constexpr (!kMeet) pack(low, high_words + g * (P::High::kWords / kGroups));
       }
       zeros[g] = zero || !(fits[g].score > 0.0f);
       refused = refused || (!zeros[g] && fits[g].overflow);
@@ -386,6 +394,11 @@ __device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int 
                           : __half_as_ushort(__float2half_rn(fits[g].g));
       if (!zero) continue;
       constexpr std::uint32_t kCode = codec::tq_zero_code(kSpec);
+      if constexpr (kMeet) {
+#pragma unroll
+        for (int k = 0; k < kElements; ++k) tops[g * kElements + k] = kCode << (32 - kSpec.bits);
+        continue;
+      }
 #pragma unroll
       for (int i = 0; i < kLowWords; ++i) {
         words[g * kLowWords + i] = (kCode & P::Low::kField) * (~0u / P::Low::kField);
@@ -397,6 +410,7 @@ __device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int 
         }
       }
     }
+    if constexpr (kMeet) pack(words, high_words);
   }
 }
 
