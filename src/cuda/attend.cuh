@@ -64,32 +64,33 @@ __device__ void Attend<KF, VF, D, NT>::run() {
     } else {
       value_constants.get(info->constants[1]);
     }
-    if (part.use_begin >= part.use_end) {  // no page begins in it
-      clear();
-      if (threadIdx.x < R) info->poisoned[threadIdx.x] = 0;
-      last = write_partial<W>(part);
-    } else if (S::kHasExact && part.domain == core::kExact) {
+    const bool is_empty = part.use_begin >= part.use_end;  // no page begins in it
+    if (S::kHasExact && !is_empty && part.domain == core::kExact) {
       if constexpr (S::kHasExact) {
-        last = exact_part(part);
+        exact_pages(part);
+        last = write_partial<S::kExactTeam>(part);  // of its own: sums would have to be in the same registers
       }
     } else {
-      weights = team_memory() + S::kPAt;
-      scratch = reinterpret_cast<float*>(team_memory() + S::kScratchAt);
-      // The first pages are on their way while queries are read and rotated, unless these need the stages' memory; queries
-      // are asked for while the page table is.
-      const bool early = codec::rotation_shape(D).paley == 1 && p.k_basis.kind != BasisKind::calibrated;
-      const core::PageRef here = page_ref<W>(part, lane), next = page_ref<W>(part, 32 + lane);
-      RawQuery raw;
-      ask_for_rows(part, raw);
-      const Slots slots{0, slot_of<W>(part, lane, here), slot_of<W>(part, 32 + lane, next)};
-      if (early) first_pages(part, slots);
-      load_queries<KF>(part, raw, true, KF == Format::bf16);
-      __syncthreads();
-      if (!early) first_pages(part, slots);
-      clear();
-      encoded_pages(part, slots, phases);
-      __syncthreads();
-      if (is_last()) ptx::launch_dependents();
+      if (is_empty) {
+        clear();
+        if (threadIdx.x < R) info->poisoned[threadIdx.x] = 0;
+      } else {
+        weights = team_memory() + S::kPAt;
+        scratch = reinterpret_cast<float*>(team_memory() + S::kScratchAt);
+        // The first pages are on their way while queries are read and rotated, unless these need the stages' memory; queries
+        // are asked for while the page table is.
+        const bool early = codec::rotation_shape(D).paley == 1 && p.k_basis.kind != BasisKind::calibrated;
+        const core::PageRef here = page_ref<W>(part, lane), next = page_ref<W>(part, 32 + lane);
+        RawQuery raw;
+        ask_for_rows(part, raw);
+        const Slots slots{0, slot_of<W>(part, lane, here), slot_of<W>(part, 32 + lane, next)};
+        if (early) first_pages(part, slots);
+        load_queries<KF>(part, raw, true, KF == Format::bf16);
+        __syncthreads();
+        if (!early) first_pages(part, slots);
+        clear();
+        encoded_pages(part, slots, phases);
+      }
       last = write_partial<W>(part);
     }
   } while (!last);

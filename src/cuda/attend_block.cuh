@@ -219,8 +219,7 @@ struct Attend {
   }
   __device__ void encoded_pages(const Part& part, Slots slots, std::uint32_t& phases);
   __device__ __forceinline__ void copy_exact(std::byte* to, const std::byte* block, int half) const;
-  __device__ __forceinline__ bool exact_part(const Part& part);
-  __device__ __forceinline__ void exact_pages(const Part& part, std::byte* memory);
+  __device__ __forceinline__ void exact_pages(const Part& part);
 
   template <int TW>
   __device__ bool write_partial(const Part& part);

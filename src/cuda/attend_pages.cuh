@@ -83,23 +83,17 @@ __device__ void Attend<KF, VF, D, NT>::encoded_pages(const Part& part, Slots slo
   }
 }
 
-template <Format KF, Format VF, int D, int NT>
-__device__ __forceinline__ bool Attend<KF, VF, D, NT>::exact_part(const Part& part) {
-  std::byte* memory = shared + S::kTeamsAt + warp / S::kExactTeam * (p.exact_stages * S::kExactHalf + S::kExactRest);
-  weights = memory + p.exact_stages * S::kExactHalf;
-  scratch = reinterpret_cast<float*>(weights + S::kExactP);
-  exact_pages(part, memory);
-  __syncthreads();
-  return write_partial<S::kExactTeam>(part);
-}
-
 // A page's four halves pass through the stages in turn; each makes room for the one that is as many later, of this page or
-// the next.
+// the next. Little code, since a block with exact pages is what a launch waits for while its code comes from memory
+// (docs/lab, 2026-11-23-cuda-cold.md); but one loop over all four halves has too much to hold in registers.
 template <Format KF, Format VF, int D, int NT>
-__device__ __forceinline__ void Attend<KF, VF, D, NT>::exact_pages(const Part& part, std::byte* memory) {
+__device__ __forceinline__ void Attend<KF, VF, D, NT>::exact_pages(const Part& part) {
   constexpr int TW = S::kExactTeam;
-  const int stages = p.exact_stages;
   using L = Split<TW, D>;
+  const int stages = p.exact_stages;
+  std::byte* memory = shared + S::kTeamsAt + warp / TW * (stages * S::kExactHalf + S::kExactRest);
+  weights = memory + stages * S::kExactHalf;
+  scratch = reinterpret_cast<float*>(weights + S::kExactP);
   const int member = warp % TW;
   const bool bf16 = p.cache.exact_layout.k.format == Format::bf16;
   const int pages = count_pages<TW>(part);
@@ -108,8 +102,8 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::exact_pages(const Part& p
   struct Found {
     int number, slot;  // slot -1: none
   };
-  int base = 0, slot = find_slot<TW>(part, lane);
-  unsigned left = __ballot_sync(~0u, slot >= 0);
+  int base = -32, slot = -1;
+  unsigned left = 0;
   const auto next_page = [&] {
     while (left == 0) {
       base += 32;
@@ -128,10 +122,11 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::exact_pages(const Part& p
   };
   RawQuery raw;
   ask_for_rows(part, raw);
-  Found here = next_page();
+  Found here, ahead{0, -1};
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) here = ahead, ahead = next_page();
 #pragma unroll 1
   for (int half = 0; half < stages; ++half) copy(here, half);
-  Found ahead = next_page();
   load_queries<Format::bf16>(part, raw, false, bf16);
   clear();
   __syncthreads();
@@ -191,6 +186,8 @@ template <int TW>
 __device__ bool Attend<KF, VF, D, NT>::write_partial(const Part& part) {
   using L = Split<TW, D>;
   const int team = warp / TW, member = warp % TW;
+  __syncthreads();
+  if (is_last()) ptx::launch_dependents();
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
 #pragma unroll

@@ -158,7 +158,7 @@ __device__ void Attend<KF, VF, D, NT>::half_key_product(const std::byte* const (
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
         const uint2 b = query_pair<Format::bf16>(n, 2 * block + j);
-        mma_half(c[n], a, b.x, b.y, bf16);
+        ptx::mma_half(c[n], a, b.x, b.y, bf16);
       }
     }
   }

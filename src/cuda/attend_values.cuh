@@ -141,7 +141,7 @@ __device__ void Attend<KF, VF, D, NT>::half_values(const std::byte* values, int 
           const std::uint32_t a[4] = {first[2 * tile], first[2 * tile + 1], second[2 * tile], second[2 * tile + 1]};
 #pragma unroll
           for (int n = 0; n < NT; ++n) {
-            mma_half(c[tile][n], a, k == 0 ? b[n].x : b[n].z, k == 0 ? b[n].y : b[n].w, bf16);
+            ptx::mma_half(c[tile][n], a, k == 0 ? b[n].x : b[n].z, k == 0 ? b[n].y : b[n].w, bf16);
           }
         }
       }

@@ -78,18 +78,25 @@ __device__ __forceinline__ void mma_from(std::int32_t (&d)[4], const std::uint32
 
 // 9.7.15.5 mma.m16n8k16 with f16 or bf16 operands and f32 sums. As above with two 16-bit elements in a register:
 //   a[0]: row g, columns 2 t, 2 t + 1; a[1]: row g + 8; a[2]: row g, columns 2 t + 8, 2 t + 9; a[3]: row g + 8
+#define KVANT_MMA(type)                                  \
+  "mma.sync.aligned.m16n8k16.row.col.f32." type "." type \
+  ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n\t"
 __device__ __forceinline__ void mma_f16(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
                                         std::uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm(KVANT_MMA("f16")
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ void mma_bf16(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
-                                         std::uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+// Which of the two the whole warp says at run time: by a predicate, since branches around every product are what a compiler
+// takes its time over.
+__device__ __forceinline__ void mma_half(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1,
+                                         bool bf16) {
+  asm("{\n\t.reg .pred is_bf16;\n\tsetp.ne.u32 is_bf16, %10, 0;\n\t"
+      "@is_bf16 " KVANT_MMA("bf16") "@!is_bf16 " KVANT_MMA("f16") "}"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(static_cast<std::uint32_t>(bf16)));
 }
+#undef KVANT_MMA
 
 __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));

@@ -116,15 +116,6 @@ __host__ __device__ constexpr QueryPlace query_place(int d) {
 template <Format F, int D>
 constexpr int kQuerySteps = is_integer(F) ? D / 32 : D / 16;
 
-__device__ __forceinline__ void mma_half(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1,
-                                         bool bf16) {
-  if (bf16) {
-    ptx::mma_bf16(c, a, b0, b1);
-  } else {
-    ptx::mma_f16(c, a, b0, b1);
-  }
-}
-
 // Codes of 16 channels (8 in D's last 32, where kHalf) of one key, from its row: plane p's row is rows[p].
 template <Format F, bool kHalf>
 __device__ __forceinline__ Sixteen load_key_codes(const std::byte* const (&rows)[2], int block, int t,
