@@ -340,13 +340,13 @@ __device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int 
     constexpr bool kMeet =
         kGroups > 1 && (kElements % P::Low::kOfWord != 0 || (P::kHigh != 0 && kElements % P::High::kOfWord != 0));
     std::uint32_t tops[kMeet ? Shape::kElements : kElements];
-    const auto pack = [&](std::uint32_t* low, std::uint32_t* high) {
+    const auto pack = [](const std::uint32_t* top, std::uint32_t* low, std::uint32_t* high) {
       constexpr int kCount = kMeet ? Shape::kElements : kElements;
       pack_words<typename P::Low, P::kLow, kCount>(low, 0, (kCount + P::Low::kOfWord - 1) / P::Low::kOfWord,
-                                                   [&](int k) { return tops[k] << P::kHigh; });
+                                                   [&](int k) { return top[k] << P::kHigh; });
       if constexpr (P::kHigh != 0) {
         pack_words<typename P::High, P::kHigh, kCount>(high, 0, (kCount + P::High::kOfWord - 1) / P::High::kOfWord,
-                                                       [&](int k) { return tops[k]; });
+                                                       [&](int k) { return top[k]; });
       }
     };
 #pragma unroll
@@ -381,7 +381,7 @@ __device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int 
           fits[g] = search<kFormat, kThreads, kElements>(part, anchor, tables);
           (void)try_step<kFormat, kThreads, kElements, true>(part, fits[g].r, top);
         }
-        if constexpr (!kMeet) pack(low, high_words + g * (P::High::kWords / kGroups));
+        if constexpr (!kMeet) pack(top, low, high_words + g * (P::High::kWords / kGroups));
       }
       zeros[g] = zero || !(fits[g].score > 0.0f);
       refused = refused || (!zeros[g] && fits[g].overflow);
@@ -410,7 +410,7 @@ __device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int 
         }
       }
     }
-    if constexpr (kMeet) pack(words, high_words);
+    if constexpr (kMeet) pack(tops, words, high_words);
   }
 }
 
