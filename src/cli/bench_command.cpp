@@ -174,13 +174,12 @@ Status run_bench_command(const Arguments& a, bool is_op_given) {
     isas.push_back((*kernels)->name);
   }
   std::vector<BenchCase> cases = cases_of(a, is_op_given, isas);
-  for (BenchCase& c : cases) {
-    if (!on_device) continue;
-    if (c.op == BenchOp::prefill) usage("prefill: --backend cuda has decode, step and append");
-    c.backend = a.backend;
-    c.threads = 0;
-  }
   if (on_device) {
+    for (BenchCase& c : cases) {
+      if (c.op == BenchOp::prefill) usage("prefill: --backend cuda has decode, step and append");
+      c.backend = a.backend;
+      c.threads = 0;
+    }
     if (Status status = check_device_backend(); !status.ok()) return status;
   }
   if (const Status status = outputs.check(); !status.ok()) return status;

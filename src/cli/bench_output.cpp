@@ -74,13 +74,12 @@ std::vector<std::string> notes(const BenchResult& result, const Machine& machine
         "decode, step: graph launches between events, caches rotated through four times the L2 cache, bf16 queries and "
         "outputs; append: all calls between two events.");
   }
-  for (const BenchRow& row : result.rows) {
-    if (row.bench_case.between_mib == 0) continue;
+  const std::int64_t between_mib = result.rows.empty() ? 0 : result.rows.front().bench_case.between_mib;  // of all rows
+  if (between_mib > 0) {
     lines.push_back(
         fmt::format("Between two runs {} MiB of other memory are read, as a model's weights are: what that takes alone "
                     "is taken off.",
-                    row.bench_case.between_mib));
-    break;  // all have the same
+                    between_mib));
   }
   lines.push_back(
       "GB/s: stored bytes (append: written). ns/value: per stored key or value scalar. GFLOP/s: 4 x q_heads x D for "

@@ -161,11 +161,7 @@ class Bench final : public core::DeviceBench {
     }
     const Current current(device_);
     const std::byte* from = read_buffer_ + static_cast<std::size_t>(turn) % (read_bytes_ / size) * size;
-    read_kernel<true><<<4 * multiprocessors_, 512, 0, static_cast<cudaStream_t>(stream.handle)>>>(
-        reinterpret_cast<const uint4*>(from), static_cast<std::int64_t>(size / 16),
-        reinterpret_cast<unsigned*>(read_buffer_ + read_bytes_));
-    KVANT_CUDA_TRY(cudaGetLastError());
-    return {};
+    return launch_read<true>(from, size, 4, static_cast<cudaStream_t>(stream.handle));
   }
 
   Result<double> read_gb_per_s() override {
@@ -179,13 +175,7 @@ class Bench final : public core::DeviceBench {
       read_buffer_ = static_cast<std::byte*>(*buffer);
       KVANT_CUDA_TRY(cudaMemsetAsync(read_buffer_, 0x11, read_bytes_ + 256, stream_));
     }
-    const auto launch = [&](int blocks) -> Status {
-      read_kernel<false><<<blocks * multiprocessors_, 512, 0, stream_>>>(
-          reinterpret_cast<const uint4*>(read_buffer_), static_cast<std::int64_t>(read_bytes_ / 16),
-          reinterpret_cast<unsigned*>(read_buffer_ + read_bytes_));
-      KVANT_CUDA_TRY(cudaGetLastError());
-      return {};
-    };
+    const auto launch = [&](int blocks) { return launch_read<false>(read_buffer_, read_bytes_, blocks, stream_); };
     if (Status s = launch(4); !s.ok()) return s;
     double best_ns = 1e30;
     for (const int blocks : {2, 4, 8, 16}) {  // which number a device likes best differs
@@ -205,6 +195,16 @@ class Bench final : public core::DeviceBench {
       if (graph != nullptr) (void)cudaGraphDestroy(graph);
     }
   };
+
+  // By so many blocks a multiprocessor; `bytes` of the read buffer, a multiple of 16.
+  template <bool kKeeps>
+  Status launch_read(const std::byte* from, std::size_t bytes, int blocks, cudaStream_t stream) {
+    read_kernel<kKeeps><<<blocks * multiprocessors_, 512, 0, stream>>>(
+        reinterpret_cast<const uint4*>(from), static_cast<std::int64_t>(bytes / 16),
+        reinterpret_cast<unsigned*>(read_buffer_ + read_bytes_));
+    KVANT_CUDA_TRY(cudaGetLastError());
+    return {};
+  }
 
   template <class Launch>
   Result<std::vector<double>> time(int samples, double runs, const Launch& launch) {

@@ -108,7 +108,7 @@ Status append_rows(Cache& cache, SequenceId sequence, const Qkv& x, std::int64_t
                    Dtype dtype = Dtype::f32, int layer = 0);
 
 /// A new sequence that comes to hold kv_len tokens, by the chunks, rewinds and fork that spec says; with a window, those that
-/// queries belong to come at once. `append(id, layer, rows, begin, end)` stores rows of x, or what another layer than the world's
+/// queries belong to come at once. `append_to_layer(id, layer, rows, begin, end)` stores rows of x, or what another layer than the world's
 /// is given.
 using AppendRows = std::function<void(SequenceId, int, const Qkv&, std::int64_t, std::int64_t)>;
 SequenceId grow_sequence(Cache& cache, const WorldSpec& spec, const Lengths& lengths, const Qkv& x,
