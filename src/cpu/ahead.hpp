@@ -16,6 +16,12 @@
 
 KVANT_NAMESPACE_BEGIN(cpu)
 
+// Code planes of one side of a block.
+struct Bytes {
+  const std::byte* begin = nullptr;
+  std::size_t size = 0;
+};
+
 class Ahead {
  public:
   Ahead() = default;
@@ -29,17 +35,18 @@ class Ahead {
     for (; at_ < stop; at_ += 64) S::prefetch(at_);
     at_ = stop;
   }
+  // One step's bytes, for another to fetch.
+  KVANT_INLINE Bytes share() {
+    const std::size_t left = static_cast<std::size_t>(end_ - at_);
+    const Bytes bytes{at_, left < step_ ? left : step_};
+    at_ += bytes.size;
+    return bytes;
+  }
 
  private:
   const std::byte* at_ = nullptr;
   const std::byte* end_ = nullptr;
   std::size_t step_ = 64;
-};
-
-// Code planes of one side of a block.
-struct Bytes {
-  const std::byte* begin = nullptr;
-  std::size_t size = 0;
 };
 
 KVANT_NAMESPACE_END

@@ -111,6 +111,13 @@ void vector_scores(const core::RunContext& run, const PageView& page, int row, i
       constexpr Format kRow = codec::is_lut(F) ? Format::f32 : F;
       const std::byte* keys =
           codec::is_lut(F) ? reinterpret_cast<const std::byte*>(tile) : page.block + side.plane_offset[0];
+      if constexpr (shares_floats(F)) {
+        if (rows > 4) {
+          scores_float_shared<S, F>(keys, page.block + side.scale_offset, d, dp, page.t_begin, page.t_end, queries,
+                                    rows, scores, page.after_scores);
+          return;
+        }
+      }
       in_chunks_of_four(rows, [&]<int R>(int r) {
         scores_float<S, kRow, R>(keys, page.block + side.scale_offset, d, dp, page.t_begin, page.t_end,
                                  queries + r * dp, scores + r * kPageTokens, r == 0 ? page.after_scores : Bytes{});
@@ -148,6 +155,13 @@ void vector_values(const core::RunContext& run, const PageView& page, int rows, 
       constexpr Format kRow = codec::is_lut(F) ? Format::f32 : F;
       const std::byte* values =
           codec::is_lut(F) ? reinterpret_cast<const std::byte*>(tile) : page.block + side.plane_offset[0];
+      if constexpr (shares_floats(F)) {
+        if (rows > 4) {
+          values_float_shared<S, F>(values, page.block + side.scale_offset, d, page.t_begin, page.t_end, rows, p,
+                                    rescale, o, page.after_values);
+          return;
+        }
+      }
       in_chunks_of_four(rows, [&]<int R>(int r) {
         values_float<S, kRow, R>(values, page.block + side.scale_offset, d, page.t_begin, page.t_end,
                                  p + r * kPageTokens, rescale + r, o + r * d, r == 0 ? page.after_values : Bytes{});

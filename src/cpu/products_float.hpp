@@ -40,12 +40,27 @@ struct FloatRow {
                              kBytes);
     }
   }
+  // Of token t, times its scale.
+  static KVANT_INLINE typename S::F load_value(const std::byte* rows, const std::byte* scales, int head_dim, int t,
+                                               int c) {
+    if constexpr (!kScaled) return load_value<0>(rows + t * head_dim * kBytes, head_dim, 0, c);
+    std::uint16_t half;
+    __builtin_memcpy(&half, scales + 2 * t, 2);
+    const typename S::F scale = S::setf(base::f16_to_f32(half));
+    switch (t & 3) {
+      case 0: return S::mul(load_value<0>(rows, head_dim, t / 4, c), scale);
+      case 1: return S::mul(load_value<1>(rows, head_dim, t / 4, c), scale);
+      case 2: return S::mul(load_value<2>(rows, head_dim, t / 4, c), scale);
+      default: return S::mul(load_value<3>(rows, head_dim, t / 4, c), scale);
+    }
+  }
 };
 
 // rows: plane 0 of the side (or an f32 tile [64][head_dim]); scales: fp16 [64] or null; q: f32 [R][padded_dim].
-template <class S, Format F, int R>
+// kKeep: elements as floats, before scales, go to `keep` [tokens from t_begin & ~7 on][head_dim].
+template <class S, Format F, int R, bool kKeep = false>
 void scores_float(const std::byte* rows, const std::byte* scales, int head_dim, int padded_dim, int t_begin, int t_end,
-                  const float* q, float* scores, Bytes next) {
+                  const float* q, float* scores, Bytes next, float* keep = nullptr) {
   using W = Wide<S>;
   using V = typename W::F;
   using Row = FloatRow<W, F>;
@@ -62,14 +77,20 @@ void scores_float(const std::byte* rows, const std::byte* scales, int head_dim, 
       }
       const std::byte* row = rows + static_cast<std::size_t>(t8 + t) * static_cast<std::size_t>(head_dim * Row::kBytes);
       for (int d = 0; d < head_dim; d += W::kLanes) {
+        V k[kTokens];
         for (int j = 0; j < kTokens; ++j) {
-          const V k = Row::load(row + (j * head_dim + d) * Row::kBytes);
-          for (int r = 0; r < R; ++r) acc[r][j] = W::fma(k, W::loadf(q + r * padded_dim + d), acc[r][j]);
+          k[j] = Row::load(row + (j * head_dim + d) * Row::kBytes);
+          if constexpr (kKeep) W::storef(keep + j * head_dim + d, k[j]);
+        }
+        for (int r = 0; r < R; ++r) {
+          const V query = W::pinned(W::loadf(q + r * padded_dim + d));  // else GCC loads it for each token
+          for (int j = 0; j < kTokens; ++j) acc[r][j] = W::fma(k[j], query, acc[r][j]);
         }
       }
       for (int r = 0; r < R; ++r) {
         for (int j = 0; j < kTokens; ++j) sums[r][t + j] = acc[r][j];
       }
+      if constexpr (kKeep) keep += kTokens * head_dim;
     }
     for (int r = 0; r < R; ++r) {
       typename S::F s = W::sum_each(sums[r]);
@@ -161,6 +182,117 @@ void values_float(const std::byte* rows, const std::byte* scales, int head_dim, 
   for (; c + kLanes * kColumns <= head_dim; c += kLanes * kColumns)
     columns.template operator()<kColumns>(c, quad_begin, full_end);
   for (; c < head_dim; c += kLanes) columns.template operator()<1>(c, quad_begin, full_end);
+}
+
+// --- the same for more than four rows ---------------------------------------------------------------------------------
+//
+// The first chunk of rows converts elements as it multiplies them and leaves them in L1 for the others: a pass that only converts would
+// wait for L2 with nothing else to do.
+
+constexpr bool shares_floats(Format f) {
+  return f == Format::f16 || f == Format::bf16 || f == Format::fp8;
+}
+
+// Calls fn<N>(first) over 0 .. count - 1 in chunks of six and four, whose 12 and 8 accumulators hide the latency of two FMAs a
+// cycle; fewer do not, and are only the end of an odd count.
+template <class Fn>
+KVANT_INLINE void in_sixes_and_fours(int count, Fn fn) {
+  int at = 0;
+  for (; count - at >= 6 && count - at != 8; at += 6) fn.template operator()<6>(at);
+  for (; count - at >= 4; at += 4) fn.template operator()<4>(at);
+  for (; count - at >= 2; at += 2) fn.template operator()<2>(at);
+  if (count - at == 1) fn.template operator()<1>(at);
+}
+
+// Keys of eight tokens at a time.
+template <class S, Format F>
+void scores_float_shared(const std::byte* rows, const std::byte* scales, int head_dim, int padded_dim, int t_begin,
+                         int t_end, const float* q, int count, float* scores /* [count][64] */, Bytes next) {
+  alignas(64) float keys[8 * codec::kMaxHeadDim];
+  const int octet_begin = t_begin / 8, octet_end = (t_end + 7) / 8;
+  Ahead ahead(next.begin, next.size, octet_end - octet_begin);
+  for (int octet = octet_begin; octet < octet_end; ++octet) {
+    in_sixes_and_fours(count, [&]<int R>(int r) {
+      if constexpr (R >= 4) {
+        if (r == 0) {
+          scores_float<S, F, R, true>(rows, scales, head_dim, padded_dim, 8 * octet, 8 * octet + 8, q, scores,
+                                      ahead.share(), keys);
+          return;
+        }
+      }
+      float* out = scores + r * kPageTokens + 8 * octet;
+      scores_float<S, Format::f32, R>(reinterpret_cast<const std::byte*>(keys), nullptr, head_dim, padded_dim, 0, 8,
+                                      q + r * padded_dim, out, {});
+      if constexpr (FloatRow<Wide<S>, F>::kScaled) {
+        const typename S::F scale = S::load_f16(scales + 16 * octet);
+        for (int i = 0; i < R; ++i, out += kPageTokens) S::storef(out, S::mul(S::loadf(out), scale));
+      }
+    });
+  }
+}
+
+// R rows x C registers of channels: o = o * rescale + sum_t p[r][t] * v[t][c]; `load` gives token t's registers.
+template <class S, int R, int C, class Load>
+KVANT_INLINE void value_block(int head_dim, int t_begin, int t_end, const float* p, const float* rescale, float* o,
+                              Load load) {
+  using V = typename S::F;
+  V acc[R][C];
+  for (int r = 0; r < R; ++r) {
+    for (int j = 0; j < C; ++j) acc[r][j] = S::mul(S::loadf(o + r * head_dim + S::kLanes * j), S::setf(rescale[r]));
+  }
+  for (int t = t_begin; t < t_end; ++t) {
+    V v[C];
+    load(t, v);
+    for (int r = 0; r < R; ++r) {
+      const V weight = S::setf(p[r * kPageTokens + t]);
+      for (int j = 0; j < C; ++j) acc[r][j] = S::fma(weight, v[j], acc[r][j]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int j = 0; j < C; ++j) S::storef(o + r * head_dim + S::kLanes * j, acc[r][j]);
+  }
+}
+// From an f32 tile, rows `stride` elements apart.
+template <class S, int C>
+KVANT_INLINE auto tile_rows(const float* tile, int stride) {
+  return [=](int t, typename S::F(&v)[C]) {
+    for (int j = 0; j < C; ++j) v[j] = S::loadf(tile + t * stride + S::kLanes * j);
+  };
+}
+
+// Values of a cache line of channels (of 16-bit floats) at a time.
+template <class S, Format F>
+void values_float_shared(const std::byte* rows, const std::byte* scales, int head_dim, int t_begin, int t_end,
+                         int count, const float* p /* [count][64] */, const float* rescale, float* o, Bytes next) {
+  using W = Wide<S>;
+  using V = typename W::F;
+  using Row = FloatRow<W, F>;
+  constexpr int kChannels = 32;
+  alignas(64) float values[kPageTokens][kChannels];
+  Ahead ahead(next.begin, next.size, (head_dim + kChannels - 1) / kChannels * (t_end - t_begin));
+  const auto columns = [&]<int C>(int c) {
+    float* tile = values[0] + c % kChannels;
+    in_sixes_and_fours(count, [&]<int R>(int first) {
+      const float* weights = p + first * kPageTokens;
+      float* out = o + first * head_dim + c;
+      if constexpr (R >= 4) {
+        if (first == 0) {
+          value_block<W, R, C>(head_dim, t_begin, t_end, weights, rescale, out, [&](int t, V(&v)[C]) {
+            if (c % kChannels == 0) ahead.template fetch<S>();
+            for (int j = 0; j < C; ++j) {
+              v[j] = Row::load_value(rows, scales, head_dim, t, c + W::kLanes * j);
+              W::storef(tile + t * kChannels + W::kLanes * j, v[j]);
+            }
+          });
+          return;
+        }
+      }
+      value_block<W, R, C>(head_dim, t_begin, t_end, weights, rescale + first, out, tile_rows<W, C>(tile, kChannels));
+    });
+  };
+  int c = 0;
+  for (; c + 2 * W::kLanes <= head_dim; c += 2 * W::kLanes) columns.template operator()<2>(c);
+  for (; c < head_dim; c += W::kLanes) columns.template operator()<1>(c);
 }
 
 KVANT_NAMESPACE_END

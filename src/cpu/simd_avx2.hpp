@@ -137,7 +137,8 @@ struct Simd {
   // A register's worth that the compiler must hold in one as it is here. GCC otherwise reassociates long chains of additions
   // and spills, and loads an operand again for each use (16 rows, tq4: values 4.0 cycles for 64 values and row instead of
   // 3.0, scores 3.6 instead of 2.9).
-  static KVANT_INLINE I pinned(I a) {
+  template <class T>
+  static KVANT_INLINE T pinned(T a) {
     asm("" : "+x"(a));
     return a;
   }

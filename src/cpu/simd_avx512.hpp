@@ -70,7 +70,8 @@ struct Simd512 {
   static KVANT_INLINE I lookup16(I table, I idx) { return _mm512_shuffle_epi8(table, idx); }
   static KVANT_INLINE I equal_bytes(I a, I b) { return _mm512_movm_epi8(_mm512_cmpeq_epi8_mask(a, b)); }
   static KVANT_INLINE I dot16(I acc, I a, I b) { return _mm512_dpwssd_epi32(acc, a, b); }
-  static KVANT_INLINE I pinned(I a) {
+  template <class T>
+  static KVANT_INLINE T pinned(T a) {
     asm("" : "+v"(a));
     return a;
   }

@@ -165,7 +165,10 @@ struct Simd {
   static KVANT_INLINE I madd16(I a, I b) { return {madd4(s16(a.lo), s16(b.lo)), madd4(s16(a.hi), s16(b.hi))}; }
 
   static KVANT_INLINE I dot16(I acc, I a, I b) { return addi(acc, madd16(a, b)); }
-  static KVANT_INLINE I pinned(I a) { return a; }  // what an x86 compiler must hold in a register
+  template <class T>
+  static KVANT_INLINE T pinned(T a) {  // what an x86 compiler must hold in a register
+    return a;
+  }
   // lanes i and i + 4 (quarters: of each half, i and i + 2) as int16 pairs in lanes 0 .. 3
   static KVANT_INLINE I pair_halves(I a) { return {low_pairs(a.lo, a.hi), low_pairs(a.hi, a.lo)}; }
   static KVANT_INLINE I pair_quarters(I a) {

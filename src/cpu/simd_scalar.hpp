@@ -199,7 +199,10 @@ struct Simd {
   }
   // acc + madd16(a, b): one instruction where VNNI is
   static KVANT_INLINE I dot16(I acc, I a, I b) { return addi(acc, madd16(a, b)); }
-  static KVANT_INLINE I pinned(I a) { return a; }  // what an x86 compiler must hold in a register
+  template <class T>
+  static KVANT_INLINE T pinned(T a) {  // what an x86 compiler must hold in a register
+    return a;
+  }
   // lanes i and i + 4 (quarters: of each half, i and i + 2) as int16 pairs in lanes 0 .. 3
   static KVANT_INLINE I pair_halves(I a) {
     return mapi([&](int i) { return (u(a.v[i]) & 0xFFFF) | (u(a.v[(i + 4) & 7]) << 16); });

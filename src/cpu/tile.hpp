@@ -116,17 +116,6 @@ void decode_values(const codec::SideLayout& side, int head_dim, const std::byte*
   }
 }
 
-// Calls fn<N>(first) over 0 .. count - 1 in chunks of six and four, whose 12 and 8 accumulators hide the latency of two FMAs a
-// cycle; fewer do not, and are only the end of an odd count.
-template <class Fn>
-KVANT_INLINE void in_sixes_and_fours(int count, Fn fn) {
-  int at = 0;
-  for (; count - at >= 6 && count - at != 8; at += 6) fn.template operator()<6>(at);
-  for (; count - at >= 4; at += 4) fn.template operator()<4>(at);
-  for (; count - at >= 2; at += 2) fn.template operator()<2>(at);
-  if (count - at == 1) fn.template operator()<1>(at);
-}
-
 // T tokens x 16 rows: out[t][16] = sum_e tile[t][e] * panel[e][16].
 template <class S, int T>
 KVANT_INLINE void score_block(const float* tile, int stride, int depth, const float* panel, float* out) {
@@ -170,35 +159,13 @@ void scores_tile(const float* tile, int depth, const float* panels, int rows, in
   }
 }
 
-// R rows x 16 (or 8) channels: o = o * rescale + sum_t p[r][t] * tile[t][c].
-template <class S, int R, int C>
-KVANT_INLINE void value_block(const float* tile, int stride, int head_dim, int t_begin, int t_end, const float* p,
-                              const float* rescale, float* o) {
-  using V = typename S::F;
-  V acc[R][C];
-  for (int r = 0; r < R; ++r) {
-    for (int j = 0; j < C; ++j) acc[r][j] = S::mul(S::loadf(o + r * head_dim + 8 * j), S::setf(rescale[r]));
-  }
-  for (int t = t_begin; t < t_end; ++t) {
-    V v[C];
-    for (int j = 0; j < C; ++j) v[j] = S::loadf(tile + t * stride + 8 * j);
-    for (int r = 0; r < R; ++r) {
-      const V weight = S::setf(p[r * kPageTokens + t]);
-      for (int j = 0; j < C; ++j) acc[r][j] = S::fma(weight, v[j], acc[r][j]);
-    }
-  }
-  for (int r = 0; r < R; ++r) {
-    for (int j = 0; j < C; ++j) S::storef(o + r * head_dim + 8 * j, acc[r][j]);
-  }
-}
-
 template <class S>
 void values_tile(const float* tile, int stride, int head_dim, int rows, int t_begin, int t_end, const float* p,
                  const float* rescale, float* o) {
   for (int c = 0; c < head_dim; c += 16) {
     in_sixes_and_fours(rows, [&]<int R>(int r) {
-      value_block<S, R, 2>(tile + c, stride, head_dim, t_begin, t_end, p + r * kPageTokens, rescale + r,
-                           o + r * head_dim + c);
+      value_block<S, R, 2>(head_dim, t_begin, t_end, p + r * kPageTokens, rescale + r, o + r * head_dim + c,
+                           tile_rows<S, 2>(tile + c, stride));
     });
   }
 }
