@@ -30,6 +30,7 @@ struct Simd {
   static KVANT_INLINE void prefetch(const void* p) {  // to L2 (cpu/ahead.hpp)
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
   }
+  static KVANT_INLINE void prefetch_near(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
   static KVANT_INLINE F loadf(const float* p) { return _mm256_loadu_ps(p); }
   static KVANT_INLINE void storef(float* p, F a) { _mm256_storeu_ps(p, a); }
   static KVANT_INLINE I loadi(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
