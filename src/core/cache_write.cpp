@@ -119,14 +119,49 @@ struct StoreRun {
   std::atomic<bool>* refused;  // some could not be
 };
 
-void store_side(const StoreRun& run, const PageWork& page, int head, bool values) {
+// One side of a kv head's rows of a page.
+struct Piece {
+  const PageWork* page;
+  int head;
+  bool values;
+};
+
+// A worker's pieces: of every `workers`-th head of every page, keys and values.
+Piece piece_at(const StoreRun& run, int worker, std::size_t number) {
+  const auto heads = static_cast<std::size_t>(run.cache->config().kv_heads);
+  const std::size_t at = index(worker) + number / 2 * index(run.workers);
+  if (at / heads >= run.work.size()) return {};
+  return {&run.work[at / heads], static_cast<int>(at % heads), number % 2 != 0};
+}
+
+const TensorView& tensor_of(const StoreRun& run, const Piece& piece) {
+  return piece.values ? *run.values : *run.keys;
+}
+
+const std::byte* row_of(const StoreRun& run, const Piece& piece, int i) {
+  return row_of(tensor_of(run, piece), piece.page->row + i, piece.head);
+}
+
+// Its way from memory while other rows are encoded: a head's rows lie apart, which the machine does not foresee.
+void fetch_row(const StoreRun& run, const Piece& piece, int i) {
+  const auto bytes = static_cast<std::size_t>(run.cache->config().head_dim) * dtype_size(tensor_of(run, piece).dtype);
+  const std::byte* row = row_of(run, piece, i);
+  for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+}
+
+constexpr int kRowsAtOnce = 8;  // that kernels encode
+
+// False: some row cannot be stored.
+bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
+  const PageWork& page = *piece.page;
   const CacheImpl& cache = *run.cache;
   const int head_dim = cache.config().head_dim;
-  const auto put = values ? run.kernels->store_v : run.kernels->store_k;
+  const auto put = piece.values ? run.kernels->store_v : run.kernels->store_k;
   const auto block = [&](core::Pool pool, std::int32_t slot) {
-    return const_cast<std::byte*>(cache.block(pool, slot, run.layer, head));  // pages of this step belong to it alone
+    return const_cast<std::byte*>(
+        cache.block(pool, slot, run.layer, piece.head));  // pages of this step belong to it alone
   };
-  const auto side = [&](core::Pool pool) { return values ? &cache.layout(pool).v : &cache.layout(pool).k; };
+  const auto side = [&](core::Pool pool) { return piece.values ? &cache.layout(pool).v : &cache.layout(pool).k; };
   const auto job = [&](core::Pool pool, std::int32_t slot, int first, int count, const Tile& rows) {
     return core::StoreJob{.side = side(pool),
                           .head_dim = head_dim,
@@ -142,39 +177,45 @@ void store_side(const StoreRun& run, const PageWork& page, int head, bool values
   };
   const auto encode = [&](int first, int count, const Tile& rows) {
     core::StoreJob to = job(core::Pool::encoded, page.ref.encoded, first, count, rows);
-    to.basis = values ? cache.v_basis(run.layer, head) : cache.k_basis(run.layer, head);
-    to.levels = values ? cache.v_levels() : cache.k_levels();
+    to.basis = piece.values ? cache.v_basis(run.layer, piece.head) : cache.k_basis(run.layer, piece.head);
+    to.levels = piece.values ? cache.v_levels() : cache.k_levels();
     put(to);
   };
 
-  Tile rows{};
-  if (page.count > 0) {
-    const TensorView& tensor = values ? *run.values : *run.keys;
-    rows = {row_of(tensor, page.row, head), tensor.stride[0], tensor.dtype, run.rounding};
-    for (int i = 0; run.looks && i < page.count; ++i) {
-      if (row_within(tensor.dtype, row_of(tensor, page.row + i, head), head_dim)) continue;
-      run.refused->store(true, std::memory_order_relaxed);
-      return;
+  const TensorView& tensor = tensor_of(run, piece);
+  for (int i = 0, count = 0; i < page.count; i += count) {
+    count = std::min(kRowsAtOnce - (page.first + i) % kRowsAtOnce, page.count - i);
+    for (int k = i + kRowsAtOnce; k < i + kRowsAtOnce + count; ++k) {
+      if (k < page.count) {
+        fetch_row(run, piece, k);
+      } else if (next.page != nullptr && k - page.count < next.page->count) {
+        fetch_row(run, next, k - page.count);
+      }
+    }
+    for (int k = i; run.looks && k < i + count; ++k) {
+      if (!row_within(tensor.dtype, row_of(run, piece, k), head_dim)) return false;
+    }
+    const Tile rows{row_of(run, piece, i), tensor.stride[0], tensor.dtype, run.rounding};
+    if (page.ref.exact < 0) {
+      encode(page.first + i, count, rows);
+    } else {
+      put(job(core::Pool::exact, page.ref.exact, page.first + i, count, rows));
     }
   }
-  if (page.ref.exact < 0) {
-    if (page.count > 0) encode(page.first, page.count, rows);
-    return;
+  if (page.ref.exact >= 0 && page.turns) {
+    const std::byte* copy = block(core::Pool::exact, page.ref.exact) + side(core::Pool::exact)->plane_offset[0];
+    encode(0, kPageTokens, {copy, head_dim, run.rounding, Dtype::f32});
   }
-  if (page.count > 0) put(job(core::Pool::exact, page.ref.exact, page.first, page.count, rows));
-  if (!page.turns) return;
-  const std::byte* copy = block(core::Pool::exact, page.ref.exact) + side(core::Pool::exact)->plane_offset[0];
-  encode(0, kPageTokens, {copy, head_dim, run.rounding, Dtype::f32});
+  return true;
 }
 
 void store_share(void* context, int worker) {
   const StoreRun& run = *static_cast<const StoreRun*>(context);
-  const auto heads = static_cast<std::size_t>(run.cache->config().kv_heads);
-  for (std::size_t i = index(worker); i < run.work.size() * heads; i += index(run.workers)) {
-    const PageWork& page = run.work[i / heads];
-    const int head = static_cast<int>(i % heads);
-    store_side(run, page, head, false);
-    store_side(run, page, head, true);
+  Piece next = piece_at(run, worker, 0);
+  for (std::size_t number = 1; next.page != nullptr; ++number) {
+    const Piece here = next;
+    next = piece_at(run, worker, number);
+    if (!store_piece(run, here, next)) run.refused->store(true, std::memory_order_relaxed);
   }
 }
 
