@@ -142,14 +142,20 @@ const std::byte* row_of(const StoreRun& run, const Piece& piece, int i) {
   return row_of(tensor_of(run, piece), piece.page->row + i, piece.head);
 }
 
-// Its way from memory while other rows are encoded: a head's rows lie apart, which the machine does not foresee.
-void fetch_row(const StoreRun& run, const Piece& piece, int i) {
-  const auto bytes = static_cast<std::size_t>(run.cache->config().head_dim) * dtype_size(tensor_of(run, piece).dtype);
-  const std::byte* row = row_of(run, piece, i);
-  for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+// Rows of a page from `first` on that kernels encode at once.
+int rows_at_once(const PageWork& page, int first) {
+  return std::min(8 - (page.first + first) % 8, page.count - first);
 }
 
-constexpr int kRowsAtOnce = 8;  // that kernels encode
+// Their way from memory while other rows are encoded: a head's rows lie apart, which the machine does not foresee.
+void fetch_rows(const StoreRun& run, const Piece& piece, int first) {
+  const auto bytes = static_cast<std::size_t>(run.cache->config().head_dim) * dtype_size(tensor_of(run, piece).dtype);
+  const int end = first + rows_at_once(*piece.page, first);
+  for (int i = first; i < end; ++i) {
+    const std::byte* row = row_of(run, piece, i);
+    for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+  }
+}
 
 // False: some row cannot be stored.
 bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
@@ -158,8 +164,8 @@ bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
   const int head_dim = cache.config().head_dim;
   const auto put = piece.values ? run.kernels->store_v : run.kernels->store_k;
   const auto block = [&](core::Pool pool, std::int32_t slot) {
-    return const_cast<std::byte*>(
-        cache.block(pool, slot, run.layer, piece.head));  // pages of this step belong to it alone
+    // Pages of this step belong to it alone.
+    return const_cast<std::byte*>(cache.block(pool, slot, run.layer, piece.head));
   };
   const auto side = [&](core::Pool pool) { return piece.values ? &cache.layout(pool).v : &cache.layout(pool).k; };
   const auto job = [&](core::Pool pool, std::int32_t slot, int first, int count, const Tile& rows) {
@@ -184,13 +190,11 @@ bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
 
   const TensorView& tensor = tensor_of(run, piece);
   for (int i = 0, count = 0; i < page.count; i += count) {
-    count = std::min(kRowsAtOnce - (page.first + i) % kRowsAtOnce, page.count - i);
-    for (int k = i + kRowsAtOnce; k < i + kRowsAtOnce + count; ++k) {
-      if (k < page.count) {
-        fetch_row(run, piece, k);
-      } else if (next.page != nullptr && k - page.count < next.page->count) {
-        fetch_row(run, next, k - page.count);
-      }
+    count = rows_at_once(page, i);
+    if (i + count < page.count) {
+      fetch_rows(run, piece, i + count);
+    } else if (next.page != nullptr) {
+      fetch_rows(run, next, 0);
     }
     for (int k = i; run.looks && k < i + count; ++k) {
       if (!row_within(tensor.dtype, row_of(run, piece, k), head_dim)) return false;
