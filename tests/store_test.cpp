@@ -265,6 +265,51 @@ TEST(Store, InputTypesAndRounding) {
   }
 }
 
+// A job that looks refuses a value beyond 65504 in any place of any row, one that does not stores it; what comes next is a hint.
+TEST(Store, RowsThatCannotBeStored) {
+  Draw draw(6);
+  const int head_dim = 112, count = 11;
+  for (const Format format : {Format::f32, Format::f16, Format::tq2, Format::tq4, Format::tq8, Format::fp8}) {
+    const codec::PageLayout page = codec::page_layout(format, format, head_dim, 1);
+    std::vector<std::byte> block(page.block_bytes);
+    for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
+      for (const Dtype rounding : {Dtype::f32, Dtype::bf16}) {
+        for (const BasisKind basis : {BasisKind::none, BasisKind::hadamard}) {
+          for (const float bad : {65504.0f, -65504.0f, 65536.0f, -70000.0f, HUGE_VALF, NAN}) {
+            std::vector<float> wide = draw.gaussian(head_dim * count);
+            wide[draw.bits() % wide.size()] = bad;
+            std::vector<std::uint16_t> narrow(wide.size());
+            for (std::size_t i = 0; i < wide.size(); ++i) {
+              narrow[i] = dtype == Dtype::f16 ? base::f32_to_f16(wide[i]) : base::f32_to_bf16(wide[i]);
+            }
+            StoreJob job;
+            job.side = &page.k;
+            job.head_dim = head_dim;
+            job.block = block.data();
+            job.first = 7;
+            job.count = count;
+            job.rows = dtype == Dtype::f32 ? static_cast<const void*>(wide.data()) : narrow.data();
+            job.row_stride = head_dim;
+            job.dtype = dtype;
+            job.rounding = rounding;
+            job.basis.kind = basis;
+            job.next = {job.rows, job.row_stride, count, dtype};
+            // bf16 has no 65504: the nearest is 65536.
+            const bool storable = std::abs(bad) == 65504.0f && dtype != Dtype::bf16;
+            for (const Kernels* k : kernels_here()) {
+              job.looks = true;
+              ASSERT_EQ(k->store_k(job), storable)
+                  << name_of(*k, {format, head_dim, false}) << ' ' << dtype_name(dtype) << ' ' << bad;
+              job.looks = false;
+              ASSERT_TRUE(k->store_k(job));
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 // Long runs of ordinary vectors: scores that are nearly tied, scales at rounding boundaries.
 TEST(Store, ThousandsOfVectors) {
   Draw draw(5);

@@ -13,6 +13,14 @@ namespace kvant::core {
 
 using BasisView = codec::BasisRef;
 
+// A kv head's rows that are stored after those of a job.
+struct NextRows {
+  const void* rows = nullptr;
+  std::int64_t row_stride = 0;  // elements
+  int count = 0;
+  Dtype dtype = Dtype::f32;
+};
+
 // Stores `count` tokens of one kv head into a page block, from token `first` on: basis, quantise, pack.
 // `rows` are in the original coordinates, row i at element i * row_stride; they become f32 and are rounded to `rounding`
 // first. Dense formats round to nearest even.
@@ -28,6 +36,8 @@ struct StoreJob {
   const float* levels = nullptr;  // lut formats
   Dtype dtype = Dtype::f32;       // of rows: f32, f16, bf16
   Dtype rounding = Dtype::f32;    // f32: none
+  bool looks = false;             // refuses rows that cannot be stored (codec/storable.hpp)
+  NextRows next;                  // asked for meanwhile; no more than a hint
 };
 
 struct AttendItem;  // core/attend.hpp
@@ -38,8 +48,8 @@ struct Kernels {
   const char* name;    // "scalar", "avx2"
   const char* detail;  // the instructions used
   bool (*available)();
-  void (*store_k)(const StoreJob&);
-  void (*store_v)(const StoreJob&);
+  bool (*store_k)(const StoreJob&);  // false: the job looks and refused a row; some of its tokens are not stored
+  bool (*store_v)(const StoreJob&);
   void (*prepare)(const PrepareItem&);
   void (*attend)(const AttendItem&);
   void (*merge)(const MergeItem&);

@@ -13,6 +13,7 @@
 #include <cstddef>
 
 #include "base/config.hpp"
+#include "core/backend.hpp"
 
 KVANT_NAMESPACE_BEGIN(cpu)
 
@@ -47,6 +48,34 @@ class Ahead {
   const std::byte* at_ = nullptr;
   const std::byte* end_ = nullptr;
   std::size_t step_ = 64;
+};
+
+// The rows that are encoded next, fetched while others are: a head's rows lie apart, which the machine does not foresee. To
+// L1, half a row at a time: eight rows are less than half of it, and to L2, or all at once, gains nothing (Zen 4, eight rows of
+// 128 f32 in 2500 cycles of encoding: 1000 cycles to read them either way, a fifth of that like this).
+class RowsAhead {
+ public:
+  KVANT_INLINE RowsAhead(const core::NextRows& next, int head_dim)
+      : row_(static_cast<const std::byte*>(next.rows)), left_(next.count) {
+    const int element = next.dtype == Dtype::f32 ? 4 : 2;
+    stride_ = next.row_stride * element;
+    bytes_ = head_dim * element;
+  }
+
+  KVANT_INLINE void fetch_half() {
+    if (left_ == 0) return;
+    const int stop = at_ == 0 ? bytes_ / 2 : bytes_;
+    for (; at_ < stop; at_ += 64) __builtin_prefetch(row_ + at_, 0, 3);
+    if (at_ < bytes_) return;
+    row_ += stride_;
+    at_ = 0;
+    --left_;
+  }
+
+ private:
+  const std::byte* row_;
+  std::int64_t stride_ = 0;
+  int left_, bytes_ = 0, at_ = 0;
 };
 
 KVANT_NAMESPACE_END

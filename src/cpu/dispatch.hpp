@@ -7,7 +7,7 @@
 KVANT_NAMESPACE_BEGIN(cpu)
 
 template <class Fn>
-KVANT_INLINE void with_format(Format f, Fn fn) {
+KVANT_INLINE auto with_format(Format f, Fn fn) {
   switch (f) {
     case Format::f32: return fn.template operator()<Format::f32>();
     case Format::f16: return fn.template operator()<Format::f16>();
@@ -24,6 +24,7 @@ KVANT_INLINE void with_format(Format f, Fn fn) {
     case Format::lut6: return fn.template operator()<Format::lut6>();
     case Format::lut8: return fn.template operator()<Format::lut8>();
   }
+  __builtin_unreachable();
 }
 
 // Calls fn<R>(first row) over rows 0 .. rows - 1 in chunks of eight, then four, the rest in one chunk of one to three.

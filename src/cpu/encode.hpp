@@ -3,6 +3,7 @@
 #pragma once
 
 #include "codec/vector.hpp"
+#include "cpu/ahead.hpp"
 #include "cpu/dispatch.hpp"
 #include "cpu/rotate.hpp"
 
@@ -18,9 +19,10 @@ constexpr int padded(int n) {
 // Rows as the search wants them: row i at i * stride, zeros from n to stride. tq2 has magnitudes in y and sign bits,
 // already where the code has them, in signs.
 struct EncodeRows {
-  int count;   // 1 .. kRows
-  int n;       // elements
-  int stride;  // padded(n)
+  RowsAhead* ahead;  // half a row for each row
+  int count;         // 1 .. kRows
+  int n;             // elements
+  int stride;        // padded(n)
   alignas(32) float y[kMostRowFloats];
   alignas(32) std::uint8_t signs[kMostRowFloats];
   alignas(32) std::int32_t largest[kRows];   // bits of the largest magnitude

@@ -86,6 +86,7 @@ requires(codec::tq_spec(kFormat).cells > 0)
 
   F costs[kRows];
   for (int i = 0; i < kRows; ++i) {
+    in.ahead->fetch_half();
     costs[i] = active(i) ? costs_of<S, kFormat>(in.y + i * in.stride, in.n, per_cell.v[i]) : S::setf(0.0f);
   }
   S::transpose(costs);  // lane i of costs[k]: what spread k costs row i
@@ -206,6 +207,7 @@ requires(codec::tq_spec(kFormat).cells == 0)
   }
   for (int i = 0; i < in.count; ++i) {
     const float* y = in.y + i * in.stride;
+    in.ahead->fetch_half();
     for (int k = 0; k < kClamped; ++k) {
       const Sums<S> sums = Step::template try_step<true>(y, in.stride, r[k].v[i]);
       p[k][i] = sums.p;

@@ -6,6 +6,7 @@
 // be encoded, values next to zero) goes through the plain codec afterwards.
 #pragma once
 
+#include "codec/storable.hpp"
 #include "codec/store.hpp"
 #include "core/backend.hpp"
 #include "cpu/encode.hpp"
@@ -55,10 +56,25 @@ KVANT_INLINE typename S::I to_bf16(typename S::F x) {
   return choose<S>(nan, S::or_(high, S::seti(0x40)), rounded);
 }
 
+// The largest magnitudes of rows, as bits; whether all of these can be stored is asked once for many.
+template <class S>
+class Magnitudes {
+ public:
+  KVANT_INLINE void take(typename S::F x) { largest_ = S::maxi(largest_, S::and_(S::as_i(x), S::seti(0x7FFFFFFF))); }
+  KVANT_INLINE void take_row(const float* x, int head_dim) {
+    for (int j = 0; j < head_dim; j += 8) take(S::loadf(x + j));
+  }
+  KVANT_INLINE bool storable() const { return max_lane<S>(largest_) <= codec::kLargestBits; }
+
+ private:
+  typename S::I largest_ = S::seti(0);
+};
+
 template <class S, Dtype kRounding, class Load>
-KVANT_INLINE void convert_row(int head_dim, float* x, Load load) {
+KVANT_INLINE void convert_row(int head_dim, float* x, Magnitudes<S>& magnitudes, Load load) {
   for (int j = 0; j < head_dim; j += 8) {
     typename S::F v = load(j);
+    magnitudes.take(v);
     if constexpr (kRounding == Dtype::f16) v = S::round_f16(v);
     if constexpr (kRounding == Dtype::bf16) v = S::as_f(S::template shl<16>(to_bf16<S>(v)));
     S::storef(x + j, v);
@@ -66,13 +82,14 @@ KVANT_INLINE void convert_row(int head_dim, float* x, Load load) {
 }
 
 template <class S>
-KVANT_INLINE void load_row(const core::StoreJob& job, int i, float* x) {
+KVANT_INLINE void load_row(const core::StoreJob& job, int i, float* x, Magnitudes<S>& magnitudes) {
   const std::byte* row = job_row(job, i);
   const auto with_rounding = [&](auto load) {
-    if (job.rounding == Dtype::f16 && job.dtype != Dtype::f16) return convert_row<S, Dtype::f16>(job.head_dim, x, load);
+    if (job.rounding == Dtype::f16 && job.dtype != Dtype::f16)
+      return convert_row<S, Dtype::f16>(job.head_dim, x, magnitudes, load);
     if (job.rounding == Dtype::bf16 && job.dtype != Dtype::bf16)
-      return convert_row<S, Dtype::bf16>(job.head_dim, x, load);
-    convert_row<S, Dtype::f32>(job.head_dim, x, load);
+      return convert_row<S, Dtype::bf16>(job.head_dim, x, magnitudes, load);
+    convert_row<S, Dtype::f32>(job.head_dim, x, magnitudes, load);
   };
   switch (job.dtype) {
     case Dtype::f32: return with_rounding([&](int j) { return S::loadf(reinterpret_cast<const float*>(row) + j); });
@@ -145,20 +162,29 @@ __attribute__((noinline)) void store_token_plain(const core::StoreJob& job, int 
   (kKeys ? codec::store_row_k : codec::store_row_v)(*job.side, job.head_dim, job.block, job.first + i, y, job.levels);
 }
 
-// Tokens [i, i + count) of the job into their basis, `stride` values from one to the next.
+// Tokens [i, i + count) of the job into their basis, `stride` values from one to the next. False: one was refused.
 // Not inline: once an ISA, not once a format and side.
 template <class S>
-__attribute__((noinline)) void load_vectors(const core::StoreJob& job, int i, int count, float* x, int stride) {
+__attribute__((noinline)) bool load_vectors(const core::StoreJob& job, int i, int count, float* x, int stride,
+                                            RowsAhead& ahead) {
   const bool rotates = job.basis.kind == BasisKind::hadamard;
   const bool as_is = rotates && job.dtype == Dtype::f32 && job.rounding == Dtype::f32;
   const Rotate<S> rotation(job.head_dim);
+  Magnitudes<S> magnitudes;
   for (int t = 0; t < count; ++t) {
     float* row = x + t * stride;
-    if (!as_is) load_row<S>(job, i + t, row);
-    const float* from = as_is ? reinterpret_cast<const float*>(job_row(job, i + t)) : row;
+    ahead.fetch_half();
+    const float* from = row;
+    if (as_is) {
+      from = reinterpret_cast<const float*>(job_row(job, i + t));
+      magnitudes.take_row(from, job.head_dim);
+    } else {
+      load_row<S>(job, i + t, row, magnitudes);
+    }
     if (rotates) rotation.forward(from, row);
   }
-  if (job.basis.kind != BasisKind::calibrated) return;
+  if (job.looks && !magnitudes.storable()) return false;
+  if (job.basis.kind != BasisKind::calibrated) return true;
   for (int t = 0; t < count; t += 2) {
     float* pair[2] = {x + t * stride, x + (t + 1) * stride};
     if (t + 2 <= count) {
@@ -167,15 +193,18 @@ __attribute__((noinline)) void load_vectors(const core::StoreJob& job, int i, in
       to_calibrated<S, 1>(job.basis, job.head_dim, pair);
     }
   }
+  return true;
 }
 
 // `encode(rows, out)` fills codes, scales and refusals of its rows.
 template <class S, bool kKeys, Format kFormat, class Encode>
-KVANT_INLINE void store_coded(const core::StoreJob& job, Encode encode) {
+KVANT_INLINE bool store_coded(const core::StoreJob& job, Encode encode) {
   const codec::SideLayout& side = *job.side;
   const int tokens_at_once = kRows / side.groups;
   EncodeRows rows;
   EncodedRows coded;
+  RowsAhead ahead(job.next, job.head_dim);
+  rows.ahead = &ahead;
   rows.n = job.head_dim / side.groups;
   rows.stride = padded(rows.n);
   const int token_stride = side.groups * rows.stride;
@@ -189,7 +218,7 @@ KVANT_INLINE void store_coded(const core::StoreJob& job, Encode encode) {
     bool any_refused = false;
     for (int t = 0; t < count; t += tokens_at_once) {
       const int now = base::min(tokens_at_once, count - t);
-      load_vectors<S>(job, i + t, now, rows.y, token_stride);
+      if (!load_vectors<S>(job, i + t, now, rows.y, token_stride, ahead)) return false;
       for (int k = 0; k < now; ++k) take_vector<S, kFormat>(rows, k * side.groups, side.groups);
       rows.count = now * side.groups;
       coded.codes = octet + t * token_stride;
@@ -219,42 +248,54 @@ KVANT_INLINE void store_coded(const core::StoreJob& job, Encode encode) {
     }
     i += count;
   }
+  return true;
 }
 
 template <class S, bool kKeys, Format kFormat>
-void store_format(const core::StoreJob& job) {
+bool store_format(const core::StoreJob& job) {
   if constexpr (codec::is_tq(kFormat)) {
-    store_coded<S, kKeys, kFormat>(job, encode_tq_rows<S, kFormat>);
+    return store_coded<S, kKeys, kFormat>(job, encode_tq_rows<S, kFormat>);
   } else if constexpr (codec::is_lut(kFormat)) {
     const LutSearch<S, codec::format_bits(kFormat)> search(job.levels);
-    store_coded<S, kKeys, kFormat>(
+    return store_coded<S, kKeys, kFormat>(
         job, [&](const EncodeRows& rows, EncodedRows& coded) { encode_lut_rows(search, rows, coded); });
   } else if constexpr (kFormat == Format::fp8) {
-    store_coded<S, kKeys, kFormat>(job, encode_fp8_rows<S>);
+    return store_coded<S, kKeys, kFormat>(job, encode_fp8_rows<S>);
   } else {
     const bool as_is = kFormat == Format::f32 && job.dtype == Dtype::f32 && job.rounding == Dtype::f32 &&
                        job.basis.kind == BasisKind::none;
+    RowsAhead ahead(job.next, job.head_dim);
     float x[codec::kMaxHeadDim];
     for (int i = 0; i < job.count; ++i) {
+      ahead.fetch_half();
       if (as_is) {
+        ahead.fetch_half();
+        Magnitudes<S> magnitudes;
+        magnitudes.take_row(reinterpret_cast<const float*>(job_row(job, i)), job.head_dim);
+        if (job.looks && !magnitudes.storable()) return false;
         std::byte* row = job.block + codec::detail::dense_row(*job.side, job.head_dim, job.first + i);
         __builtin_memcpy(row, job_row(job, i), static_cast<std::size_t>(job.head_dim) * 4);
         continue;
       }
-      load_vectors<S>(job, i, 1, x, job.head_dim);
+      if (!load_vectors<S>(job, i, 1, x, job.head_dim, ahead)) return false;
       store_dense_row<S>(*job.side, job.head_dim, job.block, job.first + i, x);
     }
+    return true;
   }
 }
 
 struct Simd;
 
 template <bool kKeys, class S = Simd>
-void store(const core::StoreJob& job) {
+bool store(const core::StoreJob& job) {
   if constexpr (Encodes<S>) {
-    with_format(job.side->format, [&]<Format kFormat>() { store_format<S, kKeys, kFormat>(job); });
+    return with_format(job.side->format, [&]<Format kFormat>() { return store_format<S, kKeys, kFormat>(job); });
   } else {
-    for (int i = 0; i < job.count; ++i) store_token_plain<kKeys>(job, i);
+    for (int i = 0; i < job.count; ++i) {
+      if (job.looks && !codec::row_storable(job.dtype, job_row(job, i), job.head_dim)) return false;
+      store_token_plain<kKeys>(job, i);
+    }
+    return true;
   }
 }
 
