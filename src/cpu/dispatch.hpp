@@ -48,4 +48,15 @@ KVANT_INLINE void in_chunks_of_four(int rows, Fn fn) {
   if (rows - r == 1) fn.template operator()<1>(r);
 }
 
+// Calls fn<N>(first) over 0 .. count - 1 in chunks of six and four, whose 12 and 8 accumulators hide the latency of two FMAs a
+// cycle; fewer do not, and are only the end of an odd count.
+template <class Fn>
+KVANT_INLINE void in_sixes_and_fours(int count, Fn fn) {
+  int at = 0;
+  for (; count - at >= 6 && count - at != 8; at += 6) fn.template operator()<6>(at);
+  for (; count - at >= 4; at += 4) fn.template operator()<4>(at);
+  for (; count - at >= 2; at += 2) fn.template operator()<2>(at);
+  if (count - at == 1) fn.template operator()<1>(at);
+}
+
 KVANT_NAMESPACE_END

@@ -11,6 +11,7 @@
 
 #include "codec/store.hpp"
 #include "core/attend.hpp"
+#include "cpu/dispatch.hpp"
 #include "cpu/products_float.hpp"
 #include "cpu/unpack.hpp"
 
