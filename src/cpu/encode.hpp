@@ -19,7 +19,7 @@ constexpr int padded(int n) {
 // Rows as the search wants them: row i at i * stride, zeros from n to stride. tq2 has magnitudes in y and sign bits,
 // already where the code has them, in signs.
 struct EncodeRows {
-  RowsAhead* ahead;  // half a row for each row
+  RowsAhead* ahead;  // each pass over a row fetches a part
   int count;         // 1 .. kRows
   int n;             // elements
   int stride;        // padded(n)

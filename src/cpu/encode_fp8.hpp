@@ -22,7 +22,7 @@ KVANT_INLINE typename S::I to_e4m3(typename S::F x) {
 template <class S>
 __attribute__((noinline)) void encode_fp8_rows(const EncodeRows& in, EncodedRows& out) {
   for (int i = 0; i < in.count; ++i) {
-    in.ahead->fetch_half();
+    in.ahead->fetch();
     const float largest = base::bit_cast<float>(in.largest[i]);
     out.refused[i] = in.largest[i] >= base::bit_cast<std::int32_t>(0x1p32f);
     if (out.refused[i]) continue;

@@ -127,7 +127,7 @@ template <class S, int kBits>
 __attribute__((noinline)) void encode_lut_rows(const LutSearch<S, kBits>& search, const EncodeRows& in,
                                                EncodedRows& out) {
   for (int i = 0; i < in.count; ++i) {
-    in.ahead->fetch_half();
+    in.ahead->fetch();
     out.refused[i] = in.largest[i] >= base::bit_cast<std::int32_t>(0x1p32f);
     if (out.refused[i]) continue;
     search.encode_row(in.y + i * in.stride, in.n, in.stride, base::bit_cast<float>(in.largest[i]),

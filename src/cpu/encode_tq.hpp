@@ -86,7 +86,7 @@ requires(codec::tq_spec(kFormat).cells > 0)
 
   F costs[kRows];
   for (int i = 0; i < kRows; ++i) {
-    in.ahead->fetch_half();
+    in.ahead->fetch();
     costs[i] = active(i) ? costs_of<S, kFormat>(in.y + i * in.stride, in.n, per_cell.v[i]) : S::setf(0.0f);
   }
   S::transpose(costs);  // lane i of costs[k]: what spread k costs row i
@@ -101,6 +101,7 @@ requires(codec::tq_spec(kFormat).cells > 0)
   I q[kRows];
   for (int i = 0; i < kRows; ++i) {
     Sums<S> sums{S::setf(0.0f), S::seti(1)};
+    in.ahead->fetch();
     if (active(i)) sums = Step::encode(in.y + i * in.stride, in.stride, step.v[i], out.codes + i * in.stride);
     p[i] = sums.p;
     q[i] = sums.q;
@@ -207,7 +208,7 @@ requires(codec::tq_spec(kFormat).cells == 0)
   }
   for (int i = 0; i < in.count; ++i) {
     const float* y = in.y + i * in.stride;
-    in.ahead->fetch_half();
+    in.ahead->fetch();
     for (int k = 0; k < kClamped; ++k) {
       const Sums<S> sums = Step::template try_step<true>(y, in.stride, r[k].v[i]);
       p[k][i] = sums.p;
@@ -233,6 +234,7 @@ requires(codec::tq_spec(kFormat).cells == 0)
   for (int i = 0; i < in.count; ++i) {
     const float* y = in.y + i * in.stride;
     Sums<S> sums;
+    in.ahead->fetch();
     if constexpr (kCodesWithLast) {
       sums = Step::encode(y, in.stride, r[0].v[i], out.codes + i * in.stride);
     } else {

@@ -173,7 +173,7 @@ __attribute__((noinline)) bool load_vectors(const core::StoreJob& job, int i, in
   Magnitudes<S> magnitudes;
   for (int t = 0; t < count; ++t) {
     float* row = x + t * stride;
-    ahead.fetch_half();
+    ahead.fetch();
     const float* from = row;
     if (as_is) {
       from = reinterpret_cast<const float*>(job_row(job, i + t));
@@ -203,7 +203,7 @@ KVANT_INLINE bool store_coded(const core::StoreJob& job, Encode encode) {
   const int tokens_at_once = kRows / side.groups;
   EncodeRows rows;
   EncodedRows coded;
-  RowsAhead ahead(job.next, job.head_dim);
+  RowsAhead ahead(job.next, job.head_dim, codec::is_tq(kFormat) ? 3 : 2);
   rows.ahead = &ahead;
   rows.n = job.head_dim / side.groups;
   rows.stride = padded(rows.n);
@@ -264,12 +264,12 @@ bool store_format(const core::StoreJob& job) {
   } else {
     const bool as_is = kFormat == Format::f32 && job.dtype == Dtype::f32 && job.rounding == Dtype::f32 &&
                        job.basis.kind == BasisKind::none;
-    RowsAhead ahead(job.next, job.head_dim);
+    RowsAhead ahead(job.next, job.head_dim, 2);
     float x[codec::kMaxHeadDim];
     for (int i = 0; i < job.count; ++i) {
-      ahead.fetch_half();
+      ahead.fetch();
       if (as_is) {
-        ahead.fetch_half();
+        ahead.fetch();
         Magnitudes<S> magnitudes;
         magnitudes.take_row(reinterpret_cast<const float*>(job_row(job, i)), job.head_dim);
         if (job.looks && !magnitudes.storable()) return false;
