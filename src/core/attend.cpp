@@ -60,7 +60,7 @@ ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool tile_p
   if (tile_path) {
     s.panel_raw = at.take(4 * r * d);
     s.panel_basis = at.take(4 * r * dp);
-    s.transpose = at.take(4 * kPageTokens * 16);
+    s.transpose = at.take(4 * kPageTokens * kTransposedRows);
   }
   s.centers = at.take(4 * r);
   s.bytes = at.total();

@@ -128,7 +128,8 @@ struct AttendItem {
 };
 inline constexpr std::size_t kNoPartial = ~std::size_t{0};
 
-inline constexpr int kTilePadding = 16;  // a cache line: see cpu/tile.hpp
+inline constexpr int kTilePadding = 16;     // a cache line: see cpu/tile.hpp
+inline constexpr int kTransposedRows = 32;  // two of the widest registers
 
 // The worker's scratch of one attend item.
 struct ScratchLayout {
@@ -138,7 +139,7 @@ struct ScratchLayout {
   std::size_t panel_raw;    // f32 query panels [rows / 16][head_dim][16] (tile path), as given
   std::size_t panel_basis;  // the same in the encoded basis, in unpacking order
   std::size_t tile;         // f32 [64][padded_dim + kTilePadding]: decoded keys or values
-  std::size_t transpose;    // f32 [64][16]
+  std::size_t transpose;    // f32 [64][kTransposedRows]
   std::size_t centers;      // f32 [rows]
   std::size_t bytes;
 };

@@ -1,9 +1,10 @@
 // The path for many rows (prefill, long chunks): a page's keys or values become an f32 tile once per row block, and both
 // products are register-blocked f32 matrix products over it.
 //
-//   keys     tile [64][depth]; queries packed in panels [rows / 16][depth][16], so that lanes are rows: 6 tokens x 16 rows
-//            give 12 accumulators for 2 loads and 6 broadcasts a step. Scores are transposed to [rows][64] on the way out.
-//   values   tile [64][head_dim + 16]; 6 rows x 16 channels, 12 accumulators, 64 steps. Rows of the tile are a cache line longer
+//   keys     tile [64][depth]; queries packed in panels [rows / 16][depth][16], so that lanes are rows: 6 tokens x 2
+//            registers of rows give 12 accumulators for 2 loads and 6 broadcasts a step. Scores are transposed to [rows][64] on
+//            the way out.
+//   values   tile [64][head_dim + 16]; 6 rows x 2 registers of channels, 12 accumulators, 64 steps. Rows of the tile are a cache line longer
 //            than they need: at a power of two the 64 lines of a step fall into the same few sets of L1.
 //
 // Keys of integer formats are decoded in unpacking order, padded to 64: the panels use the same order, with zeros.
@@ -117,58 +118,91 @@ void decode_values(const codec::SideLayout& side, int head_dim, const std::byte*
   }
 }
 
-// T tokens x 16 rows: out[t][16] = sum_e tile[t][e] * panel[e][16].
-template <class S, int T>
-KVANT_INLINE void score_block(const float* tile, int stride, int depth, const float* panel, float* out) {
-  using V = typename S::F;
-  V acc[T][2];
-  for (int t = 0; t < T; ++t) acc[t][0] = acc[t][1] = S::setf(0.0f);
-  for (int e = 0; e < depth; ++e) {
-    const V q0 = S::loadf(panel + e * kPanelRows), q1 = S::loadf(panel + e * kPanelRows + 8);
-    for (int t = 0; t < T; ++t) {
-      const V k = S::setf(tile[t * stride + e]);
-      acc[t][0] = S::fma(k, q0, acc[t][0]);
-      acc[t][1] = S::fma(k, q1, acc[t][1]);
-    }
-  }
-  for (int t = 0; t < T; ++t) {
-    S::storef(out + t * kPanelRows, acc[t][0]);
-    S::storef(out + t * kPanelRows + 8, acc[t][1]);
+// Tokens or rows that share what a step loads: with C = 2, 12 accumulators of 16 registers or 16 of 32.
+template <class W, class Fn>
+KVANT_INLINE void in_tile_chunks(int count, Fn fn) {
+  if constexpr (W::kRegisters == 32) {
+    in_chunks_of_eight(count, fn);
+  } else {
+    in_sixes_and_fours(count, fn);
   }
 }
 
-// scores [rows][64]; transposed: scratch [64][16]
+// T tokens x C registers of rows: out[t][row] = sum_e tile[t][e] * panel[e][row].
+template <class W, int T, int C>
+KVANT_INLINE void score_block(const float* tile, int depth, const float* const (&panel)[C], float* out,
+                              int out_stride) {
+  using V = typename W::F;
+  V acc[T][C];
+  for (int t = 0; t < T; ++t) {
+    for (int j = 0; j < C; ++j) acc[t][j] = W::setf(0.0f);
+  }
+  for (int e = 0; e < depth; ++e) {
+    V q[C];
+    for (int j = 0; j < C; ++j) q[j] = W::loadf(panel[j] + e * kPanelRows);
+    for (int t = 0; t < T; ++t) {
+      const V k = W::setf(tile[t * depth + e]);
+      for (int j = 0; j < C; ++j) acc[t][j] = W::fma(k, q[j], acc[t][j]);
+    }
+  }
+  for (int t = 0; t < T; ++t) {
+    for (int j = 0; j < C; ++j) W::storef(out + t * out_stride + W::kLanes * j, acc[t][j]);
+  }
+}
+
+// C registers of rows from `r` on; scores [rows][64]; transposed: scratch [64][C * kLanes]
+template <class S, int C>
+KVANT_INLINE void scores_of_rows(const float* tile, int depth, const float* panels, int r, int rows, int t_first,
+                                 int t_last, float* transposed, float* scores) {
+  using W = Wide<S>;
+  constexpr int kTaken = C * W::kLanes;
+  const float* panel[C];
+  for (int j = 0; j < C; ++j) {
+    const int row = r + W::kLanes * j;
+    panel[j] = panels + static_cast<std::size_t>(row / kPanelRows) * static_cast<std::size_t>(depth * kPanelRows) +
+               row % kPanelRows;
+  }
+  in_tile_chunks<W>(t_last - t_first, [&]<int T>(int at) {
+    const int t = t_first + at;
+    score_block<W, T, C>(tile + t * depth, depth, panel, transposed + t * kTaken, kTaken);
+  });
+  for (int t8 = t_first; t8 < t_last; t8 += 8) {
+    for (int part = 0; part < kTaken && r + part < rows; part += 8) {
+      typename S::F a[8];
+      for (int i = 0; i < 8; ++i) a[i] = S::loadf(transposed + (t8 + i) * kTaken + part);
+      S::transpose(a);
+      for (int i = 0; i < 8 && r + part + i < rows; ++i) S::storef(scores + (r + part + i) * kPageTokens + t8, a[i]);
+    }
+  }
+}
+
+// scores [rows][64]; transposed: scratch [64][core::kTransposedRows]
 template <class S>
 void scores_tile(const float* tile, int depth, const float* panels, int rows, int t_begin, int t_end, float* transposed,
                  float* scores) {
-  using V = typename S::F;
+  constexpr int kLanes = Wide<S>::kLanes;
+  static_assert(2 * kLanes <= core::kTransposedRows);
   const int t_first = t_begin & ~7, t_last = (t_end + 7) & ~7;
-  for (int r = 0; r < rows; r += kPanelRows) {
-    const float* panel = panels + static_cast<std::size_t>(r) * static_cast<std::size_t>(depth);
-    in_sixes_and_fours(t_last - t_first, [&]<int T>(int at) {
-      const int t = t_first + at;
-      score_block<S, T>(tile + t * depth, depth, depth, panel, transposed + t * kPanelRows);
-    });
-    for (int t8 = t_first; t8 < t_last; t8 += 8) {
-      for (int half = 0; half < kPanelRows && r + half < rows; half += 8) {
-        V a[8];
-        for (int i = 0; i < 8; ++i) a[i] = S::loadf(transposed + (t8 + i) * kPanelRows + half);
-        S::transpose(a);
-        for (int i = 0; i < 8 && r + half + i < rows; ++i) S::storef(scores + (r + half + i) * kPageTokens + t8, a[i]);
-      }
-    }
-  }
+  int r = 0;
+  // Panels are whole, so where half of the rows here are, all of one register's can be read.
+  for (; rows - r > kLanes; r += 2 * kLanes)
+    scores_of_rows<S, 2>(tile, depth, panels, r, rows, t_first, t_last, transposed, scores);
+  if (r < rows) scores_of_rows<S, 1>(tile, depth, panels, r, rows, t_first, t_last, transposed, scores);
 }
 
 template <class S>
 void values_tile(const float* tile, int stride, int head_dim, int rows, int t_begin, int t_end, const float* p,
                  const float* rescale, float* o) {
-  for (int c = 0; c < head_dim; c += 16) {
-    in_sixes_and_fours(rows, [&]<int R>(int r) {
-      value_block<S, R, 2>(head_dim, t_begin, t_end, p + r * kPageTokens, rescale + r, o + r * head_dim + c,
-                           tile_rows<S, 2>(tile + c, stride));
+  using W = Wide<S>;
+  const auto columns = [&]<int C>(int c) {
+    in_tile_chunks<W>(rows, [&]<int R>(int r) {
+      value_block<W, R, C>(head_dim, t_begin, t_end, p + r * kPageTokens, rescale + r, o + r * head_dim + c,
+                           tile_rows<W, C>(tile + c, stride));
     });
-  }
+  };
+  int c = 0;
+  for (; c + 2 * W::kLanes <= head_dim; c += 2 * W::kLanes) columns.template operator()<2>(c);
+  for (; c < head_dim; c += W::kLanes) columns.template operator()<1>(c);
 }
 
 KVANT_NAMESPACE_END
