@@ -1,8 +1,8 @@
-// The encoder of lut formats (codec/vector.hpp), eight lanes at a time; the same bits.
+// The encoder of lut formats (codec/vector.hpp), eight or sixteen lanes at a time; the same bits.
 //
 // The nearest level is a walk down a binary tree of midpoints, in heap order: node 1 is the middle one, the children of
-// node i are 2 i and 2 i + 1. Steps look up in registers where the table has at most 64 entries (64 are 8 lookups and 7
-// selections, still half the time of a gather on Zen 5); only lut8 gathers.
+// node i are 2 i and 2 i + 1. Steps look up in registers (S::lookup) where that is faster than a gather: with AVX2 and NEON up to 64
+// entries (8 lookups and 7 selections, still half the time of a gather on Zen 5), with AVX-512 any (256 are 8 lookups as well).
 #pragma once
 
 #include "cpu/encode.hpp"
@@ -15,12 +15,13 @@ struct LutSearch {
   using I = typename S::I;
   static constexpr int kLevels = 1 << kBits;
 
-  alignas(32) float tree[kLevels + 8];
-  alignas(32) float level[kLevels];
+  alignas(64) float tree[kLevels + 8];
+  alignas(64) float level[kLevels], even[kLevels / 2], odd[kLevels / 2];
   float top;
 
   KVANT_INLINE explicit LutSearch(const float* levels) {
     for (int i = 0; i < kLevels; ++i) level[i] = levels[i];
+    for (int i = 0; i < kLevels / 2; ++i) even[i] = levels[2 * i], odd[i] = levels[2 * i + 1];
     for (int depth = 0; depth < kBits; ++depth) {
       const int step = kLevels >> (depth + 1);
       for (int i = 0; i < 1 << depth; ++i) {
@@ -28,62 +29,72 @@ struct LutSearch {
         tree[(1 << depth) + i] = (levels[code + step - 1] + levels[code + step]) * 0.5f;
       }
     }
-    for (int i = 0; i < 8; ++i) tree[kLevels + i] = 0.0f;  // loads of eight reach behind the tree
+    for (int i = 0; i < 8; ++i) tree[kLevels + i] = 0.0f;  // whole registers reach behind the tree
     top = base::max(base::abs(levels[0]), base::abs(levels[kLevels - 1]));
   }
 
-  // table[code], code below 2^kIndexBits
-  template <int kIndexBits>
-  static KVANT_INLINE F entry(const float* table, I code) {
-    if constexpr (kIndexBits == 3) {
-      return S::lookup8(S::loadf(table), code);
-    } else if constexpr (kIndexBits <= 6) {
-      constexpr int kHalf = 1 << (kIndexBits - 1);
-      return S::select_negative(S::template shl<32 - kIndexBits>(code), entry<kIndexBits - 1>(table + kHalf, code),
-                                entry<kIndexBits - 1>(table, code));
-    } else {
-      return S::gather(table, code);
-    }
-  }
-  template <int kDepth>
-  KVANT_INLINE I step(I code, F z) const {
-    F middle;
+  // V: the registers of a walk, S or wide ones
+  template <class V, int kDepth>
+  KVANT_INLINE typename V::I step(typename V::I code, typename V::F z) const {
+    typename V::F middle;
     if constexpr (kDepth == 0) {
-      middle = S::setf(tree[1]);
+      middle = V::setf(tree[1]);
     } else {
-      middle = entry<(kDepth < 3 ? 3 : kDepth)>(tree + (1 << kDepth), code);
+      middle = V::template lookup<kDepth>(tree + (1 << kDepth), code);
     }
-    return S::subi(S::addi(code, code), S::less(middle, z));
+    return V::subi(V::addi(code, code), V::less(middle, z));
   }
-  KVANT_INLINE I codes(F z) const {
-    I code = step<3>(step<2>(step<1>(step<0>(S::seti(0), z), z), z), z);
-    if constexpr (kBits > 4) code = step<4>(code, z);
-    if constexpr (kBits > 5) code = step<5>(code, z);
-    if constexpr (kBits > 6) code = step<7>(step<6>(code, z), z);
-    return code;
+  // The walk's first kSteps steps.
+  template <class V, int kSteps>
+  KVANT_INLINE typename V::I walk(typename V::F z) const {
+    if constexpr (kSteps == 0) {
+      return V::seti(0);
+    } else {
+      return step<V, kSteps - 1>(walk<V, kSteps - 1>(z), z);
+    }
   }
-  KVANT_INLINE F levels_of(I code) const { return entry<kBits>(level, code); }
+  // The nearest level. Where one lookup does not hold all levels, the last step's middle comes from the two that it decides between:
+  // looking these up among half as many each is less than the middle and then the level.
+  template <class V>
+  KVANT_INLINE typename V::F nearest(typename V::F z) const {
+    if constexpr (kBits <= V::kLookupBits) {
+      return V::template lookup<kBits>(level, walk<V, kBits>(z));
+    } else {
+      const typename V::I pair = walk<V, kBits - 1>(z);
+      const typename V::F low = V::template lookup<kBits - 1>(even, pair),
+                          high = V::template lookup<kBits - 1>(odd, pair);
+      return V::select_negative(V::less(V::mul(V::add(low, high), V::setf(0.5f)), z), high, low);
+    }
+  }
 
   struct Folded {
     F p, q;
   };
-  __attribute__((noinline)) Folded try_step(const float* y, int n, F r) const {
-    const F zero = S::setf(0.0f);
-    F p[4] = {zero, zero, zero, zero}, q[4] = {zero, zero, zero, zero};
+  template <class V>
+  KVANT_INLINE Folded sums(const float* y, int n, float r) const {
+    constexpr int kParts = 32 / V::kLanes;
+    typename V::F p[kParts], q[kParts];
+    for (int k = 0; k < kParts; ++k) p[k] = q[k] = V::setf(0.0f);
     const auto add = [&](int at, int k) {
-      const F x = S::loadf(y + at + 8 * k);
-      const F t = levels_of(codes(S::mul(x, r)));
-      p[k] = S::add(p[k], S::mul(x, t));
-      q[k] = S::add(q[k], S::mul(t, t));
+      const typename V::F x = V::loadf(y + at + V::kLanes * k);
+      const typename V::F t = nearest<V>(V::mul(x, V::setf(r)));
+      p[k] = V::add(p[k], V::mul(x, t));
+      q[k] = V::add(q[k], V::mul(t, t));
     };
     int at = 0;
     for (; at + 32 <= n; at += 32) {
-      for (int k = 0; k < 4; ++k) add(at, k);
+      for (int k = 0; k < kParts; ++k) add(at, k);
     }
-    for (int k = 0; k < 3; ++k) {  // n is a multiple of 8
-      if (at + 8 * k < n) add(at, k);
+    for (int k = 0; k < kParts - 1; ++k) {
+      if (at + V::kLanes * k < n) add(at, k);
     }
     return {Fold<S>::to_eight(p), Fold<S>::to_eight(q)};
+  }
+  __attribute__((noinline)) Folded try_step(const float* y, int n, float r) const {
+    if constexpr (Wide<S>::kLanes != S::kLanes) {
+      if (n % Wide<S>::kLanes == 0) return sums<Wide<S>>(y, n, r);
+    }
+    return sums<S>(y, n, r);  // n is a multiple of 8
   }
 
   static KVANT_INLINE void consider(codec::detail::LutFit& best, float r, float p, float q) {
@@ -103,7 +114,7 @@ struct LutSearch {
       F p[8], q[8];
       for (int i = 0; i < 8; ++i) {
         step[i] = 1.0f / step[i];
-        const Folded sums = try_step(y, n, S::setf(step[i]));
+        const Folded sums = try_step(y, n, step[i]);
         p[i] = sums.p;
         q[i] = sums.q;
       }
@@ -113,13 +124,15 @@ struct LutSearch {
       for (int i = 0; i < 8; ++i) consider(best, step[i], ps[i], qs[i]);
       for (int again = 0; again < 2 && best.score > 0.0f; ++again) {
         const float r = 1.0f / best.g;
-        const Folded sums = try_step(y, n, S::setf(r));
+        const Folded sums = try_step(y, n, r);
         consider(best, r, fold_eight<S>(sums.p), fold_eight<S>(sums.q));
       }
     }
     *scale = best.g;
-    const F r = S::setf(best.r);
-    for (int j = 0; j < stride; j += 8) S::store_u8(out + j, codes(S::mul(S::loadf(y + j), r)));
+    using W = Wide<S>;
+    for (int j = 0; j < stride; j += W::kLanes) {
+      W::store_u8(out + j, walk<W, kBits>(W::mul(W::loadf(y + j), W::setf(best.r))));
+    }
   }
 };
 

@@ -207,7 +207,19 @@ struct Simd {
     return addi(acc, madd16(_mm256_maddubs_epi16(bytes, bytes), _mm256_set1_epi16(1)));
   }
   static KVANT_INLINE I shl_by(I a, int k) { return _mm256_sll_epi32(a, _mm_cvtsi32_si128(k)); }
-  static KVANT_INLINE F lookup8(F table, I idx) { return _mm256_permutevar8x32_ps(table, idx); }  // idx modulo 8
+  static constexpr int kLookupBits = 3;  // of what a register holds
+  // table[idx] of 2^kIndexBits entries; smaller ones are read as eight
+  template <int kIndexBits>
+  static KVANT_INLINE F lookup(const float* table, I idx) {
+    if constexpr (kIndexBits <= 3) {
+      return _mm256_permutevar8x32_ps(loadf(table), idx);
+    } else if constexpr (kIndexBits <= 6) {
+      return select_negative(shl<32 - kIndexBits>(idx), lookup<kIndexBits - 1>(table + (1 << (kIndexBits - 1)), idx),
+                             lookup<kIndexBits - 1>(table, idx));
+    } else {
+      return _mm256_i32gather_ps(table, idx, 4);
+    }
+  }
   // lane i = yes where mask is below zero
   static KVANT_INLINE F select_negative(I mask, F yes, F no) { return _mm256_blendv_ps(no, yes, as_f(mask)); }
   // The sums of n rows of eight numbers up to 1023: row i lies at[i] bytes on. n is a multiple of 16.
@@ -235,7 +247,6 @@ struct Simd {
     }
     return sum;
   }
-  static KVANT_INLINE F gather(const float* table, I idx) { return _mm256_i32gather_ps(table, idx, 4); }
   // eight halves, rounded to nearest even; the low 16 and 8 bits of lanes
   static KVANT_INLINE void store_f16(void* p, F a) {
     _mm_storeu_si128(static_cast<__m128i*>(p), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));

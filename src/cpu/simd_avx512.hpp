@@ -177,6 +177,27 @@ struct Simd512 {
     return _mm512_cvtepi8_epi32(which == 0 ? _mm256_castsi256_si128(bytes) : _mm256_extracti128_si256(bytes, 1));
   }
   static KVANT_INLINE __m256i in_order(__m256i bytes) { return bytes; }
+  static constexpr int kLookupBits = 5;  // of what one or two registers hold
+  // table[idx] of 2^kIndexBits entries; smaller ones are read as sixteen
+  template <int kIndexBits>
+  static KVANT_INLINE F lookup(const float* table, I idx) {
+    if constexpr (kIndexBits <= 4) {
+      return _mm512_permutexvar_ps(idx, loadf(table));
+    } else if constexpr (kIndexBits == 5) {
+      return _mm512_permutex2var_ps(loadf(table), idx, loadf(table + 16));
+    } else {
+      constexpr int kHalf = 1 << (kIndexBits - 1);
+      return _mm512_mask_blend_ps(_mm512_test_epi32_mask(idx, seti(kHalf)), lookup<kIndexBits - 1>(table, idx),
+                                  lookup<kIndexBits - 1>(table + kHalf, idx));
+    }
+  }
+  // lane i = yes where mask is below zero
+  static KVANT_INLINE F select_negative(I mask, F yes, F no) {
+    return _mm512_mask_blend_ps(_mm512_movepi32_mask(mask), no, yes);
+  }
+  static KVANT_INLINE void store_u8(void* p, I a) {  // the low 8 bits of lanes
+    _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
+  }
   static KVANT_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 
  private:

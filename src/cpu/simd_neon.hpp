@@ -233,9 +233,24 @@ struct Simd {
   static KVANT_INLINE I shl_by(I a, int k) {
     return {vshlq_s32(a.lo, vdupq_n_s32(k)), vshlq_s32(a.hi, vdupq_n_s32(k))};
   }
-  static KVANT_INLINE F lookup8(F table, I idx) {  // idx modulo 8
-    const uint8x16x2_t bytes = {{vreinterpretq_u8_f32(table.lo), vreinterpretq_u8_f32(table.hi)}};
-    return {lookup4(bytes, idx.lo), lookup4(bytes, idx.hi)};
+  static constexpr int kLookupBits = 3;  // of what a register holds
+  // table[idx] of 2^kIndexBits entries; smaller ones are read as eight
+  template <int kIndexBits>
+  static KVANT_INLINE F lookup(const float* table, I idx) {
+    if constexpr (kIndexBits <= 3) {
+      const F entries = loadf(table);
+      const uint8x16x2_t bytes = {{vreinterpretq_u8_f32(entries.lo), vreinterpretq_u8_f32(entries.hi)}};
+      return {lookup4(bytes, idx.lo), lookup4(bytes, idx.hi)};
+    } else if constexpr (kIndexBits <= 6) {
+      return select_negative(shl<32 - kIndexBits>(idx), lookup<kIndexBits - 1>(table + (1 << (kIndexBits - 1)), idx),
+                             lookup<kIndexBits - 1>(table, idx));
+    } else {
+      std::int32_t at[8];
+      float r[8];
+      storei(at, idx);
+      for (int i = 0; i < 8; ++i) r[i] = table[at[i]];
+      return loadf(r);
+    }
   }
   // lane i = yes where mask is below zero
   static KVANT_INLINE F select_negative(I mask, F yes, F no) {
@@ -258,13 +273,6 @@ struct Simd {
       high = vaddq_u32(high, vaddl_high_u16(even, odd));
     }
     return {s32(low), s32(high)};
-  }
-  static KVANT_INLINE F gather(const float* table, I idx) {
-    std::int32_t at[8];
-    float r[8];
-    storei(at, idx);
-    for (int i = 0; i < 8; ++i) r[i] = table[at[i]];
-    return loadf(r);
   }
   // eight halves, rounded to nearest even; the low 16 and 8 bits of lanes
   static KVANT_INLINE void store_f16(void* p, F a) {
