@@ -48,19 +48,25 @@ PartialLayout partial_layout(int rows, int head_dim) {
   return p;
 }
 
-ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool tile_path) {
+ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, RowPath path) {
   const std::size_t r = (static_cast<std::size_t>(rows) + 15) / 16 * 16;
   const auto d = static_cast<std::size_t>(head_dim), dp = static_cast<std::size_t>(padded_dim);
   Offsets at;
   ScratchLayout s{};
   s.state = at.take(partial_layout(rows, head_dim).bytes);
-  s.scores = at.take(4 * r * kPageTokens);
+  const std::size_t tokens = static_cast<std::size_t>(kPageTokens) * (path == RowPath::matrix ? kMatrixPages : 1);
+  s.scores = at.take(4 * r * tokens);
   s.rescale = at.take(4 * r);
   s.tile = at.take(4 * kPageTokens * (dp + kTilePadding));  // imported tables decode into it on the vector path too
-  if (tile_path) {
-    s.panel_raw = at.take(4 * r * d);
+  if (path != RowPath::vector) {
+    s.panel_raw = at.take(4 * r * (path == RowPath::matrix ? dp : d));
     s.panel_basis = at.take(4 * r * dp);
-    s.transpose = at.take(4 * kPageTokens * kTransposedRows);
+  }
+  if (path == RowPath::tiles) s.transpose = at.take(4 * kPageTokens * kTransposedRows);
+  if (path == RowPath::matrix) {
+    s.page = at.take(4 * tokens * dp);
+    s.weights = at.take(4 * r * tokens);
+    for (std::size_t& output : s.output) output = at.take(4 * r * d);
   }
   s.centers = at.take(4 * r);
   s.bytes = at.total();

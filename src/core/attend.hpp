@@ -18,12 +18,20 @@
 
 namespace kvant::core {
 
+// What an item's rows go through: the vector path, or tiles of f32, or these in bf16 for a matrix unit (cpu/matrix.hpp).
+enum class RowPath { vector, tiles, matrix };
+
+constexpr RowPath path_of_many_rows(const Kernels& kernels) {
+  return kernels.has_matrix ? RowPath::matrix : RowPath::tiles;
+}
+
 inline constexpr int kRowBlock = 128;  // rows of one attend item at most
 // Rows of an item on the tile path: as many as keep its queries and sums (16 bytes a row and element) within about half of
 // a 512 KiB L2 cache, because a page is decoded once for each item. D = 128: 128 rows 75 % of the FMA peak, 64 rows 72 %.
-constexpr int row_block(int head_dim) {
-  return head_dim <= 128 ? kRowBlock : kRowBlock / 2;
+constexpr int row_block(int head_dim, RowPath path) {
+  return head_dim <= 128 || path == RowPath::matrix ? kRowBlock : kRowBlock / 2;
 }
+inline constexpr int kMatrixPages = 4;  // that the matrix path multiplies at once
 inline constexpr int kVectorRows = 16;  // up to here rows go through the integer kernels; beyond, through tiles
 
 enum Domain : int { kEncoded = 0, kExact = 1, kDomains = 2 };
@@ -134,16 +142,19 @@ inline constexpr int kTransposedRows = 32;  // two of the widest registers
 // The worker's scratch of one attend item.
 struct ScratchLayout {
   std::size_t state;        // a partial of kRowBlock rows
-  std::size_t scores;       // f32 [rows][64]
+  std::size_t scores;       // f32 [rows][64]; matrix path: of kMatrixPages pages
   std::size_t rescale;      // f32 [rows]
-  std::size_t panel_raw;    // f32 query panels [rows / 16][head_dim][16] (tile path), as given
+  std::size_t panel_raw;    // f32 query panels [rows / 16][head_dim][16] (tile path), as given; matrix path: as operand
   std::size_t panel_basis;  // the same in the encoded basis, in unpacking order
   std::size_t tile;         // f32 [64][padded_dim + kTilePadding]: decoded keys or values
-  std::size_t transpose;    // f32 [64][kTransposedRows]
-  std::size_t centers;      // f32 [rows]
+  std::size_t transpose;    // tile path: f32 [64][kTransposedRows]
+  std::size_t page;         // matrix path: keys or values of kMatrixPages pages as operand, 4 bytes an element
+  std::size_t weights;      // matrix path: the weights of as many, likewise
+  std::size_t output[kDomains];  // matrix path: output sums, tile after tile
+  std::size_t centers;           // f32 [rows]
   std::size_t bytes;
 };
-ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool tile_path);
+ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, RowPath path);
 
 struct MergeItem {
   const RunContext* run;

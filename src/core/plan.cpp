@@ -98,7 +98,8 @@ class Builder {
         workspace_ += static_cast<std::size_t>(config().kv_heads) *
                       core::prepared_layout(static_cast<int>(rows), plan_.padded_dim).bytes;
       }
-      const std::int64_t block = tiles ? core::row_block(config().head_dim) : rows;
+      const std::int64_t block =
+          tiles ? core::row_block(config().head_dim, core::path_of_many_rows(*plan_.kernels)) : rows;
       for (int head = 0; head < config().kv_heads; ++head) {
         for (std::int64_t row = 0; row < rows; row += block) {
           add_rows(static_cast<int>(i), head, static_cast<int>(row), static_cast<int>(std::min(block, rows - row)),
@@ -112,7 +113,8 @@ class Builder {
     plan_.splits_done = workspace_;
     workspace_ += (plan_.merge.size() * sizeof(std::int32_t) + 63) / 64 * 64;
     plan_.scratch_begin = workspace_;
-    plan_.scratch_bytes = core::scratch_layout(most_rows_, config().head_dim, plan_.padded_dim, plan_.any_tiles).bytes;
+    const core::RowPath path = plan_.any_tiles ? core::path_of_many_rows(*plan_.kernels) : core::RowPath::vector;
+    plan_.scratch_bytes = core::scratch_layout(most_rows_, config().head_dim, plan_.padded_dim, path).bytes;
     plan_.workspace_bytes = workspace_ + static_cast<std::size_t>(plan_.threads) * plan_.scratch_bytes;
   }
 

@@ -1,15 +1,16 @@
 // The three phases of a run (core/attend.hpp) on one ISA.
 //
 // Two paths, by the number of rows that share a kv head's keys. Up to kVectorRows: codes are multiplied as integers
-// (products_int.hpp) or converted on the fly (products_float.hpp), four rows at a time. More: tiles (tile.hpp).
+// (products_int.hpp) or converted on the fly (products_float.hpp), four rows at a time. More: tiles (tile.hpp), or a matrix
+// unit (attend_matrix.hpp).
 #pragma once
 
+#include "cpu/attend_matrix.hpp"
 #include "cpu/dispatch.hpp"
+#include "cpu/page_rows.hpp"
 #include "cpu/products_bytes.hpp"
 #include "cpu/products_float.hpp"
 #include "cpu/products_int.hpp"
-#include "cpu/rows.hpp"
-#include "cpu/softmax.hpp"
 #include "cpu/tile.hpp"
 
 KVANT_NAMESPACE_BEGIN(cpu)
@@ -42,34 +43,6 @@ void prepare(const core::PrepareItem& item) {
 }
 
 // --- attend ---------------------------------------------------------------------------------------------------------
-
-// Which query and which head of the group a row is, kept while rows are walked: dividing anew took a twentieth of the time.
-struct GroupRow {
-  std::int64_t query;
-  int head;
-
-  KVANT_INLINE void advance(int group) {
-    if (++head == group) head = 0, ++query;
-  }
-};
-
-// One page as both paths see it.
-struct PageView {
-  const std::byte* block;
-  const codec::PageLayout* layout;
-  const float* k_levels;
-  const float* v_levels;
-  int domain;
-  int t_begin, t_end;  // tokens that any row may see
-  Bytes after_scores;  // this page's value codes
-  Bytes after_values;  // the next page's key codes
-};
-
-// One side's codes; the scales of both sides are small and fetched at once.
-KVANT_INLINE Bytes side_codes(const codec::PageLayout& l, const std::byte* block, bool values) {
-  const std::uint32_t begin = values ? l.v.plane_offset[0] : 0;
-  return {block + begin, (values ? l.code_bytes : l.v.plane_offset[0]) - begin};
-}
 
 template <class S>
 void vector_scores(const core::RunContext& run, const PageView& page, int row, int rows, std::byte* prepared,
@@ -181,12 +154,7 @@ void pack_queries(const core::AttendItem& item, const core::ScratchLayout& l, co
   const int padded_rows = (item.rows + kPanelRows - 1) / kPanelRows * kPanelRows;
   for (int r = 0; r < padded_rows; ++r) {
     float raw[codec::kMaxHeadDim], rotated[codec::kMaxHeadDim];
-    for (int i = 0; i < codec::kMaxHeadDim; ++i) raw[i] = rotated[i] = 0.0f;
-    if (r < item.rows) {
-      const RowIndex index = row_index(run, item.sequence, item.kv_head, item.row_begin + r);
-      state.poisoned[r] = read_query(run, index, raw) ? 1 : 0;
-      at<float>(item.scratch, l.centers)[r] = codec::query_to_basis(basis, d, raw, rotated);
-    }
+    read_row(item, l, state, basis, r, raw, rotated);
     float* panel = at<float>(item.scratch, l.panel_raw) +
                    static_cast<std::size_t>(r / kPanelRows) * static_cast<std::size_t>(d * kPanelRows) + r % kPanelRows;
     for (int e = 0; e < d; ++e) panel[e * kPanelRows] = raw[e];
@@ -226,106 +194,58 @@ void tile_values(const core::AttendItem& item, const core::ScratchLayout& l, con
   values_tile<S>(tile, stride, run.head_dim, item.rows, page.t_begin, page.t_end, p, rescale, o);
 }
 
-template <class S>
-void attend(const core::AttendItem& item) {
+template <class S, bool kTiles>
+void attend_pages(const core::AttendItem& item) {
   const core::RunContext& run = *item.run;
   const core::SequenceUse& sequence = run.sequences[item.sequence];
-  const int d = run.head_dim, rows = item.rows;
-  const bool tiles = sequence.q_len * run.group > core::kVectorRows;
-  const core::ScratchLayout l = core::scratch_layout(rows, d, run.padded_dim, tiles);
-  const core::PartialLayout partial = core::partial_layout(rows, d);
-  const State state = state_at(item.partial == core::kNoPartial ? item.scratch + l.state : run.workspace + item.partial,
-                               partial, rows, d);
-  clear(state);
-
+  const core::ScratchLayout l = core::scratch_layout(item.rows, run.head_dim, run.padded_dim,
+                                                     kTiles ? core::RowPath::tiles : core::RowPath::vector);
+  ItemRows rows{item, run, sequence, item_state(item, l), at<float>(item.scratch, l.centers)};
+  const State& state = rows.state;
   float* scores = at<float>(item.scratch, l.scores);
   float* rescale = at<float>(item.scratch, l.rescale);
-  float* tile = at<float>(item.scratch, l.tile);
   core::PreparedLayout prepared{};
   std::byte* queries = nullptr;
-  const float* centers = at<float>(item.scratch, l.centers);
-  if (tiles) {
+  if constexpr (kTiles) {
     pack_queries<S>(item, l, state);
   } else {
     prepared = core::prepared_layout(static_cast<int>(sequence.q_len) * run.group, run.padded_dim);
     queries = run.workspace + sequence.prepared + static_cast<std::size_t>(item.kv_head) * prepared.bytes;
-    centers = at<float>(queries, prepared.centers) + item.row_begin;
-    for (int r = 0; r < rows; ++r) state.poisoned[r] = at<std::int32_t>(queries, prepared.poisoned)[item.row_begin + r];
+    rows.centers = at<float>(queries, prepared.centers) + item.row_begin;
+    for (int r = 0; r < item.rows; ++r)
+      state.poisoned[r] = at<std::int32_t>(queries, prepared.poisoned)[item.row_begin + r];
   }
 
-  const GroupRow first_row{item.row_begin / run.group, item.row_begin % run.group};
-  const base::Visibility rule{run.causal, run.window, run.window_sinks};
-  const auto page_number = [&](std::int64_t use) {
-    return use < item.sink_pages ? use : item.recent_page + (use - item.sink_pages);
-  };
   for (std::int64_t use = item.use_begin; use < item.use_end; ++use) {
-    const std::int64_t number = page_number(use);
-    const std::int64_t first_key = number * kPageTokens;
-    std::uint64_t visible[core::kRowBlock];
-    core::TileClass tile_of[core::kRowBlock];
-    std::uint64_t any = 0, seen_by_query = 0;
-    GroupRow at_row = first_row;
-    for (int r = 0; r < rows; ++r, at_row.advance(run.group)) {
-      if (r == 0 || at_row.head == 0) {
-        const std::int64_t position = sequence.length - sequence.q_len + at_row.query;
-        seen_by_query = visible_bits(rule, sequence.length, position, first_key);
-      }
-      visible[r] = seen_by_query;
-      tile_of[r] = core::kTileZero;
-      if (visible[r] != 0) {
-        const int q_head = item.kv_head * run.group + at_row.head;
-        tile_of[r] = tile_class(run.mask, sequence.batch, q_head, at_row.query, number);
-        if (tile_of[r] == core::kTileMasked) visible[r] = 0;
-      }
-      any |= visible[r];
-    }
-    if (any == 0) continue;
-    const core::PageUse& page_use = sequence.pages[number];
-    const int domain = page_use.domain;
-    const std::byte* block = run.block(run.cache, domain, page_use.slot, run.layer, item.kv_head);
-    PageView page{block,
-                  &run.layout[domain],
-                  run.k_levels[domain],
-                  run.v_levels[domain],
-                  domain,
-                  __builtin_ctzll(any),
-                  kPageTokens - __builtin_clzll(any),
-                  side_codes(run.layout[domain], block, true),
-                  {}};
-    if (use + 1 < item.use_end) {
-      const core::PageUse& next = sequence.pages[page_number(use + 1)];
-      const std::byte* next_block = run.block(run.cache, next.domain, next.slot, run.layer, item.kv_head);
-      const codec::PageLayout& next_layout = run.layout[next.domain];
-      page.after_values = side_codes(next_layout, next_block, false);
-      for (std::uint32_t i = next_layout.code_bytes; i < next_layout.block_bytes; i += 64) S::prefetch(next_block + i);
-    }
-    use_domain(state, domain);
-
-    if (tiles) {
+    PageRows seen;
+    if (!look_at_page<S>(rows, use, &seen)) continue;
+    const PageView& page = seen.page;
+    use_domain(state, page.domain);
+    float* tile = at<float>(item.scratch, l.tile);
+    if constexpr (kTiles) {
       tile_scores<S>(item, l, page, scores);
     } else {
-      vector_scores<S>(run, page, item.row_begin, rows, queries, prepared, tile, scores);
+      vector_scores<S>(run, page, item.row_begin, item.rows, queries, prepared, tile, scores);
     }
-    at_row = first_row;
-    for (int r = 0; r < rows; ++r, at_row.advance(run.group)) {
-      const SoftmaxRow row{scores + r * kPageTokens,
-                           state.m_of(domain) + r,
-                           state.l_of(domain) + r,
-                           rescale + r,
-                           state.poisoned + r,
-                           domain == core::kEncoded ? centers[r] : 0.0f,
-                           item.kv_head * run.group + at_row.head,
-                           at_row.query,
-                           tile_of[r]};
-      softmax_row<S>(run, sequence, row, first_key, visible[r]);
-    }
-    if (tiles) {
-      tile_values<S>(item, l, page, scores, rescale, state.o_of(domain));
+    softmax_of_page<S>(rows, seen, scores, kPageTokens, rescale);
+    if constexpr (kTiles) {
+      tile_values<S>(item, l, page, scores, rescale, state.o_of(page.domain));
     } else {
-      vector_values<S>(run, page, rows, scores, rescale, tile, state.o_of(domain));
+      vector_values<S>(run, page, item.rows, scores, rescale, tile, state.o_of(page.domain));
     }
   }
   if (item.partial == core::kNoPartial) finish_rows<S>(run, item.sequence, item.kv_head, item.row_begin, state);
+}
+
+template <class S>
+void attend(const core::AttendItem& item) {
+  if (!uses_tiles(item)) {
+    attend_pages<S, false>(item);
+  } else if constexpr (has_matrix<S>()) {
+    attend_by_matrix<S>(item);
+  } else {
+    attend_pages<S, true>(item);
+  }
 }
 
 // --- merge ----------------------------------------------------------------------------------------------------------

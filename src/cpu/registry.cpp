@@ -6,6 +6,7 @@
 namespace kvant::cpu {
 extern const core::Kernels kScalarKernels;
 #if defined(__x86_64__)
+extern const core::Kernels kAmxKernels;
 extern const core::Kernels kAvx512Kernels;
 extern const core::Kernels kAvx2Kernels;
 #elif defined(__aarch64__)
@@ -18,6 +19,7 @@ namespace kvant::core {
 std::span<const Kernels* const> all_kernels() {
   static constexpr std::array kAll = {
 #if defined(__x86_64__)
+    &cpu::kAmxKernels,
     &cpu::kAvx512Kernels,
     &cpu::kAvx2Kernels,
 #elif defined(__aarch64__)

@@ -145,6 +145,27 @@ KVANT_INLINE void use_domain(const State& s, int domain) {
   for (int i = 0; i < s.rows * s.head_dim; ++i) o[i] = 0.0f;
 }
 
+// The state of an item, cleared: its partial, or the worker's own where rows are finished at once.
+KVANT_INLINE State item_state(const core::AttendItem& item, const core::ScratchLayout& l) {
+  const core::RunContext& run = *item.run;
+  std::byte* base = item.partial == core::kNoPartial ? item.scratch + l.state : run.workspace + item.partial;
+  const State s = state_at(base, core::partial_layout(item.rows, run.head_dim), item.rows, run.head_dim);
+  clear(s);
+  return s;
+}
+
+// Row r of an item on the paths for many rows, as given and in the basis; zeros where there is none, and behind head_dim.
+KVANT_INLINE void read_row(const core::AttendItem& item, const core::ScratchLayout& l, const State& state,
+                           const codec::BasisRef& basis, int r, float (&raw)[codec::kMaxHeadDim],
+                           float (&rotated)[codec::kMaxHeadDim]) {
+  for (int i = 0; i < codec::kMaxHeadDim; ++i) raw[i] = rotated[i] = 0.0f;
+  if (r >= item.rows) return;
+  const core::RunContext& run = *item.run;
+  const RowIndex index = row_index(run, item.sequence, item.kv_head, item.row_begin + r);
+  state.poisoned[r] = read_query(run, index, raw) ? 1 : 0;
+  at<float>(item.scratch, l.centers)[r] = codec::query_to_basis(basis, run.head_dim, raw, rotated);
+}
+
 // Adds `from` to `into`, the log-sum-exp rule for each domain. In place, in split order: the same bits every time.
 KVANT_INLINE void merge_state(const State& into, const State& from) {
   for (int r = 0; r < into.rows; ++r) into.poisoned[r] |= from.poisoned[r];

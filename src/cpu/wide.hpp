@@ -13,4 +13,12 @@ struct WideOf {
 template <class S>
 using Wide = typename WideOf<S>::type;
 
+// The unit that multiplies tiles of bf16 (cpu/matrix.hpp), where there is one; its verbs are those of simd_amx.hpp.
+template <class S>
+struct MatrixOf {
+  using type = void;
+};
+template <class S>
+using Matrix = typename MatrixOf<S>::type;
+
 KVANT_NAMESPACE_END

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/backend.hpp"
 #include "support/bases.hpp"
 #include "support/half.hpp"
 
@@ -41,6 +42,13 @@ const std::vector<std::string>& available_isas() {
     return available;
   }();
   return names;
+}
+
+// Many rows may go through it, unless a test forces another instruction set.
+static bool has_matrix_unit() {
+  static const bool has =
+      std::ranges::any_of(core::all_kernels(), [](const core::Kernels* k) { return k->has_matrix && k->available(); });
+  return has;
 }
 
 Status append_rows(Cache& cache, SequenceId sequence, const Qkv& x, std::int64_t begin, std::int64_t end, Dtype dtype,
@@ -223,11 +231,12 @@ Expected World::expect_true(const AttentionOptions& base, const std::vector<floa
 }
 
 double World::tolerance() const {
-  return is_float_format(spec.k) && is_float_format(spec.v) ? tolerance::kFloat : tolerance::kCoded;
+  if (!is_float_format(spec.k) || !is_float_format(spec.v)) return tolerance::kCoded;
+  return has_matrix_unit() ? tolerance::kMatrixFloat : tolerance::kFloat;
 }
 
 double World::lse_tolerance() const {
-  return is_float_format(spec.k) ? tolerance::kLseFloat : tolerance::kLseCoded;
+  return is_float_format(spec.k) && !has_matrix_unit() ? tolerance::kLseFloat : tolerance::kLseCoded;
 }
 
 double World::codec_tolerance() const {

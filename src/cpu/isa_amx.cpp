@@ -1,0 +1,78 @@
+// Compiled with isa_avx512.cpp's flags. The path for many rows alone; what else there is to do is AVX-512's.
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
+    defined(__linux__)
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "cpu/attend_matrix.hpp"
+#include "cpu/simd_amx.hpp"
+#include "cpu/x86_features.hpp"
+
+namespace kvant::cpu {
+
+extern const core::Kernels kAvx512Kernels;
+extern const core::Kernels kAmxKernels;
+
+static bool store_k(const core::StoreJob& job) {
+  return kAvx512Kernels.store_k(job);
+}
+static bool store_v(const core::StoreJob& job) {
+  return kAvx512Kernels.store_v(job);
+}
+static void prepare_rows(const core::PrepareItem& item) {
+  kAvx512Kernels.prepare(item);
+}
+static void attend_rows(const core::AttendItem& item) {
+  if (uses_tiles(item)) {
+    attend_by_matrix<Simd>(item);
+  } else {
+    kAvx512Kernels.attend(item);
+  }
+}
+static void merge_rows(const core::MergeItem& item) {
+  kAvx512Kernels.merge(item);
+}
+static const char* product_name(Format f) {
+  return kAvx512Kernels.product_name(f);
+}
+static double fma_flops(std::int64_t iterations) {
+  return kAvx512Kernels.fma_flops(iterations);
+}
+static std::uint64_t read_bytes(const std::byte* data, std::size_t n) {
+  return kAvx512Kernels.read_bytes(data, n);
+}
+
+// The kernel lets a process use tile registers only after it has asked (arch_prctl, Linux 5.16), once for all of its threads.
+static bool amx_available() {
+  constinit static std::atomic<int> allowed{-1};
+  int known = allowed.load(std::memory_order_relaxed);
+  if (known < 0) {
+    known = kAvx512Kernels.available() && has_amx_bf16() &&
+                    syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0
+                ? 1
+                : 0;
+    allowed.store(known, std::memory_order_relaxed);
+  }
+  return known != 0;
+}
+
+constinit const core::Kernels kAmxKernels = {
+    .name = "amx",
+    .detail = "AMX BF16 for many rows, the rest as avx512",
+    .available = amx_available,
+    .store_k = store_k,
+    .store_v = store_v,
+    .prepare = prepare_rows,
+    .attend = attend_rows,
+    .merge = merge_rows,
+    .product_name = product_name,
+    .tile_products = kMatrixProducts,
+    .has_matrix = true,
+    .fma_flops = fma_flops,
+    .read_bytes = read_bytes,
+};
+
+}  // namespace kvant::cpu
+
+#endif

@@ -1,0 +1,353 @@
+// Both products of the path for many rows on a unit that multiplies tiles (AMX), from floats that are two bf16 each:
+//
+//   x = high + low + e, |e| <= 2^-17 |x|      a b = high high + low high + high low, at most 2^-15 |a b| off, sums in f32
+//
+// Integer levels less their centre are odd multiples of 1/2 below 128: one bf16, to the bit, so these take two products. Their scales
+// go to the scores, and to the weights that values are multiplied by.
+//
+// A tile is 16 rows of 16 words, a word two bf16. Of a left operand (queries, weights) a tile holds 16 rows of 32 elements,
+// of a right one (keys, values) 32 elements of 16 columns, one row for each word:
+//
+//   scores [rows][tokens]    = queries [rows][depth]  x keys   [depth][tokens]
+//   O      [rows][head_dim] += weights [rows][tokens] x values [tokens][head_dim]
+//
+// Which two elements share a word is free, as long as both operands agree: with registers of L lanes word i of each 2 L elements
+// holds i and i + L, so that no lane of a register moves. Operands are written tile after tile.
+//
+// Sums are two by two tiles, so a step of 32 elements loads 8 tiles for 12 products, or 6 for 8. They are kept tile after tile: in rows of a
+// power of two's bytes, the 32 of a product would share two of L1's sets.
+#pragma once
+
+#include <type_traits>
+
+#include "core/attend.hpp"
+#include "cpu/unpack.hpp"
+#include "cpu/wide.hpp"
+
+KVANT_NAMESPACE_BEGIN(cpu)
+
+template <class S>
+constexpr bool has_matrix() {
+  return !std::is_void_v<Matrix<S>>;
+}
+
+inline constexpr const char* kMatrixProducts = "products of two bf16 for each f32, four pages at once";
+
+inline constexpr int kTileRows = 16, kTileWords = 16, kTileDepth = 2 * kTileWords;
+inline constexpr int kTileBytes = kTileRows * kTileWords * 4;
+inline constexpr int kBlocksOfPage = kPageTokens / kTileWords;  // of columns, where these are tokens
+inline constexpr int kStepsOfPage = kPageTokens / kTileDepth;   // of sums over tokens
+
+KVANT_INLINE int blocks_of_rows(int rows) {
+  return (rows + kTileRows - 1) / kTileRows;
+}
+
+struct Operand {
+  std::byte* high;
+  std::byte* low;
+  int steps;  // tiles along the sum
+
+  KVANT_INLINE std::size_t tile(int block, int step) const {
+    return static_cast<std::size_t>(block * steps + step) * kTileBytes;
+  }
+};
+// An operand of `blocks` times 16 rows or columns in 4 bytes an element, from `at` on.
+KVANT_INLINE Operand operand_at(std::byte* at, int blocks, int depth) {
+  const int steps = depth / kTileDepth;
+  return {at, at + static_cast<std::size_t>(blocks * steps) * kTileBytes, steps};
+}
+
+template <class W>
+struct Words {
+  typename W::I high, low;
+};
+template <class W>
+KVANT_INLINE typename W::I nearest_bf16(typename W::F x) {  // in the upper halves of lanes
+  return W::and_(W::addi(W::as_i(x), W::seti(0x8000)), W::seti(static_cast<std::int32_t>(0xFFFF0000u)));
+}
+// Lane i: words of a[i] and b[i].
+template <class W>
+KVANT_INLINE Words<W> split(typename W::F a, typename W::F b) {
+  const typename W::I a_high = nearest_bf16<W>(a), b_high = nearest_bf16<W>(b);
+  const typename W::I a_low = nearest_bf16<W>(W::sub(a, W::as_f(a_high)));
+  const typename W::I b_low = nearest_bf16<W>(W::sub(b, W::as_f(b_high)));
+  return {W::or_(W::template shr<16>(a_high), b_high), W::or_(W::template shr<16>(a_low), b_low)};
+}
+
+// Words from `word` on of row `row` of a left operand.
+template <class W>
+KVANT_INLINE void put_words(const Words<W>& words, const Operand& to, int row, int word) {
+  const std::size_t at = to.tile(row / kTileRows, word / kTileWords) +
+                         static_cast<std::size_t>(row % kTileRows * kTileWords + word % kTileWords) * 4;
+  W::storei(to.high + at, words.high);
+  W::storei(to.low + at, words.low);
+}
+// x [depth], depth a multiple of 32, becomes row `row` of a left operand.
+template <class W>
+KVANT_INLINE void pack_row(const float* x, int depth, const Operand& to, int row) {
+  for (int e = 0; e < depth; e += 2 * W::kLanes)
+    put_words<W>(split<W>(W::loadf(x + e), W::loadf(x + e + W::kLanes)), to, row, e / 2);
+}
+
+// --- decoded pages ------------------------------------------------------------------------------------------------------
+
+// What a sum passes that is not there: columns `from` to `depth`; rows begin to end.
+KVANT_INLINE void zero_columns(float* tile, int depth, int from) {
+  for (int t = 0; t < kPageTokens && from < depth; ++t)
+    __builtin_memset(tile + t * depth + from, 0, static_cast<std::size_t>(depth - from) * sizeof(float));
+}
+KVANT_INLINE void zero_rows(float* tile, int stride, int begin, int end) {
+  for (int t = begin; t < end; ++t)
+    __builtin_memset(tile + t * stride, 0, static_cast<std::size_t>(stride) * sizeof(float));
+}
+
+// Decoded keys, tile [64][depth], become blocks of columns from `first` on: a column a token.
+template <class S>
+void pack_keys(const float* tile, int depth, const Operand& to, int first) {
+  using W = Wide<S>;
+  for (int block = 0; block < kBlocksOfPage; ++block) {
+    for (int step = 0; step < to.steps; ++step) {
+      alignas(64) std::byte high[kTileBytes], low[kTileBytes];
+      for (int i = 0; i < kTileRows; ++i) {
+        const float* row = tile + (block * kTileRows + i) * depth + step * kTileDepth;
+        for (int e = 0; e < kTileDepth; e += 2 * W::kLanes) {
+          const Words<W> words = split<W>(W::loadf(row + e), W::loadf(row + e + W::kLanes));
+          const auto at = static_cast<std::size_t>(i * kTileWords + e / 2) * 4;
+          W::storei(high + at, words.high);
+          W::storei(low + at, words.low);
+        }
+      }
+      Matrix<S>::transpose(high, to.high + to.tile(first + block, step));
+      Matrix<S>::transpose(low, to.low + to.tile(first + block, step));
+    }
+  }
+}
+
+// Decoded values, tile [64][stride], become steps from `first` on: a column a channel.
+template <class S>
+void pack_values(const float* tile, int stride, int head_dim, const Operand& to, int first) {
+  using W = Wide<S>;
+  for (int block = 0; block < head_dim / kTileRows; ++block) {
+    for (int step = 0; step < kStepsOfPage; ++step) {
+      for (int word = 0; word < kTileWords; ++word) {
+        const int all = step * kTileWords + word;
+        const float* row = tile + (2 * W::kLanes * (all / W::kLanes) + all % W::kLanes) * stride + block * kTileRows;
+        for (int c = 0; c < kTileRows; c += W::kLanes) {
+          const Words<W> words = split<W>(W::loadf(row + c), W::loadf(row + W::kLanes * stride + c));
+          const std::size_t at = to.tile(block, first + step) + static_cast<std::size_t>(word * kTileWords + c) * 4;
+          W::storei(to.high + at, words.high);
+          W::storei(to.low + at, words.low);
+        }
+      }
+    }
+  }
+}
+
+// --- integer levels ---------------------------------------------------------------------------------------------------
+
+// Pairs of int16 levels, as Unpack opens them, become words.
+template <class W, Format F>
+KVANT_INLINE typename W::I centred(typename W::I u) {
+  const typename W::F offset = W::setf(level_offset(F));
+  const typename W::I low = W::as_i(W::sub(W::to_f(W::and_(u, W::seti(0xFFFF))), offset));
+  const typename W::I high = W::as_i(W::sub(W::to_f(W::template shr<16>(u)), offset));
+  return W::or_(W::template shr<16>(low), high);
+}
+
+// Position `at` of what pack_row packs to meet such keys holds this element: word i of 64 elements is lane i % 8 of Unpack's
+// register i / 8.
+template <class W>
+KVANT_INLINE int level_element(Format f, int at) {
+  const int half = at / W::kLanes % 2, word = at / (2 * W::kLanes) * W::kLanes + at % W::kLanes;
+  return word / 32 * 64 + key_element(is_eight_bit(f), word % 32 / 8, word % 8, half);
+}
+
+// As pack_keys; `to` has no low half.
+template <class S, Format F>
+void pack_level_keys(const codec::SideLayout& side, int head_dim, const std::byte* page, const Operand& to, int first) {
+  using W = Wide<S>;
+  using U = Unpack<W, F>;
+  constexpr int kTokens = W::kLanes / 8;
+  const typename U::Tables tables = U::tables();
+  for (int block = 0; block < kBlocksOfPage; ++block) {
+    for (int step = 0; step < to.steps; step += 2) {
+      alignas(64) std::byte words[2][kTileBytes];
+      for (int i = 0; i < kTileRows; i += kTokens) {
+        typename W::I u[4];
+        U::block(tables, key_pointers(side, head_dim, page, block * kTileRows + i, step * kTileDepth), u);
+        for (int v = 0; v < 4; ++v) {
+          const typename W::I pairs = centred<W, F>(u[v]);
+          for (int j = 0; j < kTokens; ++j)
+            S::storei(words[v / 2] + (i + j) * kTileWords * 4 + v % 2 * 32, W::part(pairs, j));
+        }
+      }
+      for (int j = 0; j < 2; ++j) Matrix<S>::transpose(words[j], to.high + to.tile(first + block, step + j));
+    }
+  }
+}
+
+// As pack_values: word 4 o + v is register v of octet o. Codes behind a sequence's end are any, but finite.
+template <class S, Format F>
+void pack_level_values(const codec::SideLayout& side, int head_dim, const std::byte* page, const Operand& to,
+                       int first) {
+  using W = Wide<S>;
+  using U = Unpack<W, F>;
+  const typename U::Tables tables = U::tables();
+  for (int block = 0; block < head_dim / kTileWords; ++block) {
+    for (int c = 0; c < kTileWords; c += W::kLanes) {
+      CodePointers codes = value_pointers(side, head_dim, page, 0, block * kTileWords + c);
+      for (int octet = 0; octet < kPageTokens / 8; ++octet) {
+        typename W::I u[4];
+        U::block(tables, codes, u);
+        codes.advance_octet(side, head_dim);
+        for (int v = 0; v < 4; ++v) {
+          const int word = octet % 4 * 4 + v;
+          W::storei(to.high + to.tile(block, first + octet / 4) + static_cast<std::size_t>(word * kTileWords + c) * 4,
+                    centred<W, F>(u[v]));
+        }
+      }
+    }
+  }
+}
+
+// Weights p [64] times their tokens' value scales become words from `word` on of row `row` of a left operand, in the order of such
+// values.
+template <class S, Format F>
+KVANT_INLINE void pack_level_weights(const float* p, const std::byte* scales, const Operand& to, int row, int word) {
+  using W = Wide<S>;
+  typename W::F x[2];
+  for (int t = 0; t < kPageTokens; t += 2 * W::kLanes) {
+    for (int i = 0; i < 2; ++i) {
+      const typename W::F w = W::loadf(p + t + i * W::kLanes);
+      // A stale scale behind the sequence's end must not turn a zero weight into NaN.
+      const typename W::I seen = W::less(W::setf(0.0f), w);
+      x[i] = W::as_f(W::and_(seen, W::as_i(W::mul(w, W::load_f16(scales + 2 * (t + i * W::kLanes))))));
+    }
+    Matrix<S>::template pair_tokens<is_eight_bit(F)>(x[0], x[1]);
+    put_words<W>(split<W>(x[0], x[1]), to, row, word + t / 2);
+  }
+}
+
+// --- products -----------------------------------------------------------------------------------------------------------
+
+// Where tiles of 16 x 16 sums lie, in floats: a block of rows, a block of columns, a row of a tile.
+struct SumTiles {
+  float* at;
+  int row_block, column_block, row;
+};
+
+// Sums of R blocks of a's rows by C blocks of b's columns replace (or, kAdds, are added to) those of `to`, which begins at their first. Tile
+// registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 columns. kExact: b has no low half.
+// fetch(step): asks for what comes next.
+template <class T, bool kExact, bool kAdds, int R, int C, class Fetch>
+KVANT_INLINE void multiply(const Operand& a, int a_block, const Operand& b, int b_block, int step_begin, int step_end,
+                           const SumTiles& to, Fetch fetch) {
+  const auto sums = [&](auto fn) {
+    fn.template operator()<0, 0>();
+    if constexpr (C > 1) fn.template operator()<0, 1>();
+    if constexpr (R > 1) fn.template operator()<1, 0>();
+    if constexpr (R > 1 && C > 1) fn.template operator()<1, 1>();
+  };
+  const auto row_bytes = static_cast<std::size_t>(to.row) * 4;
+  const auto place = [&](int i, int j) { return to.at + i * to.row_block + j * to.column_block; };
+  sums([&]<int I, int J>() {
+    if constexpr (kAdds) {
+      T::template load<2 * I + J>(place(I, J), row_bytes);
+    } else {
+      T::template zero<2 * I + J>();
+    }
+  });
+  const auto rows = [&](const std::byte* part, int step) {
+    T::template load<4>(part + a.tile(a_block, step), 64);
+    if constexpr (R > 1) T::template load<5>(part + a.tile(a_block + 1, step), 64);
+  };
+  const auto columns = [&](const std::byte* part, int step) {
+    T::template load<6>(part + b.tile(b_block, step), 64);
+    if constexpr (C > 1) T::template load<7>(part + b.tile(b_block + 1, step), 64);
+  };
+  const auto products = [&] { sums([&]<int I, int J>() { T::template dot<2 * I + J, 4 + I, 6 + J>(); }); };
+  for (int step = step_begin; step < step_end; ++step) {
+    fetch(step);
+    rows(a.high, step);
+    if constexpr (!kExact) {
+      columns(b.low, step);
+      products();
+    }
+    columns(b.high, step);
+    products();
+    rows(a.low, step);
+    products();
+  }
+  sums([&]<int I, int J>() { T::template store<2 * I + J>(place(I, J), row_bytes); });
+}
+
+// The same for all of `row_blocks` and for blocks of columns from column_begin to column_end, two by two. Two blocks of rows stay in L1 where they
+// are up to 32 KiB; two of columns, which are half as much or the same, where not. What moves on comes from L2, at 16 to 32 bytes a
+// cycle of the products, and is asked for a product ahead.
+template <class S, bool kExact, bool kAdds>
+void multiply_all(const Operand& a, int row_blocks, const Operand& b, int column_begin, int column_end, int step_begin,
+                  int step_end, const SumTiles& to) {
+  const auto in_pairs = [](int first, int last, auto fn) {
+    for (; first + 2 <= last; first += 2) fn.template operator()<2>(first);
+    if (first < last) fn.template operator()<1>(first);
+  };
+  const auto fetch_tile = [](const std::byte* tile) {
+    for (int i = 0; i < kTileBytes; i += 64) Matrix<S>::fetch(tile + i);
+  };
+  const auto product = [&]<int R, int C>(int row, int column, auto fetch) {
+    SumTiles here = to;
+    here.at += row * to.row_block + column * to.column_block;
+    multiply<Matrix<S>, kExact, kAdds, R, C>(a, row, b, column, step_begin, step_end, here, fetch);
+  };
+  if (2 * 2 * kTileBytes * (step_end - step_begin) <= 32768) {
+    in_pairs(0, row_blocks, [&]<int R>(int row) {
+      in_pairs(column_begin, column_end, [&]<int C>(int column) {
+        product.template operator()<R, C>(row, column, [&](int step) {
+          for (int next = column + 2; next < column + 4 && next < column_end; ++next) {
+            fetch_tile(b.high + b.tile(next, step));
+            if constexpr (!kExact) fetch_tile(b.low + b.tile(next, step));
+          }
+        });
+      });
+    });
+  } else {
+    in_pairs(column_begin, column_end, [&]<int C>(int column) {
+      in_pairs(0, row_blocks, [&]<int R>(int row) {
+        product.template operator()<R, C>(row, column, [&](int step) {
+          for (int next = row + 2; next < row + 4 && next < row_blocks; ++next) {
+            fetch_tile(a.high + a.tile(next, step));
+            fetch_tile(a.low + a.tile(next, step));
+          }
+        });
+      });
+    });
+  }
+}
+
+// Scores [rows][stride].
+KVANT_INLINE SumTiles score_tiles(float* scores, int stride) {
+  return {scores, kTileRows * stride, kTileWords, stride};
+}
+
+// Scores [rows][stride] of a page and scale group of integer levels: scores = (or, `adds`, +=) sums * scale of the token.
+template <class S>
+void scale_scores(const std::byte* scales, int rows, bool adds, const float* sums, float* scores, int stride) {
+  using W = Wide<S>;
+  typename W::F scale[kPageTokens / W::kLanes];
+  for (int t = 0; t < kPageTokens; t += W::kLanes) scale[t / W::kLanes] = W::load_f16(scales + 2 * t);
+  for (int r = 0; r < rows; ++r, sums += stride, scores += stride) {
+    for (int t = 0; t < kPageTokens; t += W::kLanes) {
+      typename W::F s = W::mul(W::loadf(sums + t), scale[t / W::kLanes]);
+      if (adds) s = W::add(s, W::loadf(scores + t));
+      W::storef(scores + t, s);
+    }
+  }
+}
+
+// fn(x, c): x is columns c to c + 15 of row r.
+template <class Fn>
+KVANT_INLINE void each_tile_of_row(const SumTiles& o, int head_dim, int r, Fn fn) {
+  float* row = o.at + r / kTileRows * o.row_block + r % kTileRows * o.row;
+  for (int c = 0; c < head_dim; c += kTileWords) fn(row + c / kTileWords * o.column_block, c);
+}
+KVANT_NAMESPACE_END

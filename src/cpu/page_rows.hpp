@@ -1,0 +1,132 @@
+// A page as the rows of an item see it: what all paths of attend.hpp begin and end a page with.
+#pragma once
+
+#include "cpu/dispatch.hpp"
+#include "cpu/rows.hpp"
+#include "cpu/softmax.hpp"
+
+KVANT_NAMESPACE_BEGIN(cpu)
+
+// Which query and which head of the group a row is, kept while rows are walked: dividing anew took a twentieth of the time.
+struct GroupRow {
+  std::int64_t query;
+  int head;
+
+  KVANT_INLINE void advance(int group) {
+    if (++head == group) head = 0, ++query;
+  }
+};
+
+// One page as both paths see it.
+struct PageView {
+  const std::byte* block;
+  const codec::PageLayout* layout;
+  const float* k_levels;
+  const float* v_levels;
+  int domain;
+  int t_begin, t_end;  // tokens that any row may see
+  Bytes after_scores;  // this page's value codes
+  Bytes after_values;  // the next page's key codes
+};
+
+// One side's codes; the scales of both sides are small and fetched at once.
+KVANT_INLINE Bytes side_codes(const codec::PageLayout& l, const std::byte* block, bool values) {
+  const std::uint32_t begin = values ? l.v.plane_offset[0] : 0;
+  return {block + begin, (values ? l.code_bytes : l.v.plane_offset[0]) - begin};
+}
+
+// Whether an item goes by one of the paths for many rows.
+KVANT_INLINE bool uses_tiles(const core::AttendItem& item) {
+  return item.run->sequences[item.sequence].q_len * item.run->group > core::kVectorRows;
+}
+
+// A page and what each row sees of it.
+struct PageRows {
+  PageView page;
+  std::int64_t first_key;
+  std::uint64_t visible[core::kRowBlock];
+  core::TileClass tile_of[core::kRowBlock];
+};
+
+// An item's rows and pages, and where its rows' sums are.
+struct ItemRows {
+  const core::AttendItem& item;
+  const core::RunContext& run;
+  const core::SequenceUse& sequence;
+  State state;
+  const float* centers;
+
+  KVANT_INLINE GroupRow first_row() const { return {item.row_begin / run.group, item.row_begin % run.group}; }
+  KVANT_INLINE std::int64_t page_number(std::int64_t use) const {
+    return use < item.sink_pages ? use : item.recent_page + (use - item.sink_pages);
+  }
+};
+
+// False: no row sees anything of it.
+template <class S>
+bool look_at_page(const ItemRows& rows, std::int64_t use, PageRows* out) {
+  const core::AttendItem& item = rows.item;
+  const core::RunContext& run = rows.run;
+  const core::SequenceUse& sequence = rows.sequence;
+  const base::Visibility rule{run.causal, run.window, run.window_sinks};
+  const std::int64_t number = rows.page_number(use);
+  out->first_key = number * kPageTokens;
+  std::uint64_t any = 0, seen_by_query = 0;
+  GroupRow at_row = rows.first_row();
+  for (int r = 0; r < item.rows; ++r, at_row.advance(run.group)) {
+    if (r == 0 || at_row.head == 0) {
+      const std::int64_t position = sequence.length - sequence.q_len + at_row.query;
+      seen_by_query = visible_bits(rule, sequence.length, position, out->first_key);
+    }
+    out->visible[r] = seen_by_query;
+    out->tile_of[r] = core::kTileZero;
+    if (seen_by_query != 0) {
+      const int q_head = item.kv_head * run.group + at_row.head;
+      out->tile_of[r] = tile_class(run.mask, sequence.batch, q_head, at_row.query, number);
+      if (out->tile_of[r] == core::kTileMasked) out->visible[r] = 0;
+    }
+    any |= out->visible[r];
+  }
+  if (any == 0) return false;
+  const core::PageUse& page_use = sequence.pages[number];
+  const int domain = page_use.domain;
+  const std::byte* block = run.block(run.cache, domain, page_use.slot, run.layer, item.kv_head);
+  out->page = {block,
+               &run.layout[domain],
+               run.k_levels[domain],
+               run.v_levels[domain],
+               domain,
+               __builtin_ctzll(any),
+               kPageTokens - __builtin_clzll(any),
+               side_codes(run.layout[domain], block, true),
+               {}};
+  if (use + 1 < item.use_end) {
+    const core::PageUse& next = sequence.pages[rows.page_number(use + 1)];
+    const std::byte* next_block = run.block(run.cache, next.domain, next.slot, run.layer, item.kv_head);
+    const codec::PageLayout& next_layout = run.layout[next.domain];
+    out->page.after_values = side_codes(next_layout, next_block, false);
+    for (std::uint32_t i = next_layout.code_bytes; i < next_layout.block_bytes; i += 64) S::prefetch(next_block + i);
+  }
+  return true;
+}
+
+// scores, of row r at r * stride: to weights relative to the rows' maxima, which move; `rescale` says by how much.
+template <class S>
+void softmax_of_page(const ItemRows& rows, const PageRows& seen, float* scores, int stride, float* rescale) {
+  const int domain = seen.page.domain;
+  GroupRow at_row = rows.first_row();
+  for (int r = 0; r < rows.item.rows; ++r, at_row.advance(rows.run.group)) {
+    const SoftmaxRow row{scores + r * stride,
+                         rows.state.m_of(domain) + r,
+                         rows.state.l_of(domain) + r,
+                         rescale + r,
+                         rows.state.poisoned + r,
+                         domain == core::kEncoded ? rows.centers[r] : 0.0f,
+                         rows.item.kv_head * rows.run.group + at_row.head,
+                         at_row.query,
+                         seen.tile_of[r]};
+    softmax_row<S>(rows.run, rows.sequence, row, seen.first_key, seen.visible[r]);
+  }
+}
+
+KVANT_NAMESPACE_END

@@ -1,0 +1,115 @@
+// Many rows on a matrix unit (cpu/matrix.hpp), emulated: these programs know the instruction sets `emulated` and `scalar`, so that all
+// machines test what runs on few.
+#include <gtest/gtest.h>
+
+#include <array>
+
+#include "core/backend.hpp"
+#include "core/fmt.hpp"
+#include "support/random_world.hpp"
+#include "support/sanitized.hpp"
+
+namespace kvant::cpu {
+extern const core::Kernels kEmulatedKernels;
+extern const core::Kernels kScalarKernels;
+}  // namespace kvant::cpu
+
+namespace kvant::core {
+
+std::span<const Kernels* const> all_kernels() {  // in place of src/cpu/registry.cpp's
+  static constexpr std::array kAll = {&cpu::kEmulatedKernels, &cpu::kScalarKernels};
+  return kAll;
+}
+
+}  // namespace kvant::core
+
+namespace kvant::test {
+namespace {
+
+struct Formats {
+  const char* k;
+  const char* v;
+};
+const Formats kFormats[] = {{"f32", "f32"}, {"f16", "f16"}, {"bf16", "bf16"}, {"fp8", "fp8"}, {"tq2", "tq2"},
+                            {"tq3", "tq3"}, {"tq5", "tq5"}, {"tq6", "tq4"},   {"tq8", "tq8"}, {"tq4", "tq6"}};
+
+AttentionOptions emulated(std::int64_t split_keys = 0) {
+  AttentionOptions options;
+  options.isa = "emulated";
+  options.split_keys = split_keys;
+  return options;
+}
+
+class MatrixShapes : public testing::TestWithParam<int> {};
+
+// Rows and keys around 16, 32 and 64 and around four pages, which are multiplied at once; head_dims that no step of 32 divides.
+TEST_P(MatrixShapes, MatchTheReference) {
+  const Lengths kLengths[] = {{17, 17},  {33, 9},   {64, 24},  {65, 33},   {100, 20}, {129, 65},
+                              {200, 31}, {256, 17}, {257, 18}, {320, 130}, {576, 20}};
+  int at = GetParam();
+  for (const Lengths& lengths : kLengths) {
+    const auto& [k, v] = kFormats[static_cast<std::size_t>(at++) % std::size(kFormats)];
+    WorldSpec spec;
+    spec.head_dim = GetParam();
+    spec.kv_heads = 1 + at % 2;
+    spec.group = 1 + at % 3;
+    spec.k = k, spec.v = v;
+    spec.sequences = {lengths};
+    spec.sink_pages = spec.tail_pages = at / 2 % 2;
+    SCOPED_TRACE(fmt::format("{}/{}, {} keys, {} queries, group {}", k, v, lengths.kv_len, lengths.q_len, spec.group));
+    EXPECT_TRUE(World(spec).kernel_matches(emulated(at % 4 == 0 ? 2 * kPageTokens : 0)));
+  }
+}
+INSTANTIATE_TEST_SUITE_P(HeadDims, MatrixShapes, testing::Values(32, 64, 80, 112, 128, 224, 256, 512, 576));
+
+TEST(Matrix, PlansSayWhatTheyUse) {
+  WorldSpec spec;
+  spec.sequences = {{100, 40}};
+  const std::string by_matrix = World(spec).attend(emulated()).explain;
+  EXPECT_NE(by_matrix.find("two bf16"), std::string::npos) << by_matrix;
+  AttentionOptions options;
+  options.isa = "scalar";
+  const std::string by_tiles = World(spec).attend(options).explain;
+  EXPECT_NE(by_tiles.find("f32 products"), std::string::npos) << by_tiles;
+}
+
+// Maxima that move from page to page, so that weights and sums of pages before have to follow.
+TEST(Matrix, FollowsMovingMaxima) {
+  for (const char* format : {"f32", "tq8", "tq4"}) {
+    WorldSpec spec;
+    spec.head_dim = 128;
+    spec.k = spec.v = format;
+    spec.sequences = {{600, 33}};
+    spec.sink_pages = spec.tail_pages = 0;
+    spec.inputs = Inputs::near_tied;
+    SCOPED_TRACE(format);
+    AttentionOptions options = emulated();
+    options.alibi_slopes.assign(4, 0.3F);  // later keys weigh more
+    const World world(spec);
+    EXPECT_TRUE(world.kernel_matches(options));
+  }
+}
+
+class MatrixRandom : public testing::TestWithParam<int> {};
+
+TEST_P(MatrixRandom, MatchesTheReference) {
+  RandomChoices choices;
+  choices.head_dims = {64, 80, 128, 256};
+  for (const Formats& f : kFormats) choices.formats.emplace_back(f.k, f.v);
+  choices.most_queries = 90;
+  const auto [first, count] = random_seeds(GetParam(), kAddressSanitizer ? 2 : 10);
+  for (std::uint64_t seed = first; seed < first + count; ++seed) {
+    Rng rng(seed);
+    RandomCase c = draw_case(rng, choices);
+    c.options.isa = "emulated";
+    c.options.threads = static_cast<int>(1 + rng.below(3));
+    c.options.split_keys = rng.below(3) == 0 ? kPageTokens * (1 + rng.below(6)) : 0;
+    SCOPED_TRACE(fmt::format("seed {}, {} threads, splits of {}\n{}", seed, c.options.threads, c.options.split_keys,
+                             c.description));
+    EXPECT_TRUE(World(c.spec).kernel_matches(c.options, c.sink_logits, tolerance::kLseOfFewKeys));
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Seeds, MatrixRandom, testing::Range(0, 6));
+
+}  // namespace
+}  // namespace kvant::test
