@@ -1,6 +1,6 @@
 // Decode attention over pages: one kernel for each (key format, value format, head_dim, column tiles).
 //
-// A block has four warps in teams of W; a team takes every (4 / W)-th page of the block's part of a segment. Key and
+// A block has four warps (for short work eight: attend_wide.cuh) in teams of W; a team takes every (4 / W)-th page of the block's part of a segment. Key and
 // value codes have a stage each in shared memory: a page's values arrive while its keys are multiplied, the next page's keys
 // while its values are. The only waits of a page are for its copies and, for W > 1, three barriers of the team. The teams of
 // a block meet once, when their part is done, and write one partial. Exact pages are shared by the whole block.
@@ -17,11 +17,12 @@
 #include "cuda/attend_scores.cuh"
 #include "cuda/attend_values.cuh"
 #include "cuda/attend_weights.cuh"
+#include "cuda/attend_wide.cuh"
 
 namespace kvant::cuda {
 
-template <Format KF, Format VF, int D, int NT>
-__device__ void Attend<KF, VF, D, NT>::run() {
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ void Attend<KF, VF, D, NT, BW>::run() {
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < S::kTeams * S::kBarriers; ++i) {
@@ -34,7 +35,7 @@ __device__ void Attend<KF, VF, D, NT>::run() {
   // guess until they have ended and lengths are seen to be the same. Nothing else of theirs is read before.
   if (threadIdx.x == 0) info->found = kOverlaps && p.batch <= kWindow ? kGuessed : kBegun;
   if (!kOverlaps || p.batch > kWindow) {
-    for (int i = static_cast<int>(threadIdx.x); i < p.batch; i += kThreads)
+    for (int i = static_cast<int>(threadIdx.x); i < p.batch; i += S::kThreads)
       ptx::prefetch(p.cache.sequences + batch_entry(p, i).index);
     ptx::wait_prerequisites();
   }
@@ -67,8 +68,12 @@ __device__ void Attend<KF, VF, D, NT>::run() {
     const bool is_empty = part.use_begin >= part.use_end;  // no page begins in it
     if (S::kHasExact && !is_empty && part.domain == core::kExact) {
       if constexpr (S::kHasExact) {
-        exact_pages(part);
-        last = write_partial<S::kExactTeam>(part);  // of its own: sums would have to be in the same registers
+        if constexpr (S::kWide) {
+          wide_exact_pages(part);
+        } else {
+          exact_pages(part);
+        }
+        last = partial_of<S::kExactTeam>(part);  // of its own: sums would have to be in the same registers
       }
     } else {
       if (is_empty) {
@@ -91,23 +96,30 @@ __device__ void Attend<KF, VF, D, NT>::run() {
         clear();
         encoded_pages(part, slots, phases);
       }
-      last = write_partial<W>(part);
+      last = partial_of<W>(part);
     }
   } while (!last);
 }
 
 // Blocks of a multiprocessor of sm_90, by registers or by shared memory.
 template <Format KF, Format VF, int D, int NT>
-constexpr int kBlocks = kSharedMemory / (Shape<KF, VF, D, NT>::bytes(1) + kSharedOfBlock) <
-                                most_blocks(NT, Shape<KF, VF, D, NT>::kChannels)
-                            ? kSharedMemory / (Shape<KF, VF, D, NT>::bytes(1) + kSharedOfBlock)
-                            : most_blocks(NT, Shape<KF, VF, D, NT>::kChannels);
+constexpr int kBlocks = kSharedMemory / (Shape<KF, VF, D, NT, kWarps>::bytes(1) + kSharedOfBlock) <
+                                most_blocks(NT, Shape<KF, VF, D, NT, kWarps>::kChannels)
+                            ? kSharedMemory / (Shape<KF, VF, D, NT, kWarps>::bytes(1) + kSharedOfBlock)
+                            : most_blocks(NT, Shape<KF, VF, D, NT, kWarps>::kChannels);
 
 template <Format KF, Format VF, int D, int NT>
-__global__ void __launch_bounds__(kThreads, kBlocks<KF, VF, D, NT>)
+__global__ void __launch_bounds__(32 * kWarps, kBlocks<KF, VF, D, NT>)
     attend_kernel(const __grid_constant__ AttendParams p) {
   extern __shared__ __align__(128) std::byte memory[];
-  Attend<KF, VF, D, NT>(p, memory).run();
+  Attend<KF, VF, D, NT, kWarps>(p, memory).run();
+}
+
+// For short work: one block a multiprocessor, bound to the registers that the kernels of four warps are bound to.
+template <Format KF, Format VF, int D, int NT, int BW>
+__global__ void __launch_bounds__(wide_bound(NT, BW), 1) wide_attend_kernel(const __grid_constant__ AttendParams p) {
+  extern __shared__ __align__(128) std::byte memory[];
+  Attend<KF, VF, D, NT, BW>(p, memory).run();
 }
 
 }  // namespace kvant::cuda

@@ -13,9 +13,9 @@ __device__ __forceinline__ int same_in_warp(int x) {
   return __shfl_sync(~0u, x, 0);
 }
 
-template <Format KF, Format VF, int D, int NT>
+template <Format KF, Format VF, int D, int NT, int BW>
 struct Attend {
-  using S = Shape<KF, VF, D, NT>;
+  using S = Shape<KF, VF, D, NT, BW>;
   static constexpr int R = S::kRows, W = S::kTeam;
 
   static constexpr bool kQueriesInRegisters = is_integer(KF) && NT * kQuerySteps<KF, D> <= 8;
@@ -33,14 +33,14 @@ struct Attend {
 
   __device__ Attend(const AttendParams& params, std::byte* memory) : p(params), shared(memory) {
     lane = threadIdx.x % 32, warp = same_in_warp(static_cast<int>(threadIdx.x) / 32);
-    __builtin_assume(warp >= 0 && warp < kWarps);
+    __builtin_assume(warp >= 0 && warp < BW);
     g = lane / 4, t = lane % 4;
     team = warp / W, member = warp % W;
     info = reinterpret_cast<typename S::Info*>(shared + S::kInfoAt);
   }
 
   // --- shared memory ---
-  __device__ std::byte* team_memory() const { return shared + S::kTeamsAt + team * S::kTeamBytes; }
+  __device__ std::byte* team_memory() const { return shared + S::kEncodedAt + team * S::kTeamBytes; }
   __device__ std::byte* key_stage() const { return team_memory(); }
   __device__ std::byte* value_stage() const { return team_memory() + S::kKeyStage; }
   enum Barrier { kKeys, kValues };
@@ -55,7 +55,7 @@ struct Attend {
   __device__ void team_sync() const {
     if constexpr (TW == 1) {
       __syncwarp();
-    } else if constexpr (TW == kWarps) {
+    } else if constexpr (TW == BW) {
       __syncthreads();
     } else {
       ptx::barrier<32 * TW>(1 + warp / TW);
@@ -83,12 +83,13 @@ struct Attend {
 
   // Rows of queries on their way to registers: the warp's first two are asked for before the first pages, behind which they
   // would wait for microseconds, the others two rows ahead.
+  static constexpr int kRowsOfWarp = (R + BW - 1) / BW;
   struct RawQuery {
-    std::uint32_t bits[NT > 1 ? 2 : 1][D / 32];
+    std::uint32_t bits[kRowsOfWarp > 1 ? 2 : 1][D / 32];
   };
   __device__ __forceinline__ void ask_for_rows(const Part& part, RawQuery& raw) const {
     ask_for_row(part, warp, raw.bits[0]);
-    if constexpr (NT > 1) ask_for_row(part, warp + kWarps, raw.bits[1]);
+    if constexpr (kRowsOfWarp > 1) ask_for_row(part, warp + BW, raw.bits[1]);
   }
   // The query of row r of the block; -1: none
   __device__ int query_of(const Part& part, int r, int& q_head) const {
@@ -118,6 +119,7 @@ struct Attend {
 
   __device__ void fp8_key_product(const std::byte* const (&row)[2], float (&c)[NT][4]) const;
   __device__ void half_key_product(const std::byte* const (&row)[2], bool bf16, float (&c)[NT][4]) const;
+  __device__ void half_key_chains(const std::byte* const (&row)[2], int first, bool bf16, float (&c)[NT][4]) const;
 
   // --- between the products: attend_weights.cuh ---
 
@@ -182,7 +184,7 @@ struct Attend {
   };
   template <int TW>
   __device__ int page_at(const Part& part, int number) const {
-    return part.runs.page(part.use_begin + warp / TW + kWarps / TW * number);
+    return part.runs.page(part.use_begin + warp / TW + BW / TW * number);
   }
   __device__ const core::PageRef* page_ref_at(const Part& part, int page) const {
     return p.cache.pages + static_cast<std::size_t>(part.batch.index) * static_cast<std::size_t>(p.cache.max_pages) +
@@ -205,7 +207,7 @@ struct Attend {
   template <int TW>
   __device__ int count_pages(const Part& part) const {
     const int uses = part.use_end - part.use_begin - warp / TW;
-    return uses > 0 ? (uses + kWarps / TW - 1) / (kWarps / TW) : 0;
+    return uses > 0 ? (uses + BW / TW - 1) / (BW / TW) : 0;
   }
 
   // One stage a side is enough: a page's values arrive while its keys are multiplied, the next page's keys while its values
@@ -220,9 +222,20 @@ struct Attend {
   __device__ void encoded_pages(const Part& part, Slots slots, std::uint32_t& phases);
   __device__ __forceinline__ void copy_exact(std::byte* to, const std::byte* block, int half) const;
   __device__ __forceinline__ void exact_pages(const Part& part);
+  __device__ __forceinline__ void wide_exact_pages(const Part& part);  // attend_wide.cuh
 
   template <int TW>
   __device__ bool write_partial(const Part& part);
+  template <int TW>
+  __device__ bool write_wide_partial(const Part& part);  // attend_wide.cuh
+  template <int TW>
+  __device__ bool partial_of(const Part& part) {
+    if constexpr (S::kWide) {
+      return write_wide_partial<TW>(part);
+    } else {
+      return write_partial<TW>(part);
+    }
+  }
 
   // --- the line of work: attend_place.cuh ---
 

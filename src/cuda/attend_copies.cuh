@@ -7,10 +7,10 @@ namespace kvant::cuda {
 
 // kRows rows from `first` on, a multiple of kRows, of those that follow each other at `from`; by all lanes of a warp, 512 bytes
 // an instruction. kSwap: by swap_of_row.
-template <Format KF, Format VF, int D, int NT>
+template <Format KF, Format VF, int D, int NT, int BW>
 template <int kRows, int kRowBytes, int kStride, Swap kSwap>
-__device__ __forceinline__ void Attend<KF, VF, D, NT>::copy_rows(std::byte* to, const std::byte* from,
-                                                                 int first) const {
+__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::copy_rows(std::byte* to, const std::byte* from,
+                                                                     int first) const {
   constexpr int kTotal = kRows * kRowBytes, kSteps = (kTotal + 511) / 512;
   const std::uint32_t base = ptx::shared_address(to + first * kStride);
   const std::byte* mine = from + first * kRowBytes + 16 * lane;
@@ -38,10 +38,10 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::copy_rows(std::byte* to, 
 }
 
 // The warps of a team share the eight rows of a plane.
-template <Format KF, Format VF, int D, int NT>
+template <Format KF, Format VF, int D, int NT, int BW>
 template <class Side>
-__device__ __forceinline__ void Attend<KF, VF, D, NT>::copy_side(std::byte* to, const std::byte* from,
-                                                                 std::uint32_t plane1) const {
+__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::copy_side(std::byte* to, const std::byte* from,
+                                                                     std::uint32_t plane1) const {
   constexpr int kRows = 8 / W;
   copy_rows<kRows, Side::row_bytes(0), Side::stride(0), Side::swap(0)>(to, from, kRows * member);
   if constexpr (Side::kPlanes == 2) {
@@ -50,8 +50,8 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::copy_side(std::byte* to, 
   }
 }
 
-template <Format KF, Format VF, int D, int NT>
-__device__ void Attend<KF, VF, D, NT>::copy_keys(const Part& part, int slot) const {
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ void Attend<KF, VF, D, NT, BW>::copy_keys(const Part& part, int slot) const {
   using Keys = typename S::Keys;
   constexpr std::uint32_t kPlane1 = S::kLayout.k.plane_offset[1], kScales = S::kLayout.code_bytes;
   const std::uint32_t barrier = barrier_at(kKeys);
@@ -73,8 +73,8 @@ __device__ void Attend<KF, VF, D, NT>::copy_keys(const Part& part, int slot) con
   ptx::mbarrier_arrive_copies(barrier);
 }
 
-template <Format KF, Format VF, int D, int NT>
-__device__ void Attend<KF, VF, D, NT>::copy_values(const Part& part, int slot) const {
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ void Attend<KF, VF, D, NT, BW>::copy_values(const Part& part, int slot) const {
   using Values = typename S::Values;
   const std::uint32_t barrier = barrier_at(kValues);
   if (slot < 0) return ptx::mbarrier_arrive(barrier);
@@ -86,9 +86,9 @@ __device__ void Attend<KF, VF, D, NT>::copy_values(const Part& part, int slot) c
 
 // Half a side of an exact page: tokens 0 to 3 or 4 to 7 of every octet of the keys (0, 1), octets 0 to 3 or 4 to 7 of the
 // values (2, 3). By all warps of the team.
-template <Format KF, Format VF, int D, int NT>
-__device__ __forceinline__ void Attend<KF, VF, D, NT>::copy_exact(std::byte* to, const std::byte* block,
-                                                                  int half) const {
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::copy_exact(std::byte* to, const std::byte* block,
+                                                                      int half) const {
   constexpr int TW = S::kExactTeam;
   constexpr std::uint32_t kValues = S::kExactLayout.v.plane_offset[0];
   const int member = warp % TW;

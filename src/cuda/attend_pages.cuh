@@ -6,26 +6,26 @@
 namespace kvant::cuda {
 
 // The entry of the page table; none past the end.
-template <Format KF, Format VF, int D, int NT>
+template <Format KF, Format VF, int D, int NT, int BW>
 template <int TW>
-__device__ core::PageRef Attend<KF, VF, D, NT>::page_ref(const Part& part, int number) const {
-  if (part.use_begin + warp / TW + kWarps / TW * number >= part.use_end) return {-1, -1};
+__device__ core::PageRef Attend<KF, VF, D, NT, BW>::page_ref(const Part& part, int number) const {
+  if (part.use_begin + warp / TW + BW / TW * number >= part.use_end) return {-1, -1};
   // One load of both.
   const int2 ref = *reinterpret_cast<const int2*>(page_ref_at(part, page_at<TW>(part, number)));
   return {ref.x, ref.y};
 }
 
 // The page table's lines that the part begins with, to the L2 cache.
-template <Format KF, Format VF, int D, int NT>
-__device__ void Attend<KF, VF, D, NT>::prefetch_refs(const Part& part) const {
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ void Attend<KF, VF, D, NT, BW>::prefetch_refs(const Part& part) const {
   const int use = part.use_begin + static_cast<int>(threadIdx.x);
   if (use >= part.use_end) return;
   ptx::prefetch(page_ref_at(part, part.runs.page(use)));
 }
 
-template <Format KF, Format VF, int D, int NT>
+template <Format KF, Format VF, int D, int NT, int BW>
 template <int TW>
-__device__ int Attend<KF, VF, D, NT>::slot_of(const Part& part, int number, core::PageRef ref) const {
+__device__ int Attend<KF, VF, D, NT, BW>::slot_of(const Part& part, int number, core::PageRef ref) const {
   const int page = page_at<TW>(part, number);
   const bool exact = reads_exact(p.cache, part.length, page, ref);
   const int slot = exact ? ref.exact : ref.encoded;
@@ -39,8 +39,8 @@ __device__ int Attend<KF, VF, D, NT>::slot_of(const Part& part, int number, core
   return slot << kSlotShift | (is_full ? p.seen_flags[part.domain] : 0);
 }
 
-template <Format KF, Format VF, int D, int NT>
-__device__ void Attend<KF, VF, D, NT>::encoded_pages(const Part& part, Slots slots, std::uint32_t& phases) {
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ void Attend<KF, VF, D, NT, BW>::encoded_pages(const Part& part, Slots slots, std::uint32_t& phases) {
   const int pages = count_pages<W>(part);
   int slot = slot_at(slots, 0);
   Registers held;
@@ -86,10 +86,10 @@ __device__ void Attend<KF, VF, D, NT>::encoded_pages(const Part& part, Slots slo
 // A page's four halves pass through the stages in turn; each makes room for the one that is as many later, of this page or
 // the next. Little code, since a block with exact pages is what a launch waits for while its code comes from memory
 // (docs/lab, 2026-11-23-cuda-cold.md); but one loop over all four halves has too much to hold in registers.
-template <Format KF, Format VF, int D, int NT>
-__device__ __forceinline__ void Attend<KF, VF, D, NT>::exact_pages(const Part& part) {
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::exact_pages(const Part& part) {
   constexpr int TW = S::kExactTeam;
-  using L = Split<TW, D>;
+  using L = Split<TW, D, BW>;
   const int stages = p.exact_stages;
   std::byte* memory = shared + S::kTeamsAt + warp / TW * (stages * S::kExactHalf + S::kExactRest);
   weights = memory + stages * S::kExactHalf;
@@ -181,10 +181,10 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::exact_pages(const Part& p
 }
 
 // The teams' sums together, in team order, and to global memory. Returns is_last().
-template <Format KF, Format VF, int D, int NT>
+template <Format KF, Format VF, int D, int NT, int BW>
 template <int TW>
-__device__ bool Attend<KF, VF, D, NT>::write_partial(const Part& part) {
-  using L = Split<TW, D>;
+__device__ bool Attend<KF, VF, D, NT, BW>::write_partial(const Part& part) {
+  using L = Split<TW, D, BW>;
   const int team = warp / TW, member = warp % TW;
   __syncthreads();
   if (is_last()) ptx::launch_dependents();
@@ -214,7 +214,7 @@ __device__ bool Attend<KF, VF, D, NT>::write_partial(const Part& part) {
   if constexpr (L::kTeams > 1) {
     __syncthreads();
     const float4* from = reinterpret_cast<const float4*>(shared + S::kTeamsAt);
-    for (int i = threadIdx.x; i < R * D / 4; i += kThreads) {
+    for (int i = threadIdx.x; i < R * D / 4; i += S::kThreads) {
       float4 x = from[i];
 #pragma unroll
       for (int other = 1; other < L::kTeams; ++other) {
@@ -227,14 +227,14 @@ __device__ bool Attend<KF, VF, D, NT>::write_partial(const Part& part) {
   if (threadIdx.x < R) {
     const int r = threadIdx.x;
     float top = kLowest;
-    for (int i = 0; i < kWarps; ++i) top = fmaxf(top, info->m[i][r]);
+    for (int i = 0; i < BW; ++i) top = fmaxf(top, info->m[i][r]);
     float sum = 0.0f;
-    for (int i = 0; i < kWarps; ++i) sum += info->l[i][r] * ptx::ex2(info->m[i][r] - top);
+    for (int i = 0; i < BW; ++i) sum += info->l[i][r] * ptx::ex2(info->m[i][r] - top);
     if (info->poisoned[r] != 0) sum = __int_as_float(0x7FC00000);
     float* ml = p.partial_ml + static_cast<std::size_t>(part.partial) * (2 * R);
     ml[r] = top, ml[R + r] = sum;
   }
-  if (threadIdx.x == kThreads - 1) publish(part);
+  if (threadIdx.x == S::kThreads - 1) publish(part);
   const bool last = is_last();
   __syncthreads();
   return same_in_warp(last) != 0;

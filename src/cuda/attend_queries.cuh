@@ -5,11 +5,11 @@
 
 namespace kvant::cuda {
 
-template <Format KF, Format VF, int D, int NT>
-__device__ __forceinline__ void Attend<KF, VF, D, NT>::ask_for_row(const Part& part, int r,
-                                                                   std::uint32_t (&bits)[D / 32]) const {
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::ask_for_row(const Part& part, int r,
+                                                                       std::uint32_t (&bits)[D / 32]) const {
   int q_head;
-  const int query = query_of(part, r, q_head);
+  const int query = R % BW != 0 && r >= R ? -1 : query_of(part, r, q_head);
   if (query < 0) {
 #pragma unroll
     for (int i = 0; i < D / 32; ++i) bits[i] = 0;
@@ -22,21 +22,22 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::ask_for_row(const Part& p
 }
 
 // Rows of the block into `info` and the operand layout of `F`, in the basis of encoded keys or as given.
-template <Format KF, Format VF, int D, int NT>
+template <Format KF, Format VF, int D, int NT, int BW>
 template <Format F>
-__device__ void Attend<KF, VF, D, NT>::load_queries(const Part& part, RawQuery& raw, bool encoded, bool bf16) {
+__device__ void Attend<KF, VF, D, NT, BW>::load_queries(const Part& part, RawQuery& raw, bool encoded, bool bf16) {
   const DeviceBasis& basis = p.k_basis;
   const std::size_t at = static_cast<std::size_t>(p.layer * p.cache.kv_heads + part.kv_head);
   float* room = reinterpret_cast<float*>(shared + S::kTeamsAt) + warp * D;  // the rings are idle
 #pragma unroll 1
-  for (int j = 0; j < NT; ++j) {
-    const int r = warp + kWarps * j;
+  for (int j = 0; j < kRowsOfWarp; ++j) {
+    const int r = warp + BW * j;
+    if (R % BW != 0 && r >= R) break;
     float x[D / 32];
     elements_of(raw.bits[0], p.q.dtype, x);
-    if constexpr (NT > 1) {
+    if constexpr (kRowsOfWarp > 1) {
 #pragma unroll
       for (int i = 0; i < D / 32; ++i) raw.bits[0][i] = raw.bits[1][i];
-      if (j + 2 < NT) ask_for_row(part, r + 2 * kWarps, raw.bits[1]);
+      if (j + 2 < kRowsOfWarp) ask_for_row(part, r + 2 * BW, raw.bits[1]);
     }
     float center = 0.0f, poison = 0.0f;
 #pragma unroll

@@ -6,9 +6,9 @@
 namespace kvant::cuda {
 
 // Scores in log2 units, scaled, of this lane's tokens (tile i, row half h). Encoded pages.
-template <Format KF, Format VF, int D, int NT>
-__device__ __forceinline__ void Attend<KF, VF, D, NT>::key_scores(const std::byte* stage, const Registers& held,
-                                                                  float (&s)[S::kTokenTiles][NT][2]) const {
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::key_scores(const std::byte* stage, const Registers& held,
+                                                                      float (&s)[S::kTokenTiles][NT][2]) const {
   using Keys = typename S::Keys;
   const std::byte* scales = stage + Keys::kBytes;
   if constexpr (is_integer(KF)) {
@@ -116,8 +116,8 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT>::key_scores(const std::byt
   }
 }
 
-template <Format KF, Format VF, int D, int NT>
-__device__ void Attend<KF, VF, D, NT>::fp8_key_product(const std::byte* const (&row)[2], float (&c)[NT][4]) const {
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ void Attend<KF, VF, D, NT, BW>::fp8_key_product(const std::byte* const (&row)[2], float (&c)[NT][4]) const {
 #pragma unroll
   for (int block = 0; block < (D + 63) / 64; ++block) {
     const bool tail = D % 64 != 0 && block == D / 64;
@@ -144,9 +144,9 @@ __device__ void Attend<KF, VF, D, NT>::fp8_key_product(const std::byte* const (&
 }
 
 // Keys of 16-bit floats at row[h], in shared or global memory.
-template <Format KF, Format VF, int D, int NT>
-__device__ void Attend<KF, VF, D, NT>::half_key_product(const std::byte* const (&row)[2], bool bf16,
-                                                        float (&c)[NT][4]) const {
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ void Attend<KF, VF, D, NT, BW>::half_key_product(const std::byte* const (&row)[2], bool bf16,
+                                                            float (&c)[NT][4]) const {
 #pragma unroll(is_half(KF) ? 4 : 2)
   for (int block = 0; block < D / 32; ++block) {
     std::uint32_t x[4], y[4];

@@ -9,11 +9,16 @@
 namespace kvant::cuda {
 
 inline constexpr float kNone = -__builtin_huge_valf();
-inline constexpr int kWarps = 4;
-inline constexpr int kThreads = 32 * kWarps;
+inline constexpr int kWarps = 4;  // of a block; wide kernels have more (attend_wide.cuh)
 // Blocks that a multiprocessor should hold, by what registers allow: 128, 168 or 255 a thread.
 constexpr int most_blocks(int column_tiles, int channels) {
   return column_tiles == 1 ? 4 : column_tiles == 2 || channels <= 64 ? 3 : 2;
+}
+// Threads that a wide kernel is compiled for, more than it has: so many that each gets 128, 168 or 255 registers. With 128 for
+// eight rows at D = 512 it spilled little, but took 0.5 us longer; what is left finds room for a block of the merge before.
+constexpr int wide_bound(int column_tiles, int warps) {
+  const int threads = column_tiles == 1 ? 512 : column_tiles == 2 ? 384 : 256;
+  return 32 * warps > threads ? 32 * warps : threads;
 }
 // Shared memory of a multiprocessor of sm_90, and what each block takes besides its own.
 inline constexpr int kSharedMemory = 233472, kSharedOfBlock = 1024;
@@ -35,10 +40,10 @@ __host__ __device__ constexpr int team_warps(Format k, Format v, int head_dim, i
   return warps;
 }
 
-// How a team of W warps shares a page of D channels.
-template <int W, int D>
+// How a team of W warps, of BW in the block, shares a page of D channels.
+template <int W, int D, int BW>
 struct Split {
-  static constexpr int kTeams = kWarps / W;
+  static constexpr int kTeams = BW / W;
   static constexpr int kTokens = 8 / W;  // consecutive ones of a lane in the first product
   static constexpr int kTokenTiles = 4 / W;
   static constexpr int kChannels = D / W;  // of a warp in the second product
@@ -79,12 +84,14 @@ struct Part {
 // that lives as long as the loop over parts.
 inline constexpr int kGuessed = 0, kBegun = 1, kSettled = 2;
 
-template <Format KF, Format VF, int D, int NT>
-struct Shape : Split<team_warps(KF, VF, D, NT), D> {
+template <Format KF, Format VF, int D, int NT, int BW>
+struct Shape : Split<team_warps(KF, VF, D, NT), D, BW> {
+  static constexpr int kThreads = 32 * BW;
+  static constexpr bool kWide = BW > kWarps;
   static constexpr codec::PageLayout kLayout = codec::page_layout(KF, VF, D);
   static constexpr codec::PageLayout kExactLayout = codec::page_layout(Format::f16, Format::f16, D);  // or bf16
   static constexpr int kRows = 4 * NT;
-  static constexpr int kTeam = team_warps(KF, VF, D, NT), kTeams = kWarps / kTeam;
+  static constexpr int kTeam = team_warps(KF, VF, D, NT), kTeams = BW / kTeam;
   using Keys = StagedSide<KF, D, false>;
   using Values = StagedSide<VF, D, true>;
   static constexpr int kKeyGroups = side_scale_groups(KF, D);
@@ -112,7 +119,7 @@ struct Shape : Split<team_warps(KF, VF, D, NT), D> {
     std::int32_t poisoned[kRows];
     float slope[kRows];  // of ALiBi, to log2 units
     std::int32_t position[kRows];
-    float m[kWarps][kRows], l[kWarps][kRows];
+    float m[BW][kRows], l[BW][kRows];
     std::uint32_t constants[2][Constants<KF>::kWords];
     Part part;
     LinePlace place;
@@ -120,22 +127,29 @@ struct Shape : Split<team_warps(KF, VF, D, NT), D> {
     Window window;
   };
 
-  static constexpr int kQueryAt = 0;
-  static constexpr int kInfoAt = kQueryAt + kQueryBytes;  // a multiple of 256
-  static constexpr int kBarriers = 2;                     // of a team: keys, values
+  // Wide kernels have the queries last, since those of encoded pages leave room.
+  static constexpr int kInfoAt = kWide ? 0 : kQueryBytes;  // a multiple of 256
+  static constexpr int kBarriers = 2;                      // of a team: keys, values
   static constexpr int kBarriersAt = (kInfoAt + static_cast<int>(sizeof(Info)) + 15) / 16 * 16;
-  static constexpr int kTeamsAt = (kBarriersAt + kTeams * kBarriers * 8 + 127) / 128 * 128;
+  static constexpr int kInfoEnd = (kBarriersAt + kTeams * kBarriers * 8 + 127) / 128 * 128;
+  static constexpr int kQueryAt = kWide ? kInfoEnd : 0;
+  static constexpr int kTeamsAt = kWide ? kQueryAt + kQueryBytes : kInfoEnd;
+  static constexpr int kEncodedAt = kWide ? kQueryAt + kEncodedQueries : kTeamsAt;
   static constexpr int kPAt = kKeyStage + kValueStage, kScratchAt = kPAt + kTeamP;
   static constexpr int kTeamBytes = (kScratchAt + kScratch + 127) / 128 * 128;
   static constexpr int kCombine = kTeams > 1 ? kTeams* kRows* D * 4 : 0;  // reuses the teams' memory
   static constexpr int kEncodedBytes = kTeams * kTeamBytes > kCombine ? kTeams* kTeamBytes : kCombine;
   // Exact pages pass through the same memory, half a side at a time, through 1, 2 or 4 stages (AttendParams::exact_stages).
-  static constexpr int kExactTeam = exact_team_warps(D), kExactTeams = kWarps / kExactTeam;
+  static constexpr int kExactTeam = exact_team_warps(D), kExactTeams = BW / kExactTeam;
   static constexpr int kExactKeyRow = padded_row(8 * D, 64), kExactValueRow = padded_row(16 * D, 64);
   static constexpr int kExactHalf = 8 * kExactKeyRow > 4 * kExactValueRow ? 8 * kExactKeyRow : 4 * kExactValueRow;
   static constexpr int kExactP = 2 * kRows * 192, kExactScratch = kExactTeam * kRows * 4;
   static constexpr int kExactRest = (kExactP + kExactScratch + 127) / 128 * 128;
+  // In wide kernels all four halves of a page stand side by side, once for the block.
+  static constexpr int kWideRestAt = 4 * kExactHalf;
+  static constexpr int kWideExactEnd = kTeamsAt + kWideRestAt + 2 * kExactRest;
   static constexpr int bytes(int exact_stages) {
+    if (kWide) return kEncodedAt + kEncodedBytes > kWideExactEnd ? kEncodedAt + kEncodedBytes : kWideExactEnd;
     const int exact = kHasExact ? kExactTeams * (exact_stages * kExactHalf + kExactRest) : 0;
     return kTeamsAt + (kEncodedBytes > exact ? kEncodedBytes : exact);
   }

@@ -7,18 +7,13 @@
 
 namespace kvant::cuda {
 
-static_assert(kAttendThreads == kThreads);
+static_assert(kAttendWarps == kWarps);
 
-template <Format KF, Format VF, int D, int NT>
-AttendKernel attend_entry() {
-  using S = Shape<KF, VF, D, NT>;
-  return {KF,
-          VF,
-          NT,
-          reinterpret_cast<const void*>(&attend_kernel<KF, VF, D, NT>),
-          {S::bytes(1), S::bytes(2), S::bytes(4)},
-          S::kTeam,
-          S::kTeams};
+template <Format KF, Format VF, int D, int NT, int BW>
+AttendKernel attend_entry(void (*kernel)(AttendParams)) {
+  using S = Shape<KF, VF, D, NT, BW>;
+  return {KF,       VF,       NT, reinterpret_cast<const void*>(kernel), {S::bytes(1), S::bytes(2), S::bytes(4)},
+          S::kTeam, S::kTeams};
 }
 
 template <int D, int W>
@@ -27,11 +22,17 @@ MergeKernel merge_entry() {
 }
 
 static DecodeKernels decode_kernels_of_unit() {  // another in every unit
-#define KVANT_ATTEND(k, v, tiles) attend_entry<Format::k, Format::v, KVANT_HEAD_DIM, tiles>(),
+#define KVANT_ATTEND(k, v, tiles)                                    \
+  attend_entry<Format::k, Format::v, KVANT_HEAD_DIM, tiles, kWarps>( \
+      &attend_kernel<Format::k, Format::v, KVANT_HEAD_DIM, tiles>),
+#define KVANT_ATTEND_WIDE(k, v, tiles, warps)                       \
+  attend_entry<Format::k, Format::v, KVANT_HEAD_DIM, tiles, warps>( \
+      &wide_attend_kernel<Format::k, Format::v, KVANT_HEAD_DIM, tiles, warps>),
   static const AttendKernel kKernels[] = {
 #include "cuda/attend_list.inc"
   };
 #undef KVANT_ATTEND
+#undef KVANT_ATTEND_WIDE
   return {KVANT_HEAD_DIM,
           kKernels,
           {merge_entry<KVANT_HEAD_DIM, kMergeWarps>(), merge_entry<KVANT_HEAD_DIM, kFewMergeWarps>()}};

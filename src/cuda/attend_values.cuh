@@ -5,8 +5,8 @@
 
 namespace kvant::cuda {
 
-template <Format KF, Format VF, int D, int NT>
-__device__ void Attend<KF, VF, D, NT>::add_values(const std::byte* stage, const Fold& fold) {
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ void Attend<KF, VF, D, NT, BW>::add_values(const std::byte* stage, const Fold& fold) {
   using Values = typename S::Values;
   const int group = S::kPGroups > 1 ? member * S::kChannels / 128 : 0;
   float page[NT];
@@ -94,11 +94,11 @@ __device__ void Attend<KF, VF, D, NT>::add_values(const std::byte* stage, const 
 
 // Values of 16-bit floats (rows of `row` bytes a token) or e4m3 (of a quad), octets `stride` bytes apart; kSteps times
 // four octets, from 4 `first_step` on.
-template <Format KF, Format VF, int D, int NT>
+template <Format KF, Format VF, int D, int NT, int BW>
 template <bool kFp8, int kSteps, int TW, Swap kSwap>
-__device__ void Attend<KF, VF, D, NT>::half_values(const std::byte* values, int stride, int row, int first_step,
-                                                   bool bf16, const float (&page)[NT]) {
-  using L = Split<TW, D>;
+__device__ void Attend<KF, VF, D, NT, BW>::half_values(const std::byte* values, int stride, int row, int first_step,
+                                                       bool bf16, const float (&page)[NT]) {
+  using L = Split<TW, D, BW>;
   const int member = warp % TW;
 #pragma unroll
   for (int unit = 0; unit < L::kUnits; ++unit) {

@@ -10,16 +10,19 @@
 
 namespace kvant::cuda {
 
+inline constexpr int kAttendWarps = 4;  // of a block, but of a wide kernel's
+
 // Attends row blocks of 4 * column_tiles rows. `function` takes an AttendParams.
 struct AttendKernel {
   Format k, v;
   int column_tiles;
   const void* function;
-  std::array<int, 3> shared_bytes;  // dynamic, of a block of kAttendThreads: with 1, 2 and 4 stages for exact pages
+  std::array<int, 3> shared_bytes;  // dynamic, of a block: with 1, 2 and 4 stages for exact pages
   int team;                         // warps that share a page
   int teams;                        // of a block
+  [[nodiscard]] constexpr int warps() const { return team * teams; }
+  [[nodiscard]] constexpr bool is_wide() const { return warps() > kAttendWarps; }  // for short work
 };
-inline constexpr int kAttendThreads = 128;
 
 // Merges the partials of a row of queries and head, a block or a cluster of blocks each.
 struct MergeKernel {

@@ -26,6 +26,8 @@ std::size_t aligned(std::size_t bytes) {
 
 // Work of fewer units than this for each block is short.
 constexpr int kShortUnits = 6;
+// And of no more encoded pages than this for each multiprocessor is work for wide kernels.
+constexpr int kWideUnits = 20;
 // What a block may get more to read, in bytes of pages, if none then works across two rows of work.
 constexpr double kRowWorth = 32768;
 
@@ -50,7 +52,7 @@ Status Plan::choose_kernel(const core::DevicePlanConfig& config, const DecodeKer
 
   const AttendKernel* best = nullptr;
   for (const AttendKernel& k : kernels.attend) {
-    if (k.k != config.k || k.v != config.v) continue;
+    if (k.k != config.k || k.v != config.v || k.is_wide()) continue;
     // The fewest rows that take all of them at once; else the most.
     const auto enough = [&](const AttendKernel& a) { return 4 * a.column_tiles >= most_rows; };
     if (best == nullptr || (enough(k) ? !enough(*best) || k.column_tiles < best->column_tiles
@@ -61,7 +63,7 @@ Status Plan::choose_kernel(const core::DevicePlanConfig& config, const DecodeKer
   if (best == nullptr) {
     std::string pairs;
     for (const AttendKernel& k : kernels.attend) {
-      if (k.column_tiles != 4) continue;
+      if (k.column_tiles != 4 || k.is_wide()) continue;
       pairs += fmt::format("{}{}/{}", pairs.empty() ? "" : ", ", format_info(k.k).name, format_info(k.v).name);
     }
     return {
@@ -89,7 +91,7 @@ Status Plan::choose_blocks() {
     KVANT_CUDA_TRY(prepare_shared(attend_.function, attend_.shared_bytes[fitting - 1]));
   }
   for (std::size_t i = 0; i < fitting; ++i) {
-    KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks[i], attend_.function, kAttendThreads,
+    KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks[i], attend_.function, 32 * attend_.warps(),
                                                                  attend_.shared_bytes[i]));
   }
   if (blocks[0] < 1) {
@@ -105,7 +107,7 @@ Status Plan::choose_blocks() {
     if (blocks[i] == blocks[0] || units_ < kShortUnits * limits.multiprocessors * blocks[i]) chosen = i;
   }
   p.exact_stages = 1 << chosen;
-  blocks_ = blocks[chosen];
+  blocks_ = attend_.is_wide() ? 1 : blocks[chosen];
   shared_bytes_ = attend_.shared_bytes[chosen];
   p.blocks = limits.multiprocessors * blocks_;
   // Of a number of blocks that the rows of work divide, none works across two of them, which would cost it another part.
@@ -119,7 +121,9 @@ Status Plan::choose_blocks() {
 Status Plan::choose_merge(const DecodeKernels& kernels, const Line& line) {
   const DeviceLimits& limits = store_.limits();
   // One block adds about sixteen partials of a row in a few loads; more are shared by a cluster.
-  while (limits.overlaps && cluster_ < kMostCluster && line.items / segments() > 16 * cluster_) cluster_ *= 2;
+  // Not by the most beside a wide kernel: its next block finds no room on a multiprocessor that two blocks of a merge share.
+  const int most = attend_.is_wide() ? kMostCluster / 2 : kMostCluster;
+  while (limits.overlaps && cluster_ < most && line.items / segments() > 16 * cluster_) cluster_ *= 2;
   for (const MergeKernel& merge : kernels.merge) {
     merge_ = merge;
     KVANT_CUDA_TRY(prepare_shared(merge.function, merge.shared_bytes));
@@ -132,12 +136,38 @@ Status Plan::choose_merge(const DecodeKernels& kernels, const Line& line) {
   return {};
 }
 
+// Short work gets a wide kernel, where there is one: then blocks have a page or two for each of their teams, and how long they
+// take is what the launch takes. Not where many of them would have an exact page.
+void Plan::widen(const core::DevicePlanConfig& config, const DecodeKernels& kernels) {
+  const AttendParams& p = params_;
+  const auto wide = std::find_if(kernels.attend.begin(), kernels.attend.end(), [&](const AttendKernel& k) {
+    return k.is_wide() && k.k == attend_.k && k.v == attend_.v && k.column_tiles == attend_.column_tiles &&
+           k.shared_bytes[0] <= store_.limits().shared_bytes;
+  });
+  if (wide == kernels.attend.end()) return;
+  std::int64_t encoded = 0, exact = 0;  // pages, for each row of work that reads them
+  for (std::size_t i = 0; i < config.lengths.size(); ++i) {
+    const int q_len = config.options->q_lens[i];
+    const VisiblePages pages = visible_pages(p, static_cast<int>(config.lengths[i]), q_len);
+    const int rows = config.kv_heads * ((q_len * p.group + p.rows - 1) / p.rows);
+    encoded += std::int64_t{rows} * page_runs(pages, false).total();
+    exact += std::int64_t{rows} * page_runs(pages, true).total();
+  }
+  const std::int64_t blocks = store_.limits().multiprocessors;
+  if (4 * exact > blocks || encoded > kWideUnits * blocks) return;
+  attend_ = *wide;
+  // A block with an exact page has nothing else to do, or it is what the launch waits for: the page counts as more than one
+  // block's share. (One that had an encoded page besides took 3 us longer.)
+  const std::int64_t others = encoded + segments() * core::kDomains * attend_.teams;
+  least_exact_cost_ = static_cast<int>(std::max<std::int64_t>(attend_.teams, others / (blocks - exact) + 1)) + 1;
+}
+
 // What work costs, and how much there is now.
 Status Plan::count_work(const core::DevicePlanConfig& config) {
   AttendParams& p = params_;
   // An exact page takes as long as its bytes do, and half as much again because it is not streamed ahead.
   const double ratio = static_cast<double>(p.cache.exact_layout.block_bytes) / p.cache.encoded_layout.block_bytes;
-  p.exact_cost = std::max(1, static_cast<int>(1.5 * ratio + 0.5));
+  p.exact_cost = std::max(least_exact_cost_, static_cast<int>(1.5 * ratio + 0.5));
   p.part_cost = attend_.teams;
   p.least_units = attend_.teams;
   // A line of work is counted in an int.
@@ -241,6 +271,7 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   const Result<DecodeKernels> kernels = find_kernels(config.head_dim);
   if (!kernels.ok()) return kernels.status();
   if (Status s = choose_kernel(config, *kernels); !s.ok()) return s;
+  widen(config, *kernels);
   if (Status s = count_work(config); !s.ok()) return s;
   if (Status s = choose_blocks(); !s.ok()) return s;
   const std::int64_t segments = this->segments();
@@ -278,9 +309,9 @@ std::string Plan::explain() const {
       codec::is_tq(attend_.v) ? "u8 levels by s8 weight digits, exact sums a page" : "16-bit floats, f32 sums");
   fmt::format_to(
       out,
-      "blocks     {} ({} a multiprocessor) of 4 warps, {} a page; {} bytes of shared memory each, where exact "
+      "blocks     {} ({} a multiprocessor) of {} warps, {} a page; {} bytes of shared memory each, where exact "
       "pages pass by {} of 4 pieces at once\n",
-      p.blocks, blocks_, attend_.team, shared_bytes_, p.exact_stages);
+      p.blocks, blocks_, attend_.warps(), attend_.team, shared_bytes_, p.exact_stages);
   const Line line = make_line(p, units_);
   fmt::format_to(
       out,
@@ -316,7 +347,7 @@ Status Plan::run(int layer, const TensorView& q, const MutableTensorView& out, c
     p.mask.classes = pages.classes;
     KVANT_CUDA_TRY(classify_pages(pages, overlaps, native(options.stream)));
   }
-  Launch attend(static_cast<unsigned>(p.blocks), kAttendThreads, native(options.stream), overlaps);
+  Launch attend(static_cast<unsigned>(p.blocks), 32 * attend_.warps(), native(options.stream), overlaps);
   attend.config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes_);
   KVANT_CUDA_TRY(cudaLaunchKernelExC(&attend.config, attend_.function, arguments));
 

@@ -31,6 +31,7 @@ class Plan final : public core::DevicePlan {
 
  private:
   Status choose_kernel(const core::DevicePlanConfig& config, const DecodeKernels& kernels);
+  void widen(const core::DevicePlanConfig& config, const DecodeKernels& kernels);
   Status count_work(const core::DevicePlanConfig& config);
   Status choose_blocks();
   Status choose_merge(const DecodeKernels& kernels, const Line& line);
@@ -50,9 +51,10 @@ class Plan final : public core::DevicePlan {
   int shared_bytes_ = 0;  // of each
   int cluster_ = 1;       // blocks that merge one row
   int splits_ = 1;
-  int units_ = 0;     // of the line of work, at planning
-  int longest_ = 0;   // of a row of work
-  MaskPages mask_{};  // but for what run gives
+  int least_exact_cost_ = 1;  // of an exact page, in encoded ones
+  int units_ = 0;             // of the line of work, at planning
+  int longest_ = 0;           // of a row of work
+  MaskPages mask_{};          // but for what run gives
   std::size_t ml_at_ = 0, o_at_ = 0, classes_at_ = 0, workspace_bytes_ = 0;
   void* memory_ = nullptr;  // batch entries and slopes
 };
