@@ -258,6 +258,9 @@ TEST(GpuGraph, LengthsGrow) {
   for (const auto& [k, v] : {std::pair{"tq6", "tq4"}, {"tq4", "tq4"}, {"bf16", "bf16"}, {"fp8", "fp8"}, {"tq8", "tq3"}})
     decode_by_graph(k, v, 64, 200, 10);
   decode_by_graph("tq6", "tq4", 256, 200, 10);
+  // Kernels of eight warps, chosen while lengths are short.
+  decode_by_graph("tq6", "tq4", 128, 200, 10);
+  decode_by_graph("tq4", "tq4", 512, 200, 10);
 }
 
 // A recorded run goes on when one of its sequences is cut to nothing: that one's rows are zeros.
