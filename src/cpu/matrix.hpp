@@ -238,10 +238,9 @@ struct SumTiles {
 
 // Sums of R blocks of a's rows by C blocks of b's columns replace (or, kAdds, are added to) those of `to`, which begins at their first. Tile
 // registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 columns. kExact: b has no low half.
-// fetch(step): asks for what comes next.
-template <class T, bool kExact, bool kAdds, int R, int C, class Fetch>
-KVANT_INLINE void multiply(const Operand& a, int a_block, const Operand& b, int b_block, int step_begin, int step_end,
-                           const SumTiles& to, Fetch fetch) {
+template <class T, bool kExact, bool kAdds, int R, int C>
+void multiply(const Operand& a, int a_block, const Operand& b, int b_block, int step_begin, int step_end,
+              const SumTiles& to) {
   const auto sums = [&](auto fn) {
     fn.template operator()<0, 0>();
     if constexpr (C > 1) fn.template operator()<0, 1>();
@@ -267,7 +266,6 @@ KVANT_INLINE void multiply(const Operand& a, int a_block, const Operand& b, int 
   };
   const auto products = [&] { sums([&]<int I, int J>() { T::template dot<2 * I + J, 4 + I, 6 + J>(); }); };
   for (int step = step_begin; step < step_end; ++step) {
-    fetch(step);
     rows(a.high, step);
     if constexpr (!kExact) {
       columns(b.low, step);
@@ -281,9 +279,9 @@ KVANT_INLINE void multiply(const Operand& a, int a_block, const Operand& b, int 
   sums([&]<int I, int J>() { T::template store<2 * I + J>(place(I, J), row_bytes); });
 }
 
-// The same for all of `row_blocks` and for blocks of columns from column_begin to column_end, two by two. Two blocks of rows stay in L1 where they
-// are up to 32 KiB; two of columns, which are half as much or the same, where not. What moves on comes from L2, at 16 to 32 bytes a
-// cycle of the products, and is asked for a product ahead.
+// The same for all of `row_blocks` and for blocks of columns from column_begin to column_end, two by two. Two blocks of rows stay in
+// L1 where they are up to 32 KiB; two of columns, which are half as much or the same, where not. What moves on comes from L2, at 16 to
+// 32 bytes a cycle of the products.
 template <class S, bool kExact, bool kAdds>
 void multiply_all(const Operand& a, int row_blocks, const Operand& b, int column_begin, int column_end, int step_begin,
                   int step_end, const SumTiles& to) {
@@ -291,35 +289,18 @@ void multiply_all(const Operand& a, int row_blocks, const Operand& b, int column
     for (; first + 2 <= last; first += 2) fn.template operator()<2>(first);
     if (first < last) fn.template operator()<1>(first);
   };
-  const auto fetch_tile = [](const std::byte* tile) {
-    for (int i = 0; i < kTileBytes; i += 64) Matrix<S>::fetch(tile + i);
-  };
-  const auto product = [&]<int R, int C>(int row, int column, auto fetch) {
+  const auto product = [&]<int R, int C>(int row, int column) {
     SumTiles here = to;
     here.at += row * to.row_block + column * to.column_block;
-    multiply<Matrix<S>, kExact, kAdds, R, C>(a, row, b, column, step_begin, step_end, here, fetch);
+    multiply<Matrix<S>, kExact, kAdds, R, C>(a, row, b, column, step_begin, step_end, here);
   };
   if (2 * 2 * kTileBytes * (step_end - step_begin) <= 32768) {
     in_pairs(0, row_blocks, [&]<int R>(int row) {
-      in_pairs(column_begin, column_end, [&]<int C>(int column) {
-        product.template operator()<R, C>(row, column, [&](int step) {
-          for (int next = column + 2; next < column + 4 && next < column_end; ++next) {
-            fetch_tile(b.high + b.tile(next, step));
-            if constexpr (!kExact) fetch_tile(b.low + b.tile(next, step));
-          }
-        });
-      });
+      in_pairs(column_begin, column_end, [&]<int C>(int column) { product.template operator()<R, C>(row, column); });
     });
   } else {
     in_pairs(column_begin, column_end, [&]<int C>(int column) {
-      in_pairs(0, row_blocks, [&]<int R>(int row) {
-        product.template operator()<R, C>(row, column, [&](int step) {
-          for (int next = row + 2; next < row + 4 && next < row_blocks; ++next) {
-            fetch_tile(a.high + a.tile(next, step));
-            fetch_tile(a.low + a.tile(next, step));
-          }
-        });
-      });
+      in_pairs(0, row_blocks, [&]<int R>(int row) { product.template operator()<R, C>(row, column); });
     });
   }
 }

@@ -33,7 +33,6 @@ struct Tiles {
   static KVANT_INLINE void store(void* p, std::size_t row_bytes) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(row_bytes), "i"(N) : "memory");
   }
-  static KVANT_INLINE void fetch(const void* p) { Simd::prefetch_near(p); }  // to L1
   // sum += rows x columns
   template <int kSum, int kRows, int kColumns>
   static KVANT_INLINE void dot() {

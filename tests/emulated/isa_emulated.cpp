@@ -33,7 +33,6 @@ struct Tiles {
         __builtin_memcpy(const_cast<char*>(at(p, row, word, row_bytes)), &tile[N][row][word], 4);
     }
   }
-  static void fetch(const void* /*p*/) {}
   template <int kSum, int kRows, int kColumns>
   static void dot() {
     for (int row = 0; row < 16; ++row) {
