@@ -228,6 +228,7 @@ struct Attend {
   __device__ bool write_partial(const Part& part);
   template <int TW>
   __device__ bool write_wide_partial(const Part& part);  // attend_wide.cuh
+  __device__ __forceinline__ bool end_partial(const Part& part);
   template <int TW>
   __device__ bool partial_of(const Part& part) {
     if constexpr (S::kWide) {

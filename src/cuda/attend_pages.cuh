@@ -224,6 +224,12 @@ __device__ bool Attend<KF, VF, D, NT, BW>::write_partial(const Part& part) {
       reinterpret_cast<float4*>(out)[i] = x;
     }
   }
+  return end_partial(part);
+}
+
+// What a partial has beside sums: maxima, divisors, and where the merge finds it. Returns is_last().
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ __forceinline__ bool Attend<KF, VF, D, NT, BW>::end_partial(const Part& part) {
   if (threadIdx.x < R) {
     const int r = threadIdx.x;
     float top = kLowest;

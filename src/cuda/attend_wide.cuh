@@ -187,20 +187,7 @@ __device__ bool Attend<KF, VF, D, NT, BW>::write_wide_partial(const Part& part) 
       *reinterpret_cast<float4*>(out + (4 * n + t) * D + member * L::kChannels + 32 * unit + 4 * g) = x;
     }
   }
-  if (threadIdx.x < R) {
-    const int r = threadIdx.x;
-    float top = kLowest;
-    for (int i = 0; i < BW; ++i) top = fmaxf(top, info->m[i][r]);
-    float sum = 0.0f;
-    for (int i = 0; i < BW; ++i) sum += info->l[i][r] * ptx::ex2(info->m[i][r] - top);
-    if (info->poisoned[r] != 0) sum = __int_as_float(0x7FC00000);
-    float* ml = p.partial_ml + static_cast<std::size_t>(part.partial) * (2 * R);
-    ml[r] = top, ml[R + r] = sum;
-  }
-  if (threadIdx.x == S::kThreads - 1) publish(part);
-  const bool last = is_last();
-  __syncthreads();
-  return same_in_warp(last) != 0;
+  return end_partial(part);
 }
 
 }  // namespace kvant::cuda
