@@ -74,9 +74,8 @@ std::string PlanImpl::explain() const {
                    kernels->product_name(cache->v_format()));
   }
   if (any_tiles) {
-    fmt::format_to(out, "path       tiles (more than {} {}): pages become f32 once per {} rows, {}\n",
-                   core::kVectorRows, rows_rule, core::row_block(config.head_dim, core::path_of_many_rows(*kernels)),
-                   kernels->tile_products);
+    fmt::format_to(out, "path       tiles (more than {} {}): {} rows at once, {}\n", core::kVectorRows, rows_rule,
+                   core::row_block(config.head_dim, core::path_of_many_rows(*kernels)), kernels->tile_products);
   }
   fmt::format_to(out, "pages      {} keys encoded, {} exact ({})\n", keys_read[core::kEncoded], keys_read[core::kExact],
                  cache->exact_dtype() ? dtype_name(*cache->exact_dtype()) : "dtype of the first write");

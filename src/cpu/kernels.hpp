@@ -64,7 +64,7 @@ constexpr core::Kernels kernels_of(const char* name, const char* detail, bool (*
       .attend = attend<S>,
       .merge = merge<S>,
       .product_name = product_name<S>,
-      .tile_products = has_matrix<S>() ? kMatrixProducts : "f32 products",
+      .tile_products = has_matrix<S>() ? kMatrixProducts : "pages become f32, f32 products",
       .has_matrix = has_matrix<S>(),
       .fma_flops = fma_flops<Peak>,
       .read_bytes = read_bytes<S>,

@@ -31,7 +31,8 @@ constexpr bool has_matrix() {
   return !std::is_void_v<Matrix<S>>;
 }
 
-inline constexpr const char* kMatrixProducts = "products of two bf16 for each f32, four pages at once";
+inline constexpr const char* kMatrixProducts =
+    "pages become bf16, one for an integer level, two for a float; four of them at once";
 
 inline constexpr int kTileRows = 16, kTileWords = 16, kTileDepth = 2 * kTileWords;
 inline constexpr int kTileBytes = kTileRows * kTileWords * 4;
