@@ -44,11 +44,11 @@ const std::vector<std::string>& available_isas() {
   return names;
 }
 
-// Many rows may go through it, unless a test forces another instruction set.
-static bool has_matrix_unit() {
-  static const bool has =
-      std::ranges::any_of(core::all_kernels(), [](const core::Kernels* k) { return k->has_matrix && k->available(); });
-  return has;
+// Whether many rows may go through it, with this instruction set; empty: any of the machine's.
+static bool has_matrix_unit(const std::string& isa) {
+  return std::ranges::any_of(core::all_kernels(), [&](const core::Kernels* k) {
+    return k->has_matrix && (isa.empty() || isa == k->name) && k->available();
+  });
 }
 
 Status append_rows(Cache& cache, SequenceId sequence, const Qkv& x, std::int64_t begin, std::int64_t end, Dtype dtype,
@@ -230,13 +230,13 @@ Expected World::expect_true(const AttentionOptions& base, const std::vector<floa
   return expect(base, sink_logits, false);
 }
 
-double World::tolerance() const {
+double World::tolerance(const std::string& isa) const {
   if (!is_float_format(spec.k) || !is_float_format(spec.v)) return tolerance::kCoded;
-  return has_matrix_unit() ? tolerance::kMatrixFloat : tolerance::kFloat;
+  return has_matrix_unit(isa) ? tolerance::kMatrixFloat : tolerance::kFloat;
 }
 
-double World::lse_tolerance() const {
-  return is_float_format(spec.k) && !has_matrix_unit() ? tolerance::kLseFloat : tolerance::kLseCoded;
+double World::lse_tolerance(const std::string& isa) const {
+  return is_float_format(spec.k) && !has_matrix_unit(isa) ? tolerance::kLseFloat : tolerance::kLseCoded;
 }
 
 double World::codec_tolerance() const {
@@ -250,11 +250,11 @@ testing::AssertionResult World::kernel_matches(const AttentionOptions& base, con
   const Result<Attended> got = try_attend(cache, ids, options(base), queries(), sink_logits, spec.layer);
   if (!got) return testing::AssertionFailure() << code_name(got.code()) << ": " << got.message();
   const Expected expected = expect_decoded(base, sink_logits);
-  if (auto r = close(expected.out, got->out, tolerance(), out_shape()); !r) {
+  if (auto r = close(expected.out, got->out, tolerance(base.isa), out_shape()); !r) {
     return r << "\nout, against attention over the decoded vectors\n" << got->explain;
   }
-  if (auto r =
-          lse_close(expected.lse, got->lse, allowed_of_lse.value_or(lse_tolerance()), {total_queries(), q_heads()});
+  if (auto r = lse_close(expected.lse, got->lse, allowed_of_lse.value_or(lse_tolerance(base.isa)),
+                         {total_queries(), q_heads()});
       !r) {
     return r << "\nlse, against attention over the decoded vectors\n" << got->explain;
   }

@@ -86,8 +86,9 @@ class World {
   /// cannot be read and no query sees them: the true ones stand there.
   void decode(std::size_t sequence, std::vector<float>& keys, std::vector<float>& values) const;
 
-  [[nodiscard]] double tolerance() const;  ///< kernel error bound for out
-  [[nodiscard]] double lse_tolerance() const;
+  /// Kernel error bound for out, with this instruction set (empty: whichever a plan chooses).
+  [[nodiscard]] double tolerance(const std::string& isa = {}) const;
+  [[nodiscard]] double lse_tolerance(const std::string& isa = {}) const;
   [[nodiscard]] double codec_tolerance() const;
 
   /// Runs and compares with attention over the decoded vectors, out and lse (to lse_tolerance(), unless given).
