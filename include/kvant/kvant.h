@@ -78,12 +78,16 @@ enum {
   KVANT_BOOL = 3 /* one byte, non-zero = true; masks only */
 };
 
-/* shape and stride: [tokens, heads, head_dim], strides in elements; stride all zero: contiguous, else stride[2] = 1. */
+/* shape and stride: [tokens, heads, head_dim], strides in elements; stride all zero: contiguous, else stride[2] = 1.
+ * batch_stride: 0 (default): the rows of a call's sequences lie one after another, shape[0] counts them all. Else the rows
+ * of sequence i begin at element i * batch_stride, and shape[0] is the most rows that any sequence of the call has: a
+ * tensor [batch, heads, tokens, head_dim] or [batch, tokens, heads, head_dim] can be given as it is. */
 typedef struct kvant_tensor {
   const void* data;
   kvant_dtype dtype;
   int64_t shape[3];
   int64_t stride[3];
+  int64_t batch_stride;
 } kvant_tensor;
 
 typedef struct kvant_mutable_tensor {
@@ -91,6 +95,7 @@ typedef struct kvant_mutable_tensor {
   kvant_dtype dtype;
   int64_t shape[3];
   int64_t stride[3];
+  int64_t batch_stride;
 } kvant_mutable_tensor;
 
 /* --- bases: the coordinates in which vectors are quantised -------------------------------------------------------- */
@@ -122,9 +127,10 @@ typedef struct kvant_cache_config {
   int32_t layers;           /* of one geometry; layers of another geometry are another cache. Default 1 */
   int32_t kv_heads;         /* required */
   int32_t head_dim;         /* required; kvant_info lists the supported ones */
-  int32_t sink_pages;       /* first 64-token pages kept exact. Default 1 */
+  int32_t sink_pages;       /* first 64-token pages kept exact. -1 (default): 1, but 0 under a window below 1024 */
   int32_t tail_pages;       /* newest full pages kept exact beside the one being filled; 0: encode tokens as they
-                           come. Default 1 */
+                           come. -1 (default): 1, but 0 under a window below 1024, where exact ends take what
+                           compression saves */
   int32_t exact_dtype;      /* kvant_dtype of exact pages; -1 (default): that of the first write */
   const char* k;            /* key format, default "tq6"; kvant_info lists them */
   const char* v;            /* value format, default "tq4" */
@@ -147,6 +153,8 @@ typedef struct kvant_cache_config {
                          creation (capacity_tokens is required then). See "caches on a device" */
   int64_t max_sequences;       /* device only: sequences alive at once; 0 (default): 256 */
   int64_t max_sequence_tokens; /* device only: tokens of the longest sequence; 0 (default): capacity_tokens */
+  int64_t rollback_tokens;     /* with a window: pages are released only when no sequence truncated by so many tokens
+                                  would see them. 0 (default): 64. Rejected drafts of speculative decoding */
 } kvant_cache_config;
 
 /* Caches on a device
@@ -178,6 +186,12 @@ KVANT_C_API kvant_status kvant_cache_remove(kvant_cache* cache, kvant_sequence s
 /* Forgets all tokens from position `tokens` on. Going back up to 64 tokens and on again gives the same bytes as if they
  * had never been appended. Errors: KVANT_INVALID_ARGUMENT when tokens is outside 0 .. length, or released by the window. */
 KVANT_C_API kvant_status kvant_cache_truncate(kvant_cache* cache, kvant_sequence sequence, int64_t tokens);
+/* Beams in one call: sequences[i] becomes what sequences[parents[i]] was, for all i at once; the ids stay. A parent that is
+ * named several times is shared, pages being copied when one side writes to them (filled rows only); one that is not named
+ * is forgotten. sequences, parents: [count], no sequence twice, parents in 0 .. count - 1. All or nothing.
+ * Errors: KVANT_INVALID_ARGUMENT; a newest step that is not written in every layer. */
+KVANT_C_API kvant_status kvant_cache_reorder(kvant_cache* cache, const kvant_sequence* sequences,
+                                             const int64_t* parents, int64_t count);
 /* *tokens: tokens appended and not truncated, those that the window released included. */
 KVANT_C_API kvant_status kvant_cache_length(const kvant_cache* cache, kvant_sequence sequence, int64_t* tokens);
 
@@ -219,6 +233,14 @@ KVANT_C_API kvant_status kvant_cache_read(const kvant_cache* cache, kvant_sequen
                                           int64_t begin, int64_t end, const kvant_mutable_tensor* keys,
                                           const kvant_mutable_tensor* values);
 
+/* Decodes tokens [begin[i], end[i]) of sequences[i] in one layer, as kvant_cache_read does, into tensors of f32, f16 or
+ * bf16 where the cache lives: host memory, or device memory (enqueued on the stream, not waited for). keys, values: the
+ * sequences' rows one after another, [sum of end - begin, kv_heads, head_dim], or by batch_stride; either may be NULL.
+ * Values beyond the dtype become its infinity. Errors: as kvant_cache_read. */
+KVANT_C_API kvant_status kvant_cache_decode(const kvant_cache* cache, const kvant_sequence* sequences,
+                                            const int64_t* begin, const int64_t* end, int64_t count, int32_t layer,
+                                            const kvant_mutable_tensor* keys, const kvant_mutable_tensor* values);
+
 /* Bytes, except tokens. */
 typedef struct kvant_memory {
   size_t struct_size;     /* sizeof(kvant_memory), set by the caller */
@@ -237,27 +259,32 @@ KVANT_C_API kvant_status kvant_cache_describe(const kvant_cache* cache, char* bu
 
 /* --- attention --------------------------------------------------------------------------------------------------- */
 
-/* An additive (f32, f16, bf16) or boolean mask over [batch, q_head, query, key]. A dimension of size 1 broadcasts;
- * strides in elements, all zero: contiguous. Keys are absolute positions, so the last dimension covers the longest
- * sequence. The memory must stay valid, and unchanged, as long as plans made with it are used. */
+/* An additive (f32, f16, bf16) or boolean (non-zero: visible) mask over [batch, q_head, query, key]. A dimension of size 1
+ * broadcasts; strides in elements, all zero: contiguous. Keys are absolute positions from first_key on, so the last
+ * dimension covers the longest sequence from there; keys before first_key are hidden by the mask. The memory must stay
+ * valid, and unchanged, as long as plans made with it are used. */
 typedef struct kvant_mask_tensor {
   const void* data; /* NULL: no mask */
   kvant_dtype dtype;
   int64_t shape[4];
   int64_t stride[4];
+  int64_t first_key; /* position of the key of column 0, default 0 */
 } kvant_mask_tensor;
 
 typedef struct kvant_attention_options {
   size_t struct_size;        /* sizeof(kvant_attention_options); set by kvant_attention_options_init */
   int32_t q_heads;           /* required; a multiple of the cache's kv_heads */
   int32_t q_len;             /* queries a sequence, the newest positions. Default 1 */
-  const int32_t* q_lens;     /* ragged: [number of sequences], overrides q_len; NULL otherwise */
+  const int32_t* q_lens;     /* ragged: [number of sequences], overrides q_len; NULL otherwise. 0: a sequence without a
+                                query in this run */
   double scale;              /* 0 (default): 1 / sqrt(head_dim) */
   double softcap;            /* t = cap * tanh(s / cap); 0 (default): none */
   const float* alibi_slopes; /* [q_heads]: logit -= slope * |query position - key position|; NULL: none */
   int32_t is_causal;         /* default 1 */
   int32_t threads;           /* 0 (default): all cores */
-  int64_t window;            /* last W keys, the query's own included; 0 (default): all. Needs is_causal */
+  int64_t window;            /* last W keys, the query's own included; 0 (default): all. Without is_causal a lower bound
+                                only: keys from position - W + 1 on, later ones too; for a mask tensor over a cache whose
+                                window released pages */
   int64_t window_sinks;      /* first tokens that stay visible beyond the window */
   int64_t split_keys;        /* keys a split covers, a multiple of 64; 0 (default): planned from the lengths */
   kvant_mask_tensor mask;    /* on top of the above */
@@ -291,6 +318,14 @@ typedef struct kvant_plan_facts {
 } kvant_plan_facts;
 KVANT_C_API kvant_status kvant_plan_describe(const kvant_plan* plan, kvant_plan_facts* facts);
 
+/* A host's own threads in place of kvant's. kvant_run calls execute(self, workers, work, context) at most once; it must
+ * call work(context, i) once for every i in 0 .. workers - 1, on any threads and in any order, and return when all are
+ * done. Results do not depend on who ran what. */
+typedef struct kvant_executor {
+  void (*execute)(void* self, int32_t workers, void (*work)(void* context, int32_t worker), void* context);
+  void* self;
+} kvant_executor;
+
 typedef struct kvant_run_options {
   size_t struct_size;       /* sizeof(kvant_run_options); set by kvant_run_options_init */
   float* lse;               /* [total_queries, q_heads], gets the natural log of each softmax denominator, -inf where a
@@ -300,6 +335,7 @@ typedef struct kvant_run_options {
                                device need one, in device memory */
   size_t workspace_size;    /* bytes */
   void* stream;             /* caches on a device: the cudaStream_t to enqueue on; NULL (default): the default stream */
+  kvant_executor executor;  /* execute NULL (default): kvant's own threads. Caches in host memory only */
 } kvant_run_options;
 
 /* Fills in the defaults. struct_size: sizeof(kvant_run_options). */
