@@ -1,0 +1,57 @@
+"""kvant: attention over compressed key/value caches.
+
+A cache stores keys and values at 2 to 8 bits a value and computes attention straight over the packed bytes, on the CPU and
+on CUDA devices. Tensors may come from numpy, torch, or anything with DLPack; nothing is copied.
+
+    import kvant, numpy as np
+    cache = kvant.Cache(kv_heads=8, head_dim=128, k="tq6", v="tq4")
+    seq = cache.sequence()
+    seq.append(0, keys, values)                 # [tokens, 8, 128]
+    out = cache.attend(seq, layer=0, q=q)       # [1, 32, 128], the newest token's queries
+
+`kvant.hf` runs Hugging Face models over such caches; it needs torch and transformers, and is imported by name.
+"""
+
+from ._cache import Bases, Cache, Memory, Plan, PlanFacts, Sequence, Step
+from ._errors import (
+    BadFile,
+    FileError,
+    InternalError,
+    InvalidArgument,
+    KvantError,
+    NonFinite,
+    OutOfCapacity,
+    OutOfMemory,
+    Stale,
+    Unsupported,
+)
+from ._tools import bf16, calibrate, eval, formats, info, merge, version
+
+__version__ = version()
+
+__all__ = [
+    "BadFile",
+    "Bases",
+    "Cache",
+    "FileError",
+    "InternalError",
+    "InvalidArgument",
+    "KvantError",
+    "Memory",
+    "NonFinite",
+    "OutOfCapacity",
+    "OutOfMemory",
+    "Plan",
+    "PlanFacts",
+    "Sequence",
+    "Stale",
+    "Step",
+    "Unsupported",
+    "bf16",
+    "calibrate",
+    "eval",
+    "formats",
+    "info",
+    "merge",
+    "version",
+]

@@ -1,0 +1,267 @@
+"""kvant.h as ctypes sees it: the shared library, its structs and its functions. No arithmetic, no policy.
+
+The structs mirror include/kvant/kvant.h field by field; tests/python/test_abi.py compares sizes and offsets with what a C
+compiler says. ctypes releases the GIL during every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from pathlib import Path
+
+from . import _errors
+
+
+def _candidates() -> list[Path]:
+    chosen = os.environ.get("KVANT_LIBRARY")
+    if chosen:  # nothing else is tried: a library that was asked for is never replaced in silence
+        return [Path(chosen)]
+    here = Path(__file__).resolve().parent
+    name = "libkvant.dylib" if sys.platform == "darwin" else "libkvant.so"
+    checkout = here.parent.parent
+    return [here / name, checkout / "build" / "py" / "src" / name, checkout / "build" / "gpu" / "src" / name]
+
+
+def _load() -> tuple[ctypes.CDLL, Path]:
+    tried = _candidates()
+    for path in tried:
+        if path.exists():
+            return ctypes.CDLL(str(path)), path
+    raise ImportError(
+        "kvant's shared library was not found; tried "
+        + ", ".join(str(p) for p in tried)
+        + ". Install the wheel, build the library (./dev py-build), or set KVANT_LIBRARY to its path."
+    )
+
+
+lib, library_path = _load()
+
+F32, F16, BF16, BOOL = 0, 1, 2, 3
+DTYPE_NAMES = {F32: "f32", F16: "f16", BF16: "bf16", BOOL: "bool"}
+DTYPE_SIZES = {F32: 4, F16: 2, BF16: 2, BOOL: 1}
+DTYPES = {name: number for number, name in DTYPE_NAMES.items()}
+BASES = {"automatic": 0, "hadamard": 1, "none": 2, "calibrated": 3}
+
+
+class Tensor(Structure):
+    """[tokens, heads, head_dim]; strides in elements."""
+
+    _c_name_ = "kvant_tensor"
+    _fields_ = [
+        ("data", c_void_p),
+        ("dtype", c_int32),
+        ("shape", c_int64 * 3),
+        ("stride", c_int64 * 3),
+        ("batch_stride", c_int64),
+    ]
+
+
+class MutableTensor(Structure):
+    _c_name_ = "kvant_mutable_tensor"
+    _fields_ = Tensor._fields_
+
+
+class CacheConfig(Structure):
+    _c_name_ = "kvant_cache_config"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("layers", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("sink_pages", c_int32),
+        ("tail_pages", c_int32),
+        ("exact_dtype", c_int32),
+        ("k", c_char_p),
+        ("v", c_char_p),
+        ("window", c_int64),
+        ("window_sinks", c_int64),
+        ("capacity_tokens", c_int64),
+        ("k_basis", c_int32),
+        ("v_basis", c_int32),
+        ("bases", c_void_p),
+        ("basis_layers", POINTER(c_int32)),
+        ("k_levels", POINTER(c_float)),
+        ("v_levels", POINTER(c_float)),
+        ("k_level_count", c_int32),
+        ("v_level_count", c_int32),
+        ("lut_scales", c_int32),
+        ("threads", c_int32),
+        ("isa", c_char_p),
+        ("device", c_char_p),
+        ("max_sequences", c_int64),
+        ("max_sequence_tokens", c_int64),
+        ("rollback_tokens", c_int64),
+    ]
+
+
+class Memory(Structure):
+    _c_name_ = "kvant_memory"
+    _fields_ = [("struct_size", c_size_t)] + [
+        (name, c_int64)
+        for name in (
+            "tokens",
+            "encoded_bytes",
+            "scale_bytes",
+            "exact_bytes",
+            "table_bytes",
+            "total_bytes",
+            "reserved_bytes",
+        )
+    ]
+
+
+class MaskTensor(Structure):
+    _c_name_ = "kvant_mask_tensor"
+    _fields_ = [
+        ("data", c_void_p),
+        ("dtype", c_int32),
+        ("shape", c_int64 * 4),
+        ("stride", c_int64 * 4),
+        ("first_key", c_int64),
+    ]
+
+
+class AttentionOptions(Structure):
+    _c_name_ = "kvant_attention_options"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("q_heads", c_int32),
+        ("q_len", c_int32),
+        ("q_lens", POINTER(c_int32)),
+        ("scale", c_double),
+        ("softcap", c_double),
+        ("alibi_slopes", POINTER(c_float)),
+        ("is_causal", c_int32),
+        ("threads", c_int32),
+        ("window", c_int64),
+        ("window_sinks", c_int64),
+        ("split_keys", c_int64),
+        ("mask", MaskTensor),
+        ("backend", c_char_p),
+        ("isa", c_char_p),
+    ]
+
+
+class PlanFacts(Structure):
+    _c_name_ = "kvant_plan_facts"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("workspace_bytes", c_size_t),
+        ("total_queries", c_int64),
+        ("kv_bytes", c_int64),
+        ("threads", c_int32),
+        ("splits", c_int32),
+        ("isa", c_char_p),
+    ]
+
+
+class Executor(Structure):
+    _c_name_ = "kvant_executor"
+    _fields_ = [("execute", c_void_p), ("self", c_void_p)]
+
+
+class RunOptions(Structure):
+    _c_name_ = "kvant_run_options"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("lse", c_void_p),
+        ("sink_logits", c_void_p),
+        ("workspace", c_void_p),
+        ("workspace_size", c_size_t),
+        ("stream", c_void_p),
+        ("executor", Executor),
+    ]
+
+
+class Partial(Structure):
+    _c_name_ = "kvant_partial"
+    _fields_ = [("out", c_void_p), ("lse", c_void_p)]
+
+
+_Sequences = POINTER(c_uint64)
+_Counts = POINTER(c_int64)
+
+
+def _function(name, *arguments, result=c_int32):
+    try:
+        function = getattr(lib, name)
+    except AttributeError:
+        raise ImportError(f"{library_path} has no {name}: the library is older than this package; build or install both") from None
+    function.argtypes, function.restype = arguments, result
+    return function
+
+
+version = _function("kvant_version", result=c_char_p)
+status_name = _function("kvant_status_name", c_int32, result=c_char_p)
+last_error = _function("kvant_last_error", result=c_char_p)
+info = _function("kvant_info", c_char_p, c_size_t, POINTER(c_size_t))
+bases_load = _function("kvant_bases_load", c_char_p, POINTER(c_void_p))
+bases_destroy = _function("kvant_bases_destroy", c_void_p, result=None)
+cache_config_init = _function("kvant_cache_config_init", POINTER(CacheConfig), c_size_t, result=None)
+cache_create = _function("kvant_cache_create", POINTER(CacheConfig), POINTER(c_void_p))
+cache_destroy = _function("kvant_cache_destroy", c_void_p, result=None)
+add_sequence = _function("kvant_cache_add_sequence", c_void_p, POINTER(c_uint64))
+fork = _function("kvant_cache_fork", c_void_p, c_uint64, POINTER(c_uint64))
+remove = _function("kvant_cache_remove", c_void_p, c_uint64)
+truncate = _function("kvant_cache_truncate", c_void_p, c_uint64, c_int64)
+reorder = _function("kvant_cache_reorder", c_void_p, _Sequences, _Counts, c_int64)
+length = _function("kvant_cache_length", c_void_p, c_uint64, POINTER(c_int64))
+reserve = _function("kvant_cache_reserve", c_void_p, _Sequences, _Counts, c_int64)
+write = _function("kvant_cache_write", c_void_p, _Sequences, c_int64, c_int32, POINTER(Tensor), POINTER(Tensor))
+append = _function("kvant_cache_append", c_void_p, c_uint64, c_int32, POINTER(Tensor), POINTER(Tensor))
+set_stream = _function("kvant_cache_set_stream", c_void_p, c_void_p)
+reserve_ahead = _function("kvant_cache_reserve_ahead", c_void_p, _Sequences, _Counts, c_int64)
+advance = _function("kvant_cache_advance", c_void_p, _Sequences, _Counts, c_int64)
+take_non_finite = _function("kvant_cache_take_non_finite", c_void_p, POINTER(c_int32))
+decode = _function(
+    "kvant_cache_decode",
+    c_void_p,
+    _Sequences,
+    _Counts,
+    _Counts,
+    c_int64,
+    c_int32,
+    POINTER(MutableTensor),
+    POINTER(MutableTensor),
+)
+memory = _function("kvant_cache_memory", c_void_p, POINTER(Memory))
+cache_describe = _function("kvant_cache_describe", c_void_p, c_char_p, c_size_t, POINTER(c_size_t))
+attention_options_init = _function("kvant_attention_options_init", POINTER(AttentionOptions), c_size_t, result=None)
+plan_create = _function("kvant_plan_create", c_void_p, _Sequences, c_int64, POINTER(AttentionOptions), POINTER(c_void_p))
+plan_destroy = _function("kvant_plan_destroy", c_void_p, result=None)
+plan_explain = _function("kvant_plan_explain", c_void_p, c_char_p, c_size_t, POINTER(c_size_t))
+plan_describe = _function("kvant_plan_describe", c_void_p, POINTER(PlanFacts))
+run_options_init = _function("kvant_run_options_init", POINTER(RunOptions), c_size_t, result=None)
+run = _function("kvant_run", c_void_p, c_int32, POINTER(Tensor), POINTER(MutableTensor), POINTER(RunOptions))
+merge = _function("kvant_merge", POINTER(Partial), c_int64, c_int64, c_int32, c_void_p, c_void_p)
+
+
+def check(status: int) -> None:
+    """Raises the exception of a status that is not KVANT_OK, with the library's sentence."""
+    if status != 0:
+        message = last_error().decode("utf-8", "replace")
+        raise _errors.BY_STATUS.get(status, _errors.InternalError)(message)
+
+
+def text(function, *arguments) -> str:
+    """The text that a function of the form f(..., buffer, capacity, &size) writes."""
+    size = c_size_t()
+    check(function(*arguments, None, 0, byref(size)))
+    buffer = ctypes.create_string_buffer(size.value)
+    check(function(*arguments, buffer, size.value, byref(size)))
+    return buffer.value.decode("utf-8")
+
+
+def sequences(ids) -> ctypes.Array:
+    """Sequence ids as a C array."""
+    ids = list(ids)
+    return (c_uint64 * len(ids))(*ids)
+
+
+def counts(numbers) -> ctypes.Array:
+    """Token counts as a C array."""
+    numbers = list(numbers)
+    return (c_int64 * len(numbers))(*numbers)

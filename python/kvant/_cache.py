@@ -1,0 +1,695 @@
+"""Caches, sequences, plans and steps: what kvant offers, as Python objects over the C interface."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterable, Sequence as SequenceOf
+from ctypes import byref, c_float, c_int32, c_int64, c_uint64, c_void_p, sizeof
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import _c, _tensors
+from ._errors import InvalidArgument, KvantError
+
+__all__ = ["Bases", "Cache", "Memory", "Plan", "PlanFacts", "Sequence", "Step"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a cache holds, in bytes (tokens: a count). The fields are those of kvant_memory in kvant.h."""
+
+    tokens: int
+    encoded_bytes: int
+    scale_bytes: int
+    exact_bytes: int
+    table_bytes: int
+    total_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What a plan decided, as numbers. The fields are those of kvant_plan_facts in kvant.h."""
+
+    workspace_bytes: int
+    total_queries: int
+    kv_bytes: int
+    threads: int
+    splits: int
+    isa: str
+
+
+class Bases:
+    """Calibrated bases from a file that `kvant calibrate` wrote. Errors: FileError, BadFile."""
+
+    def __init__(self, path: str | Path):
+        self.path = str(path)
+        handle = c_void_p()
+        _c.check(_c.bases_load(self.path.encode(), byref(handle)))
+        self._handle = handle
+
+    def __del__(self, destroy=_c.bases_destroy):
+        handle, self._handle = getattr(self, "_handle", None), None
+        if handle:
+            destroy(handle)
+
+    def __repr__(self) -> str:
+        return f"kvant.Bases({self.path!r})"
+
+
+def _device(device: Any) -> tuple[str, int]:
+    """"cuda:1", torch.device("cuda", 1), None as ("cuda", 1), ("cpu", 0)."""
+    kind, _, number = str("cpu" if device is None else device).partition(":")
+    try:
+        return kind, int(number or 0)
+    except ValueError:
+        raise InvalidArgument(f'device = "{device}": must be "cpu", "cuda", or "cuda:N" for device N') from None
+
+
+class Cache:
+    """Keys and values of the layers of one geometry, compressed, in pages of 64 tokens.
+
+    layers, kv_heads, head_dim: layers that differ in kv_heads, head_dim or window are another cache.
+    k, v: formats of keys and values; `kvant.formats()` lists them. The default takes about 5 bits a value.
+    device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken here, so capacity_tokens is
+        required, and tensors must be on that device; work is enqueued on torch's current stream (or `stream=`).
+    sink_pages, tail_pages: first and newest full pages that stay exact. None: one each, but none under a window below 1024.
+    exact: "f32", "f16" or "bf16", the dtype of exact pages. None: that of the first write; bf16 on a device.
+    window, window_sinks: tokens. Pages that no query of a sliding window can see any more are freed; the first
+        window_sinks tokens stay.
+    rollback_tokens: with a window, so many of the newest tokens can always be truncated. 0: 64.
+    capacity_tokens: at most so many tokens in pages, 0: no limit. max_sequences, max_sequence_tokens: on a device.
+    k_basis, v_basis: "automatic", "hadamard", "none" or "calibrated"; bases: a kvant.Bases or its path, for the last;
+        basis_layers: the file's layer number of each layer of the cache.
+    threads: workers that encode, 0: all cores. isa: an instruction set to encode with, None: the best.
+
+    Errors: InvalidArgument, Unsupported, OutOfMemory. One thread at a time works on a cache; others wait.
+    """
+
+    def __init__(
+        self,
+        *,
+        kv_heads: int,
+        head_dim: int,
+        layers: int = 1,
+        k: str = "tq6",
+        v: str = "tq4",
+        device: Any = "cpu",
+        sink_pages: int | None = None,
+        tail_pages: int | None = None,
+        exact: str | None = None,
+        window: int = 0,
+        window_sinks: int = 0,
+        rollback_tokens: int = 0,
+        capacity_tokens: int = 0,
+        max_sequences: int = 0,
+        max_sequence_tokens: int = 0,
+        k_basis: str = "automatic",
+        v_basis: str = "automatic",
+        bases: Bases | str | Path | None = None,
+        basis_layers: SequenceOf[int] | None = None,
+        threads: int = 0,
+        isa: str | None = None,
+    ):
+        self._handle = None
+        self._lock = threading.RLock()
+        self._stream = 0
+        self._workspace = None
+        self._step: tuple[Any, set[int]] = (None, set())  # that attend opened, and the layers it has written
+        self.device = _device(device)
+        c = _c.CacheConfig()
+        _c.cache_config_init(byref(c), sizeof(c))
+        c.layers, c.kv_heads, c.head_dim = layers, kv_heads, head_dim
+        if sink_pages is not None:
+            c.sink_pages = sink_pages
+        if tail_pages is not None:
+            c.tail_pages = tail_pages
+        if exact is not None:
+            c.exact_dtype = self._name("exact", exact, _c.DTYPES)
+        c.k, c.v = str(k).encode(), str(v).encode()
+        c.window, c.window_sinks, c.rollback_tokens = window, window_sinks, rollback_tokens
+        c.capacity_tokens = capacity_tokens
+        c.max_sequences, c.max_sequence_tokens = max_sequences, max_sequence_tokens
+        c.k_basis = self._name("k_basis", k_basis, _c.BASES)
+        c.v_basis = self._name("v_basis", v_basis, _c.BASES)
+        if bases is not None and not isinstance(bases, Bases):
+            bases = Bases(bases)
+        if bases is not None:
+            c.bases = bases._handle
+        if basis_layers is not None:
+            if len(basis_layers) != layers:
+                raise InvalidArgument(f"basis_layers has {len(basis_layers)} numbers for {layers} layers: give one a layer")
+            c.basis_layers = (c_int32 * layers)(*basis_layers)
+        c.threads = threads
+        c.isa = None if isa is None else isa.encode()
+        kind, number = self.device
+        c.device = b"cpu" if kind == "cpu" else f"{kind}:{number}".encode()
+        handle = c_void_p()
+        _c.check(_c.cache_create(byref(c), byref(handle)))
+        self._handle = handle
+        self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
+        self.k, self.v, self.window = str(k), str(v), window
+
+    @staticmethod
+    def _name(argument: str, value: str, allowed: dict[str, int]) -> int:
+        if value not in allowed:
+            raise InvalidArgument(f'{argument} = "{value}": must be one of {", ".join(allowed)}')
+        return allowed[value]
+
+    # --- life ---
+
+    def close(self) -> None:
+        """Frees the cache's memory now instead of when the object goes. Its sequences and plans cannot be used any more."""
+        with self._lock:
+            handle, self._handle = self._handle, None
+            if handle:
+                _c.cache_destroy(handle)
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def __del__(self, destroy=_c.cache_destroy):
+        handle, self._handle = getattr(self, "_handle", None), None
+        if handle:
+            destroy(handle)
+
+    def __reduce__(self):
+        raise TypeError("a kvant cache cannot be pickled: its pages live in memory of the library")
+
+    def __repr__(self) -> str:
+        where = "" if self.device[0] == "cpu" else f", device={self.device[0]}:{self.device[1]}"
+        return (
+            f"kvant.Cache(layers={self.layers}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
+            f"k={self.k!r}, v={self.v!r}{where})"
+        )
+
+    @property
+    def handle(self) -> c_void_p:
+        """The kvant_cache* of kvant.h."""
+        if not self._handle:
+            raise InvalidArgument("this cache was closed")
+        return self._handle
+
+    def _use_stream(self, stream: Any) -> int:
+        """Makes the stream that calls enqueue on the given or the current one."""
+        if self.device[0] == "cpu":
+            if stream is not None:
+                raise InvalidArgument("stream is given, but this cache is in host memory: calls are done when they return")
+            return 0
+        number = _tensors.stream_of(self.device, stream)
+        if number != self._stream:
+            _c.check(_c.set_stream(self.handle, number))
+            self._stream = number
+        return number
+
+    def _ids(self, sequences: Iterable[Sequence] | Sequence) -> list[int]:
+        if isinstance(sequences, Sequence):
+            sequences = [sequences]
+        ids = []
+        for s in sequences:
+            if not isinstance(s, Sequence) or s.cache is not self:
+                raise InvalidArgument(f"sequences has {s!r}: must be sequences of this cache (cache.sequence())")
+            ids.append(s.id)
+        return ids
+
+    # --- sequences ---
+
+    def sequence(self) -> Sequence:
+        """A new, empty sequence."""
+        with self._lock:
+            number = c_uint64()
+            _c.check(_c.add_sequence(self.handle, byref(number)))
+            return Sequence(self, number.value)
+
+    def reorder(self, sequences: SequenceOf[Sequence], parents: SequenceOf[int]) -> None:
+        """Beams: sequences[i] becomes what sequences[parents[i]] was, for all at once. Pages are shared until one side writes."""
+        ids = self._ids(sequences)
+        if len(parents) != len(ids):
+            raise InvalidArgument(f"parents has {len(parents)} numbers for {len(ids)} sequences: give one a sequence")
+        with self._lock:
+            _c.check(_c.reorder(self.handle, _c.sequences(ids), _c.counts(int(p) for p in parents), len(ids)))
+
+    # --- a step ---
+
+    def reserve(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int] = 1, *, stream: Any = None) -> None:
+        """Takes room for `tokens` new tokens of each sequence (one number, or one a sequence) in every layer, all or nothing.
+
+        Errors: OutOfCapacity, InvalidArgument.
+        """
+        ids = self._ids(sequences)
+        tokens = [tokens] * len(ids) if isinstance(tokens, int) else [int(n) for n in tokens]
+        if len(tokens) != len(ids):
+            raise InvalidArgument(f"tokens has {len(tokens)} numbers for {len(ids)} sequences: give one a sequence")
+        with self._lock:
+            self._use_stream(stream)
+            _c.check(_c.reserve(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
+
+    def write(self, sequences: Iterable[Sequence], layer: int, keys: Any, values: Any, *, stream: Any = None) -> None:
+        """Stores keys and values of the tokens just reserved, once for each layer.
+
+        keys, values: [tokens of all sequences, kv_heads, head_dim], the sequences' rows one after another, or
+        [batch, tokens, kv_heads, head_dim]; f32, f16 or bf16; any strides whose last is 1.
+        Errors: NonFinite (on the CPU), InvalidArgument.
+        """
+        ids = self._ids(sequences)
+        k, _k = _tensors.tensor(keys, "keys", self.device)
+        v, _v = _tensors.tensor(values, "values", self.device)
+        with self._lock:
+            self._use_stream(stream)
+            _c.check(_c.write(self.handle, _c.sequences(ids), len(ids), layer, byref(k), byref(v)))
+
+    def step(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int] = 1, *, stream: Any = None) -> Step:
+        """Reserves tokens and returns the step, which writes and attends layer after layer.
+
+        As a context manager the step drops its tokens again if the block raises.
+        """
+        sequences = [sequences] if isinstance(sequences, Sequence) else list(sequences)
+        self.reserve(sequences, tokens, stream=stream)
+        return Step(self, sequences, tokens, stream)
+
+    def reserve_ahead(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int], *, stream: Any = None) -> None:
+        """Device only: takes pages for steps to come, so that these take none and can be replayed from a CUDA graph."""
+        ids = self._ids(sequences)
+        tokens = [tokens] * len(ids) if isinstance(tokens, int) else [int(n) for n in tokens]
+        with self._lock:
+            self._use_stream(stream)
+            _c.check(_c.reserve_ahead(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
+
+    def advance(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int] = 1) -> None:
+        """Device only: tells of a step that the launch of a CUDA graph took, so that lengths here follow the device's."""
+        ids = self._ids(sequences)
+        tokens = [tokens] * len(ids) if isinstance(tokens, int) else [int(n) for n in tokens]
+        with self._lock:
+            _c.check(_c.advance(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
+
+    def take_non_finite(self) -> bool:
+        """Device only: True if keys or values that are not finite were stored since the last call. Waits for the stream."""
+        found = c_int32()
+        with self._lock:
+            _c.check(_c.take_non_finite(self.handle, byref(found)))
+        return bool(found.value)
+
+    # --- attention ---
+
+    def plan(self, sequences: Iterable[Sequence], *, q_heads: int, **options: Any) -> Plan:
+        """Plans attention of the newest queries of `sequences`; does all validation. See Plan for the options."""
+        return Plan(self, sequences, q_heads=q_heads, **options)
+
+    def attend(
+        self,
+        sequences: Iterable[Sequence] | Sequence,
+        layer: int,
+        q: Any,
+        keys: Any = None,
+        values: Any = None,
+        *,
+        out: Any = None,
+        lse: Any = None,
+        sink_logits: Any = None,
+        stream: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Attention of the newest queries; with keys and values these are appended first.
+
+        q: [tokens, q_heads, head_dim], the sequences' rows one after another, or [batch, tokens, q_heads, head_dim].
+        keys, values: as for write, with one row for each row of q. The first layer of a step reserves, the others fill in.
+        out: a tensor of q's shape, f32, f16 or bf16; None: a new one of q's dtype. options: see Plan (window, scale, ...).
+        Returns out; with lse=True (out, lse), lse [tokens, q_heads] f32.
+        """
+        sequences = [sequences] if isinstance(sequences, Sequence) else list(sequences)
+        shape = tuple(q.shape)
+        rows = shape[0] * shape[1] if len(shape) == 4 else shape[0]
+        if options.get("q_lens") is None and "q_len" not in options:
+            if not sequences or rows % len(sequences):
+                raise InvalidArgument(
+                    f"q has {rows} rows for {len(sequences)} sequences: give q_lens, one count a sequence"
+                )
+            options["q_len"] = rows // len(sequences)
+        with self._lock:
+            if keys is not None or values is not None:
+                if keys is None or values is None:
+                    raise InvalidArgument("keys and values go together: one of them is None")
+                tokens = list(options.get("q_lens") or [options["q_len"]] * len(sequences))
+                self._open_step(sequences, tokens, layer, stream)
+                self.write(sequences, layer, keys, values, stream=stream)
+                self._step[1].add(layer)
+            plan = self.plan(sequences, q_heads=shape[-2], **options)
+            return plan.run(layer, q, out, lse=lse, sink_logits=sink_logits, stream=stream)
+
+    def _open_step(self, sequences: list[Sequence], tokens: list[int], layer: int, stream: Any) -> None:
+        """Reserves, unless this step was opened by another layer: the same sequences, as long as they were left then."""
+        step = [(s.id, self._length(s.id)) for s in sequences]
+        opened, written = self._step
+        if opened == (step, tokens) and layer not in written and len(written) < self.layers:
+            return
+        self.reserve(sequences, tokens, stream=stream)
+        self._step = (([(s.id, self._length(s.id)) for s in sequences], tokens), set())
+
+    # --- looking inside ---
+
+    def decode(
+        self,
+        sequences: Iterable[Sequence] | Sequence,
+        layer: int,
+        begin: int | SequenceOf[int] = 0,
+        end: int | SequenceOf[int] | None = None,
+        *,
+        keys: Any = None,
+        values: Any = None,
+        stream: Any = None,
+    ) -> tuple[Any, Any]:
+        """Stored tokens [begin, end) as attention computes with them, in the original coordinates.
+
+        begin, end: one number, or one a sequence; end None: the length.
+        keys, values: tensors [sum of end - begin, kv_heads, head_dim] to write to, f32, f16 or bf16, where the cache lives.
+        Without them new ones are made: numpy f32 on the CPU, torch f32 on a device. Returns (keys, values).
+        """
+        ids = self._ids(sequences)
+        begins = [begin] * len(ids) if isinstance(begin, int) else [int(n) for n in begin]
+        if end is None:
+            ends = [self._length(i) for i in ids]
+        else:
+            ends = [end] * len(ids) if isinstance(end, int) else [int(n) for n in end]
+        if len(begins) != len(ids) or len(ends) != len(ids):
+            raise InvalidArgument(f"begin or end has another count than the {len(ids)} sequences: give one a sequence")
+        rows = sum(max(0, e - b) for b, e in zip(begins, ends))
+        if keys is None and values is None:
+            shape = (rows, self.kv_heads, self.head_dim)
+            keys, values = self._new(shape), self._new(shape)
+        k = v = None
+        if keys is not None:
+            k, _k = _tensors.tensor(keys, "keys", self.device, mutable=True)
+        if values is not None:
+            v, _v = _tensors.tensor(values, "values", self.device, mutable=True)
+        with self._lock:
+            self._use_stream(stream)
+            _c.check(
+                _c.decode(
+                    self.handle,
+                    _c.sequences(ids),
+                    _c.counts(begins),
+                    _c.counts(ends),
+                    len(ids),
+                    layer,
+                    byref(k) if k is not None else None,
+                    byref(v) if v is not None else None,
+                )
+            )
+        return keys, values
+
+    def _new(self, shape: tuple[int, ...]) -> Any:
+        if self.device[0] == "cpu":
+            import numpy as np
+
+            return np.empty(shape, np.float32)
+        import torch
+
+        return torch.empty(shape, dtype=torch.float32, device=f"cuda:{self.device[1]}")
+
+    def _length(self, number: int) -> int:
+        tokens = c_int64()
+        _c.check(_c.length(self.handle, number, byref(tokens)))
+        return tokens.value
+
+    def memory(self) -> Memory:
+        """Bytes by kind: codes, scales, exact pages, tables, and what was taken from the system."""
+        m = _c.Memory()
+        m.struct_size = sizeof(m)
+        with self._lock:
+            _c.check(_c.memory(self.handle, byref(m)))
+        return Memory(*(getattr(m, name) for name, *_ in _c.Memory._fields_[1:]))
+
+    def describe(self) -> str:
+        """Geometry, formats, page bytes, exact ends, basis, capacity; one line a fact."""
+        with self._lock:
+            return _c.text(_c.cache_describe, self.handle)
+
+
+class Sequence:
+    """One sequence of a cache. `len()` counts its tokens. Its pages are freed when the object goes, or by remove()."""
+
+    def __init__(self, cache: Cache, number: int):
+        self.cache, self.id = cache, number
+
+    def append(self, layer: int, keys: Any, values: Any, *, stream: Any = None) -> None:
+        """Appends tokens to one layer: the first layer of a step reserves room in all, the others fill in.
+
+        keys, values: [tokens, kv_heads, head_dim], f32, f16 or bf16. Errors: NonFinite, OutOfCapacity, InvalidArgument.
+        """
+        cache = self.cache
+        k, _k = _tensors.tensor(keys, "keys", cache.device)
+        v, _v = _tensors.tensor(values, "values", cache.device)
+        with cache._lock:
+            cache._use_stream(stream)
+            _c.check(_c.append(cache.handle, self.id, layer, byref(k), byref(v)))
+
+    def fork(self) -> Sequence:
+        """A new sequence with the same tokens. Pages are shared until one side writes to them."""
+        child = c_uint64()
+        with self.cache._lock:
+            _c.check(_c.fork(self.cache.handle, self.id, byref(child)))
+        return Sequence(self.cache, child.value)
+
+    def truncate(self, tokens: int) -> None:
+        """Forgets all tokens from position `tokens` on."""
+        with self.cache._lock:
+            _c.check(_c.truncate(self.cache.handle, self.id, tokens))
+
+    def __len__(self) -> int:
+        with self.cache._lock:
+            return self.cache._length(self.id)
+
+    def remove(self) -> None:
+        """Frees the pages that no other sequence shares. The sequence cannot be used any more."""
+        number, self.id = self.id, 0
+        with self.cache._lock:
+            if number and self.cache._handle:
+                _c.check(_c.remove(self.cache._handle, number))
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.remove()
+
+    def __del__(self):
+        try:
+            self.remove()
+        except (KvantError, AttributeError, TypeError):  # when the interpreter ends, parts of it are gone already
+            pass
+
+    def __bool__(self) -> bool:
+        return True  # an empty sequence is a sequence
+
+    def __repr__(self) -> str:
+        return f"<kvant.Sequence {self.id} of {self.cache!r}>"
+
+
+class Plan:
+    """How attention of one step will be computed. Made by Cache.plan; runs once for each layer.
+
+    q_heads: query heads, a multiple of the cache's kv_heads; query head h reads kv head h // (q_heads // kv_heads).
+    q_len: queries a sequence, its newest positions; q_lens: one count a sequence instead.
+    scale: None: 1 / sqrt(head_dim). softcap: t = cap * tanh(s / cap), 0: none. alibi_slopes: [q_heads] numbers.
+    causal: False lets queries see later keys too.
+    window: the last W keys, the query's own included; None: the cache's window; 0: none. window_sinks: the first tokens
+        that stay visible beyond it. With causal=False the window bounds from below only.
+    mask: [batch, q_heads, queries, keys], boolean (True: visible) or additive; dimensions of 1 broadcast. Its key
+        dimension begins at position mask_first_key.
+    threads, split_keys, isa: 0 and None let the plan choose. CPU only.
+
+    A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that grow.
+    Errors: InvalidArgument, Unsupported.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        sequences: Iterable[Sequence] | Sequence,
+        *,
+        q_heads: int,
+        q_len: int = 1,
+        q_lens: SequenceOf[int] | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        alibi_slopes: SequenceOf[float] | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        window_sinks: int = 0,
+        mask: Any = None,
+        mask_first_key: int = 0,
+        threads: int = 0,
+        split_keys: int = 0,
+        isa: str | None = None,
+    ):
+        self._handle = None
+        self.cache = cache
+        ids = cache._ids(sequences)
+        o = _c.AttentionOptions()
+        _c.attention_options_init(byref(o), sizeof(o))
+        o.q_heads, o.q_len = q_heads, q_len
+        if q_lens is not None:
+            if len(q_lens) != len(ids):
+                raise InvalidArgument(f"q_lens has {len(q_lens)} numbers for {len(ids)} sequences: give one a sequence")
+            o.q_lens = (c_int32 * len(ids))(*q_lens)
+        o.scale = 0.0 if scale is None else scale
+        o.softcap = softcap
+        if alibi_slopes is not None:
+            slopes = [float(s) for s in alibi_slopes]
+            if len(slopes) != q_heads:
+                raise InvalidArgument(f"alibi_slopes has {len(slopes)} values for {q_heads} query heads: give one a head")
+            o.alibi_slopes = (c_float * q_heads)(*slopes)
+        o.is_causal = 1 if causal else 0
+        o.window = cache.window if window is None else window
+        o.window_sinks = window_sinks
+        self._mask = None
+        if mask is not None:
+            o.mask, self._mask = _tensors.mask(mask, mask_first_key, cache.device)
+        o.threads, o.split_keys = threads, split_keys
+        o.isa = None if isa is None else isa.encode()
+        handle = c_void_p()
+        with cache._lock:
+            _c.check(_c.plan_create(cache.handle, _c.sequences(ids), len(ids), byref(o), byref(handle)))
+        self._handle = handle
+        f = _c.PlanFacts()
+        f.struct_size = sizeof(f)
+        _c.check(_c.plan_describe(handle, byref(f)))
+        self.facts = PlanFacts(
+            f.workspace_bytes, f.total_queries, f.kv_bytes, f.threads, f.splits, (f.isa or b"").decode()
+        )
+
+    def __del__(self, destroy=_c.plan_destroy):
+        handle, self._handle = getattr(self, "_handle", None), None
+        if handle:
+            destroy(handle)
+
+    def explain(self) -> str:
+        """Kernels, tiles, splits, bytes, and why."""
+        return _c.text(_c.plan_explain, self._handle)
+
+    def run(
+        self,
+        layer: int,
+        q: Any,
+        out: Any = None,
+        *,
+        lse: Any = None,
+        sink_logits: Any = None,
+        workspace: Any = None,
+        stream: Any = None,
+    ) -> Any:
+        """out = softmax(transform(scale * q k^T) + masks) v in one layer.
+
+        q, out: [total queries, q_heads, head_dim], the sequences' rows one after another, or [batch, q_len, q_heads,
+        head_dim]. out None: a new tensor of q's dtype. lse: True, or an f32 tensor [total queries, q_heads]: gets the
+        natural log of each softmax denominator. sink_logits: [q_heads] f32, join the denominator only.
+        workspace: on a device, memory of facts.workspace_bytes; None: a torch buffer that the cache keeps.
+        Returns out, or (out, lse) if lse was asked for. Errors: Stale, InvalidArgument.
+        """
+        cache = self.cache
+        q_tensor, _q = _tensors.tensor(q, "q", cache.device)
+        if out is None:
+            out = _tensors.empty_like(q, tuple(q.shape))
+        out_tensor, _o = _tensors.tensor(out, "out", cache.device, mutable=True)
+        options = _c.RunOptions()
+        _c.run_options_init(byref(options), sizeof(options))
+        keep = []
+        if lse is not None and lse is not False:
+            if lse is True:
+                lse = _tensors.empty_like(q, (self.facts.total_queries, q.shape[-2]), _c.F32)
+            options.lse = self._plain(lse, "lse", (self.facts.total_queries, q.shape[-2]), keep)
+        if sink_logits is not None:
+            options.sink_logits = self._plain(sink_logits, "sink_logits", (q.shape[-2],), keep)
+        with cache._lock:
+            if cache.device[0] != "cpu":
+                options.stream = _tensors.stream_of(cache.device, stream)
+                self._give_workspace(options, workspace)
+            elif stream is not None:
+                raise InvalidArgument("stream is given, but this cache is in host memory: calls are done when they return")
+            _c.check(_c.run(self._handle, layer, byref(q_tensor), byref(out_tensor), byref(options)))
+        return out if lse is None or lse is False else (out, lse)
+
+    def _plain(self, x: Any, name: str, shape: tuple[int, ...], keep: list) -> int:
+        """The address of a contiguous f32 tensor."""
+        d = _tensors.describe(x, name)
+        if d.dtype != _c.F32 or d.shape != shape or d.device != self.cache.device:
+            raise InvalidArgument(
+                f"{name} is {_c.DTYPE_NAMES[d.dtype]} {list(d.shape)} on {d.device[0]}: must be f32 {list(shape)} where the cache is"
+            )
+        expected = 1
+        for n, s in zip(reversed(d.shape), reversed(d.stride)):
+            if n > 1 and s != expected:
+                raise InvalidArgument(f"{name} has strides {list(d.stride)}: must be contiguous")
+            expected *= n
+        keep.append(d)
+        return d.data
+
+    def _give_workspace(self, options: _c.RunOptions, workspace: Any) -> None:
+        needed = self.facts.workspace_bytes
+        if workspace is None:
+            import sys
+
+            torch = sys.modules.get("torch")
+            if torch is None:
+                raise InvalidArgument(
+                    f"workspace is not given: without torch, pass device memory of {needed} bytes (plan.facts.workspace_bytes)"
+                )
+            workspace = self.cache._workspace
+            if workspace is None or workspace.numel() < needed:
+                workspace = torch.empty(needed, dtype=torch.uint8, device=f"cuda:{self.cache.device[1]}")
+                self.cache._workspace = workspace
+        if _tensors.is_torch(workspace):
+            options.workspace, options.workspace_size = workspace.data_ptr(), workspace.numel() * workspace.element_size()
+            return
+        interface = workspace.__cuda_array_interface__
+        size = ctypes.c_size_t(int(interface["typestr"][2:])).value
+        for n in interface["shape"]:
+            size *= n
+        options.workspace, options.workspace_size = interface["data"][0], size
+
+    def __repr__(self) -> str:
+        return f"<kvant.Plan {self.facts}>"
+
+
+class Step:
+    """The tokens that Cache.step reserved: write and attend, layer after layer.
+
+    As a context manager: if the block raises, the step's tokens are dropped again.
+    """
+
+    def __init__(self, cache: Cache, sequences: list[Sequence], tokens: int | SequenceOf[int], stream: Any):
+        self.cache, self.sequences, self.stream = cache, sequences, stream
+        self.tokens = [tokens] * len(sequences) if isinstance(tokens, int) else [int(n) for n in tokens]
+        self._plans: dict = {}
+
+    def write(self, layer: int, keys: Any, values: Any) -> None:
+        """Stores this step's keys and values of one layer; see Cache.write."""
+        self.cache.write(self.sequences, layer, keys, values, stream=self.stream)
+
+    def attend(self, layer: int, q: Any, out: Any = None, *, lse: Any = None, sink_logits: Any = None, **options: Any) -> Any:
+        """Attention of this step's queries; see Plan for the options. Layers with the same options share a plan."""
+        mask = options.get("mask")
+        key = (q.shape[-2], id(mask), *sorted((k, repr(v)) for k, v in options.items() if k != "mask"))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self.cache.plan(self.sequences, q_heads=q.shape[-2], q_lens=self.tokens, **options)
+            self._plans[key] = plan
+        return plan.run(layer, q, out, lse=lse, sink_logits=sink_logits, stream=self.stream)
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(self, error_type, error, traceback) -> None:
+        self._plans.clear()
+        if error_type is None:
+            return
+        for s, n in zip(self.sequences, self.tokens):
+            try:
+                s.truncate(len(s) - n)
+            except KvantError:  # what the block raised is what the caller must see
+                pass

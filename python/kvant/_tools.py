@@ -1,0 +1,126 @@
+"""What stands beside caches: facts about the library, merging, and the command line tool's measurements from Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence as SequenceOf
+from ctypes import byref
+from pathlib import Path
+from typing import Any
+
+from . import _c, _tensors
+from ._errors import BY_STATUS, InvalidArgument, KvantError, Unsupported
+
+
+def version() -> str:
+    """The library's version, for example "0.1.0"."""
+    return _c.version().decode()
+
+
+def info() -> dict[str, Any]:
+    """What was compiled in and what this machine has: formats, head_dims, instruction sets, backends, threads."""
+    return json.loads(_c.text(_c.info))
+
+
+def formats() -> list[dict[str, Any]]:
+    """The storage formats: name, bits a value, whether they are dense, a summary."""
+    return info()["formats"]
+
+
+def bf16(bits: Any) -> _tensors.Bf16Array:
+    """Marks a numpy array of uint16 as bfloat16 bits, a dtype that numpy lacks."""
+    import numpy as np
+
+    if not isinstance(bits, np.ndarray) or bits.dtype != np.uint16:
+        raise InvalidArgument(f"bits is a {type(bits).__name__} of dtype {getattr(bits, 'dtype', None)}: must be a numpy array of uint16")
+    return _tensors.Bf16Array(bits)
+
+
+def merge(partials: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Merges attention over disjoint sets of keys, in the order given, by the log-sum-exp rule.
+
+    partials: (out, lse) pairs as Plan.run returns them with f32 outputs: out [rows, heads, head_dim], lse [rows, heads],
+    contiguous, in host memory. Returns (out, lse) of the same shapes, numpy f32.
+    """
+    import numpy as np
+
+    pairs = [(np.ascontiguousarray(o, np.float32), np.ascontiguousarray(l, np.float32)) for o, l in partials]
+    if not pairs:
+        raise InvalidArgument("partials is empty: give at least one (out, lse)")
+    shape, rows = pairs[0][0].shape, pairs[0][1].shape
+    for i, (o, l) in enumerate(pairs):
+        if o.shape != shape or l.shape != rows or shape[:-1] != rows:
+            raise InvalidArgument(f"partials[{i}] has shapes {o.shape} and {l.shape}: must be [..., head_dim] and [...], all alike")
+    c = (_c.Partial * len(pairs))(*((o.ctypes.data, l.ctypes.data) for o, l in pairs))
+    out, lse = np.empty(shape, np.float32), np.empty(rows, np.float32)
+    _c.check(_c.merge(c, len(pairs), int(np.prod(rows)), shape[-1], out.ctypes.data, lse.ctypes.data))
+    return out, lse
+
+
+# --- the command line tool -----------------------------------------------------------------------------------------------
+
+
+def tool() -> str:
+    """Path of the command line tool: KVANT_CLI, else the wheel's, else that of a checkout, else the one on PATH."""
+    chosen = os.environ.get("KVANT_CLI")
+    if chosen:
+        return chosen
+    here = Path(__file__).resolve().parent
+    for path in (here / "bin" / "kvant", here.parent.parent / "build" / "release" / "bin" / "kvant"):
+        if path.exists():
+            return str(path)
+    found = shutil.which("kvant-cli")
+    if found:
+        return found
+    raise Unsupported("this installation has no command line tool: install the wheel, or build the tool with ./dev build")
+
+
+def _run_tool(*arguments: str) -> None:
+    done = subprocess.run([tool(), *arguments], capture_output=True, text=True)
+    if done.returncode != 0:
+        message = done.stderr.strip().removeprefix("kvant: ")
+        raise (InvalidArgument if done.returncode == 2 else KvantError)(message)
+
+
+def eval(  # noqa: A001 (the name of the command)
+    captures: str | Path | SequenceOf[str | Path],
+    formats: SequenceOf[str] = (),
+    *,
+    basis: str | Path | None = None,
+    report: str | Path | None = None,
+    arguments: SequenceOf[str] = (),
+) -> dict[str, Any]:
+    """Replays decoding over captured queries, keys and values: error, memory and time of each format (`kvant eval`).
+
+    captures: safetensors files, as kvant.hf.capture writes them. formats: "tq4", "tq6/tq4", ...; empty: all.
+    basis: a file of kvant.calibrate. report: writes an HTML page there. arguments: further ones of `kvant eval --help`.
+    Returns the rows and totals of `kvant eval --json`. Errors: InvalidArgument, KvantError with the tool's sentence.
+    """
+    files = [captures] if isinstance(captures, (str, Path)) else list(captures)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "eval.json")
+        command = ["eval", *map(str, files), "--json", path]
+        if formats:
+            command += ["--formats", ",".join(formats)]
+        if basis is not None:
+            command += ["--basis", str(basis)]
+        if report is not None:
+            command += ["--report", str(report)]
+        _run_tool(*command, *arguments)
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+
+
+def calibrate(captures: str | Path | SequenceOf[str | Path], path: str | Path, *, arguments: SequenceOf[str] = ()) -> None:
+    """Estimates calibrated bases from captured tensors of other text than they will be used on (`kvant calibrate`).
+
+    captures: safetensors files, as kvant.hf.capture writes them. path: the file to write, for Cache(bases=path).
+    Errors: InvalidArgument, KvantError with the tool's sentence.
+    """
+    files = [captures] if isinstance(captures, (str, Path)) else list(captures)
+    _run_tool("calibrate", *map(str, files), "--output", str(path), *arguments)
