@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from .._errors import InvalidArgument, Unsupported
 from .._tools import info, version
+from . import versions
 
 _calls = itertools.count()
 _FILE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -115,7 +113,7 @@ class _Recorder:
             except Unsupported as error:
                 self.refused[number] = str(error)
         if kw.get("softcap") is None and kw.get("s_aux") is None:
-            return sdpa_attention_forward(
+            return versions.sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kw
             )
         # torch's attention has neither softcap nor sinks: the model's own definition computes them.
@@ -210,15 +208,15 @@ def capture(
     wanted = None if layers is None else {int(n) for n in layers}
     recorder = _Recorder(wanted, queries, approximate)
     name = f"kvant_capture_{next(_calls)}"
-    AttentionInterface.register(name, recorder.attention)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    versions.AttentionInterface.register(name, recorder.attention)
+    versions.AttentionMaskInterface.register(name, versions.sdpa_mask)
     try:
         with attention_of(model, name):
             # The body alone: the logits of all positions would be the largest tensor, and are not needed.
             model.base_model(input_ids=ids.to(model.device), use_cache=False)
     finally:
-        AttentionInterface._global_mapping.pop(name, None)
-        AttentionMaskInterface._global_mapping.pop(name, None)
+        versions.AttentionInterface._global_mapping.pop(name, None)
+        versions.AttentionMaskInterface._global_mapping.pop(name, None)
     if recorder.refused:
         raise Unsupported("; ".join(recorder.refused.values()))
     missing = sorted((wanted or set()) - recorder.seen.keys())

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 from .._errors import InvalidArgument, Unsupported
 from .._tools import version
+from . import versions
 from .capture import attention_of, token_ids
 
 REFERENCE_TOKENS = 256  # of one forward of the exact model; bounds the logits that are held: 256 x the vocabulary
@@ -226,16 +226,17 @@ def _new_cache(model: Any, k: str, v: str, exact_ends: bool, options: dict[str, 
 
 
 def _logits(model: Any, ids: torch.Tensor, past: Any) -> torch.Tensor:
-    return model(input_ids=ids, past_key_values=past, use_cache=True).logits[0]
+    return model(input_ids=ids, use_cache=True, **{versions.CACHE_NAME: past}).logits[0]
 
 
 @torch.no_grad()
 def _run(model: Any, ids: torch.Tensor, caches: list[Any], step: int, advance: Callable[[int], Any]) -> Iterator[tuple[int, torch.Tensor]]:
     """Yields (row, what `compare` gave for some positions), block after block of the text; row -1: -log p of the exact model."""
-    own = model.config.get_text_config(decoder=True)._attn_implementation
-    exact_attention = own if own in ("eager", "sdpa") else "sdpa"
-    text = model.config.get_text_config(decoder=True)
-    past = DynamicCache(config=text)
+    text = versions.decoder_config(model.config)
+    # torch's attention has no softcap and no sinks; such models say that they have their own.
+    plain = getattr(type(model), "_supports_sdpa", True) and not getattr(text, "attn_logit_softcapping", None)
+    exact_attention = "sdpa" if plain and text._attn_implementation != "eager" else "eager"
+    past = versions.DynamicCache(config=text)
     tokens = ids.shape[1] - 1
     for begin in range(0, tokens, REFERENCE_TOKENS):
         end = min(begin + REFERENCE_TOKENS, tokens)
@@ -243,7 +244,7 @@ def _run(model: Any, ids: torch.Tensor, caches: list[Any], step: int, advance: C
             exact = _logits(model, ids[:, begin:end], past)
         targets = ids[0, begin + 1 : end + 1]
         yield -1, -exact.double().log_softmax(-1).gather(1, targets[:, None])[:, 0].cpu()
-        with attention_of(model, "kvant"):
+        with attention_of(model, versions.IMPLEMENTATION):
             for row, cache in enumerate(caches):
                 for at in range(begin, end, step):
                     stop = min(at + step, end)
