@@ -79,18 +79,11 @@ def topics_bytes(count: int) -> torch.Tensor:
 
 
 @functools.cache
-def _gemma4_nano(folder: str):
+def gemma4_nano(folder):
+    """A trained Gemma 4 of 9 million weights whose tokens are bytes, in float32."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def gemma4_nano():
-    """A trained Gemma 4 of 9 million weights whose tokens are bytes, in float32; KVANT_GEMMA4_NANO names its folder."""
-    folder = os.environ.get("KVANT_GEMMA4_NANO", "")
-    if not Path(folder, "config.json").exists():
-        pytest.skip("KVANT_GEMMA4_NANO does not name the folder of a gemma4-nano model")
-    return _gemma4_nano(folder)
 
 
 @functools.cache

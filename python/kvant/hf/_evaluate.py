@@ -23,7 +23,7 @@ import torch
 from .._errors import InvalidArgument, Unsupported
 from .._tools import version
 from . import versions
-from .capture import attention_of, token_ids
+from ._capture import attention_of, token_ids
 
 REFERENCE_TOKENS = 256  # of one forward of the exact model; bounds the logits that are held: 256 x the vocabulary
 BLOCK = 64  # neighbouring positions share their keys and so their errors; the bootstrap draws blocks of them
@@ -285,8 +285,6 @@ def evaluate(
 
     Errors: InvalidArgument; Unsupported for quantized weights, and whatever kvant.hf.cache refuses.
     """
-    import kvant.hf  # registers the attention function "kvant"  # noqa: F401
-
     wanted = _formats(formats, exact_ends)
     if step < 1 or positions < 1 or not 0 <= first < positions:
         raise InvalidArgument(f"positions = {positions}, first = {first}, step = {step}: must be positions > first >= 0, step >= 1")
