@@ -13,7 +13,7 @@ Needs torch and transformers 5.16 or newer.
 
 from __future__ import annotations
 
-import types
+import copy
 import weakref
 from typing import Any
 
@@ -36,6 +36,9 @@ class _Enabled:
         self.settings, self.state = settings, state
         self.last: Any = None  # a weak reference to the cache that was made last
         self.last_report: Report | None = None  # of that cache, when it went
+
+    def __deepcopy__(self, memo: dict) -> _Enabled:
+        return _Enabled(self.settings, copy.deepcopy(self.state, memo))  # of the copied model's configurations
 
     def watch(self, made: KvantCache) -> None:
         self.last, self.last_report = weakref.ref(made), None
@@ -70,7 +73,7 @@ def enable(model: Any, **options: Any) -> Any:
         raise
     model.__dict__["_kvant"] = _Enabled(settings, state)
     if hasattr(model, "_prepare_cache_for_generation"):
-        model.__dict__["_prepare_cache_for_generation"] = types.MethodType(_prepare_cache_for_generation, model)
+        model.__dict__["_prepare_cache_for_generation"] = _Prepare(model)
     return model
 
 
@@ -115,18 +118,27 @@ def report(of: Any) -> Report:
     return enabled.last_report or make_report(KvantCache(of.config, enabled.settings))
 
 
-def _prepare_cache_for_generation(
-    self: Any, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int
-) -> Any:
-    """In place of the model's own: where that makes a plain dynamic cache, a kvant cache."""
-    name = versions.CACHE_NAME
-    given = model_kwargs.get(name)
-    original = type(self)._prepare_cache_for_generation
-    result = original(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-    if given is None and versions.is_default_cache(model_kwargs.get(name), generation_config):
-        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        made = cache(self, max_length=max_cache_length + 1, batch=rows)
-        if generation_config.is_assistant:
-            made.activate_past_recording()
-        model_kwargs[name] = made
-    return result
+class _Prepare:
+    """In place of a model's _prepare_cache_for_generation: where that makes a plain dynamic cache, a kvant cache."""
+
+    def __init__(self, model: Any):
+        self._model = weakref.ref(model)  # a method of the model would be a cycle, which keeps its weights for a while
+
+    def __call__(self, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int):
+        model, name = self._model(), versions.CACHE_NAME
+        given = model_kwargs.get(name)
+        original = type(model)._prepare_cache_for_generation
+        result = original(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        if given is None and versions.is_default_cache(model_kwargs.get(name), generation_config):
+            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+            made = cache(model, max_length=max_cache_length + 1, batch=rows)
+            if generation_config.is_assistant:
+                made.activate_past_recording()
+            model_kwargs[name] = made
+        return result
+
+    def __deepcopy__(self, memo: dict) -> _Prepare:
+        return _Prepare(memo[id(self._model())])
+
+    def __reduce__(self):
+        raise TypeError("a model with kvant enabled cannot be pickled: call kvant.hf.disable(model) before")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ class KvantLayer(versions.CacheLayerMixin):
 
     def __init__(self, owner: KvantCache, index: int, family: Family, original: Any):
         super().__init__()
-        self.owner, self.index, self.family, self.window = owner, index, family, family.window
+        # Weak: a cycle would keep the pages until Python's collector comes by.
+        self._owner = weakref.ref(owner)
+        self.index, self.family, self.window = index, family, family.window
         window = family.window
         self.original = original  # transformers' own layer, empty, in case this one must be left to it
         self.is_sliding = window > 0
@@ -50,6 +53,13 @@ class KvantLayer(versions.CacheLayerMixin):
 
     def __repr__(self) -> str:
         return f"KvantLayer({self.index}{f', window {self.window}' if self.window else ''})"
+
+    @property
+    def owner(self) -> KvantCache:
+        owner = self._owner()
+        if owner is None:
+            raise RuntimeError(f"the cache of layer {self.index} is gone: keep the cache, not its layers")
+        return owner
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing: the first update finds the layer's group."""
@@ -449,7 +459,7 @@ class KvantCache(versions.Cache):
                 family = families[id(old)] = copy.copy(old)
                 family.members = list(old.members)
                 family.group = None if old.group is None else twins[id(old.group)]
-            twin.owner, twin.family, twin.original = other, families[id(old)], copy.deepcopy(layer.original)
+            twin._owner, twin.family, twin.original = weakref.ref(other), families[id(old)], copy.deepcopy(layer.original)
             twin.group = None if layer.group is None else twins[id(layer.group)]
             other.layers.append(twin)
         return other
@@ -460,7 +470,10 @@ class KvantCache(versions.Cache):
     def __del__(self):
         on_close = getattr(self, "on_close", None)
         if on_close is not None:
-            on_close(self)
+            try:
+                on_close(self)
+            except kvant.KvantError:  # the collector may have closed the kvant caches before
+                pass
 
     # --- for code that reads keys and values itself ---
 
@@ -511,7 +524,7 @@ class KvantCache(versions.Cache):
         placed = placed[..., :longest]
         step = group.step
         if step.real is not None:  # a plan's rows are the live ones, and their queries the real ones, packed
-            order = (~step.real[:, step.tokens - queries :]).long().argsort(1, stable=True)
+            order = (~step.real[:, step.tokens - queries :]).long().argsort(dim=1, stable=True)
             placed = placed.gather(2, order[:, None, :, None].expand(placed.shape))
             placed = placed[torch.tensor(step.live, device=placed.device)]
         return placed, 0
