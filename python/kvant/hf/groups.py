@@ -190,7 +190,7 @@ class Group:
     ) -> torch.Tensor:
         """Attention of the newest queries [batch, q_heads, queries, head_dim] in one layer: [batch, queries, q_heads, head_dim].
 
-        mask: None, or (key that tells masks apart, function that makes (tensor [rows, heads, queries, keys], first key)).
+        mask: None, or (object that tells masks apart, function that makes (tensor [rows, heads, queries, keys], first key, window)).
         """
         batch, heads, queries, dim = query.shape
         step = self.step
@@ -261,7 +261,7 @@ class Group:
             keep.append((c_int32 * len(counts))(*counts))
             options.q_lens = keep[-1]
         if mask is not None:
-            tensor, first_key = mask[1]()
+            tensor, first_key, options.window = mask[1]()
             options.mask, described = _tensors.mask(tensor, first_key, self.cache.device)
             keep.append(described)
         handle = c_void_p()
