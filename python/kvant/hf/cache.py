@@ -241,36 +241,48 @@ class KvantCache(versions.Cache):
     def _new_group(self, members: list[int], heads: int, dim: int, window: int, device: str):
         """(group, None), or (None, why there is none)."""
         s = self.settings
-        bases = s.bases_for(dim)
         options: dict[str, Any] = {}
         if window:
             options.update(window=window, rollback_tokens=s.rollback_tokens)
         if device != "cpu":
-            options.update(self._capacity())
-        if bases is not None:
-            options.update(bases=bases, basis_layers=members, k_basis="calibrated", v_basis="calibrated")
-        cache = kvant.Cache(
-            layers=len(members),
-            kv_heads=heads,
-            head_dim=dim,
-            k=s.k,
-            v=s.v,
-            device=device,
-            exact=s.exact,
-            sink_pages=s.sink_pages,
-            tail_pages=s.tail_pages,
-            threads=(s.threads or torch.get_num_threads()) if device == "cpu" else 0,
-            **options,
-        )
-        if device != "cpu":
-            try:
-                with cache.sequence() as probe:  # which geometries and formats have kernels, only a plan tells
+            capacity = self._capacity()
+            reason = self._why_not_this_window(window, capacity["max_sequence_tokens"])
+            if reason is not None:
+                return None, reason
+            options.update(capacity)
+        if s.bases is not None:
+            options.update(bases=s.bases, basis_layers=members, k_basis="calibrated", v_basis="calibrated")
+        try:
+            cache = kvant.Cache(
+                layers=len(members),
+                kv_heads=heads,
+                head_dim=dim,
+                k=s.k,
+                v=s.v,
+                device=device,
+                exact=s.exact,
+                sink_pages=s.sink_pages,
+                tail_pages=s.tail_pages,
+                threads=(s.threads or torch.get_num_threads()) if device == "cpu" else 0,
+                **options,
+            )
+            if device != "cpu":  # for which geometries and formats there are kernels, only a plan tells
+                with cache.sequence() as probe:
                     cache.reserve([probe], 1)
                     cache.plan([probe], q_heads=heads)
-            except kvant.Unsupported as error:
-                cache.close()
-                return None, str(error)
+        except kvant.Unsupported as error:
+            return None, str(error)
         return Group(cache, members, s.threads), None
+
+    def _why_not_this_window(self, window: int, tokens: int) -> str | None:
+        """A device's capacity holds whole prompts, of which transformers keeps a window."""
+        bits = {f["name"]: f["bits"] for f in kvant.formats()}
+        if not window or self.settings.short_windows or tokens * (bits[self.settings.k] + bits[self.settings.v]) <= window * 32:
+            return None
+        return (
+            f"a window of {window} takes less in bf16 than {tokens} tokens, which kvant takes on a device for the prompt; "
+            "short_windows=True stores it all the same"
+        )
 
     def _capacity(self) -> dict[str, int]:
         """Of a cache on a device, which takes all its memory when it is made."""
@@ -410,7 +422,9 @@ class KvantCache(versions.Cache):
 
     def _rearrange(self, parents: list[int]) -> None:
         for group in self.groups:
-            if group.sequences:
+            if len(parents) == len(group.sequences):
+                group.reorder(parents)
+            elif group.sequences:
                 group.rearrange(parents)
         if self.rows is not None:
             self.rows = len(parents)
@@ -435,7 +449,7 @@ class KvantCache(versions.Cache):
         for layer in self._other_layers():
             layer.batch_select_indices(indices)
         if self.rows is not None:
-            self._rearrange(torch.arange(self.rows)[indices.cpu()].tolist())
+            self._rearrange(torch.arange(self.rows, device="cpu")[indices.cpu()].tolist())
 
     @property
     def batch_size(self) -> int:
