@@ -21,19 +21,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from ctypes import c_void_p
 from pathlib import Path
 from typing import Any
 
 __version__: str
+
+class Bf16Array:
+    bits: Any
+
 __all__: list[str]
 '''
 
 
 def signature(function) -> str:
-    text = str(inspect.signature(function))
-    for module in ("kvant._cache.", "kvant._tensors.", "collections.abc.", "typing.", "pathlib."):
-        text = text.replace(module, "")
-    return text.replace("'", "").replace("_tensors.", "").replace("_c.", "")
+    """As in the source: annotations are texts there, defaults are written as they are typed."""
+    parts, keyword_only = [], False
+    given = inspect.signature(function)
+    for p in given.parameters.values():
+        if p.kind is p.KEYWORD_ONLY and not keyword_only:
+            parts.append("*")
+        keyword_only = keyword_only or p.kind in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)
+        text = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "") + p.name
+        if p.annotation is not p.empty:
+            text += f": {p.annotation}".replace("_tensors.", "")
+        if p.default is not p.empty:
+            text += f" = {p.default!r}" if p.annotation is not p.empty else f"={p.default!r}"
+        parts.append(text)
+    result = "" if given.return_annotation is given.empty else f" -> {given.return_annotation}".replace("_tensors.", "")
+    return f"({', '.join(parts)}){result}"
 
 
 def doc(thing, indent: str) -> list[str]:
