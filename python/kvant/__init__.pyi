@@ -3,10 +3,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from ctypes import c_void_p
 from pathlib import Path
 from typing import Any
 
 __version__: str
+
+class Bf16Array:
+    bits: Any
+
 __all__: list[str]
 
 class BadFile(KvantError):
@@ -37,7 +42,7 @@ class Cache:
 
     Errors: InvalidArgument, Unsupported, OutOfMemory. One thread at a time works on a cache; others wait.
     """
-    def __init__(self, *, kv_heads: int, head_dim: int, layers: int = 1, k: str = tq6, v: str = tq4, device: Any = cpu, sink_pages: int | None = None, tail_pages: int | None = None, exact: str | None = None, window: int = 0, window_sinks: int = 0, rollback_tokens: int = 0, capacity_tokens: int = 0, max_sequences: int = 0, max_sequence_tokens: int = 0, k_basis: str = automatic, v_basis: str = automatic, bases: Bases | str | Path | None = None, basis_layers: SequenceOf[int] | None = None, threads: int = 0, isa: str | None = None):
+    def __init__(self, *, kv_heads: int, head_dim: int, layers: int = 1, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', sink_pages: int | None = None, tail_pages: int | None = None, exact: str | None = None, window: int = 0, window_sinks: int = 0, rollback_tokens: int = 0, capacity_tokens: int = 0, max_sequences: int = 0, max_sequence_tokens: int = 0, k_basis: str = 'automatic', v_basis: str = 'automatic', bases: Bases | str | Path | None = None, basis_layers: SequenceOf[int] | None = None, threads: int = 0, isa: str | None = None):
         ...
     def close(self) -> None:
         """Frees the cache's memory now instead of when the object goes. Its sequences and plans cannot be used any more."""
