@@ -38,7 +38,8 @@ F32, BF16 = 0, 2
 
 
 class Tensor(c.Structure):  # kvant_tensor and kvant_mutable_tensor
-    _fields_ = [("data", c.c_void_p), ("dtype", c.c_int32), ("shape", c.c_int64 * 3), ("stride", c.c_int64 * 3)]
+    _fields_ = [("data", c.c_void_p), ("dtype", c.c_int32), ("shape", c.c_int64 * 3), ("stride", c.c_int64 * 3),
+                ("batch_stride", c.c_int64)]
 
 
 class MaskTensor(c.Structure):

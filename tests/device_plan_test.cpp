@@ -177,6 +177,7 @@ TEST_F(DevicePlans, MasksAreCheckedByShapeAndNotLookedInto) {
 TEST_F(DevicePlans, ReleasedPagesAreRefused) {
   CacheConfig c = config();
   c.window = 64;
+  c.sink_pages = c.tail_pages = 1;
   Cache windowed = Cache::create(c).value();
   const SequenceId id = add(windowed, 400);
   step(windowed, id, 1);  // queries of the first step could see all of it
@@ -214,6 +215,18 @@ TEST_F(DevicePlans, RunsCheckTheirArguments) {
   bad.workspace = {reinterpret_cast<std::byte*>(std::uintptr_t{0x1010}), 640};
   refused(run(p, 0, rows(1, 4), out(1), bad), "aligned");
   EXPECT_EQ(seen.runs, 1);
+}
+
+TEST_F(DevicePlans, RowsMustLieOneAfterAnother) {
+  const SequenceId id = add(cache, 100);
+  const Plan one = plan(cache, {id}, options()).value();
+  TensorView q = rows(1, 4);
+  q.batch_stride = 12345;
+  EXPECT_TRUE(run(one, 0, q, out(1), with_workspace()).ok());  // of the only sequence, they lie where they lie
+  const Plan two = plan(cache, {id, add(cache, 50)}, options()).value();
+  expect_refused(run(two, 0, q, out(2), with_workspace()), Code::unsupported, "q.batch_stride = 12345");
+  q.batch_stride = q.stride[0];
+  EXPECT_TRUE(run(two, 0, q, out(2), with_workspace()).ok());
 }
 
 TEST_F(DevicePlans, StayValidWhileTheirSequencesLive) {

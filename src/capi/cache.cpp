@@ -14,8 +14,8 @@ kvant_cache_config default_config() {
   kvant_cache_config config{};
   config.struct_size = sizeof config;
   config.layers = 1;
-  config.sink_pages = 1;
-  config.tail_pages = 1;
+  config.sink_pages = -1;
+  config.tail_pages = -1;
   config.exact_dtype = -1;
   config.k = "tq6";
   config.v = "tq4";
@@ -93,6 +93,7 @@ Result<CacheConfig> to_config(const kvant_cache_config* pointer) {
   if (given.device != nullptr) config.device = given.device;
   if (given.max_sequences != 0) config.max_sequences = given.max_sequences;
   config.max_sequence_tokens = given.max_sequence_tokens;
+  config.rollback_tokens = given.rollback_tokens;
   return config;
 }
 
@@ -162,6 +163,17 @@ kvant_status kvant_cache_truncate(kvant_cache* cache, kvant_sequence sequence, i
   return guarded([&]() -> kvant::Status {
     if (cache == nullptr) return null_argument("cache");
     return cache->cache->truncate(kvant::SequenceId{sequence}, tokens);
+  });
+}
+
+kvant_status kvant_cache_reorder(kvant_cache* cache, const kvant_sequence* sequences, const int64_t* parents,
+                                 int64_t count) {
+  return guarded([&]() -> kvant::Status {
+    if (cache == nullptr) return null_argument("cache");
+    const auto ids = to_sequences(sequences, count);
+    if (!ids) return ids.status();
+    if (count > 0 && parents == nullptr) return null_argument("parents");
+    return cache->cache->reorder(*ids, {parents, ids->size()});
   });
 }
 

@@ -38,6 +38,9 @@ Status Cache::remove(SequenceId sequence) {
 Status Cache::truncate(SequenceId sequence, std::int64_t tokens) {
   return impl_->truncate(sequence, tokens);
 }
+Status Cache::reorder(std::span<const SequenceId> sequences, std::span<const std::int64_t> parents) {
+  return impl_->reorder(sequences, parents);
+}
 Result<std::int64_t> Cache::length(SequenceId sequence) const {
   return impl_->length(sequence);
 }

@@ -22,10 +22,6 @@ std::size_t at(std::int64_t i) {
   return static_cast<std::size_t>(i);
 }
 
-std::int64_t pages_for(std::int64_t tokens) {
-  return (tokens + kPageTokens - 1) / kPageTokens;
-}
-
 constexpr const char* kNoMemory = "the device's tables could not be followed on the host; nothing was changed";
 
 Status host_only(const char* call) {
@@ -73,7 +69,7 @@ Status CacheImpl::make_device(const core::DeviceBackend* backend) {
                                       .encoded_slots = device_encoded_slots_,
                                       .exact_slots = device_exact_slots_,
                                       .max_sequences = static_cast<std::int32_t>(config_.max_sequences),
-                                      .max_pages = static_cast<std::int32_t>(pages_for(table.sequence_tokens)),
+                                      .max_pages = static_cast<std::int32_t>(core::pages_for(table.sequence_tokens)),
                                       .ends = table.ends,
                                       .exact_dtype = exact_dtype_.value_or(Dtype::bf16),
                                       .k_basis = config_.k_basis,

@@ -146,6 +146,18 @@ TEST(CacheGpuGraph, ThreeHundredReplaysHoldTheBytesOfAHostCache) {
   }
 }
 
+TEST(CacheGpuBeams, HoldTheBytesOfAHostCache) {
+  SKIP_WITHOUT_DEVICE();
+  for (const int tails : {0, 1}) {
+    Gpu gpu;
+    DeviceReplay replay(config("tq6", "tq4", 128, 1, tails), Dtype::bf16, gpu.hooks());
+    replay.beams(80);
+    if (HasFailure()) return;
+    replay.check_all();
+    replay.remove_all();
+  }
+}
+
 // Steps shorter than a page, with pages that leave the tails of some sequences, or of many, at once; more sequences than one
 // launch takes.
 TEST(CacheGpuSteps, OfManySequencesHoldTheBytesOfAHostCache) {

@@ -53,6 +53,12 @@ class DeviceReplay {
       truncate(id, length - (far ? rng_.below(length + 1) : std::min<std::int64_t>(length, rng_.below(70))));
     } else if (what < 40) {
       give_back(pick());
+    } else if (what < 45) {
+      std::vector<std::int64_t> parents;
+      for (std::size_t i = 0; i < ids_.size(); ++i) {
+        parents.push_back(rng_.below(static_cast<std::int64_t>(ids_.size())));
+      }
+      reorder(parents);
     } else if (what < 55) {
       replayed_steps(some_appends(3), 1 + rng_.below(80));
     } else if (what < 65) {
@@ -82,6 +88,31 @@ class DeviceReplay {
     const Status expected = host_->truncate(id, tokens);
     const Status status = device_->truncate(id, tokens);
     ASSERT_EQ(status.code(), expected.code()) << status.message();
+  }
+  void reorder(const std::vector<std::int64_t>& parents) {
+    const Status status = device_->reorder(ids_, parents);
+    ASSERT_TRUE(status.ok()) << status.message();
+    ASSERT_TRUE(host_->reorder(ids_, parents).ok());
+  }
+  /// Four beams of one prompt over `steps` steps, each becoming another now and then. For a cache without sequences.
+  void beams(int steps) {
+    for (int i = 0; i < 4; ++i) add();
+    step({{ids_[0], 150}});
+    std::vector<std::int64_t> parents(4, 0);
+    for (int i = 0; i < steps; ++i) {
+      reorder(parents);
+      if (testing::Test::HasFailure()) return;
+      std::vector<Append> one;
+      for (const SequenceId id : ids_) one.push_back({id, 1});
+      if (i % 5 == 4) {
+        replayed_steps(one, 3);
+      } else {
+        step(one);
+      }
+      if (i % 10 == 9) check_all();
+      if (testing::Test::HasFailure()) return;
+      for (std::int64_t& parent : parents) parent = rng_.below(4);
+    }
   }
   /// Slots that were reserved ahead.
   void give_back(SequenceId id) { ASSERT_TRUE(device_->truncate(id, length_of(id)).ok()); }
