@@ -86,6 +86,9 @@ struct MutableTensorView {
   Dtype dtype = Dtype::f32;
   std::array<std::int64_t, 3> shape{};
   std::array<std::int64_t, 3> stride{};
+  /// 0: the rows of a call's sequences lie one after another. Else those of sequence i begin at element i * batch_stride,
+  /// and shape[0] is the most rows of any.
+  std::int64_t batch_stride = 0;
 
   static MutableTensorView contiguous(void* data, Dtype dtype, std::int64_t tokens, std::int64_t heads,
                                       std::int64_t head_dim) {
