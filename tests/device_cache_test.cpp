@@ -75,6 +75,18 @@ class FakeStore final : public core::DeviceStore {
     });
     return {};
   }
+  Status decode(std::span<const core::DeviceRange> ranges, int layer, const MutableTensorView& keys,
+                const MutableTensorView& values, Stream) override {
+    enqueue([=, this, all = std::vector<core::DeviceRange>(ranges.begin(), ranges.end())] {
+      std::int64_t row = 0;
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        load_range(all[i], layer, keys, keys.batch_stride != 0 ? 0 : row, static_cast<std::int64_t>(i), false);
+        load_range(all[i], layer, values, values.batch_stride != 0 ? 0 : row, static_cast<std::int64_t>(i), true);
+        row += all[i].end - all[i].begin;
+      }
+    });
+    return {};
+  }
   Status download(Pool pool, std::int32_t slot, int layer, int head, std::byte* to, Stream) override {
     std::memcpy(to, block(pool, slot, layer, head), layout(pool).block_bytes);
     return {};
@@ -144,6 +156,32 @@ class FakeStore final : public core::DeviceStore {
       }
     }
   }
+  void load_range(const core::DeviceRange& r, int layer, const MutableTensorView& out, std::int64_t row,
+                  std::int64_t range, bool value) {
+    if (out.data == nullptr) return;
+    const std::int64_t length = r.begin == r.end ? 0
+                                : r.before_step  ? state_at(r.index).step_begin
+                                                 : state_at(r.index).length;
+    for (std::int64_t t = r.begin; t < r.end; ++t) {
+      ASSERT_LT(t, length);
+      const PageRef ref = page_at(r.index, t / kPageTokens);
+      const bool exact = ref.exact >= 0 && (ref.encoded < 0 || config.ends.exact(length, t / kPageTokens));
+      const Pool pool = exact ? Pool::exact : Pool::encoded;
+      ASSERT_GE(exact ? ref.exact : ref.encoded, 0);
+      const codec::SideLayout& side = value ? layout(pool).v : layout(pool).k;
+      std::vector<float> x(static_cast<std::size_t>(config.head_dim));
+      for (int head = 0; head < config.kv_heads; ++head) {
+        (value ? codec::load_row_v : codec::load_row_k)(side, config.head_dim,
+                                                        block(pool, exact ? ref.exact : ref.encoded, layer, head),
+                                                        static_cast<int>(t % kPageTokens), nullptr, x.data());
+        const BasisKind basis = exact ? BasisKind::none : value ? config.v_basis : config.k_basis;
+        codec::output_from_basis({.kind = basis}, config.head_dim, x.data(), 1.0f);
+        const std::int64_t at = range * out.batch_stride + (row + t - r.begin) * out.stride[0] + head * out.stride[1];
+        for (std::size_t j = 0; j < x.size(); ++j)
+          test::store_as(out.dtype, out.data, static_cast<std::size_t>(at) + j, x[j]);
+      }
+    }
+  }
   [[nodiscard]] std::vector<float> given(const TensorView& tensor, std::int64_t row, int head) const {
     std::vector<float> x(static_cast<std::size_t>(config.head_dim));
     const auto* from = static_cast<const float*>(tensor.data) + row * tensor.stride[0] + head * tensor.stride[1];
@@ -195,6 +233,11 @@ test::DeviceHooks hooks() {
   };
   h.replay = [] {
     for (const auto& launch : FakeStore::newest->recording) launch();
+  };
+  h.decode_into = [](std::size_t bytes, const std::function<void(void*)>& decode) {
+    std::vector<std::byte> out(bytes);
+    decode(out.data());
+    return out;
   };
   // What a kernel finds there leads it where the host's tables lead.
   h.check_tables = [](const CacheImpl& cache, SequenceId id) {

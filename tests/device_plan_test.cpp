@@ -32,6 +32,10 @@ class FakeStore final : public core::DeviceStore {
   Status write(std::span<const core::DeviceAppend>, int, const TensorView&, const TensorView&, Stream) override {
     return {};
   }
+  Status decode(std::span<const core::DeviceRange>, int, const MutableTensorView&, const MutableTensorView&,
+                Stream) override {
+    return {};
+  }
   Status download(core::Pool, std::int32_t, int, int, std::byte*, Stream) override { return {}; }
   Result<bool> take_non_finite(Stream) override { return false; }
 };

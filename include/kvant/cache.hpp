@@ -66,6 +66,13 @@ struct Append {
   std::int64_t tokens;
 };
 
+/// Tokens [begin, end) of a sequence.
+struct TokenRange {
+  SequenceId sequence;
+  std::int64_t begin;
+  std::int64_t end;
+};
+
 class CacheImpl;
 
 /// A cache on a device does what one in host memory does, to the same bytes, with these differences. Calls that take a
@@ -131,6 +138,13 @@ class KVANT_API Cache {
   /// tokens. From a device it copies whole pages, one by one: for tests and for looking inside.
   Status read(SequenceId sequence, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
               const MutableTensorView& values, Stream stream = {}) const;
+  /// The same for ranges of several sequences, into tensors in f32, f16 or bf16 where the cache lives: host memory, or
+  /// device memory (enqueued on the stream, and not waited for; a recorded decode follows the device's own lengths). keys,
+  /// values: the ranges' rows one after another, [sum of end - begin, kv_heads, head_dim], or by batch_stride; either may
+  /// have null data. Values are rounded to nearest, ties to even; beyond the dtype's range they become infinite. A sequence
+  /// may be named more than once. Errors: as read.
+  Status decode(std::span<const TokenRange> ranges, int layer, const MutableTensorView& keys,
+                const MutableTensorView& values, Stream stream = {}) const;
   /// Waits for the stream: true if a device stored input that is not finite since the last call. Host caches refuse it
   /// when it is written, and answer false.
   Result<bool> take_non_finite(Stream stream = {});

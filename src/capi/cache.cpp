@@ -281,6 +281,26 @@ kvant_status kvant_cache_read(const kvant_cache* cache, kvant_sequence sequence,
   });
 }
 
+kvant_status kvant_cache_decode(const kvant_cache* cache, const kvant_sequence* sequences, const int64_t* begin,
+                                const int64_t* end, int64_t count, int32_t layer, const kvant_mutable_tensor* keys,
+                                const kvant_mutable_tensor* values) {
+  return guarded([&]() -> kvant::Status {
+    if (cache == nullptr) return null_argument("cache");
+    const auto ids = to_sequences(sequences, count);
+    if (!ids) return ids.status();
+    if (count > 0 && begin == nullptr) return null_argument("begin");
+    if (count > 0 && end == nullptr) return null_argument("end");
+    std::vector<kvant::TokenRange> ranges;
+    ranges.reserve(ids->size());
+    for (std::size_t i = 0; i < ids->size(); ++i) ranges.push_back({(*ids)[i], begin[i], end[i]});
+    const auto k = to_optional_view("keys", keys);
+    if (!k) return k.status();
+    const auto v = to_optional_view("values", values);
+    if (!v) return v.status();
+    return cache->cache->decode(ranges, layer, *k, *v, cache->stream);
+  });
+}
+
 kvant_status kvant_cache_memory(const kvant_cache* cache, kvant_memory* memory) {
   return guarded([&]() -> kvant::Status {
     if (cache == nullptr) return null_argument("cache");

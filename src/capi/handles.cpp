@@ -36,7 +36,9 @@ Result<TensorView> to_view(const char* name, const kvant_tensor* tensor) {
 }
 
 Result<MutableTensorView> to_view(const char* name, const kvant_mutable_tensor* tensor) {
-  return convert<MutableTensorView>(name, tensor);
+  auto view = convert<MutableTensorView>(name, tensor);
+  if (view) view->batch_stride = tensor->batch_stride;
+  return view;
 }
 
 Result<std::vector<SequenceId>> to_sequences(const kvant_sequence* sequences, std::int64_t count) {

@@ -65,6 +65,10 @@ Status Cache::read(SequenceId sequence, int layer, std::int64_t begin, std::int6
                    const MutableTensorView& values, Stream stream) const {
   return impl_->read(sequence, layer, begin, end, keys, values, stream);
 }
+Status Cache::decode(std::span<const TokenRange> ranges, int layer, const MutableTensorView& keys,
+                     const MutableTensorView& values, Stream stream) const {
+  return impl_->decode(ranges, layer, keys, values, stream);
+}
 Result<bool> Cache::take_non_finite(Stream stream) {
   return impl_->take_non_finite(stream);
 }

@@ -322,6 +322,22 @@ Status CacheImpl::store_on_device(std::span<const Rows> rows, int layer, const T
   return {};
 }
 
+Status CacheImpl::decode_on_device(std::span<const TokenRange> ranges, int layer, const MutableTensorView& keys,
+                                   const MutableTensorView& values, Stream stream) const {
+  std::vector<core::DeviceRange> places;
+  places.reserve(ranges.size());
+  for (const TokenRange& r : ranges) {
+    const Sequence& s = **table_.find(r.sequence, "sequence");
+    // Both fit: a sequence's positions on a device are counted in 32 bits.
+    places.push_back({.index = s.index,
+                      .begin = static_cast<std::int32_t>(r.begin),
+                      .end = static_cast<std::int32_t>(r.end),
+                      .before_step = !table_.layer_ready(s, layer)});
+  }
+  if (Status s = device_->flush(stream); !s) return s;
+  return device_->decode(places, layer, keys, values, stream);
+}
+
 void CacheImpl::mark_written(Sequence& s, int layer) {
   table_.mark_written(s, layer);
   if (device_ && table_.step_done(s)) send_late(s, table_.kept_pages(s));

@@ -99,6 +99,8 @@ class CacheImpl {
   Status append(SequenceId sequence, int layer, const TensorView& keys, const TensorView& values, Stream stream = {});
   Status read(SequenceId sequence, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
               const MutableTensorView& values, Stream stream = {}) const;
+  Status decode(std::span<const TokenRange> ranges, int layer, const MutableTensorView& keys,
+                const MutableTensorView& values, Stream stream = {}) const;
   Result<bool> take_non_finite(Stream stream = {});
   Status import_legacy(SequenceId sequence, int layer, const LegacyLayout& layout, const LegacyTensors& tensors,
                        std::span<const std::int64_t> slots);
@@ -148,6 +150,11 @@ class CacheImpl {
                          Stream stream);
   void mark_written(Sequence& s, int layer);
 
+  /// A range that can be read, and the sequence as attention saw it then: of a layer that waits for its write, as it was
+  /// before the step. `argument` names it in messages; empty: a call has but one.
+  Result<SequenceView> check_range(const TokenRange& range, int layer, const std::string& argument) const;
+  Status decode_on_device(std::span<const TokenRange> ranges, int layer, const MutableTensorView& keys,
+                          const MutableTensorView& values, Stream stream) const;
   Status check_layer(int layer) const;
   Status check_tensor(const char* name, const TensorView& tensor, std::span<const Rows> rows) const;
   Status check_finite(std::span<const Rows> rows, const TensorView& keys, const TensorView& values) const;

@@ -42,6 +42,14 @@ struct DeviceAppend {
   std::int32_t tokens;
 };
 
+// Tokens [begin, end) of one sequence, for a decode. `before_step`: as they were before the newest step, which is not
+// written yet. An empty range has a place in the tensors (batch_stride), but none need be in the tables.
+struct DeviceRange {
+  std::int32_t index;
+  std::int32_t begin, end;
+  bool before_step;
+};
+
 class DeviceStore {
  public:
   virtual ~DeviceStore() = default;
@@ -59,6 +67,10 @@ class DeviceStore {
   // [sum of tokens, kv_heads, head_dim]. Capturable: positions are read from the device's tables.
   virtual Status write(std::span<const DeviceAppend> appends, int layer, const TensorView& keys,
                        const TensorView& values, Stream stream) = 0;
+  // Decodes ranges of one layer to tensors in device memory (Cache::decode); either may have null data. Capturable: which copy
+  // of a page is decoded is found in the device's tables.
+  virtual Status decode(std::span<const DeviceRange> ranges, int layer, const MutableTensorView& keys,
+                        const MutableTensorView& values, Stream stream) = 0;
   // Waits for the stream and copies a block to the host.
   virtual Status download(Pool pool, std::int32_t slot, int layer, int head, std::byte* block, Stream stream) = 0;
   // Waits for the stream: true if a vector that is not finite was stored since the last call.

@@ -20,6 +20,12 @@ static bool store_k(const core::StoreJob& job) {
 static bool store_v(const core::StoreJob& job) {
   return kAvx512Kernels.store_v(job);
 }
+static void decode_k(const core::DecodeJob& job) {
+  kAvx512Kernels.decode_k(job);
+}
+static void decode_v(const core::DecodeJob& job) {
+  kAvx512Kernels.decode_v(job);
+}
 static void prepare_rows(const core::PrepareItem& item) {
   kAvx512Kernels.prepare(item);
 }
@@ -63,6 +69,8 @@ constinit const core::Kernels kAmxKernels = {
     .available = amx_available,
     .store_k = store_k,
     .store_v = store_v,
+    .decode_k = decode_k,
+    .decode_v = decode_v,
     .prepare = prepare_rows,
     .attend = attend_rows,
     .merge = merge_rows,

@@ -114,6 +114,33 @@ static void test_attention(void) {
   const kvant_mutable_tensor k_out = {.data = k_read, .dtype = KVANT_F32, .shape = {TOKENS, KV_HEADS, DIM}};
   const kvant_mutable_tensor v_out = {.data = v_read, .dtype = KVANT_F32, .shape = {TOKENS, KV_HEADS, DIM}};
   EXPECT(kvant_cache_read(cache, sequence, 0, 0, TOKENS, &k_out, &v_out) == KVANT_OK);
+
+  /* The same tokens in two ranges, a batch of two by stride; heads before tokens in the second tensor. */
+  enum { MOST = FIRST }; /* of the two ranges */
+  static float k_batch[2 * MOST * KV_HEADS * DIM], v_batch[2 * MOST * KV_HEADS * DIM];
+  const kvant_sequence twice[2] = {sequence, sequence};
+  const int64_t begin[2] = {0, FIRST}, end[2] = {FIRST, TOKENS};
+  kvant_mutable_tensor k_ranges = {.data = k_batch, .dtype = KVANT_F32, .shape = {MOST, KV_HEADS, DIM}};
+  kvant_mutable_tensor v_ranges = {
+      .data = v_batch, .dtype = KVANT_F32, .shape = {MOST, KV_HEADS, DIM}, .stride = {DIM, MOST * DIM, 1}};
+  k_ranges.batch_stride = v_ranges.batch_stride = MOST * KV_HEADS * DIM;
+  EXPECT(kvant_cache_decode(cache, twice, begin, end, 2, 0, &k_ranges, &v_ranges) == KVANT_OK);
+  int decoded_wrong = 0;
+  for (int t = 0; t < TOKENS; ++t) {
+    const int range = t < FIRST ? 0 : 1, row = t - (int)begin[range];
+    for (int i = 0; i < KV_HEADS * DIM; ++i) {
+      const int head = i / DIM, at = range * MOST * KV_HEADS * DIM;
+      decoded_wrong += k_batch[at + row * KV_HEADS * DIM + i] != k_read[t * KV_HEADS * DIM + i];
+      decoded_wrong += v_batch[at + (head * MOST + row) * DIM + i % DIM] != v_read[t * KV_HEADS * DIM + i];
+    }
+  }
+  EXPECT(decoded_wrong == 0);
+  EXPECT(kvant_cache_decode(cache, twice, begin, end, 2, 0, NULL, &v_ranges) == KVANT_OK);
+  EXPECT(kvant_cache_decode(cache, twice, begin, NULL, 2, 0, &k_ranges, NULL) == KVANT_INVALID_ARGUMENT);
+  EXPECT(strstr(kvant_last_error(), "end is NULL") != NULL);
+  EXPECT(kvant_cache_decode(cache, twice, end, begin, 2, 0, &k_ranges, NULL) == KVANT_INVALID_ARGUMENT);
+  EXPECT(strstr(kvant_last_error(), "ranges[0]") != NULL);
+
   static double exact[TOKENS * KV_HEADS * DIM];
   for (int i = 0; i < TOKENS * KV_HEADS * DIM; ++i) exact[i] = (double)keys[i];
   const double codec_error = relative_l2(exact, k_read, TOKENS * KV_HEADS * DIM);

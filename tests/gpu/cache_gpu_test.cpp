@@ -39,6 +39,13 @@ struct Gpu {
     };
     h.capture = [this](const std::function<void()>& work) { graph = std::make_unique<TestGraph>(stream, work); };
     h.replay = [this] { graph->launch(stream); };
+    h.decode_into = [this](std::size_t bytes, const std::function<void(void*)>& decode) {
+      const DeviceBuffer out(bytes);
+      decode(out.data());
+      stream.wait();
+      EXPECT_TRUE(out.padding_untouched());
+      return out.download();
+    };
     return h;
   }
 };
