@@ -93,7 +93,7 @@ class Contestant:
         self.name, self.model, self.cache, self.batch, self.device = name, model, cache, batch, device
         self.token = torch.full((batch, 1), 7, device=device)
         self.position = torch.full((batch, 1), keys, device=device)
-        self.graph = kvant.hf.StepGraph(model, cache, self.token, self.position) if graph else None
+        self.graph = kvant.hf.StepGraph(model, cache, self.token) if graph else None
         self.times = []
 
     def take(self):
@@ -124,10 +124,9 @@ def used(device):
 def case(name, model, batch, keys, formats, args, device):
     """One row of the table for sdpa and each format, sdpa's rounds in turns with each."""
     rows = []
-    room = keys + (args.steps + 2) * (args.rounds + 2) + 64
+    room = keys + 2 * (args.steps + 1) * (args.rounds + 1) + 64
     before = used(device)
     base_cache = DynamicCache(config=model.config)
-    kvant.hf.disable(model) if kvant.hf.is_enabled(model) else None
     fill_dynamic(model, base_cache, batch, keys, device)
     base_bytes = used(device) - before
     base = Contestant("sdpa", model, base_cache, batch, keys, device)
@@ -138,36 +137,37 @@ def case(name, model, batch, keys, formats, args, device):
         cache = kvant.hf.cache(model, k=k, v=v, max_length=room, batch=batch)
         fill(model, cache, batch, keys, device)
         bytes_taken = used(device) - before
-        contestants = [base]
-        with kvant.hf.attending(model):
-            plain = Contestant(label, model, cache, batch, keys, device)
-            out = plain.take()
+        plain = Contestant(label, model, cache, batch, keys, device)
+        kvant.hf.enable(model)
+        out = plain.take()
+        kvant.hf.disable(model)
         if first is None:
             first = base.take()
             error = ((out - first).float().norm() / first.float().norm()).item()
             if error > 0.05:
                 raise SystemExit(f"{name}: logits of the bf16 cache differ from sdpa's by {error:.3f}")
-        contestants.append(plain)
-        for c in contestants:
-            c.times = []
+        base.times = []
         for _ in range(args.rounds):
             base.round(args.steps)
-            with kvant.hf.attending(model):
-                plain.round(args.steps)
+            kvant.hf.enable(model)
+            plain.round(args.steps)
+            kvant.hf.disable(model)
         row = dict(
             model=name, batch=batch, keys=keys, format=label, mb=bytes_taken / 1e6, sdpa_mb=base_bytes / 1e6,
             ms=statistics.median(plain.times), sdpa_ms=statistics.median(base.times),
         )
         if device != "cpu" and not args.no_graph:
-            with kvant.hf.attending(model):
-                graph = Contestant(label, model, cache, batch, keys, device, graph=True)
-                graph.take()
-                for _ in range(args.rounds):
-                    graph.round(args.steps)
+            kvant.hf.enable(model)
+            graph = Contestant(label, model, cache, batch, keys, device, graph=True)
+            graph.take()
+            for _ in range(args.rounds):
+                graph.round(args.steps)
             row["graph_ms"] = statistics.median(graph.times)
+            graph.graph.close()
             del graph
+            kvant.hf.disable(model)
         rows.append(row)
-        del cache, plain, contestants
+        del cache, plain
         used(device)
     del base, base_cache
     used(device)
