@@ -116,6 +116,7 @@ def test_clean_environment(minor, tmp_path):
     tool = folder / "bin" / "kvant"
     assert output(tool, "--version", **options) == f"kvant {header_version()}\n"
     assert "tq6" in output(tool, "info", **options)
+    assert "trial         right" in output(tool, "doctor", **options)
     wrong = subprocess.run([tool, "nonsense"], capture_output=True, text=True, **options)
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "no such command" in wrong.stderr
