@@ -248,6 +248,9 @@ TEST_F(DevicePlans, RunsCheckTheirArguments) {
   refused(run(p, 0, rows(1, 4), out(1), bad), "workspace has 639 bytes");
   bad.workspace = {reinterpret_cast<std::byte*>(std::uintptr_t{0x1010}), 640};
   refused(run(p, 0, rows(1, 4), out(1), bad), "aligned");
+  bad = good;
+  bad.executor.execute = [](void*, int, void (*)(void*, int), void*) {};
+  refused(run(p, 0, rows(1, 4), out(1), bad), "executor is set");
   EXPECT_EQ(seen.runs, 1);
 }
 

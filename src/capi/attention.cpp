@@ -137,6 +137,7 @@ kvant_status kvant_run(const kvant_plan* plan, int32_t layer, const kvant_tensor
                       {.stream = {given.stream},
                        .lse = given.lse,
                        .sink_logits = given.sink_logits,
+                       .executor = {given.executor.execute, given.executor.self},
                        .workspace = {static_cast<std::byte*>(given.workspace), given.workspace_size}});
   });
 }

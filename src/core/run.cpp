@@ -136,6 +136,10 @@ Status check_run(const PlanImpl& plan, int layer, const TensorView& q, const Mut
   }
   if (Status s = check_tensor("q", q.data, q.dtype, q.shape, q.stride, plan); !s.ok()) return s;
   if (Status s = check_tensor("out", out.data, out.dtype, out.shape, out.stride, plan); !s.ok()) return s;
+  if (plan.device && options.executor.execute != nullptr) {
+    return {Code::invalid_argument,
+            "executor is set, but this cache lives on a device, whose kernels do the work: leave executor empty"};
+  }
   if (plan.device && plan.workspace_bytes > 0 && options.workspace.data() == nullptr) {
     return {Code::invalid_argument,
             fmt::format("workspace is empty: on a device the plan has none of its own; give {} bytes of device memory "
