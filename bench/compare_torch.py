@@ -43,7 +43,10 @@ class Tensor(c.Structure):  # kvant_tensor and kvant_mutable_tensor
 
 
 class MaskTensor(c.Structure):
-    _fields_ = [("data", c.c_void_p), ("dtype", c.c_int32), ("shape", c.c_int64 * 4), ("stride", c.c_int64 * 4)]
+    _fields_ = [
+        ("data", c.c_void_p), ("dtype", c.c_int32), ("shape", c.c_int64 * 4), ("stride", c.c_int64 * 4),
+        ("first_key", c.c_int64),
+    ]
 
 
 class CacheConfig(c.Structure):
@@ -77,7 +80,7 @@ class PlanFacts(c.Structure):
 class RunOptions(c.Structure):
     _fields_ = [
         ("struct_size", c.c_size_t), ("lse", c.c_void_p), ("sink_logits", c.c_void_p), ("workspace", c.c_void_p),
-        ("workspace_size", c.c_size_t), ("stream", c.c_void_p),
+        ("workspace_size", c.c_size_t), ("stream", c.c_void_p), ("execute", c.c_void_p), ("executor", c.c_void_p),
     ]
 
 

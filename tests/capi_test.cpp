@@ -120,9 +120,24 @@ TEST(CApi, EveryAttentionOptionIsPassedThrough) {
   same("bidirectional", [](auto& c, auto& o) { c.is_causal = 0, o.mask = Mask::bidirectional(); });
   same("window", [](auto& c, auto& o) { c.window = 40, o.mask = Mask::sliding(40); });
   same("window and sinks", [](auto& c, auto& o) { c.window = 40, c.window_sinks = 5, o.mask = Mask::sliding(40, 5); });
+  same("window without causality", [](auto& c, auto& o) {
+    c.is_causal = 0, c.window = 40, c.window_sinks = 5, o.mask = Mask::bounded_below(40, 5);
+  });
   same("mask tensor", [&](auto& c, auto& o) {
     c.mask = {mask.data(), KVANT_F32, {1, 1, 3, kTokens}, {}, 0};  // strides left out: contiguous
     o.mask.tensor = {mask.data(), Dtype::f32, {1, 1, 3, kTokens}, {3 * kTokens, 3 * kTokens, kTokens, 1}};
+  });
+  same("mask tensor from a later key", [&](auto& c, auto& o) {
+    c.mask = {mask.data(), KVANT_F32, {1, 1, 3, kTokens - 70}, {}, 70};
+    o.mask.tensor = {mask.data(), Dtype::f32, {1, 1, 3, kTokens - 70}, {0, 0, kTokens - 70, 1}, 70};
+  });
+  same("mask tensor that repeats", [&](auto& c, auto& o) {
+    c.mask = {mask.data(), KVANT_F32, {1, kQHeads, 3, kTokens}, {0, 0, 0, 1}, 0};  // not all strides are left out
+    o.mask.tensor = {mask.data(), Dtype::f32, {1, 1, 1, kTokens}, {0, 0, 0, 1}};
+  });
+  same("mask tensor that repeats by key", [&](auto& c, auto& o) {
+    c.mask = {mask.data(), KVANT_F32, {1, kQHeads, 3, kTokens}, {0, 0, 1, 0}, 70};
+    o.mask.tensor = {mask.data(), Dtype::f32, {1, 1, 3, 1}, {0, 0, 1, 0}, 70};
   });
   same(
       "sink logits", [](auto&, auto&) {}, sinks.data());
@@ -138,6 +153,35 @@ TEST(CApi, EveryAttentionOptionIsPassedThrough) {
     c.isa = "scalar", o.isa = "scalar";
     c.backend = "cpu", o.backend = "cpu";
   });
+}
+
+TEST(CApi, SequencesWithoutQueriesHaveNoRows) {
+  Twins twins;
+  kvant_sequence other = 0;
+  ASSERT_EQ(kvant_cache_add_sequence(twins.c_cache, &other), KVANT_OK);
+  kvant_attention_options options;
+  kvant_attention_options_init(&options, sizeof options);
+  options.q_heads = kQHeads;
+  const kvant_sequence both[] = {other, twins.c_sequence};
+  for (const std::int32_t queries : {0, 1}) {
+    const std::int32_t lens[] = {0, queries};
+    options.q_lens = lens;
+    kvant_plan* plan = nullptr;
+    ASSERT_EQ(kvant_plan_create(twins.c_cache, both, 2, &options, &plan), KVANT_OK) << kvant_last_error();
+    kvant_plan_facts facts{};
+    facts.struct_size = sizeof facts;
+    EXPECT_EQ(kvant_plan_describe(plan, &facts), KVANT_OK);
+    EXPECT_EQ(facts.total_queries, queries);
+    std::vector<float> q(static_cast<std::size_t>(queries) * kQHeads * kDim, 1.0f), out(q.size());
+    const kvant_tensor c_q = tensor(q, kQHeads);
+    kvant_mutable_tensor c_out{};
+    c_out.data = out.data(), c_out.shape[0] = queries, c_out.shape[1] = kQHeads, c_out.shape[2] = kDim;
+    EXPECT_EQ(kvant_run(plan, 0, &c_q, &c_out, nullptr), KVANT_OK) << kvant_last_error();
+    if (queries > 0) {
+      EXPECT_NE(out, std::vector<float>(out.size()));
+    }
+    kvant_plan_destroy(plan);
+  }
 }
 
 TEST(CApi, EveryCacheOptionIsPassedThrough) {

@@ -58,6 +58,7 @@ struct MaskData {
   const void* data;  // null: none
   Dtype dtype;
   std::int64_t stride[4];  // batch, head, query, key; 0 where broadcast
+  std::int64_t first_key;  // that column 0 is; those before are hidden (base::Visibility)
   const std::uint8_t* classes;
   std::int64_t class_stride[4];  // same dimensions, pages last
 };

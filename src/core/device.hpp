@@ -77,12 +77,21 @@ class DeviceStore {
   virtual Result<bool> take_non_finite(Stream stream) = 0;
 };
 
-// What a plan over device pages is made of: validated options and the sequences' places in the device's tables.
+// A sequence that has queries in a plan. Their rows in q and out follow those of the sequences before it.
+struct DeviceSequence {
+  std::int32_t index;  // its place in the device's tables
+  std::int32_t q_len;
+  std::int32_t batch;   // its place in the plan's batch, and in the mask tensor's
+  std::int64_t length;  // at planning; run follows the device's own
+};
+
+// What a plan over device pages is made of: validated options and the sequences' places in the device's tables. Where no
+// sequence has a query the plan is never run, and it needs no workspace.
 struct DevicePlanConfig {
   const DeviceStore* store = nullptr;
   const AttentionOptions* options = nullptr;  // q_lens and scale filled in
-  std::span<const std::int32_t> indices;      // [sequences]
-  std::span<const std::int64_t> lengths;      // [sequences], at planning; run follows the device's own
+  std::span<const DeviceSequence> sequences;
+  std::int32_t batch = 0;  // sequences of the plan, those without queries counted
   Format k = Format::tq6, v = Format::tq4;
   int kv_heads = 1, head_dim = 0;
 };

@@ -44,7 +44,8 @@ struct Job {
 void prepare_item(Job& job, std::int64_t index) {
   const int kv_heads = job.context.kv_heads;
   const int sequence = static_cast<int>(index / kv_heads);
-  if (job.context.sequences[sequence].q_len * job.context.group > core::kVectorRows) return;  // tiles prepare their own
+  const std::int64_t rows = job.context.sequences[sequence].q_len * job.context.group;
+  if (rows == 0 || rows > core::kVectorRows) return;  // tiles prepare their own
   const core::PrepareItem item{&job.context, sequence, static_cast<int>(index % kv_heads)};
   job.plan.kernels->prepare(item);
 }
@@ -94,7 +95,7 @@ Status check_tensor(const char* name, const View& t, const PlanImpl& plan) {
   const std::array<std::int64_t, 3> wanted = {
       apart ? *std::max_element(q_lens.begin(), q_lens.end()) : plan.total_queries, plan.options.q_heads,
       plan.cache->config().head_dim};
-  if (t.data == nullptr) return {Code::invalid_argument, fmt::format("{}.data is null", name)};
+  if (t.data == nullptr && plan.total_queries > 0) return {Code::invalid_argument, fmt::format("{}.data is null", name)};
   if (t.dtype == Dtype::boolean)
     return {Code::invalid_argument, fmt::format("{}.dtype is bool: must be f32, f16 or bf16", name)};
   if (t.shape != wanted) {
@@ -136,8 +137,9 @@ Status check_run(const PlanImpl& plan, int layer, const TensorView& q, const Mut
             "the plan was made for an earlier state of the cache (tokens were reserved, truncated, forked or removed "
             "since): plan again after each step"};
   }
-  for (const SequenceId id : plan.ids) {
-    if (!cache.layer_ready(id, layer)) {
+  for (std::size_t i = 0; i < plan.ids.size(); ++i) {
+    const SequenceId id = plan.ids[i];
+    if (plan.options.q_lens[i] > 0 && !cache.layer_ready(id, layer)) {
       return {Code::invalid_argument, fmt::format("layer {} of sequence {} has reserved tokens that are not written: "
                                                   "write keys and values of this layer before running it",
                                                   layer, static_cast<std::uint64_t>(id))};
@@ -145,6 +147,10 @@ Status check_run(const PlanImpl& plan, int layer, const TensorView& q, const Mut
   }
   if (Status s = check_tensor("q", q, plan); !s.ok()) return s;
   if (Status s = check_tensor("out", out, plan); !s.ok()) return s;
+  if (plan.device && options.executor.execute != nullptr) {
+    return {Code::invalid_argument,
+            "executor is set, but this cache lives on a device, whose kernels do the work: leave executor empty"};
+  }
   if (plan.device && plan.workspace_bytes > 0 && options.workspace.data() == nullptr) {
     return {Code::invalid_argument,
             fmt::format("workspace is empty: on a device the plan has none of its own; give {} bytes of device memory "
@@ -169,6 +175,7 @@ Status check_run(const PlanImpl& plan, int layer, const TensorView& q, const Mut
 Status run(const Plan& owner, int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) {
   const PlanImpl& plan = owner.impl();
   if (Status s = check_run(plan, layer, q, out, options); !s.ok()) return s;
+  if (plan.total_queries == 0) return {};
   if (plan.device) {
     if (Status s = plan.cache->flush(options.stream); !s.ok()) return s;
     return plan.device->run(layer, q, out, options);

@@ -54,7 +54,7 @@ static bool amx_available() {
   constinit static std::atomic<int> allowed{-1};
   int known = allowed.load(std::memory_order_relaxed);
   if (known < 0) {
-    known = kAvx512Kernels.available() && has_amx_bf16() &&
+    known = kAvx512Kernels.available() && has_x86_features(kAmxBf16) &&
                     syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0
                 ? 1
                 : 0;

@@ -87,6 +87,33 @@ static void test_library(void) {
   free(text);
 }
 
+/* A host's executor that does the shares in its own thread, the last one first. */
+typedef struct backwards {
+  int calls, shares;
+} backwards;
+
+static void execute_backwards(void* self, int32_t workers, void (*work)(void* context, int32_t worker), void* context) {
+  backwards* host = self;
+  ++host->calls;
+  host->shares += workers;
+  for (int32_t worker = workers - 1; worker >= 0; --worker) work(context, worker);
+}
+
+/* The same bits as `expected`, which the plan gave with kvant's own threads. */
+static void test_executor(const kvant_plan* plan, const kvant_tensor* q, const float* expected, int32_t threads) {
+  static float output[2 * Q_HEADS * DIM];
+  const kvant_mutable_tensor out = {.data = output, .dtype = KVANT_F32, .shape = {2, Q_HEADS, DIM}};
+  backwards host = {0, 0};
+  kvant_run_options run;
+  kvant_run_options_init(&run, sizeof run);
+  EXPECT(run.executor.execute == NULL);
+  run.executor.execute = execute_backwards;
+  run.executor.self = &host;
+  EXPECT(kvant_run(plan, 0, q, &out, &run) == KVANT_OK);
+  EXPECT(memcmp(output, expected, sizeof output) == 0);
+  EXPECT(host.calls == 1 && host.shares == threads);
+}
+
 static void test_attention(void) {
   kvant_cache_config config;
   kvant_cache_config_init(&config, sizeof config);
@@ -153,6 +180,8 @@ static void test_attention(void) {
   kvant_attention_options_init(&options, sizeof options);
   options.q_heads = Q_HEADS;
   options.q_len = 2;
+  options.threads = 3;     /* more than one, also on a machine that has one */
+  options.split_keys = 64; /* so that there is work for three */
   kvant_plan* plan = NULL;
   EXPECT(kvant_plan_create(cache, &sequence, 1, &options, &plan) == KVANT_OK && plan != NULL);
   kvant_plan_facts facts = {.struct_size = sizeof facts};
@@ -183,6 +212,7 @@ static void test_attention(void) {
   out_again.data = again;
   EXPECT(kvant_run(plan, 0, &q, &out_again, NULL) == KVANT_OK);
   EXPECT(memcmp(output, again, sizeof output) == 0);
+  test_executor(plan, &q, output, facts.threads);
 
   kvant_memory memory = {.struct_size = sizeof memory};
   EXPECT(kvant_cache_memory(cache, &memory) == KVANT_OK && memory.tokens == TOKENS);
