@@ -30,7 +30,7 @@ std::vector<float> gaussian(std::size_t count, std::uint64_t seed) {
 }
 
 kvant_tensor tensor(const std::vector<float>& x, std::int64_t heads) {
-  return {x.data(), KVANT_F32, {static_cast<std::int64_t>(x.size()) / heads / kDim, heads, kDim}, {}};
+  return {x.data(), KVANT_F32, {static_cast<std::int64_t>(x.size()) / heads / kDim, heads, kDim}, {}, 0};
 }
 
 // The same tokens in a C cache and a C++ cache.
@@ -72,7 +72,7 @@ struct Twins {
     kvant_plan* c_plan = nullptr;
     ASSERT_EQ(kvant_plan_create(c_cache, &c_sequence, 1, &c_options, &c_plan), KVANT_OK) << kvant_last_error();
     const kvant_tensor c_q = tensor(q, kQHeads);
-    const kvant_mutable_tensor c_view{c_out.data(), KVANT_F32, {rows, kQHeads, kDim}, {}};
+    const kvant_mutable_tensor c_view{c_out.data(), KVANT_F32, {rows, kQHeads, kDim}, {}, 0};
     kvant_run_options run_options;
     kvant_run_options_init(&run_options, sizeof run_options);
     run_options.lse = c_lse.data();
@@ -121,7 +121,7 @@ TEST(CApi, EveryAttentionOptionIsPassedThrough) {
   same("window", [](auto& c, auto& o) { c.window = 40, o.mask = Mask::sliding(40); });
   same("window and sinks", [](auto& c, auto& o) { c.window = 40, c.window_sinks = 5, o.mask = Mask::sliding(40, 5); });
   same("mask tensor", [&](auto& c, auto& o) {
-    c.mask = {mask.data(), KVANT_F32, {1, 1, 3, kTokens}, {}};  // strides left out: contiguous
+    c.mask = {mask.data(), KVANT_F32, {1, 1, 3, kTokens}, {}, 0};  // strides left out: contiguous
     o.mask.tensor = {mask.data(), Dtype::f32, {1, 1, 3, kTokens}, {3 * kTokens, 3 * kTokens, kTokens, 1}};
   });
   same(
