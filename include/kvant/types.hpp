@@ -86,13 +86,11 @@ struct MutableTensorView {
   Dtype dtype = Dtype::f32;
   std::array<std::int64_t, 3> shape{};
   std::array<std::int64_t, 3> stride{};
-  /// 0: the rows of a call's sequences lie one after another. Else those of sequence i begin at element i * batch_stride,
-  /// and shape[0] is the most rows of any.
   std::int64_t batch_stride = 0;
 
   static MutableTensorView contiguous(void* data, Dtype dtype, std::int64_t tokens, std::int64_t heads,
                                       std::int64_t head_dim) {
-    return {data, dtype, {tokens, heads, head_dim}, {heads * head_dim, head_dim, 1}};
+    return {data, dtype, {tokens, heads, head_dim}, {heads * head_dim, head_dim, 1}, 0};
   }
   static MutableTensorView of(float* data, std::int64_t tokens, std::int64_t heads, std::int64_t head_dim) {
     return contiguous(data, Dtype::f32, tokens, heads, head_dim);
