@@ -40,7 +40,7 @@ struct Page {
     if (codec::is_lut(f)) levels = draw.gaussian(1 << codec::format_bits(f));
     std::sort(levels.begin(), levels.end());
     center = draw.gaussian(dim);
-    matrix = draw.gaussian(dim * dim);
+    if (f == Format::tq4) matrix = draw.gaussian(dim * dim);
     for (int t = 0; t < kPageTokens; ++t) {
       const std::vector<float> k = draw.gaussian(dim), v = draw.loud(dim);
       codec::store_row_k(layout.k, dim, block.data(), t, k.data(), levels.data());
@@ -100,6 +100,8 @@ TEST(DecodeKernels, GiveTheCodecsBitsOnEveryInstructionSet) {
         for (const core::Kernels* kernels : core::all_kernels()) {
           if (!kernels->available()) continue;
           for (const BasisKind basis : {BasisKind::none, BasisKind::hadamard, BasisKind::calibrated}) {
+            // What the definition of this one costs grows with the square of head_dim, and not with the format.
+            if (basis == BasisKind::calibrated && info.format != Format::tq4) continue;
             for (const bool values : {false, true}) {
               expect_definition(*kernels, page.job(values, basis), values, draw);
               if (HasFatalFailure()) return;
@@ -243,7 +245,7 @@ TEST(Decode, GivesWhatReadGives) {
   constexpr Pair kPairs[] = {{"tq6", "tq4"}, {"tq2", "tq3"}, {"tq8", "fp8"}, {"f16", "bf16"}, {"tq5", "f32"}};
   int turn = 0;
   for (const Pair& pair : kPairs) {
-    for (const int d : {64, 80, 256}) {
+    for (const int d : {80, 128}) {
       SCOPED_TRACE(testing::Message() << pair.k << '/' << pair.v << ", head_dim " << d);
       CacheConfig c = small_config(2);
       c.head_dim = d;

@@ -290,6 +290,7 @@ TEST_P(DeviceCacheModel, HoldsWhatAHostCacheHolds) {
     replay.random_step();
     if (HasFailure()) return;
     replay.check_all();
+    if (i % 8 == 0) replay.check_decoded();
     if (HasFailure()) return;
   }
   EXPECT_GT(replay.replays, test::random_steps(500));

@@ -140,9 +140,10 @@ class KVANT_API Cache {
               const MutableTensorView& values, Stream stream = {}) const;
   /// The same for ranges of several sequences, into tensors in f32, f16 or bf16 where the cache lives: host memory, or
   /// device memory (enqueued on the stream, and not waited for; a recorded decode follows the device's own lengths). keys,
-  /// values: the ranges' rows one after another, [sum of end - begin, kv_heads, head_dim], or by batch_stride; either may
-  /// have null data. Values are rounded to nearest, ties to even; beyond the dtype's range they become infinite. A sequence
-  /// may be named more than once. Errors: as read.
+  /// values: the ranges' rows one after another, [sum of end - begin, kv_heads, head_dim], or, with a batch_stride, those
+  /// of range i from element i * batch_stride on, and shape[0] the most rows of any; either may have null data. Values are
+  /// rounded to nearest, ties to even; beyond the dtype's range they become infinite. A sequence may be named more than
+  /// once. Errors: as read.
   Status decode(std::span<const TokenRange> ranges, int layer, const MutableTensorView& keys,
                 const MutableTensorView& values, Stream stream = {}) const;
   /// Waits for the stream: true if a device stored input that is not finite since the last call. Host caches refuse it

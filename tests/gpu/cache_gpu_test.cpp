@@ -125,6 +125,8 @@ TEST_P(CacheGpu, HoldsTheBytesOfAHostCache) {
     if (HasFailure()) return;
     if (i % 8 == 7) replay.check_all();
     if (HasFailure()) return;
+    if (i % 8 == 7) replay.check_decoded();
+    if (HasFailure()) return;
   }
   EXPECT_FALSE(replay.device().take_non_finite(gpu.stream.handle()).value());
   replay.remove_all();
@@ -150,6 +152,7 @@ TEST(CacheGpuGraph, ThreeHundredReplaysHoldTheBytesOfAHostCache) {
     ASSERT_TRUE(replay.replayed_steps(one, 300));
     EXPECT_EQ(replay.device().length(one[1].sequence).value(), 430);
     replay.check_all();
+    replay.check_decoded();
   }
 }
 
