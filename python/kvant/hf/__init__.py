@@ -1,0 +1,156 @@
+"""Hugging Face models over kvant caches.
+
+    import kvant.hf
+    kvant.hf.enable(model)                       # generate() as before, with keys at 6 bits and values at 4
+    print(kvant.hf.report(model))                # which layers, why not, megabytes
+    kvant.hf.disable(model)
+
+    cache = kvant.hf.cache(model)                # or a cache of one's own: several turns, prefixes (copy.deepcopy)
+    model.generate(**inputs, past_key_values=cache)
+
+Needs torch and transformers 5.16 or newer.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+from . import attention, masks, versions
+from .cache import KvantCache
+from .report import Report, make_report
+from .settings import Settings
+
+__all__ = ["KvantCache", "Report", "Settings", "cache", "capture", "disable", "enable", "evaluate", "report"]
+
+versions.register(attention.attend, masks.make)
+
+
+class _Enabled:
+    """What enable() leaves at a model."""
+
+    def __init__(self, settings: Settings, state: list):
+        self.settings, self.state = settings, state
+        self.last: Any = None  # a weak reference to the cache that was made last
+        self.last_report: Report | None = None  # of that cache, when it went
+
+    def __deepcopy__(self, memo: dict) -> _Enabled:
+        return _Enabled(self.settings, copy.deepcopy(self.state, memo))  # of the copied model's configurations
+
+    def watch(self, made: KvantCache) -> None:
+        self.last, self.last_report = weakref.ref(made), None
+        made.on_close = self._closing
+
+    def _closing(self, going: KvantCache) -> None:
+        if going.length:
+            self.last_report = make_report(going)
+
+
+def enable(model: Any, **options: Any) -> Any:
+    """Makes generate() of a model use kvant, with nothing else changed. Returns the model.
+
+    options: see Settings (k="tq6", v="tq4", skip_layers=(), strict=False, ...). May be called again with others.
+    Errors: TypeError, kvant.InvalidArgument for options; ValueError for models that compute attention in ways of their own.
+    """
+    if not isinstance(model, versions.PreTrainedModel):
+        raise TypeError(f"model is a {type(model).__name__}: must be a transformers model (PreTrainedModel)")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder, whose two caches kvant.hf does not replace")
+    settings = Settings.make(**options)
+    settings.skipped(len(versions.hf_layers(model.config)))
+    enabled = model.__dict__.get("_kvant")
+    if enabled is not None:
+        enabled.settings = settings
+        return model
+    state = versions.attention_state(model)
+    try:
+        versions.set_attention(model)
+    except ValueError:
+        versions.restore_attention(state)
+        raise
+    model.__dict__["_kvant"] = _Enabled(settings, state)
+    if hasattr(model, "_prepare_cache_for_generation"):
+        model.__dict__["_prepare_cache_for_generation"] = _Prepare(model)
+    return model
+
+
+def disable(model: Any) -> Any:
+    """Undoes enable(): the model is as it was before. Returns the model."""
+    enabled = model.__dict__.pop("_kvant", None)
+    if enabled is not None:
+        model.__dict__.pop("_prepare_cache_for_generation", None)
+        versions.restore_attention(enabled.state)
+    return model
+
+
+def cache(model: Any, *, max_length: int | None = None, batch: int | None = None, **options: Any) -> KvantCache:
+    """An empty cache for a model, to be passed as past_key_values. Options not given are those of enable(model).
+
+    max_length, batch: needed on a device, where a cache takes its memory at once: tokens of the longest row, and rows alive
+    at the same time, beams and copies included.
+    """
+    enabled = model.__dict__.get("_kvant")
+    settings = Settings.make(None if enabled is None else enabled.settings, **options)
+    made = KvantCache(
+        model.config, settings, max_length=max_length, batch=batch, devices=versions.layer_devices(model)
+    )
+    if enabled is not None:
+        enabled.watch(made)
+    return made
+
+
+def report(of: Any) -> Report:
+    """What is stored where: a table by print(), and its `rows`. of: a cache, or a model that enable() was called for.
+
+    For a model: of the cache that was made last; of one that is gone, as it was at its end.
+    """
+    if isinstance(of, KvantCache):
+        return make_report(of)
+    enabled = of.__dict__.get("_kvant")
+    if enabled is None:
+        raise ValueError(f"kvant is not enabled for this {type(of).__name__}: call kvant.hf.enable(model) first")
+    last = None if enabled.last is None else enabled.last()
+    if last is not None:
+        return make_report(last)
+    return enabled.last_report or make_report(KvantCache(of.config, enabled.settings))
+
+
+class _Prepare:
+    """In place of a model's _prepare_cache_for_generation: where that makes a plain dynamic cache, a kvant cache."""
+
+    def __init__(self, model: Any):
+        self._model = weakref.ref(model)  # a method of the model would be a cycle, which keeps its weights for a while
+
+    def __call__(self, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int):
+        model, name = self._model(), versions.CACHE_NAME
+        given = model_kwargs.get(name)
+        original = type(model)._prepare_cache_for_generation
+        result = original(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        if given is None and versions.is_default_cache(model_kwargs.get(name), generation_config):
+            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+            made = cache(model, max_length=max_cache_length + 1, batch=rows)
+            if generation_config.is_assistant:
+                made.activate_past_recording()
+            model_kwargs[name] = made
+        return result
+
+    def __deepcopy__(self, memo: dict) -> _Prepare:
+        return _Prepare(memo[id(self._model())])
+
+    def __reduce__(self):
+        raise TypeError("a model with kvant enabled cannot be pickled: call kvant.hf.disable(model) before")
+
+
+def capture(*arguments: Any, **options: Any) -> Any:
+    """See kvant.hf.capture.capture."""
+    from .capture import capture as function
+
+    return function(*arguments, **options)
+
+
+def evaluate(*arguments: Any, **options: Any) -> Any:
+    """See kvant.hf.evaluate.evaluate."""
+    from .evaluate import evaluate as function
+
+    return function(*arguments, **options)

@@ -1,0 +1,119 @@
+"""The attention function that transformers calls for the implementation "kvant"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import versions
+from .groups import Group
+from .masks import LazyMask
+from .proxies import KVProxy
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of the query heads [batch, q_heads, queries, head_dim]: ([batch, queries, q_heads, head_dim], None).
+
+    Over packed keys and values by kvant, over plain ones (no cache, a layer left to transformers) by torch.
+    """
+    if type(key) is not KVProxy or type(value) is not KVProxy or key.fresh is not None:
+        if type(key) is KVProxy:
+            key = key.dense()
+        if type(value) is KVProxy:
+            value = value.dense()
+        return _plain(module, query, key, value, attention_mask, dropout, scaling, is_causal, softcap, s_aux, others)
+    layer = key.layer
+    group: Group = layer.group
+    if dropout or others or query.requires_grad or key.step is not group.step or value.layer is not layer:
+        _refuse(layer, query, key, value, dropout, others)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    window, mask = group.window, None
+    if type(attention_mask) is LazyMask:
+        is_causal = True
+        if attention_mask.kind == "overlay":
+            is_causal, mask = False, _overlay(layer, attention_mask, query.shape[2], key.shape[2])
+        else:
+            window = attention_mask.window
+    elif attention_mask is not None:
+        is_causal, mask = False, _overlay(layer, attention_mask, query.shape[2], key.shape[2])
+    out = group.attend(layer.slot, query, scaling, softcap or 0.0, is_causal, window, s_aux, mask)
+    return out, None
+
+
+def _refuse(layer: Any, query: torch.Tensor, key: KVProxy, value: KVProxy, dropout: float, others: dict[str, Any]) -> None:
+    """Raises for what kvant does not compute. `others` that change nothing pass."""
+    if dropout:
+        raise RuntimeError(f"dropout = {dropout}: kvant has no dropout; call model.eval()")
+    if query.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("kvant has no backward pass: call the model under torch.no_grad(), or without a cache")
+    if key.step is not layer.group.step or value.step is not layer.group.step:
+        raise RuntimeError(f"keys or values of layer {layer.index} are used after the step they belong to")
+    if value.layer is not layer or key.which != 0 or value.which != 1:
+        raise RuntimeError(f"keys of layer {layer.index} are used with values of layer {value.layer.index}")
+    if others.get("output_attentions"):
+        raise RuntimeError(
+            'output_attentions=True: kvant never forms attention weights; call model.set_attn_implementation("eager")'
+        )
+    for name, x in others.items():
+        if x is not None and x is not False and name not in versions.HARMLESS and name != "output_attentions":
+            raise RuntimeError(f"attention argument {name} is set, which kvant does not know: it could change the result")
+
+
+def _overlay(layer: Any, mask: torch.Tensor, queries: int, keys: int) -> tuple[torch.Tensor, Any]:
+    """The mask argument of Group.attend for a mask [batch or 1, heads or 1, queries, keys] over what update() returned."""
+
+    def make() -> tuple[torch.Tensor, int, int]:
+        dense = mask.dense() if isinstance(mask, LazyMask) else mask
+        if dense.ndim != 4 or dense.shape[2] not in (1, queries) or dense.shape[3] not in (keys, layer.length):
+            raise ValueError(
+                f"attention_mask has shape {list(dense.shape)}: layer {layer.index} has {queries} queries and {keys} keys, so that "
+                f"it must be [batch, heads, {queries}, {keys}], where batch and heads may be 1"
+            )
+        return layer.owner.place_mask(layer.group, dense[..., dense.shape[3] - keys :], queries)
+
+    return mask, make
+
+
+def _plain(module, query, key, value, mask, dropout, scaling, is_causal, softcap, sinks, others) -> tuple[torch.Tensor, None]:
+    """Attention over tensors."""
+    if softcap is None and sinks is None:
+        if isinstance(mask, LazyMask):
+            mask = mask.dense(may_skip=True)
+        return versions.sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
+        )
+    if isinstance(mask, LazyMask):
+        mask = mask.dense()
+    batch, heads, queries, dim = query.shape
+    kv_heads = key.shape[1]
+    if mask is None and queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        mask = torch.ones(queries, key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - queries)
+    q = query.reshape(batch, kv_heads, heads // kv_heads * queries, dim)
+    scores = (q @ key.transpose(2, 3)).float().view(batch, heads, queries, -1)
+    scores = scores * (dim**-0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        column = sinks.float().view(1, -1, 1, 1).expand(batch, -1, queries, 1)
+        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    weights = torch.nn.functional.dropout(weights, dropout, training=module.training).to(value.dtype)
+    out = weights.view(batch, kv_heads, -1, weights.shape[-1]) @ value
+    return out.view(batch, heads, queries, -1).transpose(1, 2).contiguous(), None

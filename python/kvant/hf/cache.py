@@ -1,0 +1,547 @@
+"""A Hugging Face cache whose layers keep their keys and values in kvant caches.
+
+Padding is never stored. What transformers counts is `length`, the same for all rows; what a row of the batch holds is its
+real tokens one after another, so that a padded batch gives what each prompt gives alone. `stored` tells them apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from typing import Any
+
+import torch
+
+import kvant
+
+from . import masks, versions
+from .groups import Group, Step
+from .proxies import KVProxy
+from .settings import SHORT_WINDOW, Settings
+
+
+class Family:
+    """Layers that share a kvant cache: those whose configuration says the same geometry."""
+
+    def __init__(self, members: list[int], geometry: tuple[int, int] | None, window: int):
+        self.members, self.geometry, self.window = members, geometry, window
+        self.group: Group | None = None
+        self.reason: str | None = None  # why there can be no group
+
+
+class KvantLayer(versions.CacheLayerMixin):
+    """One layer: a slot of its group."""
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, owner: KvantCache, index: int, family: Family, original: Any):
+        super().__init__()
+        # Weak: a cycle would keep the pages until Python's collector comes by.
+        self._owner = weakref.ref(owner)
+        self.index, self.family, self.window = index, family, family.window
+        window = family.window
+        self.original = original  # transformers' own layer, empty, in case this one must be left to it
+        self.is_sliding = window > 0
+        if window:
+            self.sliding_window = window
+        self.group: Group | None = None
+        self.slot = 0
+        self.length = 0
+
+    def __repr__(self) -> str:
+        return f"KvantLayer({self.index}{f', window {self.window}' if self.window else ''})"
+
+    @property
+    def owner(self) -> KvantCache:
+        owner = self._owner()
+        if owner is None:
+            raise RuntimeError(f"the cache of layer {self.index} is gone: keep the cache, not its layers")
+        return owner
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: the first update finds the layer's group."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
+        """Stores keys and values of new tokens; returns what stands for all of the layer's."""
+        if key_states.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("kvant has no backward pass: call the model under torch.no_grad(), or without a cache")
+        owner = self.owner
+        if self.group is None:
+            left = owner.attach(self, key_states, value_states)
+            if left is not None:
+                return left.update(key_states, value_states, *args, **kwargs)
+        group = self.group
+        batch, heads, tokens, dim = key_states.shape
+        past = self.length
+        if group.length == past:
+            owner.begin(group, batch, tokens)
+        elif group.length != past + tokens:
+            raise RuntimeError(
+                f"layer {self.index} has {past} tokens and gets {tokens}, where others have {group.length}: a forward pass "
+                "ended before its last layer; call cache.reset(), or crop the cache to what all layers hold"
+            )
+        group.write(self.slot, key_states, value_states)
+        self.length = past + tokens
+        window = self.window
+        shape = (batch, heads, (min(past, window - 1) if window else past) + tokens, dim)
+        if past == 0 and owner.prefills_exactly(group):
+            keys, values = key_states, value_states
+        else:
+            keys = values = None
+        step, device = group.step, key_states.device
+        return (
+            KVProxy(shape, key_states.dtype, device, self, step, 0, keys),
+            KVProxy(shape, value_states.dtype, device, self, step, 1, values),
+        )
+
+    def decode(self, proxy: KVProxy) -> torch.Tensor:
+        """The numbers that a proxy stands for."""
+        if proxy.step is not self.group.step:
+            raise RuntimeError(f"keys or values of layer {self.index} are used after the step they belong to")
+        return self.owner.decode(self.group, self.slot, proxy)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        first = max(self.length - self.window + 1, 0) if self.window else 0
+        return self.length + int(query_length) - first, first
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return self.window or -1
+
+    def _whole(self, name: str):
+        raise RuntimeError(f"call {name} of the cache, not of a layer: layers of a kvant cache share sequences")
+
+    def reset(self) -> None:
+        self._whole("reset()")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._whole("reorder_cache()")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self._whole("crop()")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._whole("batch_repeat_interleave()")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._whole("batch_select_indices()")
+
+    def offload(self) -> None:
+        self._whole("generate() without offloading")
+
+    prefetch = offload
+
+
+class KvantCache(versions.Cache):
+    """What kvant.hf.cache makes. Any model that transformers can run with a DynamicCache runs with it.
+
+    config: the model's. max_length, batch: tokens of the longest row, and rows alive at once (beams and copies included);
+    they set the capacity on a device and are not read on the CPU. devices: see versions.layer_devices.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        settings: Settings,
+        *,
+        max_length: int | None = None,
+        batch: int | None = None,
+        devices: dict[int, str] | None = None,
+    ):
+        self.settings, self.max_length, self.capacity_rows = settings, max_length, batch
+        self.groups: list[Group] = []
+        self.rows: int | None = None  # of the batch, None while the cache is empty
+        self.length = 0
+        self.stored: torch.Tensor | None = None  # [rows, length] bool; None: all are
+        self.reasons: dict[int, str] = {}  # why a layer is not stored by kvant
+        self.on_close = None  # called with the cache before it goes
+        self._note: tuple | None = None  # padding of the step to come: (offset, tokens, real, counts)
+        self._step: Step | None = None
+        self._warned = False
+        families: dict[tuple, Family] = {}
+        layers = versions.hf_layers(config)
+        skipped = settings.skipped(len(layers))
+        made = []
+        for i, layer in enumerate(layers):
+            kind, window = versions.kind_of_layer(layer)
+            reason = self._why_not(i, kind, window, layer, skipped)
+            if reason is not None:
+                self.reasons[i] = reason
+                made.append(layer)
+                continue
+            geometry = versions.predicted_geometry(config, i)
+            if geometry is None:
+                family = Family([], None, window)
+            else:
+                family = families.setdefault((geometry, window, (devices or {}).get(i)), Family([], geometry, window))
+            family.members.append(i)
+            made.append(KvantLayer(self, i, family, layer))
+        super().__init__(layers=made)
+
+    # --- which layers ---
+
+    def _why_not(self, index: int, kind: str, window: int, layer: Any, skipped: set[int]) -> str | None:
+        if kind == "none":
+            return "has no cache of its own"
+        if index in skipped:
+            return "in skip_layers"
+        if kind == "other":
+            return f"{type(layer).__name__} is not keys and values alone"
+        if kind == "sliding" and window <= SHORT_WINDOW and not self.settings.short_windows:
+            return f"a window of {window} takes as much in pages of 64 tokens; short_windows=True stores it all the same"
+        return None
+
+    def attach(self, layer: KvantLayer, keys: torch.Tensor, values: torch.Tensor) -> Any:
+        """Gives a layer its group at its first update. Returns transformers' layer if it must be left to that."""
+        if self.rows is not None and keys.shape[0] != self.rows:
+            self._refuse_batch(keys.shape[0])
+        family, geometry = layer.family, (keys.shape[1], keys.shape[3])
+        reason = family.reason or self._why_not_these(keys, values)
+        if reason is not None or family.geometry not in (None, geometry):
+            if family.group is not None:
+                raise RuntimeError(
+                    f"layer {layer.index} has keys {list(keys.shape)}, where its configuration and layers {family.members} say "
+                    f"{family.geometry[0]} heads of {family.geometry[1]}: pass skip_layers=[{layer.index}]"
+                )
+            family.members.remove(layer.index)
+            family = layer.family = Family([layer.index], None, layer.window)
+        if reason is None and family.group is None:
+            device = "cpu" if keys.device.type == "cpu" else f"{keys.device.type}:{keys.device.index or 0}"
+            family.group, reason = self._new_group(family.members, *geometry, layer.window, device)
+            if reason is None:
+                self.groups.append(family.group)
+            family.reason = reason
+        if reason is None:
+            layer.group, layer.slot, layer.is_initialized = family.group, family.members.index(layer.index), True
+            layer.dtype, layer.device = keys.dtype, keys.device
+            return None
+        if self.settings.strict:
+            raise kvant.Unsupported(
+                f"layer {layer.index}: {reason} (strict=True; skip_layers=[{layer.index}] leaves it to transformers)"
+            )
+        self.reasons[layer.index] = reason
+        self.layers[layer.index] = layer.original
+        return layer.original
+
+    def _why_not_these(self, keys: torch.Tensor, values: torch.Tensor) -> str | None:
+        if keys.shape != values.shape:
+            return f"its keys {list(keys.shape)} and values {list(values.shape)} differ in shape"
+        if keys.device.type not in ("cpu", "cuda"):
+            return f"kvant has no backend for {keys.device.type}"
+        dims = kvant.info()["head_dims"]
+        if keys.shape[3] not in dims:
+            return f"head_dim {keys.shape[3]} is not one of {', '.join(map(str, dims))}"
+        return None
+
+    def _new_group(self, members: list[int], heads: int, dim: int, window: int, device: str):
+        """(group, None), or (None, why there is none)."""
+        s = self.settings
+        bases = s.bases_for(dim)
+        options: dict[str, Any] = {}
+        if window:
+            options.update(window=window, rollback_tokens=s.rollback_tokens)
+        if device != "cpu":
+            options.update(self._capacity())
+        if bases is not None:
+            options.update(bases=bases, basis_layers=members, k_basis="calibrated", v_basis="calibrated")
+        cache = kvant.Cache(
+            layers=len(members),
+            kv_heads=heads,
+            head_dim=dim,
+            k=s.k,
+            v=s.v,
+            device=device,
+            exact=s.exact,
+            sink_pages=s.sink_pages,
+            tail_pages=s.tail_pages,
+            threads=(s.threads or torch.get_num_threads()) if device == "cpu" else 0,
+            **options,
+        )
+        if device != "cpu":
+            try:
+                with cache.sequence() as probe:  # which geometries and formats have kernels, only a plan tells
+                    cache.reserve([probe], 1)
+                    cache.plan([probe], q_heads=heads)
+            except kvant.Unsupported as error:
+                cache.close()
+                return None, str(error)
+        return Group(cache, members, s.threads), None
+
+    def _capacity(self) -> dict[str, int]:
+        """Of a cache on a device, which takes all its memory when it is made."""
+        if self.max_length is None or self.capacity_rows is None:
+            raise kvant.InvalidArgument(
+                "a kvant cache on a device takes its memory at once: pass max_length= (tokens of the longest row) and batch= "
+                "(rows, beams and copies included) to kvant.hf.cache, or let generate() make the cache"
+            )
+        # A page that is partly filled, one more while beams part, and the exact ends' copies.
+        tokens = (self.max_length + 63) // 64 * 64 + 3 * 64
+        rows = self.capacity_rows
+        return {"capacity_tokens": rows * tokens, "max_sequences": 2 * rows + 2, "max_sequence_tokens": tokens}
+
+    # --- steps ---
+
+    def _refuse_batch(self, batch: int) -> None:
+        raise RuntimeError(
+            f"this cache holds a batch of {self.rows} rows and gets one of {batch}: use a new cache, cache.reset(), "
+            "cache.batch_select_indices(...) or cache.batch_repeat_interleave(...)"
+        )
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        sizes = super().get_mask_sizes(query_length, layer_idx)
+        masks.ask(self)
+        return sizes
+
+    def note_padding(self, mask: torch.Tensor | None, offset: Any, tokens: int) -> bool:
+        """Remembers which tokens of the step to come are padding. False if the mask hides tokens that are stored."""
+        self._note = None
+        offset = int(offset)
+        if mask is None or mask.ndim != 2 or offset != self.length:
+            return True
+        if mask.shape[1] < offset + tokens:
+            raise ValueError(
+                f"attention_mask has {mask.shape[1]} columns, where the cache holds {offset} tokens and {tokens} are new: "
+                f"pass all {offset + tokens} columns"
+            )
+        mask = mask[:, : offset + tokens]
+        if self.stored is None and bool(mask.all()):
+            return True
+        # One transfer from a device: tokens of each row, and whether the past is what was stored.
+        past, real = mask[:, :offset], mask[:, offset:]
+        stored = self.stored if self.stored is not None else torch.ones_like(past)
+        if stored.shape != past.shape:
+            return True  # another batch: update() refuses
+        numbers = torch.stack([real.sum(1), (past & ~stored).sum(1), (stored & ~past).sum(1)]).tolist()
+        if any(numbers[1]):
+            raise ValueError(
+                "attention_mask makes tokens visible that were padding when they were given: kvant stores no padding; "
+                "give the tokens again in a new cache"
+            )
+        if any(n != tokens for n in numbers[0]):
+            self._note = (offset, tokens, real, numbers[0])
+        return not any(numbers[2])
+
+    def begin(self, group: Group, batch: int, tokens: int) -> None:
+        """Begins a group's step; for the first group of a forward pass the cache's, too."""
+        if group.length == self.length:
+            if self.rows is not None and batch != self.rows:
+                self._refuse_batch(batch)
+            note, self._note = self._note, None
+            if note is not None and note[:2] == (self.length, tokens) and note[2].shape[0] == batch:
+                step = Step(batch, tokens, note[2], note[3])
+            else:
+                step = Step(batch, tokens, None, None)
+            group.begin(step)
+            self.rows = batch
+            self._remember(step)
+            self._step = step
+        elif group.length + tokens == self.length and batch == self._step.batch:
+            group.begin(self._step)
+        else:
+            raise RuntimeError(
+                f"a layer of {group.members} gets {tokens} tokens of {batch} rows after {group.length}, where the cache has "
+                f"{self.length}: a forward pass ended before its last layer; call cache.reset()"
+            )
+
+    def _remember(self, step: Step) -> None:
+        """Extends `stored` by a step."""
+        if step.real is not None or self.stored is not None:
+            if self.stored is None:
+                self.stored = torch.ones((step.batch, self.length), dtype=torch.bool, device=step.real.device)
+            new = step.real
+            if new is None:
+                new = torch.ones((step.batch, step.tokens), dtype=torch.bool, device=self.stored.device)
+            self.stored = torch.cat([self.stored, new], 1)
+        self.length += step.tokens
+
+    def prefills_exactly(self, group: Group) -> bool:
+        exact = self.settings.exact_prefill
+        return group.on_device if exact is None else exact
+
+    # --- what transformers asks for ---
+
+    def _kvant_layers(self) -> list[KvantLayer]:
+        return [layer for layer in self.layers if isinstance(layer, KvantLayer)]
+
+    def _other_layers(self) -> list[Any]:
+        return [layer for layer in self.layers if not isinstance(layer, KvantLayer)]
+
+    def _set_lengths(self) -> None:
+        for layer in self._kvant_layers():
+            layer.length = 0 if layer.group is None else layer.group.length
+
+    def crop(self, tokens_to_remove: Any) -> None:
+        """Takes back the newest tokens: -n removes n, as in transformers; a positive n keeps n."""
+        n = int(tokens_to_remove)
+        tokens = max(self.get_seq_length() - n, 0) if n > 0 else -n
+        for layer in self._other_layers():
+            layer.crop(-tokens)
+        if tokens == 0 or not self.groups:
+            return
+        if tokens > self.length:
+            raise ValueError(f"crop({n}) takes back more than the {self.length} tokens that the cache holds")
+        for group in self.groups:
+            ahead = group.length - (self.length - tokens)  # less than tokens where a forward pass did not come
+            if ahead <= 0:
+                continue
+            if self.stored is None:
+                removed = [ahead] * len(group.sequences)
+            else:
+                removed = self.stored[:, self.length - tokens : group.length].sum(1).tolist()
+            group.truncate(removed, ahead)
+        self.length -= tokens
+        if self.stored is not None:
+            self.stored = self.stored[:, : self.length]
+        self._step = self._note = None
+        self._set_lengths()
+
+    def reset(self) -> None:
+        for group in self.groups:
+            group.forget()
+        for layer in self._other_layers():
+            layer.reset()
+        self.rows, self.length, self.stored, self._step, self._note = None, 0, None, None, None
+        self._set_lengths()
+
+    def _rearrange(self, parents: list[int]) -> None:
+        for group in self.groups:
+            if group.sequences:
+                group.rearrange(parents)
+        if self.rows is not None:
+            self.rows = len(parents)
+        if self.stored is not None:
+            self.stored = self.stored[torch.tensor(parents, device=self.stored.device)]
+        self._step = self._note = None
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        for layer in self._other_layers():
+            layer.reorder_cache(beam_idx)
+        parents = beam_idx.tolist()
+        if self.rows is not None and parents != list(range(self.rows)):
+            self._rearrange(parents)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        for layer in self._other_layers():
+            layer.batch_repeat_interleave(repeats)
+        if self.rows is not None:
+            self._rearrange([i for i in range(self.rows) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        for layer in self._other_layers():
+            layer.batch_select_indices(indices)
+        if self.rows is not None:
+            self._rearrange(torch.arange(self.rows)[indices.cpu()].tolist())
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.rows is None else self.rows
+
+    def __deepcopy__(self, memo: dict) -> KvantCache:
+        """A prefix cache: sequences are forked, so that pages are shared and each copy goes on by itself."""
+        other = object.__new__(type(self))
+        memo[id(self)] = other
+        other.__dict__.update(self.__dict__)
+        twins = {id(group): group.copy() for group in self.groups}
+        other.groups = list(twins.values())
+        other.reasons, other._step, other._note, other.on_close = dict(self.reasons), None, None, None
+        other.layers, families = [], {}
+        for layer in self.layers:
+            if not isinstance(layer, KvantLayer):
+                other.layers.append(copy.deepcopy(layer, memo))
+                continue
+            twin, old = copy.copy(layer), layer.family
+            if id(old) not in families:
+                family = families[id(old)] = copy.copy(old)
+                family.members = list(old.members)
+                family.group = None if old.group is None else twins[id(old.group)]
+            twin._owner, twin.family, twin.original = weakref.ref(other), families[id(old)], copy.deepcopy(layer.original)
+            twin.group = None if layer.group is None else twins[id(layer.group)]
+            other.layers.append(twin)
+        return other
+
+    def __reduce_ex__(self, protocol: Any):
+        raise TypeError("a kvant cache cannot be pickled: its pages live in memory of the library; copy.deepcopy() works")
+
+    def __del__(self):
+        on_close = getattr(self, "on_close", None)
+        if on_close is not None:
+            try:
+                on_close(self)
+            except kvant.KvantError:  # the collector may have closed the kvant caches before
+                pass
+
+    # --- for code that reads keys and values itself ---
+
+    def warn_decoding(self, operation: str) -> None:
+        if self.settings.strict:
+            raise RuntimeError(
+                f"{operation} needs the keys or values themselves, which are packed (strict=True): the model does not compute "
+                "its attention through kvant; call kvant.hf.enable(model), or pass strict=False to decode them in each step"
+            )
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{operation} needs the keys or values themselves: kvant decodes the whole cache of a layer, in each step. "
+                "The result is right, but slow. Either the model computes attention itself, or kvant.hf.enable(model) is missing",
+                stacklevel=4,
+            )
+
+    def decode(self, group: Group, slot: int, proxy: KVProxy) -> torch.Tensor:
+        """Keys or values [rows, kv_heads, tokens, head_dim], contiguous; 0 where padding is."""
+        batch, heads, tokens, dim = proxy.shape
+        if self.stored is None:
+            out = torch.empty((batch, heads, tokens, dim), dtype=proxy.dtype, device=proxy.device)
+            group.decode(slot, proxy.which, [n - tokens for n in group.rows], out, batch_stride=True)
+            return out
+        row, position = self.stored[:, self.length - tokens :].nonzero(as_tuple=True)
+        counts = torch.bincount(row, minlength=batch).tolist()
+        packed = torch.empty((len(row), heads, dim), dtype=proxy.dtype, device=proxy.device)
+        group.decode(slot, proxy.which, [n - c for n, c in zip(group.rows, counts)], packed, batch_stride=False)
+        out = torch.zeros((batch, tokens, heads, dim), dtype=proxy.dtype, device=proxy.device)
+        out[row, position] = packed
+        return out.transpose(1, 2).contiguous()
+
+    def place_mask(self, group: Group, mask: torch.Tensor, queries: int) -> tuple[torch.Tensor, int, int]:
+        """A mask over the newest keys as transformers counts them, as (mask over stored tokens, its first key, a window)."""
+        keys = mask.shape[3]
+        if self.stored is None:  # keys before the first one are hidden, whatever a window has released of them
+            return mask, self.length - keys, 0
+        step, batch, longest = group.step, len(group.rows), max(group.rows)
+        mask = mask.expand(batch, -1, queries, -1)
+        # Each stored token's column is its position in its row; padding goes to one more column, which is cut off.
+        kept = self.stored[:, self.length - keys :]
+        column = (self.stored.cumsum(1) - 1)[:, self.length - keys :]
+        column = torch.where(kept, column, longest)[:, None, None, :].expand(-1, mask.shape[1], queries, -1)
+        hidden = False if mask.dtype == torch.bool else float("-inf")
+        placed = torch.full((*mask.shape[:3], longest + 1), hidden, dtype=mask.dtype, device=mask.device)
+        placed.scatter_(3, column, mask)
+        placed = placed[..., :longest]
+        rows = torch.tensor(group.rows, device=mask.device)
+        real = None if step.real is None else step.real[:, step.tokens - queries :]
+        if real is not None:  # a plan's rows are the live ones, and their queries the real ones, packed
+            order = (~real).long().argsort(1, stable=True)
+            placed = placed.gather(2, order[:, None, :, None].expand(placed.shape))
+        window = group.window if group.window and longest > group.window else 0
+        if window:
+            self._check_window(placed, rows, queries if real is None else real.sum(1), window)
+        if step.live is not None:
+            placed = placed[torch.tensor(step.live, device=placed.device)]
+        return placed, 0, window
+
+    def _check_window(self, placed: torch.Tensor, rows: torch.Tensor, queries: Any, window: int) -> None:
+        """Refuses a mask that shows what a window may have released: rows differ in length, so that none begins at one key."""
+        query = torch.arange(placed.shape[2], device=placed.device)
+        position = (rows - queries)[:, None] + query  # [batch, queries]
+        oldest = (position - window + 1)[:, None, :, None]
+        visible = placed if placed.dtype == torch.bool else placed > torch.finfo(placed.dtype).min
+        real = (position < rows[:, None])[:, None, :, None]
+        if bool((visible & real & (torch.arange(placed.shape[3], device=placed.device) < oldest)).any()):
+            raise RuntimeError(
+                f"attention_mask shows keys more than {window} tokens back in a padded batch, of layers with a window of "
+                f"{window}: give rows of one length, or one row at a time"
+            )

@@ -1,0 +1,314 @@
+"""One kvant cache for all layers of a geometry: its sequences, the step in progress, and the plans of that step.
+
+A step's bookkeeping happens once for a group, in `begin`; then each layer writes and attends. What each layer does at
+every decoding step is kept free of allocations: C structs and argument arrays are made once and get a new pointer.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref, c_int32, c_int64, c_void_p, sizeof
+from typing import Any
+
+import torch
+
+import kvant
+from kvant import _c, _tensors
+
+_MOST_STRUCTS = 256  # shapes whose C struct is kept; prompts come in many lengths
+
+
+class Step:
+    """The tokens of one forward pass: `tokens` for each of `batch` rows, of which `real` ones are stored.
+
+    real: [batch, tokens] bool, False for padding; None: all are real. counts: real tokens of each row, None with real.
+    """
+
+    __slots__ = ("batch", "counts", "live", "real", "tokens", "_rows")
+
+    def __init__(self, batch: int, tokens: int, real: torch.Tensor | None, counts: list[int] | None):
+        self.batch, self.tokens, self.real, self.counts = batch, tokens, real, counts
+        self.live = None if counts is None else [i for i, n in enumerate(counts) if n]
+        self._rows: dict[int, tuple[torch.Tensor, torch.Tensor, list[int]]] = {}
+
+    def rows(self, newest: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """Where the real ones of the newest positions are: indices of row and position, and how many each live row has."""
+        found = self._rows.get(newest)
+        if found is None:
+            real = self.real[:, self.tokens - newest :]
+            row, position = real.nonzero(as_tuple=True)
+            counts = self.counts if newest == self.tokens else real.sum(1).tolist()
+            found = self._rows[newest] = (row, position, [counts[i] for i in self.live])
+        return found
+
+
+class Group:
+    """Layers of one geometry. members: their numbers in the model, in the order of their slots in the kvant cache."""
+
+    def __init__(self, cache: kvant.Cache, members: list[int], threads: int | None):
+        self.cache, self.members, self.threads = cache, members, threads
+        self.window = cache.window
+        self.on_device = cache.device[0] != "cpu"
+        self.sequences: list[kvant.Sequence] = []
+        self.ids: Any = None  # of all rows, a C array
+        self.rows: list[int] = []  # stored tokens of each row
+        self.length = 0  # tokens of each row as Hugging Face counts them: with padding
+        self.step: Step | None = None
+        self._step_ids: Any = None  # of the rows that have tokens in this step
+        self._step_rows = 0
+        self._plans: dict[Any, tuple[c_void_p, Any]] = {}  # plain ones; on a device they follow sequences that grow
+        self._step_plans: dict[Any, tuple[c_void_p, Any]] = {}  # with a mask tensor or ragged rows: for this step only
+        self._planned_length = 0
+        self._options: dict[Any, _c.AttentionOptions] = {}
+        self._structs: tuple[dict, dict, dict, dict] = ({}, {}, {}, {})  # of keys, values, queries, outputs
+        self._run = _c.RunOptions()
+        _c.run_options_init(byref(self._run), sizeof(self._run))
+        self._sinks: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._workspace: torch.Tensor | None = None
+
+    def __del__(self):
+        if hasattr(self, "_step_plans"):
+            self.drop_plans()
+
+    # --- sequences ---
+
+    def start(self, batch: int) -> None:
+        """New, empty sequences."""
+        self._use([self.cache.sequence() for _ in range(batch)], [0] * batch)
+
+    def _use(self, sequences: list[kvant.Sequence], rows: list[int]) -> None:
+        self.drop_plans()
+        self.sequences, self.rows = sequences, rows
+        self.ids = _c.sequences(s.id for s in sequences)
+        self.step = None
+
+    def forget(self) -> None:
+        """Removes all sequences; the pages go back to the cache."""
+        self._use([], [])
+        self.length = 0
+
+    def copy(self) -> Group:
+        """A group over the same kvant cache, whose sequences are forks of these: pages are shared."""
+        other = Group(self.cache, self.members, self.threads)
+        other._use([s.fork() for s in self.sequences], list(self.rows))
+        other.length = self.length
+        return other
+
+    def rearrange(self, parents: list[int]) -> None:
+        """Row i becomes what row parents[i] was; there may be more rows than before, or fewer."""
+        used: set[int] = set()
+        sequences = []
+        for p in parents:
+            sequences.append(self.sequences[p].fork() if p in used else self.sequences[p])
+            used.add(p)
+        self._use(sequences, [self.rows[p] for p in parents])
+
+    def truncate(self, removed: list[int], tokens: int) -> None:
+        """Takes back the newest `tokens` positions, of which removed[i] are stored in row i."""
+        self.drop_plans()
+        for i, (sequence, n) in enumerate(zip(self.sequences, removed)):
+            if n:
+                sequence.truncate(self.rows[i] - n)
+                self.rows[i] -= n
+        self.length -= tokens
+        self.step = None
+
+    # --- a step ---
+
+    def begin(self, step: Step) -> None:
+        """Takes room for a step's tokens in all layers."""
+        if self._step_plans:
+            self._step_plans = self._destroy(self._step_plans)
+        # A device's plan stays right when sequences grow, but its work was cut for the lengths of then.
+        if not self.on_device or len(self._plans) > 16 or self.length + step.tokens > 2 * self._planned_length + 64:
+            if self._plans:
+                self._plans = self._destroy(self._plans)
+        if len(self.sequences) != step.batch:  # none, or those of a first step that failed
+            self.start(step.batch)
+        if step.counts is None:
+            ids, n = self.ids, step.batch
+            counts = (c_int64 * n)(*([step.tokens] * n))
+        else:
+            ids, n = _c.sequences(self.sequences[i].id for i in step.live), len(step.live)
+            counts = _c.counts(step.counts[i] for i in step.live)
+        if n:
+            with self.cache._lock:
+                self._use_stream()
+                _c.check(_c.reserve(self.cache.handle, ids, counts, n))
+        self._step_ids, self._step_rows, self.step = ids, n, step
+        self.length += step.tokens
+        for i in range(step.batch):
+            self.rows[i] += step.tokens if step.counts is None else step.counts[i]
+
+    def _use_stream(self) -> int:
+        return self.cache._use_stream(None) if self.on_device else 0
+
+    def _struct(self, role: int, x: torch.Tensor) -> Any:
+        """A tensor [batch, heads, tokens, head_dim] or [rows, heads, head_dim] as the C argument of its role."""
+        structs = self._structs[role]
+        key = (x.shape, x.stride(), x.dtype)
+        found = structs.get(key)
+        if found is None:
+            if len(structs) >= _MOST_STRUCTS:
+                structs.clear()
+            rows_first = x.transpose(1, 2) if x.ndim == 4 else x
+            struct, _ = _tensors.tensor(rows_first, ("keys", "values", "q", "out")[role], self.cache.device, role == 3)
+            found = structs[key] = (struct, byref(struct))
+        found[0].data = x.data_ptr()
+        return found[1]
+
+    def write(self, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Stores a step's keys and values [batch, kv_heads, tokens, head_dim] of one layer."""
+        step = self.step
+        if step.real is not None:
+            if self._step_rows == 0:
+                return
+            row, position, _ = step.rows(step.tokens)
+            keys, values = keys.transpose(1, 2)[row, position], values.transpose(1, 2)[row, position]
+        if keys.stride(-1) != 1:
+            keys = keys.contiguous()
+        if values.stride(-1) != 1:
+            values = values.contiguous()
+        k, v = self._struct(0, keys), self._struct(1, values)
+        cache = self.cache
+        with cache._lock:
+            if self.on_device:
+                cache._use_stream(None)
+            _c.check(_c.write(cache.handle, self._step_ids, self._step_rows, slot, k, v))
+
+    # --- attention ---
+
+    def attend(
+        self,
+        slot: int,
+        query: torch.Tensor,
+        scale: float | None,
+        softcap: float,
+        causal: bool,
+        window: int,
+        sinks: torch.Tensor | None,
+        mask: Any = None,
+    ) -> torch.Tensor:
+        """Attention of the newest queries [batch, q_heads, queries, head_dim] in one layer: [batch, queries, q_heads, head_dim].
+
+        mask: None, or (object that tells masks apart, function that makes (tensor [rows, heads, queries, keys], first key, window)).
+        """
+        batch, heads, queries, dim = query.shape
+        step = self.step
+        if step.real is None:
+            q = query if query.stride(-1) == 1 else query.contiguous()
+            out = torch.empty((batch, queries, heads, dim), dtype=q.dtype, device=q.device)
+            plan = self._plan(queries, heads, scale, softcap, causal, window, mask)
+            self._attend(plan, slot, q, out.transpose(1, 2), sinks)
+            return out
+        out = torch.zeros((batch, queries, heads, dim), dtype=query.dtype, device=query.device)
+        row, position, counts = step.rows(queries)
+        if any(counts):
+            q = query.transpose(1, 2)[row, position]
+            packed = torch.empty_like(q)
+            plan = self._plan(queries, heads, scale, softcap, causal, window, mask)
+            self._attend(plan, slot, q, packed, sinks)
+            out[row, position] = packed
+        return out
+
+    def _attend(self, plan: tuple[c_void_p, Any], slot: int, q: torch.Tensor, out: torch.Tensor, sinks: Any) -> None:
+        run = None
+        q_struct, out_struct = self._struct(2, q), self._struct(3, out)
+        with self.cache._lock:
+            if sinks is not None or self.on_device:
+                self._run.sink_logits = None if sinks is None else self._f32(sinks).data_ptr()
+                if self.on_device:
+                    self._run.stream = _tensors.stream_of(self.cache.device)
+                    self._run.workspace, self._run.workspace_size = self._workspace.data_ptr(), self._workspace.numel()
+                run = byref(self._run)
+            _c.check(_c.run(plan[0], slot, q_struct, out_struct, run))
+
+    def _f32(self, sinks: torch.Tensor) -> torch.Tensor:
+        """Sink logits [q_heads] as contiguous f32. A layer's parameter is converted once."""
+        found = self._sinks.get(id(sinks))
+        if found is None or found[0] is not sinks or found[1] != sinks._version:
+            converted = sinks.detach().to(torch.float32).contiguous()
+            found = self._sinks[id(sinks)] = (sinks, sinks._version, converted)
+        return found[2]
+
+    def _plan(self, queries, heads, scale, softcap, causal, window, mask) -> tuple[c_void_p, Any]:
+        step = self.step
+        plain = mask is None and step.real is None
+        key = (queries, heads, scale, softcap, causal, window, None if mask is None else id(mask[0]))
+        plans = self._plans if plain else self._step_plans
+        plan = plans.get(key)
+        if plan is None:
+            plan = plans[key] = self._make_plan(key, None if plain else mask)
+        return plan
+
+    def _make_plan(self, key: tuple, mask: Any) -> tuple[c_void_p, Any]:
+        """A plan, and what must live as long as it."""
+        step, keep = self.step, [mask]
+        plain = mask is None and step.real is None
+        options = self._options.get(key) if plain else None
+        if options is None:
+            options = _c.AttentionOptions()
+            _c.attention_options_init(byref(options), sizeof(options))
+            options.q_len, options.q_heads, scale, options.softcap, causal, options.window, _ = key
+            options.scale, options.is_causal = scale or 0.0, 1 if causal else 0
+            if plain:
+                if len(self._options) >= _MOST_STRUCTS:
+                    self._options.clear()
+                self._options[key] = options
+        if not self.on_device:
+            options.threads = self.threads or torch.get_num_threads()
+        if step.real is not None:
+            counts = step.rows(key[0])[2]
+            keep.append((c_int32 * len(counts))(*counts))
+            options.q_lens = keep[-1]
+        if mask is not None:
+            tensor, first_key, options.window = mask[1]()
+            options.mask, described = _tensors.mask(tensor, first_key, self.cache.device)
+            keep.append(described)
+        handle = c_void_p()
+        with self.cache._lock:
+            _c.check(_c.plan_create(self.cache.handle, self._step_ids, self._step_rows, byref(options), byref(handle)))
+        if self.on_device:
+            self._planned_length = self.length
+            self._make_workspace(handle)
+        return handle, keep
+
+    def _make_workspace(self, plan: c_void_p) -> None:
+        facts = _c.PlanFacts()
+        facts.struct_size = sizeof(facts)
+        _c.check(_c.plan_describe(plan, byref(facts)))
+        if self._workspace is None or self._workspace.numel() < facts.workspace_bytes:
+            device = f"cuda:{self.cache.device[1]}"
+            self._workspace = torch.empty(facts.workspace_bytes, dtype=torch.uint8, device=device)
+
+    def drop_plans(self) -> None:
+        """Destroys all plans."""
+        self._plans, self._step_plans = self._destroy(self._plans), self._destroy(self._step_plans)
+
+    @staticmethod
+    def _destroy(plans: dict) -> dict:
+        for handle, _ in plans.values():
+            _c.plan_destroy(handle)
+        return {}
+
+    # --- looking inside ---
+
+    def decode(self, slot: int, which: int, begins: list[int], out: torch.Tensor, batch_stride: bool) -> None:
+        """Decodes the keys (0) or values (1) of each row from begins[i] to its end.
+
+        out: [rows, kv_heads, head_dim], or with batch_stride [batch, kv_heads, tokens, head_dim].
+        """
+        struct, _ = _tensors.tensor(out.transpose(1, 2) if batch_stride else out, "out", self.cache.device, mutable=True)
+        n = len(self.sequences)
+        keys, values = (byref(struct), None) if which == 0 else (None, byref(struct))
+        with self.cache._lock:
+            self._use_stream()
+            _c.check(
+                _c.decode(self.cache.handle, self.ids, _c.counts(begins), _c.counts(self.rows), n, slot, keys, values)
+            )
+
+    def memory(self) -> int:
+        """Bytes of one layer, on average; what other copies of the cache hold is counted, too."""
+        return self.cache.memory().total_bytes // len(self.members)
+
+
+__all__ = ["Group", "Step"]

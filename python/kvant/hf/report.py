@@ -1,0 +1,108 @@
+"""What a cache stores where, in numbers and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from . import versions
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer. stored: by kvant; else `reason` says why not. Bytes are those of now."""
+
+    layer: int
+    stored: bool
+    k: str
+    v: str
+    kv_heads: int
+    head_dim: int
+    window: int
+    ends: str
+    reason: str
+    bytes: int
+    bf16_bytes: int  # of a DynamicCache in bf16
+
+
+@dataclass(frozen=True)
+class Report:
+    rows: tuple[Row, ...]
+    batch: int
+    tokens: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def bf16_bytes(self) -> int:
+        return sum(row.bf16_bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        table = [("layer", "stored by", "format", "window", "heads x dim", "exact ends", "MB", "MB in bf16", "")]
+        for r in self.rows:
+            table.append(
+                (
+                    str(r.layer),
+                    "kvant" if r.stored else "transformers",
+                    f"{r.k}/{r.v}" if r.stored else "-",
+                    str(r.window or "-"),
+                    f"{r.kv_heads} x {r.head_dim}" if r.head_dim else "-",
+                    r.ends or "-",
+                    f"{r.bytes / 1e6:.2f}",
+                    f"{r.bf16_bytes / 1e6:.2f}",
+                    r.reason,
+                )
+            )
+        total = ("all", "", "", "", "", "", f"{self.bytes / 1e6:.2f}", f"{self.bf16_bytes / 1e6:.2f}", "")
+        table.append(total)
+        widths = [max(len(line[i]) for line in table) for i in range(len(total))]
+        right = (0, 3, 6, 7)
+        lines = [
+            "  ".join(x.rjust(w) if i in right else x.ljust(w) for i, (x, w) in enumerate(zip(line, widths))).rstrip()
+            for line in table
+        ]
+        head = f"{self.batch} rows of {self.tokens} tokens" if self.tokens else "no tokens yet"
+        return "\n".join([head, *lines])
+
+
+def _ends(cache: Any) -> str:
+    """The library's sentence on exact pages."""
+    for line in cache.describe().splitlines():
+        name, _, text = line.partition(":")
+        if name == "exact ends":
+            return text.strip()
+    return ""
+
+
+def make_report(cache: Any) -> Report:
+    """The report of a KvantCache."""
+    from .cache import KvantLayer
+
+    rows = []
+    batch, tokens = cache.rows or 0, cache.length
+    shared = {id(group): (group.memory(), _ends(group.cache)) for group in cache.groups}
+    for i, layer in enumerate(cache.layers):
+        stored = isinstance(layer, KvantLayer)
+        heads = dim = held = plain = 0
+        ends, window = "", getattr(layer, "sliding_window", 0)
+        if stored:
+            heads, dim = layer.family.geometry or (0, 0)
+            if layer.group is not None:
+                heads, dim = layer.group.cache.kv_heads, layer.group.cache.head_dim
+                held, ends = shared[id(layer.group)]
+            kept = min(layer.length, window - 1) if window else layer.length
+            plain = batch * kept * heads * dim * 4
+        else:
+            for x in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+                if x is not None and x.ndim == 4:
+                    heads, dim = x.shape[1], x.shape[3]
+                    held, plain = held + x.numel() * x.element_size(), plain + x.numel() * 2
+        reason = cache.reasons.get(i, "")
+        if not stored and versions.kind_of_layer(layer)[0] == "none":
+            window = 0
+        rows.append(
+            Row(i, stored, cache.settings.k, cache.settings.v, heads, dim, int(window), ends, reason, held, plain)
+        )
+    return Report(tuple(rows), batch, tokens)

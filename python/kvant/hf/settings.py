@@ -1,0 +1,89 @@
+"""The options of kvant.hf, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import kvant
+
+# Windows of so many tokens and fewer stay with transformers: pages of 64 tokens, one of them partly filled and one partly
+# out of sight, take about as much there as bf16 does.
+SHORT_WINDOW = 256
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model's keys and values are stored.
+
+    k, v: formats of keys and values; kvant.formats() lists them.
+    skip_layers: layers that keep transformers' own cache, by number; negative numbers count from the end.
+    bases: calibrated bases: a file that kvant.hf.capture and `kvant calibrate` made (its path, or a kvant.Bases), or a
+        dict of them by head_dim for models whose layers have several.
+    exact: "f32", "f16" or "bf16", the dtype of pages that stay exact. None: the model's; bf16 on a device.
+    sink_pages, tail_pages: first and newest full pages of 64 tokens that stay exact. None: as kvant.Cache has it.
+    exact_prefill: True: the first prompt attends to its own keys and values as they were before compression, through
+        torch; False: to what is stored, as all later tokens do. None: True on a CUDA device, False on the CPU.
+    short_windows: True: sliding windows of 256 tokens and fewer are stored by kvant, too.
+    rollback_tokens: with a sliding window, so many of the newest tokens can be taken back: drafts of assisted generation.
+    strict: True: an error instead of a layer left to transformers, and instead of decoding a cache for other code.
+    threads: for kvant on the CPU. None: torch.get_num_threads().
+    """
+
+    k: str = "tq6"
+    v: str = "tq4"
+    skip_layers: tuple[int, ...] = ()
+    bases: Any = None
+    exact: str | None = None
+    sink_pages: int | None = None
+    tail_pages: int | None = None
+    exact_prefill: bool | None = None
+    short_windows: bool = False
+    rollback_tokens: int = 128
+    strict: bool = False
+    threads: int | None = None
+
+    @classmethod
+    def make(cls, base: Settings | None = None, **options: Any) -> Settings:
+        """Settings from options, those not given from `base`. Errors: TypeError for other options, InvalidArgument."""
+        names = [f.name for f in fields(cls)]
+        unknown = sorted(set(options) - set(names))
+        if unknown:
+            raise TypeError(f"{', '.join(unknown)}: no such option; the options are {', '.join(names)}")
+        values = {name: getattr(base, name) for name in names} if base is not None else {}
+        values.update(options)
+        layers = values.get("skip_layers", ())
+        if isinstance(layers, int) or not isinstance(layers, Iterable):
+            raise kvant.InvalidArgument(f"skip_layers = {layers!r}: must be a list of layer numbers")
+        values["skip_layers"] = tuple(int(i) for i in layers)
+        settings = cls(**values)
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        known = [f["name"] for f in kvant.formats()]
+        for name in ("k", "v"):
+            if getattr(self, name) not in known:
+                raise kvant.InvalidArgument(f'{name} = "{getattr(self, name)}": must be one of {", ".join(known)}')
+        if self.exact not in (None, "f32", "f16", "bf16"):
+            raise kvant.InvalidArgument(f'exact = "{self.exact}": must be "f32", "f16", "bf16" or None')
+        if self.rollback_tokens < 0:
+            raise kvant.InvalidArgument(f"rollback_tokens = {self.rollback_tokens}: must be 0 or more")
+        if self.threads is not None and self.threads < 1:
+            raise kvant.InvalidArgument(f"threads = {self.threads}: must be 1 or more, or None for torch.get_num_threads()")
+
+    def skipped(self, layers: int) -> set[int]:
+        """The numbers of skip_layers as 0 .. layers - 1."""
+        skipped = set()
+        for i in self.skip_layers:
+            if not -layers <= i < layers:
+                raise kvant.InvalidArgument(f"skip_layers has {i}: the model's layers are 0 to {layers - 1}")
+            skipped.add(i % layers)
+        return skipped
+
+    def bases_for(self, head_dim: int) -> Any:
+        """The calibrated bases of layers of one head_dim, None without any."""
+        if not isinstance(self.bases, Mapping):
+            return self.bases
+        return self.bases.get(head_dim)

@@ -1,0 +1,237 @@
+"""All that depends on the version of transformers. Supported: 5.16 to 5.24; newer ones as far as these facts hold.
+
+Nothing else in kvant.hf imports from transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+try:
+    import transformers
+except ImportError as error:  # pragma: no cover
+    raise ImportError("kvant.hf needs torch and transformers: pip install torch 'transformers>=5.16'") from error
+
+
+def parse(version: str) -> tuple[int, int]:
+    """(5, 16) of "5.16.0.dev0"."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+
+
+def require(version: str) -> None:
+    if parse(version) < (5, 16):
+        raise ImportError(f"kvant.hf needs transformers 5.16 or newer, and this is {version}: pip install -U transformers")
+
+
+require(transformers.__version__)
+
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: E402
+from transformers import cache_utils  # noqa: E402
+from transformers.cache_utils import (  # noqa: E402
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
+from transformers.masking_utils import causal_mask_function, create_causal_mask, sdpa_mask  # noqa: E402
+
+__all__ = [
+    "CACHE_NAME",
+    "HARMLESS",
+    "IMPLEMENTATION",
+    "Cache",
+    "CacheLayerMixin",
+    "PreTrainedModel",
+    "attention_state",
+    "decoder_config",
+    "hf_layers",
+    "is_default_cache",
+    "kind_of_layer",
+    "layer_devices",
+    "mask_kind",
+    "predicted_geometry",
+    "register",
+    "restore_attention",
+    "sdpa_attention_forward",
+    "sdpa_mask",
+    "set_attention",
+]
+
+# The attention's name. Names with "sdpa", "flash", "/" or "|" in them mean something to transformers.
+IMPLEMENTATION = "kvant"
+
+# What models call their cache argument: "past_key_values" until 5.23, "cache" from 5.24 on.
+CACHE_NAME = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+
+# Arguments of an attention function that change nothing for kvant. Any other one that is set is refused.
+HARMLESS = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "logits_to_keep",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_shared_kv_states",
+        "return_dict",
+        "num_items_in_batch",
+        "sliding_window",  # masks and caches say so themselves
+    }
+)
+
+
+def register(attention, mask) -> None:
+    """Makes the attention implementation "kvant" known to all models."""
+    AttentionInterface.register(IMPLEMENTATION, attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, mask)
+
+
+# --- masks ---
+
+
+def _leaves(function: Any, leaves: list) -> list:
+    """The mask functions that are and-ed together."""
+    if getattr(function, "__qualname__", "") == "and_masks.<locals>.and_mask":
+        for cell in function.__closure__:
+            for inner in cell.cell_contents:
+                _leaves(inner, leaves)
+    else:
+        leaves.append(function)
+    return leaves
+
+
+def mask_kind(arguments: dict[str, Any]) -> tuple[str, int]:
+    """What a mask function was asked for: ("causal", 0), ("sliding", window), or ("overlay", 0) for anything else.
+
+    arguments: those of the mask interface. A mask that is not recognised is an overlay: it is built and read, which is
+    slower and as right.
+    """
+    if arguments.get("use_vmap"):
+        return "overlay", 0
+    causal, window = False, 0
+    for leaf in _leaves(arguments.get("mask_function", causal_mask_function), []):
+        if leaf is causal_mask_function:
+            causal = True
+        elif getattr(leaf, "__qualname__", "") == "sliding_window_overlay.<locals>.inner_mask":
+            window = int(inspect.getclosurevars(leaf).nonlocals["sliding_window"])
+        else:
+            return "overlay", 0
+    if not causal:
+        return "overlay", 0
+    return ("sliding", window) if window else ("causal", 0)
+
+
+# --- configs and layers ---
+
+
+def decoder_config(config: Any) -> Any:
+    """The configuration of the text decoder, which may be a part of the model's."""
+    return config.get_text_config(decoder=True)
+
+
+def hf_layers(config: Any) -> list[Any]:
+    """The layers of the cache that transformers would make for this decoder."""
+    return DynamicCache(config=decoder_config(config)).layers
+
+
+def kind_of_layer(layer: Any) -> tuple[str, int]:
+    """("full", 0), ("sliding", window), ("none", 0) for a layer without a cache, or ("other", 0)."""
+    if type(layer) is DynamicLayer:
+        return "full", 0
+    if type(layer) is DynamicSlidingWindowLayer:
+        return "sliding", int(layer.sliding_window)
+    dummy = getattr(cache_utils, "DummyLayer", None)  # new in 5.17; before, layers without a cache had no object
+    return ("none", 0) if dummy is not None and type(layer) is dummy else ("other", 0)
+
+
+def predicted_geometry(config: Any, layer: int) -> tuple[int, int] | None:
+    """(kv heads, head_dim) of a layer as its configuration has them, None if it does not say. Tensors have the last word."""
+    try:
+        own = decoder_config(config).per_layer_config[layer]
+        heads = getattr(own, "num_attention_heads", None)
+        kv_heads = getattr(own, "num_key_value_heads", None) or heads
+        head_dim = getattr(own, "head_dim", None) or own.hidden_size // heads
+        return int(kv_heads), int(head_dim)
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return None
+
+
+def layer_devices(model: Any) -> dict[int, str]:
+    """The device of each decoder layer of a model that is spread over several; empty if it is not."""
+    devices = {}
+    for name, device in (getattr(model, "hf_device_map", None) or {}).items():
+        number = re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)$", name)
+        if number:
+            devices[int(number[1])] = str(device)
+    return devices if len(set(devices.values())) > 1 else {}
+
+
+# --- the attention implementation of a model ---
+
+
+def _configs(model: Any) -> list[Any]:
+    """Every configuration that a part of the model reads its attention implementation from."""
+    found: dict[int, Any] = {}
+
+    def add(config: Any) -> None:
+        if config is None or id(config) in found:
+            return
+        found[id(config)] = config
+        for key in getattr(config, "sub_configs", {}):
+            add(getattr(config, key, None))
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            add(module.config)
+    return list(found.values())
+
+
+def attention_state(model: Any) -> list[tuple[Any, Any]]:
+    """What restore_attention needs: every configuration of the model with its attention implementation."""
+    return [(config, config._attn_implementation_internal) for config in _configs(model)]
+
+
+def restore_attention(state: list[tuple[Any, Any]]) -> None:
+    for config, implementation in state:
+        config._attn_implementation_internal = implementation
+
+
+def _path(config: Any, wanted: Any) -> list[str] | None:
+    """The keys that lead from a configuration to a part of it; [] for itself."""
+    if config is wanted:
+        return []
+    for key in getattr(config, "sub_configs", {}):
+        inner = getattr(config, key, None)
+        rest = _path(inner, wanted) if inner is not None else None
+        if rest is not None:
+            return [key, *rest]
+    return None
+
+
+def set_attention(model: Any) -> None:
+    """Gives the text decoder of a model kvant's attention, and leaves other parts (vision towers) theirs."""
+    decoder = decoder_config(model.config)
+    path = _path(model.config, decoder)
+    if path is None:
+        raise ValueError(f"the decoder's configuration is not a part of {type(model.config).__name__}")
+    wanted: Any = IMPLEMENTATION
+    for key in reversed(path):
+        wanted = {key: wanted}
+    model.set_attn_implementation(wanted)
+    if decoder._attn_implementation != IMPLEMENTATION:
+        raise ValueError(
+            f"{type(model).__name__} computes attention itself and not through transformers' AttentionInterface, so kvant "
+            'cannot take its place; kvant.hf.cache(model) still compresses, but decodes the whole cache in each step'
+        )
+
+
+def is_default_cache(cache: Any, generation_config: Any) -> bool:
+    """Whether generate() made this cache because nobody asked for another."""
+    return type(cache) is DynamicCache and generation_config.cache_implementation is None
