@@ -93,9 +93,10 @@ Status check_tensor(const char* name, const View& t, const PlanImpl& plan) {
   const std::vector<int>& q_lens = plan.options.q_lens;
   const bool apart = t.batch_stride != 0;
   const std::array<std::int64_t, 3> wanted = {
-      apart ? *std::max_element(q_lens.begin(), q_lens.end()) : plan.total_queries, plan.options.q_heads,
-      plan.cache->config().head_dim};
-  if (t.data == nullptr && plan.total_queries > 0) return {Code::invalid_argument, fmt::format("{}.data is null", name)};
+      apart && !q_lens.empty() ? *std::max_element(q_lens.begin(), q_lens.end()) : plan.total_queries,
+      plan.options.q_heads, plan.cache->config().head_dim};
+  if (t.data == nullptr && plan.total_queries > 0)
+    return {Code::invalid_argument, fmt::format("{}.data is null", name)};
   if (t.dtype == Dtype::boolean)
     return {Code::invalid_argument, fmt::format("{}.dtype is bool: must be f32, f16 or bf16", name)};
   if (t.shape != wanted) {
