@@ -38,11 +38,15 @@ F32, BF16 = 0, 2
 
 
 class Tensor(c.Structure):  # kvant_tensor and kvant_mutable_tensor
-    _fields_ = [("data", c.c_void_p), ("dtype", c.c_int32), ("shape", c.c_int64 * 3), ("stride", c.c_int64 * 3)]
+    _fields_ = [("data", c.c_void_p), ("dtype", c.c_int32), ("shape", c.c_int64 * 3), ("stride", c.c_int64 * 3),
+                ("batch_stride", c.c_int64)]
 
 
 class MaskTensor(c.Structure):
-    _fields_ = [("data", c.c_void_p), ("dtype", c.c_int32), ("shape", c.c_int64 * 4), ("stride", c.c_int64 * 4)]
+    _fields_ = [
+        ("data", c.c_void_p), ("dtype", c.c_int32), ("shape", c.c_int64 * 4), ("stride", c.c_int64 * 4),
+        ("first_key", c.c_int64),
+    ]
 
 
 class CacheConfig(c.Structure):
@@ -76,7 +80,7 @@ class PlanFacts(c.Structure):
 class RunOptions(c.Structure):
     _fields_ = [
         ("struct_size", c.c_size_t), ("lse", c.c_void_p), ("sink_logits", c.c_void_p), ("workspace", c.c_void_p),
-        ("workspace_size", c.c_size_t), ("stream", c.c_void_p),
+        ("workspace_size", c.c_size_t), ("stream", c.c_void_p), ("execute", c.c_void_p), ("executor", c.c_void_p),
     ]
 
 

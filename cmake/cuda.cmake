@@ -10,13 +10,17 @@ if(KVANT_CUDA STREQUAL "OFF")
 endif()
 
 # Before enable_language, which would set a default of its own. "-real": machine code only; a device that none of it fits is
-# refused with a sentence (src/cuda/registry.cpp) rather than served by a compile at run time that takes minutes.
+# refused with a sentence (src/cuda/registry.cpp). "90-virtual" adds PTX, which the driver of a newer device compiles when a
+# kernel is first used: minutes, once (the driver keeps the result), and so by request only.
 set(CMAKE_CUDA_ARCHITECTURES)
 foreach(architecture IN LISTS KVANT_CUDA_ARCHITECTURES)
-  if(NOT architecture MATCHES "^[0-9]+[af]?$")
-    message(FATAL_ERROR "KVANT_CUDA_ARCHITECTURES has \"${architecture}\": write compute capabilities as 80;89;90a")
+  if(architecture MATCHES "^[0-9]+-virtual$")
+    list(APPEND CMAKE_CUDA_ARCHITECTURES ${architecture})
+  elseif(architecture MATCHES "^[0-9]+[af]?$")
+    list(APPEND CMAKE_CUDA_ARCHITECTURES ${architecture}-real)
+  else()
+    message(FATAL_ERROR "KVANT_CUDA_ARCHITECTURES has \"${architecture}\": write compute capabilities as 80;89;90a;90-virtual")
   endif()
-  list(APPEND CMAKE_CUDA_ARCHITECTURES ${architecture}-real)
 endforeach()
 
 include(CheckLanguage)

@@ -4,6 +4,10 @@ option(KVANT_INSTALL "Install kvant" ${PROJECT_IS_TOP_LEVEL})
 if(NOT KVANT_INSTALL)
   return()
 endif()
+if(KVANT_PYTHON)  # into the folder of the Python package: the library, and the tool beside it in bin/
+  install(TARGETS kvant kvant-cli LIBRARY DESTINATION . COMPONENT python RUNTIME DESTINATION bin COMPONENT python)
+  return()
+endif()
 include(CMakePackageConfigHelpers)
 
 install(TARGETS kvant EXPORT kvantTargets)

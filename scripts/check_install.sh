@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# check_install.sh BUILD_FOLDER: installs kvant (the static library of that build, then a shared one) into a temporary prefix
+# check_install.sh BUILD_FOLDER SDIST: installs kvant (the static library of that build, then a shared one) into a temporary prefix
 # and uses it from outside the source tree: find_package from CMake, pkg-config from a shell. What a packager does, and what
 # breaks first when a header is not installed.
 #
-# The shared library is compiled a layer at a time and hardly optimised: what is looked at are its symbols and that it works.
+# The shared library is built from the source distribution SDIST, with the headers that it carries in place of the system's and
+# without Eigen: so nothing is missing there. It is compiled a layer at a time and hardly optimised: what is looked at are its
+# symbols and that it works.
 set -euo pipefail
-built=$(cd "${1:?usage: check_install.sh BUILD_FOLDER}" && pwd)
+built=$(cd "${1:?usage: check_install.sh BUILD_FOLDER SDIST}" && pwd)
+sdist=${2:?usage: check_install.sh BUILD_FOLDER SDIST}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -16,9 +19,13 @@ for kind in static shared; do
   prefix="$work/$kind"
   if [ $kind = shared ]; then
     built="$root/build/install-shared"
-    cmake -S "$root" -B "$built" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE='-O1 -DNDEBUG' -DBUILD_SHARED_LIBS=ON \
+    rm -rf "$built/source"
+    mkdir -p "$built/source"
+    tar -xzf "$sdist" -C "$built/source" --strip-components=1
+    cmake -S "$built/source" -B "$built" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE='-O1 -DNDEBUG' -DBUILD_SHARED_LIBS=ON \
       -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=0 -DKVANT_CUDA=OFF -DKVANT_BUILD_TESTS=OFF \
-      -DKVANT_BUILD_EXAMPLES=OFF -DKVANT_BUILD_CLI=OFF "${launcher[@]}" >/dev/null
+      -DKVANT_BUILD_EXAMPLES=OFF -DKVANT_CALIBRATE=AUTO "${launcher[@]}" \
+      -DCMAKE_DISABLE_FIND_PACKAGE_{fmt,nlohmann_json,CLI11,Eigen3}=ON | grep 'from third_party/'
     cmake --build "$built" >/dev/null
   fi
   cmake --install "$built" --prefix "$prefix" >/dev/null
@@ -28,6 +35,14 @@ for kind in static shared; do
   cmake --build "$work/user-$kind/build" >/dev/null
   "$work/user-$kind/build/user"
   printf 'find_package(kvant), %s: works\n' $kind
+
+  # The tool of a build without Eigen refuses to calibrate, with a sentence.
+  if [ $kind = shared ]; then
+    refusal=$("$prefix/bin/kvant" calibrate "$root/data/gemma4-nano-qkv.safetensors" -o "$work/bases" 2>&1) &&
+      { printf 'kvant calibrate ended well in a build without calibration\n'; exit 1; }
+    grep -q 'built without calibration' <<<"$refusal" || { printf 'kvant calibrate said: %s\n' "$refusal"; exit 1; }
+    printf 'source distribution: builds with what it carries\n'
+  fi
 
   # Only the API is exported from the shared library: anything else is a promise made by accident.
   if [ $kind = shared ]; then

@@ -4,7 +4,8 @@
 # If isa_avx2.o held a weak copy of, say, std::vector<int>::push_back, the linker could pick that copy for the whole
 # program, which would then stop with an illegal instruction on an older machine. So such a unit may define one global
 # symbol (its table of functions), weak symbols only inside its own inline namespace, and no dynamic initialisers
-# (they would run on every machine).
+# (they would run on every machine). Nor may it ask the compiler's runtime library what the machine has
+# (__builtin_cpu_supports), which says no where another toolchain links another library: src/cpu/x86_features.hpp.
 set -euo pipefail
 folder=${1:?usage: check_isa_objects.sh BUILD_FOLDER}
 objects=("$folder"/src/CMakeFiles/kvant_cpu.dir/cpu/isa_*.o)
@@ -25,6 +26,9 @@ $(printf '%s\n' "$symbols" | grep -E '^[0-9a-f]* [TDBRGSC] ' || true)"
   foreign=$(printf '%s\n' "$symbols" | grep -E '^[0-9a-f]* [WVu] ' | grep -vE "kvant::([a-z_]+::)*$isa::" || true)
   [ -z "$foreign" ] || complain "$name" "holds inline code from outside namespace $isa ($(wc -l <<<"$foreign") symbols):
 $(head -n 8 <<<"$foreign")"
+  if nm "$object" 2>/dev/null | grep -qE '__cpu_(model|indicator_init|features2)'; then
+    complain "$name" "asks the compiler's runtime library what the machine has; x86_features.hpp asks the machine"
+  fi
   sections=$(readelf -SW "$object")
   if grep -qE '\.(init_array|ctors)' <<<"$sections"; then complain "$name" "has dynamic initialisers"; fi
 done

@@ -124,9 +124,12 @@ TEST(Config, Refusals) {
   EXPECT_TRUE(refused(create([](C& c) { c.head_dim = 100; }), bad, {"head_dim = 100", "96, 112, 128"}));
   EXPECT_TRUE(refused(create([](C& c) { c.k = "int4"; }), bad, {"k: ", "int4", "tq4"}));
   EXPECT_TRUE(refused(create([](C& c) { c.v = ""; }), bad, {"v: "}));
-  EXPECT_TRUE(refused(create([](C& c) { c.sink_pages = -1; }), bad, {"sink_pages = -1"}));
+  EXPECT_TRUE(refused(create([](C& c) { c.sink_pages = -2; }), bad, {"sink_pages = -2", "-1: automatic"}));
   EXPECT_TRUE(refused(create([](C& c) { c.tail_pages = 1 << 21; }), bad, {"tail_pages = 2097152"}));
   EXPECT_TRUE(refused(create([](C& c) { c.window = -5; }), bad, {"window = -5"}));
+  EXPECT_TRUE(refused(create([](C& c) { c.rollback_tokens = -1; }), bad, {"rollback_tokens = -1", "0: 64"}));
+  EXPECT_TRUE(refused(create([](C& c) { c.rollback_tokens = (std::int64_t{1} << 32) + 1; }), bad,
+                      {"rollback_tokens = 4294967297"}));
   EXPECT_TRUE(refused(create([](C& c) { c.window_sinks = 4; }), bad, {"window_sinks = 4", "without a window"}));
   EXPECT_TRUE(refused(create([](C& c) { c.capacity_tokens = 63; }), bad, {"capacity_tokens = 63", "64 (one page)"}));
   EXPECT_TRUE(refused(create([](C& c) { c.capacity_tokens = -1; }), bad, {"capacity_tokens = -1"}));
@@ -141,6 +144,43 @@ TEST(Config, Refusals) {
                       }),
                       bad, {"v_levels[1] = 1", "strictly ascending"}));
   EXPECT_TRUE(refused(create([](C& c) { c.lut_scales = 2; }), bad, {"lut_scales = 2", "neither format"}));
+}
+
+TEST(Config, ExactEndsFollowTheWindowUnlessGiven) {
+  const auto ends = [](auto change) {
+    CacheConfig c = small_config();
+    change(c);
+    const Cache cache = make(c);
+    const bool chosen = cache.describe().find("chosen") != std::string::npos;
+    return std::tuple(cache.config().sink_pages, cache.config().tail_pages, chosen);
+  };
+  using C = CacheConfig;
+  using Ends = std::tuple<int, int, bool>;
+  EXPECT_EQ(ends([](C&) {}), Ends(1, 1, true));
+  EXPECT_EQ(ends([](C& c) { c.window = 1023; }), Ends(0, 0, true));
+  EXPECT_EQ(ends([](C& c) { c.window = 1024; }), Ends(1, 1, true));
+  EXPECT_EQ(ends([](C& c) { c.window = 100, c.sink_pages = c.tail_pages = 1; }), Ends(1, 1, false));
+  EXPECT_EQ(ends([](C& c) { c.window = 100, c.tail_pages = 2; }), Ends(0, 2, true));
+  EXPECT_EQ(ends([](C& c) { c.sink_pages = c.tail_pages = 0; }), Ends(0, 0, false));
+  EXPECT_EQ(ends([](C& c) { c.k = c.v = "bf16"; }), Ends(0, 0, false));
+  CacheConfig c = small_config();
+  c.window = 512;
+  EXPECT_NE(make(c).describe().find("exact ends: none; chosen: of a window below 1024 tokens"), std::string::npos)
+      << make(c).describe();
+}
+
+// Pages are taken as they are needed: the first token of a cache must not cost what thousands do.
+TEST(Memory, AFewTokensTakeAFewPages) {
+  CacheConfig config = small_config();
+  config.kv_heads = 8;
+  config.head_dim = 128;
+  for (const int ends : {0, 1}) {
+    config.sink_pages = config.tail_pages = ends;
+    Cache cache = make(config);
+    ASSERT_TRUE(append(cache, cache.add_sequence(), 0, 1, Dtype::bf16).ok());
+    // Either a page of tq6/tq4 (about 85 KiB) or one of bf16 (256 KiB).
+    EXPECT_LE(cache.memory().reserved_bytes, (ends == 0 ? 86 : 257) * 1024);
+  }
 }
 
 TEST(Memory, CountsBytesByKind) {

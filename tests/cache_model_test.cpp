@@ -48,6 +48,7 @@ struct ModelPage {
 struct ModelSequence {
   std::vector<std::uint64_t> tokens;
   std::vector<ModelPage> pages;
+  std::int64_t longest = 0;  // that it has been
   [[nodiscard]] std::int64_t length() const { return static_cast<std::int64_t>(tokens.size()); }
 };
 
@@ -56,6 +57,7 @@ struct Model {
   std::map<SequenceId, ModelSequence> sequences;
   std::uint64_t next = 1;
 
+  std::int64_t rollback() const { return std::max(kPage, config.rollback_tokens); }
   bool should_be_exact(std::int64_t n, std::int64_t p) const {
     return p < config.sink_pages || (config.tail_pages > 0 && n < kPage * (p + 1 + config.tail_pages));
   }
@@ -82,7 +84,7 @@ struct Model {
     if (config.window == 0) return;
     for (std::int64_t p = 0; p < static_cast<std::int64_t>(s.pages.size()); ++p) {
       const bool pinned = p * kPage < config.window_sinks;
-      const bool old = p * kPage + kPage - 1 < s.length() - config.window + 1 - kPage;
+      const bool old = p * kPage + kPage - 1 < s.length() - config.window + 1 - rollback();
       if (old && !pinned) s.pages[static_cast<std::size_t>(p)] = {.released = true};
     }
   }
@@ -98,6 +100,7 @@ struct Model {
       if (page.*copy != 0 && holders(copy, page.*copy) > 1) page.*copy = next++;
     }
     s.tokens.push_back(token);
+    s.longest = std::max(s.longest, s.length());
     if (page.exact == 0 && page.encoded == 0) page.encoded = next++;
     for (std::int64_t q = 0; q <= p; ++q) {
       ModelPage& each = s.pages[static_cast<std::size_t>(q)];
@@ -160,6 +163,8 @@ class Replay {
       truncate(pick());
     } else if (what < 34) {
       refused_append(pick());
+    } else if (what < 40) {
+      reorder();
     } else {
       batch_step();
     }
@@ -236,9 +241,12 @@ class Replay {
     // Long sequences are cut back hard now and then: length adds time to the test, not cases.
     const bool anywhere = s.length() > 1200 || rng_.below(3) == 0;
     const std::int64_t back =
-        anywhere ? rng_.below(s.length() + 1) : std::min<std::int64_t>(s.length(), rng_.below(70));
+        anywhere ? rng_.below(s.length() + 1) : std::min<std::int64_t>(s.length(), rng_.below(model_.rollback() + 6));
     const std::int64_t n = s.length() - back;
     const Status status = cache_.truncate(id, n);
+    if (n >= s.longest - model_.rollback()) {
+      ASSERT_TRUE(status.ok()) << status.message();
+    }
     if (!model_.may_truncate(s, n)) {
       EXPECT_EQ(status.code(), Code::invalid_argument) << n;
       EXPECT_NE(status.message().find("released already"), std::string::npos) << status.message();
@@ -248,6 +256,20 @@ class Replay {
     ASSERT_TRUE(status.ok()) << status.message();
     model_.truncate(s, n);
     ++truncations;
+  }
+
+  void reorder() {
+    std::vector<SequenceId> ids;
+    for (const auto& [id, s] : model_.sequences) {
+      if (rng_.below(3) > 0) ids.push_back(id);
+    }
+    std::vector<std::int64_t> parents;
+    for (std::size_t i = 0; i < ids.size(); ++i) parents.push_back(rng_.below(static_cast<std::int64_t>(ids.size())));
+    ASSERT_TRUE(cache_.reorder(ids, parents).ok());
+    const Model before = model_;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      model_.sequences[ids[i]] = before.sequences.at(ids[static_cast<std::size_t>(parents[i])]);
+    }
   }
 
   // A NaN anywhere: nothing changes, not even through append's own reserve.
@@ -320,7 +342,7 @@ class Replay {
         if (last.exact != 0) last.exact = after.next++;
         if (last.encoded != 0) last.encoded = after.next++;
       }
-      dropped = {old.tokens, pages};
+      dropped = {old.tokens, pages, dropped.longest};
     }
     model_ = std::move(after);
   }
@@ -435,6 +457,12 @@ std::vector<Trial> setups() {
   small_window.config.window = 1;
   small_window.config.layers = 1;
   all.push_back(small_window);
+  Trial rollback{"window_rollback", config("tq6", "tq4", 1, 1)};
+  rollback.config.window = 70;
+  rollback.config.window_sinks = 70;
+  rollback.config.rollback_tokens = 200;
+  rollback.config.layers = 1;
+  all.push_back(rollback);
   Trial full{"capacity", config("tq6", "tq4", 1, 1)};
   full.config.capacity_tokens = 20 * 64 + 63;
   all.push_back(full);

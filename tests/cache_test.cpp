@@ -209,6 +209,7 @@ TEST(Fork, SequenceIdsAreNeverUsedAgain) {
 TEST(Window, FreesPagesThatNoQueryCanSee) {
   CacheConfig config = small_config();
   config.window = 100;
+  config.sink_pages = config.tail_pages = 1;
   config.window_sinks = 4;
   Cache cache = make(config);
   const SequenceId id = cache.add_sequence();
@@ -236,6 +237,7 @@ TEST(Window, FreesPagesThatNoQueryCanSee) {
 TEST(Window, TruncationNeverUncoversReleasedTokens) {
   CacheConfig config = small_config();
   config.window = 100;
+  config.sink_pages = config.tail_pages = 1;
   config.window_sinks = 70;  // two pages
   Cache cache = make(config);
   const SequenceId id = cache.add_sequence();
@@ -281,6 +283,7 @@ TEST(Capacity, CountsDistinctPagesAndRefusesAllOrNothing) {
 TEST(Capacity, AWindowFreesItsPagesInTheSameStep) {
   CacheConfig config = small_config();
   config.window = 64;
+  config.sink_pages = config.tail_pages = 1;
   config.capacity_tokens = 4 * 64;
   Cache cache = make(config);
   const SequenceId id = cache.add_sequence();

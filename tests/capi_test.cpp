@@ -30,7 +30,7 @@ std::vector<float> gaussian(std::size_t count, std::uint64_t seed) {
 }
 
 kvant_tensor tensor(const std::vector<float>& x, std::int64_t heads) {
-  return {x.data(), KVANT_F32, {static_cast<std::int64_t>(x.size()) / heads / kDim, heads, kDim}, {}};
+  return {x.data(), KVANT_F32, {static_cast<std::int64_t>(x.size()) / heads / kDim, heads, kDim}, {}, 0};
 }
 
 // The same tokens in a C cache and a C++ cache.
@@ -72,7 +72,7 @@ struct Twins {
     kvant_plan* c_plan = nullptr;
     ASSERT_EQ(kvant_plan_create(c_cache, &c_sequence, 1, &c_options, &c_plan), KVANT_OK) << kvant_last_error();
     const kvant_tensor c_q = tensor(q, kQHeads);
-    const kvant_mutable_tensor c_view{c_out.data(), KVANT_F32, {rows, kQHeads, kDim}, {}};
+    const kvant_mutable_tensor c_view{c_out.data(), KVANT_F32, {rows, kQHeads, kDim}, {}, 0};
     kvant_run_options run_options;
     kvant_run_options_init(&run_options, sizeof run_options);
     run_options.lse = c_lse.data();
@@ -120,9 +120,24 @@ TEST(CApi, EveryAttentionOptionIsPassedThrough) {
   same("bidirectional", [](auto& c, auto& o) { c.is_causal = 0, o.mask = Mask::bidirectional(); });
   same("window", [](auto& c, auto& o) { c.window = 40, o.mask = Mask::sliding(40); });
   same("window and sinks", [](auto& c, auto& o) { c.window = 40, c.window_sinks = 5, o.mask = Mask::sliding(40, 5); });
+  same("window without causality", [](auto& c, auto& o) {
+    c.is_causal = 0, c.window = 40, c.window_sinks = 5, o.mask = Mask::bounded_below(40, 5);
+  });
   same("mask tensor", [&](auto& c, auto& o) {
-    c.mask = {mask.data(), KVANT_F32, {1, 1, 3, kTokens}, {}};  // strides left out: contiguous
+    c.mask = {mask.data(), KVANT_F32, {1, 1, 3, kTokens}, {}, 0};  // strides left out: contiguous
     o.mask.tensor = {mask.data(), Dtype::f32, {1, 1, 3, kTokens}, {3 * kTokens, 3 * kTokens, kTokens, 1}};
+  });
+  same("mask tensor from a later key", [&](auto& c, auto& o) {
+    c.mask = {mask.data(), KVANT_F32, {1, 1, 3, kTokens - 70}, {}, 70};
+    o.mask.tensor = {mask.data(), Dtype::f32, {1, 1, 3, kTokens - 70}, {0, 0, kTokens - 70, 1}, 70};
+  });
+  same("mask tensor that repeats", [&](auto& c, auto& o) {
+    c.mask = {mask.data(), KVANT_F32, {1, kQHeads, 3, kTokens}, {0, 0, 0, 1}, 0};  // not all strides are left out
+    o.mask.tensor = {mask.data(), Dtype::f32, {1, 1, 1, kTokens}, {0, 0, 0, 1}};
+  });
+  same("mask tensor that repeats by key", [&](auto& c, auto& o) {
+    c.mask = {mask.data(), KVANT_F32, {1, kQHeads, 3, kTokens}, {0, 0, 1, 0}, 70};
+    o.mask.tensor = {mask.data(), Dtype::f32, {1, 1, 3, 1}, {0, 0, 1, 0}, 70};
   });
   same(
       "sink logits", [](auto&, auto&) {}, sinks.data());
@@ -138,6 +153,35 @@ TEST(CApi, EveryAttentionOptionIsPassedThrough) {
     c.isa = "scalar", o.isa = "scalar";
     c.backend = "cpu", o.backend = "cpu";
   });
+}
+
+TEST(CApi, SequencesWithoutQueriesHaveNoRows) {
+  Twins twins;
+  kvant_sequence other = 0;
+  ASSERT_EQ(kvant_cache_add_sequence(twins.c_cache, &other), KVANT_OK);
+  kvant_attention_options options;
+  kvant_attention_options_init(&options, sizeof options);
+  options.q_heads = kQHeads;
+  const kvant_sequence both[] = {other, twins.c_sequence};
+  for (const std::int32_t queries : {0, 1}) {
+    const std::int32_t lens[] = {0, queries};
+    options.q_lens = lens;
+    kvant_plan* plan = nullptr;
+    ASSERT_EQ(kvant_plan_create(twins.c_cache, both, 2, &options, &plan), KVANT_OK) << kvant_last_error();
+    kvant_plan_facts facts{};
+    facts.struct_size = sizeof facts;
+    EXPECT_EQ(kvant_plan_describe(plan, &facts), KVANT_OK);
+    EXPECT_EQ(facts.total_queries, queries);
+    std::vector<float> q(static_cast<std::size_t>(queries) * kQHeads * kDim, 1.0f), out(q.size());
+    const kvant_tensor c_q = tensor(q, kQHeads);
+    kvant_mutable_tensor c_out{};
+    c_out.data = out.data(), c_out.shape[0] = queries, c_out.shape[1] = kQHeads, c_out.shape[2] = kDim;
+    EXPECT_EQ(kvant_run(plan, 0, &c_q, &c_out, nullptr), KVANT_OK) << kvant_last_error();
+    if (queries > 0) {
+      EXPECT_NE(out, std::vector<float>(out.size()));
+    }
+    kvant_plan_destroy(plan);
+  }
 }
 
 TEST(CApi, EveryCacheOptionIsPassedThrough) {
@@ -157,6 +201,7 @@ TEST(CApi, EveryCacheOptionIsPassedThrough) {
       [](auto& c, auto& o) { c.sink_pages = o.sink_pages = 0, c.tail_pages = o.tail_pages = 0; },
       [](auto& c, auto& o) { c.exact_dtype = KVANT_BF16, o.exact = Dtype::bf16; },
       [](auto& c, auto& o) { c.window = o.window = 100, c.window_sinks = o.window_sinks = 4; },
+      [](auto& c, auto& o) { c.window = o.window = 2000, c.rollback_tokens = o.rollback_tokens = 300; },
       [](auto& c, auto& o) { c.capacity_tokens = o.capacity_tokens = 6400; },
       [](auto& c, auto& o) { c.isa = "scalar", o.isa = "scalar", c.threads = o.threads = 1; },
       [](auto& c, auto& o) { c.k_basis = KVANT_BASIS_NONE, o.k_basis = BasisKind::none; },
@@ -176,6 +221,80 @@ TEST(CApi, EveryCacheOptionIsPassedThrough) {
     ASSERT_EQ(kvant_cache_memory(twins.c_cache, &memory), KVANT_OK);
     EXPECT_EQ(memory.total_bytes, twins.cache->memory().total());
   }
+}
+
+TEST(CApi, BatchStridesArePassedThrough) {
+  // [batch, heads, tokens, head_dim] for all tensors of a batch of two, with 3 tokens each and room for 5.
+  constexpr std::int64_t kBatch = 2, kRows = 3, kRoom = 5;
+  kvant_cache_config config;
+  kvant_cache_config_init(&config, sizeof config);
+  config.kv_heads = kKvHeads;
+  config.head_dim = kDim;
+  config.k = config.v = "f32";
+  kvant_cache* cache = nullptr;
+  ASSERT_EQ(kvant_cache_create(&config, &cache), KVANT_OK) << kvant_last_error();
+  kvant_sequence ids[kBatch];
+  const std::int64_t tokens[kBatch] = {kRows, kRows};
+  for (kvant_sequence& id : ids) ASSERT_EQ(kvant_cache_add_sequence(cache, &id), KVANT_OK);
+  ASSERT_EQ(kvant_cache_reserve(cache, ids, tokens, kBatch), KVANT_OK) << kvant_last_error();
+  const auto by_head = [](auto& view, auto* data, std::int64_t heads) {
+    view = {data, KVANT_F32, {kRows, heads, kDim}, {kDim, kRoom * kDim, 1}, heads * kRoom * kDim};
+  };
+  const std::vector<float> k = gaussian(kBatch * kKvHeads * kRoom * kDim, 11);
+  const std::vector<float> v = gaussian(k.size(), 12), q = gaussian(kBatch * kQHeads * kRoom * kDim, 13);
+  kvant_tensor keys, values, queries;
+  by_head(keys, k.data(), kKvHeads);
+  by_head(values, v.data(), kKvHeads);
+  by_head(queries, q.data(), kQHeads);
+  ASSERT_EQ(kvant_cache_write(cache, ids, kBatch, 0, &keys, &values), KVANT_OK) << kvant_last_error();
+  std::vector<float> read(kRows * kKvHeads * kDim);
+  const kvant_mutable_tensor read_keys{read.data(), KVANT_F32, {kRows, kKvHeads, kDim}, {}, 0};
+  for (std::int64_t b = 0; b < kBatch; ++b) {
+    ASSERT_EQ(kvant_cache_read(cache, ids[b], 0, 0, kRows, &read_keys, nullptr), KVANT_OK) << kvant_last_error();
+    for (std::int64_t i = 0; i < static_cast<std::int64_t>(read.size()); ++i) {
+      const std::int64_t row = i / (kKvHeads * kDim), head = i / kDim % kKvHeads;
+      ASSERT_EQ(read[static_cast<std::size_t>(i)],
+                k[static_cast<std::size_t>(((b * kKvHeads + head) * kRoom + row) * kDim + i % kDim)]);
+    }
+  }
+
+  kvant_attention_options options;
+  kvant_attention_options_init(&options, sizeof options);
+  options.q_heads = kQHeads;
+  options.q_len = kRows;
+  kvant_plan* plan = nullptr;
+  ASSERT_EQ(kvant_plan_create(cache, ids, kBatch, &options, &plan), KVANT_OK) << kvant_last_error();
+  std::vector<float> out(q.size(), -1);
+  kvant_mutable_tensor output;
+  by_head(output, out.data(), kQHeads);
+  ASSERT_EQ(kvant_run(plan, 0, &queries, &output, nullptr), KVANT_OK) << kvant_last_error();
+  // The first query sees one key: its output is that key's value.
+  for (std::int64_t b = 0; b < kBatch; ++b) {
+    for (std::int64_t i = 0; i < kQHeads * kDim; ++i) {
+      const std::int64_t head = i / kDim, kv_head = head / (kQHeads / kKvHeads);
+      const float value = v[static_cast<std::size_t>((b * kKvHeads + kv_head) * kRoom * kDim + i % kDim)];
+      ASSERT_NEAR(out[static_cast<std::size_t>((b * kQHeads + head) * kRoom * kDim + i % kDim)], value, 1e-4);
+    }
+  }
+  kvant_plan_destroy(plan);
+  kvant_cache_destroy(cache);
+}
+
+TEST(CApi, BeamsAreReordered) {
+  Twins twins;
+  kvant_sequence ids[2] = {twins.c_sequence, 0};
+  ASSERT_EQ(kvant_cache_add_sequence(twins.c_cache, &ids[1]), KVANT_OK);
+  const std::int64_t both[] = {0, 0}, wrong[] = {0, 2};
+  EXPECT_EQ(kvant_cache_reorder(twins.c_cache, ids, wrong, 2), KVANT_INVALID_ARGUMENT);
+  EXPECT_NE(std::strstr(kvant_last_error(), "parents[1] = 2"), nullptr) << kvant_last_error();
+  EXPECT_EQ(kvant_cache_reorder(twins.c_cache, ids, nullptr, 2), KVANT_INVALID_ARGUMENT);
+  std::int64_t length = -1;
+  EXPECT_EQ(kvant_cache_length(twins.c_cache, ids[1], &length), KVANT_OK);
+  EXPECT_EQ(length, 0);
+  ASSERT_EQ(kvant_cache_reorder(twins.c_cache, ids, both, 2), KVANT_OK) << kvant_last_error();
+  twins.c_sequence = ids[1];
+  twins.expect_same(3, [](auto&, auto&) {});
+  EXPECT_EQ(kvant_cache_reorder(twins.c_cache, nullptr, nullptr, 0), KVANT_OK) << kvant_last_error();
 }
 
 TEST(CApi, StructsMayBeOlderOrNewerThanTheLibrary) {

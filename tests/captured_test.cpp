@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kvant/io.hpp"
+#include "support/paths.hpp"
 #include "support/temporary_directory.hpp"
 
 namespace kvant::io {
@@ -147,7 +148,7 @@ TEST(CapturedLayers, RefusalsNameTheTensorAndWhatFits) {
 }
 
 TEST(CapturedLayers, TheTensorsOfThisRepositoryAreWhatTheirReadmeSays) {
-  const auto file = SafeTensors::open(KVANT_SOURCE_DIR "/data/gemma4-nano-qkv.safetensors");
+  const auto file = SafeTensors::open(test::source_path("data/gemma4-nano-qkv.safetensors"));
   ASSERT_TRUE(file.ok()) << file.message();
   const auto layers = read_captured_layers(*file);
   ASSERT_TRUE(layers.ok()) << layers.message();

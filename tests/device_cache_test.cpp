@@ -75,6 +75,18 @@ class FakeStore final : public core::DeviceStore {
     });
     return {};
   }
+  Status decode(std::span<const core::DeviceRange> ranges, int layer, const MutableTensorView& keys,
+                const MutableTensorView& values, Stream) override {
+    enqueue([=, this, all = std::vector<core::DeviceRange>(ranges.begin(), ranges.end())] {
+      std::int64_t row = 0;
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        load_range(all[i], layer, keys, keys.batch_stride != 0 ? 0 : row, static_cast<std::int64_t>(i), false);
+        load_range(all[i], layer, values, values.batch_stride != 0 ? 0 : row, static_cast<std::int64_t>(i), true);
+        row += all[i].end - all[i].begin;
+      }
+    });
+    return {};
+  }
   Status download(Pool pool, std::int32_t slot, int layer, int head, std::byte* to, Stream) override {
     std::memcpy(to, block(pool, slot, layer, head), layout(pool).block_bytes);
     return {};
@@ -144,6 +156,32 @@ class FakeStore final : public core::DeviceStore {
       }
     }
   }
+  void load_range(const core::DeviceRange& r, int layer, const MutableTensorView& out, std::int64_t row,
+                  std::int64_t range, bool value) {
+    if (out.data == nullptr) return;
+    const std::int64_t length = r.begin == r.end ? 0
+                                : r.before_step  ? state_at(r.index).step_begin
+                                                 : state_at(r.index).length;
+    for (std::int64_t t = r.begin; t < r.end; ++t) {
+      ASSERT_LT(t, length);
+      const PageRef ref = page_at(r.index, t / kPageTokens);
+      const bool exact = ref.exact >= 0 && (ref.encoded < 0 || config.ends.exact(length, t / kPageTokens));
+      const Pool pool = exact ? Pool::exact : Pool::encoded;
+      ASSERT_GE(exact ? ref.exact : ref.encoded, 0);
+      const codec::SideLayout& side = value ? layout(pool).v : layout(pool).k;
+      std::vector<float> x(static_cast<std::size_t>(config.head_dim));
+      for (int head = 0; head < config.kv_heads; ++head) {
+        (value ? codec::load_row_v : codec::load_row_k)(side, config.head_dim,
+                                                        block(pool, exact ? ref.exact : ref.encoded, layer, head),
+                                                        static_cast<int>(t % kPageTokens), nullptr, x.data());
+        const BasisKind basis = exact ? BasisKind::none : value ? config.v_basis : config.k_basis;
+        codec::output_from_basis({.kind = basis}, config.head_dim, x.data(), 1.0f);
+        const std::int64_t at = range * out.batch_stride + (row + t - r.begin) * out.stride[0] + head * out.stride[1];
+        for (std::size_t j = 0; j < x.size(); ++j)
+          test::store_as(out.dtype, out.data, static_cast<std::size_t>(at) + j, x[j]);
+      }
+    }
+  }
   [[nodiscard]] std::vector<float> given(const TensorView& tensor, std::int64_t row, int head) const {
     std::vector<float> x(static_cast<std::size_t>(config.head_dim));
     const auto* from = static_cast<const float*>(tensor.data) + row * tensor.stride[0] + head * tensor.stride[1];
@@ -196,6 +234,11 @@ test::DeviceHooks hooks() {
   h.replay = [] {
     for (const auto& launch : FakeStore::newest->recording) launch();
   };
+  h.decode_into = [](std::size_t bytes, const std::function<void(void*)>& decode) {
+    std::vector<std::byte> out(bytes);
+    decode(out.data());
+    return out;
+  };
   // What a kernel finds there leads it where the host's tables lead.
   h.check_tables = [](const CacheImpl& cache, SequenceId id) {
     FakeStore& store = *FakeStore::newest;
@@ -247,6 +290,7 @@ TEST_P(DeviceCacheModel, HoldsWhatAHostCacheHolds) {
     replay.random_step();
     if (HasFailure()) return;
     replay.check_all();
+    if (i % 8 == 0) replay.check_decoded();
     if (HasFailure()) return;
   }
   EXPECT_GT(replay.replays, test::random_steps(500));
@@ -262,6 +306,8 @@ std::vector<Trial> trials() {
   window.window = 100;
   window.window_sinks = 4;
   all.push_back({"window", window});
+  window.rollback_tokens = 150;
+  all.push_back({"window_rollback", window});
   CacheConfig f16 = config(1, 1);
   f16.exact = Dtype::f16;
   all.push_back({"exact_f16", f16});
@@ -391,6 +437,70 @@ TEST(DeviceCache, PlacesAreFewAndComeBack) {
   ASSERT_TRUE(cache->remove(a).ok());
   EXPECT_TRUE(write_zeros(*cache, third, 3, zeros).ok());
   EXPECT_EQ(cache->device_index(third).value(), 0);
+}
+
+TEST(DeviceCache, BeamsHoldWhatThoseOfAHostCacheHold) {
+  for (const int ends : {0, 1, 2}) {
+    DeviceReplay replay(config(ends, ends), Dtype::f32, hooks());
+    replay.beams(120);
+    if (HasFailure()) return;
+    replay.check_all();
+    EXPECT_EQ(replay.device().length(replay.ids()[3]).value(), 150 + 120 + 2 * 24);
+    replay.remove_all();
+  }
+}
+
+TEST(DeviceCache, ReorderedSequencesKeepTheirPlaces) {
+  CacheConfig c = config(1, 1);
+  c.max_sequences = 2;
+  const auto cache = CacheImpl::create(c, &kFake).value();
+  std::vector<float> zeros;
+  const SequenceId a = cache->add_sequence(), b = cache->add_sequence(), third = cache->add_sequence();
+  ASSERT_TRUE(write_zeros(*cache, a, 300, zeros).ok());
+  ASSERT_TRUE(write_zeros(*cache, b, 70, zeros).ok());
+  const std::int32_t place_a = cache->device_index(a).value(), place_b = cache->device_index(b).value();
+  const SequenceId two[] = {a, b};
+  const std::int64_t exchange[] = {1, 0};
+  ASSERT_TRUE(cache->reorder(two, exchange).ok());
+  EXPECT_EQ(cache->device_index(a).value(), place_a);
+  EXPECT_EQ(cache->device_index(b).value(), place_b);
+  ASSERT_TRUE(cache->flush({}).ok());
+  FakeStore& store = *FakeStore::newest;
+  EXPECT_EQ(store.state_at(place_a).length, 70);
+  EXPECT_EQ(store.state_at(place_b).length, 300);
+  const auto view = cache->view(b).value();
+  for (std::size_t p = 0; p < 5; ++p) EXPECT_EQ(store.page_at(place_b, static_cast<std::int64_t>(p)), view.pages[p]);
+  EXPECT_EQ(store.page_at(place_a, 4), PageRef{});
+  // A third becomes one of two that have all the places: refused, and nothing changed.
+  const SequenceId three[] = {a, b, third};
+  const std::int64_t all_a[] = {0, 0, 0};
+  const Status full = cache->reorder(three, all_a);
+  EXPECT_EQ(full.code(), Code::out_of_capacity);
+  EXPECT_NE(full.message().find("max_sequences"), std::string::npos) << full.message();
+  EXPECT_EQ(cache->length(a).value(), 70);
+  EXPECT_EQ(cache->length(b).value(), 300);
+}
+
+TEST(DeviceCache, RowsMustLieOneAfterAnother) {
+  const auto cache = CacheImpl::create(config(0, 0), &kFake).value();
+  const SequenceId ids[] = {cache->add_sequence(), cache->add_sequence()};
+  std::vector<float> zeros(1000);
+  const auto write = [&](std::int64_t first, std::int64_t second, std::int64_t batch_stride) {
+    const Append appends[] = {{ids[0], first}, {ids[1], second}};
+    EXPECT_TRUE(cache->reserve(appends).ok());
+    TensorView rows = TensorView::of(zeros.data(), std::max(first, second), 1, 32);
+    rows.batch_stride = batch_stride;
+    const Status status = cache->write(ids, 0, rows, rows);
+    for (const Append& a : appends) EXPECT_TRUE(cache->truncate(a.sequence, 0).ok());
+    return status;
+  };
+  EXPECT_TRUE(write(3, 3, 3 * 32).ok());
+  EXPECT_TRUE(write(3, 0, 7 * 32).ok());
+  for (const Status& status : {write(3, 3, 4 * 32), write(2, 3, 3 * 32)}) {
+    EXPECT_EQ(status.code(), Code::unsupported);
+    EXPECT_NE(status.message().find("keys.batch_stride"), std::string::npos) << status.message();
+    EXPECT_NE(status.message().find("copy them"), std::string::npos) << status.message();
+  }
 }
 
 TEST(DeviceCache, Refusals) {

@@ -15,8 +15,8 @@ namespace {
 
 struct Seen {
   int flushes = 0, runs = 0, layer = -1;
-  std::vector<std::int32_t> indices;
-  std::vector<std::int64_t> lengths;
+  std::vector<core::DeviceSequence> sequences;
+  std::int32_t batch = 0;
   AttentionOptions options;
   RunOptions run;
 } seen;
@@ -30,6 +30,10 @@ class FakeStore final : public core::DeviceStore {
   Status flush(Stream) override { return ++seen.flushes, Status(); }
   Status advance(std::span<const core::DeviceAppend>, Stream) override { return {}; }
   Status write(std::span<const core::DeviceAppend>, int, const TensorView&, const TensorView&, Stream) override {
+    return {};
+  }
+  Status decode(std::span<const core::DeviceRange>, int, const MutableTensorView&, const MutableTensorView&,
+                Stream) override {
     return {};
   }
   Status download(core::Pool, std::int32_t, int, int, std::byte*, Stream) override { return {}; }
@@ -92,6 +96,16 @@ class DevicePlans : public testing::Test {
     run.workspace = {reinterpret_cast<std::byte*>(device_memory()), 640};
     return run;
   }
+  static void expect_seen(const std::vector<core::DeviceSequence>& sequences, std::int32_t batch) {
+    ASSERT_EQ(seen.sequences.size(), sequences.size());
+    EXPECT_EQ(seen.batch, batch);
+    for (std::size_t i = 0; i < sequences.size(); ++i) {
+      EXPECT_EQ(seen.sequences[i].index, sequences[i].index) << i;
+      EXPECT_EQ(seen.sequences[i].q_len, sequences[i].q_len) << i;
+      EXPECT_EQ(seen.sequences[i].batch, sequences[i].batch) << i;
+      EXPECT_EQ(seen.sequences[i].length, sequences[i].length) << i;
+    }
+  }
   static void expect_refused(const Status& status, Code code, const std::string& words) {
     EXPECT_EQ(status.code(), code) << status.message();
     EXPECT_NE(status.message().find(words), std::string::npos) << status.message();
@@ -107,8 +121,7 @@ TEST_F(DevicePlans, TheBackendGetsCheckedOptionsAndPlaces) {
   o.q_len = 3;
   o.softcap = 5;
   const Plan p = plan(cache, {second, first}, o).value();
-  EXPECT_EQ(seen.indices, (std::vector<std::int32_t>{1, 0}));
-  EXPECT_EQ(seen.lengths, (std::vector<std::int64_t>{70, 100}));
+  expect_seen({{1, 3, 0, 70}, {0, 3, 1, 100}}, 2);
   EXPECT_EQ(seen.options.q_lens, (std::vector<int>{3, 3}));
   EXPECT_EQ(seen.options.scale, 0.125);
   EXPECT_EQ(seen.options.softcap, 5);
@@ -120,6 +133,21 @@ TEST_F(DevicePlans, TheBackendGetsCheckedOptionsAndPlaces) {
   EXPECT_GT(p.kv_bytes(), 0);
   EXPECT_EQ(p.explain().rfind("backend    cuda on cuda", 0), 0u) << p.explain();
   EXPECT_NE(p.explain().find("kernel     remembers\n"), std::string::npos) << p.explain();
+}
+
+TEST_F(DevicePlans, TheBackendGetsNoSequenceWithoutQueries) {
+  const SequenceId first = add(cache, 100), second = add(cache, 70), third = add(cache, 300);
+  AttentionOptions o = options();
+  o.q_lens = {0, 3, 0, 2};
+  const Plan p = plan(cache, {third, second, cache.add_sequence(), first}, o).value();
+  expect_seen({{1, 3, 1, 70}, {0, 2, 3, 100}}, 4);
+  EXPECT_EQ(p.total_queries(), 5);
+  o.q_lens = {0, 0};
+  const Plan none = plan(cache, {first, second}, o).value();
+  expect_seen({}, 2);
+  run(none, 0, TensorView::of(nullptr, 0, 4, kDim), MutableTensorView::of(nullptr, 0, 4, kDim), with_workspace())
+      .value();
+  EXPECT_EQ(seen.runs, 0);
 }
 
 TEST_F(DevicePlans, KvBytesAreThoseOfTheSamePlanOnTheHost) {
@@ -151,7 +179,7 @@ TEST_F(DevicePlans, OptionsOfTheOtherBackendAreRefused) {
   refused([](auto& o) { o.split_keys = 64; }, "split_keys is 64");
   refused([](auto& o) { o.q_len = 101; }, "q_len of sequence 0 of the batch is 101");
   refused([](auto& o) { o.q_heads = 3; }, "q_heads is 3");
-  EXPECT_EQ(seen.indices.size(), 0u);  // the backend saw none of them
+  EXPECT_EQ(seen.sequences.size(), 0u);  // the backend saw none of them
   AttentionOptions o = options();
   o.backend = "cuda";
   EXPECT_TRUE(plan(cache, {id}, o).ok());
@@ -172,11 +200,19 @@ TEST_F(DevicePlans, MasksAreCheckedByShapeAndNotLookedInto) {
   o.mask.tensor.shape[3] = 100;
   o.mask.tensor.data = reinterpret_cast<const void*>(std::uintptr_t{0x1001});
   expect_refused(plan(cache, {id}, o).status(), Code::invalid_argument, "not aligned");
+  o.mask.tensor.data = device_memory();
+  o.mask.tensor.first_key = 30;
+  o.mask.tensor.shape[3] = 70;
+  EXPECT_TRUE(plan(cache, {id}, o).ok());
+  EXPECT_EQ(seen.options.mask.tensor.first_key, 30);
+  o.mask.tensor.shape[3] = 69;
+  expect_refused(plan(cache, {id}, o).status(), Code::invalid_argument, "at least 70 from first_key 30 on");
 }
 
 TEST_F(DevicePlans, ReleasedPagesAreRefused) {
   CacheConfig c = config();
   c.window = 64;
+  c.sink_pages = c.tail_pages = 1;
   Cache windowed = Cache::create(c).value();
   const SequenceId id = add(windowed, 400);
   step(windowed, id, 1);  // queries of the first step could see all of it
@@ -184,6 +220,10 @@ TEST_F(DevicePlans, ReleasedPagesAreRefused) {
   AttentionOptions o = options();
   o.mask = Mask::sliding(64);
   EXPECT_TRUE(plan(windowed, {id}, o).ok());
+  o.mask = Mask::bounded_below(64);
+  o.mask.tensor = {device_memory(), Dtype::boolean, {1, 1, 1, 401}, {401, 401, 401, 1}};
+  EXPECT_TRUE(plan(windowed, {id}, o).ok());
+  EXPECT_FALSE(seen.options.mask.is_causal);
 }
 
 TEST_F(DevicePlans, RunsCheckTheirArguments) {
@@ -213,7 +253,22 @@ TEST_F(DevicePlans, RunsCheckTheirArguments) {
   refused(run(p, 0, rows(1, 4), out(1), bad), "workspace has 639 bytes");
   bad.workspace = {reinterpret_cast<std::byte*>(std::uintptr_t{0x1010}), 640};
   refused(run(p, 0, rows(1, 4), out(1), bad), "aligned");
+  bad = good;
+  bad.executor.execute = [](void*, int, void (*)(void*, int), void*) {};
+  refused(run(p, 0, rows(1, 4), out(1), bad), "executor is set");
   EXPECT_EQ(seen.runs, 1);
+}
+
+TEST_F(DevicePlans, RowsMustLieOneAfterAnother) {
+  const SequenceId id = add(cache, 100);
+  const Plan one = plan(cache, {id}, options()).value();
+  TensorView q = rows(1, 4);
+  q.batch_stride = 12345;
+  EXPECT_TRUE(run(one, 0, q, out(1), with_workspace()).ok());  // of the only sequence, they lie where they lie
+  const Plan two = plan(cache, {id, add(cache, 50)}, options()).value();
+  expect_refused(run(two, 0, q, out(2), with_workspace()), Code::unsupported, "q.batch_stride = 12345");
+  q.batch_stride = q.stride[0];
+  EXPECT_TRUE(run(two, 0, q, out(2), with_workspace()).ok());
 }
 
 TEST_F(DevicePlans, StayValidWhileTheirSequencesLive) {
@@ -257,8 +312,8 @@ const DeviceBackend* device_backend() {
                                      return std::unique_ptr<DeviceStore>(new test::FakeStore);
                                    },
                                    [](const DevicePlanConfig& c) -> Result<std::unique_ptr<DevicePlan>> {
-                                     test::seen.indices.assign(c.indices.begin(), c.indices.end());
-                                     test::seen.lengths.assign(c.lengths.begin(), c.lengths.end());
+                                     test::seen.sequences.assign(c.sequences.begin(), c.sequences.end());
+                                     test::seen.batch = c.batch;
                                      test::seen.options = *c.options;
                                      return std::unique_ptr<DevicePlan>(new test::FakePlan);
                                    },

@@ -14,6 +14,7 @@
 #include "codec/basis.hpp"
 #include "codec/store.hpp"
 #include "support/draw.hpp"
+#include "support/paths.hpp"
 
 namespace kvant {
 namespace {
@@ -71,7 +72,7 @@ std::string rotation_hash(int head_dim) {
 
 TEST(Frozen, HashesHaveNotChanged) {
   std::map<std::string, std::string> frozen;
-  std::ifstream file(KVANT_SOURCE_DIR "/tests/frozen/hashes.txt");
+  std::ifstream file(test::source_path("tests/frozen/hashes.txt"));
   for (std::string name, head_dim, hash; file >> name >> head_dim >> hash;) frozen[name + " " + head_dim] = hash;
   const auto check = [&](const std::string& name, const std::string& hash) {
     EXPECT_EQ(frozen[name], hash) << "line now: " << name << " " << hash;
@@ -137,7 +138,7 @@ std::string worked_example() {
 }
 
 TEST(Frozen, TheExampleInTheDocumentIsTrue) {
-  std::ifstream file(KVANT_SOURCE_DIR "/docs/formats.md");
+  std::ifstream file(test::source_path("docs/formats.md"));
   std::stringstream text;
   text << file.rdbuf();
   EXPECT_NE(text.str().find(worked_example()), std::string::npos) << "the example is now:\n" << worked_example();

@@ -53,14 +53,14 @@ const PlanCase kPlanCases[] = {
     {"no_query_heads", [](auto& o) { o.q_heads = 0; }, {"q_heads", "0"}},
     {"negative_query_heads", [](auto& o) { o.q_heads = -4; }, {"q_heads", "-4"}},
     {"query_heads_not_a_multiple", [](auto& o) { o.q_heads = 3; }, {"q_heads", "3", "kv_heads", "2"}},
-    {"no_queries", [](auto& o) { o.q_len = 0; }, {"q_len", "0"}},
+    {"no_queries", [](auto& o) { o.q_len = 0; }, {"q_len", "0", "q_lens"}},
     {"negative_queries", [](auto& o) { o.q_len = -1; }, {"q_len", "-1"}},
     {"more_queries_than_tokens", [](auto& o) { o.q_len = 71; }, {"q_len", "71", "70"}},
-    {"ragged_no_queries",
+    {"ragged_negative_queries",
      [](auto& o) {
-       o.q_lens = {1, 0};
+       o.q_lens = {0, -1};
      },
-     {"q_len", "sequence 1", "0"}},
+     {"q_len", "sequence 1", "-1", "0 to"}},
     {"ragged_more_queries_than_tokens",
      [](auto& o) {
        o.q_lens = {100, 71};
@@ -88,12 +88,12 @@ const PlanCase kPlanCases[] = {
      {"alibi_slopes", "nan"}},
     {"window_negative", [](auto& o) { o.mask.window = -1; }, {"window", "-1"}},
     {"window_sinks_negative", [](auto& o) { o.mask = Mask::sliding(8, -2); }, {"window_sinks", "-2"}},
-    {"window_without_causal",
+    {"window_sinks_without_window",
      [](auto& o) {
        o.mask = Mask::bidirectional();
-       o.mask.window = 8;
+       o.mask.window_sinks = 8;
      },
-     {"window", "Mask::sliding"}},
+     {"window_sinks", "8", "without a window"}},
     {"mask_batch",
      [](auto& o) {
        set_mask(o, {3, 1, 1, 1});
@@ -115,6 +115,30 @@ const PlanCase kPlanCases[] = {
        set_mask(o, {1, 1, 1, 99});
      },
      {"mask", "99", "100"}},
+    {"mask_keys_from_its_first",
+     [](auto& o) {
+       set_mask(o, {1, 1, 1, 59});
+       o.mask.tensor.first_key = 40;
+     },
+     {"mask", "59", "60", "first_key 40"}},
+    {"mask_first_key_negative",
+     [](auto& o) {
+       set_mask(o, {1, 1, 1, 200});
+       o.mask.tensor.first_key = -1;
+     },
+     {"first_key", "-1", "0 to"}},
+    {"mask_first_key_beyond_memory",
+     [](auto& o) {
+       set_mask(o, {1, 1, 1, 200});
+       o.mask.tensor.first_key = std::numeric_limits<std::int64_t>::max();
+     },
+     {"first_key", "9223372036854775807", "0 to"}},
+    {"mask_no_keys_past_the_last",
+     [](auto& o) {
+       set_mask(o, {1, 1, 1, 0});
+       o.mask.tensor.first_key = 100;
+     },
+     {"mask", "keys", "0", "at least 1"}},
     {"mask_empty",
      [](auto& o) {
        set_mask(o, {1, 1, 1, 0});
@@ -197,6 +221,12 @@ TEST(PlanRefusesSequences, TokensThatTheCacheReleased) {
   options.mask = Mask::sliding(64, 4);
   expect_refused(plan(world.cache, {world.ids[0]}, options).status(), Code::invalid_argument, {"window_sinks", "4"});
   options.mask = Mask::sliding(64);
+  EXPECT_TRUE(plan(world.cache, {world.ids[0]}, options).ok());
+  // Without causality, too, the window must be the cache's at most.
+  options.mask = Mask::bounded_below(400);
+  expect_refused(plan(world.cache, {world.ids[0]}, options).status(), Code::invalid_argument,
+                 {"window", "64", "Mask::bounded_below"});
+  options.mask = Mask::bounded_below(64);
   EXPECT_TRUE(plan(world.cache, {world.ids[0]}, options).ok());
 }
 

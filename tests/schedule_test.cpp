@@ -89,7 +89,7 @@ TEST(Schedule, EveryPageIsInOneItem) {
 
 // Pages that some query sees, by asking every query about every key.
 std::vector<bool> seen_pages(const AttendParams& p, int length, int q_len) {
-  const base::Visibility rule{p.causal, p.window, p.window_sinks};
+  const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
   std::vector<bool> seen(static_cast<std::size_t>(pages_of(length)));
   for (int i = 0; i < q_len; ++i) {
     for (int key = 0; key < length; ++key) {
@@ -105,11 +105,18 @@ TEST(Schedule, RunsAreThePagesThatSomeQuerySees) {
   for (int trial = 0; trial < 4000; ++trial) {
     AttendParams p = params_of(8, 1);
     p.causal = below(4) != 0;
-    p.window = p.causal && below(2) == 0 ? 1 + below(500) : 0;
+    p.window = below(2) == 0 ? 1 + below(500) : 0;
     p.window_sinks = p.window > 0 && below(2) == 0 ? below(200) : 0;
     p.cache.sink_pages = below(3), p.cache.tail_pages = below(3);
     const int length = 1 + below(900), q_len = 1 + below(std::min(length, 16));
-    const std::vector<bool> seen = seen_pages(p, length, q_len);
+    if (below(4) == 0) p.mask.first_key = below(length);
+    std::vector<bool> seen = seen_pages(p, length, q_len);
+    // Runs of sinks begin at page 0, also where a mask hides the first ones: there are few.
+    if (p.window > 0 && p.mask.first_key > 0) {
+      const auto begin = std::max<std::int64_t>(length - q_len - p.window + 1, p.mask.first_key);
+      const int sinks = std::min(pages_of(std::min(p.window_sinks, length)), static_cast<int>(begin) / kPageTokens);
+      std::fill_n(seen.begin(), std::min<int>(sinks, static_cast<int>(seen.size())), true);
+    }
     const int tail = std::max(length / kPageTokens - p.cache.tail_pages, p.cache.sink_pages);
     for (const bool exact : {false, true}) {
       const PageRuns runs = page_runs(visible_pages(p, length, q_len), exact);
@@ -123,8 +130,8 @@ TEST(Schedule, RunsAreThePagesThatSomeQuerySees) {
       std::sort(found.begin(), found.end());
       ASSERT_EQ(found, expected) << (exact ? "exact" : "encoded") << ", length " << length << ", q_len " << q_len
                                  << ", causal " << p.causal << ", window " << p.window << ", window sinks "
-                                 << p.window_sinks << ", sink pages " << p.cache.sink_pages << ", tail pages "
-                                 << p.cache.tail_pages;
+                                 << p.window_sinks << ", first key " << p.mask.first_key << ", sink pages "
+                                 << p.cache.sink_pages << ", tail pages " << p.cache.tail_pages;
     }
   }
 }

@@ -17,20 +17,24 @@
 namespace kvant {
 
 /// An additive (f32, f16, bf16) or boolean (one byte, non-zero = visible) mask over [batch, q_head, query, key].
-/// A dimension of size 1 broadcasts; strides are in elements. Keys are absolute positions, so the last dimension
-/// covers the longest sequence. The memory must stay valid, and unchanged, as long as plans made with it are used. For a
-/// cache on a device it is device memory, may change between runs, and must cover the lengths at each run.
+/// A dimension of size 1 or of stride 0 broadcasts; strides are in elements. Keys are absolute positions from first_key on, so
+/// the last dimension covers the longest sequence (of those that have queries) from there; keys before first_key are hidden,
+/// also where the key dimension broadcasts. The memory must stay valid, and unchanged, as long as plans made with it are
+/// used. For a cache on a device it is device memory, may change between runs, and must cover the lengths at each run.
 struct MaskTensor {
   const void* data = nullptr;
   Dtype dtype = Dtype::f32;
   std::array<std::int64_t, 4> shape{};
   std::array<std::int64_t, 4> stride{};
+  std::int64_t first_key = 0;  ///< position of the key of column 0
 };
 
 /// Who sees whom. Query i of a sequence stands at position length - q_len + i.
 struct Mask {
   bool is_causal = true;
-  std::int64_t window = 0;        ///< last W keys, the query's own included; 0: all. Needs is_causal
+  /// Last W keys, the query's own included; 0: all. Without is_causal a lower bound only: keys from position - W + 1 on, later
+  /// ones too.
+  std::int64_t window = 0;
   std::int64_t window_sinks = 0;  ///< first tokens that stay visible beyond the window
   MaskTensor tensor{};            ///< on top of the above; no data: none
 
@@ -46,12 +50,19 @@ struct Mask {
     m.window_sinks = sinks;
     return m;
   }
+  /// Bidirectional, but for keys that lie behind the window: what a mask tensor says of the others counts. For a tensor over a
+  /// cache whose window has released pages.
+  static Mask bounded_below(std::int64_t window, std::int64_t sinks = 0) {
+    Mask m = sliding(window, sinks);
+    m.is_causal = false;
+    return m;
+  }
 };
 
 struct AttentionOptions {
   int q_heads = 0;                    ///< a multiple of the cache's kv_heads
   int q_len = 1;                      ///< queries a sequence (the newest positions)
-  std::vector<int> q_lens{};          ///< ragged: one count a sequence; overrides q_len
+  std::vector<int> q_lens{};          ///< ragged: one count a sequence, overrides q_len; 0: no query in this run
   double scale = 0;                   ///< 0: 1 / sqrt(head_dim)
   double softcap = 0;                 ///< t = cap * tanh(s / cap); 0: none
   std::vector<float> alibi_slopes{};  ///< [q_heads]: logit -= slope * |query position - key position|
@@ -84,9 +95,9 @@ class KVANT_API Plan {
   std::shared_ptr<const PlanImpl> impl_;
 };
 
-/// A host's own threads in place of kvant's: `run` calls execute(self, workers, work, context) once, which must call
-/// work(context, i) once for every i in 0 .. workers - 1, on any threads and in any order, and return when all are done.
-/// Results do not depend on who ran what. `work` does not throw.
+/// A host's own threads in place of kvant's: `run` calls execute(self, workers, work, context) at most once (never for a plan
+/// of one thread). It must call work(context, i) once for every i in 0 .. workers - 1, on any threads and in any order, and
+/// return when all are done. Results do not depend on who ran what. `work` does not throw.
 struct Executor {
   void (*execute)(void* self, int workers, void (*work)(void* context, int worker), void* context) = nullptr;
   void* self = nullptr;
@@ -96,7 +107,8 @@ struct RunOptions {
   Stream stream{};       ///< caches on a device: where the launches go; tensors and lse are then device memory
   float* lse = nullptr;  ///< [total_queries, q_heads]: natural log of the softmax denominator; -inf: no key
   const float* sink_logits = nullptr;  ///< [q_heads]: join the denominator only (gpt-oss)
-  Executor executor{};                 ///< none: OpenMP or std::thread, as built. For hosts that are threaded already
+  /// None: OpenMP or std::thread, as built. For hosts that are threaded already. Caches in host memory only.
+  Executor executor{};
   /// >= workspace_bytes(), 64-byte aligned; empty: the plan's own (one run at a time). Caches on a device need one in device
   /// memory (cudaMalloc's alignment will do); runs on one stream can share it, and it need not be cleared.
   std::span<std::byte> workspace{};
@@ -109,7 +121,8 @@ inline Result<Plan> plan(const Cache& cache, std::initializer_list<SequenceId> s
   return plan(cache, std::span<const SequenceId>(sequences.begin(), sequences.size()), options);
 }
 
-/// q: [total_queries, q_heads, head_dim], out: same shape, f32, f16 or bf16 each. Sequences' rows one after another.
+/// q: [total_queries, q_heads, head_dim], out: same shape, f32, f16 or bf16 each. Sequences' rows one after another. Where no
+/// sequence has a query a run does nothing, and data may be null.
 KVANT_API Status run(const Plan& plan, int layer, const TensorView& q, const MutableTensorView& out,
                      const RunOptions& options = {});
 

@@ -21,11 +21,17 @@ struct CacheConfig {
   int head_dim = 0;
   std::string k = "tq6";  ///< key format; see formats()
   std::string v = "tq4";  ///< value format
-  int sink_pages = 1;     ///< first pages kept exact (0 when both formats are dense)
-  int tail_pages = 1;  ///< newest full pages kept exact beside the one being filled; 0: encode every token as it comes
-  std::optional<Dtype> exact{};      ///< dtype of exact pages; unset: that of the first write, on a device bf16
-  std::int64_t window = 0;           ///< sliding window in tokens, 0: none. Pages no query can see any more are freed
-  std::int64_t window_sinks = 0;     ///< first tokens that stay visible beyond the window
+  /// First pages kept exact. -1: automatic, which is 1, but 0 where both formats are dense (as given numbers are, too) and
+  /// under a window below 1024: there exact ends take most of what compression saves.
+  int sink_pages = -1;
+  int tail_pages =
+      -1;  ///< newest full pages kept exact beside the one being filled, likewise; 0: encode tokens as they come
+  std::optional<Dtype> exact{};   ///< dtype of exact pages; unset: that of the first write, on a device bf16
+  std::int64_t window = 0;        ///< sliding window in tokens, 0: none. Pages no query can see any more are freed
+  std::int64_t window_sinks = 0;  ///< first tokens that stay visible beyond the window
+  /// With a window: how far a sequence can be truncated back, from the greatest length that it has had; pages stay so much
+  /// longer. Below 64, and 0: 64. For drafts of speculative decoding that may be rejected.
+  std::int64_t rollback_tokens = 0;
   std::int64_t capacity_tokens = 0;  ///< at most this many tokens in pages (whole pages, shared ones once); 0: no limit
   BasisKind k_basis = BasisKind::automatic;  ///< automatic: hadamard for tq formats, none otherwise
   BasisKind v_basis = BasisKind::automatic;
@@ -60,18 +66,25 @@ struct Append {
   std::int64_t tokens;
 };
 
+/// Tokens [begin, end) of a sequence.
+struct TokenRange {
+  SequenceId sequence;
+  std::int64_t begin;
+  std::int64_t end;
+};
+
 class CacheImpl;
 
 /// A cache on a device does what one in host memory does, to the same bytes, with these differences. Calls that take a
 /// stream only enqueue work on it (read and take_non_finite wait for it); all calls on one cache must be ordered by one
 /// stream, and tensors must stay as they are until it has come past. Input that is not finite, or above 65504, is stored
-/// so that what sees it becomes NaN, and take_non_finite tells. What fork, truncate and remove changed is sent with the
-/// next call that has a stream.
+/// so that what sees it becomes NaN, and take_non_finite tells. What fork, truncate, reorder and remove changed is sent
+/// with the next call that has a stream.
 ///
 /// Steps can be recorded in a CUDA graph. reserve_ahead takes slots for the tokens of steps to come; then record reserve,
 /// write and run: the recorded step counts as taken here, so launch the graph once for it. For each further launch call
-/// advance, before or after it, with tokens that were reserved ahead. After truncate or fork of a sequence, reserve ahead
-/// again before the next launch.
+/// advance, before or after it, with tokens that were reserved ahead. After truncate, fork or reorder of a sequence, reserve
+/// ahead again before the next launch.
 class KVANT_API Cache {
  public:
   /// Errors: invalid_argument for unknown formats, unsupported head_dim, counts out of range, bases of other shapes.
@@ -85,12 +98,21 @@ class KVANT_API Cache {
   [[nodiscard]] Format v_format() const noexcept;
 
   SequenceId add_sequence();
-  /// A new sequence with the same tokens; pages are shared until one side writes to them.
+  /// A new sequence with the same tokens; pages are shared until one side writes to them. Of a page that is written to, its
+  /// filled rows are copied (on a device, the whole page).
   Result<SequenceId> fork(SequenceId parent);
   Status remove(SequenceId sequence);
   /// Forgets all tokens from position `tokens` on. Truncating up to 64 tokens and going on gives the same bytes as
-  /// if they had never been appended.
+  /// if they had never been appended. Further back (CacheConfig::rollback_tokens), a page that was encoded stays encoded,
+  /// with the same codes, where the rule of exact ends would have it exact. Errors: invalid_argument for tokens outside 0
+  /// to the length, or released by the window.
   Status truncate(SequenceId sequence, std::int64_t tokens);
+  /// Beams in one call: sequences[i] becomes what sequences[parents[i]] was, for all i at once; ids stay. A parent named
+  /// several times is shared as fork does; what no entry names is forgotten, and so are slots reserved ahead, but for
+  /// those of a sequence that is its own parent. Where all are, nothing changes. All or nothing. Errors: invalid_argument
+  /// for spans of different sizes, a sequence given twice, parents outside 0 to count - 1, and a sequence whose newest step
+  /// is not written in every layer.
+  Status reorder(std::span<const SequenceId> sequences, std::span<const std::int64_t> parents);
   Result<std::int64_t> length(SequenceId sequence) const;
 
   /// One step, part one: advances the lengths and takes pages, for all layers, all or nothing. Errors: out_of_capacity.
@@ -103,7 +125,8 @@ class KVANT_API Cache {
   /// on the device. Errors: invalid_argument for tokens that were not reserved ahead (nothing changed).
   Status advance(std::span<const Append> appends);
   /// One step, part two, once per layer: keys and values of the tokens just reserved, the sequences' rows one after
-  /// another. keys, values: [sum of reserved tokens, kv_heads, head_dim] in f32, f16 or bf16.
+  /// another or by batch_stride. keys, values: [sum of reserved tokens, kv_heads, head_dim] in f32, f16 or bf16, with
+  /// batch_stride [most reserved tokens of a sequence, kv_heads, head_dim].
   /// Errors: non_finite (nothing changed), invalid_argument for shapes or a layer already written.
   Status write(std::span<const SequenceId> sequences, int layer, const TensorView& keys, const TensorView& values,
                Stream stream = {});
@@ -115,6 +138,14 @@ class KVANT_API Cache {
   /// tokens. From a device it copies whole pages, one by one: for tests and for looking inside.
   Status read(SequenceId sequence, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
               const MutableTensorView& values, Stream stream = {}) const;
+  /// The same for ranges of several sequences, into tensors in f32, f16 or bf16 where the cache lives: host memory, or
+  /// device memory (enqueued on the stream, and not waited for; a recorded decode follows the device's own lengths). keys,
+  /// values: the ranges' rows one after another, [sum of end - begin, kv_heads, head_dim], or, with a batch_stride, those
+  /// of range i from element i * batch_stride on, and shape[0] the most rows of any; either may have null data. Values are
+  /// rounded to nearest, ties to even; beyond the dtype's range they become infinite. A sequence may be named more than
+  /// once. Errors: as read.
+  Status decode(std::span<const TokenRange> ranges, int layer, const MutableTensorView& keys,
+                const MutableTensorView& values, Stream stream = {}) const;
   /// Waits for the stream: true if a device stored input that is not finite since the last call. Host caches refuse it
   /// when it is written, and answer false.
   Result<bool> take_non_finite(Stream stream = {});

@@ -81,7 +81,9 @@ enum {
 /* shape and stride: [tokens, heads, head_dim], strides in elements; stride all zero: contiguous, else stride[2] = 1.
  * batch_stride: 0 (default): the rows of a call's sequences lie one after another, shape[0] counts them all. Else the rows
  * of sequence i begin at element i * batch_stride, and shape[0] is the most rows that any sequence of the call has: a
- * tensor [batch, heads, tokens, head_dim] or [batch, tokens, heads, head_dim] can be given as it is. */
+ * tensor [batch, heads, tokens, head_dim] or [batch, tokens, heads, head_dim] can be given as it is. Strides of zeros mean
+ * contiguous [tokens, heads, head_dim] within a sequence then, too. Sequences are counted in the order of the call. On a device
+ * batch_stride must lead to the same rows as 0 (one sequence; as many rows each, one after another), or is unsupported. */
 typedef struct kvant_tensor {
   const void* data;
   kvant_dtype dtype;
@@ -154,7 +156,8 @@ typedef struct kvant_cache_config {
   int64_t max_sequences;       /* device only: sequences alive at once; 0 (default): 256 */
   int64_t max_sequence_tokens; /* device only: tokens of the longest sequence; 0 (default): capacity_tokens */
   int64_t rollback_tokens;     /* with a window: pages are released only when no sequence truncated by so many tokens
-                                  would see them. 0 (default): 64. Rejected drafts of speculative decoding */
+                                  would see them, from the greatest length it has had. 0 (default): 64. Rejected drafts
+                                  of speculative decoding */
 } kvant_cache_config;
 
 /* Caches on a device

@@ -65,15 +65,23 @@ KVANT_API std::span<const int> supported_head_dims() noexcept;
 KVANT_API bool is_supported_head_dim(int head_dim) noexcept;
 
 /// A read-only [tokens, heads, head_dim] tensor. Strides are in elements; the last one must be 1.
+///
+/// batch_stride says where the rows of a call's sequences lie, which are counted in the order of the call.
+///   0       one after another: those of a sequence begin after all those before them, and shape[0] counts them all
+///   other   sequence i's begin at element i * batch_stride, and shape[0] is the most rows that any sequence has. So a
+///           tensor [batch, heads, tokens, head_dim] or [batch, tokens, heads, head_dim] can be given as it is
+/// Rows that a call writes to must not overlap. On a device batch_stride is taken only where it leads to the same rows as
+/// 0 (a call of one sequence; as many rows each, and batch_stride = rows * stride[0]); else the call is unsupported.
 struct TensorView {
   const void* data = nullptr;
   Dtype dtype = Dtype::f32;
   std::array<std::int64_t, 3> shape{};
   std::array<std::int64_t, 3> stride{};
+  std::int64_t batch_stride = 0;
 
   static TensorView contiguous(const void* data, Dtype dtype, std::int64_t tokens, std::int64_t heads,
                                std::int64_t head_dim) {
-    return {data, dtype, {tokens, heads, head_dim}, {heads * head_dim, head_dim, 1}};
+    return {data, dtype, {tokens, heads, head_dim}, {heads * head_dim, head_dim, 1}, 0};
   }
   static TensorView of(const float* data, std::int64_t tokens, std::int64_t heads, std::int64_t head_dim) {
     return contiguous(data, Dtype::f32, tokens, heads, head_dim);
@@ -86,10 +94,11 @@ struct MutableTensorView {
   Dtype dtype = Dtype::f32;
   std::array<std::int64_t, 3> shape{};
   std::array<std::int64_t, 3> stride{};
+  std::int64_t batch_stride = 0;
 
   static MutableTensorView contiguous(void* data, Dtype dtype, std::int64_t tokens, std::int64_t heads,
                                       std::int64_t head_dim) {
-    return {data, dtype, {tokens, heads, head_dim}, {heads * head_dim, head_dim, 1}};
+    return {data, dtype, {tokens, heads, head_dim}, {heads * head_dim, head_dim, 1}, 0};
   }
   static MutableTensorView of(float* data, std::int64_t tokens, std::int64_t heads, std::int64_t head_dim) {
     return contiguous(data, Dtype::f32, tokens, heads, head_dim);

@@ -29,6 +29,10 @@ from ._tools import bf16, calibrate, eval, formats, info, merge, version
 
 __version__ = version()
 
+for _name in ("BadFile", "FileError", "InternalError", "InvalidArgument", "KvantError", "NonFinite", "OutOfCapacity",
+              "OutOfMemory", "Stale", "Unsupported"):  # tracebacks name them as users do
+    globals()[_name].__module__ = "kvant"
+
 __all__ = [
     "BadFile",
     "Bases",

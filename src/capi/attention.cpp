@@ -27,6 +27,7 @@ Result<MaskTensor> to_mask(const kvant_mask_tensor& given) {
   const auto dtype = to_dtype("options.mask", given.dtype);
   if (!dtype) return dtype.status();
   mask.data = given.data;
+  mask.first_key = given.first_key;
   mask.dtype = *dtype;
   const bool contiguous = given.stride[0] == 0 && given.stride[1] == 0 && given.stride[2] == 0 && given.stride[3] == 0;
   std::int64_t stride = 1;
@@ -136,6 +137,7 @@ kvant_status kvant_run(const kvant_plan* plan, int32_t layer, const kvant_tensor
                       {.stream = {given.stream},
                        .lse = given.lse,
                        .sink_logits = given.sink_logits,
+                       .executor = {given.executor.execute, given.executor.self},
                        .workspace = {static_cast<std::byte*>(given.workspace), given.workspace_size}});
   });
 }

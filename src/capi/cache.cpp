@@ -14,8 +14,8 @@ kvant_cache_config default_config() {
   kvant_cache_config config{};
   config.struct_size = sizeof config;
   config.layers = 1;
-  config.sink_pages = 1;
-  config.tail_pages = 1;
+  config.sink_pages = -1;
+  config.tail_pages = -1;
   config.exact_dtype = -1;
   config.k = "tq6";
   config.v = "tq4";
@@ -93,6 +93,7 @@ Result<CacheConfig> to_config(const kvant_cache_config* pointer) {
   if (given.device != nullptr) config.device = given.device;
   if (given.max_sequences != 0) config.max_sequences = given.max_sequences;
   config.max_sequence_tokens = given.max_sequence_tokens;
+  config.rollback_tokens = given.rollback_tokens;
   return config;
 }
 
@@ -162,6 +163,17 @@ kvant_status kvant_cache_truncate(kvant_cache* cache, kvant_sequence sequence, i
   return guarded([&]() -> kvant::Status {
     if (cache == nullptr) return null_argument("cache");
     return cache->cache->truncate(kvant::SequenceId{sequence}, tokens);
+  });
+}
+
+kvant_status kvant_cache_reorder(kvant_cache* cache, const kvant_sequence* sequences, const int64_t* parents,
+                                 int64_t count) {
+  return guarded([&]() -> kvant::Status {
+    if (cache == nullptr) return null_argument("cache");
+    const auto ids = to_sequences(sequences, count);
+    if (!ids) return ids.status();
+    if (count > 0 && parents == nullptr) return null_argument("parents");
+    return cache->cache->reorder(*ids, {parents, ids->size()});
   });
 }
 
@@ -266,6 +278,26 @@ kvant_status kvant_cache_read(const kvant_cache* cache, kvant_sequence sequence,
     const auto v = to_optional_view("values", values);
     if (!v) return v.status();
     return cache->cache->read(kvant::SequenceId{sequence}, layer, begin, end, *k, *v, cache->stream);
+  });
+}
+
+kvant_status kvant_cache_decode(const kvant_cache* cache, const kvant_sequence* sequences, const int64_t* begin,
+                                const int64_t* end, int64_t count, int32_t layer, const kvant_mutable_tensor* keys,
+                                const kvant_mutable_tensor* values) {
+  return guarded([&]() -> kvant::Status {
+    if (cache == nullptr) return null_argument("cache");
+    const auto ids = to_sequences(sequences, count);
+    if (!ids) return ids.status();
+    if (count > 0 && begin == nullptr) return null_argument("begin");
+    if (count > 0 && end == nullptr) return null_argument("end");
+    std::vector<kvant::TokenRange> ranges;
+    ranges.reserve(ids->size());
+    for (std::size_t i = 0; i < ids->size(); ++i) ranges.push_back({(*ids)[i], begin[i], end[i]});
+    const auto k = to_optional_view("keys", keys);
+    if (!k) return k.status();
+    const auto v = to_optional_view("values", values);
+    if (!v) return v.status();
+    return cache->cache->decode(ranges, layer, *k, *v, cache->stream);
   });
 }
 

@@ -13,13 +13,14 @@ Result<View> convert(const char* name, const Tensor* tensor) {
   const auto& shape = tensor->shape;
   const auto& stride = tensor->stride;
   if (stride[0] != 0 || stride[1] != 0 || stride[2] != 0) {
-    return View{tensor->data, *dtype, {shape[0], shape[1], shape[2]}, {stride[0], stride[1], stride[2]}};
+    return View{
+        tensor->data, *dtype, {shape[0], shape[1], shape[2]}, {stride[0], stride[1], stride[2]}, tensor->batch_stride};
   }
   std::int64_t token = 0;
   if (__builtin_mul_overflow(shape[1], shape[2], &token)) {
     return {Code::invalid_argument, std::string(name) + ": heads * head_dim overflows; check the shape"};
   }
-  return View{tensor->data, *dtype, {shape[0], shape[1], shape[2]}, {token, shape[2], 1}};
+  return View{tensor->data, *dtype, {shape[0], shape[1], shape[2]}, {token, shape[2], 1}, tensor->batch_stride};
 }
 
 }  // namespace
@@ -35,7 +36,9 @@ Result<TensorView> to_view(const char* name, const kvant_tensor* tensor) {
 }
 
 Result<MutableTensorView> to_view(const char* name, const kvant_mutable_tensor* tensor) {
-  return convert<MutableTensorView>(name, tensor);
+  auto view = convert<MutableTensorView>(name, tensor);
+  if (view) view->batch_stride = tensor->batch_stride;
+  return view;
 }
 
 Result<std::vector<SequenceId>> to_sequences(const kvant_sequence* sequences, std::int64_t count) {

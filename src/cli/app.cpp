@@ -81,8 +81,6 @@ int parse_and_run(int argc, char** argv) {
   return kDone;
 }
 
-}  // namespace
-
 int run_app(int argc, char** argv) noexcept {
   try {
     return parse_and_run(argc, argv);
@@ -95,4 +93,9 @@ int run_app(int argc, char** argv) noexcept {
   }
 }
 
+}  // namespace
 }  // namespace kvant::cli
+
+int kvant_cli_main(int argc, char** argv) noexcept {
+  return kvant::cli::run_app(argc, argv);
+}

@@ -2,8 +2,7 @@
 // error as "kvant: what, and the way out".
 #pragma once
 
-namespace kvant::cli {
+#include "kvant/export.hpp"
 
-int run_app(int argc, char** argv) noexcept;
-
-}  // namespace kvant::cli
+/// A C function with a name of its own, since the Python package's libkvant.so has the tool inside and exports C functions only.
+extern "C" KVANT_API int kvant_cli_main(int argc, char** argv) noexcept;

@@ -18,8 +18,8 @@ namespace kvant::cli {
 /// One way to store a layer.
 struct Variant {
   FormatPair formats;
-  bool has_exact_ends =
-      true;  ///< the library's default sink and tail pages; false: all but the query's own token encoded
+  /// One sink and one tail page, whatever the window; false: all but the query's own token encoded.
+  bool has_exact_ends = true;
 };
 
 /// One captured layer and how to compute on it.

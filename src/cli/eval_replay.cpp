@@ -43,10 +43,8 @@ Result<Replay> Replay::create(const EvalLayer& layer, const Variant& variant, co
   config.head_dim = captured.head_dim;
   config.k = format_info(variant.formats.k).name;
   config.v = format_info(variant.formats.v).name;
-  if (!variant.has_exact_ends || variant.formats.is_dense()) {
-    config.sink_pages = 0;
-    config.tail_pages = 0;
-  }
+  // Said for every layer: what a cache chooses by itself depends on the window.
+  config.sink_pages = config.tail_pages = variant.has_exact_ends && !variant.formats.is_dense() ? 1 : 0;
   config.exact = exact_dtype(captured.dtype);
   config.window = captured.window;
   config.threads = 1;

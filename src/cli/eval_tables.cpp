@@ -127,8 +127,8 @@ std::vector<std::string> legend_lines(const std::vector<EvalRow>& rows) {
   std::vector<std::string> lines;
   if (has_default) lines.push_back("* the library's default.");
   lines.push_back(
-      "exact ends: the first page and the newest 64 to 127 tokens are kept as given (the default). own token: "
-      "everything but the query's own token is encoded.");
+      "exact ends: the first page and the newest 64 to 127 tokens are kept as given (the default, but for windows "
+      "below 1024). own token: everything but the query's own token is encoded.");
   lines.push_back(
       "bits/value: all the cache holds (codes, scales, exact ends, tables) at this length; in pages: the limit "
       "for long sequences.");

@@ -1,5 +1,5 @@
 #include "cli/app.hpp"
 
 int main(int argc, char** argv) {
-  return kvant::cli::run_app(argc, argv);
+  return kvant_cli_main(argc, argv);
 }

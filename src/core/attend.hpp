@@ -58,6 +58,7 @@ struct MaskData {
   const void* data;  // null: none
   Dtype dtype;
   std::int64_t stride[4];  // batch, head, query, key; 0 where broadcast
+  std::int64_t first_key;  // that column 0 is; those before are hidden (base::Visibility)
   const std::uint8_t* classes;
   std::int64_t class_stride[4];  // same dimensions, pages last
 };
@@ -66,7 +67,7 @@ struct SequenceUse {
   std::int64_t length;
   std::int64_t q_len;
   std::int64_t query_begin;  // first of its queries in q and out
-  std::int64_t batch;        // index into the mask's batch dimension
+  std::int64_t batch;        // its place in the call: index into the mask's batch dimension, and of batch strides
   const PageUse* pages;      // by absolute page number
   std::size_t prepared;      // workspace offset of its prepared rows (vector path)
 };
@@ -91,6 +92,7 @@ struct RunContext {
   const SequenceUse* sequences;
   StridedRows q;
   MutableRows out;
+  std::int64_t q_batch_stride, out_batch_stride;  // 0: the sequences' rows lie one after another
   float* lse;
   std::int64_t lse_stride;  // q_heads
   std::byte* workspace;

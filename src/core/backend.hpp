@@ -40,6 +40,21 @@ struct StoreJob {
   NextRows next;                  // asked for meanwhile; no more than a hint
 };
 
+// Decodes `count` tokens of one side of a page block, from token `first` on: unpacked, back from the basis, rounded to
+// nearest even. Row i goes to element i * row_stride of `rows`, in the original coordinates.
+struct DecodeJob {
+  const codec::SideLayout* side = nullptr;
+  int head_dim = 0;
+  const std::byte* block = nullptr;
+  int first = 0;
+  int count = 0;
+  BasisView basis;
+  const float* levels = nullptr;  // lut formats
+  void* rows = nullptr;
+  std::int64_t row_stride = 0;  // elements
+  Dtype dtype = Dtype::f32;     // of rows: f32, f16, bf16
+};
+
 struct AttendItem;  // core/attend.hpp
 struct PrepareItem;
 struct MergeItem;
@@ -50,6 +65,8 @@ struct Kernels {
   bool (*available)();
   bool (*store_k)(const StoreJob&);  // false: the job looks and refused a row; some of its tokens are not stored
   bool (*store_v)(const StoreJob&);
+  void (*decode_k)(const DecodeJob&);  // the bits of codec/store.hpp and codec/basis.hpp, on every ISA
+  void (*decode_v)(const DecodeJob&);
   void (*prepare)(const PrepareItem&);
   void (*attend)(const AttendItem&);
   void (*merge)(const MergeItem&);

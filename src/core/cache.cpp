@@ -38,6 +38,9 @@ Status Cache::remove(SequenceId sequence) {
 Status Cache::truncate(SequenceId sequence, std::int64_t tokens) {
   return impl_->truncate(sequence, tokens);
 }
+Status Cache::reorder(std::span<const SequenceId> sequences, std::span<const std::int64_t> parents) {
+  return impl_->reorder(sequences, parents);
+}
 Result<std::int64_t> Cache::length(SequenceId sequence) const {
   return impl_->length(sequence);
 }
@@ -61,6 +64,10 @@ Status Cache::append(SequenceId sequence, int layer, const TensorView& keys, con
 Status Cache::read(SequenceId sequence, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
                    const MutableTensorView& values, Stream stream) const {
   return impl_->read(sequence, layer, begin, end, keys, values, stream);
+}
+Status Cache::decode(std::span<const TokenRange> ranges, int layer, const MutableTensorView& keys,
+                     const MutableTensorView& values, Stream stream) const {
+  return impl_->decode(ranges, layer, keys, values, stream);
 }
 Result<bool> Cache::take_non_finite(Stream stream) {
   return impl_->take_non_finite(stream);

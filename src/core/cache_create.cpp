@@ -1,6 +1,7 @@
 // From a CacheConfig to a cache: all that can be wrong with one is said here.
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <new>
@@ -13,7 +14,8 @@ namespace {
 
 constexpr std::int64_t kMaxCount = 65536;                   // layers, kv heads
 constexpr std::int64_t kMaxEndPages = 1 << 20;              // sink and tail pages
-constexpr std::int64_t kMaxTokens = std::int64_t{1} << 32;  // window
+constexpr std::int64_t kMaxTokens = std::int64_t{1} << 32;  // window, rollback
+constexpr std::int64_t kLeastWindowWithEnds = 1024;         // of automatic exact ends
 constexpr std::int64_t kMaxThreads = 1024;
 constexpr std::int64_t kMaxDeviceTokens = std::int64_t{1} << 30;  // of one sequence: kernels count in 32 bits
 
@@ -30,11 +32,12 @@ Status check_counts(const CacheConfig& c) {
             fmt::format("head_dim = {}: must be one of {}; pad vectors with zeros to the next one", c.head_dim,
                         fmt::join(supported_head_dims(), ", "))};
   }
-  if (Status s = check_range("sink_pages", c.sink_pages, 0, kMaxEndPages); !s) return s;
-  if (Status s = check_range("tail_pages", c.tail_pages, 0, kMaxEndPages); !s) return s;
+  if (Status s = check_range("sink_pages", c.sink_pages, -1, kMaxEndPages, " (-1: automatic)"); !s) return s;
+  if (Status s = check_range("tail_pages", c.tail_pages, -1, kMaxEndPages, " (-1: automatic)"); !s) return s;
   if (Status s = check_range("threads", c.threads, 0, kMaxThreads, " (0: all cores)"); !s) return s;
   if (Status s = check_range("window", c.window, 0, kMaxTokens, " tokens (0: none)"); !s) return s;
   if (Status s = check_range("window_sinks", c.window_sinks, 0, kMaxTokens, " tokens"); !s) return s;
+  if (Status s = check_range("rollback_tokens", c.rollback_tokens, 0, kMaxTokens, " tokens (0: 64)"); !s) return s;
   if (c.window_sinks > 0 && c.window == 0) {
     return {Code::invalid_argument,
             fmt::format("window_sinks = {}: without a window all tokens stay visible; set window, or window_sinks = 0",
@@ -232,6 +235,19 @@ Status check_device(const CacheConfig& c, bool exact_ends) {
   return {};
 }
 
+bool has_short_window(const CacheConfig& c) {
+  return c.window > 0 && c.window < kLeastWindowWithEnds;
+}
+
+// A cache with a window of W tokens holds W + 64 to W + 127, and of these two to four pages are in exact ends.
+void resolve_ends(CacheConfig& c, bool dense) {
+  const int automatic = has_short_window(c) ? 0 : 1;
+  for (int* pages : {&c.sink_pages, &c.tail_pages}) {
+    if (*pages < 0) *pages = automatic;
+    if (dense) *pages = 0;
+  }
+}
+
 Format format_of(Dtype dtype) {
   return dtype == Dtype::f32 ? Format::f32 : dtype == Dtype::f16 ? Format::f16 : Format::bf16;
 }
@@ -263,7 +279,8 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
   config.v_basis = *v_basis;
   if (Status s = check_luts(config, *k, *v); !s) return s;
   if (Status s = check_bases(config); !s) return s;
-  if (codec::is_dense(*k) && codec::is_dense(*v)) config.sink_pages = config.tail_pages = 0;
+  const bool dense = codec::is_dense(*k) && codec::is_dense(*v);
+  resolve_ends(config, dense);
   const auto kernels = choose_kernels(config.isa);
   if (!kernels) return kernels.status();
   const auto device = parse_device(config.device);
@@ -280,10 +297,12 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
       .ends = {config.sink_pages, config.tail_pages},
       .window = config.window,
       .window_sinks = config.window_sinks,
+      .rollback_tokens = config.rollback_tokens,
       .capacity_pages = config.capacity_tokens / kPageTokens,
       .sequence_tokens = *device >= 0 ? config.max_sequence_tokens : core::kMaxSequenceTokens};
   const codec::PageLayout layout = codec::page_layout(*k, *v, config.head_dim, config.lut_scales);
   std::unique_ptr<CacheImpl> impl(new CacheImpl(config, *k, *v, table, layout, **kernels));
+  impl->automatic_ends_ = !dense && (given.sink_pages < 0 || given.tail_pages < 0);
   if (config.exact && table.ends.any()) {
     if (Status s = impl->make_exact(*config.exact); !s) return s;
   }
@@ -347,14 +366,22 @@ std::string CacheImpl::describe() const {
                       format_info(v_format_).name, page_bits(page.code_bytes + page.scale_bytes));
   text += fmt::format("page: {} tokens, {} bytes per layer and kv head\n", kPageTokens, page.block_bytes);
   if (!table_.config().ends.any()) {
-    text += "exact ends: none\n";
+    text += "exact ends: none";
   } else {
-    text += fmt::format("exact ends: {} sink and {} tail pages, {}\n", config_.sink_pages, config_.tail_pages,
+    text += fmt::format("exact ends: {} sink and {} tail pages, {}", config_.sink_pages, config_.tail_pages,
                         exact_dtype_ ? dtype_name(*exact_dtype_) : "in the dtype of the first write");
   }
+  if (automatic_ends_) {
+    text += has_short_window(config_)
+                ? fmt::format("; chosen: of a window below {} tokens they would take most of what compression saves",
+                              kLeastWindowWithEnds)
+                : "; chosen: the default";
+  }
+  text += '\n';
   text += fmt::format("basis: k {}, v {}\n", basis_name(config_.k_basis), basis_name(config_.v_basis));
   if (config_.window > 0) {
-    text += fmt::format("window: {} tokens and the first {}\n", config_.window, config_.window_sinks);
+    text += fmt::format("window: {} tokens and the first {}; truncation back by {} tokens\n", config_.window,
+                        config_.window_sinks, std::max<std::int64_t>(kPageTokens, config_.rollback_tokens));
   } else {
     text += "window: none\n";
   }

@@ -22,10 +22,6 @@ std::size_t at(std::int64_t i) {
   return static_cast<std::size_t>(i);
 }
 
-std::int64_t pages_for(std::int64_t tokens) {
-  return (tokens + kPageTokens - 1) / kPageTokens;
-}
-
 constexpr const char* kNoMemory = "the device's tables could not be followed on the host; nothing was changed";
 
 Status host_only(const char* call) {
@@ -73,7 +69,7 @@ Status CacheImpl::make_device(const core::DeviceBackend* backend) {
                                       .encoded_slots = device_encoded_slots_,
                                       .exact_slots = device_exact_slots_,
                                       .max_sequences = static_cast<std::int32_t>(config_.max_sequences),
-                                      .max_pages = static_cast<std::int32_t>(pages_for(table.sequence_tokens)),
+                                      .max_pages = static_cast<std::int32_t>(core::pages_for(table.sequence_tokens)),
                                       .ends = table.ends,
                                       .exact_dtype = exact_dtype_.value_or(Dtype::bf16),
                                       .k_basis = config_.k_basis,
@@ -324,6 +320,22 @@ Status CacheImpl::store_on_device(std::span<const Rows> rows, int layer, const T
     if (r.tokens > 0) mark_written(*r.sequence, layer);
   }
   return {};
+}
+
+Status CacheImpl::decode_on_device(std::span<const TokenRange> ranges, int layer, const MutableTensorView& keys,
+                                   const MutableTensorView& values, Stream stream) const {
+  std::vector<core::DeviceRange> places;
+  places.reserve(ranges.size());
+  for (const TokenRange& r : ranges) {
+    const Sequence& s = **table_.find(r.sequence, "sequence");
+    // Both fit: a sequence's positions on a device are counted in 32 bits.
+    places.push_back({.index = s.index,
+                      .begin = static_cast<std::int32_t>(r.begin),
+                      .end = static_cast<std::int32_t>(r.end),
+                      .before_step = !table_.layer_ready(s, layer)});
+  }
+  if (Status s = device_->flush(stream); !s) return s;
+  return device_->decode(places, layer, keys, values, stream);
 }
 
 void CacheImpl::mark_written(Sequence& s, int layer) {

@@ -66,11 +66,11 @@ class CacheImpl {
   /// Level tables of lut formats, else null.
   [[nodiscard]] const float* k_levels() const noexcept { return levels(k_format_, config_.k_levels); }
   [[nodiscard]] const float* v_levels() const noexcept { return levels(v_format_, config_.v_levels); }
-  /// Changes with every reserve, truncate, fork, remove that changes any length or page table.
+  /// Changes with every reserve, truncate, reorder, fork, remove that changes any length or page table.
   [[nodiscard]] std::uint64_t version() const noexcept { return table_.version(); }
   /// All reserved tokens of this layer are written. False for unknown sequences and layers.
   [[nodiscard]] bool layer_ready(SequenceId sequence, int layer) const noexcept;
-  /// As given, with `automatic` bases resolved, and no exact ends where both formats are dense.
+  /// As given, with `automatic` bases and exact ends resolved, and no exact ends where both formats are dense.
   [[nodiscard]] const CacheConfig& config() const noexcept { return config_; }
   [[nodiscard]] Format k_format() const noexcept { return k_format_; }
   [[nodiscard]] Format v_format() const noexcept { return v_format_; }
@@ -89,6 +89,7 @@ class CacheImpl {
   Result<SequenceId> fork(SequenceId parent);
   Status remove(SequenceId sequence);
   Status truncate(SequenceId sequence, std::int64_t tokens);
+  Status reorder(std::span<const SequenceId> sequences, std::span<const std::int64_t> parents);
   Result<std::int64_t> length(SequenceId sequence) const;
   Status reserve(std::span<const Append> appends, Stream stream = {});
   Status reserve_ahead(std::span<const Append> appends, Stream stream = {});
@@ -98,6 +99,8 @@ class CacheImpl {
   Status append(SequenceId sequence, int layer, const TensorView& keys, const TensorView& values, Stream stream = {});
   Status read(SequenceId sequence, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
               const MutableTensorView& values, Stream stream = {}) const;
+  Status decode(std::span<const TokenRange> ranges, int layer, const MutableTensorView& keys,
+                const MutableTensorView& values, Stream stream = {}) const;
   Result<bool> take_non_finite(Stream stream = {});
   Status import_legacy(SequenceId sequence, int layer, const LegacyLayout& layout, const LegacyTensors& tensors,
                        std::span<const std::int64_t> slots);
@@ -135,6 +138,7 @@ class CacheImpl {
   Status make_device(const core::DeviceBackend* backend);
   /// Gives places to sequences that have none, or says that there are not enough.
   Status take_places(std::span<const Append> appends);
+  Status reorder_on_device(std::span<const SequenceId> sequences, std::span<const std::int64_t> parents);
   void take_place(SequenceId id, Sequence& s);
   void send_pages(const Sequence& s, core::CacheTable::Range pages);
   void send_late(const Sequence& s, core::CacheTable::Range pages);
@@ -146,8 +150,13 @@ class CacheImpl {
                          Stream stream);
   void mark_written(Sequence& s, int layer);
 
+  /// A range that can be read, and the sequence as attention saw it then: of a layer that waits for its write, as it was
+  /// before the step. `argument` names it in messages; empty: a call has but one.
+  Result<SequenceView> check_range(const TokenRange& range, int layer, const std::string& argument) const;
+  Status decode_on_device(std::span<const TokenRange> ranges, int layer, const MutableTensorView& keys,
+                          const MutableTensorView& values, Stream stream) const;
   Status check_layer(int layer) const;
-  Status check_tensor(const char* name, const TensorView& tensor, std::int64_t tokens) const;
+  Status check_tensor(const char* name, const TensorView& tensor, std::span<const Rows> rows) const;
   Status check_finite(std::span<const Rows> rows, const TensorView& keys, const TensorView& values) const;
   int workers_for(std::int64_t values, std::int64_t least) const;
   /// What can be wrong with the tensors of a write, but for values that are not finite; changes nothing.
@@ -173,6 +182,7 @@ class CacheImpl {
   codec::PageLayout provisional_;         // of exact pages, in f32
   std::unique_ptr<core::Storage> exact_;  // made at the first write
   std::optional<Dtype> exact_dtype_;
+  bool automatic_ends_ = false;
   const core::Kernels* kernels_;
   int device_number_ = 0;
   std::int64_t device_encoded_slots_ = 0, device_exact_slots_ = 0;

@@ -10,10 +10,6 @@ namespace {
 
 constexpr std::int64_t kMaxSlots = std::numeric_limits<std::int32_t>::max();
 
-std::int64_t pages_for(std::int64_t tokens) {
-  return (tokens + kPageTokens - 1) / kPageTokens;
-}
-
 std::size_t at(std::int64_t page) {
   return static_cast<std::size_t>(page);
 }
@@ -71,12 +67,7 @@ Result<SequenceId> CacheTable::fork(SequenceId parent) {
   child.pages.resize(at(pages_for(child.length)));
   child.identities.resize(child.pages.size());
   child.index = -1;
-  for (std::size_t p = 0; p < child.pages.size(); ++p) {
-    const PageRef ref = child.pages[p];
-    if (ref.exact >= 0) exact_.retain(ref.exact);
-    if (ref.encoded >= 0) encoded_.retain(ref.encoded);
-    if (child.identities[p] >= 0) identities_.retain(child.identities[p]);
-  }
+  for (std::int64_t p = 0; p < pages_for(child.length); ++p) retain_page(child, p);
   touch(child);
   return SequenceId{next_id_++};
 }
@@ -89,6 +80,13 @@ Status CacheTable::remove(SequenceId id) {
   sequences_.erase(number(id));
   ++version_;
   return {};
+}
+
+void CacheTable::retain_page(const Sequence& s, std::int64_t page) noexcept {
+  const PageRef ref = s.pages[at(page)];
+  if (ref.exact >= 0) exact_.retain(ref.exact);
+  if (ref.encoded >= 0) encoded_.retain(ref.encoded);
+  if (s.identities[at(page)] >= 0) identities_.retain(s.identities[at(page)]);
 }
 
 void CacheTable::release_page(Sequence& s, std::int64_t page) noexcept {
@@ -123,7 +121,7 @@ Status CacheTable::truncate(SequenceId id, std::int64_t tokens) {
     return {
         Code::invalid_argument,
         fmt::format("tokens = {}: the window ({} tokens) before that position was released already; sequence {} can "
-                    "be truncated to {} or more, or to {} or less",
+                    "be truncated to {} or more, or to {} or less. A cache with a larger rollback_tokens keeps more",
                     tokens, config_.window, number(id), s.first_page * kPageTokens + config_.window, sinks_held)};
   }
 
@@ -159,11 +157,12 @@ int CacheTable::first_unwritten(const Sequence& s) const {
   return layer;
 }
 
-// A page goes when all its tokens are more than 64 before the window of the oldest new query: those 64 stay for
-// truncation. Pages with tokens that stay visible beyond the window stay.
+// A page goes when all its tokens are more than `rollback_tokens`, and 64, before the window of the oldest new query: so
+// many stay for truncation. Pages with tokens that stay visible beyond the window stay.
 CacheTable::Range CacheTable::released_by(const Sequence& s, std::int64_t tokens) const {
   if (config_.window == 0 || tokens == 0) return {0, 0};
-  const std::int64_t oldest_needed = s.length - config_.window + 1 - kPageTokens;
+  const std::int64_t rollback = std::max<std::int64_t>(kPageTokens, config_.rollback_tokens);
+  const std::int64_t oldest_needed = s.length - config_.window + 1 - rollback;
   const std::int64_t end = oldest_needed > 0 ? oldest_needed / kPageTokens : 0;
   const std::int64_t begin = std::max(s.first_page, pages_for(config_.window_sinks));
   return {std::min(begin, end), end};
@@ -255,7 +254,7 @@ struct CacheTable::Taker {
     PagePool& pool = table.slots(which);
     if (slot < 0 || pool.references(slot) == 1) return;
     const std::int32_t mine = pool.acquire();
-    copies.push_back({which, slot, mine});
+    copies.push_back({which, slot, mine, static_cast<std::int32_t>(sequence.length % kPageTokens)});
     pool.release(slot);
     slot = mine;
   }

@@ -21,6 +21,11 @@ inline std::uint64_t number(SequenceId id) noexcept {
 
 namespace kvant::core {
 
+/// Pages that hold so many tokens.
+constexpr std::int64_t pages_for(std::int64_t tokens) noexcept {
+  return (tokens + kPageTokens - 1) / kPageTokens;
+}
+
 /// Which pool a slot belongs to: `exact` pages hold vectors as given, `encoded` ones in the cache's formats.
 enum class Pool { exact, encoded };
 
@@ -56,15 +61,17 @@ struct TableConfig {
   ExactEnds ends;
   std::int64_t window = 0;
   std::int64_t window_sinks = 0;
-  std::int64_t capacity_pages = 0;  // 0: no limit
+  std::int64_t rollback_tokens = 0;  // below a page: a page
+  std::int64_t capacity_pages = 0;   // 0: no limit
   std::int64_t sequence_tokens = kMaxSequenceTokens;
 };
 
-/// Whole slots to copy before anything is written: a page that other sequences share is about to change.
+/// To copy before anything is written: a page that other sequences share is about to change.
 struct SlotCopy {
   Pool pool;
   std::int32_t from;
   std::int32_t to;
+  std::int32_t tokens;  // that the page has; what follows them need not be copied
 };
 
 class CacheTable {
@@ -98,6 +105,12 @@ class CacheTable {
   Result<SequenceId> fork(SequenceId parent);
   Status remove(SequenceId id);
   Status truncate(SequenceId id, std::int64_t tokens);
+
+  /// What can be wrong with a reorder; changes nothing.
+  Status check_reorder(std::span<const SequenceId> ids, std::span<const std::int64_t> parents) const;
+  /// Does one that was checked: ids[i] becomes what ids[parents[i]] was. May throw std::bad_alloc, and then has changed
+  /// nothing.
+  void reorder(std::span<const SequenceId> ids, std::span<const std::int64_t> parents);
 
   /// Validates a reserve and says what it needs; changes nothing.
   Result<Demand> check(std::span<const Append> appends, Reserve what = Reserve::step);
@@ -141,6 +154,7 @@ class CacheTable {
   struct Taker;
   Result<std::vector<Sequence*>> check_appends(std::span<const Append> appends);
   Status check_capacity(std::int64_t pages_needed, std::int64_t pages_freed) const;
+  void retain_page(const Sequence& s, std::int64_t page) noexcept;
   void release_page(Sequence& s, std::int64_t page) noexcept;
   PagePool& slots(Pool which) noexcept { return which == Pool::exact ? exact_ : encoded_; }
   void touch(Sequence& s) noexcept { s.version = ++version_; }

@@ -8,14 +8,11 @@
 //   it has none                  its rows are encoded in place
 #include <algorithm>
 #include <atomic>
-#include <limits>
 #include <new>
 
-#include "base/bits.hpp"
-#include "codec/pack.hpp"
-#include "codec/storable.hpp"
 #include "core/cache_impl.hpp"
 #include "core/fmt.hpp"
+#include "core/tensor_rows.hpp"
 
 namespace kvant {
 namespace {
@@ -23,51 +20,9 @@ namespace {
 // Below this many values a second thread costs more than it saves: encoding takes about 1.5 ns a value, waking a thread
 // some ten microseconds.
 constexpr std::int64_t kValuesPerWorker = 32768;
-// The same for looking whether they are finite, 0.1 ns a value.
-constexpr std::int64_t kChecksPerWorker = 8 * kValuesPerWorker;
 
 std::size_t index(std::int64_t i) {
   return static_cast<std::size_t>(i);
-}
-
-const std::byte* row_of(const TensorView& t, std::int64_t row, std::int64_t head) {
-  const std::int64_t element = row * t.stride[0] + head * t.stride[1];
-  return static_cast<const std::byte*>(t.data) + element * static_cast<std::int64_t>(dtype_size(t.dtype));
-}
-
-float element(Dtype dtype, const std::byte* row, int i) {
-  switch (dtype) {
-    case Dtype::f32: return reinterpret_cast<const float*>(row)[i];
-    case Dtype::f16: return base::f16_to_f32(reinterpret_cast<const std::uint16_t*>(row)[i]);
-    default: return base::bf16_to_f32(reinterpret_cast<const std::uint16_t*>(row)[i]);
-  }
-}
-
-// Looks for the first vector that cannot be stored: those of the keys by row and head, then those of the values.
-struct FiniteCheck {
-  static constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
-
-  const TensorView* keys;
-  const TensorView* values;
-  int workers;
-  std::atomic<std::int64_t> first{kNone};  // its number
-};
-
-void check_share(void* context, int worker) {
-  FiniteCheck& c = *static_cast<FiniteCheck*>(context);
-  const std::int64_t rows = c.keys->shape[0], heads = c.keys->shape[1];  // of either
-  for (std::int64_t i = 2 * rows * worker / c.workers; i < 2 * rows * (worker + 1) / c.workers; ++i) {
-    const bool is_key = i < rows;
-    const TensorView& t = is_key ? *c.keys : *c.values;
-    for (std::int64_t head = 0; head < heads; ++head) {
-      if (codec::row_storable(t.dtype, row_of(t, is_key ? i : i - rows, head), static_cast<int>(t.shape[2]))) continue;
-      const std::int64_t vector = i * heads + head;
-      std::int64_t found = c.first.load();
-      while (vector < found && !c.first.compare_exchange_weak(found, vector)) {
-      }
-      return;
-    }
-  }
 }
 
 // Rows that kernels convert while they store them.
@@ -81,9 +36,10 @@ struct Tile {
 // One page of one sequence in a step.
 struct PageWork {
   core::PageRef ref;
-  std::int64_t row;  // in the tensors
-  int first, count;  // tokens of the page that get rows
-  bool turns;        // the whole page is encoded from its exact copy
+  std::int64_t row;               // of its sequence's
+  std::int64_t k_begin, v_begin;  // elements of the sequence's first row in keys and values
+  int first, count;               // tokens of the page that get rows
+  bool turns;                     // the whole page is encoded from its exact copy
 };
 
 struct StoreRun {
@@ -119,7 +75,8 @@ const TensorView& tensor_of(const StoreRun& run, const Piece& piece) {
 }
 
 const std::byte* row_of(const StoreRun& run, const Piece& piece, int i) {
-  return row_of(tensor_of(run, piece), piece.page->row + i, piece.head);
+  const PageWork& page = *piece.page;
+  return core::row_of(tensor_of(run, piece), piece.values ? page.v_begin : page.k_begin, page.row + i, piece.head);
 }
 
 // Rows of a page from `first` on that kernels encode at once.
@@ -198,89 +155,6 @@ void store_share(void* context, int worker) {
 
 }  // namespace
 
-// --- checks ----------------------------------------------------------------------------------------------------------
-
-Status CacheImpl::check_layer(int layer) const {
-  if (layer >= 0 && layer < config_.layers) return {};
-  return {Code::invalid_argument, fmt::format("layer = {}: this cache has layers 0 to {}", layer, config_.layers - 1)};
-}
-
-Status CacheImpl::check_tensor(const char* name, const TensorView& t, std::int64_t tokens) const {
-  if (t.dtype > Dtype::bf16) {
-    return {Code::invalid_argument, fmt::format("{}.dtype = {}: must be f32, f16 or bf16", name, dtype_name(t.dtype))};
-  }
-  if (t.shape[0] != tokens || t.shape[1] != config_.kv_heads || t.shape[2] != config_.head_dim) {
-    return {Code::invalid_argument,
-            fmt::format("{}.shape = [{}, {}, {}]: must be [{}, {}, {}], the step's tokens, kv_heads, head_dim", name,
-                        t.shape[0], t.shape[1], t.shape[2], tokens, config_.kv_heads, config_.head_dim)};
-  }
-  if (t.stride[2] != 1) {
-    return {Code::invalid_argument,
-            fmt::format("{}.stride[2] = {}: the values of a vector must lie side by side (stride 1); copy the tensor",
-                        name, t.stride[2])};
-  }
-  if (t.data == nullptr && tokens > 0) {
-    return {Code::invalid_argument, fmt::format("{}.data is null, and {} tokens are to be read from it", name, tokens)};
-  }
-  return {};
-}
-
-// For so many values, of which each thread should have `least`.
-int CacheImpl::workers_for(std::int64_t values, std::int64_t least) const {
-  const int most = config_.threads > 0 ? config_.threads : core::hardware_threads();
-  return static_cast<int>(std::clamp<std::int64_t>(values / least, 1, most));
-}
-
-Status CacheImpl::check_finite(std::span<const Rows> rows, const TensorView& keys, const TensorView& values) const {
-  const std::int64_t tokens = keys.shape[0];
-  FiniteCheck check{.keys = &keys,
-                    .values = &values,
-                    .workers = workers_for(2 * tokens * config_.kv_heads * config_.head_dim, kChecksPerWorker)};
-  core::parallel(check.workers, check_share, &check);
-  const std::int64_t bad = check.first;
-  if (bad == FiniteCheck::kNone) return {};
-
-  const bool is_key = bad < tokens * config_.kv_heads;
-  const TensorView& t = is_key ? keys : values;
-  const std::int64_t row = bad / config_.kv_heads % tokens, head = bad % config_.kv_heads;
-  const std::byte* x = row_of(t, row, head);
-  int channel = 0;
-  while (base::abs(element(t.dtype, x, channel)) <= 65504.0f) ++channel;
-  std::int64_t before = 0;  // rows of the sequences before r
-  auto r = rows.begin();
-  for (; row - before >= r->tokens; ++r) before += r->tokens;
-  return {Code::non_finite,
-          fmt::format("{}: sequence {}, token {} (row {}), kv head {}, channel {} is {}; finite magnitudes up to 65504 "
-                      "can be stored. Nothing was changed",
-                      is_key ? "keys" : "values", number(r->id), r->first_token + row - before, row, head, channel,
-                      element(t.dtype, x, channel))};
-}
-
-Result<Dtype> CacheImpl::choose_exact(Dtype keys, Dtype values) const {
-  if (!exact_dtype_) return keys == values ? keys : Dtype::f32;  // f16 and bf16 have only f32 in common
-  if (config_.exact) return *exact_dtype_;
-  const auto fits = [&](Dtype d) { return d == *exact_dtype_ || *exact_dtype_ == Dtype::f32; };
-  if (fits(keys) && fits(values)) return *exact_dtype_;
-  const bool keys_fit = fits(keys);
-  return {
-      Code::invalid_argument,
-      fmt::format("{}.dtype = {}: exact pages are {} since the first write, and {} does not convert to it without "
-                  "loss; convert the tensor, or create the cache with exact = f32 (lossless) or exact = {} (rounds)",
-                  keys_fit ? "values" : "keys", dtype_name(keys_fit ? values : keys), dtype_name(*exact_dtype_),
-                  dtype_name(keys_fit ? values : keys), dtype_name(*exact_dtype_))};
-}
-
-Status CacheImpl::check_inputs(std::span<const Rows> rows, const TensorView& keys, const TensorView& values) const {
-  std::int64_t tokens = 0;
-  for (const Rows& r : rows) tokens += r.tokens;
-  if (Status s = check_tensor("keys", keys, tokens); !s) return s;
-  if (Status s = check_tensor("values", values, tokens); !s) return s;
-  if (table_.config().ends.any() && !device_) {
-    if (const auto chosen = choose_exact(keys.dtype, values.dtype); !chosen) return chosen.status();
-  }
-  return {};
-}
-
 // --- the step --------------------------------------------------------------------------------------------------------
 
 Status CacheImpl::reserve(std::span<const Append> appends, Stream stream) try {
@@ -293,7 +167,9 @@ Status CacheImpl::reserve(std::span<const Append> appends, Stream stream) try {
     if (Status s = exact_->grow(demand->exact_slots); !s) return s;
     demand->exact_slots = exact_->slots();
   }
-  for (const core::SlotCopy& copy : table_.commit(appends, *demand)) storage(copy.pool).copy(copy.from, copy.to);
+  for (const core::SlotCopy& copy : table_.commit(appends, *demand)) {
+    storage(copy.pool).copy(copy.from, copy.to, copy.tokens);
+  }
   return {};
 } catch (const std::bad_alloc&) {
   return {Code::out_of_memory, "the step's page tables could not be allocated; append fewer tokens"};
@@ -374,6 +250,12 @@ Status CacheImpl::append(SequenceId id, int layer, const TensorView& keys, const
   return {Code::out_of_memory, "working memory of an append could not be allocated; nothing was changed"};
 }
 
+// For so many values, of which each thread should have `least`.
+int CacheImpl::workers_for(std::int64_t values, std::int64_t least) const {
+  const int most = config_.threads > 0 ? config_.threads : core::hardware_threads();
+  return static_cast<int>(std::clamp<std::int64_t>(values / least, 1, most));
+}
+
 Status CacheImpl::store(std::span<const Rows> rows, int layer, const TensorView& keys, const TensorView& values,
                         Finite finite, Stream stream) {
   if (device_) return store_on_device(rows, layer, keys, values, stream);  // kernels mark what is not finite
@@ -385,16 +267,21 @@ Status CacheImpl::store(std::span<const Rows> rows, int layer, const TensorView&
   }
 
   std::vector<PageWork> work;
-  std::int64_t row = 0, tokens = 0;
-  for (const Rows& r : rows) {
+  std::int64_t before = 0, tokens = 0;
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const Rows& r = rows[i];
     if (r.tokens == 0) continue;
     const Sequence& s = *r.sequence;
+    const std::int64_t k_begin = core::first_element(keys, static_cast<std::int64_t>(i), before);
+    const std::int64_t v_begin = core::first_element(values, static_cast<std::int64_t>(i), before);
     const core::CacheTable::Range pages = table_.step_pages(s);
     for (std::int64_t p = pages.begin; p < pages.end; ++p) {
       const std::int64_t begin = std::max(s.step_begin, p * kPageTokens);
       const std::int64_t end = std::min(s.length, (p + 1) * kPageTokens);
       const PageWork page{.ref = s.pages[index(p)],
-                          .row = row + begin - s.step_begin,
+                          .row = begin - s.step_begin,
+                          .k_begin = k_begin,
+                          .v_begin = v_begin,
                           .first = static_cast<int>(begin - p * kPageTokens),
                           .count = static_cast<int>(std::max<std::int64_t>(0, end - begin)),
                           .turns = table_.turns(s, p)};
@@ -402,7 +289,7 @@ Status CacheImpl::store(std::span<const Rows> rows, int layer, const TensorView&
       tokens += page.turns ? kPageTokens : page.count;
       work.push_back(page);
     }
-    row += r.tokens;
+    before += r.tokens;
   }
 
   const std::int64_t items = static_cast<std::int64_t>(work.size()) * config_.kv_heads;
@@ -427,40 +314,6 @@ Status CacheImpl::store(std::span<const Rows> rows, int layer, const TensorView&
   if (Status s = check_scales(rows, layer); !s) return s;
   for (const Rows& r : rows) {
     if (r.tokens > 0) mark_written(*r.sequence, layer);
-  }
-  return {};
-}
-
-// A calibrated basis may stretch a vector beyond what scales can hold; the codec then marks it with NaN scales. Other
-// bases keep lengths, and the limit of 65504 on inputs is enough.
-Status CacheImpl::check_scales(std::span<const Rows> rows, int layer) const {
-  const codec::PageLayout& layout = encoded_.layout();
-  for (const bool values : {false, true}) {
-    const codec::SideLayout& side = values ? layout.v : layout.k;
-    if ((values ? config_.v_basis : config_.k_basis) != BasisKind::calibrated) continue;
-    for (const Rows& r : rows) {
-      const Sequence& s = *r.sequence;
-      const core::CacheTable::Range pages = table_.step_pages(s);
-      for (std::int64_t p = pages.begin; p < pages.end; ++p) {
-        const bool turns = table_.turns(s, p);
-        if (r.tokens == 0 || s.pages[index(p)].encoded < 0 || (!turns && s.pages[index(p)].exact >= 0)) continue;
-        const std::int64_t begin = turns ? p * kPageTokens : std::max(s.step_begin, p * kPageTokens);
-        const std::int64_t end = std::min(s.length, (p + 1) * kPageTokens);
-        for (std::int64_t t = begin; t < end; ++t) {
-          for (int head = 0; head < config_.kv_heads; ++head) {
-            const std::byte* bytes = block(Pool::encoded, s.pages[index(p)].encoded, layer, head);
-            for (int g = 0; g < side.groups; ++g) {
-              if (base::is_finite(codec::get_scale(side, bytes, static_cast<int>(t - p * kPageTokens), g))) continue;
-              return {
-                  Code::non_finite,
-                  fmt::format("{}: sequence {}, token {}, kv head {}: the calibrated basis of layer {} stretches this "
-                              "vector beyond what its scale can hold (65504); scale the basis down, or use hadamard",
-                              values ? "values" : "keys", number(r.id), t, head, layer)};
-            }
-          }
-        }
-      }
-    }
   }
   return {};
 }

@@ -42,6 +42,14 @@ struct DeviceAppend {
   std::int32_t tokens;
 };
 
+// Tokens [begin, end) of one sequence, for a decode. `before_step`: as they were before the newest step, which is not
+// written yet. An empty range has a place in the tensors (batch_stride), but none need be in the tables.
+struct DeviceRange {
+  std::int32_t index;
+  std::int32_t begin, end;
+  bool before_step;
+};
+
 class DeviceStore {
  public:
   virtual ~DeviceStore() = default;
@@ -59,18 +67,31 @@ class DeviceStore {
   // [sum of tokens, kv_heads, head_dim]. Capturable: positions are read from the device's tables.
   virtual Status write(std::span<const DeviceAppend> appends, int layer, const TensorView& keys,
                        const TensorView& values, Stream stream) = 0;
+  // Decodes ranges of one layer to tensors in device memory (Cache::decode); either may have null data. Capturable: which copy
+  // of a page is decoded is found in the device's tables.
+  virtual Status decode(std::span<const DeviceRange> ranges, int layer, const MutableTensorView& keys,
+                        const MutableTensorView& values, Stream stream) = 0;
   // Waits for the stream and copies a block to the host.
   virtual Status download(Pool pool, std::int32_t slot, int layer, int head, std::byte* block, Stream stream) = 0;
   // Waits for the stream: true if a vector that is not finite was stored since the last call.
   virtual Result<bool> take_non_finite(Stream stream) = 0;
 };
 
-// What a plan over device pages is made of: validated options and the sequences' places in the device's tables.
+// A sequence that has queries in a plan. Their rows in q and out follow those of the sequences before it.
+struct DeviceSequence {
+  std::int32_t index;  // its place in the device's tables
+  std::int32_t q_len;
+  std::int32_t batch;   // its place in the plan's batch, and in the mask tensor's
+  std::int64_t length;  // at planning; run follows the device's own
+};
+
+// What a plan over device pages is made of: validated options and the sequences' places in the device's tables. Where no
+// sequence has a query the plan is never run, and it needs no workspace.
 struct DevicePlanConfig {
   const DeviceStore* store = nullptr;
   const AttentionOptions* options = nullptr;  // q_lens and scale filled in
-  std::span<const std::int32_t> indices;      // [sequences]
-  std::span<const std::int64_t> lengths;      // [sequences], at planning; run follows the device's own
+  std::span<const DeviceSequence> sequences;
+  std::int32_t batch = 0;  // sequences of the plan, those without queries counted
   Format k = Format::tq6, v = Format::tq4;
   int kv_heads = 1, head_dim = 0;
 };

@@ -10,8 +10,13 @@ namespace {
 
 std::string mask_words(const PlanImpl& p) {
   const Mask& m = p.options.mask;
-  std::string s = m.window > 0 ? fmt::format("the last {} keys", m.window) : m.is_causal ? "causal" : "bidirectional";
+  std::string s = m.is_causal ? "causal" : "bidirectional";
+  if (m.window > 0) {
+    s = m.is_causal ? fmt::format("the last {} keys", m.window)
+                    : fmt::format("bidirectional, from {} keys before the query on", m.window - 1);
+  }
   if (m.window_sinks > 0) s += fmt::format(" and the first {}", m.window_sinks);
+  if (m.tensor.data != nullptr && m.tensor.first_key > 0) s += fmt::format("; none before key {}", m.tensor.first_key);
   if (m.tensor.data != nullptr && p.device) {
     s += fmt::format(
         "; {} mask tensor, read anew in each run: pages that it hides from all are skipped, where it hides and "

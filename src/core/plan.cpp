@@ -38,7 +38,7 @@ VisiblePages visible_pages(const base::Visibility& rule, const core::SequenceUse
   const base::KeyRange newest = rule.recent_range(s.length, position + last);
   VisiblePages v{};
   v.recent_page = oldest.begin / kPageTokens;
-  v.recent_end = pages_of(std::min(newest.end, s.length));
+  v.recent_end = std::max(v.recent_page, pages_of(std::min(newest.end, s.length)));
   v.sink_pages = std::min(pages_of(rule.sink_range(position + last).end), v.recent_page);
   return v;
 }
@@ -47,7 +47,7 @@ class Builder {
  public:
   Builder(PlanImpl& plan, const CacheImpl& cache) : plan_(plan), cache_(cache) {
     const Mask& m = plan.options.mask;
-    rule_ = {m.is_causal, m.window, m.window_sinks};
+    rule_ = {m.is_causal, m.window, m.window_sinks, m.tensor.data != nullptr ? m.tensor.first_key : 0};
   }
 
   Status add_sequence(std::size_t index) {
@@ -66,6 +66,11 @@ class Builder {
     s.q_len = q_len;
     s.query_begin = plan_.total_queries;
     s.batch = static_cast<std::int64_t>(index);
+    first_page_.push_back(plan_.pages.size());
+    if (q_len == 0) {
+      plan_.sequences.push_back(s);
+      return {};
+    }
     const VisiblePages visible = visible_pages(rule_, s, 0, q_len - 1);
     for (std::int64_t use = 0; use < visible.count(); ++use) {
       const std::int64_t page = use < visible.sink_pages ? use : visible.recent_page + use - visible.sink_pages;
@@ -73,7 +78,6 @@ class Builder {
       if (ref.exact < 0 && ref.encoded < 0) return released(index, page);
     }
     if (cache_.device() == nullptr) {  // there, kernels read the page tables themselves
-      first_page_.push_back(plan_.pages.size());
       for (std::int64_t page = 0; page < pages_of(view.length); ++page) {
         const CacheImpl::PageRef ref = view.pages[static_cast<std::size_t>(page)];
         const bool exact = (ref.exact >= 0 || ref.encoded >= 0) && cache_.reads_exact(view, page);
@@ -89,6 +93,7 @@ class Builder {
   void add_work() {
     for (std::size_t i = 0; i < plan_.sequences.size(); ++i) {
       core::SequenceUse& s = plan_.sequences[i];
+      if (s.q_len == 0) continue;
       s.pages = plan_.pages.data() + first_page_[i];
       const std::int64_t rows = s.q_len * plan_.group;
       const bool tiles = rows > core::kVectorRows;
@@ -122,12 +127,14 @@ class Builder {
   [[nodiscard]] const CacheConfig& config() const { return cache_.config(); }
 
   [[nodiscard]] Status released(std::size_t index, std::int64_t page) const {
-    return {Code::invalid_argument,
-            fmt::format("sequence {} of the batch: tokens {} to {} are visible under this mask but were released by "
-                        "the cache's window of {} (window_sinks {}); "
-                        "plan with Mask::sliding(window <= {}) or create the cache with a larger window",
-                        index, page * kPageTokens, (page + 1) * kPageTokens - 1, config().window, config().window_sinks,
-                        config().window)};
+    return {
+        Code::invalid_argument,
+        fmt::format("sequence {} of the batch: tokens {} to {} are visible under this mask but were released by "
+                    "the cache's window of {} (window_sinks {}); "
+                    "plan with Mask::sliding(window <= {}), under a mask tensor with Mask::bounded_below, or create "
+                    "the cache with a larger window",
+                    index, page * kPageTokens, (page + 1) * kPageTokens - 1, config().window, config().window_sinks,
+                    config().window)};
   }
 
   void count_keys(const core::SequenceUse& s, const CacheImpl::SequenceView& view, const VisiblePages& visible) {
@@ -181,19 +188,19 @@ class Builder {
 // Over a cache on a device: its backend plans, from checked options and the sequences' places in the device's tables.
 Status add_device_plan(PlanImpl& plan) {
   const CacheImpl& cache = *plan.cache;
-  std::vector<std::int32_t> indices;
-  std::vector<std::int64_t> lengths;
+  std::vector<core::DeviceSequence> sequences;
   for (std::size_t i = 0; i < plan.ids.size(); ++i) {
+    const core::SequenceUse& s = plan.sequences[i];
+    if (s.q_len == 0) continue;
     const Result<std::int32_t> index = cache.device_index(plan.ids[i]);
     if (!index.ok()) return index.status();
-    indices.push_back(*index);
-    lengths.push_back(plan.sequences[i].length);
+    sequences.push_back({*index, static_cast<std::int32_t>(s.q_len), static_cast<std::int32_t>(i), s.length});
   }
   core::DevicePlanConfig config;
   config.store = cache.device();
   config.options = &plan.options;
-  config.indices = indices;
-  config.lengths = lengths;
+  config.sequences = sequences;
+  config.batch = static_cast<std::int32_t>(plan.ids.size());
   config.k = cache.k_format();
   config.v = cache.v_format();
   config.kv_heads = cache.config().kv_heads;

@@ -36,12 +36,6 @@ Status check_numbers(const AttentionOptions& o) {
 
 Status check_mask_rule(const Mask& m) {
   if (m.window < 0) return invalid(fmt::format("mask.window is {}: must be >= 1, or 0 for no window", m.window));
-  if (m.window > 0 && !m.is_causal) {
-    return invalid(
-        fmt::format("mask.window is {} in a bidirectional mask: a window counts back from the query's own position; "
-                    "use Mask::sliding, or a mask tensor",
-                    m.window));
-  }
   if (m.window_sinks < 0) return invalid(fmt::format("mask.window_sinks is {}: must be >= 0", m.window_sinks));
   if (m.window_sinks > 0 && m.window == 0) {
     return invalid(
@@ -66,10 +60,20 @@ Status check_options(const CacheConfig& config, std::size_t sequences, Attention
         fmt::format("q_lens has {} values for {} sequences: give one count a sequence, or leave it empty and set q_len",
                     o.q_lens.size(), sequences));
   }
-  if (o.q_lens.empty()) o.q_lens.assign(sequences, o.q_len);
+  constexpr int kMostQueries = 1 << 24;
+  if (o.q_lens.empty()) {
+    if (o.q_len < 1 || o.q_len > kMostQueries) {
+      return invalid(fmt::format(
+          "q_len is {}: must be 1 to {}; for sequences without a query in this run give q_lens, with a 0 for "
+          "each of them",
+          o.q_len, kMostQueries));
+    }
+    o.q_lens.assign(sequences, o.q_len);
+  }
   for (std::size_t i = 0; i < o.q_lens.size(); ++i) {
-    if (o.q_lens[i] < 1 || o.q_lens[i] > (1 << 24)) {
-      return invalid(fmt::format("q_len of sequence {} of the batch is {}: must be 1 to {}", i, o.q_lens[i], 1 << 24));
+    if (o.q_lens[i] < 0 || o.q_lens[i] > kMostQueries) {
+      return invalid(
+          fmt::format("q_len of sequence {} of the batch is {}: must be 0 to {}", i, o.q_lens[i], kMostQueries));
     }
   }
   if (Status s = check_numbers(o); !s.ok()) return s;

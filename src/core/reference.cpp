@@ -36,11 +36,13 @@ double widen_bf16(std::uint16_t bits) {
   return load<float>(&word, 0);
 }
 
-/// What the mask tensor adds to the logit: 0 or -inf for a boolean one.
+/// What the mask tensor adds to the logit: 0 or -inf for a boolean one, -inf for keys before its first.
 double mask_term(const MaskTensor& mask, const std::int64_t (&index)[4]) {
   if (mask.data == nullptr) return 0;
+  if (index[3] < mask.first_key) return kMinusInf;
+  const std::int64_t place[4] = {index[0], index[1], index[2], index[3] - mask.first_key};
   std::int64_t at = 0;
-  for (std::size_t d = 0; d < 4; ++d) at += mask.shape[d] == 1 ? 0 : index[d] * mask.stride[d];
+  for (std::size_t d = 0; d < 4; ++d) at += mask.shape[d] == 1 ? 0 : place[d] * mask.stride[d];
   switch (mask.dtype) {
     case Dtype::f32: return load<float>(mask.data, at);
     case Dtype::f16: return widen_f16(load<std::uint16_t>(mask.data, at));

@@ -1,11 +1,13 @@
 // run(): three phases over a plan's lists (core/attend.hpp). Nothing here allocates, throws or waits for anything but its
 // own workers.
+#include <algorithm>
 #include <atomic>
 #include <thread>
 
 #include "base/pause.hpp"
 #include "core/fmt.hpp"
 #include "core/plan.hpp"
+#include "core/tensor_rows.hpp"
 
 namespace kvant {
 namespace {
@@ -42,7 +44,8 @@ struct Job {
 void prepare_item(Job& job, std::int64_t index) {
   const int kv_heads = job.context.kv_heads;
   const int sequence = static_cast<int>(index / kv_heads);
-  if (job.context.sequences[sequence].q_len * job.context.group > core::kVectorRows) return;  // tiles prepare their own
+  const std::int64_t rows = job.context.sequences[sequence].q_len * job.context.group;
+  if (rows == 0 || rows > core::kVectorRows) return;  // tiles prepare their own
   const core::PrepareItem item{&job.context, sequence, static_cast<int>(index % kv_heads)};
   job.plan.kernels->prepare(item);
 }
@@ -85,21 +88,31 @@ void work(void* context, int worker) {
   }
 }
 
-Status check_tensor(const char* name, const void* data, Dtype dtype, const std::array<std::int64_t, 3>& shape,
-                    const std::array<std::int64_t, 3>& stride, const PlanImpl& plan) {
-  const std::array<std::int64_t, 3> wanted = {plan.total_queries, plan.options.q_heads, plan.cache->config().head_dim};
-  if (data == nullptr) return {Code::invalid_argument, fmt::format("{}.data is null", name)};
-  if (dtype == Dtype::boolean)
+template <class View>
+Status check_tensor(const char* name, const View& t, const PlanImpl& plan) {
+  const std::vector<int>& q_lens = plan.options.q_lens;
+  const bool apart = t.batch_stride != 0;
+  const std::array<std::int64_t, 3> wanted = {
+      apart && !q_lens.empty() ? *std::max_element(q_lens.begin(), q_lens.end()) : plan.total_queries,
+      plan.options.q_heads, plan.cache->config().head_dim};
+  if (t.data == nullptr && plan.total_queries > 0)
+    return {Code::invalid_argument, fmt::format("{}.data is null", name)};
+  if (t.dtype == Dtype::boolean)
     return {Code::invalid_argument, fmt::format("{}.dtype is bool: must be f32, f16 or bf16", name)};
-  if (shape != wanted) {
-    return {Code::invalid_argument,
-            fmt::format("{}.shape is [{}, {}, {}]: the plan needs [total_queries, q_heads, head_dim] = [{}, {}, {}]",
-                        name, shape[0], shape[1], shape[2], wanted[0], wanted[1], wanted[2])};
+  if (t.shape != wanted) {
+    return {
+        Code::invalid_argument,
+        fmt::format("{}.shape is [{}, {}, {}]: the plan needs [{}, q_heads, head_dim] = [{}, {}, {}]", name, t.shape[0],
+                    t.shape[1], t.shape[2], apart ? "most queries of a sequence (with batch_stride)" : "total_queries",
+                    wanted[0], wanted[1], wanted[2])};
   }
-  if (stride[2] != 1)
+  if (t.stride[2] != 1)
     return {Code::invalid_argument,
-            fmt::format("{}.stride[2] is {}: elements of a vector must be adjacent (stride 1)", name, stride[2])};
-  return {};
+            fmt::format("{}.stride[2] is {}: elements of a vector must be adjacent (stride 1)", name, t.stride[2])};
+  const auto sequences = static_cast<std::int64_t>(q_lens.size());
+  if (Status s = core::check_offsets(name, t.dtype, t.shape, t.stride, t.batch_stride, sequences); !s) return s;
+  if (!plan.device) return {};
+  return core::check_packed(name, t, sequences, [&](std::int64_t i) { return q_lens[static_cast<std::size_t>(i)]; });
 }
 
 Status check_run(const PlanImpl& plan, int layer, const TensorView& q, const MutableTensorView& out,
@@ -125,15 +138,20 @@ Status check_run(const PlanImpl& plan, int layer, const TensorView& q, const Mut
             "the plan was made for an earlier state of the cache (tokens were reserved, truncated, forked or removed "
             "since): plan again after each step"};
   }
-  for (const SequenceId id : plan.ids) {
-    if (!cache.layer_ready(id, layer)) {
+  for (std::size_t i = 0; i < plan.ids.size(); ++i) {
+    const SequenceId id = plan.ids[i];
+    if (plan.options.q_lens[i] > 0 && !cache.layer_ready(id, layer)) {
       return {Code::invalid_argument, fmt::format("layer {} of sequence {} has reserved tokens that are not written: "
                                                   "write keys and values of this layer before running it",
                                                   layer, static_cast<std::uint64_t>(id))};
     }
   }
-  if (Status s = check_tensor("q", q.data, q.dtype, q.shape, q.stride, plan); !s.ok()) return s;
-  if (Status s = check_tensor("out", out.data, out.dtype, out.shape, out.stride, plan); !s.ok()) return s;
+  if (Status s = check_tensor("q", q, plan); !s.ok()) return s;
+  if (Status s = check_tensor("out", out, plan); !s.ok()) return s;
+  if (plan.device && options.executor.execute != nullptr) {
+    return {Code::invalid_argument,
+            "executor is set, but this cache lives on a device, whose kernels do the work: leave executor empty"};
+  }
   if (plan.device && plan.workspace_bytes > 0 && options.workspace.data() == nullptr) {
     return {Code::invalid_argument,
             fmt::format("workspace is empty: on a device the plan has none of its own; give {} bytes of device memory "
@@ -158,6 +176,7 @@ Status check_run(const PlanImpl& plan, int layer, const TensorView& q, const Mut
 Status run(const Plan& owner, int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) {
   const PlanImpl& plan = owner.impl();
   if (Status s = check_run(plan, layer, q, out, options); !s.ok()) return s;
+  if (plan.total_queries == 0) return {};
   if (plan.device) {
     if (Status s = plan.cache->flush(options.stream); !s.ok()) return s;
     return plan.device->run(layer, q, out, options);
@@ -199,6 +218,8 @@ Status run(const Plan& owner, int layer, const TensorView& q, const MutableTenso
   c.sequences = plan.sequences.data();
   c.q = {q.data, q.dtype, q.stride[0], q.stride[1]};
   c.out = {out.data, out.dtype, out.stride[0], out.stride[1]};
+  c.q_batch_stride = q.batch_stride;
+  c.out_batch_stride = out.batch_stride;
   c.lse = options.lse;
   c.lse_stride = plan.options.q_heads;
   c.workspace = own ? plan.own_workspace.get() : options.workspace.data();

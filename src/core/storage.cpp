@@ -1,26 +1,20 @@
 #include "core/storage.hpp"
 
-#include <bit>
+#include <algorithm>
 #include <cstring>
+
+#include "core/fmt.hpp"
 
 #if defined(__linux__)
 #include <sys/mman.h>
-
-#include "core/fmt.hpp"
 #endif
 
 namespace kvant::core {
 namespace {
 
-// Slabs of about 8 MiB: a cache of one short sequence stays small, and a large one needs few allocations. At most 64
-// slots, at least one.
-constexpr std::size_t kSlabBytes = std::size_t{8} << 20;
+// Chunks double up to this. More than the newest pages need, so that a cache that grows token by token is allocated seldom.
+constexpr std::size_t kChunkBytes = std::size_t{8} << 20;
 constexpr std::size_t kAlignment = 64;
-
-int slab_shift(std::size_t slot_bytes) {
-  const std::size_t slots = kSlabBytes / slot_bytes;
-  return slots == 0 ? 0 : std::min(6, static_cast<int>(std::bit_width(slots)) - 1);
-}
 
 // Attention reads a cache from one end to the other: with 4 KiB pages of memory, most of them miss the TLB. Advice only, and only
 // for whole huge pages inside the allocation.
@@ -34,22 +28,40 @@ void use_huge_pages([[maybe_unused]] std::byte* memory, [[maybe_unused]] std::si
 #endif
 }
 
+// Copies one side of a block. An octet of tokens is the unit of value codes, and taken for all parts.
+void copy_side(const codec::SideLayout& side, int head_dim, int tokens, const std::byte* from, std::byte* to) {
+  const auto octets = static_cast<std::size_t>((tokens + 7) / 8);
+  const auto part = [&](std::size_t offset, std::size_t bytes) { std::memcpy(to + offset, from + offset, bytes); };
+  const auto d = static_cast<std::size_t>(head_dim);
+  if (side.planes == 0) {
+    part(side.plane_offset[0], octets * 8 * d * static_cast<std::size_t>(side.element_bytes));
+    return;
+  }
+  for (int i = 0; i < side.planes; ++i) {
+    // A token's keys are D * bits / 8 bytes, and an octet's values D words of `bits` bytes (two quads of 4 bytes: as many).
+    part(side.plane_offset[i], octets * d * static_cast<std::size_t>(side.plane_bits[i]));
+  }
+  const auto scale = static_cast<std::size_t>(side.scale_bytes);
+  for (int g = 0; g < side.groups; ++g) {
+    part(side.scale_offset + static_cast<std::size_t>(g) * kPageTokens * scale, octets * 8 * scale);
+  }
+}
+
 }  // namespace
 
 Storage::Storage(const codec::PageLayout& layout, int layers, int kv_heads)
     : layout_(layout),
+      layers_(layers),
       kv_heads_(kv_heads),
-      slot_bytes_(static_cast<std::size_t>(layers) * static_cast<std::size_t>(kv_heads) * layout.block_bytes),
-      slab_shift_(slab_shift(slot_bytes_)) {}
+      slot_bytes_(static_cast<std::size_t>(layers) * static_cast<std::size_t>(kv_heads) * layout.block_bytes) {}
 
 Status Storage::grow(std::int64_t wanted) {
   if (wanted <= slots()) return {};
-  const std::size_t slab_slots = std::size_t{1} << slab_shift_;
-  const std::size_t slabs = (static_cast<std::size_t>(wanted - slots()) + slab_slots - 1) >> slab_shift_;
-  const std::size_t slab_bytes = slab_slots * slot_bytes_;
+  const auto needed = static_cast<std::size_t>(wanted - slots());
+  const std::size_t added = std::max(needed, std::min(slots_.size(), kChunkBytes / slot_bytes_));
   std::size_t bytes = 0;
   const bool overflow =
-      __builtin_mul_overflow(slabs, slab_bytes, &bytes) || __builtin_add_overflow(bytes, kAlignment, &bytes);
+      __builtin_mul_overflow(added, slot_bytes_, &bytes) || __builtin_add_overflow(bytes, kAlignment, &bytes);
   // One allocation however much it is, so that the system can refuse at once what it does not have. calloc: large ones
   // come as untouched zero pages.
   std::unique_ptr<void, Free> chunk(overflow ? nullptr : std::calloc(bytes, 1));
@@ -57,21 +69,28 @@ Status Storage::grow(std::int64_t wanted) {
     return {Code::out_of_memory,
             fmt::format("{} pages of {} bytes (all layers and kv heads) could not be allocated; append less, or set "
                         "capacity_tokens so that the cache refuses in time",
-                        slabs * slab_slots, slot_bytes_)};
+                        added, slot_bytes_)};
   }
   use_huge_pages(static_cast<std::byte*>(chunk.get()), bytes);
-  slabs_.reserve(slabs_.size() + slabs);
+  if (slots_.capacity() < slots_.size() + added) slots_.reserve(std::max(slots_.size() + added, 2 * slots_.size()));
   chunks_.reserve(chunks_.size() + 1);
   const auto address = reinterpret_cast<std::uintptr_t>(chunk.get());
   std::byte* first = static_cast<std::byte*>(chunk.get()) + ((kAlignment - address % kAlignment) % kAlignment);
-  for (std::size_t i = 0; i < slabs; ++i) slabs_.push_back(first + i * slab_bytes);
+  for (std::size_t i = 0; i < added; ++i) slots_.push_back(first + i * slot_bytes_);
   chunks_.push_back(std::move(chunk));
   reserved_bytes_ += static_cast<std::int64_t>(bytes);
   return {};
 }
 
-void Storage::copy(std::int32_t from, std::int32_t to) noexcept {
-  std::memcpy(block(to, 0, 0), block(from, 0, 0), slot_bytes_);
+void Storage::copy(std::int32_t from, std::int32_t to, int tokens) noexcept {
+  for (int layer = 0; layer < layers_; ++layer) {
+    for (int head = 0; head < kv_heads_; ++head) {
+      const std::byte* source = block(from, layer, head);
+      std::byte* target = block(to, layer, head);
+      copy_side(layout_.k, layout_.head_dim, tokens, source, target);
+      copy_side(layout_.v, layout_.head_dim, tokens, source, target);
+    }
+  }
 }
 
 }  // namespace kvant::core

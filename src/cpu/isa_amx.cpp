@@ -20,6 +20,12 @@ static bool store_k(const core::StoreJob& job) {
 static bool store_v(const core::StoreJob& job) {
   return kAvx512Kernels.store_v(job);
 }
+static void decode_k(const core::DecodeJob& job) {
+  kAvx512Kernels.decode_k(job);
+}
+static void decode_v(const core::DecodeJob& job) {
+  kAvx512Kernels.decode_v(job);
+}
 static void prepare_rows(const core::PrepareItem& item) {
   kAvx512Kernels.prepare(item);
 }
@@ -48,7 +54,7 @@ static bool amx_available() {
   constinit static std::atomic<int> allowed{-1};
   int known = allowed.load(std::memory_order_relaxed);
   if (known < 0) {
-    known = kAvx512Kernels.available() && has_amx_bf16() &&
+    known = kAvx512Kernels.available() && has_x86_features(kAmxBf16) &&
                     syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0
                 ? 1
                 : 0;
@@ -63,6 +69,8 @@ constinit const core::Kernels kAmxKernels = {
     .available = amx_available,
     .store_k = store_k,
     .store_v = store_v,
+    .decode_k = decode_k,
+    .decode_v = decode_v,
     .prepare = prepare_rows,
     .attend = attend_rows,
     .merge = merge_rows,

@@ -8,7 +8,7 @@
 namespace kvant::cpu {
 
 static bool avx2_available() {
-  return has_avx2_fma_f16c();
+  return has_x86_features(kAvx2FmaF16c);
 }
 
 extern const core::Kernels kAvx2Kernels;

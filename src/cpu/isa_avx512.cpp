@@ -8,9 +8,7 @@
 namespace kvant::cpu {
 
 static bool avx512_available() {
-  return has_avx2_fma_f16c() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512vnni");
+  return has_x86_features(kAvx2FmaF16c | kAvx512);
 }
 
 extern const core::Kernels kAvx512Kernels;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/attend.hpp"
+#include "cpu/decode.hpp"
 #include "cpu/store.hpp"
 
 KVANT_NAMESPACE_BEGIN(cpu)
@@ -60,6 +61,8 @@ constexpr core::Kernels kernels_of(const char* name, const char* detail, bool (*
       .available = available,
       .store_k = store<true>,
       .store_v = store<false>,
+      .decode_k = decode<true>,
+      .decode_v = decode<false>,
       .prepare = prepare<S>,
       .attend = attend<S>,
       .merge = merge<S>,

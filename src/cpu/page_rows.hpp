@@ -68,7 +68,7 @@ bool look_at_page(const ItemRows& rows, std::int64_t use, PageRows* out) {
   const core::AttendItem& item = rows.item;
   const core::RunContext& run = rows.run;
   const core::SequenceUse& sequence = rows.sequence;
-  const base::Visibility rule{run.causal, run.window, run.window_sinks};
+  const base::Visibility rule{run.causal, run.window, run.window_sinks, run.mask.first_key};
   const std::int64_t number = rows.page_number(use);
   out->first_key = number * kPageTokens;
   std::uint64_t any = 0, seen_by_query = 0;

@@ -1,4 +1,4 @@
-// Vectors into the basis they are encoded in, 8 or 16 lanes at a time: the arithmetic of codec/rotation.hpp and
+// Vectors into the basis they are encoded in, and back, 8 or 16 lanes at a time: the arithmetic of codec/rotation.hpp and
 // codec/basis.hpp, element by element in the same order, so the same bits.
 //
 // Butterflies of distance 1, 2, 4 stay inside a register: x_(i ^ h) +- x_i is a swap of lanes and one multiply-add with
@@ -21,16 +21,16 @@ consteval SignMasks sign_masks() {
   return m;
 }
 
-// Paley's matrix as factors. kWide: each one once; otherwise rows i and i + 1 side by side, four times each, for columns
+// Paley's matrix, or its transpose, as factors. kWide: each one once; otherwise rows i and i + 1 side by side, four times each, for columns
 // that are only four elements wide.
 template <int kOrder, bool kWide>
 struct PaleyFactors {
   static constexpr int kCopies = kWide ? 1 : 8;
   float factor[kWide ? kOrder : kOrder / 2][kOrder][kCopies];
 };
-template <int kOrder, bool kWide>
+template <int kOrder, bool kWide, bool kBack>
 consteval PaleyFactors<kOrder, kWide> paley_factors() {
-  constexpr codec::PaleyMatrix m = codec::paley<kOrder>(false);
+  constexpr codec::PaleyMatrix m = codec::paley<kOrder>(kBack);
   const auto sign = [&](int i, int j) { return ((m.row[i] >> j) & 1u) != 0 ? -1.0f : 1.0f; };
   PaleyFactors<kOrder, kWide> f{};
   for (int i = 0; i < (kWide ? kOrder : kOrder / 2); ++i) {
@@ -51,35 +51,54 @@ class Rotate {
       : head_dim_(head_dim), shape_(codec::rotation_shape(head_dim)), scale_(codec::rotation_scale(head_dim)) {}
 
   // to <- H (s * from) / sqrt(D); may be the same place.
-  KVANT_INLINE void forward(const float* from, float* to) const {
-    switch (shape_.sylvester) {
-      case 4: sylvester<4>(from, to); break;
-      case 8: sylvester<8>(from, to); break;
-      case 16: sylvester<16>(from, to); break;
-      case 32: sylvester<32>(from, to); break;
-      case 64: return sylvester<64>(from, to);
-      case 128: return sylvester<128>(from, to);
-      case 256: return sylvester<256>(from, to);
-      default: return sylvester<512>(from, to);
-    }
-    if (shape_.second_paley == 12) narrow_paley<12>(to, head_dim_);
-    const int stride = shape_.sylvester * shape_.second_paley;
-    if (shape_.paley == 12) wide_paley<12>(to, head_dim_, stride);
-    if (shape_.paley == 20) stride == 4 ? narrow_paley<20>(to, head_dim_) : wide_paley<20>(to, head_dim_, stride);
-    if (shape_.paley == 28) stride == 4 ? narrow_paley<28>(to, head_dim_) : wide_paley<28>(to, head_dim_, stride);
-    const F scale = S::setf(scale_);
-    for (int i = 0; i < head_dim_; i += 8) S::storef(to + i, S::mul(S::loadf(to + i), scale));
-  }
+  KVANT_INLINE void forward(const float* from, float* to) const { turn<false>(from, to); }
+  // to <- s * (H^T from) / sqrt(D); may be the same place.
+  KVANT_INLINE void back(const float* from, float* to) const { turn<true>(from, to); }
 
  private:
+  template <bool kBack>
+  KVANT_INLINE void turn(const float* from, float* to) const {
+    switch (shape_.sylvester) {
+      case 4: sylvester<4, kBack>(from, to); break;
+      case 8: sylvester<8, kBack>(from, to); break;
+      case 16: sylvester<16, kBack>(from, to); break;
+      case 32: sylvester<32, kBack>(from, to); break;
+      case 64: return sylvester<64, kBack>(from, to);
+      case 128: return sylvester<128, kBack>(from, to);
+      case 256: return sylvester<256, kBack>(from, to);
+      default: return sylvester<512, kBack>(from, to);
+    }
+    if (shape_.second_paley == 12) narrow_paley<12, kBack>(to, head_dim_);
+    const int stride = shape_.sylvester * shape_.second_paley;
+    if (shape_.paley == 12) wide_paley<12, kBack>(to, head_dim_, stride);
+    if (shape_.paley == 20) {
+      stride == 4 ? narrow_paley<20, kBack>(to, head_dim_) : wide_paley<20, kBack>(to, head_dim_, stride);
+    }
+    if (shape_.paley == 28) {
+      stride == 4 ? narrow_paley<28, kBack>(to, head_dim_) : wide_paley<28, kBack>(to, head_dim_, stride);
+    }
+    const F scale = S::setf(scale_);
+    for (int i = 0; i < head_dim_; i += 8) {
+      const F x = S::mul(S::loadf(to + i), scale);
+      S::storef(to + i, kBack ? S::as_f(S::xor_(S::as_i(x), S::loadi(kSigns.flip + i))) : x);
+    }
+  }
+
   using F = typename S::F;
   using W = Wide<S>;  // Sylvester's part
   using V = typename W::F;
   static constexpr int kRegisters = 8;  // that lie side by side
 
-  static KVANT_INLINE V load_signed(const float* x, int i) {
-    static constexpr SignMasks kSigns = sign_masks();
-    return W::as_f(W::xor_(W::as_i(W::loadf(x + i)), W::loadi(kSigns.flip + i)));
+  static constexpr SignMasks kSigns = sign_masks();
+  static KVANT_INLINE V with_signs(V x, int i) { return W::as_f(W::xor_(W::as_i(x), W::loadi(kSigns.flip + i))); }
+  // What the way in begins with, and what the way back ends with.
+  template <bool kBack>
+  static KVANT_INLINE V begin(V x, int i) {
+    return kBack ? x : with_signs(x, i);
+  }
+  template <bool kBack>
+  static KVANT_INLINE V end(V x, V scale, int i) {
+    return kBack ? with_signs(W::mul(x, scale), i) : W::mul(x, scale);
   }
 
   template <int kH>
@@ -107,22 +126,25 @@ class Rotate {
   }
 
   // Signs and all distances below kOrder; from 64 on, where no other factor follows, the scale as well.
-  template <int kOrder>
+  template <int kOrder, bool kBack>
   KVANT_INLINE void sylvester(const float* from, float* to) const {
     constexpr int kWithin = kOrder < W::kLanes ? kOrder : W::kLanes;
     constexpr int kCount = kOrder / kWithin < kRegisters ? kOrder / kWithin : kRegisters;
     constexpr int kSecond = kOrder / (kWithin * kCount);
-    first_pass<kWithin, kCount, kOrder >= 64 && kSecond == 1>(from, to);
-    if constexpr (kSecond > 1) second_pass<kSecond>(to);
+    first_pass<kWithin, kCount, kOrder >= 64 && kSecond == 1, kBack>(from, to);
+    if constexpr (kSecond > 1) second_pass<kSecond, kBack>(to);
   }
   // Distances below kWithin in each register, then wider ones over kCount registers.
-  template <int kWithin, int kCount, bool kScales>
+  template <int kWithin, int kCount, bool kEnds, bool kBack>
   KVANT_INLINE void first_pass(const float* from, float* to) const {
     const V scale = W::setf(scale_);
     for (int base = 0; base < head_dim_; base += W::kLanes * kCount) {
       V v[kCount];
       // A distance at a time: what waits for the result before it fills the scheduler's window.
-      for (int i = 0; i < kCount; ++i) v[i] = load_signed(from, base + W::kLanes * i);
+      for (int i = 0; i < kCount; ++i) {
+        const int at = base + W::kLanes * i;
+        v[i] = begin<kBack>(W::loadf(from + at), at);
+      }
       for (V& x : v) x = butterfly<1>(x);
       for (V& x : v) x = butterfly<2>(x);
       if constexpr (kWithin >= 8) {
@@ -132,11 +154,14 @@ class Rotate {
         for (V& x : v) x = butterfly<8>(x);
       }
       butterflies(v);
-      for (int i = 0; i < kCount; ++i) W::storef(to + base + W::kLanes * i, kScales ? W::mul(v[i], scale) : v[i]);
+      for (int i = 0; i < kCount; ++i) {
+        const int at = base + W::kLanes * i;
+        W::storef(to + at, kEnds ? end<kBack>(v[i], scale, at) : v[i]);
+      }
     }
   }
   // The widest distances, over kCount blocks, and the scale.
-  template <int kCount>
+  template <int kCount, bool kBack>
   KVANT_INLINE void second_pass(float* x) const {
     constexpr int kBlock = W::kLanes * kRegisters;
     const V scale = W::setf(scale_);
@@ -144,14 +169,17 @@ class Rotate {
       V v[kCount];
       for (int i = 0; i < kCount; ++i) v[i] = W::loadf(x + base + kBlock * i);
       butterflies(v);
-      for (int i = 0; i < kCount; ++i) W::storef(x + base + kBlock * i, W::mul(v[i], scale));
+      for (int i = 0; i < kCount; ++i) {
+        const int at = base + kBlock * i;
+        W::storef(x + at, end<kBack>(v[i], scale, at));
+      }
     }
   }
 
   // Four rows at a time, so that four chains of sums are under way.
-  template <int kOrder>
+  template <int kOrder, bool kBack>
   static KVANT_INLINE void wide_paley(float* x, int n, int stride) {
-    static constexpr auto kFactors = paley_factors<kOrder, true>();
+    static constexpr auto kFactors = paley_factors<kOrder, true, kBack>();
     for (int base = 0; base < n; base += kOrder * stride) {
       for (int inner = 0; inner < stride; inner += 8) {
         float* column = x + base + inner;
@@ -170,9 +198,9 @@ class Rotate {
   }
 
   // Rows of four elements: a register holds rows i and i + 1 of the result, and each row of the input twice.
-  template <int kOrder>
+  template <int kOrder, bool kBack>
   static KVANT_INLINE void narrow_paley(float* x, int n) {
-    static constexpr auto kFactors = paley_factors<kOrder, false>();
+    static constexpr auto kFactors = paley_factors<kOrder, false, kBack>();
     for (int base = 0; base < n; base += kOrder * 4) {
       float* column = x + base;
       float twice[kOrder * 8 + 8];
@@ -219,20 +247,15 @@ struct Fold {
   }
 };
 
-// y_t = A (x_t - c) for kTokens vectors at once, so that a row of A is loaded once for all of them.
+// y_t = M x_t for kTokens vectors at once, so that a row of M is loaded once for all of them.
 template <class S, int kTokens>
-KVANT_INLINE void to_calibrated(const codec::BasisRef& basis, int head_dim, float* const* x) {
+KVANT_INLINE void times_matrix(const float* matrix, int head_dim, const float (&x)[kTokens][codec::kMaxHeadDim],
+                               float* const* y) {
   using F = typename S::F;
-  float centred[kTokens][codec::kMaxHeadDim];
-  for (int t = 0; t < kTokens; ++t) {
-    for (int j = 0; j < head_dim; j += 8) {
-      S::storef(centred[t] + j, S::sub(S::loadf(x[t] + j), S::loadf(basis.center + j)));
-    }
-  }
   for (int i = 0; i < head_dim; i += 8) {
     F sums[kTokens][8];
     for (int r = 0; r < 8; ++r) {
-      const float* row = basis.matrix + static_cast<std::size_t>(i + r) * static_cast<std::size_t>(head_dim);
+      const float* row = matrix + static_cast<std::size_t>(i + r) * static_cast<std::size_t>(head_dim);
       F acc[kTokens][4];
       for (int t = 0; t < kTokens; ++t) {
         for (int k = 0; k < 4; ++k) acc[t][k] = S::setf(0.0f);
@@ -241,18 +264,45 @@ KVANT_INLINE void to_calibrated(const codec::BasisRef& basis, int head_dim, floa
       for (; j + 32 <= head_dim; j += 32) {
         for (int k = 0; k < 4; ++k) {
           const F a = S::loadf(row + j + 8 * k);
-          for (int t = 0; t < kTokens; ++t) acc[t][k] = S::add(acc[t][k], S::mul(a, S::loadf(centred[t] + j + 8 * k)));
+          for (int t = 0; t < kTokens; ++t) acc[t][k] = S::add(acc[t][k], S::mul(a, S::loadf(x[t] + j + 8 * k)));
         }
       }
       if (j < head_dim) {  // every head_dim is a multiple of 16
         for (int k = 0; k < 2; ++k) {
           const F a = S::loadf(row + j + 8 * k);
-          for (int t = 0; t < kTokens; ++t) acc[t][k] = S::add(acc[t][k], S::mul(a, S::loadf(centred[t] + j + 8 * k)));
+          for (int t = 0; t < kTokens; ++t) acc[t][k] = S::add(acc[t][k], S::mul(a, S::loadf(x[t] + j + 8 * k)));
         }
       }
       for (int t = 0; t < kTokens; ++t) sums[t][r] = Fold<S>::to_eight(acc[t]);
     }
-    for (int t = 0; t < kTokens; ++t) S::storef(x[t] + i, Fold<S>::each(sums[t]));
+    for (int t = 0; t < kTokens; ++t) S::storef(y[t] + i, Fold<S>::each(sums[t]));
+  }
+}
+
+// x_t <- A (x_t - c)
+template <class S, int kTokens>
+KVANT_INLINE void to_calibrated(const codec::BasisRef& basis, int head_dim, float* const* x) {
+  float centred[kTokens][codec::kMaxHeadDim];
+  for (int t = 0; t < kTokens; ++t) {
+    for (int j = 0; j < head_dim; j += 8) {
+      S::storef(centred[t] + j, S::sub(S::loadf(x[t] + j), S::loadf(basis.center + j)));
+    }
+  }
+  times_matrix<S, kTokens>(basis.matrix, head_dim, centred, x);
+}
+
+// x_t <- A^-1 x_t + c
+template <class S, int kTokens>
+KVANT_INLINE void from_calibrated(const codec::BasisRef& basis, int head_dim, float* const* x) {
+  float in[kTokens][codec::kMaxHeadDim];
+  for (int t = 0; t < kTokens; ++t) {
+    for (int j = 0; j < head_dim; j += 8) S::storef(in[t] + j, S::loadf(x[t] + j));
+  }
+  times_matrix<S, kTokens>(basis.inverse, head_dim, in, x);
+  for (int t = 0; t < kTokens; ++t) {
+    for (int j = 0; j < head_dim; j += 8) {
+      S::storef(x[t] + j, S::add(S::loadf(x[t] + j), S::loadf(basis.center + j)));
+    }
   }
 }
 

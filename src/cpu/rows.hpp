@@ -16,18 +16,27 @@ KVANT_INLINE T* at(std::byte* base, std::size_t offset) {
 }
 
 struct RowIndex {
-  std::int64_t token;  // row of q and out
+  std::int64_t token;  // of all queries: row of lse
   std::int64_t query;  // within the sequence
+  std::int64_t batch;  // the sequence's place in the call
   int q_head;
 };
+// Its first element in q or out.
+template <class Rows>
+KVANT_INLINE std::int64_t element_of(const RowIndex& row, const Rows& rows, std::int64_t batch_stride) {
+  const std::int64_t begin =
+      batch_stride == 0 ? row.token * rows.token_stride : row.batch * batch_stride + row.query * rows.token_stride;
+  return begin + row.q_head * rows.head_stride;
+}
 KVANT_INLINE RowIndex row_index(const core::RunContext& run, int sequence, int kv_head, int row) {
   const std::int64_t query = row / run.group;
-  return {run.sequences[sequence].query_begin + query, query, kv_head * run.group + row % run.group};
+  const core::SequenceUse& s = run.sequences[sequence];
+  return {s.query_begin + query, query, s.batch, kv_head * run.group + row % run.group};
 }
 
 // One query as floats; zeros, and true, if it is not finite.
 KVANT_INLINE bool read_query(const core::RunContext& run, const RowIndex& row, float* out) {
-  const std::int64_t from = row.token * run.q.token_stride + row.q_head * run.q.head_stride;
+  const std::int64_t from = element_of(row, run.q, run.q_batch_stride);
   bool finite = true;
   for (int i = 0; i < run.head_dim; ++i) {
     float x = 0;
@@ -48,9 +57,8 @@ KVANT_INLINE bool read_query(const core::RunContext& run, const RowIndex& row, f
 }
 
 KVANT_INLINE void write_row(const core::RunContext& run, const RowIndex& row, const float* from) {
-  std::byte* to =
-      static_cast<std::byte*>(run.out.data) +
-      (row.token * run.out.token_stride + row.q_head * run.out.head_stride) * (run.out.dtype == Dtype::f32 ? 4 : 2);
+  std::byte* to = static_cast<std::byte*>(run.out.data) +
+                  element_of(row, run.out, run.out_batch_stride) * (run.out.dtype == Dtype::f32 ? 4 : 2);
   if (run.out.dtype == Dtype::f32) {
     __builtin_memcpy(to, from, static_cast<std::size_t>(run.head_dim) * 4);
     return;

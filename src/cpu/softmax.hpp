@@ -73,7 +73,8 @@ KVANT_INLINE typename S::F transformed_logits(const core::RunContext& run, const
     }
     if (row.tile == core::kTileMixed) {
       const std::int64_t* ms = run.mask.stride;
-      const std::int64_t at = sequence.batch * ms[0] + row.q_head * ms[1] + row.query * ms[2];
+      const std::int64_t at =
+          sequence.batch * ms[0] + row.q_head * ms[1] + row.query * ms[2] - run.mask.first_key * ms[3];
       alignas(32) float added[8];
       for (int i = 0; i < 8; ++i) {
         added[i] = ((visible >> (t + i)) & 1) != 0

@@ -71,48 +71,59 @@ void decode_keys(const codec::SideLayout& side, int head_dim, int padded_dim, co
   }
 }
 
+// Values of an integer format: the eight tokens of an octet, one a row.
+template <class S, Format F>
+KVANT_INLINE void decode_value_octet(const codec::SideLayout& side, int head_dim, const std::byte* block, int octet,
+                                     const typename Unpack<S, F>::Tables& tables, float* rows, int stride) {
+  const typename S::F offset = S::setf(level_offset(F));
+  const int group_dim = head_dim / side.groups;
+  for (int g = 0; g < side.groups; ++g) {
+    float scale[8];
+    S::storef(scale, S::load_f16(block + side.scale_offset + (g * kPageTokens + 8 * octet) * 2));
+    for (int c = g * group_dim; c < (g + 1) * group_dim; c += 8) {
+      typename S::I u[4];
+      Unpack<S, F>::block(tables, value_pointers(side, head_dim, block, octet, c), u);
+      for (int v = 0; v < 4; ++v) {
+        const int low = pair_element(is_eight_bit(F), v, 0), high = pair_element(is_eight_bit(F), v, 1);
+        S::storef(rows + low * stride + c,
+                  S::mul(S::sub(S::to_f(S::and_(u[v], S::seti(0xFFFF))), offset), S::setf(scale[low])));
+        S::storef(rows + high * stride + c,
+                  S::mul(S::sub(S::to_f(S::template shr<16>(u[v])), offset), S::setf(scale[high])));
+      }
+    }
+  }
+}
+
+// Values of fp8: the four tokens of a quad.
+template <class S>
+KVANT_INLINE void decode_value_quad(const codec::SideLayout& side, int head_dim, const std::byte* block, int quad,
+                                    float* rows, int stride) {
+  using Row = FloatRow<S, Format::fp8>;
+  const std::byte* codes = block + side.plane_offset[0];
+  float scale[8];
+  S::storef(scale, S::load_f16(block + side.scale_offset + (4 * quad & ~7) * 2));
+  for (int c = 0; c < head_dim; c += 8) {
+    float* out = rows + c;
+    const float* s = scale + (4 * quad & 7);
+    S::storef(out, S::mul(Row::template load_value<0>(codes, head_dim, quad, c), S::setf(s[0])));
+    S::storef(out + stride, S::mul(Row::template load_value<1>(codes, head_dim, quad, c), S::setf(s[1])));
+    S::storef(out + 2 * stride, S::mul(Row::template load_value<2>(codes, head_dim, quad, c), S::setf(s[2])));
+    S::storef(out + 3 * stride, S::mul(Row::template load_value<3>(codes, head_dim, quad, c), S::setf(s[3])));
+  }
+}
+
 template <class S, Format F>
 void decode_values(const codec::SideLayout& side, int head_dim, const std::byte* block, int t_begin, int t_end,
                    const float* levels, float* tile, int stride) {
   if constexpr (is_integer_format(F)) {
-    using U = Unpack<S, F>;
-    const typename U::Tables tables = U::tables();
-    const typename S::F offset = S::setf(level_offset(F));
-    const int group_dim = head_dim / side.groups;
-    for (int o = t_begin / 8; o < (t_end + 7) / 8; ++o) {
-      for (int g = 0; g < side.groups; ++g) {
-        float scale[8];
-        S::storef(scale, S::load_f16(block + side.scale_offset + (g * kPageTokens + 8 * o) * 2));
-        for (int c = g * group_dim; c < (g + 1) * group_dim; c += 8) {
-          typename S::I u[4];
-          U::block(tables, value_pointers(side, head_dim, block, o, c), u);
-          for (int v = 0; v < 4; ++v) {
-            const int low = pair_element(is_eight_bit(F), v, 0), high = pair_element(is_eight_bit(F), v, 1);
-            S::storef(tile + (8 * o + low) * stride + c,
-                      S::mul(S::sub(S::to_f(S::and_(u[v], S::seti(0xFFFF))), offset), S::setf(scale[low])));
-            S::storef(tile + (8 * o + high) * stride + c,
-                      S::mul(S::sub(S::to_f(S::template shr<16>(u[v])), offset), S::setf(scale[high])));
-          }
-        }
-      }
-    }
+    const typename Unpack<S, F>::Tables tables = Unpack<S, F>::tables();
+    for (int o = t_begin / 8; o < (t_end + 7) / 8; ++o)
+      decode_value_octet<S, F>(side, head_dim, block, o, tables, tile + 8 * o * stride, stride);
   } else if constexpr (codec::is_lut(F)) {
     for (int t = t_begin; t < t_end; ++t) codec::load_row_v(side, head_dim, block, t, levels, tile + t * stride);
   } else if constexpr (F == Format::fp8) {
-    using Row = FloatRow<S, F>;
-    const std::byte* rows = block + side.plane_offset[0];
-    for (int quad = t_begin / 4; quad < (t_end + 3) / 4; ++quad) {
-      float scale[8];
-      S::storef(scale, S::load_f16(block + side.scale_offset + (4 * quad & ~7) * 2));
-      for (int c = 0; c < head_dim; c += 8) {
-        float* out = tile + 4 * quad * stride + c;
-        const float* s = scale + (4 * quad & 7);
-        S::storef(out, S::mul(Row::template load_value<0>(rows, head_dim, quad, c), S::setf(s[0])));
-        S::storef(out + stride, S::mul(Row::template load_value<1>(rows, head_dim, quad, c), S::setf(s[1])));
-        S::storef(out + 2 * stride, S::mul(Row::template load_value<2>(rows, head_dim, quad, c), S::setf(s[2])));
-        S::storef(out + 3 * stride, S::mul(Row::template load_value<3>(rows, head_dim, quad, c), S::setf(s[3])));
-      }
-    }
+    for (int quad = t_begin / 4; quad < (t_end + 3) / 4; ++quad)
+      decode_value_quad<S>(side, head_dim, block, quad, tile + 4 * quad * stride, stride);
   } else {
     decode_keys<S, F>(side, head_dim, 0, block, t_begin, t_end, levels, tile, stride);
   }

@@ -1,4 +1,6 @@
-// What the x86 units ask of the machine before their first wide instruction.
+// What the x86 units ask of the machine before their first wide instruction: cpuid for what the processor has, xgetbv for the
+// registers that the system saves. Asked directly, since __builtin_cpu_supports needs a constructor of the compiler's own
+// runtime library, which not every toolchain links (zig's has none, and then the answer is always no).
 #pragma once
 
 #include <cpuid.h>
@@ -9,28 +11,39 @@
 
 KVANT_NAMESPACE_BEGIN(cpu)
 
-KVANT_INLINE bool has_avx2_fma_f16c() {
-  // clang 14's __builtin_cpu_supports does not know f16c. Asked for once: every plan wants it, and a virtual machine takes
-  // microseconds to answer cpuid.
-  constinit static std::atomic<int> f16c{-1};
-  int known = f16c.load(std::memory_order_relaxed);
-  if (known < 0) {
-    __builtin_cpu_init();
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    known = __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0 ? 1 : 0;
-    f16c.store(known, std::memory_order_relaxed);
-  }
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && known != 0;
+inline constexpr unsigned kAvx2FmaF16c = 1, kAvx512 = 2, kAmxBf16 = 4, kKnown = 8;
+
+KVANT_INLINE bool all_of(unsigned word, unsigned bits) {
+  return (word & bits) == bits;
 }
 
-// CPUID leaf 7: AMX-BF16 and AMX-TILE; XCR0: the system saves tile configuration and data.
-KVANT_INLINE bool has_amx_bf16() {
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & bit_OSXSAVE) == 0) return false;
-  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d >> 22 & 1) == 0 || (d >> 24 & 1) == 0) return false;
-  unsigned low = 0, high = 0;
-  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  return (low >> 17 & 3) == 3;
+KVANT_INLINE unsigned ask_x86_features() {
+  unsigned a = 0, b = 0, c1 = 0, d = 0;
+  if (__get_cpuid(1, &a, &b, &c1, &d) == 0 || (c1 & bit_OSXSAVE) == 0) return 0;
+  unsigned saved = 0, saved_high = 0;
+  asm volatile("xgetbv" : "=a"(saved), "=d"(saved_high) : "c"(0));
+  unsigned b7 = 0, c7 = 0, d7 = 0;
+  if (__get_cpuid_count(7, 0, &a, &b7, &c7, &d7) == 0) return 0;
+
+  constexpr unsigned kYmm = 0x6, kZmm = 0xE6, kTiles = 0x60000;  // XCR0: what is saved when threads take turns
+  constexpr unsigned kVnni = 1u << 11, kTileBf16 = 1u << 22, kTile = 1u << 24;
+  unsigned found = 0;
+  if (all_of(saved, kYmm) && all_of(c1, bit_AVX | bit_FMA | bit_F16C) && all_of(b7, bit_AVX2)) found |= kAvx2FmaF16c;
+  if (all_of(saved, kZmm) && all_of(b7, bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL) && all_of(c7, kVnni))
+    found |= kAvx512;
+  if (all_of(saved, kTiles) && all_of(d7, kTileBf16 | kTile)) found |= kAmxBf16;
+  return found;
+}
+
+// Asked for once: every plan wants it, and a virtual machine takes microseconds to answer cpuid.
+KVANT_INLINE bool has_x86_features(unsigned wanted) {
+  constinit static std::atomic<unsigned> known{0};
+  unsigned found = known.load(std::memory_order_relaxed);
+  if (found == 0) {
+    found = ask_x86_features() | kKnown;
+    known.store(found, std::memory_order_relaxed);
+  }
+  return all_of(found, wanted);
 }
 
 KVANT_NAMESPACE_END

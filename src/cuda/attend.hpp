@@ -51,6 +51,9 @@ struct AttendParams {
   bool causal;
   std::int32_t window, window_sinks;
   core::MaskData mask;  // classes: those of MaskPages, of kv heads and without queries
+  // [batch]: the place of each entry in the mask tensor, where the plan has sequences without a query, which are no entries. Null:
+  // their own numbers
+  const std::int32_t* mask_batches;
   DeviceBasis k_basis, v_basis;
   int exact_cost;          // of an exact page, in encoded ones
   int part_cost;           // of each part that a block works on, in the same

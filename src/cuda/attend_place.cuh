@@ -8,8 +8,8 @@ namespace kvant::cuda {
 // Keys that every row of the part sees, a mask tensor aside.
 template <Format KF, Format VF, int D, int NT, int BW>
 __device__ void Attend<KF, VF, D, NT, BW>::set_seen_by_all(Part& part) const {
-  part.all_begin = 0;
-  const base::Visibility rule{p.causal, p.window, p.window_sinks};
+  part.all_begin = static_cast<int>(p.mask.first_key);
+  const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
   const int first = part.row_block == 0 ? 0 : part.row_block * R / p.group;
   const std::int64_t position = part.length - part.q_len;
   part.all_end = static_cast<int>(rule.recent_range(part.length, position + first).end);
@@ -85,9 +85,10 @@ __device__ void Attend<KF, VF, D, NT, BW>::describe(Part& part, LinePlace place,
   part.use_begin = pages_before(offset - begin, p.part_cost, page_cost);
   part.use_end = stop == last ? part.runs.total() : pages_before(stop - begin, p.part_cost, page_cost);
   part.partial = static_cast<int>(blockIdx.x) + segment_index(p, part.entry, part.kv_head, part.row_block, part.domain);
+  part.mask_batch = p.mask_batches == nullptr ? part.entry : p.mask_batches[part.entry];
   part.classes = p.mask.classes;
   if (p.mask.data != nullptr)
-    part.classes += part.entry * p.mask.class_stride[0] + part.kv_head * p.mask.class_stride[1];
+    part.classes += part.mask_batch * p.mask.class_stride[0] + part.kv_head * p.mask.class_stride[1];
   set_seen_by_all(part);
   part.ends = (offset == begin ? kBegins : 0) | (stop == last ? kEnds : 0) | (last - begin == segment ? kAlone : 0);
   place.left -= stop - offset, place.offset = stop;

@@ -74,6 +74,7 @@ struct Part {
   int use_begin, use_end;
   int all_begin, all_end;  // keys that every row sees, if the mask tensor lets it
   int partial;
+  int mask_batch;
   unsigned ends;            // kBegins ..
   const std::byte* blocks;  // of the domain's slot 0: that of the layer and kv head
   PageRuns runs;

@@ -54,7 +54,7 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::transform(const Part&
 #pragma unroll
     for (int k = 0; k < L::kTokens; ++k) copy[n * L::kTokens + k] = s[k / 2][n][k % 2];
   }
-  const base::Visibility rule{p.causal, p.window, p.window_sinks};
+  const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
 #pragma unroll 1
   for (int at = 0; at < NT * L::kTokens; ++at) {
     const int r = 4 * (at / L::kTokens) + t;
@@ -68,8 +68,8 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::transform(const Part&
     const bool sees = query >= 0 && key < part.length && rule.sees(part.length, position, key);
     if (p.slopes != nullptr) x -= info->slope[r] * fabsf(static_cast<float>(position - key));
     if (sees && p.mask.data != nullptr) {
-      const std::int64_t from =
-          part.entry * p.mask.stride[0] + q_head * p.mask.stride[1] + query * p.mask.stride[2] + key * p.mask.stride[3];
+      const std::int64_t from = part.mask_batch * p.mask.stride[0] + q_head * p.mask.stride[1] +
+                                query * p.mask.stride[2] + (key - p.mask.first_key) * p.mask.stride[3];
       x = fmaf(mask_element(p.mask, from), kLog2e, x);
     }
     copy[at] = sees ? x : kNone;

@@ -18,15 +18,16 @@ __global__ void __launch_bounds__(kThreads) classify_kernel(const __grid_constan
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t page = at % p.pages, head = at / p.pages % p.kv_heads, batch = at / p.pages / p.kv_heads;
   const std::int64_t* stride = p.mask.stride;
-  const std::int64_t from = batch * stride[0] + head * p.group * stride[1] + page * kPageTokens * stride[3];
-  const std::int64_t keys = p.keys - page * kPageTokens;
+  // Keys before the first one hide themselves (base::Visibility): what the class says is of those from there on.
+  const std::int64_t first = page * kPageTokens - p.first_key;  // column of the page's first key
+  const std::int64_t from = batch * stride[0] + head * p.group * stride[1] + first * stride[3];
   bool masked = true, zero = true;
   for (std::int64_t row = 0; row < std::int64_t{p.group} * p.queries && (masked || zero); ++row) {
     const std::int64_t begin = from + row / p.queries * stride[1] + row % p.queries * stride[2];
     bool hides = true, adds = false;
 #pragma unroll
     for (int k = 0; k < kPageTokens; k += 32) {
-      if (lane + k >= keys) continue;
+      if (first + lane + k < 0 || first + lane + k >= p.keys) continue;
       const float x = mask_element(p.mask, begin + (lane + k) * stride[3]);
       hides = hides && x == -__builtin_huge_valf();
       adds = adds || x != 0.0f;

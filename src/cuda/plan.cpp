@@ -48,7 +48,7 @@ Plan::~Plan() {
 Status Plan::choose_kernel(const core::DevicePlanConfig& config, const DecodeKernels& kernels) {
   const int group = params_.group;
   int most_rows = 0;
-  for (const int q_len : config.options->q_lens) most_rows = std::max(most_rows, q_len * group);
+  for (const core::DeviceSequence& s : config.sequences) most_rows = std::max(most_rows, s.q_len * group);
 
   const AttendKernel* best = nullptr;
   for (const AttendKernel& k : kernels.attend) {
@@ -146,10 +146,9 @@ void Plan::widen(const core::DevicePlanConfig& config, const DecodeKernels& kern
   });
   if (wide == kernels.attend.end()) return;
   std::int64_t encoded = 0, exact = 0;  // pages, for each row of work that reads them
-  for (std::size_t i = 0; i < config.lengths.size(); ++i) {
-    const int q_len = config.options->q_lens[i];
-    const VisiblePages pages = visible_pages(p, static_cast<int>(config.lengths[i]), q_len);
-    const int rows = config.kv_heads * ((q_len * p.group + p.rows - 1) / p.rows);
+  for (const core::DeviceSequence& s : config.sequences) {
+    const VisiblePages pages = visible_pages(p, static_cast<int>(s.length), s.q_len);
+    const int rows = config.kv_heads * ((s.q_len * p.group + p.rows - 1) / p.rows);
     encoded += std::int64_t{rows} * page_runs(pages, false).total();
     exact += std::int64_t{rows} * page_runs(pages, true).total();
   }
@@ -180,8 +179,8 @@ Status Plan::count_work(const core::DevicePlanConfig& config) {
                         "batches",
                         p.batch, p.cache.max_pages, config.kv_heads)};
   }
-  for (std::size_t i = 0; i < config.lengths.size(); ++i) {
-    const SequenceCost cost = sequence_cost(p, static_cast<int>(config.lengths[i]), config.options->q_lens[i]);
+  for (const core::DeviceSequence& s : config.sequences) {
+    const SequenceCost cost = sequence_cost(p, static_cast<int>(s.length), s.q_len);
     units_ += cost.head() * config.kv_heads;
     longest_ = std::max(longest_, cost.exact + cost.encoded);
   }
@@ -191,14 +190,17 @@ Status Plan::count_work(const core::DevicePlanConfig& config) {
 Status Plan::upload(const core::DevicePlanConfig& config) {
   const AttentionOptions& o = *config.options;
   std::vector<BatchEntry> entries;
+  std::vector<std::int32_t> mask_batches;
   std::int32_t query = 0;
-  for (std::size_t i = 0; i < config.indices.size(); ++i) {
-    entries.push_back({config.indices[i], o.q_lens[i], query});
-    query += o.q_lens[i];
+  for (const core::DeviceSequence& s : config.sequences) {
+    entries.push_back({s.index, s.q_len, query});
+    query += s.q_len;
+    if (params_.mask.data != nullptr && params_.batch < config.batch) mask_batches.push_back(s.batch);
   }
   const std::size_t entry_bytes = aligned(entries.size() * sizeof(BatchEntry));
   const std::size_t slope_bytes = o.alibi_slopes.size() * sizeof(float);
-  KVANT_CUDA_TRY(cudaMalloc(&memory_, entry_bytes + slope_bytes));
+  const std::size_t place_bytes = mask_batches.size() * sizeof(std::int32_t);
+  KVANT_CUDA_TRY(cudaMalloc(&memory_, entry_bytes + aligned(slope_bytes) + place_bytes));
   KVANT_CUDA_TRY(cudaMemcpy(memory_, entries.data(), entries.size() * sizeof(BatchEntry), cudaMemcpyHostToDevice));
   params_.entries = static_cast<const BatchEntry*>(memory_);
   std::copy_n(entries.begin(), std::min<std::size_t>(entries.size(), kEntriesInParams), params_.first_entries);
@@ -206,6 +208,11 @@ Status Plan::upload(const core::DevicePlanConfig& config) {
     auto* slopes = static_cast<std::byte*>(memory_) + entry_bytes;
     KVANT_CUDA_TRY(cudaMemcpy(slopes, o.alibi_slopes.data(), slope_bytes, cudaMemcpyHostToDevice));
     params_.slopes = reinterpret_cast<const float*>(slopes);
+  }
+  if (place_bytes > 0) {
+    auto* places = static_cast<std::byte*>(memory_) + entry_bytes + aligned(slope_bytes);
+    KVANT_CUDA_TRY(cudaMemcpy(places, mask_batches.data(), place_bytes, cudaMemcpyHostToDevice));
+    params_.mask_batches = reinterpret_cast<const std::int32_t*>(places);
   }
   return {};
 }
@@ -217,21 +224,24 @@ std::size_t Plan::class_count() const {
 }
 
 // After params_ says how the heads are grouped.
-Status Plan::prepare_mask(const AttentionOptions& o) {
+Status Plan::prepare_mask(const core::DevicePlanConfig& config) {
   AttendParams& p = params_;
-  const MaskTensor& mask = o.mask.tensor;
+  const MaskTensor& mask = config.options->mask.tensor;
   if (mask.data == nullptr) return {};
+  const std::int64_t most_keys = std::int64_t{p.cache.max_pages} * kPageTokens;
   p.mask.data = mask.data;
   p.mask.dtype = mask.dtype;
+  p.mask.first_key = std::min(mask.first_key, most_keys);  // beyond all keys hides all: and fits an int
   for (std::size_t i = 0; i < 4; ++i) p.mask.stride[i] = mask.shape[i] == 1 ? 0 : mask.stride[i];
   const std::int64_t* stride = p.mask.stride;
-  mask_.batches = stride[0] == 0 ? 1 : p.batch;
+  mask_.batches = stride[0] == 0 ? 1 : config.batch;
   mask_.kv_heads = stride[1] == 0 ? 1 : p.cache.kv_heads;
   mask_.group = stride[1] == 0 ? 1 : p.group;
-  mask_.queries = stride[2] == 0 ? 1 : *std::max_element(o.q_lens.begin(), o.q_lens.end());
-  mask_.keys =
-      stride[3] == 0 ? 1 : std::min<std::int64_t>(mask.shape[3], std::int64_t{p.cache.max_pages} * kPageTokens);
-  mask_.pages = static_cast<int>((mask_.keys + kPageTokens - 1) / kPageTokens);
+  const std::vector<int>& q_lens = config.options->q_lens;
+  mask_.queries = stride[2] == 0 ? 1 : *std::max_element(q_lens.begin(), q_lens.end());
+  mask_.first_key = stride[3] == 0 ? 0 : p.mask.first_key;
+  mask_.keys = stride[3] == 0 ? 1 : std::min(mask.shape[3], most_keys - mask_.first_key);
+  mask_.pages = static_cast<int>((mask_.first_key + mask_.keys + kPageTokens - 1) / kPageTokens);
   if (class_count() > std::size_t{1} << 31) {
     return {
         Code::invalid_argument,
@@ -247,12 +257,13 @@ Status Plan::prepare_mask(const AttentionOptions& o) {
 
 Status Plan::prepare(const core::DevicePlanConfig& config) {
   const AttentionOptions& o = *config.options;
+  AttendParams& p = params_;
+  p.cache = store_.view();
+  p.batch = static_cast<int>(config.sequences.size());
+  if (p.batch == 0) return {};
   const Current current(store_.device());
   KVANT_CUDA_TRY(current.error());
 
-  AttendParams& p = params_;
-  p.cache = store_.view();
-  p.batch = static_cast<int>(config.indices.size());
   p.q_heads = o.q_heads;
   p.group = o.q_heads / config.kv_heads;
   p.group_inverse = 1.0f / static_cast<float>(p.group);
@@ -262,7 +273,7 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   p.causal = o.mask.is_causal;
   p.window = static_cast<std::int32_t>(std::min<std::int64_t>(o.mask.window, 0x7FFFFFFF));
   p.window_sinks = static_cast<std::int32_t>(std::min<std::int64_t>(o.mask.window_sinks, 0x7FFFFFFF));
-  if (Status s = prepare_mask(o); !s.ok()) return s;
+  if (Status s = prepare_mask(config); !s.ok()) return s;
   p.k_basis = device_basis(store_.k_basis());
   const bool is_plain = o.softcap == 0 && o.alibi_slopes.empty();
   p.seen_flags[core::kExact] = is_plain ? kSeen | kPlain : kSeen;
@@ -297,6 +308,7 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
 
 std::string Plan::explain() const {
   const AttendParams& p = params_;
+  if (p.batch == 0) return "kernel     none: no sequence has a query\n";
   std::string s;
   auto out = std::back_inserter(s);
   fmt::format_to(out, "kernel     attend {}/{}, head_dim {}, {} query rows at once{}\n", format_info(attend_.k).name,

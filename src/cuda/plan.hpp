@@ -39,7 +39,7 @@ class Plan final : public core::DevicePlan {
   [[nodiscard]] std::int64_t segments() const {
     return std::int64_t{params_.batch} * params_.cache.kv_heads * params_.row_blocks;
   }
-  Status prepare_mask(const AttentionOptions& options);
+  Status prepare_mask(const core::DevicePlanConfig& config);
   [[nodiscard]] std::size_t class_count() const;  // of pages under the mask tensor
   Status upload(const core::DevicePlanConfig& config);
 
@@ -56,7 +56,7 @@ class Plan final : public core::DevicePlan {
   int longest_ = 0;           // of a row of work
   MaskPages mask_{};          // but for what run gives
   std::size_t ml_at_ = 0, o_at_ = 0, classes_at_ = 0, workspace_bytes_ = 0;
-  void* memory_ = nullptr;  // batch entries and slopes
+  void* memory_ = nullptr;  // batch entries, slopes, places in the mask
 };
 
 Result<std::unique_ptr<core::DevicePlan>> make_plan(const core::DevicePlanConfig& config);

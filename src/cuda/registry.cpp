@@ -1,30 +1,17 @@
 // The CUDA backend as the core sees it.
 #include <cuda_runtime_api.h>
 
-#include <sstream>
 #include <string>
 
 #include "core/device.hpp"
 #include "core/fmt.hpp"
+#include "cuda/architectures.hpp"
 #include "cuda/bench_device.hpp"
 #include "cuda/plan.hpp"
 #include "cuda/store.hpp"
 
 namespace kvant::cuda {
 namespace {
-
-// Whether one of the architectures compiled in ("80 89 90a") has machine code that a device runs: the same major version
-// and no newer a minor one; with a letter, that version exactly.
-bool has_code_for(int major, int minor) {
-  std::istringstream list(KVANT_CUDA_ARCHITECTURES);
-  for (std::string one; list >> one;) {
-    const bool is_exact = one.back() == 'a';
-    const int number = std::stoi(one);
-    if (number / 10 != major) continue;
-    if (is_exact ? number % 10 == minor : number % 10 <= minor) return true;
-  }
-  return false;
-}
 
 std::string version_text(int version) {
   return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
@@ -52,11 +39,11 @@ std::string unavailable() {
       (void)cudaGetLastError();
       continue;
     }
-    if (has_code_for(major, minor)) return {};
+    if (code_for(KVANT_CUDA_ARCHITECTURES, major, minor) != CodeFor::none) return {};
     refused = major < 8
                   ? fmt::format("device {} has compute capability {}.{}: 8.0 or newer is needed", device, major, minor)
                   : fmt::format(
-                        "device {} has compute capability {}.{}, this build has machine code for {}: "
+                        "device {} has compute capability {}.{}, this build has code for {}: "
                         "configure with -DKVANT_CUDA_ARCHITECTURES={}{}",
                         device, major, minor, KVANT_CUDA_ARCHITECTURES, major, minor);
   }
@@ -64,8 +51,7 @@ std::string unavailable() {
 }
 
 std::string detail() {
-  std::string text =
-      fmt::format("CUDA {}, machine code for {}", version_text(CUDART_VERSION), KVANT_CUDA_ARCHITECTURES);
+  std::string text = fmt::format("CUDA {}, code for {}", version_text(CUDART_VERSION), KVANT_CUDA_ARCHITECTURES);
   if (!unavailable().empty()) return text;
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess) return text;
@@ -74,6 +60,8 @@ std::string detail() {
     if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) continue;
     text += fmt::format("; cuda:{} {} ({}.{}, {} GiB)", device, properties.name, properties.major, properties.minor,
                         properties.totalGlobalMem >> 30);
+    if (code_for(KVANT_CUDA_ARCHITECTURES, properties.major, properties.minor) == CodeFor::compiled)
+      text += ", whose driver compiles each kernel when it is first used";
   }
   return text;
 }

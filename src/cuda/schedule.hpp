@@ -54,7 +54,7 @@ struct VisiblePages {
 };
 
 KVANT_HD KVANT_NOT_INLINED inline void apply_window(const AttendParams& p, int length, int q_len, VisiblePages& v) {
-  const base::Visibility rule{p.causal, p.window, p.window_sinks};
+  const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
   v.recent = static_cast<int>(rule.recent_range(length, length - q_len).begin) / kPageTokens;
   const int sinks_end = pages_of(static_cast<int>(rule.sink_range(length - 1).end));
   v.sinks = sinks_end < v.recent ? sinks_end : v.recent;
@@ -62,7 +62,7 @@ KVANT_HD KVANT_NOT_INLINED inline void apply_window(const AttendParams& p, int l
 
 KVANT_HD inline VisiblePages visible_pages(const AttendParams& p, int length, int q_len) {
   VisiblePages v{0, 0, pages_of(length), p.cache.sink_pages, kNoEnd};
-  if (p.window > 0) apply_window(p, length, q_len, v);
+  if (p.window > 0 || p.mask.first_key > 0) apply_window(p, length, q_len, v);
   if (p.cache.tail_pages > 0) {
     v.tail = length / kPageTokens - p.cache.tail_pages;
     if (v.tail < v.exact_sinks) v.tail = v.exact_sinks;

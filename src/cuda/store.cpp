@@ -326,29 +326,4 @@ Status Store::write(std::span<const core::DeviceAppend> appends, int layer, cons
   return {};
 }
 
-Status Store::download(core::Pool pool, std::int32_t slot, int layer, int head, std::byte* block, Stream stream) {
-  const Current current(config_.device);
-  const bool exact = pool == core::Pool::exact;
-  const std::uint32_t bytes = exact ? view_.exact_layout.block_bytes : view_.encoded_layout.block_bytes;
-  const std::byte* from = (exact ? view_.exact : view_.encoded) +
-                          count_of(slot) * (exact ? view_.exact_slot_bytes : view_.encoded_slot_bytes) +
-                          (count_of(layer) * count_of(config_.kv_heads) + count_of(head)) * bytes;
-  KVANT_CUDA_TRY(cudaMemcpyAsync(block, from, bytes, cudaMemcpyDeviceToHost, native(stream)));
-  KVANT_CUDA_TRY(cudaStreamSynchronize(native(stream)));
-  return {};
-}
-
-Result<bool> Store::take_non_finite(Stream stream) {
-  const Current current(config_.device);
-  std::uint32_t flag = 0;
-  const auto fetch = [&]() -> Status {
-    KVANT_CUDA_TRY(cudaMemcpyAsync(&flag, non_finite_, sizeof(flag), cudaMemcpyDeviceToHost, native(stream)));
-    KVANT_CUDA_TRY(cudaMemsetAsync(non_finite_, 0, sizeof(flag), native(stream)));
-    KVANT_CUDA_TRY(cudaStreamSynchronize(native(stream)));
-    return {};
-  };
-  if (Status s = fetch(); !s) return s;
-  return flag != 0;
-}
-
 }  // namespace kvant::cuda

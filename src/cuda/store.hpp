@@ -47,6 +47,8 @@ class Store final : public core::DeviceStore {
   Status advance(std::span<const core::DeviceAppend> appends, Stream stream) override;
   Status write(std::span<const core::DeviceAppend> appends, int layer, const TensorView& keys, const TensorView& values,
                Stream stream) override;
+  Status decode(std::span<const core::DeviceRange> ranges, int layer, const MutableTensorView& keys,
+                const MutableTensorView& values, Stream stream) override;
   Status download(core::Pool pool, std::int32_t slot, int layer, int head, std::byte* block, Stream stream) override;
   Result<bool> take_non_finite(Stream stream) override;
 

@@ -5,7 +5,6 @@
 //
 // A file is trusted with nothing: a basis that is not finite, not invertible or wildly scaled would turn every later
 // output into noise, so loading checks the numbers as well as the form.
-#include <Eigen/Dense>
 #include <algorithm>
 #include <cmath>
 #include <new>
@@ -32,8 +31,6 @@ constexpr double kMaxRowNorm = 1e3;
 // float32 rounding gives about 1e-5 at D = 576; a wrong inverse is off by about 1.
 constexpr double kMaxInverseError = 1e-3;
 constexpr float kMaxCenter = 65504;
-
-using RowsF32 = Eigen::Map<const Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>>;
 
 Status bad(const SafeTensors& file, const std::string& what) {
   return {Code::bad_file, fmt::format("{}: {}", printable(file.path()), what)};
@@ -88,6 +85,32 @@ Status read_part(const SafeTensors& file, const std::string& name, int part, con
   return {};
 }
 
+double largest_row_norm(const std::vector<float>& matrix, int n) {
+  double largest = 0;
+  for (int i = 0; i < n; ++i) {
+    double squares = 0;
+    for (int j = 0; j < n; ++j) squares += double{matrix[i * n + j]} * matrix[i * n + j];
+    largest = std::max(largest, squares);
+  }
+  return std::sqrt(largest);
+}
+
+/// The largest element of |matrix * inverse - identity|. Rows of `inverse` are added up, so that the compiler can vectorise.
+double inverse_error(const std::vector<float>& matrix, const std::vector<float>& inverse, int n) {
+  std::vector<double> row(n);
+  double largest = 0;
+  for (int i = 0; i < n; ++i) {
+    std::fill(row.begin(), row.end(), 0.0);
+    row[i] = -1;
+    for (int k = 0; k < n; ++k) {
+      const double factor = matrix[i * n + k];
+      for (int j = 0; j < n; ++j) row[j] += factor * inverse[k * n + j];
+    }
+    for (const double x : row) largest = std::max(largest, std::abs(x));
+  }
+  return largest;
+}
+
 /// The numbers of one head: what makes them a basis.
 Status check_basis(const SafeTensors& file, const std::string& side, std::size_t head, const CalibratedBasis& basis,
                    int head_dim) {
@@ -96,16 +119,14 @@ Status check_basis(const SafeTensors& file, const std::string& side, std::size_t
     return bad(file, fmt::format("{}.center of kv head {} holds {}; allowed: magnitude at most {}", side, head, largest,
                                  kMaxCenter));
   }
-  const Eigen::MatrixXd matrix = RowsF32(basis.matrix.data(), head_dim, head_dim).cast<double>();
-  const Eigen::MatrixXd inverse = RowsF32(basis.inverse.data(), head_dim, head_dim).cast<double>();
-  for (const auto& [name, part] : {std::pair{"matrix", &matrix}, std::pair{"inverse", &inverse}}) {
-    const double norm = part->rowwise().norm().maxCoeff();
+  for (const auto& [name, part] : {std::pair{"matrix", &basis.matrix}, std::pair{"inverse", &basis.inverse}}) {
+    const double norm = largest_row_norm(*part, head_dim);
     if (norm > kMaxRowNorm) {
       return bad(file, fmt::format("{}.{} of kv head {} has a row of norm {:.4g}; allowed: at most {}", side, name,
                                    head, norm, kMaxRowNorm));
     }
   }
-  const double error = (matrix * inverse - Eigen::MatrixXd::Identity(head_dim, head_dim)).cwiseAbs().maxCoeff();
+  const double error = inverse_error(basis.matrix, basis.inverse, head_dim);
   if (!(error <= kMaxInverseError)) {
     return bad(file,
                fmt::format("{}.inverse of kv head {} is not the inverse of {}.matrix: their product is off by {:.3g}; "

@@ -87,6 +87,33 @@ static void test_library(void) {
   free(text);
 }
 
+/* A host's executor that does the shares in its own thread, the last one first. */
+typedef struct backwards {
+  int calls, shares;
+} backwards;
+
+static void execute_backwards(void* self, int32_t workers, void (*work)(void* context, int32_t worker), void* context) {
+  backwards* host = self;
+  ++host->calls;
+  host->shares += workers;
+  for (int32_t worker = workers - 1; worker >= 0; --worker) work(context, worker);
+}
+
+/* The same bits as `expected`, which the plan gave with kvant's own threads. */
+static void test_executor(const kvant_plan* plan, const kvant_tensor* q, const float* expected, int32_t threads) {
+  static float output[2 * Q_HEADS * DIM];
+  const kvant_mutable_tensor out = {.data = output, .dtype = KVANT_F32, .shape = {2, Q_HEADS, DIM}};
+  backwards host = {0, 0};
+  kvant_run_options run;
+  kvant_run_options_init(&run, sizeof run);
+  EXPECT(run.executor.execute == NULL);
+  run.executor.execute = execute_backwards;
+  run.executor.self = &host;
+  EXPECT(kvant_run(plan, 0, q, &out, &run) == KVANT_OK);
+  EXPECT(memcmp(output, expected, sizeof output) == 0);
+  EXPECT(host.calls == 1 && host.shares == threads);
+}
+
 static void test_attention(void) {
   kvant_cache_config config;
   kvant_cache_config_init(&config, sizeof config);
@@ -114,6 +141,33 @@ static void test_attention(void) {
   const kvant_mutable_tensor k_out = {.data = k_read, .dtype = KVANT_F32, .shape = {TOKENS, KV_HEADS, DIM}};
   const kvant_mutable_tensor v_out = {.data = v_read, .dtype = KVANT_F32, .shape = {TOKENS, KV_HEADS, DIM}};
   EXPECT(kvant_cache_read(cache, sequence, 0, 0, TOKENS, &k_out, &v_out) == KVANT_OK);
+
+  /* The same tokens in two ranges, a batch of two by stride; heads before tokens in the second tensor. */
+  enum { MOST = FIRST }; /* of the two ranges */
+  static float k_batch[2 * MOST * KV_HEADS * DIM], v_batch[2 * MOST * KV_HEADS * DIM];
+  const kvant_sequence twice[2] = {sequence, sequence};
+  const int64_t begin[2] = {0, FIRST}, end[2] = {FIRST, TOKENS};
+  kvant_mutable_tensor k_ranges = {.data = k_batch, .dtype = KVANT_F32, .shape = {MOST, KV_HEADS, DIM}};
+  kvant_mutable_tensor v_ranges = {
+      .data = v_batch, .dtype = KVANT_F32, .shape = {MOST, KV_HEADS, DIM}, .stride = {DIM, MOST * DIM, 1}};
+  k_ranges.batch_stride = v_ranges.batch_stride = MOST * KV_HEADS * DIM;
+  EXPECT(kvant_cache_decode(cache, twice, begin, end, 2, 0, &k_ranges, &v_ranges) == KVANT_OK);
+  int decoded_wrong = 0;
+  for (int t = 0; t < TOKENS; ++t) {
+    const int range = t < FIRST ? 0 : 1, row = t - (int)begin[range];
+    for (int i = 0; i < KV_HEADS * DIM; ++i) {
+      const int head = i / DIM, at = range * MOST * KV_HEADS * DIM;
+      decoded_wrong += k_batch[at + row * KV_HEADS * DIM + i] != k_read[t * KV_HEADS * DIM + i];
+      decoded_wrong += v_batch[at + (head * MOST + row) * DIM + i % DIM] != v_read[t * KV_HEADS * DIM + i];
+    }
+  }
+  EXPECT(decoded_wrong == 0);
+  EXPECT(kvant_cache_decode(cache, twice, begin, end, 2, 0, NULL, &v_ranges) == KVANT_OK);
+  EXPECT(kvant_cache_decode(cache, twice, begin, NULL, 2, 0, &k_ranges, NULL) == KVANT_INVALID_ARGUMENT);
+  EXPECT(strstr(kvant_last_error(), "end is NULL") != NULL);
+  EXPECT(kvant_cache_decode(cache, twice, end, begin, 2, 0, &k_ranges, NULL) == KVANT_INVALID_ARGUMENT);
+  EXPECT(strstr(kvant_last_error(), "ranges[0]") != NULL);
+
   static double exact[TOKENS * KV_HEADS * DIM];
   for (int i = 0; i < TOKENS * KV_HEADS * DIM; ++i) exact[i] = (double)keys[i];
   const double codec_error = relative_l2(exact, k_read, TOKENS * KV_HEADS * DIM);
@@ -126,6 +180,8 @@ static void test_attention(void) {
   kvant_attention_options_init(&options, sizeof options);
   options.q_heads = Q_HEADS;
   options.q_len = 2;
+  options.threads = 3;     /* more than one, also on a machine that has one */
+  options.split_keys = 64; /* so that there is work for three */
   kvant_plan* plan = NULL;
   EXPECT(kvant_plan_create(cache, &sequence, 1, &options, &plan) == KVANT_OK && plan != NULL);
   kvant_plan_facts facts = {.struct_size = sizeof facts};
@@ -156,6 +212,7 @@ static void test_attention(void) {
   out_again.data = again;
   EXPECT(kvant_run(plan, 0, &q, &out_again, NULL) == KVANT_OK);
   EXPECT(memcmp(output, again, sizeof output) == 0);
+  test_executor(plan, &q, output, facts.threads);
 
   kvant_memory memory = {.struct_size = sizeof memory};
   EXPECT(kvant_cache_memory(cache, &memory) == KVANT_OK && memory.tokens == TOKENS);

@@ -60,6 +60,7 @@ CacheConfig config_from(Input& in) {
   if (const std::int64_t exact = in.below(5); exact < 3) c.exact = static_cast<Dtype>(exact);
   if (in.below(2) == 0) c.window = in.number();
   if (c.window != 0) c.window_sinks = in.number();
+  if (c.window != 0) c.rollback_tokens = in.number();
   if (in.below(2) == 0) c.capacity_tokens = 64 * in.below(32);
   c.threads = 1;
   return c;
@@ -131,6 +132,7 @@ class Session {
         return;
       }
       case 6: read(); return;
+      case 7: reorder(); return;
       default: append(); return;
     }
   }
@@ -161,6 +163,24 @@ class Session {
       require(cache_.impl().version() == version);
     } else if (!fills) {
       known->second += tokens;
+    }
+  }
+
+  void reorder() {
+    std::vector<SequenceId> ids;
+    std::vector<std::int64_t> parents;
+    for (std::int64_t n = in_.below(5); n > 0; --n) {
+      ids.push_back(pick());
+      parents.push_back(in_.below(5) - in_.below(16) / 15);
+    }
+    const std::uint64_t version = cache_.impl().version();
+    if (!cache_.reorder(ids, parents)) {
+      require(cache_.impl().version() == version);
+      return;
+    }
+    const auto before = lengths_;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      lengths_[ids[i]] = before.at(ids[static_cast<std::size_t>(parents[i])]);
     }
   }
 

@@ -54,6 +54,18 @@ TEST_P(GpuPositions, SlidingWindowWithSinks) {
   }
 }
 
+TEST_P(GpuPositions, WindowWithoutCausality) {
+  SKIP_WITHOUT_DEVICE();
+  const GpuWorld w = world();
+  for (const std::int64_t window : {1, 64, 90, 300, 100000}) {
+    for (const std::int64_t sinks : {0, 4, 65, 1000}) {
+      AttentionOptions options;
+      options.mask = Mask::bounded_below(window, sinks);
+      EXPECT_TRUE(w.matches(options)) << "window " << window << ", sinks " << sinks;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Masks, GpuPositions,
                          testing::Combine(testing::Values("bf16", "fp8", "tq4", "tq6"), testing::Values(1, 5, 16)),
                          [](const auto& i) {

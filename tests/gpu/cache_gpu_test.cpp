@@ -39,6 +39,13 @@ struct Gpu {
     };
     h.capture = [this](const std::function<void()>& work) { graph = std::make_unique<TestGraph>(stream, work); };
     h.replay = [this] { graph->launch(stream); };
+    h.decode_into = [this](std::size_t bytes, const std::function<void(void*)>& decode) {
+      const DeviceBuffer out(bytes);
+      decode(out.data());
+      stream.wait();
+      EXPECT_TRUE(out.padding_untouched());
+      return out.download();
+    };
     return h;
   }
 };
@@ -118,6 +125,8 @@ TEST_P(CacheGpu, HoldsTheBytesOfAHostCache) {
     if (HasFailure()) return;
     if (i % 8 == 7) replay.check_all();
     if (HasFailure()) return;
+    if (i % 8 == 7) replay.check_decoded();
+    if (HasFailure()) return;
   }
   EXPECT_FALSE(replay.device().take_non_finite(gpu.stream.handle()).value());
   replay.remove_all();
@@ -143,6 +152,19 @@ TEST(CacheGpuGraph, ThreeHundredReplaysHoldTheBytesOfAHostCache) {
     ASSERT_TRUE(replay.replayed_steps(one, 300));
     EXPECT_EQ(replay.device().length(one[1].sequence).value(), 430);
     replay.check_all();
+    replay.check_decoded();
+  }
+}
+
+TEST(CacheGpuBeams, HoldTheBytesOfAHostCache) {
+  SKIP_WITHOUT_DEVICE();
+  for (const int tails : {0, 1}) {
+    Gpu gpu;
+    DeviceReplay replay(config("tq6", "tq4", 128, 1, tails), Dtype::bf16, gpu.hooks());
+    replay.beams(80);
+    if (HasFailure()) return;
+    replay.check_all();
+    replay.remove_all();
   }
 }
 

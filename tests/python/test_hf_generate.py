@@ -193,3 +193,21 @@ def test_the_models_say_different_things(model, prompts):
     tokens = generate(model, prompts(100, 100), new=32)[:, 100:]
     assert not torch.equal(tokens[0], tokens[1])
     assert len(set(tokens.flatten().tolist())) > 8
+
+
+def test_a_bf16_model_in_inference_mode(llama, prompts):
+    """Pages in bf16 are what transformers' own cache holds: the logits differ as those of sdpa and eager do."""
+    model = copy.deepcopy(llama).to(torch.bfloat16)
+    ids, new = prompts(200)["input_ids"], prompts(20, begin=900)["input_ids"]
+    logits = {}
+    with torch.inference_mode():
+        for how in ("f32", "sdpa", "kvant"):
+            m = llama if how == "f32" else model
+            if how == "kvant":
+                kvant.hf.enable(model, k="bf16", v="bf16")
+            cache = kvant.hf.cache(model) if how == "kvant" else DynamicCache(config=m.config)
+            m(input_ids=ids, **with_cache(cache))
+            logits[how] = m(input_ids=new, **with_cache(cache)).logits.float()
+    def error(how):
+        return float((logits[how] - logits["f32"]).norm() / logits["f32"].norm())
+    assert error("kvant") < 1.3 * error("sdpa") < 0.1

@@ -24,6 +24,8 @@ struct DeviceHooks {
   std::function<const void*(std::size_t buffer, const std::vector<std::byte>& bytes)> upload;
   std::function<void(const std::function<void()>&)> capture;  ///< records what is enqueued; the last recording counts
   std::function<void()> replay;
+  /// Calls `decode` with that many bytes of the device's memory, waits, and gives what is in them then.
+  std::function<std::vector<std::byte>(std::size_t bytes, const std::function<void(void*)>& decode)> decode_into;
   std::function<void(const CacheImpl&, SequenceId)> check_tables = [](const CacheImpl&, SequenceId) {};
 };
 
@@ -53,6 +55,12 @@ class DeviceReplay {
       truncate(id, length - (far ? rng_.below(length + 1) : std::min<std::int64_t>(length, rng_.below(70))));
     } else if (what < 40) {
       give_back(pick());
+    } else if (what < 45) {
+      std::vector<std::int64_t> parents;
+      for (std::size_t i = 0; i < ids_.size(); ++i) {
+        parents.push_back(rng_.below(static_cast<std::int64_t>(ids_.size())));
+      }
+      reorder(parents);
     } else if (what < 55) {
       replayed_steps(some_appends(3), 1 + rng_.below(80));
     } else if (what < 65) {
@@ -82,6 +90,31 @@ class DeviceReplay {
     const Status expected = host_->truncate(id, tokens);
     const Status status = device_->truncate(id, tokens);
     ASSERT_EQ(status.code(), expected.code()) << status.message();
+  }
+  void reorder(const std::vector<std::int64_t>& parents) {
+    const Status status = device_->reorder(ids_, parents);
+    ASSERT_TRUE(status.ok()) << status.message();
+    ASSERT_TRUE(host_->reorder(ids_, parents).ok());
+  }
+  /// Four beams of one prompt over `steps` steps, each becoming another now and then. For a cache without sequences.
+  void beams(int steps) {
+    for (int i = 0; i < 4; ++i) add();
+    step({{ids_[0], 150}});
+    std::vector<std::int64_t> parents(4, 0);
+    for (int i = 0; i < steps; ++i) {
+      reorder(parents);
+      if (testing::Test::HasFailure()) return;
+      std::vector<Append> one;
+      for (const SequenceId id : ids_) one.push_back({id, 1});
+      if (i % 5 == 4) {
+        replayed_steps(one, 3);
+      } else {
+        step(one);
+      }
+      if (i % 10 == 9) check_all();
+      if (testing::Test::HasFailure()) return;
+      for (std::int64_t& parent : parents) parent = rng_.below(4);
+    }
   }
   /// Slots that were reserved ahead.
   void give_back(SequenceId id) { ASSERT_TRUE(device_->truncate(id, length_of(id)).ok()); }
@@ -167,6 +200,63 @@ class DeviceReplay {
   }
   void check_all() {
     for (const SequenceId id : ids_) check(id);
+  }
+  /// Parts of all sequences in one call, into a dtype and strides of this turn: the host's values, rounded.
+  void check_decoded() {
+    constexpr Dtype kDtypes[] = {Dtype::f32, Dtype::bf16, Dtype::f16};
+    const CacheConfig& c = host_->config();
+    std::vector<TokenRange> ranges;
+    std::int64_t rows = 0, most = 0;
+    for (const SequenceId id : ids_) {
+      const auto view = host_->view(id).value();
+      const std::int64_t first = view.first_page * kPageTokens, readable = view.length - first;
+      const std::int64_t begin = rng_.below(2) == 0 ? first : first + rng_.below(readable + 1);
+      ranges.push_back({id, begin, rng_.below(2) == 0 ? view.length : begin + rng_.below(view.length - begin + 1)});
+      rows += ranges.back().end - begin;
+      most = std::max(most, ranges.back().end - begin);
+    }
+    const Dtype dtype = kDtypes[rng_.below(3)];
+    const bool batch = rng_.below(2) == 0;
+    MutableTensorView out{nullptr, dtype, {batch ? most : rows, c.kv_heads, c.head_dim}, {}};
+    out.stride = {c.kv_heads * (c.head_dim + 1), c.head_dim + 1, 1};
+    if (batch) out.stride = {c.head_dim, most * c.head_dim, 1};
+    if (batch) out.batch_stride = c.kv_heads * most * c.head_dim;
+    const std::int64_t elements =
+        batch ? static_cast<std::int64_t>(ranges.size()) * out.batch_stride : rows * out.stride[0];
+    const int layer = static_cast<int>(rng_.below(c.layers));
+    for (const bool values : {false, true}) {
+      const std::vector<std::byte> got =
+          hooks_.decode_into(static_cast<std::size_t>(elements) * dtype_size(dtype), [&](void* memory) {
+            MutableTensorView to = out;
+            to.data = memory;
+            const Status status = values ? device_->decode(ranges, layer, {}, to, hooks_.stream)
+                                         : device_->decode(ranges, layer, to, {}, hooks_.stream);
+            ASSERT_TRUE(status.ok()) << status.message();
+          });
+      if (testing::Test::HasFatalFailure()) return;
+      std::int64_t before = 0;
+      for (std::size_t i = 0; i < ranges.size(); ++i) {
+        const TokenRange& r = ranges[i];
+        std::vector<float> x(static_cast<std::size_t>((r.end - r.begin) * c.kv_heads * c.head_dim));
+        const auto all = MutableTensorView::of(x.data(), r.end - r.begin, c.kv_heads, c.head_dim);
+        const MutableTensorView none{};
+        ASSERT_TRUE(host_->read(r.sequence, layer, r.begin, r.end, values ? none : all, values ? all : none).ok());
+        const std::int64_t first = batch ? static_cast<std::int64_t>(i) * out.batch_stride : before * out.stride[0];
+        std::size_t at = 0;
+        for (std::int64_t t = 0; t < r.end - r.begin; ++t) {
+          for (int head = 0; head < c.kv_heads; ++head) {
+            for (int j = 0; j < c.head_dim; ++j, ++at) {
+              const auto element = static_cast<std::size_t>(first + t * out.stride[0] + head * out.stride[1] + j);
+              ASSERT_EQ(load_as(dtype, got.data(), element), rounded(x[at], dtype))
+                  << (values ? "value" : "key") << " of token " << r.begin + t << ", head " << head << ", channel " << j
+                  << ", layer " << layer << ", " << dtype_name(dtype) << ", k " << format_info(host_->k_format()).name
+                  << ", v " << format_info(host_->v_format()).name;
+            }
+          }
+        }
+        before += r.end - r.begin;
+      }
+    }
   }
   void remove_all() {
     while (!ids_.empty()) remove(ids_.back());

@@ -48,7 +48,9 @@ WorldSpec draw_spec(Rng& rng, const RandomChoices& choices) {
   for (std::int64_t i = 0; i < sequences; ++i) {
     Lengths lengths;
     lengths.q_len = chance(rng, 2) ? 1 : 1 + rng.below(choices.most_queries);
-    const double of_key = 1.0 * spec.head_dim * spec.group * spec.kv_heads * static_cast<double>(lengths.q_len);
+    if (i > 0 && chance(rng, 8)) lengths.q_len = 0;
+    const double of_key = 1.0 * spec.head_dim * spec.group * spec.kv_heads *
+                          static_cast<double>(std::max<std::int64_t>(1, lengths.q_len));
     const auto most = static_cast<std::int64_t>(std::max(1.0, (kMostProducts - products) / of_key));
     lengths.kv_len = std::max(lengths.q_len, draw_length(rng, most));
     products += of_key * static_cast<double>(lengths.kv_len);
@@ -78,11 +80,12 @@ WorldSpec draw_spec(Rng& rng, const RandomChoices& choices) {
 OwnedMask draw_mask(Rng& rng, const WorldSpec& spec) {
   std::int64_t longest = 0, most_queries = 0;
   for (const Lengths& lengths : spec.sequences) {
-    longest = std::max(longest, lengths.kv_len);
+    if (lengths.q_len > 0) longest = std::max(longest, lengths.kv_len);
     most_queries = std::max(most_queries, lengths.q_len);
   }
+  const std::int64_t first_key = chance(rng, 3) ? rng.below(longest) : 0;
   std::array<std::int64_t, 4> shape = {static_cast<std::int64_t>(spec.sequences.size()), spec.kv_heads * spec.group,
-                                       most_queries + rng.below(2), longest + rng.below(9)};
+                                       most_queries + rng.below(2), longest - first_key + rng.below(9)};
   for (std::int64_t& n : shape) n = chance(rng, 3) ? 1 : n;
   if (shape[3] != 1 && shape[0] * shape[1] * shape[2] * shape[3] > 4'000'000) shape[1] = shape[0] = 1;
   const auto dtype = one_of<Dtype>(rng, {Dtype::f32, Dtype::f16, Dtype::bf16, Dtype::boolean});
@@ -90,12 +93,14 @@ OwnedMask draw_mask(Rng& rng, const WorldSpec& spec) {
   const std::uint64_t salt = rng.next();
   const std::int64_t hidden_of_64 = one_of<std::int64_t>(rng, {0, 8, 40, 63});
   const bool by_runs = chance(rng, 2);
-  return make_mask(dtype, shape, [&](auto b, auto h, auto q, auto k) {
+  OwnedMask mask = make_mask(dtype, shape, [&](auto b, auto h, auto q, auto k) {
     Rng draw(salt + static_cast<std::uint64_t>(((b * 131 + h) * 131 + q) * 65537 + (by_runs ? k / 64 : k)));
     const bool hidden = shape[3] > 1 && draw.below(64) < hidden_of_64;
     if (dtype == Dtype::boolean || hidden) return shown(dtype, !hidden);
     return static_cast<float>(draw.below(17) - 8) / 4;
   });
+  mask.tensor.first_key = first_key;
+  return mask;
 }
 
 std::string describe(const RandomCase& c) {
@@ -114,7 +119,7 @@ std::string describe(const RandomCase& c) {
                       o.mask.window, o.mask.window_sinks, o.scale, o.softcap, o.alibi_slopes.empty() ? "" : " alibi",
                       c.sink_logits.empty() ? "" : " sink logits");
   if (const MaskTensor& m = o.mask.tensor; m.data != nullptr) {
-    text += fmt::format(" mask {} [{}]", dtype_name(m.dtype), fmt::join(m.shape, " "));
+    text += fmt::format(" mask {} [{}] from key {}", dtype_name(m.dtype), fmt::join(m.shape, " "), m.first_key);
   }
   return text;
 }
@@ -133,6 +138,7 @@ RandomCase draw_case(Rng& rng, const RandomChoices& choices) {
   } else if (chance(rng, 3)) {
     o.mask = Mask::sliding(1 + rng.below(chance(rng, 2) ? 500 : 80), chance(rng, 2) ? rng.below(200) : 0);
   }
+  if (o.mask.window > 0) o.mask.is_causal = !chance(rng, 3);
   if (chance(rng, 3)) {
     c.mask = draw_mask(rng, c.spec);
     o.mask.tensor = c.mask.tensor;

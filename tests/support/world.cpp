@@ -124,7 +124,7 @@ SequenceId grow_sequence(Cache& cache, const WorldSpec& spec, const Lengths& len
     fill(0, last);
   }
   if (keeps_last) {
-    append(id, last, kv_len);
+    if (last < kv_len) append(id, last, kv_len);
   } else {
     fill(last, kv_len);
   }

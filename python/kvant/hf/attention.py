@@ -76,14 +76,14 @@ def _refuse(layer: Any, query: torch.Tensor, key: KVProxy, value: KVProxy, dropo
 def _overlay(layer: Any, mask: torch.Tensor, queries: int, keys: int) -> tuple[torch.Tensor, Any]:
     """The mask argument of Group.attend for a mask [batch or 1, heads or 1, queries, keys] over what update() returned."""
 
-    def make() -> tuple[torch.Tensor, int]:
+    def make() -> tuple[torch.Tensor, int, int]:
         dense = mask.dense() if isinstance(mask, LazyMask) else mask
         if dense.ndim != 4 or dense.shape[2] not in (1, queries) or dense.shape[3] not in (keys, layer.length):
             raise ValueError(
                 f"attention_mask has shape {list(dense.shape)}: layer {layer.index} has {queries} queries and {keys} keys, so that "
                 f"it must be [batch, heads, {queries}, {keys}], where batch and heads may be 1"
             )
-        return layer.owner.place_mask(layer.group, dense, queries)
+        return layer.owner.place_mask(layer.group, dense[..., dense.shape[3] - keys :], queries)
 
     return mask, make
 

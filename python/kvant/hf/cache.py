@@ -241,36 +241,48 @@ class KvantCache(versions.Cache):
     def _new_group(self, members: list[int], heads: int, dim: int, window: int, device: str):
         """(group, None), or (None, why there is none)."""
         s = self.settings
-        bases = s.bases_for(dim)
         options: dict[str, Any] = {}
         if window:
             options.update(window=window, rollback_tokens=s.rollback_tokens)
         if device != "cpu":
-            options.update(self._capacity())
-        if bases is not None:
-            options.update(bases=bases, basis_layers=members, k_basis="calibrated", v_basis="calibrated")
-        cache = kvant.Cache(
-            layers=len(members),
-            kv_heads=heads,
-            head_dim=dim,
-            k=s.k,
-            v=s.v,
-            device=device,
-            exact=s.exact,
-            sink_pages=s.sink_pages,
-            tail_pages=s.tail_pages,
-            threads=(s.threads or torch.get_num_threads()) if device == "cpu" else 0,
-            **options,
-        )
-        if device != "cpu":
-            try:
-                with cache.sequence() as probe:  # which geometries and formats have kernels, only a plan tells
+            capacity = self._capacity()
+            reason = self._why_not_this_window(window, capacity["max_sequence_tokens"])
+            if reason is not None:
+                return None, reason
+            options.update(capacity)
+        if s.bases is not None:
+            options.update(bases=s.bases, basis_layers=members, k_basis="calibrated", v_basis="calibrated")
+        try:
+            cache = kvant.Cache(
+                layers=len(members),
+                kv_heads=heads,
+                head_dim=dim,
+                k=s.k,
+                v=s.v,
+                device=device,
+                exact=s.exact,
+                sink_pages=s.sink_pages,
+                tail_pages=s.tail_pages,
+                threads=(s.threads or torch.get_num_threads()) if device == "cpu" else 0,
+                **options,
+            )
+            if device != "cpu":  # for which geometries and formats there are kernels, only a plan tells
+                with cache.sequence() as probe:
                     cache.reserve([probe], 1)
                     cache.plan([probe], q_heads=heads)
-            except kvant.Unsupported as error:
-                cache.close()
-                return None, str(error)
+        except kvant.Unsupported as error:
+            return None, str(error)
         return Group(cache, members, s.threads), None
+
+    def _why_not_this_window(self, window: int, tokens: int) -> str | None:
+        """A device's capacity holds whole prompts, of which transformers keeps a window."""
+        bits = {f["name"]: f["bits"] for f in kvant.formats()}
+        if not window or self.settings.short_windows or tokens * (bits[self.settings.k] + bits[self.settings.v]) <= window * 32:
+            return None
+        return (
+            f"a window of {window} takes less in bf16 than {tokens} tokens, which kvant takes on a device for the prompt; "
+            "short_windows=True stores it all the same"
+        )
 
     def _capacity(self) -> dict[str, int]:
         """Of a cache on a device, which takes all its memory when it is made."""
@@ -410,7 +422,9 @@ class KvantCache(versions.Cache):
 
     def _rearrange(self, parents: list[int]) -> None:
         for group in self.groups:
-            if group.sequences:
+            if len(parents) == len(group.sequences):
+                group.reorder(parents)
+            elif group.sequences:
                 group.rearrange(parents)
         if self.rows is not None:
             self.rows = len(parents)
@@ -435,7 +449,7 @@ class KvantCache(versions.Cache):
         for layer in self._other_layers():
             layer.batch_select_indices(indices)
         if self.rows is not None:
-            self._rearrange(torch.arange(self.rows)[indices.cpu()].tolist())
+            self._rearrange(torch.arange(self.rows, device="cpu")[indices.cpu()].tolist())
 
     @property
     def batch_size(self) -> int:
@@ -506,25 +520,42 @@ class KvantCache(versions.Cache):
         out[row, position] = packed
         return out.transpose(1, 2).contiguous()
 
-    def place_mask(self, group: Group, mask: torch.Tensor, queries: int) -> tuple[torch.Tensor, int]:
-        """A mask over the newest keys as transformers counts them, as (mask over stored tokens, its first key's position)."""
+    def place_mask(self, group: Group, mask: torch.Tensor, queries: int) -> tuple[torch.Tensor, int, int]:
+        """A mask over the newest keys as transformers counts them, as (mask over stored tokens, its first key, a window)."""
         keys = mask.shape[3]
-        if self.stored is None:
-            return mask, self.length - keys
-        batch = len(group.rows)
-        hidden = False if mask.dtype == torch.bool else float("-inf")
-        longest = max(group.rows)
+        if self.stored is None:  # keys before the first one are hidden, whatever a window has released of them
+            return mask, self.length - keys, 0
+        step, batch, longest = group.step, len(group.rows), max(group.rows)
         mask = mask.expand(batch, -1, queries, -1)
         # Each stored token's column is its position in its row; padding goes to one more column, which is cut off.
         kept = self.stored[:, self.length - keys :]
         column = (self.stored.cumsum(1) - 1)[:, self.length - keys :]
         column = torch.where(kept, column, longest)[:, None, None, :].expand(-1, mask.shape[1], queries, -1)
+        hidden = False if mask.dtype == torch.bool else float("-inf")
         placed = torch.full((*mask.shape[:3], longest + 1), hidden, dtype=mask.dtype, device=mask.device)
         placed.scatter_(3, column, mask)
         placed = placed[..., :longest]
-        step = group.step
-        if step.real is not None:  # a plan's rows are the live ones, and their queries the real ones, packed
-            order = (~step.real[:, step.tokens - queries :]).long().argsort(dim=1, stable=True)
+        rows = torch.tensor(group.rows, device=mask.device)
+        real = None if step.real is None else step.real[:, step.tokens - queries :]
+        if real is not None:  # a plan's rows are the live ones, and their queries the real ones, packed
+            order = (~real).long().argsort(1, stable=True)
             placed = placed.gather(2, order[:, None, :, None].expand(placed.shape))
+        window = group.window if group.window and longest > group.window else 0
+        if window:
+            self._check_window(placed, rows, queries if real is None else real.sum(1), window)
+        if step.live is not None:
             placed = placed[torch.tensor(step.live, device=placed.device)]
-        return placed, 0
+        return placed, 0, window
+
+    def _check_window(self, placed: torch.Tensor, rows: torch.Tensor, queries: Any, window: int) -> None:
+        """Refuses a mask that shows what a window may have released: rows differ in length, so that none begins at one key."""
+        query = torch.arange(placed.shape[2], device=placed.device)
+        position = (rows - queries)[:, None] + query  # [batch, queries]
+        oldest = (position - window + 1)[:, None, :, None]
+        visible = placed if placed.dtype == torch.bool else placed > torch.finfo(placed.dtype).min
+        real = (position < rows[:, None])[:, None, :, None]
+        if bool((visible & real & (torch.arange(placed.shape[3], device=placed.device) < oldest)).any()):
+            raise RuntimeError(
+                f"attention_mask shows keys more than {window} tokens back in a padded batch, of layers with a window of "
+                f"{window}: give rows of one length, or one row at a time"
+            )

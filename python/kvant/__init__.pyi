@@ -1,0 +1,260 @@
+# Made by scripts/python_stub.py --write from the package; a test compares the two.
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from ctypes import c_void_p
+from pathlib import Path
+from typing import Any
+
+__version__: str
+
+class Bf16Array:
+    bits: Any
+
+__all__: list[str]
+
+class BadFile(KvantError):
+    """A file is not what it claims to be."""
+    status: int
+
+class Bases:
+    """Calibrated bases from a file that `kvant calibrate` wrote. Errors: FileError, BadFile."""
+    def __init__(self, path: str | Path):
+        ...
+
+class Cache:
+    """Keys and values of the layers of one geometry, compressed, in pages of 64 tokens.
+
+    layers, kv_heads, head_dim: layers that differ in kv_heads, head_dim or window are another cache.
+    k, v: formats of keys and values; `kvant.formats()` lists them. The default takes about 5 bits a value.
+    device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken here, so capacity_tokens is
+        required, and tensors must be on that device; work is enqueued on torch's current stream (or `stream=`).
+    sink_pages, tail_pages: first and newest full pages that stay exact. None: one each, but none under a window below 1024.
+    exact: "f32", "f16" or "bf16", the dtype of exact pages. None: that of the first write; bf16 on a device.
+    window, window_sinks: tokens. Pages that no query of a sliding window can see any more are freed; the first
+        window_sinks tokens stay.
+    rollback_tokens: with a window, so many of the newest tokens can always be truncated. 0: 64.
+    capacity_tokens: at most so many tokens in pages, 0: no limit. max_sequences, max_sequence_tokens: on a device.
+    k_basis, v_basis: "automatic", "hadamard", "none" or "calibrated"; bases: a kvant.Bases or its path, for the last;
+        basis_layers: the file's layer number of each layer of the cache.
+    threads: workers that encode, 0: all cores. isa: an instruction set to encode with, None: the best.
+
+    Errors: InvalidArgument, Unsupported, OutOfMemory. One thread at a time works on a cache; others wait.
+    """
+    def __init__(self, *, kv_heads: int, head_dim: int, layers: int = 1, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', sink_pages: int | None = None, tail_pages: int | None = None, exact: str | None = None, window: int = 0, window_sinks: int = 0, rollback_tokens: int = 0, capacity_tokens: int = 0, max_sequences: int = 0, max_sequence_tokens: int = 0, k_basis: str = 'automatic', v_basis: str = 'automatic', bases: Bases | str | Path | None = None, basis_layers: SequenceOf[int] | None = None, threads: int = 0, isa: str | None = None):
+        ...
+    def close(self) -> None:
+        """Frees the cache's memory now instead of when the object goes. Its sequences and plans cannot be used any more."""
+    def __enter__(self) -> Cache:
+        ...
+    def __exit__(self, *error) -> None:
+        ...
+    @property
+    def handle(self) -> c_void_p:
+        """The kvant_cache* of kvant.h."""
+    def sequence(self) -> Sequence:
+        """A new, empty sequence."""
+    def reorder(self, sequences: SequenceOf[Sequence], parents: SequenceOf[int]) -> None:
+        """Beams: sequences[i] becomes what sequences[parents[i]] was, for all at once. Pages are shared until one side writes."""
+    def reserve(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int] = 1, *, stream: Any = None) -> None:
+        """Takes room for `tokens` new tokens of each sequence (one number, or one a sequence) in every layer, all or nothing.
+
+        Errors: OutOfCapacity, InvalidArgument.
+        """
+    def write(self, sequences: Iterable[Sequence], layer: int, keys: Any, values: Any, *, stream: Any = None) -> None:
+        """Stores keys and values of the tokens just reserved, once for each layer.
+
+        keys, values: [tokens of all sequences, kv_heads, head_dim], the sequences' rows one after another, or
+        [batch, tokens, kv_heads, head_dim]; f32, f16 or bf16; any strides whose last is 1.
+        Errors: NonFinite (on the CPU), InvalidArgument.
+        """
+    def step(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int] = 1, *, stream: Any = None) -> Step:
+        """Reserves tokens and returns the step, which writes and attends layer after layer.
+
+        As a context manager the step drops its tokens again if the block raises.
+        """
+    def reserve_ahead(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int], *, stream: Any = None) -> None:
+        """Device only: takes pages for steps to come, so that these take none and can be replayed from a CUDA graph."""
+    def advance(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int] = 1) -> None:
+        """Device only: tells of a step that the launch of a CUDA graph took, so that lengths here follow the device's."""
+    def take_non_finite(self) -> bool:
+        """Device only: True if keys or values that are not finite were stored since the last call. Waits for the stream."""
+    def plan(self, sequences: Iterable[Sequence], *, q_heads: int, **options: Any) -> Plan:
+        """Plans attention of the newest queries of `sequences`; does all validation. See Plan for the options."""
+    def attend(self, sequences: Iterable[Sequence] | Sequence, layer: int, q: Any, keys: Any = None, values: Any = None, *, out: Any = None, lse: Any = None, sink_logits: Any = None, stream: Any = None, **options: Any) -> Any:
+        """Attention of the newest queries; with keys and values these are appended first.
+
+        q: [tokens, q_heads, head_dim], the sequences' rows one after another, or [batch, tokens, q_heads, head_dim].
+        keys, values: as for write, with one row for each row of q. The first layer of a step reserves, the others fill in.
+        out: a tensor of q's shape, f32, f16 or bf16; None: a new one of q's dtype. options: see Plan (window, scale, ...).
+        Returns out; with lse=True (out, lse), lse [tokens, q_heads] f32.
+        """
+    def decode(self, sequences: Iterable[Sequence] | Sequence, layer: int, begin: int | SequenceOf[int] = 0, end: int | SequenceOf[int] | None = None, *, keys: Any = None, values: Any = None, stream: Any = None) -> tuple[Any, Any]:
+        """Stored tokens [begin, end) as attention computes with them, in the original coordinates.
+
+        begin, end: one number, or one a sequence; end None: the length.
+        keys, values: tensors [sum of end - begin, kv_heads, head_dim] to write to, f32, f16 or bf16, where the cache lives.
+        Without them new ones are made: numpy f32 on the CPU, torch f32 on a device. Returns (keys, values).
+        """
+    def memory(self) -> Memory:
+        """Bytes by kind: codes, scales, exact pages, tables, and what was taken from the system."""
+    def describe(self) -> str:
+        """Geometry, formats, page bytes, exact ends, basis, capacity; one line a fact."""
+
+class FileError(KvantError, OSError):
+    """The operating system refused to open, read or write a file."""
+    status: int
+
+class InternalError(KvantError):
+    """A defect in kvant."""
+    status: int
+
+class InvalidArgument(KvantError, ValueError):
+    """A value outside what is allowed."""
+    status: int
+
+class KvantError(Exception):
+    """Any failure that the library reports. `status` is the number of the C interface (kvant.h)."""
+    status: int
+
+class Memory:
+    """What a cache holds, in bytes (tokens: a count). The fields are those of kvant_memory in kvant.h."""
+    tokens: int
+    encoded_bytes: int
+    scale_bytes: int
+    exact_bytes: int
+    table_bytes: int
+    total_bytes: int
+    reserved_bytes: int
+
+class NonFinite(KvantError, ValueError):
+    """Keys or values hold NaN, an infinity, or a magnitude above 65504."""
+    status: int
+
+class OutOfCapacity(KvantError):
+    """The capacity that the cache was created with is used up."""
+    status: int
+
+class OutOfMemory(KvantError, MemoryError):
+    """An allocation failed."""
+    status: int
+
+class Plan:
+    """How attention of one step will be computed. Made by Cache.plan; runs once for each layer.
+
+    q_heads: query heads, a multiple of the cache's kv_heads; query head h reads kv head h // (q_heads // kv_heads).
+    q_len: queries a sequence, its newest positions; q_lens: one count a sequence instead.
+    scale: None: 1 / sqrt(head_dim). softcap: t = cap * tanh(s / cap), 0: none. alibi_slopes: [q_heads] numbers.
+    causal: False lets queries see later keys too.
+    window: the last W keys, the query's own included; None: the cache's window; 0: none. window_sinks: the first tokens
+        that stay visible beyond it. With causal=False the window bounds from below only.
+    mask: [batch, q_heads, queries, keys], boolean (True: visible) or additive; dimensions of 1 broadcast. Its key
+        dimension begins at position mask_first_key.
+    threads, split_keys, isa: 0 and None let the plan choose. CPU only.
+
+    A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that grow.
+    Errors: InvalidArgument, Unsupported.
+    """
+    def __init__(self, cache: Cache, sequences: Iterable[Sequence] | Sequence, *, q_heads: int, q_len: int = 1, q_lens: SequenceOf[int] | None = None, scale: float | None = None, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, causal: bool = True, window: int | None = None, window_sinks: int = 0, mask: Any = None, mask_first_key: int = 0, threads: int = 0, split_keys: int = 0, isa: str | None = None):
+        ...
+    def explain(self) -> str:
+        """Kernels, tiles, splits, bytes, and why."""
+    def run(self, layer: int, q: Any, out: Any = None, *, lse: Any = None, sink_logits: Any = None, workspace: Any = None, stream: Any = None) -> Any:
+        """out = softmax(transform(scale * q k^T) + masks) v in one layer.
+
+        q, out: [total queries, q_heads, head_dim], the sequences' rows one after another, or [batch, q_len, q_heads,
+        head_dim]. out None: a new tensor of q's dtype. lse: True, or an f32 tensor [total queries, q_heads]: gets the
+        natural log of each softmax denominator. sink_logits: [q_heads] f32, join the denominator only.
+        workspace: on a device, memory of facts.workspace_bytes; None: a torch buffer that the cache keeps.
+        Returns out, or (out, lse) if lse was asked for. Errors: Stale, InvalidArgument.
+        """
+
+class PlanFacts:
+    """What a plan decided, as numbers. The fields are those of kvant_plan_facts in kvant.h."""
+    workspace_bytes: int
+    total_queries: int
+    kv_bytes: int
+    threads: int
+    splits: int
+    isa: str
+
+class Sequence:
+    """One sequence of a cache. `len()` counts its tokens. Its pages are freed when the object goes, or by remove()."""
+    def __init__(self, cache: Cache, number: int):
+        ...
+    def append(self, layer: int, keys: Any, values: Any, *, stream: Any = None) -> None:
+        """Appends tokens to one layer: the first layer of a step reserves room in all, the others fill in.
+
+        keys, values: [tokens, kv_heads, head_dim], f32, f16 or bf16. Errors: NonFinite, OutOfCapacity, InvalidArgument.
+        """
+    def fork(self) -> Sequence:
+        """A new sequence with the same tokens. Pages are shared until one side writes to them."""
+    def truncate(self, tokens: int) -> None:
+        """Forgets all tokens from position `tokens` on."""
+    def __len__(self) -> int:
+        ...
+    def remove(self) -> None:
+        """Frees the pages that no other sequence shares. The sequence cannot be used any more."""
+    def __enter__(self) -> Sequence:
+        ...
+    def __exit__(self, *error) -> None:
+        ...
+
+class Stale(KvantError):
+    """A plan was made for an earlier state of its cache."""
+    status: int
+
+class Step:
+    """The tokens that Cache.step reserved: write and attend, layer after layer.
+
+    As a context manager: if the block raises, the step's tokens are dropped again.
+    """
+    def __init__(self, cache: Cache, sequences: list[Sequence], tokens: int | SequenceOf[int], stream: Any):
+        ...
+    def write(self, layer: int, keys: Any, values: Any) -> None:
+        """Stores this step's keys and values of one layer; see Cache.write."""
+    def attend(self, layer: int, q: Any, out: Any = None, *, lse: Any = None, sink_logits: Any = None, **options: Any) -> Any:
+        """Attention of this step's queries; see Plan for the options. Layers with the same options share a plan."""
+    def __enter__(self) -> Step:
+        ...
+    def __exit__(self, error_type, error, traceback) -> None:
+        ...
+
+class Unsupported(KvantError):
+    """A legal request that this build or this machine cannot serve. kvant never takes a slower substitute instead."""
+    status: int
+
+def bf16(bits: Any) -> Bf16Array:
+    """Marks a numpy array of uint16 as bfloat16 bits, a dtype that numpy lacks."""
+
+def calibrate(captures: str | Path | SequenceOf[str | Path], path: str | Path, *, arguments: SequenceOf[str] = ()) -> None:
+    """Estimates calibrated bases from captured tensors of other text than they will be used on (`kvant calibrate`).
+
+    captures: safetensors files, as kvant.hf.capture writes them. path: the file to write, for Cache(bases=path).
+    Errors: InvalidArgument, KvantError with the tool's sentence.
+    """
+
+def eval(captures: str | Path | SequenceOf[str | Path], formats: SequenceOf[str] = (), *, basis: str | Path | None = None, report: str | Path | None = None, arguments: SequenceOf[str] = ()) -> dict[str, Any]:
+    """Replays decoding over captured queries, keys and values: error, memory and time of each format (`kvant eval`).
+
+    captures: safetensors files, as kvant.hf.capture writes them. formats: "tq4", "tq6/tq4", ...; empty: all.
+    basis: a file of kvant.calibrate. report: writes an HTML page there. arguments: further ones of `kvant eval --help`.
+    Returns the rows and totals of `kvant eval --json`. Errors: InvalidArgument, KvantError with the tool's sentence.
+    """
+
+def formats() -> list[dict[str, Any]]:
+    """The storage formats: name, bits a value, whether they are dense, a summary."""
+
+def info() -> dict[str, Any]:
+    """What was compiled in and what this machine has: formats, head_dims, instruction sets, backends, threads."""
+
+def merge(partials: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Merges attention over disjoint sets of keys, in the order given, by the log-sum-exp rule.
+
+    partials: (out, lse) pairs as Plan.run returns them with f32 outputs: out [rows, heads, head_dim], lse [rows, heads],
+    contiguous, in host memory. Returns (out, lse) of the same shapes, numpy f32.
+    """
+
+def version() -> str:
+    """The library's version, for example "0.1.0"."""

@@ -1,0 +1,33 @@
+// Which devices the code of a build runs on.
+#pragma once
+
+#include <string_view>
+
+namespace kvant::cuda {
+
+enum class CodeFor { none, machine, compiled };
+
+/// What `list` (as KVANT_CUDA_ARCHITECTURES, between spaces: "80 90a 90-virtual") has for a device. Machine code runs on its
+/// major version, where no older a minor one; with a letter, on that version exactly. PTX ("-virtual") is compiled by the
+/// driver for any device that is not older.
+constexpr CodeFor code_for(std::string_view list, int major, int minor) {
+  CodeFor found = CodeFor::none;
+  while (!list.empty()) {
+    const std::string_view one = list.substr(0, list.find(' '));
+    list.remove_prefix(one.size() < list.size() ? one.size() + 1 : one.size());
+    int number = 0;
+    std::string_view rest = one;
+    while (!rest.empty() && rest[0] >= '0' && rest[0] <= '9') {
+      number = number * 10 + (rest[0] - '0');
+      rest.remove_prefix(1);
+    }
+    if (rest == "-virtual") {
+      if (number <= major * 10 + minor && found == CodeFor::none) found = CodeFor::compiled;
+    } else if (number / 10 == major && (rest == "a" ? number % 10 == minor : number % 10 <= minor)) {
+      found = CodeFor::machine;
+    }
+  }
+  return found;
+}
+
+}  // namespace kvant::cuda
