@@ -538,7 +538,7 @@ class KvantCache(versions.Cache):
         rows = torch.tensor(group.rows, device=mask.device)
         real = None if step.real is None else step.real[:, step.tokens - queries :]
         if real is not None:  # a plan's rows are the live ones, and their queries the real ones, packed
-            order = (~real).long().argsort(1, stable=True)
+            order = (~real).long().argsort(dim=1, stable=True)
             placed = placed.gather(2, order[:, None, :, None].expand(placed.shape))
         window = group.window if group.window and longest > group.window else 0
         if window:
