@@ -21,10 +21,11 @@ from . import attention, masks, versions
 from ._capture import capture
 from ._evaluate import evaluate
 from .cache import KvantCache
+from .graphs import StepGraph
 from .report import Report, make_report
 from .settings import Settings
 
-__all__ = ["KvantCache", "Report", "Settings", "cache", "capture", "disable", "enable", "evaluate", "report"]
+__all__ = ["KvantCache", "Report", "Settings", "StepGraph", "cache", "capture", "disable", "enable", "evaluate", "report"]
 
 versions.register(attention.attend, masks.make)
 
