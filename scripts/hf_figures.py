@@ -53,7 +53,7 @@ def fill(cache, keys: int) -> None:
         cache.update(k, v, layer)
 
 
-def measure(lengths: list[int], formats: list[str], rounds: int, threads: int) -> dict:
+def measure(lengths: list[int], formats: list[str], rounds: int, threads: int, clock: str) -> dict:
     import torch
     import transformers
 
@@ -61,6 +61,7 @@ def measure(lengths: list[int], formats: list[str], rounds: int, threads: int) -
     from kvant.hf import versions
 
     torch.set_num_threads(threads)
+    now = time.process_time if clock == "cpu" else time.perf_counter
     model = make_model()
     exact = model.config._attn_implementation
     rows = []
@@ -76,9 +77,9 @@ def measure(lengths: list[int], formats: list[str], rounds: int, threads: int) -
             for _ in range(rounds):
                 for name, cache in caches.items():
                     model.set_attn_implementation(exact if name == EXACT else versions.IMPLEMENTATION)
-                    begin = time.perf_counter()
+                    begin = now()
                     model(torch.tensor([[7]]), use_cache=True, logits_to_keep=1, **{versions.CACHE_NAME: cache})
-                    times[name].append(time.perf_counter() - begin)
+                    times[name].append(now() - begin)
         for name, cache in caches.items():
             tokens = keys + rounds
             held = kvant.hf.report(cache).bytes if name != EXACT else 2 * LAYERS * KV_HEADS * HEAD_DIM * 4 * tokens
@@ -90,6 +91,7 @@ def measure(lengths: list[int], formats: list[str], rounds: int, threads: int) -
         del caches, cache
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}",
+        "clock": clock,
         "isa": next(i["name"] for i in kvant.info()["isas"] if i["available"]),
         "versions": {"kvant": kvant.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
         "rows": rows,
@@ -158,7 +160,7 @@ def draw(result: dict) -> str:
         x += 60 + 8 * len(label)
     v = result["versions"]
     about = (
-        f"tokens in the context; SmolLM2-135M's shape, f32, {result['machine']}, {result['isa']}; "
+        f"tokens in the context; SmolLM2-135M's shape, f32, {result['machine']}, {result['isa']}, {result['clock']} time; "
         f"torch {v['torch']}, transformers {v['transformers']}, kvant {v['kvant']}"
     )
     out += [f'<text x="{LEFT}" y="{bottom + 28}">{about}</text>', "</svg>", ""]
@@ -171,6 +173,7 @@ def main() -> None:
     parser.add_argument("--formats", default="tq6/tq4,tq4/tq4")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for machines that do other things, too")
     parser.add_argument("--quick", action="store_true", help="512 tokens, 2 rounds")
     parser.add_argument("--from", dest="source", help="a JSON file of an earlier run")
     parser.add_argument("--json", help="where to write what was measured")
@@ -181,7 +184,9 @@ def main() -> None:
     else:
         lengths = [512] if arguments.quick else [int(n) for n in arguments.lengths.split(",")]
         rounds = 2 if arguments.quick else arguments.rounds
-        result = measure(lengths, arguments.formats.split(","), rounds, arguments.threads)
+        if arguments.clock == "cpu" and arguments.threads != 1:
+            parser.error("--clock cpu adds the times of all threads: it goes with --threads 1")
+        result = measure(lengths, arguments.formats.split(","), rounds, arguments.threads, arguments.clock)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")
     if arguments.svg:
