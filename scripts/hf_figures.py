@@ -146,9 +146,9 @@ def draw(result: dict) -> str:
     second = LEFT + WIDTH + BETWEEN
     total, bottom = second + WIDTH + 30, TOP + HEIGHT + 40
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="{bottom + 50}" viewBox="0 0 {total} {bottom + 50}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="{bottom + 60}" viewBox="0 0 {total} {bottom + 60}">',
         "<style>text{font:13px sans-serif;fill:#222}.title{font-weight:bold}.grid{stroke:#ddd}</style>",
-        f'<rect width="{total}" height="{bottom + 50}" fill="#fff"/>',
+        f'<rect width="{total}" height="{bottom + 60}" fill="#fff"/>',
         *panel(LEFT, "cache, MB", pick("bytes", lambda b: b / 1e6), colors),
         *panel(second, "tokens a second", pick("ms", lambda ms: 1e3 / ms), colors),
     ]
@@ -160,10 +160,11 @@ def draw(result: dict) -> str:
         x += 60 + 8 * len(label)
     v = result["versions"]
     about = (
-        f"tokens in the context; SmolLM2-135M's shape, f32, {result['machine']}, {result['isa']}, {result['clock']} time; "
-        f"torch {v['torch']}, transformers {v['transformers']}, kvant {v['kvant']}"
+        f"Below: tokens in the context. SmolLM2-135M's shape in f32, {result['machine']}, {result['isa']}, {result['clock']} time.",
+        f"torch {v['torch']}, transformers {v['transformers']}, kvant {v['kvant']}.",
     )
-    out += [f'<text x="{LEFT}" y="{bottom + 28}">{about}</text>', "</svg>", ""]
+    out += [f'<text x="{LEFT}" y="{bottom + 28 + 20 * i}">{line}</text>' for i, line in enumerate(about)]
+    out += ["</svg>", ""]
     return "\n".join(out)
 
 
