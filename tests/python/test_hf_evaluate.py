@@ -132,3 +132,13 @@ def test_the_exact_perplexity_is_that_of_the_text():
     with torch.no_grad():
         expected = float(model(ids, labels=ids).loss.exp())
     assert np.isclose(found.reference_perplexity, expected, rtol=1e-4)
+
+
+def test_layers_that_kvant_does_not_store_are_named():
+    """Without that, a model that is left to transformers would seem to be stored without loss."""
+    model = models.tiny_mistral(128)
+    with pytest.raises(kvant.Unsupported, match="stores no layer of MistralForCausalLM.*short_windows=True"):
+        evaluation.evaluate(model, models.topics_bytes(100), ("tq4",), progress=False)
+    found = evaluation.evaluate(model, models.topics_bytes(300), ("tq4",), short_windows=True, skip_layers=[1], progress=False)
+    assert found.rows[0].layers_left == (1,) and "so exact: layers 1 (" in str(found)
+    assert all(len(line) <= 120 for line in str(found).splitlines())

@@ -24,7 +24,7 @@ from .._errors import InvalidArgument, Unsupported
 from .._tools import version
 from . import versions
 from ._capture import attention_of, token_ids
-from .report import make_report
+from .report import Report, make_report
 
 REFERENCE_TOKENS = 256  # of one forward of the exact model; bounds the logits that are held: 256 x the vocabulary
 BLOCK = 64  # neighbouring positions share their keys and so their errors; the bootstrap draws blocks of them
@@ -63,6 +63,7 @@ class Row:
     perplexity_ratio_interval: tuple[float, float] | None
     bytes: int  # of the cache at the end
     bf16_bytes: int  # of transformers' own in bf16
+    layers_left: tuple[int, ...]  # that transformers stored: kvant.hf.report says why
     buckets: tuple[Bucket, ...]
 
     @property
@@ -107,6 +108,8 @@ class Evaluation:
             )
         if self.rows:
             lines.append(f"{'in bf16':<20}{self.rows[0].bf16_bytes / 1e6:>8.1f}")
+        left = {r.layers_left for r in self.rows} - {()}
+        lines += (f"not stored by kvant, so exact: layers {', '.join(map(str, layers))} (kvant.hf.report says why)" for layers in left)
         lines.append("")
         lines.append("KL divergence (top-1 %) where the exact model's largest probability is in")
         buckets = self.rows[0].buckets if self.rows else ()
@@ -149,8 +152,8 @@ def interval(values: torch.Tensor) -> tuple[float, float] | None:
     return float(low), float(high)
 
 
-def summary(k: str, v: str, exact_ends: bool, found: torch.Tensor, held: int = 0, plain: int = 0) -> Row:
-    """A row from what `compare` gave at all positions, [positions, 5]; held, plain: its bytes and bf16_bytes."""
+def summary(k: str, v: str, exact_ends: bool, found: torch.Tensor, report: Report | None = None) -> Row:
+    """A row from what `compare` gave at all positions, [positions, 5], and from the report of its cache."""
     kl, tv, same, log_ratio, confidence = found.unbind(-1)
     buckets = []
     for low, high in zip(CONFIDENCE, CONFIDENCE[1:]):
@@ -171,8 +174,9 @@ def summary(k: str, v: str, exact_ends: bool, found: torch.Tensor, held: int = 0
         top1=float(same.mean()),
         perplexity_ratio=float(log_ratio.mean().exp()),
         perplexity_ratio_interval=ratio and (math.exp(ratio[0]), math.exp(ratio[1])),
-        bytes=held,
-        bf16_bytes=plain,
+        bytes=report.bytes if report else 0,
+        bf16_bytes=report.bf16_bytes if report else 0,
+        layers_left=tuple(r.layer for r in report.rows if r.bytes and not r.stored) if report else (),
         buckets=tuple(buckets),
     )
 
@@ -225,11 +229,11 @@ def _formats(formats: Sequence[str], exact_ends: bool | str) -> list[tuple[str, 
     return rows
 
 
-def _new_cache(model: Any, k: str, v: str, exact_ends: bool, options: dict[str, Any]) -> Any:
+def _new_cache(model: Any, tokens: int, k: str, v: str, exact_ends: bool, options: dict[str, Any]) -> Any:
     from . import cache
 
     ends = {} if exact_ends else {"sink_pages": 0, "tail_pages": 0}
-    return cache(model, k=k, v=v, **(options | ends))
+    return cache(model, max_length=tokens, batch=1, k=k, v=v, **(options | ends))
 
 
 def _logits(model: Any, ids: torch.Tensor, past: Any) -> torch.Tensor:
@@ -290,7 +294,10 @@ def evaluate(
     any change of the keys, however small, moves the distributions by a KL divergence of about 1e-3: that hides the
     differences between all formats above 4 bits.
 
-    Errors: InvalidArgument; Unsupported for quantized weights, and whatever kvant.hf.cache refuses.
+    On a CUDA device exact pages are in bfloat16, which moves a float32 model by about 1e-6.
+
+    Errors: InvalidArgument; Unsupported for quantized weights, for formats in which no layer is stored by kvant, and whatever
+    kvant.hf.cache refuses.
     """
     wanted = _formats(formats, exact_ends)
     if step < 1 or positions < 1 or not 0 <= first < positions:
@@ -305,10 +312,14 @@ def evaluate(
     advance, close = _progress((ids.shape[1] - 1) * len(wanted), progress)
     found: dict[int, list[torch.Tensor]] = {row: [] for row in range(-1, len(wanted))}
     try:
-        caches = [_new_cache(model32, *row, cache_options) for row in wanted]
+        caches = [_new_cache(model32, ids.shape[1], *row, cache_options) for row in wanted]
         for row, values in _run(model32, ids, caches, step, advance):
             found[row].append(values)
         reports = [make_report(cache) for cache in caches]
+        for row, report in zip(wanted, reports):
+            if not any(layer.stored for layer in report.rows):
+                reasons = "; ".join(sorted({layer.reason for layer in report.rows if layer.reason}))
+                raise Unsupported(f"{row[0]}/{row[1]}: kvant stores no layer of {type(model).__name__}, so there is nothing to measure: {reasons}")
     finally:
         close()
         model32.train(was_training)
@@ -320,8 +331,6 @@ def evaluate(
         first=first,
         step=step,
         reference_perplexity=float(torch.cat(found[-1])[first:].mean().exp()),
-        rows=tuple(
-            summary(*row, torch.cat(found[i])[first:], reports[i].bytes, reports[i].bf16_bytes) for i, row in enumerate(wanted)
-        ),
+        rows=tuple(summary(*row, torch.cat(found[i])[first:], reports[i]) for i, row in enumerate(wanted)),
         versions={"kvant": version()} | {name: metadata.version(name) for name in ("torch", "transformers")},
     )
