@@ -142,3 +142,18 @@ def test_layers_that_kvant_does_not_store_are_named():
     found = evaluation.evaluate(model, models.topics_bytes(300), ("tq4",), short_windows=True, skip_layers=[1], progress=False)
     assert found.rows[0].layers_left == (1,) and "so exact: layers 1 (" in str(found)
     assert all(len(line) <= 120 for line in str(found).splitlines())
+
+
+def test_a_model_on_a_device(device):
+    """The same figures where the model is: kernels of another kind over the same bytes."""
+    if device == "cpu":
+        pytest.skip("runs with KVANT_TEST_DEVICE=cuda")
+    ids, formats = models.topics_bytes(600), ("bf16", "tq6/tq4", "tq4")
+    rows = {}
+    for where, options in (("cpu", {"exact": "bf16"}), (device, {})):
+        model = models.sharpen(models.tiny_llama(hidden_size=256, head_dim=64), 20.0).to(where)
+        found = evaluation.evaluate(model, ids, formats, progress=False, **options)
+        assert found.device.startswith(where)
+        rows[where] = found.rows
+    for here, there in zip(rows["cpu"], rows[device]):
+        assert there.layers_left == () and 0.7 < there.kl / here.kl < 1.4, (there.name, here.kl, there.kl)

@@ -109,7 +109,9 @@ class Evaluation:
         if self.rows:
             lines.append(f"{'in bf16':<20}{self.rows[0].bf16_bytes / 1e6:>8.1f}")
         left = {r.layers_left for r in self.rows} - {()}
-        lines += (f"not stored by kvant, so exact: layers {', '.join(map(str, layers))} (kvant.hf.report says why)" for layers in left)
+        for layers in left:
+            which = f"layers {', '.join(map(str, layers))}" if len(layers) <= 12 else f"{len(layers)} layers"
+            lines.append(f"not stored by kvant, so exact: {which} (kvant.hf.report says why)")
         lines.append("")
         lines.append("KL divergence (top-1 %) where the exact model's largest probability is in")
         buckets = self.rows[0].buckets if self.rows else ()
@@ -241,7 +243,9 @@ def _logits(model: Any, ids: torch.Tensor, past: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _run(model: Any, ids: torch.Tensor, caches: list[Any], step: int, advance: Callable[[int], Any]) -> Iterator[tuple[int, torch.Tensor]]:
+def _run(
+    model: Any, ids: torch.Tensor, caches: list[Any], step: int, advance: Callable[[int], Any]
+) -> Iterator[tuple[int, torch.Tensor]]:
     """Yields (row, what `compare` gave for some positions), block after block of the text; row -1: -log p of the exact model."""
     text = versions.decoder_config(model.config)
     # torch's attention has no softcap and no sinks; such models say that they have their own.
@@ -301,7 +305,9 @@ def evaluate(
     """
     wanted = _formats(formats, exact_ends)
     if step < 1 or positions < 1 or not 0 <= first < positions:
-        raise InvalidArgument(f"positions = {positions}, first = {first}, step = {step}: must be positions > first >= 0, step >= 1")
+        raise InvalidArgument(
+            f"positions = {positions}, first = {first}, step = {step}: must be positions > first >= 0, step >= 1"
+        )
     ids = token_ids(text_or_ids, tokenizer, positions + 1)
     if ids.shape[1] < first + 2:
         raise InvalidArgument(f"text_or_ids has {ids.shape[1]} tokens: first = {first} needs at least {first + 2}")
@@ -319,7 +325,9 @@ def evaluate(
         for row, report in zip(wanted, reports):
             if not any(layer.stored for layer in report.rows):
                 reasons = "; ".join(sorted({layer.reason for layer in report.rows if layer.reason}))
-                raise Unsupported(f"{row[0]}/{row[1]}: kvant stores no layer of {type(model).__name__}, so there is nothing to measure: {reasons}")
+                raise Unsupported(
+                    f"{row[0]}/{row[1]}: kvant stores no layer of {type(model).__name__}, so there is nothing to measure: {reasons}"
+                )
     finally:
         close()
         model32.train(was_training)
