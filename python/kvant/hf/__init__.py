@@ -18,11 +18,14 @@ import weakref
 from typing import Any
 
 from . import attention, masks, versions
+from ._capture import capture
+from ._evaluate import evaluate
 from .cache import KvantCache
+from .graphs import StepGraph
 from .report import Report, make_report
 from .settings import Settings
 
-__all__ = ["KvantCache", "Report", "Settings", "cache", "capture", "disable", "enable", "evaluate", "report"]
+__all__ = ["KvantCache", "Report", "Settings", "StepGraph", "cache", "capture", "disable", "enable", "evaluate", "report"]
 
 versions.register(attention.attend, masks.make)
 
@@ -140,17 +143,3 @@ class _Prepare:
 
     def __reduce__(self):
         raise TypeError("a model with kvant enabled cannot be pickled: call kvant.hf.disable(model) before")
-
-
-def capture(*arguments: Any, **options: Any) -> Any:
-    """See kvant.hf.capture.capture."""
-    from .capture import capture as function
-
-    return function(*arguments, **options)
-
-
-def evaluate(*arguments: Any, **options: Any) -> Any:
-    """See kvant.hf.evaluate.evaluate."""
-    from .evaluate import evaluate as function
-
-    return function(*arguments, **options)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import versions
+from . import placing, versions
 from .groups import Group
 from .masks import LazyMask
 from .proxies import KVProxy
@@ -83,7 +83,7 @@ def _overlay(layer: Any, mask: torch.Tensor, queries: int, keys: int) -> tuple[t
                 f"attention_mask has shape {list(dense.shape)}: layer {layer.index} has {queries} queries and {keys} keys, so that "
                 f"it must be [batch, heads, {queries}, {keys}], where batch and heads may be 1"
             )
-        return layer.owner.place_mask(layer.group, dense[..., dense.shape[3] - keys :], queries)
+        return placing.place_mask(layer.owner, layer.group, dense[..., dense.shape[3] - keys :], queries)
 
     return mask, make
 

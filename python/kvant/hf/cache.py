@@ -17,124 +17,8 @@ import kvant
 
 from . import masks, versions
 from .groups import Group, Step
-from .proxies import KVProxy
+from .layers import Family, KvantLayer
 from .settings import SHORT_WINDOW, Settings
-
-
-class Family:
-    """Layers that share a kvant cache: those whose configuration says the same geometry."""
-
-    def __init__(self, members: list[int], geometry: tuple[int, int] | None, window: int):
-        self.members, self.geometry, self.window = members, geometry, window
-        self.group: Group | None = None
-        self.reason: str | None = None  # why there can be no group
-
-
-class KvantLayer(versions.CacheLayerMixin):
-    """One layer: a slot of its group."""
-
-    is_compileable = False
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, owner: KvantCache, index: int, family: Family, original: Any):
-        super().__init__()
-        # Weak: a cycle would keep the pages until Python's collector comes by.
-        self._owner = weakref.ref(owner)
-        self.index, self.family, self.window = index, family, family.window
-        window = family.window
-        self.original = original  # transformers' own layer, empty, in case this one must be left to it
-        self.is_sliding = window > 0
-        if window:
-            self.sliding_window = window
-        self.group: Group | None = None
-        self.slot = 0
-        self.length = 0
-
-    def __repr__(self) -> str:
-        return f"KvantLayer({self.index}{f', window {self.window}' if self.window else ''})"
-
-    @property
-    def owner(self) -> KvantCache:
-        owner = self._owner()
-        if owner is None:
-            raise RuntimeError(f"the cache of layer {self.index} is gone: keep the cache, not its layers")
-        return owner
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: the first update finds the layer's group."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
-        """Stores keys and values of new tokens; returns what stands for all of the layer's."""
-        if key_states.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError("kvant has no backward pass: call the model under torch.no_grad(), or without a cache")
-        owner = self.owner
-        if self.group is None:
-            left = owner.attach(self, key_states, value_states)
-            if left is not None:
-                return left.update(key_states, value_states, *args, **kwargs)
-        group = self.group
-        batch, heads, tokens, dim = key_states.shape
-        past = self.length
-        if group.length == past:
-            owner.begin(group, batch, tokens)
-        elif group.length != past + tokens:
-            raise RuntimeError(
-                f"layer {self.index} has {past} tokens and gets {tokens}, where others have {group.length}: a forward pass "
-                "ended before its last layer; call cache.reset(), or crop the cache to what all layers hold"
-            )
-        group.write(self.slot, key_states, value_states)
-        self.length = past + tokens
-        window = self.window
-        shape = (batch, heads, (min(past, window - 1) if window else past) + tokens, dim)
-        if past == 0 and owner.prefills_exactly(group):
-            keys, values = key_states, value_states
-        else:
-            keys = values = None
-        step, device = group.step, key_states.device
-        return (
-            KVProxy(shape, key_states.dtype, device, self, step, 0, keys),
-            KVProxy(shape, value_states.dtype, device, self, step, 1, values),
-        )
-
-    def decode(self, proxy: KVProxy) -> torch.Tensor:
-        """The numbers that a proxy stands for."""
-        if proxy.step is not self.group.step:
-            raise RuntimeError(f"keys or values of layer {self.index} are used after the step they belong to")
-        return self.owner.decode(self.group, self.slot, proxy)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        first = max(self.length - self.window + 1, 0) if self.window else 0
-        return self.length + int(query_length) - first, first
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return self.window or -1
-
-    def _whole(self, name: str):
-        raise RuntimeError(f"call {name} of the cache, not of a layer: layers of a kvant cache share sequences")
-
-    def reset(self) -> None:
-        self._whole("reset()")
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._whole("reorder_cache()")
-
-    def crop(self, tokens_to_remove: int) -> None:
-        self._whole("crop()")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._whole("batch_repeat_interleave()")
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._whole("batch_select_indices()")
-
-    def offload(self) -> None:
-        self._whole("generate() without offloading")
-
-    prefetch = offload
 
 
 class KvantCache(versions.Cache):
@@ -241,36 +125,48 @@ class KvantCache(versions.Cache):
     def _new_group(self, members: list[int], heads: int, dim: int, window: int, device: str):
         """(group, None), or (None, why there is none)."""
         s = self.settings
-        bases = s.bases_for(dim)
         options: dict[str, Any] = {}
         if window:
             options.update(window=window, rollback_tokens=s.rollback_tokens)
         if device != "cpu":
-            options.update(self._capacity())
-        if bases is not None:
-            options.update(bases=bases, basis_layers=members, k_basis="calibrated", v_basis="calibrated")
-        cache = kvant.Cache(
-            layers=len(members),
-            kv_heads=heads,
-            head_dim=dim,
-            k=s.k,
-            v=s.v,
-            device=device,
-            exact=s.exact,
-            sink_pages=s.sink_pages,
-            tail_pages=s.tail_pages,
-            threads=(s.threads or torch.get_num_threads()) if device == "cpu" else 0,
-            **options,
-        )
-        if device != "cpu":
-            try:
-                with cache.sequence() as probe:  # which geometries and formats have kernels, only a plan tells
+            capacity = self._capacity()
+            reason = self._why_not_this_window(window, capacity["max_sequence_tokens"])
+            if reason is not None:
+                return None, reason
+            options.update(capacity)
+        if s.bases is not None:
+            options.update(bases=s.bases, basis_layers=members, k_basis="calibrated", v_basis="calibrated")
+        try:
+            cache = kvant.Cache(
+                layers=len(members),
+                kv_heads=heads,
+                head_dim=dim,
+                k=s.k,
+                v=s.v,
+                device=device,
+                exact=s.exact,
+                sink_pages=s.sink_pages,
+                tail_pages=s.tail_pages,
+                threads=(s.threads or torch.get_num_threads()) if device == "cpu" else 0,
+                **options,
+            )
+            if device != "cpu":  # for which geometries and formats there are kernels, only a plan tells
+                with cache.sequence() as probe:
                     cache.reserve([probe], 1)
                     cache.plan([probe], q_heads=heads)
-            except kvant.Unsupported as error:
-                cache.close()
-                return None, str(error)
+        except kvant.Unsupported as error:
+            return None, str(error)
         return Group(cache, members, s.threads), None
+
+    def _why_not_this_window(self, window: int, tokens: int) -> str | None:
+        """A device's capacity holds whole prompts, of which transformers keeps a window."""
+        bits = {f["name"]: f["bits"] for f in kvant.formats()}
+        if not window or self.settings.short_windows or tokens * (bits[self.settings.k] + bits[self.settings.v]) <= window * 32:
+            return None
+        return (
+            f"a window of {window} takes less in bf16 than {tokens} tokens, which kvant takes on a device for the prompt; "
+            "short_windows=True stores it all the same"
+        )
 
     def _capacity(self) -> dict[str, int]:
         """Of a cache on a device, which takes all its memory when it is made."""
@@ -410,7 +306,9 @@ class KvantCache(versions.Cache):
 
     def _rearrange(self, parents: list[int]) -> None:
         for group in self.groups:
-            if group.sequences:
+            if len(parents) == len(group.sequences):
+                group.reorder(parents)
+            elif group.sequences:
                 group.rearrange(parents)
         if self.rows is not None:
             self.rows = len(parents)
@@ -435,7 +333,7 @@ class KvantCache(versions.Cache):
         for layer in self._other_layers():
             layer.batch_select_indices(indices)
         if self.rows is not None:
-            self._rearrange(torch.arange(self.rows)[indices.cpu()].tolist())
+            self._rearrange(torch.arange(self.rows, device="cpu")[indices.cpu()].tolist())
 
     @property
     def batch_size(self) -> int:
@@ -489,59 +387,4 @@ class KvantCache(versions.Cache):
                 f"{operation} needs the keys or values themselves: kvant decodes the whole cache of a layer, in each step. "
                 "The result is right, but slow. Either the model computes attention itself, or kvant.hf.enable(model) is missing",
                 stacklevel=4,
-            )
-
-    def decode(self, group: Group, slot: int, proxy: KVProxy) -> torch.Tensor:
-        """Keys or values [rows, kv_heads, tokens, head_dim], contiguous; 0 where padding is."""
-        batch, heads, tokens, dim = proxy.shape
-        if self.stored is None:
-            out = torch.empty((batch, heads, tokens, dim), dtype=proxy.dtype, device=proxy.device)
-            group.decode(slot, proxy.which, [n - tokens for n in group.rows], out, batch_stride=True)
-            return out
-        row, position = self.stored[:, self.length - tokens :].nonzero(as_tuple=True)
-        counts = torch.bincount(row, minlength=batch).tolist()
-        packed = torch.empty((len(row), heads, dim), dtype=proxy.dtype, device=proxy.device)
-        group.decode(slot, proxy.which, [n - c for n, c in zip(group.rows, counts)], packed, batch_stride=False)
-        out = torch.zeros((batch, tokens, heads, dim), dtype=proxy.dtype, device=proxy.device)
-        out[row, position] = packed
-        return out.transpose(1, 2).contiguous()
-
-    def place_mask(self, group: Group, mask: torch.Tensor, queries: int) -> tuple[torch.Tensor, int, int]:
-        """A mask over the newest keys as transformers counts them, as (mask over stored tokens, its first key, a window)."""
-        keys = mask.shape[3]
-        if self.stored is None:  # keys before the first one are hidden, whatever a window has released of them
-            return mask, self.length - keys, 0
-        step, batch, longest = group.step, len(group.rows), max(group.rows)
-        mask = mask.expand(batch, -1, queries, -1)
-        # Each stored token's column is its position in its row; padding goes to one more column, which is cut off.
-        kept = self.stored[:, self.length - keys :]
-        column = (self.stored.cumsum(1) - 1)[:, self.length - keys :]
-        column = torch.where(kept, column, longest)[:, None, None, :].expand(-1, mask.shape[1], queries, -1)
-        hidden = False if mask.dtype == torch.bool else float("-inf")
-        placed = torch.full((*mask.shape[:3], longest + 1), hidden, dtype=mask.dtype, device=mask.device)
-        placed.scatter_(3, column, mask)
-        placed = placed[..., :longest]
-        rows = torch.tensor(group.rows, device=mask.device)
-        real = None if step.real is None else step.real[:, step.tokens - queries :]
-        if real is not None:  # a plan's rows are the live ones, and their queries the real ones, packed
-            order = (~real).long().argsort(1, stable=True)
-            placed = placed.gather(2, order[:, None, :, None].expand(placed.shape))
-        window = group.window if group.window and longest > group.window else 0
-        if window:
-            self._check_window(placed, rows, queries if real is None else real.sum(1), window)
-        if step.live is not None:
-            placed = placed[torch.tensor(step.live, device=placed.device)]
-        return placed, 0, window
-
-    def _check_window(self, placed: torch.Tensor, rows: torch.Tensor, queries: Any, window: int) -> None:
-        """Refuses a mask that shows what a window may have released: rows differ in length, so that none begins at one key."""
-        query = torch.arange(placed.shape[2], device=placed.device)
-        position = (rows - queries)[:, None] + query  # [batch, queries]
-        oldest = (position - window + 1)[:, None, :, None]
-        visible = placed if placed.dtype == torch.bool else placed > torch.finfo(placed.dtype).min
-        real = (position < rows[:, None])[:, None, :, None]
-        if bool((visible & real & (torch.arange(placed.shape[3], device=placed.device) < oldest)).any()):
-            raise RuntimeError(
-                f"attention_mask shows keys more than {window} tokens back in a padded batch, of layers with a window of "
-                f"{window}: give rows of one length, or one row at a time"
             )

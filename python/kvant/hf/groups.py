@@ -28,16 +28,17 @@ class Step:
     def __init__(self, batch: int, tokens: int, real: torch.Tensor | None, counts: list[int] | None):
         self.batch, self.tokens, self.real, self.counts = batch, tokens, real, counts
         self.live = None if counts is None else [i for i, n in enumerate(counts) if n]
-        self._rows: dict[int, tuple[torch.Tensor, torch.Tensor, list[int]]] = {}
+        self._rows: dict[Any, tuple[torch.Tensor, torch.Tensor, list[int]]] = {}
 
-    def rows(self, newest: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    def rows(self, newest: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Where the real ones of the newest positions are: indices of row and position, and how many each live row has."""
-        found = self._rows.get(newest)
+        found = self._rows.get((newest, device))
         if found is None:
             real = self.real[:, self.tokens - newest :]
             row, position = real.nonzero(as_tuple=True)
             counts = self.counts if newest == self.tokens else real.sum(1).tolist()
-            found = self._rows[newest] = (row, position, [counts[i] for i in self.live])
+            found = (row.to(device), position.to(device), [counts[i] for i in self.live])
+            self._rows[newest, device] = found
         return found
 
 
@@ -102,9 +103,20 @@ class Group:
             used.add(p)
         self._use(sequences, [self.rows[p] for p in parents])
 
+    def reorder(self, parents: list[int]) -> None:
+        """Row i becomes what row parents[i] was, as many rows as before. Sequences keep their ids, a device its plans."""
+        if not self.on_device:
+            self.drop_plans()
+        with self.cache._lock:
+            self._use_stream()
+            _c.check(_c.reorder(self.cache.handle, self.ids, _c.counts(parents), len(parents)))
+        self.rows = [self.rows[p] for p in parents]
+        self.step = None
+
     def truncate(self, removed: list[int], tokens: int) -> None:
         """Takes back the newest `tokens` positions, of which removed[i] are stored in row i."""
-        self.drop_plans()
+        if not self.on_device:
+            self.drop_plans()
         for i, (sequence, n) in enumerate(zip(self.sequences, removed)):
             if n:
                 sequence.truncate(self.rows[i] - n)
@@ -140,7 +152,10 @@ class Group:
             self.rows[i] += step.tokens if step.counts is None else step.counts[i]
 
     def _use_stream(self) -> int:
-        return self.cache._use_stream(None) if self.on_device else 0
+        """Makes torch's current stream the one that calls enqueue on. Under the cache's lock."""
+        if not self.on_device:
+            return 0
+        return self.cache._use_stream(torch.cuda.current_stream(self.cache.device[1]).cuda_stream)
 
     def _struct(self, role: int, x: torch.Tensor) -> Any:
         """A tensor [batch, heads, tokens, head_dim] or [rows, heads, head_dim] as the C argument of its role."""
@@ -162,7 +177,7 @@ class Group:
         if step.real is not None:
             if self._step_rows == 0:
                 return
-            row, position, _ = step.rows(step.tokens)
+            row, position, _ = step.rows(step.tokens, keys.device)
             keys, values = keys.transpose(1, 2)[row, position], values.transpose(1, 2)[row, position]
         if keys.stride(-1) != 1:
             keys = keys.contiguous()
@@ -172,7 +187,7 @@ class Group:
         cache = self.cache
         with cache._lock:
             if self.on_device:
-                cache._use_stream(None)
+                self._use_stream()
             _c.check(_c.write(cache.handle, self._step_ids, self._step_rows, slot, k, v))
 
     # --- attention ---
@@ -201,11 +216,11 @@ class Group:
             self._attend(plan, slot, q, out.transpose(1, 2), sinks)
             return out
         out = torch.zeros((batch, queries, heads, dim), dtype=query.dtype, device=query.device)
-        row, position, counts = step.rows(queries)
+        row, position, counts = step.rows(queries, query.device)
         if any(counts):
             q = query.transpose(1, 2)[row, position]
             packed = torch.empty_like(q)
-            plan = self._plan(queries, heads, scale, softcap, causal, window, mask)
+            plan = self._plan(queries, heads, scale, softcap, causal, window, mask, counts)
             self._attend(plan, slot, q, packed, sinks)
             out[row, position] = packed
         return out
@@ -217,33 +232,33 @@ class Group:
             if sinks is not None or self.on_device:
                 self._run.sink_logits = None if sinks is None else self._f32(sinks).data_ptr()
                 if self.on_device:
-                    self._run.stream = _tensors.stream_of(self.cache.device)
+                    self._run.stream = self._use_stream()
                     self._run.workspace, self._run.workspace_size = self._workspace.data_ptr(), self._workspace.numel()
                 run = byref(self._run)
             _c.check(_c.run(plan[0], slot, q_struct, out_struct, run))
 
     def _f32(self, sinks: torch.Tensor) -> torch.Tensor:
         """Sink logits [q_heads] as contiguous f32. A layer's parameter is converted once."""
+        version = 0 if sinks.is_inference() else sinks._version
         found = self._sinks.get(id(sinks))
-        if found is None or found[0] is not sinks or found[1] != sinks._version:
+        if found is None or found[0] is not sinks or found[1] != version:
             converted = sinks.detach().to(torch.float32).contiguous()
-            found = self._sinks[id(sinks)] = (sinks, sinks._version, converted)
+            found = self._sinks[id(sinks)] = (sinks, version, converted)
         return found[2]
 
-    def _plan(self, queries, heads, scale, softcap, causal, window, mask) -> tuple[c_void_p, Any]:
-        step = self.step
-        plain = mask is None and step.real is None
+    def _plan(self, queries, heads, scale, softcap, causal, window, mask, counts=None) -> tuple[c_void_p, Any]:
+        plain = mask is None and counts is None
         key = (queries, heads, scale, softcap, causal, window, None if mask is None else id(mask[0]))
         plans = self._plans if plain else self._step_plans
         plan = plans.get(key)
         if plan is None:
-            plan = plans[key] = self._make_plan(key, None if plain else mask)
+            plan = plans[key] = self._make_plan(key, mask, counts)
         return plan
 
-    def _make_plan(self, key: tuple, mask: Any) -> tuple[c_void_p, Any]:
-        """A plan, and what must live as long as it."""
-        step, keep = self.step, [mask]
-        plain = mask is None and step.real is None
+    def _make_plan(self, key: tuple, mask: Any, counts: list[int] | None) -> tuple[c_void_p, Any]:
+        """A plan, and what must live as long as it. counts: queries of each live row of a ragged step."""
+        keep: list[Any] = [mask]
+        plain = mask is None and counts is None
         options = self._options.get(key) if plain else None
         if options is None:
             options = _c.AttentionOptions()
@@ -256,8 +271,7 @@ class Group:
                 self._options[key] = options
         if not self.on_device:
             options.threads = self.threads or torch.get_num_threads()
-        if step.real is not None:
-            counts = step.rows(key[0])[2]
+        if counts is not None:
             keep.append((c_int32 * len(counts))(*counts))
             options.q_lens = keep[-1]
         if mask is not None:

@@ -53,6 +53,11 @@ class LazyMask(torch.Tensor):
         """Position of the first column, counted as Hugging Face does: padding is counted."""
         return self.arguments.get("kv_offset", 0)
 
+    def moved(self, device: Any) -> dict[str, Any]:
+        """The arguments that are on another device."""
+        padding = self.arguments.get("attention_mask")
+        return {"device": device, "attention_mask": padding if padding is None else padding.to(device)}
+
     def dense(self, may_skip: bool = False) -> torch.Tensor | None:
         """The mask itself, [batch, 1, queries, keys]. may_skip: None where sdpa's own causality does."""
         may_skip = may_skip and self.queries is None
@@ -86,6 +91,9 @@ class LazyMask(torch.Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.detach.default:
             return args[0]
+        if function is torch.ops.aten._to_copy.default and set(kwargs or {}) == {"device"}:  # a model over several devices
+            mask = args[0]
+            return LazyMask({**mask.arguments, **mask.moved(kwargs["device"])}, mask.kind, mask.window, mask.queries)
         args, kwargs = tree_map(_built, (args, kwargs or {}))
         return function(*args, **kwargs)
 

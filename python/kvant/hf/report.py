@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import versions
+from .layers import KvantLayer
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,6 @@ def _ends(cache: Any) -> str:
 
 def make_report(cache: Any) -> Report:
     """The report of a KvantCache."""
-    from .cache import KvantLayer
-
     rows = []
     batch, tokens = cache.rows or 0, cache.length
     shared = {id(group): (group.memory(), _ends(group.cache)) for group in cache.groups}

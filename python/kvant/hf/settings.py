@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,8 +19,8 @@ class Settings:
 
     k, v: formats of keys and values; kvant.formats() lists them.
     skip_layers: layers that keep transformers' own cache, by number; negative numbers count from the end.
-    bases: calibrated bases: a file that kvant.hf.capture and `kvant calibrate` made (its path, or a kvant.Bases), or a
-        dict of them by head_dim for models whose layers have several.
+    bases: calibrated bases: the file that `kvant calibrate` made of what kvant.hf.capture wrote, by its path or as a
+        kvant.Bases. It must have all layers that kvant stores.
     exact: "f32", "f16" or "bf16", the dtype of pages that stay exact. None: the model's; bf16 on a device.
     sink_pages, tail_pages: first and newest full pages of 64 tokens that stay exact. None: as kvant.Cache has it.
     exact_prefill: True: the first prompt attends to its own keys and values as they were before compression, through
@@ -81,9 +81,3 @@ class Settings:
                 raise kvant.InvalidArgument(f"skip_layers has {i}: the model's layers are 0 to {layers - 1}")
             skipped.add(i % layers)
         return skipped
-
-    def bases_for(self, head_dim: int) -> Any:
-        """The calibrated bases of layers of one head_dim, None without any."""
-        if not isinstance(self.bases, Mapping):
-            return self.bases
-        return self.bases.get(head_dim)

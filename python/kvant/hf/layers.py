@@ -1,0 +1,131 @@
+"""The layers of a KvantCache: each is a slot of a group."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import placing, versions
+from .groups import Group
+from .proxies import KVProxy
+
+if TYPE_CHECKING:
+    from .cache import KvantCache
+
+
+class Family:
+    """Layers that share a kvant cache: those whose configuration says the same geometry."""
+
+    def __init__(self, members: list[int], geometry: tuple[int, int] | None, window: int):
+        self.members, self.geometry, self.window = members, geometry, window
+        self.group: Group | None = None
+        self.reason: str | None = None  # why there can be no group
+
+
+class KvantLayer(versions.CacheLayerMixin):
+    """One layer: a slot of its group."""
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, owner: KvantCache, index: int, family: Family, original: Any):
+        super().__init__()
+        # Weak: a cycle would keep the pages until Python's collector comes by.
+        self._owner = weakref.ref(owner)
+        self.index, self.family, self.window = index, family, family.window
+        window = family.window
+        self.original = original  # transformers' own layer, empty, in case this one must be left to it
+        self.is_sliding = window > 0
+        if window:
+            self.sliding_window = window
+        self.group: Group | None = None
+        self.slot = 0
+        self.length = 0
+
+    def __repr__(self) -> str:
+        return f"KvantLayer({self.index}{f', window {self.window}' if self.window else ''})"
+
+    @property
+    def owner(self) -> KvantCache:
+        owner = self._owner()
+        if owner is None:
+            raise RuntimeError(f"the cache of layer {self.index} is gone: keep the cache, not its layers")
+        return owner
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: the first update finds the layer's group."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
+        """Stores keys and values of new tokens; returns what stands for all of the layer's."""
+        if key_states.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("kvant has no backward pass: call the model under torch.no_grad(), or without a cache")
+        owner = self.owner
+        if self.group is None:
+            left = owner.attach(self, key_states, value_states)
+            if left is not None:
+                return left.update(key_states, value_states, *args, **kwargs)
+        group = self.group
+        batch, heads, tokens, dim = key_states.shape
+        past = self.length
+        if group.length == past:
+            owner.begin(group, batch, tokens)
+        elif group.length != past + tokens:
+            raise RuntimeError(
+                f"layer {self.index} has {past} tokens and gets {tokens}, where others have {group.length}: a forward pass "
+                "ended before its last layer; call cache.reset(), or crop the cache to what all layers hold"
+            )
+        group.write(self.slot, key_states, value_states)
+        self.length = past + tokens
+        window = self.window
+        shape = (batch, heads, (min(past, window - 1) if window else past) + tokens, dim)
+        if past == 0 and owner.prefills_exactly(group):
+            keys, values = key_states, value_states
+        else:
+            keys = values = None
+        step, device = group.step, key_states.device
+        return (
+            KVProxy(shape, key_states.dtype, device, self, step, 0, keys),
+            KVProxy(shape, value_states.dtype, device, self, step, 1, values),
+        )
+
+    def decode(self, proxy: KVProxy) -> torch.Tensor:
+        """The numbers that a proxy stands for."""
+        if proxy.step is not self.group.step:
+            raise RuntimeError(f"keys or values of layer {self.index} are used after the step they belong to")
+        return placing.decode(self.owner, self.group, self.slot, proxy)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        first = max(self.length - self.window + 1, 0) if self.window else 0
+        return self.length + int(query_length) - first, first
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return self.window or -1
+
+    def _whole(self, name: str):
+        raise RuntimeError(f"call {name} of the cache, not of a layer: layers of a kvant cache share sequences")
+
+    def reset(self) -> None:
+        self._whole("reset()")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._whole("reorder_cache()")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self._whole("crop()")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._whole("batch_repeat_interleave()")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._whole("batch_select_indices()")
+
+    def offload(self) -> None:
+        self._whole("generate() without offloading")
+
+    prefetch = offload
