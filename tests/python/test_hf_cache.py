@@ -399,3 +399,37 @@ def test_report(sliding, prompts):
     assert len(lines) == 1 + 1 + 4 + 1 and "tq6/tq4" in lines[4] and "MB in bf16" in lines[1]
     with pytest.raises(ValueError, match="not enabled"):
         kvant.hf.report(sliding)
+
+
+def test_a_full_cache_says_what_to_do(sliding, prompts, monkeypatch):
+    """Nothing changes when one group of layers has no room: the cache goes on after a crop."""
+    kvant.hf.enable(sliding, **EXACT)
+    original = kvant.Cache
+
+    def small(**options):
+        return original(**{**options, **({} if options.get("window") else {"capacity_tokens": 256})})
+
+    monkeypatch.setattr(kvant, "Cache", small)
+    cache = new_cache(sliding)
+    forward(sliding, cache, ids_of(prompts, 200))
+    with pytest.raises(kvant.OutOfCapacity, match="holds what it held before.*max_length= and batch="):
+        forward(sliding, cache, ids_of(prompts, 100))
+    assert cache.get_seq_length() == 200
+    assert [(g.length, g.rows, len(g.sequences[0])) for g in cache.groups] == [(200, [200], 200)] * 2
+    cache.crop(-50)
+    monkeypatch.undo()
+    other = new_cache(sliding)
+    forward(sliding, other, ids_of(prompts, 150))
+    close(forward(sliding, cache, ids_of(prompts, 100)), forward(sliding, other, ids_of(prompts, 100)))
+    kvant.hf.disable(sliding)
+
+
+def test_capacity_of_a_device(llama):
+    """Room for every row's tokens, a page that is partly filled, and beams that part; without sizes a clear refusal."""
+    settings = kvant.hf.Settings.make()
+    made = kvant.hf.KvantCache(llama.config, settings, max_length=1000, batch=6)
+    assert made._capacity() == {"capacity_tokens": 6 * (1024 + 192), "max_sequences": 14, "max_sequence_tokens": 1024 + 192}
+    with pytest.raises(kvant.InvalidArgument, match="max_length= .* and batch="):
+        kvant.hf.KvantCache(llama.config, settings)._capacity()
+    assert made._why_not_this_window(0, 1216) is None and made._why_not_this_window(512, 1216) is None
+    assert "less in bf16 than 4096 tokens" in made._why_not_this_window(512, 4096)
