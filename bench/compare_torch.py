@@ -13,8 +13,8 @@ float64 attention over the true keys, of the first and the last sequence.
 """
 import argparse
 import contextlib
-import ctypes as c
 import json
+import os
 import pathlib
 import statistics
 import sys
@@ -31,151 +31,6 @@ SHAPES = [
     (8, 1, 512, 1, 32768),
     (8, 8, 128, 16, 8192),
 ]
-F32, BF16 = 0, 2
-
-
-# --- kvant through its C ABI (kvant.h) ---------------------------------------------------------------------------------
-
-
-class Tensor(c.Structure):  # kvant_tensor and kvant_mutable_tensor
-    _fields_ = [("data", c.c_void_p), ("dtype", c.c_int32), ("shape", c.c_int64 * 3), ("stride", c.c_int64 * 3),
-                ("batch_stride", c.c_int64)]
-
-
-class MaskTensor(c.Structure):
-    _fields_ = [
-        ("data", c.c_void_p), ("dtype", c.c_int32), ("shape", c.c_int64 * 4), ("stride", c.c_int64 * 4),
-        ("first_key", c.c_int64),
-    ]
-
-
-class CacheConfig(c.Structure):
-    _fields_ = [
-        ("struct_size", c.c_size_t), ("layers", c.c_int32), ("kv_heads", c.c_int32), ("head_dim", c.c_int32),
-        ("sink_pages", c.c_int32), ("tail_pages", c.c_int32), ("exact_dtype", c.c_int32), ("k", c.c_char_p),
-        ("v", c.c_char_p), ("window", c.c_int64), ("window_sinks", c.c_int64), ("capacity_tokens", c.c_int64),
-        ("k_basis", c.c_int32), ("v_basis", c.c_int32), ("bases", c.c_void_p), ("basis_layers", c.c_void_p),
-        ("k_levels", c.c_void_p), ("v_levels", c.c_void_p), ("k_level_count", c.c_int32), ("v_level_count", c.c_int32),
-        ("lut_scales", c.c_int32), ("threads", c.c_int32), ("isa", c.c_char_p), ("device", c.c_char_p),
-        ("max_sequences", c.c_int64), ("max_sequence_tokens", c.c_int64),
-    ]
-
-
-class AttentionOptions(c.Structure):
-    _fields_ = [
-        ("struct_size", c.c_size_t), ("q_heads", c.c_int32), ("q_len", c.c_int32), ("q_lens", c.c_void_p),
-        ("scale", c.c_double), ("softcap", c.c_double), ("alibi_slopes", c.c_void_p), ("is_causal", c.c_int32),
-        ("threads", c.c_int32), ("window", c.c_int64), ("window_sinks", c.c_int64), ("split_keys", c.c_int64),
-        ("mask", MaskTensor), ("backend", c.c_char_p), ("isa", c.c_char_p),
-    ]
-
-
-class PlanFacts(c.Structure):
-    _fields_ = [
-        ("struct_size", c.c_size_t), ("workspace_bytes", c.c_size_t), ("total_queries", c.c_int64),
-        ("kv_bytes", c.c_int64), ("threads", c.c_int32), ("splits", c.c_int32), ("isa", c.c_char_p),
-    ]
-
-
-class RunOptions(c.Structure):
-    _fields_ = [
-        ("struct_size", c.c_size_t), ("lse", c.c_void_p), ("sink_logits", c.c_void_p), ("workspace", c.c_void_p),
-        ("workspace_size", c.c_size_t), ("stream", c.c_void_p), ("execute", c.c_void_p), ("executor", c.c_void_p),
-    ]
-
-
-class KvantError(RuntimeError):
-    pass
-
-
-class Kvant:
-    def __init__(self, path):
-        self.lib = c.CDLL(str(path))
-        for name in ("kvant_last_error", "kvant_version"):
-            getattr(self.lib, name).restype = c.c_char_p
-        for name in ("kvant_cache_destroy", "kvant_plan_destroy"):
-            getattr(self.lib, name).argtypes = [c.c_void_p]
-            getattr(self.lib, name).restype = None
-
-    def call(self, name, *arguments):
-        if getattr(self.lib, name)(*arguments) != 0:
-            raise KvantError(f"{name}: {self.lib.kvant_last_error().decode()}")
-
-    def init(self, kind, init):
-        struct = kind()
-        getattr(self.lib, init)(c.byref(struct), c.c_size_t(c.sizeof(kind)))
-        return struct
-
-
-def tensor(data, dtype, tokens, heads, head_dim):
-    return Tensor(data, dtype, (c.c_int64 * 3)(tokens, heads, head_dim), (c.c_int64 * 3)(0, 0, 0))
-
-
-class Cache:
-    """A kvant cache of `batch` sequences. Pointers are integers, in the memory where the cache lives."""
-
-    def __init__(self, kvant, k, v, layers, kv_heads, head_dim, batch, keys, device):
-        self.kvant, self.kv_heads, self.head_dim, self.batch = kvant, kv_heads, head_dim, batch
-        config = kvant.init(CacheConfig, "kvant_cache_config_init")
-        config.layers, config.kv_heads, config.head_dim = layers, kv_heads, head_dim
-        config.k, config.v, config.exact_dtype = k.encode(), v.encode(), BF16
-        if device is not None:
-            pages = (keys + 63) // 64
-            config.device = device.encode()
-            config.max_sequences, config.max_sequence_tokens = batch, pages * 64
-            config.capacity_tokens = pages * 64 * batch
-        self.handle = c.c_void_p()
-        kvant.call("kvant_cache_create", c.byref(config), c.byref(self.handle))
-        self.ids = (c.c_uint64 * batch)()
-        for i in range(batch):
-            one = c.c_uint64()
-            kvant.call("kvant_cache_add_sequence", self.handle, c.byref(one))
-            self.ids[i] = one.value
-
-    def set_stream(self, stream):
-        self.kvant.call("kvant_cache_set_stream", self.handle, c.c_void_p(stream))
-
-    def reserve(self, tokens):
-        counts = (c.c_int64 * self.batch)(*[tokens] * self.batch)
-        self.kvant.call("kvant_cache_reserve", self.handle, self.ids, counts, c.c_int64(self.batch))
-
-    def write(self, layer, keys, values, tokens):
-        views = [tensor(p, BF16, tokens * self.batch, self.kv_heads, self.head_dim) for p in (keys, values)]
-        self.kvant.call("kvant_cache_write", self.handle, self.ids, c.c_int64(self.batch), c.c_int32(layer),
-                        c.byref(views[0]), c.byref(views[1]))
-
-    def plan(self, q_heads):
-        return Plan(self, q_heads)
-
-    def destroy(self):
-        self.kvant.lib.kvant_cache_destroy(self.handle)
-
-
-class Plan:
-    def __init__(self, cache, q_heads):
-        self.cache, self.kvant, self.q_heads = cache, cache.kvant, q_heads
-        options = self.kvant.init(AttentionOptions, "kvant_attention_options_init")
-        options.q_heads = q_heads
-        self.handle = c.c_void_p()
-        self.kvant.call("kvant_plan_create", cache.handle, cache.ids, c.c_int64(cache.batch), c.byref(options),
-                        c.byref(self.handle))
-        self.facts = PlanFacts(struct_size=c.sizeof(PlanFacts))
-        self.kvant.call("kvant_plan_describe", self.handle, c.byref(self.facts))
-        self.options = self.kvant.init(RunOptions, "kvant_run_options_init")
-
-    def run(self, layer, q, q_dtype, out, out_dtype, workspace=None, stream=None):
-        rows = (self.cache.batch, self.q_heads, self.cache.head_dim)
-        q_view, out_view = tensor(q, q_dtype, *rows), tensor(out, out_dtype, *rows)
-        if workspace is not None:
-            self.options.workspace, self.options.workspace_size = workspace, self.facts.workspace_bytes
-        self.options.stream = stream
-        self.kvant.call("kvant_run", self.handle, c.c_int32(layer), c.byref(q_view), c.byref(out_view),
-                        c.byref(self.options))
-
-    def destroy(self):
-        self.kvant.lib.kvant_plan_destroy(self.handle)
-
-
 # --- contestants -------------------------------------------------------------------------------------------------------
 
 
@@ -260,40 +115,32 @@ def kvant_contestant(torch, kvant, case, formats, l2_bytes, device):
     bits = {"f16": 16, "bf16": 16, "fp8": 8}
     mean_bits = sum(bits.get(f) or int(f[2:]) for f in (k_format, v_format)) / 2
     layers = max(1, int(-(-4 * l2_bytes // (case.bf16_bytes * mean_bits / 16))))
-    cache = Cache(kvant, k_format, v_format, layers, case.kv_heads, case.head_dim, case.batch, case.keys, f"cuda:{device}")
-    try:
-        cache.set_stream(torch.cuda.current_stream().cuda_stream or None)
-        chunk = max(64, (64 << 20) // (case.batch * case.kv_heads * case.head_dim) // 64 * 64)
-        for begin in range(0, case.keys, chunk):
-            end = min(case.keys, begin + chunk)
-            rows = [x[:, :, begin:end].transpose(1, 2).contiguous() for x in (case.k, case.v)]
-            cache.reserve(end - begin)
-            for layer in range(layers):
-                cache.write(layer, rows[0].data_ptr(), rows[1].data_ptr(), end - begin)
-        torch.cuda.synchronize()
-        plan = cache.plan(case.q_heads)
-    except Exception:
-        cache.destroy()
-        raise
+    pages = (case.keys + 63) // 64
+    cache = kvant.Cache(layers=layers, kv_heads=case.kv_heads, head_dim=case.head_dim, k=k_format, v=v_format,
+                        exact="bf16", device=f"cuda:{device}", capacity_tokens=pages * 64 * case.batch,
+                        max_sequences=case.batch, max_sequence_tokens=pages * 64)
+    sequences = [cache.sequence() for _ in range(case.batch)]
+    chunk = max(64, (64 << 20) // (case.batch * case.kv_heads * case.head_dim) // 64 * 64)
+    for begin in range(0, case.keys, chunk):
+        end = min(case.keys, begin + chunk)
+        keys, values = (x[:, :, begin:end].transpose(1, 2).contiguous() for x in (case.k, case.v))
+        cache.reserve(sequences, end - begin)
+        for layer in range(layers):
+            cache.write(sequences, layer, keys, values)
+    torch.cuda.synchronize()
+    plan = cache.plan(sequences, q_heads=case.q_heads)
     workspace = torch.empty(max(1, plan.facts.workspace_bytes), dtype=torch.uint8, device="cuda")
     q = case.q.view(case.batch, case.q_heads, case.head_dim)
     out16, out32 = torch.empty_like(q), torch.empty_like(q, dtype=torch.float32)
 
     def enqueue(i):
-        stream = torch.cuda.current_stream().cuda_stream or None
-        plan.run(i % layers, q.data_ptr(), BF16, out16.data_ptr(), BF16, workspace.data_ptr(), stream)
+        plan.run(i % layers, q, out16, workspace=workspace)
 
     def output(i):
-        stream = torch.cuda.current_stream().cuda_stream or None
-        plan.run(i % layers, q.data_ptr(), BF16, out32.data_ptr(), F32, workspace.data_ptr(), stream)
-        return out32
+        return plan.run(i % layers, q, out32, workspace=workspace)
 
-    def close():
-        plan.destroy()
-        cache.destroy()
-
-    contestant = Contestant(f"kvant {formats}", plan.facts.kv_bytes, enqueue, output, False, close)
-    contestant.keep = (workspace, out16)
+    contestant = Contestant(f"kvant {formats}", plan.facts.kv_bytes, enqueue, output, False, cache.close)
+    contestant.keep = (workspace, out16, sequences)
     return contestant
 
 
@@ -426,9 +273,11 @@ def main():
     if not torch.cuda.is_available():
         sys.exit("compare_torch.py: torch finds no CUDA device")
     start = time.monotonic()
-    kvant = Kvant(args.library)
+    os.environ["KVANT_LIBRARY"] = str(args.library)
+    sys.path.insert(0, str(root / "python"))
+    import kvant
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, kvant {kvant.lib.kvant_version().decode()}")
+    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, kvant {kvant.__version__}")
     rows, notes = [], []
     buffer = torch.ones(1 << 30, dtype=torch.int32, device="cuda")  # 4 GiB
     bandwidth = read_bandwidth(torch, buffer, notes)

@@ -58,7 +58,8 @@ struct Batch {
 class BatchStride : public testing::TestWithParam<std::tuple<bool, Dtype>> {};
 
 TEST_P(BatchStride, WritesStoreTheRowsOfEachSequence) {
-  const auto [by_head, dtype] = GetParam();
+  const bool by_head = std::get<0>(GetParam());
+  const Dtype dtype = std::get<1>(GetParam());
   for (const bool dense : {true, false}) {
     for (const int threads : {1, 3}) {
       CacheConfig config = small_config();

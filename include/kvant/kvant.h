@@ -190,8 +190,9 @@ KVANT_C_API kvant_status kvant_cache_remove(kvant_cache* cache, kvant_sequence s
  * had never been appended. Errors: KVANT_INVALID_ARGUMENT when tokens is outside 0 .. length, or released by the window. */
 KVANT_C_API kvant_status kvant_cache_truncate(kvant_cache* cache, kvant_sequence sequence, int64_t tokens);
 /* Beams in one call: sequences[i] becomes what sequences[parents[i]] was, for all i at once; the ids stay. A parent that is
- * named several times is shared, pages being copied when one side writes to them (filled rows only); one that is not named
- * is forgotten. sequences, parents: [count], no sequence twice, parents in 0 .. count - 1. All or nothing.
+ * named several times is shared: when one side writes to a page, its filled rows are copied (on a device, the whole page).
+ * A parent that is not named is forgotten. sequences, parents: [count], no sequence twice, parents in 0 .. count - 1. All or
+ * nothing.
  * Errors: KVANT_INVALID_ARGUMENT; a newest step that is not written in every layer. */
 KVANT_C_API kvant_status kvant_cache_reorder(kvant_cache* cache, const kvant_sequence* sequences,
                                              const int64_t* parents, int64_t count);

@@ -396,7 +396,8 @@ def test_report(sliding, prompts):
     assert full.bf16_bytes == 2 * 304 * 2 * 64 * 4 and window.bf16_bytes == 2 * 127 * 2 * 64 * 4
     assert 0 < window.bytes < full.bytes and report.bytes == sum(row.bytes for row in report.rows)
     lines = str(report).splitlines()
-    assert len(lines) == 1 + 1 + 4 + 1 and "tq6/tq4" in lines[4] and "MB in bf16" in lines[1]
+    assert len(lines) == 1 + 1 + 3 + 1 and "tq6/tq4" in lines[3] and "MB in bf16" in lines[1]
+    assert lines[2].split()[0] == "0-1" and f"{(window.bytes + report.rows[1].bytes) / 1e6:.2f}" in lines[2]  # alike
     with pytest.raises(ValueError, match="not enabled"):
         kvant.hf.report(sliding)
 

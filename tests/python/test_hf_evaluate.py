@@ -103,8 +103,10 @@ def test_better_formats_move_the_model_less(llama_evaluation):
     assert list(rows) == ["f32", "fp8", "fp8, no exact ends", "tq8", "tq3"]
     assert rows["f32"].kl < 1e-10 < rows["tq8"].kl < rows["fp8"].kl < rows["tq3"].kl
     assert rows["fp8"].kl < rows["fp8, no exact ends"].kl
+    assert rows["tq3"].bytes < rows["tq8"].bytes < rows["f32"].bytes
     assert rows["f32"].top1 == 1.0 and abs(rows["f32"].perplexity_ratio - 1) < 1e-6
     for row in rows.values():
+        assert row.bf16_bytes == 600 * 2 * 2 * 2 * 32 * 2  # tokens, layers, keys and values, heads, head_dim, bytes
         assert row.positions == 600 and row.kl_interval[0] <= row.kl <= row.kl_interval[1]
 
 

@@ -175,7 +175,10 @@ def test_an_image_in_the_second_turn_past_the_window(padding):
     (model, cache), (exact, reference) = pair(model)
     for m, c in ((model, cache), (exact, reference)):
         forward(m, c, ids[:, :past], attention_mask=real[:, :past])
-    expected = forward(exact, reference, ids[:, past:], attention_mask=real, **first)
+    try:
+        expected = forward(exact, reference, ids[:, past:], attention_mask=real, **first)
+    except RuntimeError as error:  # 5.16 makes the image's mask without the window's offset
+        pytest.skip(f"this version of transformers fails by itself: {error}")
     check(forward(model, cache, ids[:, past:], attention_mask=real, **first), expected)
     longer = torch.cat([real, real[:, -1:]], 1)
     check(

@@ -31,7 +31,7 @@ def run(model, cache, ids, real, **first) -> torch.Tensor:
     outputs, at = [], 0
     with torch.no_grad():
         for n in FORWARDS:
-            more = first if at == 0 else {k: torch.zeros_like(v[:, :1]).expand(-1, n) for k, v in first.items() if v.ndim == 2}
+            more = first if at == 0 else {}
             out = model(input_ids=ids[:, at : at + n], attention_mask=real[:, : at + n], use_cache=True,
                         **{versions.CACHE_NAME: cache}, **more)  # fmt: skip
             outputs.append(out.logits)

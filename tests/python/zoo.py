@@ -89,7 +89,7 @@ ZOO = [
           without=(*WITHOUT, "intermediate_size")),
     Entry("deepseek_v3, latent", "DeepseekV3", {"q_lora_rank": 16, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
           "v_head_dim": 32, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2,
-          "num_key_value_heads": 4}, without=("head_dim",), expected="proxy"),
+          "num_key_value_heads": 4}, without=("head_dim",), expected="left"),
     Entry("falcon", "Falcon", {"hidden_size": 128, "new_decoder_architecture": False, "multi_query": True, "alibi": False},
           without=WITHOUT, expected="proxy"),
     Entry("bloom, alibi", "Bloom", {"hidden_size": 128, "n_layer": 2, "n_head": 4},

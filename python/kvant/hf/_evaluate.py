@@ -24,6 +24,7 @@ from .._errors import InvalidArgument, Unsupported
 from .._tools import version
 from . import versions
 from ._capture import attention_of, token_ids
+from .report import make_report
 
 REFERENCE_TOKENS = 256  # of one forward of the exact model; bounds the logits that are held: 256 x the vocabulary
 BLOCK = 64  # neighbouring positions share their keys and so their errors; the bootstrap draws blocks of them
@@ -60,6 +61,8 @@ class Row:
     top1: float  # share of positions at which both models like the same token best
     perplexity_ratio: float  # of this model to the exact model, on the text's own tokens
     perplexity_ratio_interval: tuple[float, float] | None
+    bytes: int  # of the cache at the end
+    bf16_bytes: int  # of transformers' own in bf16
     buckets: tuple[Bucket, ...]
 
     @property
@@ -92,16 +95,18 @@ class Evaluation:
         lines = [
             f"{self.model} in float32 on {self.device}: {self.tokens} tokens in steps of {self.step}{first}; "
             f"exact perplexity {self.reference_perplexity:.3f}",
-            f"{'format':<24}{'KL divergence':>14}  {'95 % interval':<19}{'99 %':>8}  {'TV':>8}{'top-1 %':>9}"
+            f"{'format':<20}{'MB':>8}{'KL divergence':>15}  {'95 % interval':<19}{'99 %':>8}  {'TV':>8}{'top-1 %':>9}"
             "  perplexity ratio",
         ]
         for r in self.rows:
             within = "[{:.1e}, {:.1e}]".format(*r.kl_interval) if r.kl_interval else "-"
             ratio = "[{:.4f}, {:.4f}]".format(*r.perplexity_ratio_interval) if r.perplexity_ratio_interval else ""
             lines.append(
-                f"{r.name:<24}{r.kl:>14.2e}  {within:<19}{r.kl_p99:>8.1e}  {r.tv:>8.1e}{100 * r.top1:>9.2f}"
+                f"{r.name:<20}{r.bytes / 1e6:>8.1f}{r.kl:>15.2e}  {within:<19}{r.kl_p99:>8.1e}  {r.tv:>8.1e}{100 * r.top1:>9.2f}"
                 f"  {r.perplexity_ratio:.4f} {ratio}"
             )
+        if self.rows:
+            lines.append(f"{'in bf16':<20}{self.rows[0].bf16_bytes / 1e6:>8.1f}")
         lines.append("")
         lines.append("KL divergence (top-1 %) where the exact model's largest probability is in")
         buckets = self.rows[0].buckets if self.rows else ()
@@ -144,8 +149,8 @@ def interval(values: torch.Tensor) -> tuple[float, float] | None:
     return float(low), float(high)
 
 
-def summary(k: str, v: str, exact_ends: bool, found: torch.Tensor) -> Row:
-    """A row from what `compare` gave at all positions, [positions, 5]."""
+def summary(k: str, v: str, exact_ends: bool, found: torch.Tensor, held: int = 0, plain: int = 0) -> Row:
+    """A row from what `compare` gave at all positions, [positions, 5]; held, plain: its bytes and bf16_bytes."""
     kl, tv, same, log_ratio, confidence = found.unbind(-1)
     buckets = []
     for low, high in zip(CONFIDENCE, CONFIDENCE[1:]):
@@ -166,6 +171,8 @@ def summary(k: str, v: str, exact_ends: bool, found: torch.Tensor) -> Row:
         top1=float(same.mean()),
         perplexity_ratio=float(log_ratio.mean().exp()),
         perplexity_ratio_interval=ratio and (math.exp(ratio[0]), math.exp(ratio[1])),
+        bytes=held,
+        bf16_bytes=plain,
         buckets=tuple(buckets),
     )
 
@@ -272,7 +279,7 @@ def evaluate(
     the next-token distribution is compared with that of the exact model, which runs over transformers' own cache.
 
     text_or_ids: a text (with tokenizer=) or the token ids of one sequence; positions + 1 of them are used.
-    formats: "tq6/tq4" is keys/values, "tq4" is both. Some of fp8 among them is worth its time: others use it.
+    formats: "tq6/tq4" is keys/values, "tq4" is both. fp8 is there for comparison: it is what other engines offer.
     positions: how many are fed. 2000 give about 10 % of accuracy; they matter from about 200 on, since the first and the newest
         pages are exact. first: how many of them are not counted.
     exact_ends: True: as kvant stores by default, and fp8 also without exact pages, as other engines have it; False: all formats
@@ -301,6 +308,7 @@ def evaluate(
         caches = [_new_cache(model32, *row, cache_options) for row in wanted]
         for row, values in _run(model32, ids, caches, step, advance):
             found[row].append(values)
+        reports = [make_report(cache) for cache in caches]
     finally:
         close()
         model32.train(was_training)
@@ -312,6 +320,8 @@ def evaluate(
         first=first,
         step=step,
         reference_perplexity=float(torch.cat(found[-1])[first:].mean().exp()),
-        rows=tuple(summary(*row, torch.cat(found[i])[first:]) for i, row in enumerate(wanted)),
+        rows=tuple(
+            summary(*row, torch.cat(found[i])[first:], reports[i].bytes, reports[i].bf16_bytes) for i, row in enumerate(wanted)
+        ),
         versions={"kvant": version()} | {name: metadata.version(name) for name in ("torch", "transformers")},
     )

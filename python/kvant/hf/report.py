@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import versions
@@ -40,19 +40,32 @@ class Report:
     def bf16_bytes(self) -> int:
         return sum(row.bf16_bytes for row in self.rows)
 
+    def _alike(self) -> list[list[Row]]:
+        """Neighbours that differ in their numbers alone."""
+        groups: list[list[Row]] = []
+        for row in self.rows:
+            same = replace(row, layer=0, bytes=0, bf16_bytes=0)
+            if groups and replace(groups[-1][-1], layer=0, bytes=0, bf16_bytes=0) == same:
+                groups[-1].append(row)
+            else:
+                groups.append([row])
+        return groups
+
     def __str__(self) -> str:
-        table = [("layer", "stored by", "format", "window", "heads x dim", "exact ends", "MB", "MB in bf16", "")]
-        for r in self.rows:
+        """One line for neighbouring layers that are alike; its megabytes are theirs together."""
+        table = [("layers", "stored by", "format", "window", "heads x dim", "exact ends", "MB", "MB in bf16", "")]
+        for alike in self._alike():
+            r, last = alike[0], alike[-1]
             table.append(
                 (
-                    str(r.layer),
+                    str(r.layer) if r is last else f"{r.layer}-{last.layer}",
                     "kvant" if r.stored else "transformers",
                     f"{r.k}/{r.v}" if r.stored else "-",
                     str(r.window or "-"),
                     f"{r.kv_heads} x {r.head_dim}" if r.head_dim else "-",
-                    r.ends or "-",
-                    f"{r.bytes / 1e6:.2f}",
-                    f"{r.bf16_bytes / 1e6:.2f}",
+                    r.ends.partition(";")[0] or "-",  # `rows` have the reason, too
+                    f"{sum(x.bytes for x in alike) / 1e6:.2f}",
+                    f"{sum(x.bf16_bytes for x in alike) / 1e6:.2f}",
                     r.reason,
                 )
             )
