@@ -17,9 +17,9 @@ import torch  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 import kvant.hf  # noqa: E402
+from hf_support import EXACT, close, forward, new_cache, reference, with_cache  # noqa: E402
 from kvant.hf import versions  # noqa: E402
 
-EXACT = dict(k="f32", v="f32", sink_pages=0, tail_pages=0, short_windows=True)
 
 
 @pytest.fixture(params=["llama", "sliding"])
@@ -37,23 +37,6 @@ def enabled_llama(llama):
     kvant.hf.disable(llama)
 
 
-def forward(model, cache, ids, **options):
-    with torch.no_grad():
-        return model(input_ids=ids, **{versions.CACHE_NAME: cache}, **options).logits
-
-
-def reference(model):
-    """The same model with transformers' own attention."""
-    other = copy.deepcopy(model)
-    kvant.hf.disable(other)
-    return other
-
-
-def close(a, b, tolerance=2e-4):
-    assert a.shape == b.shape
-    assert float((a - b).abs().max()) <= tolerance * float(b.std())
-
-
 def ids_of(prompts, n, begin=0):
     return prompts(n, begin=begin)["input_ids"]
 
@@ -62,7 +45,7 @@ def ids_of(prompts, n, begin=0):
 
 
 def test_lengths_and_kinds(model, prompts):
-    cache, own = kvant.hf.cache(model), DynamicCache(config=model.config)
+    cache, own = new_cache(model), DynamicCache(config=model.config)
     plain = reference(model)
     for n in (100, 1, 60, 1):
         for i in range(4):
@@ -78,7 +61,7 @@ def test_lengths_and_kinds(model, prompts):
 
 def test_layers_of_one_geometry_share_a_cache(sliding, prompts):
     kvant.hf.enable(sliding, **EXACT)
-    cache = kvant.hf.cache(sliding)
+    cache = new_cache(sliding)
     forward(sliding, cache, ids_of(prompts, 10))
     kvant.hf.disable(sliding)
     assert sorted(group.members for group in cache.groups) == [[0, 1, 3], [2]]
@@ -90,7 +73,7 @@ def test_layers_of_one_geometry_share_a_cache(sliding, prompts):
 
 def test_crop(model, prompts):
     """As if the tokens had never been; by a tensor, by 0, by a positive length to keep."""
-    cache, ids = kvant.hf.cache(model), ids_of(prompts, 200)
+    cache, ids = new_cache(model), ids_of(prompts, 200)
     forward(model, cache, ids[:, :170])
     expected = forward(model, copy.deepcopy(cache), ids[:, 170:])
     forward(model, cache, ids_of(prompts, 40, begin=2000))
@@ -99,14 +82,14 @@ def test_crop(model, prompts):
     assert cache.get_seq_length() == 180
     cache.crop(170)
     assert cache.get_seq_length() == 170
-    assert torch.equal(forward(model, cache, ids[:, 170:]), expected)
+    close(forward(model, cache, ids[:, 170:]), expected)
     with pytest.raises(ValueError, match="crop"):
         cache.crop(-1000)
 
 
 def test_crop_of_padded_rows(model, prompts):
     """Of the newest positions each row gives back those that were its own."""
-    cache, inputs = kvant.hf.cache(model), prompts(70, 40)
+    cache, inputs = new_cache(model), prompts(70, 40)
     more, ids = prompts(30, 11, begin=1000, left=False), ids_of(prompts, 10, begin=2000).expand(2, -1)
     forward(model, cache, **dict(ids=inputs["input_ids"]), attention_mask=inputs["attention_mask"])
     twin = copy.deepcopy(cache)
@@ -119,7 +102,7 @@ def test_crop_of_padded_rows(model, prompts):
 
 
 def test_rows_repeated_and_selected(model, prompts):
-    plain, own, cache = reference(model), DynamicCache(config=model.config), kvant.hf.cache(model)
+    plain, own, cache = reference(model), DynamicCache(config=model.config), new_cache(model)
     inputs = prompts(150, 60)
     for m, c in ((plain, own), (model, cache)):
         forward(m, c, inputs["input_ids"], attention_mask=inputs["attention_mask"])
@@ -148,7 +131,7 @@ def _changed(change, mask):
 
 
 def test_pages_are_freed_with_the_cache(model, prompts):
-    cache = kvant.hf.cache(model)
+    cache = new_cache(model)
     forward(model, cache, ids_of(prompts, 50))
     twin = copy.deepcopy(cache)
     groups = [weakref.ref(group) for group in cache.groups]
@@ -171,7 +154,7 @@ def test_padding_on_the_right(model, prompts):
     plain, inputs = reference(model), prompts(150, 60, left=False)
     mask = torch.cat([inputs["attention_mask"], inputs["attention_mask"].new_ones(2, 5)], 1)
     ids = ids_of(prompts, 5, begin=900).expand(2, -1)
-    own, cache = DynamicCache(config=model.config), kvant.hf.cache(model)
+    own, cache = DynamicCache(config=model.config), new_cache(model)
     position = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     for m, c in ((plain, own), (model, cache)):
         forward(m, c, inputs["input_ids"], attention_mask=inputs["attention_mask"], position_ids=position)
@@ -190,7 +173,7 @@ def test_padding_on_the_right(model, prompts):
 @pytest.mark.parametrize("additive", [False, True], ids=["bool", "additive"])
 def test_a_mask_of_ones_own(model, prompts, additive):
     """[batch, 1, queries, keys], here with a block of tokens that see each other in both directions."""
-    plain, own, cache = reference(model), DynamicCache(config=model.config), kvant.hf.cache(model)
+    plain, own, cache = reference(model), DynamicCache(config=model.config), new_cache(model)
     ids, past = ids_of(prompts, 110), 70
     mask = torch.ones(110, 110, dtype=torch.bool, device=ids.device).tril()
     mask[80:90, 80:90] = True
@@ -206,7 +189,7 @@ def test_a_mask_of_ones_own(model, prompts, additive):
 
 def test_a_past_that_is_hidden_later(model, prompts):
     """Tokens that were stored can be hidden by a later mask, in some rows."""
-    plain, own, cache = reference(model), DynamicCache(config=model.config), kvant.hf.cache(model)
+    plain, own, cache = reference(model), DynamicCache(config=model.config), new_cache(model)
     inputs = prompts(80, 60)
     for m, c in ((plain, own), (model, cache)):
         forward(m, c, inputs["input_ids"], attention_mask=inputs["attention_mask"])
@@ -222,7 +205,7 @@ def test_a_past_that_is_hidden_later(model, prompts):
 
 def test_masks_that_cannot_be(enabled_llama, prompts):
     model, inputs = enabled_llama, prompts(50, 30)
-    cache = kvant.hf.cache(model)
+    cache = new_cache(model)
     forward(model, cache, inputs["input_ids"], attention_mask=inputs["attention_mask"])
     ids = ids_of(prompts, 2).expand(2, -1)
     with pytest.raises(ValueError, match="were padding"):
@@ -235,7 +218,7 @@ def test_masks_that_cannot_be(enabled_llama, prompts):
 def test_image_blocks_beyond_the_window(sliding, prompts):
     """A later turn whose tokens see each other in both directions, when pages have left the window."""
     kvant.hf.enable(sliding, **EXACT)
-    plain, cache = reference(sliding), kvant.hf.cache(sliding)
+    plain, cache = reference(sliding), new_cache(sliding)
     own, ids = DynamicCache(config=sliding.config), ids_of(prompts, 330)
     blocks = torch.full((1, 330), -1, device=ids.device)
     blocks[:, 302:322] = 0
@@ -266,7 +249,7 @@ def test_skipped_layers_stay_with_transformers(llama, prompts):
     with pytest.raises(kvant.InvalidArgument, match="skip_layers has 4"):
         kvant.hf.enable(llama, skip_layers=[4])
     kvant.hf.enable(llama, skip_layers=[0, -1], **EXACT)
-    cache, ids = kvant.hf.cache(llama), ids_of(prompts, 90)
+    cache, ids = new_cache(llama), ids_of(prompts, 90)
     a = forward(llama, cache, ids)
     plain = reference(llama)
     close(a, forward(plain, DynamicCache(config=llama.config), ids))
@@ -277,8 +260,8 @@ def test_skipped_layers_stay_with_transformers(llama, prompts):
 
 
 def test_short_windows_stay_with_transformers(sliding, prompts):
-    kvant.hf.enable(sliding, k="f32", v="f32")
-    cache, ids = kvant.hf.cache(sliding), ids_of(prompts, 200)
+    kvant.hf.enable(sliding, **{**EXACT, "short_windows": False})
+    cache, ids = new_cache(sliding), ids_of(prompts, 200)
     close(forward(sliding, cache, ids), forward(reference(sliding), DynamicCache(config=sliding.config), ids))
     report = kvant.hf.report(cache)
     kvant.hf.disable(sliding)
@@ -292,18 +275,18 @@ def test_a_head_size_without_kernels(transformers, prompts, device):
     )
     model = transformers.LlamaForCausalLM(config).eval().to(device)
     kvant.hf.enable(model)
-    cache, ids = kvant.hf.cache(model), ids_of(prompts, 30)
+    cache, ids = new_cache(model), ids_of(prompts, 30)
     close(forward(model, cache, ids), forward(reference(model), DynamicCache(config=config), ids))
     assert [row.stored for row in kvant.hf.report(cache).rows] == [False, False]
     assert "head_dim 16" in kvant.hf.report(cache).rows[1].reason
     kvant.hf.enable(model, strict=True)
     with pytest.raises(kvant.Unsupported, match="head_dim 16.*strict=True"):
-        forward(model, kvant.hf.cache(model), ids)
+        forward(model, new_cache(model), ids)
 
 
 def test_code_that_computes_attention_itself(llama, prompts):
     """Under another attention the cache decodes what it stores: once warned, and right."""
-    ids, cache = ids_of(prompts, 90), kvant.hf.cache(llama, **EXACT)
+    ids, cache = ids_of(prompts, 90), new_cache(llama, **EXACT)
     own = DynamicCache(config=llama.config)
     expected = [forward(llama, own, ids[:, :70]), forward(llama, own, ids[:, 70:])]
     with warnings.catch_warnings(record=True) as caught:
@@ -313,15 +296,16 @@ def test_code_that_computes_attention_itself(llama, prompts):
     for a, b in zip(got, expected):
         close(a, b)
     with pytest.raises(RuntimeError, match="strict=True"):
-        forward(llama, kvant.hf.cache(llama, strict=True), ids)
+        forward(llama, new_cache(llama, strict=True), ids)
 
 
 def test_decoded_padding_is_zero(enabled_llama, prompts):
-    cache, inputs = kvant.hf.cache(enabled_llama), prompts(40, 25)
+    cache, inputs = new_cache(enabled_llama), prompts(40, 25)
     with torch.no_grad():
-        keys = torch.randn(2, 2, 40, 64, device=inputs["input_ids"].device)
+        keys = torch.randn(2, 2, 40, 64, device=inputs["input_ids"].device).half().float()
         cache.note_padding(inputs["attention_mask"].bool(), 0, 40)
         packed, _ = cache.update(keys, keys, 0)
+    packed.fresh = None  # on a device it still has the keys themselves
     decoded = packed + 0
     real = inputs["attention_mask"].bool()[:, None, :, None]
     assert torch.equal(decoded, keys * real)
@@ -335,7 +319,7 @@ def test_exact_prefill(llama, prompts):
     errors = {}
     for exact in (True, False):
         kvant.hf.enable(llama, k="tq3", v="tq3", sink_pages=0, tail_pages=0, exact_prefill=exact)
-        cache = kvant.hf.cache(llama)
+        cache = new_cache(llama)
         got = [forward(llama, cache, ids[:, :140]), forward(llama, cache, ids[:, 140:])]
         errors[exact] = [float((a - b).abs().max() / b.std()) for a, b in zip(got, expected)]
         kvant.hf.disable(llama)
@@ -347,9 +331,9 @@ def test_exact_prefill(llama, prompts):
 
 def test_refusals(enabled_llama, prompts):
     model, ids = enabled_llama, ids_of(prompts, 8)
-    cache = kvant.hf.cache(model)
+    cache = new_cache(model)
     with pytest.raises(RuntimeError, match="no backward pass"):
-        model(input_ids=ids, **{versions.CACHE_NAME: cache})
+        model(input_ids=ids, **with_cache(cache))
     assert cache.get_seq_length() == 0
     forward(model, cache, ids)
     with pytest.raises(RuntimeError, match="1 rows and gets one of 2"):
@@ -360,8 +344,8 @@ def test_refusals(enabled_llama, prompts):
         cache.layers[0].crop(-1)
     attention = model.model.layers[0].self_attn
     with torch.no_grad():
-        packed = cache.update(torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64), 0)
-        query = torch.randn(1, 4, 1, 64)
+        packed = cache.update(*torch.randn(2, 1, 2, 1, 64, device=ids.device), 0)
+        query = torch.randn(1, 4, 1, 64, device=ids.device)
         for options, message in (
             ({"dropout": 0.5}, "no dropout"),
             ({"output_attentions": True}, "eager"),
@@ -416,3 +400,37 @@ def test_report(sliding, prompts):
     assert lines[2].split()[0] == "0-1" and f"{(window.bytes + report.rows[1].bytes) / 1e6:.2f}" in lines[2]  # alike
     with pytest.raises(ValueError, match="not enabled"):
         kvant.hf.report(sliding)
+
+
+def test_a_full_cache_says_what_to_do(sliding, prompts, monkeypatch):
+    """Nothing changes when one group of layers has no room: the cache goes on after a crop."""
+    kvant.hf.enable(sliding, **EXACT)
+    original = kvant.Cache
+
+    def small(**options):
+        return original(**{**options, **({} if options.get("window") else {"capacity_tokens": 256})})
+
+    monkeypatch.setattr(kvant, "Cache", small)
+    cache = new_cache(sliding)
+    forward(sliding, cache, ids_of(prompts, 200))
+    with pytest.raises(kvant.OutOfCapacity, match="holds what it held before.*max_length= and batch="):
+        forward(sliding, cache, ids_of(prompts, 100))
+    assert cache.get_seq_length() == 200
+    assert [(g.length, g.rows, len(g.sequences[0])) for g in cache.groups] == [(200, [200], 200)] * 2
+    cache.crop(-50)
+    monkeypatch.undo()
+    other = new_cache(sliding)
+    forward(sliding, other, ids_of(prompts, 150))
+    close(forward(sliding, cache, ids_of(prompts, 100)), forward(sliding, other, ids_of(prompts, 100)))
+    kvant.hf.disable(sliding)
+
+
+def test_capacity_of_a_device(llama):
+    """Room for every row's tokens, a page that is partly filled, and beams that part; without sizes a clear refusal."""
+    settings = kvant.hf.Settings.make()
+    made = kvant.hf.KvantCache(llama.config, settings, max_length=1000, batch=6)
+    assert made._capacity() == {"capacity_tokens": 6 * (1024 + 192), "max_sequences": 14, "max_sequence_tokens": 1024 + 192}
+    with pytest.raises(kvant.InvalidArgument, match="max_length= .* and batch="):
+        kvant.hf.KvantCache(llama.config, settings)._capacity()
+    assert made._why_not_this_window(0, 1216) is None and made._why_not_this_window(512, 1216) is None
+    assert "less in bf16 than 4096 tokens" in made._why_not_this_window(512, 4096)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import threading
 
 import pytest
@@ -15,14 +14,7 @@ import torch  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 import kvant.hf  # noqa: E402
-
-ON_DEVICE = os.environ.get("KVANT_TEST_DEVICE") == "cuda"
-ENDS = dict(sink_pages=0, tail_pages=0, short_windows=True)
-# A device has no f32 pages: there f16 ones serve f32 models, and tokens may differ where logits all but tie.
-EXACT = dict(k="f16", v="f16", exact="f16", **ENDS) if ON_DEVICE else dict(k="f32", v="f32", **ENDS)
-PACKED = dict(k="tq6", v="tq4", **ENDS)
-TIE = 0.02  # of the logits' standard deviation
-
+from hf_support import EXACT, ON_DEVICE, PACKED, assert_same, new_cache, with_cache  # noqa: E402
 
 @pytest.fixture(params=["llama", "sliding", pytest.param("nano", marks=pytest.mark.slow)])
 def model(request):
@@ -34,30 +26,6 @@ def model(request):
 def generate(model, inputs, new=16, **options):
     options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": new, "min_new_tokens": new, **options}
     return model.generate(**inputs, **options)
-
-
-def assert_same(model, expected, got, mask=None, new=16, best=True):
-    """Equal tokens. On a device: each as likely as the model's own choice, but for what f16 changes (best: greedy search)."""
-    if not ON_DEVICE:
-        assert torch.equal(expected, got)
-        return
-    assert expected.shape == got.shape
-    implementation, scores = model.config._attn_implementation, []
-    for tokens in (got, expected):
-        real = torch.ones_like(tokens)
-        if mask is not None:
-            mask = mask.repeat_interleave(len(tokens) // len(mask), 0)
-            real[:, : mask.shape[1]] = mask
-        model.set_attn_implementation("sdpa")
-        with torch.no_grad():
-            position = (real.cumsum(1) - 1).clamp(min=0)
-            logits = model(input_ids=tokens, attention_mask=real, position_ids=position, use_cache=False).logits[:, -new - 1 : -1]
-        model.set_attn_implementation(implementation)
-        chosen = logits.gather(2, tokens[:, -new:, None])[..., 0]
-        scores.append((chosen - logits.logsumexp(-1)).sum(1))
-        if best and tokens is got:
-            assert float((logits.amax(-1) - chosen).max()) <= TIE * float(logits.std())
-    assert bool((scores[0] >= scores[1] - TIE * new).all())
 
 
 def both(model, inputs, **options):
@@ -111,17 +79,13 @@ def test_padded_batch_is_each_alone(model, prompts, length):
         assert torch.equal(batch[i, length - n :], alone[0])
 
 
-def new_cache(model, exact):
+def cache_of(model, exact):
     """kvant's cache with f32 pages, or transformers' own."""
     if exact:
         kvant.hf.enable(model, **EXACT)
-        return kvant.hf.cache(model, max_length=512, batch=4)
+        return new_cache(model)
     kvant.hf.disable(model)
     return DynamicCache(config=model.config)
-
-
-def with_cache(cache):
-    return {kvant.hf.versions.CACHE_NAME: cache}
 
 
 @pytest.mark.parametrize("equal", [True, False], ids=["equal assistant", "worse assistant"])
@@ -140,7 +104,7 @@ def test_assisted_generation(model, small_llama, prompts, equal):
 def test_three_turns_on_one_cache(model, prompts):
     answers = []
     for kvants in (False, True):
-        cache, ids = new_cache(model, kvants), prompts(100)["input_ids"]
+        cache, ids = cache_of(model, kvants), prompts(100)["input_ids"]
         for turn in range(3):
             ids = generate(model, {"input_ids": ids}, new=16, **with_cache(cache))
             assert cache.get_seq_length() == ids.shape[1] - 1
@@ -155,7 +119,7 @@ def test_three_turns_of_a_padded_batch(model, prompts):
     """Padding stands between the turns, too, where a row said less than the others."""
     answers = []
     for kvants in (False, True):
-        cache, inputs = new_cache(model, kvants), prompts(60, 35)
+        cache, inputs = cache_of(model, kvants), prompts(60, 35)
         for turn in range(3):
             ids = generate(model, inputs, new=8, **with_cache(cache))
             said = prompts(20 - 9 * turn, 12, begin=500 + 1000 * turn)
@@ -174,7 +138,7 @@ def test_a_copied_cache_is_a_prefix(model, prompts):
     prefix = prompts(200)["input_ids"]
     ends = [torch.cat([prefix, prompts(20 + i, begin=3000 + 500 * i)["input_ids"]], 1) for i in range(2)]
     expected = [generate(model, {"input_ids": ids}) for ids in ends]
-    cache = new_cache(model, True)
+    cache = cache_of(model, True)
     with torch.no_grad():
         model(input_ids=prefix, **with_cache(cache))
     for _ in range(2):
@@ -186,7 +150,7 @@ def test_a_copied_cache_is_a_prefix(model, prompts):
 def test_reset_and_again(model, prompts):
     """A cache that was reset takes another batch."""
     expected = [generate(model, prompts(150)), generate(model, prompts(90, 40))]
-    cache = new_cache(model, True)
+    cache = cache_of(model, True)
     assert_same(model, expected[0], generate(model, prompts(150), **with_cache(cache)))
     cache.reset()
     assert cache.get_seq_length() == 0

@@ -223,7 +223,7 @@ class KvantCache(versions.Cache):
         return not any(numbers[2])
 
     def begin(self, group: Group, batch: int, tokens: int) -> None:
-        """Begins a group's step; for the first group of a forward pass the cache's, too."""
+        """Begins a step at a group's first layer: for all groups at once, so that nothing has changed if one has no room."""
         if group.length == self.length:
             if self.rows is not None and batch != self.rows:
                 self._refuse_batch(batch)
@@ -232,11 +232,19 @@ class KvantCache(versions.Cache):
                 step = Step(batch, tokens, note[2], note[3])
             else:
                 step = Step(batch, tokens, None, None)
-            group.begin(step)
+            begun: list[Group] = []
+            try:
+                for g in self.groups:
+                    g.begin(step)
+                    begun.append(g)
+            except kvant.KvantError:
+                for g in begun:
+                    g.truncate(step.counts or [tokens] * batch, tokens)
+                raise
             self.rows = batch
             self._remember(step)
             self._step = step
-        elif group.length + tokens == self.length and batch == self._step.batch:
+        elif group.length + tokens == self.length and batch == self._step.batch:  # a group that is new in this step
             group.begin(self._step)
         else:
             raise RuntimeError(

@@ -74,6 +74,7 @@ class Group:
 
     def start(self, batch: int) -> None:
         """New, empty sequences."""
+        self._enqueue_here()
         self._use([self.cache.sequence() for _ in range(batch)], [0] * batch)
 
     def _use(self, sequences: list[kvant.Sequence], rows: list[int]) -> None:
@@ -89,6 +90,7 @@ class Group:
 
     def copy(self) -> Group:
         """A group over the same kvant cache, whose sequences are forks of these: pages are shared."""
+        self._enqueue_here()
         other = Group(self.cache, self.members, self.threads)
         other._use([s.fork() for s in self.sequences], list(self.rows))
         other.length = self.length
@@ -96,6 +98,7 @@ class Group:
 
     def rearrange(self, parents: list[int]) -> None:
         """Row i becomes what row parents[i] was; there may be more rows than before, or fewer."""
+        self._enqueue_here()
         used: set[int] = set()
         sequences = []
         for p in parents:
@@ -115,6 +118,7 @@ class Group:
 
     def truncate(self, removed: list[int], tokens: int) -> None:
         """Takes back the newest `tokens` positions, of which removed[i] are stored in row i."""
+        self._enqueue_here()
         if not self.on_device:
             self.drop_plans()
         for i, (sequence, n) in enumerate(zip(self.sequences, removed)):
@@ -145,7 +149,9 @@ class Group:
         if n:
             with self.cache._lock:
                 self._use_stream()
-                _c.check(_c.reserve(self.cache.handle, ids, counts, n))
+                status = _c.reserve(self.cache.handle, ids, counts, n)
+            if status:
+                self._refuse(status)
         self._step_ids, self._step_rows, self.step = ids, n, step
         self.length += step.tokens
         for i in range(step.batch):
@@ -156,6 +162,22 @@ class Group:
         if not self.on_device:
             return 0
         return self.cache._use_stream(torch.cuda.current_stream(self.cache.device[1]).cuda_stream)
+
+    def _enqueue_here(self) -> None:
+        if self.on_device:
+            with self.cache._lock:
+                self._use_stream()
+
+    @staticmethod
+    def _refuse(status: int) -> None:
+        """Raises the error of a reserve, in words of kvant.hf."""
+        try:
+            _c.check(status)
+        except kvant.OutOfCapacity as error:
+            raise kvant.OutOfCapacity(
+                f"this cache is full, and holds what it held before: {error}. Its capacity comes from max_length= and batch= of "
+                "kvant.hf.cache, or from what generate() was asked for: make a cache with larger ones, or crop or reset this one"
+            ) from None
 
     def _struct(self, role: int, x: torch.Tensor) -> Any:
         """A tensor [batch, heads, tokens, head_dim] or [rows, heads, head_dim] as the C argument of its role."""
