@@ -193,6 +193,13 @@ class Group:
         found[0].data = x.data_ptr()
         return found[1]
 
+    def _readable(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, heads, tokens, head_dim] as kvant takes it: vectors side by side, and on a device the rows of a batch one
+        after another. Else a copy."""
+        batch, _, tokens, _ = x.shape
+        apart = self.on_device and batch > 1 and tokens > 1 and x.stride(0) != tokens * x.stride(2)
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if apart or x.stride(-1) != 1 else x
+
     def write(self, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores a step's keys and values [batch, kv_heads, tokens, head_dim] of one layer."""
         step = self.step
@@ -201,10 +208,8 @@ class Group:
                 return
             row, position, _ = step.rows(step.tokens, keys.device)
             keys, values = keys.transpose(1, 2)[row, position], values.transpose(1, 2)[row, position]
-        if keys.stride(-1) != 1:
-            keys = keys.contiguous()
-        if values.stride(-1) != 1:
-            values = values.contiguous()
+        else:
+            keys, values = self._readable(keys), self._readable(values)
         k, v = self._struct(0, keys), self._struct(1, values)
         cache = self.cache
         with cache._lock:
@@ -232,7 +237,7 @@ class Group:
         batch, heads, queries, dim = query.shape
         step = self.step
         if step.real is None:
-            q = query if query.stride(-1) == 1 else query.contiguous()
+            q = self._readable(query)
             out = torch.empty((batch, queries, heads, dim), dtype=q.dtype, device=q.device)
             plan = self._plan(queries, heads, scale, softcap, causal, window, mask)
             self._attend(plan, slot, q, out.transpose(1, 2), sinks)
