@@ -99,7 +99,8 @@ def eval(  # noqa: A001 (the name of the command)
 
     captures: safetensors files, as kvant.hf.capture writes them. formats: "tq4", "tq6/tq4", ...; empty: all.
     basis: a file of kvant.calibrate. report: writes an HTML page there. arguments: further ones of `kvant eval --help`.
-    Returns {"rows": [...]}, one row for each layer and format, as `kvant eval --json` writes them. Errors: InvalidArgument, KvantError with the tool's sentence.
+    Returns {"rows": [...]}, one row for each layer and format, as `kvant eval --json` writes them.
+    Errors: InvalidArgument, KvantError with the tool's sentence.
     """
     files = [captures] if isinstance(captures, (str, Path)) else list(captures)
     with tempfile.TemporaryDirectory() as folder:

@@ -22,7 +22,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.option.markexpr or any("::" in a for a in config.args):
+    given = config.invocation_params.args
+    if any(a.startswith("-m") for a in given) or any("::" in a for a in config.args):
         return
     for item in items:
         if "slow" in item.keywords:

@@ -12,7 +12,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
+
+# Test modules import this one first, so that without torch or transformers they are skipped.
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -174,3 +174,16 @@ def test_gemma4_nano(tmp_path, nano_path):
     result = kvant.eval(path, ["f32", "tq6/tq4"])
     errors = {row["k_format"]: row["rel_l2"] for row in result["rows"] if row["layer"] == 5}
     assert errors["f32"] < 1e-5 < errors["tq6"] < 0.1
+
+
+def test_a_basis_of_captured_tensors_helps_on_other_text(tmp_path, nano_path):
+    need_tool()
+    model, text = models.gemma4_nano(nano_path), models.topics_bytes(6000)
+    other, here, bases = (tmp_path / f"{name}.safetensors" for name in ("other", "here", "bases"))
+    kvant.hf.capture(model, text[:, 3000:], other, max_tokens=2500, queries=2500)
+    kvant.hf.capture(model, text, here, max_tokens=1200)
+    kvant.calibrate(other, bases)
+    plain, own = (
+        kvant.eval(here, ["tq4/tq8"], basis=basis, arguments=["--exact-ends", "without"])["rows"] for basis in (None, bases)
+    )
+    assert sum(row["kl_mean"] for row in own) < 0.8 * sum(row["kl_mean"] for row in plain)

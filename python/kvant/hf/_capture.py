@@ -194,7 +194,9 @@ def capture(
 
     text_or_ids: a text (with tokenizer=) or the token ids of one sequence; the first max_tokens of them are used.
     path: the safetensors file, for kvant.eval and kvant.calibrate. It takes 2 * positions * kv_heads * head_dim values a layer.
-    layers: numbers of the layers to write; None: all. queries: how many of the last positions' queries are kept.
+    layers: numbers of the layers to write; None: all.
+    queries: how many of the last positions' queries are kept. 128 are enough for kvant.eval. kvant.calibrate needs some times
+        head_dim of them: with 128 its bases are worse than none. Give it queries=max_tokens.
     approximate: also write layers with softcap or sink logits; `kvant eval` replays them without.
     Layers that read another layer's keys (Gemma 3n, Gemma 4) are written with them, and marked in the metadata (kv_of).
     Returns the numbers of the layers written. Errors: InvalidArgument; Unsupported, if a layer is not causal self-attention
