@@ -145,9 +145,10 @@ def case(name, model, batch, keys, formats, args, device):
         kvant.hf.disable(model)
         if first is None:
             first = base.take()
-        error = ((out - first).float().norm() / first.float().norm()).item()
-        if label == "bf16/bf16" and error > 0.1:
-            raise SystemExit(f"{name}: logits of the bf16 cache differ from sdpa's by {error:.3f}")
+        if label == "bf16/bf16":  # what other formats do to random keys says nothing
+            error = ((out - first).float().norm() / first.float().norm()).item()
+            if error > 0.1:
+                raise SystemExit(f"{name}: logits of the bf16 cache differ from sdpa's by {error:.3f}")
         base.times = []
         for _ in range(args.rounds):
             base.round(args.steps)
@@ -155,7 +156,7 @@ def case(name, model, batch, keys, formats, args, device):
             plain.round(args.steps)
             kvant.hf.disable(model)
         row = dict(
-            model=name, batch=batch, keys=keys, format=label, error=error, mb=bytes_taken / 1e6, sdpa_mb=base_bytes / 1e6,
+            model=name, batch=batch, keys=keys, format=label, mb=bytes_taken / 1e6, sdpa_mb=base_bytes / 1e6,
             ms=statistics.median(plain.times), sdpa_ms=statistics.median(base.times),
         )
         if device != "cpu" and not args.no_graph:
@@ -178,11 +179,11 @@ def case(name, model, batch, keys, formats, args, device):
 
 def table(rows):
     print(f"{'model':<8} {'batch':>5} {'keys':>7}  {'format':<9} {'sdpa ms':>8} {'kvant ms':>8} {'graph ms':>8} "
-          f"{'tok/s':>7} {'sdpa MB':>8} {'kvant MB':>8}  logits' error")
+          f"{'tok/s':>7} {'sdpa MB':>8} {'kvant MB':>8}")
     for r in rows:
         best = min(r["ms"], r.get("graph_ms", r["ms"]))
         print(f"{r['model']:<8} {r['batch']:>5} {r['keys']:>7}  {r['format']:<9} {r['sdpa_ms']:8.2f} {r['ms']:8.2f} "
-              f"{r.get('graph_ms', float('nan')):8.2f} {r['batch'] / best * 1e3:7.0f} {r['sdpa_mb']:8.0f} {r['mb']:8.0f}  {r['error']:.4f}")
+              f"{r.get('graph_ms', float('nan')):8.2f} {r['batch'] / best * 1e3:7.0f} {r['sdpa_mb']:8.0f} {r['mb']:8.0f}")
 
 
 def main():

@@ -178,7 +178,7 @@ class KvantCache(versions.Cache):
         # A page that is partly filled, one more while beams part, and the exact ends' copies.
         tokens = (self.max_length + 63) // 64 * 64 + 3 * 64
         rows = self.capacity_rows
-        return {"capacity_tokens": rows * tokens, "max_sequences": 2 * rows + 2, "max_sequence_tokens": tokens}
+        return {"capacity_tokens": rows * tokens, "max_sequences": rows + 1, "max_sequence_tokens": tokens}
 
     # --- steps ---
 
