@@ -146,7 +146,7 @@ def case(name, model, batch, keys, formats, args, device):
         if first is None:
             first = base.take()
         error = ((out - first).float().norm() / first.float().norm()).item()
-        if label == "bf16/bf16" and error > 0.05:
+        if label == "bf16/bf16" and error > 0.1:
             raise SystemExit(f"{name}: logits of the bf16 cache differ from sdpa's by {error:.3f}")
         base.times = []
         for _ in range(args.rounds):

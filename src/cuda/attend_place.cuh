@@ -82,8 +82,10 @@ __device__ void Attend<KF, VF, D, NT, BW>::describe(Part& part, LinePlace place,
   const int stop = place.left < last - offset ? offset + place.left : last;
   part.runs = page_runs(visible_pages(p, part.length, part.q_len), is_exact);
   const int page_cost = is_exact ? p.exact_cost : 1;
-  part.use_begin = pages_before(offset - begin, p.part_cost, page_cost);
-  part.use_end = stop == last ? part.runs.total() : pages_before(stop - begin, p.part_cost, page_cost);
+  // A segment that sees no page at all has units too (`part_cost`), which items may share.
+  const int pages = part.runs.total();
+  part.use_begin = min(pages_before(offset - begin, p.part_cost, page_cost), pages);
+  part.use_end = stop == last ? pages : min(pages_before(stop - begin, p.part_cost, page_cost), pages);
   part.partial = static_cast<int>(blockIdx.x) + segment_index(p, part.entry, part.kv_head, part.row_block, part.domain);
   part.mask_batch = p.mask_batches == nullptr ? part.entry : p.mask_batches[part.entry];
   part.classes = p.mask.classes;

@@ -37,7 +37,8 @@ def attention(q, k, v, *, scale=None, causal=True, window=0, softcap=0.0, mask=N
     return np.einsum("hqk,khd->qhd", w / total, v), (np.log(total) + m)[..., 0].T
 
 
-def close(got, expected, bound=2e-6):
+def close(got, expected, bound=2e-5):
+    """The bound is for many rows on AMX, which multiplies floats as two bf16 each (docs/lab/2026-11-24-cpu-amx.md)."""
     error = np.linalg.norm(np.asarray(got, np.float64) - expected) / np.linalg.norm(expected)
     assert error < bound, error
 

@@ -209,7 +209,7 @@ def test_a_bf16_model_in_inference_mode(llama, prompts):
             m = llama if how == "f32" else model
             if how == "kvant":
                 kvant.hf.enable(model, k="bf16", v="bf16")
-            cache = kvant.hf.cache(model) if how == "kvant" else DynamicCache(config=m.config)
+            cache = kvant.hf.cache(model, max_length=256, batch=1) if how == "kvant" else DynamicCache(config=m.config)
             m(input_ids=ids, **with_cache(cache))
             logits[how] = m(input_ids=new, **with_cache(cache)).logits.float()
     def error(how):
