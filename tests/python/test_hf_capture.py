@@ -187,3 +187,20 @@ def test_a_basis_of_captured_tensors_helps_on_other_text(tmp_path, nano_path):
         kvant.eval(here, ["tq4/tq8"], basis=basis, arguments=["--exact-ends", "without"])["rows"] for basis in (None, bases)
     )
     assert sum(row["kl_mean"] for row in own) < 0.8 * sum(row["kl_mean"] for row in plain)
+
+
+def test_a_model_with_a_vision_tower(tmp_path):
+    import zoo
+
+    model, ids, *_ = zoo.gemma3_with_images(120, 90, 0)
+    assert check_against_model(model, ids[:1].clamp(3, 119), tmp_path / "x.safetensors", 1e-5) == [0, 1]
+
+
+def test_layers_that_read_the_keys_of_others_are_marked(tmp_path):
+    import zoo
+
+    model = zoo.build(next(e for e in zoo.ZOO if e.name == "gemma4, shared layers"))
+    path = tmp_path / "x.safetensors"
+    assert check_against_model(model, models.topics_bytes(120) % 128, path, 1e-5) == [0, 1, 2, 3]
+    with safe_open(str(path), "pt") as file:
+        assert [file.metadata().get(f"layer{n}.kv_of") for n in range(4)] == [None, None, "0", "1"]

@@ -157,3 +157,23 @@ def test_a_model_on_a_device(device):
         rows[where] = found.rows
     for here, there in zip(rows["cpu"], rows[device]):
         assert there.layers_left == () and 0.7 < there.kl / here.kl < 1.4, (there.name, here.kl, there.kl)
+
+
+def test_a_model_with_a_vision_tower():
+    """The text decoder is what is measured; the tower keeps its attention."""
+    import zoo
+
+    model, ids, *_ = zoo.gemma3_with_images(300, 90, 0)
+    towers = model.config.vision_config._attn_implementation
+    found = evaluation.evaluate(model, ids[:1].clamp(3, 119), ("f32", "tq3"), short_windows=True, progress=False)
+    assert found.rows[0].kl < 1e-10 < found.rows[1].kl and found.rows[0].layers_left == ()
+    assert model.config.vision_config._attn_implementation == towers
+
+
+def test_an_enabled_model_stays_enabled():
+    model = models.tiny_llama().bfloat16()
+    kvant.hf.enable(model, k="tq4", v="tq4")
+    evaluation.evaluate(model, models.topics_bytes(150), ("tq8",), progress=False)
+    assert model.config._attn_implementation == "kvant"
+    out = model.generate(models.topics_bytes(150), max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert out.shape == (1, 153) and kvant.hf.report(model).rows[0].k == "tq4"
