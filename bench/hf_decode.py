@@ -8,6 +8,9 @@ The models have random weights: what is timed does not depend on them. Caches ar
 prompt, which takes memory for a whole prompt's activations. For each case: the median milliseconds of a step of the whole model (the
 median of rounds that alternate), tokens a second, and the memory that the cache takes. "graph" replays the step from a CUDA graph,
 which is how a serving loop runs it. Before timing, logits of the kvant cache in bf16 are compared with sdpa's.
+
+sdpa is timed twice: as torch chooses ("sdpa"), and without cuDNN ("no cuDNN"): torch 2.11 prefers cuDNN's attention on Hopper, which
+plans anew for each length, so for each token.
 """
 
 import argparse
@@ -130,6 +133,16 @@ def case(name, model, batch, keys, formats, args, device):
     fill_dynamic(model, base_cache, batch, keys, device)
     base_bytes = used(device) - before
     base = Contestant("sdpa", model, base_cache, batch, keys, device)
+    plain_times = []
+
+    def base_rounds():
+        """A round of sdpa as torch chooses, and one without cuDNN, over the same cache."""
+        base.round(args.steps)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        base.round(args.steps)
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        plain_times.append(base.times.pop())
+
     first = None
     # Beside sdpa's, a bf16 cache of the longest batches would not fit.
     exact = ["bf16/bf16"] if batch * keys <= 16 * 32768 else []
@@ -150,14 +163,15 @@ def case(name, model, batch, keys, formats, args, device):
             if error > 0.1:
                 raise SystemExit(f"{name}: logits of the bf16 cache differ from sdpa's by {error:.3f}")
         base.times = []
+        plain_times.clear()
         for _ in range(args.rounds):
-            base.round(args.steps)
+            base_rounds()
             kvant.hf.enable(model)
             plain.round(args.steps)
             kvant.hf.disable(model)
         row = dict(
             model=name, batch=batch, keys=keys, format=label, mb=bytes_taken / 1e6, sdpa_mb=base_bytes / 1e6,
-            ms=statistics.median(plain.times), sdpa_ms=statistics.median(base.times),
+            ms=statistics.median(plain.times), sdpa_ms=statistics.median(base.times), no_cudnn_ms=statistics.median(plain_times),
         )
         if device != "cpu" and not args.no_graph:
             kvant.hf.enable(model)
@@ -178,11 +192,11 @@ def case(name, model, batch, keys, formats, args, device):
 
 
 def table(rows):
-    print(f"{'model':<8} {'batch':>5} {'keys':>7}  {'format':<9} {'sdpa ms':>8} {'kvant ms':>8} {'graph ms':>8} "
+    print(f"{'model':<8} {'batch':>5} {'keys':>7}  {'format':<9} {'sdpa ms':>8} {'no cuDNN':>8} {'kvant ms':>8} {'graph ms':>8} "
           f"{'tok/s':>7} {'sdpa MB':>8} {'kvant MB':>8}")
     for r in rows:
         best = min(r["ms"], r.get("graph_ms", r["ms"]))
-        print(f"{r['model']:<8} {r['batch']:>5} {r['keys']:>7}  {r['format']:<9} {r['sdpa_ms']:8.2f} {r['ms']:8.2f} "
+        print(f"{r['model']:<8} {r['batch']:>5} {r['keys']:>7}  {r['format']:<9} {r['sdpa_ms']:8.2f} {r['no_cudnn_ms']:8.2f} {r['ms']:8.2f} "
               f"{r.get('graph_ms', float('nan')):8.2f} {r['batch'] / best * 1e3:7.0f} {r['sdpa_mb']:8.0f} {r['mb']:8.0f}")
 
 
