@@ -17,6 +17,7 @@ import zoo
 
 import kvant
 import kvant.hf
+from hf_support import ISA
 from kvant.hf import versions
 
 FORWARDS = (90, 1, 1, 40, 1)
@@ -56,10 +57,10 @@ def compare(name: str, model, ids, real, tolerance: float, **first) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            kvant.hf.enable(model, k="f32", v="f32", short_windows=True)
+            kvant.hf.enable(model, k="f32", v="f32", short_windows=True, isa=ISA)
         except (ValueError, kvant.KvantError) as error:
             caught.append(error)
-        cache = kvant.hf.cache(model, k="f32", v="f32", short_windows=True)
+        cache = kvant.hf.cache(model, k="f32", v="f32", short_windows=True, isa=ISA)
         actual = run(model, cache, ids, real, **first)
     how = served(model, cache, [str(getattr(w, "message", w)) for w in caught])
     rows = real.bool()

@@ -148,6 +148,7 @@ class KvantCache(versions.Cache):
                 sink_pages=s.sink_pages,
                 tail_pages=s.tail_pages,
                 threads=(s.threads or torch.get_num_threads()) if device == "cpu" else 0,
+                isa=s.isa if device == "cpu" else None,
                 **options,
             )
             if device != "cpu":  # for which geometries and formats there are kernels, only a plan tells
@@ -156,7 +157,7 @@ class KvantCache(versions.Cache):
                     cache.plan([probe], q_heads=heads)
         except kvant.Unsupported as error:
             return None, str(error)
-        return Group(cache, members, s.threads), None
+        return Group(cache, members, s.threads, s.isa), None
 
     def _why_not_this_window(self, window: int, tokens: int) -> str | None:
         """A device's capacity holds whole prompts, of which transformers keeps a window."""

@@ -45,8 +45,8 @@ class Step:
 class Group:
     """Layers of one geometry. members: their numbers in the model, in the order of their slots in the kvant cache."""
 
-    def __init__(self, cache: kvant.Cache, members: list[int], threads: int | None):
-        self.cache, self.members, self.threads = cache, members, threads
+    def __init__(self, cache: kvant.Cache, members: list[int], threads: int | None, isa: str | None):
+        self.cache, self.members, self.threads, self.isa = cache, members, threads, isa
         self.window = cache.window
         self.on_device = cache.device[0] != "cpu"
         self.sequences: list[kvant.Sequence] = []
@@ -91,7 +91,7 @@ class Group:
     def copy(self) -> Group:
         """A group over the same kvant cache, whose sequences are forks of these: pages are shared."""
         self._enqueue_here()
-        other = Group(self.cache, self.members, self.threads)
+        other = Group(self.cache, self.members, self.threads, self.isa)
         other._use([s.fork() for s in self.sequences], list(self.rows))
         other.length = self.length
         return other
@@ -298,6 +298,7 @@ class Group:
                 self._options[key] = options
         if not self.on_device:
             options.threads = self.threads or torch.get_num_threads()
+            options.isa = None if self.isa is None else self.isa.encode()
         if counts is not None:
             keep.append((c_int32 * len(counts))(*counts))
             options.q_lens = keep[-1]

@@ -29,6 +29,8 @@ class Settings:
     rollback_tokens: with a sliding window, so many of the newest tokens can be taken back: drafts of assisted generation.
     strict: True: an error instead of a layer left to transformers, and instead of decoding a cache for other code.
     threads: for kvant on the CPU. None: torch.get_num_threads().
+    isa: for kvant on the CPU, an instruction set of kvant.info()["isas"]. None: the best of the machine. AMX multiplies floats as
+        two bf16 each; "avx512" is more exact and slower for prompts.
     """
 
     k: str = "tq6"
@@ -43,6 +45,7 @@ class Settings:
     rollback_tokens: int = 128
     strict: bool = False
     threads: int | None = None
+    isa: str | None = None
 
     @classmethod
     def make(cls, base: Settings | None = None, **options: Any) -> Settings:
