@@ -431,7 +431,7 @@ def test_capacity_of_a_device(llama):
     """Room for every row's tokens, a page that is partly filled, and beams that part; without sizes a clear refusal."""
     settings = kvant.hf.Settings.make()
     made = kvant.hf.KvantCache(llama.config, settings, max_length=1000, batch=6)
-    assert made._capacity() == {"capacity_tokens": 6 * (1024 + 192), "max_sequences": 14, "max_sequence_tokens": 1024 + 192}
+    assert made._capacity() == {"capacity_tokens": 6 * (1024 + 192), "max_sequences": 7, "max_sequence_tokens": 1024 + 192}
     with pytest.raises(kvant.InvalidArgument, match="max_length= .* and batch="):
         kvant.hf.KvantCache(llama.config, settings)._capacity()
     assert made._why_not_this_window(0, 1216) is None and made._why_not_this_window(512, 1216) is None
