@@ -9,6 +9,7 @@
 #include "cli/output.hpp"
 #include "core/backend.hpp"
 #include "core/fmt.hpp"
+#include "core/threads.hpp"
 
 namespace kvant::cli {
 namespace {

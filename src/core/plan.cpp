@@ -12,6 +12,7 @@
 #include "base/visibility.hpp"
 #include "core/fmt.hpp"
 #include "core/plan.hpp"
+#include "core/threads.hpp"
 
 namespace kvant {
 namespace {
