@@ -136,7 +136,7 @@ struct Partial {
 /// 0 with lse = -inf.
 KVANT_API Status merge(std::span<const Partial> partials, std::int64_t rows, int head_dim, float* out, float* lse);
 
-/// The instruction sets compiled in, best first, and whether this machine has them.
+/// The instruction sets compiled in, best first, and whether this machine has them. Asking changes nothing.
 struct IsaInfo {
   const char* name;
   bool available;
