@@ -1,0 +1,30 @@
+# What kvant cannot be built for is refused here, with the reason, rather than in the middle of a build.
+if(NOT CMAKE_SIZEOF_VOID_P EQUAL 8)
+  message(FATAL_ERROR "kvant needs a 64-bit target (caches are larger than 4 GiB); this compiler builds for ${CMAKE_SIZEOF_VOID_P} bytes a "
+    "pointer: leave -m32 out, or choose another toolchain")
+endif()
+if(CMAKE_CXX_BYTE_ORDER STREQUAL "BIG_ENDIAN")
+  message(FATAL_ERROR "kvant needs a little-endian target: the bytes of a page are read as they lie in memory")
+endif()
+if(NOT CMAKE_CXX_COMPILER_ID MATCHES "^(GNU|Clang|AppleClang)$")
+  message(FATAL_ERROR "kvant needs GCC 12 or clang 14, or newer; this compiler is ${CMAKE_CXX_COMPILER_ID} (${CMAKE_CXX_COMPILER}), which has none of "
+    "the vector types and attributes that the kernels are written with: set CMAKE_CXX_COMPILER")
+endif()
+if((CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 11) OR
+   (CMAKE_CXX_COMPILER_ID STREQUAL "Clang" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 14))
+  message(FATAL_ERROR "kvant needs GCC 12 or clang 14, or newer, for C++20; this compiler is ${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}: set "
+    "CMAKE_CXX_COMPILER")
+endif()
+if("${CMAKE_CUDA_FLAGS} ${CMAKE_CUDA_FLAGS_RELEASE} $ENV{CUDAFLAGS}" MATCHES "use_fast_math|ftz=true|prec-div=false|prec-sqrt=false")
+  set(kvant_cuda_fast_math ON)
+else()
+  set(kvant_cuda_fast_math OFF)
+endif()
+
+# The C++ runtime's libraries (stdc++ and m, or c++), which a C compiler does not link.
+set(kvant_runtime ${CMAKE_CXX_IMPLICIT_LINK_LIBRARIES})
+if(CMAKE_C_IMPLICIT_LINK_LIBRARIES)
+  list(REMOVE_ITEM kvant_runtime ${CMAKE_C_IMPLICIT_LINK_LIBRARIES})
+endif()
+list(FILTER kvant_runtime INCLUDE REGEX "^[a-z+]+$")
+list(REMOVE_DUPLICATES kvant_runtime)
