@@ -8,6 +8,8 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -226,12 +228,16 @@ TEST(Threads, OwnThreadsBlockTheHostsSignals) {
 }
 
 // As many busy processes as processors: two threads must not wait for each other in a way that keeps either from working. (Those
-// that spin took 7 times as long as one.) What is wanted is 2, measured by scripts/check_busy.sh; the rest is room for chance.
+// that spun took 8 times as long as one.) `./dev check` asks for the worst of 20 (KVANT_BUSY_RUNS) and for no more than 2; the test alone
+// leaves room for chance.
 TEST(Threads, BesideBusyProcesses) {
   SKIP_WITHOUT_OWN_THREADS();
   if (kAddressSanitizer) GTEST_SKIP() << "times say nothing under a sanitizer";
   const int processors = core::hardware_threads();
-  if (processors < 2 || processors > 16) GTEST_SKIP() << processors << " processors";
+  if (processors < 2 || processors > 64) GTEST_SKIP() << processors << " processors";
+  const char* asked = std::getenv("KVANT_BUSY_RUNS");
+  const int runs = asked != nullptr ? std::atoi(asked) : 1;
+  ASSERT_GT(runs, 0) << "KVANT_BUSY_RUNS is " << asked;
   const Step step;
   Cache cache = Cache::create({.kv_heads = kKvHeads, .head_dim = kDim}).value();
   const SequenceId id = cache.add_sequence();
@@ -246,23 +252,26 @@ TEST(Threads, BesideBusyProcesses) {
     const pid_t child = fork();
     ASSERT_GE(child, 0);
     if (child == 0) {
-      alarm(30);
+      alarm(300);
       for (;;) asm volatile("");  // clang may take a loop without effects away
     }
     busy.push_back(child);
   }
-  Clock::duration time[2] = {};
-  for (const Clock::time_point end = Clock::now() + std::chrono::seconds(4); Clock::now() < end;) {
-    for (int which = 0; which < 2; ++which) {
-      const Clock::time_point begin = Clock::now();
-      for (int i = 0; i < 20; ++i) static_cast<void>(step.run_plan(which == 0 ? one : all));
-      time[which] += Clock::now() - begin;
+  double worst = 0;
+  for (int i = 0; i < runs; ++i) {
+    double seconds[2] = {};
+    for (const Clock::time_point end = Clock::now() + std::chrono::seconds(4); Clock::now() < end;) {
+      for (int which = 0; which < 2; ++which) {
+        const Clock::time_point begin = Clock::now();
+        for (int turn = 0; turn < 20; ++turn) static_cast<void>(step.run_plan(which == 0 ? one : all));
+        seconds[which] += std::chrono::duration<double>(Clock::now() - begin).count();
+      }
     }
+    worst = std::max(worst, seconds[1] / seconds[0]);
+    std::printf("run %d: %d threads take %.2f times as long as one\n", i + 1, all.threads(), seconds[1] / seconds[0]);
   }
   for (const pid_t child : busy) kill(child, SIGKILL), waitpid(child, nullptr, 0);
-  const auto ms = [](Clock::duration d) { return std::chrono::duration<double, std::milli>(d).count(); };
-  RecordProperty("ratio", std::to_string(ms(time[1]) / ms(time[0])));
-  EXPECT_LT(ms(time[1]), 4 * ms(time[0]));
+  EXPECT_LT(worst, asked != nullptr ? 2 : 4);
 }
 
 }  // namespace
