@@ -6,14 +6,14 @@ endif()
 if(CMAKE_CXX_BYTE_ORDER STREQUAL "BIG_ENDIAN")
   message(FATAL_ERROR "kvant needs a little-endian target: the bytes of a page are read as they lie in memory")
 endif()
-if(NOT CMAKE_CXX_COMPILER_ID MATCHES "^(GNU|Clang|AppleClang)$")
-  message(FATAL_ERROR "kvant needs GCC 12 or clang 14, or newer; this compiler is ${CMAKE_CXX_COMPILER_ID} (${CMAKE_CXX_COMPILER}), which has none of "
-    "the vector types and attributes that the kernels are written with: set CMAKE_CXX_COMPILER")
+if(WIN32 OR CMAKE_CXX_COMPILER_FRONTEND_VARIANT STREQUAL "MSVC" OR NOT CMAKE_CXX_COMPILER_ID MATCHES "^(GNU|Clang|AppleClang|IntelLLVM)$")
+  message(FATAL_ERROR "kvant needs a POSIX system and GCC 11 or clang 14, or newer, whose attributes and assembler its kernels are written with; this is "
+    "${CMAKE_CXX_COMPILER_ID} for ${CMAKE_SYSTEM_NAME} (${CMAKE_CXX_COMPILER}): set CMAKE_CXX_COMPILER, or build under WSL")
 endif()
 if((CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 11) OR
    (CMAKE_CXX_COMPILER_ID STREQUAL "Clang" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 14))
-  message(FATAL_ERROR "kvant needs GCC 12 or clang 14, or newer, for C++20; this compiler is ${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}: set "
-    "CMAKE_CXX_COMPILER")
+  message(FATAL_ERROR "kvant needs GCC 11 or clang 14, or newer, for C++20; this is ${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION} "
+    "(${CMAKE_CXX_COMPILER}): set CMAKE_CXX_COMPILER")
 endif()
 if("${CMAKE_CUDA_FLAGS} ${CMAKE_CUDA_FLAGS_RELEASE} $ENV{CUDAFLAGS}" MATCHES "use_fast_math|ftz=true|prec-div=false|prec-sqrt=false")
   set(kvant_cuda_fast_math ON)
