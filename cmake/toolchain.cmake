@@ -15,6 +15,25 @@ if((CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_
   message(FATAL_ERROR "kvant needs GCC 11 or clang 14, or newer, for C++20; this is ${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION} "
     "(${CMAKE_CXX_COMPILER}): set CMAKE_CXX_COMPILER")
 endif()
+include(CheckCXXSourceCompiles)
+set(CMAKE_REQUIRED_FLAGS "-std=c++20 -w")
+check_cxx_source_compiles("
+#include <algorithm>
+#include <atomic>
+#include <charconv>
+int main() {
+  int number = 0;
+  double x = 0;
+  const char text[] = {'1'};
+  std::atomic_ref<int>(number).fetch_add(1);
+  return std::ranges::find(text, '1') == text && std::from_chars(text, text + 1, x).ptr == text + 1 ? 0 : number;
+}" KVANT_STANDARD_LIBRARY_SUFFICES)
+unset(CMAKE_REQUIRED_FLAGS)
+if(NOT KVANT_STANDARD_LIBRARY_SUFFICES)
+  unset(KVANT_STANDARD_LIBRARY_SUFFICES CACHE)
+  message(FATAL_ERROR "kvant needs a C++20 standard library with std::atomic_ref, std::ranges algorithms and std::from_chars of floating-point numbers: "
+    "libstdc++ of GCC 11 or newer, or libc++ 20 or newer; leave -stdlib=libc++ out, or use a newer one")
+endif()
 if("${CMAKE_CUDA_FLAGS} ${CMAKE_CUDA_FLAGS_RELEASE} $ENV{CUDAFLAGS}" MATCHES "use_fast_math|ftz=true|prec-div=false|prec-sqrt=false")
   set(kvant_cuda_fast_math ON)
 else()
