@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # check_install.sh BUILD_FOLDER SDIST: installs kvant (the static library of that build, then a shared one) into a temporary prefix
-# and uses it from outside the source tree: find_package from CMake, pkg-config from a shell. What a packager does, and what
-# breaks first when a header is not installed.
+# and uses it from outside the source tree, from C++ and from C: find_package from CMake, pkg-config from a shell. What a packager does,
+# and what breaks first when a header is not installed. Then as a folder of a host project that knows C alone and sets flags that change
+# arithmetic, forbid exceptions and make warnings errors. The C host prints hashes of what is stored and computed, which must be the
+# same in all three.
 #
 # The shared library is built from the source distribution SDIST, with the headers that it carries in place of the system's and
 # without Eigen: so nothing is missing there. It is compiled a layer at a time and hardly optimised: what is looked at are its
@@ -14,6 +16,12 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 launcher=()
 command -v ccache >/dev/null && launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_C_COMPILER_LAUNCHER=ccache)
+
+# same_lines NAME: what the C host printed is what the first one did.
+same_lines() {
+  [ -s "$work/$1.txt" ] || { printf 'the C host (%s) printed nothing\n' "$1"; exit 1; }
+  diff "$work/static.txt" "$work/$1.txt" || { printf 'the C host computes something else when kvant is built as %s (>)\n' "$1"; exit 1; }
+}
 
 for kind in static shared; do
   prefix="$work/$kind"
@@ -35,6 +43,12 @@ for kind in static shared; do
   cmake --build "$work/user-$kind/build" >/dev/null
   "$work/user-$kind/build/user"
   printf 'find_package(kvant), %s: works\n' $kind
+
+  cmake -S "$root/tests/hosts/c_host" -B "$work/c-$kind" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$prefix" >/dev/null
+  cmake --build "$work/c-$kind" >/dev/null
+  "$work/c-$kind/host" >"$work/$kind.txt" || { tail -n 1 "$work/$kind.txt"; exit 1; }
+  same_lines $kind
+  printf 'find_package(kvant) from C alone, %s: works\n' $kind
 
   # The tool of a build without Eigen refuses to calibrate, with a sentence.
   if [ $kind = shared ]; then
@@ -65,6 +79,34 @@ for kind in static shared; do
     # shellcheck disable=SC2046
     g++ -std=c++20 "$root/examples/quickstart.cpp" -o "$work/quickstart-$kind" $(pkg-config --cflags --libs "${static[@]}" kvant)
     LD_LIBRARY_PATH=$(dirname "$config") "$work/quickstart-$kind" >/dev/null
-    printf 'pkg-config, %s: works\n' $kind
+    # shellcheck disable=SC2046
+    gcc -std=c11 "$root/examples/c_example.c" -o "$work/c-example-$kind" $(pkg-config --cflags --libs "${static[@]}" kvant) -lm
+    LD_LIBRARY_PATH=$(dirname "$config") "$work/c-example-$kind" >/dev/null
+    printf 'pkg-config from C++ and C, %s: works\n' $kind
   fi
 done
+
+# The soname has the minor version, since before 1.0 each may change the C++ interface.
+readelf -d "$library" | grep -q 'SONAME.*libkvant\.so\.[0-9]*\.[0-9]*\]' || { printf 'the soname is not libkvant.so.MAJOR.MINOR\n'; exit 1; }
+
+host="$root/build/install-host"
+flags='-ffast-math -frounding-math -fno-exceptions -fno-rtti -Wconversion -Wsign-conversion -Werror'
+[[ $(c++ --version) == *clang* ]] || flags+=' -fsingle-precision-constant'
+cmake -S "$root/tests/hosts/c_host" -B "$host" -G Ninja -DKVANT_SOURCE="$root" -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS="$flags" \
+  -DCMAKE_CXX_FLAGS_RELEASE='-O1 -DNDEBUG' -DCMAKE_INTERPROCEDURAL_OPTIMIZATION=ON -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=0 \
+  "${launcher[@]}" >"$work/host.log"
+grep -q 'no CUDA backend (KVANT_CUDA=OFF)' "$work/host.log" || { printf 'a subproject compiles CUDA unasked:\n'; grep kvant "$work/host.log"; exit 1; }
+cmake --build "$host" >"$work/host-build.log" 2>&1 || { tail -n 40 "$work/host-build.log"; exit 1; }
+"$host/host" >"$work/subproject.txt" || { tail -n 1 "$work/subproject.txt"; exit 1; }
+same_lines subproject
+printf 'add_subdirectory from C alone, with %s: works, same bits\n' "$flags"
+
+# What cannot be made right is refused when a build is configured, with the reason.
+refused=$(cmake -S "$root/tests/hosts/c_host" -B "$work/refused" -G Ninja -DKVANT_SOURCE="$root" -DCMAKE_{C,CXX}_FLAGS=-m32 \
+  -DCMAKE_TRY_COMPILE_TARGET_TYPE=STATIC_LIBRARY 2>&1) && { printf -- '-m32 was taken\n'; exit 1; }
+grep -q '64-bit target' <<<"$refused" || { printf -- '-m32 was refused for another reason: %s\n' "$refused"; exit 1; }
+if echo '#include "base/config.hpp"' | "${CXX:-c++}" -std=c++20 -ffast-math -I"$root/src" -x c++ -fsyntax-only - 2>/dev/null; then
+  printf 'base/config.hpp takes -ffast-math\n'
+  exit 1
+fi
+printf 'a 32-bit target, and -ffast-math outside of CMake: refused\n'

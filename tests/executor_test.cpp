@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/backend.hpp"
+#include "core/threads.hpp"
 #include "kvant/kvant.hpp"
 #include "support/sanitized.hpp"
 

@@ -12,6 +12,8 @@
 namespace kvant::cpu {
 extern const core::Kernels kEmulatedKernels;
 extern const core::Kernels kScalarKernels;
+extern const char* emulated_refusal;
+extern int emulated_requests;
 }  // namespace kvant::cpu
 
 namespace kvant::core {
@@ -71,6 +73,51 @@ TEST(Matrix, PlansSayWhatTheyUse) {
   options.isa = "scalar";
   const std::string by_tiles = World(spec).attend(options).explain;
   EXPECT_NE(by_tiles.find("f32 products"), std::string::npos) << by_tiles;
+}
+
+// The system's permission is for good and changes the whole process, so that nothing takes it but a plan that will use the unit.
+TEST(Matrix, OnlyAPlanOfManyRowsAsksForTheUnit) {
+  Cache cache = Cache::create({.kv_heads = 1, .head_dim = 64, .isa = "emulated"}).value();
+  const SequenceId id = cache.add_sequence();
+  const std::vector<float> rows(100 * 64, 0.5f);
+  const auto view = TensorView::of(rows.data(), 100, 1, 64);
+  cpu::emulated_requests = 0;
+  cache.append(id, 0, view, view).value();
+  for (const IsaInfo& isa : isas()) EXPECT_TRUE(isa.available) << isa.name;
+  for (const char* isa : {"", "emulated"}) {
+    EXPECT_STREQ(plan(cache, {id}, {.q_heads = 4, .q_len = 4, .isa = isa}).value().isa(), "emulated");  // 16 rows
+    EXPECT_EQ(plan(cache, {id}, {.q_heads = 4, .q_len = 101, .isa = isa}).code(), Code::invalid_argument);
+  }
+  EXPECT_EQ(cpu::emulated_requests, 0);
+  EXPECT_STREQ(plan(cache, {id}, {.q_heads = 4, .q_len = 5, .isa = "scalar"}).value().isa(), "scalar");
+  EXPECT_EQ(cpu::emulated_requests, 0);
+  EXPECT_STREQ(plan(cache, {id}, {.q_heads = 4, .q_len = 5}).value().isa(), "emulated");  // 20 rows
+  EXPECT_EQ(cpu::emulated_requests, 1);
+}
+
+TEST(Matrix, ARefusedUnitIsReplacedWithAWordOrRefusedWithTheReason) {
+  Cache cache = Cache::create({.kv_heads = 1, .head_dim = 64}).value();
+  const SequenceId id = cache.add_sequence();
+  const std::vector<float> rows(100 * 64, 0.5f);
+  const auto view = TensorView::of(rows.data(), 100, 1, 64);
+  cache.append(id, 0, view, view).value();
+  cpu::emulated_refusal = "the system says no";
+  const Plan chosen = plan(cache, {id}, {.q_heads = 4, .q_len = 5}).value();
+  const Result<Plan> forced = plan(cache, {id}, {.q_heads = 4, .q_len = 5, .isa = "emulated"});
+  const Result<Plan> decode = plan(cache, {id}, {.q_heads = 4, .isa = "emulated"});
+  cpu::emulated_refusal = nullptr;
+
+  EXPECT_STREQ(chosen.isa(), "scalar");
+  EXPECT_NE(chosen.explain().find("emulated: the system says no"), std::string::npos) << chosen.explain();
+  EXPECT_EQ(forced.code(), Code::unsupported);
+  EXPECT_NE(forced.message().find("the system says no"), std::string::npos) << forced.message();
+  EXPECT_EQ(forced.message().find("lacks"), std::string::npos) << forced.message();
+  EXPECT_TRUE(decode.ok()) << decode.message();
+
+  // Its results are those of the instruction set that it says.
+  std::vector<float> out(5 * 4 * 64);
+  run(chosen, 0, TensorView::of(rows.data(), 5, 4, 64), MutableTensorView::of(out.data(), 5, 4, 64)).value();
+  for (const float x : out) ASSERT_NEAR(x, 0.5f, 0.01f);  // a mean of equal values
 }
 
 // Maxima that move from page to page, so that weights and sums of pages before have to follow.

@@ -67,7 +67,7 @@ struct AttentionOptions {
   double softcap = 0;                 ///< t = cap * tanh(s / cap); 0: none
   std::vector<float> alibi_slopes{};  ///< [q_heads]: logit -= slope * |query position - key position|
   Mask mask{};
-  int threads = 0;              ///< 0: all cores
+  int threads = 0;              ///< 0: the processors that the process may use (affinity, CPU quota)
   std::int64_t split_keys = 0;  ///< keys a split covers, a multiple of 64; 0: planned from the lengths
   std::string backend{};        ///< "cpu", "cuda": where the cache is; empty: the same
   std::string isa{};            ///< one of isas(): "scalar", "avx2", ...; empty: the best that this machine has
@@ -136,7 +136,7 @@ struct Partial {
 /// 0 with lse = -inf.
 KVANT_API Status merge(std::span<const Partial> partials, std::int64_t rows, int head_dim, float* out, float* lse);
 
-/// The instruction sets compiled in, best first, and whether this machine has them.
+/// The instruction sets compiled in, best first, and whether this machine has them. Asking changes nothing.
 struct IsaInfo {
   const char* name;
   bool available;

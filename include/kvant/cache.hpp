@@ -44,7 +44,7 @@ struct CacheConfig {
   std::string device{};
   std::int64_t max_sequences = 256;      ///< device only: sequences alive at once
   std::int64_t max_sequence_tokens = 0;  ///< device only: tokens of the longest sequence; 0: capacity_tokens
-  int threads = 0;                       ///< workers that store rows; 0: all cores
+  int threads = 0;                       ///< workers that store rows; 0: the processors that the process may use
   std::string isa{};  ///< "scalar", "avx2": kernels that store rows (same bytes); empty: the best of this machine
 };
 

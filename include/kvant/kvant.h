@@ -28,6 +28,12 @@
 #endif
 #endif
 
+/* Of this header, as in kvant/version.hpp; kvant_version() is the library's. */
+#define KVANT_VERSION_MAJOR 0
+#define KVANT_VERSION_MINOR 1
+#define KVANT_VERSION_PATCH 0
+#define KVANT_VERSION "0.1.0"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -149,7 +155,7 @@ typedef struct kvant_cache_config {
   int32_t k_level_count; /* 2^bits of the format */
   int32_t v_level_count;
   int32_t lut_scales; /* lut formats: scales a vector, 1 (default) or 2 */
-  int32_t threads;    /* workers that encode; 0 (default): all cores */
+  int32_t threads;    /* workers that encode; 0 (default): the processors that the process may use */
   const char* isa;    /* encodes with this instruction set (all give the same bytes); NULL (default): the best */
   const char* device; /* where pages live: NULL (default) or "cpu": host memory; "cuda", "cuda:1": a device's, taken at
                          creation (capacity_tokens is required then). See "caches on a device" */
@@ -285,7 +291,7 @@ typedef struct kvant_attention_options {
   double softcap;            /* t = cap * tanh(s / cap); 0 (default): none */
   const float* alibi_slopes; /* [q_heads]: logit -= slope * |query position - key position|; NULL: none */
   int32_t is_causal;         /* default 1 */
-  int32_t threads;           /* 0 (default): all cores */
+  int32_t threads;           /* 0 (default): the processors that the process may use (affinity, CPU quota) */
   int64_t window;            /* last W keys, the query's own included; 0 (default): all. Without is_causal a lower bound
                                 only: keys from position - W + 1 on, later ones too; for a mask tensor over a cache whose
                                 window released pages */

@@ -4,6 +4,7 @@
 #include "capi/handles.hpp"
 #include "core/backend.hpp"
 #include "core/device.hpp"
+#include "core/threads.hpp"
 #include "kvant/version.hpp"
 
 namespace kvant::capi {

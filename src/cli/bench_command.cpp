@@ -9,6 +9,7 @@
 #include "cli/output.hpp"
 #include "core/backend.hpp"
 #include "core/fmt.hpp"
+#include "core/threads.hpp"
 
 namespace kvant::cli {
 namespace {
@@ -272,7 +273,9 @@ Action add_bench_command(CLI::App& app) {
           ->check(range(std::int64_t{1}, most_queries)),
   };
   command->add_option("--suite", a->suite, "Shapes by name, instead of the options above: cpu")->type_name("NAME");
-  list("--threads", a->threads, "Worker threads; 0: all cores")->check(range(0, 1024))->capture_default_str();
+  list("--threads", a->threads, "Worker threads; 0: the processors that the process may use")
+      ->check(range(0, 1024))
+      ->capture_default_str();
   list("--isa", a->isas, "Instruction sets (kvant info lists them); default: the best of this machine", "LIST");
   command->add_option("--backend", a->backend, "cpu, or cuda (kvant info says whether it is there)")
       ->check(CLI::IsMember({"cpu", "cuda"}).description(""))

@@ -7,6 +7,7 @@
 #include "cli/parallel.hpp"
 #include "codec/layout.hpp"
 #include "core/fmt.hpp"
+#include "core/threads.hpp"
 
 namespace kvant::cli {
 

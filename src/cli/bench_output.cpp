@@ -6,6 +6,7 @@
 #include "cli/table.hpp"
 #include "core/backend.hpp"
 #include "core/fmt.hpp"
+#include "core/threads.hpp"
 #include "kvant/version.hpp"
 
 namespace kvant::cli {
@@ -96,10 +97,10 @@ std::vector<std::string> notes(const BenchResult& result, const Machine& machine
     }
   }
   if (is_noisy) {
-    lines.push_back(fmt::format(
-        "WARNING: ! marks a spread (p90 - p10 over the median) above {:.0f} %; the machine was busy, take "
-        "those figures as uncertain or run again with more --rounds (and OMP_WAIT_POLICY=passive if it stays busy).",
-        100 * kHighSpread));
+    lines.push_back(
+        fmt::format("WARNING: ! marks a spread (p90 - p10 over the median) above {:.0f} %; the machine was busy, take "
+                    "those figures as uncertain or run again with more --rounds.",
+                    100 * kHighSpread));
   }
   return lines;
 }

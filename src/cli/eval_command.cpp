@@ -9,6 +9,7 @@
 #include "cli/output.hpp"
 #include "core/backend.hpp"
 #include "core/fmt.hpp"
+#include "core/threads.hpp"
 
 namespace kvant::cli {
 namespace {
@@ -213,7 +214,7 @@ Action add_eval_command(CLI::App& app) {
       ->add_option("--basis", a->basis,
                    "Calibrated bases (kvant calibrate) for tq formats; dense formats and fp8 have none")
       ->type_name("FILE");
-  command->add_option("--threads", a->threads, "Worker threads; 0: all cores")
+  command->add_option("--threads", a->threads, "Worker threads; 0: the processors that the process may use")
       ->check(CLI::Range(0, 1024).description(""))
       ->type_name("N");
   command->add_option("--isa", a->isa, "Instruction set (kvant info lists them); default: the best of this machine")

@@ -10,6 +10,7 @@
 #include "core/backend.hpp"
 #include "core/device.hpp"
 #include "core/fmt.hpp"
+#include "core/threads.hpp"
 #include "kvant/kvant.hpp"
 
 namespace kvant::cli {

@@ -7,6 +7,7 @@
 
 #include "core/backend.hpp"
 #include "core/fmt.hpp"
+#include "core/threads.hpp"
 
 namespace kvant::cli {
 namespace {

@@ -7,7 +7,7 @@
 #include <exception>
 #include <vector>
 
-#include "core/backend.hpp"
+#include "core/threads.hpp"
 
 namespace kvant::cli {
 

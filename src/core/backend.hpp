@@ -62,7 +62,7 @@ struct MergeItem;
 struct Kernels {
   const char* name;    // "scalar", "avx2"
   const char* detail;  // the instructions used
-  bool (*available)();
+  bool (*available)();  // the processor and the system have it; asking changes nothing in the process
   bool (*store_k)(const StoreJob&);  // false: the job looks and refused a row; some of its tokens are not stored
   bool (*store_v)(const StoreJob&);
   void (*decode_k)(const DecodeJob&);  // the bits of codec/store.hpp and codec/basis.hpp, on every ISA
@@ -76,13 +76,11 @@ struct Kernels {
   // f32 multiply-adds and bytes read, for kvant bench: the machine's own peaks, with this ISA's instructions.
   double (*fma_flops)(std::int64_t iterations);  // runs that many rounds of independent FMAs; returns the flops done
   std::uint64_t (*read_bytes)(const std::byte* data, std::size_t n);  // sums all words, so that nothing is skipped
+  // What the path for many rows must ask of the system, once for the process: null on success, else why it is refused. A null
+  // pointer: there is nothing to ask.
+  const char* (*permit)() = nullptr;
 };
 
 std::span<const Kernels* const> all_kernels();  // defined in src/cpu/registry.cpp, best first
-
-// The threads seam (src/cpu/threads.cpp): calls fn(context, worker) for worker 0 .. workers - 1 and returns when all did.
-void parallel(int workers, void (*fn)(void* context, int worker), void* context);
-int hardware_threads();
-const char* threads_name();  // "OpenMP 4.5", "std::thread"
 
 }  // namespace kvant::core

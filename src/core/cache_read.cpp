@@ -7,6 +7,7 @@
 #include "codec/store.hpp"
 #include "core/cache_impl.hpp"
 #include "core/fmt.hpp"
+#include "core/threads.hpp"
 
 namespace kvant {
 namespace {

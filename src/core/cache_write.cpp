@@ -13,6 +13,7 @@
 #include "core/cache_impl.hpp"
 #include "core/fmt.hpp"
 #include "core/tensor_rows.hpp"
+#include "core/threads.hpp"
 
 namespace kvant {
 namespace {
@@ -252,6 +253,7 @@ Status CacheImpl::append(SequenceId id, int layer, const TensorView& keys, const
 
 // For so many values, of which each thread should have `least`.
 int CacheImpl::workers_for(std::int64_t values, std::int64_t least) const {
+  if (values < 2 * least) return 1;
   const int most = config_.threads > 0 ? config_.threads : core::hardware_threads();
   return static_cast<int>(std::clamp<std::int64_t>(values / least, 1, most));
 }

@@ -9,6 +9,7 @@
 #include "core/cache_impl.hpp"
 #include "core/fmt.hpp"
 #include "core/tensor_rows.hpp"
+#include "core/threads.hpp"
 
 namespace kvant {
 namespace {

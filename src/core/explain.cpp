@@ -1,9 +1,11 @@
 // What a plan says of itself.
 #include <algorithm>
 #include <iterator>
+#include <system_error>
 
 #include "core/fmt.hpp"
 #include "core/plan.hpp"
+#include "core/threads.hpp"
 
 namespace kvant {
 namespace {
@@ -68,7 +70,10 @@ std::string PlanImpl::explain() const {
     return s;
   }
   fmt::format_to(out, "backend    cpu/{} ({}): {}\n", kernels->name, kernels->detail,
-                 options.isa.empty() ? "the best this machine has" : "forced");
+                 !options.isa.empty() ? "forced"
+                 : refused.empty()    ? "the best this machine has"
+                                      : "the best that the system lets this process use");
+  if (!refused.empty()) fmt::format_to(out, "  not      {}\n", refused);
   const char* rows_rule = "rows that share a kv head: group x queries";
   if (any_vector) {
     fmt::format_to(out, "path       vector (up to {} {}), four rows share each load and unpack\n", core::kVectorRows,
@@ -91,6 +96,14 @@ std::string PlanImpl::explain() const {
                      : "from the sequence's own length, so bits depend on neither threads nor batch");
   fmt::format_to(out, "work       {} attend items, {} merges, {} threads ({})\n", attend.size(), merge.size(), threads,
                  core::threads_name());
+  const core::Refusal refusal = core::last_refusal();
+  if (refusal.workers > 0 && refusal.workers < threads) {
+    fmt::format_to(
+        out,
+        "  threads  the system refused to start more of them ({}): {} of {} did the work of all, with the same "
+        "bits; raise the limits on processes (ulimit -u, pids.max) and memory, or set threads\n",
+        std::generic_category().message(refusal.error), refusal.workers, threads);
+  }
   fmt::format_to(out, "bytes      {} of cache read per layer, {} of workspace\n", kv_bytes(), workspace_bytes);
   return s;
 }

@@ -12,6 +12,7 @@
 #include "base/visibility.hpp"
 #include "core/fmt.hpp"
 #include "core/plan.hpp"
+#include "core/threads.hpp"
 
 namespace kvant {
 namespace {
@@ -214,6 +215,31 @@ Status add_device_plan(PlanImpl& plan) {
   return {};
 }
 
+// Asks for what the plan's kernels need where they will use it. Refused ones are replaced by the next best, unless the caller named them.
+Status permit_kernels(PlanImpl& plan) {
+  const bool many_rows = std::any_of(plan.sequences.begin(), plan.sequences.end(), [&](const core::SequenceUse& s) {
+    return s.q_len * plan.group > core::kVectorRows;
+  });
+  if (!many_rows || plan.kernels->permit == nullptr) return {};
+  const char* why = plan.kernels->permit();
+  if (why == nullptr) return {};
+  if (!plan.options.isa.empty()) {
+    return {Code::unsupported, fmt::format("isa is \"{}\": this machine has it, but {}; or leave isa empty, which then "
+                                           "means the next best instruction set",
+                                           plan.options.isa, why)};
+  }
+  plan.refused = fmt::format("{}: {}", plan.kernels->name, why);
+  bool after = false;
+  for (const core::Kernels* k : core::all_kernels()) {
+    if (after && k->available() && k->permit == nullptr) {
+      plan.kernels = k;
+      return {};
+    }
+    after |= k == plan.kernels;
+  }
+  return {Code::internal, fmt::format("there are no kernels after {}", plan.refused)};
+}
+
 Result<Plan> make_plan(const Cache& owner, std::span<const SequenceId> sequences, const AttentionOptions& options) {
   const CacheImpl& cache = owner.impl();
   auto plan = std::make_shared<PlanImpl>();
@@ -242,6 +268,7 @@ Result<Plan> make_plan(const Cache& owner, std::span<const SequenceId> sequences
     if (Status s = add_device_plan(*plan); !s.ok()) return s;
     return Plan(std::shared_ptr<const PlanImpl>(std::move(plan)));
   }
+  if (Status s = permit_kernels(*plan); !s.ok()) return s;
   classify_mask(*plan);
   builder.add_work();
   plan->threads = std::max(1, std::min<int>(plan->threads, static_cast<int>(plan->attend.size())));

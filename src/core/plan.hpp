@@ -38,6 +38,7 @@ class PlanImpl {
   // A cache on a device: this computes, and there are no kernels, work lists, mask classes nor own workspace.
   std::unique_ptr<core::DevicePlan> device;
   const core::Kernels* kernels = nullptr;
+  std::string refused;  // "amx: the reason": better kernels that the machine has, and the system refuses to this process
   int threads = 1;  // 0 on a device
   int group = 1;
   int padded_dim = 0;
@@ -66,7 +67,8 @@ class PlanImpl {
     void operator()(std::byte* p) const { ::operator delete[](p, std::align_val_t{64}); }
   };
   std::unique_ptr<std::byte[], Free> own_workspace;
-  mutable std::atomic<bool> own_workspace_busy{false};
+  // 0: free; else 1 + the fork generation of the run that uses it. A forked child has none of its parent's runs.
+  mutable std::atomic<std::uint32_t> own_workspace_user{0};
 
   [[nodiscard]] std::int64_t kv_bytes() const;
   [[nodiscard]] std::string explain() const;

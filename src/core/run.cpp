@@ -8,6 +8,7 @@
 #include "core/fmt.hpp"
 #include "core/plan.hpp"
 #include "core/tensor_rows.hpp"
+#include "core/threads.hpp"
 
 namespace kvant {
 namespace {
@@ -171,6 +172,15 @@ Status check_run(const PlanImpl& plan, int layer, const TensorView& q, const Mut
   return {};
 }
 
+bool take_own_workspace(const PlanImpl& plan) {
+  const std::uint32_t self = core::fork_generation() + 1;
+  std::uint32_t user = plan.own_workspace_user.load(std::memory_order_relaxed);
+  do {
+    if (user == self) return false;
+  } while (!plan.own_workspace_user.compare_exchange_weak(user, self, std::memory_order_acquire));
+  return true;
+}
+
 }  // namespace
 
 Status run(const Plan& owner, int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) {
@@ -182,7 +192,7 @@ Status run(const Plan& owner, int layer, const TensorView& q, const MutableTenso
     return plan.device->run(layer, q, out, options);
   }
   const bool own = options.workspace.empty();
-  if (own && plan.own_workspace_busy.exchange(true, std::memory_order_acquire)) {
+  if (own && !take_own_workspace(plan)) {
     return {Code::invalid_argument,
             "another run of this plan is using the plan's own workspace: give each concurrent run a workspace of its "
             "own (RunOptions::workspace)"};
@@ -230,7 +240,7 @@ Status run(const Plan& owner, int layer, const TensorView& q, const MutableTenso
   } else {
     core::parallel(plan.threads, work, &job);
   }
-  if (own) plan.own_workspace_busy.store(false, std::memory_order_release);
+  if (own) plan.own_workspace_user.store(0, std::memory_order_release);
   return {};
 }
 

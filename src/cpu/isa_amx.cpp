@@ -2,6 +2,7 @@
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
     defined(__linux__)
 
+#include <errno.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -49,18 +50,42 @@ static std::uint64_t read_bytes(const std::byte* data, std::size_t n) {
   return kAvx512Kernels.read_bytes(data, n);
 }
 
-// The kernel lets a process use tile registers only after it has asked (arch_prctl, Linux 5.16), once for all of its threads.
+static constexpr int kTileData = 18;  // the number of the tile registers among a thread's saved states
+
+// Linux 5.16 and newer say what a process may ask for (ARCH_GET_XCOMP_SUPP); older ones know no such question.
 static bool amx_available() {
-  constinit static std::atomic<int> allowed{-1};
-  int known = allowed.load(std::memory_order_relaxed);
+  constinit static std::atomic<int> found{-1};
+  int known = found.load(std::memory_order_relaxed);
   if (known < 0) {
+    unsigned long supported = 0;
     known = kAvx512Kernels.available() && has_x86_features(kAmxBf16) &&
-                    syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0
+                    syscall(SYS_arch_prctl, 0x1021 /* ARCH_GET_XCOMP_SUPP */, &supported) == 0 &&
+                    (supported >> kTileData & 1) != 0
                 ? 1
                 : 0;
-    allowed.store(known, std::memory_order_relaxed);
+    found.store(known, std::memory_order_relaxed);
   }
   return known != 0;
+}
+
+// Linux lets a process use tile registers after it has asked, once for all of its threads and for good. From then on it refuses
+// signal stacks (sigaltstack) that are too small for them, so that only a plan asks which will use them.
+static const char* amx_permit() {
+  constinit static std::atomic<bool> allowed{false};
+  if (allowed.load(std::memory_order_relaxed)) return nullptr;
+  if (syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, kTileData) == 0) {
+    allowed.store(true, std::memory_order_relaxed);
+    return nullptr;
+  }
+  switch (errno) {
+    case ENOSPC:
+      return "a thread of this process has a signal stack (sigaltstack) that is too small for AMX's tile registers; "
+             "give such "
+             "threads stacks of getauxval(AT_MINSIGSTKSZ) bytes and more";
+    case EPERM:
+    case ENOSYS: return "a filter of system calls (seccomp) forbids arch_prctl, which asks for AMX's tile registers";
+    default: return "the system refuses AMX's tile registers to this process (arch_prctl ARCH_REQ_XCOMP_PERM)";
+  }
 }
 
 constinit const core::Kernels kAmxKernels = {
@@ -79,6 +104,7 @@ constinit const core::Kernels kAmxKernels = {
     .has_matrix = true,
     .fma_flops = fma_flops,
     .read_bytes = read_bytes,
+    .permit = amx_permit,
 };
 
 }  // namespace kvant::cpu

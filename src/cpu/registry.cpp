@@ -6,7 +6,9 @@
 namespace kvant::cpu {
 extern const core::Kernels kScalarKernels;
 #if defined(__x86_64__)
+#if defined(__linux__)  // asks Linux for the tile registers
 extern const core::Kernels kAmxKernels;
+#endif
 extern const core::Kernels kAvx512Kernels;
 extern const core::Kernels kAvx2Kernels;
 #elif defined(__aarch64__)
@@ -19,7 +21,9 @@ namespace kvant::core {
 std::span<const Kernels* const> all_kernels() {
   static constexpr std::array kAll = {
 #if defined(__x86_64__)
+#if defined(__linux__)
     &cpu::kAmxKernels,
+#endif
     &cpu::kAvx512Kernels,
     &cpu::kAvx2Kernels,
 #elif defined(__aarch64__)

@@ -69,7 +69,10 @@ static double relative_l2(const double* expected, const float* got, int n) {
 }
 
 static void test_library(void) {
-  EXPECT(strcmp(kvant_version(), "0.1.0") == 0);
+  EXPECT(strcmp(kvant_version(), KVANT_VERSION) == 0);
+  char version[32];
+  snprintf(version, sizeof version, "%d.%d.%d", KVANT_VERSION_MAJOR, KVANT_VERSION_MINOR, KVANT_VERSION_PATCH);
+  EXPECT(strcmp(version, KVANT_VERSION) == 0);
   EXPECT(strcmp(kvant_status_name(KVANT_OK), "ok") == 0);
   EXPECT(strcmp(kvant_status_name(KVANT_OUT_OF_CAPACITY), "out_of_capacity") == 0);
   EXPECT(strcmp(kvant_status_name(77), "unknown") == 0 && strcmp(kvant_status_name(-1), "unknown") == 0);

@@ -91,8 +91,18 @@ struct MatrixOf<Simd> {
 static bool emulated_available() {
   return true;
 }
+// A test sets why the system refuses the unit (null: it does not), and reads how often it was asked.
+const char* emulated_refusal = nullptr;
+int emulated_requests = 0;
+static const char* emulated_permit() {
+  ++emulated_requests;
+  return emulated_refusal;
+}
 extern const core::Kernels kEmulatedKernels;
-constinit const core::Kernels kEmulatedKernels =
-    kernels_of<Simd>("emulated", "scalar, with a matrix unit in plain C++", emulated_available);
+constinit const core::Kernels kEmulatedKernels = [] {
+  core::Kernels k = kernels_of<Simd>("emulated", "scalar, with a matrix unit in plain C++", emulated_available);
+  k.permit = emulated_permit;
+  return k;
+}();
 
 }  // namespace kvant::cpu
