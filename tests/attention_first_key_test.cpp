@@ -153,7 +153,9 @@ TEST(ReleasedPages, BeforeTheFirstKeyNeedNoWindow) {
   mask.tensor.first_key = 64;
   mask.tensor.stride[3] = 0;
   mask.tensor.shape[3] = 500;
-  const Result<Plan> refused = plan(w.cache, std::span<const SequenceId>(w.ids), w.options(with_mask(mask)));
+  EXPECT_TRUE(w.kernel_matches(with_mask(mask, Mask::bounded_below(100))));
+  const Result<Plan> refused =
+      plan(w.cache, std::span<const SequenceId>(w.ids), w.options(with_mask(mask, Mask::bounded_below(400))));
   EXPECT_EQ(refused.code(), Code::invalid_argument);
   EXPECT_NE(refused.message().find("Mask::bounded_below"), std::string::npos) << refused.message();
 }

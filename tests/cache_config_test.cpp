@@ -122,6 +122,10 @@ TEST(Config, Refusals) {
   EXPECT_TRUE(refused(create([](C& c) { c.layers = 0; }), bad, {"layers = 0", "1 to 65536"}));
   EXPECT_TRUE(refused(create([](C& c) { c.kv_heads = 0; }), bad, {"kv_heads = 0"}));
   EXPECT_TRUE(refused(create([](C& c) { c.head_dim = 100; }), bad, {"head_dim = 100", "96, 112, 128"}));
+  // Padding changes the default scale, which models do not.
+  EXPECT_TRUE(refused(create([](C& c) { c.head_dim = 72; }), bad, {"zeros to 80", "1 / sqrt(72) = 0.11785113"}));
+  EXPECT_TRUE(refused(create([](C& c) { c.head_dim = 577; }), bad, {"head_dim = 577", "512, 576"}));
+  EXPECT_TRUE(refused(create([](C& c) { c.head_dim = 0; }), bad, {"head_dim = 0"}));
   EXPECT_TRUE(refused(create([](C& c) { c.k = "int4"; }), bad, {"k: ", "int4", "tq4"}));
   EXPECT_TRUE(refused(create([](C& c) { c.v = ""; }), bad, {"v: "}));
   EXPECT_TRUE(refused(create([](C& c) { c.sink_pages = -2; }), bad, {"sink_pages = -2", "-1: automatic"}));
@@ -174,6 +178,7 @@ TEST(Memory, AFewTokensTakeAFewPages) {
   CacheConfig config = small_config();
   config.kv_heads = 8;
   config.head_dim = 128;
+  config.exact.reset();
   for (const int ends : {0, 1}) {
     config.sink_pages = config.tail_pages = ends;
     Cache cache = make(config);
@@ -185,6 +190,7 @@ TEST(Memory, AFewTokensTakeAFewPages) {
 
 TEST(Memory, CountsBytesByKind) {
   CacheConfig config = small_config(3);
+  config.exact.reset();
   config.k = "tq6";
   config.v = "tq4";
   Cache cache = make(config);
@@ -204,12 +210,16 @@ TEST(Memory, CountsBytesByKind) {
 TEST(Describe, SaysWhatTheCacheIs) {
   CacheConfig config = small_config(2);
   config.capacity_tokens = 640;
+  config.exact.reset();
   Cache cache = make(config);
   const std::string text = cache.describe();
-  for (const char* part : {"2 layers, 2 kv heads, head_dim 32", "k tq6, v tq4", "1 sink and 1 tail pages",
-                           "dtype of the first write", "k hadamard, v hadamard", "0 of 10 pages"}) {
+  for (const char* part :
+       {"2 layers, 2 kv heads, head_dim 32", "k tq6, v tq4", "1 sink and 1 tail pages",
+        "bf16, or f16 if the first write is", "k hadamard, v hadamard", "0 of 10 pages", "held: nothing"}) {
     EXPECT_NE(text.find(part), std::string::npos) << part << " in\n" << text;
   }
+  config.v = "f32";
+  EXPECT_NE(make(config).describe().find("1 tail pages, f32"), std::string::npos) << make(config).describe();
 }
 
 TEST(Read, Refusals) {

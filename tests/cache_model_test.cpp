@@ -361,8 +361,10 @@ class Replay {
     if (x.empty()) {
       const CacheConfig& c = cache_.config();
       x = test::cache_vector(token, layer, head, value, c.head_dim, setup_.input);
-      if (c.exact && (c.sink_pages > 0 || c.tail_pages > 0)) {
-        for (float& f : x) f = test::rounded(f, *c.exact);
+      if (c.sink_pages > 0 || c.tail_pages > 0) {
+        const Dtype of_first_write =
+            setup_.input == Dtype::f32 ? Dtype::bf16 : setup_.input;  // where no format is dense
+        for (float& f : x) f = test::rounded(f, c.exact.value_or(of_first_write));
       }
       if (!exact) x = through_codec(value ? cache_.v_format() : cache_.k_format(), x);
     }

@@ -1,13 +1,18 @@
 // A step: reserve, write, append, what they refuse and leave untouched; the dtype of exact pages.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <thread>
 
 #include "core/cache_impl.hpp"
+#include "core/fmt.hpp"
 #include "kvant/kvant.hpp"
 #include "support/cache_session.hpp"
+#include "support/sanitized.hpp"
+#include "support/world.hpp"
 
 namespace kvant {
 namespace {
@@ -142,7 +147,7 @@ TEST(Step, StridedInputIsReadInPlace) {
 TEST(Step, NonFiniteInputChangesNothing) {
   for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
     for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
-                            -std::numeric_limits<float>::infinity(), 70000.0f, -65536.0f}) {
+                            -std::numeric_limits<float>::infinity(), 70000.0f, -66000.0f}) {
       if (dtype == Dtype::f16 && std::isfinite(bad)) continue;  // becomes infinite: the case before
       Cache cache = make(small_config());
       const SequenceId id = cache.add_sequence();
@@ -168,6 +173,70 @@ TEST(Step, NonFiniteInputChangesNothing) {
   CacheRows largest = rows_for(cache, 0, 1);
   largest.set(false, 3, -65504.0f);
   EXPECT_TRUE(cache.append(id, 0, largest.keys(), largest.values()).ok());
+}
+
+// bf16 rounds 65504 up, to 65536: what it made of it is taken again, and f16 has 65504 for it.
+TEST(Step, WhatWasReadBackCanBeWrittenAgain) {
+  for (const char* format : {"f32", "f16", "bf16", "fp8", "tq4", "tq8"}) {
+    for (const std::string& isa : test::available_isas()) {
+      for (const Dtype exact : {Dtype::bf16, Dtype::f16}) {
+        CacheConfig config = small_config();
+        config.k = config.v = format;
+        config.isa = isa;
+        config.exact = exact;
+        Cache cache = make(config);
+        const SequenceId first = cache.add_sequence(), second = cache.add_sequence();
+        std::vector<float> k(2 * 32, 1.0f), v(2 * 32, -1.0f), again(2 * 32);
+        k[3] = 65504.0f, v[35] = -65504.0f;
+        const auto view = [](std::vector<float>& x) { return TensorView::of(x.data(), 1, 2, 32); };
+        const auto place = [](std::vector<float>& x) { return MutableTensorView::of(x.data(), 1, 2, 32); };
+        ASSERT_TRUE(cache.append(first, 0, view(k), view(v)).ok());
+        ASSERT_TRUE(cache.read(first, 0, 0, 1, place(k), place(v)).ok());
+        const Status status = cache.append(second, 0, view(k), view(v));
+        ASSERT_TRUE(status.ok()) << format << ' ' << isa << ": " << status.message();
+        ASSERT_TRUE(cache.read(second, 0, 0, 1, place(again), {}).ok());
+        EXPECT_TRUE(test::same_bits(k, again)) << format << ' ' << isa;
+        k[3] = 65536.0f;
+        const SequenceId third = cache.add_sequence();
+        ASSERT_TRUE(cache.append(third, 0, view(k), view(v)).ok());
+        ASSERT_TRUE(cache.read(third, 0, 0, 1, place(again), {}).ok());
+        const bool is_f16 = std::string(format) == "f16" || (exact == Dtype::f16 && !codec::is_dense(cache.k_format()));
+        EXPECT_EQ(again[3], is_f16 ? 65504.0f : 65536.0f) << format << ' ' << isa;
+      }
+    }
+  }
+}
+
+// A caller that goes on writing to its tensors: an error or a success, never a NaN that was stored or a read past the end.
+TEST(Step, InputThatChangesMeanwhile) {
+  if (test::kThreadSanitizer) GTEST_SKIP() << "the race is the point";
+  for (const char* format : {"tq4", "tq2", "tq8", "fp8", "bf16", "f32"}) {
+    CacheConfig config = small_config();
+    config.k = config.v = format;
+    config.threads = 1;
+    Cache cache = make(config);
+    std::vector<float> x(200 * 2 * 32, 1.0f);
+    std::atomic<bool> stop{false};
+    std::thread other([&] {
+      for (std::size_t i = 0; !stop; i = (i + 977) % x.size()) {
+        std::atomic_ref<float>(x[i]).store(std::numeric_limits<float>::quiet_NaN(), std::memory_order_relaxed);
+        std::atomic_ref<float>(x[i]).store(1.0f, std::memory_order_relaxed);
+      }
+    });
+    const TensorView view = TensorView::of(x.data(), 200, 2, 32);
+    for (int i = 0; i < 50; ++i) {
+      const SequenceId id = cache.add_sequence();
+      const Status status = cache.append(id, 0, view, view);
+      EXPECT_TRUE(status.ok() || status.code() == Code::non_finite) << status.message();
+      EXPECT_EQ(cache.length(id).value(), status.ok() ? 200 : 0);
+      if (status.ok()) {
+        for (const float f : read_all(cache, id).keys) ASSERT_TRUE(std::isfinite(f)) << format;
+      }
+      ASSERT_TRUE(cache.remove(id).ok());
+    }
+    stop = true;
+    other.join();
+  }
 }
 
 // Rows are looked at right before they are stored, so good ones of a refused write are: nobody may see them, nor the next
@@ -280,13 +349,25 @@ TEST(Step, SameBytesWithEveryKernelAndThreadCount) {
 
 // --- dtypes of exact pages -------------------------------------------------------------------------------------------
 
-TEST(ExactDtype, IsThatOfTheFirstWrite) {
+CacheConfig of_first_write(const char* k = "tq6") {
+  CacheConfig c = small_config();
+  c.exact.reset();
+  c.k = k;
+  return c;
+}
+
+TEST(ExactDtype, IsTwoBytesAValueUnlessAFormatIsF32) {
   struct Case {
+    const char* k;
     Dtype keys, values, exact;
   };
-  for (const Case c : {Case{Dtype::bf16, Dtype::bf16, Dtype::bf16}, Case{Dtype::f16, Dtype::f16, Dtype::f16},
-                       Case{Dtype::f32, Dtype::bf16, Dtype::f32}, Case{Dtype::f16, Dtype::bf16, Dtype::f32}}) {
-    Cache cache = make(small_config());
+  for (const Case c :
+       {Case{"tq6", Dtype::bf16, Dtype::bf16, Dtype::bf16}, Case{"tq6", Dtype::f16, Dtype::f16, Dtype::f16},
+        Case{"tq6", Dtype::f32, Dtype::f32, Dtype::bf16}, Case{"tq6", Dtype::f32, Dtype::bf16, Dtype::bf16},
+        Case{"tq6", Dtype::f16, Dtype::bf16, Dtype::bf16}, Case{"tq6", Dtype::f16, Dtype::f32, Dtype::bf16},
+        Case{"f16", Dtype::f32, Dtype::f32, Dtype::f16}, Case{"f16", Dtype::bf16, Dtype::bf16, Dtype::bf16},
+        Case{"f32", Dtype::f32, Dtype::f32, Dtype::f32}, Case{"f32", Dtype::f16, Dtype::f16, Dtype::f32}}) {
+    Cache cache = make(of_first_write(c.k));
     const SequenceId id = cache.add_sequence();
     ASSERT_TRUE(reserve(cache, id, 5).ok());
     EXPECT_FALSE(cache.impl().exact_dtype().has_value());
@@ -295,31 +376,56 @@ TEST(ExactDtype, IsThatOfTheFirstWrite) {
     const CacheRows k = rows_for(cache, 0, 5, 0, c.keys);
     const CacheRows v = rows_for(cache, 0, 5, 0, c.values);
     ASSERT_TRUE(cache.write({&id, 1}, 0, k.keys(), v.values()).ok());
-    ASSERT_EQ(cache.impl().exact_dtype(), c.exact);
+    ASSERT_EQ(cache.impl().exact_dtype(), c.exact) << c.k;
     EXPECT_EQ(cache.memory().exact_bytes, 2 * 64 * 2 * 32 * static_cast<std::int64_t>(dtype_size(c.exact)));
+    EXPECT_NE(cache.describe().find(std::string("1 tail pages, ") + dtype_name(c.exact)), std::string::npos)
+        << cache.describe();
     const Decoded out = read_all(cache, id);
-    EXPECT_TRUE(test::same_bits(test::cache_vector(0, 0, 0, false, 32, c.keys),
-                                std::vector<float>(out.keys.begin(), out.keys.begin() + 32)));
-    EXPECT_TRUE(test::same_bits(test::cache_vector(0, 0, 0, true, 32, c.values),
-                                std::vector<float>(out.values.begin(), out.values.begin() + 32)));
+    const auto stored = [&](bool values, Dtype given) {
+      std::vector<float> x = test::cache_vector(0, 0, 0, values, 32, given);
+      for (float& f : x) f = test::rounded(f, c.exact);
+      return x;
+    };
+    EXPECT_TRUE(test::same_bits(stored(false, c.keys), std::vector<float>(out.keys.begin(), out.keys.begin() + 32)));
+    EXPECT_TRUE(
+        test::same_bits(stored(true, c.values), std::vector<float>(out.values.begin(), out.values.begin() + 32)));
   }
 }
 
-TEST(ExactDtype, LaterWritesWidenOrAreRefused) {
-  Cache cache = make(small_config());
+TEST(ExactDtype, LaterWritesAreRoundedButForBf16InF16) {
+  Cache cache = make(of_first_write());
   const SequenceId id = cache.add_sequence();
-  ASSERT_TRUE(append(cache, id, 0, 5, Dtype::f32).ok());
-  EXPECT_TRUE(append(cache, id, 5, 5, Dtype::bf16).ok());
+  ASSERT_TRUE(append(cache, id, 0, 5, Dtype::bf16).ok());
+  EXPECT_TRUE(append(cache, id, 5, 5, Dtype::f32).ok());
   EXPECT_TRUE(append(cache, id, 10, 5, Dtype::f16).ok());
-  Cache narrow = make(small_config());
+  Cache narrow = make(of_first_write());
   const SequenceId n = narrow.add_sequence();
-  ASSERT_TRUE(append(narrow, n, 0, 5, Dtype::bf16).ok());
-  EXPECT_TRUE(refused(append(narrow, n, 5, 5, Dtype::f32), Code::invalid_argument,
-                      {"keys.dtype = f32", "exact pages are bf16", "without loss", "exact = f32", "exact = bf16"}));
-  const CacheRows k = rows_for(narrow, 5, 5, 0, Dtype::bf16);
-  const CacheRows v = rows_for(narrow, 5, 5, 0, Dtype::f16);
-  EXPECT_TRUE(refused(narrow.append(n, 0, k.keys(), v.values()), Code::invalid_argument, {"values.dtype = f16"}));
-  EXPECT_EQ(narrow.length(n).value(), 5);
+  ASSERT_TRUE(append(narrow, n, 0, 5, Dtype::f16).ok());
+  EXPECT_TRUE(append(narrow, n, 5, 5, Dtype::f32).ok());
+  EXPECT_TRUE(refused(append(narrow, n, 10, 5, Dtype::bf16), Code::invalid_argument,
+                      {"keys.dtype = bf16", "exact pages are f16", "exact = bf16", "f32"}));
+  const CacheRows k = rows_for(narrow, 10, 5, 0, Dtype::f16);
+  const CacheRows v = rows_for(narrow, 10, 5, 0, Dtype::bf16);
+  EXPECT_TRUE(refused(narrow.append(n, 0, k.keys(), v.values()), Code::invalid_argument, {"values.dtype = bf16"}));
+  EXPECT_EQ(narrow.length(n).value(), 10);
+}
+
+// What users compare with is a bf16 cache. 300 tokens are five pages, of which the exact ends hold four.
+TEST(ExactDtype, AShortF32CacheIsNoLargerThanBf16) {
+  CacheConfig config = of_first_write();
+  config.kv_heads = 8;
+  config.head_dim = 128;
+  Cache cache = make(config);
+  const SequenceId id = cache.add_sequence();
+  ASSERT_TRUE(append(cache, id, 0, 300).ok());
+  const double bf16 = 300.0 * 8 * 128 * 2 * 2;
+  EXPECT_LT(static_cast<double>(cache.memory().total()), 1.1 * bf16) << cache.describe();
+  EXPECT_NE(cache.describe().find(fmt::format("held: 300 tokens, {} bytes, ", cache.memory().total())),
+            std::string::npos)
+      << cache.describe();
+  EXPECT_NE(cache.describe().find(fmt::format("exact ends are {} of them", cache.memory().exact_bytes)),
+            std::string::npos)
+      << cache.describe();
 }
 
 TEST(ExactDtype, WhenGivenRoundsToNearestEven) {

@@ -299,5 +299,55 @@ TEST(Capacity, AbsurdRequestsAreRefused) {
   EXPECT_EQ(cache.length(id).value(), 1);
 }
 
+// --- trim --------------------------------------------------------------------------------------------------------------
+
+TEST(Trim, GivesBackWhatRemovedSequencesHeld) {
+  for (const int ends : {0, 1}) {
+    CacheConfig config = small_config(2);
+    config.head_dim = 128;
+    config.sink_pages = config.tail_pages = ends;
+    Cache cache = make(config);
+    EXPECT_EQ(cache.trim(), 0);
+    const SequenceId a = cache.add_sequence(), b = cache.add_sequence(), c = cache.add_sequence();
+    for (const SequenceId id : {a, b, c}) ASSERT_TRUE(append(cache, id, 0, 2000).ok());
+    const Decoded before = read_all(cache, b, 1);
+    const CacheMemory full = cache.memory();
+    ASSERT_TRUE(cache.remove(a).ok());
+    ASSERT_TRUE(cache.remove(c).ok());
+    const Plan planned = plan(cache, {b}, {.q_heads = 2}).value();
+    const std::int64_t pages = full.total() - full.table_bytes - cache.memory().total() + cache.memory().table_bytes;
+    const std::int64_t given = cache.trim();
+    EXPECT_GT(given, pages / 2);
+    EXPECT_LT(given, full.reserved_bytes);
+    expect_same(before, read_all(cache, b, 1));
+    std::vector<float> q(2 * 128, 1.0f), out(2 * 128);
+    EXPECT_TRUE(
+        run(planned, 0, TensorView::of(q.data(), 1, 2, 128), MutableTensorView::of(out.data(), 1, 2, 128)).ok());
+
+    // Pages whose memory went are like new ones.
+    const SequenceId d = cache.add_sequence();
+    ASSERT_TRUE(append(cache, d, 0, 2000).ok());
+    expect_same(before, read_all(cache, d, 1));
+
+    ASSERT_TRUE(cache.remove(b).ok());
+    ASSERT_TRUE(cache.remove(d).ok());
+    EXPECT_GT(cache.trim(), 0);
+    EXPECT_EQ(cache.memory().reserved_bytes, cache.memory().table_bytes);
+    const SequenceId e = cache.add_sequence();
+    ASSERT_TRUE(append(cache, e, 0, 2000).ok());
+    expect_same(before, read_all(cache, e, 1));
+  }
+}
+
+TEST(OneSequence, ReserveAndWriteTakeItAlone) {
+  Cache cache = make(small_config());
+  const SequenceId a = cache.add_sequence(), b = cache.add_sequence();
+  const CacheRows rows = rows_for(cache, 0, 70);
+  ASSERT_TRUE(cache.reserve(a, 70).ok());
+  ASSERT_TRUE(cache.write(a, 0, rows.keys(), rows.values()).ok());
+  ASSERT_TRUE(append(cache, b, 0, 70).ok());
+  expect_same(read_all(cache, b), read_all(cache, a));
+}
+
 }  // namespace
 }  // namespace kvant

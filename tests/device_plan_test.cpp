@@ -216,8 +216,12 @@ TEST_F(DevicePlans, ReleasedPagesAreRefused) {
   Cache windowed = Cache::create(c).value();
   const SequenceId id = add(windowed, 400);
   step(windowed, id, 1);  // queries of the first step could see all of it
-  expect_refused(plan(windowed, {id}, options()).status(), Code::invalid_argument, "were released");
   AttentionOptions o = options();
+  o.mask = Mask::sliding(400);
+  expect_refused(plan(windowed, {id}, o).status(), Code::invalid_argument, "were released");
+  const Plan planned = plan(windowed, {id}, options()).value();  // has the cache's window
+  EXPECT_EQ(seen.options.mask.window, 64);
+  EXPECT_NE(planned.explain().find("the cache's window"), std::string::npos) << planned.explain();
   o.mask = Mask::sliding(64);
   EXPECT_TRUE(plan(windowed, {id}, o).ok());
   o.mask = Mask::bounded_below(64);

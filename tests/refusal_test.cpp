@@ -74,6 +74,11 @@ const PlanCase kPlanCases[] = {
      {"q_lens", "3", "2"}},
     {"scale_nan", [](auto& o) { o.scale = NAN; }, {"scale", "nan"}},
     {"scale_infinite", [](auto& o) { o.scale = INFINITY; }, {"scale", "inf"}},
+    {"scale_no_float", [](auto& o) { o.scale = 1e39; }, {"scale", "1e+39", "1e-37 to 1e37"}},
+    {"scale_negative_no_float", [](auto& o) { o.scale = -1e39; }, {"scale", "-1e+39", "1e-37 to 1e37"}},
+    {"scale_zero_as_float", [](auto& o) { o.scale = 1e-46; }, {"scale", "1e-46", "1e-37 to 1e37"}},
+    {"softcap_no_float", [](auto& o) { o.softcap = 1e39; }, {"softcap", "1e+39", "1e-37 to 1e37", "0 for none"}},
+    {"softcap_zero_as_float", [](auto& o) { o.softcap = 1e-46; }, {"softcap", "1e-46", "1e-37 to 1e37"}},
     {"softcap_negative", [](auto& o) { o.softcap = -30; }, {"softcap", "-30"}},
     {"softcap_nan", [](auto& o) { o.softcap = NAN; }, {"softcap", "nan"}},
     {"alibi_too_few",
@@ -214,8 +219,7 @@ TEST(PlanRefusesSequences, TokensThatTheCacheReleased) {
   spec.chunks = {50};  // pages are released as later appends leave them behind
   const World world(spec);
   AttentionOptions options = world.options();
-  expect_refused(plan(world.cache, {world.ids[0]}, options).status(), Code::invalid_argument,
-                 {"window", "64", "Mask::sliding"});
+  EXPECT_TRUE(plan(world.cache, {world.ids[0]}, options).ok());  // the cache's window
   options.mask = Mask::sliding(400);
   expect_refused(plan(world.cache, {world.ids[0]}, options).status(), Code::invalid_argument, {"window", "64"});
   options.mask = Mask::sliding(64, 4);
@@ -287,6 +291,22 @@ TEST_F(RunRefuses, StridesThatDoNotFit) {
   q_view.stride[2] = 1;
   out_view.stride[2] = 4;
   refused({"out", "stride", "4"});
+}
+
+// As torch's expand makes them: harmless to read, but rows that a run writes to would be one.
+TEST_F(RunRefuses, OutputsThatOverlap) {
+  const auto strides = out_view.stride;
+  for (const std::int64_t stride : {0, 63, -1}) {
+    out_view.stride = {strides[0], stride, 1};
+    refused({"out", fmt::format("stride[1] = {}", stride), "overlap"});
+    out_view.stride = {stride, strides[1], 1};
+    refused({"out", fmt::format("stride[0] = {}", stride), "overlap"});
+  }
+  out_view.stride = {0, 0, 1};
+  refused({"out", "stride[1] = 0", "overlap"});
+  out_view.stride = strides;
+  q_view.stride = {0, 0, 1};
+  EXPECT_TRUE(run(planned, layer, q_view, out_view, run_options).ok());
 }
 
 TEST_F(RunRefuses, BooleanTensors) {

@@ -1,7 +1,12 @@
 // Pages in host memory: how much is taken from the system, and what a copy of a partly filled page copies.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
+
+#if defined(__linux__)
+#include <unistd.h>
+#endif
 
 #include "codec/store.hpp"
 #include "core/storage.hpp"
@@ -36,6 +41,43 @@ TEST(Storage, GrowsByAsMuchAsItHasUpToEightMebibytes) {
   EXPECT_EQ(storage.slots(), 5000);
   EXPECT_GT(storage.reserved_bytes(), before);
 }
+
+#if defined(__linux__)
+TEST(Storage, GivesBackWhatNobodyUses) {
+  Storage storage(layout_of(Format::tq6, Format::tq4, 128), 2, 8);
+  ASSERT_TRUE(storage.grow(40).ok());
+  const auto slots = static_cast<std::int32_t>(storage.slots());
+  const auto bytes = static_cast<std::size_t>(storage.slot_bytes());
+  for (std::int32_t slot = 0; slot < slots; ++slot) std::memset(storage.block(slot, 0, 0), slot + 1, bytes);
+  const std::vector<std::int32_t> unused = {30, 7, 8, 9, 31, 12};
+  const std::int64_t given = storage.give_back(unused);
+  EXPECT_LE(given, 6 * storage.slot_bytes());
+  EXPECT_GE(given,
+            6 * storage.slot_bytes() - 3 * 2 * sysconf(_SC_PAGESIZE));  // three runs of neighbours, two ends each
+  EXPECT_EQ(storage.give_back(unused), given);
+  std::int64_t zeros = 0;
+  for (std::int32_t slot = 0; slot < slots; ++slot) {
+    const bool is_unused = std::find(unused.begin(), unused.end(), slot) != unused.end();
+    const std::byte* block = storage.block(slot, 0, 0);
+    for (std::size_t i = 0; i < bytes; ++i) {
+      const int here = std::to_integer<int>(block[i]);
+      if (is_unused && here == 0) {
+        ++zeros;
+      } else {
+        ASSERT_EQ(here, slot + 1) << "slot " << slot << ", byte " << i;
+      }
+    }
+  }
+  EXPECT_EQ(zeros, given);
+  EXPECT_EQ(storage.give_back({}), 0);
+
+  const std::int64_t all = storage.reserved_bytes();
+  EXPECT_EQ(storage.clear(), all);
+  EXPECT_EQ(storage.reserved_bytes(), 0);
+  EXPECT_EQ(storage.slots(), 0);
+  EXPECT_TRUE(storage.grow(3).ok());
+}
+#endif
 
 TEST(Storage, SlotsAreAlignedAndApart) {
   Storage storage(layout_of(Format::tq3, Format::fp8, 96), 2, 3);

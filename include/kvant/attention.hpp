@@ -1,6 +1,20 @@
 // Attention over a cache: plan once per step, run once per layer.
 //   out = softmax(transform(scale * q k^T) + masks) v
 // `plan` does all validation and says what it chose (explain); `run` allocates nothing and throws nothing.
+//
+// What a row is. Query i of a sequence with q_len queries stands at position length - q_len + i: queries are the newest
+// tokens, and their own keys and values must be in the cache. With group = q_heads / kv_heads, query head h reads kv head
+// h / group (rounded down), as models with grouped-query attention have it. A logit is, in this order:
+//   1. scale * q . k
+//   2. softcap    cap * tanh(logit / cap)
+//   3. ALiBi      - slope * |query position - key position|
+//   4. masks      additive ones are added; hidden keys are left out
+// Logits are float32. A row whose query is not finite, or that sees a key whose scaled score overflows, becomes NaN, with lse
+// NaN; others keep their bits. (On a device an overflow is not looked for.) A row that sees no key is 0 with lse = -inf.
+//
+// Threads. Different caches never interfere. One cache takes one call at a time, and plans are made of it one at a time, but
+// runs of plans may go on at the same time, on any threads, if each has a workspace of its own and nothing else is done to the
+// cache meanwhile.
 #pragma once
 
 #include <array>
@@ -17,7 +31,10 @@
 namespace kvant {
 
 /// An additive (f32, f16, bf16) or boolean (one byte, non-zero = visible) mask over [batch, q_head, query, key].
-/// A dimension of size 1 or of stride 0 broadcasts; strides are in elements. Keys are absolute positions from first_key on, so
+/// Boolean: non-zero means that the query sees the key (torch's scaled_dot_product_attention; nn.MultiheadAttention and others
+/// mean the opposite, so invert theirs). Additive: 0 changes nothing, minus infinity hides, NaN and plus infinity make the row
+/// NaN. A dimension of size 1 or of stride 0 broadcasts; strides are in elements. Row i of the query dimension is query i of its
+/// sequence, in ragged batches too: a sequence of fewer queries than the mask has rows uses the first ones. Keys are absolute positions from first_key on, so
 /// the last dimension covers the longest sequence (of those that have queries) from there; keys before first_key are hidden,
 /// also where the key dimension broadcasts. The memory must stay valid, and unchanged, as long as plans made with it are
 /// used. For a cache on a device it is device memory, may change between runs, and must cover the lengths at each run.
@@ -32,8 +49,10 @@ struct MaskTensor {
 /// Who sees whom. Query i of a sequence stands at position length - q_len + i.
 struct Mask {
   bool is_causal = true;
-  /// Last W keys, the query's own included; 0: all. Without is_causal a lower bound only: keys from position - W + 1 on, later
-  /// ones too.
+  /// Last W keys, the query's own included, as sliding_window of Hugging Face's models counts (FlashAttention's `left` is W - 1).
+  /// 0: the cache's window and window_sinks, which a cache with a window has dropped the rest of (explain() says so); without
+  /// one, all keys. All keys of a cache with a window, as long as none were released: a window of the length or more. Without
+  /// is_causal a lower bound only: keys from position - W + 1 on, later ones too.
   std::int64_t window = 0;
   std::int64_t window_sinks = 0;  ///< first tokens that stay visible beyond the window
   MaskTensor tensor{};            ///< on top of the above; no data: none
@@ -63,8 +82,8 @@ struct AttentionOptions {
   int q_heads = 0;                    ///< a multiple of the cache's kv_heads
   int q_len = 1;                      ///< queries a sequence (the newest positions)
   std::vector<int> q_lens{};          ///< ragged: one count a sequence, overrides q_len; 0: no query in this run
-  double scale = 0;                   ///< 0: 1 / sqrt(head_dim)
-  double softcap = 0;                 ///< t = cap * tanh(s / cap); 0: none
+  double scale = 0;                   ///< magnitude 1e-37 to 1e37; 0: 1 / sqrt(head_dim)
+  double softcap = 0;                 ///< t = cap * tanh(s / cap), before ALiBi and masks; 1e-37 to 1e37; 0: none
   std::vector<float> alibi_slopes{};  ///< [q_heads]: logit -= slope * |query position - key position|
   Mask mask{};
   int threads = 0;              ///< 0: the processors that the process may use (affinity, CPU quota)
@@ -75,7 +94,9 @@ struct AttentionOptions {
 
 class PlanImpl;
 
-/// Immutable. Valid until the cache's lengths or pages change (then `run` says stale). Over a cache on a device it stays
+/// Immutable. Valid until the cache's lengths or pages change: until the next reserve or append of a new step, truncate, fork,
+/// reorder, or remove of any sequence (then `run` says stale). Writes of the step that was reserved before, reads and trim keep it
+/// valid. It refers to its cache, which must outlive its last run. Over a cache on a device it stays
 /// valid while its sequences live and are at least q_len long: kernels read lengths and pages from the device's tables, so
 /// that a plan, and a CUDA graph of its runs, follows sequences that grow. Splits were planned for the lengths at planning;
 /// plan again now and then, or after lengths have changed much.
@@ -105,8 +126,12 @@ struct Executor {
 
 struct RunOptions {
   Stream stream{};       ///< caches on a device: where the launches go; tensors and lse are then device memory
-  float* lse = nullptr;  ///< [total_queries, q_heads]: natural log of the softmax denominator; -inf: no key
-  const float* sink_logits = nullptr;  ///< [q_heads]: join the denominator only (gpt-oss)
+  /// [total_queries, q_heads]: natural log of the softmax denominator, sink logits included; -inf: no key (with sink logits: the
+  /// sink logit).
+  float* lse = nullptr;
+  /// [q_heads]: join the denominator only (gpt-oss), unscaled and uncapped. Where partial results are merged, in one partial only:
+  /// each partial that has them counts them.
+  const float* sink_logits = nullptr;
   /// None: OpenMP or std::thread, as built. For hosts that are threaded already. Caches in host memory only.
   Executor executor{};
   /// >= workspace_bytes(), 64-byte aligned; empty: the plan's own (one run at a time). Caches on a device need one in device
@@ -121,8 +146,9 @@ inline Result<Plan> plan(const Cache& cache, std::initializer_list<SequenceId> s
   return plan(cache, std::span<const SequenceId>(sequences.begin(), sequences.size()), options);
 }
 
-/// q: [total_queries, q_heads, head_dim], out: same shape, f32, f16 or bf16 each. Sequences' rows one after another. Where no
-/// sequence has a query a run does nothing, and data may be null.
+/// q: [total_queries, q_heads, head_dim], out: same shape, f32, f16 or bf16 each. Sequences' rows one after another; sequences
+/// without a query have none. Where no sequence has a query a run does nothing, and data may be null. Vectors of `out` must not
+/// overlap: strides below head_dim, 0 included, are refused.
 KVANT_API Status run(const Plan& plan, int layer, const TensorView& q, const MutableTensorView& out,
                      const RunOptions& options = {});
 
@@ -133,7 +159,7 @@ struct Partial {
 };
 /// Merges partial results over disjoint key sets, in the order given (log-sum-exp rule; Dao et al., FlashDecoding).
 /// out: [rows, head_dim] and lse: [rows] (may be null) may alias the first partial. A row that saw no key anywhere is
-/// 0 with lse = -inf.
+/// 0 with lse = -inf. lse may include sink logits in one of the partials, not in more: they would count twice.
 KVANT_API Status merge(std::span<const Partial> partials, std::int64_t rows, int head_dim, float* out, float* lse);
 
 /// The instruction sets compiled in, best first, and whether this machine has them. Asking changes nothing.

@@ -26,7 +26,11 @@ struct CacheConfig {
   int sink_pages = -1;
   int tail_pages =
       -1;  ///< newest full pages kept exact beside the one being filled, likewise; 0: encode tokens as they come
-  std::optional<Dtype> exact{};   ///< dtype of exact pages; unset: that of the first write, on a device bf16
+  /// dtype of exact pages. All that is stored is rounded to it first, so that bytes do not depend on when a page leaves the tail.
+  /// Unset: f32 where a format is f32; f16 where keys and values of the first write are, or a format is f16 and neither is bf16;
+  /// else bf16, also for f32 tensors, and on a device: two bytes a value, as in the cache that users compare with. describe()
+  /// says which, and what exact ends take. Rounding to bf16 costs 0.2 % a vector, tq6 itself 2.5 %.
+  std::optional<Dtype> exact{};
   std::int64_t window = 0;        ///< sliding window in tokens, 0: none. Pages no query can see any more are freed
   std::int64_t window_sinks = 0;  ///< first tokens that stay visible beyond the window
   /// With a window: how far a sequence can be truncated back, from the greatest length that it has had; pages stay so much
@@ -57,7 +61,7 @@ struct CacheMemory {
   std::int64_t scale_bytes = 0;     ///< scales of encoded pages
   std::int64_t exact_bytes = 0;     ///< exact pages: sinks, tail, and the copy that outlives encoding by a page
   std::int64_t table_bytes = 0;     ///< page tables and bookkeeping
-  std::int64_t reserved_bytes = 0;  ///< what the pools took from the system, the above included
+  std::int64_t reserved_bytes = 0;  ///< what the pools took from the system, the above included; see Cache::trim
   [[nodiscard]] std::int64_t total() const { return encoded_bytes + scale_bytes + exact_bytes + table_bytes; }
 };
 
@@ -117,6 +121,10 @@ class KVANT_API Cache {
 
   /// One step, part one: advances the lengths and takes pages, for all layers, all or nothing. Errors: out_of_capacity.
   Status reserve(std::span<const Append> appends, Stream stream = {});
+  Status reserve(SequenceId sequence, std::int64_t tokens, Stream stream = {}) {  ///< the same for one sequence
+    const Append one{sequence, tokens};
+    return reserve(std::span<const Append>(&one, 1), stream);
+  }
   /// Device only. Takes slots so that steps of these tokens in all, of any lengths each, take none: they can be replayed
   /// from a graph. Nothing advances. Slots not used come back with truncate (to the length it has, for instance) and
   /// remove; the child of a fork gets none.
@@ -127,9 +135,15 @@ class KVANT_API Cache {
   /// One step, part two, once per layer: keys and values of the tokens just reserved, the sequences' rows one after
   /// another or by batch_stride. keys, values: [sum of reserved tokens, kv_heads, head_dim] in f32, f16 or bf16, with
   /// batch_stride [most reserved tokens of a sequence, kv_heads, head_dim].
-  /// Errors: non_finite (nothing changed), invalid_argument for shapes or a layer already written.
+  /// Values must be finite and at most 65504 in magnitude (up to 65536 passes: bf16 makes that of 65504). A tq vector's scale is
+  /// fp16, so a vector whose values are below some 1e-5 is stored with fewer bits, and below some 1e-7 as zeros (docs/formats.md,
+  /// "The lower end"). Errors: non_finite (nothing changed; also for values that were changed while the call read them),
+  /// invalid_argument for shapes or a layer already written.
   Status write(std::span<const SequenceId> sequences, int layer, const TensorView& keys, const TensorView& values,
                Stream stream = {});
+  Status write(SequenceId sequence, int layer, const TensorView& keys, const TensorView& values, Stream stream = {}) {
+    return write(std::span<const SequenceId>(&sequence, 1), layer, keys, values, stream);
+  }
   /// reserve and write of one layer for one sequence: the first layer of a step reserves, the others fill in.
   Status append(SequenceId sequence, int layer, const TensorView& keys, const TensorView& values, Stream stream = {});
 
@@ -150,8 +164,12 @@ class KVANT_API Cache {
   /// when it is written, and answer false.
   Result<bool> take_non_finite(Stream stream = {});
 
+  /// Gives memory that no page uses back to the system, after sequences were removed or truncated; otherwise it is kept for the
+  /// next ones. Answers how many bytes that is: all of a pool (reserved_bytes shrinks) where none of its pages is in use, else
+  /// what is behind free pages, whose addresses stay reserved. A cache on a device keeps what create took: 0. Plans stay valid.
+  std::int64_t trim() noexcept;
   [[nodiscard]] CacheMemory memory() const noexcept;
-  /// One line a fact: geometry, formats, page bytes, exact ends, basis, capacity.
+  /// One line a fact: geometry, formats, page bytes, exact ends, basis, capacity, and what it holds beside a bf16 cache.
   [[nodiscard]] std::string describe() const;
 
   [[nodiscard]] CacheImpl& impl() noexcept { return *impl_; }

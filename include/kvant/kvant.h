@@ -139,7 +139,9 @@ typedef struct kvant_cache_config {
   int32_t tail_pages;       /* newest full pages kept exact beside the one being filled; 0: encode tokens as they
                            come. -1 (default): 1, but 0 under a window below 1024, where exact ends take what
                            compression saves */
-  int32_t exact_dtype;      /* kvant_dtype of exact pages; -1 (default): that of the first write */
+  int32_t exact_dtype;      /* kvant_dtype of exact pages. -1 (default): f32 where a format is f32; f16 where the first
+                               write is, or a format is f16 and the first write has no bf16; else bf16, also for f32
+                               tensors. What is stored is rounded to it */
   const char* k;            /* key format, default "tq6"; kvant_info lists them */
   const char* v;            /* value format, default "tq4" */
   int64_t window;           /* sliding window in tokens, 0 (default): none. Pages out of sight are freed */
@@ -212,7 +214,8 @@ KVANT_C_API kvant_status kvant_cache_reserve(kvant_cache* cache, const kvant_seq
                                              int64_t count);
 /* One step, part two, once per layer: keys and values of the tokens just reserved, the sequences' rows one after
  * another. sequences: [count], those of the reserve, in its order. keys, values: [sum of reserved tokens, kv_heads,
- * head_dim], f32, f16 or bf16.
+ * head_dim], f32, f16 or bf16. Values must be finite and at most 65504 in magnitude (up to 65536 passes: bf16 makes that
+ * of 65504); tq vectors with values below some 1e-5 lose bits, below some 1e-7 they are stored as zeros (docs/formats.md).
  * Errors: KVANT_NON_FINITE, KVANT_INVALID_ARGUMENT for shapes or a layer that was written already. */
 KVANT_C_API kvant_status kvant_cache_write(kvant_cache* cache, const kvant_sequence* sequences, int64_t count,
                                            int32_t layer, const kvant_tensor* keys, const kvant_tensor* values);
@@ -260,17 +263,28 @@ typedef struct kvant_memory {
   int64_t exact_bytes;    /* exact pages: sinks, tail, and the copy that outlives encoding by a page */
   int64_t table_bytes;    /* page tables and bookkeeping */
   int64_t total_bytes;    /* the four above */
-  int64_t reserved_bytes; /* what the pools took from the system */
+  int64_t reserved_bytes; /* what the pools took from the system; see kvant_cache_trim */
 } kvant_memory;
 KVANT_C_API kvant_status kvant_cache_memory(const kvant_cache* cache, kvant_memory* memory);
 
-/* Geometry, formats, page bytes, exact ends, basis, capacity; one line a fact, for people. Buffer as in kvant_info. */
+/* Gives memory that no page uses back to the system, after sequences were removed or truncated; otherwise it is kept for the
+ * next ones. *bytes (may be NULL): all of a pool where none of its pages is in use (reserved_bytes shrinks), else what is
+ * behind free pages, whose addresses stay reserved. 0 for a cache on a device. Plans stay valid. */
+KVANT_C_API kvant_status kvant_cache_trim(kvant_cache* cache, int64_t* bytes);
+
+/* Geometry, formats, page bytes, exact ends, basis, capacity, and what the cache holds beside a bf16 one; one line a fact, for
+ * people. Buffer as in kvant_info. */
 KVANT_C_API kvant_status kvant_cache_describe(const kvant_cache* cache, char* buffer, size_t capacity, size_t* size);
 
 /* --- attention --------------------------------------------------------------------------------------------------- */
 
-/* An additive (f32, f16, bf16) or boolean (non-zero: visible) mask over [batch, q_head, query, key]. A dimension of size 1
- * broadcasts; strides in elements, all zero: contiguous. Keys are absolute positions from first_key on, so the last
+/* What a logit is: scale * q . k; then softcap; then ALiBi; then masks. Query head h reads kv head h / (q_heads / kv_heads).
+ * Query i of a sequence stands at position length - q_len + i. Logits are float32: a row whose query is not finite, or that
+ * sees a key whose scaled score overflows, becomes NaN, with lse NaN (on a device an overflow is not looked for). */
+
+/* An additive (f32, f16, bf16) or boolean mask over [batch, q_head, query, key]. Boolean: non-zero means that the query sees
+ * the key. Additive: 0 changes nothing, minus infinity hides. A dimension of size 1 broadcasts; strides in elements, all zero:
+ * contiguous. Row i of the query dimension is query i of its sequence, in ragged batches too. Keys are absolute positions from first_key on, so the last
  * dimension covers the longest sequence from there; keys before first_key are hidden by the mask. The memory must stay
  * valid, and unchanged, as long as plans made with it are used. */
 typedef struct kvant_mask_tensor {
@@ -287,13 +301,16 @@ typedef struct kvant_attention_options {
   int32_t q_len;             /* queries a sequence, the newest positions. Default 1 */
   const int32_t* q_lens;     /* ragged: [number of sequences], overrides q_len; NULL otherwise. 0: a sequence without a
                                 query in this run */
-  double scale;              /* 0 (default): 1 / sqrt(head_dim) */
-  double softcap;            /* t = cap * tanh(s / cap); 0 (default): none */
+  double scale;              /* magnitude 1e-37 to 1e37; 0 (default): 1 / sqrt(head_dim) */
+  double softcap;            /* t = cap * tanh(s / cap); 1e-37 to 1e37; 0 (default): none */
   const float* alibi_slopes; /* [q_heads]: logit -= slope * |query position - key position|; NULL: none */
   int32_t is_causal;         /* default 1 */
   int32_t threads;           /* 0 (default): the processors that the process may use (affinity, CPU quota) */
-  int64_t window;            /* last W keys, the query's own included; 0 (default): all. Without is_causal a lower bound
-                                only: keys from position - W + 1 on, later ones too; for a mask tensor over a cache whose
+  int64_t window;            /* last W keys, the query's own included, as sliding_window of Hugging Face's models counts
+                                (FlashAttention's left is W - 1). 0 (default): the cache's window and window_sinks; without
+                                one, all keys. All keys of a cache with a window, as long as none were released: a window of
+                                the length or more. Without is_causal a lower bound only: keys from position - W + 1 on,
+                                later ones too; for a mask tensor over a cache whose
                                 window released pages */
   int64_t window_sinks;      /* first tokens that stay visible beyond the window */
   int64_t split_keys;        /* keys a split covers, a multiple of 64; 0 (default): planned from the lengths */
@@ -339,8 +356,9 @@ typedef struct kvant_executor {
 typedef struct kvant_run_options {
   size_t struct_size;       /* sizeof(kvant_run_options); set by kvant_run_options_init */
   float* lse;               /* [total_queries, q_heads], gets the natural log of each softmax denominator, -inf where a
-                               row saw no key; NULL (default): not wanted */
-  const float* sink_logits; /* [q_heads]: join the denominator only; NULL (default): none */
+                               row saw no key; sink logits included; NULL (default): not wanted */
+  const float* sink_logits; /* [q_heads]: join the denominator only; NULL (default): none. Where partial results are
+                               merged, in one partial only */
   void* workspace;          /* 64-byte aligned; NULL (default): the plan's own, for one run at a time. Caches on a
                                device need one, in device memory */
   size_t workspace_size;    /* bytes */
@@ -352,10 +370,11 @@ typedef struct kvant_run_options {
 KVANT_C_API void kvant_run_options_init(kvant_run_options* options, size_t struct_size);
 
 /* out = softmax(transform(scale * q k^T) + masks) v in one layer. q, out: [total_queries, q_heads, head_dim], f32, f16
- * or bf16 each; the sequences' rows one after another. A row that sees no key is 0. options: may be NULL.
+ * or bf16 each; the sequences' rows one after another, of sequences without a query none. A row that sees no key is 0. Vectors
+ * of out must not overlap: strides below head_dim, 0 included, are refused. options: may be NULL.
  * Allocates nothing. The same call gives the same bits, for any number of threads.
- * Errors: KVANT_STALE when the cache's lengths or pages changed since the plan was made (on a device: when a sequence was
- * removed); KVANT_INVALID_ARGUMENT. */
+ * Errors: KVANT_STALE when the cache's lengths or pages changed since the plan was made: by a reserve or append of a new step,
+ * truncate, fork, reorder or remove of any sequence (on a device: when a sequence was removed); KVANT_INVALID_ARGUMENT. */
 KVANT_C_API kvant_status kvant_run(const kvant_plan* plan, int32_t layer, const kvant_tensor* q,
                                    const kvant_mutable_tensor* out, const kvant_run_options* options);
 
@@ -366,7 +385,8 @@ typedef struct kvant_partial {
 } kvant_partial;
 
 /* Merges partial results over disjoint sets of keys in the order given, by the log-sum-exp rule. out: [rows, head_dim]
- * and lse: [rows] (may be NULL) may alias the first partial. A row that saw no key anywhere is 0 with lse = -inf.
+ * and lse: [rows] (may be NULL) may alias the first partial. A row that saw no key anywhere is 0 with lse = -inf. Sink logits
+ * may be in one of the partials only.
  * Errors: KVANT_INVALID_ARGUMENT. */
 KVANT_C_API kvant_status kvant_merge(const kvant_partial* partials, int64_t count, int64_t rows, int32_t head_dim,
                                      float* out, float* lse);

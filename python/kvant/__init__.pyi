@@ -31,7 +31,8 @@ class Cache:
     device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken here, so capacity_tokens is
         required, and tensors must be on that device; work is enqueued on torch's current stream (or `stream=`).
     sink_pages, tail_pages: first and newest full pages that stay exact. None: one each, but none under a window below 1024.
-    exact: "f32", "f16" or "bf16", the dtype of exact pages. None: that of the first write; bf16 on a device.
+    exact: "f32", "f16" or "bf16", the dtype of exact pages. None: f16 where the first write is f16,
+        f32 where a format is f32, else bf16.
     window, window_sinks: tokens. Pages that no query of a sliding window can see any more are freed; the first
         window_sinks tokens stay.
     rollback_tokens: with a window, so many of the newest tokens can always be truncated. 0: 64.
@@ -99,8 +100,10 @@ class Cache:
         """
     def memory(self) -> Memory:
         """Bytes by kind: codes, scales, exact pages, tables, and what was taken from the system."""
+    def trim(self) -> int:
+        """Gives memory that no page uses back to the system, after sequences went; returns how many bytes. 0 on a device."""
     def describe(self) -> str:
-        """Geometry, formats, page bytes, exact ends, basis, capacity; one line a fact."""
+        """Geometry, formats, page bytes, exact ends, basis, capacity, and what is held; one line a fact."""
 
 class FileError(KvantError, OSError):
     """The operating system refused to open, read or write a file."""
@@ -147,8 +150,8 @@ class Plan:
     q_len: queries a sequence, its newest positions; q_lens: one count a sequence instead.
     scale: None: 1 / sqrt(head_dim). softcap: t = cap * tanh(s / cap), 0: none. alibi_slopes: [q_heads] numbers.
     causal: False lets queries see later keys too.
-    window: the last W keys, the query's own included; None: the cache's window; 0: none. window_sinks: the first tokens
-        that stay visible beyond it. With causal=False the window bounds from below only.
+    window: the last W keys, the query's own included; None: the cache's window and window_sinks; 0: none. window_sinks:
+        the first tokens that stay visible beyond it. With causal=False the window bounds from below only.
     mask: [batch, q_heads, queries, keys], boolean (True: visible) or additive; dimensions of 1 broadcast. Its key
         dimension begins at position mask_first_key.
     threads, split_keys, isa: 0 and None let the plan choose. CPU only.

@@ -228,6 +228,7 @@ decode = _function(
     POINTER(MutableTensor),
 )
 memory = _function("kvant_cache_memory", c_void_p, POINTER(Memory))
+trim = _function("kvant_cache_trim", c_void_p, POINTER(c_int64))
 cache_describe = _function("kvant_cache_describe", c_void_p, c_char_p, c_size_t, POINTER(c_size_t))
 attention_options_init = _function("kvant_attention_options_init", POINTER(AttentionOptions), c_size_t, result=None)
 plan_create = _function("kvant_plan_create", c_void_p, _Sequences, c_int64, POINTER(AttentionOptions), POINTER(c_void_p))

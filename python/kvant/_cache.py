@@ -13,6 +13,8 @@ from typing import Any
 from . import _c, _tensors
 from ._errors import InvalidArgument, KvantError
 
+_NO_WINDOW = 1 << 40
+
 __all__ = ["Bases", "Cache", "Memory", "Plan", "PlanFacts", "Sequence", "Step"]
 
 
@@ -76,7 +78,8 @@ class Cache:
     device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken here, so capacity_tokens is
         required, and tensors must be on that device; work is enqueued on torch's current stream (or `stream=`).
     sink_pages, tail_pages: first and newest full pages that stay exact. None: one each, but none under a window below 1024.
-    exact: "f32", "f16" or "bf16", the dtype of exact pages. None: that of the first write; bf16 on a device.
+    exact: "f32", "f16" or "bf16", the dtype of exact pages. None: f16 where the first write is f16,
+        f32 where a format is f32, else bf16.
     window, window_sinks: tokens. Pages that no query of a sliding window can see any more are freed; the first
         window_sinks tokens stay.
     rollback_tokens: with a window, so many of the newest tokens can always be truncated. 0: 64.
@@ -424,8 +427,15 @@ class Cache:
             _c.check(_c.memory(self.handle, byref(m)))
         return Memory(*(getattr(m, name) for name, *_ in _c.Memory._fields_[1:]))
 
+    def trim(self) -> int:
+        """Gives memory that no page uses back to the system, after sequences went; returns how many bytes. 0 on a device."""
+        given = c_int64()
+        with self._lock:
+            _c.check(_c.trim(self.handle, byref(given)))
+        return given.value
+
     def describe(self) -> str:
-        """Geometry, formats, page bytes, exact ends, basis, capacity; one line a fact."""
+        """Geometry, formats, page bytes, exact ends, basis, capacity, and what is held; one line a fact."""
         with self._lock:
             return _c.text(_c.cache_describe, self.handle)
 
@@ -497,8 +507,8 @@ class Plan:
     q_len: queries a sequence, its newest positions; q_lens: one count a sequence instead.
     scale: None: 1 / sqrt(head_dim). softcap: t = cap * tanh(s / cap), 0: none. alibi_slopes: [q_heads] numbers.
     causal: False lets queries see later keys too.
-    window: the last W keys, the query's own included; None: the cache's window; 0: none. window_sinks: the first tokens
-        that stay visible beyond it. With causal=False the window bounds from below only.
+    window: the last W keys, the query's own included; None: the cache's window and window_sinks; 0: none. window_sinks:
+        the first tokens that stay visible beyond it. With causal=False the window bounds from below only.
     mask: [batch, q_heads, queries, keys], boolean (True: visible) or additive; dimensions of 1 broadcast. Its key
         dimension begins at position mask_first_key.
     threads, split_keys, isa: 0 and None let the plan choose. CPU only.
@@ -545,7 +555,8 @@ class Plan:
                 raise InvalidArgument(f"alibi_slopes has {len(slopes)} values for {q_heads} query heads: give one a head")
             o.alibi_slopes = (c_float * q_heads)(*slopes)
         o.is_causal = 1 if causal else 0
-        o.window = cache.window if window is None else window
+        # To the library 0 is the cache's window; none is one longer than any sequence.
+        o.window = _NO_WINDOW if window == 0 and cache.window > 0 else window or 0
         o.window_sinks = window_sinks
         self._mask = None
         if mask is not None:

@@ -311,6 +311,15 @@ kvant_status kvant_cache_memory(const kvant_cache* cache, kvant_memory* memory) 
   });
 }
 
+kvant_status kvant_cache_trim(kvant_cache* cache, int64_t* bytes) {
+  return guarded([&]() -> kvant::Status {
+    if (cache == nullptr) return null_argument("cache");
+    const std::int64_t given = cache->cache->trim();
+    if (bytes != nullptr) *bytes = given;
+    return {};
+  });
+}
+
 kvant_status kvant_cache_describe(const kvant_cache* cache, char* buffer, size_t capacity, size_t* size) {
   return guarded([&]() -> kvant::Status {
     if (cache == nullptr) return null_argument("cache");

@@ -3,16 +3,18 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <optional>
 
 #include "core/fmt.hpp"
 
 namespace kvant::cli {
 namespace {
 
-Dtype exact_dtype(const std::string& file_dtype) {
+// What a cache does that is given tensors of this dtype; Replay appends their f32 values.
+std::optional<Dtype> exact_dtype(const std::string& file_dtype) {
   if (file_dtype == "BF16") return Dtype::bf16;
   if (file_dtype == "F16") return Dtype::f16;
-  return Dtype::f32;
+  return {};
 }
 
 bool is_rotated(Format format) {

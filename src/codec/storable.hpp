@@ -1,4 +1,5 @@
-// What can be stored: finite values of magnitude at most 65504, the largest fp16.
+// What can be stored: finite values of magnitude at most 65504, the largest fp16. Up to 65536 passes, because bf16 makes that of
+// 65504, and what a cache stored can be stored again; where it becomes f16 it is 65504.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +11,7 @@
 
 KVANT_NAMESPACE_BEGIN(codec)
 
-inline constexpr std::int32_t kLargestBits = 0x477FE000;  // of 65504 as f32
+inline constexpr std::int32_t kLargestBits = 0x47800000;  // of 65536 as f32
 
 namespace detail {
 
@@ -35,7 +36,7 @@ KVANT_INLINE bool row_storable(Dtype dtype, const std::byte* row, int n) {
   switch (dtype) {
     case Dtype::f32: return detail::all_within<std::int32_t>(row, n, kLargestBits);
     case Dtype::f16: return detail::all_within<std::int16_t>(row, n, 0x7BFF);
-    default: return detail::all_within<std::int16_t>(row, n, 0x477F);
+    default: return detail::all_within<std::int16_t>(row, n, 0x4780);
   }
 }
 

@@ -73,6 +73,9 @@ Result<bool> Cache::take_non_finite(Stream stream) {
   return impl_->take_non_finite(stream);
 }
 
+std::int64_t Cache::trim() noexcept {
+  return impl_->trim();
+}
 CacheMemory Cache::memory() const noexcept {
   return impl_->memory();
 }

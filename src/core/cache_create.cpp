@@ -24,14 +24,26 @@ Status check_range(const char* name, std::int64_t value, std::int64_t low, std::
   return {Code::invalid_argument, fmt::format("{} = {}: must be {} to {}{}", name, value, low, high, hint)};
 }
 
+Status check_head_dim(int head_dim) {
+  const auto all = supported_head_dims();
+  const auto next = std::lower_bound(all.begin(), all.end(), head_dim);
+  if (next != all.end() && *next == head_dim) return {};
+  std::string way_out;
+  if (head_dim > 0 && next != all.end()) {
+    way_out = fmt::format(
+        "; pad queries, keys and values with zeros to {}, and give every plan the scale of the true size, 1 / sqrt({}) "
+        "= "
+        "{:.9g}, which it would otherwise take from {}",
+        *next, head_dim, 1 / std::sqrt(static_cast<double>(head_dim)), *next);
+  }
+  return {Code::invalid_argument,
+          fmt::format("head_dim = {}: must be one of {}{}", head_dim, fmt::join(all, ", "), way_out)};
+}
+
 Status check_counts(const CacheConfig& c) {
   if (Status s = check_range("layers", c.layers, 1, kMaxCount); !s) return s;
   if (Status s = check_range("kv_heads", c.kv_heads, 1, kMaxCount, "; it has no default"); !s) return s;
-  if (!is_supported_head_dim(c.head_dim)) {
-    return {Code::invalid_argument,
-            fmt::format("head_dim = {}: must be one of {}; pad vectors with zeros to the next one", c.head_dim,
-                        fmt::join(supported_head_dims(), ", "))};
-  }
+  if (Status s = check_head_dim(c.head_dim); !s) return s;
   if (Status s = check_range("sink_pages", c.sink_pages, -1, kMaxEndPages, " (-1: automatic)"); !s) return s;
   if (Status s = check_range("tail_pages", c.tail_pages, -1, kMaxEndPages, " (-1: automatic)"); !s) return s;
   if (Status s = check_range("threads", c.threads, 0, kMaxThreads, " (0: all cores)"); !s) return s;
@@ -261,7 +273,7 @@ CacheImpl::CacheImpl(const CacheConfig& config, Format k, Format v, const core::
       v_format_(v),
       table_(table),
       encoded_(layout, config.layers, config.kv_heads),
-      provisional_(codec::page_layout(Format::f32, Format::f32, config.head_dim)),
+      provisional_(codec::page_layout(Format::bf16, Format::bf16, config.head_dim)),
       kernels_(&kernels) {}
 
 Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, const core::DeviceBackend* backend) try {
@@ -355,6 +367,33 @@ CacheMemory CacheImpl::memory() const noexcept {
   return m;
 }
 
+// Exact ends are a constant number of bytes a sequence: much of a short one.
+std::string CacheImpl::held() const {
+  const CacheMemory m = memory();
+  if (m.tokens == 0) return "held: nothing\n";
+  const double vectors = 2.0 * static_cast<double>(m.tokens) * config_.layers * config_.kv_heads;
+  const double percent = 100 / (vectors * config_.head_dim * 2);
+  return fmt::format("held: {} tokens, {} bytes, {:.0f} % of a bf16 cache's; exact ends are {} of them, {:.0f} %\n",
+                     m.tokens, m.total(), static_cast<double>(m.total()) * percent, m.exact_bytes,
+                     static_cast<double>(m.exact_bytes) * percent);
+}
+
+std::int64_t CacheImpl::trim() noexcept {
+  if (device_) return 0;
+  std::int64_t bytes = 0;
+  for (const Pool which : {Pool::encoded, Pool::exact}) {
+    if (which == Pool::exact && !exact_) continue;
+    const core::PagePool& pool = table_.pool(which);
+    if (pool.used_slots() > 0) {
+      bytes += storage(which).give_back(pool.free_list());
+      continue;
+    }
+    bytes += storage(which).clear();
+    table_.clear(which);
+  }
+  return bytes;
+}
+
 std::string CacheImpl::describe() const {
   std::string text = fmt::format("geometry: {} layers, {} kv heads, head_dim {}\n", config_.layers, config_.kv_heads,
                                  config_.head_dim);
@@ -369,7 +408,9 @@ std::string CacheImpl::describe() const {
     text += "exact ends: none";
   } else {
     text += fmt::format("exact ends: {} sink and {} tail pages, {}", config_.sink_pages, config_.tail_pages,
-                        exact_dtype_ ? dtype_name(*exact_dtype_) : "in the dtype of the first write");
+                        exact_dtype_                                            ? dtype_name(*exact_dtype_)
+                        : automatic_exact(Dtype::f32, Dtype::f32) == Dtype::f32 ? "f32"
+                                                                                : "bf16, or f16 if the first write is");
   }
   if (automatic_ends_) {
     text += has_short_window(config_)
@@ -388,6 +429,7 @@ std::string CacheImpl::describe() const {
   const std::int64_t capacity = table_.config().capacity_pages;
   text += capacity > 0 ? fmt::format("capacity: {} of {} pages held\n", table_.pages_held(), capacity)
                        : fmt::format("capacity: no limit, {} pages held\n", table_.pages_held());
+  text += held();
   if (!device_) return text + fmt::format("stores with: {}\n", kernels_->name);
   text += fmt::format(
       "device: cuda:{}, {} bytes taken: {} encoded and {} exact page slots, up to {} sequences of {} tokens\n",

@@ -54,7 +54,7 @@ class CacheImpl {
     if (pool == Pool::encoded) return encoded_.block(slot, layer, head);
     return exact_ ? exact_->block(slot, layer, head) : nullptr;
   }
-  /// Pool::exact before the first write: f32, and known to be provisional by exact_dtype() being unset.
+  /// Pool::exact before the first write: bf16, and known to be provisional by exact_dtype() being unset.
   [[nodiscard]] const codec::PageLayout& layout(Pool pool) const noexcept {
     if (pool == Pool::encoded) return encoded_.layout();
     return exact_ ? exact_->layout() : provisional_;
@@ -104,6 +104,7 @@ class CacheImpl {
   Result<bool> take_non_finite(Stream stream = {});
   Status import_legacy(SequenceId sequence, int layer, const LegacyLayout& layout, const LegacyTensors& tensors,
                        std::span<const std::int64_t> slots);
+  std::int64_t trim() noexcept;
   [[nodiscard]] CacheMemory memory() const noexcept;
   [[nodiscard]] std::string describe() const;
 
@@ -124,6 +125,7 @@ class CacheImpl {
   static const float* levels(Format format, const std::vector<float>& table) noexcept {
     return codec::is_lut(format) ? table.data() : nullptr;
   }
+  [[nodiscard]] std::string held() const;
   [[nodiscard]] core::Storage& storage(Pool pool) noexcept { return pool == Pool::exact ? *exact_ : encoded_; }
   Status make_exact(Dtype dtype);
 
@@ -161,14 +163,13 @@ class CacheImpl {
   int workers_for(std::int64_t values, std::int64_t least) const;
   /// What can be wrong with the tensors of a write, but for values that are not finite; changes nothing.
   Status check_inputs(std::span<const Rows> rows, const TensorView& keys, const TensorView& values) const;
+  [[nodiscard]] Dtype automatic_exact(Dtype keys, Dtype values) const;
   /// The dtype of exact pages once these are written.
   Result<Dtype> choose_exact(Dtype keys, Dtype values) const;
   /// Stores checked tensors and marks the layer as written. On error no token that was there has changed, and the step
-  /// is still to be written. Values are looked at on the way, a page's rows right before they are encoded, where it is not
-  /// known that they are finite: a pass of its own over a long append reads it from memory once more.
-  enum class Finite { unknown, known };
-  Status store(std::span<const Rows> rows, int layer, const TensorView& keys, const TensorView& values, Finite finite,
-               Stream stream);
+  /// is still to be written. Values are looked at on the way, rows right before they are encoded, also where a pass before
+  /// found them finite: the caller may have changed them since.
+  Status store(std::span<const Rows> rows, int layer, const TensorView& keys, const TensorView& values, Stream stream);
   Status check_scales(std::span<const Rows> rows, int layer) const;
   /// An append to a layer: true if its tokens are yet to be reserved, false if exactly these wait for this layer.
   Result<bool> needs_reserve(const Rows& rows, int layer) const;
@@ -179,7 +180,7 @@ class CacheImpl {
   Format k_format_, v_format_;
   core::CacheTable table_;
   core::Storage encoded_;
-  codec::PageLayout provisional_;         // of exact pages, in f32
+  codec::PageLayout provisional_;         // of exact pages, in bf16
   std::unique_ptr<core::Storage> exact_;  // made at the first write
   std::optional<Dtype> exact_dtype_;
   bool automatic_ends_ = false;

@@ -7,6 +7,7 @@
 #include "codec/store.hpp"
 #include "core/cache_impl.hpp"
 #include "core/fmt.hpp"
+#include "core/tensor_rows.hpp"
 #include "core/threads.hpp"
 
 namespace kvant {
@@ -47,7 +48,7 @@ Status check_output(const char* name, const MutableTensorView& t, std::int64_t r
                         "check the strides, which count elements",
                         name, t.stride[0], t.stride[1], t.stride[2], t.batch_stride)};
   }
-  return {};
+  return core::check_apart(name, t, sequences);
 }
 
 // Tokens of one page, and their rows in the outputs.

@@ -145,6 +145,8 @@ class CacheTable {
   [[nodiscard]] std::int64_t pages_held() const noexcept { return identities_.used_slots(); }
   [[nodiscard]] std::uint64_t version() const noexcept { return version_; }
   [[nodiscard]] std::int64_t table_bytes() const noexcept;
+  /// Forgets the slots of a pool that has none in use.
+  void clear(Pool which) noexcept { slots(which).clear(); }
 
  private:
   [[nodiscard]] Range released_by(const Sequence& s, std::int64_t tokens) const;

@@ -52,7 +52,6 @@ struct StoreRun {
   const TensorView* keys;
   const TensorView* values;
   Dtype rounding;
-  bool looks;                  // at rows, before they are stored
   std::atomic<bool>* refused;  // some could not be
 };
 
@@ -129,7 +128,7 @@ bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
     const Tile rows{row_of(run, piece, i), tensor.stride[0], tensor.dtype, run.rounding};
     core::StoreJob to = page.ref.exact < 0 ? encoded(page.first + i, count, rows)
                                            : job(core::Pool::exact, page.ref.exact, page.first + i, count, rows);
-    to.looks = run.looks;
+    to.looks = true;
     if (i + count < page.count) {
       to.next = rows_from(run, piece, i + count);
     } else if (next.page != nullptr) {
@@ -199,7 +198,7 @@ Status CacheImpl::write(std::span<const SequenceId> sequences, int layer, const 
     rows.push_back({sequences[i], &s, s.step_begin, s.step_tokens()});
   }
   if (Status s = check_inputs(rows, keys, values); !s) return s;
-  return store(rows, layer, keys, values, Finite::unknown, stream);
+  return store(rows, layer, keys, values, stream);
 } catch (const std::bad_alloc&) {
   return {Code::out_of_memory, "working memory of a write could not be allocated; nothing was changed"};
 }
@@ -229,19 +228,17 @@ Status CacheImpl::append(SequenceId id, int layer, const TensorView& keys, const
   if (!*reserves) rows.first_token = s.step_begin;
   if (Status status = check_inputs({&rows, 1}, keys, values); !status) return status;
   if (tokens == 0) return {};
-  Finite finite = Finite::unknown;
   if (*reserves) {
     // All values are looked at before anything is reserved, so that a refusal leaves no trace.
     if (!device_) {
       if (Status status = check_finite({&rows, 1}, keys, values); !status) return status;
-      finite = Finite::known;
     }
     const Append step{id, tokens};
     if (Status status = reserve({&step, 1}, stream); !status) return status;
   }
   Status status;
   try {
-    status = store({&rows, 1}, layer, keys, values, finite, stream);
+    status = store({&rows, 1}, layer, keys, values, stream);
   } catch (const std::bad_alloc&) {
     status = {Code::out_of_memory, "working memory of an append could not be allocated; nothing was changed"};
   }
@@ -259,7 +256,7 @@ int CacheImpl::workers_for(std::int64_t values, std::int64_t least) const {
 }
 
 Status CacheImpl::store(std::span<const Rows> rows, int layer, const TensorView& keys, const TensorView& values,
-                        Finite finite, Stream stream) {
+                        Stream stream) {
   if (device_) return store_on_device(rows, layer, keys, values, stream);  // kernels mark what is not finite
   const bool chooses = table_.config().ends.any() && !exact_dtype_;
   if (chooses) {
@@ -305,13 +302,15 @@ Status CacheImpl::store(std::span<const Rows> rows, int layer, const TensorView&
                .keys = &keys,
                .values = &values,
                .rounding = exact_dtype_.value_or(Dtype::f32),
-               .looks = finite == Finite::unknown,
                .refused = &refused};
   core::parallel(run.workers, store_share, &run);
   if (refused) {
     // What was stored is beyond what any reader sees, and the next write of this layer stores all of it anew.
     if (chooses) exact_.reset(), exact_dtype_.reset();
-    return check_finite(rows, keys, values);  // says which is the first
+    if (Status s = check_finite(rows, keys, values); !s) return s;  // says which is the first
+    return {Code::non_finite,
+            "keys or values changed while they were stored: one was not finite, or above 65504, and is no more; leave "
+            "them alone until the call returns, and write them again. Nothing was changed"};
   }
   if (Status s = check_scales(rows, layer); !s) return s;
   for (const Rows& r : rows) {

@@ -121,8 +121,8 @@ Status CacheImpl::check_finite(std::span<const Rows> rows, const TensorView& key
   const std::int64_t in_sequence = row - (ends[i] - r.tokens);
   const std::int64_t begin = core::first_element(t, static_cast<std::int64_t>(i), row - in_sequence);
   const std::byte* x = core::row_of(t, begin, in_sequence, head);
-  int channel = 0;
-  while (base::abs(element(t.dtype, x, channel)) <= 65504.0f) ++channel;
+  int channel = 0;  // the last one, if the caller changed the row meanwhile
+  while (channel < config_.head_dim - 1 && base::abs(element(t.dtype, x, channel)) <= 65536.0f) ++channel;
   const std::string place =
       t.batch_stride == 0 ? fmt::format("row {}", row) : fmt::format("row {} of batch {}", in_sequence, i);
   return {Code::non_finite,
@@ -132,18 +132,25 @@ Status CacheImpl::check_finite(std::span<const Rows> rows, const TensorView& key
                       element(t.dtype, x, channel))};
 }
 
+// Where nothing was asked for: two bytes a value, as the cache that users compare with, unless a side is f32 by its format. What
+// is f16 stays f16, and what was asked for as f16 is not rounded to the fewer digits of bf16.
+Dtype CacheImpl::automatic_exact(Dtype keys, Dtype values) const {
+  if (k_format_ == Format::f32 || v_format_ == Format::f32) return Dtype::f32;
+  const bool any_f16_format = k_format_ == Format::f16 || v_format_ == Format::f16;
+  const bool any_bf16 = keys == Dtype::bf16 || values == Dtype::bf16;
+  const bool both_f16 = keys == Dtype::f16 && values == Dtype::f16;
+  return both_f16 || (any_f16_format && !any_bf16) ? Dtype::f16 : Dtype::bf16;
+}
+
 Result<Dtype> CacheImpl::choose_exact(Dtype keys, Dtype values) const {
-  if (!exact_dtype_) return keys == values ? keys : Dtype::f32;  // f16 and bf16 have only f32 in common
-  if (config_.exact) return *exact_dtype_;
-  const auto fits = [&](Dtype d) { return d == *exact_dtype_ || *exact_dtype_ == Dtype::f32; };
-  if (fits(keys) && fits(values)) return *exact_dtype_;
-  const bool keys_fit = fits(keys);
-  return {
-      Code::invalid_argument,
-      fmt::format("{}.dtype = {}: exact pages are {} since the first write, and {} does not convert to it without "
-                  "loss; convert the tensor, or create the cache with exact = f32 (lossless) or exact = {} (rounds)",
-                  keys_fit ? "values" : "keys", dtype_name(keys_fit ? values : keys), dtype_name(*exact_dtype_),
-                  dtype_name(keys_fit ? values : keys), dtype_name(*exact_dtype_))};
+  if (!exact_dtype_) return automatic_exact(keys, values);
+  if (config_.exact || *exact_dtype_ != Dtype::f16) return *exact_dtype_;  // bf16 holds any value, rounded
+  // bf16 values may be far too small for f16.
+  if (keys != Dtype::bf16 && values != Dtype::bf16) return *exact_dtype_;
+  return {Code::invalid_argument,
+          fmt::format("{}.dtype = bf16: exact pages are f16 since the first write, and f16 rounds small magnitudes to "
+                      "nothing; convert the tensor, or create the cache with exact = bf16, f32, or f16 (rounds)",
+                      keys == Dtype::bf16 ? "keys" : "values")};
 }
 
 Status CacheImpl::check_inputs(std::span<const Rows> rows, const TensorView& keys, const TensorView& values) const {

@@ -18,6 +18,7 @@ std::string mask_words(const PlanImpl& p) {
                     : fmt::format("bidirectional, from {} keys before the query on", m.window - 1);
   }
   if (m.window_sinks > 0) s += fmt::format(" and the first {}", m.window_sinks);
+  if (p.window_of_cache) s += " (the cache's window: the plan was given none)";
   if (m.tensor.data != nullptr && m.tensor.first_key > 0) s += fmt::format("; none before key {}", m.tensor.first_key);
   if (m.tensor.data != nullptr && p.device) {
     s += fmt::format(

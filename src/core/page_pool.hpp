@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace kvant::core {
@@ -21,6 +22,9 @@ class PagePool {
   std::int32_t acquire() noexcept;  ///< a free slot, now with one reference; there must be one
   void retain(std::int32_t slot) noexcept { ++references_[index(slot)]; }
   bool release(std::int32_t slot) noexcept;  ///< true when that was the last reference and the slot is free again
+
+  [[nodiscard]] std::span<const std::int32_t> free_list() const noexcept { return free_; }
+  void clear() noexcept { *this = PagePool(); }  ///< no slots any more; none may be in use
 
   // For dry runs: counts as if the slot were released, without freeing it. Every drop is taken back by one retain.
   bool drop(std::int32_t slot) noexcept { return --references_[index(slot)] == 0; }

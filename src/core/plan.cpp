@@ -132,8 +132,8 @@ class Builder {
         Code::invalid_argument,
         fmt::format("sequence {} of the batch: tokens {} to {} are visible under this mask but were released by "
                     "the cache's window of {} (window_sinks {}); "
-                    "plan with Mask::sliding(window <= {}), under a mask tensor with Mask::bounded_below, or create "
-                    "the cache with a larger window",
+                    "leave the plan's window and window_sinks 0 for the cache's, give a window of at most {}, under a "
+                    "mask tensor with Mask::bounded_below, or create the cache with a larger window",
                     index, page * kPageTokens, (page + 1) * kPageTokens - 1, config().window, config().window_sinks,
                     config().window)};
   }
@@ -246,6 +246,7 @@ Result<Plan> make_plan(const Cache& owner, std::span<const SequenceId> sequences
   plan->cache = &cache;
   plan->version = cache.version();
   plan->options = options;
+  plan->window_of_cache = options.mask.window == 0 && cache.config().window > 0;
   plan->ids.assign(sequences.begin(), sequences.end());
   if (Status s = check_options(cache.config(), sequences.size(), plan->options); !s.ok()) return s;
   if (Status s = check_backend(cache, options); !s.ok()) return s;

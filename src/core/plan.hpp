@@ -32,8 +32,9 @@ struct MergeWork {
 class PlanImpl {
  public:
   const CacheImpl* cache = nullptr;
-  std::uint64_t version = 0;  // of the cache
-  AttentionOptions options;   // as given, defaults filled in
+  std::uint64_t version = 0;     // of the cache
+  AttentionOptions options;      // as given, defaults filled in
+  bool window_of_cache = false;  // none was given, and the cache has one
   std::vector<SequenceId> ids;
   // A cache on a device: this computes, and there are no kernels, work lists, mask classes nor own workspace.
   std::unique_ptr<core::DevicePlan> device;

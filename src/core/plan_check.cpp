@@ -11,11 +11,20 @@ Status invalid(std::string message) {
   return {Code::invalid_argument, std::move(message)};
 }
 
+// Logits are float32. Within these a factor and its reciprocal are normal floats, also in units of log 2.
+bool is_factor(double x) {
+  return x >= 1e-37 && x <= 1e37;
+}
+
 Status check_numbers(const AttentionOptions& o) {
-  if (!std::isfinite(o.scale))
-    return invalid(fmt::format("scale is {}: must be finite; 0 means 1 / sqrt(head_dim)", o.scale));
-  if (!std::isfinite(o.softcap) || o.softcap < 0) {
-    return invalid(fmt::format("softcap is {}: must be finite and >= 0; 0 means no soft cap", o.softcap));
+  if (o.scale != 0 && !is_factor(std::fabs(o.scale))) {
+    return invalid(fmt::format(
+        "scale is {}: its magnitude must be 1e-37 to 1e37 (logits are float32), or 0 for 1 / sqrt(head_dim)", o.scale));
+  }
+  if (o.softcap != 0 && !is_factor(o.softcap)) {
+    return invalid(fmt::format(
+        "softcap is {}: must be 1e-37 to 1e37 (logits are float32), or 0 for none; a larger cap would change nothing",
+        o.softcap));
   }
   if (!o.alibi_slopes.empty() && o.alibi_slopes.size() != static_cast<std::size_t>(o.q_heads)) {
     return invalid(fmt::format("alibi_slopes has {} values for {} query heads: give one slope a query head, or none",
@@ -78,6 +87,11 @@ Status check_options(const CacheConfig& config, std::size_t sequences, Attention
   }
   if (Status s = check_numbers(o); !s.ok()) return s;
   if (o.scale == 0) o.scale = 1.0 / std::sqrt(static_cast<double>(config.head_dim));
+  // A cache with a window drops what lies behind it: what is left of that depends on chance, so nobody attends to it unasked.
+  if (o.mask.window == 0 && config.window > 0) {
+    o.mask.window = config.window;
+    if (o.mask.window_sinks == 0) o.mask.window_sinks = config.window_sinks;
+  }
   return check_mask_rule(o.mask);
 }
 

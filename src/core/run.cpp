@@ -149,6 +149,7 @@ Status check_run(const PlanImpl& plan, int layer, const TensorView& q, const Mut
   }
   if (Status s = check_tensor("q", q, plan); !s.ok()) return s;
   if (Status s = check_tensor("out", out, plan); !s.ok()) return s;
+  if (Status s = core::check_apart("out", out, static_cast<std::int64_t>(plan.ids.size())); !s.ok()) return s;
   if (plan.device && options.executor.execute != nullptr) {
     return {Code::invalid_argument,
             "executor is set, but this cache lives on a device, whose kernels do the work: leave executor empty"};

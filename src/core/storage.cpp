@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
+#include <utility>
 
 #include "core/fmt.hpp"
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace kvant::core {
@@ -80,6 +83,37 @@ Status Storage::grow(std::int64_t wanted) {
   chunks_.push_back(std::move(chunk));
   reserved_bytes_ += static_cast<std::int64_t>(bytes);
   return {};
+}
+
+// Slots that are neighbours are taken together: a page of memory may hold parts of two.
+std::int64_t Storage::give_back([[maybe_unused]] std::span<const std::int32_t> unused) noexcept {
+  std::int64_t given = 0;
+#if defined(__linux__)
+  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  std::vector<std::uintptr_t> slots;
+  try {
+    slots.reserve(unused.size());
+  } catch (const std::bad_alloc&) {
+    return 0;
+  }
+  for (const std::int32_t slot : unused)
+    slots.push_back(reinterpret_cast<std::uintptr_t>(slots_[static_cast<std::size_t>(slot)]));
+  std::sort(slots.begin(), slots.end());
+  for (std::size_t i = 0, next = 0; i < slots.size(); i = next) {
+    for (next = i + 1; next < slots.size() && slots[next] == slots[next - 1] + slot_bytes_;) ++next;
+    const std::uintptr_t begin = (slots[i] + page - 1) / page * page;
+    const std::uintptr_t end = (slots[next - 1] + slot_bytes_) / page * page;
+    if (begin >= end || madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED) != 0) continue;
+    given += static_cast<std::int64_t>(end - begin);
+  }
+#endif
+  return given;
+}
+
+std::int64_t Storage::clear() noexcept {
+  std::vector<std::byte*>().swap(slots_);
+  std::vector<std::unique_ptr<void, Free>>().swap(chunks_);
+  return std::exchange(reserved_bytes_, 0);
 }
 
 void Storage::copy(std::int32_t from, std::int32_t to, int tokens) noexcept {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "codec/layout.hpp"
@@ -32,6 +33,12 @@ class Storage {
   /// Copies the first `tokens` tokens of a page, and of those that follow what lies in one octet with them. Others keep what
   /// they were, code and scale of a token from the same vector.
   void copy(std::int32_t from, std::int32_t to, int tokens) noexcept;
+
+  /// Gives the memory behind slots that nobody uses back to the system, which has zeros in store for them; slots stay where
+  /// they are. Answers how many bytes that is: whole pages of memory only, and 0 where the system has no call for it.
+  std::int64_t give_back(std::span<const std::int32_t> unused) noexcept;
+  /// The same with all slots, which there are none of any more: chunks and all.
+  std::int64_t clear() noexcept;
 
   [[nodiscard]] const codec::PageLayout& layout() const noexcept { return layout_; }
   [[nodiscard]] std::int64_t slot_bytes() const noexcept { return static_cast<std::int64_t>(slot_bytes_); }

@@ -33,6 +33,22 @@ Status check_offsets(const char* name, Dtype dtype, const std::array<std::int64_
                   name, stride[0], stride[1], stride[2], name, batch_stride, sequences, shape[0], shape[1], shape[2])};
 }
 
+Status check_apart(const char* name, const MutableTensorView& t, std::int64_t sequences) {
+  const auto overlap = [&](const char* stride, std::int64_t elements, const char* of, std::int64_t count) -> Status {
+    return {Code::invalid_argument,
+            fmt::format("{}.{} = {} for {} {}: vectors of {} elements would overlap, and an output's must not; give a "
+                        "tensor of its own memory, not an expanded one",
+                        name, stride, elements, count, of, t.shape[2])};
+  };
+  const auto is_short = [&](std::int64_t stride) { return stride < t.shape[2] && stride > -t.shape[2]; };
+  if (t.shape[0] == 0) return {};
+  if (t.shape[1] > 1 && is_short(t.stride[1])) return overlap("stride[1]", t.stride[1], "heads", t.shape[1]);
+  if (t.shape[0] > 1 && is_short(t.stride[0])) return overlap("stride[0]", t.stride[0], "tokens", t.shape[0]);
+  if (t.batch_stride != 0 && sequences > 1 && is_short(t.batch_stride))
+    return overlap("batch_stride", t.batch_stride, "sequences", sequences);
+  return {};
+}
+
 Status refuse_apart(const char* name, std::int64_t batch_stride, std::int64_t sequence, std::int64_t packed) {
   return {
       Code::unsupported,

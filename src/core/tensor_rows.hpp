@@ -13,6 +13,10 @@ namespace kvant::core {
 Status check_offsets(const char* name, Dtype dtype, const std::array<std::int64_t, 3>& shape,
                      const std::array<std::int64_t, 3>& stride, std::int64_t batch_stride, std::int64_t sequences);
 
+/// Refuses an output whose vectors certainly overlap: a stride of fewer elements than a vector between two of them, 0 (an
+/// expanded tensor) included. After check_offsets.
+Status check_apart(const char* name, const MutableTensorView& t, std::int64_t sequences);
+
 /// The first element of sequence i of the call, of whose rows `before` belong to the sequences before.
 template <class View>
 std::int64_t first_element(const View& t, std::int64_t i, std::int64_t before) {

@@ -28,16 +28,26 @@ KVANT_INLINE typename S::F exp_nonpositive(typename S::F x) {
   return S::as_f(S::andnot(S::less(x, lowest), scaled));
 }
 
-// cap * tanh(s / cap), through exp(-2|s/cap|) so that nothing overflows.
+// cap * tanh(s / cap). With x = |s| / cap: from 0.625 on cap (1 - e^-2x) / (1 + e^-2x), where nothing overflows; below, where that
+// difference would cancel (all of s is lost at a cap of 1e10), |s| (1 + x^2 p(x^2)) with a minimax polynomial of tanh(x) / x.
+// Relative error below 3e-7, for caps of 1e-37 to 1e37 and any finite s.
 template <class S>
 KVANT_INLINE typename S::F soft_cap(typename S::F s, float cap) {
   using F = typename S::F;
-  const typename S::I sign = S::and_(S::as_i(s), S::seti(static_cast<int>(0x80000000u)));
+  using I = typename S::I;
+  const I sign = S::and_(S::as_i(s), S::seti(static_cast<int>(0x80000000u)));
   const F magnitude = S::as_f(S::xor_(S::as_i(s), sign));
-  const F e = exp_nonpositive<S>(S::mul(magnitude, S::setf(-2.0f / cap)));
-  const F one = S::setf(1.0f);
-  const F tanh = S::div(S::sub(one, e), S::add(one, e));
-  return S::as_f(S::or_(S::as_i(S::mul(tanh, S::setf(cap))), sign));
+  const F x = S::mul(magnitude, S::setf(1.0f / cap)), one = S::setf(1.0f);
+  const F e = exp_nonpositive<S>(S::mul(x, S::setf(-2.0f)));
+  const F large = S::mul(S::div(S::sub(one, e), S::add(one, e)), S::setf(cap));
+  const F square = S::mul(x, x);
+  F p = S::fma(S::setf(-5.70498872745e-3f), square, S::setf(2.06390887954e-2f));
+  p = S::fma(p, square, S::setf(-5.37397155531e-2f));
+  p = S::fma(p, square, S::setf(1.33314422036e-1f));
+  p = S::fma(p, square, S::setf(-3.33332819422e-1f));
+  const F small = S::fma(S::mul(magnitude, square), p, magnitude);
+  const I is_small = S::less(x, S::setf(0.625f));
+  return S::as_f(S::or_(S::or_(S::and_(is_small, S::as_i(small)), S::andnot(is_small, S::as_i(large))), sign));
 }
 
 KVANT_NAMESPACE_END

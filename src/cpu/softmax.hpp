@@ -1,7 +1,8 @@
 // One page's scores to probabilities: logit transforms, visibility, masks, online softmax. Rows are [64] floats each.
 //
 // For every row the running maximum m and denominator l of its domain are updated, scores become exp(s - m), and rescale is
-// what older sums must be multiplied by. A row that sees no key of the page gets zeros and rescale 1.
+// what older sums must be multiplied by. A row that sees no key of the page gets zeros and rescale 1. A row that sees a key whose
+// scaled score is beyond the floats is poisoned: its output becomes NaN, as that of a query that is not finite does.
 #pragma once
 
 #include "base/mask_element.hpp"
@@ -50,11 +51,17 @@ struct SoftmaxRow {
   core::TileClass tile;  // of the mask tensor here; a masked tile comes with no visible key
 };
 
-// One row's scores to logits, where something besides the scale changes them or hides keys; their lanes' maxima.
+// Lanes' maxima of a row's logits, and zeros unless a score overflowed: 0 * infinity is NaN.
 template <class S>
-KVANT_INLINE typename S::F transformed_logits(const core::RunContext& run, const core::SequenceUse& sequence,
-                                              const SoftmaxRow& row, std::int64_t first_key, std::uint64_t visible,
-                                              float slope) {
+struct Logits {
+  typename S::F top, overflowed;
+};
+
+// One row's scores to logits, where something besides the scale changes them or hides keys.
+template <class S>
+KVANT_INLINE Logits<S> transformed_logits(const core::RunContext& run, const core::SequenceUse& sequence,
+                                          const SoftmaxRow& row, std::int64_t first_key, std::uint64_t visible,
+                                          float slope) {
   using V = typename S::F;
   const std::int64_t position = sequence.length - sequence.q_len + row.query;
   const V scale = S::setf(run.scale), center = S::setf(row.center);
@@ -62,9 +69,14 @@ KVANT_INLINE typename S::F transformed_logits(const core::RunContext& run, const
   alignas(32) float lane_index[8];
   for (int i = 0; i < 8; ++i) lane_bits[i] = 1 << i, lane_index[i] = static_cast<float>(i);
   const typename S::I bits = S::loadi(lane_bits);
-  V top = S::setf(-kInfinity);
+  const V hidden = S::setf(-kInfinity), zero = S::setf(0.0f);
+  V top = hidden, overflowed = zero;
   for (int t = 0; t < kPageTokens; t += 8) {
     V s = S::mul(S::add(S::loadf(row.scores + t), center), scale);
+    const V score = s;
+    typename S::I seen = S::seti(-1);
+    const auto byte = static_cast<std::int32_t>((visible >> t) & 0xFF);
+    if (byte != 0xFF) seen = S::less(zero, S::to_f(S::and_(S::seti(byte), bits)));
     if (run.softcap > 0.0f) s = soft_cap<S>(s, run.softcap);
     if (slope != 0.0f) {
       const V signed_distance = S::sub(S::setf(static_cast<float>(position - first_key - t)), S::loadf(lane_index));
@@ -82,18 +94,23 @@ KVANT_INLINE typename S::F transformed_logits(const core::RunContext& run, const
                        : 0.0f;
         if (!(added[i] < kInfinity)) *row.poisoned = 1;  // NaN or +inf in the mask: the row has no meaning
       }
-      s = S::add(s, S::loadf(added));
+      const V addend = S::loadf(added);
+      s = S::add(s, addend);
+      seen = S::and_(seen, S::less(hidden, addend));
     }
-    const auto byte = static_cast<std::int32_t>((visible >> t) & 0xFF);
-    if (byte != 0xFF) {
-      const typename S::I seen = S::less(S::setf(0.0f), S::to_f(S::and_(S::seti(byte), bits)));
-      s = S::as_f(S::or_(S::and_(seen, S::as_i(s)), S::andnot(seen, S::as_i(S::setf(-kInfinity)))));
+    if (byte != 0xFF || row.tile == core::kTileMixed) {  // scores of hidden keys may be anything
+      s = S::as_f(S::or_(S::and_(seen, S::as_i(s)), S::andnot(seen, S::as_i(hidden))));
     }
+    overflowed = S::fma(S::as_f(S::and_(seen, S::as_i(score))), zero, overflowed);
     S::storef(row.scores + t, s);
     top = S::max(top, s);
   }
+  return {top, overflowed};
+}
 
-  return top;
+template <class S>
+KVANT_INLINE void no_weights(float* scores) {
+  for (int t = 0; t < kPageTokens; t += 8) S::storef(scores + t, S::setf(0.0f));
 }
 
 template <class S>
@@ -105,28 +122,37 @@ KVANT_INLINE void softmax_row(const core::RunContext& run, const core::SequenceU
   const float slope = run.slopes != nullptr ? run.slopes[row.q_head] : 0.0f;
   *row.rescale = 1.0f;
   if (visible == 0) {
-    for (int t = 0; t < kPageTokens; t += 8) S::storef(row.scores + t, S::setf(0.0f));
+    no_weights<S>(row.scores);
     return;
   }
 
-  float page_max;
+  float page_max, overflowed;
   if (visible == ~std::uint64_t{0} && run.softcap <= 0.0f && slope == 0.0f && row.tile != core::kTileMixed) {
     const V scale = W::setf(run.scale), center = W::setf(row.center);
-    V top = W::setf(-kInfinity);
+    V top = W::setf(-kInfinity), not_finite = W::setf(0.0f);
     for (int t = 0; t < kPageTokens; t += kLanes) {
       const V s = W::mul(W::add(W::loadf(row.scores + t), center), scale);
       W::storef(row.scores + t, s);
       top = W::max(top, s);
+      not_finite = W::fma(s, W::setf(0.0f), not_finite);
     }
     page_max = W::reduce_max(top);
+    overflowed = W::reduce_add(not_finite);
   } else {
-    page_max = S::reduce_max(transformed_logits<S>(run, sequence, row, first_key, visible, slope));
+    const Logits<S> logits = transformed_logits<S>(run, sequence, row, first_key, visible, slope);
+    page_max = S::reduce_max(logits.top);
+    overflowed = S::reduce_add(logits.overflowed);
+  }
+  if (overflowed != 0.0f) {  // NaN, then
+    *row.poisoned = 1;
+    no_weights<S>(row.scores);
+    return;
   }
 
   const float m_old = *row.m;
   const float m_new = page_max > m_old ? page_max : m_old;
   if (m_new == -kInfinity) {  // a mask tensor hid every key
-    for (int t = 0; t < kPageTokens; t += 8) S::storef(row.scores + t, S::setf(0.0f));
+    no_weights<S>(row.scores);
     return;
   }
   const V maximum = W::setf(m_new);

@@ -30,8 +30,24 @@ KVANT_INLINE const std::byte* job_row(const core::StoreJob& job, int i) {
   return static_cast<const std::byte*>(job.rows) + i * job.row_stride * bytes;
 }
 
-// Token i of the job, converted and rounded.
-inline void load_row_plain(const core::StoreJob& job, int i, float* x) {
+// f16 has no 65536, which is what bf16 makes of 65504 (codec/storable.hpp): up to there 65504. What cannot be stored stays so.
+inline float within_f16(float x) {
+  const float magnitude = base::abs(x);
+  if (!(magnitude > 65504.0f && magnitude <= 65536.0f)) return x;
+  return x < 0.0f ? -65504.0f : 65504.0f;
+}
+template <class S>
+KVANT_INLINE typename S::F within_f16(typename S::F x) {
+  using I = typename S::I;
+  const I magnitude = S::and_(S::as_i(x), S::seti(0x7FFFFFFF));
+  const I is_above = S::less(S::setf(65504.0f), S::as_f(magnitude));
+  const I in_gap = S::and_(is_above, S::less(S::as_f(magnitude), S::setf(65536.0078125f)));
+  const I largest = S::or_(S::xor_(S::as_i(x), magnitude), S::as_i(S::setf(65504.0f)));
+  return S::as_f(S::or_(S::and_(in_gap, largest), S::andnot(in_gap, S::as_i(x))));
+}
+
+// Token i of the job, converted and rounded. False: the job looks, and the row cannot be stored.
+inline bool load_row_plain(const core::StoreJob& job, int i, float* x) {
   const std::byte* row = job_row(job, i);
   for (int j = 0; j < job.head_dim; ++j) {
     switch (job.dtype) {
@@ -39,9 +55,14 @@ inline void load_row_plain(const core::StoreJob& job, int i, float* x) {
       case Dtype::f16: x[j] = base::f16_to_f32(base::load_u16(row + 2 * j)); break;
       default: x[j] = base::bf16_to_f32(base::load_u16(row + 2 * j));
     }
-    if (job.rounding == Dtype::f16) x[j] = base::f16_to_f32(base::f32_to_f16(x[j]));
+  }
+  // Of the copy: the caller's row may change meanwhile.
+  if (job.looks && !codec::row_storable(Dtype::f32, reinterpret_cast<const std::byte*>(x), job.head_dim)) return false;
+  for (int j = 0; j < job.head_dim; ++j) {
+    if (job.rounding == Dtype::f16) x[j] = base::f16_to_f32(base::f32_to_f16(within_f16(x[j])));
     if (job.rounding == Dtype::bf16) x[j] = base::bf16_to_f32(base::f32_to_bf16(x[j]));
   }
+  return true;
 }
 
 // base::f32_to_bf16, in the low halves of lanes.
@@ -75,7 +96,7 @@ KVANT_INLINE void convert_row(int head_dim, float* x, Magnitudes<S>& magnitudes,
   for (int j = 0; j < head_dim; j += 8) {
     typename S::F v = load(j);
     magnitudes.take(v);
-    if constexpr (kRounding == Dtype::f16) v = S::round_f16(v);
+    if constexpr (kRounding == Dtype::f16) v = S::round_f16(within_f16<S>(v));
     if constexpr (kRounding == Dtype::bf16) v = S::as_f(S::template shl<16>(to_bf16<S>(v)));
     S::storef(x + j, v);
   }
@@ -107,7 +128,7 @@ KVANT_INLINE void store_dense_row(const codec::SideLayout& side, int head_dim, s
   for (int j = 0; j < head_dim; j += 8) {
     const typename S::F v = S::loadf(y + j);
     if (side.format == Format::f32) S::storei(row + 4 * j, S::as_i(v));
-    if (side.format == Format::f16) S::store_f16(row + 2 * j, v);
+    if (side.format == Format::f16) S::store_f16(row + 2 * j, within_f16<S>(v));
     if (side.format == Format::bf16) S::store_u16(row + 2 * j, to_bf16<S>(v));
   }
 }
@@ -154,12 +175,15 @@ KVANT_INLINE void take_vector(EncodeRows& rows, int at, int groups) {
   }
 }
 
+// False: as load_row_plain.
 template <bool kKeys>
-__attribute__((noinline)) void store_token_plain(const core::StoreJob& job, int i) {
+__attribute__((noinline)) bool store_token_plain(const core::StoreJob& job, int i) {
   float x[codec::kMaxHeadDim], y[codec::kMaxHeadDim];
-  load_row_plain(job, i, x);
+  if (!load_row_plain(job, i, x)) return false;
   codec::to_basis(job.basis, job.head_dim, x, y);
+  for (int j = 0; job.side->format == Format::f16 && j < job.head_dim; ++j) y[j] = within_f16(y[j]);
   (kKeys ? codec::store_row_k : codec::store_row_v)(*job.side, job.head_dim, job.block, job.first + i, y, job.levels);
+  return true;
 }
 
 // Tokens [i, i + count) of the job into their basis, `stride` values from one to the next. False: one was refused.
@@ -244,7 +268,7 @@ KVANT_INLINE bool store_coded(const core::StoreJob& job, Encode encode) {
     }
     pack_tokens<S, kKeys, kFormat>(side, job.head_dim, job.block, first, count, codes);
     for (int t = 0; any_refused && t < count; ++t) {
-      if (refused[t]) store_token_plain<kKeys>(job, i + t);
+      if (refused[t] && !store_token_plain<kKeys>(job, i + t)) return false;
     }
     i += count;
   }
@@ -270,11 +294,11 @@ bool store_format(const core::StoreJob& job) {
       ahead.fetch();
       if (as_is) {
         ahead.fetch();
-        Magnitudes<S> magnitudes;
-        magnitudes.take_row(reinterpret_cast<const float*>(job_row(job, i)), job.head_dim);
-        if (job.looks && !magnitudes.storable()) return false;
         std::byte* row = job.block + codec::detail::dense_row(*job.side, job.head_dim, job.first + i);
         __builtin_memcpy(row, job_row(job, i), static_cast<std::size_t>(job.head_dim) * 4);
+        Magnitudes<S> magnitudes;  // of the copy: the caller's row may change meanwhile
+        magnitudes.take_row(reinterpret_cast<const float*>(row), job.head_dim);
+        if (job.looks && !magnitudes.storable()) return false;
         continue;
       }
       if (!load_vectors<S>(job, i, 1, x, job.head_dim, ahead)) return false;
@@ -292,8 +316,7 @@ bool store(const core::StoreJob& job) {
     return with_format(job.side->format, [&]<Format kFormat>() { return store_format<S, kKeys, kFormat>(job); });
   } else {
     for (int i = 0; i < job.count; ++i) {
-      if (job.looks && !codec::row_storable(job.dtype, job_row(job, i), job.head_dim)) return false;
-      store_token_plain<kKeys>(job, i);
+      if (!store_token_plain<kKeys>(job, i)) return false;
     }
     return true;
   }

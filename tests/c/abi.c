@@ -248,6 +248,10 @@ static void test_attention(void) {
   EXPECT_REFUSED(kvant_run(plan, 0, &q, &out, NULL), KVANT_STALE, "");
   EXPECT(kvant_cache_remove(cache, child) == KVANT_OK);
   EXPECT_REFUSED(kvant_cache_remove(cache, child), KVANT_INVALID_ARGUMENT, "sequence");
+  int64_t given = -1;
+  EXPECT(kvant_cache_trim(cache, &given) == KVANT_OK && given >= 0);
+  EXPECT(kvant_cache_trim(cache, NULL) == KVANT_OK);
+  EXPECT_REFUSED(kvant_cache_trim(NULL, &given), KVANT_INVALID_ARGUMENT, "cache is NULL");
 
   /* Any order of destruction. */
   free(run.workspace);

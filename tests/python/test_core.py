@@ -425,6 +425,36 @@ def test_memory_and_texts(rng):
     assert {"tq6", "tq4", "fp8"} <= {f["name"] for f in kvant.formats()}
 
 
+def test_trim_gives_memory_of_removed_sequences_back(rng):
+    cache = kvant.Cache(kv_heads=2, head_dim=D)
+    seq, other = cache.sequence(), cache.sequence()
+    k = rows(rng, 20000)
+    seq.append(0, k, k)
+    other.append(0, k[:100], k[:100])
+    before = cache.decode(other, 0)
+    seq.remove()
+    assert cache.trim() > 100_000
+    np.testing.assert_array_equal(cache.decode(other, 0)[0], before[0])
+    other.remove()
+    assert cache.trim() > 0
+    m = cache.memory()
+    assert m.reserved_bytes == m.table_bytes
+
+
+def test_a_plan_takes_the_caches_window(rng):
+    cache = exact_cache(window=20, window_sinks=3)
+    seq = cache.sequence()
+    k, q = rows(rng, 60), rows(rng, 1, 4)
+    seq.append(0, k, k)  # at once: nothing was released yet
+    plan = cache.plan(seq, q_heads=4)
+    assert "the cache's window" in plan.explain() and "the first 3" in plan.explain()
+    none = cache.attend(seq, 0, q, window=0)
+    whole = exact_cache().sequence()
+    whole.append(0, k, k)
+    np.testing.assert_array_equal(none, whole.cache.attend(whole, 0, q))
+    np.testing.assert_array_equal(cache.attend(seq, 0, q), cache.attend(seq, 0, q, window=20, window_sinks=3))
+
+
 def test_the_stub_is_what_the_package_has():
     import subprocess
     import sys

@@ -22,6 +22,7 @@ inline CacheConfig small_config(int layers = 1) {
   c.layers = layers;
   c.kv_heads = 2;
   c.head_dim = 32;
+  c.exact = Dtype::f32;  // what tests append is what exact pages hold
   return c;
 }
 

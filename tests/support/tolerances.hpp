@@ -12,6 +12,10 @@ namespace kvant::test::tolerance {
 /// Measured: 8e-7 on Gaussian inputs, 2e-6 at most.
 inline constexpr double kFloat = 1e-5;
 
+/// Logits with a soft cap, f32 caches of 200 keys, no matrix unit: of kFloat's sums there are 64 products and 200 weights, and
+/// the cap itself is off by 3e-7 of a logit at most (cpu/math.hpp).
+inline constexpr double kSoftcap = 2e-6;
+
 /// The same on machines that multiply many rows by a matrix unit: queries, keys, weights and values are two bf16 each, products at
 /// most 3 * 2^-18 off, so a logit of standard deviation 1 moves by some 4e-6. Measured: 9.9e-6 on Gaussian inputs at 4096 keys, 1.3e-5 on
 /// loud ones in 480 random cases; lse likewise (kLseCoded).

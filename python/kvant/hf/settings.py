@@ -21,7 +21,8 @@ class Settings:
     skip_layers: layers that keep transformers' own cache, by number; negative numbers count from the end.
     bases: calibrated bases: the file that `kvant calibrate` made of what kvant.hf.capture wrote, by its path or as a
         kvant.Bases. It must have all layers that kvant stores.
-    exact: "f32", "f16" or "bf16", the dtype of pages that stay exact. None: the model's; bf16 on a device.
+    exact: "f32", "f16" or "bf16", the dtype of pages that stay exact. None: f16 for models in f16,
+        else bf16.
     sink_pages, tail_pages: first and newest full pages of 64 tokens that stay exact. None: as kvant.Cache has it.
     exact_prefill: True: the first prompt attends to its own keys and values as they were before compression, through
         torch; False: to what is stored, as all later tokens do. None: True on a CUDA device, False on the CPU.
