@@ -125,7 +125,7 @@ struct Executor {
 };
 
 struct RunOptions {
-  Stream stream{};       ///< caches on a device: where the launches go; tensors and lse are then device memory
+  Stream stream{};  ///< caches on a device: where the launches go; tensors and lse are then device memory
   /// [total_queries, q_heads]: natural log of the softmax denominator, sink logits included; -inf: no key (with sink logits: the
   /// sink logit).
   float* lse = nullptr;

@@ -60,9 +60,9 @@ struct PrepareItem;
 struct MergeItem;
 
 struct Kernels {
-  const char* name;    // "scalar", "avx2"
-  const char* detail;  // the instructions used
-  bool (*available)();  // the processor and the system have it; asking changes nothing in the process
+  const char* name;                  // "scalar", "avx2"
+  const char* detail;                // the instructions used
+  bool (*available)();               // the processor and the system have it; asking changes nothing in the process
   bool (*store_k)(const StoreJob&);  // false: the job looks and refused a row; some of its tokens are not stored
   bool (*store_v)(const StoreJob&);
   void (*decode_k)(const DecodeJob&);  // the bits of codec/store.hpp and codec/basis.hpp, on every ISA
