@@ -39,8 +39,8 @@ class PlanImpl {
   // A cache on a device: this computes, and there are no kernels, work lists, mask classes nor own workspace.
   std::unique_ptr<core::DevicePlan> device;
   const core::Kernels* kernels = nullptr;
-  std::string
-      refused;      // "amx: the reason": better kernels that the machine has, and the system refuses to this process
+  // "amx: the reason": better kernels that the machine has, and the system refuses to this process
+  std::string refused;
   int threads = 1;  // 0 on a device
   int group = 1;
   int padded_dim = 0;
