@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <new>
 #include <utility>
 
@@ -90,20 +91,20 @@ std::int64_t Storage::give_back([[maybe_unused]] std::span<const std::int32_t> u
   std::int64_t given = 0;
 #if defined(__linux__)
   const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-  std::vector<std::uintptr_t> slots;
+  const auto address = [](const std::byte* at) { return reinterpret_cast<std::uintptr_t>(at); };
+  std::vector<std::byte*> slots;
   try {
     slots.reserve(unused.size());
   } catch (const std::bad_alloc&) {
     return 0;
   }
-  for (const std::int32_t slot : unused)
-    slots.push_back(reinterpret_cast<std::uintptr_t>(slots_[static_cast<std::size_t>(slot)]));
-  std::sort(slots.begin(), slots.end());
+  for (const std::int32_t slot : unused) slots.push_back(slots_[static_cast<std::size_t>(slot)]);
+  std::sort(slots.begin(), slots.end(), std::less<>());
   for (std::size_t i = 0, next = 0; i < slots.size(); i = next) {
     for (next = i + 1; next < slots.size() && slots[next] == slots[next - 1] + slot_bytes_;) ++next;
-    const std::uintptr_t begin = (slots[i] + page - 1) / page * page;
-    const std::uintptr_t end = (slots[next - 1] + slot_bytes_) / page * page;
-    if (begin >= end || madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED) != 0) continue;
+    const std::uintptr_t begin = (address(slots[i]) + page - 1) / page * page;
+    const std::uintptr_t end = (address(slots[next - 1]) + slot_bytes_) / page * page;
+    if (begin >= end || madvise(slots[i] + (begin - address(slots[i])), end - begin, MADV_DONTNEED) != 0) continue;
     given += static_cast<std::int64_t>(end - begin);
   }
 #endif

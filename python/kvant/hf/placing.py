@@ -31,10 +31,12 @@ def decode(cache: KvantCache, group: Group, slot: int, proxy: KVProxy) -> torch.
 
 def place_mask(cache: KvantCache, group: Group, mask: torch.Tensor, queries: int) -> tuple[torch.Tensor, int, int]:
     """A mask over the newest keys as transformers counts them, as (mask over stored tokens, its first key, a window)."""
-    keys = mask.shape[3]
+    keys, longest = mask.shape[3], max(group.rows)
+    # A plan without a window has its cache's: a window of all keys leaves everything to the mask.
+    all_keys = longest if group.window else 0
     if cache.stored is None:  # keys before the first one are hidden, whatever a window has released of them
-        return mask, cache.length - keys, 0
-    step, batch, longest = group.step, len(group.rows), max(group.rows)
+        return mask, cache.length - keys, all_keys
+    step, batch = group.step, len(group.rows)
     mask = mask.expand(batch, -1, queries, -1)
     # Each stored token's column is its position in its row; padding goes to one more column, which is cut off.
     kept = cache.stored[:, cache.length - keys :]
@@ -49,8 +51,8 @@ def place_mask(cache: KvantCache, group: Group, mask: torch.Tensor, queries: int
     if real is not None:  # a plan's rows are the live ones, and their queries the real ones, packed
         order = (~real).long().argsort(dim=1, stable=True)
         placed = placed.gather(2, order[:, None, :, None].expand(placed.shape))
-    window = group.window if group.window and longest > group.window else 0
-    if window:
+    window = group.window if longest > group.window else all_keys
+    if group.window and longest > group.window:
         _check_window(placed, rows, queries if real is None else real.sum(1), window)
     if step.live is not None:
         placed = placed[torch.tensor(step.live, device=placed.device)]

@@ -99,7 +99,7 @@ static void refusals(void) {
   kvant_sequence sequence;
   kvant_cache* cache = new_cache(NULL, "tq4", &sequence);
   const kvant_tensor k = tensor(keys, TOKENS), v = tensor(values, TOKENS);
-  const float bad[] = {NAN, INFINITY, -INFINITY, 65536.0f};
+  const float bad[] = {NAN, INFINITY, -INFINITY, 65600.0f};
   for (int i = 0; i < 4; ++i) {
     const float before = keys[5 * DIM + 3];
     keys[5 * DIM + 3] = bad[i];
