@@ -2,19 +2,20 @@
 //   out = softmax(transform(scale * q k^T) + masks) v
 // `plan` does all validation and says what it chose (explain); `run` allocates nothing and throws nothing.
 //
-// What a row is. Query i of a sequence with q_len queries stands at position length - q_len + i: queries are the newest
-// tokens, and their own keys and values must be in the cache. With group = q_heads / kv_heads, query head h reads kv head
-// h / group (rounded down), as models with grouped-query attention have it. A logit is, in this order:
+// Rows and logits. Query i of a sequence with q_len queries stands at position length - q_len + i: queries are the
+// newest tokens, and their own keys and values must be in the cache. With group = q_heads / kv_heads, query head h
+// reads kv head h / group (rounded down), as models with grouped-query attention have it. A logit is, in this order:
 //   1. scale * q . k
 //   2. softcap    cap * tanh(logit / cap)
 //   3. ALiBi      - slope * |query position - key position|
 //   4. masks      additive ones are added; hidden keys are left out
-// Logits are float32. A row whose query is not finite, or that sees a key whose scaled score overflows, becomes NaN, with lse
-// NaN; others keep their bits. (On a device an overflow is not looked for.) A row that sees no key is 0 with lse = -inf.
+// Logits are float32. A row whose query is not finite, or that sees a key whose scaled score overflows, becomes NaN,
+// with lse NaN; others keep their bits. (On a device an overflow is not looked for.) A row that sees no key is 0 with
+// lse = -inf.
 //
-// Threads. Different caches never interfere. One cache takes one call at a time, and plans are made of it one at a time, but
-// runs of plans may go on at the same time, on any threads, if each has a workspace of its own and nothing else is done to the
-// cache meanwhile.
+// Threads. Different caches never interfere. One cache takes one call at a time, and plans are made of it one at a
+// time, but runs of plans may go on at the same time, on any threads, if each has a workspace of its own and nothing
+// else is done to the cache meanwhile.
 #pragma once
 
 #include <array>
@@ -31,13 +32,14 @@
 namespace kvant {
 
 /// An additive (f32, f16, bf16) or boolean (one byte, non-zero = visible) mask over [batch, q_head, query, key].
-/// Boolean: non-zero means that the query sees the key (torch's scaled_dot_product_attention; nn.MultiheadAttention and others
-/// mean the opposite, so invert theirs). Additive: 0 changes nothing, minus infinity hides, NaN and plus infinity make the row
-/// NaN. A dimension of size 1 or of stride 0 broadcasts; strides are in elements. Row i of the query dimension is query i of its
-/// sequence, in ragged batches too: a sequence of fewer queries than the mask has rows uses the first ones. Keys are absolute positions from first_key on, so
-/// the last dimension covers the longest sequence (of those that have queries) from there; keys before first_key are hidden,
-/// also where the key dimension broadcasts. The memory must stay valid, and unchanged, as long as plans made with it are
-/// used. For a cache on a device it is device memory, may change between runs, and must cover the lengths at each run.
+/// Boolean: non-zero means that the query sees the key (torch's scaled_dot_product_attention; nn.MultiheadAttention and
+/// others mean the opposite, so invert theirs). Additive: 0 changes nothing, minus infinity hides, NaN and plus
+/// infinity make the row NaN. A dimension of size 1 or of stride 0 broadcasts; strides are in elements. Row i of the
+/// query dimension is query i of its sequence, in ragged batches too: a sequence of fewer queries than the mask has
+/// rows uses the first ones. Keys are absolute positions from first_key on, so the last dimension covers the longest
+/// sequence (of those that have queries) from there; keys before first_key are hidden, also where the key dimension
+/// broadcasts. The memory must stay valid, and unchanged, as long as plans made with it are used. For a cache on a
+/// device it is device memory, may change between runs, and must cover the lengths at each run.
 struct MaskTensor {
   const void* data = nullptr;
   Dtype dtype = Dtype::f32;
@@ -49,10 +51,10 @@ struct MaskTensor {
 /// Who sees whom. Query i of a sequence stands at position length - q_len + i.
 struct Mask {
   bool is_causal = true;
-  /// Last W keys, the query's own included, as sliding_window of Hugging Face's models counts (FlashAttention's `left` is W - 1).
-  /// 0: the cache's window and window_sinks, which a cache with a window has dropped the rest of (explain() says so); without
-  /// one, all keys. All keys of a cache with a window, as long as none were released: a window of the length or more. Without
-  /// is_causal a lower bound only: keys from position - W + 1 on, later ones too.
+  /// Last W keys, the query's own included, as sliding_window of Hugging Face's models counts (FlashAttention's `left`
+  /// is W - 1). 0: the cache's window and window_sinks, because such a cache has released the other pages (explain()
+  /// says so); without one, all keys. All keys of a cache with a window, as long as none were released: a window of the
+  /// length or more. Without is_causal a lower bound only: keys from position - W + 1 on, later ones too.
   std::int64_t window = 0;
   std::int64_t window_sinks = 0;  ///< first tokens that stay visible beyond the window
   MaskTensor tensor{};            ///< on top of the above; no data: none
@@ -69,8 +71,8 @@ struct Mask {
     m.window_sinks = sinks;
     return m;
   }
-  /// Bidirectional, but for keys that lie behind the window: what a mask tensor says of the others counts. For a tensor over a
-  /// cache whose window has released pages.
+  /// Bidirectional, but for keys that lie behind the window: what a mask tensor says of the others counts. For a tensor
+  /// over a cache whose window has released pages.
   static Mask bounded_below(std::int64_t window, std::int64_t sinks = 0) {
     Mask m = sliding(window, sinks);
     m.is_causal = false;
@@ -94,12 +96,12 @@ struct AttentionOptions {
 
 class PlanImpl;
 
-/// Immutable. Valid until the cache's lengths or pages change: until the next reserve or append of a new step, truncate, fork,
-/// reorder, or remove of any sequence (then `run` says stale). Writes of the step that was reserved before, reads and trim keep it
-/// valid. It refers to its cache, which must outlive its last run. Over a cache on a device it stays
-/// valid while its sequences live and are at least q_len long: kernels read lengths and pages from the device's tables, so
-/// that a plan, and a CUDA graph of its runs, follows sequences that grow. Splits were planned for the lengths at planning;
-/// plan again now and then, or after lengths have changed much.
+/// Immutable. Valid until the cache's lengths or pages change: until the next reserve or append of a new step,
+/// truncate, fork, reorder, or remove of any sequence (then `run` says stale). Writes of the step that was reserved
+/// before, reads and trim keep it valid. It refers to its cache, which must outlive its last run. Over a cache on a
+/// device it stays valid while its sequences live and are at least q_len long: kernels read lengths and pages from the
+/// device's tables, so that a plan, and a CUDA graph of its runs, follows sequences that grow. Splits were planned for
+/// the lengths at planning; plan again now and then, or after lengths have changed much.
 class KVANT_API Plan {
  public:
   [[nodiscard]] std::string explain() const;  ///< kernels, tiles, splits, bytes, and why
@@ -116,9 +118,9 @@ class KVANT_API Plan {
   std::shared_ptr<const PlanImpl> impl_;
 };
 
-/// A host's own threads in place of kvant's: `run` calls execute(self, workers, work, context) at most once (never for a plan
-/// of one thread). It must call work(context, i) once for every i in 0 .. workers - 1, on any threads and in any order, and
-/// return when all are done. Results do not depend on who ran what. `work` does not throw.
+/// A host's own threads in place of kvant's: `run` calls execute(self, workers, work, context) at most once (never for
+/// a plan of one thread). It must call work(context, i) once for every i in 0 .. workers - 1, on any threads and in any
+/// order, and return when all are done. Results do not depend on who ran what. `work` does not throw.
 struct Executor {
   void (*execute)(void* self, int workers, void (*work)(void* context, int worker), void* context) = nullptr;
   void* self = nullptr;
@@ -126,16 +128,16 @@ struct Executor {
 
 struct RunOptions {
   Stream stream{};  ///< caches on a device: where the launches go; tensors and lse are then device memory
-  /// [total_queries, q_heads]: natural log of the softmax denominator, sink logits included; -inf: no key (with sink logits: the
-  /// sink logit).
+  /// [total_queries, q_heads]: natural log of the softmax denominator, sink logits included; -inf: no key (with sink
+  /// logits: the sink logit).
   float* lse = nullptr;
-  /// [q_heads]: join the denominator only (gpt-oss), unscaled and uncapped. Where partial results are merged, in one partial only:
-  /// each partial that has them counts them.
+  /// [q_heads]: join the denominator only (gpt-oss), unscaled and uncapped. Where partial results are merged, in one
+  /// partial only: each partial that has them counts them.
   const float* sink_logits = nullptr;
   /// None: OpenMP or std::thread, as built. For hosts that are threaded already. Caches in host memory only.
   Executor executor{};
-  /// >= workspace_bytes(), 64-byte aligned; empty: the plan's own (one run at a time). Caches on a device need one in device
-  /// memory (cudaMalloc's alignment will do); runs on one stream can share it, and it need not be cleared.
+  /// >= workspace_bytes(), 64-byte aligned; empty: the plan's own (one run at a time). Caches on a device need one in
+  /// device memory (cudaMalloc's alignment will do); runs on one stream can share it, and it need not be cleared.
   std::span<std::byte> workspace{};
 };
 
@@ -146,9 +148,9 @@ inline Result<Plan> plan(const Cache& cache, std::initializer_list<SequenceId> s
   return plan(cache, std::span<const SequenceId>(sequences.begin(), sequences.size()), options);
 }
 
-/// q: [total_queries, q_heads, head_dim], out: same shape, f32, f16 or bf16 each. Sequences' rows one after another; sequences
-/// without a query have none. Where no sequence has a query a run does nothing, and data may be null. Vectors of `out` must not
-/// overlap: strides below head_dim, 0 included, are refused.
+/// q: [total_queries, q_heads, head_dim], out: same shape, f32, f16 or bf16 each. Sequences' rows one after another;
+/// sequences without a query have none. Where no sequence has a query a run does nothing, and data may be null. Vectors
+/// of `out` must not overlap: strides below head_dim, 0 included, are refused.
 KVANT_API Status run(const Plan& plan, int layer, const TensorView& q, const MutableTensorView& out,
                      const RunOptions& options = {});
 

@@ -21,20 +21,21 @@ struct CacheConfig {
   int head_dim = 0;
   std::string k = "tq6";  ///< key format; see formats()
   std::string v = "tq4";  ///< value format
-  /// First pages kept exact. -1: automatic, which is 1, but 0 where both formats are dense (as given numbers are, too) and
-  /// under a window below 1024: there exact ends take most of what compression saves.
+  /// First pages kept exact. -1: automatic, which is 1, but 0 where both formats are dense (as given numbers are, too)
+  /// and under a window below 1024: there exact ends take most of what compression saves.
   int sink_pages = -1;
   int tail_pages =
       -1;  ///< newest full pages kept exact beside the one being filled, likewise; 0: encode tokens as they come
-  /// dtype of exact pages. All that is stored is rounded to it first, so that bytes do not depend on when a page leaves the tail.
-  /// Unset: f32 where a format is f32; f16 where keys and values of the first write are, or a format is f16 and neither is bf16;
-  /// else bf16, also for f32 tensors, and on a device: two bytes a value, as in the cache that users compare with. describe()
-  /// says which, and what exact ends take. Rounding to bf16 costs 0.2 % a vector, tq6 itself 2.5 %.
+  /// dtype of exact pages. All that is stored is rounded to it first, so that bytes do not depend on when a page leaves
+  /// the tail. Unset: f32 where a format is f32; f16 where keys and values of the first write are, or a format is f16
+  /// and neither is bf16; else bf16, also for f32 tensors, and on a device: two bytes a value, as in the cache that
+  /// users compare with. describe() says which, and what exact ends take. Rounding to bf16 costs 0.2 % a vector, tq6
+  /// itself 2.5 %.
   std::optional<Dtype> exact{};
   std::int64_t window = 0;        ///< sliding window in tokens, 0: none. Pages no query can see any more are freed
   std::int64_t window_sinks = 0;  ///< first tokens that stay visible beyond the window
-  /// With a window: how far a sequence can be truncated back, from the greatest length that it has had; pages stay so much
-  /// longer. Below 64, and 0: 64. For drafts of speculative decoding that may be rejected.
+  /// With a window: how far a sequence can be truncated back, from the greatest length that it has had; pages stay so
+  /// much longer. Below 64, and 0: 64. For drafts of speculative decoding that may be rejected.
   std::int64_t rollback_tokens = 0;
   std::int64_t capacity_tokens = 0;  ///< at most this many tokens in pages (whole pages, shared ones once); 0: no limit
   BasisKind k_basis = BasisKind::automatic;  ///< automatic: hadamard for tq formats, none otherwise
@@ -43,8 +44,8 @@ struct CacheConfig {
   std::vector<float> k_levels{};            ///< lut formats: 2^bits level values, ascending
   std::vector<float> v_levels{};
   int lut_scales = 1;  ///< lut formats: scales a vector (1, or 2: one for each half)
-  /// Where pages live: "" or "cpu" for host memory, "cuda" or "cuda:1" for a device's. On a device all memory is taken by
-  /// create: capacity_tokens is required, tensors are device memory, and work is enqueued on the stream given.
+  /// Where pages live: "" or "cpu" for host memory, "cuda" or "cuda:1" for a device's. On a device all memory is taken
+  /// by create: capacity_tokens is required, tensors are device memory, and work is enqueued on the stream given.
   std::string device{};
   std::int64_t max_sequences = 256;      ///< device only: sequences alive at once
   std::int64_t max_sequence_tokens = 0;  ///< device only: tokens of the longest sequence; 0: capacity_tokens
@@ -81,14 +82,14 @@ class CacheImpl;
 
 /// A cache on a device does what one in host memory does, to the same bytes, with these differences. Calls that take a
 /// stream only enqueue work on it (read and take_non_finite wait for it); all calls on one cache must be ordered by one
-/// stream, and tensors must stay as they are until it has come past. Input that is not finite, or above 65504, is stored
-/// so that what sees it becomes NaN, and take_non_finite tells. What fork, truncate, reorder and remove changed is sent
-/// with the next call that has a stream.
+/// stream, and tensors must stay as they are until it has come past. Input that is not finite, or above 65504, is
+/// stored so that what sees it becomes NaN, and take_non_finite tells. What fork, truncate, reorder and remove changed
+/// is sent with the next call that has a stream.
 ///
-/// Steps can be recorded in a CUDA graph. reserve_ahead takes slots for the tokens of steps to come; then record reserve,
-/// write and run: the recorded step counts as taken here, so launch the graph once for it. For each further launch call
-/// advance, before or after it, with tokens that were reserved ahead. After truncate, fork or reorder of a sequence, reserve
-/// ahead again before the next launch.
+/// Steps can be recorded in a CUDA graph. reserve_ahead takes slots for the tokens of steps to come; then record
+/// reserve, write and run: the recorded step counts as taken here, so launch the graph once for it. For each further
+/// launch call advance, before or after it, with tokens that were reserved ahead. After truncate, fork or reorder of a
+/// sequence, reserve ahead again before the next launch.
 class KVANT_API Cache {
  public:
   /// Errors: invalid_argument for unknown formats, unsupported head_dim, counts out of range, bases of other shapes.
@@ -102,20 +103,20 @@ class KVANT_API Cache {
   [[nodiscard]] Format v_format() const noexcept;
 
   SequenceId add_sequence();
-  /// A new sequence with the same tokens; pages are shared until one side writes to them. Of a page that is written to, its
-  /// filled rows are copied (on a device, the whole page).
+  /// A new sequence with the same tokens; pages are shared until one side writes to them. Of a page that is written to,
+  /// its filled rows are copied (on a device, the whole page).
   Result<SequenceId> fork(SequenceId parent);
   Status remove(SequenceId sequence);
   /// Forgets all tokens from position `tokens` on. Truncating up to 64 tokens and going on gives the same bytes as
-  /// if they had never been appended. Further back (CacheConfig::rollback_tokens), a page that was encoded stays encoded,
-  /// with the same codes, where the rule of exact ends would have it exact. Errors: invalid_argument for tokens outside 0
-  /// to the length, or released by the window.
+  /// if they had never been appended. Further back (CacheConfig::rollback_tokens), a page that was encoded stays
+  /// encoded, with the same codes, where the rule of exact ends would have it exact. Errors: invalid_argument for
+  /// tokens outside 0 to the length, or released by the window.
   Status truncate(SequenceId sequence, std::int64_t tokens);
-  /// Beams in one call: sequences[i] becomes what sequences[parents[i]] was, for all i at once; ids stay. A parent named
-  /// several times is shared as fork does; what no entry names is forgotten, and so are slots reserved ahead, but for
-  /// those of a sequence that is its own parent. Where all are, nothing changes. All or nothing. Errors: invalid_argument
-  /// for spans of different sizes, a sequence given twice, parents outside 0 to count - 1, and a sequence whose newest step
-  /// is not written in every layer.
+  /// Beams in one call: sequences[i] becomes what sequences[parents[i]] was, for all i at once; ids stay. A parent
+  /// named several times is shared as fork does; what no entry names is forgotten, and so are slots reserved ahead, but
+  /// for those of a sequence that is its own parent. Where all are, nothing changes. All or nothing. Errors:
+  /// invalid_argument for spans of different sizes, a sequence given twice, parents outside 0 to count - 1, and a
+  /// sequence whose newest step is not written in every layer.
   Status reorder(std::span<const SequenceId> sequences, std::span<const std::int64_t> parents);
   Result<std::int64_t> length(SequenceId sequence) const;
 
@@ -125,9 +126,9 @@ class KVANT_API Cache {
     const Append one{sequence, tokens};
     return reserve(std::span<const Append>(&one, 1), stream);
   }
-  /// Device only. Takes slots so that steps of these tokens in all, of any lengths each, take none: they can be replayed
-  /// from a graph. Nothing advances. Slots not used come back with truncate (to the length it has, for instance) and
-  /// remove; the child of a fork gets none.
+  /// Device only. Takes slots so that steps of these tokens in all, of any lengths each, take none: they can be
+  /// replayed from a graph. Nothing advances. Slots not used come back with truncate (to the length it has, for
+  /// instance) and remove; the child of a fork gets none.
   Status reserve_ahead(std::span<const Append> appends, Stream stream = {});
   /// Device only. The step that a graph's launch took, reserve and the writes of all layers: lengths here follow those
   /// on the device. Errors: invalid_argument for tokens that were not reserved ahead (nothing changed).
@@ -135,10 +136,10 @@ class KVANT_API Cache {
   /// One step, part two, once per layer: keys and values of the tokens just reserved, the sequences' rows one after
   /// another or by batch_stride. keys, values: [sum of reserved tokens, kv_heads, head_dim] in f32, f16 or bf16, with
   /// batch_stride [most reserved tokens of a sequence, kv_heads, head_dim].
-  /// Values must be finite and at most 65504 in magnitude (up to 65536 passes: bf16 makes that of 65504). A tq vector's scale is
-  /// fp16, so a vector whose values are below some 1e-5 is stored with fewer bits, and below some 1e-7 as zeros (docs/formats.md,
-  /// "The lower end"). Errors: non_finite (nothing changed; also for values that were changed while the call read them),
-  /// invalid_argument for shapes or a layer already written.
+  /// Values must be finite and at most 65504 in magnitude (up to 65536 passes: bf16 makes that of 65504). A tq vector's
+  /// scale is fp16, so a vector whose values are below some 1e-5 is stored with fewer bits, and below some 1e-7 as
+  /// zeros (docs/formats.md, "The lower end"). Errors: non_finite (nothing changed; also for values that were changed
+  /// while the call read them), invalid_argument for shapes or a layer already written.
   Status write(std::span<const SequenceId> sequences, int layer, const TensorView& keys, const TensorView& values,
                Stream stream = {});
   Status write(SequenceId sequence, int layer, const TensorView& keys, const TensorView& values, Stream stream = {}) {
@@ -153,23 +154,25 @@ class KVANT_API Cache {
   Status read(SequenceId sequence, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
               const MutableTensorView& values, Stream stream = {}) const;
   /// The same for ranges of several sequences, into tensors in f32, f16 or bf16 where the cache lives: host memory, or
-  /// device memory (enqueued on the stream, and not waited for; a recorded decode follows the device's own lengths). keys,
-  /// values: the ranges' rows one after another, [sum of end - begin, kv_heads, head_dim], or, with a batch_stride, those
-  /// of range i from element i * batch_stride on, and shape[0] the most rows of any; either may have null data. Values are
-  /// rounded to nearest, ties to even; beyond the dtype's range they become infinite. A sequence may be named more than
-  /// once. Errors: as read.
+  /// device memory (enqueued on the stream, and not waited for; a recorded decode follows the device's own lengths).
+  /// keys, values: the ranges' rows one after another, [sum of end - begin, kv_heads, head_dim], or, with a
+  /// batch_stride, those of range i from element i * batch_stride on, and shape[0] the most rows of any; either may
+  /// have null data. Values are rounded to nearest, ties to even; beyond the dtype's range they become infinite. A
+  /// sequence may be named more than once. Errors: as read.
   Status decode(std::span<const TokenRange> ranges, int layer, const MutableTensorView& keys,
                 const MutableTensorView& values, Stream stream = {}) const;
   /// Waits for the stream: true if a device stored input that is not finite since the last call. Host caches refuse it
   /// when it is written, and answer false.
   Result<bool> take_non_finite(Stream stream = {});
 
-  /// Gives memory that no page uses back to the system, after sequences were removed or truncated; otherwise it is kept for the
-  /// next ones. Answers how many bytes that is: all of a pool (reserved_bytes shrinks) where none of its pages is in use, else
-  /// what is behind free pages, whose addresses stay reserved. A cache on a device keeps what create took: 0. Plans stay valid.
+  /// Gives memory that no page uses back to the system, after sequences were removed or truncated; otherwise it is kept
+  /// for the next ones. Answers how many bytes that is: all of a pool (reserved_bytes shrinks) where none of its pages
+  /// is in use, else what is behind free pages, whose addresses stay reserved. A cache on a device keeps what create
+  /// took: 0. Plans stay valid.
   std::int64_t trim() noexcept;
   [[nodiscard]] CacheMemory memory() const noexcept;
-  /// One line a fact: geometry, formats, page bytes, exact ends, basis, capacity, and what it holds beside a bf16 cache.
+  /// One line a fact: geometry, formats, page bytes, exact ends, basis, capacity, and what it holds beside a bf16
+  /// cache.
   [[nodiscard]] std::string describe() const;
 
   [[nodiscard]] CacheImpl& impl() noexcept { return *impl_; }

@@ -85,11 +85,12 @@ enum {
 };
 
 /* shape and stride: [tokens, heads, head_dim], strides in elements; stride all zero: contiguous, else stride[2] = 1.
- * batch_stride: 0 (default): the rows of a call's sequences lie one after another, shape[0] counts them all. Else the rows
- * of sequence i begin at element i * batch_stride, and shape[0] is the most rows that any sequence of the call has: a
- * tensor [batch, heads, tokens, head_dim] or [batch, tokens, heads, head_dim] can be given as it is. Strides of zeros mean
- * contiguous [tokens, heads, head_dim] within a sequence then, too. Sequences are counted in the order of the call. On a device
- * batch_stride must lead to the same rows as 0 (one sequence; as many rows each, one after another), or is unsupported. */
+ * batch_stride: 0 (default): the rows of a call's sequences lie one after another, shape[0] counts them all. Else the
+ * rows of sequence i begin at element i * batch_stride, and shape[0] is the most rows that any sequence of the call
+ * has: a tensor [batch, heads, tokens, head_dim] or [batch, tokens, heads, head_dim] can be given as it is. Strides of
+ * zeros mean contiguous [tokens, heads, head_dim] within a sequence then, too. Sequences are counted in the order of
+ * the call. On a device batch_stride must lead to the same rows as 0 (one sequence; as many rows each, one after
+ * another), or is unsupported. */
 typedef struct kvant_tensor {
   const void* data;
   kvant_dtype dtype;
@@ -195,12 +196,13 @@ KVANT_C_API kvant_status kvant_cache_fork(kvant_cache* cache, kvant_sequence par
 /* Frees what no other sequence shares. Errors: KVANT_INVALID_ARGUMENT when it is not a live sequence. */
 KVANT_C_API kvant_status kvant_cache_remove(kvant_cache* cache, kvant_sequence sequence);
 /* Forgets all tokens from position `tokens` on. Going back up to 64 tokens and on again gives the same bytes as if they
- * had never been appended. Errors: KVANT_INVALID_ARGUMENT when tokens is outside 0 .. length, or released by the window. */
+ * had never been appended. Errors: KVANT_INVALID_ARGUMENT when tokens is outside 0 .. length, or released
+ * by the window. */
 KVANT_C_API kvant_status kvant_cache_truncate(kvant_cache* cache, kvant_sequence sequence, int64_t tokens);
-/* Beams in one call: sequences[i] becomes what sequences[parents[i]] was, for all i at once; the ids stay. A parent that is
- * named several times is shared: when one side writes to a page, its filled rows are copied (on a device, the whole page).
- * A parent that is not named is forgotten. sequences, parents: [count], no sequence twice, parents in 0 .. count - 1. All or
- * nothing.
+/* Beams in one call: sequences[i] becomes what sequences[parents[i]] was, for all i at once; the ids stay. A parent
+ * that is named several times is shared: when one side writes to a page, its filled rows are copied (on a device, the
+ * whole page). A parent that is not named is forgotten. sequences, parents: [count], no sequence twice, parents in 0 ..
+ * count - 1. All or nothing.
  * Errors: KVANT_INVALID_ARGUMENT; a newest step that is not written in every layer. */
 KVANT_C_API kvant_status kvant_cache_reorder(kvant_cache* cache, const kvant_sequence* sequences,
                                              const int64_t* parents, int64_t count);
@@ -214,8 +216,9 @@ KVANT_C_API kvant_status kvant_cache_reserve(kvant_cache* cache, const kvant_seq
                                              int64_t count);
 /* One step, part two, once per layer: keys and values of the tokens just reserved, the sequences' rows one after
  * another. sequences: [count], those of the reserve, in its order. keys, values: [sum of reserved tokens, kv_heads,
- * head_dim], f32, f16 or bf16. Values must be finite and at most 65504 in magnitude (up to 65536 passes: bf16 makes that
- * of 65504); tq vectors with values below some 1e-5 lose bits, below some 1e-7 they are stored as zeros (docs/formats.md).
+ * head_dim], f32, f16 or bf16. Values must be finite and at most 65504 in magnitude (up to 65536 passes: bf16 makes
+ * that of 65504); tq vectors with values below some 1e-5 lose bits, below some 1e-7 they are stored as zeros
+ * (docs/formats.md).
  * Errors: KVANT_NON_FINITE, KVANT_INVALID_ARGUMENT for shapes or a layer that was written already. */
 KVANT_C_API kvant_status kvant_cache_write(kvant_cache* cache, const kvant_sequence* sequences, int64_t count,
                                            int32_t layer, const kvant_tensor* keys, const kvant_tensor* values);
@@ -227,16 +230,18 @@ KVANT_C_API kvant_status kvant_cache_append(kvant_cache* cache, kvant_sequence s
 /* The CUDA stream (cudaStream_t; NULL: the default stream) of the calls above and of kvant_cache_read, until it is set
  * again. Errors: KVANT_INVALID_ARGUMENT for a cache in host memory and a stream that is not NULL. */
 KVANT_C_API kvant_status kvant_cache_set_stream(kvant_cache* cache, void* stream);
-/* Device only. Takes slots so that steps of tokens[i] tokens of sequences[i] in all, of any lengths each, take none: they
- * can be replayed from a CUDA graph. Nothing advances. sequences, tokens: [count]. Errors: as kvant_cache_reserve. */
+/* Device only. Takes slots so that steps of tokens[i] tokens of sequences[i] in all, of any lengths each, take none:
+ * they can be replayed from a CUDA graph. Nothing advances. sequences, tokens: [count].
+ * Errors: as kvant_cache_reserve. */
 KVANT_C_API kvant_status kvant_cache_reserve_ahead(kvant_cache* cache, const kvant_sequence* sequences,
                                                    const int64_t* tokens, int64_t count);
-/* Device only. Tells of a step that a graph's launch took (the reserve and the writes of all layers): lengths here follow
- * those on the device. Enqueues nothing. Errors: KVANT_INVALID_ARGUMENT for tokens that were not reserved ahead. */
+/* Device only. Tells of a step that a graph's launch took (the reserve and the writes of all layers): lengths here
+ * follow those on the device. Enqueues nothing.
+ * Errors: KVANT_INVALID_ARGUMENT for tokens that were not reserved ahead. */
 KVANT_C_API kvant_status kvant_cache_advance(kvant_cache* cache, const kvant_sequence* sequences, const int64_t* tokens,
                                              int64_t count);
-/* Waits for the stream. *found: 1 if keys or values that are not finite were stored since the last call, else 0. Caches in
- * host memory refuse them instead: 0. */
+/* Waits for the stream. *found: 1 if keys or values that are not finite were stored since the last call, else 0. Caches
+ * in host memory refuse them instead: 0. */
 KVANT_C_API kvant_status kvant_cache_take_non_finite(kvant_cache* cache, int32_t* found);
 
 /* Decodes stored tokens [begin, end) of one layer in the original coordinates: exactly what attention computes with.
@@ -267,26 +272,28 @@ typedef struct kvant_memory {
 } kvant_memory;
 KVANT_C_API kvant_status kvant_cache_memory(const kvant_cache* cache, kvant_memory* memory);
 
-/* Gives memory that no page uses back to the system, after sequences were removed or truncated; otherwise it is kept for the
- * next ones. *bytes (may be NULL): all of a pool where none of its pages is in use (reserved_bytes shrinks), else what is
- * behind free pages, whose addresses stay reserved. 0 for a cache on a device. Plans stay valid. */
+/* Gives memory that no page uses back to the system, after sequences were removed or truncated; otherwise it is kept
+ * for the next ones. *bytes (may be NULL): all of a pool where none of its pages is in use (reserved_bytes shrinks),
+ * else what is behind free pages, whose addresses stay reserved. 0 for a cache on a device. Plans stay valid. */
 KVANT_C_API kvant_status kvant_cache_trim(kvant_cache* cache, int64_t* bytes);
 
-/* Geometry, formats, page bytes, exact ends, basis, capacity, and what the cache holds beside a bf16 one; one line a fact, for
- * people. Buffer as in kvant_info. */
+/* Geometry, formats, page bytes, exact ends, basis, capacity, and what the cache holds beside a bf16 one; one line a
+ * fact, for people. Buffer as in kvant_info. */
 KVANT_C_API kvant_status kvant_cache_describe(const kvant_cache* cache, char* buffer, size_t capacity, size_t* size);
 
 /* --- attention --------------------------------------------------------------------------------------------------- */
 
-/* What a logit is: scale * q . k; then softcap; then ALiBi; then masks. Query head h reads kv head h / (q_heads / kv_heads).
- * Query i of a sequence stands at position length - q_len + i. Logits are float32: a row whose query is not finite, or that
- * sees a key whose scaled score overflows, becomes NaN, with lse NaN (on a device an overflow is not looked for). */
+/* What a logit is: scale * q . k; then softcap; then ALiBi; then masks. Query head h reads kv head h / (q_heads /
+ * kv_heads). Query i of a sequence stands at position length - q_len + i. Logits are float32: a row whose query is not
+ * finite, or that sees a key whose scaled score overflows, becomes NaN, with lse NaN (on a device an overflow is not
+ * looked for). */
 
-/* An additive (f32, f16, bf16) or boolean mask over [batch, q_head, query, key]. Boolean: non-zero means that the query sees
- * the key. Additive: 0 changes nothing, minus infinity hides. A dimension of size 1 broadcasts; strides in elements, all zero:
- * contiguous. Row i of the query dimension is query i of its sequence, in ragged batches too. Keys are absolute positions from first_key on, so the last
- * dimension covers the longest sequence from there; keys before first_key are hidden by the mask. The memory must stay
- * valid, and unchanged, as long as plans made with it are used. */
+/* An additive (f32, f16, bf16) or boolean mask over [batch, q_head, query, key]. Boolean: non-zero means that the query
+ * sees the key. Additive: 0 changes nothing, minus infinity hides. A dimension of size 1 broadcasts; strides in
+ * elements, all zero: contiguous. Row i of the query dimension is query i of its sequence, in ragged batches too. Keys
+ * are absolute positions from first_key on, so the last dimension covers the longest sequence from there; keys before
+ * first_key are hidden by the mask. The memory must stay valid, and unchanged, as long as plans made with it are
+ * used. */
 typedef struct kvant_mask_tensor {
   const void* data; /* NULL: no mask */
   kvant_dtype dtype;
@@ -307,11 +314,11 @@ typedef struct kvant_attention_options {
   int32_t is_causal;         /* default 1 */
   int32_t threads;           /* 0 (default): the processors that the process may use (affinity, CPU quota) */
   int64_t window;            /* last W keys, the query's own included, as sliding_window of Hugging Face's models counts
-                                (FlashAttention's left is W - 1). 0 (default): the cache's window and window_sinks; without
-                                one, all keys. All keys of a cache with a window, as long as none were released: a window of
-                                the length or more. Without is_causal a lower bound only: keys from position - W + 1 on,
-                                later ones too; for a mask tensor over a cache whose
-                                window released pages */
+                                (FlashAttention's left is W - 1). 0 (default): the cache's window and window_sinks;
+                                without one, all keys. All keys of a cache with a window, as long as none were
+                                released: a window of the length or more. Without is_causal a lower bound only: keys
+                                from position - W + 1 on, later ones too; for a mask tensor over a cache whose window
+                                released pages */
   int64_t window_sinks;      /* first tokens that stay visible beyond the window */
   int64_t split_keys;        /* keys a split covers, a multiple of 64; 0 (default): planned from the lengths */
   kvant_mask_tensor mask;    /* on top of the above */
@@ -370,11 +377,12 @@ typedef struct kvant_run_options {
 KVANT_C_API void kvant_run_options_init(kvant_run_options* options, size_t struct_size);
 
 /* out = softmax(transform(scale * q k^T) + masks) v in one layer. q, out: [total_queries, q_heads, head_dim], f32, f16
- * or bf16 each; the sequences' rows one after another, of sequences without a query none. A row that sees no key is 0. Vectors
- * of out must not overlap: strides below head_dim, 0 included, are refused. options: may be NULL.
- * Allocates nothing. The same call gives the same bits, for any number of threads.
- * Errors: KVANT_STALE when the cache's lengths or pages changed since the plan was made: by a reserve or append of a new step,
- * truncate, fork, reorder or remove of any sequence (on a device: when a sequence was removed); KVANT_INVALID_ARGUMENT. */
+ * or bf16 each; the sequences' rows one after another, of sequences without a query none. A row that sees no key is 0.
+ * Vectors of out must not overlap: strides below head_dim, 0 included, are refused. options: may be NULL. Allocates
+ * nothing. The same call gives the same bits, for any number of threads.
+ * Errors: KVANT_STALE when the cache's lengths or pages changed since the plan was made: by a reserve or append of a
+ * new step, truncate, fork, reorder or remove of any sequence (on a device: when a sequence was removed);
+ * KVANT_INVALID_ARGUMENT. */
 KVANT_C_API kvant_status kvant_run(const kvant_plan* plan, int32_t layer, const kvant_tensor* q,
                                    const kvant_mutable_tensor* out, const kvant_run_options* options);
 
@@ -385,8 +393,8 @@ typedef struct kvant_partial {
 } kvant_partial;
 
 /* Merges partial results over disjoint sets of keys in the order given, by the log-sum-exp rule. out: [rows, head_dim]
- * and lse: [rows] (may be NULL) may alias the first partial. A row that saw no key anywhere is 0 with lse = -inf. Sink logits
- * may be in one of the partials only.
+ * and lse: [rows] (may be NULL) may alias the first partial. A row that saw no key anywhere is 0 with lse = -inf. Sink
+ * logits may be in one of the partials only.
  * Errors: KVANT_INVALID_ARGUMENT. */
 KVANT_C_API kvant_status kvant_merge(const kvant_partial* partials, int64_t count, int64_t rows, int32_t head_dim,
                                      float* out, float* lse);

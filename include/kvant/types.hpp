@@ -15,7 +15,8 @@ namespace kvant {
 /// Tokens in a page. Fixed: it is part of every format's byte layout.
 inline constexpr int kPageTokens = 64;
 
-/// A CUDA stream (cudaStream_t) for caches in device memory; null is the default stream. Caches in host memory ignore it.
+/// A CUDA stream (cudaStream_t) for caches in device memory; null is the default stream. Caches in host memory ignore
+/// it.
 struct Stream {
   void* handle = nullptr;
 };
@@ -70,8 +71,9 @@ KVANT_API bool is_supported_head_dim(int head_dim) noexcept;
 ///   0       one after another: those of a sequence begin after all those before them, and shape[0] counts them all
 ///   other   sequence i's begin at element i * batch_stride, and shape[0] is the most rows that any sequence has. So a
 ///           tensor [batch, heads, tokens, head_dim] or [batch, tokens, heads, head_dim] can be given as it is
-/// Rows that a call writes to must not overlap. On a device batch_stride is taken only where it leads to the same rows as
-/// 0 (a call of one sequence; as many rows each, and batch_stride = rows * stride[0]); else the call is unsupported.
+/// Rows that a call writes to must not overlap. On a device batch_stride is taken only where it leads to the same rows
+/// as 0 (a call of one sequence; as many rows each, and batch_stride = rows * stride[0]); else the call is unsupported;
+/// Cache::decode takes any.
 struct TensorView {
   const void* data = nullptr;
   Dtype dtype = Dtype::f32;
