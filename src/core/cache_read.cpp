@@ -17,19 +17,6 @@ namespace {
 // ten microseconds.
 constexpr std::int64_t kDecodedPerWorker = 65536;
 
-// Whether the last byte of all that the tensor spans has a number.
-bool is_countable(const MutableTensorView& t, std::int64_t sequences) {
-  std::int64_t bytes = 0;
-  const auto add = [&](std::int64_t count, std::int64_t stride) {
-    std::int64_t part = 0;
-    return !__builtin_mul_overflow(std::max<std::int64_t>(0, count - 1), stride, &part) &&
-           !__builtin_mul_overflow(part, static_cast<std::int64_t>(dtype_size(t.dtype)), &part) &&
-           !__builtin_add_overflow(bytes, part < 0 ? ~part : part, &bytes);
-  };
-  return add(t.shape[0], t.stride[0]) && add(t.shape[1], t.stride[1]) && add(t.shape[2], t.stride[2]) &&
-         add(sequences, t.batch_stride);
-}
-
 // `rows`: what shape[0] must be, `what` says why.
 Status check_output(const char* name, const MutableTensorView& t, std::int64_t rows, const char* what,
                     std::int64_t sequences, const CacheConfig& config) {
@@ -42,12 +29,7 @@ Status check_output(const char* name, const MutableTensorView& t, std::int64_t r
   if (t.stride[2] != 1) {
     return {Code::invalid_argument, fmt::format("{}.stride[2] = {}: must be 1", name, t.stride[2])};
   }
-  if (!is_countable(t, sequences)) {
-    return {Code::invalid_argument,
-            fmt::format("{}.stride = [{}, {}, {}], batch_stride {}: its last element would lie 2^63 bytes on or more; "
-                        "check the strides, which count elements",
-                        name, t.stride[0], t.stride[1], t.stride[2], t.batch_stride)};
-  }
+  if (Status s = core::check_offsets(name, t.dtype, t.shape, t.stride, t.batch_stride, sequences); !s) return s;
   return core::check_apart(name, t, sequences);
 }
 
@@ -56,14 +38,9 @@ struct PageRead {
   core::Pool pool;
   std::int32_t slot;
   int first, count;
-  std::int64_t sequence;    // number of the range
-  std::int64_t row;         // of the range's rows
-  std::int64_t row_of_all;  // of all ranges' rows
-  [[nodiscard]] std::int64_t element(const MutableTensorView& t, int head) const {
-    const std::int64_t begin =
-        t.batch_stride != 0 ? sequence * t.batch_stride + row * t.stride[0] : row_of_all * t.stride[0];
-    return begin + head * t.stride[1];
-  }
+  std::int64_t range;   // its number
+  std::int64_t row;     // of the range's rows
+  std::int64_t before;  // rows of the ranges before
 };
 
 struct DecodeRun {
@@ -90,17 +67,19 @@ void decode_share(void* context, int worker) {
     for (const bool values : {false, true}) {
       const MutableTensorView& out = values ? *run.values : *run.keys;
       if (out.data == nullptr) continue;
-      core::DecodeJob job{.side = values ? &layout.v : &layout.k,
-                          .head_dim = cache.config().head_dim,
-                          .block = cache.block(page.pool, page.slot, run.layer, head),
-                          .first = page.first,
-                          .count = page.count,
-                          .basis = {},
-                          .levels = nullptr,
-                          .rows = static_cast<std::byte*>(out.data) +
-                                  page.element(out, head) * static_cast<std::int64_t>(dtype_size(out.dtype)),
-                          .row_stride = out.stride[0],
-                          .dtype = out.dtype};
+      const std::int64_t element =
+          core::first_element(out, page.range, page.before) + page.row * out.stride[0] + head * out.stride[1];
+      core::DecodeJob job{
+          .side = values ? &layout.v : &layout.k,
+          .head_dim = cache.config().head_dim,
+          .block = cache.block(page.pool, page.slot, run.layer, head),
+          .first = page.first,
+          .count = page.count,
+          .basis = {},
+          .levels = nullptr,
+          .rows = static_cast<std::byte*>(out.data) + element * static_cast<std::int64_t>(dtype_size(out.dtype)),
+          .row_stride = out.stride[0],
+          .dtype = out.dtype};
       if (encoded) {
         job.basis = values ? cache.v_basis(run.layer, head) : cache.k_basis(run.layer, head);
         job.levels = values ? cache.v_levels() : cache.k_levels();
@@ -256,9 +235,9 @@ Status CacheImpl::decode(std::span<const TokenRange> ranges, int layer, const Mu
                       .slot = exact ? ref.exact : ref.encoded,
                       .first = static_cast<int>(at % kPageTokens),
                       .count = static_cast<int>(next - at),
-                      .sequence = static_cast<std::int64_t>(i),
+                      .range = static_cast<std::int64_t>(i),
                       .row = at - r.begin,
-                      .row_of_all = before + at - r.begin});
+                      .before = before});
       at = next;
     }
     before += r.end - r.begin;

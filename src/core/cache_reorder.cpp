@@ -24,12 +24,7 @@ Status CacheTable::check_reorder(std::span<const SequenceId> ids, std::span<cons
             fmt::format("parents has {} entries for {} sequences: give one parent each, its place in sequences",
                         parents.size(), ids.size())};
   }
-  std::vector<SequenceId> sorted(ids.begin(), ids.end());
-  std::sort(sorted.begin(), sorted.end());
-  if (const auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end()) {
-    return {Code::invalid_argument,
-            fmt::format("sequences: {} appears twice; give each sequence once", number(*twice))};
-  }
+  if (Status s = check_distinct(ids); !s) return s;
   for (std::size_t i = 0; i < ids.size(); ++i) {
     const auto found = find(ids[i], fmt::format("sequences[{}]", i).c_str());
     if (!found) return found.status();

@@ -21,6 +21,14 @@ void make_room(std::vector<T>& v, std::int64_t wanted) {
 
 }  // namespace
 
+Status check_distinct(std::span<const SequenceId> sequences) {
+  std::vector<SequenceId> sorted(sequences.begin(), sequences.end());
+  std::sort(sorted.begin(), sorted.end());
+  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  if (twice == sorted.end()) return {};
+  return {Code::invalid_argument, fmt::format("sequences: {} appears twice; give each sequence once", number(*twice))};
+}
+
 // --- sequences ------------------------------------------------------------------------------------------------------
 
 Result<CacheTable::Sequence*> CacheTable::find(SequenceId id, const char* argument) {

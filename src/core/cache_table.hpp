@@ -74,6 +74,9 @@ struct SlotCopy {
   std::int32_t tokens;  // that the page has; what follows them need not be copied
 };
 
+/// Refuses a call that names a sequence twice.
+Status check_distinct(std::span<const SequenceId> sequences);
+
 class CacheTable {
  public:
   struct Sequence {

@@ -179,12 +179,7 @@ Status CacheImpl::write(std::span<const SequenceId> sequences, int layer, const 
                         const TensorView& values, Stream stream) try {
   if (Status s = check_layer(layer); !s) return s;
   std::vector<Rows> rows;
-  std::vector<SequenceId> sorted(sequences.begin(), sequences.end());
-  std::sort(sorted.begin(), sorted.end());
-  if (const auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end()) {
-    return {Code::invalid_argument,
-            fmt::format("sequences: {} appears twice; give each sequence once", number(*twice))};
-  }
+  if (Status s = core::check_distinct(sequences); !s) return s;
   for (std::size_t i = 0; i < sequences.size(); ++i) {
     const auto found = table_.find(sequences[i], fmt::format("sequences[{}]", i).c_str());
     if (!found) return found.status();

@@ -29,7 +29,7 @@ Status check_offsets(const char* name, Dtype dtype, const std::array<std::int64_
   return {
       Code::invalid_argument,
       fmt::format("{}.stride = [{}, {}, {}] and {}.batch_stride = {} for {} sequences of shape [{}, {}, {}]: offsets "
-                  "in bytes must fit 63 bits; check the strides, which count elements",
+                  "in bytes must fit 63 bits (below 2^63 bytes); check the strides, which count elements",
                   name, stride[0], stride[1], stride[2], name, batch_stride, sequences, shape[0], shape[1], shape[2])};
 }
 
