@@ -44,14 +44,19 @@ struct Step {
   std::vector<float> v = wave(std::size_t{kTokens} * kKvHeads * kDim, 2);
   std::vector<float> q = wave(std::size_t{kQueryHeads} * kDim, 3);
 
-  // One append and one run, on two threads.
-  [[nodiscard]] std::vector<float> out(std::string* explained = nullptr) const {
-    Cache cache = Cache::create({.kv_heads = kKvHeads, .head_dim = kDim, .k = "f32", .v = "f32", .threads = 2}).value();
+  // A sequence of these keys and values.
+  SequenceId add_to(Cache& cache) const {
     const SequenceId id = cache.add_sequence();
     cache
         .append(id, 0, TensorView::of(k.data(), kTokens, kKvHeads, kDim),
                 TensorView::of(v.data(), kTokens, kKvHeads, kDim))
         .value();
+    return id;
+  }
+  // One append and one run, on two threads.
+  [[nodiscard]] std::vector<float> out(std::string* explained = nullptr) const {
+    Cache cache = Cache::create({.kv_heads = kKvHeads, .head_dim = kDim, .k = "f32", .v = "f32", .threads = 2}).value();
+    const SequenceId id = add_to(cache);
     const Plan p = plan(cache, {id}, {.q_heads = kQueryHeads, .threads = 2}).value();
     std::vector<float> result = run_plan(p);
     if (explained != nullptr) *explained = p.explain();
@@ -131,11 +136,7 @@ TEST(Threads, AForkBesideARunOfTheSamePlan) {
   if (kAddressSanitizer) GTEST_SKIP() << "the sanitizer's own locks may be held by another thread when a process forks";
   const Step step;
   Cache cache = Cache::create({.kv_heads = kKvHeads, .head_dim = kDim}).value();
-  const SequenceId id = cache.add_sequence();
-  cache
-      .append(id, 0, TensorView::of(step.k.data(), kTokens, kKvHeads, kDim),
-              TensorView::of(step.v.data(), kTokens, kKvHeads, kDim))
-      .value();
+  const SequenceId id = step.add_to(cache);
   const Plan p = plan(cache, {id}, {.q_heads = kQueryHeads, .threads = 2}).value();
   const std::vector<float> expected = step.run_plan(p);
   std::atomic<bool> ends{false};
@@ -241,11 +242,7 @@ TEST(Threads, BesideBusyProcesses) {
   ASSERT_GT(runs, 0) << "KVANT_BUSY_RUNS is " << asked;
   const Step step;
   Cache cache = Cache::create({.kv_heads = kKvHeads, .head_dim = kDim}).value();
-  const SequenceId id = cache.add_sequence();
-  cache
-      .append(id, 0, TensorView::of(step.k.data(), kTokens, kKvHeads, kDim),
-              TensorView::of(step.v.data(), kTokens, kKvHeads, kDim))
-      .value();
+  const SequenceId id = step.add_to(cache);
   const Plan one = plan(cache, {id}, {.q_heads = kQueryHeads, .threads = 1}).value();
   const Plan all = plan(cache, {id}, {.q_heads = kQueryHeads}).value();
   std::vector<pid_t> busy;

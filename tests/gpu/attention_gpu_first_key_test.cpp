@@ -28,12 +28,7 @@ TEST_P(GpuFirstKey, OfAMask) {
   for (const std::int64_t first : {1, 63, 64, 65, 200, 329, 330, 1000, 1 << 30}) {
     const std::int64_t columns = std::max<std::int64_t>(1, 330 - first);
     for (const bool by_key : {true, false}) {
-      OwnedMask mask = make_mask(dtype, {2, 4, 5, by_key ? columns : 1}, [&](auto b, auto h, auto q, auto k) {
-        const std::int64_t n = 7 * b + 5 * h + 3 * q + k + first;
-        if (dtype == Dtype::boolean) return by_key && n % 5 == 0 ? 0.0f : 1.0f;
-        return by_key && n % 11 == 0 ? -kInf : static_cast<float>(n % 17 - 8) / 4;
-      });
-      mask.tensor.first_key = first;
+      const OwnedMask mask = mask_from(dtype, first, {2, 4, 5, columns}, by_key);
       for (const Mask& base :
            {Mask::bidirectional(), Mask::causal(), Mask::sliding(90, 70), Mask::bounded_below(90, 3)}) {
         EXPECT_TRUE(w.matches(with_mask(mask, base), {}, {}, tolerance::kLseOfFewKeys))

@@ -20,24 +20,24 @@ pytest.importorskip("transformers")
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
+TINY = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+}
+
+
 def tiny_llama(**changes):
     """A Llama of two layers with random weights, in float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **{
-            "vocab_size": 256,
-            "hidden_size": 128,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "max_position_embeddings": 4096,
-        }
-        | changes
-    )
+    config = LlamaConfig(**TINY | changes)
     return LlamaForCausalLM(config).eval()
 
 
@@ -46,20 +46,7 @@ def tiny_mistral(window: int, **changes):
     from transformers import MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)
-    config = MistralConfig(
-        **{
-            "vocab_size": 256,
-            "hidden_size": 128,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "sliding_window": window,
-            "max_position_embeddings": 4096,
-        }
-        | changes
-    )
+    config = MistralConfig(**TINY | {"sliding_window": window} | changes)
     return MistralForCausalLM(config).eval()
 
 

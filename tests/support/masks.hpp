@@ -41,6 +41,19 @@ OwnedMask make_mask(Dtype dtype, const std::array<std::int64_t, 4>& shape, F&& v
   return mask;
 }
 
+/// A mask of numbers of its own for every index, whose column 0 is the key `first`; by_key false: one for all keys, which hides
+/// none. shape: batch, heads, queries, columns.
+inline OwnedMask mask_from(Dtype dtype, std::int64_t first, std::array<std::int64_t, 4> shape, bool by_key) {
+  if (!by_key) shape[3] = 1;
+  OwnedMask mask = make_mask(dtype, shape, [&](auto b, auto h, auto q, auto k) {
+    const std::int64_t n = 7 * b + 5 * h + 3 * q + k + first;
+    if (dtype == Dtype::boolean) return by_key && n % 5 == 0 ? 0.0f : 1.0f;
+    return by_key && n % 11 == 0 ? -INFINITY : static_cast<float>(n % 17 - 8) / 4;
+  });
+  mask.tensor.first_key = first;
+  return mask;
+}
+
 /// Options with this mask on top of a causal or bidirectional base.
 inline AttentionOptions with_mask(const OwnedMask& mask, Mask base = Mask::bidirectional()) {
   AttentionOptions options;
