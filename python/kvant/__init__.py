@@ -12,7 +12,7 @@ on CUDA devices. Tensors may come from numpy, torch, or anything with DLPack; no
 `kvant.hf` runs Hugging Face models over such caches; it needs torch and transformers, and is imported by name.
 """
 
-from ._cache import Bases, Cache, Memory, Plan, PlanFacts, Sequence, Step
+from ._cache import Bases, Cache, Memory, Sequence
 from ._errors import (
     BadFile,
     FileError,
@@ -25,6 +25,7 @@ from ._errors import (
     Stale,
     Unsupported,
 )
+from ._plan import Plan, PlanFacts, Step
 from ._tools import bf16, calibrate, eval, formats, info, merge, version
 
 __version__ = version()

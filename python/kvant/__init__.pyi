@@ -39,7 +39,8 @@ class Cache:
     capacity_tokens: at most so many tokens in pages, 0: no limit. max_sequences, max_sequence_tokens: on a device.
     k_basis, v_basis: "automatic", "hadamard", "none" or "calibrated"; bases: a kvant.Bases or its path, for the last;
         basis_layers: the file's layer number of each layer of the cache.
-    threads: workers that encode, 0: the processors that the process may use. isa: an instruction set to encode with, None: the best.
+    threads: workers that encode, 0: the processors that the process may use. isa: an instruction set to encode with,
+        None: the best.
 
     Errors: InvalidArgument, Unsupported, OutOfMemory. One thread at a time works on a cache; others wait.
     """
@@ -213,7 +214,7 @@ class Step:
 
     As a context manager: if the block raises, the step's tokens are dropped again.
     """
-    def __init__(self, cache: Cache, sequences: list[Sequence], tokens: int | SequenceOf[int], stream: Any):
+    def __init__(self, cache: Cache, sequences: list[Sequence], tokens: list[int], stream: Any):
         ...
     def write(self, layer: int, keys: Any, values: Any) -> None:
         """Stores this step's keys and values of one layer; see Cache.write."""

@@ -256,6 +256,14 @@ def text(function, *arguments) -> str:
     return buffer.value.decode("utf-8")
 
 
+def plan_facts(plan: c_void_p) -> PlanFacts:
+    """What a plan decided, as numbers."""
+    facts = PlanFacts()
+    facts.struct_size = ctypes.sizeof(facts)
+    check(plan_describe(plan, byref(facts)))
+    return facts
+
+
 def sequences(ids) -> ctypes.Array:
     """Sequence ids as a C array."""
     ids = list(ids)

@@ -1,21 +1,19 @@
-"""Caches, sequences, plans and steps: what kvant offers, as Python objects over the C interface."""
+"""Caches and their sequences, as Python objects over the C interface."""
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Iterable, Sequence as SequenceOf
-from ctypes import byref, c_float, c_int32, c_int64, c_uint64, c_void_p, sizeof
+from ctypes import byref, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import _c, _tensors
 from ._errors import InvalidArgument, KvantError
+from ._plan import Plan, Step
 
-_NO_WINDOW = 1 << 40
-
-__all__ = ["Bases", "Cache", "Memory", "Plan", "PlanFacts", "Sequence", "Step"]
+__all__ = ["Bases", "Cache", "Memory", "Sequence"]
 
 
 @dataclass(frozen=True)
@@ -29,18 +27,6 @@ class Memory:
     table_bytes: int
     total_bytes: int
     reserved_bytes: int
-
-
-@dataclass(frozen=True)
-class PlanFacts:
-    """What a plan decided, as numbers. The fields are those of kvant_plan_facts in kvant.h."""
-
-    workspace_bytes: int
-    total_queries: int
-    kv_bytes: int
-    threads: int
-    splits: int
-    isa: str
 
 
 class Bases:
@@ -86,7 +72,8 @@ class Cache:
     capacity_tokens: at most so many tokens in pages, 0: no limit. max_sequences, max_sequence_tokens: on a device.
     k_basis, v_basis: "automatic", "hadamard", "none" or "calibrated"; bases: a kvant.Bases or its path, for the last;
         basis_layers: the file's layer number of each layer of the cache.
-    threads: workers that encode, 0: the processors that the process may use. isa: an instruction set to encode with, None: the best.
+    threads: workers that encode, 0: the processors that the process may use. isa: an instruction set to encode with,
+        None: the best.
 
     Errors: InvalidArgument, Unsupported, OutOfMemory. One thread at a time works on a cache; others wait.
     """
@@ -220,6 +207,13 @@ class Cache:
             ids.append(s.id)
         return ids
 
+    def _each(self, name: str, numbers: int | SequenceOf[int], count: int) -> list[int]:
+        """One number for each of `count` sequences. numbers: one for all, or a list."""
+        each = [numbers] * count if isinstance(numbers, int) else [int(n) for n in numbers]
+        if len(each) != count:
+            raise InvalidArgument(f"{name} has {len(each)} numbers for {count} sequences: give one a sequence")
+        return each
+
     # --- sequences ---
 
     def sequence(self) -> Sequence:
@@ -232,10 +226,9 @@ class Cache:
     def reorder(self, sequences: SequenceOf[Sequence], parents: SequenceOf[int]) -> None:
         """Beams: sequences[i] becomes what sequences[parents[i]] was, for all at once. Pages are shared until one side writes."""
         ids = self._ids(sequences)
-        if len(parents) != len(ids):
-            raise InvalidArgument(f"parents has {len(parents)} numbers for {len(ids)} sequences: give one a sequence")
+        parents = self._each("parents", parents, len(ids))
         with self._lock:
-            _c.check(_c.reorder(self.handle, _c.sequences(ids), _c.counts(int(p) for p in parents), len(ids)))
+            _c.check(_c.reorder(self.handle, _c.sequences(ids), _c.counts(parents), len(ids)))
 
     # --- a step ---
 
@@ -245,9 +238,7 @@ class Cache:
         Errors: OutOfCapacity, InvalidArgument.
         """
         ids = self._ids(sequences)
-        tokens = [tokens] * len(ids) if isinstance(tokens, int) else [int(n) for n in tokens]
-        if len(tokens) != len(ids):
-            raise InvalidArgument(f"tokens has {len(tokens)} numbers for {len(ids)} sequences: give one a sequence")
+        tokens = self._each("tokens", tokens, len(ids))
         with self._lock:
             self._use_stream(stream)
             _c.check(_c.reserve(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
@@ -272,13 +263,14 @@ class Cache:
         As a context manager the step drops its tokens again if the block raises.
         """
         sequences = [sequences] if isinstance(sequences, Sequence) else list(sequences)
+        tokens = self._each("tokens", tokens, len(sequences))
         self.reserve(sequences, tokens, stream=stream)
         return Step(self, sequences, tokens, stream)
 
     def reserve_ahead(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int], *, stream: Any = None) -> None:
         """Device only: takes pages for steps to come, so that these take none and can be replayed from a CUDA graph."""
         ids = self._ids(sequences)
-        tokens = [tokens] * len(ids) if isinstance(tokens, int) else [int(n) for n in tokens]
+        tokens = self._each("tokens", tokens, len(ids))
         with self._lock:
             self._use_stream(stream)
             _c.check(_c.reserve_ahead(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
@@ -286,7 +278,7 @@ class Cache:
     def advance(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int] = 1) -> None:
         """Device only: tells of a step that the launch of a CUDA graph took, so that lengths here follow the device's."""
         ids = self._ids(sequences)
-        tokens = [tokens] * len(ids) if isinstance(tokens, int) else [int(n) for n in tokens]
+        tokens = self._each("tokens", tokens, len(ids))
         with self._lock:
             _c.check(_c.advance(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
 
@@ -373,13 +365,8 @@ class Cache:
         Without them new ones are made: numpy f32 on the CPU, torch f32 on a device. Returns (keys, values).
         """
         ids = self._ids(sequences)
-        begins = [begin] * len(ids) if isinstance(begin, int) else [int(n) for n in begin]
-        if end is None:
-            ends = [self._length(i) for i in ids]
-        else:
-            ends = [end] * len(ids) if isinstance(end, int) else [int(n) for n in end]
-        if len(begins) != len(ids) or len(ends) != len(ids):
-            raise InvalidArgument(f"begin or end has another count than the {len(ids)} sequences: give one a sequence")
+        begins = self._each("begin", begin, len(ids))
+        ends = [self._length(i) for i in ids] if end is None else self._each("end", end, len(ids))
         rows = sum(max(0, e - b) for b, e in zip(begins, ends))
         if keys is None and values is None:
             shape = (rows, self.kv_heads, self.head_dim)
@@ -498,209 +485,3 @@ class Sequence:
 
     def __repr__(self) -> str:
         return f"<kvant.Sequence {self.id} of {self.cache!r}>"
-
-
-class Plan:
-    """How attention of one step will be computed. Made by Cache.plan; runs once for each layer.
-
-    q_heads: query heads, a multiple of the cache's kv_heads; query head h reads kv head h // (q_heads // kv_heads).
-    q_len: queries a sequence, its newest positions; q_lens: one count a sequence instead.
-    scale: None: 1 / sqrt(head_dim). softcap: t = cap * tanh(s / cap), 0: none. alibi_slopes: [q_heads] numbers.
-    causal: False lets queries see later keys too.
-    window: the last W keys, the query's own included; None: the cache's window and window_sinks; 0: none. window_sinks:
-        the first tokens that stay visible beyond it. With causal=False the window bounds from below only.
-    mask: [batch, q_heads, queries, keys], boolean (True: visible) or additive; dimensions of 1 broadcast. Its key
-        dimension begins at position mask_first_key.
-    threads, split_keys, isa: 0 and None let the plan choose. CPU only.
-
-    A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that grow.
-    Errors: InvalidArgument, Unsupported.
-    """
-
-    def __init__(
-        self,
-        cache: Cache,
-        sequences: Iterable[Sequence] | Sequence,
-        *,
-        q_heads: int,
-        q_len: int = 1,
-        q_lens: SequenceOf[int] | None = None,
-        scale: float | None = None,
-        softcap: float = 0.0,
-        alibi_slopes: SequenceOf[float] | None = None,
-        causal: bool = True,
-        window: int | None = None,
-        window_sinks: int = 0,
-        mask: Any = None,
-        mask_first_key: int = 0,
-        threads: int = 0,
-        split_keys: int = 0,
-        isa: str | None = None,
-    ):
-        self._handle = None
-        self.cache = cache
-        ids = cache._ids(sequences)
-        o = _c.AttentionOptions()
-        _c.attention_options_init(byref(o), sizeof(o))
-        o.q_heads, o.q_len = q_heads, q_len
-        if q_lens is not None:
-            if len(q_lens) != len(ids):
-                raise InvalidArgument(f"q_lens has {len(q_lens)} numbers for {len(ids)} sequences: give one a sequence")
-            o.q_lens = (c_int32 * len(ids))(*q_lens)
-        o.scale = 0.0 if scale is None else scale
-        o.softcap = softcap
-        if alibi_slopes is not None:
-            slopes = [float(s) for s in alibi_slopes]
-            if len(slopes) != q_heads:
-                raise InvalidArgument(f"alibi_slopes has {len(slopes)} values for {q_heads} query heads: give one a head")
-            o.alibi_slopes = (c_float * q_heads)(*slopes)
-        o.is_causal = 1 if causal else 0
-        # To the library 0 is the cache's window; none is one longer than any sequence.
-        o.window = _NO_WINDOW if window == 0 and cache.window > 0 else window or 0
-        o.window_sinks = window_sinks
-        self._mask = None
-        if mask is not None:
-            o.mask, self._mask = _tensors.mask(mask, mask_first_key, cache.device)
-        o.threads, o.split_keys = threads, split_keys
-        o.isa = None if isa is None else isa.encode()
-        handle = c_void_p()
-        with cache._lock:
-            _c.check(_c.plan_create(cache.handle, _c.sequences(ids), len(ids), byref(o), byref(handle)))
-        self._handle = handle
-        f = _c.PlanFacts()
-        f.struct_size = sizeof(f)
-        _c.check(_c.plan_describe(handle, byref(f)))
-        self.facts = PlanFacts(
-            f.workspace_bytes, f.total_queries, f.kv_bytes, f.threads, f.splits, (f.isa or b"").decode()
-        )
-
-    def __del__(self, destroy=_c.plan_destroy):
-        handle, self._handle = getattr(self, "_handle", None), None
-        if handle:
-            destroy(handle)
-
-    def explain(self) -> str:
-        """Kernels, tiles, splits, bytes, and why."""
-        return _c.text(_c.plan_explain, self._handle)
-
-    def run(
-        self,
-        layer: int,
-        q: Any,
-        out: Any = None,
-        *,
-        lse: Any = None,
-        sink_logits: Any = None,
-        workspace: Any = None,
-        stream: Any = None,
-    ) -> Any:
-        """out = softmax(transform(scale * q k^T) + masks) v in one layer.
-
-        q, out: [total queries, q_heads, head_dim], the sequences' rows one after another, or [batch, q_len, q_heads,
-        head_dim]. out None: a new tensor of q's dtype. lse: True, or an f32 tensor [total queries, q_heads]: gets the
-        natural log of each softmax denominator. sink_logits: [q_heads] f32, join the denominator only.
-        workspace: on a device, memory of facts.workspace_bytes; None: a torch buffer that the cache keeps.
-        Returns out, or (out, lse) if lse was asked for. Errors: Stale, InvalidArgument.
-        """
-        cache = self.cache
-        q_tensor, _q = _tensors.tensor(q, "q", cache.device)
-        if out is None:
-            out = _tensors.empty_like(q, tuple(q.shape))
-        out_tensor, _o = _tensors.tensor(out, "out", cache.device, mutable=True)
-        options = _c.RunOptions()
-        _c.run_options_init(byref(options), sizeof(options))
-        keep = []
-        if lse is not None and lse is not False:
-            if lse is True:
-                lse = _tensors.empty_like(q, (self.facts.total_queries, q.shape[-2]), _c.F32)
-            options.lse = self._plain(lse, "lse", (self.facts.total_queries, q.shape[-2]), keep)
-        if sink_logits is not None:
-            options.sink_logits = self._plain(sink_logits, "sink_logits", (q.shape[-2],), keep)
-        with cache._lock:
-            if cache.device[0] != "cpu":
-                options.stream = _tensors.stream_of(cache.device, stream)
-                self._give_workspace(options, workspace)
-            elif stream is not None:
-                raise InvalidArgument("stream is given, but this cache is in host memory: calls are done when they return")
-            _c.check(_c.run(self._handle, layer, byref(q_tensor), byref(out_tensor), byref(options)))
-        return out if lse is None or lse is False else (out, lse)
-
-    def _plain(self, x: Any, name: str, shape: tuple[int, ...], keep: list) -> int:
-        """The address of a contiguous f32 tensor."""
-        d = _tensors.describe(x, name)
-        if d.dtype != _c.F32 or d.shape != shape or d.device != self.cache.device:
-            raise InvalidArgument(
-                f"{name} is {_c.DTYPE_NAMES[d.dtype]} {list(d.shape)} on {d.device[0]}: must be f32 {list(shape)} where the cache is"
-            )
-        expected = 1
-        for n, s in zip(reversed(d.shape), reversed(d.stride)):
-            if n > 1 and s != expected:
-                raise InvalidArgument(f"{name} has strides {list(d.stride)}: must be contiguous")
-            expected *= n
-        keep.append(d)
-        return d.data
-
-    def _give_workspace(self, options: _c.RunOptions, workspace: Any) -> None:
-        needed = self.facts.workspace_bytes
-        if workspace is None:
-            import sys
-
-            torch = sys.modules.get("torch")
-            if torch is None:
-                raise InvalidArgument(
-                    f"workspace is not given: without torch, pass device memory of {needed} bytes (plan.facts.workspace_bytes)"
-                )
-            workspace = self.cache._workspace
-            if workspace is None or workspace.numel() < needed:
-                workspace = torch.empty(needed, dtype=torch.uint8, device=f"cuda:{self.cache.device[1]}")
-                self.cache._workspace = workspace
-        if _tensors.is_torch(workspace):
-            options.workspace, options.workspace_size = workspace.data_ptr(), workspace.numel() * workspace.element_size()
-            return
-        interface = workspace.__cuda_array_interface__
-        size = ctypes.c_size_t(int(interface["typestr"][2:])).value
-        for n in interface["shape"]:
-            size *= n
-        options.workspace, options.workspace_size = interface["data"][0], size
-
-    def __repr__(self) -> str:
-        return f"<kvant.Plan {self.facts}>"
-
-
-class Step:
-    """The tokens that Cache.step reserved: write and attend, layer after layer.
-
-    As a context manager: if the block raises, the step's tokens are dropped again.
-    """
-
-    def __init__(self, cache: Cache, sequences: list[Sequence], tokens: int | SequenceOf[int], stream: Any):
-        self.cache, self.sequences, self.stream = cache, sequences, stream
-        self.tokens = [tokens] * len(sequences) if isinstance(tokens, int) else [int(n) for n in tokens]
-        self._plans: dict = {}
-
-    def write(self, layer: int, keys: Any, values: Any) -> None:
-        """Stores this step's keys and values of one layer; see Cache.write."""
-        self.cache.write(self.sequences, layer, keys, values, stream=self.stream)
-
-    def attend(self, layer: int, q: Any, out: Any = None, *, lse: Any = None, sink_logits: Any = None, **options: Any) -> Any:
-        """Attention of this step's queries; see Plan for the options. Layers with the same options share a plan."""
-        mask = options.get("mask")
-        key = (q.shape[-2], id(mask), *sorted((k, repr(v)) for k, v in options.items() if k != "mask"))
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self.cache.plan(self.sequences, q_heads=q.shape[-2], q_lens=self.tokens, **options)
-            self._plans[key] = plan
-        return plan.run(layer, q, out, lse=lse, sink_logits=sink_logits, stream=self.stream)
-
-    def __enter__(self) -> Step:
-        return self
-
-    def __exit__(self, error_type, error, traceback) -> None:
-        self._plans.clear()
-        if error_type is None:
-            return
-        for s, n in zip(self.sequences, self.tokens):
-            try:
-                s.truncate(len(s) - n)
-            except KvantError:  # what the block raised is what the caller must see
-                pass

@@ -463,3 +463,12 @@ def test_the_stub_is_what_the_package_has():
     script = Path(__file__).resolve().parents[2] / "scripts" / "python_stub.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_one_number_a_sequence_or_one_for_all():
+    cache = exact_cache()
+    seqs = [cache.sequence(), cache.sequence()]
+    for call in (cache.reserve, cache.advance, cache.reserve_ahead):
+        with pytest.raises(kvant.InvalidArgument, match="tokens has 1 numbers for 2 sequences"):
+            call(seqs, [1])
+    assert [len(s) for s in seqs] == [0, 0]

@@ -253,6 +253,13 @@ class KvantCache(versions.Cache):
                 f"{self.length}: a forward pass ended before its last layer; call cache.reset()"
             )
 
+    def advance(self) -> None:
+        """A recorded step of one token for each row was launched (StepGraph): lengths here follow those on the device."""
+        for group in self.groups:
+            group.advance()
+        self.length += 1
+        self._set_lengths()
+
     def _remember(self, step: Step) -> None:
         """Extends `stored` by a step."""
         if step.real is not None or self.stored is not None:

@@ -39,10 +39,7 @@ class StepGraph:
         self.model, self.cache = model, cache
         self.tokens = tokens.clone()
         self.positions = torch.full_like(self.tokens, cache.get_seq_length())
-        self._choose = choose
-        self._left = 0
         self._kept: list[tuple[Any, dict, Any]] = []
-        self._pending = False
         # A step as ever makes plans and workspaces and warms up what the model calls; then its tokens are taken back.
         side = torch.cuda.Stream(self.tokens.device)
         side.wait_stream(torch.cuda.current_stream(self.tokens.device))
@@ -58,9 +55,7 @@ class StepGraph:
             if choose is not None:
                 self.tokens.copy_(choose(self.logits))
         self._pending = True  # the recorded step counts as taken: the first replay is the launch that it waits for
-        for group in cache.groups:  # what the recording reads must live as long as it
-            self._kept.append((group, group._plans, group._workspace))
-            group._plans = {}
+        self._kept = [(group, *group.hand_over()) for group in cache.groups]  # what the recording reads
 
     @staticmethod
     def _check(cache: Any, tokens: torch.Tensor) -> None:
@@ -90,13 +85,13 @@ class StepGraph:
         ).logits[:, -1]
 
     def _reserve_ahead(self) -> None:
-        for group in self.cache.groups:
-            room = AHEAD
-            if self.cache.max_length is not None:
-                room = max(1, min(AHEAD, self.cache.max_length - group.length))
-            group.cache.reserve_ahead(group.sequences, room)
-            self._left = room
-        self._lengths = [group.length for group in self.cache.groups]
+        """Pages for steps to come: as many as the cache has room for, at most AHEAD; one too many is refused by the cache."""
+        cache = self.cache
+        self._length = cache.length
+        room = AHEAD if cache.max_length is None else max(1, min(AHEAD, cache.max_length - cache.length))
+        self._reserved = self._length + room
+        for group in cache.groups:
+            group.reserve_ahead(room)
 
     def replay(self) -> torch.Tensor:
         """Takes a step with the tokens in `tokens`; returns the logits [batch, vocabulary] in a tensor that replays share."""
@@ -104,19 +99,13 @@ class StepGraph:
         if self._pending:
             self._pending = False
         else:
-            moved = [group.length for group in cache.groups] != self._lengths  # by a crop, or a step without this graph
-            if self._left < 1 or moved:
-                if moved:
-                    self.positions.fill_(cache.get_seq_length())
+            if cache.length != self._length:  # by a crop, or a step without this graph
+                self.positions.fill_(cache.length)
                 self._reserve_ahead()
-            for group in cache.groups:
-                group.cache.advance(group.sequences, 1)
-                group.length += 1
-                group.rows = [n + 1 for n in group.rows]
-            cache.length += 1
-            cache._set_lengths()
-        self._left -= 1
-        self._lengths = [group.length for group in cache.groups]
+            elif cache.length == self._reserved:
+                self._reserve_ahead()
+            cache.advance()
+        self._length = cache.length
         self.graph.replay()
         return self.logits
 
@@ -127,7 +116,7 @@ class StepGraph:
         if kept:
             torch.cuda.synchronize(self.tokens.device)
         for group, plans, _ in kept:
-            group._destroy(plans)
+            group.drop_all(plans)
 
     def __del__(self):
         if getattr(self, "_kept", None):

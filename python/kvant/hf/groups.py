@@ -133,11 +133,11 @@ class Group:
     def begin(self, step: Step) -> None:
         """Takes room for a step's tokens in all layers."""
         if self._step_plans:
-            self._step_plans = self._destroy(self._step_plans)
+            self._step_plans = self.drop_all(self._step_plans)
         # A device's plan stays right when sequences grow, but its work was cut for the lengths of then.
         if not self.on_device or len(self._plans) > 16 or self.length + step.tokens > 2 * self._planned_length + 64:
             if self._plans:
-                self._plans = self._destroy(self._plans)
+                self._plans = self.drop_all(self._plans)
         if len(self.sequences) != step.batch:  # none, or those of a first step that failed
             self.start(step.batch)
         if step.counts is None:
@@ -156,6 +156,16 @@ class Group:
         self.length += step.tokens
         for i in range(step.batch):
             self.rows[i] += step.tokens if step.counts is None else step.counts[i]
+
+    def reserve_ahead(self, tokens: int) -> None:
+        """On a device: pages for so many more tokens of each row, so that recorded steps take none."""
+        self.cache.reserve_ahead(self.sequences, tokens)
+
+    def advance(self) -> None:
+        """A recorded step of one token for each row was launched."""
+        self.cache.advance(self.sequences, 1)
+        self.length += 1
+        self.rows = [n + 1 for n in self.rows]
 
     def _use_stream(self) -> int:
         """Makes torch's current stream the one that calls enqueue on. Under the cache's lock."""
@@ -315,19 +325,21 @@ class Group:
         return handle, keep
 
     def _make_workspace(self, plan: c_void_p) -> None:
-        facts = _c.PlanFacts()
-        facts.struct_size = sizeof(facts)
-        _c.check(_c.plan_describe(plan, byref(facts)))
-        if self._workspace is None or self._workspace.numel() < facts.workspace_bytes:
-            device = f"cuda:{self.cache.device[1]}"
-            self._workspace = torch.empty(facts.workspace_bytes, dtype=torch.uint8, device=device)
+        needed = _c.plan_facts(plan).workspace_bytes
+        if self._workspace is None or self._workspace.numel() < needed:
+            self._workspace = torch.empty(needed, dtype=torch.uint8, device=f"cuda:{self.cache.device[1]}")
+
+    def hand_over(self) -> tuple[dict, torch.Tensor | None]:
+        """The plain plans and their workspace, for a recording that must keep them; drop_all frees the plans."""
+        plans, self._plans = self._plans, {}
+        return plans, self._workspace
 
     def drop_plans(self) -> None:
         """Destroys all plans."""
-        self._plans, self._step_plans = self._destroy(self._plans), self._destroy(self._step_plans)
+        self._plans, self._step_plans = self.drop_all(self._plans), self.drop_all(self._step_plans)
 
     @staticmethod
-    def _destroy(plans: dict) -> dict:
+    def drop_all(plans: dict) -> dict:
         for handle, _ in plans.values():
             _c.plan_destroy(handle)
         return {}

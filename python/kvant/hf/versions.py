@@ -65,7 +65,7 @@ __all__ = [
 # The attention's name. Names with "sdpa", "flash", "/" or "|" in them mean something to transformers.
 IMPLEMENTATION = "kvant"
 
-# What models call their cache argument: "past_key_values" until 5.23, "cache" from 5.24 on.
+# Models call their cache argument "past_key_values" until 5.23 and "cache" from 5.24 on.
 CACHE_NAME = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 
 # Arguments of an attention function that change nothing for kvant. Any other one that is set is refused.
