@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
 """A decoding step of a Hugging Face model: kvant.hf beside DynamicCache with PyTorch's sdpa, in turns, in one process.
 
-    python3 bench/hf_decode.py                     # SmolLM2's and Llama 3 8B's attention, 2 k to 128 k keys, batch 1 and 16
+    python3 bench/hf_decode.py            # SmolLM2's and Llama 3 8B's attention, 2 k to 128 k keys, batch 1 and 16
     python3 bench/hf_decode.py --models llama3 --keys 2048,32768 --batches 1 --formats tq4/tq4
 
-The models have random weights: what is timed does not depend on them. Caches are filled with random keys and values instead of a
-prompt, which takes memory for a whole prompt's activations. For each case: the median milliseconds of a step of the whole model (the
-median of rounds that alternate), tokens a second, and the memory that the cache takes. "graph" replays the step from a CUDA graph,
-which is how a serving loop runs it. Before timing, logits of the kvant cache in bf16 are compared with sdpa's.
+The models have random weights: what is timed does not depend on them. Caches are filled with random keys and values instead
+of a prompt, which takes memory for a whole prompt's activations. For each case: the median milliseconds of a step of the
+whole model (the median of rounds that alternate), tokens a second, and the memory that the cache takes. "graph" replays the
+step from a CUDA graph, which is how a serving loop runs it. Before timing, logits of the kvant cache in bf16 are compared
+with sdpa's.
 
-sdpa is timed twice: as torch chooses ("sdpa"), and without cuDNN ("no cuDNN"): torch 2.11 prefers cuDNN's attention on Hopper, which
-plans anew for each length, so for each token.
+sdpa is timed twice: as torch chooses ("sdpa"), and without cuDNN ("no cuDNN"). On Hopper torch 2.11 prefers cuDNN's
+attention, which plans anew for each length, so for each token.
 """
 
 import argparse
@@ -29,9 +30,21 @@ import kvant.hf  # noqa: E402
 
 MODELS = {
     # SmolLM2-135M: 30 layers, 9 query and 3 kv heads, head_dim 64.
-    "smollm2": dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3),
+    "smollm2": dict(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+    ),
     # Llama 3 8B's attention and MLP in 4 of its 32 layers.
-    "llama3": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=8),
+    "llama3": dict(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
 }
 
 
@@ -44,38 +57,31 @@ def make_model(name, device):
     return model.eval().requires_grad_(False)
 
 
-def fill(model, cache, batch, keys, device):
-    """Random keys and values of `keys` tokens in every layer, layer after layer, the same for every cache."""
+PIECE = 8192  # tokens that are made at a time
+
+
+def random_rows(model, layer, begin, tokens, batch, device):
+    """Keys and values [batch, heads, tokens, head_dim] of a layer from token `begin` on, the same for every cache."""
     c = model.config
-    dim, layers = c.hidden_size // c.num_attention_heads, c.num_hidden_layers
-    piece = min(keys, 8192)
-    for begin in range(0, keys, piece):
-        n = min(piece, keys - begin)
-        for layer in range(layers):
-            generator = torch.Generator(device).manual_seed(layer * 1000003 + begin)
-            k, v = (
-                torch.randn(batch, c.num_key_value_heads, n, dim, device=device, dtype=torch.bfloat16, generator=generator)
-                for _ in range(2)
-            )
-            cache.update(k, v, layer)
+    generator = torch.Generator(device).manual_seed(layer * 1000003 + begin)
+    shape = (batch, c.num_key_value_heads, tokens, c.hidden_size // c.num_attention_heads)
+    return [torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator) for _ in range(2)]
+
+
+def fill(model, cache, batch, keys, device):
+    """Puts `keys` tokens into every layer of a kvant cache, piece by piece."""
+    for begin in range(0, keys, PIECE):
+        for layer in range(model.config.num_hidden_layers):
+            cache.update(*random_rows(model, layer, begin, min(PIECE, keys - begin), batch, device), layer)
 
 
 def fill_dynamic(model, cache, batch, keys, device):
-    """The same into a DynamicCache, which would copy everything at each piece: one piece."""
-    c = model.config
-    dim = c.hidden_size // c.num_attention_heads
-    piece = min(keys, 8192)
-    for layer in range(c.num_hidden_layers):
-        k = torch.empty(batch, c.num_key_value_heads, keys, dim, device=device, dtype=torch.bfloat16)
-        v = torch.empty_like(k)
-        for begin in range(0, keys, piece):
-            n = min(piece, keys - begin)
-            generator = torch.Generator(device).manual_seed(layer * 1000003 + begin)
-            for x in (k, v):
-                x[:, :, begin : begin + n] = torch.randn(
-                    batch, c.num_key_value_heads, n, dim, device=device, dtype=torch.bfloat16, generator=generator
-                )
-        cache.update(k, v, layer)
+    """The same for a DynamicCache, which copies all that it holds at each update: one update a layer."""
+    for layer in range(model.config.num_hidden_layers):
+        pieces = [
+            random_rows(model, layer, begin, min(PIECE, keys - begin), batch, device) for begin in range(0, keys, PIECE)
+        ]
+        cache.update(*(torch.cat(x, 2) for x in zip(*pieces)), layer)
 
 
 def step(model, cache, token, position):
@@ -133,7 +139,7 @@ def case(name, model, batch, keys, formats, args, device):
     fill_dynamic(model, base_cache, batch, keys, device)
     base_bytes = used(device) - before
     base = Contestant("sdpa", model, base_cache, batch, keys, device)
-    plain_times = []
+    no_cudnn_times = []
 
     def base_rounds():
         """A round of sdpa as torch chooses, and one without cuDNN, over the same cache."""
@@ -141,7 +147,7 @@ def case(name, model, batch, keys, formats, args, device):
         torch.backends.cuda.enable_cudnn_sdp(False)
         base.round(args.steps)
         torch.backends.cuda.enable_cudnn_sdp(True)
-        plain_times.append(base.times.pop())
+        no_cudnn_times.append(base.times.pop())
 
     first = None
     # Beside sdpa's, a bf16 cache of the longest batches would not fit.
@@ -163,7 +169,7 @@ def case(name, model, batch, keys, formats, args, device):
             if error > 0.1:
                 raise SystemExit(f"{name}: logits of the bf16 cache differ from sdpa's by {error:.3f}")
         base.times = []
-        plain_times.clear()
+        no_cudnn_times.clear()
         for _ in range(args.rounds):
             base_rounds()
             kvant.hf.enable(model)
@@ -171,7 +177,8 @@ def case(name, model, batch, keys, formats, args, device):
             kvant.hf.disable(model)
         row = dict(
             model=name, batch=batch, keys=keys, format=label, mb=bytes_taken / 1e6, sdpa_mb=base_bytes / 1e6,
-            ms=statistics.median(plain.times), sdpa_ms=statistics.median(base.times), no_cudnn_ms=statistics.median(plain_times),
+            ms=statistics.median(plain.times), sdpa_ms=statistics.median(base.times),
+            no_cudnn_ms=statistics.median(no_cudnn_times),
         )
         if device != "cpu" and not args.no_graph:
             kvant.hf.enable(model)
@@ -192,12 +199,14 @@ def case(name, model, batch, keys, formats, args, device):
 
 
 def table(rows):
-    print(f"{'model':<8} {'batch':>5} {'keys':>7}  {'format':<9} {'sdpa ms':>8} {'no cuDNN':>8} {'kvant ms':>8} {'graph ms':>8} "
-          f"{'tok/s':>7} {'sdpa MB':>8} {'kvant MB':>8}")
+    numbers = ["sdpa ms", "no cuDNN", "kvant ms", "graph ms", "tok/s", "sdpa MB", "kvant MB"]
+    print(f"{'model':<8} {'batch':>5} {'keys':>7}  {'format':<9} " + " ".join(f"{name:>8}" for name in numbers))
     for r in rows:
+        graph = r.get("graph_ms", float("nan"))
         best = min(r["ms"], r.get("graph_ms", r["ms"]))
-        print(f"{r['model']:<8} {r['batch']:>5} {r['keys']:>7}  {r['format']:<9} {r['sdpa_ms']:8.2f} {r['no_cudnn_ms']:8.2f} {r['ms']:8.2f} "
-              f"{r.get('graph_ms', float('nan')):8.2f} {r['batch'] / best * 1e3:7.0f} {r['sdpa_mb']:8.0f} {r['mb']:8.0f}")
+        times = " ".join(f"{x:8.2f}" for x in (r["sdpa_ms"], r["no_cudnn_ms"], r["ms"], graph))
+        rest = " ".join(f"{x:8.0f}" for x in (r["batch"] / best * 1e3, r["sdpa_mb"], r["mb"]))
+        print(f"{r['model']:<8} {r['batch']:>5} {r['keys']:>7}  {r['format']:<9} {times} {rest}")
 
 
 def main():

