@@ -92,6 +92,9 @@ struct AttentionOptions {
   std::int64_t split_keys = 0;  ///< keys a split covers, a multiple of 64; 0: planned from the lengths
   std::string backend{};        ///< "cpu", "cuda": where the cache is; empty: the same
   std::string isa{};            ///< one of isas(): "scalar", "avx2", ...; empty: the best that this machine has
+  /// Caches on a device: "decode" (keys split over blocks) or "prefill" (many rows over all keys; sums in bf16 or f16 products);
+  /// empty: by the number of rows, and explain() says which and why.
+  std::string kernel{};
 };
 
 class PlanImpl;

@@ -324,6 +324,7 @@ typedef struct kvant_attention_options {
   kvant_mask_tensor mask;    /* on top of the above */
   const char* backend;       /* "cpu", "cuda": where the cache is; NULL (default): the same */
   const char* isa;           /* "scalar", "avx2"; NULL (default): the best that this machine has */
+  const char* kernel;        /* caches on a device: "decode" or "prefill"; NULL (default): by the number of rows */
 } kvant_attention_options;
 
 /* Fills in the defaults. struct_size: sizeof(kvant_attention_options). */

@@ -63,6 +63,7 @@ Result<AttentionOptions> to_options(const kvant_attention_options* pointer, std:
   options.split_keys = given.split_keys;
   if (given.backend != nullptr) options.backend = given.backend;
   if (given.isa != nullptr) options.isa = given.isa;
+  if (given.kernel != nullptr) options.kernel = given.kernel;
   return options;
 }
 

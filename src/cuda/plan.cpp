@@ -45,6 +45,82 @@ Plan::~Plan() {
   (void)cudaFree(memory_);
 }
 
+namespace {
+
+std::span<const prefill::Kernel> prefill_kernels(int head_dim) {
+  switch (head_dim) {
+    case 64: return prefill::kernels_64();
+    case 96: return prefill::kernels_96();
+    case 128: return prefill::kernels_128();
+    case 192: return prefill::kernels_192();
+    case 256: return prefill::kernels_256();
+    default: return {};
+  }
+}
+
+// From so many rows of a sequence and kv head on, keys are read once for 128 rows; below, for sixteen at a time, by more blocks.
+constexpr int kPrefillRows = 96;
+// Of the L2 cache, for keys and values that blocks read at the same time.
+constexpr std::int64_t kKeysInCache = std::int64_t{24} << 20;
+
+}  // namespace
+
+// Prefill kernels, if they were asked for or have enough rows; else why_ says why decode kernels serve.
+Status Plan::choose_prefill(const core::DevicePlanConfig& config) {
+  const std::string& wanted = config.options->kernel;
+  AttendParams& p = params_;
+  int most_rows = 0;
+  std::int64_t longest = 0;
+  for (const core::DeviceSequence& s : config.sequences) {
+    most_rows = std::max(most_rows, s.q_len * p.group);
+    longest = std::max(longest, s.length);
+  }
+  if (wanted == "decode") {
+    why_ = "decode kernels, as asked for";
+    return {};
+  }
+  if (wanted.empty() && most_rows < kPrefillRows) return {};
+  std::string missing;
+  const std::span<const prefill::Kernel> kernels = prefill_kernels(config.head_dim);
+  const auto kernel = std::find_if(kernels.begin(), kernels.end(),
+                                   [&](const prefill::Kernel& k) { return k.k == config.k && k.v == config.v; });
+  cudaFuncAttributes attributes{};
+  if (p.k_basis.kind == BasisKind::calibrated || p.v_basis.kind == BasisKind::calibrated) {
+    missing = "a calibrated basis is rotated by decode kernels only";
+  } else if (kernels.empty()) {
+    missing = "prefill kernels are compiled for head_dim 64, 96, 128, 192, 256";
+  } else if (kernel == kernels.end()) {
+    missing = fmt::format("prefill kernels are not compiled for {}/{}", format_info(config.k).name, format_info(config.v).name);
+  } else if (kernel->shared_bytes > store_.limits().shared_bytes) {
+    missing = "prefill kernels need a device of compute capability 9.0";
+  } else {
+    KVANT_CUDA_TRY(cudaFuncGetAttributes(&attributes, kernel->function));
+    if (attributes.sharedSizeBytes == 0) missing = "prefill kernels need machine code for compute capability 9.0 (sm_90a)";
+  }
+  if (!missing.empty()) {
+    if (!wanted.empty()) return {Code::unsupported, fmt::format("kernel is \"{}\": {}; leave kernel empty", wanted, missing)};
+    why_ = fmt::format("decode kernels for {} rows: {}", most_rows, missing);
+    return {};
+  }
+  KVANT_CUDA_TRY(prepare_shared(kernel->function, kernel->shared_bytes));
+  prefill_ = *kernel;
+  why_ = !wanted.empty() ? std::string("as asked for")
+                         : fmt::format("{} rows of a kv head, {} or more", most_rows, kPrefillRows);
+  const std::int64_t pairs = std::int64_t{p.batch} * p.cache.kv_heads;
+  const double bytes = static_cast<double>(std::max<std::int64_t>(longest, 1)) * p.cache.encoded_layout.block_bytes / kPageTokens;
+  schedule_.row_blocks = (most_rows + prefill::kRows - 1) / prefill::kRows;
+  schedule_.heads_at_once =
+      static_cast<int>(std::clamp<std::int64_t>(static_cast<std::int64_t>(kKeysInCache / bytes), 1, pairs));
+  if (pairs * schedule_.row_blocks > (1 << 30) || most_rows > kMostRows) {
+    return {Code::invalid_argument,
+            fmt::format("{} sequences of {} kv heads with up to {} rows each are more than one plan takes: plan smaller "
+                        "batches",
+                        p.batch, config.kv_heads, most_rows)};
+  }
+  schedule_.tiles = static_cast<int>(pairs) * schedule_.row_blocks;
+  return {};
+}
+
 Status Plan::choose_kernel(const core::DevicePlanConfig& config, const DecodeKernels& kernels) {
   const int group = params_.group;
   int most_rows = 0;
@@ -279,6 +355,11 @@ Status Plan::prepare(const core::DevicePlanConfig& config) {
   p.seen_flags[core::kExact] = is_plain ? kSeen | kPlain : kSeen;
   p.seen_flags[core::kEncoded] = is_plain && p.k_basis.kind != BasisKind::calibrated ? kSeen | kPlain : kSeen;
   p.v_basis = device_basis(store_.v_basis());
+  if (Status s = choose_prefill(config); !s.ok()) return s;
+  if (prefill_.function != nullptr) {
+    workspace_bytes_ = aligned(class_count());
+    return upload(config);
+  }
   const Result<DecodeKernels> kernels = find_kernels(config.head_dim);
   if (!kernels.ok()) return kernels.status();
   if (Status s = choose_kernel(config, *kernels); !s.ok()) return s;
@@ -311,9 +392,21 @@ std::string Plan::explain() const {
   if (p.batch == 0) return "kernel     none: no sequence has a query\n";
   std::string s;
   auto out = std::back_inserter(s);
+  if (prefill_.function != nullptr) {
+    fmt::format_to(out, "kernel     prefill {}/{}, head_dim {}, tiles of {} query rows: {}\n", format_info(prefill_.k).name,
+                   format_info(prefill_.v).name, p.head_dim, prefill::kRows, why_);
+    fmt::format_to(out, "products   {}, f32 sums; weights are rounded to the same type\n",
+                   codec::is_dense(prefill_.k) ? "16-bit floats"
+                                               : "encoded pages f16 (levels are exact in it), exact pages as they are stored");
+    fmt::format_to(out, "blocks     {} of {} threads, {} bytes of shared memory each; {} tiles, keys of {} heads at once\n",
+                   std::min(schedule_.tiles, store_.limits().multiprocessors), prefill::kThreads, prefill_.shared_bytes,
+                   schedule_.tiles, schedule_.heads_at_once);
+    return s;
+  }
   fmt::format_to(out, "kernel     attend {}/{}, head_dim {}, {} query rows at once{}\n", format_info(attend_.k).name,
                  format_info(attend_.v).name, p.head_dim, p.rows,
                  p.row_blocks > 1 ? fmt::format(" ({} row blocks, each reads the keys)", p.row_blocks) : "");
+  if (!why_.empty()) fmt::format_to(out, "           {}\n", why_);
   const bool integers = codec::is_tq(attend_.k);
   fmt::format_to(
       out, "products   keys {}, values {}\n",
@@ -336,6 +429,27 @@ std::string Plan::explain() const {
   return s;
 }
 
+// Which pages the mask tensor hides, and which it leaves as they are.
+Status Plan::classify(AttendParams& p, std::byte* workspace, Stream stream) const {
+  if (p.mask.data == nullptr) return {};
+  MaskPages pages = mask_;
+  pages.mask = p.mask;
+  pages.classes = reinterpret_cast<std::uint8_t*>(workspace + classes_at_);
+  p.mask.classes = pages.classes;
+  KVANT_CUDA_TRY(classify_pages(pages, store_.limits().overlaps, native(stream)));
+  return {};
+}
+
+Status Plan::run_prefill(AttendParams& p, Stream stream) const {
+  prefill::Schedule schedule = schedule_;
+  void* arguments[] = {&p, &schedule};
+  Launch launch(static_cast<unsigned>(std::min(schedule.tiles, store_.limits().multiprocessors)), prefill::kThreads,
+                native(stream), store_.limits().overlaps);
+  launch.config.dynamicSmemBytes = static_cast<std::size_t>(prefill_.shared_bytes);
+  KVANT_CUDA_TRY(cudaLaunchKernelExC(&launch.config, prefill_.function, arguments));
+  return {};
+}
+
 Status Plan::run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const {
   const Current current(store_.device());
   KVANT_CUDA_TRY(current.error());
@@ -346,19 +460,14 @@ Status Plan::run(int layer, const TensorView& q, const MutableTensorView& out, c
   p.lse = options.lse;
   p.sink_logits = options.sink_logits;
   std::byte* workspace = options.workspace.data();
+  if (Status s = classify(p, workspace, options.stream); !s.ok()) return s;
+  if (prefill_.function != nullptr) return run_prefill(p, options.stream);
   p.segments = reinterpret_cast<std::int32_t*>(workspace);
   p.partial_ml = reinterpret_cast<float*>(workspace + ml_at_);
   p.partial_o = reinterpret_cast<float*>(workspace + o_at_);
 
   void* arguments[] = {&p};
   const bool overlaps = store_.limits().overlaps;
-  if (p.mask.data != nullptr) {
-    MaskPages pages = mask_;
-    pages.mask = p.mask;
-    pages.classes = reinterpret_cast<std::uint8_t*>(workspace + classes_at_);
-    p.mask.classes = pages.classes;
-    KVANT_CUDA_TRY(classify_pages(pages, overlaps, native(options.stream)));
-  }
   Launch attend(static_cast<unsigned>(p.blocks), 32 * attend_.warps(), native(options.stream), overlaps);
   attend.config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes_);
   KVANT_CUDA_TRY(cudaLaunchKernelExC(&attend.config, attend_.function, arguments));

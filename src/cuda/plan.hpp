@@ -11,6 +11,7 @@
 #include "cuda/attend.hpp"
 #include "cuda/kernels.hpp"
 #include "cuda/mask.hpp"
+#include "cuda/prefill_sm90/shape.hpp"
 #include "cuda/schedule.hpp"
 #include "cuda/store.hpp"
 
@@ -30,6 +31,7 @@ class Plan final : public core::DevicePlan {
   Status run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const override;
 
  private:
+  Status choose_prefill(const core::DevicePlanConfig& config);
   Status choose_kernel(const core::DevicePlanConfig& config, const DecodeKernels& kernels);
   void widen(const core::DevicePlanConfig& config, const DecodeKernels& kernels);
   Status count_work(const core::DevicePlanConfig& config);
@@ -43,8 +45,14 @@ class Plan final : public core::DevicePlan {
   [[nodiscard]] std::size_t class_count() const;  // of pages under the mask tensor
   Status upload(const core::DevicePlanConfig& config);
 
+  Status run_prefill(AttendParams& p, Stream stream) const;
+  Status classify(AttendParams& p, std::byte* workspace, Stream stream) const;
+
   const Store& store_;
   AttendParams params_{};  // but for what run gives
+  prefill::Kernel prefill_{};  // no function: decode kernels are used
+  prefill::Schedule schedule_{};
+  std::string why_;  // these kernels
   AttendKernel attend_{};
   MergeKernel merge_{};
   int blocks_ = 1;        // of a multiprocessor

@@ -205,6 +205,21 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
   if (auto r = lse_close(expected.lse, got->lse, lse_tolerance, {host.total_queries(), host.q_heads()}); !r) {
     return r << "\nlse, against float64 attention over the decoded vectors\n" << got->explain;
   }
+  // The other kind of kernels, where it was left to the plan.
+  if (base.kernel.empty()) {
+    AttentionOptions other = base;
+    other.kernel = "prefill";
+    const Result<Attended> tiled = try_attend(other, sink_logits, placement);
+    if (!tiled && tiled.code() != Code::unsupported)
+      return testing::AssertionFailure() << "kernel prefill: " << code_name(tiled.code()) << ": " << tiled.message();
+    if (tiled) {
+      const double of_tiles = tolerance::kCudaPrefill + rounding_of(placement.out_dtype);
+      if (auto r = close(expected.out, tiled->out, of_tiles, host.out_shape()); !r)
+        return r << "\nout of prefill kernels, against float64 attention over the decoded vectors\n" << tiled->explain;
+      if (auto r = lse_close(expected.lse, tiled->lse, tolerance::kCudaPrefillLse, {host.total_queries(), host.q_heads()}); !r)
+        return r << "\nlse of prefill kernels, against float64 attention over the decoded vectors\n" << tiled->explain;
+    }
+  }
   std::vector<float> q = host.queries();
   for (float& x : q) x = rounded(x, placement.q_dtype);
   const Result<Attended> cpu = test::try_attend(host.cache, host.ids, options(base), q, sink_logits, host.spec.layer);

@@ -1,0 +1,243 @@
+// The producer: pages of a tile, one after another, into stages of shared memory.
+#pragma once
+
+#include "cuda/prefill_sm90/shape.hpp"
+#include "cuda/schedule.hpp"
+#include "cuda/tiles.cuh"
+
+namespace kvant::cuda::prefill {
+
+// --- which tile --------------------------------------------------------------------------------------------------------
+
+struct Tile {
+  BatchEntry batch;
+  int entry, kv_head, row_block, length;
+  int rows;                 // of the sequence
+  int first, last;          // its queries
+  int all_begin, all_end;   // keys that every row sees, if the mask tensor lets it
+  VisiblePages pages;
+};
+
+// Every other round of the blocks goes backwards, so that long tiles and short ones add up.
+__device__ __forceinline__ int tile_number(int round) {
+  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+  return round * blocks + ((round & 1) != 0 ? blocks - 1 - block : block);
+}
+
+__device__ __forceinline__ bool find_tile(const AttendParams& p, const Schedule& schedule, int number, Tile& tile) {
+  if (number >= schedule.tiles) return false;
+  const int pairs = p.batch * p.cache.kv_heads;
+  const int each = schedule.heads_at_once * schedule.row_blocks;
+  const int first = number / each * schedule.heads_at_once, at = number % each;
+  const int width = min(schedule.heads_at_once, pairs - first);
+  const int rank = at / width, pair = first + at % width;
+  tile.entry = pair / p.cache.kv_heads, tile.kv_head = pair % p.cache.kv_heads;
+  tile.batch = tile.entry < kEntriesInParams ? p.first_entries[tile.entry] : p.entries[tile.entry];
+  tile.rows = tile.batch.q_len * p.group;
+  tile.row_block = (tile.rows + kRows - 1) / kRows - 1 - rank;
+  if (tile.row_block < 0) return false;
+  tile.length = p.cache.sequences[tile.batch.index].length;
+  tile.first = tile.row_block * kRows / p.group;
+  tile.last = min(tile.batch.q_len - 1, (tile.row_block * kRows + kRows - 1) / p.group);
+  const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
+  const int before = tile.length - tile.batch.q_len;  // of the first query
+  const base::KeyRange begins = rule.recent_range(tile.length, before + tile.first);
+  const base::KeyRange ends = rule.recent_range(tile.length, before + tile.last);
+  tile.all_begin = static_cast<int>(ends.begin), tile.all_end = static_cast<int>(begins.end);
+  tile.pages = visible_pages(p, tile.length, tile.batch.q_len);
+  tile.pages.end = pages_of(static_cast<int>(ends.end));
+  tile.pages.recent = min(static_cast<int>(begins.begin) / kPageTokens, tile.pages.end);
+  const int sinks_end = pages_of(static_cast<int>(rule.sink_range(before + tile.last).end));
+  tile.pages.sinks = min(sinks_end, tile.pages.recent);
+  return true;
+}
+
+// --- which pages -------------------------------------------------------------------------------------------------------
+
+// The pages of one domain in order; every warp for itself, a lane for each of 32 in the page table.
+struct Walk {
+  const AttendParams& p;
+  const Tile& tile;
+  int domain;
+  PageRuns runs;
+  int total, base;    // pages of the runs; the first of these 32
+  int slot, flags;    // of this lane's page
+  unsigned left;      // of the 32
+
+  __device__ Walk(const AttendParams& params, const Tile& t, int of)
+      : p(params), tile(t), domain(of), runs(page_runs(t.pages, of == core::kExact)), total(runs.total()), base(-32), left(0) {}
+
+  __device__ void load() {
+    const int lane = threadIdx.x % 32, use = base + lane;
+    slot = -1, flags = 0;
+    if (use < total) {
+      const int page = runs.page(use);
+      const int2 pair = *reinterpret_cast<const int2*>(
+          p.cache.pages + static_cast<std::size_t>(tile.batch.index) * static_cast<std::size_t>(p.cache.max_pages) + page);
+      const core::PageRef ref{pair.x, pair.y};
+      const bool exact = reads_exact(p.cache, tile.length, page, ref);
+      if (exact == (domain == core::kExact)) slot = exact ? ref.exact : ref.encoded;
+      bool full = page * kPageTokens >= tile.all_begin && (page + 1) * kPageTokens <= tile.all_end;
+      if (p.mask.data != nullptr) {
+        const int batch = p.mask_batches == nullptr ? tile.entry : p.mask_batches[tile.entry];
+        const int kind = p.mask.classes[batch * p.mask.class_stride[0] + tile.kv_head * p.mask.class_stride[1] +
+                                        page * p.mask.class_stride[3]];
+        if (kind == core::kTileMasked) slot = -1;
+        full = full && kind == core::kTileZero;
+      }
+      flags = page << 1 | (full ? 0 : 1);
+    }
+    left = __ballot_sync(~0u, slot >= 0);
+  }
+  // The next page's slot, and its number with whether rows see different parts of it in the last bit; -1: none is left.
+  __device__ int next(int& page) {
+    while (left == 0) {
+      base += 32;
+      if (base >= total) return page = -1;
+      load();
+    }
+    const int lane = __ffs(static_cast<int>(left)) - 1;
+    left &= left - 1;
+    page = __shfl_sync(~0u, flags, lane);
+    return __shfl_sync(~0u, slot, lane);
+  }
+};
+
+// --- what a page holds ---------------------------------------------------------------------------------------------------
+
+// 32 codes: of keys, 32 channels of a token; of values, four channels of eight tokens. `low`, `high`: words of its planes.
+template <Format F>
+struct Unit {
+  static constexpr int kLow = plane_bits(F, 0), kHigh = plane_count(F) == 2 ? plane_bits(F, 1) : 0;
+  std::uint32_t low[kLow], high[kHigh > 0 ? kHigh : 1];
+};
+
+template <int kWords>
+__device__ __forceinline__ void load_global(const std::byte* from, std::uint32_t* to) {
+  if constexpr (kWords >= 4) {
+    const uint4 x = __ldg(reinterpret_cast<const uint4*>(from));
+    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    if constexpr (kWords > 4) load_global<kWords - 4>(from + 16, to + 4);
+  } else if constexpr (kWords == 2) {
+    const uint2 x = __ldg(reinterpret_cast<const uint2*>(from));
+    to[0] = x.x, to[1] = x.y;
+  } else if constexpr (kWords == 1) {
+    to[0] = __ldg(reinterpret_cast<const unsigned int*>(from));
+  }
+}
+
+// Unit `i` of 2 D: eight neighbouring lanes have eight tokens of a page's keys, or its eight octets of values, so that what they
+// store meets no bank twice.
+template <Format F, int D, bool kValues>
+__device__ __forceinline__ void load_unit(const std::byte* block, const codec::SideLayout& side, int i, Unit<F>& unit) {
+  const std::byte* low = block + side.plane_offset[0];
+  const std::byte* high = block + side.plane_offset[1];
+  if constexpr (kValues) {
+    const int octet = i % 8, channel = i / 8 * 4;
+    if constexpr (plane_bits(F, 0) == 8) {
+      load_global<4>(low + (2 * octet * D + channel) * 4, unit.low);
+      load_global<4>(low + ((2 * octet + 1) * D + channel) * 4, unit.low + 4);
+    } else {
+      load_global<Unit<F>::kLow>(low + (octet * D + channel) * plane_bits(F, 0), unit.low);
+    }
+    if constexpr (Unit<F>::kHigh > 0)
+      load_global<Unit<F>::kHigh>(high + (octet * D + channel) * plane_bits(F, 1), unit.high);
+  } else {
+    constexpr int kPieces = D / 32;
+    const int token = i / 8 / kPieces * 8 + i % 8, piece = i / 8 % kPieces;
+    load_global<Unit<F>::kLow>(low + (token * kPieces + piece) * 4 * plane_bits(F, 0), unit.low);
+    if constexpr (Unit<F>::kHigh > 0)
+      load_global<Unit<F>::kHigh>(high + (token * kPieces + piece) * 4 * plane_bits(F, 1), unit.high);
+  }
+}
+
+__device__ __forceinline__ std::uint32_t subtract_halves(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t d;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ std::uint32_t multiply_halves(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// Half i (16 codes) of a unit as pairs of halves, in the codes' order: exact levels, around zero. (fp8: 2^-8 of each.)
+template <Format F, bool kValues>
+__device__ __forceinline__ void levels(const Unit<F>& unit, int i, const Constants<F>& constants, std::uint32_t (&pairs)[8]) {
+  if constexpr (F == Format::fp8) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const std::uint32_t codes = kValues ? unit.low[(k & 1) * 4 + 2 * i + k / 2] : unit.low[4 * i + k];
+      unpack_fp8(codes, pairs[2 * k], pairs[2 * k + 1]);
+    }
+  } else {
+    std::uint32_t low[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int k = 0; k < plane_bits(F, 0) / 2; ++k) {
+      low[k] = plane_bits(F, 0) == 8 && kValues ? unit.low[(k & 1) * 4 + 2 * i + k / 2] : unit.low[plane_bits(F, 0) / 2 * i + k];
+    }
+    std::uint32_t high = 0;
+    if constexpr (Unit<F>::kHigh == 2) high = unit.high[i];
+    if constexpr (Unit<F>::kHigh == 1) high = unit.high[0] >> (16 * i);
+    const Sixteen bytes = unpack<F>(low, high, constants);
+    // A byte u as 512 + u: a half there has steps of a half. Then less what makes it the level.
+    constexpr std::uint32_t kLess = F == Format::tq6 ? 0x603F603Fu : F == Format::tq8 ? 0x60FF60FFu : 0x607F607Fu;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const std::uint32_t first = bytes.first[k / 4], second = bytes.second[k / 4];
+      std::uint32_t x;
+      if constexpr (order_of(F) == Order::natural) {
+        x = ptx::prmt(k % 4 < 2 ? first : second, 0, k % 2 == 0 ? 0x4140 : 0x4342);
+      } else {
+        x = ptx::prmt(first, second, 0xC480 + 0x1111 * (k % 4));  // levels are below 128: their signs are 0
+      }
+      pairs[k] = subtract_halves(ptx::mad(x, 2, 0x60006000u), kLess);
+    }
+  }
+}
+
+// Where 16 bytes go: channels 8 c .. of a token in a tile of rows of tokens; tokens 8 o .. of a channel in one of rows of channels.
+template <int D>
+__device__ __forceinline__ int place_by_token(int token, int c) {
+  using S = Shape<D>;
+  constexpr int kOfRow = S::kSwizzle / 16;
+  const int swap = S::kSwizzle == 128 ? token & 7 : token >> 1 & 3;
+  return c / kOfRow * kPageTokens * S::kSwizzle + token * S::kSwizzle + ((c % kOfRow) ^ swap) * 16;
+}
+__device__ __forceinline__ int place_by_channel(int channel, int o) {
+  return channel * 128 + ((o ^ (channel & 7)) * 16);
+}
+
+template <Format F, int D, bool kValues, bool kManyScales>
+__device__ __forceinline__ void store_unit(std::byte* tile, int i, const Unit<F>& unit, const Constants<F>& constants,
+                                           const std::uint16_t* ratios) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    std::uint32_t pairs[8];
+    levels<F, kValues>(unit, half, constants, pairs);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      std::uint32_t* x = pairs + 4 * k;
+      if constexpr (kValues) {
+        const int octet = i % 8, channel = i / 8 * 4 + 2 * half + k;
+        if constexpr (kManyScales) {
+          const uint4 r = *reinterpret_cast<const uint4*>(ratios + channel / 128 * kPageTokens + 8 * octet);
+          x[0] = multiply_halves(x[0], r.x), x[1] = multiply_halves(x[1], r.y);
+          x[2] = multiply_halves(x[2], r.z), x[3] = multiply_halves(x[3], r.w);
+        }
+        *reinterpret_cast<uint4*>(tile + place_by_channel(channel, octet)) = make_uint4(x[0], x[1], x[2], x[3]);
+      } else {
+        constexpr int kPieces = D / 32;
+        const int token = i / 8 / kPieces * 8 + i % 8, c = i / 8 % kPieces * 4 + 2 * half + k;
+        if constexpr (kManyScales) {
+          const std::uint32_t r = ratios[c / 16 * kPageTokens + token] * 0x10001u;
+          for (int n = 0; n < 4; ++n) x[n] = multiply_halves(x[n], r);
+        }
+        *reinterpret_cast<uint4*>(tile + place_by_token<D>(token, c)) = make_uint4(x[0], x[1], x[2], x[3]);
+      }
+    }
+  }
+}
+
+}  // namespace kvant::cuda::prefill

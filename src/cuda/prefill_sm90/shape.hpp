@@ -1,0 +1,64 @@
+// Prefill on Hopper: how a block shares its work and its shared memory. Host and device.
+//
+// A tile is 128 rows of one (sequence, kv head): row = query * group + head-in-group, as in decode. Two consumer warpgroups have 64 rows
+// each, one producer warpgroup brings pages: it unpacks codes to f16 (levels are exact in it) or copies dense rows, into
+// swizzled tiles of shared memory that wgmma reads. A page's key scales multiply the columns of the scores, its value scales the
+// weights. Encoded pages come first, multiplied with rotated queries; then the sums are rotated back in registers and exact pages
+// follow, multiplied with the queries as given. So there are no partial results and no merge.
+#pragma once
+
+#include <span>
+
+#include "codec/layout.hpp"
+#include "cuda/attend.hpp"
+
+namespace kvant::cuda::prefill {
+
+inline constexpr int kConsumers = 2;  // warpgroups
+inline constexpr int kRows = 64 * kConsumers;
+inline constexpr int kThreads = 128 * (kConsumers + 1);
+
+struct Kernel {
+  Format k, v;
+  int head_dim;
+  const void* function;  // takes an AttendParams and a Schedule
+  int shared_bytes;
+};
+
+// Tiles in the order that blocks take them: those of heads whose keys fit the L2 cache together, and of these the longest first.
+struct Schedule {
+  int row_blocks;     // of the sequence with the most rows
+  int heads_at_once;  // pairs of a sequence and a kv head
+  int tiles;          // those that do not exist included: shorter sequences have fewer
+};
+
+// Compiled kernels; none where this build has no code for sm_90a.
+std::span<const Kernel> kernels_64();
+std::span<const Kernel> kernels_96();
+std::span<const Kernel> kernels_128();
+std::span<const Kernel> kernels_192();
+std::span<const Kernel> kernels_256();
+
+template <int D>
+struct Shape {
+  static constexpr int kSwizzle = D % 64 == 0 ? 128 : 64;  // bytes of a row of a box of channels
+  static constexpr int kChannels = kSwizzle / 2;           // of a box
+  static constexpr int kTile = kPageTokens * D * 2;        // of keys or values
+  // Of a thread: a row of sums takes D / 2 of a consumer's, and the 512 registers of three threads are shared.
+  static constexpr int kConsumerRegisters = D <= 128 ? 184 : D <= 192 ? 200 : 208;
+  static constexpr int kProducerRegisters = 512 - kConsumers * kConsumerRegisters;
+  static constexpr int kStages = D <= 128 ? 4 : D <= 192 ? 3 : 2;
+  static constexpr int kQueries = 64 * D * 2;  // of a warpgroup
+  static constexpr int kKeysAt = kConsumers * kQueries, kValuesAt = kKeysAt + kStages * kTile;
+  // Of a stage: a factor for each key, and for each value; then, where a vector has more than one scale, what each of its parts is
+  // multiplied by, as halves.
+  static constexpr int kGroups = D % 128 == 0 ? D / 128 : 1;
+  static constexpr int kFactors = kPageTokens * (4 + (kGroups > 1 ? 2 * kGroups : 0));
+  static constexpr int kKeyFactorsAt = kValuesAt + kStages * kTile, kValueFactorsAt = kKeyFactorsAt + kStages * kFactors;
+  static constexpr int kPagesAt = kValueFactorsAt + kStages * kFactors;  // int: which page a stage holds
+  static constexpr int kBarriersAt = (kPagesAt + 4 * kStages + 7) / 8 * 8;
+  static constexpr int kBytes = kBarriersAt + 4 * 8 * kStages;
+  static_assert(kBytes <= 227 * 1024);
+};
+
+}  // namespace kvant::cuda::prefill
