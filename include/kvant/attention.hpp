@@ -112,6 +112,7 @@ class KVANT_API Plan {
   [[nodiscard]] std::int64_t total_queries() const;  ///< rows of q and out
   [[nodiscard]] std::int64_t kv_bytes() const;       ///< cache bytes one run reads in one layer
   [[nodiscard]] const char* isa() const;             ///< "cuda" on a device
+  [[nodiscard]] const char* kernel() const;          ///< on a device "decode" or "prefill"; else empty
   [[nodiscard]] int threads() const;                 ///< 0 on a device
   [[nodiscard]] int splits() const;                  ///< the most splits any row has
   [[nodiscard]] const PlanImpl& impl() const { return *impl_; }

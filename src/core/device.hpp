@@ -100,6 +100,7 @@ class DevicePlan {
  public:
   virtual ~DevicePlan() = default;
   [[nodiscard]] virtual std::size_t workspace_bytes() const noexcept = 0;
+  [[nodiscard]] virtual const char* kernel() const noexcept = 0;  // "decode" or "prefill"
   [[nodiscard]] virtual int splits() const noexcept = 0;  // the most shares of one sequence at the planned lengths
   [[nodiscard]] virtual std::string explain() const = 0;  // kernels, tiles, splits, and why; lines
   // Arguments are checked. Tensors, lse, sink_logits and workspace are in device memory.

@@ -302,6 +302,10 @@ std::int64_t Plan::total_queries() const {
 std::int64_t Plan::kv_bytes() const {
   return impl_->kv_bytes();
 }
+const char* Plan::kernel() const {
+  return impl_->device ? impl_->device->kernel() : "";
+}
+
 const char* Plan::isa() const {
   return impl_->device ? core::device_backend()->name : impl_->kernels->name;
 }

@@ -85,8 +85,11 @@ Status Plan::choose_prefill(const core::DevicePlanConfig& config) {
   const auto kernel = std::find_if(kernels.begin(), kernels.end(),
                                    [&](const prefill::Kernel& k) { return k.k == config.k && k.v == config.v; });
   cudaFuncAttributes attributes{};
-  if (p.k_basis.kind == BasisKind::calibrated || p.v_basis.kind == BasisKind::calibrated) {
-    missing = "a calibrated basis is rotated by decode kernels only";
+  const auto usual = [](const DeviceBasis& basis, Format format) {
+    return basis.kind == (codec::is_tq(format) ? BasisKind::hadamard : BasisKind::none);
+  };
+  if (!usual(p.k_basis, config.k) || !usual(p.v_basis, config.v)) {
+    missing = "bases other than the formats' own are for decode kernels only";
   } else if (kernels.empty()) {
     missing = "prefill kernels are compiled for head_dim 64, 96, 128, 192, 256";
   } else if (kernel == kernels.end()) {
@@ -95,7 +98,8 @@ Status Plan::choose_prefill(const core::DevicePlanConfig& config) {
     missing = "prefill kernels need a device of compute capability 9.0";
   } else {
     KVANT_CUDA_TRY(cudaFuncGetAttributes(&attributes, kernel->function));
-    if (attributes.sharedSizeBytes == 0) missing = "prefill kernels need machine code for compute capability 9.0 (sm_90a)";
+    // The kernel is empty in code for other architectures, and in what the driver compiles from PTX.
+    if (attributes.numRegs < 64) missing = "prefill kernels need machine code for compute capability 9.0 (sm_90a)";
   }
   if (!missing.empty()) {
     if (!wanted.empty()) return {Code::unsupported, fmt::format("kernel is \"{}\": {}; leave kernel empty", wanted, missing)};

@@ -26,6 +26,7 @@ class Plan final : public core::DevicePlan {
   Status prepare(const core::DevicePlanConfig& config);  // once, before anything else
 
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return workspace_bytes_; }
+  [[nodiscard]] const char* kernel() const noexcept override { return prefill_.function != nullptr ? "prefill" : "decode"; }
   [[nodiscard]] int splits() const noexcept override { return splits_; }
   [[nodiscard]] std::string explain() const override;
   Status run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const override;

@@ -32,7 +32,11 @@ class GpuWorld {
   Cache cache;
   std::vector<SequenceId> ids;
 
-  [[nodiscard]] AttentionOptions options(AttentionOptions base = {}) const { return host.options(std::move(base)); }
+  /// Decode kernels, unless `base` says otherwise: plans would take prefill kernels, which are less exact, for many rows.
+  [[nodiscard]] AttentionOptions options(AttentionOptions base = {}) const {
+    if (base.kernel.empty()) base.kernel = "decode";
+    return host.options(std::move(base));
+  }
 
   /// One run over the device's cache. Masks, sink logits and all tensors are copied there; the workspace is exactly as large
   /// as the plan asks for and full of NaN. Fails when anything around out, lse or the workspace was written to.

@@ -218,6 +218,8 @@ template <Format KF, Format VF, int D>
 struct Consumer {
   using S = Shape<D>;
   static constexpr int kSums = D / 2;
+  static constexpr bool kRotated = is_integer(KF);
+  static_assert(is_integer(KF) == is_integer(VF) && is_half(KF) == is_half(VF));
 
   const AttendParams& p;
   std::byte* shared;
@@ -226,7 +228,9 @@ struct Consumer {
   Tile tile;
   int row[2];         // of the sequence
   int query[2], head[2];
-  float to_log2[2];   // what a row's scores are multiplied by
+  bool is_plain;      // scores are scaled and nothing else
+  float to_log2[2];   // what a row's products are multiplied by: positive, so that the largest product has the largest score
+  float in_log2[2];   // what they still are to be multiplied by when the softmax gets them
   float m[2], l[2];   // m: before that
   float unit;         // of the sums
   float o[kSums];
@@ -245,6 +249,7 @@ struct Consumer {
       m[h] = kNone, l[h] = 0.0f;
     }
     unit = 1.0f;
+    is_plain = p.softcap == 0.0f && p.slopes == nullptr && p.mask.data == nullptr;
   }
   __device__ std::int64_t query_at(int h) const {
     return (tile.batch.query_begin + query[h]) * p.q.token_stride + head[h] * p.q.head_stride;
@@ -261,8 +266,9 @@ struct Consumer {
       x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
       const std::uint32_t exponent = __float_as_uint(x) >> 23;
       const bool usual = exponent > 8 && exponent < 246;
-      inverse[h] = usual ? __uint_as_float((254 - exponent) << 23) : 1.0f;
-      to_log2[h] = p.scale * kLog2e * (usual ? __uint_as_float(exponent << 23) : 1.0f);
+      inverse[h] = copysignf(usual ? __uint_as_float((254 - exponent) << 23) : 1.0f, p.scale);
+      to_log2[h] = fabsf(p.scale) * kLog2e * (usual ? __uint_as_float(exponent << 23) : 1.0f);
+      in_log2[h] = is_plain ? to_log2[h] : 1.0f;
     }
   }
   __device__ void store_pair(int h, int j, float a, float b, bool bf16) const {
@@ -275,7 +281,7 @@ struct Consumer {
       unsigned all = finite[h] ? 1u : 0u;
       all &= __shfl_xor_sync(~0u, all, 1);
       all &= __shfl_xor_sync(~0u, all, 2);
-      if (all == 0) to_log2[h] = __int_as_float(0x7FC00000);
+      if (all == 0) to_log2[h] = in_log2[h] = __int_as_float(0x7FC00000);
     }
   }
   __device__ void rotated_queries() {
@@ -362,7 +368,7 @@ struct Consumer {
       ptx::Wgmma<D, kBf16>::template registers<kByToken>(o, w[i], v + ptx::operand_step(i * kStep), i > 0 || !first);
   }
 
-  // Transforms and visibility, key by key. Scores in a row's units in and out. Rolled up, through local memory: pages that need
+  // Transforms and visibility, key by key; where there are transforms, of scores in units of log 2. Rolled up, through local memory: pages that need
   // this are few, or the mask tensor is what takes the time; unrolled it is most of the kernel.
   __device__ __forceinline__ void transform(int page, bool all_see, float (&s)[kPageTokens / 2]) const {
     const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
@@ -373,11 +379,10 @@ struct Consumer {
     for (int i = 0; i < kPageTokens / 2; ++i) {
       const bool second = (i & 2) != 0;
       const int at = second ? query[1] : query[0], of = second ? head[1] : head[0];
-      const float factor = second ? to_log2[1] : to_log2[0];
       const int position = tile.length - tile.batch.q_len + at;
       const int key = page * kPageTokens + i / 4 * 8 + 2 * t + i % 2;
       const bool sees = all_see || (key < tile.length && rule.sees(tile.length, position, key));
-      float x = copy[i] * factor;
+      float x = copy[i];
       if (p.softcap > 0.0f) x = capped(x, p.softcap, 1.0f / p.softcap);
       if (p.slopes != nullptr) x -= p.slopes[of] * kLog2e * fabsf(static_cast<float>(position - key));
       if (sees && !all_see && p.mask.data != nullptr) {
@@ -386,7 +391,7 @@ struct Consumer {
                                   (key - p.mask.first_key) * p.mask.stride[3];
         x = fmaf(mask_element(p.mask, from), kLog2e, x);
       }
-      copy[i] = sees ? x / factor : kNone;
+      copy[i] = sees ? x : kNone;
     }
 #pragma unroll
     for (int i = 0; i < kPageTokens / 2; ++i) s[i] = copy[i];
@@ -402,6 +407,10 @@ struct Consumer {
         s[4 * j] *= f.x, s[4 * j + 1] *= f.y, s[4 * j + 2] *= f.x, s[4 * j + 3] *= f.y;
       }
     }
+    if (!is_plain) {
+#pragma unroll
+      for (int i = 0; i < kPageTokens / 2; ++i) s[i] *= to_log2[i / 2 % 2];
+    }
     if ((page & 1) != 0 || p.softcap > 0.0f || p.slopes != nullptr) transform(page >> 1, (page & 1) == 0, s);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -411,8 +420,8 @@ struct Consumer {
       x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
       x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
       x = fmaxf(x, m[h]);
-      const float reference = x == kNone ? 0.0f : x * to_log2[h];
-      alpha[h] = ptx::ex2(fmaf(m[h], to_log2[h], -reference));
+      const float reference = x == kNone ? 0.0f : x * in_log2[h];
+      alpha[h] = ptx::ex2(fmaf(m[h], in_log2[h], -reference));
       m[h] = x;
       float sum = 0.0f;
 #pragma unroll
@@ -420,7 +429,7 @@ struct Consumer {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& y = s[4 * j + 2 * h + e];
-          y = ptx::ex2(fmaf(y, to_log2[h], -reference));
+          y = ptx::ex2(fmaf(y, in_log2[h], -reference));
           sum += y;
         }
       }
@@ -544,8 +553,10 @@ struct Consumer {
 
   // From sums over encoded values to sums over values as they were.
   __device__ void to_given_basis() {
-    hadamard<D, true>(o);
-    flip_signs<D>(o);
+    if constexpr (kRotated) {
+      hadamard<D, true>(o);
+      flip_signs<D>(o);
+    }
 #pragma unroll
     for (int i = 0; i < kSums; ++i) o[i] *= unit;
     unit = 1.0f;
@@ -557,7 +568,7 @@ struct Consumer {
       float sum = l[h];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const float top = m[h] * to_log2[h];
+      const float top = m[h] * in_log2[h];
       const bool none = m[h] == kNone || nothing;
       float lse = none ? kNone : (top + log2f(sum)) * kLn2;
       float factor = none ? 0.0f : 1.0f / sum;
@@ -607,15 +618,19 @@ struct Consumer {
     if constexpr (is_half(KF)) {
       dense<false>(KF == Format::bf16, first);
     } else {
-      rotated_queries();
+      if constexpr (kRotated) {
+        rotated_queries();
+      } else {
+        given_queries(false);
+      }
       float before[2];
       pages<false, true>(first);
       if (!first) to_given_basis();
-      before[0] = to_log2[0], before[1] = to_log2[1];
+      before[0] = in_log2[0], before[1] = in_log2[1];
       group_sync();  // every warp's products have read the queries
       given_queries(p.cache.exact_layout.k.format == Format::bf16);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) m[h] = m[h] == kNone ? kNone : m[h] * (before[h] / to_log2[h]);
+      for (int h = 0; h < 2; ++h) m[h] = m[h] == kNone ? kNone : m[h] * (before[h] / in_log2[h]);
       if (p.cache.exact_layout.k.format == Format::bf16) {
         pages<true, false>(first);
       } else {
@@ -634,7 +649,6 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using S = Shape<D>;
   extern __shared__ __align__(1024) std::byte shared[];
-  // Its size tells the host that this is more than the empty kernel of other architectures.
   __shared__ std::uint32_t constants[2][Constants<KF>::kWords > Constants<VF>::kWords ? Constants<KF>::kWords : Constants<VF>::kWords];
   const int role = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   const std::uint32_t barriers = ptx::shared_address(shared + S::kBarriersAt);

@@ -44,9 +44,9 @@ struct Shape {
   static constexpr int kSwizzle = D % 64 == 0 ? 128 : 64;  // bytes of a row of a box of channels
   static constexpr int kChannels = kSwizzle / 2;           // of a box
   static constexpr int kTile = kPageTokens * D * 2;        // of keys or values
-  // Of a thread: a row of sums takes D / 2 of a consumer's, and the 512 registers of three threads are shared.
+  // Of a thread: a row of sums takes D / 2 of a consumer's, and three threads share the 504 registers that they begin with.
   static constexpr int kConsumerRegisters = D <= 128 ? 184 : D <= 192 ? 200 : 208;
-  static constexpr int kProducerRegisters = 512 - kConsumers * kConsumerRegisters;
+  static constexpr int kProducerRegisters = 504 - kConsumers * kConsumerRegisters;
   static constexpr int kStages = D <= 128 ? 4 : D <= 192 ? 3 : 2;
   static constexpr int kQueries = 64 * D * 2;  // of a warpgroup
   static constexpr int kKeysAt = kConsumers * kQueries, kValuesAt = kKeysAt + kStages * kTile;
