@@ -1,5 +1,5 @@
 // The paged cache. Sequences are lists of 64-token pages, exact at both ends and compressed in between; pages are
-// shared by reference count (fork) and copied on write. See docs/design.md, "The cache".
+// shared by reference count (fork) and copied on write. See docs/design.md, "The cache's rules".
 #pragma once
 
 #include <cstdint>
@@ -184,7 +184,7 @@ class KVANT_API Cache {
 };
 
 /// The parents' cache layouts (mlx-native 0.3 to 0.8, hanzo-quant 0.6), imported without loss: same codes, their
-/// levels as a custom table. docs/formats.md, "Imported layouts".
+/// levels as a custom table. docs/formats.md, "fp8 and lut".
 struct LegacyLayout {
   bool nibble_pairs = false;        ///< [kv_heads, capacity, D/2], low nibble = even coordinate; else a byte an index
   int bits = 4;                     ///< codebook bits; higher bits of a byte index are ignored

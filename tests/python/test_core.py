@@ -38,7 +38,7 @@ def attention(q, k, v, *, scale=None, causal=True, window=0, softcap=0.0, mask=N
 
 
 def close(got, expected, bound=2e-5):
-    """The bound is for many rows on AMX, which multiplies floats as two bf16 each (docs/lab/2026-11-24-cpu-amx.md)."""
+    """The bound is for many rows on AMX, which multiplies floats as two bf16 each (docs/lab/cpu.md)."""
     error = np.linalg.norm(np.asarray(got, np.float64) - expected) / np.linalg.norm(expected)
     assert error < bound, error
 

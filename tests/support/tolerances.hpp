@@ -65,7 +65,7 @@ inline constexpr double kAllAtMinus65504 = 5e-3;
 
 /// Codec, loose: attention output of a cache against the true inputs, all tokens encoded, Gaussian inputs whose logits
 /// have standard deviation 1. With relative errors e_k, e_v of the vectors (square root of the distortions of
-/// DESIGN section 4), output error is about sqrt(e_k^2 * (1 + e_v^2) + e_v^2). Times 1.5 for small samples. A dense
+/// docs/formats.md, "Distortion"), output error is about sqrt(e_k^2 * (1 + e_v^2) + e_v^2). Times 1.5 for small samples. A dense
 /// format's is its rounding: 2^-11 and 2^-8, times the same.
 constexpr double vector_error(std::string_view format) {
   if (format == "f32") return 1e-5;
