@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "cli/describe.hpp"
+
 namespace kvant::cli {
 
 inline constexpr const char* kIsaHelp =
@@ -50,6 +52,8 @@ std::vector<std::string> join_lists(const CLI::App& app, const std::vector<std::
 
 /// Names of the commands that the help shows.
 std::vector<std::string> command_names(const CLI::App& app);
+/// Of all that the help shows.
+CommandDescription describe(const CLI::App& app);
 /// "kvant bench decode"
 std::string command_path(const CLI::App& command);
 /// The command that was asked for, of those below this one.

@@ -149,9 +149,12 @@ std::string fish_completion(const CommandDescription& root) {
       for (const std::string& name : o.names) {
         out += name[1] == '-' ? " -l " + name.substr(2) : " -s " + name.substr(1);
       }
-      if (!o.type.empty() && !o.may_be_bare) out += " -r";
-      if (o.is_file) out += " -F";
-      if (!o.choices.empty()) out += " -a " + in_quotes(fmt::format("{}", fmt::join(o.choices, " ")));
+      if (o.is_file) out += o.may_be_bare ? " -F" : " -r -F";
+      if (!o.is_file && !o.type.empty()) out += " -x";  // a value, which is no file
+      if (!o.choices.empty()) {
+        const std::string words = fmt::format("{}", fmt::join(o.choices, " "));
+        out += " -a " + in_quotes(o.is_list ? "(__fish_append , " + words + ")" : words);
+      }
       out += " -d " + in_quotes(o.what) + "\n";
     }
   });

@@ -1,6 +1,3 @@
-#include "cli/describe.hpp"
-
-#include <CLI/CLI.hpp>
 #include <algorithm>
 
 #include "cli/arguments.hpp"

@@ -4,10 +4,6 @@
 #include <string>
 #include <vector>
 
-namespace CLI {
-class App;
-}
-
 namespace kvant::cli {
 
 struct OptionDescription {
@@ -25,9 +21,6 @@ struct CommandDescription {
   std::vector<OptionDescription> options;
   std::vector<CommandDescription> commands;
 };
-
-/// Of all that the help shows.
-CommandDescription describe(const CLI::App& app);
 
 std::string bash_completion(const CommandDescription& root);
 std::string zsh_completion(const CommandDescription& root);
