@@ -134,7 +134,7 @@ void finish(Runner& runner, const PeakMeter& meter) {
   const BenchCase& c = row.bench_case;
   row.samples = static_cast<int>(runner.samples.size());
   row.median_ns = quantile(runner.samples, 0.5);
-  row.spread = (quantile(runner.samples, 0.9) - quantile(runner.samples, 0.1)) / row.median_ns;
+  row.spread = spread(runner.samples);
   row.ns_per_value = row.median_ns / c.stored_values();
   row.gb_per_s = row.bytes / row.median_ns;
   const BenchPeak peak = meter.peak(c.isa, c.threads);
