@@ -91,7 +91,10 @@ struct AttentionOptions {
   int threads = 0;              ///< 0: the processors that the process may use (affinity, CPU quota)
   std::int64_t split_keys = 0;  ///< keys a split covers, a multiple of 64; 0: planned from the lengths
   std::string backend{};        ///< "cpu", "cuda": where the cache is; empty: the same
-  std::string isa{};            ///< one of isas(): "scalar", "avx2", ...; empty: the best that this machine has
+  /// One of isas(): "scalar", "avx2", ...; empty: the best that this machine has. All agree with exact attention over
+  /// what the cache decodes to some 1e-6 of the output (float formats) and 6e-5 (tq formats, few rows); "amx", which
+  /// takes more than 16 rows, to 4e-6. Float keys with an offset common to all of them lose what float32 logits do.
+  std::string isa{};
 };
 
 class PlanImpl;
