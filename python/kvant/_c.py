@@ -119,7 +119,7 @@ class MaskTensor(Structure):
         ("data", c_void_p),
         ("dtype", c_int32),
         ("shape", c_int64 * 4),
-        ("stride", c_int64 * 4),
+        ("stride", POINTER(c_int64)),
         ("first_key", c_int64),
     ]
 

@@ -29,7 +29,7 @@ Result<MaskTensor> to_mask(const kvant_mask_tensor& given) {
   mask.data = given.data;
   mask.first_key = given.first_key;
   mask.dtype = *dtype;
-  const bool contiguous = given.stride[0] == 0 && given.stride[1] == 0 && given.stride[2] == 0 && given.stride[3] == 0;
+  const bool contiguous = given.stride == nullptr;
   std::int64_t stride = 1;
   for (std::size_t i = 4; i-- > 0;) {
     mask.shape[i] = given.shape[i];
