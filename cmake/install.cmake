@@ -13,6 +13,7 @@ include(CMakePackageConfigHelpers)
 install(TARGETS kvant EXPORT kvantTargets)
 install(DIRECTORY include/kvant DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.hpp" PATTERN "*.h")
 install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
+include(cmake/cli_documents.cmake)
 
 set(kvant_cmake_dir ${CMAKE_INSTALL_LIBDIR}/cmake/kvant)
 install(EXPORT kvantTargets NAMESPACE kvant:: DESTINATION ${kvant_cmake_dir})

@@ -38,6 +38,12 @@ for kind in static shared; do
   fi
   cmake --install "$built" --prefix "$prefix" >/dev/null
 
+  for document in share/bash-completion/completions/kvant share/zsh/site-functions/_kvant share/fish/vendor_completions.d/kvant.fish \
+    share/man/man1/kvant.1; do
+    grep -q 'exact.*ends' "$prefix/$document" || { printf '%s is not installed, or lacks --exact-ends\n' "$document"; exit 1; }
+  done
+  printf 'manual page and shell completions, %s: installed\n' $kind
+
   cp -r "$root/examples/find_package" "$work/user-$kind"
   cmake -S "$work/user-$kind" -B "$work/user-$kind/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$prefix" >/dev/null
   cmake --build "$work/user-$kind/build" >/dev/null

@@ -49,12 +49,16 @@ def check(line, kvant, dev_commands):
     if answer.returncode != 0:
         yield f"`{line}`: kvant has no subcommand {words[1]}"
         return
-    if len(words) > 2 and re.fullmatch(r"[a-z]+", words[2]) and words[2] not in answer.stdout:
-        yield f"`{line}`: `kvant {words[1]} --help` does not know {words[2]}"
+    if len(words) > 2 and re.fullmatch(r"[a-z]+", words[2]):
+        if words[2] not in answer.stdout:
+            yield f"`{line}`: `kvant {words[1]} --help` does not know {words[2]}"
+        elif re.search(rf"^  {words[2]}  ", answer.stdout, re.M):  # an operation, with options of its own
+            path.append(words[2])
+            answer = help_of(kvant, path)
     known = set(re.findall(r"--[a-z][a-z-]*", answer.stdout))
     for option in re.findall(r"(?<!\S)(--[a-z][a-z-]*)", " ".join(words[2:])):
         if option not in known:
-            yield f"`{line}`: `kvant {words[1]} --help` does not list {option}"
+            yield f"`{line}`: `kvant {' '.join(path)} --help` does not list {option}"
 
 
 def main():

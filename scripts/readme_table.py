@@ -26,7 +26,7 @@ def measure(kvant):
 def table(rows):
     """One line a format pair: means over the layers, with exact ends and without."""
     pairs = list(dict.fromkeys((row["k_format"], row["v_format"]) for row in rows))
-    yield "| keys / values | bits per value | error, exact ends | error, none | KL of the weights | same top key |"
+    yield "| keys / values | bits per value | error, exact ends | error, all encoded | KL of the weights | same top key |"
     yield "|---|---|---|---|---|---|"
     for k, v in pairs:
         def mean(field, exact):

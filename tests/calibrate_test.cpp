@@ -307,7 +307,7 @@ TEST_F(BasisFile, NumbersThatAreNoBasisAreRefused) {
   set().keys[1].center[3] = std::nanf("");
   EXPECT_EQ(message(), "tensor \"layer7.k.center\": element 35 is nan; allowed: finite values");
   set().keys[1].center[3] = -70000;
-  EXPECT_EQ(message(), "layer7.k.center of kv head 1 holds -70000; allowed: magnitude at most 65504");
+  EXPECT_EQ(message(), "layer7.k.center of kv head 1 holds -70000; allowed: magnitude at most 65536");
   set().keys[1].center[3] = 0;
   auto& values = set().values[0];
   values.matrix[0] = 1e6;

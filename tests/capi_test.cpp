@@ -113,6 +113,7 @@ TEST(CApi, EveryAttentionOptionIsPassedThrough) {
   const std::vector<float> sinks = {1.0f, 2.0f, 0.0f, -1.0f};
   const std::vector<float> mask = gaussian(3 * kTokens, 4);
   const std::int32_t lens[] = {3};
+  static constexpr std::int64_t by_key[] = {0, 0, 0, 1}, by_query[] = {0, 0, 1, 0};
   same("defaults", [](auto&, auto&) {});
   same("scale", [](auto& c, auto& o) { c.scale = o.scale = 0.3; });
   same("softcap", [](auto& c, auto& o) { c.softcap = o.softcap = 2; });
@@ -124,19 +125,19 @@ TEST(CApi, EveryAttentionOptionIsPassedThrough) {
     c.is_causal = 0, c.window = 40, c.window_sinks = 5, o.mask = Mask::bounded_below(40, 5);
   });
   same("mask tensor", [&](auto& c, auto& o) {
-    c.mask = {mask.data(), KVANT_F32, {1, 1, 3, kTokens}, {}, 0};  // strides left out: contiguous
+    c.mask = {mask.data(), KVANT_F32, {1, 1, 3, kTokens}, nullptr, 0};  // contiguous
     o.mask.tensor = {mask.data(), Dtype::f32, {1, 1, 3, kTokens}, {3 * kTokens, 3 * kTokens, kTokens, 1}};
   });
   same("mask tensor from a later key", [&](auto& c, auto& o) {
-    c.mask = {mask.data(), KVANT_F32, {1, 1, 3, kTokens - 70}, {}, 70};
+    c.mask = {mask.data(), KVANT_F32, {1, 1, 3, kTokens - 70}, nullptr, 70};
     o.mask.tensor = {mask.data(), Dtype::f32, {1, 1, 3, kTokens - 70}, {0, 0, kTokens - 70, 1}, 70};
   });
   same("mask tensor that repeats", [&](auto& c, auto& o) {
-    c.mask = {mask.data(), KVANT_F32, {1, kQHeads, 3, kTokens}, {0, 0, 0, 1}, 0};  // not all strides are left out
+    c.mask = {mask.data(), KVANT_F32, {1, kQHeads, 3, kTokens}, by_key, 0};
     o.mask.tensor = {mask.data(), Dtype::f32, {1, 1, 1, kTokens}, {0, 0, 0, 1}};
   });
   same("mask tensor that repeats by key", [&](auto& c, auto& o) {
-    c.mask = {mask.data(), KVANT_F32, {1, kQHeads, 3, kTokens}, {0, 0, 1, 0}, 70};
+    c.mask = {mask.data(), KVANT_F32, {1, kQHeads, 3, kTokens}, by_query, 70};
     o.mask.tensor = {mask.data(), Dtype::f32, {1, 1, 3, 1}, {0, 0, 1, 0}, 70};
   });
   same(

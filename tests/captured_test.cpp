@@ -74,6 +74,12 @@ TEST(CapturedLayers, AreReadWithTheirNumbers) {
   EXPECT_EQ(layer.dtype, "F32");
   EXPECT_EQ(layer.q.size(), 256u);
   EXPECT_EQ(layer.k[191], 191.0f);
+
+  Capture of_bf16;  // which makes 65536 of 65504: caches take it and give it back
+  of_bf16.poisoned = 32, of_bf16.poison = 65536;
+  const auto loud = of_bf16.read();
+  ASSERT_TRUE(loud.ok()) << loud.message();
+  EXPECT_EQ(loud->front().k[32], 65536.0f);
 }
 
 TEST(CapturedLayers, RefusalsNameTheTensorAndWhatFits) {
@@ -140,11 +146,11 @@ TEST(CapturedLayers, RefusalsNameTheTensorAndWhatFits) {
   EXPECT_EQ(spoilt([](Capture& c) { c.metadata["layer3.sliding_window"] = "-1"; }),
             "metadata \"layer3.sliding_window\" is -1" + window);
   EXPECT_EQ(spoilt([](Capture& c) { c.poisoned = 97, c.poison = std::nanf(""); }),
-            "tensor \"layer3.k\": the value at [1, 0, 1] is nan; allowed: finite, magnitude at most 65504");
+            "tensor \"layer3.k\": the value at [1, 0, 1] is nan; allowed: finite, magnitude at most 65536");
   EXPECT_EQ(spoilt([](Capture& c) { c.poisoned = 191, c.poison = -std::numeric_limits<float>::infinity(); }),
-            "tensor \"layer3.k\": the value at [1, 2, 31] is -inf; allowed: finite, magnitude at most 65504");
-  EXPECT_EQ(spoilt([](Capture& c) { c.poisoned = 32, c.poison = 65536; }),
-            "tensor \"layer3.k\": the value at [0, 1, 0] is 65536; allowed: finite, magnitude at most 65504");
+            "tensor \"layer3.k\": the value at [1, 2, 31] is -inf; allowed: finite, magnitude at most 65536");
+  EXPECT_EQ(spoilt([](Capture& c) { c.poisoned = 32, c.poison = 65537; }),
+            "tensor \"layer3.k\": the value at [0, 1, 0] is 65537; allowed: finite, magnitude at most 65536");
 }
 
 TEST(CapturedLayers, TheTensorsOfThisRepositoryAreWhatTheirReadmeSays) {

@@ -9,49 +9,11 @@
 
 #include "core/device.hpp"
 #include "kvant/kvant.hpp"
+#include "support/capture.hpp"
 #include "support/cli.hpp"
 
 namespace kvant::test {
 namespace {
-
-struct LayerShape {
-  int layer, q_heads, kv_heads, head_dim;
-  std::int64_t queries, positions;
-  std::int64_t window = 0;
-};
-
-// A capture with different numbers in every place; channel 3 is loud, and keys have a mean, as real ones do.
-void write_capture(const std::string& path, const std::vector<LayerShape>& layers, float scale_of_values = 1) {
-  std::vector<std::vector<float>> data;
-  std::vector<io::TensorToWrite> tensors;
-  std::map<std::string, std::string> metadata;
-  data.reserve(layers.size() * 3);
-  std::uint32_t state = 12345;
-  const auto add = [&](const std::string& name, std::int64_t heads, std::int64_t rows, std::int64_t dim, float scale) {
-    std::vector<float> values(static_cast<std::size_t>(heads * rows * dim));
-    for (std::size_t i = 0; i < values.size(); ++i) {
-      float sum = 0;
-      for (int k = 0; k < 4; ++k) {
-        state = state * 1664525u + 1013904223u;
-        sum += static_cast<float>(state >> 8) * 0x1p-24f - 0.5f;
-      }
-      const std::size_t channel = i % static_cast<std::size_t>(dim);
-      values[i] = sum * 1.7f * scale * (channel == 3 ? 4.0f : 1.0f);
-      if (name.back() == 'k' && channel == 5) values[i] += 8;
-    }
-    data.push_back(std::move(values));
-    tensors.push_back({name, "F32", {heads, rows, dim}, bytes_of(data.back())});
-  };
-  for (const LayerShape& l : layers) {
-    const std::string name = "layer" + std::to_string(l.layer);
-    add(name + ".q", l.q_heads, l.queries, l.head_dim, 1);
-    add(name + ".k", l.kv_heads, l.positions, l.head_dim, 1);
-    add(name + ".v", l.kv_heads, l.positions, l.head_dim, scale_of_values);
-    metadata[name + ".scale"] = std::to_string(1 / std::sqrt(static_cast<double>(l.head_dim)));
-    metadata[name + ".sliding_window"] = std::to_string(l.window);
-  }
-  io::write_safetensors(path, tensors, metadata).value();
-}
 
 class Cli : public CliTest {
  protected:
@@ -60,14 +22,22 @@ class Cli : public CliTest {
   std::string capture_ = folder_ / "qkv.safetensors";
 };
 
-const std::set<std::string> kEvalKeys = {"file",           "layer",       "k_format",    "v_format",   "exact_ends",
-                                         "bits_per_value", "cache_bytes", "rel_l2",      "cosine_min", "kl_mean",
-                                         "kl_max",         "top1",        "ns_per_token"};
+const std::set<std::string> kEvalKeys = {"file",       "layer",   "k_format",       "v_format",    "exact_ends",
+                                         "basis",      "spread",  "bits_per_value", "cache_bytes", "rel_l2",
+                                         "cosine_min", "kl_mean", "kl_max",         "top1",        "ns_per_token"};
 // --- help ---------------------------------------------------------------------------------------------------------
 
 TEST_F(Cli, HelpOfEveryCommandShowsExamples) {
-  for (const std::vector<std::string>& a : std::vector<std::vector<std::string>>{
-           {"--help"}, {"eval", "--help"}, {"bench", "--help"}, {"calibrate", "-h"}, {"info", "--help"}}) {
+  for (const std::vector<std::string>& a : std::vector<std::vector<std::string>>{{"--help"},
+                                                                                 {"eval", "--help"},
+                                                                                 {"bench", "--help"},
+                                                                                 {"calibrate", "-h"},
+                                                                                 {"info", "--help"},
+                                                                                 {"formats", "--help"},
+                                                                                 {"bench", "decode", "--help"},
+                                                                                 {"bench", "step", "-h"},
+                                                                                 {"bench", "prefill", "-h"},
+                                                                                 {"bench", "append", "-h"}}) {
     const Finished f = kvant_cli(a);
     EXPECT_EQ(f.exit_code, 0) << sentence(a);
     EXPECT_NE(f.out.find("Examples:\n  kvant "), std::string::npos) << sentence(a) << "\n" << f.out;
@@ -97,10 +67,11 @@ TEST_F(Cli, WrongUsageIsExitCodeTwo) {
   expect_refusals(
       2,
       {
-          {{}, "no command given; the commands are eval, bench, calibrate and info"},
-          {{"evil"}, "evil: no such command; the commands are eval, bench, calibrate and info"},
+          {{}, "no command given; the commands are eval, bench, calibrate, formats, info"},
+          {{"evil"},
+           "evil: no such command; the commands are eval, bench, calibrate, formats, info; did you mean eval?"},
           {{"--nonsense"}, "--nonsense: not an option that stands before the command; the commands are"},
-          {{""}, "no such command"},
+          {{""}, "no command given"},
           {{"eval"}, "FILE is required"},
           {{"eval", "x", "--formats", "tq7"}, "format 'tq7': must be one of f32, f16, bf16, fp8, tq2"},
           {{"eval", "x", "--formats", "tq4/"}, "format ''"},
@@ -114,7 +85,8 @@ TEST_F(Cli, WrongUsageIsExitCodeTwo) {
           {{"eval", "x", "--json", "same", "--csv", "same"}, "--csv same: --json writes that file, too"},
           {{"calibrate", "x"}, "-o"},
           {{"calibrate", "x", "-o", "-"}, "a basis is a binary file"},
-          {{"bench", "guess"}, "OP: guess"},
+          {{"bench", "guess"},
+           "guess: kvant bench has no such operation; the operations are decode, step, prefill, append"},
           {{"bench", "decode", "--head-dim", "100"}, "--head-dim 100: must be one of 32, 64, 80"},
           {{"bench", "decode", "--q-heads", "3", "--kv-heads", "2"}, "--q-heads 3: must be a multiple of --kv-heads 2"},
           {{"bench", "decode", "--kv-heads", "0"}, "--kv-heads"},
@@ -123,16 +95,20 @@ TEST_F(Cli, WrongUsageIsExitCodeTwo) {
           {{"bench", "decode", "--k-format", "tq4,tq6,tq8", "--v-format", "tq4,tq6"},
            "--v-format: 2 formats for 3 key formats"},
           {{"bench", "decode", "--k-format", "tq6/tq4", "--v-format", "tq4"}, "names its value format already"},
-          {{"bench", "append", "--alibi", "--window", "9"}, "append: has no scores; leave out window 9, ALiBi"},
-          {{"bench", "decode", "--mask", "int8"}, "--mask: int8 not in {bool,f32,f16,bf16}"},
+          {{"bench", "append", "--alibi"},
+           "--alibi: kvant bench append has no such option; decode, step, prefill have it"},
+          {{"bench", "--alibi", "--window", "9", "append"}, "append: has no scores; leave out window 9, ALiBi"},
+          {{"bench", "decode", "--mask", "int8"}, "--mask: int8: must be one of bool, f32, f16, bf16"},
           {{"bench", "decode", "--window", "0"}, "--window"},
-          {{"bench", "append", "--first-keys", "9"}, "--first-keys 9: not of append"},
-          {{"bench", "append", "--backend", "cuda", "--between-mib", "9"}, "--between-mib 9: of decode and step"},
+          {{"bench", "--first-keys", "9", "append"}, "--first-keys 9: not of append"},
+          {{"bench", "--backend", "cuda", "--between-mib", "9", "append"}, "--between-mib 9: of decode and step"},
           {{"bench", "decode", "--first-keys", "3", "--q-len", "4"}, "--q-len 4: more than --keys 3"},
           {{"bench", "--suite", "gpu"}, "--suite gpu: unknown; the suites are cpu"},
           {{"bench", "--suite", "cpu", "--keys", "64"}, "--suite cpu: has shapes of its own; leave out --keys"},
-          {{"bench", "append", "--suite", "cpu"}, "--suite cpu: has no append shapes"},
-          {{"bench", "--backend", "tpu"}, "--backend"},
+          {{"bench", "--suite", "cpu", "append"}, "--suite cpu: has no append shapes"},
+          {{"bench", "--backend", "tpu"}, "--backend: tpu: must be one of cpu, cuda"},
+          {{"bench", "--suite", "cpu", "decode", "--keys", "64"},
+           "--suite cpu: has shapes of its own; leave out --keys"},
           {{"info", "extra"}, "extra"},
       });
 }
@@ -217,7 +193,7 @@ TEST_F(Cli, EvalWritesExactlyTheDocumentedRows) {
   write_small();
   const std::string csv = folder_ / "rows.csv", report = folder_ / "report.html";
   const Json json = json_of({"eval", capture_, "--threads", "1", "--csv", csv, "--report", report});
-  ASSERT_EQ(keys_of(json), std::set<std::string>{"rows"});
+  ASSERT_EQ(keys_of(json), (std::set<std::string>{"machine", "rows"}));
   const Json& rows = json["rows"];
   ASSERT_EQ(rows.size(), 2u * (1 + 9 * 2));  // two layers; f16 once, nine encoded pairs with and without exact ends
   std::map<std::string, double> error;       // of layer 1

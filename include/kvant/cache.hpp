@@ -1,5 +1,5 @@
 // The paged cache. Sequences are lists of 64-token pages, exact at both ends and compressed in between; pages are
-// shared by reference count (fork) and copied on write. See docs/design.md, "The cache".
+// shared by reference count (fork) and copied on write. See docs/design.md, "The cache's rules".
 #pragma once
 
 #include <cstdint>
@@ -50,7 +50,9 @@ struct CacheConfig {
   std::int64_t max_sequences = 256;      ///< device only: sequences alive at once
   std::int64_t max_sequence_tokens = 0;  ///< device only: tokens of the longest sequence; 0: capacity_tokens
   int threads = 0;                       ///< workers that store rows; 0: the processors that the process may use
-  std::string isa{};  ///< "scalar", "avx2": kernels that store rows (same bytes); empty: the best of this machine
+  /// Kernels that store rows: "scalar", "avx2", "avx512", "amx" or "neon", which all store the same bytes; empty: the best of
+  /// this machine.
+  std::string isa{};
 };
 
 /// A sequence of a cache. Never reused: a removed sequence's id stays invalid.
@@ -184,7 +186,7 @@ class KVANT_API Cache {
 };
 
 /// The parents' cache layouts (mlx-native 0.3 to 0.8, hanzo-quant 0.6), imported without loss: same codes, their
-/// levels as a custom table. docs/formats.md, "Imported layouts".
+/// levels as a custom table. docs/formats.md, "fp8 and lut".
 struct LegacyLayout {
   bool nibble_pairs = false;        ///< [kv_heads, capacity, D/2], low nibble = even coordinate; else a byte an index
   int bits = 4;                     ///< codebook bits; higher bits of a byte index are ignored

@@ -159,7 +159,8 @@ typedef struct kvant_cache_config {
   int32_t v_level_count;
   int32_t lut_scales; /* lut formats: scales a vector, 1 (default) or 2 */
   int32_t threads;    /* workers that encode; 0 (default): the processors that the process may use */
-  const char* isa;    /* encodes with this instruction set (all give the same bytes); NULL (default): the best */
+  const char* isa; /* encodes with this instruction set: "scalar", "avx2", "avx512", "amx" or "neon" (all give the same
+                      bytes); NULL (default): the best */
   const char* device; /* where pages live: NULL (default) or "cpu": host memory; "cuda", "cuda:1": a device's, taken at
                          creation (capacity_tokens is required then). See "caches on a device" */
   int64_t max_sequences;       /* device only: sequences alive at once; 0 (default): 256 */
@@ -289,8 +290,9 @@ KVANT_C_API kvant_status kvant_cache_describe(const kvant_cache* cache, char* bu
  * looked for). */
 
 /* An additive (f32, f16, bf16) or boolean mask over [batch, q_head, query, key]. Boolean: non-zero means that the query
- * sees the key. Additive: 0 changes nothing, minus infinity hides. A dimension of size 1 broadcasts; strides in
- * elements, all zero: contiguous. Row i of the query dimension is query i of its sequence, in ragged batches too. Keys
+ * sees the key. Additive: 0 changes nothing, minus infinity hides. stride: four of them, in elements, read during the
+ * call alone; NULL (default): contiguous. A dimension of size 1 or of stride 0 broadcasts; where all strides are 0, one
+ * element stands for all. Row i of the query dimension is query i of its sequence, in ragged batches too. Keys
  * are absolute positions from first_key on, so the last dimension covers the longest sequence from there; keys before
  * first_key are hidden by the mask. The memory must stay valid, and unchanged, as long as plans made with it are
  * used. */
@@ -298,7 +300,7 @@ typedef struct kvant_mask_tensor {
   const void* data; /* NULL: no mask */
   kvant_dtype dtype;
   int64_t shape[4];
-  int64_t stride[4];
+  const int64_t* stride;
   int64_t first_key; /* position of the key of column 0, default 0 */
 } kvant_mask_tensor;
 
@@ -323,8 +325,10 @@ typedef struct kvant_attention_options {
   int64_t split_keys;        /* keys a split covers, a multiple of 64; 0 (default): planned from the lengths */
   kvant_mask_tensor mask;    /* on top of the above */
   const char* backend;       /* "cpu", "cuda": where the cache is; NULL (default): the same */
-  const char* isa;           /* "scalar", "avx2"; NULL (default): the best that this machine has */
-  const char* kernel;        /* caches on a device: "decode" or "prefill"; NULL (default): by the number of rows */
+  const char* isa; /* "scalar", "avx2", "avx512", "amx" or "neon"; NULL (default): the best that this machine has.
+                      "amx" multiplies more than 16 rows with products of bf16 terms: 4e-6 off exact attention over
+                      the stored vectors, where others are 1e-6 off (float formats) */
+  const char* kernel; /* caches on a device: "decode" or "prefill"; NULL (default): by the number of rows */
 } kvant_attention_options;
 
 /* Fills in the defaults. struct_size: sizeof(kvant_attention_options). */
@@ -349,7 +353,8 @@ typedef struct kvant_plan_facts {
   int64_t kv_bytes;       /* cache bytes that one run reads in one layer */
   int32_t threads;
   int32_t splits;  /* the most splits any row has */
-  const char* isa; /* a constant; "cuda" on a device, with threads 0 */
+  const char* isa;    /* a constant; "cuda" on a device, with threads 0 */
+  const char* kernel; /* a constant; on a device "decode" or "prefill"; "" elsewhere */
 } kvant_plan_facts;
 KVANT_C_API kvant_status kvant_plan_describe(const kvant_plan* plan, kvant_plan_facts* facts);
 

@@ -56,8 +56,11 @@ class KVANT_API Error : public std::exception {
   Status status_;
 };
 
+/// Throws Error. In the library, so that these headers also serve hosts that compile with -fno-exceptions.
+[[noreturn]] KVANT_API void throw_error(const Status& status);
+
 inline void Status::value() const {
-  if (!ok()) throw Error(*this);
+  if (!ok()) throw_error(*this);
 }
 
 /// A value or the reason why there is none.
@@ -88,7 +91,7 @@ class [[nodiscard]] Result {
 
  private:
   void require() const {
-    if (!ok()) throw Error(*std::get_if<1>(&state_));
+    if (!ok()) throw_error(*std::get_if<1>(&state_));
   }
   std::variant<T, Status> state_;
 };

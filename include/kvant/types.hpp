@@ -61,7 +61,7 @@ KVANT_API const FormatInfo& format_info(Format format) noexcept;
 /// Error lists the known names.
 KVANT_API Result<Format> parse_format(std::string_view name);
 
-/// Head sizes that have a rotation (DESIGN section 4); anything else is refused.
+/// Head sizes that have a rotation (docs/formats.md, "Rotation"); anything else is refused.
 KVANT_API std::span<const int> supported_head_dims() noexcept;
 KVANT_API bool is_supported_head_dim(int head_dim) noexcept;
 

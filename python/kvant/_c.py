@@ -119,7 +119,7 @@ class MaskTensor(Structure):
         ("data", c_void_p),
         ("dtype", c_int32),
         ("shape", c_int64 * 4),
-        ("stride", c_int64 * 4),
+        ("stride", POINTER(c_int64)),
         ("first_key", c_int64),
     ]
 
@@ -142,6 +142,7 @@ class AttentionOptions(Structure):
         ("mask", MaskTensor),
         ("backend", c_char_p),
         ("isa", c_char_p),
+        ("kernel", c_char_p),
     ]
 
 
@@ -155,6 +156,7 @@ class PlanFacts(Structure):
         ("threads", c_int32),
         ("splits", c_int32),
         ("isa", c_char_p),
+        ("kernel", c_char_p),
     ]
 
 

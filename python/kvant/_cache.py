@@ -73,7 +73,7 @@ class Cache:
     k_basis, v_basis: "automatic", "hadamard", "none" or "calibrated"; bases: a kvant.Bases or its path, for the last;
         basis_layers: the file's layer number of each layer of the cache.
     threads: workers that encode, 0: the processors that the process may use. isa: an instruction set to encode with,
-        None: the best.
+        "scalar", "avx2", "avx512", "amx" or "neon" (all store the same bytes), None: the best.
 
     Errors: InvalidArgument, Unsupported, OutOfMemory. One thread at a time works on a cache; others wait.
     """

@@ -212,8 +212,9 @@ def mask(x: Any, first_key: int, device: tuple[str, int]):
     # An expanded dimension has a stride of 0 and a size: the same value for all, which a size of 1 says too.
     shape = tuple(1 if s == 0 else n for n, s in zip(shape, stride))
     m.shape[:] = shape
-    m.stride[:] = stride if any(stride) else (1, 1, 1, 1)
-    return m, d
+    strides = (ctypes.c_int64 * 4)(*stride)
+    m.stride = strides
+    return m, (d, strides)
 
 
 def empty_like(x: Any, shape: tuple[int, ...], dtype: int | None = None):

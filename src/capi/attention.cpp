@@ -29,7 +29,7 @@ Result<MaskTensor> to_mask(const kvant_mask_tensor& given) {
   mask.data = given.data;
   mask.first_key = given.first_key;
   mask.dtype = *dtype;
-  const bool contiguous = given.stride[0] == 0 && given.stride[1] == 0 && given.stride[2] == 0 && given.stride[3] == 0;
+  const bool contiguous = given.stride == nullptr;
   std::int64_t stride = 1;
   for (std::size_t i = 4; i-- > 0;) {
     mask.shape[i] = given.shape[i];
@@ -116,7 +116,8 @@ kvant_status kvant_plan_describe(const kvant_plan* plan, kvant_plan_facts* facts
     if (plan == nullptr) return null_argument("plan");
     const kvant::Plan& p = plan->plan;
     const kvant_plan_facts now{
-        sizeof now, p.workspace_bytes(), p.total_queries(), p.kv_bytes(), p.threads(), p.splits(), p.isa()};
+        sizeof now, p.workspace_bytes(), p.total_queries(), p.kv_bytes(), p.threads(), p.splits(), p.isa(),
+        p.kernel()};
     return write_struct("facts", facts, now);
   });
 }

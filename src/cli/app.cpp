@@ -3,9 +3,13 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
+#include <memory>
 #include <new>
 
+#include "cli/arguments.hpp"
 #include "cli/command.hpp"
+#include "cli/suggest.hpp"
+#include "core/fmt.hpp"
 #include "kvant/version.hpp"
 
 namespace kvant::cli {
@@ -32,40 +36,49 @@ int report(int exit_code, const std::string& message) {
   return exit_code;
 }
 
+int refuse_first_word(const CLI::App& app, const std::string& word) {
+  const std::vector<std::string> names = command_names(app);
+  std::string problem = word + ": no such command";
+  if (word.empty()) problem = "no command given";
+  if (!word.empty() && word[0] == '-') problem = word + ": not an option that stands before the command";
+  return report(kUsage, fmt::format("{}; the commands are {}{}\nRun `kvant --help` for examples.", problem,
+                                    fmt::join(names, ", "), did_you_mean(word, names)));
+}
+
 int parse_and_run(int argc, char** argv) {
   CLI::App app(kDescription);
   app.name("kvant");
   app.footer(kFooter);
   app.set_version_flag("--version", std::string("kvant ") + kVersion, "Print the version and exit");
+  app.formatter(std::make_shared<HelpFormatter>());
   app.get_formatter()->column_width(34);
+  app.get_formatter()->label("SUBCOMMAND", "COMMAND");
   app.require_subcommand(1);
 
-  const struct {
-    const char* name;
-    Action action;
-  } commands[] = {
+  const std::pair<const char*, Action> commands[] = {
       {"eval", add_eval_command(app)},
       {"bench", add_bench_command(app)},
       {"calibrate", add_calibrate_command(app)},
+      {"formats", add_formats_command(app)},
       {"info", add_info_command(app)},
+      {"completion", add_completion_command(app)},
+      {"man", add_man_command(app)},
   };
 
   const std::string first = argc > 1 ? argv[1] : "";
   const bool is_option = first == "-h" || first == "--help" || first == "--version";
   if (!is_option &&
-      std::none_of(std::begin(commands), std::end(commands), [&](const auto& c) { return first == c.name; })) {
-    std::string problem = "no command given";
-    if (argc > 1) problem = first + ": no such command";
-    if (first[0] == '-') problem = first + ": not an option that stands before the command";
-    return report(kUsage,
-                  problem + "; the commands are eval, bench, calibrate and info.\nRun `kvant --help` for examples.");
+      std::none_of(std::begin(commands), std::end(commands), [&](const auto& c) { return first == c.first; })) {
+    return refuse_first_word(app, first);
   }
 
   try {
-    app.parse(argc, argv);
-    for (const auto& command : commands) {
-      if (!app.got_subcommand(command.name)) continue;
-      const Status status = command.action();
+    std::vector<std::string> words = join_lists(app, {argv + 1, argv + argc});
+    std::reverse(words.begin(), words.end());  // CLI11 takes them from the end
+    app.parse(std::move(words));
+    for (const auto& [name, action] : commands) {
+      if (!app.got_subcommand(name)) continue;
+      const Status status = action();
       if (!status.ok()) return report(kRefused, status.message());
     }
   } catch (const CLI::ParseError& error) {
@@ -73,9 +86,11 @@ int parse_and_run(int argc, char** argv) {
       app.exit(error);
       return std::fflush(stdout) == 0 ? kDone : report(kRefused, "standard output: cannot write");
     }
-    std::string path = "kvant";
-    for (const auto* sub : app.get_subcommands()) path += " " + sub->get_name();
-    return report(kUsage, std::string(error.what()) + "\nRun `" + path + " --help` for what is allowed.");
+    const CLI::App* command = deepest_command(&app);
+    // What is left over often is why something else is missing.
+    const std::string leftover = leftover_message(*command);
+    return report(kUsage, fmt::format("{}\nRun `{} --help` for what is allowed.",
+                                      leftover.empty() ? error.what() : leftover, command_path(*command)));
   }
   if (std::fflush(stdout) != 0) return report(kRefused, "standard output: cannot write");
   return kDone;

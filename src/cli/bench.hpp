@@ -64,6 +64,7 @@ struct BenchCase {
 struct BenchRow {
   BenchCase bench_case;
   std::string refusal;  ///< not empty: no speed, and why
+  std::string kernel;   ///< Plan::kernel
   double rel_l2 = 0;    ///< the kernel's error over the decoded vectors; append: that of the codec
   double median_ns = 0;
   double spread = 0;  ///< (p90 - p10) / median
@@ -100,15 +101,13 @@ struct BenchResult {
   double device_read_gb_per_s = 0;  ///< measured in the same run
 };
 
-constexpr double kHighSpread = 0.25;
-
 Result<BenchResult> run_bench(const std::vector<BenchCase>& cases, const BenchSettings& settings,
                               const std::function<void(double done, const std::string& what)>& on_progress);
 
 /// The shapes of a named suite; formats are crossed with them. Errors: unknown name.
 Result<std::vector<BenchCase>> suite_shapes(const std::string& name);
 
-std::string bench_text(const BenchResult& result, const Machine& machine);
+std::string bench_text(const BenchResult& result, const Machine& machine, std::size_t width);
 std::string bench_markdown(const BenchResult& result, const Machine& machine);
 std::string bench_csv(const BenchResult& result);
 std::string bench_json(const BenchResult& result, const Machine& machine, const std::string& started);

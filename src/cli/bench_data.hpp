@@ -60,5 +60,7 @@ Result<double> check_attention(const Workload& workload, const BenchCase& c, con
                                const std::vector<float>& out, std::int64_t most_sequences = 2);
 /// The largest error that a right kernel may have.
 double attention_tolerance(const FormatPair& formats);
+/// Of prefill kernels on a device, which round weights to f16 or bf16.
+inline constexpr double kPrefillTolerance = 4e-3;
 
 }  // namespace kvant::cli

@@ -143,6 +143,7 @@ Status measure_decode(DeviceTools& tools, BenchRow& row) {
     if (Status s = tools.bench.download(got.data(), *out32, values * 4); !s.ok()) return s;
     if (Status s = tools.bench.download(q_host.data(), *q, values * 2); !s.ok()) return s;
     const Result<double> error = check_attention(*filled, c, widened(q_host), got, 1);
+    row.kernel = plan->kernel();
     if (error.ok()) judge(row, *error);
     return error.status();
   };

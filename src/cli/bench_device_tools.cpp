@@ -113,7 +113,7 @@ int DeviceTools::samples_for(double ns) const {
 Status DeviceTools::finish(BenchRow& row, std::vector<double>& ns) {
   row.samples = static_cast<int>(ns.size());
   row.median_ns = quantile(ns, 0.5);
-  row.spread = (quantile(ns, 0.9) - quantile(ns, 0.1)) / row.median_ns;
+  row.spread = spread(ns);
   row.ns_per_value = row.median_ns / row.bench_case.stored_values();
   row.gb_per_s = row.bytes / row.median_ns;
   if (row.bench_case.op != BenchOp::append) row.gflops = row.bench_case.flops() / row.median_ns;

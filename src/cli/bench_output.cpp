@@ -1,18 +1,15 @@
 // Rows of `kvant bench` as text, markdown, CSV and JSON.
 #include <algorithm>
-#include <nlohmann/json.hpp>
 
 #include "cli/bench.hpp"
+#include "cli/records.hpp"
 #include "cli/table.hpp"
 #include "core/backend.hpp"
 #include "core/fmt.hpp"
-#include "core/threads.hpp"
 #include "kvant/version.hpp"
 
 namespace kvant::cli {
 namespace {
-
-using Json = nlohmann::ordered_json;
 
 std::string percent(double share) {
   return fmt::format("{:.1f} %", 100 * share);
@@ -25,10 +22,25 @@ bool is_device(const BenchCase& c) {
 Table bench_table(const BenchResult& result) {
   const bool has_scores = std::any_of(result.rows.begin(), result.rows.end(),
                                       [](const BenchRow& row) { return row.bench_case.scores != BenchScores{}; });
-  std::vector<Table::Column> columns = {{"op", true}, {"K/V", true}, {"q/kv heads"}, {"D"},       {"batch"},
-                                        {"keys"},     {"q_len"},     {"isa", true},  {"threads"}, {"median"},
-                                        {"spread"},   {"ns/value"},  {"GB/s"},       {"of read"}, {"GFLOP/s"},
-                                        {"of FMA"},   {"error"}};
+  std::vector<Table::Column> columns = {{"op", true},
+                                        {"K/V", true},
+                                        {"q/kv heads"},
+                                        {"D"},
+                                        {"batch", false, 1},
+                                        {"keys"},
+                                        {"q_len", false, 2},
+                                        {"isa", true},
+                                        {"threads", false, 3},
+                                        {"median"},
+                                        {"spread", false, 6},
+                                        {"ns/value", false, 8},
+                                        {"GB/s", false, 5},
+                                        {"of read"},
+                                        {"GFLOP/s", false, 7},
+                                        {"of FMA", false, 4},
+                                        {"error"}};
+  const bool is_any_noisy =
+      std::any_of(result.rows.begin(), result.rows.end(), [](const BenchRow& row) { return row.spread > kHighSpread; });
   if (has_scores) columns.push_back({"scores", true});
   Table table(columns);
   for (const BenchRow& row : result.rows) {
@@ -46,7 +58,7 @@ Table bench_table(const BenchResult& result) {
         is_device(c) ? "-" : std::to_string(c.threads)};
     if (row.refusal.empty()) {
       cells.insert(cells.end(),
-                   {time_text(row.median_ns), percent(row.spread) + (row.spread > kHighSpread ? " !" : ""),
+                   {time_text(row.median_ns) + noise_mark(row.spread, is_any_noisy), percent(row.spread),
                     fmt::format("{:.4f}", row.ns_per_value), fmt::format("{:.2f}", row.gb_per_s),
                     percent(row.share_of_read_bandwidth), is_append ? "-" : fmt::format("{:.1f}", row.gflops),
                     is_append || is_device(c) ? "-" : percent(row.share_of_fma_peak)});
@@ -96,12 +108,7 @@ std::vector<std::string> notes(const BenchResult& result, const Machine& machine
           fmt::format("REFUSED {} {}: {}.", op_name(row.bench_case.op), row.bench_case.formats.name(), row.refusal));
     }
   }
-  if (is_noisy) {
-    lines.push_back(
-        fmt::format("WARNING: ! marks a spread (p90 - p10 over the median) above {:.0f} %; the machine was busy, take "
-                    "those figures as uncertain or run again with more --rounds.",
-                    100 * kHighSpread));
-  }
+  if (is_noisy) lines.push_back(noise_note());
   return lines;
 }
 
@@ -111,9 +118,9 @@ Json number_or_null(bool is_there, double value) {
 
 }  // namespace
 
-std::string bench_text(const BenchResult& result, const Machine& machine) {
-  std::string text = bench_table(result).text() + "\n";
-  for (const std::string& line : notes(result, machine)) text += line + "\n";
+std::string bench_text(const BenchResult& result, const Machine& machine, std::size_t width) {
+  std::string text = bench_table(result).text(width) + "\n";
+  for (const std::string& line : notes(result, machine)) text += wrapped(line, width);
   return text;
 }
 
@@ -123,72 +130,9 @@ std::string bench_markdown(const BenchResult& result, const Machine& machine) {
   return text;
 }
 
-std::string bench_csv(const BenchResult& result) {
-  Table table({{"op"},
-               {"backend"},
-               {"isa"},
-               {"k_format"},
-               {"v_format"},
-               {"q_heads"},
-               {"kv_heads"},
-               {"head_dim"},
-               {"batch"},
-               {"keys"},
-               {"q_len"},
-               {"threads"},
-               {"median_ns"},
-               {"spread"},
-               {"ns_per_value"},
-               {"gb_per_s"},
-               {"share_of_read_bandwidth"},
-               {"share_of_fma_peak"},
-               {"rel_l2"},
-               {"first_keys"},
-               {"window"},
-               {"softcap"},
-               {"alibi"},
-               {"mask"},
-               {"between_mib"}});
-  for (const BenchRow& row : result.rows) {
-    const BenchCase& c = row.bench_case;
-    const auto figure = [&](double value, bool is_there = true) {
-      return row.refusal.empty() && is_there ? fmt::format("{}", value) : std::string();
-    };
-    table.add({op_name(c.op),
-               c.backend,
-               c.isa,
-               format_info(c.formats.k).name,
-               format_info(c.formats.v).name,
-               std::to_string(c.q_heads),
-               std::to_string(c.kv_heads),
-               std::to_string(c.head_dim),
-               std::to_string(c.batch),
-               std::to_string(c.keys),
-               std::to_string(c.q_len),
-               std::to_string(c.threads),
-               figure(row.median_ns),
-               figure(row.spread),
-               figure(row.ns_per_value),
-               figure(row.gb_per_s),
-               figure(row.share_of_read_bandwidth),
-               figure(row.share_of_fma_peak, c.op != BenchOp::append && !is_device(c)),
-               fmt::format("{}", row.rel_l2),
-               std::to_string(c.keys_of(0)),
-               std::to_string(c.scores.window),
-               fmt::format("{}", c.scores.softcap),
-               c.scores.alibi ? "1" : "0",
-               c.scores.mask ? dtype_name(*c.scores.mask) : "",
-               std::to_string(c.between_mib)});
-  }
-  return table.csv();
-}
+namespace {
 
-std::string bench_json(const BenchResult& result, const Machine& machine, const std::string& started) {
-  Json peaks = Json::array();
-  for (const BenchPeak& p : result.peaks) {
-    peaks.push_back(
-        {{"isa", p.isa}, {"threads", p.threads}, {"fma_gflops", p.fma_gflops}, {"read_gb_per_s", p.read_gb_per_s}});
-  }
+Json bench_rows(const BenchResult& result) {
   Json rows = Json::array();
   for (const BenchRow& row : result.rows) {
     const BenchCase& c = row.bench_case;
@@ -220,23 +164,33 @@ std::string bench_json(const BenchResult& result, const Machine& machine, const 
                      number_or_null(has_speed && c.op != BenchOp::append && !is_device(c), row.share_of_fma_peak)},
                     {"rel_l2", row.rel_l2}});
   }
-  Json json{{"machine",
-             {{"cpu", machine.cpu},
-              {"cores", machine.cores},
-              {"system", machine.system},
-              {"compiler", machine.compiler},
-              {"kvant", kVersion},
-              {"l3_bytes", machine.l3_bytes},
-              {"memory_bytes", machine.memory_bytes},
-              {"threads", core::threads_name()},
-              {"started", started},
-              {"peaks", std::move(peaks)}}},
-            {"rows", std::move(rows)}};
-  if (!result.device.empty()) {
-    json["machine"]["device"] = result.device;
-    json["machine"]["device_read_gb_per_s"] = result.device_read_gb_per_s;
+  return rows;
+}
+
+}  // namespace
+
+std::string bench_csv(const BenchResult& result) {
+  return csv_text(bench_rows(result));
+}
+
+std::string bench_json(const BenchResult& result, const Machine& machine, const std::string& started) {
+  RunFacts facts;
+  facts.started = started;
+  for (const BenchRow& row : result.rows) {
+    facts.isas.push_back(row.bench_case.isa);
+    facts.threads.push_back(row.bench_case.threads);
   }
-  return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+  Json machine_facts = machine_json(machine, facts);
+  Json& peaks = machine_facts["peaks"] = Json::array();
+  for (const BenchPeak& p : result.peaks) {
+    peaks.push_back(
+        {{"isa", p.isa}, {"threads", p.threads}, {"fma_gflops", p.fma_gflops}, {"read_gb_per_s", p.read_gb_per_s}});
+  }
+  if (!result.device.empty()) {
+    machine_facts["device"] = result.device;
+    machine_facts["device_read_gb_per_s"] = result.device_read_gb_per_s;
+  }
+  return json_text({{"machine", std::move(machine_facts)}, {"rows", bench_rows(result)}});
 }
 
 }  // namespace kvant::cli

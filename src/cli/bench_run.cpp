@@ -134,7 +134,7 @@ void finish(Runner& runner, const PeakMeter& meter) {
   const BenchCase& c = row.bench_case;
   row.samples = static_cast<int>(runner.samples.size());
   row.median_ns = quantile(runner.samples, 0.5);
-  row.spread = (quantile(runner.samples, 0.9) - quantile(runner.samples, 0.1)) / row.median_ns;
+  row.spread = spread(runner.samples);
   row.ns_per_value = row.median_ns / c.stored_values();
   row.gb_per_s = row.bytes / row.median_ns;
   const BenchPeak peak = meter.peak(c.isa, c.threads);
@@ -277,7 +277,9 @@ std::vector<std::string> op_names() {
 void judge(BenchRow& row, double rel_l2) {
   const bool is_append = row.bench_case.op == BenchOp::append;
   const FormatPair& formats = row.bench_case.formats;
-  const double allowed = is_append ? append_tolerance(formats) : attention_tolerance(formats);
+  const double allowed = is_append                 ? append_tolerance(formats)
+                         : row.kernel == "prefill" ? kPrefillTolerance
+                                                   : attention_tolerance(formats);
   row.rel_l2 = rel_l2;
   if (rel_l2 <= allowed) return;
   row.refusal =

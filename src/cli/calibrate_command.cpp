@@ -1,8 +1,14 @@
 #include <CLI/CLI.hpp>
+#include <cmath>
+#include <map>
 #include <memory>
 
+#include "cli/arguments.hpp"
+#include "cli/clock.hpp"
 #include "cli/command.hpp"
+#include "cli/machine.hpp"
 #include "cli/output.hpp"
+#include "cli/records.hpp"
 #include "cli/table.hpp"
 #include "core/fmt.hpp"
 #include "kvant/io.hpp"
@@ -23,7 +29,7 @@ constexpr const char* kCalibrateFooter =
 
 struct CalibrateArguments {
   std::vector<std::string> files;
-  std::string output;
+  std::string output, json, csv;
 };
 
 // The expected gains are ratios of mean squared errors; half a bit is a factor of two.
@@ -31,12 +37,45 @@ std::string gain_text(double ratio) {
   return ratio > 0 ? fmt::format("{:.2f} x ({:+.1f} bit)", ratio, -0.5 * std::log2(ratio)) : std::string("-");
 }
 
+Json calibrate_rows(const io::Calibration& calibration, const std::map<std::string, int>& head_dims) {
+  Json rows = Json::array();
+  for (const io::CalibrationReport& r : calibration.report) {
+    rows.push_back({{"layer", r.layer},
+                    {"kv_head", r.kv_head},
+                    {"head_dim", head_dims.at(r.layer)},
+                    {"queries", r.queries},
+                    {"keys", r.keys},
+                    {"expected_key_gain", r.expected_key_gain},
+                    {"expected_value_gain", r.expected_value_gain}});
+  }
+  return rows;
+}
+
+// The second moment of n vectors has at most rank n: with fewer than head_dim of them, some directions were never seen and
+// get nothing but the ridge. All kv heads of a layer have the same number.
+void warn_of_few_samples(const io::Calibration& calibration, const std::map<std::string, int>& head_dims) {
+  for (const io::CalibrationReport& r : calibration.report) {
+    const int head_dim = head_dims.at(r.layer);
+    for (const auto& [what, count] : {std::pair{"queries", r.queries}, {"keys", r.keys}}) {
+      if (r.kv_head != 0 || count >= head_dim) continue;
+      fmt::print(
+          stderr,
+          "kvant: warning: {}: {} {} a kv head; a stable basis of head_dim {} needs at least {}, and a few times "
+          "as many are better; capture more positions, or give several captures\n",
+          r.layer, count, what, head_dim, head_dim);
+    }
+  }
+}
+
 Status run_calibrate(const CalibrateArguments& a) {
-  Outputs outputs;
-  if (const Status status = outputs.add("-o", a.output); !status.ok()) return status;
   if (a.output == "-") throw CLI::ValidationError("-o", "-: a basis is a binary file, not text; name a file");
+  Outputs outputs;
+  for (const auto& [option, path] : {std::pair{"-o", a.output}, {"--json", a.json}, {"--csv", a.csv}}) {
+    if (const Status status = outputs.add(option, path); !status.ok()) throw CLI::ValidationError(status.message());
+  }
   if (const Status status = outputs.check(); !status.ok()) return status;
 
+  const std::string started = utc_now();
   std::vector<io::CapturedLayer> layers;
   for (const std::string& path : a.files) {
     const Result<io::SafeTensors> file = io::SafeTensors::open(path);
@@ -47,6 +86,9 @@ Status run_calibrate(const CalibrateArguments& a) {
   }
   const Result<io::Calibration> calibration = io::calibrate(layers);
   if (!calibration.ok()) return calibration.status();
+  std::map<std::string, int> head_dims;
+  for (const io::CapturedLayer& layer : layers) head_dims[layer.name] = layer.head_dim;
+  warn_of_few_samples(*calibration, head_dims);
   const Status saved = io::save_bases(a.output, *calibration, fmt::format("{}", fmt::join(a.files, ", ")));
   if (!saved.ok()) return saved;
 
@@ -55,12 +97,16 @@ Status run_calibrate(const CalibrateArguments& a) {
     table.add({r.layer, std::to_string(r.kv_head), std::to_string(r.queries), std::to_string(r.keys),
                gain_text(r.expected_key_gain), gain_text(r.expected_value_gain)});
   }
-  outputs.print(table.text());
+  outputs.print(table.text(kTextWidth));
   outputs.print(
-      "key error: expected mean squared error of the scores with the basis over that without; value error: of the "
-      "values.\n");
+      wrapped("key error: expected mean squared error of the scores with the basis over that without; value error: of "
+              "the values.",
+              kTextWidth));
   outputs.print(fmt::format("Wrote {}\n", a.output));
-  return {};
+  const Json rows = calibrate_rows(*calibration, head_dims);
+  const Json json = {{"machine", machine_json(describe_machine(), {{}, {}, started})}, {"rows", rows}};
+  if (const Status status = outputs.write(a.json, json_text(json)); !status.ok()) return status;
+  return outputs.write(a.csv, csv_text(rows));
 }
 
 }  // namespace
@@ -72,6 +118,8 @@ Action add_calibrate_command(CLI::App& app) {
   command->footer(kCalibrateFooter);
   command->add_option("FILE", a->files, "Captures (safetensors)")->required()->type_name("");
   command->add_option("-o,--output", a->output, "The basis file to write (safetensors)")->required()->type_name("FILE");
+  add_output(*command, "--json", a->json, "Write the rows as JSON", false);
+  add_output(*command, "--csv", a->csv, "Write the rows as comma-separated values", false);
   return [a] { return run_calibrate(*a); };
 }
 

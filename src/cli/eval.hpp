@@ -52,6 +52,8 @@ struct EvalRow {
   double kernel_rel_l2 = 0;        ///< run against float64 attention over the decoded vectors: the kernel's own error
   double ns_per_token = 0;         ///< median time of attending one query at the last position
   double time_to_f16 = 0;          ///< the same over that of the f16 cache
+  double spread = 0;               ///< of the times: (p90 - p10) / median
+  double f16_spread = 0;           ///< of the f16 cache's times
 };
 
 /// All variants of one layer. `on_progress` is called with what has just been finished, once a variant.
@@ -84,8 +86,8 @@ struct SummaryRow {
 };
 std::vector<SummaryRow> summarise(const std::vector<EvalRow>& rows);
 
-std::string eval_tables(const std::vector<EvalRow>& rows, const EvalRun& run);
-std::string eval_json(const std::vector<EvalRow>& rows);
+std::string eval_tables(const std::vector<EvalRow>& rows, const EvalRun& run, std::size_t width);
+std::string eval_json(const std::vector<EvalRow>& rows, const EvalRun& run);
 std::string eval_csv(const std::vector<EvalRow>& rows);
 std::string eval_report(const std::vector<EvalRow>& rows, const EvalRun& run);
 

@@ -3,10 +3,12 @@
 #include <chrono>
 #include <memory>
 
+#include "cli/arguments.hpp"
 #include "cli/clock.hpp"
 #include "cli/command.hpp"
 #include "cli/eval.hpp"
 #include "cli/output.hpp"
+#include "cli/table.hpp"
 #include "core/backend.hpp"
 #include "core/fmt.hpp"
 #include "core/threads.hpp"
@@ -34,6 +36,7 @@ struct EvalArguments {
   std::string ends = "both";
   std::string basis, json, csv, report, isa;
   int threads = 0;
+  bool is_wide = false;
 };
 
 std::string command_line(const EvalArguments& a) {
@@ -179,37 +182,29 @@ Status run_eval(const EvalArguments& a) {
   }
   run.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 
-  outputs.print(eval_tables(rows, run));
-  const std::pair<const std::string&, std::string (*)(const std::vector<EvalRow>&, const EvalRun&)> results[] = {
-      {a.json, [](const std::vector<EvalRow>& r, const EvalRun&) { return eval_json(r); }},
-      {a.csv, [](const std::vector<EvalRow>& r, const EvalRun&) { return eval_csv(r); }},
-      {a.report, eval_report},
-  };
-  for (const auto& [path, render] : results) {
-    if (path.empty()) continue;
-    if (const Status status = write_result(path, render(rows, run)); !status.ok()) return status;
-    if (path != "-") outputs.print(fmt::format("Wrote {}\n", path));
-  }
-  return {};
+  outputs.print(eval_tables(rows, run, a.is_wide ? Table::kNoLimit : kTextWidth));
+  if (const Status status = outputs.write(a.json, eval_json(rows, run)); !status.ok()) return status;
+  if (const Status status = outputs.write(a.csv, eval_csv(rows)); !status.ok()) return status;
+  return outputs.write(a.report, a.report.empty() ? "" : eval_report(rows, run));
 }
 
 }  // namespace
 
 Action add_eval_command(CLI::App& app) {
   auto a = std::make_shared<EvalArguments>();
-  CLI::App* command = app.add_subcommand(
-      "eval", "Replay decoding over captured queries, keys and values: memory, error and time of each cache format");
+  CLI::App* command =
+      app.add_subcommand("eval", "Replay decoding over captured tensors: memory, error and time of each cache format");
   command->footer(kEvalFooter);
   command->add_option("FILE", a->files, "Captures (safetensors)")->required()->type_name("");
-  command->add_option("--formats", a->formats, "Cache formats, as tq4 (keys and values) or tq6/tq4 (keys/values)")
-      ->delimiter(',')
-      ->type_name("LIST")
+  add_list(*command, "--formats", a->formats, "Cache formats, as tq4 (keys and values) or tq6/tq4 (keys/values)",
+           "FORMAT,...")
       ->capture_default_str();
-  command->add_option("--exact-ends", a->ends, "Encoded formats with exact sink and tail pages, without, or both")
-      ->check(CLI::IsMember({"both", "with", "without"}).description(""))
-      ->type_name("")
+  one_of(command->add_option("--exact-ends", a->ends,
+                             "Encoded formats with exact ends (the first page and the newest tokens are\n"
+                             "kept as given), without (all encoded), or both"),
+         {"both", "with", "without"})
       ->capture_default_str();
-  command->add_option("--layers", a->layers, "Only these layer numbers")->delimiter(',')->type_name("N,...");
+  add_list(*command, "--layers", a->layers, "Only these layer numbers");
   command
       ->add_option("--basis", a->basis,
                    "Calibrated bases (kvant calibrate) for tq formats; dense formats and fp8 have none")
@@ -217,13 +212,11 @@ Action add_eval_command(CLI::App& app) {
   command->add_option("--threads", a->threads, "Worker threads; 0: the processors that the process may use")
       ->check(CLI::Range(0, 1024).description(""))
       ->type_name("N");
-  command->add_option("--isa", a->isa, "Instruction set (kvant info lists them); default: the best of this machine")
-      ->type_name("NAME");
-  command->add_option("--json", a->json, "Write the rows as JSON; -: standard output")->type_name("FILE");
-  command->add_option("--csv", a->csv, "Write the rows as comma-separated values; -: standard output")
-      ->type_name("FILE");
-  command->add_option("--report", a->report, "Write a self-contained HTML page with charts; -: standard output")
-      ->type_name("FILE");
+  command->add_option("--isa", a->isa, kIsaHelp)->type_name("ISA");
+  add_output(*command, "--json", a->json, "Write the rows as JSON", false);
+  add_output(*command, "--csv", a->csv, "Write the rows as comma-separated values", false);
+  add_output(*command, "--report", a->report, "Write a self-contained HTML page with charts", false);
+  add_wide(*command, a->is_wide);
   return [a] { return run_eval(*a); };
 }
 

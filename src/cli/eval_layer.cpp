@@ -191,8 +191,12 @@ void measure_memory(const io::CapturedLayer& c, const Replay& replay, EvalRow& r
   row.page_bits = page.block_bytes * 8.0 / (2.0 * kPageTokens * c.head_dim);
 }
 
-// Median time of each replay's last query; the replays take turns.
-Result<std::vector<double>> measure_time(std::vector<Replay>& replays) {
+struct Times {
+  double median_ns = 0, spread = 0;
+};
+
+// Times of each replay's last query; the replays take turns.
+Result<std::vector<Times>> measure_time(std::vector<Replay>& replays) {
   constexpr int kWarmUp = 2, kFewest = 11, kMost = 301;
   constexpr double kBudgetNs = 1.5e9;
   std::vector<std::vector<double>> samples(replays.size());
@@ -205,9 +209,9 @@ Result<std::vector<double>> measure_time(std::vector<Replay>& replays) {
       if (round >= kWarmUp) samples[i].push_back(*ns);
     }
   }
-  std::vector<double> medians;
-  for (auto& own : samples) medians.push_back(quantile(own, 0.5));
-  return medians;
+  std::vector<Times> times;
+  for (auto& own : samples) times.push_back({quantile(own, 0.5), spread(own)});
+  return times;
 }
 
 Status replay_variant(const EvalLayer& layer, const Variant& variant, const Truth& truth, const EvalSettings& settings,
@@ -291,11 +295,13 @@ Result<std::vector<EvalRow>> evaluate_layer(const EvalLayer& layer, const std::v
     if (!status.ok()) return {status.code(), where(layer, variant) + status.message()};
     replays.push_back(std::move(*replay));
   }
-  const Result<std::vector<double>> times = measure_time(replays);
+  const Result<std::vector<Times>> times = measure_time(replays);
   if (!times.ok()) return {times.code(), fmt::format("{}: {}: {}", layer.file, c.name, times.message())};
   for (std::size_t i = 0; i < rows.size(); ++i) {
-    rows[i].ns_per_token = (*times)[i];
-    rows[i].time_to_f16 = (*times)[i] / (*times)[f16];
+    rows[i].ns_per_token = (*times)[i].median_ns;
+    rows[i].time_to_f16 = (*times)[i].median_ns / (*times)[f16].median_ns;
+    rows[i].spread = (*times)[i].spread;
+    rows[i].f16_spread = (*times)[f16].spread;
   }
   return rows;
 }

@@ -37,7 +37,7 @@ th { color: var(--faint); font-weight: 600; } .text { text-align: left; } tbody 
 dt { color: var(--faint); float: left; clear: left; width: 110px; } dd { margin: 0 0 3px 120px; overflow-wrap: anywhere; }
 )css";
 
-// Series: encoded with exact ends, encoded but the own token, dense.
+// Series: encoded with exact ends, all encoded, dense.
 template <class X, class Y>
 Chart scatter(const std::vector<EvalRow>& rows, std::string title, std::string x_title, std::string y_title,
               bool is_log, const X& x, const Y& y) {
@@ -46,7 +46,7 @@ Chart scatter(const std::vector<EvalRow>& rows, std::string title, std::string x
               std::move(y_title),
               is_log,
               0,
-              {{"exact ends", {}}, {"own token only", {}}, {"dense", {}}}};
+              {{"exact ends", {}}, {"all encoded", {}}, {"dense", {}}}};
   if (is_log) {  // dense formats are all but exact: to scale they would squeeze everything else into a corner
     double least = INFINITY;
     for (const EvalRow& row : rows) {

@@ -1,10 +1,11 @@
 // Rows of `kvant eval` as tables, JSON and CSV.
 #include <algorithm>
-#include <nlohmann/json.hpp>
 
 #include "cli/eval.hpp"
 #include "cli/eval_cells.hpp"
+#include "cli/records.hpp"
 #include "core/fmt.hpp"
+#include "kvant/version.hpp"
 
 namespace kvant::cli {
 
@@ -43,6 +44,8 @@ std::vector<SummaryRow> summarise(const std::vector<EvalRow>& rows) {
     m.cosine_min = std::min(m.cosine_min, row.cosine_min);
     m.kl_max = std::max(m.kl_max, row.kl_max);
     m.kernel_rel_l2 = std::max(m.kernel_rel_l2, row.kernel_rel_l2);
+    m.spread = std::max(m.spread, row.spread);
+    m.f16_spread = std::max(m.f16_spread, row.f16_spread);
     at->rel_l2_worst = std::max(at->rel_l2_worst, row.rel_l2);
     counts[static_cast<std::size_t>(at - summary.begin())] += 1;
   }
@@ -61,24 +64,40 @@ std::string small_number(double value) {
 }
 
 std::string ends_text(const EvalRow& row) {
-  return row.formats.is_dense() ? "all exact" : row.has_exact_ends ? "exact ends" : "own token";
+  return row.formats.is_dense() ? "dense" : row.has_exact_ends ? "exact ends" : "all encoded";
 }
+
+namespace {
+
+double ratio_spread(const EvalRow& row) {
+  return std::max(row.spread, row.f16_spread);
+}
+
+std::string time_ratio(const EvalRow& row, bool is_any_noisy) {
+  return fmt::format("{:.2f} x", row.time_to_f16) + noise_mark(ratio_spread(row), is_any_noisy);
+}
+
+}  // namespace
 
 Table layer_table(const std::vector<EvalRow>& rows) {
   Table table({{"K/V", true},
-               {"exact", true},
+               {"stored", true},
                {"basis", true},
                {"bits/value"},
-               {"in pages"},
-               {"cache"},
-               {"of bf16"},
+               {"in pages", false, 3},
+               {"cache", false, 5},
+               {"of bf16", false, 1},
                {"rel. L2"},
-               {"worst cos"},
+               {"worst cos", false, 4},
                {"KL mean"},
-               {"KL max"},
+               {"KL max", false, 2},
                {"top-1"},
                {"time/token"},
                {"of f16"}});
+  const auto is_noisy = [](const EvalRow& row) { return row.spread > kHighSpread; };
+  const auto is_ratio_noisy = [](const EvalRow& row) { return ratio_spread(row) > kHighSpread; };
+  const bool any = std::any_of(rows.begin(), rows.end(), is_noisy);
+  const bool any_ratio = std::any_of(rows.begin(), rows.end(), is_ratio_noisy);
   for (const EvalRow& row : rows) {
     table.add(
         {row.formats.name() + (row.formats == kDefaultPair ? " *" : ""), ends_text(row), row.basis,
@@ -86,41 +105,44 @@ Table layer_table(const std::vector<EvalRow>& rows) {
          bytes_text(static_cast<double>(row.cache_bytes)),
          fmt::format("{:.1f} %", 100.0 * static_cast<double>(row.cache_bytes) / static_cast<double>(row.bf16_bytes)),
          small_number(row.rel_l2), fmt::format("{:.5f}", row.cosine_min), small_number(row.kl_mean),
-         small_number(row.kl_max), fmt::format("{:.1f} %", 100 * row.top1), time_text(row.ns_per_token),
-         fmt::format("{:.2f} x", row.time_to_f16)});
+         small_number(row.kl_max), fmt::format("{:.1f} %", 100 * row.top1),
+         time_text(row.ns_per_token) + noise_mark(row.spread, any), time_ratio(row, any_ratio)});
   }
   return table;
 }
 
 Table summary_table(const std::vector<SummaryRow>& rows) {
   Table table({{"K/V", true},
-               {"exact", true},
+               {"stored", true},
                {"basis", true},
                {"bits/value"},
-               {"in pages"},
-               {"of bf16"},
+               {"in pages", false, 3},
+               {"of bf16", false, 1},
                {"rel. L2"},
                {"worst layer"},
-               {"worst cos"},
+               {"worst cos", false, 4},
                {"KL mean"},
-               {"KL max"},
+               {"KL max", false, 2},
                {"top-1"},
                {"time of f16"}});
+  bool any = false;
+  for (const SummaryRow& row : rows) any = any || ratio_spread(row.mean) > kHighSpread;
   for (const auto& [m, rel_l2_worst] : rows) {
     table.add({m.formats.name() + (m.formats == kDefaultPair ? " *" : ""), ends_text(m), m.basis,
                fmt::format("{:.2f}", m.bits_per_value), fmt::format("{:.2f}", m.page_bits),
                fmt::format("{:.1f} %", 100.0 * static_cast<double>(m.cache_bytes) / static_cast<double>(m.bf16_bytes)),
                small_number(m.rel_l2), small_number(rel_l2_worst), fmt::format("{:.5f}", m.cosine_min),
                small_number(m.kl_mean), small_number(m.kl_max), fmt::format("{:.1f} %", 100 * m.top1),
-               fmt::format("{:.2f} x", m.time_to_f16)});
+               time_ratio(m, any)});
   }
   return table;
 }
 
 std::vector<std::string> legend_lines(const std::vector<EvalRow>& rows) {
   double kernel = 0;
-  bool has_default = false;
+  bool has_default = false, is_any_noisy = false;
   for (const EvalRow& row : rows) {
+    is_any_noisy = is_any_noisy || ratio_spread(row) > kHighSpread;
     kernel = std::max(kernel, row.kernel_rel_l2);
     has_default = has_default || row.formats == kDefaultPair;
   }
@@ -128,7 +150,7 @@ std::vector<std::string> legend_lines(const std::vector<EvalRow>& rows) {
   if (has_default) lines.push_back("* the library's default.");
   lines.push_back(
       "exact ends: the first page and the newest 64 to 127 tokens are kept as given (the default, but for windows "
-      "below 1024). own token: everything but the query's own token is encoded.");
+      "below 1024). all encoded: everything but the query's own token is. dense: nothing is.");
   lines.push_back(
       "bits/value: all the cache holds (codes, scales, exact ends, tables) at this length; in pages: the limit "
       "for long sequences.");
@@ -136,35 +158,41 @@ std::vector<std::string> legend_lines(const std::vector<EvalRow>& rows) {
       "rel. L2, worst cos: attention output against float64 attention over the exact keys and values. KL, top-1: "
       "attention weights likewise.");
   lines.push_back("time/token: median of attending one query at the last position, all formats taking turns.");
+  if (is_any_noisy) lines.push_back(noise_note());
   lines.push_back(fmt::format(
       "The kernels' own error (against float64 attention over the decoded vectors) is at most {:.1e}.", kernel));
   return lines;
 }
 
-std::string eval_tables(const std::vector<EvalRow>& rows, const EvalRun& run) {
+std::string eval_tables(const std::vector<EvalRow>& rows, const EvalRun& run, std::size_t width) {
   std::string text;
   const std::vector<LayerRows> groups = group_by_layer(rows);
   for (std::size_t i = 0; i < groups.size(); ++i) {
-    text += groups[i].title + "  " + run.layer_lines[i] + "\n" + layer_table(groups[i].rows).text() + "\n";
+    text += wrapped(groups[i].title + "  " + run.layer_lines[i], width);
+    text += layer_table(groups[i].rows).text(width) + "\n";
   }
   if (groups.size() > 1) {
     text += fmt::format("Summary of {} layers (mean; worst where it says so)\n", groups.size());
-    text += summary_table(summarise(rows)).text() + "\n";
+    text += summary_table(summarise(rows)).text(width) + "\n";
   }
-  for (const std::string& line : legend_lines(rows)) text += line + "\n";
-  text += fmt::format("{}; isa {}, {} thread{}.\n", machine_line(run.machine), run.settings.isa, run.settings.threads,
-                      run.settings.threads == 1 ? "" : "s");
-  return text;
+  for (const std::string& line : legend_lines(rows)) text += wrapped(line, width);
+  return text + wrapped(fmt::format("{}; kvant {}, {}; isa {}, {} thread{}.", machine_line(run.machine), kVersion,
+                                    run.machine.compiler, run.settings.isa, run.settings.threads,
+                                    run.settings.threads == 1 ? "" : "s"),
+                        width);
 }
 
-std::string eval_json(const std::vector<EvalRow>& rows) {
-  nlohmann::ordered_json list = nlohmann::ordered_json::array();
+namespace {
+
+Json eval_rows(const std::vector<EvalRow>& rows) {
+  Json list = Json::array();
   for (const EvalRow& row : rows) {
     list.push_back({{"file", row.file},
                     {"layer", row.layer},
                     {"k_format", format_info(row.formats.k).name},
                     {"v_format", format_info(row.formats.v).name},
                     {"exact_ends", row.has_exact_ends},
+                    {"basis", row.basis},
                     {"bits_per_value", row.bits_per_value},
                     {"cache_bytes", row.cache_bytes},
                     {"rel_l2", row.rel_l2},
@@ -172,36 +200,21 @@ std::string eval_json(const std::vector<EvalRow>& rows) {
                     {"kl_mean", row.kl_mean},
                     {"kl_max", row.kl_max},
                     {"top1", row.top1},
-                    {"ns_per_token", row.ns_per_token}});
+                    {"ns_per_token", row.ns_per_token},
+                    {"spread", row.spread}});
   }
-  return nlohmann::ordered_json{{"rows", std::move(list)}}.dump(2, ' ', false,
-                                                                nlohmann::json::error_handler_t::replace) +
-         "\n";
+  return list;
+}
+
+}  // namespace
+
+std::string eval_json(const std::vector<EvalRow>& rows, const EvalRun& run) {
+  const RunFacts facts{{run.settings.isa}, {run.settings.threads}, run.started};
+  return json_text({{"machine", machine_json(run.machine, facts)}, {"rows", eval_rows(rows)}});
 }
 
 std::string eval_csv(const std::vector<EvalRow>& rows) {
-  Table table({{"file"},
-               {"layer"},
-               {"k_format"},
-               {"v_format"},
-               {"exact_ends"},
-               {"bits_per_value"},
-               {"cache_bytes"},
-               {"rel_l2"},
-               {"cosine_min"},
-               {"kl_mean"},
-               {"kl_max"},
-               {"top1"},
-               {"ns_per_token"},
-               {"basis"}});
-  for (const EvalRow& row : rows) {
-    table.add({row.file, std::to_string(row.layer), format_info(row.formats.k).name, format_info(row.formats.v).name,
-               row.has_exact_ends ? "true" : "false", fmt::format("{}", row.bits_per_value),
-               std::to_string(row.cache_bytes), fmt::format("{}", row.rel_l2), fmt::format("{}", row.cosine_min),
-               fmt::format("{}", row.kl_mean), fmt::format("{}", row.kl_max), fmt::format("{}", row.top1),
-               fmt::format("{}", row.ns_per_token), row.basis});
-  }
-  return table.csv();
+  return csv_text(eval_rows(rows));
 }
 
 }  // namespace kvant::cli

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cli/suggest.hpp"
 #include "core/fmt.hpp"
 
 namespace kvant::cli {
@@ -18,15 +19,21 @@ double FormatPair::bits() const {
   return (format_info(k).bits + format_info(v).bits) / 2.0;
 }
 
+std::vector<std::string> plain_format_names() {
+  std::vector<std::string> names;
+  for (const FormatInfo& f : formats()) {
+    if (f.format < Format::lut4) names.emplace_back(f.name);
+  }
+  return names;
+}
+
 Result<Format> parse_plain_format(const std::string& name) {
   const Result<Format> format = parse_format(name);
   if (!format.ok()) {
-    std::string known;
-    for (const FormatInfo& f : formats()) {
-      if (f.format < Format::lut4) known += (known.empty() ? "" : ", ") + std::string(f.name);
-    }
+    const std::vector<std::string> known = plain_format_names();
     return {Code::invalid_argument,
-            fmt::format("format '{}': must be one of {}, or two of them as keys/values (tq6/tq4)", name, known)};
+            fmt::format("format '{}': must be one of {}, or two of them as keys/values (tq6/tq4){}", name,
+                        fmt::join(known, ", "), did_you_mean(name, known))};
   }
   if (*format >= Format::lut4) {
     return {Code::unsupported, fmt::format("format {}: holds imported vectors with their own level table, which a "

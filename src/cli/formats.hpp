@@ -19,6 +19,8 @@ struct FormatPair {
 
 inline constexpr FormatPair kDefaultPair{};
 
+/// Names of the formats that a command line can fill.
+std::vector<std::string> plain_format_names();
 /// Formats the command line can fill from plain vectors; imported (lut) ones are refused with the reason.
 Result<Format> parse_plain_format(const std::string& name);
 /// "tq4" or "tq6/tq4".

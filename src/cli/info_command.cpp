@@ -1,11 +1,12 @@
 #include <CLI/CLI.hpp>
 #include <memory>
-#include <nlohmann/json.hpp>
 
+#include "cli/arguments.hpp"
 #include "cli/command.hpp"
 #include "cli/formats.hpp"
 #include "cli/machine.hpp"
 #include "cli/output.hpp"
+#include "cli/records.hpp"
 #include "cli/table.hpp"
 #include "core/backend.hpp"
 #include "core/device.hpp"
@@ -16,12 +17,18 @@
 namespace kvant::cli {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
 constexpr const char* kInfoFooter =
     "Examples:\n"
     "  kvant info\n"
-    "  kvant info --json - | jq .isa.chosen";
+    "  kvant info --json - | jq .isa.chosen\n"
+    "  kvant info --csv";
+
+constexpr const char* kFormatsFooter =
+    "Any two go together as keys/values, as in tq6/tq4. `kvant eval` measures what a format costs on your tensors.\n"
+    "\n"
+    "Examples:\n"
+    "  kvant formats\n"
+    "  kvant formats --json | jq -r '.rows[].name'";
 
 struct Backend {
   std::string name;
@@ -52,11 +59,41 @@ std::string why_chosen(const core::Kernels* chosen) {
                         : fmt::format("the best that this machine has (it lacks {})", better);
 }
 
-Json as_json(const Machine& machine, const core::Kernels* chosen) {
-  Json formats_list = Json::array();
+const char* state_of(const Backend& b) {
+  return !b.is_compiled_in ? "absent" : b.unavailable.empty() ? "available" : "not on this machine";
+}
+
+const char* state_of(const core::Kernels* kernels, const core::Kernels* chosen) {
+  return kernels == chosen ? "chosen" : kernels->available() ? "available" : "not on this machine";
+}
+
+Json format_rows() {
+  Json rows = Json::array();
   for (const FormatInfo& f : formats()) {
-    formats_list.push_back({{"name", f.name}, {"bits", f.bits}, {"dense", f.dense}, {"summary", f.summary}});
+    rows.push_back({{"name", f.name}, {"bits", f.bits}, {"dense", f.dense}, {"summary", f.summary}});
   }
+  return rows;
+}
+
+std::string format_table() {
+  Table table({{"format", true}, {"bits"}, {"what it is", true}});
+  for (const FormatInfo& f : formats()) table.add({f.name, std::to_string(f.bits), f.summary});
+  return table.text(kTextWidth);
+}
+
+// All that the three tables say, as rows of one form.
+Json info_rows(const core::Kernels* chosen) {
+  Json rows = Json::array();
+  const auto add = [&](const char* kind, const std::string& name, const char* state, const std::string& detail) {
+    rows.push_back({{"kind", kind}, {"name", name}, {"state", state}, {"detail", detail}});
+  };
+  for (const FormatInfo& f : formats()) add("format", f.name, "available", f.summary);
+  for (const Backend& b : backends()) add("backend", b.name, state_of(b), b.detail);
+  for (const core::Kernels* k : core::all_kernels()) add("isa", k->name, state_of(k, chosen), k->detail);
+  return rows;
+}
+
+Json as_json(const Machine& machine, const core::Kernels* chosen) {
   Json isa_list = Json::array();
   for (const core::Kernels* k : core::all_kernels()) {
     isa_list.push_back({{"name", k->name}, {"available", k->available()}, {"detail", k->detail}});
@@ -80,10 +117,11 @@ Json as_json(const Machine& machine, const core::Kernels* chosen) {
           {"default_pair", {{"k", format_info(kDefaultPair.k).name}, {"v", format_info(kDefaultPair.v).name}}},
           {"page_tokens", kPageTokens},
           {"head_dims", std::vector<int>(supported_head_dims().begin(), supported_head_dims().end())},
-          {"formats", std::move(formats_list)},
+          {"formats", format_rows()},
           {"isa", {{"chosen", chosen->name}, {"why", why_chosen(chosen)}, {"compiled_in", std::move(isa_list)}}},
           {"backends", std::move(backend_list)},
-          {"threads", {{"seam", core::threads_name()}, {"default", core::hardware_threads()}}}};
+          {"threads", {{"seam", core::threads_name()}, {"default", core::hardware_threads()}}},
+          {"rows", info_rows(chosen)}};
 }
 
 std::string as_text(const Machine& machine, const core::Kernels* chosen) {
@@ -92,23 +130,20 @@ std::string as_text(const Machine& machine, const core::Kernels* chosen) {
     text += fmt::format(", {} of memory", bytes_text(static_cast<double>(machine.memory_bytes)));
   text += "\n\n";
 
-  Table format_table({{"format", true}, {"bits"}, {"what it is", true}});
-  for (const FormatInfo& f : formats()) format_table.add({f.name, std::to_string(f.bits), f.summary});
-  text += format_table.text();
+  text += format_table();
   text += fmt::format("\ndefault pair      {} (keys/values); pages of {} tokens\n", kDefaultPair.name(), kPageTokens);
   text += fmt::format("head_dim          {}\n\n", fmt::join(supported_head_dims(), " "));
 
   Table backend_table({{"backend", true}, {"state", true}, {"detail", true}});
   for (const Backend& b : backends()) {
-    const char* state = !b.is_compiled_in ? "absent" : b.unavailable.empty() ? "available" : "not on this machine";
     const bool says_why = b.is_compiled_in && !b.unavailable.empty();
-    backend_table.add({b.name, state, says_why ? fmt::format("{}; {}", b.detail, b.unavailable) : b.detail});
+    backend_table.add({b.name, state_of(b), says_why ? fmt::format("{}; {}", b.detail, b.unavailable) : b.detail});
   }
   text += backend_table.text() + "\n";
 
   Table isa_table({{"isa", true}, {"state", true}, {"instructions", true}});
   for (const core::Kernels* k : core::all_kernels()) {
-    isa_table.add({k->name, k == chosen ? "chosen" : k->available() ? "available" : "not on this machine", k->detail});
+    isa_table.add({k->name, state_of(k, chosen), k->detail});
   }
   text += isa_table.text();
   text += fmt::format("\nisa               {}: {}; --isa forces another\n", chosen->name, why_chosen(chosen));
@@ -117,28 +152,54 @@ std::string as_text(const Machine& machine, const core::Kernels* chosen) {
   return text;
 }
 
-Status run_info(const std::string& json) {
+struct ListArguments {
+  std::string json, csv;
+};
+
+// Prints the text, and writes what is asked for instead of it or beside it.
+Status write_lists(const ListArguments& a, const std::string& text, const Json& json) {
   Outputs outputs;
-  if (Status status = outputs.add("--json", json); !status.ok()) return status;
-  if (Status status = outputs.check(); !status.ok()) return status;
-  const Machine machine = describe_machine();
+  for (const auto& [option, path] : {std::pair{"--json", a.json}, {"--csv", a.csv}}) {
+    if (const Status status = outputs.add(option, path); !status.ok()) throw CLI::ValidationError(status.message());
+  }
+  if (const Status status = outputs.check(); !status.ok()) return status;
+  if (a.json != "-" && a.csv != "-") outputs.print(text);
+  if (const Status status = outputs.write(a.json, json_text(json)); !status.ok()) return status;
+  return outputs.write(a.csv, csv_text(json["rows"]));
+}
+
+Status run_info(const ListArguments& a) {
   const Result<const core::Kernels*> chosen = find_isa("");
   if (!chosen.ok()) return chosen.status();
-  if (json != "-") outputs.print(as_text(machine, *chosen));
-  return json.empty()
-             ? Status()
-             : write_result(json, as_json(machine, *chosen).dump(2, ' ', false, Json::error_handler_t::replace) + "\n");
+  const Machine machine = describe_machine();
+  return write_lists(a, as_text(machine, *chosen), as_json(machine, *chosen));
+}
+
+Status run_formats(const ListArguments& a) {
+  const std::string text = fmt::format("{}\nThe default is {} (keys/values).\n", format_table(), kDefaultPair.name());
+  return write_lists(a, text, {{"kvant", kVersion}, {"rows", format_rows()}});
+}
+
+Action add_listing(CLI::App& app, const char* name, const char* what, const char* footer,
+                   Status (*run)(const ListArguments&)) {
+  auto a = std::make_shared<ListArguments>();
+  CLI::App* command = app.add_subcommand(name, what);
+  command->footer(footer);
+  add_output(*command, "--json", a->json, "Write the same as JSON", true);
+  add_output(*command, "--csv", a->csv, "Write the rows as comma-separated values", true);
+  return [a, run] { return run(*a); };
 }
 
 }  // namespace
 
 Action add_info_command(CLI::App& app) {
-  auto json = std::make_shared<std::string>();
-  CLI::App* command = app.add_subcommand(
-      "info", "Formats, instruction sets and backends: what is compiled in, what is chosen, and why");
-  command->footer(kInfoFooter);
-  command->add_option("--json", *json, "Write the same as JSON; -: standard output")->type_name("FILE");
-  return [json] { return run_info(*json); };
+  return add_listing(app, "info",
+                     "Formats, instruction sets and backends: what is compiled in, what is chosen, and why",
+                     kInfoFooter, run_info);
+}
+
+Action add_formats_command(CLI::App& app) {
+  return add_listing(app, "formats", "The formats of keys and values", kFormatsFooter, run_formats);
 }
 
 }  // namespace kvant::cli

@@ -5,6 +5,7 @@
 
 #include <fstream>
 
+#include "cli/suggest.hpp"
 #include "core/backend.hpp"
 #include "core/fmt.hpp"
 #include "core/threads.hpp"
@@ -66,10 +67,21 @@ std::string machine_line(const Machine& machine) {
   return fmt::format("{}, {} core{}, {}", machine.cpu, machine.cores, machine.cores == 1 ? "" : "s", machine.system);
 }
 
-std::string known_isas() {
-  std::string names;
-  for (const core::Kernels* kernels : core::all_kernels())
-    names += (names.empty() ? "" : ", ") + std::string(kernels->name);
+std::string noise_mark(double spread, bool is_any_noisy) {
+  return spread > kHighSpread ? kNoiseMark : is_any_noisy ? "  " : "";
+}
+
+std::string noise_note() {
+  return fmt::format(
+      "!: the times behind this figure spread by more than {:.0f} % (p90 - p10 over the median): the machine was busy "
+      "or "
+      "the work is short; run again, or on an idle machine, before it is compared with others.",
+      100 * kHighSpread);
+}
+
+std::vector<std::string> isa_names() {
+  std::vector<std::string> names;
+  for (const core::Kernels* kernels : core::all_kernels()) names.emplace_back(kernels->name);
   return names;
 }
 
@@ -83,7 +95,9 @@ Result<const core::Kernels*> find_isa(const std::string& name) {
     }
     return kernels;
   }
-  return {Code::invalid_argument, fmt::format("--isa {}: not compiled in; known are {}", name, known_isas())};
+  const std::vector<std::string> known = isa_names();
+  return {Code::invalid_argument, fmt::format("--isa {}: not compiled in; known are {}{}", name, fmt::join(known, ", "),
+                                              did_you_mean(name, known))};
 }
 
 }  // namespace kvant::cli

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "kvant/result.hpp"
 
@@ -24,9 +25,17 @@ struct Machine {
 Machine describe_machine();
 std::string machine_line(const Machine& machine);
 
+/// A time whose spread (p90 - p10 over the median) is above this carries the mark.
+inline constexpr double kHighSpread = 0.10;
+inline constexpr const char* kNoiseMark = " !";
+/// The mark, or as many spaces; "" where no time of the table has it.
+std::string noise_mark(double spread, bool is_any_noisy);
+/// What the mark says, as a line below a table.
+std::string noise_note();
+
 /// The kernels of an instruction set by name ("" is the best of this machine). Errors: unknown, or not on this machine.
 Result<const core::Kernels*> find_isa(const std::string& name);
-/// "avx2, scalar"
-std::string known_isas();
+/// Those compiled in, best first.
+std::vector<std::string> isa_names();
 
 }  // namespace kvant::cli

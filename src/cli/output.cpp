@@ -48,6 +48,13 @@ Status Outputs::check() const {
   return {};
 }
 
+Status Outputs::write(const std::string& path, std::string_view content) const {
+  if (path.empty()) return {};
+  if (const Status status = write_result(path, content); !status.ok()) return status;
+  if (path != "-") print(fmt::format("Wrote {}\n", path));
+  return {};
+}
+
 void Outputs::print(std::string_view text) const {
   std::fwrite(text.data(), 1, text.size(), owner_of_stdout_ == nullptr ? stdout : stderr);
 }

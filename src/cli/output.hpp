@@ -17,6 +17,8 @@ class Outputs {
   Status add(const char* option, const std::string& path);
   /// Refuses, before minutes of work, paths that cannot be written.
   [[nodiscard]] Status check() const;
+  /// Writes a result ("" is ignored) and says so.
+  [[nodiscard]] Status write(const std::string& path, std::string_view content) const;
   /// Text for people.
   void print(std::string_view text) const;
 

@@ -44,4 +44,10 @@ inline double quantile(std::vector<double>& samples, double share) {
   return samples[below] + (samples[above] - samples[below]) * (at - static_cast<double>(below));
 }
 
+/// How far the middle 80 % of the samples reach, over their median.
+inline double spread(std::vector<double>& samples) {
+  const double median = quantile(samples, 0.5);
+  return median > 0 ? (quantile(samples, 0.9) - quantile(samples, 0.1)) / median : 0;
+}
+
 }  // namespace kvant::cli

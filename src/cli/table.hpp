@@ -1,4 +1,4 @@
-// A table of ready-made cells, printed as aligned text, markdown, HTML, or comma-separated values.
+// A table of ready-made cells, printed as aligned text, markdown or HTML.
 #pragma once
 
 #include <string>
@@ -11,18 +11,26 @@ class Table {
   struct Column {
     std::string title;
     bool is_text = false;  ///< left-aligned
+    int rank = 0;          ///< where the table must become narrower, the highest rank leaves first; 0: never
   };
   explicit Table(std::vector<Column> columns) : columns_(std::move(columns)) {}
   void add(std::vector<std::string> cells);
-  [[nodiscard]] std::string text() const;
+  /// At most `width` characters a line, if leaving out columns of a rank can do that; a last line names those left out.
+  [[nodiscard]] std::string text(std::size_t width = kNoLimit) const;
   [[nodiscard]] std::string markdown() const;
   [[nodiscard]] std::string html() const;
-  [[nodiscard]] std::string csv() const;  ///< RFC 4180
+
+  static constexpr std::size_t kNoLimit = static_cast<std::size_t>(-1);
 
  private:
   std::vector<Column> columns_;
   std::vector<std::vector<std::string>> rows_;
 };
+
+/// How wide text for people is, unless they ask for wide tables.
+inline constexpr std::size_t kTextWidth = 120;
+/// Lines of at most `width` characters, broken at spaces, each with an end of line.
+std::string wrapped(const std::string& text, std::size_t width);
 
 std::string escape_html(const std::string& text);
 /// 131072 -> "128 KiB"

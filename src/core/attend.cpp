@@ -59,12 +59,13 @@ ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, RowPath pat
   s.rescale = at.take(4 * r);
   s.tile = at.take(4 * kPageTokens * (dp + kTilePadding));  // imported tables decode into it on the vector path too
   if (path != RowPath::vector) {
-    s.panel_raw = at.take(4 * r * (path == RowPath::matrix ? dp : d));
-    s.panel_basis = at.take(4 * r * dp);
+    const std::size_t bytes = path == RowPath::matrix ? kMatrixKeyBytes : 4;
+    s.panel_raw = at.take(bytes * r * (path == RowPath::matrix ? dp : d));
+    s.panel_basis = at.take(bytes * r * dp);
   }
   if (path == RowPath::tiles) s.transpose = at.take(4 * kPageTokens * kTransposedRows);
   if (path == RowPath::matrix) {
-    s.page = at.take(4 * tokens * dp);
+    s.page = at.take(kMatrixKeyBytes * tokens * dp);
     s.weights = at.take(4 * r * tokens);
     for (std::size_t& output : s.output) output = at.take(4 * r * d);
   }

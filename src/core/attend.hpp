@@ -31,8 +31,9 @@ inline constexpr int kRowBlock = 128;  // rows of one attend item at most
 constexpr int row_block(int head_dim, RowPath path) {
   return head_dim <= 128 || path == RowPath::matrix ? kRowBlock : kRowBlock / 2;
 }
-inline constexpr int kMatrixPages = 4;  // that the matrix path multiplies at once
-inline constexpr int kVectorRows = 16;  // up to here rows go through the integer kernels; beyond, through tiles
+inline constexpr int kMatrixPages = 4;     // that the matrix path multiplies at once
+inline constexpr int kMatrixKeyBytes = 6;  // of an element of queries and keys there: three bf16
+inline constexpr int kVectorRows = 16;     // up to here rows go through the integer kernels; beyond, through tiles
 
 enum Domain : int { kEncoded = 0, kExact = 1, kDomains = 2 };
 
@@ -150,8 +151,8 @@ struct ScratchLayout {
   std::size_t panel_basis;  // the same in the encoded basis, in unpacking order
   std::size_t tile;         // f32 [64][padded_dim + kTilePadding]: decoded keys or values
   std::size_t transpose;    // tile path: f32 [64][kTransposedRows]
-  std::size_t page;         // matrix path: keys or values of kMatrixPages pages as operand, 4 bytes an element
-  std::size_t weights;      // matrix path: the weights of as many, likewise
+  std::size_t page;         // matrix path: keys or values of kMatrixPages pages as operand
+  std::size_t weights;      // matrix path: the weights of as many, 4 bytes an element
   std::size_t output[kDomains];  // matrix path: output sums, tile after tile
   std::size_t centers;           // f32 [rows]
   std::size_t bytes;

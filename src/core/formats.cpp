@@ -115,4 +115,8 @@ const char* code_name(Code code) noexcept {
   return "unknown";
 }
 
+void throw_error(const Status& status) {
+  throw Error(status);
+}
+
 }  // namespace kvant

@@ -52,8 +52,8 @@ struct MatrixItem {
       float raw[codec::kMaxHeadDim], rotated[codec::kMaxHeadDim], ordered[codec::kMaxHeadDim];
       read_row(item, l, rows.state, basis, r, raw, rotated);
       for (int e = 0; e < depth; ++e) ordered[e] = rotated[element[e]];
-      pack_row<W>(raw, raw_depth, as_given, r);
-      pack_row<W>(ordered, depth, in_basis, r);
+      pack_row<W, kQueryTerms>(raw, raw_depth, as_given, r);
+      pack_row<W, kQueryTerms>(ordered, depth, in_basis, r);
     }
   }
 
@@ -69,7 +69,7 @@ struct MatrixItem {
         const int group_steps = keys.steps / side.groups;
         for (int g = 0; g < side.groups; ++g) {
           float* sums = g == 0 ? scores : at<float>(item.scratch, l.weights);
-          multiply_all<S, true, false>(queries, row_blocks, keys, 0, blocks, g * group_steps, (g + 1) * group_steps,
+          multiply_all<S, 2, 1, false>(queries, row_blocks, keys, 0, blocks, g * group_steps, (g + 1) * group_steps,
                                        score_tiles(sums, kStride));
           for (int i = 0; i < count; ++i) {
             scale_scores<S>(seen[i].page.block + side.scale_offset + g * kPageTokens * 2, item.rows, g > 0,
@@ -82,10 +82,10 @@ struct MatrixItem {
           const PageView& page = seen[i].page;
           decode_keys<S, F>(side, d, run.padded_dim, page.block, 0, kPageTokens, page.k_levels, tile, depth);
           zero_columns(tile, depth, d);
-          pack_keys<S>(tile, depth, keys, i * kBlocksOfPage);
+          pack_keys<S, key_terms<F>()>(tile, depth, keys, i * kBlocksOfPage);
         }
-        multiply_all<S, false, false>(queries, row_blocks, keys, 0, blocks, 0, keys.steps,
-                                      score_tiles(scores, kStride));
+        multiply_all<S, kQueryTerms, key_terms<F>(), false>(queries, row_blocks, keys, 0, blocks, 0, keys.steps,
+                                                            score_tiles(scores, kStride));
       }
     });
   }
@@ -108,7 +108,7 @@ struct MatrixItem {
               pack_level_weights<S, F>(scores + r * kStride + i * kPageTokens, scales, weights, r, i * kPageTokens / 2);
             }
           }
-          multiply_all<S, true, true>(weights, row_blocks, values, g * group_blocks, (g + 1) * group_blocks, 0,
+          multiply_all<S, 2, 1, true>(weights, row_blocks, values, g * group_blocks, (g + 1) * group_blocks, 0,
                                       values.steps, o);
         }
       } else {
@@ -121,8 +121,8 @@ struct MatrixItem {
           zero_rows(tile, stride, page.t_end, kPageTokens);
           pack_values<S>(tile, stride, d, values, i * kStepsOfPage);
         }
-        for (int r = 0; r < item.rows; ++r) pack_row<W>(scores + r * kStride, depth, weights, r);
-        multiply_all<S, false, true>(weights, row_blocks, values, 0, d / kTileWords, 0, values.steps, o);
+        for (int r = 0; r < item.rows; ++r) pack_row<W, 2>(scores + r * kStride, depth, weights, r);
+        multiply_all<S, 2, 2, true>(weights, row_blocks, values, 0, d / kTileWords, 0, values.steps, o);
       }
     });
   }

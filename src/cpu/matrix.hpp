@@ -1,9 +1,15 @@
-// Both products of the path for many rows on a unit that multiplies tiles (AMX), from floats that are two bf16 each:
+// Both products of the path for many rows on a unit that multiplies tiles (AMX). Floats become sums of bf16 terms, each the nearest
+// one to what those before it leave; products of terms are summed in f32:
 //
-//   x = high + low + e, |e| <= 2^-17 |x|      a b = high high + low high + high low, at most 2^-15 |a b| off, sums in f32
+//   x = x0 + x1 + ...     n terms are off by 2^-(9 n - 1) |x| at most; f32 is three, f16 and fp8 with its scale two, bf16 one, to the bit
+//   a b = sum of ai bj with i + j < the number of a's terms
 //
-// Integer levels less their centre are odd multiples of 1/2 below 128: one bf16, to the bit, so these take two products. Their scales
-// go to the scores, and to the weights that values are multiplied by.
+// Queries are three terms where keys are floats, so that scores are as exact as f32: keys may have a large part in common (a bias),
+// which moves all scores of a row alike, and two terms would lose 2^-17 of it. Weights are two, and values, whose errors the output has in
+// proportion. Products of terms: 3 for bf16 keys, 5 for f16 and fp8, 6 for f32; 3 for values.
+//
+// Integer levels less their centre are odd multiples of 1/2 below 128: one bf16, to the bit; the other side has two terms, so these
+// take two products. Their scales go to the scores, and to the weights that values are multiplied by.
 //
 // A tile is 16 rows of 16 words, a word two bf16. Of a left operand (queries, weights) a tile holds 16 rows of 32 elements,
 // of a right one (keys, values) 32 elements of 16 columns, one row for each word:
@@ -14,7 +20,7 @@
 // Which two elements share a word is free, as long as both operands agree: with registers of L lanes word i of each 2 L elements
 // holds i and i + L, so that no lane of a register moves. Operands are written tile after tile.
 //
-// Sums are two by two tiles, so a step of 32 elements loads 8 tiles for 12 products, or 6 for 8. They are kept tile after tile: in rows of a
+// Sums are two by two tiles, so a step of 32 elements loads 8 tiles for 12 products, 6 for 8, or 16 for 24. They are kept tile after tile: in rows of a
 // power of two's bytes, the 32 of a product would share two of L1's sets.
 #pragma once
 
@@ -32,7 +38,7 @@ constexpr bool has_matrix() {
 }
 
 inline constexpr const char* kMatrixProducts =
-    "pages become bf16, one for an integer level, two for a float; four of them at once";
+    "pages become bf16, one for an integer level, up to three for a float; four of them at once";
 
 inline constexpr int kTileRows = 16, kTileWords = 16, kTileDepth = 2 * kTileWords;
 inline constexpr int kTileBytes = kTileRows * kTileWords * 4;
@@ -43,51 +49,62 @@ KVANT_INLINE int blocks_of_rows(int rows) {
   return (rows + kTileRows - 1) / kTileRows;
 }
 
-struct Operand {
-  std::byte* high;
-  std::byte* low;
-  int steps;  // tiles along the sum
-
-  KVANT_INLINE std::size_t tile(int block, int step) const {
-    return static_cast<std::size_t>(block * steps + step) * kTileBytes;
-  }
-};
-// An operand of `blocks` times 16 rows or columns in 4 bytes an element, from `at` on.
-KVANT_INLINE Operand operand_at(std::byte* at, int blocks, int depth) {
-  const int steps = depth / kTileDepth;
-  return {at, at + static_cast<std::size_t>(blocks * steps) * kTileBytes, steps};
+inline constexpr int kQueryTerms = 3;
+template <Format F>
+constexpr int key_terms() {  // as many as hold such a key to the bit
+  if constexpr (F == Format::bf16) return 1;
+  if constexpr (F == Format::f16 || F == Format::fp8) return 2;
+  return 3;
 }
 
-template <class W>
+struct Operand {
+  std::byte* at;
+  std::size_t term_bytes;
+  int steps;  // tiles along the sum
+
+  KVANT_INLINE std::byte* tile(int term, int block, int step) const {
+    return at + static_cast<std::size_t>(term) * term_bytes +
+           static_cast<std::size_t>(block * steps + step) * kTileBytes;
+  }
+};
+// An operand of `blocks` times 16 rows or columns in 2 bytes an element and term, from `at` on.
+KVANT_INLINE Operand operand_at(std::byte* at, int blocks, int depth) {
+  const int steps = depth / kTileDepth;
+  return {at, static_cast<std::size_t>(blocks * steps) * kTileBytes, steps};
+}
+
+template <class W, int kTerms>
 struct Words {
-  typename W::I high, low;
+  typename W::I term[kTerms];
 };
 template <class W>
 KVANT_INLINE typename W::I nearest_bf16(typename W::F x) {  // in the upper halves of lanes
   return W::and_(W::addi(W::as_i(x), W::seti(0x8000)), W::seti(static_cast<std::int32_t>(0xFFFF0000u)));
 }
 // Lane i: words of a[i] and b[i].
-template <class W>
-KVANT_INLINE Words<W> split(typename W::F a, typename W::F b) {
-  const typename W::I a_high = nearest_bf16<W>(a), b_high = nearest_bf16<W>(b);
-  const typename W::I a_low = nearest_bf16<W>(W::sub(a, W::as_f(a_high)));
-  const typename W::I b_low = nearest_bf16<W>(W::sub(b, W::as_f(b_high)));
-  return {W::or_(W::template shr<16>(a_high), b_high), W::or_(W::template shr<16>(a_low), b_low)};
+template <class W, int kTerms>
+KVANT_INLINE Words<W, kTerms> split(typename W::F a, typename W::F b) {
+  Words<W, kTerms> words;
+  for (int n = 0; n < kTerms; ++n) {
+    const typename W::I a_term = nearest_bf16<W>(a), b_term = nearest_bf16<W>(b);
+    words.term[n] = W::or_(W::template shr<16>(a_term), b_term);
+    a = W::sub(a, W::as_f(a_term));
+    b = W::sub(b, W::as_f(b_term));
+  }
+  return words;
 }
 
 // Words from `word` on of row `row` of a left operand.
-template <class W>
-KVANT_INLINE void put_words(const Words<W>& words, const Operand& to, int row, int word) {
-  const std::size_t at = to.tile(row / kTileRows, word / kTileWords) +
-                         static_cast<std::size_t>(row % kTileRows * kTileWords + word % kTileWords) * 4;
-  W::storei(to.high + at, words.high);
-  W::storei(to.low + at, words.low);
+template <class W, int kTerms>
+KVANT_INLINE void put_words(const Words<W, kTerms>& words, const Operand& to, int row, int word) {
+  const auto at = static_cast<std::size_t>(row % kTileRows * kTileWords + word % kTileWords) * 4;
+  for (int n = 0; n < kTerms; ++n) W::storei(to.tile(n, row / kTileRows, word / kTileWords) + at, words.term[n]);
 }
 // x [depth], depth a multiple of 32, becomes row `row` of a left operand.
-template <class W>
+template <class W, int kTerms>
 KVANT_INLINE void pack_row(const float* x, int depth, const Operand& to, int row) {
   for (int e = 0; e < depth; e += 2 * W::kLanes)
-    put_words<W>(split<W>(W::loadf(x + e), W::loadf(x + e + W::kLanes)), to, row, e / 2);
+    put_words<W>(split<W, kTerms>(W::loadf(x + e), W::loadf(x + e + W::kLanes)), to, row, e / 2);
 }
 
 // --- decoded pages ------------------------------------------------------------------------------------------------------
@@ -103,23 +120,21 @@ KVANT_INLINE void zero_rows(float* tile, int stride, int begin, int end) {
 }
 
 // Decoded keys, tile [64][depth], become blocks of columns from `first` on: a column a token.
-template <class S>
+template <class S, int kTerms>
 void pack_keys(const float* tile, int depth, const Operand& to, int first) {
   using W = Wide<S>;
   for (int block = 0; block < kBlocksOfPage; ++block) {
     for (int step = 0; step < to.steps; ++step) {
-      alignas(64) std::byte high[kTileBytes], low[kTileBytes];
+      alignas(64) std::byte rows[kTerms][kTileBytes];
       for (int i = 0; i < kTileRows; ++i) {
         const float* row = tile + (block * kTileRows + i) * depth + step * kTileDepth;
         for (int e = 0; e < kTileDepth; e += 2 * W::kLanes) {
-          const Words<W> words = split<W>(W::loadf(row + e), W::loadf(row + e + W::kLanes));
-          const auto at = static_cast<std::size_t>(i * kTileWords + e / 2) * 4;
-          W::storei(high + at, words.high);
-          W::storei(low + at, words.low);
+          const Words<W, kTerms> words = split<W, kTerms>(W::loadf(row + e), W::loadf(row + e + W::kLanes));
+          for (int n = 0; n < kTerms; ++n)
+            W::storei(rows[n] + static_cast<std::size_t>(i * kTileWords + e / 2) * 4, words.term[n]);
         }
       }
-      Matrix<S>::transpose(high, to.high + to.tile(first + block, step));
-      Matrix<S>::transpose(low, to.low + to.tile(first + block, step));
+      for (int n = 0; n < kTerms; ++n) Matrix<S>::transpose(rows[n], to.tile(n, first + block, step));
     }
   }
 }
@@ -134,10 +149,9 @@ void pack_values(const float* tile, int stride, int head_dim, const Operand& to,
         const int all = step * kTileWords + word;
         const float* row = tile + (2 * W::kLanes * (all / W::kLanes) + all % W::kLanes) * stride + block * kTileRows;
         for (int c = 0; c < kTileRows; c += W::kLanes) {
-          const Words<W> words = split<W>(W::loadf(row + c), W::loadf(row + W::kLanes * stride + c));
-          const std::size_t at = to.tile(block, first + step) + static_cast<std::size_t>(word * kTileWords + c) * 4;
-          W::storei(to.high + at, words.high);
-          W::storei(to.low + at, words.low);
+          const Words<W, 2> words = split<W, 2>(W::loadf(row + c), W::loadf(row + W::kLanes * stride + c));
+          const auto at = static_cast<std::size_t>(word * kTileWords + c) * 4;
+          for (int n = 0; n < 2; ++n) W::storei(to.tile(n, block, first + step) + at, words.term[n]);
         }
       }
     }
@@ -163,7 +177,7 @@ KVANT_INLINE int level_element(Format f, int at) {
   return word / 32 * 64 + key_element(is_eight_bit(f), word % 32 / 8, word % 8, half);
 }
 
-// As pack_keys; `to` has no low half.
+// As pack_keys, in one term.
 template <class S, Format F>
 void pack_level_keys(const codec::SideLayout& side, int head_dim, const std::byte* page, const Operand& to, int first) {
   using W = Wide<S>;
@@ -182,7 +196,7 @@ void pack_level_keys(const codec::SideLayout& side, int head_dim, const std::byt
             S::storei(words[v / 2] + (i + j) * kTileWords * 4 + v % 2 * 32, W::part(pairs, j));
         }
       }
-      for (int j = 0; j < 2; ++j) Matrix<S>::transpose(words[j], to.high + to.tile(first + block, step + j));
+      for (int j = 0; j < 2; ++j) Matrix<S>::transpose(words[j], to.tile(0, first + block, step + j));
     }
   }
 }
@@ -203,7 +217,7 @@ void pack_level_values(const codec::SideLayout& side, int head_dim, const std::b
         codes.advance_octet(side, head_dim);
         for (int v = 0; v < 4; ++v) {
           const int word = octet % 4 * 4 + v;
-          W::storei(to.high + to.tile(block, first + octet / 4) + static_cast<std::size_t>(word * kTileWords + c) * 4,
+          W::storei(to.tile(0, block, first + octet / 4) + static_cast<std::size_t>(word * kTileWords + c) * 4,
                     centred<W, F>(u[v]));
         }
       }
@@ -225,7 +239,7 @@ KVANT_INLINE void pack_level_weights(const float* p, const std::byte* scales, co
       x[i] = W::as_f(W::and_(seen, W::as_i(W::mul(w, W::load_f16(scales + 2 * (t + i * W::kLanes))))));
     }
     Matrix<S>::template pair_tokens<is_eight_bit(F)>(x[0], x[1]);
-    put_words<W>(split<W>(x[0], x[1]), to, row, word + t / 2);
+    put_words<W>(split<W, 2>(x[0], x[1]), to, row, word + t / 2);
   }
 }
 
@@ -238,8 +252,8 @@ struct SumTiles {
 };
 
 // Sums of R blocks of a's rows by C blocks of b's columns replace (or, kAdds, are added to) those of `to`, which begins at their first. Tile
-// registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 columns. kExact: b has no low half.
-template <class T, bool kExact, bool kAdds, int R, int C>
+// registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 columns. kTermsA, kTermsB: how many terms a and b have.
+template <class T, int kTermsA, int kTermsB, bool kAdds, int R, int C>
 void multiply(const Operand& a, int a_block, const Operand& b, int b_block, int step_begin, int step_end,
               const SumTiles& to) {
   const auto sums = [&](auto fn) {
@@ -257,25 +271,26 @@ void multiply(const Operand& a, int a_block, const Operand& b, int b_block, int 
       T::template zero<2 * I + J>();
     }
   });
-  const auto rows = [&](const std::byte* part, int step) {
-    T::template load<4>(part + a.tile(a_block, step), 64);
-    if constexpr (R > 1) T::template load<5>(part + a.tile(a_block + 1, step), 64);
+  const auto rows = [&](int term, int step) {
+    T::template load<4>(a.tile(term, a_block, step), 64);
+    if constexpr (R > 1) T::template load<5>(a.tile(term, a_block + 1, step), 64);
   };
-  const auto columns = [&](const std::byte* part, int step) {
-    T::template load<6>(part + b.tile(b_block, step), 64);
-    if constexpr (C > 1) T::template load<7>(part + b.tile(b_block + 1, step), 64);
+  const auto columns = [&](int term, int step) {
+    T::template load<6>(b.tile(term, b_block, step), 64);
+    if constexpr (C > 1) T::template load<7>(b.tile(term, b_block + 1, step), 64);
   };
   const auto products = [&] { sums([&]<int I, int J>() { T::template dot<2 * I + J, 4 + I, 6 + J>(); }); };
   for (int step = step_begin; step < step_end; ++step) {
-    rows(a.high, step);
-    if constexpr (!kExact) {
-      columns(b.low, step);
-      products();
+    for (int i = 0, held = -1; i < kTermsA; ++i) {
+      rows(i, step);
+      const int count = kTermsB < kTermsA - i ? kTermsB : kTermsA - i;
+      for (int n = 0; n < count; ++n) {
+        const int j = i % 2 == 0 ? count - 1 - n : n;  // there and back, so that columns that are held are used again
+        if (j != held) columns(j, step);
+        held = j;
+        products();
+      }
     }
-    columns(b.high, step);
-    products();
-    rows(a.low, step);
-    products();
   }
   sums([&]<int I, int J>() { T::template store<2 * I + J>(place(I, J), row_bytes); });
 }
@@ -283,7 +298,7 @@ void multiply(const Operand& a, int a_block, const Operand& b, int b_block, int 
 // The same for all of `row_blocks` and for blocks of columns from column_begin to column_end, two by two. Two blocks of rows stay in
 // L1 where they are up to 32 KiB; two of columns, which are half as much or the same, where not. What moves on comes from L2, at 16 to
 // 32 bytes a cycle of the products.
-template <class S, bool kExact, bool kAdds>
+template <class S, int kTermsA, int kTermsB, bool kAdds>
 void multiply_all(const Operand& a, int row_blocks, const Operand& b, int column_begin, int column_end, int step_begin,
                   int step_end, const SumTiles& to) {
   const auto in_pairs = [](int first, int last, auto fn) {
@@ -293,9 +308,9 @@ void multiply_all(const Operand& a, int row_blocks, const Operand& b, int column
   const auto product = [&]<int R, int C>(int row, int column) {
     SumTiles here = to;
     here.at += row * to.row_block + column * to.column_block;
-    multiply<Matrix<S>, kExact, kAdds, R, C>(a, row, b, column, step_begin, step_end, here);
+    multiply<Matrix<S>, kTermsA, kTermsB, kAdds, R, C>(a, row, b, column, step_begin, step_end, here);
   };
-  if (2 * 2 * kTileBytes * (step_end - step_begin) <= 32768) {
+  if (2 * kTermsA * kTileBytes * (step_end - step_begin) <= 32768) {
     in_pairs(0, row_blocks, [&]<int R>(int row) {
       in_pairs(column_begin, column_end, [&]<int C>(int column) { product.template operator()<R, C>(row, column); });
     });

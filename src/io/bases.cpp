@@ -30,7 +30,7 @@ constexpr const char* kParts[] = {"center", "matrix", "inverse"};
 constexpr double kMaxRowNorm = 1e3;
 // float32 rounding gives about 1e-5 at D = 576; a wrong inverse is off by about 1.
 constexpr double kMaxInverseError = 1e-3;
-constexpr float kMaxCenter = 65504;
+constexpr float kMaxCenter = 65536;  // as large as keys may be (codec/storable.hpp)
 
 Status bad(const SafeTensors& file, const std::string& what) {
   return {Code::bad_file, fmt::format("{}: {}", printable(file.path()), what)};

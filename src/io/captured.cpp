@@ -17,7 +17,7 @@ namespace kvant::io {
 namespace {
 
 // Keys and values beyond this are refused by the cache as well: they do not fit a fp16 scale.
-constexpr float kMaxMagnitude = 65504;
+constexpr float kMaxMagnitude = 65536;  // what a cache takes (codec/storable.hpp)
 
 Status bad(const SafeTensors& file, const std::string& what) {
   return {Code::bad_file, fmt::format("{}: {}", printable(file.path()), what)};
@@ -62,7 +62,7 @@ Result<std::vector<float>> finite_values(const SafeTensors& file, const TensorIn
     const std::int64_t at = wrong - values->begin();
     const std::int64_t rows = tensor.shape[1], columns = tensor.shape[2];
     return bad(file,
-               fmt::format("tensor {}: the value at [{}, {}, {}] is {}; allowed: finite, magnitude at most 65504",
+               fmt::format("tensor {}: the value at [{}, {}, {}] is {}; allowed: finite, magnitude at most 65536",
                            in_quotes(tensor.name), at / columns / rows, at / columns % rows, at % columns, *wrong));
   }
   return values;

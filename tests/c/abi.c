@@ -30,7 +30,7 @@ static float wave(int i) {
   return sinf(0.37f * (float)i) + 0.5f * cosf(1.93f * (float)i);
 }
 
-static float keys[TOKENS * KV_HEADS * DIM], values[TOKENS * KV_HEADS * DIM];
+static float keys[TOKENS * KV_HEADS * DIM], values[TOKENS * KV_HEADS * DIM], query_row[Q_HEADS * DIM];
 
 static kvant_tensor tokens_of(const float* data, int64_t tokens) {
   const kvant_tensor view = {.data = data, .dtype = KVANT_F32, .shape = {tokens, KV_HEADS, DIM}};
@@ -260,6 +260,62 @@ static void test_attention(void) {
   kvant_plan_destroy(plan);
 }
 
+/* Masks of one element in a buffer of its own, so that a sanitizer sees a read past them: a shape and strides of zero are what an
+ * expanded tensor has, and one element then stands for all. Without strides a mask is contiguous. */
+static void test_masks(void) {
+  kvant_cache_config config;
+  kvant_cache_config_init(&config, sizeof config);
+  config.kv_heads = KV_HEADS;
+  config.head_dim = DIM;
+  config.k = config.v = "f32";
+  kvant_cache* cache = NULL;
+  kvant_sequence sequence = 0;
+  EXPECT(kvant_cache_create(&config, &cache) == KVANT_OK);
+  EXPECT(kvant_cache_add_sequence(cache, &sequence) == KVANT_OK);
+  const kvant_tensor k = tokens_of(keys, FIRST), v = tokens_of(values, FIRST);
+  EXPECT(kvant_cache_append(cache, sequence, 0, &k, &v) == KVANT_OK);
+  double expected[Q_HEADS * DIM], expected_lse[Q_HEADS];
+  reference(query_row, keys, values, FIRST, expected, expected_lse);
+
+  const int64_t expanded[4] = {0, 0, 0, 0};
+  float* added = malloc(sizeof *added);
+  unsigned char* visible = malloc(1);
+  float* row = malloc(FIRST * sizeof *row);
+  if (added == NULL || visible == NULL || row == NULL) exit(1);
+  *added = 1.5f;
+  *visible = 1;
+  for (int t = 0; t < FIRST; ++t) row[t] = 1.5f;
+  const kvant_mask_tensor masks[3] = {
+      {.data = added, .dtype = KVANT_F32, .shape = {1, Q_HEADS, 1, FIRST}, .stride = expanded},
+      {.data = visible, .dtype = KVANT_BOOL, .shape = {1, Q_HEADS, 1, FIRST}, .stride = expanded},
+      {.data = row, .dtype = KVANT_F32, .shape = {1, 1, 1, FIRST}},
+  };
+  const double lse_moves_by[3] = {1.5, 0, 1.5}; /* a number added to all logits moves nothing else */
+  for (int i = 0; i < 3; ++i) {
+    kvant_attention_options options;
+    kvant_attention_options_init(&options, sizeof options);
+    options.q_heads = Q_HEADS;
+    options.mask = masks[i];
+    kvant_plan* plan = NULL;
+    EXPECT(kvant_plan_create(cache, &sequence, 1, &options, &plan) == KVANT_OK);
+    float output[Q_HEADS * DIM], lse[Q_HEADS];
+    const kvant_tensor q = {.data = query_row, .dtype = KVANT_F32, .shape = {1, Q_HEADS, DIM}};
+    const kvant_mutable_tensor out = {.data = output, .dtype = KVANT_F32, .shape = {1, Q_HEADS, DIM}};
+    kvant_run_options run;
+    kvant_run_options_init(&run, sizeof run);
+    run.lse = lse;
+    EXPECT(kvant_run(plan, 0, &q, &out, &run) == KVANT_OK);
+    EXPECT(relative_l2(expected, output, Q_HEADS * DIM) <= 1e-5);
+    for (int head = 0; head < Q_HEADS; ++head)
+      EXPECT(fabs(expected_lse[head] + lse_moves_by[i] - (double)lse[head]) < 1e-4);
+    kvant_plan_destroy(plan);
+  }
+  free(row);
+  free(visible);
+  free(added);
+  kvant_cache_destroy(cache);
+}
+
 static void test_merge(void) {
   const float a[2] = {1, 2}, b[2] = {5, -2}, lse_a = 0, lse_b = logf(3);
   const kvant_partial partials[2] = {{a, &lse_a}, {b, &lse_b}};
@@ -340,9 +396,11 @@ int main(void) {
     keys[i] = wave(i);
     values[i] = wave(7 * i + 3);
   }
+  for (int i = 0; i < Q_HEADS * DIM; ++i) query_row[i] = wave(11 * i + 5);
   EXPECT(strcmp(kvant_last_error(), "") == 0); /* nothing has failed yet */
   test_library();
   test_attention();
+  test_masks();
   test_merge();
   test_refusals();
   printf("%d failures\n", failures);

@@ -11,7 +11,7 @@ import kvant.hf
 from kvant.hf import versions
 
 ON_DEVICE = os.environ.get("KVANT_TEST_DEVICE") == "cuda"
-# AMX multiplies floats as two bf16 each, which may turn a token where logits all but tie.
+# AMX multiplies weights and values as two bf16 each, which may turn a token where logits all but tie.
 ISA = next(i["name"] for i in kvant.info()["isas"] if i["available"] and i["name"] != "amx")
 ENDS = dict(sink_pages=0, tail_pages=0, short_windows=True, isa=ISA)
 # A device has no f32 pages: there f16 ones serve f32 models, and tokens may differ where logits all but tie.

@@ -38,7 +38,7 @@ def attention(q, k, v, *, scale=None, causal=True, window=0, softcap=0.0, mask=N
 
 
 def close(got, expected, bound=2e-5):
-    """The bound is for many rows on AMX, which multiplies floats as two bf16 each (docs/lab/2026-11-24-cpu-amx.md)."""
+    """The bound is for many rows on AMX, which multiplies weights and values as two bf16 each (docs/lab/cpu.md)."""
     error = np.linalg.norm(np.asarray(got, np.float64) - expected) / np.linalg.norm(expected)
     assert error < bound, error
 
@@ -118,6 +118,8 @@ def test_mask_tensors_broadcast(rng, dtype):
     expected = attention(q, k, v, mask=mask if dtype is bool else mask.astype(np.float64))[0]
     close(cache.attend(seq, 0, q, mask=mask), expected)
     close(cache.attend(seq, 0, q, mask=np.broadcast_to(mask, (1, 4, 3, 200))), expected)
+    one = np.full(1, True if dtype is bool else 0, dtype)
+    close(cache.attend(seq, 0, q, mask=np.broadcast_to(one, (1, 4, 3, 200))), attention(q, k, v)[0])
 
 
 def test_a_mask_that_begins_later(rng):

@@ -16,10 +16,12 @@ inline constexpr double kFloat = 1e-5;
 /// the cap itself is off by 3e-7 of a logit at most (cpu/math.hpp).
 inline constexpr double kSoftcap = 2e-6;
 
-/// The same on machines that multiply many rows by a matrix unit: queries, keys, weights and values are two bf16 each, products at
-/// most 3 * 2^-18 off, so a logit of standard deviation 1 moves by some 4e-6. Measured: 9.9e-6 on Gaussian inputs at 4096 keys, 1.3e-5 on
-/// loud ones in 480 random cases; lse likewise (kLseCoded).
+/// The same on machines that multiply many rows by a matrix unit: weights and values are two bf16 each, products at most 3 * 2^-18
+/// off, queries three; of a float and integer levels both sides are less exact (kCoded).
 inline constexpr double kMatrixFloat = 5e-5;
+/// What weights and values in two bf16 each cost: 2^-18 of a product each in root mean square would be 5e-6, one after another.
+/// Measured: 2.2e-6 to 4.1e-6.
+inline constexpr double kMatrixWeights = 6e-6;
 
 /// The same with a coded side. Queries as two 7-bit digits: 2^-15 of the largest coordinate, about 4e-5 of the query's
 /// norm at D = 128; a logit of standard deviation 1 moves by that, a weight by as much relative; probabilities as two
@@ -68,7 +70,7 @@ inline constexpr double kAllAtMinus65504 = 5e-3;
 
 /// Codec, loose: attention output of a cache against the true inputs, all tokens encoded, Gaussian inputs whose logits
 /// have standard deviation 1. With relative errors e_k, e_v of the vectors (square root of the distortions of
-/// DESIGN section 4), output error is about sqrt(e_k^2 * (1 + e_v^2) + e_v^2). Times 1.5 for small samples. A dense
+/// docs/formats.md, "Distortion"), output error is about sqrt(e_k^2 * (1 + e_v^2) + e_v^2). Times 1.5 for small samples. A dense
 /// format's is its rounding: 2^-11 and 2^-8, times the same.
 constexpr double vector_error(std::string_view format) {
   if (format == "f32") return 1e-5;

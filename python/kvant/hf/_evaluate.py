@@ -68,7 +68,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        return (self.k if self.k == self.v else f"{self.k}/{self.v}") + ("" if self.exact_ends else ", no exact ends")
+        return (self.k if self.k == self.v else f"{self.k}/{self.v}") + ("" if self.exact_ends else ", all encoded")
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ class Settings:
     rollback_tokens: with a sliding window, so many of the newest tokens can be taken back: drafts of assisted generation.
     strict: True: an error instead of a layer left to transformers, and instead of decoding a cache for other code.
     threads: for kvant on the CPU. None: torch.get_num_threads().
-    isa: for kvant on the CPU, an instruction set of kvant.info()["isas"]. None: the best of the machine. AMX multiplies floats as
-        two bf16 each; "avx512" is more exact and slower for prompts.
+    isa: for kvant on the CPU, an instruction set of kvant.info()["isas"]. None: the best of the machine. AMX multiplies
+        softmax weights and values as two bf16 each, 4e-6 off; "avx512" is more exact (1e-6) and slower for prompts.
     """
 
     k: str = "tq6"

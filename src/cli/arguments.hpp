@@ -1,0 +1,64 @@
+// What all commands share in how their options are declared and read. A type name says what an option takes, for people
+// in the help and for the shell's completion: "both|with|without" are the words that are allowed, "FORMAT,..." and "ISA,..."
+// are lists of names, "N,..." one of numbers, "FILE" a path.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <string>
+#include <vector>
+
+#include "cli/describe.hpp"
+
+namespace kvant::cli {
+
+inline constexpr const char* kIsaHelp =
+    "scalar, avx2, avx512, amx or neon, of which kvant info lists those that are\n"
+    "here; amx multiplies many rows as two bf16 numbers each: errors near 5e-6\n"
+    "(f16: 1e-5), where those of avx512 are near 2e-6; default: the best here";
+
+/// The group of options that are taken and not shown. (CLI11's own, "", leaves their names out of error messages.)
+inline constexpr const char* kHidden = "hidden";
+
+/// The help as CLI11 makes it, without what is hidden, and with a form of its own for values: --json [FILE], --keys N,...
+class HelpFormatter : public CLI::Formatter {
+ public:
+  std::string make_group(std::string group, bool is_positional, std::vector<const CLI::Option*> opts) const override;
+  std::string make_option_opts(const CLI::Option* option) const override;
+};
+/// The default as people type it; "": none.
+std::string default_of(const CLI::Option& option);
+
+/// The words that an option may have; empty: anything.
+std::vector<std::string> choices_of(const CLI::Option& option);
+bool is_list(const CLI::Option& option);
+
+/// An option that takes one of these words. A refusal names them, and the nearest.
+CLI::Option* one_of(CLI::Option* option, const std::vector<std::string>& words);
+
+template <class T>
+CLI::Option* add_list(CLI::App& command, const std::string& name, std::vector<T>& values, const std::string& what,
+                      const char* type = "N,...") {
+  return command.add_option(name, values, what)->delimiter(',')->allow_extra_args(false)->type_name(type);
+}
+
+/// A file to write. `may_be_bare`: without a file it is standard output (for commands that take no files to read).
+CLI::Option* add_output(CLI::App& command, const std::string& name, std::string& path, const std::string& what,
+                        bool may_be_bare);
+CLI::Option* add_wide(CLI::App& command, bool& is_wide);
+
+/// The program's arguments with every list as one word: "--formats tq4, tq6/tq4 fp8" becomes "--formats tq4,tq6/tq4,fp8". A
+/// list goes on after a comma, and with words that can be elements of it; what else follows is another argument.
+std::vector<std::string> join_lists(const CLI::App& app, const std::vector<std::string>& arguments);
+
+/// Names of the commands that the help shows.
+std::vector<std::string> command_names(const CLI::App& app);
+/// Of all that the help shows.
+CommandDescription describe(const CLI::App& app);
+/// "kvant bench decode"
+std::string command_path(const CLI::App& command);
+/// The command that was asked for, of those below this one.
+const CLI::App* deepest_command(const CLI::App* app);
+/// What is wrong with arguments that no option takes; "": nothing is left over.
+std::string leftover_message(const CLI::App& command);
+
+}  // namespace kvant::cli

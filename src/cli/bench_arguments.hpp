@@ -1,0 +1,34 @@
+// What `kvant bench` was asked for.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cli/bench.hpp"
+
+namespace kvant::cli {
+
+// Zero stands for "the default of the operation".
+struct BenchArguments {
+  std::string op = "decode";
+  std::string suite;
+  std::vector<std::string> k_formats, v_formats;
+  std::vector<int> q_heads = {16}, kv_heads = {4}, head_dims = {128}, batches = {1}, threads = {0};
+  std::vector<std::int64_t> keys, q_lens;
+  std::int64_t first_keys = 0;
+  std::vector<std::string> isas = {""};
+  std::string backend = "cpu";
+  int device = 0;
+  int sink_pages = -1, tail_pages = -1;
+  std::int64_t between_mib = 0;
+  BenchScores scores;
+  BenchSettings settings;
+  std::string json, csv, markdown;
+  bool is_wide = false;
+};
+
+/// `is_op_given`: of a suite, only the shapes of that operation.
+Status run_bench_command(const BenchArguments& a, bool is_op_given);
+
+}  // namespace kvant::cli

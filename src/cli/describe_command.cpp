@@ -1,0 +1,48 @@
+// `kvant completion SHELL` and `kvant man`: hidden, for the build and for packagers.
+#include <memory>
+
+#include "cli/arguments.hpp"
+#include "cli/command.hpp"
+#include "cli/describe.hpp"
+#include "cli/output.hpp"
+
+namespace kvant::cli {
+namespace {
+
+struct Arguments {
+  std::string shell, output = "-";
+};
+
+Status write(const std::string& path, const std::string& content) {
+  Outputs outputs;
+  if (const Status status = outputs.add("-o", path); !status.ok()) return status;
+  if (const Status status = outputs.check(); !status.ok()) return status;
+  return write_result(path, content);
+}
+
+CLI::App* add_hidden(CLI::App& app, const char* name, const char* what, Arguments& a) {
+  CLI::App* command = app.add_subcommand(name, what)->group("");
+  command->add_option("-o,--output", a.output, "The file to write; -: standard output")->type_name("FILE");
+  return command;
+}
+
+}  // namespace
+
+Action add_completion_command(CLI::App& app) {
+  auto a = std::make_shared<Arguments>();
+  CLI::App* command = add_hidden(app, "completion", "Print what completes kvant's words in a shell", *a);
+  command->footer("Example:\n  source <(kvant completion bash)");
+  one_of(command->add_option("SHELL", a->shell, "bash, zsh or fish")->required(), {"bash", "zsh", "fish"});
+  return [a, &app] {
+    const auto make = a->shell == "bash" ? bash_completion : a->shell == "zsh" ? zsh_completion : fish_completion;
+    return write(a->output, make(describe(app)));
+  };
+}
+
+Action add_man_command(CLI::App& app) {
+  auto a = std::make_shared<Arguments>();
+  add_hidden(app, "man", "Print the manual page", *a);
+  return [a, &app] { return write(a->output, manual_page(describe(app))); };
+}
+
+}  // namespace kvant::cli
