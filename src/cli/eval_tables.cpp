@@ -61,7 +61,7 @@ std::string small_number(double value) {
 }
 
 std::string ends_text(const EvalRow& row) {
-  return row.formats.is_dense() ? "all exact" : row.has_exact_ends ? "exact ends" : "own token";
+  return row.formats.is_dense() ? "all exact" : row.has_exact_ends ? "exact ends" : "all encoded";
 }
 
 Table layer_table(const std::vector<EvalRow>& rows) {
@@ -128,7 +128,7 @@ std::vector<std::string> legend_lines(const std::vector<EvalRow>& rows) {
   if (has_default) lines.push_back("* the library's default.");
   lines.push_back(
       "exact ends: the first page and the newest 64 to 127 tokens are kept as given (the default, but for windows "
-      "below 1024). own token: everything but the query's own token is encoded.");
+      "below 1024). all encoded: everything but the query's own token is encoded.");
   lines.push_back(
       "bits/value: all the cache holds (codes, scales, exact ends, tables) at this length; in pages: the limit "
       "for long sequences.");

@@ -1,4 +1,4 @@
-// A table of ready-made cells, printed as aligned text, markdown, HTML, or comma-separated values.
+// A table of ready-made cells, printed as aligned text, markdown, or comma-separated values.
 #pragma once
 
 #include <string>
@@ -16,7 +16,6 @@ class Table {
   void add(std::vector<std::string> cells);
   [[nodiscard]] std::string text() const;
   [[nodiscard]] std::string markdown() const;
-  [[nodiscard]] std::string html() const;
   [[nodiscard]] std::string csv() const;  ///< RFC 4180
 
  private:
