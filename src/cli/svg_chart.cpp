@@ -208,22 +208,21 @@ class Canvas {
                           {x + gap - 2, y + 6, width, kLabelHeight},
                           {x - gap + 2 - width, y - 19, width, kLabelHeight},
                           {x - gap + 2 - width, y + 6, width, kLabelHeight}};
-    const Box* inside = nullptr;
-    const Box* free = nullptr;
+    const Box* best = nullptr;
+    std::ptrdiff_t fewest =
+        p.is_default ? std::ssize(taken_) + 1 : 1;  // others are drawn where nothing else is, or not
     for (const Box& box : places) {
       if (box.x < kLeft + 2 || box.x + box.width > kWidth - 2 || box.y < top_ - 12 ||
           box.y + box.height > kHeight - kBottom + 2)
         continue;
-      if (inside == nullptr) inside = &box;
-      if (std::ranges::any_of(taken_, [&](const Box& other) { return box.overlaps(other); })) continue;
-      free = &box;
-      break;
+      const auto covered = std::ranges::count_if(taken_, [&](const Box& other) { return box.overlaps(other); });
+      if (covered < fewest) fewest = covered, best = &box;
     }
-    if (free == nullptr && p.is_default) free = inside != nullptr ? inside : &places[0];
-    if (free == nullptr) return false;
+    if (best == nullptr && p.is_default) best = &places[0];
+    if (best == nullptr) return false;
     out_ += fmt::format("<text class=\"label{}\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text>\n",
-                        p.is_default ? " default-label" : "", free->x, free->y + 11, escape_html(text));
-    taken_.push_back(*free);
+                        p.is_default ? " default-label" : "", best->x, best->y + 11, escape_html(text));
+    taken_.push_back(*best);
     return true;
   }
 
