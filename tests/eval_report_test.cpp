@@ -130,7 +130,8 @@ TEST(EvalReport, EveryTableHasEveryFormatAndMarksTheDefault) {
     EXPECT_EQ(columns, 13u);
     EXPECT_EQ(count(tables[figures], "<td>"), 6 * (columns - 1));
   }
-  EXPECT_HAS(tables[0], "<td>0.0170</td><td>0.0190</td>");  // mean and worst error of the default
+  EXPECT_HAS(tables[2], "<caption>model.safetensors: layer3</caption>");  // on paper it may stand without its heading
+  EXPECT_HAS(tables[0], "<td>0.0170</td><td>0.0190</td>");                // mean and worst error of the default
 }
 
 TEST(EvalReport, ShowsTheWorstLayerOfEachFormat) {
@@ -287,7 +288,7 @@ TEST(EvalReport, IsOneWholePageForScreensAndPaper) {
   EXPECT_HAS(page, "@media (prefers-color-scheme: dark)");
   EXPECT_HAS(page, "@page { size: landscape");
   EXPECT_HAS(print, ".scroll { overflow: visible; max-width: none;");  // no column is cut
-  EXPECT_HAS(print, ".keep, svg, tr, .finding { break-inside: avoid; }");
+  EXPECT_HAS(print, ".keep, svg, tr, dl, .finding { break-inside: avoid; }");
   // A heading and its charts are one block that a page break does not part.
   const std::vector<std::string> kept = parts(page, "<div class=\"keep\">", "</div>");
   ASSERT_EQ(kept.size(), 3u);

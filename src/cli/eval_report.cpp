@@ -59,7 +59,7 @@ std::string eval_report(const std::vector<EvalRow>& rows, const EvalRun& run) {
   for (std::size_t i = 0; i < groups.size(); ++i) {
     html += section(fmt::format("<h2 id=\"layer-{}\">{}</h2>", i, escape_html(groups[i].title)),
                     (groups.size() > 1 ? "" : better) + escape_html(run.layer_lines[i]), charts_html(groups[i].rows));
-    html += layer_table_html(groups[i].rows);
+    html += layer_table_html(groups[i]);
   }
 
   html += "<h2>How to read this</h2>\n<ul>\n";

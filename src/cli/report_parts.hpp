@@ -23,7 +23,7 @@ std::string finding_html(const std::vector<SummaryRow>& rows, std::size_t layers
 std::string charts_html(const std::vector<EvalRow>& rows);
 
 /// Every figure of one layer, a row for each format.
-std::string layer_table_html(const std::vector<EvalRow>& rows);
+std::string layer_table_html(const LayerRows& layer);
 /// The same over all layers.
 std::string summary_table_html(const std::vector<SummaryRow>& rows);
 

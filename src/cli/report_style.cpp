@@ -39,7 +39,7 @@ svg .guide { stroke: var(--s2); stroke-width: 1; stroke-dasharray: 2 3; }
 table { border-collapse: separate; border-spacing: 0; font-size: 13.5px; font-variant-numeric: tabular-nums; }
 th, td { padding: 4px 11px; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 tbody tr:last-child > * { border-bottom: 0; }
-thead th { color: var(--faint); font-weight: 600; }
+caption { display: none; } thead th { color: var(--faint); font-weight: 600; }
 tr > :first-child { position: sticky; left: 0; text-align: left; background: var(--back); border-right: 1px solid var(--line); }
 tbody th { font-weight: 500; } .ends { color: var(--faint); font-weight: 400; }
 tr.default > * { background: var(--mark); font-weight: 650; } thead th.default { background: var(--mark); color: var(--text); }
@@ -58,8 +58,8 @@ dt { color: var(--faint); float: left; clear: left; width: 90px; } dd { margin: 
   body { max-width: none; padding: 0; font-size: 12px; }
   .hint { display: none; } .scroll { overflow: visible; max-width: none; background: none; }
   table { font-size: 10px; line-height: 1.25; } th, td { padding: 2px 6px; } h2 { margin-top: 22px; } tr > :first-child { position: static; max-width: none; }
-  .ends { display: inline; } thead { display: table-header-group; }
-  h1, h2, h2 + p { break-after: avoid; } .keep, svg, tr, .finding { break-inside: avoid; }
+  caption { display: table-caption; padding: 3px 6px; text-align: left; font-weight: 600; } .ends { display: inline; } thead { display: table-header-group; }
+  h1, h2, h2 + p { break-after: avoid; } .keep, svg, tr, dl, .finding { break-inside: avoid; }
   .charts { grid-template-columns: repeat(3, 1fr); gap: 8px; } .charts svg { border: 1px solid var(--line); }
 }
 )css";

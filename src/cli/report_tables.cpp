@@ -47,15 +47,17 @@ const std::vector<Column> kColumns = {
      [](const SummaryRow& r) { return escape_html(r.mean.basis); }},
 };
 
-// A table in a box that scrolls sideways, with a hint that narrow windows show.
+// A table in a box that scrolls sideways, with a hint that narrow windows show and a caption that paper shows, where a
+// table may stand on another page than its heading.
 std::string scrolled(const std::string& table, const std::string& name, std::size_t columns) {
   return fmt::format(
       "<p class=\"hint\">The table has {} columns: scroll it sideways.</p>\n"
-      "<div class=\"scroll\" role=\"region\" tabindex=\"0\" aria-label=\"{}\"><table>\n{}</table></div>\n",
-      columns, escape_html(name), table);
+      "<div class=\"scroll\" role=\"region\" tabindex=\"0\" "
+      "aria-label=\"{}\"><table>\n<caption>{}</caption>{}</table></div>\n",
+      columns, escape_html(name), escape_html(name), table);
 }
 
-std::string figures(const std::vector<SummaryRow>& rows, bool is_summary) {
+std::string figures(const std::vector<SummaryRow>& rows, bool is_summary, const std::string& name) {
   std::string html = "<thead><tr><th scope=\"col\">keys/values</th>";
   std::size_t columns = 1;
   const auto has = [&](const Column& c) { return is_summary ? c.is_in_summary : c.is_in_layers; };
@@ -75,7 +77,7 @@ std::string figures(const std::vector<SummaryRow>& rows, bool is_summary) {
     }
     html += "</tr>\n";
   }
-  return scrolled(html + "</tbody>", is_summary ? "figures over all layers" : "figures of the layer", columns);
+  return scrolled(html + "</tbody>", name, columns);
 }
 
 // --- layers x formats ---------------------------------------------------------------------------------------------
@@ -121,14 +123,14 @@ std::string short_name(const LayerRows& layer, bool has_one_file) {
 
 }  // namespace
 
-std::string layer_table_html(const std::vector<EvalRow>& rows) {
+std::string layer_table_html(const LayerRows& layer) {
   std::vector<SummaryRow> alone;
-  for (const EvalRow& row : rows) alone.push_back({row, row.rel_l2});
-  return figures(alone, false);
+  for (const EvalRow& row : layer.rows) alone.push_back({row, row.rel_l2});
+  return figures(alone, false, layer.title);
 }
 
 std::string summary_table_html(const std::vector<SummaryRow>& rows) {
-  return figures(rows, true);
+  return figures(rows, true, "All layers");
 }
 
 std::string overview_html(const std::vector<LayerRows>& layers) {
@@ -184,7 +186,7 @@ std::string overview_html(const std::vector<LayerRows>& layers) {
                             percent_text(row_of(layer, *spoken)->rel_l2));
   }
   return "<p class=\"faint\">" + sentence + "</p>\n" +
-         scrolled(html + "</tbody>", "error of each layer with each format", variants.size() + 1);
+         scrolled(html + "</tbody>", "Error of each layer with each format", variants.size() + 1);
 }
 
 }  // namespace kvant::cli
