@@ -144,7 +144,7 @@ cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceL
 }
 
 template <int kD>
-WriteKernel write_kernel_of() {
+WriteKernel write_entry() {
   return {kD, &prepare_write<kD>, &launch_write<kD>};
 }
 

@@ -14,6 +14,7 @@
 
 #include <cstdint>
 
+#include "cuda/instances.hpp"
 #include "cuda/runtime/runtime.hpp"
 #include "cuda/view.hpp"
 #include "kvant/codec.hpp"
@@ -68,9 +69,13 @@ struct WriteKernel {
   // The longest step has so many tokens. Sets `rows` and `sides`.
   cudaError_t (*launch)(WriteParams& params, std::int32_t most_tokens, const DeviceLimits& limits, cudaStream_t stream);
 };
-const WriteKernel* find_write_kernel(int head_dim);  // null: not compiled in
-
-// head_dims that kernels of this backend are compiled for.
-inline constexpr int kHeadDims[] = {64, 96, 128, 192, 256, 512};
+// Each is defined in a unit of its own (write.cu.in).
+template <int D>
+WriteKernel write_kernel_of();
+#define KVANT_DECLARE(head_dim) \
+  template <>                   \
+  WriteKernel write_kernel_of<head_dim>();
+KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
+#undef KVANT_DECLARE
 
 }  // namespace kvant::cuda

@@ -1,6 +1,7 @@
 // How a block shares its work and its shared memory: teams of warps, stages, sizes, all known to the compiler.
 #pragma once
 
+#include "cuda/decode/kernels.hpp"
 #include "cuda/decode/shared_plan.hpp"
 #include "cuda/schedule/params.hpp"
 #include "cuda/schedule/schedule.cuh"
@@ -10,7 +11,7 @@
 namespace kvant::cuda {
 
 inline constexpr float kNone = -__builtin_huge_valf();
-inline constexpr int kWarps = 4;  // of a block; wide kernels have more (wide.cuh)
+inline constexpr int kWarps = kAttendWarps, kWideWarps = 8;  // of a block, and of a wide kernel's (wide.cuh)
 // Blocks that a multiprocessor should hold, by what registers allow: 128, 168 or 255 a thread.
 constexpr int most_blocks(int column_tiles, int channels) {
   return column_tiles == 1 ? 4 : column_tiles == 2 || channels <= 64 ? 3 : 2;

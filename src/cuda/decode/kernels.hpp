@@ -1,11 +1,11 @@
-// The compiled attention kernels, as the host finds them. One list (attend_list.inc) says what is instantiated; each
-// attend_d*.cu compiles it for one head_dim.
+// The compiled attention kernels, as the host finds them. One list (src/cuda/instances.cmake) says what is instantiated.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <span>
 
+#include "cuda/instances.hpp"
 #include "kvant/types.hpp"
 
 namespace kvant::cuda {
@@ -37,11 +37,13 @@ struct DecodeKernels {
   std::array<MergeKernel, 2> merge;  // of many warps, which alone may be in clusters; of few
 };
 
-DecodeKernels decode_kernels_64();
-DecodeKernels decode_kernels_96();
-DecodeKernels decode_kernels_128();
-DecodeKernels decode_kernels_192();
-DecodeKernels decode_kernels_256();
-DecodeKernels decode_kernels_512();
+// All of a head_dim. Each is defined in a unit of its own (attend.cu.in).
+template <int D>
+DecodeKernels decode_kernels();
+#define KVANT_DECLARE(head_dim) \
+  template <>                   \
+  DecodeKernels decode_kernels<head_dim>();
+KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
+#undef KVANT_DECLARE
 
 }  // namespace kvant::cuda

@@ -5,19 +5,22 @@
 #include <numbers>
 
 #include "core/fmt.hpp"
+#include "cuda/runtime/built.hpp"
 #include "cuda/runtime/runtime.hpp"
 
 namespace kvant::cuda {
 namespace {
 
 Result<DecodeKernels> find_kernels(int head_dim) {
-  static const DecodeKernels kAll[] = {decode_kernels_64(),  decode_kernels_96(),  decode_kernels_128(),
-                                       decode_kernels_192(), decode_kernels_256(), decode_kernels_512()};
+  static const DecodeKernels kAll[] = {
+#define KVANT_ENTRY(head_dim) decode_kernels<head_dim>(),
+      KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
+#undef KVANT_ENTRY
+  };
   for (const DecodeKernels& k : kAll) {
     if (k.head_dim == head_dim) return k;
   }
-  return {Code::unsupported,
-          fmt::format("head_dim {}: attention on a device is compiled for 64, 96, 128, 192, 256, 512", head_dim)};
+  return {Code::unsupported, refuse_head_dim(instances(), head_dim)};
 }
 
 std::size_t aligned(std::size_t bytes) {
@@ -60,18 +63,7 @@ Status DecodePlan::choose_kernel(const core::DevicePlanConfig& config, const Dec
       best = &k;
     }
   }
-  if (best == nullptr) {
-    std::string pairs;
-    for (const AttendKernel& k : kernels.attend) {
-      if (k.column_tiles != 4 || k.is_wide()) continue;
-      pairs += fmt::format("{}{}/{}", pairs.empty() ? "" : ", ", format_info(k.k).name, format_info(k.v).name);
-    }
-    return {
-        Code::unsupported,
-        fmt::format("k = {}, v = {}: attention on a device is compiled for the pairs {}; choose one of these, or add "
-                    "a line to src/cuda/decode/attend_list.inc",
-                    format_info(config.k).name, format_info(config.v).name, pairs)};
-  }
+  if (best == nullptr) return {Code::unsupported, refuse_pair(instances(), {config.k, config.v})};
   attend_ = *best;
   params_.rows = 4 * attend_.column_tiles;
   params_.row_bits = std::countr_zero(static_cast<unsigned>(params_.rows));

@@ -7,6 +7,7 @@
 #include "base/bits.hpp"
 #include "codec/pack.hpp"
 #include "codec/tq.hpp"
+#include "cuda/instances.hpp"
 #include "cuda/tile/element.cuh"
 #include "cuda/tile/warp_vector.cuh"
 
@@ -188,12 +189,10 @@ cudaError_t read_back(int head_dim, const ReadBackParams& p, int multiprocessors
   const std::int64_t work = std::int64_t{p.items} * p.cache.kv_heads * sides;
   const auto blocks = static_cast<unsigned>(base::min(work, std::int64_t{kResident} * multiprocessors));
   switch (head_dim) {
-    case 64: read_back_kernel<64><<<blocks, 32 * kWarps, 0, stream>>>(p); break;
-    case 96: read_back_kernel<96><<<blocks, 32 * kWarps, 0, stream>>>(p); break;
-    case 128: read_back_kernel<128><<<blocks, 32 * kWarps, 0, stream>>>(p); break;
-    case 192: read_back_kernel<192><<<blocks, 32 * kWarps, 0, stream>>>(p); break;
-    case 256: read_back_kernel<256><<<blocks, 32 * kWarps, 0, stream>>>(p); break;
-    case 512: read_back_kernel<512><<<blocks, 32 * kWarps, 0, stream>>>(p); break;
+#define KVANT_CASE(head_dim) \
+  case head_dim: read_back_kernel<head_dim><<<blocks, 32 * kWarps, 0, stream>>>(p); break;
+    KVANT_CUDA_EACH_HEAD_DIM(KVANT_CASE)
+#undef KVANT_CASE
     default: return cudaErrorInvalidValue;
   }
   return cudaGetLastError();

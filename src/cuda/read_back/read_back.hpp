@@ -44,7 +44,7 @@ struct ReadBackParams {
 };
 static_assert(sizeof(ReadBackParams) <= 4096, "the most that every device takes as a kernel's parameters");
 
-// head_dim: one of kHeadDims. As many blocks as are resident at once, or as there are items.
+// head_dim: one of KVANT_CUDA_EACH_HEAD_DIM. As many blocks as are resident at once, or as there are items.
 cudaError_t read_back(int head_dim, const ReadBackParams& params, int multiprocessors, cudaStream_t stream);
 
 }  // namespace kvant::cuda

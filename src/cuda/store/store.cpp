@@ -1,35 +1,30 @@
 // Host side of the store: memory, and what goes into launches.
 #include "cuda/store/store.hpp"
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <cstring>
 
 #include "codec/rotation.hpp"
 #include "core/fmt.hpp"
+#include "cuda/runtime/built.hpp"
 #include "cuda/runtime/runtime.hpp"
 #include "cuda/store/tables.hpp"
 
 namespace kvant::cuda {
 
-WriteKernel write_kernel_d64();
-WriteKernel write_kernel_d96();
-WriteKernel write_kernel_d128();
-WriteKernel write_kernel_d192();
-WriteKernel write_kernel_d256();
-WriteKernel write_kernel_d512();
+namespace {
 
 const WriteKernel* find_write_kernel(int head_dim) {
-  static const WriteKernel kKernels[] = {write_kernel_d64(),  write_kernel_d96(),  write_kernel_d128(),
-                                         write_kernel_d192(), write_kernel_d256(), write_kernel_d512()};
+  static const WriteKernel kKernels[] = {
+#define KVANT_ENTRY(head_dim) write_kernel_of<head_dim>(),
+      KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
+#undef KVANT_ENTRY
+  };
   for (const WriteKernel& k : kKernels) {
     if (k.head_dim == head_dim) return &k;
   }
   return nullptr;
 }
-
-namespace {
 
 template <class T>
 std::uint64_t count_of(T n) {
@@ -38,11 +33,7 @@ std::uint64_t count_of(T n) {
 
 Status check_config(const core::DeviceStoreConfig& c) {
   if (find_write_kernel(c.head_dim) == nullptr) {
-    return {
-        Code::unsupported,
-        fmt::format("head_dim = {} on a device: kernels are compiled for {}; pad vectors with zeros to one of them, or "
-                    "use device = \"cpu\"",
-                    c.head_dim, fmt::join(kHeadDims, ", "))};
+    return {Code::unsupported, refuse_head_dim(instances(), c.head_dim)};
   }
   for (const bool values : {false, true}) {
     const Format format = values ? c.encoded.v.format : c.encoded.k.format;

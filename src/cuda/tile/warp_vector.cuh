@@ -32,22 +32,21 @@ __device__ __forceinline__ float butterfly(float x, int h) {
   return fmaf(x, sign, __shfl_xor_sync(~0u, x, h));
 }
 
-// 1 / sqrt(D)
+// 1 / sqrt(D), as codec::rotation_scale gives it, known to the compiler.
 __host__ __device__ constexpr float rotation_scale(int head_dim) {
-  return head_dim == 64    ? 0.125f
-         : head_dim == 96  ? 0.10206207261596577f
-         : head_dim == 128 ? 0.08838834764831845f
-         : head_dim == 192 ? 0.07216878364870322f
-         : head_dim == 256 ? 0.0625f
-                           : 0.04419417382415922f;
+  double root = head_dim;
+  for (int i = 0; i < 40; ++i) root = 0.5 * (root + head_dim / root);
+  return static_cast<float>(1.0 / root);
 }
+static_assert(rotation_scale(64) == 0.125f && rotation_scale(96) == 0.10206207261596577f &&
+              rotation_scale(512) == 0.04419417382415922f);
 
 // H or its transpose over sqrt(D), without the signs. `scratch`: D floats of this warp, used where D has a Paley factor.
 template <int D>
 __device__ __forceinline__ void hadamard(float (&x)[D / 32], float* scratch, bool transposed) {
   constexpr codec::RotationShape shape = codec::rotation_shape(D);
-  static_assert(shape.second_paley == 1);
-  static_assert(D == 64 || D == 96 || D == 128 || D == 192 || D == 256 || D == 512);
+  static_assert(D % 32 == 0 && shape.second_paley == 1 && (shape.paley == 1 || shape.paley == 12),
+                "head_dim must be a multiple of 32, and a power of two or 12 times one");
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int h = 1; h < shape.sylvester && h < 32; h *= 2) {
@@ -67,7 +66,6 @@ __device__ __forceinline__ void hadamard(float (&x)[D / 32], float* scratch, boo
     }
   }
   if constexpr (shape.paley > 1) {
-    static_assert(shape.paley == 12);
     constexpr codec::PaleyMatrix forward = codec::paley<12>(false), backward = codec::paley<12>(true);
     constexpr int kStride = shape.sylvester;
     __syncwarp();
