@@ -10,8 +10,10 @@ shared memory grow, registers grow by more than 8, or kernels come or go; --writ
 Fails, too, where a kernel has copies that ptxas assembled to what is no instruction (ptx::stream16 says when).
 """
 import array
+import json
 import pathlib
 import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -58,11 +60,17 @@ def readable(names):
         yield mangled, re.sub(r"kvant::(cuda::)?|(?<!\w)::| ", "", text).removeprefix("void")
 
 
+def objects(folder):
+    """The object files of the CUDA units that the build knows now: a removed .cu leaves its object behind."""
+    units = json.loads((folder / "compile_commands.json").read_text())
+    commands = [shlex.split(unit["command"]) for unit in units if unit["file"].endswith(".cu")]
+    paths = [folder / command[command.index("-o") + 1] for command in commands]
+    return sorted((path for path in paths if path.exists()), key=lambda path: path.name)
+
+
 def measured(folder):
-    files = sorted((folder / "src" / "CMakeFiles" / "kvant_cuda.dir" / "cuda").glob("*.cu.o.ptxas"))
-    # A removed .cu leaves its log behind.
-    files = [f for f in files if (ROOT / "src" / "cuda" / f.name.removesuffix(".o.ptxas")).exists()]
-    rows = [(f.name.removesuffix(".cu.o.ptxas"), *row) for f in files for row in parse(f)]
+    logs = {f.name.removesuffix(".cu.o"): f.with_name(f.name + ".ptxas") for f in objects(folder)}
+    rows = [(unit, *row) for unit, log in logs.items() for row in parse(log)]
     names = dict(readable(sorted({name for _, name, _, _ in rows})))
     return {(unit, names[name], arch): facts for unit, name, arch, facts in rows}
 
@@ -90,7 +98,7 @@ def broken_copies(code):
 def find_broken_copies(folder):
     """What to say of each object of `folder` that has some, and the bytes of code that were looked at."""
     found, seen = [], 0
-    for path in sorted((folder / "src" / "CMakeFiles" / "kvant_cuda.dir" / "cuda").glob("*.cu.o")):
+    for path in objects(folder):
         broken = 0
         for code in device_code(path.read_bytes()):
             broken, seen = broken + broken_copies(code), seen + len(code)

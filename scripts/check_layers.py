@@ -16,12 +16,25 @@ for rank, names in enumerate(ORDER):
     for name in (names,) if isinstance(names, str) else names:
         RANK[name] = rank
 
+# The same for the folders of src/cuda. Of the files that lie in it itself, view.hpp and instances.hpp
+# (which CMake makes) are above all folders, others are below.
+CUDA_ORDER = [("view.hpp", "instances.hpp"), "runtime", "tile", "schedule", ("append", "mask", "merge", "read_back"), "decode", "store", "plan"]
+CUDA_RANK = {}
+for rank, names in enumerate(CUDA_ORDER):
+    for name in (names,) if isinstance(names, str) else names:
+        CUDA_RANK[name] = rank
+
 # What a layer may take from outside: None means anything.
 C_HEADERS = {"cstddef", "cstdint", "cstring", "bit", "concepts", "limits", "type_traits"}
 FOREIGN = {"base": C_HEADERS, "codec": C_HEADERS}
 PUBLIC_FOREIGN = re.compile(r"^[a-z_]+(\.h)?$")  # standard headers have no directory part
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
+
+
+def cuda_rank(parts):
+    """Of a file or an include, from its parts below src/."""
+    return CUDA_RANK.get(parts[1], len(CUDA_ORDER))
 
 
 def layer_of(path):
@@ -43,6 +56,12 @@ def check(path):
                 yield f"{where}: {layer} and {target} stand side by side"
             elif target == "cuda" and layer not in ("cuda",) or target == "cpu" and layer == "cuda":
                 yield f"{where}: backends are reached through core only"
+            elif target == "cuda":
+                mine, theirs = path.relative_to(ROOT / "src").parts, name.split("/")
+                if cuda_rank(theirs) > cuda_rank(mine):
+                    yield f"{where}: src/cuda/{mine[1]} is above src/cuda/{theirs[1]}, and a folder includes only those above it"
+                elif cuda_rank(theirs) == cuda_rank(mine) and theirs[1] in CUDA_RANK and theirs[1] != mine[1]:
+                    yield f"{where}: src/cuda/{mine[1]} and src/cuda/{theirs[1]} stand side by side"
         elif layer == "kvant" and not PUBLIC_FOREIGN.match(name):
             yield f"{where}: public headers include the standard library only"
         elif layer in FOREIGN and name not in FOREIGN[layer]:

@@ -237,6 +237,21 @@ TEST_F(Cli, EvalWritesExactlyTheDocumentedRows) {
   }
 }
 
+TEST_F(Cli, EvalSaysWhatItAssumed) {
+  const std::vector<float> q(2 * 4 * 64, 0.5f), kv(80 * 64, 0.25f);
+  const std::vector<io::TensorToWrite> tensors = {{"layer0.q", "F32", {2, 4, 64}, bytes_of(q)},
+                                                  {"layer0.k", "F32", {1, 80, 64}, bytes_of(kv)},
+                                                  {"layer0.v", "F32", {1, 80, 64}, bytes_of(kv)}};
+  io::write_safetensors(capture_, tensors, {}).value();
+  const std::string report = folder_ / "report.html", said = "not in the file, so assumed: scale 1/sqrt(64), no window";
+  const Finished f = kvant_cli({"eval", capture_, "--formats", "tq4", "--report", report});
+  ASSERT_EQ(f.exit_code, 0) << f.err;
+  EXPECT_NE(f.out.find(said), std::string::npos) << f.out;
+  EXPECT_NE(file_text(report).find(said), std::string::npos);
+  write_small();  // a file that says all
+  EXPECT_EQ(kvant_cli({"eval", capture_, "--formats", "tq4"}).out.find("assumed"), std::string::npos);
+}
+
 TEST_F(Cli, EvalEndsByNamingTheReport) {
   write_small();
   const std::string report = folder_ / "report.html";

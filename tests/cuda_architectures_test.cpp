@@ -1,7 +1,7 @@
 // Which devices a build has code for, by the rules of CUDA's binary and PTX compatibility. Needs no CUDA.
 #include <gtest/gtest.h>
 
-#include "cuda/architectures.hpp"
+#include "cuda/runtime/architectures.hpp"
 
 namespace kvant::cuda {
 namespace {

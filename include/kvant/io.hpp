@@ -63,7 +63,7 @@ KVANT_API Status write_safetensors(const std::string& path, std::span<const Tens
                                    const std::map<std::string, std::string>& metadata);
 
 /// One attention layer captured from a model: q [q_heads, queries, D] are the last positions; k, v [kv_heads,
-/// positions, D]; metadata layerN.scale and layerN.sliding_window.
+/// positions, D]; metadata layerN.scale and layerN.sliding_window (docs/your-model.md).
 struct CapturedLayer {
   std::string name;  ///< "layer4"
   int layer = 0;
@@ -73,8 +73,10 @@ struct CapturedLayer {
   std::int64_t window = 0;  ///< 0: none
   std::string dtype;        ///< of the file, "BF16"
   std::vector<float> q, k, v;
+  std::string assumed;  ///< what the file does not say and was taken instead, for people: "scale 1/sqrt(64), no window"
 };
-/// Errors: bad_file, naming the tensor and what does not fit.
+/// A scale or window that the file gives for no layer is 1/sqrt(D) or none, and `assumed` says so. Errors: bad_file, naming
+/// the tensor and what does not fit; a number that only other layers have, or one under a name that is not known.
 KVANT_API Result<std::vector<CapturedLayer>> read_captured_layers(const SafeTensors& file);
 
 /// What calibration used and what it expects to gain, for people.

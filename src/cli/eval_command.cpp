@@ -21,7 +21,9 @@ const std::vector<std::string> kDefaultFormats = {"f16", "fp8", "tq8",     "tq6"
 
 constexpr const char* kEvalFooter =
     "A capture holds, for every layer N, layerN.q [q_heads, queries, head_dim] (the last positions) and layerN.k and\n"
-    "layerN.v [kv_heads, positions, head_dim], and in its metadata layerN.scale and layerN.sliding_window.\n"
+    "layerN.v [kv_heads, positions, head_dim], after RoPE and norms. Its metadata may give layerN.scale (otherwise\n"
+    "1/sqrt(head_dim)) and layerN.sliding_window (otherwise none), for all layers or for none. Attention is causal.\n"
+    "docs/your-model.md shows how to write one.\n"
     "\n"
     "Examples:\n"
     "  kvant eval qkv.safetensors                                   all formats, every layer\n"
@@ -136,9 +138,10 @@ Status attach_bases(const std::string& path, std::vector<EvalLayer>& layers) {
 }
 
 std::string geometry(const io::CapturedLayer& c) {
-  return fmt::format("{} q heads, {} kv heads, head_dim {}, {} positions, {} queries, {}, {}", c.q_heads, c.kv_heads,
+  return fmt::format("{} q heads, {} kv heads, head_dim {}, {} positions, {} queries, {}, {}{}", c.q_heads, c.kv_heads,
                      c.head_dim, c.positions, c.queries,
-                     c.window > 0 ? fmt::format("window {}", c.window) : "full attention", c.dtype);
+                     c.window > 0 ? fmt::format("window {}", c.window) : "full attention", c.dtype,
+                     c.assumed.empty() ? "" : fmt::format("; not in the file, so assumed: {}", c.assumed));
 }
 
 Status run_eval(const EvalArguments& a) {

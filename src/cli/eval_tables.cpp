@@ -150,7 +150,7 @@ std::vector<std::string> legend_lines(const std::vector<EvalRow>& rows) {
   if (has_default) lines.push_back("* the library's default.");
   lines.push_back(
       "exact ends: the first page and the newest 64 to 127 tokens are kept as given (the default, but for windows "
-      "below 1024). all encoded: everything but the query's own token is. dense: nothing is.");
+      "below 1024). all encoded: everything but the query's own token is encoded.");
   lines.push_back(
       "bits/value: all the cache holds (codes, scales, exact ends, tables) at this length; in pages: the limit "
       "for long sequences.");

@@ -83,21 +83,6 @@ std::string Table::markdown() const {
   return out;
 }
 
-std::string Table::html() const {
-  std::string out = "<div class=\"scroll\"><table>\n<thead><tr>";
-  const auto align = [&](std::size_t i) { return columns_[i].is_text ? " class=\"text\"" : ""; };
-  for (std::size_t i = 0; i < columns_.size(); ++i) {
-    out += fmt::format("<th{}>{}</th>", align(i), escape_html(columns_[i].title));
-  }
-  out += "</tr></thead>\n<tbody>\n";
-  for (const auto& row : rows_) {
-    out += "<tr>";
-    for (std::size_t i = 0; i < row.size(); ++i) out += fmt::format("<td{}>{}</td>", align(i), escape_html(row[i]));
-    out += "</tr>\n";
-  }
-  return out + "</tbody></table></div>\n";
-}
-
 std::string escape_html(const std::string& text) {
   std::string out;
   for (const char c : text) {

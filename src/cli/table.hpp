@@ -1,4 +1,4 @@
-// A table of ready-made cells, printed as aligned text, markdown or HTML.
+// A table of ready-made cells, printed as aligned text or markdown.
 #pragma once
 
 #include <string>
@@ -18,8 +18,6 @@ class Table {
   /// At most `width` characters a line, if leaving out columns of a rank can do that; a last line names those left out.
   [[nodiscard]] std::string text(std::size_t width = kNoLimit) const;
   [[nodiscard]] std::string markdown() const;
-  [[nodiscard]] std::string html() const;
-
   static constexpr std::size_t kNoLimit = static_cast<std::size_t>(-1);
 
  private:

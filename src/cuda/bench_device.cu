@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cuda/bench_device.hpp"
-#include "cuda/runtime.hpp"
+#include "cuda/runtime/runtime.hpp"
 
 namespace kvant::cuda {
 namespace {

@@ -5,10 +5,10 @@
 
 #include "core/device.hpp"
 #include "core/fmt.hpp"
-#include "cuda/architectures.hpp"
 #include "cuda/bench_device.hpp"
-#include "cuda/plan.hpp"
-#include "cuda/store.hpp"
+#include "cuda/plan/decode_plan.hpp"
+#include "cuda/runtime/architectures.hpp"
+#include "cuda/store/store.hpp"
 
 namespace kvant::cuda {
 namespace {

@@ -1,5 +1,5 @@
-// Captured attention layers: tensors layerN.q, layerN.k, layerN.v and metadata layerN.scale, layerN.sliding_window.
-// Other tensors and metadata may be in the file and are left alone.
+// Captured attention layers: tensors layerN.q, layerN.k, layerN.v and metadata layerN.scale, layerN.sliding_window
+// (docs/your-model.md). Other tensors and metadata may be in the file and are left alone.
 #include <algorithm>
 #include <charconv>
 #include <cmath>
@@ -23,12 +23,40 @@ Status bad(const SafeTensors& file, const std::string& what) {
   return {Code::bad_file, fmt::format("{}: {}", printable(file.path()), what)};
 }
 
-/// A number of the metadata that was written in full, for example "0.0883" or "512".
+// Of one layer, beside its tensors. The last three are kvant.hf.capture's, and nothing that is read here.
+constexpr std::string_view kLayerKeys[] = {"scale", "sliding_window", "softcap", "sinks", "kv_of"};
+
+/// A default may stand for a number that the file gives for no layer. Where another layer has it, or this layer has one
+/// under a name that is not known ("layer3.window"), the file means something that a default would hide.
+Status check_default(const SafeTensors& file, int layer, std::string_view what, const char* allowed) {
+  const std::string key = fmt::format("{}.{}", layer_name(layer), what);
+  for (const auto& [other, value] : file.metadata()) {
+    const std::optional<LayerName> name = parse_layer_name(other);
+    if (!name) continue;
+    if (name->rest == what) {
+      return bad(file, fmt::format("no metadata {}, though there is {}; allowed: {}", in_quotes(key), in_quotes(other),
+                                   allowed));
+    }
+    if (name->number == layer && std::ranges::find(kLayerKeys, name->rest) == std::end(kLayerKeys)) {
+      return bad(file, fmt::format("no metadata {}, but {}, which is not known; known: {}", in_quotes(key),
+                                   in_quotes(other), fmt::join(kLayerKeys, ", ")));
+    }
+  }
+  return {};
+}
+
+/// A number of the metadata that was written in full, for example "0.0883" or "512"; `otherwise` where the file may leave it
+/// out and does, and then `assumed` gets `what_otherwise`.
 template <class Number>
-Result<Number> metadata_number(const SafeTensors& file, const std::string& key, const char* allowed) {
+Result<Number> metadata_number(const SafeTensors& file, CapturedLayer& layer, std::string_view what,
+                               const char* allowed, Number otherwise, const std::string& what_otherwise) {
+  const std::string key = fmt::format("{}.{}", layer.name, what);
   const auto at = file.metadata().find(key);
-  if (at == file.metadata().end())
-    return bad(file, fmt::format("no metadata {}; allowed: {}", in_quotes(key), allowed));
+  if (at == file.metadata().end()) {
+    if (Status status = check_default(file, layer.layer, what, allowed); !status) return status;
+    layer.assumed += (layer.assumed.empty() ? "" : ", ") + what_otherwise;
+    return otherwise;
+  }
   Number number{};
   const char* end = at->second.data() + at->second.size();
   const auto [stop, error] = std::from_chars(at->second.data(), end, number);
@@ -112,7 +140,9 @@ Result<CapturedLayer> read_layer(const SafeTensors& file, int number) {
                                  layer.queries, layer.positions));
   }
 
-  const Result<double> scale = metadata_number<double>(file, layer.name + ".scale", "a positive number, as text");
+  const Result<double> scale =
+      metadata_number<double>(file, layer, "scale", "a positive number, as text", 1 / std::sqrt(layer.head_dim),
+                              fmt::format("scale 1/sqrt({})", layer.head_dim));
   if (!scale) return scale.status();
   if (!(*scale > 0 && *scale <= std::numeric_limits<float>::max())) {
     return bad(file, fmt::format("metadata \"{}.scale\" is {}; allowed: a positive number", layer.name, *scale));
@@ -120,7 +150,7 @@ Result<CapturedLayer> read_layer(const SafeTensors& file, int number) {
   layer.scale = *scale;
   const char* window_allowed = "a number of tokens from 0 (no window) to 2^63 - 1, as text";
   const Result<std::int64_t> window =
-      metadata_number<std::int64_t>(file, layer.name + ".sliding_window", window_allowed);
+      metadata_number<std::int64_t>(file, layer, "sliding_window", window_allowed, 0, "no window");
   if (!window) return window.status();
   if (*window < 0) {
     return bad(file,

@@ -255,7 +255,7 @@ void decode_by_graph(const std::string& k, const std::string& v, int head_dim, i
 
 TEST(GpuGraph, LengthsGrow) {
   SKIP_WITHOUT_DEVICE();
-  for (const auto& [k, v] : {std::pair{"tq6", "tq4"}, {"tq4", "tq4"}, {"bf16", "bf16"}, {"fp8", "fp8"}, {"tq8", "tq3"}})
+  for (const auto& [k, v] : {std::pair{"tq6", "tq4"}, {"tq4", "tq4"}, {"bf16", "bf16"}, {"fp8", "fp8"}, {"tq8", "tq4"}})
     decode_by_graph(k, v, 64, 200, 10);
   decode_by_graph("tq6", "tq4", 256, 200, 10);
   // Kernels of eight warps, chosen while lengths are short.
@@ -465,6 +465,20 @@ TEST(GpuRefusals, UnsupportedHeadDimsAreSaidToBeSo) {
       EXPECT_EQ(got.code(), Code::unsupported) << head_dim << ": " << got.message();
       EXPECT_NE(got.message().find(std::to_string(head_dim)), std::string::npos) << got.message();
     }
+  }
+}
+
+// A cache of any pair of formats is made and filled; attention over it says what this build has.
+TEST(GpuRefusals, PairsWithoutKernelsAreSaidToBeSo) {
+  SKIP_WITHOUT_DEVICE();
+  std::vector<Formats> formats = kOtherFormats;
+  formats.push_back({"tq2", "tq6"});
+  for (const Formats& f : formats) {
+    const GpuWorld w(spec_of(f.k, f.v, {{100, 1}}));
+    const Result<Attended> got = w.try_attend();
+    ASSERT_EQ(got.code(), Code::unsupported) << name_of(f);
+    EXPECT_NE(got.message().find(fmt::format("k = {}, v = {}", f.k, f.v)), std::string::npos) << got.message();
+    EXPECT_NE(got.message().find("tq6/tq4"), std::string::npos) << got.message();
   }
 }
 

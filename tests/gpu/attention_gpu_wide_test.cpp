@@ -1,4 +1,4 @@
-// Short work with the kernels of eight warps (src/cuda/attend_wide.cuh), and the same with those of four: which of them a plan
+// Short work with the kernels of eight warps (src/cuda/decode/wide.cuh), and the same with those of four: which of them a plan
 // has chosen is asked of explain().
 #include <gtest/gtest.h>
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/fmt.hpp"
+#include "cuda/instances.hpp"
 #include "gpu/gpu_world.hpp"
 #include "support/device_replay.hpp"
 #include "support/draw.hpp"
@@ -17,7 +18,9 @@
 namespace kvant::test {
 namespace {
 
-constexpr int kHeadDims[] = {64, 96, 128, 192, 256, 512};
+#define KVANT_ENTRY(head_dim) head_dim,
+constexpr int kHeadDims[] = {KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)};
+#undef KVANT_ENTRY
 
 // A device's buffers, stream and newest graph, behind DeviceReplay's hooks.
 struct Gpu {

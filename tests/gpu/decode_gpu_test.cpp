@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/fmt.hpp"
+#include "cuda/instances.hpp"
 #include "gpu/gpu_world.hpp"
 #include "support/bases.hpp"
 #include "support/cache_rows.hpp"
@@ -18,7 +19,9 @@
 namespace kvant::test {
 namespace {
 
-constexpr int kHeadDims[] = {64, 96, 128, 192, 256, 512};
+#define KVANT_ENTRY(head_dim) head_dim,
+constexpr int kHeadDims[] = {KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)};
+#undef KVANT_ENTRY
 constexpr const char* kFormats[] = {"tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "fp8", "f16", "bf16"};
 
 CacheConfig config(const char* k, const char* v, int head_dim, int sinks = 1, int tails = 1) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/fmt.hpp"
+#include "cuda/instances.hpp"
 #include "gpu/gpu_world.hpp"
 
 namespace kvant::test {
@@ -14,10 +15,14 @@ struct Formats {
   const char* k;
   const char* v;
 };
-inline const std::vector<Formats> kFormats = {{"f16", "f16"}, {"bf16", "bf16"}, {"fp8", "fp8"}, {"tq8", "tq8"},
-                                              {"tq6", "tq6"}, {"tq5", "tq5"},   {"tq4", "tq4"}, {"tq3", "tq3"},
-                                              {"tq2", "tq2"}, {"tq6", "tq4"},   {"tq8", "tq4"}, {"tq8", "tq3"},
-                                              {"tq5", "tq4"}, {"tq4", "tq3"},   {"tq4", "tq2"}, {"bf16", "tq4"}};
+// What the build has kernels for (src/cuda/instances.cmake, KVANT_CUDA_PAIRS).
+#define KVANT_ENTRY(k, v) {#k, #v},
+inline const std::vector<Formats> kFormats = {KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)};
+inline const std::vector<Formats> kOtherFormats = {KVANT_CUDA_EACH_OTHER_PAIR(KVANT_ENTRY)};
+#undef KVANT_ENTRY
+#define KVANT_ENTRY(head_dim) head_dim,
+inline const std::vector<int> kHeadDims = {KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)};
+#undef KVANT_ENTRY
 
 inline WorldSpec spec_of(const std::string& k, const std::string& v, std::vector<Lengths> sequences) {
   WorldSpec spec;

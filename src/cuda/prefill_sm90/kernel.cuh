@@ -1,8 +1,7 @@
 // The prefill kernel of one (key format, value format, head_dim): see shape.hpp.
 #pragma once
 
-#include "cuda/attend_weights.cuh"
-#include "cuda/mask.hpp"
+#include "cuda/decode/weights.cuh"
 #include "cuda/prefill_sm90/pages.cuh"
 #include "cuda/prefill_sm90/rotate.cuh"
 #include "cuda/prefill_sm90/wgmma.cuh"

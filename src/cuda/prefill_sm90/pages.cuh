@@ -2,8 +2,8 @@
 #pragma once
 
 #include "cuda/prefill_sm90/shape.hpp"
-#include "cuda/schedule.hpp"
-#include "cuda/tiles.cuh"
+#include "cuda/schedule/schedule.hpp"
+#include "cuda/tile/tiles.cuh"
 
 namespace kvant::cuda::prefill {
 

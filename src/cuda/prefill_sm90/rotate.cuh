@@ -2,7 +2,7 @@
 #pragma once
 
 #include "codec/rotation.hpp"
-#include "cuda/query.cuh"
+#include "cuda/tile/warp_vector.cuh"
 
 namespace kvant::cuda::prefill {
 

@@ -10,7 +10,8 @@
 #include <span>
 
 #include "codec/layout.hpp"
-#include "cuda/attend.hpp"
+#include "cuda/instances.hpp"
+#include "cuda/schedule/params.hpp"
 
 namespace kvant::cuda::prefill {
 
@@ -32,12 +33,16 @@ struct Schedule {
   int tiles;          // those that do not exist included: shorter sequences have fewer
 };
 
-// Compiled kernels; none where this build has no code for sm_90a.
-std::span<const Kernel> kernels_64();
-std::span<const Kernel> kernels_96();
-std::span<const Kernel> kernels_128();
-std::span<const Kernel> kernels_192();
-std::span<const Kernel> kernels_256();
+// All of a head_dim, each in a unit of its own (prefill.cu.in); none for those that a block's registers have no room for.
+template <int D>
+std::span<const Kernel> kernels();
+#define KVANT_DECLARE(head_dim) \
+  template <>                   \
+  std::span<const Kernel> kernels<head_dim>();
+KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
+#undef KVANT_DECLARE
+
+inline constexpr int kMostHeadDim = 256;
 
 template <int D>
 struct Shape {

@@ -1,25 +1,33 @@
-// The body of prefill_d*.cu: every kernel of one head_dim.
+// What the units of prefill kernels are made of, one unit for each head_dim (prefill.cu.in).
 #pragma once
+
+#include <vector>
 
 #include "cuda/prefill_sm90/kernel.cuh"
 
 namespace kvant::cuda::prefill {
 
+// Both sides are brought to the same type of products: f16 for levels and fp8, the format's own for dense pages.
 template <Format KF, Format VF, int D>
-Kernel entry() {
-  return {KF, VF, D, reinterpret_cast<const void*>(&prefill_kernel<KF, VF, D>), Shape<D>::kBytes};
+constexpr bool is_supported() {
+  return D <= kMostHeadDim && (KF == VF || (is_integer(KF) && is_integer(VF)));
+}
+
+template <Format KF, Format VF, int D>
+void add(std::vector<Kernel>& all) {
+  if constexpr (is_supported<KF, VF, D>())
+    all.push_back({KF, VF, D, reinterpret_cast<const void*>(&prefill_kernel<KF, VF, D>), Shape<D>::kBytes});
 }
 
 template <int D>
-static std::span<const Kernel> kernels_of_unit() {
-  static const Kernel kKernels[] = {
-      entry<Format::tq6, Format::tq4, D>(), entry<Format::tq4, Format::tq4, D>(), entry<Format::bf16, Format::bf16, D>(),
-#ifndef FEW
-      entry<Format::tq8, Format::tq8, D>(), entry<Format::tq6, Format::tq6, D>(), entry<Format::tq5, Format::tq5, D>(),
-      entry<Format::tq5, Format::tq4, D>(), entry<Format::tq8, Format::tq4, D>(), entry<Format::tq3, Format::tq3, D>(),
-      entry<Format::tq2, Format::tq2, D>(), entry<Format::fp8, Format::fp8, D>(), entry<Format::f16, Format::f16, D>(),
-#endif
-  };
+std::span<const Kernel> kernels_of_unit() {
+  static const std::vector<Kernel> kKernels = [] {
+    std::vector<Kernel> all;
+#define KVANT_ENTRY(k, v) add<Format::k, Format::v, D>(all);
+    KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)
+#undef KVANT_ENTRY
+    return all;
+  }();
   return kKernels;
 }
 

@@ -1,0 +1,214 @@
+// Rows of tokens, on their way into pages: as dense ones, or into shared memory, where they are encoded from.
+#pragma once
+
+#include "codec/pack.hpp"
+#include "core/page_ref.hpp"
+#include "cuda/append/encode.cuh"
+#include "cuda/append/write.hpp"
+#include "cuda/tile/element.cuh"
+
+namespace kvant::cuda {
+
+// --- dense rows ----------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float rounded(float x, Dtype to) {
+  if (to == Dtype::f16) return __half2float(__float2half_rn(x));
+  return to == Dtype::bf16 ? base::bf16_to_f32(base::f32_to_bf16(x)) : x;
+}
+// 65504 is the most that is stored; it becomes 65536 in bf16.
+__device__ __forceinline__ bool is_storable(float x, Dtype after) {
+  return fabsf(x) <= (after == Dtype::bf16 ? 65536.0f : 65504.0f);
+}
+
+// What a team works on at a time, the same in all its threads.
+struct PageJob {
+  const WriteParams* params;
+  const WriteSide* side;
+  std::byte* encoded;  // blocks, null: no such copy
+  std::byte* exact;
+  int head;
+  bool is_value;
+  std::int64_t first_row;  // of the tensor; that of token `begin`
+  int begin, count;        // tokens of the page that get rows
+
+  __device__ void to_next_head() {
+    ++head;
+    encoded += params->cache.encoded_layout.block_bytes;
+    exact += params->cache.exact_layout.block_bytes;
+  }
+  __device__ const codec::SideLayout& layout(bool of_exact) const {
+    const codec::PageLayout& page = of_exact ? params->cache.exact_layout : params->cache.encoded_layout;
+    return is_value ? page.v : page.k;
+  }
+  __device__ const void* input(int token) const { return input_of(*side, token); }
+  // A token of a page that leaves the tail: rows of this step as given, others as kept.
+  __device__ bool given(int token, bool from_exact) const { return !from_exact || token >= begin; }
+  template <int kD>
+  __device__ const void* source(int token, bool from_exact) const {
+    return given(token, from_exact) ? input(token) : exact_row<kD>(token);
+  }
+  template <int kD>
+  __device__ const std::byte* exact_row(int token) const {
+    return exact + layout(true).plane_offset[0] + static_cast<std::size_t>(token) * kD * 2;
+  }
+  __device__ const void* input_of(const WriteSide& of, int token) const {
+    const std::int64_t element = (first_row + token - begin) * of.token_stride + head * of.head_stride;
+    return static_cast<const std::byte*>(of.rows) + element * (of.dtype == Dtype::f32 ? 4 : 2);
+  }
+};
+
+// The bits of an element in a dense format. `fits`: it can be stored; `value_fits`: so can the value in the place of a key.
+//
+// A value that is not finite would spoil the sums of rows that do not see it (0 * NaN), also after a truncation. So values
+// are stored as 0 there, and the key of that token is made NaN in its place: whoever sees the token gets NaN, nobody else.
+__device__ __forceinline__ std::uint32_t dense_bits(float x, bool is_value, bool fits, bool value_fits, Format format) {
+  if (is_value && !fits) x = 0.0f;
+  if (!is_value && !value_fits) x = __int_as_float(0x7FC00000);
+  return half_bits(x, format == Format::f16);
+}
+
+// Rows as dense ones: into the exact copy, or into a dense format. Two elements a thread and turn.
+template <class Shape, bool kFromExact>
+__device__ __forceinline__ void store_dense(const PageJob& job, bool to_exact, int first, int last) {
+  constexpr int kD = Shape::kD;
+  const codec::SideLayout& to = job.layout(to_exact);
+  std::byte* block = to_exact ? job.exact : job.encoded;
+  const Dtype rounding = job.params->rounding;
+  bool finite = true;
+  for (int i = thread_of_team<Shape>(); i < (last - first) * (kD / 2); i += Shape::kTeamThreads) {
+    const int token = first + i / (kD / 2), channel = i % (kD / 2) * 2;
+    const bool given = job.given(token, kFromExact);
+    const void* row = job.source<Shape::kD>(token, kFromExact);
+    const Dtype dtype = given ? job.side->dtype : rounding;
+    const WriteSide& values = job.params->v;
+    const void* value_row = given && !job.is_value ? job.input_of(values, token) : nullptr;
+    std::uint32_t word = 0;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float x = load_element(row, dtype, channel + j);
+      const bool fits = !given || is_storable(x, Dtype::f32);
+      finite = finite && fits;
+      const bool value_fits =
+          value_row == nullptr || is_storable(load_element(value_row, values.dtype, channel + j), Dtype::f32);
+      if (rounding == Dtype::bf16) x = __uint_as_float(half_bits(x, false) << 16);
+      if (rounding == Dtype::f16) x = base::f16_to_f32(static_cast<std::uint16_t>(half_bits(x, true)));
+      word |= dense_bits(x, job.is_value, fits, value_fits, to.format) << (16 * j);
+    }
+    *reinterpret_cast<std::uint32_t*>(block + to.plane_offset[0] + static_cast<std::size_t>(token) * kD * 2 +
+                                      channel * 2) = word;
+  }
+  if (!finite) *job.params->non_finite = 1;
+}
+
+// --- rows to encode --------------------------------------------------------------------------------------------------------
+
+// Rows lie in shared memory in one dtype: the caches' rounding, or as they come in where there is none; in f32 where a center
+// is to be subtracted. 16 bytes between them: threads of neighbouring rows read other banks.
+struct StagedRows {
+  Dtype dtype;
+  int pitch;       // bytes
+  bool unchecked;  // copied as they are; otherwise elements that cannot be stored were told and are NaN
+};
+inline Dtype __host__ __device__ staged_dtype(const WriteSide& side, Dtype rounding) {
+  if (side.basis == BasisKind::calibrated) return Dtype::f32;
+  return rounding == Dtype::f32 ? side.dtype : rounding;
+}
+inline int __host__ __device__ staged_pitch(int head_dim, Dtype dtype) {
+  return head_dim * (dtype == Dtype::f32 ? 4 : 2) + 16;
+}
+
+// Of rows [begin, end), those that this warp encodes, row `from` being row 0, in the background.
+template <class Shape, int kBytes>
+__device__ __forceinline__ void copy_rows(const std::byte* from, std::int64_t row_bytes, int begin, int end,
+                                          std::byte* rows) {
+  constexpr int kRowBytes = Shape::kD * kBytes, kPitch = kRowBytes + 16, kOfWarp = 32 / Shape::kThreads;
+  constexpr int kOfRow = base::min(kRowBytes / 16, 32), kAtOnce = 32 / kOfRow;
+  const int lane = static_cast<int>(threadIdx.x % 32), at = static_cast<int>(threadIdx.x % 32 % kOfRow) * 16;
+  if (lane >= kOfRow * kAtOnce) return;
+#pragma unroll 1
+  for (int base = thread_of_team<Shape>(32) * kOfWarp; base < end; base += Shape::kTeamThreads / Shape::kThreads) {
+    const int first = base + static_cast<int>(threadIdx.x % 32 / kOfRow), left = end - first;
+    const std::byte* piece = from + first * row_bytes + at;
+    std::uint32_t to = ptx::shared_address(rows) + static_cast<std::uint32_t>(first * kPitch + at);
+    asm("" : "+r"(to));  // or it is found anew for every piece
+#pragma unroll
+    for (int i = 0; i < kOfWarp; i += kAtOnce) {
+      if (i < left && (begin == 0 || first + i >= begin)) {
+#pragma unroll
+        for (int more = 0; more < kRowBytes; more += kOfRow * 16) {
+          if (at + more < kRowBytes) ptx::copy16<0, 0>(to + i * kPitch + more, piece + more);
+        }
+      }
+      piece += kAtOnce * row_bytes;
+    }
+  }
+}
+
+template <class Shape>
+__device__ __forceinline__ StagedRows staged_rows(const PageJob& job) {
+  const WriteSide& side = *job.side;
+  const Dtype dtype = staged_dtype(side, job.params->rounding);
+  const int bytes = dtype == Dtype::f32 ? 4 : 2;
+  const auto places = reinterpret_cast<std::uint64_t>(side.rows) |
+                      static_cast<std::uint64_t>(side.token_stride * bytes) |
+                      static_cast<std::uint64_t>(side.head_stride * bytes);
+  return {dtype, staged_pitch(Shape::kD, dtype),
+          side.dtype == dtype && places % 16 == 0 && side.basis != BasisKind::calibrated};
+}
+
+// Unchecked ones, by each warp those that it encodes: there after its next ptx::copy_wait<0> and __syncwarp.
+template <class Shape>
+__device__ __forceinline__ void copy_rows(const PageJob& job, const StagedRows& staged, bool from_exact, int first,
+                                          int count, std::byte* rows) {
+  const std::int64_t stride = job.side->token_stride;
+  const auto* given = static_cast<const std::byte*>(job.input(first));
+  const int kept = from_exact ? base::clamp(job.begin - first, 0, count) : 0;
+  if (staged.dtype == Dtype::f32) {
+    copy_rows<Shape, 4>(given, stride * 4, 0, count, rows);  // there are no exact pages
+  } else if (kept == 0) {
+    copy_rows<Shape, 2>(given, stride * 2, 0, count, rows);
+  } else {
+    copy_rows<Shape, 2>(given, stride * 2, kept, count, rows);
+    copy_rows<Shape, 2>(job.exact_row<Shape::kD>(first), Shape::kD * 2, 0, kept, rows);
+  }
+  ptx::copy_commit();
+}
+
+// Others, by all threads of the team: there after its next barrier.
+template <class Shape>
+__device__ __forceinline__ void convert_rows(const PageJob& job, const StagedRows& staged, bool from_exact, int first,
+                                             int count, std::byte* rows) {
+  const WriteSide& side = *job.side;
+  const Dtype rounding = job.params->rounding, dtype = staged.dtype;
+  const float* center =
+      side.basis == BasisKind::calibrated ? side.center + static_cast<std::size_t>(job.head) * Shape::kD : nullptr;
+  bool finite = true;
+#pragma unroll 1
+  for (int i = thread_of_team<Shape>(); i < count * Shape::kD; i += Shape::kTeamThreads) {
+    const int row = i / Shape::kD, channel = i % Shape::kD;
+    const bool given = job.given(first + row, from_exact);
+    float x = load_element(job.source<Shape::kD>(first + row, from_exact), given ? side.dtype : rounding, channel);
+    finite = finite && (!given || is_storable(x, Dtype::f32));
+    x = rounded(x, rounding);
+    if (!is_storable(x, rounding)) x = __int_as_float(0x7FC00000);
+    if (center != nullptr) x = __fsub_rn(x, center[channel]);
+    store_element(rows + row * staged.pitch, dtype, channel, x);
+  }
+  if (!finite) *job.params->non_finite = 1;
+}
+
+// The check of one row that copy_rows left out, by the threads of its vector: false if it cannot be stored.
+template <class Shape>
+__device__ __forceinline__ bool check_row(const PageJob& job, const std::byte* row, Dtype dtype, bool given, int t) {
+  bool finite = true, storable = true;
+#pragma unroll 1
+  for (int i = t; i < Shape::kD; i += Shape::kThreads) {
+    const float x = load_element(row, dtype, i);
+    finite = finite && is_storable(x, Dtype::f32);
+    storable = storable && is_storable(x, job.params->rounding);
+  }
+  if (given && !finite) *job.params->non_finite = 1;
+  return storable;
+}
+
+}  // namespace kvant::cuda

@@ -1,0 +1,151 @@
+// The kernels that store rows (cuda/append/write.hpp says what their grids are), for one head_dim.
+#pragma once
+
+#include <bit>
+
+#include "cuda/append/write_step.cuh"
+
+namespace kvant::cuda {
+
+// Of CTAs on a multiprocessor; dense formats wait for memory most of the time.
+inline constexpr int kWriteCtas = 2, kDenseCtas = 9;
+
+// Of one format, or of any dense one.
+template <class Shape, Format kFormat>
+__global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat) ? kDenseCtas : kWriteCtas)
+    write_kernel(const __grid_constant__ WriteParams params) {
+  const CacheView& cache = params.cache;
+  const std::int64_t jobs = std::int64_t{params.items} * cache.kv_heads;
+  const bool both = params.sides == WriteSides::both,
+             is_value = both ? blockIdx.x % 2 != 0 : params.sides == WriteSides::values;
+  const std::int64_t teams = (both ? gridDim.x / 2 : gridDim.x) * kTeams<Shape>;
+  const std::int64_t place = (both ? blockIdx.x / 2 : blockIdx.x) * kTeams<Shape> + team_of_block<Shape>();
+  const auto last = static_cast<std::int32_t>(jobs * (place + 1) / teams);
+  if constexpr (!codec::is_dense(kFormat)) {
+    extern __shared__ __align__(16) std::byte shared[];
+    Tables<kFormat, true>::template fill<Shape::kBlockThreads>(shared);
+    __syncthreads();
+  }
+  ptx::wait_prerequisites();
+  for (auto i = static_cast<std::int32_t>(jobs * place / teams); i < last;) {
+    const std::int32_t item = i / cache.kv_heads, head = i % cache.kv_heads;
+    const int heads = min(cache.kv_heads - head, last - i);
+    i += heads;
+    const TouchedPage page = find_page(params, item);
+    if (page.count <= 0 && !page.leaves_tail) continue;
+    const PageJob job = page_job(params, page, head, is_value);
+    // What TouchedPage's members say, written out: through them nvcc spills 104 bytes of tq4 instead of 28, which is 13 % slower.
+    const bool from_exact = page.ref.exact >= 0;
+    if (from_exact && job.count > 0) store_exact_rows<Shape>(job, heads);
+    if (page.ref.encoded < 0 || (from_exact ? !page.leaves_tail : job.count <= 0)) continue;
+    const int first = from_exact ? 0 : job.begin, end = from_exact ? kPageTokens : job.begin + job.count;
+    if constexpr (codec::is_dense(kFormat)) {
+      encode_dense<Shape>(job, heads, from_exact, first, end);
+    } else {
+      encode_heads<Shape, kFormat, false>(job, heads, from_exact, first, end);
+    }
+  }
+}
+
+template <bool kCopies>
+int table_bytes(Format format) {
+  switch (format) {
+    case Format::fp8: return Tables<Format::fp8, kCopies>::kBytes;
+    case Format::tq2: return Tables<Format::tq2, kCopies>::kBytes;
+    case Format::tq3: return Tables<Format::tq3, kCopies>::kBytes;
+    case Format::tq4: return Tables<Format::tq4, kCopies>::kBytes;
+    case Format::tq5: return Tables<Format::tq5, kCopies>::kBytes;
+    case Format::tq6: return Tables<Format::tq6, kCopies>::kBytes;
+    case Format::tq8: return Tables<Format::tq8, kCopies>::kBytes;
+    default: return 0;
+  }
+}
+
+using WriteFunction = void (*)(WriteParams);
+
+template <int kD>
+WriteFunction bulk_kernel(Format format) {
+  using Shape = BulkShape<kD>;
+  switch (format) {
+    case Format::fp8: return &write_kernel<Shape, Format::fp8>;
+    case Format::tq2: return &write_kernel<Shape, Format::tq2>;
+    case Format::tq3: return &write_kernel<Shape, Format::tq3>;
+    case Format::tq4: return &write_kernel<Shape, Format::tq4>;
+    case Format::tq5: return &write_kernel<Shape, Format::tq5>;
+    case Format::tq6: return &write_kernel<Shape, Format::tq6>;
+    case Format::tq8: return &write_kernel<Shape, Format::tq8>;
+    default: return &write_kernel<DenseShape<kD>, Format::f16>;  // all dense ones
+  }
+}
+template <int kD>
+cudaError_t prepare_write(const WriteParams& p, const DeviceLimits& limits) {
+  const auto& layout = p.cache.encoded_layout;
+  for (const WriteFunction f :
+       {bulk_kernel<kD>(layout.k.format), bulk_kernel<kD>(layout.v.format), &step_kernel<StepShape<kD>>}) {
+    const cudaError_t error = prepare_shared(reinterpret_cast<const void*>(f), limits.shared_bytes);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+template <int kD>
+cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceLimits& limits, cudaStream_t stream) {
+  using Bulk = BulkShape<kD>;
+  using Step = StepShape<kD>;
+  Launch how(1, Bulk::kBlockThreads, stream, limits.overlaps);
+  cudaLaunchConfig_t& config = how.config;
+  const bool has_tail = p.cache.tail_pages > 0;
+  const auto& layout = p.cache.encoded_layout;
+  const std::int64_t jobs = std::int64_t{p.items} * p.cache.kv_heads;
+  const auto room_for = [&](int teams, int tables, int pitch, int most_rows) {
+    const int fit = (limits.shared_bytes - tables) / (2 * teams * pitch);
+    p.rows = most_rows <= fit ? most_rows : static_cast<int>(std::bit_floor(static_cast<unsigned>(fit)));
+    config.dynamicSmemBytes = static_cast<std::size_t>(tables + 2 * teams * p.rows * pitch);
+  };
+  const int k_pitch = staged_pitch(kD, staged_dtype(p.k, p.rounding));
+  const int v_pitch = staged_pitch(kD, staged_dtype(p.v, p.rounding));
+  if (most_tokens <= (has_tail ? kTailStepRows : kStepRows)) {
+    p.storing = has_tail ? p.tokens * head_groups<Step>(p.cache.kv_heads) : 0;
+    std::int64_t blocks = jobs;
+    if (has_tail) {
+      const std::int64_t looking = base::min(jobs * kOctets, std::int64_t{kLookingCtas} * limits.multiprocessors / 2);
+      blocks = p.storing + base::max(looking, std::int64_t{p.items + 31} / 32);
+    }
+    room_for(1, base::max(table_bytes<false>(layout.k.format), table_bytes<false>(layout.v.format)),
+             base::max(k_pitch, v_pitch), has_tail ? kOctet : most_tokens);
+    config.gridDim = dim3(static_cast<unsigned>(2 * blocks));
+    config.blockDim = dim3(Step::kBlockThreads);
+    return cudaLaunchKernelEx(&config, &step_kernel<Step>, p);
+  }
+  const auto launch = [&](WriteSides sides, Format format, int pitch) {
+    p.sides = sides;
+    const std::int64_t of_sides = sides == WriteSides::both ? 2 : 1;
+    std::int64_t blocks = jobs;
+    if (codec::is_dense(format)) {
+      config.blockDim = dim3(DenseShape<kD>::kBlockThreads);
+      config.dynamicSmemBytes = 0;
+    } else {
+      config.blockDim = dim3(Bulk::kBlockThreads);
+      room_for(kTeams<Bulk>, table_bytes<true>(format), pitch,
+               has_tail ? kPageTokens : base::min(most_tokens, kPageTokens));
+      // Tables are filled once for all that a block does.
+      const int shared = static_cast<int>(config.dynamicSmemBytes) + 1024;
+      const int resident = base::clamp(limits.multiprocessor_shared_bytes / shared, 1, kWriteCtas);
+      blocks = base::min((jobs + kTeams<Bulk> - 1) / kTeams<Bulk>, resident * limits.multiprocessors / of_sides);
+    }
+    config.gridDim = dim3(static_cast<unsigned>(of_sides * blocks));
+    return cudaLaunchKernelEx(&config, bulk_kernel<kD>(format), p);
+  };
+  if (bulk_kernel<kD>(layout.k.format) == bulk_kernel<kD>(layout.v.format)) {
+    return launch(WriteSides::both, layout.k.format, base::max(k_pitch, v_pitch));
+  }
+  const cudaError_t error = launch(WriteSides::keys, layout.k.format, k_pitch);
+  return error != cudaSuccess ? error : launch(WriteSides::values, layout.v.format, v_pitch);
+}
+
+template <int kD>
+WriteKernel write_entry() {
+  return {kD, &prepare_write<kD>, &launch_write<kD>};
+}
+
+}  // namespace kvant::cuda

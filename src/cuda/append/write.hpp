@@ -1,0 +1,81 @@
+// What a launch that stores rows is given. Host and device.
+//
+// Steps of fewer tokens than a page has, of a cache whose tail is exact, only store dense rows: most of the time no page leaves
+// the tail. They have a kernel of their own, as have steps of few tokens of a cache without a tail (write_step.cuh).
+//
+// In others a job is (page of a sequence that its step may touch, kv head, side). One team of warps alone does a job, so that it can
+// put the words together that hold several tokens. A launch is of one side, or even CTAs do keys and odd ones values; each
+// team does an equal run of its side's jobs. Which pages a step touches is known on the device only (a replayed launch meets
+// other lengths), so the host counts the most that so many tokens can touch: item i of a sequence is page
+// step_begin / 64 - tail_pages + i; those without work are passed over.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/instances.hpp"
+#include "cuda/runtime/runtime.hpp"
+#include "cuda/view.hpp"
+#include "kvant/codec.hpp"
+
+namespace kvant::cuda {
+
+struct WriteEntry {
+  std::int32_t index;       // of the sequence in CacheView
+  std::int32_t row_begin;   // of its step's rows in the tensors
+  std::int32_t item_begin;  // of its pages
+};
+
+struct WriteSide {
+  const void* rows;
+  std::int64_t token_stride, head_stride;  // elements
+  Dtype dtype;
+  BasisKind basis;
+  const float* center;  // of the layer: [kv_heads][D]
+  const float* matrix;  // [kv_heads][D][D]
+};
+
+enum class WriteSides : std::int32_t { both, keys, values };
+
+struct WriteParams {
+  static constexpr int kMostEntries = 256;
+  CacheView cache;
+  WriteSide k, v;
+  std::uint32_t* non_finite;
+  float rotation_scale;
+  std::int32_t layer;
+  Dtype rounding;                  // of exact pages; f32: the cache has none
+  std::int32_t items, items_each;  // of all entries; of each, 0 if they differ
+  std::int32_t tokens;             // of all entries
+  std::int32_t storing;            // blocks a side of the step kernel that store dense rows, its first ones
+  std::int32_t rows;               // that fit shared memory at once
+  WriteSides sides;                // of a launch
+  std::int32_t entries;
+  WriteEntry entry[kMostEntries];
+};
+static_assert(sizeof(WriteParams) <= 4096, "the most that every device takes as a kernel's parameters");
+
+// Items of a step of so many tokens: the pages that its rows can lie in, and those that leave the tail.
+constexpr std::int64_t write_items(std::int64_t tokens, std::int64_t tail_pages) {
+  return (tokens + kPageTokens - 2) / kPageTokens + 1 + tail_pages;
+}
+
+// One a head_dim.
+struct WriteKernel {
+  int head_dim;
+  cudaError_t (*prepare)(const WriteParams& params,
+                         const DeviceLimits& limits);  // once, not while a stream is captured
+  // The longest step has so many tokens. Sets `rows` and `sides`.
+  cudaError_t (*launch)(WriteParams& params, std::int32_t most_tokens, const DeviceLimits& limits, cudaStream_t stream);
+};
+// Each is defined in a unit of its own (write.cu.in).
+template <int D>
+WriteKernel write_kernel_of();
+#define KVANT_DECLARE(head_dim) \
+  template <>                   \
+  WriteKernel write_kernel_of<head_dim>();
+KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
+#undef KVANT_DECLARE
+
+}  // namespace kvant::cuda

@@ -1,0 +1,259 @@
+// Pages that a step touches: their rows encoded, by a team of warps.
+//
+// A warp copies rows of a page into shared memory (those of the next head while it works on one), encodes them, a vector to a
+// few threads, and leaves the codes in place of the rows. Keys go from there to the page, and values whose tokens come in whole
+// octets: a word has eight tokens of a channel. So warps do not wait for each other. Where octets are in part of other warps,
+// or of other steps, whose bits stay, a team of warps stores them together. No two teams change one word.
+#pragma once
+
+#include "cuda/append/rows.cuh"
+#include "cuda/append/search.cuh"
+
+namespace kvant::cuda {
+
+// y = A x, both [D] of one vector in shared memory. Not bit-equal to the host's: sums in the order of j. A few elements at a
+// time, because its loads in flight would cost all other bases registers; so would a call.
+template <class Shape>
+__device__ __forceinline__ void multiply_row(const float* x, float* y, int t, const float* matrix) {
+  constexpr int kAtOnce = 4;
+#pragma unroll 1
+  for (int i = t; i < Shape::kD; i += kAtOnce * Shape::kThreads) {
+    float sums[kAtOnce] = {};
+#pragma unroll 1
+    for (int j = 0; j < Shape::kD; j += 4) {
+      const float4 b = *reinterpret_cast<const float4*>(x + j);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const float4 a = __ldg(reinterpret_cast<const float4*>(matrix + (i + k * Shape::kThreads) * Shape::kD + j));
+        sums[k] = fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sums[k]))));
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) y[i + k * Shape::kThreads] = sums[k];
+  }
+  __syncwarp();
+}
+
+// Tokens [first, last) of the page, for `heads` heads from that of `job` on, by a team.
+template <class Shape, Format kFormat, bool kAnyFormat>
+__device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_exact, int first, int last) {
+  using P = Planes<kFormat, Shape>;
+  using T = Tables<kFormat, !kAnyFormat>;
+  constexpr int kThreads = Shape::kThreads, kOfWarp = 32 / kThreads, kAtOnce = Shape::kTeamThreads / kThreads;
+  extern __shared__ __align__(16) std::byte shared[];
+  const WriteParams& params = *job.params;
+  const codec::SideLayout& layout = job.layout(false);
+  const StagedRows staged = staged_rows<Shape>(job);
+  const int pitch = staged.pitch;
+  int other = params.rows * pitch;  // bytes from `rows` to the other buffer
+  std::byte* rows = shared + T::kBytes + 2 * other * team_of_block<Shape>();
+  __syncwarp();  // the warp may still read from what it did before
+  if (staged.unchecked) copy_rows<Shape>(job, staged, from_exact, first, min(params.rows, last - first), rows);
+  if constexpr (kAnyFormat) {
+    T::template fill<Shape::kBlockThreads>(shared);
+    __syncthreads();
+  }
+  const T tables(ptx::shared_address(shared));
+  const int vector = thread_of_team<Shape>(kThreads), t = static_cast<int>(threadIdx.x % kThreads);
+  const int first_of_warp = thread_of_team<Shape>(32) * kOfWarp;
+  const bool rotates = job.side->basis == BasisKind::hadamard;
+  // Below this in its basis, a row has nothing in it that could not be stored: the largest of D orthonormal coordinates is
+  // at least the largest given one / sqrt(D).
+  const float in_doubt = rotates ? 65000.0f * params.rotation_scale : 65000.0f;
+  constexpr int kHighAt = P::Low::kWords * kThreads * 4;  // bytes from a row's begin
+  constexpr bool kOctets = kOfWarp % 8 == 0;
+
+  for (int chunk = first; heads > 0;) {
+    const int count = min(params.rows, last - chunk);
+    if (staged.unchecked) {
+      ptx::copy_wait<0>();
+      __syncwarp();
+      const int next_chunk = chunk + count;
+      if (next_chunk < last) {
+        copy_rows<Shape>(job, staged, from_exact, next_chunk, min(params.rows, last - next_chunk), rows + other);
+      } else if (heads > 1) {
+        PageJob next = job;
+        next.to_next_head();
+        copy_rows<Shape>(next, staged, from_exact, first, min(params.rows, last - first), rows + other);
+      }
+    } else {
+      team_barrier<Shape>();
+      convert_rows<Shape>(job, staged, from_exact, chunk, count, rows);
+      team_barrier<Shape>();
+    }
+    std::byte* low = job.encoded + layout.plane_offset[0];
+    std::byte* high = job.encoded + layout.plane_offset[1];
+    const bool whole = (chunk | count) % 8 == 0;
+    const auto store = [&]<bool kWhole, int kOf>(const std::byte* from, int token, int tokens) {
+      store_values<Shape, P::kLow, kWhole, kOf>(from, pitch, token, tokens, low);
+      if constexpr (P::kHigh != 0) {
+        store_values<Shape, P::kHigh, kWhole, kOf>(from + kHighAt, pitch, token, tokens, high);
+      }
+    };
+    for (int base = first_of_warp; base < count; base += kAtOnce) {
+      const int place = base + vector - first_of_warp;
+      const int row = min(place, count - 1);  // threads without a vector go along with the last one's
+      std::byte* at = rows + row * pitch;
+      const std::byte* from_basis = at;
+      if (job.side->basis == BasisKind::calibrated) {
+        // The other buffer is free: nothing is staged ahead for these rows.
+        auto* to = reinterpret_cast<float*>(at + other);
+        multiply_row<Shape>(reinterpret_cast<const float*>(at), to, t,
+                            job.side->matrix + static_cast<std::size_t>(job.head) * Shape::kD * Shape::kD);
+        from_basis = at + other;
+      }
+      float y[Shape::kElements];
+      const std::uint32_t mine =
+          load_vector<Shape, codec::is_tq(kFormat)>(from_basis, staged.dtype, rotates, t, params.rotation_scale, y);
+      float largest = most_between<kThreads>(mine);
+      if (__any_sync(0xFFFFFFFFu, staged.unchecked && !(largest < in_doubt))) {
+        const bool storable = check_row<Shape>(job, at, staged.dtype, job.given(chunk + row, from_exact), t);
+        if (sum_between<kThreads>(storable ? 0u : 1u) != 0) largest = __int_as_float(0x7FC00000);
+      }
+      std::uint32_t words[P::kWords];
+      std::uint16_t scales[kScaleGroups<kFormat, Shape::kD>];
+      encode_vector<kFormat, Shape>(y, t, largest, tables, words, scales);
+      regroup<typename P::Low, P::kLow>(words, t);
+      if constexpr (P::kHigh != 0) regroup<typename P::High, P::kHigh>(words + P::Low::kWords, t);
+      __syncwarp();
+      if (place < count) {
+        auto* to = reinterpret_cast<std::uint32_t*>(at);
+#pragma unroll
+        for (int i = 0; i < P::kWords; ++i) {
+          to[i * kThreads + (i < P::Low::kWords ? P::Low::place(t) : P::High::place(t))] = words[i];
+        }
+        if (t == 0) {
+#pragma unroll
+          for (int g = 0; g < kScaleGroups<kFormat, Shape::kD>; ++g) {
+            *reinterpret_cast<std::uint16_t*>(job.encoded + codec::scale_at(layout, chunk + row, g)) = scales[g];
+          }
+        }
+      }
+      __syncwarp();
+      const int of_warp = min(kOfWarp, count - base);
+      const std::byte* from = rows + base * pitch;
+      if (!job.is_value) {
+        const auto row_at = static_cast<std::size_t>(chunk + base) * (Shape::kD / 8);
+        store_keys<Shape, P::kLow>(from, pitch, of_warp, low + row_at * P::kLow);
+        if constexpr (P::kHigh != 0) {
+          store_keys<Shape, P::kHigh>(from + kHighAt, pitch, of_warp, high + row_at * P::kHigh);
+        }
+      } else if (kOctets && whole) {
+        store.template operator()<true, 32>(from, chunk + base, of_warp);
+      }
+    }
+    if (job.is_value && !(kOctets && whole)) {
+      team_barrier<Shape>();
+      if (!kOctets && whole) {
+        store.template operator()<true, Shape::kTeamThreads>(rows, chunk, count);
+      } else {
+        store.template operator()<false, Shape::kTeamThreads>(rows, chunk, count);
+      }
+      team_barrier<Shape>();
+    }
+    rows += other;
+    other = -other;
+    chunk += count;
+    if (chunk == last) {
+      chunk = first;
+      job.to_next_head();
+      --heads;
+    }
+  }
+}
+
+template <class Shape>
+__device__ __forceinline__ void encode_dense(PageJob job, int heads, bool from_exact, int first, int last) {
+  for (; heads > 0; --heads) {
+    if (from_exact) {
+      store_dense<Shape, true>(job, false, first, last);
+    } else {
+      store_dense<Shape, false>(job, false, first, last);
+    }
+    job.to_next_head();
+  }
+}
+
+// --- pages -----------------------------------------------------------------------------------------------------------------
+
+// One page that a step touches.
+struct TouchedPage {
+  core::PageRef ref;
+  std::int64_t first_row;
+  int begin, count;  // tokens of the page that get rows
+  bool leaves_tail;
+
+  __device__ bool has_exact_rows() const { return ref.exact >= 0 && count > 0; }
+  // Tokens whose rows are to be encoded, from the exact page where there is one.
+  __device__ int encode_begin() const { return ref.exact >= 0 ? 0 : begin; }
+  __device__ int encode_end() const {
+    if (ref.encoded < 0) return 0;
+    return ref.exact < 0 ? begin + count : leaves_tail ? kPageTokens : 0;
+  }
+};
+
+// The last entry that begins at `place` or before.
+template <std::int32_t WriteEntry::*kBegin>
+__device__ __forceinline__ std::int32_t find_entry(const WriteParams& params, std::int32_t place) {
+  std::int32_t low = 0, high = params.entries;
+  while (high - low > 1) {
+    const std::int32_t middle = (low + high) / 2;
+    (params.entry[middle].*kBegin <= place ? low : high) = middle;
+  }
+  return low;
+}
+
+__device__ __forceinline__ TouchedPage find_page(const WriteParams& params, std::int32_t item) {
+  const CacheView& cache = params.cache;
+  const std::int32_t number =
+      params.items_each > 0 ? item / params.items_each : find_entry<&WriteEntry::item_begin>(params, item);
+  const WriteEntry entry = params.entry[number];
+  const SequenceState state = cache.sequences[entry.index];
+  const std::int32_t first_page = max(0, state.step_begin / kPageTokens - cache.tail_pages);
+  const std::int32_t page = first_page + item - entry.item_begin;
+  TouchedPage touched{};
+  if (page >= cache.max_pages || page * kPageTokens >= state.length) return touched;
+  const ExactEnds ends = cache.exact_ends();
+  const std::int32_t begin = max(state.step_begin, page * kPageTokens);
+  const std::int32_t end = min(state.length, (page + 1) * kPageTokens);
+  const bool leaves_tail = ends.exact(state.step_begin, page) && !ends.exact(state.length, page);
+  if (begin >= end && !leaves_tail) return touched;  // most pages of a step of one token
+  touched.ref = cache.pages[static_cast<std::int64_t>(entry.index) * cache.max_pages + page];
+  touched.first_row = std::int64_t{entry.row_begin} + begin - state.step_begin;
+  touched.begin = begin - page * kPageTokens;
+  touched.count = end - begin;
+  touched.leaves_tail = leaves_tail;
+  return touched;
+}
+
+__device__ __forceinline__ PageJob page_job(const WriteParams& params, const TouchedPage& page, int head,
+                                            bool is_value) {
+  const CacheView& cache = params.cache;
+  const core::PageRef ref = page.ref;
+  const auto block = static_cast<std::uint64_t>(params.layer * cache.kv_heads + head);
+  return {.params = &params,
+          .side = is_value ? &params.v : &params.k,
+          .encoded = ref.encoded < 0
+                         ? nullptr
+                         : cache.encoded + static_cast<std::uint64_t>(ref.encoded) * cache.encoded_slot_bytes +
+                               block * cache.encoded_layout.block_bytes,
+          .exact = ref.exact < 0 ? nullptr
+                                 : cache.exact + static_cast<std::uint64_t>(ref.exact) * cache.exact_slot_bytes +
+                                       block * cache.exact_layout.block_bytes,
+          .head = head,
+          .is_value = is_value,
+          .first_row = page.first_row,
+          .begin = page.begin,
+          .count = page.count};
+}
+
+// New rows of a page that is exact, of `heads` heads from the job's on.
+template <class Shape>
+__device__ __forceinline__ void store_exact_rows(PageJob job, int heads) {
+  for (; heads > 0; --heads) {
+    store_dense<Shape, false>(job, true, job.begin, job.begin + job.count);
+    job.to_next_head();
+  }
+}
+
+}  // namespace kvant::cuda

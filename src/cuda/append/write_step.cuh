@@ -1,0 +1,146 @@
+// The kernel for steps of a few tokens, of any format: a warp a block. (Two launches, one a side, would take longer.)
+//
+// A cache whose tail is exact gets dense rows, and encodes a page when it leaves the tail, which most steps have none of. So
+// its blocks are of two kinds: those that store new rows, and some that look for pages to encode, and share them by octets of
+// tokens. Of a cache without a tail a block does a job (cuda/append/write.hpp).
+//
+// What counts is how soon attention can read the rows: rows, lengths and the page table are asked for at the same time, and its
+// blocks come as soon as the launch before has ended. (If they come sooner, it takes longer: docs/lab, 2026-11-23-cuda-step.md.)
+#pragma once
+
+#include "cuda/append/write_page.cuh"
+
+namespace kvant::cuda {
+
+// Of a multiprocessor, as registers allow; they wait for memory most of the time.
+template <class Shape>
+inline constexpr int kStepCtas = Shape::kD <= 128 ? 16 : 12;
+// Tokens of a step of a sequence at most, without and with a tail: then a page that leaves it gets no rows.
+inline constexpr int kStepRows = 4, kTailStepRows = kPageTokens - 1;
+inline constexpr int kOctet = 8, kOctets = kPageTokens / kOctet;
+inline constexpr int kLookingCtas = 1;  // of a multiprocessor: blocks that look for pages to encode
+
+// kv heads whose rows a block stores.
+template <class Shape>
+inline constexpr int kStoredHeads = base::max(512 / Shape::kD, 1);
+template <class Shape>
+KVANT_HD constexpr int head_groups(int kv_heads) {
+  return (kv_heads + kStoredHeads<Shape> - 1) / kStoredHeads<Shape>;
+}
+
+// One row of a few heads, into the exact page at the end of its sequence.
+template <class Shape>
+__device__ __forceinline__ void store_new_row(const WriteParams& params, int number, bool is_value) {
+  constexpr int kD = Shape::kD, kHeads = kStoredHeads<Shape>, kCount = kD / 32;
+  const CacheView& cache = params.cache;
+  const int groups = head_groups<Shape>(cache.kv_heads), first_head = number % groups * kHeads;
+  const std::int32_t row = params.entry[0].row_begin + number / groups;
+  const WriteEntry entry = params.entry[find_entry<&WriteEntry::row_begin>(params, row)];
+  const auto state = [&] {
+    const int2 x = __ldcg(reinterpret_cast<const int2*>(cache.sequences + entry.index));
+    return SequenceState{.length = x.x, .step_begin = x.y};
+  };
+  const auto position = [&](const SequenceState& s) { return s.step_begin + row - entry.row_begin; };
+  const auto exact_slot = [&](const SequenceState& s) {
+    const int page = base::clamp(position(s) / kPageTokens, 0, cache.max_pages - 1);
+    return __ldcg(&cache.pages[static_cast<std::int64_t>(entry.index) * cache.max_pages + page].exact);
+  };
+  const SequenceState guess = state();  // launches before may still change it
+  ptx::wait_prerequisites();
+  ptx::launch_dependents();
+
+  const WriteSide& side = is_value ? params.v : params.k;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  std::uint32_t bits[kHeads][kCount], value_bits[kHeads][kCount];
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    const std::int64_t head = min(first_head + i, cache.kv_heads - 1);
+    load_bits(side.rows, side.dtype, row * side.token_stride + head * side.head_stride + lane, bits[i]);
+    if (!is_value) {
+      load_bits(params.v.rows, params.v.dtype, row * params.v.token_stride + head * params.v.head_stride + lane,
+                value_bits[i]);
+    }
+  }
+  const SequenceState now = state();
+  int slot = exact_slot(guess);
+  if (now.step_begin != guess.step_begin) slot = exact_slot(now);
+  if (slot < 0) return;  // after a truncation: its page has codes alone, which other blocks write
+
+  const codec::SideLayout& to = is_value ? cache.exact_layout.v : cache.exact_layout.k;
+  std::byte* page = cache.exact + static_cast<std::uint64_t>(slot) * cache.exact_slot_bytes + to.plane_offset[0] +
+                    static_cast<std::size_t>(position(now) % kPageTokens) * kD * 2;
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    const int head = first_head + i;
+    if (head >= cache.kv_heads) break;
+    float x[kCount], value[kCount];
+    elements_of(bits[i], side.dtype, x);
+    if (!is_value) elements_of(value_bits[i], params.v.dtype, value);
+    const auto block = static_cast<std::uint64_t>(params.layer * cache.kv_heads + head);
+    auto* out = reinterpret_cast<std::uint16_t*>(page + block * cache.exact_layout.block_bytes);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const bool fits = is_storable(x[j], Dtype::f32), value_fits = is_value || is_storable(value[j], Dtype::f32);
+      finite = finite && fits;
+      out[lane + 32 * j] = static_cast<std::uint16_t>(dense_bits(x[j], is_value, fits, value_fits, to.format));
+    }
+  }
+  if (!finite) *params.non_finite = 1;
+}
+
+template <class Shape>
+__device__ __forceinline__ void encode_any(const PageJob& job, bool from_exact, int first, int last) {
+  switch (job.layout(false).format) {
+    case Format::fp8: return encode_heads<Shape, Format::fp8, true>(job, 1, from_exact, first, last);
+    case Format::tq2: return encode_heads<Shape, Format::tq2, true>(job, 1, from_exact, first, last);
+    case Format::tq3: return encode_heads<Shape, Format::tq3, true>(job, 1, from_exact, first, last);
+    case Format::tq4: return encode_heads<Shape, Format::tq4, true>(job, 1, from_exact, first, last);
+    case Format::tq5: return encode_heads<Shape, Format::tq5, true>(job, 1, from_exact, first, last);
+    case Format::tq6: return encode_heads<Shape, Format::tq6, true>(job, 1, from_exact, first, last);
+    case Format::tq8: return encode_heads<Shape, Format::tq8, true>(job, 1, from_exact, first, last);
+    default: return encode_dense<Shape>(job, 1, from_exact, first, last);
+  }
+}
+
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
+    step_kernel(const __grid_constant__ WriteParams params) {
+  const bool is_value = blockIdx.x % 2 != 0;
+  const auto block = static_cast<int>(blockIdx.x / 2);
+  if (block < params.storing) return store_new_row<Shape>(params, block, is_value);
+  ptx::wait_prerequisites();
+  ptx::launch_dependents();
+  // Jobs are octets of the pages with rows to encode among 32 items, dealt to the blocks that look at the same items; of a
+  // cache without a tail, one page of a head.
+  const bool has_tail = params.cache.tail_pages > 0;
+  const int heads = params.cache.kv_heads, octets = has_tail ? kOctets : 1, each = heads * octets;
+  int first_item = block / heads, number = block % heads, step = each;
+  unsigned items = 1;
+  if (has_tail) {
+    const int looking = static_cast<int>(gridDim.x / 2) - params.storing, place = block - params.storing;
+    const int groups = (params.items + 31) / 32, group = place % groups;
+    first_item = 32 * group, number = place / groups, step = (looking - group + groups - 1) / groups;
+    const int mine = first_item + static_cast<int>(threadIdx.x);
+    bool encodes = false;
+    if (mine < params.items) {
+      const TouchedPage page = find_page(params, mine);
+      encodes = page.encode_begin() < page.encode_end();
+    }
+    items = __ballot_sync(~0u, encodes);
+  }
+  for (; number < __popc(items) * each; number += step) {
+    const TouchedPage page = find_page(params, first_item + static_cast<int>(__fns(items, 0, number / each + 1)));
+    const PageJob job = page_job(params, page, number % each / octets, is_value);
+    int begin = page.encode_begin(), end = page.encode_end();
+    if (has_tail) {
+      const int octet = number % octets * kOctet;
+      begin = max(begin, octet), end = min(end, octet + kOctet);
+    } else if (page.has_exact_rows()) {
+      store_exact_rows<Shape>(job, 1);
+    }
+    if (begin < end) encode_any<Shape>(job, page.ref.exact >= 0, begin, end);
+  }
+}
+
+}  // namespace kvant::cuda

@@ -1,0 +1,258 @@
+// The attention kernel's block: what a thread holds, and its steps, which the other files of this folder define.
+#pragma once
+
+#include <utility>
+
+#include "cuda/decode/config.cuh"
+
+namespace kvant::cuda {
+
+// What all lanes agree on, shuffled, so that the compiler knows and keeps what follows from it in uniform registers: a branch
+// that may part lanes costs the whole loop around it these registers.
+__device__ __forceinline__ int same_in_warp(int x) {
+  return __shfl_sync(~0u, x, 0);
+}
+
+template <Format KF, Format VF, int D, int NT, int BW>
+struct Attend {
+  using S = Shape<KF, VF, D, NT, BW>;
+  static constexpr int R = S::kRows, W = S::kTeam;
+
+  static constexpr bool kQueriesInRegisters = is_integer(KF) && NT * kQuerySteps<KF, D> <= 8;
+
+  const AttendParams& p;
+  std::byte* shared;
+  int lane, g, t, warp, team, member;  // member: of the team
+  typename S::Info* info;
+  float o[2 * S::kUnits][NT][2];
+  float m[NT], l[NT];
+  std::byte* weights;  // operands of the second product
+  float* scratch;      // of the team
+  Constants<KF> key_constants;
+  Constants<VF> value_constants;
+
+  __device__ Attend(const AttendParams& params, std::byte* memory) : p(params), shared(memory) {
+    lane = threadIdx.x % 32, warp = same_in_warp(static_cast<int>(threadIdx.x) / 32);
+    __builtin_assume(warp >= 0 && warp < BW);
+    g = lane / 4, t = lane % 4;
+    team = warp / W, member = warp % W;
+    info = reinterpret_cast<typename S::Info*>(shared + S::kShared.info);
+  }
+
+  // --- shared memory ---
+  __device__ std::byte* team_memory() const { return shared + S::kShared.teams + team * S::kShared.team.bytes; }
+  __device__ std::byte* key_stage() const { return team_memory() + S::kShared.team.keys; }
+  __device__ std::byte* value_stage() const { return team_memory() + S::kShared.team.values; }
+  enum Barrier { kKeys, kValues };
+  __device__ void wait(Barrier which, std::uint32_t& phases) const {
+    ptx::mbarrier_wait(barrier_at(which), phases >> which & 1);
+    phases ^= 1u << which;
+  }
+  __device__ std::uint32_t barrier_at(int index) const {
+    return ptx::shared_address(shared + S::kShared.barriers) + 8 * (team * S::kBarriers + index);
+  }
+  template <int TW>
+  __device__ void team_sync() const {
+    if constexpr (TW == 1) {
+      __syncwarp();
+    } else if constexpr (TW == BW) {
+      __syncthreads();
+    } else {
+      ptx::barrier<32 * TW>(1 + warp / TW);
+    }
+  }
+
+  // --- copies: copies.cuh ---
+
+  template <int kRows, int kRowBytes, int kStride, Swap kSwap>
+  __device__ __forceinline__ void copy_rows(std::byte* to, const std::byte* from, int first = 0) const;
+  template <class Side>
+  __device__ __forceinline__ void copy_side(std::byte* to, const std::byte* from, std::uint32_t plane1) const;
+
+  __device__ const std::byte* encoded_block(const Part& part, int slot) const {
+    return part.blocks + static_cast<std::uint64_t>(slot) * p.cache.encoded_slot_bytes;
+  }
+  __device__ const std::byte* exact_block(const Part& part, int slot) const {
+    return part.blocks + static_cast<std::uint64_t>(slot) * p.cache.exact_slot_bytes;
+  }
+
+  __device__ void copy_keys(const Part& part, int slot) const;
+  __device__ void copy_values(const Part& part, int slot) const;
+
+  // --- queries: queries.cuh ---
+
+  // Rows of queries on their way to registers: the warp's first two are asked for before the first pages, behind which they
+  // would wait for microseconds, the others two rows ahead.
+  static constexpr int kRowsOfWarp = (R + BW - 1) / BW;
+  struct RawQuery {
+    std::uint32_t bits[kRowsOfWarp > 1 ? 2 : 1][D / 32];
+  };
+  __device__ __forceinline__ void ask_for_rows(const Part& part, RawQuery& raw) const {
+    ask_for_row(part, warp, raw.bits[0]);
+    if constexpr (kRowsOfWarp > 1) ask_for_row(part, warp + BW, raw.bits[1]);
+  }
+  // The query of row r of the block; -1: none
+  __device__ int query_of(const Part& part, int r, int& q_head) const {
+    const int row = part.row_block * R + r;
+    const int query = query_of_row(p, row);
+    q_head = part.kv_head * p.group + row - query * p.group;
+    return query < part.q_len ? query : -1;
+  }
+  __device__ __forceinline__ void ask_for_row(const Part& part, int r, std::uint32_t (&bits)[D / 32]) const;
+
+  template <Format F>
+  __device__ void load_queries(const Part& part, RawQuery& raw, bool encoded, bool bf16);
+
+  // --- first product: scores.cuh ---
+
+  struct Registers {  // of a part
+    uint2 pairs[NT][kQueriesInRegisters ? kQuerySteps<KF, D> : 1];
+  };
+
+  __device__ __forceinline__ void key_scores(const std::byte* stage, const Registers& held,
+                                             float (&s)[S::kTokenTiles][NT][2]) const;
+
+  template <Format F>
+  __device__ uint2 query_pair(int n, int step) const {
+    return *reinterpret_cast<const uint2*>(shared + S::kShared.queries + (n * kQuerySteps<F, D> + step) * 256 +
+                                           lane * 8);
+  }
+
+  __device__ void fp8_key_product(const std::byte* const (&row)[2], float (&c)[NT][4]) const;
+  __device__ void half_key_product(const std::byte* const (&row)[2], bool bf16, float (&c)[NT][4]) const;
+  __device__ void half_key_chains(const std::byte* const (&row)[2], int first, bool bf16, float (&c)[NT][4]) const;
+
+  // --- between the products: weights.cuh ---
+
+  __device__ __forceinline__ void transform_seen(const Part& part, int page, float (&s)[S::kTokenTiles][NT][2]) const;
+  template <int TW>
+  __device__ __forceinline__ void transform(const Part& part, int page, float (&s)[4 / TW][NT][2]) const;
+
+  __device__ static float over_tokens(float x) {  // the largest over the lanes that share a row
+#pragma unroll
+    for (int h = 4; h < 32; h *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, h));
+    return x;
+  }
+
+  // Of a row and a version of the probabilities: what the page's sums are multiplied by when they join the running ones.
+  using Fold = float[S::kPGroups][NT];
+
+  template <Format F, int TW>
+  __device__ __forceinline__ void weigh(const float (&s)[4 / TW][NT][2], const std::byte* scales, bool bf16,
+                                        Fold& fold);
+
+  template <Format F, int TW>
+  __device__ __forceinline__ void store_weights(const float (&w)[4 / TW][2], float up, int n, int q, bool bf16) const;
+
+  // --- second product: values.cuh ---
+
+  __device__ void fold_tile(int tile, const float (&x)[NT][2], const float (&page)[NT]) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) o[tile][n][h] = fmaf(x[n][h], page[n], o[tile][n][h]);
+    }
+  }
+
+  // Of this lane's four channels, kBytes each, in the row of an octet that is t modulo 4.
+  template <int kBytes, Swap kSwap>
+  __device__ int lane_offset() const {
+    return (4 * kBytes * g) ^ swap_of_row(kSwap, t);
+  }
+
+  __device__ void add_values(const std::byte* stage, const Fold& fold);
+
+  template <bool kFp8, int kSteps, int TW, Swap kSwap>
+  __device__ void half_values(const std::byte* values, int stride, int row, int first_step, bool bf16,
+                              const float (&page)[NT]);
+
+  // --- a part: pages.cuh ---
+
+  __device__ void clear() {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      m[n] = kLowest, l[n] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 2 * S::kUnits; ++i) o[i][n][0] = o[i][n][1] = 0.0f;
+    }
+  }
+
+  // A team's pages are use_begin + team, + kTeams, ... of its part. Lane i holds numbers base + i and base + 32 + i, each
+  // as its slot shifted, with what is known of it below; -1: not of this domain, hidden from every row by the mask tensor, or
+  // past the end.
+  struct Slots {
+    int base, here, next;
+  };
+  template <int TW>
+  __device__ int page_at(const Part& part, int number) const {
+    return part.runs.page(part.use_begin + warp / TW + BW / TW * number);
+  }
+  __device__ const core::PageRef* page_ref_at(const Part& part, int page) const {
+    return p.cache.pages + static_cast<std::size_t>(part.batch.index) * static_cast<std::size_t>(p.cache.max_pages) +
+           static_cast<std::size_t>(page);
+  }
+  template <int TW>
+  __device__ core::PageRef page_ref(const Part& part, int number) const;
+  __device__ void prefetch_refs(const Part& part) const;
+  template <int TW>
+  __device__ int slot_of(const Part& part, int number, core::PageRef ref) const;
+  template <int TW>
+  __device__ int find_slot(const Part& part, int number) const {
+    return slot_of<TW>(part, number, page_ref<TW>(part, number));
+  }
+  __device__ static int slot_at(const Slots& s, int number) {
+    const int i = number - s.base;
+    const int a = __shfl_sync(~0u, s.here, i & 31), b = __shfl_sync(~0u, s.next, i & 31);
+    return i < 32 ? a : b;
+  }
+  template <int TW>
+  __device__ int count_pages(const Part& part) const {
+    const int uses = part.use_end - part.use_begin - warp / TW;
+    return uses > 0 ? (uses + BW / TW - 1) / (BW / TW) : 0;
+  }
+
+  // One stage a side is enough: a page's values arrive while its keys are multiplied, the next page's keys while its values
+  // are, and four blocks of four warps on a multiprocessor hide what is left.
+  __device__ void first_pages(const Part& part, const Slots& slots) const {
+    const int slot = slot_at(slots, 0);
+    if (count_pages<W>(part) > 0) {
+      copy_keys(part, slot >> kSlotShift);
+      copy_values(part, slot >> kSlotShift);
+    }
+  }
+  __device__ void encoded_pages(const Part& part, Slots slots, std::uint32_t& phases);
+  __device__ __forceinline__ void copy_exact(std::byte* to, const std::byte* block, int half) const;
+  __device__ __forceinline__ void exact_pages(const Part& part);
+  __device__ __forceinline__ void wide_exact_pages(const Part& part);  // wide.cuh
+
+  template <int TW>
+  __device__ bool write_partial(const Part& part);
+  template <int TW>
+  __device__ bool write_wide_partial(const Part& part);  // wide.cuh
+  __device__ __forceinline__ bool end_partial(const Part& part);
+  template <int TW>
+  __device__ bool partial_of(const Part& part) {
+    if constexpr (S::kWide) {
+      return write_wide_partial<TW>(part);
+    } else {
+      return write_partial<TW>(part);
+    }
+  }
+
+  // --- the line of work: place.cuh ---
+
+  // Whether nothing follows the part: the merge's blocks may begin to come.
+  __device__ bool is_last() const {
+    return info->place.left == 0;
+  }
+  __device__ void begin_line() const;
+  __device__ void next_part() const;
+  __device__ void describe(Part& part, LinePlace place, const SequenceCost& cost, const BatchEntry& batch,
+                           int length) const;
+  __device__ void publish(const Part& part) const;
+  __device__ void set_seen_by_all(Part& part) const;
+
+  __device__ void run();  // kernel.cuh
+};
+
+}  // namespace kvant::cuda

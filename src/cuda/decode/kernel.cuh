@@ -1,0 +1,127 @@
+// Decode attention over pages: one kernel for each (key format, value format, head_dim, column tiles).
+//
+// A block has four warps (for short work eight: wide.cuh) in teams of W; a team takes every (4 / W)-th page of the block's part of a segment. Key and
+// value codes have a stage each in shared memory: a page's values arrive while its keys are multiplied, the next page's keys
+// while its values are. The only waits of a page are for its copies and, for W > 1, three barriers of the team. The teams of
+// a block meet once, when their part is done, and write one partial. Exact pages are shared by the whole block.
+//
+// Per page: integer scores (tile/tiles.cuh) -> exponentials relative to a reference that seldom moves -> their products with the
+// value scales as 15-bit integers relative to the page's largest, so that small but many weights survive beside a large
+// one -> integer output sums, folded into f32 once a page.
+#pragma once
+
+#include "cuda/decode/copies.cuh"
+#include "cuda/decode/exact_pages.cuh"
+#include "cuda/decode/pages.cuh"
+#include "cuda/decode/partial.cuh"
+#include "cuda/decode/place.cuh"
+#include "cuda/decode/queries.cuh"
+#include "cuda/decode/scores.cuh"
+#include "cuda/decode/values.cuh"
+#include "cuda/decode/weights.cuh"
+#include "cuda/decode/wide.cuh"
+
+namespace kvant::cuda {
+
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ void Attend<KF, VF, D, NT, BW>::run() {
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < S::kTeams * S::kBarriers; ++i) {
+      ptx::mbarrier_init(ptx::shared_address(shared + S::kShared.barriers) + 8 * i, 32 * W);
+    }
+    Constants<KF>::put(info->constants[0]);
+    if constexpr (KF != VF) Constants<VF>::put(info->constants[1]);
+  }
+  // A block finds its first part while the launches before are still at work. One of them may change lengths, so this is a
+  // guess until they have ended and lengths are seen to be the same. Nothing else of theirs is read before.
+  if (threadIdx.x == 0) info->found = kOverlaps && p.batch <= kWindow ? kGuessed : kBegun;
+  if (!kOverlaps || p.batch > kWindow) {
+    for (int i = static_cast<int>(threadIdx.x); i < p.batch; i += S::kThreads)
+      ptx::prefetch(p.cache.sequences + batch_entry(p, i).index);
+    ptx::wait_prerequisites();
+  }
+  std::uint32_t phases = 0;
+  Part& part = info->part;
+  bool last = false;
+  do {
+    if (warp == 0) {
+      __syncwarp();
+      if (same_in_warp(info->found) != kSettled) begin_line();
+      next_part();
+    }
+    __syncthreads();
+    if (const int found = same_in_warp(info->found); found != kSettled) {
+      if (found == kGuessed) {
+        if (part.partial >= 0) prefetch_refs(part);
+        ptx::wait_prerequisites();
+      }
+      const int is_right = __syncthreads_and(found == kBegun || warp != 0 || is_current(p, info->window));
+      if (threadIdx.x == 0) info->found = is_right != 0 ? kSettled : kBegun;
+      if (same_in_warp(is_right) == 0) continue;
+    }
+    if (part.partial < 0) break;
+    key_constants.get(info->constants[0]);
+    if constexpr (KF == VF) {
+      value_constants = key_constants;  // the same registers
+    } else {
+      value_constants.get(info->constants[1]);
+    }
+    const bool is_empty = part.use_begin >= part.use_end;  // no page begins in it
+    if (S::kHasExact && !is_empty && part.domain == core::kExact) {
+      if constexpr (S::kHasExact) {
+        if constexpr (S::kWide) {
+          wide_exact_pages(part);
+        } else {
+          exact_pages(part);
+        }
+        last = partial_of<S::kExactTeam>(part);  // of its own: sums would have to be in the same registers
+      }
+    } else {
+      if (is_empty) {
+        clear();
+        if (threadIdx.x < R) info->poisoned[threadIdx.x] = 0;
+      } else {
+        weights = team_memory() + S::kShared.team.weights;
+        scratch = reinterpret_cast<float*>(team_memory() + S::kShared.team.scratch);
+        // The first pages are on their way while queries are read and rotated, unless these need the stages' memory; queries
+        // are asked for while the page table is.
+        const bool early = codec::rotation_shape(D).paley == 1 && p.k_basis.kind != BasisKind::calibrated;
+        const core::PageRef here = page_ref<W>(part, lane), next = page_ref<W>(part, 32 + lane);
+        RawQuery raw;
+        ask_for_rows(part, raw);
+        const Slots slots{0, slot_of<W>(part, lane, here), slot_of<W>(part, 32 + lane, next)};
+        if (early) first_pages(part, slots);
+        load_queries<KF>(part, raw, true, KF == Format::bf16);
+        __syncthreads();
+        if (!early) first_pages(part, slots);
+        clear();
+        encoded_pages(part, slots, phases);
+      }
+      last = partial_of<W>(part);
+    }
+  } while (!last);
+}
+
+// Blocks of a multiprocessor of sm_90, by registers or by shared memory.
+template <Format KF, Format VF, int D, int NT>
+constexpr int kBlocks = kSharedMemory / (Shape<KF, VF, D, NT, kWarps>::kShared.bytes[0] + kSharedOfBlock) <
+                                most_blocks(NT, Shape<KF, VF, D, NT, kWarps>::kChannels)
+                            ? kSharedMemory / (Shape<KF, VF, D, NT, kWarps>::kShared.bytes[0] + kSharedOfBlock)
+                            : most_blocks(NT, Shape<KF, VF, D, NT, kWarps>::kChannels);
+
+template <Format KF, Format VF, int D, int NT>
+__global__ void __launch_bounds__(32 * kWarps, kBlocks<KF, VF, D, NT>)
+    attend_kernel(const __grid_constant__ AttendParams p) {
+  extern __shared__ __align__(128) std::byte memory[];
+  Attend<KF, VF, D, NT, kWarps>(p, memory).run();
+}
+
+// For short work: one block a multiprocessor, bound to the registers that the kernels of four warps are bound to.
+template <Format KF, Format VF, int D, int NT, int BW>
+__global__ void __launch_bounds__(wide_bound(NT, BW), 1) wide_attend_kernel(const __grid_constant__ AttendParams p) {
+  extern __shared__ __align__(128) std::byte memory[];
+  Attend<KF, VF, D, NT, BW>(p, memory).run();
+}
+
+}  // namespace kvant::cuda

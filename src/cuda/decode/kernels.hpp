@@ -1,0 +1,49 @@
+// The compiled attention kernels, as the host finds them. One list (src/cuda/instances.cmake) says what is instantiated.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <span>
+
+#include "cuda/instances.hpp"
+#include "kvant/types.hpp"
+
+namespace kvant::cuda {
+
+inline constexpr int kAttendWarps = 4;  // of a block, but of a wide kernel's
+
+// Attends row blocks of 4 * column_tiles rows. `function` takes an AttendParams.
+struct AttendKernel {
+  Format k, v;
+  int column_tiles;
+  const void* function;
+  std::array<int, 3> shared_bytes;  // dynamic, of a block: with 1, 2 and 4 stages for exact pages
+  int team;                         // warps that share a page
+  int teams;                        // of a block
+  [[nodiscard]] constexpr int warps() const { return team * teams; }
+  [[nodiscard]] constexpr bool is_wide() const { return warps() > kAttendWarps; }  // for short work
+};
+
+// Merges the partials of a row of queries and head, a block or a cluster of blocks each.
+struct MergeKernel {
+  const void* function;  // takes an AttendParams
+  int shared_bytes;
+  int warps;  // of a block
+};
+
+struct DecodeKernels {
+  int head_dim;
+  std::span<const AttendKernel> attend;
+  std::array<MergeKernel, 2> merge;  // of many warps, which alone may be in clusters; of few
+};
+
+// All of a head_dim. Each is defined in a unit of its own (attend.cu.in).
+template <int D>
+DecodeKernels decode_kernels();
+#define KVANT_DECLARE(head_dim) \
+  template <>                   \
+  DecodeKernels decode_kernels<head_dim>();
+KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
+#undef KVANT_DECLARE
+
+}  // namespace kvant::cuda

@@ -1,0 +1,86 @@
+// The pages of a part: where they are, and the loop over encoded ones.
+#pragma once
+
+#include "cuda/decode/block.cuh"
+
+namespace kvant::cuda {
+
+// The entry of the page table; none past the end.
+template <Format KF, Format VF, int D, int NT, int BW>
+template <int TW>
+__device__ core::PageRef Attend<KF, VF, D, NT, BW>::page_ref(const Part& part, int number) const {
+  if (part.use_begin + warp / TW + BW / TW * number >= part.use_end) return {-1, -1};
+  // One load of both.
+  const int2 ref = *reinterpret_cast<const int2*>(page_ref_at(part, page_at<TW>(part, number)));
+  return {ref.x, ref.y};
+}
+
+// The page table's lines that the part begins with, to the L2 cache.
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ void Attend<KF, VF, D, NT, BW>::prefetch_refs(const Part& part) const {
+  const int use = part.use_begin + static_cast<int>(threadIdx.x);
+  if (use >= part.use_end) return;
+  ptx::prefetch(page_ref_at(part, part.runs.page(use)));
+}
+
+template <Format KF, Format VF, int D, int NT, int BW>
+template <int TW>
+__device__ int Attend<KF, VF, D, NT, BW>::slot_of(const Part& part, int number, core::PageRef ref) const {
+  const int page = page_at<TW>(part, number);
+  const bool exact = reads_exact(p.cache, part.length, page, ref);
+  const int slot = exact ? ref.exact : ref.encoded;
+  if (exact != (part.domain == core::kExact) || slot < 0) return -1;
+  bool is_full = page * kPageTokens >= part.all_begin && (page + 1) * kPageTokens <= part.all_end;
+  if (part.classes != nullptr) {
+    const int tile = part.classes[page * static_cast<int>(p.mask.class_stride[3])];
+    if (tile == core::kTileMasked) return -1;
+    is_full = is_full && tile == core::kTileZero;
+  }
+  return slot << kSlotShift | (is_full ? p.seen_flags[part.domain] : 0);
+}
+
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ void Attend<KF, VF, D, NT, BW>::encoded_pages(const Part& part, Slots slots, std::uint32_t& phases) {
+  const int pages = count_pages<W>(part);
+  int slot = slot_at(slots, 0);
+  Registers held;
+  if constexpr (kQueriesInRegisters) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+#pragma unroll
+      for (int i = 0; i < kQuerySteps<KF, D>; ++i) held.pairs[n][i] = query_pair<KF>(n, i);
+    }
+  }
+#pragma unroll 1
+  for (int k = 0; k < pages; ++k) {
+    const int next = slot_at(slots, k + 1);
+    float s[S::kTokenTiles][NT][2];
+    wait(kKeys, phases);
+    Fold fold;
+    if (slot >= 0) {
+      key_scores(key_stage(), held, s);
+      if ((slot & kPlain) == 0) {
+        if ((slot & kSeen) != 0) {
+          transform_seen(part, page_at<W>(part, k), s);
+        } else {
+          transform<W>(part, page_at<W>(part, k), s);
+        }
+      }
+      weigh<VF, W>(s, key_stage() + S::Keys::kBytes + S::kKeyGroups * 2 * kPageTokens, VF == Format::bf16, fold);
+    }
+    team_sync<W>();  // every lane has read its keys and scales, and written its weights
+    if (k + 1 < pages) copy_keys(part, next >> kSlotShift);
+    wait(kValues, phases);
+    if (slot >= 0) add_values(value_stage(), fold);
+    team_sync<W>();  // every lane has read its values and weights
+    if (k + 1 < pages) copy_values(part, next >> kSlotShift);
+    slot = next;
+    if (k + 2 - slots.base == 64) {
+      slots.base += 32;
+      slots.here = slots.next;
+      slots.next = find_slot<W>(part, slots.base + 32 + lane);
+    }
+  }
+}
+
+}  // namespace kvant::cuda

@@ -1,0 +1,167 @@
+// The first product: keys by queries.
+#pragma once
+
+#include "cuda/decode/block.cuh"
+
+namespace kvant::cuda {
+
+// Scores in log2 units, scaled, of this lane's tokens (tile i, row half h). Encoded pages.
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::key_scores(const std::byte* stage, const Registers& held,
+                                                                      float (&s)[S::kTokenTiles][NT][2]) const {
+  using Keys = typename S::Keys;
+  const std::byte* scales = stage + Keys::kBytes;
+  if constexpr (is_integer(KF)) {
+    constexpr int kTiles = NT >= 4 ? 1 : NT == 2 && S::kTokenTiles == 4 ? 2 : S::kTokenTiles;  // at a time
+    constexpr int kGroups = S::kSumGroups, kBlocks = (D + 63) / 64 / kGroups;                  // blocks of 64 channels
+#pragma unroll
+    for (int first = 0; first < S::kTokenTiles; first += kTiles) {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        std::int32_t c[kTiles][NT][4];
+        int2 start[NT];
+#pragma unroll
+        for (int n = 0; n < NT; ++n) start[n] = *reinterpret_cast<const int2*>(&info->start[group][2 * (4 * n + t)]);
+        const auto multiply = [&]<bool kFirst, bool kHalfBlock>(int block) {
+          constexpr int kSteps = kHalfBlock ? 1 : 2;
+          uint2 b[kSteps][NT];
+#pragma unroll
+          for (int j = 0; j < kSteps; ++j) {
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+              if constexpr (kQueriesInRegisters) {
+                b[j][n] = held.pairs[n][2 * block + j];
+              } else {
+                b[j][n] = query_pair<KF>(n, 2 * block + j);
+              }
+            }
+          }
+#pragma unroll
+          for (int i = 0; i < kTiles; ++i) {
+            const int token = S::kTokens * member + 2 * (first + i);  // of octet g
+            const std::byte* rows[2][2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+#pragma unroll
+              for (int plane = 0; plane < 2; ++plane) {
+                const int at = plane < Keys::kPlanes ? plane : 0;
+                rows[h][plane] =
+                    stage + Keys::offset(at) + g * Keys::stride(at) + (token + h) * (Keys::row_bytes(at) / 8);
+                // In this quarter of 64 bytes: known once loops are unrolled, since a member's tokens begin at a multiple of 64.
+                const int quarter = (2 * (first + i) + h) * (Keys::row_bytes(at) / 8) / 16 + block * Keys::bits(at) / 2;
+                rows[h][plane] += Keys::shift(at, g, quarter % 4);
+              }
+            }
+            const Sixteen x = load_key_codes<KF, kHalfBlock>(rows[0], block, t, key_constants);
+            const Sixteen y = load_key_codes<KF, kHalfBlock>(rows[1], block, t, key_constants);
+#pragma unroll
+            for (int j = 0; j < kSteps; ++j) {
+              const std::uint32_t a[4] = {x.first[j], y.first[j], x.second[j], y.second[j]};
+#pragma unroll
+              for (int n = 0; n < NT; ++n) {
+                if (kFirst && j == 0) {
+                  ptx::mma_from(c[i][n], a, b[j][n].x, b[j][n].y, start[n].x, start[n].y);
+                } else {
+                  ptx::mma(c[i][n], a, b[j][n].x, b[j][n].y);
+                }
+              }
+            }
+          }
+        };
+        constexpr int kWhole = D % 64 == 0 ? kBlocks : kBlocks - 1;
+        multiply.template operator()<true, false>(group * kBlocks);
+#pragma unroll(kBlocks <= 3 ? 2 : kBlocks == 4 ? 3 : 7)
+        for (int block = 1; block < kWhole; ++block)
+          multiply.template operator()<false, false>(group * kBlocks + block);
+        if constexpr (D % 64 != 0) multiply.template operator()<false, true>(kBlocks - 1);
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int token = 8 * g + S::kTokens * member + 2 * (first + i) + h;
+            const float scale = half_at(scales, group * kPageTokens + token);
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+              const float product = static_cast<float>(256 * c[i][n][2 * h] + c[i][n][2 * h + 1]);
+              const float x = product * (scale * info->scale[4 * n + t]);
+              s[first + i][n][h] = group == 0 ? x : s[first + i][n][h] + x;
+            }
+          }
+        }
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < S::kTokenTiles; ++i) {
+      const int token = S::kTokens * member + 2 * i;  // of octet g
+      const std::byte* first = stage + g * Keys::stride(0) + token * (Keys::row_bytes(0) / 8);
+      const std::byte* const row[2] = {first, first + Keys::row_bytes(0) / 8};
+      float c[NT][4];
+#pragma unroll
+      for (int n = 0; n < NT; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.0f;
+      if constexpr (KF == Format::fp8) {
+        fp8_key_product(row, c);
+      } else {
+        half_key_product(row, KF == Format::bf16, c);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float scale = S::kKeyGroups > 0 ? half_at(scales, 8 * g + token + h) : 1.0f;
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+          s[i][n][h] = (c[n][2 * h] + c[n][2 * h + 1]) * (scale * info->scale[4 * n + t]);
+        }
+      }
+    }
+  }
+}
+
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ void Attend<KF, VF, D, NT, BW>::fp8_key_product(const std::byte* const (&row)[2], float (&c)[NT][4]) const {
+#pragma unroll
+  for (int block = 0; block < (D + 63) / 64; ++block) {
+    const bool tail = D % 64 != 0 && block == D / 64;
+    std::uint32_t x[4], y[4];
+    if (tail) {
+      load_words<8>(row[0] + 64 * block + 8 * t, x);
+      load_words<8>(row[1] + 64 * block + 8 * t, y);
+    } else {
+      load_words<16>(row[0] + 64 * block + 16 * t, x);
+      load_words<16>(row[1] + 64 * block + 16 * t, y);
+    }
+#pragma unroll
+    for (int j = 0; j < (tail ? 2 : 4); ++j) {
+      std::uint32_t a[4];
+      unpack_fp8(x[j], a[0], a[2]);
+      unpack_fp8(y[j], a[1], a[3]);
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        const uint2 b = query_pair<Format::fp8>(n, 4 * block + j);
+        ptx::mma_f16(c[n], a, b.x, b.y);
+      }
+    }
+  }
+}
+
+// Keys of 16-bit floats at row[h], in shared or global memory.
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ void Attend<KF, VF, D, NT, BW>::half_key_product(const std::byte* const (&row)[2], bool bf16,
+                                                            float (&c)[NT][4]) const {
+#pragma unroll(is_half(KF) ? 4 : 2)
+  for (int block = 0; block < D / 32; ++block) {
+    std::uint32_t x[4], y[4];
+    load_words<16>(row[0] + 64 * block + 16 * t, x);
+    load_words<16>(row[1] + 64 * block + 16 * t, y);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const std::uint32_t a[4] = {x[2 * j], y[2 * j], x[2 * j + 1], y[2 * j + 1]};
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        const uint2 b = query_pair<Format::bf16>(n, 2 * block + j);
+        ptx::mma_half(c[n], a, b.x, b.y, bf16);
+      }
+    }
+  }
+}
+
+}  // namespace kvant::cuda

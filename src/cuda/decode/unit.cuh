@@ -1,0 +1,39 @@
+// What the units of attention kernels are made of, one unit for each head_dim (attend.cu.in).
+#pragma once
+
+#include "cuda/decode/kernel.cuh"
+#include "cuda/decode/kernels.hpp"
+#include "cuda/merge/merge.cuh"
+
+namespace kvant::cuda {
+
+template <Format KF, Format VF, int D, int NT, int BW>
+AttendKernel entry_of(void (*kernel)(AttendParams)) {
+  using S = Shape<KF, VF, D, NT, BW>;
+  return {.k = KF,
+          .v = VF,
+          .column_tiles = NT,
+          .function = reinterpret_cast<const void*>(kernel),
+          .shared_bytes = {S::kShared.bytes[0], S::kShared.bytes[1], S::kShared.bytes[2]},
+          .team = S::kTeam,
+          .teams = S::kTeams};
+}
+template <Format KF, Format VF, int D, int NT>
+AttendKernel attend_entry() {
+  return entry_of<KF, VF, D, NT, kWarps>(&attend_kernel<KF, VF, D, NT>);
+}
+template <Format KF, Format VF, int D, int NT>
+AttendKernel wide_entry() {
+  return entry_of<KF, VF, D, NT, kWideWarps>(&wide_attend_kernel<KF, VF, D, NT, kWideWarps>);
+}
+
+template <int D, int W>
+MergeKernel merge_entry() {
+  return {reinterpret_cast<const void*>(&merge_kernel<D, W>), static_cast<int>(sizeof(MergeShared<D, W>)), W};
+}
+template <int D>
+std::array<MergeKernel, 2> merge_entries() {
+  return {merge_entry<D, kMergeWarps>(), merge_entry<D, kFewMergeWarps>()};
+}
+
+}  // namespace kvant::cuda

@@ -1,0 +1,324 @@
+// Between the products: from scores to integer weights.
+#pragma once
+
+#include "cuda/decode/block.cuh"
+
+namespace kvant::cuda {
+
+// cap * tanh(x / cap)
+__device__ __forceinline__ float capped(float x, float cap, float inverse) {
+  const float z = x * inverse, square = z * z;
+  // tanh z = 1 - 2 / (1 + e^2z), which leaves nothing of a small z: that takes the first terms of its series.
+  const float large = fmaf(-2.0f, ptx::rcp(1.0f + ptx::ex2(z * (2.0f * kLog2e))), 1.0f);
+  const float small = z * fmaf(square, fmaf(square, fmaf(square, -17.0f / 315.0f, 2.0f / 15.0f), -1.0f / 3.0f), 1.0f);
+  return cap * (square < 0.0625f ? small : large);
+}
+
+// Logit transforms of an encoded page that every row sees. Scores in log2 units in and out.
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::transform_seen(const Part& part, int page,
+                                                                          float (&s)[S::kTokenTiles][NT][2]) const {
+  const int first = page * kPageTokens + 8 * g + S::kTokens * member;
+  const float inverse = 1.0f / p.softcap;
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    const int r = 4 * n + t;
+    const auto each = [&](auto change) {
+#pragma unroll
+      for (int i = 0; i < S::kTokenTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) s[i][n][h] = change(s[i][n][h], 2 * i + h);
+      }
+    };
+    const float center = info->center[r];
+    each([&](float x, int) { return x + center; });
+    if (p.softcap > 0.0f) each([&](float x, int) { return capped(x, p.softcap, inverse); });
+    if (p.slopes != nullptr) {
+      const float slope = info->slope[r], distance = static_cast<float>(info->position[r] - first);
+      each([&](float x, int token) { return fmaf(-slope, fabsf(distance - static_cast<float>(token)), x); });
+    }
+  }
+}
+
+// Logit transforms and visibility, token by token. Scores in log2 units in and out. Rolled up, through local memory: pages
+// that need this are few, or the mask tensor is what takes the time; unrolled it is a seventh of the kernel.
+template <Format KF, Format VF, int D, int NT, int BW>
+template <int TW>
+__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::transform(const Part& part, int page,
+                                                                     float (&s)[4 / TW][NT][2]) const {
+  using L = Split<TW, D, BW>;
+  const int member = warp % TW;
+  float copy[NT * L::kTokens];
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+#pragma unroll
+    for (int k = 0; k < L::kTokens; ++k) copy[n * L::kTokens + k] = s[k / 2][n][k % 2];
+  }
+  const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
+#pragma unroll 1
+  for (int at = 0; at < NT * L::kTokens; ++at) {
+    const int r = 4 * (at / L::kTokens) + t;
+    int q_head;
+    const int query = query_of(part, r, q_head);
+    const std::int64_t position = part.length - part.q_len + query;
+    const std::int64_t key = page * kPageTokens + 8 * g + L::kTokens * member + at % L::kTokens;
+    float x = copy[at];
+    if (part.domain == core::kEncoded) x += info->center[r];
+    if (p.softcap > 0.0f) x = capped(x, p.softcap, 1.0f / p.softcap);
+    const bool sees = query >= 0 && key < part.length && rule.sees(part.length, position, key);
+    if (p.slopes != nullptr) x -= info->slope[r] * fabsf(static_cast<float>(position - key));
+    if (sees && p.mask.data != nullptr) {
+      const std::int64_t from = part.mask_batch * p.mask.stride[0] + q_head * p.mask.stride[1] +
+                                query * p.mask.stride[2] + (key - p.mask.first_key) * p.mask.stride[3];
+      x = fmaf(mask_element(p.mask, from), kLog2e, x);
+    }
+    copy[at] = sees ? x : kNone;
+  }
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+#pragma unroll
+    for (int k = 0; k < L::kTokens; ++k) s[k / 2][n][k % 2] = copy[n * L::kTokens + k];
+  }
+}
+
+// Scores to weights in shared memory, for values of format F; value scales at `scales` (none: null). Exponentials are
+// relative to a reference `m` that moves only when some are large: after the first pages, rarely.
+template <Format KF, Format VF, int D, int NT, int BW>
+template <Format F, int TW>
+__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::weigh(const float (&s)[4 / TW][NT][2],
+                                                                 const std::byte* scales, bool bf16, Fold& fold) {
+  using L = Split<TW, D, BW>;
+  const int member = warp % TW;
+  constexpr int kGroups = is_half(F) ? 1 : S::kPGroups;
+  constexpr bool kScaled = !is_half(F);
+  constexpr float kLargeSum = 16384.0f;
+  float v[kGroups][L::kTokenTiles][2];
+  float poison = 0.0f;
+  if constexpr (kScaled) {
+#pragma unroll
+    for (int q = 0; q < kGroups; ++q) {
+#pragma unroll
+      for (int i = 0; i < L::kTokenTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          v[q][i][h] = half_at(scales, q * kPageTokens + 8 * g + L::kTokens * member + 2 * i + h);
+          poison = fmaf(v[q][i][h], 0.0f, poison);
+        }
+      }
+    }
+  }
+  float e[L::kTokenTiles][NT][2], sum[NT], peak[kGroups][NT];
+  const auto exponentials = [&] {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      sum[n] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < L::kTokenTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) sum[n] += e[i][n][h] = ptx::ex2(s[i][n][h] - m[n]);
+      }
+    }
+  };
+  const auto is_large = [&] {
+    bool is = false;
+#pragma unroll
+    for (int n = 0; n < NT; ++n) is = is || !(sum[n] <= kLargeSum);
+    return __any_sync(~0u, is);
+  };
+  // The largest product of each row and version.
+  const auto find_peaks = [&] {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+#pragma unroll
+      for (int q = 0; q < kGroups; ++q) {
+        float x = 0.0f;
+#pragma unroll
+        for (int i = 0; i < L::kTokenTiles; ++i) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) x = fmaxf(x, kScaled ? e[i][n][h] * v[q][i][h] : e[i][n][h]);
+        }
+        peak[q][n] = over_tokens(x);
+      }
+    }
+  };
+  // The largest of `x` over the team's warps.
+  const auto over_team = [&](float(&x)[kGroups][NT]) {
+    if constexpr (TW > 1) {
+      float* mine = scratch + member * R * kGroups;
+      if (g == 0) {
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+          for (int q = 0; q < kGroups; ++q) mine[(4 * n + t) * kGroups + q] = x[q][n];
+        }
+      }
+      team_sync<TW>();
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+#pragma unroll
+        for (int other = 0; other < TW; ++other) {
+          const float* theirs = scratch + (other * R + 4 * n + t) * kGroups;
+#pragma unroll
+          for (int q = 0; q < kGroups; ++q) x[q][n] = fmaxf(x[q][n], theirs[q]);
+        }
+      }
+    }
+  };
+  exponentials();
+  if (__any_sync(~0u, poison != poison)) {
+    // A scale that is not a number poisons whoever sees its key; to others it is 0.
+#pragma unroll
+    for (int q = 0; q < kGroups; ++q) {
+#pragma unroll
+      for (int i = 0; i < L::kTokenTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float bad = v[q][i][h] * 0.0f;
+          v[q][i][h] = fmaxf(v[q][i][h], 0.0f);
+#pragma unroll
+          for (int n = 0; n < NT; ++n) l[n] += e[i][n][h] != 0.0f ? bad : 0.0f;
+        }
+      }
+    }
+  }
+  bool large = is_large();
+  if constexpr (TW > 1) {
+    find_peaks();
+#pragma unroll
+    for (int q = 0; q < kGroups; ++q) {
+#pragma unroll
+      for (int n = 0; n < NT; ++n) peak[q][n] = large ? -kNone : peak[q][n];
+    }
+    over_team(peak);
+    bool is = false;
+#pragma unroll
+    for (int n = 0; n < NT; ++n) is = is || peak[0][n] == -kNone;
+    large = __any_sync(~0u, is);
+  }
+  if (large) {
+    float top[kGroups][NT];
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      float x = kLowest;
+#pragma unroll
+      for (int i = 0; i < L::kTokenTiles; ++i) x = fmaxf(x, fmaxf(s[i][n][0], s[i][n][1]));
+#pragma unroll
+      for (int q = 0; q < kGroups; ++q) top[q][n] = over_tokens(x);
+    }
+    team_sync<TW>();
+    over_team(top);
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      const float m_new = fmaxf(m[n], top[0][n]);
+      const float alpha = ptx::ex2(m[n] - m_new);
+      m[n] = m_new;
+      l[n] *= alpha;
+#pragma unroll
+      for (int i = 0; i < 2 * L::kUnits; ++i) o[i][n][0] *= alpha, o[i][n][1] *= alpha;
+    }
+    exponentials();
+    team_sync<TW>();
+  }
+  if (TW == 1 || large) {
+    find_peaks();
+    over_team(peak);
+  }
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    l[n] += sum[n];
+#pragma unroll
+    for (int q = 0; q < kGroups; ++q) {
+      constexpr float kTop = is_integer(F) ? kTopWeight : 1.0f;
+      const float largest = fmaxf(peak[q][n], 1e-33f);
+      const float up = kTop * ptx::rcp(largest);
+      fold[q][n] = largest * (F == Format::fp8 ? 256.0f : 1.0f / kTop);
+      float w[L::kTokenTiles][2];
+#pragma unroll
+      for (int i = 0; i < L::kTokenTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) w[i][h] = kScaled ? e[i][n][h] * v[q][i][h] : e[i][n][h];
+      }
+      store_weights<F, TW>(w, up, n, q, bf16);
+    }
+  }
+}
+
+// w * up of this lane's tokens and row 4 n + t, as digits, to its two columns.
+template <Format KF, Format VF, int D, int NT, int BW>
+template <Format F, int TW>
+__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::store_weights(const float (&w)[4 / TW][2], float up, int n,
+                                                                         int q, bool bf16) const {
+  using L = Split<TW, D, BW>;
+  const int member = warp % TW;
+  constexpr int kStride = is_integer(F) ? 96 : 192;
+  std::byte* high = weights + q * S::kPBytes + 2 * (4 * n + t) * kStride + (is_integer(F) ? 8 : 16) * g;
+  std::byte* low = high + kStride;
+  if constexpr (is_integer(F)) {
+    // The sum with 2^15 has the integer in the two bytes above its last. 128 more make the upper one the nearest multiple
+    // of 256, and the lower one what remains, plus 128.
+    std::uint32_t bits[8] = {};
+#pragma unroll
+    for (int k = 0; k < L::kTokens; ++k) {
+      // Ordered dither: many equal weights far below one unit, beside a large one, keep their sum.
+      const float dither = (static_cast<float>(L::kTokens * member + k) - 3.5f) * 0.125f;
+      bits[k] = __float_as_uint(fmaf(w[k / 2][k % 2], up, dither + (32768.0f + 128.0f + 0.5f)));
+    }
+    constexpr Order kOrder = order_of(F);
+    // Bytes low, low, high, high of two tokens.
+    const auto two = [&](int i, int j) { return ptx::prmt(bits[i], bits[j], 0x6251); };
+    const auto lows = [](std::uint32_t a, std::uint32_t b) { return ptx::prmt(a, b, 0x5410) ^ 0x80808080u; };
+    const auto highs = [](std::uint32_t a, std::uint32_t b) { return ptx::prmt(a, b, 0x7632); };
+    if constexpr (TW == 1) {
+      const std::uint32_t a = kOrder == Order::natural ? two(0, 1) : two(0, 2);
+      const std::uint32_t b = kOrder == Order::natural ? two(2, 3) : two(4, 6);
+      const std::uint32_t c = kOrder == Order::natural ? two(4, 5) : two(1, 3);
+      const std::uint32_t d = kOrder == Order::natural ? two(6, 7) : two(5, 7);
+      *reinterpret_cast<uint2*>(high) = make_uint2(highs(a, b), highs(c, d));
+      *reinterpret_cast<uint2*>(low) = make_uint2(lows(a, b), lows(c, d));
+    } else if constexpr (TW == 2 && kOrder == Order::natural) {
+      const std::uint32_t a = two(0, 1), b = two(2, 3);
+      *reinterpret_cast<std::uint32_t*>(high + 4 * member) = highs(a, b);
+      *reinterpret_cast<std::uint32_t*>(low + 4 * member) = lows(a, b);
+    } else {
+      // Pairs that end up side by side.
+      constexpr int kPairs = L::kTokens / 2;
+#pragma unroll
+      for (int k = 0; k < kPairs; ++k) {
+        if constexpr (TW == 2) {
+          const std::uint32_t x = two(k, k + 2);
+          *reinterpret_cast<std::uint16_t*>(high + 4 * k + 2 * member) = static_cast<std::uint16_t>(x >> 16);
+          *reinterpret_cast<std::uint16_t*>(low + 4 * k + 2 * member) = static_cast<std::uint16_t>(x ^ 0x8080u);
+        } else if constexpr (kOrder == Order::natural) {
+          const std::uint32_t x = two(0, 1);
+          *reinterpret_cast<std::uint16_t*>(high + 2 * member) = static_cast<std::uint16_t>(x >> 16);
+          *reinterpret_cast<std::uint16_t*>(low + 2 * member) = static_cast<std::uint16_t>(x ^ 0x8080u);
+        } else {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            high[4 * j + member] = static_cast<std::byte>(bits[j] >> 16 & 0xFFu);
+            low[4 * j + member] = static_cast<std::byte>(((bits[j] >> 8) ^ 0x80u) & 0xFFu);
+          }
+        }
+      }
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < L::kTokens; k += 2) {
+      const float a = w[k / 2][0] * up, b = w[k / 2][1] * up;
+      std::uint32_t top, rest;
+      if (bf16) {
+        top = ptx::bf16x2(a, b);
+        rest = ptx::bf16x2(a - __uint_as_float(top << 16), b - __uint_as_float(top & 0xFFFF0000u));
+      } else {
+        top = ptx::f16x2(a, b);
+        rest = ptx::f16x2(a - ptx::f16_to_f32(static_cast<std::uint16_t>(top)),
+                          b - ptx::f16_to_f32(static_cast<std::uint16_t>(top >> 16)));
+      }
+      const int at = 2 * (L::kTokens * member + k);
+      *reinterpret_cast<std::uint32_t*>(high + at) = top;
+      *reinterpret_cast<std::uint32_t*>(low + at) = rest;
+    }
+  }
+}
+
+}  // namespace kvant::cuda

@@ -1,0 +1,395 @@
+#include "cuda/plan/decode_plan.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <numbers>
+
+#include "core/fmt.hpp"
+#include "cuda/runtime/built.hpp"
+#include "cuda/runtime/runtime.hpp"
+
+namespace kvant::cuda {
+namespace {
+
+Result<DecodeKernels> find_kernels(int head_dim) {
+  static const DecodeKernels kAll[] = {
+#define KVANT_ENTRY(head_dim) decode_kernels<head_dim>(),
+      KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
+#undef KVANT_ENTRY
+  };
+  for (const DecodeKernels& k : kAll) {
+    if (k.head_dim == head_dim) return k;
+  }
+  return {Code::unsupported, refuse_head_dim(instances(), head_dim)};
+}
+
+std::size_t aligned(std::size_t bytes) {
+  return (bytes + 255) / 256 * 256;
+}
+
+// Work of fewer units than this for each block is short.
+constexpr int kShortUnits = 6;
+// And of no more encoded pages than this for each multiprocessor is work for wide kernels.
+constexpr int kWideUnits = 20;
+// What a block may get more to read, in bytes of pages, if none then works across two rows of work.
+constexpr double kRowWorth = 32768;
+
+DeviceBasis device_basis(const BasisArrays& b) {
+  return {b.kind, b.center, b.matrix, b.inverse};
+}
+
+}  // namespace
+
+DecodePlan::DecodePlan(const core::DevicePlanConfig& config) : store_(*static_cast<const Store*>(config.store)) {}
+
+DecodePlan::~DecodePlan() {
+  if (memory_ == nullptr) return;
+  const Current current(store_.device());
+  (void)cudaFree(memory_);
+}
+
+Status DecodePlan::choose_kernel(const core::DevicePlanConfig& config, const DecodeKernels& kernels) {
+  const int group = params_.group;
+  int most_rows = 0;
+  for (const core::DeviceSequence& s : config.sequences) most_rows = std::max(most_rows, s.q_len * group);
+
+  const AttendKernel* best = nullptr;
+  for (const AttendKernel& k : kernels.attend) {
+    if (k.k != config.k || k.v != config.v || k.is_wide()) continue;
+    // The fewest rows that take all of them at once; else the most.
+    const auto enough = [&](const AttendKernel& a) { return 4 * a.column_tiles >= most_rows; };
+    if (best == nullptr || (enough(k) ? !enough(*best) || k.column_tiles < best->column_tiles
+                                      : !enough(*best) && k.column_tiles > best->column_tiles)) {
+      best = &k;
+    }
+  }
+  if (best == nullptr) return {Code::unsupported, refuse_pair(instances(), {config.k, config.v})};
+  attend_ = *best;
+  params_.rows = 4 * attend_.column_tiles;
+  params_.row_bits = std::countr_zero(static_cast<unsigned>(params_.rows));
+  params_.row_blocks = (most_rows + params_.rows - 1) / params_.rows;
+  return {};
+}
+
+// How many blocks, and stages for exact pages in each.
+Status DecodePlan::choose_blocks() {
+  AttendParams& p = params_;
+  const DeviceLimits& limits = store_.limits();
+  // Once, to the most that any plan asks for: plans of other threads use the same function.
+  std::size_t fitting = 0;
+  while (fitting < attend_.shared_bytes.size() && attend_.shared_bytes[fitting] <= limits.shared_bytes) ++fitting;
+  std::array<int, 3> blocks{};  // on a multiprocessor, with 1, 2 and 4 stages
+  if (fitting > 0) {
+    KVANT_CUDA_TRY(prepare_shared(attend_.function, attend_.shared_bytes[fitting - 1]));
+  }
+  for (std::size_t i = 0; i < fitting; ++i) {
+    KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks[i], attend_.function, 32 * attend_.warps(),
+                                                                 attend_.shared_bytes[i]));
+  }
+  if (blocks[0] < 1) {
+    return {
+        Code::unsupported,
+        fmt::format("k = {}, v = {}, head_dim {}: the kernel needs {} bytes of shared memory a block, more than this "
+                    "device has",
+                    format_info(attend_.k).name, format_info(attend_.v).name, p.head_dim, attend_.shared_bytes[0])};
+  }
+  // As many stages as cost no block, or leave each with little to do: then exact pages are what takes the time.
+  std::size_t chosen = 0;
+  for (std::size_t i = 0; i < fitting; ++i) {
+    if (blocks[i] == blocks[0] || units_ < kShortUnits * limits.multiprocessors * blocks[i]) chosen = i;
+  }
+  p.exact_stages = 1 << chosen;
+  blocks_ = attend_.is_wide() ? 1 : blocks[chosen];
+  shared_bytes_ = attend_.shared_bytes[chosen];
+  p.blocks = limits.multiprocessors * blocks_;
+  // Of a number of blocks that the rows of work divide, none works across two of them, which would cost it another part.
+  const auto even = static_cast<int>(p.blocks - p.blocks % segments());
+  const double bytes = static_cast<double>(units_) * p.cache.encoded_layout.block_bytes;
+  if (even > 0 && bytes / even <= bytes / p.blocks + kRowWorth) p.blocks = even;
+  return {};
+}
+
+// How many blocks merge a row, and of how many warps.
+Status DecodePlan::choose_merge(const DecodeKernels& kernels, const Line& line) {
+  const DeviceLimits& limits = store_.limits();
+  // One block adds about sixteen partials of a row in a few loads; more are shared by a cluster.
+  // Not by the most beside a wide kernel: its next block finds no room on a multiprocessor that two blocks of a merge share.
+  const int most = attend_.is_wide() ? kMostCluster / 2 : kMostCluster;
+  while (limits.overlaps && cluster_ < most && line.items / segments() > 16 * cluster_) cluster_ *= 2;
+  for (const MergeKernel& merge : kernels.merge) {
+    merge_ = merge;
+    KVANT_CUDA_TRY(prepare_shared(merge.function, merge.shared_bytes));
+    int blocks = 0;
+    KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, merge.function, 32 * merge.warps,
+                                                                 static_cast<std::size_t>(merge.shared_bytes)));
+    // Blocks of few warps where those of many would come in waves; with so many rows none has many partials.
+    if (cluster_ > 1 || segments() * params_.rows <= std::int64_t{limits.multiprocessors} * blocks) break;
+  }
+  return {};
+}
+
+// Short work gets a wide kernel, where there is one: then blocks have a page or two for each of their teams, and how long they
+// take is what the launch takes. Not where many of them would have an exact page.
+void DecodePlan::widen(const core::DevicePlanConfig& config, const DecodeKernels& kernels) {
+  const AttendParams& p = params_;
+  const auto wide = std::find_if(kernels.attend.begin(), kernels.attend.end(), [&](const AttendKernel& k) {
+    return k.is_wide() && k.k == attend_.k && k.v == attend_.v && k.column_tiles == attend_.column_tiles &&
+           k.shared_bytes[0] <= store_.limits().shared_bytes;
+  });
+  if (wide == kernels.attend.end()) return;
+  std::int64_t encoded = 0, exact = 0;  // pages, for each row of work that reads them
+  for (const core::DeviceSequence& s : config.sequences) {
+    const VisiblePages pages = visible_pages(p, static_cast<int>(s.length), s.q_len);
+    const int rows = config.kv_heads * ((s.q_len * p.group + p.rows - 1) / p.rows);
+    encoded += std::int64_t{rows} * page_runs(pages, false).total();
+    exact += std::int64_t{rows} * page_runs(pages, true).total();
+  }
+  const std::int64_t blocks = store_.limits().multiprocessors;
+  if (4 * exact > blocks || encoded > kWideUnits * blocks) return;
+  attend_ = *wide;
+  // A block with an exact page has nothing else to do, or it is what the launch waits for: the page counts as more than one
+  // block's share. (One that had an encoded page besides took 3 us longer.)
+  const std::int64_t others = encoded + segments() * core::kDomains * attend_.teams;
+  least_exact_cost_ = static_cast<int>(std::max<std::int64_t>(attend_.teams, others / (blocks - exact) + 1)) + 1;
+}
+
+// What work costs, and how much there is now.
+Status DecodePlan::count_work(const core::DevicePlanConfig& config) {
+  AttendParams& p = params_;
+  // An exact page takes as long as its bytes do, and half as much again because it is not streamed ahead.
+  const double ratio = static_cast<double>(p.cache.exact_layout.block_bytes) / p.cache.encoded_layout.block_bytes;
+  p.exact_cost = std::max(least_exact_cost_, static_cast<int>(1.5 * ratio + 0.5));
+  p.part_cost = attend_.teams;
+  p.least_units = attend_.teams;
+  // A line of work is counted in an int.
+  const std::int64_t most_units =
+      segments() * (std::int64_t{p.cache.max_pages} + 2 * p.part_cost +
+                    std::int64_t{p.exact_cost} * (p.cache.sink_pages + p.cache.tail_pages + 1));
+  if (most_units > 0x7FFFFFFF) {
+    return {Code::invalid_argument,
+            fmt::format("{} sequences of up to {} pages and {} kv heads are more than one plan takes: plan smaller "
+                        "batches",
+                        p.batch, p.cache.max_pages, config.kv_heads)};
+  }
+  for (const core::DeviceSequence& s : config.sequences) {
+    const SequenceCost cost = sequence_cost(p, static_cast<int>(s.length), s.q_len);
+    units_ += cost.head() * config.kv_heads;
+    longest_ = std::max(longest_, cost.exact + cost.encoded);
+  }
+  return {};
+}
+
+Status DecodePlan::upload(const core::DevicePlanConfig& config) {
+  const AttentionOptions& o = *config.options;
+  std::vector<BatchEntry> entries;
+  std::vector<std::int32_t> mask_batches;
+  std::int32_t query = 0;
+  for (const core::DeviceSequence& s : config.sequences) {
+    entries.push_back({s.index, s.q_len, query});
+    query += s.q_len;
+    if (params_.mask.data != nullptr && params_.batch < config.batch) mask_batches.push_back(s.batch);
+  }
+  const std::size_t entry_bytes = aligned(entries.size() * sizeof(BatchEntry));
+  const std::size_t slope_bytes = o.alibi_slopes.size() * sizeof(float);
+  const std::size_t place_bytes = mask_batches.size() * sizeof(std::int32_t);
+  KVANT_CUDA_TRY(cudaMalloc(&memory_, entry_bytes + aligned(slope_bytes) + place_bytes));
+  KVANT_CUDA_TRY(cudaMemcpy(memory_, entries.data(), entries.size() * sizeof(BatchEntry), cudaMemcpyHostToDevice));
+  params_.entries = static_cast<const BatchEntry*>(memory_);
+  std::copy_n(entries.begin(), std::min<std::size_t>(entries.size(), kEntriesInParams), params_.first_entries);
+  if (slope_bytes > 0) {
+    auto* slopes = static_cast<std::byte*>(memory_) + entry_bytes;
+    KVANT_CUDA_TRY(cudaMemcpy(slopes, o.alibi_slopes.data(), slope_bytes, cudaMemcpyHostToDevice));
+    params_.slopes = reinterpret_cast<const float*>(slopes);
+  }
+  if (place_bytes > 0) {
+    auto* places = static_cast<std::byte*>(memory_) + entry_bytes + aligned(slope_bytes);
+    KVANT_CUDA_TRY(cudaMemcpy(places, mask_batches.data(), place_bytes, cudaMemcpyHostToDevice));
+    params_.mask_batches = reinterpret_cast<const std::int32_t*>(places);
+  }
+  return {};
+}
+
+std::size_t DecodePlan::class_count() const {
+  if (params_.mask.data == nullptr) return 0;
+  return static_cast<std::size_t>(mask_.batches) * static_cast<std::size_t>(mask_.kv_heads) *
+         static_cast<std::size_t>(mask_.pages);
+}
+
+// After params_ says how the heads are grouped.
+Status DecodePlan::prepare_mask(const core::DevicePlanConfig& config) {
+  AttendParams& p = params_;
+  const MaskTensor& mask = config.options->mask.tensor;
+  if (mask.data == nullptr) return {};
+  const std::int64_t most_keys = std::int64_t{p.cache.max_pages} * kPageTokens;
+  p.mask.data = mask.data;
+  p.mask.dtype = mask.dtype;
+  p.mask.first_key = std::min(mask.first_key, most_keys);  // beyond all keys hides all: and fits an int
+  for (std::size_t i = 0; i < 4; ++i) p.mask.stride[i] = mask.shape[i] == 1 ? 0 : mask.stride[i];
+  const std::int64_t* stride = p.mask.stride;
+  mask_.batches = stride[0] == 0 ? 1 : config.batch;
+  mask_.kv_heads = stride[1] == 0 ? 1 : p.cache.kv_heads;
+  mask_.group = stride[1] == 0 ? 1 : p.group;
+  const std::vector<int>& q_lens = config.options->q_lens;
+  mask_.queries = stride[2] == 0 ? 1 : *std::max_element(q_lens.begin(), q_lens.end());
+  mask_.first_key = stride[3] == 0 ? 0 : p.mask.first_key;
+  mask_.keys = stride[3] == 0 ? 1 : std::min(mask.shape[3], most_keys - mask_.first_key);
+  mask_.pages = static_cast<int>((mask_.first_key + mask_.keys + kPageTokens - 1) / kPageTokens);
+  if (class_count() > std::size_t{1} << 31) {
+    return {
+        Code::invalid_argument,
+        fmt::format("mask.tensor tells {} sequences, {} kv heads and {} pages apart, more than one plan takes: plan "
+                    "smaller batches",
+                    mask_.batches, mask_.kv_heads, mask_.pages)};
+  }
+  p.mask.class_stride[3] = stride[3] == 0 ? 0 : 1;
+  p.mask.class_stride[1] = stride[1] == 0 ? 0 : mask_.pages;
+  p.mask.class_stride[0] = stride[0] == 0 ? 0 : std::int64_t{mask_.kv_heads} * mask_.pages;
+  return {};
+}
+
+Status DecodePlan::prepare(const core::DevicePlanConfig& config) {
+  const AttentionOptions& o = *config.options;
+  AttendParams& p = params_;
+  p.cache = store_.view();
+  p.batch = static_cast<int>(config.sequences.size());
+  if (p.batch == 0) return {};
+  const Current current(store_.device());
+  KVANT_CUDA_TRY(current.error());
+
+  p.q_heads = o.q_heads;
+  p.group = o.q_heads / config.kv_heads;
+  p.group_inverse = 1.0f / static_cast<float>(p.group);
+  p.head_dim = config.head_dim;
+  p.scale = static_cast<float>(o.scale);
+  p.softcap = static_cast<float>(o.softcap * std::numbers::log2e);
+  p.causal = o.mask.is_causal;
+  p.window = static_cast<std::int32_t>(std::min<std::int64_t>(o.mask.window, 0x7FFFFFFF));
+  p.window_sinks = static_cast<std::int32_t>(std::min<std::int64_t>(o.mask.window_sinks, 0x7FFFFFFF));
+  if (Status s = prepare_mask(config); !s.ok()) return s;
+  p.k_basis = device_basis(store_.k_basis());
+  const bool is_plain = o.softcap == 0 && o.alibi_slopes.empty();
+  p.seen_flags[core::kExact] = is_plain ? kSeen | kPlain : kSeen;
+  p.seen_flags[core::kEncoded] = is_plain && p.k_basis.kind != BasisKind::calibrated ? kSeen | kPlain : kSeen;
+  p.v_basis = device_basis(store_.v_basis());
+  if (Status s = choose_prefill(config); !s.ok()) return s;
+  if (prefill_.function != nullptr) {
+    workspace_bytes_ = aligned(class_count());
+    return upload(config);
+  }
+  const Result<DecodeKernels> kernels = find_kernels(config.head_dim);
+  if (!kernels.ok()) return kernels.status();
+  if (Status s = choose_kernel(config, *kernels); !s.ok()) return s;
+  widen(config, *kernels);
+  if (Status s = count_work(config); !s.ok()) return s;
+  if (Status s = choose_blocks(); !s.ok()) return s;
+  const std::int64_t segments = this->segments();
+  const std::int64_t partials = p.blocks + segments * core::kDomains;
+  if (partials > (1 << 30) || segments * p.rows > (1 << 30) || p.row_blocks * p.rows > kMostRows) {
+    return {Code::invalid_argument,
+            fmt::format("{} sequences of {} kv heads with {} rows each are more than one plan takes: plan smaller "
+                        "batches",
+                        p.batch, config.kv_heads, p.row_blocks * p.rows)};
+  }
+  const auto count = static_cast<std::size_t>(partials) * static_cast<std::size_t>(p.rows);
+  ml_at_ = aligned(static_cast<std::size_t>(segments) * 4 * sizeof(std::int32_t));
+  o_at_ = ml_at_ + aligned(count * 2 * sizeof(float));
+  classes_at_ = o_at_ + aligned(count * static_cast<std::size_t>(config.head_dim) * sizeof(float));
+  workspace_bytes_ = classes_at_ + aligned(class_count());
+
+  const Line line = make_line(p, units_);
+  const int least = std::max(1, units_ / line.items);
+  splits_ = std::clamp((longest_ + least - 1) / least, 1, line.items);
+  if (Status s = choose_merge(*kernels, line); !s.ok()) return s;
+  return upload(config);
+}
+
+std::string DecodePlan::explain() const {
+  const AttendParams& p = params_;
+  if (p.batch == 0) return "kernel     none: no sequence has a query\n";
+  std::string s;
+  auto out = std::back_inserter(s);
+  if (prefill_.function != nullptr) {
+    fmt::format_to(out, "kernel     prefill {}/{}, head_dim {}, tiles of {} query rows: {}\n", format_info(prefill_.k).name,
+                   format_info(prefill_.v).name, p.head_dim, prefill::kRows, why_);
+    fmt::format_to(out, "products   {}, f32 sums; weights are rounded to the same type\n",
+                   codec::is_dense(prefill_.k) ? "16-bit floats"
+                                               : "encoded pages f16 (levels are exact in it), exact pages as they are stored");
+    fmt::format_to(out, "blocks     {} of {} threads, {} bytes of shared memory each; {} tiles, keys of {} heads at once\n",
+                   std::min(schedule_.tiles, store_.limits().multiprocessors), prefill::kThreads, prefill_.shared_bytes,
+                   schedule_.tiles, schedule_.heads_at_once);
+    return s;
+  }
+  fmt::format_to(out, "kernel     attend {}/{}, head_dim {}, {} query rows at once{}\n", format_info(attend_.k).name,
+                 format_info(attend_.v).name, p.head_dim, p.rows,
+                 p.row_blocks > 1 ? fmt::format(" ({} row blocks, each reads the keys)", p.row_blocks) : "");
+  if (!why_.empty()) fmt::format_to(out, "           {}\n", why_);
+  const bool integers = codec::is_tq(attend_.k);
+  fmt::format_to(
+      out, "products   keys {}, values {}\n",
+      integers ? "u8 levels by s8 query digits, exact sums" : "16-bit floats, f32 sums",
+      codec::is_tq(attend_.v) ? "u8 levels by s8 weight digits, exact sums a page" : "16-bit floats, f32 sums");
+  fmt::format_to(
+      out,
+      "blocks     {} ({} a multiprocessor) of {} warps, {} a page; {} bytes of shared memory each, where exact "
+      "pages pass by {} of 4 pieces at once\n",
+      p.blocks, blocks_, attend_.warps(), attend_.team, shared_bytes_, p.exact_stages);
+  const Line line = make_line(p, units_);
+  fmt::format_to(
+      out,
+      "items      {} of {:.1f} pages each at the planned lengths (an exact page counts {}); up to {} for one "
+      "row; cut on the device at each run\n",
+      line.items, static_cast<double>(units_) / line.items, p.exact_cost, splits_);
+  fmt::format_to(out, "merge      one more launch, {} block{} of {} warps a row{}\n", cluster_,
+                 cluster_ == 1 ? "" : "s", merge_.warps,
+                 store_.limits().overlaps ? ", its start overlaps the end of the first" : "");
+  return s;
+}
+
+// Which pages the mask tensor hides, and which it leaves as they are.
+Status DecodePlan::classify(AttendParams& p, std::byte* workspace, Stream stream) const {
+  if (p.mask.data == nullptr) return {};
+  MaskPages pages = mask_;
+  pages.mask = p.mask;
+  pages.classes = reinterpret_cast<std::uint8_t*>(workspace + classes_at_);
+  p.mask.classes = pages.classes;
+  KVANT_CUDA_TRY(classify_pages(pages, store_.limits().overlaps, native(stream)));
+  return {};
+}
+
+Status DecodePlan::run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const {
+  const Current current(store_.device());
+  KVANT_CUDA_TRY(current.error());
+  AttendParams p = params_;
+  p.layer = layer;
+  p.q = {q.data, q.dtype, q.stride[0], q.stride[1]};
+  p.out = {out.data, out.dtype, out.stride[0], out.stride[1]};
+  p.lse = options.lse;
+  p.sink_logits = options.sink_logits;
+  std::byte* workspace = options.workspace.data();
+  if (Status s = classify(p, workspace, options.stream); !s.ok()) return s;
+  if (prefill_.function != nullptr) return run_prefill(p, options.stream);
+  p.segments = reinterpret_cast<std::int32_t*>(workspace);
+  p.partial_ml = reinterpret_cast<float*>(workspace + ml_at_);
+  p.partial_o = reinterpret_cast<float*>(workspace + o_at_);
+
+  void* arguments[] = {&p};
+  const bool overlaps = store_.limits().overlaps;
+  Launch attend(static_cast<unsigned>(p.blocks), 32 * attend_.warps(), native(options.stream), overlaps);
+  attend.config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes_);
+  KVANT_CUDA_TRY(cudaLaunchKernelExC(&attend.config, attend_.function, arguments));
+
+  Launch merge(static_cast<unsigned>(p.batch * p.cache.kv_heads * p.row_blocks * p.rows * cluster_), 32 * merge_.warps,
+               native(options.stream), overlaps);
+  merge.config.dynamicSmemBytes = static_cast<std::size_t>(merge_.shared_bytes);
+  if (cluster_ > 1) merge.set_cluster(cluster_);
+  KVANT_CUDA_TRY(cudaLaunchKernelExC(&merge.config, merge_.function, arguments));
+  return {};
+}
+
+Result<std::unique_ptr<core::DevicePlan>> make_plan(const core::DevicePlanConfig& config) {
+  auto plan = std::make_unique<DecodePlan>(config);
+  if (Status s = plan->prepare(config); !s.ok()) return s;
+  return std::unique_ptr<core::DevicePlan>(std::move(plan));
+}
+
+}  // namespace kvant::cuda

@@ -1,0 +1,73 @@
+// Decode attention over a cache in device memory (core::DevicePlan).
+//
+// A plan holds what does not change with lengths: which kernel, how many blocks, the batch's places in the device's tables.
+// How the work is cut follows the lengths at each run, on the device (schedule/schedule.cuh).
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "core/device.hpp"
+#include "cuda/decode/kernels.hpp"
+#include "cuda/mask/classify.hpp"
+#include "cuda/prefill_sm90/shape.hpp"
+#include "cuda/schedule/params.hpp"
+#include "cuda/schedule/schedule.hpp"
+#include "cuda/store/store.hpp"
+
+namespace kvant::cuda {
+
+class DecodePlan final : public core::DevicePlan {
+ public:
+  explicit DecodePlan(const core::DevicePlanConfig& config);
+  DecodePlan(const DecodePlan&) = delete;
+  DecodePlan& operator=(const DecodePlan&) = delete;
+  ~DecodePlan() override;
+  Status prepare(const core::DevicePlanConfig& config);  // once, before anything else
+
+  [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return workspace_bytes_; }
+  [[nodiscard]] const char* kernel() const noexcept override { return prefill_.function != nullptr ? "prefill" : "decode"; }
+  [[nodiscard]] int splits() const noexcept override { return splits_; }
+  [[nodiscard]] std::string explain() const override;
+  Status run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const override;
+
+ private:
+  Status choose_prefill(const core::DevicePlanConfig& config);
+  Status choose_kernel(const core::DevicePlanConfig& config, const DecodeKernels& kernels);
+  void widen(const core::DevicePlanConfig& config, const DecodeKernels& kernels);
+  Status count_work(const core::DevicePlanConfig& config);
+  Status choose_blocks();
+  Status choose_merge(const DecodeKernels& kernels, const Line& line);
+  // Rows of work: sequences, kv heads and row blocks.
+  [[nodiscard]] std::int64_t segments() const {
+    return std::int64_t{params_.batch} * params_.cache.kv_heads * params_.row_blocks;
+  }
+  Status prepare_mask(const core::DevicePlanConfig& config);
+  [[nodiscard]] std::size_t class_count() const;  // of pages under the mask tensor
+  Status upload(const core::DevicePlanConfig& config);
+
+  Status run_prefill(AttendParams& p, Stream stream) const;
+  Status classify(AttendParams& p, std::byte* workspace, Stream stream) const;
+
+  const Store& store_;
+  AttendParams params_{};  // but for what run gives
+  prefill::Kernel prefill_{};  // no function: decode kernels are used
+  prefill::Schedule schedule_{};
+  std::string why_;  // these kernels
+  AttendKernel attend_{};
+  MergeKernel merge_{};
+  int blocks_ = 1;        // of a multiprocessor
+  int shared_bytes_ = 0;  // of each
+  int cluster_ = 1;       // blocks that merge one row
+  int splits_ = 1;
+  int least_exact_cost_ = 1;  // of an exact page, in encoded ones
+  int units_ = 0;             // of the line of work, at planning
+  int longest_ = 0;           // of a row of work
+  MaskPages mask_{};          // but for what run gives
+  std::size_t ml_at_ = 0, o_at_ = 0, classes_at_ = 0, workspace_bytes_ = 0;
+  void* memory_ = nullptr;  // batch entries, slopes, places in the mask
+};
+
+Result<std::unique_ptr<core::DevicePlan>> make_plan(const core::DevicePlanConfig& config);
+
+}  // namespace kvant::cuda

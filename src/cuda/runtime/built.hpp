@@ -1,0 +1,23 @@
+// What this build has kernels for, from the list that it was configured with.
+#pragma once
+
+#include <vector>
+
+#include "cuda/instances.hpp"
+#include "cuda/runtime/refusals.hpp"
+
+namespace kvant::cuda {
+
+inline const Instances& instances() {
+#define KVANT_ENTRY(head_dim) head_dim,
+  static const std::vector<int> kHeadDims = {KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)};
+#undef KVANT_ENTRY
+#define KVANT_ENTRY(k, v) FormatPair{Format::k, Format::v},
+  static const std::vector<FormatPair> kPairs = {KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)};
+  static const std::vector<FormatPair> kOthers = {KVANT_CUDA_EACH_OTHER_PAIR(KVANT_ENTRY)};
+#undef KVANT_ENTRY
+  static const Instances kInstances = {kHeadDims, kPairs, kOthers, KVANT_CUDA_PAIRS};
+  return kInstances;
+}
+
+}  // namespace kvant::cuda

@@ -1,0 +1,51 @@
+// What a build has kernels for, and the sentences that say what it lacks. No device is needed.
+#pragma once
+
+#include <span>
+#include <string>
+
+#include "core/fmt.hpp"
+#include "kvant/types.hpp"
+
+namespace kvant::cuda {
+
+struct FormatPair {
+  Format k, v;
+  friend bool operator==(const FormatPair&, const FormatPair&) = default;
+};
+
+struct Instances {
+  std::span<const int> head_dims;
+  std::span<const FormatPair> pairs;   // with attention kernels
+  std::span<const FormatPair> others;  // that KVANT_CUDA_PAIRS left out
+  const char* option;                  // KVANT_CUDA_PAIRS
+};
+
+inline std::string pair_name(const FormatPair& pair) {
+  return fmt::format("{}/{}", format_info(pair.k).name, format_info(pair.v).name);
+}
+
+inline std::string refuse_head_dim(const Instances& have, int head_dim) {
+  std::string list;
+  for (const int d : have.head_dims) list += fmt::format("{}{}", list.empty() ? "" : ", ", d);
+  return fmt::format(
+      "head_dim = {} on a device: kernels are compiled for {}; pad vectors with zeros to one of them, or use device = "
+      "\"cpu\"",
+      head_dim, list);
+}
+
+inline std::string refuse_pair(const Instances& have, const FormatPair& pair) {
+  std::string list;
+  for (const FormatPair& one : have.pairs) list += (list.empty() ? "" : ", ") + pair_name(one);
+  bool is_known = false;
+  for (const FormatPair& one : have.others) is_known = is_known || one == pair;
+  const std::string way =
+      is_known ? fmt::format("build kvant with -DKVANT_CUDA_PAIRS=\"{};{}\"", have.option, pair_name(pair))
+               : "add the pair to src/cuda/instances.cmake and build kvant";
+  return fmt::format(
+      "k = {}, v = {} on a device: this build has attention kernels for the pairs {}; choose one of these, {}, or use "
+      "device = \"cpu\"",
+      format_info(pair.k).name, format_info(pair.v).name, list, way);
+}
+
+}  // namespace kvant::cuda

@@ -1,0 +1,144 @@
+// Who does what, from the lengths in device memory, so that a launch recorded in a graph follows them. docs/glossary.md has the words
+// (row block, segment, item, part, wide).
+//
+// The work is a line of units. A segment is the visible pages of one (sequence, kv head, row block, domain), in that
+// order; an encoded page is one unit, an exact page `exact_cost`, and the first page of either domain `part_cost` more, for the
+// queries, the first copies and the partial of another part. The line is cut into equal items, one for each block (struct
+// Line). More items than blocks, so that blocks of nearer multiprocessors would do more of them, do not pay: one costs several
+// microseconds of latency (docs/lab, 2026-11-22-cuda-policy.md).
+//
+// An item leaves one partial for each segment it touches, at index item + segment: unique, because both only grow along the
+// line. The first and the last part of a segment leave their indices for the merge (AttendParams::segments).
+#pragma once
+
+#include <cstdint>
+
+#include "base/config.hpp"
+#include "base/visibility.hpp"
+#include "cuda/schedule/params.hpp"
+
+#if defined(__CUDACC__)
+#define KVANT_NOT_INLINED __noinline__  // called by one thread, now and then: instructions are worth more than its time
+#else
+#define KVANT_NOT_INLINED
+#endif
+
+namespace kvant::cuda {
+
+KVANT_HD inline int pages_of(int tokens) {
+  return (tokens + kPageTokens - 1) / kPageTokens;
+}
+
+// Pages of one domain that some query of the sequence may see: up to four runs of absolute page numbers.
+struct PageRuns {
+  int begin[4];
+  int count[4];
+  KVANT_HD int total() const { return count[0] + count[1] + count[2] + count[3]; }
+  KVANT_HD int page(int use) const {
+    int at = begin[0] + use;
+    int before = count[0];
+    for (int i = 1; i < 4; ++i) {
+      if (use >= before) at = begin[i] + use - before;
+      before += count[i];
+    }
+    return at;
+  }
+};
+
+inline constexpr int kNoEnd = 0x7FFFFFFF;  // of pages
+
+// Pages that some query of a sequence may see: [0, sinks) and [recent, end). Those before `exact_sinks` and from `tail` on
+// are exact.
+struct VisiblePages {
+  int sinks, recent, end;
+  int exact_sinks, tail;
+};
+
+KVANT_HD KVANT_NOT_INLINED inline void apply_window(const AttendParams& p, int length, int q_len, VisiblePages& v) {
+  const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
+  v.recent = static_cast<int>(rule.recent_range(length, length - q_len).begin) / kPageTokens;
+  const int sinks_end = pages_of(static_cast<int>(rule.sink_range(length - 1).end));
+  v.sinks = sinks_end < v.recent ? sinks_end : v.recent;
+}
+
+KVANT_HD inline VisiblePages visible_pages(const AttendParams& p, int length, int q_len) {
+  VisiblePages v{0, 0, pages_of(length), p.cache.sink_pages, kNoEnd};
+  if (p.window > 0 || p.mask.first_key > 0) apply_window(p, length, q_len, v);
+  if (p.cache.tail_pages > 0) {
+    v.tail = length / kPageTokens - p.cache.tail_pages;
+    if (v.tail < v.exact_sinks) v.tail = v.exact_sinks;
+  }
+  return v;
+}
+
+// Encoded runs include tail pages: a page there is read encoded when its exact copy is gone. Whoever walks them looks at
+// the page table and leaves out what the other domain reads.
+KVANT_HD inline PageRuns page_runs(const VisiblePages& v, bool exact) {
+  const auto run = [](int from, int to, int low, int high, int& begin, int& count) {
+    begin = from > low ? from : low;
+    const int last = to < high ? to : high;
+    count = last > begin ? last - begin : 0;
+  };
+  const int low = exact ? 0 : v.exact_sinks, high = exact ? v.exact_sinks : kNoEnd;
+  PageRuns r;
+  run(0, v.sinks, low, high, r.begin[0], r.count[0]);
+  run(v.recent, v.end, low, high, r.begin[1], r.count[1]);
+  run(0, exact ? v.sinks : 0, v.tail, kNoEnd, r.begin[2], r.count[2]);
+  run(v.recent, exact ? v.end : 0, v.tail, kNoEnd, r.begin[3], r.count[3]);
+  return r;
+}
+
+// a / b for a >= 0, b > 0
+KVANT_HD inline int quotient(int a, int b) {
+  return static_cast<int>(static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b));
+}
+
+// The items of a line of `total` units. Plans see to it that a line's units fit an int: on a device 64 bits cost several times
+// as much, and a block begins with this.
+struct Line {
+  int total, items;
+  KVANT_HD int begin(int item) const {
+    const int each = quotient(total, items);
+    return each * item + quotient((total - each * items) * item, items);
+  }
+};
+
+KVANT_HD inline Line make_line(const AttendParams& p, int total) {
+  Line line{total, p.blocks};
+  if (total <= p.least_units * (p.blocks - 1)) {
+    line.items = total > 0 ? quotient(total - 1, p.least_units) + 1 : 1;
+    // Of a number that the rows of work divide: where these are alike, no block then works on two, one after the other.
+    const int rows = p.batch * p.cache.kv_heads * p.row_blocks;
+    if (line.items > rows) line.items = quotient(line.items, rows) * rows;
+  }
+  return line;
+}
+
+KVANT_HD inline bool reads_exact(const CacheView& c, int length, int page, core::PageRef ref) {
+  if (ref.exact < 0 || ref.encoded < 0) return ref.exact >= 0;
+  return c.exact_ends().exact(length, page);
+}
+
+// Of a domain's pages, `cost` units each and the first `lead` more, those that begin before its unit `offset`. An item has
+// the pages that begin in it.
+KVANT_HD inline int pages_before(int offset, int lead, int cost) {
+  if (offset <= lead) return offset > 0 ? 1 : 0;
+  return cost == 1 ? offset - lead : quotient(offset - lead + cost - 1, cost);
+}
+
+struct SequenceCost {
+  int exact, encoded;  // units of one segment
+  int row_blocks;
+  KVANT_HD int segment() const { return exact + encoded; }  // of both domains
+  KVANT_HD int head() const { return segment() * row_blocks; }
+};
+
+KVANT_HD inline SequenceCost sequence_cost(const AttendParams& p, int length, int q_len) {
+  const VisiblePages pages = visible_pages(p, length, q_len);
+  const int exact = page_runs(pages, true).total(), encoded = page_runs(pages, false).total();
+  // Without any page there is a part, too, which leaves the merge a partial of nothing.
+  return {exact > 0 ? exact * p.exact_cost + p.part_cost : 0, encoded > 0 || exact == 0 ? encoded + p.part_cost : 0,
+          (q_len * p.group + p.rows - 1) >> p.row_bits};
+}
+
+}  // namespace kvant::cuda

@@ -1,0 +1,96 @@
+// Host side of the store: what comes out of it.
+#include <algorithm>
+
+#include "core/fmt.hpp"
+#include "cuda/read_back/read_back.hpp"
+#include "cuda/runtime/runtime.hpp"
+#include "cuda/store/store.hpp"
+
+namespace kvant::cuda {
+namespace {
+
+std::uint64_t count_of(std::int64_t n) {
+  return static_cast<std::uint64_t>(n);
+}
+
+ReadBackSide side_of(const MutableTensorView& t, const BasisArrays& basis, std::uint64_t first, std::uint64_t d) {
+  const bool calibrated = basis.kind == BasisKind::calibrated;
+  return {.rows = t.data,
+          .token_stride = t.stride[0],
+          .head_stride = t.stride[1],
+          .batch_stride = t.batch_stride,
+          .dtype = t.dtype,
+          .basis = basis.kind,
+          .center = calibrated ? basis.center + first * d : nullptr,
+          .inverse = calibrated ? basis.inverse + first * d * d : nullptr};
+}
+
+}  // namespace
+
+Status Store::decode(std::span<const core::DeviceRange> ranges, int layer, const MutableTensorView& keys,
+                     const MutableTensorView& values, Stream stream) {
+  std::int64_t rows = 0;
+  for (const core::DeviceRange& r : ranges) rows += r.end - r.begin;
+  if (rows > std::int64_t{1} << 30) {
+    return {Code::invalid_argument,
+            fmt::format("{} rows in one decode: {} is the most; decode fewer tokens at once", rows, 1 << 30)};
+  }
+  const Current current(config_.device);
+  const std::uint64_t first = count_of(layer) * count_of(config_.kv_heads), d = count_of(config_.head_dim);
+  ReadBackParams p{};
+  p.cache = view_;
+  p.side[0] = side_of(keys, k_basis_, first, d);
+  p.side[1] = side_of(values, v_basis_, first, d);
+  p.layer = layer;
+
+  std::int32_t row = 0;
+  const auto launch = [&]() -> Status {
+    if (p.entries == 0) return {};
+    KVANT_CUDA_TRY(read_back(config_.head_dim, p, limits_.multiprocessors, native(stream)));
+    p.entries = p.items = 0;
+    return {};
+  };
+  for (std::size_t i = 0; i < ranges.size(); ++i) {
+    const core::DeviceRange& r = ranges[i];
+    if (r.begin == r.end) continue;
+    p.entry[p.entries++] = {.index = r.index,
+                            .begin = r.begin,
+                            .end = r.end,
+                            .row_begin = row,
+                            .range = static_cast<std::int32_t>(i),
+                            .item_begin = p.items,
+                            .before_step = r.before_step ? 1 : 0};
+    p.items += (r.end - 1) / kPageTokens - r.begin / kPageTokens + 1;
+    row += r.end - r.begin;
+    if (p.entries < ReadBackParams::kMostEntries) continue;
+    if (Status s = launch(); !s) return s;
+  }
+  return launch();
+}
+
+Status Store::download(core::Pool pool, std::int32_t slot, int layer, int head, std::byte* block, Stream stream) {
+  const Current current(config_.device);
+  const bool exact = pool == core::Pool::exact;
+  const std::uint32_t bytes = exact ? view_.exact_layout.block_bytes : view_.encoded_layout.block_bytes;
+  const std::byte* from = (exact ? view_.exact : view_.encoded) +
+                          count_of(slot) * (exact ? view_.exact_slot_bytes : view_.encoded_slot_bytes) +
+                          (count_of(layer) * count_of(config_.kv_heads) + count_of(head)) * bytes;
+  KVANT_CUDA_TRY(cudaMemcpyAsync(block, from, bytes, cudaMemcpyDeviceToHost, native(stream)));
+  KVANT_CUDA_TRY(cudaStreamSynchronize(native(stream)));
+  return {};
+}
+
+Result<bool> Store::take_non_finite(Stream stream) {
+  const Current current(config_.device);
+  std::uint32_t flag = 0;
+  const auto fetch = [&]() -> Status {
+    KVANT_CUDA_TRY(cudaMemcpyAsync(&flag, non_finite_, sizeof(flag), cudaMemcpyDeviceToHost, native(stream)));
+    KVANT_CUDA_TRY(cudaMemsetAsync(non_finite_, 0, sizeof(flag), native(stream)));
+    KVANT_CUDA_TRY(cudaStreamSynchronize(native(stream)));
+    return {};
+  };
+  if (Status s = fetch(); !s) return s;
+  return flag != 0;
+}
+
+}  // namespace kvant::cuda

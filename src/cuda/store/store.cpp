@@ -1,0 +1,320 @@
+// Host side of the store: memory, and what goes into launches.
+#include "cuda/store/store.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "codec/rotation.hpp"
+#include "core/fmt.hpp"
+#include "cuda/runtime/built.hpp"
+#include "cuda/runtime/runtime.hpp"
+#include "cuda/store/tables.hpp"
+
+namespace kvant::cuda {
+
+namespace {
+
+const WriteKernel* find_write_kernel(int head_dim) {
+  static const WriteKernel kKernels[] = {
+#define KVANT_ENTRY(head_dim) write_kernel_of<head_dim>(),
+      KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
+#undef KVANT_ENTRY
+  };
+  for (const WriteKernel& k : kKernels) {
+    if (k.head_dim == head_dim) return &k;
+  }
+  return nullptr;
+}
+
+template <class T>
+std::uint64_t count_of(T n) {
+  return static_cast<std::uint64_t>(n);
+}
+
+Status check_config(const core::DeviceStoreConfig& c) {
+  if (find_write_kernel(c.head_dim) == nullptr) {
+    return {Code::unsupported, refuse_head_dim(instances(), c.head_dim)};
+  }
+  for (const bool values : {false, true}) {
+    const Format format = values ? c.encoded.v.format : c.encoded.k.format;
+    if (format != Format::f32 && !codec::is_lut(format)) continue;
+    return {Code::unsupported,
+            fmt::format("{} = {} on a device: f16, bf16, fp8 and tq2 to tq8 are supported; choose one of these, or use "
+                        "device = \"cpu\"",
+                        values ? "v" : "k", format == Format::f32 ? "f32" : "lut (imported tables)")};
+  }
+  if (c.ends.any() && c.exact_dtype == Dtype::f32) {
+    return {Code::unsupported, "exact = f32 on a device: exact pages are f16 or bf16 there"};
+  }
+  const std::int64_t table = std::int64_t{c.max_sequences} * c.max_pages;
+  if (table > std::int64_t{1} << 31) {
+    return {
+        Code::invalid_argument,
+        fmt::format("max_sequences = {} of {} pages each: the page table would have {} entries, and 2^31 is the most; "
+                    "lower max_sequences or max_sequence_tokens",
+                    c.max_sequences, c.max_pages, table)};
+  }
+  return {};
+}
+
+WriteParams write_params(const core::DeviceStoreConfig& c, const CacheView& view) {
+  WriteParams p{};
+  p.cache = view;
+  p.rotation_scale = codec::rotation_scale(c.head_dim);
+  p.rounding = c.ends.any() ? c.exact_dtype : Dtype::f32;
+  p.k.basis = c.k_basis;
+  p.v.basis = c.v_basis;
+  return p;
+}
+
+}  // namespace
+
+// --- memory ------------------------------------------------------------------------------------------------------------
+
+Store::Store(const core::DeviceStoreConfig& config) : config_(config), kernel_(find_write_kernel(config.head_dim)) {}
+
+Store::~Store() {
+  const Current current(config_.device);
+  for (void* memory : memory_) (void)cudaFree(memory);
+}
+
+Status Store::take(void** memory, std::uint64_t bytes, int fill, const char* what) {
+  *memory = nullptr;
+  if (bytes == 0) return {};
+  if (const cudaError_t error = cudaMalloc(memory, bytes); error != cudaSuccess) {
+    const Status status = failed("cudaMalloc", error);
+    return {status.code(),
+            fmt::format("{} bytes for {} (and {} taken before): {}", bytes, what, reserved_bytes_, status.message())};
+  }
+  memory_.push_back(*memory);
+  reserved_bytes_ += static_cast<std::int64_t>(bytes);
+  // On the default stream; allocate waits for the device before any other stream can see it.
+  KVANT_CUDA_TRY(cudaMemset(*memory, fill, bytes));
+  return {};
+}
+
+Status Store::upload(BasisArrays& side, const std::vector<CalibratedBasis>& list) {
+  const auto part = [&](const float*& array, std::vector<float> CalibratedBasis::*member) -> Status {
+    const std::size_t each = (list.front().*member).size();
+    void* memory = nullptr;
+    if (Status s = take(&memory, list.size() * each * sizeof(float), 0, "calibrated bases"); !s) return s;
+    for (std::size_t i = 0; i < list.size(); ++i) {
+      KVANT_CUDA_TRY(cudaMemcpy(static_cast<float*>(memory) + i * each, (list[i].*member).data(), each * sizeof(float),
+                                cudaMemcpyHostToDevice));
+    }
+    array = static_cast<const float*>(memory);
+    return {};
+  };
+  if (Status s = part(side.center, &CalibratedBasis::center); !s) return s;
+  if (Status s = part(side.matrix, &CalibratedBasis::matrix); !s) return s;
+  return part(side.inverse, &CalibratedBasis::inverse);
+}
+
+Status Store::allocate() {
+  const core::DeviceStoreConfig& c = config_;
+  const Current current(c.device);
+  if (current.error() != cudaSuccess) {
+    return failed(fmt::format("cudaSetDevice({})", c.device).c_str(), current.error());
+  }
+  const std::uint64_t blocks = count_of(c.layers) * count_of(c.kv_heads);
+  view_ = {.encoded = nullptr,
+           .exact = nullptr,
+           .encoded_slot_bytes = blocks * c.encoded.block_bytes,
+           .exact_slot_bytes = blocks * c.exact.block_bytes,
+           .encoded_layout = c.encoded,
+           .exact_layout = c.exact,
+           .pages = nullptr,
+           .sequences = nullptr,
+           .max_pages = c.max_pages,
+           .layers = c.layers,
+           .kv_heads = c.kv_heads,
+           .sink_pages = static_cast<std::int32_t>(c.ends.sink_pages),
+           .tail_pages = static_cast<std::int32_t>(c.ends.tail_pages)};
+  // Zeroed: kernels may load tokens that nothing was written to, and these must decode to finite numbers.
+  void* memory = nullptr;
+  if (Status s = take(&memory, count_of(c.encoded_slots) * view_.encoded_slot_bytes, 0, "encoded pages"); !s) return s;
+  view_.encoded = static_cast<std::byte*>(memory);
+  if (Status s = take(&memory, count_of(c.exact_slots) * view_.exact_slot_bytes, 0, "exact pages"); !s) return s;
+  view_.exact = static_cast<std::byte*>(memory);
+  static_assert(core::PageRef{}.exact == -1 && core::PageRef{}.encoded == -1, "all bits set");
+  const std::uint64_t table = count_of(c.max_sequences) * count_of(c.max_pages) * sizeof(core::PageRef);
+  if (Status s = take(&memory, table, 0xFF, "page tables"); !s) return s;
+  view_.pages = pages_ = static_cast<core::PageRef*>(memory);
+  if (Status s = take(&memory, count_of(c.max_sequences) * sizeof(SequenceState), 0, "lengths"); !s) return s;
+  view_.sequences = sequences_ = static_cast<SequenceState*>(memory);
+  if (Status s = take(&memory, sizeof(std::uint32_t), 0, "a flag"); !s) return s;
+  non_finite_ = static_cast<std::uint32_t*>(memory);
+
+  k_basis_.kind = c.k_basis;
+  v_basis_.kind = c.v_basis;
+  if (c.bases != nullptr) {
+    if (c.k_basis == BasisKind::calibrated) {
+      if (Status s = upload(k_basis_, c.bases->keys); !s) return s;
+    }
+    if (c.v_basis == BasisKind::calibrated) {
+      if (Status s = upload(v_basis_, c.bases->values); !s) return s;
+    }
+  }
+  config_.bases = nullptr;
+  const auto attribute = [&](int& value, cudaDeviceAttr which) {
+    return cudaDeviceGetAttribute(&value, which, c.device);
+  };
+  KVANT_CUDA_TRY(attribute(limits_.multiprocessors, cudaDevAttrMultiProcessorCount));
+  KVANT_CUDA_TRY(attribute(limits_.multiprocessor_shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor));
+  KVANT_CUDA_TRY(attribute(limits_.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin));
+  int major = 0;
+  KVANT_CUDA_TRY(attribute(major, cudaDevAttrComputeCapabilityMajor));
+  limits_.overlaps = major >= 9;
+  KVANT_CUDA_TRY(kernel_->prepare(write_params(c, view_), limits_));
+  KVANT_CUDA_TRY(cudaDeviceSynchronize());
+  return {};
+}
+
+Result<std::unique_ptr<core::DeviceStore>> make_store(const core::DeviceStoreConfig& config) {
+  if (Status s = check_config(config); !s) return s;
+  auto store = std::make_unique<Store>(config);
+  if (Status s = store->allocate(); !s) return s;
+  return std::unique_ptr<core::DeviceStore>(std::move(store));
+}
+
+// --- tables ------------------------------------------------------------------------------------------------------------
+
+void Store::set_page(std::int32_t index, std::int32_t page, core::PageRef ref) {
+  page_changes_.push_back({index, page, ref});
+}
+void Store::set_length(std::int32_t index, std::int64_t length, std::int64_t step_begin) {
+  length_changes_.push_back({index, {static_cast<std::int32_t>(length), static_cast<std::int32_t>(step_begin)}});
+}
+void Store::copy_slot(core::SlotCopy copy) {
+  copies_.push_back(copy);
+}
+
+Status Store::flush(Stream stream) {
+  if (page_changes_.empty() && length_changes_.empty() && copies_.empty()) return {};
+  const Current current(config_.device);
+  // A replay would set tables back to what they are now.
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  KVANT_CUDA_TRY(cudaStreamIsCapturing(native(stream), &capture));
+  if (capture != cudaStreamCaptureStatusNone) {
+    return {
+        Code::invalid_argument,
+        "the stream is being captured, and page tables must change for this call: their changes cannot be part of a "
+        "graph that is replayed; call Cache::reserve_ahead for the steps to come right before the capture"};
+  }
+  // The newest change of a page or a length counts. In one launch its threads would race with those of older ones.
+  const auto place = [](const PageChange& c) { return std::pair(c.index, c.page); };
+  std::stable_sort(page_changes_.begin(), page_changes_.end(),
+                   [&](const PageChange& a, const PageChange& b) { return place(a) < place(b); });
+  std::stable_sort(length_changes_.begin(), length_changes_.end(),
+                   [](const LengthChange& a, const LengthChange& b) { return a.index < b.index; });
+
+  CopyBatch copy{.encoded = view_.encoded,
+                 .exact = view_.exact,
+                 .encoded_slot_bytes = view_.encoded_slot_bytes,
+                 .exact_slot_bytes = view_.exact_slot_bytes,
+                 .count = 0,
+                 .copy = {}};
+  for (std::size_t i = 0; i < copies_.size(); i += kCopiesAtOnce) {
+    copy.count = static_cast<std::int32_t>(std::min<std::size_t>(kCopiesAtOnce, copies_.size() - i));
+    for (std::int32_t j = 0; j < copy.count; ++j) {
+      const core::SlotCopy& c = copies_[i + static_cast<std::size_t>(j)];
+      copy.copy[j] = {c.from, c.to, c.pool == core::Pool::exact};
+    }
+    KVANT_CUDA_TRY(copy_slots(copy, native(stream)));
+  }
+  PageBatch pages{.pages = pages_, .max_pages = config_.max_pages, .count = 0, .change = {}};
+  for (std::size_t i = 0; i < page_changes_.size(); ++i) {
+    const PageChange& c = page_changes_[i];
+    const bool newest = i + 1 == page_changes_.size() || place(page_changes_[i + 1]) != place(c);
+    if (newest) pages.change[pages.count++] = {c.index, c.page, c.ref};
+    if (pages.count == 0 || (pages.count < kPagesAtOnce && i + 1 < page_changes_.size())) continue;
+    KVANT_CUDA_TRY(set_pages(pages, native(stream)));
+    pages.count = 0;
+  }
+  LengthBatch lengths{.sequences = sequences_, .count = 0, .change = {}};
+  for (std::size_t i = 0; i < length_changes_.size(); ++i) {
+    const LengthChange& c = length_changes_[i];
+    const bool newest = i + 1 == length_changes_.size() || length_changes_[i + 1].index != c.index;
+    if (newest) lengths.change[lengths.count++] = {c.index, c.state};
+    if (lengths.count == 0 || (lengths.count < kLengthsAtOnce && i + 1 < length_changes_.size())) continue;
+    KVANT_CUDA_TRY(set_lengths(lengths, native(stream)));
+    lengths.count = 0;
+  }
+  copies_.clear();
+  page_changes_.clear();
+  length_changes_.clear();
+  return {};
+}
+
+// --- steps -------------------------------------------------------------------------------------------------------------
+
+Status Store::advance(std::span<const core::DeviceAppend> appends, Stream stream) {
+  const Current current(config_.device);
+  AdvanceBatch batch{.sequences = sequences_, .count = 0, .append = {}};
+  for (std::size_t i = 0; i < appends.size(); i += kAdvancesAtOnce) {
+    batch.count = static_cast<std::int32_t>(std::min<std::size_t>(kAdvancesAtOnce, appends.size() - i));
+    std::copy_n(appends.begin() + static_cast<std::ptrdiff_t>(i), batch.count, batch.append);
+    KVANT_CUDA_TRY(advance_lengths(batch, limits_.overlaps, native(stream)));
+  }
+  return {};
+}
+
+Status Store::write(std::span<const core::DeviceAppend> appends, int layer, const TensorView& keys,
+                    const TensorView& values, Stream stream) {
+  std::int64_t rows = 0;
+  for (const core::DeviceAppend& a : appends) rows += a.tokens;
+  if (rows > std::int64_t{1} << 30) {
+    return {Code::invalid_argument,
+            fmt::format("{} rows in one write: {} is the most; write fewer sequences at once", rows, 1 << 30)};
+  }
+  const Current current(config_.device);
+  WriteParams p = write_params(config_, view_);
+  const std::size_t first_basis = count_of(layer) * count_of(config_.kv_heads);
+  const auto d = count_of(config_.head_dim);
+  const auto set = [&](WriteSide& side, const TensorView& t, const BasisArrays& basis) {
+    side.rows = t.data;
+    side.token_stride = t.stride[0];
+    side.head_stride = t.stride[1];
+    side.dtype = t.dtype;
+    if (basis.kind != BasisKind::calibrated) return;
+    side.center = basis.center + first_basis * d;
+    side.matrix = basis.matrix + first_basis * d * d;
+  };
+  set(p.k, keys, k_basis_);
+  set(p.v, values, v_basis_);
+  p.non_finite = non_finite_;
+  p.layer = layer;
+
+  // As many sequences a launch as its parameters and its grid hold; of one sequence at least.
+  const std::int64_t most_items = (std::int64_t{1} << 30) / (2 * config_.kv_heads);
+  for (const core::DeviceAppend& a : appends) {
+    if (write_items(a.tokens, config_.ends.tail_pages) <= most_items) continue;
+    return {Code::invalid_argument,
+            fmt::format("{} tokens of one sequence in one write, with {} kv heads: {} is the most; append in parts",
+                        a.tokens, config_.kv_heads, most_items * kPageTokens)};
+  }
+  std::int32_t row = 0, most_tokens = 0;
+  std::int64_t items = 0;
+  for (std::size_t i = 0; i < appends.size(); ++i) {
+    const auto each = static_cast<std::int32_t>(write_items(appends[i].tokens, config_.ends.tail_pages));
+    if (p.entries == 0) p.items_each = each, p.tokens = 0;
+    if (each != p.items_each) p.items_each = 0;
+    p.entry[p.entries++] = {appends[i].index, row, static_cast<std::int32_t>(items)};
+    items += each;
+    p.tokens += appends[i].tokens;
+    row += appends[i].tokens;
+    most_tokens = std::max(most_tokens, appends[i].tokens);
+    const bool full =
+        p.entries == WriteParams::kMostEntries ||
+        (i + 1 < appends.size() && items + write_items(appends[i + 1].tokens, config_.ends.tail_pages) > most_items);
+    if (!full && i + 1 < appends.size()) continue;
+    p.items = static_cast<std::int32_t>(items);
+    KVANT_CUDA_TRY(kernel_->launch(p, most_tokens, limits_, native(stream)));
+    p.entries = 0;
+    items = 0;
+    most_tokens = 0;
+  }
+  return {};
+}
+
+}  // namespace kvant::cuda

@@ -1,0 +1,84 @@
+// A cache's pages in device memory (core::DeviceStore). All memory is taken when it is made and given back when it goes.
+//
+// What the host records travels in kernels' parameters: no staging buffer, nothing to wait for, and a launch that is being
+// captured keeps its own copy.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/device.hpp"
+#include "cuda/append/write.hpp"
+#include "cuda/view.hpp"
+
+namespace kvant::cuda {
+
+// Of one side (keys or values) of all layers and kv heads; index layer * kv_heads + head. Null unless calibrated.
+struct BasisArrays {
+  BasisKind kind = BasisKind::none;
+  const float* center = nullptr;   // [layers * kv_heads][D]
+  const float* matrix = nullptr;   // [layers * kv_heads][D][D]
+  const float* inverse = nullptr;  // [layers * kv_heads][D][D]
+};
+
+class Store final : public core::DeviceStore {
+ public:
+  explicit Store(const core::DeviceStoreConfig& config);
+  Store(const Store&) = delete;
+  Store& operator=(const Store&) = delete;
+  ~Store() override;
+  Status allocate();  // once, before anything else
+
+  [[nodiscard]] int device() const noexcept { return config_.device; }
+  [[nodiscard]] const DeviceLimits& limits() const noexcept { return limits_; }
+  [[nodiscard]] const CacheView& view() const noexcept { return view_; }
+  [[nodiscard]] const BasisArrays& k_basis() const noexcept { return k_basis_; }
+  [[nodiscard]] const BasisArrays& v_basis() const noexcept { return v_basis_; }
+  [[nodiscard]] const core::DeviceStoreConfig& config() const noexcept { return config_; }  // bases: null
+
+  [[nodiscard]] std::int64_t reserved_bytes() const noexcept override { return reserved_bytes_; }
+  void set_page(std::int32_t index, std::int32_t page, core::PageRef ref) override;
+  void set_length(std::int32_t index, std::int64_t length, std::int64_t step_begin) override;
+  void copy_slot(core::SlotCopy copy) override;
+  Status flush(Stream stream) override;
+  Status advance(std::span<const core::DeviceAppend> appends, Stream stream) override;
+  Status write(std::span<const core::DeviceAppend> appends, int layer, const TensorView& keys, const TensorView& values,
+               Stream stream) override;
+  Status decode(std::span<const core::DeviceRange> ranges, int layer, const MutableTensorView& keys,
+                const MutableTensorView& values, Stream stream) override;
+  Status download(core::Pool pool, std::int32_t slot, int layer, int head, std::byte* block, Stream stream) override;
+  Result<bool> take_non_finite(Stream stream) override;
+
+ private:
+  struct PageChange {
+    std::int32_t index, page;
+    core::PageRef ref;
+  };
+  struct LengthChange {
+    std::int32_t index;
+    SequenceState state;
+  };
+  Status take(void** memory, std::uint64_t bytes, int fill, const char* what);
+  Status upload(BasisArrays& side, const std::vector<CalibratedBasis>& list);
+
+  core::DeviceStoreConfig config_;
+  CacheView view_{};
+  BasisArrays k_basis_, v_basis_;
+  const WriteKernel* kernel_ = nullptr;
+  DeviceLimits limits_{};
+  core::PageRef* pages_ = nullptr;
+  SequenceState* sequences_ = nullptr;
+  std::uint32_t* non_finite_ = nullptr;
+  std::vector<void*> memory_;
+  std::int64_t reserved_bytes_ = 0;
+  std::vector<PageChange> page_changes_;
+  std::vector<LengthChange> length_changes_;
+  std::vector<core::SlotCopy> copies_;
+};
+
+Result<std::unique_ptr<core::DeviceStore>> make_store(const core::DeviceStoreConfig& config);
+
+}  // namespace kvant::cuda

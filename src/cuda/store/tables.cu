@@ -1,0 +1,64 @@
+#include "cuda/store/tables.hpp"
+
+#include "cuda/runtime/ptx.cuh"
+#include "cuda/runtime/runtime.hpp"
+
+namespace kvant::cuda {
+namespace {
+
+__global__ void set_pages_kernel(const __grid_constant__ PageBatch batch) {
+  const auto i = static_cast<int>(threadIdx.x);
+  if (i >= batch.count) return;
+  const auto& change = batch.change[i];
+  batch.pages[static_cast<std::int64_t>(change.index) * batch.max_pages + change.page] = change.ref;
+}
+
+__global__ void set_lengths_kernel(const __grid_constant__ LengthBatch batch) {
+  const auto i = static_cast<int>(threadIdx.x);
+  if (i < batch.count) batch.sequences[batch.change[i].index] = batch.change[i].state;
+}
+
+// Between the last step's kernels and this one's, which can begin meanwhile and wait before they read lengths.
+__global__ void advance_kernel(const __grid_constant__ AdvanceBatch batch) {
+  ptx::wait_prerequisites();
+  ptx::launch_dependents();
+  const auto i = static_cast<int>(threadIdx.x);
+  if (i >= batch.count) return;
+  SequenceState& s = batch.sequences[batch.append[i].index];
+  const std::int32_t length = s.length;
+  s = {.length = length + batch.append[i].tokens, .step_begin = length};
+}
+
+// One slot a row of the grid. Slots are whole multiples of 64 bytes.
+__global__ void copy_slots_kernel(const __grid_constant__ CopyBatch batch) {
+  const auto& copy = batch.copy[blockIdx.y];
+  std::byte* pool = copy.exact ? batch.exact : batch.encoded;
+  const std::uint64_t bytes = copy.exact ? batch.exact_slot_bytes : batch.encoded_slot_bytes;
+  const auto* from = reinterpret_cast<const uint4*>(pool + static_cast<std::uint64_t>(copy.from) * bytes);
+  auto* to = reinterpret_cast<uint4*>(pool + static_cast<std::uint64_t>(copy.to) * bytes);
+  const std::uint64_t stride = std::uint64_t{gridDim.x} * blockDim.x;
+  for (std::uint64_t i = std::uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < bytes / sizeof(uint4); i += stride) {
+    to[i] = from[i];
+  }
+}
+
+}  // namespace
+
+cudaError_t set_pages(const PageBatch& batch, cudaStream_t stream) {
+  set_pages_kernel<<<1, kPagesAtOnce, 0, stream>>>(batch);
+  return cudaGetLastError();
+}
+cudaError_t set_lengths(const LengthBatch& batch, cudaStream_t stream) {
+  set_lengths_kernel<<<1, kLengthsAtOnce, 0, stream>>>(batch);
+  return cudaGetLastError();
+}
+cudaError_t advance_lengths(const AdvanceBatch& batch, bool overlaps, cudaStream_t stream) {
+  const Launch launch(1, kAdvancesAtOnce, stream, overlaps);
+  return cudaLaunchKernelEx(&launch.config, advance_kernel, batch);
+}
+cudaError_t copy_slots(const CopyBatch& batch, cudaStream_t stream) {
+  copy_slots_kernel<<<dim3(32, static_cast<unsigned>(batch.count)), 256, 0, stream>>>(batch);
+  return cudaGetLastError();
+}
+
+}  // namespace kvant::cuda
