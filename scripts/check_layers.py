@@ -18,7 +18,7 @@ for rank, names in enumerate(ORDER):
 
 # The same for the folders of src/cuda. Of the files that lie in it itself, view.hpp and instances.hpp
 # (which CMake makes) are above all folders, others are below.
-CUDA_ORDER = [("view.hpp", "instances.hpp"), "runtime", "tile", "schedule", ("append", "mask", "merge", "read_back"), "decode", "store", "plan"]
+CUDA_ORDER = [("view.hpp", "instances.hpp"), "runtime", "tile", "schedule", ("append", "mask", "merge", "read_back"), ("decode", "prefill_sm90"), "store", "plan"]
 CUDA_RANK = {}
 for rank, names in enumerate(CUDA_ORDER):
     for name in (names,) if isinstance(names, str) else names:

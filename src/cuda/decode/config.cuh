@@ -5,12 +5,12 @@
 #include "cuda/decode/shared_plan.hpp"
 #include "cuda/schedule/params.hpp"
 #include "cuda/schedule/schedule.cuh"
+#include "cuda/tile/logits.cuh"
 #include "cuda/tile/tiles.cuh"
 #include "cuda/tile/warp_vector.cuh"
 
 namespace kvant::cuda {
 
-inline constexpr float kNone = -__builtin_huge_valf();
 inline constexpr int kWarps = kAttendWarps, kWideWarps = 8;  // of a block, and of a wide kernel's (wide.cuh)
 // Blocks that a multiprocessor should hold, by what registers allow: 128, 168 or 255 a thread.
 constexpr int most_blocks(int column_tiles, int channels) {

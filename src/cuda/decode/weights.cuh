@@ -5,15 +5,6 @@
 
 namespace kvant::cuda {
 
-// cap * tanh(x / cap)
-__device__ __forceinline__ float capped(float x, float cap, float inverse) {
-  const float z = x * inverse, square = z * z;
-  // tanh z = 1 - 2 / (1 + e^2z), which leaves nothing of a small z: that takes the first terms of its series.
-  const float large = fmaf(-2.0f, ptx::rcp(1.0f + ptx::ex2(z * (2.0f * kLog2e))), 1.0f);
-  const float small = z * fmaf(square, fmaf(square, fmaf(square, -17.0f / 315.0f, 2.0f / 15.0f), -1.0f / 3.0f), 1.0f);
-  return cap * (square < 0.0625f ? small : large);
-}
-
 // Logit transforms of an encoded page that every row sees. Scores in log2 units in and out.
 template <Format KF, Format VF, int D, int NT, int BW>
 __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::transform_seen(const Part& part, int page,

@@ -315,7 +315,7 @@ std::string DecodePlan::explain() const {
                    codec::is_dense(prefill_.k) ? "16-bit floats"
                                                : "encoded pages f16 (levels are exact in it), exact pages as they are stored");
     fmt::format_to(out, "blocks     {} of {} threads, {} bytes of shared memory each; {} tiles, keys of {} heads at once\n",
-                   std::min(schedule_.tiles, store_.limits().multiprocessors), prefill::kThreads, prefill_.shared_bytes,
+                   std::min(schedule_.tiles, store_.limits().multiprocessors), prefill_.threads, prefill_.shared_bytes,
                    schedule_.tiles, schedule_.heads_at_once);
     return s;
   }

@@ -95,7 +95,7 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config) {
 Status DecodePlan::run_prefill(AttendParams& p, Stream stream) const {
   prefill::Schedule schedule = schedule_;
   void* arguments[] = {&p, &schedule};
-  Launch launch(static_cast<unsigned>(std::min(schedule.tiles, store_.limits().multiprocessors)), prefill::kThreads,
+  Launch launch(static_cast<unsigned>(std::min(schedule.tiles, store_.limits().multiprocessors)), prefill_.threads,
                 native(stream), store_.limits().overlaps);
   launch.config.dynamicSmemBytes = static_cast<std::size_t>(prefill_.shared_bytes);
   KVANT_CUDA_TRY(cudaLaunchKernelExC(&launch.config, prefill_.function, arguments));

@@ -1,215 +1,18 @@
 // The prefill kernel of one (key format, value format, head_dim): see shape.hpp.
 #pragma once
 
-#include "cuda/decode/weights.cuh"
-#include "cuda/prefill_sm90/pages.cuh"
+#include "cuda/prefill_sm90/producer.cuh"
 #include "cuda/prefill_sm90/rotate.cuh"
 #include "cuda/prefill_sm90/wgmma.cuh"
+#include "cuda/tile/element.cuh"
+#include "cuda/tile/logits.cuh"
 
 namespace kvant::cuda::prefill {
 
-inline constexpr int kNoPage = -1;  // in a stage: the domain's pages are at an end
-
-__device__ __forceinline__ void fence_for_products() {  // PTX ISA 9.7.13.4: ordinary writes, before products read them
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
 template <int kThreadCount>
-__device__ __forceinline__ void barrier_arrive(int which) {  // 9.7.13.1
+__device__ __forceinline__ void barrier_arrive(int which) {  // PTX ISA 9.7.13.1
   asm volatile("bar.arrive %0, %1;" ::"r"(which), "n"(kThreadCount) : "memory");
 }
-
-// Stages as producer and consumers take them in turn.
-template <int D>
-struct Ring {
-  using S = Shape<D>;
-  std::uint32_t full, empty;  // barriers of stage 0
-  int turn = 0;
-  __device__ int stage() const { return turn % S::kStages; }
-  __device__ void wait_full() const { ptx::mbarrier_wait(full + 8 * stage(), static_cast<std::uint32_t>(turn / S::kStages) & 1); }
-  __device__ void wait_empty() const { ptx::mbarrier_wait(empty + 8 * stage(), static_cast<std::uint32_t>(turn / S::kStages) & 1 ^ 1); }
-  __device__ void arrive_full() const { ptx::mbarrier_arrive(full + 8 * stage()); }
-  __device__ void arrive_empty() const {
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty + 8 * stage());
-  }
-};
-
-// --- producer ------------------------------------------------------------------------------------------------------------
-
-template <Format KF, Format VF, int D>
-struct Producer {
-  using S = Shape<D>;
-  static constexpr int kUnits = (2 * D + 127) / 128;  // of a side, a thread
-  static constexpr codec::PageLayout kLayout = codec::page_layout(KF, VF, D);
-  static constexpr bool kManyKeyScales = side_scale_groups(KF, D) > 1, kManyValueScales = side_scale_groups(VF, D) > 1;
-
-  const AttendParams& p;
-  std::byte* shared;
-  int thread;
-  Ring<D> keys, values;
-
-  template <Format F, bool kValues>
-  struct Side {
-    Unit<F> unit[kUnits];
-    std::uint32_t scales[side_scale_groups(F, D) > 0 ? side_scale_groups(F, D) : 1];  // of this thread's token, thread % 64
-  };
-
-  template <Format F, bool kValues>
-  __device__ void load(const std::byte* block, Side<F, kValues>& side) const {
-    constexpr codec::SideLayout kSide = kValues ? kLayout.v : kLayout.k;
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      const int unit = i * 128 + thread;
-      if (2 * D % 128 == 0 || unit < 2 * D) load_unit<F, D, kValues>(block, kSide, unit, side.unit[i]);
-    }
-#pragma unroll
-    for (int g = 0; g < side_scale_groups(F, D); ++g)
-      side.scales[g] = __ldg(reinterpret_cast<const unsigned short*>(block + kSide.scale_offset) + g * kPageTokens + thread % 64);
-  }
-
-  // The factors of keys or values, by threads 0 to 63.
-  template <Format F, bool kValues>
-  __device__ void store_factors(std::byte* to, const Side<F, kValues>& side) const {
-    constexpr int kGroups = side_scale_groups(F, D);
-    if (thread >= kPageTokens) return;
-    float largest = 0.0f;
-    bool poisoned = false;
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const float scale = ptx::f16_to_f32(static_cast<std::uint16_t>(side.scales[g]));
-      poisoned = poisoned || scale != scale;
-      largest = fmaxf(largest, scale);
-    }
-    if constexpr (kGroups > 1) {
-      auto* ratios = reinterpret_cast<std::uint16_t*>(to + 4 * kPageTokens);
-      const float inverse = largest > 0.0f ? 1.0f / largest : 0.0f;
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        const float ratio = ptx::f16_to_f32(static_cast<std::uint16_t>(side.scales[g])) * inverse;
-        ratios[g * kPageTokens + thread] = static_cast<std::uint16_t>(ptx::f16x2(ratio == ratio ? ratio : 0.0f, 0.0f));
-      }
-    }
-    // Who sees a value that is not a number gets none, through the key; to others it is 0.
-    if (poisoned) largest = kValues ? 0.0f : __int_as_float(0x7FC00000);
-    reinterpret_cast<float*>(to)[thread] = largest * (F == Format::fp8 ? 256.0f : 1.0f);
-  }
-
-  // One side of a page into its stage. `poison`: the value's scales, for keys.
-  template <Format F, bool kValues>
-  __device__ void store(const Side<F, kValues>& side, int stage, const Constants<F>& constants) const {
-    constexpr bool kMany = side_scale_groups(F, D) > 1;
-    std::byte* factors = shared + (kValues ? S::kValueFactorsAt : S::kKeyFactorsAt) + stage * S::kFactors;
-    store_factors<F, kValues>(factors, side);
-    if constexpr (kMany) ptx::barrier<128>(kProducerBarrier);
-    std::byte* tile = shared + (kValues ? S::kValuesAt : S::kKeysAt) + stage * S::kTile;
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      const int unit = i * 128 + thread;
-      if (2 * D % 128 == 0 || unit < 2 * D) {
-        store_unit<F, D, kValues, kMany>(tile, unit, side.unit[i], constants,
-                                         reinterpret_cast<const std::uint16_t*>(factors + 4 * kPageTokens));
-      }
-    }
-    fence_for_products();
-  }
-  static constexpr int kProducerBarrier = 7;
-
-  __device__ int* page_of_stage(int stage) const { return reinterpret_cast<int*>(shared + S::kPagesAt) + stage; }
-  __device__ const std::byte* block_of(const Tile& tile, bool exact, int slot) const {
-    const CacheView& c = p.cache;
-    const std::uint64_t in_slot = static_cast<std::uint64_t>(p.layer * c.kv_heads + tile.kv_head) *
-                                  (exact ? c.exact_layout.block_bytes : kLayout.block_bytes);
-    return (exact ? c.exact : c.encoded) + static_cast<std::uint64_t>(slot) * (exact ? c.exact_slot_bytes : c.encoded_slot_bytes) + in_slot;
-  }
-  __device__ void end_of_pages() {
-    keys.wait_empty();
-    if (thread == 0) *page_of_stage(keys.stage()) = kNoPage;
-    keys.arrive_full();
-    ++keys.turn;
-  }
-
-  // Encoded pages. The next page's codes are on their way to registers while this one's are unpacked.
-  __device__ void encoded_pages(const Tile& tile, const Constants<KF>& key_constants, const Constants<VF>& value_constants) {
-    Walk walk(p, tile, core::kEncoded);
-    int page;
-    int slot = walk.next(page);
-    Side<KF, false> k;
-    Side<VF, true> v;
-    if (page >= 0) {
-      const std::byte* block = block_of(tile, false, slot);
-      load<KF, false>(block, k);
-      load<VF, true>(block, v);
-    }
-    while (page >= 0) {
-      int next_page;
-      const int next_slot = walk.next(next_page);
-      const std::byte* next = block_of(tile, false, next_slot);
-      keys.wait_empty();
-      // A value that is not a number: its key's factor becomes none.
-      bool poisoned = false;
-      if (thread < kPageTokens) {
-#pragma unroll
-        for (int g = 0; g < side_scale_groups(VF, D); ++g) poisoned = poisoned || (v.scales[g] & 0x7FFFu) > 0x7C00u;
-        if (poisoned) k.scales[0] = 0x7E00u;
-      }
-      store<KF, false>(k, keys.stage(), key_constants);
-      if (thread == 0) *page_of_stage(keys.stage()) = page;
-      keys.arrive_full();
-      ++keys.turn;
-      if (next_page >= 0) load<KF, false>(next, k);
-      values.wait_empty();
-      store<VF, true>(v, values.stage(), value_constants);
-      values.arrive_full();
-      ++values.turn;
-      if (next_page >= 0) load<VF, true>(next, v);
-      page = next_page;
-    }
-    end_of_pages();
-  }
-
-  __device__ void copy_rows(const std::byte* rows, std::byte* tile) const {
-    const std::uint32_t to = ptx::shared_address(tile);
-#pragma unroll
-    for (int i = 0; i < D / 16; ++i) {
-      const int at = i * 128 + thread, token = at / (D / 8), c = at % (D / 8);
-      ptx::copy16<0, 0>(to + place_by_token<D>(token, c), rows + 16 * at);
-    }
-  }
-  // Pages of dense rows, copied as they are; one more copy is on its way while another is waited for.
-  __device__ void dense_pages(const Tile& tile, int domain) {
-    Walk walk(p, tile, domain);
-    const codec::PageLayout& layout = domain == core::kExact ? p.cache.exact_layout : p.cache.encoded_layout;
-    Ring<D> told_keys = keys, told_values = values;
-    bool value_is_next = false;
-    // Of the copy two before the newest: it is here.
-    const auto tell = [&] {
-      fence_for_products();
-      Ring<D>& ring = value_is_next ? told_values : told_keys;
-      ring.arrive_full();
-      ++ring.turn, value_is_next = !value_is_next;
-    };
-    int page, copies = 0;
-    for (int slot = walk.next(page); page >= 0; slot = walk.next(page)) {
-      const std::byte* block = block_of(tile, domain == core::kExact, slot);
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        Ring<D>& ring = side == 0 ? keys : values;
-        ring.wait_empty();
-        copy_rows(block + (side == 0 ? layout.k : layout.v).plane_offset[0],
-                  shared + (side == 0 ? S::kKeysAt : S::kValuesAt) + ring.stage() * S::kTile);
-        if (side == 0 && thread == 0) *page_of_stage(ring.stage()) = page;
-        ++ring.turn;
-        ptx::copy_commit();
-        if (++copies > 2) {
-          ptx::copy_wait<2>();
-          tell();
-        }
-      }
-    }
-    ptx::copy_wait<0>();
-    for (int i = copies < 2 ? copies : 2; i > 0; --i) tell();
-    end_of_pages();
-  }
-};
 
 // --- consumers -------------------------------------------------------------------------------------------------------------
 
@@ -644,7 +447,7 @@ struct Consumer {
 // --- the kernel ------------------------------------------------------------------------------------------------------------
 
 template <Format KF, Format VF, int D>
-__global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_constant__ AttendParams p, const Schedule schedule) {
+__global__ void __launch_bounds__(Shape<D>::kThreads, 1) prefill_kernel(const __grid_constant__ AttendParams p, const Schedule schedule) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using S = Shape<D>;
   extern __shared__ __align__(1024) std::byte shared[];
@@ -667,24 +470,19 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   const Ring<D> keys{barriers, barriers + 8 * S::kStages};
   const Ring<D> values{barriers + 16 * S::kStages, barriers + 24 * S::kStages};
   const int rounds = (schedule.tiles + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
-  if (role == kConsumers) {
+  if (role >= kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kProducerRegisters));
-    Producer<KF, VF, D> producer{p, shared, static_cast<int>(threadIdx.x) % 128, keys, values};
-    Constants<KF> key_constants;
-    Constants<VF> value_constants;
-    if constexpr (!is_half(KF)) {
-      key_constants.get(constants[0]);
-      value_constants.get(constants[1]);
-    }
-    for (int round = 0; round < rounds; ++round) {
-      Tile tile;
-      if (!find_tile(p, schedule, tile_number(round), tile)) continue;
-      if constexpr (is_half(KF)) {
-        producer.dense_pages(tile, core::kEncoded);
-      } else {
-        producer.encoded_pages(tile, key_constants, value_constants);
-        producer.dense_pages(tile, core::kExact);
-      }
+    __shared__ PageList lists[4 * S::kProducers];
+    PageList& list = lists[threadIdx.x / 32 - 4 * kConsumers];
+    const auto bring = [&]<bool kKeysToo, bool kValuesToo>() {
+      bring_pages<KF, VF, D, kKeysToo, kValuesToo>(p, shared, schedule, rounds, keys, values, constants[0], constants[1], list);
+    };
+    if constexpr (S::kProducers == 1) {
+      bring.template operator()<true, true>();
+    } else if (role == kConsumers) {
+      bring.template operator()<true, false>();
+    } else {
+      bring.template operator()<false, true>();
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kConsumerRegisters));

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/prefill_sm90/shape.hpp"
-#include "cuda/schedule/schedule.hpp"
+#include "cuda/schedule/schedule.cuh"
 #include "cuda/tile/tiles.cuh"
 
 namespace kvant::cuda::prefill {
@@ -54,24 +54,34 @@ __device__ __forceinline__ bool find_tile(const AttendParams& p, const Schedule&
 
 // --- which pages -------------------------------------------------------------------------------------------------------
 
+// A tile and the runs of its pages; of one warp.
+struct PageList {
+  Tile tile;
+  PageRuns runs;
+  int total;
+};
+
 // The pages of one domain in order; every warp for itself, a lane for each of 32 in the page table.
 struct Walk {
-  const AttendParams& p;
-  const Tile& tile;
   int domain;
-  PageRuns runs;
-  int total, base;    // pages of the runs; the first of these 32
-  int slot, flags;    // of this lane's page
-  unsigned left;      // of the 32
+  int base;         // the first of these 32
+  int slot, flags;  // of this lane's page
+  unsigned left;    // of the 32
 
-  __device__ Walk(const AttendParams& params, const Tile& t, int of)
-      : p(params), tile(t), domain(of), runs(page_runs(t.pages, of == core::kExact)), total(runs.total()), base(-32), left(0) {}
+  __device__ void begin(PageList& list, int of) {
+    domain = of, base = -32, left = 0;
+    __syncwarp();  // every lane writes the same
+    list.runs = page_runs(list.tile.pages, of == core::kExact);
+    list.total = list.runs.total();
+    __syncwarp();
+  }
 
-  __device__ void load() {
+  __device__ __forceinline__ void load(const AttendParams& p, const PageList& list) {
+    const Tile& tile = list.tile;
     const int lane = threadIdx.x % 32, use = base + lane;
     slot = -1, flags = 0;
-    if (use < total) {
-      const int page = runs.page(use);
+    if (use < list.total) {
+      const int page = list.runs.page(use);
       const int2 pair = *reinterpret_cast<const int2*>(
           p.cache.pages + static_cast<std::size_t>(tile.batch.index) * static_cast<std::size_t>(p.cache.max_pages) + page);
       const core::PageRef ref{pair.x, pair.y};
@@ -90,11 +100,11 @@ struct Walk {
     left = __ballot_sync(~0u, slot >= 0);
   }
   // The next page's slot, and its number with whether rows see different parts of it in the last bit; -1: none is left.
-  __device__ int next(int& page) {
+  __device__ __forceinline__ int next(const AttendParams& p, const PageList& list, int& page) {
     while (left == 0) {
       base += 32;
-      if (base >= total) return page = -1;
-      load();
+      if (base >= list.total) return page = -1;
+      load(p, list);
     }
     const int lane = __ffs(static_cast<int>(left)) - 1;
     left &= left - 1;

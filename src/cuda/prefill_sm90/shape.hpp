@@ -1,7 +1,7 @@
 // Prefill on Hopper: how a block shares its work and its shared memory. Host and device.
 //
 // A tile is 128 rows of one (sequence, kv head): row = query * group + head-in-group, as in decode. Two consumer warpgroups have 64 rows
-// each, one producer warpgroup brings pages: it unpacks codes to f16 (levels are exact in it) or copies dense rows, into
+// each, one producer warpgroup brings the keys of pages, another the values: they unpack codes to f16 (levels are exact in f16) or copy dense rows, into
 // swizzled tiles of shared memory that wgmma reads. A page's key scales multiply the columns of the scores, its value scales the
 // weights. Encoded pages come first, multiplied with rotated queries; then the sums are rotated back in registers and exact pages
 // follow, multiplied with the queries as given. So there are no partial results and no merge.
@@ -17,13 +17,13 @@ namespace kvant::cuda::prefill {
 
 inline constexpr int kConsumers = 2;  // warpgroups
 inline constexpr int kRows = 64 * kConsumers;
-inline constexpr int kThreads = 128 * (kConsumers + 1);
 
 struct Kernel {
   Format k, v;
   int head_dim;
   const void* function;  // takes an AttendParams and a Schedule
   int shared_bytes;
+  int threads;
 };
 
 // Tiles in the order that blocks take them: those of heads whose keys fit the L2 cache together, and of these the longest first.
@@ -49,9 +49,12 @@ struct Shape {
   static constexpr int kSwizzle = D % 64 == 0 ? 128 : 64;  // bytes of a row of a box of channels
   static constexpr int kChannels = kSwizzle / 2;           // of a box
   static constexpr int kTile = kPageTokens * D * 2;        // of keys or values
-  // Of a thread: a row of sums takes D / 2 of a consumer's, and three threads share the 504 registers that they begin with.
-  static constexpr int kConsumerRegisters = D <= 128 ? 184 : D <= 192 ? 200 : 208;
-  static constexpr int kProducerRegisters = 504 - kConsumers * kConsumerRegisters;
+  // Warpgroups: where sums leave registers for it, keys and values have one each.
+  static constexpr int kProducers = D <= 128 ? 2 : 1;
+  static constexpr int kThreads = 128 * (kConsumers + kProducers);
+  // Of a thread, which all begin with the same share of 65536: a row of sums takes D / 2 of a consumer's.
+  static constexpr int kConsumerRegisters = D <= 128 ? 168 : D <= 192 ? 200 : 208;
+  static constexpr int kProducerRegisters = kProducers == 2 ? 256 - kConsumerRegisters : 504 - kConsumers * kConsumerRegisters;
   static constexpr int kStages = D <= 128 ? 4 : D <= 192 ? 3 : 2;
   static constexpr int kQueries = 64 * D * 2;  // of a warpgroup
   static constexpr int kKeysAt = kConsumers * kQueries, kValuesAt = kKeysAt + kStages * kTile;

@@ -1,0 +1,254 @@
+// The producers: one warpgroup brings the keys of a tile's pages into stages of shared memory, another the values.
+#pragma once
+
+#include "cuda/prefill_sm90/pages.cuh"
+
+namespace kvant::cuda::prefill {
+
+inline constexpr int kNoPage = -1;  // in a stage: the domain's pages are at an end
+
+__device__ __forceinline__ void fence_for_products() {  // PTX ISA 9.7.13.4: ordinary writes, before products read them
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Stages as producer and consumers take them in turn.
+template <int D>
+struct Ring {
+  using S = Shape<D>;
+  std::uint32_t full, empty;  // barriers of stage 0
+  int turn = 0;
+  __device__ int stage() const { return turn % S::kStages; }
+  __device__ std::uint32_t parity() const { return static_cast<std::uint32_t>(turn / S::kStages) & 1; }
+  __device__ void wait_full() const { ptx::mbarrier_wait(full + 8 * stage(), parity()); }
+  __device__ void wait_empty() const { ptx::mbarrier_wait(empty + 8 * stage(), parity() ^ 1); }
+  __device__ void arrive_full() const { ptx::mbarrier_arrive(full + 8 * stage()); }
+  __device__ void arrive_empty() const {
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty + 8 * stage());
+  }
+};
+
+// Of keys, or of values.
+//
+// What a warp needs of its tile, a PageList, is in shared memory, because a producer has few registers.
+template <Format KF, Format VF, int D, bool kValues>
+struct Producer {
+  using S = Shape<D>;
+  static constexpr Format F = kValues ? VF : KF;
+  static constexpr int kUnits = (2 * D + 127) / 128;  // of a thread
+  static constexpr codec::PageLayout kLayout = codec::page_layout(KF, VF, D);
+  static constexpr codec::SideLayout kSide = kValues ? kLayout.v : kLayout.k;
+  static constexpr int kScales = side_scale_groups(F, D), kValueScales = side_scale_groups(VF, D);
+  static constexpr int kLate = S::kStages > 2 ? 2 : 1;  // pages of dense rows that are on their way at once
+
+  const AttendParams& p;
+  std::byte* shared;
+  int thread;
+  Ring<D> ring;
+
+  struct Page {
+    Unit<F> unit[kUnits];
+    std::uint32_t scales[kScales > 0 ? kScales : 1];  // of this thread's token, thread % 64
+    bool poisoned;                                    // of keys: the token's value is not a number
+  };
+
+  __device__ std::uint32_t load_scale(const std::byte* scales, int group) const {
+    return __ldg(reinterpret_cast<const unsigned short*>(scales) + group * kPageTokens + thread % kPageTokens);
+  }
+  __device__ __forceinline__ void load(const std::byte* block, Page& page) const {
+    constexpr codec::SideLayout side = kSide, value_side = kLayout.v;
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      const int unit = i * 128 + thread;
+      if (2 * D % 128 == 0 || unit < 2 * D) load_unit<F, D, kValues>(block, side, unit, page.unit[i]);
+    }
+#pragma unroll
+    for (int g = 0; g < kScales; ++g) page.scales[g] = load_scale(block + side.scale_offset, g);
+    page.poisoned = false;
+    if constexpr (!kValues) {
+#pragma unroll
+      for (int g = 0; g < kValueScales; ++g)
+        page.poisoned = page.poisoned || (load_scale(block + value_side.scale_offset, g) & 0x7FFFu) > 0x7C00u;
+    }
+  }
+
+  // The factors of the page's vectors, by threads 0 to 63.
+  __device__ __forceinline__ void store_factors(std::byte* to, const Page& page) const {
+    if (thread >= kPageTokens) return;
+    float largest = 0.0f;
+    bool poisoned = page.poisoned;
+#pragma unroll
+    for (int g = 0; g < kScales; ++g) {
+      const float scale = ptx::f16_to_f32(static_cast<std::uint16_t>(page.scales[g]));
+      poisoned = poisoned || scale != scale;
+      largest = fmaxf(largest, scale);
+    }
+    if constexpr (kScales > 1) {
+      auto* ratios = reinterpret_cast<std::uint16_t*>(to + 4 * kPageTokens);
+      const float inverse = largest > 0.0f ? 1.0f / largest : 0.0f;
+#pragma unroll
+      for (int g = 0; g < kScales; ++g) {
+        const float ratio = ptx::f16_to_f32(static_cast<std::uint16_t>(page.scales[g])) * inverse;
+        ratios[g * kPageTokens + thread] = static_cast<std::uint16_t>(ptx::f16x2(ratio == ratio ? ratio : 0.0f, 0.0f));
+      }
+    }
+    // A value that is not a number reaches those who see it through their key's factor. To others it is 0.
+    if (poisoned) largest = kValues ? 0.0f : __int_as_float(0x7FC00000);
+    reinterpret_cast<float*>(to)[thread] = largest * (F == Format::fp8 ? 256.0f : 1.0f);
+  }
+
+  __device__ __forceinline__ void store(const Page& page, const Constants<F>& constants) const {
+    constexpr bool kMany = kScales > 1;
+    std::byte* factors = shared + (kValues ? S::kValueFactorsAt : S::kKeyFactorsAt) + ring.stage() * S::kFactors;
+    store_factors(factors, page);
+    if constexpr (kMany) ptx::barrier<128>(kValues ? 7 : 6);
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      const int unit = i * 128 + thread;
+      if (2 * D % 128 == 0 || unit < 2 * D) {
+        store_unit<F, D, kValues, kMany>(tile_here(), unit, page.unit[i], constants,
+                                         reinterpret_cast<const std::uint16_t*>(factors + 4 * kPageTokens));
+      }
+    }
+    fence_for_products();
+  }
+
+  __device__ std::byte* tile_here() const { return shared + (kValues ? S::kValuesAt : S::kKeysAt) + ring.stage() * S::kTile; }
+  __device__ void name_page(int page) const {  // for the consumers; its values follow in their own ring
+    if (!kValues && thread == 0) reinterpret_cast<int*>(shared + S::kPagesAt)[ring.stage()] = page;
+  }
+  __device__ const std::byte* block_of(const Tile& tile, bool exact, int slot) const {
+    const CacheView& c = p.cache;
+    const std::uint64_t in_slot = static_cast<std::uint64_t>(p.layer * c.kv_heads + tile.kv_head) *
+                                  (exact ? c.exact_layout.block_bytes : kLayout.block_bytes);
+    return (exact ? c.exact : c.encoded) +
+           static_cast<std::uint64_t>(slot) * (exact ? c.exact_slot_bytes : c.encoded_slot_bytes) + in_slot;
+  }
+  __device__ void end_of_pages() {
+    if (kValues) return;  // which follow in their own ring, without a name
+    ring.wait_empty();
+    name_page(kNoPage);
+    ring.arrive_full();
+    ++ring.turn;
+  }
+
+  // --- a domain's pages, one a step; false when none is left ---
+
+  Walk walk;
+  int slot, number;  // of the page that comes next
+
+  __device__ void begin(PageList& list, int domain) {
+    walk.begin(list, domain);
+    slot = walk.next(p, list, number);
+  }
+
+  // Encoded pages: the next page's codes are on their way to registers while this page's are unpacked.
+  __device__ __forceinline__ void begin_encoded(PageList& list, Page& page) {
+    begin(list, core::kEncoded);
+    if (number >= 0) load(block_of(list.tile, false, slot), page);
+  }
+  __device__ __forceinline__ bool step_encoded(const PageList& list, Page& page, const Constants<F>& constants) {
+    if (number < 0) return false;
+    const int here = number;
+    slot = walk.next(p, list, number);
+    ring.wait_empty();
+    store(page, constants);
+    name_page(here);
+    ring.arrive_full();
+    ++ring.turn;
+    if (number >= 0) load(block_of(list.tile, false, slot), page);
+    return true;
+  }
+
+  // Pages of dense rows, copied as they are, some at once.
+  int copies;
+  Ring<D> told;
+  __device__ void copy_rows(const std::byte* rows) const {
+    const std::uint32_t to = ptx::shared_address(tile_here());
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i) {
+      const int at = i * 128 + thread, token = at / (D / 8), c = at % (D / 8);
+      ptx::copy16<0, 0>(to + place_by_token<D>(token, c), rows + 16 * at);
+    }
+  }
+  __device__ void begin_dense(PageList& list, int domain) {
+    begin(list, domain);
+    copies = 0, told = ring;
+  }
+  // kBehind: copies of this thread that may still be on their way.
+  template <int kBehind>
+  __device__ void tell() {
+    ptx::copy_wait<kBehind>();
+    fence_for_products();
+    told.arrive_full();
+    ++told.turn;
+  }
+  template <int kSides>
+  __device__ bool step_dense(const PageList& list, bool exact) {
+    if (number < 0) return false;
+    const codec::PageLayout& layout = exact ? p.cache.exact_layout : p.cache.encoded_layout;
+    ring.wait_empty();
+    copy_rows(block_of(list.tile, exact, slot) + (kValues ? layout.v : layout.k).plane_offset[0]);
+    ptx::copy_commit();
+    name_page(number);
+    ++ring.turn;
+    if (++copies > kLate) tell<kSides * kLate>();
+    slot = walk.next(p, list, number);
+    return true;
+  }
+  __device__ void end_dense() {
+    for (int i = copies < kLate ? copies : kLate; i > 0; --i) tell<0>();
+    end_of_pages();
+  }
+};
+
+// One warpgroup's work for one side or both: all pages of all of the block's tiles. `constants`: of the keys' format and of the values'.
+template <Format KF, Format VF, int D, bool kKeysToo, bool kValuesToo>
+__device__ __forceinline__ void bring_pages(const AttendParams& p, std::byte* shared, const Schedule& schedule, int rounds, Ring<D> key_ring,
+                                            Ring<D> value_ring, const std::uint32_t* key_constants_at,
+                                            const std::uint32_t* value_constants_at, PageList& list) {
+  const int thread = static_cast<int>(threadIdx.x) % 128;
+  constexpr int kSides = (kKeysToo ? 1 : 0) + (kValuesToo ? 1 : 0);
+  using Keys = Producer<KF, VF, D, false>;
+  using Values = Producer<KF, VF, D, true>;
+  Keys keys{p, shared, thread, key_ring};
+  Values values{p, shared, thread, value_ring};
+  Constants<KF> key_constants;
+  Constants<VF> value_constants;
+  if constexpr (!is_half(KF)) {
+    if (kKeysToo) key_constants.get(key_constants_at);
+    if (kValuesToo) value_constants.get(value_constants_at);
+  }
+  const auto dense = [&](bool exact) {
+    const int domain = exact ? core::kExact : core::kEncoded;
+    if (kKeysToo) keys.begin_dense(list, domain);
+    if (kValuesToo) values.begin_dense(list, domain);
+    for (bool more = true; more;) {
+      more = false;
+      if (kKeysToo) more = keys.template step_dense<kSides>(list, exact);
+      if (kValuesToo) more = values.template step_dense<kSides>(list, exact);
+    }
+    if (kKeysToo) keys.end_dense();
+    if (kValuesToo) values.end_dense();
+  };
+  for (int round = 0; round < rounds; ++round) {
+    __syncwarp();
+    if (!find_tile(p, schedule, tile_number(round), list.tile)) continue;
+    if constexpr (is_half(KF)) {
+      dense(false);
+    } else {
+      typename Keys::Page key_page;
+      typename Values::Page value_page;
+      if (kKeysToo) keys.begin_encoded(list, key_page);
+      if (kValuesToo) values.begin_encoded(list, value_page);
+      for (bool more = true; more;) {
+        more = false;
+        if (kKeysToo) more = keys.step_encoded(list, key_page, key_constants);
+        if (kValuesToo) more = values.step_encoded(list, value_page, value_constants);
+      }
+      if (kKeysToo) keys.end_of_pages();
+      dense(true);
+    }
+  }
+}
+
+}  // namespace kvant::cuda::prefill
