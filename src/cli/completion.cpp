@@ -116,7 +116,10 @@ std::string zsh_completion(const CommandDescription& root) {
     std::string cases;
     if (!c.commands.empty()) {
       std::string names;
-      for (const CommandDescription& sub : c.commands) names += (names.empty() ? "" : " ") + name_of(sub);
+      for (const CommandDescription& sub : c.commands) {
+        if (!names.empty()) names += ' ';
+        names += name_of(sub);
+      }
       arguments += " \\\n    " + in_quotes("1:command:(" + names + ")") + " \\\n    '*::argument:->argument'";
       for (const CommandDescription& sub : c.commands) {
         cases += fmt::format("      {}) {} ;;\n", name_of(sub), function_of(sub));
@@ -134,7 +137,7 @@ std::string fish_completion(const CommandDescription& root) {
   std::string out = "# fish completion of kvant, made by `kvant completion fish`\ncomplete -c kvant -f\n";
   for_each(root, [&](const CommandDescription& c) {
     std::string names, condition = "__fish_use_subcommand";
-    for (const CommandDescription& sub : c.commands) names += " " + name_of(sub);
+    for (const CommandDescription& sub : c.commands) names.append(1, ' ').append(name_of(sub));
     if (&c != &root) {
       condition = "__fish_seen_subcommand_from " + name_of(c);
       if (!names.empty()) condition += "; and not __fish_seen_subcommand_from" + names;

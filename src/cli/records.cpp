@@ -39,14 +39,14 @@ std::string csv_text(const Json& rows) {
   std::string out;
   const char* separator = "";
   for (const auto& [key, value] : rows.front().items()) {
-    out += separator + csv_field(key);
+    out.append(separator).append(csv_field(key));
     separator = ",";
   }
   out += '\n';
   for (const Json& row : rows) {
     separator = "";
     for (const auto& [key, first] : rows.front().items()) {
-      out += separator + csv_field(row.at(key));
+      out.append(separator).append(csv_field(row.at(key)));
       separator = ",";
     }
     out += '\n';
