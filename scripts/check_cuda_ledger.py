@@ -61,11 +61,11 @@ def readable(names):
 
 
 def objects(folder):
-    """The object files of the CUDA units that the build knows now: a removed .cu leaves its object behind."""
+    """The object files of the library's CUDA units that the build knows now: a removed .cu leaves its object behind."""
     units = json.loads((folder / "compile_commands.json").read_text())
     commands = [shlex.split(unit["command"]) for unit in units if unit["file"].endswith(".cu")]
     paths = [folder / command[command.index("-o") + 1] for command in commands]
-    return sorted((path for path in paths if path.exists()), key=lambda path: path.name)
+    return sorted((path for path in paths if path.exists() and "kvant_cuda.dir" in path.parts), key=lambda path: path.name)
 
 
 def measured(folder):

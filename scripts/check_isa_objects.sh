@@ -8,13 +8,13 @@
 # (__builtin_cpu_supports), which says no where another toolchain links another library: src/cpu/x86_features.hpp.
 set -euo pipefail
 folder=${1:?usage: check_isa_objects.sh BUILD_FOLDER}
-objects=("$folder"/src/CMakeFiles/kvant_cpu.dir/cpu/isa_*.o)
+objects=("$folder"/src/CMakeFiles/kvant_cpu.dir/cpu/isa_*.o "$folder"/src/CMakeFiles/kvant_bench.dir/bench/peaks_*.o)
 [ -f "${objects[0]}" ] || { printf 'no isa_*.o under %s: build it first\n' "$folder"; exit 1; }
 
 failed=0 checked=0
 complain() { printf '%s: %s\n' "$1" "$2"; failed=1; }
 for object in "${objects[@]}"; do
-  isa=$(basename "$object"); isa=${isa#isa_}; isa=${isa%%.*}
+  isa=$(basename "$object"); isa=${isa#isa_}; isa=${isa#peaks_}; isa=${isa%%.*}
   name=$(basename "$object")
   # Units for another architecture compile to nothing (on 64-bit ARM but for mapping symbols, `$d`).
   symbols=$(nm -C --defined-only "$object" 2>/dev/null | sed '/ r \$d$/d')

@@ -10,7 +10,7 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-ORDER = ["kvant", "base", "codec", "core", "cpu", "cuda", ("capi", "io", "cli")]
+ORDER = ["kvant", "base", "codec", "core", "cpu", "cuda", "bench", ("capi", "io", "cli")]
 RANK = {}
 for rank, names in enumerate(ORDER):
     for name in (names,) if isinstance(names, str) else names:
@@ -54,9 +54,11 @@ def check(path):
                 yield f"{where}: {layer} is above {target}, and a layer includes only the layers above it"
             elif RANK[target] == RANK[layer] and target != layer and not (layer == "cli" or target == "io"):
                 yield f"{where}: {layer} and {target} stand side by side"
-            elif target == "cuda" and layer not in ("cuda",) or target == "cpu" and layer == "cuda":
+            elif target == "cuda" and layer not in ("cuda", "bench") or target == "cpu" and layer == "cuda":
                 yield f"{where}: backends are reached through core only"
-            elif target == "cuda":
+            elif target == "bench" and layer not in ("bench", "cli"):
+                yield f"{where}: what measures is not part of the library"
+            elif target == "cuda" and layer == "cuda":
                 mine, theirs = path.relative_to(ROOT / "src").parts, name.split("/")
                 if cuda_rank(theirs) > cuda_rank(mine):
                     yield f"{where}: src/cuda/{mine[1]} is above src/cuda/{theirs[1]}, and a folder includes only those above it"

@@ -2,7 +2,8 @@
 """check_readme.py KVANT: what README.md tells people to type exists.
 
 Every `./dev WORD` must be a command of ./dev; every `kvant WORD --option` must be a subcommand of the given binary
-whose --help names the option. Only code blocks and code spans count. Exits 1 with every difference.
+whose --help names the option. Only code blocks and code spans count. README.md has at most 900 words, as `wc -w` counts
+them. Exits 1 with every difference.
 """
 import pathlib
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+MOST_WORDS = 900
 
 
 def code_lines(text):
@@ -71,7 +73,11 @@ def main():
     for must in ("./dev demo", "./dev test"):
         if not any(line.startswith(must) for line in lines):
             offences.append(f"README.md does not show `{must}`")
-    print("\n".join(offences) if offences else f"README: {len(lines)} commands, all known")
+    words = len(text.split())
+    if words > MOST_WORDS:
+        offences.append(f"README.md has {words} words; allowed: at most {MOST_WORDS}")
+    print("\n".join(offences) if offences else
+          f"README: {len(lines)} commands, all known; {words} words (at most {MOST_WORDS})")
     return 1 if offences else 0
 
 

@@ -140,7 +140,7 @@ TEST_F(Cli, RefusalsAreExitCodeOne) {
                          {{"eval", capture_, "--basis", basis},
                           "layer1 was calibrated for kv_heads 4 and head_dim 64, but " + capture_ + " has kv_heads 2"},
                          {{"eval", capture_, "--basis", one_basis}, "has bases for layers 3, none for layer1"},
-                         {{"eval", loud, "--formats", "tq4"}, "magnitude at most 65504"},
+                         {{"eval", loud, "--formats", "tq4"}, "magnitude at most 65536"},
                          {{"calibrate", missing, "-o", folder_ / "b"}, "missing"},
                          {{"calibrate", capture_, "-o", nowhere}, "cannot write in"},
                          {{"bench", "decode", "--keys", "4000000000", "--batch", "65536"},

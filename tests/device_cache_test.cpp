@@ -279,8 +279,7 @@ TEST(DeviceCache, Refusals) {
                                                .detail = nullptr,
                                                .unavailable = [] { return std::string("there is no driver"); },
                                                .make_store = nullptr,
-                                               .make_plan = nullptr,
-                                               .make_bench = nullptr};
+                                               .make_plan = nullptr};
   refused([](CacheConfig&) {}, Code::unsupported, "there is no driver", &kAbsent);
 
   CacheConfig c = config(1, 1);

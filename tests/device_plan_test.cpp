@@ -310,9 +310,7 @@ TEST_F(DevicePlans, StayValidWhileTheirSequencesLive) {
 namespace kvant::core {
 
 const DeviceBackend* device_backend() {
-  static const DeviceBackend kFake{"cuda",
-                                   [] { return std::string("a fake"); },
-                                   [] { return std::string(); },
+  static const DeviceBackend kFake{"cuda", [] { return std::string("a fake"); }, [] { return std::string(); },
                                    [](const DeviceStoreConfig&) -> Result<std::unique_ptr<DeviceStore>> {
                                      return std::unique_ptr<DeviceStore>(new test::FakeStore);
                                    },
@@ -321,8 +319,7 @@ const DeviceBackend* device_backend() {
                                      test::seen.batch = c.batch;
                                      test::seen.options = *c.options;
                                      return std::unique_ptr<DevicePlan>(new test::FakePlan);
-                                   },
-                                   nullptr};
+                                   }};
   return &kFake;
 }
 

@@ -26,9 +26,9 @@ Status check_device_backend() {
 Result<BenchResult> run_device_bench(const std::vector<BenchCase>& cases, const BenchSettings& settings, int device,
                                      const std::function<void(double, const std::string&)>& on_progress) {
   if (Status s = check_device_backend(); !s.ok()) return s;
-  const Result<std::unique_ptr<core::DeviceBench>> made = core::device_backend()->make_bench(device);
+  const Result<std::unique_ptr<bench::DeviceBench>> made = bench::make_device_bench(device);
   if (!made.ok()) return made.status();
-  core::DeviceBench& bench = **made;
+  bench::DeviceBench& bench = **made;
   BenchResult result;
   result.device = bench.facts().name;
   const Result<double> before = bench.read_gb_per_s();

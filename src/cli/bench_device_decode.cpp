@@ -24,7 +24,7 @@ struct Decode {
   Workload* grows = nullptr;  // null: decode
   TensorView keys, values;
   std::vector<Append> step;
-  core::DeviceBench* others = nullptr;  // null: nothing else is read between two runs
+  bench::DeviceBench* others = nullptr;  // null: nothing else is read between two runs
   std::int64_t other_bytes = 0;
   static Status read_others(void* self, std::int64_t i, Stream stream) {
     const auto& d = *static_cast<const Decode*>(self);
@@ -147,7 +147,7 @@ Status measure_decode(DeviceTools& tools, BenchRow& row) {
     if (error.ok()) judge(row, *error);
     return error.status();
   };
-  const core::DeviceBench::Work work{&decode, &Decode::enqueue};
+  const bench::DeviceBench::Work work{&decode, &Decode::enqueue};
   // The time of what is done between runs taken off.
   const auto time = [&](std::int64_t runs, int samples) -> Result<std::vector<double>> {
     Result<std::vector<double>> ns = tools.bench.time_graph(work, runs, samples);

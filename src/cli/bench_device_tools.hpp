@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "bench/device.hpp"
 #include "cli/bench.hpp"
 #include "cli/bench_data.hpp"
 #include "core/device.hpp"
@@ -11,10 +12,10 @@ namespace kvant::cli {
 
 class DeviceTools {
  public:
-  DeviceTools(core::DeviceBench& device_bench, const BenchSettings& bench_settings, int device)
+  DeviceTools(bench::DeviceBench& device_bench, const BenchSettings& bench_settings, int device)
       : bench(device_bench), settings(bench_settings), device_(device) {}
 
-  core::DeviceBench& bench;
+  bench::DeviceBench& bench;
   const BenchSettings& settings;
 
   [[nodiscard]] Result<Cache> make_cache(const BenchCase& c, int layers) const;

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/peaks.hpp"
 #include "cli/bench.hpp"
 #include "core/backend.hpp"
 
@@ -26,6 +27,7 @@ class PeakMeter {
  private:
   struct Entry {
     const core::Kernels* kernels;
+    const bench::PeakLoops* loops;
     int threads;
     std::int64_t iterations;  // that take about a millisecond, as long as a row: what hits one can miss the other
     std::vector<double> gflops, gb_per_s;

@@ -73,9 +73,6 @@ struct Kernels {
   const char* (*product_name)(Format f);  // how that format is multiplied on the vector path, for explain
   const char* tile_products;              // and all formats on the path for many rows
   bool has_matrix;                        // the latter by tiles of bf16 (cpu/matrix.hpp)
-  // f32 multiply-adds and bytes read, for kvant bench: the machine's own peaks, with this ISA's instructions.
-  double (*fma_flops)(std::int64_t iterations);  // runs that many rounds of independent FMAs; returns the flops done
-  std::uint64_t (*read_bytes)(const std::byte* data, std::size_t n);  // sums all words, so that nothing is skipped
   // What the path for many rows must ask of the system, once for the process: null on success, else why it is refused. A null
   // pointer: there is nothing to ask.
   const char* (*permit)() = nullptr;

@@ -43,12 +43,6 @@ static void merge_rows(const core::MergeItem& item) {
 static const char* product_name(Format f) {
   return kAvx512Kernels.product_name(f);
 }
-static double fma_flops(std::int64_t iterations) {
-  return kAvx512Kernels.fma_flops(iterations);
-}
-static std::uint64_t read_bytes(const std::byte* data, std::size_t n) {
-  return kAvx512Kernels.read_bytes(data, n);
-}
 
 static constexpr int kTileData = 18;  // the number of the tile registers among a thread's saved states
 
@@ -102,8 +96,6 @@ constinit const core::Kernels kAmxKernels = {
     .product_name = product_name,
     .tile_products = kMatrixProducts,
     .has_matrix = true,
-    .fma_flops = fma_flops,
-    .read_bytes = read_bytes,
     .permit = amx_permit,
 };
 

@@ -12,9 +12,9 @@ static bool avx512_available() {
 }
 
 extern const core::Kernels kAvx512Kernels;
-constinit const core::Kernels kAvx512Kernels = kernels_of<Simd, Simd512>(
-    "avx512", "AVX-512 F, BW, DQ, VL, VNNI: 512-bit products, softmax and encoding, the rest as avx2",
-    avx512_available);
+constinit const core::Kernels kAvx512Kernels =
+    kernels_of<Simd>("avx512", "AVX-512 F, BW, DQ, VL, VNNI: 512-bit products, softmax and encoding, the rest as avx2",
+                     avx512_available);
 
 }  // namespace kvant::cpu
 

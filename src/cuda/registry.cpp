@@ -5,7 +5,6 @@
 
 #include "core/device.hpp"
 #include "core/fmt.hpp"
-#include "cuda/bench_device.hpp"
 #include "cuda/plan/decode_plan.hpp"
 #include "cuda/runtime/architectures.hpp"
 #include "cuda/store/store.hpp"
@@ -72,8 +71,8 @@ std::string detail() {
 namespace kvant::core {
 
 const DeviceBackend* device_backend() {
-  static constexpr DeviceBackend kBackend{"cuda",           &cuda::detail,    &cuda::unavailable, &cuda::make_store,
-                                          &cuda::make_plan, &cuda::make_bench};
+  static constexpr DeviceBackend kBackend{"cuda", &cuda::detail, &cuda::unavailable, &cuda::make_store,
+                                          &cuda::make_plan};
   return &kBackend;
 }
 

@@ -215,8 +215,7 @@ inline constexpr core::DeviceBackend kFake{
     .make_store = [](const core::DeviceStoreConfig& c) -> Result<std::unique_ptr<core::DeviceStore>> {
       return std::unique_ptr<core::DeviceStore>(std::make_unique<FakeStore>(c));
     },
-    .make_plan = nullptr,
-    .make_bench = nullptr};
+    .make_plan = nullptr};
 
 inline DeviceHooks fake_hooks() {
   DeviceHooks h;

@@ -1,9 +1,8 @@
 // The attention kernel's block: what a thread holds, and its steps, which the other files of this folder define.
 #pragma once
 
-#include <utility>
-
 #include "cuda/decode/config.cuh"
+#include "cuda/tile/copies.cuh"
 
 namespace kvant::cuda {
 
@@ -64,8 +63,6 @@ struct Attend {
 
   // --- copies: copies.cuh ---
 
-  template <int kRows, int kRowBytes, int kStride, Swap kSwap>
-  __device__ __forceinline__ void copy_rows(std::byte* to, const std::byte* from, int first = 0) const;
   template <class Side>
   __device__ __forceinline__ void copy_side(std::byte* to, const std::byte* from, std::uint32_t plane1) const;
 

@@ -1,41 +1,9 @@
-// Copies of pages from global to shared memory.
+// The copies of a block's pages; tile/copies.cuh does them.
 #pragma once
 
 #include "cuda/decode/block.cuh"
 
 namespace kvant::cuda {
-
-// kRows rows from `first` on, a multiple of kRows, of those that follow each other at `from`; by all lanes of a warp, 512 bytes
-// an instruction. kSwap: by swap_of_row.
-template <Format KF, Format VF, int D, int NT, int BW>
-template <int kRows, int kRowBytes, int kStride, Swap kSwap>
-__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::copy_rows(std::byte* to, const std::byte* from,
-                                                                     int first) const {
-  constexpr int kTotal = kRows * kRowBytes, kSteps = (kTotal + 511) / 512;
-  const std::uint32_t base = ptx::shared_address(to + first * kStride);
-  const std::byte* mine = from + first * kRowBytes + 16 * lane;
-  const auto steps = [&]<int... kStep>(std::integer_sequence<int, kStep...>, auto&& step) {
-    (step.template operator()<512 * kStep>(), ...);
-  };
-  constexpr auto kAll = std::make_integer_sequence<int, kSteps>{};
-  if constexpr (kRowBytes % 512 == 0 || 512 % kRowBytes == 0) {
-    const int row = 16 * lane / kRowBytes;
-    const int offset = (16 * lane % kRowBytes) ^ swap_of_row(kSwap, first) ^ swap_of_row(kSwap, row);
-    const std::uint32_t at = key_constants.per_lane(base) + row * kStride;
-    steps(kAll, [&]<int kAt>() {
-      constexpr int kRow = kAt / kRowBytes;  // further down by so many
-      if (kAt + 512 <= kTotal || kAt + 16 * lane < kTotal) {
-        ptx::stream16<kRow * kStride + kAt % kRowBytes, kAt>(at + (offset ^ swap_of_row(kSwap, kRow)), mine);
-      }
-    });
-  } else {  // each with an address of its own, which is what stream16 must not have
-    steps(kAll, [&]<int kAt>() {
-      const int i = kAt + 16 * lane, row = i / kRowBytes;
-      const int swap = swap_of_row(kSwap, first) ^ swap_of_row(kSwap, row);
-      if (i < kTotal) ptx::copy16<0, kAt>(base + row * kStride + ((i % kRowBytes) ^ swap), mine);
-    });
-  }
-}
 
 // The warps of a team share the eight rows of a plane.
 template <Format KF, Format VF, int D, int NT, int BW>
@@ -43,10 +11,10 @@ template <class Side>
 __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::copy_side(std::byte* to, const std::byte* from,
                                                                      std::uint32_t plane1) const {
   constexpr int kRows = 8 / W;
-  copy_rows<kRows, Side::row_bytes(0), Side::stride(0), Side::swap(0)>(to, from, kRows * member);
+  copy_rows<kRows, Side::row_bytes(0), Side::stride(0), Side::swap(0)>(to, from, kRows * member, lane, key_constants);
   if constexpr (Side::kPlanes == 2) {
     copy_rows<kRows, Side::row_bytes(1), Side::stride(1), Side::swap(1)>(to + Side::offset(1), from + plane1,
-                                                                         kRows * member);
+                                                                         kRows * member, lane, key_constants);
   }
 }
 
@@ -98,11 +66,12 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::copy_exact(std::byte*
 #pragma unroll
     for (int i = 0; i < 8 / TW; ++i) {
       const int octet = 8 / TW * member + i;
-      copy_rows<1, 8 * D, S::kExactKeyRow, Swap::none>(to + octet * S::kExactKeyRow, from + octet * 16 * D);
+      copy_rows<1, 8 * D, S::kExactKeyRow, Swap::none>(to + octet * S::kExactKeyRow, from + octet * 16 * D, 0, lane,
+                                                       key_constants);
     }
   } else {
     const std::byte* from = block + kValues + (half - 2) * 64 * D;
-    copy_rows<4 / TW, 16 * D, S::kExactValueRow, Swap::halves>(to, from, 4 / TW * member);
+    copy_rows<4 / TW, 16 * D, S::kExactValueRow, Swap::halves>(to, from, 4 / TW * member, lane, key_constants);
   }
 }
 

@@ -7,11 +7,14 @@
 #include <string>
 #include <vector>
 
-#include "cuda/bench_device.hpp"
+#include "bench/device.hpp"
 #include "cuda/runtime/runtime.hpp"
 
-namespace kvant::cuda {
+namespace kvant::bench {
 namespace {
+
+using cuda::Current;
+using cuda::failed;
 
 __device__ std::uint64_t mixed(std::uint64_t z) {  // splitmix64
   z += 0x9E3779B97F4A7C15u;
@@ -59,7 +62,7 @@ __global__ void read_kernel(const uint4* data, std::int64_t count, unsigned* sin
   if (sum == 0x5EEDF00D) *sink = sum;
 }
 
-class Bench final : public core::DeviceBench {
+class Bench final : public DeviceBench {
  public:
   explicit Bench(int device) : device_(device) {}
   Bench(const Bench&) = delete;
@@ -242,10 +245,10 @@ class Bench final : public core::DeviceBench {
 
 }  // namespace
 
-Result<std::unique_ptr<core::DeviceBench>> make_bench(int device) {
+Result<std::unique_ptr<DeviceBench>> make_device_bench(int device) {
   auto bench = std::make_unique<Bench>(device);
   if (Status s = bench->init(); !s.ok()) return s;
-  return std::unique_ptr<core::DeviceBench>(std::move(bench));
+  return std::unique_ptr<DeviceBench>(std::move(bench));
 }
 
-}  // namespace kvant::cuda
+}  // namespace kvant::bench

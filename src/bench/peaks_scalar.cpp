@@ -1,0 +1,9 @@
+#include "bench/peak_loops.hpp"
+#include "cpu/simd_scalar.hpp"
+
+namespace kvant::bench {
+
+extern const PeakLoops kScalarLoops;
+constinit const PeakLoops kScalarLoops = loops_of<cpu::Simd>("scalar");
+
+}  // namespace kvant::bench
