@@ -114,11 +114,12 @@ Status check_backend(const CacheImpl& cache, const AttentionOptions& o) {
         "CacheConfig::device = \"cuda\", or leave backend empty");
   }
   if (!o.kernel.empty() && o.kernel != "decode" && o.kernel != "prefill") {
-    return invalid(fmt::format("kernel is \"{}\": must be \"decode\" or \"prefill\", or empty to let the plan choose", o.kernel));
+    return invalid(
+        fmt::format("kernel is \"{}\": must be \"decode\" or \"prefill\", or empty to let the plan choose", o.kernel));
   }
   if (!on_device && !o.kernel.empty()) {
-    return invalid(fmt::format(
-        "kernel is \"{}\": only caches on a device have two kinds of kernels; leave it empty", o.kernel));
+    return invalid(
+        fmt::format("kernel is \"{}\": only caches on a device have two kinds of kernels; leave it empty", o.kernel));
   }
   if (!on_device) return {};
   if (o.backend == "cpu") {

@@ -488,9 +488,32 @@ TEST(GpuExplain, NamesWhatWasChosen) {
   const Plan p = plan(w.cache, std::span<const SequenceId>(w.ids), w.options()).value();
   EXPECT_STREQ(p.isa(), "cuda");
   EXPECT_EQ(p.threads(), 0);
-  EXPECT_EQ(p.kv_bytes(), plan(w.host.cache, std::span<const SequenceId>(w.host.ids), w.options()).value().kv_bytes());
+  EXPECT_EQ(p.kv_bytes(),
+            plan(w.host.cache, std::span<const SequenceId>(w.host.ids), w.host.options()).value().kv_bytes());
   EXPECT_EQ(p.explain().rfind("backend    cuda", 0), 0u) << p.explain();
   for (const char* word : {"tq6", "tq4", "5000"}) EXPECT_NE(p.explain().find(word), std::string::npos) << p.explain();
+}
+
+TEST(GpuExplain, ManyRowsGetPrefillKernels) {
+  SKIP_WITHOUT_DEVICE();
+  const GpuWorld w(spec_of("bf16", {{2000, 1600}, {1800, 1500}}));
+  const auto planned = [&](const char* kernel) {
+    AttentionOptions o = w.host.options();
+    o.kernel = kernel;
+    return plan(w.cache, std::span<const SequenceId>(w.ids), o);
+  };
+  EXPECT_STREQ(planned("decode").value().kernel(), "decode");
+  const Result<Plan> forced = planned("prefill");
+  if (!forced) {
+    EXPECT_NE(forced.message().find("9.0"), std::string::npos) << forced.message();
+    EXPECT_STREQ(planned("").value().kernel(), "decode");
+    return;
+  }
+  EXPECT_STREQ(forced->kernel(), "prefill");
+  const Plan chosen = planned("").value();
+  EXPECT_STREQ(chosen.kernel(), "prefill") << chosen.explain();
+  EXPECT_NE(chosen.explain().find("tiles of 128 query rows"), std::string::npos) << chosen.explain();
+  EXPECT_FALSE(planned("both").ok());
 }
 
 }  // namespace

@@ -219,7 +219,9 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
       const double of_tiles = tolerance::kCudaPrefill + rounding_of(placement.out_dtype);
       if (auto r = close(expected.out, tiled->out, of_tiles, host.out_shape()); !r)
         return r << "\nout of prefill kernels, against float64 attention over the decoded vectors\n" << tiled->explain;
-      if (auto r = lse_close(expected.lse, tiled->lse, tolerance::kCudaPrefillLse, {host.total_queries(), host.q_heads()}); !r)
+      if (auto r =
+              lse_close(expected.lse, tiled->lse, tolerance::kCudaPrefillLse, {host.total_queries(), host.q_heads()});
+          !r)
         return r << "\nlse of prefill kernels, against float64 attention over the decoded vectors\n" << tiled->explain;
     }
   }
@@ -227,7 +229,8 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
   on_cpu.kernel.clear();
   std::vector<float> q = host.queries();
   for (float& x : q) x = rounded(x, placement.q_dtype);
-  const Result<Attended> cpu = test::try_attend(host.cache, host.ids, host.options(on_cpu), q, sink_logits, host.spec.layer);
+  const Result<Attended> cpu =
+      test::try_attend(host.cache, host.ids, host.options(on_cpu), q, sink_logits, host.spec.layer);
   if (!cpu) return testing::AssertionFailure() << "the CPU backend: " << cpu.message();
   // A product with a calibrated basis is summed in another order, so that a coordinate may go to the level beside.
   const bool same_bytes = !host.spec.key_bases && !host.spec.value_bases;

@@ -26,7 +26,9 @@ class DecodePlan final : public core::DevicePlan {
   Status prepare(const core::DevicePlanConfig& config);  // once, before anything else
 
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return workspace_bytes_; }
-  [[nodiscard]] const char* kernel() const noexcept override { return prefill_.function != nullptr ? "prefill" : "decode"; }
+  [[nodiscard]] const char* kernel() const noexcept override {
+    return prefill_.function != nullptr ? "prefill" : "decode";
+  }
   [[nodiscard]] int splits() const noexcept override { return splits_; }
   [[nodiscard]] std::string explain() const override;
   Status run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const override;
@@ -50,7 +52,7 @@ class DecodePlan final : public core::DevicePlan {
   Status classify(AttendParams& p, std::byte* workspace, Stream stream) const;
 
   const Store& store_;
-  AttendParams params_{};  // but for what run gives
+  AttendParams params_{};      // but for what run gives
   prefill::Kernel prefill_{};  // no function: decode kernels are used
   prefill::Schedule schedule_{};
   std::string why_;  // these kernels

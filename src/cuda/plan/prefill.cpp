@@ -25,8 +25,11 @@ std::string prefill_head_dims() {
   return list;
 }
 
-// From so many rows of a sequence and kv head on, keys are read once for 128 rows; below, for sixteen at a time, by more blocks.
-constexpr int kPrefillRows = 96;
+// A round of tiles takes as long as so many row blocks of decode kernels, which are sixteen rows (H100, 32768 keys: docs/lab,
+// cuda-prefill.md). At head_dim 192 and 256 one warpgroup unpacks both sides, which takes as long as all products.
+constexpr std::int64_t row_blocks_of_a_round(Format k, int head_dim) {
+  return codec::is_dense(k) ? 250 : head_dim <= 128 ? 550 : 1200;
+}
 // Of the L2 cache, for keys and values that blocks read at the same time.
 constexpr std::int64_t kKeysInCache = std::int64_t{24} << 20;
 
@@ -46,7 +49,16 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config) {
     why_ = "decode kernels, as asked for";
     return {};
   }
-  if (wanted.empty() && most_rows < kPrefillRows) return {};
+  const std::int64_t pairs = std::int64_t{p.batch} * p.cache.kv_heads;
+  std::int64_t row_blocks = 0, tiles = 0;
+  for (const core::DeviceSequence& s : config.sequences) {
+    const std::int64_t rows = std::int64_t{s.q_len} * p.group;
+    row_blocks += p.cache.kv_heads * ((rows + 15) / 16);
+    tiles += p.cache.kv_heads * ((rows + prefill::kRows - 1) / prefill::kRows);
+  }
+  const std::int64_t rounds = (tiles + store_.limits().multiprocessors - 1) / store_.limits().multiprocessors;
+  const std::int64_t as_long = rounds * row_blocks_of_a_round(config.k, config.head_dim);
+  if (wanted.empty() && row_blocks < as_long) return {};
   std::string missing;
   const std::span<const prefill::Kernel> kernels = prefill_kernels(config.head_dim);
   const auto kernel = std::find_if(kernels.begin(), kernels.end(),
@@ -60,7 +72,8 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config) {
   } else if (kernels.empty()) {
     missing = fmt::format("prefill kernels are compiled for head_dim {}", prefill_head_dims());
   } else if (kernel == kernels.end()) {
-    missing = fmt::format("prefill kernels are not compiled for {}/{}", format_info(config.k).name, format_info(config.v).name);
+    missing = fmt::format("prefill kernels are not compiled for {}/{}", format_info(config.k).name,
+                          format_info(config.v).name);
   } else if (kernel->shared_bytes > store_.limits().shared_bytes) {
     missing = "prefill kernels need a device of compute capability 9.0";
   } else {
@@ -69,24 +82,27 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config) {
     if (attributes.numRegs < 64) missing = "prefill kernels need machine code for compute capability 9.0 (sm_90a)";
   }
   if (!missing.empty()) {
-    if (!wanted.empty()) return {Code::unsupported, fmt::format("kernel is \"{}\": {}; leave kernel empty", wanted, missing)};
+    if (!wanted.empty())
+      return {Code::unsupported, fmt::format("kernel is \"{}\": {}; leave kernel empty", wanted, missing)};
     why_ = fmt::format("decode kernels for {} rows: {}", most_rows, missing);
     return {};
   }
   KVANT_CUDA_TRY(prepare_shared(kernel->function, kernel->shared_bytes));
   prefill_ = *kernel;
-  why_ = !wanted.empty() ? std::string("as asked for")
-                         : fmt::format("{} rows of a kv head, {} or more", most_rows, kPrefillRows);
-  const std::int64_t pairs = std::int64_t{p.batch} * p.cache.kv_heads;
-  const double bytes = static_cast<double>(std::max<std::int64_t>(longest, 1)) * p.cache.encoded_layout.block_bytes / kPageTokens;
+  why_ = !wanted.empty()
+             ? std::string("as asked for")
+             : fmt::format("{} row blocks of decode kernels, which would take longer than {}", row_blocks, as_long);
+  const double bytes =
+      static_cast<double>(std::max<std::int64_t>(longest, 1)) * p.cache.encoded_layout.block_bytes / kPageTokens;
   schedule_.row_blocks = (most_rows + prefill::kRows - 1) / prefill::kRows;
   schedule_.heads_at_once =
       static_cast<int>(std::clamp<std::int64_t>(static_cast<std::int64_t>(kKeysInCache / bytes), 1, pairs));
   if (pairs * schedule_.row_blocks > (1 << 30) || most_rows > kMostRows) {
-    return {Code::invalid_argument,
-            fmt::format("{} sequences of {} kv heads with up to {} rows each are more than one plan takes: plan smaller "
-                        "batches",
-                        p.batch, config.kv_heads, most_rows)};
+    return {
+        Code::invalid_argument,
+        fmt::format("{} sequences of {} kv heads with up to {} rows each are more than one plan takes: plan smaller "
+                    "batches",
+                    p.batch, config.kv_heads, most_rows)};
   }
   schedule_.tiles = static_cast<int>(pairs) * schedule_.row_blocks;
   return {};

@@ -12,9 +12,9 @@ namespace kvant::cuda::prefill {
 struct Tile {
   BatchEntry batch;
   int entry, kv_head, row_block, length;
-  int rows;                 // of the sequence
-  int first, last;          // its queries
-  int all_begin, all_end;   // keys that every row sees, if the mask tensor lets it
+  int rows;                // of the sequence
+  int first, last;         // its queries
+  int all_begin, all_end;  // keys that every row sees, if the mask tensor lets it
   VisiblePages pages;
 };
 
@@ -83,7 +83,8 @@ struct Walk {
     if (use < list.total) {
       const int page = list.runs.page(use);
       const int2 pair = *reinterpret_cast<const int2*>(
-          p.cache.pages + static_cast<std::size_t>(tile.batch.index) * static_cast<std::size_t>(p.cache.max_pages) + page);
+          p.cache.pages + static_cast<std::size_t>(tile.batch.index) * static_cast<std::size_t>(p.cache.max_pages) +
+          page);
       const core::PageRef ref{pair.x, pair.y};
       const bool exact = reads_exact(p.cache, tile.length, page, ref);
       if (exact == (domain == core::kExact)) slot = exact ? ref.exact : ref.encoded;
@@ -174,7 +175,8 @@ __device__ __forceinline__ std::uint32_t multiply_halves(std::uint32_t a, std::u
 
 // Half i (16 codes) of a unit as pairs of halves, in the codes' order: exact levels, around zero. (fp8: 2^-8 of each.)
 template <Format F, bool kValues>
-__device__ __forceinline__ void levels(const Unit<F>& unit, int i, const Constants<F>& constants, std::uint32_t (&pairs)[8]) {
+__device__ __forceinline__ void levels(const Unit<F>& unit, int i, const Constants<F>& constants,
+                                       std::uint32_t (&pairs)[8]) {
   if constexpr (F == Format::fp8) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -185,7 +187,8 @@ __device__ __forceinline__ void levels(const Unit<F>& unit, int i, const Constan
     std::uint32_t low[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int k = 0; k < plane_bits(F, 0) / 2; ++k) {
-      low[k] = plane_bits(F, 0) == 8 && kValues ? unit.low[(k & 1) * 4 + 2 * i + k / 2] : unit.low[plane_bits(F, 0) / 2 * i + k];
+      low[k] = plane_bits(F, 0) == 8 && kValues ? unit.low[(k & 1) * 4 + 2 * i + k / 2]
+                                                : unit.low[plane_bits(F, 0) / 2 * i + k];
     }
     std::uint32_t high = 0;
     if constexpr (Unit<F>::kHigh == 2) high = unit.high[i];

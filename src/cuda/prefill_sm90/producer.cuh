@@ -112,7 +112,9 @@ struct Producer {
     fence_for_products();
   }
 
-  __device__ std::byte* tile_here() const { return shared + (kValues ? S::kValuesAt : S::kKeysAt) + ring.stage() * S::kTile; }
+  __device__ std::byte* tile_here() const {
+    return shared + (kValues ? S::kValuesAt : S::kKeysAt) + ring.stage() * S::kTile;
+  }
   __device__ void name_page(int page) const {  // for the consumers; its values follow in their own ring
     if (!kValues && thread == 0) reinterpret_cast<int*>(shared + S::kPagesAt)[ring.stage()] = page;
   }
@@ -203,8 +205,9 @@ struct Producer {
 
 // One warpgroup's work for one side or both: all pages of all of the block's tiles. `constants`: of the keys' format and of the values'.
 template <Format KF, Format VF, int D, bool kKeysToo, bool kValuesToo>
-__device__ __forceinline__ void bring_pages(const AttendParams& p, std::byte* shared, const Schedule& schedule, int rounds, Ring<D> key_ring,
-                                            Ring<D> value_ring, const std::uint32_t* key_constants_at,
+__device__ __forceinline__ void bring_pages(const AttendParams& p, std::byte* shared, const Schedule& schedule,
+                                            int rounds, Ring<D> key_ring, Ring<D> value_ring,
+                                            const std::uint32_t* key_constants_at,
                                             const std::uint32_t* value_constants_at, PageList& list) {
   const int thread = static_cast<int>(threadIdx.x) % 128;
   constexpr int kSides = (kKeysToo ? 1 : 0) + (kValuesToo ? 1 : 0);

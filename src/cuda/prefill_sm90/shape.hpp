@@ -54,7 +54,8 @@ struct Shape {
   static constexpr int kThreads = 128 * (kConsumers + kProducers);
   // Of a thread, which all begin with the same share of 65536: a row of sums takes D / 2 of a consumer's.
   static constexpr int kConsumerRegisters = D <= 128 ? 168 : D <= 192 ? 200 : 208;
-  static constexpr int kProducerRegisters = kProducers == 2 ? 256 - kConsumerRegisters : 504 - kConsumers * kConsumerRegisters;
+  static constexpr int kProducerRegisters =
+      kProducers == 2 ? 256 - kConsumerRegisters : 504 - kConsumers * kConsumerRegisters;
   static constexpr int kStages = D <= 128 ? 4 : D <= 192 ? 3 : 2;
   static constexpr int kQueries = 64 * D * 2;  // of a warpgroup
   static constexpr int kKeysAt = kConsumers * kQueries, kValuesAt = kKeysAt + kStages * kTile;
@@ -62,7 +63,8 @@ struct Shape {
   // multiplied by, as halves.
   static constexpr int kGroups = D % 128 == 0 ? D / 128 : 1;
   static constexpr int kFactors = kPageTokens * (4 + (kGroups > 1 ? 2 * kGroups : 0));
-  static constexpr int kKeyFactorsAt = kValuesAt + kStages * kTile, kValueFactorsAt = kKeyFactorsAt + kStages * kFactors;
+  static constexpr int kKeyFactorsAt = kValuesAt + kStages * kTile,
+                       kValueFactorsAt = kKeyFactorsAt + kStages * kFactors;
   static constexpr int kPagesAt = kValueFactorsAt + kStages * kFactors;  // int: which page a stage holds
   static constexpr int kBarriersAt = (kPagesAt + 4 * kStages + 7) / 8 * 8;
   static constexpr int kBytes = kBarriersAt + 4 * 8 * kStages;

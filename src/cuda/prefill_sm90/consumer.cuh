@@ -1,0 +1,453 @@
+// The consumers: products, softmax and output of a warpgroup's 64 rows.
+#pragma once
+
+#include "cuda/prefill_sm90/producer.cuh"
+#include "cuda/prefill_sm90/rotate.cuh"
+#include "cuda/prefill_sm90/wgmma.cuh"
+#include "cuda/tile/element.cuh"
+#include "cuda/tile/logits.cuh"
+
+namespace kvant::cuda::prefill {
+
+template <int kThreadCount>
+__device__ __forceinline__ void barrier_arrive(int which) {  // PTX ISA 9.7.13.1
+  asm volatile("bar.arrive %0, %1;" ::"r"(which), "n"(kThreadCount) : "memory");
+}
+
+template <Format KF, Format VF, int D>
+struct Consumer {
+  using S = Shape<D>;
+  static constexpr int kSums = D / 2;
+  static constexpr bool kRotated = is_integer(KF);
+  static_assert(is_integer(KF) == is_integer(VF) && is_half(KF) == is_half(VF));
+
+  const AttendParams& p;
+  std::byte* shared;
+  int group, warp, g, t;  // group: which of the consumers
+  Ring<D> keys, values;
+  Tile tile;
+  int row[2];  // of the sequence
+  int query[2], head[2];
+  bool is_plain;  // scores are scaled and nothing else
+  float to_log2
+      [2];  // what a row's products are multiplied by: positive, so that the largest product has the largest score
+  float in_log2[2];  // what they still are to be multiplied by when the softmax gets them
+  float m[2], l[2];  // m: before that
+  float unit;        // of the sums
+  float o[kSums];
+
+  __device__ std::byte* queries() const { return shared + group * S::kQueries; }
+  __device__ void group_sync() const { ptx::barrier<128>(4 + group); }
+  __device__ void my_turn() const { ptx::barrier<256>(1 + group); }
+  __device__ void next_turn() const { barrier_arrive<256>(1 + (group ^ 1)); }
+
+  __device__ void begin_tile() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      row[h] = min(tile.row_block * kRows + 64 * group + 16 * warp + g + 8 * h, tile.rows - 1);
+      query[h] = query_of_row(p, row[h]);
+      head[h] = tile.kv_head * p.group + row[h] - query[h] * p.group;
+      m[h] = kNone, l[h] = 0.0f;
+    }
+    unit = 1.0f;
+    is_plain = p.softcap == 0.0f && p.slopes == nullptr && p.mask.data == nullptr;
+  }
+  __device__ std::int64_t query_at(int h) const {
+    return (tile.batch.query_begin + query[h]) * p.q.token_stride + head[h] * p.q.head_stride;
+  }
+
+  // --- queries ---
+
+  // Power of two that brings the largest of a row to 1 .. 2; a row that is not finite is marked in to_log2.
+  __device__ void set_units(const float (&largest)[2], float (&inverse)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float x = largest[h];
+      x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+      x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+      const std::uint32_t exponent = __float_as_uint(x) >> 23;
+      const bool usual = exponent > 8 && exponent < 246;
+      inverse[h] = copysignf(usual ? __uint_as_float((254 - exponent) << 23) : 1.0f, p.scale);
+      to_log2[h] = fabsf(p.scale) * kLog2e * (usual ? __uint_as_float(exponent << 23) : 1.0f);
+      in_log2[h] = is_plain ? to_log2[h] : 1.0f;
+    }
+  }
+  __device__ void store_pair(int h, int j, float a, float b, bool bf16) const {
+    const int r = 16 * warp + g + 8 * h;
+    *reinterpret_cast<std::uint32_t*>(queries() + place_by_token<D>(r, j) + 4 * t) =
+        bf16 ? ptx::bf16x2(a, b) : ptx::f16x2(a, b);
+  }
+  __device__ void poison(const bool (&finite)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      unsigned all = finite[h] ? 1u : 0u;
+      all &= __shfl_xor_sync(~0u, all, 1);
+      all &= __shfl_xor_sync(~0u, all, 2);
+      if (all == 0) to_log2[h] = in_log2[h] = __int_as_float(0x7FC00000);
+    }
+  }
+  __device__ void rotated_queries() {
+    float x[kSums], largest[2] = {0.0f, 0.0f}, inverse[2];
+    bool finite[2] = {true, true};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const std::int64_t at = query_at(h) + 2 * t;
+#pragma unroll
+      for (int j = 0; j < D / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float q = load_element(p.q.data, p.q.dtype, at + 8 * j + e);
+          finite[h] = finite[h] && fabsf(q) < __builtin_huge_valf();
+          x[4 * j + 2 * h + e] = q;
+        }
+      }
+    }
+    flip_signs<D>(x);
+    hadamard<D, false>(x);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], fabsf(x[i]));
+    set_units(largest, inverse);
+    poison(finite);
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        store_pair(h, j, x[4 * j + 2 * h] * inverse[h], x[4 * j + 2 * h + 1] * inverse[h], false);
+    }
+    fence_for_products();
+    group_sync();
+  }
+  __device__ void given_queries(bool bf16) {
+    float largest[2] = {0.0f, 0.0f}, inverse[2];
+    bool finite[2] = {true, true};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll 4
+      for (int j = 0; j < D / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float q = load_element(p.q.data, p.q.dtype, query_at(h) + 2 * t + 8 * j + e);
+          finite[h] = finite[h] && fabsf(q) < __builtin_huge_valf();
+          largest[h] = fmaxf(largest[h], fabsf(q));
+        }
+      }
+    }
+    set_units(largest, inverse);
+    poison(finite);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll 4
+      for (int j = 0; j < D / 8; ++j) {
+        const std::int64_t at = query_at(h) + 2 * t + 8 * j;
+        store_pair(h, j, load_element(p.q.data, p.q.dtype, at) * inverse[h],
+                   load_element(p.q.data, p.q.dtype, at + 1) * inverse[h], bf16);
+      }
+    }
+    fence_for_products();
+    group_sync();
+  }
+
+  // --- a page ---
+
+  template <bool kBf16>
+  __device__ __forceinline__ void scores(float (&s)[kPageTokens / 2]) const {
+    const std::uint64_t q = ptx::operand(ptx::shared_address(queries()), S::kSwizzle);
+    const std::uint64_t k =
+        ptx::operand(ptx::shared_address(shared + S::kKeysAt + keys.stage() * S::kTile), S::kSwizzle);
+    constexpr int kSteps = S::kSwizzle / 32;  // of a box
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i) {
+      const std::uint64_t step = ptx::operand_step(i / kSteps * kPageTokens * S::kSwizzle + i % kSteps * 32);
+      ptx::Wgmma<kPageTokens, kBf16>::template shared<false>(s, q + step, k + step, i > 0);
+    }
+  }
+  // kByToken: the tile has a row for each token, as dense pages have; otherwise one for each channel.
+  template <bool kBf16, bool kByToken>
+  __device__ __forceinline__ void add_values(const std::uint32_t (&w)[kPageTokens / 16][4], bool first) {
+    const std::uint32_t address = ptx::shared_address(shared + S::kValuesAt + values.stage() * S::kTile);
+    const std::uint64_t v =
+        kByToken ? ptx::operand(address, S::kSwizzle, kPageTokens * S::kSwizzle) : ptx::operand(address, 128);
+    constexpr int kStep = kByToken ? 16 * S::kSwizzle : 32;
+#pragma unroll
+    for (int i = 0; i < kPageTokens / 16; ++i)
+      ptx::Wgmma<D, kBf16>::template registers<kByToken>(o, w[i], v + ptx::operand_step(i * kStep), i > 0 || !first);
+  }
+
+  // Transforms and visibility, key by key; where there are transforms, of scores in units of log 2. Rolled up, through local memory: pages that need
+  // this are few, or the mask tensor is what takes the time; unrolled it is most of the kernel.
+  __device__ __forceinline__ void transform(int page, bool all_see, float (&s)[kPageTokens / 2]) const {
+    const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
+    float copy[kPageTokens / 2];
+#pragma unroll
+    for (int i = 0; i < kPageTokens / 2; ++i) copy[i] = s[i];
+#pragma unroll 1
+    for (int i = 0; i < kPageTokens / 2; ++i) {
+      const bool second = (i & 2) != 0;
+      const int at = second ? query[1] : query[0], of = second ? head[1] : head[0];
+      const int position = tile.length - tile.batch.q_len + at;
+      const int key = page * kPageTokens + i / 4 * 8 + 2 * t + i % 2;
+      const bool sees = all_see || (key < tile.length && rule.sees(tile.length, position, key));
+      float x = copy[i];
+      if (p.softcap > 0.0f) x = capped(x, p.softcap, 1.0f / p.softcap);
+      if (p.slopes != nullptr) x -= p.slopes[of] * kLog2e * fabsf(static_cast<float>(position - key));
+      if (sees && !all_see && p.mask.data != nullptr) {
+        const int batch = p.mask_batches == nullptr ? tile.entry : p.mask_batches[tile.entry];
+        const std::int64_t from = batch * p.mask.stride[0] + of * p.mask.stride[1] + at * p.mask.stride[2] +
+                                  (key - p.mask.first_key) * p.mask.stride[3];
+        x = fmaf(mask_element(p.mask, from), kLog2e, x);
+      }
+      copy[i] = sees ? x : kNone;
+    }
+#pragma unroll
+    for (int i = 0; i < kPageTokens / 2; ++i) s[i] = copy[i];
+  }
+
+  // Scores to weights. alpha: what the sums before are multiplied by.
+  template <bool kBf16, bool kScaled>
+  __device__ __forceinline__ void weigh(float (&s)[kPageTokens / 2], int page, const float* key_factors,
+                                        float (&alpha)[2]) {
+    if constexpr (kScaled) {
+#pragma unroll
+      for (int j = 0; j < kPageTokens / 8; ++j) {
+        const float2 f = *reinterpret_cast<const float2*>(key_factors + 8 * j + 2 * t);
+        s[4 * j] *= f.x, s[4 * j + 1] *= f.y, s[4 * j + 2] *= f.x, s[4 * j + 3] *= f.y;
+      }
+    }
+    if (!is_plain) {
+#pragma unroll
+      for (int i = 0; i < kPageTokens / 2; ++i) s[i] *= to_log2[i / 2 % 2];
+    }
+    if ((page & 1) != 0 || p.softcap > 0.0f || p.slopes != nullptr) transform(page >> 1, (page & 1) == 0, s);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float x = s[2 * h];
+#pragma unroll
+      for (int j = 0; j < kPageTokens / 8; ++j) x = fmaxf(x, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+      x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+      x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+      x = fmaxf(x, m[h]);
+      const float reference = x == kNone ? 0.0f : x * in_log2[h];
+      alpha[h] = ptx::ex2(fmaf(m[h], in_log2[h], -reference));
+      m[h] = x;
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kPageTokens / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& y = s[4 * j + 2 * h + e];
+          y = ptx::ex2(fmaf(y, in_log2[h], -reference));
+          sum += y;
+        }
+      }
+      l[h] = fmaf(l[h], alpha[h], sum);
+    }
+  }
+  // Weights times value factors, as operands. The sums are in units of the largest factor so far.
+  template <bool kBf16, bool kScaled>
+  __device__ __forceinline__ void pack(float (&s)[kPageTokens / 2], const float* value_factors, float (&alpha)[2],
+                                       std::uint32_t (&w)[kPageTokens / 16][4]) {
+    if constexpr (kScaled) {
+      float largest = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kPageTokens / 8; ++j) {
+        const float2 f = *reinterpret_cast<const float2*>(value_factors + 8 * j + 2 * t);
+        largest = fmaxf(largest, fmaxf(f.x, f.y));
+      }
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      if (largest > unit) {
+        const float shrink = unit / largest;
+        alpha[0] *= shrink, alpha[1] *= shrink;
+        unit = largest;
+      }
+      const float inverse = 1.0f / unit;
+#pragma unroll
+      for (int j = 0; j < kPageTokens / 8; ++j) {
+        const float2 f = *reinterpret_cast<const float2*>(value_factors + 8 * j + 2 * t);
+        const float a = f.x * inverse, b = f.y * inverse;
+        s[4 * j] *= a, s[4 * j + 1] *= b, s[4 * j + 2] *= a, s[4 * j + 3] *= b;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPageTokens / 16; ++i) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const float a = s[8 * i + 2 * r], b = s[8 * i + 2 * r + 1];
+        w[i][r] = kBf16 ? ptx::bf16x2(a, b) : ptx::f16x2(a, b);
+      }
+    }
+  }
+
+  __device__ int page_here() const {
+    return reinterpret_cast<const int*>(shared + S::kPagesAt)[keys.stage()];
+  }
+  __device__ const float* key_factors() const {
+    return reinterpret_cast<const float*>(shared + S::kKeyFactorsAt + keys.stage() * S::kFactors);
+  }
+  __device__ const float* value_factors() const {
+    return reinterpret_cast<const float*>(shared + S::kValueFactorsAt + values.stage() * S::kFactors);
+  }
+
+  // The pages of a domain. `first`: the sums hold nothing yet. The products of a page's keys go on while the weights of the page
+  // before are multiplied with its values.
+  template <bool kBf16, bool kScaled>
+  __device__ __forceinline__ void pages(bool& first) {
+    float s[kPageTokens / 2], alpha[2];
+    std::uint32_t w[kPageTokens / 16][4];
+    keys.wait_full();
+    int page = page_here();
+    if (page < 0) {
+      keys.arrive_empty();
+      ++keys.turn;
+      return;
+    }
+    if (first) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) o[i] = 0.0f;
+      unit = kScaled ? 1e-30f : 1.0f;
+    }
+    my_turn();
+    ptx::wgmma_fence();
+    scores<kBf16>(s);
+    ptx::wgmma_commit();
+    next_turn();
+    ptx::wgmma_wait<0>();
+    weigh<kBf16, kScaled>(s, page, key_factors(), alpha);
+    __syncwarp();
+    keys.arrive_empty();
+    ++keys.turn;
+    values.wait_full();
+    pack<kBf16, kScaled>(s, value_factors(), alpha, w);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) o[i] *= alpha[i / 2 % 2];
+#pragma unroll 1
+    while (true) {
+      keys.wait_full();
+      page = page_here();
+      if (page < 0) break;
+      my_turn();
+      ptx::wgmma_fence();
+      scores<kBf16>(s);
+      ptx::wgmma_commit();
+      ptx::wgmma_fence();
+      add_values<kBf16, !kScaled>(w, first);
+      ptx::wgmma_commit();
+      next_turn();
+      ptx::wgmma_wait<1>();
+      weigh<kBf16, kScaled>(s, page, key_factors(), alpha);
+      __syncwarp();
+      keys.arrive_empty();
+      ++keys.turn;
+      ptx::wgmma_wait<0>();
+      __syncwarp();
+      values.arrive_empty();
+      ++values.turn;
+      first = false;
+      values.wait_full();
+      pack<kBf16, kScaled>(s, value_factors(), alpha, w);
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) o[i] *= alpha[i / 2 % 2];
+    }
+    keys.arrive_empty();
+    ++keys.turn;
+    ptx::wgmma_fence();
+    add_values<kBf16, !kScaled>(w, first);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    values.arrive_empty();
+    ++values.turn;
+    first = false;
+  }
+
+  // From sums over encoded values to sums over values as they were.
+  __device__ void to_given_basis() {
+    if constexpr (kRotated) {
+      hadamard<D, true>(o);
+      flip_signs<D>(o);
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) o[i] *= unit;
+    unit = 1.0f;
+  }
+
+  __device__ void finish(bool nothing) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sum = l[h];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const float top = m[h] * in_log2[h];
+      const bool none = m[h] == kNone || nothing;
+      float lse = none ? kNone : (top + log2f(sum)) * kLn2;
+      float factor = none ? 0.0f : 1.0f / sum;
+      if (p.sink_logits != nullptr) {
+        const float sink = p.sink_logits[head[h]] * kLog2e;
+        // Of the larger of the two, so that neither overflows.
+        const float high = none ? sink : fmaxf(top, sink);
+        const float weight = none ? 0.0f : ptx::ex2(top - high), total = fmaf(sum, weight, ptx::ex2(sink - high));
+        lse = high == kNone ? kNone : (high + log2f(none ? ptx::ex2(sink - high) : total)) * kLn2;
+        factor = none ? 0.0f : weight / total;
+      }
+      if (to_log2[h] != to_log2[h]) lse = factor = to_log2[h];
+      const int at = tile.row_block * kRows + 64 * group + 16 * warp + g + 8 * h;
+      if (at >= tile.rows) continue;
+      const std::int64_t token = tile.batch.query_begin + query[h];
+      if (p.lse != nullptr && t == 0) p.lse[token * p.q_heads + head[h]] = lse;
+      const std::int64_t to = token * p.out.token_stride + head[h] * p.out.head_stride + 2 * t;
+#pragma unroll
+      for (int j = 0; j < D / 8; ++j) {
+        float a = o[4 * j + 2 * h] * factor, b = o[4 * j + 2 * h + 1] * factor;
+        if (none && factor == 0.0f) a = b = 0.0f;
+        if (p.out.dtype == Dtype::f32) {
+          float* pair = static_cast<float*>(p.out.data) + to + 8 * j;
+          pair[0] = a, pair[1] = b;
+        } else {
+          auto* pair = static_cast<std::uint16_t*>(p.out.data) + to + 8 * j;
+          const std::uint32_t bits = p.out.dtype == Dtype::f16 ? ptx::f16x2(a, b) : ptx::bf16x2(a, b);
+          pair[0] = static_cast<std::uint16_t>(bits), pair[1] = static_cast<std::uint16_t>(bits >> 16);
+        }
+      }
+    }
+  }
+
+  template <bool kScaled>
+  __device__ __forceinline__ void dense(bool bf16, bool& first) {
+    given_queries(bf16);
+    if (bf16) {
+      pages<true, false>(first);
+    } else {
+      pages<false, false>(first);
+    }
+  }
+
+  __device__ void attend() {
+    begin_tile();
+    bool first = true;
+    if constexpr (is_half(KF)) {
+      dense<false>(KF == Format::bf16, first);
+    } else {
+      if constexpr (kRotated) {
+        rotated_queries();
+      } else {
+        given_queries(false);
+      }
+      float before[2];
+      pages<false, true>(first);
+      if (!first) to_given_basis();
+      before[0] = in_log2[0], before[1] = in_log2[1];
+      group_sync();  // every warp's products have read the queries
+      given_queries(p.cache.exact_layout.k.format == Format::bf16);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) m[h] = m[h] == kNone ? kNone : m[h] * (before[h] / in_log2[h]);
+      if (p.cache.exact_layout.k.format == Format::bf16) {
+        pages<true, false>(first);
+      } else {
+        pages<false, false>(first);
+      }
+    }
+    finish(first);
+    group_sync();
+  }
+};
+
+}  // namespace kvant::cuda::prefill
