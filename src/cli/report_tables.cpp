@@ -176,7 +176,8 @@ std::string overview_html(const std::vector<LayerRows>& layers) {
     html += "</tr>\n";
   }
   std::string sentence =
-      "Relative L2 error of the attention output in %, darker where larger; the worst layer of each compressed "
+      "Relative L2 error of the attention output in %, in a stronger colour where larger; the worst layer of each "
+      "compressed "
       "format is framed.";
   if (spoken != nullptr) {
     const LayerRows& layer = layers[worst_layer(layers, *spoken)];
