@@ -301,6 +301,17 @@ TEST(DeviceCache, Refusals) {
   EXPECT_FALSE(host->take_non_finite().value());
 }
 
+// A backend refuses the sizes that it has no kernels for, and must see the size of the tensors: one that has 80 has not 72.
+TEST(DeviceCache, BackendsAreToldTheSizeOfTheTensors) {
+  CacheConfig c = config(1, 1);
+  c.head_dim = 72;
+  const auto cache = CacheImpl::create(c, &kFake).value();
+  const core::DeviceStoreConfig& seen = test::FakeStore::newest->config;
+  EXPECT_EQ(seen.head_dim, 72);
+  EXPECT_EQ(seen.encoded.head_dim, 80);
+  EXPECT_EQ(seen.exact.head_dim, 80);
+}
+
 TEST(DeviceCache, ReadsWhatWasStored) {
   const auto cache = CacheImpl::create(config(1, 1), &kFake).value();
   CacheConfig on_host = config(1, 1);
