@@ -301,8 +301,9 @@ def test_attend_opens_a_step_once_for_all_layers(rng):
 
 @pytest.mark.parametrize("head_dim", [1, 40, 72, 100, 575])
 def test_any_head_dim(rng, head_dim):
-    """The scale is that of the true size, and nothing of the padding is seen: also 72, which users once padded to 80."""
-    k, v, q = (rng.standard_normal((n, heads, head_dim)).astype(np.float32) for n, heads in ((300, 2), (300, 2), (3, 4)))
+    """The scale is that of the true size, and no padding shows. Callers used to pad 72 to 80 themselves."""
+    shapes = ((300, 2), (300, 2), (3, 4))
+    k, v, q = (rng.standard_normal((n, heads, head_dim)).astype(np.float32) for n, heads in shapes)
     cache = kvant.Cache(kv_heads=2, head_dim=head_dim, k="f32", v="f32")
     seq = cache.sequence()
     seq.append(0, k, v)

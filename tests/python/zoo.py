@@ -1,4 +1,5 @@
-"""Tiny models with random weights of many architectures, made from their configuration. Attention is sharpened so that an error of a mask, a scale or a softcap shows in the logits."""
+"""Tiny models with random weights of many architectures, made from their configuration. Attention is sharpened
+so that an error of a mask, a scale or a softcap shows in the logits."""
 
 from __future__ import annotations
 
