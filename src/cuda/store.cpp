@@ -4,7 +4,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include "codec/rotation.hpp"
@@ -39,12 +38,11 @@ std::uint64_t count_of(T n) {
 
 Status check_config(const core::DeviceStoreConfig& c) {
   if (find_write_kernel(c.head_dim) == nullptr) {
-    return {Code::unsupported,
-            fmt::format(
-                "head_dim = {} on a device: kernels are compiled for {}, and only the CPU pads vectors itself; use "
-                "device = \"cpu\", or pad queries, keys and values with zeros to one of these and give every plan the "
-                "scale of the true size, 1 / sqrt({}) = {:.9g}",
-                c.head_dim, fmt::join(kHeadDims, ", "), c.head_dim, 1 / std::sqrt(static_cast<double>(c.head_dim)))};
+    return {
+        Code::unsupported,
+        fmt::format("head_dim = {} on a device: kernels are compiled for {}; pad vectors with zeros to one of them, or "
+                    "use device = \"cpu\"",
+                    c.head_dim, fmt::join(kHeadDims, ", "))};
   }
   for (const bool values : {false, true}) {
     const Format format = values ? c.encoded.v.format : c.encoded.k.format;

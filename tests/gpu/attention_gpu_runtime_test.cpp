@@ -476,8 +476,7 @@ TEST(GpuRefusals, SizesThatOnlyTheCpuPads) {
     const Result<Cache> made = Cache::create(device_config(spec));
     ASSERT_EQ(made.code(), Code::unsupported) << head_dim;
     for (const std::string& words :
-         {"head_dim = " + std::to_string(head_dim), std::string("64, 96, 128, 192, 256, 512"),
-          "1 / sqrt(" + std::to_string(head_dim) + ")"}) {
+         {"head_dim = " + std::to_string(head_dim), std::string("64, 96, 128, 192, 256, 512")}) {
       EXPECT_NE(made.message().find(words), std::string::npos) << made.message();
     }
   }
