@@ -135,7 +135,7 @@ TEST(DecodeKernels, RoundToNearestEvenAndOverflowToInfinity) {
       std::vector<std::byte> got(32 * dtype_size(dtype));
       core::DecodeJob job;
       job.side = &layout.k;
-      job.head_dim = 32;
+      job.head_dim = job.width = 32;
       job.block = block.data();
       job.first = 5;
       job.count = 1;

@@ -306,7 +306,7 @@ TEST(DeviceCache, BackendsAreToldTheSizeOfTheTensors) {
   CacheConfig c = config(1, 1);
   c.head_dim = 72;
   const auto cache = CacheImpl::create(c, &kFake).value();
-  const core::DeviceStoreConfig& seen = test::FakeStore::newest->config;
+  const core::DeviceStoreConfig& seen = FakeStore::newest->config;
   EXPECT_EQ(seen.head_dim, 72);
   EXPECT_EQ(seen.encoded.head_dim, 80);
   EXPECT_EQ(seen.exact.head_dim, 80);
