@@ -301,7 +301,7 @@ TEST(DeviceCache, Refusals) {
   EXPECT_FALSE(host->take_non_finite().value());
 }
 
-// A backend refuses the sizes that it has no kernels for, and must see the size of the tensors: one that has 80 has not 72.
+// A backend refuses sizes without kernels. Its choice needs the size of the tensors: kernels for 80 do not take 72.
 TEST(DeviceCache, BackendsAreToldTheSizeOfTheTensors) {
   CacheConfig c = config(1, 1);
   c.head_dim = 72;

@@ -1,5 +1,5 @@
-// Sizes of head_dim that have no rotation: the caller's tensors have the true size in every call, the cache stores zeros behind
-// it, and the scale, the figures and the texts are those of the true size.
+// Sizes of head_dim that have no rotation: the caller's tensors have the true size in every call, the cache stores zeros
+// behind it, and the scale, the figures and the texts are those of the true size.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -61,7 +61,7 @@ TEST_P(HeadDim, MatchesTheReferenceOnEveryInstructionSet) {
   }
 }
 
-// What the codec costs is within the bound of sizes that are stored as they are: the padding takes bits, and no accuracy.
+// The codec's error is within the bound of sizes that are stored as they are. Padding takes bits, and no accuracy.
 TEST_P(HeadDim, IsAsExactAsOtherSizes) {
   if (GetParam() < 40) return;  // of a few values the samples are small: relative errors scatter
   for (const Pair& pair : kPairs) {
@@ -203,7 +203,7 @@ TEST(HeadDimCache, NamesTheFirstValueThatCannotBeStored) {
   std::vector<float> x(9, 1.0f);
   x[8] = INFINITY;
   const auto rows = TensorView::of(x.data(), 2, 1, 3);
-  cache.append(id, 0, rows, rows).value();  // the value behind them is nobody's business
+  cache.append(id, 0, rows, rows).value();  // the value behind them is not read
   const auto with_it = TensorView::of(x.data(), 3, 1, 3);
   EXPECT_EQ(cache.append(id, 0, with_it, with_it).code(), Code::non_finite);
   EXPECT_EQ(cache.length(id).value(), 2);

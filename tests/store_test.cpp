@@ -274,8 +274,8 @@ TEST(Store, InputTypesAndRounding) {
   }
 }
 
-// Rows of fewer values than the block's vectors: zeros are stored behind them, and nothing behind a row is read. The rows' last
-// value ends at an inaccessible page, and NaN fills the space between them.
+// Rows of fewer values than the block's vectors: zeros are stored behind them, and nothing behind a row is read. The last
+// row ends at an inaccessible page, and NaN fills the space between rows.
 TEST(Store, RowsAreStoredPadded) {
   Draw draw(7);
   constexpr int kTokens = 11;

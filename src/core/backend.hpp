@@ -23,8 +23,8 @@ struct NextRows {
 
 // Stores `count` tokens of one kv head into a page block, from token `first` on: basis, quantise, pack.
 // `rows` are in the original coordinates, row i at element i * row_stride; they become f32 and are rounded to `rounding`
-// first. Dense formats round to nearest even. This is where vectors are padded: a row has `width` values, and zeros are stored
-// behind them.
+// first. Dense formats round to nearest even. Vectors are padded here: a row has `width` values, and zeros are stored
+// behind these.
 struct StoreJob {
   const codec::SideLayout* side = nullptr;
   int head_dim = 0;  // of the block
@@ -43,7 +43,7 @@ struct StoreJob {
 };
 
 // Decodes `count` tokens of one side of a page block, from token `first` on: unpacked, back from the basis, rounded to
-// nearest even. Row i goes to element i * row_stride of `rows`, in the original coordinates, and is cut to `width` values.
+// nearest even. Row i goes to element i * row_stride of `rows`, in the original coordinates, cut to `width` values.
 struct DecodeJob {
   const codec::SideLayout* side = nullptr;
   int head_dim = 0;  // of the block

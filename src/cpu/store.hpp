@@ -92,8 +92,8 @@ class Magnitudes {
   typename S::I largest_ = S::seti(0);
 };
 
-// `load(at)` loads eight elements from these bytes on. A row's last, if they are fewer, are copied first: nothing behind the row
-// is read.
+// `load(at)` loads eight elements from these bytes on. The last elements of a row, if they are fewer, are copied first,
+// so that nothing behind the row is read.
 template <class S, Dtype kRounding, class Load>
 KVANT_INLINE void convert_row(const core::StoreJob& job, const std::byte* row, float* x, Magnitudes<S>& magnitudes,
                               Load load) {
