@@ -14,6 +14,7 @@ RandomChoices choices() {
   RandomChoices all;
   const std::span<const int> dims = supported_head_dims();
   all.head_dims.assign(dims.begin(), dims.end());
+  all.head_dims.insert(all.head_dims.end(), {1, 8, 31, 40, 48, 65, 72, 100, 120, 200, 250, 300, 500, 575});
   const char* const kFormats[] = {"f32", "f16", "bf16", "fp8", "tq2", "tq3", "tq4", "tq5", "tq6", "tq8"};
   for (const char* k : kFormats) {
     for (const char* v : kFormats) all.formats.emplace_back(k, v);

@@ -229,7 +229,8 @@ TEST(Calibrate, RefusalsNameTheLayerAndTheValue) {
   };
   EXPECT_EQ(calibrate({}).message(), "calibrate: no layers; allowed: at least one captured layer");
   EXPECT_EQ(message([](CapturedLayer& l) { l.head_dim = 33; }),
-            "calibrate: layer7: head_dim 33 has no rotation; allowed: see supported_head_dims()");
+            "calibrate: layer7: head_dim 33 has no rotation, and vectors of this size are stored padded, without a "
+            "calibrated basis; allowed: 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 512, 576");
   EXPECT_EQ(message([](CapturedLayer& l) { l.q_heads = 3; }),
             "calibrate: layer7: 3 query heads over 2 kv heads; allowed: a multiple of the kv heads");
   EXPECT_EQ(message([](CapturedLayer& l) { l.kv_heads = 0; }),

@@ -87,7 +87,7 @@ TEST_F(Cli, WrongUsageIsExitCodeTwo) {
           {{"calibrate", "x", "-o", "-"}, "a basis is a binary file"},
           {{"bench", "guess"},
            "guess: kvant bench has no such operation; the operations are decode, step, prefill, append"},
-          {{"bench", "decode", "--head-dim", "100"}, "--head-dim 100: must be one of 32, 64, 80"},
+          {{"bench", "decode", "--head-dim", "577"}, "--head-dim 577: must be 1 to 576"},
           {{"bench", "decode", "--q-heads", "3", "--kv-heads", "2"}, "--q-heads 3: must be a multiple of --kv-heads 2"},
           {{"bench", "decode", "--kv-heads", "0"}, "--kv-heads"},
           {{"bench", "decode", "--keys", "99999999999999999999"}, "--keys"},

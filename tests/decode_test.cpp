@@ -50,7 +50,7 @@ struct Page {
   [[nodiscard]] core::DecodeJob job(bool values, BasisKind basis) const {
     core::DecodeJob j;
     j.side = values ? &layout.v : &layout.k;
-    j.head_dim = head_dim;
+    j.head_dim = j.width = head_dim;
     j.block = block.data();
     j.basis = {.kind = basis, .center = center.data(), .matrix = nullptr, .inverse = matrix.data()};
     j.levels = levels.data();
@@ -67,12 +67,12 @@ std::vector<float> plain(const core::DecodeJob& job, bool values, int token) {
 }
 
 void expect_definition(const core::Kernels& kernels, core::DecodeJob job, bool values, Draw& draw) {
-  const auto d = static_cast<std::size_t>(job.head_dim);
+  const auto d = static_cast<std::size_t>(job.width);
   job.first = static_cast<int>(draw.bits() % 64);
   job.count = 1 + static_cast<int>(draw.bits() % static_cast<unsigned>(kPageTokens - job.first));
   if (draw.bits() % 3 == 0) job.first = 0, job.count = kPageTokens;
   job.dtype = kDtypes[draw.bits() % 3];
-  job.row_stride = job.head_dim + static_cast<int>(draw.bits() % 3);
+  job.row_stride = job.width + static_cast<int>(draw.bits() % 3);
   const std::size_t size = dtype_size(job.dtype), first = draw.bits() % 5;  // misaligns rows
   const auto rows = static_cast<std::size_t>(job.count), stride = static_cast<std::size_t>(job.row_stride);
   std::vector<std::byte> got((first + rows * stride + 8) * size, std::byte{0x5a});
@@ -86,8 +86,9 @@ void expect_definition(const core::Kernels& kernels, core::DecodeJob job, bool v
   const auto differs = std::mismatch(got.begin(), got.end(), expected.begin()).first - got.begin();
   ASSERT_EQ(differs, static_cast<std::ptrdiff_t>(got.size()))
       << kernels.name << ' ' << format_info(job.side->format).name << (values ? " values" : " keys") << ", head_dim "
-      << job.head_dim << ", groups " << job.side->groups << ", basis " << static_cast<int>(job.basis.kind) << ", "
-      << dtype_name(job.dtype) << ", tokens " << job.first << " + " << job.count << ", row_stride " << job.row_stride;
+      << job.head_dim << ", width " << job.width << ", groups " << job.side->groups << ", basis "
+      << static_cast<int>(job.basis.kind) << ", " << dtype_name(job.dtype) << ", tokens " << job.first << " + "
+      << job.count << ", row_stride " << job.row_stride;
 }
 
 TEST(DecodeKernels, GiveTheCodecsBitsOnEveryInstructionSet) {
@@ -104,6 +105,9 @@ TEST(DecodeKernels, GiveTheCodecsBitsOnEveryInstructionSet) {
             if (basis == BasisKind::calibrated && info.format != Format::tq4) continue;
             for (const bool values : {false, true}) {
               expect_definition(*kernels, page.job(values, basis), values, draw);
+              core::DecodeJob cut = page.job(values, basis);
+              cut.width = 1 + static_cast<int>(draw.bits() % static_cast<unsigned>(head_dim));
+              expect_definition(*kernels, cut, values, draw);
               if (HasFatalFailure()) return;
             }
           }
@@ -131,7 +135,7 @@ TEST(DecodeKernels, RoundToNearestEvenAndOverflowToInfinity) {
       std::vector<std::byte> got(32 * dtype_size(dtype));
       core::DecodeJob job;
       job.side = &layout.k;
-      job.head_dim = 32;
+      job.head_dim = job.width = 32;
       job.block = block.data();
       job.first = 5;
       job.count = 1;

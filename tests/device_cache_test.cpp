@@ -300,6 +300,17 @@ TEST(DeviceCache, Refusals) {
   EXPECT_FALSE(host->take_non_finite().value());
 }
 
+// A backend refuses sizes without kernels. Its choice needs the size of the tensors: kernels for 80 do not take 72.
+TEST(DeviceCache, BackendsAreToldTheSizeOfTheTensors) {
+  CacheConfig c = config(1, 1);
+  c.head_dim = 72;
+  const auto cache = CacheImpl::create(c, &kFake).value();
+  const core::DeviceStoreConfig& seen = FakeStore::newest->config;
+  EXPECT_EQ(seen.head_dim, 72);
+  EXPECT_EQ(seen.encoded.head_dim, 80);
+  EXPECT_EQ(seen.exact.head_dim, 80);
+}
+
 TEST(DeviceCache, ReadsWhatWasStored) {
   const auto cache = CacheImpl::create(config(1, 1), &kFake).value();
   CacheConfig on_host = config(1, 1);

@@ -44,7 +44,8 @@ AttentionOptions emulated(std::int64_t split_keys = 0) {
 
 class MatrixShapes : public testing::TestWithParam<int> {};
 
-// Rows and keys around 16, 32 and 64 and around four pages, which are multiplied at once; head_dims that no step of 32 divides.
+// Rows and keys around 16, 32 and 64 and around four pages, which are multiplied at once. Head_dims that no step of 32
+// divides, and such that are stored padded (33 as 64, 100 as 112, 500 as 512).
 TEST_P(MatrixShapes, MatchTheReference) {
   const Lengths kLengths[] = {{17, 17},  {33, 9},   {64, 24},  {65, 33},   {100, 20}, {129, 65},
                               {200, 31}, {256, 17}, {257, 18}, {320, 130}, {576, 20}};
@@ -62,7 +63,8 @@ TEST_P(MatrixShapes, MatchTheReference) {
     EXPECT_TRUE(World(spec).kernel_matches(emulated(at % 4 == 0 ? 2 * kPageTokens : 0)));
   }
 }
-INSTANTIATE_TEST_SUITE_P(HeadDims, MatrixShapes, testing::Values(32, 64, 80, 112, 128, 224, 256, 512, 576));
+INSTANTIATE_TEST_SUITE_P(HeadDims, MatrixShapes,
+                         testing::Values(32, 33, 64, 80, 100, 112, 128, 224, 256, 500, 512, 576));
 
 TEST(Matrix, PlansSayWhatTheyUse) {
   WorldSpec spec;

@@ -16,6 +16,8 @@
 #include "core/backend.hpp"
 #include "kvant/types.hpp"
 #include "support/draw.hpp"
+#include "support/guard.hpp"
+#include "support/half.hpp"
 #include "support/sanitized.hpp"
 
 namespace kvant {
@@ -121,7 +123,7 @@ float within_f16(float x) {
 void store_plain(const StoreJob& job, bool values) {
   for (int i = 0; i < job.count; ++i) {
     std::vector<float> x(static_cast<std::size_t>(job.head_dim)), y(x.size());
-    for (std::size_t j = 0; j < x.size(); ++j) {
+    for (std::size_t j = 0; j < static_cast<std::size_t>(job.width); ++j) {
       const std::size_t at = static_cast<std::size_t>(i * job.row_stride) + j;
       switch (job.dtype) {
         case Dtype::f32: x[j] = static_cast<const float*>(job.rows)[at]; break;
@@ -143,6 +145,7 @@ void expect_same(const Case& c, StoreJob job, Draw& draw, const char* what) {
   const codec::PageLayout page = codec::page_layout(c.format, c.format, c.head_dim, c.groups);
   job.side = c.values ? &page.v : &page.k;
   job.head_dim = c.head_dim;
+  if (job.width == 0) job.width = c.head_dim;
   const std::vector<std::byte> before = noise(page.block_bytes, draw);
   std::vector<std::byte> expected = before;
   job.block = expected.data();
@@ -271,6 +274,42 @@ TEST(Store, InputTypesAndRounding) {
   }
 }
 
+// Rows of fewer values than the block's vectors: zeros are stored behind them, and nothing behind a row is read. The last
+// row ends at an inaccessible page, and NaN fills the space between rows.
+TEST(Store, RowsAreStoredPadded) {
+  Draw draw(7);
+  constexpr int kTokens = 11;
+  for (const Case& c : all_cases()) {
+    const std::vector<float> levels = codec::is_lut(c.format) ? levels_of(c.format, draw) : std::vector<float>{};
+    for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
+      const int width = 1 + static_cast<int>(draw.bits() % static_cast<unsigned>(c.head_dim));
+      const int stride = width + static_cast<int>(draw.bits() % 3);
+      const auto size = static_cast<std::int64_t>(dtype_size(dtype));
+      const test::GuardBuffer rows(static_cast<std::size_t>(((kTokens - 1) * stride + width) * size));
+      std::memset(rows.data(), 0xff, rows.size());
+      for (int t = 0; t < kTokens; ++t) {
+        for (int j = 0; j < width; ++j) {
+          test::store_as(dtype, rows.data(), static_cast<std::size_t>(t * stride + j), draw.normal());
+        }
+      }
+      rows.make_read_only();
+      StoreJob job;
+      job.first = static_cast<int>(draw.bits() % 53);
+      job.count = kTokens;
+      job.rows = rows.data();
+      job.row_stride = stride;
+      job.width = width;
+      job.dtype = dtype;
+      job.rounding = draw.bits() % 2 == 0 ? Dtype::bf16 : Dtype::f32;
+      job.looks = true;
+      job.basis.kind = codec::is_tq(c.format) ? BasisKind::hadamard : BasisKind::none;
+      job.levels = levels.data();
+      expect_same(c, job, draw, ("width " + std::to_string(width)).c_str());
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 // A job that looks refuses a value beyond 65536 in any place of any row, one that does not stores it; what comes next is a hint.
 TEST(Store, RowsThatCannotBeStored) {
   Draw draw(6);
@@ -290,7 +329,7 @@ TEST(Store, RowsThatCannotBeStored) {
             }
             StoreJob job;
             job.side = &page.k;
-            job.head_dim = head_dim;
+            job.head_dim = job.width = head_dim;
             job.block = block.data();
             job.first = 7;
             job.count = count;

@@ -18,6 +18,8 @@ namespace kvant {
 struct CacheConfig {
   int layers = 1;  ///< layers of one geometry; layers of another geometry are another cache
   int kv_heads = 0;
+  /// 1 to 576. Sizes without a rotation are stored padded with zeros (stored_head_dim); tensors and the default scale
+  /// have this size. On a device 64, 96, 128, 192, 256 or 512.
   int head_dim = 0;
   std::string k = "tq6";  ///< key format; see formats()
   std::string v = "tq4";  ///< value format
@@ -94,7 +96,7 @@ class CacheImpl;
 /// sequence, reserve ahead again before the next launch.
 class KVANT_API Cache {
  public:
-  /// Errors: invalid_argument for unknown formats, unsupported head_dim, counts out of range, bases of other shapes.
+  /// Errors: invalid_argument for unknown formats, head_dim and counts out of range, bases of other shapes.
   static Result<Cache> create(const CacheConfig& config);
   Cache(Cache&&) noexcept;
   Cache& operator=(Cache&&) noexcept;

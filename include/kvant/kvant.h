@@ -67,8 +67,9 @@ KVANT_C_API const char* kvant_last_error(void);
 KVANT_C_API const char* kvant_version(void);
 
 /* What was compiled in and what this machine has, as a JSON object:
- *   {"version", "page_tokens", "head_dims": [...], "threads": {"runtime", "hardware"},
- *    "formats": [{"name", "id", "bits", "dense", "summary"}], "isas": [{"name", "available", "detail"}],  (best first)
+ *   {"version", "page_tokens", "head_dims": [...] (stored as they are), "largest_head_dim",
+ *    "threads": {"runtime", "hardware"}, "formats": [{"name", "id", "bits", "dense", "summary"}],
+ *    "isas": [{"name", "available", "detail"}],  (best first)
  *    "backends": [{"name", "available", "detail"}]}  (those compiled in; detail: the devices, or why it is not available)
  * buffer: capacity bytes, or NULL with capacity 0 to ask. size: may be NULL when buffer is not.
  * Errors: KVANT_INVALID_ARGUMENT when capacity is below *size (nothing is written then, except *size). */
@@ -135,7 +136,9 @@ typedef struct kvant_cache_config {
   size_t struct_size;       /* sizeof(kvant_cache_config); set by kvant_cache_config_init */
   int32_t layers;           /* of one geometry; layers of another geometry are another cache. Default 1 */
   int32_t kv_heads;         /* required */
-  int32_t head_dim;         /* required; kvant_info lists the supported ones */
+  int32_t head_dim;         /* required; 1 to 576. Sizes that kvant_info does not list are stored padded with zeros to
+                           the next it lists; tensors and the default scale have this size. On a device 64, 96, 128,
+                           192, 256 or 512 */
   int32_t sink_pages;       /* first 64-token pages kept exact. -1 (default): 1, but 0 under a window below 1024 */
   int32_t tail_pages;       /* newest full pages kept exact beside the one being filled; 0: encode tokens as they
                            come. -1 (default): 1, but 0 under a window below 1024, where exact ends take what
@@ -184,7 +187,7 @@ typedef struct kvant_cache_config {
 /* Fills in the defaults. struct_size: sizeof(kvant_cache_config). */
 KVANT_C_API void kvant_cache_config_init(kvant_cache_config* config, size_t struct_size);
 
-/* Errors: KVANT_INVALID_ARGUMENT for unknown formats, unsupported head_dim, counts out of range, bases of other shapes;
+/* Errors: KVANT_INVALID_ARGUMENT for unknown formats, head_dim and counts out of range, bases of other shapes;
  * KVANT_OUT_OF_MEMORY. *cache is NULL then. */
 KVANT_C_API kvant_status kvant_cache_create(const kvant_cache_config* config, kvant_cache** cache);
 KVANT_C_API void kvant_cache_destroy(kvant_cache* cache);

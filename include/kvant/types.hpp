@@ -61,9 +61,14 @@ KVANT_API const FormatInfo& format_info(Format format) noexcept;
 /// Error lists the known names.
 KVANT_API Result<Format> parse_format(std::string_view name);
 
-/// Head sizes that have a rotation (docs/formats.md, "Rotation"); anything else is refused.
+/// Head sizes that have a rotation (docs/formats.md, "Rotation"): vectors of these sizes are stored as they are.
 KVANT_API std::span<const int> supported_head_dims() noexcept;
 KVANT_API bool is_supported_head_dim(int head_dim) noexcept;
+/// A cache takes any head_dim from 1 to this.
+inline constexpr int kLargestHeadDim = 576;
+/// The size at which a cache in host memory stores vectors of head_dim values: the next that has a rotation. The values
+/// behind head_dim are zeros. 0: head_dim is below 1 or above kLargestHeadDim.
+KVANT_API int stored_head_dim(int head_dim) noexcept;
 
 /// A read-only [tokens, heads, head_dim] tensor. Strides are in elements; the last one must be 1.
 ///

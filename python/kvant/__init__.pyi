@@ -27,6 +27,8 @@ class Cache:
     """Keys and values of the layers of one geometry, compressed, in pages of 64 tokens.
 
     layers, kv_heads, head_dim: layers that differ in kv_heads, head_dim or window are another cache.
+        head_dim is 1 to 576 on the CPU, where sizes outside `kvant.info()["head_dims"]` are stored padded with zeros.
+        A device takes 64, 96, 128, 192, 256 and 512.
     k, v: formats of keys and values; `kvant.formats()` lists them. The default takes about 5 bits a value.
     device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken here, so capacity_tokens is
         required, and tensors must be on that device; work is enqueued on torch's current stream (or `stream=`).

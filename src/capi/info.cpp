@@ -30,6 +30,7 @@ std::string describe_library() {
   info["version"] = kVersion;
   info["page_tokens"] = kPageTokens;
   info["head_dims"] = supported_head_dims();
+  info["largest_head_dim"] = kLargestHeadDim;
   info["threads"] = {{"runtime", core::threads_name()}, {"hardware", core::hardware_threads()}};
   for (const FormatInfo& format : formats()) {
     info["formats"].push_back({{"name", format.name},

@@ -33,7 +33,7 @@ double side_tolerance(Format format) {
 }  // namespace
 
 double append_bytes(const BenchCase& c) {
-  const codec::PageLayout page = codec::page_layout(c.formats.k, c.formats.v, c.head_dim);
+  const codec::PageLayout page = codec::page_layout(c.formats.k, c.formats.v, stored_head_dim(c.head_dim));
   return static_cast<double>(page.code_bytes + page.scale_bytes) / kPageTokens * static_cast<double>(c.keys) *
          c.kv_heads * c.batch;
 }

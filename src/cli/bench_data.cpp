@@ -59,8 +59,8 @@ bool is_same_workload(const BenchCase& a, const BenchCase& b) {
 }
 
 double layer_bytes(const BenchCase& c) {
-  const codec::PageLayout page = codec::page_layout(c.formats.k, c.formats.v, c.head_dim);
-  const double exact_bytes = 4.0 * kPageTokens * c.head_dim;  // bf16
+  const codec::PageLayout page = codec::page_layout(c.formats.k, c.formats.v, stored_head_dim(c.head_dim));
+  const double exact_bytes = 4.0 * kPageTokens * page.head_dim;  // bf16
   const auto bytes_of = [&](std::int64_t keys) {
     const double pages = std::ceil(static_cast<double>(keys) / kPageTokens);
     const double exact_pages = c.formats.is_dense() ? 0 : std::min<double>(pages, c.sink_pages + c.tail_pages + 2);

@@ -187,7 +187,7 @@ void measure_memory(const io::CapturedLayer& c, const Replay& replay, EvalRow& r
   row.cache_bytes = memory.total();
   row.bf16_bytes = static_cast<std::int64_t>(values) * 2;
   row.bits_per_value = static_cast<double>(row.cache_bytes) * 8 / values;
-  const codec::PageLayout page = codec::page_layout(row.formats.k, row.formats.v, c.head_dim);
+  const codec::PageLayout page = codec::page_layout(row.formats.k, row.formats.v, stored_head_dim(c.head_dim));
   row.page_bits = page.block_bytes * 8.0 / (2.0 * kPageTokens * c.head_dim);
 }
 

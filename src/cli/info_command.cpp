@@ -38,7 +38,7 @@ struct Backend {
 };
 
 std::vector<Backend> backends() {
-  std::vector<Backend> all = {{"cpu", true, "", "every format, every head_dim of the list"}};
+  std::vector<Backend> all = {{"cpu", true, "", "every format, every head_dim"}};
   const core::DeviceBackend* device = core::device_backend();
   if (device == nullptr) {
     const std::string why = "not compiled in: this build was configured without nvcc, or with KVANT_CUDA=OFF";
@@ -117,6 +117,7 @@ Json as_json(const Machine& machine, const core::Kernels* chosen) {
           {"default_pair", {{"k", format_info(kDefaultPair.k).name}, {"v", format_info(kDefaultPair.v).name}}},
           {"page_tokens", kPageTokens},
           {"head_dims", std::vector<int>(supported_head_dims().begin(), supported_head_dims().end())},
+          {"largest_head_dim", kLargestHeadDim},
           {"formats", format_rows()},
           {"isa", {{"chosen", chosen->name}, {"why", why_chosen(chosen)}, {"compiled_in", std::move(isa_list)}}},
           {"backends", std::move(backend_list)},
@@ -132,7 +133,8 @@ std::string as_text(const Machine& machine, const core::Kernels* chosen) {
 
   text += format_table();
   text += fmt::format("\ndefault pair      {} (keys/values); pages of {} tokens\n", kDefaultPair.name(), kPageTokens);
-  text += fmt::format("head_dim          {}\n\n", fmt::join(supported_head_dims(), " "));
+  text += fmt::format("head_dim          {}; others up to {} are padded to the next\n\n",
+                      fmt::join(supported_head_dims(), " "), kLargestHeadDim);
 
   Table backend_table({{"backend", true}, {"state", true}, {"detail", true}});
   for (const Backend& b : backends()) {

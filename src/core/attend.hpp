@@ -75,7 +75,8 @@ struct SequenceUse {
 
 // What one run needs, shared by all items.
 struct RunContext {
-  int head_dim, padded_dim;  // padded_dim: head_dim rounded up to 64, zero filled
+  int width;  // values of a row of q and out, at most head_dim: queries are padded with zeros, outputs cut
+  int head_dim, padded_dim;  // of stored vectors; padded_dim: head_dim rounded up to 64, zero filled
   int group, kv_heads;
   int layer;
   float scale, softcap;

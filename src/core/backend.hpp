@@ -23,10 +23,12 @@ struct NextRows {
 
 // Stores `count` tokens of one kv head into a page block, from token `first` on: basis, quantise, pack.
 // `rows` are in the original coordinates, row i at element i * row_stride; they become f32 and are rounded to `rounding`
-// first. Dense formats round to nearest even.
+// first. Dense formats round to nearest even. Vectors are padded here: a row has `width` values, and zeros are stored
+// behind these.
 struct StoreJob {
   const codec::SideLayout* side = nullptr;
-  int head_dim = 0;
+  int head_dim = 0;  // of the block
+  int width = 0;     // of a row, at most head_dim; nothing behind it is read
   std::byte* block = nullptr;
   int first = 0;
   int count = 0;
@@ -41,10 +43,11 @@ struct StoreJob {
 };
 
 // Decodes `count` tokens of one side of a page block, from token `first` on: unpacked, back from the basis, rounded to
-// nearest even. Row i goes to element i * row_stride of `rows`, in the original coordinates.
+// nearest even. Row i goes to element i * row_stride of `rows`, in the original coordinates, cut to `width` values.
 struct DecodeJob {
   const codec::SideLayout* side = nullptr;
-  int head_dim = 0;
+  int head_dim = 0;  // of the block
+  int width = 0;     // of a row, at most head_dim; nothing behind it is written
   const std::byte* block = nullptr;
   int first = 0;
   int count = 0;

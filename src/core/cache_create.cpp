@@ -24,26 +24,10 @@ Status check_range(const char* name, std::int64_t value, std::int64_t low, std::
   return {Code::invalid_argument, fmt::format("{} = {}: must be {} to {}{}", name, value, low, high, hint)};
 }
 
-Status check_head_dim(int head_dim) {
-  const auto all = supported_head_dims();
-  const auto next = std::lower_bound(all.begin(), all.end(), head_dim);
-  if (next != all.end() && *next == head_dim) return {};
-  std::string way_out;
-  if (head_dim > 0 && next != all.end()) {
-    way_out = fmt::format(
-        "; pad queries, keys and values with zeros to {}, and give every plan the scale of the true size, 1 / sqrt({}) "
-        "= "
-        "{:.9g}, which it would otherwise take from {}",
-        *next, head_dim, 1 / std::sqrt(static_cast<double>(head_dim)), *next);
-  }
-  return {Code::invalid_argument,
-          fmt::format("head_dim = {}: must be one of {}{}", head_dim, fmt::join(all, ", "), way_out)};
-}
-
 Status check_counts(const CacheConfig& c) {
   if (Status s = check_range("layers", c.layers, 1, kMaxCount); !s) return s;
   if (Status s = check_range("kv_heads", c.kv_heads, 1, kMaxCount, "; it has no default"); !s) return s;
-  if (Status s = check_head_dim(c.head_dim); !s) return s;
+  if (Status s = check_range("head_dim", c.head_dim, 1, kLargestHeadDim); !s) return s;
   if (Status s = check_range("sink_pages", c.sink_pages, -1, kMaxEndPages, " (-1: automatic)"); !s) return s;
   if (Status s = check_range("tail_pages", c.tail_pages, -1, kMaxEndPages, " (-1: automatic)"); !s) return s;
   if (Status s = check_range("threads", c.threads, 0, kMaxThreads, " (0: all cores)"); !s) return s;
@@ -176,6 +160,14 @@ Status check_bases(const CacheConfig& c) {
             fmt::format("bases is empty: {} = calibrated needs it; load a basis file or use automatic",
                         keys ? "k_basis" : "v_basis")};
   }
+  if (!is_supported_head_dim(c.head_dim)) {
+    return {
+        Code::unsupported,
+        fmt::format("{} = calibrated with head_dim = {}: vectors are stored padded to {}, and calibrated bases are for "
+                    "sizes that are stored as they are ({}); use automatic",
+                    keys ? "k_basis" : "v_basis", c.head_dim, stored_head_dim(c.head_dim),
+                    fmt::join(supported_head_dims(), ", "))};
+  }
   const BasisSet& set = *c.bases;
   if (set.layers != c.layers || set.kv_heads != c.kv_heads || set.head_dim != c.head_dim) {
     return {Code::invalid_argument,
@@ -273,7 +265,7 @@ CacheImpl::CacheImpl(const CacheConfig& config, Format k, Format v, const core::
       v_format_(v),
       table_(table),
       encoded_(layout, config.layers, config.kv_heads),
-      provisional_(codec::page_layout(Format::bf16, Format::bf16, config.head_dim)),
+      provisional_(codec::page_layout(Format::bf16, Format::bf16, layout.head_dim)),
       kernels_(&kernels) {}
 
 Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, const core::DeviceBackend* backend) try {
@@ -312,7 +304,7 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
       .rollback_tokens = config.rollback_tokens,
       .capacity_pages = config.capacity_tokens / kPageTokens,
       .sequence_tokens = *device >= 0 ? config.max_sequence_tokens : core::kMaxSequenceTokens};
-  const codec::PageLayout layout = codec::page_layout(*k, *v, config.head_dim, config.lut_scales);
+  const codec::PageLayout layout = codec::page_layout(*k, *v, stored_head_dim(config.head_dim), config.lut_scales);
   std::unique_ptr<CacheImpl> impl(new CacheImpl(config, *k, *v, table, layout, **kernels));
   impl->automatic_ends_ = !dense && (given.sink_pages < 0 || given.tail_pages < 0);
   if (config.exact && table.ends.any()) {
@@ -329,7 +321,7 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
 
 Status CacheImpl::make_exact(Dtype dtype) {
   const Format format = format_of(dtype);
-  auto made = std::make_unique<core::Storage>(codec::page_layout(format, format, config_.head_dim), config_.layers,
+  auto made = std::make_unique<core::Storage>(codec::page_layout(format, format, stored_dim()), config_.layers,
                                               config_.kv_heads);
   if (Status s = made->grow(table_.pool(Pool::exact).slots()); !s) return s;
   exact_ = std::move(made);
@@ -394,15 +386,23 @@ std::int64_t CacheImpl::trim() noexcept {
   return bytes;
 }
 
+std::string CacheImpl::head_dim_words() const {
+  const int padding = stored_dim() - config_.head_dim;
+  if (padding == 0) return fmt::format("head_dim {}", config_.head_dim);
+  return fmt::format("head_dim {}, stored as {} ({:.1f} % of the codes are padding)", config_.head_dim, stored_dim(),
+                     100.0 * padding / stored_dim());
+}
+
 std::string CacheImpl::describe() const {
-  std::string text = fmt::format("geometry: {} layers, {} kv heads, head_dim {}\n", config_.layers, config_.kv_heads,
-                                 config_.head_dim);
+  std::string text =
+      fmt::format("geometry: {} layers, {} kv heads, {}\n", config_.layers, config_.kv_heads, head_dim_words());
   const auto page_bits = [&](std::int64_t bytes) {
     return static_cast<double>(bytes) * 8 / (2.0 * kPageTokens * config_.head_dim);
   };
   const codec::PageLayout& page = encoded_.layout();
-  text += fmt::format("formats: k {}, v {}: {:.3f} bits per value with scales\n", format_info(k_format_).name,
-                      format_info(v_format_).name, page_bits(page.code_bytes + page.scale_bytes));
+  text += fmt::format("formats: k {}, v {}: {:.3f} bits per value with scales{}\n", format_info(k_format_).name,
+                      format_info(v_format_).name, page_bits(page.code_bytes + page.scale_bytes),
+                      stored_dim() > config_.head_dim ? " and padding" : "");
   text += fmt::format("page: {} tokens, {} bytes per layer and kv head\n", kPageTokens, page.block_bytes);
   if (!table_.config().ends.any()) {
     text += "exact ends: none";

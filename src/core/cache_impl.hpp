@@ -59,6 +59,10 @@ class CacheImpl {
     if (pool == Pool::encoded) return encoded_.layout();
     return exact_ ? exact_->layout() : provisional_;
   }
+  /// Values of a stored vector: the tensors' head_dim, and zeros up to the next size that has a rotation.
+  [[nodiscard]] int stored_dim() const noexcept { return encoded_.layout().head_dim; }
+  /// "head_dim 72, stored as 80 (...)"
+  [[nodiscard]] std::string head_dim_words() const;
   [[nodiscard]] std::optional<Dtype> exact_dtype() const noexcept { return exact_dtype_; }
   /// The basis of encoded pages; exact pages have none.
   [[nodiscard]] core::BasisView k_basis(int layer, int head) const noexcept { return basis_view(false, layer, head); }

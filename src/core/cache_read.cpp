@@ -71,7 +71,8 @@ void decode_share(void* context, int worker) {
           core::first_element(out, page.range, page.before) + page.row * out.stride[0] + head * out.stride[1];
       core::DecodeJob job{
           .side = values ? &layout.v : &layout.k,
-          .head_dim = cache.config().head_dim,
+          .head_dim = cache.stored_dim(),
+          .width = cache.config().head_dim,
           .block = cache.block(page.pool, page.slot, run.layer, head),
           .first = page.first,
           .count = page.count,
@@ -177,15 +178,18 @@ Status CacheImpl::read(SequenceId id, int layer, std::int64_t begin, std::int64_
       const auto row = [&](const MutableTensorView& out, std::int64_t t) {
         return static_cast<float*>(out.data) + (t - begin) * out.stride[0] + head * out.stride[1];
       };
+      float stored[codec::kMaxHeadDim];
       for (std::int64_t t = first; t < last; ++t) {
         const int token = static_cast<int>(t % kPageTokens);
         if (keys.data != nullptr) {
-          codec::load_row_k(l.k, config_.head_dim, bytes, token, exact ? nullptr : k_levels(), row(keys, t));
-          if (!exact) codec::output_from_basis(k_basis(layer, head), config_.head_dim, row(keys, t), 1.0f);
+          codec::load_row_k(l.k, stored_dim(), bytes, token, exact ? nullptr : k_levels(), stored);
+          if (!exact) codec::output_from_basis(k_basis(layer, head), stored_dim(), stored, 1.0f);
+          std::copy_n(stored, config_.head_dim, row(keys, t));
         }
         if (values.data != nullptr) {
-          codec::load_row_v(l.v, config_.head_dim, bytes, token, exact ? nullptr : v_levels(), row(values, t));
-          if (!exact) codec::output_from_basis(v_basis(layer, head), config_.head_dim, row(values, t), 1.0f);
+          codec::load_row_v(l.v, stored_dim(), bytes, token, exact ? nullptr : v_levels(), stored);
+          if (!exact) codec::output_from_basis(v_basis(layer, head), stored_dim(), stored, 1.0f);
+          std::copy_n(stored, config_.head_dim, row(values, t));
         }
       }
     }

@@ -30,6 +30,7 @@ std::size_t index(std::int64_t i) {
 struct Tile {
   const void* rows;
   std::int64_t stride;  // elements
+  int width;            // of a row
   Dtype dtype;
   Dtype rounding;  // f32: none
 };
@@ -93,7 +94,7 @@ core::NextRows rows_from(const StoreRun& run, const Piece& piece, int first) {
 bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
   const PageWork& page = *piece.page;
   const CacheImpl& cache = *run.cache;
-  const int head_dim = cache.config().head_dim;
+  const int head_dim = cache.stored_dim(), width = cache.config().head_dim;
   const auto put = piece.values ? run.kernels->store_v : run.kernels->store_k;
   const auto block = [&](core::Pool pool, std::int32_t slot) {
     // Pages of this step belong to it alone.
@@ -103,6 +104,7 @@ bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
   const auto job = [&](core::Pool pool, std::int32_t slot, int first, int count, const Tile& rows) {
     return core::StoreJob{.side = side(pool),
                           .head_dim = head_dim,
+                          .width = rows.width,
                           .block = block(pool, slot),
                           .first = first,
                           .count = count,
@@ -125,7 +127,7 @@ bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
   const TensorView& tensor = tensor_of(run, piece);
   for (int i = 0, count = 0; i < page.count; i += count) {
     count = rows_at_once(page, i);
-    const Tile rows{row_of(run, piece, i), tensor.stride[0], tensor.dtype, run.rounding};
+    const Tile rows{row_of(run, piece, i), tensor.stride[0], width, tensor.dtype, run.rounding};
     core::StoreJob to = page.ref.exact < 0 ? encoded(page.first + i, count, rows)
                                            : job(core::Pool::exact, page.ref.exact, page.first + i, count, rows);
     to.looks = true;
@@ -138,7 +140,7 @@ bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
   }
   if (page.ref.exact >= 0 && page.turns) {
     const std::byte* copy = block(core::Pool::exact, page.ref.exact) + side(core::Pool::exact)->plane_offset[0];
-    put(encoded(0, kPageTokens, {copy, head_dim, run.rounding, Dtype::f32}));
+    put(encoded(0, kPageTokens, {copy, head_dim, head_dim, run.rounding, Dtype::f32}));
   }
   return true;
 }

@@ -55,8 +55,8 @@ std::string PlanImpl::explain() const {
   if (device) fmt::format_to(out, "backend    {} on {}\n", core::device_backend()->name, config.device);
   fmt::format_to(out, "batch      {} sequence(s), {} queries, {} to {} keys\n", sequences.size(), total_queries,
                  shortest, longest);
-  fmt::format_to(out, "heads      {} query heads over {} kv heads (group {}), head_dim {}\n", options.q_heads,
-                 config.kv_heads, group, config.head_dim);
+  fmt::format_to(out, "heads      {} query heads over {} kv heads (group {}), {}\n", options.q_heads, config.kv_heads,
+                 group, cache->head_dim_words());
   fmt::format_to(out, "visible    {}\n", mask_words(*this));
   fmt::format_to(out, "logits     scale {:.6g}{}{}\n", options.scale,
                  options.softcap > 0 ? fmt::format(", softcap {:g}", options.softcap) : "",
@@ -86,7 +86,7 @@ std::string PlanImpl::explain() const {
   }
   if (any_tiles) {
     fmt::format_to(out, "path       tiles (more than {} {}): {} rows at once, {}\n", core::kVectorRows, rows_rule,
-                   core::row_block(config.head_dim, core::path_of_many_rows(*kernels)), kernels->tile_products);
+                   core::row_block(cache->stored_dim(), core::path_of_many_rows(*kernels)), kernels->tile_products);
   }
   fmt::format_to(out, "pages      {} keys encoded, {} exact ({})\n", keys_read[core::kEncoded], keys_read[core::kExact],
                  cache->exact_dtype() ? dtype_name(*cache->exact_dtype()) : "dtype of the first write");

@@ -1,4 +1,5 @@
 // Names and sizes: element types, storage formats, head sizes, error codes.
+#include <algorithm>
 #include <array>
 #include <string>
 
@@ -97,6 +98,13 @@ std::span<const int> supported_head_dims() noexcept {
 
 bool is_supported_head_dim(int head_dim) noexcept {
   return codec::head_dim_supported(head_dim);
+}
+
+static_assert(kLargestHeadDim == codec::kMaxHeadDim);
+
+int stored_head_dim(int head_dim) noexcept {
+  if (head_dim < 1 || head_dim > kLargestHeadDim) return 0;
+  return *std::lower_bound(kHeadDims.begin(), kHeadDims.end(), head_dim);  // the last is kLargestHeadDim
 }
 
 const char* code_name(Code code) noexcept {

@@ -3,6 +3,8 @@
 //
 //   one norm    value = codebook[code] * norm / sqrt(D)                        level = codebook / sqrt(D)
 //   two norms   value = codebook[code] * norm[i / (D / 2)] / scale_factor      level = codebook / scale_factor
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <cmath>
 #include <new>
@@ -82,8 +84,8 @@ Result<CacheConfig> legacy_config(int layers, int kv_heads, int head_dim, const 
                                   bool queries_unrotated, bool outputs_unrotated) try {
   if (Status s = check_layout(layout); !s) return s;
   if (!is_supported_head_dim(head_dim)) {
-    return {Code::invalid_argument,
-            fmt::format("head_dim = {}: not supported; supported_head_dims() lists what is", head_dim)};
+    return {Code::invalid_argument, fmt::format("head_dim = {}: imported codes are not padded; it must be one of {}",
+                                                head_dim, fmt::join(supported_head_dims(), ", "))};
   }
   CacheConfig config;
   config.layers = layers;
@@ -105,8 +107,9 @@ Status CacheImpl::check_legacy(const LegacyLayout& legacy, const LegacyTensors& 
   if (Status s = check_layout(legacy); !s) return s;
   const Format format = *lut_format(legacy.bits);
   const std::vector<float> wanted = folded_levels(legacy, config_.head_dim);
-  const bool fits = k_format_ == format && v_format_ == format && config_.lut_scales == legacy.norms_per_position &&
-                    !table_.config().ends.any() && config_.k_levels == wanted && config_.v_levels == wanted;
+  const bool fits = stored_dim() == config_.head_dim && k_format_ == format && v_format_ == format &&
+                    config_.lut_scales == legacy.norms_per_position && !table_.config().ends.any() &&
+                    config_.k_levels == wanted && config_.v_levels == wanted;
   if (!fits) {
     return {
         Code::invalid_argument,

@@ -105,7 +105,7 @@ class Builder {
                       core::prepared_layout(static_cast<int>(rows), plan_.padded_dim).bytes;
       }
       const std::int64_t block =
-          tiles ? core::row_block(config().head_dim, core::path_of_many_rows(*plan_.kernels)) : rows;
+          tiles ? core::row_block(cache_.stored_dim(), core::path_of_many_rows(*plan_.kernels)) : rows;
       for (int head = 0; head < config().kv_heads; ++head) {
         for (std::int64_t row = 0; row < rows; row += block) {
           add_rows(static_cast<int>(i), head, static_cast<int>(row), static_cast<int>(std::min(block, rows - row)),
@@ -120,7 +120,7 @@ class Builder {
     workspace_ += (plan_.merge.size() * sizeof(std::int32_t) + 63) / 64 * 64;
     plan_.scratch_begin = workspace_;
     const core::RowPath path = plan_.any_tiles ? core::path_of_many_rows(*plan_.kernels) : core::RowPath::vector;
-    plan_.scratch_bytes = core::scratch_layout(most_rows_, config().head_dim, plan_.padded_dim, path).bytes;
+    plan_.scratch_bytes = core::scratch_layout(most_rows_, cache_.stored_dim(), plan_.padded_dim, path).bytes;
     plan_.workspace_bytes = workspace_ + static_cast<std::size_t>(plan_.threads) * plan_.scratch_bytes;
   }
 
@@ -161,7 +161,7 @@ class Builder {
     const std::int64_t share = (uses + splits - 1) / splits;
     splits = std::max<std::int64_t>(1, (uses + share - 1) / std::max<std::int64_t>(1, share));
     const std::size_t first_partial = workspace_;
-    const std::size_t partial_bytes = core::partial_layout(rows, config().head_dim).bytes;
+    const std::size_t partial_bytes = core::partial_layout(rows, cache_.stored_dim()).bytes;
     for (std::int64_t i = 0; i < splits; ++i) {
       const std::size_t partial =
           splits == 1 ? core::kNoPartial : first_partial + static_cast<std::size_t>(i) * partial_bytes;
@@ -258,7 +258,7 @@ Result<Plan> make_plan(const Cache& owner, std::span<const SequenceId> sequences
     plan->threads = options.threads > 0 ? options.threads : core::hardware_threads();
   }
   plan->group = options.q_heads / cache.config().kv_heads;
-  plan->padded_dim = (cache.config().head_dim + 63) / 64 * 64;
+  plan->padded_dim = (cache.stored_dim() + 63) / 64 * 64;
 
   Builder builder(*plan, cache);
   for (std::size_t i = 0; i < sequences.size(); ++i) {

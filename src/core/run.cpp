@@ -205,7 +205,8 @@ Status run(const Plan& owner, int layer, const TensorView& q, const MutableTenso
       plan.any_vector ? static_cast<std::int64_t>(plan.sequences.size()) * config.kv_heads : 0;
   Job job{plan, {}, prepare_items};
   core::RunContext& c = job.context;
-  c.head_dim = config.head_dim;
+  c.width = config.head_dim;
+  c.head_dim = cache.stored_dim();
   c.padded_dim = plan.padded_dim;
   c.group = plan.group;
   c.kv_heads = config.kv_heads;

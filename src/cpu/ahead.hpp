@@ -56,11 +56,11 @@ class Ahead {
 class RowsAhead {
  public:
   // Each row of the job calls fetch() `parts` times.
-  KVANT_INLINE RowsAhead(const core::NextRows& next, int head_dim, int parts)
+  KVANT_INLINE RowsAhead(const core::NextRows& next, int width, int parts)
       : row_(static_cast<const std::byte*>(next.rows)), left_(next.count) {
     const int element = next.dtype == Dtype::f32 ? 4 : 2;
     stride_ = next.row_stride * element;
-    bytes_ = head_dim * element;
+    bytes_ = width * element;
     lines_ = (bytes_ + 64 * parts - 1) / (64 * parts);
   }
 

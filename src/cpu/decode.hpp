@@ -25,7 +25,7 @@ void decode_token_plain(const core::DecodeJob& job, int i) {
   (kKeys ? codec::load_row_k : codec::load_row_v)(*job.side, job.head_dim, job.block, job.first + i, job.levels, x);
   codec::output_from_basis(job.basis, job.head_dim, x, 1.0f);
   std::byte* row = job_row(job, i);
-  for (int j = 0; j < job.head_dim; ++j) {
+  for (int j = 0; j < job.width; ++j) {
     switch (job.dtype) {
       case Dtype::f32: base::store_f32(row + 4 * j, x[j]); break;
       case Dtype::f16: base::store_u16(row + 2 * j, base::f32_to_f16(x[j])); break;
@@ -101,15 +101,22 @@ KVANT_INLINE void unpack_octet(const core::DecodeJob& job, int begin, int end, f
 
 // --- to the output --------------------------------------------------------------------------------------------------------
 
+// `width` values; x has eight more, or what makes them a multiple of eight.
 template <class S>
-KVANT_INLINE void put_row(const float* x, int head_dim, Dtype dtype, std::byte* to) {
+KVANT_INLINE void put_row(const float* x, int width, Dtype dtype, std::byte* to) {
   if (dtype == Dtype::f32) {
-    __builtin_memcpy(to, x, static_cast<std::size_t>(head_dim) * 4);
-  } else if (dtype == Dtype::f16) {
-    for (int j = 0; j < head_dim; j += 8) S::store_f16(to + 2 * j, S::loadf(x + j));
-  } else {
-    for (int j = 0; j < head_dim; j += 8) S::store_u16(to + 2 * j, to_bf16<S>(S::loadf(x + j)));
+    __builtin_memcpy(to, x, static_cast<std::size_t>(width) * 4);
+    return;
   }
+  const auto put = [&](int j, std::byte* at) {
+    dtype == Dtype::f16 ? S::store_f16(at, S::loadf(x + j)) : S::store_u16(at, to_bf16<S>(S::loadf(x + j)));
+  };
+  const int whole = width & ~7;
+  for (int j = 0; j < whole; j += 8) put(j, to + 2 * j);
+  if (whole == width) return;
+  std::byte last[16];
+  put(whole, last);
+  __builtin_memcpy(to + 2 * whole, last, static_cast<std::size_t>(width - whole) * 2);
 }
 
 // Rows of tokens [begin, end) of one octet, as unpack_octet left them, back from their basis and out. Not inline: once an ISA,
@@ -131,13 +138,13 @@ __attribute__((noinline)) void put_octet(const core::DecodeJob& job, int begin, 
     float* row = rows + t % 8 * stride;
     std::byte* out = job_row(job, t - job.first);
     if (job.basis.kind == BasisKind::hadamard) {
-      if (job.dtype == Dtype::f32) {
+      if (job.dtype == Dtype::f32 && job.width == job.head_dim) {
         rotation.back(row, reinterpret_cast<float*>(out));
         continue;
       }
       rotation.back(row, row);
     }
-    put_row<S>(row, job.head_dim, job.dtype, out);
+    put_row<S>(row, job.width, job.dtype, out);
   }
 }
 

@@ -34,11 +34,11 @@ KVANT_INLINE RowIndex row_index(const core::RunContext& run, int sequence, int k
   return {s.query_begin + query, query, s.batch, kv_head * run.group + row % run.group};
 }
 
-// One query as floats; zeros, and true, if it is not finite.
+// One query as head_dim floats, with zeros behind its width; zeros, and true, if it is not finite.
 KVANT_INLINE bool read_query(const core::RunContext& run, const RowIndex& row, float* out) {
   const std::int64_t from = element_of(row, run.q, run.q_batch_stride);
   bool finite = true;
-  for (int i = 0; i < run.head_dim; ++i) {
+  for (int i = 0; i < run.width; ++i) {
     float x = 0;
     if (run.q.dtype == Dtype::f32) {
       __builtin_memcpy(&x, static_cast<const std::byte*>(run.q.data) + (from + i) * 4, 4);
@@ -50,9 +50,7 @@ KVANT_INLINE bool read_query(const core::RunContext& run, const RowIndex& row, f
     out[i] = x;
     finite &= base::is_finite(x);
   }
-  if (!finite) {
-    for (int i = 0; i < run.head_dim; ++i) out[i] = 0.0f;
-  }
+  for (int i = finite ? run.width : 0; i < run.head_dim; ++i) out[i] = 0.0f;
   return !finite;
 }
 
@@ -60,10 +58,10 @@ KVANT_INLINE void write_row(const core::RunContext& run, const RowIndex& row, co
   std::byte* to = static_cast<std::byte*>(run.out.data) +
                   element_of(row, run.out, run.out_batch_stride) * (run.out.dtype == Dtype::f32 ? 4 : 2);
   if (run.out.dtype == Dtype::f32) {
-    __builtin_memcpy(to, from, static_cast<std::size_t>(run.head_dim) * 4);
+    __builtin_memcpy(to, from, static_cast<std::size_t>(run.width) * 4);
     return;
   }
-  for (int i = 0; i < run.head_dim; ++i) {
+  for (int i = 0; i < run.width; ++i) {
     const std::uint16_t h = run.out.dtype == Dtype::f16 ? base::f32_to_f16(from[i]) : base::f32_to_bf16(from[i]);
     __builtin_memcpy(to + 2 * i, &h, 2);
   }

@@ -46,10 +46,11 @@ KVANT_INLINE typename S::F within_f16(typename S::F x) {
   return S::as_f(S::or_(S::and_(in_gap, largest), S::andnot(in_gap, S::as_i(x))));
 }
 
-// Token i of the job, converted and rounded. False: the job looks, and the row cannot be stored.
+// Token i of the job, converted, rounded and padded. False: the job looks, and the row cannot be stored.
 inline bool load_row_plain(const core::StoreJob& job, int i, float* x) {
   const std::byte* row = job_row(job, i);
-  for (int j = 0; j < job.head_dim; ++j) {
+  for (int j = job.width; j < job.head_dim; ++j) x[j] = 0.0f;
+  for (int j = 0; j < job.width; ++j) {
     switch (job.dtype) {
       case Dtype::f32: x[j] = base::load_f32(row + 4 * j); break;
       case Dtype::f16: x[j] = base::f16_to_f32(base::load_u16(row + 2 * j)); break;
@@ -91,15 +92,26 @@ class Magnitudes {
   typename S::I largest_ = S::seti(0);
 };
 
+// `load(at)` loads eight elements from these bytes on. The last elements of a row, if they are fewer, are copied first,
+// so that nothing behind the row is read.
 template <class S, Dtype kRounding, class Load>
-KVANT_INLINE void convert_row(int head_dim, float* x, Magnitudes<S>& magnitudes, Load load) {
-  for (int j = 0; j < head_dim; j += 8) {
-    typename S::F v = load(j);
+KVANT_INLINE void convert_row(const core::StoreJob& job, const std::byte* row, float* x, Magnitudes<S>& magnitudes,
+                              Load load) {
+  const auto convert = [&](int j, const std::byte* from) {
+    typename S::F v = load(from);
     magnitudes.take(v);
     if constexpr (kRounding == Dtype::f16) v = S::round_f16(within_f16<S>(v));
     if constexpr (kRounding == Dtype::bf16) v = S::as_f(S::template shl<16>(to_bf16<S>(v)));
     S::storef(x + j, v);
-  }
+  };
+  const int bytes = job.dtype == Dtype::f32 ? 4 : 2, whole = job.width & ~7;
+  for (int j = 0; j < whole; j += 8) convert(j, row + j * bytes);
+  if (job.width == job.head_dim) return;
+  for (int j = whole; j < job.head_dim; j += 8) S::storef(x + j, S::setf(0.0f));
+  if (whole == job.width) return;
+  alignas(32) std::byte last[32] = {};
+  __builtin_memcpy(last, row + whole * bytes, static_cast<std::size_t>((job.width - whole) * bytes));
+  convert(whole, last);
 }
 
 template <class S>
@@ -107,15 +119,16 @@ KVANT_INLINE void load_row(const core::StoreJob& job, int i, float* x, Magnitude
   const std::byte* row = job_row(job, i);
   const auto with_rounding = [&](auto load) {
     if (job.rounding == Dtype::f16 && job.dtype != Dtype::f16)
-      return convert_row<S, Dtype::f16>(job.head_dim, x, magnitudes, load);
+      return convert_row<S, Dtype::f16>(job, row, x, magnitudes, load);
     if (job.rounding == Dtype::bf16 && job.dtype != Dtype::bf16)
-      return convert_row<S, Dtype::bf16>(job.head_dim, x, magnitudes, load);
-    convert_row<S, Dtype::f32>(job.head_dim, x, magnitudes, load);
+      return convert_row<S, Dtype::bf16>(job, row, x, magnitudes, load);
+    convert_row<S, Dtype::f32>(job, row, x, magnitudes, load);
   };
   switch (job.dtype) {
-    case Dtype::f32: return with_rounding([&](int j) { return S::loadf(reinterpret_cast<const float*>(row) + j); });
-    case Dtype::f16: return with_rounding([&](int j) { return S::load_f16(row + 2 * j); });
-    default: return with_rounding([&](int j) { return S::load_bf16(row + 2 * j); });
+    case Dtype::f32:
+      return with_rounding([](const std::byte* from) { return S::loadf(reinterpret_cast<const float*>(from)); });
+    case Dtype::f16: return with_rounding([](const std::byte* from) { return S::load_f16(from); });
+    default: return with_rounding([](const std::byte* from) { return S::load_bf16(from); });
   }
 }
 
@@ -192,7 +205,7 @@ template <class S>
 __attribute__((noinline)) bool load_vectors(const core::StoreJob& job, int i, int count, float* x, int stride,
                                             RowsAhead& ahead) {
   const bool rotates = job.basis.kind == BasisKind::hadamard;
-  const bool as_is = rotates && job.dtype == Dtype::f32 && job.rounding == Dtype::f32;
+  const bool as_is = rotates && job.width == job.head_dim && job.dtype == Dtype::f32 && job.rounding == Dtype::f32;
   const Rotate<S> rotation(job.head_dim);
   Magnitudes<S> magnitudes;
   for (int t = 0; t < count; ++t) {
@@ -227,7 +240,7 @@ KVANT_INLINE bool store_coded(const core::StoreJob& job, Encode encode) {
   const int tokens_at_once = kRows / side.groups;
   EncodeRows rows;
   EncodedRows coded;
-  RowsAhead ahead(job.next, job.head_dim, codec::is_tq(kFormat) ? 3 : 2);
+  RowsAhead ahead(job.next, job.width, codec::is_tq(kFormat) ? 3 : 2);
   rows.ahead = &ahead;
   rows.n = job.head_dim / side.groups;
   rows.stride = padded(rows.n);
@@ -287,8 +300,8 @@ bool store_format(const core::StoreJob& job) {
     return store_coded<S, kKeys, kFormat>(job, encode_fp8_rows<S>);
   } else {
     const bool as_is = kFormat == Format::f32 && job.dtype == Dtype::f32 && job.rounding == Dtype::f32 &&
-                       job.basis.kind == BasisKind::none;
-    RowsAhead ahead(job.next, job.head_dim, 2);
+                       job.basis.kind == BasisKind::none && job.width == job.head_dim;
+    RowsAhead ahead(job.next, job.width, 2);
     float x[codec::kMaxHeadDim];
     for (int i = 0; i < job.count; ++i) {
       ahead.fetch();

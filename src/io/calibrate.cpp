@@ -12,6 +12,7 @@
 // second moment gets 1 % of its mean diagonal before it is trusted.
 //
 // Float64 throughout; files and caches hold A, its inverse and c in float32.
+#include <fmt/ranges.h>
 #include <Eigen/Dense>
 #include <algorithm>
 #include <cmath>
@@ -55,7 +56,9 @@ Status check_finite(const CapturedLayer& layer, const char* name, const std::vec
 Status check_layer(const CapturedLayer& layer) {
   if (!is_supported_head_dim(layer.head_dim)) {
     return refused(
-        fmt::format("{}: head_dim {} has no rotation; allowed: see supported_head_dims()", layer.name, layer.head_dim));
+        fmt::format("{}: head_dim {} has no rotation, and vectors of this size are stored padded, without a "
+                    "calibrated basis; allowed: {}",
+                    layer.name, layer.head_dim, fmt::join(supported_head_dims(), ", ")));
   }
   if (layer.kv_heads < 1 || layer.q_heads < 1 || layer.q_heads % layer.kv_heads != 0) {
     return refused(fmt::format("{}: {} query heads over {} kv heads; allowed: a multiple of the kv heads", layer.name,

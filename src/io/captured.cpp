@@ -126,10 +126,8 @@ Result<CapturedLayer> read_layer(const SafeTensors& file, int number) {
   layer.queries = q->shape[1];
   layer.positions = k->shape[1];
   layer.dtype = q->dtype;
-  if (!is_supported_head_dim(layer.head_dim)) {
-    std::string sizes;
-    for (int size : supported_head_dims()) sizes += fmt::format("{}{}", sizes.empty() ? "" : ", ", size);
-    return bad(file, fmt::format("{}: head_dim is {}; allowed: {}", layer.name, layer.head_dim, sizes));
+  if (stored_head_dim(layer.head_dim) == 0) {
+    return bad(file, fmt::format("{}: head_dim is {}; allowed: 1 to {}", layer.name, layer.head_dim, kLargestHeadDim));
   }
   if (layer.q_heads % layer.kv_heads != 0) {
     return bad(file, fmt::format("{}: {} query heads over {} kv heads; allowed: a multiple of the kv heads", layer.name,

@@ -482,6 +482,20 @@ TEST(GpuRefusals, PairsWithoutKernelsAreSaidToBeSo) {
   }
 }
 
+TEST(GpuRefusals, SizesThatOnlyTheCpuPads) {
+  SKIP_WITHOUT_DEVICE();
+  for (const int head_dim : {72, 90, 127}) {  // 90 and 127 would be stored as 96 and 128, which have kernels
+    WorldSpec spec = spec_of("tq6", {{100, 1}});
+    spec.head_dim = head_dim;
+    const Result<Cache> made = Cache::create(device_config(spec));
+    ASSERT_EQ(made.code(), Code::unsupported) << head_dim;
+    for (const std::string& words :
+         {"head_dim = " + std::to_string(head_dim), std::string("64, 96, 128, 192, 256, 512")}) {
+      EXPECT_NE(made.message().find(words), std::string::npos) << made.message();
+    }
+  }
+}
+
 TEST(GpuExplain, NamesWhatWasChosen) {
   SKIP_WITHOUT_DEVICE();
   const GpuWorld w(spec_of("tq6", {{5000, 1}}));

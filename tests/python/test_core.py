@@ -301,6 +301,20 @@ def test_attend_opens_a_step_once_for_all_layers(rng):
         assert [len(s) for s in seqs] == [length, length]
 
 
+@pytest.mark.parametrize("head_dim", [1, 40, 72, 100, 575])
+def test_any_head_dim(rng, head_dim):
+    """The scale is that of the true size, and no padding shows. Callers used to pad 72 to 80 themselves."""
+    shapes = ((300, 2), (300, 2), (3, 4))
+    k, v, q = (rng.standard_normal((n, heads, head_dim)).astype(np.float32) for n, heads in shapes)
+    cache = kvant.Cache(kv_heads=2, head_dim=head_dim, k="f32", v="f32")
+    seq = cache.sequence()
+    seq.append(0, k, v)
+    close(cache.attend(seq, 0, q), attention(q, k, v)[0])
+    stored_k, stored_v = cache.decode(seq, 0)
+    assert np.array_equal(stored_k, k) and np.array_equal(stored_v, v)
+    assert f"head_dim {head_dim}, stored as" in cache.describe()
+
+
 # --- refusals ------------------------------------------------------------------------------------------------------------
 
 

@@ -269,18 +269,36 @@ def test_short_windows_stay_with_transformers(sliding, prompts):
     assert "window of 128" in report.rows[0].reason and "short_windows=True" in str(report)
 
 
-def test_a_head_size_without_kernels(transformers, prompts, device):
+def of_head_dim(transformers, head_dim, device):
     config = transformers.LlamaConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=256
-    )
-    model = transformers.LlamaForCausalLM(config).eval().to(device)
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=256,
+        head_dim=head_dim,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval().to(device), config
+
+
+def test_a_head_size_that_is_stored_padded(transformers, prompts, device):
+    model, config = of_head_dim(transformers, 18, device)
+    kvant.hf.enable(model, **EXACT)
+    cache, ids = new_cache(model, **EXACT), ids_of(prompts, 90)
+    own = DynamicCache(config=config)
+    for part in (ids[:, :70], ids[:, 70:]):
+        close(forward(model, cache, part), forward(reference(model), own, part))
+    rows = kvant.hf.report(cache).rows
+    assert [row.stored for row in rows] == [device == "cpu"] * 2
+    if device != "cpu":
+        assert "head_dim = 18 on a device" in rows[1].reason
+
+
+def test_a_head_size_that_kvant_has_not(transformers, prompts, device):
+    model, config = of_head_dim(transformers, 600, device)
     kvant.hf.enable(model)
     cache, ids = new_cache(model), ids_of(prompts, 30)
     close(forward(model, cache, ids), forward(reference(model), DynamicCache(config=config), ids))
     assert [row.stored for row in kvant.hf.report(cache).rows] == [False, False]
-    assert "head_dim 16" in kvant.hf.report(cache).rows[1].reason
+    assert kvant.hf.report(cache).rows[1].reason == "head_dim 600 is above 576"
     kvant.hf.enable(model, strict=True)
-    with pytest.raises(kvant.Unsupported, match="head_dim 16.*strict=True"):
+    with pytest.raises(kvant.Unsupported, match="head_dim 600.*strict=True"):
         forward(model, new_cache(model), ids)
 
 

@@ -1,5 +1,5 @@
-"""Tiny models with random weights of many architectures, made from their configuration. Attention is sharpened and widths
-are those that kvant has, so that an error of a mask, a scale or a softcap shows in the logits."""
+"""Tiny models with random weights of many architectures, made from their configuration. Attention is sharpened
+so that an error of a mask, a scale or a softcap shows in the logits."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ ZOO = [
     Entry("bloom, alibi", "Bloom", {"hidden_size": 128, "n_layer": 2, "n_head": 4},
           without=(*WITHOUT, "intermediate_size", "num_hidden_layers", "num_attention_heads"), expected="proxy"),
     Entry("gpt2, head_dim 16", "GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}, without=tuple(COMMON)[1:8],
-          model="GPT2LMHeadModel", expected="left"),
+          model="GPT2LMHeadModel"),
+    Entry("llama, head_dim 72", "Llama", {"head_dim": 72}),
 ]  # fmt: skip
 
 

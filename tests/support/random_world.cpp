@@ -69,7 +69,8 @@ WorldSpec draw_spec(Rng& rng, const RandomChoices& choices) {
     of_bases += 1.0 * spec.layers * spec.kv_heads * spec.head_dim * spec.head_dim * static_cast<double>(lengths.kv_len);
   }
   const auto draw_bases = [&](const std::string& format) {
-    return chance(rng, 4) && format.starts_with("tq") && of_bases < 50 * kMostProducts;
+    return chance(rng, 4) && format.starts_with("tq") && is_supported_head_dim(spec.head_dim) &&
+           of_bases < 50 * kMostProducts;
   };
   spec.key_bases = draw_bases(spec.k);
   spec.value_bases = draw_bases(spec.v);

@@ -134,8 +134,8 @@ class _Recorder:
             raise Unsupported(f"{where} has keys {list(key.shape)} and values {list(value.shape)}: captures need equal shapes")
         if query.dtype not in _FILE_DTYPES or not query.dtype == key.dtype == value.dtype:
             raise Unsupported(f"{where} attends in {query.dtype}, {key.dtype}, {value.dtype}: must be one of f32, f16, bf16")
-        if query.shape[-1] not in info()["head_dims"]:
-            raise Unsupported(f"{where} has head_dim {query.shape[-1]}: kvant has {info()['head_dims']}")
+        if query.shape[-1] > info()["largest_head_dim"]:
+            raise Unsupported(f"{where} has head_dim {query.shape[-1]}: kvant has 1 to {info()['largest_head_dim']}")
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         if query.shape[2] != key.shape[2] or (mask is None and not causal) or kw.get("position_bias") is not None:
             raise Unsupported(f"{where} is not causal self-attention: `kvant eval` cannot replay it; leave it out with layers=")
