@@ -16,9 +16,9 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ARCHIVE = "docs/lab/archive/"
 MAXIMA = {
-    "phrases in comments": 190,
+    "phrases in comments": 223,
     "references in comments": 6,
-    "source lines over 120 columns": 761,
+    "source lines over 120 columns": 848,
 }
 SOURCE_COLUMNS, PROSE_COLUMNS = 120, 160
 
