@@ -20,7 +20,8 @@ testing::AssertionResult says(const std::string& message, const std::string& tex
 
 TEST(Refusals, AHeadDimSaysWhichThereAre) {
   const std::string message = refuse_head_dim(kHave, 80);
-  for (const char* text : {"head_dim = 80", "64, 128;", "1 / sqrt(80)", "device = \"cpu\""}) EXPECT_TRUE(says(message, text));
+  for (const char* text : {"head_dim = 80", "64, 128;", "1 / sqrt(80)", "device = \"cpu\""})
+    EXPECT_TRUE(says(message, text));
 }
 
 TEST(Refusals, APairThatWasLeftOutNamesTheOption) {

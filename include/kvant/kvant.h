@@ -328,7 +328,7 @@ typedef struct kvant_attention_options {
   int64_t split_keys;        /* keys a split covers, a multiple of 64; 0 (default): planned from the lengths */
   kvant_mask_tensor mask;    /* on top of the above */
   const char* backend;       /* "cpu", "cuda": where the cache is; NULL (default): the same */
-  const char* isa; /* "scalar", "avx2", "avx512", "amx" or "neon"; NULL (default): the best that this machine has.
+  const char* isa;    /* "scalar", "avx2", "avx512", "amx" or "neon"; NULL (default): the best that this machine has.
                       "amx" multiplies more than 16 rows with products of bf16 terms: 4e-6 off exact attention over
                       the stored vectors, where others are 1e-6 off (float formats) */
   const char* kernel; /* caches on a device: "decode" or "prefill"; NULL (default): by the number of rows */
@@ -355,7 +355,7 @@ typedef struct kvant_plan_facts {
   int64_t total_queries;  /* rows of q and out */
   int64_t kv_bytes;       /* cache bytes that one run reads in one layer */
   int32_t threads;
-  int32_t splits;  /* the most splits any row has */
+  int32_t splits;     /* the most splits any row has */
   const char* isa;    /* a constant; "cuda" on a device, with threads 0 */
   const char* kernel; /* a constant; on a device "decode" or "prefill"; "" elsewhere */
 } kvant_plan_facts;

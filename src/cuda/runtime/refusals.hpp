@@ -29,7 +29,8 @@ inline std::string refuse_head_dim(const Instances& have, int head_dim) {
   std::string list;
   for (const int d : have.head_dims) list += fmt::format("{}{}", list.empty() ? "" : ", ", d);
   return fmt::format(
-      "head_dim = {0} on a device: kernels are compiled for {1}; pad vectors with zeros to one of them and set scale to "
+      "head_dim = {0} on a device: kernels are compiled for {1}; pad vectors with zeros to one of them and set scale "
+      "to "
       "1 / sqrt({0}), or use device = \"cpu\", which stores any head_dim",
       head_dim, list);
 }
