@@ -27,8 +27,7 @@ struct DeviceStoreConfig {
   int device = 0;
   codec::PageLayout encoded, exact;
   int layers = 1, kv_heads = 1;
-  int head_dim =
-      0;  // of the tensors; a size that there are no kernels for is refused, also where the layouts are padded
+  int head_dim = 0;  // of the tensors: without kernels for the size it is refused, also where the layouts are padded
   std::int64_t encoded_slots = 0, exact_slots = 0;  // taken at once, never grown
   std::int32_t max_sequences = 0;                   // sequence indices are 0 .. max_sequences - 1
   std::int32_t max_pages = 0;                       // pages of one sequence
