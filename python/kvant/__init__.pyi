@@ -159,11 +159,12 @@ class Plan:
         dimension begins at position mask_first_key.
     threads, split_keys, isa: 0 and None let the plan choose. CPU only. isa: "scalar", "avx2", "avx512", "amx" or "neon";
         "amx" multiplies many rows as two bf16 numbers each: relative errors near 5e-6, of "avx512" near 2e-6.
+    kernel: on a device "decode" or "prefill"; None: by the number of rows. Prefill kernels round weights to f16 or bf16.
 
     A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that grow.
     Errors: InvalidArgument, Unsupported.
     """
-    def __init__(self, cache: Cache, sequences: Iterable[Sequence] | Sequence, *, q_heads: int, q_len: int = 1, q_lens: SequenceOf[int] | None = None, scale: float | None = None, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, causal: bool = True, window: int | None = None, window_sinks: int = 0, mask: Any = None, mask_first_key: int = 0, threads: int = 0, split_keys: int = 0, isa: str | None = None):
+    def __init__(self, cache: Cache, sequences: Iterable[Sequence] | Sequence, *, q_heads: int, q_len: int = 1, q_lens: SequenceOf[int] | None = None, scale: float | None = None, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, causal: bool = True, window: int | None = None, window_sinks: int = 0, mask: Any = None, mask_first_key: int = 0, threads: int = 0, split_keys: int = 0, isa: str | None = None, kernel: str | None = None):
         ...
     def explain(self) -> str:
         """Kernels, tiles, splits, bytes, and why."""
@@ -185,6 +186,7 @@ class PlanFacts:
     threads: int
     splits: int
     isa: str
+    kernel: str
 
 class Sequence:
     """One sequence of a cache. `len()` counts its tokens. Its pages are freed when the object goes, or by remove()."""
