@@ -211,8 +211,8 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
     other.kernel = "prefill";
     const Result<Attended> tiled = try_attend(other, sink_logits, placement);
     const bool is_dense = host.spec.k == "bf16" || host.spec.k == "f16";
-    const bool compiled = host.spec.head_dim != 512 && !host.spec.key_bases && !host.spec.value_bases &&
-                          (host.spec.k == host.spec.v || (host.spec.v == "tq4" && !is_dense));
+    const bool compiled = host.spec.head_dim <= (is_dense ? 256 : 128) && !host.spec.key_bases &&
+                          !host.spec.value_bases && (host.spec.k == host.spec.v || (host.spec.v == "tq4" && !is_dense));
     if (!tiled && (compiled || tiled.code() != Code::unsupported))
       return testing::AssertionFailure() << "kernel prefill: " << code_name(tiled.code()) << ": " << tiled.message();
     if (tiled) {

@@ -26,9 +26,9 @@ std::string prefill_head_dims() {
 }
 
 // A round of tiles takes as long as so many row blocks of decode kernels, which are sixteen rows (H100, 32768 keys: docs/lab,
-// cuda-prefill.md). At head_dim 192 and 256 one warpgroup unpacks both sides, which takes as long as all products.
-constexpr std::int64_t row_blocks_of_a_round(Format k, int head_dim) {
-  return codec::is_dense(k) ? 250 : head_dim <= 128 ? 550 : 1200;
+// cuda-prefill.md).
+constexpr std::int64_t row_blocks_of_a_round(Format k) {
+  return codec::is_dense(k) ? 250 : 550;
 }
 // Of the L2 cache, for keys and values that blocks read at the same time.
 constexpr std::int64_t kKeysInCache = std::int64_t{24} << 20;
@@ -57,7 +57,7 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config) {
     tiles += p.cache.kv_heads * ((rows + prefill::kRows - 1) / prefill::kRows);
   }
   const std::int64_t rounds = (tiles + store_.limits().multiprocessors - 1) / store_.limits().multiprocessors;
-  const std::int64_t as_long = rounds * row_blocks_of_a_round(config.k, config.head_dim);
+  const std::int64_t as_long = rounds * row_blocks_of_a_round(config.k);
   if (wanted.empty() && row_blocks < as_long) return {};
   std::string missing;
   const std::span<const prefill::Kernel> kernels = prefill_kernels(config.head_dim);
@@ -72,8 +72,8 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config) {
   } else if (kernels.empty()) {
     missing = fmt::format("prefill kernels are compiled for head_dim {}", prefill_head_dims());
   } else if (kernel == kernels.end()) {
-    missing = fmt::format("prefill kernels are not compiled for {}/{}", format_info(config.k).name,
-                          format_info(config.v).name);
+    missing = fmt::format("prefill kernels are not compiled for {}/{} at head_dim {}", format_info(config.k).name,
+                          format_info(config.v).name, config.head_dim);
   } else if (kernel->shared_bytes > store_.limits().shared_bytes) {
     missing = "prefill kernels need a device of compute capability 9.0";
   } else {

@@ -42,7 +42,7 @@ std::span<const Kernel> kernels();
 KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
 #undef KVANT_DECLARE
 
-inline constexpr int kMostHeadDim = 256;
+inline constexpr int kMostHeadDim = 256, kMostHeadDimOfCodes = 128;
 
 template <int D>
 struct Shape {
