@@ -7,8 +7,9 @@
 
 namespace kvant::cuda::prefill {
 
-// Both sides are brought to the same type of products: f16 for levels and fp8, the format's own for dense pages. At head_dim 192 and
-// 256 sums leave one warpgroup to unpack both sides, which takes longer than decode kernels do (docs/lab/cuda-prefill.md).
+// Both sides are brought to the same type of products: f16 for levels and fp8, the format's own for dense pages. At
+// head_dim 192 and 256 sums leave one warpgroup to unpack both sides, which takes longer than decode kernels do
+// (docs/lab/cuda-prefill.md).
 template <Format KF, Format VF, int D>
 constexpr bool is_supported() {
   if (is_half(KF) || is_half(VF)) return D <= kMostHeadDim && KF == VF;
