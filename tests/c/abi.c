@@ -337,7 +337,7 @@ static void test_refusals(void) {
   kvant_cache_config_init(&config, sizeof config);
   config.kv_heads = KV_HEADS;
   config.head_dim = 577;
-  EXPECT_REFUSED(kvant_cache_create(&config, &cache), KVANT_INVALID_ARGUMENT, "63");
+  EXPECT_REFUSED(kvant_cache_create(&config, &cache), KVANT_INVALID_ARGUMENT, "577");
   config.head_dim = DIM;
   config.k = "tq7";
   EXPECT_REFUSED(kvant_cache_create(&config, &cache), KVANT_INVALID_ARGUMENT, "tq7");
