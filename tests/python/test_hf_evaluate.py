@@ -100,9 +100,9 @@ def llama_evaluation():
 
 def test_better_formats_move_the_model_less(llama_evaluation):
     rows = {row.name: row for row in llama_evaluation.rows}
-    assert list(rows) == ["f32", "fp8", "fp8, no exact ends", "tq8", "tq3"]
+    assert list(rows) == ["f32", "fp8", "fp8, all encoded", "tq8", "tq3"]
     assert rows["f32"].kl < 1e-10 < rows["tq8"].kl < rows["fp8"].kl < rows["tq3"].kl
-    assert rows["fp8"].kl < rows["fp8, no exact ends"].kl
+    assert rows["fp8"].kl < rows["fp8, all encoded"].kl
     assert rows["tq3"].bytes < rows["tq8"].bytes < rows["f32"].bytes
     assert rows["f32"].top1 == 1.0 and abs(rows["f32"].perplexity_ratio - 1) < 1e-6
     for row in rows.values():
@@ -113,7 +113,7 @@ def test_better_formats_move_the_model_less(llama_evaluation):
 def test_the_result_as_a_table_and_as_json(llama_evaluation, tmp_path):
     lines = str(llama_evaluation).splitlines()
     assert all(len(line) <= 120 for line in lines)
-    assert sum(line.startswith("fp8, no exact ends") for line in lines) == 2
+    assert sum(line.startswith("fp8, all encoded") for line in lines) == 2
     read = json.loads(llama_evaluation.to_json(tmp_path / "e.json"))
     assert read == json.loads((tmp_path / "e.json").read_text())
     assert [row["kl"] for row in read["rows"]] == [row.kl for row in llama_evaluation.rows]

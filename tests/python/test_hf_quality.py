@@ -41,4 +41,4 @@ def test_all_formats():
     assert rows["tq4"].kl <= 4.5e-3
     assert rows["tq3/tq4"].kl <= 2e-2
     assert 0.8 * 8e-4 <= rows["fp8"].kl <= 1.2 * 8e-4
-    assert rows["fp8, no exact ends"].kl > 3 * rows["fp8"].kl
+    assert rows["fp8, all encoded"].kl > 3 * rows["fp8"].kl
