@@ -16,9 +16,9 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ARCHIVE = "docs/lab/archive/"
 MAXIMA = {
-    "phrases in comments": 223,
+    "phrases in comments": 220,
     "references in comments": 6,
-    "source lines over 120 columns": 848,
+    "source lines over 120 columns": 832,
 }
 SOURCE_COLUMNS, PROSE_COLUMNS = 120, 160
 

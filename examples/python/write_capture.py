@@ -10,7 +10,7 @@ import numpy as np
 
 
 def write_capture(path, layers, metadata):
-    """layers: {number: (q [q_heads, queries, head_dim], k [kv_heads, positions, head_dim], v as k)}; metadata: {name: text}."""
+    """layers: {number: (q [q_heads, queries, head_dim], k, v [kv_heads, positions, head_dim])}; metadata: texts."""
     header, data, end = {"__metadata__": metadata}, [], 0
     for number, tensors in layers.items():
         for name, x in zip("qkv", tensors):
@@ -25,5 +25,6 @@ def write_capture(path, layers, metadata):
 
 if __name__ == "__main__":  # random numbers in place of a model's: two layers, the second with a window of 256
     rng = np.random.default_rng(0)
-    layers = {n: [rng.standard_normal((heads, rows, 64)) for heads, rows in ((8, 128), (2, 1000), (2, 1000))] for n in (0, 1)}
+    shapes = (8, 128, 64), (2, 1000, 64), (2, 1000, 64)
+    layers = {n: [rng.standard_normal(shape) for shape in shapes] for n in (0, 1)}
     write_capture(sys.argv[1], layers, {"layer0.sliding_window": "0", "layer1.sliding_window": "256"})

@@ -91,12 +91,12 @@ struct AttentionOptions {
   int threads = 0;              ///< 0: the processors that the process may use (affinity, CPU quota)
   std::int64_t split_keys = 0;  ///< keys a split covers, a multiple of 64; 0: planned from the lengths
   std::string backend{};        ///< "cpu", "cuda": where the cache is; empty: the same
-  /// One of isas(): "scalar", "avx2", "avx512", "amx" or "neon"; empty: the best that this machine has. "amx" multiplies
-  /// more than 16 rows with products of bf16 terms: 4e-6 off exact attention over the stored vectors, where others are
-  /// 1e-6 off (float formats). All of them are up to 6e-5 off for few rows of tq formats.
+  /// One of isas(): "scalar", "avx2", "avx512", "amx" or "neon"; empty: the best that this machine has. "amx"
+  /// multiplies more than 16 rows with products of bf16 terms: 4e-6 off exact attention over the stored vectors, where
+  /// others are 1e-6 off (float formats). All of them are up to 6e-5 off for few rows of tq formats.
   std::string isa{};
-  /// Caches on a device: "decode" (keys split over blocks) or "prefill" (many rows over all keys; weights are rounded to
-  /// f16 or bf16); empty: by the number of rows, and explain() says which and why.
+  /// Caches on a device: "decode" (keys split over blocks) or "prefill" (many rows over all keys; weights are rounded
+  /// to f16 or bf16); empty: by the number of rows, and explain() says which and why.
   std::string kernel{};
 };
 
@@ -171,7 +171,8 @@ struct Partial {
 /// 0 with lse = -inf. lse may include sink logits in one of the partials, not in more: they would count twice.
 KVANT_API Status merge(std::span<const Partial> partials, std::int64_t rows, int head_dim, float* out, float* lse);
 
-/// The instruction sets compiled in, best first (amx, avx512, avx2, scalar; on 64-bit ARM neon, scalar), and whether this machine has them. Asking changes nothing.
+/// The instruction sets compiled in, best first (amx, avx512, avx2, scalar; on 64-bit ARM neon, scalar), and whether
+/// this machine has them. Asking changes nothing.
 struct IsaInfo {
   const char* name;
   bool available;

@@ -52,8 +52,8 @@ struct CacheConfig {
   std::int64_t max_sequences = 256;      ///< device only: sequences alive at once
   std::int64_t max_sequence_tokens = 0;  ///< device only: tokens of the longest sequence; 0: capacity_tokens
   int threads = 0;                       ///< workers that store rows; 0: the processors that the process may use
-  /// Kernels that store rows: "scalar", "avx2", "avx512", "amx" or "neon", which all store the same bytes; empty: the best of
-  /// this machine.
+  /// Kernels that store rows: "scalar", "avx2", "avx512", "amx" or "neon", which all store the same bytes; empty: the
+  /// best of this machine.
   std::string isa{};
 };
 

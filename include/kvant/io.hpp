@@ -75,8 +75,8 @@ struct CapturedLayer {
   std::vector<float> q, k, v;
   std::string assumed;  ///< what the file does not say and was taken instead, for people: "scale 1/sqrt(64), no window"
 };
-/// A scale or window that the file gives for no layer is 1/sqrt(D) or none, and `assumed` says so. Errors: bad_file, naming
-/// the tensor and what does not fit; a number that only other layers have, or one under a name that is not known.
+/// A scale or window that the file gives for no layer is 1/sqrt(D) or none, and `assumed` says so. Errors: bad_file,
+/// naming the tensor and what does not fit; a number that only other layers have, or one under a name that is not known.
 KVANT_API Result<std::vector<CapturedLayer>> read_captured_layers(const SafeTensors& file);
 
 /// What calibration used and what it expects to gain, for people.

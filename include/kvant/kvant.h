@@ -178,7 +178,7 @@ typedef struct kvant_cache_config {
  *              kvant_run takes its own stream in its options. All work on one cache must be ordered: one stream, or events
  *              between them.
  *   tensors    keys, values, q, out, masks, lse, sink_logits and workspaces are device memory, and must stay as they are
- *              until the stream has come past. kvant_cache_read waits, and writes to host memory.
+ *              until the stream has completed the work. kvant_cache_read waits, and writes to host memory.
  *   non-finite keys and values are stored so that every row that sees them becomes NaN; kvant_cache_take_non_finite tells.
  *   plans      stay valid while their sequences live: kernels read the lengths on the device. They need a workspace.
  *   graphs     kvant_cache_reserve_ahead takes slots for steps to come; then record reserve, write and run, launch the

@@ -87,7 +87,7 @@ int parse_and_run(int argc, char** argv) {
       return std::fflush(stdout) == 0 ? kDone : report(kRefused, "standard output: cannot write");
     }
     const CLI::App* command = deepest_command(&app);
-    // What is left over often is why something else is missing.
+    // A word that nobody took is often the reason why a required option is missing.
     const std::string leftover = leftover_message(*command);
     return report(kUsage, fmt::format("{}\nRun `{} --help` for what is allowed.",
                                       leftover.empty() ? error.what() : leftover, command_path(*command)));

@@ -10,10 +10,6 @@
 namespace kvant::cli {
 namespace {
 
-bool starts_with(const std::string& text, const char* start) {
-  return text.rfind(start, 0) == 0;
-}
-
 std::string without_spaces(std::string text) {
   std::erase_if(text, [](char c) { return c == ' ' || c == '\t' || c == '\n'; });
   return text;
@@ -21,10 +17,10 @@ std::string without_spaces(std::string text) {
 
 bool can_be_element(const CLI::Option& list, const std::string& word) {
   const std::string type = list.get_type_name();
-  if (starts_with(type, "N")) return !word.empty() && word.find_first_not_of("0123456789,") == std::string::npos;
+  if (type.starts_with("N")) return !word.empty() && word.find_first_not_of("0123456789,") == std::string::npos;
   const std::vector<std::string> known = choices_of(list);
   for (const std::string& part : CLI::detail::split(word, ',')) {
-    const bool is_pair = starts_with(type, "FORMAT") && parse_format_pair(part).ok();
+    const bool is_pair = type.starts_with("FORMAT") && parse_format_pair(part).ok();
     if (!part.empty() && !is_pair && std::find(known.begin(), known.end(), part) == known.end()) return false;
   }
   return true;
@@ -79,8 +75,8 @@ std::string default_of(const CLI::Option& option) {
 std::vector<std::string> choices_of(const CLI::Option& option) {
   const std::string type = option.get_type_name();
   if (type.find('|') != std::string::npos) return CLI::detail::split(type, '|');
-  if (starts_with(type, "FORMAT")) return plain_format_names();
-  return starts_with(type, "ISA") ? isa_names() : std::vector<std::string>();
+  if (type.starts_with("FORMAT")) return plain_format_names();
+  return type.starts_with("ISA") ? isa_names() : std::vector<std::string>();
 }
 
 bool is_list(const CLI::Option& option) {

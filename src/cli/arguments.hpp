@@ -1,6 +1,6 @@
-// What all commands share in how their options are declared and read. A type name says what an option takes, for people
-// in the help and for the shell's completion: "both|with|without" are the words that are allowed, "FORMAT,..." and "ISA,..."
-// are lists of names, "N,..." one of numbers, "FILE" a path.
+// All commands declare and read their options with these functions. A type name describes an option's values to people
+// and to the shell's completion: "both|with|without" are the allowed words, "FORMAT,..." and "ISA,..." are lists of
+// names, "N,..." is a list of numbers, "FILE" is a path.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -52,7 +52,7 @@ std::vector<std::string> join_lists(const CLI::App& app, const std::vector<std::
 
 /// Names of the commands that the help shows.
 std::vector<std::string> command_names(const CLI::App& app);
-/// Of all that the help shows.
+/// Describes the command, its options and its subcommands, as far as the help shows them.
 CommandDescription describe(const CLI::App& app);
 /// "kvant bench decode"
 std::string command_path(const CLI::App& command);

@@ -87,7 +87,7 @@ __device__ void Attend<KF, VF, D, NT, BW>::describe(Part& part, LinePlace place,
   part.use_begin = min(pages_before(offset - begin, p.part_cost, page_cost), pages);
   part.use_end = stop == last ? pages : min(pages_before(stop - begin, p.part_cost, page_cost), pages);
   part.partial = static_cast<int>(blockIdx.x) + segment_index(p, part.entry, part.kv_head, part.row_block, part.domain);
-  part.mask_batch = p.mask_batches == nullptr ? part.entry : p.mask_batches[part.entry];
+  part.mask_batch = mask_batch(p, part.entry);
   part.classes = p.mask.classes;
   if (p.mask.data != nullptr)
     part.classes += part.mask_batch * p.mask.class_stride[0] + part.kv_head * p.mask.class_stride[1];

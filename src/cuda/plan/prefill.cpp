@@ -38,21 +38,17 @@ constexpr std::int64_t kKeysInCache = std::int64_t{24} << 20;
 // Prefill kernels, if they were asked for or have enough rows; else why_ says why decode kernels serve.
 Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config) {
   const std::string& wanted = config.options->kernel;
-  AttendParams& p = params_;
-  int most_rows = 0;
-  std::int64_t longest = 0;
-  for (const core::DeviceSequence& s : config.sequences) {
-    most_rows = std::max(most_rows, s.q_len * p.group);
-    longest = std::max(longest, s.length);
-  }
   if (wanted == "decode") {
     why_ = "decode kernels, as asked for";
     return {};
   }
+  AttendParams& p = params_;
   const std::int64_t pairs = std::int64_t{p.batch} * p.cache.kv_heads;
-  std::int64_t row_blocks = 0, tiles = 0;
+  std::int64_t most_rows = 0, longest = 0, row_blocks = 0, tiles = 0;
   for (const core::DeviceSequence& s : config.sequences) {
     const std::int64_t rows = std::int64_t{s.q_len} * p.group;
+    most_rows = std::max(most_rows, rows);
+    longest = std::max(longest, s.length);
     row_blocks += p.cache.kv_heads * ((rows + 15) / 16);
     tiles += p.cache.kv_heads * ((rows + prefill::kRows - 1) / prefill::kRows);
   }
@@ -94,17 +90,18 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config) {
              : fmt::format("{} row blocks of decode kernels, which would take longer than {}", row_blocks, as_long);
   const double bytes =
       static_cast<double>(std::max<std::int64_t>(longest, 1)) * p.cache.encoded_layout.block_bytes / kPageTokens;
-  schedule_.row_blocks = (most_rows + prefill::kRows - 1) / prefill::kRows;
+  const std::int64_t blocks_of_rows = (most_rows + prefill::kRows - 1) / prefill::kRows;
   schedule_.heads_at_once =
       static_cast<int>(std::clamp<std::int64_t>(static_cast<std::int64_t>(kKeysInCache / bytes), 1, pairs));
-  if (pairs * schedule_.row_blocks > (1 << 30) || most_rows > kMostRows) {
+  if (pairs * blocks_of_rows > (1 << 30) || most_rows > kMostRows) {
     return {
         Code::invalid_argument,
         fmt::format("{} sequences of {} kv heads with up to {} rows each are more than one plan takes: plan smaller "
                     "batches",
                     p.batch, config.kv_heads, most_rows)};
   }
-  schedule_.tiles = static_cast<int>(pairs) * schedule_.row_blocks;
+  schedule_.row_blocks = static_cast<int>(blocks_of_rows);
+  schedule_.tiles = static_cast<int>(pairs * blocks_of_rows);
   return {};
 }
 

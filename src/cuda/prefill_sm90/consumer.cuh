@@ -26,11 +26,10 @@ struct Consumer {
   int group, warp, g, t;  // group: which of the consumers
   Ring<D> keys, values;
   Tile tile;
-  int row[2];  // of the sequence
-  int query[2], head[2];
-  bool is_plain;  // scores are scaled and nothing else
-  float to_log2
-      [2];  // what a row's products are multiplied by: positive, so that the largest product has the largest score
+  int query[2], head[2];  // of this thread's rows, g and g + 8 of its warp's
+  bool is_plain;          // scores are scaled and nothing else
+  // What a row's products are multiplied by: positive, so that the largest product has the largest score.
+  float to_log2[2];
   float in_log2[2];  // what they still are to be multiplied by when the softmax gets them
   float m[2], l[2];  // m: before that
   float unit;        // of the sums
@@ -41,12 +40,14 @@ struct Consumer {
   __device__ void my_turn() const { ptx::barrier<256>(1 + group); }
   __device__ void next_turn() const { barrier_arrive<256>(1 + (group ^ 1)); }
 
+  // Of the sequence; the last tile has rows behind the sequence's last.
+  __device__ int row_at(int h) const { return tile.row_block * kRows + 64 * group + 16 * warp + g + 8 * h; }
   __device__ void begin_tile() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      row[h] = min(tile.row_block * kRows + 64 * group + 16 * warp + g + 8 * h, tile.rows - 1);
-      query[h] = query_of_row(p, row[h]);
-      head[h] = tile.kv_head * p.group + row[h] - query[h] * p.group;
+      const int row = min(row_at(h), tile.rows - 1);
+      query[h] = query_of_row(p, row);
+      head[h] = tile.kv_head * p.group + row - query[h] * p.group;
       m[h] = kNone, l[h] = 0.0f;
     }
     unit = 1.0f;
@@ -173,8 +174,9 @@ struct Consumer {
       ptx::Wgmma<D, kBf16>::template registers<kByToken>(o, w[i], v + ptx::operand_step(i * kStep), i > 0 || !first);
   }
 
-  // Transforms and visibility, key by key; where there are transforms, of scores in units of log 2. Rolled up, through local memory: pages that need
-  // this are few, or the mask tensor is what takes the time; unrolled it is most of the kernel.
+  // Transforms and visibility, key by key; where there are transforms, of scores in units of log 2. Rolled up, through
+  // local memory: pages that need this are few, or the mask tensor is what takes the time; unrolled it is most of the
+  // kernel.
   __device__ __forceinline__ void transform(int page, bool all_see, float (&s)[kPageTokens / 2]) const {
     const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
     float copy[kPageTokens / 2];
@@ -191,7 +193,7 @@ struct Consumer {
       if (p.softcap > 0.0f) x = capped(x, p.softcap, 1.0f / p.softcap);
       if (p.slopes != nullptr) x -= p.slopes[of] * kLog2e * fabsf(static_cast<float>(position - key));
       if (sees && !all_see && p.mask.data != nullptr) {
-        const int batch = p.mask_batches == nullptr ? tile.entry : p.mask_batches[tile.entry];
+        const int batch = mask_batch(p, tile.entry);
         const std::int64_t from = batch * p.mask.stride[0] + of * p.mask.stride[1] + at * p.mask.stride[2] +
                                   (key - p.mask.first_key) * p.mask.stride[3];
         x = fmaf(mask_element(p.mask, from), kLog2e, x);
@@ -203,7 +205,7 @@ struct Consumer {
   }
 
   // Scores to weights. alpha: what the sums before are multiplied by.
-  template <bool kBf16, bool kScaled>
+  template <bool kScaled>
   __device__ __forceinline__ void weigh(float (&s)[kPageTokens / 2], int page, const float* key_factors,
                                         float (&alpha)[2]) {
     if constexpr (kScaled) {
@@ -312,7 +314,7 @@ struct Consumer {
     ptx::wgmma_commit();
     next_turn();
     ptx::wgmma_wait<0>();
-    weigh<kBf16, kScaled>(s, page, key_factors(), alpha);
+    weigh<kScaled>(s, page, key_factors(), alpha);
     __syncwarp();
     keys.arrive_empty();
     ++keys.turn;
@@ -334,7 +336,7 @@ struct Consumer {
       ptx::wgmma_commit();
       next_turn();
       ptx::wgmma_wait<1>();
-      weigh<kBf16, kScaled>(s, page, key_factors(), alpha);
+      weigh<kScaled>(s, page, key_factors(), alpha);
       __syncwarp();
       keys.arrive_empty();
       ++keys.turn;
@@ -389,8 +391,7 @@ struct Consumer {
         factor = none ? 0.0f : weight / total;
       }
       if (to_log2[h] != to_log2[h]) lse = factor = to_log2[h];
-      const int at = tile.row_block * kRows + 64 * group + 16 * warp + g + 8 * h;
-      if (at >= tile.rows) continue;
+      if (row_at(h) >= tile.rows) continue;
       const std::int64_t token = tile.batch.query_begin + query[h];
       if (p.lse != nullptr && t == 0) p.lse[token * p.q_heads + head[h]] = lse;
       const std::int64_t to = token * p.out.token_stride + head[h] * p.out.head_stride + 2 * t;
@@ -410,9 +411,7 @@ struct Consumer {
     }
   }
 
-  template <bool kScaled>
-  __device__ __forceinline__ void dense(bool bf16, bool& first) {
-    given_queries(bf16);
+  __device__ __forceinline__ void dense_pages(bool bf16, bool& first) {
     if (bf16) {
       pages<true, false>(first);
     } else {
@@ -424,26 +423,23 @@ struct Consumer {
     begin_tile();
     bool first = true;
     if constexpr (is_half(KF)) {
-      dense<false>(KF == Format::bf16, first);
+      given_queries(KF == Format::bf16);
+      dense_pages(KF == Format::bf16, first);
     } else {
       if constexpr (kRotated) {
         rotated_queries();
       } else {
         given_queries(false);
       }
-      float before[2];
       pages<false, true>(first);
       if (!first) to_given_basis();
-      before[0] = in_log2[0], before[1] = in_log2[1];
+      const float before[2] = {in_log2[0], in_log2[1]};
+      const bool bf16 = p.cache.exact_layout.k.format == Format::bf16;
       group_sync();  // every warp's products have read the queries
-      given_queries(p.cache.exact_layout.k.format == Format::bf16);
+      given_queries(bf16);
 #pragma unroll
       for (int h = 0; h < 2; ++h) m[h] = m[h] == kNone ? kNone : m[h] * (before[h] / in_log2[h]);
-      if (p.cache.exact_layout.k.format == Format::bf16) {
-        pages<true, false>(first);
-      } else {
-        pages<false, false>(first);
-      }
+      dense_pages(bf16, first);
     }
     finish(first);
     group_sync();

@@ -1,4 +1,4 @@
-// The producer: pages of a tile, one after another, into stages of shared memory.
+// Which tile a block works on, which pages the tile reads, and codes of a page as halves in shared memory.
 #pragma once
 
 #include "cuda/prefill_sm90/shape.hpp"
@@ -32,7 +32,7 @@ __device__ __forceinline__ bool find_tile(const AttendParams& p, const Schedule&
   const int width = min(schedule.heads_at_once, pairs - first);
   const int rank = at / width, pair = first + at % width;
   tile.entry = pair / p.cache.kv_heads, tile.kv_head = pair % p.cache.kv_heads;
-  tile.batch = tile.entry < kEntriesInParams ? p.first_entries[tile.entry] : p.entries[tile.entry];
+  tile.batch = batch_entry(p, tile.entry);
   tile.rows = tile.batch.q_len * p.group;
   tile.row_block = (tile.rows + kRows - 1) / kRows - 1 - rank;
   if (tile.row_block < 0) return false;
@@ -90,7 +90,7 @@ struct Walk {
       if (exact == (domain == core::kExact)) slot = exact ? ref.exact : ref.encoded;
       bool full = page * kPageTokens >= tile.all_begin && (page + 1) * kPageTokens <= tile.all_end;
       if (p.mask.data != nullptr) {
-        const int batch = p.mask_batches == nullptr ? tile.entry : p.mask_batches[tile.entry];
+        const int batch = mask_batch(p, tile.entry);
         const int kind = p.mask.classes[batch * p.mask.class_stride[0] + tile.kv_head * p.mask.class_stride[1] +
                                         page * p.mask.class_stride[3]];
         if (kind == core::kTileMasked) slot = -1;
@@ -194,8 +194,8 @@ __device__ __forceinline__ void levels(const Unit<F>& unit, int i, const Constan
     if constexpr (Unit<F>::kHigh == 2) high = unit.high[i];
     if constexpr (Unit<F>::kHigh == 1) high = unit.high[0] >> (16 * i);
     const Sixteen bytes = unpack<F>(low, high, constants);
-    // A byte u as 512 + u: a half there has steps of a half. Then less what makes it the level.
-    constexpr std::uint32_t kLess = F == Format::tq6 ? 0x603F603Fu : F == Format::tq8 ? 0x60FF60FFu : 0x607F607Fu;
+    // A byte u as 512 + u: a half there has steps of a half. Then less 512 and what levels are centred on.
+    constexpr std::uint32_t kLess = 0x10001u * (0x6000u | (2u * level_origin(F) - 1u));
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const std::uint32_t first = bytes.first[k / 4], second = bytes.second[k / 4];

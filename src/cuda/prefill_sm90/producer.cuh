@@ -125,8 +125,7 @@ struct Producer {
     return (exact ? c.exact : c.encoded) +
            static_cast<std::uint64_t>(slot) * (exact ? c.exact_slot_bytes : c.encoded_slot_bytes) + in_slot;
   }
-  __device__ void end_of_pages() {
-    if (kValues) return;  // which follow in their own ring, without a name
+  __device__ void end_of_pages() {  // of keys: values follow them in a ring of their own
     ring.wait_empty();
     name_page(kNoPage);
     ring.arrive_full();
@@ -199,11 +198,12 @@ struct Producer {
   }
   __device__ void end_dense() {
     for (int i = copies < kLate ? copies : kLate; i > 0; --i) tell<0>();
-    end_of_pages();
+    if (!kValues) end_of_pages();
   }
 };
 
-// One warpgroup's work for one side or both: all pages of all of the block's tiles. `constants`: of the keys' format and of the values'.
+// One warpgroup's work for one side or both: all pages of all of the block's tiles. Constants of the keys' format and of
+// the values' lie in shared memory.
 template <Format KF, Format VF, int D, bool kKeysToo, bool kValuesToo>
 __device__ __forceinline__ void bring_pages(const AttendParams& p, std::byte* shared, const Schedule& schedule,
                                             int rounds, Ring<D> key_ring, Ring<D> value_ring,

@@ -1,10 +1,11 @@
 // Prefill on Hopper: how a block shares its work and its shared memory. Host and device.
 //
-// A tile is 128 rows of one (sequence, kv head): row = query * group + head-in-group, as in decode. Two consumer warpgroups have 64 rows
-// each, one producer warpgroup brings the keys of pages, another the values: they unpack codes to f16 (levels are exact in f16) or copy dense rows, into
-// swizzled tiles of shared memory that wgmma reads. A page's key scales multiply the columns of the scores, its value scales the
-// weights. Encoded pages come first, multiplied with rotated queries; then the sums are rotated back in registers and exact pages
-// follow, multiplied with the queries as given. So there are no partial results and no merge.
+// A tile is 128 rows of one (sequence, kv head): row = query * group + head-in-group, as in decode. Two consumer
+// warpgroups have 64 rows each. One producer warpgroup brings the keys of pages, another the values (or one both, where
+// registers are few): they unpack codes to f16, in which levels are exact, or copy dense rows, into swizzled tiles of
+// shared memory that wgmma reads. A page's key scales multiply the columns of the scores, its value scales the weights.
+// Encoded pages come first, multiplied with rotated queries. Then the sums are rotated back in registers, and exact
+// pages follow, multiplied with the queries as given. So there are no partial results and no merge.
 #pragma once
 
 #include <span>
@@ -26,7 +27,8 @@ struct Kernel {
   int threads;
 };
 
-// Tiles in the order that blocks take them: those of heads whose keys fit the L2 cache together, and of these the longest first.
+// Tiles in the order that blocks take them: those of heads whose keys fit the L2 cache together, and of these the
+// longest first.
 struct Schedule {
   int row_blocks;     // of the sequence with the most rows
   int heads_at_once;  // pairs of a sequence and a kv head
@@ -47,7 +49,6 @@ inline constexpr int kMostHeadDim = 256, kMostHeadDimOfCodes = 128;
 template <int D>
 struct Shape {
   static constexpr int kSwizzle = D % 64 == 0 ? 128 : 64;  // bytes of a row of a box of channels
-  static constexpr int kChannels = kSwizzle / 2;           // of a box
   static constexpr int kTile = kPageTokens * D * 2;        // of keys or values
   // Warpgroups: where sums leave registers for it, keys and values have one each.
   static constexpr int kProducers = D <= 128 ? 2 : 1;
@@ -59,8 +60,8 @@ struct Shape {
   static constexpr int kStages = D <= 128 ? 4 : D <= 192 ? 3 : 2;
   static constexpr int kQueries = 64 * D * 2;  // of a warpgroup
   static constexpr int kKeysAt = kConsumers * kQueries, kValuesAt = kKeysAt + kStages * kTile;
-  // Of a stage: a factor for each key, and for each value; then, where a vector has more than one scale, what each of its parts is
-  // multiplied by, as halves.
+  // Of a stage: a factor for each key, and for each value; then, where a vector has more than one scale, what each of
+  // its parts is multiplied by, as halves.
   static constexpr int kGroups = D % 128 == 0 ? D / 128 : 1;
   static constexpr int kFactors = kPageTokens * (4 + (kGroups > 1 ? 2 * kGroups : 0));
   static constexpr int kKeyFactorsAt = kValuesAt + kStages * kTile,

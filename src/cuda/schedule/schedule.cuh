@@ -9,6 +9,11 @@ __device__ inline BatchEntry batch_entry(const AttendParams& p, int i) {
   return i < kEntriesInParams ? p.first_entries[i] : p.entries[i];
 }
 
+// The entry's place in the mask tensor.
+__device__ inline int mask_batch(const AttendParams& p, int entry) {
+  return p.mask_batches == nullptr ? entry : p.mask_batches[entry];
+}
+
 // What a block knows of 32 entries of the batch, one a lane, in shared memory.
 inline constexpr int kWindow = 32;
 struct Window {
