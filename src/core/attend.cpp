@@ -74,4 +74,12 @@ ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, RowPath pat
   return s;
 }
 
+ItemLayout item_layout(int rows, int head_dim, int padded_dim, RowPath path) {
+  return {.rows = rows,
+          .path = path,
+          .prepared = path == RowPath::vector ? prepared_layout(rows, padded_dim) : PreparedLayout{},
+          .partial = partial_layout(rows, head_dim),
+          .scratch = scratch_layout(rows, head_dim, padded_dim, path)};
+}
+
 }  // namespace kvant::core

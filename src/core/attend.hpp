@@ -64,6 +64,8 @@ struct MaskData {
   std::int64_t class_stride[4];  // same dimensions, pages last
 };
 
+struct PreparedLayout;
+
 struct SequenceUse {
   std::int64_t length;
   std::int64_t q_len;
@@ -71,6 +73,20 @@ struct SequenceUse {
   std::int64_t batch;        // its place in the call: index into the mask's batch dimension, and of batch strides
   const PageUse* pages;      // by absolute page number
   std::size_t prepared;      // workspace offset of its prepared rows (vector path)
+  const PreparedLayout* prepared_layout;  // null: not on the vector path, whose items alone have prepared rows
+};
+
+// Where the blocks of a domain lie, for one layer: kv head h of slot s begins at slots[s] + layer_offset + h * head_stride.
+struct BlockTable {
+  const std::byte* const* slots;  // null: there are no such pages
+  std::size_t layer_offset;
+  std::size_t head_stride;
+};
+
+// The bases of one side, for one layer: kv head h has at[h * stride]. A stride of 0: all heads share one.
+struct BasisRow {
+  const BasisView* at;
+  std::size_t stride;
 };
 
 // What one run needs, shared by all items.
@@ -78,7 +94,6 @@ struct RunContext {
   int width;  // values of a row of q and out, at most head_dim: queries are padded with zeros, outputs cut
   int head_dim, padded_dim;  // of stored vectors; padded_dim: head_dim rounded up to 64, zero filled
   int group, kv_heads;
-  int layer;
   float scale, softcap;
   bool causal;
   std::int64_t window, window_sinks;
@@ -88,9 +103,8 @@ struct RunContext {
   codec::PageLayout layout[kDomains];
   const float* k_levels[kDomains];
   const float* v_levels[kDomains];
-  const void* cache;
-  const std::byte* (*block)(const void* cache, int domain, std::int32_t slot, int layer, int head);
-  BasisView (*basis)(const void* cache, bool values, int layer, int head);
+  BlockTable blocks[kDomains];
+  BasisRow k_basis, v_basis;  // of encoded pages
   const SequenceUse* sequences;
   StridedRows q;
   MutableRows out;
@@ -115,7 +129,7 @@ PreparedLayout prepared_layout(int rows, int padded_dim);
 
 struct PrepareItem {
   const RunContext* run;
-  int sequence, kv_head;
+  int sequence, kv_head;  // of a sequence that has a prepared_layout
 };
 
 // A partial: for each domain m [rows], l [rows] and, where used, O [rows][head_dim].
@@ -128,16 +142,6 @@ struct PartialLayout {
 };
 PartialLayout partial_layout(int rows, int head_dim);
 
-struct AttendItem {
-  const RunContext* run;
-  int sequence, kv_head;
-  int row_begin, rows;
-  std::int64_t sink_pages;  // the visible pages are 0 .. sink_pages - 1 and recent_page, recent_page + 1, ...
-  std::int64_t recent_page;
-  std::int64_t use_begin, use_end;  // this item's share, as indices into those
-  std::size_t partial;              // workspace offset; kNoPartial: finish the rows directly
-  std::byte* scratch;               // the worker's own
-};
 inline constexpr std::size_t kNoPartial = ~std::size_t{0};
 
 inline constexpr int kTilePadding = 16;     // a cache line: see cpu/tile.hpp
@@ -160,11 +164,33 @@ struct ScratchLayout {
 };
 ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, RowPath path);
 
+// The layouts of all items of a plan with so many rows on one path: made once, by the plan.
+struct ItemLayout {
+  int rows;
+  RowPath path;
+  PreparedLayout prepared;  // vector path
+  PartialLayout partial;
+  ScratchLayout scratch;
+};
+ItemLayout item_layout(int rows, int head_dim, int padded_dim, RowPath path);
+
+struct AttendItem {
+  const RunContext* run;
+  int sequence, kv_head;
+  int row_begin, rows;
+  const ItemLayout* layout;  // of that many rows
+  std::int64_t sink_pages;   // the visible pages are 0 .. sink_pages - 1 and recent_page, recent_page + 1, ...
+  std::int64_t recent_page;
+  std::int64_t use_begin, use_end;  // this item's share, as indices into those
+  std::size_t partial;              // workspace offset; kNoPartial: finish the rows directly
+  std::byte* scratch;               // the worker's own
+};
 struct MergeItem {
   const RunContext* run;
   int sequence, kv_head;
   int row_begin, rows;
-  std::size_t first_partial;  // workspace offset; the others follow at partial_layout(rows, head_dim).bytes
+  const ItemLayout* layout;   // of that many rows
+  std::size_t first_partial;  // workspace offset; the others follow, each layout->partial.bytes behind the one before
   int splits;
 };
 

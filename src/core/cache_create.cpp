@@ -263,6 +263,10 @@ CacheImpl::CacheImpl(const CacheConfig& config, Format k, Format v, const core::
     : config_(config),
       k_format_(k),
       v_format_(v),
+      k_bases_(config_.k_basis, config_.k_basis == BasisKind::calibrated ? &config_.bases->keys : nullptr,
+               config.kv_heads),
+      v_bases_(config_.v_basis, config_.v_basis == BasisKind::calibrated ? &config_.bases->values : nullptr,
+               config.kv_heads),
       table_(table),
       encoded_(layout, config.layers, config.kv_heads),
       provisional_(codec::page_layout(Format::bf16, Format::bf16, layout.head_dim)),
@@ -327,15 +331,6 @@ Status CacheImpl::make_exact(Dtype dtype) {
   exact_ = std::move(made);
   exact_dtype_ = dtype;
   return {};
-}
-
-core::BasisView CacheImpl::basis_view(bool values, int layer, int head) const noexcept {
-  const BasisKind kind = values ? config_.v_basis : config_.k_basis;
-  if (kind != BasisKind::calibrated) return {.kind = kind};
-  const std::vector<CalibratedBasis>& list = values ? config_.bases->values : config_.bases->keys;
-  const CalibratedBasis& b = list[static_cast<std::size_t>(layer) * static_cast<std::size_t>(config_.kv_heads) +
-                                  static_cast<std::size_t>(head)];
-  return {.kind = kind, .center = b.center.data(), .matrix = b.matrix.data(), .inverse = b.inverse.data()};
 }
 
 CacheMemory CacheImpl::memory() const noexcept {

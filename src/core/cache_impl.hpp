@@ -21,6 +21,7 @@
 
 #include "codec/layout.hpp"
 #include "core/backend.hpp"
+#include "core/bases.hpp"
 #include "core/cache_table.hpp"
 #include "core/device.hpp"
 #include "core/storage.hpp"
@@ -54,6 +55,11 @@ class CacheImpl {
     if (pool == Pool::encoded) return encoded_.block(slot, layer, head);
     return exact_ ? exact_->block(slot, layer, head) : nullptr;
   }
+  /// All blocks of a layer, in host memory: valid until the next reserve.
+  [[nodiscard]] core::BlockTable blocks(Pool pool, int layer) const noexcept {
+    if (pool == Pool::encoded) return encoded_.blocks(layer);
+    return exact_ ? exact_->blocks(layer) : core::BlockTable{};
+  }
   /// Pool::exact before the first write: bf16, and known to be provisional by exact_dtype() being unset.
   [[nodiscard]] const codec::PageLayout& layout(Pool pool) const noexcept {
     if (pool == Pool::encoded) return encoded_.layout();
@@ -65,8 +71,10 @@ class CacheImpl {
   [[nodiscard]] std::string head_dim_words() const;
   [[nodiscard]] std::optional<Dtype> exact_dtype() const noexcept { return exact_dtype_; }
   /// The basis of encoded pages; exact pages have none.
-  [[nodiscard]] core::BasisView k_basis(int layer, int head) const noexcept { return basis_view(false, layer, head); }
-  [[nodiscard]] core::BasisView v_basis(int layer, int head) const noexcept { return basis_view(true, layer, head); }
+  [[nodiscard]] const core::BasisView& k_basis(int layer, int head) const noexcept { return k_bases_.at(layer, head); }
+  [[nodiscard]] const core::BasisView& v_basis(int layer, int head) const noexcept { return v_bases_.at(layer, head); }
+  [[nodiscard]] core::BasisRow k_bases(int layer) const noexcept { return k_bases_.row(layer); }
+  [[nodiscard]] core::BasisRow v_bases(int layer) const noexcept { return v_bases_.row(layer); }
   /// Level tables of lut formats, else null.
   [[nodiscard]] const float* k_levels() const noexcept { return levels(k_format_, config_.k_levels); }
   [[nodiscard]] const float* v_levels() const noexcept { return levels(v_format_, config_.v_levels); }
@@ -125,7 +133,6 @@ class CacheImpl {
   CacheImpl(const CacheConfig& config, Format k, Format v, const core::TableConfig& table,
             const codec::PageLayout& layout, const core::Kernels& kernels);
 
-  [[nodiscard]] core::BasisView basis_view(bool values, int layer, int head) const noexcept;
   static const float* levels(Format format, const std::vector<float>& table) noexcept {
     return codec::is_lut(format) ? table.data() : nullptr;
   }
@@ -182,6 +189,7 @@ class CacheImpl {
 
   CacheConfig config_;
   Format k_format_, v_format_;
+  core::Bases k_bases_, v_bases_;
   core::CacheTable table_;
   core::Storage encoded_;
   codec::PageLayout provisional_;         // of exact pages, in bf16

@@ -101,15 +101,15 @@ class Builder {
       (tiles ? plan_.any_tiles : plan_.any_vector) = true;
       if (!tiles) {
         s.prepared = workspace_;
-        workspace_ += static_cast<std::size_t>(config().kv_heads) *
-                      core::prepared_layout(static_cast<int>(rows), plan_.padded_dim).bytes;
+        s.prepared_layout = &layout_of(static_cast<int>(rows), core::RowPath::vector)->prepared;
+        workspace_ += static_cast<std::size_t>(config().kv_heads) * s.prepared_layout->bytes;
       }
-      const std::int64_t block =
-          tiles ? core::row_block(cache_.stored_dim(), core::path_of_many_rows(*plan_.kernels)) : rows;
+      const core::RowPath path = tiles ? core::path_of_many_rows(*plan_.kernels) : core::RowPath::vector;
+      const std::int64_t block = tiles ? core::row_block(cache_.stored_dim(), path) : rows;
       for (int head = 0; head < config().kv_heads; ++head) {
         for (std::int64_t row = 0; row < rows; row += block) {
           add_rows(static_cast<int>(i), head, static_cast<int>(row), static_cast<int>(std::min(block, rows - row)),
-                   rows <= block);
+                   path, rows <= block);
         }
       }
     }
@@ -119,8 +119,8 @@ class Builder {
     plan_.splits_done = workspace_;
     workspace_ += (plan_.merge.size() * sizeof(std::int32_t) + 63) / 64 * 64;
     plan_.scratch_begin = workspace_;
-    const core::RowPath path = plan_.any_tiles ? core::path_of_many_rows(*plan_.kernels) : core::RowPath::vector;
-    plan_.scratch_bytes = core::scratch_layout(most_rows_, cache_.stored_dim(), plan_.padded_dim, path).bytes;
+    for (const core::ItemLayout& l : plan_.layouts)
+      plan_.scratch_bytes = std::max(plan_.scratch_bytes, l.scratch.bytes);
     plan_.workspace_bytes = workspace_ + static_cast<std::size_t>(plan_.threads) * plan_.scratch_bytes;
   }
 
@@ -146,7 +146,15 @@ class Builder {
     }
   }
 
-  void add_rows(int sequence, int head, int row, int rows, bool single_block) {
+  // Few in number: all row blocks of a sequence but its last have as many rows.
+  const core::ItemLayout* layout_of(int rows, core::RowPath path) {
+    for (const core::ItemLayout& l : plan_.layouts) {
+      if (l.rows == rows && l.path == path) return &l;
+    }
+    return &plan_.layouts.emplace_back(core::item_layout(rows, cache_.stored_dim(), plan_.padded_dim, path));
+  }
+
+  void add_rows(int sequence, int head, int row, int rows, core::RowPath path, bool single_block) {
     const core::SequenceUse& s = plan_.sequences[static_cast<std::size_t>(sequence)];
     const VisiblePages visible = visible_pages(rule_, s, row / plan_.group, (row + rows - 1) / plan_.group);
     const std::int64_t uses = visible.count();
@@ -161,21 +169,21 @@ class Builder {
     const std::int64_t share = (uses + splits - 1) / splits;
     splits = std::max<std::int64_t>(1, (uses + share - 1) / std::max<std::int64_t>(1, share));
     const std::size_t first_partial = workspace_;
-    const std::size_t partial_bytes = core::partial_layout(rows, cache_.stored_dim()).bytes;
+    const core::ItemLayout* layout = layout_of(rows, path);
+    const std::size_t partial_bytes = layout->partial.bytes;
     for (std::int64_t i = 0; i < splits; ++i) {
       const std::size_t partial =
           splits == 1 ? core::kNoPartial : first_partial + static_cast<std::size_t>(i) * partial_bytes;
-      plan_.attend.push_back({sequence, head, row, rows, visible.sink_pages, visible.recent_page, i * share,
+      plan_.attend.push_back({sequence, head, row, rows, layout, visible.sink_pages, visible.recent_page, i * share,
                               std::min(uses, (i + 1) * share), partial,
                               splits == 1 ? -1 : static_cast<std::int64_t>(plan_.merge.size())});
     }
     if (splits > 1) {
       workspace_ += static_cast<std::size_t>(splits) * partial_bytes;
-      plan_.merge.push_back({sequence, head, row, rows, first_partial, static_cast<int>(splits)});
+      plan_.merge.push_back({sequence, head, row, rows, layout, first_partial, static_cast<int>(splits)});
     }
     plan_.splits = std::max(plan_.splits, static_cast<int>(splits));
     plan_.pages_per_split = std::max(plan_.pages_per_split, share);
-    most_rows_ = std::max(most_rows_, rows);
   }
 
   PlanImpl& plan_;
@@ -183,7 +191,6 @@ class Builder {
   base::Visibility rule_;
   std::vector<std::size_t> first_page_;
   std::size_t workspace_ = 0;
-  int most_rows_ = 1;
 };
 
 // Over a cache on a device: its backend plans, from checked options and the sequences' places in the device's tables.

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -17,6 +18,7 @@ namespace kvant {
 struct AttendWork {
   int sequence, kv_head;
   int row_begin, rows;
+  const core::ItemLayout* layout;
   std::int64_t sink_pages, recent_page;
   std::int64_t use_begin, use_end;
   std::size_t partial;
@@ -25,6 +27,7 @@ struct AttendWork {
 struct MergeWork {
   int sequence, kv_head;
   int row_begin, rows;
+  const core::ItemLayout* layout;
   std::size_t first_partial;
   int splits;
 };
@@ -51,7 +54,8 @@ class PlanImpl {
   core::MaskData mask{};
   std::int64_t mask_tiles[3] = {0, 0, 0};  // by TileClass
 
-  std::vector<AttendWork> attend;  // most expensive first
+  std::deque<core::ItemLayout> layouts;  // a deque: items point to them
+  std::vector<AttendWork> attend;        // most expensive first
   std::vector<MergeWork> merge;
   bool any_vector = false, any_tiles = false;
   int splits = 1;  // the most of any row block

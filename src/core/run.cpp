@@ -13,15 +13,6 @@
 namespace kvant {
 namespace {
 
-const std::byte* block_of(const void* cache, int domain, std::int32_t slot, int layer, int head) {
-  return static_cast<const CacheImpl*>(cache)->block(
-      domain == core::kExact ? CacheImpl::Pool::exact : CacheImpl::Pool::encoded, slot, layer, head);
-}
-core::BasisView basis_of(const void* cache, bool values, int layer, int head) {
-  const auto* impl = static_cast<const CacheImpl*>(cache);
-  return values ? impl->v_basis(layer, head) : impl->k_basis(layer, head);
-}
-
 // One run's work: first the prepare items, then the attend items, in one list that workers take from in order. Nobody waits
 // for a phase to end but the few that reach the attend items while the last prepare items are being done; a block's last
 // split to end merges it. So a run costs one wake-up of the workers (three, with a barrier after each phase, took as long as
@@ -45,8 +36,7 @@ struct Job {
 void prepare_item(Job& job, std::int64_t index) {
   const int kv_heads = job.context.kv_heads;
   const int sequence = static_cast<int>(index / kv_heads);
-  const std::int64_t rows = job.context.sequences[sequence].q_len * job.context.group;
-  if (rows == 0 || rows > core::kVectorRows) return;  // tiles prepare their own
+  if (job.context.sequences[sequence].prepared_layout == nullptr) return;
   const core::PrepareItem item{&job.context, sequence, static_cast<int>(index % kv_heads)};
   job.plan.kernels->prepare(item);
 }
@@ -63,15 +53,25 @@ void wait_until_prepared(const Job& job) {
 
 void attend_item(Job& job, std::int64_t index, int worker) {
   const AttendWork& w = job.plan.attend[static_cast<std::size_t>(index)];
-  const core::AttendItem item{&job.context, w.sequence,   w.kv_head,          w.row_begin,
-                              w.rows,       w.sink_pages, w.recent_page,      w.use_begin,
-                              w.use_end,    w.partial,    job.scratch(worker)};
+  const core::AttendItem item{.run = &job.context,
+                              .sequence = w.sequence,
+                              .kv_head = w.kv_head,
+                              .row_begin = w.row_begin,
+                              .rows = w.rows,
+                              .layout = w.layout,
+                              .sink_pages = w.sink_pages,
+                              .recent_page = w.recent_page,
+                              .use_begin = w.use_begin,
+                              .use_end = w.use_end,
+                              .partial = w.partial,
+                              .scratch = job.scratch(worker)};
   job.plan.kernels->attend(item);
   if (w.merge < 0) return;
   const auto at = static_cast<std::size_t>(w.merge);
   const MergeWork& m = job.plan.merge[at];
   if (job.splits_done(at).fetch_add(1, std::memory_order_acq_rel) + 1 < m.splits) return;
-  const core::MergeItem merge{&job.context, m.sequence, m.kv_head, m.row_begin, m.rows, m.first_partial, m.splits};
+  const core::MergeItem merge{&job.context, m.sequence, m.kv_head,       m.row_begin,
+                              m.rows,       m.layout,   m.first_partial, m.splits};
   job.plan.kernels->merge(merge);
 }
 
@@ -210,7 +210,6 @@ Status run(const Plan& owner, int layer, const TensorView& q, const MutableTenso
   c.padded_dim = plan.padded_dim;
   c.group = plan.group;
   c.kv_heads = config.kv_heads;
-  c.layer = layer;
   c.scale = static_cast<float>(plan.options.scale);
   c.softcap = static_cast<float>(plan.options.softcap);
   c.causal = plan.options.mask.is_causal;
@@ -224,9 +223,10 @@ Status run(const Plan& owner, int layer, const TensorView& q, const MutableTenso
   c.k_levels[core::kEncoded] = cache.k_levels();
   c.v_levels[core::kEncoded] = cache.v_levels();
   c.k_levels[core::kExact] = c.v_levels[core::kExact] = nullptr;
-  c.cache = &cache;
-  c.block = block_of;
-  c.basis = basis_of;
+  c.blocks[core::kEncoded] = cache.blocks(CacheImpl::Pool::encoded, layer);
+  c.blocks[core::kExact] = cache.blocks(CacheImpl::Pool::exact, layer);
+  c.k_basis = cache.k_bases(layer);
+  c.v_basis = cache.v_bases(layer);
   c.sequences = plan.sequences.data();
   c.q = {q.data, q.dtype, q.stride[0], q.stride[1]};
   c.out = {out.data, out.dtype, out.stride[0], out.stride[1]};

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "codec/layout.hpp"
+#include "core/attend.hpp"
 #include "kvant/result.hpp"
 
 namespace kvant::core {
@@ -29,6 +30,11 @@ class Storage {
     return slots_[static_cast<std::size_t>(slot)] +
            (static_cast<std::size_t>(layer) * static_cast<std::size_t>(kv_heads_) + static_cast<std::size_t>(head)) *
                layout_.block_bytes;
+  }
+  /// The blocks of a layer, for kernels: valid until grow or clear.
+  [[nodiscard]] BlockTable blocks(int layer) const noexcept {
+    return {slots_.data(), static_cast<std::size_t>(layer) * static_cast<std::size_t>(kv_heads_) * layout_.block_bytes,
+            layout_.block_bytes};
   }
   /// Copies the first `tokens` tokens of a page, and of those that follow what lies in one octet with them. Others keep what
   /// they were, code and scale of a token from the same vector.

@@ -23,9 +23,9 @@ void prepare(const core::PrepareItem& item) {
   const core::SequenceUse& sequence = run.sequences[item.sequence];
   const int rows = static_cast<int>(sequence.q_len) * run.group;
   const int d = run.head_dim, dp = run.padded_dim;
-  const core::PreparedLayout p = core::prepared_layout(rows, dp);
+  const core::PreparedLayout& p = *sequence.prepared_layout;
   std::byte* base = run.workspace + sequence.prepared + static_cast<std::size_t>(item.kv_head) * p.bytes;
-  const codec::BasisRef basis = run.basis(run.cache, false, run.layer, item.kv_head);
+  const codec::BasisRef& basis = basis_of(run.k_basis, item.kv_head);
   const codec::SideLayout& side = run.layout[core::kEncoded].k;
   for (int r = 0; r < rows; ++r) {
     float* raw = at<float>(base, p.raw) + r * dp;
@@ -150,7 +150,7 @@ void pack_queries(const core::AttendItem& item, const core::ScratchLayout& l, co
   const int d = run.head_dim, dp = run.padded_dim;
   const Format f = run.layout[core::kEncoded].k.format;
   const int depth = tile_depth(f, d, dp);
-  const codec::BasisRef basis = run.basis(run.cache, false, run.layer, item.kv_head);
+  const codec::BasisRef& basis = basis_of(run.k_basis, item.kv_head);
   const int padded_rows = (item.rows + kPanelRows - 1) / kPanelRows * kPanelRows;
   for (int r = 0; r < padded_rows; ++r) {
     float raw[codec::kMaxHeadDim], rotated[codec::kMaxHeadDim];
@@ -198,18 +198,16 @@ template <class S, bool kTiles>
 void attend_pages(const core::AttendItem& item) {
   const core::RunContext& run = *item.run;
   const core::SequenceUse& sequence = run.sequences[item.sequence];
-  const core::ScratchLayout l = core::scratch_layout(item.rows, run.head_dim, run.padded_dim,
-                                                     kTiles ? core::RowPath::tiles : core::RowPath::vector);
-  ItemRows rows{item, run, sequence, item_state(item, l), at<float>(item.scratch, l.centers)};
+  const core::ScratchLayout& l = item.layout->scratch;
+  ItemRows rows{item, run, sequence, item_state(item), at<float>(item.scratch, l.centers)};
   const State& state = rows.state;
   float* scores = at<float>(item.scratch, l.scores);
   float* rescale = at<float>(item.scratch, l.rescale);
-  core::PreparedLayout prepared{};
+  const core::PreparedLayout& prepared = item.layout->prepared;
   std::byte* queries = nullptr;
   if constexpr (kTiles) {
     pack_queries<S>(item, l, state);
   } else {
-    prepared = core::prepared_layout(static_cast<int>(sequence.q_len) * run.group, run.padded_dim);
     queries = run.workspace + sequence.prepared + static_cast<std::size_t>(item.kv_head) * prepared.bytes;
     rows.centers = at<float>(queries, prepared.centers) + item.row_begin;
     for (int r = 0; r < item.rows; ++r)
@@ -239,7 +237,7 @@ void attend_pages(const core::AttendItem& item) {
 
 template <class S>
 void attend(const core::AttendItem& item) {
-  if (!uses_tiles(item)) {
+  if (item.layout->path == core::RowPath::vector) {
     attend_pages<S, false>(item);
   } else if constexpr (has_matrix<S>()) {
     attend_by_matrix<S>(item);
@@ -253,7 +251,7 @@ void attend(const core::AttendItem& item) {
 template <class S>
 void merge(const core::MergeItem& item) {
   const core::RunContext& run = *item.run;
-  const core::PartialLayout partial = core::partial_layout(item.rows, run.head_dim);
+  const core::PartialLayout& partial = item.layout->partial;
   const State first = state_at(run.workspace + item.first_partial, partial, item.rows, run.head_dim);
   for (int s = 1; s < item.splits; ++s) {
     merge_state(first, state_at(run.workspace + item.first_partial + static_cast<std::size_t>(s) * partial.bytes,

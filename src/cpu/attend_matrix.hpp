@@ -16,7 +16,7 @@ struct MatrixItem {
 
   const core::AttendItem& item;
   const core::RunContext& run;
-  core::ScratchLayout l;
+  const core::ScratchLayout& l;
   ItemRows rows;
   int row_blocks;
   float* scores;
@@ -24,8 +24,8 @@ struct MatrixItem {
   explicit MatrixItem(const core::AttendItem& which)
       : item(which),
         run(*which.run),
-        l(core::scratch_layout(which.rows, run.head_dim, run.padded_dim, core::RowPath::matrix)),
-        rows{which, run, run.sequences[which.sequence], item_state(which, l), at<float>(which.scratch, l.centers)},
+        l(which.layout->scratch),
+        rows{which, run, run.sequences[which.sequence], item_state(which), at<float>(which.scratch, l.centers)},
         row_blocks(blocks_of_rows(which.rows)),
         scores(at<float>(which.scratch, l.scores)) {}
 
@@ -44,7 +44,7 @@ struct MatrixItem {
     const Format f = run.layout[core::kEncoded].k.format;
     const int depth = depth_of(f), raw_depth = depth_of(Format::f32);
     const Operand as_given = rows_at(l.panel_raw, raw_depth), in_basis = rows_at(l.panel_basis, depth);
-    const codec::BasisRef basis = run.basis(run.cache, false, run.layer, item.kv_head);
+    const codec::BasisRef& basis = basis_of(run.k_basis, item.kv_head);
     std::int16_t element[codec::kMaxHeadDim];
     for (int e = 0; e < depth; ++e)
       element[e] = static_cast<std::int16_t>(is_integer_format(f) ? level_element<W>(f, e) : e);

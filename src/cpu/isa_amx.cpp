@@ -31,7 +31,7 @@ static void prepare_rows(const core::PrepareItem& item) {
   kAvx512Kernels.prepare(item);
 }
 static void attend_rows(const core::AttendItem& item) {
-  if (uses_tiles(item)) {
+  if (item.layout->path != core::RowPath::vector) {
     attend_by_matrix<Simd>(item);
   } else {
     kAvx512Kernels.attend(item);

@@ -35,9 +35,8 @@ KVANT_INLINE Bytes side_codes(const codec::PageLayout& l, const std::byte* block
   return {block + begin, (values ? l.code_bytes : l.v.plane_offset[0]) - begin};
 }
 
-// Whether an item goes by one of the paths for many rows.
-KVANT_INLINE bool uses_tiles(const core::AttendItem& item) {
-  return item.run->sequences[item.sequence].q_len * item.run->group > core::kVectorRows;
+KVANT_INLINE const std::byte* block_of(const core::BlockTable& table, std::int32_t slot, int kv_head) {
+  return table.slots[slot] + table.layer_offset + static_cast<std::size_t>(kv_head) * table.head_stride;
 }
 
 // A page and what each row sees of it.
@@ -90,7 +89,7 @@ bool look_at_page(const ItemRows& rows, std::int64_t use, PageRows* out) {
   if (any == 0) return false;
   const core::PageUse& page_use = sequence.pages[number];
   const int domain = page_use.domain;
-  const std::byte* block = run.block(run.cache, domain, page_use.slot, run.layer, item.kv_head);
+  const std::byte* block = block_of(run.blocks[domain], page_use.slot, item.kv_head);
   out->page = {block,
                &run.layout[domain],
                run.k_levels[domain],
@@ -102,7 +101,7 @@ bool look_at_page(const ItemRows& rows, std::int64_t use, PageRows* out) {
                {}};
   if (use + 1 < item.use_end) {
     const core::PageUse& next = sequence.pages[rows.page_number(use + 1)];
-    const std::byte* next_block = run.block(run.cache, next.domain, next.slot, run.layer, item.kv_head);
+    const std::byte* next_block = block_of(run.blocks[next.domain], next.slot, item.kv_head);
     const codec::PageLayout& next_layout = run.layout[next.domain];
     out->page.after_values = side_codes(next_layout, next_block, false);
     for (std::uint32_t i = next_layout.code_bytes; i < next_layout.block_bytes; i += 64) S::prefetch(next_block + i);

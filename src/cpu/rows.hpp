@@ -34,6 +34,10 @@ KVANT_INLINE RowIndex row_index(const core::RunContext& run, int sequence, int k
   return {s.query_begin + query, query, s.batch, kv_head * run.group + row % run.group};
 }
 
+KVANT_INLINE const codec::BasisRef& basis_of(const core::BasisRow& row, int kv_head) {
+  return row.at[static_cast<std::size_t>(kv_head) * row.stride];
+}
+
 // One query as head_dim floats, with zeros behind its width; zeros, and true, if it is not finite.
 KVANT_INLINE bool read_query(const core::RunContext& run, const RowIndex& row, float* out) {
   const std::int64_t from = element_of(row, run.q, run.q_batch_stride);
@@ -152,10 +156,11 @@ KVANT_INLINE void use_domain(const State& s, int domain) {
 }
 
 // The state of an item, cleared: its partial, or the worker's own where rows are finished at once.
-KVANT_INLINE State item_state(const core::AttendItem& item, const core::ScratchLayout& l) {
+KVANT_INLINE State item_state(const core::AttendItem& item) {
   const core::RunContext& run = *item.run;
-  std::byte* base = item.partial == core::kNoPartial ? item.scratch + l.state : run.workspace + item.partial;
-  const State s = state_at(base, core::partial_layout(item.rows, run.head_dim), item.rows, run.head_dim);
+  std::byte* base =
+      item.partial == core::kNoPartial ? item.scratch + item.layout->scratch.state : run.workspace + item.partial;
+  const State s = state_at(base, item.layout->partial, item.rows, run.head_dim);
   clear(s);
   return s;
 }
@@ -196,7 +201,7 @@ KVANT_INLINE void merge_state(const State& into, const State& from) {
 // Domains together, sink logits, back to the original coordinates, divided, written.
 template <class S>
 KVANT_INLINE void finish_rows(const core::RunContext& run, int sequence, int kv_head, int row_begin, const State& s) {
-  const codec::BasisRef basis = run.basis(run.cache, true, run.layer, kv_head);
+  const codec::BasisRef& basis = basis_of(run.v_basis, kv_head);
   for (int r = 0; r < s.rows; ++r) {
     const RowIndex index = row_index(run, sequence, kv_head, row_begin + r);
     const bool has_sink = run.sink_logits != nullptr;
