@@ -278,7 +278,7 @@ TEST(DeviceCache, Refusals) {
   static constexpr core::DeviceBackend kAbsent{.name = "fake",
                                                .detail = nullptr,
                                                .unavailable = [] { return std::string("there is no driver"); },
-                                               .make_store = nullptr,
+                                               .make_pages = nullptr,
                                                .make_plan = nullptr};
   refused([](CacheConfig&) {}, Code::unsupported, "there is no driver", &kAbsent);
 
@@ -305,7 +305,7 @@ TEST(DeviceCache, BackendsAreToldTheSizeOfTheTensors) {
   CacheConfig c = config(1, 1);
   c.head_dim = 72;
   const auto cache = CacheImpl::create(c, &kFake).value();
-  const core::DeviceStoreConfig& seen = FakeStore::newest->config;
+  const core::DevicePagesConfig& seen = FakeStore::newest->config;
   EXPECT_EQ(seen.head_dim, 72);
   EXPECT_EQ(seen.encoded.head_dim, 80);
   EXPECT_EQ(seen.exact.head_dim, 80);

@@ -227,7 +227,7 @@ kvant_status kvant_cache_append(kvant_cache* cache, kvant_sequence sequence, int
 kvant_status kvant_cache_set_stream(kvant_cache* cache, void* stream) {
   return guarded([&]() -> kvant::Status {
     if (cache == nullptr) return null_argument("cache");
-    if (stream != nullptr && cache->cache->impl().device() == nullptr) {
+    if (stream != nullptr && !cache->cache->impl().takes_streams()) {
       return {
           kvant::Code::invalid_argument,
           "stream is not NULL: this cache is in host memory, whose calls are done when they return; leave it NULL, or "

@@ -7,7 +7,9 @@
 #include <new>
 
 #include "core/cache_impl.hpp"
+#include "core/device_store.hpp"
 #include "core/fmt.hpp"
+#include "core/host_store.hpp"
 
 namespace kvant {
 namespace {
@@ -15,7 +17,6 @@ namespace {
 constexpr std::int64_t kMaxCount = 65536;                   // layers, kv heads
 constexpr std::int64_t kMaxEndPages = 1 << 20;              // sink and tail pages
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 32;  // window, rollback
-constexpr std::int64_t kLeastWindowWithEnds = 1024;         // of automatic exact ends
 constexpr std::int64_t kMaxThreads = 1024;
 constexpr std::int64_t kMaxDeviceTokens = std::int64_t{1} << 30;  // of one sequence: kernels count in 32 bits
 
@@ -76,16 +77,6 @@ Status check_luts(const CacheConfig& c, Format k, Format v) {
   return {};
 }
 
-const char* basis_name(BasisKind kind) {
-  switch (kind) {
-    case BasisKind::automatic: return "automatic";
-    case BasisKind::hadamard: return "hadamard";
-    case BasisKind::none: return "none";
-    case BasisKind::calibrated: return "calibrated";
-  }
-  return "unknown";
-}
-
 Result<BasisKind> resolve_basis(const char* name, BasisKind kind, Format format) {
   if (kind == BasisKind::automatic) return codec::is_tq(format) ? BasisKind::hadamard : BasisKind::none;
   if (kind > BasisKind::calibrated) {
@@ -95,7 +86,7 @@ Result<BasisKind> resolve_basis(const char* name, BasisKind kind, Format format)
   if (codec::is_dense(format) && kind != BasisKind::none) {
     return {Code::invalid_argument,
             fmt::format("{} = {}: format {} stores vectors as given; use automatic or none, or a coded format", name,
-                        basis_name(kind), format_info(format).name)};
+                        core::basis_name(kind), format_info(format).name)};
   }
   return kind;
 }
@@ -239,38 +230,16 @@ Status check_device(const CacheConfig& c, bool exact_ends) {
   return {};
 }
 
-bool has_short_window(const CacheConfig& c) {
-  return c.window > 0 && c.window < kLeastWindowWithEnds;
-}
-
 // A cache with a window of W tokens holds W + 64 to W + 127, and of these two to four pages are in exact ends.
 void resolve_ends(CacheConfig& c, bool dense) {
-  const int automatic = has_short_window(c) ? 0 : 1;
+  const int automatic = core::has_short_window(c) ? 0 : 1;
   for (int* pages : {&c.sink_pages, &c.tail_pages}) {
     if (*pages < 0) *pages = automatic;
     if (dense) *pages = 0;
   }
 }
 
-Format format_of(Dtype dtype) {
-  return dtype == Dtype::f32 ? Format::f32 : dtype == Dtype::f16 ? Format::f16 : Format::bf16;
-}
-
 }  // namespace
-
-CacheImpl::CacheImpl(const CacheConfig& config, Format k, Format v, const core::TableConfig& table,
-                     const codec::PageLayout& layout, const core::Kernels& kernels)
-    : config_(config),
-      k_format_(k),
-      v_format_(v),
-      k_bases_(config_.k_basis, config_.k_basis == BasisKind::calibrated ? &config_.bases->keys : nullptr,
-               config.kv_heads),
-      v_bases_(config_.v_basis, config_.v_basis == BasisKind::calibrated ? &config_.bases->values : nullptr,
-               config.kv_heads),
-      table_(table),
-      encoded_(layout, config.layers, config.kv_heads),
-      provisional_(codec::page_layout(Format::bf16, Format::bf16, layout.head_dim)),
-      kernels_(&kernels) {}
 
 Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, const core::DeviceBackend* backend) try {
   if (Status s = check_counts(given); !s) return s;
@@ -308,129 +277,22 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
       .rollback_tokens = config.rollback_tokens,
       .capacity_pages = config.capacity_tokens / kPageTokens,
       .sequence_tokens = *device >= 0 ? config.max_sequence_tokens : core::kMaxSequenceTokens};
-  const codec::PageLayout layout = codec::page_layout(*k, *v, stored_head_dim(config.head_dim), config.lut_scales);
-  std::unique_ptr<CacheImpl> impl(new CacheImpl(config, *k, *v, table, layout, **kernels));
+  std::unique_ptr<CacheImpl> impl(new CacheImpl(config, *k, *v, table));
   impl->automatic_ends_ = !dense && (given.sink_pages < 0 || given.tail_pages < 0);
-  if (config.exact && table.ends.any()) {
-    if (Status s = impl->make_exact(*config.exact); !s) return s;
-  }
   if (*device >= 0) {
-    impl->device_number_ = *device;
-    if (Status s = impl->make_device(backend); !s) return s;
+    auto store = core::DeviceStore::create(impl->spec_, impl->table_, *device, backend);
+    if (!store) return store.status();
+    impl->store_ = std::move(*store);
+    return impl;
   }
+  auto store = std::make_unique<core::HostStore>(impl->spec_, impl->table_, **kernels);
+  if (config.exact && table.ends.any()) {
+    if (Status s = store->make_exact(*config.exact); !s) return s;
+  }
+  impl->store_ = std::move(store);
   return impl;
 } catch (const std::bad_alloc&) {
   return {Code::out_of_memory, "the cache's tables could not be allocated"};
-}
-
-Status CacheImpl::make_exact(Dtype dtype) {
-  const Format format = format_of(dtype);
-  auto made = std::make_unique<core::Storage>(codec::page_layout(format, format, stored_dim()), config_.layers,
-                                              config_.kv_heads);
-  if (Status s = made->grow(table_.pool(Pool::exact).slots()); !s) return s;
-  exact_ = std::move(made);
-  exact_dtype_ = dtype;
-  return {};
-}
-
-CacheMemory CacheImpl::memory() const noexcept {
-  CacheMemory m;
-  for (const auto& [id, s] : table_.sequences()) {
-    const std::int64_t kept_sinks = (config_.window_sinks + kPageTokens - 1) / kPageTokens;
-    const std::int64_t released = s.first_page > 0 ? s.first_page - kept_sinks : 0;
-    m.tokens += s.length - released * kPageTokens;
-  }
-  const auto blocks = static_cast<std::int64_t>(config_.layers) * config_.kv_heads;
-  const std::int64_t encoded_blocks = table_.pool(Pool::encoded).used_slots() * blocks;
-  m.encoded_bytes = encoded_blocks * encoded_.layout().code_bytes;
-  m.scale_bytes = encoded_blocks * encoded_.layout().scale_bytes;
-  m.table_bytes = table_.table_bytes();
-  m.reserved_bytes = encoded_.reserved_bytes() + m.table_bytes;
-  if (exact_) {
-    m.exact_bytes = table_.pool(Pool::exact).used_slots() * exact_->slot_bytes();
-    m.reserved_bytes += exact_->reserved_bytes();
-  }
-  if (device_) m.reserved_bytes += device_->reserved_bytes();
-  return m;
-}
-
-// Exact ends are a constant number of bytes a sequence: much of a short one.
-std::string CacheImpl::held() const {
-  const CacheMemory m = memory();
-  if (m.tokens == 0) return "held: nothing\n";
-  const double vectors = 2.0 * static_cast<double>(m.tokens) * config_.layers * config_.kv_heads;
-  const double percent = 100 / (vectors * config_.head_dim * 2);
-  return fmt::format("held: {} tokens, {} bytes, {:.0f} % of a bf16 cache's; exact ends are {} of them, {:.0f} %\n",
-                     m.tokens, m.total(), static_cast<double>(m.total()) * percent, m.exact_bytes,
-                     static_cast<double>(m.exact_bytes) * percent);
-}
-
-std::int64_t CacheImpl::trim() noexcept {
-  if (device_) return 0;
-  std::int64_t bytes = 0;
-  for (const Pool which : {Pool::encoded, Pool::exact}) {
-    if (which == Pool::exact && !exact_) continue;
-    const core::PagePool& pool = table_.pool(which);
-    if (pool.used_slots() > 0) {
-      bytes += storage(which).give_back(pool.free_list());
-      continue;
-    }
-    bytes += storage(which).clear();
-    table_.clear(which);
-  }
-  return bytes;
-}
-
-std::string CacheImpl::head_dim_words() const {
-  const int padding = stored_dim() - config_.head_dim;
-  if (padding == 0) return fmt::format("head_dim {}", config_.head_dim);
-  return fmt::format("head_dim {}, stored as {} ({:.1f} % of the codes are padding)", config_.head_dim, stored_dim(),
-                     100.0 * padding / stored_dim());
-}
-
-std::string CacheImpl::describe() const {
-  std::string text =
-      fmt::format("geometry: {} layers, {} kv heads, {}\n", config_.layers, config_.kv_heads, head_dim_words());
-  const auto page_bits = [&](std::int64_t bytes) {
-    return static_cast<double>(bytes) * 8 / (2.0 * kPageTokens * config_.head_dim);
-  };
-  const codec::PageLayout& page = encoded_.layout();
-  text += fmt::format("formats: k {}, v {}: {:.3f} bits per value with scales{}\n", format_info(k_format_).name,
-                      format_info(v_format_).name, page_bits(page.code_bytes + page.scale_bytes),
-                      stored_dim() > config_.head_dim ? " and padding" : "");
-  text += fmt::format("page: {} tokens, {} bytes per layer and kv head\n", kPageTokens, page.block_bytes);
-  if (!table_.config().ends.any()) {
-    text += "exact ends: none";
-  } else {
-    text += fmt::format("exact ends: {} sink and {} tail pages, {}", config_.sink_pages, config_.tail_pages,
-                        exact_dtype_                                            ? dtype_name(*exact_dtype_)
-                        : automatic_exact(Dtype::f32, Dtype::f32) == Dtype::f32 ? "f32"
-                                                                                : "bf16, or f16 if the first write is");
-  }
-  if (automatic_ends_) {
-    text += has_short_window(config_)
-                ? fmt::format("; chosen: of a window below {} tokens they would take most of what compression saves",
-                              kLeastWindowWithEnds)
-                : "; chosen: the default";
-  }
-  text += '\n';
-  text += fmt::format("basis: k {}, v {}\n", basis_name(config_.k_basis), basis_name(config_.v_basis));
-  if (config_.window > 0) {
-    text += fmt::format("window: {} tokens and the first {}; truncation back by {} tokens\n", config_.window,
-                        config_.window_sinks, std::max<std::int64_t>(kPageTokens, config_.rollback_tokens));
-  } else {
-    text += "window: none\n";
-  }
-  const std::int64_t capacity = table_.config().capacity_pages;
-  text += capacity > 0 ? fmt::format("capacity: {} of {} pages held\n", table_.pages_held(), capacity)
-                       : fmt::format("capacity: no limit, {} pages held\n", table_.pages_held());
-  text += held();
-  if (!device_) return text + fmt::format("stores with: {}\n", kernels_->name);
-  text += fmt::format(
-      "device: cuda:{}, {} bytes taken: {} encoded and {} exact page slots, up to {} sequences of {} tokens\n",
-      device_number_, device_->reserved_bytes(), device_encoded_slots_, device_exact_slots_, config_.max_sequences,
-      config_.max_sequence_tokens);
-  return text;
 }
 
 }  // namespace kvant

@@ -1,4 +1,4 @@
-// Views for plans, and read: stored tokens decoded the way attention sees them.
+// read and decode: stored tokens decoded the way attention sees them.
 #include <algorithm>
 #include <new>
 #include <span>
@@ -8,14 +8,9 @@
 #include "core/cache_impl.hpp"
 #include "core/fmt.hpp"
 #include "core/tensor_rows.hpp"
-#include "core/threads.hpp"
 
 namespace kvant {
 namespace {
-
-// Below this many values a second thread costs more than it saves: decoding takes about 0.6 ns a value, waking a thread some
-// ten microseconds.
-constexpr std::int64_t kDecodedPerWorker = 65536;
 
 // `rows`: what shape[0] must be, `what` says why.
 Status check_output(const char* name, const MutableTensorView& t, std::int64_t rows, const char* what,
@@ -33,99 +28,17 @@ Status check_output(const char* name, const MutableTensorView& t, std::int64_t r
   return core::check_apart(name, t, sequences);
 }
 
-// Tokens of one page, and their rows in the outputs.
-struct PageRead {
-  core::Pool pool;
-  std::int32_t slot;
-  int first, count;
-  std::int64_t range;   // its number
-  std::int64_t row;     // of the range's rows
-  std::int64_t before;  // rows of the ranges before
-};
-
-struct DecodeRun {
-  const CacheImpl* cache;
-  const core::Kernels* kernels;
-  std::span<const PageRead> pages;
-  int layer;
-  int workers;
-  const MutableTensorView* keys;
-  const MutableTensorView* values;
-};
-
-// A worker's run of (page, kv head).
-void decode_share(void* context, int worker) {
-  const DecodeRun& run = *static_cast<const DecodeRun*>(context);
-  const CacheImpl& cache = *run.cache;
-  const int heads = cache.config().kv_heads;
-  const auto items = static_cast<std::int64_t>(run.pages.size()) * heads;
-  for (std::int64_t i = items * worker / run.workers; i < items * (worker + 1) / run.workers; ++i) {
-    const PageRead& page = run.pages[static_cast<std::size_t>(i / heads)];
-    const int head = static_cast<int>(i % heads);
-    const bool encoded = page.pool == core::Pool::encoded;
-    const codec::PageLayout& layout = cache.layout(page.pool);
-    for (const bool values : {false, true}) {
-      const MutableTensorView& out = values ? *run.values : *run.keys;
-      if (out.data == nullptr) continue;
-      const std::int64_t element =
-          core::first_element(out, page.range, page.before) + page.row * out.stride[0] + head * out.stride[1];
-      core::DecodeJob job{
-          .side = values ? &layout.v : &layout.k,
-          .head_dim = cache.stored_dim(),
-          .width = cache.config().head_dim,
-          .block = cache.block(page.pool, page.slot, run.layer, head),
-          .first = page.first,
-          .count = page.count,
-          .basis = {},
-          .levels = nullptr,
-          .rows = static_cast<std::byte*>(out.data) + element * static_cast<std::int64_t>(dtype_size(out.dtype)),
-          .row_stride = out.stride[0],
-          .dtype = out.dtype};
-      if (encoded) {
-        job.basis = values ? cache.v_basis(run.layer, head) : cache.k_basis(run.layer, head);
-        job.levels = values ? cache.v_levels() : cache.k_levels();
-      }
-      (values ? run.kernels->decode_v : run.kernels->decode_k)(job);
-    }
-  }
-}
-
-// Those of its tokens: pages that were reserved ahead are nobody's business yet.
-std::span<const core::PageRef> pages_of(const core::CacheTable::Sequence& s) {
-  const auto pages = static_cast<std::size_t>((s.length + kPageTokens - 1) / kPageTokens);
-  return std::span<const core::PageRef>(s.pages).first(pages);
-}
-
 }  // namespace
 
-Result<CacheImpl::SequenceView> CacheImpl::view(SequenceId id) const {
-  const auto found = table_.find(id, "sequence");
-  if (!found) return found.status();
-  const Sequence& s = **found;
-  return SequenceView{.length = s.length, .first_page = s.first_page, .pages = pages_of(s), .version = s.version};
-}
-
-Result<std::int64_t> CacheImpl::length(SequenceId id) const {
-  const auto found = table_.find(id, "sequence");
-  if (!found) return found.status();
-  return (*found)->length;
-}
-
-bool CacheImpl::layer_ready(SequenceId id, int layer) const noexcept {
-  const auto& all = table_.sequences();
-  const auto it = all.find(number(id));
-  return it != all.end() && table_.layer_ready(it->second, layer);
-}
-
-Result<CacheImpl::SequenceView> CacheImpl::check_range(const TokenRange& range, int layer,
-                                                       const std::string& argument) const {
+Result<core::ReadRange> CacheImpl::check_range(const TokenRange& range, int layer, const std::string& argument) const {
   const auto found = table_.find(range.sequence, (argument.empty() ? "sequence" : argument + ".sequence").c_str());
   if (!found) return found.status();
   const std::string where = argument.empty() ? "" : argument + ": ";
   const Sequence& s = **found;
   const std::int64_t begin = range.begin, end = range.end;
   // Of a layer that waits for its write, what was there before the step can be read, as it was then.
-  const std::int64_t length = table_.layer_ready(s, layer) ? s.length : s.step_begin;
+  const bool ready = table_.layer_ready(s, layer);
+  const std::int64_t length = ready ? s.length : s.step_begin;
   if (begin < 0 || end < begin || end > s.length) {
     return {Code::invalid_argument, fmt::format("{}tokens [{}, {}): sequence {} has tokens [0, {})", where, begin, end,
                                                 number(range.sequence), s.length)};
@@ -141,40 +54,42 @@ Result<CacheImpl::SequenceView> CacheImpl::check_range(const TokenRange& range, 
     return {Code::invalid_argument,
             fmt::format("{}tokens [{}, {}): those before {} were released by the window of {} tokens, the first {} "
                         "excepted",
-                        where, begin, end, s.first_page * kPageTokens, config_.window, config_.window_sinks)};
+                        where, begin, end, s.first_page * kPageTokens, config().window, config().window_sinks)};
   }
-  return SequenceView{.length = length, .first_page = s.first_page, .pages = pages_of(s), .version = s.version};
+  return core::ReadRange{
+      .seen = {.length = length, .first_page = s.first_page, .pages = table_.pages_of(s), .version = s.version},
+      .index = s.index,
+      .begin = begin,
+      .end = end,
+      .before_step = !ready};
 }
 
 Status CacheImpl::read(SequenceId id, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
                        const MutableTensorView& values, Stream stream) const try {
   if (Status s = check_layer(layer); !s) return s;
-  const auto seen = check_range({id, begin, end}, layer, "");
-  if (!seen) return seen.status();
+  const auto range = check_range({id, begin, end}, layer, "");
+  if (!range) return range.status();
+  const SequenceView& seen = range->seen;
   for (const auto& [name, t] : {std::pair("keys", &keys), std::pair("values", &values)}) {
     if (t->data != nullptr && t->dtype != Dtype::f32) {
       return {Code::invalid_argument, fmt::format("{}.dtype = {}: read decodes to f32; decode takes f16 and bf16, too",
                                                   name, dtype_name(t->dtype))};
     }
-    if (Status s = check_output(name, *t, end - begin, "end - begin", 1, config_); !s) return s;
+    if (Status s = check_output(name, *t, end - begin, "end - begin", 1, config()); !s) return s;
   }
-  std::vector<std::byte> downloaded;
-  if (device_) downloaded.resize(std::max(layout(Pool::encoded).block_bytes, layout(Pool::exact).block_bytes));
+  std::vector<std::byte> copy(store_->load_bytes());
   for (std::int64_t page = begin / kPageTokens; page * kPageTokens < end && begin < end; ++page) {
-    const core::PageRef ref = seen->pages[static_cast<std::size_t>(page)];
-    const bool exact = reads_exact(*seen, page);
+    const core::PageRef ref = seen.pages[static_cast<std::size_t>(page)];
+    const bool exact = reads_exact(seen, page);
     const Pool pool = exact ? Pool::exact : Pool::encoded;
     const std::int32_t slot = exact ? ref.exact : ref.encoded;
     const codec::PageLayout& l = layout(pool);
     const std::int64_t first = std::max(begin, page * kPageTokens);
     const std::int64_t last = std::min(end, (page + 1) * kPageTokens);
-    for (int head = 0; head < config_.kv_heads; ++head) {
-      const std::byte* bytes = block(pool, slot, layer, head);
-      if (device_) {
-        if (Status status = device_->download(pool, slot, layer, head, downloaded.data(), stream); !status)
-          return status;
-        bytes = downloaded.data();
-      }
+    for (int head = 0; head < config().kv_heads; ++head) {
+      const auto loaded = store_->load(pool, slot, layer, head, copy.data(), stream);
+      if (!loaded) return loaded.status();
+      const std::byte* bytes = *loaded;
       const auto row = [&](const MutableTensorView& out, std::int64_t t) {
         return static_cast<float*>(out.data) + (t - begin) * out.stride[0] + head * out.stride[1];
       };
@@ -182,14 +97,14 @@ Status CacheImpl::read(SequenceId id, int layer, std::int64_t begin, std::int64_
       for (std::int64_t t = first; t < last; ++t) {
         const int token = static_cast<int>(t % kPageTokens);
         if (keys.data != nullptr) {
-          codec::load_row_k(l.k, stored_dim(), bytes, token, exact ? nullptr : k_levels(), stored);
+          codec::load_row_k(l.k, stored_dim(), bytes, token, exact ? nullptr : spec_.k_levels(), stored);
           if (!exact) codec::output_from_basis(k_basis(layer, head), stored_dim(), stored, 1.0f);
-          std::copy_n(stored, config_.head_dim, row(keys, t));
+          std::copy_n(stored, config().head_dim, row(keys, t));
         }
         if (values.data != nullptr) {
-          codec::load_row_v(l.v, stored_dim(), bytes, token, exact ? nullptr : v_levels(), stored);
+          codec::load_row_v(l.v, stored_dim(), bytes, token, exact ? nullptr : spec_.v_levels(), stored);
           if (!exact) codec::output_from_basis(v_basis(layer, head), stored_dim(), stored, 1.0f);
-          std::copy_n(stored, config_.head_dim, row(values, t));
+          std::copy_n(stored, config().head_dim, row(values, t));
         }
       }
     }
@@ -202,14 +117,15 @@ Status CacheImpl::read(SequenceId id, int layer, std::int64_t begin, std::int64_
 Status CacheImpl::decode(std::span<const TokenRange> ranges, int layer, const MutableTensorView& keys,
                          const MutableTensorView& values, Stream stream) const try {
   if (Status s = check_layer(layer); !s) return s;
-  std::int64_t rows = 0, most = 0, pages = 0;
+  std::vector<core::ReadRange> readable;
+  readable.reserve(ranges.size());
+  std::int64_t rows = 0, most = 0;
   for (std::size_t i = 0; i < ranges.size(); ++i) {
-    const TokenRange& r = ranges[i];
-    const auto seen = check_range(r, layer, fmt::format("ranges[{}]", i));
-    if (!seen) return seen.status();
-    rows += r.end - r.begin;  // a range has 2^32 at most
-    most = std::max(most, r.end - r.begin);
-    if (r.begin < r.end) pages += (r.end - 1) / kPageTokens - r.begin / kPageTokens + 1;
+    const auto range = check_range(ranges[i], layer, fmt::format("ranges[{}]", i));
+    if (!range) return range.status();
+    readable.push_back(*range);
+    rows += range->end - range->begin;  // a range has 2^32 at most
+    most = std::max(most, range->end - range->begin);
   }
   for (const auto& [name, t] : {std::pair("keys", &keys), std::pair("values", &values)}) {
     if (t->data != nullptr && t->dtype > Dtype::bf16) {
@@ -220,43 +136,10 @@ Status CacheImpl::decode(std::span<const TokenRange> ranges, int layer, const Mu
     const char* what =
         one_after_another ? "the sum of end - begin" : "the most rows of any range (batch_stride is set)";
     const auto sequences = static_cast<std::int64_t>(ranges.size());
-    if (Status s = check_output(name, *t, one_after_another ? rows : most, what, sequences, config_); !s) return s;
+    if (Status s = check_output(name, *t, one_after_another ? rows : most, what, sequences, config()); !s) return s;
   }
   if (rows == 0 || (keys.data == nullptr && values.data == nullptr)) return {};
-  if (device_) return decode_on_device(ranges, layer, keys, values, stream);
-
-  std::vector<PageRead> work;
-  work.reserve(static_cast<std::size_t>(pages));
-  std::int64_t before = 0;  // rows of the ranges before
-  for (std::size_t i = 0; i < ranges.size(); ++i) {
-    const TokenRange& r = ranges[i];
-    const SequenceView seen = *check_range(r, layer, "");
-    for (std::int64_t at = r.begin; at < r.end;) {
-      const std::int64_t page = at / kPageTokens, next = std::min(r.end, (page + 1) * kPageTokens);
-      const core::PageRef ref = seen.pages[static_cast<std::size_t>(page)];
-      const bool exact = reads_exact(seen, page);
-      work.push_back({.pool = exact ? Pool::exact : Pool::encoded,
-                      .slot = exact ? ref.exact : ref.encoded,
-                      .first = static_cast<int>(at % kPageTokens),
-                      .count = static_cast<int>(next - at),
-                      .range = static_cast<std::int64_t>(i),
-                      .row = at - r.begin,
-                      .before = before});
-      at = next;
-    }
-    before += r.end - r.begin;
-  }
-  const std::int64_t sides = (keys.data != nullptr ? 1 : 0) + (values.data != nullptr ? 1 : 0);
-  const std::int64_t row_values = sides * config_.kv_heads * config_.head_dim;
-  DecodeRun run{.cache = this,
-                .kernels = kernels_,
-                .pages = work,
-                .layer = layer,
-                .workers = workers_for(rows * row_values, kDecodedPerWorker),
-                .keys = &keys,
-                .values = &values};
-  core::parallel(run.workers, decode_share, &run);
-  return {};
+  return store_->decode(readable, layer, keys, values, stream);
 } catch (const std::bad_alloc&) {
   return {Code::out_of_memory, "working memory of a decode could not be allocated; nothing was changed"};
 }

@@ -31,9 +31,13 @@ Status check_distinct(std::span<const SequenceId> sequences) {
 
 // --- sequences ------------------------------------------------------------------------------------------------------
 
-Result<CacheTable::Sequence*> CacheTable::find(SequenceId id, const char* argument) {
-  const auto it = sequences_.find(number(id));
-  if (it == sequences_.end()) {
+namespace {
+
+// In a map that may be const: the sequence is then, too.
+template <class Found, class Map>
+Result<Found*> find_in(Map& sequences, SequenceId id, const char* argument) {
+  const auto it = sequences.find(number(id));
+  if (it == sequences.end()) {
     return {
         Code::invalid_argument,
         fmt::format("{} = {}: this cache has no such sequence (never added, or removed); use an id that add_sequence "
@@ -43,10 +47,14 @@ Result<CacheTable::Sequence*> CacheTable::find(SequenceId id, const char* argume
   return &it->second;
 }
 
+}  // namespace
+
+Result<CacheTable::Sequence*> CacheTable::find(SequenceId id, const char* argument) {
+  return find_in<Sequence>(sequences_, id, argument);
+}
+
 Result<const CacheTable::Sequence*> CacheTable::find(SequenceId id, const char* argument) const {
-  const auto found = const_cast<CacheTable*>(this)->find(id, argument);  // the lookup changes nothing
-  if (!found) return found.status();
-  return static_cast<const Sequence*>(*found);
+  return find_in<const Sequence>(sequences_, id, argument);
 }
 
 SequenceId CacheTable::add() {

@@ -1,6 +1,5 @@
-// The bookkeeping of a paged cache: lengths, page tables, reference counts, and what a step has to do. No bytes here:
-// core/storage.hpp holds them, and core/cache_impl.hpp joins the two, so that pages in device memory can stand behind
-// the same tables.
+// The bookkeeping of a paged cache: lengths, page tables, reference counts, and what a step has to do. No bytes here: a
+// PageStore holds them (core/page_store.hpp), in host memory or in a device's, behind the same tables.
 #pragma once
 
 #include <cstdint>
@@ -88,7 +87,7 @@ class CacheTable {
     std::vector<bool> written;             // by layer: the newest step's rows are stored
     int layers_written = 0;
     std::uint64_t version = 0;
-    std::int32_t index = -1;  // its place in a device's tables, kept by CacheImpl
+    std::int32_t index = -1;  // its place in a device's tables, kept by the DeviceStore
     [[nodiscard]] std::int64_t step_tokens() const { return length - step_begin; }
   };
 
@@ -111,6 +110,7 @@ class CacheTable {
 
   /// What can be wrong with a reorder; changes nothing.
   Status check_reorder(std::span<const SequenceId> ids, std::span<const std::int64_t> parents) const;
+  static bool reorder_changes_nothing(std::span<const std::int64_t> parents) noexcept;
   /// Does one that was checked: ids[i] becomes what ids[parents[i]] was. May throw std::bad_alloc, and then has changed
   /// nothing.
   void reorder(std::span<const SequenceId> ids, std::span<const std::int64_t> parents);
@@ -121,6 +121,15 @@ class CacheTable {
   /// changed no sequence. Returns the copies that must be made before rows are stored.
   std::vector<SlotCopy> commit(std::span<const Append> appends, const Demand& demand, Reserve what = Reserve::step);
 
+  /// The pages of a sequence's tokens: those that were reserved ahead are nobody's business yet.
+  [[nodiscard]] static std::span<const PageRef> pages_of(const Sequence& s) noexcept {
+    return std::span<const PageRef>(s.pages).first(static_cast<std::size_t>(pages_for(s.length)));
+  }
+  /// Which copy attention reads at this length: the exact one where the rule of exact ends says so and it is there.
+  [[nodiscard]] bool reads_exact(const SequenceView& s, std::int64_t page) const noexcept {
+    const PageRef& ref = s.pages[static_cast<std::size_t>(page)];
+    return ref.exact >= 0 && (ref.encoded < 0 || config_.ends.exact(s.length, page));
+  }
   [[nodiscard]] bool layer_ready(const Sequence& s, int layer) const;
   [[nodiscard]] int first_unwritten(const Sequence& s) const;  // of a step that is not done
   [[nodiscard]] bool step_done(const Sequence& s) const { return s.layers_written == config_.layers; }

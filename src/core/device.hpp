@@ -2,7 +2,7 @@
 // (cache_table.hpp) and hands the device what changed; kernels find lengths and page tables in device memory, so that
 // launches recorded in a graph follow lengths that grow there.
 //
-//   CacheImpl   has a DeviceStore in place of its two Storages when CacheConfig::device names a device
+//   CacheImpl   has a DevicePages in place of its two Storages when CacheConfig::device names a device
 //   PlanImpl    has a DevicePlan in place of its work lists
 //
 // Every call that takes a stream only enqueues work on it: no allocation on the device, no synchronisation, no read-back.
@@ -23,7 +23,7 @@
 
 namespace kvant::core {
 
-struct DeviceStoreConfig {
+struct DevicePagesConfig {
   int device = 0;
   codec::PageLayout encoded, exact;
   int layers = 1, kv_heads = 1;
@@ -51,9 +51,9 @@ struct DeviceRange {
   bool before_step;
 };
 
-class DeviceStore {
+class DevicePages {
  public:
-  virtual ~DeviceStore() = default;
+  virtual ~DevicePages() = default;
   [[nodiscard]] virtual std::int64_t reserved_bytes() const noexcept = 0;
 
   // Records a change of the tables on the host; flush sends what was recorded. Absolute values, so the last one counts.
@@ -89,7 +89,7 @@ struct DeviceSequence {
 // What a plan over device pages is made of: validated options and the sequences' places in the device's tables. Where no
 // sequence has a query the plan is never run, and it needs no workspace.
 struct DevicePlanConfig {
-  const DeviceStore* store = nullptr;
+  const DevicePages* store = nullptr;
   const AttentionOptions* options = nullptr;  // q_lens and scale filled in
   std::span<const DeviceSequence> sequences;
   std::int32_t batch = 0;  // sequences of the plan, those without queries counted
@@ -112,7 +112,7 @@ struct DeviceBackend {
   const char* name;              // "cuda"
   std::string (*detail)();       // what was compiled in, and for which devices
   std::string (*unavailable)();  // why it cannot be used on this machine; empty: it can
-  Result<std::unique_ptr<DeviceStore>> (*make_store)(const DeviceStoreConfig& config);
+  Result<std::unique_ptr<DevicePages>> (*make_pages)(const DevicePagesConfig& config);
   Result<std::unique_ptr<DevicePlan>> (*make_plan)(const DevicePlanConfig& config);
 };
 

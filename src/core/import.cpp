@@ -106,17 +106,17 @@ Status CacheImpl::check_legacy(const LegacyLayout& legacy, const LegacyTensors& 
                                std::span<const std::int64_t> slots) const {
   if (Status s = check_layout(legacy); !s) return s;
   const Format format = *lut_format(legacy.bits);
-  const std::vector<float> wanted = folded_levels(legacy, config_.head_dim);
-  const bool fits = stored_dim() == config_.head_dim && k_format_ == format && v_format_ == format &&
-                    config_.lut_scales == legacy.norms_per_position && !table_.config().ends.any() &&
-                    config_.k_levels == wanted && config_.v_levels == wanted;
+  const std::vector<float> wanted = folded_levels(legacy, config().head_dim);
+  const bool fits = stored_dim() == config().head_dim && spec_.k == format && spec_.v == format &&
+                    config().lut_scales == legacy.norms_per_position && !table_.config().ends.any() &&
+                    config().k_levels == wanted && config().v_levels == wanted;
   if (!fits) {
     return {
         Code::invalid_argument,
         fmt::format("cache (k = {}, v = {}, lut_scales = {}, {} sink and {} tail pages) was not made for this layout "
                     "({}, {} norms, no exact pages, its codebook as levels); create it from legacy_config",
-                    format_info(k_format_).name, format_info(v_format_).name, config_.lut_scales, config_.sink_pages,
-                    config_.tail_pages, format_info(format).name, legacy.norms_per_position)};
+                    format_info(spec_.k).name, format_info(spec_.v).name, config().lut_scales, config().sink_pages,
+                    config().tail_pages, format_info(format).name, legacy.norms_per_position)};
   }
   const auto null = [](const char* name) {
     return Status(Code::invalid_argument, fmt::format("tensors.{} is null", name));
@@ -136,7 +136,7 @@ Status CacheImpl::check_legacy(const LegacyLayout& legacy, const LegacyTensors& 
     }
   }
   for (std::size_t i = 0; i < slots.size(); ++i) {
-    for (int head = 0; head < config_.kv_heads; ++head) {
+    for (int head = 0; head < config().kv_heads; ++head) {
       for (int n = 0; n < legacy.norms_per_position; ++n) {
         const std::int64_t at = (head * tensors.capacity + slots[i]) * legacy.norms_per_position + n;
         const bool k_finite = std::isfinite(tensors.k_norms[at]);
@@ -161,26 +161,27 @@ Status CacheImpl::import_legacy(SequenceId id, int layer, const LegacyLayout& le
   const auto reserves = needs_reserve({id, &s, s.length, tokens}, layer);
   if (!reserves) return reserves.status();
   if (Status status = check_legacy(legacy, tensors, slots); !status) return status;
+  if (Status status = store_->check_import(); !status) return status;
   if (tokens == 0) return {};
   if (*reserves) {
     const Append step{id, tokens};
     if (Status status = reserve({&step, 1}); !status) return status;
   }
 
-  const codec::PageLayout& page_layout = encoded_.layout();
+  const codec::PageLayout& page_layout = spec_.encoded;
   std::uint8_t codes[codec::kMaxHeadDim];
   for (std::int64_t i = 0; i < tokens; ++i) {
     const std::int64_t position = s.step_begin + i;
     const core::PageRef ref = s.pages[static_cast<std::size_t>(position / kPageTokens)];
     const int token = static_cast<int>(position % kPageTokens);
-    for (int head = 0; head < config_.kv_heads; ++head) {
+    for (int head = 0; head < config().kv_heads; ++head) {
       const std::int64_t vector = head * tensors.capacity + slots[static_cast<std::size_t>(i)];
-      std::byte* bytes = encoded_.block(ref.encoded, layer, head);
-      read_codes(legacy, config_.head_dim, tensors.k_packed, vector, codes);
-      codec::put_k_codes(page_layout.k, config_.head_dim, bytes, token, codes);
+      std::byte* bytes = store_->import_block(ref.encoded, layer, head);
+      read_codes(legacy, config().head_dim, tensors.k_packed, vector, codes);
+      codec::put_k_codes(page_layout.k, config().head_dim, bytes, token, codes);
       codec::put_scales_f32(page_layout.k, bytes, token, tensors.k_norms + vector * legacy.norms_per_position);
-      read_codes(legacy, config_.head_dim, tensors.v_packed, vector, codes);
-      codec::put_v_codes(page_layout.v, config_.head_dim, bytes, token, codes);
+      read_codes(legacy, config().head_dim, tensors.v_packed, vector, codes);
+      codec::put_v_codes(page_layout.v, config().head_dim, bytes, token, codes);
       codec::put_scales_f32(page_layout.v, bytes, token, tensors.v_norms + vector * legacy.norms_per_position);
     }
   }

@@ -6,6 +6,7 @@
 
 #include "base/pause.hpp"
 #include "core/fmt.hpp"
+#include "core/host_store.hpp"
 #include "core/plan.hpp"
 #include "core/tensor_rows.hpp"
 #include "core/threads.hpp"
@@ -220,13 +221,14 @@ Status run(const Plan& owner, int layer, const TensorView& q, const MutableTenso
   c.mask = plan.mask;
   c.layout[core::kEncoded] = cache.layout(CacheImpl::Pool::encoded);
   c.layout[core::kExact] = cache.layout(CacheImpl::Pool::exact);
-  c.k_levels[core::kEncoded] = cache.k_levels();
-  c.v_levels[core::kEncoded] = cache.v_levels();
+  c.k_levels[core::kEncoded] = cache.spec().k_levels();
+  c.v_levels[core::kEncoded] = cache.spec().v_levels();
   c.k_levels[core::kExact] = c.v_levels[core::kExact] = nullptr;
-  c.blocks[core::kEncoded] = cache.blocks(CacheImpl::Pool::encoded, layer);
-  c.blocks[core::kExact] = cache.blocks(CacheImpl::Pool::exact, layer);
-  c.k_basis = cache.k_bases(layer);
-  c.v_basis = cache.v_bases(layer);
+  const auto& store = static_cast<const core::HostStore&>(cache.store());
+  c.blocks[core::kEncoded] = store.blocks(CacheImpl::Pool::encoded, layer);
+  c.blocks[core::kExact] = store.blocks(CacheImpl::Pool::exact, layer);
+  c.k_basis = cache.spec().k_bases.row(layer);
+  c.v_basis = cache.spec().v_bases.row(layer);
   c.sequences = plan.sequences.data();
   c.q = {q.data, q.dtype, q.stride[0], q.stride[1]};
   c.out = {out.data, out.dtype, out.stride[0], out.stride[1]};

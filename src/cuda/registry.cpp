@@ -71,7 +71,7 @@ std::string detail() {
 namespace kvant::core {
 
 const DeviceBackend* device_backend() {
-  static constexpr DeviceBackend kBackend{"cuda", &cuda::detail, &cuda::unavailable, &cuda::make_store,
+  static constexpr DeviceBackend kBackend{"cuda", &cuda::detail, &cuda::unavailable, &cuda::make_pages,
                                           &cuda::make_plan};
   return &kBackend;
 }

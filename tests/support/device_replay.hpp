@@ -337,7 +337,7 @@ class DeviceReplay {
     for (int layer = 0; layer < c.layers; ++layer) {
       for (int head = 0; head < c.kv_heads; ++head) {
         // The device's table wants a store that is not const, as a download waits for its stream.
-        auto& store = const_cast<core::DeviceStore&>(*device_->device());
+        auto& store = const_cast<core::DevicePages&>(*device_->device());
         ASSERT_TRUE(store.download(pool, mine, layer, head, block.data(), hooks_.stream).ok());
         const std::byte* expected = host_->block(pool, other, layer, head);
         if (tokens == kPageTokens) {

@@ -20,12 +20,12 @@ namespace kvant::test {
 using core::PageRef;
 using core::Pool;
 
-class FakeStore final : public core::DeviceStore {
+class FakeStore final : public core::DevicePages {
  public:
   struct State {
     std::int64_t length = 0, step_begin = 0;
   };
-  explicit FakeStore(const core::DeviceStoreConfig& c)
+  explicit FakeStore(const core::DevicePagesConfig& c)
       : config(c),
         pages(static_cast<std::size_t>(c.max_sequences) * static_cast<std::size_t>(c.max_pages)),
         states(static_cast<std::size_t>(c.max_sequences)),
@@ -104,7 +104,7 @@ class FakeStore final : public core::DeviceStore {
   State& state_at(std::int32_t index) { return states.at(static_cast<std::size_t>(index)); }
 
   static inline FakeStore* newest = nullptr;
-  core::DeviceStoreConfig config;
+  core::DevicePagesConfig config;
   std::vector<PageRef> pages;
   std::vector<State> states;
   bool capturing = false;
@@ -212,8 +212,8 @@ inline constexpr core::DeviceBackend kFake{
     .name = "fake",
     .detail = [] { return std::string("fake"); },
     .unavailable = [] { return std::string(); },
-    .make_store = [](const core::DeviceStoreConfig& c) -> Result<std::unique_ptr<core::DeviceStore>> {
-      return std::unique_ptr<core::DeviceStore>(std::make_unique<FakeStore>(c));
+    .make_pages = [](const core::DevicePagesConfig& c) -> Result<std::unique_ptr<core::DevicePages>> {
+      return std::unique_ptr<core::DevicePages>(std::make_unique<FakeStore>(c));
     },
     .make_plan = nullptr};
 

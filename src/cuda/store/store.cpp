@@ -31,7 +31,7 @@ std::uint64_t count_of(T n) {
   return static_cast<std::uint64_t>(n);
 }
 
-Status check_config(const core::DeviceStoreConfig& c) {
+Status check_config(const core::DevicePagesConfig& c) {
   if (find_write_kernel(c.head_dim) == nullptr) {
     return {Code::unsupported, refuse_head_dim(instances(), c.head_dim)};
   }
@@ -57,7 +57,7 @@ Status check_config(const core::DeviceStoreConfig& c) {
   return {};
 }
 
-WriteParams write_params(const core::DeviceStoreConfig& c, const CacheView& view) {
+WriteParams write_params(const core::DevicePagesConfig& c, const CacheView& view) {
   WriteParams p{};
   p.cache = view;
   p.rotation_scale = codec::rotation_scale(c.head_dim);
@@ -71,7 +71,7 @@ WriteParams write_params(const core::DeviceStoreConfig& c, const CacheView& view
 
 // --- memory ------------------------------------------------------------------------------------------------------------
 
-Store::Store(const core::DeviceStoreConfig& config) : config_(config), kernel_(find_write_kernel(config.head_dim)) {}
+Store::Store(const core::DevicePagesConfig& config) : config_(config), kernel_(find_write_kernel(config.head_dim)) {}
 
 Store::~Store() {
   const Current current(config_.device);
@@ -111,7 +111,7 @@ Status Store::upload(BasisArrays& side, const std::vector<CalibratedBasis>& list
 }
 
 Status Store::allocate() {
-  const core::DeviceStoreConfig& c = config_;
+  const core::DevicePagesConfig& c = config_;
   const Current current(c.device);
   if (current.error() != cudaSuccess) {
     return failed(fmt::format("cudaSetDevice({})", c.device).c_str(), current.error());
@@ -170,11 +170,11 @@ Status Store::allocate() {
   return {};
 }
 
-Result<std::unique_ptr<core::DeviceStore>> make_store(const core::DeviceStoreConfig& config) {
+Result<std::unique_ptr<core::DevicePages>> make_pages(const core::DevicePagesConfig& config) {
   if (Status s = check_config(config); !s) return s;
   auto store = std::make_unique<Store>(config);
   if (Status s = store->allocate(); !s) return s;
-  return std::unique_ptr<core::DeviceStore>(std::move(store));
+  return std::unique_ptr<core::DevicePages>(std::move(store));
 }
 
 // --- tables ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// A cache's pages in device memory (core::DeviceStore). All memory is taken when it is made and given back when it goes.
+// A cache's pages in device memory (core::DevicePages). All memory is taken when it is made and given back when it goes.
 //
 // What the host records travels in kernels' parameters: no staging buffer, nothing to wait for, and a launch that is being
 // captured keeps its own copy.
@@ -24,9 +24,9 @@ struct BasisArrays {
   const float* inverse = nullptr;  // [layers * kv_heads][D][D]
 };
 
-class Store final : public core::DeviceStore {
+class Store final : public core::DevicePages {
  public:
-  explicit Store(const core::DeviceStoreConfig& config);
+  explicit Store(const core::DevicePagesConfig& config);
   Store(const Store&) = delete;
   Store& operator=(const Store&) = delete;
   ~Store() override;
@@ -37,7 +37,7 @@ class Store final : public core::DeviceStore {
   [[nodiscard]] const CacheView& view() const noexcept { return view_; }
   [[nodiscard]] const BasisArrays& k_basis() const noexcept { return k_basis_; }
   [[nodiscard]] const BasisArrays& v_basis() const noexcept { return v_basis_; }
-  [[nodiscard]] const core::DeviceStoreConfig& config() const noexcept { return config_; }  // bases: null
+  [[nodiscard]] const core::DevicePagesConfig& config() const noexcept { return config_; }  // bases: null
 
   [[nodiscard]] std::int64_t reserved_bytes() const noexcept override { return reserved_bytes_; }
   void set_page(std::int32_t index, std::int32_t page, core::PageRef ref) override;
@@ -64,7 +64,7 @@ class Store final : public core::DeviceStore {
   Status take(void** memory, std::uint64_t bytes, int fill, const char* what);
   Status upload(BasisArrays& side, const std::vector<CalibratedBasis>& list);
 
-  core::DeviceStoreConfig config_;
+  core::DevicePagesConfig config_;
   CacheView view_{};
   BasisArrays k_basis_, v_basis_;
   const WriteKernel* kernel_ = nullptr;
@@ -79,6 +79,6 @@ class Store final : public core::DeviceStore {
   std::vector<core::SlotCopy> copies_;
 };
 
-Result<std::unique_ptr<core::DeviceStore>> make_store(const core::DeviceStoreConfig& config);
+Result<std::unique_ptr<core::DevicePages>> make_pages(const core::DevicePagesConfig& config);
 
 }  // namespace kvant::cuda

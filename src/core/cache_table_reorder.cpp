@@ -1,22 +1,16 @@
 // Beams: sequences become what others of them were, all at once. Only tables change. A sequence that is named by one entry
 // moves with its reference counts; named by more, its pages are shared as fork shares them; by none, they are released.
 #include <algorithm>
-#include <new>
 
-#include "core/cache_impl.hpp"
+#include "core/cache_table.hpp"
 #include "core/fmt.hpp"
 
-namespace kvant {
-namespace {
+namespace kvant::core {
 
-bool changes_nothing(std::span<const std::int64_t> parents) {
+bool CacheTable::reorder_changes_nothing(std::span<const std::int64_t> parents) noexcept {
   std::int64_t i = 0;
   return std::all_of(parents.begin(), parents.end(), [&](std::int64_t parent) { return parent == i++; });
 }
-
-}  // namespace
-
-namespace core {
 
 Status CacheTable::check_reorder(std::span<const SequenceId> ids, std::span<const std::int64_t> parents) const {
   if (ids.size() != parents.size()) {
@@ -45,7 +39,7 @@ Status CacheTable::check_reorder(std::span<const SequenceId> ids, std::span<cons
 }
 
 void CacheTable::reorder(std::span<const SequenceId> ids, std::span<const std::int64_t> parents) {
-  if (changes_nothing(parents)) return;
+  if (reorder_changes_nothing(parents)) return;
   std::vector<Sequence*> all;
   all.reserve(ids.size());
   for (const SequenceId id : ids) all.push_back(&sequences_.find(number(id))->second);
@@ -89,32 +83,4 @@ void CacheTable::reorder(std::span<const SequenceId> ids, std::span<const std::i
   }
 }
 
-}  // namespace core
-
-Status CacheImpl::reorder(std::span<const SequenceId> ids, std::span<const std::int64_t> parents) try {
-  if (Status s = table_.check_reorder(ids, parents); !s) return s;
-  if (changes_nothing(parents)) return {};
-  if (device_) return reorder_on_device(ids, parents);
-  table_.reorder(ids, parents);
-  return {};
-} catch (const std::bad_alloc&) {
-  return {Code::out_of_memory, "the sequences' page tables could not be allocated; nothing was changed"};
-}
-
-Status CacheImpl::reorder_on_device(std::span<const SequenceId> ids, std::span<const std::int64_t> parents) {
-  std::vector<Append> changed;
-  for (std::size_t i = 0; i < ids.size(); ++i) {
-    if (parents[i] != static_cast<std::int64_t>(i)) changed.push_back({ids[i], 0});
-  }
-  if (Status s = take_places(changed); !s) return s;
-  table_.reorder(ids, parents);
-  for (const Append& each : changed) {
-    const Sequence& s = **table_.find(each.sequence, "sequence");
-    send_pages(s, {0, table_.config().sequence_tokens});
-    places_[static_cast<std::size_t>(s.index)].late = {0, 0};
-    device_->set_length(s.index, s.length, s.step_begin);
-  }
-  return {};
-}
-
-}  // namespace kvant
+}  // namespace kvant::core

@@ -1,4 +1,4 @@
-// A step: reserve takes slots for its tokens, write stores them layer by layer.
+// How rows are stored in host memory.
 //
 // Rows arrive as f32, f16 or bf16. They become f32, rounded to the dtype of exact pages where there are exact pages; so
 // what is stored depends on the values alone, not on how appends were cut or when a page left the tail. Then, for each
@@ -8,10 +8,8 @@
 //   it has none                  its rows are encoded in place
 #include <algorithm>
 #include <atomic>
-#include <new>
 
-#include "core/cache_impl.hpp"
-#include "core/fmt.hpp"
+#include "core/host_store.hpp"
 #include "core/tensor_rows.hpp"
 #include "core/threads.hpp"
 
@@ -45,8 +43,10 @@ struct PageWork {
 };
 
 struct StoreRun {
-  const CacheImpl* cache;
+  const core::CacheSpec* spec;
   const core::Kernels* kernels;
+  const core::Storage* encoded;
+  const core::Storage* exact;  // null: no page has an exact copy
   std::span<const PageWork> work;
   int layer;
   int workers;
@@ -65,7 +65,7 @@ struct Piece {
 
 // A worker's pieces: of every `workers`-th head of every page, keys and values.
 Piece piece_at(const StoreRun& run, int worker, std::size_t number) {
-  const auto heads = static_cast<std::size_t>(run.cache->config().kv_heads);
+  const auto heads = static_cast<std::size_t>(run.spec->config.kv_heads);
   const std::size_t at = index(worker) + number / 2 * index(run.workers);
   if (at / heads >= run.work.size()) return {};
   return {&run.work[at / heads], static_cast<int>(at % heads), number % 2 != 0};
@@ -93,14 +93,17 @@ core::NextRows rows_from(const StoreRun& run, const Piece& piece, int first) {
 // False: some row cannot be stored.
 bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
   const PageWork& page = *piece.page;
-  const CacheImpl& cache = *run.cache;
-  const int head_dim = cache.stored_dim(), width = cache.config().head_dim;
+  const core::CacheSpec& spec = *run.spec;
+  const int head_dim = spec.stored_dim(), width = spec.config.head_dim;
   const auto put = piece.values ? run.kernels->store_v : run.kernels->store_k;
+  const auto storage = [&](core::Pool pool) { return pool == core::Pool::exact ? run.exact : run.encoded; };
   const auto block = [&](core::Pool pool, std::int32_t slot) {
-    // Pages of this step belong to it alone.
-    return const_cast<std::byte*>(cache.block(pool, slot, run.layer, piece.head));
+    return storage(pool)->block(slot, run.layer, piece.head);  // pages of this step belong to it alone
   };
-  const auto side = [&](core::Pool pool) { return piece.values ? &cache.layout(pool).v : &cache.layout(pool).k; };
+  const auto side = [&](core::Pool pool) {
+    const codec::PageLayout& layout = storage(pool)->layout();
+    return piece.values ? &layout.v : &layout.k;
+  };
   const auto job = [&](core::Pool pool, std::int32_t slot, int first, int count, const Tile& rows) {
     return core::StoreJob{.side = side(pool),
                           .head_dim = head_dim,
@@ -119,8 +122,8 @@ bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
   };
   const auto encoded = [&](int first, int count, const Tile& rows) {
     core::StoreJob to = job(core::Pool::encoded, page.ref.encoded, first, count, rows);
-    to.basis = piece.values ? cache.v_basis(run.layer, piece.head) : cache.k_basis(run.layer, piece.head);
-    to.levels = piece.values ? cache.v_levels() : cache.k_levels();
+    to.basis = (piece.values ? spec.v_bases : spec.k_bases).at(run.layer, piece.head);
+    to.levels = piece.values ? spec.v_levels() : spec.k_levels();
     return to;
   };
 
@@ -157,105 +160,9 @@ void store_share(void* context, int worker) {
 
 }  // namespace
 
-// --- the step --------------------------------------------------------------------------------------------------------
-
-Status CacheImpl::reserve(std::span<const Append> appends, Stream stream) try {
-  auto demand = table_.check(appends);
-  if (!demand) return demand.status();
-  if (device_) return reserve_on_device(appends, *demand, stream);
-  if (Status s = encoded_.grow(demand->encoded_slots); !s) return s;
-  demand->encoded_slots = encoded_.slots();
-  if (exact_) {
-    if (Status s = exact_->grow(demand->exact_slots); !s) return s;
-    demand->exact_slots = exact_->slots();
-  }
-  for (const core::SlotCopy& copy : table_.commit(appends, *demand)) {
-    storage(copy.pool).copy(copy.from, copy.to, copy.tokens);
-  }
-  return {};
-} catch (const std::bad_alloc&) {
-  return {Code::out_of_memory, "the step's page tables could not be allocated; append fewer tokens"};
-}
-
-Status CacheImpl::write(std::span<const SequenceId> sequences, int layer, const TensorView& keys,
-                        const TensorView& values, Stream stream) try {
-  if (Status s = check_layer(layer); !s) return s;
-  std::vector<Rows> rows;
-  if (Status s = core::check_distinct(sequences); !s) return s;
-  for (std::size_t i = 0; i < sequences.size(); ++i) {
-    const auto found = table_.find(sequences[i], fmt::format("sequences[{}]", i).c_str());
-    if (!found) return found.status();
-    Sequence& s = **found;
-    if (s.step_tokens() > 0 && table_.layer_ready(s, layer)) {
-      return {
-          Code::invalid_argument,
-          fmt::format("sequences[{}] = {}: layer {} is written already, up to token {}; reserve the next tokens first",
-                      i, number(sequences[i]), layer, s.length - 1)};
-    }
-    rows.push_back({sequences[i], &s, s.step_begin, s.step_tokens()});
-  }
-  if (Status s = check_inputs(rows, keys, values); !s) return s;
-  return store(rows, layer, keys, values, stream);
-} catch (const std::bad_alloc&) {
-  return {Code::out_of_memory, "working memory of a write could not be allocated; nothing was changed"};
-}
-
-Result<bool> CacheImpl::needs_reserve(const Rows& rows, int layer) const {
-  const Sequence& s = *rows.sequence;
-  if (table_.layer_ready(s, layer)) return true;
-  if (rows.tokens == s.step_tokens()) return false;
-  return {
-      Code::invalid_argument,
-      fmt::format("{} tokens for layer {} of sequence {}: it lacks the {} tokens from {} on that are reserved; append "
-                  "exactly these, or truncate to {} to drop them",
-                  rows.tokens, layer, number(rows.id), s.step_tokens(), s.step_begin, s.step_begin)};
-}
-
-Status CacheImpl::append(SequenceId id, int layer, const TensorView& keys, const TensorView& values,
-                         Stream stream) try {
-  if (Status s = check_layer(layer); !s) return s;
-  const auto found = table_.find(id, "sequence");
-  if (!found) return found.status();
-  Sequence& s = **found;
-  const std::int64_t tokens = keys.shape[0];
-  if (tokens < 0) return {Code::invalid_argument, fmt::format("keys.shape[0] = {}: must be 0 or more", tokens)};
-  Rows rows{id, &s, s.length, tokens};
-  const auto reserves = needs_reserve(rows, layer);
-  if (!reserves) return reserves.status();
-  if (!*reserves) rows.first_token = s.step_begin;
-  if (Status status = check_inputs({&rows, 1}, keys, values); !status) return status;
-  if (tokens == 0) return {};
-  if (*reserves) {
-    // All values are looked at before anything is reserved, so that a refusal leaves no trace.
-    if (!device_) {
-      if (Status status = check_finite({&rows, 1}, keys, values); !status) return status;
-    }
-    const Append step{id, tokens};
-    if (Status status = reserve({&step, 1}, stream); !status) return status;
-  }
-  Status status;
-  try {
-    status = store({&rows, 1}, layer, keys, values, stream);
-  } catch (const std::bad_alloc&) {
-    status = {Code::out_of_memory, "working memory of an append could not be allocated; nothing was changed"};
-  }
-  if (!status && *reserves) static_cast<void>(truncate(id, s.step_begin));  // drops the step; cannot fail
-  return status;
-} catch (const std::bad_alloc&) {
-  return {Code::out_of_memory, "working memory of an append could not be allocated; nothing was changed"};
-}
-
-// For so many values, of which each thread should have `least`.
-int CacheImpl::workers_for(std::int64_t values, std::int64_t least) const {
-  if (values < 2 * least) return 1;
-  const int most = config_.threads > 0 ? config_.threads : core::hardware_threads();
-  return static_cast<int>(std::clamp<std::int64_t>(values / least, 1, most));
-}
-
-Status CacheImpl::store(std::span<const Rows> rows, int layer, const TensorView& keys, const TensorView& values,
-                        Stream stream) {
-  if (device_) return store_on_device(rows, layer, keys, values, stream);  // kernels mark what is not finite
-  const bool chooses = table_.config().ends.any() && !exact_dtype_;
+Status core::HostStore::write(std::span<const StepRows> rows, int layer, const TensorView& keys,
+                              const TensorView& values, Stream) {
+  const bool chooses = table_.config().ends.any() && !exact_dtype();
   if (chooses) {
     const auto chosen = choose_exact(keys.dtype, values.dtype);
     if (!chosen) return chosen.status();
@@ -265,9 +172,9 @@ Status CacheImpl::store(std::span<const Rows> rows, int layer, const TensorView&
   std::vector<PageWork> work;
   std::int64_t before = 0, tokens = 0;
   for (std::size_t i = 0; i < rows.size(); ++i) {
-    const Rows& r = rows[i];
+    const StepRows& r = rows[i];
     if (r.tokens == 0) continue;
-    const Sequence& s = *r.sequence;
+    const core::CacheTable::Sequence& s = *r.sequence;
     const std::int64_t k_begin = core::first_element(keys, static_cast<std::int64_t>(i), before);
     const std::int64_t v_begin = core::first_element(values, static_cast<std::int64_t>(i), before);
     const core::CacheTable::Range pages = table_.step_pages(s);
@@ -288,30 +195,32 @@ Status CacheImpl::store(std::span<const Rows> rows, int layer, const TensorView&
     before += r.tokens;
   }
 
-  const std::int64_t items = static_cast<std::int64_t>(work.size()) * config_.kv_heads;
-  const int workers = workers_for(2 * tokens * config_.kv_heads * config_.head_dim, kValuesPerWorker);
+  const std::int64_t items = static_cast<std::int64_t>(work.size()) * spec_.config.kv_heads;
+  const int workers = workers_for(2 * tokens * spec_.config.kv_heads * spec_.config.head_dim, kValuesPerWorker);
   std::atomic<bool> refused{false};
-  StoreRun run{.cache = this,
-               .kernels = kernels_,
+  StoreRun run{.spec = &spec_,
+               .kernels = &kernels_,
+               .encoded = &encoded_,
+               .exact = exact_.get(),
                .work = work,
                .layer = layer,
                .workers = static_cast<int>(std::clamp<std::int64_t>(items, 1, workers)),
                .keys = &keys,
                .values = &values,
-               .rounding = exact_dtype_.value_or(Dtype::f32),
+               .rounding = exact_dtype().value_or(Dtype::f32),
                .refused = &refused};
   core::parallel(run.workers, store_share, &run);
   if (refused) {
     // What was stored is beyond what any reader sees, and the next write of this layer stores all of it anew.
-    if (chooses) exact_.reset(), exact_dtype_.reset();
-    if (Status s = check_finite(rows, keys, values); !s) return s;  // says which is the first
+    if (chooses) exact_.reset(), unset_exact();
+    if (Status s = check_values(rows, keys, values); !s) return s;  // says which is the first
     return {Code::non_finite,
             "keys or values changed while they were stored: one was not finite, or above 65504, and is no more; leave "
             "them alone until the call returns, and write them again. Nothing was changed"};
   }
   if (Status s = check_scales(rows, layer); !s) return s;
-  for (const Rows& r : rows) {
-    if (r.tokens > 0) mark_written(*r.sequence, layer);
+  for (const StepRows& r : rows) {
+    if (r.tokens > 0) table_.mark_written(*r.sequence, layer);
   }
   return {};
 }

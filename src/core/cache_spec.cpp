@@ -1,0 +1,57 @@
+#include "core/cache_spec.hpp"
+
+#include <utility>
+
+#include "core/fmt.hpp"
+
+namespace kvant::core {
+namespace {
+
+const std::vector<CalibratedBasis>* calibrated(BasisKind kind, const CacheConfig& config,
+                                               const std::vector<CalibratedBasis> BasisSet::*side) {
+  return kind == BasisKind::calibrated ? &((*config.bases).*side) : nullptr;
+}
+
+}  // namespace
+
+const char* basis_name(BasisKind kind) {
+  switch (kind) {
+    case BasisKind::automatic: return "automatic";
+    case BasisKind::hadamard: return "hadamard";
+    case BasisKind::none: return "none";
+    case BasisKind::calibrated: return "calibrated";
+  }
+  return "unknown";
+}
+
+CacheSpec::CacheSpec(CacheConfig resolved, Format k_format, Format v_format)
+    : config(std::move(resolved)),
+      k(k_format),
+      v(v_format),
+      encoded(codec::page_layout(k, v, stored_head_dim(config.head_dim), config.lut_scales)),
+      k_bases(config.k_basis, calibrated(config.k_basis, config, &BasisSet::keys), config.kv_heads),
+      v_bases(config.v_basis, calibrated(config.v_basis, config, &BasisSet::values), config.kv_heads) {}
+
+codec::PageLayout CacheSpec::exact_layout(Dtype dtype) const {
+  const Format format = dtype == Dtype::f32 ? Format::f32 : dtype == Dtype::f16 ? Format::f16 : Format::bf16;
+  return codec::page_layout(format, format, stored_dim());
+}
+
+// Where nothing was asked for: two bytes a value, as the cache that users compare with, unless a side is f32 by its format. What
+// is f16 stays f16, and what was asked for as f16 is not rounded to the fewer digits of bf16.
+Dtype CacheSpec::automatic_exact(Dtype keys, Dtype values) const {
+  if (k == Format::f32 || v == Format::f32) return Dtype::f32;
+  const bool any_f16_format = k == Format::f16 || v == Format::f16;
+  const bool any_bf16 = keys == Dtype::bf16 || values == Dtype::bf16;
+  const bool both_f16 = keys == Dtype::f16 && values == Dtype::f16;
+  return both_f16 || (any_f16_format && !any_bf16) ? Dtype::f16 : Dtype::bf16;
+}
+
+std::string CacheSpec::head_dim_words() const {
+  const int padding = stored_dim() - config.head_dim;
+  if (padding == 0) return fmt::format("head_dim {}", config.head_dim);
+  return fmt::format("head_dim {}, stored as {} ({:.1f} % of the codes are padding)", config.head_dim, stored_dim(),
+                     100.0 * padding / stored_dim());
+}
+
+}  // namespace kvant::core

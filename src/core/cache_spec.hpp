@@ -1,0 +1,46 @@
+// What a cache was created as. Its parts share this, and it never changes.
+#pragma once
+
+#include <string>
+
+#include "codec/layout.hpp"
+#include "core/bases.hpp"
+#include "kvant/cache.hpp"
+
+namespace kvant::core {
+
+inline constexpr std::int64_t kLeastWindowWithEnds = 1024;  // of automatic exact ends
+inline bool has_short_window(const CacheConfig& c) {
+  return c.window > 0 && c.window < kLeastWindowWithEnds;
+}
+const char* basis_name(BasisKind kind);
+
+class CacheSpec {
+ public:
+  /// `config` with `automatic` bases and exact ends resolved, and no exact ends where both formats are dense.
+  CacheSpec(CacheConfig resolved, Format k, Format v);
+  CacheSpec(const CacheSpec&) = delete;  // bases point into the config's
+  CacheSpec& operator=(const CacheSpec&) = delete;
+
+  const CacheConfig config;
+  const Format k, v;
+  const codec::PageLayout encoded;  // of encoded pages
+  const Bases k_bases, v_bases;     // of encoded pages; exact ones have none
+
+  /// Values of a stored vector: the tensors' head_dim, and zeros up to the next size that has a rotation.
+  [[nodiscard]] int stored_dim() const noexcept { return encoded.head_dim; }
+  /// Blocks of a slot.
+  [[nodiscard]] std::int64_t slot_blocks() const noexcept {
+    return static_cast<std::int64_t>(config.layers) * config.kv_heads;
+  }
+  [[nodiscard]] codec::PageLayout exact_layout(Dtype dtype) const;
+  /// Level tables of lut formats, else null.
+  [[nodiscard]] const float* k_levels() const noexcept { return codec::is_lut(k) ? config.k_levels.data() : nullptr; }
+  [[nodiscard]] const float* v_levels() const noexcept { return codec::is_lut(v) ? config.v_levels.data() : nullptr; }
+  /// The dtype of exact pages where nothing was asked for, and the first write has tensors of these dtypes.
+  [[nodiscard]] Dtype automatic_exact(Dtype keys, Dtype values) const;
+  /// "head_dim 72, stored as 80 (...)"
+  [[nodiscard]] std::string head_dim_words() const;
+};
+
+}  // namespace kvant::core
