@@ -294,7 +294,8 @@ TEST(DeviceCache, Refusals) {
 
   c.device = "cpu";
   const auto host = CacheImpl::create(c, &kFake).value();
-  EXPECT_EQ(host->device(), nullptr);
+  EXPECT_FALSE(host->takes_streams());
+  EXPECT_TRUE(cache->takes_streams());
   EXPECT_EQ(host->reserve_ahead({}).code(), Code::invalid_argument);
   EXPECT_EQ(host->advance({}).code(), Code::invalid_argument);
   EXPECT_FALSE(host->take_non_finite().value());

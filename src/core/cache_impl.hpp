@@ -80,7 +80,6 @@ class CacheImpl {
   [[nodiscard]] const core::CacheSpec& spec() const noexcept { return spec_; }
   [[nodiscard]] const core::CacheTable& table() const noexcept { return table_; }
   [[nodiscard]] core::PageStore& store() const noexcept { return *store_; }
-  [[nodiscard]] const core::DevicePages* device() const noexcept { return store_->device_pages(); }
   /// Whether calls enqueue their work on a stream: those of a cache on a device.
   [[nodiscard]] bool takes_streams() const noexcept { return store_->takes_streams(); }
   /// Place of a sequence in the device's tables. Errors: unknown sequence, one that got none (max_sequences), and a cache in

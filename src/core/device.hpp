@@ -89,7 +89,7 @@ struct DeviceSequence {
 // What a plan over device pages is made of: validated options and the sequences' places in the device's tables. Where no
 // sequence has a query the plan is never run, and it needs no workspace.
 struct DevicePlanConfig {
-  const DevicePages* store = nullptr;
+  const DevicePages* pages = nullptr;
   const AttentionOptions* options = nullptr;  // q_lens and scale filled in
   std::span<const DeviceSequence> sequences;
   std::int32_t batch = 0;  // sequences of the plan, those without queries counted

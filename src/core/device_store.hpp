@@ -50,7 +50,8 @@ class DeviceStore final : public PageStore {
   Result<bool> take_non_finite(Stream stream) override { return pages_->take_non_finite(stream); }
   Status flush(Stream stream) override { return pages_->flush(stream); }
 
-  const DevicePages* device_pages() const noexcept override { return pages_.get(); }
+  Status check_plan(const AttentionOptions& options) const override;
+  Result<std::unique_ptr<PlanWork>> plan(const PlanImpl& plan) override;
 
   [[nodiscard]] std::int64_t reserved_bytes() const noexcept override { return pages_->reserved_bytes(); }
   std::int64_t trim() noexcept override { return 0; }  // nothing is given back before the cache goes

@@ -44,6 +44,9 @@ class HostStore final : public PageStore {
   Result<bool> take_non_finite(Stream stream) override;
   Status flush(Stream stream) override;
 
+  Status check_plan(const AttentionOptions& options) const override;
+  Result<std::unique_ptr<PlanWork>> plan(const PlanImpl& plan) override;
+
   [[nodiscard]] std::int64_t reserved_bytes() const noexcept override;
   std::int64_t trim() noexcept override;
   [[nodiscard]] bool takes_streams() const noexcept override { return false; }

@@ -27,7 +27,6 @@ class PlanImpl;
 namespace kvant::core {
 
 class PlanWork;  // core/plan.hpp
-class DevicePages;
 
 /// The rows of one sequence in the tensors of a write: tokens [first_token, first_token + tokens).
 struct StepRows {
@@ -104,7 +103,12 @@ class PageStore {
   /// Sends what changed in the table to where kernels read it.
   virtual Status flush(Stream stream) = 0;
 
-  virtual const DevicePages* device_pages() const noexcept { return nullptr; }
+  // --- attention ---
+
+  /// Refuses what this store's kernels do not have.
+  virtual Status check_plan(const AttentionOptions& options) const = 0;
+  /// The work of a plan whose options and sequences are complete.
+  virtual Result<std::unique_ptr<PlanWork>> plan(const PlanImpl& plan) = 0;
 
   // --- memory ---
 

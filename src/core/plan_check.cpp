@@ -55,6 +55,18 @@ Status check_mask_rule(const Mask& m) {
   return {};
 }
 
+Status check_names(const AttentionOptions& o) {
+  if (!o.backend.empty() && o.backend != "cpu" && o.backend != "cuda") {
+    return invalid(
+        fmt::format("backend is \"{}\": must be \"cpu\" or \"cuda\", or empty for where the cache is", o.backend));
+  }
+  if (!o.kernel.empty() && o.kernel != "decode" && o.kernel != "prefill") {
+    return invalid(
+        fmt::format("kernel is \"{}\": must be \"decode\" or \"prefill\", or empty to let the plan choose", o.kernel));
+  }
+  return {};
+}
+
 }  // namespace
 
 Status check_options(const CacheConfig& config, std::size_t sequences, AttentionOptions& o) {
@@ -92,51 +104,8 @@ Status check_options(const CacheConfig& config, std::size_t sequences, Attention
     o.mask.window = config.window;
     if (o.mask.window_sinks == 0) o.mask.window_sinks = config.window_sinks;
   }
-  return check_mask_rule(o.mask);
-}
-
-Status check_backend(const CacheImpl& cache, const AttentionOptions& o) {
-  const bool on_device = cache.device() != nullptr;
-  if (!o.backend.empty() && o.backend != "cpu" && o.backend != "cuda") {
-    return invalid(
-        fmt::format("backend is \"{}\": must be \"cpu\" or \"cuda\", or empty for where the cache is", o.backend));
-  }
-  if (!on_device && o.backend == "cuda") {
-    if (core::device_backend() == nullptr) {
-      return {
-          Code::unsupported,
-          "backend is \"cuda\": the CUDA backend is not compiled in (configure with -DKVANT_CUDA=ON), and this cache "
-          "lives in host memory; leave backend empty"};
-    }
-    return invalid(
-        "backend is \"cuda\", but this cache lives in host memory, where kernels do not reach its pages: create it "
-        "with "
-        "CacheConfig::device = \"cuda\", or leave backend empty");
-  }
-  if (!o.kernel.empty() && o.kernel != "decode" && o.kernel != "prefill") {
-    return invalid(
-        fmt::format("kernel is \"{}\": must be \"decode\" or \"prefill\", or empty to let the plan choose", o.kernel));
-  }
-  if (!on_device && !o.kernel.empty()) {
-    return invalid(
-        fmt::format("kernel is \"{}\": only caches on a device have two kinds of kernels; leave it empty", o.kernel));
-  }
-  if (!on_device) return {};
-  if (o.backend == "cpu") {
-    return invalid(
-        fmt::format("backend is \"cpu\", but this cache lives on device \"{}\", where the CPU does not reach its "
-                    "pages: leave backend empty, or create the cache with CacheConfig::device = \"cpu\"",
-                    cache.config().device));
-  }
-  if (o.threads != 0)
-    return invalid(fmt::format("threads is {}: a cache on a device is attended to there; leave it 0", o.threads));
-  if (!o.isa.empty())
-    return invalid(fmt::format("isa is \"{}\": a cache on a device is attended to there; leave it empty", o.isa));
-  if (o.split_keys != 0) {
-    return invalid(
-        fmt::format("split_keys is {}: on a device splits follow the lengths at each run; leave it 0", o.split_keys));
-  }
-  return {};
+  if (Status s = check_mask_rule(o.mask); !s.ok()) return s;
+  return check_names(o);
 }
 
 Result<const core::Kernels*> choose_kernels(const AttentionOptions& o) {

@@ -26,7 +26,7 @@ core::TileClass classify(const MaskTensor& m, std::int64_t at, std::int64_t key_
 // The mask's dimensions, none broadcast: batch, query heads, most queries, most keys from its first one on.
 std::array<std::int64_t, 4> mask_extent(const PlanImpl& plan) {
   std::int64_t longest = 0, most_queries = 0;
-  for (const core::SequenceUse& s : plan.sequences) {
+  for (const PlannedSequence& s : plan.sequences) {
     if (s.q_len > 0) longest = std::max(longest, s.length);
     most_queries = std::max(most_queries, s.q_len);
   }
@@ -72,11 +72,11 @@ Status check_mask(const PlanImpl& plan) {
   return {};
 }
 
-void classify_mask(PlanImpl& plan) {
+void classify_mask(const PlanImpl& plan, ClassifiedMask& mask) {
   const MaskTensor& m = plan.options.mask.tensor;
   if (m.data == nullptr || plan.total_queries == 0) return;
   const std::array<std::int64_t, 4> needed = mask_extent(plan);
-  core::MaskData& out = plan.mask;
+  core::MaskData& out = mask.data;
   out.data = m.data;
   out.dtype = m.dtype;
   out.first_key = m.first_key;
@@ -91,7 +91,7 @@ void classify_mask(PlanImpl& plan) {
   const std::int64_t key_pages = (end + kPageTokens - 1) / kPageTokens;
   const std::int64_t pages = out.stride[3] == 0 ? 1 : key_pages;
   const std::int64_t count = extent[0] * extent[1] * extent[2] * pages;
-  plan.mask_classes.resize(static_cast<std::size_t>(count));
+  mask.classes.resize(static_cast<std::size_t>(count));
   std::int64_t at = 0;
   for (std::int64_t b = 0; b < extent[0]; ++b) {
     for (std::int64_t h = 0; h < extent[1]; ++h) {
@@ -105,13 +105,13 @@ void classify_mask(PlanImpl& plan) {
           const core::TileClass c =
               classify(m, b * out.stride[0] + h * out.stride[1] + q * out.stride[2] + first * out.stride[3],
                        out.stride[3], keys);
-          plan.mask_classes[static_cast<std::size_t>(at++)] = c;
-          ++plan.mask_tiles[c];
+          mask.classes[static_cast<std::size_t>(at++)] = c;
+          ++mask.tiles[c];
         }
       }
     }
   }
-  out.classes = plan.mask_classes.data();
+  out.classes = mask.classes.data();
   out.class_stride[3] = pages == 1 ? 0 : 1;
   out.class_stride[2] = extent[2] == 1 ? 0 : pages;
   out.class_stride[1] = extent[1] == 1 ? 0 : extent[2] * pages;

@@ -224,8 +224,7 @@ struct Both {
   }
   std::vector<std::byte> block(core::Pool pool, std::int32_t slot, int head) {
     std::vector<std::byte> bytes(host->layout(pool).block_bytes);
-    auto& store = const_cast<core::DevicePages&>(*device->device());
-    store.download(pool, slot, 0, head, bytes.data(), gpu.stream.handle()).value();
+    device->store().load(pool, slot, 0, head, bytes.data(), gpu.stream.handle()).value();
     return bytes;
   }
   // Both caches' slots are numbered alike after the same steps, and nothing but these rows was ever stored.

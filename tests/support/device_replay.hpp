@@ -336,9 +336,9 @@ class DeviceReplay {
     std::vector<std::byte> block(layout.block_bytes);
     for (int layer = 0; layer < c.layers; ++layer) {
       for (int head = 0; head < c.kv_heads; ++head) {
-        // The device's table wants a store that is not const, as a download waits for its stream.
-        auto& store = const_cast<core::DevicePages&>(*device_->device());
-        ASSERT_TRUE(store.download(pool, mine, layer, head, block.data(), hooks_.stream).ok());
+        const auto loaded = device_->store().load(pool, mine, layer, head, block.data(), hooks_.stream);
+        ASSERT_TRUE(loaded.ok()) << loaded.message();
+        ASSERT_EQ(*loaded, block.data());
         const std::byte* expected = host_->block(pool, other, layer, head);
         if (tokens == kPageTokens) {
           const std::size_t bytes = layout.code_bytes + layout.scale_bytes;

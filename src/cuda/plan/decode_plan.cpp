@@ -40,7 +40,7 @@ DeviceBasis device_basis(const BasisArrays& b) {
 
 }  // namespace
 
-DecodePlan::DecodePlan(const core::DevicePlanConfig& config) : store_(*static_cast<const Store*>(config.store)) {}
+DecodePlan::DecodePlan(const core::DevicePlanConfig& config) : store_(*static_cast<const Store*>(config.pages)) {}
 
 DecodePlan::~DecodePlan() {
   if (memory_ == nullptr) return;
