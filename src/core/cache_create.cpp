@@ -2,14 +2,11 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <new>
 
 #include "core/cache_impl.hpp"
-#include "core/device_store.hpp"
 #include "core/fmt.hpp"
-#include "core/host_store.hpp"
 
 namespace kvant {
 namespace {
@@ -18,23 +15,18 @@ constexpr std::int64_t kMaxCount = 65536;                   // layers, kv heads
 constexpr std::int64_t kMaxEndPages = 1 << 20;              // sink and tail pages
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 32;  // window, rollback
 constexpr std::int64_t kMaxThreads = 1024;
-constexpr std::int64_t kMaxDeviceTokens = std::int64_t{1} << 30;  // of one sequence: kernels count in 32 bits
-
-Status check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high, const char* hint = "") {
-  if (value >= low && value <= high) return {};
-  return {Code::invalid_argument, fmt::format("{} = {}: must be {} to {}{}", name, value, low, high, hint)};
-}
 
 Status check_counts(const CacheConfig& c) {
-  if (Status s = check_range("layers", c.layers, 1, kMaxCount); !s) return s;
-  if (Status s = check_range("kv_heads", c.kv_heads, 1, kMaxCount, "; it has no default"); !s) return s;
-  if (Status s = check_range("head_dim", c.head_dim, 1, kLargestHeadDim); !s) return s;
-  if (Status s = check_range("sink_pages", c.sink_pages, -1, kMaxEndPages, " (-1: automatic)"); !s) return s;
-  if (Status s = check_range("tail_pages", c.tail_pages, -1, kMaxEndPages, " (-1: automatic)"); !s) return s;
-  if (Status s = check_range("threads", c.threads, 0, kMaxThreads, " (0: all cores)"); !s) return s;
-  if (Status s = check_range("window", c.window, 0, kMaxTokens, " tokens (0: none)"); !s) return s;
-  if (Status s = check_range("window_sinks", c.window_sinks, 0, kMaxTokens, " tokens"); !s) return s;
-  if (Status s = check_range("rollback_tokens", c.rollback_tokens, 0, kMaxTokens, " tokens (0: 64)"); !s) return s;
+  if (Status s = core::check_range("layers", c.layers, 1, kMaxCount); !s) return s;
+  if (Status s = core::check_range("kv_heads", c.kv_heads, 1, kMaxCount, "; it has no default"); !s) return s;
+  if (Status s = core::check_range("head_dim", c.head_dim, 1, kLargestHeadDim); !s) return s;
+  if (Status s = core::check_range("sink_pages", c.sink_pages, -1, kMaxEndPages, " (-1: automatic)"); !s) return s;
+  if (Status s = core::check_range("tail_pages", c.tail_pages, -1, kMaxEndPages, " (-1: automatic)"); !s) return s;
+  if (Status s = core::check_range("threads", c.threads, 0, kMaxThreads, " (0: all cores)"); !s) return s;
+  if (Status s = core::check_range("window", c.window, 0, kMaxTokens, " tokens (0: none)"); !s) return s;
+  if (Status s = core::check_range("window_sinks", c.window_sinks, 0, kMaxTokens, " tokens"); !s) return s;
+  if (Status s = core::check_range("rollback_tokens", c.rollback_tokens, 0, kMaxTokens, " tokens (0: 64)"); !s)
+    return s;
   if (c.window_sinks > 0 && c.window == 0) {
     return {Code::invalid_argument,
             fmt::format("window_sinks = {}: without a window all tokens stay visible; set window, or window_sinks = 0",
@@ -70,7 +62,7 @@ Status check_levels(const char* name, Format format, const std::vector<float>& l
 Status check_luts(const CacheConfig& c, Format k, Format v) {
   if (Status s = check_levels("k_levels", k, c.k_levels); !s) return s;
   if (Status s = check_levels("v_levels", v, c.v_levels); !s) return s;
-  if (Status s = check_range("lut_scales", c.lut_scales, 1, 2); !s) return s;
+  if (Status s = core::check_range("lut_scales", c.lut_scales, 1, 2); !s) return s;
   if (c.lut_scales == 2 && !codec::is_lut(k) && !codec::is_lut(v)) {
     return {Code::invalid_argument, "lut_scales = 2: neither format is a lut format; leave it at 1"};
   }
@@ -189,47 +181,6 @@ Result<const core::Kernels*> choose_kernels(const std::string& isa) {
           fmt::format("isa = \"{}\": this build has {}; leave it empty for the best", isa, names)};
 }
 
-// The number of the device that a cache is to live on, -1 for host memory.
-Result<int> parse_device(const std::string& name) {
-  if (name.empty() || name == "cpu") return -1;
-  int number = 0;
-  const char* end = name.data() + name.size();
-  if (name == "cuda") return 0;
-  if (name.starts_with("cuda:")) {
-    const auto [stop, error] = std::from_chars(name.data() + 5, end, number);
-    if (error == std::errc() && stop == end && number >= 0) return number;
-  }
-  return {Code::invalid_argument,
-          fmt::format("device = \"{}\": must be \"cpu\" (or empty), \"cuda\", or \"cuda:N\" for device N", name)};
-}
-
-// What a cache on a device needs beyond what any cache needs.
-Status check_device(const CacheConfig& c, bool exact_ends) {
-  if (c.capacity_tokens == 0) {
-    return {Code::invalid_argument,
-            fmt::format("capacity_tokens = 0 with device = \"{}\": a device's memory is taken once, so say how many "
-                        "tokens are to fit ({} or more)",
-                        c.device, kPageTokens)};
-  }
-  if (Status s = check_range("max_sequences", c.max_sequences, 1, 65536); !s) return s;
-  if (Status s = check_range("max_sequence_tokens", c.max_sequence_tokens, 0, kMaxDeviceTokens,
-                             " tokens (0: capacity_tokens)");
-      !s) {
-    return s;
-  }
-  if (c.max_sequence_tokens == 0 && c.capacity_tokens > kMaxDeviceTokens) {
-    return {Code::invalid_argument,
-            fmt::format("max_sequence_tokens = 0 means capacity_tokens = {}, and a sequence on a device has {} tokens "
-                        "at most; set max_sequence_tokens",
-                        c.capacity_tokens, kMaxDeviceTokens)};
-  }
-  if (exact_ends && c.exact == Dtype::f32) {
-    return {Code::unsupported,
-            "exact = f32: exact pages on a device are f16 or bf16; choose one, or set sink_pages = tail_pages = 0"};
-  }
-  return {};
-}
-
 // A cache with a window of W tokens holds W + 64 to W + 127, and of these two to four pages are in exact ends.
 void resolve_ends(CacheConfig& c, bool dense) {
   const int automatic = core::has_short_window(c) ? 0 : 1;
@@ -260,36 +211,21 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
   resolve_ends(config, dense);
   const auto kernels = choose_kernels(config.isa);
   if (!kernels) return kernels.status();
-  const auto device = parse_device(config.device);
-  if (!device) return device.status();
-  const bool exact_ends = config.sink_pages > 0 || config.tail_pages > 0;
-  if (*device >= 0) {
-    if (Status s = check_device(config, exact_ends); !s) return s;
-    if (exact_ends && !config.exact) config.exact = Dtype::bf16;
-    if (config.max_sequence_tokens == 0) config.max_sequence_tokens = config.capacity_tokens;
-  }
+  const auto placement = core::resolve_placement(config);
+  if (!placement) return placement.status();
 
-  const core::TableConfig table{
-      .layers = config.layers,
-      .ends = {config.sink_pages, config.tail_pages},
-      .window = config.window,
-      .window_sinks = config.window_sinks,
-      .rollback_tokens = config.rollback_tokens,
-      .capacity_pages = config.capacity_tokens / kPageTokens,
-      .sequence_tokens = *device >= 0 ? config.max_sequence_tokens : core::kMaxSequenceTokens};
+  const core::TableConfig table{.layers = config.layers,
+                                .ends = {config.sink_pages, config.tail_pages},
+                                .window = config.window,
+                                .window_sinks = config.window_sinks,
+                                .rollback_tokens = config.rollback_tokens,
+                                .capacity_pages = config.capacity_tokens / kPageTokens,
+                                .sequence_tokens = placement->sequence_tokens};
   std::unique_ptr<CacheImpl> impl(new CacheImpl(config, *k, *v, table));
   impl->automatic_ends_ = !dense && (given.sink_pages < 0 || given.tail_pages < 0);
-  if (*device >= 0) {
-    auto store = core::DeviceStore::create(impl->spec_, impl->table_, *device, backend);
-    if (!store) return store.status();
-    impl->store_ = std::move(*store);
-    return impl;
-  }
-  auto store = std::make_unique<core::HostStore>(impl->spec_, impl->table_, **kernels);
-  if (config.exact && table.ends.any()) {
-    if (Status s = store->make_exact(*config.exact); !s) return s;
-  }
-  impl->store_ = std::move(store);
+  auto store = core::make_store(*placement, impl->spec_, impl->table_, **kernels, backend);
+  if (!store) return store.status();
+  impl->store_ = std::move(*store);
   return impl;
 } catch (const std::bad_alloc&) {
   return {Code::out_of_memory, "the cache's tables could not be allocated"};

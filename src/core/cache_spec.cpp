@@ -24,6 +24,11 @@ const char* basis_name(BasisKind kind) {
   return "unknown";
 }
 
+Status check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high, const char* hint) {
+  if (value >= low && value <= high) return {};
+  return {Code::invalid_argument, fmt::format("{} = {}: must be {} to {}{}", name, value, low, high, hint)};
+}
+
 CacheSpec::CacheSpec(CacheConfig resolved, Format k_format, Format v_format)
     : config(std::move(resolved)),
       k(k_format),

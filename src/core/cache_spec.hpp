@@ -14,6 +14,8 @@ inline bool has_short_window(const CacheConfig& c) {
   return c.window > 0 && c.window < kLeastWindowWithEnds;
 }
 const char* basis_name(BasisKind kind);
+/// Refuses a number of a config that is out of its range.
+Status check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high, const char* hint = "");
 
 class CacheSpec {
  public:

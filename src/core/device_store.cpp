@@ -1,7 +1,6 @@
 #include "core/device_store.hpp"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "core/fmt.hpp"
@@ -15,73 +14,6 @@ std::size_t to_index(std::int64_t i) {
 }
 
 }  // namespace
-
-// --- creation --------------------------------------------------------------------------------------------------------
-
-DeviceStore::DeviceStore(const CacheSpec& spec, CacheTable& table, int device, const DeviceBackend& backend)
-    : PageStore(spec, table), backend_(backend), device_(device) {
-  if (spec.config.exact && table.config().ends.any()) set_exact(*spec.config.exact);
-}
-
-Result<std::unique_ptr<DeviceStore>> DeviceStore::create(const CacheSpec& spec, CacheTable& table, int device,
-                                                         const DeviceBackend* backend) {
-  const std::string& name = spec.config.device;
-  if (backend == nullptr) {
-    return {Code::unsupported,
-            fmt::format("device = \"{}\": this build of kvant has no CUDA backend; configure it with -DKVANT_CUDA=ON "
-                        "(./dev gpu-build), or use device = \"cpu\"",
-                        name)};
-  }
-  if (const std::string why = backend->unavailable(); !why.empty()) {
-    return {Code::unsupported, fmt::format("device = \"{}\": {}; or use device = \"cpu\"", name, why)};
-  }
-  std::unique_ptr<DeviceStore> store(new DeviceStore(spec, table, device, *backend));
-  if (Status s = store->take_memory(); !s) return s;
-  return store;
-}
-
-// Slots for the worst case, so that the capacity in pages is the only limit that anyone meets.
-//   encoded   one for each page held, and for each sequence those that a fork and it encode separately: pages in the
-//             tail when they parted (tail_pages and the one being filled), and the one that truncation brings back there
-//   exact     a sequence holds sink_pages, tail_pages and the one being filled, and the one that outlives its encoding;
-//             between reserve and the last write those of before and after the step, sinks once. Reserving ahead takes from
-//             the second half, which steps of few tokens leave free
-Status DeviceStore::take_memory() {
-  const TableConfig& table = table_.config();
-  const std::int64_t tail = table.ends.tail_pages > 0 ? table.ends.tail_pages + 2 : 0;
-  encoded_slots_ = table.capacity_pages + spec_.config.max_sequences * tail;
-  exact_slots_ = std::min(table.capacity_pages, spec_.config.max_sequences * (table.ends.sink_pages + 2 * tail));
-  if (std::max(encoded_slots_, exact_slots_) > std::numeric_limits<std::int32_t>::max()) {
-    return {
-        Code::invalid_argument,
-        fmt::format("capacity_tokens = {} with max_sequences = {}: pages are numbered up to 2^31; lower one of them",
-                    spec_.config.capacity_tokens, spec_.config.max_sequences)};
-  }
-  const bool calibrated =
-      spec_.config.k_basis == BasisKind::calibrated || spec_.config.v_basis == BasisKind::calibrated;
-  const DevicePagesConfig store{.device = device_,
-                                .encoded = spec_.encoded,
-                                .exact = layout(Pool::exact),
-                                .layers = spec_.config.layers,
-                                .kv_heads = spec_.config.kv_heads,
-                                .head_dim = spec_.config.head_dim,
-                                .encoded_slots = encoded_slots_,
-                                .exact_slots = exact_slots_,
-                                .max_sequences = static_cast<std::int32_t>(spec_.config.max_sequences),
-                                .max_pages = static_cast<std::int32_t>(pages_for(table.sequence_tokens)),
-                                .ends = table.ends,
-                                .exact_dtype = exact_dtype().value_or(Dtype::bf16),
-                                .k_basis = spec_.config.k_basis,
-                                .v_basis = spec_.config.v_basis,
-                                .bases = calibrated ? spec_.config.bases.get() : nullptr};
-  auto made = backend_.make_pages(store);
-  if (!made) return made.status();
-  pages_ = std::move(*made);
-  places_.resize(to_index(spec_.config.max_sequences));
-  for (std::int64_t i = spec_.config.max_sequences; i > 0; --i)
-    free_places_.push_back(static_cast<std::int32_t>(i - 1));
-  return {};
-}
 
 // --- places ----------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@
 //                 to date
 //
 // Both own their memory. A store whose memory an engine owns (a base pointer, strides and a block table) would stand beside
-// these two: as a third class that derives from PageStore, and as one more choice in CacheImpl::create.
+// these two: as a third class that derives from PageStore, and as one more choice in make_store.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +26,9 @@ class PlanImpl;
 
 namespace kvant::core {
 
-class PlanWork;  // core/plan.hpp
+class PlanWork;        // core/plan.hpp
+struct Kernels;        // core/backend.hpp
+struct DeviceBackend;  // core/device.hpp
 
 /// The rows of one sequence in the tensors of a write: tokens [first_token, first_token + tokens).
 struct StepRows {
@@ -136,5 +138,16 @@ class PageStore {
   codec::PageLayout exact_layout_ = spec_.exact_layout(Dtype::bf16);
   std::optional<Dtype> exact_dtype_;
 };
+
+/// Where a cache's pages are to be.
+struct Placement {
+  std::optional<int> device{};  // its number; none: host memory
+  std::int64_t sequence_tokens = kMaxSequenceTokens;
+};
+/// From CacheConfig::device. Checks what the store there needs beyond what any cache needs, and fills in its defaults.
+Result<Placement> resolve_placement(CacheConfig& config);
+/// `backend`: null where none was compiled in.
+Result<std::unique_ptr<PageStore>> make_store(const Placement& placement, const CacheSpec& spec, CacheTable& table,
+                                              const Kernels& kernels, const DeviceBackend* backend);
 
 }  // namespace kvant::core
