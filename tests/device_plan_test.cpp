@@ -178,6 +178,7 @@ TEST_F(DevicePlans, OptionsOfTheOtherBackendAreRefused) {
   refused([](auto& o) { o.threads = 2; }, "threads is 2");
   refused([](auto& o) { o.isa = "avx2"; }, "isa is \"avx2\"");
   refused([](auto& o) { o.split_keys = 64; }, "split_keys is 64");
+  refused([](auto& o) { o.kernel = "merge"; }, "kernel is \"merge\"");
   refused([](auto& o) { o.q_len = 101; }, "q_len of sequence 0 of the batch is 101");
   refused([](auto& o) { o.q_heads = 3; }, "q_heads is 3");
   EXPECT_EQ(seen.sequences.size(), 0u);  // the backend saw none of them
@@ -189,13 +190,20 @@ TEST_F(DevicePlans, OptionsOfTheOtherBackendAreRefused) {
   c.device = "cpu";
   Cache host = Cache::create(c).value();
   expect_refused(plan(host, {host.add_sequence()}, o).status(), Code::invalid_argument, "lives in host memory");
+  o = options();
+  o.kernel = "decode";
+  expect_refused(plan(host, {host.add_sequence()}, o).status(), Code::invalid_argument,
+                 "only caches on a device have two kinds of kernels");
 }
 
 TEST_F(DevicePlans, MasksAreCheckedByShapeAndNotLookedInto) {
   const SequenceId id = add(cache, 100);
   AttentionOptions o = options();
   o.mask.tensor = {device_memory(), Dtype::f16, {1, 4, 1, 100}, {400, 100, 100, 1}};
-  EXPECT_TRUE(plan(cache, {id}, o).ok());
+  const std::string words = plan(cache, {id}, o).value().explain();
+  EXPECT_NE(words.find("causal; f16 mask tensor, read anew in each run: pages that it hides from all are skipped"),
+            std::string::npos)
+      << words;
   o.mask.tensor.shape[3] = 99;
   expect_refused(plan(cache, {id}, o).status(), Code::invalid_argument, "shape[3] (keys) is 99");
   o.mask.tensor.shape[3] = 100;

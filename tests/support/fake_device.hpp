@@ -10,6 +10,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "codec/basis.hpp"
@@ -59,6 +60,7 @@ class FakeStore final : public core::DevicePages {
     return {};
   }
   Status advance(std::span<const core::DeviceAppend> appends, Stream) override {
+    if (!refuses_advance.ok()) return refuses_advance;
     enqueue([this, all = std::vector<core::DeviceAppend>(appends.begin(), appends.end())] {
       for (const core::DeviceAppend& a : all) {
         State& s = state_at(a.index);
@@ -70,6 +72,7 @@ class FakeStore final : public core::DevicePages {
   }
   Status write(std::span<const core::DeviceAppend> appends, int layer, const TensorView& keys, const TensorView& values,
                Stream) override {
+    if (!refuses_write.ok()) return refuses_write;
     enqueue([=, this, all = std::vector<core::DeviceAppend>(appends.begin(), appends.end())] {
       std::int64_t row = 0;
       for (const core::DeviceAppend& a : all) {
@@ -95,7 +98,7 @@ class FakeStore final : public core::DevicePages {
     std::memcpy(to, block(pool, slot, layer, head), layout(pool).block_bytes);
     return {};
   }
-  Result<bool> take_non_finite(Stream) override { return false; }
+  Result<bool> take_non_finite(Stream) override { return std::exchange(non_finite, false); }
 
   PageRef& page_at(std::int32_t index, std::int64_t page) {
     return pages.at(static_cast<std::size_t>(index) * static_cast<std::size_t>(config.max_pages) +
@@ -108,6 +111,8 @@ class FakeStore final : public core::DevicePages {
   std::vector<PageRef> pages;
   std::vector<State> states;
   bool capturing = false;
+  bool non_finite = false;
+  Status refuses_advance, refuses_write;  // what these calls answer, if it is an error
   std::vector<std::function<void()>> recording;
   int flushes = 0;
 
