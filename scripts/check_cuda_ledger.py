@@ -94,13 +94,13 @@ def device_code(data):
 
 
 def broken_copies(code):
-    """Of LDGSTS with 128 bytes of prefetch (bit 8 of the upper word), those whose address has a uniform register."""
+    """Counts LDGSTS with 128 bytes of prefetch (bit 8 of the upper word) whose address has a uniform register."""
     words = array.array("Q", code)
     return sum(1 for low, high in zip(words[::2], words[1::2]) if low & 0xFFF == 0xDAE and high & 0x100)
 
 
 def find_broken_copies(folder):
-    """What to say of each object of `folder` that has some, and the bytes of code that were looked at."""
+    """A message for each object of `folder` that has broken copies, and the bytes of code that were searched."""
     found, seen = [], 0
     for path in objects(folder):
         broken = 0

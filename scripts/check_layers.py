@@ -42,7 +42,7 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 
 
 def cuda_rank(parts):
-    """Of a file or an include, from its parts below src/."""
+    """The rank of a file or an include, from its parts below src/."""
     return CUDA_RANK.get(parts[1], len(CUDA_ORDER))
 
 

@@ -1,4 +1,4 @@
-// What attention reads and writes: strides, alignment, dtypes, guard pages behind every buffer, NaN around every
+// Memory that attention reads and writes: strides, alignment, dtypes, guard pages behind every buffer, NaN around every
 // tensor.
 #include <gtest/gtest.h>
 

@@ -240,8 +240,8 @@ TEST(Step, InputThatChangesMeanwhile) {
   }
 }
 
-// Rows are looked at right before they are stored, so good ones of a refused write are: nobody may see them, nor the
-// next write, nor the dtype that they would have chosen for exact pages.
+// Rows are validated right before they are stored, so a refused write has stored its good rows. No read may see these
+// rows, nor the next write, nor the dtype that they would have chosen for exact pages.
 TEST(Step, ARefusedWriteIsAsIfItHadNotBeen) {
   for (const int threads : {1, 4}) {
     for (const int exact_pages : {0, 1}) {
@@ -411,7 +411,7 @@ TEST(ExactDtype, LaterWritesAreRoundedButForBf16InF16) {
   EXPECT_EQ(narrow.length(n).value(), 10);
 }
 
-// What users compare with is a bf16 cache. 300 tokens are five pages, of which the exact ends hold four.
+// Users compare with a bf16 cache. 300 tokens are five pages, of which the exact ends hold four.
 TEST(ExactDtype, AShortF32CacheIsNoLargerThanBf16) {
   CacheConfig config = of_first_write();
   config.kv_heads = 8;

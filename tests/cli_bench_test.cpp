@@ -1,4 +1,4 @@
-// `kvant bench` as its users meet it: what it writes, and that its figures are those of what was asked for.
+// `kvant bench` as its users meet it: its output, and that its figures belong to the requested case.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -156,7 +156,7 @@ TEST_F(CliBench, OfWhatChangesScores) {
       EXPECT_EQ(row["window"], has_window ? 100 : 0);
       EXPECT_EQ(row["alibi"], std::count(extra.begin(), extra.end(), "--alibi") > 0);
       EXPECT_EQ(row["mask"].is_null(), std::count(extra.begin(), extra.end(), "--mask") == 0);
-      // Of the long sequence, the window and what lies before it for the first of 40 queries.
+      // The long sequence has the window and the keys before it that the first of 40 queries sees.
       const double keys = has_window ? 90 + 139 : 90 + 300;
       EXPECT_NEAR(row["ns_per_value"].get<double>() * 2 * keys * 4 * 64, row["median_ns"].get<double>(), 1.0);
       // Each query sees all that is before it, 51 to 90 and 261 to 300 keys, or the window.

@@ -1,5 +1,5 @@
-// What must not change the result: where pages lie, how tokens were appended, the order of a batch, the number of
-// splits, the instruction set. "Same bits" where the arithmetic is the same, a tolerance where it may differ.
+// Circumstances that must not change the result: where pages lie, how tokens were appended, the order of a batch, the
+// number of splits, the instruction set. "Same bits" where the arithmetic is the same, a tolerance where it may differ.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What the library finds that this machine has, beside what the operating system says.
+// The instruction sets that the library finds, beside those that the operating system reports.
 #include <gtest/gtest.h>
 
 #include <signal.h>

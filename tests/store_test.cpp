@@ -48,7 +48,7 @@ std::vector<float> levels_of(Format f, Draw& draw) {
 enum class Kind { gauss, log_normal, cauchy, loud, grid, special, huge, tiny };
 constexpr Kind kAllKinds[] = {Kind::gauss, Kind::log_normal, Kind::cauchy, Kind::loud,
                               Kind::grid,  Kind::special,    Kind::huge,   Kind::tiny};
-// What the address sanitizer sees of them: values change what is computed, hardly what is read and written.
+// The kinds for the address sanitizer: values change what is computed, hardly what is read and written.
 constexpr Kind kFewKinds[] = {Kind::gauss, Kind::special};
 
 float special_value(Draw& draw) {

@@ -138,7 +138,7 @@ class KvantError(Exception):
     status: int
 
 class Memory:
-    """What a cache holds, in bytes (tokens: a count). The fields are those of kvant_memory in kvant.h."""
+    """The contents of a cache, in bytes (tokens: a count). The fields are those of kvant_memory in kvant.h."""
     tokens: int
     encoded_bytes: int
     scale_bytes: int
@@ -189,11 +189,11 @@ class Plan:
         head_dim]. out None: a new tensor of q's dtype. lse: True, or an f32 tensor [total queries, q_heads]: gets the
         natural log of each softmax denominator. sink_logits: [q_heads] f32, join the denominator only.
         workspace: on a device, memory of facts.workspace_bytes; None: a torch buffer that the cache keeps.
-        Returns out, or (out, lse) if lse was asked for. Errors: Stale, InvalidArgument.
+        Returns out, or (out, lse) if lse was requested. Errors: Stale, InvalidArgument.
         """
 
 class PlanFacts:
-    """What a plan decided, as numbers. The fields are those of kvant_plan_facts in kvant.h."""
+    """The decisions of a plan, as numbers. The fields are those of kvant_plan_facts in kvant.h."""
     workspace_bytes: int
     total_queries: int
     kv_bytes: int
@@ -271,7 +271,7 @@ def formats() -> list[dict[str, Any]]:
     """The storage formats: name, bits a value, whether they are dense, a summary."""
 
 def info() -> dict[str, Any]:
-    """What was compiled in and what this machine has: formats, head_dims, instruction sets, backends, threads."""
+    """The parts that were compiled in and the features of this machine: formats, head_dims, instruction sets, backends, threads."""
 
 def merge(partials: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     """Merges attention over disjoint sets of keys, in the order given, by the log-sum-exp rule.

@@ -275,7 +275,7 @@ def text(function, *arguments) -> str:
 
 
 def plan_facts(plan: c_void_p) -> PlanFacts:
-    """What a plan decided, as numbers."""
+    """The decisions of a plan, as numbers."""
     facts = PlanFacts()
     facts.struct_size = ctypes.sizeof(facts)
     check(plan_describe(plan, byref(facts)))

@@ -18,7 +18,7 @@ __all__ = ["Bases", "Cache", "Memory", "Sequence"]
 
 @dataclass(frozen=True)
 class Memory:
-    """What a cache holds, in bytes (tokens: a count). The fields are those of kvant_memory in kvant.h."""
+    """The contents of a cache, in bytes (tokens: a count). The fields are those of kvant_memory in kvant.h."""
 
     tokens: int
     encoded_bytes: int

@@ -21,7 +21,7 @@ _NO_WINDOW = 1 << 40  # longer than any sequence
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What a plan decided, as numbers. The fields are those of kvant_plan_facts in kvant.h."""
+    """The decisions of a plan, as numbers. The fields are those of kvant_plan_facts in kvant.h."""
 
     workspace_bytes: int
     total_queries: int
@@ -141,7 +141,7 @@ class Plan:
         head_dim]. out None: a new tensor of q's dtype. lse: True, or an f32 tensor [total queries, q_heads]: gets the
         natural log of each softmax denominator. sink_logits: [q_heads] f32, join the denominator only.
         workspace: on a device, memory of facts.workspace_bytes; None: a torch buffer that the cache keeps.
-        Returns out, or (out, lse) if lse was asked for. Errors: Stale, InvalidArgument.
+        Returns out, or (out, lse) if lse was requested. Errors: Stale, InvalidArgument.
         """
         cache = self.cache
         q_tensor, _q = _tensors.tensor(q, "q", cache.device)

@@ -20,7 +20,7 @@ CPU = ("cpu", 0)
 
 @dataclass
 class Described:
-    """What kvant needs to know of a tensor. `owner` keeps the memory alive."""
+    """The facts about a tensor that kvant needs. `owner` keeps the memory alive."""
 
     data: int
     dtype: int  # of the C interface

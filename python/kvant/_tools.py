@@ -23,7 +23,7 @@ def version() -> str:
 
 
 def info() -> dict[str, Any]:
-    """What was compiled in and what this machine has: formats, head_dims, instruction sets, backends, threads."""
+    """Facts about this build and this machine: formats, head_dims, instruction sets, backends, threads."""
     return json.loads(_c.text(_c.info))
 
 

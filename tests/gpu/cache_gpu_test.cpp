@@ -253,8 +253,8 @@ CacheConfig in_place(const char* format, int head_dim) {
   return c;
 }
 
-// What searches, roundings and packings may meet: zeros, one value, equal ones, heavy tails, outliers, subnormals, the
-// largest numbers, ties of all kinds (small integers).
+// Rows that searches, roundings and packings may meet: zeros, one value, equal ones, heavy tails, outliers, subnormals,
+// the largest numbers, ties of all kinds (small integers).
 std::vector<float> odd_rows(int rows, int head_dim) {
   testing_support::Draw draw(5);
   std::vector<float> all;

@@ -88,7 +88,7 @@ def test_crop(model, prompts):
 
 
 def test_crop_of_padded_rows(model, prompts):
-    """Of the newest positions each row gives back those that were its own."""
+    """Each row gives back those of the newest positions that were its own."""
     cache, inputs = new_cache(model), prompts(70, 40)
     more, ids = prompts(30, 11, begin=1000, left=False), ids_of(prompts, 10, begin=2000).expand(2, -1)
     forward(model, cache, **dict(ids=inputs["input_ids"]), attention_mask=inputs["attention_mask"])
@@ -123,7 +123,7 @@ def test_rows_repeated_and_selected(model, prompts):
 
 
 def _changed(change, mask):
-    """What a change of rows makes of a tensor: asked of transformers' own cache."""
+    """A tensor after a change of rows, as transformers' own cache makes it."""
     cache = DynamicCache()
     cache.update(mask[:, None, :, None].float(), mask[:, None, :, None].float(), 0)
     change(cache)

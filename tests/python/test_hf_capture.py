@@ -18,8 +18,7 @@ from kvant.hf import capture
 
 @contextlib.contextmanager
 def attention_outputs(model):
-    """What the model's attention layers give to their output projections, by layer number: the model's own
-    arithmetic."""
+    """The input of each attention layer's output projection, by layer number, from the model's own arithmetic."""
     found, hooks = {}, []
     for module in model.modules():
         if hasattr(module, "layer_idx") and hasattr(module, "o_proj"):

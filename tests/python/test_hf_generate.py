@@ -196,7 +196,7 @@ def test_two_models_in_two_threads(llama, sliding, prompts):
 
 
 def test_the_models_say_different_things(model, prompts):
-    """What equal tokens prove: they depend on the prompt, and are many."""
+    """Equal tokens prove something, because tokens depend on the prompt, and are many."""
     tokens = generate(model, prompts(100, 100), new=32)[:, 100:]
     assert not torch.equal(tokens[0], tokens[1])
     assert len(set(tokens.flatten().tolist())) > 8

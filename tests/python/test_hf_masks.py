@@ -1,4 +1,4 @@
-"""What may be seen: own masks, padding anywhere, images, windows whose pages were freed, prefixes and cropping.
+"""Positions that a query may see: own masks, padding, images, windows whose pages were freed, prefixes and cropping.
 
 Expected values come from eager attention over transformers' own cache, fed with the tokens that should be left.
 """

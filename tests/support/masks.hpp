@@ -16,7 +16,7 @@ struct OwnedMask {
   MaskTensor tensor;
 };
 
-/// What a mask of this type holds for a key that is visible, or not.
+/// The element of a mask of this type for a key that is visible, or not.
 inline float shown(Dtype dtype, bool visible) {
   if (dtype == Dtype::boolean) return visible ? 1.0f : 0.0f;
   return visible ? 0.0f : -INFINITY;

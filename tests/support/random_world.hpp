@@ -1,6 +1,6 @@
 // Attention cases drawn from a seed, in which everything that can be combined is: geometry, formats, exact ends, what
-// happened to the sequences before, masks, transforms of logits. What grids vary one or two at a time meets here three
-// and more at a time.
+// happened to the sequences before, masks, transforms of logits. Grids vary one or two options at a time. Here three
+// and more meet.
 #pragma once
 
 #include <string>
@@ -20,7 +20,7 @@ struct RandomCase {
   std::string description;
 };
 
-/// What a backend takes.
+/// The choices that a backend takes.
 struct RandomChoices {
   std::vector<int> head_dims;
   std::vector<std::pair<std::string, std::string>> formats;

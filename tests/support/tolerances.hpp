@@ -19,8 +19,8 @@ inline constexpr double kSoftcap = 2e-6;
 /// The same on machines that multiply many rows by a matrix unit: weights and values are two bf16 each, products at
 /// most 3 * 2^-18 off, queries three; of a float and integer levels both sides are less exact (kCoded).
 inline constexpr double kMatrixFloat = 5e-5;
-/// What weights and values in two bf16 each cost: 2^-18 of a product each in root mean square would be 5e-6, one after
-/// another. Measured: 2.2e-6 to 4.1e-6.
+/// The error of weights and values in two bf16 each: 2^-18 of a product each in root mean square would be 5e-6, one
+/// after another. Measured: 2.2e-6 to 4.1e-6.
 inline constexpr double kMatrixWeights = 6e-6;
 
 /// The same with a coded side. Queries as two 7-bit digits: 2^-15 of the largest coordinate, about 4e-5 of the query's

@@ -18,7 +18,7 @@ CacheConfig cache_config(const WorldSpec& spec, CacheConfig c) {
   c.sink_pages = spec.sink_pages;
   c.tail_pages = spec.tail_pages;
   c.exact = spec.exact;
-  // What is appended is what exact pages hold; a device takes no f32.
+  // Exact pages hold the rows as they are appended; a device takes no f32.
   if (!c.exact && spec.input_dtype == Dtype::f32 && c.device.empty()) c.exact = Dtype::f32;
   c.window = spec.window;
   c.window_sinks = spec.window_sinks;

@@ -42,7 +42,7 @@ versions.register(attention.attend, masks.make)
 
 
 class _Enabled:
-    """What enable() leaves at a model."""
+    """The object that enable() attaches to a model."""
 
     def __init__(self, settings: Settings, state: list):
         self.settings, self.state = settings, state
@@ -116,9 +116,10 @@ def cache(model: Any, *, max_length: int | None = None, batch: int | None = None
 
 
 def report(of: Any) -> Report:
-    """What is stored where: a table by print(), and its `rows`. of: a cache, or a model that enable() was called for.
+    """Where each layer is stored: a table by print(), and its `rows`.
 
-    For a model: of the cache that was made last; of one that is gone, as it was at its end.
+    of: a cache, or a model that enable() was called for.
+    For a model: the report of the cache that was made last; of one that is gone, as it was at its end.
     """
     if isinstance(of, KvantCache):
         return make_report(of)

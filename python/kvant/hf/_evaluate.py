@@ -74,7 +74,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` returns: `rows`, `to_json()`, and a table as its text."""
+    """The result of `evaluate`: `rows`, `to_json()`, and a table as its text."""
 
     model: str
     device: str

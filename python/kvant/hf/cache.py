@@ -1,7 +1,7 @@
 """A Hugging Face cache whose layers keep their keys and values in kvant caches.
 
-Padding is never stored. What transformers counts is `length`, the same for all rows; what a row of the batch holds is
-its real tokens one after another, so that a padded batch gives what each prompt gives alone. `stored` tells them apart.
+Padding is never stored. transformers counts `length` tokens, the same number for all rows. A row of the batch holds its
+real tokens one after another, so that a padded batch gives what each prompt gives alone. `stored` tells them apart.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .settings import SHORT_WINDOW, Settings
 
 
 class KvantCache(versions.Cache):
-    """What kvant.hf.cache makes. Any model that transformers can run with a DynamicCache runs with it.
+    """The cache that kvant.hf.cache makes. Any model that transformers can run with a DynamicCache runs with it.
 
     config: the model's. max_length, batch: tokens of the longest row, and rows alive at once (beams and copies
         included); they set the capacity on a device and are not read on the CPU. devices: see versions.layer_devices.
@@ -177,7 +177,7 @@ class KvantCache(versions.Cache):
         )
 
     def _capacity(self) -> dict[str, int]:
-        """Of a cache on a device, which takes all its memory when it is made."""
+        """The capacity of a cache on a device, which takes all its memory when it is made."""
         if self.max_length is None or self.capacity_rows is None:
             raise kvant.InvalidArgument(
                 "a kvant cache on a device takes its memory at once: "

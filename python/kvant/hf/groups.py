@@ -1,6 +1,6 @@
 """One kvant cache for all layers of a geometry: its sequences, the step in progress, and the plans of that step.
 
-A step's bookkeeping happens once for a group, in `begin`; then each layer writes and attends. What each layer does at
+A step's bookkeeping happens once for a group, in `begin`; then each layer writes and attends. The work of each layer at
 every decoding step is kept free of allocations: C structs and argument arrays are made once and get a new pointer.
 """
 

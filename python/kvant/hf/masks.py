@@ -15,7 +15,7 @@ _asked = threading.local()
 
 
 def ask(cache: Any) -> None:
-    """A cache was asked for the sizes of a mask: the mask that this thread makes next is for this cache.
+    """transformers reads the sizes of a mask from `cache`: the mask that this thread makes next is for this cache.
 
     transformers does not hand the cache to mask functions, but asks it for the sizes right before.
     """

@@ -110,7 +110,7 @@ def _leaves(function: Any, leaves: list) -> list:
 
 
 def mask_kind(arguments: dict[str, Any]) -> tuple[str, int]:
-    """What a mask function was asked for: ("causal", 0), ("sliding", window), or ("overlay", 0) for anything else.
+    """The kind of the requested mask: ("causal", 0), ("sliding", window), or ("overlay", 0) for anything else.
 
     arguments: those of the mask interface. A mask that is not recognised is an overlay: it is built and read, which is
     slower and as right.
@@ -197,7 +197,7 @@ def _configs(model: Any) -> list[Any]:
 
 
 def attention_state(model: Any) -> list[tuple[Any, Any]]:
-    """What restore_attention needs: every configuration of the model with its attention implementation."""
+    """The argument of restore_attention: every configuration of the model with its attention implementation."""
     return [(config, config._attn_implementation_internal) for config in _configs(model)]
 
 

@@ -5,7 +5,7 @@
 // order; an encoded page is one unit, an exact page `exact_cost`, and the first page of either domain `part_cost` more, for the
 // queries, the first copies and the partial of another part. The line is cut into equal items, one for each block (struct
 // Line). More items than blocks, so that blocks of nearer multiprocessors would do more of them, do not pay: one costs several
-// microseconds of latency (docs/lab, 2026-11-22-cuda-policy.md).
+// microseconds of latency (docs/lab/cuda-decode.md).
 //
 // An item leaves one partial for each segment it touches, at index item + segment: unique, because both only grow along the
 // line. The first and the last part of a segment leave their indices for the merge (AttendParams::segments).

@@ -43,7 +43,7 @@ __host__ __device__ constexpr int padded_row(int bytes, int residue) {
 __host__ __device__ constexpr int key_residue(int bits) {
   return bits >= 8 ? 64 : bits == 4 ? 32 : 16;
 }
-// Copies are faster where rows begin at multiples of 64 bytes (docs/lab, 2026-11-22-cuda-rows.md), so rows are 64 apart modulo
+// Copies are faster where rows begin at multiples of 64 bytes (docs/lab/cuda-decode.md), so rows are 64 apart modulo
 // 128, and the parts of every 64 bytes change places from row to row. Halves, in rows 2, 3, 6 and 7: where four neighbouring
 // rows are read at once, 32 bytes of each. Quarters: where all eight are, 16 bytes of each.
 enum class Swap { none, halves, quarters };

@@ -8,7 +8,7 @@
 //
 // whichever is cheaper. Any order will do as long as the other operand (queries, probabilities) has the same.
 //
-// DESIGN section 7: magnitudes are looked up with prmt, whose selectors are the codes themselves.
+// Magnitudes are looked up with prmt, whose selectors are the codes themselves.
 #pragma once
 
 #include "codec/tq.hpp"
