@@ -271,7 +271,7 @@ def formats() -> list[dict[str, Any]]:
     """The storage formats: name, bits a value, whether they are dense, a summary."""
 
 def info() -> dict[str, Any]:
-    """The parts that were compiled in and the features of this machine: formats, head_dims, instruction sets, backends, threads."""
+    """Facts about this build and this machine: formats, head_dims, instruction sets, backends, threads."""
 
 def merge(partials: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     """Merges attention over disjoint sets of keys, in the order given, by the log-sum-exp rule.
