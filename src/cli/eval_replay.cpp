@@ -10,7 +10,7 @@
 namespace kvant::cli {
 namespace {
 
-// What a cache does that is given tensors of this dtype; Replay appends their f32 values.
+// The exact dtype of a cache that is given tensors of this dtype; Replay appends their f32 values.
 std::optional<Dtype> exact_dtype(const std::string& file_dtype) {
   if (file_dtype == "BF16") return Dtype::bf16;
   if (file_dtype == "F16") return Dtype::f16;

@@ -7,10 +7,10 @@
 
 namespace kvant::cuda {
 
-// Of CTAs on a multiprocessor; dense formats wait for memory most of the time.
+// The number of CTAs on a multiprocessor; dense formats wait for memory most of the time.
 inline constexpr int kWriteCtas = 2, kDenseCtas = 9;
 
-// Of one format, or of any dense one.
+// The kernel of one format, or of any dense one.
 template <class Shape, Format kFormat>
 __global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat) ? kDenseCtas : kWriteCtas)
     write_kernel(const __grid_constant__ WriteParams params) {
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat)
     const TouchedPage page = find_page(params, item);
     if (page.count <= 0 && !page.leaves_tail) continue;
     const PageJob job = page_job(params, page, head, is_value);
-    // What TouchedPage's members say, written out: through them nvcc spills 104 bytes of tq4 instead of 28, which is 13 % slower.
+    // TouchedPage's members written out: through them nvcc spills 104 bytes of tq4 instead of 28 (13 % slower).
     const bool from_exact = page.ref.exact >= 0;
     if (from_exact && job.count > 0) store_exact_rows<Shape>(job, heads);
     if (page.ref.encoded < 0 || (from_exact ? !page.leaves_tail : job.count <= 0)) continue;

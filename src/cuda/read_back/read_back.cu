@@ -1,7 +1,8 @@
-// The kernel of cuda/read_back/read_back.hpp. Its floats are those of codec/store.hpp and codec/basis.hpp, in their order; only the sign of a
-// zero may differ where a rotation has a Paley factor.
+// The kernel of cuda/read_back/read_back.hpp. Its floats are those of codec/store.hpp and codec/basis.hpp, in their
+// order; only the sign of a zero may differ where a rotation has a Paley factor.
 //
-// It moves bytes: a row of 128 costs 20 shuffles and 350 bytes of memory traffic, and a multiprocessor has time for both.
+// It moves bytes: a row of 128 costs 20 shuffles and 350 bytes of memory traffic, and a multiprocessor has time for
+// both.
 #include "cuda/read_back/read_back.hpp"
 
 #include "base/bits.hpp"
@@ -24,7 +25,7 @@ __device__ float tq_value(int code) {
   return static_cast<float>(codec::tq_level(spec, code & ((1 << codec::format_bits(kFormat)) - 1))) - spec.offset;
 }
 
-// What a code stands for, before its scale.
+// The value of a code, before its scale.
 __device__ __forceinline__ float value_of(Format format, int code) {
   switch (format) {
     case Format::tq2: return tq_value<Format::tq2>(code);
