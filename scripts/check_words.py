@@ -18,7 +18,7 @@ ARCHIVE = "docs/lab/archive/"
 MAXIMA = {
     "phrases in comments": 85,
     "references in comments": 0,
-    "source lines over 120 columns": 298,
+    "source lines over 120 columns": 296,
 }
 SOURCE_COLUMNS, PROSE_COLUMNS = 120, 120
 

@@ -19,7 +19,7 @@ inline constexpr const char* kIsaHelp =
 /// The group of options that are taken and not shown. (CLI11's own, "", leaves their names out of error messages.)
 inline constexpr const char* kHidden = "hidden";
 
-/// The help as CLI11 makes it, without hidden options, and with a form of its own for values: --json [FILE], --keys N,...
+/// The help as CLI11 makes it, without hidden options, and with its own form of values: --json [FILE], --keys N,...
 class HelpFormatter : public CLI::Formatter {
  public:
   std::string make_group(std::string group, bool is_positional, std::vector<const CLI::Option*> opts) const override;
