@@ -1,4 +1,5 @@
-# The manual page and the shells' completions: the tool writes them from what it tells CLI11, so that they have every option that it has.
+# The manual page and the shells' completions: the tool writes them from what it tells CLI11, so that they have every
+# option that it has.
 if(NOT TARGET kvant-cli)
   return()
 endif()

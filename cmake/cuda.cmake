@@ -1,5 +1,5 @@
-# The CUDA backend: sets KVANT_CUDA_FOUND. Needs nvcc and the static runtime, nothing of a driver: cudart loads libcuda when it
-# is first asked for a device, so that a build with CUDA also runs on machines that have none.
+# The CUDA backend: sets KVANT_CUDA_FOUND. Needs nvcc and the static runtime, nothing of a driver: cudart loads libcuda
+# when it is first asked for a device, so that a build with CUDA also runs on machines that have none.
 set(KVANT_CUDA_FOUND OFF)
 if(NOT KVANT_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "KVANT_CUDA is \"${KVANT_CUDA}\": must be ON, OFF or AUTO")
@@ -9,9 +9,9 @@ if(KVANT_CUDA STREQUAL "OFF")
   return()
 endif()
 
-# Before enable_language, which would set a default of its own. "-real": machine code only; a device that none of it fits is
-# refused with a sentence (src/cuda/registry.cpp). "90-virtual" adds PTX, which the driver of a newer device compiles when a
-# kernel is first used: minutes, once (the driver keeps the result), and so by request only.
+# Before enable_language, which would set a default of its own. "-real": machine code only; a device that none of it
+# fits is refused with a sentence (src/cuda/registry.cpp). "90-virtual" adds PTX, which the driver of a newer device
+# compiles when a kernel is first used: minutes, once (the driver keeps the result), and so by request only.
 set(CMAKE_CUDA_ARCHITECTURES)
 foreach(architecture IN LISTS KVANT_CUDA_ARCHITECTURES)
   if(architecture MATCHES "^[0-9]+-virtual$")

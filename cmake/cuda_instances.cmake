@@ -1,5 +1,5 @@
-# From src/cuda/instances.cmake, the list of what is compiled for devices, to files (kvant_cuda_write_instances). A script of its own, so
-# that a test can run it where there is no nvcc (tests/cmake/cuda_instances_test.cmake).
+# From src/cuda/instances.cmake, the list of what is compiled for devices, to files (kvant_cuda_write_instances). A
+# script of its own, so that a test can run it where there is no nvcc (tests/cmake/cuda_instances_test.cmake).
 set(kvant_cuda_head_dims)
 set(kvant_cuda_pairs)
 
@@ -29,7 +29,8 @@ endmacro()
 
 include(${CMAKE_CURRENT_LIST_DIR}/../src/cuda/instances.cmake)
 
-# The pairs that `wanted` (KVANT_CUDA_PAIRS) asks for, in the order of the list: "default", "all", names of pairs, or several of these.
+# The pairs that `wanted` (KVANT_CUDA_PAIRS) asks for, in the order of the list: "default", "all", names of pairs, or
+# several of these.
 function(kvant_cuda_select_pairs wanted result)
   if("${wanted}" STREQUAL "")
     message(FATAL_ERROR "KVANT_CUDA_PAIRS is empty: write default, all, or pairs of formats as tq4/tq4;tq6/tq4")
@@ -81,8 +82,8 @@ function(kvant_cuda_each_pair pairs result)
   set(${result} "${text}" PARENT_SCOPE)
 endfunction()
 
-# Writes attend_dN.cu, prefill_dN.cu, write_dN.cu and instances.hpp from templates in `source` to `target`; what takes longest to compile first in
-# `units`.
+# Writes attend_dN.cu, prefill_dN.cu, write_dN.cu and instances.hpp from templates in `source` to `target`; what takes
+# longest to compile first in `units`.
 function(kvant_cuda_write_instances source target wanted units)
   kvant_cuda_select_pairs("${wanted}" selected)
   set(others ${kvant_cuda_pairs})

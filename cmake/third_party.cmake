@@ -1,5 +1,5 @@
-# Libraries that are header-only for us, so that an installed kvant needs Threads only, and OpenMP where it was built with it.
-# A system's own package comes first; without one, the copy in third_party/ that a source distribution carries
+# Libraries that are header-only for us, so that an installed kvant needs Threads only, and OpenMP where it was built
+# with it. A system's own package comes first; without one, the copy in third_party/ that a source distribution carries
 # (scripts/third_party.sh made it; a checkout has none).
 function(kvant_header_library package target header)
   find_package(${package} QUIET)

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Cross-compiles the library and a selection of its tests for 64-bit ARM and runs them under qemu. What only an ARM machine
-# can get wrong: the NEON verbs, and bytes that differ from those written on x86 (float contraction, conversions, signed
-# char). Debian packages: g++-aarch64-linux-gnu, qemu-user, googletest. Everything lands in build/aarch64.
+# Cross-compiles the library and a selection of its tests for 64-bit ARM and runs them under qemu. What only an ARM
+# machine can get wrong: the NEON verbs, and bytes that differ from those written on x86 (float contraction,
+# conversions, signed char). Debian packages: g++-aarch64-linux-gnu, qemu-user, googletest. Everything lands in
+# build/aarch64.
 #
 # The library is compiled a layer at a time (unity), as other runs show that every file compiles alone.
 #

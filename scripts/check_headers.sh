@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every header compiles alone: the public ones and the internal ones as C++20, the C header as C89 to C17 and as C++. Public ones also with
-# the flags of hosts that have neither exceptions nor run-time types.
+# Every header compiles alone: the public ones and the internal ones as C++20, the C header as C89 to C17 and as C++.
+# Public ones also with the flags of hosts that have neither exceptions nor run-time types.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 cxx=${CXX:-g++} cc=${CC:-gcc}

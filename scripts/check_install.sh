@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# check_install.sh BUILD_FOLDER SDIST: installs kvant (the static library of that build, then a shared one) into a temporary prefix
-# and uses it from outside the source tree, from C++ and from C: find_package from CMake, pkg-config from a shell. What a packager does,
-# and what breaks first when a header is not installed. Then as a folder of a host project that knows C alone and sets flags that change
-# arithmetic, forbid exceptions and make warnings errors. The C host prints hashes of what is stored and computed, which must be the
-# same in all three.
+# check_install.sh BUILD_FOLDER SDIST: installs kvant (the static library of that build, then a shared one) into a
+# temporary prefix and uses it from outside the source tree, from C++ and from C: find_package from CMake, pkg-config
+# from a shell. What a packager does, and what breaks first when a header is not installed. Then as a folder of a host
+# project that knows C alone and sets flags that change arithmetic, forbid exceptions and make warnings errors. The C
+# host prints hashes of what is stored and computed, which must be the same in all three.
 #
-# The shared library is built from the source distribution SDIST, with the headers that it carries in place of the system's and
-# without Eigen: so nothing is missing there. It is compiled a layer at a time and hardly optimised: what is looked at are its
-# symbols and that it works.
+# The shared library is built from the source distribution SDIST, with the headers that it carries in place of the
+# system's and without Eigen: so nothing is missing there. It is compiled a layer at a time and hardly optimised: what
+# is looked at are its symbols and that it works.
 set -euo pipefail
 built=$(cd "${1:?usage: check_install.sh BUILD_FOLDER SDIST}" && pwd)
 sdist=${2:?usage: check_install.sh BUILD_FOLDER SDIST}

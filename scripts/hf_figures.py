@@ -5,9 +5,9 @@
     python3 scripts/hf_figures.py --from hf.json --svg docs/hf-decode.svg       # draws what was measured before
     python3 scripts/hf_figures.py --quick                                       # one length, to see that it runs
 
-The model has SmolLM2-135M's shape and random weights in float32: what is timed does not depend on them. Caches are filled with random
-keys and values. A step is one token through the whole model; figures are the medians of rounds in which all caches take turns.
-Needs the package kvant (PYTHONPATH=python), torch and transformers.
+The model has SmolLM2-135M's shape and random weights in float32: what is timed does not depend on them. Caches are
+filled with random keys and values. A step is one token through the whole model; figures are the medians of rounds in
+which all caches take turns. Needs the package kvant (PYTHONPATH=python), torch and transformers.
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ def draw(result: dict) -> str:
     colors = COLORS | dict(zip((n for n in names if n not in COLORS), MORE_COLORS))
 
     def pick(key: str, f) -> dict[str, list[tuple[float, float]]]:
-        rows = {n: [(r["keys"], f(r[key])) for r in result["rows"] if r["cache"] == n and r[key] is not None] for n in names}
+        rows = {
+            n: [(r["keys"], f(r[key])) for r in result["rows"] if r["cache"] == n and r[key] is not None] for n in names
+        }
         return {n: points for n, points in rows.items() if points}
 
     second = LEFT + WIDTH + BETWEEN
@@ -174,7 +176,9 @@ def main() -> None:
     parser.add_argument("--formats", default="tq6/tq4,tq4/tq4")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for machines that do other things, too")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: for machines that do other things, too"
+    )
     parser.add_argument("--quick", action="store_true", help="512 tokens, 2 rounds")
     parser.add_argument("--from", dest="source", help="a JSON file of an earlier run")
     parser.add_argument("--json", help="where to write what was measured")

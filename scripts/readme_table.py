@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """readme_table.py KVANT [--write]: the README's table of formats is what `kvant eval` measures.
 
-Numbers may differ by 2 %, since the last digits depend on the machine's instruction set; --write replaces the table. Times
-are not in it.
+Numbers may differ by 2 %, since the last digits depend on the machine's instruction set; --write replaces the table.
+Times are not in it.
 """
+
 import json
 import pathlib
 import re
@@ -30,15 +31,19 @@ def table(rows):
     yield "|---|---|---|---|---|---|"
     for k, v in pairs:
         def mean(field, exact):
-            found = [row[field] for row in rows if (row["k_format"], row["v_format"], row["exact_ends"]) == (k, v, exact)]
+            found = [
+                row[field] for row in rows if (row["k_format"], row["v_format"], row["exact_ends"]) == (k, v, exact)
+            ]
             return sum(found) / len(found) if found else None
         if mean("rel_l2", False) is None:  # dense: there is nothing to leave out
             assert mean("rel_l2", True) < 1e-5 and mean("kl_mean", True) < 1e-9
             yield f"| {k} / {v} | {mean('bits_per_value', True):.2f} | < 1e-5 | | < 1e-9 | {100 * mean('top1', True):.1f} % |"
             continue
         name = f"**{k} / {v}** (default)" if (k, v) == ("tq6", "tq4") else f"{k} / {v}"
-        yield (f"| {name} | {mean('bits_per_value', False):.2f} | {mean('rel_l2', True):.4f} | {mean('rel_l2', False):.4f} "
-               f"| {mean('kl_mean', True):.1e} | {100 * mean('top1', True):.1f} % |")
+        yield (
+            f"| {name} | {mean('bits_per_value', False):.2f} | {mean('rel_l2', True):.4f} | {mean('rel_l2', False):.4f} "
+            f"| {mean('kl_mean', True):.1e} | {100 * mean('top1', True):.1f} % |"
+        )
 
 
 def same(a, b):
@@ -61,7 +66,10 @@ def main():
     if same(now, wanted):
         print("README: the table of formats is what kvant eval measures")
         return 0
-    print("README.md's table of formats is not what kvant eval measures; run scripts/readme_table.py KVANT --write\n" + wanted)
+    print(
+        "README.md's table of formats is not what kvant eval measures; run scripts/readme_table.py KVANT --write\n"
+        + wanted
+    )
     return 1
 
 

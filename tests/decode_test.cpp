@@ -1,5 +1,5 @@
-// Cache::decode: kernels against the codec's definition, token by token and bit for bit; then ranges, dtypes, strides and
-// threads against Cache::read, which is that definition; and what it refuses.
+// Cache::decode: kernels against the codec's definition, token by token and bit for bit; then ranges, dtypes, strides
+// and threads against Cache::read, which is that definition; and what it refuses.
 #include <gtest/gtest.h>
 
 #include <algorithm>

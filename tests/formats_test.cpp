@@ -1,4 +1,4 @@
-// What the list codec/formats.def says of each format, against docs/formats.md written out once more.
+// The list codec/formats.def against docs/formats.md, whose facts are written out once more here.
 #include <gtest/gtest.h>
 
 #include <string>

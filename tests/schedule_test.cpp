@@ -1,4 +1,5 @@
-// How a CUDA launch cuts its work (cuda/schedule/schedule.hpp), which needs no device: the line of items, and which pages are on it.
+// How a CUDA launch cuts its work (cuda/schedule/schedule.hpp), which needs no device: the line of items, and which
+// pages are on it.
 #include "cuda/schedule/schedule.hpp"
 
 #include <gtest/gtest.h>

@@ -10,7 +10,7 @@
 // Plain types that cross from the core into ISA units: outside the per-ISA namespace, and without functions.
 namespace kvant::codec {
 
-// none: a number that is no format. dense: values as given. fp8: e4m3. tq: rotated, integer levels. lut: imported levels.
+// none: the number of no format. dense: values as given. fp8: e4m3. tq: rotated, integer levels. lut: imported levels.
 enum class Family : std::uint8_t { none, dense, fp8, tq, lut };
 // How CUDA lays eight consecutive codes into bytes (cuda/tile/unpack.cuh).
 enum class Order : std::uint8_t { natural, even_odd };

@@ -1,5 +1,5 @@
-# cmake -DFOLDER=.. -P: which kernels for devices the option KVANT_CUDA_PAIRS selects, and the files that are made for them, in FOLDER
-# (cmake/cuda_instances.cmake). No nvcc is needed.
+# cmake -DFOLDER=.. -P: which kernels for devices the option KVANT_CUDA_PAIRS selects, and the files that are made for
+# them, in FOLDER (cmake/cuda_instances.cmake). No nvcc is needed.
 cmake_minimum_required(VERSION 3.22)
 set(root ${CMAKE_CURRENT_LIST_DIR}/../..)
 

@@ -1,5 +1,5 @@
-// The cache on a real device against one in host memory: the same bytes in every page that is read, whatever the formats,
-// sizes, dtypes, strides and steps; what is not finite; graphs; refusals.
+// The cache on a real device against one in host memory: the same bytes in every page that is read, whatever the
+// formats, sizes, dtypes, strides and steps; what is not finite; graphs; refusals.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -171,8 +171,8 @@ TEST(CacheGpuBeams, HoldTheBytesOfAHostCache) {
   }
 }
 
-// Steps shorter than a page, with pages that leave the tails of some sequences, or of many, at once; more sequences than one
-// launch takes.
+// Steps shorter than a page, with pages that leave the tails of some sequences, or of many, at once; more sequences
+// than one launch takes.
 TEST(CacheGpuSteps, OfManySequencesHoldTheBytesOfAHostCache) {
   SKIP_WITHOUT_DEVICE();
   for (const int tails : {1, 2}) {
@@ -207,7 +207,8 @@ TEST(CacheGpuSteps, OfManySequencesHoldTheBytesOfAHostCache) {
 
 // --- single vectors ----------------------------------------------------------------------------------------------------
 
-// Rows as they are, appended in one step to a cache on each side; compares all bytes, which must be full pages' or fields'.
+// Rows as they are, appended in one step to a cache on each side; compares all bytes, which must be full pages' or
+// fields'.
 struct Both {
   Gpu gpu;
   std::unique_ptr<CacheImpl> host, device;

@@ -173,7 +173,9 @@ def test_ragged_batches(rng):
 @pytest.mark.parametrize("order", ["bthd", "bhtd"])
 def test_batches_of_four_dimensions_are_taken_as_they_are(rng, order):
     B, T = 3, 80
-    k, v, q = (rng.standard_normal((B, T, h, D) if order == "bthd" else (B, h, T, D)).astype(np.float32) for h in (2, 2, 4))
+    k, v, q = (
+        rng.standard_normal((B, T, h, D) if order == "bthd" else (B, h, T, D)).astype(np.float32) for h in (2, 2, 4)
+    )
     if order == "bhtd":
         k, v, q = (x.transpose(0, 2, 1, 3) for x in (k, v, q))
     cache = exact_cache()

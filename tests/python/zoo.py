@@ -115,7 +115,9 @@ def build(entry: Entry):
             weight.add_(0.02 * torch.randn_like(weight))
             if "sinks" in name:
                 weight.add_(torch.randn_like(weight))
-            if any(part in name for part in ("q_proj.weight", "qkv", "query_key_value", "q_b_proj.weight", "c_attn.weight")):
+            if any(
+                part in name for part in ("q_proj.weight", "qkv", "query_key_value", "q_b_proj.weight", "c_attn.weight")
+            ):
                 weight.mul_(6.0)
     return model
 

@@ -2,8 +2,9 @@
 
     print(kvant.hf.evaluate(model, text, tokenizer=tokenizer))
 
-Captured tensors (kvant.hf.capture, kvant.eval) show the error of one layer for its true input. Here the whole model runs over
-the cache, token by token as it does while generating, so that errors of one layer reach the next and later tokens.
+Captured tensors (kvant.hf.capture, kvant.eval) show the error of one layer for its true input. Here the whole model
+runs over the cache, token by token as it does while generating, so that errors of one layer reach the next and later
+tokens.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class Evaluation:
 
 
 def compare(exact: torch.Tensor, other: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Per position [n, 5] in float64: KL divergence, total variation, same favourite, log(p / q) of the target, largest p.
+    """Per position [n, 5] in float64: KL divergence, total variation, same favourite, log(p / q) of the target, largest
+    p.
 
     exact, other: logits [n, vocabulary] of the distributions p and q. targets: [n] the tokens that the text has next.
     """
@@ -142,7 +144,8 @@ def compare(exact: torch.Tensor, other: torch.Tensor, targets: torch.Tensor) -> 
 
 
 def interval(values: torch.Tensor) -> tuple[float, float] | None:
-    """Holds 95 % of the means [n] -> [] of resampled blocks of neighbouring positions; None if there are fewer than 2 blocks."""
+    """Holds 95 % of the means [n] -> [] of resampled blocks of neighbouring positions; None if there are fewer than 2
+    blocks."""
     blocks = values.split(BLOCK)
     if len(blocks) < 2:
         return None
@@ -246,7 +249,8 @@ def _logits(model: Any, ids: torch.Tensor, past: Any) -> torch.Tensor:
 def _run(
     model: Any, ids: torch.Tensor, caches: list[Any], step: int, advance: Callable[[int], Any]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (row, what `compare` gave for some positions), block after block of the text; row -1: -log p of the exact model."""
+    """Yields (row, what `compare` gave for some positions), block after block of the text; row -1: -log p of the exact
+    model."""
     text = versions.decoder_config(model.config)
     # torch's attention has no softcap and no sinks; such models say that they have their own.
     plain = getattr(type(model), "_supports_sdpa", True) and not getattr(text, "attn_logit_softcapping", None)
@@ -281,27 +285,29 @@ def evaluate(
     progress: bool = True,
     **cache_options: Any,
 ) -> Evaluation:
-    """Measures formats by the model's own predictions: KL divergence, total variation, top-1 agreement, perplexity ratio.
+    """Measures formats by the model's own predictions: KL divergence, total variation, top-1 agreement, perplexity
+    ratio.
 
-    The text is fed `step` tokens at a time through a kvant cache of each format, the path of decoding. At every position
-    the next-token distribution is compared with that of the exact model, which runs over transformers' own cache.
+    The text is fed `step` tokens at a time through a kvant cache of each format, the path of decoding. At every
+    position the next-token distribution is compared with that of the exact model, which runs over transformers' own
+    cache.
 
     text_or_ids: a text (with tokenizer=) or the token ids of one sequence; positions + 1 of them are used.
     formats: "tq6/tq4" is keys/values, "tq4" is both. fp8 is there for comparison: it is what other engines offer.
-    positions: how many are fed. 2000 give about 10 % of accuracy; they matter from about 200 on, since the first and the newest
-        pages are exact. first: how many of them are not counted.
-    exact_ends: True: as kvant stores by default, and fp8 also without exact pages, as other engines have it; False: all formats
-        without; "both".
+    positions: how many are fed. 2000 give about 10 % of accuracy; they matter from about 200 on, since the first and
+        the newest pages are exact. first: how many of them are not counted.
+    exact_ends: True: as kvant stores by default, and fp8 also without exact pages, as other engines have it; False: all
+        formats without; "both".
     cache_options: further options of kvant.hf.cache.
 
-    Everything is computed in float32; a model in another dtype is copied. In bfloat16 the logits are rounded so coarsely that
-    any change of the keys, however small, moves the distributions by a KL divergence of about 1e-3: that hides the
-    differences between all formats above 4 bits.
+    Everything is computed in float32; a model in another dtype is copied. In bfloat16 the logits are rounded so
+    coarsely that any change of the keys, however small, moves the distributions by a KL divergence of about 1e-3: that
+    hides the differences between all formats above 4 bits.
 
     On a CUDA device exact pages are in bfloat16, which moves a float32 model by about 1e-6.
 
-    Errors: InvalidArgument; Unsupported for quantized weights, for formats in which no layer is stored by kvant, and whatever
-    kvant.hf.cache refuses.
+    Errors: InvalidArgument; Unsupported for quantized weights, for formats in which no layer is stored by kvant, and
+    whatever kvant.hf.cache refuses.
     """
     wanted = _formats(formats, exact_ends)
     if step < 1 or positions < 1 or not 0 <= first < positions:

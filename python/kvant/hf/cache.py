@@ -1,7 +1,7 @@
 """A Hugging Face cache whose layers keep their keys and values in kvant caches.
 
-Padding is never stored. What transformers counts is `length`, the same for all rows; what a row of the batch holds is its
-real tokens one after another, so that a padded batch gives what each prompt gives alone. `stored` tells them apart.
+Padding is never stored. What transformers counts is `length`, the same for all rows; what a row of the batch holds is
+its real tokens one after another, so that a padded batch gives what each prompt gives alone. `stored` tells them apart.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .settings import SHORT_WINDOW, Settings
 class KvantCache(versions.Cache):
     """What kvant.hf.cache makes. Any model that transformers can run with a DynamicCache runs with it.
 
-    config: the model's. max_length, batch: tokens of the longest row, and rows alive at once (beams and copies included);
-    they set the capacity on a device and are not read on the CPU. devices: see versions.layer_devices.
+    config: the model's. max_length, batch: tokens of the longest row, and rows alive at once (beams and copies
+        included); they set the capacity on a device and are not read on the CPU. devices: see versions.layer_devices.
     """
 
     def __init__(
@@ -77,7 +77,9 @@ class KvantCache(versions.Cache):
         if kind == "other":
             return f"{type(layer).__name__} is not keys and values alone"
         if kind == "sliding" and window <= SHORT_WINDOW and not self.settings.short_windows:
-            return f"a window of {window} takes as much in pages of 64 tokens; short_windows=True stores it all the same"
+            return (
+                f"a window of {window} takes as much in pages of 64 tokens; short_windows=True stores it all the same"
+            )
         return None
 
     def attach(self, layer: KvantLayer, keys: torch.Tensor, values: torch.Tensor) -> Any:
@@ -162,7 +164,11 @@ class KvantCache(versions.Cache):
     def _why_not_this_window(self, window: int, tokens: int) -> str | None:
         """A device's capacity holds whole prompts, of which transformers keeps a window."""
         bits = {f["name"]: f["bits"] for f in kvant.formats()}
-        if not window or self.settings.short_windows or tokens * (bits[self.settings.k] + bits[self.settings.v]) <= window * 32:
+        if (
+            not window
+            or self.settings.short_windows
+            or tokens * (bits[self.settings.k] + bits[self.settings.v]) <= window * 32
+        ):
             return None
         return (
             f"a window of {window} takes less in bf16 than {tokens} tokens, which kvant takes on a device for the prompt; "
@@ -224,7 +230,8 @@ class KvantCache(versions.Cache):
         return not any(numbers[2])
 
     def begin(self, group: Group, batch: int, tokens: int) -> None:
-        """Begins a step at a group's first layer: for all groups at once, so that nothing has changed if one has no room."""
+        """Begins a step at a group's first layer: for all groups at once, so that nothing has changed if one has no
+        room."""
         if group.length == self.length:
             if self.rows is not None and batch != self.rows:
                 self._refuse_batch(batch)
@@ -254,7 +261,8 @@ class KvantCache(versions.Cache):
             )
 
     def advance(self) -> None:
-        """A recorded step of one token for each row was launched (StepGraph): lengths here follow those on the device."""
+        """A recorded step of one token for each row was launched (StepGraph): lengths here follow those on the
+        device."""
         for group in self.groups:
             group.advance()
         self.length += 1
@@ -373,13 +381,19 @@ class KvantCache(versions.Cache):
                 family = families[id(old)] = copy.copy(old)
                 family.members = list(old.members)
                 family.group = None if old.group is None else twins[id(old.group)]
-            twin._owner, twin.family, twin.original = weakref.ref(other), families[id(old)], copy.deepcopy(layer.original)
+            twin._owner, twin.family, twin.original = (
+                weakref.ref(other),
+                families[id(old)],
+                copy.deepcopy(layer.original),
+            )
             twin.group = None if layer.group is None else twins[id(layer.group)]
             other.layers.append(twin)
         return other
 
     def __reduce_ex__(self, protocol: Any):
-        raise TypeError("a kvant cache cannot be pickled: its pages live in memory of the library; copy.deepcopy() works")
+        raise TypeError(
+            "a kvant cache cannot be pickled: its pages live in memory of the library; copy.deepcopy() works"
+        )
 
     def __del__(self):
         on_close = getattr(self, "on_close", None)
