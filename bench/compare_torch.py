@@ -36,7 +36,7 @@ SHAPES = [
     (9, 3, 64, 1, 2048),
     (9, 3, 64, 16, 2048),
 ]
-# --- contestants -------------------------------------------------------------------------------------------------------
+# --- contestants ------------------------------------------------------------------------------------------------------
 
 
 class Contestant:
@@ -149,7 +149,7 @@ def kvant_contestant(torch, kvant, case, formats, l2_bytes, device):
     return contestant
 
 
-# --- time --------------------------------------------------------------------------------------------------------------
+# --- time -------------------------------------------------------------------------------------------------------------
 
 
 def record(torch, contestant, runs):
@@ -233,7 +233,7 @@ def read_bandwidth(torch, buffer, notes):
     return best
 
 
-# --- the table -----------------------------------------------------------------------------------------------------------
+# --- the table --------------------------------------------------------------------------------------------------------
 
 
 def shape_name(shape):
@@ -258,7 +258,8 @@ def print_table(rows, bandwidth):
         if i == 0:
             print("  ".join("-" * w for w in widths))
     print(
-        f"\nread bandwidth, measured in this process: {bandwidth:.0f} GB/s. vs bf16: against the fastest PyTorch backend."
+        f"\nread bandwidth, measured in this process: {bandwidth:.0f} GB/s. "
+        "vs bf16: against the fastest PyTorch backend."
     )
 
 

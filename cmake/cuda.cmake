@@ -19,7 +19,8 @@ foreach(architecture IN LISTS KVANT_CUDA_ARCHITECTURES)
   elseif(architecture MATCHES "^[0-9]+[af]?$")
     list(APPEND CMAKE_CUDA_ARCHITECTURES ${architecture}-real)
   else()
-    message(FATAL_ERROR "KVANT_CUDA_ARCHITECTURES has \"${architecture}\": write compute capabilities as 80;89;90a;90-virtual")
+    message(FATAL_ERROR "KVANT_CUDA_ARCHITECTURES has \"${architecture}\": "
+      "write compute capabilities as 80;89;90a;90-virtual")
   endif()
 endforeach()
 
@@ -27,19 +28,23 @@ include(CheckLanguage)
 check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)
   if(KVANT_CUDA STREQUAL "ON")
-    message(FATAL_ERROR "KVANT_CUDA=ON, but there is no nvcc: put it on PATH, set CUDACXX, or configure with KVANT_CUDA=OFF")
+    message(FATAL_ERROR "KVANT_CUDA=ON, but there is no nvcc: "
+      "put it on PATH, set CUDACXX, or configure with KVANT_CUDA=OFF")
   endif()
   message(STATUS "kvant: without the CUDA backend (no nvcc found; -DKVANT_CUDA=ON makes that an error)")
   return()
 endif()
 if(kvant_cuda_fast_math)
-  message(FATAL_ERROR "CMAKE_CUDA_FLAGS has --use_fast_math or a part of it (-ftz=true, -prec-div=false, -prec-sqrt=false), which changes what kvant "
-    "computes and cannot be taken back for its files: give the flag to your own targets (target_compile_options), or set KVANT_CUDA=OFF")
+  message(FATAL_ERROR "CMAKE_CUDA_FLAGS has --use_fast_math or a part of it "
+    "(-ftz=true, -prec-div=false, -prec-sqrt=false), "
+    "which changes what kvant computes and cannot be taken back for its files: "
+    "give the flag to your own targets (target_compile_options), or set KVANT_CUDA=OFF")
 endif()
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 if(CUDAToolkit_VERSION VERSION_LESS 12.4)
-  message(FATAL_ERROR "nvcc ${CUDAToolkit_VERSION}: kvant needs CUDA 12.4 or newer for C++20; or configure with KVANT_CUDA=OFF")
+  message(FATAL_ERROR "nvcc ${CUDAToolkit_VERSION}: kvant needs CUDA 12.4 or newer for C++20; "
+    "or configure with KVANT_CUDA=OFF")
 endif()
 # CMake 3.25.1 (bookworm) does not know yet that nvcc has C++20.
 if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)

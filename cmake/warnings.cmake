@@ -28,6 +28,7 @@ if(KVANT_WARNINGS_AS_ERRORS)
   target_compile_options(kvant_flags INTERFACE $<$<COMPILE_LANGUAGE:C,CXX>:-Werror>)
 endif()
 if(KVANT_SANITIZE)
-  target_compile_options(kvant_flags INTERFACE -fsanitize=${KVANT_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
+  target_compile_options(kvant_flags INTERFACE
+    -fsanitize=${KVANT_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
   target_link_options(kvant_flags INTERFACE -fsanitize=${KVANT_SANITIZE})
 endif()

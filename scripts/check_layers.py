@@ -70,7 +70,10 @@ def check(path):
             elif target == "cuda" and layer == "cuda":
                 mine, theirs = path.relative_to(ROOT / "src").parts, name.split("/")
                 if cuda_rank(theirs) > cuda_rank(mine):
-                    yield f"{where}: src/cuda/{mine[1]} is above src/cuda/{theirs[1]}, and a folder includes only those above it"
+                    yield (
+                        f"{where}: src/cuda/{mine[1]} is above src/cuda/{theirs[1]}, "
+                        "and a folder includes only those above it"
+                    )
                 elif cuda_rank(theirs) == cuda_rank(mine) and theirs[1] in CUDA_RANK and theirs[1] != mine[1]:
                     yield f"{where}: src/cuda/{mine[1]} and src/cuda/{theirs[1]} stand side by side"
         elif layer == "kvant" and not PUBLIC_FOREIGN.match(name):

@@ -16,9 +16,9 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ARCHIVE = "docs/lab/archive/"
 MAXIMA = {
-    "phrases in comments": 216,
+    "phrases in comments": 205,
     "references in comments": 6,
-    "source lines over 120 columns": 545,
+    "source lines over 120 columns": 396,
 }
 SOURCE_COLUMNS, PROSE_COLUMNS = 120, 120
 

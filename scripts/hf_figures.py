@@ -98,7 +98,7 @@ def measure(lengths: list[int], formats: list[str], rounds: int, threads: int, c
     }
 
 
-# --- the picture ---------------------------------------------------------------------------------------------------------
+# --- the picture ------------------------------------------------------------------------------------------------------
 
 COLORS = {EXACT: "#777777", HALF: "#bbbbbb"}
 MORE_COLORS = ["#4477aa", "#ee6677", "#228833", "#ccbb44"]
@@ -148,7 +148,8 @@ def draw(result: dict) -> str:
     second = LEFT + WIDTH + BETWEEN
     total, bottom = second + WIDTH + 30, TOP + HEIGHT + 40
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="{bottom + 60}" viewBox="0 0 {total} {bottom + 60}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="{bottom + 60}" '
+        f'viewBox="0 0 {total} {bottom + 60}">',
         "<style>text{font:13px sans-serif;fill:#222}.title{font-weight:bold}.grid{stroke:#ddd}</style>",
         f'<rect width="{total}" height="{bottom + 60}" fill="#fff"/>',
         *panel(LEFT, "cache, MB", pick("bytes", lambda b: b / 1e6), colors),
@@ -162,7 +163,8 @@ def draw(result: dict) -> str:
         x += 60 + 8 * len(label)
     v = result["versions"]
     about = (
-        f"Below: tokens in the context. SmolLM2-135M's shape in f32, {result['machine']}, {result['isa']}, {result['clock']} time.",
+        f"Below: tokens in the context. SmolLM2-135M's shape in f32, "
+        f"{result['machine']}, {result['isa']}, {result['clock']} time.",
         f"torch {v['torch']}, transformers {v['transformers']}, kvant {v['kvant']}.",
     )
     out += [f'<text x="{LEFT}" y="{bottom + 28 + 20 * i}">{line}</text>' for i, line in enumerate(about)]

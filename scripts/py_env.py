@@ -53,7 +53,7 @@ def site_packages(python):
     return pathlib.Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
 
 
-# --- libraries that stand in for CUDA's --------------------------------------------------------------------------------
+# --- libraries that stand in for CUDA's -------------------------------------------------------------------------------
 
 def needed(library):
     return re.findall(r"\(NEEDED\).*\[(.*)\]", run("readelf", "-dW", library))
@@ -136,7 +136,7 @@ def stand_in(site):
             run("gcc", "-shared", "-nostdlib", source, "-o", folder / soname, f"-Wl,-soname,{soname}", *extra)
 
 
-# --- environments ------------------------------------------------------------------------------------------------------
+# --- environments -----------------------------------------------------------------------------------------------------
 
 def torch_environment():
     folder, contents = ROOT / "build/venv/torch", " ".join(TORCH + BASE + ALONE) + "\n"

@@ -16,7 +16,8 @@ carry() {
     sed -n "s|^# [0-9]* \"\(.*/$header\)\".*|\1|p" | head -n 1)
   [ -n "$found" ] || { printf 'third_party.sh: <%s> was not found; install %s\n' "$header" "$package" >&2; exit 1; }
   local licence="/usr/share/doc/$package/copyright"
-  [ -f "$licence" ] || { printf 'third_party.sh: %s is missing: the licence of %s must be carried, too\n' "$licence" "$name" >&2; exit 1; }
+  [ -f "$licence" ] ||
+    { printf 'third_party.sh: %s is missing: the licence of %s must be carried, too\n' "$licence" "$name" >&2; exit 1; }
   mkdir -p "$new/$name/include"
   cp -rL "$(dirname "$found")" "$new/$name/include/"
   cp "$licence" "$new/$name/LICENSE"

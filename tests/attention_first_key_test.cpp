@@ -91,7 +91,7 @@ INSTANTIATE_TEST_SUITE_P(Masks, LowerBound,
                            return fmt::format("{}_q{}", std::get<0>(i.param), std::get<1>(i.param));
                          });
 
-// --- caches that have released pages -----------------------------------------------------------------------------------
+// --- caches that have released pages ---------------------------------------------------------------------------------
 
 bool was_released(const World& w, std::size_t sequence, std::int64_t token) {
   std::vector<float> keys(2 * 64);
@@ -155,7 +155,7 @@ TEST(ReleasedPages, BeforeTheFirstKeyNeedNoWindow) {
   EXPECT_NE(refused.message().find("Mask::bounded_below"), std::string::npos) << refused.message();
 }
 
-// --- memory ------------------------------------------------------------------------------------------------------------
+// --- memory ----------------------------------------------------------------------------------------------------------
 
 // Dimensions that are not 1 and repeat through a stride of 0 (tensors that were expanded), any of them; the memory
 // holds what is left, and what lies behind it may not be touched.

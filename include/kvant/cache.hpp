@@ -87,9 +87,9 @@ class CacheImpl;
 
 /// A cache on a device does what one in host memory does, to the same bytes, with these differences. Calls that take a
 /// stream only enqueue work on it (read and take_non_finite wait for it); all calls on one cache must be ordered by one
-/// stream, and tensors must stay as they are until it has come past. Input that is not finite, or above 65504, is
-/// stored so that what sees it becomes NaN, and take_non_finite tells. What fork, truncate, reorder and remove changed
-/// is sent with the next call that has a stream.
+/// stream, and tensors must stay as they are until the stream has completed that work. Input that is not finite, or
+/// above 65504, is stored so that every row that sees the input becomes NaN, and take_non_finite tells. Changes by
+/// fork, truncate, reorder and remove are sent with the next call that has a stream.
 ///
 /// Steps can be recorded in a CUDA graph. reserve_ahead takes slots for the tokens of steps to come; then record
 /// reserve, write and run: the recorded step counts as taken here, so launch the graph once for it. For each further
@@ -108,8 +108,8 @@ class KVANT_API Cache {
   [[nodiscard]] Format v_format() const noexcept;
 
   SequenceId add_sequence();
-  /// A new sequence with the same tokens; pages are shared until one side writes to them. Of a page that is written to,
-  /// its filled rows are copied (on a device, the whole page).
+  /// A new sequence with the same tokens; pages are shared until one side writes to them. The filled rows of a page
+  /// that is written to are copied (on a device, the whole page).
   Result<SequenceId> fork(SequenceId parent);
   Status remove(SequenceId sequence);
   /// Forgets all tokens from position `tokens` on. Truncating up to 64 tokens and going on gives the same bytes as

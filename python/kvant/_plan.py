@@ -173,7 +173,8 @@ class Plan:
         d = _tensors.describe(x, name)
         if d.dtype != _c.F32 or d.shape != shape or d.device != self.cache.device:
             raise InvalidArgument(
-                f"{name} is {_c.DTYPE_NAMES[d.dtype]} {list(d.shape)} on {d.device[0]}: must be f32 {list(shape)} where the cache is"
+                f"{name} is {_c.DTYPE_NAMES[d.dtype]} {list(d.shape)} on {d.device[0]}: "
+                f"must be f32 {list(shape)} where the cache is"
             )
         expected = 1
         for n, s in zip(reversed(d.shape), reversed(d.stride)):
@@ -189,7 +190,8 @@ class Plan:
             torch = sys.modules.get("torch")
             if torch is None:
                 raise InvalidArgument(
-                    f"workspace is not given: without torch, pass device memory of {needed} bytes (plan.facts.workspace_bytes)"
+                    f"workspace is not given: without torch, pass device memory of {needed} bytes "
+                    "(plan.facts.workspace_bytes)"
                 )
             workspace = self.cache._workspace
             if workspace is None or workspace.numel() < needed:

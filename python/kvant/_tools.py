@@ -66,7 +66,7 @@ def merge(partials: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     return out, lse
 
 
-# --- the command line tool -----------------------------------------------------------------------------------------------
+# --- the command line tool --------------------------------------------------------------------------------------------
 
 
 def tool() -> str:

@@ -15,7 +15,7 @@ namespace {
 
 constexpr float kInf = INFINITY;
 
-// --- where things lie --------------------------------------------------------------------------------------------------
+// --- where things lie ------------------------------------------------------------------------------------------------
 
 TEST(GpuPlacement, DtypesStridesAndAlignment) {
   SKIP_WITHOUT_DEVICE();
@@ -100,7 +100,7 @@ TEST(GpuDeterminism, TwentyRunsGiveTheSameBits) {
   }
 }
 
-// --- sequences that change -----------------------------------------------------------------------------------------------
+// --- sequences that change -------------------------------------------------------------------------------------------
 
 TEST(GpuSequences, ForkTruncateAndGoOn) {
   SKIP_WITHOUT_DEVICE();
@@ -139,7 +139,7 @@ TEST(GpuSequences, ForkTruncateAndGoOn) {
   }
 }
 
-// --- graphs --------------------------------------------------------------------------------------------------------------
+// --- graphs ----------------------------------------------------------------------------------------------------------
 
 // A decoding step of a model with two layers and three sequences, recorded once and launched 200 times: lengths grow on
 // the device, and every step is what the CPU computes.
@@ -350,7 +350,7 @@ TEST(GpuShort, LengthsChangeRightBefore) {
   }
 }
 
-// --- streams and devices ---------------------------------------------------------------------------------------------------
+// --- streams and devices ---------------------------------------------------------------------------------------------
 
 TEST(GpuStreams, TwoRunSideBySide) {
   SKIP_WITHOUT_DEVICE();

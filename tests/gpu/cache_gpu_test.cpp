@@ -69,7 +69,7 @@ CacheConfig config(const char* k, const char* v, int head_dim, int sinks, int ta
   return c;
 }
 
-// --- random steps ------------------------------------------------------------------------------------------------------
+// --- random steps ----------------------------------------------------------------------------------------------------
 
 struct Pair {
   const char* k;
@@ -205,7 +205,7 @@ TEST(CacheGpuSteps, OfManySequencesHoldTheBytesOfAHostCache) {
   }
 }
 
-// --- single vectors ----------------------------------------------------------------------------------------------------
+// --- single vectors --------------------------------------------------------------------------------------------------
 
 // Rows as they are, appended in one step to a cache on each side; compares all bytes, which must be full pages' or
 // fields'.
@@ -438,7 +438,7 @@ TEST(CacheGpuVectors, ACalibratedBasisIsFollowedClosely) {
   }
 }
 
-// --- refusals ----------------------------------------------------------------------------------------------------------
+// --- refusals --------------------------------------------------------------------------------------------------------
 
 TEST(CacheGpuRefusals, SayWhatIsAllowed) {
   SKIP_WITHOUT_DEVICE();

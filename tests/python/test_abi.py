@@ -45,7 +45,8 @@ def facts(tmp_path_factory):
         lines.append(f'  printf("{struct} . 0 %zu\\n", sizeof({struct}));')
         for field in fields:
             lines.append(
-                f'  printf("{struct} {field} %zu %zu\\n", offsetof({struct}, {field}), sizeof((({struct}*)0)->{field}));'
+                f'  printf("{struct} {field} %zu %zu\\n", offsetof({struct}, {field}), '
+                f'sizeof((({struct}*)0)->{field}));'
             )
     lines += ["  return 0;", "}", ""]
     (folder / "facts.c").write_text("\n".join(lines))

@@ -56,7 +56,7 @@ def exact_cache(**options):
     return kvant.Cache(kv_heads=2, head_dim=D, k="f32", v="f32", **options)
 
 
-# --- attention -----------------------------------------------------------------------------------------------------------
+# --- attention --------------------------------------------------------------------------------------------------------
 
 
 def test_decode_of_one_sequence(rng):
@@ -156,7 +156,7 @@ def test_merging_two_halves_gives_the_whole(rng):
     close(lse, expected_lse)
 
 
-# --- batches and layouts -------------------------------------------------------------------------------------------------
+# --- batches and layouts ----------------------------------------------------------------------------------------------
 
 
 def test_ragged_batches(rng):
@@ -233,7 +233,7 @@ def test_dlpack(rng):
     close(cache.attend(seq, 0, OnlyDlpack(q)), attention(q, k, v)[0])
 
 
-# --- sequences -----------------------------------------------------------------------------------------------------------
+# --- sequences --------------------------------------------------------------------------------------------------------
 
 
 def test_fork_truncate_and_reorder(rng):
@@ -317,7 +317,7 @@ def test_any_head_dim(rng, head_dim):
     assert f"head_dim {head_dim}, stored as" in cache.describe()
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_refusals_carry_the_library_s_sentence(rng):
@@ -355,7 +355,7 @@ def test_a_device_without_a_backend_is_refused():
         kvant.Cache(kv_heads=2, head_dim=D, device="cuda", capacity_tokens=1024)
 
 
-# --- hosts ---------------------------------------------------------------------------------------------------------------
+# --- hosts ------------------------------------------------------------------------------------------------------------
 
 
 def step_bits(cache, seq, rng):

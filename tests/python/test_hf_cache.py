@@ -277,9 +277,14 @@ def test_short_windows_stay_with_transformers(sliding, prompts):
 
 def of_head_dim(transformers, head_dim, device):
     config = transformers.LlamaConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=256,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=256,
         head_dim=head_dim,
-    )  # fmt: skip
+    )
     return transformers.LlamaForCausalLM(config).eval().to(device), config
 
 

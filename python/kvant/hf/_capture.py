@@ -70,8 +70,9 @@ def attention_of(model: Any, name: str):
         model.set_attn_implementation(chosen if part is None else {part: chosen})
         if text._attn_implementation != chosen:
             raise Unsupported(
-                f"{type(model).__name__} does not let its attention function be chosen (it is not written for transformers' "
-                "AttentionInterface): kvant cannot see its queries, keys and values"
+                f"{type(model).__name__} does not let its attention function be chosen "
+                "(it is not written for transformers' AttentionInterface): "
+                "kvant cannot see its queries, keys and values"
             )
 
     try:
@@ -156,7 +157,8 @@ class _Recorder:
         if (softcap is not None or sinks is not None) and not self.approximate:
             what = "caps its logits" if softcap is not None else "has sink logits"
             raise Unsupported(
-                f"{where} {what}, which `kvant eval` leaves out: pass approximate=True for a file whose errors are those of "
+                f"{where} {what}, which `kvant eval` leaves out: "
+                "pass approximate=True for a file whose errors are those of "
                 "plain attention (calibration is not affected)"
             )
         window = _visible(mask, query.shape[2], key.shape[2], kw.get("sliding_window"), where)
@@ -174,7 +176,8 @@ class _Recorder:
 def _metadata(model: Any, ids: torch.Tensor, layers: dict[int, _Layer]) -> dict[str, str]:
     metadata = {
         "model": str(getattr(model.config, "name_or_path", "") or model.config.model_type),
-        "layout": "q [heads,queries,head_dim] are the last positions; k,v [kv_heads,positions,head_dim]; all after RoPE and norms",
+        "layout": "q [heads,queries,head_dim] are the last positions; k,v [kv_heads,positions,head_dim]; "
+        "all after RoPE and norms",
         "tokens": str(ids.shape[1]),
         "writer": f"kvant {version()}",
     }
@@ -238,9 +241,11 @@ def capture(
     missing = sorted((wanted or set()) - recorder.seen.keys())
     if missing or not recorder.seen:
         raise InvalidArgument(
-            f"layers = {sorted(wanted or [])}: {missing or 'none'} of them attend through transformers' AttentionInterface"
+            f"layers = {sorted(wanted or [])}: {missing or 'none'} of them attend "
+            "through transformers' AttentionInterface"
             if wanted is not None
-            else f"no layer of {type(model).__name__} attends through transformers' AttentionInterface: nothing to capture"
+            else f"no layer of {type(model).__name__} attends "
+            "through transformers' AttentionInterface: nothing to capture"
         )
     found = dict(sorted(recorder.seen.items()))
     tensors = {f"layer{n}.{part}": getattr(layer, part) for n, layer in found.items() for part in "qkv"}

@@ -104,8 +104,8 @@ class Evaluation:
             within = "[{:.1e}, {:.1e}]".format(*r.kl_interval) if r.kl_interval else "-"
             ratio = "[{:.4f}, {:.4f}]".format(*r.perplexity_ratio_interval) if r.perplexity_ratio_interval else ""
             lines.append(
-                f"{r.name:<20}{r.bytes / 1e6:>8.1f}{r.kl:>15.2e}  {within:<19}{r.kl_p99:>8.1e}  {r.tv:>8.1e}{100 * r.top1:>9.2f}"
-                f"  {r.perplexity_ratio:.4f} {ratio}"
+                f"{r.name:<20}{r.bytes / 1e6:>8.1f}{r.kl:>15.2e}  {within:<19}{r.kl_p99:>8.1e}  "
+                f"{r.tv:>8.1e}{100 * r.top1:>9.2f}  {r.perplexity_ratio:.4f} {ratio}"
             )
         if self.rows:
             lines.append(f"{'in bf16':<20}{self.rows[0].bf16_bytes / 1e6:>8.1f}")
@@ -124,7 +124,7 @@ class Evaluation:
         return "\n".join(line.rstrip() for line in lines)
 
 
-# --- statistics ----------------------------------------------------------------------------------------------------------
+# --- statistics -------------------------------------------------------------------------------------------------------
 
 
 def compare(exact: torch.Tensor, other: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -186,7 +186,7 @@ def summary(k: str, v: str, exact_ends: bool, found: torch.Tensor, report: Repor
     )
 
 
-# --- the runs ------------------------------------------------------------------------------------------------------------
+# --- the runs ---------------------------------------------------------------------------------------------------------
 
 
 def in_float32(model: Any) -> Any:
@@ -194,8 +194,9 @@ def in_float32(model: Any) -> Any:
     weights = {p.dtype for p in model.parameters()}
     packed = (weights | {b.dtype for b in model.buffers()}) - {*FLOATS, torch.int64, torch.bool}  # those count and mask
     if packed or not weights <= FLOATS:
+        kinds = ", ".join(sorted(map(str, packed or weights)))
         raise Unsupported(
-            f"{type(model).__name__} has quantized weights ({', '.join(sorted(map(str, packed or weights)))}), which cannot be made "
+            f"{type(model).__name__} has quantized weights ({kinds}), which cannot be made "
             "float32: load it with dtype=torch.float32 and without its quantization"
         )
     return model if weights == {torch.float32} else copy.deepcopy(model).float()
@@ -332,7 +333,8 @@ def evaluate(
             if not any(layer.stored for layer in report.rows):
                 reasons = "; ".join(sorted({layer.reason for layer in report.rows if layer.reason}))
                 raise Unsupported(
-                    f"{row[0]}/{row[1]}: kvant stores no layer of {type(model).__name__}, so there is nothing to measure: {reasons}"
+                    f"{row[0]}/{row[1]}: kvant stores no layer of {type(model).__name__}, "
+                    f"so there is nothing to measure: {reasons}"
                 )
     finally:
         close()

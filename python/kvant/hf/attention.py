@@ -85,8 +85,9 @@ def _overlay(layer: Any, mask: torch.Tensor, queries: int, keys: int) -> tuple[t
         dense = mask.dense() if isinstance(mask, LazyMask) else mask
         if dense.ndim != 4 or dense.shape[2] not in (1, queries) or dense.shape[3] not in (keys, layer.length):
             raise ValueError(
-                f"attention_mask has shape {list(dense.shape)}: layer {layer.index} has {queries} queries and {keys} keys, so that "
-                f"it must be [batch, heads, {queries}, {keys}], where batch and heads may be 1"
+                f"attention_mask has shape {list(dense.shape)}: "
+                f"layer {layer.index} has {queries} queries and {keys} keys, "
+                f"so that it must be [batch, heads, {queries}, {keys}], where batch and heads may be 1"
             )
         return placing.place_mask(layer.owner, layer.group, dense[..., dense.shape[3] - keys :], queries)
 

@@ -91,7 +91,8 @@ class KvantCache(versions.Cache):
         if reason is not None or family.geometry not in (None, geometry):
             if family.group is not None:
                 raise RuntimeError(
-                    f"layer {layer.index} has keys {list(keys.shape)}, where its configuration and layers {family.members} say "
+                    f"layer {layer.index} has keys {list(keys.shape)}, "
+                    f"where its configuration and layers {family.members} say "
                     f"{family.geometry[0]} heads of {family.geometry[1]}: pass skip_layers=[{layer.index}]"
                 )
             family.members.remove(layer.index)
@@ -171,16 +172,17 @@ class KvantCache(versions.Cache):
         ):
             return None
         return (
-            f"a window of {window} takes less in bf16 than {tokens} tokens, which kvant takes on a device for the prompt; "
-            "short_windows=True stores it all the same"
+            f"a window of {window} takes less in bf16 than {tokens} tokens, "
+            "which kvant takes on a device for the prompt; short_windows=True stores it all the same"
         )
 
     def _capacity(self) -> dict[str, int]:
         """Of a cache on a device, which takes all its memory when it is made."""
         if self.max_length is None or self.capacity_rows is None:
             raise kvant.InvalidArgument(
-                "a kvant cache on a device takes its memory at once: pass max_length= (tokens of the longest row) and batch= "
-                "(rows, beams and copies included) to kvant.hf.cache, or let generate() make the cache"
+                "a kvant cache on a device takes its memory at once: "
+                "pass max_length= (tokens of the longest row) and batch= (rows, beams and copies included) "
+                "to kvant.hf.cache, or let generate() make the cache"
             )
         # A page that is partly filled, one more while beams part, and the exact ends' copies.
         tokens = (self.max_length + 63) // 64 * 64 + 3 * 64
@@ -208,8 +210,8 @@ class KvantCache(versions.Cache):
             return True
         if mask.shape[1] < offset + tokens:
             raise ValueError(
-                f"attention_mask has {mask.shape[1]} columns, where the cache holds {offset} tokens and {tokens} are new: "
-                f"pass all {offset + tokens} columns"
+                f"attention_mask has {mask.shape[1]} columns, "
+                f"where the cache holds {offset} tokens and {tokens} are new: pass all {offset + tokens} columns"
             )
         mask = mask[:, : offset + tokens]
         if self.stored is None and bool(mask.all()):
@@ -256,8 +258,8 @@ class KvantCache(versions.Cache):
             group.begin(self._step)
         else:
             raise RuntimeError(
-                f"a layer of {group.members} gets {tokens} tokens of {batch} rows after {group.length}, where the cache has "
-                f"{self.length}: a forward pass ended before its last layer; call cache.reset()"
+                f"a layer of {group.members} gets {tokens} tokens of {batch} rows after {group.length}, "
+                f"where the cache has {self.length}: a forward pass ended before its last layer; call cache.reset()"
             )
 
     def advance(self) -> None:
@@ -408,13 +410,15 @@ class KvantCache(versions.Cache):
     def warn_decoding(self, operation: str) -> None:
         if self.settings.strict:
             raise RuntimeError(
-                f"{operation} needs the keys or values themselves, which are packed (strict=True): the model does not compute "
-                "its attention through kvant; call kvant.hf.enable(model), or pass strict=False to decode them in each step"
+                f"{operation} needs the keys or values themselves, which are packed (strict=True): "
+                "the model does not compute its attention through kvant; "
+                "call kvant.hf.enable(model), or pass strict=False to decode them in each step"
             )
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{operation} needs the keys or values themselves: kvant decodes the whole cache of a layer, in each step. "
-                "The result is right, but slow. Either the model computes attention itself, or kvant.hf.enable(model) is missing",
+                f"{operation} needs the keys or values themselves: "
+                "kvant decodes the whole cache of a layer, in each step. The result is right, but slow. "
+                "Either the model computes attention itself, or kvant.hf.enable(model) is missing",
                 stacklevel=4,
             )

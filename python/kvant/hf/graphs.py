@@ -73,7 +73,8 @@ class StepGraph:
             raise InvalidArgument("some row of the cache was padded: record a graph for rows without padding")
         if tuple(tokens.shape) != (cache.rows, 1) or tokens.device.type != "cuda":
             raise InvalidArgument(
-                f"tokens is {list(tokens.shape)} on {tokens.device}: must be [{cache.rows}, 1], one for each row, on the cache's device"
+                f"tokens is {list(tokens.shape)} on {tokens.device}: "
+                f"must be [{cache.rows}, 1], one for each row, on the cache's device"
             )
 
     def _forward(self) -> torch.Tensor:

@@ -187,8 +187,9 @@ class Group:
             _c.check(status)
         except kvant.OutOfCapacity as error:
             raise kvant.OutOfCapacity(
-                f"this cache is full, and holds what it held before: {error}. Its capacity comes from max_length= and batch= of "
-                "kvant.hf.cache, or from what generate() was asked for: make a cache with larger ones, or crop or reset this one"
+                f"this cache is full, and holds what it held before: {error}. "
+                "Its capacity comes from max_length= and batch= of kvant.hf.cache, "
+                "or from what generate() was asked for: make a cache with larger ones, or crop or reset this one"
             ) from None
 
     def _struct(self, role: int, x: torch.Tensor) -> Any:

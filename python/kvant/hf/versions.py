@@ -230,8 +230,9 @@ def set_attention(model: Any) -> None:
     model.set_attn_implementation(wanted)
     if decoder._attn_implementation != IMPLEMENTATION:
         raise ValueError(
-            f"{type(model).__name__} computes attention itself and not through transformers' AttentionInterface, so kvant "
-            'cannot take its place; kvant.hf.cache(model) still compresses, but decodes the whole cache in each step'
+            f"{type(model).__name__} computes attention itself and not through transformers' AttentionInterface, "
+            'so kvant cannot take its place; kvant.hf.cache(model) still compresses, '
+            'but decodes the whole cache in each step'
         )
 
 
