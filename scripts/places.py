@@ -21,7 +21,7 @@ MAXIMA = {
     "files to edit for a CUDA pair": 1,
     "device branches in src/core": 42,  # 0, outside the stores
     "void* callbacks from kernels": 2,  # 0
-    "lines over 120 columns": 570,  # 0
+    "lines over 120 columns": 406,  # 0
 }
 COLUMNS = 120
 
