@@ -16,9 +16,9 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ARCHIVE = "docs/lab/archive/"
 MAXIMA = {
-    "phrases in comments": 85,
+    "phrases in comments": 84,
     "references in comments": 0,
-    "source lines over 120 columns": 296,
+    "source lines over 120 columns": 273,
 }
 SOURCE_COLUMNS, PROSE_COLUMNS = 120, 120
 
