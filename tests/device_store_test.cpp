@@ -1,5 +1,6 @@
-// A cache's pages on a device: what the DeviceStore refuses and says, and what it makes of a backend's errors. The device is a
-// fake one (support/fake_device.hpp). That it holds what a cache in host memory holds is in device_cache_test.cpp.
+// A cache's pages on a device: what the DeviceStore refuses and says, and what it makes of a backend's errors. The
+// device is a fake one (support/fake_device.hpp). That it holds what a cache in host memory holds is in
+// device_cache_test.cpp.
 #include <gtest/gtest.h>
 
 #include "core/device_store.hpp"

@@ -146,7 +146,7 @@ struct SampledRow {
   double sum = 0;
   std::vector<double> acc;
 
-  // Of keys at positions `begin` and on, those that the query sees.
+  // Adds those keys at positions `begin` and on that the query sees.
   void add(const float* keys, const float* values, std::int64_t begin, std::int64_t end, std::int64_t own_keys,
            std::int64_t stride) {
     const int dim = c->head_dim;

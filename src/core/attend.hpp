@@ -76,7 +76,8 @@ struct SequenceUse {
   const PreparedLayout* prepared_layout;  // null: not on the vector path, whose items alone have prepared rows
 };
 
-// Where the blocks of a domain lie, for one layer: kv head h of slot s begins at slots[s] + layer_offset + h * head_stride.
+// Where the blocks of a domain lie, for one layer: that of slot s and kv head h begins at
+// slots[s] + layer_offset + h * head_stride.
 struct BlockTable {
   const std::byte* const* slots;  // null: there are no such pages
   std::size_t layer_offset;

@@ -1,4 +1,4 @@
-// What a cache says of itself: how much memory it takes, and what it is.
+// Memory and description of a cache.
 #include <algorithm>
 
 #include "core/cache_impl.hpp"

@@ -7,9 +7,9 @@
 //
 // So plans keep slots, and ask for blocks and layouts when they run.
 //
-// CacheImpl checks the arguments of calls, and joins three parts: the CacheSpec, which says as what the cache was created,
-// the CacheTable, which says which slots hold what, and the PageStore, which holds the bytes. Where these are, on the host or
-// on a device, only the PageStore knows.
+// CacheImpl checks the arguments of calls, and joins three parts: the CacheSpec, which says as what the cache was
+// created, the CacheTable, which says which slots hold what, and the PageStore, which holds the bytes. Where these are,
+// on the host or on a device, only the PageStore knows.
 //
 //   cache_create.cpp     from a CacheConfig to a cache
 //   cache_sequences.cpp  add, fork, remove, truncate, reorder, and views
@@ -48,9 +48,9 @@ class CacheImpl {
 
   /// Errors: unknown sequence. The spans inside are valid until the cache changes.
   Result<SequenceView> view(SequenceId sequence) const;
-  /// Which copy attention reads at this length: the exact one where the rule of exact ends says so and it is there.
-  [[nodiscard]] bool reads_exact(const SequenceView& s, std::int64_t page) const noexcept {
-    return table_.reads_exact(s, page);
+  /// CacheTable::reads_exact
+  [[nodiscard]] bool reads_exact(const SequenceView& s, std::int64_t page, std::int64_t q_len = 1) const noexcept {
+    return table_.reads_exact(s, page, q_len);
   }
   /// A slot's bytes for one layer and kv head, 64-byte aligned. Pool::exact: null before the first write. Null for a
   /// cache on a device.
@@ -82,8 +82,8 @@ class CacheImpl {
   [[nodiscard]] core::PageStore& store() const noexcept { return *store_; }
   /// Whether calls enqueue their work on a stream: those of a cache on a device.
   [[nodiscard]] bool takes_streams() const noexcept { return store_->takes_streams(); }
-  /// Place of a sequence in the device's tables. Errors: unknown sequence, one that got none (max_sequences), and a cache in
-  /// host memory.
+  /// Place of a sequence in the device's tables. Errors: unknown sequence, one that got none (max_sequences), and a
+  /// cache in host memory.
   Result<std::int32_t> device_index(SequenceId sequence) const { return store_->device_index(sequence); }
   /// Sends what fork, truncate and remove changed in the device's tables: before kernels read them. Nothing to send, or
   /// a cache in host memory: does nothing.
@@ -129,8 +129,8 @@ class CacheImpl {
   Status check_inputs(std::span<const Rows> rows, const TensorView& keys, const TensorView& values) const;
   /// An append to a layer: true if its tokens are yet to be reserved, false if exactly these wait for this layer.
   Result<bool> needs_reserve(const Rows& rows, int layer) const;
-  /// A range that can be read, and the sequence as attention saw it then: of a layer that waits for its write, as it was
-  /// before the step. `argument` names it in messages; empty: a call has but one.
+  /// A range that can be read, and the sequence as attention saw it then: of a layer that waits for its write, as it
+  /// was before the step. `argument` names it in messages; empty: a call has but one.
   Result<core::ReadRange> check_range(const TokenRange& range, int layer, const std::string& argument) const;
   Status check_legacy(const LegacyLayout& layout, const LegacyTensors& tensors,
                       std::span<const std::int64_t> slots) const;

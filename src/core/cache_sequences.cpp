@@ -1,5 +1,5 @@
-// Sequences: add, fork, remove, truncate, reorder; and how attention sees one. Only tables change, the host's and, where pages
-// are on a device, the device's.
+// Sequences: add, fork, remove, truncate, reorder; and how attention sees one. Only tables change, the host's and,
+// where pages are on a device, the device's.
 #include <algorithm>
 #include <new>
 

@@ -42,8 +42,8 @@ codec::PageLayout CacheSpec::exact_layout(Dtype dtype) const {
   return codec::page_layout(format, format, stored_dim());
 }
 
-// Where nothing was asked for: two bytes a value, as the cache that users compare with, unless a side is f32 by its format. What
-// is f16 stays f16, and what was asked for as f16 is not rounded to the fewer digits of bf16.
+// Two bytes a value, as the cache that users compare with has, unless a side is f32 by its format. Tensors that are f16
+// stay f16, and a side whose format is f16 is not rounded to the fewer digits of bf16.
 Dtype CacheSpec::automatic_exact(Dtype keys, Dtype values) const {
   if (k == Format::f32 || v == Format::f32) return Dtype::f32;
   const bool any_f16_format = k == Format::f16 || v == Format::f16;

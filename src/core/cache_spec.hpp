@@ -1,4 +1,4 @@
-// What a cache was created as. Its parts share this, and it never changes.
+// The configuration of a cache, resolved. The parts of a cache share one, which never changes.
 #pragma once
 
 #include <string>
@@ -39,7 +39,7 @@ class CacheSpec {
   /// Level tables of lut formats, else null.
   [[nodiscard]] const float* k_levels() const noexcept { return codec::is_lut(k) ? config.k_levels.data() : nullptr; }
   [[nodiscard]] const float* v_levels() const noexcept { return codec::is_lut(v) ? config.v_levels.data() : nullptr; }
-  /// The dtype of exact pages where nothing was asked for, and the first write has tensors of these dtypes.
+  /// The dtype of exact pages where the config names none, and the first write has tensors of these dtypes.
   [[nodiscard]] Dtype automatic_exact(Dtype keys, Dtype values) const;
   /// "head_dim 72, stored as 80 (...)"
   [[nodiscard]] std::string head_dim_words() const;

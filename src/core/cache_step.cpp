@@ -122,7 +122,7 @@ Status CacheImpl::append(SequenceId id, int layer, const TensorView& keys, const
   if (Status status = check_inputs({&rows, 1}, keys, values); !status) return status;
   if (tokens == 0) return {};
   if (*reserves) {
-    // All values are looked at before anything is reserved, so that a refusal leaves no trace.
+    // All values are validated before anything is reserved, so that a refusal leaves no trace.
     if (Status status = store_->check_values({&rows, 1}, keys, values); !status) return status;
     const Append step{id, tokens};
     if (Status status = reserve({&step, 1}, stream); !status) return status;

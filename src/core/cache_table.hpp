@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/visibility.hpp"
 #include "core/page_pool.hpp"
 #include "core/page_ref.hpp"
 #include "kvant/cache.hpp"
@@ -121,14 +122,16 @@ class CacheTable {
   /// changed no sequence. Returns the copies that must be made before rows are stored.
   std::vector<SlotCopy> commit(std::span<const Append> appends, const Demand& demand, Reserve what = Reserve::step);
 
-  /// The pages of a sequence's tokens: those that were reserved ahead are nobody's business yet.
+  /// The pages of a sequence's tokens, without those that were reserved ahead.
   [[nodiscard]] static std::span<const PageRef> pages_of(const Sequence& s) noexcept {
     return std::span<const PageRef>(s.pages).first(static_cast<std::size_t>(pages_for(s.length)));
   }
-  /// Which copy attention reads at this length: the exact one where the rule of exact ends says so and it is there.
-  [[nodiscard]] bool reads_exact(const SequenceView& s, std::int64_t page) const noexcept {
+  /// Which copy attention of the newest q_len queries reads: the exact one where the rule of exact ends says so and the
+  /// page has one (base::exact_length).
+  [[nodiscard]] bool reads_exact(const SequenceView& s, std::int64_t page, std::int64_t q_len = 1) const noexcept {
     const PageRef& ref = s.pages[static_cast<std::size_t>(page)];
-    return ref.exact >= 0 && (ref.encoded < 0 || config_.ends.exact(s.length, page));
+    const std::int64_t length = base::exact_length(s.length, q_len);
+    return ref.exact >= 0 && (ref.encoded < 0 || config_.ends.exact(length, page));
   }
   [[nodiscard]] bool layer_ready(const Sequence& s, int layer) const;
   [[nodiscard]] int first_unwritten(const Sequence& s) const;  // of a step that is not done

@@ -1,5 +1,6 @@
-// Beams: sequences become what others of them were, all at once. Only tables change. A sequence that is named by one entry
-// moves with its reference counts; named by more, its pages are shared as fork shares them; by none, they are released.
+// Beams: sequences become what others of them were, all at once. Only tables change. A sequence that is named by one
+// entry moves with its reference counts; named by more, its pages are shared as fork shares them; by none, they are
+// released.
 #include <algorithm>
 
 #include "core/cache_table.hpp"
@@ -45,7 +46,8 @@ void CacheTable::reorder(std::span<const SequenceId> ids, std::span<const std::i
   for (const SequenceId id : ids) all.push_back(&sequences_.find(number(id))->second);
 
   const auto parent_of = [&](std::size_t i) { return static_cast<std::size_t>(parents[i]); };
-  // Who goes on with the pages of each: itself if it may, else the first that names it. The others get copies of its table.
+  // Who goes on with the pages of each: itself if it may, else the first that names it. The others get copies of its
+  // table.
   constexpr std::size_t kNobody = ~std::size_t{0};
   std::vector<std::size_t> heir(all.size(), kNobody);
   std::vector<std::int32_t> uses(all.size(), 0);

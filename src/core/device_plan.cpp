@@ -1,5 +1,5 @@
-// The work of a plan over pages in a device's memory: its backend plans and runs, from checked options and the sequences'
-// places in the device's tables.
+// The work of a plan over pages in a device's memory: its backend plans and runs, from checked options and the
+// sequences' places in the device's tables.
 #include "core/device_store.hpp"
 #include "core/fmt.hpp"
 #include "core/plan.hpp"
@@ -10,8 +10,8 @@ namespace {
 
 class DeviceWork final : public PlanWork {
  public:
-  DeviceWork(const PlanImpl& plan, DevicePages& pages, const char* backend, std::unique_ptr<DevicePlan> device)
-      : plan_(plan), pages_(pages), backend_(backend), device_(std::move(device)) {}
+  DeviceWork(const PlanImpl& plan, DevicePages& pages, const char* backend, std::unique_ptr<DevicePlan> made)
+      : plan_(plan), pages_(pages), backend_(backend), device_(std::move(made)) {}
 
   [[nodiscard]] const char* isa() const noexcept override { return backend_; }
   [[nodiscard]] const char* kernel() const noexcept override { return device_->kernel(); }

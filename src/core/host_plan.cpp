@@ -1,10 +1,10 @@
 // From the sequences of a plan to lists of independent work items.
 //
-// Splits. A row block's visible pages are cut into equal shares of at least kMinSplitPages pages: up to kFewSplits of those,
-// and more, up to kMaxSplits, of kLongSplitPages (65536 keys of 4 heads: 128 items for 16 threads, a tenth of a thread's
-// time each, where 64 items left threads idle for up to a quarter). The cut depends on that sequence's own length and rows
-// only, never on the threads or on the rest of the batch: a sequence has the same bits whatever it is batched with and
-// however many cores work on it.
+// Splits. A row block's visible pages are cut into equal shares of at least kMinSplitPages pages: up to kFewSplits of
+// those, and more, up to kMaxSplits, of kLongSplitPages (65536 keys of 4 heads: 128 items for 16 threads, a tenth of a
+// thread's time each, where 64 items left threads idle for up to a quarter). The cut depends on that sequence's own
+// length and rows only, never on the threads or on the rest of the batch: a sequence has the same bits whatever it is
+// batched with and however many cores work on it.
 #include "core/host_plan.hpp"
 
 #include <algorithm>
@@ -41,7 +41,7 @@ class Builder {
       const SequenceView view = *cache_.view(work_.plan.ids[i]);
       for (std::int64_t page = 0; page < pages_for(view.length); ++page) {
         const PageRef ref = view.pages[static_cast<std::size_t>(page)];
-        const bool exact = ref != PageRef{} && cache_.reads_exact(view, page);
+        const bool exact = ref != PageRef{} && cache_.reads_exact(view, page, planned.q_len);
         work_.pages.push_back({exact ? ref.exact : ref.encoded, exact ? kExact : kEncoded});
       }
     }
@@ -132,7 +132,8 @@ class Builder {
 
 }  // namespace
 
-// Asks for what the plan's kernels need where they will use it. Refused ones are replaced by the next best, unless the caller named them.
+// Asks for what the plan's kernels need where they will use it. Refused ones are replaced by the next best, unless the
+// caller named them.
 Status HostPlan::permit_kernels() {
   const bool many_rows = std::any_of(sequences.begin(), sequences.end(),
                                      [&](const SequenceUse& s) { return s.q_len * plan.group > kVectorRows; });

@@ -1,5 +1,5 @@
-// A run on the CPU: three phases over a plan's lists (core/attend.hpp). Nothing here allocates, throws or waits for anything
-// but its own workers.
+// A run on the CPU: three phases over a plan's lists (core/attend.hpp). Nothing here allocates, throws or waits for
+// anything but its own workers.
 #include <atomic>
 #include <thread>
 
@@ -11,10 +11,11 @@
 namespace kvant::core {
 namespace {
 
-// One run's work: first the prepare items, then the attend items, in one list that workers take from in order. Nobody waits
-// for a phase to end but the few that reach the attend items while the last prepare items are being done; a block's last
-// split to end merges it. So a run costs one wake-up of the workers (three, with a barrier after each phase, took as long as
-// 0.3 ms on a machine of 32 virtual cores), and an executor may run the shares one after another.
+// One run's work: first the prepare items, then the attend items, in one list that workers take from in order. Nobody
+// waits for a phase to end but the few that reach the attend items while the last prepare items are being done; a
+// block's last split to end merges it. So a run costs one wake-up of the workers (three, with a barrier after each
+// phase, took as long as 0.3 ms on a machine of 32 virtual cores), and an executor may run the shares one after
+// another.
 struct Job {
   const HostPlan& plan;
   RunContext context;

@@ -12,8 +12,8 @@
 namespace kvant::core {
 namespace {
 
-// Below this many values a second thread costs more than it saves: decoding takes about 0.6 ns a value, waking a thread some
-// ten microseconds.
+// Below this many values a second thread costs more than it saves: decoding takes about 0.6 ns a value, waking a thread
+// some ten microseconds.
 constexpr std::int64_t kDecodedPerWorker = 65536;
 
 Status host_only(const char* call) {

@@ -33,8 +33,8 @@ class HostStore final : public PageStore {
   Status check_rows(const char* name, const TensorView& t, std::span<const StepRows> rows) const override;
   Status check_dtypes(Dtype keys, Dtype values) const override;
   Status check_values(std::span<const StepRows> rows, const TensorView& keys, const TensorView& values) const override;
-  /// Values are looked at on the way, rows right before they are encoded, also where a pass before found them finite: the
-  /// caller may have changed them since.
+  /// Validates each row right before the row is encoded, also where check_values found it finite:
+  /// the caller may have changed them since.
   Status write(std::span<const StepRows> rows, int layer, const TensorView& keys, const TensorView& values,
                Stream stream) override;
   Status decode(std::span<const ReadRange> ranges, int layer, const MutableTensorView& keys,

@@ -1,4 +1,4 @@
-// What a write to host memory looks for: values, and magnitudes, that cannot be stored.
+// A write to host memory refuses values, and scales, that cannot be stored.
 #include <algorithm>
 #include <atomic>
 #include <limits>
@@ -25,8 +25,8 @@ float element(Dtype dtype, const std::byte* row, int i) {
   }
 }
 
-// Looks for the first vector that cannot be stored: those of the keys by row and head, then those of the values. Rows are
-// counted over all sequences, however they lie.
+// Looks for the first vector that cannot be stored: those of the keys by row and head, then those of the values. Rows
+// are counted over all sequences, however they lie.
 struct FiniteCheck {
   static constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
 

@@ -4,7 +4,8 @@
 // what is stored depends on the values alone, not on how appends were cut or when a page left the tail. Then, for each
 // page that a sequence's step touches and each kv head:
 //
-//   the page has an exact copy   its rows go there; if it leaves the tail in this step, the whole page is encoded from it
+//   the page has an exact copy   its rows go there; if it leaves the tail in this step, the whole page is encoded from
+//                                this copy
 //   it has none                  its rows are encoded in place
 #include <algorithm>
 #include <atomic>
@@ -211,7 +212,7 @@ Status core::HostStore::write(std::span<const StepRows> rows, int layer, const T
                .refused = &refused};
   core::parallel(run.workers, store_share, &run);
   if (refused) {
-    // What was stored is beyond what any reader sees, and the next write of this layer stores all of it anew.
+    // The stored rows are beyond those that any reader sees, and the next write of this layer stores all of it anew.
     if (chooses) exact_.reset(), unset_exact();
     if (Status s = check_values(rows, keys, values); !s) return s;  // says which is the first
     return {Code::non_finite,

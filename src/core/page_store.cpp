@@ -28,7 +28,7 @@ Result<std::optional<int>> parse_device(const std::string& name) {
           fmt::format("device = \"{}\": must be \"cpu\" (or empty), \"cuda\", or \"cuda:N\" for device N", name)};
 }
 
-// What a cache on a device needs beyond what any cache needs.
+// A cache on a device needs more than any cache needs.
 Status check_device(const CacheConfig& c, bool exact_ends) {
   if (c.capacity_tokens == 0) {
     return {Code::invalid_argument,
@@ -108,10 +108,10 @@ Result<std::unique_ptr<DeviceStore>> DeviceStore::create(const CacheSpec& spec, 
 
 // Slots for the worst case, so that the capacity in pages is the only limit that anyone meets.
 //   encoded   one for each page held, and for each sequence those that a fork and it encode separately: pages in the
-//             tail when they parted (tail_pages and the one being filled), and the one that truncation brings back there
+//             tail when they parted (tail_pages and the one being filled), and the one that truncation brings back
 //   exact     a sequence holds sink_pages, tail_pages and the one being filled, and the one that outlives its encoding;
-//             between reserve and the last write those of before and after the step, sinks once. Reserving ahead takes from
-//             the second half, which steps of few tokens leave free
+//             between reserve and the last write those of before and after the step, sinks once. Reserving ahead takes
+//             from the second half, which steps of few tokens leave free
 Status DeviceStore::take_memory() {
   const TableConfig& table = table_.config();
   const std::int64_t tail = table.ends.tail_pages > 0 ? table.ends.tail_pages + 2 : 0;

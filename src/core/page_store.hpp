@@ -1,12 +1,12 @@
-// The seam between a cache's bookkeeping and its pages. CacheImpl checks the arguments of calls, the CacheTable says which
-// slots hold what, and a PageStore holds the slots:
+// The seam between a cache's bookkeeping and its pages. CacheImpl checks the arguments of calls, the CacheTable says
+// which slots hold what, and a PageStore holds the slots:
 //
 //   HostStore     in host memory, which grows; CPU kernels encode and attend
 //   DeviceStore   in a device's memory, taken at once; kernels there read a copy of the table, which the store keeps up
 //                 to date
 //
-// Both own their memory. A store whose memory an engine owns (a base pointer, strides and a block table) would stand beside
-// these two: as a third class that derives from PageStore, and as one more choice in make_store.
+// Both own their memory. A store whose memory an engine owns (a base pointer, strides and a block table) would stand
+// beside these two: as a third class that derives from PageStore, and as one more choice in make_store.
 #pragma once
 
 #include <cstddef>
@@ -55,7 +55,7 @@ class PageStore {
 
   // --- pages ---
 
-  /// The dtype of exact pages; unset before the first write where nothing was asked for.
+  /// The dtype of exact pages; unset before the first write where the config names none.
   [[nodiscard]] std::optional<Dtype> exact_dtype() const noexcept { return exact_dtype_; }
   /// Pool::exact before exact_dtype is set: bf16, provisionally.
   [[nodiscard]] const codec::PageLayout& layout(Pool pool) const noexcept {
@@ -91,8 +91,8 @@ class PageStore {
   /// Whether all values can be stored, as far as the store can tell before a step is reserved for them.
   virtual Status check_values(std::span<const StepRows> rows, const TensorView& keys,
                               const TensorView& values) const = 0;
-  /// Stores checked tensors and marks the layer as written. On error no token that was there has changed, and the step is
-  /// still to be written.
+  /// Stores checked tensors and marks the layer as written. On error no token that was there has changed, and the step
+  /// is still to be written.
   virtual Status write(std::span<const StepRows> rows, int layer, const TensorView& keys, const TensorView& values,
                        Stream stream) = 0;
   /// Decodes ranges one after another; either view may have null data.

@@ -39,7 +39,7 @@ Status add_sequence(PlanImpl& plan, std::size_t index) {
   for (std::int64_t use = 0; use < visible.count(); ++use) {
     const std::int64_t page = visible.page(use);
     if (view.pages[static_cast<std::size_t>(page)] == core::PageRef{}) return released(cache.config(), index, page);
-    plan.keys_read[cache.reads_exact(view, page) ? core::kExact : core::kEncoded] +=
+    plan.keys_read[cache.reads_exact(view, page, q_len) ? core::kExact : core::kEncoded] +=
         std::min<std::int64_t>(kPageTokens, s.length - page * kPageTokens);
   }
   return {};

@@ -1,5 +1,5 @@
-// A plan's parts. Built once by plan() (plan.cpp), read by run() (run.cpp) and explain() (explain.cpp); never changed. What
-// depends on where the pages are is a PlanWork, which the cache's PageStore makes.
+// A plan's parts. Built once by plan() (plan.cpp), read by run() (run.cpp) and explain() (explain.cpp); never changed.
+// All that depends on where the pages are is a PlanWork, which the cache's PageStore makes.
 #pragma once
 
 #include <cstddef>
@@ -24,13 +24,14 @@ class PlanWork {
   [[nodiscard]] virtual int splits() const noexcept = 0;          // the most of any row block
   [[nodiscard]] virtual std::size_t workspace_bytes() const noexcept = 0;
 
-  // For explain: a line that comes before all others, or none; what becomes of the mask tensor; and the lines on backend, pages
-  // and work.
+  // For explain: a line that comes before all others, or none; what becomes of the mask tensor; and the lines on
+  // backend, pages and work.
   [[nodiscard]] virtual std::string explain_place() const = 0;
   [[nodiscard]] virtual std::string explain_mask() const = 0;
   [[nodiscard]] virtual std::string explain_work() const = 0;
 
-  // What a run refuses: sequences that are no longer what they were at planning; rows that kernels do not read; options.
+  // Refusals of a run: sequences that are no longer what they were at planning; rows that kernels do not read;
+  // options.
   virtual Status check_sequences() const = 0;
   virtual Status check_rows(const char* name, const TensorView& rows) const = 0;
   virtual Status check_options(const RunOptions& options) const = 0;
