@@ -211,12 +211,10 @@ Status run(const Plan& owner, int layer, const TensorView& q, const MutableTenso
   c.group = plan.group;
   c.kv_heads = config.kv_heads;
   c.layer = layer;
-  c.scale = static_cast<float>(plan.options.scale);
-  c.softcap = static_cast<float>(plan.options.softcap);
+  c.logits = base::logit_rule<float>(plan.options);
   c.causal = plan.options.mask.is_causal;
   c.window = plan.options.mask.window;
   c.window_sinks = plan.options.mask.window_sinks;
-  c.slopes = plan.options.alibi_slopes.empty() ? nullptr : plan.options.alibi_slopes.data();
   c.sink_logits = options.sink_logits;
   c.mask = plan.mask;
   c.layout[core::kEncoded] = cache.layout(CacheImpl::Pool::encoded);
