@@ -4,6 +4,7 @@
 #include <system_error>
 
 #include "core/fmt.hpp"
+#include "core/logits.hpp"
 #include "core/plan.hpp"
 #include "core/threads.hpp"
 
@@ -58,9 +59,7 @@ std::string PlanImpl::explain() const {
   fmt::format_to(out, "heads      {} query heads over {} kv heads (group {}), {}\n", options.q_heads, config.kv_heads,
                  group, cache->head_dim_words());
   fmt::format_to(out, "visible    {}\n", mask_words(*this));
-  fmt::format_to(out, "logits     scale {:.6g}{}{}\n", options.scale,
-                 options.softcap > 0 ? fmt::format(", softcap {:g}", options.softcap) : "",
-                 options.alibi_slopes.empty() ? "" : ", ALiBi");
+  fmt::format_to(out, "logits     {}\n", core::logit_words(options));
   if (device) {
     fmt::format_to(out, "pages      {} keys encoded ({}/{}), {} exact, at the planned lengths\n",
                    keys_read[core::kEncoded], format_info(cache->k_format()).name, format_info(cache->v_format()).name,

@@ -9,7 +9,7 @@
 #include <new>
 #include <numeric>
 
-#include "base/visibility.hpp"
+#include "base/pages.hpp"
 #include "core/fmt.hpp"
 #include "core/plan.hpp"
 #include "core/threads.hpp"
@@ -22,26 +22,13 @@ constexpr std::int64_t kFewSplits = 16;
 constexpr std::int64_t kLongSplitPages = 32;
 constexpr std::int64_t kMaxSplits = 64;
 
-std::int64_t pages_of(std::int64_t tokens) {
-  return (tokens + kPageTokens - 1) / kPageTokens;
-}
+using VisiblePages = base::VisiblePages<std::int64_t>;
 
-struct VisiblePages {
-  std::int64_t sink_pages, recent_page, recent_end;
-  [[nodiscard]] std::int64_t count() const { return sink_pages + (recent_end - recent_page); }
-};
-
-// The pages that any of queries first .. last of a sequence sees, mask tensors aside.
+// The pages that any of queries first .. last of a sequence sees.
 VisiblePages visible_pages(const base::Visibility& rule, const core::SequenceUse& s, std::int64_t first,
                            std::int64_t last) {
   const std::int64_t position = s.length - s.q_len;
-  const base::KeyRange oldest = rule.recent_range(s.length, position + first);
-  const base::KeyRange newest = rule.recent_range(s.length, position + last);
-  VisiblePages v{};
-  v.recent_page = oldest.begin / kPageTokens;
-  v.recent_end = std::max(v.recent_page, pages_of(std::min(newest.end, s.length)));
-  v.sink_pages = std::min(pages_of(rule.sink_range(position + last).end), v.recent_page);
-  return v;
+  return base::visible_pages<std::int64_t>(rule, s.length, position + first, position + last);
 }
 
 class Builder {
@@ -74,12 +61,12 @@ class Builder {
     }
     const VisiblePages visible = visible_pages(rule_, s, 0, q_len - 1);
     for (std::int64_t use = 0; use < visible.count(); ++use) {
-      const std::int64_t page = use < visible.sink_pages ? use : visible.recent_page + use - visible.sink_pages;
+      const std::int64_t page = visible.page(use);
       const CacheImpl::PageRef ref = view.pages[static_cast<std::size_t>(page)];
       if (ref.exact < 0 && ref.encoded < 0) return released(index, page);
     }
     if (cache_.device() == nullptr) {  // there, kernels read the page tables themselves
-      for (std::int64_t page = 0; page < pages_of(view.length); ++page) {
+      for (std::int64_t page = 0; page < core::pages_for(view.length); ++page) {
         const CacheImpl::PageRef ref = view.pages[static_cast<std::size_t>(page)];
         const bool exact = (ref.exact >= 0 || ref.encoded >= 0) && cache_.reads_exact(view, page);
         plan_.pages.push_back({exact ? ref.exact : ref.encoded, exact ? core::kExact : core::kEncoded});
@@ -140,7 +127,7 @@ class Builder {
 
   void count_keys(const core::SequenceUse& s, const CacheImpl::SequenceView& view, const VisiblePages& visible) {
     for (std::int64_t use = 0; use < visible.count(); ++use) {
-      const std::int64_t page = use < visible.sink_pages ? use : visible.recent_page + use - visible.sink_pages;
+      const std::int64_t page = visible.page(use);
       plan_.keys_read[cache_.reads_exact(view, page) ? core::kExact : core::kEncoded] +=
           std::min<std::int64_t>(kPageTokens, s.length - page * kPageTokens);
     }
@@ -165,7 +152,7 @@ class Builder {
     for (std::int64_t i = 0; i < splits; ++i) {
       const std::size_t partial =
           splits == 1 ? core::kNoPartial : first_partial + static_cast<std::size_t>(i) * partial_bytes;
-      plan_.attend.push_back({sequence, head, row, rows, visible.sink_pages, visible.recent_page, i * share,
+      plan_.attend.push_back({sequence, head, row, rows, visible.sinks, visible.recent, i * share,
                               std::min(uses, (i + 1) * share), partial,
                               splits == 1 ? -1 : static_cast<std::int64_t>(plan_.merge.size())});
     }
