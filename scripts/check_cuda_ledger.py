@@ -54,7 +54,9 @@ def parse(path):
 
 
 def readable(names):
-    out = subprocess.run(["c++filt", "-p"], input="\n".join(names) + "\n", capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        ["c++filt", "-p"], input="\n".join(names) + "\n", capture_output=True, text=True, check=True
+    ).stdout
     for mangled, text in zip(names, out.splitlines()):
         text = re.sub(r"_GLOBAL__N__\w+|\(anonymous namespace\)", "", text)  # the former holds a hash of the path
         yield mangled, re.sub(r"kvant::(cuda::)?|(?<!\w)::| ", "", text).removeprefix("void")
@@ -65,7 +67,9 @@ def objects(folder):
     units = json.loads((folder / "compile_commands.json").read_text())
     commands = [shlex.split(unit["command"]) for unit in units if unit["file"].endswith(".cu")]
     paths = [folder / command[command.index("-o") + 1] for command in commands]
-    return sorted((path for path in paths if path.exists() and "kvant_cuda.dir" in path.parts), key=lambda path: path.name)
+    return sorted(
+        (path for path in paths if path.exists() and "kvant_cuda.dir" in path.parts), key=lambda path: path.name
+    )
 
 
 def measured(folder):
@@ -90,13 +94,13 @@ def device_code(data):
 
 
 def broken_copies(code):
-    """Of LDGSTS with 128 bytes of prefetch (bit 8 of the upper word), those whose address has a uniform register."""
+    """Counts LDGSTS with 128 bytes of prefetch (bit 8 of the upper word) whose address has a uniform register."""
     words = array.array("Q", code)
     return sum(1 for low, high in zip(words[::2], words[1::2]) if low & 0xFFF == 0xDAE and high & 0x100)
 
 
 def find_broken_copies(folder):
-    """What to say of each object of `folder` that has some, and the bytes of code that were looked at."""
+    """A message for each object of `folder` that has broken copies, and the bytes of code that were searched."""
     found, seen = [], 0
     for path in objects(folder):
         broken = 0

@@ -1,5 +1,5 @@
 // Tensors whose sequences' rows lie apart (batch_stride): [batch, heads, tokens, head_dim] as models have them, ragged
-// batches, NaN wherever no row is. What must come out is what the same rows give one after another.
+// batches, NaN wherever no row is. The result must be that of the same rows one after another.
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -70,7 +70,7 @@ TEST_P(Beams, HoldWhatTheirHistoriesSay) {
     }
     ASSERT_FALSE(HasFailure()) << "after step " << i;
   }
-  // What beams have in common is held once.
+  // Tokens that beams have in common are held once.
   ASSERT_TRUE(cache.reorder(ids, std::vector<std::int64_t>(kBeams, 2)).ok());
   EXPECT_EQ(cache.impl().table().pages_held(), 5);
   for (const SequenceId id : ids) ASSERT_TRUE(cache.remove(id).ok());

@@ -1,4 +1,4 @@
-// What a cache is made with and says of itself: configuration, bases, memory, reading, versions.
+// The input of a new cache and its own reports: configuration, bases, memory, reading, versions.
 #include <gtest/gtest.h>
 
 #include <limits>

@@ -207,7 +207,8 @@ TEST(Step, WhatWasReadBackCanBeWrittenAgain) {
   }
 }
 
-// A caller that goes on writing to its tensors: an error or a success, never a NaN that was stored or a read past the end.
+// A caller that goes on writing to its tensors: an error or a success, never a NaN that was stored or a read past the
+// end.
 TEST(Step, InputThatChangesMeanwhile) {
   if (test::kThreadSanitizer) GTEST_SKIP() << "the race is the point";
   for (const char* format : {"tq4", "tq2", "tq8", "fp8", "bf16", "f32"}) {
@@ -239,8 +240,8 @@ TEST(Step, InputThatChangesMeanwhile) {
   }
 }
 
-// Rows are looked at right before they are stored, so good ones of a refused write are: nobody may see them, nor the next
-// write, nor the dtype that they would have chosen for exact pages.
+// Rows are validated right before they are stored, so a refused write has stored its good rows. No read may see these
+// rows, nor the next write, nor the dtype that they would have chosen for exact pages.
 TEST(Step, ARefusedWriteIsAsIfItHadNotBeen) {
   for (const int threads : {1, 4}) {
     for (const int exact_pages : {0, 1}) {
@@ -410,7 +411,7 @@ TEST(ExactDtype, LaterWritesAreRoundedButForBf16InF16) {
   EXPECT_EQ(narrow.length(n).value(), 10);
 }
 
-// What users compare with is a bf16 cache. 300 tokens are five pages, of which the exact ends hold four.
+// Users compare with a bf16 cache. 300 tokens are five pages, of which the exact ends hold four.
 TEST(ExactDtype, AShortF32CacheIsNoLargerThanBf16) {
   CacheConfig config = of_first_write();
   config.kv_heads = 8;

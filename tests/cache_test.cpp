@@ -218,7 +218,7 @@ TEST(Window, FreesPagesThatNoQueryCanSee) {
     ASSERT_TRUE(append(cache, id, static_cast<std::uint64_t>(t), 1).ok());
     most = std::max(most, cache.impl().table().pages_held());
     const auto view = cache.impl().view(id).value();
-    // Everything a query at this position or one 64 tokens back can see is there.
+    // All pages that a query at this position or 64 tokens back can see are present.
     const std::int64_t first_visible = std::max<std::int64_t>(0, t - 64 - 100 + 1);
     for (std::int64_t p = first_visible / 64; p <= t / 64; ++p) {
       ASSERT_NE(view.pages[static_cast<std::size_t>(p)], core::PageRef{}) << "page " << p << " at " << t;
@@ -299,7 +299,7 @@ TEST(Capacity, AbsurdRequestsAreRefused) {
   EXPECT_EQ(cache.length(id).value(), 1);
 }
 
-// --- trim --------------------------------------------------------------------------------------------------------------
+// --- trim ------------------------------------------------------------------------------------------------------------
 
 TEST(Trim, GivesBackWhatRemovedSequencesHeld) {
   for (const int ends : {0, 1}) {

@@ -260,7 +260,7 @@ class BasisFile : public testing::Test {
     calibration_ = calibrate(std::span(&layer, 1)).value();
   }
 
-  /// What loading says about the spoilt calibration, without the file's name.
+  /// The error of loading the spoilt calibration, without the file's name.
   std::string message() {
     save_bases(path_, calibration_, "a test").value();
     return loading();

@@ -1,5 +1,5 @@
 // The C ABI beside the C++ API it wraps: the same bits, every option passed through, structs of other ages, last errors
-// by thread. What a C program sees is in tests/c/abi.c.
+// by thread. tests/c/abi.c has the view of a C program.
 #include <gtest/gtest.h>
 
 #include <cstdio>

@@ -1,5 +1,5 @@
-// What makes the command line easy to use: lists in every spelling, suggestions, the same rows as JSON and as CSV, tables that fit a
-// terminal, and completions and a manual page that know every option of the help.
+// Features that make the command line easy to use: lists in every spelling, suggestions, the same rows as JSON and as
+// CSV, tables that fit a terminal, and completions and a manual page that know every option of the help.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -109,7 +109,7 @@ TEST_F(CliUsage, NearNamesAreSuggested) {
     EXPECT_EQ(f.exit_code, 2) << sentence(arguments) << "\n" << f.err;
     EXPECT_NE(f.err.find(message), std::string::npos) << sentence(arguments) << "\n" << f.err;
   }
-  // What is near nothing, or near many, gets no suggestion.
+  // A word that is near no allowed word, or near many, gets no suggestion.
   for (const std::vector<std::string>& arguments :
        std::vector<std::vector<std::string>>{{"eval", "x", "--formats", "tq7"},
                                              {"eval", "x", "--formats", "bfloat"},
@@ -217,7 +217,7 @@ TEST_F(CliUsage, AMarkSaysWhichTimesSpread) {
     EXPECT_EQ(f.out.find("!: the times behind this figure spread by more than 10 %") != std::string::npos, is_any)
         << f.out;
   };
-  // Few short rounds: some of these spread and some do not, and either must be told.
+  // Few short rounds: some of these spread and some do not, and the output must report either.
   for (int i = 0; i < 3; ++i) {
     check({"bench", "append", "--keys", "64,2000", "--k-format", "tq4", "--rounds", "5", "--csv", csv},
           std::regex("\\d (ns|us|ms|s) !"));

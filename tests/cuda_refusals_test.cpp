@@ -1,4 +1,4 @@
-// What a device refuses to attend, and how it says so (cuda/runtime/refusals.hpp).
+// Cases that a device refuses to attend, and the messages (cuda/runtime/refusals.hpp).
 #include "cuda/runtime/refusals.hpp"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// Cache::decode: kernels against the codec's definition, token by token and bit for bit; then ranges, dtypes, strides and
-// threads against Cache::read, which is that definition; and what it refuses.
+// Cache::decode: kernels against the codec's definition, token by token and bit for bit; then ranges, dtypes, strides
+// and threads against Cache::read, which is that definition; and what it refuses.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@ using testing_support::Draw;
 
 constexpr Dtype kDtypes[] = {Dtype::f32, Dtype::f16, Dtype::bf16};
 
-// --- kernels ------------------------------------------------------------------------------------------------------------
+// --- kernels ---------------------------------------------------------------------------------------------------------
 
 // A page of gaussian vectors, encoded by the codec itself.
 struct Page {
@@ -101,7 +101,7 @@ TEST(DecodeKernels, GiveTheCodecsBitsOnEveryInstructionSet) {
         for (const core::Kernels* kernels : core::all_kernels()) {
           if (!kernels->available()) continue;
           for (const BasisKind basis : {BasisKind::none, BasisKind::hadamard, BasisKind::calibrated}) {
-            // What the definition of this one costs grows with the square of head_dim, and not with the format.
+            // The cost of this definition grows with the square of head_dim, and not with the format.
             if (basis == BasisKind::calibrated && info.format != Format::tq4) continue;
             for (const bool values : {false, true}) {
               expect_definition(*kernels, page.job(values, basis), values, draw);
@@ -148,7 +148,7 @@ TEST(DecodeKernels, RoundToNearestEvenAndOverflowToInfinity) {
   }
 }
 
-// --- caches -------------------------------------------------------------------------------------------------------------
+// --- caches ----------------------------------------------------------------------------------------------------------
 
 // An output tensor and all bytes around its elements.
 struct Output {
@@ -196,7 +196,7 @@ Output make_output(Placing placing, Dtype dtype, const std::vector<TokenRange>& 
   return out;
 }
 
-// What read says, put where decode should.
+// Puts the result of read where decode should put its own.
 void put_expected(const Cache& cache, const std::vector<TokenRange>& ranges, int layer, bool values, Output& out) {
   const CacheConfig& c = cache.config();
   std::int64_t before = 0;
@@ -311,7 +311,7 @@ TEST(Decode, OfALayerThatWaitsForItsWriteIsAsItWasBeforeTheStep) {
   const SequenceId id = cache.add_sequence();
   ASSERT_TRUE(append(cache, id, 0, 127).ok());
   const Decoded before = read_all(cache, id, 1);
-  // The step turns the second page over.
+  // The step encodes the second page.
   ASSERT_TRUE(reserve(cache, id, 70).ok());
   const CacheRows rows = rows_for(cache, 127, 70);
   ASSERT_TRUE(cache.write({&id, 1}, 0, rows.keys(), rows.values()).ok());

@@ -70,7 +70,7 @@ struct ByTheBook {
     return {g * (p - back), r, g};
   }
 
-  // What a value of i / (cells - 1) anchors costs at spread k, before it is made an integer.
+  // The cost of a value of i / (cells - 1) anchors at spread k, before the cost is made an integer.
   double exact_cost(int i, int k) const {
     const double a = static_cast<double>(i) / (s.cells - 1), step = s.spread[k];
     double nearest = 1e9;

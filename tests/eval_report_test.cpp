@@ -1,5 +1,5 @@
-// The HTML report of `kvant eval`: what the finding says, what every table and chart has, and that text of files stays text.
-// All expected values are worked out by hand from the rows.
+// The HTML report of `kvant eval`: what the finding says, what every table and chart has, and that text of files stays
+// text. All expected values are worked out by hand from the rows.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -296,7 +296,7 @@ TEST(EvalReport, IsOneWholePageForScreensAndPaper) {
     EXPECT_EQ(count(block, "<h2"), 1u);
     EXPECT_EQ(count(block, "<svg"), 3u);
   }
-  // What scrolls sideways says so, can be reached by keyboard, and keeps its first column.
+  // A part that scrolls sideways says so, can be reached by keyboard, and keeps its first column.
   EXPECT_EQ(count(page, "<div class=\"scroll\" role=\"region\" tabindex=\"0\""), 4u);
   EXPECT_EQ(count(page, "columns: scroll it sideways."), 4u);
   EXPECT_HAS(page, "tr > :first-child { position: sticky; left: 0;");

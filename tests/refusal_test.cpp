@@ -1,5 +1,5 @@
-// What plan and run refuse, and what they say: the argument, its value, what is allowed, and the way out. Every message
-// is printed, so that reading this test's output is reading the messages.
+// Arguments that plan and run refuse, and the messages: the argument, its value, what is allowed, and the way out.
+// Every message is printed, so that reading this test's output is reading the messages.
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -38,6 +38,15 @@ struct ExactEnds {
   }
 };
 
+// The length by which a run of `q_len` queries decides which pages it reads exactly. Pages that are exact for the first
+// query stay exact for all of them, so that many queries read what one at a time would read. An exact copy outlives its
+// page's encoding by one page, and older copies are gone: hence the limit of a page.
+template <class Int>
+KVANT_HD constexpr Int exact_length(Int length, Int q_len) {
+  const Int others = q_len - 1;
+  return length - (others < kPageTokens ? others : Int{kPageTokens});
+}
+
 // Pages that some query of a run of queries may see, mask tensors aside: [0, sinks) and [recent, end), where
 // sinks <= recent <= end.
 template <class Int>
@@ -48,7 +57,7 @@ struct VisiblePages {
   [[nodiscard]] KVANT_HD constexpr Int page(Int use) const { return use < sinks ? use : recent + (use - sinks); }
 };
 
-// Of the queries at positions `first` to `last` of a sequence with `length` tokens.
+// The pages for queries at positions `first` to `last` of a sequence with `length` tokens.
 template <class Int>
 KVANT_HD constexpr VisiblePages<Int> visible_pages(const Visibility& rule, std::int64_t length, std::int64_t first,
                                                    std::int64_t last) {

@@ -36,13 +36,13 @@ class DeviceBench {
   // which begin at `first_row`. gains: [values], device memory, f32.
   virtual Status fill_normal(void* bf16, std::int64_t rows, std::int64_t values, std::int64_t first_row,
                              std::uint64_t seed, const float* gains) = 0;
-  // Nanoseconds of one run, `samples` times: `runs` runs are recorded as one graph, so that the host's calls do not count,
-  // and each sample is one launch of it between two events.
+  // Nanoseconds of one run, `samples` times: `runs` runs are recorded as one graph, so that the host's calls do not
+  // count, and each sample is one launch of it between two events.
   virtual Result<std::vector<double>> time_graph(const Work& work, std::int64_t runs, int samples) = 0;
   // Nanoseconds between events around one enqueued run each, numbers 0 to samples - 1: for what cannot be recorded.
   virtual Result<std::vector<double>> time_each(const Work& work, int samples) = 0;
-  // Enqueues a read of so much other memory, elsewhere with each turn, as what a model does between two layers reads its weights:
-  // it leaves little of theirs in the L2 cache. Not before read_gb_per_s().
+  // Enqueues a read of so much other memory, elsewhere with each turn, as what a model does between two layers reads
+  // its weights: it leaves little of theirs in the L2 cache. Not before read_gb_per_s().
   virtual Status read_others(std::int64_t bytes, std::int64_t turn, Stream stream) = 0;
   // A streaming read of a buffer of many times the L2 cache: the best of a few launches.
   virtual Result<double> read_gb_per_s() = 0;

@@ -1,4 +1,5 @@
-// The device side of `kvant bench`: memory, graph timing, random rows, and the read bandwidth that rows are held against.
+// The device side of `kvant bench`: memory, graph timing, random rows, and the read bandwidth that rows are held
+// against.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -40,8 +41,8 @@ __global__ void fill_kernel(__nv_bfloat162* out, std::int64_t pairs, std::int64_
   }
 }
 
-// Every 16 bytes once, four loads in flight a thread; kKeeps: what is read stays in the L2 cache as anything else does. The sum
-// is written only if it has a value that it does not have: a compiler cannot know.
+// Every 16 bytes once, four loads in flight a thread; kKeeps: what is read stays in the L2 cache as anything else does.
+// The sum is written only if it has a value that it does not have: a compiler cannot know.
 template <bool kKeeps>
 __global__ void read_kernel(const uint4* data, std::int64_t count, unsigned* sink) {
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;

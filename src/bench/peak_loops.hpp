@@ -6,8 +6,8 @@
 
 KVANT_NAMESPACE_BEGIN(bench)
 
-// Twelve independent chains of fused multiply-adds: more than the latency of two units (8 on Zen 3, 8 to 10 on recent Intel)
-// asks for, and few enough to stay in sixteen registers with the two factors.
+// Twelve independent chains of fused multiply-adds: more than the latency of two units (8 on Zen 3, 8 to 10 on recent
+// Intel) asks for, and few enough to stay in sixteen registers with the two factors.
 template <class S>
 double fma_flops(std::int64_t iterations) {
   using V = typename S::F;

@@ -1,4 +1,4 @@
-// What stands between C++ and C: exceptions become codes, messages a thread's last error, structs of any age the
+// The conversions between C++ and C: exceptions become codes, messages a thread's last error, structs of any age the
 // newest one, strings the caller's buffer.
 #pragma once
 
@@ -42,8 +42,8 @@ kvant_status guarded(Body&& body) noexcept {
 // Refuses a struct whose struct_size cannot be one: it was not initialised.
 Status check_struct_size(const char* name, const void* given, std::size_t& size);
 
-// A caller's struct, which may be older (shorter: the rest keeps its defaults) or newer (longer: what we do not know must
-// be zero, since it asks for something this library cannot do) than ours.
+// A caller's struct, which may be older (shorter: the rest keeps its defaults) or newer (longer: what we do not know
+// must be zero, since it asks for something this library cannot do) than ours.
 template <class Struct>
 Status read_struct(const char* name, const Struct* given, Struct& into) {
   static_assert(offsetof(Struct, struct_size) == 0);

@@ -1,4 +1,4 @@
-// What the opaque handles of kvant.h hold, and how C's tensors become ours.
+// The contents of kvant.h's opaque handles, and the conversion of C's tensors to C++.
 #pragma once
 
 #include <memory>

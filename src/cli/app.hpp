@@ -4,5 +4,6 @@
 
 #include "kvant/export.hpp"
 
-/// A C function with a name of its own, since the Python package's libkvant.so has the tool inside and exports C functions only.
+/// A C function with a name of its own, since the Python package's libkvant.so has the tool inside and exports C
+/// functions only.
 extern "C" KVANT_API int kvant_cli_main(int argc, char** argv) noexcept;

@@ -19,7 +19,7 @@ inline constexpr const char* kIsaHelp =
 /// The group of options that are taken and not shown. (CLI11's own, "", leaves their names out of error messages.)
 inline constexpr const char* kHidden = "hidden";
 
-/// The help as CLI11 makes it, without what is hidden, and with a form of its own for values: --json [FILE], --keys N,...
+/// The help as CLI11 makes it, without hidden options, and with its own form of values: --json [FILE], --keys N,...
 class HelpFormatter : public CLI::Formatter {
  public:
   std::string make_group(std::string group, bool is_positional, std::vector<const CLI::Option*> opts) const override;
@@ -46,8 +46,9 @@ CLI::Option* add_output(CLI::App& command, const std::string& name, std::string&
                         bool may_be_bare);
 CLI::Option* add_wide(CLI::App& command, bool& is_wide);
 
-/// The program's arguments with every list as one word: "--formats tq4, tq6/tq4 fp8" becomes "--formats tq4,tq6/tq4,fp8". A
-/// list goes on after a comma, and with words that can be elements of it; what else follows is another argument.
+/// The program's arguments with every list as one word: "--formats tq4, tq6/tq4 fp8" becomes
+/// "--formats tq4,tq6/tq4,fp8". A list goes on after a comma, and with words that can be elements of it; what else
+/// follows is another argument.
 std::vector<std::string> join_lists(const CLI::App& app, const std::vector<std::string>& arguments);
 
 /// Names of the commands that the help shows.
@@ -56,9 +57,9 @@ std::vector<std::string> command_names(const CLI::App& app);
 CommandDescription describe(const CLI::App& app);
 /// "kvant bench decode"
 std::string command_path(const CLI::App& command);
-/// The command that was asked for, of those below this one.
+/// The command on the command line, among those below this one.
 const CLI::App* deepest_command(const CLI::App* app);
-/// What is wrong with arguments that no option takes; "": nothing is left over.
+/// An error about arguments that no option takes; "": no argument is left over.
 std::string leftover_message(const CLI::App& command);
 
 }  // namespace kvant::cli

@@ -1,6 +1,6 @@
-// `kvant bench`: time of decode, step, prefill and append over shapes. Each shape is first checked against float64 attention
-// over the decoded vectors; a shape whose error is above the tolerance gets no speed. bench_run.cpp tells how time is
-// taken.
+// `kvant bench`: time of decode, step, prefill and append over shapes. Each shape is first checked against float64
+// attention over the decoded vectors; a shape whose error is above the tolerance gets no speed. bench_run.cpp tells how
+// time is taken.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,8 @@ const char* op_name(BenchOp op);
 std::optional<BenchOp> parse_op(const std::string& name);
 std::vector<std::string> op_names();
 
-/// What changes scores or hides keys, besides causality (kvant/attention.hpp). Left as made: nothing.
+/// Options that change scores or hide keys, besides causality (kvant/attention.hpp). The defaults change and hide
+/// nothing.
 struct BenchScores {
   std::int64_t window = 0;
   double softcap = 0;
@@ -45,7 +46,8 @@ struct BenchCase {
   std::string backend = "cpu";
   std::string isa;  ///< "cuda" on a device
   int sink_pages = 1, tail_pages = 1;
-  /// On a device: so much other memory is read between two runs, as a model's weights are; the time of that alone is taken off.
+  /// On a device: so much other memory is read between two runs, as a model's weights are; the time of that alone is
+  /// taken off.
   std::int64_t between_mib = 0;
   BenchScores scores;
 
@@ -54,7 +56,7 @@ struct BenchCase {
   }
   [[nodiscard]] std::int64_t most_keys() const { return std::max(keys_of(0), batch > 1 ? keys : 0); }
   [[nodiscard]] std::int64_t all_keys() const { return keys_of(0) + (batch - 1) * keys; }
-  /// Of a sequence: keys that some query sees.
+  /// The keys of a sequence that some query sees.
   [[nodiscard]] std::int64_t seen_keys_of(std::int64_t sequence) const;
   [[nodiscard]] double stored_values() const;  ///< keys and values of the whole batch that some query sees
   /// 4 * q_heads * head_dim for each pair of a query and a key it sees: a multiply and an add for K and for V.

@@ -1,4 +1,4 @@
-// What `kvant bench` was asked for.
+// The arguments of `kvant bench`.
 #pragma once
 
 #include <cstdint>

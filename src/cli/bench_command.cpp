@@ -1,4 +1,4 @@
-// `kvant bench`: from what was asked for to the rows that are measured. bench_options.cpp has the options.
+// `kvant bench`: from the arguments to the rows that are measured. bench_options.cpp has the options.
 #include <CLI/CLI.hpp>
 #include <cmath>
 

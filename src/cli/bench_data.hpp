@@ -1,4 +1,4 @@
-// What is benchmarked on: caches filled with random vectors, and the check of a kernel against float64.
+// The data of benchmarks: caches filled with random vectors, and the check of a kernel against float64.
 #pragma once
 
 #include <vector>
@@ -21,8 +21,8 @@ class Random {
   bool has_spare_ = false;
 };
 
-/// Vectors [tokens, heads, head_dim]: N(0, 1), and in each head a few loud channels, the same for all tokens (one in 64,
-/// 5 to 15 times as loud), as real keys have them.
+/// Vectors [tokens, heads, head_dim]: N(0, 1), and in each head a few loud channels, the same for all tokens (one in
+/// 64, 5 to 15 times as loud), as real keys have them.
 std::vector<float> loud_vectors(std::int64_t tokens, int heads, int head_dim, double loudness, std::uint64_t seed);
 
 /// A filled cache. Its layers are the replicas that runs rotate through, so that keys and values come from memory.
@@ -54,13 +54,13 @@ std::vector<std::byte> mask_bytes(const BenchCase& c);
 /// Attention as the case has it; `mask` holds mask_bytes, where the cache is.
 AttentionOptions attention_options(const BenchCase& c, const void* mask);
 
-/// Relative L2 of `out` ([batch * q_len, q_heads, head_dim], from layer 0) against float64 attention over the vectors that
-/// Cache::read decodes, for a sample of sequences, heads and queries that stays quick.
+/// Relative L2 of `out` ([batch * q_len, q_heads, head_dim], from layer 0) against float64 attention over the vectors
+/// that Cache::read decodes, for a sample of sequences, heads and queries that stays quick.
 Result<double> check_attention(const Workload& workload, const BenchCase& c, const std::vector<float>& q,
                                const std::vector<float>& out, std::int64_t most_sequences = 2);
 /// The largest error that a right kernel may have.
 double attention_tolerance(const FormatPair& formats);
-/// Of prefill kernels on a device, which round weights to f16 or bf16.
+/// The same for prefill kernels on a device, which round weights to f16 or bf16.
 inline constexpr double kPrefillTolerance = 4e-3;
 
 }  // namespace kvant::cli

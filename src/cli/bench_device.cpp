@@ -1,7 +1,8 @@
-// How time is taken on a device. Kernels are timed between events, as launches of a graph of many runs, so that neither the
-// host's calls nor the gaps between launches count (appends of many tokens are not recorded: their calls are enqueued
-// between two events). A cache has as many layers as make four times the L2 cache, and runs rotate through them: keys
-// and values come from memory. The read bandwidth that rows are held against is measured before and after all of them.
+// How time is taken on a device. Kernels are timed between events, as launches of a graph of many runs, so that neither
+// the host's calls nor the gaps between launches count (appends of many tokens are not recorded: their calls are
+// enqueued between two events). A cache has as many layers as make four times the L2 cache, and runs rotate through
+// them: keys and values come from memory. The read bandwidth that rows are held against is measured before and after
+// all of them.
 #include "cli/bench_device.hpp"
 
 #include <algorithm>

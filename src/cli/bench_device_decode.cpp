@@ -1,5 +1,5 @@
-// decode: attention over sequences whose caches are rotated. step: the same, but first the keys and values of the next tokens
-// are appended, and lengths advance once for all layers.
+// decode: attention over sequences whose caches are rotated. step: the same, but first the keys and values of the next
+// tokens are appended, and lengths advance once for all layers.
 #include <algorithm>
 #include <cmath>
 
@@ -66,7 +66,7 @@ Result<Growth> growth_of(const DeviceTools& tools, const BenchCase& c, int layer
         fmt::format("{} samples of --q-len {} make sequences longer than --keys {}; use more keys or fewer --rounds",
                     g.samples, c.q_len, least)};
   }
-  // At 3 TB/s a pass takes about so long; and lengths stay near those that were asked for.
+  // At 3 TB/s a pass takes about so long; and lengths stay near the requested ones.
   const double pass_ns = layers * (layer_bytes(c) / 3000 + 1e4);
   const double most = std::min<double>(static_cast<double>(kMostRuns) / layers,
                                        static_cast<double>(least) / static_cast<double>(16 * launches * c.q_len));

@@ -1,4 +1,5 @@
-// What measurements on a device share: caches, rows to fill them with, memory that later rows of the table use again.
+// Tools that measurements on a device share: caches, rows to fill them with, memory that later rows of the table use
+// again.
 #pragma once
 
 #include <vector>
@@ -20,7 +21,7 @@ class DeviceTools {
 
   [[nodiscard]] Result<Cache> make_cache(const BenchCase& c, int layers) const;
 
-  /// What a buffer of scratch() is for.
+  /// The use of a buffer of scratch().
   enum Use : std::size_t {
     kKeys,
     kValues,

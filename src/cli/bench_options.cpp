@@ -1,5 +1,5 @@
-// The options of `kvant bench` and of its operations, each with those that have a meaning there. Without an operation it is decode,
-// whose options are taken and not shown.
+// The options of `kvant bench` and of its operations, each with those that have a meaning there. Without an operation
+// it is decode, whose options are taken and not shown.
 #include <memory>
 
 #include "cli/arguments.hpp"
@@ -186,7 +186,7 @@ std::vector<CLI::Option*> add_options(CLI::App& command, BenchArguments& a, Benc
   return shapes;
 }
 
-// Those of the command without an operation: decode's. What a suite has no use for is hidden.
+// The options of the command without an operation: those of decode. Options that a suite does not use are hidden.
 std::vector<CLI::Option*> add_options_without_op(CLI::App& command, BenchArguments& a) {
   std::vector<CLI::Option*> shapes = add_options(command, a, BenchOp::decode);
   for (CLI::Option* shape : shapes) shape->group(kHidden);

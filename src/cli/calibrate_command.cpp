@@ -51,8 +51,8 @@ Json calibrate_rows(const io::Calibration& calibration, const std::map<std::stri
   return rows;
 }
 
-// The second moment of n vectors has at most rank n: with fewer than head_dim of them, some directions were never seen and
-// get nothing but the ridge. All kv heads of a layer have the same number.
+// The second moment of n vectors has at most rank n: with fewer than head_dim of them, some directions were never seen
+// and get nothing but the ridge. All kv heads of a layer have the same number.
 void warn_of_few_samples(const io::Calibration& calibration, const std::map<std::string, int>& head_dims) {
   for (const io::CalibrationReport& r : calibration.report) {
     const int head_dim = head_dims.at(r.layer);

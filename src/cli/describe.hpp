@@ -1,4 +1,4 @@
-// What CLI11 knows of the commands, as plain data for the manual page and the shells' completions.
+// The commands as CLI11 has them, as plain data for the manual page and the shells' completions.
 #pragma once
 
 #include <string>

@@ -61,7 +61,7 @@ Result<std::vector<EvalRow>> evaluate_layer(const EvalLayer& layer, const std::v
                                             const EvalSettings& settings,
                                             const std::function<void(const std::string&)>& on_progress);
 
-/// What the report says about the run.
+/// The facts about the run that the report gives.
 struct EvalRun {
   std::string command_line;
   std::string started;  ///< UTC

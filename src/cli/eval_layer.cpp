@@ -1,4 +1,4 @@
-// What is computed for one layer.
+// The figures of one layer.
 //   truth     float64 attention of every query over the exact keys and values (kvant::reference), outputs and weights
 //   replay    the same queries over a cache in use (eval_replay.hpp): outputs of the real kernels
 //   weights   the run does not expose them, so they come from the decoded keys (Cache::read), softmax in float64
@@ -81,7 +81,7 @@ double dot(const float* a, const float* b, int n) {
   return total;
 }
 
-// What one query row (one head) adds to the layer's figures.
+// The part of one query row (one head) in the layer's figures.
 struct RowFigures {
   double error2 = 0, truth2 = 0;           // of the output
   double kernel_error2 = 0, decoded2 = 0;  // of the output against attention over the decoded vectors

@@ -1,9 +1,9 @@
 // Decoding replayed over one cache: query i stands at position positions - queries + i and is attended right after
 // the keys up to its own position were appended, so that the exact tail moves as it does in use.
 //
-// Without exact ends every key but the query's own is encoded. The own token of a decode step has just been computed, so
-// nobody would take it from the codes; the cache holds the tokens before it, and the result is merged with the exact
-// partial of the own token (out = v, lse = scale * q . k).
+// Without exact ends every key but the query's own is encoded. The own token of a decode step has just been computed,
+// so no model would take it from the codes; the cache holds the tokens before it, and the result is merged with the
+// exact partial of the own token (out = v, lse = scale * q . k).
 #pragma once
 
 #include <optional>

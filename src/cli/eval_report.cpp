@@ -1,5 +1,5 @@
-// The HTML report of `kvant eval`: one page, no external resource, light, dark and on paper. Text of files (paths, layer
-// names) is escaped where it enters.
+// The HTML report of `kvant eval`: one page, no external resource, light, dark and on paper. Text of files (paths,
+// layer names) is escaped where it enters.
 #include "cli/eval.hpp"
 #include "cli/eval_cells.hpp"
 #include "cli/report_parts.hpp"

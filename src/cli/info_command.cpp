@@ -158,7 +158,7 @@ struct ListArguments {
   std::string json, csv;
 };
 
-// Prints the text, and writes what is asked for instead of it or beside it.
+// Prints the text, and writes the files that the options name, instead of the text or beside it.
 Status write_lists(const ListArguments& a, const std::string& text, const Json& json) {
   Outputs outputs;
   for (const auto& [option, path] : {std::pair{"--json", a.json}, {"--csv", a.csv}}) {

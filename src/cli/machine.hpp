@@ -1,4 +1,4 @@
-// What the figures were measured on.
+// The machine that the figures were measured on.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ inline constexpr double kHighSpread = 0.10;
 inline constexpr const char* kNoiseMark = " !";
 /// The mark, or as many spaces; "" where no time of the table has it.
 std::string noise_mark(double spread, bool is_any_noisy);
-/// What the mark says, as a line below a table.
+/// The meaning of the mark, as a line below a table.
 std::string noise_note();
 
 /// The kernels of an instruction set by name ("" is the best of this machine). Errors: unknown, or not on this machine.

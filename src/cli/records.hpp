@@ -15,7 +15,7 @@ std::string json_text(const Json& value);
 /// RFC 4180. The columns are the keys of the first row, which all rows have; null is an empty field.
 std::string csv_text(const Json& rows);
 
-/// What the figures were measured on, and with: part of every JSON that holds figures.
+/// The machine and the settings that the figures were measured with: part of every JSON that holds figures.
 struct RunFacts {
   std::vector<std::string> isas;
   std::vector<int> threads;

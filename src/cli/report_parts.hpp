@@ -16,7 +16,7 @@ std::string percent_text(double share);
 /// "tq6/tq4 with exact ends", "tq6/tq4 all encoded", "f16".
 std::string variant_text(const EvalRow& row);
 
-/// Which compressed format is the smallest under kGoodError in every layer (or that none is), and the default beside it.
+/// Names the smallest compressed format under kGoodError in every layer (or says that none is), and the default.
 std::string finding_html(const std::vector<SummaryRow>& rows, std::size_t layers);
 
 /// Three charts over bits per value: error of the output, of the weights, time.

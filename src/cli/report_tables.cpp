@@ -1,5 +1,5 @@
-// Tables of the report. Their first column stays in sight when they are scrolled sideways, and so says both the format and
-// what is exact.
+// Tables of the report. Their first column stays in sight when they are scrolled sideways, and so says both the format
+// and what is exact.
 #include <algorithm>
 #include <cmath>
 

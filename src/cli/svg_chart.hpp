@@ -1,5 +1,5 @@
-// A scatter chart as inline SVG. Both axes are logarithmic and end near the outermost points. The style sheet of the page
-// around the chart gives the colours (classes series0, series1, ..., default, front, link, guide, hollow).
+// A scatter chart as inline SVG. Both axes are logarithmic and end near the outermost points. The style sheet of the
+// page around the chart gives the colours (classes series0, series1, ..., default, front, link, guide, hollow).
 #pragma once
 
 #include <string>
@@ -33,8 +33,8 @@ struct Chart {
   std::vector<ChartPoint> front;    ///< connected by a line; see pareto_front
 };
 
-/// The points that no other point beats: for each of them, every point that is as small in x is larger in y. In order of x.
-/// Points that a logarithmic chart cannot show (not finite, not positive, beyond 1e30) are left out.
+/// The points that no other point beats: for each of them, every point that is as small in x is larger in y. In order
+/// of x. Points that a logarithmic chart cannot show (not finite, not positive, beyond 1e30) are left out.
 std::vector<ChartPoint> pareto_front(std::vector<ChartPoint> points);
 
 /// Points outside 1e-30 to 1e30 are left out; a y of 0 below a floor is drawn.

@@ -8,7 +8,7 @@
 namespace kvant::core {
 
 Status check_logits(const AttentionOptions& options);
-/// For explain(): "scale 0.125, softcap 30, ALiBi".
+/// For explain(): the scale, then each transform.
 std::string logit_words(const AttentionOptions& options);
 
 }  // namespace kvant::core

@@ -95,7 +95,8 @@ double largest_row_norm(const std::vector<float>& matrix, int n) {
   return std::sqrt(largest);
 }
 
-/// The largest element of |matrix * inverse - identity|. Rows of `inverse` are added up, so that the compiler can vectorise.
+/// The largest element of |matrix * inverse - identity|. Rows of `inverse` are added up, so that the compiler can
+/// vectorise.
 double inverse_error(const std::vector<float>& matrix, const std::vector<float>& inverse, int n) {
   std::vector<double> row(n);
   double largest = 0;

@@ -28,7 +28,7 @@ using Matrix = Eigen::MatrixXd;
 using Vector = Eigen::VectorXd;
 using RowsF32 = Eigen::Map<const Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>>;
 
-// Of the mean diagonal. For keys 0.1 % to 20 % measure within 3 % of each other on the captured layers.
+// A fraction of the mean diagonal. For keys 0.1 % to 20 % measure within 3 % of each other on the captured layers.
 constexpr double kRidge = 0.01;
 
 Status refused(const std::string& what) {
@@ -157,7 +157,7 @@ CalibratedBasis to_basis(const Vector& center, const Matrix& exact) {
   Eigen::Map<Eigen::VectorXf>(basis.center.data(), n) = center.cast<float>();
   RowsOut matrix(basis.matrix.data(), n, n);
   matrix = exact.cast<float>();
-  // Of the matrix as it is stored, so that its rounding is undone as well.
+  // The inverse of the matrix as it is stored, so that its rounding is undone as well.
   RowsOut(basis.inverse.data(), n, n) = matrix.cast<double>().eval().inverse().cast<float>();
   return basis;
 }

@@ -23,7 +23,7 @@ Status bad(const SafeTensors& file, const std::string& what) {
   return {Code::bad_file, fmt::format("{}: {}", printable(file.path()), what)};
 }
 
-// Of one layer, beside its tensors. The last three are kvant.hf.capture's, and nothing that is read here.
+// The metadata of one layer, beside its tensors. kvant.hf.capture writes the last three; they are not read here.
 constexpr std::string_view kLayerKeys[] = {"scale", "sliding_window", "softcap", "sinks", "kv_of"};
 
 /// A default may stand for a number that the file gives for no layer. Where another layer has it, or this layer has one
@@ -45,8 +45,8 @@ Status check_default(const SafeTensors& file, int layer, std::string_view what, 
   return {};
 }
 
-/// A number of the metadata that was written in full, for example "0.0883" or "512"; `otherwise` where the file may leave it
-/// out and does, and then `assumed` gets `what_otherwise`.
+/// A number of the metadata that was written in full, for example "0.0883" or "512"; `otherwise` where the file may
+/// leave it out and does, and then `assumed` gets `what_otherwise`.
 template <class Number>
 Result<Number> metadata_number(const SafeTensors& file, CapturedLayer& layer, std::string_view what,
                                const char* allowed, Number otherwise, const std::string& what_otherwise) {

@@ -39,7 +39,7 @@ Status bad(const std::string& file, const std::string& what) {
   return {Code::bad_file, fmt::format("{}: {}", printable(file), what)};
 }
 
-// What the parser allocates is bounded by the header, but a machine may still be out of memory.
+// The memory of the parser is bounded by the header, but a machine may still be out of memory.
 template <class Body>
 auto without_exceptions(const std::string& file, Body&& body) -> decltype(body()) {
   try {

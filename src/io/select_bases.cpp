@@ -1,4 +1,5 @@
-// Calibration keeps one BasisSet of one layer for each layer of the model; a cache wants those of its own layers in one.
+// Calibration keeps one BasisSet of one layer for each layer of the model; a cache wants one set for its own
+// layers.
 #include <string>
 #include <vector>
 

@@ -111,7 +111,7 @@ class TestStream {
   cudaStream_t stream_ = nullptr;
 };
 
-/// What `record` enqueues on the stream, to launch again and again.
+/// A graph of the work that `record` enqueues on the stream, to launch again and again.
 class TestGraph {
  public:
   template <class Record>

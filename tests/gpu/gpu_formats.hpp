@@ -1,4 +1,4 @@
-// What the tests of attention on a device are run over: pairs of formats, and worlds of them.
+// The tests of attention on a device run over these: pairs of formats, and worlds of them.
 #pragma once
 
 #include <string>
@@ -15,7 +15,7 @@ struct Formats {
   const char* k;
   const char* v;
 };
-// What the build has kernels for (src/cuda/instances.cmake, KVANT_CUDA_PAIRS).
+// Pairs that the build has kernels for (src/cuda/instances.cmake, KVANT_CUDA_PAIRS).
 #define KVANT_ENTRY(k, v) {#k, #v},
 inline const std::vector<Formats> kFormats = {KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)};
 inline const std::vector<Formats> kOtherFormats = {KVANT_CUDA_EACH_OTHER_PAIR(KVANT_ENTRY)};

@@ -107,7 +107,7 @@ struct Strided {
   }
 };
 
-// What rounding to an output dtype adds to a relative L2 error, at most.
+// Rounding to an output dtype adds at most so much to a relative L2 error.
 double rounding_of(Dtype dtype) {
   return dtype == Dtype::f16 ? 0x1p-11 : dtype == Dtype::bf16 ? 0x1p-8 : 0;
 }

@@ -1,4 +1,5 @@
-"""generate() over kvant caches: with f32 pages the same tokens as transformers' own cache; packed, the same however batched."""
+"""generate() over kvant caches: with f32 pages the same tokens as transformers' own cache; packed, the same however
+batched."""
 
 from __future__ import annotations
 
@@ -180,7 +181,9 @@ def test_two_models_in_two_threads(llama, sliding, prompts):
     for m in expected:
         kvant.hf.enable(m, **EXACT)
     got = {m: [] for m in expected}
-    threads = [threading.Thread(target=lambda m=m: got[m].extend(generate(m, inputs) for _ in range(3))) for m in expected]
+    threads = [
+        threading.Thread(target=lambda m=m: got[m].extend(generate(m, inputs) for _ in range(3))) for m in expected
+    ]
     for t in threads:
         t.start()
     for t in threads:
@@ -193,7 +196,7 @@ def test_two_models_in_two_threads(llama, sliding, prompts):
 
 
 def test_the_models_say_different_things(model, prompts):
-    """What equal tokens prove: they depend on the prompt, and are many."""
+    """Equal tokens prove something, because tokens depend on the prompt, and are many."""
     tokens = generate(model, prompts(100, 100), new=32)[:, 100:]
     assert not torch.equal(tokens[0], tokens[1])
     assert len(set(tokens.flatten().tolist())) > 8

@@ -1,4 +1,4 @@
-// Keys and values made from numbers: vector (seed, token, layer, head, side) is the same wherever it is asked for, so a
+// Keys and values made from numbers: vector (seed, token, layer, head, side) is the same in every call, so a
 // test needs to remember only numbers.
 #pragma once
 

@@ -1,5 +1,5 @@
-// A device that is not one: FakeStore keeps pages and tables in host memory, and does what kernels do, from its own tables and
-// never from the host's. Launches can be recorded and replayed.
+// A device that is not one: FakeStore keeps pages and tables in host memory, and does what kernels do, from its own
+// tables and never from the host's. Launches can be recorded and replayed.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -196,7 +196,7 @@ class FakeStore final : public core::DeviceStore {
   }
   void store(Pool pool, PageRef ref, int layer, int head, bool value, std::int64_t t, std::vector<float> x) {
     const std::int32_t slot = pool == Pool::exact ? ref.exact : ref.encoded;
-    if (slot < 0) return;  // a table that was not told: the comparison finds it
+    if (slot < 0) return;  // a table that the device did not receive: the comparison finds it
     const codec::SideLayout& side = value ? layout(pool).v : layout(pool).k;
     const BasisKind basis = value ? config.v_basis : config.k_basis;
     if (pool == Pool::encoded) codec::to_basis({.kind = basis}, config.head_dim, x.data(), x.data());
@@ -242,7 +242,7 @@ inline DeviceHooks fake_hooks() {
     decode(out.data());
     return out;
   };
-  // What a kernel finds there leads it where the host's tables lead.
+  // The device's tables lead a kernel to the same places as the host's tables.
   h.check_tables = [](const CacheImpl& cache, SequenceId id) {
     FakeStore& store = *FakeStore::newest;
     const std::int32_t index = cache.device_index(id).value();

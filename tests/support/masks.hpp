@@ -16,7 +16,7 @@ struct OwnedMask {
   MaskTensor tensor;
 };
 
-/// What a mask of this type holds for a key that is visible, or not.
+/// The element of a mask of this type for a key that is visible, or not.
 inline float shown(Dtype dtype, bool visible) {
   if (dtype == Dtype::boolean) return visible ? 1.0f : 0.0f;
   return visible ? 0.0f : -INFINITY;
@@ -41,8 +41,8 @@ OwnedMask make_mask(Dtype dtype, const std::array<std::int64_t, 4>& shape, F&& v
   return mask;
 }
 
-/// A mask of numbers of its own for every index, whose column 0 is the key `first`; by_key false: one for all keys, which hides
-/// none. shape: batch, heads, queries, columns.
+/// A mask of numbers of its own for every index, whose column 0 is the key `first`; by_key false: one for all keys,
+/// which hides none. shape: batch, heads, queries, columns.
 inline OwnedMask mask_from(Dtype dtype, std::int64_t first, std::array<std::int64_t, 4> shape, bool by_key) {
   if (!by_key) shape[3] = 1;
   OwnedMask mask = make_mask(dtype, shape, [&](auto b, auto h, auto q, auto k) {

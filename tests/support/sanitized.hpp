@@ -1,4 +1,4 @@
-// What sanitizer the tests are built with.
+// The sanitizer that the tests are built with.
 #pragma once
 
 namespace kvant::test {
@@ -20,7 +20,8 @@ inline constexpr bool kAddressSanitizer = false;
 #endif
 #undef KVANT_HAS_FEATURE
 
-// Of a long random walk: a step takes ten times as long under the address sanitizer, and there the fuzzers walk on.
+// The steps of a long random walk: a step takes ten times as long under the address sanitizer, and there the fuzzers
+// walk on.
 constexpr int random_steps(int n) {
   return kAddressSanitizer ? n / 2 : n;
 }

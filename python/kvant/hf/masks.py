@@ -15,7 +15,7 @@ _asked = threading.local()
 
 
 def ask(cache: Any) -> None:
-    """A cache was asked for the sizes of a mask: the mask that this thread makes next is for this cache.
+    """transformers reads the sizes of a mask from `cache`: the mask that this thread makes next is for this cache.
 
     transformers does not hand the cache to mask functions, but asks it for the sizes right before.
     """
@@ -91,7 +91,9 @@ class LazyMask(torch.Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.detach.default:
             return args[0]
-        if function is torch.ops.aten._to_copy.default and set(kwargs or {}) == {"device"}:  # a model over several devices
+        if function is torch.ops.aten._to_copy.default and set(kwargs or {}) == {
+            "device"
+        }:  # a model over several devices
             mask = args[0]
             return LazyMask({**mask.arguments, **mask.moved(kwargs["device"])}, mask.kind, mask.window, mask.queries)
         args, kwargs = tree_map(_built, (args, kwargs or {}))

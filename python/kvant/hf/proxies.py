@@ -1,4 +1,4 @@
-"""What stands for the keys and values of a layer between a cache's update and attention: no numbers, until asked."""
+"""Proxies stand for the keys and values of a layer between a cache's update and attention: no numbers, until asked."""
 
 from __future__ import annotations
 

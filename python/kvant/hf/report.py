@@ -1,4 +1,4 @@
-"""What a cache stores where, in numbers and as a table."""
+"""A report of where a cache stores its layers, in numbers and as a table."""
 
 from __future__ import annotations
 

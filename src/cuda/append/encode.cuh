@@ -1,11 +1,11 @@
-// A vector in its basis, by threads that share it: rows in shared memory to registers, and the rotation (codec/rotation.hpp)
-// with the same operations in the same order, so the same bits.
+// A vector in its basis, by threads that share it: rows in shared memory to registers, and the rotation
+// (codec/rotation.hpp) with the same operations in the same order, so the same bits.
 //
-// kThreads threads hold a vector of D values, thread t the elements i = t + kThreads * k. The 32 lanes of the codec's sums
-// are i mod 32: a thread holds 32 / kThreads of them, and adds their elements in order; lanes fold first inside threads,
-// then between them (shfl_xor: both partners add the same two numbers). Of the rotation's butterflies h = 1 is done by
-// each partner for itself, from both elements of a word; 1 < h < kThreads go between threads, the others and the Paley
-// factor stay inside.
+// kThreads threads hold a vector of D values, thread t the elements i = t + kThreads * k. The 32 lanes of the codec's
+// sums are i mod 32: a thread holds 32 / kThreads of them, and adds their elements in order; lanes fold first inside
+// threads, then between them (shfl_xor: both partners add the same two numbers). Each partner computes the rotation's
+// butterflies with h = 1 for itself, from both elements of a word; those with 1 < h < kThreads go between threads, the
+// others and the Paley factor stay inside.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -16,15 +16,17 @@
 
 namespace kvant::cuda {
 
-// Threads of a vector; of a team, which does a page's rows, one head after the other; of a block, whose teams share tables.
+// Threads of a vector; of a team, which does a page's rows, one head after the other; of a block, whose teams share
+// tables.
 template <int kHeadDim, int kOfVector, int kOfTeam, int kOfBlock>
 struct VectorShape {
   static constexpr int kD = kHeadDim, kThreads = kOfVector, kTeamThreads = kOfTeam, kBlockThreads = kOfBlock;
   static constexpr int kElements = kD / kThreads;
   static constexpr int kSums = 32 / kThreads;
 };
-// Where many tokens come at once, as few threads as registers allow: 32 to 64 elements each, little goes between them. For
-// steps of a few tokens as many as a vector's rotation and words allow, so that less code is run, and fetched, for each.
+// Where many tokens come at once, as few threads as registers allow: 32 to 64 elements each, little goes between them.
+// For steps of a few tokens as many as a vector's rotation and words allow, so that less code is run, and fetched, for
+// each.
 template <int kD>
 using BulkShape = VectorShape<kD,
                               (kD <= 128   ? 2
@@ -40,7 +42,7 @@ using StepShape = VectorShape<kD,
                                                                    : 32),
                               32, 32>;
 
-// --- teams -----------------------------------------------------------------------------------------------------------------
+// --- teams -----------------------------------------------------------------------------------------------------------
 
 template <class Shape>
 inline constexpr int kTeams = Shape::kBlockThreads / Shape::kTeamThreads;
@@ -63,7 +65,7 @@ __device__ __forceinline__ void team_barrier() {
 }
 
 template <Format kFormat, int kD>
-constexpr int kScaleGroups = kFormat == Format::fp8 ? 1 : codec::tq_scale_groups(kFormat, kD);
+constexpr int kScaleGroups = codec::tq_scale_groups(kFormat, kD);
 
 __device__ __forceinline__ float exchange(float x, int h) {
   return __shfl_xor_sync(0xFFFFFFFFu, x, h);
@@ -72,10 +74,10 @@ __device__ __forceinline__ std::uint32_t exchange(std::uint32_t x, int h) {
   return __shfl_xor_sync(0xFFFFFFFFu, x, h);
 }
 
-// --- sums ------------------------------------------------------------------------------------------------------------------
+// --- sums ------------------------------------------------------------------------------------------------------------
 
-// The lanes of a thread into one, then those of all threads. `sums` is consumed. (By recursion: as a loop that halves, nvcc
-// left it rolled, and the sums in local memory.)
+// The lanes of a thread into one, then those of all threads. `sums` is consumed. (By recursion: as a loop that halves,
+// nvcc left it rolled, and the sums in local memory.)
 template <int kCount>
 __device__ __forceinline__ void fold_inside(float* sums) {
   if constexpr (kCount > 1) {
@@ -116,7 +118,7 @@ __device__ __forceinline__ std::uint32_t largest_magnitude(const float* y) {
   return largest;
 }
 
-// --- elements --------------------------------------------------------------------------------------------------------------
+// --- elements --------------------------------------------------------------------------------------------------------
 
 template <Dtype kDtype>
 __device__ __forceinline__ float low_element(std::uint32_t word) {
@@ -203,9 +205,9 @@ __device__ __forceinline__ void load_plain(const std::byte* row, int t, float (&
   }
 }
 
-// --- rotation --------------------------------------------------------------------------------------------------------------
+// --- rotation --------------------------------------------------------------------------------------------------------
 
-// What is left after load_signed. Returns the largest magnitude of the thread's elements, as bits.
+// The rest of the rotation, after load_signed. Returns the largest magnitude of the thread's elements, as bits.
 template <class Shape>
 __device__ __forceinline__ std::uint32_t rotate(float (&y)[Shape::kElements], int t, float scale) {
   constexpr codec::RotationShape kRotation = codec::rotation_shape(Shape::kD);

@@ -9,7 +9,7 @@
 
 namespace kvant::cuda {
 
-// --- dense rows ----------------------------------------------------------------------------------------------------------
+// --- dense rows ------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float rounded(float x, Dtype to) {
   if (to == Dtype::f16) return __half2float(__float2half_rn(x));
@@ -20,7 +20,7 @@ __device__ __forceinline__ bool is_storable(float x, Dtype after) {
   return fabsf(x) <= (after == Dtype::bf16 ? 65536.0f : 65504.0f);
 }
 
-// What a team works on at a time, the same in all its threads.
+// The work of a team at a time, the same in all its threads.
 struct PageJob {
   const WriteParams* params;
   const WriteSide* side;
@@ -57,10 +57,12 @@ struct PageJob {
   }
 };
 
-// The bits of an element in a dense format. `fits`: it can be stored; `value_fits`: so can the value in the place of a key.
+// The bits of an element in a dense format. `fits`: it can be stored; `value_fits`: so can the value in the place of a
+// key.
 //
-// A value that is not finite would spoil the sums of rows that do not see it (0 * NaN), also after a truncation. So values
-// are stored as 0 there, and the key of that token is made NaN in its place: whoever sees the token gets NaN, nobody else.
+// A value that is not finite would spoil the sums of rows that do not see it (0 * NaN), also after a truncation. So
+// values are stored as 0 there, and the key of that token is made NaN in its place: whoever sees the token gets NaN,
+// nobody else.
 __device__ __forceinline__ std::uint32_t dense_bits(float x, bool is_value, bool fits, bool value_fits, Format format) {
   if (is_value && !fits) x = 0.0f;
   if (!is_value && !value_fits) x = __int_as_float(0x7FC00000);
@@ -100,14 +102,14 @@ __device__ __forceinline__ void store_dense(const PageJob& job, bool to_exact, i
   if (!finite) *job.params->non_finite = 1;
 }
 
-// --- rows to encode --------------------------------------------------------------------------------------------------------
+// --- rows to encode --------------------------------------------------------------------------------------------------
 
-// Rows lie in shared memory in one dtype: the caches' rounding, or as they come in where there is none; in f32 where a center
-// is to be subtracted. 16 bytes between them: threads of neighbouring rows read other banks.
+// Rows lie in shared memory in one dtype: the caches' rounding, or as they come in where there is none; in f32 where a
+// center is to be subtracted. 16 bytes between them: threads of neighbouring rows read other banks.
 struct StagedRows {
   Dtype dtype;
   int pitch;       // bytes
-  bool unchecked;  // copied as they are; otherwise elements that cannot be stored were told and are NaN
+  bool unchecked;  // copied as they are; otherwise elements that cannot be stored were reported and are NaN
 };
 inline Dtype __host__ __device__ staged_dtype(const WriteSide& side, Dtype rounding) {
   if (side.basis == BasisKind::calibrated) return Dtype::f32;
@@ -117,7 +119,7 @@ inline int __host__ __device__ staged_pitch(int head_dim, Dtype dtype) {
   return head_dim * (dtype == Dtype::f32 ? 4 : 2) + 16;
 }
 
-// Of rows [begin, end), those that this warp encodes, row `from` being row 0, in the background.
+// Copies, in the background, those of rows [begin, end) that this warp encodes. `from` is row 0.
 template <class Shape, int kBytes>
 __device__ __forceinline__ void copy_rows(const std::byte* from, std::int64_t row_bytes, int begin, int end,
                                           std::byte* rows) {

@@ -7,10 +7,10 @@
 
 namespace kvant::cuda {
 
-// Of CTAs on a multiprocessor; dense formats wait for memory most of the time.
+// The number of CTAs on a multiprocessor; dense formats wait for memory most of the time.
 inline constexpr int kWriteCtas = 2, kDenseCtas = 9;
 
-// Of one format, or of any dense one.
+// The kernel of one format, or of any dense one.
 template <class Shape, Format kFormat>
 __global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat) ? kDenseCtas : kWriteCtas)
     write_kernel(const __grid_constant__ WriteParams params) {
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat)
     const TouchedPage page = find_page(params, item);
     if (page.count <= 0 && !page.leaves_tail) continue;
     const PageJob job = page_job(params, page, head, is_value);
-    // What TouchedPage's members say, written out: through them nvcc spills 104 bytes of tq4 instead of 28, which is 13 % slower.
+    // TouchedPage's members written out: through them nvcc spills 104 bytes of tq4 instead of 28 (13 % slower).
     const bool from_exact = page.ref.exact >= 0;
     if (from_exact && job.count > 0) store_exact_rows<Shape>(job, heads);
     if (page.ref.encoded < 0 || (from_exact ? !page.leaves_tail : job.count <= 0)) continue;
@@ -50,13 +50,12 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat)
 template <bool kCopies>
 int table_bytes(Format format) {
   switch (format) {
-    case Format::fp8: return Tables<Format::fp8, kCopies>::kBytes;
-    case Format::tq2: return Tables<Format::tq2, kCopies>::kBytes;
-    case Format::tq3: return Tables<Format::tq3, kCopies>::kBytes;
-    case Format::tq4: return Tables<Format::tq4, kCopies>::kBytes;
-    case Format::tq5: return Tables<Format::tq5, kCopies>::kBytes;
-    case Format::tq6: return Tables<Format::tq6, kCopies>::kBytes;
-    case Format::tq8: return Tables<Format::tq8, kCopies>::kBytes;
+#define KVANT_TQ_FORMAT(name, ...)                \
+  case Format::name: {                            \
+    return Tables<Format::name, kCopies>::kBytes; \
+  }
+#define KVANT_FP8_FORMAT KVANT_TQ_FORMAT
+#include "codec/formats.def"
     default: return 0;
   }
 }
@@ -67,13 +66,12 @@ template <int kD>
 WriteFunction bulk_kernel(Format format) {
   using Shape = BulkShape<kD>;
   switch (format) {
-    case Format::fp8: return &write_kernel<Shape, Format::fp8>;
-    case Format::tq2: return &write_kernel<Shape, Format::tq2>;
-    case Format::tq3: return &write_kernel<Shape, Format::tq3>;
-    case Format::tq4: return &write_kernel<Shape, Format::tq4>;
-    case Format::tq5: return &write_kernel<Shape, Format::tq5>;
-    case Format::tq6: return &write_kernel<Shape, Format::tq6>;
-    case Format::tq8: return &write_kernel<Shape, Format::tq8>;
+#define KVANT_TQ_FORMAT(name, ...)             \
+  case Format::name: {                         \
+    return &write_kernel<Shape, Format::name>; \
+  }
+#define KVANT_FP8_FORMAT KVANT_TQ_FORMAT
+#include "codec/formats.def"
     default: return &write_kernel<DenseShape<kD>, Format::f16>;  // all dense ones
   }
 }

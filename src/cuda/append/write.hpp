@@ -1,13 +1,14 @@
-// What a launch that stores rows is given. Host and device.
+// The parameters of a launch that stores rows. Host and device.
 //
-// Steps of fewer tokens than a page has, of a cache whose tail is exact, only store dense rows: most of the time no page leaves
-// the tail. They have a kernel of their own, as have steps of few tokens of a cache without a tail (write_step.cuh).
+// Steps of fewer tokens than a page has, of a cache whose tail is exact, only store dense rows: most of the time no
+// page leaves the tail. They have a kernel of their own, as have steps of few tokens of a cache without a tail
+// (write_step.cuh).
 //
-// In others a job is (page of a sequence that its step may touch, kv head, side). One team of warps alone does a job, so that it can
-// put the words together that hold several tokens. A launch is of one side, or even CTAs do keys and odd ones values; each
-// team does an equal run of its side's jobs. Which pages a step touches is known on the device only (a replayed launch meets
-// other lengths), so the host counts the most that so many tokens can touch: item i of a sequence is page
-// step_begin / 64 - tail_pages + i; those without work are passed over.
+// In others a job is (page of a sequence that its step may touch, kv head, side). One team of warps alone does a job,
+// so that it can put the words together that hold several tokens. A launch is of one side, or even CTAs do keys and odd
+// ones values; each team does an equal run of its side's jobs. Which pages a step touches is known on the device only
+// (a replayed launch meets other lengths), so the host counts the most that so many tokens can touch: item i of a
+// sequence is page step_begin / 64 - tail_pages + i; those without work are passed over.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,9 +1,10 @@
 // Pages that a step touches: their rows encoded, by a team of warps.
 //
-// A warp copies rows of a page into shared memory (those of the next head while it works on one), encodes them, a vector to a
-// few threads, and leaves the codes in place of the rows. Keys go from there to the page, and values whose tokens come in whole
-// octets: a word has eight tokens of a channel. So warps do not wait for each other. Where octets are in part of other warps,
-// or of other steps, whose bits stay, a team of warps stores them together. No two teams change one word.
+// A warp copies rows of a page into shared memory (those of the next head while it works on one), encodes them, a
+// vector to a few threads, and leaves the codes in place of the rows. Keys go from there to the page, and values whose
+// tokens come in whole octets: a word has eight tokens of a channel. So warps do not wait for each other. Where octets
+// are in part of other warps, or of other steps, whose bits stay, a team of warps stores them together. No two teams
+// change one word.
 #pragma once
 
 #include "cuda/append/rows.cuh"
@@ -11,8 +12,8 @@
 
 namespace kvant::cuda {
 
-// y = A x, both [D] of one vector in shared memory. Not bit-equal to the host's: sums in the order of j. A few elements at a
-// time, because its loads in flight would cost all other bases registers; so would a call.
+// y = A x, both [D] of one vector in shared memory. Not bit-equal to the host's: sums in the order of j. A few elements
+// at a time, because its loads in flight would cost all other bases registers; so would a call.
 template <class Shape>
 __device__ __forceinline__ void multiply_row(const float* x, float* y, int t, const float* matrix) {
   constexpr int kAtOnce = 4;
@@ -57,8 +58,8 @@ __device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_e
   const int vector = thread_of_team<Shape>(kThreads), t = static_cast<int>(threadIdx.x % kThreads);
   const int first_of_warp = thread_of_team<Shape>(32) * kOfWarp;
   const bool rotates = job.side->basis == BasisKind::hadamard;
-  // Below this in its basis, a row has nothing in it that could not be stored: the largest of D orthonormal coordinates is
-  // at least the largest given one / sqrt(D).
+  // Below this in its basis, a row has nothing in it that could not be stored: the largest of D orthonormal coordinates
+  // is at least the largest given one / sqrt(D).
   const float in_doubt = rotates ? 65000.0f * params.rotation_scale : 65000.0f;
   constexpr int kHighAt = P::Low::kWords * kThreads * 4;  // bytes from a row's begin
   constexpr bool kOctets = kOfWarp % 8 == 0;
@@ -174,7 +175,7 @@ __device__ __forceinline__ void encode_dense(PageJob job, int heads, bool from_e
   }
 }
 
-// --- pages -----------------------------------------------------------------------------------------------------------------
+// --- pages -----------------------------------------------------------------------------------------------------------
 
 // One page that a step touches.
 struct TouchedPage {

@@ -1,18 +1,19 @@
 // The kernel for steps of a few tokens, of any format: a warp a block. (Two launches, one a side, would take longer.)
 //
-// A cache whose tail is exact gets dense rows, and encodes a page when it leaves the tail, which most steps have none of. So
-// its blocks are of two kinds: those that store new rows, and some that look for pages to encode, and share them by octets of
-// tokens. Of a cache without a tail a block does a job (cuda/append/write.hpp).
+// A cache whose tail is exact gets dense rows, and encodes a page when it leaves the tail, which most steps have none
+// of. So its blocks are of two kinds: those that store new rows, and some that look for pages to encode, and share them
+// by octets of tokens. In a cache without a tail a block does a job (cuda/append/write.hpp).
 //
-// What counts is how soon attention can read the rows: rows, lengths and the page table are asked for at the same time, and its
-// blocks come as soon as the launch before has ended. (If they come sooner, it takes longer: docs/lab, 2026-11-23-cuda-step.md.)
+// Attention should be able to read the rows soon: rows, lengths and the page table are requested at the same time, and
+// the blocks of attention start as soon as the previous launch has ended. (An earlier start takes longer in all:
+// docs/lab/cuda-append.md.)
 #pragma once
 
 #include "cuda/append/write_page.cuh"
 
 namespace kvant::cuda {
 
-// Of a multiprocessor, as registers allow; they wait for memory most of the time.
+// The number of CTAs on a multiprocessor, as registers allow; they wait for memory most of the time.
 template <class Shape>
 inline constexpr int kStepCtas = Shape::kD <= 128 ? 16 : 12;
 // Tokens of a step of a sequence at most, without and with a tail: then a page that leaves it gets no rows.
@@ -92,13 +93,12 @@ __device__ __forceinline__ void store_new_row(const WriteParams& params, int num
 template <class Shape>
 __device__ __forceinline__ void encode_any(const PageJob& job, bool from_exact, int first, int last) {
   switch (job.layout(false).format) {
-    case Format::fp8: return encode_heads<Shape, Format::fp8, true>(job, 1, from_exact, first, last);
-    case Format::tq2: return encode_heads<Shape, Format::tq2, true>(job, 1, from_exact, first, last);
-    case Format::tq3: return encode_heads<Shape, Format::tq3, true>(job, 1, from_exact, first, last);
-    case Format::tq4: return encode_heads<Shape, Format::tq4, true>(job, 1, from_exact, first, last);
-    case Format::tq5: return encode_heads<Shape, Format::tq5, true>(job, 1, from_exact, first, last);
-    case Format::tq6: return encode_heads<Shape, Format::tq6, true>(job, 1, from_exact, first, last);
-    case Format::tq8: return encode_heads<Shape, Format::tq8, true>(job, 1, from_exact, first, last);
+#define KVANT_TQ_FORMAT(name, ...)                                                   \
+  case Format::name: {                                                               \
+    return encode_heads<Shape, Format::name, true>(job, 1, from_exact, first, last); \
+  }
+#define KVANT_FP8_FORMAT KVANT_TQ_FORMAT
+#include "codec/formats.def"
     default: return encode_dense<Shape>(job, 1, from_exact, first, last);
   }
 }
@@ -111,8 +111,8 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
   if (block < params.storing) return store_new_row<Shape>(params, block, is_value);
   ptx::wait_prerequisites();
   ptx::launch_dependents();
-  // Jobs are octets of the pages with rows to encode among 32 items, dealt to the blocks that look at the same items; of a
-  // cache without a tail, one page of a head.
+  // Jobs are octets of the pages with rows to encode among 32 items, dealt to the blocks that look at the same items;
+  // of a cache without a tail, one page of a head.
   const bool has_tail = params.cache.tail_pages > 0;
   const int heads = params.cache.kv_heads, octets = has_tail ? kOctets : 1, each = heads * octets;
   int first_item = block / heads, number = block % heads, step = each;

@@ -1,5 +1,6 @@
-// What a mask tensor does to whole pages, so that attention need not read those that it hides from everyone, and reads the
-// mask only where it says something. One small launch before attention, in each run: masks on a device may change.
+// The effect of a mask tensor on whole pages, so that attention need not read those that it hides from everyone, and
+// reads the mask only where it says something. One small launch before attention, in each run: masks on a device may
+// change.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,8 +11,8 @@
 
 namespace kvant::cuda {
 
-// Classes (core::TileClass) of [batches][kv_heads][pages], broadcast dimensions once: kTileMasked where no query of any of the
-// head's query heads sees a key of the page, kTileZero where nothing is added or hidden for any.
+// Classes (core::TileClass) of [batches][kv_heads][pages], broadcast dimensions once: kTileMasked where no query of any
+// of the head's query heads sees a key of the page, kTileZero where nothing is added or hidden for any.
 struct MaskPages {
   core::MaskData mask;
   int batches, kv_heads, pages;

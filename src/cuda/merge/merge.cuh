@@ -1,8 +1,8 @@
-// From partials to output rows: one cluster of blocks a row (one block before sm_90). Its warps share the row's partials;
-// then everything is added in a fixed order: warps of a block, blocks of the cluster, whose sums go straight to the shared
-// memory of the first one. There the encoded sum is rotated back, the domains and the sink logit meet, and the row is
-// divided and written. What counts is the number of steps that wait for memory or for each other: two loads, one after the
-// other, and three barriers.
+// From partials to output rows: one cluster of blocks a row (one block before sm_90). Its warps share the row's
+// partials; then everything is added in a fixed order: warps of a block, blocks of the cluster, whose sums go straight
+// to the shared memory of the first one. There the encoded sum is rotated back, the domains and the sink logit meet,
+// and the row is divided and written. The time depends on the number of steps that wait for memory or for each other:
+// two loads, one after the other, and three barriers.
 #pragma once
 
 #include "cuda/schedule/schedule.cuh"
@@ -10,12 +10,12 @@
 
 namespace kvant::cuda {
 
-// Warps of a block, W: eight, for the shortest way through one row; or two, when there are more rows than multiprocessors
-// take blocks of eight at once, which then have few partials each.
+// Warps of a block, W: eight, for the shortest way through one row; or two, when there are more rows than
+// multiprocessors take blocks of eight at once, which then have few partials each.
 inline constexpr int kMergeWarps = 8, kFewMergeWarps = 2;
 
-// Blocks that a multiprocessor should hold; 0: no matter. With D = 256 two of eight warps leave room for two blocks of the next
-// attention launch, which a plan of one sequence has on a multiprocessor (docs/lab, 2026-11-23-cuda-room.md).
+// Blocks that a multiprocessor should hold; 0: no matter. With D = 256 two of eight warps leave room for two blocks of
+// the next attention launch, which a plan of one sequence has on a multiprocessor (docs/lab/cuda-decode.md).
 template <int D, int W>
 constexpr int kMergeBlocks = W == kMergeWarps ? (D == 256 ? 6 : 0)
                              : D <= 128       ? 20
@@ -116,7 +116,7 @@ __device__ __forceinline__ void rotate_row_back(float (&x)[kMergeColumns<D, W>],
     __syncthreads();
     constexpr int kRows = D / 32;  // of 32 elements; any column of them is a butterfly of its own
     constexpr codec::SignTable signs = codec::sign_table();
-    constexpr float kScale = rotation_scale(D);
+    constexpr float kScale = codec::rotation_scale(D);
 #pragma unroll
     for (int k = 0; k < kMergeColumns<D, W>; ++k) {
       const int mine = warp + k * W;
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(32 * W, kMergeBlocks<D, W>) merge_kernel(const
   const int query = query_of_row(p, row), q_head = kv_head * p.group + row - query * p.group;
   const bool is_used = query < e.q_len;
   if (!is_used) return;                  // the whole cluster
-  if (ranks > 1) ptx::cluster_arrive();  // this block is there
+  if (ranks > 1) ptx::cluster_arrive();  // this block has started
   ptx::wait_prerequisites();
   ptx::launch_dependents();
   const int4 found = reinterpret_cast<const int4*>(p.segments)[segment];
@@ -174,7 +174,8 @@ __global__ void __launch_bounds__(32 * W, kMergeBlocks<D, W>) merge_kernel(const
   float m[core::kDomains], l[core::kDomains];
 #pragma unroll
   for (int domain = 0; domain < core::kDomains; ++domain) m[domain] = kLowest, l[domain] = 0.0f;
-  // Sums of one domain at a time, since registers are what keeps the next launch's blocks out: exact partials come first.
+  // Sums of one domain at a time, since registers are what keeps the next launch's blocks out: exact partials come
+  // first.
   float4 sum[kVectors];
   const auto clear = [&] {
 #pragma unroll

@@ -44,7 +44,7 @@ __device__ __forceinline__ bool find_tile(const AttendParams& p, const Schedule&
   const base::KeyRange begins = rule.recent_range(tile.length, before + tile.first);
   const base::KeyRange ends = rule.recent_range(tile.length, before + tile.last);
   tile.all_begin = static_cast<int>(ends.begin), tile.all_end = static_cast<int>(begins.end);
-  tile.pages = with_exact_ends(p, tile.length,
+  tile.pages = with_exact_ends(p, tile.length, tile.batch.q_len,
                                base::visible_pages<int>(rule, tile.length, before + tile.first, before + tile.last));
   return true;
 }
@@ -83,7 +83,7 @@ struct Walk {
           p.cache.pages + static_cast<std::size_t>(tile.batch.index) * static_cast<std::size_t>(p.cache.max_pages) +
           page);
       const core::PageRef ref{pair.x, pair.y};
-      const bool exact = reads_exact(p.cache, tile.length, page, ref);
+      const bool exact = reads_exact(p.cache, tile.length, tile.batch.q_len, page, ref);
       if (exact == (domain == core::kExact)) slot = exact ? ref.exact : ref.encoded;
       bool full = page * kPageTokens >= tile.all_begin && (page + 1) * kPageTokens <= tile.all_end;
       if (p.mask.data != nullptr) {

@@ -1,7 +1,8 @@
-// The kernel of cuda/read_back/read_back.hpp. Its floats are those of codec/store.hpp and codec/basis.hpp, in their order; only the sign of a
-// zero may differ where a rotation has a Paley factor.
+// The kernel of cuda/read_back/read_back.hpp. Its floats are those of codec/store.hpp and codec/basis.hpp, in their
+// order; only the sign of a zero may differ where a rotation has a Paley factor.
 //
-// It moves bytes: a row of 128 costs 20 shuffles and 350 bytes of memory traffic, and a multiprocessor has time for both.
+// It moves bytes: a row of 128 costs 20 shuffles and 350 bytes of memory traffic, and a multiprocessor has time for
+// both.
 #include "cuda/read_back/read_back.hpp"
 
 #include "base/bits.hpp"
@@ -24,15 +25,14 @@ __device__ float tq_value(int code) {
   return static_cast<float>(codec::tq_level(spec, code & ((1 << codec::format_bits(kFormat)) - 1))) - spec.offset;
 }
 
-// What a code stands for, before its scale.
+// The value of a code, before its scale.
 __device__ __forceinline__ float value_of(Format format, int code) {
   switch (format) {
-    case Format::tq2: return tq_value<Format::tq2>(code);
-    case Format::tq3: return tq_value<Format::tq3>(code);
-    case Format::tq4: return tq_value<Format::tq4>(code);
-    case Format::tq5: return tq_value<Format::tq5>(code);
-    case Format::tq6: return tq_value<Format::tq6>(code);
-    case Format::tq8: return tq_value<Format::tq8>(code);
+#define KVANT_TQ_FORMAT(name, ...)       \
+  case Format::name: {                   \
+    return tq_value<Format::name>(code); \
+  }
+#include "codec/formats.def"
     default: return base::e4m3_to_f32(static_cast<std::uint8_t>(code));
   }
 }

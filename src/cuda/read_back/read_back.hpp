@@ -1,8 +1,8 @@
 // Stored tokens decoded to a tensor (Cache::decode): what a launch is given. Host and device.
 //
-// An item is a page of a range, a kv head and a side; a block does one after another, a warp one token after another. Which copy of
-// a page is decoded is found on the device: a replayed launch meets other lengths than the host knew. Tokens that are not there
-// any more, since a sequence was truncated meanwhile, become zeros.
+// An item is a page of a range, a kv head and a side; a block does one after another, a warp one token after another.
+// Which copy of a page is decoded is found on the device: a replayed launch meets other lengths than the host knew.
+// Tokens that are gone, since a sequence was truncated meanwhile, become zeros.
 #pragma once
 
 #include <cuda_runtime_api.h>

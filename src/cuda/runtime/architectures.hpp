@@ -7,9 +7,9 @@ namespace kvant::cuda {
 
 enum class CodeFor { none, machine, compiled };
 
-/// What `list` (as KVANT_CUDA_ARCHITECTURES, between spaces: "80 90a 90-virtual") has for a device. Machine code runs on its
-/// major version, where no older a minor one; with a letter, on that version exactly. PTX ("-virtual") is compiled by the
-/// driver for any device that is not older.
+/// The code that `list` (as KVANT_CUDA_ARCHITECTURES, between spaces: "80 90a 90-virtual") has for a device. Machine
+/// code runs on its major version, where no older a minor one; with a letter, on that version exactly. PTX ("-virtual")
+/// is compiled by the driver for any device that is not older.
 constexpr CodeFor code_for(std::string_view list, int major, int minor) {
   CodeFor found = CodeFor::none;
   while (!list.empty()) {

@@ -1,4 +1,4 @@
-// What this build has kernels for, from the list that it was configured with.
+// The formats and head_dims that this build has kernels for, from the list that it was configured with.
 #pragma once
 
 #include <vector>

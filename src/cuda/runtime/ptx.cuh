@@ -5,8 +5,8 @@
 
 namespace kvant::cuda::ptx {
 
-// 9.7.7.10 prmt: byte j of the result is byte (selector nibble j & 7) of {b, a}; a nibble's top bit replicates the sign of
-// that byte instead. Only the low 16 bits of the selector count.
+// 9.7.7.10 prmt: byte j of the result is byte (selector nibble j & 7) of {b, a}; a nibble's top bit replicates the sign
+// of that byte instead. Only the low 16 bits of the selector count.
 __device__ __forceinline__ std::uint32_t prmt(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {
   std::uint32_t d;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
@@ -58,7 +58,8 @@ __device__ __forceinline__ std::uint32_t bf16x2(float low, float high) {
   return d;
 }
 
-// 9.7.15.5 mma.m16n8k32: c += a * b, a [16 x 32] u8 by rows, b [32 x 8] s8 by columns, c [16 x 8] s32. Lane 4 g + t holds
+// 9.7.15.5 mma.m16n8k32: c += a * b, a [16 x 32] u8 by rows, b [32 x 8] s8 by columns, c [16 x 8] s32.
+// Lane 4 g + t holds
 //   a[0]: row g, columns 4 t ..; a[1]: row g + 8; a[2]: row g, columns 16 + 4 t ..; a[3]: row g + 8, same columns
 //   b0: rows 4 t .. of column g; b1: rows 16 + 4 t ..
 //   c[0], c[1]: row g, columns 2 t, 2 t + 1; c[2], c[3]: row g + 8
@@ -87,8 +88,8 @@ __device__ __forceinline__ void mma_f16(float (&c)[4], const std::uint32_t (&a)[
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// Which of the two the whole warp says at run time: by a predicate, since branches around every product are what a compiler
-// takes its time over.
+// Which of the two the whole warp says at run time: by a predicate, since branches around every product are what a
+// compiler takes its time over.
 __device__ __forceinline__ void mma_half(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1,
                                          bool bf16) {
   asm("{\n\t.reg .pred is_bf16;\n\tsetp.ne.u32 is_bf16, %10, 0;\n\t"
@@ -119,10 +120,10 @@ __device__ __forceinline__ void copy16(std::uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" ::"r"(to), "l"(from), "n"(kTo), "n"(kFrom)
                : "memory");
 }
-// The same for what is read once, as codes of pages are: 128 bytes at a time from memory to the L2 cache, which they leave
-// before anything else does (9.7.9.19 createpolicy; the assembler makes a constant of it). `to` must not be a sum that the
-// compiler can divide into parts, one of them the same in all lanes: where ptxas 13.0 takes that from a uniform register, what
-// it assembles is no instruction, and a launch fails.
+// The same for what is read once, as codes of pages are: 128 bytes at a time from memory to the L2 cache, which they
+// leave before anything else does (9.7.9.19 createpolicy; the assembler makes a constant of it). `to` must not be a sum
+// that the compiler can divide into parts, one of them the same in all lanes: where ptxas 13.0 takes that from a
+// uniform register, what it assembles is no instruction, and a launch fails.
 template <int kTo, int kFrom>
 __device__ __forceinline__ void stream16(std::uint32_t to, const void* from) {
 #if __CUDA_ARCH__ >= 900

@@ -1,4 +1,4 @@
-// What a build has kernels for, and the sentences that say what it lacks. No device is needed.
+// The kernels that a build has, and the messages about those that a build lacks. No device is needed.
 #pragma once
 
 #include <span>

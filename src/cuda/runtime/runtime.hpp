@@ -44,16 +44,17 @@ struct DeviceLimits {
   bool overlaps;     // launches may begin before those before them have ended
 };
 
-// As much shared memory as there is for a kernel, up to `bytes` of it for a block. Without that the driver gives each kernel what
-// it needs, and blocks of the next launch wait until a multiprocessor is empty of those that need another amount.
+// As much shared memory as there is for a kernel, up to `bytes` of it for a block. Without that the driver gives each
+// kernel what it needs, and blocks of the next launch wait until a multiprocessor is empty of those that need another
+// amount.
 inline cudaError_t prepare_shared(const void* kernel, int bytes) {
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
   return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
 }
 
-// How a kernel is launched. Where the device can, it begins while what is before it in the stream ends; the kernel waits for
-// that (ptx::wait_prerequisites) before it touches memory.
+// How a kernel is launched. Where the device can, it begins while what is before it in the stream ends; the kernel
+// waits for that (ptx::wait_prerequisites) before it touches memory.
 struct Launch {
   cudaLaunchConfig_t config{};
 

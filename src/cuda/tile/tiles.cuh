@@ -21,17 +21,10 @@
 namespace kvant::cuda {
 
 __host__ __device__ constexpr bool is_half(Format f) {
-  return f == Format::f16 || f == Format::bf16;
+  return codec::is_dense(f) && codec::format_bits(f) == 16;
 }
-__host__ __device__ constexpr int plane_count(Format f) {
-  return f == Format::tq3 || f == Format::tq5 || f == Format::tq6 ? 2 : 1;
-}
-__host__ __device__ constexpr int plane_bits(Format f, int plane) {
-  const int bits = codec::format_bits(f);
-  if (plane_count(f) == 1) return bits;
-  const int first = bits == 3 ? 2 : 4;
-  return plane == 0 ? first : bits - first;
-}
+using codec::plane_bits;
+using codec::plane_count;
 __host__ __device__ constexpr int side_scale_groups(Format f, int head_dim) {
   return is_half(f) ? 0 : codec::tq_scale_groups(f, head_dim);
 }
@@ -43,7 +36,7 @@ __host__ __device__ constexpr int padded_row(int bytes, int residue) {
 __host__ __device__ constexpr int key_residue(int bits) {
   return bits >= 8 ? 64 : bits == 4 ? 32 : 16;
 }
-// Copies are faster where rows begin at multiples of 64 bytes (docs/lab, 2026-11-22-cuda-rows.md), so rows are 64 apart modulo
+// Copies are faster where rows begin at multiples of 64 bytes (docs/lab/cuda-decode.md), so rows are 64 apart modulo
 // 128, and the parts of every 64 bytes change places from row to row. Halves, in rows 2, 3, 6 and 7: where four neighbouring
 // rows are read at once, 32 bytes of each. Quarters: where all eight are, 16 bytes of each.
 enum class Swap { none, halves, quarters };
