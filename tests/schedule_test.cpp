@@ -91,7 +91,7 @@ TEST(Schedule, EveryPageIsInOneItem) {
 // Pages that some query sees, by asking every query about every key.
 std::vector<bool> seen_pages(const AttendParams& p, int length, int q_len) {
   const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
-  std::vector<bool> seen(static_cast<std::size_t>(pages_of(length)));
+  std::vector<bool> seen(static_cast<std::size_t>(base::pages_for(length)));
   for (int i = 0; i < q_len; ++i) {
     for (int key = 0; key < length; ++key) {
       if (rule.sees(length, length - q_len + i, key)) seen[static_cast<std::size_t>(key / kPageTokens)] = true;
@@ -115,7 +115,8 @@ TEST(Schedule, RunsAreThePagesThatSomeQuerySees) {
     // Runs of sinks begin at page 0, also where a mask hides the first ones: there are few.
     if (p.window > 0 && p.mask.first_key > 0) {
       const auto begin = std::max<std::int64_t>(length - q_len - p.window + 1, p.mask.first_key);
-      const int sinks = std::min(pages_of(std::min(p.window_sinks, length)), static_cast<int>(begin) / kPageTokens);
+      const int sinks =
+          std::min(base::pages_for(std::min(p.window_sinks, length)), static_cast<int>(begin) / kPageTokens);
       std::fill_n(seen.begin(), std::min<int>(sinks, static_cast<int>(seen.size())), true);
     }
     // Pages that the first query would read exactly, and copies that are kept for a page's length.

@@ -11,8 +11,8 @@
 namespace kvant::reference {
 
 /// One sequence. q: [q_len, q_heads, head_dim], k and v: [kv_len, kv_heads, head_dim], all row-major doubles.
-/// Query i stands at position kv_len - q_len + i. Reads scale, softcap, alibi_slopes and mask of the options (the mask
-/// tensor's batch index is `batch`). sink_logits: [q_heads] or empty.
+/// Query i stands at position kv_len - q_len + i. Reads the options of logits (scale to alibi_slopes) and the mask (the
+/// mask tensor's batch index is `batch`). sink_logits: [q_heads] or empty.
 /// weights, if not null, gets the softmax weights [q_len, q_heads, kv_len].
 struct Problem {
   std::int64_t q_len = 0, kv_len = 0;

@@ -45,13 +45,4 @@ struct Visibility {
   }
 };
 
-// The length by which a run of `q_len` queries decides which pages it reads exactly. Pages that are exact for the first
-// query stay exact for all of them, so that many queries read what one at a time would read. An exact copy outlives its
-// page's encoding by one page, and older copies are gone: hence the limit of a page.
-template <class Int>
-KVANT_HD constexpr Int exact_length(Int length, Int q_len) {
-  const Int others = q_len - 1;
-  return length - (others < kPageTokens ? others : Int{kPageTokens});
-}
-
 KVANT_NAMESPACE_END

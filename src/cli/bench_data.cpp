@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numbers>
 
+#include "base/logits.hpp"
 #include "cli/parallel.hpp"
 #include "codec/layout.hpp"
 #include "core/fmt.hpp"
@@ -150,8 +151,10 @@ struct SampledRow {
   void add(const float* keys, const float* values, std::int64_t begin, std::int64_t end, std::int64_t own_keys,
            std::int64_t stride) {
     const int dim = c->head_dim;
-    const double scale = 1 / std::sqrt(static_cast<double>(dim)), cap = c->scores.softcap;
-    const double slope = c->scores.alibi ? static_cast<double>(alibi_slope(*c, head)) : 0;
+    const float slope = c->scores.alibi ? alibi_slope(*c, head) : 0.0f;
+    const base::LogitRule<double> rule{.scale = 1 / std::sqrt(static_cast<double>(dim)),
+                                       .softcap = c->scores.softcap,
+                                       .slopes = c->scores.alibi ? &slope : nullptr};
     const std::int64_t position = own_keys - c->q_len + query;
     const std::int64_t first = c->scores.window > 0 ? position - c->scores.window + 1 : 0;
     for (std::int64_t j = std::max<std::int64_t>(0, first - begin); j < std::min(end, position + 1) - begin; ++j) {
@@ -159,9 +162,12 @@ struct SampledRow {
       const float* v = values + j * stride;
       double score = 0;
       for (int d = 0; d < dim; ++d) score += static_cast<double>(q[d]) * static_cast<double>(k[d]);
-      score *= scale;
-      if (cap > 0) score = cap * std::tanh(score / cap);
-      score -= slope * static_cast<double>(position - begin - j);
+      score *= rule.scale;
+      base::transform_logits<base::ExactVerbs>(
+          rule, [&] { return slope; },
+          [&](const auto& change) {
+            score = change(score, [&] { return static_cast<double>(position - begin - j); });
+          });
       if (score > max) {
         const double shrink = std::exp(max - score);
         sum *= shrink;

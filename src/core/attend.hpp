@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/logits.hpp"
 #include "core/backend.hpp"
 
 namespace kvant::core {
@@ -95,10 +96,9 @@ struct RunContext {
   int width;  // values of a row of q and out, at most head_dim: queries are padded with zeros, outputs cut
   int head_dim, padded_dim;  // of stored vectors; padded_dim: head_dim rounded up to 64, zero filled
   int group, kv_heads;
-  float scale, softcap;
+  base::LogitRule<float> logits;
   bool causal;
   std::int64_t window, window_sinks;
-  const float* slopes;       // [q_heads] or null
   const float* sink_logits;  // [q_heads] or null
   MaskData mask;
   codec::PageLayout layout[kDomains];

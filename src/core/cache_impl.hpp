@@ -26,6 +26,7 @@
 #include <span>
 #include <string>
 
+#include "base/pages.hpp"
 #include "core/cache_spec.hpp"
 #include "core/cache_table.hpp"
 #include "core/device.hpp"

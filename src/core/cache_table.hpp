@@ -7,7 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "base/visibility.hpp"
+#include "base/pages.hpp"
 #include "core/page_pool.hpp"
 #include "core/page_ref.hpp"
 #include "kvant/cache.hpp"
@@ -21,10 +21,8 @@ inline std::uint64_t number(SequenceId id) noexcept {
 
 namespace kvant::core {
 
-/// Pages that hold so many tokens.
-constexpr std::int64_t pages_for(std::int64_t tokens) noexcept {
-  return (tokens + kPageTokens - 1) / kPageTokens;
-}
+using base::pages_for;
+using ExactEnds = base::ExactEnds<std::int64_t>;
 
 /// Which pool a slot belongs to: `exact` pages hold vectors as given, `encoded` ones in the cache's formats.
 enum class Pool { exact, encoded };
@@ -35,22 +33,6 @@ struct SequenceView {
   std::int64_t first_page = 0;     ///< pages between those of the window's sink tokens and this one were released
   std::span<const PageRef> pages;  ///< by absolute page number
   std::uint64_t version = 0;       ///< changes with this sequence's length and pages
-};
-
-// Which pages are exact, as a function of the length n alone. S sink pages, T tail pages, 64 tokens a page:
-//   exact(n, p) = p < S  or  T > 0 and n < 64 (p + 1 + T)        so the tail is 64 T to 64 T + 63 tokens long
-//   keeps(n, p) = p < S  or  T > 0 and n < 64 (p + 2 + T)        the exact copy outlives the encoding by one page
-// keeps(n, p) is exact(n - 64, p): truncating up to 64 tokens finds every exact copy that it needs.
-struct ExactEnds {
-  std::int64_t sink_pages = 0;
-  std::int64_t tail_pages = 0;
-  [[nodiscard]] bool any() const noexcept { return sink_pages > 0 || tail_pages > 0; }
-  [[nodiscard]] bool exact(std::int64_t length, std::int64_t page) const noexcept {
-    return page < sink_pages || (tail_pages > 0 && length < kPageTokens * (page + 1 + tail_pages));
-  }
-  [[nodiscard]] bool keeps(std::int64_t length, std::int64_t page) const noexcept {
-    return exact(length - kPageTokens, page);
-  }
 };
 
 // 2^32 tokens are 2^26 pages: far beyond any context, and small enough that no count of pages can overflow.

@@ -3,6 +3,7 @@
 #include <iterator>
 
 #include "core/fmt.hpp"
+#include "core/logits.hpp"
 #include "core/plan.hpp"
 
 namespace kvant {
@@ -47,9 +48,7 @@ std::string PlanImpl::explain() const {
   fmt::format_to(out, "heads      {} query heads over {} kv heads (group {}), {}\n", options.q_heads, config.kv_heads,
                  group, cache->head_dim_words());
   fmt::format_to(out, "visible    {}\n", mask_words(*this));
-  fmt::format_to(out, "logits     scale {:.6g}{}{}\n", options.scale,
-                 options.softcap > 0 ? fmt::format(", softcap {:g}", options.softcap) : "",
-                 options.alibi_slopes.empty() ? "" : ", ALiBi");
+  fmt::format_to(out, "logits     {}\n", core::logit_words(options));
   s += work->explain_work();
   fmt::format_to(out, "bytes      {} of cache read per layer, {} of workspace\n", kv_bytes(), work->workspace_bytes());
   return s;

@@ -113,7 +113,7 @@ class Builder {
     for (std::int64_t i = 0; i < splits; ++i) {
       const std::size_t partial =
           splits == 1 ? kNoPartial : first_partial + static_cast<std::size_t>(i) * partial_bytes;
-      work_.attend.push_back({sequence, head, row, rows, layout, visible.sink_pages, visible.recent_page, i * share,
+      work_.attend.push_back({sequence, head, row, rows, layout, visible.sinks, visible.recent, i * share,
                               std::min(uses, (i + 1) * share), partial,
                               splits == 1 ? -1 : static_cast<std::int64_t>(work_.merge.size())});
     }

@@ -131,12 +131,10 @@ Status HostPlan::run(int layer, const TensorView& q, const MutableTensorView& ou
   c.padded_dim = padded_dim;
   c.group = plan.group;
   c.kv_heads = config.kv_heads;
-  c.scale = static_cast<float>(plan.options.scale);
-  c.softcap = static_cast<float>(plan.options.softcap);
+  c.logits = base::logit_rule<float>(plan.options);
   c.causal = plan.options.mask.is_causal;
   c.window = plan.options.mask.window;
   c.window_sinks = plan.options.mask.window_sinks;
-  c.slopes = plan.options.alibi_slopes.empty() ? nullptr : plan.options.alibi_slopes.data();
   c.sink_logits = options.sink_logits;
   c.mask = mask.data;
   c.layout[kEncoded] = cache.layout(Pool::encoded);

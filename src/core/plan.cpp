@@ -72,13 +72,7 @@ VisiblePages PlanImpl::visible_pages(const PlannedSequence& s, std::int64_t firs
   const Mask& m = options.mask;
   const base::Visibility rule{m.is_causal, m.window, m.window_sinks, m.tensor.data != nullptr ? m.tensor.first_key : 0};
   const std::int64_t position = s.length - s.q_len;
-  const base::KeyRange oldest = rule.recent_range(s.length, position + first);
-  const base::KeyRange newest = rule.recent_range(s.length, position + last);
-  VisiblePages v{};
-  v.recent_page = oldest.begin / kPageTokens;
-  v.recent_end = std::max(v.recent_page, core::pages_for(std::min(newest.end, s.length)));
-  v.sink_pages = std::min(core::pages_for(rule.sink_range(position + last).end), v.recent_page);
-  return v;
+  return base::visible_pages<std::int64_t>(rule, s.length, position + first, position + last);
 }
 
 Result<Plan> plan(const Cache& cache, std::span<const SequenceId> sequences, const AttentionOptions& options) {

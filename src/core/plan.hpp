@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "base/visibility.hpp"
+#include "base/pages.hpp"
 #include "core/attend.hpp"
 #include "core/cache_impl.hpp"
 #include "kvant/attention.hpp"
@@ -48,14 +48,7 @@ struct PlannedSequence {
   std::int64_t batch;        // its place in the call
 };
 
-// Pages 0 .. sink_pages - 1 and recent_page .. recent_end - 1.
-struct VisiblePages {
-  std::int64_t sink_pages, recent_page, recent_end;
-  [[nodiscard]] std::int64_t count() const { return sink_pages + (recent_end - recent_page); }
-  [[nodiscard]] std::int64_t page(std::int64_t use) const {
-    return use < sink_pages ? use : recent_page + use - sink_pages;
-  }
-};
+using VisiblePages = base::VisiblePages<std::int64_t>;
 
 class PlanImpl {
  public:

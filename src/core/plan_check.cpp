@@ -1,7 +1,6 @@
 // Refusals of plan(): each message names the argument, its value, what is allowed, and the way out.
-#include <cmath>
-
 #include "core/fmt.hpp"
+#include "core/logits.hpp"
 #include "core/plan.hpp"
 
 namespace kvant {
@@ -11,29 +10,8 @@ Status invalid(std::string message) {
   return {Code::invalid_argument, std::move(message)};
 }
 
-// Logits are float32. Within these a factor and its reciprocal are normal floats, also in units of log 2.
-bool is_factor(double x) {
-  return x >= 1e-37 && x <= 1e37;
-}
-
 Status check_numbers(const AttentionOptions& o) {
-  if (o.scale != 0 && !is_factor(std::fabs(o.scale))) {
-    return invalid(fmt::format(
-        "scale is {}: its magnitude must be 1e-37 to 1e37 (logits are float32), or 0 for 1 / sqrt(head_dim)", o.scale));
-  }
-  if (o.softcap != 0 && !is_factor(o.softcap)) {
-    return invalid(fmt::format(
-        "softcap is {}: must be 1e-37 to 1e37 (logits are float32), or 0 for none; a larger cap would change nothing",
-        o.softcap));
-  }
-  if (!o.alibi_slopes.empty() && o.alibi_slopes.size() != static_cast<std::size_t>(o.q_heads)) {
-    return invalid(fmt::format("alibi_slopes has {} values for {} query heads: give one slope a query head, or none",
-                               o.alibi_slopes.size(), o.q_heads));
-  }
-  for (std::size_t h = 0; h < o.alibi_slopes.size(); ++h) {
-    if (!std::isfinite(o.alibi_slopes[h]))
-      return invalid(fmt::format("alibi_slopes[{}] is {}: must be finite", h, o.alibi_slopes[h]));
-  }
+  if (Status s = core::check_logits(o); !s.ok()) return s;
   if (o.threads < 0 || o.threads > 4096)
     return invalid(fmt::format("threads is {}: must be 1 to 4096, or 0 for all cores", o.threads));
   if (o.split_keys < 0 || o.split_keys % kPageTokens != 0) {

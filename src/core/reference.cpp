@@ -1,6 +1,7 @@
 // out_i = sum_j w_ij v_j with w_ij = exp(t_ij - max) / (sum_j exp(t_ij - max) + exp(sink - max)), all in float64.
-// t_ij = mask(alibi(softcap(scale * q_i . k_j))), in that order. Nothing here is shared with the kernels, the widening
-// of half floats included: a common mistake would judge itself.
+// t_ij = mask(transforms(scale * q_i . k_j)). The order of the transforms is that of base/logits.hpp, in float64 and by
+// their definitions (reference_test has values worked out by hand). Nothing else is shared with the kernels, the
+// widening of half floats included: a common mistake would judge itself.
 #include "kvant/reference.hpp"
 
 #include <algorithm>
@@ -8,6 +9,8 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+
+#include "base/logits.hpp"
 
 namespace kvant::reference {
 namespace {
@@ -65,7 +68,8 @@ Output attention(const Problem& problem, const AttentionOptions& options, std::v
   const std::int64_t dim = problem.head_dim;
   const int group = problem.q_heads / problem.kv_heads;
   const std::int64_t rows = problem.q_len * problem.q_heads;
-  const double scale = options.scale != 0 ? options.scale : 1 / std::sqrt(static_cast<double>(dim));
+  base::LogitRule<double> rule = base::logit_rule<double>(options);
+  if (rule.scale == 0) rule.scale = 1 / std::sqrt(static_cast<double>(dim));
 
   Output result;
   result.out.assign(static_cast<std::size_t>(rows * dim), 0.0);
@@ -90,12 +94,10 @@ Output attention(const Problem& problem, const AttentionOptions& options, std::v
       const double* k = kv_row(problem.k, key);
       double dot = 0;
       for (std::int64_t d = 0; d < dim; ++d) dot += q[d] * k[d];
-      t = scale * dot;
-      if (options.softcap != 0) t = options.softcap * std::tanh(t / options.softcap);
-      if (!options.alibi_slopes.empty()) {
-        t -= static_cast<double>(options.alibi_slopes[static_cast<std::size_t>(head)]) *
-             static_cast<double>(std::abs(position - key));
-      }
+      t = rule.scale * dot;
+      base::transform_logits<base::ExactVerbs>(
+          rule, [&] { return base::slope_of_head(rule, static_cast<int>(head)); },
+          [&](const auto& change) { t = change(t, [&] { return static_cast<double>(position - key); }); });
       t += mask_term(options.mask.tensor, {problem.batch, head, query, key});
       max = std::max(max, t);
     }

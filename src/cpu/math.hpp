@@ -28,26 +28,21 @@ KVANT_INLINE typename S::F exp_nonpositive(typename S::F x) {
   return S::as_f(S::andnot(S::less(x, lowest), scaled));
 }
 
-// cap * tanh(s / cap). With x = |s| / cap: from 0.625 on cap (1 - e^-2x) / (1 + e^-2x), where nothing overflows; below, where that
-// difference would cancel (all of s is lost at a cap of 1e10), |s| (1 + x^2 p(x^2)) with a minimax polynomial of tanh(x) / x.
-// Relative error below 3e-7, for caps of 1e-37 to 1e37 and any finite s.
+// The verbs of base/logits.hpp: those of S, and these.
 template <class S>
-KVANT_INLINE typename S::F soft_cap(typename S::F s, float cap) {
+struct LogitVerbs : S {
   using F = typename S::F;
   using I = typename S::I;
-  const I sign = S::and_(S::as_i(s), S::seti(static_cast<int>(0x80000000u)));
-  const F magnitude = S::as_f(S::xor_(S::as_i(s), sign));
-  const F x = S::mul(magnitude, S::setf(1.0f / cap)), one = S::setf(1.0f);
-  const F e = exp_nonpositive<S>(S::mul(x, S::setf(-2.0f)));
-  const F large = S::mul(S::div(S::sub(one, e), S::add(one, e)), S::setf(cap));
-  const F square = S::mul(x, x);
-  F p = S::fma(S::setf(-5.70498872745e-3f), square, S::setf(2.06390887954e-2f));
-  p = S::fma(p, square, S::setf(-5.37397155531e-2f));
-  p = S::fma(p, square, S::setf(1.33314422036e-1f));
-  p = S::fma(p, square, S::setf(-3.33332819422e-1f));
-  const F small = S::fma(S::mul(magnitude, square), p, magnitude);
-  const I is_small = S::less(x, S::setf(0.625f));
-  return S::as_f(S::or_(S::or_(S::and_(is_small, S::as_i(small)), S::andnot(is_small, S::as_i(large))), sign));
-}
+  static KVANT_INLINE I sign_bit() { return S::seti(static_cast<int>(0x80000000u)); }
+  static KVANT_INLINE F magnitude(F a) { return S::as_f(S::andnot(sign_bit(), S::as_i(a))); }
+  static KVANT_INLINE F with_sign_of(F magnitude, F a) {
+    return S::as_f(S::or_(S::as_i(magnitude), S::and_(S::as_i(a), sign_bit())));
+  }
+  static KVANT_INLINE F select_less(F a, F b, F yes, F no) {
+    const I less = S::less(a, b);
+    return S::as_f(S::or_(S::and_(less, S::as_i(yes)), S::andnot(less, S::as_i(no))));
+  }
+  static KVANT_INLINE F exp_of_minus_twice(F x) { return exp_nonpositive<S>(S::mul(x, S::setf(-2.0f))); }
+};
 
 KVANT_NAMESPACE_END

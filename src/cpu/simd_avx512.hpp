@@ -154,6 +154,7 @@ struct Simd512 {
                          _mm512_castps512_ps256(_mm512_shuffle_f32x4(s, s, 0x0D)));
   }
   static KVANT_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static KVANT_INLINE F div(F a, F b) { return _mm512_div_ps(a, b); }
 
   // encoding; 32 lanes as bytes are one after another in eight-lane registers
   static KVANT_INLINE F floor(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }

@@ -5,6 +5,7 @@
 // scaled score is beyond the floats is poisoned: its output becomes NaN, as that of a query that is not finite does.
 #pragma once
 
+#include "base/logits.hpp"
 #include "base/mask_element.hpp"
 #include "base/visibility.hpp"
 #include "core/attend.hpp"
@@ -51,23 +52,51 @@ struct SoftmaxRow {
   core::TileClass tile;  // of the mask tensor here; a masked tile comes with no visible key
 };
 
+constexpr float kLaneIndex[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 // Lanes' maxima of a row's logits, and zeros unless a score overflowed: 0 * infinity is NaN.
 template <class S>
 struct Logits {
   typename S::F top, overflowed;
 };
 
-// One row's scores to logits, where something besides the scale changes them or hides keys.
+// A register of scores through the rule; the first one's key is `distance` before the query.
 template <class S>
-KVANT_INLINE Logits<S> transformed_logits(const core::RunContext& run, const core::SequenceUse& sequence,
-                                          const SoftmaxRow& row, std::int64_t first_key, std::uint64_t visible,
-                                          float slope) {
+KVANT_INLINE typename S::F transformed(const base::LogitRule<float>& rule, const SoftmaxRow& row, float distance,
+                                       typename S::F s) {
+  const auto slope = [&] { return base::slope_of_head(rule, row.q_head); };
+  base::transform_logits<LogitVerbs<S>>(rule, slope, [&](const auto& change) {
+    s = change(s, [&] { return S::sub(S::setf(distance), S::loadf(kLaneIndex)); });
+  });
+  return s;
+}
+
+// One row's scores to logits on a page that the row sees as a whole and that a mask tensor leaves as it is.
+template <class W, bool kPlain>
+KVANT_INLINE Logits<W> seen_logits(const base::LogitRule<float>& rule, const SoftmaxRow& row, std::int64_t distance) {
+  using V = typename W::F;
+  const V scale = W::setf(rule.scale), center = W::setf(row.center), zero = W::setf(0.0f);
+  V top = W::setf(-kInfinity), overflowed = zero;
+  for (int t = 0; t < kPageTokens; t += W::kLanes) {
+    V s = W::mul(W::add(W::loadf(row.scores + t), center), scale);
+    overflowed = W::fma(s, zero, overflowed);
+    if constexpr (!kPlain) s = transformed<W>(rule, row, static_cast<float>(distance - t), s);
+    W::storef(row.scores + t, s);
+    top = W::max(top, s);
+  }
+  return {top, overflowed};
+}
+
+// The same where keys are hidden from the row, or a mask tensor adds to its scores.
+template <class S>
+KVANT_INLINE Logits<S> masked_logits(const core::RunContext& run, const base::LogitRule<float>& rule,
+                                     const core::SequenceUse& sequence, const SoftmaxRow& row, std::int64_t first_key,
+                                     std::uint64_t visible) {
   using V = typename S::F;
   const std::int64_t position = sequence.length - sequence.q_len + row.query;
-  const V scale = S::setf(run.scale), center = S::setf(row.center);
+  const V scale = S::setf(rule.scale), center = S::setf(row.center);
   alignas(32) std::int32_t lane_bits[8];
-  alignas(32) float lane_index[8];
-  for (int i = 0; i < 8; ++i) lane_bits[i] = 1 << i, lane_index[i] = static_cast<float>(i);
+  for (int i = 0; i < 8; ++i) lane_bits[i] = 1 << i;
   const typename S::I bits = S::loadi(lane_bits);
   const V hidden = S::setf(-kInfinity), zero = S::setf(0.0f);
   V top = hidden, overflowed = zero;
@@ -77,12 +106,7 @@ KVANT_INLINE Logits<S> transformed_logits(const core::RunContext& run, const cor
     typename S::I seen = S::seti(-1);
     const auto byte = static_cast<std::int32_t>((visible >> t) & 0xFF);
     if (byte != 0xFF) seen = S::less(zero, S::to_f(S::and_(S::seti(byte), bits)));
-    if (run.softcap > 0.0f) s = soft_cap<S>(s, run.softcap);
-    if (slope != 0.0f) {
-      const V signed_distance = S::sub(S::setf(static_cast<float>(position - first_key - t)), S::loadf(lane_index));
-      const V distance = S::as_f(S::and_(S::as_i(signed_distance), S::seti(0x7FFFFFFF)));
-      s = S::sub(s, S::mul(S::setf(slope), distance));
-    }
+    s = transformed<S>(rule, row, static_cast<float>(position - first_key - t), s);
     if (row.tile == core::kTileMixed) {
       const std::int64_t* ms = run.mask.stride;
       const std::int64_t at =
@@ -119,29 +143,24 @@ KVANT_INLINE void softmax_row(const core::RunContext& run, const core::SequenceU
   using W = Wide<S>;
   using V = typename W::F;
   constexpr int kLanes = W::kLanes;
-  const float slope = run.slopes != nullptr ? run.slopes[row.q_head] : 0.0f;
   *row.rescale = 1.0f;
   if (visible == 0) {
     no_weights<S>(row.scores);
     return;
   }
 
+  const base::LogitRule<float> rule = base::rule_of_head(run.logits, row.q_head);
   float page_max, overflowed;
-  if (visible == ~std::uint64_t{0} && run.softcap <= 0.0f && slope == 0.0f && row.tile != core::kTileMixed) {
-    const V scale = W::setf(run.scale), center = W::setf(row.center);
-    V top = W::setf(-kInfinity), not_finite = W::setf(0.0f);
-    for (int t = 0; t < kPageTokens; t += kLanes) {
-      const V s = W::mul(W::add(W::loadf(row.scores + t), center), scale);
-      W::storef(row.scores + t, s);
-      top = W::max(top, s);
-      not_finite = W::fma(s, W::setf(0.0f), not_finite);
-    }
-    page_max = W::reduce_max(top);
-    overflowed = W::reduce_add(not_finite);
+  const auto found = [&]<class R>(const Logits<R>& logits) {
+    page_max = R::reduce_max(logits.top);
+    overflowed = R::reduce_add(logits.overflowed);
+  };
+  if (visible != ~std::uint64_t{0} || row.tile == core::kTileMixed) {
+    found(masked_logits<S>(run, rule, sequence, row, first_key, visible));
+  } else if (base::is_plain(rule)) {
+    found(seen_logits<W, true>(rule, row, 0));
   } else {
-    const Logits<S> logits = transformed_logits<S>(run, sequence, row, first_key, visible, slope);
-    page_max = S::reduce_max(logits.top);
-    overflowed = S::reduce_add(logits.overflowed);
+    found(seen_logits<W, false>(rule, row, sequence.length - sequence.q_len + row.query - first_key));
   }
   if (overflowed != 0.0f) {  // NaN, then
     *row.poisoned = 1;

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "base/config.hpp"
+#include "base/pages.hpp"
 #include "codec/layout.hpp"
 #include "core/page_ref.hpp"
 
@@ -16,13 +17,7 @@ struct SequenceState {
   std::int32_t step_begin;
 };
 
-// core::ExactEnds in the 32 bits that kernels count in.
-struct ExactEnds {
-  std::int32_t sink_pages, tail_pages;
-  KVANT_HD bool exact(std::int32_t length, std::int32_t page) const {
-    return page < sink_pages || (tail_pages > 0 && length < kPageTokens * (page + 1 + tail_pages));
-  }
-};
+using ExactEnds = base::ExactEnds<std::int32_t>;
 
 struct CacheView {
   std::byte* encoded;  // slot s, layer l, head h: encoded + s * encoded_slot_bytes + (l * kv_heads + h) * block bytes

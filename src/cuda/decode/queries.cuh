@@ -119,15 +119,15 @@ __device__ void Attend<KF, VF, D, NT, BW>::load_queries(const Part& part, RawQue
       }
     }
     if (lane == 0) {
-      const float to_log2 = p.scale * kLog2e;
+      const float to_log2 = p.logits.scale;
       info->scale[r] = unit * to_log2 * (F == Format::fp8 ? 256.0f : 1.0f);
       info->center[r] = center * to_log2;
       info->poisoned[r] = poisoned ? 1 : 0;
-      if (p.slopes != nullptr) {
+      if (p.logits.slopes != nullptr) {
         int q_head;
         const int query = query_of(part, r, q_head);
         info->position[r] = part.length - part.q_len + query;
-        info->slope[r] = query >= 0 ? p.slopes[q_head] * kLog2e : 0.0f;
+        info->slope[r] = query >= 0 ? p.logits.slopes[q_head] : 0.0f;
       }
     }
   }

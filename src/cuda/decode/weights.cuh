@@ -10,7 +10,6 @@ template <Format KF, Format VF, int D, int NT, int BW>
 __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::transform_seen(const Part& part, int page,
                                                                           float (&s)[S::kTokenTiles][NT][2]) const {
   const int first = page * kPageTokens + 8 * g + S::kTokens * member;
-  const float inverse = 1.0f / p.softcap;
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
     const int r = 4 * n + t;
@@ -18,16 +17,17 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::transform_seen(const 
 #pragma unroll
       for (int i = 0; i < S::kTokenTiles; ++i) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) s[i][n][h] = change(s[i][n][h], 2 * i + h);
+        for (int h = 0; h < 2; ++h) {
+          s[i][n][h] = change(s[i][n][h], [&] {
+            return static_cast<float>(info->position[r] - first) - static_cast<float>(2 * i + h);
+          });
+        }
       }
     };
     const float center = info->center[r];
-    each([&](float x, int) { return x + center; });
-    if (p.softcap > 0.0f) each([&](float x, int) { return capped(x, p.softcap, inverse); });
-    if (p.slopes != nullptr) {
-      const float slope = info->slope[r], distance = static_cast<float>(info->position[r] - first);
-      each([&](float x, int token) { return fmaf(-slope, fabsf(distance - static_cast<float>(token)), x); });
-    }
+    each([&](float x, const auto&) { return x + center; });
+    base::transform_logits<LogitVerbs>(
+        p.logits, [&] { return info->slope[r]; }, each);
   }
 }
 
@@ -55,9 +55,10 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::transform(const Part&
     const std::int64_t key = page * kPageTokens + 8 * g + L::kTokens * member + at % L::kTokens;
     float x = copy[at];
     if (part.domain == core::kEncoded) x += info->center[r];
-    if (p.softcap > 0.0f) x = capped(x, p.softcap, 1.0f / p.softcap);
+    base::transform_logits<LogitVerbs>(
+        p.logits, [&] { return info->slope[r]; },
+        [&](const auto& change) { x = change(x, [&] { return static_cast<float>(position - key); }); });
     const bool sees = query >= 0 && key < part.length && rule.sees(part.length, position, key);
-    if (p.slopes != nullptr) x -= info->slope[r] * fabsf(static_cast<float>(position - key));
     if (sees && p.mask.data != nullptr) {
       const std::int64_t from = part.mask_batch * p.mask.stride[0] + q_head * p.mask.stride[1] +
                                 query * p.mask.stride[2] + (key - p.mask.first_key) * p.mask.stride[3];

@@ -198,8 +198,10 @@ Status DecodePlan::upload(const core::DevicePlanConfig& config) {
   std::copy_n(entries.begin(), std::min<std::size_t>(entries.size(), kEntriesInParams), params_.first_entries);
   if (slope_bytes > 0) {
     auto* slopes = static_cast<std::byte*>(memory_) + entry_bytes;
-    KVANT_CUDA_TRY(cudaMemcpy(slopes, o.alibi_slopes.data(), slope_bytes, cudaMemcpyHostToDevice));
-    params_.slopes = reinterpret_cast<const float*>(slopes);
+    std::vector<float> in_log2(o.alibi_slopes);
+    for (float& slope : in_log2) slope *= std::numbers::log2e_v<float>;
+    KVANT_CUDA_TRY(cudaMemcpy(slopes, in_log2.data(), slope_bytes, cudaMemcpyHostToDevice));
+    params_.logits.slopes = reinterpret_cast<const float*>(slopes);
   }
   if (place_bytes > 0) {
     auto* places = static_cast<std::byte*>(memory_) + entry_bytes + aligned(slope_bytes);
@@ -260,14 +262,13 @@ Status DecodePlan::prepare(const core::DevicePlanConfig& config) {
   p.group = o.q_heads / config.kv_heads;
   p.group_inverse = 1.0f / static_cast<float>(p.group);
   p.head_dim = config.head_dim;
-  p.scale = static_cast<float>(o.scale);
-  p.softcap = static_cast<float>(o.softcap * std::numbers::log2e);
+  p.logits = base::logit_rule<float>(o, std::numbers::log2e);  // upload() gives the device its slopes
   p.causal = o.mask.is_causal;
   p.window = static_cast<std::int32_t>(std::min<std::int64_t>(o.mask.window, 0x7FFFFFFF));
   p.window_sinks = static_cast<std::int32_t>(std::min<std::int64_t>(o.mask.window_sinks, 0x7FFFFFFF));
   if (Status s = prepare_mask(config); !s.ok()) return s;
   p.k_basis = device_basis(store_.k_basis());
-  const bool is_plain = o.softcap == 0 && o.alibi_slopes.empty();
+  const bool is_plain = base::is_plain(p.logits);
   p.seen_flags[core::kExact] = is_plain ? kSeen | kPlain : kSeen;
   p.seen_flags[core::kEncoded] = is_plain && p.k_basis.kind != BasisKind::calibrated ? kSeen | kPlain : kSeen;
   p.v_basis = device_basis(store_.v_basis());

@@ -51,7 +51,7 @@ struct Consumer {
       m[h] = kNone, l[h] = 0.0f;
     }
     unit = 1.0f;
-    is_plain = p.softcap == 0.0f && p.slopes == nullptr && p.mask.data == nullptr;
+    is_plain = base::is_plain(p.logits) && p.mask.data == nullptr;
   }
   __device__ std::int64_t query_at(int h) const {
     return (tile.batch.query_begin + query[h]) * p.q.token_stride + head[h] * p.q.head_stride;
@@ -68,8 +68,8 @@ struct Consumer {
       x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
       const std::uint32_t exponent = __float_as_uint(x) >> 23;
       const bool usual = exponent > 8 && exponent < 246;
-      inverse[h] = copysignf(usual ? __uint_as_float((254 - exponent) << 23) : 1.0f, p.scale);
-      to_log2[h] = fabsf(p.scale) * kLog2e * (usual ? __uint_as_float(exponent << 23) : 1.0f);
+      inverse[h] = copysignf(usual ? __uint_as_float((254 - exponent) << 23) : 1.0f, p.logits.scale);
+      to_log2[h] = fabsf(p.logits.scale) * (usual ? __uint_as_float(exponent << 23) : 1.0f);
       in_log2[h] = is_plain ? to_log2[h] : 1.0f;
     }
   }
@@ -190,8 +190,9 @@ struct Consumer {
       const int key = page * kPageTokens + i / 4 * 8 + 2 * t + i % 2;
       const bool sees = all_see || (key < tile.length && rule.sees(tile.length, position, key));
       float x = copy[i];
-      if (p.softcap > 0.0f) x = capped(x, p.softcap, 1.0f / p.softcap);
-      if (p.slopes != nullptr) x -= p.slopes[of] * kLog2e * fabsf(static_cast<float>(position - key));
+      base::transform_logits<LogitVerbs>(
+          p.logits, [&] { return p.logits.slopes[of]; },
+          [&](const auto& change) { x = change(x, [&] { return static_cast<float>(position - key); }); });
       if (sees && !all_see && p.mask.data != nullptr) {
         const int batch = mask_batch(p, tile.entry);
         const std::int64_t from = batch * p.mask.stride[0] + of * p.mask.stride[1] + at * p.mask.stride[2] +
@@ -219,7 +220,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kPageTokens / 2; ++i) s[i] *= to_log2[i / 2 % 2];
     }
-    if ((page & 1) != 0 || p.softcap > 0.0f || p.slopes != nullptr) transform(page >> 1, (page & 1) == 0, s);
+    if ((page & 1) != 0 || !base::is_plain(p.logits)) transform(page >> 1, (page & 1) == 0, s);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float x = s[2 * h];

@@ -44,11 +44,8 @@ __device__ __forceinline__ bool find_tile(const AttendParams& p, const Schedule&
   const base::KeyRange begins = rule.recent_range(tile.length, before + tile.first);
   const base::KeyRange ends = rule.recent_range(tile.length, before + tile.last);
   tile.all_begin = static_cast<int>(ends.begin), tile.all_end = static_cast<int>(begins.end);
-  tile.pages = visible_pages(p, tile.length, tile.batch.q_len);
-  tile.pages.end = pages_of(static_cast<int>(ends.end));
-  tile.pages.recent = min(static_cast<int>(begins.begin) / kPageTokens, tile.pages.end);
-  const int sinks_end = pages_of(static_cast<int>(rule.sink_range(before + tile.last).end));
-  tile.pages.sinks = min(sinks_end, tile.pages.recent);
+  tile.pages = with_exact_ends(p, tile.length, tile.batch.q_len,
+                               base::visible_pages<int>(rule, tile.length, before + tile.first, before + tile.last));
   return true;
 }
 

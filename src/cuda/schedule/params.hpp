@@ -44,9 +44,8 @@ struct AttendParams {
   core::StridedRows q;
   core::MutableRows out;
   float* lse;                      // [queries][q_heads] or null
-  const float* slopes;             // [q_heads] or null
   const float* sink_logits;        // [q_heads] or null
-  float scale, softcap;            // softcap in units of log2
+  base::LogitRule<float> logits;   // in units of log2
   int seen_flags[core::kDomains];  // of pages that every row sees
   bool causal;
   std::int32_t window, window_sinks;

@@ -14,7 +14,7 @@
 #include <cstdint>
 
 #include "base/config.hpp"
-#include "base/visibility.hpp"
+#include "base/pages.hpp"
 #include "cuda/schedule/params.hpp"
 
 #if defined(__CUDACC__)
@@ -24,10 +24,6 @@
 #endif
 
 namespace kvant::cuda {
-
-KVANT_HD inline int pages_of(int tokens) {
-  return (tokens + kPageTokens - 1) / kPageTokens;
-}
 
 // Pages of one domain that some query of the sequence may see: up to four runs of absolute page numbers.
 struct PageRuns {
@@ -47,28 +43,28 @@ struct PageRuns {
 
 inline constexpr int kNoEnd = 0x7FFFFFFF;  // of pages
 
-// Pages that some query of a sequence may see: [0, sinks) and [recent, end). Those before `exact_sinks` and from `tail`
-// on are exact.
-struct VisiblePages {
-  int sinks, recent, end;
+// Those before `exact_sinks` and from `tail` on are exact.
+struct VisiblePages : base::VisiblePages<int> {
   int exact_sinks, tail;
 };
 
-KVANT_HD KVANT_NOT_INLINED inline void apply_window(const AttendParams& p, int length, int q_len, VisiblePages& v) {
+KVANT_HD KVANT_NOT_INLINED inline void apply_window(const AttendParams& p, int length, int q_len,
+                                                    base::VisiblePages<int>& v) {
   const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
-  v.recent = static_cast<int>(rule.recent_range(length, length - q_len).begin) / kPageTokens;
-  const int sinks_end = pages_of(static_cast<int>(rule.sink_range(length - 1).end));
-  v.sinks = sinks_end < v.recent ? sinks_end : v.recent;
+  v = base::visible_pages<int>(rule, length, length - q_len, length - 1);
 }
 
+KVANT_HD inline VisiblePages with_exact_ends(const AttendParams& p, int length, int q_len,
+                                             const base::VisiblePages<int>& seen) {
+  const ExactEnds ends = p.cache.exact_ends();
+  return {seen, ends.sink_pages, ends.tail_pages > 0 ? ends.tail_begin(base::exact_length(length, q_len)) : kNoEnd};
+}
+
+// The pages for all queries of a sequence.
 KVANT_HD inline VisiblePages visible_pages(const AttendParams& p, int length, int q_len) {
-  VisiblePages v{0, 0, pages_of(length), p.cache.sink_pages, kNoEnd};
+  base::VisiblePages<int> v{0, 0, base::pages_for(length)};
   if (p.window > 0 || p.mask.first_key > 0) apply_window(p, length, q_len, v);
-  if (p.cache.tail_pages > 0) {
-    v.tail = base::exact_length(length, q_len) / kPageTokens - p.cache.tail_pages;
-    if (v.tail < v.exact_sinks) v.tail = v.exact_sinks;
-  }
-  return v;
+  return with_exact_ends(p, length, q_len, v);
 }
 
 // Encoded runs include tail pages: a page there is read encoded when its exact copy is gone. Whoever walks them looks

@@ -1,6 +1,7 @@
 // What is done to scores. They are in units of log 2, so that a weight is one ex2.
 #pragma once
 
+#include "base/logits.hpp"
 #include "cuda/runtime/ptx.cuh"
 #include "cuda/tile/warp_vector.cuh"
 
@@ -8,13 +9,19 @@ namespace kvant::cuda {
 
 inline constexpr float kNone = -__builtin_huge_valf();  // the score of a hidden key
 
-// cap * tanh(x / cap)
-__device__ __forceinline__ float capped(float x, float cap, float inverse) {
-  const float z = x * inverse, square = z * z;
-  // tanh z = 1 - 2 / (1 + e^2z), which leaves nothing of a small z: that takes the first terms of its series.
-  const float large = fmaf(-2.0f, ptx::rcp(1.0f + ptx::ex2(z * (2.0f * kLog2e))), 1.0f);
-  const float small = z * fmaf(square, fmaf(square, fmaf(square, -17.0f / 315.0f, 2.0f / 15.0f), -1.0f / 3.0f), 1.0f);
-  return cap * (square < 0.0625f ? small : large);
-}
+// The verbs of base/logits.hpp for one score.
+struct LogitVerbs {
+  using F = float;
+  static __device__ __forceinline__ F setf(float x) { return x; }
+  static __device__ __forceinline__ F add(F a, F b) { return a + b; }
+  static __device__ __forceinline__ F sub(F a, F b) { return a - b; }
+  static __device__ __forceinline__ F mul(F a, F b) { return a * b; }
+  static __device__ __forceinline__ F div(F a, F b) { return a * ptx::rcp(b); }
+  static __device__ __forceinline__ F fma(F a, F b, F c) { return fmaf(a, b, c); }
+  static __device__ __forceinline__ F magnitude(F a) { return fabsf(a); }
+  static __device__ __forceinline__ F with_sign_of(F magnitude, F a) { return copysignf(magnitude, a); }
+  static __device__ __forceinline__ F select_less(F a, F b, F yes, F no) { return a < b ? yes : no; }
+  static __device__ __forceinline__ F exp_of_minus_twice(F x) { return ptx::ex2(x * (-2.0f * kLog2e)); }
+};
 
 }  // namespace kvant::cuda
