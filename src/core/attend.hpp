@@ -79,6 +79,7 @@ struct RunContext {
   int head_dim, padded_dim;  // of stored vectors; padded_dim: head_dim rounded up to 64, zero filled
   int group, kv_heads;
   int layer;
+  bool centred;  // encoded key pages have centres
   float scale, softcap;
   bool causal;
   std::int64_t window, window_sinks;
@@ -104,6 +105,7 @@ struct RunContext {
 struct PreparedLayout {
   std::size_t raw;       // f32 [rows][padded_dim], as given
   std::size_t basis;     // f32 [rows][padded_dim], in the encoded basis (same as raw if that basis is none)
+  std::size_t centred;   // the same in the order in which centres are unpacked; of centred caches only
   std::size_t ints;      // i16 [rows][padded_dim], basis rows in the order of the key codes' unpacking; tq formats only
   std::size_t scales;    // f32 [rows][kMaxScaleGroups]: value of one integer step
   std::size_t offsets;   // i32 [rows][kMaxScaleGroups]: level offset * sum of the integers
@@ -111,7 +113,7 @@ struct PreparedLayout {
   std::size_t poisoned;  // i32 [rows]: the query is not finite
   std::size_t bytes;
 };
-PreparedLayout prepared_layout(int rows, int padded_dim);
+PreparedLayout prepared_layout(int rows, int padded_dim, bool centred);
 
 struct PrepareItem {
   const RunContext* run;
@@ -150,6 +152,7 @@ struct ScratchLayout {
   std::size_t rescale;      // f32 [rows]
   std::size_t panel_raw;    // f32 query panels [rows / 16][head_dim][16] (tile path), as given; matrix path: as operand
   std::size_t panel_basis;  // the same in the encoded basis, in unpacking order
+  std::size_t panel_centre; // matrix path of centred caches: f32 panels in the basis, in the order of unpacked centres
   std::size_t tile;         // f32 [64][padded_dim + kTilePadding]: decoded keys or values
   std::size_t transpose;    // tile path: f32 [64][kTransposedRows]
   std::size_t page;         // matrix path: keys or values of kMatrixPages pages as operand
@@ -158,7 +161,7 @@ struct ScratchLayout {
   std::size_t centers;           // f32 [rows]
   std::size_t bytes;
 };
-ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, RowPath path);
+ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool centred, RowPath path);
 
 struct MergeItem {
   const RunContext* run;

@@ -100,6 +100,37 @@ Result<BasisKind> resolve_basis(const char* name, BasisKind kind, Format format)
   return kind;
 }
 
+const char* centre_name(KeyCentre centre) {
+  switch (centre) {
+    case KeyCentre::automatic: return "automatic";
+    case KeyCentre::none: return "none";
+    case KeyCentre::page: return "page";
+  }
+  return "unknown";
+}
+
+Result<KeyCentre> resolve_centre(KeyCentre centre, Format k, bool on_device) {
+  if (centre == KeyCentre::automatic) return KeyCentre::none;
+  if (centre > KeyCentre::page) {
+    return {Code::invalid_argument,
+            fmt::format("k_centre = {}: must be automatic, none or page", static_cast<int>(centre))};
+  }
+  if (centre == KeyCentre::none) return centre;
+  if (!codec::takes_centre(k)) {
+    return {Code::invalid_argument,
+            fmt::format("k_centre = page with k = {}: {}; use k_centre = none, or one of tq2, tq3, tq4, tq5, tq6, tq8, fp8",
+                        format_info(k).name,
+                        codec::is_dense(k) ? "dense keys are stored as given, and there is nothing to gain"
+                                           : "imported keys keep their codes, which have no centre")};
+  }
+  if (on_device) {
+    return {Code::unsupported,
+            "k_centre = page with a device: kernels on devices do not read centres yet; use k_centre = none, or keep the "
+            "cache in host memory (device = \"cpu\")"};
+  }
+  return centre;
+}
+
 // A basis must be finite, of head_dim, and its inverse must undo its matrix: tried on one vector that touches every
 // column, which costs head_dim^2 where the whole product would cost its cube.
 Status check_basis(const std::string& name, const CalibratedBasis& b, int head_dim) {
@@ -289,6 +320,9 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
   if (!kernels) return kernels.status();
   const auto device = parse_device(config.device);
   if (!device) return device.status();
+  const auto k_centre = resolve_centre(config.k_centre, *k, *device >= 0);
+  if (!k_centre) return k_centre.status();
+  config.k_centre = *k_centre;
   const bool exact_ends = config.sink_pages > 0 || config.tail_pages > 0;
   if (*device >= 0) {
     if (Status s = check_device(config, exact_ends); !s) return s;
@@ -304,7 +338,8 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
       .rollback_tokens = config.rollback_tokens,
       .capacity_pages = config.capacity_tokens / kPageTokens,
       .sequence_tokens = *device >= 0 ? config.max_sequence_tokens : core::kMaxSequenceTokens};
-  const codec::PageLayout layout = codec::page_layout(*k, *v, stored_head_dim(config.head_dim), config.lut_scales);
+  const codec::PageLayout layout = codec::page_layout(*k, *v, stored_head_dim(config.head_dim), config.lut_scales,
+                                                      config.k_centre == KeyCentre::page);
   std::unique_ptr<CacheImpl> impl(new CacheImpl(config, *k, *v, table, layout, **kernels));
   impl->automatic_ends_ = !dense && (given.sink_pages < 0 || given.tail_pages < 0);
   if (config.exact && table.ends.any()) {
@@ -400,9 +435,9 @@ std::string CacheImpl::describe() const {
     return static_cast<double>(bytes) * 8 / (2.0 * kPageTokens * config_.head_dim);
   };
   const codec::PageLayout& page = encoded_.layout();
-  text += fmt::format("formats: k {}, v {}: {:.3f} bits per value with scales{}\n", format_info(k_format_).name,
+  text += fmt::format("formats: k {}, v {}: {:.3f} bits per value with scales{}{}\n", format_info(k_format_).name,
                       format_info(v_format_).name, page_bits(page.code_bytes + page.scale_bytes),
-                      stored_dim() > config_.head_dim ? " and padding" : "");
+                      is_centred() ? " and centres" : "", stored_dim() > config_.head_dim ? " and padding" : "");
   text += fmt::format("page: {} tokens, {} bytes per layer and kv head\n", kPageTokens, page.block_bytes);
   if (!table_.config().ends.any()) {
     text += "exact ends: none";
@@ -420,6 +455,7 @@ std::string CacheImpl::describe() const {
   }
   text += '\n';
   text += fmt::format("basis: k {}, v {}\n", basis_name(config_.k_basis), basis_name(config_.v_basis));
+  text += fmt::format("centre: k {}\n", centre_name(config_.k_centre));
   if (config_.window > 0) {
     text += fmt::format("window: {} tokens and the first {}; truncation back by {} tokens\n", config_.window,
                         config_.window_sinks, std::max<std::int64_t>(kPageTokens, config_.rollback_tokens));

@@ -59,6 +59,8 @@ class CacheImpl {
     if (pool == Pool::encoded) return encoded_.layout();
     return exact_ ? exact_->layout() : provisional_;
   }
+  /// Encoded key pages have centres (codec/centre.hpp).
+  [[nodiscard]] bool is_centred() const noexcept { return config_.k_centre == KeyCentre::page; }
   /// Values of a stored vector: the tensors' head_dim, and zeros up to the next size that has a rotation.
   [[nodiscard]] int stored_dim() const noexcept { return encoded_.layout().head_dim; }
   /// "head_dim 72, stored as 80 (...)"

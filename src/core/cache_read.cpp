@@ -4,7 +4,7 @@
 #include <span>
 
 #include "codec/basis.hpp"
-#include "codec/store.hpp"
+#include "codec/centre.hpp"
 #include "core/cache_impl.hpp"
 #include "core/fmt.hpp"
 #include "core/tensor_rows.hpp"
@@ -69,21 +69,33 @@ void decode_share(void* context, int worker) {
       if (out.data == nullptr) continue;
       const std::int64_t element =
           core::first_element(out, page.range, page.before) + page.row * out.stride[0] + head * out.stride[1];
+      const std::byte* block = cache.block(page.pool, page.slot, run.layer, head);
       core::DecodeJob job{
           .side = values ? &layout.v : &layout.k,
           .head_dim = cache.stored_dim(),
           .width = cache.config().head_dim,
-          .block = cache.block(page.pool, page.slot, run.layer, head),
+          .block = block,
           .first = page.first,
           .count = page.count,
           .basis = {},
           .levels = nullptr,
+          .centre = nullptr,
           .rows = static_cast<std::byte*>(out.data) + element * static_cast<std::int64_t>(dtype_size(out.dtype)),
           .row_stride = out.stride[0],
           .dtype = out.dtype};
       if (encoded) {
         job.basis = values ? cache.v_basis(run.layer, head) : cache.k_basis(run.layer, head);
         job.levels = values ? cache.v_levels() : cache.k_levels();
+      }
+      float centre[codec::kMaxHeadDim];
+      if (encoded && !values && cache.is_centred()) {
+        run.kernels->centre({.of = core::CentreJob::Of::stored,
+                             .layout = &layout,
+                             .block = const_cast<std::byte*>(block),  // of a stored centre only read
+                             .basis = {},
+                             .rows = {},
+                             .centre = centre});
+        job.centre = centre;
       }
       (values ? run.kernels->decode_v : run.kernels->decode_k)(job);
     }
@@ -182,7 +194,7 @@ Status CacheImpl::read(SequenceId id, int layer, std::int64_t begin, std::int64_
       for (std::int64_t t = first; t < last; ++t) {
         const int token = static_cast<int>(t % kPageTokens);
         if (keys.data != nullptr) {
-          codec::load_row_k(l.k, stored_dim(), bytes, token, exact ? nullptr : k_levels(), stored);
+          codec::load_key(l, bytes, token, exact ? nullptr : k_levels(), stored);
           if (!exact) codec::output_from_basis(k_basis(layer, head), stored_dim(), stored, 1.0f);
           std::copy_n(stored, config_.head_dim, row(keys, t));
         }

@@ -211,6 +211,7 @@ Status run(const Plan& owner, int layer, const TensorView& q, const MutableTenso
   c.group = plan.group;
   c.kv_heads = config.kv_heads;
   c.layer = layer;
+  c.centred = cache.is_centred();
   c.scale = static_cast<float>(plan.options.scale);
   c.softcap = static_cast<float>(plan.options.softcap);
   c.causal = plan.options.mask.is_causal;

@@ -124,6 +124,10 @@ void Storage::copy(std::int32_t from, std::int32_t to, int tokens) noexcept {
       std::byte* target = block(to, layer, head);
       copy_side(layout_.k, layout_.head_dim, tokens, source, target);
       copy_side(layout_.v, layout_.head_dim, tokens, source, target);
+      if (codec::is_centred(layout_)) {
+        std::memcpy(target + layout_.code_bytes, source + layout_.code_bytes,
+                    layout_.k.scale_offset - layout_.code_bytes);
+      }
     }
   }
 }

@@ -7,6 +7,7 @@
 
 #include "cpu/attend_matrix.hpp"
 #include "cpu/dispatch.hpp"
+#include "cpu/page_centre.hpp"
 #include "cpu/page_rows.hpp"
 #include "cpu/products_bytes.hpp"
 #include "cpu/products_float.hpp"
@@ -23,7 +24,7 @@ void prepare(const core::PrepareItem& item) {
   const core::SequenceUse& sequence = run.sequences[item.sequence];
   const int rows = static_cast<int>(sequence.q_len) * run.group;
   const int d = run.head_dim, dp = run.padded_dim;
-  const core::PreparedLayout p = core::prepared_layout(rows, dp);
+  const core::PreparedLayout p = core::prepared_layout(rows, dp, run.centred);
   std::byte* base = run.workspace + sequence.prepared + static_cast<std::size_t>(item.kv_head) * p.bytes;
   const codec::BasisRef basis = run.basis(run.cache, false, run.layer, item.kv_head);
   const codec::SideLayout& side = run.layout[core::kEncoded].k;
@@ -34,6 +35,8 @@ void prepare(const core::PrepareItem& item) {
         read_query(run, row_index(run, item.sequence, item.kv_head, r), raw) ? 1 : 0;
     at<float>(base, p.centers)[r] = codec::query_to_basis(basis, d, raw, rotated);
     for (int i = d; i < dp; ++i) raw[i] = rotated[i] = 0.0f;
+    float* centred = at<float>(base, p.centred) + r * dp;
+    for (int e = 0; run.centred && e < dp; ++e) centred[e] = rotated[centre_element(e)];
     if (is_integer_format(side.format)) {
       query_digits<S>(side.format, d, dp, side.groups, rotated, at<std::int16_t>(base, p.ints) + r * dp,
                       at<float>(base, p.scales) + r * codec::kMaxScaleGroups,
@@ -97,6 +100,17 @@ void vector_scores(const core::RunContext& run, const PageView& page, int row, i
       });
     }
   });
+}
+
+template <class S>
+KVANT_INLINE void vector_centers(const ItemRows& rows, std::byte* prepared, const core::PreparedLayout& p,
+                                 PageRows* seen) {
+  begin_centers(rows, seen);
+  if (!has_centre(rows.run, seen->page)) return;
+  const int dp = rows.run.padded_dim;
+  float c[codec::kMaxHeadDim];
+  decode_centre<S>(*seen->page.layout, dp, seen->page.block, c);
+  add_centre_of_rows<S>(c, at<float>(prepared, p.centred) + rows.item.row_begin * dp, rows.item.rows, dp, seen->center);
 }
 
 template <class S>
@@ -182,6 +196,18 @@ void tile_scores(const core::AttendItem& item, const core::ScratchLayout& l, con
 }
 
 template <class S>
+KVANT_INLINE void tile_centers(const ItemRows& rows, const core::ScratchLayout& l, PageRows* seen) {
+  begin_centers(rows, seen);
+  if (!has_centre(rows.run, seen->page)) return;
+  const PageView& page = seen->page;
+  const Format f = page.layout->k.format;
+  float c[codec::kMaxHeadDim];
+  decode_centre_for<S>(f, *page.layout, rows.run.padded_dim, page.block, c);
+  add_centre_of_panels<S>(c, at<float>(rows.item.scratch, l.panel_basis), rows.item.rows,
+                          tile_depth(f, rows.run.head_dim, rows.run.padded_dim), seen->center);
+}
+
+template <class S>
 void tile_values(const core::AttendItem& item, const core::ScratchLayout& l, const PageView& page, const float* p,
                  const float* rescale, float* o) {
   const core::RunContext& run = *item.run;
@@ -198,7 +224,7 @@ template <class S, bool kTiles>
 void attend_pages(const core::AttendItem& item) {
   const core::RunContext& run = *item.run;
   const core::SequenceUse& sequence = run.sequences[item.sequence];
-  const core::ScratchLayout l = core::scratch_layout(item.rows, run.head_dim, run.padded_dim,
+  const core::ScratchLayout l = core::scratch_layout(item.rows, run.head_dim, run.padded_dim, run.centred,
                                                      kTiles ? core::RowPath::tiles : core::RowPath::vector);
   ItemRows rows{item, run, sequence, item_state(item, l), at<float>(item.scratch, l.centers)};
   const State& state = rows.state;
@@ -209,7 +235,7 @@ void attend_pages(const core::AttendItem& item) {
   if constexpr (kTiles) {
     pack_queries<S>(item, l, state);
   } else {
-    prepared = core::prepared_layout(static_cast<int>(sequence.q_len) * run.group, run.padded_dim);
+    prepared = core::prepared_layout(static_cast<int>(sequence.q_len) * run.group, run.padded_dim, run.centred);
     queries = run.workspace + sequence.prepared + static_cast<std::size_t>(item.kv_head) * prepared.bytes;
     rows.centers = at<float>(queries, prepared.centers) + item.row_begin;
     for (int r = 0; r < item.rows; ++r)
@@ -223,8 +249,10 @@ void attend_pages(const core::AttendItem& item) {
     use_domain(state, page.domain);
     float* tile = at<float>(item.scratch, l.tile);
     if constexpr (kTiles) {
+      tile_centers<S>(rows, l, &seen);
       tile_scores<S>(item, l, page, scores);
     } else {
+      vector_centers<S>(rows, queries, prepared, &seen);
       vector_scores<S>(run, page, item.row_begin, item.rows, queries, prepared, tile, scores);
     }
     softmax_of_page<S>(rows, seen, scores, kPageTokens, rescale);

@@ -21,6 +21,9 @@ static bool store_k(const core::StoreJob& job) {
 static bool store_v(const core::StoreJob& job) {
   return kAvx512Kernels.store_v(job);
 }
+static void centre(const core::CentreJob& job) {
+  kAvx512Kernels.centre(job);
+}
 static void decode_k(const core::DecodeJob& job) {
   kAvx512Kernels.decode_k(job);
 }
@@ -88,6 +91,7 @@ constinit const core::Kernels kAmxKernels = {
     .available = amx_available,
     .store_k = store_k,
     .store_v = store_v,
+    .centre = centre,
     .decode_k = decode_k,
     .decode_v = decode_v,
     .prepare = prepare_rows,

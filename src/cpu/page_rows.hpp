@@ -45,6 +45,7 @@ struct PageRows {
   PageView page;
   std::int64_t first_key;
   std::uint64_t visible[core::kRowBlock];
+  float center[core::kRowBlock];  // what the scores of each row lack: q . c of a calibrated basis and of the page's centre
   core::TileClass tile_of[core::kRowBlock];
 };
 
@@ -110,6 +111,15 @@ bool look_at_page(const ItemRows& rows, std::int64_t use, PageRows* out) {
   return true;
 }
 
+// The calibrated basis's part of PageRows::center; a page's centre adds its own.
+KVANT_INLINE void begin_centers(const ItemRows& rows, PageRows* seen) {
+  const bool encoded = seen->page.domain == core::kEncoded;
+  for (int r = 0; r < rows.item.rows; ++r) seen->center[r] = encoded ? rows.centers[r] : 0.0f;
+}
+KVANT_INLINE bool has_centre(const core::RunContext& run, const PageView& page) {
+  return run.centred && page.domain == core::kEncoded;
+}
+
 // scores, of row r at r * stride: to weights relative to the rows' maxima, which move; `rescale` says by how much.
 template <class S>
 void softmax_of_page(const ItemRows& rows, const PageRows& seen, float* scores, int stride, float* rescale) {
@@ -121,7 +131,7 @@ void softmax_of_page(const ItemRows& rows, const PageRows& seen, float* scores, 
                          rows.state.l_of(domain) + r,
                          rescale + r,
                          rows.state.poisoned + r,
-                         domain == core::kEncoded ? rows.centers[r] : 0.0f,
+                         seen.center[r],
                          rows.item.kv_head * rows.run.group + at_row.head,
                          at_row.query,
                          seen.tile_of[r]};

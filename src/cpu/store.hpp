@@ -194,12 +194,13 @@ __attribute__((noinline)) bool store_token_plain(const core::StoreJob& job, int 
   float x[codec::kMaxHeadDim], y[codec::kMaxHeadDim];
   if (!load_row_plain(job, i, x)) return false;
   codec::to_basis(job.basis, job.head_dim, x, y);
+  for (int j = 0; job.centre != nullptr && j < job.head_dim; ++j) y[j] -= job.centre[j];
   for (int j = 0; job.side->format == Format::f16 && j < job.head_dim; ++j) y[j] = within_f16(y[j]);
   (kKeys ? codec::store_row_k : codec::store_row_v)(*job.side, job.head_dim, job.block, job.first + i, y, job.levels);
   return true;
 }
 
-// Tokens [i, i + count) of the job into their basis, `stride` values from one to the next. False: one was refused.
+// Tokens [i, i + count) of the job into their basis and less the centre, `stride` values from one to the next. False: one was refused.
 // Not inline: once an ISA, not once a format and side.
 template <class S>
 __attribute__((noinline)) bool load_vectors(const core::StoreJob& job, int i, int count, float* x, int stride,
@@ -221,14 +222,18 @@ __attribute__((noinline)) bool load_vectors(const core::StoreJob& job, int i, in
     if (rotates) rotation.forward(from, row);
   }
   if (job.looks && !magnitudes.storable()) return false;
-  if (job.basis.kind != BasisKind::calibrated) return true;
-  for (int t = 0; t < count; t += 2) {
+  for (int t = 0; job.basis.kind == BasisKind::calibrated && t < count; t += 2) {
     float* pair[2] = {x + t * stride, x + (t + 1) * stride};
     if (t + 2 <= count) {
       to_calibrated<S, 2>(job.basis, job.head_dim, pair);
     } else {
       to_calibrated<S, 1>(job.basis, job.head_dim, pair);
     }
+  }
+  if (job.centre == nullptr) return true;
+  for (int j = 0; j < job.head_dim; j += 8) {
+    const typename S::F c = S::loadf(job.centre + j);
+    for (int t = 0; t < count; ++t) S::storef(x + t * stride + j, S::sub(S::loadf(x + t * stride + j), c));
   }
   return true;
 }
