@@ -152,11 +152,11 @@ struct ScratchLayout {
   std::size_t rescale;      // f32 [rows]
   std::size_t panel_raw;    // f32 query panels [rows / 16][head_dim][16] (tile path), as given; matrix path: as operand
   std::size_t panel_basis;  // the same in the encoded basis, in unpacking order
-  std::size_t panel_centre; // matrix path of centred caches: f32 panels in the basis, in the order of unpacked centres
-  std::size_t tile;         // f32 [64][padded_dim + kTilePadding]: decoded keys or values
-  std::size_t transpose;    // tile path: f32 [64][kTransposedRows]
-  std::size_t page;         // matrix path: keys or values of kMatrixPages pages as operand
-  std::size_t weights;      // matrix path: the weights of as many, 4 bytes an element
+  std::size_t panel_centre;  // matrix path of centred caches: f32 panels in the basis, in the order of unpacked centres
+  std::size_t tile;          // f32 [64][padded_dim + kTilePadding]: decoded keys or values
+  std::size_t transpose;     // tile path: f32 [64][kTransposedRows]
+  std::size_t page;          // matrix path: keys or values of kMatrixPages pages as operand
+  std::size_t weights;       // matrix path: the weights of as many, 4 bytes an element
   std::size_t output[kDomains];  // matrix path: output sums, tile after tile
   std::size_t centers;           // f32 [rows]
   std::size_t bytes;

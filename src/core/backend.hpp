@@ -48,8 +48,8 @@ struct CentreJob {
   enum class Of {
     stored,   // the block has one
     nothing,  // zeros
-    rows,     // the mean of rows.count rows; of `rows` only rows, row_stride, width, dtype and rounding are read otherwise
-    page,     // the mean of tokens [first, 64) of the block `before`, which has the same layout
+    rows,  // the mean of rows.count rows; of `rows` only rows, row_stride, width, dtype and rounding are read otherwise
+    page,  // the mean of tokens [first, 64) of the block `before`, which has the same layout
   };
   Of of = Of::stored;
   const codec::PageLayout* layout = nullptr;

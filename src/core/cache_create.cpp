@@ -117,16 +117,18 @@ Result<KeyCentre> resolve_centre(KeyCentre centre, Format k, bool on_device) {
   }
   if (centre == KeyCentre::none) return centre;
   if (!codec::takes_centre(k)) {
-    return {Code::invalid_argument,
-            fmt::format("k_centre = page with k = {}: {}; use k_centre = none, or one of tq2, tq3, tq4, tq5, tq6, tq8, fp8",
-                        format_info(k).name,
-                        codec::is_dense(k) ? "dense keys are stored as given, and there is nothing to gain"
-                                           : "imported keys keep their codes, which have no centre")};
+    return {
+        Code::invalid_argument,
+        fmt::format("k_centre = page with k = {}: {}; use k_centre = none, or one of tq2, tq3, tq4, tq5, tq6, tq8, fp8",
+                    format_info(k).name,
+                    codec::is_dense(k) ? "dense keys are stored as given, and there is nothing to gain"
+                                       : "imported keys keep their codes, which have no centre")};
   }
   if (on_device) {
-    return {Code::unsupported,
-            "k_centre = page with a device: kernels on devices do not read centres yet; use k_centre = none, or keep the "
-            "cache in host memory (device = \"cpu\")"};
+    return {
+        Code::unsupported,
+        "k_centre = page with a device: kernels on devices do not read centres yet; use k_centre = none, or keep the "
+        "cache in host memory (device = \"cpu\")"};
   }
   return centre;
 }

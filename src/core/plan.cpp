@@ -120,7 +120,8 @@ class Builder {
     workspace_ += (plan_.merge.size() * sizeof(std::int32_t) + 63) / 64 * 64;
     plan_.scratch_begin = workspace_;
     const core::RowPath path = plan_.any_tiles ? core::path_of_many_rows(*plan_.kernels) : core::RowPath::vector;
-    plan_.scratch_bytes = core::scratch_layout(most_rows_, cache_.stored_dim(), plan_.padded_dim, cache_.is_centred(), path).bytes;
+    plan_.scratch_bytes =
+        core::scratch_layout(most_rows_, cache_.stored_dim(), plan_.padded_dim, cache_.is_centred(), path).bytes;
     plan_.workspace_bytes = workspace_ + static_cast<std::size_t>(plan_.threads) * plan_.scratch_bytes;
   }
 

@@ -45,7 +45,8 @@ struct PageRows {
   PageView page;
   std::int64_t first_key;
   std::uint64_t visible[core::kRowBlock];
-  float center[core::kRowBlock];  // what the scores of each row lack: q . c of a calibrated basis and of the page's centre
+  float center
+      [core::kRowBlock];  // what the scores of each row lack: q . c of a calibrated basis and of the page's centre
   core::TileClass tile_of[core::kRowBlock];
 };
 
