@@ -1,5 +1,6 @@
-// Page-centred keys in attention: a page's scores get q . c, on every path and instruction set, beside everything else that
-// changes scores or hides keys. Against float64 attention over the decoded vectors (tight) and over the true inputs (loose).
+// Page-centred keys in attention: a page's scores get q . c, on every path and instruction set, beside everything else
+// that changes scores or hides keys. Against float64 attention over the decoded vectors (tight) and over the true
+// inputs (loose).
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -43,8 +44,8 @@ TEST_P(Centred, MatchesTheReferenceOnEveryPath) {
   }
 }
 
-// Around their mean, and with it, keys are as exact as other keys without one. The first page of a cache that encodes tokens as
-// they come has no centre, and is hidden here.
+// Around their mean, and with it, keys are as exact as other keys without one. The first page of a cache that encodes
+// tokens as they come has no centre, and is hidden here.
 TEST_P(Centred, AConstantPartOfTheKeysCostsNothing) {
   const auto& [k, head_dim] = GetParam();
   for (const auto& [sinks, tails] : {std::pair{1, 1}, {0, 1}, {1, 0}}) {
@@ -160,7 +161,7 @@ TEST(CentredAttention, AKeyBiasOfAnyNorm) {
       const Attended got = try_attend(cache, {id}, options, q).value();
       EXPECT_LE(difference(expected, got.out).rel_l2, bar) << format << ", a constant part of norm " << norm;
       if (norm < 900) continue;
-      // What the test is about: without centres keys lose much more.
+      // Without centres keys lose much more, which shows that the case tests them.
       c.k_centre = KeyCentre::none;
       Cache plain = Cache::create(c).value();
       const SequenceId other = plain.add_sequence();

@@ -3,7 +3,8 @@
 // The model works token by token and knows nothing of slots: a copy of a page is a number, shared when forks hold the
 // same number. It predicts lengths, which copies exist, which one is read, how many distinct ones there are (so that
 // nothing leaks), what is refused, and every value: an exact token is bit-equal to what was given, an encoded one to
-// that vector encoded by itself through the public codec, and a page-centred key to its difference from the centre of its page.
+// that vector encoded by itself through the public codec, and a page-centred key to its difference from the centre of
+// its page.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -389,8 +390,9 @@ class Replay {
     return x;
   }
 
-  // What a page's keys are encoded around: the mean of those that were encoded with it, or, where tokens are encoded as they
-  // come, of the page before. The first four tokens of a sequence do not count, and its first page has none in the second case.
+  // What a page's keys are encoded around: the mean of those that were encoded with it, or, where tokens are encoded as
+  // they come, of the page before. The first four tokens of a sequence do not count, and its first page has none in the
+  // second case.
   Vector centre_of(const std::vector<std::uint64_t>& tokens, std::int64_t page,
                    const std::vector<std::uint64_t>& sealed, int layer, int head) {
     const CacheConfig& c = cache_.config();

@@ -1,5 +1,5 @@
-// Page-centred keys: the layout and its cost, centres on every instruction set against the plain codec, what decides the bytes of
-// a page, attention, and keys with a large constant part.
+// Page-centred keys: the layout and its cost, centres on every instruction set against the plain codec, what decides
+// the bytes of a page, attention, and keys with a large constant part.
 #include "codec/centre.hpp"
 
 #include <gtest/gtest.h>
@@ -40,7 +40,7 @@ Format format_of(const std::string& name) {
   return parse_format(name).value();
 }
 
-// --- layout ------------------------------------------------------------------------------------------------------------
+// --- layout ----------------------------------------------------------------------------------------------------------
 
 TEST(CentreLayout, CostsAtMost0_14BitsAKeyValueAndMovesNothingBeforeIt) {
   for (const std::string& name : kCentredFormats) {
@@ -62,9 +62,10 @@ TEST(CentreLayout, CostsAtMost0_14BitsAKeyValueAndMovesNothingBeforeIt) {
   }
 }
 
-// --- the codec -----------------------------------------------------------------------------------------------------------
+// --- the codec -------------------------------------------------------------------------------------------------------
 
-// The definition in double: sums of floats in order, rounded after each, are within 64 rounding errors of the true mean.
+// The definition in double: sums of floats in order, rounded after each, are within 64 rounding errors of the true
+// mean.
 TEST(Centre, IsTheMeanOfTheRowsInTheirBasis) {
   Draw draw(1);
   const int d = 128;
@@ -111,7 +112,7 @@ TEST(Centre, AMeanThatCannotBeOneIsZeros) {
   EXPECT_EQ(largest[1], -1048575.9f);
 }
 
-// What a job asks for, in plain code.
+// A job in plain code.
 void make_plain(const CentreJob& job) {
   const codec::SideLayout side = codec::centre_layout(*job.layout);
   const int d = job.layout->head_dim;
@@ -240,7 +241,7 @@ TEST(Centre, OfACalibratedBasis) {
   }
 }
 
-// --- what decides the bytes ----------------------------------------------------------------------------------------------
+// --- what decides the bytes ------------------------------------------------------------------------------------------
 
 CacheConfig centred_config(const std::string& k = "tq4", int sinks = 1, int tails = 1) {
   CacheConfig c = small_config();

@@ -1,19 +1,19 @@
-// The centre of a key page: one vector c, in the keys' basis, that is subtracted from every key of the page before the key
-// is encoded, and added when it is decoded. Softmax sees the whole key again, since q . k = q . c + q . (k - c): a reader
-// computes q . c once for a page and adds it to the page's scores.
+// The centre of a key page: one vector c, in the keys' basis, that is subtracted from every key of the page before the
+// key is encoded, and added when it is decoded. Softmax sees the whole key again, since q . k = q . c + q . (k - c): a
+// reader computes q . c once for a page and adds it to the page's scores.
 //
 // c is the mean m of some keys, stored as one more vector in tq6 with a single scale. Keys are centred on the *decoded*
-// c, so what the centre's own rounding loses is not lost: the codes of the keys hold it. Which keys m is of depends on how
-// a page comes to be encoded (core/cache_write.cpp):
+// c, so what the centre's own rounding loses is not lost: the codes of the keys hold it. Which keys m is of depends on
+// how a page comes to be encoded (core/cache_write.cpp):
 //
 //   the whole page at once    its own keys, tokens 0 to 63, as given: m = B(mean), with B the basis (MeanOfRows)
 //   token by token            the keys of the page before, as stored: m = c' + mean(decoded k' - c') (mean_of_page),
 //                             or B(mean) if the page before is exact
 //   the first page            see first_of_mean
 //
-// All sums are in float32, by channel, tokens in ascending order, from zero; then one multiplication by 1 / count rounded to
-// float. A mean that has an element that is not finite, or of 2^20 and above in magnitude, is stored as zeros, so that a key
-// that cannot be encoded spoils itself alone.
+// All sums are in float32, by channel, tokens in ascending order, from zero; then one multiplication by 1 / count
+// rounded to float. A mean that has an element that is not finite, or of 2^20 and above in magnitude, is stored as
+// zeros, so that a key that cannot be encoded spoils itself alone.
 #pragma once
 
 #include "codec/basis.hpp"
@@ -21,8 +21,9 @@
 
 KVANT_NAMESPACE_BEGIN(codec)
 
-// The first token of page number `page` of a sequence that counts for a mean. The first tokens of a sequence are attention
-// sinks: their keys are far from all others, and a mean of 64 keys with them in it is near to none of the keys.
+// The first token of page number `page` of a sequence that counts for a mean. The first tokens of a sequence are
+// attention sinks: their keys are far from all others, and a mean of 64 keys with them in it is near to none of the
+// keys.
 inline constexpr int kSinkTokens = 4;
 KVANT_HD constexpr int first_of_mean(std::int64_t page) {
   return page == 0 ? kSinkTokens : 0;

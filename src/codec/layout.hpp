@@ -1,9 +1,10 @@
 // The bytes of a page: 64 consecutive tokens of one sequence, one layer, one kv head. Normative; docs/formats.md tells
 // the same in prose.
 //
-// A block is: key planes, value planes, the keys' centre (page-centred caches only), key scales, value scales; each part
-// starts 16-byte aligned. The block's size is a multiple of 64 bytes, or of 32 in a page-centred cache whose head_dim is
-// not a multiple of 64: there rows straddle cache lines anyway, and 64 would cost more than 0.14 bits a key value.
+// A block is: key planes, value planes, the keys' centre (page-centred caches only), key scales, value scales; each
+// part starts 16-byte aligned. The block's size is a multiple of 64 bytes, or of 32 in a page-centred cache whose
+// head_dim is not a multiple of 64: there rows straddle cache lines anyway, and 64 would cost more than 0.14 bits a key
+// value.
 //
 //   dense formats    keys and values row-major [64][D] of 4 or 2 bytes
 //   coded formats    codes are split into at most two planes of p bits each (low bits first), so that no field
@@ -149,7 +150,8 @@ constexpr PageLayout page_layout(Format k, Format v, int head_dim, int lut_scale
   return p;
 }
 
-// Whether the key pages of this layout have a centre. No field says so, because device code takes a PageLayout as it is.
+// Whether the key pages of this layout have a centre. No field says so, because device code takes a PageLayout as it
+// is.
 KVANT_HD constexpr bool is_centred(const PageLayout& p) {
   return !is_dense(p.k.format) && p.k.scale_offset != p.code_bytes;
 }

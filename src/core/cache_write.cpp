@@ -7,11 +7,12 @@
 //   the page has an exact copy   its rows go there; if it leaves the tail in this step, the whole page is encoded from it
 //   it has none                  its rows are encoded in place
 //
-// In a page-centred cache keys that are encoded are centred (codec/centre.hpp). With an exact tail a page is encoded as a
-// whole, from its copy or from a step that is longer than the tail, and centred on its own mean. Without a tail a page is
-// centred, when its first token comes, on the mean of the page before as that is stored; which tokens came in one step makes
-// no difference, but the pages of a sequence and kv head must be stored in order. A page that is encoded in part and has
-// a centre keeps the centre: one that goes on being filled, and one that was truncated so far back that its exact copy was gone.
+// In a page-centred cache keys that are encoded are centred (codec/centre.hpp). With an exact tail a page is encoded as
+// a whole, from its copy or from a step that is longer than the tail, and centred on its own mean. Without a tail a
+// page is centred, when its first token comes, on the mean of the page before as that is stored; which tokens came in
+// one step makes no difference, but the pages of a sequence and kv head must be stored in order. A page that is encoded
+// in part and has a centre keeps the centre: one that goes on being filled, and one that was truncated so far back that
+// its exact copy was gone.
 #include <algorithm>
 #include <atomic>
 #include <new>

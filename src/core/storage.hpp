@@ -30,8 +30,8 @@ class Storage {
            (static_cast<std::size_t>(layer) * static_cast<std::size_t>(kv_heads_) + static_cast<std::size_t>(head)) *
                layout_.block_bytes;
   }
-  /// Copies the keys' centre and the first `tokens` tokens of a page, and of those that follow what lies in one octet with them. Others keep what
-  /// they were, code and scale of a token from the same vector.
+  /// Copies the keys' centre and the first `tokens` tokens of a page, and of those that follow what lies in one octet
+  /// with them. Others keep what they were, code and scale of a token from the same vector.
   void copy(std::int32_t from, std::int32_t to, int tokens) noexcept;
 
   /// Gives the memory behind slots that nobody uses back to the system, which has zeros in store for them; slots stay where

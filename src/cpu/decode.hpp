@@ -120,8 +120,8 @@ KVANT_INLINE void put_row(const float* x, int width, Dtype dtype, std::byte* to)
   __builtin_memcpy(to + 2 * whole, last, static_cast<std::size_t>(width - whole) * 2);
 }
 
-// Rows of tokens [begin, end) of one octet, as unpack_octet left them, plus the centre, back from their basis and out. Not inline: once an ISA,
-// not once a format and side.
+// Rows of tokens [begin, end) of one octet, as unpack_octet left them, plus the centre, back from their basis and out.
+// Not inline: once an ISA, not once a format and side.
 template <class S>
 __attribute__((noinline)) void put_octet(const core::DecodeJob& job, int begin, int end, float* rows, int stride) {
   const Rotate<S> rotation(job.head_dim);

@@ -1,6 +1,6 @@
-// q . c of a key page's centre (codec/centre.hpp): decoded once for a page and an item, and multiplied with the queries as
-// floats, since a centre may be far longer than what is left of the keys. Queries come in the order in which a format's codes
-// are unpacked (tile_key_element), padded with zeros; there the centre needs no transposition.
+// q . c of a key page's centre (codec/centre.hpp): decoded once for a page and an item, and multiplied with the queries
+// as floats, since a centre may be far longer than what is left of the keys. Queries come in the order in which a
+// format's codes are unpacked (tile_key_element), padded with zeros; there the centre needs no transposition.
 #pragma once
 
 #include "codec/centre.hpp"

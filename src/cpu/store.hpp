@@ -200,8 +200,8 @@ __attribute__((noinline)) bool store_token_plain(const core::StoreJob& job, int 
   return true;
 }
 
-// Tokens [i, i + count) of the job into their basis and less the centre, `stride` values from one to the next. False: one was refused.
-// Not inline: once an ISA, not once a format and side.
+// Tokens [i, i + count) of the job into their basis and less the centre, `stride` values from one to the next. False:
+// one was refused. Not inline: once an ISA, not once a format and side.
 template <class S>
 __attribute__((noinline)) bool load_vectors(const core::StoreJob& job, int i, int count, float* x, int stride,
                                             RowsAhead& ahead) {
