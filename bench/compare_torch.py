@@ -4,13 +4,14 @@
   python3 bench/compare_torch.py --library build/gpu/src/libkvant.so
   python3 bench/compare_torch.py --shapes 0,4 --formats tq6/tq4,tq4 --budget 60 --json rows.json
 
-Each contestant's runs are recorded as a CUDA graph (of as many runs as take about a millisecond, rotating through copies of
-the cache that make four times the L2 cache together), and the graphs are launched in turns; the figure is the median. PyTorch
-runs on bf16 keys and values, each backend in every way it accepts: with enable_gqa, and with the query heads of a kv head as
-query rows ("rows", which has the same result for one query without a mask). A backend that refuses a shape is listed with its
-reason. GB/s counts stored bytes: for bf16 all keys and values once, for kvant what its plan says. Errors are relative L2 against
-float64 attention over the true keys, of the first and the last sequence.
+Each contestant's runs are recorded as a CUDA graph (of as many runs as take about a millisecond, rotating through
+copies of the cache that make four times the L2 cache together), and the graphs are launched in turns; the figure is the
+median. PyTorch runs on bf16 keys and values, each backend in every way it accepts: with enable_gqa, and with the query
+heads of a kv head as query rows ("rows", which has the same result for one query without a mask). A backend that
+refuses a shape is listed with its reason. GB/s counts stored bytes: for bf16 all keys and values once, for kvant what
+its plan says. Errors are relative L2 against float64 attention over the true keys, of the first and the last sequence.
 """
+
 import argparse
 import contextlib
 import json
@@ -35,7 +36,7 @@ SHAPES = [
     (9, 3, 64, 1, 2048),
     (9, 3, 64, 16, 2048),
 ]
-# --- contestants -------------------------------------------------------------------------------------------------------
+# --- contestants ------------------------------------------------------------------------------------------------------
 
 
 class Contestant:
@@ -148,7 +149,7 @@ def kvant_contestant(torch, kvant, case, formats, l2_bytes, device):
     return contestant
 
 
-# --- time --------------------------------------------------------------------------------------------------------------
+# --- time -------------------------------------------------------------------------------------------------------------
 
 
 def record(torch, contestant, runs):
@@ -232,7 +233,7 @@ def read_bandwidth(torch, buffer, notes):
     return best
 
 
-# --- the table -----------------------------------------------------------------------------------------------------------
+# --- the table --------------------------------------------------------------------------------------------------------
 
 
 def shape_name(shape):
@@ -256,7 +257,10 @@ def print_table(rows, bandwidth):
         print("  ".join(cells))
         if i == 0:
             print("  ".join("-" * w for w in widths))
-    print(f"\nread bandwidth, measured in this process: {bandwidth:.0f} GB/s. vs bf16: against the fastest PyTorch backend.")
+    print(
+        f"\nread bandwidth, measured in this process: {bandwidth:.0f} GB/s. "
+        "vs bf16: against the fastest PyTorch backend."
+    )
 
 
 def main():

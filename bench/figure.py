@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 """figure.py BENCH.json FIGURE.svg: what `kvant bench --json` measured, speed and error side by side.
 
-Groups of bars are shapes (head_dim, query and kv heads), bars are format pairs: on the left the share of the float32 FMA peak that
-was measured in the same run (2 * group operations for each stored value; integer units can pass 100 %), on the right the
-relative L2 error of the attention kernel. Rows of one operation, ISA and number of
-keys are drawn; the first of each in the file decides. Needs matplotlib (PyPI).
+Groups of bars are shapes (head_dim, query and kv heads), bars are format pairs: on the left the share of the float32
+FMA peak that was measured in the same run (2 * group operations for each stored value; integer units can pass 100 %),
+on the right the relative L2 error of the attention kernel. Rows of one operation, ISA and number of keys are drawn; the
+first of each in the file decides. Needs matplotlib (PyPI).
 
 docs/cpu-decode.svg:
-    kvant bench --suite cpu decode --isa avx2 --json bench.json && python3 bench/figure.py bench.json docs/cpu-decode.svg
+    kvant bench --suite cpu decode --isa avx2 --json bench.json && python3 bench/figure.py bench.json
+    docs/cpu-decode.svg
 """
+
 import json
 import sys
 
@@ -61,7 +63,9 @@ def main(source, target):
     error.set_yscale("log")
     error.set_title("relative L2 error of the kernel")
     machine = result["machine"]
-    figure.suptitle(f"{first['op']}, {first['keys']} keys, {first['isa']}, {first['threads']} threads, {machine['cpu']}", fontsize=9)
+    figure.suptitle(
+        f"{first['op']}, {first['keys']} keys, {first['isa']}, {first['threads']} threads, {machine['cpu']}", fontsize=9
+    )
     figure.tight_layout()
     figure.savefig(target, metadata={"Date": None})
 

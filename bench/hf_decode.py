@@ -4,11 +4,11 @@
     python3 bench/hf_decode.py            # SmolLM2's and Llama 3 8B's attention, 2 k to 128 k keys, batch 1 and 16
     python3 bench/hf_decode.py --models llama3 --keys 2048,32768 --batches 1 --formats tq4/tq4
 
-The models have random weights: what is timed does not depend on them. Caches are filled with random keys and values instead
-of a prompt, which takes memory for a whole prompt's activations. For each case: the median milliseconds of a step of the
-whole model (the median of rounds that alternate), tokens a second, and the memory that the cache takes. "graph" replays the
-step from a CUDA graph, which is how a serving loop runs it. Before timing, logits of the kvant cache in bf16 are compared
-with sdpa's.
+The models have random weights: what is timed does not depend on them. Caches are filled with random keys and values
+instead of a prompt, which takes memory for a whole prompt's activations. For each case: the median milliseconds of a
+step of the whole model (the median of rounds that alternate), tokens a second, and the memory that the cache takes.
+"graph" replays the step from a CUDA graph, which is how a serving loop runs it. Before timing, logits of the kvant
+cache in bf16 are compared with sdpa's.
 
 sdpa is timed twice: as torch chooses ("sdpa"), and without cuDNN ("no cuDNN"). On Hopper torch 2.11 prefers cuDNN's
 attention, which plans anew for each length, so for each token.

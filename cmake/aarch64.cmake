@@ -1,5 +1,5 @@
-# Toolchain: 64-bit ARM Linux from a Debian machine of another architecture (g++-aarch64-linux-gnu, qemu-user). Test programs
-# run under qemu: scripts/check_aarch64.sh, or
+# Toolchain: 64-bit ARM Linux from a Debian machine of another architecture (g++-aarch64-linux-gnu, qemu-user). Test
+# programs run under qemu: scripts/check_aarch64.sh, or
 #   cmake -S . -B build/aarch64 --toolchain cmake/aarch64.cmake -DGTest_ROOT=... -Dfmt_DIR=...
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)

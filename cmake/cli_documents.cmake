@@ -1,9 +1,11 @@
-# The manual page and the shells' completions: the tool writes them from what it tells CLI11, so that they have every option that it has.
+# The manual page and the shells' completions: the tool writes them from what it tells CLI11, so that they have every
+# option that it has.
 if(NOT TARGET kvant-cli)
   return()
 endif()
 if(CMAKE_CROSSCOMPILING)
-  message(STATUS "kvant: no manual page and no shell completions: the tool, which writes them, does not run on this machine")
+  message(STATUS "kvant: no manual page and no shell completions: "
+    "the tool, which writes them, does not run on this machine")
   return()
 endif()
 set(kvant_documents ${PROJECT_BINARY_DIR}/documents)

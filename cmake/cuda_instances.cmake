@@ -1,5 +1,5 @@
-# From src/cuda/instances.cmake, the list of what is compiled for devices, to files (kvant_cuda_write_instances). A script of its own, so
-# that a test can run it where there is no nvcc (tests/cmake/cuda_instances_test.cmake).
+# From src/cuda/instances.cmake, the list of what is compiled for devices, to files (kvant_cuda_write_instances). A
+# script of its own, so that a test can run it where there is no nvcc (tests/cmake/cuda_instances_test.cmake).
 set(kvant_cuda_head_dims)
 set(kvant_cuda_pairs)
 
@@ -14,8 +14,8 @@ endmacro()
 macro(kvant_cuda_pair pair when most few)
   if(NOT "${pair}" MATCHES "^[a-z0-9]+/[a-z0-9]+$" OR NOT "${when}" MATCHES "^(default|named)$" OR
      NOT "${most};${few}" MATCHES "^(1,|2,|1,2,)?4;(1,|2,|1,2,)?4$")
-    message(FATAL_ERROR "src/cuda/instances.cmake: kvant_cuda_pair(${pair} ${when} ${most} ${few}): write keys/values, then default or "
-      "named, then tiles twice: 4, or 1 and 2 before it, as in 1,2,4")
+    message(FATAL_ERROR "src/cuda/instances.cmake: kvant_cuda_pair(${pair} ${when} ${most} ${few}): "
+      "write keys/values, then default or named, then tiles twice: 4, or 1 and 2 before it, as in 1,2,4")
   endif()
   list(APPEND kvant_cuda_pairs ${pair})
   set(kvant_cuda_when_${pair} ${when})
@@ -29,7 +29,8 @@ endmacro()
 
 include(${CMAKE_CURRENT_LIST_DIR}/../src/cuda/instances.cmake)
 
-# The pairs that `wanted` (KVANT_CUDA_PAIRS) asks for, in the order of the list: "default", "all", names of pairs, or several of these.
+# The pairs that `wanted` (KVANT_CUDA_PAIRS) asks for, in the order of the list: "default", "all", names of pairs, or
+# several of these.
 function(kvant_cuda_select_pairs wanted result)
   if("${wanted}" STREQUAL "")
     message(FATAL_ERROR "KVANT_CUDA_PAIRS is empty: write default, all, or pairs of formats as tq4/tq4;tq6/tq4")
@@ -43,7 +44,8 @@ function(kvant_cuda_select_pairs wanted result)
   endforeach()
   set(selected)
   foreach(pair IN LISTS kvant_cuda_pairs)
-    if(pair IN_LIST wanted OR "all" IN_LIST wanted OR ("default" IN_LIST wanted AND kvant_cuda_when_${pair} STREQUAL "default"))
+    if(pair IN_LIST wanted OR "all" IN_LIST wanted OR
+       ("default" IN_LIST wanted AND kvant_cuda_when_${pair} STREQUAL "default"))
       list(APPEND selected ${pair})
     endif()
   endforeach()
@@ -64,8 +66,8 @@ function(kvant_cuda_kernel_table head_dim pairs result)
     string(REPLACE "," ";" wide_tiles "${kvant_cuda_wide_${pair}_${head_dim}}")
     foreach(tile IN LISTS wide_tiles)
       if(NOT tile IN_LIST tiles)
-        message(FATAL_ERROR "src/cuda/instances.cmake: kvant_cuda_wide(${pair} ${head_dim} ..): there is no kernel of four warps with "
-          "${tile} tiles, which a plan chooses before it looks for a wide one")
+        message(FATAL_ERROR "src/cuda/instances.cmake: kvant_cuda_wide(${pair} ${head_dim} ..): "
+          "there is no kernel of four warps with ${tile} tiles, which a plan chooses before it looks for a wide one")
       endif()
       string(APPEND table "      wide_entry<Format::${k}, Format::${v}, ${head_dim}, ${tile}>(),\n")
     endforeach()
@@ -81,8 +83,8 @@ function(kvant_cuda_each_pair pairs result)
   set(${result} "${text}" PARENT_SCOPE)
 endfunction()
 
-# Writes attend_dN.cu, prefill_dN.cu, write_dN.cu and instances.hpp from templates in `source` to `target`; what takes longest to compile first in
-# `units`.
+# Writes attend_dN.cu, prefill_dN.cu, write_dN.cu and instances.hpp from templates in `source` to `target`; what takes
+# longest to compile first in `units`.
 function(kvant_cuda_write_instances source target wanted units)
   kvant_cuda_select_pairs("${wanted}" selected)
   set(others ${kvant_cuda_pairs})

@@ -1,5 +1,5 @@
-# Install rules: the library, the public headers, find_package(kvant) and pkg-config. Installed only for a top-level build
-# or on request, so that a project that vendors kvant does not install it by accident.
+# Install rules: the library, the public headers, find_package(kvant) and pkg-config. Installed only for a top-level
+# build or on request, so that a project that vendors kvant does not install it by accident.
 option(KVANT_INSTALL "Install kvant" ${PROJECT_IS_TOP_LEVEL})
 if(NOT KVANT_INSTALL)
   return()

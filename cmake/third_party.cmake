@@ -1,5 +1,5 @@
-# Libraries that are header-only for us, so that an installed kvant needs Threads only, and OpenMP where it was built with it.
-# A system's own package comes first; without one, the copy in third_party/ that a source distribution carries
+# Libraries that are header-only for us, so that an installed kvant needs Threads only, and OpenMP where it was built
+# with it. A system's own package comes first; without one, the copy in third_party/ that a source distribution carries
 # (scripts/third_party.sh made it; a checkout has none).
 function(kvant_header_library package target header)
   find_package(${package} QUIET)
@@ -8,8 +8,9 @@ function(kvant_header_library package target header)
   endif()
   set(carried ${PROJECT_SOURCE_DIR}/third_party/${package}/include)
   if(NOT EXISTS ${carried}/${header})
-    message(FATAL_ERROR "kvant needs ${package}: install its headers (Debian: libfmt-dev nlohmann-json3-dev libcli11-dev), or point "
-      "${package}_DIR at its CMake package")
+    message(FATAL_ERROR "kvant needs ${package}: "
+      "install its headers (Debian: libfmt-dev nlohmann-json3-dev libcli11-dev), "
+      "or point ${package}_DIR at its CMake package")
   endif()
   add_library(${target} INTERFACE IMPORTED)
   target_include_directories(${target} INTERFACE ${carried})
@@ -33,7 +34,8 @@ if(NOT KVANT_CALIBRATE STREQUAL "OFF")
   if(TARGET Eigen3::Eigen)
     set(KVANT_CALIBRATE_FOUND ON)
   elseif(KVANT_CALIBRATE STREQUAL "ON")
-    message(FATAL_ERROR "calibration needs Eigen 3: install it (Debian: libeigen3-dev), or configure with -DKVANT_CALIBRATE=OFF")
+    message(FATAL_ERROR "calibration needs Eigen 3: install it (Debian: libeigen3-dev), "
+      "or configure with -DKVANT_CALIBRATE=OFF")
   endif()
 endif()
 if(NOT KVANT_CALIBRATE_FOUND)

@@ -1,11 +1,11 @@
 # Flags every target of ours gets. They come after those of CMAKE_CXX_FLAGS and of a host project, and so win.
 add_library(kvant_flags INTERFACE)
 
-# Arithmetic means what the language says, whatever a host sets for its own code (-ffast-math, -Ofast, -mfpmath=387): a NaN is refused, an
-# infinity hides a key, and encoding gives the same bits on every instruction set. Contraction is off for the last reason: fused
-# operations are written out where they are wanted. src/base/config.hpp stops a unit that a compiler would read otherwise. Exceptions
-# and run-time types are on (both are used inside), and nothing is left to optimisation at link time: objects of an instruction
-# set of their own stay apart.
+# Arithmetic means what the language says, whatever a host sets for its own code (-ffast-math, -Ofast, -mfpmath=387): a
+# NaN is refused, an infinity hides a key, and encoding gives the same bits on every instruction set. Contraction is off
+# for the last reason: fused operations are written out where they are wanted. src/base/config.hpp stops a unit that a
+# compiler would read otherwise. Exceptions and run-time types are on (both are used inside), and nothing is left to
+# optimisation at link time: objects of an instruction set of their own stay apart.
 set(kvant_arithmetic -fno-fast-math -ffp-contract=off -fno-rounding-math)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   list(APPEND kvant_arithmetic -fno-single-precision-constant -fno-cx-limited-range)
@@ -28,6 +28,7 @@ if(KVANT_WARNINGS_AS_ERRORS)
   target_compile_options(kvant_flags INTERFACE $<$<COMPILE_LANGUAGE:C,CXX>:-Werror>)
 endif()
 if(KVANT_SANITIZE)
-  target_compile_options(kvant_flags INTERFACE -fsanitize=${KVANT_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
+  target_compile_options(kvant_flags INTERFACE
+    -fsanitize=${KVANT_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
   target_link_options(kvant_flags INTERFACE -fsanitize=${KVANT_SANITIZE})
 endif()

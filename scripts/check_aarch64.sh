@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Cross-compiles the library and a selection of its tests for 64-bit ARM and runs them under qemu. What only an ARM machine
-# can get wrong: the NEON verbs, and bytes that differ from those written on x86 (float contraction, conversions, signed
-# char). Debian packages: g++-aarch64-linux-gnu, qemu-user, googletest. Everything lands in build/aarch64.
+# Cross-compiles the library and a selection of its tests for 64-bit ARM and runs them under qemu. What only an ARM
+# machine can get wrong: the NEON verbs, and bytes that differ from those written on x86 (float contraction,
+# conversions, signed char). Debian packages: g++-aarch64-linux-gnu, qemu-user, googletest. Everything lands in
+# build/aarch64.
 #
 # The library is compiled a layer at a time (unity), as other runs show that every file compiles alone.
 #
@@ -31,14 +32,16 @@ selection=(
 # GoogleTest comes as source for the build machine's architecture only, so it is built here, once.
 cross=(-G Ninja --toolchain "$root/cmake/aarch64.cmake" -DCMAKE_BUILD_TYPE=Release "${launcher[@]}")
 if [ ! -d "$build/gtest-installed" ]; then
-  cmake -S /usr/src/googletest -B "$build/gtest" "${cross[@]}" -DBUILD_GMOCK=OFF -DCMAKE_INSTALL_PREFIX="$build/gtest-new"
+  cmake -S /usr/src/googletest -B "$build/gtest" "${cross[@]}" \
+    -DBUILD_GMOCK=OFF -DCMAKE_INSTALL_PREFIX="$build/gtest-new"
   cmake --build "$build/gtest" --parallel "$jobs" --target install
   mv "$build/gtest-new" "$build/gtest-installed"
 fi
 
 # fmt is used as headers only, but its CMake package lies in a folder of the build machine's architecture.
 fmt=$(find /usr/lib /usr/share /usr/local -name fmt-config.cmake -printf '%h\n' 2>/dev/null | head -n 1)
-cmake -S "$root" -B "$build" "${cross[@]}" -DKVANT_CUDA=OFF -DKVANT_OPENMP=OFF -DKVANT_BUILD_CLI=OFF -DKVANT_BUILD_EXAMPLES=OFF \
+cmake -S "$root" -B "$build" "${cross[@]}" \
+  -DKVANT_CUDA=OFF -DKVANT_OPENMP=OFF -DKVANT_BUILD_CLI=OFF -DKVANT_BUILD_EXAMPLES=OFF \
   -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=0 -DGTest_ROOT="$build/gtest-installed" -Dfmt_DIR="$fmt"
 cmake --build "$build" --parallel "$jobs" --target "${selection[@]%% *}"
 

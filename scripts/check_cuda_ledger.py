@@ -54,7 +54,9 @@ def parse(path):
 
 
 def readable(names):
-    out = subprocess.run(["c++filt", "-p"], input="\n".join(names) + "\n", capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        ["c++filt", "-p"], input="\n".join(names) + "\n", capture_output=True, text=True, check=True
+    ).stdout
     for mangled, text in zip(names, out.splitlines()):
         text = re.sub(r"_GLOBAL__N__\w+|\(anonymous namespace\)", "", text)  # the former holds a hash of the path
         yield mangled, re.sub(r"kvant::(cuda::)?|(?<!\w)::| ", "", text).removeprefix("void")
@@ -65,7 +67,9 @@ def objects(folder):
     units = json.loads((folder / "compile_commands.json").read_text())
     commands = [shlex.split(unit["command"]) for unit in units if unit["file"].endswith(".cu")]
     paths = [folder / command[command.index("-o") + 1] for command in commands]
-    return sorted((path for path in paths if path.exists() and "kvant_cuda.dir" in path.parts), key=lambda path: path.name)
+    return sorted(
+        (path for path in paths if path.exists() and "kvant_cuda.dir" in path.parts), key=lambda path: path.name
+    )
 
 
 def measured(folder):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every header compiles alone: the public ones and the internal ones as C++20, the C header as C89 to C17 and as C++. Public ones also with
-# the flags of hosts that have neither exceptions nor run-time types.
+# Every header compiles alone: the public ones and the internal ones as C++20, the C header as C89 to C17 and as C++.
+# Public ones also with the flags of hosts that have neither exceptions nor run-time types.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 cxx=${CXX:-g++} cc=${CC:-gcc}
@@ -11,7 +11,8 @@ alone() {  # alone COMPILER LANGUAGE STANDARD HEADER [FLAGS..]
   shift 4
   # A header as the main file would warn about #pragma once: include it instead, and twice, to see that it is guarded.
   printf '#include "%s"\n#include "%s"\n' "$header" "$header" |
-    "$compiler" -x "$language" "-std=$standard" "${flags[@]}" "$@" - || { printf '%s does not compile alone as %s\n' "$header" "$standard"; return 1; }
+    "$compiler" -x "$language" "-std=$standard" "${flags[@]}" "$@" - ||
+    { printf '%s does not compile alone as %s\n' "$header" "$standard"; return 1; }
 }
 
 count=0 failed=0
@@ -19,7 +20,8 @@ while IFS= read -r header; do
   count=$((count + 1))
   alone "$cxx" c++ c++20 "$header" || failed=1
 done < <({ cd include && find kvant -name '*.hpp'; cd ../src && find base codec core io -name '*.hpp'; } | sort)
-alone "$cxx" c++ c++20 kvant/kvant.hpp -fno-exceptions -fno-rtti -fshort-enums -funsigned-char -fvisibility=hidden -Ofast || failed=1
+alone "$cxx" c++ c++20 kvant/kvant.hpp \
+  -fno-exceptions -fno-rtti -fshort-enums -funsigned-char -fvisibility=hidden -Ofast || failed=1
 for standard in c89 c99 c11 c17; do alone "$cc" c "$standard" kvant/kvant.h -pedantic-errors || failed=1; done
 alone "$cxx" c++ c++11 kvant/kvant.h || failed=1
 [ $failed = 0 ] && printf 'headers: %d compile alone, kvant.h also as C89 to C17 and C++11\n' "$count"

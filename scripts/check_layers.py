@@ -18,7 +18,16 @@ for rank, names in enumerate(ORDER):
 
 # The same for the folders of src/cuda. Of the files that lie in it itself, view.hpp and instances.hpp
 # (which CMake makes) are above all folders, others are below.
-CUDA_ORDER = [("view.hpp", "instances.hpp"), "runtime", "tile", "schedule", ("append", "mask", "merge", "read_back"), ("decode", "prefill_sm90"), "store", "plan"]
+CUDA_ORDER = [
+    ("view.hpp", "instances.hpp"),
+    "runtime",
+    "tile",
+    "schedule",
+    ("append", "mask", "merge", "read_back"),
+    ("decode", "prefill_sm90"),
+    "store",
+    "plan",
+]
 CUDA_RANK = {}
 for rank, names in enumerate(CUDA_ORDER):
     for name in (names,) if isinstance(names, str) else names:
@@ -61,7 +70,10 @@ def check(path):
             elif target == "cuda" and layer == "cuda":
                 mine, theirs = path.relative_to(ROOT / "src").parts, name.split("/")
                 if cuda_rank(theirs) > cuda_rank(mine):
-                    yield f"{where}: src/cuda/{mine[1]} is above src/cuda/{theirs[1]}, and a folder includes only those above it"
+                    yield (
+                        f"{where}: src/cuda/{mine[1]} is above src/cuda/{theirs[1]}, "
+                        "and a folder includes only those above it"
+                    )
                 elif cuda_rank(theirs) == cuda_rank(mine) and theirs[1] in CUDA_RANK and theirs[1] != mine[1]:
                     yield f"{where}: src/cuda/{mine[1]} and src/cuda/{theirs[1]} stand side by side"
         elif layer == "kvant" and not PUBLIC_FOREIGN.match(name):
@@ -71,7 +83,12 @@ def check(path):
 
 
 def main():
-    files = [p for top in ("include", "src") for p in sorted((ROOT / top).rglob("*")) if p.suffix in (".hpp", ".h", ".cpp", ".cu", ".cuh")]
+    files = [
+        p
+        for top in ("include", "src")
+        for p in sorted((ROOT / top).rglob("*"))
+        if p.suffix in (".hpp", ".h", ".cpp", ".cu", ".cuh")
+    ]
     offences = [offence for path in files for offence in check(path)]
     print("\n".join(offences) if offences else f"layers: {len(files)} files, includes in order")
     return 1 if offences or not files else 0

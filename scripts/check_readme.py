@@ -15,7 +15,8 @@ MOST_WORDS = 900
 
 
 def code_lines(text):
-    """Commands: the lines of ```sh blocks (a leading "$ " is a prompt; other lines are output if any prompt is there)."""
+    """Commands: the lines of ```sh blocks (a leading "$ " is a prompt; other lines are output if any prompt is
+    there)."""
     for language, block in re.findall(r"```(\w*)\n(.*?)```", text, re.S):
         if language not in ("sh", "bash", "console"):
             continue

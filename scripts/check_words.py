@@ -16,11 +16,11 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ARCHIVE = "docs/lab/archive/"
 MAXIMA = {
-    "phrases in comments": 220,
+    "phrases in comments": 205,
     "references in comments": 6,
-    "source lines over 120 columns": 832,
+    "source lines over 120 columns": 396,
 }
-SOURCE_COLUMNS, PROSE_COLUMNS = 120, 160
+SOURCE_COLUMNS, PROSE_COLUMNS = 120, 120
 
 # Phrases to avoid, and what to write instead: they mean nothing to a reader who has not seen the code.
 PHRASES = [(re.compile(phrase, re.I), instead) for phrase, instead in (
@@ -55,7 +55,7 @@ def tracked():
 def is_source(name):
     if re.search(r"(^|/)(corpus|golden|frozen)/", name):
         return False
-    kinds = r"\.(cpp|hpp|c|h|cu|cuh|inc|py|pyi|cmake|sh)$|(^|/)CMakeLists\.txt$"
+    kinds = r"\.(cpp|hpp|c|h|cu|cuh|inc|py|cmake|sh)$|(^|/)CMakeLists\.txt$"  # .pyi: generated
     return name == "dev" or re.search(kinds, name) is not None
 
 

@@ -5,9 +5,9 @@
     python3 scripts/hf_figures.py --from hf.json --svg docs/hf-decode.svg       # draws what was measured before
     python3 scripts/hf_figures.py --quick                                       # one length, to see that it runs
 
-The model has SmolLM2-135M's shape and random weights in float32: what is timed does not depend on them. Caches are filled with random
-keys and values. A step is one token through the whole model; figures are the medians of rounds in which all caches take turns.
-Needs the package kvant (PYTHONPATH=python), torch and transformers.
+The model has SmolLM2-135M's shape and random weights in float32: what is timed does not depend on them. Caches are
+filled with random keys and values. A step is one token through the whole model; figures are the medians of rounds in
+which all caches take turns. Needs the package kvant (PYTHONPATH=python), torch and transformers.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def measure(lengths: list[int], formats: list[str], rounds: int, threads: int, c
     }
 
 
-# --- the picture ---------------------------------------------------------------------------------------------------------
+# --- the picture ------------------------------------------------------------------------------------------------------
 
 COLORS = {EXACT: "#777777", HALF: "#bbbbbb"}
 MORE_COLORS = ["#4477aa", "#ee6677", "#228833", "#ccbb44"]
@@ -140,13 +140,16 @@ def draw(result: dict) -> str:
     colors = COLORS | dict(zip((n for n in names if n not in COLORS), MORE_COLORS))
 
     def pick(key: str, f) -> dict[str, list[tuple[float, float]]]:
-        rows = {n: [(r["keys"], f(r[key])) for r in result["rows"] if r["cache"] == n and r[key] is not None] for n in names}
+        rows = {
+            n: [(r["keys"], f(r[key])) for r in result["rows"] if r["cache"] == n and r[key] is not None] for n in names
+        }
         return {n: points for n, points in rows.items() if points}
 
     second = LEFT + WIDTH + BETWEEN
     total, bottom = second + WIDTH + 30, TOP + HEIGHT + 40
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="{bottom + 60}" viewBox="0 0 {total} {bottom + 60}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="{bottom + 60}" '
+        f'viewBox="0 0 {total} {bottom + 60}">',
         "<style>text{font:13px sans-serif;fill:#222}.title{font-weight:bold}.grid{stroke:#ddd}</style>",
         f'<rect width="{total}" height="{bottom + 60}" fill="#fff"/>',
         *panel(LEFT, "cache, MB", pick("bytes", lambda b: b / 1e6), colors),
@@ -160,7 +163,8 @@ def draw(result: dict) -> str:
         x += 60 + 8 * len(label)
     v = result["versions"]
     about = (
-        f"Below: tokens in the context. SmolLM2-135M's shape in f32, {result['machine']}, {result['isa']}, {result['clock']} time.",
+        f"Below: tokens in the context. SmolLM2-135M's shape in f32, "
+        f"{result['machine']}, {result['isa']}, {result['clock']} time.",
         f"torch {v['torch']}, transformers {v['transformers']}, kvant {v['kvant']}.",
     )
     out += [f'<text x="{LEFT}" y="{bottom + 28 + 20 * i}">{line}</text>' for i, line in enumerate(about)]
@@ -174,7 +178,9 @@ def main() -> None:
     parser.add_argument("--formats", default="tq6/tq4,tq4/tq4")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for machines that do other things, too")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: for machines that do other things, too"
+    )
     parser.add_argument("--quick", action="store_true", help="512 tokens, 2 rounds")
     parser.add_argument("--from", dest="source", help="a JSON file of an earlier run")
     parser.add_argument("--json", help="where to write what was measured")

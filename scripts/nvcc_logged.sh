@@ -2,8 +2,9 @@
 # nvcc_logged.sh COMPILER ARGS...: runs a compiler and keeps what ptxas says of each kernel in OBJECT.ptxas, out of the
 # build's output. The CUDA compiler launcher of src/CMakeLists.txt; scripts/check_cuda_ledger.py reads the files.
 #
-# ccache, where it is installed, gives back objects and messages of before: all kernels take 13 minutes on two cores. It goes by the
-# files that a unit includes (CCACHE_DEPEND), not by preprocessed text, which lacks what is for one architecture only.
+# ccache, where it is installed, gives back objects and messages of before: all kernels take 13 minutes on two cores. It
+# goes by the files that a unit includes (CCACHE_DEPEND), not by preprocessed text, which lacks what is for one
+# architecture only.
 set -uo pipefail
 object= previous=
 for argument in "$@"; do

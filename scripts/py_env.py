@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """py_env.py [--transformers VERSION]: makes a virtual environment for tests/python in build/venv and prints its python.
 
-Tests run on the CPU, but the package index has torch for Linux with CUDA only: 2.6 GB of libraries that `import torch` needs
-and a CPU never calls. So torch comes without them, and small libraries of the same names stand in. Each of their functions
-returns cudaErrorNoDevice, as CUDA does on a machine without a GPU, so that torch.cuda.is_available() is False.
+Tests run on the CPU, but the package index has torch for Linux with CUDA only: 2.6 GB of libraries that `import torch`
+needs and a CPU never calls. So torch comes without them, and small libraries of the same names stand in. Each of their
+functions returns cudaErrorNoDevice, as CUDA does on a machine without a GPU, so that torch.cuda.is_available() is
+False.
 
-build/venv/torch has torch and everything else; build/venv/hf-VERSION has one version of transformers (default: the newest)
-and sees the former. Both are used again once they are complete (a file `complete` says with what).
+build/venv/torch has torch and everything else; build/venv/hf-VERSION has one version of transformers (default: the
+newest) and sees the former. Both are used again once they are complete (a file `complete` says with what).
 """
+
 import argparse
 import pathlib
 import platform
@@ -51,7 +53,7 @@ def site_packages(python):
     return pathlib.Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
 
 
-# --- libraries that stand in for CUDA's --------------------------------------------------------------------------------
+# --- libraries that stand in for CUDA's -------------------------------------------------------------------------------
 
 def needed(library):
     return re.findall(r"\(NEEDED\).*\[(.*)\]", run("readelf", "-dW", library))
@@ -97,7 +99,11 @@ def stand_in(site):
 
     here = {path.name for path in libraries} | {cudart.name}
     # libcuda.so.1 is the driver's: torch looks for it only where a device is asked for.
-    sonames = {name for library in libraries for name in needed(library) if CUDA_LIBRARY.match(name)} - here - {"libcuda.so.1"}
+    sonames = (
+        {name for library in libraries for name in needed(library) if CUDA_LIBRARY.match(name)}
+        - here
+        - {"libcuda.so.1"}
+    )
     defined, undefined, versions = symbols(cudart)[0], set(), {}
     for library in libraries:
         own, others = symbols(library)
@@ -116,14 +122,21 @@ def stand_in(site):
         source.write_text("\n".join(code))
         for soname in sorted(sonames):
             script = pathlib.Path(work) / "versions"
-            script.write_text("".join(
-                "%s { global: %s };\n" % (version, "".join(f"{name}; " for name, of in sorted(wanted, key=str) if of == version) or "none;")
-                for version in sorted(versions.get(soname, ()))))
+            script.write_text(
+                "".join(
+                    "%s { global: %s };\n"
+                    % (
+                        version,
+                        "".join(f"{name}; " for name, of in sorted(wanted, key=str) if of == version) or "none;",
+                    )
+                    for version in sorted(versions.get(soname, ()))
+                )
+            )
             extra = [f"-Wl,--version-script={script}"] if versions.get(soname) else []
             run("gcc", "-shared", "-nostdlib", source, "-o", folder / soname, f"-Wl,-soname,{soname}", *extra)
 
 
-# --- environments ------------------------------------------------------------------------------------------------------
+# --- environments -----------------------------------------------------------------------------------------------------
 
 def torch_environment():
     folder, contents = ROOT / "build/venv/torch", " ".join(TORCH + BASE + ALONE) + "\n"
@@ -156,7 +169,9 @@ def transformers_environment(version):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--transformers", default="newest", metavar="VERSION", help="for example 5.16.0; default: the newest")
+    parser.add_argument(
+        "--transformers", default="newest", metavar="VERSION", help="for example 5.16.0; default: the newest"
+    )
     arguments = parser.parse_args()
     if sys.version_info < (3, 10):
         sys.exit(f"py_env.py: {sys.executable} is Python {platform.python_version()}; 3.10 or newer is needed")

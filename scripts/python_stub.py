@@ -102,7 +102,9 @@ def main() -> int:
         STUB.write_text(text)
         return 0
     old = STUB.read_text() if STUB.exists() else ""
-    difference = list(difflib.unified_diff(old.splitlines(), text.splitlines(), str(STUB.name), "the package", lineterm=""))
+    difference = list(
+        difflib.unified_diff(old.splitlines(), text.splitlines(), str(STUB.name), "the package", lineterm="")
+    )
     print("\n".join(difference) or f"{STUB.name} is what the package has")
     return 1 if difference else 0
 

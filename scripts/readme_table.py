@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """readme_table.py KVANT [--write]: the README's table of formats is what `kvant eval` measures.
 
-Numbers may differ by 2 %, since the last digits depend on the machine's instruction set; --write replaces the table. Times
-are not in it.
+Numbers may differ by 2 %, since the last digits depend on the machine's instruction set; --write replaces the table.
+Times are not in it.
 """
+
 import json
 import pathlib
 import re
@@ -26,19 +27,27 @@ def measure(kvant):
 def table(rows):
     """One line a format pair: means over the layers, with exact ends and without."""
     pairs = list(dict.fromkeys((row["k_format"], row["v_format"]) for row in rows))
-    yield "| keys / values | bits per value | error, exact ends | error, all encoded | KL of the weights | same top key |"
+    yield (
+        "| keys / values | bits per value | error, exact ends | error, all encoded | KL of the weights | same top key |"
+    )
     yield "|---|---|---|---|---|---|"
     for k, v in pairs:
         def mean(field, exact):
-            found = [row[field] for row in rows if (row["k_format"], row["v_format"], row["exact_ends"]) == (k, v, exact)]
+            found = [
+                row[field] for row in rows if (row["k_format"], row["v_format"], row["exact_ends"]) == (k, v, exact)
+            ]
             return sum(found) / len(found) if found else None
         if mean("rel_l2", False) is None:  # dense: there is nothing to leave out
             assert mean("rel_l2", True) < 1e-5 and mean("kl_mean", True) < 1e-9
-            yield f"| {k} / {v} | {mean('bits_per_value', True):.2f} | < 1e-5 | | < 1e-9 | {100 * mean('top1', True):.1f} % |"
+            bits, top1 = mean("bits_per_value", True), 100 * mean("top1", True)
+            yield f"| {k} / {v} | {bits:.2f} | < 1e-5 | | < 1e-9 | {top1:.1f} % |"
             continue
         name = f"**{k} / {v}** (default)" if (k, v) == ("tq6", "tq4") else f"{k} / {v}"
-        yield (f"| {name} | {mean('bits_per_value', False):.2f} | {mean('rel_l2', True):.4f} | {mean('rel_l2', False):.4f} "
-               f"| {mean('kl_mean', True):.1e} | {100 * mean('top1', True):.1f} % |")
+        yield (
+            f"| {name} | {mean('bits_per_value', False):.2f} "
+            f"| {mean('rel_l2', True):.4f} | {mean('rel_l2', False):.4f} "
+            f"| {mean('kl_mean', True):.1e} | {100 * mean('top1', True):.1f} % |"
+        )
 
 
 def same(a, b):
@@ -61,7 +70,10 @@ def main():
     if same(now, wanted):
         print("README: the table of formats is what kvant eval measures")
         return 0
-    print("README.md's table of formats is not what kvant eval measures; run scripts/readme_table.py KVANT --write\n" + wanted)
+    print(
+        "README.md's table of formats is not what kvant eval measures; run scripts/readme_table.py KVANT --write\n"
+        + wanted
+    )
     return 1
 
 

@@ -1,21 +1,23 @@
 #!/usr/bin/env bash
-# Copies the header-only libraries that kvant is compiled with from this machine into third_party/, each with its licence, for a
-# source distribution that builds where they are not installed (cmake/third_party.cmake). Git does not have that folder: what
-# others wrote stays out of the repository.
+# Copies the header-only libraries that kvant is compiled with from this machine into third_party/, each with its
+# licence, for a source distribution that builds where they are not installed (cmake/third_party.cmake). Git does not
+# have that folder: what others wrote stays out of the repository.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 new="$root/third_party.new"
 rm -rf "$new"
 trap 'rm -rf "$new"' EXIT
 
-# carry NAME HEADER PACKAGE: the folder of HEADER, as the compiler finds it, and the licence text that Debian's PACKAGE has.
+# carry NAME HEADER PACKAGE: the folder of HEADER, as the compiler finds it, and the licence text that Debian's PACKAGE
+# has.
 carry() {
   local name=$1 header=$2 package=$3 found
   found=$(printf '#include <%s>\n' "$header" | "${CXX:-g++}" -std=c++20 -E -x c++ - 2>/dev/null |
     sed -n "s|^# [0-9]* \"\(.*/$header\)\".*|\1|p" | head -n 1)
   [ -n "$found" ] || { printf 'third_party.sh: <%s> was not found; install %s\n' "$header" "$package" >&2; exit 1; }
   local licence="/usr/share/doc/$package/copyright"
-  [ -f "$licence" ] || { printf 'third_party.sh: %s is missing: the licence of %s must be carried, too\n' "$licence" "$name" >&2; exit 1; }
+  [ -f "$licence" ] ||
+    { printf 'third_party.sh: %s is missing: the licence of %s must be carried, too\n' "$licence" "$name" >&2; exit 1; }
   mkdir -p "$new/$name/include"
   cp -rL "$(dirname "$found")" "$new/$name/include/"
   cp "$licence" "$new/$name/LICENSE"

@@ -1,5 +1,5 @@
-// Calibrated bases in attention: y = A (x - c) with queries prepared by the inverse transpose, so that encoded and exact
-// keys of one row compare, and outputs come back in the original coordinates.
+// Calibrated bases in attention: y = A (x - c) with queries prepared by the inverse transpose, so that encoded and
+// exact keys of one row compare, and outputs come back in the original coordinates.
 #include <gtest/gtest.h>
 
 #include <string>

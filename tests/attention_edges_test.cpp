@@ -19,7 +19,7 @@ WorldSpec spec_of(const std::string& format, std::vector<Lengths> sequences) {
   return spec;
 }
 
-// --- soft caps --------------------------------------------------------------------------------------------------------
+// --- soft caps -------------------------------------------------------------------------------------------------------
 
 // tanh(x) of a small x must not come from 1 - e^-2x. A matrix unit's products have an error of their own.
 TEST(Softcap, OfAnySizeOnEveryIsa) {
@@ -53,7 +53,7 @@ TEST(Softcap, AsSmallAsFloatsAre) {
   }
 }
 
-// --- logits that overflow ---------------------------------------------------------------------------------------------
+// --- logits that overflow --------------------------------------------------------------------------------------------
 
 TEST(Overflow, MakesItsRowNaN) {
   for (const char* format : {"f32", "bf16", "tq4", "tq6"}) {
@@ -116,7 +116,7 @@ TEST(Overflow, OfAHiddenKeyIsNobodysBusiness) {
   }
 }
 
-// --- the cache's window -----------------------------------------------------------------------------------------------
+// --- the cache's window ----------------------------------------------------------------------------------------------
 
 TEST(WindowOfTheCache, IsThePlansUnlessItHasOne) {
   for (const std::int64_t sinks : {0, 3}) {

@@ -160,6 +160,46 @@ TEST(Layers, EachHasItsOwnVectors) {
   }
 }
 
+// One page is the sink and one the tail. The newest page, and those that were exact for the first of the queries, are
+// read exactly for all queries, up to a page before the tail; the others as codes, which at two bits are far from the
+// vectors.
+TEST(ExactEnds, OfManyQueriesAreThoseOfTheFirst) {
+  struct Case {
+    std::int64_t tokens, q_len, first_exact;  // page; page 0 is the sink
+  };
+  const Case cases[] = {{320, 1, 4},  {320, 2, 3},  {321, 1, 4}, {321, 2, 4},   {321, 3, 3},
+                        {320, 64, 3}, {383, 64, 4}, {383, 3, 4}, {320, 200, 3}, {300, 40, 3}};
+  for (const Case& c : cases) {
+    CacheConfig config;
+    config.kv_heads = 2;
+    config.head_dim = 64;
+    config.k = config.v = "tq2";
+    config.exact = Dtype::f32;
+    Cache cache = Cache::create(config).value();
+    const SequenceId id = cache.add_sequence();
+    const Qkv x = make_qkv({c.q_len, c.tokens, 4, 2, 64}, Inputs::gauss, 60);
+    for (std::int64_t begin = 0; begin < c.tokens; begin += 50) {
+      append_rows(cache, id, x, begin, std::min(begin + 50, c.tokens), Dtype::f32).value();
+    }
+    std::vector<float> k(x.k.size()), v(x.v.size());
+    cache
+        .read(id, 0, 0, c.tokens, MutableTensorView::of(k.data(), c.tokens, 2, 64),
+              MutableTensorView::of(v.data(), c.tokens, 2, 64))
+        .value();
+    const std::ptrdiff_t exact = c.first_exact * kPageTokens * 2 * 64;
+    std::copy(x.k.begin() + exact, x.k.end(), k.begin() + exact);
+    std::copy(x.v.begin() + exact, x.v.end(), v.begin() + exact);
+    AttentionOptions options;
+    options.q_heads = 4;
+    options.q_len = static_cast<int>(c.q_len);
+    const Attended got = try_attend(cache, {id}, options, x.q).value();
+    const std::vector<double> q64 = widen(x.q), k64 = widen(k), v64 = widen(v);
+    const reference::Problem p{c.q_len, c.tokens, 4, 2, 64, q64, k64, v64, {}, 0};
+    EXPECT_TRUE(close(reference::attention(p, options).out, got.out, tolerance::kCoded))
+        << c.tokens << " tokens, " << c.q_len << " queries";
+  }
+}
+
 TEST(NonFiniteQuery, SpoilsItsOwnRowOnly) {
   for (const char* format : {"f32", "tq4", "tq6"}) {
     for (const std::int64_t q_len : {1, 5, 70}) {

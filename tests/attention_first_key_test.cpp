@@ -1,5 +1,5 @@
-// Where keys begin to count: a window without causality, a mask tensor's first key, and both over caches that have released pages.
-// Against the float64 reference over the decoded vectors.
+// Where keys begin to count: a window without causality, a mask tensor's first key, and both over caches that have
+// released pages. Against the float64 reference over the decoded vectors.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -91,7 +91,7 @@ INSTANTIATE_TEST_SUITE_P(Masks, LowerBound,
                            return fmt::format("{}_q{}", std::get<0>(i.param), std::get<1>(i.param));
                          });
 
-// --- caches that have released pages -----------------------------------------------------------------------------------
+// --- caches that have released pages ---------------------------------------------------------------------------------
 
 bool was_released(const World& w, std::size_t sequence, std::int64_t token) {
   std::vector<float> keys(2 * 64);
@@ -114,7 +114,8 @@ TEST(ReleasedPages, CountAsHiddenUnderAMaskTensor) {
       WorldSpec all = windowed.spec;
       all.window = all.window_sinks = 0;
       const World whole(all);
-      // A second image of seven tokens at the end, whose tokens see each other and everything before, released keys included.
+      // A second image of seven tokens at the end, whose tokens see each other and everything before, released keys
+      // included.
       const OwnedMask mask =
           make_mask(Dtype::boolean, {1, 1, 7, 500}, [](auto, auto, auto, auto k) { return k % 9 != 0; });
       const AttentionOptions options = with_mask(mask, Mask::bounded_below(window, sinks));
@@ -154,10 +155,10 @@ TEST(ReleasedPages, BeforeTheFirstKeyNeedNoWindow) {
   EXPECT_NE(refused.message().find("Mask::bounded_below"), std::string::npos) << refused.message();
 }
 
-// --- memory ------------------------------------------------------------------------------------------------------------
+// --- memory ----------------------------------------------------------------------------------------------------------
 
-// Dimensions that are not 1 and repeat through a stride of 0 (tensors that were expanded), any of them; the memory holds what is
-// left, and what lies behind it may not be touched.
+// Dimensions that are not 1 and repeat through a stride of 0 (tensors that were expanded), any of them; the memory
+// holds what is left, and what lies behind it may not be touched.
 TEST(MaskMemory, StridesOfZeroRepeatAndReadNothingElse) {
   constexpr std::int64_t kLength = 200, kQueries = 5, kFirst = 70;
   for (const std::int64_t first : {std::int64_t{0}, kFirst}) {

@@ -230,7 +230,8 @@ TEST(FiniteMask, Minus65504HidesLikeInfinity) {
 }
 
 TEST(FiniteMask, ARowOfMinus65504IsARowWithAConstant) {
-  // Such a row is not empty: softmax does not see a constant, and a kernel whose "empty" is a finite number gets it wrong.
+  // Such a row is not empty: softmax does not see a constant, and a kernel whose "empty" is a finite number gets it
+  // wrong.
   const World world(spec_of("f32", "f32", {{200, 2}}));
   const OwnedMask mask =
       make_mask(Dtype::f16, {1, 1, 2, 200}, [](auto, auto, auto q, auto) { return q == 0 ? -65504.0f : 0.0f; });

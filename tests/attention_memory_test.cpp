@@ -1,4 +1,5 @@
-// What attention reads and writes: strides, alignment, dtypes, guard pages behind every buffer, NaN around every tensor.
+// What attention reads and writes: strides, alignment, dtypes, guard pages behind every buffer, NaN around every
+// tensor.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -226,8 +227,8 @@ TEST_P(MemoryOf, StridedKeysAndValuesAmongNaN) {
 }
 
 TEST_P(MemoryOf, StalePageContentsDoNotMatter) {
-  // Pages that once held the largest values are used again, and a long tail is truncated: what lies past the length must
-  // not reach the result, not even as 0 times infinity.
+  // Pages that once held the largest values are used again, and a long tail is truncated: what lies past the length
+  // must not reach the result, not even as 0 times infinity.
   const World w = world();
   for (const float stale : {65504.0f, -65504.0f}) {
     WorldSpec spec = w.spec;

@@ -1,4 +1,5 @@
-// Random combinations of everything attention and the cache can do, against the float64 reference over the decoded vectors.
+// Random combinations of everything attention and the cache can do, against the float64 reference over the decoded
+// vectors.
 #include <gtest/gtest.h>
 
 #include <algorithm>

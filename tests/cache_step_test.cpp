@@ -207,7 +207,8 @@ TEST(Step, WhatWasReadBackCanBeWrittenAgain) {
   }
 }
 
-// A caller that goes on writing to its tensors: an error or a success, never a NaN that was stored or a read past the end.
+// A caller that goes on writing to its tensors: an error or a success, never a NaN that was stored or a read past the
+// end.
 TEST(Step, InputThatChangesMeanwhile) {
   if (test::kThreadSanitizer) GTEST_SKIP() << "the race is the point";
   for (const char* format : {"tq4", "tq2", "tq8", "fp8", "bf16", "f32"}) {
@@ -239,8 +240,8 @@ TEST(Step, InputThatChangesMeanwhile) {
   }
 }
 
-// Rows are looked at right before they are stored, so good ones of a refused write are: nobody may see them, nor the next
-// write, nor the dtype that they would have chosen for exact pages.
+// Rows are looked at right before they are stored, so good ones of a refused write are: nobody may see them, nor the
+// next write, nor the dtype that they would have chosen for exact pages.
 TEST(Step, ARefusedWriteIsAsIfItHadNotBeen) {
   for (const int threads : {1, 4}) {
     for (const int exact_pages : {0, 1}) {

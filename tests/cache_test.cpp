@@ -299,7 +299,7 @@ TEST(Capacity, AbsurdRequestsAreRefused) {
   EXPECT_EQ(cache.length(id).value(), 1);
 }
 
-// --- trim --------------------------------------------------------------------------------------------------------------
+// --- trim ------------------------------------------------------------------------------------------------------------
 
 TEST(Trim, GivesBackWhatRemovedSequencesHeld) {
   for (const int ends : {0, 1}) {

@@ -321,6 +321,20 @@ TEST_F(Cli, EvalWithoutExactEndsStillHasTheOwnTokenExact) {
   EXPECT_LT(all["rows"][1]["rel_l2"], 0.02);
 }
 
+// A size without a rotation: the reference and every cache know the true size's scale, and padding is no error.
+TEST_F(Cli, EvalOfAnyHeadDim) {
+  write_capture(capture_, {{0, 2, 1, 72, 20, 300, 0}, {1, 4, 2, 9, 20, 300, 100}});
+  const Json rows = json_of({"eval", capture_, "--formats", "f16,tq8,tq4"})["rows"];
+  ASSERT_EQ(rows.size(), 2u * (1 + 2 * 2));
+  for (const Json& row : rows) {
+    const std::string format = row["k_format"];
+    EXPECT_LT(row["rel_l2"], format == "f16" ? 4e-3 : format == "tq8" ? 0.03 : 0.4) << row;
+    if (format == "tq4" && !row["exact_ends"]) {
+      EXPECT_GT(row["rel_l2"], 0.05) << row;
+    }
+  }
+}
+
 TEST_F(Cli, EvalOfAWindowHoldsOnlyTheWindow) {
   write_capture(capture_, {{0, 2, 1, 64, 4, 1000, 100}, {1, 2, 1, 64, 4, 1000, 0}});
   const Json rows = json_of({"eval", capture_, "--formats", "f16"})["rows"];

@@ -1,5 +1,5 @@
-// What makes the command line easy to use: lists in every spelling, suggestions, the same rows as JSON and as CSV, tables that fit a
-// terminal, and completions and a manual page that know every option of the help.
+// What makes the command line easy to use: lists in every spelling, suggestions, the same rows as JSON and as CSV,
+// tables that fit a terminal, and completions and a manual page that know every option of the help.
 #include <gtest/gtest.h>
 
 #include <algorithm>

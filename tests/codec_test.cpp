@@ -244,8 +244,8 @@ TEST(CodecApi, RefusalsNameTheValueAndTheWayOut) {
   expect(rotate_back(y), Code::unsupported, {"100"});
   expect(encode_vector(Format::tq4, y).status(), Code::unsupported, {"100"});
   y.resize(128);
-  expect(encode_vector(Format::bf16, y).status(), Code::unsupported, {"bf16", "tq4"});
-  expect(encode_vector(Format::lut4, y).status(), Code::unsupported, {"lut4", "import"});
+  expect(encode_vector(Format::bf16, y).status(), Code::unsupported, {"bf16", "are fp8, tq2, tq3, tq4, tq5, tq6, tq8"});
+  expect(encode_vector(Format::lut4, y).status(), Code::unsupported, {"lut4", "import", "one of fp8, tq2, tq3, tq4, tq5, tq6, tq8"});
   expect(encode_vector(static_cast<Format>(77), y).status(), Code::invalid_argument, {"77"});
   y[5] = std::numeric_limits<float>::quiet_NaN();
   expect(encode_vector(Format::tq4, y).status(), Code::non_finite, {"y[5]", "nan"});

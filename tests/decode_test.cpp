@@ -1,5 +1,5 @@
-// Cache::decode: kernels against the codec's definition, token by token and bit for bit; then ranges, dtypes, strides and
-// threads against Cache::read, which is that definition; and what it refuses.
+// Cache::decode: kernels against the codec's definition, token by token and bit for bit; then ranges, dtypes, strides
+// and threads against Cache::read, which is that definition; and what it refuses.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@ using testing_support::Draw;
 
 constexpr Dtype kDtypes[] = {Dtype::f32, Dtype::f16, Dtype::bf16};
 
-// --- kernels ------------------------------------------------------------------------------------------------------------
+// --- kernels ---------------------------------------------------------------------------------------------------------
 
 // A page of gaussian vectors, encoded by the codec itself.
 struct Page {
@@ -148,7 +148,7 @@ TEST(DecodeKernels, RoundToNearestEvenAndOverflowToInfinity) {
   }
 }
 
-// --- caches -------------------------------------------------------------------------------------------------------------
+// --- caches ----------------------------------------------------------------------------------------------------------
 
 // An output tensor and all bytes around its elements.
 struct Output {

@@ -1,5 +1,5 @@
-// What plan and run do for caches on a device before a backend sees anything: refusals, what is handed over, and when a plan
-// is stale. The backend here is a fake that only remembers; what a real one computes is in tests/gpu.
+// What plan and run do for caches on a device before a backend sees anything: refusals, what is handed over, and when a
+// plan is stale. The backend here is a fake that only remembers; what a real one computes is in tests/gpu.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

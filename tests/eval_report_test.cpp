@@ -1,5 +1,5 @@
-// The HTML report of `kvant eval`: what the finding says, what every table and chart has, and that text of files stays text.
-// All expected values are worked out by hand from the rows.
+// The HTML report of `kvant eval`: what the finding says, what every table and chart has, and that text of files stays
+// text. All expected values are worked out by hand from the rows.
 #include <gtest/gtest.h>
 
 #include <cmath>

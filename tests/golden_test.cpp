@@ -156,7 +156,7 @@ TEST_P(TurboQuant, DecodesToTheirNumbers) {
 INSTANTIATE_TEST_SUITE_P(Cases, TurboQuant, testing::ValuesIn(kTurboQuantCases),
                          [](const auto& i) { return std::string(i.param); });
 
-// --- bf16, D = 512 ----------------------------------------------------------------------------------------------------
+// --- bf16, D = 512 ---------------------------------------------------------------------------------------------------
 
 class Bf16 : public Golden<Bf16Case> {
  protected:

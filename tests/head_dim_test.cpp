@@ -1,5 +1,5 @@
-// Sizes of head_dim that have no rotation: the caller's tensors have the true size in every call, the cache stores zeros
-// behind it, and the scale, the figures and the texts are those of the true size.
+// Sizes of head_dim that have no rotation: the caller's tensors have the true size in every call, the cache stores
+// zeros behind it, and the scale, the figures and the texts are those of the true size.
 #include <gtest/gtest.h>
 
 #include <cmath>

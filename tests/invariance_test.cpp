@@ -53,7 +53,8 @@ AttentionOptions one_sequence(const World& w, int q_len) {
 TEST_P(Invariance, PagesInAnyOrderOfAFragmentedPool) {
   const World w(spec({{500, 3}}));
   Cache cache = Cache::create(w.cache.config()).value();
-  // Holes of different sizes, then two sequences that grow by turns: the pages of ours are neither adjacent nor in order.
+  // Holes of different sizes, then two sequences that grow by turns: the pages of ours are neither adjacent nor in
+  // order.
   std::vector<SequenceId> fillers;
   for (int i = 0; i < 6; ++i) {
     fillers.push_back(cache.add_sequence());

@@ -18,8 +18,8 @@
 namespace kvant::test {
 namespace {
 
-// The flags of the first processor in /proc/cpuinfo: what it has and the system supports. Empty: there is no such file, or it
-// has no flags of that name (AArch64).
+// The flags of the first processor in /proc/cpuinfo: what it has and the system supports. Empty: there is no such file,
+// or it has no flags of that name (AArch64).
 std::set<std::string> cpuinfo_flags() {
   std::ifstream file("/proc/cpuinfo");
   for (std::string line; std::getline(file, line);) {

@@ -1,5 +1,5 @@
-// Many rows on a matrix unit (cpu/matrix.hpp), emulated: these programs know the instruction sets `emulated` and `scalar`, so that all
-// machines test what runs on few.
+// Many rows on a matrix unit (cpu/matrix.hpp), emulated: these programs know the instruction sets `emulated` and
+// `scalar`, so that all machines test what runs on few.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -77,7 +77,8 @@ TEST(Matrix, PlansSayWhatTheyUse) {
   EXPECT_NE(by_tiles.find("f32 products"), std::string::npos) << by_tiles;
 }
 
-// The system's permission is for good and changes the whole process, so that nothing takes it but a plan that will use the unit.
+// The system's permission is for good and changes the whole process, so that nothing takes it but a plan that will use
+// the unit.
 TEST(Matrix, OnlyAPlanOfManyRowsAsksForTheUnit) {
   Cache cache = Cache::create({.kv_heads = 1, .head_dim = 64, .isa = "emulated"}).value();
   const SequenceId id = cache.add_sequence();
@@ -139,7 +140,8 @@ TEST(Matrix, FollowsMovingMaxima) {
   }
 }
 
-// Keys of trained models may have a large part in common (a bias), which no softmax sees, but every product of a query and a key.
+// Keys of trained models may have a large part in common (a bias), which no softmax sees, but every product of a query
+// and a key.
 class MatrixOffset : public testing::TestWithParam<const char*> {};
 
 TEST_P(MatrixOffset, KeysWithACommonOffsetAreAsExactAsF32) {

@@ -116,7 +116,8 @@ TEST(Processors, BothVersionsAtOnce) {
   EXPECT_EQ(root.quota(), 3);
 }
 
-// A container without a namespace of its own: the mount shows its group, and /proc/self/cgroup names it from the host's root on.
+// A container without a namespace of its own: the mount shows its group, and /proc/self/cgroup names it from the host's
+// root on.
 TEST(Processors, AMountThatShowsTheContainersGroup) {
   Root root;
   root.file("proc/self/mountinfo", "32 31 0:29 /docker/12ab /sys/fs/cgroup/cpu ro - cgroup cgroup rw,cpu\n")

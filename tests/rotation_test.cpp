@@ -149,6 +149,22 @@ TEST_P(Rotation, ScaleIsCorrectlyRounded) {
             static_cast<float>(1.0L / std::sqrt(static_cast<long double>(GetParam()))));
 }
 
+// Kernels of one head_dim take the scale as a constant, which is computed another way.
+TEST(RotationScale, IsTheSameAsAConstant) {
+  constexpr int kCount = codec::RotationShapes::kCount;
+  constexpr std::array<float, kCount> kScales = [] {
+    std::array<float, kCount> scales{};
+    for (std::size_t i = 0; i < scales.size(); ++i) {
+      scales[i] = codec::rotation_scale(codec::rotation_shapes().shape[i].head_dim);
+    }
+    return scales;
+  }();
+  for (std::size_t i = 0; i < kScales.size(); ++i) {
+    volatile int head_dim = codec::rotation_shapes().shape[i].head_dim;
+    EXPECT_EQ(kScales[i], codec::rotation_scale(head_dim)) << head_dim;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(HeadDims, Rotation,
                          ::testing::Values(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 512, 576));
 

@@ -1,4 +1,5 @@
-// What a cache gives back of what it was given: of vectors of any magnitude, and of its own answers when they are stored again.
+// What a cache gives back of what it was given: of vectors of any magnitude, and of its own answers when they are
+// stored again.
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -1,4 +1,5 @@
-// How a CUDA launch cuts its work (cuda/schedule/schedule.hpp), which needs no device: the line of items, and which pages are on it.
+// How a CUDA launch cuts its work (cuda/schedule/schedule.hpp), which needs no device: the line of items, and which
+// pages are on it.
 #include "cuda/schedule/schedule.hpp"
 
 #include <gtest/gtest.h>
@@ -108,7 +109,7 @@ TEST(Schedule, RunsAreThePagesThatSomeQuerySees) {
     p.window = below(2) == 0 ? 1 + below(500) : 0;
     p.window_sinks = p.window > 0 && below(2) == 0 ? below(200) : 0;
     p.cache.sink_pages = below(3), p.cache.tail_pages = below(3);
-    const int length = 1 + below(900), q_len = 1 + below(std::min(length, 16));
+    const int length = 1 + below(900), q_len = 1 + below(std::min(length, 150));
     if (below(4) == 0) p.mask.first_key = below(length);
     std::vector<bool> seen = seen_pages(p, length, q_len);
     // Runs of sinks begin at page 0, also where a mask hides the first ones: there are few.
@@ -117,7 +118,9 @@ TEST(Schedule, RunsAreThePagesThatSomeQuerySees) {
       const int sinks = std::min(pages_of(std::min(p.window_sinks, length)), static_cast<int>(begin) / kPageTokens);
       std::fill_n(seen.begin(), std::min<int>(sinks, static_cast<int>(seen.size())), true);
     }
-    const int tail = std::max(length / kPageTokens - p.cache.tail_pages, p.cache.sink_pages);
+    // What the first query would read exactly, and copies that are kept for a page's length.
+    const int judged = std::max(length - q_len + 1, length - kPageTokens);
+    const int tail = std::max(judged / kPageTokens - p.cache.tail_pages, p.cache.sink_pages);
     for (const bool exact : {false, true}) {
       const PageRuns runs = page_runs(visible_pages(p, length, q_len), exact);
       std::vector<int> found;

@@ -1,5 +1,5 @@
-// Storing tokens: every instruction set against the plain codec, whole blocks bit for bit, over formats, head_dims, bases,
-// token ranges, input types and values that sit on thresholds or next to zero.
+// Storing tokens: every instruction set against the plain codec, whole blocks bit for bit, over formats, head_dims,
+// bases, token ranges, input types and values that sit on thresholds or next to zero.
 #include "codec/store.hpp"
 
 #include <gtest/gtest.h>
@@ -274,8 +274,8 @@ TEST(Store, InputTypesAndRounding) {
   }
 }
 
-// Rows of fewer values than the block's vectors: zeros are stored behind them, and nothing behind a row is read. The last
-// row ends at an inaccessible page, and NaN fills the space between rows.
+// Rows of fewer values than the block's vectors: zeros are stored behind them, and nothing behind a row is read. The
+// last row ends at an inaccessible page, and NaN fills the space between rows.
 TEST(Store, RowsAreStoredPadded) {
   Draw draw(7);
   constexpr int kTokens = 11;
@@ -310,7 +310,8 @@ TEST(Store, RowsAreStoredPadded) {
   }
 }
 
-// A job that looks refuses a value beyond 65536 in any place of any row, one that does not stores it; what comes next is a hint.
+// A job that looks refuses a value beyond 65536 in any place of any row, one that does not stores it; what comes next
+// is a hint.
 TEST(Store, RowsThatCannotBeStored) {
   Draw draw(6);
   const int head_dim = 112, count = 11;

@@ -229,9 +229,9 @@ TEST(Threads, OwnThreadsBlockTheHostsSignals) {
             0);
 }
 
-// As many busy processes as processors: two threads must not wait for each other in a way that keeps either from working. (Those
-// that spun took 8 times as long as one.) `./dev check` asks for the worst of 20 (KVANT_BUSY_RUNS) and for no more than 2; the test alone
-// leaves room for chance.
+// As many busy processes as processors: two threads must not wait for each other in a way that keeps either from
+// working. (Those that spun took 8 times as long as one.) `./dev check` asks for the worst of 10 (KVANT_BUSY_RUNS) and
+// for no more than 2; the test alone leaves room for chance.
 TEST(Threads, BesideBusyProcesses) {
   SKIP_WITHOUT_OWN_THREADS();
   if (kAddressSanitizer) GTEST_SKIP() << "times say nothing under a sanitizer";

@@ -26,8 +26,9 @@ struct CacheConfig {
   /// First pages kept exact. -1: automatic, which is 1, but 0 where both formats are dense (as given numbers are, too)
   /// and under a window below 1024: there exact ends take most of what compression saves.
   int sink_pages = -1;
-  int tail_pages =
-      -1;  ///< newest full pages kept exact beside the one being filled, likewise; 0: encode tokens as they come
+  /// Newest full pages kept exact beside the one being filled, likewise. 0: encode tokens as they come. A run of many
+  /// queries reads exactly what its first query would, as far as one page before the tail.
+  int tail_pages = -1;
   /// dtype of exact pages. All that is stored is rounded to it first, so that bytes do not depend on when a page leaves
   /// the tail. Unset: f32 where a format is f32; f16 where keys and values of the first write are, or a format is f16
   /// and neither is bf16; else bf16, also for f32 tensors, and on a device: two bytes a value, as in the cache that
@@ -89,9 +90,9 @@ class CacheImpl;
 
 /// A cache on a device does what one in host memory does, to the same bytes, with these differences. Calls that take a
 /// stream only enqueue work on it (read and take_non_finite wait for it); all calls on one cache must be ordered by one
-/// stream, and tensors must stay as they are until it has come past. Input that is not finite, or above 65504, is
-/// stored so that what sees it becomes NaN, and take_non_finite tells. What fork, truncate, reorder and remove changed
-/// is sent with the next call that has a stream.
+/// stream, and tensors must stay as they are until the stream has completed that work. Input that is not finite, or
+/// above 65504, is stored so that every row that sees the input becomes NaN, and take_non_finite tells. Changes by
+/// fork, truncate, reorder and remove are sent with the next call that has a stream.
 ///
 /// Steps can be recorded in a CUDA graph. reserve_ahead takes slots for the tokens of steps to come; then record
 /// reserve, write and run: the recorded step counts as taken here, so launch the graph once for it. For each further
@@ -110,8 +111,8 @@ class KVANT_API Cache {
   [[nodiscard]] Format v_format() const noexcept;
 
   SequenceId add_sequence();
-  /// A new sequence with the same tokens; pages are shared until one side writes to them. Of a page that is written to,
-  /// its filled rows are copied (on a device, the whole page).
+  /// A new sequence with the same tokens; pages are shared until one side writes to them. The filled rows of a page
+  /// that is written to are copied (on a device, the whole page).
   Result<SequenceId> fork(SequenceId parent);
   Status remove(SequenceId sequence);
   /// Forgets all tokens from position `tokens` on. Truncating up to 64 tokens and going on gives the same bytes as
@@ -157,7 +158,7 @@ class KVANT_API Cache {
   Status append(SequenceId sequence, int layer, const TensorView& keys, const TensorView& values, Stream stream = {});
 
   /// Decodes stored tokens [begin, end) of one layer to f32 in the original coordinates, [end - begin, kv_heads,
-  /// head_dim] in host memory: exactly what attention computes with. Either output may have null data. Errors: released
+  /// head_dim] in host memory: exactly what attention of one query computes with. Either output may have null data. Errors: released
   /// tokens. From a device it copies whole pages, one by one: for tests and for looking inside.
   Status read(SequenceId sequence, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
               const MutableTensorView& values, Stream stream = {}) const;

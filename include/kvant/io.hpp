@@ -76,10 +76,11 @@ struct CapturedLayer {
   std::string assumed;  ///< what the file does not say and was taken instead, for people: "scale 1/sqrt(64), no window"
 };
 /// A scale or window that the file gives for no layer is 1/sqrt(D) or none, and `assumed` says so. Errors: bad_file,
-/// naming the tensor and what does not fit; a number that only other layers have, or one under a name that is not known.
+/// naming the tensor and what does not fit; a number that only other layers have, or one under a name that is not
+/// known.
 KVANT_API Result<std::vector<CapturedLayer>> read_captured_layers(const SafeTensors& file);
 
-/// What calibration used and what it expects to gain, for people.
+/// Reports, for people, the input that calibration used and the gain that calibration expects.
 struct CalibrationReport {
   std::string layer;
   int kv_head = 0;

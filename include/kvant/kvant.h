@@ -28,7 +28,7 @@
 #endif
 #endif
 
-/* Of this header, as in kvant/version.hpp; kvant_version() is the library's. */
+/* The version of this header, as in kvant/version.hpp; kvant_version() is the library's. */
 #define KVANT_VERSION_MAJOR 0
 #define KVANT_VERSION_MINOR 1
 #define KVANT_VERSION_PATCH 0
@@ -57,8 +57,8 @@ enum {
 /* The lower-case name, for example "invalid_argument"; "unknown" for other numbers. A constant. */
 KVANT_C_API const char* kvant_status_name(kvant_status status);
 
-/* What went wrong in the last call of this thread that failed; "" if none did. Valid until the next failure in this
- * thread. Successful calls leave it alone, so look at the status first. */
+/* The error of the last call of this thread that failed; "" if none did. Valid until the next failure in this thread.
+ * Successful calls leave the text alone, so look at the status first. */
 KVANT_C_API const char* kvant_last_error(void);
 
 /* --- about the library ------------------------------------------------------------------------------------------- */
@@ -66,11 +66,12 @@ KVANT_C_API const char* kvant_last_error(void);
 /* "0.1.0". A constant. */
 KVANT_C_API const char* kvant_version(void);
 
-/* What was compiled in and what this machine has, as a JSON object:
+/* The parts that were compiled in and the features of this machine, as a JSON object:
  *   {"version", "page_tokens", "head_dims": [...] (stored as they are), "largest_head_dim",
  *    "threads": {"runtime", "hardware"}, "formats": [{"name", "id", "bits", "dense", "summary"}],
  *    "isas": [{"name", "available", "detail"}],  (best first)
- *    "backends": [{"name", "available", "detail"}]}  (those compiled in; detail: the devices, or why it is not available)
+ *    "backends": [{"name", "available", "detail"}]}  (those compiled in)
+ * The detail of a backend: its devices, or why it is not available.
  * buffer: capacity bytes, or NULL with capacity 0 to ask. size: may be NULL when buffer is not.
  * Errors: KVANT_INVALID_ARGUMENT when capacity is below *size (nothing is written then, except *size). */
 KVANT_C_API kvant_status kvant_info(char* buffer, size_t capacity, size_t* size);
@@ -184,11 +185,12 @@ typedef struct kvant_cache_config {
 
 /* Caches on a device
  *   stream     Calls enqueue their work on the stream of kvant_cache_set_stream, in that order, and do not wait for it;
- *              kvant_run takes its own stream in its options. All work on one cache must be ordered: one stream, or events
- *              between them.
- *   tensors    keys, values, q, out, masks, lse, sink_logits and workspaces are device memory, and must stay as they are
- *              until the stream has completed the work. kvant_cache_read waits, and writes to host memory.
- *   non-finite keys and values are stored so that every row that sees them becomes NaN; kvant_cache_take_non_finite tells.
+ *              kvant_run takes its own stream in its options. All work on one cache must be ordered: one stream, or
+ *              events between them.
+ *   tensors    keys, values, q, out, masks, lse, sink_logits and workspaces are device memory, and must stay as they
+ *              are until the stream has completed the work. kvant_cache_read waits, and writes to host memory.
+ *   non-finite keys and values are stored so that every row that sees them becomes NaN; kvant_cache_take_non_finite
+ *              tells.
  *   plans      stay valid while their sequences live: kernels read the lengths on the device. They need a workspace.
  *   graphs     kvant_cache_reserve_ahead takes slots for steps to come; then record reserve, write and run, launch the
  *              graph once for that step, and for each further launch call kvant_cache_advance. */
@@ -296,8 +298,8 @@ KVANT_C_API kvant_status kvant_cache_describe(const kvant_cache* cache, char* bu
 
 /* --- attention --------------------------------------------------------------------------------------------------- */
 
-/* What a logit is: scale * q . k; then softcap; then ALiBi; then masks. Query head h reads kv head h / (q_heads /
- * kv_heads). Query i of a sequence stands at position length - q_len + i. Logits are float32: a row whose query is not
+/* A logit is scale * q . k; then softcap; then ALiBi; then masks. Query head h reads kv head h / (q_heads / kv_heads).
+ * Query i of a sequence stands at position length - q_len + i. Logits are float32: a row whose query is not
  * finite, or that sees a key whose scaled score overflows, becomes NaN, with lse NaN (on a device an overflow is not
  * looked for). */
 

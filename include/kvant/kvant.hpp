@@ -3,7 +3,8 @@
 
 #if __cplusplus < 202002L && !(defined(_MSVC_LANG) && _MSVC_LANG >= 202002L)
 #error \
-    "kvant's C++ headers need C++20: compile with -std=c++20 (CMake: target_compile_features(app PRIVATE cxx_std_20)), or use the C interface, kvant/kvant.h"
+    "kvant's C++ headers need C++20: compile with -std=c++20 \
+(CMake: target_compile_features(app PRIVATE cxx_std_20)), or use the C interface, kvant/kvant.h"
 #else
 
 #include "kvant/attention.hpp"

@@ -1,7 +1,7 @@
 """kvant: attention over compressed key/value caches.
 
-A cache stores keys and values at 2 to 8 bits a value and computes attention straight over the packed bytes, on the CPU and
-on CUDA devices. Tensors may come from numpy, torch, or anything with DLPack; nothing is copied.
+A cache stores keys and values at 2 to 8 bits a value and computes attention straight over the packed bytes, on the CPU
+and on CUDA devices. Tensors may come from numpy, torch, or anything with DLPack; nothing is copied.
 
     import kvant, numpy as np
     cache = kvant.Cache(kv_heads=8, head_dim=128, k="tq6", v="tq4")

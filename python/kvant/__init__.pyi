@@ -32,7 +32,8 @@ class Cache:
     k, v: formats of keys and values; `kvant.formats()` lists them. The default takes about 5 bits a value.
     device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken here, so capacity_tokens is
         required, and tensors must be on that device; work is enqueued on torch's current stream (or `stream=`).
-    sink_pages, tail_pages: first and newest full pages that stay exact. None: one each, but none under a window below 1024.
+    sink_pages, tail_pages: first and newest full pages that stay exact. None: one each, but none under a window below
+        1024.
     exact: "f32", "f16" or "bf16", the dtype of exact pages. None: f16 where the first write is f16,
         f32 where a format is f32, else bf16.
     window, window_sinks: tokens. Pages that no query of a sliding window can see any more are freed; the first
@@ -49,7 +50,9 @@ class Cache:
     def __init__(self, *, kv_heads: int, head_dim: int, layers: int = 1, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', sink_pages: int | None = None, tail_pages: int | None = None, exact: str | None = None, window: int = 0, window_sinks: int = 0, rollback_tokens: int = 0, capacity_tokens: int = 0, max_sequences: int = 0, max_sequence_tokens: int = 0, k_basis: str = 'automatic', v_basis: str = 'automatic', bases: Bases | str | Path | None = None, basis_layers: SequenceOf[int] | None = None, threads: int = 0, isa: str | None = None):
         ...
     def close(self) -> None:
-        """Frees the cache's memory now instead of when the object goes. Its sequences and plans cannot be used any more."""
+        """Frees the cache's memory now instead of when the object goes. Its sequences and plans cannot be used any
+        more.
+        """
     def __enter__(self) -> Cache:
         ...
     def __exit__(self, *error) -> None:
@@ -60,9 +63,12 @@ class Cache:
     def sequence(self) -> Sequence:
         """A new, empty sequence."""
     def reorder(self, sequences: SequenceOf[Sequence], parents: SequenceOf[int]) -> None:
-        """Beams: sequences[i] becomes what sequences[parents[i]] was, for all at once. Pages are shared until one side writes."""
+        """Beams: sequences[i] becomes what sequences[parents[i]] was, for all at once. Pages are shared until one side
+        writes.
+        """
     def reserve(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int] = 1, *, stream: Any = None) -> None:
-        """Takes room for `tokens` new tokens of each sequence (one number, or one a sequence) in every layer, all or nothing.
+        """Takes room for `tokens` new tokens of each sequence (one number, or one a sequence) in every layer, all or
+        nothing.
 
         Errors: OutOfCapacity, InvalidArgument.
         """
@@ -81,30 +87,37 @@ class Cache:
     def reserve_ahead(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int], *, stream: Any = None) -> None:
         """Device only: takes pages for steps to come, so that these take none and can be replayed from a CUDA graph."""
     def advance(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int] = 1) -> None:
-        """Device only: tells of a step that the launch of a CUDA graph took, so that lengths here follow the device's."""
+        """Device only: tells of a step that the launch of a CUDA graph took, so that lengths here follow the
+        device's.
+        """
     def take_non_finite(self) -> bool:
-        """Device only: True if keys or values that are not finite were stored since the last call. Waits for the stream."""
+        """Device only: True if keys or values that are not finite were stored since the last call. Waits for the
+        stream.
+        """
     def plan(self, sequences: Iterable[Sequence], *, q_heads: int, **options: Any) -> Plan:
         """Plans attention of the newest queries of `sequences`; does all validation. See Plan for the options."""
     def attend(self, sequences: Iterable[Sequence] | Sequence, layer: int, q: Any, keys: Any = None, values: Any = None, *, out: Any = None, lse: Any = None, sink_logits: Any = None, stream: Any = None, **options: Any) -> Any:
         """Attention of the newest queries; with keys and values these are appended first.
 
         q: [tokens, q_heads, head_dim], the sequences' rows one after another, or [batch, tokens, q_heads, head_dim].
-        keys, values: as for write, with one row for each row of q. The first layer of a step reserves, the others fill in.
-        out: a tensor of q's shape, f32, f16 or bf16; None: a new one of q's dtype. options: see Plan (window, scale, ...).
-        Returns out; with lse=True (out, lse), lse [tokens, q_heads] f32.
+        keys, values: as for write, with one row for each row of q. The first layer of a step reserves, the others fill
+            in.
+        out: a tensor of q's shape, f32, f16 or bf16; None: a new one of q's dtype. options: see Plan (window, scale,
+            ...). Returns out; with lse=True (out, lse), lse [tokens, q_heads] f32.
         """
     def decode(self, sequences: Iterable[Sequence] | Sequence, layer: int, begin: int | SequenceOf[int] = 0, end: int | SequenceOf[int] | None = None, *, keys: Any = None, values: Any = None, stream: Any = None) -> tuple[Any, Any]:
         """Stored tokens [begin, end) as attention computes with them, in the original coordinates.
 
         begin, end: one number, or one a sequence; end None: the length.
-        keys, values: tensors [sum of end - begin, kv_heads, head_dim] to write to, f32, f16 or bf16, where the cache lives.
-        Without them new ones are made: numpy f32 on the CPU, torch f32 on a device. Returns (keys, values).
+        keys, values: tensors [sum of end - begin, kv_heads, head_dim] to write to, f32, f16 or bf16, where the cache
+            lives. Without them new ones are made: numpy f32 on the CPU, torch f32 on a device. Returns (keys, values).
         """
     def memory(self) -> Memory:
         """Bytes by kind: codes, scales, exact pages, tables, and what was taken from the system."""
     def trim(self) -> int:
-        """Gives memory that no page uses back to the system, after sequences went; returns how many bytes. 0 on a device."""
+        """Gives memory that no page uses back to the system, after sequences went; returns how many bytes. 0 on a
+        device.
+        """
     def describe(self) -> str:
         """Geometry, formats, page bytes, exact ends, basis, capacity, and what is held; one line a fact."""
 
@@ -157,12 +170,13 @@ class Plan:
         the first tokens that stay visible beyond it. With causal=False the window bounds from below only.
     mask: [batch, q_heads, queries, keys], boolean (True: visible) or additive; dimensions of 1 broadcast. Its key
         dimension begins at position mask_first_key.
-    threads, split_keys, isa: 0 and None let the plan choose. CPU only. isa: "scalar", "avx2", "avx512", "amx" or "neon";
-        "amx" multiplies many rows as two bf16 numbers each: relative errors near 5e-6, of "avx512" near 2e-6.
-    kernel: on a device "decode" or "prefill"; None: by the number of rows. Prefill kernels round weights to f16 or bf16.
+    threads, split_keys, isa: 0 and None let the plan choose. CPU only. isa: "scalar", "avx2", "avx512", "amx" or
+        "neon"; "amx" multiplies many rows as two bf16 numbers each: relative errors near 5e-6, of "avx512" near 2e-6.
+    kernel: on a device "decode" or "prefill"; None: by the number of rows. Prefill kernels round weights to f16 or
+        bf16.
 
-    A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that grow.
-    Errors: InvalidArgument, Unsupported.
+    A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that
+    grow. Errors: InvalidArgument, Unsupported.
     """
     def __init__(self, cache: Cache, sequences: Iterable[Sequence] | Sequence, *, q_heads: int, q_len: int = 1, q_lens: SequenceOf[int] | None = None, scale: float | None = None, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, causal: bool = True, window: int | None = None, window_sinks: int = 0, mask: Any = None, mask_first_key: int = 0, threads: int = 0, split_keys: int = 0, isa: str | None = None, kernel: str | None = None):
         ...
@@ -262,8 +276,8 @@ def info() -> dict[str, Any]:
 def merge(partials: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     """Merges attention over disjoint sets of keys, in the order given, by the log-sum-exp rule.
 
-    partials: (out, lse) pairs as Plan.run returns them with f32 outputs: out [rows, heads, head_dim], lse [rows, heads],
-    contiguous, in host memory. Returns (out, lse) of the same shapes, numpy f32.
+    partials: (out, lse) pairs as Plan.run returns them with f32 outputs: out [rows, heads, head_dim], lse [rows,
+        heads], contiguous, in host memory. Returns (out, lse) of the same shapes, numpy f32.
     """
 
 def version() -> str:

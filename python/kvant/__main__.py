@@ -69,7 +69,8 @@ def doctor() -> int:
         print(f"isa {i['name']:<9} {mark} ({i['detail']})")
     names = [b["name"] for b in facts["backends"]]
     for b in facts["backends"]:
-        print(f"{b['name']:<13} {'available' if b['available'] else 'not available'}{': ' + b['detail'] if b['detail'] else ''}")
+        available = "available" if b["available"] else "not available"
+        print(f"{b['name']:<13} {available}{': ' + b['detail'] if b['detail'] else ''}")
     if "cuda" not in names:
         print("cuda          not compiled into this library")
     print(f"hugging face  {_hugging_face()}")

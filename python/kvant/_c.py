@@ -1,7 +1,7 @@
 """kvant.h as ctypes sees it: the shared library, its structs and its functions. No arithmetic, no policy.
 
-The structs mirror include/kvant/kvant.h field by field; tests/python/test_abi.py compares sizes and offsets with what a C
-compiler says. ctypes releases the GIL during every call.
+The structs mirror include/kvant/kvant.h field by field; tests/python/test_abi.py compares sizes and offsets with what a
+C compiler says. ctypes releases the GIL during every call.
 """
 
 from __future__ import annotations
@@ -9,7 +9,19 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint64,
+    c_void_p,
+)
 from pathlib import Path
 
 from . import _errors
@@ -193,7 +205,9 @@ def _function(name, *arguments, result=c_int32):
     try:
         function = getattr(lib, name)
     except AttributeError:
-        raise ImportError(f"{library_path} has no {name}: the library is older than this package; build or install both") from None
+        raise ImportError(
+            f"{library_path} has no {name}: the library is older than this package; build or install both"
+        ) from None
     function.argtypes, function.restype = arguments, result
     return function
 
@@ -235,7 +249,9 @@ memory = _function("kvant_cache_memory", c_void_p, POINTER(Memory))
 trim = _function("kvant_cache_trim", c_void_p, POINTER(c_int64))
 cache_describe = _function("kvant_cache_describe", c_void_p, c_char_p, c_size_t, POINTER(c_size_t))
 attention_options_init = _function("kvant_attention_options_init", POINTER(AttentionOptions), c_size_t, result=None)
-plan_create = _function("kvant_plan_create", c_void_p, _Sequences, c_int64, POINTER(AttentionOptions), POINTER(c_void_p))
+plan_create = _function(
+    "kvant_plan_create", c_void_p, _Sequences, c_int64, POINTER(AttentionOptions), POINTER(c_void_p)
+)
 plan_destroy = _function("kvant_plan_destroy", c_void_p, result=None)
 plan_explain = _function("kvant_plan_explain", c_void_p, c_char_p, c_size_t, POINTER(c_size_t))
 plan_describe = _function("kvant_plan_describe", c_void_p, POINTER(PlanFacts))

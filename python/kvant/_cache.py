@@ -65,7 +65,8 @@ class Cache:
     k, v: formats of keys and values; `kvant.formats()` lists them. The default takes about 5 bits a value.
     device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken here, so capacity_tokens is
         required, and tensors must be on that device; work is enqueued on torch's current stream (or `stream=`).
-    sink_pages, tail_pages: first and newest full pages that stay exact. None: one each, but none under a window below 1024.
+    sink_pages, tail_pages: first and newest full pages that stay exact. None: one each, but none under a window below
+        1024.
     exact: "f32", "f16" or "bf16", the dtype of exact pages. None: f16 where the first write is f16,
         f32 where a format is f32, else bf16.
     window, window_sinks: tokens. Pages that no query of a sliding window can see any more are freed; the first
@@ -136,7 +137,9 @@ class Cache:
             c.bases = bases._handle
         if basis_layers is not None:
             if len(basis_layers) != layers:
-                raise InvalidArgument(f"basis_layers has {len(basis_layers)} numbers for {layers} layers: give one a layer")
+                raise InvalidArgument(
+                    f"basis_layers has {len(basis_layers)} numbers for {layers} layers: give one a layer"
+                )
             c.basis_layers = (c_int32 * layers)(*basis_layers)
         c.threads = threads
         c.isa = None if isa is None else isa.encode()
@@ -157,7 +160,8 @@ class Cache:
     # --- life ---
 
     def close(self) -> None:
-        """Frees the cache's memory now instead of when the object goes. Its sequences and plans cannot be used any more."""
+        """Frees the cache's memory now instead of when the object goes. Its sequences and plans cannot be used any
+        more."""
         with self._lock:
             handle, self._handle = self._handle, None
             if handle:
@@ -195,7 +199,9 @@ class Cache:
         """Makes the stream that calls enqueue on the given or the current one."""
         if self.device[0] == "cpu":
             if stream is not None:
-                raise InvalidArgument("stream is given, but this cache is in host memory: calls are done when they return")
+                raise InvalidArgument(
+                    "stream is given, but this cache is in host memory: calls are done when they return"
+                )
             return 0
         number = _tensors.stream_of(self.device, stream)
         if number != self._stream:
@@ -230,7 +236,8 @@ class Cache:
             return Sequence(self, number.value)
 
     def reorder(self, sequences: SequenceOf[Sequence], parents: SequenceOf[int]) -> None:
-        """Beams: sequences[i] becomes what sequences[parents[i]] was, for all at once. Pages are shared until one side writes."""
+        """Beams: sequences[i] becomes what sequences[parents[i]] was, for all at once. Pages are shared until one side
+        writes."""
         ids = self._ids(sequences)
         parents = self._each("parents", parents, len(ids))
         with self._lock:
@@ -239,7 +246,8 @@ class Cache:
     # --- a step ---
 
     def reserve(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int] = 1, *, stream: Any = None) -> None:
-        """Takes room for `tokens` new tokens of each sequence (one number, or one a sequence) in every layer, all or nothing.
+        """Takes room for `tokens` new tokens of each sequence (one number, or one a sequence) in every layer, all or
+        nothing.
 
         Errors: OutOfCapacity, InvalidArgument.
         """
@@ -273,7 +281,9 @@ class Cache:
         self.reserve(sequences, tokens, stream=stream)
         return Step(self, sequences, tokens, stream)
 
-    def reserve_ahead(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int], *, stream: Any = None) -> None:
+    def reserve_ahead(
+        self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int], *, stream: Any = None
+    ) -> None:
         """Device only: takes pages for steps to come, so that these take none and can be replayed from a CUDA graph."""
         ids = self._ids(sequences)
         tokens = self._each("tokens", tokens, len(ids))
@@ -282,14 +292,16 @@ class Cache:
             _c.check(_c.reserve_ahead(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
 
     def advance(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int] = 1) -> None:
-        """Device only: tells of a step that the launch of a CUDA graph took, so that lengths here follow the device's."""
+        """Device only: tells of a step that the launch of a CUDA graph took, so that lengths here follow the
+        device's."""
         ids = self._ids(sequences)
         tokens = self._each("tokens", tokens, len(ids))
         with self._lock:
             _c.check(_c.advance(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
 
     def take_non_finite(self) -> bool:
-        """Device only: True if keys or values that are not finite were stored since the last call. Waits for the stream."""
+        """Device only: True if keys or values that are not finite were stored since the last call. Waits for the
+        stream."""
         found = c_int32()
         with self._lock:
             _c.check(_c.take_non_finite(self.handle, byref(found)))
@@ -318,9 +330,10 @@ class Cache:
         """Attention of the newest queries; with keys and values these are appended first.
 
         q: [tokens, q_heads, head_dim], the sequences' rows one after another, or [batch, tokens, q_heads, head_dim].
-        keys, values: as for write, with one row for each row of q. The first layer of a step reserves, the others fill in.
-        out: a tensor of q's shape, f32, f16 or bf16; None: a new one of q's dtype. options: see Plan (window, scale, ...).
-        Returns out; with lse=True (out, lse), lse [tokens, q_heads] f32.
+        keys, values: as for write, with one row for each row of q. The first layer of a step reserves, the others fill
+            in.
+        out: a tensor of q's shape, f32, f16 or bf16; None: a new one of q's dtype. options: see Plan (window, scale,
+            ...). Returns out; with lse=True (out, lse), lse [tokens, q_heads] f32.
         """
         sequences = [sequences] if isinstance(sequences, Sequence) else list(sequences)
         shape = tuple(q.shape)
@@ -343,7 +356,8 @@ class Cache:
             return plan.run(layer, q, out, lse=lse, sink_logits=sink_logits, stream=stream)
 
     def _open_step(self, sequences: list[Sequence], tokens: list[int], layer: int, stream: Any) -> None:
-        """Reserves, unless this step was opened by another layer: the same sequences, as long as they were left then."""
+        """Reserves, unless this step was opened by another layer: the same sequences, as long as they were left
+        then."""
         step = [(s.id, self._length(s.id)) for s in sequences]
         opened, written = self._step
         if opened == (step, tokens) and layer not in written and len(written) < self.layers:
@@ -367,8 +381,8 @@ class Cache:
         """Stored tokens [begin, end) as attention computes with them, in the original coordinates.
 
         begin, end: one number, or one a sequence; end None: the length.
-        keys, values: tensors [sum of end - begin, kv_heads, head_dim] to write to, f32, f16 or bf16, where the cache lives.
-        Without them new ones are made: numpy f32 on the CPU, torch f32 on a device. Returns (keys, values).
+        keys, values: tensors [sum of end - begin, kv_heads, head_dim] to write to, f32, f16 or bf16, where the cache
+            lives. Without them new ones are made: numpy f32 on the CPU, torch f32 on a device. Returns (keys, values).
         """
         ids = self._ids(sequences)
         begins = self._each("begin", begin, len(ids))
@@ -421,7 +435,8 @@ class Cache:
         return Memory(*(getattr(m, name) for name, *_ in _c.Memory._fields_[1:]))
 
     def trim(self) -> int:
-        """Gives memory that no page uses back to the system, after sequences went; returns how many bytes. 0 on a device."""
+        """Gives memory that no page uses back to the system, after sequences went; returns how many bytes. 0 on a
+        device."""
         given = c_int64()
         with self._lock:
             _c.check(_c.trim(self.handle, byref(given)))

@@ -1,4 +1,5 @@
-"""The exceptions of kvant. Each carries the library's own sentence: the argument, its value, what is allowed, the way out."""
+"""The exceptions of kvant. Each carries the library's own sentence: the argument, its value, what is allowed, the way
+out."""
 
 from __future__ import annotations
 

@@ -43,12 +43,13 @@ class Plan:
         the first tokens that stay visible beyond it. With causal=False the window bounds from below only.
     mask: [batch, q_heads, queries, keys], boolean (True: visible) or additive; dimensions of 1 broadcast. Its key
         dimension begins at position mask_first_key.
-    threads, split_keys, isa: 0 and None let the plan choose. CPU only. isa: "scalar", "avx2", "avx512", "amx" or "neon";
-        "amx" multiplies many rows as two bf16 numbers each: relative errors near 5e-6, of "avx512" near 2e-6.
-    kernel: on a device "decode" or "prefill"; None: by the number of rows. Prefill kernels round weights to f16 or bf16.
+    threads, split_keys, isa: 0 and None let the plan choose. CPU only. isa: "scalar", "avx2", "avx512", "amx" or
+        "neon"; "amx" multiplies many rows as two bf16 numbers each: relative errors near 5e-6, of "avx512" near 2e-6.
+    kernel: on a device "decode" or "prefill"; None: by the number of rows. Prefill kernels round weights to f16 or
+        bf16.
 
-    A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that grow.
-    Errors: InvalidArgument, Unsupported.
+    A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that
+    grow. Errors: InvalidArgument, Unsupported.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class Plan:
         if alibi_slopes is not None:
             slopes = [float(s) for s in alibi_slopes]
             if len(slopes) != q_heads:
-                raise InvalidArgument(f"alibi_slopes has {len(slopes)} values for {q_heads} query heads: give one a head")
+                raise InvalidArgument(
+                    f"alibi_slopes has {len(slopes)} values for {q_heads} query heads: give one a head"
+                )
             o.alibi_slopes = (c_float * q_heads)(*slopes)
         o.is_causal = 1 if causal else 0
         # To the library 0 is the cache's window; none is one longer than any sequence.
@@ -103,7 +106,13 @@ class Plan:
         self._handle = handle
         f = _c.plan_facts(handle)
         self.facts = PlanFacts(
-            f.workspace_bytes, f.total_queries, f.kv_bytes, f.threads, f.splits, (f.isa or b"").decode(), (f.kernel or b"").decode()
+            f.workspace_bytes,
+            f.total_queries,
+            f.kv_bytes,
+            f.threads,
+            f.splits,
+            (f.isa or b"").decode(),
+            (f.kernel or b"").decode(),
         )
 
     def __del__(self, destroy=_c.plan_destroy):
@@ -153,7 +162,9 @@ class Plan:
                 options.stream = _tensors.stream_of(cache.device, stream)
                 self._give_workspace(options, workspace)
             elif stream is not None:
-                raise InvalidArgument("stream is given, but this cache is in host memory: calls are done when they return")
+                raise InvalidArgument(
+                    "stream is given, but this cache is in host memory: calls are done when they return"
+                )
             _c.check(_c.run(self._handle, layer, byref(q_tensor), byref(out_tensor), byref(options)))
         return out if lse is None or lse is False else (out, lse)
 
@@ -162,7 +173,8 @@ class Plan:
         d = _tensors.describe(x, name)
         if d.dtype != _c.F32 or d.shape != shape or d.device != self.cache.device:
             raise InvalidArgument(
-                f"{name} is {_c.DTYPE_NAMES[d.dtype]} {list(d.shape)} on {d.device[0]}: must be f32 {list(shape)} where the cache is"
+                f"{name} is {_c.DTYPE_NAMES[d.dtype]} {list(d.shape)} on {d.device[0]}: "
+                f"must be f32 {list(shape)} where the cache is"
             )
         expected = 1
         for n, s in zip(reversed(d.shape), reversed(d.stride)):
@@ -178,14 +190,18 @@ class Plan:
             torch = sys.modules.get("torch")
             if torch is None:
                 raise InvalidArgument(
-                    f"workspace is not given: without torch, pass device memory of {needed} bytes (plan.facts.workspace_bytes)"
+                    f"workspace is not given: without torch, pass device memory of {needed} bytes "
+                    "(plan.facts.workspace_bytes)"
                 )
             workspace = self.cache._workspace
             if workspace is None or workspace.numel() < needed:
                 workspace = torch.empty(needed, dtype=torch.uint8, device=f"cuda:{self.cache.device[1]}")
                 self.cache._workspace = workspace
         if _tensors.is_torch(workspace):
-            options.workspace, options.workspace_size = workspace.data_ptr(), workspace.numel() * workspace.element_size()
+            options.workspace, options.workspace_size = (
+                workspace.data_ptr(),
+                workspace.numel() * workspace.element_size(),
+            )
             return
         interface = workspace.__cuda_array_interface__
         size = int(interface["typestr"][2:])
@@ -211,7 +227,9 @@ class Step:
         """Stores this step's keys and values of one layer; see Cache.write."""
         self.cache.write(self.sequences, layer, keys, values, stream=self.stream)
 
-    def attend(self, layer: int, q: Any, out: Any = None, *, lse: Any = None, sink_logits: Any = None, **options: Any) -> Any:
+    def attend(
+        self, layer: int, q: Any, out: Any = None, *, lse: Any = None, sink_logits: Any = None, **options: Any
+    ) -> Any:
         """Attention of this step's queries; see Plan for the options. Layers with the same options share a plan."""
         mask = options.get("mask")
         key = (q.shape[-2], id(mask), *sorted((k, repr(v)) for k, v in options.items() if k != "mask"))

@@ -86,7 +86,9 @@ def _of_interface(x: Any, interface: dict, device: tuple[str, int], name: str, d
         stride.reverse()
     else:
         if any(s % size for s in strides):
-            raise InvalidArgument(f"{name} has strides of {strides} bytes: they must be multiples of {size}, its element size")
+            raise InvalidArgument(
+                f"{name} has strides of {strides} bytes: they must be multiples of {size}, its element size"
+            )
         stride = [s // size for s in strides]
     return Described(interface["data"][0], dtype, shape, tuple(stride), device, x)
 
@@ -118,7 +120,8 @@ def _of_dlpack(x: Any, name: str) -> Described:
     capsule = x.__dlpack__()
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = c_void_p, [py_object, c_char_p]
-    # DLManagedTensor begins with its DLTensor. The capsule is never marked as used, so that its own destructor frees it.
+    # DLManagedTensor begins with its DLTensor. The capsule is never marked as used, so that its own destructor frees
+    # it.
     t = _DlTensor.from_address(get(capsule, b"dltensor"))
     dtype = _DL_TYPES.get((t.dtype.code, t.dtype.bits)) if t.dtype.lanes == 1 else None
     if dtype is None:
@@ -143,7 +146,9 @@ def describe(x: Any, name: str) -> Described:
         if dtype is None:
             _refuse_dtype(name, x.dtype)
         if x.requires_grad and sys.modules["torch"].is_grad_enabled():
-            raise InvalidArgument(f"{name} requires a gradient: kvant has no backward pass; use torch.no_grad() or .detach()")
+            raise InvalidArgument(
+                f"{name} requires a gradient: kvant has no backward pass; use torch.no_grad() or .detach()"
+            )
         device = CPU if x.device.type == "cpu" else (x.device.type, x.device.index or 0)
         return Described(x.data_ptr(), dtype, tuple(x.shape), x.stride(), device, x)
     if isinstance(x, Bf16Array):
@@ -157,14 +162,16 @@ def describe(x: Any, name: str) -> Described:
         return _of_interface(x, interface, ("cuda", index), name)
     if hasattr(x, "__dlpack__"):
         return _of_dlpack(x, name)
-    raise InvalidArgument(f"{name} is a {type(x).__name__}: kvant takes numpy arrays, torch tensors, and anything with DLPack")
+    raise InvalidArgument(
+        f"{name} is a {type(x).__name__}: kvant takes numpy arrays, torch tensors, and anything with DLPack"
+    )
 
 
 def tensor(x: Any, name: str, device: tuple[str, int], mutable: bool = False):
     """x as a C struct, and what keeps its memory alive.
 
-    x: [tokens, heads, head_dim], the rows of the call's sequences one after another, or [batch, tokens, heads, head_dim],
-    a row of the batch for each sequence. Any strides whose last is 1.
+    x: [tokens, heads, head_dim], the rows of the call's sequences one after another, or [batch, tokens, heads,
+        head_dim], a row of the batch for each sequence. Any strides whose last is 1.
     """
     d = describe(x, name)
     if d.device != device:
@@ -192,14 +199,17 @@ def fill(t, d: Described, name: str):
             f"{name} has shape {list(d.shape)}: must be [tokens, heads, head_dim] or [batch, tokens, heads, head_dim]"
         )
     if t.stride[0] == 0 and t.stride[1] == 0 and t.stride[2] == 0:
-        t.stride[2] = 1  # all zero would mean contiguous; a scalar that was expanded is refused by the library otherwise
+        t.stride[2] = (
+            1  # all zero would mean contiguous; a scalar that was expanded is refused by the library otherwise
+        )
     if d.shape and d.shape[-1] == 1:
         t.stride[2] = 1
     return t
 
 
 def mask(x: Any, first_key: int, device: tuple[str, int]):
-    """A mask tensor [batch, q_heads, queries, keys] (dimensions of 1 broadcast; fewer dimensions are filled from the left)."""
+    """A mask tensor [batch, q_heads, queries, keys] (dimensions of 1 broadcast; fewer dimensions are filled from the
+    left)."""
     d = describe(x, "mask")
     if d.device != device:
         raise InvalidArgument(f"mask is on {d.device[0]}:{d.device[1]}, but the cache is on {device[0]}:{device[1]}")
@@ -240,7 +250,8 @@ def empty_like(x: Any, shape: tuple[int, ...], dtype: int | None = None):
 
 
 def stream_of(device: tuple[str, int], stream: Any = None) -> int:
-    """The CUDA stream to enqueue on: the one given (a number, or an object of torch or CuPy), else torch's current one."""
+    """The CUDA stream to enqueue on: the one given (a number, or an object of torch or CuPy), else torch's current
+    one."""
     if stream is not None:
         return int(getattr(stream, "cuda_stream", getattr(stream, "ptr", stream)))
     torch = sys.modules.get("torch")

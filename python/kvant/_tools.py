@@ -37,15 +37,17 @@ def bf16(bits: Any) -> _tensors.Bf16Array:
     import numpy as np
 
     if not isinstance(bits, np.ndarray) or bits.dtype != np.uint16:
-        raise InvalidArgument(f"bits is a {type(bits).__name__} of dtype {getattr(bits, 'dtype', None)}: must be a numpy array of uint16")
+        raise InvalidArgument(
+            f"bits is a {type(bits).__name__} of dtype {getattr(bits, 'dtype', None)}: must be a numpy array of uint16"
+        )
     return _tensors.Bf16Array(bits)
 
 
 def merge(partials: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     """Merges attention over disjoint sets of keys, in the order given, by the log-sum-exp rule.
 
-    partials: (out, lse) pairs as Plan.run returns them with f32 outputs: out [rows, heads, head_dim], lse [rows, heads],
-    contiguous, in host memory. Returns (out, lse) of the same shapes, numpy f32.
+    partials: (out, lse) pairs as Plan.run returns them with f32 outputs: out [rows, heads, head_dim], lse [rows,
+        heads], contiguous, in host memory. Returns (out, lse) of the same shapes, numpy f32.
     """
     import numpy as np
 
@@ -55,14 +57,16 @@ def merge(partials: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     shape, rows = pairs[0][0].shape, pairs[0][1].shape
     for i, (o, l) in enumerate(pairs):
         if o.shape != shape or l.shape != rows or shape[:-1] != rows:
-            raise InvalidArgument(f"partials[{i}] has shapes {o.shape} and {l.shape}: must be [..., head_dim] and [...], all alike")
+            raise InvalidArgument(
+                f"partials[{i}] has shapes {o.shape} and {l.shape}: must be [..., head_dim] and [...], all alike"
+            )
     c = (_c.Partial * len(pairs))(*((o.ctypes.data, l.ctypes.data) for o, l in pairs))
     out, lse = np.empty(shape, np.float32), np.empty(rows, np.float32)
     _c.check(_c.merge(c, len(pairs), int(np.prod(rows)), shape[-1], out.ctypes.data, lse.ctypes.data))
     return out, lse
 
 
-# --- the command line tool -----------------------------------------------------------------------------------------------
+# --- the command line tool --------------------------------------------------------------------------------------------
 
 
 def tool() -> str:
@@ -77,7 +81,9 @@ def tool() -> str:
     found = shutil.which("kvant-cli")
     if found:
         return found
-    raise Unsupported("this installation has no command line tool: install the wheel, or build the tool with ./dev build")
+    raise Unsupported(
+        "this installation has no command line tool: install the wheel, or build the tool with ./dev build"
+    )
 
 
 def _run_tool(*arguments: str) -> None:
@@ -117,7 +123,9 @@ def eval(  # noqa: A001 (the name of the command)
             return json.load(file)
 
 
-def calibrate(captures: str | Path | SequenceOf[str | Path], path: str | Path, *, arguments: SequenceOf[str] = ()) -> None:
+def calibrate(
+    captures: str | Path | SequenceOf[str | Path], path: str | Path, *, arguments: SequenceOf[str] = ()
+) -> None:
     """Estimates calibrated bases from captured tensors of other text than they will be used on (`kvant calibrate`).
 
     captures: safetensors files, as kvant.hf.capture writes them. path: the file to write, for Cache(bases=path).

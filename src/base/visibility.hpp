@@ -1,6 +1,7 @@
 // Which keys a query sees, apart from what a mask tensor holds. Used by every backend and by the plan.
 //
-// Query i of a sequence stands at position length - q_len + i. It sees the keys j of 0 .. length - 1 for which all of this holds:
+// Query i of a sequence stands at position length - q_len + i. It sees the keys j of 0 .. length - 1 for which all of
+// this holds:
 //   causal         j <= position
 //   window W > 0   j > position - W, or j < sinks: a lower bound, whether causal or not. Keys behind it need not exist
 //   first_key      j >= first_key: where a mask tensor begins, which hides all keys before
@@ -9,6 +10,7 @@
 #include <cstdint>
 
 #include "base/config.hpp"
+#include "kvant/types.hpp"
 
 KVANT_NAMESPACE_BEGIN(base)
 
@@ -25,8 +27,8 @@ struct Visibility {
   KVANT_HD constexpr std::int64_t position(std::int64_t length, std::int64_t q_len, std::int64_t i) const {
     return length - q_len + i;
   }
-  // The recent keys that the query at `position` sees; the window's sinks are in `sink_range`. Those after the position, which a
-  // query sees that is not causal, are recent.
+  // The recent keys that the query at `position` sees; the window's sinks are in `sink_range`. Those after the
+  // position, which a query sees that is not causal, are recent.
   KVANT_HD constexpr KeyRange recent_range(std::int64_t length, std::int64_t position) const {
     const std::int64_t end = causal ? position + 1 : length;
     const std::int64_t begin = window > 0 && position + 1 > window ? position + 1 - window : 0;
@@ -42,5 +44,14 @@ struct Visibility {
     return (key >= recent.begin && key < recent.end) || (key >= sink.begin && key < sink.end);
   }
 };
+
+// The length by which a run of `q_len` queries decides which pages it reads exactly. Pages that are exact for the first
+// query stay exact for all of them, so that many queries read what one at a time would read. An exact copy outlives its
+// page's encoding by one page, and older copies are gone: hence the limit of a page.
+template <class Int>
+KVANT_HD constexpr Int exact_length(Int length, Int q_len) {
+  const Int others = q_len - 1;
+  return length - (others < kPageTokens ? others : Int{kPageTokens});
+}
 
 KVANT_NAMESPACE_END

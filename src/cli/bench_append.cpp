@@ -12,22 +12,9 @@ namespace {
 
 constexpr std::int64_t kMostSupply = 4096;  // tokens; longer sequences repeat them
 
-// Mean squared error per unit variance on Gaussian vectors (docs/formats.md), with a margin of 1.5 in the square:
-// enough for vectors with loud channels, far too little for a wrong code.
+// As a square. For codes, a margin of 1.5 is enough for vectors with loud channels, far too little for a wrong code.
 double side_tolerance(Format format) {
-  switch (format) {
-    case Format::f32: return 1e-7 * 1e-7;
-    case Format::f16: return 0x1p-11 * 0x1p-11;
-    case Format::bf16: return 0x1p-8 * 0x1p-8;
-    case Format::fp8: return 1.5 * 7.5e-4;
-    case Format::tq2: return 1.5 * 0.1175;
-    case Format::tq3: return 1.5 * 0.0340;
-    case Format::tq4: return 1.5 * 0.0090;
-    case Format::tq5: return 1.5 * 0.00235;
-    case Format::tq6: return 1.5 * 0.00067;
-    case Format::tq8: return 1.5 * 0.00005;
-    default: return 0;
-  }
+  return (codec::is_dense(format) ? 1.0 : 1.5) * codec::gaussian_error(format);
 }
 
 }  // namespace

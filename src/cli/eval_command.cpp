@@ -1,6 +1,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <memory>
 
 #include "cli/arguments.hpp"
@@ -9,6 +10,7 @@
 #include "cli/eval.hpp"
 #include "cli/output.hpp"
 #include "cli/table.hpp"
+#include "codec/traits.hpp"
 #include "core/backend.hpp"
 #include "core/fmt.hpp"
 #include "core/threads.hpp"
@@ -16,8 +18,17 @@
 namespace kvant::cli {
 namespace {
 
-const std::vector<std::string> kDefaultFormats = {"f16", "fp8", "tq8",     "tq6",     "tq5",
-                                                  "tq4", "tq3", "tq8/tq4", "tq6/tq4", "tq4/tq2"};
+// Formats by themselves, tq with most bits first (keys of two bits are of no use), then pairs with more bits for keys.
+const std::vector<std::string> kDefaultFormats = [] {
+  std::vector<FormatInfo> tq;
+  std::copy_if(formats().begin(), formats().end(), std::back_inserter(tq),
+               [](const FormatInfo& f) { return codec::is_tq(f.format) && f.bits > 2; });
+  std::stable_sort(tq.begin(), tq.end(), [](const FormatInfo& a, const FormatInfo& b) { return a.bits > b.bits; });
+  std::vector<std::string> names = {"f16", "fp8"};
+  for (const FormatInfo& f : tq) names.emplace_back(f.name);
+  for (const char* pair : {"tq8/tq4", "tq6/tq4", "tq4/tq2"}) names.emplace_back(pair);
+  return names;
+}();
 
 constexpr const char* kEvalFooter =
     "A capture holds, for every layer N, layerN.q [q_heads, queries, head_dim] (the last positions) and layerN.k and\n"

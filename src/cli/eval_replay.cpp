@@ -5,6 +5,7 @@
 #include <cmath>
 #include <optional>
 
+#include "codec/traits.hpp"
 #include "core/fmt.hpp"
 
 namespace kvant::cli {
@@ -17,19 +18,15 @@ std::optional<Dtype> exact_dtype(const std::string& file_dtype) {
   return {};
 }
 
-bool is_rotated(Format format) {
-  return format >= Format::tq2 && format <= Format::tq8;
-}
-
 // A calibrated basis is for integer levels; dense formats and fp8 store vectors as they are.
 BasisKind basis_kind(Format format, const BasisSet* bases, bool is_key) {
   const bool has_basis = bases != nullptr && (is_key ? !bases->keys.empty() : !bases->values.empty());
-  return has_basis && is_rotated(format) ? BasisKind::calibrated : BasisKind::automatic;
+  return has_basis && codec::is_tq(format) ? BasisKind::calibrated : BasisKind::automatic;
 }
 
 const char* basis_text(Format format, const BasisSet* bases, bool is_key) {
   if (basis_kind(format, bases, is_key) == BasisKind::calibrated) return "calibrated";
-  return is_rotated(format) ? "hadamard" : "none";
+  return codec::is_tq(format) ? "hadamard" : "none";
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include "cli/suggest.hpp"
 #include "codec/layout.hpp"
+#include "codec/traits.hpp"
 #include "core/fmt.hpp"
 
 namespace kvant::cli {
@@ -35,7 +36,7 @@ double FormatPair::bits() const {
 std::vector<std::string> plain_format_names() {
   std::vector<std::string> names;
   for (const FormatInfo& f : formats()) {
-    if (f.format < Format::lut4) names.emplace_back(f.name);
+    if (!codec::is_lut(f.format)) names.emplace_back(f.name);
   }
   return names;
 }
@@ -48,7 +49,7 @@ Result<Format> parse_plain_format(const std::string& name) {
             fmt::format("format '{}': must be one of {}, or two of them as keys/values (tq6/tq4){}", name,
                         fmt::join(known, ", "), did_you_mean(name, known))};
   }
-  if (*format >= Format::lut4) {
+  if (codec::is_lut(*format)) {
     return {Code::unsupported, fmt::format("format {}: holds imported vectors with their own level table, which a "
                                            "command line cannot give; use a tq format",
                                            name)};

@@ -7,7 +7,7 @@
 
 namespace kvant::cli {
 
-/// "; did you mean tq4?", or with two names "; did you mean tq4 or tq5?"; "" when no name is near, or more than two
+/// "; did you mean tq4?", or with two names "; did you mean tq4 or tq6?"; "" when no name is near, or more than two
 /// are equally near. Near: few letters of it are added, left out, replaced or swapped with a neighbour.
 std::string did_you_mean(const std::string& word, std::span<const std::string> known);
 /// The number of those edits; capital letters count as small ones.

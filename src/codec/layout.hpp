@@ -23,8 +23,7 @@
 
 #include <cstdint>
 
-#include "base/config.hpp"
-#include "kvant/types.hpp"
+#include "codec/traits.hpp"
 
 // Plain types that cross from the core into ISA units: outside the per-ISA namespace, and without functions.
 namespace kvant::codec {
@@ -56,60 +55,17 @@ struct PageLayout {
 
 KVANT_NAMESPACE_BEGIN(codec)
 
-KVANT_HD constexpr bool is_dense(Format f) {
-  return f == Format::f32 || f == Format::f16 || f == Format::bf16;
-}
-KVANT_HD constexpr bool is_lut(Format f) {
-  return f >= Format::lut4 && f <= Format::lut8;
-}
-KVANT_HD constexpr bool is_tq(Format f) {
-  return f >= Format::tq2 && f <= Format::tq8;
-}
-
-KVANT_HD constexpr int format_bits(Format f) {
-  switch (f) {
-    case Format::f32: return 32;
-    case Format::f16:
-    case Format::bf16: return 16;
-    case Format::fp8:
-    case Format::tq8:
-    case Format::lut8: return 8;
-    case Format::tq2: return 2;
-    case Format::tq3: return 3;
-    case Format::tq4:
-    case Format::lut4: return 4;
-    case Format::tq5:
-    case Format::lut5: return 5;
-    case Format::tq6:
-    case Format::lut6: return 6;
-  }
-  return 0;
-}
-
-// tq6 and tq8 are uniform grids whose range must follow the largest value: one scale per 128 values measures better
-// than one per vector at 256 and 512, and costs the same 0.125 bit as at 128.
-KVANT_HD constexpr int tq_scale_groups(Format f, int head_dim) {
-  return ((f == Format::tq6 || f == Format::tq8) && head_dim % 128 == 0) ? head_dim / 128 : 1;
-}
-
 constexpr SideLayout side_layout(Format f, int head_dim, int lut_scales) {
   SideLayout s;
   s.format = f;
-  const int bits = format_bits(f);
   if (is_dense(f)) {
-    s.element_bytes = bits / 8;
+    s.element_bytes = format_bits(f) / 8;
     return s;
   }
-  if (bits == 2 || bits == 4 || bits == 8) {
-    s.planes = 1;
-    s.plane_bits[0] = bits;
-  } else {
-    s.planes = 2;
-    s.plane_bits[0] = bits == 3 ? 2 : 4;
-    s.plane_bits[1] = bits - s.plane_bits[0];
-  }
+  s.planes = plane_count(f);
+  for (int i = 0; i < s.planes; ++i) s.plane_bits[i] = plane_bits(f, i);
   s.groups = is_lut(f) ? lut_scales : tq_scale_groups(f, head_dim);
-  s.scale_bytes = is_lut(f) ? 4 : 2;
+  s.scale_bytes = scale_bytes(f);
   return s;
 }
 

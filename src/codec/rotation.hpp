@@ -149,9 +149,14 @@ KVANT_HD constexpr PaleyMatrix paley(bool transposed) {
   return transposed ? backward : forward;
 }
 
-// 1 / sqrt(D), rounded once.
-KVANT_HD KVANT_INLINE float rotation_scale(int head_dim) {
-  // The quotient and the root are taken in double, so the float is the correctly rounded one for every D listed.
+// 1 / sqrt(D), rounded once: the quotient and the root are taken in double, so the float is the correctly rounded one
+// for every D listed.
+KVANT_HD KVANT_INLINE constexpr float rotation_scale(int head_dim) {
+  if (__builtin_is_constant_evaluated()) {  // compilers have no constant roots
+    double root = head_dim;
+    for (int i = 0; i < 40; ++i) root = 0.5 * (root + head_dim / root);
+    return static_cast<float>(1.0 / root);
+  }
 #if defined(__CUDA_ARCH__)
   return static_cast<float>(1.0 / __dsqrt_rn(static_cast<double>(head_dim)));
 #else

@@ -65,48 +65,52 @@ consteval void set_spreads(TqSpec& s, bool peak_anchor, float unit, const float 
   for (int k = 0; k < kCandidates; ++k) s.spread[k] = spreads[k] / unit;
 }
 
-template <int kMagnitudes>
-consteval TqSpec companded(int bits, const int (&u)[kMagnitudes]) {
-  static_assert(kMagnitudes <= 16);
+template <Format kFormat, int kMagnitudes>
+consteval TqSpec companded(const int (&u)[kMagnitudes]) {
+  static_assert(!is_uniform(kFormat) && 2 * kMagnitudes == 1 << format_bits(kFormat) && kMagnitudes <= 16);
   TqSpec s{};
-  s.bits = bits;
+  s.bits = format_bits(kFormat);
   s.magnitudes = kMagnitudes;
-  s.offset = 63.5f;
+  s.offset = level_offset(kFormat);
   for (int m = 0; m < kMagnitudes; ++m) s.u[m] = static_cast<std::uint8_t>(u[m]);
   for (int m = 0; m + 1 < kMagnitudes; ++m) s.threshold[m] = static_cast<float>(u[m] + u[m + 1] - 127) * 0.5f;
   return s;
 }
 
-consteval TqSpec uniform_grid(int bits) {
+template <Format kFormat>
+consteval TqSpec uniform_grid() {
+  static_assert(is_uniform(kFormat));
   TqSpec s{};
-  s.bits = bits;
+  s.bits = format_bits(kFormat);
   s.uniform = true;
-  s.offset = static_cast<float>((1 << bits) - 1) * 0.5f;
+  s.offset = level_offset(kFormat);
   return s;
 }
 
-// How levels and spreads were found, and what they reach: docs/formats.md, "Levels" and "Search".
+// One case for each tq format of the list. docs/formats.md, "Levels" and "Search", says how levels and spreads were
+// found, and what they reach.
 template <Format kFormat>
 consteval TqSpec make_spec() {
   static_assert(is_tq(kFormat));
   TqSpec s{};
   if constexpr (kFormat == Format::tq2) {
-    s = companded(2, {81, 122});
+    s = companded<kFormat>({81, 122});
     set_spreads(s, false, 38.75f, {0.96f, 1.02f, 1.1f, 1.26f});
   } else if constexpr (kFormat == Format::tq3) {
-    s = companded(3, {70, 84, 100, 122});
+    s = companded<kFormat>({70, 84, 100, 122});
     set_spreads(s, true, 58.5f, {0.45f, 0.54f, 0.59f, 0.64f, 0.69f, 0.74f, 0.8f, 0.875f}, 128);
   } else if constexpr (kFormat == Format::tq4) {
-    s = companded(4, {66, 72, 78, 84, 91, 99, 109, 124});
+    s = companded<kFormat>({66, 72, 78, 84, 91, 99, 109, 124});
     set_spreads(s, true, 60.5f, {0.77f, 0.805f, 0.835f, 0.865f, 0.895f, 0.925f, 0.955f, 1.0f}, 128);
   } else if constexpr (kFormat == Format::tq5) {
-    s = companded(5, {64, 66, 68, 70, 72, 74, 76, 78, 80, 82, 85, 88, 91, 95, 100, 108});
+    s = companded<kFormat>({64, 66, 68, 70, 72, 74, 76, 78, 80, 82, 85, 88, 91, 95, 100, 108});
     set_spreads(s, true, 44.5f, {0.9f, 0.925f, 0.95f, 0.975f, 1.0f, 1.025f, 1.05f, 1.175f}, 256);
   } else if constexpr (kFormat == Format::tq6) {
-    s = uniform_grid(6);
+    s = uniform_grid<kFormat>();
     set_spreads(s, true, 31.5f, {0.95f, 0.96f, 0.97f, 0.98f, 0.99f, 1.005f, 1.03f, 1.065f}, 256);
   } else {
-    s = uniform_grid(8);
+    static_assert(kFormat == Format::tq8, "this tq format has no levels and spreads");
+    s = uniform_grid<kFormat>();
     set_spreads(s, true, 127.5f, {0.995f, 1.0f, 1.005f, 1.01f, 1.015f, 1.025f});
   }
   return s;
@@ -124,12 +128,11 @@ KVANT_HD constexpr TqSpec tq_spec() {
 // The same by value; a format that is not tq gives bits = 0.
 KVANT_HD constexpr TqSpec tq_spec(Format f) {
   switch (f) {
-    case Format::tq2: return tq_spec<Format::tq2>();
-    case Format::tq3: return tq_spec<Format::tq3>();
-    case Format::tq4: return tq_spec<Format::tq4>();
-    case Format::tq5: return tq_spec<Format::tq5>();
-    case Format::tq6: return tq_spec<Format::tq6>();
-    case Format::tq8: return tq_spec<Format::tq8>();
+#define KVANT_TQ_FORMAT(name, ...)  \
+  case Format::name: {              \
+    return tq_spec<Format::name>(); \
+  }
+#include "codec/formats.def"
     default: return TqSpec{};
   }
 }

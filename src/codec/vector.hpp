@@ -126,26 +126,30 @@ KVANT_HD inline void encode_lut_group(const float* levels, int bits, const float
 // tq formats and fp8. codes [D], scales [groups].
 KVANT_HD inline void encode(Format f, int head_dim, const float* y, std::uint8_t* codes, std::uint16_t* scales) {
   switch (f) {
-    case Format::tq2: return detail::encode_tq<Format::tq2>(head_dim, y, codes, scales);
-    case Format::tq3: return detail::encode_tq<Format::tq3>(head_dim, y, codes, scales);
-    case Format::tq4: return detail::encode_tq<Format::tq4>(head_dim, y, codes, scales);
-    case Format::tq5: return detail::encode_tq<Format::tq5>(head_dim, y, codes, scales);
-    case Format::tq6: return detail::encode_tq<Format::tq6>(head_dim, y, codes, scales);
-    case Format::tq8: return detail::encode_tq<Format::tq8>(head_dim, y, codes, scales);
-    case Format::fp8: return detail::encode_fp8(head_dim, y, codes, scales);
+#define KVANT_TQ_FORMAT(name, ...)                                      \
+  case Format::name: {                                                  \
+    return detail::encode_tq<Format::name>(head_dim, y, codes, scales); \
+  }
+#define KVANT_FP8_FORMAT(name, ...)                        \
+  case Format::name: {                                     \
+    return detail::encode_fp8(head_dim, y, codes, scales); \
+  }
+#include "codec/formats.def"
     default: return;
   }
 }
 
 KVANT_HD inline void decode(Format f, int head_dim, const std::uint8_t* codes, const std::uint16_t* scales, float* y) {
   switch (f) {
-    case Format::tq2: return detail::decode_tq<Format::tq2>(head_dim, codes, scales, y);
-    case Format::tq3: return detail::decode_tq<Format::tq3>(head_dim, codes, scales, y);
-    case Format::tq4: return detail::decode_tq<Format::tq4>(head_dim, codes, scales, y);
-    case Format::tq5: return detail::decode_tq<Format::tq5>(head_dim, codes, scales, y);
-    case Format::tq6: return detail::decode_tq<Format::tq6>(head_dim, codes, scales, y);
-    case Format::tq8: return detail::decode_tq<Format::tq8>(head_dim, codes, scales, y);
-    case Format::fp8: return detail::decode_fp8(head_dim, codes, scales, y);
+#define KVANT_TQ_FORMAT(name, ...)                                      \
+  case Format::name: {                                                  \
+    return detail::decode_tq<Format::name>(head_dim, codes, scales, y); \
+  }
+#define KVANT_FP8_FORMAT(name, ...)                        \
+  case Format::name: {                                     \
+    return detail::decode_fp8(head_dim, codes, scales, y); \
+  }
+#include "codec/formats.def"
     default: return;
   }
 }

@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "base/visibility.hpp"
 #include "codec/layout.hpp"
 #include "core/backend.hpp"
 #include "core/cache_table.hpp"
@@ -42,10 +43,12 @@ class CacheImpl {
 
   /// Errors: unknown sequence. The spans inside are valid until the cache changes.
   Result<SequenceView> view(SequenceId sequence) const;
-  /// Which copy attention reads at this length: the exact one where the rule of exact ends says so and it is there.
-  [[nodiscard]] bool reads_exact(const SequenceView& s, std::int64_t page) const noexcept {
+  /// Which copy attention of the newest q_len queries reads: the exact one where the rule of exact ends says so and it
+  /// is there (base::exact_length).
+  [[nodiscard]] bool reads_exact(const SequenceView& s, std::int64_t page, std::int64_t q_len = 1) const noexcept {
     const core::PageRef& ref = s.pages[static_cast<std::size_t>(page)];
-    return ref.exact >= 0 && (ref.encoded < 0 || table_.config().ends.exact(s.length, page));
+    const std::int64_t length = base::exact_length(s.length, q_len);
+    return ref.exact >= 0 && (ref.encoded < 0 || table_.config().ends.exact(length, page));
   }
   /// A slot's bytes for one layer and kv head, 64-byte aligned. Pool::exact: null before the first write. Null for a
   /// cache on a device.
@@ -158,8 +161,8 @@ class CacheImpl {
                          Stream stream);
   void mark_written(Sequence& s, int layer);
 
-  /// A range that can be read, and the sequence as attention saw it then: of a layer that waits for its write, as it was
-  /// before the step. `argument` names it in messages; empty: a call has but one.
+  /// A range that can be read, and the sequence as attention saw it then: of a layer that waits for its write, as it
+  /// was before the step. `argument` names it in messages; empty: a call has but one.
   Result<SequenceView> check_range(const TokenRange& range, int layer, const std::string& argument) const;
   Status decode_on_device(std::span<const TokenRange> ranges, int layer, const MutableTensorView& keys,
                           const MutableTensorView& values, Stream stream) const;
@@ -173,8 +176,8 @@ class CacheImpl {
   /// The dtype of exact pages once these are written.
   Result<Dtype> choose_exact(Dtype keys, Dtype values) const;
   /// Stores checked tensors and marks the layer as written. On error no token that was there has changed, and the step
-  /// is still to be written. Values are looked at on the way, rows right before they are encoded, also where a pass before
-  /// found them finite: the caller may have changed them since.
+  /// is still to be written. Values are looked at on the way, rows right before they are encoded, also where a pass
+  /// before found them finite: the caller may have changed them since.
   Status store(std::span<const Rows> rows, int layer, const TensorView& keys, const TensorView& values, Stream stream);
   Status check_scales(std::span<const Rows> rows, int layer) const;
   /// An append to a layer: true if its tokens are yet to be reserved, false if exactly these wait for this layer.

@@ -19,21 +19,29 @@ Status check_head_dim(std::size_t size) {
                       size, fmt::join(supported_head_dims(), ", "))};
 }
 
+bool encodes_vectors(Format format) {
+  return codec::is_tq(format) || codec::is_fp8(format);
+}
+
 Status check_format(Format format) {
-  if (codec::is_tq(format) || format == Format::fp8) return {};
+  if (encodes_vectors(format)) return {};
   if (static_cast<int>(format) >= kFormatCount) {
     return {Code::invalid_argument,
             fmt::format("format {} is not a value of kvant::Format; see kvant::formats()", static_cast<int>(format))};
   }
   const char* name = format_info(format).name;
+  std::vector<const char*> known;
+  for (const FormatInfo& info : formats()) {
+    if (encodes_vectors(info.format)) known.push_back(info.name);
+  }
   if (codec::is_lut(format)) {
     return {Code::unsupported, fmt::format("format '{}' needs a level table, which a single vector does not carry; use "
-                                           "a cache made by import, or one of fp8, tq2, tq3, tq4, tq5, tq6, tq8",
-                                           name)};
+                                           "a cache made by import, or one of {}",
+                                           name, fmt::join(known, ", "))};
   }
   return {Code::unsupported, fmt::format("format '{}' stores values as given, so there is nothing to encode; encoded "
-                                         "formats are fp8, tq2, tq3, tq4, tq5, tq6, tq8",
-                                         name)};
+                                         "formats are {}",
+                                         name, fmt::join(known, ", "))};
 }
 
 }  // namespace

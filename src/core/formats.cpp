@@ -3,8 +3,8 @@
 #include <array>
 #include <string>
 
-#include "codec/layout.hpp"
 #include "codec/rotation.hpp"
+#include "codec/traits.hpp"
 #include "core/fmt.hpp"
 #include "kvant/types.hpp"
 
@@ -12,33 +12,18 @@ namespace kvant {
 namespace {
 
 constexpr std::array<FormatInfo, kFormatCount> kFormats{{
-    {Format::f32, "f32", 32, true, "float32 as given"},
-    {Format::f16, "f16", 16, true, "IEEE half, rounded to nearest even"},
-    {Format::bf16, "bf16", 16, true, "bfloat16, rounded to nearest even"},
-    {Format::fp8, "fp8", 8, false, "e4m3 with one fp16 scale a vector: the baseline to compare with"},
-    {Format::tq2, "tq2", 2, false, "rotated, 4 levels, one fp16 scale a vector"},
-    {Format::tq3, "tq3", 3, false, "rotated, 8 levels, one fp16 scale a vector"},
-    {Format::tq4, "tq4", 4, false, "rotated, 16 levels, one fp16 scale a vector: the default for values"},
-    {Format::tq5, "tq5", 5, false, "rotated, 32 levels, one fp16 scale a vector"},
-    {Format::tq6, "tq6", 6, false, "rotated, 64 even levels, an fp16 scale per 128 values: the default for keys"},
-    {Format::tq8, "tq8", 8, false, "rotated, 256 even levels, an fp16 scale per 128 values"},
-    {Format::lut4, "lut4", 4, false, "imported: 16 custom levels, f32 scales"},
-    {Format::lut5, "lut5", 5, false, "imported: 32 custom levels, f32 scales"},
-    {Format::lut6, "lut6", 6, false, "imported: 64 custom levels, f32 scales"},
-    {Format::lut8, "lut8", 8, false, "imported: 256 custom levels, f32 scales"},
+#define KVANT_FORMAT(family, name, number, low, high, origin, order, scales, error, summary) \
+  {Format::name, #name, codec::format_bits(Format::name), codec::is_dense(Format::name), summary},
+#include "codec/formats.def"
 }};
 
-constexpr bool formats_agree_with_layout() {
-  for (int i = 0; i < kFormatCount; ++i) {
-    const FormatInfo& info = kFormats[static_cast<std::size_t>(i)];
-    if (static_cast<int>(info.format) != i || info.bits != codec::format_bits(info.format) ||
-        info.dense != codec::is_dense(info.format)) {
-      return false;
-    }
+constexpr bool numbers_are_places() {
+  for (std::size_t i = 0; i < kFormats.size(); ++i) {
+    if (static_cast<std::size_t>(kFormats[i].format) != i) return false;
   }
   return true;
 }
-static_assert(formats_agree_with_layout());
+static_assert(numbers_are_places(), "format_info takes a format's number for its place in the table");
 
 constexpr std::array<int, codec::RotationShapes::kCount> kHeadDims = [] {
   std::array<int, codec::RotationShapes::kCount> dims{};

@@ -17,13 +17,10 @@ namespace kvant {
 namespace {
 
 Result<Format> lut_format(int bits) {
-  switch (bits) {
-    case 4: return Format::lut4;
-    case 5: return Format::lut5;
-    case 6: return Format::lut6;
-    case 8: return Format::lut8;
-    default: return {Code::invalid_argument, fmt::format("layout.bits = {}: must be 4, 5, 6 or 8", bits)};
-  }
+#define KVANT_LUT_FORMAT(name, ...) \
+  if (bits == codec::format_bits(Format::name)) return Format::name;
+#include "codec/formats.def"
+  return {Code::invalid_argument, fmt::format("layout.bits = {}: must be 4, 5, 6 or 8", bits)};
 }
 
 Status check_layout(const LegacyLayout& layout) {

@@ -1,10 +1,10 @@
 // plan(): from lengths and page tables to lists of independent work items.
 //
-// Splits. A row block's visible pages are cut into equal shares of at least kMinSplitPages pages: up to kFewSplits of those,
-// and more, up to kMaxSplits, of kLongSplitPages (65536 keys of 4 heads: 128 items for 16 threads, a tenth of a thread's
-// time each, where 64 items left threads idle for up to a quarter). The cut depends on that sequence's own length and rows
-// only, never on the threads or on the rest of the batch: a sequence has the same bits whatever it is batched with and
-// however many cores work on it.
+// Splits. A row block's visible pages are cut into equal shares of at least kMinSplitPages pages: up to kFewSplits of
+// those, and more, up to kMaxSplits, of kLongSplitPages (65536 keys of 4 heads: 128 items for 16 threads, a tenth of a
+// thread's time each, where 64 items left threads idle for up to a quarter). The cut depends on that sequence's own
+// length and rows only, never on the threads or on the rest of the batch: a sequence has the same bits whatever it is
+// batched with and however many cores work on it.
 #include <algorithm>
 #include <new>
 #include <numeric>
@@ -81,7 +81,7 @@ class Builder {
     if (cache_.device() == nullptr) {  // there, kernels read the page tables themselves
       for (std::int64_t page = 0; page < pages_of(view.length); ++page) {
         const CacheImpl::PageRef ref = view.pages[static_cast<std::size_t>(page)];
-        const bool exact = (ref.exact >= 0 || ref.encoded >= 0) && cache_.reads_exact(view, page);
+        const bool exact = (ref.exact >= 0 || ref.encoded >= 0) && cache_.reads_exact(view, page, q_len);
         plan_.pages.push_back({exact ? ref.exact : ref.encoded, exact ? core::kExact : core::kEncoded});
       }
     }
@@ -142,7 +142,7 @@ class Builder {
   void count_keys(const core::SequenceUse& s, const CacheImpl::SequenceView& view, const VisiblePages& visible) {
     for (std::int64_t use = 0; use < visible.count(); ++use) {
       const std::int64_t page = use < visible.sink_pages ? use : visible.recent_page + use - visible.sink_pages;
-      plan_.keys_read[cache_.reads_exact(view, page) ? core::kExact : core::kEncoded] +=
+      plan_.keys_read[cache_.reads_exact(view, page, s.q_len) ? core::kExact : core::kEncoded] +=
           std::min<std::int64_t>(kPageTokens, s.length - page * kPageTokens);
     }
   }
@@ -216,7 +216,8 @@ Status add_device_plan(PlanImpl& plan) {
   return {};
 }
 
-// Asks for what the plan's kernels need where they will use it. Refused ones are replaced by the next best, unless the caller named them.
+// Asks for what the plan's kernels need where they will use it. Refused ones are replaced by the next best, unless the
+// caller named them.
 Status permit_kernels(PlanImpl& plan) {
   const bool many_rows = std::any_of(plan.sequences.begin(), plan.sequences.end(), [&](const core::SequenceUse& s) {
     return s.q_len * plan.group > core::kVectorRows;

@@ -9,20 +9,11 @@ KVANT_NAMESPACE_BEGIN(cpu)
 template <class Fn>
 KVANT_INLINE auto with_format(Format f, Fn fn) {
   switch (f) {
-    case Format::f32: return fn.template operator()<Format::f32>();
-    case Format::f16: return fn.template operator()<Format::f16>();
-    case Format::bf16: return fn.template operator()<Format::bf16>();
-    case Format::fp8: return fn.template operator()<Format::fp8>();
-    case Format::tq2: return fn.template operator()<Format::tq2>();
-    case Format::tq3: return fn.template operator()<Format::tq3>();
-    case Format::tq4: return fn.template operator()<Format::tq4>();
-    case Format::tq5: return fn.template operator()<Format::tq5>();
-    case Format::tq6: return fn.template operator()<Format::tq6>();
-    case Format::tq8: return fn.template operator()<Format::tq8>();
-    case Format::lut4: return fn.template operator()<Format::lut4>();
-    case Format::lut5: return fn.template operator()<Format::lut5>();
-    case Format::lut6: return fn.template operator()<Format::lut6>();
-    case Format::lut8: return fn.template operator()<Format::lut8>();
+#define KVANT_FORMAT(family, name, ...)            \
+  case Format::name: {                             \
+    return fn.template operator()<Format::name>(); \
+  }
+#include "codec/formats.def"
   }
   __builtin_unreachable();
 }

@@ -27,9 +27,9 @@ constexpr bool dots_bytes() {
     Wide<S>::kDotsBytes;
   };
 }
-// The other formats' second planes are not worth a transposition of their own.
+// Words of 2 bits, and second planes of 1 bit, are not worth a transposition of their own.
 constexpr bool has_byte_keys(Format f) {
-  return f == Format::tq4 || f == Format::tq6 || f == Format::tq8;
+  return codec::is_tq(f) && codec::plane_bits(f, 0) >= 4 && codec::plane_bits(f, 1) != 1;
 }
 template <class S>
 constexpr bool dots_key_bytes(Format f) {
@@ -85,7 +85,7 @@ struct KeyColumns {
     const std::size_t row = static_cast<std::size_t>(head_dim) * bits / 8;
     typename W::I words[8];
     W::columns8(block + s.plane_offset[0] + at * bits / 8, row, words);
-    if constexpr (F == Format::tq6) {
+    if constexpr (codec::plane_bits(F, 1) == 2) {
       typename W::I high[4];
       W::columns4(block + s.plane_offset[1] + at / 4, static_cast<std::size_t>(head_dim) / 4, high);
 #pragma GCC unroll 8  // else the words go through memory

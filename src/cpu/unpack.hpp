@@ -1,9 +1,9 @@
 // Codes to int16 levels, 64 elements at a time: the one place where a coded format's bits are opened.
 //
-// A block is eight words of eight elements: for keys 64 consecutive elements of one token (word i = elements 8i .. 8i + 7),
-// for values one octet of tokens in eight channels (word i = channel i). It becomes four registers of eight 32-bit lanes,
-// each lane a pair of int16 levels u (docs/formats.md: value = (u - offset) * scale). Lane i always belongs to word i of a
-// value block, so value products need no horizontal sums. The pairs are, by register:
+// A block is eight words of eight elements: for keys 64 consecutive elements of one token (word i = elements 8i .. 8i +
+// 7), for values one octet of tokens in eight channels (word i = channel i). It becomes four registers of eight 32-bit
+// lanes, each lane a pair of int16 levels u (docs/formats.md: value = (u - offset) * scale). Lane i always belongs to
+// word i of a value block, so value products need no horizontal sums. The pairs are, by register:
 //
 //   planes of <= 4 bits   (0,4) (1,5) (2,6) (3,7)
 //   8 bits                (0,2) (1,3) (4,6) (5,7); key words are then of four elements: registers 0 and 1 hold elements
@@ -35,14 +35,10 @@ constexpr bool is_integer_format(Format f) {
   return codec::is_tq(f);
 }
 constexpr bool is_eight_bit(Format f) {
-  return f == Format::tq8;
+  return codec::is_tq(f) && codec::plane_bits(f, 0) == 8;
 }
-constexpr int max_level(Format f) {
-  return f == Format::tq8 ? 255 : f == Format::tq6 ? 63 : 127;
-}
-constexpr float level_offset(Format f) {
-  return f == Format::tq8 ? 127.5f : f == Format::tq6 ? 31.5f : 63.5f;
-}
+using codec::level_offset;
+using codec::max_level;
 
 // What differs between reading a row of keys and an octet of values is only where the bytes are. A register of sixteen
 // words holds two blocks: of two tokens (keys) or of eight more channels (values), `low_step` and `high_step` bytes on.
@@ -89,9 +85,14 @@ template <class S, Format F>
 struct Unpack {
   using I = typename S::I;
   static constexpr codec::TqSpec kSpec = codec::tq_spec(F);
+  // Even levels are bytes, or nibbles under two bits. Magnitudes of tables have the sign as the top bit of a field of 2
+  // or 4 bits, or in a plane of its own.
+  static constexpr int kLow = codec::plane_bits(F, 0), kHigh = codec::plane_bits(F, 1);
+  static_assert(!codec::is_tq(F) ||
+                (kSpec.uniform ? (kLow == 8 && kHigh == 0) || (kLow == 4 && kHigh == 2) : kLow <= 4 && kHigh <= 1));
 
-  // The tables of levels (6 bits: of the high two bits in their place), where there are any, as 16 bytes repeated to the
-  // widest register.
+  // The tables of levels (6 bits: of the high two bits in their place), where there are any, as 16 bytes repeated to
+  // the widest register.
   struct Tables {
     I a, b;
   };
@@ -100,7 +101,7 @@ struct Unpack {
   static KVANT_INLINE void block(const Tables& t, CodePointers p, I (&out)[4]) {
     I u[2];
     bytes<false>(t, p, u);
-    if constexpr (F == Format::tq8) {
+    if constexpr (kLow == 8) {
       out[0] = S::even_bytes(u[0]);
       out[1] = S::odd_bytes(u[0]);
       out[2] = S::even_bytes(u[1]);
@@ -113,21 +114,21 @@ struct Unpack {
     }
   }
 
-  // The same levels as bytes: of elements 0 2 4 6 and of 1 3 5 7 of each word; 8 bits: of the first and the second words.
-  // kTogether: both halves of a wide register lie one after the other.
+  // The same levels as bytes: of elements 0 2 4 6 and of 1 3 5 7 of each word; 8 bits: of the first and the second
+  // words. kTogether: both halves of a wide register lie one after the other.
   template <bool kTogether>
   static KVANT_INLINE void bytes(const Tables& t, CodePointers p, I (&out)[2]) {
-    if constexpr (F == Format::tq8) {
+    if constexpr (kLow == 8) {
       out[0] = words<kTogether>(p.low, p.low_step);
       out[1] = words<kTogether>(p.high, p.high_step);
-    } else if constexpr (F == Format::tq2 || F == Format::tq3) {
+    } else if constexpr (kLow == 2) {
       bytes_of(t, spread_nibbles(halves<kTogether>(p.low, p.low_step)), S::seti(0), out);
-    } else if constexpr (F == Format::tq6) {
+    } else if constexpr (kHigh == 2) {
       bytes_of(t, words<kTogether>(p.low, p.low_step), spread_nibbles(halves<kTogether>(p.high, p.high_step)), out);
     } else {
       bytes_of(t, words<kTogether>(p.low, p.low_step), S::seti(0), out);
     }
-    if constexpr (F == Format::tq3 || F == Format::tq5) {
+    if constexpr (kHigh == 1) {
       const I sign = S::repeat_bytes(p.high, p.high_step);
       const I flip = S::seti(0x7F7F7F7F);
       const I even_bit = S::seti(0x40100401), odd_bit = S::seti(static_cast<std::int32_t>(0x80200802u));
@@ -138,15 +139,15 @@ struct Unpack {
 
   // From the first plane's words (2 bits: its nibbles, one a byte) and, for 6 bits, the second plane's nibbles.
   static KVANT_INLINE void bytes_of(const Tables& t, I x, I high, I (&out)[2]) {
-    if constexpr (F == Format::tq8) {
+    if constexpr (kLow == 8) {
       out[0] = x;
-    } else if constexpr (F == Format::tq2 || F == Format::tq3) {
+    } else if constexpr (kLow == 2) {
       out[0] = S::lookup16(t.a, x);
       out[1] = S::lookup16(t.b, x);
     } else {
       const I low4 = S::seti(0x0F0F0F0F);
       const I even = S::and_(x, low4), odd = S::and_(S::template shr<4>(x), low4);
-      if constexpr (F == Format::tq6) {
+      if constexpr (kHigh == 2) {
         out[0] = S::or_(even, S::lookup16(t.a, high));
         out[1] = S::or_(odd, S::lookup16(t.b, high));
       } else {
@@ -168,11 +169,14 @@ struct Unpack {
     TableBytes t{};
     for (int i = 0; i < 64; ++i) {
       const int n = i & 15;
-      if constexpr (F == Format::tq4) t.byte[i] = level(n & 7, n >> 3);
-      if constexpr (F == Format::tq5) t.byte[i] = level(n, 0);
-      if constexpr (F == Format::tq3) t.byte[i] = level(second ? n >> 2 : n & 3, 0);
-      if constexpr (F == Format::tq6) t.byte[i] = static_cast<std::uint8_t>((second ? n >> 2 : n & 3) << 4);
-      if constexpr (F == Format::tq2) t.byte[i] = second ? level((n >> 2) & 1, n >> 3) : level(n & 1, (n >> 1) & 1);
+      const int field = kLow == 4 && kHigh != 2 ? n : second ? n >> 2 : n & 3;
+      if constexpr (kHigh == 2) {
+        t.byte[i] = static_cast<std::uint8_t>(field << 4);
+      } else if constexpr (kHigh == 1) {
+        t.byte[i] = level(field, 0);
+      } else if constexpr (kLow < 8) {
+        t.byte[i] = level(field & (kSpec.magnitudes - 1), field / kSpec.magnitudes);
+      }
     }
     return t;
   }

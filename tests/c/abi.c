@@ -260,8 +260,8 @@ static void test_attention(void) {
   kvant_plan_destroy(plan);
 }
 
-/* Masks of one element in a buffer of its own, so that a sanitizer sees a read past them: a shape and strides of zero are what an
- * expanded tensor has, and one element then stands for all. Without strides a mask is contiguous. */
+/* Masks of one element in a buffer of its own, so that a sanitizer sees a read past them: a shape and strides of zero
+ * are what an expanded tensor has, and one element then stands for all. Without strides a mask is contiguous. */
 static void test_masks(void) {
   kvant_cache_config config;
   kvant_cache_config_init(&config, sizeof config);
@@ -369,7 +369,7 @@ static void test_refusals(void) {
   EXPECT_REFUSED(kvant_cache_reserve(cache, NULL, &many, 1), KVANT_INVALID_ARGUMENT, "sequences is NULL");
   EXPECT_REFUSED(kvant_cache_reserve(cache, &sequence, &many, -2), KVANT_INVALID_ARGUMENT, "count is -2");
 
-  /* What only caches on a device have. */
+  /* Functions for caches on a device alone. */
   int32_t found = 7;
   EXPECT(kvant_cache_set_stream(cache, NULL) == KVANT_OK);
   EXPECT_REFUSED(kvant_cache_set_stream(cache, &found), KVANT_INVALID_ARGUMENT, "stream");

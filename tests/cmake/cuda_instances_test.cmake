@@ -1,5 +1,5 @@
-# cmake -DFOLDER=.. -P: which kernels for devices the option KVANT_CUDA_PAIRS selects, and the files that are made for them, in FOLDER
-# (cmake/cuda_instances.cmake). No nvcc is needed.
+# cmake -DFOLDER=.. -P: which kernels for devices the option KVANT_CUDA_PAIRS selects, and the files that are made for
+# them, in FOLDER (cmake/cuda_instances.cmake). No nvcc is needed.
 cmake_minimum_required(VERSION 3.22)
 set(root ${CMAKE_CURRENT_LIST_DIR}/../..)
 
@@ -58,13 +58,16 @@ file(REMOVE_RECURSE ${FOLDER})
 kvant_cuda_write_instances(${root}/src/cuda ${FOLDER} "tq6/tq4" units)
 file(READ ${FOLDER}/attend_d256.cu attend)
 file(READ ${FOLDER}/instances.hpp header)
-foreach(text "attend_entry<Format::tq6, Format::tq4, 256, 4>()" "wide_entry<Format::tq6, Format::tq4, 256, 2>()" "decode_kernels<256>()")
+foreach(text "attend_entry<Format::tq6, Format::tq4, 256, 4>()"
+        "wide_entry<Format::tq6, Format::tq4, 256, 2>()" "decode_kernels<256>()")
   string(FIND "${attend}" "${text}" at)
   if(at EQUAL -1)
     message(SEND_ERROR "attend_d256.cu does not have ${text}:\n${attend}")
   endif()
 endforeach()
-if(attend MATCHES "tq8" OR NOT header MATCHES "EACH_PAIR\\(X\\) X\\(tq6, tq4\\)\n" OR NOT header MATCHES "OTHER_PAIR\\(X\\) .*X\\(tq8, tq8\\)")
+if(attend MATCHES "tq8" OR
+   NOT header MATCHES "EACH_PAIR\\(X\\) X\\(tq6, tq4\\)\n" OR
+   NOT header MATCHES "OTHER_PAIR\\(X\\) .*X\\(tq8, tq8\\)")
   message(SEND_ERROR "with tq6/tq4 alone:\n${attend}\n${header}")
 endif()
 list(LENGTH units count)

@@ -1,13 +1,13 @@
-// An instruction set that no machine has: the scalar verbs and a matrix unit in plain C++, so that cpu/matrix.hpp is tested
-// everywhere. Compiled with KVANT_ISA=emulated; tests that link it replace the list of src/cpu/registry.cpp.
+// An instruction set that no machine has: the scalar verbs and a matrix unit in plain C++, so that cpu/matrix.hpp is
+// tested everywhere. Compiled with KVANT_ISA=emulated; tests that link it replace the list of src/cpu/registry.cpp.
 #include "cpu/kernels.hpp"
 #include "cpu/simd_scalar.hpp"
 
 namespace kvant::cpu {
 inline namespace emulated {
 
-// Eight tile registers of 16 rows of 16 words. The order of additions is that of the instruction set manual's operation of
-// TDPBF16PS; denormals are kept.
+// Eight tile registers of 16 rows of 16 words. The order of additions is that of the instruction set manual's operation
+// of TDPBF16PS; denormals are kept.
 struct Tiles {
   static inline thread_local std::uint32_t tile[8][16][16];
   static inline thread_local bool is_configured = false;

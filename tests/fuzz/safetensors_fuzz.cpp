@@ -1,5 +1,5 @@
-// Whatever the bytes are: the reader refuses them with a message, or hands out tensors that lie within them. Inputs that
-// parse go on through the readers of captured layers and bases, and through every conversion.
+// Whatever the bytes are: the reader refuses them with a message, or hands out tensors that lie within them. Inputs
+// that parse go on through the readers of captured layers and bases, and through every conversion.
 #include <cstddef>
 #include <cstdint>
 #include <span>

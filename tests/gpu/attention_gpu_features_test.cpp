@@ -150,7 +150,8 @@ TEST_P(GpuMaskTensors, RowsThatSeeNothing) {
   EXPECT_TRUE(w.matches(options, {0.5f, -kInf, 1.0f, -2.0f}));  // a sink gives an empty row an lse, and still no output
 }
 
-// Pages of 64 keys that the mask hides from all, shows to all, and shows in part, in another order for each sequence and head.
+// Pages of 64 keys that the mask hides from all, shows to all, and shows in part, in another order for each sequence
+// and head.
 TEST_P(GpuMaskTensors, WholePages) {
   SKIP_WITHOUT_DEVICE();
   const auto& [format, dtype] = GetParam();
@@ -338,8 +339,8 @@ INSTANTIATE_TEST_SUITE_P(Features, GpuTransforms,
                            return fmt::format("{}_q{}", std::get<0>(i.param), std::get<1>(i.param));
                          });
 
-// One key takes half, or nine tenths, of the weight; 131072 others share the rest evenly. Their probabilities are 4e-6 and
-// less of the largest, and must not round to nothing.
+// One key takes half, or nine tenths, of the weight; 131072 others share the rest evenly. Their probabilities are 4e-6
+// and less of the largest, and must not round to nothing.
 TEST(GpuSink, ManySmallWeightsBesideALargeOne) {
   SKIP_WITHOUT_DEVICE();
   constexpr std::int64_t kOthers = 131072, kKeys = kOthers + 1;

@@ -1,5 +1,5 @@
-// Where keys begin to count, on a device: a mask tensor's first key, windows under mask tensors over caches that have released
-// pages; and sequences without queries, which are no entries of a launch's batch.
+// Where keys begin to count, on a device: a mask tensor's first key, windows under mask tensors over caches that have
+// released pages; and sequences without queries, which are no entries of a launch's batch.
 #include <gtest/gtest.h>
 
 #include <algorithm>

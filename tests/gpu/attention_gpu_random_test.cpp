@@ -1,5 +1,5 @@
-// Random combinations of everything attention and the cache can do, on a device: against the float64 reference over what its
-// cache decodes, against the CPU backend, and against a second run.
+// Random combinations of everything attention and the cache can do, on a device: against the float64 reference over
+// what its cache decodes, against the CPU backend, and against a second run.
 #include <gtest/gtest.h>
 
 #include "core/fmt.hpp"

@@ -15,7 +15,7 @@ namespace {
 
 constexpr float kInf = INFINITY;
 
-// --- where things lie --------------------------------------------------------------------------------------------------
+// --- where things lie ------------------------------------------------------------------------------------------------
 
 TEST(GpuPlacement, DtypesStridesAndAlignment) {
   SKIP_WITHOUT_DEVICE();
@@ -100,7 +100,7 @@ TEST(GpuDeterminism, TwentyRunsGiveTheSameBits) {
   }
 }
 
-// --- sequences that change -----------------------------------------------------------------------------------------------
+// --- sequences that change -------------------------------------------------------------------------------------------
 
 TEST(GpuSequences, ForkTruncateAndGoOn) {
   SKIP_WITHOUT_DEVICE();
@@ -139,7 +139,7 @@ TEST(GpuSequences, ForkTruncateAndGoOn) {
   }
 }
 
-// --- graphs --------------------------------------------------------------------------------------------------------------
+// --- graphs ----------------------------------------------------------------------------------------------------------
 
 // A decoding step of a model with two layers and three sequences, recorded once and launched 200 times: lengths grow on
 // the device, and every step is what the CPU computes.
@@ -309,8 +309,8 @@ TEST(GpuShort, Graph) {
   decode_by_graph("tq6", "tq4", 64, 10, 3);
 }
 
-// A launch finds its first work before the one before it, which changes lengths here, has ended. A run right after such a
-// change gives the bits of one that comes later.
+// A launch finds its first work before the one before it, which changes lengths here, has ended. A run right after such
+// a change gives the bits of one that comes later.
 TEST(GpuShort, LengthsChangeRightBefore) {
   SKIP_WITHOUT_DEVICE();
   constexpr int kSteps = 70, kHeads = 2;
@@ -350,7 +350,7 @@ TEST(GpuShort, LengthsChangeRightBefore) {
   }
 }
 
-// --- streams and devices ---------------------------------------------------------------------------------------------------
+// --- streams and devices ---------------------------------------------------------------------------------------------
 
 TEST(GpuStreams, TwoRunSideBySide) {
   SKIP_WITHOUT_DEVICE();
@@ -383,8 +383,8 @@ TEST(GpuDevices, TheSecondOneComputesTheSame) {
   if (count < 2) GTEST_SKIP() << "one device only";
   const WorldSpec spec = spec_of("tq6", {{700, 1}, {130, 1}});
   const GpuWorld first(spec);
-  // Everything of the second world, streams and tensors, belongs to the second device; the library must find that out for
-  // itself when another one is current.
+  // Everything of the second world, streams and tensors, belongs to the second device; the library must find that out
+  // for itself when another one is current.
   CUDA_CHECK(cudaSetDevice(1));
   const GpuWorld second(spec, 1);
   EXPECT_TRUE(second.matches());

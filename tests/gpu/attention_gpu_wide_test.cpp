@@ -1,5 +1,5 @@
-// Short work with the kernels of eight warps (src/cuda/decode/wide.cuh), and the same with those of four: which of them a plan
-// has chosen is asked of explain().
+// Short work with the kernels of eight warps (src/cuda/decode/wide.cuh), and the same with those of four: which of them
+// a plan has chosen is asked of explain().
 #include <gtest/gtest.h>
 
 #include <string>
@@ -46,7 +46,8 @@ class GpuWide : public testing::TestWithParam<int> {
   [[nodiscard]] static const Shape& shape() { return kShapes[static_cast<std::size_t>(GetParam())]; }
 };
 
-// No exact pages, one, and several in a block's part, of which the last has few keys; two queries, whose rows may be two blocks.
+// No exact pages, one, and several in a block's part, of which the last has few keys; two queries, whose rows may be
+// two blocks.
 TEST_P(GpuWide, Matches) {
   SKIP_WITHOUT_DEVICE();
   for (const auto& [sinks, tails] : {std::pair{1, 1}, {0, 0}, {2, 0}, {0, 3}}) {

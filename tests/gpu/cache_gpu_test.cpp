@@ -1,5 +1,5 @@
-// The cache on a real device against one in host memory: the same bytes in every page that is read, whatever the formats,
-// sizes, dtypes, strides and steps; what is not finite; graphs; refusals.
+// The cache on a real device against one in host memory: the same bytes in every page that is read, whatever the
+// formats, sizes, dtypes, strides and steps; what is not finite; graphs; refusals.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -69,7 +69,7 @@ CacheConfig config(const char* k, const char* v, int head_dim, int sinks, int ta
   return c;
 }
 
-// --- random steps ------------------------------------------------------------------------------------------------------
+// --- random steps ----------------------------------------------------------------------------------------------------
 
 struct Pair {
   const char* k;
@@ -171,8 +171,8 @@ TEST(CacheGpuBeams, HoldTheBytesOfAHostCache) {
   }
 }
 
-// Steps shorter than a page, with pages that leave the tails of some sequences, or of many, at once; more sequences than one
-// launch takes.
+// Steps shorter than a page, with pages that leave the tails of some sequences, or of many, at once; more sequences
+// than one launch takes.
 TEST(CacheGpuSteps, OfManySequencesHoldTheBytesOfAHostCache) {
   SKIP_WITHOUT_DEVICE();
   for (const int tails : {1, 2}) {
@@ -205,9 +205,10 @@ TEST(CacheGpuSteps, OfManySequencesHoldTheBytesOfAHostCache) {
   }
 }
 
-// --- single vectors ----------------------------------------------------------------------------------------------------
+// --- single vectors --------------------------------------------------------------------------------------------------
 
-// Rows as they are, appended in one step to a cache on each side; compares all bytes, which must be full pages' or fields'.
+// Rows as they are, appended in one step to a cache on each side; compares all bytes, which must be full pages' or
+// fields'.
 struct Both {
   Gpu gpu;
   std::unique_ptr<CacheImpl> host, device;
@@ -437,7 +438,7 @@ TEST(CacheGpuVectors, ACalibratedBasisIsFollowedClosely) {
   }
 }
 
-// --- refusals ----------------------------------------------------------------------------------------------------------
+// --- refusals --------------------------------------------------------------------------------------------------------
 
 TEST(CacheGpuRefusals, SayWhatIsAllowed) {
   SKIP_WITHOUT_DEVICE();

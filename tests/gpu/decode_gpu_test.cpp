@@ -1,7 +1,7 @@
-// Cache::decode on a real device against Cache::read, which downloads pages and decodes them with the codec on the host: the
-// same floats, rounded to the output's dtype, and nothing written beside them. Zeros compare equal whatever their sign: where a
-// rotation has a Paley factor, sums begin at 0 there. Random steps, forks, windows and replays are in cache_gpu_test.cpp, which
-// decodes after each few of them.
+// Cache::decode on a real device against Cache::read, which downloads pages and decodes them with the codec on the
+// host: the same floats, rounded to the output's dtype, and nothing written beside them. Zeros compare equal whatever
+// their sign: where a rotation has a Paley factor, sums begin at 0 there. Random steps, forks, windows and replays are
+// in cache_gpu_test.cpp, which decodes after each few of them.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// A World (support/world.hpp) and its twin on a device: the same rows appended to both. Judged by the float64 reference over
-// the vectors that the device's cache decodes, and by the CPU backend.
+// A World (support/world.hpp) and its twin on a device: the same rows appended to both. Judged by the float64 reference
+// over the vectors that the device's cache decodes, and by the CPU backend.
 #pragma once
 
 #include <memory>
@@ -32,14 +32,15 @@ class GpuWorld {
   Cache cache;
   std::vector<SequenceId> ids;
 
-  /// Decode kernels, unless `base` says otherwise: plans would take prefill kernels, which are less exact, for many rows.
+  /// Decode kernels, unless `base` says otherwise: plans would take prefill kernels, which are less exact, for many
+  /// rows.
   [[nodiscard]] AttentionOptions options(AttentionOptions base = {}) const {
     if (base.kernel.empty()) base.kernel = "decode";
     return host.options(std::move(base));
   }
 
-  /// One run over the device's cache. Masks, sink logits and all tensors are copied there; the workspace is exactly as large
-  /// as the plan asks for and full of NaN. Fails when anything around out, lse or the workspace was written to.
+  /// One run over the device's cache. Masks, sink logits and all tensors are copied there; the workspace is exactly as
+  /// large as the plan asks for and full of NaN. Fails when anything around out, lse or the workspace was written to.
   Result<Attended> try_attend(const AttentionOptions& base = {}, const std::vector<float>& sink_logits = {},
                               const Placement& placement = {}) const;
   [[nodiscard]] Attended attend(const AttentionOptions& base = {}, const std::vector<float>& sink_logits = {}) const {

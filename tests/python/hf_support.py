@@ -51,7 +51,8 @@ def close(a, b, tolerance=TOLERANCE):
 
 
 def assert_same(model, expected, got, mask=None, new=16, best=True):
-    """Equal tokens. On a device: each as likely as the model's own choice, but for what f16 changes (best: greedy search)."""
+    """Equal tokens. On a device: each as likely as the model's own choice, but for what f16 changes (best: greedy
+    search)."""
     if not ON_DEVICE:
         assert torch.equal(expected, got)
         return
@@ -64,7 +65,9 @@ def assert_same(model, expected, got, mask=None, new=16, best=True):
             real[:, : mask.shape[1]] = mask
         with torch.no_grad():
             position = (real.cumsum(1) - 1).clamp(min=0)
-            logits = plain(input_ids=tokens, attention_mask=real, position_ids=position, use_cache=False).logits[:, -new - 1 : -1]
+            logits = plain(input_ids=tokens, attention_mask=real, position_ids=position, use_cache=False).logits[
+                :, -new - 1 : -1
+            ]
         chosen = logits.gather(2, tokens[:, -new:, None])[..., 0]
         scores.append((chosen - logits.logsumexp(-1)).sum(1))
         if best and tokens is got:

@@ -1,4 +1,5 @@
-"""Models that tests run: tiny ones made from their configuration, and those that are on this machine. Nothing is downloaded."""
+"""Models that tests run: tiny ones made from their configuration, and those that are on this machine. Nothing is
+downloaded."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def tiny_mistral(window: int, **changes):
 
 
 def sharpen(model, gain: float = 3.0):
-    """Larger query weights: attention of a random model is nearly uniform otherwise, and hides errors of single keys."""
+    """Larger query weights: attention of a random model is nearly uniform otherwise, and hides errors of single
+    keys."""
     for name, weight in model.named_parameters():
         if name.endswith("q_proj.weight"):
             weight.data.mul_(gain)

@@ -12,7 +12,8 @@ HEADER = ROOT / "include" / "kvant" / "kvant.h"
 
 
 def header_structs():
-    """{struct: [field]} of kvant.h, in order. A declaration's name comes last, before an array's length, or in (*name)(...)."""
+    """{struct: [field]} of kvant.h, in order. A declaration's name comes last, before an array's length, or in
+    (*name)(...)."""
     text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.S)
     structs = {}
     for name, body in re.findall(r"typedef struct (\w+) \{(.*?)\}\s*\w+;", text, re.S):
@@ -27,7 +28,11 @@ def header_structs():
 def mirrors():
     from kvant import _c
 
-    found = [c for c in vars(_c).values() if isinstance(c, type) and issubclass(c, ctypes.Structure) and hasattr(c, "_c_name_")]
+    found = [
+        c
+        for c in vars(_c).values()
+        if isinstance(c, type) and issubclass(c, ctypes.Structure) and hasattr(c, "_c_name_")
+    ]
     return {c._c_name_: c for c in found}
 
 
@@ -39,11 +44,16 @@ def facts(tmp_path_factory):
     for struct, fields in header_structs().items():
         lines.append(f'  printf("{struct} . 0 %zu\\n", sizeof({struct}));')
         for field in fields:
-            lines.append(f'  printf("{struct} {field} %zu %zu\\n", offsetof({struct}, {field}), sizeof((({struct}*)0)->{field}));')
+            lines.append(
+                f'  printf("{struct} {field} %zu %zu\\n", offsetof({struct}, {field}), '
+                f'sizeof((({struct}*)0)->{field}));'
+            )
     lines += ["  return 0;", "}", ""]
     (folder / "facts.c").write_text("\n".join(lines))
     compiler = os.environ.get("CC", "cc")
-    subprocess.run([compiler, "-std=c11", "-I", ROOT / "include", folder / "facts.c", "-o", folder / "facts"], check=True)
+    subprocess.run(
+        [compiler, "-std=c11", "-I", ROOT / "include", folder / "facts.c", "-o", folder / "facts"], check=True
+    )
     out = {}
     for line in subprocess.run([folder / "facts"], check=True, capture_output=True, text=True).stdout.splitlines():
         struct, field, offset, size = line.split()

@@ -56,7 +56,7 @@ def exact_cache(**options):
     return kvant.Cache(kv_heads=2, head_dim=D, k="f32", v="f32", **options)
 
 
-# --- attention -----------------------------------------------------------------------------------------------------------
+# --- attention --------------------------------------------------------------------------------------------------------
 
 
 def test_decode_of_one_sequence(rng):
@@ -172,7 +172,7 @@ def test_merging_two_halves_gives_the_whole(rng):
     close(lse, expected_lse)
 
 
-# --- batches and layouts -------------------------------------------------------------------------------------------------
+# --- batches and layouts ----------------------------------------------------------------------------------------------
 
 
 def test_ragged_batches(rng):
@@ -189,7 +189,9 @@ def test_ragged_batches(rng):
 @pytest.mark.parametrize("order", ["bthd", "bhtd"])
 def test_batches_of_four_dimensions_are_taken_as_they_are(rng, order):
     B, T = 3, 80
-    k, v, q = (rng.standard_normal((B, T, h, D) if order == "bthd" else (B, h, T, D)).astype(np.float32) for h in (2, 2, 4))
+    k, v, q = (
+        rng.standard_normal((B, T, h, D) if order == "bthd" else (B, h, T, D)).astype(np.float32) for h in (2, 2, 4)
+    )
     if order == "bhtd":
         k, v, q = (x.transpose(0, 2, 1, 3) for x in (k, v, q))
     cache = exact_cache()
@@ -247,7 +249,7 @@ def test_dlpack(rng):
     close(cache.attend(seq, 0, OnlyDlpack(q)), attention(q, k, v)[0])
 
 
-# --- sequences -----------------------------------------------------------------------------------------------------------
+# --- sequences --------------------------------------------------------------------------------------------------------
 
 
 def test_fork_truncate_and_reorder(rng):
@@ -331,7 +333,7 @@ def test_any_head_dim(rng, head_dim):
     assert f"head_dim {head_dim}, stored as" in cache.describe()
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_refusals_carry_the_library_s_sentence(rng):
@@ -373,7 +375,7 @@ def test_a_device_without_a_backend_is_refused():
         kvant.Cache(kv_heads=2, head_dim=D, device="cuda", capacity_tokens=1024)
 
 
-# --- hosts ---------------------------------------------------------------------------------------------------------------
+# --- hosts ------------------------------------------------------------------------------------------------------------
 
 
 def step_bits(cache, seq, rng):

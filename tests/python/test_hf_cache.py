@@ -196,7 +196,9 @@ def test_a_past_that_is_hidden_later(model, prompts):
     mask = torch.cat([inputs["attention_mask"], inputs["attention_mask"].new_ones(2, 6)], 1)
     shown, hidden = mask.clone(), mask
     hidden[1, 30:40] = 0
-    ids, position = ids_of(prompts, 6, begin=700).expand(2, -1), torch.arange(80, 86, device=mask.device)[None].expand(2, -1)
+    ids, position = ids_of(prompts, 6, begin=700).expand(2, -1), torch.arange(80, 86, device=mask.device)[None].expand(
+        2, -1
+    )
     with_all = forward(model, copy.deepcopy(cache), ids, attention_mask=shown, position_ids=position)
     a = forward(model, cache, ids, attention_mask=hidden, position_ids=position)
     close(a, forward(plain, own, ids, attention_mask=hidden, position_ids=position))
@@ -256,7 +258,11 @@ def test_skipped_layers_stay_with_transformers(llama, prompts):
     rows = kvant.hf.report(cache).rows
     kvant.hf.disable(llama)
     assert [row.stored for row in rows] == [False, True, True, False]
-    assert rows[0].reason == "in skip_layers" and rows[0].bytes == 2 * 90 * 2 * 64 * 4 and rows[0].bf16_bytes == rows[0].bytes // 2
+    assert (
+        rows[0].reason == "in skip_layers"
+        and rows[0].bytes == 2 * 90 * 2 * 64 * 4
+        and rows[0].bf16_bytes == rows[0].bytes // 2
+    )
 
 
 def test_short_windows_stay_with_transformers(sliding, prompts):
@@ -271,9 +277,14 @@ def test_short_windows_stay_with_transformers(sliding, prompts):
 
 def of_head_dim(transformers, head_dim, device):
     config = transformers.LlamaConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=256,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=256,
         head_dim=head_dim,
-    )  # fmt: skip
+    )
     return transformers.LlamaForCausalLM(config).eval().to(device), config
 
 
@@ -450,7 +461,11 @@ def test_capacity_of_a_device(llama):
     """Room for every row's tokens, a page that is partly filled, and beams that part; without sizes a clear refusal."""
     settings = kvant.hf.Settings.make()
     made = kvant.hf.KvantCache(llama.config, settings, max_length=1000, batch=6)
-    assert made._capacity() == {"capacity_tokens": 6 * (1024 + 192), "max_sequences": 7, "max_sequence_tokens": 1024 + 192}
+    assert made._capacity() == {
+        "capacity_tokens": 6 * (1024 + 192),
+        "max_sequences": 7,
+        "max_sequence_tokens": 1024 + 192,
+    }
     with pytest.raises(kvant.InvalidArgument, match="max_length= .* and batch="):
         kvant.hf.KvantCache(llama.config, settings)._capacity()
     assert made._why_not_this_window(0, 1216) is None and made._why_not_this_window(512, 1216) is None

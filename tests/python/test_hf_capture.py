@@ -18,11 +18,14 @@ from kvant.hf import capture
 
 @contextlib.contextmanager
 def attention_outputs(model):
-    """What the model's attention layers give to their output projections, by layer number: the model's own arithmetic."""
+    """What the model's attention layers give to their output projections, by layer number: the model's own
+    arithmetic."""
     found, hooks = {}, []
     for module in model.modules():
         if hasattr(module, "layer_idx") and hasattr(module, "o_proj"):
-            hooks.append(module.o_proj.register_forward_pre_hook(lambda m, x, n=module.layer_idx: found.update({n: x[0][0]})))
+            hooks.append(
+                module.o_proj.register_forward_pre_hook(lambda m, x, n=module.layer_idx: found.update({n: x[0][0]}))
+            )
     try:
         yield found
     finally:
@@ -84,7 +87,9 @@ def test_chosen_layers_and_first_tokens(tmp_path):
 
 def test_it_can_be_called_twice(tmp_path):
     """A module of the same name would take the function's place in kvant.hf when it is imported."""
-    assert [kvant.hf.capture(models.tiny_llama(), [1, 2, 3], tmp_path / "x.safetensors") for _ in range(2)] == [[0, 1]] * 2
+    assert [kvant.hf.capture(models.tiny_llama(), [1, 2, 3], tmp_path / "x.safetensors") for _ in range(2)] == [
+        [0, 1]
+    ] * 2
 
 
 def test_text_needs_a_tokenizer(tmp_path):
@@ -184,7 +189,8 @@ def test_a_basis_of_captured_tensors_helps_on_other_text(tmp_path, nano_path):
     kvant.hf.capture(model, text, here, max_tokens=1200)
     kvant.calibrate(other, bases)
     plain, own = (
-        kvant.eval(here, ["tq4/tq8"], basis=basis, arguments=["--exact-ends", "without"])["rows"] for basis in (None, bases)
+        kvant.eval(here, ["tq4/tq8"], basis=basis, arguments=["--exact-ends", "without"])["rows"]
+        for basis in (None, bases)
     )
     assert sum(row["kl_mean"] for row in own) < 0.8 * sum(row["kl_mean"] for row in plain)
 

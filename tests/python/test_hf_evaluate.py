@@ -38,7 +38,9 @@ def test_divergences_near_zero_are_not_noise():
     change = 1e-3 * torch.randn(8, 5000, generator=generator, dtype=torch.float64)
     found = evaluation.compare(exact, exact + change, torch.zeros(8, dtype=torch.long))[:, 0]
     p = exact.softmax(-1)
-    second_order = ((p * change**2).sum(-1) - (p * change).sum(-1) ** 2) / 2  # KL(p, p + dp) = var_p(change) / 2 + O(change^3)
+    second_order = (
+        (p * change**2).sum(-1) - (p * change).sum(-1) ** 2
+    ) / 2  # KL(p, p + dp) = var_p(change) / 2 + O(change^3)
     assert torch.allclose(found, second_order, rtol=1e-2)
 
 
@@ -93,7 +95,9 @@ def llama_evaluation():
     torch.set_num_threads(1)
     model = models.sharpen(models.tiny_llama(), 20.0)
     before = model.config._attn_implementation
-    found = evaluation.evaluate(model, models.topics_bytes(700), ("f32", "fp8", "tq8", "tq3"), positions=600, progress=False)
+    found = evaluation.evaluate(
+        model, models.topics_bytes(700), ("f32", "fp8", "tq8", "tq3"), positions=600, progress=False
+    )
     assert model.config._attn_implementation == before
     return found
 
@@ -139,7 +143,9 @@ def test_layers_that_kvant_does_not_store_are_named():
     model = models.tiny_mistral(128)
     with pytest.raises(kvant.Unsupported, match="stores no layer of MistralForCausalLM.*short_windows=True"):
         evaluation.evaluate(model, models.topics_bytes(100), ("tq4",), progress=False)
-    found = evaluation.evaluate(model, models.topics_bytes(300), ("tq4",), short_windows=True, skip_layers=[1], progress=False)
+    found = evaluation.evaluate(
+        model, models.topics_bytes(300), ("tq4",), short_windows=True, skip_layers=[1], progress=False
+    )
     assert found.rows[0].layers_left == (1,) and "so exact: layers 1 (" in str(found)
     assert all(len(line) <= 120 for line in str(found).splitlines())
 

@@ -1,4 +1,5 @@
-"""generate() over kvant caches: with f32 pages the same tokens as transformers' own cache; packed, the same however batched."""
+"""generate() over kvant caches: with f32 pages the same tokens as transformers' own cache; packed, the same however
+batched."""
 
 from __future__ import annotations
 
@@ -180,7 +181,9 @@ def test_two_models_in_two_threads(llama, sliding, prompts):
     for m in expected:
         kvant.hf.enable(m, **EXACT)
     got = {m: [] for m in expected}
-    threads = [threading.Thread(target=lambda m=m: got[m].extend(generate(m, inputs) for _ in range(3))) for m in expected]
+    threads = [
+        threading.Thread(target=lambda m=m: got[m].extend(generate(m, inputs) for _ in range(3))) for m in expected
+    ]
     for t in threads:
         t.start()
     for t in threads:

@@ -164,7 +164,8 @@ def test_tokens_hidden_later():
 
 @pytest.mark.parametrize("padding", [0, 17])
 def test_an_image_in_the_second_turn_past_the_window(padding):
-    """Pages that left the window are gone when the image's mask is read; its tokens see each other in both directions."""
+    """Pages that left the window are gone when the image's mask is read; its tokens see each other in both
+    directions."""
     past = 200
     model, ids, real, first = zoo.gemma3_with_images(past + 60, 60, padding)
     ids, real = torch.roll(ids, past, 1), torch.ones_like(ids)  # the turn with the images comes last

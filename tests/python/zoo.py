@@ -72,32 +72,103 @@ ZOO = [
     Entry("smollm3", "SmolLM3", NO_HEAD_DIM | {"no_rope_layers": [1, 0]}, without=("head_dim",)),
     Entry("glm4", "Glm4"),
     Entry("exaone4", "Exaone4", MIXED | NO_HEAD_DIM, without=("head_dim",)),
-    Entry("gemma4, k is v", "Gemma4", MIXED | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 64,
-          "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 0, "enable_moe_block": False},
-          config="Gemma4TextConfig"),
-    Entry("gemma4, shared layers", "Gemma4", {"num_hidden_layers": 4, "layer_types": MIXED["layer_types"] * 2, "sliding_window": 64,
-          "num_kv_shared_layers": 2, "global_head_dim": 64, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128,
-          "enable_moe_block": False}, config="Gemma4TextConfig"),
-    Entry("qwen3_next, hybrid", "Qwen3Next", {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2,
-          "num_experts_per_tok": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2,
-          "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
+    Entry(
+        "gemma4, k is v",
+        "Gemma4",
+        MIXED
+        | {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 64,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 128,
+            "num_kv_shared_layers": 0,
+            "enable_moe_block": False,
+        },
+        config="Gemma4TextConfig",
+    ),
+    Entry(
+        "gemma4, shared layers",
+        "Gemma4",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": MIXED["layer_types"] * 2,
+            "sliding_window": 64,
+            "num_kv_shared_layers": 2,
+            "global_head_dim": 64,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 128,
+            "enable_moe_block": False,
+        },
+        config="Gemma4TextConfig",
+    ),
+    Entry(
+        "qwen3_next, hybrid",
+        "Qwen3Next",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
     Entry("gpt_neox", "GPTNeoX", NO_HEAD_DIM, without=WITHOUT),
     Entry("starcoder2", "Starcoder2", NO_HEAD_DIM, without=("head_dim",)),
     Entry("phi", "Phi", NO_HEAD_DIM, without=WITHOUT),
     Entry("stablelm", "StableLm", NO_HEAD_DIM, without=("head_dim",)),
-    Entry("opt", "OPT", {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 96},
-          without=(*WITHOUT, "intermediate_size")),
-    Entry("deepseek_v3, latent", "DeepseekV3", {"q_lora_rank": 16, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
-          "v_head_dim": 32, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2,
-          "num_key_value_heads": 4}, without=("head_dim",), expected="left"),
-    Entry("falcon", "Falcon", {"hidden_size": 128, "new_decoder_architecture": False, "multi_query": True, "alibi": False},
-          without=WITHOUT, expected="proxy"),
-    Entry("bloom, alibi", "Bloom", {"hidden_size": 128, "n_layer": 2, "n_head": 4},
-          without=(*WITHOUT, "intermediate_size", "num_hidden_layers", "num_attention_heads"), expected="proxy"),
-    Entry("gpt2, head_dim 16", "GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}, without=tuple(COMMON)[1:8],
-          model="GPT2LMHeadModel"),
+    Entry(
+        "opt",
+        "OPT",
+        {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 96},
+        without=(*WITHOUT, "intermediate_size"),
+    ),
+    Entry(
+        "deepseek_v3, latent",
+        "DeepseekV3",
+        {
+            "q_lora_rank": 16,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 32,
+            "n_routed_experts": 2,
+            "num_experts_per_tok": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 2,
+            "num_key_value_heads": 4,
+        },
+        without=("head_dim",),
+        expected="left",
+    ),
+    Entry(
+        "falcon",
+        "Falcon",
+        {"hidden_size": 128, "new_decoder_architecture": False, "multi_query": True, "alibi": False},
+        without=WITHOUT,
+        expected="proxy",
+    ),
+    Entry(
+        "bloom, alibi",
+        "Bloom",
+        {"hidden_size": 128, "n_layer": 2, "n_head": 4},
+        without=(*WITHOUT, "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        expected="proxy",
+    ),
+    Entry(
+        "gpt2, head_dim 16",
+        "GPT2",
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
+        without=tuple(COMMON)[1:8],
+        model="GPT2LMHeadModel",
+    ),
     Entry("llama, head_dim 72", "Llama", {"head_dim": 72}),
-]  # fmt: skip
+]
 
 
 def build(entry: Entry):
@@ -115,7 +186,9 @@ def build(entry: Entry):
             weight.add_(0.02 * torch.randn_like(weight))
             if "sinks" in name:
                 weight.add_(torch.randn_like(weight))
-            if any(part in name for part in ("q_proj.weight", "qkv", "query_key_value", "q_b_proj.weight", "c_attn.weight")):
+            if any(
+                part in name for part in ("q_proj.weight", "qkv", "query_key_value", "q_b_proj.weight", "c_attn.weight")
+            ):
                 weight.mul_(6.0)
     return model
 

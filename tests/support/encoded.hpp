@@ -11,9 +11,15 @@
 
 namespace kvant::testing_support {
 
-inline constexpr std::array kTqFormats{Format::tq2, Format::tq3, Format::tq4, Format::tq5, Format::tq6, Format::tq8};
-inline constexpr std::array kScaledFormats{Format::fp8, Format::tq2, Format::tq3, Format::tq4,
-                                           Format::tq5, Format::tq6, Format::tq8};
+inline constexpr std::array kTqFormats{
+#define KVANT_TQ_FORMAT(name, ...) Format::name,
+#include "codec/formats.def"
+};
+inline constexpr std::array kScaledFormats{
+#define KVANT_FP8_FORMAT(name, ...) Format::name,
+#define KVANT_TQ_FORMAT(name, ...) Format::name,
+#include "codec/formats.def"
+};
 
 inline std::string name_of(Format f) {
   return format_info(f).name;

@@ -1,5 +1,5 @@
-// A device that is not one: FakeStore keeps pages and tables in host memory, and does what kernels do, from its own tables and
-// never from the host's. Launches can be recorded and replayed.
+// A device that is not one: FakeStore keeps pages and tables in host memory, and does what kernels do, from its own
+// tables and never from the host's. Launches can be recorded and replayed.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -30,8 +30,8 @@ inline std::uint16_t to_f16(float x) {
   if (magnitude >= 65520.0) return static_cast<std::uint16_t>(sign | 0x7c00);
   int exponent = magnitude == 0 ? -14 : std::ilogb(magnitude);
   if (exponent < -14) exponent = -14;
-  // In units of the last place; a carry out of the fraction moves into the exponent by itself. The default rounding mode is
-  // to nearest even.
+  // In units of the last place; a carry out of the fraction moves into the exponent by itself. The default rounding
+  // mode is to nearest even.
   const double ulps = std::nearbyint(std::ldexp(magnitude, 10 - exponent));
   return static_cast<std::uint16_t>(sign + static_cast<int>(ulps) + (exponent + 14) * 1024);
 }

@@ -106,8 +106,8 @@ Qkv make_qkv(const QkvShape& shape, Inputs inputs, std::uint64_t seed) {
     }
   }
   if (inputs == Inputs::sink) {
-    // A shared direction in all queries, and a first key far along it: its logit stands 8 above the others at the default
-    // scale, as first tokens of trained models do.
+    // A shared direction in all queries, and a first key far along it: its logit stands 8 above the others at the
+    // default scale, as first tokens of trained models do.
     const std::size_t channel = dim / 2;
     for (std::size_t row = 0; row < q_rows; ++row) x.q[row * dim + channel] = 4.0f;
     const auto height = static_cast<float>(2.0 * std::sqrt(static_cast<double>(shape.head_dim)));

@@ -41,8 +41,8 @@ OwnedMask make_mask(Dtype dtype, const std::array<std::int64_t, 4>& shape, F&& v
   return mask;
 }
 
-/// A mask of numbers of its own for every index, whose column 0 is the key `first`; by_key false: one for all keys, which hides
-/// none. shape: batch, heads, queries, columns.
+/// A mask of numbers of its own for every index, whose column 0 is the key `first`; by_key false: one for all keys,
+/// which hides none. shape: batch, heads, queries, columns.
 inline OwnedMask mask_from(Dtype dtype, std::int64_t first, std::array<std::int64_t, 4> shape, bool by_key) {
   if (!by_key) shape[3] = 1;
   OwnedMask mask = make_mask(dtype, shape, [&](auto b, auto h, auto q, auto k) {

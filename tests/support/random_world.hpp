@@ -1,5 +1,6 @@
-// Attention cases drawn from a seed, in which everything that can be combined is: geometry, formats, exact ends, what happened to
-// the sequences before, masks, transforms of logits. What grids vary one or two at a time meets here three and more at a time.
+// Attention cases drawn from a seed, in which everything that can be combined is: geometry, formats, exact ends, what
+// happened to the sequences before, masks, transforms of logits. What grids vary one or two at a time meets here three
+// and more at a time.
 #pragma once
 
 #include <string>
@@ -29,8 +30,8 @@ struct RandomChoices {
 
 RandomCase draw_case(Rng& rng, const RandomChoices& choices);
 
-/// First seed and number of seeds of one of a test's parts. KVANT_RANDOM_CASES=FIRST:COUNT in the environment asks for COUNT a
-/// part, from FIRST on.
+/// First seed and number of seeds of one of a test's parts. KVANT_RANDOM_CASES=FIRST:COUNT in the environment asks for
+/// COUNT a part, from FIRST on.
 std::pair<std::uint64_t, std::uint64_t> random_seeds(int part, std::uint64_t count);
 
 }  // namespace kvant::test

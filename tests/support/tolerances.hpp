@@ -7,20 +7,20 @@ namespace kvant::test::tolerance {
 
 // Relative L2 unless stated otherwise.
 
-/// Kernel against attention over the decoded vectors, both sides in float arithmetic (f32, f16, bf16, fp8 widen exactly).
-/// Sums of n f32 products lose about sqrt(n) * 2^-24 = 1.9e-6 at n = 1025; exp and the merge of splits a few 2^-23 more.
-/// Measured: 8e-7 on Gaussian inputs, 2e-6 at most.
+/// Kernel against attention over the decoded vectors, both sides in float arithmetic (f32, f16, bf16, fp8 widen
+/// exactly). Sums of n f32 products lose about sqrt(n) * 2^-24 = 1.9e-6 at n = 1025; exp and the merge of splits a few
+/// 2^-23 more. Measured: 8e-7 on Gaussian inputs, 2e-6 at most.
 inline constexpr double kFloat = 1e-5;
 
-/// Logits with a soft cap, f32 caches of 200 keys, no matrix unit: of kFloat's sums there are 64 products and 200 weights, and
-/// the cap itself is off by 3e-7 of a logit at most (cpu/math.hpp).
+/// Logits with a soft cap, f32 caches of 200 keys, no matrix unit: of kFloat's sums there are 64 products and 200
+/// weights, and the cap itself is off by 3e-7 of a logit at most (cpu/math.hpp).
 inline constexpr double kSoftcap = 2e-6;
 
-/// The same on machines that multiply many rows by a matrix unit: weights and values are two bf16 each, products at most 3 * 2^-18
-/// off, queries three; of a float and integer levels both sides are less exact (kCoded).
+/// The same on machines that multiply many rows by a matrix unit: weights and values are two bf16 each, products at
+/// most 3 * 2^-18 off, queries three; of a float and integer levels both sides are less exact (kCoded).
 inline constexpr double kMatrixFloat = 5e-5;
-/// What weights and values in two bf16 each cost: 2^-18 of a product each in root mean square would be 5e-6, one after another.
-/// Measured: 2.2e-6 to 4.1e-6.
+/// What weights and values in two bf16 each cost: 2^-18 of a product each in root mean square would be 5e-6, one after
+/// another. Measured: 2.2e-6 to 4.1e-6.
 inline constexpr double kMatrixWeights = 6e-6;
 
 /// The same with a coded side. Queries as two 7-bit digits: 2^-15 of the largest coordinate, about 4e-5 of the query's
@@ -29,27 +29,27 @@ inline constexpr double kMatrixWeights = 6e-6;
 /// 6e-5 on Gaussian inputs, 1.2e-4 at most on the others.
 inline constexpr double kCoded = 2e-4;
 
-/// lse is compared absolutely, against this times (1 + |lse|): it is a logit, and has the error of one, 4e-5 of its size where a
-/// single key dominates, far less where many average. Measured: 1e-6 and 2.2e-5 at most.
+/// lse is compared absolutely, against this times (1 + |lse|): it is a logit, and has the error of one, 4e-5 of its
+/// size where a single key dominates, far less where many average. Measured: 1e-6 and 2.2e-5 at most.
 inline constexpr double kLseFloat = 1e-5;
 inline constexpr double kLseCoded = 5e-5;
 
-/// CUDA, both sides in float formats: queries and probabilities are split into terms that tensor cores take (two f16 or bf16
-/// ones leave 2^-17 and 2^-16 of each), sums are f32. One rounding of a probability to bf16 alone would be 2e-3.
+/// CUDA, both sides in float formats: queries and probabilities are split into terms that tensor cores take (two f16 or
+/// bf16 ones leave 2^-17 and 2^-16 of each), sums are f32. One rounding of a probability to bf16 alone would be 2e-3.
 inline constexpr double kCudaFloat = 1e-4;
 /// lse on CUDA, as above times (1 + |lse|): the error of a logit, from queries in two terms or digits.
 inline constexpr double kCudaLse = 1e-4;
 /// Weights, and queries beside exact pages, are rounded to bf16 or f16.
 inline constexpr double kCudaPrefill = 8e-3;
 inline constexpr double kCudaPrefillLse = 6e-3;
-/// On either backend, over thousands of rows some of which see a key or two, so that no average makes a logit's error smaller. A
-/// query's coordinates are off by up to half a step of the largest one's 2^-15, which moves a logit of N(0, 1) vectors by 3e-5 in
-/// root mean square, and one of loud vectors (|q| |k| = 5.5 D) by 1.7e-4. Measured: 1.5e-4 at most in 7900 random cases on CUDA,
-/// 5.0e-5 in 10000 on the CPU.
+/// On either backend, over thousands of rows some of which see a key or two, so that no average makes a logit's error
+/// smaller. A query's coordinates are off by up to half a step of the largest one's 2^-15, which moves a logit of N(0,
+/// 1) vectors by 3e-5 in root mean square, and one of loud vectors (|q| |k| = 5.5 D) by 1.7e-4. Measured: 1.5e-4 at
+/// most in 7900 random cases on CUDA, 5.0e-5 in 10000 on the CPU.
 inline constexpr double kLseOfFewKeys = 4e-4;
 
-/// Stored golden outputs (issue bars). TurboQuant: the kernel error above, against queries that are not rounded. bf16: dense f32
-/// accumulation over 160 keys at D = 512, with sums of up to 512 products of loud channels.
+/// Stored golden outputs (issue bars). TurboQuant: the kernel error above, against queries that are not rounded. bf16:
+/// dense f32 accumulation over 160 keys at D = 512, with sums of up to 512 products of loud channels.
 inline constexpr double kGoldenTurboQuant = 3e-4;
 inline constexpr double kGoldenBf16 = 2e-5;
 
@@ -60,8 +60,8 @@ inline constexpr double kGoldenReference = 2e-7;
 /// Imported vectors, decoded: one float product of a level and a scale, each rounded once.
 inline constexpr double kGoldenDecode = 2e-7;
 
-/// Two legal ways to compute the same thing (other splits, other ISA, several queries at once or one by one): each within
-/// the kernel error of the truth, so within twice that of each other.
+/// Two legal ways to compute the same thing (other splits, other ISA, several queries at once or one by one): each
+/// within the kernel error of the truth, so within twice that of each other.
 inline constexpr double kTwoWays = 2;
 
 /// A row whose every key carries -65504: an f32 logit near 65504 has steps of 2^-8 (0.0039), half of which is the error
@@ -70,8 +70,8 @@ inline constexpr double kAllAtMinus65504 = 5e-3;
 
 /// Codec, loose: attention output of a cache against the true inputs, all tokens encoded, Gaussian inputs whose logits
 /// have standard deviation 1. With relative errors e_k, e_v of the vectors (square root of the distortions of
-/// docs/formats.md, "Distortion"), output error is about sqrt(e_k^2 * (1 + e_v^2) + e_v^2). Times 1.5 for small samples. A dense
-/// format's is its rounding: 2^-11 and 2^-8, times the same.
+/// docs/formats.md, "Distortion"), output error is about sqrt(e_k^2 * (1 + e_v^2) + e_v^2). Times 1.5 for small
+/// samples. A dense format's is its rounding: 2^-11 and 2^-8, times the same.
 constexpr double vector_error(std::string_view format) {
   if (format == "f32") return 1e-5;
   if (format == "f16") return 4.9e-4;

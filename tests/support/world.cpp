@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "core/backend.hpp"
+#include "core/cache_impl.hpp"
 #include "support/bases.hpp"
 #include "support/half.hpp"
 
@@ -196,6 +197,18 @@ void decode_sequence(const Cache& cache, SequenceId id, int layer, const Lengths
       c.window > 0 ? std::max<std::int64_t>(0, lengths.kv_len - lengths.q_len - c.window + 1) : 0;
   read(0, std::min(c.window_sinks, visible));
   read(visible, lengths.kv_len);
+  // Pages that were exact for the first query are exact for all of them.
+  const CacheImpl& impl = cache.impl();
+  const CacheImpl::SequenceView view = impl.view(id).value();
+  for (std::int64_t t = visible; t < lengths.kv_len && lengths.q_len > 0; ++t) {
+    const std::int64_t page = t / kPageTokens;
+    if (impl.reads_exact(view, page) || !impl.reads_exact(view, page, lengths.q_len)) continue;
+    const auto first = static_cast<std::size_t>(t) * width;
+    for (std::size_t i = first; i < first + width; ++i) {
+      keys[i] = rounded(given.k[i], *impl.exact_dtype());
+      values[i] = rounded(given.v[i], *impl.exact_dtype());
+    }
+  }
 }
 
 Expected World::expect(const AttentionOptions& base, const std::vector<float>& sink_logits, bool decoded) const {

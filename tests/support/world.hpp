@@ -1,5 +1,6 @@
 // A cache with known inputs: appends them in given chunks, plans, runs, and judges with two references. Attention over
-// the true inputs is the loose one and measures the codec; over the decoded vectors, the tight one, measures the kernel.
+// the true inputs is the loose one and measures the codec; over the decoded vectors, the tight one, measures the
+// kernel.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -84,8 +85,8 @@ class World {
                                         const std::vector<float>& sink_logits = {}) const;
   [[nodiscard]] Expected expect_true(const AttentionOptions& base = {},
                                      const std::vector<float>& sink_logits = {}) const;
-  /// Keys and values of one sequence as the cache decodes them, [kv_len, kv_heads, head_dim]. Tokens that a window released
-  /// cannot be read and no query sees them: the true ones stand there.
+  /// Keys and values of one sequence as the cache decodes them, [kv_len, kv_heads, head_dim]. Tokens that a window
+  /// released cannot be read and no query sees them: the true ones stand there.
   void decode(std::size_t sequence, std::vector<float>& keys, std::vector<float>& values) const;
 
   /// Kernel error bound for out, with this instruction set (empty: whichever a plan chooses).
@@ -110,9 +111,9 @@ CacheConfig cache_config(const WorldSpec& spec, CacheConfig c = {});
 Status append_rows(Cache& cache, SequenceId sequence, const Qkv& x, std::int64_t begin, std::int64_t end,
                    Dtype dtype = Dtype::f32, int layer = 0);
 
-/// A new sequence that comes to hold kv_len tokens, by the chunks, rewinds and fork that spec says; with a window, those that
-/// queries belong to come at once. `append_to_layer(id, layer, rows, begin, end)` stores rows of x, or what another layer than the world's
-/// is given.
+/// A new sequence that comes to hold kv_len tokens, by the chunks, rewinds and fork that spec says; with a window,
+/// those that queries belong to come at once. `append_to_layer(id, layer, rows, begin, end)` stores rows of x, or what
+/// another layer than the world's is given.
 using AppendRows = std::function<void(SequenceId, int, const Qkv&, std::int64_t, std::int64_t)>;
 SequenceId grow_sequence(Cache& cache, const WorldSpec& spec, const Lengths& lengths, const Qkv& x,
                          const AppendRows& append_to_layer);

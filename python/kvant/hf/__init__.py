@@ -25,7 +25,18 @@ from .graphs import StepGraph
 from .report import Report, make_report
 from .settings import Settings
 
-__all__ = ["KvantCache", "Report", "Settings", "StepGraph", "cache", "capture", "disable", "enable", "evaluate", "report"]
+__all__ = [
+    "KvantCache",
+    "Report",
+    "Settings",
+    "StepGraph",
+    "cache",
+    "capture",
+    "disable",
+    "enable",
+    "evaluate",
+    "report",
+]
 
 versions.register(attention.attend, masks.make)
 
@@ -54,7 +65,8 @@ def enable(model: Any, **options: Any) -> Any:
     """Makes generate() of a model use kvant, with nothing else changed. Returns the model.
 
     options: see Settings (k="tq6", v="tq4", skip_layers=(), strict=False, ...). May be called again with others.
-    Errors: TypeError, kvant.InvalidArgument for options; ValueError for models that compute attention in ways of their own.
+        Errors: TypeError, kvant.InvalidArgument for options; ValueError for models that compute attention in ways of
+        their own.
     """
     if not isinstance(model, versions.PreTrainedModel):
         raise TypeError(f"model is a {type(model).__name__}: must be a transformers model (PreTrainedModel)")
@@ -90,8 +102,8 @@ def disable(model: Any) -> Any:
 def cache(model: Any, *, max_length: int | None = None, batch: int | None = None, **options: Any) -> KvantCache:
     """An empty cache for a model, to be passed as past_key_values. Options not given are those of enable(model).
 
-    max_length, batch: needed on a device, where a cache takes its memory at once: tokens of the longest row, and rows alive
-    at the same time, beams and copies included.
+    max_length, batch: needed on a device, where a cache takes its memory at once: tokens of the longest row, and rows
+        alive at the same time, beams and copies included.
     """
     enabled = model.__dict__.get("_kvant")
     settings = Settings.make(None if enabled is None else enabled.settings, **options)
@@ -125,7 +137,9 @@ class _Prepare:
     def __init__(self, model: Any):
         self._model = weakref.ref(model)  # a method of the model would be a cycle, which keeps its weights for a while
 
-    def __call__(self, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int):
+    def __call__(
+        self, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int
+    ):
         model, name = self._model(), versions.CACHE_NAME
         given = model_kwargs.get(name)
         original = type(model)._prepare_cache_for_generation

@@ -1,4 +1,5 @@
-"""Captures: the queries, keys and values of a model's attention layers, in the files that `kvant eval` and `kvant calibrate` read.
+"""Captures: the queries, keys and values of a model's attention layers, in the files that `kvant eval` and
+`kvant calibrate` read.
 
     kvant.hf.capture(model, text, "qkv.safetensors", tokenizer=tokenizer)
     for row in kvant.eval("qkv.safetensors", ["tq6/tq4", "tq4", "fp8"])["rows"]: print(row)
@@ -43,12 +44,16 @@ def token_ids(text_or_ids: Any, tokenizer: Any, max_tokens: int) -> torch.Tensor
     """The first max_tokens token ids [1, tokens] of a text or of ids ([tokens] or [1, tokens])."""
     if isinstance(text_or_ids, str):
         if tokenizer is None:
-            raise InvalidArgument("text_or_ids is a text and tokenizer is None: pass tokenizer=, or token ids instead of a text")
+            raise InvalidArgument(
+                "text_or_ids is a text and tokenizer is None: pass tokenizer=, or token ids instead of a text"
+            )
         text_or_ids = tokenizer(text_or_ids)["input_ids"]
     ids = torch.as_tensor(text_or_ids)
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] < 1 or ids.is_floating_point():
-        raise InvalidArgument(f"text_or_ids has shape {list(ids.shape)} of {ids.dtype}: must be one sequence of whole numbers")
+        raise InvalidArgument(
+            f"text_or_ids has shape {list(ids.shape)} of {ids.dtype}: must be one sequence of whole numbers"
+        )
     if max_tokens < 1:
         raise InvalidArgument(f"max_tokens = {max_tokens}: must be at least 1")
     return ids[:, :max_tokens].long()
@@ -65,8 +70,9 @@ def attention_of(model: Any, name: str):
         model.set_attn_implementation(chosen if part is None else {part: chosen})
         if text._attn_implementation != chosen:
             raise Unsupported(
-                f"{type(model).__name__} does not let its attention function be chosen (it is not written for transformers' "
-                "AttentionInterface): kvant cannot see its queries, keys and values"
+                f"{type(model).__name__} does not let its attention function be chosen "
+                "(it is not written for transformers' AttentionInterface): "
+                "kvant cannot see its queries, keys and values"
             )
 
     try:
@@ -109,7 +115,9 @@ class _Recorder:
         number = getattr(module, "layer_idx", len(self.seen) + len(self.refused))
         if self.layers is None or number in self.layers:
             try:
-                self.seen[number] = self.record(module, number, query, key, value, attention_mask, scaling, is_causal, kw)
+                self.seen[number] = self.record(
+                    module, number, query, key, value, attention_mask, scaling, is_causal, kw
+                )
             except Unsupported as error:
                 self.refused[number] = str(error)
         if kw.get("softcap") is None and kw.get("s_aux") is None:
@@ -131,19 +139,26 @@ class _Recorder:
     def record(self, module, number, query, key, value, mask, scaling, is_causal, kw) -> _Layer:
         where = f"layer {number} ({type(module).__name__})"
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
-            raise Unsupported(f"{where} has keys {list(key.shape)} and values {list(value.shape)}: captures need equal shapes")
+            raise Unsupported(
+                f"{where} has keys {list(key.shape)} and values {list(value.shape)}: captures need equal shapes"
+            )
         if query.dtype not in _FILE_DTYPES or not query.dtype == key.dtype == value.dtype:
-            raise Unsupported(f"{where} attends in {query.dtype}, {key.dtype}, {value.dtype}: must be one of f32, f16, bf16")
+            raise Unsupported(
+                f"{where} attends in {query.dtype}, {key.dtype}, {value.dtype}: must be one of f32, f16, bf16"
+            )
         if query.shape[-1] > info()["largest_head_dim"]:
             raise Unsupported(f"{where} has head_dim {query.shape[-1]}: kvant has 1 to {info()['largest_head_dim']}")
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         if query.shape[2] != key.shape[2] or (mask is None and not causal) or kw.get("position_bias") is not None:
-            raise Unsupported(f"{where} is not causal self-attention: `kvant eval` cannot replay it; leave it out with layers=")
+            raise Unsupported(
+                f"{where} is not causal self-attention: `kvant eval` cannot replay it; leave it out with layers="
+            )
         softcap, sinks = kw.get("softcap"), kw.get("s_aux")
         if (softcap is not None or sinks is not None) and not self.approximate:
             what = "caps its logits" if softcap is not None else "has sink logits"
             raise Unsupported(
-                f"{where} {what}, which `kvant eval` leaves out: pass approximate=True for a file whose errors are those of "
+                f"{where} {what}, which `kvant eval` leaves out: "
+                "pass approximate=True for a file whose errors are those of "
                 "plain attention (calibration is not affected)"
             )
         window = _visible(mask, query.shape[2], key.shape[2], kw.get("sliding_window"), where)
@@ -161,7 +176,8 @@ class _Recorder:
 def _metadata(model: Any, ids: torch.Tensor, layers: dict[int, _Layer]) -> dict[str, str]:
     metadata = {
         "model": str(getattr(model.config, "name_or_path", "") or model.config.model_type),
-        "layout": "q [heads,queries,head_dim] are the last positions; k,v [kv_heads,positions,head_dim]; all after RoPE and norms",
+        "layout": "q [heads,queries,head_dim] are the last positions; k,v [kv_heads,positions,head_dim]; "
+        "all after RoPE and norms",
         "tokens": str(ids.shape[1]),
         "writer": f"kvant {version()}",
     }
@@ -193,14 +209,15 @@ def capture(
     """Runs the model once and writes queries, keys and values of its attention layers, after RoPE and norms.
 
     text_or_ids: a text (with tokenizer=) or the token ids of one sequence; the first max_tokens of them are used.
-    path: the safetensors file, for kvant.eval and kvant.calibrate. It takes 2 * positions * kv_heads * head_dim values a layer.
+    path: the safetensors file, for kvant.eval and kvant.calibrate. It takes 2 * positions * kv_heads * head_dim values
+        a layer.
     layers: numbers of the layers to write; None: all.
-    queries: how many of the last positions' queries are kept. 128 are enough for kvant.eval. kvant.calibrate needs some times
-        head_dim of them: with 128 its bases are worse than none. Give it queries=max_tokens.
-    approximate: also write layers with softcap or sink logits; `kvant eval` replays them without.
-    Layers that read another layer's keys (Gemma 3n, Gemma 4) are written with them, and marked in the metadata (kv_of).
-    Returns the numbers of the layers written. Errors: InvalidArgument; Unsupported, if a layer is not causal self-attention
-    that `kvant eval` can replay. An error leaves no file.
+    queries: how many of the last positions' queries are kept. 128 are enough for kvant.eval. kvant.calibrate needs some
+        times head_dim of them: with 128 its bases are worse than none. Give it queries=max_tokens.
+    approximate: also write layers with softcap or sink logits; `kvant eval` replays them without. Layers that read
+        another layer's keys (Gemma 3n, Gemma 4) are written with them, and marked in the metadata (kv_of). Returns the
+        numbers of the layers written. Errors: InvalidArgument; Unsupported, if a layer is not causal self-attention
+        that `kvant eval` can replay. An error leaves no file.
     """
     from safetensors.torch import save_file
 
@@ -224,9 +241,11 @@ def capture(
     missing = sorted((wanted or set()) - recorder.seen.keys())
     if missing or not recorder.seen:
         raise InvalidArgument(
-            f"layers = {sorted(wanted or [])}: {missing or 'none'} of them attend through transformers' AttentionInterface"
+            f"layers = {sorted(wanted or [])}: {missing or 'none'} of them attend "
+            "through transformers' AttentionInterface"
             if wanted is not None
-            else f"no layer of {type(model).__name__} attends through transformers' AttentionInterface: nothing to capture"
+            else f"no layer of {type(model).__name__} attends "
+            "through transformers' AttentionInterface: nothing to capture"
         )
     found = dict(sorted(recorder.seen.items()))
     tensors = {f"layer{n}.{part}": getattr(layer, part) for n, layer in found.items() for part in "qkv"}

@@ -2,8 +2,9 @@
 
     print(kvant.hf.evaluate(model, text, tokenizer=tokenizer))
 
-Captured tensors (kvant.hf.capture, kvant.eval) show the error of one layer for its true input. Here the whole model runs over
-the cache, token by token as it does while generating, so that errors of one layer reach the next and later tokens.
+Captured tensors (kvant.hf.capture, kvant.eval) show the error of one layer for its true input. Here the whole model
+runs over the cache, token by token as it does while generating, so that errors of one layer reach the next and later
+tokens.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ class Evaluation:
             within = "[{:.1e}, {:.1e}]".format(*r.kl_interval) if r.kl_interval else "-"
             ratio = "[{:.4f}, {:.4f}]".format(*r.perplexity_ratio_interval) if r.perplexity_ratio_interval else ""
             lines.append(
-                f"{r.name:<20}{r.bytes / 1e6:>8.1f}{r.kl:>15.2e}  {within:<19}{r.kl_p99:>8.1e}  {r.tv:>8.1e}{100 * r.top1:>9.2f}"
-                f"  {r.perplexity_ratio:.4f} {ratio}"
+                f"{r.name:<20}{r.bytes / 1e6:>8.1f}{r.kl:>15.2e}  {within:<19}{r.kl_p99:>8.1e}  "
+                f"{r.tv:>8.1e}{100 * r.top1:>9.2f}  {r.perplexity_ratio:.4f} {ratio}"
             )
         if self.rows:
             lines.append(f"{'in bf16':<20}{self.rows[0].bf16_bytes / 1e6:>8.1f}")
@@ -123,11 +124,12 @@ class Evaluation:
         return "\n".join(line.rstrip() for line in lines)
 
 
-# --- statistics ----------------------------------------------------------------------------------------------------------
+# --- statistics -------------------------------------------------------------------------------------------------------
 
 
 def compare(exact: torch.Tensor, other: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Per position [n, 5] in float64: KL divergence, total variation, same favourite, log(p / q) of the target, largest p.
+    """Per position [n, 5] in float64: KL divergence, total variation, same favourite, log(p / q) of the target, largest
+    p.
 
     exact, other: logits [n, vocabulary] of the distributions p and q. targets: [n] the tokens that the text has next.
     """
@@ -142,7 +144,8 @@ def compare(exact: torch.Tensor, other: torch.Tensor, targets: torch.Tensor) -> 
 
 
 def interval(values: torch.Tensor) -> tuple[float, float] | None:
-    """Holds 95 % of the means [n] -> [] of resampled blocks of neighbouring positions; None if there are fewer than 2 blocks."""
+    """Holds 95 % of the means [n] -> [] of resampled blocks of neighbouring positions; None if there are fewer than 2
+    blocks."""
     blocks = values.split(BLOCK)
     if len(blocks) < 2:
         return None
@@ -183,7 +186,7 @@ def summary(k: str, v: str, exact_ends: bool, found: torch.Tensor, report: Repor
     )
 
 
-# --- the runs ------------------------------------------------------------------------------------------------------------
+# --- the runs ---------------------------------------------------------------------------------------------------------
 
 
 def in_float32(model: Any) -> Any:
@@ -191,8 +194,9 @@ def in_float32(model: Any) -> Any:
     weights = {p.dtype for p in model.parameters()}
     packed = (weights | {b.dtype for b in model.buffers()}) - {*FLOATS, torch.int64, torch.bool}  # those count and mask
     if packed or not weights <= FLOATS:
+        kinds = ", ".join(sorted(map(str, packed or weights)))
         raise Unsupported(
-            f"{type(model).__name__} has quantized weights ({', '.join(sorted(map(str, packed or weights)))}), which cannot be made "
+            f"{type(model).__name__} has quantized weights ({kinds}), which cannot be made "
             "float32: load it with dtype=torch.float32 and without its quantization"
         )
     return model if weights == {torch.float32} else copy.deepcopy(model).float()
@@ -246,7 +250,8 @@ def _logits(model: Any, ids: torch.Tensor, past: Any) -> torch.Tensor:
 def _run(
     model: Any, ids: torch.Tensor, caches: list[Any], step: int, advance: Callable[[int], Any]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (row, what `compare` gave for some positions), block after block of the text; row -1: -log p of the exact model."""
+    """Yields (row, what `compare` gave for some positions), block after block of the text; row -1: -log p of the exact
+    model."""
     text = versions.decoder_config(model.config)
     # torch's attention has no softcap and no sinks; such models say that they have their own.
     plain = getattr(type(model), "_supports_sdpa", True) and not getattr(text, "attn_logit_softcapping", None)
@@ -281,27 +286,29 @@ def evaluate(
     progress: bool = True,
     **cache_options: Any,
 ) -> Evaluation:
-    """Measures formats by the model's own predictions: KL divergence, total variation, top-1 agreement, perplexity ratio.
+    """Measures formats by the model's own predictions: KL divergence, total variation, top-1 agreement, perplexity
+    ratio.
 
-    The text is fed `step` tokens at a time through a kvant cache of each format, the path of decoding. At every position
-    the next-token distribution is compared with that of the exact model, which runs over transformers' own cache.
+    The text is fed `step` tokens at a time through a kvant cache of each format, the path of decoding. At every
+    position the next-token distribution is compared with that of the exact model, which runs over transformers' own
+    cache.
 
     text_or_ids: a text (with tokenizer=) or the token ids of one sequence; positions + 1 of them are used.
     formats: "tq6/tq4" is keys/values, "tq4" is both. fp8 is there for comparison: it is what other engines offer.
-    positions: how many are fed. 2000 give about 10 % of accuracy; they matter from about 200 on, since the first and the newest
-        pages are exact. first: how many of them are not counted.
-    exact_ends: True: as kvant stores by default, and fp8 also without exact pages, as other engines have it; False: all formats
-        without; "both".
+    positions: how many are fed. 2000 give about 10 % of accuracy; they matter from about 200 on, since the first and
+        the newest pages are exact. first: how many of them are not counted.
+    exact_ends: True: as kvant stores by default, and fp8 also without exact pages, as other engines have it; False: all
+        formats without; "both".
     cache_options: further options of kvant.hf.cache.
 
-    Everything is computed in float32; a model in another dtype is copied. In bfloat16 the logits are rounded so coarsely that
-    any change of the keys, however small, moves the distributions by a KL divergence of about 1e-3: that hides the
-    differences between all formats above 4 bits.
+    Everything is computed in float32; a model in another dtype is copied. In bfloat16 the logits are rounded so
+    coarsely that any change of the keys, however small, moves the distributions by a KL divergence of about 1e-3: that
+    hides the differences between all formats above 4 bits.
 
     On a CUDA device exact pages are in bfloat16, which moves a float32 model by about 1e-6.
 
-    Errors: InvalidArgument; Unsupported for quantized weights, for formats in which no layer is stored by kvant, and whatever
-    kvant.hf.cache refuses.
+    Errors: InvalidArgument; Unsupported for quantized weights, for formats in which no layer is stored by kvant, and
+    whatever kvant.hf.cache refuses.
     """
     wanted = _formats(formats, exact_ends)
     if step < 1 or positions < 1 or not 0 <= first < positions:
@@ -326,7 +333,8 @@ def evaluate(
             if not any(layer.stored for layer in report.rows):
                 reasons = "; ".join(sorted({layer.reason for layer in report.rows if layer.reason}))
                 raise Unsupported(
-                    f"{row[0]}/{row[1]}: kvant stores no layer of {type(model).__name__}, so there is nothing to measure: {reasons}"
+                    f"{row[0]}/{row[1]}: kvant stores no layer of {type(model).__name__}, "
+                    f"so there is nothing to measure: {reasons}"
                 )
     finally:
         close()

@@ -54,7 +54,9 @@ def attend(
     return out, None
 
 
-def _refuse(layer: Any, query: torch.Tensor, key: KVProxy, value: KVProxy, dropout: float, others: dict[str, Any]) -> None:
+def _refuse(
+    layer: Any, query: torch.Tensor, key: KVProxy, value: KVProxy, dropout: float, others: dict[str, Any]
+) -> None:
     """Raises for what kvant does not compute. `others` that change nothing pass."""
     if dropout:
         raise RuntimeError(f"dropout = {dropout}: kvant has no dropout; call model.eval()")
@@ -70,25 +72,31 @@ def _refuse(layer: Any, query: torch.Tensor, key: KVProxy, value: KVProxy, dropo
         )
     for name, x in others.items():
         if x is not None and x is not False and name not in versions.HARMLESS and name != "output_attentions":
-            raise RuntimeError(f"attention argument {name} is set, which kvant does not know: it could change the result")
+            raise RuntimeError(
+                f"attention argument {name} is set, which kvant does not know: it could change the result"
+            )
 
 
 def _overlay(layer: Any, mask: torch.Tensor, queries: int, keys: int) -> tuple[torch.Tensor, Any]:
-    """The mask argument of Group.attend for a mask [batch or 1, heads or 1, queries, keys] over what update() returned."""
+    """The mask argument of Group.attend for a mask [batch or 1, heads or 1, queries, keys] over what update()
+    returned."""
 
     def make() -> tuple[torch.Tensor, int, int]:
         dense = mask.dense() if isinstance(mask, LazyMask) else mask
         if dense.ndim != 4 or dense.shape[2] not in (1, queries) or dense.shape[3] not in (keys, layer.length):
             raise ValueError(
-                f"attention_mask has shape {list(dense.shape)}: layer {layer.index} has {queries} queries and {keys} keys, so that "
-                f"it must be [batch, heads, {queries}, {keys}], where batch and heads may be 1"
+                f"attention_mask has shape {list(dense.shape)}: "
+                f"layer {layer.index} has {queries} queries and {keys} keys, "
+                f"so that it must be [batch, heads, {queries}, {keys}], where batch and heads may be 1"
             )
         return placing.place_mask(layer.owner, layer.group, dense[..., dense.shape[3] - keys :], queries)
 
     return mask, make
 
 
-def _plain(module, query, key, value, mask, dropout, scaling, is_causal, softcap, sinks, others) -> tuple[torch.Tensor, None]:
+def _plain(
+    module, query, key, value, mask, dropout, scaling, is_causal, softcap, sinks, others
+) -> tuple[torch.Tensor, None]:
     """Attention over tensors."""
     if softcap is None and sinks is None:
         if isinstance(mask, LazyMask):

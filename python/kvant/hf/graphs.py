@@ -1,4 +1,5 @@
-"""A decoding step recorded in a CUDA graph: one launch instead of some hundred, for loops that feed a model its own tokens."""
+"""A decoding step recorded in a CUDA graph: one launch instead of some hundred, for loops that feed a model its own
+tokens."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ class StepGraph:
             logits = graph.replay()                         # [batch, vocabulary]; overwritten by the next replay
             graph.tokens.copy_(logits.argmax(-1, keepdim=True))
 
-    model: enabled (kvant.hf.enable), on one CUDA device. cache: kvant.hf.cache(model, ...), already holding the prompt, every layer
-    of it stored by kvant, and no row padded. choose: if given, called in the recording with the logits; it returns the tokens
-    [batch, 1] to feed next, so that a replay is a whole step of a loop and `tokens` needs no copy.
-    The cache grows with each replay, up to the max_length that it was made with. Between replays it can be read, cropped and
-    used as ever: lengths on the host and on the device stay the same.
-    Errors: InvalidArgument for caches that cannot be recorded; kvant.OutOfCapacity from replay() when the cache is full.
+    model: enabled (kvant.hf.enable), on one CUDA device. cache: kvant.hf.cache(model, ...), already holding the prompt,
+        every layer of it stored by kvant, and no row padded. choose: if given, called in the recording with the logits;
+        it returns the tokens [batch, 1] to feed next, so that a replay is a whole step of a loop and `tokens` needs no
+        copy. The cache grows with each replay, up to the max_length that it was made with. Between replays it can be
+        read, cropped and used as ever: lengths on the host and on the device stay the same. Errors: InvalidArgument for
+        caches that cannot be recorded; kvant.OutOfCapacity from replay() when the cache is full.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class StepGraph:
             raise InvalidArgument("some row of the cache was padded: record a graph for rows without padding")
         if tuple(tokens.shape) != (cache.rows, 1) or tokens.device.type != "cuda":
             raise InvalidArgument(
-                f"tokens is {list(tokens.shape)} on {tokens.device}: must be [{cache.rows}, 1], one for each row, on the cache's device"
+                f"tokens is {list(tokens.shape)} on {tokens.device}: "
+                f"must be [{cache.rows}, 1], one for each row, on the cache's device"
             )
 
     def _forward(self) -> torch.Tensor:
@@ -85,7 +87,8 @@ class StepGraph:
         ).logits[:, -1]
 
     def _reserve_ahead(self) -> None:
-        """Pages for steps to come: as many as the cache has room for, at most AHEAD; one too many is refused by the cache."""
+        """Pages for steps to come: as many as the cache has room for, at most AHEAD; one too many is refused by the
+        cache."""
         cache = self.cache
         self._length = cache.length
         room = AHEAD if cache.max_length is None else max(1, min(AHEAD, cache.max_length - cache.length))
@@ -94,7 +97,8 @@ class StepGraph:
             group.reserve_ahead(room)
 
     def replay(self) -> torch.Tensor:
-        """Takes a step with the tokens in `tokens`; returns the logits [batch, vocabulary] in a tensor that replays share."""
+        """Takes a step with the tokens in `tokens`; returns the logits [batch, vocabulary] in a tensor that replays
+        share."""
         cache = self.cache
         if self._pending:
             self._pending = False

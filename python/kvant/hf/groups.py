@@ -31,7 +31,8 @@ class Step:
         self._rows: dict[Any, tuple[torch.Tensor, torch.Tensor, list[int]]] = {}
 
     def rows(self, newest: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """Where the real ones of the newest positions are: indices of row and position, and how many each live row has."""
+        """Where the real ones of the newest positions are: indices of row and position, and how many each live row
+        has."""
         found = self._rows.get((newest, device))
         if found is None:
             real = self.real[:, self.tokens - newest :]
@@ -107,7 +108,8 @@ class Group:
         self._use(sequences, [self.rows[p] for p in parents])
 
     def reorder(self, parents: list[int]) -> None:
-        """Row i becomes what row parents[i] was, as many rows as before. Sequences keep their ids, a device its plans."""
+        """Row i becomes what row parents[i] was, as many rows as before. Sequences keep their ids, a device its
+        plans."""
         if not self.on_device:
             self.drop_plans()
         with self.cache._lock:
@@ -185,8 +187,9 @@ class Group:
             _c.check(status)
         except kvant.OutOfCapacity as error:
             raise kvant.OutOfCapacity(
-                f"this cache is full, and holds what it held before: {error}. Its capacity comes from max_length= and batch= of "
-                "kvant.hf.cache, or from what generate() was asked for: make a cache with larger ones, or crop or reset this one"
+                f"this cache is full, and holds what it held before: {error}. "
+                "Its capacity comes from max_length= and batch= of kvant.hf.cache, "
+                "or from what generate() was asked for: make a cache with larger ones, or crop or reset this one"
             ) from None
 
     def _struct(self, role: int, x: torch.Tensor) -> Any:
@@ -204,8 +207,8 @@ class Group:
         return found[1]
 
     def _readable(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, heads, tokens, head_dim] as kvant takes it: vectors side by side, and on a device the rows of a batch one
-        after another. Else a copy."""
+        """[batch, heads, tokens, head_dim] as kvant takes it: vectors side by side, and on a device the rows of a batch
+        one after another. Else a copy."""
         batch, _, tokens, _ = x.shape
         apart = self.on_device and batch > 1 and tokens > 1 and x.stride(0) != tokens * x.stride(2)
         return x.transpose(1, 2).contiguous().transpose(1, 2) if apart or x.stride(-1) != 1 else x
@@ -240,9 +243,11 @@ class Group:
         sinks: torch.Tensor | None,
         mask: Any = None,
     ) -> torch.Tensor:
-        """Attention of the newest queries [batch, q_heads, queries, head_dim] in one layer: [batch, queries, q_heads, head_dim].
+        """Attention of the newest queries [batch, q_heads, queries, head_dim] in one layer: [batch, queries, q_heads,
+        head_dim].
 
-        mask: None, or (object that tells masks apart, function that makes (tensor [rows, heads, queries, keys], first key, window)).
+        mask: None, or (object that tells masks apart, function that makes (tensor [rows, heads, queries, keys], first
+            key, window)).
         """
         batch, heads, queries, dim = query.shape
         step = self.step
@@ -351,7 +356,9 @@ class Group:
 
         out: [rows, kv_heads, head_dim], or with batch_stride [batch, kv_heads, tokens, head_dim].
         """
-        struct, _ = _tensors.tensor(out.transpose(1, 2) if batch_stride else out, "out", self.cache.device, mutable=True)
+        struct, _ = _tensors.tensor(
+            out.transpose(1, 2) if batch_stride else out, "out", self.cache.device, mutable=True
+        )
         n = len(self.sequences)
         keys, values = (byref(struct), None) if which == 0 else (None, byref(struct))
         with self.cache._lock:

@@ -74,8 +74,9 @@ class KvantLayer(versions.CacheLayerMixin):
             owner.begin(group, batch, tokens)
         elif group.length != past + tokens:
             raise RuntimeError(
-                f"layer {self.index} has {past} tokens and gets {tokens}, where others have {group.length}: a forward pass "
-                "ended before its last layer; call cache.reset(), or crop the cache to what all layers hold"
+                f"layer {self.index} has {past} tokens and gets {tokens}, where others have {group.length}: "
+                "a forward pass ended before its last layer; "
+                "call cache.reset(), or crop the cache to what all layers hold"
             )
         group.write(self.slot, key_states, value_states)
         self.length = past + tokens

@@ -91,7 +91,9 @@ class LazyMask(torch.Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.detach.default:
             return args[0]
-        if function is torch.ops.aten._to_copy.default and set(kwargs or {}) == {"device"}:  # a model over several devices
+        if function is torch.ops.aten._to_copy.default and set(kwargs or {}) == {
+            "device"
+        }:  # a model over several devices
             mask = args[0]
             return LazyMask({**mask.arguments, **mask.moved(kwargs["device"])}, mask.kind, mask.window, mask.queries)
         args, kwargs = tree_map(_built, (args, kwargs or {}))

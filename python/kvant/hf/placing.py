@@ -30,7 +30,8 @@ def decode(cache: KvantCache, group: Group, slot: int, proxy: KVProxy) -> torch.
 
 
 def place_mask(cache: KvantCache, group: Group, mask: torch.Tensor, queries: int) -> tuple[torch.Tensor, int, int]:
-    """A mask over the newest keys as transformers counts them, as (mask over stored tokens, its first key, a window)."""
+    """A mask over the newest keys as transformers counts them, as (mask over stored tokens, its first key, a
+    window)."""
     keys, longest = mask.shape[3], max(group.rows)
     # A plan without a window has its cache's: a window of all keys leaves everything to the mask.
     all_keys = longest if group.window else 0
@@ -60,7 +61,8 @@ def place_mask(cache: KvantCache, group: Group, mask: torch.Tensor, queries: int
 
 
 def _check_window(placed: torch.Tensor, rows: torch.Tensor, queries: Any, window: int) -> None:
-    """Refuses a mask that shows what a window may have released: rows differ in length, so that none begins at one key."""
+    """Refuses a mask that shows what a window may have released: rows differ in length, so that none begins at one
+    key."""
     query = torch.arange(placed.shape[2], device=placed.device)
     position = (rows - queries)[:, None] + query  # [batch, queries]
     oldest = (position - window + 1)[:, None, :, None]

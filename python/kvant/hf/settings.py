@@ -8,8 +8,8 @@ from typing import Any
 
 import kvant
 
-# Windows of so many tokens and fewer stay with transformers: pages of 64 tokens, one of them partly filled and one partly
-# out of sight, take about as much there as bf16 does.
+# Windows of so many tokens and fewer stay with transformers: pages of 64 tokens, one of them partly filled and one
+# partly out of sight, take about as much there as bf16 does.
 SHORT_WINDOW = 256
 
 
@@ -29,7 +29,8 @@ class Settings:
     exact_prefill: True: the first prompt attends to its own keys and values as they were before compression, through
         torch; False: to what is stored, as all later tokens do. None: True on a CUDA device, False on the CPU.
     short_windows: True: sliding windows of 256 tokens and fewer are stored by kvant, too.
-    rollback_tokens: with a sliding window, so many of the newest tokens can be taken back: drafts of assisted generation.
+    rollback_tokens: with a sliding window, so many of the newest tokens can be taken back: drafts of assisted
+        generation.
     strict: True: an error instead of a layer left to transformers, and instead of decoding a cache for other code.
     threads: for kvant on the CPU. None: torch.get_num_threads().
     isa: for kvant on the CPU, an instruction set of kvant.info()["isas"]. None: the best of the machine. AMX multiplies
@@ -80,7 +81,9 @@ class Settings:
         if self.rollback_tokens < 0:
             raise kvant.InvalidArgument(f"rollback_tokens = {self.rollback_tokens}: must be 0 or more")
         if self.threads is not None and self.threads < 1:
-            raise kvant.InvalidArgument(f"threads = {self.threads}: must be 1 or more, or None for torch.get_num_threads()")
+            raise kvant.InvalidArgument(
+                f"threads = {self.threads}: must be 1 or more, or None for torch.get_num_threads()"
+            )
 
     def skipped(self, layers: int) -> set[int]:
         """The numbers of skip_layers as 0 .. layers - 1."""

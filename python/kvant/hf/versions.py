@@ -23,7 +23,9 @@ def parse(version: str) -> tuple[int, int]:
 
 def require(version: str) -> None:
     if parse(version) < (5, 16):
-        raise ImportError(f"kvant.hf needs transformers 5.16 or newer, and this is {version}: pip install -U transformers")
+        raise ImportError(
+            f"kvant.hf needs transformers 5.16 or newer, and this is {version}: pip install -U transformers"
+        )
 
 
 require(transformers.__version__)
@@ -152,7 +154,8 @@ def kind_of_layer(layer: Any) -> tuple[str, int]:
 
 
 def predicted_geometry(config: Any, layer: int) -> tuple[int, int] | None:
-    """(kv heads, head_dim) of a layer as its configuration has them, None if it does not say. Tensors have the last word."""
+    """(kv heads, head_dim) of a layer as its configuration has them, None if it does not say. Tensors have the last
+    word."""
     try:
         own = decoder_config(config).per_layer_config[layer]
         heads = getattr(own, "num_attention_heads", None)
@@ -227,8 +230,9 @@ def set_attention(model: Any) -> None:
     model.set_attn_implementation(wanted)
     if decoder._attn_implementation != IMPLEMENTATION:
         raise ValueError(
-            f"{type(model).__name__} computes attention itself and not through transformers' AttentionInterface, so kvant "
-            'cannot take its place; kvant.hf.cache(model) still compresses, but decodes the whole cache in each step'
+            f"{type(model).__name__} computes attention itself and not through transformers' AttentionInterface, "
+            'so kvant cannot take its place; kvant.hf.cache(model) still compresses, '
+            'but decodes the whole cache in each step'
         )
 
 

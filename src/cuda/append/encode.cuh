@@ -63,7 +63,7 @@ __device__ __forceinline__ void team_barrier() {
 }
 
 template <Format kFormat, int kD>
-constexpr int kScaleGroups = kFormat == Format::fp8 ? 1 : codec::tq_scale_groups(kFormat, kD);
+constexpr int kScaleGroups = codec::tq_scale_groups(kFormat, kD);
 
 __device__ __forceinline__ float exchange(float x, int h) {
   return __shfl_xor_sync(0xFFFFFFFFu, x, h);

@@ -1,8 +1,8 @@
 // Codes and scales of a vector in its basis (codec/tq.hpp, codec/vector.hpp), by the threads that share it.
 //
-// tq3 to tq6: one look-up a value of eight costs, which are 16 bits each and added two in a register; then the exact try. tq3
-// to tq5 look levels up as well. Tables lie in shared memory, once for steps of a few tokens, else with every entry so often
-// that the threads of a warp never meet in a bank.
+// tq3 to tq6: one look-up a value of eight costs, which are 16 bits each and added two in a register; then the exact
+// try. Formats with more than two magnitudes look levels up as well. Tables lie in shared memory, once for steps of a
+// few tokens, else with every entry so often that the threads of a warp never meet in a bank.
 #pragma once
 
 #include "cuda/append/encode.cuh"
@@ -19,8 +19,8 @@ constexpr std::uint32_t kMagicBits = 0x4B000000u;  // 2^23: float sums with it e
 // without its topmost set bit and cut after 16 bits; (e^2 - 1) / 8.
 template <Format kFormat>
 struct LevelTable {
-  static constexpr bool kUsed = kFormat == Format::tq3 || kFormat == Format::tq4 || kFormat == Format::tq5;
   static constexpr codec::TqSpec kSpec = codec::tq_spec(kFormat);
+  static constexpr bool kUsed = kSpec.magnitudes > 2;
   static constexpr int kMagnitudeBits = codec::format_bits(kFormat) - 1;
   static constexpr bool kOnePlane = kMagnitudeBits == 3;
   static constexpr std::uint32_t kLevelMask = 0x07FF0000u, kTopBit = 0x40000000u;
@@ -247,15 +247,13 @@ __device__ __forceinline__ Fit search(const float* y, float anchor, const T& tab
 // The planes of a format and the words of a thread in them: low bits first.
 template <Format kFormat, class Shape>
 struct Planes {
-  static constexpr int kBits = codec::format_bits(kFormat);
-  static constexpr int kLow = kBits == 3 ? 2 : kBits == 5 || kBits == 6 ? 4 : kBits;
-  static constexpr int kHigh = kBits - kLow;
+  static constexpr int kLow = codec::plane_bits(kFormat, 0), kHigh = codec::plane_bits(kFormat, 1);
   using Low = Fields<Shape::kThreads, Shape::kElements, kLow>;
   using High = Fields<Shape::kThreads, Shape::kElements, kHigh == 0 ? 32 : kHigh>;
   static constexpr int kWords = Low::kWords + (kHigh == 0 ? 0 : High::kWords);
 };
 
-// tq3 to tq5: the spread judged best, its try, and the codes in words.
+// Formats that look levels up: the spread judged best, its try, and the codes in words.
 template <Format kFormat, class Shape, class T>
 __device__ __forceinline__ Fit encode_levels(const float* y, int t, float anchor, const T& tables, std::uint32_t* low,
                                              std::uint32_t* high) {
@@ -323,7 +321,7 @@ __device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int 
     for (int k = 0; k < Shape::kElements; ++k) y[k] = 0.0f;
     largest = 0.0f;
   }
-  if constexpr (kFormat == Format::fp8) {
+  if constexpr (codec::is_fp8(kFormat)) {
     std::uint16_t half = base::f32_to_f16(__fdiv_rn(largest, 448.0f));
     if (__fmul_rn(base::f16_to_f32(half), 448.0f) < largest) ++half;
     refused = refused || half >= 0x7C00u;

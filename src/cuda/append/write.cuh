@@ -50,13 +50,12 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat)
 template <bool kCopies>
 int table_bytes(Format format) {
   switch (format) {
-    case Format::fp8: return Tables<Format::fp8, kCopies>::kBytes;
-    case Format::tq2: return Tables<Format::tq2, kCopies>::kBytes;
-    case Format::tq3: return Tables<Format::tq3, kCopies>::kBytes;
-    case Format::tq4: return Tables<Format::tq4, kCopies>::kBytes;
-    case Format::tq5: return Tables<Format::tq5, kCopies>::kBytes;
-    case Format::tq6: return Tables<Format::tq6, kCopies>::kBytes;
-    case Format::tq8: return Tables<Format::tq8, kCopies>::kBytes;
+#define KVANT_TQ_FORMAT(name, ...)                \
+  case Format::name: {                            \
+    return Tables<Format::name, kCopies>::kBytes; \
+  }
+#define KVANT_FP8_FORMAT KVANT_TQ_FORMAT
+#include "codec/formats.def"
     default: return 0;
   }
 }
@@ -67,13 +66,12 @@ template <int kD>
 WriteFunction bulk_kernel(Format format) {
   using Shape = BulkShape<kD>;
   switch (format) {
-    case Format::fp8: return &write_kernel<Shape, Format::fp8>;
-    case Format::tq2: return &write_kernel<Shape, Format::tq2>;
-    case Format::tq3: return &write_kernel<Shape, Format::tq3>;
-    case Format::tq4: return &write_kernel<Shape, Format::tq4>;
-    case Format::tq5: return &write_kernel<Shape, Format::tq5>;
-    case Format::tq6: return &write_kernel<Shape, Format::tq6>;
-    case Format::tq8: return &write_kernel<Shape, Format::tq8>;
+#define KVANT_TQ_FORMAT(name, ...)             \
+  case Format::name: {                         \
+    return &write_kernel<Shape, Format::name>; \
+  }
+#define KVANT_FP8_FORMAT KVANT_TQ_FORMAT
+#include "codec/formats.def"
     default: return &write_kernel<DenseShape<kD>, Format::f16>;  // all dense ones
   }
 }

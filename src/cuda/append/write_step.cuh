@@ -92,13 +92,12 @@ __device__ __forceinline__ void store_new_row(const WriteParams& params, int num
 template <class Shape>
 __device__ __forceinline__ void encode_any(const PageJob& job, bool from_exact, int first, int last) {
   switch (job.layout(false).format) {
-    case Format::fp8: return encode_heads<Shape, Format::fp8, true>(job, 1, from_exact, first, last);
-    case Format::tq2: return encode_heads<Shape, Format::tq2, true>(job, 1, from_exact, first, last);
-    case Format::tq3: return encode_heads<Shape, Format::tq3, true>(job, 1, from_exact, first, last);
-    case Format::tq4: return encode_heads<Shape, Format::tq4, true>(job, 1, from_exact, first, last);
-    case Format::tq5: return encode_heads<Shape, Format::tq5, true>(job, 1, from_exact, first, last);
-    case Format::tq6: return encode_heads<Shape, Format::tq6, true>(job, 1, from_exact, first, last);
-    case Format::tq8: return encode_heads<Shape, Format::tq8, true>(job, 1, from_exact, first, last);
+#define KVANT_TQ_FORMAT(name, ...)                                                   \
+  case Format::name: {                                                               \
+    return encode_heads<Shape, Format::name, true>(job, 1, from_exact, first, last); \
+  }
+#define KVANT_FP8_FORMAT KVANT_TQ_FORMAT
+#include "codec/formats.def"
     default: return encode_dense<Shape>(job, 1, from_exact, first, last);
   }
 }

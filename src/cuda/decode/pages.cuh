@@ -27,7 +27,7 @@ template <Format KF, Format VF, int D, int NT, int BW>
 template <int TW>
 __device__ int Attend<KF, VF, D, NT, BW>::slot_of(const Part& part, int number, core::PageRef ref) const {
   const int page = page_at<TW>(part, number);
-  const bool exact = reads_exact(p.cache, part.length, page, ref);
+  const bool exact = reads_exact(p.cache, part.length, part.q_len, page, ref);
   const int slot = exact ? ref.exact : ref.encoded;
   if (exact != (part.domain == core::kExact) || slot < 0) return -1;
   bool is_full = page * kPageTokens >= part.all_begin && (page + 1) * kPageTokens <= part.all_end;

@@ -116,7 +116,7 @@ __device__ __forceinline__ void rotate_row_back(float (&x)[kMergeColumns<D, W>],
     __syncthreads();
     constexpr int kRows = D / 32;  // of 32 elements; any column of them is a butterfly of its own
     constexpr codec::SignTable signs = codec::sign_table();
-    constexpr float kScale = rotation_scale(D);
+    constexpr float kScale = codec::rotation_scale(D);
 #pragma unroll
     for (int k = 0; k < kMergeColumns<D, W>; ++k) {
       const int mine = warp + k * W;

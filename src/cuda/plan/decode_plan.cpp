@@ -164,7 +164,7 @@ Status DecodePlan::count_work(const core::DevicePlanConfig& config) {
   // A line of work is counted in an int.
   const std::int64_t most_units =
       segments() * (std::int64_t{p.cache.max_pages} + 2 * p.part_cost +
-                    std::int64_t{p.exact_cost} * (p.cache.sink_pages + p.cache.tail_pages + 1));
+                    std::int64_t{p.exact_cost} * (p.cache.sink_pages + p.cache.tail_pages + 2));
   if (most_units > 0x7FFFFFFF) {
     return {Code::invalid_argument,
             fmt::format("{} sequences of up to {} pages and {} kv heads are more than one plan takes: plan smaller "

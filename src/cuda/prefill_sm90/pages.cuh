@@ -86,7 +86,7 @@ struct Walk {
           p.cache.pages + static_cast<std::size_t>(tile.batch.index) * static_cast<std::size_t>(p.cache.max_pages) +
           page);
       const core::PageRef ref{pair.x, pair.y};
-      const bool exact = reads_exact(p.cache, tile.length, page, ref);
+      const bool exact = reads_exact(p.cache, tile.length, tile.batch.q_len, page, ref);
       if (exact == (domain == core::kExact)) slot = exact ? ref.exact : ref.encoded;
       bool full = page * kPageTokens >= tile.all_begin && (page + 1) * kPageTokens <= tile.all_end;
       if (p.mask.data != nullptr) {

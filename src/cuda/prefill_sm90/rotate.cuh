@@ -69,7 +69,7 @@ __device__ __forceinline__ void hadamard(float (&x)[D / 2]) {
       }
     }
   }
-  constexpr float kScale = rotation_scale(D);
+  constexpr float kScale = codec::rotation_scale(D);
 #pragma unroll
   for (int i = 0; i < D / 2; ++i) x[i] *= kScale;
 }

@@ -27,12 +27,11 @@ __device__ float tq_value(int code) {
 // What a code stands for, before its scale.
 __device__ __forceinline__ float value_of(Format format, int code) {
   switch (format) {
-    case Format::tq2: return tq_value<Format::tq2>(code);
-    case Format::tq3: return tq_value<Format::tq3>(code);
-    case Format::tq4: return tq_value<Format::tq4>(code);
-    case Format::tq5: return tq_value<Format::tq5>(code);
-    case Format::tq6: return tq_value<Format::tq6>(code);
-    case Format::tq8: return tq_value<Format::tq8>(code);
+#define KVANT_TQ_FORMAT(name, ...)       \
+  case Format::name: {                   \
+    return tq_value<Format::name>(code); \
+  }
+#include "codec/formats.def"
     default: return base::e4m3_to_f32(static_cast<std::uint8_t>(code));
   }
 }

@@ -1,14 +1,14 @@
-// Who does what, from the lengths in device memory, so that a launch recorded in a graph follows them. docs/glossary.md has the words
-// (row block, segment, item, part, wide).
+// Who does what, from the lengths in device memory, so that a launch recorded in a graph follows them. docs/glossary.md
+// has the words (row block, segment, item, part, wide).
 //
 // The work is a line of units. A segment is the visible pages of one (sequence, kv head, row block, domain), in that
-// order; an encoded page is one unit, an exact page `exact_cost`, and the first page of either domain `part_cost` more, for the
-// queries, the first copies and the partial of another part. The line is cut into equal items, one for each block (struct
-// Line). More items than blocks, so that blocks of nearer multiprocessors would do more of them, do not pay: one costs several
-// microseconds of latency (docs/lab, 2026-11-22-cuda-policy.md).
+// order; an encoded page is one unit, an exact page `exact_cost`, and the first page of either domain `part_cost` more,
+// for the queries, the first copies and the partial of another part. The line is cut into equal items, one for each
+// block (struct Line). More items than blocks, so that blocks of nearer multiprocessors would do more of them, do not
+// pay: one costs several microseconds of latency (docs/lab, 2026-11-22-cuda-policy.md).
 //
-// An item leaves one partial for each segment it touches, at index item + segment: unique, because both only grow along the
-// line. The first and the last part of a segment leave their indices for the merge (AttendParams::segments).
+// An item leaves one partial for each segment it touches, at index item + segment: unique, because both only grow along
+// the line. The first and the last part of a segment leave their indices for the merge (AttendParams::segments).
 #pragma once
 
 #include <cstdint>
@@ -47,8 +47,8 @@ struct PageRuns {
 
 inline constexpr int kNoEnd = 0x7FFFFFFF;  // of pages
 
-// Pages that some query of a sequence may see: [0, sinks) and [recent, end). Those before `exact_sinks` and from `tail` on
-// are exact.
+// Pages that some query of a sequence may see: [0, sinks) and [recent, end). Those before `exact_sinks` and from `tail`
+// on are exact.
 struct VisiblePages {
   int sinks, recent, end;
   int exact_sinks, tail;
@@ -65,14 +65,14 @@ KVANT_HD inline VisiblePages visible_pages(const AttendParams& p, int length, in
   VisiblePages v{0, 0, pages_of(length), p.cache.sink_pages, kNoEnd};
   if (p.window > 0 || p.mask.first_key > 0) apply_window(p, length, q_len, v);
   if (p.cache.tail_pages > 0) {
-    v.tail = length / kPageTokens - p.cache.tail_pages;
+    v.tail = base::exact_length(length, q_len) / kPageTokens - p.cache.tail_pages;
     if (v.tail < v.exact_sinks) v.tail = v.exact_sinks;
   }
   return v;
 }
 
-// Encoded runs include tail pages: a page there is read encoded when its exact copy is gone. Whoever walks them looks at
-// the page table and leaves out what the other domain reads.
+// Encoded runs include tail pages: a page there is read encoded when its exact copy is gone. Whoever walks them looks
+// at the page table and leaves out what the other domain reads.
 KVANT_HD inline PageRuns page_runs(const VisiblePages& v, bool exact) {
   const auto run = [](int from, int to, int low, int high, int& begin, int& count) {
     begin = from > low ? from : low;
@@ -93,8 +93,8 @@ KVANT_HD inline int quotient(int a, int b) {
   return static_cast<int>(static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b));
 }
 
-// The items of a line of `total` units. Plans see to it that a line's units fit an int: on a device 64 bits cost several times
-// as much, and a block begins with this.
+// The items of a line of `total` units. Plans see to it that a line's units fit an int: on a device 64 bits cost
+// several times as much, and a block begins with this.
 struct Line {
   int total, items;
   KVANT_HD int begin(int item) const {
@@ -114,13 +114,13 @@ KVANT_HD inline Line make_line(const AttendParams& p, int total) {
   return line;
 }
 
-KVANT_HD inline bool reads_exact(const CacheView& c, int length, int page, core::PageRef ref) {
+KVANT_HD inline bool reads_exact(const CacheView& c, int length, int q_len, int page, core::PageRef ref) {
   if (ref.exact < 0 || ref.encoded < 0) return ref.exact >= 0;
-  return c.exact_ends().exact(length, page);
+  return c.exact_ends().exact(base::exact_length(length, q_len), page);
 }
 
-// Of a domain's pages, `cost` units each and the first `lead` more, those that begin before its unit `offset`. An item has
-// the pages that begin in it.
+// Of a domain's pages, `cost` units each and the first `lead` more, those that begin before its unit `offset`. An item
+// has the pages that begin in it.
 KVANT_HD inline int pages_before(int offset, int lead, int cost) {
   if (offset <= lead) return offset > 0 ? 1 : 0;
   return cost == 1 ? offset - lead : quotient(offset - lead + cost - 1, cost);

@@ -21,17 +21,10 @@
 namespace kvant::cuda {
 
 __host__ __device__ constexpr bool is_half(Format f) {
-  return f == Format::f16 || f == Format::bf16;
+  return codec::is_dense(f) && codec::format_bits(f) == 16;
 }
-__host__ __device__ constexpr int plane_count(Format f) {
-  return f == Format::tq3 || f == Format::tq5 || f == Format::tq6 ? 2 : 1;
-}
-__host__ __device__ constexpr int plane_bits(Format f, int plane) {
-  const int bits = codec::format_bits(f);
-  if (plane_count(f) == 1) return bits;
-  const int first = bits == 3 ? 2 : 4;
-  return plane == 0 ? first : bits - first;
-}
+using codec::plane_bits;
+using codec::plane_count;
 __host__ __device__ constexpr int side_scale_groups(Format f, int head_dim) {
   return is_half(f) ? 0 : codec::tq_scale_groups(f, head_dim);
 }

@@ -16,32 +16,30 @@
 
 namespace kvant::cuda {
 
-enum class Order { natural, even_odd };
+using codec::level_origin;  // levels are taken relative to this integer inside the products
+using codec::Order;
 
 __host__ __device__ constexpr bool is_integer(Format f) {
   return codec::is_tq(f);
 }
 __host__ __device__ constexpr Order order_of(Format f) {
-  return f == Format::tq2 || f == Format::tq3 || f == Format::tq6 ? Order::even_odd : Order::natural;
+  return codec::traits(f).order;
 }
 // Where code j of eight goes: its byte in the register pair.
 __host__ __device__ constexpr int place_of(Order order, int j) {
   return order == Order::natural ? j : (j & 1) * 4 + j / 2;
 }
-// Levels are taken relative to this integer inside the products; 1/2 remains (levels are centred on it minus 1/2).
-__host__ __device__ constexpr int level_origin(Format f) {
-  return f == Format::tq6 ? 32 : f == Format::tq8 ? 128 : 64;
-}
 
-// Four levels of a table as a word, by code 4 word ...: magnitudes only, or for tq2 and tq3 whole codes with their sign.
+// Four levels of a table as a word, by code 4 word ...: whole codes with their sign where a table of eight has room for
+// these, else magnitudes.
 template <Format F>
 __host__ __device__ constexpr std::uint32_t table_word(int word) {
   constexpr codec::TqSpec spec = codec::tq_spec<F>();
+  constexpr bool kWhole = spec.bits <= 3;
   std::uint32_t bytes = 0;
   for (int i = 0; i < 4; ++i) {
-    const int code = (4 * word + i) % (F == Format::tq2 ? 4 : F == Format::tq3 || F == Format::tq4 ? 8 : 16);
-    const int level =
-        F == Format::tq2 || F == Format::tq3 ? codec::tq_level(spec, code) : static_cast<int>(spec.u[code]);
+    const int code = (4 * word + i) % (kWhole ? 2 * spec.magnitudes : spec.magnitudes);
+    const int level = kWhole ? codec::tq_level(spec, code) : static_cast<int>(spec.u[code]);
     bytes |= static_cast<std::uint32_t>(level) << (8 * i);
   }
   return bytes;
@@ -49,7 +47,7 @@ __host__ __device__ constexpr std::uint32_t table_word(int word) {
 
 template <Format F>
 __host__ __device__ constexpr std::uint32_t table_word_or_zero(int word) {
-  if constexpr (F >= Format::tq2 && F <= Format::tq5) return table_word<F>(word);
+  if constexpr (codec::is_tq(F) && !codec::is_uniform(F)) return table_word<F>(word);
   return 0;
 }
 
@@ -76,7 +74,7 @@ struct Constants {
   std::uint32_t t0, t2, signs, one;
   __device__ static void put(std::uint32_t* to) {
     to[0] = table_word_or_zero<F>(0), to[2] = 0x80808080u, to[3] = 1;
-    if constexpr (F == Format::tq4) {
+    if constexpr (codec::is_tq(F) && codec::format_bits(F) == 4) {
       to[1] = inverted_word<F>(0);
     } else {
       to[1] = table_word_or_zero<F>(2);
@@ -108,9 +106,11 @@ struct Constants {
 template <Format F>
 __device__ __forceinline__ Sixteen unpack(const std::uint32_t* low, std::uint32_t high, const Constants<F>& k) {
   Sixteen s;
-  if constexpr (F == Format::tq8) {
+  constexpr int kBits = codec::format_bits(F);
+  static_assert(codec::is_uniform(F) ? kBits == 8 || kBits == 6 : codec::is_tq(F) && kBits <= 5);
+  if constexpr (kBits == 8) {
     s.first[0] = low[0], s.second[0] = low[1], s.first[1] = low[2], s.second[1] = low[3];
-  } else if constexpr (F == Format::tq6) {
+  } else if constexpr (kBits == 6) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       std::uint32_t h = ptx::prmt(high, 0, i == 0 ? 0x4140 : 0x4342);
@@ -118,7 +118,7 @@ __device__ __forceinline__ Sixteen unpack(const std::uint32_t* low, std::uint32_
       s.first[i] = (low[i] & 0x0F0F0F0Fu) | (h << 4 & 0x30303030u);
       s.second[i] = (low[i] >> 4 & 0x0F0F0F0Fu) | (h << 2 & 0x30303030u);
     }
-  } else if constexpr (F == Format::tq4) {
+  } else if constexpr (kBits == 4) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       // A nibble's top bit makes prmt replicate a sign, here 0, so each table answers for its own half of the codes.
@@ -127,7 +127,7 @@ __device__ __forceinline__ Sixteen unpack(const std::uint32_t* low, std::uint32_
       s.second[i] = k.sum(ptx::prmt(k.t0, table_word<F>(1), ptx::high_half(w)),
                           ptx::prmt(k.t2, inverted_word<F>(1), ptx::high_half(x)));
     }
-  } else if constexpr (F == Format::tq5) {
+  } else if constexpr (kBits == 5) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const std::uint32_t w = low[i], x = w ^ 0x88888888u;
@@ -135,7 +135,7 @@ __device__ __forceinline__ Sixteen unpack(const std::uint32_t* low, std::uint32_
       z = (z | z << 12) & 0x000F000Fu;
       z = (z | z << 6) & 0x03030303u;
       z = (z << 3 | z << 6) & 0x88888888u;
-      // Two tables as for tq4.
+      // Two tables as for four bits.
       const std::uint32_t a = k.sum(ptx::prmt(k.t0, table_word<F>(1), w), ptx::prmt(k.t2, table_word<F>(3), x));
       const std::uint32_t b = k.sum(ptx::prmt(k.t0, table_word<F>(1), ptx::high_half(w)),
                                     ptx::prmt(k.t2, table_word<F>(3), ptx::high_half(x)));
@@ -143,9 +143,8 @@ __device__ __forceinline__ Sixteen unpack(const std::uint32_t* low, std::uint32_
       s.second[i] = (b ^ ptx::prmt(k.signs, 0x80808080u, ptx::high_half(z))) & 0x7F7F7F7Fu;
     }
   } else {
-    static_assert(F == Format::tq2 || F == Format::tq3);
     std::uint32_t even = low[0] & 0x33333333u, odd = low[0] >> 2 & 0x33333333u;
-    if constexpr (F == Format::tq3) {
+    if constexpr (kBits == 3) {
       std::uint32_t z = ptx::prmt(high, 0, 0x4140);
       z = (z | z << 4) & 0x0F0F0F0Fu;
       z = (z | z << 2) & 0x33333333u;  // nibble j: signs of codes 2 j and 2 j + 1

@@ -32,15 +32,6 @@ __device__ __forceinline__ float butterfly(float x, int h) {
   return fmaf(x, sign, __shfl_xor_sync(~0u, x, h));
 }
 
-// 1 / sqrt(D), as codec::rotation_scale gives it, known to the compiler.
-__host__ __device__ constexpr float rotation_scale(int head_dim) {
-  double root = head_dim;
-  for (int i = 0; i < 40; ++i) root = 0.5 * (root + head_dim / root);
-  return static_cast<float>(1.0 / root);
-}
-static_assert(rotation_scale(64) == 0.125f && rotation_scale(96) == 0.10206207261596577f &&
-              rotation_scale(512) == 0.04419417382415922f);
-
 // H or its transpose over sqrt(D), without the signs. `scratch`: D floats of this warp, used where D has a Paley factor.
 template <int D>
 __device__ __forceinline__ void hadamard(float (&x)[D / 32], float* scratch, bool transposed) {
@@ -87,7 +78,7 @@ __device__ __forceinline__ void hadamard(float (&x)[D / 32], float* scratch, boo
       x[i] = sum;
     }
   }
-  constexpr float kScale = rotation_scale(D);
+  constexpr float kScale = codec::rotation_scale(D);
 #pragma unroll
   for (int i = 0; i < D / 32; ++i) x[i] *= kScale;
 }

@@ -1,5 +1,6 @@
-/* A C host. Prints a line for each instruction set and format: hashes of the stored vectors' bits and of attention's. All builds
- * must print the same lines, whatever flags they were compiled with. Checks what such flags break: NaN and infinity. */
+/* A C host. Prints a line for each instruction set and format: hashes of the stored vectors' bits and of attention's.
+ * All builds must print the same lines, whatever flags they were compiled with. Checks what such flags break: NaN and
+ * infinity. */
 #include <kvant/kvant.h>
 #include <math.h>
 #include <stdint.h>
@@ -55,7 +56,7 @@ static kvant_cache* new_cache(const char* isa, const char* format, kvant_sequenc
   return cache;
 }
 
-/* Of a window under a mask that hides all keys of the first query, and softcap. */
+/* Attention with a window, softcap, and a mask that hides all keys of the first query. */
 static void line_of(const char* isa, const char* format) {
   kvant_sequence sequence;
   kvant_cache* cache = new_cache(isa, format, &sequence);

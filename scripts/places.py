@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""places.py [--list]: in how many places a fact stands. Exits 1 if a count is above its maximum.
+
+Tests, documents and generated files are not counted, apart from the lengths of lines. A maximum may only fall: a change
+that needs another place mends the design first. --list prints every place.
+"""
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ME = "scripts/places.py"
+
+# Most places each fact may stand in; a comment says where a maximum is to go.
+MAXIMA = {
+    "files that name tq5": 4,
+    "files with softcap arithmetic": 5,  # 1
+    "files that mention softcap": 26,  # 9
+    "files to edit for a CUDA head_dim": 1,
+    "files to edit for a CUDA pair": 1,
+    "device branches in src/core": 42,  # 0, outside the stores
+    "void* callbacks from kernels": 2,  # 0
+    "lines over 120 columns": 406,  # 0
+}
+COLUMNS = 120
+
+SIZE = "(?:64|96|128|192|256|512)"
+FORMAT = r"(?:f32|f16|bf16|fp8|tq\d|lut\d)"
+GENERATED = re.compile(r"(^|/)(corpus|golden|frozen)/|^data/|\.(svg|png|pyi|safetensors)$|cuda-ledger\.txt$")
+
+
+def tracked():
+    """Files that git has; outside a git checkout (a source package) all files but those of builds."""
+    try:
+        out = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], check=True, capture_output=True).stdout
+        names = out.decode().split("\0")
+    except (OSError, subprocess.CalledProcessError):
+        names = [str(p.relative_to(ROOT)) for p in ROOT.rglob("*")]
+        names = [n for n in names if not re.match(r"(build|dist|third_party|\.git)(/|$)", n)]
+    return sorted(n for n in names if n and (ROOT / n).is_file() and not GENERATED.search(n))
+
+
+def text_of(name):
+    try:
+        return (ROOT / name).read_text()
+    except UnicodeDecodeError:
+        return ""
+
+
+def is_code(name):
+    return not name.startswith(("tests/", "docs/")) and not name.endswith(".md") and name not in (ME, "LICENSE")
+
+
+def without_strings(text):
+    return re.sub(r'"""[\s\S]*?"""|"(?:\\.|[^"\\\n])*"', '""', text)
+
+
+def files_with(files, pattern, change=lambda text: text):
+    return [name for name, text in files.items() if re.search(pattern, change(text), re.I)]
+
+
+def lines_with(files, pattern):
+    return [f"{name}:{i}: {line.strip()}" for name, text in files.items() for i, line in enumerate(text.splitlines(), 1)
+            if re.search(pattern, line)]
+
+
+def long_lines(name, text):
+    for i, line in enumerate(text.splitlines(), 1):
+        table = name.endswith(".md") and line.lstrip().startswith("|")
+        if len(line) > COLUMNS and not table:
+            yield f"{name}:{i}: {len(line)} columns"
+
+
+def places(files):
+    code = {n: t for n, t in files.items() if is_code(n)}
+
+    def under(*folders):
+        return {n: t for n, t in code.items() if n.startswith(folders)}
+
+    cuda = under("src/cuda/", "src/CMakeLists.txt", "cmake/", "CMakeLists.txt")
+    core = {n: t for n, t in under("src/core/").items() if "store" not in n and not n.endswith("/device.hpp")}
+    # Sizes as a list or a dispatch names them: `(192 few)`, `case 192:`, `<192>`, `_d192`, `64, 96, 128`. Widths of
+    # instructions and tiles are others.
+    size = rf"case {SIZE}:|\w<(?:192|512)>|_d{SIZE}\b|\({SIZE} (?:most|few)\)|\b64, 96, 128\b"
+    pair = rf"\b{FORMAT}/{FORMAT} (?:default|named)|(?<!page_layout\()Format::{FORMAT}, *Format::{FORMAT}\b"
+    device = (r"(?<!config\.)\b(?:device_|on_device|device)(?: \?| &&|\))(?!\)|;| return device\.status)|"
+              r"device\(\) [!=]= nullptr")
+    return {
+        "files that name tq5": files_with(code, r"\btq5\b"),
+        "files with softcap arithmetic": files_with(under("src/", "python/"), r"\w*tanh", without_strings),
+        "files that mention softcap": files_with(code, "softcap"),
+        "files to edit for a CUDA head_dim": files_with(cuda, size),
+        "files to edit for a CUDA pair": files_with(cuda, pair),
+        "device branches in src/core": lines_with(core, device),
+        # The pointer to a function is a callback if its first argument is what it is called for.
+        "void* callbacks from kernels": lines_with(under("src/core/attend.hpp", "src/core/backend.hpp"),
+                                                   r"\(\*\w+\)\((?:const )?void\*"),
+        "lines over 120 columns": [place for name, text in files.items() for place in long_lines(name, text)],
+    }
+
+
+def main():
+    found = places({name: text_of(name) for name in tracked()})
+    width = max(map(len, found))
+    print(f"{'fact':{width}}  places  allowed")
+    above = []
+    for fact, where in found.items():
+        print(f"{fact:{width}}  {len(where):6}  {MAXIMA[fact]:7}{'  TOO MANY' if len(where) > MAXIMA[fact] else ''}")
+        if len(where) > MAXIMA[fact]:
+            above.append(fact)
+        if "--list" in sys.argv:
+            print("\n".join(f"  {place}" for place in where))
+    if above and "--list" not in sys.argv:
+        print("scripts/places.py --list prints the places")
+    return 1 if above else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
