@@ -162,7 +162,7 @@ bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
     return Tile{copy + index(first) * row_bytes, head_dim, head_dim, run.rounding, Dtype::f32};
   };
 
-  // Before rows are encoded, and after those of a page that turns are in its exact copy.
+  // Called before rows are encoded; with a page whose exact copy is encoded, after all of its rows are in the copy.
   const auto find_centre = [&] {
     if (piece.values || !cache.is_centred()) return;
     core::CentreJob make{.of = core::CentreJob::Of::stored,

@@ -45,8 +45,8 @@ struct PageRows {
   PageView page;
   std::int64_t first_key;
   std::uint64_t visible[core::kRowBlock];
-  float center
-      [core::kRowBlock];  // what the scores of each row lack: q . c of a calibrated basis and of the page's centre
+  // Missing from the scores of each row: q . c of a calibrated basis, and that of the page's centre.
+  float center[core::kRowBlock];
   core::TileClass tile_of[core::kRowBlock];
 };
 
