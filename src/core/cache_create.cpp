@@ -83,7 +83,7 @@ Result<BasisKind> resolve_basis(const char* name, BasisKind kind, Format format)
   return kind;
 }
 
-Result<KeyCentre> resolve_centre(KeyCentre centre, Format k, bool on_device) {
+Result<KeyCentre> resolve_centre(KeyCentre centre, Format k) {
   if (centre == KeyCentre::automatic) return KeyCentre::none;
   if (centre > KeyCentre::page) {
     return {Code::invalid_argument,
@@ -96,12 +96,6 @@ Result<KeyCentre> resolve_centre(KeyCentre centre, Format k, bool on_device) {
                         format_info(k).name,
                         codec::is_dense(k) ? "dense keys are stored as given, and there is nothing to gain"
                                            : "imported keys keep their codes, which have no centre")};
-  }
-  if (on_device) {
-    return {
-        Code::unsupported,
-        "k_centre = page with a device: kernels on devices do not read centres yet; use k_centre = none, or keep the "
-        "cache in host memory (device = \"cpu\")"};
   }
   return centre;
 }
@@ -234,11 +228,11 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
   resolve_ends(config, dense);
   const auto kernels = choose_kernels(config.isa);
   if (!kernels) return kernels.status();
-  const auto placement = core::resolve_placement(config);
-  if (!placement) return placement.status();
-  const auto k_centre = resolve_centre(config.k_centre, *k, placement->device >= 0);
+  const auto k_centre = resolve_centre(config.k_centre, *k);
   if (!k_centre) return k_centre.status();
   config.k_centre = *k_centre;
+  const auto placement = core::resolve_placement(config);
+  if (!placement) return placement.status();
 
   const core::TableConfig table{.layers = config.layers,
                                 .ends = {config.sink_pages, config.tail_pages},
