@@ -59,7 +59,7 @@ TEST(KeyCentres, AreForKeysThatAreEncodedFromRows) {
   const auto create = [&] { return Cache::create(config).status(); };
   for (const char* k : {"f32", "f16", "bf16"}) {
     config.k = k;
-    EXPECT_TRUE(refused(create(), Code::invalid_argument, {"k_centre = page", k, "k_centre = none", "tq4"}));
+    EXPECT_TRUE(refused(create(), Code::invalid_argument, {"k_centre = page", k, "k_centre = none", "tq format"}));
   }
   config.k = "lut4";
   for (int i = 0; i < 16; ++i) config.k_levels.push_back(static_cast<float>(i));

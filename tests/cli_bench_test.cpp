@@ -84,8 +84,8 @@ TEST_F(CliBench, CentredKeysBesideOthers) {
     EXPECT_EQ(json["rows"][0]["k_centre"], "none");
     EXPECT_EQ(json["rows"][1]["k_centre"], "page");
     const double plain = json["rows"][0]["gb_per_s"].get<double>() * json["rows"][0]["median_ns"].get<double>();
-    EXPECT_GT(json["rows"][1]["gb_per_s"].get<double>() * json["rows"][1]["median_ns"].get<double>(), 1.005 * plain)
-        << op;
+    const double centred = json["rows"][1]["gb_per_s"].get<double>() * json["rows"][1]["median_ns"].get<double>();
+    EXPECT_GT(centred, plain + 250) << op;  // at least two pages of two heads have centres of 64 bytes
   }
   const Finished f = kvant_cli({"bench", "decode", "--k-format", "tq4,f16", "--k-centre", "page"});
   EXPECT_EQ(f.exit_code, 2);
