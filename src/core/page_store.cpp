@@ -143,7 +143,7 @@ Status DeviceStore::take_memory() {
   auto made = backend_.make_pages(store);
   if (!made) return made.status();
   pages_ = std::move(*made);
-  places_.resize(to_index(spec_.config.max_sequences));
+  places_.resize(static_cast<std::size_t>(spec_.config.max_sequences));
   for (std::int64_t i = spec_.config.max_sequences; i > 0; --i)
     free_places_.push_back(static_cast<std::int32_t>(i - 1));
   return {};
