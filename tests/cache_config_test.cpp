@@ -46,6 +46,48 @@ TEST(Bases, AutomaticFollowsTheFormat) {
   EXPECT_EQ(cache.impl().v_basis(0, 1).kind, BasisKind::none);
 }
 
+TEST(KeyCentres, AreForKeysThatAreEncodedFromRows) {
+  CacheConfig config = small_config();
+  EXPECT_EQ(make(config).config().k_centre, KeyCentre::none);
+  config.k_centre = KeyCentre::page;
+  for (const char* k : {"tq2", "tq8", "fp8"}) {
+    config.k = k;
+    const Cache cache = make(config);
+    EXPECT_EQ(cache.config().k_centre, KeyCentre::page) << k;
+    EXPECT_NE(cache.describe().find("centre: k page"), std::string::npos) << cache.describe();
+  }
+  const auto create = [&] { return Cache::create(config).status(); };
+  for (const char* k : {"f32", "f16", "bf16"}) {
+    config.k = k;
+    EXPECT_TRUE(refused(create(), Code::invalid_argument, {"k_centre = page", k, "k_centre = none", "tq format"}));
+  }
+  config.k = "lut4";
+  for (int i = 0; i < 16; ++i) config.k_levels.push_back(static_cast<float>(i));
+  EXPECT_TRUE(refused(create(), Code::invalid_argument, {"k_centre = page with k = lut4", "imported"}));
+  config.k_centre = static_cast<KeyCentre>(3);
+  EXPECT_TRUE(refused(create(), Code::invalid_argument, {"k_centre = 3", "automatic, none or page"}));
+}
+
+// Of 64 keys of 128 values in tq4: 8 bits a channel and scale of 2 bytes, padded to 128 bytes, beside 4.125 bits of all
+// else.
+TEST(KeyCentres, AreCounted) {
+  CacheConfig config = small_config();
+  config.head_dim = 128;
+  config.k = config.v = "tq4";
+  config.sink_pages = config.tail_pages = 0;
+  Cache plain = make(config);
+  config.k_centre = KeyCentre::page;
+  Cache centred = make(config);
+  for (Cache* cache : {&plain, &centred}) append(*cache, cache->add_sequence(), 0, 640).value();
+  EXPECT_EQ(centred.memory().encoded_bytes, plain.memory().encoded_bytes);
+  // 96 bytes of codes, 2 of scale, up to a multiple of 16; ten pages of two heads.
+  EXPECT_EQ(centred.memory().scale_bytes - plain.memory().scale_bytes, 10 * 2 * 112);
+  EXPECT_EQ(centred.impl().layout(Pool::encoded).block_bytes, plain.impl().layout(Pool::encoded).block_bytes + 128);
+  EXPECT_NE(plain.describe().find("4.125 bits per value with scales\n"), std::string::npos) << plain.describe();
+  EXPECT_NE(centred.describe().find("4.180 bits per value with scales and centres\n"), std::string::npos)
+      << centred.describe();
+}
+
 TEST(Bases, CalibratedRoundTrip) {
   CacheConfig config = small_config();
   config.k = config.v = "tq8";

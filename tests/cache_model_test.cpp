@@ -3,7 +3,8 @@
 // The model works token by token and knows nothing of slots: a copy of a page is a number, shared when forks hold the
 // same number. It predicts lengths, which copies exist, which one is read, how many distinct ones there are (so that
 // nothing leaks), what is refused, and every value: an exact token is bit-equal to what was given, an encoded one to
-// that vector encoded by itself through the public codec.
+// that vector encoded by itself through the public codec, and a page-centred key to its difference from the centre of
+// its page.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -43,6 +44,8 @@ struct ModelPage {
   std::uint64_t exact = 0;  // 0: no such copy
   std::uint64_t encoded = 0;
   bool released = false;
+  std::vector<std::uint64_t>
+      sealed{};  // with a tail: the tokens that were encoded together, which its centre is the mean of
 };
 
 struct ModelSequence {
@@ -105,7 +108,10 @@ struct Model {
     for (std::int64_t q = 0; q <= p; ++q) {
       ModelPage& each = s.pages[static_cast<std::size_t>(q)];
       if (each.released || each.exact == 0 || q < config.sink_pages) continue;
-      if (!should_be_exact(s.length(), q) && each.encoded == 0) each.encoded = next++;
+      if (!should_be_exact(s.length(), q) && each.encoded == 0) {
+        each.encoded = next++;
+        each.sealed.assign(s.tokens.begin() + q * kPage, s.tokens.begin() + (q + 1) * kPage);
+      }
       if (!should_be_exact(s.length() - kPage, q)) each.exact = 0;
     }
   }
@@ -128,7 +134,9 @@ struct Model {
 
 // --- what the codec gives for one vector -----------------------------------------------------------------------------
 
-std::vector<float> through_codec(Format format, std::vector<float> x) {
+using Vector = std::vector<float>;
+
+Vector through_codec(Format format, Vector x, const Vector& centre = {}) {
   if (format_info(format).dense) {
     const Dtype as = format == Format::f32 ? Dtype::f32 : format == Format::f16 ? Dtype::f16 : Dtype::bf16;
     for (float& f : x) f = test::rounded(f, as);
@@ -136,7 +144,9 @@ std::vector<float> through_codec(Format format, std::vector<float> x) {
   }
   const bool rotated = format != Format::fp8;
   if (rotated) rotate(x).value();
+  for (std::size_t i = 0; i < centre.size(); ++i) x[i] -= centre[i];
   decode_vector(format, encode_vector(format, x).value(), x).value();
+  for (std::size_t i = 0; i < centre.size(); ++i) x[i] += centre[i];
   if (rotated) rotate_back(x).value();
   return x;
 }
@@ -196,8 +206,7 @@ class Replay {
           for (int i = 0; i < c.kv_heads * 2; ++i) {
             const int head = i / 2;
             const bool value = i % 2 != 0;
-            const std::vector<float>& expected =
-                expect(s.tokens[static_cast<std::size_t>(t)], layer, head, value, exact);
+            const std::vector<float>& expected = expect(s, t, layer, head, value, exact);
             const std::vector<float>& all = value ? values_ : keys_;
             const std::size_t at = static_cast<std::size_t>(((t - begin) * c.kv_heads + head) * c.head_dim);
             for (std::size_t j = 0; j < expected.size(); ++j) {
@@ -356,19 +365,65 @@ class Replay {
                        MutableTensorView::of(values_.data(), end - begin, c.kv_heads, c.head_dim));
   }
 
-  const std::vector<float>& expect(std::uint64_t token, int layer, int head, bool value, bool exact) {
-    std::vector<float>& x = expected_[{token, layer, head, value, exact}];
-    if (x.empty()) {
-      const CacheConfig& c = cache_.config();
-      x = test::cache_vector(token, layer, head, value, c.head_dim, setup_.input);
-      if (c.sink_pages > 0 || c.tail_pages > 0) {
-        const Dtype of_first_write =
-            setup_.input == Dtype::f32 ? Dtype::bf16 : setup_.input;  // where no format is dense
-        for (float& f : x) f = test::rounded(f, c.exact.value_or(of_first_write));
-      }
-      if (!exact) x = through_codec(value ? cache_.v_format() : cache_.k_format(), x);
+  // A token as exact pages hold it.
+  Vector given(std::uint64_t token, int layer, int head, bool value) {
+    const CacheConfig& c = cache_.config();
+    Vector x = test::cache_vector(token, layer, head, value, c.head_dim, setup_.input);
+    if (c.sink_pages > 0 || c.tail_pages > 0) {
+      const Dtype of_first_write = setup_.input == Dtype::f32 ? Dtype::bf16 : setup_.input;  // where no format is dense
+      for (float& f : x) f = test::rounded(f, c.exact.value_or(of_first_write));
     }
     return x;
+  }
+
+  const Vector& expect(const ModelSequence& s, std::int64_t t, int layer, int head, bool value, bool exact) {
+    const std::uint64_t token = s.tokens[static_cast<std::size_t>(t)];
+    const bool centred = !value && !exact && cache_.config().k_centre == KeyCentre::page;
+    // A token is only ever behind the same tokens, so it names them all.
+    const std::vector<std::uint64_t>& sealed = s.pages[static_cast<std::size_t>(t / kPage)].sealed;
+    Vector& x = expected_[{token, layer, head, value, exact, centred && !sealed.empty() ? sealed.back() : 0}];
+    if (x.empty()) {
+      const Vector centre = centred ? centre_of(s.tokens, t / kPage, sealed, layer, head) : Vector{};
+      x = given(token, layer, head, value);
+      if (!exact) x = through_codec(value ? cache_.v_format() : cache_.k_format(), x, centre);
+    }
+    return x;
+  }
+
+  // What a page's keys are encoded around: the mean of those that were encoded with it, or, where tokens are encoded as
+  // they come, of the page before. The first four tokens of a sequence do not count, and its first page has none in the
+  // second case.
+  Vector centre_of(const std::vector<std::uint64_t>& tokens, std::int64_t page,
+                   const std::vector<std::uint64_t>& sealed, int layer, int head) {
+    const CacheConfig& c = cache_.config();
+    const bool has_tail = c.tail_pages > 0, rotated = cache_.k_format() != Format::fp8;
+    const auto d = static_cast<std::size_t>(c.head_dim);
+    if (!has_tail && page == 0) return Vector(d);
+    const std::int64_t of = has_tail ? page : page - 1;
+    const auto at = tokens.begin() + of * kPage;
+    const std::vector<std::uint64_t> those = has_tail ? sealed : std::vector<std::uint64_t>(at, at + kPage);
+    Vector& centre = centres_[{those.back(), layer, head}];
+    if (!centre.empty()) return centre;
+    const bool is_exact = has_tail || of < c.sink_pages;  // what the mean is of
+    const Vector before = is_exact ? Vector(d) : centre_of(tokens, of, {}, layer, head);
+    Vector mean(d);
+    const std::size_t first = of == 0 ? 4 : 0;
+    for (std::size_t i = first; i < those.size(); ++i) {
+      Vector x = given(those[i], layer, head, false);
+      if (!is_exact) {
+        if (rotated) rotate(x).value();
+        for (std::size_t j = 0; j < d; ++j) x[j] -= before[j];
+        decode_vector(cache_.k_format(), encode_vector(cache_.k_format(), x).value(), x).value();
+      }
+      for (std::size_t j = 0; j < d; ++j) mean[j] += x[j];
+    }
+    const float factor = 1.0f / static_cast<float>(those.size() - first);
+    for (float& x : mean) x *= factor;
+    if (is_exact && rotated) rotate(mean).value();
+    for (std::size_t j = 0; j < d; ++j) mean[j] = is_exact ? mean[j] : before[j] + mean[j];
+    Vector decoded(d);
+    decode_vector(Format::tq6, encode_vector(Format::tq6, mean).value(), decoded).value();
+    return centres_[{those.back(), layer, head}] = decoded;
   }
 
   void check(SequenceId id, const ModelSequence& s) {
@@ -402,7 +457,8 @@ class Replay {
   Rng rng_;
   std::uint64_t next_token_ = 1;
   std::vector<float> keys_, values_;
-  std::map<std::tuple<std::uint64_t, int, int, bool, bool>, std::vector<float>> expected_;
+  std::map<std::tuple<std::uint64_t, int, int, bool, bool, std::uint64_t>, Vector> expected_;
+  std::map<std::tuple<std::uint64_t, int, int>, Vector> centres_;
 };
 
 class CacheModel : public testing::TestWithParam<Trial> {};
@@ -473,6 +529,23 @@ std::vector<Trial> setups() {
   tight.config.window = 64;
   tight.config.window_sinks = 65;
   all.push_back(tight);
+  for (const bool has_tail : {true, false}) {
+    Trial centred{has_tail ? "centred" : "centred_in_place", config("tq4", "tq4", has_tail ? 1 : 0, has_tail ? 1 : 0)};
+    centred.config.k_centre = KeyCentre::page;
+    all.push_back(centred);
+    centred.name = has_tail ? "centred_tails_only" : "centred_in_place_behind_sinks";
+    centred.config.sink_pages = has_tail ? 0 : 2;
+    centred.config.k = "fp8";
+    centred.input = Dtype::bf16;
+    all.push_back(centred);
+    centred.name = has_tail ? "centred_window" : "centred_in_place_window";
+    centred.config.k = "tq5";
+    centred.config.sink_pages = 0;
+    centred.config.window = has_tail ? 100 : 64;
+    centred.config.window_sinks = 65;
+    centred.config.layers = 1;
+    all.push_back(centred);
+  }
   return all;
 }
 

@@ -206,6 +206,8 @@ TEST(CApi, EveryCacheOptionIsPassedThrough) {
       [](auto& c, auto& o) { c.capacity_tokens = o.capacity_tokens = 6400; },
       [](auto& c, auto& o) { c.isa = "scalar", o.isa = "scalar", c.threads = o.threads = 1; },
       [](auto& c, auto& o) { c.k_basis = KVANT_BASIS_NONE, o.k_basis = BasisKind::none; },
+      [](auto& c, auto& o) { c.k_centre = KVANT_CENTRE_PAGE, o.k_centre = KeyCentre::page; },
+      [](auto& c, auto& o) { c.k_centre = KVANT_CENTRE_NONE, o.k_centre = KeyCentre::none; },
       [&](auto& c, auto& o) {
         c.k = c.v = "lut4", o.k = o.v = "lut4";
         c.k_levels = c.v_levels = levels.data(), c.k_level_count = c.v_level_count = 16;

@@ -23,6 +23,7 @@ const std::set<std::string> kBenchKeys = {"op",
                                           "keys",
                                           "q_len",
                                           "first_keys",
+                                          "k_centre",
                                           "threads",
                                           "window",
                                           "softcap",
@@ -68,6 +69,27 @@ TEST_F(CliBench, WritesExactlyTheDocumentedRows) {
   const std::string table = file_text(csv);
   EXPECT_EQ(std::count(table.begin(), table.end(), '\n'), 5);
   EXPECT_EQ(file_text(markdown).rfind("| op | K/V |", 0), 0u);
+}
+
+TEST_F(CliBench, CentredKeysBesideOthers) {
+  const std::vector<std::string> shape = {"--k-format", "tq4",        "--keys",     "300",       "--head-dim",
+                                          "64",         "--kv-heads", "2",          "--threads", "1",
+                                          "--rounds",   "2",          "--k-centre", "none,page"};
+  for (const char* op : {"decode", "prefill", "append"}) {
+    std::vector<std::string> arguments = {"bench", op};
+    arguments.insert(arguments.end(), shape.begin(), shape.end());
+    if (op != std::string("decode")) arguments.insert(arguments.end(), {"--q-len", "40"});
+    const Json json = json_of(arguments);
+    ASSERT_EQ(json["rows"].size(), 2u) << op;
+    EXPECT_EQ(json["rows"][0]["k_centre"], "none");
+    EXPECT_EQ(json["rows"][1]["k_centre"], "page");
+    const double plain = json["rows"][0]["gb_per_s"].get<double>() * json["rows"][0]["median_ns"].get<double>();
+    const double centred = json["rows"][1]["gb_per_s"].get<double>() * json["rows"][1]["median_ns"].get<double>();
+    EXPECT_GT(centred, plain + 250) << op;  // at least two pages of two heads have centres of 64 bytes
+  }
+  const Finished f = kvant_cli({"bench", "decode", "--k-format", "tq4,f16", "--k-centre", "page"});
+  EXPECT_EQ(f.exit_code, 2);
+  EXPECT_NE(f.err.find("not with keys in f16"), std::string::npos) << f.err;
 }
 
 TEST_F(CliBench, PrefillAndAppend) {

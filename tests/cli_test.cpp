@@ -22,9 +22,9 @@ class Cli : public CliTest {
   std::string capture_ = folder_ / "qkv.safetensors";
 };
 
-const std::set<std::string> kEvalKeys = {"file",       "layer",   "k_format",       "v_format",    "exact_ends",
-                                         "basis",      "spread",  "bits_per_value", "cache_bytes", "rel_l2",
-                                         "cosine_min", "kl_mean", "kl_max",         "top1",        "ns_per_token"};
+const std::set<std::string> kEvalKeys = {
+    "file",           "layer",       "k_format", "v_format",   "exact_ends", "basis",  "k_centre", "spread",
+    "bits_per_value", "cache_bytes", "rel_l2",   "cosine_min", "kl_mean",    "kl_max", "top1",     "ns_per_token"};
 // --- help ---------------------------------------------------------------------------------------------------------
 
 TEST_F(Cli, HelpOfEveryCommandShowsExamples) {
@@ -235,6 +235,25 @@ TEST_F(Cli, EvalWritesExactlyTheDocumentedRows) {
   for (const char* part : {"<svg", "prefers-color-scheme: dark", "tq6/tq4", "kvant eval", kVersion}) {
     EXPECT_NE(page.find(part), std::string::npos) << part;
   }
+}
+
+// Keys of 4 bits around the mean of their page, beside keys as they are.
+TEST_F(Cli, EvalWithPageCentres) {
+  write_small();
+  const Json json = json_of({"eval", capture_, "--threads", "1", "--layers", "1", "--formats", "f16,tq4,fp8",
+                             "--k-centre", "both", "--exact-ends", "without"});
+  std::map<std::string, double> bits;
+  for (const Json& row : json["rows"]) {
+    bits[row["k_format"].get<std::string>() + " " + row["k_centre"].get<std::string>()] = row["bits_per_value"];
+    EXPECT_EQ(row["basis"].get<std::string>().find(", page") != std::string::npos, row["k_centre"] == "page");
+  }
+  ASSERT_EQ(bits.size(), 5u);  // f16 has none
+  EXPECT_GT(bits["tq4 page"], bits["tq4 none"] + 0.05);
+  EXPECT_LT(bits["tq4 page"], bits["tq4 none"] + 0.15);
+  EXPECT_GT(bits["fp8 page"], bits["fp8 none"] + 0.05);
+  const Finished f = kvant_cli({"eval", capture_, "--k-centre", "pages"});
+  EXPECT_EQ(f.exit_code, 2);
+  EXPECT_NE(f.err.find("--k-centre"), std::string::npos) << f.err;
 }
 
 TEST_F(Cli, EvalSaysWhatItAssumed) {

@@ -62,6 +62,7 @@ struct Page {
 std::vector<float> plain(const core::DecodeJob& job, bool values, int token) {
   std::vector<float> x(static_cast<std::size_t>(job.head_dim));
   (values ? codec::load_row_v : codec::load_row_k)(*job.side, job.head_dim, job.block, token, job.levels, x.data());
+  for (std::size_t j = 0; job.centre != nullptr && j < x.size(); ++j) x[j] += job.centre[j];
   codec::output_from_basis(job.basis, job.head_dim, x.data(), 1.0f);
   return x;
 }
@@ -105,6 +106,10 @@ TEST(DecodeKernels, GiveTheCodecsBitsOnEveryInstructionSet) {
             if (basis == BasisKind::calibrated && info.format != Format::tq4) continue;
             for (const bool values : {false, true}) {
               expect_definition(*kernels, page.job(values, basis), values, draw);
+              core::DecodeJob centred = page.job(values, basis);
+              const std::vector<float> centre = draw.gaussian(head_dim);
+              centred.centre = centre.data();
+              if (!values && codec::takes_centre(info.format)) expect_definition(*kernels, centred, values, draw);
               core::DecodeJob cut = page.job(values, basis);
               cut.width = 1 + static_cast<int>(draw.bits() % static_cast<unsigned>(head_dim));
               expect_definition(*kernels, cut, values, draw);
@@ -257,6 +262,7 @@ TEST(Decode, GivesWhatReadGives) {
       c.v = pair.v;
       c.sink_pages = turn % 3;
       c.tail_pages = (turn + 1) % 2;
+      if (turn % 2 == 1 && codec::takes_centre(parse_format(c.k).value())) c.k_centre = KeyCentre::page;
       ++turn;
       Cache cache = make(c);
       const SequenceId a = cache.add_sequence(), b = cache.add_sequence(), empty = cache.add_sequence();

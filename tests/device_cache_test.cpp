@@ -274,6 +274,7 @@ TEST(DeviceCache, Refusals) {
   refused([](CacheConfig& c) { c.max_sequences = 0; }, Code::invalid_argument, "max_sequences");
   refused([](CacheConfig& c) { c.max_sequence_tokens = -1; }, Code::invalid_argument, "max_sequence_tokens");
   refused([](CacheConfig& c) { c.exact = Dtype::f32; }, Code::unsupported, "exact");
+  refused([](CacheConfig& c) { c.k_centre = KeyCentre::page; }, Code::unsupported, "do not read centres yet");
   refused([](CacheConfig&) {}, Code::unsupported, "no CUDA backend", nullptr);
   static constexpr core::DeviceBackend kAbsent{.name = "fake",
                                                .detail = nullptr,

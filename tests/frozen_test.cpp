@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "codec/basis.hpp"
+#include "codec/centre.hpp"
 #include "codec/store.hpp"
 #include "support/draw.hpp"
 #include "support/paths.hpp"
@@ -61,6 +62,37 @@ std::string block_hash(Format f, int head_dim) {
   return hash_of(block.data(), block.size());
 }
 
+// A centred page: keys around the mean of those that are finite.
+std::string centred_hash(Format f, int head_dim) {
+  const codec::PageLayout page = codec::page_layout(f, Format::tq2, head_dim, 1, true);
+  std::vector<std::byte> block(page.block_bytes);
+  codec::BasisRef basis;
+  basis.kind = codec::is_tq(f) ? BasisKind::hadamard : BasisKind::none;
+  Draw draw(static_cast<std::uint64_t>(head_dim));
+  const auto d = static_cast<std::size_t>(head_dim);
+  std::vector<float> keys;
+  for (int t = 0; t < kPageTokens; ++t) {
+    for (const float x : draw.exact(head_dim)) keys.push_back(x + 4);
+  }
+  float y[codec::kMaxHeadDim], c[codec::kMaxHeadDim];
+  codec::MeanOfRows mean(head_dim, y);
+  for (std::size_t t = 0; t < kPageTokens; ++t) mean.add(keys.data() + t * d);
+  mean.finish(basis);
+  codec::store_centre(codec::centre_layout(page), head_dim, block.data(), y);
+  codec::load_centre(codec::centre_layout(page), head_dim, block.data(), c);
+  for (int t = 0; t < kPageTokens; ++t) {
+    codec::to_basis(basis, head_dim, keys.data() + static_cast<std::size_t>(t) * d, y);
+    for (std::size_t i = 0; i < d; ++i) y[i] -= c[i];
+    codec::store_row_k(page.k, head_dim, block.data(), t, y, nullptr);
+  }
+  // The centre of a page that follows it token by token.
+  codec::mean_of_page(page, block.data(), 0, y);
+  std::vector<std::byte> next(page.block_bytes);
+  codec::store_centre(codec::centre_layout(page), head_dim, next.data(), y);
+  block.insert(block.end(), next.begin(), next.end());
+  return hash_of(block.data(), block.size());
+}
+
 std::string rotation_hash(int head_dim) {
   Draw draw(static_cast<std::uint64_t>(head_dim) + 1);
   auto x = draw.exact(head_dim), y = draw.exact(head_dim);
@@ -82,6 +114,8 @@ TEST(Frozen, HashesHaveNotChanged) {
     for (const FormatInfo& info : formats()) {
       if (info.dense) continue;
       check(std::string(info.name) + " " + std::to_string(head_dim), block_hash(info.format, head_dim));
+      if (!codec::takes_centre(info.format)) continue;
+      check(std::string(info.name) + "+page " + std::to_string(head_dim), centred_hash(info.format, head_dim));
     }
   }
 }

@@ -19,10 +19,11 @@ struct Case {
   const char* k;
   const char* v;
   int ends;  ///< sink and tail pages
+  bool page_centres = false;
 };
 
 std::string name_of(const Case& c) {
-  return fmt::format("{}_{}_{}", c.k, c.v, c.ends != 0 ? "ends" : "noends");
+  return fmt::format("{}_{}_{}{}", c.k, c.v, c.ends != 0 ? "ends" : "noends", c.page_centres ? "_centred" : "");
 }
 void PrintTo(const Case& c, std::ostream* out) {
   *out << name_of(c);
@@ -35,6 +36,7 @@ class Invariance : public testing::TestWithParam<Case> {
     s.k = GetParam().k;
     s.v = GetParam().v;
     s.sink_pages = s.tail_pages = GetParam().ends;
+    s.page_centres = GetParam().page_centres;
     s.sequences = std::move(sequences);
     return s;
   }
@@ -262,7 +264,9 @@ TEST_P(Invariance, HalvesMergedEqualTheWhole) {
 INSTANTIATE_TEST_SUITE_P(All, Invariance,
                          testing::Values(Case{"f32", "f32", 1}, Case{"bf16", "bf16", 0}, Case{"fp8", "fp8", 1},
                                          Case{"tq4", "tq4", 0}, Case{"tq4", "tq4", 1}, Case{"tq6", "tq4", 1},
-                                         Case{"tq5", "tq3", 1}, Case{"tq8", "tq2", 0}, Case{"bf16", "tq4", 1}),
+                                         Case{"tq5", "tq3", 1}, Case{"tq8", "tq2", 0}, Case{"bf16", "tq4", 1},
+                                         Case{"tq4", "tq4", 0, true}, Case{"tq6", "tq4", 1, true},
+                                         Case{"fp8", "tq4", 1, true}),
                          [](const auto& i) { return name_of(i.param); });
 
 }  // namespace

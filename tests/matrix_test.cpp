@@ -172,6 +172,7 @@ TEST_P(MatrixRandom, MatchesTheReference) {
   choices.head_dims = {64, 80, 128, 256};
   for (const Formats& f : kFormats) choices.formats.emplace_back(f.k, f.v);
   choices.most_queries = 90;
+  choices.page_centres = true;
   const auto [first, count] = random_seeds(GetParam(), kAddressSanitizer ? 2 : 10);
   for (std::uint64_t seed = first; seed < first + count; ++seed) {
     Rng rng(seed);

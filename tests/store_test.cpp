@@ -134,6 +134,7 @@ void store_plain(const StoreJob& job, bool values) {
       if (job.rounding == Dtype::bf16) x[j] = base::bf16_to_f32(base::f32_to_bf16(x[j]));
     }
     codec::to_basis(job.basis, job.head_dim, x.data(), y.data());
+    for (std::size_t j = 0; job.centre != nullptr && j < y.size(); ++j) y[j] -= job.centre[j];
     for (float& v : y) v = job.side->format == Format::f16 ? within_f16(v) : v;
     (values ? codec::store_row_v : codec::store_row_k)(*job.side, job.head_dim, job.block, job.first + i, y.data(),
                                                        job.levels);
@@ -192,6 +193,10 @@ TEST(Store, EveryFormatHeadDimAndKindOfValues) {
         job.basis.kind = basis;
         job.levels = levels.data();
         expect_same(c, job, draw, basis == BasisKind::none ? "unrotated" : "rotated");
+        if (c.values || !codec::takes_centre(c.format)) continue;
+        const std::vector<float> centre = draw.loud(c.head_dim);
+        job.centre = centre.data();
+        expect_same(c, job, draw, "centred");
         if (HasFatalFailure()) return;
       }
     }

@@ -43,6 +43,9 @@ struct CacheConfig {
   std::int64_t capacity_tokens = 0;  ///< at most this many tokens in pages (whole pages, shared ones once); 0: no limit
   BasisKind k_basis = BasisKind::automatic;  ///< automatic: hadamard for tq formats, none otherwise
   BasisKind v_basis = BasisKind::automatic;
+  /// page: encoded pages of 64 keys keep their mean key, at 0.125 bits a key value or less, and encode what is left. In
+  /// host memory, with tq and fp8 keys. automatic: none. config() says which.
+  KeyCentre k_centre = KeyCentre::automatic;
   std::shared_ptr<const BasisSet> bases{};  ///< required by, and only read for, BasisKind::calibrated
   std::vector<float> k_levels{};            ///< lut formats: 2^bits level values, ascending
   std::vector<float> v_levels{};
@@ -64,7 +67,7 @@ enum class SequenceId : std::uint64_t {};
 struct CacheMemory {
   std::int64_t tokens = 0;          ///< live tokens, summed over sequences (shared ones counted in each)
   std::int64_t encoded_bytes = 0;   ///< codes of encoded pages held (whole pages)
-  std::int64_t scale_bytes = 0;     ///< scales of encoded pages
+  std::int64_t scale_bytes = 0;     ///< scales of encoded pages, and their keys' centres
   std::int64_t exact_bytes = 0;     ///< exact pages: sinks, tail, and the copy that outlives encoding by a page
   std::int64_t table_bytes = 0;     ///< page tables and bookkeeping
   std::int64_t reserved_bytes = 0;  ///< what the pools took from the system, the above included; see Cache::trim
@@ -114,7 +117,8 @@ class KVANT_API Cache {
   Status remove(SequenceId sequence);
   /// Forgets all tokens from position `tokens` on. Truncating up to 64 tokens and going on gives the same bytes as
   /// if they had never been appended. Further back (CacheConfig::rollback_tokens), a page that was encoded stays
-  /// encoded, with the same codes, where the rule of exact ends would have it exact. Errors: invalid_argument for
+  /// encoded, with the same codes, where the rule of exact ends would have it exact; such a page keeps its centre, too,
+  /// and tokens that are appended to it are centred on it (KeyCentre::page). Errors: invalid_argument for
   /// tokens outside 0 to the length, or released by the window.
   Status truncate(SequenceId sequence, std::int64_t tokens);
   /// Beams in one call: sequences[i] becomes what sequences[parents[i]] was, for all i at once; ids stay. A parent

@@ -19,6 +19,11 @@ namespace kvant {
 ///   calibrated  y = A (x - c): queries are prepared with the inverse transpose of A, scores get scale * (q . c)
 enum class BasisKind : std::uint8_t { automatic = 0, hadamard = 1, none = 2, calibrated = 3 };
 
+/// What is subtracted from keys, in their basis, before they are encoded, and added to scores (docs/page-centres.md).
+///   none   nothing but what a calibrated basis has
+///   page   the mean key of the page, stored with it: tq and fp8 keys
+enum class KeyCentre : std::uint8_t { automatic = 0, none = 1, page = 2 };
+
 struct CalibratedBasis {
   std::vector<float> center;   ///< c, [head_dim]
   std::vector<float> matrix;   ///< A, [head_dim, head_dim] row-major: y_i = sum_j A_ij (x_j - c_j)

@@ -119,6 +119,14 @@ enum {
   KVANT_BASIS_CALIBRATED = 3 /* needs kvant_cache_config.bases */
 };
 
+/* What is subtracted from keys, in their basis, before they are encoded, and added to scores. */
+typedef int32_t kvant_key_centre;
+enum {
+  KVANT_CENTRE_AUTOMATIC = 0, /* none */
+  KVANT_CENTRE_NONE = 1,
+  KVANT_CENTRE_PAGE = 2 /* the mean key of the page, stored with the page: tq and fp8 keys in host memory */
+};
+
 typedef struct kvant_bases kvant_bases;
 
 /* Reads a file that `kvant calibrate` wrote. *bases: destroy it when the caches that use it have been created.
@@ -172,6 +180,7 @@ typedef struct kvant_cache_config {
   int64_t rollback_tokens;     /* with a window: pages are released only when no sequence truncated by so many tokens
                                   would see them, from the greatest length it has had. 0 (default): 64. Rejected drafts
                                   of speculative decoding */
+  kvant_key_centre k_centre;   /* default KVANT_CENTRE_AUTOMATIC */
 } kvant_cache_config;
 
 /* Caches on a device
@@ -270,7 +279,7 @@ typedef struct kvant_memory {
   size_t struct_size;     /* sizeof(kvant_memory), set by the caller */
   int64_t tokens;         /* live tokens, summed over sequences (shared ones counted in each) */
   int64_t encoded_bytes;  /* codes of encoded pages held (whole pages) */
-  int64_t scale_bytes;    /* scales of encoded pages */
+  int64_t scale_bytes;    /* scales of encoded pages, and their keys' centres */
   int64_t exact_bytes;    /* exact pages: sinks, tail, and the copy that outlives encoding by a page */
   int64_t table_bytes;    /* page tables and bookkeeping */
   int64_t total_bytes;    /* the four above */

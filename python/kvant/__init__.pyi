@@ -42,12 +42,14 @@ class Cache:
     capacity_tokens: at most so many tokens in pages, 0: no limit. max_sequences, max_sequence_tokens: on a device.
     k_basis, v_basis: "automatic", "hadamard", "none" or "calibrated"; bases: a kvant.Bases or its path, for the last;
         basis_layers: the file's layer number of each layer of the cache.
+    k_centre: "page": encoded pages keep the mean of their keys and encode what is left, for at most 0.125 bits a key
+        value: tq and fp8 keys in host memory. "none"; "automatic": none.
     threads: workers that encode, 0: the processors that the process may use. isa: an instruction set to encode with,
         "scalar", "avx2", "avx512", "amx" or "neon" (all store the same bytes), None: the best.
 
     Errors: InvalidArgument, Unsupported, OutOfMemory. One thread at a time works on a cache; others wait.
     """
-    def __init__(self, *, kv_heads: int, head_dim: int, layers: int = 1, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', sink_pages: int | None = None, tail_pages: int | None = None, exact: str | None = None, window: int = 0, window_sinks: int = 0, rollback_tokens: int = 0, capacity_tokens: int = 0, max_sequences: int = 0, max_sequence_tokens: int = 0, k_basis: str = 'automatic', v_basis: str = 'automatic', bases: Bases | str | Path | None = None, basis_layers: SequenceOf[int] | None = None, threads: int = 0, isa: str | None = None):
+    def __init__(self, *, kv_heads: int, head_dim: int, layers: int = 1, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', sink_pages: int | None = None, tail_pages: int | None = None, exact: str | None = None, window: int = 0, window_sinks: int = 0, rollback_tokens: int = 0, capacity_tokens: int = 0, max_sequences: int = 0, max_sequence_tokens: int = 0, k_basis: str = 'automatic', v_basis: str = 'automatic', bases: Bases | str | Path | None = None, basis_layers: SequenceOf[int] | None = None, k_centre: str = 'automatic', threads: int = 0, isa: str | None = None):
         ...
     def close(self) -> None:
         """Frees the cache's memory now instead of when the object goes. Its sequences and plans cannot be used any

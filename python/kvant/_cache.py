@@ -75,6 +75,8 @@ class Cache:
     capacity_tokens: at most so many tokens in pages, 0: no limit. max_sequences, max_sequence_tokens: on a device.
     k_basis, v_basis: "automatic", "hadamard", "none" or "calibrated"; bases: a kvant.Bases or its path, for the last;
         basis_layers: the file's layer number of each layer of the cache.
+    k_centre: "page": encoded pages keep the mean of their keys and encode what is left, for at most 0.125 bits a key
+        value: tq and fp8 keys in host memory. "none"; "automatic": none.
     threads: workers that encode, 0: the processors that the process may use. isa: an instruction set to encode with,
         "scalar", "avx2", "avx512", "amx" or "neon" (all store the same bytes), None: the best.
 
@@ -103,6 +105,7 @@ class Cache:
         v_basis: str = "automatic",
         bases: Bases | str | Path | None = None,
         basis_layers: SequenceOf[int] | None = None,
+        k_centre: str = "automatic",
         threads: int = 0,
         isa: str | None = None,
     ):
@@ -127,6 +130,7 @@ class Cache:
         c.max_sequences, c.max_sequence_tokens = max_sequences, max_sequence_tokens
         c.k_basis = self._name("k_basis", k_basis, _c.BASES)
         c.v_basis = self._name("v_basis", v_basis, _c.BASES)
+        c.k_centre = self._name("k_centre", k_centre, _c.CENTRES)
         if bases is not None and not isinstance(bases, Bases):
             bases = Bases(bases)
         if bases is not None:

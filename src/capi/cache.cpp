@@ -29,6 +29,12 @@ Result<BasisKind> to_basis_kind(const char* name, std::int32_t kind) {
                                       "; allowed: 0 (automatic), 1 (hadamard), 2 (none), 3 (calibrated)"};
 }
 
+Result<KeyCentre> to_key_centre(std::int32_t centre) {
+  if (centre >= KVANT_CENTRE_AUTOMATIC && centre <= KVANT_CENTRE_PAGE) return static_cast<KeyCentre>(centre);
+  return {Code::invalid_argument,
+          "config.k_centre is " + std::to_string(centre) + "; allowed: 0 (automatic), 1 (none), 2 (page)"};
+}
+
 Result<std::vector<float>> to_levels(const char* name, const float* levels, std::int32_t count) {
   if (count == 0) return std::vector<float>{};
   if (count < 0 || count > 256 || levels == nullptr) {
@@ -78,6 +84,9 @@ Result<CacheConfig> to_config(const kvant_cache_config* pointer) {
   if (!v_basis) return v_basis.status();
   config.k_basis = *k_basis;
   config.v_basis = *v_basis;
+  const auto k_centre = to_key_centre(given.k_centre);
+  if (!k_centre) return k_centre.status();
+  config.k_centre = *k_centre;
   auto bases = to_bases(given);
   if (!bases) return bases.status();
   config.bases = std::move(*bases);

@@ -46,11 +46,14 @@ struct BenchCase {
   std::string backend = "cpu";
   std::string isa;  ///< "cuda" on a device
   int sink_pages = 1, tail_pages = 1;
+  KeyCentre k_centre = KeyCentre::none;
   /// On a device: so much other memory is read between two runs, as a model's weights are; the time of that alone is
   /// taken off.
   std::int64_t between_mib = 0;
   BenchScores scores;
 
+  /// "tq6/tq4", "tq4, page-centred"
+  [[nodiscard]] std::string stored_name() const;
   [[nodiscard]] std::int64_t keys_of(std::int64_t sequence) const {
     return sequence == 0 && first_keys > 0 ? first_keys : keys;
   }

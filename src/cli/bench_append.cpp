@@ -20,7 +20,7 @@ double side_tolerance(Format format) {
 }  // namespace
 
 double append_bytes(const BenchCase& c) {
-  const codec::PageLayout page = codec::page_layout(c.formats.k, c.formats.v, stored_head_dim(c.head_dim));
+  const codec::PageLayout page = bench_page(c);
   return static_cast<double>(page.code_bytes + page.scale_bytes) / kPageTokens * static_cast<double>(c.keys) *
          c.kv_heads * c.batch;
 }
@@ -35,6 +35,7 @@ Result<AppendRun> AppendRun::create(const BenchCase& c) {
   config.head_dim = c.head_dim;
   config.k = format_info(c.formats.k).name;
   config.v = format_info(c.formats.v).name;
+  config.k_centre = c.k_centre;
   config.sink_pages = c.formats.is_dense() ? 0 : c.sink_pages;
   config.tail_pages = c.formats.is_dense() ? 0 : c.tail_pages;
   config.exact = Dtype::f32;

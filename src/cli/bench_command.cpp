@@ -89,6 +89,11 @@ std::vector<BenchCase> cases_of(const BenchArguments& a, bool is_op_given, const
   if (k_formats.empty()) k_formats = {a.v_formats.empty() ? kDefaultPair.name() : format_info(kDefaultPair.k).name};
   const Result<std::vector<FormatPair>> pairs = pair_formats(k_formats, a.v_formats);
   if (!pairs.ok()) usage(pairs.message());
+  for (const FormatPair& pair : *pairs) {
+    if (takes_centre(pair) || std::find(a.k_centres.begin(), a.k_centres.end(), "page") == a.k_centres.end()) continue;
+    usage(fmt::format("--k-centre page: not with keys in {}; choose tq or fp8 keys with --k-format",
+                      format_info(pair.k).name));
+  }
   std::vector<BenchCase> cases;
   for (BenchCase shape : shapes_of(a, is_op_given)) {
     shape.scores = a.scores;
@@ -100,10 +105,13 @@ std::vector<BenchCase> cases_of(const BenchArguments& a, bool is_op_given, const
     for (const std::string& isa : isas) {
       for (const int threads : a.threads) {
         for (const FormatPair& pair : *pairs) {
-          cases.push_back(shape);
-          cases.back().formats = pair;
-          cases.back().isa = isa;
-          cases.back().threads = threads > 0 ? threads : core::hardware_threads();
+          for (const std::string& centre : a.k_centres) {
+            cases.push_back(shape);
+            cases.back().formats = pair;
+            cases.back().k_centre = centre_of(centre);
+            cases.back().isa = isa;
+            cases.back().threads = threads > 0 ? threads : core::hardware_threads();
+          }
         }
       }
     }
@@ -162,7 +170,7 @@ Status run_bench_command(const BenchArguments& a, bool is_op_given) {
   for (const BenchRow& row : result->rows) {
     if (!row.refusal.empty()) {
       return {Code::internal,
-              fmt::format("{} {}: {}", op_name(row.bench_case.op), row.bench_case.formats.name(), row.refusal)};
+              fmt::format("{} {}: {}", op_name(row.bench_case.op), row.bench_case.stored_name(), row.refusal)};
     }
   }
   return {};

@@ -56,11 +56,15 @@ std::vector<float> loud_vectors(std::int64_t tokens, int heads, int head_dim, do
 bool is_same_workload(const BenchCase& a, const BenchCase& b) {
   return (a.op == BenchOp::step) == (b.op == BenchOp::step) && a.formats == b.formats && a.kv_heads == b.kv_heads &&
          a.head_dim == b.head_dim && a.batch == b.batch && a.keys == b.keys && a.first_keys == b.first_keys &&
-         a.sink_pages == b.sink_pages && a.tail_pages == b.tail_pages;
+         a.sink_pages == b.sink_pages && a.tail_pages == b.tail_pages && a.k_centre == b.k_centre;
+}
+
+codec::PageLayout bench_page(const BenchCase& c) {
+  return codec::page_layout(c.formats.k, c.formats.v, stored_head_dim(c.head_dim), 1, c.k_centre == KeyCentre::page);
 }
 
 double layer_bytes(const BenchCase& c) {
-  const codec::PageLayout page = codec::page_layout(c.formats.k, c.formats.v, stored_head_dim(c.head_dim));
+  const codec::PageLayout page = bench_page(c);
   const double exact_bytes = 4.0 * kPageTokens * page.head_dim;  // bf16
   const auto bytes_of = [&](std::int64_t keys) {
     const double pages = std::ceil(static_cast<double>(keys) / kPageTokens);
@@ -77,6 +81,7 @@ CacheConfig cache_config(const BenchCase& c, int layers) {
   config.head_dim = c.head_dim;
   config.k = format_info(c.formats.k).name;
   config.v = format_info(c.formats.v).name;
+  config.k_centre = c.k_centre;
   config.sink_pages = c.formats.is_dense() ? 0 : c.sink_pages;
   config.tail_pages = c.formats.is_dense() ? 0 : c.tail_pages;
   config.exact = Dtype::bf16;

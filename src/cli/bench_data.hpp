@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "cli/bench.hpp"
+#include "codec/layout.hpp"
 #include "kvant/kvant.hpp"
 
 namespace kvant::cli {
@@ -24,6 +25,9 @@ class Random {
 /// Vectors [tokens, heads, head_dim]: N(0, 1), and in each head a few loud channels, the same for all tokens (one in
 /// 64, 5 to 15 times as loud), as real keys have them.
 std::vector<float> loud_vectors(std::int64_t tokens, int heads, int head_dim, double loudness, std::uint64_t seed);
+
+/// A page of encoded keys and values.
+codec::PageLayout bench_page(const BenchCase& c);
 
 /// A filled cache. Its layers are the replicas that runs rotate through, so that keys and values come from memory.
 struct Workload {

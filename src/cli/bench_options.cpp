@@ -79,6 +79,12 @@ void add_formats(CLI::App& command, BenchArguments& a) {
            "Key formats, or pairs as tq6/tq4 (default; suites: f16,tq8,tq6/tq4,tq4)", "FORMAT,...");
   add_list(command, "--v-format", a.v_formats,
            "Value formats: one for all, or one for each key format; default: as the keys", "FORMAT,...");
+  add_list(command, "--k-centre", a.k_centres,
+           "What is subtracted from keys: none, or page, the mean key of each page (tq and\n"
+           "fp8 keys, on the CPU)",
+           "none|page,...")
+      ->check(CLI::IsMember({"none", "page"}).description(""))
+      ->capture_default_str();
 }
 
 // Returned: what a suite has of its own.

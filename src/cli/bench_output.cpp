@@ -48,7 +48,7 @@ Table bench_table(const BenchResult& result) {
     const bool is_append = c.op == BenchOp::append;
     std::vector<std::string> cells = {
         op_name(c.op),
-        c.formats.name(),
+        c.stored_name(),
         is_append ? fmt::format("-/{}", c.kv_heads) : fmt::format("{}/{}", c.q_heads, c.kv_heads),
         std::to_string(c.head_dim),
         std::to_string(c.batch),
@@ -105,7 +105,7 @@ std::vector<std::string> notes(const BenchResult& result, const Machine& machine
     is_noisy = is_noisy || row.spread > kHighSpread;
     if (!row.refusal.empty()) {
       lines.push_back(
-          fmt::format("REFUSED {} {}: {}.", op_name(row.bench_case.op), row.bench_case.formats.name(), row.refusal));
+          fmt::format("REFUSED {} {}: {}.", op_name(row.bench_case.op), row.bench_case.stored_name(), row.refusal));
     }
   }
   if (is_noisy) lines.push_back(noise_note());
@@ -142,6 +142,7 @@ Json bench_rows(const BenchResult& result) {
                     {"isa", c.isa},
                     {"k_format", format_info(c.formats.k).name},
                     {"v_format", format_info(c.formats.v).name},
+                    {"k_centre", centre_name(c.k_centre)},
                     {"q_heads", c.q_heads},
                     {"kv_heads", c.kv_heads},
                     {"head_dim", c.head_dim},

@@ -159,7 +159,7 @@ class Group {
     std::vector<std::shared_ptr<Workload>> workloads;
     for (Runner& runner : runners_) {
       const BenchCase& c = runner.row.bench_case;
-      const std::string name = fmt::format("{} {} D {}, {} keys", op_name(c.op), c.formats.name(), c.head_dim, c.keys);
+      const std::string name = fmt::format("{} {} D {}, {} keys", op_name(c.op), c.stored_name(), c.head_dim, c.keys);
       Status status;
       if (c.op == BenchOp::append) {
         status = prepare_append(runner);
@@ -232,7 +232,7 @@ Result<std::vector<std::vector<BenchCase>>> cut_groups(const std::vector<BenchCa
     if (least > 0.8 * free_bytes) {
       return {Code::out_of_memory,
               fmt::format("{} {}, {} keys, batch {}: takes {}, {} are free; use fewer --keys or a smaller --batch",
-                          op_name(c.op), c.formats.name(), c.keys, c.batch, bytes_text(least), bytes_text(free_bytes))};
+                          op_name(c.op), c.stored_name(), c.keys, c.batch, bytes_text(least), bytes_text(free_bytes))};
     }
     const bool is_shared = !groups.empty() && c.op != BenchOp::append &&
                            std::any_of(groups.back().begin(), groups.back().end(),
@@ -298,6 +298,10 @@ std::string BenchScores::text() const {
 std::int64_t BenchCase::seen_keys_of(std::int64_t sequence) const {
   const std::int64_t own = keys_of(sequence);
   return scores.window > 0 ? std::min(own, scores.window + q_len - 1) : own;
+}
+
+std::string BenchCase::stored_name() const {
+  return formats.name() + (k_centre == KeyCentre::page ? ", page-centred" : "");
 }
 
 double BenchCase::stored_values() const {

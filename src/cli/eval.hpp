@@ -20,6 +20,7 @@ struct Variant {
   FormatPair formats;
   /// One sink and one tail page, whatever the window; false: all but the query's own token encoded.
   bool has_exact_ends = true;
+  KeyCentre k_centre = KeyCentre::none;
 };
 
 /// One captured layer and how to compute on it.
@@ -40,7 +41,8 @@ struct EvalRow {
   int layer = 0;
   FormatPair formats;
   bool has_exact_ends = true;
-  std::string basis;             ///< "hadamard", "none", "calibrated", or two of them as keys/values
+  KeyCentre k_centre = KeyCentre::none;
+  std::string basis;  ///< "hadamard", "none", "calibrated", or two of them as keys/values; and "page" for page centres
   std::int64_t cache_bytes = 0;  ///< everything the cache holds at the last position: codes, scales, exact ends, tables
   std::int64_t bf16_bytes = 0;   ///< the same tokens as plain bf16
   double bits_per_value = 0;     ///< cache_bytes over the values stored
@@ -54,6 +56,10 @@ struct EvalRow {
   double time_to_f16 = 0;          ///< the same over that of the f16 cache
   double spread = 0;               ///< of the times: (p90 - p10) / median
   double f16_spread = 0;           ///< of the f16 cache's times
+  [[nodiscard]] std::string name() const {  ///< "tq6/tq4", "tq4, page-centred"
+    return formats.name() + (k_centre == KeyCentre::page ? ", page-centred" : "");
+  }
+  [[nodiscard]] bool is_default() const { return formats == kDefaultPair && k_centre == KeyCentre::none; }
 };
 
 /// All variants of one layer. `on_progress` is called with what has just been finished, once a variant.

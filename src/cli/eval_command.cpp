@@ -46,7 +46,7 @@ struct EvalArguments {
   std::vector<std::string> files;
   std::vector<std::string> formats = kDefaultFormats;
   std::vector<int> layers;
-  std::string ends = "both";
+  std::string ends = "both", k_centre = "none";
   std::string basis, json, csv, report, isa;
   int threads = 0;
   bool is_wide = false;
@@ -59,6 +59,7 @@ std::string command_line(const EvalArguments& a) {
   if (!a.layers.empty()) line += " --layers " + fmt::format("{}", fmt::join(a.layers, ","));
   if (a.ends != "both") line += " --exact-ends " + a.ends;
   if (!a.basis.empty()) line += " --basis " + a.basis;
+  if (a.k_centre != "none") line += " --k-centre " + a.k_centre;
   if (a.threads != 0) line += fmt::format(" --threads {}", a.threads);
   if (!a.isa.empty()) line += " --isa " + a.isa;
   for (const auto& [option, path] : {std::pair{"--json", a.json}, {"--csv", a.csv}, {"--report", a.report}}) {
@@ -67,15 +68,19 @@ std::string command_line(const EvalArguments& a) {
   return line;
 }
 
-std::vector<Variant> variants_of(const std::vector<FormatPair>& pairs, const std::string& ends) {
+std::vector<Variant> variants_of(const std::vector<FormatPair>& pairs, const std::string& ends,
+                                 const std::string& k_centre) {
   std::vector<Variant> variants;
   for (const FormatPair& pair : pairs) {
     if (pair.is_dense()) {
       variants.push_back({pair, true});
       continue;
     }
-    if (ends != "without") variants.push_back({pair, true});
-    if (ends != "with") variants.push_back({pair, false});
+    for (const bool has_ends : {true, false}) {
+      if (ends == (has_ends ? "without" : "with")) continue;
+      if (k_centre != "page" || !takes_centre(pair)) variants.push_back({pair, has_ends});
+      if (k_centre != "none" && takes_centre(pair)) variants.push_back({pair, has_ends, KeyCentre::page});
+    }
   }
   return variants;
 }
@@ -181,7 +186,7 @@ Status run_eval(const EvalArguments& a) {
   run.machine = describe_machine();
   run.settings = {a.threads > 0 ? a.threads : core::hardware_threads(), (*kernels)->name};
   run.basis_file = a.basis;
-  const std::vector<Variant> variants = variants_of(*pairs, a.ends);
+  const std::vector<Variant> variants = variants_of(*pairs, a.ends, a.k_centre);
   const auto begin = std::chrono::steady_clock::now();
   std::vector<EvalRow> rows;
   {
@@ -223,6 +228,11 @@ Action add_eval_command(CLI::App& app) {
       ->add_option("--basis", a->basis,
                    "Calibrated bases (kvant calibrate) for tq formats; dense formats and fp8 have none")
       ->type_name("FILE");
+  one_of(command->add_option("--k-centre", a->k_centre,
+                             "tq and fp8 keys around the mean key of their page (page), as they are\n"
+                             "(none), or both"),
+         {"both", "none", "page"})
+      ->capture_default_str();
   command->add_option("--threads", a->threads, "Worker threads; 0: the processors that the process may use")
       ->check(CLI::Range(0, 1024).description(""))
       ->type_name("N");

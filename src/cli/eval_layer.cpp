@@ -187,7 +187,8 @@ void measure_memory(const io::CapturedLayer& c, const Replay& replay, EvalRow& r
   row.cache_bytes = memory.total();
   row.bf16_bytes = static_cast<std::int64_t>(values) * 2;
   row.bits_per_value = static_cast<double>(row.cache_bytes) * 8 / values;
-  const codec::PageLayout page = codec::page_layout(row.formats.k, row.formats.v, stored_head_dim(c.head_dim));
+  const codec::PageLayout page =
+      codec::page_layout(row.formats.k, row.formats.v, stored_head_dim(c.head_dim), 1, row.k_centre == KeyCentre::page);
   row.page_bits = page.block_bytes * 8.0 / (2.0 * kPageTokens * c.head_dim);
 }
 
@@ -224,6 +225,7 @@ Status replay_variant(const EvalLayer& layer, const Variant& variant, const Trut
   row.layer = layer.captured.layer;
   row.formats = variant.formats;
   row.has_exact_ends = variant.has_exact_ends;
+  row.k_centre = variant.k_centre;
   row.basis = replay->basis();
   if (const Status status = measure_quality(layer, truth, *replay, row); !status.ok()) return status;
   if (const Status status = replay->finish(); !status.ok()) return status;

@@ -47,6 +47,7 @@ Result<Replay> Replay::create(const EvalLayer& layer, const Variant& variant, co
   config.exact = exact_dtype(captured.dtype);
   config.window = captured.window;
   config.threads = 1;
+  config.k_centre = variant.k_centre;
   config.k_basis = basis_kind(variant.formats.k, layer.bases.get(), true);
   config.v_basis = basis_kind(variant.formats.v, layer.bases.get(), false);
   if (config.k_basis == BasisKind::calibrated || config.v_basis == BasisKind::calibrated) config.bases = layer.bases;
@@ -70,7 +71,8 @@ Replay::Replay(Cache cache, const EvalLayer& layer, const Variant& variant, cons
 std::string Replay::basis() const {
   const std::string k = basis_text(variant_.formats.k, layer_->bases.get(), true);
   const std::string v = basis_text(variant_.formats.v, layer_->bases.get(), false);
-  return k == v ? k : k + "/" + v;
+  const std::string both = k == v ? k : k + "/" + v;
+  return variant_.k_centre == KeyCentre::page ? both + ", page" : both;
 }
 
 AttentionOptions Replay::options(std::int64_t window, int threads) const {

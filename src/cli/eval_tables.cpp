@@ -100,7 +100,7 @@ Table layer_table(const std::vector<EvalRow>& rows) {
   const bool any_ratio = std::any_of(rows.begin(), rows.end(), is_ratio_noisy);
   for (const EvalRow& row : rows) {
     table.add(
-        {row.formats.name() + (row.formats == kDefaultPair ? " *" : ""), ends_text(row), row.basis,
+        {row.formats.name() + (row.is_default() ? " *" : ""), ends_text(row), row.basis,
          fmt::format("{:.2f}", row.bits_per_value), fmt::format("{:.2f}", row.page_bits),
          bytes_text(static_cast<double>(row.cache_bytes)),
          fmt::format("{:.1f} %", 100.0 * static_cast<double>(row.cache_bytes) / static_cast<double>(row.bf16_bytes)),
@@ -128,7 +128,7 @@ Table summary_table(const std::vector<SummaryRow>& rows) {
   bool any = false;
   for (const SummaryRow& row : rows) any = any || ratio_spread(row.mean) > kHighSpread;
   for (const auto& [m, rel_l2_worst] : rows) {
-    table.add({m.formats.name() + (m.formats == kDefaultPair ? " *" : ""), ends_text(m), m.basis,
+    table.add({m.formats.name() + (m.is_default() ? " *" : ""), ends_text(m), m.basis,
                fmt::format("{:.2f}", m.bits_per_value), fmt::format("{:.2f}", m.page_bits),
                fmt::format("{:.1f} %", 100.0 * static_cast<double>(m.cache_bytes) / static_cast<double>(m.bf16_bytes)),
                small_number(m.rel_l2), small_number(rel_l2_worst), fmt::format("{:.5f}", m.cosine_min),
@@ -144,13 +144,17 @@ std::vector<std::string> legend_lines(const std::vector<EvalRow>& rows) {
   for (const EvalRow& row : rows) {
     is_any_noisy = is_any_noisy || ratio_spread(row) > kHighSpread;
     kernel = std::max(kernel, row.kernel_rel_l2);
-    has_default = has_default || row.formats == kDefaultPair;
+    has_default = has_default || row.is_default();
   }
   std::vector<std::string> lines;
   if (has_default) lines.push_back("* the library's default.");
   lines.push_back(
       "exact ends: the first page and the newest 64 to 127 tokens are kept as given (the default, but for windows "
       "below 1024). all encoded: everything but the query's own token is encoded.");
+  const auto is_centred = [](const EvalRow& row) { return row.k_centre == KeyCentre::page; };
+  if (std::any_of(rows.begin(), rows.end(), is_centred)) {
+    lines.push_back("page: keys are encoded around the mean key of their page.");
+  }
   lines.push_back(
       "bits/value: all the cache holds (codes, scales, exact ends, tables) at this length; in pages: the limit "
       "for long sequences.");
@@ -193,6 +197,7 @@ Json eval_rows(const std::vector<EvalRow>& rows) {
                     {"v_format", format_info(row.formats.v).name},
                     {"exact_ends", row.has_exact_ends},
                     {"basis", row.basis},
+                    {"k_centre", centre_name(row.k_centre)},
                     {"bits_per_value", row.bits_per_value},
                     {"cache_bytes", row.cache_bytes},
                     {"rel_l2", row.rel_l2},

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cli/suggest.hpp"
+#include "codec/layout.hpp"
 #include "codec/traits.hpp"
 #include "core/fmt.hpp"
 
@@ -14,6 +15,18 @@ std::string FormatPair::name() const {
 
 bool FormatPair::is_dense() const {
   return format_info(k).dense && format_info(v).dense;
+}
+
+bool takes_centre(const FormatPair& formats) {
+  return codec::takes_centre(formats.k);
+}
+
+const char* centre_name(KeyCentre centre) {
+  return centre == KeyCentre::page ? "page" : "none";
+}
+
+KeyCentre centre_of(const std::string& name) {
+  return name == "page" ? KeyCentre::page : KeyCentre::none;
 }
 
 double FormatPair::bits() const {

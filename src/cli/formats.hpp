@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "kvant/codec.hpp"
 #include "kvant/types.hpp"
 
 namespace kvant::cli {
@@ -18,6 +19,11 @@ struct FormatPair {
 };
 
 inline constexpr FormatPair kDefaultPair{};
+
+/// Whether pages of these keys can be centred, and the words of --k-centre.
+bool takes_centre(const FormatPair& formats);
+const char* centre_name(KeyCentre centre);
+KeyCentre centre_of(const std::string& name);
 
 /// Names of the formats that a command line can fill.
 std::vector<std::string> plain_format_names();

@@ -37,7 +37,7 @@ Chart scatter(const std::vector<EvalRow>& rows, const Figure& figure) {
   }
   std::vector<ChartPoint> compressed;
   for (const EvalRow& row : rows) {
-    ChartPoint p{row.bits_per_value, figure.y(row), row.formats.name(), {}, row.formats == kDefaultPair};
+    ChartPoint p{row.bits_per_value, figure.y(row), row.name(), {}, row.is_default()};
     p.tooltip = fmt::format("{}: {:.2f} bits/value, rel. L2 {}, KL {}, {:.2f} x the time of f16", variant_text(row),
                             row.bits_per_value, small_number(row.rel_l2), small_number(row.kl_mean), row.time_to_f16);
     if (!row.formats.is_dense()) compressed.push_back(p);

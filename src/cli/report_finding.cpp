@@ -42,7 +42,7 @@ const SummaryRow* least_error(const std::vector<SummaryRow>& rows) {
 const SummaryRow* the_default(const std::vector<SummaryRow>& rows) {
   const SummaryRow* found = nullptr;
   for (const SummaryRow& row : rows) {
-    if (row.mean.formats == kDefaultPair && (found == nullptr || row.mean.has_exact_ends)) found = &row;
+    if (row.mean.is_default() && (found == nullptr || row.mean.has_exact_ends)) found = &row;
   }
   return found;
 }
@@ -63,8 +63,8 @@ std::string percent_text(double share) {
 }
 
 std::string variant_text(const EvalRow& row) {
-  if (row.formats.is_dense()) return row.formats.name();
-  return row.formats.name() + (row.has_exact_ends ? " with exact ends" : " all encoded");
+  if (row.formats.is_dense()) return row.name();
+  return row.name() + (row.has_exact_ends ? " with exact ends" : " all encoded");
 }
 
 std::string finding_html(const std::vector<SummaryRow>& rows, std::size_t layers) {

@@ -68,9 +68,9 @@ std::string figures(const std::vector<SummaryRow>& rows, bool is_summary, const 
   }
   html += "</tr></thead>\n<tbody>\n";
   for (const SummaryRow& row : rows) {
-    const bool is_default = row.mean.formats == kDefaultPair;
+    const bool is_default = row.mean.is_default();
     html += fmt::format("<tr{}><th scope=\"row\">{}{} <span class=\"ends\">{}</span></th>",
-                        is_default ? " class=\"default\"" : "", row.mean.formats.name(), is_default ? " *" : "",
+                        is_default ? " class=\"default\"" : "", row.mean.name(), is_default ? " *" : "",
                         ends_text(row.mean));
     for (const Column& column : kColumns) {
       if (has(column)) html += "<td>" + column.cell(row) + "</td>";
@@ -84,7 +84,8 @@ std::string figures(const std::vector<SummaryRow>& rows, bool is_summary, const 
 
 const EvalRow* row_of(const LayerRows& layer, const EvalRow& variant) {
   const auto at = std::ranges::find_if(layer.rows, [&](const EvalRow& row) {
-    return row.formats == variant.formats && row.has_exact_ends == variant.has_exact_ends;
+    return row.formats == variant.formats && row.has_exact_ends == variant.has_exact_ends &&
+           row.k_centre == variant.k_centre;
   });
   return at == layer.rows.end() ? nullptr : &*at;
 }
@@ -150,12 +151,12 @@ std::string overview_html(const std::vector<LayerRows>& layers) {
     groups += fmt::format("<th scope=\"colgroup\" colspan=\"{}\">{}</th>", end - i, ends_text(variants[i]));
     for (; i < end; ++i) {
       const EvalRow& v = variants[i];
-      const bool is_default = v.formats == kDefaultPair;
-      names += fmt::format("<th scope=\"col\"{}>{}{}</th>", is_default ? " class=\"default\"" : "", v.formats.name(),
+      const bool is_default = v.is_default();
+      names += fmt::format("<th scope=\"col\"{}>{}{}</th>", is_default ? " class=\"default\"" : "", v.name(),
                            is_default ? " *" : "");
       worst.push_back(worst_layer(layers, v));
       if (v.formats.is_dense()) continue;
-      if (spoken == nullptr || (is_default && spoken->formats != kDefaultPair)) spoken = &v;
+      if (spoken == nullptr || (is_default && !spoken->is_default())) spoken = &v;
     }
   }
   std::string html = "<thead>" + groups + "</tr>\n" + names + "</tr></thead>\n<tbody>\n";
@@ -169,7 +170,7 @@ std::string overview_html(const std::vector<LayerRows>& layers) {
         continue;
       }
       std::string classes = worst[i] == l && !variants[i].formats.is_dense() ? "heat worst" : "heat";
-      if (variants[i].formats == kDefaultPair) classes += " default";
+      if (variants[i].is_default()) classes += " default";
       html += fmt::format("<td class=\"{}\" style=\"--heat:{:.2f}\">{}</td>", classes, heat(row->rel_l2),
                           percent_cell(row->rel_l2));
     }
@@ -182,9 +183,8 @@ std::string overview_html(const std::vector<LayerRows>& layers) {
   if (spoken != nullptr) {
     const LayerRows& layer = layers[worst_layer(layers, *spoken)];
     sentence += fmt::format(" {} ({}) is worst in <strong>{}</strong>: {}.",
-                            spoken->formats == kDefaultPair ? "The default" : "The first compressed format",
-                            variant_text(*spoken), escape_html(short_name(layer, has_one_file)),
-                            percent_text(row_of(layer, *spoken)->rel_l2));
+                            spoken->is_default() ? "The default" : "The first compressed format", variant_text(*spoken),
+                            escape_html(short_name(layer, has_one_file)), percent_text(row_of(layer, *spoken)->rel_l2));
   }
   return "<p class=\"faint\">" + sentence + "</p>\n" +
          scrolled(html + "</tbody>", "Error of each layer with each format", variants.size() + 1);

@@ -1,8 +1,10 @@
 // The bytes of a page: 64 consecutive tokens of one sequence, one layer, one kv head. Normative; docs/formats.md tells
 // the same in prose.
 //
-// A block is: key planes, value planes, key scales, value scales; each part starts 16-byte aligned, and the block's
-// size is a multiple of 64 bytes.
+// A block is: key planes, value planes, the keys' centre (page-centred caches only), key scales, value scales; each
+// part starts 16-byte aligned. The block's size is a multiple of 64 bytes, or of 32 in a page-centred cache whose
+// head_dim is not a multiple of 64: there rows straddle cache lines anyway, and 64 would cost more than 0.14 bits a key
+// value.
 //
 //   dense formats    keys and values row-major [64][D] of 4 or 2 bytes
 //   coded formats    codes are split into at most two planes of p bits each (low bits first), so that no field
@@ -12,6 +14,8 @@
 //                    p == 8: [16 quads][D] words of 4 bytes; token j of the quad in byte j
 //                    so a 32-bit lane of any load holds tokens of one channel and the products need no horizontal sums
 //     scales         [groups][64] fp16 (lut formats: f32); group i covers elements i * D / groups and on
+//     centre         one vector of D values in tq6 with a single scale, whatever D: its two planes as those of one key
+//                    row, then the scale, with no gaps. What it means is in codec/centre.hpp
 //
 // Reading a key row in 64-element blocks may run up to 48 bytes past the row's end; that stays inside the block,
 // because values and scales follow.
@@ -26,6 +30,7 @@ namespace kvant::codec {
 
 inline constexpr int kMaxHeadDim = 576;
 inline constexpr int kMaxScaleGroups = 4;
+inline constexpr Format kCentreFormat = Format::tq6;
 
 struct SideLayout {
   Format format = Format::f32;
@@ -41,8 +46,8 @@ struct SideLayout {
 struct PageLayout {
   int head_dim = 0;
   SideLayout k, v;
-  std::uint32_t code_bytes = 0;   // planes or dense rows of both sides
-  std::uint32_t scale_bytes = 0;  // scales of both sides
+  std::uint32_t code_bytes = 0;   // planes or dense rows of both sides; the centre, if any, begins here
+  std::uint32_t scale_bytes = 0;  // scales of both sides, and the centre
   std::uint32_t block_bytes = 0;  // one kv head, padding included
 };
 
@@ -64,7 +69,12 @@ constexpr SideLayout side_layout(Format f, int head_dim, int lut_scales) {
   return s;
 }
 
-constexpr PageLayout page_layout(Format k, Format v, int head_dim, int lut_scales = 1) {
+// Formats whose key pages can have a centre.
+KVANT_HD constexpr bool takes_centre(Format f) {
+  return is_tq(f) || f == Format::fp8;
+}
+
+constexpr PageLayout page_layout(Format k, Format v, int head_dim, int lut_scales = 1, bool centred = false) {
   PageLayout p;
   p.head_dim = head_dim;
   p.k = side_layout(k, head_dim, lut_scales);
@@ -87,11 +97,34 @@ constexpr PageLayout page_layout(Format k, Format v, int head_dim, int lut_scale
   planes(p.k);
   planes(p.v);
   p.code_bytes = at;
+  if (centred) take(static_cast<std::uint32_t>(head_dim * format_bits(kCentreFormat) / 8 + 2));
   scales(p.k);
   scales(p.v);
   p.scale_bytes = at - p.code_bytes;
-  p.block_bytes = (at + 63u) & ~63u;
+  const std::uint32_t whole = centred && head_dim % 64 != 0 ? 32 : 64;
+  p.block_bytes = (at + whole - 1) / whole * whole;
   return p;
+}
+
+// Whether the key pages of this layout have a centre. No field says so, because device code takes a PageLayout as it
+// is.
+KVANT_HD constexpr bool is_centred(const PageLayout& p) {
+  return !is_dense(p.k.format) && p.k.scale_offset != p.code_bytes;
+}
+
+// The centre as the key row of token 0 of a side of its own.
+KVANT_HD constexpr SideLayout centre_layout(const PageLayout& p) {
+  SideLayout s;
+  s.format = kCentreFormat;
+  s.planes = 2;
+  s.plane_bits[0] = 4;
+  s.plane_bits[1] = format_bits(kCentreFormat) - 4;
+  s.plane_offset[0] = p.code_bytes;
+  s.plane_offset[1] = s.plane_offset[0] + static_cast<std::uint32_t>(p.head_dim) / 2;
+  s.scale_offset = s.plane_offset[1] + static_cast<std::uint32_t>(p.head_dim) / 4;
+  s.groups = 1;
+  s.scale_bytes = 2;
+  return s;
 }
 
 KVANT_NAMESPACE_END

@@ -19,13 +19,14 @@ class Offsets {
 
 }  // namespace
 
-PreparedLayout prepared_layout(int rows, int padded_dim) {
+PreparedLayout prepared_layout(int rows, int padded_dim, bool centred) {
   const auto r = static_cast<std::size_t>(rows), d = static_cast<std::size_t>(padded_dim);
   constexpr std::size_t kGroups = codec::kMaxScaleGroups;
   Offsets at;
   PreparedLayout p{};
   p.raw = at.take(4 * r * d);
   p.basis = at.take(4 * r * d);
+  p.centred = at.take(centred ? 4 * r * d : 0);
   p.ints = at.take(2 * r * d);
   p.scales = at.take(4 * r * kGroups);
   p.offsets = at.take(4 * r * kGroups);
@@ -48,7 +49,7 @@ PartialLayout partial_layout(int rows, int head_dim) {
   return p;
 }
 
-ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, RowPath path) {
+ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool centred, RowPath path) {
   const std::size_t r = (static_cast<std::size_t>(rows) + 15) / 16 * 16;
   const auto d = static_cast<std::size_t>(head_dim), dp = static_cast<std::size_t>(padded_dim);
   Offsets at;
@@ -65,6 +66,7 @@ ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, RowPath pat
   }
   if (path == RowPath::tiles) s.transpose = at.take(4 * kPageTokens * kTransposedRows);
   if (path == RowPath::matrix) {
+    s.panel_centre = at.take(centred ? 4 * r * dp : 0);
     s.page = at.take(kMatrixKeyBytes * tokens * dp);
     s.weights = at.take(4 * r * tokens);
     for (std::size_t& output : s.output) output = at.take(4 * r * d);
@@ -74,12 +76,12 @@ ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, RowPath pat
   return s;
 }
 
-ItemLayout item_layout(int rows, int head_dim, int padded_dim, RowPath path) {
+ItemLayout item_layout(int rows, int head_dim, int padded_dim, bool centred, RowPath path) {
   return {.rows = rows,
           .path = path,
-          .prepared = path == RowPath::vector ? prepared_layout(rows, padded_dim) : PreparedLayout{},
+          .prepared = path == RowPath::vector ? prepared_layout(rows, padded_dim, centred) : PreparedLayout{},
           .partial = partial_layout(rows, head_dim),
-          .scratch = scratch_layout(rows, head_dim, padded_dim, path)};
+          .scratch = scratch_layout(rows, head_dim, padded_dim, centred, path)};
 }
 
 }  // namespace kvant::core

@@ -6,9 +6,10 @@
 //            partial (O, m, l) for each of the two domains, or the finished rows if the block has a single split
 //   merge    one item per row block with several splits: partials combined in split order, rotated back, written
 //
-// Rows: the group's q_heads of all queries of a sequence share their kv head's keys; row = query * group + head-in-group.
-// Domains: exact pages are multiplied with the queries as given and accumulate in the original coordinates, encoded
-// pages live in their basis. Each domain keeps its own online softmax; they meet when rows are finished.
+// Rows: the group's q_heads of all queries of a sequence share their kv head's keys; row = query * group +
+// head-in-group. Domains: exact pages are multiplied with the queries as given and accumulate in the original
+// coordinates, encoded pages live in their basis. Each domain keeps its own online softmax; they meet when rows are
+// finished.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +20,8 @@
 
 namespace kvant::core {
 
-// What an item's rows go through: the vector path, or tiles of f32, or these in bf16 for a matrix unit (cpu/matrix.hpp).
+// What an item's rows go through: the vector path, or tiles of f32, or these in bf16 for a matrix unit
+// (cpu/matrix.hpp).
 enum class RowPath { vector, tiles, matrix };
 
 constexpr RowPath path_of_many_rows(const Kernels& kernels) {
@@ -27,8 +29,9 @@ constexpr RowPath path_of_many_rows(const Kernels& kernels) {
 }
 
 inline constexpr int kRowBlock = 128;  // rows of one attend item at most
-// Rows of an item on the tile path: as many as keep its queries and sums (16 bytes a row and element) within about half of
-// a 512 KiB L2 cache, because a page is decoded once for each item. D = 128: 128 rows 75 % of the FMA peak, 64 rows 72 %.
+// Rows of an item on the tile path: as many as keep its queries and sums (16 bytes a row and element) within about half
+// of a 512 KiB L2 cache, because a page is decoded once for each item. D = 128: 128 rows 75 % of the FMA peak, 64 rows
+// 72 %.
 constexpr int row_block(int head_dim, RowPath path) {
   return head_dim <= 128 || path == RowPath::matrix ? kRowBlock : kRowBlock / 2;
 }
@@ -96,6 +99,7 @@ struct RunContext {
   int width;  // values of a row of q and out, at most head_dim: queries are padded with zeros, outputs cut
   int head_dim, padded_dim;  // of stored vectors; padded_dim: head_dim rounded up to 64, zero filled
   int group, kv_heads;
+  bool centred;  // encoded key pages have centres
   base::LogitRule<float> logits;
   bool causal;
   std::int64_t window, window_sinks;
@@ -119,6 +123,7 @@ struct RunContext {
 struct PreparedLayout {
   std::size_t raw;       // f32 [rows][padded_dim], as given
   std::size_t basis;     // f32 [rows][padded_dim], in the encoded basis (same as raw if that basis is none)
+  std::size_t centred;   // the same in the order in which centres are unpacked; of centred caches only
   std::size_t ints;      // i16 [rows][padded_dim], basis rows in the order of the key codes' unpacking; tq formats only
   std::size_t scales;    // f32 [rows][kMaxScaleGroups]: value of one integer step
   std::size_t offsets;   // i32 [rows][kMaxScaleGroups]: level offset * sum of the integers
@@ -126,7 +131,7 @@ struct PreparedLayout {
   std::size_t poisoned;  // i32 [rows]: the query is not finite
   std::size_t bytes;
 };
-PreparedLayout prepared_layout(int rows, int padded_dim);
+PreparedLayout prepared_layout(int rows, int padded_dim, bool centred);
 
 struct PrepareItem {
   const RunContext* run;
@@ -155,15 +160,16 @@ struct ScratchLayout {
   std::size_t rescale;      // f32 [rows]
   std::size_t panel_raw;    // f32 query panels [rows / 16][head_dim][16] (tile path), as given; matrix path: as operand
   std::size_t panel_basis;  // the same in the encoded basis, in unpacking order
-  std::size_t tile;         // f32 [64][padded_dim + kTilePadding]: decoded keys or values
-  std::size_t transpose;    // tile path: f32 [64][kTransposedRows]
-  std::size_t page;         // matrix path: keys or values of kMatrixPages pages as operand
-  std::size_t weights;      // matrix path: the weights of as many, 4 bytes an element
+  std::size_t panel_centre;  // matrix path of centred caches: f32 panels in the basis, in the order of unpacked centres
+  std::size_t tile;          // f32 [64][padded_dim + kTilePadding]: decoded keys or values
+  std::size_t transpose;     // tile path: f32 [64][kTransposedRows]
+  std::size_t page;          // matrix path: keys or values of kMatrixPages pages as operand
+  std::size_t weights;       // matrix path: the weights of as many, 4 bytes an element
   std::size_t output[kDomains];  // matrix path: output sums, tile after tile
   std::size_t centers;           // f32 [rows]
   std::size_t bytes;
 };
-ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, RowPath path);
+ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool centred, RowPath path);
 
 // The layouts of all items of a plan with so many rows on one path: made once, by the plan.
 struct ItemLayout {
@@ -173,7 +179,7 @@ struct ItemLayout {
   PartialLayout partial;
   ScratchLayout scratch;
 };
-ItemLayout item_layout(int rows, int head_dim, int padded_dim, RowPath path);
+ItemLayout item_layout(int rows, int head_dim, int padded_dim, bool centred, RowPath path);
 
 struct AttendItem {
   const RunContext* run;

@@ -21,10 +21,9 @@ struct NextRows {
   Dtype dtype = Dtype::f32;
 };
 
-// Stores `count` tokens of one kv head into a page block, from token `first` on: basis, quantise, pack.
-// `rows` are in the original coordinates, row i at element i * row_stride; they become f32 and are rounded to `rounding`
-// first. Dense formats round to nearest even. Vectors are padded here: a row has `width` values, and zeros are stored
-// behind these.
+// Stores `count` tokens of one kv head into a page block, from token `first` on: basis, quantise, pack. `rows` are in
+// the original coordinates, row i at element i * row_stride; they become f32 and are rounded to `rounding` first. Dense
+// formats round to nearest even. Vectors are padded here: a row has `width` values, and zeros are stored behind these.
 struct StoreJob {
   const codec::SideLayout* side = nullptr;
   int head_dim = 0;  // of the block
@@ -36,10 +35,29 @@ struct StoreJob {
   std::int64_t row_stride = 0;
   BasisView basis;
   const float* levels = nullptr;  // lut formats
+  const float* centre = nullptr;  // [head_dim], subtracted from rows in their basis; null: none
   Dtype dtype = Dtype::f32;       // of rows: f32, f16, bf16
   Dtype rounding = Dtype::f32;    // f32: none
   bool looks = false;             // refuses rows that cannot be stored (codec/storable.hpp)
   NextRows next;                  // asked for meanwhile; no more than a hint
+};
+
+// The centre of a key page (codec/centre.hpp): makes and stores it, or finds the one that is stored; and decodes it.
+struct CentreJob {
+  enum class Of {
+    stored,   // the block has one
+    nothing,  // zeros
+    rows,  // the mean of rows.count rows; of `rows` only rows, row_stride, width, dtype and rounding are read otherwise
+    page,  // the mean of tokens [first, 64) of the block `before`, which has the same layout
+  };
+  Of of = Of::stored;
+  const codec::PageLayout* layout = nullptr;
+  std::byte* block = nullptr;
+  BasisView basis;
+  StoreJob rows;
+  const std::byte* before = nullptr;
+  int first = 0;
+  float* centre = nullptr;  // out [codec::kMaxHeadDim], of which head_dim are the decoded centre
 };
 
 // Decodes `count` tokens of one side of a page block, from token `first` on: unpacked, back from the basis, rounded to
@@ -53,6 +71,7 @@ struct DecodeJob {
   int count = 0;
   BasisView basis;
   const float* levels = nullptr;  // lut formats
+  const float* centre = nullptr;  // [head_dim], added to vectors in their basis; null: none
   void* rows = nullptr;
   std::int64_t row_stride = 0;  // elements
   Dtype dtype = Dtype::f32;     // of rows: f32, f16, bf16
@@ -68,6 +87,7 @@ struct Kernels {
   bool (*available)();               // the processor and the system have it; asking changes nothing in the process
   bool (*store_k)(const StoreJob&);  // false: the job looks and refused a row; some of its tokens are not stored
   bool (*store_v)(const StoreJob&);
+  void (*centre)(const CentreJob&);
   void (*decode_k)(const DecodeJob&);  // the bits of codec/store.hpp and codec/basis.hpp, on every ISA
   void (*decode_v)(const DecodeJob&);
   void (*prepare)(const PrepareItem&);
@@ -76,8 +96,8 @@ struct Kernels {
   const char* (*product_name)(Format f);  // how that format is multiplied on the vector path, for explain
   const char* tile_products;              // and all formats on the path for many rows
   bool has_matrix;                        // the latter by tiles of bf16 (cpu/matrix.hpp)
-  // What the path for many rows must ask of the system, once for the process: null on success, else why it is refused. A null
-  // pointer: there is nothing to ask.
+  // What the path for many rows must ask of the system, once for the process: null on success, else why it is refused.
+  // A null pointer: there is nothing to ask.
   const char* (*permit)() = nullptr;
 };
 

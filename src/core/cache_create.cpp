@@ -83,6 +83,23 @@ Result<BasisKind> resolve_basis(const char* name, BasisKind kind, Format format)
   return kind;
 }
 
+Result<KeyCentre> resolve_centre(KeyCentre centre, Format k) {
+  if (centre == KeyCentre::automatic) return KeyCentre::none;
+  if (centre > KeyCentre::page) {
+    return {Code::invalid_argument,
+            fmt::format("k_centre = {}: must be automatic, none or page", static_cast<int>(centre))};
+  }
+  if (centre == KeyCentre::none) return centre;
+  if (!codec::takes_centre(k)) {
+    return {Code::invalid_argument,
+            fmt::format("k_centre = page with k = {}: {}; use k_centre = none, or keys in a tq format or fp8",
+                        format_info(k).name,
+                        codec::is_dense(k) ? "dense keys are stored as given, and there is nothing to gain"
+                                           : "imported keys keep their codes, which have no centre")};
+  }
+  return centre;
+}
+
 // A basis must be finite, of head_dim, and its inverse must undo its matrix: tried on one vector that touches every
 // column, which costs head_dim^2 where the whole product would cost its cube.
 Status check_basis(const std::string& name, const CalibratedBasis& b, int head_dim) {
@@ -211,6 +228,9 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
   resolve_ends(config, dense);
   const auto kernels = choose_kernels(config.isa);
   if (!kernels) return kernels.status();
+  const auto k_centre = resolve_centre(config.k_centre, *k);
+  if (!k_centre) return k_centre.status();
+  config.k_centre = *k_centre;
   const auto placement = core::resolve_placement(config);
   if (!placement) return placement.status();
 

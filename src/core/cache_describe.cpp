@@ -46,9 +46,9 @@ std::string CacheImpl::describe() const {
     return static_cast<double>(bytes) * 8 / (2.0 * kPageTokens * config().head_dim);
   };
   const codec::PageLayout& page = spec_.encoded;
-  text += fmt::format("formats: k {}, v {}: {:.3f} bits per value with scales{}\n", format_info(spec_.k).name,
+  text += fmt::format("formats: k {}, v {}: {:.3f} bits per value with scales{}{}\n", format_info(spec_.k).name,
                       format_info(spec_.v).name, page_bits(page.code_bytes + page.scale_bytes),
-                      stored_dim() > config().head_dim ? " and padding" : "");
+                      is_centred() ? " and centres" : "", stored_dim() > config().head_dim ? " and padding" : "");
   text += fmt::format("page: {} tokens, {} bytes per layer and kv head\n", kPageTokens, page.block_bytes);
   if (!table_.config().ends.any()) {
     text += "exact ends: none";
@@ -67,6 +67,7 @@ std::string CacheImpl::describe() const {
   }
   text += '\n';
   text += fmt::format("basis: k {}, v {}\n", core::basis_name(config().k_basis), core::basis_name(config().v_basis));
+  text += fmt::format("centre: k {}\n", is_centred() ? "page" : "none");
   if (config().window > 0) {
     text += fmt::format("window: {} tokens and the first {}; truncation back by {} tokens\n", config().window,
                         config().window_sinks, std::max<std::int64_t>(kPageTokens, config().rollback_tokens));

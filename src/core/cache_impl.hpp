@@ -60,6 +60,7 @@ class CacheImpl {
   }
   /// Pool::exact before the first write: bf16, and known to be provisional by exact_dtype() being unset.
   [[nodiscard]] const codec::PageLayout& layout(Pool pool) const noexcept { return store_->layout(pool); }
+  [[nodiscard]] bool is_centred() const noexcept { return spec_.is_centred(); }
   [[nodiscard]] int stored_dim() const noexcept { return spec_.stored_dim(); }
   [[nodiscard]] std::string head_dim_words() const { return spec_.head_dim_words(); }
   [[nodiscard]] std::optional<Dtype> exact_dtype() const noexcept { return store_->exact_dtype(); }

@@ -4,7 +4,7 @@
 #include <span>
 
 #include "codec/basis.hpp"
-#include "codec/store.hpp"
+#include "codec/centre.hpp"
 #include "core/cache_impl.hpp"
 #include "core/fmt.hpp"
 #include "core/tensor_rows.hpp"
@@ -97,7 +97,7 @@ Status CacheImpl::read(SequenceId id, int layer, std::int64_t begin, std::int64_
       for (std::int64_t t = first; t < last; ++t) {
         const int token = static_cast<int>(t % kPageTokens);
         if (keys.data != nullptr) {
-          codec::load_row_k(l.k, stored_dim(), bytes, token, exact ? nullptr : spec_.k_levels(), stored);
+          codec::load_key(l, bytes, token, exact ? nullptr : spec_.k_levels(), stored);
           if (!exact) codec::output_from_basis(k_basis(layer, head), stored_dim(), stored, 1.0f);
           std::copy_n(stored, config().head_dim, row(keys, t));
         }

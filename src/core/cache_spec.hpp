@@ -19,7 +19,7 @@ Status check_range(const char* name, std::int64_t value, std::int64_t low, std::
 
 class CacheSpec {
  public:
-  /// `config` with `automatic` bases and exact ends resolved, and no exact ends where both formats are dense.
+  /// `config` with `automatic` bases, centres and exact ends resolved, and no exact ends where both formats are dense.
   CacheSpec(CacheConfig resolved, Format k, Format v);
   CacheSpec(const CacheSpec&) = delete;  // bases point into the config's
   CacheSpec& operator=(const CacheSpec&) = delete;
@@ -31,6 +31,8 @@ class CacheSpec {
 
   /// Values of a stored vector: the tensors' head_dim, and zeros up to the next size that has a rotation.
   [[nodiscard]] int stored_dim() const noexcept { return encoded.head_dim; }
+  /// Encoded key pages have centres (codec/centre.hpp).
+  [[nodiscard]] bool is_centred() const noexcept { return config.k_centre == KeyCentre::page; }
   /// Blocks of a slot.
   [[nodiscard]] std::int64_t slot_blocks() const noexcept {
     return static_cast<std::int64_t>(config.layers) * config.kv_heads;

@@ -131,6 +131,7 @@ Status HostPlan::run(int layer, const TensorView& q, const MutableTensorView& ou
   c.padded_dim = padded_dim;
   c.group = plan.group;
   c.kv_heads = config.kv_heads;
+  c.centred = cache.is_centred();
   c.logits = base::logit_rule<float>(plan.options);
   c.causal = plan.options.mask.is_causal;
   c.window = plan.options.mask.window;

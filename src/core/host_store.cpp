@@ -60,21 +60,35 @@ void decode_share(void* context, int worker) {
       if (out.data == nullptr) continue;
       const std::int64_t element =
           first_element(out, page.range, page.before) + page.row * out.stride[0] + head * out.stride[1];
+      const std::byte* block = run.store->block(page.pool, page.slot, run.layer, head);
       DecodeJob job{
           .side = values ? &layout.v : &layout.k,
           .head_dim = spec.stored_dim(),
           .width = spec.config.head_dim,
-          .block = run.store->block(page.pool, page.slot, run.layer, head),
+          .block = block,
           .first = page.first,
           .count = page.count,
           .basis = {},
           .levels = nullptr,
+          .centre = nullptr,
           .rows = static_cast<std::byte*>(out.data) + element * static_cast<std::int64_t>(dtype_size(out.dtype)),
           .row_stride = out.stride[0],
           .dtype = out.dtype};
       if (encoded) {
         job.basis = (values ? spec.v_bases : spec.k_bases).at(run.layer, head);
         job.levels = values ? spec.v_levels() : spec.k_levels();
+      }
+      float centre[codec::kMaxHeadDim];
+      if (encoded && !values && spec.is_centred()) {
+        run.kernels->centre({.of = CentreJob::Of::stored,
+                             .layout = &layout,
+                             .block = const_cast<std::byte*>(block),  // of a stored centre only read
+                             .basis = {},
+                             .rows = {},
+                             .before = nullptr,
+                             .first = 0,
+                             .centre = centre});
+        job.centre = centre;
       }
       (values ? run.kernels->decode_v : run.kernels->decode_k)(job);
     }

@@ -7,9 +7,18 @@
 //   the page has an exact copy   its rows go there; if it leaves the tail in this step, the whole page is encoded from
 //                                this copy
 //   it has none                  its rows are encoded in place
+//
+// In a page-centred cache keys that are encoded are centred (codec/centre.hpp). With an exact tail a page is encoded as
+// a whole, from its copy or from a step that is longer than the tail, and centred on its own mean. Without a tail a
+// page is centred, when its first token comes, on the mean of the page before as that is stored; which tokens came in
+// one step makes no difference, but the pages of a sequence and kv head must be stored in order. A page that is encoded
+// in part and has a centre keeps the centre: one that goes on being filled, and one that was truncated so far back that
+// its exact copy was gone.
 #include <algorithm>
 #include <atomic>
 
+#include "codec/centre.hpp"
+#include "core/fmt.hpp"
 #include "core/host_store.hpp"
 #include "core/tensor_rows.hpp"
 #include "core/threads.hpp"
@@ -41,6 +50,8 @@ struct PageWork {
   std::int64_t k_begin, v_begin;  // elements of the sequence's first row in keys and values
   int first, count;               // tokens of the page that get rows
   bool turns;                     // the whole page is encoded from its exact copy
+  std::int64_t number;            // of the page in its sequence
+  core::PageRef before;           // the page before, if there is one
 };
 
 struct StoreRun {
@@ -49,6 +60,7 @@ struct StoreRun {
   const core::Storage* encoded;
   const core::Storage* exact;  // null: no page has an exact copy
   std::span<const PageWork> work;
+  std::span<const std::size_t> chains;  // one begins at work[chains[i]]: pages that must be stored in order
   int layer;
   int workers;
   const TensorView* keys;
@@ -64,13 +76,28 @@ struct Piece {
   bool values;
 };
 
-// A worker's pieces: of every `workers`-th head of every page, keys and values.
-Piece piece_at(const StoreRun& run, int worker, std::size_t number) {
-  const auto heads = static_cast<std::size_t>(run.spec->config.kv_heads);
-  const std::size_t at = index(worker) + number / 2 * index(run.workers);
-  if (at / heads >= run.work.size()) return {};
-  return {&run.work[at / heads], static_cast<int>(at % heads), number % 2 != 0};
-}
+// A worker's pieces: of every `workers`-th head of every chain, each page's keys and values.
+class Pieces {
+ public:
+  Pieces(const StoreRun& run, int worker) : run_(run), at_(index(worker)) {}
+  Piece next() {
+    const auto heads = static_cast<std::size_t>(run_.spec->config.kv_heads);
+    const std::size_t chain = at_ / heads;
+    if (chain + 1 >= run_.chains.size()) return {};
+    const Piece piece{&run_.work[run_.chains[chain] + page_], static_cast<int>(at_ % heads), values_};
+    values_ = !values_;
+    if (!values_ && run_.chains[chain] + ++page_ == run_.chains[chain + 1]) {
+      page_ = 0;
+      at_ += index(run_.workers);
+    }
+    return piece;
+  }
+
+ private:
+  const StoreRun& run_;
+  std::size_t at_, page_ = 0;
+  bool values_ = false;
+};
 
 const TensorView& tensor_of(const StoreRun& run, const Piece& piece) {
   return piece.values ? *run.values : *run.keys;
@@ -116,22 +143,65 @@ bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
                           .row_stride = rows.stride,
                           .basis = {},
                           .levels = nullptr,
+                          .centre = nullptr,
                           .dtype = rows.dtype,
                           .rounding = rows.rounding,
                           .looks = false,
                           .next = {}};
   };
+  float centre[codec::kMaxHeadDim];
   const auto encoded = [&](int first, int count, const Tile& rows) {
     core::StoreJob to = job(core::Pool::encoded, page.ref.encoded, first, count, rows);
     to.basis = (piece.values ? spec.v_bases : spec.k_bases).at(run.layer, piece.head);
     to.levels = piece.values ? spec.v_levels() : spec.k_levels();
+    if (!piece.values && spec.is_centred()) to.centre = centre;
     return to;
   };
-
   const TensorView& tensor = tensor_of(run, piece);
+  const auto rows_from_tensor = [&](int i) {
+    return Tile{row_of(run, piece, i), tensor.stride[0], width, tensor.dtype, run.rounding};
+  };
+  const auto rows_of_copy = [&](std::int32_t slot, int first) {
+    const std::size_t row_bytes = static_cast<std::size_t>(head_dim) * dtype_size(run.rounding);
+    const std::byte* copy = block(core::Pool::exact, slot) + side(core::Pool::exact)->plane_offset[0];
+    return Tile{copy + index(first) * row_bytes, head_dim, head_dim, run.rounding, Dtype::f32};
+  };
+
+  // Called before rows are encoded; with a page whose exact copy is encoded, after all of its rows are in the copy.
+  const auto find_centre = [&] {
+    if (piece.values || !spec.is_centred()) return;
+    core::CentreJob make{.of = core::CentreJob::Of::stored,
+                         .layout = &run.encoded->layout(),
+                         .block = block(core::Pool::encoded, page.ref.encoded),
+                         .basis = spec.k_bases.at(run.layer, piece.head),
+                         .rows = {},
+                         .before = nullptr,
+                         .first = 0,
+                         .centre = centre};
+    const auto of_rows = [&](std::int64_t number, auto rows) {
+      make.of = core::CentreJob::Of::rows;
+      make.first = codec::first_of_mean(number);
+      make.rows = job(core::Pool::encoded, page.ref.encoded, 0, kPageTokens - make.first, rows(make.first));
+    };
+    if (page.turns) {
+      of_rows(page.number, [&](int first) { return rows_of_copy(page.ref.exact, first); });
+    } else if (page.first == 0 && spec.config.tail_pages > 0) {
+      of_rows(page.number, rows_from_tensor);
+    } else if (page.first == 0 && page.number == 0) {
+      make.of = core::CentreJob::Of::nothing;
+    } else if (page.first == 0 && page.before.exact >= 0) {
+      of_rows(page.number - 1, [&](int first) { return rows_of_copy(page.before.exact, first); });
+    } else if (page.first == 0) {
+      make.of = core::CentreJob::Of::page;
+      make.before = block(core::Pool::encoded, page.before.encoded);
+      make.first = codec::first_of_mean(page.number - 1);
+    }
+    run.kernels->centre(make);
+  };
+  if (page.ref.exact < 0) find_centre();
   for (int i = 0, count = 0; i < page.count; i += count) {
     count = rows_at_once(page, i);
-    const Tile rows{row_of(run, piece, i), tensor.stride[0], width, tensor.dtype, run.rounding};
+    const Tile rows = rows_from_tensor(i);
     core::StoreJob to = page.ref.exact < 0 ? encoded(page.first + i, count, rows)
                                            : job(core::Pool::exact, page.ref.exact, page.first + i, count, rows);
     to.looks = true;
@@ -143,18 +213,18 @@ bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
     if (!put(to)) return false;
   }
   if (page.ref.exact >= 0 && page.turns) {
-    const std::byte* copy = block(core::Pool::exact, page.ref.exact) + side(core::Pool::exact)->plane_offset[0];
-    put(encoded(0, kPageTokens, {copy, head_dim, head_dim, run.rounding, Dtype::f32}));
+    find_centre();
+    put(encoded(0, kPageTokens, rows_of_copy(page.ref.exact, 0)));
   }
   return true;
 }
 
 void store_share(void* context, int worker) {
   const StoreRun& run = *static_cast<const StoreRun*>(context);
-  Piece next = piece_at(run, worker, 0);
-  for (std::size_t number = 1; next.page != nullptr; ++number) {
+  Pieces pieces(run, worker);
+  for (Piece next = pieces.next(); next.page != nullptr;) {
     const Piece here = next;
-    next = piece_at(run, worker, number);
+    next = pieces.next();
     if (!store_piece(run, here, next)) run.refused->store(true, std::memory_order_relaxed);
   }
 }
@@ -170,7 +240,10 @@ Status core::HostStore::write(std::span<const StepRows> rows, int layer, const T
     if (Status s = make_exact(*chosen); !s) return s;
   }
 
+  // Without a tail, a page's centre is found in the page before.
+  const bool in_order = spec_.is_centred() && spec_.config.tail_pages == 0;
   std::vector<PageWork> work;
+  std::vector<std::size_t> chains;
   std::int64_t before = 0, tokens = 0;
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const StepRows& r = rows[i];
@@ -188,15 +261,19 @@ Status core::HostStore::write(std::span<const StepRows> rows, int layer, const T
                           .v_begin = v_begin,
                           .first = static_cast<int>(begin - p * kPageTokens),
                           .count = static_cast<int>(std::max<std::int64_t>(0, end - begin)),
-                          .turns = table_.turns(s, p)};
+                          .turns = table_.turns(s, p),
+                          .number = p,
+                          .before = p > 0 ? s.pages[index(p - 1)] : core::PageRef{}};
       if (page.count == 0 && !page.turns) continue;
+      if (!in_order || page.row == 0) chains.push_back(work.size());
       tokens += page.turns ? kPageTokens : page.count;
       work.push_back(page);
     }
     before += r.tokens;
   }
 
-  const std::int64_t items = static_cast<std::int64_t>(work.size()) * spec_.config.kv_heads;
+  const std::int64_t items = static_cast<std::int64_t>(chains.size()) * spec_.config.kv_heads;
+  chains.push_back(work.size());
   const int workers = workers_for(2 * tokens * spec_.config.kv_heads * spec_.config.head_dim, kValuesPerWorker);
   std::atomic<bool> refused{false};
   StoreRun run{.spec = &spec_,
@@ -204,6 +281,7 @@ Status core::HostStore::write(std::span<const StepRows> rows, int layer, const T
                .encoded = &encoded_,
                .exact = exact_.get(),
                .work = work,
+               .chains = chains,
                .layer = layer,
                .workers = static_cast<int>(std::clamp<std::int64_t>(items, 1, workers)),
                .keys = &keys,

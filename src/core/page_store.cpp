@@ -48,6 +48,12 @@ Status check_device(const CacheConfig& c, bool exact_ends) {
                         "at most; set max_sequence_tokens",
                         c.capacity_tokens, kMaxDeviceTokens)};
   }
+  if (c.k_centre == KeyCentre::page) {
+    return {
+        Code::unsupported,
+        "k_centre = page with a device: kernels on devices do not read centres yet; use k_centre = none, or keep the "
+        "cache in host memory (device = \"cpu\")"};
+  }
   if (exact_ends && c.exact == Dtype::f32) {
     return {Code::unsupported,
             "exact = f32: exact pages on a device are f16 or bf16; choose one, or set sink_pages = tail_pages = 0"};

@@ -16,12 +16,13 @@
 namespace kvant::core {
 namespace {
 
-// Chunks double up to this. More than the newest pages need, so that a cache that grows token by token is allocated seldom.
+// Chunks double up to this. More than the newest pages need, so that a cache that grows token by token is allocated
+// seldom.
 constexpr std::size_t kChunkBytes = std::size_t{8} << 20;
 constexpr std::size_t kAlignment = 64;
 
-// Attention reads a cache from one end to the other: with 4 KiB pages of memory, most of them miss the TLB. Advice only, and only
-// for whole huge pages inside the allocation.
+// Attention reads a cache from one end to the other: with 4 KiB pages of memory, most of them miss the TLB. Advice
+// only, and only for whole huge pages inside the allocation.
 void use_huge_pages([[maybe_unused]] std::byte* memory, [[maybe_unused]] std::size_t bytes) {
 #if defined(__linux__)
   constexpr std::size_t kHugePage = std::size_t{2} << 20;
@@ -42,7 +43,8 @@ void copy_side(const codec::SideLayout& side, int head_dim, int tokens, const st
     return;
   }
   for (int i = 0; i < side.planes; ++i) {
-    // A token's keys are D * bits / 8 bytes, and an octet's values D words of `bits` bytes (two quads of 4 bytes: as many).
+    // A token's keys are D * bits / 8 bytes, and an octet's values D words of `bits` bytes (two quads of 4 bytes: as
+    // many).
     part(side.plane_offset[i], octets * d * static_cast<std::size_t>(side.plane_bits[i]));
   }
   const auto scale = static_cast<std::size_t>(side.scale_bytes);
@@ -124,6 +126,10 @@ void Storage::copy(std::int32_t from, std::int32_t to, int tokens) noexcept {
       std::byte* target = block(to, layer, head);
       copy_side(layout_.k, layout_.head_dim, tokens, source, target);
       copy_side(layout_.v, layout_.head_dim, tokens, source, target);
+      if (codec::is_centred(layout_)) {
+        std::memcpy(target + layout_.code_bytes, source + layout_.code_bytes,
+                    layout_.k.scale_offset - layout_.code_bytes);
+      }
     }
   }
 }

@@ -1,7 +1,8 @@
 // The bytes of one pool of pages in host memory. A slot is a page for all layers and kv heads: [layers][kv_heads]
-// blocks of one layout. Memory is taken in chunks of many slots, each as large as all before it, up to 8 MiB: a cache of a
-// few tokens takes few pages, and a long one few chunks. Memory starts zeroed and a slot only ever holds what the codec stored into it, so tokens of a
-// page that were never written, or were truncated, decode to finite numbers: kernels may load them and mask them out.
+// blocks of one layout. Memory is taken in chunks of many slots, each as large as all before it, up to 8 MiB: a cache
+// of a few tokens takes few pages, and a long one few chunks. Memory starts zeroed and a slot only ever holds what the
+// codec stored into it, so tokens of a page that were never written, or were truncated, decode to finite numbers:
+// kernels may load them and mask them out.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +23,8 @@ class Storage {
   /// No memory is taken before grow. Sizes were checked by the caller to fit 62 bits.
   Storage(const codec::PageLayout& layout, int layers, int kv_heads);
 
-  /// Takes memory until there are `slots` in all, or a few more; slots never move. Errors: out_of_memory, nothing changed.
+  /// Takes memory until there are `slots` in all, or a few more; slots never move. Errors: out_of_memory, nothing
+  /// changed.
   Status grow(std::int64_t slots);
   [[nodiscard]] std::int64_t slots() const noexcept { return static_cast<std::int64_t>(slots_.size()); }
 
@@ -36,12 +38,13 @@ class Storage {
     return {slots_.data(), static_cast<std::size_t>(layer) * static_cast<std::size_t>(kv_heads_) * layout_.block_bytes,
             layout_.block_bytes};
   }
-  /// Copies the first `tokens` tokens of a page, and of those that follow what lies in one octet with them. Others keep what
-  /// they were, code and scale of a token from the same vector.
+  /// Copies the keys' centre and the first `tokens` tokens of a page, and of those that follow what lies in one octet
+  /// with them. Others keep what they were, code and scale of a token from the same vector.
   void copy(std::int32_t from, std::int32_t to, int tokens) noexcept;
 
-  /// Gives the memory behind slots that nobody uses back to the system, which has zeros in store for them; slots stay where
-  /// they are. Answers how many bytes that is: whole pages of memory only, and 0 where the system has no call for it.
+  /// Gives the memory behind slots that nobody uses back to the system, which has zeros in store for them; slots stay
+  /// where they are. Answers how many bytes that is: whole pages of memory only, and 0 where the system has no call for
+  /// it.
   std::int64_t give_back(std::span<const std::int32_t> unused) noexcept;
   /// The same with all slots, which there are none of any more: chunks and all.
   std::int64_t clear() noexcept;

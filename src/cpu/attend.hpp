@@ -1,12 +1,13 @@
 // The three phases of a run (core/attend.hpp) on one ISA.
 //
 // Two paths, by the number of rows that share a kv head's keys. Up to kVectorRows: codes are multiplied as integers
-// (products_int.hpp) or converted on the fly (products_float.hpp), four rows at a time. More: tiles (tile.hpp), or a matrix
-// unit (attend_matrix.hpp).
+// (products_int.hpp) or converted on the fly (products_float.hpp), four rows at a time. More: tiles (tile.hpp), or a
+// matrix unit (attend_matrix.hpp).
 #pragma once
 
 #include "cpu/attend_matrix.hpp"
 #include "cpu/dispatch.hpp"
+#include "cpu/page_centre.hpp"
 #include "cpu/page_rows.hpp"
 #include "cpu/products_bytes.hpp"
 #include "cpu/products_float.hpp"
@@ -34,6 +35,8 @@ void prepare(const core::PrepareItem& item) {
         read_query(run, row_index(run, item.sequence, item.kv_head, r), raw) ? 1 : 0;
     at<float>(base, p.centers)[r] = codec::query_to_basis(basis, d, raw, rotated);
     for (int i = d; i < dp; ++i) raw[i] = rotated[i] = 0.0f;
+    float* centred = at<float>(base, p.centred) + r * dp;
+    for (int e = 0; run.centred && e < dp; ++e) centred[e] = rotated[centre_element(e)];
     if (is_integer_format(side.format)) {
       query_digits<S>(side.format, d, dp, side.groups, rotated, at<std::int16_t>(base, p.ints) + r * dp,
                       at<float>(base, p.scales) + r * codec::kMaxScaleGroups,
@@ -97,6 +100,17 @@ void vector_scores(const core::RunContext& run, const PageView& page, int row, i
       });
     }
   });
+}
+
+template <class S>
+KVANT_INLINE void vector_centers(const ItemRows& rows, std::byte* prepared, const core::PreparedLayout& p,
+                                 PageRows* seen) {
+  begin_centers(rows, seen);
+  if (!has_centre(rows.run, seen->page)) return;
+  const int dp = rows.run.padded_dim;
+  float c[codec::kMaxHeadDim];
+  decode_centre<S>(*seen->page.layout, dp, seen->page.block, c);
+  add_centre_of_rows<S>(c, at<float>(prepared, p.centred) + rows.item.row_begin * dp, rows.item.rows, dp, seen->center);
 }
 
 template <class S>
@@ -182,6 +196,18 @@ void tile_scores(const core::AttendItem& item, const core::ScratchLayout& l, con
 }
 
 template <class S>
+KVANT_INLINE void tile_centers(const ItemRows& rows, const core::ScratchLayout& l, PageRows* seen) {
+  begin_centers(rows, seen);
+  if (!has_centre(rows.run, seen->page)) return;
+  const PageView& page = seen->page;
+  const Format f = page.layout->k.format;
+  float c[codec::kMaxHeadDim];
+  decode_centre_for<S>(f, *page.layout, rows.run.padded_dim, page.block, c);
+  add_centre_of_panels<S>(c, at<float>(rows.item.scratch, l.panel_basis), rows.item.rows,
+                          tile_depth(f, rows.run.head_dim, rows.run.padded_dim), seen->center);
+}
+
+template <class S>
 void tile_values(const core::AttendItem& item, const core::ScratchLayout& l, const PageView& page, const float* p,
                  const float* rescale, float* o) {
   const core::RunContext& run = *item.run;
@@ -221,8 +247,10 @@ void attend_pages(const core::AttendItem& item) {
     use_domain(state, page.domain);
     float* tile = at<float>(item.scratch, l.tile);
     if constexpr (kTiles) {
+      tile_centers<S>(rows, l, &seen);
       tile_scores<S>(item, l, page, scores);
     } else {
+      vector_centers<S>(rows, queries, prepared, &seen);
       vector_scores<S>(run, page, item.row_begin, item.rows, queries, prepared, tile, scores);
     }
     softmax_of_page<S>(rows, seen, scores, kPageTokens, rescale);

@@ -1,8 +1,9 @@
-// The path for many rows on a matrix unit: some pages of a domain at once, so that output sums pass between memory and tile registers once
-// for 256 keys, and rows of queries once for as many keys.
+// The path for many rows on a matrix unit: some pages of a domain at once, so that output sums pass between memory and
+// tile registers once for 256 keys, and rows of queries once for as many keys.
 #pragma once
 
 #include "cpu/matrix.hpp"
+#include "cpu/page_centre.hpp"
 #include "cpu/page_rows.hpp"
 #include "cpu/tile.hpp"
 
@@ -54,6 +55,9 @@ struct MatrixItem {
       for (int e = 0; e < depth; ++e) ordered[e] = rotated[element[e]];
       pack_row<W, kQueryTerms>(raw, raw_depth, as_given, r);
       pack_row<W, kQueryTerms>(ordered, depth, in_basis, r);
+      if (!run.centred) continue;
+      float* panel = at<float>(item.scratch, l.panel_centre) + r / kPanelRows * run.padded_dim * kPanelRows;
+      for (int e = 0; e < run.padded_dim; ++e) panel[e * kPanelRows + r % kPanelRows] = rotated[centre_element(e)];
     }
   }
 
@@ -88,6 +92,14 @@ struct MatrixItem {
                                                             score_tiles(scores, kStride));
       }
     });
+  }
+
+  void find_centers(PageRows* seen) const {
+    begin_centers(rows, seen);
+    if (!has_centre(run, seen->page)) return;
+    float c[codec::kMaxHeadDim];
+    decode_centre<S>(*seen->page.layout, run.padded_dim, seen->page.block, c);
+    add_centre_of_panels<S>(c, at<float>(item.scratch, l.panel_centre), item.rows, run.padded_dim, seen->center);
   }
 
   // Output sums += weights in `scores` times values of these pages.
@@ -145,7 +157,7 @@ struct MatrixItem {
     }
   }
 
-  void attend_pages(const PageRows* seen, int count) const {
+  void attend_pages(PageRows* seen, int count) const {
     const int domain = seen->page.domain;
     if (rows.state.used[domain] == 0) {
       rows.state.used[domain] = 1;
@@ -153,6 +165,7 @@ struct MatrixItem {
                        static_cast<std::size_t>(row_blocks * kTileRows * run.head_dim) * sizeof(float));
     }
     multiply_keys(seen, count);
+    for (int i = 0; i < count; ++i) find_centers(seen + i);
     float factors[kPages][core::kRowBlock];
     for (int i = 0; i < count; ++i) softmax_of_page<S>(rows, seen[i], scores + i * kPageTokens, kStride, factors[i]);
     rescale(domain, factors, count);

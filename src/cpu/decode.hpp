@@ -1,6 +1,6 @@
 // Tokens out of a page block: unpacked, back from the basis, rounded to the dtype of the output. The bits are those of
-// codec/store.hpp and codec/basis.hpp, token by token; an ISA without the verbs for encoding (Simd::kEncodes) uses that code
-// itself.
+// codec/store.hpp and codec/basis.hpp, token by token; an ISA without the verbs for encoding (Simd::kEncodes) uses that
+// code itself.
 //
 // Tokens are taken an octet at a time: words of values hold eight tokens, and eight rows stay in L1.
 #pragma once
@@ -23,6 +23,7 @@ template <bool kKeys>
 void decode_token_plain(const core::DecodeJob& job, int i) {
   float x[codec::kMaxHeadDim];
   (kKeys ? codec::load_row_k : codec::load_row_v)(*job.side, job.head_dim, job.block, job.first + i, job.levels, x);
+  for (int j = 0; job.centre != nullptr && j < job.head_dim; ++j) x[j] += job.centre[j];
   codec::output_from_basis(job.basis, job.head_dim, x, 1.0f);
   std::byte* row = job_row(job, i);
   for (int j = 0; j < job.width; ++j) {
@@ -72,7 +73,8 @@ KVANT_INLINE void decode_key_in_order(const codec::SideLayout& side, int head_di
 
 // --- an octet of rows, in its basis ---------------------------------------------------------------------------------------
 
-// Tokens [begin, end) of one octet; row of token t at rows + t % 8 * stride. Other rows of the octet may be written, too.
+// Tokens [begin, end) of one octet; row of token t at rows + t % 8 * stride. Other rows of the octet may be written,
+// too.
 template <class S, bool kKeys, Format F>
 KVANT_INLINE void unpack_octet(const core::DecodeJob& job, int begin, int end, float* rows, int stride) {
   const codec::SideLayout& side = *job.side;
@@ -119,11 +121,16 @@ KVANT_INLINE void put_row(const float* x, int width, Dtype dtype, std::byte* to)
   __builtin_memcpy(to + 2 * whole, last, static_cast<std::size_t>(width - whole) * 2);
 }
 
-// Rows of tokens [begin, end) of one octet, as unpack_octet left them, back from their basis and out. Not inline: once an ISA,
-// not once a format and side.
+// Rows of tokens [begin, end) of one octet, as unpack_octet left them, plus the centre, back from their basis and out.
+// Not inline: once an ISA, not once a format and side.
 template <class S>
 __attribute__((noinline)) void put_octet(const core::DecodeJob& job, int begin, int end, float* rows, int stride) {
   const Rotate<S> rotation(job.head_dim);
+  for (int j = 0; job.centre != nullptr && j < job.head_dim; j += 8) {
+    const typename S::F c = S::loadf(job.centre + j);
+    for (int t = begin; t < end; ++t)
+      S::storef(rows + t % 8 * stride + j, S::add(S::loadf(rows + t % 8 * stride + j), c));
+  }
   if (job.basis.kind == BasisKind::calibrated) {
     for (int t = begin; t < end; t += 2) {
       float* pair[2] = {rows + t % 8 * stride, rows + (t % 8 + 1) * stride};

@@ -21,6 +21,9 @@ static bool store_k(const core::StoreJob& job) {
 static bool store_v(const core::StoreJob& job) {
   return kAvx512Kernels.store_v(job);
 }
+static void centre(const core::CentreJob& job) {
+  kAvx512Kernels.centre(job);
+}
 static void decode_k(const core::DecodeJob& job) {
   kAvx512Kernels.decode_k(job);
 }
@@ -62,8 +65,8 @@ static bool amx_available() {
   return known != 0;
 }
 
-// Linux lets a process use tile registers after it has asked, once for all of its threads and for good. From then on it refuses
-// signal stacks (sigaltstack) that are too small for them, so that only a plan asks which will use them.
+// Linux lets a process use tile registers after it has asked, once for all of its threads and for good. From then on it
+// refuses signal stacks (sigaltstack) that are too small for them, so that only a plan asks which will use them.
 static const char* amx_permit() {
   constinit static std::atomic<bool> allowed{false};
   if (allowed.load(std::memory_order_relaxed)) return nullptr;
@@ -88,6 +91,7 @@ constinit const core::Kernels kAmxKernels = {
     .available = amx_available,
     .store_k = store_k,
     .store_v = store_v,
+    .centre = centre,
     .decode_k = decode_k,
     .decode_v = decode_v,
     .prepare = prepare_rows,

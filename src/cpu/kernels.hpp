@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/attend.hpp"
+#include "cpu/centre.hpp"
 #include "cpu/decode.hpp"
 #include "cpu/store.hpp"
 
@@ -25,6 +26,7 @@ constexpr core::Kernels kernels_of(const char* name, const char* detail, bool (*
       .available = available,
       .store_k = store<true>,
       .store_v = store<false>,
+      .centre = centre<>,
       .decode_k = decode<true>,
       .decode_v = decode<false>,
       .prepare = prepare<S>,

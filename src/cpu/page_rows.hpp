@@ -7,7 +7,8 @@
 
 KVANT_NAMESPACE_BEGIN(cpu)
 
-// Which query and which head of the group a row is, kept while rows are walked: dividing anew took a twentieth of the time.
+// Which query and which head of the group a row is, kept while rows are walked: dividing anew took a twentieth of the
+// time.
 struct GroupRow {
   std::int64_t query;
   int head;
@@ -44,6 +45,8 @@ struct PageRows {
   PageView page;
   std::int64_t first_key;
   std::uint64_t visible[core::kRowBlock];
+  // Missing from the scores of each row: q . c of a calibrated basis, and that of the page's centre.
+  float center[core::kRowBlock];
   core::TileClass tile_of[core::kRowBlock];
 };
 
@@ -109,6 +112,15 @@ bool look_at_page(const ItemRows& rows, std::int64_t use, PageRows* out) {
   return true;
 }
 
+// The calibrated basis's part of PageRows::center; a page's centre adds its own.
+KVANT_INLINE void begin_centers(const ItemRows& rows, PageRows* seen) {
+  const bool encoded = seen->page.domain == core::kEncoded;
+  for (int r = 0; r < rows.item.rows; ++r) seen->center[r] = encoded ? rows.centers[r] : 0.0f;
+}
+KVANT_INLINE bool has_centre(const core::RunContext& run, const PageView& page) {
+  return run.centred && page.domain == core::kEncoded;
+}
+
 // scores, of row r at r * stride: to weights relative to the rows' maxima, which move; `rescale` says by how much.
 template <class S>
 void softmax_of_page(const ItemRows& rows, const PageRows& seen, float* scores, int stride, float* rescale) {
@@ -120,7 +132,7 @@ void softmax_of_page(const ItemRows& rows, const PageRows& seen, float* scores, 
                          rows.state.l_of(domain) + r,
                          rescale + r,
                          rows.state.poisoned + r,
-                         domain == core::kEncoded ? rows.centers[r] : 0.0f,
+                         seen.center[r],
                          rows.item.kv_head * rows.run.group + at_row.head,
                          at_row.query,
                          seen.tile_of[r]};

@@ -1,9 +1,9 @@
-// Tokens into a page block: rows to f32, into the basis, encoded, packed. The bytes are those of codec/store.hpp, token by
-// token; an ISA without the verbs for encoding (Simd::kEncodes) uses that code itself.
+// Tokens into a page block: rows to f32, into the basis, encoded, packed. The bytes are those of codec/store.hpp, token
+// by token; an ISA without the verbs for encoding (Simd::kEncodes) uses that code itself.
 //
-// Tokens are taken an octet at a time, so that value words are written whole where the range covers them, and of an octet as
-// many at once as make eight rows for the search. What the search cannot do exactly (see cpu/encode_tq.hpp: values that cannot
-// be encoded, values next to zero) goes through the plain codec afterwards.
+// Tokens are taken an octet at a time, so that value words are written whole where the range covers them, and of an
+// octet as many at once as make eight rows for the search. What the search cannot do exactly (see cpu/encode_tq.hpp:
+// values that cannot be encoded, values next to zero) goes through the plain codec afterwards.
 #pragma once
 
 #include "codec/storable.hpp"
@@ -30,7 +30,8 @@ KVANT_INLINE const std::byte* job_row(const core::StoreJob& job, int i) {
   return static_cast<const std::byte*>(job.rows) + i * job.row_stride * bytes;
 }
 
-// f16 has no 65536, which is what bf16 makes of 65504 (codec/storable.hpp): up to there 65504. What cannot be stored stays so.
+// f16 has no 65536, which is what bf16 makes of 65504 (codec/storable.hpp): up to there 65504. What cannot be stored
+// stays so.
 inline float within_f16(float x) {
   const float magnitude = base::abs(x);
   if (!(magnitude > 65504.0f && magnitude <= 65536.0f)) return x;
@@ -148,8 +149,8 @@ KVANT_INLINE void store_dense_row(const codec::SideLayout& side, int head_dim, s
 
 // --- coded formats ------------------------------------------------------------------------------------------------------
 
-// A vector in its basis, D values from row `at` on, into the shape of its rows: padded with zeros, its extremes known, and
-// for tq2 as magnitudes and sign bits.
+// A vector in its basis, D values from row `at` on, into the shape of its rows: padded with zeros, its extremes known,
+// and for tq2 as magnitudes and sign bits.
 template <class S, Format kFormat>
 KVANT_INLINE void take_vector(EncodeRows& rows, int at, int groups) {
   using I = typename S::I;
@@ -194,13 +195,14 @@ __attribute__((noinline)) bool store_token_plain(const core::StoreJob& job, int 
   float x[codec::kMaxHeadDim], y[codec::kMaxHeadDim];
   if (!load_row_plain(job, i, x)) return false;
   codec::to_basis(job.basis, job.head_dim, x, y);
+  for (int j = 0; job.centre != nullptr && j < job.head_dim; ++j) y[j] -= job.centre[j];
   for (int j = 0; job.side->format == Format::f16 && j < job.head_dim; ++j) y[j] = within_f16(y[j]);
   (kKeys ? codec::store_row_k : codec::store_row_v)(*job.side, job.head_dim, job.block, job.first + i, y, job.levels);
   return true;
 }
 
-// Tokens [i, i + count) of the job into their basis, `stride` values from one to the next. False: one was refused.
-// Not inline: once an ISA, not once a format and side.
+// Tokens [i, i + count) of the job into their basis and less the centre, `stride` values from one to the next. False:
+// one was refused. Not inline: once an ISA, not once a format and side.
 template <class S>
 __attribute__((noinline)) bool load_vectors(const core::StoreJob& job, int i, int count, float* x, int stride,
                                             RowsAhead& ahead) {
@@ -221,14 +223,18 @@ __attribute__((noinline)) bool load_vectors(const core::StoreJob& job, int i, in
     if (rotates) rotation.forward(from, row);
   }
   if (job.looks && !magnitudes.storable()) return false;
-  if (job.basis.kind != BasisKind::calibrated) return true;
-  for (int t = 0; t < count; t += 2) {
+  for (int t = 0; job.basis.kind == BasisKind::calibrated && t < count; t += 2) {
     float* pair[2] = {x + t * stride, x + (t + 1) * stride};
     if (t + 2 <= count) {
       to_calibrated<S, 2>(job.basis, job.head_dim, pair);
     } else {
       to_calibrated<S, 1>(job.basis, job.head_dim, pair);
     }
+  }
+  if (job.centre == nullptr) return true;
+  for (int j = 0; j < job.head_dim; j += 8) {
+    const typename S::F c = S::loadf(job.centre + j);
+    for (int t = 0; t < count; ++t) S::storef(x + t * stride + j, S::sub(S::loadf(x + t * stride + j), c));
   }
   return true;
 }

@@ -62,6 +62,7 @@ CacheConfig config_from(Input& in) {
   if (c.window != 0) c.window_sinks = in.number();
   if (c.window != 0) c.rollback_tokens = in.number();
   if (in.below(2) == 0) c.capacity_tokens = 64 * in.below(32);
+  if (in.below(2) == 1) c.k_centre = KeyCentre::page;
   c.threads = 1;
   return c;
 }

@@ -81,6 +81,22 @@ def test_the_default_formats_match_their_own_decoded_vectors(rng):
     assert 0.01 < np.linalg.norm(stored_v - v) / np.linalg.norm(v) < 0.12  # 4 bits
 
 
+@pytest.mark.parametrize("k", ["tq4", "fp8"])
+def test_page_centred_keys(rng, k):
+    """Keys with a large constant part are stored as well as others."""
+    keys, v, q = rows(rng, 500) + np.float32(30), rows(rng, 500), rows(rng, 3, 6)
+    errors = {}
+    for centre in ("none", "page"):
+        cache = kvant.Cache(kv_heads=2, head_dim=D, k=k, k_centre=centre, exact="f32")
+        seq = cache.sequence()
+        seq.append(0, keys, v)
+        stored_k, stored_v = cache.decode(seq, 0)
+        close(cache.attend(seq, 0, q), attention(q, stored_k, stored_v)[0], 2e-4)
+        errors[centre] = np.linalg.norm(stored_k - keys)
+        assert f"centre: k {centre}" in cache.describe()
+    assert errors["page"] < 0.2 * errors["none"]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -325,6 +341,10 @@ def test_refusals_carry_the_library_s_sentence(rng):
         kvant.Cache(kv_heads=2, head_dim=999)
     with pytest.raises(kvant.InvalidArgument, match="tq7"):
         kvant.Cache(kv_heads=2, head_dim=D, k="tq7")
+    with pytest.raises(kvant.InvalidArgument, match="k_centre = page with k = f16"):
+        kvant.Cache(kv_heads=2, head_dim=D, k="f16", k_centre="page")
+    with pytest.raises(kvant.InvalidArgument, match='k_centre = "pages": must be one of automatic, none, page'):
+        kvant.Cache(kv_heads=2, head_dim=D, k_centre="pages")
     cache = exact_cache()
     seq = cache.sequence()
     bad = rows(rng, 2)

@@ -394,6 +394,7 @@ def test_options_that_cannot_be(llama):
     for options, error, message in (
         ({"k": "tq9"}, kvant.InvalidArgument, "must be one of"),
         ({"exact": "f64"}, kvant.InvalidArgument, "exact"),
+        ({"k_centre": "pages"}, kvant.InvalidArgument, "k_centre"),
         ({"tail": 1}, TypeError, "no such option"),
         ({"skip_layers": 3}, kvant.InvalidArgument, "list"),
     ):

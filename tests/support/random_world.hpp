@@ -25,6 +25,7 @@ struct RandomChoices {
   std::vector<int> head_dims;
   std::vector<std::pair<std::string, std::string>> formats;
   std::int64_t most_queries = 16;
+  bool page_centres = false;  ///< keys are page-centred in half of the cases whose format takes it
 };
 
 RandomCase draw_case(Rng& rng, const RandomChoices& choices);

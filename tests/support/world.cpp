@@ -28,6 +28,7 @@ CacheConfig cache_config(const WorldSpec& spec, CacheConfig c) {
     if (spec.key_bases) c.k_basis = BasisKind::calibrated;
     if (spec.value_bases) c.v_basis = BasisKind::calibrated;
   }
+  if (spec.page_centres) c.k_centre = KeyCentre::page;
   if (spec.adjust) spec.adjust(c);
   return c;
 }

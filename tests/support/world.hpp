@@ -37,6 +37,7 @@ struct WorldSpec {
   int layers = 1;                               ///< of the cache
   int layer = 0;                                ///< of the world's rows; other layers have keys and values exchanged
   bool key_bases = false, value_bases = false;  ///< calibrated: support/bases.hpp
+  bool page_centres = false;                    ///< KeyCentre::page
   Dtype input_dtype = Dtype::f32;               ///< of the keys and values appended; values are rounded to it first
   std::optional<Dtype> exact;
   std::int64_t window = 0;  ///< of the cache

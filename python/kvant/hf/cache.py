@@ -147,6 +147,7 @@ class KvantCache(versions.Cache):
                 k=s.k,
                 v=s.v,
                 device=device,
+                k_centre=s.k_centre,
                 exact=s.exact,
                 sink_pages=s.sink_pages,
                 tail_pages=s.tail_pages,
