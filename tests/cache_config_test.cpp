@@ -68,8 +68,8 @@ TEST(KeyCentres, AreForKeysThatAreEncodedFromRows) {
   EXPECT_TRUE(refused(create(), Code::invalid_argument, {"k_centre = 3", "automatic, none or page"}));
 }
 
-// Of 64 keys of 128 values in tq4: 8 bits a channel and scale of 2 bytes, padded to 128 bytes, beside 4.125 bits of all
-// else.
+// Sizes of 64 keys of 128 values in tq4: 8 bits a channel and scale of 2 bytes, padded to 128 bytes, beside 4.125 bits
+// of all else.
 TEST(KeyCentres, AreCounted) {
   CacheConfig config = small_config();
   config.head_dim = 128;

@@ -390,9 +390,9 @@ class Replay {
     return x;
   }
 
-  // What a page's keys are encoded around: the mean of those that were encoded with it, or, where tokens are encoded as
-  // they come, of the page before. The first four tokens of a sequence do not count, and its first page has none in the
-  // second case.
+  // The centre that a page's keys are encoded around: the mean of those that were encoded with it, or, where tokens are
+  // encoded as they come, of the page before. The first four tokens of a sequence do not count, and its first page has
+  // none in the second case.
   Vector centre_of(const std::vector<std::uint64_t>& tokens, std::int64_t page,
                    const std::vector<std::uint64_t>& sealed, int layer, int head) {
     const CacheConfig& c = cache_.config();

@@ -165,7 +165,7 @@ TEST(DeviceStore, AnErrorOfTheBackendLeavesTheTablesAsTheyWere) {
   EXPECT_EQ(store.state_at(index).length, 200);
 }
 
-// Layer 1 of a step is not written: what was there before can be read and decoded, as it was then.
+// Layer 1 of a step is not written: older tokens can be read and decoded, as before the step.
 TEST(DeviceStore, DecodesWhatWasThereBeforeAStep) {
   const auto device = on_device(), host = on_host();
   const SequenceId id = device->add_sequence();

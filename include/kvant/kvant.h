@@ -119,7 +119,7 @@ enum {
   KVANT_BASIS_CALIBRATED = 3 /* needs kvant_cache_config.bases */
 };
 
-/* What is subtracted from keys, in their basis, before they are encoded, and added to scores. */
+/* The centre that is subtracted from keys, in their basis, before they are encoded; scores get it back. */
 typedef int32_t kvant_key_centre;
 enum {
   KVANT_CENTRE_AUTOMATIC = 0, /* none */

@@ -15,7 +15,7 @@
 //                    so a 32-bit lane of any load holds tokens of one channel and the products need no horizontal sums
 //     scales         [groups][64] fp16 (lut formats: f32); group i covers elements i * D / groups and on
 //     centre         one vector of D values in tq6 with a single scale, whatever D: its two planes as those of one key
-//                    row, then the scale, with no gaps. What it means is in codec/centre.hpp
+//                    row, then the scale, with no gaps (codec/centre.hpp)
 //
 // Reading a key row in 64-element blocks may run up to 48 bytes past the row's end; that stays inside the block,
 // because values and scales follow.

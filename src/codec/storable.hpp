@@ -1,5 +1,5 @@
-// What can be stored: finite values of magnitude at most 65504, the largest fp16. Up to 65536 passes, because bf16 makes that of
-// 65504, and what a cache stored can be stored again; where it becomes f16 it is 65504.
+// Values that can be stored: finite ones of magnitude at most 65504, the largest fp16. Up to 65536 passes, because bf16
+// makes that of 65504, and what a cache stored can be stored again; where it becomes f16 it is 65504.
 #pragma once
 
 #include <cstddef>

@@ -137,8 +137,8 @@ KVANT_HD constexpr TqSpec tq_spec(Format f) {
   }
 }
 
-// What values cost: row i for |y| = i / (cells - 1) anchors, column k for spread k. The square of the distance to the level
-// it is rounded to, in units that make the largest one kMostCost.
+// The cost of values: row i for |y| = i / (cells - 1) anchors, column k for spread k. The square of the distance to the
+// level it is rounded to, in units that make the largest one kMostCost.
 template <int kCells>
 struct CostTable {
   alignas(16) std::uint16_t cost[kCells][kSpreads];
@@ -146,7 +146,8 @@ struct CostTable {
 
 namespace detail {
 
-// The centred level that z >= 0 is rounded to. (Not consteval: clang 14 takes a call inside another one for a run-time call.)
+// The centred level that z >= 0 is rounded to. (Not consteval: clang 14 takes a call inside another one for a run-time
+// call.)
 constexpr double centred_level(const TqSpec& s, double z) {
   if (s.uniform) return base::min(static_cast<double>(static_cast<int>(z)) + 0.5, static_cast<double>(s.offset));
   int m = 0;

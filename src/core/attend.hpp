@@ -20,7 +20,7 @@
 
 namespace kvant::core {
 
-// What an item's rows go through: the vector path, or tiles of f32, or these in bf16 for a matrix unit
+// The path of an item's rows: the vector path, or tiles of f32, or these in bf16 for a matrix unit
 // (cpu/matrix.hpp).
 enum class RowPath { vector, tiles, matrix };
 
@@ -94,7 +94,7 @@ struct BasisRow {
   std::size_t stride;
 };
 
-// What one run needs, shared by all items.
+// The data of one run, shared by all items.
 struct RunContext {
   int width;  // values of a row of q and out, at most head_dim: queries are padded with zeros, outputs cut
   int head_dim, padded_dim;  // of stored vectors; padded_dim: head_dim rounded up to 64, zero filled

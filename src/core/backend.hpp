@@ -1,4 +1,4 @@
-// What the core asks of an instruction set: one table of functions per ISA, filled by src/cpu. The core never includes
+// An instruction set as the core sees it: one table of functions per ISA, filled by src/cpu. The core never includes
 // src/cpu; it only calls through these tables, which src/cpu/registry.cpp lists best first.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What a cache is made of, for the layers that compute with it (the attention plan, the C ABI). The order of a step:
+// The parts of a cache, for the layers that compute with it (the attention plan, the C ABI). The order of a step:
 //
 //   reserve   the table takes slots; exact pages may have no memory yet (their dtype is that of the first write)
 //   plan      may use view, reads_exact, version: slots do not change until the next reserve, truncate, fork, remove
@@ -127,7 +127,7 @@ class CacheImpl {
 
   Status check_layer(int layer) const;
   Status check_tensor(const char* name, const TensorView& tensor, std::span<const Rows> rows) const;
-  /// What can be wrong with the tensors of a write, but for values that are not finite; changes nothing.
+  /// Refuses tensors that cannot be written, except for values that are not finite; changes nothing.
   Status check_inputs(std::span<const Rows> rows, const TensorView& keys, const TensorView& values) const;
   /// An append to a layer: true if its tokens are yet to be reserved, false if exactly these wait for this layer.
   Result<bool> needs_reserve(const Rows& rows, int layer) const;

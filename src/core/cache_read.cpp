@@ -36,7 +36,7 @@ Result<core::ReadRange> CacheImpl::check_range(const TokenRange& range, int laye
   const std::string where = argument.empty() ? "" : argument + ": ";
   const Sequence& s = **found;
   const std::int64_t begin = range.begin, end = range.end;
-  // Of a layer that waits for its write, what was there before the step can be read, as it was then.
+  // A layer that waits for its write can be read as it was before the step.
   const bool ready = table_.layer_ready(s, layer);
   const std::int64_t length = ready ? s.length : s.step_begin;
   if (begin < 0 || end < begin || end > s.length) {

@@ -173,8 +173,8 @@ int CacheTable::first_unwritten(const Sequence& s) const {
   return layer;
 }
 
-// A page goes when all its tokens are more than `rollback_tokens`, and 64, before the window of the oldest new query: so
-// many stay for truncation. Pages with tokens that stay visible beyond the window stay.
+// A page goes when all its tokens are more than `rollback_tokens`, and 64, before the window of the oldest new query:
+// so many stay for truncation. Pages with tokens that stay visible beyond the window stay.
 CacheTable::Range CacheTable::released_by(const Sequence& s, std::int64_t tokens) const {
   if (config_.window == 0 || tokens == 0) return {0, 0};
   const std::int64_t rollback = std::max<std::int64_t>(kPageTokens, config_.rollback_tokens);
@@ -184,7 +184,7 @@ CacheTable::Range CacheTable::released_by(const Sequence& s, std::int64_t tokens
   return {std::min(begin, end), end};
 }
 
-// What a step does to pages after the window's release, in one place for the dry run and for the real one:
+// A step changes pages after the window's release in these ways, in one place for the dry run and for the real one:
 //   visit.change(p)                 the partly filled page p gets rows
 //   visit.add(p, exact, encoded)    a new page with these copies
 //   visit.encode(p)                 page p leaves the tail

@@ -74,7 +74,7 @@ class CacheTable {
     [[nodiscard]] std::int64_t step_tokens() const { return length - step_begin; }
   };
 
-  /// What a reserve takes, before anything has changed.
+  /// Slots that a reserve takes, before anything has changed.
   struct Demand {
     std::int64_t exact_slots = 0;  // slots that the pools must have in all
     std::int64_t encoded_slots = 0;
@@ -91,7 +91,7 @@ class CacheTable {
   Status remove(SequenceId id);
   Status truncate(SequenceId id, std::int64_t tokens);
 
-  /// What can be wrong with a reorder; changes nothing.
+  /// Refuses a reorder that cannot be done; changes nothing.
   Status check_reorder(std::span<const SequenceId> ids, std::span<const std::int64_t> parents) const;
   static bool reorder_changes_nothing(std::span<const std::int64_t> parents) noexcept;
   /// Does one that was checked: ids[i] becomes what ids[parents[i]] was. May throw std::bad_alloc, and then has changed
@@ -129,7 +129,7 @@ class CacheTable {
     std::int64_t begin, end;
   };
   [[nodiscard]] Range step_pages(const Sequence& s) const;
-  /// Of the newest step: the pages whose exact copies mark_written may give back.
+  /// The pages of the newest step whose exact copies mark_written may give back.
   [[nodiscard]] Range kept_pages(const Sequence& s) const;
 
   Result<Sequence*> find(SequenceId id, const char* argument);

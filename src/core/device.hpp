@@ -5,8 +5,8 @@
 //   CacheImpl   has a DevicePages in place of its two Storages when CacheConfig::device names a device
 //   PlanImpl    has a DevicePlan in place of its work lists
 //
-// Every call that takes a stream only enqueues work on it: no allocation on the device, no synchronisation, no read-back.
-// The calling thread's current device is left as it was.
+// Every call that takes a stream only enqueues work on it: no allocation on the device, no synchronisation, no
+// read-back. The calling thread's current device is left as it was.
 #pragma once
 
 #include <cstddef>
@@ -64,12 +64,12 @@ class DevicePages {
 
   // A step: step_begin = length, length += tokens, on the device. Capturable: replays advance again.
   virtual Status advance(std::span<const DeviceAppend> appends, Stream stream) = 0;
-  // Stores the newest step's rows of one layer, and encodes the pages that left the tail in it. Tensors in device memory,
-  // [sum of tokens, kv_heads, head_dim]. Capturable: positions are read from the device's tables.
+  // Stores the newest step's rows of one layer, and encodes the pages that left the tail in it. Tensors in device
+  // memory, [sum of tokens, kv_heads, head_dim]. Capturable: positions are read from the device's tables.
   virtual Status write(std::span<const DeviceAppend> appends, int layer, const TensorView& keys,
                        const TensorView& values, Stream stream) = 0;
-  // Decodes ranges of one layer to tensors in device memory (Cache::decode); either may have null data. Capturable: which copy
-  // of a page is decoded is found in the device's tables.
+  // Decodes ranges of one layer to tensors in device memory (Cache::decode); either may have null data. Capturable:
+  // which copy of a page is decoded is found in the device's tables.
   virtual Status decode(std::span<const DeviceRange> ranges, int layer, const MutableTensorView& keys,
                         const MutableTensorView& values, Stream stream) = 0;
   // Waits for the stream and copies a block to the host.
@@ -86,8 +86,8 @@ struct DeviceSequence {
   std::int64_t length;  // at planning; run follows the device's own
 };
 
-// What a plan over device pages is made of: validated options and the sequences' places in the device's tables. Where no
-// sequence has a query the plan is never run, and it needs no workspace.
+// A plan over device pages is made of these: validated options and the sequences' places in the device's tables. Where
+// no sequence has a query the plan is never run, and it needs no workspace.
 struct DevicePlanConfig {
   const DevicePages* pages = nullptr;
   const AttentionOptions* options = nullptr;  // q_lens and scale filled in

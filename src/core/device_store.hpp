@@ -6,9 +6,9 @@
 //
 // Slots that are given back need not be: no kernel reads the exact copy of a page that is read encoded, nor pages that
 // a window released (a truncation that brings pages back sends them). They are noted (`late`) and sent with the next
-// step that takes slots, which is the first that can give them to another sequence. So a step whose slots were there
-// before, in a page or from reserve_ahead, sends nothing but its advance, and can be recorded in a graph whose replays
-// are right.
+// step that takes slots, which is the first that can give them to another sequence. So a step that takes no slots,
+// because its page has room or reserve_ahead took them, sends nothing but its advance, and can be recorded in a graph
+// whose replays are right.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-// What a plan says of itself.
+// A plan's description of itself.
 #include <algorithm>
 #include <iterator>
 

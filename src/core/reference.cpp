@@ -39,7 +39,7 @@ double widen_bf16(std::uint16_t bits) {
   return load<float>(&word, 0);
 }
 
-/// What the mask tensor adds to the logit: 0 or -inf for a boolean one, -inf for keys before its first.
+/// The mask tensor's term of the logit: 0 or -inf for a boolean one, -inf for keys before its first.
 double mask_term(const MaskTensor& mask, const std::int64_t (&index)[4]) {
   if (mask.data == nullptr) return 0;
   if (index[3] < mask.first_key) return kMinusInf;

@@ -13,15 +13,17 @@ int hardware_threads();
 
 const char* threads_name();  // "OpenMP", "std::thread"
 
-// When the system last refused to start a thread: workers that there were without it, the caller counted, and the reason. Callers did
-// the shares of those that were missing. {0, 0}: it did not refuse, or has given what was asked for since.
+// The last refusal of the system to start a thread: how many workers there were without the thread, the caller counted,
+// and the reason. Callers did the shares of missing workers. {0, 0}: the system did not refuse, or has started all
+// threads since.
 struct Refusal {
   int workers = 0;
   int error = 0;  // an errno
 };
 Refusal last_refusal();
 
-// How often this process is a forked child's child, 0 in the first: what threads of another generation were doing, nobody does now.
+// How often this process is a forked child's child, 0 in the first: what threads of another generation were doing,
+// nobody does now.
 std::uint32_t fork_generation();
 
 }  // namespace kvant::core

@@ -2,8 +2,8 @@
 // by token; an ISA without the verbs for encoding (Simd::kEncodes) uses that code itself.
 //
 // Tokens are taken an octet at a time, so that value words are written whole where the range covers them, and of an
-// octet as many at once as make eight rows for the search. What the search cannot do exactly (see cpu/encode_tq.hpp:
-// values that cannot be encoded, values next to zero) goes through the plain codec afterwards.
+// octet as many at once as make eight rows for the search. Vectors that the search cannot do exactly (see
+// cpu/encode_tq.hpp: values that cannot be encoded, values next to zero) go through the plain codec afterwards.
 #pragma once
 
 #include "codec/storable.hpp"
@@ -30,8 +30,8 @@ KVANT_INLINE const std::byte* job_row(const core::StoreJob& job, int i) {
   return static_cast<const std::byte*>(job.rows) + i * job.row_stride * bytes;
 }
 
-// f16 has no 65536, which is what bf16 makes of 65504 (codec/storable.hpp): up to there 65504. What cannot be stored
-// stays so.
+// bf16 rounds 65504 to 65536 (codec/storable.hpp), which f16 does not have: magnitudes up to 65536 become 65504. Larger
+// ones stay as they are, and cannot be stored.
 inline float within_f16(float x) {
   const float magnitude = base::abs(x);
   if (!(magnitude > 65504.0f && magnitude <= 65536.0f)) return x;
@@ -58,7 +58,7 @@ inline bool load_row_plain(const core::StoreJob& job, int i, float* x) {
       default: x[j] = base::bf16_to_f32(base::load_u16(row + 2 * j));
     }
   }
-  // Of the copy: the caller's row may change meanwhile.
+  // The copy is checked, because the caller's row may change meanwhile.
   if (job.looks && !codec::row_storable(Dtype::f32, reinterpret_cast<const std::byte*>(x), job.head_dim)) return false;
   for (int j = 0; j < job.head_dim; ++j) {
     if (job.rounding == Dtype::f16) x[j] = base::f16_to_f32(base::f32_to_f16(within_f16(x[j])));
