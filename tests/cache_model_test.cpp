@@ -391,14 +391,14 @@ class Replay {
   }
 
   // The centre that a page's keys are encoded around: the mean of those that were encoded with it, or, where tokens are
-  // encoded as they come, of the page before. The first four tokens of a sequence do not count, and its first page has
-  // none in the second case.
+  // encoded as they come, of the page before, in which the first four tokens of a sequence do not count. The first page
+  // of a sequence has none.
   Vector centre_of(const std::vector<std::uint64_t>& tokens, std::int64_t page,
                    const std::vector<std::uint64_t>& sealed, int layer, int head) {
     const CacheConfig& c = cache_.config();
     const bool has_tail = c.tail_pages > 0, rotated = cache_.k_format() != Format::fp8;
     const auto d = static_cast<std::size_t>(c.head_dim);
-    if (!has_tail && page == 0) return Vector(d);
+    if (page == 0) return Vector(d);
     const std::int64_t of = has_tail ? page : page - 1;
     const auto at = tokens.begin() + of * kPage;
     const std::vector<std::uint64_t> those = has_tail ? sealed : std::vector<std::uint64_t>(at, at + kPage);

@@ -396,7 +396,7 @@ TEST(CentredBytes, AreThePageEncodedAroundItsOwnMean) {
     Cache cache = make(config);
     const SequenceId id = cache.add_sequence();
     append(cache, id, 0, 300).value();
-    const int page = first_page ? 0 : 1, skip = first_page ? codec::kSinkTokens : 0, d = 32;
+    const int page = first_page ? 0 : 1, d = 32;
     const CacheRows rows = rows_for(cache, static_cast<std::uint64_t>(page * 64), 64);
     const auto row = [&](int t, int head) {
       return std::vector<float>(static_cast<const float*>(rows.keys().data) + (t * 2 + head) * d,
@@ -406,10 +406,10 @@ TEST(CentredBytes, AreThePageEncodedAroundItsOwnMean) {
     read(cache, id, page * 64, page * 64 + 64, got).value();
     for (int head = 0; head < 2; ++head) {
       std::vector<float> mean(d);
-      for (int t = skip; t < 64; ++t) {
+      for (int t = 0; t < 64 && !first_page; ++t) {  // the first page of a sequence has no centre
         for (int i = 0; i < d; ++i) mean[static_cast<std::size_t>(i)] += row(t, head)[static_cast<std::size_t>(i)];
       }
-      for (float& x : mean) x *= 1.0f / static_cast<float>(64 - skip);
+      for (float& x : mean) x *= 1.0f / 64;
       rotate(mean).value();
       std::vector<float> c(d), y(d);
       decode_vector(Format::tq6, encode_vector(Format::tq6, mean).value(), c).value();

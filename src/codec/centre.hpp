@@ -7,9 +7,11 @@
 // how a page comes to be encoded (core/cache_write.cpp):
 //
 //   the whole page at once    its own keys, tokens 0 to 63, as given: m = B(mean), with B the basis (MeanOfRows)
-//   token by token            the keys of the page before, as stored: m = c' + mean(decoded k' - c') (mean_of_page),
-//                             or B(mean) if the page before is exact
-//   the first page            see first_of_mean
+//   token by token            the keys of the page before, as stored: m = c' + mean(decoded k' - c') (mean_of_page), or
+//                             B(mean) if the page before is exact
+//   page 0 of a sequence      none: m = 0. Its first tokens are attention sinks, whose keys are far from all others and
+//                             get most of the attention: around a mean of other keys they are stored worse, and the KL
+//                             divergence of a cache without an exact first page doubles (docs/page-centres.md)
 //
 // All sums are in float32, by channel, tokens in ascending order, from zero; then one multiplication by 1 / count
 // rounded to float. A mean that has an element that is not finite, or of 2^20 and above in magnitude, is stored as
@@ -21,9 +23,7 @@
 
 KVANT_NAMESPACE_BEGIN(codec)
 
-// The first token of page number `page` of a sequence that counts for a mean. The first tokens of a sequence are
-// attention sinks: their keys are far from all others, and a mean of 64 keys with them in it is near to none of the
-// keys.
+// The first token of page number `page` of a sequence that counts for the mean of the page that follows. Sinks do not.
 inline constexpr int kSinkTokens = 4;
 KVANT_HD constexpr int first_of_mean(std::int64_t page) {
   return page == 0 ? kSinkTokens : 0;

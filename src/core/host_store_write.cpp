@@ -183,12 +183,12 @@ bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
       make.first = codec::first_of_mean(number);
       make.rows = job(core::Pool::encoded, page.ref.encoded, 0, kPageTokens - make.first, rows(make.first));
     };
-    if (page.turns) {
+    if (page.number == 0 && (page.turns || page.first == 0)) {
+      make.of = core::CentreJob::Of::nothing;
+    } else if (page.turns) {
       of_rows(page.number, [&](int first) { return rows_of_copy(page.ref.exact, first); });
     } else if (page.first == 0 && spec.config.tail_pages > 0) {
       of_rows(page.number, rows_from_tensor);
-    } else if (page.first == 0 && page.number == 0) {
-      make.of = core::CentreJob::Of::nothing;
     } else if (page.first == 0 && page.before.exact >= 0) {
       of_rows(page.number - 1, [&](int first) { return rows_of_copy(page.before.exact, first); });
     } else if (page.first == 0) {

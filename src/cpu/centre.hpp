@@ -9,20 +9,43 @@
 
 KVANT_NAMESPACE_BEGIN(cpu)
 
-// y [D]: sums of the rows, by channel, times 1 / count.
+// y [D]: sums of the rows, by channel. Sixty-four channels at a time stay in registers: with sums in memory a page took
+// twice as long.
+template <class S, Dtype kRounding, class Load>
+KVANT_INLINE void sum_rows(const core::StoreJob& rows, float* y, Load load) {
+  using F = typename S::F;
+  constexpr int kRowsAhead = 4;
+  const int bytes = rows.dtype == Dtype::f32 ? 4 : 2, whole = rows.width & ~7;
+  const auto channels = [&]<int N>(int j) {
+    F sum[N];
+    for (F& x : sum) x = S::setf(0.0f);
+    for (int i = 0; i < rows.count; ++i) {
+      if (j == 0) {
+        const std::byte* ahead = job_row(rows, base::min(i + kRowsAhead, rows.count - 1));
+        for (int at = 0; at < rows.width * bytes; at += 64) S::prefetch(ahead + at);
+      }
+      const std::byte* row = job_row(rows, i) + j * bytes;
+      for (int k = 0; k < N; ++k) sum[k] = S::add(sum[k], rounded<S, kRounding>(load(row + 8 * k * bytes)));
+    }
+    for (int k = 0; k < N; ++k) S::storef(y + j + 8 * k, sum[k]);
+  };
+  int j = 0;
+  for (; j + 64 <= whole; j += 64) channels.template operator()<8>(j);
+  for (; j < whole; j += 8) channels.template operator()<1>(j);
+  for (; j < rows.head_dim; j += 8) S::storef(y + j, S::setf(0.0f));
+  if (whole == rows.width) return;
+  F sum = S::setf(0.0f);
+  for (int i = 0; i < rows.count; ++i) {
+    alignas(32) std::byte last[32] = {};
+    __builtin_memcpy(last, job_row(rows, i) + whole * bytes, static_cast<std::size_t>((rows.width - whole) * bytes));
+    sum = S::add(sum, rounded<S, kRounding>(load(last)));
+  }
+  S::storef(y + whole, sum);
+}
+
 template <class S>
 KVANT_INLINE void mean_of_rows(const core::StoreJob& rows, float* y) {
-  constexpr int kRowsAhead = 4;
-  const int bytes = rows.width * (rows.dtype == Dtype::f32 ? 4 : 2);
-  Magnitudes<S> unused;
-  float row[codec::kMaxHeadDim];
-  for (int j = 0; j < rows.head_dim; j += 8) S::storef(y + j, S::setf(0.0f));
-  for (int i = 0; i < rows.count; ++i) {
-    const std::byte* ahead = job_row(rows, base::min(i + kRowsAhead, rows.count - 1));
-    for (int at = 0; at < bytes; at += 64) S::prefetch(ahead + at);
-    load_row<S>(rows, i, row, unused);
-    for (int j = 0; j < rows.head_dim; j += 8) S::storef(y + j, S::add(S::loadf(y + j), S::loadf(row + j)));
-  }
+  with_loader<S>(rows, [&]<Dtype kRounding>(auto load) { sum_rows<S, kRounding>(rows, y, load); });
   const typename S::F factor = S::setf(codec::mean_factor(rows.count));
   for (int j = 0; j < rows.head_dim; j += 8) S::storef(y + j, S::mul(S::loadf(y + j), factor));
 }
@@ -33,19 +56,51 @@ KVANT_INLINE void load_centre(const codec::SideLayout& side, int head_dim, const
   decode_key_in_order<S, codec::kCentreFormat>(side, head_dim, block, 0, U::tables(), c);
 }
 
-// y [D]: codec::mean_of_page, but for clean_mean. Keys are added up in unpacking order, which costs no transposition.
+// sum [depth]: decoded keys of tokens [first, 64) without the centre, added up in the order in which codes are
+// unpacked, which costs no transposition.
+template <class S, Format F>
+KVANT_INLINE void sum_keys(const codec::PageLayout& page, int depth, const std::byte* block, int first, float* sum) {
+  using V = typename S::F;
+  const codec::SideLayout& side = page.k;
+  const int d = page.head_dim;
+  if constexpr (is_integer_format(F)) {
+    using U = Unpack<S, F>;
+    const typename U::Tables tables = U::tables();
+    const V offset = S::setf(level_offset(F));
+    const int group_dim = side.groups > 1 ? d / side.groups : depth;
+    for (int e = 0; e < depth; e += 64) {
+      V of[8];
+      for (V& x : of) x = S::setf(0.0f);
+      for (int t = first; t < kPageTokens; ++t) {
+        typename S::I u[4];
+        U::block(tables, key_pointers(side, d, block, t, e), u);
+        const V scale = S::setf(base::f16_to_f32(base::load_u16(block + codec::scale_at(side, t, e / group_dim))));
+        for (int v = 0; v < 4; ++v) {
+          const typename S::I low = S::and_(u[v], S::seti(0xFFFF)), high = S::template shr<16>(u[v]);
+          of[2 * v] = S::add(of[2 * v], S::mul(S::sub(S::to_f(low), offset), scale));
+          of[2 * v + 1] = S::add(of[2 * v + 1], S::mul(S::sub(S::to_f(high), offset), scale));
+        }
+      }
+      for (int i = 0; i < 8; ++i) S::storef(sum + e + 8 * i, of[i]);
+    }
+  } else {
+    float row[codec::kMaxHeadDim];
+    for (int e = 0; e < depth; e += 8) S::storef(sum + e, S::setf(0.0f));
+    for (int t = first; t < kPageTokens; ++t) {
+      decode_keys<S, F>(side, d, depth, block, t, t + 1, nullptr, row, 0);
+      for (int e = 0; e < depth; e += 8) S::storef(sum + e, S::add(S::loadf(sum + e), S::loadf(row + e)));
+    }
+  }
+}
+
+// y [D]: codec::mean_of_page, but for clean_mean.
 template <class S, Format F>
 void mean_of_page(const core::CentreJob& job, float* y) {
   const codec::PageLayout& page = *job.layout;
-  const int d = page.head_dim, padded_dim = (d + 63) & ~63;
-  float row[codec::kMaxHeadDim], sum[codec::kMaxHeadDim], c[codec::kMaxHeadDim];
+  const int d = page.head_dim, depth = tile_depth(F, d, (d + 63) & ~63);
+  float sum[codec::kMaxHeadDim], c[codec::kMaxHeadDim];
   load_centre<S>(codec::centre_layout(page), d, job.before, c);
-  const int depth = tile_depth(F, d, padded_dim);
-  for (int e = 0; e < depth; e += 8) S::storef(sum + e, S::setf(0.0f));
-  for (int t = job.first; t < kPageTokens; ++t) {
-    decode_keys<S, F>(page.k, d, padded_dim, job.before, t, t + 1, nullptr, row, 0);
-    for (int e = 0; e < depth; e += 8) S::storef(sum + e, S::add(S::loadf(sum + e), S::loadf(row + e)));
-  }
+  sum_keys<S, F>(page, depth, job.before, job.first, sum);
   const float factor = codec::mean_factor(kPageTokens - job.first);
   for (int e = 0; e < depth; ++e) {
     const int element = tile_key_element(F, e);

@@ -93,17 +93,38 @@ class Magnitudes {
   typename S::I largest_ = S::seti(0);
 };
 
-// `load(at)` loads eight elements from these bytes on. The last elements of a row, if they are fewer, are copied first,
+template <class S, Dtype kRounding>
+KVANT_INLINE typename S::F rounded(typename S::F v) {
+  if constexpr (kRounding == Dtype::f16) return S::round_f16(within_f16<S>(v));
+  if constexpr (kRounding == Dtype::bf16) return S::as_f(S::template shl<16>(to_bf16<S>(v)));
+  return v;
+}
+
+// Calls fn<rounding>(load), where `load(at)` loads eight elements of the job's dtype from these bytes on.
+template <class S, class Fn>
+KVANT_INLINE void with_loader(const core::StoreJob& job, Fn fn) {
+  const auto with_rounding = [&](auto load) {
+    if (job.rounding == Dtype::f16 && job.dtype != Dtype::f16) return fn.template operator()<Dtype::f16>(load);
+    if (job.rounding == Dtype::bf16 && job.dtype != Dtype::bf16) return fn.template operator()<Dtype::bf16>(load);
+    return fn.template operator()<Dtype::f32>(load);
+  };
+  switch (job.dtype) {
+    case Dtype::f32:
+      return with_rounding([](const std::byte* from) { return S::loadf(reinterpret_cast<const float*>(from)); });
+    case Dtype::f16: return with_rounding([](const std::byte* from) { return S::load_f16(from); });
+    default: return with_rounding([](const std::byte* from) { return S::load_bf16(from); });
+  }
+}
+
+// The last elements of a row, if they are fewer, are copied first,
 // so that nothing behind the row is read.
 template <class S, Dtype kRounding, class Load>
 KVANT_INLINE void convert_row(const core::StoreJob& job, const std::byte* row, float* x, Magnitudes<S>& magnitudes,
                               Load load) {
   const auto convert = [&](int j, const std::byte* from) {
-    typename S::F v = load(from);
+    const typename S::F v = load(from);
     magnitudes.take(v);
-    if constexpr (kRounding == Dtype::f16) v = S::round_f16(within_f16<S>(v));
-    if constexpr (kRounding == Dtype::bf16) v = S::as_f(S::template shl<16>(to_bf16<S>(v)));
-    S::storef(x + j, v);
+    S::storef(x + j, rounded<S, kRounding>(v));
   };
   const int bytes = job.dtype == Dtype::f32 ? 4 : 2, whole = job.width & ~7;
   for (int j = 0; j < whole; j += 8) convert(j, row + j * bytes);
@@ -118,19 +139,7 @@ KVANT_INLINE void convert_row(const core::StoreJob& job, const std::byte* row, f
 template <class S>
 KVANT_INLINE void load_row(const core::StoreJob& job, int i, float* x, Magnitudes<S>& magnitudes) {
   const std::byte* row = job_row(job, i);
-  const auto with_rounding = [&](auto load) {
-    if (job.rounding == Dtype::f16 && job.dtype != Dtype::f16)
-      return convert_row<S, Dtype::f16>(job, row, x, magnitudes, load);
-    if (job.rounding == Dtype::bf16 && job.dtype != Dtype::bf16)
-      return convert_row<S, Dtype::bf16>(job, row, x, magnitudes, load);
-    convert_row<S, Dtype::f32>(job, row, x, magnitudes, load);
-  };
-  switch (job.dtype) {
-    case Dtype::f32:
-      return with_rounding([](const std::byte* from) { return S::loadf(reinterpret_cast<const float*>(from)); });
-    case Dtype::f16: return with_rounding([](const std::byte* from) { return S::load_f16(from); });
-    default: return with_rounding([](const std::byte* from) { return S::load_bf16(from); });
-  }
+  with_loader<S>(job, [&]<Dtype kRounding>(auto load) { convert_row<S, kRounding>(job, row, x, magnitudes, load); });
 }
 
 // --- dense formats ------------------------------------------------------------------------------------------------------
