@@ -48,10 +48,9 @@ struct VisiblePages : base::VisiblePages<int> {
   int exact_sinks, tail;
 };
 
-KVANT_HD KVANT_NOT_INLINED inline void apply_window(const AttendParams& p, int length, int q_len,
-                                                    base::VisiblePages<int>& v) {
+KVANT_HD KVANT_NOT_INLINED inline base::VisiblePages<int> windowed_pages(const AttendParams& p, int length, int q_len) {
   const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
-  v = base::visible_pages<int>(rule, length, length - q_len, length - 1);
+  return base::visible_pages<int>(rule, length, length - q_len, length - 1);
 }
 
 KVANT_HD inline VisiblePages with_exact_ends(const AttendParams& p, int length, int q_len,
@@ -63,7 +62,7 @@ KVANT_HD inline VisiblePages with_exact_ends(const AttendParams& p, int length, 
 // The pages for all queries of a sequence.
 KVANT_HD inline VisiblePages visible_pages(const AttendParams& p, int length, int q_len) {
   base::VisiblePages<int> v{0, 0, base::pages_for(length)};
-  if (p.window > 0 || p.mask.first_key > 0) apply_window(p, length, q_len, v);
+  if (p.window > 0 || p.mask.first_key > 0) v = windowed_pages(p, length, q_len);
   return with_exact_ends(p, length, q_len, v);
 }
 
