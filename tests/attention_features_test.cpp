@@ -193,6 +193,9 @@ TEST(ExactEnds, OfManyQueriesAreThoseOfTheFirst) {
     options.q_heads = 4;
     options.q_len = static_cast<int>(c.q_len);
     const Attended got = try_attend(cache, {id}, options, x.q).value();
+    std::vector<float> seen(x.k.size());
+    cache.read(id, 0, 0, c.tokens, MutableTensorView::of(seen.data(), c.tokens, 2, 64), {}, {}, c.q_len).value();
+    EXPECT_EQ(seen, k) << c.tokens << " tokens, " << c.q_len << " queries";
     const std::vector<double> q64 = widen(x.q), k64 = widen(k), v64 = widen(v);
     const reference::Problem p{c.q_len, c.tokens, 4, 2, 64, q64, k64, v64, {}, 0};
     EXPECT_TRUE(close(reference::attention(p, options).out, got.out, tolerance::kCoded))

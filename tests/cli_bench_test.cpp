@@ -104,6 +104,11 @@ TEST_F(CliBench, PrefillAndAppend) {
   EXPECT_EQ(prefill["rows"][2]["v_format"], "tq3");
   for (const Json& row : prefill["rows"]) EXPECT_LE(row["rel_l2"], 2e-4);
 
+  // More pages are exact for many queries than for one, and the error is against these.
+  const Json some = json_of(
+      {"bench", "decode", "--k-format", "tq3", "--keys", "320", "--q-len", "4", "--head-dim", "64", "--rounds", "1"});
+  EXPECT_LE(some["rows"][0]["rel_l2"], 2e-4);
+
   const Json uneven = json_of({"bench", "decode", "--k-format", "tq4", "--batch", "3", "--keys", "70", "--first-keys",
                                "700", "--head-dim", "64", "--rounds", "1"});
   EXPECT_EQ(uneven["rows"][0]["first_keys"], 700);

@@ -158,10 +158,11 @@ class KVANT_API Cache {
   Status append(SequenceId sequence, int layer, const TensorView& keys, const TensorView& values, Stream stream = {});
 
   /// Decodes stored tokens [begin, end) of one layer to f32 in the original coordinates, [end - begin, kv_heads,
-  /// head_dim] in host memory: exactly what attention of one query computes with. Either output may have null data.
-  /// Errors: released tokens. From a device it copies whole pages, one by one: for tests and for looking inside.
+  /// head_dim] in host memory: exactly what attention of the newest q_len queries computes with, which may read more
+  /// pages exactly than that of one query (CacheConfig::tail_pages). Either output may have null data. Errors: released
+  /// tokens, q_len below 1. From a device it copies whole pages, one by one: for tests and for looking inside.
   Status read(SequenceId sequence, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
-              const MutableTensorView& values, Stream stream = {}) const;
+              const MutableTensorView& values, Stream stream = {}, std::int64_t q_len = 1) const;
   /// The same for ranges of several sequences, into tensors in f32, f16 or bf16 where the cache lives: host memory, or
   /// device memory (enqueued on the stream, and not waited for; a recorded decode follows the device's own lengths).
   /// keys, values: the ranges' rows one after another, [sum of end - begin, kv_heads, head_dim], or, with a

@@ -250,7 +250,7 @@ Result<double> check_attention(const Workload& workload, const BenchCase& c, con
       const Status status =
           workload.cache.read(workload.sequences[static_cast<std::size_t>(b)], 0, begin, end,
                               MutableTensorView::of(keys.data(), end - begin, c.kv_heads, c.head_dim),
-                              MutableTensorView::of(values.data(), end - begin, c.kv_heads, c.head_dim));
+                              MutableTensorView::of(values.data(), end - begin, c.kv_heads, c.head_dim), {}, c.q_len);
       if (!status.ok()) return status;
       parallel_for(core::hardware_threads(), static_cast<std::int64_t>(rows.size()), [&](std::int64_t i) {
         SampledRow& row = rows[static_cast<std::size_t>(i)];

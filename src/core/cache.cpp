@@ -62,8 +62,8 @@ Status Cache::append(SequenceId sequence, int layer, const TensorView& keys, con
   return impl_->append(sequence, layer, keys, values, stream);
 }
 Status Cache::read(SequenceId sequence, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
-                   const MutableTensorView& values, Stream stream) const {
-  return impl_->read(sequence, layer, begin, end, keys, values, stream);
+                   const MutableTensorView& values, Stream stream, std::int64_t q_len) const {
+  return impl_->read(sequence, layer, begin, end, keys, values, stream, q_len);
 }
 Status Cache::decode(std::span<const TokenRange> ranges, int layer, const MutableTensorView& keys,
                      const MutableTensorView& values, Stream stream) const {

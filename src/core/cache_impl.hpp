@@ -106,7 +106,7 @@ class CacheImpl {
                Stream stream = {});
   Status append(SequenceId sequence, int layer, const TensorView& keys, const TensorView& values, Stream stream = {});
   Status read(SequenceId sequence, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
-              const MutableTensorView& values, Stream stream = {}) const;
+              const MutableTensorView& values, Stream stream = {}, std::int64_t q_len = 1) const;
   Status decode(std::span<const TokenRange> ranges, int layer, const MutableTensorView& keys,
                 const MutableTensorView& values, Stream stream = {}) const;
   Result<bool> take_non_finite(Stream stream = {});

@@ -65,8 +65,9 @@ Result<core::ReadRange> CacheImpl::check_range(const TokenRange& range, int laye
 }
 
 Status CacheImpl::read(SequenceId id, int layer, std::int64_t begin, std::int64_t end, const MutableTensorView& keys,
-                       const MutableTensorView& values, Stream stream) const try {
+                       const MutableTensorView& values, Stream stream, std::int64_t q_len) const try {
   if (Status s = check_layer(layer); !s) return s;
+  if (q_len < 1) return {Code::invalid_argument, fmt::format("q_len = {}: must be 1 or more", q_len)};
   const auto range = check_range({id, begin, end}, layer, "");
   if (!range) return range.status();
   const SequenceView& seen = range->seen;
@@ -80,7 +81,7 @@ Status CacheImpl::read(SequenceId id, int layer, std::int64_t begin, std::int64_
   std::vector<std::byte> copy(store_->load_bytes());
   for (std::int64_t page = begin / kPageTokens; page * kPageTokens < end && begin < end; ++page) {
     const core::PageRef ref = seen.pages[static_cast<std::size_t>(page)];
-    const bool exact = reads_exact(seen, page);
+    const bool exact = reads_exact(seen, page, q_len);
     const Pool pool = exact ? Pool::exact : Pool::encoded;
     const std::int32_t slot = exact ? ref.exact : ref.encoded;
     const codec::PageLayout& l = layout(pool);
