@@ -5,9 +5,9 @@
 // copy of an inline function into code that must run on an older machine.
 #pragma once
 
-// Comparisons with NaN and infinities, the order of sums and exact quotients are part of what kvant computes. CMake sets the flags
-// (cmake/warnings.cmake); this is for builds by other means. nvcc's --use_fast_math defines nothing, and is refused by
-// cmake/cuda.cmake.
+// Comparisons with NaN and infinities, the order of sums and exact quotients are part of what kvant computes. CMake
+// sets the flags (cmake/warnings.cmake); this is for builds by other means. nvcc's --use_fast_math defines nothing, and
+// is refused by cmake/cuda.cmake.
 #if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
     defined(__NO_SIGNED_ZEROS__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__ > 0)
 #error \

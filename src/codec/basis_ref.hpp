@@ -1,5 +1,5 @@
-// A basis as kernels see it: its kind and three borrowed arrays (null unless calibrated). A plain type that crosses from
-// the core into ISA units; what is done with it is in codec/basis.hpp.
+// A basis as kernels see it: its kind and three borrowed arrays (null unless calibrated). A plain type that crosses
+// from the core into ISA units; what is done with it is in codec/basis.hpp.
 #pragma once
 
 #include "kvant/codec.hpp"

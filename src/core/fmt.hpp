@@ -1,5 +1,6 @@
-// fmt for every unit of ours: <fmt/format.h> as headers only, but for its one large function, which core/fmt.cpp compiles
-// for all. A unit would otherwise compile it anew for its first message, which costs more seconds than the rest of most.
+// fmt for every unit of ours: <fmt/format.h> as headers only, but for its one large function, which core/fmt.cpp
+// compiles for all. A unit would otherwise compile it anew for its first message, which costs more seconds than the
+// rest of most.
 #pragma once
 
 #include <fmt/format.h>

@@ -5,8 +5,8 @@
 
 namespace kvant {
 
-// out = sum_i w_i out_i / sum_i w_i with w_i = exp(lse_i - max), lse = max + log(sum_i w_i): in the order given, in double,
-// so that merging many partials loses nothing.
+// out = sum_i w_i out_i / sum_i w_i with w_i = exp(lse_i - max), lse = max + log(sum_i w_i): in the order given, in
+// double, so that merging many partials loses nothing.
 Status merge(std::span<const Partial> partials, std::int64_t rows, int head_dim, float* out, float* lse) {
   if (partials.empty()) return {Code::invalid_argument, "partials is empty: merge at least one"};
   if (rows < 0 || head_dim < 1) {

@@ -77,7 +77,8 @@ Status check_options(const CacheConfig& config, std::size_t sequences, Attention
   }
   if (Status s = check_numbers(o); !s.ok()) return s;
   if (o.scale == 0) o.scale = 1.0 / std::sqrt(static_cast<double>(config.head_dim));
-  // A cache with a window drops what lies behind it: what is left of that depends on chance, so nobody attends to it unasked.
+  // A cache with a window drops what lies behind it: what is left of that depends on chance, so nobody attends to it
+  // unasked.
   if (o.mask.window == 0 && config.window > 0) {
     o.mask.window = config.window;
     if (o.mask.window_sinks == 0) o.mask.window_sinks = config.window_sinks;

@@ -1,5 +1,5 @@
-// Mask tensors: shapes checked against the batch, tiles of one query by one page classified once per plan, so that fully
-// masked tiles cost nothing in a run and all-zero ones no addition. A mask in device memory is not looked into.
+// Mask tensors: shapes checked against the batch, tiles of one query by one page classified once per plan, so that
+// fully masked tiles cost nothing in a run and all-zero ones no addition. A mask in device memory is not looked into.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -85,8 +85,8 @@ void classify_mask(const PlanImpl& plan, ClassifiedMask& mask) {
     out.stride[i] = m.shape[i] == 1 ? 0 : m.stride[i];
     extent[i] = out.stride[i] == 0 ? 1 : needed[i];
   }
-  // Classes are by page of the sequence. Those of pages that lie before the first key are masked, others speak of the keys from
-  // there on.
+  // Classes are by page of the sequence. Those of pages that lie before the first key are masked, others speak of the
+  // keys from there on.
   const std::int64_t end = needed[3] > 0 ? m.first_key + needed[3] : 0;
   const std::int64_t key_pages = (end + kPageTokens - 1) / kPageTokens;
   const std::int64_t pages = out.stride[3] == 0 ? 1 : key_pages;

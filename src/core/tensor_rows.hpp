@@ -8,13 +8,13 @@
 
 namespace kvant::core {
 
-/// Refuses strides with which an offset in bytes does not fit 63 bits, so that plain arithmetic is safe afterwards. The shape
-/// was checked; `sequences`: of the call.
+/// Refuses strides with which an offset in bytes does not fit 63 bits, so that plain arithmetic is safe afterwards. The
+/// shape was checked; `sequences`: of the call.
 Status check_offsets(const char* name, Dtype dtype, const std::array<std::int64_t, 3>& shape,
                      const std::array<std::int64_t, 3>& stride, std::int64_t batch_stride, std::int64_t sequences);
 
-/// Refuses an output whose vectors certainly overlap: a stride of fewer elements than a vector between two of them, 0 (an
-/// expanded tensor) included. After check_offsets.
+/// Refuses an output whose vectors certainly overlap: a stride of fewer elements than a vector between two of them, 0
+/// (an expanded tensor) included. After check_offsets.
 Status check_apart(const char* name, const MutableTensorView& t, std::int64_t sequences);
 
 /// The first element of sequence i of the call, of whose rows `before` belong to the sequences before.
@@ -29,8 +29,8 @@ inline const std::byte* row_of(const TensorView& t, std::int64_t begin, std::int
   return static_cast<const std::byte*>(t.data) + element * static_cast<std::int64_t>(dtype_size(t.dtype));
 }
 
-/// Kernels on a device read rows that lie one after another. Refuses a batch_stride that leads elsewhere; `rows_of(i)`: how
-/// many rows sequence i of the call has.
+/// Kernels on a device read rows that lie one after another. Refuses a batch_stride that leads elsewhere; `rows_of(i)`:
+/// how many rows sequence i of the call has.
 Status refuse_apart(const char* name, std::int64_t batch_stride, std::int64_t sequence, std::int64_t packed);
 template <class View, class RowsOf>
 Status check_packed(const char* name, const View& t, std::int64_t sequences, RowsOf rows_of) {

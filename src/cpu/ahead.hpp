@@ -1,13 +1,13 @@
 // Bytes that the next product will read, fetched while this one computes.
 //
-// Pages lie anywhere, and a page's parts are each about one 4 KiB memory page (D = 128, 4 bits), which hardware prefetchers
-// do not cross: without this, half of the decode time was spent waiting for the first loads of each part (tq4, D = 128,
-// group 4, 16384 keys, one Zen 5 core: 0.163 ns a value, 0.085 with it). Each product spreads the fetches over its own
-// steps, because a burst of them would only wait for fill buffers.
+// Pages lie anywhere, and a page's parts are each about one 4 KiB memory page (D = 128, 4 bits), which hardware
+// prefetchers do not cross: without this, half of the decode time was spent waiting for the first loads of each part
+// (tq4, D = 128, group 4, 16384 keys, one Zen 5 core: 0.163 ns a value, 0.085 with it). Each product spreads the
+// fetches over its own steps, because a burst of them would only wait for fill buffers.
 //
-// To L2, not L1: what comes next is up to as large as L1 (D = 256, 8 bits: 16 KiB; f16: 32 KiB) and would push out what is being
-// read, and L1 has few fill buffers. f16, D = 256, group 4, two Zen 4 cores: 22 % of the FMA peak into L1, 39 % into L2,
-// 22 % without; tq8 48, 67 and 33 %.
+// To L2, not L1: what comes next is up to as large as L1 (D = 256, 8 bits: 16 KiB; f16: 32 KiB) and would push out what
+// is being read, and L1 has few fill buffers. f16, D = 256, group 4, two Zen 4 cores: 22 % of the FMA peak into L1, 39
+// % into L2, 22 % without; tq8 48, 67 and 33 %.
 #pragma once
 
 #include <cstddef>
@@ -50,9 +50,9 @@ class Ahead {
   std::size_t step_ = 64;
 };
 
-// The rows that are encoded next, fetched while others are: a head's rows lie apart, which the machine does not foresee. To
-// L1, since eight rows are less than half of it, and in small parts: to L2, or a row at once, gains little (Zen 4, tq4, D = 128:
-// 1.38 ns a value without or to L2, 1.27 with a row at once, 1.13 with halves, 1.06 with thirds).
+// The rows that are encoded next, fetched while others are: a head's rows lie apart, which the machine does not
+// foresee. To L1, since eight rows are less than half of it, and in small parts: to L2, or a row at once, gains little
+// (Zen 4, tq4, D = 128: 1.38 ns a value without or to L2, 1.27 with a row at once, 1.13 with halves, 1.06 with thirds).
 class RowsAhead {
  public:
   // Each row of the job calls fetch() `parts` times.

@@ -39,8 +39,8 @@ KVANT_INLINE void in_chunks_of_four(int rows, Fn fn) {
   if (rows - r == 1) fn.template operator()<1>(r);
 }
 
-// Calls fn<N>(first) over 0 .. count - 1 in chunks of six and four, whose 12 and 8 accumulators hide the latency of two FMAs a
-// cycle; fewer do not, and are only the end of an odd count.
+// Calls fn<N>(first) over 0 .. count - 1 in chunks of six and four, whose 12 and 8 accumulators hide the latency of two
+// FMAs a cycle; fewer do not, and are only the end of an odd count.
 template <class Fn>
 KVANT_INLINE void in_sixes_and_fours(int count, Fn fn) {
   int at = 0;

@@ -1,5 +1,5 @@
-// What the encoders of all coded formats share: up to eight rows at once, and sums in lanes. A row is what shares one scale: a
-// vector, or one scale group of it.
+// What the encoders of all coded formats share: up to eight rows at once, and sums in lanes. A row is what shares one
+// scale: a vector, or one scale group of it.
 #pragma once
 
 #include "codec/vector.hpp"

@@ -1,8 +1,9 @@
 // The encoder of lut formats (codec/vector.hpp), eight or sixteen lanes at a time; the same bits.
 //
 // The nearest level is a walk down a binary tree of midpoints, in heap order: node 1 is the middle one, the children of
-// node i are 2 i and 2 i + 1. Steps look up in registers (S::lookup) where that is faster than a gather: with AVX2 and NEON up to 64
-// entries (8 lookups and 7 selections, still half the time of a gather on Zen 5), with AVX-512 any (256 are 8 lookups as well).
+// node i are 2 i and 2 i + 1. Steps look up in registers (S::lookup) where that is faster than a gather: with AVX2 and
+// NEON up to 64 entries (8 lookups and 7 selections, still half the time of a gather on Zen 5), with AVX-512 any (256
+// are 8 lookups as well).
 #pragma once
 
 #include "cpu/encode.hpp"
@@ -53,8 +54,8 @@ struct LutSearch {
       return step<V, kSteps - 1>(walk<V, kSteps - 1>(z), z);
     }
   }
-  // The nearest level. Where one lookup does not hold all levels, the last step's middle comes from the two that it decides between:
-  // looking these up among half as many each is less than the middle and then the level.
+  // The nearest level. Where one lookup does not hold all levels, the last step's middle comes from the two that it
+  // decides between: looking these up among half as many each is less than the middle and then the level.
   template <class V>
   KVANT_INLINE typename V::F nearest(typename V::F z) const {
     if constexpr (kBits <= V::kLookupBits) {

@@ -2,8 +2,9 @@
 //
 // Elements lie in lanes; four registers hold the 32 partial sums of the definition, or two wide ones (wide.hpp).
 //
-// Thresholds are halves of integers k: |z| > k / 2 exactly if the float below 2 |z| is at least k, so one integer addition
-// (exponent + 1, last place - 1) and a truncation turn 32 magnitudes into bytes, and levels are found in bytes.
+// Thresholds are halves of integers k: |z| > k / 2 exactly if the float below 2 |z| is at least k, so one integer
+// addition (exponent + 1, last place - 1) and a truncation turn 32 magnitudes into bytes, and levels are found in
+// bytes.
 #pragma once
 
 #include "cpu/encode.hpp"
@@ -88,8 +89,8 @@ requires(codec::tq_spec(kFormat).cells > 0 && !codec::tq_spec(kFormat).uniform) 
     }
   }
 
-  // Two passes, the bytes between them in the order of pack_bytes: one would be a chain of 25 instructions, and a scheduler's
-  // window holds not two of them (tq4, Zen 4: 0.21 ns a value, 0.18 with two).
+  // Two passes, the bytes between them in the order of pack_bytes: one would be a chain of 25 instructions, and a
+  // scheduler's window holds not two of them (tq4, Zen 4: 0.21 ns a value, 0.18 with two).
   static KVANT_INLINE Sums<S> encode(const float* y, int stride, float step, std::uint8_t* codes) {
     alignas(32) std::uint8_t n[codec::kMaxHeadDim], signs[codec::kMaxHeadDim];
     const V r = W::setf(step);
@@ -120,9 +121,9 @@ requires(codec::tq_spec(kFormat).cells > 0 && !codec::tq_spec(kFormat).uniform) 
   }
 };
 
-// tq2: y e is one of two products, picked by one comparison; q follows from how often the larger one is. Works on magnitudes
-// w = |y|, because y and the level's sign agree, so that y e is |y| |e|. That fails where y r underflows to zero, so rows
-// with elements in (0, 2^-80) are left to the plain codec, like vectors that cannot be encoded.
+// tq2: y e is one of two products, picked by one comparison; q follows from how often the larger one is. Works on
+// magnitudes w = |y|, because y and the level's sign agree, so that y e is |y| |e|. That fails where y r underflows to
+// zero, so rows with elements in (0, 2^-80) are left to the plain codec, like vectors that cannot be encoded.
 template <class S>
 struct Steps<S, Format::tq2> {
   using F = typename S::F;

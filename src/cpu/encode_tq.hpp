@@ -1,5 +1,5 @@
-// The encoder of codec/tq.hpp for up to eight rows at once; the same bits. What happens once a row (anchors, steps, scores, the
-// choice) is done for eight rows in the lanes of one register.
+// The encoder of codec/tq.hpp for up to eight rows at once; the same bits. What happens once a row (anchors, steps,
+// scores, the choice) is done for eight rows in the lanes of one register.
 //
 //   tq3 .. tq6   two passes over a row: cells to sums of costs (S::sum_rows), then the one try, which gives p, q and codes
 //   tq2, tq8     one pass for each spread, one for 1 / g and one for the codes
@@ -124,8 +124,8 @@ requires(codec::tq_spec(kFormat).cells > 0)
 
 // --- tq2, tq8 -----------------------------------------------------------------------------------------------------------
 
-// How many of the candidates, which ascend, let |z| reach offset + 1/2: z is max |y| / (max |y| spread) at most, and a few
-// roundings, far below 1 part in a thousand.
+// How many of the candidates, which ascend, let |z| reach offset + 1/2: z is max |y| / (max |y| spread) at most, and a
+// few roundings, far below 1 part in a thousand.
 template <Format kFormat>
 consteval int clamped_candidates() {
   constexpr codec::TqSpec spec = codec::tq_spec<kFormat>();

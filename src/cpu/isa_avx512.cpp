@@ -1,4 +1,5 @@
-// Compiled with -mavx512f,bw,dq,vl,vnni on top of what isa_avx2.cpp has; empty where the compiler does not target x86-64.
+// Compiled with -mavx512f,bw,dq,vl,vnni on top of what isa_avx2.cpp has; empty where the compiler does not target
+// x86-64.
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 
 #include "cpu/kernels.hpp"

@@ -8,8 +8,8 @@ KVANT_NAMESPACE_BEGIN(cpu)
 inline constexpr float kInfinity = __builtin_huge_valf();
 
 // exp(x) for x <= 0, exactly 0 below -87.3 (also for -inf): 2^n * p(r) with r = x - n ln 2 in two parts, and a minimax
-// polynomial of degree 5 (relative error 7.5e-8) on [-ln2/2, ln2/2]; with rounding below 2e-7. Adding 1.5 * 2^23 rounds to an
-// integer n and leaves it in the low mantissa bits, from where it goes to p's exponent.
+// polynomial of degree 5 (relative error 7.5e-8) on [-ln2/2, ln2/2]; with rounding below 2e-7. Adding 1.5 * 2^23 rounds
+// to an integer n and leaves it in the low mantissa bits, from where it goes to p's exponent.
 template <class S>
 KVANT_INLINE typename S::F exp_nonpositive(typename S::F x) {
   using F = typename S::F;

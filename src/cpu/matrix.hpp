@@ -1,27 +1,28 @@
-// Both products of the path for many rows on a unit that multiplies tiles (AMX). Floats become sums of bf16 terms, each the nearest
-// one to what those before it leave; products of terms are summed in f32:
+// Both products of the path for many rows on a unit that multiplies tiles (AMX). Floats become sums of bf16 terms, each
+// the nearest one to what those before it leave; products of terms are summed in f32:
 //
 //   x = x0 + x1 + ...     n terms are off by 2^-(9 n - 1) |x| at most; f32 is three, f16 and fp8 with its scale two, bf16 one, to the bit
 //   a b = sum of ai bj with i + j < the number of a's terms
 //
-// Queries are three terms where keys are floats, so that scores are as exact as f32: keys may have a large part in common (a bias),
-// which moves all scores of a row alike, and two terms would lose 2^-17 of it. Weights are two, and values, whose errors the output has in
-// proportion. Products of terms: 3 for bf16 keys, 5 for f16 and fp8, 6 for f32; 3 for values.
+// Queries are three terms where keys are floats, so that scores are as exact as f32: keys may have a large part in
+// common (a bias), which moves all scores of a row alike, and two terms would lose 2^-17 of it. Weights are two, and
+// values, whose errors the output has in proportion. Products of terms: 3 for bf16 keys, 5 for f16 and fp8, 6 for f32;
+// 3 for values.
 //
-// Integer levels less their centre are odd multiples of 1/2 below 128: one bf16, to the bit; the other side has two terms, so these
-// take two products. Their scales go to the scores, and to the weights that values are multiplied by.
+// Integer levels less their centre are odd multiples of 1/2 below 128: one bf16, to the bit; the other side has two
+// terms, so these take two products. Their scales go to the scores, and to the weights that values are multiplied by.
 //
-// A tile is 16 rows of 16 words, a word two bf16. Of a left operand (queries, weights) a tile holds 16 rows of 32 elements,
-// of a right one (keys, values) 32 elements of 16 columns, one row for each word:
+// A tile is 16 rows of 16 words, a word two bf16. Of a left operand (queries, weights) a tile holds 16 rows of 32
+// elements, of a right one (keys, values) 32 elements of 16 columns, one row for each word:
 //
 //   scores [rows][tokens]    = queries [rows][depth]  x keys   [depth][tokens]
 //   O      [rows][head_dim] += weights [rows][tokens] x values [tokens][head_dim]
 //
-// Which two elements share a word is free, as long as both operands agree: with registers of L lanes word i of each 2 L elements
-// holds i and i + L, so that no lane of a register moves. Operands are written tile after tile.
+// Which two elements share a word is free, as long as both operands agree: with registers of L lanes word i of each 2 L
+// elements holds i and i + L, so that no lane of a register moves. Operands are written tile after tile.
 //
-// Sums are two by two tiles, so a step of 32 elements loads 8 tiles for 12 products, 6 for 8, or 16 for 24. They are kept tile after tile: in rows of a
-// power of two's bytes, the 32 of a product would share two of L1's sets.
+// Sums are two by two tiles, so a step of 32 elements loads 8 tiles for 12 products, 6 for 8, or 16 for 24. They are
+// kept tile after tile: in rows of a power of two's bytes, the 32 of a product would share two of L1's sets.
 #pragma once
 
 #include <type_traits>
@@ -169,8 +170,8 @@ KVANT_INLINE typename W::I centred(typename W::I u) {
   return W::or_(W::template shr<16>(low), high);
 }
 
-// Position `at` of what pack_row packs to meet such keys holds this element: word i of 64 elements is lane i % 8 of Unpack's
-// register i / 8.
+// Position `at` of what pack_row packs to meet such keys holds this element: word i of 64 elements is lane i % 8 of
+// Unpack's register i / 8.
 template <class W>
 KVANT_INLINE int level_element(Format f, int at) {
   const int half = at / W::kLanes % 2, word = at / (2 * W::kLanes) * W::kLanes + at % W::kLanes;
@@ -225,8 +226,8 @@ void pack_level_values(const codec::SideLayout& side, int head_dim, const std::b
   }
 }
 
-// Weights p [64] times their tokens' value scales become words from `word` on of row `row` of a left operand, in the order of such
-// values.
+// Weights p [64] times their tokens' value scales become words from `word` on of row `row` of a left operand, in the
+// order of such values.
 template <class S, Format F>
 KVANT_INLINE void pack_level_weights(const float* p, const std::byte* scales, const Operand& to, int row, int word) {
   using W = Wide<S>;
@@ -251,8 +252,9 @@ struct SumTiles {
   int row_block, column_block, row;
 };
 
-// Sums of R blocks of a's rows by C blocks of b's columns replace (or, kAdds, are added to) those of `to`, which begins at their first. Tile
-// registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 columns. kTermsA, kTermsB: how many terms a and b have.
+// Sums of R blocks of a's rows by C blocks of b's columns replace (or, kAdds, are added to) those of `to`, which begins
+// at their first. Tile registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 columns. kTermsA, kTermsB: how many terms a
+// and b have.
 template <class T, int kTermsA, int kTermsB, bool kAdds, int R, int C>
 void multiply(const Operand& a, int a_block, const Operand& b, int b_block, int step_begin, int step_end,
               const SumTiles& to) {
@@ -295,9 +297,9 @@ void multiply(const Operand& a, int a_block, const Operand& b, int b_block, int 
   sums([&]<int I, int J>() { T::template store<2 * I + J>(place(I, J), row_bytes); });
 }
 
-// The same for all of `row_blocks` and for blocks of columns from column_begin to column_end, two by two. Two blocks of rows stay in
-// L1 where they are up to 32 KiB; two of columns, which are half as much or the same, where not. What moves on comes from L2, at 16 to
-// 32 bytes a cycle of the products.
+// The same for all of `row_blocks` and for blocks of columns from column_begin to column_end, two by two. Two blocks of
+// rows stay in L1 where they are up to 32 KiB; two of columns, which are half as much or the same, where not. What
+// moves on comes from L2, at 16 to 32 bytes a cycle of the products.
 template <class S, int kTermsA, int kTermsB, bool kAdds>
 void multiply_all(const Operand& a, int row_blocks, const Operand& b, int column_begin, int column_end, int step_begin,
                   int step_end, const SumTiles& to) {
@@ -326,7 +328,8 @@ KVANT_INLINE SumTiles score_tiles(float* scores, int stride) {
   return {scores, kTileRows * stride, kTileWords, stride};
 }
 
-// Scores [rows][stride] of a page and scale group of integer levels: scores = (or, `adds`, +=) sums * scale of the token.
+// Scores [rows][stride] of a page and scale group of integer levels: scores = (or, `adds`, +=) sums * scale of the
+// token.
 template <class S>
 void scale_scores(const std::byte* scales, int rows, bool adds, const float* sums, float* scores, int stride) {
   using W = Wide<S>;

@@ -1,7 +1,7 @@
 // Codes, a byte each, into the planes of a page block (codec/layout.hpp), eight words at a time.
 //
-// A 32-bit lane of 32 loaded codes holds four codes of a key row; a lane of eight widened codes of one token belongs to the
-// value word of one channel. Both sides are then shifts and ors within lanes.
+// A 32-bit lane of 32 loaded codes holds four codes of a key row; a lane of eight widened codes of one token belongs to
+// the value word of one channel. Both sides are then shifts and ors within lanes.
 #pragma once
 
 #include "codec/layout.hpp"

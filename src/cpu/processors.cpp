@@ -72,7 +72,8 @@ std::vector<Hierarchy> hierarchies(const std::string& root) {
   return all;
 }
 
-// The process's group in a hierarchy, as /proc/self/cgroup writes it: "0::/a/b" (version 2), "4:cpu,cpuacct:/a/b" (version 1).
+// The process's group in a hierarchy, as /proc/self/cgroup writes it: "0::/a/b" (version 2), "4:cpu,cpuacct:/a/b"
+// (version 1).
 std::string group_of_process(const std::string& root, bool is_v2) {
   std::ifstream file(root + "/proc/self/cgroup");
   for (std::string line; std::getline(file, line);) {

@@ -1,16 +1,18 @@
-// Both products over pages of integer levels, where an instruction multiplies four bytes by four and adds (VNNI's vpdpbusd).
-// The sums are the same integers as in products_int.hpp, so are the results.
+// Both products over pages of integer levels, where an instruction multiplies four bytes by four and adds (VNNI's
+// vpdpbusd). The sums are the same integers as in products_int.hpp, so are the results.
 //
-// Levels stay bytes, so opening codes is half the work of int16 pairs. The other factor's 16 bits are two bytes, each with
-// a sum of its own, put together at the end: sum = low + 256 * high. One operand of the instruction is unsigned, one signed:
+// Levels stay bytes, so opening codes is half the work of int16 pairs. The other factor's 16 bits are two bytes, each
+// with a sum of its own, put together at the end: sum = low + 256 * high. One operand of the instruction is unsigned,
+// one signed:
 //
 //   scores   low digit (0 .. 255) x level,   level x high digit (-128 .. 127)
 //   values   low digit (0 .. 255) x level,   high digit (0 .. 127) x level
 //
 // A level up to 127 is either. Those of 8 bits are signed less 128, which the offsets account for.
 //
-// Keys: a lane is a token here. The words of sixteen tokens are transposed as they are read (32 instructions for eight words
-// of each), so that sums need no folding: of 8 x 4 rows x tokens at D = 128 that took 100 instructions beside 128 products.
+// Keys: a lane is a token here. The words of sixteen tokens are transposed as they are read (32 instructions for eight
+// words of each), so that sums need no folding: of 8 x 4 rows x tokens at D = 128 that took 100 instructions beside 128
+// products.
 #pragma once
 
 #include "core/attend.hpp"
@@ -40,8 +42,8 @@ constexpr int key_word_elements(Format f) {
   return is_eight_bit(f) ? 4 : 8;
 }
 
-// One query's digits for such keys: for every word of a key, for its even and its odd elements (8 bits: for all four), four high
-// digits and four low ones. `padded_dim` int16 in all. Returns the offset of the exact sum.
+// One query's digits for such keys: for every word of a key, for its even and its odd elements (8 bits: for all four),
+// four high digits and four low ones. `padded_dim` int16 in all. Returns the offset of the exact sum.
 KVANT_INLINE std::int64_t byte_digits(Format f, const std::int16_t* digit_of_element, int begin, int end,
                                       std::int8_t* out) {
   const int word = key_word_elements(f), parts = word / 4;
@@ -105,9 +107,9 @@ struct KeyColumns {
     }
   }
 
-  // To L1, while words at `element` are opened for 32 tokens from `token` on: the cache line behind theirs, of half of these
-  // tokens, since a line is two rounds of kElements; a token's last one is followed by the first of the next 32. Eight bits
-  // only. Reading them when they are needed was a quarter of the time.
+  // To L1, while words at `element` are opened for 32 tokens from `token` on: the cache line behind theirs, of half of
+  // these tokens, since a line is two rounds of kElements; a token's last one is followed by the first of the next 32.
+  // Eight bits only. Reading them when they are needed was a quarter of the time.
   static KVANT_INLINE void fetch_next_line(const codec::SideLayout& s, int head_dim, const std::byte* block, int token,
                                            int element) {
     static_assert(is_eight_bit(F));
@@ -235,8 +237,8 @@ void scores_bytes_shared(const codec::SideLayout& side, int head_dim, const std:
   }
 }
 
-// Probabilities of one row and scale group: for every octet of tokens, the high and the low digits of four tokens and of the
-// other four (even and odd ones; 8 bits: the first and the second four).
+// Probabilities of one row and scale group: for every octet of tokens, the high and the low digits of four tokens and
+// of the other four (even and odd ones; 8 bits: the first and the second four).
 struct ByteProbabilities {
   alignas(64) std::int32_t quads[8][4];
   std::int32_t start;  // of the sum: level offset * sum of the integers, subtracted
@@ -273,8 +275,8 @@ void values_bytes(const codec::SideLayout& side, int head_dim, const std::byte* 
   using W = Wide<S>;  // a register holds four tokens of an octet in W::kLanes channels
   using U = Unpack<W, F>;
   constexpr int kColumns = R <= 4 ? 2 : 1;  // registers of channels: 16 sums at most
-  // Bytes from an octet's quads to those of the next columns. 8 bits are two cache lines an octet, far apart: fetched a step before
-  // they are read, 16 rows at D = 256 take 7 % less. Fewer bits, or one or two rows, gain nothing.
+  // Bytes from an octet's quads to those of the next columns. 8 bits are two cache lines an octet, far apart: fetched a
+  // step before they are read, 16 rows at D = 256 take 7 % less. Fewer bits, or one or two rows, gain nothing.
   constexpr int kNextColumns = kColumns * W::kLanes * 4;
   const typename U::Tables tables = U::tables();
   const int octet_begin = t_begin / 8, octet_end = (t_end + 7) / 8;

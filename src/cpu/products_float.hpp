@@ -1,5 +1,5 @@
-// Both products over pages whose elements become floats by a conversion: f32, f16, bf16, fp8 (and, through a decoded f32
-// tile, imported tables). Same shapes as products_int.hpp.
+// Both products over pages whose elements become floats by a conversion: f32, f16, bf16, fp8 (and, through a decoded
+// f32 tile, imported tables). Same shapes as products_int.hpp.
 #pragma once
 
 #include "core/attend.hpp"
@@ -120,8 +120,8 @@ void values_float(const std::byte* rows, const std::byte* scales, int head_dim, 
       S::storef(w[r] + t, x);
     }
   }
-  // Where a step over the columns takes half a cache line of a token, the other half follows soon: the lines of all 64 tokens,
-  // 512 bytes or more apart, do not stay in the few sets of L1 that they share.
+  // Where a step over the columns takes half a cache line of a token, the other half follows soon: the lines of all 64
+  // tokens, 512 bytes or more apart, do not stay in the few sets of L1 that they share.
   constexpr int kLineColumns = 32;  // of 16-bit floats
   const bool by_halves =
       Row::kBytes == 2 && kLanes * kColumns < kLineColumns && head_dim >= 256 && head_dim % kLineColumns == 0;
@@ -187,8 +187,8 @@ void values_float(const std::byte* rows, const std::byte* scales, int head_dim, 
 
 // --- the same for more than four rows ---------------------------------------------------------------------------------
 //
-// The first chunk of rows converts elements as it multiplies them and leaves them in L1 for the others: a pass that only converts would
-// wait for L2 with nothing else to do.
+// The first chunk of rows converts elements as it multiplies them and leaves them in L1 for the others: a pass that
+// only converts would wait for L2 with nothing else to do.
 
 constexpr bool shares_floats(Format f) {
   return f == Format::f16 || f == Format::bf16 || f == Format::fp8;

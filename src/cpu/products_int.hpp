@@ -5,12 +5,14 @@
 //   values   O[r][c] = O[r][c] * rescale[r] + p_step[r] * (sum_t p_int[r][t] * u[t][c] - p_offset[r])
 //
 // Queries are int16 digits prepared once per run (15 bits and sign; the sum of |q_int| * max level fits int32). The
-// probabilities times the value scales become int16 relative to their maximum in this page and scale group, so that small
-// but many weights survive beside a sink: at most 2^-16 of the page's largest weight is lost on each. All sums are exact.
+// probabilities times the value scales become int16 relative to their maximum in this page and scale group, so that
+// small but many weights survive beside a sink: at most 2^-16 of the page's largest weight is lost on each. All sums
+// are exact.
 //
-// Budget for 64 elements on AVX2: 10 to 20 instructions to unpack, shared, and 8 for each row, of which 4 multiply (2 a cycle).
-// Through L1 the levels are stored and loaded, but unpacked once for all rows, and a loaded operand serves several products.
-// Zen 4, D = 256, cycles for 64 values and row, in registers / through L1 (a float32 FMA at its peak takes 4):
+// Budget for 64 elements on AVX2: 10 to 20 instructions to unpack, shared, and 8 for each row, of which 4 multiply (2 a
+// cycle). Through L1 the levels are stored and loaded, but unpacked once for all rows, and a loaded operand serves
+// several products. Zen 4, D = 256, cycles for 64 values and row, in registers / through L1 (a float32 FMA at its peak
+// takes 4):
 //
 //                     AVX2: tq4     tq6           tq8
 //   scores, 16 rows   3.01 / 2.96   4.18 / 3.83   3.30 / 3.63
@@ -19,8 +21,8 @@
 //   values, 16 rows   3.58 / 3.04   4.40 / 3.43   3.63 / 3.32
 //            8 rows   3.71 / 3.35   4.37 / 3.86   3.69 / 3.59
 //
-// AVX-512 comes here for keys of 2, 3 and 5 bits only, always through L1 from four rows on (4 bits: 2.4 to 3.3); the rest is
-// products_bytes.hpp.
+// AVX-512 comes here for keys of 2, 3 and 5 bits only, always through L1 from four rows on (4 bits: 2.4 to 3.3); the
+// rest is products_bytes.hpp.
 #pragma once
 
 #include "core/attend.hpp"

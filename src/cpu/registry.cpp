@@ -1,4 +1,5 @@
-// The instruction sets that were compiled in, best first. A new ISA is one SIMD header, one isa_*.cpp and one line here.
+// The instruction sets that were compiled in, best first. A new ISA is one SIMD header, one isa_*.cpp and one line
+// here.
 #include <array>
 
 #include "core/backend.hpp"

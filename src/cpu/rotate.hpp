@@ -1,5 +1,5 @@
-// Vectors into the basis they are encoded in, and back, 8 or 16 lanes at a time: the arithmetic of codec/rotation.hpp and
-// codec/basis.hpp, element by element in the same order, so the same bits.
+// Vectors into the basis they are encoded in, and back, 8 or 16 lanes at a time: the arithmetic of codec/rotation.hpp
+// and codec/basis.hpp, element by element in the same order, so the same bits.
 //
 // Butterflies of distance 1, 2, 4 stay inside a register: x_(i ^ h) +- x_i is a swap of lanes and one multiply-add with
 // +-1, which is exact and so rounds like the sum. Wider distances and Paley's factors work on whole registers.
@@ -21,8 +21,8 @@ consteval SignMasks sign_masks() {
   return m;
 }
 
-// Paley's matrix, or its transpose, as factors. kWide: each one once; otherwise rows i and i + 1 side by side, four times each, for columns
-// that are only four elements wide.
+// Paley's matrix, or its transpose, as factors. kWide: each one once; otherwise rows i and i + 1 side by side, four
+// times each, for columns that are only four elements wide.
 template <int kOrder, bool kWide>
 struct PaleyFactors {
   static constexpr int kCopies = kWide ? 1 : 8;
@@ -42,8 +42,8 @@ consteval PaleyFactors<kOrder, kWide> paley_factors() {
   return f;
 }
 
-// One head_dim's rotation. What depends on it alone is found once for all vectors: a root and a quotient for each took a sixth
-// of the time.
+// One head_dim's rotation. What depends on it alone is found once for all vectors: a root and a quotient for each took
+// a sixth of the time.
 template <class S>
 class Rotate {
  public:

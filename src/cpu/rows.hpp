@@ -71,8 +71,8 @@ KVANT_INLINE void write_row(const core::RunContext& run, const RowIndex& row, co
   }
 }
 
-// Integer digits of one prepared query, in the order that the key products want, one step per scale group. The step is the
-// smallest for which no digit leaves int16 and no sum of digit * level can leave int32, whatever the codes.
+// Integer digits of one prepared query, in the order that the key products want, one step per scale group. The step is
+// the smallest for which no digit leaves int16 and no sum of digit * level can leave int32, whatever the codes.
 template <class S>
 KVANT_INLINE void query_digits(Format f, int head_dim, int padded_dim, int groups, const float* q, std::int16_t* digits,
                                float* steps, std::int32_t* offsets) {
@@ -165,7 +165,8 @@ KVANT_INLINE State item_state(const core::AttendItem& item) {
   return s;
 }
 
-// Row r of an item on the paths for many rows, as given and in the basis; zeros where there is none, and behind head_dim.
+// Row r of an item on the paths for many rows, as given and in the basis; zeros where there is none, and behind
+// head_dim.
 KVANT_INLINE void read_row(const core::AttendItem& item, const core::ScratchLayout& l, const State& state,
                            const codec::BasisRef& basis, int r, float (&raw)[codec::kMaxHeadDim],
                            float (&rotated)[codec::kMaxHeadDim]) {

@@ -1,6 +1,7 @@
-// AMX on top of AVX-512: eight tile registers of 16 rows by 64 bytes, and tdpbf16ps, which multiplies 16 rows of 32 bf16 by 32 bf16 of 16
-// columns and adds to 16 x 16 f32, one every 16 cycles (Sapphire Rapids): 16 times the multiplications of two 512-bit FMAs a
-// cycle. Denormals count as zero. Sums of tile registers wait 52 cycles for each other, so there are four.
+// AMX on top of AVX-512: eight tile registers of 16 rows by 64 bytes, and tdpbf16ps, which multiplies 16 rows of 32
+// bf16 by 32 bf16 of 16 columns and adds to 16 x 16 f32, one every 16 cycles (Sapphire Rapids): 16 times the
+// multiplications of two 512-bit FMAs a cycle. Denormals count as zero. Sums of tile registers wait 52 cycles for each
+// other, so there are four.
 #pragma once
 
 #include "cpu/simd_avx512.hpp"
@@ -38,7 +39,8 @@ struct Tiles {
   static KVANT_INLINE void dot() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kRows), "i"(kColumns));
   }
-  // Two registers of octets of tokens to those that share words: of each octet 0 to 3, and 4 to 7; 8 bits: 0 1 4 5, and 2 3 6 7.
+  // Two registers of octets of tokens to those that share words: of each octet 0 to 3, and 4 to 7; 8 bits: 0 1 4 5, and
+  // 2 3 6 7.
   template <bool kEightBit>
   static KVANT_INLINE void pair_tokens(__m512& a, __m512& b) {
     const __m512i first = kEightBit ? _mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29)

@@ -135,9 +135,9 @@ struct Simd {
   static KVANT_INLINE I madd16(I a, I b) { return _mm256_madd_epi16(a, b); }
   // acc + madd16(a, b): one instruction where VNNI is
   static KVANT_INLINE I dot16(I acc, I a, I b) { return addi(acc, madd16(a, b)); }
-  // A register's worth that the compiler must hold in one as it is here. GCC otherwise reassociates long chains of additions
-  // and spills, and loads an operand again for each use (16 rows, tq4: values 4.0 cycles for 64 values and row instead of
-  // 3.0, scores 3.6 instead of 2.9).
+  // A register's worth that the compiler must hold in one as it is here. GCC otherwise reassociates long chains of
+  // additions and spills, and loads an operand again for each use (16 rows, tq4: values 4.0 cycles for 64 values and
+  // row instead of 3.0, scores 3.6 instead of 2.9).
   template <class T>
   static KVANT_INLINE T pinned(T a) {
     asm("" : "+x"(a));
@@ -222,9 +222,9 @@ struct Simd {
   }
   // lane i = yes where mask is below zero
   static KVANT_INLINE F select_negative(I mask, F yes, F no) { return _mm256_blendv_ps(no, yes, as_f(mask)); }
-  // The sums of n rows of eight numbers up to 1023: row i lies at[i] bytes on. n is a multiple of 16.
-  // Two rows' places in one load, or loads are the limit (3 a cycle), and sums pinned, or GCC adds rows in pairs first: 0.16 ns
-  // a row on Zen 4, with either alone 0.20.
+  // The sums of n rows of eight numbers up to 1023: row i lies at[i] bytes on. n is a multiple of 16. Two rows' places
+  // in one load, or loads are the limit (3 a cycle), and sums pinned, or GCC adds rows in pairs first: 0.16 ns a row on
+  // Zen 4, with either alone 0.20.
   static KVANT_INLINE I sum_rows(const std::uint16_t* table, const std::uint16_t* at, int n) {
     const auto add_row = [&](__m128i& sum, std::uint32_t offset) {
       const auto* row = reinterpret_cast<const __m128i*>(reinterpret_cast<const char*>(table) + offset);

@@ -1,6 +1,6 @@
-// AVX-512 with VNNI: 512-bit registers for products, softmax and encoding (wide.hpp), the AVX2 verbs for everything else.
-// vpdpbusd multiplies 64 pairs of bytes and adds in fours (cpu/products_bytes.hpp), vpdpwssd 32 pairs of int16. Intel's server
-// cores since Ice Lake and Zen 5 run two a cycle, Zen 4 one.
+// AVX-512 with VNNI: 512-bit registers for products, softmax and encoding (wide.hpp), the AVX2 verbs for everything
+// else. vpdpbusd multiplies 64 pairs of bytes and adds in fours (cpu/products_bytes.hpp), vpdpwssd 32 pairs of int16.
+// Intel's server cores since Ice Lake and Zen 5 run two a cycle, Zen 4 one.
 #pragma once
 
 #include "cpu/simd_avx2.hpp"

@@ -1,5 +1,5 @@
-// The SIMD verbs on NEON, baseline AArch64: eight lanes are two 128-bit registers. Instructions that carry the kernels, for
-// one verb (both registers):
+// The SIMD verbs on NEON, baseline AArch64: eight lanes are two 128-bit registers. Instructions that carry the kernels,
+// for one verb (both registers):
 //
 //   verb          instructions                          used for
 //   madd16        2 smull, 2 smull2, 2 addp             both products, codes as int16 times int16 digits
@@ -9,11 +9,11 @@
 //   fma           2 fmla                                exact pages, tiles
 //   load_f16      fcvtl, fcvtl2                         f16 pages
 //
-// Pairs are int16 because both factors have more than 8 bits (query digits and probabilities have 15), and because this unit
-// must run on every AArch64 machine. sdot (Armv8.2 dot product) would pay where it exists: levels of up to 7 bits fit int8 as
-// they are (8-bit ones less 128), a 15-bit digit is two of 8, and 16 codes then cost a row two sdot instead of eight
-// instructions here (two registers of smull, smull2, addp, add). It needs digits stored as two int8 planes, so it would be a
-// product beside products_int.hpp, not another spelling of dot16.
+// Pairs are int16 because both factors have more than 8 bits (query digits and probabilities have 15), and because this
+// unit must run on every AArch64 machine. sdot (Armv8.2 dot product) would pay where it exists: levels of up to 7 bits
+// fit int8 as they are (8-bit ones less 128), a 15-bit digit is two of 8, and 16 codes then cost a row two sdot instead
+// of eight instructions here (two registers of smull, smull2, addp, add). It needs digits stored as two int8 planes, so
+// it would be a product beside products_int.hpp, not another spelling of dot16.
 //
 // No other header's inline functions are used here beyond the compiler's intrinsics.
 #pragma once

@@ -1,8 +1,9 @@
 // One page's scores to probabilities: logit transforms, visibility, masks, online softmax. Rows are [64] floats each.
 //
-// For every row the running maximum m and denominator l of its domain are updated, scores become exp(s - m), and rescale is
-// what older sums must be multiplied by. A row that sees no key of the page gets zeros and rescale 1. A row that sees a key whose
-// scaled score is beyond the floats is poisoned: its output becomes NaN, as that of a query that is not finite does.
+// For every row the running maximum m and denominator l of its domain are updated, scores become exp(s - m), and
+// rescale is what older sums must be multiplied by. A row that sees no key of the page gets zeros and rescale 1. A row
+// that sees a key whose scaled score is beyond the floats is poisoned: its output becomes NaN, as that of a query that
+// is not finite does.
 #pragma once
 
 #include "base/logits.hpp"

@@ -88,9 +88,9 @@ class BlockedSignals {
 //
 //   idle -> offered (caller) -> running (thread) -> idle (thread), or offered -> idle (caller, who then does the share itself)
 //
-// So a call never waits for a thread that has not woken up yet. A thread without work looks for some for kSpin before it sleeps
-// (the calls of a decoding step follow each other closely, and waking a thread takes tens of microseconds), but only while
-// no more threads are awake than the process may use processors.
+// So a call never waits for a thread that has not woken up yet. A thread without work looks for some for kSpin before
+// it sleeps (the calls of a decoding step follow each other closely, and waking a thread takes tens of microseconds),
+// but only while no more threads are awake than the process may use processors.
 class Team {
  public:
   explicit Team(std::atomic<int>& awake) : awake_(&awake) {}
@@ -137,8 +137,9 @@ class Team {
     seat.state.notify_all();
   }
 
-  // Workers that there are, the caller counted; fewer than asked for where the system has no more threads or memory. It is not
-  // asked again for a while then: a refusal takes tens of microseconds, and the caller does the shares that are left.
+  // Workers that there are, the caller counted; fewer than asked for where the system has no more threads or memory. It
+  // is not asked again for a while then: a refusal takes tens of microseconds, and the caller does the shares that are
+  // left.
   int grow(int workers) {
     const auto have = [this] { return static_cast<int>(seats_.size()) + 1; };
     if (have() >= workers) return have();
@@ -228,8 +229,8 @@ struct Teams {
 };
 constinit std::atomic<Teams*> teams{nullptr};
 
-// A forked child has none of its parent's threads, and a lock that one of them held stays locked: the child begins with teams of
-// its own.
+// A forked child has none of its parent's threads, and a lock that one of them held stays locked: the child begins with
+// teams of its own.
 void forget_in_child() {
   teams.store(nullptr, std::memory_order_relaxed);
   refused_workers.store(0, std::memory_order_relaxed);
@@ -289,7 +290,8 @@ Refusal last_refusal() {
 
 namespace {
 
-// Registered when the program or the library is loaded, so that no thread can be in the middle of that when another one forks.
+// Registered when the program or the library is loaded, so that no thread can be in the middle of that when another one
+// forks.
 const int at_fork = pthread_atfork(nullptr, nullptr, [] {
   generation.fetch_add(1, std::memory_order_relaxed);
   cpu::forget_processors();

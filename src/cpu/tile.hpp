@@ -1,5 +1,5 @@
-// The path for many rows (prefill, long chunks): a page's keys or values become an f32 tile once per row block, and both
-// products are register-blocked f32 matrix products over it.
+// The path for many rows (prefill, long chunks): a page's keys or values become an f32 tile once per row block, and
+// both products are register-blocked f32 matrix products over it.
 //
 //   keys     tile [64][depth]; queries packed in panels [rows / 16][depth][16], so that lanes are rows: 6 tokens x 2
 //            registers of rows give 12 accumulators for 2 loads and 6 broadcasts a step. Scores are transposed to [rows][64] on

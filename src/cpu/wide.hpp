@@ -1,5 +1,6 @@
-// Products, the softmax and the encoder's passes over values may run on wider registers than everything else: an ISA that has
-// them names its type here, and the rest of src/cpu stays at eight lanes. `Wide` has those verbs of Simd, 8 or 16 lanes.
+// Products, the softmax and the encoder's passes over values may run on wider registers than everything else: an ISA
+// that has them names its type here, and the rest of src/cpu stays at eight lanes. `Wide` has those verbs of Simd, 8 or
+// 16 lanes.
 #pragma once
 
 #include "base/config.hpp"

@@ -6,8 +6,8 @@
 
 namespace kvant::cuda {
 
-// What all lanes agree on, shuffled, so that the compiler knows and keeps what follows from it in uniform registers: a branch
-// that may part lanes costs the whole loop around it these registers.
+// What all lanes agree on, shuffled, so that the compiler knows and keeps what follows from it in uniform registers: a
+// branch that may part lanes costs the whole loop around it these registers.
 __device__ __forceinline__ int same_in_warp(int x) {
   return __shfl_sync(~0u, x, 0);
 }
@@ -78,8 +78,8 @@ struct Attend {
 
   // --- queries: queries.cuh ---
 
-  // Rows of queries on their way to registers: the warp's first two are asked for before the first pages, behind which they
-  // would wait for microseconds, the others two rows ahead.
+  // Rows of queries on their way to registers: the warp's first two are asked for before the first pages, behind which
+  // they would wait for microseconds, the others two rows ahead.
   static constexpr int kRowsOfWarp = (R + BW - 1) / BW;
   struct RawQuery {
     std::uint32_t bits[kRowsOfWarp > 1 ? 2 : 1][D / 32];
@@ -131,7 +131,8 @@ struct Attend {
     return x;
   }
 
-  // Of a row and a version of the probabilities: what the page's sums are multiplied by when they join the running ones.
+  // Of a row and a version of the probabilities: what the page's sums are multiplied by when they join the running
+  // ones.
   using Fold = float[S::kPGroups][NT];
 
   template <Format F, int TW>
@@ -174,9 +175,9 @@ struct Attend {
     }
   }
 
-  // A team's pages are use_begin + team, + kTeams, ... of its part. Lane i holds numbers base + i and base + 32 + i, each
-  // as its slot shifted, with what is known of it below; -1: not of this domain, hidden from every row by the mask tensor, or
-  // past the end.
+  // A team's pages are use_begin + team, + kTeams, ... of its part. Lane i holds numbers base + i and base + 32 + i,
+  // each as its slot shifted, with what is known of it below; -1: not of this domain, hidden from every row by the mask
+  // tensor, or past the end.
   struct Slots {
     int base, here, next;
   };
@@ -208,8 +209,8 @@ struct Attend {
     return uses > 0 ? (uses + BW / TW - 1) / (BW / TW) : 0;
   }
 
-  // One stage a side is enough: a page's values arrive while its keys are multiplied, the next page's keys while its values
-  // are, and four blocks of four warps on a multiprocessor hide what is left.
+  // One stage a side is enough: a page's values arrive while its keys are multiplied, the next page's keys while its
+  // values are, and four blocks of four warps on a multiprocessor hide what is left.
   __device__ void first_pages(const Part& part, const Slots& slots) const {
     const int slot = slot_at(slots, 0);
     if (count_pages<W>(part) > 0) {

@@ -16,8 +16,9 @@ inline constexpr int kWarps = kAttendWarps, kWideWarps = 8;  // of a block, and 
 constexpr int most_blocks(int column_tiles, int channels) {
   return column_tiles == 1 ? 4 : column_tiles == 2 || channels <= 64 ? 3 : 2;
 }
-// Threads that a wide kernel is compiled for, more than it has: so many that each gets 128, 168 or 255 registers. With 128 for
-// eight rows at D = 512 it spilled little, but took 0.5 us longer; what is left finds room for a block of the merge before.
+// Threads that a wide kernel is compiled for, more than it has: so many that each gets 128, 168 or 255 registers. With
+// 128 for eight rows at D = 512 it spilled little, but took 0.5 us longer; what is left finds room for a block of the
+// merge before.
 constexpr int wide_bound(int column_tiles, int warps) {
   const int threads = column_tiles == 1 ? 512 : column_tiles == 2 ? 384 : 256;
   return 32 * warps > threads ? 32 * warps : threads;
@@ -31,8 +32,8 @@ inline constexpr bool kOverlaps = false;
 #endif
 inline constexpr float kTopWeight = 32639.0f;  // 127 * 256 + 127
 
-// Warps of a team: as many as keep a page's bytes for each warp near 8 KiB and the channels of each at 128, of sixteen rows
-// at 64 where D allows, because their sums are in registers.
+// Warps of a team: as many as keep a page's bytes for each warp near 8 KiB and the channels of each at 128, of sixteen
+// rows at 64 where D allows, because their sums are in registers.
 __host__ __device__ constexpr int team_warps(Format k, Format v, int head_dim, int column_tiles) {
   const int bytes = 8 * head_dim * (codec::format_bits(k) + codec::format_bits(v));
   const int channels = column_tiles >= 4 ? 64 : 128;
@@ -65,7 +66,8 @@ struct LinePlace {
   int offset;                     // and their units that are behind
 };
 
-// What the merge is told of a part: it has its domain's first unit of the segment, its last one; the other domain has none.
+// What the merge is told of a part: it has its domain's first unit of the segment, its last one; the other domain has
+// none.
 inline constexpr unsigned kBegins = 1, kEnds = 2, kAlone = 4;
 
 // One block's part of a segment. In shared memory: registers are scarce, and most of it is needed once in 32 pages.
@@ -83,8 +85,8 @@ struct Part {
   const std::uint8_t* classes;  // of the kv head's pages under the mask tensor; null: none
 };
 
-// A block's first part: found before the launches before have ended; after; seen to be right. In shared memory, not in a register
-// that lives as long as the loop over parts.
+// A block's first part: found before the launches before have ended; after; seen to be right. In shared memory, not in
+// a register that lives as long as the loop over parts.
 inline constexpr int kGuessed = 0, kBegun = 1, kSettled = 2;
 
 template <Format KF, Format VF, int D, int NT, int BW>

@@ -52,8 +52,8 @@ __device__ void Attend<KF, VF, D, NT, BW>::copy_values(const Part& part, int slo
   ptx::mbarrier_arrive_copies(barrier);
 }
 
-// Half a side of an exact page: tokens 0 to 3 or 4 to 7 of every octet of the keys (0, 1), octets 0 to 3 or 4 to 7 of the
-// values (2, 3). By all warps of the team.
+// Half a side of an exact page: tokens 0 to 3 or 4 to 7 of every octet of the keys (0, 1), octets 0 to 3 or 4 to 7 of
+// the values (2, 3). By all warps of the team.
 template <Format KF, Format VF, int D, int NT, int BW>
 __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::copy_exact(std::byte* to, const std::byte* block,
                                                                       int half) const {

@@ -5,8 +5,8 @@
 
 namespace kvant::cuda {
 
-// A page's four halves pass through the stages in turn; each makes room for the one that is as many later, of this page or
-// the next. Little code, since a block with exact pages is what a launch waits for while its code comes from memory
+// A page's four halves pass through the stages in turn; each makes room for the one that is as many later, of this page
+// or the next. Little code, since a block with exact pages is what a launch waits for while its code comes from memory
 // (docs/lab/cuda-decode.md); but one loop over all four halves has too much to hold in registers.
 template <Format KF, Format VF, int D, int NT, int BW>
 __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::exact_pages(const Part& part) {
@@ -37,7 +37,8 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::exact_pages(const Par
     left &= left - 1;
     return Found{base + i, __shfl_sync(~0u, slot, i)};
   };
-  // A group of copies for each half, also where there is none: so the wait for a half is for all but the last stages - 1.
+  // A group of copies for each half, also where there is none: so the wait for a half is for all but the last stages -
+  // 1.
   const auto copy = [&](const Found& page, int half) {
     if (page.slot >= 0) copy_exact(stage(half), exact_block(part, page.slot >> kSlotShift), half);
     ptx::copy_commit();

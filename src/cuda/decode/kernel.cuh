@@ -1,13 +1,14 @@
 // Decode attention over pages: one kernel for each (key format, value format, head_dim, column tiles).
 //
-// A block has four warps (for short work eight: wide.cuh) in teams of W; a team takes every (4 / W)-th page of the block's part of a segment. Key and
-// value codes have a stage each in shared memory: a page's values arrive while its keys are multiplied, the next page's keys
-// while its values are. The only waits of a page are for its copies and, for W > 1, three barriers of the team. The teams of
-// a block meet once, when their part is done, and write one partial. Exact pages are shared by the whole block.
+// A block has four warps (for short work eight: wide.cuh) in teams of W; a team takes every (4 / W)-th page of the
+// block's part of a segment. Key and value codes have a stage each in shared memory: a page's values arrive while its
+// keys are multiplied, the next page's keys while its values are. The only waits of a page are for its copies and, for
+// W > 1, three barriers of the team. The teams of a block meet once, when their part is done, and write one partial.
+// Exact pages are shared by the whole block.
 //
-// Per page: integer scores (tile/tiles.cuh) -> exponentials relative to a reference that seldom moves -> their products with the
-// value scales as 15-bit integers relative to the page's largest, so that small but many weights survive beside a large
-// one -> integer output sums, folded into f32 once a page.
+// Per page: integer scores (tile/tiles.cuh) -> exponentials relative to a reference that seldom moves -> their products
+// with the value scales as 15-bit integers relative to the page's largest, so that small but many weights survive
+// beside a large one -> integer output sums, folded into f32 once a page.
 #pragma once
 
 #include "cuda/decode/copies.cuh"
@@ -33,8 +34,8 @@ __device__ void Attend<KF, VF, D, NT, BW>::run() {
     Constants<KF>::put(info->constants[0]);
     if constexpr (KF != VF) Constants<VF>::put(info->constants[1]);
   }
-  // A block finds its first part while the launches before are still at work. One of them may change lengths, so this is a
-  // guess until they have ended and lengths are seen to be the same. Nothing else of theirs is read before.
+  // A block finds its first part while the launches before are still at work. One of them may change lengths, so this
+  // is a guess until they have ended and lengths are seen to be the same. Nothing else of theirs is read before.
   if (threadIdx.x == 0) info->found = kOverlaps && p.batch <= kWindow ? kGuessed : kBegun;
   if (!kOverlaps || p.batch > kWindow) {
     for (int i = static_cast<int>(threadIdx.x); i < p.batch; i += S::kThreads)
@@ -84,8 +85,8 @@ __device__ void Attend<KF, VF, D, NT, BW>::run() {
       } else {
         weights = team_memory() + S::kShared.team.weights;
         scratch = reinterpret_cast<float*>(team_memory() + S::kShared.team.scratch);
-        // The first pages are on their way while queries are read and rotated, unless these need the stages' memory; queries
-        // are asked for while the page table is.
+        // The first pages are on their way while queries are read and rotated, unless these need the stages' memory;
+        // queries are asked for while the page table is.
         const bool early = codec::rotation_shape(D).paley == 1 && p.k_basis.kind != BasisKind::calibrated;
         const core::PageRef here = page_ref<W>(part, lane), next = page_ref<W>(part, 32 + lane);
         RawQuery raw;

@@ -1,4 +1,5 @@
-// The compiled attention kernels, as the host finds them. One list (src/cuda/instances.cmake) says what is instantiated.
+// The compiled attention kernels, as the host finds them. One list (src/cuda/instances.cmake) says what is
+// instantiated.
 #pragma once
 
 #include <array>

@@ -79,8 +79,8 @@ __device__ void Attend<KF, VF, D, NT, BW>::load_queries(const Part& part, RawQue
       return operands + place.step * 256 + (2 * (r % 4) * 4 + place.t) * 8 + place.place * (is_integer(F) ? 1 : 2);
     };
     if constexpr (is_integer(F)) {
-      // Sums with 1.5 2^23 have the integer in their last bits. 128 more make byte 1 the nearest multiple of 256, and byte 0
-      // what remains, plus 128.
+      // Sums with 1.5 2^23 have the integer in their last bits. 128 more make byte 1 the nearest multiple of 256, and
+      // byte 0 what remains, plus 128.
       constexpr float kMagic = 12582912.0f + 128.0f;
       int sums[S::kSumGroups][2] = {};
 #pragma unroll

@@ -47,7 +47,8 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::key_scores(const std:
                 const int at = plane < Keys::kPlanes ? plane : 0;
                 rows[h][plane] =
                     stage + Keys::offset(at) + g * Keys::stride(at) + (token + h) * (Keys::row_bytes(at) / 8);
-                // In this quarter of 64 bytes: known once loops are unrolled, since a member's tokens begin at a multiple of 64.
+                // In this quarter of 64 bytes: known once loops are unrolled, since a member's tokens begin at a
+                // multiple of 64.
                 const int quarter = (2 * (first + i) + h) * (Keys::row_bytes(at) / 8) / 16 + block * Keys::bits(at) / 2;
                 rows[h][plane] += Keys::shift(at, g, quarter % 4);
               }

@@ -1,13 +1,13 @@
-// Where the pieces of a block's shared memory begin, in bytes. Encoded and exact pages are never there at once, so they have
-// the same memory.
+// Where the pieces of a block's shared memory begin, in bytes. Encoded and exact pages are never there at once, so they
+// have the same memory.
 //
 //   four warps   queries | info | barriers | teams, or exact pages
 //   wide         info | barriers | queries of encoded pages | teams
 //                                | queries of exact pages    | exact pages
 //
-// A team has keys (codes, then the scales of both sides), values, weights and scratch. Exact pages pass half a side at a time through
-// 1, 2 or 4 stages (AttendParams::exact_stages) of each team, followed by its weights and scratch; in wide kernels all four halves
-// of a page stand side by side, once for the block, followed by those of two teams.
+// A team has keys (codes, then the scales of both sides), values, weights and scratch. Exact pages pass half a side at
+// a time through 1, 2 or 4 stages (AttendParams::exact_stages) of each team, followed by its weights and scratch; in
+// wide kernels all four halves of a page stand side by side, once for the block, followed by those of two teams.
 #pragma once
 
 namespace kvant::cuda {

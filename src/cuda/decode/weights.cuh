@@ -31,8 +31,8 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::transform_seen(const 
   }
 }
 
-// Logit transforms and visibility, token by token. Scores in log2 units in and out. Rolled up, through local memory: pages
-// that need this are few, or the mask tensor is what takes the time; unrolled it is a seventh of the kernel.
+// Logit transforms and visibility, token by token. Scores in log2 units in and out. Rolled up, through local memory:
+// pages that need this are few, or the mask tensor is what takes the time; unrolled it is a seventh of the kernel.
 template <Format KF, Format VF, int D, int NT, int BW>
 template <int TW>
 __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::transform(const Part& part, int page,
@@ -246,8 +246,8 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::store_weights(const f
   std::byte* high = weights + q * S::kPBytes + 2 * (4 * n + t) * kStride + (is_integer(F) ? 8 : 16) * g;
   std::byte* low = high + kStride;
   if constexpr (is_integer(F)) {
-    // The sum with 2^15 has the integer in the two bytes above its last. 128 more make the upper one the nearest multiple
-    // of 256, and the lower one what remains, plus 128.
+    // The sum with 2^15 has the integer in the two bytes above its last. 128 more make the upper one the nearest
+    // multiple of 256, and the lower one what remains, plus 128.
     std::uint32_t bits[8] = {};
 #pragma unroll
     for (int k = 0; k < L::kTokens; ++k) {

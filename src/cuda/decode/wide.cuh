@@ -1,6 +1,6 @@
-// What kernels of eight warps do otherwise. They are for short work, where a block has a few pages for each of its teams and
-// a launch takes as long as one of its blocks does: there is one on a multiprocessor, in which twice as many pages are worked on
-// at once, and which leaves one partial where there would be two.
+// What kernels of eight warps do otherwise. They are for short work, where a block has a few pages for each of its
+// teams and a launch takes as long as one of its blocks does: there is one on a multiprocessor, in which twice as many
+// pages are worked on at once, and which leaves one partial where there would be two.
 #pragma once
 
 #include "cuda/decode/block.cuh"
@@ -37,8 +37,8 @@ __device__ void Attend<KF, VF, D, NT, BW>::half_key_chains(const std::byte* cons
   }
 }
 
-// Two teams share each page: half the channels of the first product, whose sums they exchange; half the tokens of the second.
-// Between, both have all weights. Other teams, if there are any, only wait.
+// Two teams share each page: half the channels of the first product, whose sums they exchange; half the tokens of the
+// second. Between, both have all weights. Other teams, if there are any, only wait.
 template <Format KF, Format VF, int D, int NT, int BW>
 __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::wide_exact_pages(const Part& part) {
   constexpr int TW = S::kExactTeam;
@@ -133,8 +133,8 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::wide_exact_pages(cons
   }
 }
 
-// write_partial in which each team finishes a share of the sums: it leaves those of others in shared memory, adds theirs to its
-// own in registers, and writes it from there.
+// write_partial in which each team finishes a share of the sums: it leaves those of others in shared memory, adds
+// theirs to its own in registers, and writes it from there.
 template <Format KF, Format VF, int D, int NT, int BW>
 template <int TW>
 __device__ bool Attend<KF, VF, D, NT, BW>::write_wide_partial(const Part& part) {

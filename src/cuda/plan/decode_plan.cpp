@@ -102,7 +102,8 @@ Status DecodePlan::choose_blocks() {
   blocks_ = attend_.is_wide() ? 1 : blocks[chosen];
   shared_bytes_ = attend_.shared_bytes[chosen];
   p.blocks = limits.multiprocessors * blocks_;
-  // Of a number of blocks that the rows of work divide, none works across two of them, which would cost it another part.
+  // Of a number of blocks that the rows of work divide, none works across two of them, which would cost it another
+  // part.
   const auto even = static_cast<int>(p.blocks - p.blocks % segments());
   const double bytes = static_cast<double>(units_) * p.cache.encoded_layout.block_bytes;
   if (even > 0 && bytes / even <= bytes / p.blocks + kRowWorth) p.blocks = even;
@@ -112,8 +113,8 @@ Status DecodePlan::choose_blocks() {
 // How many blocks merge a row, and of how many warps.
 Status DecodePlan::choose_merge(const DecodeKernels& kernels, const Line& line) {
   const DeviceLimits& limits = store_.limits();
-  // One block adds about sixteen partials of a row in a few loads; more are shared by a cluster.
-  // Not by the most beside a wide kernel: its next block finds no room on a multiprocessor that two blocks of a merge share.
+  // One block adds about sixteen partials of a row in a few loads; more are shared by a cluster. Not by the most beside
+  // a wide kernel: its next block finds no room on a multiprocessor that two blocks of a merge share.
   const int most = attend_.is_wide() ? kMostCluster / 2 : kMostCluster;
   while (limits.overlaps && cluster_ < most && line.items / segments() > 16 * cluster_) cluster_ *= 2;
   for (const MergeKernel& merge : kernels.merge) {
@@ -128,8 +129,8 @@ Status DecodePlan::choose_merge(const DecodeKernels& kernels, const Line& line) 
   return {};
 }
 
-// Short work gets a wide kernel, where there is one: then blocks have a page or two for each of their teams, and how long they
-// take is what the launch takes. Not where many of them would have an exact page.
+// Short work gets a wide kernel, where there is one: then blocks have a page or two for each of their teams, and how
+// long they take is what the launch takes. Not where many of them would have an exact page.
 void DecodePlan::widen(const core::DevicePlanConfig& config, const DecodeKernels& kernels) {
   const AttendParams& p = params_;
   const auto wide = std::find_if(kernels.attend.begin(), kernels.attend.end(), [&](const AttendKernel& k) {
@@ -147,8 +148,8 @@ void DecodePlan::widen(const core::DevicePlanConfig& config, const DecodeKernels
   const std::int64_t blocks = store_.limits().multiprocessors;
   if (4 * exact > blocks || encoded > kWideUnits * blocks) return;
   attend_ = *wide;
-  // A block with an exact page has nothing else to do, or it is what the launch waits for: the page counts as more than one
-  // block's share. (One that had an encoded page besides took 3 us longer.)
+  // A block with an exact page has nothing else to do, or it is what the launch waits for: the page counts as more than
+  // one block's share. (One that had an encoded page besides took 3 us longer.)
   const std::int64_t others = encoded + segments() * core::kDomains * attend_.teams;
   least_exact_cost_ = static_cast<int>(std::max<std::int64_t>(attend_.teams, others / (blocks - exact) + 1)) + 1;
 }

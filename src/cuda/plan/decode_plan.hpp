@@ -1,7 +1,7 @@
 // Decode attention over a cache in device memory (core::DevicePlan).
 //
-// A plan holds what does not change with lengths: which kernel, how many blocks, the batch's places in the device's tables.
-// How the work is cut follows the lengths at each run, on the device (schedule/schedule.cuh).
+// A plan holds what does not change with lengths: which kernel, how many blocks, the batch's places in the device's
+// tables. How the work is cut follows the lengths at each run, on the device (schedule/schedule.cuh).
 #pragma once
 
 #include <memory>

@@ -25,8 +25,8 @@ std::string prefill_head_dims() {
   return list;
 }
 
-// A round of tiles takes as long as so many row blocks of decode kernels, which are sixteen rows (H100, 32768 keys: docs/lab,
-// cuda-prefill.md).
+// A round of tiles takes as long as so many row blocks of decode kernels, which are sixteen rows (H100, 32768 keys:
+// docs/lab, cuda-prefill.md).
 constexpr std::int64_t row_blocks_of_a_round(Format k) {
   return codec::is_dense(k) ? 250 : 550;
 }

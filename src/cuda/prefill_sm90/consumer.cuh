@@ -291,8 +291,8 @@ struct Consumer {
     return reinterpret_cast<const float*>(shared + S::kValueFactorsAt + values.stage() * S::kFactors);
   }
 
-  // The pages of a domain. `first`: the sums hold nothing yet. The products of a page's keys go on while the weights of the page
-  // before are multiplied with its values.
+  // The pages of a domain. `first`: the sums hold nothing yet. The products of a page's keys go on while the weights of
+  // the page before are multiplied with its values.
   template <bool kBf16, bool kScaled>
   __device__ __forceinline__ void pages(bool& first) {
     float s[kPageTokens / 2], alpha[2];

@@ -113,7 +113,8 @@ struct Walk {
 
 // --- what a page holds ---------------------------------------------------------------------------------------------------
 
-// 32 codes: of keys, 32 channels of a token; of values, four channels of eight tokens. `low`, `high`: words of its planes.
+// 32 codes: of keys, 32 channels of a token; of values, four channels of eight tokens. `low`, `high`: words of its
+// planes.
 template <Format F>
 struct Unit {
   static constexpr int kLow = plane_bits(F, 0), kHigh = plane_count(F) == 2 ? plane_bits(F, 1) : 0;
@@ -134,8 +135,8 @@ __device__ __forceinline__ void load_global(const std::byte* from, std::uint32_t
   }
 }
 
-// Unit `i` of 2 D: eight neighbouring lanes have eight tokens of a page's keys, or its eight octets of values, so that what they
-// store meets no bank twice.
+// Unit `i` of 2 D: eight neighbouring lanes have eight tokens of a page's keys, or its eight octets of values, so that
+// what they store meets no bank twice.
 template <Format F, int D, bool kValues>
 __device__ __forceinline__ void load_unit(const std::byte* block, const codec::SideLayout& side, int i, Unit<F>& unit) {
   const std::byte* low = block + side.plane_offset[0];
@@ -207,7 +208,8 @@ __device__ __forceinline__ void levels(const Unit<F>& unit, int i, const Constan
   }
 }
 
-// Where 16 bytes go: channels 8 c .. of a token in a tile of rows of tokens; tokens 8 o .. of a channel in one of rows of channels.
+// Where 16 bytes go: channels 8 c .. of a token in a tile of rows of tokens; tokens 8 o .. of a channel in one of rows
+// of channels.
 template <int D>
 __device__ __forceinline__ int place_by_token(int token, int c) {
   using S = Shape<D>;

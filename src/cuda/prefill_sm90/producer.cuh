@@ -202,8 +202,8 @@ struct Producer {
   }
 };
 
-// One warpgroup's work for one side or both: all pages of all of the block's tiles. Constants of the keys' format and of
-// the values' lie in shared memory.
+// One warpgroup's work for one side or both: all pages of all of the block's tiles. Constants of the keys' format and
+// of the values' lie in shared memory.
 template <Format KF, Format VF, int D, bool kKeysToo, bool kValuesToo>
 __device__ __forceinline__ void bring_pages(const AttendParams& p, std::byte* shared, const Schedule& schedule,
                                             int rounds, Ring<D> key_ring, Ring<D> value_ring,

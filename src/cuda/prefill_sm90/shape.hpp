@@ -35,7 +35,8 @@ struct Schedule {
   int tiles;          // those that do not exist included: shorter sequences have fewer
 };
 
-// All of a head_dim, each in a unit of its own (prefill.cu.in); none for those that a block's registers have no room for.
+// All of a head_dim, each in a unit of its own (prefill.cu.in); none for those that a block's registers have no room
+// for.
 template <int D>
 std::span<const Kernel> kernels();
 #define KVANT_DECLARE(head_dim) \

@@ -1,6 +1,6 @@
-// Hopper's warpgroup products: 64 rows of A by N columns of B, 16 deep, f16 or bf16 operands, f32 sums. PTX ISA 9.0, section
-// 9.7.15.6. Element i of a thread's sums, thread 32 w + 4 g + t of the warpgroup: row 16 w + g + 8 (i / 2 % 2), column
-// 8 (i / 4) + 2 t + i % 2. A in registers has the same rows and columns, two elements a register.
+// Hopper's warpgroup products: 64 rows of A by N columns of B, 16 deep, f16 or bf16 operands, f32 sums. PTX ISA 9.0,
+// section 9.7.15.6. Element i of a thread's sums, thread 32 w + 4 g + t of the warpgroup: row 16 w + g + 8 (i / 2 % 2),
+// column 8 (i / 4) + 2 t + i % 2. A in registers has the same rows and columns, two elements a register.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,9 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLater) : "memory");
 }
 
-// Where an operand lies in shared memory (section 9.7.15.5.1): rows of `swizzle` bytes, eight of them an atom, atoms of the
-// strided dimension 8 * swizzle bytes apart. `leading`: bytes between atoms along a row of B that is stored by rows (kByRows).
+// Where an operand lies in shared memory (section 9.7.15.5.1): rows of `swizzle` bytes, eight of them an atom, atoms of
+// the strided dimension 8 * swizzle bytes apart. `leading`: bytes between atoms along a row of B that is stored by rows
+// (kByRows).
 __host__ __device__ constexpr std::uint64_t operand(std::uint32_t address, int swizzle, int leading = 16) {
   const std::uint64_t layout = swizzle == 128 ? 1 : swizzle == 64 ? 2 : 3;
   return layout << 62 | static_cast<std::uint64_t>(8 * swizzle / 16) << 32 |

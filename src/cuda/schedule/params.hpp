@@ -1,8 +1,8 @@
 // What a decode attention launch is given. Host and device.
 //
 // Rows: the group's q_heads of all queries of a sequence share a kv head's keys; row = query * group + head-in-group. A
-// row block is 4, 8 or 16 of them. Domains as on the CPU (core/attend.hpp): encoded pages are multiplied in their basis,
-// exact ones as given; each has its own online softmax until rows are finished.
+// row block is 4, 8 or 16 of them. Domains as on the CPU (core/attend.hpp): encoded pages are multiplied in their
+// basis, exact ones as given; each has its own online softmax until rows are finished.
 #pragma once
 
 #include <cstdint>
@@ -50,8 +50,8 @@ struct AttendParams {
   bool causal;
   std::int32_t window, window_sinks;
   core::MaskData mask;  // classes: those of MaskPages, of kv heads and without queries
-  // [batch]: the place of each entry in the mask tensor, where the plan has sequences without a query, which are no entries. Null:
-  // their own numbers
+  // [batch]: the place of each entry in the mask tensor, where the plan has sequences without a query, which are no
+  // entries. Null: their own numbers
   const std::int32_t* mask_batches;
   DeviceBasis k_basis, v_basis;
   int exact_cost;          // of an exact page, in encoded ones

@@ -34,7 +34,8 @@ __device__ inline bool is_current(const AttendParams& p, const Window& window) {
   return lane >= p.batch || window.length[lane] == load_length(p, window.batch[lane]);
 }
 
-// The window that begins with entry `first`; by one whole warp, as all of these. Returns the units of this lane's entry.
+// The window that begins with entry `first`; by one whole warp, as all of these. Returns the units of this lane's
+// entry.
 __device__ inline int load_window(const AttendParams& p, Window& window, int first) {
   const int lane = threadIdx.x % 32, i = first + lane;
   int units = 0;

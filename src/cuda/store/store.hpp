@@ -1,7 +1,8 @@
-// A cache's pages in device memory (core::DevicePages). All memory is taken when it is made and given back when it goes.
+// A cache's pages in device memory (core::DevicePages). All memory is taken when it is made and given back when it
+// goes.
 //
-// What the host records travels in kernels' parameters: no staging buffer, nothing to wait for, and a launch that is being
-// captured keeps its own copy.
+// What the host records travels in kernels' parameters: no staging buffer, nothing to wait for, and a launch that is
+// being captured keeps its own copy.
 #pragma once
 
 #include <cstdint>

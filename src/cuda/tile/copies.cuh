@@ -7,8 +7,8 @@
 
 namespace kvant::cuda {
 
-// kRows rows from `first` on, a multiple of kRows, of those that follow each other at `from`; by all lanes of a warp, 512 bytes
-// an instruction. kSwap: by swap_of_row. `constants`: of any format.
+// kRows rows from `first` on, a multiple of kRows, of those that follow each other at `from`; by all lanes of a warp,
+// 512 bytes an instruction. kSwap: by swap_of_row. `constants`: of any format.
 template <int kRows, int kRowBytes, int kStride, Swap kSwap, Format F>
 __device__ __forceinline__ void copy_rows(std::byte* to, const std::byte* from, int first, int lane,
                                           const Constants<F>& constants) {

@@ -23,8 +23,8 @@ __device__ __forceinline__ float load_element(const void* data, Dtype dtype, std
   return element_of(load_bits(data, dtype, at), dtype);
 }
 
-// base::f32_to_f16 or f32_to_bf16 by the instruction for it, which would make all NaN one. (As those say it, sixteen of them take
-// 40 KB of code, and 4 us to fetch it.)
+// base::f32_to_f16 or f32_to_bf16 by the instruction for it, which would make all NaN one. (As those say it, sixteen of
+// them take 40 KB of code, and 4 us to fetch it.)
 __device__ __forceinline__ std::uint32_t half_bits(float x, bool is_f16) {
   const std::uint32_t bits = __float_as_uint(x);
   if (x != x) return is_f16 ? (bits >> 16 & 0x8000u) | 0x7E00u | (bits >> 13 & 0x3FFu) : bits >> 16 | 0x40u;

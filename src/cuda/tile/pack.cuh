@@ -1,6 +1,6 @@
-// Codes into the words of pages (codec/layout.hpp). A thread packs the codes of its elements into words of its own (Fields
-// says which where); the threads of a vector exchange fields until each has words of the row, which keys are stored as; values
-// are transposed once more, eight tokens (four of 8 bits) to a word of a channel.
+// Codes into the words of pages (codec/layout.hpp). A thread packs the codes of its elements into words of its own
+// (Fields says which where); the threads of a vector exchange fields until each has words of the row, which keys are
+// stored as; values are transposed once more, eight tokens (four of 8 bits) to a word of a channel.
 #pragma once
 
 #include <cstddef>
@@ -113,7 +113,8 @@ __device__ __forceinline__ void transpose_bytes(std::uint32_t* x) {
   x[3] = __byte_perm(b, d, 0x7632);
 }
 
-// Words of a row of 2 * kHalf tokens to words of fields twice as wide, of two tokens each: of even, then of odd channels.
+// Words of a row of 2 * kHalf tokens to words of fields twice as wide, of two tokens each: of even, then of odd
+// channels.
 template <int kBits, int kHalf>
 __device__ __forceinline__ void join_tokens(std::uint32_t (&x)[8]) {
   constexpr std::uint32_t kEven = kBits == 4 ? 0x0F0F0F0Fu : kBits == 2 ? 0x33333333u : 0x55555555u;
@@ -129,9 +130,9 @@ __device__ __forceinline__ void join_tokens(std::uint32_t (&x)[8]) {
   for (int i = 0; i < 8; ++i) x[i] = out[i];
 }
 
-// Values of tokens [first, first + count) of a page, whose rows' words lie in shared memory (row 0 is token `first`), into
-// their plane, by kThreads threads. A thread to a word of a row, of all tokens that share words of the plane; other tokens keep
-// their bits. kWhole: there are none.
+// Values of tokens [first, first + count) of a page, whose rows' words lie in shared memory (row 0 is token `first`),
+// into their plane, by kThreads threads. A thread to a word of a row, of all tokens that share words of the plane;
+// other tokens keep their bits. kWhole: there are none.
 template <class Shape, int kBits, bool kWhole, int kThreads>
 __device__ __forceinline__ void store_values(const std::byte* words, int pitch, int first, int count,
                                              std::byte* plane) {

@@ -1,16 +1,16 @@
-// The two products of attention over one page, by a team of warps, on tensor cores, with queries and probabilities as the
-// narrow operand ("swap AB"): scores^T = K q^T has keys in its rows, output^T = V^T p^T has channels.
+// The two products of attention over one page, by a team of warps, on tensor cores, with queries and probabilities as
+// the narrow operand ("swap AB"): scores^T = K q^T has keys in its rows, output^T = V^T p^T has channels.
 //
-// Columns. A row of the row block takes two columns, the two digits of its numbers: 8-bit integers q = 256 high + low for
-// integer formats, so that sums are exact; f16 or bf16 high + low for the others. Lane 4 g + t holds both digits of row
-// t + 4 n, column tile n.
+// Columns. A row of the row block takes two columns, the two digits of its numbers: 8-bit integers q = 256 high + low
+// for integer formats, so that sums are exact; f16 or bf16 high + low for the others. Lane 4 g + t holds both digits of
+// row t + 4 n, column tile n.
 //
 // Tokens. The scores that a lane ends up with are those of `8 / W` consecutive tokens of octet g, W warps a team: token
-// 8 g + (8 / W) warp + 2 i + h is row g + 8 h of its tile i. Probabilities cross lanes through shared memory, in the order
-// that the value codes are unpacked in.
+// 8 g + (8 / W) warp + 2 i + h is row g + 8 h of its tile i. Probabilities cross lanes through shared memory, in the
+// order that the value codes are unpacked in.
 //
-// Channels. Each warp of a team has D / W of them in the second product; lane g has channels 32 u + 4 g .. + 3, rows g and
-// g + 8 of tiles 2 u and 2 u + 1.
+// Channels. Each warp of a team has D / W of them in the second product; lane g has channels 32 u + 4 g .. + 3, rows g
+// and g + 8 of tiles 2 u and 2 u + 1.
 //
 // Shared memory. A side of a page is staged plane by plane, eight rows of eight tokens each, padded so that the loads
 // below meet no bank twice.
@@ -37,8 +37,8 @@ __host__ __device__ constexpr int key_residue(int bits) {
   return bits >= 8 ? 64 : bits == 4 ? 32 : 16;
 }
 // Copies are faster where rows begin at multiples of 64 bytes (docs/lab/cuda-decode.md), so rows are 64 apart modulo
-// 128, and the parts of every 64 bytes change places from row to row. Halves, in rows 2, 3, 6 and 7: where four neighbouring
-// rows are read at once, 32 bytes of each. Quarters: where all eight are, 16 bytes of each.
+// 128, and the parts of every 64 bytes change places from row to row. Halves, in rows 2, 3, 6 and 7: where four
+// neighbouring rows are read at once, 32 bytes of each. Quarters: where all eight are, 16 bytes of each.
 enum class Swap { none, halves, quarters };
 __host__ __device__ constexpr int swap_of_row(Swap swap, int row) {  // to be xored to an offset in it
   return swap == Swap::halves ? (row & 2) << 4 : swap == Swap::quarters ? (row & 6) << 3 : 0;
@@ -49,8 +49,8 @@ struct StagedSide {
   static constexpr int kPlanes = plane_count(F);
   __host__ __device__ static constexpr int bits(int plane) { return plane_bits(F, plane); }
   __host__ __device__ static constexpr int row_bytes(int plane) { return D * bits(plane); }
-  // Not fields of one bit, nor keys of other bits or dims: a thread's loads from them would not all be at fixed distances. Two
-  // bits at D = 512 stay as they are, because blocks of tq6 just fit a multiprocessor three times.
+  // Not fields of one bit, nor keys of other bits or dims: a thread's loads from them would not all be at fixed
+  // distances. Two bits at D = 512 stay as they are, because blocks of tq6 just fit a multiprocessor three times.
   __host__ __device__ static constexpr Swap swap(int plane) {
     if (kValues) return bits(plane) > 1 ? Swap::halves : Swap::none;
     if (D % 64 != 0) return Swap::none;
@@ -86,8 +86,8 @@ __device__ __forceinline__ void load_words(const std::byte* from, std::uint32_t*
   }
 }
 
-// Where query element d lies among the narrow operands of the first product: its step of the product (32 channels, or 16
-// for halves), its lane's t, and its place in that lane's register pair (bytes, or halves).
+// Where query element d lies among the narrow operands of the first product: its step of the product (32 channels, or
+// 16 for halves), its lane's t, and its place in that lane's register pair (bytes, or halves).
 struct QueryPlace {
   int step, t, place;
 };

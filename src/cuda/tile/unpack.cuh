@@ -1,7 +1,7 @@
 // Packed codes to matrix operands, sixteen at a time, and how many places they take.
 //
-// A code is unpacked to its level, an unsigned byte. Four levels fill one operand register; eight consecutive codes (of a
-// key: eight channels; of a value: the eight tokens of an octet, in one channel) give two, `first` and `second`:
+// A code is unpacked to its level, an unsigned byte. Four levels fill one operand register; eight consecutive codes (of
+// a key: eight channels; of a value: the eight tokens of an octet, in one channel) give two, `first` and `second`:
 //
 //   natural    first holds codes 0 1 2 3, second 4 5 6 7
 //   even_odd   first holds codes 0 2 4 6, second 1 3 5 7
@@ -66,8 +66,9 @@ struct Sixteen {
   std::uint32_t first[2], second[2];  // of codes 0 .. 7 and 8 .. 15
 };
 
-// Constants in registers. They come from memory, because the assembler otherwise makes them anew for every use, and turns
-// sums that are to run on the pipe of multiplications into ones of the logic pipe, the busiest one of these kernels.
+// Constants in registers. They come from memory, because the assembler otherwise makes them anew for every use, and
+// turns sums that are to run on the pipe of multiplications into ones of the logic pipe, the busiest one of these
+// kernels.
 template <Format F>
 struct Constants {
   static constexpr int kWords = 4;

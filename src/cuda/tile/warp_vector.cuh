@@ -32,7 +32,8 @@ __device__ __forceinline__ float butterfly(float x, int h) {
   return fmaf(x, sign, __shfl_xor_sync(~0u, x, h));
 }
 
-// H or its transpose over sqrt(D), without the signs. `scratch`: D floats of this warp, used where D has a Paley factor.
+// H or its transpose over sqrt(D), without the signs. `scratch`: D floats of this warp, used where D has a Paley
+// factor.
 template <int D>
 __device__ __forceinline__ void hadamard(float (&x)[D / 32], float* scratch, bool transposed) {
   constexpr codec::RotationShape shape = codec::rotation_shape(D);
