@@ -16,9 +16,9 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ARCHIVE = "docs/lab/archive/"
 MAXIMA = {
-    "phrases in comments": 51,
+    "phrases in comments": 0,
     "references in comments": 0,
-    "source lines over 120 columns": 218,
+    "source lines over 120 columns": 53,
 }
 SOURCE_COLUMNS, PROSE_COLUMNS = 120, 120
 

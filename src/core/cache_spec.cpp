@@ -34,7 +34,7 @@ CacheSpec::CacheSpec(CacheConfig resolved, Format k_format, Format v_format)
       k(k_format),
       v(v_format),
       encoded(codec::page_layout(k, v, stored_head_dim(config.head_dim), config.lut_scales,
-                                  config.k_centre == KeyCentre::page)),
+                                 config.k_centre == KeyCentre::page)),
       k_bases(config.k_basis, calibrated(config.k_basis, config, &BasisSet::keys), config.kv_heads),
       v_bases(config.v_basis, calibrated(config.v_basis, config, &BasisSet::values), config.kv_heads) {}
 

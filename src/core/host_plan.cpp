@@ -89,7 +89,8 @@ class Builder {
     for (const ItemLayout& l : work_.layouts) {
       if (l.rows == rows && l.path == path) return &l;
     }
-    return &work_.layouts.emplace_back(item_layout(rows, cache_.stored_dim(), work_.padded_dim, cache_.is_centred(), path));
+    return &work_.layouts.emplace_back(
+        item_layout(rows, cache_.stored_dim(), work_.padded_dim, cache_.is_centred(), path));
   }
 
   void add_rows(int sequence, int head, int row, int rows, RowPath path, bool single_block) {

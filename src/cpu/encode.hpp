@@ -1,5 +1,5 @@
-// What the encoders of all coded formats share: up to eight rows at once, and sums in lanes. A row is what shares one
-// scale: a vector, or one scale group of it.
+// Shared by the encoders of all coded formats: up to eight rows at once, and sums in lanes. The values of a row have
+// one scale: a row is a vector, or one scale group of a vector.
 #pragma once
 
 #include "codec/vector.hpp"

@@ -1,4 +1,4 @@
-// The encoder of codec/tq.hpp for up to eight rows at once; the same bits. What happens once a row (anchors, steps,
+// The encoder of codec/tq.hpp for up to eight rows at once; the same bits. The work of each row (anchors, steps,
 // scores, the choice) is done for eight rows in the lanes of one register.
 //
 //   tq3 .. tq6   two passes over a row: cells to sums of costs (S::sum_rows), then the one try, which gives p, q and codes
@@ -13,7 +13,7 @@ struct LaneFloats {
   alignas(32) float v[kRows];
 };
 
-// What eight tries are worth: their scores, scales and whether those fit fp16.
+// The worth of eight tries: their scores, their scales, and whether the scales fit fp16.
 template <class S>
 struct Worth {
   using F = typename S::F;
@@ -52,7 +52,7 @@ KVANT_INLINE typename S::F anchors_of(const EncodeRows& in, EncodedRows& out) {
 
 // --- tq3 .. tq6 ---------------------------------------------------------------------------------------------------------
 
-// What each spread costs a row, in lanes.
+// The cost of each spread for a row, in lanes.
 template <class S, Format kFormat>
 KVANT_INLINE typename S::F costs_of(const float* y, int n, float per_cell) {
   using F = typename S::F;

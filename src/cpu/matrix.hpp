@@ -12,8 +12,8 @@
 // Integer levels less their centre are odd multiples of 1/2 below 128: one bf16, to the bit; the other side has two
 // terms, so these take two products. Their scales go to the scores, and to the weights that values are multiplied by.
 //
-// A tile is 16 rows of 16 words, a word two bf16. Of a left operand (queries, weights) a tile holds 16 rows of 32
-// elements, of a right one (keys, values) 32 elements of 16 columns, one row for each word:
+// A tile is 16 rows of 16 words, a word two bf16. A tile of a left operand (queries, weights) holds 16 rows of 32
+// elements, one of a right operand (keys, values) 32 elements of 16 columns, one row for each word:
 //
 //   scores [rows][tokens]    = queries [rows][depth]  x keys   [depth][tokens]
 //   O      [rows][head_dim] += weights [rows][tokens] x values [tokens][head_dim]
@@ -110,7 +110,7 @@ KVANT_INLINE void pack_row(const float* x, int depth, const Operand& to, int row
 
 // --- decoded pages ------------------------------------------------------------------------------------------------------
 
-// What a sum passes that is not there: columns `from` to `depth`; rows begin to end.
+// Zeros where a sum passes elements that do not exist: columns `from` to `depth`, and rows outside begin to end.
 KVANT_INLINE void zero_columns(float* tile, int depth, int from) {
   for (int t = 0; t < kPageTokens && from < depth; ++t)
     __builtin_memset(tile + t * depth + from, 0, static_cast<std::size_t>(depth - from) * sizeof(float));
@@ -298,8 +298,8 @@ void multiply(const Operand& a, int a_block, const Operand& b, int b_block, int 
 }
 
 // The same for all of `row_blocks` and for blocks of columns from column_begin to column_end, two by two. Two blocks of
-// rows stay in L1 where they are up to 32 KiB; two of columns, which are half as much or the same, where not. What
-// moves on comes from L2, at 16 to 32 bytes a cycle of the products.
+// rows stay in L1 where they are up to 32 KiB; two of columns, which are half as much or the same, where not. The
+// others come from L2, at 16 to 32 bytes a cycle of the products.
 template <class S, int kTermsA, int kTermsB, bool kAdds>
 void multiply_all(const Operand& a, int row_blocks, const Operand& b, int column_begin, int column_end, int step_begin,
                   int step_end, const SumTiles& to) {

@@ -12,7 +12,7 @@ int usable_processors();
 // After a fork: the next call counts.
 void forget_processors();
 
-// What the CPU quotas of the process's control groups come to, of all groups from its own to the outermost that can be
+// The CPU quota of the process's control groups: that of all groups from its own to the outermost that can be
 // seen (versions 1 and 2): the smallest, rounded down and at least 1; 0: there is no quota. All files are looked for
 // below `root`, which is empty but in tests.
 //

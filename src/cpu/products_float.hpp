@@ -41,7 +41,7 @@ struct FloatRow {
                              kBytes);
     }
   }
-  // Of token t, times its scale.
+  // Values of token t, times its scale.
   static KVANT_INLINE typename S::F load_value(const std::byte* rows, const std::byte* scales, int head_dim, int t,
                                                int c) {
     if constexpr (!kScaled) return load_value<0>(rows + t * head_dim * kBytes, head_dim, 0, c);
@@ -153,7 +153,7 @@ void values_float(const std::byte* rows, const std::byte* scales, int head_dim, 
       token.template operator()<3>(quad);
     }
     if (end == full_end) {
-      // What lies behind the last token is not multiplied by a weight of 0: it may be NaN.
+      // Bytes behind the last token are not multiplied by a weight of 0, because they may be NaN.
       if (4 * full_end < t_end) token.template operator()<0>(full_end);
       if (4 * full_end + 1 < t_end) token.template operator()<1>(full_end);
       if (4 * full_end + 2 < t_end) token.template operator()<2>(full_end);

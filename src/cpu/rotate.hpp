@@ -42,7 +42,7 @@ consteval PaleyFactors<kOrder, kWide> paley_factors() {
   return f;
 }
 
-// One head_dim's rotation. What depends on it alone is found once for all vectors: a root and a quotient for each took
+// One head_dim's rotation. Its constants are found once for all vectors: a root and a quotient for each vector took
 // a sixth of the time.
 template <class S>
 class Rotate {
@@ -91,7 +91,7 @@ class Rotate {
 
   static constexpr SignMasks kSigns = sign_masks();
   static KVANT_INLINE V with_signs(V x, int i) { return W::as_f(W::xor_(W::as_i(x), W::loadi(kSigns.flip + i))); }
-  // What the way in begins with, and what the way back ends with.
+  // The first step of the way in, and the last step of the way back.
   template <bool kBack>
   static KVANT_INLINE V begin(V x, int i) {
     return kBack ? x : with_signs(x, i);

@@ -40,7 +40,7 @@ constexpr bool is_eight_bit(Format f) {
 using codec::level_offset;
 using codec::max_level;
 
-// What differs between reading a row of keys and an octet of values is only where the bytes are. A register of sixteen
+// A row of keys and an octet of values are read alike, but for where their bytes are. A register of sixteen
 // words holds two blocks: of two tokens (keys) or of eight more channels (values), `low_step` and `high_step` bytes on.
 struct CodePointers {
   const std::byte* low;   // first plane

@@ -1,5 +1,5 @@
-// What the x86 units ask of the machine before their first wide instruction: cpuid for what the processor has, xgetbv
-// for the registers that the system saves. Asked directly, since __builtin_cpu_supports needs a constructor of the
+// The x86 units ask the machine before their first wide instruction: cpuid names the features of the processor, xgetbv
+// the registers that the system saves. The units ask directly, since __builtin_cpu_supports needs a constructor of the
 // compiler's own runtime library, which not every toolchain links (zig's has none, and then the answer is always no).
 #pragma once
 

@@ -11,7 +11,7 @@
 
 namespace kvant::cuda {
 
-// Of one sequence. The newest step's tokens are [step_begin, length).
+// The state of one sequence. The newest step's tokens are [step_begin, length).
 struct SequenceState {
   std::int32_t length;
   std::int32_t step_begin;

@@ -6,8 +6,8 @@
 
 namespace kvant::cuda {
 
-// What all lanes agree on, shuffled, so that the compiler knows and keeps what follows from it in uniform registers: a
-// branch that may part lanes costs the whole loop around it these registers.
+// A value that all lanes agree on, shuffled. The compiler then knows, and keeps results of the value in uniform
+// registers: a branch that may part lanes costs the whole loop around it these registers.
 __device__ __forceinline__ int same_in_warp(int x) {
   return __shfl_sync(~0u, x, 0);
 }
@@ -78,7 +78,7 @@ struct Attend {
 
   // --- queries: queries.cuh ---
 
-  // Rows of queries on their way to registers: the warp's first two are asked for before the first pages, behind which
+  // Rows of queries on their way to registers: the warp's first two are requested before the first pages, behind which
   // they would wait for microseconds, the others two rows ahead.
   static constexpr int kRowsOfWarp = (R + BW - 1) / BW;
   struct RawQuery {
@@ -131,8 +131,7 @@ struct Attend {
     return x;
   }
 
-  // Of a row and a version of the probabilities: what the page's sums are multiplied by when they join the running
-  // ones.
+  // The factor of the page's sums when they join the running ones, for each row and version of the probabilities.
   using Fold = float[S::kPGroups][NT];
 
   template <Format F, int TW>
@@ -152,7 +151,7 @@ struct Attend {
     }
   }
 
-  // Of this lane's four channels, kBytes each, in the row of an octet that is t modulo 4.
+  // The offset of this lane's four channels, kBytes each, in the row of an octet that is t modulo 4.
   template <int kBytes, Swap kSwap>
   __device__ int lane_offset() const {
     return (4 * kBytes * g) ^ swap_of_row(kSwap, t);

@@ -66,8 +66,8 @@ struct LinePlace {
   int offset;                     // and their units that are behind
 };
 
-// What the merge is told of a part: it has its domain's first unit of the segment, its last one; the other domain has
-// none.
+// Reported to the merge for each part: it has its domain's first unit of the segment, its last unit; the other domain
+// has none.
 inline constexpr unsigned kBegins = 1, kEnds = 2, kAlone = 4;
 
 // One block's part of a segment. In shared memory: registers are scarce, and most of it is needed once in 32 pages.
@@ -85,8 +85,8 @@ struct Part {
   const std::uint8_t* classes;  // of the kv head's pages under the mask tensor; null: none
 };
 
-// A block's first part: found before the launches before have ended; after; seen to be right. In shared memory, not in
-// a register that lives as long as the loop over parts.
+// The state of a block's first part: computed while the previous launch runs, computed after that launch, or checked
+// after that launch. The state is in shared memory, not in a register that lives as long as the loop over parts.
 inline constexpr int kGuessed = 0, kBegun = 1, kSettled = 2;
 
 template <Format KF, Format VF, int D, int NT, int BW>

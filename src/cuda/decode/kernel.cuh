@@ -34,8 +34,9 @@ __device__ void Attend<KF, VF, D, NT, BW>::run() {
     Constants<KF>::put(info->constants[0]);
     if constexpr (KF != VF) Constants<VF>::put(info->constants[1]);
   }
-  // A block finds its first part while the launches before are still at work. One of them may change lengths, so this
-  // is a guess until they have ended and lengths are seen to be the same. Nothing else of theirs is read before.
+  // A block computes its first part while the previous launch still runs. That launch may change lengths, so the part
+  // is a guess until the launch has ended and the lengths are found unchanged. Nothing else that the launch writes is
+  // read before.
   if (threadIdx.x == 0) info->found = kOverlaps && p.batch <= kWindow ? kGuessed : kBegun;
   if (!kOverlaps || p.batch > kWindow) {
     for (int i = static_cast<int>(threadIdx.x); i < p.batch; i += S::kThreads)
@@ -86,7 +87,7 @@ __device__ void Attend<KF, VF, D, NT, BW>::run() {
         weights = team_memory() + S::kShared.team.weights;
         scratch = reinterpret_cast<float*>(team_memory() + S::kShared.team.scratch);
         // The first pages are on their way while queries are read and rotated, unless these need the stages' memory;
-        // queries are asked for while the page table is.
+        // queries are requested together with the page table.
         const bool early = codec::rotation_shape(D).paley == 1 && p.k_basis.kind != BasisKind::calibrated;
         const core::PageRef here = page_ref<W>(part, lane), next = page_ref<W>(part, 32 + lane);
         RawQuery raw;

@@ -52,7 +52,7 @@ __device__ bool Attend<KF, VF, D, NT, BW>::write_partial(const Part& part) {
   return end_partial(part);
 }
 
-// What a partial has beside sums: maxima, divisors, and where the merge finds it. Returns is_last().
+// The parts of a partial beside its sums: maxima, divisors, and where the merge finds it. Returns is_last().
 template <Format KF, Format VF, int D, int NT, int BW>
 __device__ __forceinline__ bool Attend<KF, VF, D, NT, BW>::end_partial(const Part& part) {
   if (threadIdx.x < R) {

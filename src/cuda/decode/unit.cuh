@@ -1,4 +1,4 @@
-// What the units of attention kernels are made of, one unit for each head_dim (attend.cu.in).
+// Included by the units of attention kernels, one unit for each head_dim (attend.cu.in).
 #pragma once
 
 #include "cuda/decode/kernel.cuh"

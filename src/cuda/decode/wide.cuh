@@ -1,6 +1,6 @@
-// What kernels of eight warps do otherwise. They are for short work, where a block has a few pages for each of its
-// teams and a launch takes as long as one of its blocks does: there is one on a multiprocessor, in which twice as many
-// pages are worked on at once, and which leaves one partial where there would be two.
+// Kernels of eight warps, where they differ from those of four. They are for short work, where a block has a few pages
+// for each of its teams and a launch takes as long as one of its blocks does: there is one on a multiprocessor, in
+// which twice as many pages are worked on at once, and which leaves one partial where there would be two.
 #pragma once
 
 #include "cuda/decode/block.cuh"
@@ -89,7 +89,7 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::wide_exact_pages(cons
   while (here.slot >= 0) {
     const Found next = next_page();
     ptx::copy_wait<1>();
-    __syncthreads();  // keys are there, and queries
+    __syncthreads();  // keys and queries have arrived
     float s[1][NT][2];
     float c[NT][4];
     if (half < 2) {
@@ -116,7 +116,7 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::wide_exact_pages(cons
       weigh<Format::bf16, TW>(s, nullptr, bf16, fold);
     }
     ptx::copy_wait<1>();
-    __syncthreads();  // values are there, and weights
+    __syncthreads();  // values and weights have arrived
     if (half < 2) {
       half_values<false, 1, TW, Swap::halves>(memory + (2 + half) * S::kShared.exact_half, S::kExactValueRow, 2 * D,
                                               half, bf16, fold[0]);
@@ -147,7 +147,7 @@ __device__ bool Attend<KF, VF, D, NT, BW>::write_wide_partial(const Part& part) 
     for (int h = 4; h < 32; h *= 2) l[n] += __shfl_xor_sync(~0u, l[n], h);
     if (g == 0) info->m[warp][4 * n + t] = m[n], info->l[warp][4 * n + t] = l[n];
   }
-  __syncthreads();  // all pages are done, and m and l are there
+  __syncthreads();  // all pages are done, and m and l are written
   if (is_last()) ptx::launch_dependents();
   float4* room = reinterpret_cast<float4*>(shared + S::kShared.teams);
   const auto place = [&](int of, int i) {  // sums i of a team, this lane's

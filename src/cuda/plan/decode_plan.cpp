@@ -31,7 +31,7 @@ std::size_t aligned(std::size_t bytes) {
 constexpr int kShortUnits = 6;
 // And of no more encoded pages than this for each multiprocessor is work for wide kernels.
 constexpr int kWideUnits = 20;
-// What a block may get more to read, in bytes of pages, if none then works across two rows of work.
+// The bytes of pages that a block may read beyond its share, if no block then works across two rows of work.
 constexpr double kRowWorth = 32768;
 
 DeviceBasis device_basis(const BasisArrays& b) {
@@ -102,8 +102,7 @@ Status DecodePlan::choose_blocks() {
   blocks_ = attend_.is_wide() ? 1 : blocks[chosen];
   shared_bytes_ = attend_.shared_bytes[chosen];
   p.blocks = limits.multiprocessors * blocks_;
-  // Of a number of blocks that the rows of work divide, none works across two of them, which would cost it another
-  // part.
+  // If the rows of work divide the number of blocks, no block works across two rows, which would cost it another part.
   const auto even = static_cast<int>(p.blocks - p.blocks % segments());
   const double bytes = static_cast<double>(units_) * p.cache.encoded_layout.block_bytes;
   if (even > 0 && bytes / even <= bytes / p.blocks + kRowWorth) p.blocks = even;
@@ -154,7 +153,7 @@ void DecodePlan::widen(const core::DevicePlanConfig& config, const DecodeKernels
   least_exact_cost_ = static_cast<int>(std::max<std::int64_t>(attend_.teams, others / (blocks - exact) + 1)) + 1;
 }
 
-// What work costs, and how much there is now.
+// The cost of the units of work, and how many units there are now.
 Status DecodePlan::count_work(const core::DevicePlanConfig& config) {
   AttendParams& p = params_;
   // An exact page takes as long as its bytes do, and half as much again because it is not streamed ahead.

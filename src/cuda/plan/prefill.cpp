@@ -30,12 +30,12 @@ std::string prefill_head_dims() {
 constexpr std::int64_t row_blocks_of_a_round(Format k) {
   return codec::is_dense(k) ? 250 : 550;
 }
-// Of the L2 cache, for keys and values that blocks read at the same time.
+// The share of the L2 cache for keys and values that blocks read at the same time, in bytes.
 constexpr std::int64_t kKeysInCache = std::int64_t{24} << 20;
 
 }  // namespace
 
-// Prefill kernels, if they were asked for or have enough rows; else why_ says why decode kernels serve.
+// Chooses prefill kernels if the options name them or there are enough rows; else why_ says why decode kernels serve.
 Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config) {
   const std::string& wanted = config.options->kernel;
   if (wanted == "decode") {

@@ -40,7 +40,7 @@ struct Consumer {
   __device__ void my_turn() const { ptx::barrier<256>(1 + group); }
   __device__ void next_turn() const { barrier_arrive<256>(1 + (group ^ 1)); }
 
-  // Of the sequence; the last tile has rows behind the sequence's last.
+  // The row's number in the sequence; the last tile has rows behind the sequence's last.
   __device__ int row_at(int h) const { return tile.row_block * kRows + 64 * group + 16 * warp + g + 8 * h; }
   __device__ void begin_tile() {
 #pragma unroll
@@ -385,7 +385,7 @@ struct Consumer {
       float factor = none ? 0.0f : 1.0f / sum;
       if (p.sink_logits != nullptr) {
         const float sink = p.sink_logits[head[h]] * kLog2e;
-        // Of the larger of the two, so that neither overflows.
+        // Relative to the larger of the two, so that neither overflows.
         const float high = none ? sink : fmaxf(top, sink);
         const float weight = none ? 0.0f : ptx::ex2(top - high), total = fmaf(sum, weight, ptx::ex2(sink - high));
         lse = high == kNone ? kNone : (high + log2f(none ? ptx::ex2(sink - high) : total)) * kLn2;

@@ -27,9 +27,9 @@ struct Ring {
   }
 };
 
-// Of keys, or of values.
+// One side: keys, or values.
 //
-// What a warp needs of its tile, a PageList, is in shared memory, because a producer has few registers.
+// A warp's list of the pages of its tile (PageList) is in shared memory, because a producer has few registers.
 template <Format KF, Format VF, int D, bool kValues>
 struct Producer {
   using S = Shape<D>;

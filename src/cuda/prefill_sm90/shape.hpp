@@ -54,15 +54,15 @@ struct Shape {
   // Warpgroups: where sums leave registers for it, keys and values have one each.
   static constexpr int kProducers = D <= 128 ? 2 : 1;
   static constexpr int kThreads = 128 * (kConsumers + kProducers);
-  // Of a thread, which all begin with the same share of 65536: a row of sums takes D / 2 of a consumer's.
+  // Registers of a thread. All threads begin with the same share of 65536; a row of sums takes D / 2 of a consumer's.
   static constexpr int kConsumerRegisters = D <= 128 ? 168 : D <= 192 ? 200 : 208;
   static constexpr int kProducerRegisters =
       kProducers == 2 ? 256 - kConsumerRegisters : 504 - kConsumers * kConsumerRegisters;
   static constexpr int kStages = D <= 128 ? 4 : D <= 192 ? 3 : 2;
   static constexpr int kQueries = 64 * D * 2;  // of a warpgroup
   static constexpr int kKeysAt = kConsumers * kQueries, kValuesAt = kKeysAt + kStages * kTile;
-  // Of a stage: a factor for each key, and for each value; then, where a vector has more than one scale, what each of
-  // its parts is multiplied by, as halves.
+  // A stage has a factor for each key and for each value; then, where a vector has more than one scale, the factor of
+  // each of its parts, as halves.
   static constexpr int kGroups = D % 128 == 0 ? D / 128 : 1;
   static constexpr int kFactors = kPageTokens * (4 + (kGroups > 1 ? 2 * kGroups : 0));
   static constexpr int kKeyFactorsAt = kValuesAt + kStages * kTile,

@@ -1,4 +1,4 @@
-// What the units of prefill kernels are made of, one unit for each head_dim (prefill.cu.in).
+// Included by the units of prefill kernels, one unit for each head_dim (prefill.cu.in).
 #pragma once
 
 #include <vector>

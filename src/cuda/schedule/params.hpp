@@ -1,4 +1,4 @@
-// What a decode attention launch is given. Host and device.
+// The arguments of an attention launch. Host and device.
 //
 // Rows: the group's q_heads of all queries of a sequence share a kv head's keys; row = query * group + head-in-group. A
 // row block is 4, 8 or 16 of them. Domains as on the CPU (core/attend.hpp): encoded pages are multiplied in their

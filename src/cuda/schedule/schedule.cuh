@@ -14,7 +14,7 @@ __device__ inline int mask_batch(const AttendParams& p, int entry) {
   return p.mask_batches == nullptr ? entry : p.mask_batches[entry];
 }
 
-// What a block knows of 32 entries of the batch, one a lane, in shared memory.
+// 32 entries of the batch as a block knows them, one a lane, in shared memory.
 inline constexpr int kWindow = 32;
 struct Window {
   int first;

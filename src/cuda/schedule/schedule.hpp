@@ -102,7 +102,7 @@ KVANT_HD inline Line make_line(const AttendParams& p, int total) {
   Line line{total, p.blocks};
   if (total <= p.least_units * (p.blocks - 1)) {
     line.items = total > 0 ? quotient(total - 1, p.least_units) + 1 : 1;
-    // Of a number that the rows of work divide: where these are alike, no block then works on two, one after the other.
+    // The rows of work divide this number: where rows are alike, no block then works on two, one after the other.
     const int rows = p.batch * p.cache.kv_heads * p.row_blocks;
     if (line.items > rows) line.items = quotient(line.items, rows) * rows;
   }
@@ -114,8 +114,8 @@ KVANT_HD inline bool reads_exact(const CacheView& c, int length, int q_len, int 
   return c.exact_ends().exact(base::exact_length(length, q_len), page);
 }
 
-// Of a domain's pages, `cost` units each and the first `lead` more, those that begin before its unit `offset`. An item
-// has the pages that begin in it.
+// The pages of a domain that begin before its unit `offset`. A page is `cost` units, and the first page `lead` more. An
+// item has the pages that begin in it.
 KVANT_HD inline int pages_before(int offset, int lead, int cost) {
   if (offset <= lead) return offset > 0 ? 1 : 0;
   return cost == 1 ? offset - lead : quotient(offset - lead + cost - 1, cost);

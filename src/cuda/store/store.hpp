@@ -17,7 +17,7 @@
 
 namespace kvant::cuda {
 
-// Of one side (keys or values) of all layers and kv heads; index layer * kv_heads + head. Null unless calibrated.
+// One side (keys or values) of all layers and kv heads; index layer * kv_heads + head. Null unless calibrated.
 struct BasisArrays {
   BasisKind kind = BasisKind::none;
   const float* center = nullptr;   // [layers * kv_heads][D]

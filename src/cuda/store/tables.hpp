@@ -10,7 +10,7 @@
 
 namespace kvant::cuda {
 
-// Of the launches below: how many changes or sequences travel in one.
+// How many changes, or sequences, travel in one of the launches below.
 inline constexpr int kPagesAtOnce = 240;
 inline constexpr int kLengthsAtOnce = 300;
 inline constexpr int kCopiesAtOnce = 300;

@@ -31,7 +31,7 @@ __device__ __forceinline__ std::uint32_t half_bits(float x, bool is_f16) {
   return (is_f16 ? ptx::f16x2(x, 0.0f) : ptx::bf16x2(x, 0.0f)) & 0xFFFFu;
 }
 
-// What a mask's element adds to a score: a boolean one hides with -inf.
+// The term that a mask's element adds to a score: a boolean one hides with -inf.
 __device__ __forceinline__ float mask_element(const core::MaskData& mask, std::int64_t at) {
   if (mask.dtype != Dtype::boolean) return load_element(mask.data, mask.dtype, at);
   return static_cast<const std::uint8_t*>(mask.data)[at] != 0 ? 0.0f : -__builtin_huge_valf();

@@ -1,4 +1,4 @@
-// What is done to scores. They are in units of log 2, so that a weight is one ex2.
+// Scores on the device. They are in units of log 2, so that a weight is one ex2.
 #pragma once
 
 #include "base/logits.hpp"

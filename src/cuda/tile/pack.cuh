@@ -24,7 +24,7 @@ struct Fields {
   static constexpr int element(int word, int position) {
     return word * kOfWord + position % kGroup * kRun + position / kGroup;
   }
-  // Of the word of a row, among kThreads, that a thread has after regroup().
+  // The place in its row, among kThreads, of the word that a thread has after regroup().
   static __device__ int place(int t) { return t % kGroup * (kThreads / kGroup) + t / kGroup; }
   static constexpr std::uint32_t without(int bit) {  // fields whose position has not this bit
     std::uint32_t m = 0;

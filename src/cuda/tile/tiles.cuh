@@ -60,7 +60,7 @@ struct StagedSide {
     const int residue = swap(plane) != Swap::none ? 64 : kValues ? 32 : key_residue(bits(plane));
     return padded_row(row_bytes(plane), residue);
   }
-  // What leads from an offset in this quarter of 64 bytes to where it is in `row`.
+  // The way from an offset in this quarter of 64 bytes to its place in `row`.
   __host__ __device__ static constexpr int shift(int plane, int row, int quarter) {
     return ((16 * quarter) ^ swap_of_row(swap(plane), row)) - 16 * quarter;
   }
