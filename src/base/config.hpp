@@ -11,7 +11,7 @@
 #if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
     defined(__NO_SIGNED_ZEROS__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__ > 0)
 #error \
-    "kvant cannot be compiled with -ffast-math, -Ofast or parts of them, which change its results: add -fno-fast-math -ffp-contract=off for its files"
+    "kvant cannot be compiled with -ffast-math, -Ofast or parts of them: add -fno-fast-math -ffp-contract=off"
 #endif
 
 #ifndef KVANT_ISA

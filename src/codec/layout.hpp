@@ -10,7 +10,7 @@
 //   coded formats    codes are split into at most two planes of p bits each (low bits first), so that no field
 //                    straddles a word: 2 = {2}, 3 = {2,1}, 4 = {4}, 5 = {4,1}, 6 = {4,2}, 8 = {8}
 //     keys           a plane is row-major [64][D * p / 8]: element j at bit (j * p) % 8 of byte j * p / 8
-//     values         p <= 4: [8 octets][D] words of p bytes; token j of the octet at bit j * p of the little-endian word
+//     values         p <= 4: [8 octets][D] words of p bytes; token j at bit j * p of the word (little-endian)
 //                    p == 8: [16 quads][D] words of 4 bytes; token j of the quad in byte j
 //                    so a 32-bit lane of any load holds tokens of one channel and the products need no horizontal sums
 //     scales         [groups][64] fp16 (lut formats: f32); group i covers elements i * D / groups and on

@@ -13,13 +13,13 @@
 //            p = sum y * e; q = float(sum e^2), an exact integer          floor(clamp(z + 128, 0, 255)))
 //            g = half((p + p) / q), at most 65504;  score = g * (p - g * (q * 0.25))
 //   tq3 .. tq6: the spreads are judged by a table. |y| / anchor falls into a cell, round(|y| * ((cells - 1) / anchor)),
-//            ties to even; cost[cell][k] is what a value in the middle of the cell costs at spread k, as an integer. The
-//            k with the smallest sum of costs, the first one at a tie, gets the one try, 1 / (anchor * spread[k]). A score
-//            that is not above zero encodes the zero vector. One table look-up a value judges eight spreads at once, and
-//            integer sums come out the same in any order.
-//   tq2, tq8: try 1 / (anchor * spread[k]) for k = 0, 1, ..; then try 1 / g of the best. The largest score wins, the first
-//            one at a tie; none above zero encodes the zero vector. (tq8's levels are too close for cells, tq2's anchor
-//            bounds nothing.)
+//            ties to even; cost[cell][k] is what a value in the middle of the cell costs at spread k, as an integer.
+//            The k with the smallest sum of costs, the first one at a tie, gets the one try, 1 / (anchor * spread[k]).
+//            A score that is not above zero encodes the zero vector. One table look-up a value judges eight spreads at
+//            once, and integer sums come out the same in any order.
+//   tq2, tq8: try 1 / (anchor * spread[k]) for k = 0, 1, ..; then try 1 / g of the best. The largest score wins, the
+//            first one at a tie; none above zero encodes the zero vector. (tq8's levels are too close for cells, tq2's
+//            anchor bounds nothing.)
 //
 // Sums run in 32 lanes (element i goes to lane i % 32, in order), then lane i += lane i + h for h = 16, 8, 4, 2, 1:
 // what four AVX registers or one CUDA warp do. A zero vector has g = 0 and the smallest positive level in every place.

@@ -39,10 +39,11 @@ KVANT_HD constexpr FormatTraits traits(Format f) {
   return {};
 }
 
-inline constexpr int kListedFormats = 0
-#define KVANT_FORMAT(...) +1
+inline constexpr int kListedNumbers[] = {
+#define KVANT_FORMAT(family, name, number, ...) number,
 #include "codec/formats.def"
-    ;
+};
+inline constexpr int kListedFormats = sizeof(kListedNumbers) / sizeof(kListedNumbers[0]);
 static_assert(kListedFormats == kFormatCount, "types.hpp and formats.def have different formats");
 
 KVANT_HD constexpr bool is_dense(Format f) {
@@ -60,14 +61,12 @@ KVANT_HD constexpr bool is_lut(Format f) {
 
 // Mean squared error of Gaussian vectors of variance 1; 0: not known. Host only.
 constexpr double gaussian_error(Format f) {
-  switch (f) {
-#define KVANT_FORMAT(family, name, number, low, high, origin, order, scales, error, summary) \
-  case Format::name: {                                                                       \
-    return error;                                                                            \
-  }
+  constexpr double kErrors[] = {
+#define KVANT_FORMAT(family, name, number, low, high, origin, order, scales, error, summary) error,
 #include "codec/formats.def"
-  }
-  return 0;
+  };
+  const auto number = static_cast<int>(f);
+  return number < kListedFormats ? kErrors[number] : 0;
 }
 
 // Planes of codes; dense: one, of whole elements.

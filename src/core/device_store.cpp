@@ -52,7 +52,7 @@ Result<std::int32_t> DeviceStore::device_index(SequenceId id) const {
   return (*found)->index;
 }
 
-// --- what the device learns -------------------------------------------------------------------------------------------
+// --- what the device learns ------------------------------------------------------------------------------------------
 
 void DeviceStore::send_pages(const Sequence& s, CacheTable::Range pages) {
   Place& place = places_[to_index(s.index)];
@@ -186,7 +186,7 @@ Status DeviceStore::reorder(std::span<const SequenceId> ids, std::span<const std
   return {};
 }
 
-// --- steps ------------------------------------------------------------------------------------------------------------
+// --- steps -----------------------------------------------------------------------------------------------------------
 
 // The pools are as large as the capacity asks for (take_memory), so this is a guard, not a limit to plan with, except
 // for reserve_ahead.

@@ -35,7 +35,7 @@ void decode_token_plain(const core::DecodeJob& job, int i) {
   }
 }
 
-// --- one token's keys, elements in their order --------------------------------------------------------------------------
+// --- one token's keys, elements in their order -----------------------------------------------------------------------
 
 // `row` has room for head_dim rounded up to 64.
 template <class S, Format F>
@@ -71,7 +71,7 @@ KVANT_INLINE void decode_key_in_order(const codec::SideLayout& side, int head_di
   }
 }
 
-// --- an octet of rows, in its basis ---------------------------------------------------------------------------------------
+// --- an octet of rows, in its basis ----------------------------------------------------------------------------------
 
 // Tokens [begin, end) of one octet; row of token t at rows + t % 8 * stride. Other rows of the octet may be written,
 // too.
@@ -101,7 +101,7 @@ KVANT_INLINE void unpack_octet(const core::DecodeJob& job, int begin, int end, f
   }
 }
 
-// --- to the output --------------------------------------------------------------------------------------------------------
+// --- to the output ---------------------------------------------------------------------------------------------------
 
 // `width` values; x has eight more, or what makes them a multiple of eight.
 template <class S>

@@ -1,7 +1,7 @@
 // The encoder of codec/tq.hpp for up to eight rows at once; the same bits. The work of each row (anchors, steps,
 // scores, the choice) is done for eight rows in the lanes of one register.
 //
-//   tq3 .. tq6   two passes over a row: cells to sums of costs (S::sum_rows), then the one try, which gives p, q and codes
+//   tq3 .. tq6   two passes over a row: cells to sums of costs (S::sum_rows), then the try, which gives p, q and codes
 //   tq2, tq8     one pass for each spread, one for 1 / g and one for the codes
 #pragma once
 
@@ -50,7 +50,7 @@ KVANT_INLINE typename S::F anchors_of(const EncodeRows& in, EncodedRows& out) {
   return S::loadf(anchor.v);
 }
 
-// --- tq3 .. tq6 ---------------------------------------------------------------------------------------------------------
+// --- tq3 .. tq6 ------------------------------------------------------------------------------------------------------
 
 // The cost of each spread for a row, in lanes.
 template <class S, Format kFormat>
@@ -122,7 +122,7 @@ requires(codec::tq_spec(kFormat).cells > 0)
   }
 }
 
-// --- tq2, tq8 -----------------------------------------------------------------------------------------------------------
+// --- tq2, tq8 --------------------------------------------------------------------------------------------------------
 
 // How many of the candidates, which ascend, let |z| reach offset + 1/2: z is max |y| / (max |y| spread) at most, and a
 // few roundings, far below 1 part in a thousand.

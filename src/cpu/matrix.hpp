@@ -1,7 +1,8 @@
 // Both products of the path for many rows on a unit that multiplies tiles (AMX). Floats become sums of bf16 terms, each
 // the nearest one to what those before it leave; products of terms are summed in f32:
 //
-//   x = x0 + x1 + ...     n terms are off by 2^-(9 n - 1) |x| at most; f32 is three, f16 and fp8 with its scale two, bf16 one, to the bit
+//   x = x0 + x1 + ...     n terms are off by 2^-(9 n - 1) |x| at most; to the bit f32 is three, f16 and fp8 with its
+//                         scale two, bf16 one
 //   a b = sum of ai bj with i + j < the number of a's terms
 //
 // Queries are three terms where keys are floats, so that scores are as exact as f32: keys may have a large part in
@@ -108,7 +109,7 @@ KVANT_INLINE void pack_row(const float* x, int depth, const Operand& to, int row
     put_words<W>(split<W, kTerms>(W::loadf(x + e), W::loadf(x + e + W::kLanes)), to, row, e / 2);
 }
 
-// --- decoded pages ------------------------------------------------------------------------------------------------------
+// --- decoded pages ---------------------------------------------------------------------------------------------------
 
 // Zeros where a sum passes elements that do not exist: columns `from` to `depth`, and rows outside begin to end.
 KVANT_INLINE void zero_columns(float* tile, int depth, int from) {
@@ -159,7 +160,7 @@ void pack_values(const float* tile, int stride, int head_dim, const Operand& to,
   }
 }
 
-// --- integer levels ---------------------------------------------------------------------------------------------------
+// --- integer levels --------------------------------------------------------------------------------------------------
 
 // Pairs of int16 levels, as Unpack opens them, become words.
 template <class W, Format F>
@@ -244,7 +245,7 @@ KVANT_INLINE void pack_level_weights(const float* p, const std::byte* scales, co
   }
 }
 
-// --- products -----------------------------------------------------------------------------------------------------------
+// --- products --------------------------------------------------------------------------------------------------------
 
 // Where tiles of 16 x 16 sums lie, in floats: a block of rows, a block of columns, a row of a tile.
 struct SumTiles {

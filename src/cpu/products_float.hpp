@@ -185,7 +185,7 @@ void values_float(const std::byte* rows, const std::byte* scales, int head_dim, 
   for (; c < head_dim; c += kLanes) columns.template operator()<1>(c, quad_begin, full_end);
 }
 
-// --- the same for more than four rows ---------------------------------------------------------------------------------
+// --- the same for more than four rows --------------------------------------------------------------------------------
 //
 // The first chunk of rows converts elements as it multiplies them and leaves them in L1 for the others: a pass that
 // only converts would wait for L2 with nothing else to do.

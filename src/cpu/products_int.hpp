@@ -1,7 +1,8 @@
 // Both products over pages of integer levels. Up to eight query rows are multiplied as codes are opened, in registers
 // (scores_int, values_int); more share the opening through L1 (scores_int_shared, values_int_shared).
 //
-//   scores   S[r][t] = q_step[r][g] * k_scale[g][t] * (sum_d q_int[r][d] * u[t][d] - q_offset[r][g]), summed over scale groups g
+//   scores   S[r][t] = q_step[r][g] * k_scale[g][t] * (sum_d q_int[r][d] * u[t][d] - q_offset[r][g]), summed over scale
+//            groups g
 //   values   O[r][c] = O[r][c] * rescale[r] + p_step[r] * (sum_t p_int[r][t] * u[t][c] - p_offset[r])
 //
 // Queries are int16 digits prepared once per run (15 bits and sign; the sum of |q_int| * max level fits int32). The

@@ -23,7 +23,7 @@ concept Encodes = requires {
   S::kEncodes;
 };
 
-// --- rows as f32 --------------------------------------------------------------------------------------------------------
+// --- rows as f32 -----------------------------------------------------------------------------------------------------
 
 KVANT_INLINE const std::byte* job_row(const core::StoreJob& job, int i) {
   const std::int64_t bytes = job.dtype == Dtype::f32 ? 4 : 2;
@@ -142,7 +142,7 @@ KVANT_INLINE void load_row(const core::StoreJob& job, int i, float* x, Magnitude
   with_loader<S>(job, [&]<Dtype kRounding>(auto load) { convert_row<S, kRounding>(job, row, x, magnitudes, load); });
 }
 
-// --- dense formats ------------------------------------------------------------------------------------------------------
+// --- dense formats ---------------------------------------------------------------------------------------------------
 
 template <class S>
 KVANT_INLINE void store_dense_row(const codec::SideLayout& side, int head_dim, std::byte* block, int token,
@@ -156,7 +156,7 @@ KVANT_INLINE void store_dense_row(const codec::SideLayout& side, int head_dim, s
   }
 }
 
-// --- coded formats ------------------------------------------------------------------------------------------------------
+// --- coded formats ---------------------------------------------------------------------------------------------------
 
 // A vector in its basis, D values from row `at` on, into the shape of its rows: padded with zeros, its extremes known,
 // and for tq2 as magnitudes and sign bits.

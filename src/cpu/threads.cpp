@@ -86,7 +86,7 @@ class BlockedSignals {
 
 // Threads that wait for shares. Each has a seat whose state is all that it and its caller say to each other:
 //
-//   idle -> offered (caller) -> running (thread) -> idle (thread), or offered -> idle (caller, who then does the share itself)
+//   idle -> offered (caller) -> running (thread) -> idle (thread), or offered -> idle (caller, who does the share)
 //
 // So a call never waits for a thread that has not woken up yet. A thread without work looks for some for kSpin before
 // it sleeps (the calls of a decoding step follow each other closely, and waking a thread takes tens of microseconds),

@@ -2,10 +2,11 @@
 // both products are register-blocked f32 matrix products over it.
 //
 //   keys     tile [64][depth]; queries packed in panels [rows / 16][depth][16], so that lanes are rows: 6 tokens x 2
-//            registers of rows give 12 accumulators for 2 loads and 6 broadcasts a step. Scores are transposed to [rows][64] on
-//            the way out.
-//   values   tile [64][head_dim + 16]; 6 rows x 2 registers of channels, 12 accumulators, 64 steps. Rows of the tile are a cache line longer
-//            than they need: at a power of two the 64 lines of a step fall into the same few sets of L1.
+//            registers of rows give 12 accumulators for 2 loads and 6 broadcasts a step. Scores are transposed to
+//            [rows][64] on the way out.
+//   values   tile [64][head_dim + 16]; 6 rows x 2 registers of channels, 12 accumulators, 64 steps. Rows of the tile are
+//            a cache line longer than needed: at a power of two the 64 lines of a step fall into the same few sets of
+//            L1.
 //
 // Keys of integer formats are decoded in unpacking order, padded to 64: the panels use the same order, with zeros.
 #pragma once

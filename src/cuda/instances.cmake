@@ -1,8 +1,10 @@
-# What is compiled for devices: the one list. cmake/cuda_instances.cmake makes of it the units of attention and of appends, a .cu file
-# each for every head_dim, and cuda/instances.hpp, from which C++ has the set of head_dims and pairs and the texts of refusals.
+# The one list of what is compiled for devices. cmake/cuda_instances.cmake makes from this list the units of attention
+# and of appends, a .cu file each for every head_dim, and cuda/instances.hpp, from which C++ has the set of head_dims
+# and pairs and the texts of refusals.
 #
-# A column tile is four query rows (heads of a group times queries): kernels of 1, 2 and 4 tiles take up to 4, 8 and 16 rows at once.
-# Where one is missing the next larger serves, which costs it some idle columns: the plan says which. Every pair needs one of 4.
+# A column tile is four query rows (heads of a group times queries): kernels of 1, 2 and 4 tiles take up to 4, 8 and 16
+# rows at once. Where a kernel is missing the next larger serves, which costs some idle columns: the plan says which.
+# Every pair needs a kernel of 4.
 
 # kvant_cuda_head_dim(HEAD_DIM TILES): `most` or `few` of the tiles of each pair, by how often models have it.
 # What a kernel cannot do it refuses when it is compiled (static_assert).
@@ -13,7 +15,8 @@ kvant_cuda_head_dim(192 few)
 kvant_cuda_head_dim(256 most)
 kvant_cuda_head_dim(512 most)
 
-# kvant_cuda_pair(KEYS/VALUES WHEN MOST_TILES FEW_TILES), WHEN: by `default`, or when `named` by KVANT_CUDA_PAIRS. Most used first.
+# kvant_cuda_pair(KEYS/VALUES WHEN MOST_TILES FEW_TILES), WHEN: by `default`, or when `named` by KVANT_CUDA_PAIRS. The
+# most used pairs come first.
 kvant_cuda_pair(tq6/tq4 default 1,2,4 1,4)  # the default pair
 kvant_cuda_pair(tq4/tq4 default 1,2,4 1,4)
 kvant_cuda_pair(tq6/tq6 default 1,2,4 1,4)
@@ -31,8 +34,8 @@ kvant_cuda_pair(tq4/tq3 named 1,4 4)
 kvant_cuda_pair(tq4/tq2 named 1,4 4)
 kvant_cuda_pair(bf16/tq4 named 1,4 4)
 
-# kvant_cuda_wide(KEYS/VALUES HEAD_DIM TILES): besides, kernels of eight warps for short work (decode/wide.cuh), where they were seen
-# to pay.
+# kvant_cuda_wide(KEYS/VALUES HEAD_DIM TILES): besides, kernels of eight warps for short work (decode/wide.cuh), where
+# they were seen to pay.
 kvant_cuda_wide(tq6/tq4 128 1)
 kvant_cuda_wide(tq4/tq4 128 1)
 kvant_cuda_wide(tq6/tq4 256 2,4)

@@ -7,7 +7,7 @@
 
 namespace kvant::cuda::prefill {
 
-// --- which tile --------------------------------------------------------------------------------------------------------
+// --- which tile ------------------------------------------------------------------------------------------------------
 
 struct Tile {
   BatchEntry batch;
@@ -49,7 +49,7 @@ __device__ __forceinline__ bool find_tile(const AttendParams& p, const Schedule&
   return true;
 }
 
-// --- which pages -------------------------------------------------------------------------------------------------------
+// --- which pages -----------------------------------------------------------------------------------------------------
 
 // A tile and the runs of its pages; of one warp.
 struct PageList {
@@ -111,7 +111,7 @@ struct Walk {
   }
 };
 
-// --- what a page holds ---------------------------------------------------------------------------------------------------
+// --- what a page holds -----------------------------------------------------------------------------------------------
 
 // 32 codes: of keys, 32 channels of a token; of values, four channels of eight tokens. `low`, `high`: words of its
 // planes.

@@ -69,7 +69,7 @@ WriteParams write_params(const core::DevicePagesConfig& c, const CacheView& view
 
 }  // namespace
 
-// --- memory ------------------------------------------------------------------------------------------------------------
+// --- memory ----------------------------------------------------------------------------------------------------------
 
 Store::Store(const core::DevicePagesConfig& config) : config_(config), kernel_(find_write_kernel(config.head_dim)) {}
 
@@ -177,7 +177,7 @@ Result<std::unique_ptr<core::DevicePages>> make_pages(const core::DevicePagesCon
   return std::unique_ptr<core::DevicePages>(std::move(store));
 }
 
-// --- tables ------------------------------------------------------------------------------------------------------------
+// --- tables ----------------------------------------------------------------------------------------------------------
 
 void Store::set_page(std::int32_t index, std::int32_t page, core::PageRef ref) {
   page_changes_.push_back({index, page, ref});
@@ -246,7 +246,7 @@ Status Store::flush(Stream stream) {
   return {};
 }
 
-// --- steps -------------------------------------------------------------------------------------------------------------
+// --- steps -----------------------------------------------------------------------------------------------------------
 
 Status Store::advance(std::span<const core::DeviceAppend> appends, Stream stream) {
   const Current current(config_.device);
