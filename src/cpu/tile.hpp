@@ -4,7 +4,7 @@
 //   keys     tile [64][depth]; queries packed in panels [rows / 16][depth][16], so that lanes are rows: 6 tokens x 2
 //            registers of rows give 12 accumulators for 2 loads and 6 broadcasts a step. Scores are transposed to
 //            [rows][64] on the way out.
-//   values   tile [64][head_dim + 16]; 6 rows x 2 registers of channels, 12 accumulators, 64 steps. Rows of the tile are
+//   values   tile [64][head_dim + 16]; 6 rows x 2 registers of channels, 12 accumulators, 64 steps. The rows are
 //            a cache line longer than needed: at a power of two the 64 lines of a step fall into the same few sets of
 //            L1.
 //
