@@ -45,17 +45,17 @@ struct StoreJob {
 // The centre of a key page (codec/centre.hpp): makes and stores it, or finds the one that is stored; and decodes it.
 struct CentreJob {
   enum class Of {
-    stored,   // the block has one
+    stored,   // that of the block `from`, which is only read
     nothing,  // zeros
     rows,  // the mean of rows.count rows; of `rows` only rows, row_stride, width, dtype and rounding are read otherwise
-    page,  // the mean of tokens [first, 64) of the block `before`, which has the same layout
+    page,  // the mean of tokens [first, 64) of the block `from`: that of the page before
   };
   Of of = Of::stored;
   const codec::PageLayout* layout = nullptr;
-  std::byte* block = nullptr;
+  std::byte* block = nullptr;  // gets the centre, unless one is stored
   BasisView basis;
   StoreJob rows;
-  const std::byte* before = nullptr;
+  const std::byte* from = nullptr;  // has the same layout
   int first = 0;
   float* centre = nullptr;  // out [codec::kMaxHeadDim], of which head_dim are the decoded centre
 };

@@ -82,10 +82,10 @@ void decode_share(void* context, int worker) {
       if (encoded && !values && spec.is_centred()) {
         run.kernels->centre({.of = CentreJob::Of::stored,
                              .layout = &layout,
-                             .block = const_cast<std::byte*>(block),  // of a stored centre only read
+                             .block = nullptr,
                              .basis = {},
                              .rows = {},
-                             .before = nullptr,
+                             .from = block,
                              .first = 0,
                              .centre = centre});
         job.centre = centre;

@@ -175,7 +175,7 @@ bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
                          .block = block(core::Pool::encoded, page.ref.encoded),
                          .basis = spec.k_bases.at(run.layer, piece.head),
                          .rows = {},
-                         .before = nullptr,
+                         .from = block(core::Pool::encoded, page.ref.encoded),
                          .first = 0,
                          .centre = centre};
     const auto of_rows = [&](std::int64_t number, auto rows) {
@@ -193,7 +193,7 @@ bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
       of_rows(page.number - 1, [&](int first) { return rows_of_copy(page.before.exact, first); });
     } else if (page.first == 0) {
       make.of = core::CentreJob::Of::page;
-      make.before = block(core::Pool::encoded, page.before.encoded);
+      make.from = block(core::Pool::encoded, page.before.encoded);
       make.first = codec::first_of_mean(page.number - 1);
     }
     run.kernels->centre(make);

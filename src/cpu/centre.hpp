@@ -99,8 +99,8 @@ void mean_of_page(const core::CentreJob& job, float* y) {
   const codec::PageLayout& page = *job.layout;
   const int d = page.head_dim, depth = tile_depth(F, d, (d + 63) & ~63);
   float sum[codec::kMaxHeadDim], c[codec::kMaxHeadDim];
-  load_centre<S>(codec::centre_layout(page), d, job.before, c);
-  sum_keys<S, F>(page, depth, job.before, job.first, sum);
+  load_centre<S>(codec::centre_layout(page), d, job.from, c);
+  sum_keys<S, F>(page, depth, job.from, job.first, sum);
   const float factor = codec::mean_factor(kPageTokens - job.first);
   for (int e = 0; e < depth; ++e) {
     const int element = tile_key_element(F, e);
@@ -132,7 +132,7 @@ KVANT_INLINE void make_mean(const core::CentreJob& job, float* y) {
 inline void make_mean_plain(const core::CentreJob& job, float* y) {
   const int d = job.layout->head_dim;
   for (int j = 0; j < d; ++j) y[j] = 0.0f;
-  if (job.of == core::CentreJob::Of::page) codec::mean_of_page(*job.layout, job.before, job.first, y);
+  if (job.of == core::CentreJob::Of::page) codec::mean_of_page(*job.layout, job.from, job.first, y);
   if (job.of != core::CentreJob::Of::rows) return;
   float row[codec::kMaxHeadDim];
   codec::MeanOfRows mean(d, y);
@@ -149,6 +149,7 @@ template <class S = Simd>
 void centre(const core::CentreJob& job) {
   const codec::SideLayout side = codec::centre_layout(*job.layout);
   const int d = job.layout->head_dim;
+  const std::byte* from = job.of == core::CentreJob::Of::stored ? job.from : job.block;
   float y[codec::kMaxHeadDim];
   if constexpr (Encodes<S>) {
     if (job.of != core::CentreJob::Of::stored) {
@@ -163,13 +164,13 @@ void centre(const core::CentreJob& job) {
                                                    .basis = {},
                                                    .next = {}});
     }
-    load_centre<S>(side, d, job.block, job.centre);
+    load_centre<S>(side, d, from, job.centre);
   } else {
     if (job.of != core::CentreJob::Of::stored) {
       make_mean_plain(job, y);
       codec::store_centre(side, d, job.block, y);
     }
-    codec::load_centre(side, d, job.block, job.centre);
+    codec::load_centre(side, d, from, job.centre);
   }
 }
 
