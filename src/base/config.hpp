@@ -10,8 +10,7 @@
 // is refused by cmake/cuda.cmake.
 #if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
     defined(__NO_SIGNED_ZEROS__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__ > 0)
-#error \
-    "kvant cannot be compiled with -ffast-math, -Ofast or parts of them: add -fno-fast-math -ffp-contract=off"
+#error "kvant cannot be compiled with -ffast-math, -Ofast or parts of them: add -fno-fast-math -ffp-contract=off"
 #endif
 
 #ifndef KVANT_ISA
