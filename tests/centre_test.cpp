@@ -16,6 +16,7 @@
 #include "support/bases.hpp"
 #include "support/cache_session.hpp"
 #include "support/draw.hpp"
+#include "support/kernels.hpp"
 #include "support/world.hpp"
 
 namespace kvant::test {
@@ -25,14 +26,7 @@ using core::CentreJob;
 using core::Kernels;
 using core::Pool;
 using testing_support::Draw;
-
-std::vector<const Kernels*> kernels_here() {
-  std::vector<const Kernels*> found;
-  for (const Kernels* k : core::all_kernels()) {
-    if (k->available()) found.push_back(k);
-  }
-  return found;
-}
+using testing_support::kernels_here;
 
 const std::vector<std::string> kCentredFormats = {"tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "fp8"};
 

@@ -18,6 +18,7 @@
 #include "support/draw.hpp"
 #include "support/guard.hpp"
 #include "support/half.hpp"
+#include "support/kernels.hpp"
 #include "support/sanitized.hpp"
 
 namespace kvant {
@@ -26,14 +27,7 @@ namespace {
 using core::Kernels;
 using core::StoreJob;
 using testing_support::Draw;
-
-std::vector<const Kernels*> kernels_here() {
-  std::vector<const Kernels*> found;
-  for (const Kernels* k : core::all_kernels()) {
-    if (k->available()) found.push_back(k);
-  }
-  return found;
-}
+using testing_support::kernels_here;
 
 std::vector<float> levels_of(Format f, Draw& draw) {
   std::vector<float> levels(std::size_t{1} << codec::format_bits(f));

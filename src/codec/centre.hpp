@@ -4,7 +4,7 @@
 //
 // c is the mean m of some keys, stored as one more vector in tq6 with a single scale. Keys are centred on the *decoded*
 // c, so what the centre's own rounding loses is not lost: the codes of the keys hold it. Which keys m is of depends on
-// how a page comes to be encoded (core/cache_write.cpp):
+// how a page comes to be encoded (core/host_store_write.cpp):
 //
 //   the whole page at once    its own keys, tokens 0 to 63, as given: m = B(mean), with B the basis (MeanOfRows)
 //   token by token            the keys of the page before, as stored: m = c' + mean(decoded k' - c') (mean_of_page), or

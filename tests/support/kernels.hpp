@@ -1,0 +1,19 @@
+// The instruction sets that tests of kernels go through.
+#pragma once
+
+#include <vector>
+
+#include "core/backend.hpp"
+
+namespace kvant::testing_support {
+
+/// Those that this machine has, best first.
+inline std::vector<const core::Kernels*> kernels_here() {
+  std::vector<const core::Kernels*> found;
+  for (const core::Kernels* k : core::all_kernels()) {
+    if (k->available()) found.push_back(k);
+  }
+  return found;
+}
+
+}  // namespace kvant::testing_support
