@@ -48,7 +48,17 @@ TEST(Bases, AutomaticFollowsTheFormat) {
 
 TEST(KeyCentres, AreForKeysThatAreEncodedFromRows) {
   CacheConfig config = small_config();
-  EXPECT_EQ(make(config).config().k_centre, KeyCentre::none);
+  config.k = "tq4";
+  for (const int tails : {1, 0}) {
+    config.tail_pages = tails;
+    const Cache cache = make(config);
+    EXPECT_EQ(cache.config().k_centre, KeyCentre::page);
+    EXPECT_NE(cache.describe().find("centre: k page; chosen: the default"), std::string::npos) << cache.describe();
+  }
+  for (const char* k : {"fp8", "bf16"}) {
+    config.k = k;
+    EXPECT_EQ(make(config).config().k_centre, KeyCentre::none) << k;
+  }
   config.k_centre = KeyCentre::page;
   for (const char* k : {"tq2", "tq8", "fp8"}) {
     config.k = k;
@@ -75,6 +85,7 @@ TEST(KeyCentres, AreCounted) {
   config.head_dim = 128;
   config.k = config.v = "tq4";
   config.sink_pages = config.tail_pages = 0;
+  config.k_centre = KeyCentre::none;
   Cache plain = make(config);
   config.k_centre = KeyCentre::page;
   Cache centred = make(config);

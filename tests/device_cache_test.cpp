@@ -274,7 +274,8 @@ TEST(DeviceCache, Refusals) {
   refused([](CacheConfig& c) { c.max_sequences = 0; }, Code::invalid_argument, "max_sequences");
   refused([](CacheConfig& c) { c.max_sequence_tokens = -1; }, Code::invalid_argument, "max_sequence_tokens");
   refused([](CacheConfig& c) { c.exact = Dtype::f32; }, Code::unsupported, "exact");
-  refused([](CacheConfig& c) { c.k_centre = KeyCentre::page; }, Code::unsupported, "do not read centres yet");
+  refused([](CacheConfig& c) { c.k_centre = KeyCentre::page, c.tail_pages = 0; }, Code::unsupported,
+          "kernels there centre whole pages");
   refused([](CacheConfig&) {}, Code::unsupported, "no CUDA backend", nullptr);
   static constexpr core::DeviceBackend kAbsent{.name = "fake",
                                                .detail = nullptr,
@@ -282,6 +283,15 @@ TEST(DeviceCache, Refusals) {
                                                .make_pages = nullptr,
                                                .make_plan = nullptr};
   refused([](CacheConfig&) {}, Code::unsupported, "there is no driver", &kAbsent);
+
+  for (const int tails : {0, 1}) {
+    CacheConfig automatic = config(1, tails);
+    automatic.k = "tq4";
+    const auto made = CacheImpl::create(automatic, &kFake).value();
+    EXPECT_EQ(made->config().k_centre, tails > 0 ? KeyCentre::page : KeyCentre::none);
+    const char* why = tails > 0 ? "centre: k page; chosen: the default" : "centre pages that leave a tail";
+    EXPECT_NE(made->describe().find(why), std::string::npos) << made->describe();
+  }
 
   CacheConfig c = config(1, 1);
   c.max_sequence_tokens = 100;

@@ -43,8 +43,9 @@ struct CacheConfig {
   std::int64_t capacity_tokens = 0;  ///< at most this many tokens in pages (whole pages, shared ones once); 0: no limit
   BasisKind k_basis = BasisKind::automatic;  ///< automatic: hadamard for tq formats, none otherwise
   BasisKind v_basis = BasisKind::automatic;
-  /// page: encoded pages of 64 keys keep their mean key, at 0.125 bits a key value or less, and encode what is left. In
-  /// host memory, with tq and fp8 keys. automatic: none. config() says which.
+  /// page: encoded pages of 64 keys keep their mean key, at 0.125 bits a key value or less, and encode what is left: tq
+  /// and fp8 keys, on a device only with tail pages. automatic: page for tq keys, but none on a device without tail
+  /// pages, where tokens are encoded as they come. config() says which, and describe() says why.
   KeyCentre k_centre = KeyCentre::automatic;
   std::shared_ptr<const BasisSet> bases{};  ///< required by, and only read for, BasisKind::calibrated
   std::vector<float> k_levels{};            ///< lut formats: 2^bits level values, ascending

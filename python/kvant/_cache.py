@@ -76,7 +76,8 @@ class Cache:
     k_basis, v_basis: "automatic", "hadamard", "none" or "calibrated"; bases: a kvant.Bases or its path, for the last;
         basis_layers: the file's layer number of each layer of the cache.
     k_centre: "page": encoded pages keep the mean of their keys and encode what is left, for at most 0.125 bits a key
-        value: tq and fp8 keys in host memory. "none"; "automatic": none.
+        value: tq and fp8 keys, on a device only with tail pages. "none". "automatic": "page" for tq keys, but "none"
+        on a device without tail pages.
     threads: workers that encode, 0: the processors that the process may use. isa: an instruction set to encode with,
         "scalar", "avx2", "avx512", "amx" or "neon" (all store the same bytes), None: the best.
 

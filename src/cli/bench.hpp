@@ -52,7 +52,7 @@ struct BenchCase {
   std::int64_t between_mib = 0;
   BenchScores scores;
 
-  /// "tq6/tq4", "tq4, page-centred"
+  /// name_with_centre
   [[nodiscard]] std::string stored_name() const;
   [[nodiscard]] std::int64_t keys_of(std::int64_t sequence) const {
     return sequence == 0 && first_keys > 0 ? first_keys : keys;

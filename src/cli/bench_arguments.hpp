@@ -13,7 +13,7 @@ namespace kvant::cli {
 struct BenchArguments {
   std::string op = "decode";
   std::string suite;
-  std::vector<std::string> k_formats, v_formats, k_centres = {"none"};
+  std::vector<std::string> k_formats, v_formats, k_centres = {"automatic"};
   std::vector<int> q_heads = {16}, kv_heads = {4}, head_dims = {128}, batches = {1}, threads = {0};
   std::vector<std::int64_t> keys, q_lens;
   std::int64_t first_keys = 0;

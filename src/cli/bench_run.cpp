@@ -301,7 +301,7 @@ std::int64_t BenchCase::seen_keys_of(std::int64_t sequence) const {
 }
 
 std::string BenchCase::stored_name() const {
-  return formats.name() + (k_centre == KeyCentre::page ? ", page-centred" : "");
+  return name_with_centre(formats, k_centre);
 }
 
 double BenchCase::stored_values() const {

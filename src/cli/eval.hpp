@@ -56,10 +56,8 @@ struct EvalRow {
   double time_to_f16 = 0;          ///< the same over that of the f16 cache
   double spread = 0;               ///< of the times: (p90 - p10) / median
   double f16_spread = 0;           ///< of the f16 cache's times
-  [[nodiscard]] std::string name() const {  ///< "tq6/tq4", "tq4, page-centred"
-    return formats.name() + (k_centre == KeyCentre::page ? ", page-centred" : "");
-  }
-  [[nodiscard]] bool is_default() const { return formats == kDefaultPair && k_centre == KeyCentre::none; }
+  [[nodiscard]] std::string name() const { return name_with_centre(formats, k_centre); }
+  [[nodiscard]] bool is_default() const { return formats == kDefaultPair && k_centre == default_centre(formats); }
 };
 
 /// All variants of one layer. `on_progress` is called with what has just been finished, once a variant.

@@ -46,7 +46,7 @@ struct EvalArguments {
   std::vector<std::string> files;
   std::vector<std::string> formats = kDefaultFormats;
   std::vector<int> layers;
-  std::string ends = "both", k_centre = "none";
+  std::string ends = "both", k_centre = "automatic";
   std::string basis, json, csv, report, isa;
   int threads = 0;
   bool is_wide = false;
@@ -59,7 +59,7 @@ std::string command_line(const EvalArguments& a) {
   if (!a.layers.empty()) line += " --layers " + fmt::format("{}", fmt::join(a.layers, ","));
   if (a.ends != "both") line += " --exact-ends " + a.ends;
   if (!a.basis.empty()) line += " --basis " + a.basis;
-  if (a.k_centre != "none") line += " --k-centre " + a.k_centre;
+  if (a.k_centre != "automatic") line += " --k-centre " + a.k_centre;
   if (a.threads != 0) line += fmt::format(" --threads {}", a.threads);
   if (!a.isa.empty()) line += " --isa " + a.isa;
   for (const auto& [option, path] : {std::pair{"--json", a.json}, {"--csv", a.csv}, {"--report", a.report}}) {
@@ -78,8 +78,11 @@ std::vector<Variant> variants_of(const std::vector<FormatPair>& pairs, const std
     }
     for (const bool has_ends : {true, false}) {
       if (ends == (has_ends ? "without" : "with")) continue;
-      if (k_centre != "page" || !takes_centre(pair)) variants.push_back({pair, has_ends});
-      if (k_centre != "none" && takes_centre(pair)) variants.push_back({pair, has_ends, KeyCentre::page});
+      if (k_centre == "both" && takes_centre(pair)) {
+        for (const KeyCentre centre : {KeyCentre::none, KeyCentre::page}) variants.push_back({pair, has_ends, centre});
+      } else {
+        variants.push_back({pair, has_ends, takes_centre(pair) ? centre_of(k_centre, pair) : KeyCentre::none});
+      }
     }
   }
   return variants;
@@ -230,8 +233,8 @@ Action add_eval_command(CLI::App& app) {
       ->type_name("FILE");
   one_of(command->add_option("--k-centre", a->k_centre,
                              "tq and fp8 keys around the mean key of their page (page), as they are\n"
-                             "(none), or both"),
-         {"both", "none", "page"})
+                             "(none), or both; automatic: page for tq keys"),
+         {"automatic", "both", "none", "page"})
       ->capture_default_str();
   command->add_option("--threads", a->threads, "Worker threads; 0: the processors that the process may use")
       ->check(CLI::Range(0, 1024).description(""))

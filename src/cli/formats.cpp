@@ -25,8 +25,17 @@ const char* centre_name(KeyCentre centre) {
   return centre == KeyCentre::page ? "page" : "none";
 }
 
-KeyCentre centre_of(const std::string& name) {
-  return name == "page" ? KeyCentre::page : KeyCentre::none;
+KeyCentre default_centre(const FormatPair& formats) {
+  return codec::is_tq(formats.k) ? KeyCentre::page : KeyCentre::none;
+}
+
+KeyCentre centre_of(const std::string& name, const FormatPair& formats) {
+  return name == "automatic" ? default_centre(formats) : name == "page" ? KeyCentre::page : KeyCentre::none;
+}
+
+std::string name_with_centre(const FormatPair& formats, KeyCentre centre) {
+  if (centre == default_centre(formats)) return formats.name();
+  return formats.name() + (centre == KeyCentre::page ? ", page-centred" : ", not centred");
 }
 
 double FormatPair::bits() const {

@@ -20,10 +20,13 @@ struct FormatPair {
 
 inline constexpr FormatPair kDefaultPair{};
 
-/// Whether pages of these keys can be centred, and the words of --k-centre.
+/// Whether pages of these keys can be centred; what a cache has unless it is told; and the words of --k-centre.
 bool takes_centre(const FormatPair& formats);
+KeyCentre default_centre(const FormatPair& formats);
 const char* centre_name(KeyCentre centre);
-KeyCentre centre_of(const std::string& name);
+KeyCentre centre_of(const std::string& name, const FormatPair& formats);
+/// "tq6/tq4", and what differs from the default: "fp8, page-centred", "tq4, not centred".
+std::string name_with_centre(const FormatPair& formats, KeyCentre centre);
 
 /// Names of the formats that a command line can fill.
 std::vector<std::string> plain_format_names();

@@ -140,6 +140,7 @@ class CacheImpl {
   const core::CacheSpec spec_;
   core::CacheTable table_;
   std::unique_ptr<core::PageStore> store_;  // has references to both
+  bool automatic_centre_ = false;
   bool automatic_ends_ = false;
 };
 

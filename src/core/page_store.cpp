@@ -48,11 +48,11 @@ Status check_device(const CacheConfig& c, bool exact_ends) {
                         "at most; set max_sequence_tokens",
                         c.capacity_tokens, kMaxDeviceTokens)};
   }
-  if (c.k_centre == KeyCentre::page) {
+  if (c.k_centre == KeyCentre::page && c.tail_pages == 0) {
     return {
         Code::unsupported,
-        "k_centre = page with a device: kernels on devices do not read centres yet; use k_centre = none, or keep the "
-        "cache in host memory (device = \"cpu\")"};
+        "k_centre = page with tail_pages = 0 on a device: kernels there centre whole pages, and without a tail tokens "
+        "are encoded as they come; use tail_pages = 1 or more, k_centre = none, or device = \"cpu\""};
   }
   if (exact_ends && c.exact == Dtype::f32) {
     return {Code::unsupported,
@@ -66,7 +66,12 @@ Status check_device(const CacheConfig& c, bool exact_ends) {
 Result<Placement> resolve_placement(CacheConfig& config) {
   const auto device = parse_device(config.device);
   if (!device) return device.status();
-  if (!device->has_value()) return Placement{};
+  const bool chooses_centre = config.k_centre == KeyCentre::automatic;
+  if (!device->has_value()) {
+    if (chooses_centre) config.k_centre = KeyCentre::page;
+    return Placement{};
+  }
+  if (chooses_centre) config.k_centre = config.tail_pages > 0 ? KeyCentre::page : KeyCentre::none;
   const bool exact_ends = config.sink_pages > 0 || config.tail_pages > 0;
   if (Status s = check_device(config, exact_ends); !s) return s;
   if (exact_ends && !config.exact) config.exact = Dtype::bf16;

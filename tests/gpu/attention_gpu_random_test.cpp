@@ -15,6 +15,7 @@ TEST_P(GpuRandom, Matches) {
   SKIP_WITHOUT_DEVICE();
   RandomChoices all;
   all.head_dims = {64, 96, 128, 192, 256, 512};
+  all.page_centres = true;
   for (const Formats& f : kFormats) all.formats.emplace_back(f.k, f.v);
   const std::vector<Dtype> dtypes = {Dtype::f32, Dtype::f16, Dtype::bf16};
   const auto [first, count] = random_seeds(GetParam(), 40);

@@ -56,6 +56,8 @@ TEST_P(GpuWide, Matches) {
       spec.sink_pages = sinks;
       spec.tail_pages = tails;
       spec.exact = sinks == 2 ? Dtype::f16 : Dtype::bf16;
+      spec.page_centres = tails == 3;
+      spec.key_offset = spec.page_centres ? 2.0f : 0.0f;
       const GpuWorld w(spec);
       if (q_len == 1) {
         EXPECT_TRUE(has_warps(w, 8)) << "one query";

@@ -85,10 +85,11 @@ struct Trial {
   Dtype input;
   int sinks, tails;
   std::int64_t window;
+  KeyCentre centre = KeyCentre::none;
 };
 std::string name_of(const Trial& t) {
-  return fmt::format("{}_{}_d{}_{}_sinks{}_tails{}{}", t.formats.k, t.formats.v, t.head_dim, dtype_name(t.input),
-                     t.sinks, t.tails, t.window > 0 ? "_window" : "");
+  return fmt::format("{}_{}_d{}_{}_sinks{}_tails{}{}{}", t.formats.k, t.formats.v, t.head_dim, dtype_name(t.input),
+                     t.sinks, t.tails, t.window > 0 ? "_window" : "", t.centre == KeyCentre::page ? "_centred" : "");
 }
 void PrintTo(const Trial& t, std::ostream* out) {
   *out << name_of(t);
@@ -110,6 +111,15 @@ std::vector<Trial> trials() {
   for (const int d : kHeadDims) {
     for (const Dtype input : kInputs) all.push_back({kPairs[3], d, input, 2, 0, 0});
   }
+  // Page-centred keys: every format at every size, from exact pages of one or two tail pages and from long steps.
+  for (const Pair& pair : kPairs) {
+    if (pair.k == std::string("f16") || pair.k == std::string("bf16")) continue;
+    for (const int d : kHeadDims) {
+      ++turn;
+      all.push_back({pair, d, kInputs[turn % 3], turn % 2 == 0 ? 1 : 0, turn % 3 == 0 ? 2 : 1, turn % 4 == 3 ? 150 : 0,
+                     KeyCentre::page});
+    }
+  }
   return all;
 }
 
@@ -120,6 +130,7 @@ TEST_P(CacheGpu, HoldsTheBytesOfAHostCache) {
   const Trial& t = GetParam();
   CacheConfig c = config(t.formats.k, t.formats.v, t.head_dim, t.sinks, t.tails);
   c.window = t.window;
+  c.k_centre = t.centre;
   Gpu gpu;
   DeviceReplay replay(c, t.input, gpu.hooks(), static_cast<std::uint64_t>(t.head_dim));
   for (int i = 0; i < 24; ++i) {
@@ -177,6 +188,7 @@ TEST(CacheGpuSteps, OfManySequencesHoldTheBytesOfAHostCache) {
   SKIP_WITHOUT_DEVICE();
   for (const int tails : {1, 2}) {
     CacheConfig c = config("tq6", "tq4", 64, 1, tails);
+    c.k_centre = tails == 1 ? KeyCentre::page : KeyCentre::none;
     c.kv_heads = 3;
     c.max_sequences = 300;
     c.capacity_tokens = 300 * 8 * 64;
@@ -307,6 +319,35 @@ TEST(CacheGpuVectors, OddOnesHaveTheBytesOfAHostCache) {
         const Status status = both.device->append(both.id, 0, rows.view, rows.view, both.gpu.stream.handle());
         ASSERT_TRUE(status.ok()) << status.message();
         both.compare(fmt::format("{}, head_dim {}, basis {}", format, d, static_cast<int>(basis)));
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// The same rows in pages with a centre, which leave the tail one by one, and in long steps.
+TEST(CacheGpuVectors, OddOnesAroundACentreHaveTheBytesOfAHostCache) {
+  SKIP_WITHOUT_DEVICE();
+  for (const char* format : {"tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "fp8"}) {
+    for (const int d : kHeadDims) {
+      for (const std::int64_t step : {704, 64, 37}) {
+        CacheConfig c = config(format, format, d, 0, 1);
+        c.layers = 1;
+        c.k_centre = KeyCentre::page;
+        Both both(c);
+        const std::int64_t rows = 704;
+        const std::vector<float> x = odd_rows(static_cast<int>(rows) * c.kv_heads, d);
+        for (std::int64_t begin = 0; begin < rows; begin += step) {
+          const std::int64_t count = std::min(step, rows - begin), width = std::int64_t{c.kv_heads} * d;
+          const auto part =
+              std::span(x).subspan(static_cast<std::size_t>(begin * width), static_cast<std::size_t>(count * width));
+          const DeviceRows on_device(part, Dtype::f32, count, c.kv_heads, d);
+          const TensorView on_host = TensorView::of(part.data(), count, c.kv_heads, d);
+          both.host->append(both.id, 0, on_host, on_host).value();
+          both.device->append(both.id, 0, on_device.view, on_device.view, both.gpu.stream.handle()).value();
+          both.gpu.stream.wait();  // the rows go
+        }
+        both.compare(fmt::format("{}, head_dim {}, steps of {}", format, d, step));
         if (HasFatalFailure()) return;
       }
     }

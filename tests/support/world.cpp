@@ -28,7 +28,7 @@ CacheConfig cache_config(const WorldSpec& spec, CacheConfig c) {
     if (spec.key_bases) c.k_basis = BasisKind::calibrated;
     if (spec.value_bases) c.v_basis = BasisKind::calibrated;
   }
-  if (spec.page_centres) c.k_centre = KeyCentre::page;
+  c.k_centre = spec.page_centres ? KeyCentre::page : KeyCentre::none;
   if (spec.adjust) spec.adjust(c);
   return c;
 }

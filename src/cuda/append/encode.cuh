@@ -190,7 +190,10 @@ __device__ __forceinline__ void load_signed(const std::byte* row, int t, float (
   }
 }
 
-// kFlush: what z = y r may be -0 of becomes 0, since -0 has the code of 0.
+// What z = y r may be -0 of becomes 0, since -0 has the code of 0.
+__device__ __forceinline__ float flushed(float y) {
+  return fabsf(y) < 0x1p-120f ? 0.0f : y;
+}
 template <class Shape, Dtype kDtype, bool kFlush>
 __device__ __forceinline__ void load_plain(const std::byte* row, int t, float (&y)[Shape::kElements]) {
 #pragma unroll
@@ -201,7 +204,7 @@ __device__ __forceinline__ void load_plain(const std::byte* row, int t, float (&
     } else {
       y[k] = low_element<kDtype>(reinterpret_cast<const std::uint16_t*>(row)[i]);
     }
-    if (kFlush) y[k] = fabsf(y[k]) < 0x1p-120f ? 0.0f : y[k];
+    if (kFlush) y[k] = flushed(y[k]);
   }
 }
 

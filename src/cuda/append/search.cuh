@@ -306,12 +306,12 @@ __device__ __forceinline__ Fit encode_levels(const float* y, int t, float anchor
 
 // Codes in words, and all the vector's scales. `largest`: magnitude of this thread's elements, as bits, or NaN for a
 // vector that cannot be stored.
-template <Format kFormat, class Shape, class T>
+template <Format kFormat, class Shape, int kGroups = kScaleGroups<kFormat, Shape::kD>, class T>
 __device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int t, float largest, const T& tables,
                                               std::uint32_t (&words)[Planes<kFormat, Shape>::kWords],
-                                              std::uint16_t (&scales)[kScaleGroups<kFormat, Shape::kD>]) {
+                                              std::uint16_t (&scales)[kGroups]) {
   using P = Planes<kFormat, Shape>;
-  constexpr int kThreads = Shape::kThreads, kGroups = kScaleGroups<kFormat, Shape::kD>;
+  constexpr int kThreads = Shape::kThreads;
   constexpr int kElements = Shape::kElements / kGroups;
   constexpr int kLowWords = P::Low::kWords / kGroups;  // of a group
   std::uint32_t* high_words = words + P::Low::kWords;

@@ -10,8 +10,8 @@ namespace kvant::cuda {
 // The number of CTAs on a multiprocessor; dense formats wait for memory most of the time.
 inline constexpr int kWriteCtas = 2, kDenseCtas = 9;
 
-// The kernel of one format, or of any dense one.
-template <class Shape, Format kFormat>
+// The kernel of one format, or of any dense one. kCentred: of keys around a centre.
+template <class Shape, Format kFormat, bool kCentred = false>
 __global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat) ? kDenseCtas : kWriteCtas)
     write_kernel(const __grid_constant__ WriteParams params) {
   const CacheView& cache = params.cache;
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat)
   const auto last = static_cast<std::int32_t>(jobs * (place + 1) / teams);
   if constexpr (!codec::is_dense(kFormat)) {
     extern __shared__ __align__(16) std::byte shared[];
-    Tables<kFormat, true>::template fill<Shape::kBlockThreads>(shared);
+    Tables<kFormat, true>::template fill<Shape::kBlockThreads>(shared + (kCentred ? kCentreBytes<Shape> : 0));
     __syncthreads();
   }
   ptx::wait_prerequisites();
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat)
     if constexpr (codec::is_dense(kFormat)) {
       encode_dense<Shape>(job, heads, from_exact, first, end);
     } else {
-      encode_heads<Shape, kFormat, false>(job, heads, from_exact, first, end);
+      encode_heads<Shape, kFormat, false, kCentred>(job, heads, from_exact, first, end);
     }
   }
 }
@@ -63,12 +63,12 @@ int table_bytes(Format format) {
 using WriteFunction = void (*)(WriteParams);
 
 template <int kD>
-WriteFunction bulk_kernel(Format format) {
+WriteFunction bulk_kernel(Format format, bool centred) {
   using Shape = BulkShape<kD>;
   switch (format) {
-#define KVANT_TQ_FORMAT(name, ...)             \
-  case Format::name: {                         \
-    return &write_kernel<Shape, Format::name>; \
+#define KVANT_TQ_FORMAT(name, ...)                                                                  \
+  case Format::name: {                                                                              \
+    return centred ? &write_kernel<Shape, Format::name, true> : &write_kernel<Shape, Format::name>; \
   }
 #define KVANT_FP8_FORMAT KVANT_TQ_FORMAT
 #include "codec/formats.def"
@@ -78,8 +78,8 @@ WriteFunction bulk_kernel(Format format) {
 template <int kD>
 cudaError_t prepare_write(const WriteParams& p, const DeviceLimits& limits) {
   const auto& layout = p.cache.encoded_layout;
-  for (const WriteFunction f :
-       {bulk_kernel<kD>(layout.k.format), bulk_kernel<kD>(layout.v.format), &step_kernel<StepShape<kD>>}) {
+  for (const WriteFunction f : {bulk_kernel<kD>(layout.k.format, codec::is_centred(layout)),
+                                bulk_kernel<kD>(layout.v.format, false), &step_kernel<StepShape<kD>>}) {
     const cudaError_t error = prepare_shared(reinterpret_cast<const void*>(f), limits.shared_bytes);
     if (error != cudaSuccess) return error;
   }
@@ -109,14 +109,17 @@ cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceL
       const std::int64_t looking = base::min(jobs * kOctets, std::int64_t{kLookingCtas} * limits.multiprocessors / 2);
       blocks = p.storing + base::max(looking, std::int64_t{p.items + 31} / 32);
     }
-    room_for(1, base::max(table_bytes<false>(layout.k.format), table_bytes<false>(layout.v.format)),
+    room_for(1,
+             kCentreBytes<Step> + base::max(table_bytes<false>(layout.k.format), table_bytes<false>(layout.v.format)),
              base::max(k_pitch, v_pitch), has_tail ? kOctet : most_tokens);
     config.gridDim = dim3(static_cast<unsigned>(2 * blocks));
     config.blockDim = dim3(Step::kBlockThreads);
     return cudaLaunchKernelEx(&config, &step_kernel<Step>, p);
   }
+  const bool centred = codec::is_centred(layout);
   const auto launch = [&](WriteSides sides, Format format, int pitch) {
     p.sides = sides;
+    const bool of_centred = centred && sides == WriteSides::keys;
     const std::int64_t of_sides = sides == WriteSides::both ? 2 : 1;
     std::int64_t blocks = jobs;
     if (codec::is_dense(format)) {
@@ -124,7 +127,7 @@ cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceL
       config.dynamicSmemBytes = 0;
     } else {
       config.blockDim = dim3(Bulk::kBlockThreads);
-      room_for(kTeams<Bulk>, table_bytes<true>(format), pitch,
+      room_for(kTeams<Bulk>, (of_centred ? kCentreBytes<Bulk> : 0) + table_bytes<true>(format), pitch,
                has_tail ? kPageTokens : base::min(most_tokens, kPageTokens));
       // Tables are filled once for all that a block does.
       const int shared = static_cast<int>(config.dynamicSmemBytes) + 1024;
@@ -132,9 +135,9 @@ cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceL
       blocks = base::min((jobs + kTeams<Bulk> - 1) / kTeams<Bulk>, resident * limits.multiprocessors / of_sides);
     }
     config.gridDim = dim3(static_cast<unsigned>(of_sides * blocks));
-    return cudaLaunchKernelEx(&config, bulk_kernel<kD>(format), p);
+    return cudaLaunchKernelEx(&config, bulk_kernel<kD>(format, of_centred), p);
   };
-  if (bulk_kernel<kD>(layout.k.format) == bulk_kernel<kD>(layout.v.format)) {
+  if (bulk_kernel<kD>(layout.k.format, centred) == bulk_kernel<kD>(layout.v.format, false)) {
     return launch(WriteSides::both, layout.k.format, base::max(k_pitch, v_pitch));
   }
   const cudaError_t error = launch(WriteSides::keys, layout.k.format, k_pitch);

@@ -7,6 +7,7 @@
 // change one word.
 #pragma once
 
+#include "cuda/append/centre.cuh"
 #include "cuda/append/rows.cuh"
 #include "cuda/append/search.cuh"
 
@@ -36,7 +37,9 @@ __device__ __forceinline__ void multiply_row(const float* x, float* y, int t, co
 }
 
 // Tokens [first, last) of the page, for `heads` heads from that of `job` on, by a team.
-template <class Shape, Format kFormat, bool kAnyFormat>
+//   kAnyFormat   of one head, whose centre is found if it has one
+//   kCentred     the jobs are keys around a centre, or may be where kAnyFormat
+template <class Shape, Format kFormat, bool kAnyFormat, bool kCentred>
 __device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_exact, int first, int last) {
   using P = Planes<kFormat, Shape>;
   using T = Tables<kFormat, !kAnyFormat>;
@@ -47,16 +50,18 @@ __device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_e
   const StagedRows staged = staged_rows<Shape>(job);
   const int pitch = staged.pitch;
   int other = params.rows * pitch;  // bytes from `rows` to the other buffer
-  std::byte* rows = shared + T::kBytes + 2 * other * team_of_block<Shape>();
+  std::byte* tables_at = shared + (kCentred ? kCentreBytes<Shape> : 0);
+  std::byte* rows = tables_at + T::kBytes + 2 * other * team_of_block<Shape>();
   __syncwarp();  // the warp may still read from what it did before
   if (staged.unchecked) copy_rows<Shape>(job, staged, from_exact, first, min(params.rows, last - first), rows);
   if constexpr (kAnyFormat) {
-    T::template fill<Shape::kBlockThreads>(shared);
+    T::template fill<Shape::kBlockThreads>(tables_at);
     __syncthreads();
   }
-  const T tables(ptx::shared_address(shared));
+  const T tables(ptx::shared_address(tables_at));
   const int vector = thread_of_team<Shape>(kThreads), t = static_cast<int>(threadIdx.x % kThreads);
   const int first_of_warp = thread_of_team<Shape>(32) * kOfWarp;
+  const bool centred = kCentred && (!kAnyFormat || (!job.is_value && codec::is_centred(params.cache.encoded_layout)));
   const bool rotates = job.side->basis == BasisKind::hadamard;
   // Below this in its basis, a row has nothing in it that could not be stored: the largest of D orthonormal coordinates
   // is at least the largest given one / sqrt(D).
@@ -81,6 +86,11 @@ __device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_e
       team_barrier<Shape>();
       convert_rows<Shape>(job, staged, from_exact, chunk, count, rows);
       team_barrier<Shape>();
+    }
+    if (kCentred && !kAnyFormat && chunk == first) {
+      const PageJob here = job;  // on the stack; the job itself stays in registers
+      find_centre_apart<Shape>(here, staged, from_exact, {.whole = first == 0 && last == kPageTokens, .stores = true},
+                               count == kPageTokens ? rows : nullptr);
     }
     std::byte* low = job.encoded + layout.plane_offset[0];
     std::byte* high = job.encoded + layout.plane_offset[1];
@@ -110,6 +120,16 @@ __device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_e
       if (__any_sync(0xFFFFFFFFu, staged.unchecked && !(largest < in_doubt))) {
         const bool storable = check_row<Shape>(job, at, staged.dtype, job.given(chunk + row, from_exact), t);
         if (sum_between<kThreads>(storable ? 0u : 1u) != 0) largest = __int_as_float(0x7FC00000);
+      }
+      if (centred) {
+        const float* centre = reinterpret_cast<const float*>(centre_room<Shape>()) + t;
+#pragma unroll
+        for (int k = 0; k < Shape::kElements; ++k) {
+          y[k] = __fsub_rn(y[k], centre[kThreads * k]);
+          if (codec::is_tq(kFormat) && !rotates) y[k] = flushed(y[k]);
+        }
+        const float most = most_between<kThreads>(largest_magnitude<Shape::kElements>(y));
+        if (largest == largest) largest = most;
       }
       std::uint32_t words[P::kWords];
       std::uint16_t scales[kScaleGroups<kFormat, Shape::kD>];
@@ -181,6 +201,7 @@ __device__ __forceinline__ void encode_dense(PageJob job, int heads, bool from_e
 struct TouchedPage {
   core::PageRef ref;
   std::int64_t first_row;
+  int number;        // of the page in its sequence
   int begin, count;  // tokens of the page that get rows
   bool leaves_tail;
 
@@ -221,6 +242,7 @@ __device__ __forceinline__ TouchedPage find_page(const WriteParams& params, std:
   if (begin >= end && !leaves_tail) return touched;  // most pages of a step of one token
   touched.ref = cache.pages[static_cast<std::int64_t>(entry.index) * cache.max_pages + page];
   touched.first_row = std::int64_t{entry.row_begin} + begin - state.step_begin;
+  touched.number = page;
   touched.begin = begin - page * kPageTokens;
   touched.count = end - begin;
   touched.leaves_tail = leaves_tail;
@@ -243,6 +265,7 @@ __device__ __forceinline__ PageJob page_job(const WriteParams& params, const Tou
                                        block * cache.exact_layout.block_bytes,
           .head = head,
           .is_value = is_value,
+          .is_first_page = page.number == 0,
           .first_row = page.first_row,
           .begin = page.begin,
           .count = page.count};

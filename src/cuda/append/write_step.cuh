@@ -93,9 +93,9 @@ __device__ __forceinline__ void store_new_row(const WriteParams& params, int num
 template <class Shape>
 __device__ __forceinline__ void encode_any(const PageJob& job, bool from_exact, int first, int last) {
   switch (job.layout(false).format) {
-#define KVANT_TQ_FORMAT(name, ...)                                                   \
-  case Format::name: {                                                               \
-    return encode_heads<Shape, Format::name, true>(job, 1, from_exact, first, last); \
+#define KVANT_TQ_FORMAT(name, ...)                                                         \
+  case Format::name: {                                                                     \
+    return encode_heads<Shape, Format::name, true, true>(job, 1, from_exact, first, last); \
   }
 #define KVANT_FP8_FORMAT KVANT_TQ_FORMAT
 #include "codec/formats.def"
@@ -133,6 +133,11 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
     const TouchedPage page = find_page(params, first_item + static_cast<int>(__fns(items, 0, number / each + 1)));
     const PageJob job = page_job(params, page, number % each / octets, is_value);
     int begin = page.encode_begin(), end = page.encode_end();
+    // Every block of a page finds the centre for itself, with the same bits.
+    if (!is_value && begin < end && codec::is_centred(params.cache.encoded_layout)) {
+      find_centre<Shape>(job, staged_rows<Shape>(job), page.ref.exact >= 0,
+                         {.whole = begin == 0 && end == kPageTokens, .stores = number % octets == 0}, nullptr);
+    }
     if (has_tail) {
       const int octet = number % octets * kOctet;
       begin = max(begin, octet), end = min(end, octet + kOctet);

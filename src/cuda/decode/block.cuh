@@ -100,13 +100,21 @@ struct Attend {
   template <Format F>
   __device__ void load_queries(const Part& part, RawQuery& raw, bool encoded, bool bf16);
 
+  // A team's pages are use_begin + team, + kTeams, ... of its part. Lane i holds numbers base + i and base + 32 + i,
+  // each as its slot shifted, with what is known of it below; -1: not of this domain, hidden from every row by the mask
+  // tensor, or past the end.
+  struct Slots {
+    int base, here, next;
+  };
+
   // --- first product: scores.cuh ---
 
   struct Registers {  // of a part
     uint2 pairs[NT][kQueriesInRegisters ? kQuerySteps<KF, D> : 1];
   };
 
-  __device__ __forceinline__ void key_scores(const std::byte* stage, const Registers& held,
+  // centre[n]: what every score of the page gets in row 4 n + t.
+  __device__ __forceinline__ void key_scores(const std::byte* stage, const Registers& held, const float (&centre)[NT],
                                              float (&s)[S::kTokenTiles][NT][2]) const;
 
   template <Format F>
@@ -118,6 +126,27 @@ struct Attend {
   __device__ void fp8_key_product(const std::byte* const (&row)[2], float (&c)[NT][4]) const;
   __device__ void half_key_product(const std::byte* const (&row)[2], bool bf16, float (&c)[NT][4]) const;
   __device__ void half_key_chains(const std::byte* const (&row)[2], int first, bool bf16, float (&c)[NT][4]) const;
+
+  // --- centres of key pages: centres.cuh ---
+
+  // Their products with this lane's rows, 4 n + t, for sixteen of the team's pages at a time: numbers g and g + 8 of
+  // these.
+  struct Centres {
+    float of[2][NT];
+  };
+  // Codes of these sixteen on their way to registers: this lane's of centres g and g + 8, by 64 channels.
+  struct CentreCodes {
+    std::uint32_t low[2][(D + 63) / 64][2], high[2][(D + 63) / 64];
+    float scale[2];
+  };
+  static constexpr int kCentresAtOnce = 16;
+  __device__ bool is_centred() const { return S::kTakesCentres && codec::is_centred(p.cache.encoded_layout); }
+  __device__ void prefetch_centre(const Part& part, int slot) const;
+  __device__ __forceinline__ void load_centres(const Part& part, const Slots& slots, int first,
+                                               CentreCodes& codes) const;
+  __device__ __forceinline__ void multiply_centres(const CentreCodes& codes, const Registers& held,
+                                                   Centres& centres) const;
+  __device__ __forceinline__ void centre_of(const Centres& centres, int number, float (&centre)[NT]) const;
 
   // --- between the products: weights.cuh ---
 
@@ -174,12 +203,6 @@ struct Attend {
     }
   }
 
-  // A team's pages are use_begin + team, + kTeams, ... of its part. Lane i holds numbers base + i and base + 32 + i,
-  // each as its slot shifted, with what is known of it below; -1: not of this domain, hidden from every row by the mask
-  // tensor, or past the end.
-  struct Slots {
-    int base, here, next;
-  };
   template <int TW>
   __device__ int page_at(const Part& part, int number) const {
     return part.runs.page(part.use_begin + warp / TW + BW / TW * number);
@@ -217,7 +240,8 @@ struct Attend {
       copy_values(part, slot >> kSlotShift);
     }
   }
-  __device__ void encoded_pages(const Part& part, Slots slots, std::uint32_t& phases);
+  // first_centres: of the first sixteen pages, if keys have centres.
+  __device__ void encoded_pages(const Part& part, Slots slots, const CentreCodes& first_centres, std::uint32_t& phases);
   __device__ __forceinline__ void copy_exact(std::byte* to, const std::byte* block, int half) const;
   __device__ __forceinline__ void exact_pages(const Part& part);
   __device__ __forceinline__ void wide_exact_pages(const Part& part);  // wide.cuh

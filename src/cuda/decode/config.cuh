@@ -108,6 +108,7 @@ struct Shape : Split<team_warps(KF, VF, D, NT), D, BW> {
   static constexpr int kColumnBytes = is_integer(VF) ? 96 : 192;
   static constexpr int kPBytes = 2 * kRows * kColumnBytes;
   static constexpr int kTeamP = kPGroups * kPBytes;
+  static constexpr bool kTakesCentres = codec::takes_centre(KF);
   static constexpr bool kHasExact = !(is_half(KF) && is_half(VF));  // dense caches have one domain
   // Queries: operand pairs [NT][step][32 lanes] of 8 bytes.
   static constexpr int kEncodedQueries = NT * kQuerySteps<KF, D> * 256, kExactQueries = NT * (D / 16) * 256;

@@ -21,7 +21,7 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::copy_side(std::byte* 
 template <Format KF, Format VF, int D, int NT, int BW>
 __device__ void Attend<KF, VF, D, NT, BW>::copy_keys(const Part& part, int slot) const {
   using Keys = typename S::Keys;
-  constexpr std::uint32_t kPlane1 = S::kLayout.k.plane_offset[1], kScales = S::kLayout.code_bytes;
+  constexpr std::uint32_t kPlane1 = S::kLayout.k.plane_offset[1];
   const std::uint32_t barrier = barrier_at(kKeys);
   if (slot < 0) return ptx::mbarrier_arrive(barrier);
   const std::byte* block = encoded_block(part, slot);
@@ -31,10 +31,11 @@ __device__ void Attend<KF, VF, D, NT, BW>::copy_keys(const Part& part, int slot)
     // Not by copy_rows: they are few, and stream16 has had uniform registers in their addresses.
     if (member == 0) {
       const std::uint32_t scales = ptx::shared_address(to + Keys::kBytes);
+      const std::byte* from = block + p.cache.encoded_layout.k.scale_offset;
 #pragma unroll
       for (int i = 0; i < S::kScaleBytes; i += 512) {
         const int at = i + 16 * lane;
-        if (at < S::kScaleBytes) ptx::copy16<0, 0>(scales + at, block + kScales + at);
+        if (at < S::kScaleBytes) ptx::copy16<0, 0>(scales + at, from + at);
       }
     }
   }

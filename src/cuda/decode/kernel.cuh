@@ -11,6 +11,7 @@
 // beside a large one -> integer output sums, folded into f32 once a page.
 #pragma once
 
+#include "cuda/decode/centres.cuh"
 #include "cuda/decode/copies.cuh"
 #include "cuda/decode/exact_pages.cuh"
 #include "cuda/decode/pages.cuh"
@@ -94,11 +95,16 @@ __device__ void Attend<KF, VF, D, NT, BW>::run() {
         ask_for_rows(part, raw);
         const Slots slots{0, slot_of<W>(part, lane, here), slot_of<W>(part, 32 + lane, next)};
         if (early) first_pages(part, slots);
+        CentreCodes centres;  // they arrive while queries are rotated, as the first pages do
+        if (is_centred()) {
+          load_centres(part, slots, 0, centres);
+          prefetch_centre(part, slots.here), prefetch_centre(part, slots.next);
+        }
         load_queries<KF>(part, raw, true, KF == Format::bf16);
         __syncthreads();
         if (!early) first_pages(part, slots);
         clear();
-        encoded_pages(part, slots, phases);
+        encoded_pages(part, slots, centres, phases);
       }
       last = partial_of<W>(part);
     }

@@ -40,7 +40,8 @@ __device__ int Attend<KF, VF, D, NT, BW>::slot_of(const Part& part, int number, 
 }
 
 template <Format KF, Format VF, int D, int NT, int BW>
-__device__ void Attend<KF, VF, D, NT, BW>::encoded_pages(const Part& part, Slots slots, std::uint32_t& phases) {
+__device__ void Attend<KF, VF, D, NT, BW>::encoded_pages(const Part& part, Slots slots,
+                                                         const CentreCodes& first_centres, std::uint32_t& phases) {
   const int pages = count_pages<W>(part);
   int slot = slot_at(slots, 0);
   Registers held;
@@ -51,14 +52,29 @@ __device__ void Attend<KF, VF, D, NT, BW>::encoded_pages(const Part& part, Slots
       for (int i = 0; i < kQuerySteps<KF, D>; ++i) held.pairs[n][i] = query_pair<KF>(n, i);
     }
   }
+  const bool centred = is_centred();
+  Centres centres;
+  if (centred) multiply_centres(first_centres, held, centres);
 #pragma unroll 1
   for (int k = 0; k < pages; ++k) {
+    if (centred && k % kCentresAtOnce == 0 && k > 0) {
+      CentreCodes codes;
+      load_centres(part, slots, k, codes);
+      multiply_centres(codes, held, centres);
+    }
     const int next = slot_at(slots, k + 1);
     float s[S::kTokenTiles][NT][2];
     wait(kKeys, phases);
     Fold fold;
     if (slot >= 0) {
-      key_scores(key_stage(), held, s);
+      float centre[NT];
+      if (centred) {
+        centre_of(centres, k % kCentresAtOnce, centre);
+      } else {
+#pragma unroll
+        for (int n = 0; n < NT; ++n) centre[n] = 0.0f;
+      }
+      key_scores(key_stage(), held, centre, s);
       if ((slot & kPlain) == 0) {
         if ((slot & kSeen) != 0) {
           transform_seen(part, page_at<W>(part, k), s);
@@ -79,6 +95,7 @@ __device__ void Attend<KF, VF, D, NT, BW>::encoded_pages(const Part& part, Slots
       slots.base += 32;
       slots.here = slots.next;
       slots.next = find_slot<W>(part, slots.base + 32 + lane);
+      if (centred) prefetch_centre(part, slots.next);
     }
   }
 }

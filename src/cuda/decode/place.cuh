@@ -74,10 +74,9 @@ __device__ void Attend<KF, VF, D, NT, BW>::describe(Part& part, LinePlace place,
   const int offset = place.offset, segment = cost.segment();
   const bool is_exact = offset < cost.exact;
   part.domain = is_exact ? core::kExact : core::kEncoded;
-  constexpr std::uint32_t kEncodedBytes = S::kLayout.block_bytes, kExactBytes = S::kExactLayout.block_bytes;
-  part.blocks =
-      (is_exact ? p.cache.exact : p.cache.encoded) +
-      static_cast<std::uint64_t>(p.layer * p.cache.kv_heads + part.kv_head) * (is_exact ? kExactBytes : kEncodedBytes);
+  part.blocks = (is_exact ? p.cache.exact : p.cache.encoded) +
+                static_cast<std::uint64_t>(p.layer * p.cache.kv_heads + part.kv_head) *
+                    (is_exact ? p.cache.exact_layout.block_bytes : p.cache.encoded_layout.block_bytes);
   const int begin = is_exact ? 0 : cost.exact, last = is_exact ? cost.exact : segment;
   const int stop = place.left < last - offset ? offset + place.left : last;
   part.runs = page_runs(visible_pages(p, part.length, part.q_len), is_exact);

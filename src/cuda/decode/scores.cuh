@@ -8,6 +8,7 @@ namespace kvant::cuda {
 // Scores in log2 units, scaled, of this lane's tokens (tile i, row half h). Encoded pages.
 template <Format KF, Format VF, int D, int NT, int BW>
 __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::key_scores(const std::byte* stage, const Registers& held,
+                                                                      const float (&centre)[NT],
                                                                       float (&s)[S::kTokenTiles][NT][2]) const {
   using Keys = typename S::Keys;
   const std::byte* scales = stage + Keys::kBytes;
@@ -84,8 +85,8 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::key_scores(const std:
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
               const float product = static_cast<float>(256 * c[i][n][2 * h] + c[i][n][2 * h + 1]);
-              const float x = product * (scale * info->scale[4 * n + t]);
-              s[first + i][n][h] = group == 0 ? x : s[first + i][n][h] + x;
+              s[first + i][n][h] =
+                  fmaf(product, scale * info->scale[4 * n + t], group == 0 ? centre[n] : s[first + i][n][h]);
             }
           }
         }
@@ -110,7 +111,7 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::key_scores(const std:
         const float scale = S::kKeyGroups > 0 ? half_at(scales, 8 * g + token + h) : 1.0f;
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-          s[i][n][h] = (c[n][2 * h] + c[n][2 * h + 1]) * (scale * info->scale[4 * n + t]);
+          s[i][n][h] = fmaf(c[n][2 * h] + c[n][2 * h + 1], scale * info->scale[4 * n + t], centre[n]);
         }
       }
     }

@@ -162,6 +162,42 @@ struct Consumer {
       ptx::Wgmma<kPageTokens, kBf16>::template shared<false>(s, q + step, k + step, i > 0);
     }
   }
+
+  // The products of queries with the centres of sixteen pages: what all scores of a page get, before in_log2. Zeros
+  // without centres.
+  struct Centres {
+    float of[8];
+  };
+  __device__ __forceinline__ void find_centres(Centres& centres) const {
+    const std::uint64_t q = ptx::operand(ptx::shared_address(queries()), S::kSwizzle);
+    const std::uint64_t k =
+        ptx::operand(ptx::shared_address(shared + S::kKeysAt + keys.stage() * S::kTile), S::kSwizzle);
+    constexpr int kSteps = S::kSwizzle / 32;
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i) {
+      const std::uint64_t step = ptx::operand_step(i / kSteps * kPageTokens * S::kSwizzle + i % kSteps * 32);
+      ptx::Wgmma<kCentresAtOnce, false>::template shared<false>(centres.of, q + step, k + step, i > 0);
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float2 f = *reinterpret_cast<const float2*>(key_factors() + 8 * j + 2 * t);
+      centres.of[4 * j] *= f.x, centres.of[4 * j + 1] *= f.y;
+      centres.of[4 * j + 2] *= f.x, centres.of[4 * j + 3] *= f.y;
+    }
+  }
+  // Of both rows of this thread.
+  __device__ __forceinline__ float2 centre_of(const Centres& centres, int place) const {
+    const auto pick = [&](int h) {
+      const float low = place % 2 == 0 ? centres.of[2 * h] : centres.of[2 * h + 1];
+      const float high = place % 2 == 0 ? centres.of[4 + 2 * h] : centres.of[4 + 2 * h + 1];
+      return __shfl_sync(~0u, place < 8 ? low : high, place % 8 / 2, 4);
+    };
+    return make_float2(pick(0), pick(1));
+  }
+
   // kByToken: the tile has a row for each token, as dense pages have; otherwise one for each channel.
   template <bool kBf16, bool kByToken>
   __device__ __forceinline__ void add_values(const std::uint32_t (&w)[kPageTokens / 16][4], bool first) {
@@ -208,19 +244,23 @@ struct Consumer {
   // Scores to weights. alpha: what the sums before are multiplied by.
   template <bool kScaled>
   __device__ __forceinline__ void weigh(float (&s)[kPageTokens / 2], int page, const float* key_factors,
-                                        float (&alpha)[2]) {
+                                        const Centres& centres, float (&alpha)[2]) {
     if constexpr (kScaled) {
+      const float2 c = centre_of(centres, PageName::place(page));
 #pragma unroll
       for (int j = 0; j < kPageTokens / 8; ++j) {
         const float2 f = *reinterpret_cast<const float2*>(key_factors + 8 * j + 2 * t);
-        s[4 * j] *= f.x, s[4 * j + 1] *= f.y, s[4 * j + 2] *= f.x, s[4 * j + 3] *= f.y;
+        s[4 * j] = fmaf(s[4 * j], f.x, c.x), s[4 * j + 1] = fmaf(s[4 * j + 1], f.y, c.x);
+        s[4 * j + 2] = fmaf(s[4 * j + 2], f.x, c.y), s[4 * j + 3] = fmaf(s[4 * j + 3], f.y, c.y);
       }
     }
     if (!is_plain) {
 #pragma unroll
       for (int i = 0; i < kPageTokens / 2; ++i) s[i] *= to_log2[i / 2 % 2];
     }
-    if ((page & 1) != 0 || !base::is_plain(p.logits)) transform(page >> 1, (page & 1) == 0, s);
+    if (PageName::partly_seen(page) || !base::is_plain(p.logits)) {
+      transform(PageName::page(page), !PageName::partly_seen(page), s);
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float x = s[2 * h];
@@ -297,8 +337,21 @@ struct Consumer {
   __device__ __forceinline__ void pages(bool& first) {
     float s[kPageTokens / 2], alpha[2];
     std::uint32_t w[kPageTokens / 16][4];
-    keys.wait_full();
-    int page = page_here();
+    Centres centres = {};
+    const auto next_page = [&] {
+      keys.wait_full();
+      int page = page_here();
+      if (kScaled && page == kCentres) {
+        find_centres(centres);
+        __syncwarp();
+        keys.arrive_empty();
+        ++keys.turn;
+        keys.wait_full();
+        page = page_here();
+      }
+      return page;
+    };
+    int page = next_page();
     if (page < 0) {
       keys.arrive_empty();
       ++keys.turn;
@@ -315,7 +368,7 @@ struct Consumer {
     ptx::wgmma_commit();
     next_turn();
     ptx::wgmma_wait<0>();
-    weigh<kScaled>(s, page, key_factors(), alpha);
+    weigh<kScaled>(s, page, key_factors(), centres, alpha);
     __syncwarp();
     keys.arrive_empty();
     ++keys.turn;
@@ -325,8 +378,7 @@ struct Consumer {
     for (int i = 0; i < kSums; ++i) o[i] *= alpha[i / 2 % 2];
 #pragma unroll 1
     while (true) {
-      keys.wait_full();
-      page = page_here();
+      page = next_page();
       if (page < 0) break;
       my_turn();
       ptx::wgmma_fence();
@@ -337,7 +389,7 @@ struct Consumer {
       ptx::wgmma_commit();
       next_turn();
       ptx::wgmma_wait<1>();
-      weigh<kScaled>(s, page, key_factors(), alpha);
+      weigh<kScaled>(s, page, key_factors(), centres, alpha);
       __syncwarp();
       keys.arrive_empty();
       ++keys.turn;

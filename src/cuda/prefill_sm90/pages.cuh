@@ -58,12 +58,27 @@ struct PageList {
   int total;
 };
 
+// What a stage's page is called: its number, its place among the sixteen pages whose centres come before them, and
+// whether rows see different parts of it. Other numbers are below zero.
+struct PageName {
+  static __device__ int of(int page, int place, bool partly_seen) {
+    return page << 5 | place << 1 | (partly_seen ? 1 : 0);
+  }
+  static __device__ int page(int name) { return name >> 5; }
+  static __device__ int place(int name) { return name >> 1 & 15; }
+  static __device__ bool partly_seen(int name) { return (name & 1) != 0; }
+};
+inline constexpr int kNoPage = -1;   // the domain's pages are at an end
+inline constexpr int kCentres = -2;  // centres of the sixteen pages that come next
+inline constexpr int kCentresAtOnce = 16;
+
 // The pages of one domain in order; every warp for itself, a lane for each of 32 in the page table.
 struct Walk {
   int domain;
-  int base;         // the first of these 32
-  int slot, flags;  // of this lane's page
-  unsigned left;    // of the 32
+  int base;        // the first of these 32
+  int use;         // the page that `next` gave, counted in the domain's
+  int slot, name;  // of this lane's page
+  unsigned left;   // of the 32
 
   __device__ void begin(PageList& list, int of) {
     domain = of, base = -32, left = 0;
@@ -76,7 +91,7 @@ struct Walk {
   __device__ __forceinline__ void load(const AttendParams& p, const PageList& list) {
     const Tile& tile = list.tile;
     const int lane = threadIdx.x % 32, use = base + lane;
-    slot = -1, flags = 0;
+    slot = -1, name = 0;
     if (use < list.total) {
       const int page = list.runs.page(use);
       const int2 pair = *reinterpret_cast<const int2*>(
@@ -93,20 +108,21 @@ struct Walk {
         if (kind == core::kTileMasked) slot = -1;
         full = full && kind == core::kTileZero;
       }
-      flags = page << 1 | (full ? 0 : 1);
+      name = PageName::of(page, lane % kCentresAtOnce, !full);
     }
     left = __ballot_sync(~0u, slot >= 0);
   }
-  // The next page's slot, and its number with whether rows see different parts of it in the last bit; -1: none is left.
+  // The next page's slot and its name; kNoPage: none is left.
   __device__ __forceinline__ int next(const AttendParams& p, const PageList& list, int& page) {
     while (left == 0) {
       base += 32;
-      if (base >= list.total) return page = -1;
+      if (base >= list.total) return page = kNoPage;
       load(p, list);
     }
     const int lane = __ffs(static_cast<int>(left)) - 1;
     left &= left - 1;
-    page = __shfl_sync(~0u, flags, lane);
+    use = base + lane;
+    page = __shfl_sync(~0u, name, lane);
     return __shfl_sync(~0u, slot, lane);
   }
 };
@@ -160,17 +176,6 @@ __device__ __forceinline__ void load_unit(const std::byte* block, const codec::S
   }
 }
 
-__device__ __forceinline__ std::uint32_t subtract_halves(std::uint32_t a, std::uint32_t b) {
-  std::uint32_t d;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ std::uint32_t multiply_halves(std::uint32_t a, std::uint32_t b) {
-  std::uint32_t d;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
 // Half i (16 codes) of a unit as pairs of halves, in the codes' order: exact levels, around zero. (fp8: 2^-8 of each.)
 template <Format F, bool kValues>
 __device__ __forceinline__ void levels(const Unit<F>& unit, int i, const Constants<F>& constants,
@@ -203,7 +208,7 @@ __device__ __forceinline__ void levels(const Unit<F>& unit, int i, const Constan
       } else {
         x = ptx::prmt(first, second, 0xC480 + 0x1111 * (k % 4));  // levels are below 128: their signs are 0
       }
-      pairs[k] = subtract_halves(ptx::mad(x, 2, 0x60006000u), kLess);
+      pairs[k] = ptx::subtract_halves(ptx::mad(x, 2, 0x60006000u), kLess);
     }
   }
 }
@@ -235,8 +240,8 @@ __device__ __forceinline__ void store_unit(std::byte* tile, int i, const Unit<F>
         const int octet = i % 8, channel = i / 8 * 4 + 2 * half + k;
         if constexpr (kManyScales) {
           const uint4 r = *reinterpret_cast<const uint4*>(ratios + channel / 128 * kPageTokens + 8 * octet);
-          x[0] = multiply_halves(x[0], r.x), x[1] = multiply_halves(x[1], r.y);
-          x[2] = multiply_halves(x[2], r.z), x[3] = multiply_halves(x[3], r.w);
+          x[0] = ptx::multiply_halves(x[0], r.x), x[1] = ptx::multiply_halves(x[1], r.y);
+          x[2] = ptx::multiply_halves(x[2], r.z), x[3] = ptx::multiply_halves(x[3], r.w);
         }
         *reinterpret_cast<uint4*>(tile + place_by_channel(channel, octet)) = make_uint4(x[0], x[1], x[2], x[3]);
       } else {
@@ -244,7 +249,7 @@ __device__ __forceinline__ void store_unit(std::byte* tile, int i, const Unit<F>
         const int token = i / 8 / kPieces * 8 + i % 8, c = i / 8 % kPieces * 4 + 2 * half + k;
         if constexpr (kManyScales) {
           const std::uint32_t r = ratios[c / 16 * kPageTokens + token] * 0x10001u;
-          for (int n = 0; n < 4; ++n) x[n] = multiply_halves(x[n], r);
+          for (int n = 0; n < 4; ++n) x[n] = ptx::multiply_halves(x[n], r);
         }
         *reinterpret_cast<uint4*>(tile + place_by_token<D>(token, c)) = make_uint4(x[0], x[1], x[2], x[3]);
       }

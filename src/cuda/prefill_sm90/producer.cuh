@@ -5,8 +5,6 @@
 
 namespace kvant::cuda::prefill {
 
-inline constexpr int kNoPage = -1;  // in a stage: the domain's pages are at an end
-
 __device__ __forceinline__ void fence_for_products() {  // PTX ISA 9.7.13.4: ordinary writes, before products read them
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -36,7 +34,7 @@ struct Producer {
   static constexpr Format F = kValues ? VF : KF;
   static constexpr int kUnits = (2 * D + 127) / 128;  // of a thread
   static constexpr codec::PageLayout kLayout = codec::page_layout(KF, VF, D);
-  static constexpr codec::SideLayout kSide = kValues ? kLayout.v : kLayout.k;
+  static constexpr codec::SideLayout kSide = kValues ? kLayout.v : kLayout.k;  // but for the scales' place
   static constexpr int kScales = side_scale_groups(F, D), kValueScales = side_scale_groups(VF, D);
   static constexpr int kLate = S::kStages > 2 ? 2 : 1;  // pages of dense rows that are on their way at once
 
@@ -55,19 +53,21 @@ struct Producer {
     return __ldg(reinterpret_cast<const unsigned short*>(scales) + group * kPageTokens + thread % kPageTokens);
   }
   __device__ __forceinline__ void load(const std::byte* block, Page& page) const {
-    constexpr codec::SideLayout side = kSide, value_side = kLayout.v;
+    constexpr codec::SideLayout side = kSide;
+    const std::uint32_t value_scales = p.cache.encoded_layout.v.scale_offset;
+    const std::uint32_t scales = kValues ? value_scales : p.cache.encoded_layout.k.scale_offset;
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       const int unit = i * 128 + thread;
       if (2 * D % 128 == 0 || unit < 2 * D) load_unit<F, D, kValues>(block, side, unit, page.unit[i]);
     }
 #pragma unroll
-    for (int g = 0; g < kScales; ++g) page.scales[g] = load_scale(block + side.scale_offset, g);
+    for (int g = 0; g < kScales; ++g) page.scales[g] = load_scale(block + scales, g);
     page.poisoned = false;
     if constexpr (!kValues) {
 #pragma unroll
       for (int g = 0; g < kValueScales; ++g)
-        page.poisoned = page.poisoned || (load_scale(block + value_side.scale_offset, g) & 0x7FFFu) > 0x7C00u;
+        page.poisoned = page.poisoned || (load_scale(block + value_scales, g) & 0x7FFFu) > 0x7C00u;
     }
   }
 
@@ -121,7 +121,7 @@ struct Producer {
   __device__ const std::byte* block_of(const Tile& tile, bool exact, int slot) const {
     const CacheView& c = p.cache;
     const std::uint64_t in_slot = static_cast<std::uint64_t>(p.layer * c.kv_heads + tile.kv_head) *
-                                  (exact ? c.exact_layout.block_bytes : kLayout.block_bytes);
+                                  (exact ? c.exact_layout : c.encoded_layout).block_bytes;
     return (exact ? c.exact : c.encoded) +
            static_cast<std::uint64_t>(slot) * (exact ? c.exact_slot_bytes : c.encoded_slot_bytes) + in_slot;
   }
@@ -142,15 +142,71 @@ struct Producer {
     slot = walk.next(p, list, number);
   }
 
+  // Centres of key pages, sixteen as the keys of one tile, which comes before these pages. A thread has a unit of one.
+  struct Centre {
+    int group;   // pages 16 group and on of the domain
+    bool waits;  // the consumers have not got it
+    Unit<codec::kCentreFormat> unit;
+    std::uint32_t scale;  // of centre `thread`
+  };
+  static constexpr int kCentreUnits = kCentresAtOnce * D / 32;
+  static constexpr bool kTakesCentres = !kValues && codec::takes_centre(F);
+  static_assert(!kTakesCentres || kCentreUnits <= 128);
+  // After a step of the walk: the codes of the next page's group are on their way, unless they have been.
+  __device__ __forceinline__ void look_for_centres(const PageList& list, Centre& centre) const {
+    if constexpr (kTakesCentres) {
+      if (number < 0 || !codec::is_centred(p.cache.encoded_layout)) return;
+      const int group = walk.use / kCentresAtOnce;
+      if (group == centre.group) return;
+      centre.group = group, centre.waits = true;
+      const int first = group % 2 * kCentresAtOnce;
+      const std::uint32_t at = p.cache.encoded_layout.code_bytes;
+      constexpr int kPieces = D / 32;
+      const int of_unit = __shfl_sync(~0u, walk.slot, first + thread / 8 / kPieces * 8 % kCentresAtOnce + thread % 8);
+      const int of_scale = __shfl_sync(~0u, walk.slot, first + thread % kCentresAtOnce);
+      const std::byte* scaled = block_of(list.tile, false, of_scale < 0 ? slot : of_scale) + at;
+      centre.scale = __ldg(reinterpret_cast<const unsigned short*>(scaled + D * 3 / 4));
+      if (thread >= kCentreUnits) return;
+      const std::byte* low = block_of(list.tile, false, of_unit < 0 ? slot : of_unit) + at;
+      const int piece = thread / 8 % kPieces;
+      load_global<4>(low + 16 * piece, centre.unit.low);
+      load_global<2>(low + D / 2 + 8 * piece, centre.unit.high);
+    }
+  }
+  __device__ __forceinline__ void bring_centres(Centre& centre) {
+    if constexpr (kTakesCentres) {
+      if (!centre.waits) return;
+      centre.waits = false;
+      ring.wait_empty();
+      if (thread < kCentresAtOnce) {
+        reinterpret_cast<float*>(shared + S::kKeyFactorsAt + ring.stage() * S::kFactors)[thread] =
+            ptx::f16_to_f32(static_cast<std::uint16_t>(centre.scale));
+      }
+      if (thread < kCentreUnits) {
+        store_unit<codec::kCentreFormat, D, false, false>(tile_here(), thread, centre.unit,
+                                                          Constants<codec::kCentreFormat>{}, nullptr);
+      }
+      fence_for_products();
+      name_page(kCentres);
+      ring.arrive_full();
+      ++ring.turn;
+    }
+  }
+
   // Encoded pages: the next page's codes are on their way to registers while this page's are unpacked.
-  __device__ __forceinline__ void begin_encoded(PageList& list, Page& page) {
+  __device__ __forceinline__ void begin_encoded(PageList& list, Page& page, Centre& centre) {
     begin(list, core::kEncoded);
+    centre.group = -1, centre.waits = false;
+    look_for_centres(list, centre);
     if (number >= 0) load(block_of(list.tile, false, slot), page);
   }
-  __device__ __forceinline__ bool step_encoded(const PageList& list, Page& page, const Constants<F>& constants) {
+  __device__ __forceinline__ bool step_encoded(const PageList& list, Page& page, Centre& centre,
+                                               const Constants<F>& constants) {
     if (number < 0) return false;
+    bring_centres(centre);
     const int here = number;
     slot = walk.next(p, list, number);
+    look_for_centres(list, centre);
     ring.wait_empty();
     store(page, constants);
     name_page(here);
@@ -241,12 +297,14 @@ __device__ __forceinline__ void bring_pages(const AttendParams& p, std::byte* sh
     } else {
       typename Keys::Page key_page;
       typename Values::Page value_page;
-      if (kKeysToo) keys.begin_encoded(list, key_page);
-      if (kValuesToo) values.begin_encoded(list, value_page);
+      typename Keys::Centre key_centre;
+      typename Values::Centre no_centre;
+      if (kKeysToo) keys.begin_encoded(list, key_page, key_centre);
+      if (kValuesToo) values.begin_encoded(list, value_page, no_centre);
       for (bool more = true; more;) {
         more = false;
-        if (kKeysToo) more = keys.step_encoded(list, key_page, key_constants);
-        if (kValuesToo) more = values.step_encoded(list, value_page, value_constants);
+        if (kKeysToo) more = keys.step_encoded(list, key_page, key_centre, key_constants);
+        if (kValuesToo) more = values.step_encoded(list, value_page, no_centre, value_constants);
       }
       if (kKeysToo) keys.end_of_pages();
       dense(true);

@@ -32,41 +32,43 @@ __host__ __device__ constexpr std::uint64_t operand_step(int bytes) {
 
 // The numbers of asm's operands, %0 to %31 and so on, and as many of a thread's sums.
 // clang-format off
-#define KVANT_REGISTERS_8(a, b, c, d, e, f, g, h) \
+#define KVANT_EIGHT_REGISTERS(a, b, c, d, e, f, g, h) \
   "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
-#define KVANT_SUMS_8(i)                                          \
+#define KVANT_EIGHT_SUMS(i)                                          \
   "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), \
       "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+#define KVANT_REGISTERS_8 KVANT_EIGHT_REGISTERS(0, 1, 2, 3, 4, 5, 6, 7)
+#define KVANT_SUMS_8 KVANT_EIGHT_SUMS(0)
 #define KVANT_REGISTERS_32 \
-  KVANT_REGISTERS_8(0, 1, 2, 3, 4, 5, 6, 7) ", " \
-  KVANT_REGISTERS_8(8, 9, 10, 11, 12, 13, 14, 15) ", " \
-  KVANT_REGISTERS_8(16, 17, 18, 19, 20, 21, 22, 23) ", " \
-  KVANT_REGISTERS_8(24, 25, 26, 27, 28, 29, 30, 31)
-#define KVANT_SUMS_32 KVANT_SUMS_8(0), KVANT_SUMS_8(8), KVANT_SUMS_8(16), KVANT_SUMS_8(24)
+  KVANT_EIGHT_REGISTERS(0, 1, 2, 3, 4, 5, 6, 7) ", " \
+  KVANT_EIGHT_REGISTERS(8, 9, 10, 11, 12, 13, 14, 15) ", " \
+  KVANT_EIGHT_REGISTERS(16, 17, 18, 19, 20, 21, 22, 23) ", " \
+  KVANT_EIGHT_REGISTERS(24, 25, 26, 27, 28, 29, 30, 31)
+#define KVANT_SUMS_32 KVANT_EIGHT_SUMS(0), KVANT_EIGHT_SUMS(8), KVANT_EIGHT_SUMS(16), KVANT_EIGHT_SUMS(24)
 #define KVANT_REGISTERS_48 \
   KVANT_REGISTERS_32 ", " \
-  KVANT_REGISTERS_8(32, 33, 34, 35, 36, 37, 38, 39) ", " \
-  KVANT_REGISTERS_8(40, 41, 42, 43, 44, 45, 46, 47)
-#define KVANT_SUMS_48 KVANT_SUMS_32, KVANT_SUMS_8(32), KVANT_SUMS_8(40)
+  KVANT_EIGHT_REGISTERS(32, 33, 34, 35, 36, 37, 38, 39) ", " \
+  KVANT_EIGHT_REGISTERS(40, 41, 42, 43, 44, 45, 46, 47)
+#define KVANT_SUMS_48 KVANT_SUMS_32, KVANT_EIGHT_SUMS(32), KVANT_EIGHT_SUMS(40)
 #define KVANT_REGISTERS_64 \
   KVANT_REGISTERS_48 ", " \
-  KVANT_REGISTERS_8(48, 49, 50, 51, 52, 53, 54, 55) ", " \
-  KVANT_REGISTERS_8(56, 57, 58, 59, 60, 61, 62, 63)
-#define KVANT_SUMS_64 KVANT_SUMS_48, KVANT_SUMS_8(48), KVANT_SUMS_8(56)
+  KVANT_EIGHT_REGISTERS(48, 49, 50, 51, 52, 53, 54, 55) ", " \
+  KVANT_EIGHT_REGISTERS(56, 57, 58, 59, 60, 61, 62, 63)
+#define KVANT_SUMS_64 KVANT_SUMS_48, KVANT_EIGHT_SUMS(48), KVANT_EIGHT_SUMS(56)
 #define KVANT_REGISTERS_96 \
   KVANT_REGISTERS_64 ", " \
-  KVANT_REGISTERS_8(64, 65, 66, 67, 68, 69, 70, 71) ", " \
-  KVANT_REGISTERS_8(72, 73, 74, 75, 76, 77, 78, 79) ", " \
-  KVANT_REGISTERS_8(80, 81, 82, 83, 84, 85, 86, 87) ", " \
-  KVANT_REGISTERS_8(88, 89, 90, 91, 92, 93, 94, 95)
-#define KVANT_SUMS_96 KVANT_SUMS_64, KVANT_SUMS_8(64), KVANT_SUMS_8(72), KVANT_SUMS_8(80), KVANT_SUMS_8(88)
+  KVANT_EIGHT_REGISTERS(64, 65, 66, 67, 68, 69, 70, 71) ", " \
+  KVANT_EIGHT_REGISTERS(72, 73, 74, 75, 76, 77, 78, 79) ", " \
+  KVANT_EIGHT_REGISTERS(80, 81, 82, 83, 84, 85, 86, 87) ", " \
+  KVANT_EIGHT_REGISTERS(88, 89, 90, 91, 92, 93, 94, 95)
+#define KVANT_SUMS_96 KVANT_SUMS_64, KVANT_EIGHT_SUMS(64), KVANT_EIGHT_SUMS(72), KVANT_EIGHT_SUMS(80), KVANT_EIGHT_SUMS(88)
 #define KVANT_REGISTERS_128 \
   KVANT_REGISTERS_96 ", " \
-  KVANT_REGISTERS_8(96, 97, 98, 99, 100, 101, 102, 103) ", " \
-  KVANT_REGISTERS_8(104, 105, 106, 107, 108, 109, 110, 111) ", " \
-  KVANT_REGISTERS_8(112, 113, 114, 115, 116, 117, 118, 119) ", " \
-  KVANT_REGISTERS_8(120, 121, 122, 123, 124, 125, 126, 127)
-#define KVANT_SUMS_128 KVANT_SUMS_96, KVANT_SUMS_8(96), KVANT_SUMS_8(104), KVANT_SUMS_8(112), KVANT_SUMS_8(120)
+  KVANT_EIGHT_REGISTERS(96, 97, 98, 99, 100, 101, 102, 103) ", " \
+  KVANT_EIGHT_REGISTERS(104, 105, 106, 107, 108, 109, 110, 111) ", " \
+  KVANT_EIGHT_REGISTERS(112, 113, 114, 115, 116, 117, 118, 119) ", " \
+  KVANT_EIGHT_REGISTERS(120, 121, 122, 123, 124, 125, 126, 127)
+#define KVANT_SUMS_128 KVANT_SUMS_96, KVANT_EIGHT_SUMS(96), KVANT_EIGHT_SUMS(104), KVANT_EIGHT_SUMS(112), KVANT_EIGHT_SUMS(120)
 // clang-format on
 
 // kByRows: B lies with the elements of a row of B (16 deep, N wide) side by side; otherwise those of a column.
@@ -103,6 +105,7 @@ struct Wgmma;
 #define KVANT_WGMMA_BOTH(N, kCount, ...)            \
   KVANT_WGMMA(N, kCount, false, "f16", __VA_ARGS__) \
   KVANT_WGMMA(N, kCount, true, "bf16", __VA_ARGS__)
+KVANT_WGMMA_BOTH(16, 8, 8, 9, 10, 11, 12, 13, 14)
 KVANT_WGMMA_BOTH(64, 32, 32, 33, 34, 35, 36, 37, 38)
 KVANT_WGMMA_BOTH(96, 48, 48, 49, 50, 51, 52, 53, 54)
 KVANT_WGMMA_BOTH(128, 64, 64, 65, 66, 67, 68, 69, 70)
@@ -111,6 +114,8 @@ KVANT_WGMMA_BOTH(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 #undef KVANT_WGMMA_BOTH
 #undef KVANT_WGMMA
+#undef KVANT_EIGHT_REGISTERS
+#undef KVANT_EIGHT_SUMS
 #undef KVANT_REGISTERS_8
 #undef KVANT_SUMS_8
 #undef KVANT_REGISTERS_32

@@ -63,6 +63,26 @@ __device__ __forceinline__ void load_coded(const codec::SideLayout& side, bool i
   for (int i = 0; i < D / 32; ++i) x[i] = __fmul_rn(values[code[i]], ptx::f16_to_f32(scales[i / places * kPageTokens]));
 }
 
+// x += the centre of the key's page (codec::load_key).
+template <int D>
+__device__ __forceinline__ void add_centre(const codec::PageLayout& layout, const std::byte* block,
+                                           float (&x)[D / 32]) {
+  const codec::SideLayout side = codec::centre_layout(layout);
+  const int lane = threadIdx.x % 32;
+  const float scale = ptx::f16_to_f32(*reinterpret_cast<const std::uint16_t*>(block + side.scale_offset));
+#pragma unroll
+  for (int i = 0; i < D / 32; ++i) {
+    int code = 0, shift = 0;
+    for (int plane = 0; plane < side.planes; ++plane) {
+      const int bits = side.plane_bits[plane];
+      const codec::detail::Field field = codec::detail::k_field(bits, D, 0, lane + 32 * i);
+      code |= codec::detail::get_field(block + side.plane_offset[plane], field, bits) << shift;
+      shift += bits;
+    }
+    x[i] = __fadd_rn(x[i], __fmul_rn(tq_value<codec::kCentreFormat>(code), scale));
+  }
+}
+
 template <int D>
 __device__ __forceinline__ void load_dense(const codec::SideLayout& side, const std::byte* block, int token,
                                            float (&x)[D / 32]) {
@@ -171,6 +191,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2) read_back_kernel(const __grid_
           load_dense<D>(from, block, t % kPageTokens, x);
         } else {
           load_coded<D>(from, which != 0, block, t % kPageTokens, values[which], x);
+          if (which == 0 && codec::is_centred(layout)) add_centre<D>(layout, block, x);
         }
         if (basis == BasisKind::hadamard) rotate_back<D>(x, scratch[codec::rotation_shape(D).paley > 1 ? warp : 0]);
         if (basis == BasisKind::calibrated) {

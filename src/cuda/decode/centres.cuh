@@ -1,0 +1,163 @@
+// Centres of key pages: q . c for every row, added to the scores of a page's keys.
+//
+// Sixteen centres are multiplied at a time, as sixteen keys of one tile, with the same query operands as keys. A
+// centre's codes become levels of the key format, whose distance from the origin is the same number. So a centre costs a
+// 64th of what the page's keys cost. Centres go from memory to registers: they are read sixteen pages after the L2 cache
+// was asked for them.
+#pragma once
+
+#include "cuda/decode/block.cuh"
+
+namespace kvant::cuda {
+
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ void Attend<KF, VF, D, NT, BW>::prefetch_centre(const Part& part, int slot) const {
+  if (slot < 0) return;
+  const std::byte* centre = encoded_block(part, slot >> kSlotShift) + p.cache.encoded_layout.code_bytes;
+  ptx::prefetch(centre);
+  constexpr int kBytes = D * codec::format_bits(codec::kCentreFormat) / 8;
+#pragma unroll
+  for (int at = 128; at <= kBytes; at += 128) ptx::prefetch(centre + at);
+  ptx::prefetch(centre + kBytes);
+}
+
+// Levels of the centre's format as bytes of operands of KF: in its order, and as far from its origin.
+template <Format KF>
+__device__ __forceinline__ Sixteen centre_levels(Sixteen x) {
+  static_assert(order_of(codec::kCentreFormat) == Order::even_odd && is_integer(KF));
+  static_assert(level_origin(KF) >= level_origin(codec::kCentreFormat));
+  constexpr std::uint32_t kMove = 0x01010101u * (level_origin(KF) - level_origin(codec::kCentreFormat));
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    std::uint32_t a = x.first[i] + kMove, b = x.second[i] + kMove;
+    if constexpr (order_of(KF) == Order::natural) {
+      x.first[i] = ptx::prmt(a, b, 0x5140), x.second[i] = ptx::prmt(a, b, 0x7362);
+    } else {
+      x.first[i] = a, x.second[i] = b;
+    }
+  }
+  return x;
+}
+
+// The same as halves for products with fp8 keys: pairs of codes 4 i .. 4 i + 3, each 2^-8 of its value, as those are.
+__device__ __forceinline__ void centre_halves(const Sixteen& x, int i, std::uint32_t& first, std::uint32_t& second) {
+  // A byte u as 512 + u in steps of a half; less 512 and what levels are centred on; times 2^-8.
+  constexpr std::uint32_t kLess = 0x10001u * (0x6000u | (2u * level_origin(codec::kCentreFormat) - 1u));
+  const std::uint32_t even = x.first[i / 2], odd = x.second[i / 2];
+  const auto half = [&](int k) {
+    const std::uint32_t bytes = ptx::prmt(even, odd, 0xC480 + 0x1111 * k);  // of levels below 128 signs are 0
+    return ptx::multiply_halves(ptx::subtract_halves(ptx::mad(bytes, 2, 0x60006000u), kLess), 0x1C001C00u);
+  };
+  first = half(i % 2 * 2), second = half(i % 2 * 2 + 1);
+}
+
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::load_centres(const Part& part, const Slots& slots, int first,
+                                                                        CentreCodes& codes) const {
+  // All sixteen are in one half of the table, which begins at a multiple of 32.
+  const int at = first - slots.base, half = at < 32 ? slots.here : slots.next;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int slot = __shfl_sync(~0u, half, (at + g + 8 * h) & 31);
+    // Without a page: any bytes, whose product nobody uses.
+    const std::byte* low = encoded_block(part, slot < 0 ? 0 : slot >> kSlotShift) + p.cache.encoded_layout.code_bytes;
+    const std::byte* high = low + D / 2;
+#pragma unroll
+    for (int block = 0; block < D / 64; ++block) {
+      load_words<8>(low + 32 * block + 8 * t, codes.low[h][block]);
+      load_words<4>(high + 16 * block + 4 * t, &codes.high[h][block]);
+    }
+    if constexpr (D % 64 != 0) {
+      load_words<4>(low + D / 64 * 32 + 4 * t, codes.low[h][D / 64]);
+      load_words<2>(high + D / 64 * 16 + 2 * t, &codes.high[h][D / 64]);
+      codes.low[h][D / 64][1] = 0;
+    }
+    codes.scale[h] = half_at(high + D / 4, 0);
+  }
+}
+
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::multiply_centres(const CentreCodes& codes,
+                                                                            const Registers& held,
+                                                                            Centres& centres) const {
+  if constexpr (S::kTakesCentres) {
+    const auto levels_of = [&](int h, int block) {
+      const std::uint32_t low[4] = {codes.low[h][block][0], codes.low[h][block][1], 0, 0};
+      return unpack<codec::kCentreFormat>(low, codes.high[h][block], Constants<codec::kCentreFormat>{});
+    };
+    constexpr int kBlocks = (D + 63) / 64;
+    const auto is_half_block = [](int block) { return D % 64 != 0 && block == D / 64; };
+    if constexpr (is_integer(KF)) {
+      std::int32_t c[NT][4];
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        int2 start = *reinterpret_cast<const int2*>(&info->start[0][2 * (4 * n + t)]);
+#pragma unroll
+        for (int group = 1; group < S::kSumGroups; ++group) {
+          const int2 more = *reinterpret_cast<const int2*>(&info->start[group][2 * (4 * n + t)]);
+          start.x += more.x, start.y += more.y;
+        }
+        c[n][0] = c[n][2] = start.x, c[n][1] = c[n][3] = start.y;
+      }
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const Sixteen x = centre_levels<KF>(levels_of(0, block)), y = centre_levels<KF>(levels_of(1, block));
+#pragma unroll
+        for (int j = 0; j < (is_half_block(block) ? 1 : 2); ++j) {
+          const std::uint32_t a[4] = {x.first[j], y.first[j], x.second[j], y.second[j]};
+#pragma unroll
+          for (int n = 0; n < NT; ++n) {
+            uint2 b;
+            if constexpr (kQueriesInRegisters) {
+              b = held.pairs[n][2 * block + j];
+            } else {
+              b = query_pair<KF>(n, 2 * block + j);
+            }
+            ptx::mma(c[n], a, b.x, b.y);
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float product = static_cast<float>(256 * c[n][2 * h] + c[n][2 * h + 1]);
+          centres.of[h][n] = product * (codes.scale[h] * info->scale[4 * n + t]);
+        }
+      }
+    } else {
+      float c[NT][4] = {};
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const Sixteen x = levels_of(0, block), y = levels_of(1, block);
+#pragma unroll
+        for (int j = 0; j < (is_half_block(block) ? 2 : 4); ++j) {
+          std::uint32_t a[4];
+          centre_halves(x, j, a[0], a[2]);
+          centre_halves(y, j, a[1], a[3]);
+#pragma unroll
+          for (int n = 0; n < NT; ++n) {
+            const uint2 b = query_pair<Format::fp8>(n, 4 * block + j);
+            ptx::mma_f16(c[n], a, b.x, b.y);
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          centres.of[h][n] = (c[n][2 * h] + c[n][2 * h + 1]) * (codes.scale[h] * info->scale[4 * n + t]);
+      }
+    }
+  }
+}
+
+template <Format KF, Format VF, int D, int NT, int BW>
+__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::centre_of(const Centres& centres, int number,
+                                                                     float (&centre)[NT]) const {
+#pragma unroll
+  for (int n = 0; n < NT; ++n)
+    centre[n] = __shfl_sync(~0u, number < 8 ? centres.of[0][n] : centres.of[1][n], 4 * (number % 8) + t);
+}
+
+}  // namespace kvant::cuda
