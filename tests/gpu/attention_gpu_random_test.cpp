@@ -21,7 +21,8 @@ TEST_P(GpuRandom, Matches) {
   const auto [first, count] = random_seeds(GetParam(), 40);
   for (std::uint64_t seed = first; seed < first + count; ++seed) {
     Rng rng(seed);
-    const RandomCase c = draw_case(rng, all);
+    RandomCase c = draw_case(rng, all);
+    c.spec.page_centres = c.spec.page_centres && c.spec.tail_pages > 0;  // a device centres what leaves a tail
     Placement p;
     p.q_dtype = dtypes[static_cast<std::size_t>(rng.below(3))];
     p.out_dtype = dtypes[static_cast<std::size_t>(rng.below(3))];

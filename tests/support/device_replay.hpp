@@ -36,8 +36,9 @@ class DeviceReplay {
     CacheConfig on_host = config;
     on_host.device = {};
     if (!on_host.exact) on_host.exact = Dtype::bf16;
-    host_ = CacheImpl::create(on_host).value();
     device_ = CacheImpl::create(config, hooks_.backend).value();
+    on_host.k_centre = device_->config().k_centre;  // which may be chosen
+    host_ = CacheImpl::create(on_host).value();
   }
 
   void random_step() {

@@ -134,18 +134,11 @@ struct Attend {
   struct Centres {
     float of[2][NT];
   };
-  // Codes of these sixteen on their way to registers: this lane's of centres g and g + 8, by 64 channels.
-  struct CentreCodes {
-    std::uint32_t low[2][(D + 63) / 64][2], high[2][(D + 63) / 64];
-    float scale[2];
-  };
   static constexpr int kCentresAtOnce = 16;
   __device__ bool is_centred() const { return S::kTakesCentres && codec::is_centred(p.cache.encoded_layout); }
   __device__ void prefetch_centre(const Part& part, int slot) const;
-  __device__ __forceinline__ void load_centres(const Part& part, const Slots& slots, int first,
-                                               CentreCodes& codes) const;
-  __device__ __forceinline__ void multiply_centres(const CentreCodes& codes, const Registers& held,
-                                                   Centres& centres) const;
+  __device__ __forceinline__ void find_centres(const Part& part, const Slots& slots, int first, const Registers& held,
+                                               Centres& centres) const;
   __device__ __forceinline__ void centre_of(const Centres& centres, int number, float (&centre)[NT]) const;
 
   // --- between the products: weights.cuh ---
@@ -240,8 +233,7 @@ struct Attend {
       copy_values(part, slot >> kSlotShift);
     }
   }
-  // first_centres: of the first sixteen pages, if keys have centres.
-  __device__ void encoded_pages(const Part& part, Slots slots, const CentreCodes& first_centres, std::uint32_t& phases);
+  __device__ void encoded_pages(const Part& part, Slots slots, std::uint32_t& phases);
   __device__ __forceinline__ void copy_exact(std::byte* to, const std::byte* block, int half) const;
   __device__ __forceinline__ void exact_pages(const Part& part);
   __device__ __forceinline__ void wide_exact_pages(const Part& part);  // wide.cuh

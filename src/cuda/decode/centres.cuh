@@ -52,41 +52,23 @@ __device__ __forceinline__ void centre_halves(const Sixteen& x, int i, std::uint
 }
 
 template <Format KF, Format VF, int D, int NT, int BW>
-__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::load_centres(const Part& part, const Slots& slots, int first,
-                                                                        CentreCodes& codes) const {
-  // All sixteen are in one half of the table, which begins at a multiple of 32.
-  const int at = first - slots.base, half = at < 32 ? slots.here : slots.next;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int slot = __shfl_sync(~0u, half, (at + g + 8 * h) & 31);
-    // Without a page: any bytes, whose product nobody uses.
-    const std::byte* low = encoded_block(part, slot < 0 ? 0 : slot >> kSlotShift) + p.cache.encoded_layout.code_bytes;
-    const std::byte* high = low + D / 2;
-#pragma unroll
-    for (int block = 0; block < D / 64; ++block) {
-      load_words<8>(low + 32 * block + 8 * t, codes.low[h][block]);
-      load_words<4>(high + 16 * block + 4 * t, &codes.high[h][block]);
-    }
-    if constexpr (D % 64 != 0) {
-      load_words<4>(low + D / 64 * 32 + 4 * t, codes.low[h][D / 64]);
-      load_words<2>(high + D / 64 * 16 + 2 * t, &codes.high[h][D / 64]);
-      codes.low[h][D / 64][1] = 0;
-    }
-    codes.scale[h] = half_at(high + D / 4, 0);
-  }
-}
-
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::multiply_centres(const CentreCodes& codes,
-                                                                            const Registers& held,
-                                                                            Centres& centres) const {
+__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::find_centres(const Part& part, const Slots& slots, int first,
+                                                                        const Registers& held, Centres& centres) const {
   if constexpr (S::kTakesCentres) {
-    const auto levels_of = [&](int h, int block) {
-      const std::uint32_t low[4] = {codes.low[h][block][0], codes.low[h][block][1], 0, 0};
-      return unpack<codec::kCentreFormat>(low, codes.high[h][block], Constants<codec::kCentreFormat>{});
-    };
-    constexpr int kBlocks = (D + 63) / 64;
-    const auto is_half_block = [](int block) { return D % 64 != 0 && block == D / 64; };
+    constexpr Format kFormat = codec::kCentreFormat;
+    // All sixteen are in one half of the table, which begins at a multiple of 32.
+    const int at = first - slots.base, half = at < 32 ? slots.here : slots.next;
+    const std::byte* rows[2][2];
+    float scale[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int slot = __shfl_sync(~0u, half, (at + g + 8 * h) & 31);
+      // Without a page: any bytes, whose product nobody uses.
+      rows[h][0] = encoded_block(part, slot < 0 ? 0 : slot >> kSlotShift) + p.cache.encoded_layout.code_bytes;
+      rows[h][1] = rows[h][0] + D / 2;
+      scale[h] = half_at(rows[h][1] + D / 4, 0);
+    }
+    const Constants<kFormat> constants{};  // the format has no table of levels
     if constexpr (is_integer(KF)) {
       std::int32_t c[NT][4];
 #pragma unroll
@@ -99,11 +81,11 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::multiply_centres(cons
         }
         c[n][0] = c[n][2] = start.x, c[n][1] = c[n][3] = start.y;
       }
+      const auto multiply = [&]<bool kHalfBlock>(int block) {
+        const Sixteen x = centre_levels<KF>(load_key_codes<kFormat, kHalfBlock>(rows[0], block, t, constants));
+        const Sixteen y = centre_levels<KF>(load_key_codes<kFormat, kHalfBlock>(rows[1], block, t, constants));
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const Sixteen x = centre_levels<KF>(levels_of(0, block)), y = centre_levels<KF>(levels_of(1, block));
-#pragma unroll
-        for (int j = 0; j < (is_half_block(block) ? 1 : 2); ++j) {
+        for (int j = 0; j < (kHalfBlock ? 1 : 2); ++j) {
           const std::uint32_t a[4] = {x.first[j], y.first[j], x.second[j], y.second[j]};
 #pragma unroll
           for (int n = 0; n < NT; ++n) {
@@ -116,22 +98,25 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::multiply_centres(cons
             ptx::mma(c[n], a, b.x, b.y);
           }
         }
-      }
+      };
+#pragma unroll(D <= 128 ? D / 64 : 2)
+      for (int block = 0; block < D / 64; ++block) multiply.template operator()<false>(block);
+      if constexpr (D % 64 != 0) multiply.template operator()<true>(D / 64);
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float product = static_cast<float>(256 * c[n][2 * h] + c[n][2 * h + 1]);
-          centres.of[h][n] = product * (codes.scale[h] * info->scale[4 * n + t]);
+          centres.of[h][n] = product * (scale[h] * info->scale[4 * n + t]);
         }
       }
     } else {
       float c[NT][4] = {};
+      const auto multiply = [&]<bool kHalfBlock>(int block) {
+        const Sixteen x = load_key_codes<kFormat, kHalfBlock>(rows[0], block, t, constants);
+        const Sixteen y = load_key_codes<kFormat, kHalfBlock>(rows[1], block, t, constants);
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const Sixteen x = levels_of(0, block), y = levels_of(1, block);
-#pragma unroll
-        for (int j = 0; j < (is_half_block(block) ? 2 : 4); ++j) {
+        for (int j = 0; j < (kHalfBlock ? 2 : 4); ++j) {
           std::uint32_t a[4];
           centre_halves(x, j, a[0], a[2]);
           centre_halves(y, j, a[1], a[3]);
@@ -141,12 +126,15 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::multiply_centres(cons
             ptx::mma_f16(c[n], a, b.x, b.y);
           }
         }
-      }
+      };
+#pragma unroll 1
+      for (int block = 0; block < D / 64; ++block) multiply.template operator()<false>(block);
+      if constexpr (D % 64 != 0) multiply.template operator()<true>(D / 64);
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          centres.of[h][n] = (c[n][2 * h] + c[n][2 * h + 1]) * (codes.scale[h] * info->scale[4 * n + t]);
+          centres.of[h][n] = (c[n][2 * h] + c[n][2 * h + 1]) * (scale[h] * info->scale[4 * n + t]);
       }
     }
   }

@@ -95,16 +95,12 @@ __device__ void Attend<KF, VF, D, NT, BW>::run() {
         ask_for_rows(part, raw);
         const Slots slots{0, slot_of<W>(part, lane, here), slot_of<W>(part, 32 + lane, next)};
         if (early) first_pages(part, slots);
-        CentreCodes centres;  // they arrive while queries are rotated, as the first pages do
-        if (is_centred()) {
-          load_centres(part, slots, 0, centres);
-          prefetch_centre(part, slots.here), prefetch_centre(part, slots.next);
-        }
+        if (is_centred()) prefetch_centre(part, slots.here), prefetch_centre(part, slots.next);
         load_queries<KF>(part, raw, true, KF == Format::bf16);
         __syncthreads();
         if (!early) first_pages(part, slots);
         clear();
-        encoded_pages(part, slots, centres, phases);
+        encoded_pages(part, slots, phases);
       }
       last = partial_of<W>(part);
     }

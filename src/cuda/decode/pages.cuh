@@ -40,8 +40,7 @@ __device__ int Attend<KF, VF, D, NT, BW>::slot_of(const Part& part, int number, 
 }
 
 template <Format KF, Format VF, int D, int NT, int BW>
-__device__ void Attend<KF, VF, D, NT, BW>::encoded_pages(const Part& part, Slots slots,
-                                                         const CentreCodes& first_centres, std::uint32_t& phases) {
+__device__ void Attend<KF, VF, D, NT, BW>::encoded_pages(const Part& part, Slots slots, std::uint32_t& phases) {
   const int pages = count_pages<W>(part);
   int slot = slot_at(slots, 0);
   Registers held;
@@ -54,14 +53,9 @@ __device__ void Attend<KF, VF, D, NT, BW>::encoded_pages(const Part& part, Slots
   }
   const bool centred = is_centred();
   Centres centres;
-  if (centred) multiply_centres(first_centres, held, centres);
 #pragma unroll 1
   for (int k = 0; k < pages; ++k) {
-    if (centred && k % kCentresAtOnce == 0 && k > 0) {
-      CentreCodes codes;
-      load_centres(part, slots, k, codes);
-      multiply_centres(codes, held, centres);
-    }
+    if (centred && k % kCentresAtOnce == 0) find_centres(part, slots, k, held, centres);
     const int next = slot_at(slots, k + 1);
     float s[S::kTokenTiles][NT][2];
     wait(kKeys, phases);
