@@ -69,7 +69,7 @@ class Engine {
   [[nodiscard]] std::int64_t free_blocks() const { return std::count(users_.begin(), users_.end(), 0); }
   Sequence& any() { return sequences_[static_cast<std::size_t>(rng_.below(count()))]; }
 
-  // What each content decodes to: a token is encoded by itself.
+  // The vector that each content decodes to: a token is encoded by itself.
   void decode_contents() {
     EnginePool scratch(pages_, {.blocks = kContents / kPageTokens});
     std::vector<std::int64_t> slots;

@@ -427,7 +427,7 @@ TEST(PagesRefusals, PlansTablesAndRuns) {
                       Code::invalid_argument, {"max_tokens = 4"}));
   EXPECT_TRUE(refuses(told([](auto& s) { s.blocks[1][1] = -1; }), Code::invalid_argument, {"block_table[1][1] is -1"}));
   EXPECT_TRUE(refuses(told([](auto& s) { s.add({0}, 5, 1); }), Code::invalid_argument, {"batch is 3"}));
-  // What it was told before still counts.
+  // The tables that were set before still count.
   std::vector<float> again(out.size());
   ASSERT_TRUE(plan.run(borrowed.pool.view, q_view, MutableTensorView::of(again.data(), 3, 4, 64)).ok());
   EXPECT_TRUE(same_bits(out, again));

@@ -73,14 +73,14 @@ struct StepTables {
 class PagesImpl;
 class PagesPlanImpl;
 
-/// Attention of a batch over an engine's blocks: made once for the shapes that steps may have, told the tables once a
+/// Attention of a batch over an engine's blocks: made once for the shapes that steps may have, given the tables once a
 /// step (set_tables), and run once a layer. Plans are independent of each other. One plan takes one call at a time.
 class KVANT_API PagesPlan {
  public:
   /// The batch of the runs that follow. On the host it is checked and copied. On a device a launch copies it to the
   /// plan's own tables; a sequence that does not fit the plan (more queries than max_query_len or than tokens, rows
   /// beyond max_tokens, more pages than max_blocks or columns) gets no query, and take_errors tells.
-  /// Errors: invalid_argument; what the plan was told before then still counts.
+  /// Errors: invalid_argument; the tables that were set before still count.
   Status set_tables(const StepTables& tables, Stream stream = {});
   /// out = softmax(transform(scale * q k^T) + masks) v over one layer's pool. q, out: [tokens, q_heads, head_dim], f32,
   /// f16 or bf16; tokens: up to max_tokens, and all rows of the tables at least. Rows that belong to no sequence are

@@ -65,7 +65,7 @@ Result<std::unique_ptr<PagesPlanImpl>> HostPagesPlan::create(std::shared_ptr<con
 Status HostPagesPlan::set_tables(const StepTables& t, Stream) {
   const PagesPlanOptions& o = options();
   if (Status s = check_step_tables(t, o); !s) return s;
-  // Of pages that are not visible nothing is read: an engine may have freed their blocks, and left anything there.
+  // Pages that are not visible are not read: an engine may have freed their blocks, and left anything in the table.
   const auto visible = [&](const PlannedSequence& s) { return visible_pages(o.attention.mask, s, 0, s.q_len - 1); };
   const auto planned = [&](std::int32_t i) {
     const std::int64_t begin = t.query_start_loc[i];

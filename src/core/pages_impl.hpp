@@ -40,7 +40,7 @@ class PagesImpl : public std::enable_shared_from_this<PagesImpl> {
   [[nodiscard]] const PagesConfig& config() const noexcept { return config_; }
   [[nodiscard]] const core::CacheSpec& spec() const noexcept { return spec_; }
 
-  // Arguments are checked: pools, shapes, pointers. What is in slots and ids is not.
+  // Arguments are checked: pools, shapes, pointers. The numbers in slots and ids are not.
   virtual Status write(const BlockPool& pool, const TensorView& keys, const TensorView& values,
                        const std::int64_t* slots, std::int64_t count, Stream stream) const = 0;
   virtual Status decode(const BlockPool& pool, const std::int32_t* ids, std::int64_t count,

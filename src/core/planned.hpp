@@ -1,4 +1,4 @@
-// What a plan knows of the sequences of a batch, wherever their pages are.
+// The sequences of a batch as plans know them, wherever their pages are.
 #pragma once
 
 #include <cstdint>
