@@ -1,6 +1,6 @@
-// An engine of a few sequences over kvant::Pages, step by step: it allocates blocks, appends prompts in chunks and drafts
-// of tokens, rejects some of them, shares prefixes, forks with a copy of the last block, preempts and frees, and uses
-// blocks again. A model that knows each token's vector, and nothing of blocks, says what attention must give.
+// An engine of a few sequences over kvant::Pages, step by step: it allocates blocks, appends prompts in chunks and
+// drafts of tokens, rejects some of them, shares prefixes, forks with a copy of the last block, preempts and frees, and
+// uses blocks again. A model that knows each token's vector, and nothing of blocks, says what attention must give.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Pages in an engine's blocks: the bytes are those of a cache without exact ends, and so is attention, bit for bit; which
-// the float64 reference judges over what decode returns.
+// Pages in an engine's blocks: the bytes are those of a cache without exact ends, and so is attention, bit for bit;
+// which the float64 reference judges over what decode returns.
 #include <gtest/gtest.h>
 
 #include <algorithm>

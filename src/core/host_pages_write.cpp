@@ -1,9 +1,9 @@
 // How tokens are encoded into an engine's blocks in host memory.
 //
-// Slots are cut into runs: tokens that follow one another in a block. A worker has all runs of a (block, kv head, side),
-// in the order of the call, because eight tokens share the words of value codes. The block's bytes are cleared first if
-// one of its runs has the first position: an engine's blocks hold bytes of earlier users, and kernels load all 64 tokens
-// of a page, so tokens that were never written must decode to finite numbers.
+// Slots are cut into runs: tokens that follow one another in a block. A worker has all runs of a (block, kv head,
+// side), in the order of the call, because eight tokens share the words of value codes. The block's bytes are cleared
+// first if one of its runs has the first position: an engine's blocks hold bytes of earlier users, and kernels load all
+// 64 tokens of a page, so tokens that were never written must decode to finite numbers.
 #include <algorithm>
 #include <atomic>
 #include <cstring>

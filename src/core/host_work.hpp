@@ -1,6 +1,6 @@
 // Attention of a batch by CPU kernels: lists of independent items (core/attend.hpp), and their run. Who has the pages
-// says which slots a sequence's pages have, and at each run where the slots are: a cache's HostStore through a HostPlan,
-// or an engine's pool through a HostPagePlan.
+// says which slots a sequence's pages have, and at each run where the slots are: a cache's HostStore through a
+// HostPlan, or an engine's pool through a HostPagePlan.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// A run on the CPU: three phases over the lists of a batch (core/attend.hpp). Nothing here allocates, throws or waits for
-// anything but its own workers.
+// A run on the CPU: three phases over the lists of a batch (core/attend.hpp). Nothing here allocates, throws or waits
+// for anything but its own workers.
 #include <atomic>
 #include <thread>
 

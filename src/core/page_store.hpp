@@ -5,8 +5,8 @@
 //   DeviceStore   in a device's memory, taken at once; kernels there read a copy of the table, which the store keeps up
 //                 to date
 //
-// Both own their memory. Pages in memory that an engine owns have no CacheTable, since the engine has the sequences, and
-// no PageStore: core/pages_impl.hpp.
+// Both own their memory. Pages in memory that an engine owns have no CacheTable, since the engine has the sequences,
+// and no PageStore: core/pages_impl.hpp.
 #pragma once
 
 #include <cstddef>
