@@ -36,6 +36,7 @@ struct AttendParams {
   int layer, batch;
   const BatchEntry* entries;                   // [batch]
   BatchEntry first_entries[kEntriesInParams];  // its first ones, a load less away
+  int known_entries;                           // of first_entries; 0: a launch in the stream makes the entries
   int q_heads, group, head_dim;
   int row_blocks;  // of the sequence with the most rows
   int rows;        // of a block, 1 << row_bits

@@ -6,7 +6,7 @@
 namespace kvant::cuda {
 
 __device__ inline BatchEntry batch_entry(const AttendParams& p, int i) {
-  return i < kEntriesInParams ? p.first_entries[i] : p.entries[i];
+  return i < p.known_entries ? p.first_entries[i] : p.entries[i];
 }
 
 // The entry's place in the mask tensor.
