@@ -24,8 +24,7 @@ struct PlanTables {
 };
 
 // A step's batch as the engine has it, into the plan's tables. A sequence that does not fit gets no query. Begins when
-// all before it in the stream has ended, and launches behind it begin when it has ended: so whoever reads the tables
-// may do so before its own prerequisites are there.
+// all before it in the stream has ended, and lets no launch behind it begin before it has.
 struct SetTables {
   PlanTables to;
   const std::int32_t* block_table;
