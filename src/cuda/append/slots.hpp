@@ -18,7 +18,8 @@ struct SlotList {
 };
 static_assert(sizeof(WriteParams) + sizeof(SlotList) <= 4096, "the most that every device takes as parameters");
 
-// One a head_dim. Of the WriteParams only the pool, layouts, sides, scale and flag are read; `rows` and `sides` are set.
+// One a head_dim. Kernels read the pool, layouts, sides, scale and flag of the WriteParams; a launch sets `rows` and
+// `sides`.
 struct SlotKernel {
   int head_dim;
   cudaError_t (*prepare)(const WriteParams& params, const DeviceLimits& limits);  // once

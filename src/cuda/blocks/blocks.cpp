@@ -96,7 +96,7 @@ Status check_pool(const BlockPool& pool, const core::DeviceBlocksConfig& c) {
                   pool.head_stride, c.encoded.block_bytes)};
 }
 
-// What a plan reads of a cache: the layouts, and tables of its own; the pool comes with each run.
+// The layouts of a cache. A plan adds tables of its own, and each call brings the pool.
 CacheView view_of(const core::DeviceBlocksConfig& c) {
   CacheView view{};
   view.encoded_layout = c.encoded;

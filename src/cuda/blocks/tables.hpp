@@ -1,5 +1,5 @@
-// Small launches for pages in an engine's blocks: its tables become those that attention reads, and blocks are looked
-// at, listed and copied.
+// Small launches for pages in an engine's blocks: they make the tables that attention reads from the engine's, validate
+// block ids, and list and copy blocks.
 #pragma once
 
 #include <cuda_runtime_api.h>
