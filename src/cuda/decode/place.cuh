@@ -25,7 +25,7 @@ __device__ void Attend<KF, VF, D, NT, BW>::begin_line() const {
   const Line line = make_line(p, sum_costs(p, info->window));
   const int item = static_cast<int>(blockIdx.x);
   LinePlace place{};
-  if (item < line.items && line.total > 0) {
+  if (item < line.items) {
     const int mine = line.begin(item + lane % 2);
     const int begin = __shfl_sync(~0u, mine, 0), end = __shfl_sync(~0u, mine, 1);
     place.left = end - begin;

@@ -18,9 +18,11 @@
 namespace kvant::cuda {
 
 // The batch of a plan over an engine's blocks: its tables are made in the stream (blocks/tables.hpp). The sequences of
-// the DevicePlanConfig are the largest ones then.
+// the DevicePlanConfig are the largest ones then. A launch must not read entries before those that make them have ended,
+// and kernels wait where a batch is longer than a window: so entries without queries follow those of the batch.
 struct StepBatch {
-  const BatchEntry* entries = nullptr;  // [sequences]
+  static constexpr int kLeast = kWindow + 1;
+  const BatchEntry* entries = nullptr;  // [max(sequences, kLeast)]
 };
 
 class DecodePlan final : public core::DevicePlan {
@@ -68,6 +70,7 @@ class DecodePlan final : public core::DevicePlan {
   prefill::Kernel prefill_{};  // no function: decode kernels are used
   prefill::Schedule schedule_{};
   std::string why_;  // these kernels
+  int merged_ = 0;   // sequences whose rows are merged
   AttendKernel attend_{};
   MergeKernel merge_{};
   int blocks_ = 1;        // of a multiprocessor

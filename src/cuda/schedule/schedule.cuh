@@ -6,9 +6,7 @@
 namespace kvant::cuda {
 
 __device__ inline BatchEntry batch_entry(const AttendParams& p, int i) {
-  if (i < p.known_entries) return p.first_entries[i];
-  const BatchEntry* e = p.entries + i;  // past L1: a launch that has not ended may make it (is_current)
-  return {__ldcg(&e->index), __ldcg(&e->q_len), __ldcg(&e->query_begin)};
+  return i < p.known_entries ? p.first_entries[i] : p.entries[i];
 }
 
 // The entry's place in the mask tensor.
@@ -17,7 +15,6 @@ __device__ inline int mask_batch(const AttendParams& p, int entry) {
 }
 
 // 32 entries of the batch as a block knows them, one a lane, in shared memory.
-inline constexpr int kWindow = 32;
 struct Window {
   int first;
   BatchEntry batch[kWindow];
@@ -30,15 +27,10 @@ __device__ inline int load_length(const AttendParams& p, const BatchEntry& e) {
   const int* length = &p.cache.sequences[e.index].length;
   return p.batch <= kWindow ? __ldcg(length) : *length;
 }
-// Whether the batch's lengths, and its entries if a launch makes them, are still those of its only window; this lane's.
+// Whether the batch's lengths are still those of its only window; this lane's.
 __device__ inline bool is_current(const AttendParams& p, const Window& window) {
   const int lane = threadIdx.x % 32;
-  if (lane >= p.batch) return true;
-  const BatchEntry& seen = window.batch[lane];
-  if (window.length[lane] != load_length(p, seen)) return false;
-  if (p.known_entries > 0) return true;
-  const BatchEntry* now = p.entries + lane;
-  return __ldcg(&now->q_len) == seen.q_len && __ldcg(&now->query_begin) == seen.query_begin;
+  return lane >= p.batch || window.length[lane] == load_length(p, window.batch[lane]);
 }
 
 // The window that begins with entry `first`; by one whole warp, as all of these. Returns the units of this lane's
