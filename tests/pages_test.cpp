@@ -52,7 +52,8 @@ struct Borrowed {
       most = std::max(most, static_cast<std::int32_t>(blocks.size()));
       // In two writes, the second of which begins anywhere in a block.
       const std::int64_t cut = l.kv_len / 3;
-      for (const auto& [begin, end] : {std::pair(std::int64_t{0}, cut), std::pair(cut, l.kv_len)}) {
+      for (const bool second : {false, true}) {
+        const std::int64_t begin = second ? cut : 0, end = second ? l.kv_len : cut;
         const std::vector<std::int64_t> slots = slots_of(blocks, begin, end);
         const std::int64_t row = std::int64_t{world.spec.kv_heads} * world.spec.head_dim;
         const auto rows = [&](const std::vector<float>& x) {
@@ -158,6 +159,7 @@ TEST_P(PagesFormats, AttentionIsThatOfACache) {
 
 TEST_P(PagesFormats, DecodeReturnsWhatACacheDecodes) {
   const auto& [k, v, head_dim] = GetParam();
+  const int width = head_dim;
   const World world(spec(k, v, head_dim, {{150, 1}}));
   Borrowed borrowed(world, {});
   std::vector<float> keys, values;
@@ -166,7 +168,7 @@ TEST_P(PagesFormats, DecodeReturnsWhatACacheDecodes) {
   const auto count = static_cast<std::int64_t>(blocks.size());
   std::vector<float> k_out(static_cast<std::size_t>(count * kPageTokens * 2 * head_dim)), v_out(k_out.size());
   const auto view = [&](std::vector<float>& x) {
-    return MutableTensorView::of(x.data(), count * kPageTokens, 2, head_dim);
+    return MutableTensorView::of(x.data(), count * kPageTokens, 2, width);
   };
   ASSERT_TRUE(borrowed.pages.decode(borrowed.pool.view, blocks.data(), count, view(k_out), view(v_out)).ok());
   k_out.resize(keys.size());
@@ -539,7 +541,7 @@ TEST(PagesOnADevice, ArgumentsAreCheckedBeforeTheBackendSeesThem) {
   EXPECT_TRUE(refuses(planned([](auto& o) { o.attention.isa = "avx2"; }).status(), Code::invalid_argument, {"isa"}));
   EXPECT_TRUE(
       refuses(planned([](auto& o) { o.attention.split_keys = 64; }).status(), Code::invalid_argument, {"split_keys"}));
-  PagesPlan plan(std::move(planned([](auto& o) { o.check_ids = true; }).value()));
+  PagesPlan plan(planned([](auto& o) { o.check_ids = true; }).value());
   EXPECT_TRUE(seen.options.check_ids);
   EXPECT_EQ(plan.workspace_bytes(), 640u);
   EXPECT_TRUE(plan.take_errors().value());

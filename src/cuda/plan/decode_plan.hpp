@@ -17,9 +17,10 @@
 
 namespace kvant::cuda {
 
-// The batch of a plan over an engine's blocks: its tables are made in the stream (blocks/tables.hpp). The sequences of
-// the DevicePlanConfig are the largest ones then. A launch must not read entries before those that make them have ended,
-// and kernels wait where a batch is longer than a window: so entries without queries follow those of the batch.
+// The batch of a plan over an engine's blocks: a launch in the stream makes its entries (blocks/tables.hpp). The
+// sequences of the DevicePlanConfig are the largest ones then. Attention must not use entries that it read before the
+// previous launch has ended, and it waits first where a batch is longer than a window. So the batch has at least as
+// many entries; those behind its sequences have no query.
 struct StepBatch {
   static constexpr int kLeast = kWindow + 1;
   const BatchEntry* entries = nullptr;  // [max(sequences, kLeast)]

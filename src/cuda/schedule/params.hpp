@@ -26,7 +26,7 @@ struct DeviceBasis {
 };
 
 inline constexpr int kEntriesInParams = 32;
-// Entries that a block looks at together. A batch of no more is looked at before the launches before have ended.
+// Entries that a block reads together. It reads a batch of no more of them before the previous launch has ended.
 inline constexpr int kWindow = 32;
 inline constexpr int kMostCluster = 8;  // blocks that merge a row
 // What is known of a page beside its slot: every row sees the whole of it; and its scores are only scaled.
