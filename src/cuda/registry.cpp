@@ -5,6 +5,7 @@
 
 #include "core/device.hpp"
 #include "core/fmt.hpp"
+#include "cuda/blocks/blocks.hpp"
 #include "cuda/plan/decode_plan.hpp"
 #include "cuda/runtime/architectures.hpp"
 #include "cuda/store/store.hpp"
@@ -71,8 +72,8 @@ std::string detail() {
 namespace kvant::core {
 
 const DeviceBackend* device_backend() {
-  static constexpr DeviceBackend kBackend{"cuda", &cuda::detail, &cuda::unavailable, &cuda::make_pages,
-                                          &cuda::make_plan};
+  static constexpr DeviceBackend kBackend{"cuda",           &cuda::detail,     &cuda::unavailable, &cuda::make_pages,
+                                          &cuda::make_plan, &cuda::make_blocks};
   return &kBackend;
 }
 
