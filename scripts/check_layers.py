@@ -23,8 +23,8 @@ CUDA_ORDER = [
     "runtime",
     "tile",
     "schedule",
-    ("append", "mask", "merge", "read_back"),
-    ("decode", "prefill_sm90"),
+    ("append", "mask", "merge", "prefill", "read_back"),
+    ("decode", "prefill_sm80", "prefill_sm90"),
     "store",
     "plan",
 ]
