@@ -7,7 +7,6 @@
 #pragma once
 
 #include "codec/layout.hpp"
-#include "cuda/instances.hpp"
 #include "cuda/schedule/params.hpp"
 
 namespace kvant::cuda::prefill {

@@ -152,7 +152,7 @@ __device__ __forceinline__ void each_piece(const codec::SideLayout& side, int i,
   const auto at = [&](int token, int piece, int bits) {
     return static_cast<std::uint32_t>((token * (D / 32) + piece) * 4 * bits);
   };
-  const int octet = i % 8, channel = i / 8 * 4;                               // of values
+  const int octet = i % 8, channel = i / 8 * 4;                              // of values
   const int token = i / 8 / (D / 32) * 8 + i % 8, piece = i / 8 % (D / 32);  // of keys
   if constexpr (kLow == 8) {
     const std::uint32_t first = kValues ? (2 * octet * D + channel) * 4 : at(token, piece, kLow);

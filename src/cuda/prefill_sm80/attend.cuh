@@ -30,7 +30,7 @@ struct Attend {
   int first_row;  // of this warp in the tile
   int lane;
   float m[S::kSixteens][2], l[S::kSixteens][2];  // m: in units of log 2
-  float unit;                                   // of the sums
+  float unit;                                    // of the sums
   float o[S::kSixteens][kSums];
 
   // Pages of one domain.
@@ -70,9 +70,8 @@ struct Attend {
 #pragma unroll
       for (int n = 0; n < kMine / 2; ++n) s[i][n] = 0.0f;
     }
-    const std::uint32_t k = ptx::shared_address(keys) +
-                            static_cast<std::uint32_t>(place_by_token<D, kKeys>(
-                                part * kMine + lane % 8 + lane / 16 * 8, lane / 8 % 2));
+    const std::uint32_t k = ptx::shared_address(keys) + static_cast<std::uint32_t>(place_by_token<D, kKeys>(
+                                                            part * kMine + lane % 8 + lane / 16 * 8, lane / 8 % 2));
 #pragma unroll
     for (int step = 0; step < D / 16; ++step) {
       std::uint32_t a[S::kSixteens][4];
@@ -101,8 +100,7 @@ struct Attend {
       v += static_cast<std::uint32_t>(place_by_token<D, kKeys>(lane % 16, lane / 16) +
                                       part * (S::kColumns / 8 / kPieces) * kKeys * kBox);
     } else {
-      v += static_cast<std::uint32_t>(
-          place_by_channel(part * S::kColumns + lane % 8 + lane / 16 * 8, lane / 8 % 2));
+      v += static_cast<std::uint32_t>(place_by_channel(part * S::kColumns + lane % 8 + lane / 16 * 8, lane / 8 % 2));
     }
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
@@ -127,7 +125,8 @@ struct Attend {
 
   // Products to scores, as the softmax takes them. `flags`: of the page (Walk::next); `first_key`: of this warp's.
   template <bool kScaled, int kCount>
-  __device__ __forceinline__ void scale(int i, float (&s)[kCount], int flags, int first_key, const float* factors) const {
+  __device__ __forceinline__ void scale(int i, float (&s)[kCount], int flags, int first_key,
+                                        const float* factors) const {
     if constexpr (kScaled) {
 #pragma unroll
       for (int j = 0; j < kCount / 4; ++j) {
@@ -170,8 +169,7 @@ struct Attend {
       }
       pair_sync();
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        top[0][h] = fmaxf(top[0][h], tops[(part ^ 1) * S::kRows + first_row + g() + 8 * h]);
+      for (int h = 0; h < 2; ++h) top[0][h] = fmaxf(top[0][h], tops[(part ^ 1) * S::kRows + first_row + g() + 8 * h]);
     }
     const bool plain = is_plain();
 #pragma unroll
@@ -201,9 +199,8 @@ struct Attend {
   // Weights times value factors (of this warp's keys, within those of the page) to operands; and the sums before to the
   // units of the new ones.
   template <bool kBf16, bool kScaled, int kKeys>
-  __device__ __forceinline__ void pack(float (&s)[S::kSixteens][kKeys / S::kSplit / 2],
-                                       float (&alpha)[S::kSixteens][2], const float* factors,
-                                       std::uint32_t (&w)[S::kSixteens][kKeys / 16][4]) {
+  __device__ __forceinline__ void pack(float (&s)[S::kSixteens][kKeys / S::kSplit / 2], float (&alpha)[S::kSixteens][2],
+                                       const float* factors, std::uint32_t (&w)[S::kSixteens][kKeys / 16][4]) {
     constexpr int kMine = kKeys / S::kSplit;
     if constexpr (kScaled) {
       const ValueUnit value = raise_unit(factors, unit);

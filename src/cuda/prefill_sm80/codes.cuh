@@ -2,6 +2,7 @@
 // asks once a page which one it has.
 #pragma once
 
+#include "cuda/instances.hpp"
 #include "cuda/prefill/rows.cuh"
 #include "cuda/prefill_sm80/shape.hpp"
 
@@ -16,7 +17,7 @@ constexpr bool is_supported(Format k, Format v) {
 // Whether a kernel has code that unpacks keys (or values) of a format: where some pair of this build has them.
 constexpr bool is_unpacked(Format f, bool values) {
   bool found = false;
-#define KVANT_ENTRY(k, v)                                                                   \
+#define KVANT_ENTRY(k, v)                                                                \
   found = found || (is_supported(Format::k, Format::v) && !codec::is_dense(Format::k) && \
                     f == (values ? Format::v : Format::k));
   KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)
@@ -27,8 +28,8 @@ constexpr bool is_unpacked(Format f, bool values) {
 template <bool kValues, class Do>
 __device__ __forceinline__ void with_format(Format f, Do&& act) {
   switch (f) {
-#define KVANT_FORMAT(family, name, ...)                                                         \
-  case Format::name:                                                                            \
+#define KVANT_FORMAT(family, name, ...)                                                        \
+  case Format::name:                                                                           \
     if constexpr (is_unpacked(Format::name, kValues)) act.template operator()<Format::name>(); \
     break;
 #include "codec/formats.def"
@@ -70,8 +71,7 @@ __device__ __forceinline__ void unpack_codes(Format f, std::byte* shared, const 
   using S = Shape<D>;
   with_format<kValues>(f, [&]<Format F>() {
     Constants<F> constants;
-    constants.get(
-        reinterpret_cast<const std::uint32_t*>(shared + S::kConstantsAt + (kValues ? S::kConstants : 0)));
+    constants.get(reinterpret_cast<const std::uint32_t*>(shared + S::kConstantsAt + (kValues ? S::kConstants : 0)));
     const auto* ratios = reinterpret_cast<const std::uint16_t*>(
         shared + (kValues ? S::kValueFactorsAt : S::kKeyFactorsAt) + 4 * kPageTokens);
 #pragma unroll 1
@@ -96,12 +96,13 @@ struct Scales {
   __device__ __forceinline__ void load(const codec::PageLayout& layout, const std::byte* block) {
     const int thread = threadIdx.x, token = thread % kPageTokens;
     if (thread >= 2 * kPageTokens) return;
-    const auto get = [&](const codec::SideLayout& side, std::uint32_t (&to)[S::kGroups]) {
+    const auto get = [&](const codec::SideLayout& side, std::uint32_t(&to)[S::kGroups]) {
 #pragma unroll
       for (int g = 0; g < S::kGroups; ++g) {
-        to[g] = g >= side.groups ? 0
-                                 : __ldg(reinterpret_cast<const unsigned short*>(block + side.scale_offset) +
-                                         g * kPageTokens + token);
+        to[g] =
+            g >= side.groups
+                ? 0
+                : __ldg(reinterpret_cast<const unsigned short*>(block + side.scale_offset) + g * kPageTokens + token);
       }
     };
     if (thread < kPageTokens) {

@@ -16,8 +16,8 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, Shape<D>::kBlocks)
   ptx::wait_prerequisites();
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   constexpr int kApart = S::kWarps / S::kSplit;
-  Attend<D> attend{p,    shared, list, warp / kApart, warp % kApart * 16 * S::kSixteens,
-                   static_cast<int>(threadIdx.x) % 32};
+  Attend<D> attend{
+      p, shared, list, warp / kApart, warp % kApart * 16 * S::kSixteens, static_cast<int>(threadIdx.x) % 32};
   const int rounds = (schedule.tiles + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
 #pragma unroll 1
   for (int round = 0; round < rounds; ++round) {

@@ -11,20 +11,9 @@
 // values on the other are multiplied, and the other way round.
 #pragma once
 
-#include <span>
-
 #include "cuda/prefill/kernels.hpp"
 
 namespace kvant::cuda::prefill::sm80 {
-
-// All of a head_dim, each in a unit of its own (prefill.cu.in).
-template <int D>
-std::span<const Kernel> kernels();
-#define KVANT_DECLARE(head_dim) \
-  template <>                   \
-  std::span<const Kernel> kernels<head_dim>();
-KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
-#undef KVANT_DECLARE
 
 template <int D>
 struct Shape {
@@ -32,13 +21,13 @@ struct Shape {
   static constexpr int kSplit = D <= 256 ? 1 : 2;     // warps that share rows
   static constexpr int kThreads = 128 * kSplit, kWarps = kThreads / 32;
   static constexpr int kRows = 64 * kSixteens;
-  static constexpr int kBlocks = D <= 256 ? 2 : 1;            // that the registers of a multiprocessor hold
-  static constexpr int kColumns = D / kSplit;                    // of a warp's sums
+  static constexpr int kBlocks = D <= 256 ? 2 : 1;  // that the registers of a multiprocessor hold
+  static constexpr int kColumns = D / kSplit;       // of a warp's sums
   static constexpr bool kTwoTiles = D <= 128;
   static constexpr int kDenseKeys = kTwoTiles ? kPageTokens : kPageTokens / 2;  // dense rows at once
 
-  static constexpr int kTile = kPageTokens * D * 2;  // of keys or values
-  static constexpr int kTilesAt = kRows * D * 2;     // queries lie before
+  static constexpr int kTile = kPageTokens * D * 2;                                              // of keys or values
+  static constexpr int kTilesAt = kRows * D * 2;                                                 // queries lie before
   static constexpr int kKeysAt = kTilesAt, kValuesAt = kTwoTiles ? kTilesAt + kTile : kTilesAt;  // unpacked
   static constexpr int kDenseValuesAt = kTilesAt + kDenseKeys * D * 2;
   // Of warps that share rows: their weights, and each one's largest scores.

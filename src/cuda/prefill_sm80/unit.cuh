@@ -4,19 +4,19 @@
 #include <vector>
 
 #include "cuda/prefill_sm80/kernel.cuh"
+#include "cuda/prefill_sm80/kernels.hpp"
 
 namespace kvant::cuda::prefill::sm80 {
 
 template <int D>
 std::span<const Kernel> kernels_of_unit() {
   using S = Shape<D>;
-  // Devices of compute capability 8.6 and 8.9 have 99 KiB for a block, 8.0 has 163.
-  static_assert(S::bytes(Format::tq8, Format::tq8) <= 99 * 1024 || S::bytes(Format::tq6, Format::tq6) <= 163 * 1024);
   static const std::vector<Kernel> kKernels = [] {
     std::vector<Kernel> all;
     const auto add = [&all](Format k, Format v) {
       if (is_supported(k, v))
-        all.push_back({k, v, D, reinterpret_cast<const void*>(&prefill_kernel<D>), S::bytes(k, v), S::kThreads, S::kRows});
+        all.push_back(
+            {k, v, D, reinterpret_cast<const void*>(&prefill_kernel<D>), S::bytes(k, v), S::kThreads, S::kRows});
     };
 #define KVANT_ENTRY(k, v) add(Format::k, Format::v);
     KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)

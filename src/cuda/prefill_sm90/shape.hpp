@@ -7,6 +7,7 @@
 
 #include <span>
 
+#include "cuda/instances.hpp"
 #include "cuda/prefill/kernels.hpp"
 
 namespace kvant::cuda::prefill {
@@ -29,7 +30,7 @@ inline constexpr int kMostHeadDim = 256, kMostHeadDimOfCodes = 128;
 template <int D>
 struct Shape {
   static constexpr int kSwizzle = box_row_bytes(D);
-  static constexpr int kTile = kPageTokens * D * 2;        // of keys or values
+  static constexpr int kTile = kPageTokens * D * 2;  // of keys or values
   // Warpgroups: where sums leave registers for it, keys and values have one each.
   static constexpr int kProducers = D <= 128 ? 2 : 1;
   static constexpr int kThreads = 128 * (kConsumers + kProducers);
