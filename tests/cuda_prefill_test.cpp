@@ -79,7 +79,7 @@ void check_shape() {
   EXPECT_EQ(S::kDenseValuesAt % 1024, 0);
   EXPECT_EQ(S::kWeightsAt % 1024, 0);
   for (const int at :
-       {S::kTopsAt, S::kToLog2At, S::kKeyFactorsAt, S::kValueFactorsAt, S::kListAt, S::kConstantsAt, S::kCodesAt}) {
+       {S::kTopsAt, S::kToLog2At, S::kKeyFactorsAt, S::kValueFactorsAt, S::kListAt, S::kQueueAt, S::kConstantsAt, S::kCodesAt}) {
     EXPECT_EQ(at % 16, 0);
   }
   EXPECT_LE(S::kDenseValuesAt + S::kDenseKeys * D * 2, S::kWeightsAt);

@@ -40,7 +40,7 @@ template <int kCount>
 __device__ __forceinline__ void transform_scores(const AttendParams& p, const Tile& tile, const RowPlace (&rows)[2],
                                                  int first_key, bool all_see, float (&s)[kCount]) {
   const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
-  const int t = threadIdx.x % 4;
+  const int t = ptx::thread_here() % 4;
   float copy[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) copy[i] = s[i];

@@ -4,6 +4,7 @@
 #include "cuda/prefill/rotate.cuh"
 #include "cuda/prefill_sm80/codes.cuh"
 #include "cuda/prefill_sm80/queries.cuh"
+#include "cuda/prefill_sm80/queue.cuh"
 
 namespace kvant::cuda::prefill::sm80 {
 
@@ -25,28 +26,27 @@ struct Attend {
 
   const AttendParams& p;
   std::byte* shared;
-  PageList& list;
-  int part;       // of the warps that share rows
-  int first_row;  // of this warp in the tile
-  int lane;
+  int warp, lane;
   float m[S::kSixteens][2], l[S::kSixteens][2];  // m: in units of log 2
   float unit;                                    // of the sums
   float o[S::kSixteens][kSums];
+  int turn;  // pages of the domain before the one that comes next
 
-  // Pages of one domain.
-  Walk walk;
-  int slot, number;  // of the page that comes next
-
+  // Of the warps that share rows.
+  __device__ int part() const { return S::kSplit == 1 ? 0 : warp / S::kRowWarps; }
+  // Of this warp in the tile.
+  __device__ int first_row() const { return (S::kSplit == 1 ? warp : warp % S::kRowWarps) * 16 * S::kSixteens; }
+  __device__ const PageList& list() const { return *reinterpret_cast<const PageList*>(shared + S::kListAt); }
   __device__ int g() const { return lane / 4; }
   __device__ int t() const { return lane % 4; }
   __device__ bool is_plain() const { return base::is_plain(p.logits) && p.mask.data == nullptr; }
   __device__ float to_log2(int i, int h) const {
-    return reinterpret_cast<const float*>(shared + S::kToLog2At)[first_row + 16 * i + g() + 8 * h];
+    return reinterpret_cast<const float*>(shared + S::kToLog2At)[first_row() + 16 * i + g() + 8 * h];
   }
   __device__ RowPlace place(int i, int h) const {
-    return row_place(p, list.tile, list.tile.row_block * S::kRows + first_row + 16 * i + g() + 8 * h);
+    return row_place(p, list().tile, list().tile.row_block * S::kRows + first_row() + 16 * i + g() + 8 * h);
   }
-  __device__ void pair_sync() const { ptx::barrier<64>(1 + first_row / 16); }
+  __device__ void pair_sync() const { ptx::barrier<64>(1 + first_row() / 16); }
 
   // --- operands: the 16-byte pieces of a row, two for each step of 16 channels ---
 
@@ -61,17 +61,18 @@ struct Attend {
   template <bool kBf16, int kKeys>
   __device__ __forceinline__ void scores(const std::byte* keys, float (&s)[S::kSixteens][kKeys / S::kSplit / 2]) const {
     constexpr int kMine = kKeys / S::kSplit;
+    const int lane = ptx::thread_here() % 32;
     std::uint32_t q[S::kSixteens];
 #pragma unroll
     for (int i = 0; i < S::kSixteens; ++i) {
-      const int row = first_row + 16 * i, from = row / 64 * 64 * D * 2;
+      const int row = first_row() + 16 * i, from = row / 64 * 64 * D * 2;
       q[i] = ptx::shared_address(shared) +
              static_cast<std::uint32_t>(from + place_by_token<D>(row % 64 + lane % 16, lane / 16));
 #pragma unroll
       for (int n = 0; n < kMine / 2; ++n) s[i][n] = 0.0f;
     }
     const std::uint32_t k = ptx::shared_address(keys) + static_cast<std::uint32_t>(place_by_token<D, kKeys>(
-                                                            part * kMine + lane % 8 + lane / 16 * 8, lane / 8 % 2));
+                                                            part() * kMine + lane % 8 + lane / 16 * 8, lane / 8 % 2));
 #pragma unroll
     for (int step = 0; step < D / 16; ++step) {
       std::uint32_t a[S::kSixteens][4];
@@ -95,12 +96,13 @@ struct Attend {
   template <bool kBf16, int kKeys, bool kByToken>
   __device__ __forceinline__ void add_values(const std::byte* values,
                                              const std::uint32_t (&w)[S::kSixteens][kKeys / 16][4]) {
+    const int lane = ptx::thread_here() % 32;
     std::uint32_t v = ptx::shared_address(values);
     if constexpr (kByToken) {
       v += static_cast<std::uint32_t>(place_by_token<D, kKeys>(lane % 16, lane / 16) +
-                                      part * (S::kColumns / 8 / kPieces) * kKeys * kBox);
+                                      part() * (S::kColumns / 8 / kPieces) * kKeys * kBox);
     } else {
-      v += static_cast<std::uint32_t>(place_by_channel(part * S::kColumns + lane % 8 + lane / 16 * 8, lane / 8 % 2));
+      v += static_cast<std::uint32_t>(place_by_channel(part() * S::kColumns + lane % 8 + lane / 16 * 8, lane / 8 % 2));
     }
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
@@ -141,91 +143,74 @@ struct Attend {
       for (int n = 0; n < kCount; ++n) s[n] *= to_log2(i, n / 2 % 2);
     }
     if ((flags & 1) != 0 || !base::is_plain(p.logits)) {
-      const RowPlace rows[2] = {place(i, 0), place(i, 1)};
-      transform_scores(p, list.tile, rows, first_key, (flags & 1) == 0, s);
+      const int row = list().tile.row_block * S::kRows + first_row() + 16 * i + ptx::thread_here() % 32 / 4;
+      const RowPlace rows[2] = {row_place(p, list().tile, row), row_place(p, list().tile, row + 8)};
+      transform_scores(p, list().tile, rows, first_key, (flags & 1) == 0, s);
     }
   }
 
-  // Scores to weights, relative to the largest of the row so far. The sums before are multiplied by `alpha`.
+  // Scores to weights, relative to the largest of the row so far. The sums before are to be multiplied by `alpha`.
   template <int kCount>
-  __device__ __forceinline__ void weigh(float (&s)[S::kSixteens][kCount], float (&alpha)[S::kSixteens][2]) {
-    float top[S::kSixteens][2];
+  __device__ __forceinline__ void weigh(int i, float (&s)[kCount], float (&alpha)[2]) {
+    float top[2];
 #pragma unroll
-    for (int i = 0; i < S::kSixteens; ++i) {
+    for (int h = 0; h < 2; ++h) {
+      float x = s[2 * h];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float x = s[i][2 * h];
-#pragma unroll
-        for (int j = 0; j < kCount / 4; ++j) x = fmaxf(x, fmaxf(s[i][4 * j + 2 * h], s[i][4 * j + 2 * h + 1]));
-        x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-        top[i][h] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-      }
+      for (int j = 0; j < kCount / 4; ++j) x = fmaxf(x, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+      x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+      top[h] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
     }
     if constexpr (S::kSplit > 1) {
       auto* tops = reinterpret_cast<float*>(shared + S::kTopsAt);
-      if (t() == 0) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) tops[part * S::kRows + first_row + g() + 8 * h] = top[0][h];
-      }
+      const int row = first_row() + g();
+      if (t() == 0) tops[part() * S::kRows + row] = top[0], tops[part() * S::kRows + row + 8] = top[1];
       pair_sync();
 #pragma unroll
-      for (int h = 0; h < 2; ++h) top[0][h] = fmaxf(top[0][h], tops[(part ^ 1) * S::kRows + first_row + g() + 8 * h]);
+      for (int h = 0; h < 2; ++h) top[h] = fmaxf(top[h], tops[(part() ^ 1) * S::kRows + row + 8 * h]);
     }
     const bool plain = is_plain();
 #pragma unroll
-    for (int i = 0; i < S::kSixteens; ++i) {
+    for (int h = 0; h < 2; ++h) {
+      const float in_log2 = plain ? to_log2(i, h) : 1.0f;
+      const float x = fmaxf(m[i][h], top[h] == kNone ? kNone : top[h] * in_log2);
+      const float reference = x == kNone ? 0.0f : x;
+      alpha[h] = ptx::ex2(m[i][h] - reference);
+      m[i][h] = x;
+      float sum = 0.0f;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float unit_of_row = plain ? to_log2(i, h) : 1.0f;
-        const float x = fmaxf(m[i][h], top[i][h] == kNone ? kNone : top[i][h] * unit_of_row);
-        const float reference = x == kNone ? 0.0f : x;
-        alpha[i][h] = ptx::ex2(m[i][h] - reference);
-        m[i][h] = x;
-        float sum = 0.0f;
+      for (int j = 0; j < kCount / 4; ++j) {
 #pragma unroll
-        for (int j = 0; j < kCount / 4; ++j) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& y = s[i][4 * j + 2 * h + e];
-            y = ptx::ex2(fmaf(y, unit_of_row, -reference));
-            sum += y;
-          }
+        for (int e = 0; e < 2; ++e) {
+          float& y = s[4 * j + 2 * h + e];
+          y = ptx::ex2(fmaf(y, in_log2, -reference));
+          sum += y;
         }
-        l[i][h] = fmaf(l[i][h], alpha[i][h], sum);
       }
+      l[i][h] = fmaf(l[i][h], alpha[h], sum);
     }
   }
 
-  // Weights times value factors (of this warp's keys, within those of the page) to operands; and the sums before to the
-  // units of the new ones.
+  // Weights, times value factors in units of the sums where there are such (`factors`: of this warp's keys), to
+  // operands.
   template <bool kBf16, bool kScaled, int kKeys>
-  __device__ __forceinline__ void pack(float (&s)[S::kSixteens][kKeys / S::kSplit / 2], float (&alpha)[S::kSixteens][2],
-                                       const float* factors, std::uint32_t (&w)[S::kSixteens][kKeys / 16][4]) {
+  __device__ __forceinline__ void pack(float (&s)[kKeys / S::kSplit / 2], const float* factors, float inverse,
+                                       std::uint32_t (&w)[kKeys / 16][4]) const {
     constexpr int kMine = kKeys / S::kSplit;
     if constexpr (kScaled) {
-      const ValueUnit value = raise_unit(factors, unit);
-#pragma unroll
-      for (int i = 0; i < S::kSixteens; ++i) alpha[i][0] *= value.shrink, alpha[i][1] *= value.shrink;
 #pragma unroll
       for (int j = 0; j < kMine / 8; ++j) {
-        const float2 f = *reinterpret_cast<const float2*>(factors + part * kMine + 8 * j + 2 * t());
-        const float a = f.x * value.inverse, b = f.y * value.inverse;
-#pragma unroll
-        for (int i = 0; i < S::kSixteens; ++i)
-          s[i][4 * j] *= a, s[i][4 * j + 1] *= b, s[i][4 * j + 2] *= a, s[i][4 * j + 3] *= b;
+        const float2 f = *reinterpret_cast<const float2*>(factors + 8 * j + 2 * t());
+        const float a = f.x * inverse, b = f.y * inverse;
+        s[4 * j] *= a, s[4 * j + 1] *= b, s[4 * j + 2] *= a, s[4 * j + 3] *= b;
       }
     }
-    const auto pair = [&](int i, int n) {
-      return kBf16 ? ptx::bf16x2(s[i][n], s[i][n + 1]) : ptx::f16x2(s[i][n], s[i][n + 1]);
-    };
+    const auto pair = [&](int n) { return kBf16 ? ptx::bf16x2(s[n], s[n + 1]) : ptx::f16x2(s[n], s[n + 1]); };
     if constexpr (S::kSplit == 1) {
 #pragma unroll
-      for (int i = 0; i < S::kSixteens; ++i) {
+      for (int n = 0; n < kKeys / 16; ++n) {
 #pragma unroll
-        for (int n = 0; n < kKeys / 16; ++n) {
-#pragma unroll
-          for (int r = 0; r < 4; ++r) w[i][n][r] = pair(i, 8 * n + 2 * r);
-        }
+        for (int r = 0; r < 4; ++r) w[n][r] = pair(8 * n + 2 * r);
       }
     } else {
       std::byte* weights = shared + S::kWeightsAt;
@@ -233,19 +218,41 @@ struct Attend {
       for (int j = 0; j < kMine / 8; ++j) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int at = place_by_token<kKeys>(first_row + g() + 8 * h, part * (kMine / 8) + j) + 4 * t();
-          *reinterpret_cast<std::uint32_t*>(weights + at) = pair(0, 4 * j + 2 * h);
+          const int at = place_by_token<kKeys>(first_row() + g() + 8 * h, part() * (kMine / 8) + j) + 4 * t();
+          *reinterpret_cast<std::uint32_t*>(weights + at) = pair(4 * j + 2 * h);
         }
       }
       pair_sync();
 #pragma unroll
-      for (int n = 0; n < kKeys / 16; ++n)
-        ptx::load_matrices(w[0][n], ptx::shared_address(weights) + static_cast<std::uint32_t>(place_by_token<kKeys>(
-                                                                       first_row + lane % 16, 2 * n + lane / 16)));
+      for (int n = 0; n < kKeys / 16; ++n) {
+        const int at = place_by_token<kKeys>(first_row() + lane % 16, 2 * n + lane / 16);
+        ptx::load_matrices(w[n], ptx::shared_address(weights) + static_cast<std::uint32_t>(at));
+      }
     }
+  }
+
+  // From products of a page's keys (kKeys of them, from `of_page` on) to operands for those with its values.
+  template <bool kBf16, bool kScaled, int kKeys>
+  __device__ __forceinline__ void soften(float (&s)[S::kSixteens][kKeys / S::kSplit / 2], int flags, int of_page,
+                                         const float* key_factors, const float* value_factors,
+                                         std::uint32_t (&w)[S::kSixteens][kKeys / 16][4]) {
+    const int mine = part() * (kKeys / S::kSplit);
+    float alpha[S::kSixteens][2];
+    ValueUnit value{1.0f, 1.0f};
+    if constexpr (kScaled) value = raise_unit(value_factors, unit);
     bool same = true;
 #pragma unroll
-    for (int i = 0; i < S::kSixteens; ++i) same = same && alpha[i][0] == 1.0f && alpha[i][1] == 1.0f;
+    for (int i = 0; i < S::kSixteens; ++i) {
+      scale<kScaled>(i, s[i], flags, (flags >> 1) * kPageTokens + of_page + mine,
+                     kScaled ? key_factors + mine : nullptr);
+      weigh(i, s[i], alpha[i]);
+      pack<kBf16, kScaled, kKeys>(s[i], kScaled ? value_factors + mine : nullptr, value.inverse, w[i]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if constexpr (kScaled) alpha[i][h] *= value.shrink;
+        same = same && alpha[i][h] == 1.0f;
+      }
+    }
     if (__all_sync(~0u, same) != 0) return;
 #pragma unroll
     for (int i = 0; i < S::kSixteens; ++i) {
@@ -256,19 +263,36 @@ struct Attend {
 
   // --- pages ---
 
-  // Every warp walks the list for itself.
+  // The first warp finds pages, one more ahead than anybody needs: it writes down a page while others still read the one
+  // before.
+  __device__ PageQueue& queue() const {
+    return *reinterpret_cast<PageQueue*>(shared + S::kQueueAt);
+  }
   __device__ void begin_pages(int domain) {
-    if (threadIdx.x < 32) list.set(domain);
+    turn = 0;
+    if (threadIdx.x < 32) {
+      reinterpret_cast<PageList*>(shared + S::kListAt)->set(domain);
+      queue().begin(p, list(), domain);
+    }
     __syncthreads();
-    walk.begin(domain);
-    slot = walk.next(p, list, number);
+  }
+  // To the next page. There is a __syncthreads() between two calls.
+  __device__ void next_page(int domain) {
+    ++turn;
+    if (threadIdx.x < 32) queue().find(p, list(), domain, turn + 1);
+  }
+  // of: -1 for the page before, which is there until the next call of next_page().
+  __device__ int number(int of = 0) const {
+    return queue().page[(turn + of) & 3].number;
   }
   __device__ const std::byte* block_of(bool exact) const {
     const CacheView& c = p.cache;
-    const std::uint64_t in_slot = static_cast<std::uint64_t>(p.layer * c.kv_heads + list.tile.kv_head) *
+    const std::uint64_t in_slot = static_cast<std::uint64_t>(p.layer * c.kv_heads + list().tile.kv_head) *
                                   (exact ? c.exact_layout : c.encoded_layout).block_bytes;
     return (exact ? c.exact : c.encoded) +
-           static_cast<std::uint64_t>(slot) * (exact ? c.exact_slot_bytes : c.encoded_slot_bytes) + in_slot;
+           static_cast<std::uint64_t>(queue().page[turn & 3].slot) *
+               (exact ? c.exact_slot_bytes : c.encoded_slot_bytes) +
+           in_slot;
   }
 
   __device__ __forceinline__ void encoded_pages() {
@@ -279,7 +303,7 @@ struct Attend {
     const auto* value_factors = reinterpret_cast<const float*>(shared + S::kValueFactorsAt);
     Scales<D> scales;
     const auto ask = [&] {
-      if (number < 0) return;
+      if (number() < 0) return;
       const std::byte* block = block_of(false);
       ask_for_codes<D, false>(layout.k, block, key_codes);
       if constexpr (S::kTwoTiles) ask_for_codes<D, true>(layout.v, block, value_codes);
@@ -287,14 +311,13 @@ struct Attend {
       scales.load(layout, block);
     };
     begin_pages(core::kEncoded);
-    if (number < 0) return;
+    if (number() < 0) return;
     unit = 1e-30f;
     ask();
     if constexpr (!S::kTwoTiles) scales.store(layout, shared);
 #pragma unroll 1
-    while (number >= 0) {
-      const int flags = number, first_key = (flags >> 1) * kPageTokens + part * (kPageTokens / S::kSplit);
-      float s[S::kSixteens][kPageTokens / S::kSplit / 2], alpha[S::kSixteens][2];
+    while (number() >= 0) {
+      float s[S::kSixteens][kPageTokens / S::kSplit / 2];
       std::uint32_t w[S::kSixteens][kPageTokens / 16][4];
       ptx::copy_wait<0>();
       __syncthreads();  // all products of the page before are done
@@ -302,7 +325,7 @@ struct Attend {
       if constexpr (S::kTwoTiles) {
         unpack_codes<D, true>(layout.v.format, shared, value_codes, shared + S::kValuesAt);
         scales.store(layout, shared);
-        slot = walk.next(p, list, number);
+        next_page(core::kEncoded);
       } else {
         ask_for_codes<D, true>(layout.v, block_of(false), value_codes);
         ptx::copy_commit();
@@ -310,22 +333,18 @@ struct Attend {
       __syncthreads();
       if constexpr (S::kTwoTiles) ask();
       scores<false, kPageTokens>(shared + S::kKeysAt, s);
-#pragma unroll
-      for (int i = 0; i < S::kSixteens; ++i)
-        scale<true>(i, s[i], flags, first_key, key_factors + part * (kPageTokens / S::kSplit));
-      weigh(s, alpha);
-      pack<false, true, kPageTokens>(s, alpha, value_factors, w);
+      soften<false, true, kPageTokens>(s, number(S::kTwoTiles ? -1 : 0), 0, key_factors, value_factors, w);
       if constexpr (!S::kTwoTiles) {
         ptx::copy_wait<0>();
         __syncthreads();  // all products with the keys are done
         unpack_codes<D, true>(layout.v.format, shared, value_codes, shared + S::kValuesAt);
-        slot = walk.next(p, list, number);
+        next_page(core::kEncoded);
         ask();
         __syncthreads();
       }
       add_values<false, kPageTokens, false>(shared + S::kValuesAt, w);
       if constexpr (!S::kTwoTiles) {
-        if (number >= 0) scales.store(layout, shared);
+        if (number() >= 0) scales.store(layout, shared);
       }
     }
     to_given_basis();
@@ -333,6 +352,7 @@ struct Attend {
 
   // From sums over encoded values to sums over values as they were.
   __device__ __forceinline__ void to_given_basis() {
+    float factor = unit;
     if (codec::is_tq(p.cache.encoded_layout.v.format)) {
       if constexpr (S::kSplit == 1) {
 #pragma unroll
@@ -343,8 +363,9 @@ struct Attend {
       } else {
         // Each half for itself; then sums and differences of the two, which the other warp's same lane has.
         static_assert(S::kSplit == 2 && codec::rotation_shape(D).sylvester == D);
-        constexpr int kAtOnce = S::kTile / 4 / S::kThreads;
+        constexpr int kAtOnce = 16;
         hadamard<S::kColumns, true>(o[0]);
+        factor *= 0.70710678118654752f;
         const int warp = static_cast<int>(threadIdx.x) / 32, other = warp ^ (S::kWarps / S::kSplit);
         auto* between = reinterpret_cast<float*>(shared + S::kTilesAt);
         __syncthreads();  // all products are done
@@ -356,11 +377,11 @@ struct Attend {
 #pragma unroll
           for (int n = 0; n < kAtOnce; ++n) {
             const float x = between[(other * kAtOnce + n) * 32 + lane];
-            o[0][from + n] = (part == 0 ? o[0][from + n] + x : x - o[0][from + n]) * 0.70710678118654752f;
+            o[0][from + n] = (part() == 0 ? o[0][from + n] + x : x - o[0][from + n]);
           }
           pair_sync();
         }
-        if (part == 0) {
+        if (part() == 0) {
           flip_signs<S::kColumns>(o[0]);
         } else {
           flip_signs<S::kColumns, S::kColumns>(o[0]);
@@ -370,7 +391,7 @@ struct Attend {
 #pragma unroll
     for (int i = 0; i < S::kSixteens; ++i) {
 #pragma unroll
-      for (int n = 0; n < kSums; ++n) o[i][n] *= unit;
+      for (int n = 0; n < kSums; ++n) o[i][n] *= factor;
     }
   }
 
@@ -384,21 +405,21 @@ struct Attend {
     const auto copy = [&](const codec::SideLayout& side, int at) {
       const std::byte* from = block_of(exact) + side.plane_offset[0] + of_page * (kKeys * D * 2);
       const std::uint32_t to = ptx::shared_address(shared + at);
+      const int thread = ptx::thread_here();
 #pragma unroll
       for (int i = 0; i < kKeys * D / 8 / S::kThreads; ++i) {
-        const int piece = i * S::kThreads + static_cast<int>(threadIdx.x);
+        const int piece = i * S::kThreads + thread;
         ptx::copy16<0, 0>(to + static_cast<std::uint32_t>(place_by_token<D, kKeys>(piece / (D / 8), piece % (D / 8))),
                           from + 16 * piece);
       }
       ptx::copy_commit();
     };
     begin_pages(domain);
-    if (number < 0) return;
+    if (number() < 0) return;
     copy(layout.k, S::kKeysAt);
 #pragma unroll 1
-    while (number >= 0) {
-      const int flags = number, first_key = (flags >> 1) * kPageTokens + of_page * kKeys + part * kMine;
-      float s[S::kSixteens][kMine / 2], alpha[S::kSixteens][2];
+    while (number() >= 0) {
+      float s[S::kSixteens][kMine / 2];
       std::uint32_t w[S::kSixteens][kKeys / 16][4];
       ptx::copy_wait<0>();
       __syncthreads();  // the keys have come, and all products with the values before are done
@@ -406,50 +427,55 @@ struct Attend {
       scores<kBf16, kKeys>(shared + S::kKeysAt, s);
       ptx::copy_wait<0>();
       __syncthreads();  // the values have come, and all products with the keys are done
+      soften<kBf16, false, kKeys>(s, number(), of_page * kKeys, nullptr, nullptr, w);
       if (kParts == 1 || ++of_page == kParts) {
         of_page = 0;
-        slot = walk.next(p, list, number);
+        next_page(domain);
       }
-      if (number >= 0) copy(layout.k, S::kKeysAt);
-#pragma unroll
-      for (int i = 0; i < S::kSixteens; ++i) scale<false>(i, s[i], flags, first_key, nullptr);
-      weigh(s, alpha);
-      pack<kBf16, false, kKeys>(s, alpha, nullptr, w);
+      if (number() >= 0) copy(layout.k, S::kKeysAt);
       add_values<kBf16, kKeys, true>(shared + S::kDenseValuesAt, w);
     }
   }
 
   // --- a tile ---
 
-  __device__ __forceinline__ void load(bool rotated, bool bf16) {
+  template <bool kRotated>
+  __device__ __forceinline__ void load(bool bf16) {
     __syncthreads();  // nobody reads what was there
-    auto* scratch = reinterpret_cast<float*>(shared + S::kTilesAt);
-    if (rotated) {
-      load_queries<D, true>(p, list.tile, shared, bf16, scratch);
-    } else {
-      load_queries<D, false>(p, list.tile, shared, bf16, scratch);
-    }
+    load_queries<D, kRotated>(p, list().tile, shared, bf16, reinterpret_cast<float*>(shared + S::kTilesAt));
     __syncthreads();
   }
-  __device__ __forceinline__ void attend() {
+  __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < S::kSixteens; ++i) {
       m[i][0] = m[i][1] = kNone, l[i][0] = l[i][1] = 0.0f;
 #pragma unroll
       for (int n = 0; n < kSums; ++n) o[i][n] = 0.0f;
     }
+  }
+  __device__ __forceinline__ void attend() {
     const Format keys = p.cache.encoded_layout.k.format;
-    const bool encoded = !codec::is_dense(keys);
-    if (encoded) {
-      load(codec::is_tq(keys), false);
-      encoded_pages();
-    }
-    const bool bf16 = (encoded ? p.cache.exact_layout.k.format : keys) == Format::bf16;
-    load(false, bf16);
-    if (bf16) {
-      dense_pages<true>(encoded ? core::kExact : core::kEncoded);
+    bool bf16 = keys == Format::bf16;
+    int domain = core::kEncoded;
+    if (codec::is_dense(keys)) {
+      load<false>(bf16);
+      clear();
     } else {
-      dense_pages<false>(encoded ? core::kExact : core::kEncoded);
+      if (codec::is_tq(keys)) {
+        load<true>(false);
+      } else {
+        load<false>(false);
+      }
+      clear();
+      encoded_pages();
+      bf16 = p.cache.exact_layout.k.format == Format::bf16;
+      domain = core::kExact;
+      load<false>(bf16);
+    }
+    if (bf16) {
+      dense_pages<true>(domain);
+    } else {
+      dense_pages<false>(domain);
     }
     finish();
   }
@@ -470,13 +496,13 @@ struct Attend {
       pair_sync();  // both have read what was there
       if (t() == 0) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) sums[part * S::kRows + first_row + g() + 8 * h] = sum[0][h];
+        for (int h = 0; h < 2; ++h) sums[part() * S::kRows + first_row() + g() + 8 * h] = sum[0][h];
       }
       pair_sync();
 #pragma unroll
-      for (int h = 0; h < 2; ++h) sum[0][h] += sums[(part ^ 1) * S::kRows + first_row + g() + 8 * h];
+      for (int h = 0; h < 2; ++h) sum[0][h] += sums[(part() ^ 1) * S::kRows + first_row() + g() + 8 * h];
     }
-    const Tile& tile = list.tile;
+    const Tile& tile = list().tile;
 #pragma unroll
     for (int i = 0; i < S::kSixteens; ++i) {
 #pragma unroll
@@ -484,10 +510,10 @@ struct Attend {
         const RowPlace row = place(i, h);
         const float factor = to_log2(i, h);
         const RowEnd end = end_row(p, row.head, m[i][h], sum[i][h], factor != factor);
-        if (tile.row_block * S::kRows + first_row + 16 * i + g() + 8 * h >= tile.rows) continue;
+        if (tile.row_block * S::kRows + first_row() + 16 * i + g() + 8 * h >= tile.rows) continue;
         const std::int64_t token = tile.batch.query_begin + row.query;
-        if (p.lse != nullptr && t() == 0 && part == 0) p.lse[token * p.q_heads + row.head] = end.lse;
-        store_row(p, token * p.out.token_stride + row.head * p.out.head_stride + part * S::kColumns + 2 * t(), h, end,
+        if (p.lse != nullptr && t() == 0 && part() == 0) p.lse[token * p.q_heads + row.head] = end.lse;
+        store_row(p, token * p.out.token_stride + row.head * p.out.head_stride + part() * S::kColumns + 2 * t(), h, end,
                   o[i]);
       }
     }

@@ -54,9 +54,10 @@ template <int D, bool kValues>
 __device__ __forceinline__ void ask_for_codes(const codec::SideLayout& side, const std::byte* block, std::byte* to) {
   with_format<kValues>(side.format, [&]<Format F>() {
     const std::uint32_t base = ptx::shared_address(to);
+    const int thread = ptx::thread_here();
 #pragma unroll
     for (int i = 0; i < (2 * D + Shape<D>::kThreads - 1) / Shape<D>::kThreads; ++i) {
-      const int unit = i * Shape<D>::kThreads + static_cast<int>(threadIdx.x);
+      const int unit = i * Shape<D>::kThreads + thread;
       if (2 * D % Shape<D>::kThreads != 0 && unit >= 2 * D) break;
       each_piece<F, D, kValues>(side, unit, [&]<int kWords, int kFirst>(std::uint32_t offset) {
         ptx::copy<4 * kWords>(base + (kFirst * 2 * D + unit * kWords) * 4, block + offset);
@@ -75,7 +76,7 @@ __device__ __forceinline__ void unpack_codes(Format f, std::byte* shared, const 
     const auto* ratios = reinterpret_cast<const std::uint16_t*>(
         shared + (kValues ? S::kValueFactorsAt : S::kKeyFactorsAt) + 4 * kPageTokens);
 #pragma unroll 1
-    for (int unit = static_cast<int>(threadIdx.x); unit < 2 * D; unit += S::kThreads) {
+    for (int unit = ptx::thread_here(); unit < 2 * D; unit += S::kThreads) {
       Unit<F> x;
       each_piece<F, D, kValues>({}, unit, [&]<int kWords, int kFirst>(std::uint32_t) {
         std::uint32_t* to = kFirst < Unit<F>::kLow ? x.low + kFirst : x.high + (kFirst - Unit<F>::kLow);
@@ -94,7 +95,7 @@ struct Scales {
   std::uint32_t own[S::kGroups], values[S::kGroups];
 
   __device__ __forceinline__ void load(const codec::PageLayout& layout, const std::byte* block) {
-    const int thread = threadIdx.x, token = thread % kPageTokens;
+    const int thread = ptx::thread_here(), token = thread % kPageTokens;
     if (thread >= 2 * kPageTokens) return;
     const auto get = [&](const codec::SideLayout& side, std::uint32_t(&to)[S::kGroups]) {
 #pragma unroll
@@ -113,7 +114,7 @@ struct Scales {
     }
   }
   __device__ __forceinline__ void store(const codec::PageLayout& layout, std::byte* shared) const {
-    const int thread = threadIdx.x, token = thread % kPageTokens;
+    const int thread = ptx::thread_here(), token = thread % kPageTokens;
     if (thread >= 2 * kPageTokens) return;
     const auto scale_of = [&](int g) { return own[g]; };
     if (thread < kPageTokens) {

@@ -9,15 +9,13 @@ template <int D>
 __global__ void __launch_bounds__(Shape<D>::kThreads, Shape<D>::kBlocks)
     prefill_kernel(const __grid_constant__ AttendParams p, const Schedule schedule) {
   using S = Shape<D>;
-  static_assert(sizeof(PageList) <= S::kList);
+  static_assert(sizeof(PageList) <= S::kList && sizeof(PageQueue) <= S::kQueue);
   extern __shared__ __align__(1024) std::byte shared[];
   PageList& list = *reinterpret_cast<PageList*>(shared + S::kListAt);
   if (threadIdx.x == 0) put_constants<D>(p, shared);
   ptx::wait_prerequisites();
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  constexpr int kApart = S::kWarps / S::kSplit;
-  Attend<D> attend{
-      p, shared, list, warp / kApart, warp % kApart * 16 * S::kSixteens, static_cast<int>(threadIdx.x) % 32};
+  Attend<D> attend{p, shared, warp, static_cast<int>(threadIdx.x) % 32};
   const int rounds = (schedule.tiles + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
 #pragma unroll 1
   for (int round = 0; round < rounds; ++round) {

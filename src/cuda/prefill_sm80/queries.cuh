@@ -7,8 +7,9 @@
 
 namespace kvant::cuda::prefill::sm80 {
 
-// A warp takes rows one after the other, and loads some ahead. `kRotated`: to the basis of encoded pages. `scratch`: D
-// floats of each warp. A row that is not finite gets a factor (kToLog2At) that is no number.
+// A warp takes rows one after the other, kAhead of them loaded at once. `kRotated`: to the basis of encoded pages.
+// `scratch`: D floats of each warp. A row that is not finite gets a factor (kToLog2At) that is no number. (Not inlined:
+// then sums at head_dim 128 are spilled less.)
 template <int D, bool kRotated>
 __device__ __noinline__ void load_queries(const AttendParams& p, const Tile& tile, std::byte* shared, bool bf16,
                                           float* scratch) {

@@ -19,7 +19,7 @@ template <int D>
 struct Shape {
   static constexpr int kSixteens = D <= 128 ? 2 : 1;  // rows of a warp, in sixteens
   static constexpr int kSplit = D <= 256 ? 1 : 2;     // warps that share rows
-  static constexpr int kThreads = 128 * kSplit, kWarps = kThreads / 32;
+  static constexpr int kThreads = 128 * kSplit, kWarps = kThreads / 32, kRowWarps = 4;
   static constexpr int kRows = 64 * kSixteens;
   static constexpr int kBlocks = D <= 256 ? 2 : 1;  // that the registers of a multiprocessor hold
   static constexpr int kColumns = D / kSplit;       // of a warp's sums
@@ -40,7 +40,8 @@ struct Shape {
   static constexpr int kFactors = kPageTokens * (4 + (kGroups > 1 ? 2 * kGroups : 0));
   static constexpr int kKeyFactorsAt = kToLog2At + kRows * 4, kValueFactorsAt = kKeyFactorsAt + kFactors;
   static constexpr int kListAt = kValueFactorsAt + kFactors, kList = 128;  // of the tile's pages
-  static constexpr int kConstantsAt = kListAt + kList, kConstants = 16;    // of keys, of values
+  static constexpr int kQueueAt = kListAt + kList, kQueue = 304;
+  static constexpr int kConstantsAt = kQueueAt + kQueue, kConstants = 16;  // of keys, of values
   static constexpr int kCodesAt = kConstantsAt + 2 * kConstants;
   static constexpr int code_bytes(Format f) { return codec::is_dense(f) ? 0 : 8 * D * codec::format_bits(f); }
   static constexpr int bytes(Format k, Format v) {

@@ -136,6 +136,14 @@ __device__ __forceinline__ void load_transposed(std::uint32_t (&d)[4], std::uint
                : "memory");
 }
 
+// 10.1 the thread's number, asked for here and now: what follows from it is not computed before a loop, where it would
+// take registers from what the loop is for.
+__device__ __forceinline__ int thread_here() {
+  std::uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return static_cast<int>(thread);
+}
+
 // 9.7.13.1 bar.sync on one of 16 barriers (0 is __syncthreads'), for kThreads threads of the block.
 template <int kThreads>
 __device__ __forceinline__ void barrier(int which) {
