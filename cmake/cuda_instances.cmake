@@ -83,8 +83,8 @@ function(kvant_cuda_each_pair pairs result)
   set(${result} "${text}" PARENT_SCOPE)
 endfunction()
 
-# Writes attend_dN.cu, prefill_dN.cu, prefill_sm80_dN.cu, write_dN.cu and instances.hpp from templates in `source` to `target`; what takes
-# longest to compile first in `units`.
+# Writes attend_dN.cu, prefill_dN.cu, prefill_sm80_dN.cu, write_dN.cu and instances.hpp from templates in `source` to
+# `target`; what takes longest to compile first in `units`.
 function(kvant_cuda_write_instances source target wanted units)
   kvant_cuda_select_pairs("${wanted}" selected)
   set(others ${kvant_cuda_pairs})

@@ -78,8 +78,8 @@ void check_shape() {
   EXPECT_EQ(S::kValuesAt % 1024, 0);
   EXPECT_EQ(S::kDenseValuesAt % 1024, 0);
   EXPECT_EQ(S::kWeightsAt % 1024, 0);
-  for (const int at :
-       {S::kTopsAt, S::kToLog2At, S::kKeyFactorsAt, S::kValueFactorsAt, S::kListAt, S::kQueueAt, S::kConstantsAt, S::kCodesAt}) {
+  for (const int at : {S::kTopsAt, S::kToLog2At, S::kKeyFactorsAt, S::kValueFactorsAt, S::kListAt, S::kQueueAt,
+                       S::kConstantsAt, S::kCodesAt}) {
     EXPECT_EQ(at % 16, 0);
   }
   EXPECT_LE(S::kDenseValuesAt + S::kDenseKeys * D * 2, S::kWeightsAt);
@@ -90,8 +90,8 @@ void check_shape() {
   const int both = S::bytes(Format::tq6, Format::tq4) - S::kCodesAt;
   EXPECT_EQ(both, kPageTokens * D * 6 / 8 + (S::kTwoTiles ? kPageTokens * D * 4 / 8 : 0));
   EXPECT_EQ(S::bytes(Format::bf16, Format::bf16), S::kCodesAt);
-  // A block of compute capability 8.6 or 8.9 has 99 KiB, of 8.0 163, of 9.0 227. What a device has no room for decode
-  // kernels serve there.
+  // A block of compute capability 8.6 or 8.9 has 99 KiB, of 8.0 163, of 9.0 227. Where a device has too little, decode
+  // kernels serve.
   const bool is_long = D == 512;
   EXPECT_LE(S::bytes(Format::tq8, Format::tq8), (is_long ? 227 : 99) * 1024);
   EXPECT_LE(S::bytes(Format::tq6, Format::tq6), (is_long ? 163 : 99) * 1024);

@@ -112,7 +112,7 @@ std::vector<std::string> notes(const BenchResult& result, const Machine& machine
   return lines;
 }
 
-// The kernels that were asked for, else those that the plan took; those of an append have no name.
+// The requested kernels, else those that the plan took; those of an append have no name.
 const std::string& kernel_of(const BenchRow& row) {
   return row.bench_case.kernel.empty() ? row.kernel : row.bench_case.kernel;
 }

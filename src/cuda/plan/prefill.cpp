@@ -59,7 +59,7 @@ std::string pair_at(const core::DevicePlanConfig& config) {
   return fmt::format("{} at head_dim {}", pair_name({config.k, config.v}), config.head_dim);
 }
 
-// What keeps prefill_sm90 from running; empty: nothing.
+// The reason why prefill_sm90 does not run; empty: it does.
 Result<std::string> missing_of_sm90(const core::DevicePlanConfig& config, const Kernel* kernel,
                                     const DeviceLimits& limits) {
   if (sm90_kernels(config.head_dim).empty())

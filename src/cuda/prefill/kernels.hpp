@@ -1,4 +1,4 @@
-// What the kinds of prefill kernels share. Host and device.
+// The common part of all kinds of prefill kernels. Host and device.
 //
 // A tile is some rows of one (sequence, kv head): row = query * group + head-in-group, as in decode. A page's codes
 // become f16 in shared memory, in which levels are exact; its key scales multiply the columns of the scores, its value

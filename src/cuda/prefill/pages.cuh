@@ -171,7 +171,7 @@ __device__ __forceinline__ void load_unit(const std::byte* block, const codec::S
     if constexpr (kFirst < Unit<F>::kLow) {
       load_global<kWords>(block + offset, unit.low + kFirst);
     } else {
-      load_global<kWords>(block + offset, unit.high + kFirst - Unit<F>::kLow);
+      load_global<kWords>(block + offset, unit.high + (kFirst - Unit<F>::kLow));
     }
   });
 }

@@ -110,7 +110,7 @@ __device__ __forceinline__ void store_row(const AttendParams& p, std::int64_t to
   }
 }
 
-// What a page's value factors are divided by: the sums are in units of the largest factor so far.
+// The unit of the sums is the largest value factor so far.
 struct ValueUnit {
   float shrink;   // of the sums before
   float inverse;  // of the unit

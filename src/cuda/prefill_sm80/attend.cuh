@@ -32,9 +32,9 @@ struct Attend {
   float o[S::kSixteens][kSums];
   int turn;  // pages of the domain before the one that comes next
 
-  // Of the warps that share rows.
+  // Which of the warps that share rows this is.
   __device__ int part() const { return S::kSplit == 1 ? 0 : warp / S::kRowWarps; }
-  // Of this warp in the tile.
+  // The warp's first row in the tile.
   __device__ int first_row() const { return (S::kSplit == 1 ? warp : warp % S::kRowWarps) * 16 * S::kSixteens; }
   __device__ const PageList& list() const { return *reinterpret_cast<const PageList*>(shared + S::kListAt); }
   __device__ int g() const { return lane / 4; }
@@ -263,8 +263,8 @@ struct Attend {
 
   // --- pages ---
 
-  // The first warp finds pages, one more ahead than anybody needs: it writes down a page while others still read the one
-  // before.
+  // The first warp finds pages, one more ahead than anybody needs: it writes down a page while others still read an
+  // older one.
   __device__ PageQueue& queue() const {
     return *reinterpret_cast<PageQueue*>(shared + S::kQueueAt);
   }
@@ -281,7 +281,7 @@ struct Attend {
     ++turn;
     if (threadIdx.x < 32) queue().find(p, list(), domain, turn + 1);
   }
-  // of: -1 for the page before, which is there until the next call of next_page().
+  // of: -1 for the page before, which next_page() keeps until its next call.
   __device__ int number(int of = 0) const {
     return queue().page[(turn + of) & 3].number;
   }
@@ -441,7 +441,7 @@ struct Attend {
 
   template <bool kRotated>
   __device__ __forceinline__ void load(bool bf16) {
-    __syncthreads();  // nobody reads what was there
+    __syncthreads();  // nobody reads the old queries or tiles any more
     load_queries<D, kRotated>(p, list().tile, shared, bf16, reinterpret_cast<float*>(shared + S::kTilesAt));
     __syncthreads();
   }
@@ -493,7 +493,7 @@ struct Attend {
     }
     if constexpr (S::kSplit > 1) {
       auto* sums = reinterpret_cast<float*>(shared + S::kTopsAt);
-      pair_sync();  // both have read what was there
+      pair_sync();  // both have read the old scores
       if (t() == 0) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) sums[part() * S::kRows + first_row() + g() + 8 * h] = sum[0][h];

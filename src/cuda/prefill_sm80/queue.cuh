@@ -5,12 +5,13 @@
 
 namespace kvant::cuda::prefill::sm80 {
 
-// The pages of a domain in turn: here lie that of the turn, the one before and the next. In shared memory, because registers are few.
+// The pages of a domain in turn: that of the turn, the one before and the next. They are in shared memory, because
+// registers are few.
 struct PageQueue {
   struct Page {
     int slot, number;  // as Walk::next has them
   } page[4];
-  // What is between two calls of Walk.
+  // The state of Walk between two calls.
   int slot[32], flags[32];
   int base;
   unsigned left;

@@ -1,8 +1,8 @@
 // Prefill by the warps' own matrix products (mma.m16n8k16) and cp.async, on any device of compute capability 8.0 or
 // newer. Host and device.
 //
-// prefill/kernels.hpp says what a tile is. There is one kernel for each head_dim: which formats a page has is asked once
-// a page, around the code that unpacks it. Four warps share a tile's rows; where a row of sums is too long for one warp
+// prefill/kernels.hpp says what a tile is. There is one kernel for each head_dim: it asks for the formats once a page,
+// around the code that unpacks a page. Four warps share a tile's rows; where a row of sums is too long for one warp
 // (head_dim 512), two share rows: of a page's scores each has those of half the keys, of the sums half the columns.
 //
 // Codes come by cp.async, those that a thread will unpack to a place of its own, while the page before is multiplied.
@@ -30,7 +30,7 @@ struct Shape {
   static constexpr int kTilesAt = kRows * D * 2;                                                 // queries lie before
   static constexpr int kKeysAt = kTilesAt, kValuesAt = kTwoTiles ? kTilesAt + kTile : kTilesAt;  // unpacked
   static constexpr int kDenseValuesAt = kTilesAt + kDenseKeys * D * 2;
-  // Of warps that share rows: their weights, and each one's largest scores.
+  // Warps that share rows have their weights and each one's largest scores here.
   static constexpr int kWeightsAt = kTilesAt + (kTwoTiles ? 2 : 1) * kTile;
   static constexpr int kTopsAt = kWeightsAt + (kSplit > 1 ? kRows * kPageTokens * 2 : 0);
   static constexpr int kToLog2At = kTopsAt + (kSplit > 1 ? kSplit * kRows * 4 : 0);  // of each row

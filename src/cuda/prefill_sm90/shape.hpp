@@ -1,8 +1,9 @@
 // Prefill on Hopper: how a block shares its work and its shared memory. Host and device.
 //
-// prefill/kernels.hpp says what a tile is; it has 128 rows here. Two consumer warpgroups have 64 rows each. One producer
-// warpgroup brings the keys of pages, another the values (or one both, where registers are few): they unpack codes to
-// f16, or copy dense rows, into swizzled tiles of shared memory that wgmma reads. Sums are rotated back in registers.
+// prefill/kernels.hpp says what a tile is; it has 128 rows here. Two consumer warpgroups have 64 rows each. One
+// producer warpgroup brings the keys of pages, another the values (or one both, where registers are few): they unpack
+// codes to f16, or copy dense rows, into swizzled tiles of shared memory that wgmma reads. Sums are rotated back in
+// registers.
 #pragma once
 
 #include <span>
