@@ -102,6 +102,8 @@ TEST_F(Cli, WrongUsageIsExitCodeTwo) {
           {{"bench", "decode", "--window", "0"}, "--window"},
           {{"bench", "--first-keys", "9", "append"}, "--first-keys 9: not of append"},
           {{"bench", "--backend", "cuda", "--between-mib", "9", "append"}, "--between-mib 9: of decode and step"},
+          {{"bench", "--backend", "cuda", "--kernel", "decode", "append"}, "--kernel decode: of decode and step"},
+          {{"bench", "--kernel", "both"}, "--kernel: both: must be one of decode, prefill, prefill_sm90, prefill_sm80"},
           {{"bench", "decode", "--first-keys", "3", "--q-len", "4"}, "--q-len 4: more than --keys 3"},
           {{"bench", "--suite", "gpu"}, "--suite gpu: unknown; the suites are cpu"},
           {{"bench", "--suite", "cpu", "--keys", "64"}, "--suite cpu: has shapes of its own; leave out --keys"},
@@ -154,6 +156,7 @@ TEST_F(Cli, BenchRefusesADeviceThatIsNotThere) {
   expect_refusals(2, {
                          {{"bench", "--device", "1"}, "--device 1: needs --backend cuda"},
                          {{"bench", "--between-mib", "9"}, "--between-mib 9: needs --backend cuda"},
+                         {{"bench", "--kernel", "prefill"}, "--kernel prefill: needs --backend cuda"},
                          {{"bench", "--between-mib", "0"}, "--between-mib"},
                          {{"bench", "--backend", "cuda", "--isa", "avx2"}, "--isa: CPU kernels"},
                          {{"bench", "--backend", "cuda", "--threads", "2"}, "--threads: of the CPU"},

@@ -96,7 +96,8 @@ struct AttentionOptions {
   /// others are 1e-6 off (float formats). All of them are up to 6e-5 off for few rows of tq formats.
   std::string isa{};
   /// Caches on a device: "decode" (keys split over blocks) or "prefill" (many rows over all keys; weights are rounded
-  /// to f16 or bf16); empty: by the number of rows, and explain() says which and why.
+  /// to f16 or bf16); empty: by the number of rows, and explain() says which and why. Prefill kernels are of two kinds,
+  /// "prefill_sm90" (compute capability 9.0) and "prefill_sm80"; "prefill" takes the first of these that serves.
   std::string kernel{};
 };
 

@@ -343,7 +343,8 @@ typedef struct kvant_attention_options {
   const char* isa;    /* "scalar", "avx2", "avx512", "amx" or "neon"; NULL (default): the best that this machine has.
                       "amx" multiplies more than 16 rows with products of bf16 terms: 4e-6 off exact attention over
                       the stored vectors, where others are 1e-6 off (float formats) */
-  const char* kernel; /* caches on a device: "decode" or "prefill"; NULL (default): by the number of rows */
+  const char* kernel; /* caches on a device: "decode" or "prefill" ("prefill_sm90" or "prefill_sm80" for one kind of
+                      these); NULL (default): by the number of rows */
 } kvant_attention_options;
 
 /* Fills in the defaults. struct_size: sizeof(kvant_attention_options). */

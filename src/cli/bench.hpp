@@ -50,6 +50,7 @@ struct BenchCase {
   /// On a device: so much other memory is read between two runs, as a model's weights are; the time of that alone is
   /// taken off.
   std::int64_t between_mib = 0;
+  std::string kernel;  ///< on a device, as AttentionOptions::kernel
   BenchScores scores;
 
   /// name_with_centre

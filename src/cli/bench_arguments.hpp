@@ -22,6 +22,7 @@ struct BenchArguments {
   int device = 0;
   int sink_pages = -1, tail_pages = -1;
   std::int64_t between_mib = 0;
+  std::string kernel;
   BenchScores scores;
   BenchSettings settings;
   std::string json, csv, markdown;

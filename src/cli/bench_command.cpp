@@ -77,6 +77,9 @@ void check_shape(const BenchCase& c) {
   if (c.op == BenchOp::append && c.between_mib > 0) {
     usage(fmt::format("--between-mib {}: of decode and step, not of append", c.between_mib));
   }
+  if (c.op == BenchOp::append && !c.kernel.empty()) {
+    usage(fmt::format("--kernel {}: of decode and step, not of append", c.kernel));
+  }
   if (c.q_len > std::min(c.keys, c.keys_of(0))) {
     usage(fmt::format("--q-len {}: more than --keys {}; the queries are the newest of the keys' positions", c.q_len,
                       std::min(c.keys, c.keys_of(0))));
@@ -99,6 +102,7 @@ std::vector<BenchCase> cases_of(const BenchArguments& a, bool is_op_given, const
   for (BenchCase shape : shapes_of(a, is_op_given)) {
     shape.scores = a.scores;
     shape.between_mib = a.between_mib;
+    shape.kernel = a.kernel;
     check_shape(shape);
     const int default_ends = shape.op == BenchOp::append ? 0 : 1;  // append measures encoding
     shape.sink_pages = a.sink_pages >= 0 ? a.sink_pages : default_ends;
@@ -137,6 +141,8 @@ Status run_bench_command(const BenchArguments& a, bool is_op_given) {
     usage(fmt::format("--device {}: needs --backend cuda", a.device));
   } else if (a.between_mib > 0) {
     usage(fmt::format("--between-mib {}: needs --backend cuda", a.between_mib));
+  } else if (!a.kernel.empty()) {
+    usage(fmt::format("--kernel {}: needs --backend cuda", a.kernel));
   }
   std::vector<std::string> isas;
   if (on_device) isas = {"cuda"};

@@ -211,6 +211,7 @@ AttentionOptions attention_options(const BenchCase& c, const void* mask) {
   options.q_heads = c.q_heads;
   options.q_len = static_cast<int>(c.q_len);
   options.backend = c.backend;
+  options.kernel = c.kernel;
   options.softcap = c.scores.softcap;
   options.mask.window = c.scores.window;
   for (int head = 0; c.scores.alibi && head < c.q_heads; ++head) options.alibi_slopes.push_back(alibi_slope(c, head));

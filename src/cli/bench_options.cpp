@@ -1,10 +1,12 @@
 // The options of `kvant bench` and of its operations, each with those that have a meaning there. Without an operation
 // it is decode, whose options are taken and not shown.
+#include <iterator>
 #include <memory>
 
 #include "cli/arguments.hpp"
 #include "cli/bench_arguments.hpp"
 #include "cli/command.hpp"
+#include "core/device.hpp"
 #include "core/fmt.hpp"
 
 namespace kvant::cli {
@@ -146,6 +148,10 @@ void add_device(CLI::App& command, BenchArguments& a, BenchOp op) {
                   "model's weights are; the time of that alone is taken off")
       ->check(range(1, 2048))
       ->type_name("N");
+  one_of(command.add_option("--kernel", a.kernel,
+                            "With --backend cuda: kernels that the plan is to take; default: by the\n"
+                            "number of rows"),
+         std::vector<std::string>(std::begin(core::kKernelNames), std::end(core::kKernelNames)));
 }
 
 void add_run(CLI::App& command, BenchArguments& a) {
@@ -196,7 +202,8 @@ std::vector<CLI::Option*> add_options(CLI::App& command, BenchArguments& a, Benc
 std::vector<CLI::Option*> add_options_without_op(CLI::App& command, BenchArguments& a) {
   std::vector<CLI::Option*> shapes = add_options(command, a, BenchOp::decode);
   for (CLI::Option* shape : shapes) shape->group(kHidden);
-  for (const char* name : {"--window", "--softcap", "--alibi", "--mask", "--backend", "--device", "--between-mib"}) {
+  for (const char* name :
+       {"--window", "--softcap", "--alibi", "--mask", "--backend", "--device", "--between-mib", "--kernel"}) {
     command.get_option(name)->group(kHidden);
   }
   return shapes;

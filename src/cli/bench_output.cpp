@@ -112,6 +112,11 @@ std::vector<std::string> notes(const BenchResult& result, const Machine& machine
   return lines;
 }
 
+// The requested kernels, else those that the plan took; those of an append have no name.
+const std::string& kernel_of(const BenchRow& row) {
+  return row.bench_case.kernel.empty() ? row.kernel : row.bench_case.kernel;
+}
+
 Json number_or_null(bool is_there, double value) {
   return is_there ? Json(value) : Json(nullptr);
 }
@@ -156,6 +161,7 @@ Json bench_rows(const BenchResult& result) {
                     {"alibi", c.scores.alibi},
                     {"mask", c.scores.mask ? Json(dtype_name(*c.scores.mask)) : Json(nullptr)},
                     {"between_mib", c.between_mib},
+                    {"kernel", kernel_of(row).empty() ? Json(nullptr) : Json(kernel_of(row))},
                     {"median_ns", number_or_null(has_speed, row.median_ns)},
                     {"spread", number_or_null(has_speed, row.spread)},
                     {"ns_per_value", number_or_null(has_speed, row.ns_per_value)},

@@ -14,6 +14,7 @@
 #include "cli/bench_peaks.hpp"
 #include "cli/parallel.hpp"
 #include "cli/table.hpp"
+#include "core/device.hpp"
 #include "core/fmt.hpp"
 
 namespace kvant::cli {
@@ -277,9 +278,9 @@ std::vector<std::string> op_names() {
 void judge(BenchRow& row, double rel_l2) {
   const bool is_append = row.bench_case.op == BenchOp::append;
   const FormatPair& formats = row.bench_case.formats;
-  const double allowed = is_append                 ? append_tolerance(formats)
-                         : row.kernel == "prefill" ? kPrefillTolerance
-                                                   : attention_tolerance(formats);
+  const double allowed = is_append                             ? append_tolerance(formats)
+                         : row.kernel == core::kPrefillKernels ? kPrefillTolerance
+                                                               : attention_tolerance(formats);
   row.rel_l2 = rel_l2;
   if (rel_l2 <= allowed) return;
   row.refusal =

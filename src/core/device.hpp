@@ -98,11 +98,18 @@ struct DevicePlanConfig {
   int kv_heads = 1, head_dim = 0;
 };
 
+// The names that AttentionOptions::kernel takes. kPrefillKernels: the first of the two kinds after it that serves.
+inline constexpr const char* kDecodeKernels = "decode";
+inline constexpr const char* kPrefillKernels = "prefill";
+inline constexpr const char* kPrefillSm90 = "prefill_sm90";
+inline constexpr const char* kPrefillSm80 = "prefill_sm80";
+inline constexpr const char* kKernelNames[] = {kDecodeKernels, kPrefillKernels, kPrefillSm90, kPrefillSm80};
+
 class DevicePlan {
  public:
   virtual ~DevicePlan() = default;
   [[nodiscard]] virtual std::size_t workspace_bytes() const noexcept = 0;
-  [[nodiscard]] virtual const char* kernel() const noexcept = 0;  // "decode" or "prefill"
+  [[nodiscard]] virtual const char* kernel() const noexcept = 0;  // kDecodeKernels or kPrefillKernels
   [[nodiscard]] virtual int splits() const noexcept = 0;  // the most shares of one sequence at the planned lengths
   [[nodiscard]] virtual std::string explain() const = 0;  // kernels, tiles, splits, and why; lines
   // Arguments are checked. Tensors, lse, sink_logits and workspace are in device memory.

@@ -1,4 +1,8 @@
 // Refusals of plan(): each message names the argument, its value, what is allowed, and the way out.
+#include <algorithm>
+#include <iterator>
+
+#include "core/device.hpp"
 #include "core/fmt.hpp"
 #include "core/logits.hpp"
 #include "core/plan.hpp"
@@ -38,9 +42,10 @@ Status check_names(const AttentionOptions& o) {
     return invalid(
         fmt::format("backend is \"{}\": must be \"cpu\" or \"cuda\", or empty for where the cache is", o.backend));
   }
-  if (!o.kernel.empty() && o.kernel != "decode" && o.kernel != "prefill") {
-    return invalid(
-        fmt::format("kernel is \"{}\": must be \"decode\" or \"prefill\", or empty to let the plan choose", o.kernel));
+  const auto is_kernel = [&](const char* name) { return o.kernel == name; };
+  if (!o.kernel.empty() && std::none_of(std::begin(core::kKernelNames), std::end(core::kKernelNames), is_kernel)) {
+    return invalid(fmt::format("kernel is \"{}\": must be one of {}, or empty to let the plan choose", o.kernel,
+                               fmt::join(core::kKernelNames, ", ")));
   }
   return {};
 }

@@ -119,13 +119,15 @@ TEST(GpuExplain, ManyRowsGetPrefillKernels) {
     return plan(w.cache, std::span<const SequenceId>(w.ids), o);
   };
   EXPECT_STREQ(planned("decode").value().kernel(), "decode");
-  const Result<Plan> forced = planned("prefill");
-  if (!forced) {
-    EXPECT_NE(forced.message().find("9.0"), std::string::npos) << forced.message();
-    EXPECT_STREQ(planned("").value().kernel(), "decode");
-    return;
+  const Result<Plan> hopper = planned("prefill_sm90");
+  if (!hopper) {
+    EXPECT_NE(hopper.message().find("9.0"), std::string::npos) << hopper.message();
   }
-  EXPECT_STREQ(forced->kernel(), "prefill");
+  const Plan any = planned("prefill_sm80").value(), first = planned("prefill").value();
+  for (const Plan& p : {any, first}) EXPECT_STREQ(p.kernel(), "prefill");
+  EXPECT_NE(any.explain().find("prefill_sm80 bf16/bf16"), std::string::npos) << any.explain();
+  EXPECT_NE(first.explain().find(hopper ? "prefill_sm90 bf16/bf16" : "prefill_sm80 bf16/bf16"), std::string::npos)
+      << first.explain();
   const Plan chosen = planned("").value();
   EXPECT_STREQ(chosen.kernel(), "prefill") << chosen.explain();
   EXPECT_NE(chosen.explain().find("tiles of 128 query rows"), std::string::npos) << chosen.explain();

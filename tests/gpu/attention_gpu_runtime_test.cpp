@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/device.hpp"
 #include "core/fmt.hpp"
 #include "gpu/gpu_formats.hpp"
 #include "support/masks.hpp"
@@ -38,6 +39,19 @@ TEST(GpuPlacement, DtypesStridesAndAlignment) {
   }
 }
 
+// The kinds of kernels that serve any device.
+AttentionOptions with_kernel(const char* kernel) {
+  AttentionOptions o;
+  o.kernel = kernel;
+  return o;
+}
+constexpr const char* kKernels[] = {core::kDecodeKernels, core::kPrefillSm80};
+// Mixed pairs have decode kernels alone.
+bool serves(const char* kernel, const Formats& f) {
+  const auto is_coded = [](const std::string& format) { return format != "bf16" && format != "f16"; };
+  return kernel == core::kDecodeKernels || is_coded(f.k) == is_coded(f.v);
+}
+
 // Rows of NaN were stored and truncated again: what lies behind the end of a page must never be multiplied.
 TEST(GpuPoison, WhatWasTruncatedIsNotRead) {
   SKIP_WITHOUT_DEVICE();
@@ -47,7 +61,10 @@ TEST(GpuPoison, WhatWasTruncatedIsNotRead) {
         WorldSpec spec = spec_of(f.k, f.v, {{length, 1}});
         spec.sink_pages = spec.tail_pages = ends;
         GpuWorld w(spec);
-        const Attended before = w.attend();
+        std::vector<Attended> before;
+        for (const char* kernel : kKernels) {
+          if (serves(kernel, f)) before.push_back(w.attend(with_kernel(kernel)));
+        }
         Qkv nan = w.host.qkv[0];
         const std::int64_t more = 64 - length % 64;
         nan.k.assign(static_cast<std::size_t>(more) * 2 * 64, NAN);
@@ -55,10 +72,15 @@ TEST(GpuPoison, WhatWasTruncatedIsNotRead) {
         append_on_device(w.cache, w.ids[0], nan, 0, more, Dtype::bf16, w.stream);
         EXPECT_TRUE(w.cache.take_non_finite(w.stream.handle()).value());
         EXPECT_FALSE(w.cache.take_non_finite(w.stream.handle()).value());
-        const Attended spoiled = w.attend();
-        EXPECT_TRUE(std::isnan(spoiled.out[0])) << name_of(f);  // NaN goes in, NaN comes out
+        for (std::size_t i = 0; i < before.size(); ++i) {
+          const Attended spoiled = w.attend(with_kernel(kKernels[i]));
+          EXPECT_TRUE(std::isnan(spoiled.out[0])) << name_of(f) << ", " << kKernels[i];  // NaN goes in, NaN comes out
+        }
         w.cache.truncate(w.ids[0], length).value();
-        EXPECT_TRUE(same_bits(before.out, w.attend().out)) << name_of(f) << ", " << length << ", ends " << ends;
+        for (std::size_t i = 0; i < before.size(); ++i) {
+          EXPECT_TRUE(same_bits(before[i].out, w.attend(with_kernel(kKernels[i])).out))
+              << name_of(f) << ", " << length << ", ends " << ends << ", " << kKernels[i];
+        }
       }
     }
   }
@@ -68,18 +90,22 @@ TEST(GpuPoison, ANonFiniteQuerySpoilsItsOwnRowOnly) {
   SKIP_WITHOUT_DEVICE();
   for (const char* format : {"bf16", "tq4", "tq6"}) {
     for (const std::int64_t q_len : {1, 5}) {
-      GpuWorld w(spec_of(format, {{800, q_len}}));
-      const Attended expected = w.attend();
-      const std::size_t row = static_cast<std::size_t>(q_len - 1) * 4 + 2;
-      for (const float bad : {NAN, kInf}) {
-        const float good = std::exchange(w.host.qkv[0].q[row * 64 + 17], bad);
-        const Attended got = w.attend();
-        w.host.qkv[0].q[row * 64 + 17] = good;
-        for (std::size_t i = 0; i < got.out.size(); ++i) {
-          if (i / 64 == row) {
-            ASSERT_TRUE(std::isnan(got.out[i])) << format << ", q_len " << q_len << ", query " << bad << " at " << i;
-          } else {
-            ASSERT_EQ(got.out[i], expected.out[i]) << format << ", q_len " << q_len << ", query " << bad << " at " << i;
+      for (const char* kernel : kKernels) {
+        const AttentionOptions options = with_kernel(kernel);
+        GpuWorld w(spec_of(format, {{800, q_len}}));
+        const Attended expected = w.attend(options);
+        const std::size_t row = static_cast<std::size_t>(q_len - 1) * 4 + 2;
+        for (const float bad : {NAN, kInf}) {
+          const float good = std::exchange(w.host.qkv[0].q[row * 64 + 17], bad);
+          const Attended got = w.attend(options);
+          w.host.qkv[0].q[row * 64 + 17] = good;
+          for (std::size_t i = 0; i < got.out.size(); ++i) {
+            const std::string where = fmt::format("{}, {}, q_len {}, query {} at {}", format, kernel, q_len, bad, i);
+            if (i / 64 == row) {
+              ASSERT_TRUE(std::isnan(got.out[i])) << where;
+            } else {
+              ASSERT_EQ(got.out[i], expected.out[i]) << where;
+            }
           }
         }
       }
@@ -91,11 +117,15 @@ TEST(GpuDeterminism, TwentyRunsGiveTheSameBits) {
   SKIP_WITHOUT_DEVICE();
   for (const Formats& f : kFormats) {
     const GpuWorld w(spec_of(f.k, f.v, {{5000, 1}, {700, 1}, {130, 1}}));
-    const Attended first = w.attend();
-    for (int i = 1; i < 20; ++i) {
-      const Attended again = w.attend();
-      ASSERT_TRUE(same_bits(first.out, again.out, w.host.out_shape())) << name_of(f) << ", run " << i;
-      ASSERT_TRUE(same_bits(first.lse, again.lse)) << name_of(f) << ", run " << i;
+    for (const char* kernel : kKernels) {
+      if (!serves(kernel, f)) continue;
+      const Attended first = w.attend(with_kernel(kernel));
+      for (int i = 1; i < 20; ++i) {
+        const Attended again = w.attend(with_kernel(kernel));
+        ASSERT_TRUE(same_bits(first.out, again.out, w.host.out_shape()))
+            << name_of(f) << ", " << kernel << ", run " << i;
+        ASSERT_TRUE(same_bits(first.lse, again.lse)) << name_of(f) << ", " << kernel << ", run " << i;
+      }
     }
   }
 }
@@ -143,7 +173,8 @@ TEST(GpuSequences, ForkTruncateAndGoOn) {
 
 // A decoding step of a model with two layers and three sequences, recorded once and launched 200 times: lengths grow on
 // the device, and every step is what the CPU computes.
-void decode_by_graph(const std::string& k, const std::string& v, int head_dim, int steps, int check_every) {
+void decode_by_graph(const std::string& k, const std::string& v, int head_dim, int steps, int check_every,
+                     const char* kernel = core::kDecodeKernels) {
   constexpr int kLayers = 2, kKvHeads = 2, kGroup = 4, kSequences = 3;
   const std::int64_t starts[kSequences] = {1, 60, 500};
   WorldSpec spec = spec_of(k, v, {});
@@ -178,6 +209,9 @@ void decode_by_graph(const std::string& k, const std::string& v, int head_dim, i
 
   AttentionOptions options;
   options.q_heads = kKvHeads * kGroup;
+  const AttentionOptions on_any = options;
+  options.kernel = kernel;
+  const double allowed = 2 * (options.kernel == core::kDecodeKernels ? tolerance::kCoded : tolerance::kCudaPrefill);
   const Plan planned = plan(cache, std::span<const SequenceId>(ids), options).value();
   const std::size_t row_bytes = static_cast<std::size_t>(kSequences * kKvHeads * head_dim) * 2;
   const DeviceBuffer keys(row_bytes), values(row_bytes), q(row_bytes * kGroup), workspace(planned.workspace_bytes());
@@ -222,14 +256,14 @@ void decode_by_graph(const std::string& k, const std::string& v, int head_dim, i
     const std::int64_t length = starts[1] + step + 1;
     if (step % check_every != 0 && length % 64 > 1 && step + 1 != steps) continue;
     stream.wait();
-    const Plan on_host = plan(host, std::span<const SequenceId>(host_ids), options).value();
+    const Plan on_host = plan(host, std::span<const SequenceId>(host_ids), on_any).value();
     for (int layer = 0; layer < kLayers; ++layer) {
       std::vector<float> expected(x.q.size());
       run(on_host, layer, TensorView::contiguous(q_rows.data(), Dtype::bf16, kSequences, kKvHeads * kGroup, head_dim),
           MutableTensorView::of(expected.data(), kSequences, kKvHeads * kGroup, head_dim))
           .value();
-      ASSERT_TRUE(close(std::span<const float>(expected), out[static_cast<std::size_t>(layer)].download_as<float>(),
-                        2 * tolerance::kCoded))
+      ASSERT_TRUE(
+          close(std::span<const float>(expected), out[static_cast<std::size_t>(layer)].download_as<float>(), allowed))
           << k << "/" << v << ", step " << step << ", layer " << layer;
     }
   }
@@ -261,6 +295,7 @@ TEST(GpuGraph, LengthsGrow) {
   // Kernels of eight warps, chosen while lengths are short.
   decode_by_graph("tq6", "tq4", 128, 200, 10);
   decode_by_graph("tq4", "tq4", 512, 200, 10);
+  for (const char* format : {"tq4", "bf16"}) decode_by_graph(format, format, 64, 200, 10, core::kPrefillSm80);
 }
 
 // A recorded run goes on when one of its sequences is cut to nothing: that one's rows are zeros.

@@ -205,25 +205,30 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
   if (auto r = lse_close(expected.lse, got->lse, lse_tolerance, {host.total_queries(), host.q_heads()}); !r) {
     return r << "\nlse, against float64 attention over the decoded vectors\n" << got->explain;
   }
-  // The other kind of kernels.
-  if (base.kernel.empty()) {
+  // The other kinds of kernels.
+  const bool is_dense = host.spec.k == "bf16" || host.spec.k == "f16", same = host.spec.k == host.spec.v;
+  const bool usual = !host.spec.key_bases && !host.spec.value_bases;
+  const auto rotated = [](const std::string& format) { return format.rfind("tq", 0) == 0; };
+  const std::pair<const char*, bool> kinds[] = {
+      {core::kPrefillSm90,
+       usual && host.spec.head_dim <= (is_dense ? 256 : 128) && (same || (host.spec.v == "tq4" && !is_dense))},
+      {core::kPrefillSm80, usual && !host.spec.page_centres && host.spec.head_dim <= 256 &&
+                               (same || (rotated(host.spec.k) && rotated(host.spec.v)))}};
+  for (const auto& [kind, must_serve] : kinds) {
+    if (!base.kernel.empty()) break;
     AttentionOptions other = base;
-    other.kernel = "prefill";
+    other.kernel = kind;
     const Result<Attended> tiled = try_attend(other, sink_logits, placement);
-    const bool is_dense = host.spec.k == "bf16" || host.spec.k == "f16";
-    const bool compiled = host.spec.head_dim <= (is_dense ? 256 : 128) && !host.spec.key_bases &&
-                          !host.spec.value_bases && (host.spec.k == host.spec.v || (host.spec.v == "tq4" && !is_dense));
-    if (!tiled && (compiled || tiled.code() != Code::unsupported))
-      return testing::AssertionFailure() << "kernel prefill: " << code_name(tiled.code()) << ": " << tiled.message();
-    if (tiled) {
-      const double of_tiles = tolerance::kCudaPrefill + rounding_of(placement.out_dtype);
-      if (auto r = close(expected.out, tiled->out, of_tiles, host.out_shape()); !r)
-        return r << "\nout of prefill kernels, against float64 attention over the decoded vectors\n" << tiled->explain;
-      if (auto r =
-              lse_close(expected.lse, tiled->lse, tolerance::kCudaPrefillLse, {host.total_queries(), host.q_heads()});
-          !r)
-        return r << "\nlse of prefill kernels, against float64 attention over the decoded vectors\n" << tiled->explain;
-    }
+    if (!tiled && (must_serve || tiled.code() != Code::unsupported))
+      return testing::AssertionFailure() << kind << ": " << code_name(tiled.code()) << ": " << tiled.message();
+    if (!tiled) continue;
+    const double of_tiles = tolerance::kCudaPrefill + rounding_of(placement.out_dtype);
+    if (auto r = close(expected.out, tiled->out, of_tiles, host.out_shape()); !r)
+      return r << "\nout of " << kind << ", against float64 attention over the decoded vectors\n" << tiled->explain;
+    if (auto r =
+            lse_close(expected.lse, tiled->lse, tolerance::kCudaPrefillLse, {host.total_queries(), host.q_heads()});
+        !r)
+      return r << "\nlse of " << kind << ", against float64 attention over the decoded vectors\n" << tiled->explain;
   }
   AttentionOptions on_cpu = base;
   on_cpu.kernel.clear();

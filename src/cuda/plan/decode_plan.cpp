@@ -319,16 +319,18 @@ std::string DecodePlan::explain() const {
   std::string s;
   auto out = std::back_inserter(s);
   if (prefill_.function != nullptr) {
-    fmt::format_to(out, "kernel     prefill {}/{}, head_dim {}, tiles of {} query rows: {}\n",
-                   format_info(prefill_.k).name, format_info(prefill_.v).name, p.head_dim, prefill::kRows, why_);
+    fmt::format_to(out, "kernel     {} {}/{}, head_dim {}, tiles of {} query rows: {}\n", prefill_name_,
+                   format_info(prefill_.k).name, format_info(prefill_.v).name, p.head_dim, prefill_.rows, why_);
     fmt::format_to(out, "products   {}, f32 sums; weights are rounded to the same type\n",
                    codec::is_dense(prefill_.k)
                        ? "16-bit floats"
                        : "encoded pages f16 (levels are exact in it), exact pages as they are stored");
-    fmt::format_to(out,
-                   "blocks     {} of {} threads, {} bytes of shared memory each; {} tiles, keys of {} heads at once\n",
-                   std::min(schedule_.tiles, store_.limits().multiprocessors), prefill_.threads, prefill_.shared_bytes,
-                   schedule_.tiles, schedule_.heads_at_once);
+    fmt::format_to(
+        out,
+        "blocks     {} ({} a multiprocessor) of {} threads, {} bytes of shared memory each; {} tiles, keys of "
+        "{} heads at once\n",
+        std::min(schedule_.tiles, store_.limits().multiprocessors * blocks_), blocks_, prefill_.threads,
+        prefill_.shared_bytes, schedule_.tiles, schedule_.heads_at_once);
     return s;
   }
   fmt::format_to(out, "kernel     attend {}/{}, head_dim {}, {} query rows at once{}\n", format_info(attend_.k).name,

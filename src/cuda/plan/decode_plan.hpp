@@ -10,7 +10,7 @@
 #include "core/device.hpp"
 #include "cuda/decode/kernels.hpp"
 #include "cuda/mask/classify.hpp"
-#include "cuda/prefill_sm90/shape.hpp"
+#include "cuda/prefill/kernels.hpp"
 #include "cuda/schedule/params.hpp"
 #include "cuda/schedule/schedule.hpp"
 #include "cuda/store/store.hpp"
@@ -38,7 +38,7 @@ class DecodePlan final : public core::DevicePlan {
 
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return workspace_bytes_; }
   [[nodiscard]] const char* kernel() const noexcept override {
-    return prefill_.function != nullptr ? "prefill" : "decode";
+    return prefill_.function != nullptr ? core::kPrefillKernels : core::kDecodeKernels;
   }
   [[nodiscard]] int splits() const noexcept override { return splits_; }
   [[nodiscard]] std::string explain() const override;
@@ -69,6 +69,7 @@ class DecodePlan final : public core::DevicePlan {
   const PlannedPages& store_;
   AttendParams params_{};      // but for what run gives
   prefill::Kernel prefill_{};  // no function: decode kernels are used
+  const char* prefill_name_ = "";
   prefill::Schedule schedule_{};
   std::string why_;  // these kernels
   int merged_ = 0;   // sequences whose rows are merged

@@ -1,115 +1,176 @@
-// Prefill kernels (prefill_sm90): when a plan takes them, and how they are launched.
+// Prefill kernels (prefill_sm90, prefill_sm80): when a plan takes them, and how they are launched.
 #include <algorithm>
 
 #include "core/fmt.hpp"
 #include "cuda/plan/decode_plan.hpp"
+#include "cuda/prefill/choice.hpp"
+#include "cuda/prefill_sm80/kernels.hpp"
+#include "cuda/prefill_sm90/shape.hpp"
 #include "cuda/runtime/built.hpp"
 #include "cuda/runtime/runtime.hpp"
 
 namespace kvant::cuda {
 namespace {
 
-std::span<const prefill::Kernel> prefill_kernels(int head_dim) {
+using prefill::Kernel;
+
+std::span<const Kernel> sm90_kernels(int head_dim) {
 #define KVANT_ENTRY(d) \
   if (head_dim == d) return prefill::kernels<d>();
   KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
 #undef KVANT_ENTRY
   return {};
 }
+std::span<const Kernel> sm80_kernels(int head_dim) {
+#define KVANT_ENTRY(d) \
+  if (head_dim == d) return prefill::sm80::kernels<d>();
+  KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
+#undef KVANT_ENTRY
+  return {};
+}
 
-std::string prefill_head_dims() {
+std::string sm90_head_dims() {
   std::string list;
   for (const int d : instances().head_dims) {
-    if (!prefill_kernels(d).empty()) list += fmt::format("{}{}", list.empty() ? "" : ", ", d);
+    if (!sm90_kernels(d).empty()) list += fmt::format("{}{}", list.empty() ? "" : ", ", d);
   }
   return list;
 }
 
-// A round of tiles takes as long as so many row blocks of decode kernels, which are sixteen rows (H100, 32768 keys:
-// docs/lab, cuda-prefill.md).
+const Kernel* find_kernel(std::span<const Kernel> kernels, Format k, Format v) {
+  const auto found =
+      std::find_if(kernels.begin(), kernels.end(), [&](const Kernel& one) { return one.k == k && one.v == v; });
+  return found == kernels.end() ? nullptr : &*found;
+}
+
+// A round of tiles of prefill_sm90 takes as long as so many row blocks of decode kernels, which are sixteen rows (H100,
+// 32768 keys: docs/lab, cuda-prefill.md).
 constexpr std::int64_t row_blocks_of_a_round(Format k) {
   return codec::is_dense(k) ? 250 : 550;
 }
+// The same for each row that a multiprocessor has in a round of prefill_sm80. These are estimates, to be measured.
+constexpr std::int64_t row_blocks_of_a_row(Format k) {
+  return codec::is_dense(k) ? 3 : 5;
+}
 // The share of the L2 cache for keys and values that blocks read at the same time, in bytes.
 constexpr std::int64_t kKeysInCache = std::int64_t{24} << 20;
+
+std::string pair_at(const core::DevicePlanConfig& config) {
+  return fmt::format("{} at head_dim {}", pair_name({config.k, config.v}), config.head_dim);
+}
+
+// The reason why prefill_sm90 does not run; empty: it does.
+Result<std::string> missing_of_sm90(const core::DevicePlanConfig& config, const Kernel* kernel,
+                                    const DeviceLimits& limits) {
+  if (sm90_kernels(config.head_dim).empty())
+    return fmt::format("prefill_sm90 kernels are compiled for head_dim {}", sm90_head_dims());
+  if (kernel == nullptr) return fmt::format("prefill_sm90 kernels are not compiled for {}", pair_at(config));
+  const std::string needs = "prefill_sm90 kernels need compute capability 9.0";
+  if (kernel->shared_bytes > limits.shared_bytes) return needs;
+  cudaFuncAttributes attributes{};
+  KVANT_CUDA_TRY(cudaFuncGetAttributes(&attributes, kernel->function));
+  // The kernel is empty in code for other architectures, and in what the driver compiles from PTX.
+  if (attributes.numRegs < 64) return needs + " and machine code for it (sm_90a)";
+  return std::string();
+}
+
+// The same for prefill_sm80; and how many blocks a multiprocessor holds.
+Result<std::string> missing_of_sm80(const core::DevicePlanConfig& config, const codec::PageLayout& encoded,
+                                    const Kernel* kernel, const DeviceLimits& limits, int& blocks) {
+  if (kernel == nullptr) return fmt::format("prefill_sm80 kernels do not serve {}", pair_at(config));
+  if (codec::is_centred(encoded)) return std::string("prefill_sm80 kernels do not serve page-centred caches");
+  if (kernel->shared_bytes > limits.shared_bytes) {
+    return fmt::format("prefill_sm80 kernels need {} bytes of shared memory a block for {}, the device has {}",
+                       kernel->shared_bytes, pair_at(config), limits.shared_bytes);
+  }
+  // Kernels of several pairs are one function, which gets once what the largest of them needs: plans of other threads
+  // use it.
+  int most = 0;
+  for (const Kernel& one : sm80_kernels(config.head_dim)) {
+    if (one.shared_bytes <= limits.shared_bytes) most = std::max(most, one.shared_bytes);
+  }
+  KVANT_CUDA_TRY(prepare_shared(kernel->function, most));
+  int fitting = 0;
+  KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fitting, kernel->function, kernel->threads,
+                                                               static_cast<std::size_t>(kernel->shared_bytes)));
+  if (fitting < 1) return fmt::format("a block of the prefill_sm80 kernel for {} finds no room", pair_at(config));
+  blocks = fitting;
+  return std::string();
+}
 
 }  // namespace
 
 // Chooses prefill kernels if the options name them or there are enough rows; else why_ says why decode kernels serve.
 Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config) {
-  const std::string& wanted = config.options->kernel;
-  if (wanted == "decode") {
-    why_ = "decode kernels, as asked for";
-    return {};
-  }
   AttendParams& p = params_;
+  const DeviceLimits& limits = store_.limits();
   const std::int64_t pairs = std::int64_t{p.batch} * p.cache.kv_heads;
-  std::int64_t most_rows = 0, longest = 0, row_blocks = 0, tiles = 0;
+  std::int64_t most_rows = 0, longest = 0;
   for (const core::DeviceSequence& s : config.sequences) {
-    const std::int64_t rows = std::int64_t{s.q_len} * p.group;
-    most_rows = std::max(most_rows, rows);
+    most_rows = std::max(most_rows, std::int64_t{s.q_len} * p.group);
     longest = std::max(longest, s.length);
-    row_blocks += p.cache.kv_heads * ((rows + 15) / 16);
-    tiles += p.cache.kv_heads * ((rows + prefill::kRows - 1) / prefill::kRows);
   }
-  const std::int64_t rounds = (tiles + store_.limits().multiprocessors - 1) / store_.limits().multiprocessors;
-  const std::int64_t as_long = rounds * row_blocks_of_a_round(config.k);
-  if (wanted.empty() && row_blocks < as_long) return {};
-  std::string missing;
-  const std::span<const prefill::Kernel> kernels = prefill_kernels(config.head_dim);
-  const auto kernel = std::find_if(kernels.begin(), kernels.end(),
-                                   [&](const prefill::Kernel& k) { return k.k == config.k && k.v == config.v; });
-  cudaFuncAttributes attributes{};
+  const auto blocks_of = [&](std::int64_t rows) {  // of so many rows, all sequences and heads
+    std::int64_t blocks = 0;
+    for (const core::DeviceSequence& s : config.sequences)
+      blocks += p.cache.kv_heads * ((std::int64_t{s.q_len} * p.group + rows - 1) / rows);
+    return blocks;
+  };
   const auto usual = [](const DeviceBasis& basis, Format format) {
     return basis.kind == (codec::is_tq(format) ? BasisKind::hadamard : BasisKind::none);
   };
+
+  const Kernel* kernels[] = {find_kernel(sm90_kernels(config.head_dim), config.k, config.v),
+                             find_kernel(sm80_kernels(config.head_dim), config.k, config.v)};
+  int blocks[] = {1, 1};  // of a multiprocessor
+  prefill::Candidate candidates[] = {{core::kPrefillSm90, {}, 0}, {core::kPrefillSm80, {}, 0}};
   if (!usual(p.k_basis, config.k) || !usual(p.v_basis, config.v)) {
-    missing = "bases other than the formats' own are for decode kernels only";
-  } else if (kernels.empty()) {
-    missing = fmt::format("prefill kernels are compiled for head_dim {}", prefill_head_dims());
-  } else if (kernel == kernels.end()) {
-    missing = fmt::format("prefill kernels are not compiled for {}/{} at head_dim {}", format_info(config.k).name,
-                          format_info(config.v).name, config.head_dim);
-  } else if (kernel->shared_bytes > store_.limits().shared_bytes) {
-    missing = "prefill kernels need a device of compute capability 9.0";
+    candidates[0].missing = "bases other than the formats' own are for decode kernels only";
+    candidates[1].missing = candidates[0].missing;
   } else {
-    KVANT_CUDA_TRY(cudaFuncGetAttributes(&attributes, kernel->function));
-    // The kernel is empty in code for other architectures, and in what the driver compiles from PTX.
-    if (attributes.numRegs < 64) missing = "prefill kernels need machine code for compute capability 9.0 (sm_90a)";
+    Result<std::string> missing = missing_of_sm90(config, kernels[0], limits);
+    if (!missing.ok()) return missing.status();
+    candidates[0].missing = *missing;
+    missing = missing_of_sm80(config, p.cache.encoded_layout, kernels[1], limits, blocks[1]);
+    if (!missing.ok()) return missing.status();
+    candidates[1].missing = *missing;
   }
-  if (!missing.empty()) {
-    if (!wanted.empty())
-      return {Code::unsupported, fmt::format("kernel is \"{}\": {}; leave kernel empty", wanted, missing)};
-    why_ = fmt::format("decode kernels for {} rows: {}", most_rows, missing);
-    return {};
-  }
-  KVANT_CUDA_TRY(prepare_shared(kernel->function, kernel->shared_bytes));
-  prefill_ = *kernel;
-  why_ = !wanted.empty()
-             ? std::string("as asked for")
-             : fmt::format("{} row blocks of decode kernels, which would take longer than {}", row_blocks, as_long);
+  candidates[0].as_long =
+      prefill::time_of_rounds(blocks_of(prefill::kRows), limits.multiprocessors, row_blocks_of_a_round(config.k));
+  const std::int64_t rows = kernels[1] != nullptr ? kernels[1]->rows : prefill::kRows;
+  candidates[1].as_long = prefill::time_of_rounds(blocks_of(rows), std::int64_t{limits.multiprocessors} * blocks[1],
+                                                  rows * blocks[1] * row_blocks_of_a_row(config.k));
+
+  const Result<prefill::Choice> choice = prefill::choose(config.options->kernel, candidates, blocks_of(16), most_rows);
+  if (!choice.ok()) return choice.status();
+  why_ = choice->why;
+  if (choice->candidate < 0) return {};
+  prefill_ = *kernels[choice->candidate];
+  prefill_name_ = candidates[choice->candidate].name;
+  blocks_ = blocks[choice->candidate];
+  if (choice->candidate == 0) KVANT_CUDA_TRY(prepare_shared(prefill_.function, prefill_.shared_bytes));
   const double bytes =
       static_cast<double>(std::max<std::int64_t>(longest, 1)) * p.cache.encoded_layout.block_bytes / kPageTokens;
-  const std::int64_t blocks_of_rows = (most_rows + prefill::kRows - 1) / prefill::kRows;
+  const std::int64_t row_blocks = (most_rows + prefill_.rows - 1) / prefill_.rows;
   schedule_.heads_at_once =
       static_cast<int>(std::clamp<std::int64_t>(static_cast<std::int64_t>(kKeysInCache / bytes), 1, pairs));
-  if (pairs * blocks_of_rows > (1 << 30) || most_rows > kMostRows) {
+  if (pairs * row_blocks > (1 << 30) || most_rows > kMostRows) {
     return {
         Code::invalid_argument,
         fmt::format("{} sequences of {} kv heads with up to {} rows each are more than one plan takes: plan smaller "
                     "batches",
                     p.batch, config.kv_heads, most_rows)};
   }
-  schedule_.row_blocks = static_cast<int>(blocks_of_rows);
-  schedule_.tiles = static_cast<int>(pairs * blocks_of_rows);
+  schedule_.row_blocks = static_cast<int>(row_blocks);
+  schedule_.tiles = static_cast<int>(pairs * row_blocks);
   return {};
 }
 
 Status DecodePlan::run_prefill(AttendParams& p, Stream stream) const {
   prefill::Schedule schedule = schedule_;
   void* arguments[] = {&p, &schedule};
-  Launch launch(static_cast<unsigned>(std::min(schedule.tiles, store_.limits().multiprocessors)), prefill_.threads,
-                native(stream), store_.limits().overlaps);
+  Launch launch(static_cast<unsigned>(std::min(schedule.tiles, store_.limits().multiprocessors * blocks_)),
+                prefill_.threads, native(stream), store_.limits().overlaps);
   launch.config.dynamicSmemBytes = static_cast<std::size_t>(prefill_.shared_bytes);
   KVANT_CUDA_TRY(cudaLaunchKernelExC(&launch.config, prefill_.function, arguments));
   return {};

@@ -1,8 +1,8 @@
 // The consumers: products, softmax and output of a warpgroup's 64 rows.
 #pragma once
 
+#include "cuda/prefill/rotate.cuh"
 #include "cuda/prefill_sm90/producer.cuh"
-#include "cuda/prefill_sm90/rotate.cuh"
 #include "cuda/prefill_sm90/wgmma.cuh"
 #include "cuda/tile/element.cuh"
 #include "cuda/tile/logits.cuh"

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1)
                                  lane / 4, lane % 4, keys, values};
     if (role == 1) barrier_arrive<256>(1);  // the first turn is group 0's
     for (int round = 0; round < rounds; ++round) {
-      if (find_tile(p, schedule, tile_number(round), consumer.tile)) consumer.attend();
+      if (find_tile<kRows>(p, schedule, tile_number(round), consumer.tile)) consumer.attend();
     }
   }
 #endif

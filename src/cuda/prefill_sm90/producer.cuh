@@ -1,7 +1,8 @@
 // The producers: one warpgroup brings the keys of a tile's pages into stages of shared memory, another the values.
 #pragma once
 
-#include "cuda/prefill_sm90/pages.cuh"
+#include "cuda/prefill/pages.cuh"
+#include "cuda/prefill_sm90/shape.hpp"
 
 namespace kvant::cuda::prefill {
 
@@ -291,7 +292,7 @@ __device__ __forceinline__ void bring_pages(const AttendParams& p, std::byte* sh
   };
   for (int round = 0; round < rounds; ++round) {
     __syncwarp();
-    if (!find_tile(p, schedule, tile_number(round), list.tile)) continue;
+    if (!find_tile<kRows>(p, schedule, tile_number(round), list.tile)) continue;
     if constexpr (is_half(KF)) {
       dense(false);
     } else {

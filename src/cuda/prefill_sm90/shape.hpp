@@ -1,39 +1,20 @@
 // Prefill on Hopper: how a block shares its work and its shared memory. Host and device.
 //
-// A tile is 128 rows of one (sequence, kv head): row = query * group + head-in-group, as in decode. Two consumer
-// warpgroups have 64 rows each. One producer warpgroup brings the keys of pages, another the values (or one both, where
-// registers are few): they unpack codes to f16, in which levels are exact, or copy dense rows, into swizzled tiles of
-// shared memory that wgmma reads. A page's key scales multiply the columns of the scores, its value scales the weights.
-// Encoded pages come first, multiplied with rotated queries. Then the sums are rotated back in registers, and exact
-// pages follow, multiplied with the queries as given. So there are no partial results and no merge.
+// prefill/kernels.hpp says what a tile is; it has 128 rows here. Two consumer warpgroups have 64 rows each. One
+// producer warpgroup brings the keys of pages, another the values (or one both, where registers are few): they unpack
+// codes to f16, or copy dense rows, into swizzled tiles of shared memory that wgmma reads. Sums are rotated back in
+// registers.
 #pragma once
 
 #include <span>
 
-#include "codec/layout.hpp"
 #include "cuda/instances.hpp"
-#include "cuda/schedule/params.hpp"
+#include "cuda/prefill/kernels.hpp"
 
 namespace kvant::cuda::prefill {
 
 inline constexpr int kConsumers = 2;  // warpgroups
 inline constexpr int kRows = 64 * kConsumers;
-
-struct Kernel {
-  Format k, v;
-  int head_dim;
-  const void* function;  // takes an AttendParams and a Schedule
-  int shared_bytes;
-  int threads;
-};
-
-// Tiles in the order that blocks take them: those of heads whose keys fit the L2 cache together, and of these the
-// longest first.
-struct Schedule {
-  int row_blocks;     // of the sequence with the most rows
-  int heads_at_once;  // pairs of a sequence and a kv head
-  int tiles;          // those that do not exist included: shorter sequences have fewer
-};
 
 // All of a head_dim, each in a unit of its own (prefill.cu.in); none for those that a block's registers have no room
 // for.
@@ -49,8 +30,8 @@ inline constexpr int kMostHeadDim = 256, kMostHeadDimOfCodes = 128;
 
 template <int D>
 struct Shape {
-  static constexpr int kSwizzle = D % 64 == 0 ? 128 : 64;  // bytes of a row of a box of channels
-  static constexpr int kTile = kPageTokens * D * 2;        // of keys or values
+  static constexpr int kSwizzle = box_row_bytes(D);
+  static constexpr int kTile = kPageTokens * D * 2;  // of keys or values
   // Warpgroups: where sums leave registers for it, keys and values have one each.
   static constexpr int kProducers = D <= 128 ? 2 : 1;
   static constexpr int kThreads = 128 * (kConsumers + kProducers);

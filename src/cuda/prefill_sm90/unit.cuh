@@ -19,8 +19,8 @@ constexpr bool is_supported() {
 template <Format KF, Format VF, int D>
 void add(std::vector<Kernel>& all) {
   if constexpr (is_supported<KF, VF, D>())
-    all.push_back(
-        {KF, VF, D, reinterpret_cast<const void*>(&prefill_kernel<KF, VF, D>), Shape<D>::kBytes, Shape<D>::kThreads});
+    all.push_back({KF, VF, D, reinterpret_cast<const void*>(&prefill_kernel<KF, VF, D>), Shape<D>::kBytes,
+                   Shape<D>::kThreads, kRows});
 }
 
 template <int D>

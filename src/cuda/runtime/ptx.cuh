@@ -58,6 +58,18 @@ __device__ __forceinline__ std::uint32_t bf16x2(float low, float high) {
   return d;
 }
 
+// 9.7.4 arithmetic of two halves at once
+__device__ __forceinline__ std::uint32_t subtract_halves(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t d;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ std::uint32_t multiply_halves(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
 // 9.7.15.5 mma.m16n8k32: c += a * b, a [16 x 32] u8 by rows, b [32 x 8] s8 by columns, c [16 x 8] s32.
 // Lane 4 g + t holds
 //   a[0]: row g, columns 4 t ..; a[1]: row g + 8; a[2]: row g, columns 16 + 4 t ..; a[3]: row g + 8, same columns
@@ -88,6 +100,12 @@ __device__ __forceinline__ void mma_f16(float (&c)[4], const std::uint32_t (&a)[
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+__device__ __forceinline__ void mma_bf16(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                         std::uint32_t b1) {
+  asm(KVANT_MMA("bf16")
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 // Which of the two the whole warp says at run time: by a predicate, since branches around every product are what a
 // compiler takes its time over.
 __device__ __forceinline__ void mma_half(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1,
@@ -101,6 +119,29 @@ __device__ __forceinline__ void mma_half(float (&c)[4], const std::uint32_t (&a)
 
 __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// 9.7.15.5.15 ldmatrix: four matrices of 8 rows of 16 bytes; lane 8 i + r has the address of row r of matrix i. Lane
+// 4 g + t gets elements 2 t and 2 t + 1 of row g of each, or, transposed, of column g.
+__device__ __forceinline__ void load_matrices(std::uint32_t (&d)[4], std::uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void load_transposed(std::uint32_t (&d)[4], std::uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
+}
+
+// 10.1 the thread's number, asked for here and now: what follows from it is not computed before a loop, where it would
+// take registers from what the loop is for.
+__device__ __forceinline__ int thread_here() {
+  std::uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return static_cast<int>(thread);
 }
 
 // 9.7.13.1 bar.sync on one of 16 barriers (0 is __syncthreads'), for kThreads threads of the block.
@@ -131,6 +172,15 @@ template <int kTo, int kFrom>
 __device__ __forceinline__ void copy16(std::uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" ::"r"(to), "l"(from), "n"(kTo), "n"(kFrom)
                : "memory");
+}
+// The same of kBytes, 4, 8 or 16.
+template <int kBytes>
+__device__ __forceinline__ void copy(std::uint32_t to, const void* from) {
+  if constexpr (kBytes == 16) {
+    copy16<0, 0>(to, from);
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
+  }
 }
 // The same for what is read once, as codes of pages are: 128 bytes at a time from memory to the L2 cache, which they
 // leave before anything else does (9.7.9.19 createpolicy; the assembler makes a constant of it). `to` must not be a sum

@@ -1,7 +1,7 @@
 // Which tile a block works on, which pages the tile reads, and codes of a page as halves in shared memory.
 #pragma once
 
-#include "cuda/prefill_sm90/shape.hpp"
+#include "cuda/prefill/kernels.hpp"
 #include "cuda/schedule/schedule.cuh"
 #include "cuda/tile/tiles.cuh"
 
@@ -24,6 +24,8 @@ __device__ __forceinline__ int tile_number(int round) {
   return round * blocks + ((round & 1) != 0 ? blocks - 1 - block : block);
 }
 
+// kRows: of a tile.
+template <int kRows>
 __device__ __forceinline__ bool find_tile(const AttendParams& p, const Schedule& schedule, int number, Tile& tile) {
   if (number >= schedule.tiles) return false;
   const int pairs = p.batch * p.cache.kv_heads;
@@ -51,11 +53,15 @@ __device__ __forceinline__ bool find_tile(const AttendParams& p, const Schedule&
 
 // --- which pages -----------------------------------------------------------------------------------------------------
 
-// A tile and the runs of its pages; of one warp.
+// A tile and the runs of its pages.
 struct PageList {
   Tile tile;
   PageRuns runs;
   int total;
+  __device__ void set(int domain) {
+    runs = page_runs(tile.pages, domain == core::kExact);
+    total = runs.total();
+  }
 };
 
 // What a stage's page is called: its number, its place among the sixteen pages whose centres come before them, and
@@ -80,13 +86,15 @@ struct Walk {
   int slot, name;  // of this lane's page
   unsigned left;   // of the 32
 
+  // With a list of the warp's own.
   __device__ void begin(PageList& list, int of) {
-    domain = of, base = -32, left = 0;
+    begin(of);
     __syncwarp();  // every lane writes the same
-    list.runs = page_runs(list.tile.pages, of == core::kExact);
-    list.total = list.runs.total();
+    list.set(of);
     __syncwarp();
   }
+  // The list is set.
+  __device__ void begin(int of) { domain = of, base = -32, left = 0; }
 
   __device__ __forceinline__ void load(const AttendParams& p, const PageList& list) {
     const Tile& tile = list.tile;
@@ -139,41 +147,49 @@ struct Unit {
 
 template <int kWords>
 __device__ __forceinline__ void load_global(const std::byte* from, std::uint32_t* to) {
-  if constexpr (kWords >= 4) {
+  if constexpr (kWords == 4) {
     const uint4 x = __ldg(reinterpret_cast<const uint4*>(from));
     to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-    if constexpr (kWords > 4) load_global<kWords - 4>(from + 16, to + 4);
   } else if constexpr (kWords == 2) {
     const uint2 x = __ldg(reinterpret_cast<const uint2*>(from));
     to[0] = x.x, to[1] = x.y;
-  } else if constexpr (kWords == 1) {
+  } else {
     to[0] = __ldg(reinterpret_cast<const unsigned int*>(from));
   }
 }
 
 // Unit `i` of 2 D: eight neighbouring lanes have eight tokens of a page's keys, or its eight octets of values, so that
-// what they store meets no bank twice.
+// what they store meets no bank twice. Its words lie in pieces: visit.operator()<words, first>(offset in the block),
+// `first` of its low words, then of its high ones.
+template <Format F, int D, bool kValues, class Visit>
+__device__ __forceinline__ void each_piece(const codec::SideLayout& side, int i, Visit&& visit) {
+  constexpr int kLow = Unit<F>::kLow, kHigh = Unit<F>::kHigh;
+  const std::uint32_t low = side.plane_offset[0], high = side.plane_offset[1];
+  const auto at = [&](int token, int piece, int bits) {
+    return static_cast<std::uint32_t>((token * (D / 32) + piece) * 4 * bits);
+  };
+  const int octet = i % 8, channel = i / 8 * 4;                              // of values
+  const int token = i / 8 / (D / 32) * 8 + i % 8, piece = i / 8 % (D / 32);  // of keys
+  if constexpr (kLow == 8) {
+    const std::uint32_t first = kValues ? (2 * octet * D + channel) * 4 : at(token, piece, kLow);
+    visit.template operator()<4, 0>(low + first);
+    visit.template operator()<4, 4>(low + first + (kValues ? 4 * D : 16));
+  } else {
+    visit.template operator()<kLow, 0>(low + (kValues ? (octet * D + channel) * kLow : at(token, piece, kLow)));
+  }
+  if constexpr (kHigh > 0)
+    visit.template operator()<kHigh, kLow>(high + (kValues ? (octet * D + channel) * kHigh : at(token, piece, kHigh)));
+}
+
 template <Format F, int D, bool kValues>
 __device__ __forceinline__ void load_unit(const std::byte* block, const codec::SideLayout& side, int i, Unit<F>& unit) {
-  const std::byte* low = block + side.plane_offset[0];
-  const std::byte* high = block + side.plane_offset[1];
-  if constexpr (kValues) {
-    const int octet = i % 8, channel = i / 8 * 4;
-    if constexpr (plane_bits(F, 0) == 8) {
-      load_global<4>(low + (2 * octet * D + channel) * 4, unit.low);
-      load_global<4>(low + ((2 * octet + 1) * D + channel) * 4, unit.low + 4);
+  each_piece<F, D, kValues>(side, i, [&]<int kWords, int kFirst>(std::uint32_t offset) {
+    if constexpr (kFirst < Unit<F>::kLow) {
+      load_global<kWords>(block + offset, unit.low + kFirst);
     } else {
-      load_global<Unit<F>::kLow>(low + (octet * D + channel) * plane_bits(F, 0), unit.low);
+      load_global<kWords>(block + offset, unit.high + (kFirst - Unit<F>::kLow));
     }
-    if constexpr (Unit<F>::kHigh > 0)
-      load_global<Unit<F>::kHigh>(high + (octet * D + channel) * plane_bits(F, 1), unit.high);
-  } else {
-    constexpr int kPieces = D / 32;
-    const int token = i / 8 / kPieces * 8 + i % 8, piece = i / 8 % kPieces;
-    load_global<Unit<F>::kLow>(low + (token * kPieces + piece) * 4 * plane_bits(F, 0), unit.low);
-    if constexpr (Unit<F>::kHigh > 0)
-      load_global<Unit<F>::kHigh>(high + (token * kPieces + piece) * 4 * plane_bits(F, 1), unit.high);
-  }
+  });
 }
 
 // Half i (16 codes) of a unit as pairs of halves, in the codes' order: exact levels, around zero. (fp8: 2^-8 of each.)
@@ -215,12 +231,11 @@ __device__ __forceinline__ void levels(const Unit<F>& unit, int i, const Constan
 
 // Where 16 bytes go: channels 8 c .. of a token in a tile of rows of tokens; tokens 8 o .. of a channel in one of rows
 // of channels.
-template <int D>
+template <int D, int kTokens = kPageTokens>
 __device__ __forceinline__ int place_by_token(int token, int c) {
-  using S = Shape<D>;
-  constexpr int kOfRow = S::kSwizzle / 16;
-  const int swap = S::kSwizzle == 128 ? token & 7 : token >> 1 & 3;
-  return c / kOfRow * kPageTokens * S::kSwizzle + token * S::kSwizzle + ((c % kOfRow) ^ swap) * 16;
+  constexpr int kRow = box_row_bytes(D), kOfRow = kRow / 16;
+  const int swap = kRow == 128 ? token & 7 : token >> 1 & 3;
+  return c / kOfRow * kTokens * kRow + token * kRow + ((c % kOfRow) ^ swap) * 16;
 }
 __device__ __forceinline__ int place_by_channel(int channel, int o) {
   return channel * 128 + ((o ^ (channel & 7)) * 16);

@@ -1,4 +1,5 @@
-// The rotation of rows that lie as wgmma's sums do (wgmma.cuh): four neighbouring lanes share a row.
+// The rotation of rows that lie as the sums of matrix products do (wgmma's and mma's alike): four neighbouring lanes
+// share a row.
 #pragma once
 
 #include "codec/rotation.hpp"
@@ -6,13 +7,14 @@
 
 namespace kvant::cuda::prefill {
 
-template <int D>
+// D columns, from kFirst on.
+template <int D, int kFirst = 0>
 __device__ __forceinline__ void flip_signs(float (&x)[D / 2]) {
   constexpr codec::SignTable signs = codec::sign_table();
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int j = 0; j < D / 8; ++j) {
-    const auto byte = static_cast<std::uint32_t>(signs.word[(j / 8) & 7] >> (8 * (j % 8)) & 0xFFu);
+    const auto byte = static_cast<std::uint32_t>(signs.word[(kFirst / 64 + j / 8) & 7] >> (8 * (j % 8)) & 0xFFu);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const std::uint32_t sign = byte << (31 - e - 2 * t) & 0x80000000u;

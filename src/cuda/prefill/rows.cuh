@@ -1,0 +1,165 @@
+// Query rows as the threads of a matrix product have them: element i of a thread's numbers, lane 4 g + t of a warp, is
+// in row g + 8 (i / 2 % 2) of the warp's sixteen and in column 8 (i / 4) + 2 t + i % 2, for wgmma as for mma.
+#pragma once
+
+#include "cuda/prefill/pages.cuh"
+#include "cuda/tile/element.cuh"
+#include "cuda/tile/logits.cuh"
+
+namespace kvant::cuda::prefill {
+
+struct RowPlace {
+  int query, head;  // of the sequence; of q
+};
+// The last tile has rows behind the sequence's last: they do what the last does.
+__device__ __forceinline__ RowPlace row_place(const AttendParams& p, const Tile& tile, int row) {
+  row = min(row, tile.rows - 1);
+  const int query = query_of_row(p, row);
+  return {query, tile.kv_head * p.group + row - query * p.group};
+}
+__device__ __forceinline__ std::int64_t query_offset(const AttendParams& p, const Tile& tile, const RowPlace& row) {
+  return (tile.batch.query_begin + row.query) * p.q.token_stride + row.head * p.q.head_stride;
+}
+
+// A power of two brings the largest element of a row's query to 1 .. 2, so that halves hold the row; products are
+// multiplied by `to_log2`, which is positive: the largest product has the largest score.
+struct QueryUnit {
+  float inverse, to_log2;
+};
+__device__ __forceinline__ QueryUnit query_unit(float largest, float scale) {
+  const std::uint32_t exponent = __float_as_uint(largest) >> 23;
+  const bool usual = exponent > 8 && exponent < 246;
+  return {copysignf(usual ? __uint_as_float((254 - exponent) << 23) : 1.0f, scale),
+          fabsf(scale) * (usual ? __uint_as_float(exponent << 23) : 1.0f)};
+}
+
+// Transforms and visibility, key by key from `first_key` on; where there are transforms, of scores in units of log 2.
+// Rolled up, through local memory: pages that need this are few, or the mask tensor is what takes the time; unrolled it
+// is most of the kernel.
+template <int kCount>
+__device__ __forceinline__ void transform_scores(const AttendParams& p, const Tile& tile, const RowPlace (&rows)[2],
+                                                 int first_key, bool all_see, float (&s)[kCount]) {
+  const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
+  const int t = ptx::thread_here() % 4;
+  float copy[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) copy[i] = s[i];
+#pragma unroll 1
+  for (int i = 0; i < kCount; ++i) {
+    const bool second = (i & 2) != 0;
+    const int at = second ? rows[1].query : rows[0].query, of = second ? rows[1].head : rows[0].head;
+    const int position = tile.length - tile.batch.q_len + at;
+    const int key = first_key + i / 4 * 8 + 2 * t + i % 2;
+    const bool sees = all_see || (key < tile.length && rule.sees(tile.length, position, key));
+    float x = copy[i];
+    base::transform_logits<LogitVerbs>(
+        p.logits, [&] { return p.logits.slopes[of]; },
+        [&](const auto& change) { x = change(x, [&] { return static_cast<float>(position - key); }); });
+    if (sees && !all_see && p.mask.data != nullptr) {
+      const int batch = mask_batch(p, tile.entry);
+      const std::int64_t from = batch * p.mask.stride[0] + of * p.mask.stride[1] + at * p.mask.stride[2] +
+                                (key - p.mask.first_key) * p.mask.stride[3];
+      x = fmaf(mask_element(p.mask, from), kLog2e, x);
+    }
+    copy[i] = sees ? x : kNone;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) s[i] = copy[i];
+}
+
+// The end of a row: `top` is its largest score in units of log 2, `sum` that of the weights relative to it.
+struct RowEnd {
+  float lse, factor;  // of the sums
+  bool none;          // it saw no key: its output is 0
+};
+__device__ __forceinline__ RowEnd end_row(const AttendParams& p, int head, float top, float sum, bool poisoned) {
+  RowEnd end;
+  // (A row all of whose keys are not numbers has no top, either.)
+  end.none = top == kNone && sum == sum;
+  end.lse = end.none ? kNone : (top + log2f(sum)) * kLn2;
+  end.factor = end.none ? 0.0f : 1.0f / sum;
+  if (p.sink_logits != nullptr) {
+    const float sink = p.sink_logits[head] * kLog2e;
+    // Relative to the larger of the two, so that neither overflows.
+    const float high = end.none ? sink : fmaxf(top, sink);
+    const float weight = end.none ? 0.0f : ptx::ex2(top - high), total = fmaf(sum, weight, ptx::ex2(sink - high));
+    end.lse = high == kNone ? kNone : (high + log2f(end.none ? ptx::ex2(sink - high) : total)) * kLn2;
+    end.factor = end.none ? 0.0f : weight / total;
+  }
+  if (poisoned) end.lse = end.factor = __int_as_float(0x7FC00000);
+  end.none = end.none && !poisoned;
+  return end;
+}
+
+// Row h (g or g + 8) of sums, to out from its element `to` on, which has the thread's first column.
+template <int kCount>
+__device__ __forceinline__ void store_row(const AttendParams& p, std::int64_t to, int h, const RowEnd& end,
+                                          const float (&o)[kCount]) {
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    float a = o[4 * j + 2 * h] * end.factor, b = o[4 * j + 2 * h + 1] * end.factor;
+    if (end.none) a = b = 0.0f;
+    if (p.out.dtype == Dtype::f32) {
+      float* pair = static_cast<float*>(p.out.data) + to + 8 * j;
+      pair[0] = a, pair[1] = b;
+    } else {
+      auto* pair = static_cast<std::uint16_t*>(p.out.data) + to + 8 * j;
+      const std::uint32_t bits = p.out.dtype == Dtype::f16 ? ptx::f16x2(a, b) : ptx::bf16x2(a, b);
+      pair[0] = static_cast<std::uint16_t>(bits), pair[1] = static_cast<std::uint16_t>(bits >> 16);
+    }
+  }
+}
+
+// The unit of the sums is the largest value factor so far.
+struct ValueUnit {
+  float shrink;   // of the sums before
+  float inverse;  // of the unit
+};
+__device__ __forceinline__ ValueUnit raise_unit(const float* factors, float& unit) {
+  const int t = threadIdx.x % 4;
+  float largest = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kPageTokens / 8; ++j) {
+    const float2 f = *reinterpret_cast<const float2*>(factors + 8 * j + 2 * t);
+    largest = fmaxf(largest, fmaxf(f.x, f.y));
+  }
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+  ValueUnit u{1.0f, 0.0f};
+  if (largest > unit) {
+    u.shrink = unit / largest;
+    unit = largest;
+  }
+  u.inverse = 1.0f / unit;
+  return u;
+}
+
+// The factors of a page's 64 vectors from their scales: the largest of a vector's scales; then the parts' factors in
+// relation to it, as halves, if there are several scales. A vector that is not a number reaches those who see it
+// through its key's factor (`poisoned`). To others it is 0.
+template <int kGroups, bool kValues, class Scale>
+__device__ __forceinline__ void store_factors(std::byte* to, int token, int groups, bool is_fp8, bool poisoned,
+                                              Scale&& scale_of) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    if (g >= groups) continue;
+    const float scale = ptx::f16_to_f32(static_cast<std::uint16_t>(scale_of(g)));
+    poisoned = poisoned || scale != scale;
+    largest = fmaxf(largest, scale);
+  }
+  if (kGroups > 1 && groups > 1) {
+    auto* ratios = reinterpret_cast<std::uint16_t*>(to + 4 * kPageTokens);
+    const float inverse = largest > 0.0f ? 1.0f / largest : 0.0f;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      if (g >= groups) continue;
+      const float ratio = ptx::f16_to_f32(static_cast<std::uint16_t>(scale_of(g))) * inverse;
+      ratios[g * kPageTokens + token] = static_cast<std::uint16_t>(ptx::f16x2(ratio == ratio ? ratio : 0.0f, 0.0f));
+    }
+  }
+  if (poisoned) largest = kValues ? 0.0f : __int_as_float(0x7FC00000);
+  reinterpret_cast<float*>(to)[token] = largest * (is_fp8 ? 256.0f : 1.0f);  // (levels<fp8>)
+}
+
+}  // namespace kvant::cuda::prefill

@@ -1,0 +1,523 @@
+// A warp's part of a tile: products, softmax and output of its rows.
+#pragma once
+
+#include "cuda/prefill/rotate.cuh"
+#include "cuda/prefill_sm80/codes.cuh"
+#include "cuda/prefill_sm80/queries.cuh"
+#include "cuda/prefill_sm80/queue.cuh"
+
+namespace kvant::cuda::prefill::sm80 {
+
+template <bool kBf16>
+__device__ __forceinline__ void multiply(float* c, const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1) {
+  float(&sums)[4] = *reinterpret_cast<float(*)[4]>(c);
+  if constexpr (kBf16) {
+    ptx::mma_bf16(sums, a, b0, b1);
+  } else {
+    ptx::mma_f16(sums, a, b0, b1);
+  }
+}
+
+template <int D>
+struct Attend {
+  using S = Shape<D>;
+  static constexpr int kBox = box_row_bytes(D), kPieces = kBox / 16;
+  static constexpr int kSums = S::kColumns / 2;
+
+  const AttendParams& p;
+  std::byte* shared;
+  int warp, lane;
+  float m[S::kSixteens][2], l[S::kSixteens][2];  // m: in units of log 2
+  float unit;                                    // of the sums
+  float o[S::kSixteens][kSums];
+  int turn;  // pages of the domain before the one that comes next
+
+  // Which of the warps that share rows this is.
+  __device__ int part() const { return S::kSplit == 1 ? 0 : warp / S::kRowWarps; }
+  // The warp's first row in the tile.
+  __device__ int first_row() const { return (S::kSplit == 1 ? warp : warp % S::kRowWarps) * 16 * S::kSixteens; }
+  __device__ const PageList& list() const { return *reinterpret_cast<const PageList*>(shared + S::kListAt); }
+  __device__ int g() const { return lane / 4; }
+  __device__ int t() const { return lane % 4; }
+  __device__ bool is_plain() const { return base::is_plain(p.logits) && p.mask.data == nullptr; }
+  __device__ float to_log2(int i, int h) const {
+    return reinterpret_cast<const float*>(shared + S::kToLog2At)[first_row() + 16 * i + g() + 8 * h];
+  }
+  __device__ RowPlace place(int i, int h) const {
+    return row_place(p, list().tile, list().tile.row_block * S::kRows + first_row() + 16 * i + g() + 8 * h);
+  }
+  __device__ void pair_sync() const { ptx::barrier<64>(1 + first_row() / 16); }
+
+  // --- operands: the 16-byte pieces of a row, two for each step of 16 channels ---
+
+  // The way from a lane's address of the first two pieces to that of pieces c and c + 1: swapped, and in a later box.
+  template <int kTokens>
+  static __device__ __forceinline__ std::uint32_t piece(std::uint32_t first, int c) {
+    return (first ^ static_cast<std::uint32_t>(c % kPieces * 16)) +
+           static_cast<std::uint32_t>(c / kPieces * kTokens * kBox);
+  }
+
+  // Products of queries with kKeys keys at `keys`: of those, this warp's.
+  template <bool kBf16, int kKeys>
+  __device__ __forceinline__ void scores(const std::byte* keys, float (&s)[S::kSixteens][kKeys / S::kSplit / 2]) const {
+    constexpr int kMine = kKeys / S::kSplit;
+    const int lane = ptx::thread_here() % 32;
+    std::uint32_t q[S::kSixteens];
+#pragma unroll
+    for (int i = 0; i < S::kSixteens; ++i) {
+      const int row = first_row() + 16 * i, from = row / 64 * 64 * D * 2;
+      q[i] = ptx::shared_address(shared) +
+             static_cast<std::uint32_t>(from + place_by_token<D>(row % 64 + lane % 16, lane / 16));
+#pragma unroll
+      for (int n = 0; n < kMine / 2; ++n) s[i][n] = 0.0f;
+    }
+    const std::uint32_t k = ptx::shared_address(keys) + static_cast<std::uint32_t>(place_by_token<D, kKeys>(
+                                                            part() * kMine + lane % 8 + lane / 16 * 8, lane / 8 % 2));
+#pragma unroll
+    for (int step = 0; step < D / 16; ++step) {
+      std::uint32_t a[S::kSixteens][4];
+#pragma unroll
+      for (int i = 0; i < S::kSixteens; ++i) ptx::load_matrices(a[i], piece<64>(q[i], 2 * step));
+#pragma unroll
+      for (int n = 0; n < kMine / 16; ++n) {
+        std::uint32_t b[4];
+        ptx::load_matrices(b, piece<kKeys>(k, 2 * step) + n * 16 * kBox);
+#pragma unroll
+        for (int i = 0; i < S::kSixteens; ++i) {
+          multiply<kBf16>(s[i] + 8 * n, a[i], b[0], b[1]);
+          multiply<kBf16>(s[i] + 8 * n + 4, a[i], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // Adds the products of weights with kKeys values at `values`. kByToken: the tile has a row for each token, as dense
+  // pages have; otherwise one for each channel.
+  template <bool kBf16, int kKeys, bool kByToken>
+  __device__ __forceinline__ void add_values(const std::byte* values,
+                                             const std::uint32_t (&w)[S::kSixteens][kKeys / 16][4]) {
+    const int lane = ptx::thread_here() % 32;
+    std::uint32_t v = ptx::shared_address(values);
+    if constexpr (kByToken) {
+      v += static_cast<std::uint32_t>(place_by_token<D, kKeys>(lane % 16, lane / 16) +
+                                      part() * (S::kColumns / 8 / kPieces) * kKeys * kBox);
+    } else {
+      v += static_cast<std::uint32_t>(place_by_channel(part() * S::kColumns + lane % 8 + lane / 16 * 8, lane / 8 % 2));
+    }
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+#pragma unroll
+      for (int n = 0; n < S::kColumns / 16; ++n) {
+        std::uint32_t b[4];
+        if constexpr (kByToken) {
+          ptx::load_transposed(b, piece<kKeys>(v, 2 * n) + step * 16 * kBox);
+        } else {
+          ptx::load_matrices(b, (v ^ static_cast<std::uint32_t>(step * 32)) + n * 16 * 128);
+        }
+#pragma unroll
+        for (int i = 0; i < S::kSixteens; ++i) {
+          multiply<kBf16>(o[i] + 8 * n, w[i][step], b[0], b[1]);
+          multiply<kBf16>(o[i] + 8 * n + 4, w[i][step], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // --- softmax ---
+
+  // Products to scores, as the softmax takes them. `page`: its name (PageName); `first_key`: of this warp's.
+  template <bool kScaled, int kCount>
+  __device__ __forceinline__ void scale(int i, float (&s)[kCount], int page, int first_key,
+                                        const float* factors) const {
+    if constexpr (kScaled) {
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) {
+        const float2 f = *reinterpret_cast<const float2*>(factors + 8 * j + 2 * t());
+        s[4 * j] *= f.x, s[4 * j + 1] *= f.y, s[4 * j + 2] *= f.x, s[4 * j + 3] *= f.y;
+      }
+    }
+    // (Here products are in the units of the row's query as it lies in shared memory. A number of the row and the page,
+    // as the query's product with a page's centre, would be added here.)
+    if (!is_plain()) {
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) s[n] *= to_log2(i, n / 2 % 2);
+    }
+    if (PageName::partly_seen(page) || !base::is_plain(p.logits)) {
+      const int row = list().tile.row_block * S::kRows + first_row() + 16 * i + ptx::thread_here() % 32 / 4;
+      const RowPlace rows[2] = {row_place(p, list().tile, row), row_place(p, list().tile, row + 8)};
+      transform_scores(p, list().tile, rows, first_key, !PageName::partly_seen(page), s);
+    }
+  }
+
+  // Scores to weights, relative to the largest of the row so far. The sums before are to be multiplied by `alpha`.
+  template <int kCount>
+  __device__ __forceinline__ void weigh(int i, float (&s)[kCount], float (&alpha)[2]) {
+    float top[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float x = s[2 * h];
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) x = fmaxf(x, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+      x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+      top[h] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+    }
+    if constexpr (S::kSplit > 1) {
+      auto* tops = reinterpret_cast<float*>(shared + S::kTopsAt);
+      const int row = first_row() + g();
+      if (t() == 0) tops[part() * S::kRows + row] = top[0], tops[part() * S::kRows + row + 8] = top[1];
+      pair_sync();
+#pragma unroll
+      for (int h = 0; h < 2; ++h) top[h] = fmaxf(top[h], tops[(part() ^ 1) * S::kRows + row + 8 * h]);
+    }
+    const bool plain = is_plain();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float in_log2 = plain ? to_log2(i, h) : 1.0f;
+      const float x = fmaxf(m[i][h], top[h] == kNone ? kNone : top[h] * in_log2);
+      const float reference = x == kNone ? 0.0f : x;
+      alpha[h] = ptx::ex2(m[i][h] - reference);
+      m[i][h] = x;
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& y = s[4 * j + 2 * h + e];
+          y = ptx::ex2(fmaf(y, in_log2, -reference));
+          sum += y;
+        }
+      }
+      l[i][h] = fmaf(l[i][h], alpha[h], sum);
+    }
+  }
+
+  // Weights, times value factors in units of the sums where there are such (`factors`: of this warp's keys), to
+  // operands.
+  template <bool kBf16, bool kScaled, int kKeys>
+  __device__ __forceinline__ void pack(float (&s)[kKeys / S::kSplit / 2], const float* factors, float inverse,
+                                       std::uint32_t (&w)[kKeys / 16][4]) const {
+    constexpr int kMine = kKeys / S::kSplit;
+    if constexpr (kScaled) {
+#pragma unroll
+      for (int j = 0; j < kMine / 8; ++j) {
+        const float2 f = *reinterpret_cast<const float2*>(factors + 8 * j + 2 * t());
+        const float a = f.x * inverse, b = f.y * inverse;
+        s[4 * j] *= a, s[4 * j + 1] *= b, s[4 * j + 2] *= a, s[4 * j + 3] *= b;
+      }
+    }
+    const auto pair = [&](int n) { return kBf16 ? ptx::bf16x2(s[n], s[n + 1]) : ptx::f16x2(s[n], s[n + 1]); };
+    if constexpr (S::kSplit == 1) {
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) w[n][r] = pair(8 * n + 2 * r);
+      }
+    } else {
+      std::byte* weights = shared + S::kWeightsAt;
+#pragma unroll
+      for (int j = 0; j < kMine / 8; ++j) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int at = place_by_token<kKeys>(first_row() + g() + 8 * h, part() * (kMine / 8) + j) + 4 * t();
+          *reinterpret_cast<std::uint32_t*>(weights + at) = pair(4 * j + 2 * h);
+        }
+      }
+      pair_sync();
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+        const int at = place_by_token<kKeys>(first_row() + lane % 16, 2 * n + lane / 16);
+        ptx::load_matrices(w[n], ptx::shared_address(weights) + static_cast<std::uint32_t>(at));
+      }
+    }
+  }
+
+  // From products of a page's keys (kKeys of them, from `of_page` on) to operands for those with its values.
+  template <bool kBf16, bool kScaled, int kKeys>
+  __device__ __forceinline__ void soften(float (&s)[S::kSixteens][kKeys / S::kSplit / 2], int page, int of_page,
+                                         const float* key_factors, const float* value_factors,
+                                         std::uint32_t (&w)[S::kSixteens][kKeys / 16][4]) {
+    const int mine = part() * (kKeys / S::kSplit);
+    float alpha[S::kSixteens][2];
+    ValueUnit value{1.0f, 1.0f};
+    if constexpr (kScaled) value = raise_unit(value_factors, unit);
+    bool same = true;
+#pragma unroll
+    for (int i = 0; i < S::kSixteens; ++i) {
+      scale<kScaled>(i, s[i], page, PageName::page(page) * kPageTokens + of_page + mine,
+                     kScaled ? key_factors + mine : nullptr);
+      weigh(i, s[i], alpha[i]);
+      pack<kBf16, kScaled, kKeys>(s[i], kScaled ? value_factors + mine : nullptr, value.inverse, w[i]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if constexpr (kScaled) alpha[i][h] *= value.shrink;
+        same = same && alpha[i][h] == 1.0f;
+      }
+    }
+    if (__all_sync(~0u, same) != 0) return;
+#pragma unroll
+    for (int i = 0; i < S::kSixteens; ++i) {
+#pragma unroll
+      for (int n = 0; n < kSums; ++n) o[i][n] *= alpha[i][n / 2 % 2];
+    }
+  }
+
+  // --- pages ---
+
+  // The first warp finds pages, one more ahead than anybody needs: it writes down a page while others still read an
+  // older one.
+  __device__ PageQueue& queue() const {
+    return *reinterpret_cast<PageQueue*>(shared + S::kQueueAt);
+  }
+  __device__ void begin_pages(int domain) {
+    turn = 0;
+    if (threadIdx.x < 32) {
+      reinterpret_cast<PageList*>(shared + S::kListAt)->set(domain);
+      queue().begin(p, list(), domain);
+    }
+    __syncthreads();
+  }
+  // To the next page. There is a __syncthreads() between two calls.
+  __device__ void next_page(int domain) {
+    ++turn;
+    if (threadIdx.x < 32) queue().find(p, list(), domain, turn + 1);
+  }
+  // of: -1 for the page before, which next_page() keeps until its next call.
+  __device__ int number(int of = 0) const {
+    return queue().page[(turn + of) & 3].name;
+  }
+  __device__ const std::byte* block_of(bool exact) const {
+    const CacheView& c = p.cache;
+    const std::uint64_t in_slot = static_cast<std::uint64_t>(p.layer * c.kv_heads + list().tile.kv_head) *
+                                  (exact ? c.exact_layout : c.encoded_layout).block_bytes;
+    return (exact ? c.exact : c.encoded) +
+           static_cast<std::uint64_t>(queue().page[turn & 3].slot) *
+               (exact ? c.exact_slot_bytes : c.encoded_slot_bytes) +
+           in_slot;
+  }
+
+  __device__ __forceinline__ void encoded_pages() {
+    const codec::PageLayout& layout = p.cache.encoded_layout;
+    std::byte* key_codes = shared + S::kCodesAt;
+    std::byte* value_codes = key_codes + (S::kTwoTiles ? S::code_bytes(layout.k.format) : 0);
+    const auto* key_factors = reinterpret_cast<const float*>(shared + S::kKeyFactorsAt);
+    const auto* value_factors = reinterpret_cast<const float*>(shared + S::kValueFactorsAt);
+    Scales<D> scales;
+    const auto ask = [&] {
+      if (number() < 0) return;
+      const std::byte* block = block_of(false);
+      ask_for_codes<D, false>(layout.k, block, key_codes);
+      if constexpr (S::kTwoTiles) ask_for_codes<D, true>(layout.v, block, value_codes);
+      ptx::copy_commit();
+      scales.load(layout, block);
+    };
+    begin_pages(core::kEncoded);
+    if (number() < 0) return;
+    unit = 1e-30f;
+    ask();
+    if constexpr (!S::kTwoTiles) scales.store(layout, shared);
+#pragma unroll 1
+    while (number() >= 0) {
+      float s[S::kSixteens][kPageTokens / S::kSplit / 2];
+      std::uint32_t w[S::kSixteens][kPageTokens / 16][4];
+      ptx::copy_wait<0>();
+      __syncthreads();  // all products of the page before are done
+      unpack_codes<D, false>(layout.k.format, shared, key_codes, shared + S::kKeysAt);
+      if constexpr (S::kTwoTiles) {
+        unpack_codes<D, true>(layout.v.format, shared, value_codes, shared + S::kValuesAt);
+        scales.store(layout, shared);
+        next_page(core::kEncoded);
+      } else {
+        ask_for_codes<D, true>(layout.v, block_of(false), value_codes);
+        ptx::copy_commit();
+      }
+      __syncthreads();
+      if constexpr (S::kTwoTiles) ask();
+      scores<false, kPageTokens>(shared + S::kKeysAt, s);
+      soften<false, true, kPageTokens>(s, number(S::kTwoTiles ? -1 : 0), 0, key_factors, value_factors, w);
+      if constexpr (!S::kTwoTiles) {
+        ptx::copy_wait<0>();
+        __syncthreads();  // all products with the keys are done
+        unpack_codes<D, true>(layout.v.format, shared, value_codes, shared + S::kValuesAt);
+        next_page(core::kEncoded);
+        ask();
+        __syncthreads();
+      }
+      add_values<false, kPageTokens, false>(shared + S::kValuesAt, w);
+      if constexpr (!S::kTwoTiles) {
+        if (number() >= 0) scales.store(layout, shared);
+      }
+    }
+    to_given_basis();
+  }
+
+  // From sums over encoded values to sums over values as they were.
+  __device__ __forceinline__ void to_given_basis() {
+    float factor = unit;
+    if (codec::is_tq(p.cache.encoded_layout.v.format)) {
+      if constexpr (S::kSplit == 1) {
+#pragma unroll
+        for (int i = 0; i < S::kSixteens; ++i) {
+          hadamard<D, true>(o[i]);
+          flip_signs<D>(o[i]);
+        }
+      } else {
+        // Each half for itself; then sums and differences of the two, which the other warp's same lane has.
+        static_assert(S::kSplit == 2 && codec::rotation_shape(D).sylvester == D);
+        constexpr int kAtOnce = 16;
+        hadamard<S::kColumns, true>(o[0]);
+        factor *= 0.70710678118654752f;
+        const int warp = static_cast<int>(threadIdx.x) / 32, other = warp ^ (S::kWarps / S::kSplit);
+        auto* between = reinterpret_cast<float*>(shared + S::kTilesAt);
+        __syncthreads();  // all products are done
+#pragma unroll
+        for (int from = 0; from < kSums; from += kAtOnce) {
+#pragma unroll
+          for (int n = 0; n < kAtOnce; ++n) between[(warp * kAtOnce + n) * 32 + lane] = o[0][from + n];
+          pair_sync();
+#pragma unroll
+          for (int n = 0; n < kAtOnce; ++n) {
+            const float x = between[(other * kAtOnce + n) * 32 + lane];
+            o[0][from + n] = (part() == 0 ? o[0][from + n] + x : x - o[0][from + n]);
+          }
+          pair_sync();
+        }
+        if (part() == 0) {
+          flip_signs<S::kColumns>(o[0]);
+        } else {
+          flip_signs<S::kColumns, S::kColumns>(o[0]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < S::kSixteens; ++i) {
+#pragma unroll
+      for (int n = 0; n < kSums; ++n) o[i][n] *= factor;
+    }
+  }
+
+  // Pages of dense rows, kDenseKeys at once.
+  template <bool kBf16>
+  __device__ __forceinline__ void dense_pages(int domain) {
+    constexpr int kKeys = S::kDenseKeys, kParts = kPageTokens / kKeys, kMine = kKeys / S::kSplit;
+    const bool exact = domain == core::kExact;
+    const codec::PageLayout& layout = exact ? p.cache.exact_layout : p.cache.encoded_layout;
+    int of_page = 0;  // which part of the page
+    const auto copy = [&](const codec::SideLayout& side, int at) {
+      const std::byte* from = block_of(exact) + side.plane_offset[0] + of_page * (kKeys * D * 2);
+      const std::uint32_t to = ptx::shared_address(shared + at);
+      const int thread = ptx::thread_here();
+#pragma unroll
+      for (int i = 0; i < kKeys * D / 8 / S::kThreads; ++i) {
+        const int piece = i * S::kThreads + thread;
+        ptx::copy16<0, 0>(to + static_cast<std::uint32_t>(place_by_token<D, kKeys>(piece / (D / 8), piece % (D / 8))),
+                          from + 16 * piece);
+      }
+      ptx::copy_commit();
+    };
+    begin_pages(domain);
+    if (number() < 0) return;
+    copy(layout.k, S::kKeysAt);
+#pragma unroll 1
+    while (number() >= 0) {
+      float s[S::kSixteens][kMine / 2];
+      std::uint32_t w[S::kSixteens][kKeys / 16][4];
+      ptx::copy_wait<0>();
+      __syncthreads();  // the keys have come, and all products with the values before are done
+      copy(layout.v, S::kDenseValuesAt);
+      scores<kBf16, kKeys>(shared + S::kKeysAt, s);
+      ptx::copy_wait<0>();
+      __syncthreads();  // the values have come, and all products with the keys are done
+      soften<kBf16, false, kKeys>(s, number(), of_page * kKeys, nullptr, nullptr, w);
+      if (kParts == 1 || ++of_page == kParts) {
+        of_page = 0;
+        next_page(domain);
+      }
+      if (number() >= 0) copy(layout.k, S::kKeysAt);
+      add_values<kBf16, kKeys, true>(shared + S::kDenseValuesAt, w);
+    }
+  }
+
+  // --- a tile ---
+
+  template <bool kRotated>
+  __device__ __forceinline__ void load(bool bf16) {
+    __syncthreads();  // nobody reads the old queries or tiles any more
+    load_queries<D, kRotated>(p, list().tile, shared, bf16, reinterpret_cast<float*>(shared + S::kTilesAt));
+    __syncthreads();
+  }
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < S::kSixteens; ++i) {
+      m[i][0] = m[i][1] = kNone, l[i][0] = l[i][1] = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kSums; ++n) o[i][n] = 0.0f;
+    }
+  }
+  __device__ __forceinline__ void attend() {
+    const Format keys = p.cache.encoded_layout.k.format;
+    bool bf16 = keys == Format::bf16;
+    int domain = core::kEncoded;
+    if (codec::is_dense(keys)) {
+      load<false>(bf16);
+      clear();
+    } else {
+      if (codec::is_tq(keys)) {
+        load<true>(false);
+      } else {
+        load<false>(false);
+      }
+      clear();
+      encoded_pages();
+      bf16 = p.cache.exact_layout.k.format == Format::bf16;
+      domain = core::kExact;
+      load<false>(bf16);
+    }
+    if (bf16) {
+      dense_pages<true>(domain);
+    } else {
+      dense_pages<false>(domain);
+    }
+    finish();
+  }
+
+  __device__ __forceinline__ void finish() {
+    float sum[S::kSixteens][2];
+#pragma unroll
+    for (int i = 0; i < S::kSixteens; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float x = l[i][h];
+        x += __shfl_xor_sync(~0u, x, 1);
+        sum[i][h] = x + __shfl_xor_sync(~0u, x, 2);
+      }
+    }
+    if constexpr (S::kSplit > 1) {
+      auto* sums = reinterpret_cast<float*>(shared + S::kTopsAt);
+      pair_sync();  // both have read the old scores
+      if (t() == 0) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) sums[part() * S::kRows + first_row() + g() + 8 * h] = sum[0][h];
+      }
+      pair_sync();
+#pragma unroll
+      for (int h = 0; h < 2; ++h) sum[0][h] += sums[(part() ^ 1) * S::kRows + first_row() + g() + 8 * h];
+    }
+    const Tile& tile = list().tile;
+#pragma unroll
+    for (int i = 0; i < S::kSixteens; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const RowPlace row = place(i, h);
+        const float factor = to_log2(i, h);
+        const RowEnd end = end_row(p, row.head, m[i][h], sum[i][h], factor != factor);
+        if (tile.row_block * S::kRows + first_row() + 16 * i + g() + 8 * h >= tile.rows) continue;
+        const std::int64_t token = tile.batch.query_begin + row.query;
+        if (p.lse != nullptr && t() == 0 && part() == 0) p.lse[token * p.q_heads + row.head] = end.lse;
+        store_row(p, token * p.out.token_stride + row.head * p.out.head_stride + part() * S::kColumns + 2 * t(), h, end,
+                  o[i]);
+      }
+    }
+  }
+};
+
+}  // namespace kvant::cuda::prefill::sm80

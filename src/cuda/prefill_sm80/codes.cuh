@@ -1,0 +1,133 @@
+// Codes of encoded pages: from memory to shared memory, and from there to f16 tiles. A kernel serves all formats: it
+// asks once a page which one it has.
+#pragma once
+
+#include "cuda/instances.hpp"
+#include "cuda/prefill/rows.cuh"
+#include "cuda/prefill_sm80/shape.hpp"
+
+namespace kvant::cuda::prefill::sm80 {
+
+// Both sides are brought to the same type of products: f16 for levels and fp8, the format's own for dense pages.
+constexpr bool is_supported(Format k, Format v) {
+  if (is_half(k) || is_half(v)) return k == v;
+  return k == v || (is_integer(k) && is_integer(v));
+}
+
+// Whether a kernel has code that unpacks keys (or values) of a format: where some pair of this build has them.
+constexpr bool is_unpacked(Format f, bool values) {
+  bool found = false;
+#define KVANT_ENTRY(k, v)                                                                \
+  found = found || (is_supported(Format::k, Format::v) && !codec::is_dense(Format::k) && \
+                    f == (values ? Format::v : Format::k));
+  KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)
+#undef KVANT_ENTRY
+  return found;
+}
+
+template <bool kValues, class Do>
+__device__ __forceinline__ void with_format(Format f, Do&& act) {
+  switch (f) {
+#define KVANT_FORMAT(family, name, ...)                                                        \
+  case Format::name:                                                                           \
+    if constexpr (is_unpacked(Format::name, kValues)) act.template operator()<Format::name>(); \
+    break;
+#include "codec/formats.def"
+  }
+}
+
+template <int D>
+__device__ __forceinline__ void put_constants(const AttendParams& p, std::byte* shared) {
+  const auto put = [&]<bool kValues>(Format f) {
+    with_format<kValues>(f, [&]<Format F>() {
+      static_assert(4 * Constants<F>::kWords <= Shape<D>::kConstants);
+      Constants<F>::put(
+          reinterpret_cast<std::uint32_t*>(shared + Shape<D>::kConstantsAt + (kValues ? Shape<D>::kConstants : 0)));
+    });
+  };
+  put.template operator()<false>(p.cache.encoded_layout.k.format);
+  put.template operator()<true>(p.cache.encoded_layout.v.format);
+}
+
+// A thread's copies go to where nobody else looks: pieces of all units, one behind the other, at `to`.
+template <int D, bool kValues>
+__device__ __forceinline__ void ask_for_codes(const codec::SideLayout& side, const std::byte* block, std::byte* to) {
+  with_format<kValues>(side.format, [&]<Format F>() {
+    const std::uint32_t base = ptx::shared_address(to);
+    const int thread = ptx::thread_here();
+#pragma unroll
+    for (int i = 0; i < (2 * D + Shape<D>::kThreads - 1) / Shape<D>::kThreads; ++i) {
+      const int unit = i * Shape<D>::kThreads + thread;
+      if (2 * D % Shape<D>::kThreads != 0 && unit >= 2 * D) break;
+      each_piece<F, D, kValues>(side, unit, [&]<int kWords, int kFirst>(std::uint32_t offset) {
+        ptx::copy<4 * kWords>(base + (kFirst * 2 * D + unit * kWords) * 4, block + offset);
+      });
+    }
+  });
+}
+
+// This thread's copies have come. Factors of the page's vectors are there where vectors have several scales.
+template <int D, bool kValues>
+__device__ __forceinline__ void unpack_codes(Format f, std::byte* shared, const std::byte* from, std::byte* tile) {
+  using S = Shape<D>;
+  with_format<kValues>(f, [&]<Format F>() {
+    Constants<F> constants;
+    constants.get(reinterpret_cast<const std::uint32_t*>(shared + S::kConstantsAt + (kValues ? S::kConstants : 0)));
+    const auto* ratios = reinterpret_cast<const std::uint16_t*>(
+        shared + (kValues ? S::kValueFactorsAt : S::kKeyFactorsAt) + 4 * kPageTokens);
+#pragma unroll 1
+    for (int unit = ptx::thread_here(); unit < 2 * D; unit += S::kThreads) {
+      Unit<F> x;
+      each_piece<F, D, kValues>({}, unit, [&]<int kWords, int kFirst>(std::uint32_t) {
+        std::uint32_t* to = kFirst < Unit<F>::kLow ? x.low + kFirst : x.high + (kFirst - Unit<F>::kLow);
+        load_words<4 * kWords>(from + (kFirst * 2 * D + unit * kWords) * 4, to);
+      });
+      store_unit<F, D, kValues, (side_scale_groups(F, D) > 1)>(tile, unit, x, constants, ratios);
+    }
+  });
+}
+
+// The scales of a page: threads 0 to 63 have those of the keys, and those of the values only to see whether they are
+// numbers; threads 64 to 127 those of the values.
+template <int D>
+struct Scales {
+  using S = Shape<D>;
+  std::uint32_t own[S::kGroups], values[S::kGroups];
+
+  __device__ __forceinline__ void load(const codec::PageLayout& layout, const std::byte* block) {
+    const int thread = ptx::thread_here(), token = thread % kPageTokens;
+    if (thread >= 2 * kPageTokens) return;
+    const auto get = [&](const codec::SideLayout& side, std::uint32_t(&to)[S::kGroups]) {
+#pragma unroll
+      for (int g = 0; g < S::kGroups; ++g) {
+        to[g] =
+            g >= side.groups
+                ? 0
+                : __ldg(reinterpret_cast<const unsigned short*>(block + side.scale_offset) + g * kPageTokens + token);
+      }
+    };
+    if (thread < kPageTokens) {
+      get(layout.k, own);
+      get(layout.v, values);
+    } else {
+      get(layout.v, own);
+    }
+  }
+  __device__ __forceinline__ void store(const codec::PageLayout& layout, std::byte* shared) const {
+    const int thread = ptx::thread_here(), token = thread % kPageTokens;
+    if (thread >= 2 * kPageTokens) return;
+    const auto scale_of = [&](int g) { return own[g]; };
+    if (thread < kPageTokens) {
+      bool poisoned = false;
+#pragma unroll
+      for (int g = 0; g < S::kGroups; ++g) poisoned = poisoned || (values[g] & 0x7FFFu) > 0x7C00u;
+      store_factors<S::kGroups, false>(shared + S::kKeyFactorsAt, token, layout.k.groups,
+                                       codec::is_fp8(layout.k.format), poisoned, scale_of);
+    } else {
+      store_factors<S::kGroups, true>(shared + S::kValueFactorsAt, token, layout.v.groups,
+                                      codec::is_fp8(layout.v.format), false, scale_of);
+    }
+  }
+};
+
+}  // namespace kvant::cuda::prefill::sm80

@@ -1,0 +1,29 @@
+// Included by the units of prefill kernels, one unit for each head_dim (prefill.cu.in).
+#pragma once
+
+#include <vector>
+
+#include "cuda/prefill_sm80/kernel.cuh"
+#include "cuda/prefill_sm80/kernels.hpp"
+
+namespace kvant::cuda::prefill::sm80 {
+
+template <int D>
+std::span<const Kernel> kernels_of_unit() {
+  using S = Shape<D>;
+  static const std::vector<Kernel> kKernels = [] {
+    std::vector<Kernel> all;
+    const auto add = [&all](Format k, Format v) {
+      if (is_supported(k, v))
+        all.push_back(
+            {k, v, D, reinterpret_cast<const void*>(&prefill_kernel<D>), S::bytes(k, v), S::kThreads, S::kRows});
+    };
+#define KVANT_ENTRY(k, v) add(Format::k, Format::v);
+    KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)
+#undef KVANT_ENTRY
+    return all;
+  }();
+  return kKernels;
+}
+
+}  // namespace kvant::cuda::prefill::sm80

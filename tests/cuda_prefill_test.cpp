@@ -1,0 +1,110 @@
+// Which kernels many rows take (cuda/prefill/choice.hpp), and the shared memory of those for any device
+// (cuda/prefill_sm80/shape.hpp), which need no device.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/prefill/choice.hpp"
+#include "cuda/prefill_sm80/shape.hpp"
+
+namespace kvant::cuda::prefill {
+namespace {
+
+using core::kPrefillSm80;
+using core::kPrefillSm90;
+
+Choice chosen(const std::string& wanted, const std::vector<Candidate>& candidates, std::int64_t row_blocks) {
+  return choose(wanted, candidates, row_blocks, 16 * row_blocks).value();
+}
+bool has(const std::string& text, const std::string& words) {
+  return text.find(words) != std::string::npos;
+}
+
+const std::vector<Candidate> kBoth = {{kPrefillSm90, "", 500}, {kPrefillSm80, "", 800}};
+const std::vector<Candidate> kOne = {{kPrefillSm90, "needs 9.0", 500}, {kPrefillSm80, "", 800}};
+const std::vector<Candidate> kNone = {{kPrefillSm90, "needs 9.0", 500}, {kPrefillSm80, "is centred", 800}};
+
+TEST(PrefillChoice, TheFirstThatCanRunIfItTakesLessTime) {
+  EXPECT_EQ(chosen("", kBoth, 499).candidate, -1);
+  EXPECT_EQ(chosen("", kBoth, 500).candidate, 0);
+  EXPECT_EQ(chosen("", kOne, 799).candidate, -1);  // by the time of the kind that would run
+  EXPECT_EQ(chosen("", kOne, 800).candidate, 1);
+  EXPECT_TRUE(chosen("", kOne, 799).why.empty());
+  EXPECT_TRUE(has(chosen("", kOne, 800).why, "800 row blocks of decode kernels"));
+  EXPECT_TRUE(has(chosen("", kOne, 800).why, "needs 9.0"));
+}
+
+TEST(PrefillChoice, WithoutAnyDecodeKernelsServeAndSayWhy) {
+  EXPECT_EQ(chosen("", kNone, 100000).candidate, -1);
+  EXPECT_EQ(chosen("", kNone, 100000).why, "decode kernels for 1600000 rows: needs 9.0; is centred");
+  EXPECT_TRUE(chosen("", kNone, 10).why.empty());
+  const std::vector<Candidate> same = {{kPrefillSm90, "bases", 500}, {kPrefillSm80, "bases", 800}};
+  EXPECT_EQ(chosen("", same, 500).why, "decode kernels for 8000 rows: bases");
+}
+
+TEST(PrefillChoice, OptionsForceAKind) {
+  EXPECT_EQ(chosen("decode", kBoth, 100000).candidate, -1);
+  EXPECT_TRUE(has(chosen("decode", kBoth, 100000).why, "as asked for"));
+  EXPECT_EQ(chosen("prefill", kBoth, 1).candidate, 0);
+  EXPECT_EQ(chosen("prefill_sm80", kBoth, 1).candidate, 1);
+  EXPECT_EQ(chosen("prefill", kOne, 1).candidate, 1);
+  EXPECT_EQ(chosen("prefill", kOne, 1).why, "as asked for; needs 9.0");
+  const auto refusal = [](const std::string& wanted, const std::vector<Candidate>& candidates) {
+    const Result<Choice> choice = choose(wanted, candidates, 1, 16);
+    EXPECT_EQ(choice.code(), Code::unsupported);
+    return choice.ok() ? std::string() : choice.message();
+  };
+  EXPECT_EQ(refusal("prefill_sm90", kOne), "kernel is \"prefill_sm90\": needs 9.0; leave kernel empty");
+  EXPECT_EQ(refusal("prefill", kNone), "kernel is \"prefill\": needs 9.0; is centred; leave kernel empty");
+}
+
+TEST(PrefillChoice, RoundsAreWhole) {
+  EXPECT_EQ(time_of_rounds(1, 132, 250), 250);
+  EXPECT_EQ(time_of_rounds(132, 132, 250), 250);
+  EXPECT_EQ(time_of_rounds(133, 132, 250), 500);
+  EXPECT_EQ(time_of_rounds(0, 132, 250), 0);
+}
+
+// Pieces of shared memory follow each other, aligned for what reads them, and are as large as their content.
+template <int D>
+void check_shape() {
+  using S = sm80::Shape<D>;
+  SCOPED_TRACE(D);
+  EXPECT_EQ(S::kTilesAt, S::kRows * D * 2);
+  EXPECT_EQ(S::kRows, 16 * S::kSixteens * S::kWarps / S::kSplit);
+  EXPECT_EQ(S::kTilesAt % 1024, 0);  // swapped pieces: an address and its tile differ in lower bits alone
+  EXPECT_EQ(S::kValuesAt % 1024, 0);
+  EXPECT_EQ(S::kDenseValuesAt % 1024, 0);
+  EXPECT_EQ(S::kWeightsAt % 1024, 0);
+  for (const int at : {S::kTopsAt, S::kToLog2At, S::kKeyFactorsAt, S::kValueFactorsAt, S::kListAt, S::kQueueAt,
+                       S::kConstantsAt, S::kCodesAt}) {
+    EXPECT_EQ(at % 16, 0);
+  }
+  EXPECT_LE(S::kDenseValuesAt + S::kDenseKeys * D * 2, S::kWeightsAt);
+  EXPECT_LE(S::kValuesAt + S::kTile, S::kWeightsAt);
+  if (S::kTwoTiles) {
+    EXPECT_EQ(S::kValuesAt, S::kKeysAt + S::kTile);
+  }
+  const int both = S::bytes(Format::tq6, Format::tq4) - S::kCodesAt;
+  EXPECT_EQ(both, kPageTokens * D * 6 / 8 + (S::kTwoTiles ? kPageTokens * D * 4 / 8 : 0));
+  EXPECT_EQ(S::bytes(Format::bf16, Format::bf16), S::kCodesAt);
+  // A block of compute capability 8.6 or 8.9 has 99 KiB, of 8.0 163, of 9.0 227. Where a device has too little, decode
+  // kernels serve.
+  const bool is_long = D == 512;
+  EXPECT_LE(S::bytes(Format::tq8, Format::tq8), (is_long ? 227 : 99) * 1024);
+  EXPECT_LE(S::bytes(Format::tq6, Format::tq6), (is_long ? 163 : 99) * 1024);
+}
+
+TEST(PrefillShape, EverySizeFits) {
+  check_shape<64>();
+  check_shape<96>();
+  check_shape<128>();
+  check_shape<192>();
+  check_shape<256>();
+  check_shape<512>();
+}
+
+}  // namespace
+}  // namespace kvant::cuda::prefill
