@@ -26,7 +26,7 @@ from ._errors import (
     Unsupported,
 )
 from ._plan import Plan, PlanFacts, Step
-from ._tools import bf16, calibrate, eval, formats, info, merge, version
+from ._tools import bf16, build_info, calibrate, eval, formats, info, merge, version
 
 __version__ = version()
 
@@ -53,6 +53,7 @@ __all__ = [
     "Step",
     "Unsupported",
     "bf16",
+    "build_info",
     "calibrate",
     "eval",
     "formats",

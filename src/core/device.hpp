@@ -108,12 +108,20 @@ class DevicePlan {
   virtual Status run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const = 0;
 };
 
+// What was compiled in, whatever the machine has.
+struct DeviceBuild {
+  std::string architectures;
+  std::vector<int> head_dims;
+  std::vector<std::string> pairs;  // "tq6/tq4": formats of keys and values with attention kernels
+};
+
 struct DeviceBackend {
   const char* name;              // "cuda"
   std::string (*detail)();       // what was compiled in, and for which devices
   std::string (*unavailable)();  // why it cannot be used on this machine; empty: it can
   Result<std::unique_ptr<DevicePages>> (*make_pages)(const DevicePagesConfig& config);
   Result<std::unique_ptr<DevicePlan>> (*make_plan)(const DevicePlanConfig& config);
+  DeviceBuild (*build)() = nullptr;  // never starts the driver
 };
 
 // Null where no device backend was compiled in. Defined in src/cuda/registry.cpp, or in src/core/no_device.cpp.

@@ -1,0 +1,236 @@
+"""A server without a model: vLLM's own configuration, layers, cache planning and metadata around random tensors.
+
+Its requests have keys, values and queries of their own for each position, and what the layers return is compared with
+float64 attention over all of a request's keys and values.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from . import dense
+
+
+class Request:
+    def __init__(self, engine, seed):
+        self.seed = seed
+        self.length = 0  # tokens in the cache
+        self.salts: list[int] = []  # of each token: what it is
+        self.blocks: list[list[int]] = [[] for _ in engine.groups]  # of each group; 0: given back
+
+    def token(self, position):
+        return self.salts[position]
+
+
+class Engine:
+    def __init__(
+        self,
+        vllm,
+        layers=({},),
+        *,
+        q_heads=4,
+        kv_heads=2,
+        head_dim=64,
+        cache_dtype="kvant_tq8",
+        dtype=torch.float32,
+        block_size=64,
+        layout="LBHNC",
+        max_requests=8,
+        max_tokens=256,
+        max_model_len=1024,
+        drafts=0,
+        blocks=48,
+        skip_layers=(),
+    ):
+        self.vllm, self.dtype = vllm, dtype
+        self.max_tokens, self.drafts = max_tokens, drafts
+        self.config = vllm.configuration(
+            cache_dtype=cache_dtype,
+            block_size=block_size,
+            dtype=dtype,
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+            max_model_len=max_model_len,
+            drafts=drafts,
+            skip_layers=skip_layers,
+        )
+        self.config.cache_config.num_gpu_blocks_override = blocks
+        self.layers = []
+        torch.manual_seed(5)
+        with vllm.set_current_vllm_config(self.config), vllm.default_dtype(dtype):
+            for i, options in enumerate(layers):
+                options = dict(options)
+                heads = options.pop("q_heads", q_heads), options.pop("kv_heads", kv_heads)
+                size = options.pop("head_dim", head_dim)
+                made = vllm.Attention(
+                    heads[0],
+                    size,
+                    options.pop("scale", size**-0.5),
+                    heads[1],
+                    alibi_slopes=options.get("alibi_slopes"),
+                    cache_config=self.config.cache_config,
+                    logits_soft_cap=options.get("softcap"),
+                    per_layer_sliding_window=options.get("window"),
+                    prefix=f"model.layers.{i}.attn",
+                    **({"sinks": options["sinks"]} if "sinks" in options else {}),
+                )
+                made.process_weights_after_loading(dtype)
+                self.layers.append(SimpleNamespace(made=made, options=options, heads=heads, head_dim=size))
+        # What a worker and the engine core do, in their order.
+        self.specs = vllm.get_kv_cache_spec(self.config)
+        groups = vllm.get_kv_cache_groups(self.config, self.specs)
+        self.config.cache_config.kv_cache_layout = layout
+        self.cache = vllm.get_kv_cache_config_from_groups(self.config, groups, 1 << 40)
+        self.groups = self.cache.kv_cache_groups
+        forward = self.config.compilation_config.static_forward_context
+        self.attn_groups, self.cudagraphs, sizes = vllm.init_attn_backend(self.cache, self.config, torch.device("cpu"))
+        vllm.init_kv_cache(forward, self.cache, torch.device("cpu"), sizes, self.config, attn_groups=self.all_groups())
+        for layer in self.layers:
+            dirty = layer.made.kv_cache.view(torch.uint8)
+            dirty.copy_(torch.randint(0, 255, dirty.shape, dtype=torch.uint8))  # what other requests left
+        self.free = list(range(1, self.cache.num_blocks))
+        random.Random(3).shuffle(self.free)
+        self.worst = 0.0
+
+    def all_groups(self):
+        return [group for groups in self.attn_groups for group in groups]
+
+    def builder(self, group=0):
+        return self.attn_groups[group][0].get_metadata_builder(0)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def request(self, seed, prefix_of=None, prefix_blocks=0):
+        """A new request; its first blocks may be those of another (a prefix cache's hit)."""
+        r = Request(self, seed)
+        if prefix_of is not None:
+            for group in range(len(self.groups)):
+                r.blocks[group] = list(prefix_of.blocks[group][:prefix_blocks])
+            tokens = prefix_blocks * self.block_size(0)
+            r.length, r.salts = tokens, list(prefix_of.salts[:tokens])
+        return r
+
+    def preempt(self, r):
+        """Takes its blocks away. What they held stays there as dirt."""
+        for blocks in r.blocks:
+            self.free = [b for b in blocks if b] + self.free
+            blocks.clear()
+        r.length = 0
+
+    def rewind(self, r, tokens):
+        """Drops rejected drafts: later tokens overwrite them."""
+        r.length -= tokens
+        del r.salts[r.length :]
+
+    def block_size(self, group):
+        return self.groups[group].kv_cache_spec.block_size
+
+    def tensors(self, r, layer, positions, width, heads):
+        """Numbers that depend on the token, the layer, and whether they are keys, values or queries."""
+        rows = [
+            np.random.default_rng([r.token(p), p, layer, width]).standard_normal((heads, self.layers[layer].head_dim))
+            for p in positions
+        ]
+        return torch.from_numpy(np.stack(rows)).to(self.dtype)
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def metadata(self, batch, pad_to=None):
+        """vLLM's metadata of a batch [(request, new tokens)] in vLLM's order; takes the blocks that it needs.
+
+        pad_to: (requests, tokens) of a CUDA graph.
+        """
+        for r, new in batch:
+            for p in range(r.length, r.length + new):
+                if p >= len(r.salts):
+                    r.salts.append(r.seed)
+            for group, blocks in enumerate(r.blocks):
+                while len(blocks) * self.block_size(group) < r.length + new:
+                    blocks.append(self.free.pop())
+                window = getattr(self.groups[group].kv_cache_spec, "sliding_window", None)
+                if window and type(self.groups[group].kv_cache_spec).__name__ == "SlidingWindowSpec":
+                    for i in range(max(0, r.length + 1 - window) // self.block_size(group)):
+                        if blocks[i]:
+                            self.free.insert(0, blocks[i])
+                            blocks[i] = 0  # vLLM's null block
+        requests = len(batch)
+        tokens = sum(new for _, new in batch)
+        padded, rows = pad_to or (requests, tokens)
+        begins = np.zeros(padded + 1, np.int32)
+        begins[1 : requests + 1] = np.cumsum([new for _, new in batch])
+        begins[requests + 1 :] = tokens
+        lengths = torch.zeros(padded, dtype=torch.int32)
+        lengths[:requests] = torch.tensor([r.length + new for r, new in batch])
+        tables, slots = [], torch.full((len(self.groups), rows), -1, dtype=torch.int64)
+        for group in range(len(self.groups)):
+            ratio = self.block_size(group) // 64
+            width = self.builder(group).max_blocks
+            table = torch.full((padded, width), 7, dtype=torch.int32)  # ids beyond a length are arbitrary
+            for i, (r, new) in enumerate(batch):
+                ids = torch.tensor([b * ratio + j for b in r.blocks[group] for j in range(ratio)], dtype=torch.int32)
+                table[i, : len(ids)] = ids
+                for j in range(new):
+                    p = r.length + j
+                    slots[group, begins[i] + j] = int(ids[p // 64]) * 64 + p % 64
+            tables.append(table)
+        made = self.vllm.build_attn_metadata(
+            self.attn_groups,
+            padded,
+            rows,
+            torch.from_numpy(begins),
+            torch.from_numpy(begins.copy()),
+            max(new for _, new in batch),
+            lengths,
+            int(lengths.max()),
+            tables,
+            slots,
+            self.cache,
+            is_prefilling=torch.zeros(padded, dtype=torch.bool),
+        )
+        by_layer = {name: slots[g] for g, group in enumerate(self.groups) for name in group.layer_names}
+        return made, by_layer, rows
+
+    def step(self, batch, pad_to=None, tolerance=2e-5):
+        """Runs all layers over the batch and checks every row. [(request, new tokens)] in any order."""
+        width = 1 + self.drafts
+        batch = sorted(batch, key=lambda b: (b[1] > width, b[1] != width, b[1]))
+        made, slots, rows = self.metadata(batch, pad_to)
+        vllm = self.vllm
+        with vllm.set_current_vllm_config(self.config), vllm.set_forward_context(made, self.config, slot_mapping=slots):
+            for i, layer in enumerate(self.layers):
+                q, k, v = (
+                    torch.cat([self.tensors(r, i, range(r.length, r.length + n), w, heads) for r, n in batch])
+                    for w, heads in ((0, layer.heads[0]), (1, layer.heads[1]), (2, layer.heads[1]))
+                )
+                pad = rows - q.shape[0]
+                q, k, v = (torch.cat([x, torch.full((pad, *x.shape[1:]), 3.0, dtype=x.dtype)]) for x in (q, k, v))
+                out = layer.made(q.flatten(1), k.flatten(1), v.flatten(1)).view(rows, layer.heads[0], layer.head_dim)
+                row = 0
+                for r, new in batch:
+                    self.check(i, r, new, out[row : row + new], tolerance)
+                    row += new
+        for r, new in batch:
+            r.length += new
+
+    def check(self, i, r, new, out, tolerance):
+        layer, end = self.layers[i], r.length + new
+        keys, values = (self.tensors(r, i, range(end), w, layer.heads[1]).double().numpy() for w in (1, 2))
+        q = self.tensors(r, i, range(r.length, end), 0, layer.heads[0]).double().numpy()
+        sinks = layer.options.get("sinks")
+        wanted, _ = dense.attention(
+            q,
+            keys,
+            values,
+            scale=layer.made.impl.scale,
+            window=layer.options.get("window") or 0,
+            softcap=layer.options.get("softcap") or 0.0,
+            alibi_slopes=layer.options.get("alibi_slopes"),
+            sink_logits=None if sinks is None else sinks.double().numpy(),
+        )
+        error = np.linalg.norm(out.double().numpy() - wanted) / np.linalg.norm(wanted)
+        self.worst = max(self.worst, error)
+        assert error < tolerance, f"layer {i}, request {r.seed}, {new} new of {end} tokens: relative error {error:.2e}"
