@@ -108,7 +108,7 @@ class DevicePlan {
   virtual Status run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const = 0;
 };
 
-// What was compiled in, whatever the machine has.
+// The kernels that were compiled in, whatever the machine has.
 struct DeviceBuild {
   std::string architectures;
   std::vector<int> head_dims;

@@ -80,7 +80,7 @@ core::DeviceBuild build() {
 namespace kvant::core {
 
 const DeviceBackend* device_backend() {
-  static constexpr DeviceBackend kBackend{"cuda", &cuda::detail, &cuda::unavailable, &cuda::make_pages,
+  static constexpr DeviceBackend kBackend{"cuda",           &cuda::detail, &cuda::unavailable, &cuda::make_pages,
                                           &cuda::make_plan, &cuda::build};
   return &kBackend;
 }

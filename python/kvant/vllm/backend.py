@@ -1,4 +1,4 @@
-"""What vLLM asks of a backend: its name, its parts, what it supports, and how large its pages are."""
+"""The backend as vLLM sees it: its name, its parts, what it supports, and how large its pages are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from . import dtypes, versions
+from .layer import BLOCK_TOKENS
 from .versions import (
     AttentionBackend,
     AttentionType,
@@ -16,8 +17,6 @@ from .versions import (
     KVQuantMode,
     SlidingWindowSpec,
 )
-
-BLOCK_TOKENS = 64  # of a kvant page
 
 _dtype_of_layers: str | None = None
 
@@ -132,7 +131,7 @@ class KvantBackend(AttentionBackend):
         use_mm_prefix,
         device_capability,
     ) -> str | None:
-        """What the formats and sizes of this build are. Nothing here may start a driver: vLLM may still fork."""
+        """Refuses formats and sizes without kernels in this build. It may not start a driver: vLLM may still fork."""
         if not cls.supports_kv_cache_dtype(kv_cache_dtype):
             return f"--kv-cache-dtype {kv_cache_dtype} is not kvant's: choose one such as kvant_tq6_tq4"
         if not versions.is_cuda():

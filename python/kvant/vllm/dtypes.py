@@ -56,13 +56,9 @@ def parse(name: str | None, model_dtype: torch.dtype) -> Pair:
 
 @lru_cache(maxsize=None)
 def token_bytes(pair: Pair, head_dim: int) -> int:
-    """Bytes that a token takes in one kv head: vLLM's state_content_bytes.
+    """Bytes that a token takes in one kv head, a 64th of a block: vLLM's state_content_bytes.
 
-    A 64th of a block, rounded up to a multiple of head_dim / 32. With that, layers of head_dim 256 and 512 in one model
-    have pages in the ratio 1 : 2, as exact caches do, so that vLLM's pages of one size fit both; otherwise it would pad
-    the smaller one. It adds 0 to 2.4 percent.
+    Exactly so, since on a device the heads of a block follow one another. A block is a multiple of 64 bytes.
     """
     pages = kvant.Pages(kv_heads=1, head_dim=head_dim, k=pair.k, v=pair.v, device="cpu")
-    exact = -(-pages.block_bytes // pages.block_tokens)
-    unit = head_dim // 32 if head_dim % 32 == 0 else 1
-    return -(-exact // unit) * unit
+    return pages.block_bytes // pages.block_tokens

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from . import dtypes
+from . import dtypes, versions
 from .backend import note_cache_dtype
-from .layer import Layer, pool
+from .layer import Capacity, Layer, pool
 from .metadata import KvantMetadata
 from .versions import AttentionImpl, AttentionType
+
+_reserved: set[Layer] = set()
 
 
 class KvantImpl(AttentionImpl[KvantMetadata]):
@@ -46,6 +48,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks  # a parameter of the model, whose numbers arrive later
         self._sink_logits: torch.Tensor | None = None
+        self._config = versions.configuration()
         if sinks is not None and sinks.shape[0] != num_heads:
             raise ValueError(f"kvant: {sinks.shape[0]} sinks for {num_heads} heads: there must be one each")
         self.layer = Layer(
@@ -76,6 +79,13 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         tokens = slot_mapping.shape[0]
         self.layer.pages(kv_cache.device).write(pool(kv_cache), key[:tokens], value[:tokens], slot_mapping)
 
+    def _reserve(self, device: torch.device) -> None:
+        """Takes the workspace that the builder's plans will need, so that it counts as used."""
+        if device.type == "cpu" or self._config is None or self.layer in _reserved:
+            return
+        self.layer.plans(device, Capacity.of(self._config, versions.max_decode_query_len(self._config)))
+        _reserved.add(self.layer)
+
     def forward(
         self,
         layer,
@@ -91,6 +101,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("kvant: outputs quantized by the attention kernel are not supported")
         if attn_metadata is None:  # memory is being measured
+            self._reserve(query.device)
             return output.fill_(0)
         if self.sinks is not None and self._sink_logits is None:
             self.process_weights_after_loading(query.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,9 +11,37 @@ import kvant
 
 from .dtypes import Pair
 
+BLOCK_TOKENS = 64  # of a kvant page
+
+
+class Capacity(NamedTuple):
+    """The largest step that a server's limits allow."""
+
+    requests: int
+    blocks: int  # of one request
+    decode_queries: int  # of one request that is decoding: 1 and the drafts to verify
+    tokens: int
+
+    @staticmethod
+    def of(vllm_config, decode_queries: int, block_table_width: int | None = None) -> Capacity:
+        scheduler, drafts = vllm_config.scheduler_config, vllm_config.num_speculative_tokens
+        longest = vllm_config.model_config.max_model_len + drafts
+        return Capacity(
+            requests=scheduler.max_num_seqs,
+            blocks=block_table_width or -(-longest // BLOCK_TOKENS),
+            decode_queries=decode_queries,
+            # Drafts run beside a full batch.
+            tokens=scheduler.max_num_batched_tokens + scheduler.max_num_seqs * drafts,
+        )
+
+
+class Plans(NamedTuple):
+    decode: Any  # kvant.PagesPlan
+    extend: Any
+
 
 class Layer(NamedTuple):
-    """What a plan depends on. Layers that are equal share their plans."""
+    """The facts that a plan depends on. Layers that are equal share their plans."""
 
     pair: Pair
     q_heads: int
@@ -27,16 +55,25 @@ class Layer(NamedTuple):
     def pages(self, device: torch.device):
         return _pages(self.pair, self.kv_heads, self.head_dim, _name(device))
 
-    def plan(self, device: torch.device, *, causal: bool = True, **capacity):
-        return self.pages(device).plan(
-            self.q_heads,
-            scale=self.scale,
-            causal=causal,
-            window=self.window,
-            softcap=self.softcap,
-            alibi_slopes=self.alibi_slopes,
-            **capacity,
-        )
+    def plans(self, device: torch.device, capacity: Capacity) -> Plans:
+        """Plans of their own tables. All plans of a geometry share one workspace, which its pages keep."""
+
+        def plan(queries: int, tokens: int):
+            return self.pages(device).plan(
+                self.q_heads,
+                max_batch=capacity.requests,
+                max_blocks=capacity.blocks,
+                max_query_len=queries,
+                max_tokens=tokens,
+                scale=self.scale,
+                causal=True,
+                window=self.window,
+                softcap=self.softcap,
+                alibi_slopes=self.alibi_slopes,
+            )
+
+        extend = plan(capacity.tokens, capacity.tokens)
+        return Plans(plan(capacity.decode_queries, capacity.requests * capacity.decode_queries), extend)
 
 
 @lru_cache(maxsize=None)

@@ -9,24 +9,18 @@ read them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
 from . import versions
-from .backend import BLOCK_TOKENS
-from .layer import Layer
+from .layer import BLOCK_TOKENS, Capacity, Layer, Plans
 from .versions import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
-
-
-class Plans(NamedTuple):
-    decode: Any
-    extend: Any
 
 
 @dataclass
 class KvantMetadata(AttentionMetadata):
-    """What layers need in a step. Every field has a default: vLLM makes subclasses and copies the fields."""
+    """The facts of a step that layers need. Every field has a default: vLLM makes subclasses and copies the fields."""
 
     num_actual_tokens: int = 0
     num_decodes: int = 0
@@ -64,35 +58,11 @@ class KvantMetadataBuilder(AttentionMetadataBuilder[KvantMetadata]):
                 f"kvant: blocks of {kv_cache_spec.block_size} tokens reach the kernels: leave --block-size at "
                 f"{BLOCK_TOKENS} or a multiple of it"
             )
-        scheduler = vllm_config.scheduler_config
-        drafts = vllm_config.num_speculative_tokens
-        requests = scheduler.max_num_seqs
-        tokens = scheduler.max_num_batched_tokens + requests * drafts
-        longest = vllm_config.model_config.max_model_len + drafts
-        self.max_blocks = block_table_width or -(-longest // BLOCK_TOKENS)
-        threshold = self.reorder_batch_threshold
-
+        self.capacity = Capacity.of(vllm_config, self.reorder_batch_threshold, block_table_width)
         self.plans: dict[Layer, Plans] = {}
         for layer in versions.layers(vllm_config, layer_names):
-            key = layer.impl.layer
-            if key in self.plans:
-                continue
-            self.plans[key] = Plans(
-                decode=key.plan(
-                    device,
-                    max_batch=requests,
-                    max_blocks=self.max_blocks,
-                    max_query_len=threshold,
-                    max_tokens=requests * threshold,
-                ),
-                extend=key.plan(
-                    device,
-                    max_batch=requests,
-                    max_blocks=self.max_blocks,
-                    max_query_len=tokens,
-                    max_tokens=tokens,
-                ),
-            )
+            if layer.impl.layer not in self.plans:
+                self.plans[layer.impl.layer] = layer.impl.layer.plans(device, self.capacity)
 
     def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> KvantMetadata:
         common = common_attn_metadata
@@ -104,7 +74,7 @@ class KvantMetadataBuilder(AttentionMetadataBuilder[KvantMetadata]):
             num_decodes=decodes,
             num_decode_tokens=decode_tokens,
             plans=self.plans,
-            block_table=common.block_table_tensor[:, : self.max_blocks],
+            block_table=common.block_table_tensor[:, : self.capacity.blocks],
             seq_lens=common.seq_lens[: common.num_reqs],
             query_start_loc=common.query_start_loc,
         )

@@ -1,7 +1,7 @@
-"""What kvant takes from vLLM: the only file that knows its version and the places of its names.
+"""The only file that knows vLLM's version and the places of its names.
 
-Names are imported when they are first used (`from .versions import AttentionBackend`), since vLLM calls `register` early
-and most of its modules are heavy.
+Names are imported when they are first used (`from .versions import AttentionBackend`), since vLLM calls `register`
+early and most of its modules are heavy.
 """
 
 from __future__ import annotations
@@ -108,11 +108,16 @@ def register_backend_class(path: str) -> None:
     register_backend(AttentionBackendEnum.CUSTOM, path)
 
 
-def cache_dtype_of_configuration() -> str | None:
-    """--kv-cache-dtype of the configuration that vLLM is working under; None outside of any."""
+def configuration():
+    """The configuration that vLLM is working under; None outside of any."""
     from vllm.config import get_current_vllm_config_or_none
 
-    config = get_current_vllm_config_or_none()
+    return get_current_vllm_config_or_none()
+
+
+def cache_dtype_of_configuration() -> str | None:
+    """--kv-cache-dtype of that configuration."""
+    config = configuration()
     return None if config is None or config.cache_config is None else config.cache_config.cache_dtype
 
 

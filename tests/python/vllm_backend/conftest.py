@@ -30,7 +30,9 @@ def registered(torch):
     return kvant.vllm
 
 
-def _configuration(*, cache_dtype, block_size, dtype, max_requests, max_tokens, max_model_len, drafts=0, skip_layers=()):
+def _configuration(
+    *, cache_dtype, block_size, dtype, max_requests, max_tokens, max_model_len, drafts=0, skip_layers=()
+):
     from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -67,6 +69,7 @@ def vllm(registered, torch):
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.layers.attention import Attention
     from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
     from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
     from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, get_kv_cache_spec, init_attn_backend, init_kv_cache
 
@@ -86,8 +89,13 @@ def vllm(registered, torch):
         yield
         torch.set_default_dtype(before)
 
+    def resolve_layout(config, backends, specs):
+        names = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
+        return resolve_kv_cache_layout(config, [names], specs.values())
+
     return SimpleNamespace(
         configuration=_configuration,
+        resolve_layout=resolve_layout,
         set_current_vllm_config=set_current_vllm_config,
         set_forward_context=set_forward_context,
         Attention=Attention,

@@ -7,6 +7,7 @@ float64 attention over all of a request's keys and values.
 from __future__ import annotations
 
 import random
+from functools import lru_cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,12 +20,13 @@ class Request:
     def __init__(self, engine, seed):
         self.seed = seed
         self.length = 0  # tokens in the cache
-        self.salts: list[int] = []  # of each token: what it is
+        self.salts: list[int] = []  # its tokens: each is the seed of its numbers
         self.blocks: list[list[int]] = [[] for _ in engine.groups]  # of each group; 0: given back
 
-    def token(self, position):
-        return self.salts[position]
 
+@lru_cache(maxsize=256)
+def _numbers(token, layer, which, heads, head_dim):
+    return np.random.default_rng([token, layer, which]).standard_normal((1024, heads, head_dim))
 
 class Engine:
     def __init__(
@@ -38,7 +40,7 @@ class Engine:
         cache_dtype="kvant_tq8",
         dtype=torch.float32,
         block_size=64,
-        layout="LBHNC",
+        layout=None,
         max_requests=8,
         max_tokens=256,
         max_model_len=1024,
@@ -80,10 +82,11 @@ class Engine:
                 )
                 made.process_weights_after_loading(dtype)
                 self.layers.append(SimpleNamespace(made=made, options=options, heads=heads, head_dim=size))
-        # What a worker and the engine core do, in their order.
+        # A worker and the engine core do these, in this order.
         self.specs = vllm.get_kv_cache_spec(self.config)
-        groups = vllm.get_kv_cache_groups(self.config, self.specs)
         self.config.cache_config.kv_cache_layout = layout
+        vllm.resolve_layout(self.config, [layer.made.get_attn_backend() for layer in self.layers], self.specs)
+        groups = vllm.get_kv_cache_groups(self.config, self.specs)
         self.cache = vllm.get_kv_cache_config_from_groups(self.config, groups, 1 << 40)
         self.groups = self.cache.kv_cache_groups
         forward = self.config.compilation_config.static_forward_context
@@ -129,13 +132,10 @@ class Engine:
     def block_size(self, group):
         return self.groups[group].kv_cache_spec.block_size
 
-    def tensors(self, r, layer, positions, width, heads):
-        """Numbers that depend on the token, the layer, and whether they are keys, values or queries."""
-        rows = [
-            np.random.default_rng([r.token(p), p, layer, width]).standard_normal((heads, self.layers[layer].head_dim))
-            for p in positions
-        ]
-        return torch.from_numpy(np.stack(rows)).to(self.dtype)
+    def tensors(self, r, layer, positions, which, heads):
+        """Queries (0), keys (1) or values (2) of a layer. They depend on the token and its position."""
+        made = [_numbers(r.salts[p], layer, which, heads, self.layers[layer].head_dim)[p] for p in positions]
+        return torch.from_numpy(np.stack(made)).to(self.dtype)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -167,15 +167,15 @@ class Engine:
         lengths[:requests] = torch.tensor([r.length + new for r, new in batch])
         tables, slots = [], torch.full((len(self.groups), rows), -1, dtype=torch.int64)
         for group in range(len(self.groups)):
-            ratio = self.block_size(group) // 64
-            width = self.builder(group).max_blocks
+            size = self.block_size(group)  # of the cache manager; vLLM makes tables of kernel blocks from these
+            width = self.builder(group).capacity.blocks * 64 // size
             table = torch.full((padded, width), 7, dtype=torch.int32)  # ids beyond a length are arbitrary
             for i, (r, new) in enumerate(batch):
-                ids = torch.tensor([b * ratio + j for b in r.blocks[group] for j in range(ratio)], dtype=torch.int32)
+                ids = torch.tensor(r.blocks[group], dtype=torch.int32)
                 table[i, : len(ids)] = ids
                 for j in range(new):
                     p = r.length + j
-                    slots[group, begins[i] + j] = int(ids[p // 64]) * 64 + p % 64
+                    slots[group, begins[i] + j] = int(ids[p // size]) * size + p % size
             tables.append(table)
         made = self.vllm.build_attn_metadata(
             self.attn_groups,

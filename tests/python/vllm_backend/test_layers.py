@@ -6,24 +6,187 @@ import pytest
 
 from .engine import Engine
 
-ALIBI = [0.5, 0.25, 0.125, 0.0625]
-KINDS = {
-    "plain": {},
-    "window": {"window": 100},
-    "short window": {"window": 16},
-    "softcap": {"softcap": 2.0},
-    "alibi": {"alibi_slopes": ALIBI},
-    "scale": {"scale": 0.3},
-}
+SLOPES = [0.5, 0.25, 0.125, 0.0625]
 
 
-def test_every_kind_of_step(vllm, dense_pages):
-    e = Engine(vllm)
+def a_day(e, tolerance=2e-5):
+    """Prompts whole and in chunks, decoding, a prefix hit, a preemption, drafts: what a layer may meet."""
     a, b, c = (e.request(seed) for seed in (1, 2, 3))
-    e.step([(a, 200)])  # a prompt at once
-    e.step([(a, 1), (b, 70)])  # decoding beside a prompt
-    e.step([(b, 1), (a, 1)])
-    e.step([(a, 1), (b, 1), (c, 130)])  # a prompt in chunks, the second one not at a block's begin
-    e.step([(a, 1), (b, 1), (c, 99)])
-    for _ in range(3):
-        e.step([(a, 1), (b, 1), (c, 1)])
+    e.step([(a, 200)], tolerance=tolerance)
+    e.step([(a, 1), (b, 70)], tolerance=tolerance)  # decoding beside a prompt
+    e.step([(a, 1), (b, 1), (c, 130)], tolerance=tolerance)  # a prompt in chunks, cut within a block
+    e.step([(a, 1), (b, 1), (c, 99)], tolerance=tolerance)
+    e.preempt(b)
+    e.step([(a, 1), (c, 1)], tolerance=tolerance)
+    e.step([(a, 1), (b, 72), (c, 1)], tolerance=tolerance)  # resumed: all of its tokens again, on other blocks
+    for _ in range(2):
+        e.step([(a, 1), (b, 1), (c, 1)], tolerance=tolerance)
+    return a, b, c
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 100},
+        {"window": 16},
+        {"softcap": 2.0},
+        {"alibi_slopes": SLOPES},
+        {"scale": 0.3},
+        {"sinks": [1.0, -2.0, 0.0, 6.0]},
+        {"sinks": [3.0, 3.0, 3.0, 3.0], "window": 128, "softcap": 30.0},
+    ],
+    ids=lambda o: "+".join(o) or "plain",
+)
+def test_features(vllm, dense_pages, torch, options):
+    if "sinks" in options:
+        options = options | {"sinks": torch.tensor(options["sinks"])}
+    a_day(Engine(vllm, [options]))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 3)])
+def test_groups_of_heads(vllm, dense_pages, heads):
+    a_day(Engine(vllm, q_heads=heads[0], kv_heads=heads[1]))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision(vllm, dense_pages, torch, dtype):
+    a_day(Engine(vllm, dtype=getattr(torch, dtype)), tolerance=5e-3)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "BHLNC", "LHBNC"])
+def test_layouts(vllm, dense_pages, layout):
+    a_day(Engine(vllm, [{}, {"softcap": 5.0}, {}], layout=layout))
+
+
+def test_layers_of_several_kinds(vllm, dense_pages):
+    """Sliding and full layers are groups with tables of their own; their blocks overlay each other in one pool."""
+    e = Engine(vllm, [{"window": 80}, {"window": 80, "softcap": 3.0}, {}, {"scale": 0.2}])
+    assert len(e.groups) == 2
+    assert sorted(len(group.plans) for group in map(e.builder, (0, 1))) == [2, 2]
+    a_day(e)
+
+
+def test_layers_of_two_head_dims(vllm, dense_pages):
+    """As in Gemma 4: sliding layers of half the head_dim. Pages whose ratio is whole get twice the tokens, which are
+    cut in two again for the kernels."""
+    e = Engine(vllm, [{"window": 80, "head_dim": 64}, {"head_dim": 128}])
+    assert sorted(e.block_size(g) for g in (0, 1)) == [64, 128]
+    a_day(e)
+
+
+def test_pages_of_two_sizes_in_one_block(vllm, dense_pages):
+    """The layout BLHNC packs pages of several sizes side by side, whatever their ratio is."""
+    e = Engine(vllm, [{"window": 80, "head_dim": 64}, {"head_dim": 96}, {"head_dim": 96}], layout="BLHNC")
+    assert [e.block_size(g) for g in range(len(e.groups))] == [64] * len(e.groups)
+    a_day(e)
+
+
+def test_padded_pages(vllm, dense_pages):
+    """The layout LBHNC pads the smaller page instead."""
+    a_day(Engine(vllm, [{"window": 80, "head_dim": 64}, {"head_dim": 96}]))
+
+
+def test_larger_blocks_are_split(vllm, dense_pages):
+    e = Engine(vllm, block_size=128, blocks=24)
+    assert e.layers[0].made.kv_cache.shape[2] == 64
+    a_day(e)
+
+
+def test_exact_layers_beside_compressed_ones(vllm, dense_pages):
+    e = Engine(vllm, [{}, {}, {}], skip_layers=["0"])
+    names = [layer.made.impl.layer.pair for layer in e.layers]
+    assert [str(pair) for pair in names] == ["f32/f32", "tq8/tq8", "tq8/tq8"]
+
+
+def test_a_prefix_hit(vllm, dense_pages):
+    e = Engine(vllm)
+    first = e.request(1)
+    e.step([(first, 200)])
+    second = e.request(2, prefix_of=first, prefix_blocks=3)
+    assert second.length == 192
+    e.step([(first, 1), (second, 10)])  # fewer new tokens than cached ones: the rest of its prompt
+    e.step([(first, 1), (second, 1)])
+
+
+def test_drafts(vllm, dense_pages):
+    """Drafts are verified by the decode plan. Other tokens overwrite those that are rejected."""
+    e = Engine(vllm, drafts=3)
+    builder = e.builder()
+    assert builder.reorder_batch_threshold == 4
+    a, b = e.request(1), e.request(2)
+    e.step([(a, 60), (b, 90)])
+    extends = [plans.extend.runs for plans in builder.plans.values()]
+    for round in range(5):
+        e.step([(a, 4), (b, 4)])
+        e.rewind(a, 3)
+        e.rewind(b, round % 4)
+        a.seed, b.seed = 100 + round, 200 + round  # the next tokens are others
+    e.step([(a, 4), (b, 1)])  # lengths may differ
+    assert [plans.extend.runs for plans in builder.plans.values()] == extends
+    e.step([(a, 4), (b, 1), (e.request(3), 64)])
+    assert [plans.extend.runs for plans in builder.plans.values()] == [n + 1 for n in extends]
+
+
+def test_padding_of_graphs(vllm, dense_pages):
+    """A graph for eight requests replays three: the others have no queries and no keys, and their slots are -1."""
+    e = Engine(vllm)
+    requests = [e.request(seed) for seed in (1, 2, 3)]
+    e.step([(r, 40) for r in requests])
+    before = e.layers[0].made.kv_cache.clone()
+    made, slots, _ = e.metadata([(r, 1) for r in requests], pad_to=(8, 8))
+    (metadata,) = made.values()
+    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_actual_tokens) == (8, 8, 8)
+    assert bool((e.layers[0].made.kv_cache == before).all())
+    e.step([(r, 1) for r in requests], pad_to=(8, 8))
+
+
+def test_shared_caches(vllm, dense_pages, torch):
+    """A layer that shares another's cache attends over it and writes nothing."""
+    from vllm.model_executor.layers.attention import Attention
+
+    e = Engine(vllm)
+    a = e.request(1)
+    e.step([(a, 100)])
+    with vllm.set_current_vllm_config(e.config):
+        shared = Attention(
+            4,
+            64,
+            0.125,
+            2,
+            cache_config=e.config.cache_config,
+            prefix="model.layers.7.attn",
+            kv_sharing_target_layer_name="model.layers.0.attn",
+        )
+    owner = e.layers[0].made
+    shared.kv_cache = owner.kv_cache
+    made, slots, _ = e.metadata([(a, 1)])
+    made["model.layers.7.attn"] = made["model.layers.0.attn"]
+    q, k = torch.randn(1, 256), torch.randn(1, 128)
+    with vllm.set_forward_context(made, e.config, slot_mapping=slots):
+        wanted = owner(q, k, k)
+        before = owner.kv_cache.clone()
+        got = shared(q, torch.full_like(k, 9.0), torch.full_like(k, 9.0))
+    assert torch.equal(got, wanted) and torch.equal(owner.kv_cache, before)
+
+
+def test_while_memory_is_measured(vllm, dense_pages, torch):
+    """Without metadata outputs are zeros; without a cache nothing is written."""
+    e = Engine(vllm)
+    layer = e.layers[0].made
+    layer.kv_cache = torch.tensor([])
+    slots = {"model.layers.0.attn": torch.tensor([5], dtype=torch.int64)}
+    with vllm.set_forward_context(None, e.config, slot_mapping=slots):
+        out = layer(torch.randn(1, 256), torch.randn(1, 128), torch.randn(1, 128))
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_sinks_are_loaded_after_the_layer_is_made(vllm, dense_pages, torch):
+    sinks = torch.zeros(4, dtype=torch.bfloat16)
+    e = Engine(vllm, [{"sinks": sinks}])
+    impl = e.layers[0].made.impl
+    address = impl._sink_logits.data_ptr()
+    sinks.fill_(4.0)  # a reload
+    e.layers[0].made.process_weights_after_loading(torch.float32)
+    assert impl._sink_logits.data_ptr() == address and impl._sink_logits.tolist() == [4.0] * 4
+    a_day(e)
