@@ -4,8 +4,9 @@
  *   status     Every function that can fail returns a kvant_status: KVANT_OK (0) or the reason. kvant_last_error() then
  *              has the sentence for people: the argument, its value, what is allowed, and the way out. After a failure
  *              nothing was changed and no output was written, unless a function says otherwise.
- *   handles    kvant_cache, kvant_plan and kvant_bases are opaque. Each is destroyed once, by its own function; NULL is
- *              allowed there. A plan keeps what it needs of its cache, so they may be destroyed in any order.
+ *   handles    kvant_cache, kvant_plan, kvant_bases, kvant_pages and kvant_pages_plan are opaque. Each is destroyed
+ *              once, by its own function; NULL is allowed there. A plan keeps what it needs of its cache or pages, so
+ *              they may be destroyed in any order.
  *   structs    Structs that may grow begin with struct_size. Fill them with their _init function, then change what you
  *              need: programs built with an older header go on working with a newer library.
  *   texts      Strings handed in are UTF-8, zero-terminated, and copied. Strings handed out are written to a buffer of
@@ -424,6 +425,119 @@ typedef struct kvant_partial {
  * Errors: KVANT_INVALID_ARGUMENT. */
 KVANT_C_API kvant_status kvant_merge(const kvant_partial* partials, int64_t count, int64_t rows, int32_t head_dim,
                                      float* out, float* lse);
+
+/* --- pages in an engine's blocks ---------------------------------------------------------------------------------- */
+
+/* Encoded pages in memory that an engine owns: kvant writes into its blocks, and attends over them. kvant/pages.hpp and
+ * docs/borrowed-pages.md say what an engine must keep to. On a device all pointers below are device memory, but for
+ * structs and options; calls with a stream (cudaStream_t; NULL: the default stream) only enqueue work on it. For blocks
+ * in host memory stream is ignored. */
+typedef struct kvant_pages kvant_pages;
+
+typedef struct kvant_pages_config {
+  size_t struct_size; /* sizeof(kvant_pages_config); set by kvant_pages_config_init */
+  int32_t kv_heads;   /* required */
+  int32_t head_dim;   /* required; 1 to 576, on a device 64, 96, 128, 192, 256 or 512 */
+  const char* k;      /* format; default "tq6". Any but the lut formats */
+  const char* v;      /* default "tq4" */
+  const char* device; /* "cpu" or NULL (default): host memory; "cuda", "cuda:1": that device's */
+  const char* isa;    /* host: as in kvant_cache_config; NULL (default): the best */
+  int32_t threads;    /* host: workers that write and decode; 0 (default): all that the process may use */
+} kvant_pages_config;
+KVANT_C_API void kvant_pages_config_init(kvant_pages_config* config, size_t struct_size);
+
+/* *pages is NULL on errors: KVANT_INVALID_ARGUMENT, KVANT_UNSUPPORTED. */
+KVANT_C_API kvant_status kvant_pages_create(const kvant_pages_config* config, kvant_pages** pages);
+KVANT_C_API void kvant_pages_destroy(kvant_pages* pages);
+/* Bytes of a (block, kv head): a multiple of 64. */
+KVANT_C_API kvant_status kvant_pages_block_bytes(const kvant_pages* pages, int64_t* bytes);
+
+/* One layer's blocks of 64 tokens. That of block b and kv head h begins at data + b * block_stride + h * head_stride;
+ * data and strides are multiples of 64 bytes. On a device head_stride is the bytes of kvant_pages_block_bytes. */
+typedef struct kvant_block_pool {
+  void* data;
+  int64_t blocks;
+  int64_t block_stride;
+  int64_t head_stride;
+} kvant_block_pool;
+
+/* Encodes tokens into their slots. slots: [count], slot = block * 64 + position; below 0 (host: -1): a token that is
+ * not stored, and not read. keys, values: [count or more, kv_heads, head_dim]. Tokens of one block must follow one
+ * another in slots, in ascending order; in host memory any order will do. The write that stores a block's first
+ * position clears those that it does not store.
+ * Errors: in host memory KVANT_NON_FINITE, and KVANT_INVALID_ARGUMENT for slots outside the pool; nothing was changed
+ * then. On a device such values become NaN, such tokens are not stored, and kvant_pages_take_non_finite tells. */
+KVANT_C_API kvant_status kvant_pages_write(const kvant_pages* pages, const kvant_block_pool* pool,
+                                           const kvant_tensor* keys, const kvant_tensor* values, const int64_t* slots,
+                                           int64_t count, void* stream);
+/* Decodes whole blocks to tensors [count * 64, kv_heads, head_dim] in f32, f16 or bf16; either may be NULL. */
+KVANT_C_API kvant_status kvant_pages_decode(const kvant_pages* pages, const kvant_block_pool* pool, const int32_t* ids,
+                                            int64_t count, const kvant_mutable_tensor* keys,
+                                            const kvant_mutable_tensor* values, void* stream);
+/* Copies block from[i] to block to[i], all kv heads. No block of `to` may be in `from`, or twice in `to`. */
+KVANT_C_API kvant_status kvant_pages_copy(const kvant_pages* pages, const kvant_block_pool* pool, const int32_t* from,
+                                          const int32_t* to, int64_t count, void* stream);
+/* Waits for the stream. *found: 1 if a write since the last call met values that are not finite, or a slot outside the
+ * pool. 0 in host memory, where these are refused. */
+KVANT_C_API kvant_status kvant_pages_take_non_finite(const kvant_pages* pages, void* stream, int32_t* found);
+
+/* The largest step that a plan is for. */
+typedef struct kvant_page_limits {
+  size_t struct_size;    /* sizeof(kvant_page_limits), set by the caller */
+  int32_t max_batch;     /* required: sequences */
+  int32_t max_query_len; /* queries of one sequence; 0: 1 */
+  int64_t max_blocks;    /* required: of one sequence */
+  int64_t max_tokens;    /* rows of q; 0: max_batch * max_query_len */
+  int32_t check_ids;     /* device: look at the ids of visible pages in each run; see kvant_pages_plan_take_errors */
+} kvant_page_limits;
+
+typedef struct kvant_pages_plan kvant_pages_plan;
+
+/* A plan for all steps within the limits; it keeps what it needs of pages. attention: q_lens, mask and backend stay
+ * unset. Errors: KVANT_INVALID_ARGUMENT, KVANT_UNSUPPORTED. *plan is NULL then. */
+KVANT_C_API kvant_status kvant_pages_plan_create(const kvant_pages* pages, const kvant_attention_options* attention,
+                                                 const kvant_page_limits* limits, kvant_pages_plan** plan);
+KVANT_C_API void kvant_pages_plan_destroy(kvant_pages_plan* plan);
+/* Kernels, splits, and why; for people. Buffer as in kvant_info. */
+KVANT_C_API kvant_status kvant_pages_plan_explain(const kvant_pages_plan* plan, char* buffer, size_t capacity,
+                                                  size_t* size);
+
+typedef struct kvant_pages_plan_facts {
+  size_t struct_size;     /* sizeof(kvant_pages_plan_facts), set by the caller */
+  size_t workspace_bytes; /* what kvant_run_options.workspace must hold; 0 in host memory, where it stays NULL */
+  const char* isa;        /* a constant; "cuda" on a device, with threads 0 */
+  const char* kernel;     /* a constant; on a device "decode" or "prefill"; "" elsewhere */
+  int32_t threads;
+} kvant_pages_plan_facts;
+KVANT_C_API kvant_status kvant_pages_plan_describe(const kvant_pages_plan* plan, kvant_pages_plan_facts* facts);
+
+/* A step's batch. */
+typedef struct kvant_step_tables {
+  size_t struct_size;             /* sizeof(kvant_step_tables), set by the caller */
+  const int32_t* block_table;     /* [batch][columns]: the blocks of each sequence, in order */
+  int64_t row_stride;             /* of block_table, in elements */
+  int64_t columns;                /* those beyond a sequence's length are not read */
+  const int32_t* seq_lens;        /* [batch]: tokens, those of this step included */
+  const int32_t* query_start_loc; /* [batch + 1]: sequence i has rows [i] to [i + 1] of q and out */
+  int32_t batch;
+} kvant_step_tables;
+
+/* Tells the plan the batch of the runs that follow; once a step, for all layers. In host memory tables are checked, and
+ * copied. On a device a launch copies them; a sequence that does not fit the limits gets no query, and
+ * kvant_pages_plan_take_errors tells.
+ * Errors: KVANT_INVALID_ARGUMENT; the tables that were set before still count. */
+KVANT_C_API kvant_status kvant_pages_plan_set_tables(kvant_pages_plan* plan, const kvant_step_tables* tables,
+                                                     void* stream);
+/* Attention over one layer's pool. q, out: [tokens, q_heads, head_dim]; rows of no sequence are left as they are.
+ * options: lse [tokens, q_heads], sink_logits, workspace and stream, as in kvant_run. keys, values: NULL (a step's own
+ * keys as given are not supported yet). Errors: KVANT_INVALID_ARGUMENT, KVANT_UNSUPPORTED. */
+KVANT_C_API kvant_status kvant_pages_plan_run(kvant_pages_plan* plan, const kvant_block_pool* pool,
+                                              const kvant_tensor* q, const kvant_mutable_tensor* out,
+                                              const kvant_run_options* options, const kvant_tensor* keys,
+                                              const kvant_tensor* values);
+/* Waits for the stream. *found: 1 if since the last call a sequence did not fit the limits, or (check_ids) had a block
+ * outside the pool, whose rows are NaN then. 0 in host memory, where these are refused. */
+KVANT_C_API kvant_status kvant_pages_plan_take_errors(kvant_pages_plan* plan, void* stream, int32_t* found);
 
 #ifdef __cplusplus
 } /* extern "C" */

@@ -12,6 +12,7 @@
 #include "kvant/codec.hpp"
 #include "kvant/export.hpp"
 #include "kvant/io.hpp"
+#include "kvant/pages.hpp"
 #include "kvant/reference.hpp"
 #include "kvant/result.hpp"
 #include "kvant/types.hpp"

@@ -25,6 +25,7 @@ from ._errors import (
     Stale,
     Unsupported,
 )
+from ._pages import PageFacts, Pages, PagesPlan
 from ._plan import Plan, PlanFacts, Step
 from ._tools import bf16, build_info, calibrate, eval, formats, info, merge, version
 
@@ -46,6 +47,9 @@ __all__ = [
     "NonFinite",
     "OutOfCapacity",
     "OutOfMemory",
+    "PageFacts",
+    "Pages",
+    "PagesPlan",
     "Plan",
     "PlanFacts",
     "Sequence",

@@ -161,6 +161,98 @@ class OutOfMemory(KvantError, MemoryError):
     """An allocation failed."""
     status: int
 
+class PageFacts:
+    """The decisions of a plan over an engine's blocks. The fields are those of kvant_pages_plan_facts in kvant.h."""
+    workspace_bytes: int
+    isa: str
+    kernel: str
+    threads: int
+
+class Pages:
+    """The geometry and formats of encoded pages in an engine's blocks. Holds no blocks.
+
+    kv_heads, head_dim, k, v, threads, isa: as for Cache, but for the lut formats, which are refused.
+    device: "cpu", "cuda", "cuda:1" or a torch.device: where the pool, tensors and tables are.
+
+    A block is 64 tokens of one sequence; a (block, kv head) is block_bytes contiguous bytes. A block is filled from its
+    first position on; the write that stores the first position clears those that it does not store. Tokens are encoded
+    as they come: there are no exact pages.
+
+    Errors: InvalidArgument, Unsupported.
+    """
+    block_tokens: int
+    def __init__(self, *, kv_heads: int, head_dim: int, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', threads: int = 0, isa: str | None = None):
+        ...
+    def write(self, pool: Any, keys: Any, values: Any, slot_mapping: Any, stream: Any = None) -> None:
+        """Encodes tokens into their slots.
+
+        pool: uint8 [num_blocks, kv_heads, block_bytes], or [num_blocks, kv_heads, 64, block_bytes / 64]. Block and head
+            strides are multiples of 64 bytes, a (block, kv head) is contiguous, and the base is aligned to 64 bytes. On
+            a device heads of a block follow one another.
+        keys, values: [tokens, kv_heads, head_dim] f32, f16 or bf16, any token and head stride.
+        slot_mapping: int64 [tokens or fewer]: block * 64 + position, -1: not stored. Tokens of one block follow one
+            another, in ascending order.
+        stream: a CUDA stream; None: torch's current one.
+        Errors: on the CPU NonFinite, and InvalidArgument for slots outside the pool. On a device take_non_finite tells.
+        """
+    def decode(self, pool: Any, block_ids: Any, keys_out: Any, values_out: Any, stream: Any = None) -> None:
+        """Decodes whole blocks. keys_out, values_out: [len(block_ids) * 64, kv_heads, head_dim] f32, f16 or bf16;
+        either may be None. block_ids: int32, or a list.
+        """
+    def copy(self, pool: Any, from_ids: Any, to_ids: Any, stream: Any = None) -> None:
+        """Copies blocks from_ids[i] to to_ids[i], all kv heads. int32, or lists."""
+    def take_non_finite(self, stream: Any = None) -> bool:
+        """Waits for the stream: True if a write since the last call met values that are not finite, or a slot outside
+        the pool. On the CPU these are refused: False.
+        """
+    def plan(self, q_heads: int, **options: Any) -> PagesPlan:
+        """A plan for all steps within its limits; see PagesPlan."""
+
+class PagesPlan:
+    """Attention over an engine's blocks. Made by Pages.plan for the largest step; gets the tables once a step, and runs
+    once a layer.
+
+    q_heads: query heads, a multiple of kv_heads.
+    max_batch, max_blocks, max_query_len, max_tokens: the largest step: sequences, blocks of one sequence, queries of
+        one sequence, and queries in all with padding (None: max_batch * max_query_len).
+    scale, causal, window, window_sinks, softcap, alibi_slopes: as for Plan. window 0: none.
+    check_ids: on a device, each run looks at the block ids that it is to read; rows of a sequence with one outside the
+        pool become NaN, and take_errors tells. The CPU always looks, and refuses.
+    kernel: on a device "decode" or "prefill"; "": by the limits. threads, split_keys, isa: on the CPU.
+    workspace: on a device, a uint8 tensor of facts.workspace_bytes; None: a torch buffer that the plans of these pages
+        share, taken here. Plans that share one run one after another on a stream.
+
+    A plan can be recorded in CUDA graphs: set_tables and run read lengths and tables on the device, and launches are
+    made for the limits. Errors: InvalidArgument, Unsupported.
+    """
+    def __init__(self, pages: Pages, q_heads: int, *, max_batch: int, max_blocks: int, max_query_len: int = 1, max_tokens: int | None = None, scale: float | None = None, causal: bool = True, window: int = 0, window_sinks: int = 0, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, check_ids: bool = False, kernel: str = '', threads: int = 0, split_keys: int = 0, isa: str | None = None, workspace: Any = None):
+        ...
+    def explain(self) -> str:
+        """Kernels, splits, limits, and why."""
+    def set_tables(self, block_table: Any, seq_lens: Any, query_start_loc: Any, stream: Any = None) -> None:
+        """The batch of the runs that follow: once a step, for all layers.
+
+        block_table: int32 [batch, columns], the blocks of each sequence; entries behind a sequence's length, and of
+            pages that the window hides, are not read. seq_lens: int32 [batch], tokens with those of this step.
+            query_start_loc: int32 [batch + 1]; sequence i has rows query_start_loc[i] to query_start_loc[i + 1] of q.
+        A sequence may have no query. On a device the tensors are read when the stream comes to it, and sequences that
+        do not fit the limits get no query (take_errors tells); the CPU refuses them. Errors: InvalidArgument.
+        """
+    def run(self, pool: Any, q: Any, out: Any = None, lse: Any = None, sink_logits: Any = None, keys: Any = None, values: Any = None, stream: Any = None) -> Any:
+        """out = softmax(transform(scale * q k^T) + masks) v over one layer's pool.
+
+        q, out: [tokens, q_heads, head_dim]; tokens: all rows of query_start_loc at least, up to max_tokens. Rows of no
+        sequence are left as they are. out None: a new tensor of q's dtype. lse: True, or an f32 tensor
+        [tokens, q_heads]: gets the natural log of each softmax denominator. sink_logits: [q_heads] f32, join the
+        denominator only.
+        keys, values: the step's own, to be attended to as given; not supported yet, so leave them None.
+        Returns out, or (out, lse) if lse was requested. Errors: InvalidArgument, Unsupported.
+        """
+    def take_errors(self, stream: Any = None) -> bool:
+        """Waits for the stream: True if since the last call a sequence did not fit the limits, or (check_ids) had a
+        block outside the pool. On the CPU these are refused: False.
+        """
+
 class Plan:
     """How attention of one step will be computed. Made by Cache.plan; runs once for each layer.
 

@@ -197,6 +197,61 @@ class Partial(Structure):
     _fields_ = [("out", c_void_p), ("lse", c_void_p)]
 
 
+class PagesConfig(Structure):
+    _c_name_ = "kvant_pages_config"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("k", c_char_p),
+        ("v", c_char_p),
+        ("device", c_char_p),
+        ("isa", c_char_p),
+        ("threads", c_int32),
+    ]
+
+
+class BlockPool(Structure):
+    _c_name_ = "kvant_block_pool"
+    _fields_ = [("data", c_void_p), ("blocks", c_int64), ("block_stride", c_int64), ("head_stride", c_int64)]
+
+
+class PageLimits(Structure):
+    _c_name_ = "kvant_page_limits"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("max_batch", c_int32),
+        ("max_query_len", c_int32),
+        ("max_blocks", c_int64),
+        ("max_tokens", c_int64),
+        ("check_ids", c_int32),
+    ]
+
+
+class PagesPlanFacts(Structure):
+    _c_name_ = "kvant_pages_plan_facts"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("workspace_bytes", c_size_t),
+        ("isa", c_char_p),
+        ("kernel", c_char_p),
+        ("threads", c_int32),
+    ]
+
+
+class StepTables(Structure):
+    _c_name_ = "kvant_step_tables"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("block_table", c_void_p),
+        ("row_stride", c_int64),
+        ("columns", c_int64),
+        ("seq_lens", c_void_p),
+        ("query_start_loc", c_void_p),
+        ("batch", c_int32),
+    ]
+
+
 _Sequences = POINTER(c_uint64)
 _Counts = POINTER(c_int64)
 
@@ -259,6 +314,38 @@ plan_describe = _function("kvant_plan_describe", c_void_p, POINTER(PlanFacts))
 run_options_init = _function("kvant_run_options_init", POINTER(RunOptions), c_size_t, result=None)
 run = _function("kvant_run", c_void_p, c_int32, POINTER(Tensor), POINTER(MutableTensor), POINTER(RunOptions))
 merge = _function("kvant_merge", POINTER(Partial), c_int64, c_int64, c_int32, c_void_p, c_void_p)
+
+_Pool = POINTER(BlockPool)
+pages_config_init = _function("kvant_pages_config_init", POINTER(PagesConfig), c_size_t, result=None)
+pages_create = _function("kvant_pages_create", POINTER(PagesConfig), POINTER(c_void_p))
+pages_destroy = _function("kvant_pages_destroy", c_void_p, result=None)
+pages_block_bytes = _function("kvant_pages_block_bytes", c_void_p, POINTER(c_int64))
+pages_write = _function(
+    "kvant_pages_write", c_void_p, _Pool, POINTER(Tensor), POINTER(Tensor), c_void_p, c_int64, c_void_p
+)
+pages_decode = _function(
+    "kvant_pages_decode", c_void_p, _Pool, c_void_p, c_int64, POINTER(MutableTensor), POINTER(MutableTensor), c_void_p
+)
+pages_copy = _function("kvant_pages_copy", c_void_p, _Pool, c_void_p, c_void_p, c_int64, c_void_p)
+pages_take_non_finite = _function("kvant_pages_take_non_finite", c_void_p, c_void_p, POINTER(c_int32))
+pages_plan_create = _function(
+    "kvant_pages_plan_create", c_void_p, POINTER(AttentionOptions), POINTER(PageLimits), POINTER(c_void_p)
+)
+pages_plan_destroy = _function("kvant_pages_plan_destroy", c_void_p, result=None)
+pages_plan_explain = _function("kvant_pages_plan_explain", c_void_p, c_char_p, c_size_t, POINTER(c_size_t))
+pages_plan_describe = _function("kvant_pages_plan_describe", c_void_p, POINTER(PagesPlanFacts))
+pages_plan_set_tables = _function("kvant_pages_plan_set_tables", c_void_p, POINTER(StepTables), c_void_p)
+pages_plan_run = _function(
+    "kvant_pages_plan_run",
+    c_void_p,
+    _Pool,
+    POINTER(Tensor),
+    POINTER(MutableTensor),
+    POINTER(RunOptions),
+    POINTER(Tensor),
+    POINTER(Tensor),
+)
+pages_plan_take_errors = _function("kvant_pages_plan_take_errors", c_void_p, c_void_p, POINTER(c_int32))
 
 
 def check(status: int) -> None:

@@ -41,6 +41,8 @@ Result<MaskTensor> to_mask(const kvant_mask_tensor& given) {
   return mask;
 }
 
+}  // namespace
+
 Result<AttentionOptions> to_options(const kvant_attention_options* pointer, std::int64_t sequences) {
   kvant_attention_options given = default_options();
   if (Status status = read_struct("options", pointer, given); !status.ok()) return status;
@@ -67,7 +69,18 @@ Result<AttentionOptions> to_options(const kvant_attention_options* pointer, std:
   return options;
 }
 
-}  // namespace
+Result<RunOptions> to_run_options(const kvant_run_options* pointer) {
+  kvant_run_options given = default_run_options();
+  if (pointer != nullptr) {
+    if (Status status = read_struct("options", pointer, given); !status.ok()) return status;
+  }
+  if (given.workspace == nullptr && given.workspace_size != 0) return null_argument("options.workspace");
+  return RunOptions{.stream = {given.stream},
+                    .lse = given.lse,
+                    .sink_logits = given.sink_logits,
+                    .executor = {given.executor.execute, given.executor.self},
+                    .workspace = {static_cast<std::byte*>(given.workspace), given.workspace_size}};
+}
 
 }  // namespace kvant::capi
 
@@ -125,21 +138,13 @@ kvant_status kvant_run(const kvant_plan* plan, int32_t layer, const kvant_tensor
                        const kvant_run_options* options) {
   return guarded([&]() -> kvant::Status {
     if (plan == nullptr) return null_argument("plan");
-    kvant_run_options given = default_run_options();
-    if (options != nullptr) {
-      if (kvant::Status status = read_struct("options", options, given); !status.ok()) return status;
-    }
-    if (given.workspace == nullptr && given.workspace_size != 0) return null_argument("options.workspace");
+    const auto converted = to_run_options(options);
+    if (!converted) return converted.status();
     const auto q_view = to_view("q", q);
     if (!q_view) return q_view.status();
     const auto out_view = to_view("out", out);
     if (!out_view) return out_view.status();
-    return kvant::run(plan->plan, layer, *q_view, *out_view,
-                      {.stream = {given.stream},
-                       .lse = given.lse,
-                       .sink_logits = given.sink_logits,
-                       .executor = {given.executor.execute, given.executor.self},
-                       .workspace = {static_cast<std::byte*>(given.workspace), given.workspace_size}});
+    return kvant::run(plan->plan, layer, *q_view, *out_view, *converted);
   });
 }
 

@@ -106,12 +106,6 @@ Result<CacheConfig> to_config(const kvant_cache_config* pointer) {
   return config;
 }
 
-// An output may be left out by a NULL view or NULL data.
-Result<MutableTensorView> to_optional_view(const char* name, const kvant_mutable_tensor* tensor) {
-  if (tensor == nullptr) return MutableTensorView{};
-  return to_view(name, tensor);
-}
-
 }  // namespace
 
 }  // namespace kvant::capi

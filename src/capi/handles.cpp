@@ -61,4 +61,14 @@ Result<std::vector<Append>> to_appends(const kvant_sequence* sequences, const st
   return appends;
 }
 
+Result<MutableTensorView> to_optional_view(const char* name, const kvant_mutable_tensor* tensor) {
+  if (tensor == nullptr) return MutableTensorView{};
+  return to_view(name, tensor);
+}
+
+Result<TensorView> to_optional_view(const char* name, const kvant_tensor* tensor) {
+  if (tensor == nullptr) return TensorView{};
+  return to_view(name, tensor);
+}
+
 }  // namespace kvant::capi

@@ -8,6 +8,7 @@
 #include "kvant/attention.hpp"
 #include "kvant/cache.hpp"
 #include "kvant/io.hpp"
+#include "kvant/pages.hpp"
 
 struct kvant_bases {
   kvant::io::Calibration calibration;
@@ -24,12 +25,27 @@ struct kvant_plan {
   kvant::Plan plan;
 };
 
+struct kvant_pages {
+  kvant::Pages pages;
+};
+
+struct kvant_pages_plan {
+  kvant::PagesPlan plan;
+};
+
 namespace kvant::capi {
 
 // Errors: NULL, unknown dtype.
 Result<TensorView> to_view(const char* name, const kvant_tensor* tensor);
 Result<MutableTensorView> to_view(const char* name, const kvant_mutable_tensor* tensor);
 Result<Dtype> to_dtype(const char* name, std::int32_t dtype);
+// An output may be left out by a NULL view or NULL data.
+Result<MutableTensorView> to_optional_view(const char* name, const kvant_mutable_tensor* tensor);
+Result<TensorView> to_optional_view(const char* name, const kvant_tensor* tensor);
+
+// `sequences`: how many q_lens has.
+Result<AttentionOptions> to_options(const kvant_attention_options* pointer, std::int64_t sequences);
+Result<RunOptions> to_run_options(const kvant_run_options* pointer);
 
 // C's sequence ids as ours. Errors: NULL with a count, negative count.
 Result<std::vector<SequenceId>> to_sequences(const kvant_sequence* sequences, std::int64_t count);

@@ -81,11 +81,13 @@ struct SequenceUse {
 };
 
 // Where the blocks of a domain lie, for one layer: that of slot s and kv head h begins at
-// slots[s] + layer_offset + h * head_stride.
+// slots[s] + layer_offset + h * head_stride, or, without `slots`, at base + s * slot_stride + h * head_stride.
 struct BlockTable {
-  const std::byte* const* slots;  // null: there are no such pages
-  std::size_t layer_offset;
-  std::size_t head_stride;
+  const std::byte* const* slots = nullptr;
+  std::size_t layer_offset = 0;
+  std::size_t head_stride = 0;
+  const std::byte* base = nullptr;  // of pages in one pool (BlockPool); null as well: there are no such pages
+  std::size_t slot_stride = 0;
 };
 
 // The bases of one side, for one layer: kv head h has at[h * stride]. A stride of 0: all heads share one.

@@ -18,6 +18,7 @@
 
 #include "codec/layout.hpp"
 #include "core/cache_table.hpp"
+#include "core/device_blocks.hpp"
 #include "kvant/attention.hpp"
 #include "kvant/cache.hpp"
 
@@ -121,6 +122,7 @@ struct DeviceBackend {
   std::string (*unavailable)();  // why it cannot be used on this machine; empty: it can
   Result<std::unique_ptr<DevicePages>> (*make_pages)(const DevicePagesConfig& config);
   Result<std::unique_ptr<DevicePlan>> (*make_plan)(const DevicePlanConfig& config);
+  Result<std::unique_ptr<DeviceBlocks>> (*make_blocks)(const DeviceBlocksConfig& config) = nullptr;  // null: has none
   DeviceBuild (*build)() = nullptr;  // never starts the driver
 };
 

@@ -14,20 +14,6 @@ namespace {
 
 constexpr std::int64_t kMaxDeviceTokens = std::int64_t{1} << 30;  // of one sequence: kernels count in 32 bits
 
-// The number of the device that a cache is to live on; none: host memory.
-Result<std::optional<int>> parse_device(const std::string& name) {
-  if (name.empty() || name == "cpu") return std::optional<int>();
-  int number = 0;
-  const char* end = name.data() + name.size();
-  if (name == "cuda") return std::optional<int>(0);
-  if (name.starts_with("cuda:")) {
-    const auto [stop, error] = std::from_chars(name.data() + 5, end, number);
-    if (error == std::errc() && stop == end && number >= 0) return std::optional<int>(number);
-  }
-  return {Code::invalid_argument,
-          fmt::format("device = \"{}\": must be \"cpu\" (or empty), \"cuda\", or \"cuda:N\" for device N", name)};
-}
-
 // A cache on a device needs more than any cache needs.
 Status check_device(const CacheConfig& c, bool exact_ends) {
   if (c.capacity_tokens == 0) {
@@ -62,6 +48,19 @@ Status check_device(const CacheConfig& c, bool exact_ends) {
 }
 
 }  // namespace
+
+Result<std::optional<int>> parse_device(const std::string& name) {
+  if (name.empty() || name == "cpu") return std::optional<int>();
+  int number = 0;
+  const char* end = name.data() + name.size();
+  if (name == "cuda") return std::optional<int>(0);
+  if (name.starts_with("cuda:")) {
+    const auto [stop, error] = std::from_chars(name.data() + 5, end, number);
+    if (error == std::errc() && stop == end && number >= 0) return std::optional<int>(number);
+  }
+  return {Code::invalid_argument,
+          fmt::format("device = \"{}\": must be \"cpu\" (or empty), \"cuda\", or \"cuda:N\" for device N", name)};
+}
 
 Result<Placement> resolve_placement(CacheConfig& config) {
   const auto device = parse_device(config.device);

@@ -5,8 +5,8 @@
 //   DeviceStore   in a device's memory, taken at once; kernels there read a copy of the table, which the store keeps up
 //                 to date
 //
-// Both own their memory. A store whose memory an engine owns (a base pointer, strides and a block table) would stand
-// beside these two: as a third class that derives from PageStore, and as one more choice in make_store.
+// Both own their memory. Pages in memory that an engine owns have no CacheTable, since the engine has the sequences,
+// and no PageStore: core/pages_impl.hpp.
 #pragma once
 
 #include <cstddef>
@@ -138,6 +138,9 @@ class PageStore {
   codec::PageLayout exact_layout_ = spec_.exact_layout(Dtype::bf16);
   std::optional<Dtype> exact_dtype_;
 };
+
+/// The number of the device that pages are to live on, by its name in a config; none: host memory.
+Result<std::optional<int>> parse_device(const std::string& name);
 
 /// Where a cache's pages are to be.
 struct Placement {

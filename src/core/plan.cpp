@@ -35,7 +35,7 @@ Status add_sequence(PlanImpl& plan, std::size_t index) {
   plan.sequences.push_back(s);
   plan.total_queries += q_len;
   if (q_len == 0) return {};
-  const VisiblePages visible = plan.visible_pages(s, 0, q_len - 1);
+  const VisiblePages visible = core::visible_pages(plan.options.mask, s, 0, q_len - 1);
   for (std::int64_t use = 0; use < visible.count(); ++use) {
     const std::int64_t page = visible.page(use);
     if (view.pages[static_cast<std::size_t>(page)] == core::PageRef{}) return released(cache.config(), index, page);
@@ -67,13 +67,6 @@ Result<Plan> make_plan(const Cache& owner, std::span<const SequenceId> sequences
 }
 
 }  // namespace
-
-VisiblePages PlanImpl::visible_pages(const PlannedSequence& s, std::int64_t first, std::int64_t last) const {
-  const Mask& m = options.mask;
-  const base::Visibility rule{m.is_causal, m.window, m.window_sinks, m.tensor.data != nullptr ? m.tensor.first_key : 0};
-  const std::int64_t position = s.length - s.q_len;
-  return base::visible_pages<std::int64_t>(rule, s.length, position + first, position + last);
-}
 
 Result<Plan> plan(const Cache& cache, std::span<const SequenceId> sequences, const AttentionOptions& options) {
   try {

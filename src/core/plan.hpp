@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "base/pages.hpp"
 #include "core/attend.hpp"
 #include "core/cache_impl.hpp"
+#include "core/planned.hpp"
 #include "kvant/attention.hpp"
 
 namespace kvant {
@@ -41,15 +41,6 @@ class PlanWork {
 
 }  // namespace core
 
-struct PlannedSequence {
-  std::int64_t length;  // at planning
-  std::int64_t q_len;
-  std::int64_t query_begin;  // first of its queries in q and out
-  std::int64_t batch;        // its place in the call
-};
-
-using VisiblePages = base::VisiblePages<std::int64_t>;
-
 class PlanImpl {
  public:
   const CacheImpl* cache = nullptr;
@@ -63,8 +54,6 @@ class PlanImpl {
   std::int64_t keys_read[core::kDomains] = {0, 0};  // per kv head, every visible key once
   std::unique_ptr<core::PlanWork> work;             // has a reference to this
 
-  // The pages that any of queries first .. last of a sequence sees, mask tensors aside.
-  [[nodiscard]] VisiblePages visible_pages(const PlannedSequence& s, std::int64_t first, std::int64_t last) const;
   [[nodiscard]] std::int64_t kv_bytes() const;
   [[nodiscard]] std::string explain() const;
 };

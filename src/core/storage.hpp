@@ -35,8 +35,9 @@ class Storage {
   }
   /// The blocks of a layer, for kernels: valid until grow or clear.
   [[nodiscard]] BlockTable blocks(int layer) const noexcept {
-    return {slots_.data(), static_cast<std::size_t>(layer) * static_cast<std::size_t>(kv_heads_) * layout_.block_bytes,
-            layout_.block_bytes};
+    return {.slots = slots_.data(),
+            .layer_offset = static_cast<std::size_t>(layer) * static_cast<std::size_t>(kv_heads_) * layout_.block_bytes,
+            .head_stride = layout_.block_bytes};
   }
   /// Copies the keys' centre and the first `tokens` tokens of a page, and of those that follow what lies in one octet
   /// with them. Others keep what they were, code and scale of a token from the same vector.

@@ -37,7 +37,9 @@ KVANT_INLINE Bytes side_codes(const codec::PageLayout& l, const std::byte* block
 }
 
 KVANT_INLINE const std::byte* block_of(const core::BlockTable& table, std::int32_t slot, int kv_head) {
-  return table.slots[slot] + table.layer_offset + static_cast<std::size_t>(kv_head) * table.head_stride;
+  const std::size_t head = static_cast<std::size_t>(kv_head) * table.head_stride;
+  if (table.slots == nullptr) return table.base + static_cast<std::size_t>(slot) * table.slot_stride + head;
+  return table.slots[slot] + table.layer_offset + head;
 }
 
 // A page and what each row sees of it.

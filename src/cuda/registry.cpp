@@ -80,8 +80,12 @@ core::DeviceBuild build() {
 namespace kvant::core {
 
 const DeviceBackend* device_backend() {
-  static constexpr DeviceBackend kBackend{"cuda",           &cuda::detail, &cuda::unavailable, &cuda::make_pages,
-                                          &cuda::make_plan, &cuda::build};
+  static constexpr DeviceBackend kBackend{.name = "cuda",
+                                          .detail = &cuda::detail,
+                                          .unavailable = &cuda::unavailable,
+                                          .make_pages = &cuda::make_pages,
+                                          .make_plan = &cuda::make_plan,
+                                          .build = &cuda::build};
   return &kBackend;
 }
 

@@ -1,11 +1,11 @@
-// A run on the CPU: three phases over a plan's lists (core/attend.hpp). Nothing here allocates, throws or waits for
-// anything but its own workers.
+// A run on the CPU: three phases over the lists of a batch (core/attend.hpp). Nothing here allocates, throws or waits
+// for anything but its own workers.
 #include <atomic>
 #include <thread>
 
 #include "base/pause.hpp"
 #include "core/fmt.hpp"
-#include "core/host_plan.hpp"
+#include "core/host_work.hpp"
 #include "core/threads.hpp"
 
 namespace kvant::core {
@@ -17,18 +17,18 @@ namespace {
 // phase, took as long as 0.3 ms on a machine of 32 virtual cores), and an executor may run the shares one after
 // another.
 struct Job {
-  const HostPlan& plan;
+  const HostWork& lists;
   RunContext context;
   std::int64_t prepare_items;
   std::atomic<std::int64_t> next{0};
   std::atomic<std::int64_t> prepared{0};
 
   [[nodiscard]] std::byte* scratch(int worker) const {
-    return context.workspace + plan.scratch_begin + static_cast<std::size_t>(worker) * plan.scratch_bytes;
+    return context.workspace + lists.scratch_begin + static_cast<std::size_t>(worker) * lists.scratch_bytes;
   }
   // Splits of a merge item that are done, in the workspace.
   [[nodiscard]] std::atomic_ref<std::int32_t> splits_done(std::size_t merge) const {
-    return std::atomic_ref<std::int32_t>(reinterpret_cast<std::int32_t*>(context.workspace + plan.splits_done)[merge]);
+    return std::atomic_ref<std::int32_t>(reinterpret_cast<std::int32_t*>(context.workspace + lists.splits_done)[merge]);
   }
 };
 
@@ -37,7 +37,7 @@ void prepare_item(Job& job, std::int64_t index) {
   const int sequence = static_cast<int>(index / kv_heads);
   if (job.context.sequences[sequence].prepared_layout == nullptr) return;
   const PrepareItem item{&job.context, sequence, static_cast<int>(index % kv_heads)};
-  job.plan.kernels->prepare(item);
+  job.lists.kernels->prepare(item);
 }
 
 void wait_until_prepared(const Job& job) {
@@ -51,7 +51,7 @@ void wait_until_prepared(const Job& job) {
 }
 
 void attend_item(Job& job, std::int64_t index, int worker) {
-  const AttendWork& w = job.plan.attend[static_cast<std::size_t>(index)];
+  const AttendWork& w = job.lists.attend[static_cast<std::size_t>(index)];
   const AttendItem item{.run = &job.context,
                         .sequence = w.sequence,
                         .kv_head = w.kv_head,
@@ -64,18 +64,18 @@ void attend_item(Job& job, std::int64_t index, int worker) {
                         .use_end = w.use_end,
                         .partial = w.partial,
                         .scratch = job.scratch(worker)};
-  job.plan.kernels->attend(item);
+  job.lists.kernels->attend(item);
   if (w.merge < 0) return;
   const auto at = static_cast<std::size_t>(w.merge);
-  const MergeWork& m = job.plan.merge[at];
+  const MergeWork& m = job.lists.merge[at];
   if (job.splits_done(at).fetch_add(1, std::memory_order_acq_rel) + 1 < m.splits) return;
   const MergeItem merge{&job.context, m.sequence, m.kv_head, m.row_begin, m.rows, m.layout, m.first_partial, m.splits};
-  job.plan.kernels->merge(merge);
+  job.lists.kernels->merge(merge);
 }
 
 void work(void* context, int worker) {
   Job& job = *static_cast<Job*>(context);
-  const std::int64_t items = job.prepare_items + static_cast<std::int64_t>(job.plan.attend.size());
+  const std::int64_t items = job.prepare_items + static_cast<std::int64_t>(job.lists.attend.size());
   for (std::int64_t i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < items;) {
     if (i < job.prepare_items) {
       prepare_item(job, i);
@@ -87,82 +87,67 @@ void work(void* context, int worker) {
   }
 }
 
-bool take_own_workspace(const HostPlan& plan) {
+}  // namespace
+
+bool HostWork::take_own_workspace() const {
   const std::uint32_t self = fork_generation() + 1;
-  std::uint32_t user = plan.own_workspace_user.load(std::memory_order_relaxed);
+  std::uint32_t user = own_workspace_user_.load(std::memory_order_relaxed);
   do {
     if (user == self) return false;
-  } while (!plan.own_workspace_user.compare_exchange_weak(user, self, std::memory_order_acquire));
+  } while (!own_workspace_user_.compare_exchange_weak(user, self, std::memory_order_acquire));
   return true;
 }
 
-}  // namespace
-
-Status HostPlan::check_sequences() const {
-  if (plan.version == plan.cache->version()) return {};
-  return {Code::stale,
-          "the plan was made for an earlier state of the cache (tokens were reserved, truncated, forked or removed "
-          "since): plan again after each step"};
-}
-
-Status HostPlan::check_rows(const char*, const TensorView&) const {
-  return {};
-}
-
-Status HostPlan::check_options(const RunOptions&) const {
-  return {};
-}
-
-Status HostPlan::run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const {
-  const bool own = options.workspace.empty();
-  if (own && !take_own_workspace(*this)) {
+Status HostWork::run(const RunPages& where, const MaskData& mask, const TensorView& q, const MutableTensorView& out,
+                     const RunOptions& run_options) const {
+  const bool own = run_options.workspace.empty();
+  if (own && !take_own_workspace()) {
     return {Code::invalid_argument,
             "another run of this plan is using the plan's own workspace: give each concurrent run a workspace of its "
             "own (RunOptions::workspace)"};
   }
 
-  const CacheImpl& cache = *plan.cache;
-  const CacheConfig& config = cache.config();
+  const CacheConfig& config = spec.config;
   const std::int64_t prepare_items = any_vector ? static_cast<std::int64_t>(sequences.size()) * config.kv_heads : 0;
   Job job{*this, {}, prepare_items};
   RunContext& c = job.context;
   c.width = config.head_dim;
-  c.head_dim = cache.stored_dim();
+  c.head_dim = spec.stored_dim();
   c.padded_dim = padded_dim;
-  c.group = plan.group;
+  c.group = group;
   c.kv_heads = config.kv_heads;
-  c.centred = cache.is_centred();
-  c.logits = base::logit_rule<float>(plan.options);
-  c.causal = plan.options.mask.is_causal;
-  c.window = plan.options.mask.window;
-  c.window_sinks = plan.options.mask.window_sinks;
-  c.sink_logits = options.sink_logits;
-  c.mask = mask.data;
-  c.layout[kEncoded] = cache.layout(Pool::encoded);
-  c.layout[kExact] = cache.layout(Pool::exact);
-  c.k_levels[kEncoded] = cache.spec().k_levels();
-  c.v_levels[kEncoded] = cache.spec().v_levels();
+  c.centred = spec.is_centred();
+  c.logits = base::logit_rule<float>(options);
+  c.causal = options.mask.is_causal;
+  c.window = options.mask.window;
+  c.window_sinks = options.mask.window_sinks;
+  c.sink_logits = run_options.sink_logits;
+  c.mask = mask;
+  for (const int domain : {kEncoded, kExact}) {
+    c.layout[domain] = where.layout[domain];
+    c.blocks[domain] = where.blocks[domain];
+  }
+  c.k_levels[kEncoded] = spec.k_levels();
+  c.v_levels[kEncoded] = spec.v_levels();
   c.k_levels[kExact] = c.v_levels[kExact] = nullptr;
-  c.blocks[kEncoded] = store.blocks(Pool::encoded, layer);
-  c.blocks[kExact] = store.blocks(Pool::exact, layer);
-  c.k_basis = cache.spec().k_bases.row(layer);
-  c.v_basis = cache.spec().v_bases.row(layer);
+  c.k_basis = spec.k_bases.row(where.layer);
+  c.v_basis = spec.v_bases.row(where.layer);
   c.sequences = sequences.data();
   c.q = {q.data, q.dtype, q.stride[0], q.stride[1]};
   c.out = {out.data, out.dtype, out.stride[0], out.stride[1]};
   c.q_batch_stride = q.batch_stride;
   c.out_batch_stride = out.batch_stride;
-  c.lse = options.lse;
-  c.lse_stride = plan.options.q_heads;
-  c.workspace = own ? own_workspace.get() : options.workspace.data();
+  c.lse = run_options.lse;
+  c.lse_stride = options.q_heads;
+  c.workspace = own ? own_workspace_.get() : run_options.workspace.data();
 
   for (std::size_t i = 0; i < merge.size(); ++i) job.splits_done(i).store(0, std::memory_order_relaxed);
-  if (options.executor.execute != nullptr && workers > 1) {
-    options.executor.execute(options.executor.self, workers, work, &job);
+  if (run_options.executor.execute != nullptr && workers > 1) {
+    run_options.executor.execute(run_options.executor.self, workers, work, &job);
   } else {
     parallel(workers, work, &job);
   }
-  if (own) own_workspace_user.store(0, std::memory_order_release);
+  if (own) own_workspace_user_.store(0, std::memory_order_release);
   return {};
 }
 

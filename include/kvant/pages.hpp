@@ -1,0 +1,153 @@
+// Encoded pages in memory that an engine owns (a serving engine with a pool of blocks and block tables of its own):
+// kvant writes into the engine's blocks, and attends over them. docs/borrowed-pages.md tells how an engine uses this.
+//
+// The engine's side of the bargain:
+//   block      64 tokens of one sequence, in all kv heads. A (block, kv head) is block_bytes() contiguous bytes
+//   pool       one layer's blocks: a base pointer and two strides. Layers are pools of their own, or offsets into one
+//   slot       the place of a token: block * 64 + position in the block. -1: a token that is not stored
+//   tables     the blocks of each sequence in order (int32), lengths (int32), and where queries begin (int32)
+// A block is filled from its first position on. The write that stores the first one clears those positions that it does
+// not store, so nobody needs to clear blocks; what is behind a sequence's length may be anything that was written
+// through kvant before.
+//
+// Every token is encoded as it comes: there are no exact pages, and no page centres.
+//
+// On a device all tensors and tables are device memory. Calls with a stream enqueue their work and wait for nothing,
+// allocate nothing and read nothing back, so write, set_tables and run can be recorded in a CUDA graph, and replays
+// follow what is in the tables then. On the host calls are done when they return, and streams are ignored.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "kvant/attention.hpp"
+#include "kvant/export.hpp"
+#include "kvant/types.hpp"
+
+namespace kvant {
+
+struct PagesConfig {
+  int kv_heads = 0;
+  int head_dim = 0;       ///< 1 to 576; on a device 64, 96, 128, 192, 256 or 512
+  std::string k = "tq6";  ///< key format; any but the lut formats
+  std::string v = "tq4";
+  std::string device{};  ///< "" or "cpu": host memory; "cuda" or "cuda:1": that device's
+  int threads = 0;       ///< host only: workers that write and decode; 0: the processors that the process may use
+  std::string isa{};     ///< host only: as CacheConfig::isa
+};
+
+/// One layer's blocks. Block b of kv head h begins at data + b * block_stride + h * head_stride.
+struct BlockPool {
+  std::byte* data = nullptr;      ///< aligned to 64 bytes
+  std::int64_t blocks = 0;        ///< up to 2^31 - 1
+  std::int64_t block_stride = 0;  ///< bytes, a multiple of 64
+  std::int64_t head_stride = 0;   ///< bytes, a multiple of 64; on a device: block_bytes()
+};
+
+struct PagesPlanOptions {
+  /// q_lens, mask.tensor and backend stay unset, and q_len as it is. The window is the layer's own: entries of pages
+  /// that it hides are not read, so the engine may have freed these blocks.
+  AttentionOptions attention{};
+  int max_batch = 0;            ///< sequences of a step
+  std::int64_t max_blocks = 0;  ///< of one sequence
+  int max_query_len = 1;        ///< queries of one sequence in a step
+  std::int64_t max_tokens = 0;  ///< queries of a step, padding counted; 0: max_batch * max_query_len
+  /// On a device: each run looks at the ids of the pages that it is to read. Where one is outside the pool, the rows of
+  /// its sequence become NaN, and take_errors tells. It costs a small launch. On the host a run always looks, and
+  /// refuses.
+  bool check_ids = false;
+};
+
+/// A step's batch. Device memory for pages on a device.
+struct StepTables {
+  const std::int32_t* block_table = nullptr;      ///< [batch][columns]: ids of a sequence's blocks, in order
+  std::int64_t row_stride = 0;                    ///< of block_table, in elements
+  std::int64_t columns = 0;                       ///< of block_table; those beyond a sequence's length are not read
+  const std::int32_t* seq_lens = nullptr;         ///< [batch]: tokens, those of this step included
+  const std::int32_t* query_start_loc = nullptr;  ///< [batch + 1]: rows of sequence i are [i] to [i + 1] of q and out
+  std::int32_t batch = 0;                         ///< up to max_batch; a sequence may have no query
+};
+
+class PagesImpl;
+class PagesPlanImpl;
+
+/// Attention of a batch over an engine's blocks: made once for the shapes that steps may have, given the tables once a
+/// step (set_tables), and run once a layer. Plans are independent of each other. One plan takes one call at a time.
+class KVANT_API PagesPlan {
+ public:
+  /// The batch of the runs that follow. On the host it is checked and copied. On a device a launch copies it to the
+  /// plan's own tables; a sequence that does not fit the plan (more queries than max_query_len or than tokens, rows
+  /// beyond max_tokens, more pages than max_blocks or columns) gets no query, and take_errors tells.
+  /// Errors: invalid_argument; the tables that were set before still count.
+  Status set_tables(const StepTables& tables, Stream stream = {});
+  /// out = softmax(transform(scale * q k^T) + masks) v over one layer's pool. q, out: [tokens, q_heads, head_dim], f32,
+  /// f16 or bf16; tokens: up to max_tokens, and all rows of the tables at least. Rows that belong to no sequence are
+  /// left as they are. options.lse: [tokens, q_heads]. options.workspace: on a device workspace_bytes() of device
+  /// memory, which plans that run one after another can share; on the host empty. keys, values: the step's own, to be
+  /// attended to as given; unsupported so far, so leave them without data.
+  Status run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out, const RunOptions& options = {},
+             const TensorView& keys = {}, const TensorView& values = {});
+  /// Device only; waits for the stream. True if a sequence did not fit the plan, or had a block id outside the pool
+  /// (check_ids), since the last call. False on the host, which refuses these.
+  Result<bool> take_errors(Stream stream = {});
+
+  [[nodiscard]] std::string explain() const;  ///< kernels, tiles, splits, and why
+  [[nodiscard]] std::size_t workspace_bytes() const noexcept;
+  [[nodiscard]] const char* isa() const noexcept;     ///< "cuda" on a device
+  [[nodiscard]] const char* kernel() const noexcept;  ///< on a device "decode" or "prefill"; else empty
+  [[nodiscard]] int threads() const noexcept;         ///< 0 on a device
+
+  explicit PagesPlan(std::unique_ptr<PagesPlanImpl> impl);
+  PagesPlan(PagesPlan&&) noexcept;
+  PagesPlan& operator=(PagesPlan&&) noexcept;
+  ~PagesPlan();
+
+ private:
+  std::unique_ptr<PagesPlanImpl> impl_;
+};
+
+/// The geometry and formats of an engine's blocks. Holds no blocks, and no state but a flag.
+class KVANT_API Pages {
+ public:
+  /// Errors: invalid_argument for unknown formats, head_dim and counts out of range; unsupported for lut formats, and
+  /// for a device that this build or machine has not.
+  static Result<Pages> create(const PagesConfig& config);
+
+  [[nodiscard]] const PagesConfig& config() const noexcept;
+  /// Bytes of a (block, kv head): a multiple of 64.
+  [[nodiscard]] std::int64_t block_bytes() const noexcept;
+  [[nodiscard]] static constexpr int block_tokens() noexcept { return kPageTokens; }
+
+  /// Encodes tokens into their slots. slots: [count], device memory for pages on a device. keys, values: [count or
+  /// more, kv_heads, head_dim], f32, f16 or bf16; row i goes to slot i, and those of slots below 0 are not read.
+  /// The tokens of one block must follow one another in slots, in ascending order, as those of a sequence do; on the
+  /// host any order will do. Bytes are the same on every instruction set and device.
+  /// Errors: on the host non_finite for values that are not finite or above 65504, and invalid_argument for slots
+  /// outside the pool (nothing was changed). On a device such values become NaN for the rows that see them, tokens of
+  /// such slots are not stored, and take_non_finite tells of either.
+  Status write(const BlockPool& pool, const TensorView& keys, const TensorView& values, const std::int64_t* slots,
+               std::int64_t count, Stream stream = {}) const;
+  /// Decodes whole blocks to f32, f16 or bf16 tensors [count * 64, kv_heads, head_dim], in the original coordinates:
+  /// what attention computes with. ids: [count], device memory for pages on a device, where ids outside the pool leave
+  /// their rows as they are. Either tensor may have null data.
+  Status decode(const BlockPool& pool, const std::int32_t* ids, std::int64_t count, const MutableTensorView& keys,
+                const MutableTensorView& values, Stream stream = {}) const;
+  /// Copies blocks, all kv heads: from[i] to to[i] for i below count; no block of `to` may be in `from` or twice in
+  /// `to`. Device memory for pages on a device, where pairs outside the pool are left out.
+  Status copy(const BlockPool& pool, const std::int32_t* from, const std::int32_t* to, std::int64_t count,
+              Stream stream = {}) const;
+  /// Device only; waits for the stream: true if a write since the last call met values that are not finite, or a slot
+  /// outside the pool. False on the host, which refuses these.
+  Result<bool> take_non_finite(Stream stream = {}) const;
+
+  /// Errors: invalid_argument, unsupported. On a device it allocates tables of max_batch * max_blocks entries.
+  [[nodiscard]] Result<PagesPlan> plan(const PagesPlanOptions& options) const;
+
+ private:
+  explicit Pages(std::shared_ptr<const PagesImpl> impl) : impl_(std::move(impl)) {}
+  std::shared_ptr<const PagesImpl> impl_;
+};
+
+}  // namespace kvant

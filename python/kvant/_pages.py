@@ -1,0 +1,441 @@
+"""Encoded pages in memory that an engine owns: its pool of blocks, its block tables and lengths."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Sequence as SequenceOf
+from ctypes import byref, c_float, c_int32, c_int64, c_void_p, sizeof
+from dataclasses import dataclass
+from typing import Any
+
+from . import _c, _tensors
+from ._cache import _device
+from ._errors import InvalidArgument
+
+__all__ = ["PageFacts", "Pages", "PagesPlan"]
+
+_WORDS = {1: "uint8", 4: "int32", 8: "int64"}
+_NUMPY_WORDS = {"|u1": 1, "<i4": 4, "<i8": 8}
+
+
+def _words(x: Any, name: str, size: int, device: tuple[str, int]):
+    """(address, shape, strides in elements, owner) of a tensor of uint8, int32 or int64, as `size` says."""
+    if _tensors.is_torch(x):
+        torch = sys.modules["torch"]
+        wanted = {1: torch.uint8, 4: torch.int32, 8: torch.int64}[size]
+        here = _tensors.CPU if x.device.type == "cpu" else (x.device.type, x.device.index or 0)
+        found, data, shape, stride = x.dtype == wanted, x.data_ptr(), tuple(x.shape), tuple(x.stride())
+    else:
+        interface = getattr(x, "__array_interface__", None)
+        here = _tensors.CPU
+        if interface is None:
+            interface = getattr(x, "__cuda_array_interface__", None)
+            here = ("cuda", int(getattr(getattr(x, "device", 0), "id", 0)))
+        if interface is None:
+            raise InvalidArgument(
+                f"{name} is a {type(x).__name__}: must be a {_WORDS[size]} tensor (torch, numpy, CuPy)"
+            )
+        found = _NUMPY_WORDS.get(interface["typestr"]) == size
+        data, shape = interface["data"][0], tuple(interface["shape"])
+        strides = interface.get("strides")
+        if strides is None:
+            stride, at = [], 1
+            for n in reversed(shape):
+                stride.append(at)
+                at *= n
+            stride = tuple(reversed(stride))
+        else:
+            stride = tuple(s // size for s in strides)
+    if not found:
+        raise InvalidArgument(f"{name} has dtype {x.dtype}: must be {_WORDS[size]}")
+    if here != device:
+        raise InvalidArgument(f"{name} is on {here[0]}:{here[1]}, but the pages are on {device[0]}:{device[1]}")
+    return data, shape, stride, x
+
+
+def _list(x: Any, name: str, size: int, device: tuple[str, int]):
+    """(address, count, owner) of a contiguous one-dimensional tensor of integers, or of a list of numbers."""
+    if isinstance(x, (list, tuple, range)):
+        if device[0] != "cpu":
+            torch = sys.modules.get("torch")
+            if torch is None:
+                raise InvalidArgument(f"{name} is a list: without torch, pass a {_WORDS[size]} tensor in device memory")
+            dtype = torch.int32 if size == 4 else torch.int64
+            x = torch.tensor(list(x), dtype=dtype, device=f"cuda:{device[1]}")
+        else:
+            array = ((c_int32 if size == 4 else c_int64) * len(x))(*x)
+            return ctypes.addressof(array), len(x), array
+    data, shape, stride, owner = _words(x, name, size, device)
+    if len(shape) != 1 or (shape[0] > 1 and stride[0] != 1):
+        raise InvalidArgument(f"{name} has shape {list(shape)} and strides {list(stride)}: must be contiguous, [count]")
+    return data, shape[0], owner
+
+
+def _rows(x: Any, name: str, device: tuple[str, int], mutable: bool = False):
+    d = _tensors.describe(x, name)
+    if d.device != device:
+        raise InvalidArgument(f"{name} is on {d.device[0]}:{d.device[1]}, but the pages are on {device[0]}:{device[1]}")
+    if len(d.shape) != 3:
+        raise InvalidArgument(f"{name} has shape {list(d.shape)}: must be [tokens, heads, head_dim]")
+    return _tensors.fill(_c.MutableTensor() if mutable else _c.Tensor(), d, name), d
+
+
+class Pages:
+    """The geometry and formats of encoded pages in an engine's blocks. Holds no blocks.
+
+    kv_heads, head_dim, k, v, threads, isa: as for Cache, but for the lut formats, which are refused.
+    device: "cpu", "cuda", "cuda:1" or a torch.device: where the pool, tensors and tables are.
+
+    A block is 64 tokens of one sequence; a (block, kv head) is block_bytes contiguous bytes. A block is filled from its
+    first position on; the write that stores the first position clears those that it does not store. Tokens are encoded
+    as they come: there are no exact pages.
+
+    Errors: InvalidArgument, Unsupported.
+    """
+
+    block_tokens = 64
+
+    def __init__(
+        self,
+        *,
+        kv_heads: int,
+        head_dim: int,
+        k: str = "tq6",
+        v: str = "tq4",
+        device: Any = "cpu",
+        threads: int = 0,
+        isa: str | None = None,
+    ):
+        self._handle = None
+        self._workspace = None
+        self.kv_heads, self.head_dim, self.k, self.v = kv_heads, head_dim, k, v
+        self.device = _device(device)
+        c = _c.PagesConfig()
+        _c.pages_config_init(byref(c), sizeof(c))
+        c.kv_heads, c.head_dim, c.threads = kv_heads, head_dim, threads
+        c.k, c.v = k.encode(), v.encode()
+        c.device = f"{self.device[0]}:{self.device[1]}".encode() if self.device[0] != "cpu" else None
+        c.isa = None if isa is None else isa.encode()
+        handle = c_void_p()
+        _c.check(_c.pages_create(byref(c), byref(handle)))
+        self._handle = handle
+        size = c_int64()
+        _c.check(_c.pages_block_bytes(handle, byref(size)))
+        self.block_bytes = size.value
+
+    def __del__(self, destroy=_c.pages_destroy):
+        handle, self._handle = getattr(self, "_handle", None), None
+        if handle:
+            destroy(handle)
+
+    def write(self, pool: Any, keys: Any, values: Any, slot_mapping: Any, stream: Any = None) -> None:
+        """Encodes tokens into their slots.
+
+        pool: uint8 [num_blocks, kv_heads, block_bytes], or [num_blocks, kv_heads, 64, block_bytes / 64]. Block and head
+            strides are multiples of 64 bytes, a (block, kv head) is contiguous, and the base is aligned to 64 bytes. On
+            a device heads of a block follow one another.
+        keys, values: [tokens, kv_heads, head_dim] f32, f16 or bf16, any token and head stride.
+        slot_mapping: int64 [tokens or fewer]: block * 64 + position, -1: not stored. Tokens of one block follow one
+            another, in ascending order.
+        stream: a CUDA stream; None: torch's current one.
+        Errors: on the CPU NonFinite, and InvalidArgument for slots outside the pool. On a device take_non_finite tells.
+        """
+        p, _pool = self._pool(pool)
+        k, _k = _rows(keys, "keys", self.device)
+        v, _v = _rows(values, "values", self.device)
+        slots, count, _s = _list(slot_mapping, "slot_mapping", 8, self.device)
+        _c.check(
+            _c.pages_write(self._handle, byref(p), byref(k), byref(v), slots, count, self._stream(stream))
+        )
+
+    def decode(self, pool: Any, block_ids: Any, keys_out: Any, values_out: Any, stream: Any = None) -> None:
+        """Decodes whole blocks. keys_out, values_out: [len(block_ids) * 64, kv_heads, head_dim] f32, f16 or bf16;
+        either may be None. block_ids: int32, or a list."""
+        p, _pool = self._pool(pool)
+        ids, count, _ids = _list(block_ids, "block_ids", 4, self.device)
+        keep, outs = [], []
+        for x, name in ((keys_out, "keys_out"), (values_out, "values_out")):
+            if x is None:
+                outs.append(None)
+                continue
+            t, owner = _rows(x, name, self.device, mutable=True)
+            keep.append(owner)
+            outs.append(byref(t))
+        _c.check(_c.pages_decode(self._handle, byref(p), ids, count, *outs, self._stream(stream)))
+
+    def copy(self, pool: Any, from_ids: Any, to_ids: Any, stream: Any = None) -> None:
+        """Copies blocks from_ids[i] to to_ids[i], all kv heads. int32, or lists."""
+        p, _pool = self._pool(pool)
+        source, count, _s = _list(from_ids, "from_ids", 4, self.device)
+        target, count_to, _t = _list(to_ids, "to_ids", 4, self.device)
+        if count != count_to:
+            raise InvalidArgument(f"from_ids has {count} blocks and to_ids {count_to}: must be as many")
+        _c.check(_c.pages_copy(self._handle, byref(p), source, target, count, self._stream(stream)))
+
+    def take_non_finite(self, stream: Any = None) -> bool:
+        """Waits for the stream: True if a write since the last call met values that are not finite, or a slot outside
+        the pool. On the CPU these are refused: False."""
+        found = c_int32()
+        _c.check(_c.pages_take_non_finite(self._handle, self._stream(stream), byref(found)))
+        return bool(found.value)
+
+    def plan(self, q_heads: int, **options: Any) -> PagesPlan:
+        """A plan for all steps within its limits; see PagesPlan."""
+        return PagesPlan(self, q_heads, **options)
+
+    def _pool(self, pool: Any):
+        data, shape, stride, owner = _words(pool, "pool", 1, self.device)
+        if len(shape) == 4 and shape[2] * shape[3] == self.block_bytes and stride[3] == 1 and stride[2] == shape[3]:
+            shape, stride = (*shape[:2], self.block_bytes), (*stride[:2], 1)
+        if len(shape) != 3 or shape[1:] != (self.kv_heads, self.block_bytes) or stride[2] != 1:
+            raise InvalidArgument(
+                f"pool has shape {list(shape)} and strides {list(stride)}: must be [num_blocks, kv_heads, block_bytes] "
+                f"= [num_blocks, {self.kv_heads}, {self.block_bytes}], a (block, kv head) contiguous"
+            )
+        p = _c.BlockPool()
+        p.data, p.blocks, p.block_stride, p.head_stride = data, shape[0], stride[0], stride[1]
+        if shape[0] == 1:  # strides of dimensions of one element mean nothing
+            p.block_stride = self.kv_heads * self.block_bytes
+        if self.kv_heads == 1:
+            p.head_stride = self.block_bytes
+        return p, owner
+
+    def _stream(self, stream: Any) -> int:
+        if self.device[0] != "cpu":
+            return _tensors.stream_of(self.device, stream)
+        if stream is not None:
+            raise InvalidArgument(
+                "stream is given, but these pages are in host memory: calls are done when they return"
+            )
+        return 0
+
+    def __repr__(self) -> str:
+        return (
+            f"kvant.Pages(kv_heads={self.kv_heads}, head_dim={self.head_dim}, k={self.k!r}, v={self.v!r}, "
+            f"device={self.device[0]!r}, block_bytes={self.block_bytes})"
+        )
+
+
+@dataclass(frozen=True)
+class PageFacts:
+    """The decisions of a plan over an engine's blocks. The fields are those of kvant_pages_plan_facts in kvant.h."""
+
+    workspace_bytes: int
+    isa: str
+    kernel: str
+    threads: int
+
+
+class PagesPlan:
+    """Attention over an engine's blocks. Made by Pages.plan for the largest step; gets the tables once a step, and runs
+    once a layer.
+
+    q_heads: query heads, a multiple of kv_heads.
+    max_batch, max_blocks, max_query_len, max_tokens: the largest step: sequences, blocks of one sequence, queries of
+        one sequence, and queries in all with padding (None: max_batch * max_query_len).
+    scale, causal, window, window_sinks, softcap, alibi_slopes: as for Plan. window 0: none.
+    check_ids: on a device, each run looks at the block ids that it is to read; rows of a sequence with one outside the
+        pool become NaN, and take_errors tells. The CPU always looks, and refuses.
+    kernel: on a device "decode" or "prefill"; "": by the limits. threads, split_keys, isa: on the CPU.
+    workspace: on a device, a uint8 tensor of facts.workspace_bytes; None: a torch buffer that the plans of these pages
+        share, taken here. Plans that share one run one after another on a stream.
+
+    A plan can be recorded in CUDA graphs: set_tables and run read lengths and tables on the device, and launches are
+    made for the limits. Errors: InvalidArgument, Unsupported.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        q_heads: int,
+        *,
+        max_batch: int,
+        max_blocks: int,
+        max_query_len: int = 1,
+        max_tokens: int | None = None,
+        scale: float | None = None,
+        causal: bool = True,
+        window: int = 0,
+        window_sinks: int = 0,
+        softcap: float = 0.0,
+        alibi_slopes: SequenceOf[float] | None = None,
+        check_ids: bool = False,
+        kernel: str = "",
+        threads: int = 0,
+        split_keys: int = 0,
+        isa: str | None = None,
+        workspace: Any = None,
+    ):
+        self._handle = None
+        self._lock = threading.RLock()
+        self.pages, self.q_heads = pages, q_heads
+        o = _c.AttentionOptions()
+        _c.attention_options_init(byref(o), sizeof(o))
+        o.q_heads = q_heads
+        o.scale = 0.0 if scale is None else scale
+        o.softcap = softcap
+        if alibi_slopes is not None:
+            slopes = [float(s) for s in alibi_slopes]
+            if len(slopes) != q_heads:
+                raise InvalidArgument(
+                    f"alibi_slopes has {len(slopes)} values for {q_heads} query heads: give one a head"
+                )
+            o.alibi_slopes = (c_float * q_heads)(*slopes)
+        o.is_causal = 1 if causal else 0
+        o.window, o.window_sinks = window or 0, window_sinks
+        o.threads, o.split_keys = threads, split_keys
+        o.isa = None if isa is None else isa.encode()
+        o.kernel = kernel.encode() if kernel else None
+        limits = _c.PageLimits()
+        limits.struct_size = sizeof(limits)
+        limits.max_batch, limits.max_blocks, limits.max_query_len = max_batch, max_blocks, max_query_len
+        limits.max_tokens = 0 if max_tokens is None else max_tokens
+        limits.check_ids = 1 if check_ids else 0
+        if max_query_len == 0:
+            raise InvalidArgument("max_query_len is 0: must be 1 or more, the most queries of one sequence in a step")
+        if max_tokens == 0:
+            raise InvalidArgument("max_tokens is 0: must be 1 or more, or None for max_batch * max_query_len")
+        handle = c_void_p()
+        _c.check(_c.pages_plan_create(pages._handle, byref(o), byref(limits), byref(handle)))
+        self._handle = handle
+        f = _c.PagesPlanFacts()
+        f.struct_size = sizeof(f)
+        _c.check(_c.pages_plan_describe(handle, byref(f)))
+        self.facts = PageFacts(f.workspace_bytes, (f.isa or b"").decode(), (f.kernel or b"").decode(), f.threads)
+        self._workspace = self._take_workspace(workspace)
+
+    def __del__(self, destroy=_c.pages_plan_destroy):
+        handle, self._handle = getattr(self, "_handle", None), None
+        if handle:
+            destroy(handle)
+
+    def explain(self) -> str:
+        """Kernels, splits, limits, and why."""
+        return _c.text(_c.pages_plan_explain, self._handle)
+
+    def set_tables(self, block_table: Any, seq_lens: Any, query_start_loc: Any, stream: Any = None) -> None:
+        """The batch of the runs that follow: once a step, for all layers.
+
+        block_table: int32 [batch, columns], the blocks of each sequence; entries behind a sequence's length, and of
+            pages that the window hides, are not read. seq_lens: int32 [batch], tokens with those of this step.
+            query_start_loc: int32 [batch + 1]; sequence i has rows query_start_loc[i] to query_start_loc[i + 1] of q.
+        A sequence may have no query. On a device the tensors are read when the stream comes to it, and sequences that
+        do not fit the limits get no query (take_errors tells); the CPU refuses them. Errors: InvalidArgument.
+        """
+        device = self.pages.device
+        data, shape, stride, _table = _words(block_table, "block_table", 4, device)
+        if len(shape) != 2 or (shape[1] > 1 and stride[1] != 1):
+            raise InvalidArgument(
+                f"block_table has shape {list(shape)} and strides {list(stride)}: must be [batch, columns], with "
+                "contiguous rows"
+            )
+        lengths, batch, _l = _list(seq_lens, "seq_lens", 4, device)
+        starts, count, _q = _list(query_start_loc, "query_start_loc", 4, device)
+        if count < batch + 1 or shape[0] < batch:
+            raise InvalidArgument(
+                f"seq_lens has {batch} sequences, block_table {shape[0]} rows and query_start_loc {count} numbers: "
+                f"must be {batch} rows or more, and {batch + 1} numbers or more"
+            )
+        t = _c.StepTables()
+        t.struct_size = sizeof(t)
+        t.block_table, t.row_stride, t.columns = data, stride[0] if shape[0] > 1 else shape[1], shape[1]
+        t.seq_lens, t.query_start_loc, t.batch = lengths, starts, batch
+        with self._lock:
+            _c.check(_c.pages_plan_set_tables(self._handle, byref(t), self.pages._stream(stream)))
+
+    def run(
+        self,
+        pool: Any,
+        q: Any,
+        out: Any = None,
+        lse: Any = None,
+        sink_logits: Any = None,
+        keys: Any = None,
+        values: Any = None,
+        stream: Any = None,
+    ) -> Any:
+        """out = softmax(transform(scale * q k^T) + masks) v over one layer's pool.
+
+        q, out: [tokens, q_heads, head_dim]; tokens: all rows of query_start_loc at least, up to max_tokens. Rows of no
+        sequence are left as they are. out None: a new tensor of q's dtype. lse: True, or an f32 tensor
+        [tokens, q_heads]: gets the natural log of each softmax denominator. sink_logits: [q_heads] f32, join the
+        denominator only.
+        keys, values: the step's own, to be attended to as given; not supported yet, so leave them None.
+        Returns out, or (out, lse) if lse was requested. Errors: InvalidArgument, Unsupported.
+        """
+        pages = self.pages
+        p, _pool = pages._pool(pool)
+        q_tensor, _q = _rows(q, "q", pages.device)
+        if out is None:
+            out = _tensors.empty_like(q, tuple(q.shape))
+        out_tensor, _o = _rows(out, "out", pages.device, mutable=True)
+        fresh = [
+            None if x is None else _rows(x, name, pages.device) for x, name in ((keys, "keys"), (values, "values"))
+        ]
+        options = _c.RunOptions()
+        _c.run_options_init(byref(options), sizeof(options))
+        if lse is not None and lse is not False:
+            if lse is True:
+                lse = _tensors.empty_like(q, tuple(q.shape[:2]), _c.F32)
+            options.lse = self._plain(lse, "lse", tuple(q.shape[:2]))
+        if sink_logits is not None:
+            options.sink_logits = self._plain(sink_logits, "sink_logits", (self.q_heads,))
+        options.stream = pages._stream(stream)
+        if self._workspace is not None:
+            options.workspace, options.workspace_size = self._workspace[0], self._workspace[1]
+        with self._lock:
+            _c.check(
+                _c.pages_plan_run(
+                    self._handle,
+                    byref(p),
+                    byref(q_tensor),
+                    byref(out_tensor),
+                    byref(options),
+                    *(None if f is None else byref(f[0]) for f in fresh),
+                )
+            )
+        return out if lse is None or lse is False else (out, lse)
+
+    def take_errors(self, stream: Any = None) -> bool:
+        """Waits for the stream: True if since the last call a sequence did not fit the limits, or (check_ids) had a
+        block outside the pool. On the CPU these are refused: False."""
+        found = c_int32()
+        with self._lock:
+            _c.check(_c.pages_plan_take_errors(self._handle, self.pages._stream(stream), byref(found)))
+        return bool(found.value)
+
+    def _plain(self, x: Any, name: str, shape: tuple[int, ...]) -> int:
+        d = _tensors.describe(x, name)
+        expected, contiguous = 1, True
+        for n, s in zip(reversed(d.shape), reversed(d.stride)):
+            contiguous = contiguous and (n == 1 or s == expected)
+            expected *= n
+        if d.dtype != _c.F32 or d.shape != shape or d.device != self.pages.device or not contiguous:
+            raise InvalidArgument(
+                f"{name} is {_c.DTYPE_NAMES[d.dtype]} {list(d.shape)} with strides {list(d.stride)} on {d.device[0]}: "
+                f"must be f32 {list(shape)}, contiguous, where the pages are"
+            )
+        return d.data
+
+    def _take_workspace(self, workspace: Any):
+        needed = self.facts.workspace_bytes
+        if needed == 0:
+            return None
+        pages = self.pages
+        if workspace is None:
+            torch = sys.modules.get("torch")
+            if torch is None:
+                raise InvalidArgument(f"workspace is not given: without torch, pass device memory of {needed} bytes")
+            if pages._workspace is None or pages._workspace.numel() < needed:
+                pages._workspace = torch.empty(needed, dtype=torch.uint8, device=f"cuda:{pages.device[1]}")
+            workspace = pages._workspace
+        data, shape, _stride, owner = _words(workspace, "workspace", 1, pages.device)
+        size = 1
+        for n in shape:
+            size *= n
+        return data, size, owner
+
+    def __repr__(self) -> str:
+        return f"<kvant.PagesPlan {self.facts}>"

@@ -1,0 +1,90 @@
+// Pages in an engine's blocks, behind kvant::Pages. pages.cpp checks the arguments that do not depend on where the
+// blocks are; two classes each do the rest:
+//
+//   HostPages, HostPagesPlan       host_pages.cpp, host_pages_write.cpp, host_pages_plan.cpp: CPU kernels
+//   DevicePages..., ...Plan        device_blocks.cpp: a backend's DeviceBlocks (core/device_blocks.hpp)
+//
+// There is no CacheTable here: the engine has the sequences. Kernels, schedules and the lists of work are those of a
+// cache, which see the same tables of slots and lengths.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "core/cache_spec.hpp"
+#include "kvant/pages.hpp"
+
+namespace kvant {
+
+namespace core {
+
+struct Kernels;
+struct DeviceBackend;
+
+inline Status refuse_argument(std::string message) {
+  return {Code::invalid_argument, std::move(message)};
+}
+
+}  // namespace core
+
+class PagesImpl : public std::enable_shared_from_this<PagesImpl> {
+ public:
+  static Result<std::shared_ptr<const PagesImpl>> create(const PagesConfig& config, const core::DeviceBackend* backend);
+  PagesImpl(const PagesConfig& config, const CacheConfig& cache, Format k, Format v)
+      : config_(config), spec_(cache, k, v) {}
+  PagesImpl(const PagesImpl&) = delete;
+  PagesImpl& operator=(const PagesImpl&) = delete;
+  virtual ~PagesImpl() = default;
+
+  [[nodiscard]] const PagesConfig& config() const noexcept { return config_; }
+  [[nodiscard]] const core::CacheSpec& spec() const noexcept { return spec_; }
+
+  // Arguments are checked: pools, shapes, pointers. The numbers in slots and ids are not.
+  virtual Status write(const BlockPool& pool, const TensorView& keys, const TensorView& values,
+                       const std::int64_t* slots, std::int64_t count, Stream stream) const = 0;
+  virtual Status decode(const BlockPool& pool, const std::int32_t* ids, std::int64_t count,
+                        const MutableTensorView& keys, const MutableTensorView& values, Stream stream) const = 0;
+  virtual Status copy(const BlockPool& pool, const std::int32_t* from, const std::int32_t* to, std::int64_t count,
+                      Stream stream) const = 0;
+  virtual Result<bool> take_non_finite(Stream stream) const = 0;
+  /// `options`: complete.
+  virtual Result<std::unique_ptr<PagesPlanImpl>> plan(PagesPlanOptions options) const = 0;
+
+  Status check_pool(const BlockPool& pool) const;
+
+ private:
+  const PagesConfig config_;
+  const core::CacheSpec spec_;  // of one layer
+};
+
+class PagesPlanImpl {
+ public:
+  PagesPlanImpl(std::shared_ptr<const PagesImpl> pages, PagesPlanOptions complete)
+      : pages_(std::move(pages)), options_(std::move(complete)) {}
+  PagesPlanImpl(const PagesPlanImpl&) = delete;
+  PagesPlanImpl& operator=(const PagesPlanImpl&) = delete;
+  virtual ~PagesPlanImpl() = default;
+
+  [[nodiscard]] const PagesImpl& pages() const noexcept { return *pages_; }
+  [[nodiscard]] const PagesPlanOptions& options() const noexcept { return options_; }
+
+  // Pointers, batch and columns are checked.
+  virtual Status set_tables(const StepTables& tables, Stream stream) = 0;
+  // Pool, tensors and workspace are checked.
+  virtual Status run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out,
+                     const RunOptions& options) = 0;
+  virtual Result<bool> take_errors(Stream stream) = 0;
+  [[nodiscard]] virtual std::string explain() const = 0;
+  [[nodiscard]] virtual std::size_t workspace_bytes() const noexcept = 0;
+  [[nodiscard]] virtual const char* isa() const noexcept = 0;
+  [[nodiscard]] virtual const char* kernel() const noexcept = 0;
+  [[nodiscard]] virtual int threads() const noexcept = 0;
+  [[nodiscard]] virtual bool is_on_host() const noexcept = 0;
+
+ private:
+  const std::shared_ptr<const PagesImpl> pages_;
+  const PagesPlanOptions options_;
+};
+
+}  // namespace kvant
