@@ -16,8 +16,10 @@ _reserved: set[Layer] = set()
 class KvantImpl(AttentionImpl[KvantMetadata]):
     """vLLM makes one for each attention layer, with the heads that this rank has."""
 
-    can_return_lse_for_decode: bool = True
-    lse_base_on_e: bool = True
+    # A rank of context parallel attention has only some of the keys; the parts of a prompt's chunk that ranks do not
+    # have would have to be merged in. So vLLM is not offered the sums of softmax, and refuses it.
+    supports_dcp: bool = False
+    can_return_lse_for_decode: bool = False
 
     def __init__(
         self,

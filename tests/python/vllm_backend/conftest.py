@@ -111,15 +111,22 @@ def vllm(registered, torch):
 
 @pytest.fixture
 def dense_pages(monkeypatch):
-    """kvant.Pages replaced by float64 attention: what remains is how the plugin uses it."""
+    """kvant.Pages replaced by float64 attention: the plugin's use of it remains."""
     import kvant
     from kvant.vllm import dtypes, layer
 
     from . import dense
 
-    monkeypatch.setattr(kvant, "Pages", dense.Pages, raising=False)
-    for function in (dtypes.token_bytes, layer._pages):
-        function.cache_clear()
-    yield dense
-    for function in (dtypes.token_bytes, layer._pages):
-        function.cache_clear()
+    monkeypatch.setattr(kvant, "Pages", dense.Pages)
+    forget = dtypes.token_bytes.cache_clear, layer._pages.cache_clear
+    for f in forget:
+        f()
+    yield "kvant_tq8"
+    for f in forget:
+        f()
+
+
+@pytest.fixture(params=["float64", "kvant"])
+def pages(request):
+    """The cache dtype of an exact cache: in float64 behind the interface of kvant.Pages, and in float32 by kvant."""
+    return request.getfixturevalue("dense_pages") if request.param == "float64" else "auto"

@@ -96,9 +96,7 @@ def test_block_sizes(vllm):
 
 def test_one_token_of_every_format(vllm):
     """Blocks of 64 tokens whose bytes are a multiple of 64, so that a token has a whole number of bytes."""
-    kvant = pytest.importorskip("kvant")
-    if not hasattr(kvant, "Pages"):
-        pytest.skip("this kvant has no Pages")
+    import kvant
     from kvant.vllm import dtypes
 
     for pair in set(dtypes.names().values()):
@@ -107,3 +105,19 @@ def test_one_token_of_every_format(vllm):
             assert dtypes.token_bytes(pair, head_dim) * 64 == pages.block_bytes
     assert dtypes.token_bytes(dtypes.Pair("tq6", "tq4"), 128) == 164
     assert dtypes.token_bytes(dtypes.Pair("tq4", "tq4"), 128) == 132
+
+
+def test_the_table_in_the_documents(vllm):
+    """docs/vllm.md says what a token takes."""
+    import re
+    from pathlib import Path
+
+    from kvant.vllm import dtypes
+
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
+    rows = re.findall(r"^\| \**`(kvant_\w+)`\** \| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) \|$", page, re.M)
+    assert len(rows) >= 9
+    for name, *sizes, ratio in rows:
+        made = [dtypes.token_bytes(dtypes.names()[name], head_dim) for head_dim in (64, 128, 256)]
+        assert made == list(map(int, sizes)), name
+        assert float(ratio) == round(512 / made[1], 1), name
