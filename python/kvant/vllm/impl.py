@@ -54,14 +54,14 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         if sinks is not None and sinks.shape[0] != num_heads:
             raise ValueError(f"kvant: {sinks.shape[0]} sinks for {num_heads} heads: there must be one each")
         self.layer = Layer(
-            pair=dtypes.parse(kv_cache_dtype, torch.get_default_dtype()),  # vLLM sets it to the model's
-            q_heads=num_heads,
-            kv_heads=self.num_kv_heads,
-            head_dim=head_size,
-            scale=self.scale,
-            window=sliding_window or 0,
-            softcap=float(logits_soft_cap or 0.0),
-            alibi_slopes=None if alibi_slopes is None else tuple(map(float, alibi_slopes)),
+            dtypes.parse(kv_cache_dtype, torch.get_default_dtype()),  # vLLM sets it to the model's
+            num_heads,
+            self.num_kv_heads,
+            head_size,
+            self.scale,
+            sliding_window or 0,
+            float(logits_soft_cap or 0.0),
+            None if alibi_slopes is None else tuple(map(float, alibi_slopes)),
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:

@@ -1,6 +1,7 @@
 """vLLM for these tests: its Python files, on its CPU platform.
 
-Needs vLLM 0.33 or newer without its compiled libraries: ./dev vllm-test makes such an environment. Elsewhere all tests
+KVANT_TEST_DEVICE=cuda puts layers, caches and metadata on a GPU; vLLM itself is still told that it runs on a CPU. Needs
+vLLM 0.33 or newer without its compiled libraries: ./dev vllm-test makes such an environment. Elsewhere all tests
 of this folder are skipped.
 """
 
@@ -115,8 +116,10 @@ def dense_pages(monkeypatch):
     import kvant
     from kvant.vllm import dtypes, layer
 
-    from . import dense
+    from . import dense, engine
 
+    if not engine.ON_CPU:
+        pytest.skip("the float64 pages are on the CPU")
     monkeypatch.setattr(kvant, "Pages", dense.Pages)
     forget = dtypes.token_bytes.cache_clear, layer._pages.cache_clear
     for f in forget:

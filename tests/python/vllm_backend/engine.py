@@ -6,6 +6,7 @@ float64 attention over all of a request's keys and values.
 
 from __future__ import annotations
 
+import os
 import random
 from functools import lru_cache
 from types import SimpleNamespace
@@ -14,6 +15,10 @@ import numpy as np
 import torch
 
 from . import dense
+
+
+DEVICE = torch.device(os.environ.get("KVANT_TEST_DEVICE", "cpu"))
+ON_CPU = DEVICE.type == "cpu"
 
 
 class Request:
@@ -38,7 +43,7 @@ class Engine:
         kv_heads=2,
         head_dim=64,
         cache_dtype="kvant_tq8",
-        dtype=torch.float32,
+        dtype=None,
         block_size=64,
         layout=None,
         max_requests=8,
@@ -48,6 +53,8 @@ class Engine:
         blocks=48,
         skip_layers=(),
     ):
+        if dtype is None:
+            dtype = torch.float32 if ON_CPU else torch.bfloat16  # kernels of devices have no exact float32 pages
         self.vllm, self.dtype = vllm, dtype
         self.max_tokens, self.drafts = max_tokens, drafts
         self.config = vllm.configuration(
@@ -66,6 +73,8 @@ class Engine:
         with vllm.set_current_vllm_config(self.config), vllm.default_dtype(dtype):
             for i, options in enumerate(layers):
                 options = dict(options)
+                if "sinks" in options:
+                    options["sinks"] = options["sinks"].to(DEVICE)
                 heads = options.pop("q_heads", q_heads), options.pop("kv_heads", kv_heads)
                 size = options.pop("head_dim", head_dim)
                 made = vllm.Attention(
@@ -81,6 +90,7 @@ class Engine:
                     **({"sinks": options["sinks"]} if "sinks" in options else {}),
                 )
                 made.process_weights_after_loading(dtype)
+                made.use_direct_call = True  # vLLM's operators are registered for its platform's device, the CPU
                 self.layers.append(SimpleNamespace(made=made, options=options, heads=heads, head_dim=size))
         # A worker and the engine core do these, in this order.
         self.specs = vllm.get_kv_cache_spec(self.config)
@@ -90,8 +100,8 @@ class Engine:
         self.cache = vllm.get_kv_cache_config_from_groups(self.config, groups, 1 << 40)
         self.groups = self.cache.kv_cache_groups
         forward = self.config.compilation_config.static_forward_context
-        self.attn_groups, self.cudagraphs, sizes = vllm.init_attn_backend(self.cache, self.config, torch.device("cpu"))
-        vllm.init_kv_cache(forward, self.cache, torch.device("cpu"), sizes, self.config, attn_groups=self.all_groups())
+        self.attn_groups, self.cudagraphs, sizes = vllm.init_attn_backend(self.cache, self.config, DEVICE)
+        vllm.init_kv_cache(forward, self.cache, DEVICE, sizes, self.config, attn_groups=self.all_groups())
         for layer in self.layers:
             dirty = layer.made.kv_cache.view(torch.uint8)
             dirty.copy_(torch.randint(0, 255, dirty.shape, dtype=torch.uint8))  # what other requests left
@@ -118,7 +128,7 @@ class Engine:
         return r
 
     def preempt(self, r):
-        """Takes its blocks away. What they held stays there as dirt."""
+        """Takes its blocks away. The bytes in them stay as dirt."""
         for blocks in r.blocks:
             self.free = [b for b in blocks if b] + self.free
             blocks.clear()
@@ -135,7 +145,7 @@ class Engine:
     def tensors(self, r, layer, positions, which, heads):
         """Queries (0), keys (1) or values (2) of a layer. They depend on the token and its position."""
         made = [_numbers(r.salts[p], layer, which, heads, self.layers[layer].head_dim)[p] for p in positions]
-        return torch.from_numpy(np.stack(made)).to(self.dtype)
+        return torch.from_numpy(np.stack(made)).to(DEVICE, self.dtype)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -181,16 +191,17 @@ class Engine:
             self.attn_groups,
             padded,
             rows,
-            torch.from_numpy(begins),
+            torch.from_numpy(begins).to(DEVICE),
             torch.from_numpy(begins.copy()),
             max(new for _, new in batch),
-            lengths,
+            lengths.to(DEVICE),
             int(lengths.max()),
-            tables,
-            slots,
+            [table.to(DEVICE) for table in tables],
+            slots.to(DEVICE),
             self.cache,
             is_prefilling=torch.zeros(padded, dtype=torch.bool),
         )
+        slots = slots.to(DEVICE)
         by_layer = {name: slots[g] for g, group in enumerate(self.groups) for name in group.layer_names}
         return made, by_layer, rows
 
@@ -199,27 +210,42 @@ class Engine:
         width = 1 + self.drafts
         batch = sorted(batch, key=lambda b: (b[1] > width, b[1] != width, b[1]))
         made, slots, rows = self.metadata(batch, pad_to)
+        self.finish(batch, self.forward(made, slots, self.inputs(batch, rows)), tolerance)
+
+    def inputs(self, batch, rows):
+        """Queries, keys and values of each layer, [rows, heads * head_dim]; rows of padding have numbers, too."""
+        inputs = []
+        for i, layer in enumerate(self.layers):
+            heads = layer.heads[0], layer.heads[1], layer.heads[1]
+            parts = [
+                torch.cat([self.tensors(r, i, range(r.length, r.length + n), which, heads[which]) for r, n in batch])
+                for which in range(3)
+            ]
+            pad = rows - parts[0].shape[0]
+            inputs.append([torch.cat([x, x.new_full((pad, *x.shape[1:]), 3.0)]).flatten(1) for x in parts])
+        return inputs
+
+    def forward(self, made, slots, inputs):
         vllm = self.vllm
         with vllm.set_current_vllm_config(self.config), vllm.set_forward_context(made, self.config, slot_mapping=slots):
-            for i, layer in enumerate(self.layers):
-                q, k, v = (
-                    torch.cat([self.tensors(r, i, range(r.length, r.length + n), w, heads) for r, n in batch])
-                    for w, heads in ((0, layer.heads[0]), (1, layer.heads[1]), (2, layer.heads[1]))
-                )
-                pad = rows - q.shape[0]
-                q, k, v = (torch.cat([x, torch.full((pad, *x.shape[1:]), 3.0, dtype=x.dtype)]) for x in (q, k, v))
-                out = layer.made(q.flatten(1), k.flatten(1), v.flatten(1)).view(rows, layer.heads[0], layer.head_dim)
-                row = 0
-                for r, new in batch:
-                    self.check(i, r, new, out[row : row + new], tolerance)
-                    row += new
+            return [layer.made(*x) for layer, x in zip(self.layers, inputs)]
+
+    def finish(self, batch, outputs, tolerance):
+        """Compares, and counts the new tokens as stored."""
+        for i, (layer, out) in enumerate(zip(self.layers, outputs)):
+            out, row = out.view(-1, layer.heads[0], layer.head_dim), 0
+            for r, new in batch:
+                self.check(i, r, new, out[row : row + new], tolerance)
+                row += new
         for r, new in batch:
             r.length += new
 
     def check(self, i, r, new, out, tolerance):
         layer, end = self.layers[i], r.length + new
-        keys, values = (self.tensors(r, i, range(end), w, layer.heads[1]).double().numpy() for w in (1, 2))
-        q = self.tensors(r, i, range(r.length, end), 0, layer.heads[0]).double().numpy()
+        if self.dtype != torch.float32:
+            tolerance = max(tolerance, 1e-2)  # of the result's dtype
+        keys, values = (self.tensors(r, i, range(end), w, layer.heads[1]).double().cpu().numpy() for w in (1, 2))
+        q = self.tensors(r, i, range(r.length, end), 0, layer.heads[0]).double().cpu().numpy()
         sinks = layer.options.get("sinks")
         wanted, _ = dense.attention(
             q,
@@ -229,8 +255,8 @@ class Engine:
             window=layer.options.get("window") or 0,
             softcap=layer.options.get("softcap") or 0.0,
             alibi_slopes=layer.options.get("alibi_slopes"),
-            sink_logits=None if sinks is None else sinks.double().numpy(),
+            sink_logits=None if sinks is None else sinks.double().cpu().numpy(),
         )
-        error = np.linalg.norm(out.double().numpy() - wanted) / np.linalg.norm(wanted)
+        error = np.linalg.norm(out.double().cpu().numpy() - wanted) / np.linalg.norm(wanted)
         self.worst = max(self.worst, error)
         assert error < tolerance, f"layer {i}, request {r.seed}, {new} new of {end} tokens: relative error {error:.2e}"

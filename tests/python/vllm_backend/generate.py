@@ -1,4 +1,5 @@
-"""generate.py MODEL REQUEST: runs vLLM's engine on the CPU with kvant's backend, and prints the tokens as JSON.
+"""generate.py MODEL REQUEST: runs vLLM's engine on the CPU with kvant's backend, and prints the result as JSON:
+{"rounds": [[[tokens, cached tokens of the prompt], ...], ...], "preemptions"}.
 
 REQUEST is JSON: {"cache_dtype", "rounds": [{"prompts": [[token, ...], ...], "max_tokens"}, ...], "options": {...}}, the
 options are LLM's. Three of vLLM's compiled functions are replaced here, since its wheel for GPUs has none for CPUs, and
@@ -60,6 +61,10 @@ def main():
     kvant.vllm.register()
     library = stand_in()  # ends with the process
     from vllm import LLM, SamplingParams
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempt, preemptions = Scheduler._preempt_request, []
+    Scheduler._preempt_request = lambda *a, **k: preemptions.append(0) or preempt(*a, **k)
 
     options = dict(
         skip_tokenizer_init=True,
@@ -80,7 +85,7 @@ def main():
         prompts = [{"prompt_token_ids": p} for p in r["prompts"]]
         done = llm.generate(prompts, sampling, use_tqdm=False)
         rounds.append([[list(o.outputs[0].token_ids), o.num_cached_tokens] for o in done])
-    print("RESULT " + json.dumps(rounds))
+    print("RESULT " + json.dumps({"rounds": rounds, "preemptions": len(preemptions)}))
     del library
 
 

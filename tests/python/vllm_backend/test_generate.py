@@ -1,4 +1,4 @@
-"""vLLM's whole engine on the CPU, over a small trained model: scheduler, prefix cache, preemption, kvant's attention."""
+"""vLLM's whole engine on the CPU, with a small trained model: scheduler, prefix cache, preemption."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def exact(nano, torch, prompts):
 
 
 def test_exact_pages_give_the_exact_models_tokens(generate, prompts, exact):
-    """float32 pages: sliding layers of head_dim 256, a full one of 512, chunks of 256 tokens, a prefix hit at the end."""
-    batch, again = generate("auto", (prompts, 24), ([prompts[0] + exact[0][:8]], 8))
+    """float32 pages: sliding layers of head_dim 256, a full one of 512, chunks of 256 tokens, a prefix hit at last."""
+    batch, again = generate("auto", (prompts, 24), ([prompts[0] + exact[0][:8]], 8))["rounds"]
     assert [tokens for tokens, _ in batch] == exact
     tokens, cached = again[0]
     assert tokens == exact[0][8:16]
@@ -60,12 +60,18 @@ def test_exact_pages_give_the_exact_models_tokens(generate, prompts, exact):
 
 
 def test_compressed_pages(generate, prompts, exact):
-    """tq8 chooses as the exact model does, but for near ties. A batch gives what prompts alone give, and so do too few
-    blocks, where requests are preempted and computed again."""
-    (batch,) = generate("kvant_tq8", (prompts, 24))
+    """tq8 chooses as the exact model does, but for near ties. A batch gives what prompts alone give."""
+    (batch,) = generate("kvant_tq8", (prompts, 24))["rounds"]
     assert sum(tokens == wanted for (tokens, _), wanted in zip(batch, exact)) >= 3
     rounds = [(prompts, 24), *(([p], 24) for p in prompts)]
-    together, *alone = generate("kvant_tq6_tq4", *rounds, enable_prefix_caching=False)
+    together, *alone = generate("kvant_tq6_tq4", *rounds, enable_prefix_caching=False)["rounds"]
     assert [tokens for tokens, _ in together] == [one[0][0] for one in alone]
-    (few,) = generate("kvant_tq6_tq4", (prompts, 24), num_gpu_blocks_override=34, enable_prefix_caching=False)
-    assert few == together
+
+
+def test_preemption(generate, prompts):
+    """With too few blocks requests are preempted and computed again, and give the same tokens."""
+    short = [p[:60] for p in prompts]
+    roomy = generate("kvant_tq6_tq4", (short, 140), max_model_len=256)
+    few = generate("kvant_tq6_tq4", (short, 140), max_model_len=256, num_gpu_blocks_override=60)
+    assert roomy["preemptions"] == 0 and few["preemptions"] > 0
+    assert [tokens for tokens, _ in few["rounds"][0]] == [tokens for tokens, _ in roomy["rounds"][0]]

@@ -129,6 +129,6 @@ def test_refused(vllm, dense_pages, torch):
     made, _, _ = e.metadata([(e.request(1), 1)])
     (metadata,) = made.values()
     metadata.plans = {}
-    impl = e.layers[0].made.impl
+    impl, cache = e.layers[0].made.impl, e.layers[0].made.kv_cache
     with pytest.raises(RuntimeError, match="no plans for a layer"):
-        impl.forward(None, torch.zeros(1, 4, 64), None, None, e.layers[0].made.kv_cache, metadata, torch.zeros(1, 4, 64))
+        impl.forward(None, torch.zeros(1, 4, 64), None, None, cache, metadata, torch.zeros(1, 4, 64))

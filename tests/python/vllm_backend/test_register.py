@@ -81,10 +81,11 @@ def test_registering_starts_no_driver(registered):
 
 
 @pytest.mark.parametrize(
-    "version, usable", [("0.32.0", False), ("0.31.1.post1", False), ("0.33.0", True), ("1.0.0", True), ("unknown", True)]
+    "version, usable",
+    [("0.32.0", False), ("0.31.1.post1", False), ("0.33.0", True), ("1.0.0", True), ("unknown", True)],
 )
 def test_versions(registered, monkeypatch, caplog, version, usable):
-    """An older vLLM works as ever, and is not told of names that it could not use."""
+    """An older vLLM works as ever, without names that it could not use."""
     from kvant.vllm import versions
 
     monkeypatch.setattr(versions, "installed", lambda: version)

@@ -38,7 +38,8 @@ def select(vllm, torch, monkeypatch):
             def get_device_capability(cls, device_id=0):
                 return DeviceCapability(*capability)
 
-        options = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "kvant_tq6_tq4", "block_size": None} | options
+        usual = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "kvant_tq6_tq4", "block_size": None}
+        options = usual | options
         return Platform.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, AttentionSelectorConfig(**options))
 
     return choose
