@@ -27,6 +27,7 @@ CUDA_ORDER = [
     ("decode", "prefill_sm90"),
     "store",
     "plan",
+    "blocks",
 ]
 CUDA_RANK = {}
 for rank, names in enumerate(CUDA_ORDER):

@@ -10,7 +10,9 @@
 #include <vector>
 
 #include "core/cache_impl.hpp"
+#include "core/device.hpp"
 #include "core/fmt.hpp"
+#include "core/pages_impl.hpp"
 #include "kvant/kvant.hpp"
 #include "support/compare.hpp"
 #include "support/engine_pool.hpp"
@@ -457,6 +459,110 @@ TEST(Pages, ExplainSaysWhatWasChosen) {
   for (const char* word :
        {"blocks of 64 tokens", "tq6/tq4", "head_dim 72, stored as 80", "limits", "backend", "splits"})
     EXPECT_NE(text.find(word), std::string::npos) << word << " in\n" << text;
+}
+
+// --- on a device, before a backend sees anything ---------------------------------------------------------------------
+
+// Only remembers; what a real one computes is in tests/gpu.
+struct Seen {
+  int writes = 0, tables = 0, runs = 0;
+  core::DeviceBlocksConfig config;
+  PagesPlanOptions options;
+} seen;
+
+class FakePlan final : public core::DeviceBlockPlan {
+ public:
+  Status set_tables(const StepTables&, Stream) override { return ++seen.tables, Status(); }
+  Status run(const BlockPool&, const TensorView&, const MutableTensorView&, const RunOptions&) const override {
+    return ++seen.runs, Status();
+  }
+  Result<bool> take_errors(Stream) override { return true; }
+  [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return 640; }
+  [[nodiscard]] const char* kernel() const noexcept override { return "decode"; }
+  [[nodiscard]] std::string explain() const override { return "kernel     remembers\n"; }
+};
+
+class FakeBlocks final : public core::DeviceBlocks {
+ public:
+  Status write(const BlockPool&, const TensorView&, const TensorView&, const std::int64_t*, std::int64_t,
+               Stream) const override {
+    return ++seen.writes, Status();
+  }
+  Status decode(const BlockPool&, const std::int32_t*, std::int64_t, const MutableTensorView&, const MutableTensorView&,
+                Stream) const override {
+    return {};
+  }
+  Status copy(const BlockPool&, const std::int32_t*, const std::int32_t*, std::int64_t, Stream) const override {
+    return {};
+  }
+  Result<bool> take_non_finite(Stream) const override { return true; }
+  Result<std::unique_ptr<core::DeviceBlockPlan>> plan(const PagesPlanOptions& options) const override {
+    seen.options = options;
+    return std::unique_ptr<core::DeviceBlockPlan>(std::make_unique<FakePlan>());
+  }
+};
+
+constexpr core::DeviceBackend kFakeBackend{
+    .name = "cuda",
+    .detail = [] { return std::string(); },
+    .unavailable = [] { return std::string(); },
+    .make_pages = nullptr,
+    .make_plan = nullptr,
+    .make_blocks = [](const core::DeviceBlocksConfig& c) -> Result<std::unique_ptr<core::DeviceBlocks>> {
+      seen.config = c;
+      return std::unique_ptr<core::DeviceBlocks>(std::make_unique<FakeBlocks>());
+    }};
+
+TEST(PagesOnADevice, ArgumentsAreCheckedBeforeTheBackendSeesThem) {
+  PagesConfig c = geometry("tq4", "tq6", 64);
+  c.device = "cuda:3";
+  EXPECT_TRUE(refuses(PagesImpl::create(c, nullptr).status(), Code::unsupported, {"no CUDA backend"}));
+  core::DeviceBackend absent = kFakeBackend;
+  absent.unavailable = [] { return std::string("there is none"); };
+  EXPECT_TRUE(refuses(PagesImpl::create(c, &absent).status(), Code::unsupported, {"there is none"}));
+  absent = kFakeBackend;
+  absent.make_blocks = nullptr;
+  EXPECT_TRUE(refuses(PagesImpl::create(c, &absent).status(), Code::unsupported, {"cuda:3"}));
+
+  const auto impl = PagesImpl::create(c, &kFakeBackend).value();
+  EXPECT_EQ(seen.config.device, 3);
+  EXPECT_EQ(seen.config.v_basis, BasisKind::hadamard);
+  EXPECT_TRUE(impl->take_non_finite({}).value());
+  const auto planned = [&](auto change) {
+    PagesPlanOptions o;
+    o.attention.q_heads = 4;
+    o.max_batch = o.max_blocks = o.max_tokens = 2;
+    change(o);
+    return impl->plan(o);
+  };
+  EXPECT_TRUE(refuses(planned([](auto& o) { o.attention.threads = 2; }).status(), Code::invalid_argument, {"threads"}));
+  EXPECT_TRUE(refuses(planned([](auto& o) { o.attention.isa = "avx2"; }).status(), Code::invalid_argument, {"isa"}));
+  EXPECT_TRUE(
+      refuses(planned([](auto& o) { o.attention.split_keys = 64; }).status(), Code::invalid_argument, {"split_keys"}));
+  PagesPlan plan(std::move(planned([](auto& o) { o.check_ids = true; }).value()));
+  EXPECT_TRUE(seen.options.check_ids);
+  EXPECT_EQ(plan.workspace_bytes(), 640u);
+  EXPECT_TRUE(plan.take_errors().value());
+  EXPECT_NE(plan.explain().find("cuda:3"), std::string::npos);
+
+  EnginePool pool(Pages::create(geometry("tq4", "tq6", 64)).value(), {.blocks = 1});
+  std::vector<float> q(2 * 4 * 64);
+  alignas(64) std::byte workspace[640];
+  const TensorView q_view = TensorView::of(q.data(), 2, 4, 64);
+  const MutableTensorView out = MutableTensorView::of(q.data(), 2, 4, 64);
+  EXPECT_TRUE(refuses(plan.run(pool.view, q_view, out), Code::invalid_argument, {"workspace has 0 bytes", "640"}));
+  RunOptions with;
+  with.workspace = workspace;
+  with.executor.execute = [](void*, int, void (*)(void*, int), void*) {};
+  EXPECT_TRUE(refuses(plan.run(pool.view, q_view, out, with), Code::invalid_argument, {"executor"}));
+  with.executor = {};
+  EXPECT_TRUE(plan.run(pool.view, q_view, out, with).ok());
+  EXPECT_EQ(seen.runs, 1);
+  EXPECT_TRUE(refuses(plan.set_tables({.batch = 3}), Code::invalid_argument, {"batch is 3"}));
+  EXPECT_TRUE(refuses(plan.set_tables({.batch = 1}), Code::invalid_argument, {"seq_lens is null"}));
+  EXPECT_EQ(seen.tables, 0);
+  EXPECT_TRUE(plan.set_tables({}).ok());
+  EXPECT_EQ(seen.tables, 1);
 }
 
 }  // namespace

@@ -68,8 +68,8 @@ class DevicePagesImpl final : public PagesImpl {
  public:
   DevicePagesImpl(const PagesConfig& config, const CacheConfig& cache, Format k, Format v, const DeviceBackend& backend)
       : PagesImpl(config, cache, k, v), backend_(backend) {}
-  Status make(int device) {
-    auto made = backend_.make_blocks({.device = device,
+  Status make(int number) {
+    auto made = backend_.make_blocks({.device = number,
                                       .encoded = spec().encoded,
                                       .kv_heads = spec().config.kv_heads,
                                       .head_dim = spec().config.head_dim,

@@ -5,6 +5,7 @@
 
 #include "core/device.hpp"
 #include "core/fmt.hpp"
+#include "cuda/blocks/blocks.hpp"
 #include "cuda/plan/decode_plan.hpp"
 #include "cuda/runtime/architectures.hpp"
 #include "cuda/runtime/built.hpp"
@@ -85,6 +86,7 @@ const DeviceBackend* device_backend() {
                                           .unavailable = &cuda::unavailable,
                                           .make_pages = &cuda::make_pages,
                                           .make_plan = &cuda::make_plan,
+                                          .make_blocks = &cuda::make_blocks,
                                           .build = &cuda::build};
   return &kBackend;
 }

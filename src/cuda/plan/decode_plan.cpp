@@ -179,7 +179,7 @@ Status DecodePlan::count_work(const core::DevicePlanConfig& config) {
   return {};
 }
 
-Status DecodePlan::upload(const core::DevicePlanConfig& config) {
+Status DecodePlan::upload(const core::DevicePlanConfig& config, const StepBatch& batch) {
   const AttentionOptions& o = *config.options;
   std::vector<BatchEntry> entries;
   std::vector<std::int32_t> mask_batches;
@@ -187,15 +187,22 @@ Status DecodePlan::upload(const core::DevicePlanConfig& config) {
   for (const core::DeviceSequence& s : config.sequences) {
     entries.push_back({s.index, s.q_len, query});
     query += s.q_len;
+    if (batch.entries != nullptr) continue;
     if (params_.mask.data != nullptr && params_.batch < config.batch) mask_batches.push_back(s.batch);
   }
+  if (batch.entries != nullptr) entries.clear();
   const std::size_t entry_bytes = aligned(entries.size() * sizeof(BatchEntry));
   const std::size_t slope_bytes = o.alibi_slopes.size() * sizeof(float);
   const std::size_t place_bytes = mask_batches.size() * sizeof(std::int32_t);
-  KVANT_CUDA_TRY(cudaMalloc(&memory_, entry_bytes + aligned(slope_bytes) + place_bytes));
-  KVANT_CUDA_TRY(cudaMemcpy(memory_, entries.data(), entries.size() * sizeof(BatchEntry), cudaMemcpyHostToDevice));
-  params_.entries = static_cast<const BatchEntry*>(memory_);
-  std::copy_n(entries.begin(), std::min<std::size_t>(entries.size(), kEntriesInParams), params_.first_entries);
+  const std::size_t bytes = entry_bytes + aligned(slope_bytes) + place_bytes;
+  if (bytes > 0) KVANT_CUDA_TRY(cudaMalloc(&memory_, bytes));
+  params_.entries = batch.entries;
+  if (batch.entries == nullptr) {
+    KVANT_CUDA_TRY(cudaMemcpy(memory_, entries.data(), entries.size() * sizeof(BatchEntry), cudaMemcpyHostToDevice));
+    params_.entries = static_cast<const BatchEntry*>(memory_);
+    params_.known_entries = static_cast<int>(std::min<std::size_t>(entries.size(), kEntriesInParams));
+    std::copy_n(entries.begin(), params_.known_entries, params_.first_entries);
+  }
   if (slope_bytes > 0) {
     auto* slopes = static_cast<std::byte*>(memory_) + entry_bytes;
     std::vector<float> in_log2(o.alibi_slopes);
@@ -249,7 +256,7 @@ Status DecodePlan::prepare_mask(const core::DevicePlanConfig& config) {
   return {};
 }
 
-Status DecodePlan::prepare(const core::DevicePlanConfig& config) {
+Status DecodePlan::prepare(const core::DevicePlanConfig& config, const StepBatch& batch) {
   const AttentionOptions& o = *config.options;
   AttendParams& p = params_;
   p.cache = store_.view();
@@ -275,8 +282,10 @@ Status DecodePlan::prepare(const core::DevicePlanConfig& config) {
   if (Status s = choose_prefill(config); !s.ok()) return s;
   if (prefill_.function != nullptr) {
     workspace_bytes_ = aligned(class_count());
-    return upload(config);
+    return upload(config, batch);
   }
+  merged_ = p.batch;
+  if (batch.entries != nullptr) p.batch = std::max(p.batch, StepBatch::kLeast);
   const Result<DecodeKernels> kernels = find_kernels(config.head_dim);
   if (!kernels.ok()) return kernels.status();
   if (Status s = choose_kernel(config, *kernels); !s.ok()) return s;
@@ -301,7 +310,7 @@ Status DecodePlan::prepare(const core::DevicePlanConfig& config) {
   const int least = std::max(1, units_ / line.items);
   splits_ = std::clamp((longest_ + least - 1) / least, 1, line.items);
   if (Status s = choose_merge(*kernels, line); !s.ok()) return s;
-  return upload(config);
+  return upload(config, batch);
 }
 
 std::string DecodePlan::explain() const {
@@ -360,10 +369,23 @@ Status DecodePlan::classify(AttendParams& p, std::byte* workspace, Stream stream
 }
 
 Status DecodePlan::run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const {
-  const Current current(store_.device());
-  KVANT_CUDA_TRY(current.error());
   AttendParams p = params_;
   p.layer = layer;
+  return run(p, q, out, options);
+}
+
+Status DecodePlan::run_over(std::byte* encoded, std::uint64_t slot_bytes, const TensorView& q,
+                            const MutableTensorView& out, const RunOptions& options) const {
+  AttendParams p = params_;
+  p.cache.encoded = encoded;
+  p.cache.encoded_slot_bytes = slot_bytes;
+  return run(p, q, out, options);
+}
+
+Status DecodePlan::run(AttendParams& p, const TensorView& q, const MutableTensorView& out,
+                       const RunOptions& options) const {
+  const Current current(store_.device());
+  KVANT_CUDA_TRY(current.error());
   p.q = {q.data, q.dtype, q.stride[0], q.stride[1]};
   p.out = {out.data, out.dtype, out.stride[0], out.stride[1]};
   p.lse = options.lse;
@@ -381,7 +403,7 @@ Status DecodePlan::run(int layer, const TensorView& q, const MutableTensorView& 
   attend.config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes_);
   KVANT_CUDA_TRY(cudaLaunchKernelExC(&attend.config, attend_.function, arguments));
 
-  Launch merge(static_cast<unsigned>(p.batch * p.cache.kv_heads * p.row_blocks * p.rows * cluster_), 32 * merge_.warps,
+  Launch merge(static_cast<unsigned>(merged_ * p.cache.kv_heads * p.row_blocks * p.rows * cluster_), 32 * merge_.warps,
                native(options.stream), overlaps);
   merge.config.dynamicSmemBytes = static_cast<std::size_t>(merge_.shared_bytes);
   if (cluster_ > 1) merge.set_cluster(cluster_);

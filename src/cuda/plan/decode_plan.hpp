@@ -17,13 +17,23 @@
 
 namespace kvant::cuda {
 
+// The batch of a plan over an engine's blocks: its tables are made in the stream (blocks/tables.hpp). The sequences of
+// the DevicePlanConfig are the largest ones then. A launch must not read entries before those that make them have ended,
+// and kernels wait where a batch is longer than a window: so entries without queries follow those of the batch.
+struct StepBatch {
+  static constexpr int kLeast = kWindow + 1;
+  const BatchEntry* entries = nullptr;  // [max(sequences, kLeast)]
+};
+
 class DecodePlan final : public core::DevicePlan {
  public:
   explicit DecodePlan(const core::DevicePlanConfig& config);
+  explicit DecodePlan(const PlannedPages& pages) : store_(pages) {}
   DecodePlan(const DecodePlan&) = delete;
   DecodePlan& operator=(const DecodePlan&) = delete;
   ~DecodePlan() override;
-  Status prepare(const core::DevicePlanConfig& config);  // once, before anything else
+  // Once, before anything else. config.pages is not read.
+  Status prepare(const core::DevicePlanConfig& config, const StepBatch& batch = {});
 
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return workspace_bytes_; }
   [[nodiscard]] const char* kernel() const noexcept override {
@@ -32,6 +42,9 @@ class DecodePlan final : public core::DevicePlan {
   [[nodiscard]] int splits() const noexcept override { return splits_; }
   [[nodiscard]] std::string explain() const override;
   Status run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const override;
+  // The same over a pool that is known now.
+  Status run_over(std::byte* encoded, std::uint64_t slot_bytes, const TensorView& q, const MutableTensorView& out,
+                  const RunOptions& options) const;
 
  private:
   Status choose_prefill(const core::DevicePlanConfig& config);
@@ -46,16 +59,18 @@ class DecodePlan final : public core::DevicePlan {
   }
   Status prepare_mask(const core::DevicePlanConfig& config);
   [[nodiscard]] std::size_t class_count() const;  // of pages under the mask tensor
-  Status upload(const core::DevicePlanConfig& config);
+  Status upload(const core::DevicePlanConfig& config, const StepBatch& batch);
 
+  Status run(AttendParams& p, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const;
   Status run_prefill(AttendParams& p, Stream stream) const;
   Status classify(AttendParams& p, std::byte* workspace, Stream stream) const;
 
-  const Store& store_;
+  const PlannedPages& store_;
   AttendParams params_{};      // but for what run gives
   prefill::Kernel prefill_{};  // no function: decode kernels are used
   prefill::Schedule schedule_{};
   std::string why_;  // these kernels
+  int merged_ = 0;   // sequences whose rows are merged
   AttendKernel attend_{};
   MergeKernel merge_{};
   int blocks_ = 1;        // of a multiprocessor

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <utility>
+
 #include "kvant/types.hpp"
 
 namespace kvant::cuda {
@@ -43,6 +45,20 @@ struct DeviceLimits {
   int shared_bytes;  // of a block
   bool overlaps;     // launches may begin before those before them have ended
 };
+
+inline cudaError_t find_limits(int device, DeviceLimits& limits) {
+  int major = 0;
+  const std::pair<int*, cudaDeviceAttr> attributes[] = {
+      {&limits.multiprocessors, cudaDevAttrMultiProcessorCount},
+      {&limits.multiprocessor_shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor},
+      {&limits.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+      {&major, cudaDevAttrComputeCapabilityMajor}};
+  for (const auto& [value, which] : attributes) {
+    if (const cudaError_t error = cudaDeviceGetAttribute(value, which, device); error != cudaSuccess) return error;
+  }
+  limits.overlaps = major >= 9;
+  return cudaSuccess;
+}
 
 // As much shared memory as there is for a kernel, up to `bytes` of it for a block. Without that the driver gives each
 // kernel what it needs, and blocks of the next launch wait until a multiprocessor is empty of those that need another

@@ -26,6 +26,8 @@ struct DeviceBasis {
 };
 
 inline constexpr int kEntriesInParams = 32;
+// Entries that a block looks at together. A batch of no more is looked at before the launches before have ended.
+inline constexpr int kWindow = 32;
 inline constexpr int kMostCluster = 8;  // blocks that merge a row
 // What is known of a page beside its slot: every row sees the whole of it; and its scores are only scaled.
 inline constexpr int kSeen = 1, kPlain = 2, kSlotShift = 2;
@@ -36,6 +38,7 @@ struct AttendParams {
   int layer, batch;
   const BatchEntry* entries;                   // [batch]
   BatchEntry first_entries[kEntriesInParams];  // its first ones, a load less away
+  int known_entries;                           // of first_entries; 0: a launch in the stream makes the entries
   int q_heads, group, head_dim;
   int row_blocks;  // of the sequence with the most rows
   int rows;        // of a block, 1 << row_bits

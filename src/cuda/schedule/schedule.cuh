@@ -6,7 +6,7 @@
 namespace kvant::cuda {
 
 __device__ inline BatchEntry batch_entry(const AttendParams& p, int i) {
-  return i < kEntriesInParams ? p.first_entries[i] : p.entries[i];
+  return i < p.known_entries ? p.first_entries[i] : p.entries[i];
 }
 
 // The entry's place in the mask tensor.
@@ -15,7 +15,6 @@ __device__ inline int mask_batch(const AttendParams& p, int entry) {
 }
 
 // 32 entries of the batch as a block knows them, one a lane, in shared memory.
-inline constexpr int kWindow = 32;
 struct Window {
   int first;
   BatchEntry batch[kWindow];

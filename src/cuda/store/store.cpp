@@ -156,15 +156,7 @@ Status Store::allocate() {
     }
   }
   config_.bases = nullptr;
-  const auto attribute = [&](int& value, cudaDeviceAttr which) {
-    return cudaDeviceGetAttribute(&value, which, c.device);
-  };
-  KVANT_CUDA_TRY(attribute(limits_.multiprocessors, cudaDevAttrMultiProcessorCount));
-  KVANT_CUDA_TRY(attribute(limits_.multiprocessor_shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor));
-  KVANT_CUDA_TRY(attribute(limits_.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin));
-  int major = 0;
-  KVANT_CUDA_TRY(attribute(major, cudaDevAttrComputeCapabilityMajor));
-  limits_.overlaps = major >= 9;
+  KVANT_CUDA_TRY(find_limits(c.device, limits_));
   KVANT_CUDA_TRY(kernel_->prepare(write_params(c, view_), limits_));
   KVANT_CUDA_TRY(cudaDeviceSynchronize());
   return {};

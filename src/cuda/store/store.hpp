@@ -13,19 +13,12 @@
 
 #include "core/device.hpp"
 #include "cuda/append/write.hpp"
+#include "cuda/store/planned_pages.hpp"
 #include "cuda/view.hpp"
 
 namespace kvant::cuda {
 
-// One side (keys or values) of all layers and kv heads; index layer * kv_heads + head. Null unless calibrated.
-struct BasisArrays {
-  BasisKind kind = BasisKind::none;
-  const float* center = nullptr;   // [layers * kv_heads][D]
-  const float* matrix = nullptr;   // [layers * kv_heads][D][D]
-  const float* inverse = nullptr;  // [layers * kv_heads][D][D]
-};
-
-class Store final : public core::DevicePages {
+class Store final : public core::DevicePages, public PlannedPages {
  public:
   explicit Store(const core::DevicePagesConfig& config);
   Store(const Store&) = delete;
@@ -33,11 +26,11 @@ class Store final : public core::DevicePages {
   ~Store() override;
   Status allocate();  // once, before anything else
 
-  [[nodiscard]] int device() const noexcept { return config_.device; }
-  [[nodiscard]] const DeviceLimits& limits() const noexcept { return limits_; }
-  [[nodiscard]] const CacheView& view() const noexcept { return view_; }
-  [[nodiscard]] const BasisArrays& k_basis() const noexcept { return k_basis_; }
-  [[nodiscard]] const BasisArrays& v_basis() const noexcept { return v_basis_; }
+  [[nodiscard]] int device() const noexcept override { return config_.device; }
+  [[nodiscard]] const DeviceLimits& limits() const noexcept override { return limits_; }
+  [[nodiscard]] const CacheView& view() const noexcept override { return view_; }
+  [[nodiscard]] const BasisArrays& k_basis() const noexcept override { return k_basis_; }
+  [[nodiscard]] const BasisArrays& v_basis() const noexcept override { return v_basis_; }
   [[nodiscard]] const core::DevicePagesConfig& config() const noexcept { return config_; }  // bases: null
 
   [[nodiscard]] std::int64_t reserved_bytes() const noexcept override { return reserved_bytes_; }

@@ -1,0 +1,383 @@
+#include "cuda/blocks/blocks.hpp"
+
+#include <algorithm>
+#include <vector>
+
+#include "codec/rotation.hpp"
+#include "core/device.hpp"
+#include "core/fmt.hpp"
+#include "cuda/append/slots.hpp"
+#include "cuda/blocks/tables.hpp"
+#include "cuda/plan/decode_plan.hpp"
+#include "cuda/read_back/read_back.hpp"
+#include "cuda/runtime/built.hpp"
+#include "cuda/runtime/runtime.hpp"
+
+namespace kvant::cuda {
+namespace {
+
+constexpr std::int32_t kDecodedAtOnce = 4096;  // blocks
+
+const SlotKernel* find_slot_kernel(int head_dim) {
+  static const SlotKernel kKernels[] = {
+#define KVANT_ENTRY(head_dim) slot_kernel_of<head_dim>(),
+      KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
+#undef KVANT_ENTRY
+  };
+  for (const SlotKernel& k : kKernels) {
+    if (k.head_dim == head_dim) return &k;
+  }
+  return nullptr;
+}
+
+Status check_config(const core::DeviceBlocksConfig& c) {
+  if (find_slot_kernel(c.head_dim) == nullptr) return {Code::unsupported, refuse_head_dim(instances(), c.head_dim)};
+  for (const auto& [side, format] : {std::pair("k", c.k), std::pair("v", c.v)}) {
+    if (format != Format::f32) continue;
+    return {
+        Code::unsupported,
+        fmt::format("{} = f32 on a device: f16, bf16, fp8 and tq2 to tq8 are supported; choose one of these, or use "
+                    "device = \"cpu\"",
+                    side)};
+  }
+  return {};
+}
+
+// Device memory; freed with this.
+class Memory {
+ public:
+  explicit Memory(int device) : device_(device) {}
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  ~Memory() {
+    const Current current(device_);
+    for (void* memory : taken_) (void)cudaFree(memory);
+  }
+
+  // Zeroed on the default stream; the caller waits for the device before others can see it.
+  template <class T>
+  Status take(T*& array, std::uint64_t count, const char* what) {
+    void* memory = nullptr;
+    const std::uint64_t bytes = count * sizeof(T);
+    if (const cudaError_t error = cudaMalloc(&memory, bytes); error != cudaSuccess) {
+      const Status status = failed("cudaMalloc", error);
+      return {status.code(), fmt::format("{} bytes for {}: {}", bytes, what, status.message())};
+    }
+    taken_.push_back(memory);
+    KVANT_CUDA_TRY(cudaMemset(memory, 0, bytes));
+    array = static_cast<T*>(memory);
+    return {};
+  }
+
+ private:
+  int device_;
+  std::vector<void*> taken_;
+};
+
+// Waits for the stream; the flag is zero then.
+Result<bool> take_flag(std::uint32_t* flag, Stream stream) {
+  std::uint32_t value = 0;
+  const auto fetch = [&]() -> Status {
+    KVANT_CUDA_TRY(cudaMemcpyAsync(&value, flag, sizeof(value), cudaMemcpyDeviceToHost, native(stream)));
+    KVANT_CUDA_TRY(cudaMemsetAsync(flag, 0, sizeof(value), native(stream)));
+    KVANT_CUDA_TRY(cudaStreamSynchronize(native(stream)));
+    return {};
+  };
+  if (Status s = fetch(); !s) return s;
+  return value != 0;
+}
+
+Status check_pool(const BlockPool& pool, const core::DeviceBlocksConfig& c) {
+  if (c.kv_heads == 1 || pool.head_stride == c.encoded.block_bytes) return {};
+  return {
+      Code::unsupported,
+      fmt::format("pool.head_stride is {} bytes: on a device the kv heads of a block follow one another, so it must "
+                  "be {} (block_bytes)",
+                  pool.head_stride, c.encoded.block_bytes)};
+}
+
+// The layouts of a cache. A plan adds tables of its own, and each call brings the pool.
+CacheView view_of(const core::DeviceBlocksConfig& c) {
+  CacheView view{};
+  view.encoded_layout = c.encoded;
+  view.exact_layout = codec::page_layout(Format::bf16, Format::bf16, c.encoded.head_dim);  // there are none
+  view.layers = 1;
+  view.kv_heads = c.kv_heads;
+  return view;
+}
+
+class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
+ public:
+  BlockPlan(const core::DeviceBlocksConfig& config, const DeviceLimits& limits, const PagesPlanOptions& options)
+      : config_(config), limits_(limits), options_(options), memory_(config.device), view_(view_of(config)) {
+    k_basis_.kind = config.k_basis;
+    v_basis_.kind = config.v_basis;
+  }
+
+  Status make() {
+    const PagesPlanOptions& o = options_;
+    const Current current(config_.device);
+    KVANT_CUDA_TRY(current.error());
+    const std::int64_t entries = std::int64_t{std::max(o.max_batch, StepBatch::kLeast)} * o.max_blocks;
+    if (entries > std::int64_t{1} << 31) {
+      return {Code::invalid_argument,
+              fmt::format("max_batch = {} with max_blocks = {}: the page table would have {} entries, and 2^31 is the "
+                          "most; lower one of them",
+                          o.max_batch, o.max_blocks, entries)};
+    }
+    tables_.max_batch = std::max(o.max_batch, StepBatch::kLeast);
+    const auto batch = static_cast<std::uint64_t>(tables_.max_batch);
+    tables_.max_pages = static_cast<std::int32_t>(o.max_blocks);
+    if (Status s = memory_.take(tables_.pages, static_cast<std::uint64_t>(entries), "a plan's page table"); !s)
+      return s;
+    if (Status s = memory_.take(tables_.sequences, batch, "a plan's lengths"); !s) return s;
+    if (Status s = memory_.take(tables_.entries, batch, "a plan's batch"); !s) return s;
+    if (Status s = memory_.take(tables_.given, batch, "a plan's batch"); !s) return s;
+    if (Status s = memory_.take(tables_.errors, 1, "a flag"); !s) return s;
+    view_.pages = tables_.pages;
+    view_.sequences = tables_.sequences;
+    view_.max_pages = tables_.max_pages;
+
+    // The largest step: as many queries as a sequence may have, until there are as many as a step may have.
+    std::vector<core::DeviceSequence> largest;
+    std::int64_t left = o.max_tokens;
+    for (std::int32_t i = 0; i < o.max_batch; ++i) {
+      const auto q_len = static_cast<std::int32_t>(std::min<std::int64_t>(o.max_query_len, left));
+      largest.push_back({i, q_len, i, std::max<std::int64_t>(q_len, o.max_blocks * kPageTokens)});
+      left -= q_len;
+    }
+    const core::DevicePlanConfig config{.pages = nullptr,
+                                        .options = &o.attention,
+                                        .sequences = largest,
+                                        .batch = o.max_batch,
+                                        .k = config_.k,
+                                        .v = config_.v,
+                                        .kv_heads = config_.kv_heads,
+                                        .head_dim = config_.head_dim};
+    if (Status s = plan_.prepare(config, {.entries = tables_.entries}); !s) return s;
+    KVANT_CUDA_TRY(cudaDeviceSynchronize());
+    return {};
+  }
+
+  [[nodiscard]] int device() const noexcept override { return config_.device; }
+  [[nodiscard]] const DeviceLimits& limits() const noexcept override { return limits_; }
+  [[nodiscard]] const CacheView& view() const noexcept override { return view_; }
+  [[nodiscard]] const BasisArrays& k_basis() const noexcept override { return k_basis_; }
+  [[nodiscard]] const BasisArrays& v_basis() const noexcept override { return v_basis_; }
+
+  Status set_tables(const StepTables& t, Stream stream) override {
+    const Current current(config_.device);
+    KVANT_CUDA_TRY(current.error());
+    KVANT_CUDA_TRY(cuda::set_tables({.to = tables_,
+                                     .block_table = t.block_table,
+                                     .row_stride = t.row_stride,
+                                     .columns = static_cast<std::int32_t>(t.columns),
+                                     .seq_lens = t.seq_lens,
+                                     .query_start_loc = t.query_start_loc,
+                                     .batch = t.batch,
+                                     .max_query_len = options_.max_query_len,
+                                     .max_tokens = static_cast<std::int32_t>(options_.max_tokens)},
+                                    native(stream)));
+    return {};
+  }
+
+  Status run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out,
+             const RunOptions& options) const override {
+    if (Status s = check_pool(pool, config_); !s) return s;
+    if (options_.check_ids) {
+      const Current current(config_.device);
+      KVANT_CUDA_TRY(current.error());
+      const Mask& mask = options_.attention.mask;
+      const auto tokens = [](std::int64_t n) {
+        return static_cast<std::int32_t>(std::min<std::int64_t>(n, 0x7FFFFFFF));
+      };
+      KVANT_CUDA_TRY(check_blocks({.tables = tables_,
+                                   .blocks = static_cast<std::int32_t>(pool.blocks),
+                                   .causal = mask.is_causal,
+                                   .window = tokens(mask.window),
+                                   .window_sinks = tokens(mask.window_sinks),
+                                   .out = {out.data, out.dtype, out.stride[0], out.stride[1]},
+                                   .lse = options.lse,
+                                   .q_heads = options_.attention.q_heads,
+                                   .head_dim = config_.head_dim},
+                                  native(options.stream)));
+    }
+    return plan_.run_over(pool.data, static_cast<std::uint64_t>(pool.block_stride), q, out, options);
+  }
+
+  Result<bool> take_errors(Stream stream) override {
+    const Current current(config_.device);
+    return take_flag(tables_.errors, stream);
+  }
+  [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return plan_.workspace_bytes(); }
+  [[nodiscard]] const char* kernel() const noexcept override { return plan_.kernel(); }
+  [[nodiscard]] std::string explain() const override {
+    std::string s = plan_.explain();
+    if (options_.check_ids) s += "ids        looked at by a launch more in each run\n";
+    return s;
+  }
+
+ private:
+  const core::DeviceBlocksConfig config_;
+  const DeviceLimits limits_;
+  const PagesPlanOptions& options_;
+  Memory memory_;
+  PlanTables tables_{};
+  CacheView view_;
+  BasisArrays k_basis_, v_basis_;
+  DecodePlan plan_{static_cast<const PlannedPages&>(*this)};
+};
+
+class Blocks final : public core::DeviceBlocks {
+ public:
+  explicit Blocks(const core::DeviceBlocksConfig& config)
+      : config_(config), kernel_(find_slot_kernel(config.head_dim)), memory_(config.device) {}
+
+  Status make() {
+    const Current current(config_.device);
+    if (current.error() != cudaSuccess)
+      return failed(fmt::format("cudaSetDevice({})", config_.device).c_str(), current.error());
+    KVANT_CUDA_TRY(find_limits(config_.device, limits_));
+    if (Status s = memory_.take(non_finite_, 1, "a flag"); !s) return s;
+    if (Status s = memory_.take(listed_, kDecodedAtOnce, "a list of blocks"); !s) return s;
+    if (Status s = memory_.take(listed_sequence_, 1, "a list of blocks"); !s) return s;
+    KVANT_CUDA_TRY(kernel_->prepare(write_params({}), limits_));
+    KVANT_CUDA_TRY(cudaDeviceSynchronize());
+    return {};
+  }
+
+  Status write(const BlockPool& pool, const TensorView& keys, const TensorView& values, const std::int64_t* slots,
+               std::int64_t count, Stream stream) const override {
+    if (Status s = check_pool(pool, config_); !s) return s;
+    const std::int64_t most = (std::int64_t{1} << 30) / (2 * config_.kv_heads);
+    if (count > most) {
+      return {Code::invalid_argument,
+              fmt::format("{} tokens in one write, with {} kv heads: {} is the most; write fewer at once", count,
+                          config_.kv_heads, most)};
+    }
+    const Current current(config_.device);
+    KVANT_CUDA_TRY(current.error());
+    WriteParams p = write_params(pool);
+    const auto set = [](WriteSide& side, const TensorView& t) {
+      side.rows = t.data;
+      side.token_stride = t.stride[0];
+      side.head_stride = t.stride[1];
+      side.dtype = t.dtype;
+    };
+    set(p.k, keys);
+    set(p.v, values);
+    const SlotList list{slots, pool.blocks * kPageTokens, static_cast<std::int32_t>(count)};
+    KVANT_CUDA_TRY(kernel_->launch(p, list, limits_, native(stream)));
+    return {};
+  }
+
+  Status decode(const BlockPool& pool, const std::int32_t* ids, std::int64_t count, const MutableTensorView& keys,
+                const MutableTensorView& values, Stream stream) const override {
+    if (Status s = check_pool(pool, config_); !s) return s;
+    const Current current(config_.device);
+    KVANT_CUDA_TRY(current.error());
+    ReadBackParams p{};
+    p.cache = view_of(config_);
+    p.cache.encoded = pool.data;
+    p.cache.encoded_slot_bytes = static_cast<std::uint64_t>(pool.block_stride);
+    p.cache.pages = listed_;
+    p.cache.sequences = listed_sequence_;
+    p.cache.max_pages = kDecodedAtOnce;
+    p.entries = 1;
+    for (std::int64_t first = 0; first < count; first += kDecodedAtOnce) {
+      const auto blocks = static_cast<std::int32_t>(std::min<std::int64_t>(kDecodedAtOnce, count - first));
+      KVANT_CUDA_TRY(list_blocks({.ids = ids + first,
+                                  .count = blocks,
+                                  .blocks = static_cast<std::int32_t>(pool.blocks),
+                                  .pages = listed_,
+                                  .sequence = listed_sequence_},
+                                 native(stream)));
+      p.side[0] = side_of(keys, config_.k_basis, first);
+      p.side[1] = side_of(values, config_.v_basis, first);
+      p.items = blocks;
+      p.entry[0] = {.index = 0,
+                    .begin = 0,
+                    .end = blocks * kPageTokens,
+                    .row_begin = 0,
+                    .range = 0,
+                    .item_begin = 0,
+                    .before_step = 0};
+      KVANT_CUDA_TRY(read_back(config_.head_dim, p, limits_.multiprocessors, native(stream)));
+    }
+    return {};
+  }
+
+  Status copy(const BlockPool& pool, const std::int32_t* from, const std::int32_t* to, std::int64_t count,
+              Stream stream) const override {
+    if (Status s = check_pool(pool, config_); !s) return s;
+    const Current current(config_.device);
+    KVANT_CUDA_TRY(current.error());
+    KVANT_CUDA_TRY(copy_blocks({.pool = pool.data,
+                                .block_stride = pool.block_stride,
+                                .bytes = config_.encoded.block_bytes * static_cast<std::uint32_t>(config_.kv_heads),
+                                .from = from,
+                                .to = to,
+                                .count = count,
+                                .blocks = static_cast<std::int32_t>(pool.blocks)},
+                               native(stream)));
+    return {};
+  }
+
+  Result<bool> take_non_finite(Stream stream) const override {
+    const Current current(config_.device);
+    return take_flag(non_finite_, stream);
+  }
+
+  Result<std::unique_ptr<core::DeviceBlockPlan>> plan(const PagesPlanOptions& options) const override {
+    auto plan = std::make_unique<BlockPlan>(config_, limits_, options);
+    if (Status s = plan->make(); !s) return s;
+    return std::unique_ptr<core::DeviceBlockPlan>(std::move(plan));
+  }
+
+ private:
+  static ReadBackSide side_of(const MutableTensorView& t, BasisKind basis, std::int64_t first_block) {
+    std::byte* rows = static_cast<std::byte*>(t.data);
+    if (rows != nullptr)
+      rows += first_block * kPageTokens * t.stride[0] * static_cast<std::int64_t>(dtype_size(t.dtype));
+    return {.rows = rows,
+            .token_stride = t.stride[0],
+            .head_stride = t.stride[1],
+            .batch_stride = 0,
+            .dtype = t.dtype,
+            .basis = basis,
+            .center = nullptr,
+            .inverse = nullptr};
+  }
+
+  [[nodiscard]] WriteParams write_params(const BlockPool& pool) const {
+    WriteParams p{};
+    p.cache = view_of(config_);
+    p.cache.encoded = pool.data;
+    p.cache.encoded_slot_bytes = static_cast<std::uint64_t>(pool.block_stride);
+    p.rotation_scale = codec::rotation_scale(config_.head_dim);
+    p.rounding = Dtype::f32;
+    p.k.basis = config_.k_basis;
+    p.v.basis = config_.v_basis;
+    p.non_finite = non_finite_;
+    return p;
+  }
+
+  const core::DeviceBlocksConfig config_;
+  const SlotKernel* kernel_;
+  DeviceLimits limits_{};
+  Memory memory_;
+  std::uint32_t* non_finite_ = nullptr;
+  core::PageRef* listed_ = nullptr;  // the blocks of a decode
+  SequenceState* listed_sequence_ = nullptr;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<core::DeviceBlocks>> make_blocks(const core::DeviceBlocksConfig& config) {
+  if (Status s = check_config(config); !s) return s;
+  auto blocks = std::make_unique<Blocks>(config);
+  if (Status s = blocks->make(); !s) return s;
+  return std::unique_ptr<core::DeviceBlocks>(std::move(blocks));
+}
+
+}  // namespace kvant::cuda

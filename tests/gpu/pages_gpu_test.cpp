@@ -1,0 +1,661 @@
+// Pages in an engine's blocks on a real device, against those in host memory: the same bytes from every write, and
+// attention by the float64 reference over them; tables that change under a graph; what does not fit.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "base/bits.hpp"
+#include "core/fmt.hpp"
+#include "gpu/device_buffer.hpp"
+#include "gpu/gpu_formats.hpp"
+#include "gpu/gpu_world.hpp"
+#include "kvant/kvant.hpp"
+#include "support/engine_pool.hpp"
+
+namespace kvant::test {
+namespace {
+
+struct Geometry {
+  std::string k = "tq4", v = "tq4";
+  int head_dim = 128, kv_heads = 2;
+};
+
+PagesConfig config(const Geometry& g, const char* device) {
+  PagesConfig c;
+  c.kv_heads = g.kv_heads;
+  c.head_dim = g.head_dim;
+  c.k = g.k;
+  c.v = g.v;
+  c.device = device;
+  return c;
+}
+
+// A pool in host memory and its twin on the device.
+class Twins {
+ public:
+  Twins(const Geometry& g, std::int64_t blocks, std::int64_t between_blocks = 192)
+      : geometry(g),
+        host(Pages::create(config(g, "cpu")).value()),
+        device(Pages::create(config(g, "cuda")).value()),
+        pool(host, {.blocks = blocks, .between_blocks = between_blocks}),
+        memory_(static_cast<std::size_t>(blocks * pool.view.block_stride)),
+        device_pool(pool.view) {
+    device_pool.data = memory_.data();
+  }
+
+  // Rows of both sides, on the host and on the device, in a tensor with room between tokens.
+  void write(const std::vector<float>& keys, const std::vector<float>& values, const std::vector<std::int64_t>& slots,
+             Dtype dtype = Dtype::f32, std::int64_t padding = 0) {
+    const auto count = static_cast<std::int64_t>(slots.size());
+    const std::int64_t row = std::int64_t{geometry.kv_heads} * geometry.head_dim;
+    const auto typed = [&](const std::vector<float>& x) {
+      const std::size_t size = dtype_size(dtype);
+      std::vector<std::byte> bytes(static_cast<std::size_t>(count * (row + padding)) * size, std::byte{0xFF});
+      for (std::int64_t t = 0; t < count; ++t) {
+        for (std::int64_t j = 0; j < row; ++j) {
+          const float value = x[static_cast<std::size_t>(t * row + j)];
+          std::byte* at = bytes.data() + static_cast<std::size_t>(t * (row + padding) + j) * size;
+          if (dtype == Dtype::f32) {
+            std::memcpy(at, &value, 4);
+          } else {
+            const std::uint16_t bits = dtype == Dtype::f16 ? base::f32_to_f16(value) : base::f32_to_bf16(value);
+            std::memcpy(at, &bits, 2);
+          }
+        }
+      }
+      return bytes;
+    };
+    const std::vector<std::byte> k = typed(keys), v = typed(values);
+    const DeviceBuffer k_there = DeviceBuffer::of<std::byte>(k), v_there = DeviceBuffer::of<std::byte>(v);
+    const DeviceBuffer slots_there = DeviceBuffer::of<std::int64_t>(slots);
+    const auto view = [&](const void* data) {
+      return TensorView{
+          data, dtype, {count, geometry.kv_heads, geometry.head_dim}, {row + padding, geometry.head_dim, 1}, 0};
+    };
+    host.write(pool.view, view(k.data()), view(v.data()), slots.data(), count).value();
+    device
+        .write(device_pool, view(k_there.data()), view(v_there.data()), slots_there.as<std::int64_t>(), count,
+               stream.handle())
+        .value();
+    stream.wait();
+  }
+
+  [[nodiscard]] testing::AssertionResult same_bytes() const {
+    const std::vector<std::byte> got = memory_.download();
+    const auto* expected = pool.view.data;
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      if (got[i] == expected[i]) continue;
+      const auto stride = static_cast<std::size_t>(pool.view.block_stride);
+      return testing::AssertionFailure() << "byte " << i % stride << " of block " << i / stride << " is "
+                                         << static_cast<int>(got[i]) << ", not " << static_cast<int>(expected[i]);
+    }
+    if (!memory_.padding_untouched()) return testing::AssertionFailure() << "bytes around the pool were written";
+    return testing::AssertionSuccess();
+  }
+
+  const Geometry geometry;
+  const Pages host, device;
+  EnginePool pool;
+  TestStream stream;
+
+ private:
+  DeviceBuffer memory_;
+
+ public:
+  BlockPool device_pool;
+};
+
+// The tables of a step on the device, at addresses that stay.
+struct DeviceTables {
+  DeviceTables(std::int32_t batch, std::int64_t most_blocks)
+      : max_batch(batch),
+        columns(most_blocks),
+        table(static_cast<std::size_t>(batch * most_blocks) * 4),
+        lengths(static_cast<std::size_t>(batch) * 4),
+        starts(static_cast<std::size_t>(batch + 1) * 4) {}
+  // Sequences that the step has not got are padding: no tokens, no queries.
+  StepTables upload(EngineStep step) const {
+    while (static_cast<std::int32_t>(step.blocks.size()) < max_batch) step.add({}, 0, 0);
+    (void)step.tables(columns);
+    table.upload(step.table.data(), step.table.size() * 4);
+    lengths.upload(step.seq_lens.data(), step.seq_lens.size() * 4);
+    starts.upload(step.query_start_loc.data(), step.query_start_loc.size() * 4);
+    return view();
+  }
+  [[nodiscard]] StepTables view() const {
+    return {.block_table = table.as<std::int32_t>(),
+            .row_stride = columns,
+            .columns = columns,
+            .seq_lens = lengths.as<std::int32_t>(),
+            .query_start_loc = starts.as<std::int32_t>(),
+            .batch = max_batch};
+  }
+  std::int32_t max_batch;
+  std::int64_t columns;
+  DeviceBuffer table, lengths, starts;
+};
+
+std::vector<float> random_rows(std::int64_t tokens, const Geometry& g, std::uint64_t seed) {
+  return gaussian_vector(static_cast<std::size_t>(tokens * g.kv_heads * g.head_dim), seed);
+}
+
+// --- bytes -----------------------------------------------------------------------------------------------------------
+
+struct Written {
+  Geometry geometry;
+  Dtype dtype;
+  std::int64_t padding;
+};
+
+std::string name_of(const Written& w) {
+  return fmt::format("{}_{}_d{}_{}_{}", w.geometry.k, w.geometry.v, w.geometry.head_dim, dtype_name(w.dtype),
+                     w.padding);
+}
+
+std::vector<Written> all_written() {
+  std::vector<Written> all;
+  const char* formats[] = {"tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "fp8", "f16", "bf16"};
+  const Dtype dtypes[] = {Dtype::bf16, Dtype::f16, Dtype::f32};
+  int i = 0;
+  for (const int head_dim : kHeadDims) {
+    for (const char* k : formats) {
+      const char* v = formats[(i * 5 + 2) % 9];
+      all.push_back({{k, i % 2 == 0 ? k : v, head_dim, 1 + i % 3},
+                     dtypes[i % 3],
+                     i % 4 == 3   ? 24
+                     : i % 5 == 4 ? 3
+                                  : 0});
+      ++i;
+    }
+  }
+  return all;
+}
+
+class PagesBytes : public testing::TestWithParam<Written> {};
+
+TEST_P(PagesBytes, AreThoseOfTheHost) {
+  SKIP_WITHOUT_DEVICE();
+  const Written& w = GetParam();
+  Twins twins(w.geometry, 12);
+  Rng rng(17);
+  std::uint64_t seed = 0;
+  const auto write = [&](const std::vector<std::int64_t>& slots) {
+    const auto n = static_cast<std::int64_t>(slots.size());
+    seed += 2;
+    twins.write(random_rows(n, w.geometry, seed), random_rows(n, w.geometry, seed + 1), slots, w.dtype, w.padding);
+  };
+  // Whole prompts of a few sequences, with skipped tokens between them.
+  const std::vector<std::vector<std::int32_t>> blocks = {{7, 2, 9}, {4}, {0, 11}};
+  std::vector<std::int64_t> at = {130, 5, 64};
+  std::vector<std::int64_t> slots;
+  for (std::size_t s = 0; s < blocks.size(); ++s) {
+    const auto mine = slots_of(blocks[s], 0, at[s]);
+    slots.insert(slots.end(), mine.begin(), mine.end());
+    slots.push_back(-1);
+  }
+  write(slots);
+  ASSERT_TRUE(twins.same_bytes()) << "prompts";
+  // Steps of one to a few tokens each, from any position on, over the ends of octets and blocks.
+  for (int step = 0; step < 12; ++step) {
+    slots.clear();
+    for (std::size_t s = 0; s < blocks.size(); ++s) {
+      const std::int64_t room = static_cast<std::int64_t>(blocks[s].size()) * kPageTokens - at[s];
+      const std::int64_t n = std::min(room, step % 4 == 3 ? 1 + rng.below(20) : std::int64_t{1});
+      const auto mine = slots_of(blocks[s], at[s], at[s] + n);
+      slots.insert(slots.end(), mine.begin(), mine.end());
+      at[s] += n;
+      if (rng.below(3) == 0) slots.push_back(-1);
+    }
+    if (slots.empty()) break;
+    write(slots);
+    ASSERT_TRUE(twins.same_bytes()) << "step " << step;
+  }
+  // A block is used again: what was there goes.
+  write(slots_of({9}, 0, 11));
+  ASSERT_TRUE(twins.same_bytes()) << "a block used again";
+  EXPECT_FALSE(twins.device.take_non_finite(twins.stream.handle()).value());
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, PagesBytes, testing::ValuesIn(all_written()),
+                         [](const auto& i) { return name_of(i.param); });
+
+// More tokens than the kernel for few takes: blocks, parts of blocks, and many blocks with a token each.
+TEST(PagesGpu, ManyTokensAtOnce) {
+  SKIP_WITHOUT_DEVICE();
+  for (const Geometry& g :
+       {Geometry{"tq4", "tq4", 128, 3}, {"tq5", "tq3", 96, 2}, {"fp8", "f16", 64, 2}, {"tq8", "tq6", 512, 1}}) {
+    Twins twins(g, 100);
+    std::vector<std::int64_t> slots;
+    Rng rng(5);
+    for (std::int32_t block = 0; block < 60; ++block) {
+      const std::int64_t n = block % 4 == 0 ? 1 + rng.below(64) : 64;
+      const auto mine = slots_of({99 - block}, 0, n);
+      slots.insert(slots.end(), mine.begin(), mine.end());
+      if (block % 7 == 0) slots.push_back(-1);
+    }
+    ASSERT_GT(slots.size(), 2048u + 64u);
+    const auto n = static_cast<std::int64_t>(slots.size());
+    twins.write(random_rows(n, g, 1), random_rows(n, g, 2), slots, Dtype::bf16);
+    EXPECT_TRUE(twins.same_bytes()) << g.k << "/" << g.v << " D " << g.head_dim;
+    // The tails of the blocks that were filled in part.
+    std::vector<std::int64_t> tails;
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+      const bool ends = i + 1 == slots.size() || slots[i + 1] != slots[i] + 1;
+      if (slots[i] < 0 || !ends || slots[i] % kPageTokens == kPageTokens - 1) continue;
+      for (std::int64_t t = slots[i] + 1; t % kPageTokens != 0; ++t) tails.push_back(t);
+    }
+    tails.resize(std::max<std::size_t>(tails.size(), 2100), -1);
+    const auto m = static_cast<std::int64_t>(tails.size());
+    twins.write(random_rows(m, g, 3), random_rows(m, g, 4), tails, Dtype::f32);
+    EXPECT_TRUE(twins.same_bytes()) << g.k << "/" << g.v << " D " << g.head_dim << ", tails";
+  }
+}
+
+TEST(PagesGpu, DecodeAndCopy) {
+  SKIP_WITHOUT_DEVICE();
+  for (const Geometry& g : {Geometry{"tq4", "tq6", 128, 2}, {"fp8", "bf16", 96, 2}, {"tq3", "tq8", 64, 1}}) {
+    Twins twins(g, 5);
+    twins.write(random_rows(200, g, 1), random_rows(200, g, 2), slots_of({3, 0, 4, 1}, 0, 200));
+    std::vector<std::int32_t> ids = {4, 0, 3, 1};
+    if (g.kv_heads == 1) ids.resize(4100, 3);  // in parts
+    const auto count = static_cast<std::int64_t>(ids.size());
+    const auto elements = static_cast<std::size_t>(count * kPageTokens * g.kv_heads * g.head_dim);
+    std::vector<float> k(elements), v(elements);
+    const auto view = [&](void* data) {
+      return MutableTensorView::contiguous(data, Dtype::f32, count * kPageTokens, g.kv_heads, g.head_dim);
+    };
+    ASSERT_TRUE(twins.host.decode(twins.pool.view, ids.data(), count, view(k.data()), view(v.data())).ok());
+    const DeviceBuffer k_there(elements * 4), v_there(elements * 4), ids_there = DeviceBuffer::of<std::int32_t>(ids);
+    ASSERT_TRUE(twins.device
+                    .decode(twins.device_pool, ids_there.as<std::int32_t>(), count, view(k_there.data()),
+                            view(v_there.data()), twins.stream.handle())
+                    .ok());
+    const auto equal = [](const std::vector<float>& a, const std::vector<float>& b) {
+      return std::equal(a.begin(), a.end(), b.begin(), b.end());  // the sign of a zero may differ
+    };
+    EXPECT_TRUE(equal(k, k_there.download_as<float>())) << g.k;
+    EXPECT_TRUE(equal(v, v_there.download_as<float>())) << g.v;
+    EXPECT_TRUE(k_there.padding_untouched() && v_there.padding_untouched());
+
+    const std::vector<std::int32_t> from = {3, 0}, to = {2, 1};
+    ASSERT_TRUE(twins.host.copy(twins.pool.view, from.data(), to.data(), 2).ok());
+    const DeviceBuffer from_there = DeviceBuffer::of<std::int32_t>(from), to_there = DeviceBuffer::of<std::int32_t>(to);
+    ASSERT_TRUE(twins.device
+                    .copy(twins.device_pool, from_there.as<std::int32_t>(), to_there.as<std::int32_t>(), 2,
+                          twins.stream.handle())
+                    .ok());
+    EXPECT_TRUE(twins.same_bytes());
+  }
+}
+
+// --- attention -------------------------------------------------------------------------------------------------------
+
+// Sequences of a world without exact ends, in both pools.
+class Engine {
+ public:
+  explicit Engine(const WorldSpec& s) : world(s), twins({s.k, s.v, s.head_dim, s.kv_heads}, blocks_of(s)) {
+    std::int32_t next = 0;
+    for (std::size_t i = 0; i < s.sequences.size(); ++i) {
+      const Lengths& l = s.sequences[i];
+      std::vector<std::int32_t> blocks;
+      for (std::int64_t p = 0; p * kPageTokens < l.kv_len; ++p) blocks.push_back((next++ * 7) % prime_);
+      columns = std::max(columns, static_cast<std::int64_t>(blocks.size()));
+      twins.write(world.qkv[i].k, world.qkv[i].v, slots_of(blocks, 0, l.kv_len));
+      step.add(blocks, static_cast<std::int32_t>(l.kv_len), static_cast<std::int32_t>(l.q_len));
+    }
+  }
+
+  // The largest step: `spare` more sequences and blocks than there are.
+  PagesPlanOptions limits(AttentionOptions options, int spare = 0, bool check = false) const {
+    options.q_heads = world.q_heads();
+    PagesPlanOptions o;
+    o.attention = options;
+    o.max_batch = static_cast<int>(world.ids.size()) + spare;
+    o.max_blocks = columns + spare;
+    for (const Lengths& l : world.spec.sequences)
+      o.max_query_len = std::max(o.max_query_len, static_cast<int>(l.q_len));
+    o.check_ids = check;
+    return o;
+  }
+
+  Attended attend(const PagesPlanOptions& o, const std::vector<float>& sink_logits = {}) {
+    PagesPlan plan = twins.device.plan(o).value();
+    const DeviceTables tables(o.max_batch, o.max_blocks);
+    plan.set_tables(tables.upload(step), twins.stream.handle()).value();
+    const std::vector<float> q = world.queries();
+    const std::int64_t rows = world.total_queries(), heads = world.q_heads();
+    const DeviceBuffer q_there = DeviceBuffer::of<float>(q), out_there(q.size() * 4),
+                       lse_there(static_cast<std::size_t>(rows * heads) * 4), workspace(plan.workspace_bytes()),
+                       sinks = DeviceBuffer::of<float>(sink_logits);
+    plan.run(twins.device_pool, TensorView::of(q_there.as<float>(), rows, heads, world.spec.head_dim),
+             MutableTensorView::of(out_there.as<float>(), rows, heads, world.spec.head_dim),
+             {.stream = twins.stream.handle(),
+              .lse = lse_there.as<float>(),
+              .sink_logits = sink_logits.empty() ? nullptr : sinks.as<float>(),
+              .workspace = workspace.span()})
+        .value();
+    twins.stream.wait();
+    EXPECT_TRUE(out_there.padding_untouched() && lse_there.padding_untouched() && workspace.padding_untouched());
+    EXPECT_FALSE(plan.take_errors(twins.stream.handle()).value());
+    return {out_there.download_as<float>(), lse_there.download_as<float>(), plan.explain(), 0};
+  }
+
+  testing::AssertionResult matches(const Attended& got, const AttentionOptions& options,
+                                   const std::vector<float>& sink_logits, bool prefill) const {
+    const Expected expected = world.expect_decoded(options, sink_logits);
+    const bool floats = is_float_format(world.spec.k) && is_float_format(world.spec.v);
+    const double allowed = prefill ? tolerance::kCudaPrefill : floats ? tolerance::kCudaFloat : 2 * tolerance::kCoded;
+    if (auto close_enough = close(expected.out, got.out, allowed, world.out_shape()); !close_enough)
+      return close_enough << "\n" << got.explain;
+    return lse_close(expected.lse, got.lse, prefill ? tolerance::kCudaPrefillLse : tolerance::kLseOfFewKeys);
+  }
+
+  World world;
+  Twins twins;
+  EngineStep step;
+  std::int64_t columns = 1;
+
+ private:
+  static std::int64_t blocks_of(const WorldSpec&) { return prime_; }
+  static constexpr std::int32_t prime_ = 127;
+};
+
+WorldSpec spec(const Formats& f, int head_dim, int group, std::vector<Lengths> sequences) {
+  WorldSpec s;
+  s.k = f.k;
+  s.v = f.v;
+  s.head_dim = head_dim;
+  s.group = group;
+  s.sequences = std::move(sequences);
+  s.sink_pages = s.tail_pages = 0;
+  return s;
+}
+
+class PagesAttention : public testing::TestWithParam<Formats> {};
+
+// Batches with a few queries each, some of none; plans that are larger than their steps.
+TEST_P(PagesAttention, OfDecodeKernels) {
+  SKIP_WITHOUT_DEVICE();
+  for (const int head_dim : kHeadDims) {
+    Engine engine(
+        spec(GetParam(), head_dim, head_dim == 64 ? 4 : 2, {{700, 1}, {1, 1}, {65, 4}, {129, 1}, {2048, 1}, {64, 3}}));
+    AttentionOptions options;
+    options.kernel = "decode";
+    for (const int spare : {0, 3, 40}) {
+      for (const bool check : {false, true}) {
+        EXPECT_TRUE(engine.matches(engine.attend(engine.limits(options, spare, check)), options, {}, false))
+            << head_dim << ", spare " << spare;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, PagesAttention, testing::ValuesIn(kFormats),
+                         [](const auto& i) { return name_of(i.param); });
+
+TEST(PagesGpu, OptionsOfLogitsAndWindows) {
+  SKIP_WITHOUT_DEVICE();
+  Engine engine(spec({"tq4", "tq4"}, 128, 2, {{700, 2}, {100, 5}, {1500, 1}}));
+  AttentionOptions options;
+  options.kernel = "decode";
+  options.scale = 0.2;
+  options.softcap = 20;
+  options.alibi_slopes = {0.1f, 0.0f, 0.02f, 0.3f};
+  options.mask = Mask::sliding(200, 4);
+  const std::vector<float> sinks = {0.5f, -1.0f, 3.0f, 0.0f};
+  EXPECT_TRUE(engine.matches(engine.attend(engine.limits(options), sinks), options, sinks, false));
+  // Blocks behind the window are gone.
+  options = {};
+  options.kernel = "decode";
+  options.mask = Mask::sliding(130);
+  for (std::size_t i = 0; i < engine.step.blocks.size(); ++i) {
+    const Lengths& l = engine.world.spec.sequences[i];
+    for (std::int64_t p = 0; (p + 1) * kPageTokens <= l.kv_len - l.q_len + 1 - 130; ++p)
+      engine.step.blocks[i][static_cast<std::size_t>(p)] = p % 2 == 0 ? -1 : 0x7FFFFFFF;
+  }
+  for (const bool check : {false, true})
+    EXPECT_TRUE(engine.matches(engine.attend(engine.limits(options, 2, check)), options, {}, false)) << check;
+}
+
+TEST(PagesGpu, ManyRows) {
+  SKIP_WITHOUT_DEVICE();
+  Engine engine(spec({"tq4", "tq4"}, 128, 4, {{700, 300}, {64, 1}, {257, 257}, {3000, 130}}));
+  for (const char* kernel : {"decode", "prefill"}) {
+    AttentionOptions options;
+    options.kernel = kernel;
+    const PagesPlanOptions limits = engine.limits(options, 2);
+    const auto possible = engine.twins.device.plan(limits);
+    if (!possible.ok()) {  // another compute capability
+      EXPECT_EQ(possible.code(), Code::unsupported) << possible.message();
+      continue;
+    }
+    EXPECT_STREQ(possible->kernel(), kernel);
+    EXPECT_TRUE(engine.matches(engine.attend(limits), options, {}, std::string(kernel) == "prefill")) << kernel;
+  }
+}
+
+// One graph of set_tables, write and run, for steps of other batches, lengths and blocks.
+TEST(PagesGpu, AGraphFollowsTheTables) {
+  SKIP_WITHOUT_DEVICE();
+  const Geometry g{"tq6", "tq4", 128, 2};
+  constexpr std::int32_t kBatch = 6;
+  constexpr int kHeads = 8;
+  Twins twins(g, 64);
+  PagesPlanOptions o;
+  o.attention.q_heads = kHeads;
+  o.attention.kernel = "decode";
+  o.max_batch = kBatch;
+  o.max_blocks = 9;
+  o.max_query_len = 3;
+  o.max_tokens = 20;
+  PagesPlan there = twins.device.plan(o).value();
+  o.attention.kernel = "";
+  PagesPlan here = twins.host.plan(o).value();
+  const DeviceTables tables(kBatch, 9);
+  tables.upload({});
+  const std::int64_t row = std::int64_t{g.kv_heads} * g.head_dim, q_row = std::int64_t{kHeads} * g.head_dim;
+  const DeviceBuffer keys(static_cast<std::size_t>(20 * row) * 4), values(static_cast<std::size_t>(20 * row) * 4),
+      slots_there(20 * 8), q(static_cast<std::size_t>(20 * q_row) * 4), out(static_cast<std::size_t>(20 * q_row) * 4),
+      workspace(there.workspace_bytes());
+  const TestGraph graph(twins.stream, [&] {
+    there.set_tables(tables.view(), twins.stream.handle()).value();
+    twins.device
+        .write(twins.device_pool, TensorView::of(keys.as<float>(), 20, g.kv_heads, g.head_dim),
+               TensorView::of(values.as<float>(), 20, g.kv_heads, g.head_dim), slots_there.as<std::int64_t>(), 20,
+               twins.stream.handle())
+        .value();
+    there
+        .run(twins.device_pool, TensorView::of(q.as<float>(), 20, kHeads, g.head_dim),
+             MutableTensorView::of(out.as<float>(), 20, kHeads, g.head_dim),
+             {.stream = twins.stream.handle(), .workspace = workspace.span()})
+        .value();
+  });
+  Rng rng(3);
+  std::vector<std::vector<std::int32_t>> blocks;
+  std::vector<std::int64_t> lengths;
+  std::vector<std::int32_t> free;
+  for (std::int32_t b = 0; b < 64; ++b) free.push_back(b);
+  for (int n = 0; n < 250; ++n) {
+    if (blocks.size() < kBatch && rng.below(4) == 0) blocks.emplace_back(), lengths.push_back(0);
+    if (!blocks.empty() && rng.below(40) == 0) {
+      const auto gone = static_cast<std::ptrdiff_t>(rng.below(static_cast<std::int64_t>(blocks.size())));
+      free.insert(free.begin(), blocks[static_cast<std::size_t>(gone)].begin(),
+                  blocks[static_cast<std::size_t>(gone)].end());
+      blocks.erase(blocks.begin() + gone);
+      lengths.erase(lengths.begin() + gone);
+    }
+    EngineStep step;
+    std::vector<std::int64_t> slots;
+    for (std::size_t i = 0; i < blocks.size(); ++i) {
+      const std::int64_t tokens = std::min(rng.below(4), 9 * kPageTokens - lengths[i]);
+      for (std::int64_t t = lengths[i]; t < lengths[i] + tokens; ++t) {
+        if (t % kPageTokens == 0) blocks[i].push_back(free.back()), free.pop_back();
+      }
+      const auto mine = slots_of(blocks[i], lengths[i], lengths[i] + tokens);
+      slots.insert(slots.end(), mine.begin(), mine.end());
+      lengths[i] += tokens;
+      step.add(blocks[i], static_cast<std::int32_t>(lengths[i]), static_cast<std::int32_t>(tokens));
+    }
+    slots.resize(20, -1);
+    const std::vector<float> k = random_rows(20, g, rng.next()), v = random_rows(20, g, rng.next());
+    const std::vector<float> queries = gaussian_vector(static_cast<std::size_t>(20 * q_row), rng.next());
+    keys.upload(k.data(), k.size() * 4);
+    values.upload(v.data(), v.size() * 4);
+    q.upload(queries.data(), queries.size() * 4);
+    slots_there.upload(slots.data(), slots.size() * 8);
+    tables.upload(step);
+    const std::vector<float> before(static_cast<std::size_t>(20 * q_row), 0.25f);
+    out.upload(before.data(), before.size() * 4);
+    graph.launch(twins.stream);
+    twins.stream.wait();
+
+    twins.host
+        .write(twins.pool.view, TensorView::of(k.data(), 20, g.kv_heads, g.head_dim),
+               TensorView::of(v.data(), 20, g.kv_heads, g.head_dim), slots.data(), 20)
+        .value();
+    here.set_tables(step.tables(9)).value();
+    std::vector<float> expected = before;
+    here.run(twins.pool.view, TensorView::of(queries.data(), 20, kHeads, g.head_dim),
+             MutableTensorView::of(expected.data(), 20, kHeads, g.head_dim))
+        .value();
+    const std::vector<double> wide(expected.begin(), expected.end());
+    ASSERT_TRUE(close(wide, out.download_as<float>(), 4 * tolerance::kCoded, {20, kHeads, g.head_dim})) << "step " << n;
+    if (n % 50 == 49) {
+      ASSERT_TRUE(twins.same_bytes()) << "step " << n;
+    }
+  }
+  EXPECT_FALSE(there.take_errors(twins.stream.handle()).value());
+}
+
+// --- what does not fit -----------------------------------------------------------------------------------------------
+
+TEST(PagesGpu, WhatDoesNotFitIsTold) {
+  SKIP_WITHOUT_DEVICE();
+  Engine engine(spec({"tq4", "tq4"}, 64, 2, {{130, 1}, {100, 2}, {64, 1}}));
+  AttentionOptions options;
+  options.kernel = "decode";
+  const Attended good = engine.attend(engine.limits(options));
+  PagesPlan plan = engine.twins.device.plan(engine.limits(options, 0, true)).value();
+  const Stream stream = engine.twins.stream.handle();
+  const DeviceTables tables(3, engine.columns);
+  const std::vector<float> q = engine.world.queries();
+  const DeviceBuffer q_there = DeviceBuffer::of<float>(q), out(q.size() * 4), workspace(plan.workspace_bytes());
+  const auto run = [&](const EngineStep& step) {
+    const std::vector<float> seven(q.size(), 7.0f);
+    out.upload(seven.data(), seven.size() * 4);
+    plan.set_tables(tables.upload(step), stream).value();
+    for (int layer = 0; layer < 2; ++layer) {
+      plan.run(engine.twins.device_pool, TensorView::of(q_there.as<float>(), 4, 4, 64),
+               MutableTensorView::of(out.as<float>(), 4, 4, 64), {.stream = stream, .workspace = workspace.span()})
+          .value();
+    }
+    engine.twins.stream.wait();
+    return out.download_as<float>();
+  };
+  // Rows 1 and 2 are those of sequence 1.
+  const auto judge = [&](const std::vector<float>& got, float marked) {
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      const std::size_t in_row = i / 256;
+      if (in_row != 1 && in_row != 2) {
+        if (std::abs(got[i] - good.out[i]) > 1e-3f) return testing::AssertionFailure() << "element " << i;
+      } else if (std::isnan(marked) ? !std::isnan(got[i]) : got[i] != marked) {
+        return testing::AssertionFailure() << "element " << i << " is " << got[i];
+      }
+    }
+    return testing::AssertionSuccess();
+  };
+  const auto told = [&] { return plan.take_errors(stream).value(); };
+  for (const std::int32_t bad : {-1, 127, 0x7FFFFFFF, std::numeric_limits<std::int32_t>::min()}) {
+    EngineStep step = engine.step;
+    step.blocks[1][1] = bad;
+    EXPECT_TRUE(judge(run(step), std::numeric_limits<float>::quiet_NaN())) << bad;
+    EXPECT_TRUE(told()) << bad;
+    EXPECT_FALSE(told());
+  }
+  for (const std::int32_t length : {0, 1, -5, 1000, 0x7FFFFFFF}) {
+    EngineStep step = engine.step;
+    step.seq_lens[1] = length;
+    EXPECT_TRUE(judge(run(step), 7.0f)) << length;
+    EXPECT_TRUE(told()) << length;
+  }
+  EXPECT_FALSE((run(engine.step), told()));
+}
+
+TEST(PagesGpu, ValuesThatAreNotFiniteAndSlotsOutside) {
+  SKIP_WITHOUT_DEVICE();
+  for (const Geometry& g : {Geometry{"tq4", "tq4", 64, 1}, {"f16", "f16", 64, 1}}) {
+    Twins twins(g, 3);
+    const std::vector<float> x = random_rows(100, g, 1);
+    twins.write(x, x, slots_of({1, 2}, 0, 100));
+    const auto write = [&](const std::vector<float>& row, std::int64_t slot) {
+      const DeviceBuffer there = DeviceBuffer::of<float>(row);
+      const DeviceBuffer slots = DeviceBuffer::of<std::int64_t>(std::vector<std::int64_t>{slot});
+      const TensorView view = TensorView::of(there.as<float>(), 1, 1, 64);
+      twins.device.write(twins.device_pool, view, view, slots.as<std::int64_t>(), 1, twins.stream.handle()).value();
+      return twins.device.take_non_finite(twins.stream.handle()).value();
+    };
+    std::vector<float> row(64, 1.0f);
+    for (const std::int64_t outside : {std::int64_t{192}, std::int64_t{1} << 40}) EXPECT_TRUE(write(row, outside));
+    EXPECT_FALSE(write(row, -1));
+    EXPECT_TRUE(twins.same_bytes());
+    row[7] = std::numeric_limits<float>::infinity();
+    EXPECT_TRUE(write(row, 2 * 64 + 36));  // token 100
+    // Rows that see it are NaN, others are not.
+    PagesPlanOptions o;
+    o.attention.q_heads = 1;
+    o.attention.kernel = "decode";
+    o.max_batch = 2;
+    o.max_blocks = 2;
+    PagesPlan plan = twins.device.plan(o).value();
+    EngineStep step;
+    step.add({1, 2}, 100, 1);
+    step.add({1, 2}, 101, 1);
+    const DeviceTables tables(2, 2);
+    plan.set_tables(tables.upload(step), twins.stream.handle()).value();
+    const DeviceBuffer q = DeviceBuffer::of<float>(std::vector<float>(128, 0.1f)), out(128 * 4),
+                       workspace(plan.workspace_bytes());
+    plan.run(twins.device_pool, TensorView::of(q.as<float>(), 2, 1, 64),
+             MutableTensorView::of(out.as<float>(), 2, 1, 64),
+             {.stream = twins.stream.handle(), .workspace = workspace.span()})
+        .value();
+    const std::vector<float> got = out.download_as<float>();
+    for (std::size_t i = 0; i < 64; ++i) {
+      EXPECT_TRUE(std::isfinite(got[i])) << g.k;
+      EXPECT_TRUE(std::isnan(got[64 + i])) << g.k;
+    }
+  }
+}
+
+TEST(PagesGpu, Refusals) {
+  SKIP_WITHOUT_DEVICE();
+  EXPECT_EQ(Pages::create(config({"f32", "tq4", 64, 1}, "cuda")).code(), Code::unsupported);
+  EXPECT_EQ(Pages::create(config({"tq4", "tq4", 80, 1}, "cuda")).code(), Code::unsupported);
+  Twins twins({"tq4", "tq4", 64, 2}, 2);
+  BlockPool apart = twins.device_pool;
+  apart.head_stride += 64;
+  apart.block_stride += 192;
+  const DeviceBuffer x(4096);
+  const TensorView row = TensorView::of(x.as<float>(), 1, 2, 64);
+  const Status refused = twins.device.write(apart, row, row, x.as<std::int64_t>(), 1);
+  EXPECT_EQ(refused.code(), Code::unsupported);
+  EXPECT_NE(refused.message().find("head_stride"), std::string::npos) << refused.message();
+  PagesPlanOptions o;
+  o.attention.q_heads = 4;
+  o.max_batch = 1;
+  o.max_blocks = 1;
+  PagesPlan plan = twins.device.plan(o).value();
+  EXPECT_EQ(plan.run(twins.device_pool, TensorView::of(x.as<float>(), 1, 4, 64),
+                     MutableTensorView::of(x.as<float>(), 1, 4, 64))
+                .code(),
+            Code::invalid_argument);  // no workspace
+  o.attention.threads = 2;
+  EXPECT_EQ(twins.device.plan(o).code(), Code::invalid_argument);
+}
+
+}  // namespace
+}  // namespace kvant::test
