@@ -107,13 +107,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
             return output.fill_(0)
         if self.sinks is not None and self._sink_logits is None:
             self.process_weights_after_loading(query.dtype)
-        plans = attn_metadata.plans.get(self.layer)
-        if plans is None:
-            raise RuntimeError(f"kvant: the metadata of this step has no plans for a layer of {self.layer}")
-        cache, sinks = pool(kv_cache), self._sink_logits
-        first, end = attn_metadata.num_decode_tokens, attn_metadata.num_actual_tokens
-        if first > 0:
-            plans.decode.run(cache, query[:first], out=output[:first], sink_logits=sinks)
-        if first < end:  # its tables say that rows begin at `first`
-            plans.extend.run(cache, query[:end], out=output[:end], sink_logits=sinks)
+        cache = pool(kv_cache)
+        for plan, rows in attn_metadata.runs(self.layer):  # its tables say where its rows begin
+            plan.run(cache, query[:rows], out=output[:rows], sink_logits=self._sink_logits)
         return output

@@ -34,10 +34,30 @@ class Capacity(NamedTuple):
             tokens=scheduler.max_num_batched_tokens + scheduler.max_num_seqs * drafts,
         )
 
+    def decodes(self) -> list[int]:
+        """Requests of the decode plans: powers of two, and the limit."""
+        return _sizes(self.requests)
+
+    def extends(self) -> list[int]:
+        """Queries of a request in the extend plans: powers of two above those that decode, and the limit."""
+        return [n for n in _sizes(self.tokens) if n > self.decode_queries]
+
+    def extend(self, queries: int) -> tuple[int, int]:
+        """(queries, requests) of the extend plan for the longest request of a part. Launches and workspaces follow
+        their product, which is twice a full step's: that holds a step whose requests are of one length."""
+        size = next(n for n in self.extends() if n >= queries)
+        return size, min(self.requests, max(1, 2 * self.tokens // size))
+
+
+def _sizes(most: int) -> list[int]:
+    return [*(1 << i for i in range((most - 1).bit_length())), most]
+
 
 class Plans(NamedTuple):
-    decode: Any  # kvant.PagesPlan
-    extend: Any
+    """kvant.PagesPlan by size. Launches are made for a plan's limits, so small batches have small plans."""
+
+    decode: dict[int, Any]  # by requests
+    extend: dict[int, list[Any]]  # by queries of a request; more than one where a step needs several tables
 
 
 class Layer(NamedTuple):
@@ -56,24 +76,34 @@ class Layer(NamedTuple):
         return _pages(self.pair, self.kv_heads, self.head_dim, _name(device))
 
     def plans(self, device: torch.device, capacity: Capacity) -> Plans:
-        """Plans of their own tables. All plans of a geometry share one workspace, which its pages keep."""
+        """Plans of their own tables. All plans of a geometry share one workspace, which its pages keep. On a device plans
+        are made twice: the first ones would otherwise keep workspaces of their own, which were too small for others.
+        """
+        if device.type != "cpu":
+            self._plans(device, capacity)
+        return self._plans(device, capacity)
 
-        def plan(queries: int, tokens: int):
-            return self.pages(device).plan(
-                self.q_heads,
-                max_batch=capacity.requests,
-                max_blocks=capacity.blocks,
-                max_query_len=queries,
-                max_tokens=tokens,
-                scale=self.scale,
-                causal=True,
-                window=self.window,
-                softcap=self.softcap,
-                alibi_slopes=self.alibi_slopes,
-            )
+    def _plans(self, device: torch.device, capacity: Capacity) -> Plans:
+        extend = {n: [self.extend_plan(device, capacity, n)] for n in capacity.extends()}
+        decode = {n: self._plan(device, capacity, n, capacity.decode_queries) for n in capacity.decodes()}
+        return Plans(decode, extend)
 
-        extend = plan(capacity.tokens, capacity.tokens)
-        return Plans(plan(capacity.decode_queries, capacity.requests * capacity.decode_queries), extend)
+    def extend_plan(self, device: torch.device, capacity: Capacity, queries: int):
+        return self._plan(device, capacity, capacity.extend(queries)[1], queries)
+
+    def _plan(self, device: torch.device, capacity: Capacity, requests: int, queries: int):
+        return self.pages(device).plan(
+            self.q_heads,
+            max_batch=requests,
+            max_blocks=capacity.blocks,
+            max_query_len=queries,
+            max_tokens=capacity.tokens,
+            scale=self.scale,
+            causal=True,
+            window=self.window,
+            softcap=self.softcap,
+            alibi_slopes=self.alibi_slopes,
+        )
 
 
 @lru_cache(maxsize=None)

@@ -205,10 +205,11 @@ class Engine:
         by_layer = {name: slots[g] for g, group in enumerate(self.groups) for name in group.layer_names}
         return made, by_layer, rows
 
-    def step(self, batch, pad_to=None, tolerance=2e-5):
-        """Runs all layers over the batch and checks every row. [(request, new tokens)] in any order."""
+    def step(self, batch, pad_to=None, tolerance=2e-5, keep_order=False):
+        """Runs all layers over the batch and checks every row. [(request, new tokens)], brought into vLLM's order."""
         width = 1 + self.drafts
-        batch = sorted(batch, key=lambda b: (b[1] > width, b[1] != width, b[1]))
+        if not keep_order:
+            batch = sorted(batch, key=lambda b: (b[1] > width, b[1] != width, b[1]))
         made, slots, rows = self.metadata(batch, pad_to)
         self.finish(batch, self.forward(made, slots, self.inputs(batch, rows)), tolerance)
 

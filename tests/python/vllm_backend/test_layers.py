@@ -142,16 +142,16 @@ def test_drafts(vllm, dense_pages):
     assert builder.reorder_batch_threshold == 4
     a, b = e.request(1), e.request(2)
     e.step([(a, 60), (b, 90)])
-    extends = [plans.extend.runs for plans in builder.plans.values()]
+    (plans,) = builder.plans.values()
     for round in range(5):
         e.step([(a, 4), (b, 4)])
         e.rewind(a, 3)
         e.rewind(b, round % 4)
         a.seed, b.seed = 100 + round, 200 + round  # the next tokens are others
     e.step([(a, 4), (b, 1)])  # lengths may differ
-    assert [plans.extend.runs for plans in builder.plans.values()] == extends
+    assert plans.decode[2].runs == 6 and sum(p.runs for (p,) in plans.extend.values()) == 1
     e.step([(a, 4), (b, 1), (e.request(3), 64)])
-    assert [plans.extend.runs for plans in builder.plans.values()] == [n + 1 for n in extends]
+    assert plans.decode[2].runs == 7 and sum(p.runs for (p,) in plans.extend.values()) == 2
 
 
 def test_padding_of_graphs(vllm, pages, torch):
@@ -162,7 +162,7 @@ def test_padding_of_graphs(vllm, pages, torch):
     before = e.layers[0].made.kv_cache.view(torch.uint8).clone()
     made, slots, _ = e.metadata([(r, 1) for r in requests], pad_to=(8, 8))
     (metadata,) = made.values()
-    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_actual_tokens) == (8, 8, 8)
+    assert metadata.parts == [(True, 8, 0, 0, 8, 8)] and metadata.num_actual_tokens == 8
     assert torch.equal(e.layers[0].made.kv_cache.view(torch.uint8), before)
     e.step([(r, 1) for r in requests], pad_to=(8, 8))
 
