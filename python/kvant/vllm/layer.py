@@ -76,9 +76,8 @@ class Layer(NamedTuple):
         return _pages(self.pair, self.kv_heads, self.head_dim, _name(device))
 
     def plans(self, device: torch.device, capacity: Capacity) -> Plans:
-        """Plans of their own tables. All plans of a geometry share one workspace, which its pages keep. On a device plans
-        are made twice: the first ones would otherwise keep workspaces of their own, which were too small for others.
-        """
+        """Plans of their own tables. All plans of a geometry share one workspace, which its pages keep. On a device
+        they are made twice: the first ones would otherwise keep workspaces that were too small for others."""
         if device.type != "cpu":
             self._plans(device, capacity)
         return self._plans(device, capacity)
