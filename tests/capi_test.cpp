@@ -492,6 +492,18 @@ TEST(CApi, InfoListsWhatTheLibraryHas) {
     const std::string name = format["name"];
     EXPECT_EQ(static_cast<int>(parse_format(name).value()), format["id"].get<int>()) << name;
   }
+
+  ASSERT_EQ(kvant_build_info(nullptr, 0, &size), KVANT_OK);
+  std::string built(size, '\0');
+  ASSERT_EQ(kvant_build_info(built.data(), size, nullptr), KVANT_OK);
+  const auto build = nlohmann::json::parse(built.c_str());
+  EXPECT_EQ(build["formats"], info["formats"]);
+  EXPECT_EQ(build["head_dims"], info["head_dims"]);
+  EXPECT_EQ(build["device"].is_null(), core::device_backend() == nullptr);
+  if (core::device_backend() != nullptr) {
+    EXPECT_EQ(build["device"]["pairs"][0], "tq6/tq4");  // the default, which every build with a device has
+    EXPECT_FALSE(build["device"]["head_dims"].empty());
+  }
 }
 
 }  // namespace

@@ -77,6 +77,12 @@ KVANT_C_API const char* kvant_version(void);
  * Errors: KVANT_INVALID_ARGUMENT when capacity is below *size (nothing is written then, except *size). */
 KVANT_C_API kvant_status kvant_info(char* buffer, size_t capacity, size_t* size);
 
+/* Facts about this build alone, as JSON. Unlike kvant_info it starts no driver, so that a process may still fork.
+ *   {"version", "page_tokens", "head_dims", "largest_head_dim", "formats",  (as in kvant_info)
+ *    "device": null, or {"name", "architectures", "head_dims", "pairs": ["tq6/tq4", ...]}}  (what has kernels)
+ * Buffer as in kvant_info. */
+KVANT_C_API kvant_status kvant_build_info(char* buffer, size_t capacity, size_t* size);
+
 /* --- tensors ----------------------------------------------------------------------------------------------------- */
 
 typedef int32_t kvant_dtype;

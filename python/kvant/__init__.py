@@ -27,7 +27,7 @@ from ._errors import (
 )
 from ._pages import PageFacts, Pages, PagesPlan
 from ._plan import Plan, PlanFacts, Step
-from ._tools import bf16, calibrate, eval, formats, info, merge, version
+from ._tools import bf16, build_info, calibrate, eval, formats, info, merge, version
 
 __version__ = version()
 
@@ -57,6 +57,7 @@ __all__ = [
     "Step",
     "Unsupported",
     "bf16",
+    "build_info",
     "calibrate",
     "eval",
     "formats",

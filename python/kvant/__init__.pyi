@@ -346,6 +346,9 @@ class Unsupported(KvantError):
 def bf16(bits: Any) -> Bf16Array:
     """Marks a numpy array of uint16 as bfloat16 bits, a dtype that numpy lacks."""
 
+def build_info() -> dict[str, Any]:
+    """Facts about this build alone: formats, head_dims, and what has kernels for devices. Starts no driver."""
+
 def calibrate(captures: str | Path | SequenceOf[str | Path], path: str | Path, *, arguments: SequenceOf[str] = ()) -> None:
     """Estimates calibrated bases from captured tensors of other text than they will be used on (`kvant calibrate`).
 

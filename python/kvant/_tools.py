@@ -27,6 +27,11 @@ def info() -> dict[str, Any]:
     return json.loads(_c.text(_c.info))
 
 
+def build_info() -> dict[str, Any]:
+    """Facts about this build alone: formats, head_dims, and what has kernels for devices. Starts no driver."""
+    return json.loads(_c.text(_c.build_info))
+
+
 def formats() -> list[dict[str, Any]]:
     """The storage formats: name, bits a value, whether they are dense, a summary."""
     return info()["formats"]

@@ -25,6 +25,36 @@ static_assert(KVANT_BASIS_AUTOMATIC == static_cast<int>(BasisKind::automatic) &&
 
 namespace {
 
+nlohmann::ordered_json described_formats() {
+  nlohmann::ordered_json list;
+  for (const FormatInfo& format : formats()) {
+    list.push_back({{"name", format.name},
+                    {"id", static_cast<int>(format.format)},
+                    {"bits", format.bits},
+                    {"dense", format.dense},
+                    {"summary", format.summary}});
+  }
+  return list;
+}
+
+std::string describe_build() {
+  nlohmann::ordered_json info;
+  info["version"] = kVersion;
+  info["page_tokens"] = kPageTokens;
+  info["head_dims"] = supported_head_dims();
+  info["largest_head_dim"] = kLargestHeadDim;
+  info["formats"] = described_formats();
+  info["device"] = nullptr;
+  if (const core::DeviceBackend* device = core::device_backend(); device != nullptr && device->build != nullptr) {
+    const core::DeviceBuild build = device->build();
+    info["device"] = {{"name", device->name},
+                      {"architectures", build.architectures},
+                      {"head_dims", build.head_dims},
+                      {"pairs", build.pairs}};
+  }
+  return info.dump();
+}
+
 std::string describe_library() {
   nlohmann::ordered_json info;
   info["version"] = kVersion;
@@ -32,13 +62,7 @@ std::string describe_library() {
   info["head_dims"] = supported_head_dims();
   info["largest_head_dim"] = kLargestHeadDim;
   info["threads"] = {{"runtime", core::threads_name()}, {"hardware", core::hardware_threads()}};
-  for (const FormatInfo& format : formats()) {
-    info["formats"].push_back({{"name", format.name},
-                               {"id", static_cast<int>(format.format)},
-                               {"bits", format.bits},
-                               {"dense", format.dense},
-                               {"summary", format.summary}});
-  }
+  info["formats"] = described_formats();
   for (const IsaInfo& isa : isas()) {
     info["isas"].push_back({{"name", isa.name}, {"available", isa.available}, {"detail", isa.detail}});
   }
@@ -71,6 +95,10 @@ const char* kvant_status_name(kvant_status status) {
 
 kvant_status kvant_info(char* buffer, size_t capacity, size_t* size) {
   return guarded([&] { return copy_text(describe_library(), buffer, capacity, size); });
+}
+
+kvant_status kvant_build_info(char* buffer, size_t capacity, size_t* size) {
+  return guarded([&] { return copy_text(describe_build(), buffer, capacity, size); });
 }
 
 kvant_status kvant_bases_load(const char* path, kvant_bases** bases) {

@@ -116,6 +116,13 @@ class DevicePlan {
   virtual Status run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const = 0;
 };
 
+// The kernels that were compiled in, whatever the machine has.
+struct DeviceBuild {
+  std::string architectures;
+  std::vector<int> head_dims;
+  std::vector<std::string> pairs;  // "tq6/tq4": formats of keys and values with attention kernels
+};
+
 struct DeviceBackend {
   const char* name;              // "cuda"
   std::string (*detail)();       // what was compiled in, and for which devices
@@ -123,6 +130,7 @@ struct DeviceBackend {
   Result<std::unique_ptr<DevicePages>> (*make_pages)(const DevicePagesConfig& config);
   Result<std::unique_ptr<DevicePlan>> (*make_plan)(const DevicePlanConfig& config);
   Result<std::unique_ptr<DeviceBlocks>> (*make_blocks)(const DeviceBlocksConfig& config) = nullptr;  // null: has none
+  DeviceBuild (*build)() = nullptr;  // never starts the driver
 };
 
 // Null where no device backend was compiled in. Defined in src/cuda/registry.cpp, or in src/core/no_device.cpp.

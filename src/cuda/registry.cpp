@@ -8,6 +8,7 @@
 #include "cuda/blocks/blocks.hpp"
 #include "cuda/plan/decode_plan.hpp"
 #include "cuda/runtime/architectures.hpp"
+#include "cuda/runtime/built.hpp"
 #include "cuda/store/store.hpp"
 
 namespace kvant::cuda {
@@ -66,14 +67,27 @@ std::string detail() {
   return text;
 }
 
+core::DeviceBuild build() {
+  core::DeviceBuild build{.architectures = KVANT_CUDA_ARCHITECTURES, .head_dims = {}, .pairs = {}};
+  const Instances& have = instances();
+  build.head_dims.assign(have.head_dims.begin(), have.head_dims.end());
+  for (const FormatPair& pair : have.pairs) build.pairs.push_back(pair_name(pair));
+  return build;
+}
+
 }  // namespace
 }  // namespace kvant::cuda
 
 namespace kvant::core {
 
 const DeviceBackend* device_backend() {
-  static constexpr DeviceBackend kBackend{"cuda",           &cuda::detail,     &cuda::unavailable, &cuda::make_pages,
-                                          &cuda::make_plan, &cuda::make_blocks};
+  static constexpr DeviceBackend kBackend{.name = "cuda",
+                                          .detail = &cuda::detail,
+                                          .unavailable = &cuda::unavailable,
+                                          .make_pages = &cuda::make_pages,
+                                          .make_plan = &cuda::make_plan,
+                                          .make_blocks = &cuda::make_blocks,
+                                          .build = &cuda::build};
   return &kBackend;
 }
 

@@ -1,0 +1,148 @@
+"""The backend as vLLM sees it: its name, its parts, what it supports, and how large its pages are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from . import dtypes, versions
+from .layer import BLOCK_TOKENS
+from .versions import (
+    AttentionBackend,
+    AttentionType,
+    FullAttentionSpec,
+    KVCacheLayout,
+    KVQuantMode,
+    SlidingWindowSpec,
+)
+
+_dtype_of_layers: str | None = None
+
+
+def note_cache_dtype(name: str) -> None:
+    """Remembers the cache dtype of this process's layers: specs carry no name, see KvantBackend.customize_spec."""
+    global _dtype_of_layers
+    if name in dtypes.names():
+        _dtype_of_layers = name
+
+
+class KvantBackend(AttentionBackend):
+    """Attention over pages in kvant's formats, in vLLM's memory."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    # vLLM writes keys and values by a call of its own before attention, so that layers that share a cache can leave it
+    # out.
+    forward_includes_kv_cache_update: bool = False
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # the enum member that is ours, see versions.register_backend_class
+
+    @staticmethod
+    def get_impl_cls():
+        from .impl import KvantImpl
+
+        return KvantImpl
+
+    @staticmethod
+    def get_builder_cls():
+        from .metadata import KvantMetadataBuilder
+
+        return KvantMetadataBuilder
+
+    # --- pages --------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int]:
+        return [BLOCK_TOKENS]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Those in which the bytes of one block and head are contiguous. The others are for models whose layers have
+        pages of several sizes, and for connectors."""
+        return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC, KVCacheLayout.LHBNC)
+
+    @classmethod
+    def customize_spec(cls, spec):
+        """Sets the bytes of a token. The spec has the same mode for all our formats, so the name comes from the
+        configuration or, where vLLM calls outside of one, from the layers that this process made."""
+        if spec.state_content_bytes is not None or spec.kv_quant_mode != KVQuantMode.CUSTOM:
+            return spec
+        if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+            raise NotImplementedError(
+                f"kvant: layers with a {type(spec).__name__} are not supported: attention over all keys and sliding "
+                "windows are"
+            )
+        if spec.head_size_v != spec.head_size:
+            raise NotImplementedError(
+                f"kvant: keys of {spec.head_size} and values of {spec.head_size_v} numbers: both must have one size"
+            )
+        name = versions.cache_dtype_of_configuration()
+        if name not in dtypes.names():
+            name = _dtype_of_layers
+        if name not in dtypes.names():
+            raise RuntimeError(
+                "kvant: vLLM sizes pages before it has a configuration or a layer that name a cache dtype of kvant"
+            )
+        return replace(spec, state_content_bytes=dtypes.token_bytes(dtypes.names()[name], spec.head_size))
+
+    # --- what is supported --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype) -> bool:
+        return kv_cache_dtype is None or kv_cache_dtype in dtypes.EXACT or kv_cache_dtype in dtypes.names()
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return 1 <= head_size <= dtypes.build()["largest_head_dim"]
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_compute_capability(cls, capability) -> bool:
+        return capability is None or capability >= (8, 0)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False  # on a device the split of keys follows the batch
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size,
+        dtype,
+        kv_cache_dtype,
+        block_size,
+        use_mla,
+        has_sink,
+        use_sparse,
+        use_mm_prefix,
+        device_capability,
+    ) -> str | None:
+        """Refuses formats and sizes without kernels in this build. It may not start a driver: vLLM may still fork."""
+        if not cls.supports_kv_cache_dtype(kv_cache_dtype):
+            return f"--kv-cache-dtype {kv_cache_dtype} is not kvant's: choose one such as kvant_tq6_tq4"
+        if not versions.is_cuda():
+            return None
+        device = dtypes.build()["device"]
+        if device is None:
+            return "this build of kvant has no CUDA kernels: install a wheel that has, or build one with ./dev wheel"
+        pair = dtypes.parse(kv_cache_dtype, dtype)
+        if str(pair) not in device["pairs"]:
+            return f"this build of kvant has no CUDA kernels for {pair}: it has {', '.join(device['pairs'])}"
+        if head_size not in device["head_dims"]:
+            sizes = ", ".join(map(str, device["head_dims"]))
+            return f"kvant has no CUDA kernels for head_size {head_size}: it has {sizes}"
+        return None

@@ -1,0 +1,64 @@
+"""The values of --kv-cache-dtype that are kvant's, and how many bytes a token takes in each."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+import kvant
+
+PREFIX = "kvant_"
+# vLLM's names of exact caches. Layers that --kv-cache-dtype-skip-layers names have the first.
+EXACT = ("auto", "float16", "bfloat16")
+_DENSE = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
+
+
+class Pair(NamedTuple):
+    """Formats of keys and of values."""
+
+    k: str
+    v: str
+
+    def __str__(self) -> str:
+        return f"{self.k}/{self.v}"
+
+
+@lru_cache(maxsize=1)
+def build() -> dict:
+    """kvant.build_info(): unlike kvant.info() it starts no driver, since vLLM may still fork."""
+    return kvant.build_info()
+
+
+@lru_cache(maxsize=1)
+def names() -> dict[str, Pair]:
+    """Every name and its pair: kvant_tq6_tq4, and kvant_tq4 for kvant_tq4_tq4.
+
+    All pairs of formats have a name, also those without kernels for devices: their refusal says what there is, vLLM's
+    for an unknown name does not.
+    """
+    # Dense pages are vLLM's exact dtypes, and the tables of lut formats come with imported caches only.
+    formats = [f["name"] for f in build()["formats"] if not f["dense"] and not f["name"].startswith("lut")]
+    pairs = {f"{PREFIX}{k}_{v}": Pair(k, v) for k in formats for v in formats}
+    return pairs | {f"{PREFIX}{f}": Pair(f, f) for f in formats}
+
+
+def parse(name: str | None, model_dtype: torch.dtype) -> Pair:
+    """The formats of a cache dtype. An exact cache has the model's dtype: vLLM refuses others itself."""
+    if name is None or name in EXACT:
+        return Pair(_DENSE[model_dtype], _DENSE[model_dtype])
+    pair = names().get(name)
+    if pair is None:
+        raise ValueError(f"kvant: --kv-cache-dtype {name} is not kvant's: one of {', '.join(sorted(names()))}")
+    return pair
+
+
+@lru_cache(maxsize=None)
+def token_bytes(pair: Pair, head_dim: int) -> int:
+    """Bytes that a token takes in one kv head, a 64th of a block: vLLM's state_content_bytes.
+
+    Exactly so, since on a device the heads of a block follow one another. A block is a multiple of 64 bytes.
+    """
+    pages = kvant.Pages(kv_heads=1, head_dim=head_dim, k=pair.k, v=pair.v, device="cpu")
+    return pages.block_bytes // pages.block_tokens

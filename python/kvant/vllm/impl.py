@@ -1,0 +1,113 @@
+"""One layer: keys and values go to its pages, queries attend over them."""
+
+from __future__ import annotations
+
+import torch
+
+from . import dtypes, versions
+from .backend import note_cache_dtype
+from .layer import Capacity, Layer, pool
+from .metadata import KvantMetadata
+from .versions import AttentionImpl, AttentionType
+
+_reserved: set[Layer] = set()
+
+
+class KvantImpl(AttentionImpl[KvantMetadata]):
+    """vLLM makes one for each attention layer, with the heads that this rank has."""
+
+    # A rank of context parallel attention has only some of the keys; the parts of a prompt's chunk that ranks do not
+    # have would have to be merged in. So vLLM is not offered the sums of softmax, and refuses it.
+    supports_dcp: bool = False
+    can_return_lse_for_decode: bool = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **others,
+    ) -> None:
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"kvant: attention of type {attn_type} is not supported: decoders are")
+        for name, value in others.items():
+            if value not in (None, False, -1):
+                raise NotImplementedError(f"kvant: layers with {name} = {value} are not supported")
+        note_cache_dtype(kv_cache_dtype)
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks  # a parameter of the model, whose numbers arrive later
+        self._sink_logits: torch.Tensor | None = None
+        self._config = versions.configuration()
+        if sinks is not None and sinks.shape[0] != num_heads:
+            raise ValueError(f"kvant: {sinks.shape[0]} sinks for {num_heads} heads: there must be one each")
+        self.layer = Layer(
+            dtypes.parse(kv_cache_dtype, torch.get_default_dtype()),  # vLLM sets it to the model's
+            num_heads,
+            self.num_kv_heads,
+            head_size,
+            self.scale,
+            sliding_window or 0,
+            float(logits_soft_cap or 0.0),
+            None if alibi_slopes is None else tuple(map(float, alibi_slopes)),
+        )
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Sinks in float32. Loading again writes to the same memory, whose address CUDA graphs have."""
+        if self.sinks is None:
+            return
+        if self._sink_logits is None:
+            self._sink_logits = self.sinks.detach().to(torch.float32, copy=True).contiguous()
+        else:
+            self._sink_logits.copy_(self.sinks.detach())
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
+        """Encodes the keys and values of this step. slot_mapping: block * 64 + place, below 0: of no request; it may be
+        shorter than padded keys."""
+        if kv_cache.numel() == 0:  # memory is being measured: there is no cache yet
+            return
+        tokens = slot_mapping.shape[0]
+        self.layer.pages(kv_cache.device).write(pool(kv_cache), key[:tokens], value[:tokens], slot_mapping)
+
+    def _reserve(self, device: torch.device) -> None:
+        """Takes the workspace that the builder's plans will need, so that it counts as used."""
+        if device.type == "cpu" or self._config is None or self.layer in _reserved:
+            return
+        self.layer.plans(device, Capacity.of(self._config, versions.max_decode_query_len(self._config)))
+        _reserved.add(self.layer)
+
+    def forward(
+        self,
+        layer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: KvantMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("kvant: outputs quantized by the attention kernel are not supported")
+        if attn_metadata is None:  # memory is being measured
+            self._reserve(query.device)
+            return output.fill_(0)
+        if self.sinks is not None and self._sink_logits is None:
+            self.process_weights_after_loading(query.dtype)
+        cache = pool(kv_cache)
+        for plan, rows in attn_metadata.runs(self.layer):  # its tables say where its rows begin
+            plan.run(cache, query[:rows], out=output[:rows], sink_logits=self._sink_logits)
+        return output

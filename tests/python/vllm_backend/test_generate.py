@@ -1,0 +1,77 @@
+"""vLLM's whole engine on the CPU, with a small trained model: scheduler, prefix cache, preemption."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("generate.py")
+
+
+@pytest.fixture(scope="module")
+def generate(nano_path):
+    def run(cache_dtype, *rounds, **options):
+        request = {"cache_dtype": cache_dtype, "options": options}
+        request["rounds"] = [{"prompts": prompts, "max_tokens": count} for prompts, count in rounds]
+        done = subprocess.run(
+            [sys.executable, SCRIPT, nano_path, json.dumps(request)], capture_output=True, text=True, timeout=600
+        )
+        result = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        assert result, done.stderr[-3000:]
+        return json.loads(result[0].removeprefix("RESULT "))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def prompts(text):
+    return [list(text[begin : begin + n]) for begin, n in ((0, 600), (3000, 90), (7000, 333), (12000, 64))]
+
+
+@pytest.fixture(scope="module")
+def exact(nano, torch, prompts):
+    """The tokens that Hugging Face's model chooses."""
+    found = []
+    for p in prompts:
+        with torch.no_grad():
+            done = nano.generate(
+                torch.tensor([p]),
+                attention_mask=torch.ones(1, len(p), dtype=torch.long),
+                max_new_tokens=24,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        found.append(done[0, len(p) :].tolist())
+    return found
+
+
+def test_exact_pages_give_the_exact_models_tokens(generate, prompts, exact):
+    """float32 pages: sliding layers of head_dim 256, a full one of 512, chunks of 256 tokens, a prefix hit at last."""
+    batch, again = generate("auto", (prompts, 24), ([prompts[0] + exact[0][:8]], 8))["rounds"]
+    assert [tokens for tokens, _ in batch] == exact
+    tokens, cached = again[0]
+    assert tokens == exact[0][8:16]
+    assert cached >= 512  # of 608 tokens: whole blocks of the first round
+
+
+def test_compressed_pages(generate, prompts, exact):
+    """tq8 chooses as the exact model does, but for near ties. A batch gives what prompts alone give."""
+    (batch,) = generate("kvant_tq8", (prompts, 24))["rounds"]
+    assert sum(tokens == wanted for (tokens, _), wanted in zip(batch, exact)) >= 3
+    rounds = [(prompts, 24), *(([p], 24) for p in prompts)]
+    together, *alone = generate("kvant_tq6_tq4", *rounds, enable_prefix_caching=False)["rounds"]
+    assert [tokens for tokens, _ in together] == [one[0][0] for one in alone]
+
+
+def test_preemption(generate, prompts):
+    """With too few blocks requests are preempted and computed again, and give the same tokens."""
+    short = [p[:60] for p in prompts]
+    roomy = generate("kvant_tq6_tq4", (short, 140), max_model_len=256)
+    few = generate("kvant_tq6_tq4", (short, 140), max_model_len=256, num_gpu_blocks_override=60)
+    assert roomy["preemptions"] == 0 and few["preemptions"] > 0
+    assert [tokens for tokens, _ in few["rounds"][0]] == [tokens for tokens, _ in roomy["rounds"][0]]

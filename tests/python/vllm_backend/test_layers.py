@@ -1,0 +1,254 @@
+"""Attention layers of vLLM over kvant's pages, against float64: every kind of step that a server takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from .engine import ON_CPU, Engine
+
+SLOPES = [0.5, 0.25, 0.125, 0.0625]
+
+
+def a_day(e, tolerance=2e-5):
+    """Prompts whole and in chunks, decoding, a prefix hit, a preemption, drafts: what a layer may meet."""
+    a, b, c = (e.request(seed) for seed in (1, 2, 3))
+    e.step([(a, 200)], tolerance=tolerance)
+    e.step([(a, 1), (b, 70)], tolerance=tolerance)  # decoding beside a prompt
+    e.step([(a, 1), (b, 1), (c, 130)], tolerance=tolerance)  # a prompt in chunks, cut within a block
+    e.step([(a, 1), (b, 1), (c, 99)], tolerance=tolerance)
+    e.preempt(b)
+    e.step([(a, 1), (c, 1)], tolerance=tolerance)
+    e.step([(a, 1), (b, 72), (c, 1)], tolerance=tolerance)  # resumed: all of its tokens again, on other blocks
+    for _ in range(2):
+        e.step([(a, 1), (b, 1), (c, 1)], tolerance=tolerance)
+    return a, b, c
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 100},
+        {"window": 16},
+        {"softcap": 2.0},
+        {"alibi_slopes": SLOPES},
+        {"scale": 0.3},
+        {"sinks": [1.0, -2.0, 0.0, 6.0]},
+        {"sinks": [3.0, 3.0, 3.0, 3.0], "window": 128, "softcap": 30.0},
+    ],
+    ids=lambda o: "+".join(o) or "plain",
+)
+def test_features(vllm, pages, torch, options):
+    if "sinks" in options:
+        options = options | {"sinks": torch.tensor(options["sinks"])}
+    a_day(Engine(vllm, [options], cache_dtype=pages))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 3)])
+def test_groups_of_heads(vllm, pages, heads):
+    a_day(Engine(vllm, q_heads=heads[0], kv_heads=heads[1], cache_dtype=pages))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision(vllm, pages, torch, dtype):
+    a_day(Engine(vllm, dtype=getattr(torch, dtype), cache_dtype=pages), tolerance=5e-3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 512])
+@pytest.mark.parametrize(
+    "cache_dtype, error",
+    [
+        ("kvant_tq8", 0.013),
+        ("kvant_tq6_tq4", 0.12),
+        ("kvant_tq4", 0.2),
+        ("kvant_fp8", 0.055),
+        ("kvant_tq5_tq4", 0.13),
+        ("kvant_tq3_tq4", 0.32),
+    ],
+)
+def test_formats(vllm, cache_dtype, error, head_dim):
+    """Kinds of steps make no difference to the error of a format, on keys and values that have no structure."""
+    if not ON_CPU and (head_dim == 72 or cache_dtype == "kvant_tq3_tq4"):
+        pytest.skip("devices have no kernels for it")
+    e = Engine(vllm, [{}, {"window": 100}], cache_dtype=cache_dtype, head_dim=head_dim)
+    a_day(e, tolerance=error)
+    assert e.worst > error / 2  # else the bound says nothing
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "BHLNC", "LHBNC"])
+def test_layouts(vllm, pages, layout):
+    a_day(Engine(vllm, [{}, {"softcap": 5.0}, {}], layout=layout, cache_dtype=pages))
+
+
+def test_layers_of_several_kinds(vllm, pages):
+    """Sliding and full layers are groups with tables of their own; their blocks overlay each other in one pool."""
+    e = Engine(vllm, [{"window": 80}, {"window": 80, "softcap": 3.0}, {}, {"scale": 0.2}], cache_dtype=pages)
+    assert len(e.groups) == 2
+    assert sorted(len(group.plans) for group in map(e.builder, (0, 1))) == [2, 2]
+    a_day(e)
+
+
+def test_layers_of_two_head_dims(vllm, pages):
+    """As in Gemma 4: sliding layers of half the head_dim. Pages whose ratio is whole get twice the tokens, which are
+    cut in two again for the kernels."""
+    e = Engine(vllm, [{"window": 80, "head_dim": 64}, {"head_dim": 128}], cache_dtype=pages)
+    assert sorted(e.block_size(g) for g in (0, 1)) == [64, 128]
+    a_day(e)
+
+
+def test_pages_of_two_sizes_in_one_block(vllm, pages):
+    """The layout BLHNC packs pages of several sizes side by side, whatever their ratio is."""
+    layers = [{"window": 80, "head_dim": 64}, {"head_dim": 96}, {"head_dim": 96}]
+    e = Engine(vllm, layers, layout="BLHNC", cache_dtype=pages)
+    assert [e.block_size(g) for g in range(len(e.groups))] == [64] * len(e.groups)
+    a_day(e)
+
+
+def test_padded_pages(vllm, pages):
+    """The layout LBHNC pads the smaller page instead."""
+    a_day(Engine(vllm, [{"window": 80, "head_dim": 64}, {"head_dim": 96}], cache_dtype=pages))
+
+
+def test_larger_blocks_are_split(vllm, pages):
+    e = Engine(vllm, block_size=128, blocks=24, cache_dtype=pages)
+    assert e.layers[0].made.kv_cache.shape[2] == 64
+    a_day(e)
+
+
+def test_exact_layers_beside_compressed_ones(vllm, torch):
+    e = Engine(vllm, [{}, {}, {}], skip_layers=["0"], cache_dtype="kvant_tq8")
+    names = [layer.made.impl.layer.pair for layer in e.layers]
+    exact = "f32/f32" if ON_CPU else "bf16/bf16"
+    assert [str(pair) for pair in names] == [exact, "tq8/tq8", "tq8/tq8"]
+    assert [layer.made.kv_cache.dtype for layer in e.layers] == [e.dtype, torch.uint8, torch.uint8]
+    assert len(e.groups) == 1  # pages of two sizes, none of them padded
+    a_day(e, tolerance=0.02)
+
+
+def test_a_prefix_hit(vllm, pages):
+    e = Engine(vllm, cache_dtype=pages)
+    first = e.request(1)
+    e.step([(first, 200)])
+    second = e.request(2, prefix_of=first, prefix_blocks=3)
+    assert second.length == 192
+    e.step([(first, 1), (second, 10)])  # fewer new tokens than cached ones: the rest of its prompt
+    e.step([(first, 1), (second, 1)])
+
+
+def test_drafts(vllm, dense_pages):
+    """Drafts are verified by the decode plan. Other tokens overwrite those that are rejected."""
+    e = Engine(vllm, drafts=3)
+    builder = e.builder()
+    assert builder.reorder_batch_threshold == 4
+    a, b = e.request(1), e.request(2)
+    e.step([(a, 60), (b, 90)])
+    (plans,) = builder.plans.values()
+    for round in range(5):
+        e.step([(a, 4), (b, 4)])
+        e.rewind(a, 3)
+        e.rewind(b, round % 4)
+        a.seed, b.seed = 100 + round, 200 + round  # the next tokens are others
+    e.step([(a, 4), (b, 1)])  # lengths may differ
+    assert plans.decode[2].runs == 6 and sum(p.runs for (p,) in plans.extend.values()) == 1
+    e.step([(a, 4), (b, 1), (e.request(3), 64)])
+    assert plans.decode[2].runs == 7 and sum(p.runs for (p,) in plans.extend.values()) == 2
+
+
+def test_padding_of_graphs(vllm, pages, torch):
+    """A graph for eight requests replays three: the others have no queries and no keys, and their slots are -1."""
+    e = Engine(vllm, cache_dtype=pages)
+    requests = [e.request(seed) for seed in (1, 2, 3)]
+    e.step([(r, 40) for r in requests])
+    before = e.layers[0].made.kv_cache.view(torch.uint8).clone()
+    made, slots, _ = e.metadata([(r, 1) for r in requests], pad_to=(8, 8))
+    (metadata,) = made.values()
+    assert metadata.parts == [(True, 8, 0, 0, 8, 8)] and metadata.num_actual_tokens == 8
+    assert torch.equal(e.layers[0].made.kv_cache.view(torch.uint8), before)
+    e.step([(r, 1) for r in requests], pad_to=(8, 8))
+
+
+def test_shared_caches(vllm, pages, torch):
+    """A layer that shares another's cache attends over it and writes nothing."""
+    from vllm.model_executor.layers.attention import Attention
+
+    e = Engine(vllm, cache_dtype=pages)
+    a = e.request(1)
+    e.step([(a, 100)])
+    with vllm.set_current_vllm_config(e.config):
+        shared = Attention(
+            4,
+            64,
+            0.125,
+            2,
+            cache_config=e.config.cache_config,
+            prefix="model.layers.7.attn",
+            kv_sharing_target_layer_name="model.layers.0.attn",
+        )
+    owner = e.layers[0].made
+    shared.kv_cache = owner.kv_cache
+    made, slots, _ = e.metadata([(a, 1)])
+    made["model.layers.7.attn"] = made["model.layers.0.attn"]
+    q, k = (torch.randn(1, n).to(owner.kv_cache.device, e.dtype) for n in (256, 128))
+    shared.use_direct_call = True
+    with vllm.set_forward_context(made, e.config, slot_mapping=slots):
+        wanted = owner(q, k, k)
+        before = owner.kv_cache.view(torch.uint8).clone()
+        got = shared(q, torch.full_like(k, 9.0), torch.full_like(k, 9.0))
+    assert torch.equal(got, wanted) and torch.equal(owner.kv_cache.view(torch.uint8), before)
+
+
+def test_while_memory_is_measured(vllm, dense_pages, torch):
+    """Without metadata outputs are zeros; without a cache nothing is written."""
+    e = Engine(vllm)
+    layer = e.layers[0].made
+    layer.kv_cache = torch.tensor([])
+    slots = {"model.layers.0.attn": torch.tensor([5], dtype=torch.int64)}
+    with vllm.set_forward_context(None, e.config, slot_mapping=slots):
+        out = layer(torch.randn(1, 256), torch.randn(1, 128), torch.randn(1, 128))
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_sinks_are_loaded_after_the_layer_is_made(vllm, pages, torch):
+    sinks = torch.zeros(4, dtype=torch.bfloat16)
+    e = Engine(vllm, [{"sinks": sinks}], cache_dtype=pages)
+    impl = e.layers[0].made.impl
+    address = impl._sink_logits.data_ptr()
+    sinks.fill_(4.0)  # a reload
+    e.layers[0].made.process_weights_after_loading(torch.float32)
+    assert impl._sink_logits.data_ptr() == address and impl._sink_logits.tolist() == [4.0] * 4
+    a_day(e)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_replays(vllm, torch, drafts):
+    """A step of eight requests, recorded once. Replays follow tables, lengths and slots that change between them. The
+    CPU makes the recorded calls again."""
+    e = Engine(vllm, [{}, {"window": 100}], cache_dtype="kvant_tq8", drafts=drafts)
+    width = 1 + drafts
+    requests = [e.request(seed) for seed in range(1, 6)]
+    for n, r in zip((3, 64, 65, 150, 200), requests):
+        e.step([(r, n)], tolerance=0.02)
+    graph = outputs = None
+    for active in (5, 4, 5, 2):
+        batch = [(r, width) for r in requests[:active]]
+        made, slots, rows = e.metadata(batch, pad_to=(8, 8 * width))
+        inputs = e.inputs(batch, rows)
+        if outputs is None:
+            fixed = slots, inputs
+            fixed_made = made
+            outputs = e.forward(fixed_made, *fixed)  # a first run, as vLLM warms up before it records
+            if not ON_CPU:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    outputs = e.forward(fixed_made, *fixed)
+        else:
+            for name, at in slots.items():
+                fixed[0][name].copy_(at)
+            for mine, new in zip(fixed[1], inputs):
+                for x, y in zip(mine, new):
+                    x.copy_(y)
+        if graph is None:
+            outputs = e.forward(fixed_made, *fixed)
+        else:
+            graph.replay()
+        e.finish(batch, outputs, 0.02)

@@ -1,0 +1,123 @@
+"""Specs, strides and groups: vLLM's pages are kvant's blocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from .engine import Engine
+
+
+def spec(torch, kind="FullAttentionSpec", mode="CUSTOM", **options):
+    from vllm.v1 import kv_cache_interface as interface
+
+    options = {"block_size": 64, "num_kv_heads": 8, "head_size": 128, "dtype": torch.uint8} | options
+    return getattr(interface, kind)(kv_quant_mode=interface.KVQuantMode[mode], **options)
+
+
+@pytest.fixture
+def backend(vllm, monkeypatch):
+    from kvant.vllm import backend
+
+    monkeypatch.setattr(backend, "_dtype_of_layers", None)
+    return backend
+
+
+def test_bytes_of_a_token(backend, dense_pages, torch):
+    backend.note_cache_dtype("kvant_tq6_tq4")
+    made = backend.KvantBackend.customize_spec(spec(torch))
+    assert made.state_content_bytes == 2 * 128 * 8  # float64 stands in for the formats
+    assert made.page_size_bytes == 8 * 64 * made.state_content_bytes
+    assert backend.KvantBackend.customize_spec(made) is made  # vLLM asks more than once
+    one = backend.KvantBackend.customize_spec(spec(torch, block_size=1))  # and for one token
+    assert one.state_content_bytes == made.state_content_bytes
+
+
+def test_exact_layers_keep_their_spec(backend, torch):
+    exact = spec(torch, mode="NONE", dtype=torch.bfloat16)
+    assert backend.KvantBackend.customize_spec(exact) is exact
+
+
+def test_where_the_formats_come_from(backend, vllm, monkeypatch, torch):
+    """The configuration's name counts; outside of one, that of the layers which the process made."""
+    from kvant.vllm import dtypes
+
+    seen = []
+    monkeypatch.setattr(dtypes, "token_bytes", lambda pair, head_dim: seen.append(str(pair)) or 144)
+    config = vllm.configuration(
+        cache_dtype="kvant_tq4", block_size=64, dtype=torch.float32, max_requests=1, max_tokens=64, max_model_len=64
+    )
+    with pytest.raises(RuntimeError, match="before it has a configuration or a layer"):
+        backend.KvantBackend.customize_spec(spec(torch))
+    with vllm.set_current_vllm_config(config):
+        backend.KvantBackend.customize_spec(spec(torch))
+    backend.note_cache_dtype("kvant_tq6_tq4")
+    backend.note_cache_dtype("auto")  # a layer that is left exact
+    backend.KvantBackend.customize_spec(spec(torch))
+    with vllm.set_current_vllm_config(config):
+        backend.KvantBackend.customize_spec(spec(torch))
+    assert seen == ["tq4/tq4", "tq6/tq4", "tq4/tq4"]
+
+
+def test_refused_specs(backend, torch):
+    backend.note_cache_dtype("kvant_tq4")
+    with pytest.raises(NotImplementedError, match="ChunkedLocalAttentionSpec"):
+        backend.KvantBackend.customize_spec(spec(torch, "ChunkedLocalAttentionSpec", attention_chunk_size=256))
+    with pytest.raises(NotImplementedError, match="keys of 128 and values of 64"):
+        backend.KvantBackend.customize_spec(spec(torch, head_size_v=64))
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "BHLNC", "LHBNC"])
+def test_blocks_and_heads_are_contiguous(vllm, dense_pages, layout):
+    from kvant.vllm.layer import pool
+
+    e = Engine(vllm, [{}, {}], layout=layout, kv_heads=2)
+    for layer in e.layers:
+        cache = layer.made.kv_cache
+        p = pool(cache)
+        assert p.data_ptr() == cache.data_ptr() and p.shape == (48, 2, 64 * cache.shape[3])
+        assert p.stride(2) == 1 and p.stride(0) % 64 == 0 and p.stride(1) % 64 == 0
+        assert p.untyped_storage().nbytes() >= 2 * 48 * 2 * p.shape[2]  # that of all layers
+    if layout in ("LBHNC", "BLHNC"):  # what devices need
+        assert p.stride(1) == p.shape[2]
+    assert e.config.cache_config.kv_cache_layout == layout
+
+
+def test_the_layout_that_vllm_chooses(vllm, dense_pages):
+    assert Engine(vllm).config.cache_config.kv_cache_layout == "LBHNC"
+
+
+def test_block_sizes(vllm):
+    from kvant.vllm.backend import KvantBackend
+
+    assert KvantBackend.get_supported_kernel_block_sizes() == [64]
+    assert [KvantBackend.get_preferred_block_size(n) for n in (16, 64, 128)] == [64, 64, 128]
+    assert [KvantBackend.supports_block_size(n) for n in (None, 64, 96, 256)] == [True, True, False, True]
+
+
+def test_one_token_of_every_format(vllm):
+    """Blocks of 64 tokens whose bytes are a multiple of 64, so that a token has a whole number of bytes."""
+    import kvant
+    from kvant.vllm import dtypes
+
+    for pair in set(dtypes.names().values()):
+        for head_dim in (64, 72, 80, 96, 128, 192, 256, 512):
+            pages = kvant.Pages(kv_heads=1, head_dim=head_dim, k=pair.k, v=pair.v)
+            assert dtypes.token_bytes(pair, head_dim) * 64 == pages.block_bytes
+    assert dtypes.token_bytes(dtypes.Pair("tq6", "tq4"), 128) == 164
+    assert dtypes.token_bytes(dtypes.Pair("tq4", "tq4"), 128) == 132
+
+
+def test_the_table_in_the_documents(vllm):
+    """docs/vllm.md says what a token takes."""
+    import re
+    from pathlib import Path
+
+    from kvant.vllm import dtypes
+
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
+    rows = re.findall(r"^\| \**`(kvant_\w+)`\** \| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) \|$", page, re.M)
+    assert len(rows) >= 9
+    for name, *sizes, ratio in rows:
+        made = [dtypes.token_bytes(dtypes.names()[name], head_dim) for head_dim in (64, 128, 256)]
+        assert made == list(map(int, sizes)), name
+        assert float(ratio) == round(512 / made[1], 1), name
