@@ -24,7 +24,7 @@ struct CentreRoom {
 
 // At the begin of shared memory, before tables and rows.
 template <class Shape>
-inline constexpr int kCentreBytes = CentreRoom<Shape>::kBytes * kTeams<Shape>;
+inline constexpr int kCentreBytes = CentreRoom<Shape>::kBytes* kTeams<Shape>;
 template <class Shape>
 __device__ __forceinline__ std::byte* centre_room() {
   extern __shared__ __align__(16) std::byte shared[];

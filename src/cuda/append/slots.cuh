@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
   if (run.count == 0) return;
   const PageJob job = slot_job(params, run, token, number % heads, is_value);
   clear_heads<Shape>(job, 1, run.clear_octet);
-  encode_any<Shape>(job, false, run.first, run.first + run.count);
+  encode_any<Shape, false>(job, false, run.first, run.first + run.count);
 }
 
 // The kernel of one format, or of any dense one.
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat)
         if constexpr (codec::is_dense(kFormat)) {
           encode_dense<Shape>(job, heads, false, run.first, run.first + run.count);
         } else {
-          encode_heads<Shape, kFormat, false>(job, heads, false, run.first, run.first + run.count);
+          encode_heads<Shape, kFormat, false, false>(job, heads, false, run.first, run.first + run.count);
         }
       }
       token += max(run.count, 1);

@@ -90,12 +90,13 @@ __device__ __forceinline__ void store_new_row(const WriteParams& params, int num
   if (!finite) *params.non_finite = 1;
 }
 
-template <class Shape>
+// kCentred: keys may be centred.
+template <class Shape, bool kCentred>
 __device__ __forceinline__ void encode_any(const PageJob& job, bool from_exact, int first, int last) {
   switch (job.layout(false).format) {
-#define KVANT_TQ_FORMAT(name, ...)                                                         \
-  case Format::name: {                                                                     \
-    return encode_heads<Shape, Format::name, true, true>(job, 1, from_exact, first, last); \
+#define KVANT_TQ_FORMAT(name, ...)                                                             \
+  case Format::name: {                                                                         \
+    return encode_heads<Shape, Format::name, true, kCentred>(job, 1, from_exact, first, last); \
   }
 #define KVANT_FP8_FORMAT KVANT_TQ_FORMAT
 #include "codec/formats.def"
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
     } else if (page.has_exact_rows()) {
       store_exact_rows<Shape>(job, 1);
     }
-    if (begin < end) encode_any<Shape>(job, page.ref.exact >= 0, begin, end);
+    if (begin < end) encode_any<Shape, true>(job, page.ref.exact >= 0, begin, end);
   }
 }
 
