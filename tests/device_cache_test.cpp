@@ -21,6 +21,7 @@ CacheConfig config(int sinks, int tails) {
   c.head_dim = 32;
   c.k = "tq4";
   c.v = "fp8";
+  c.k_centre = KeyCentre::none;  // the fake device's kernels make no centres
   c.sink_pages = sinks;
   c.tail_pages = tails;
   c.device = "cuda";
@@ -286,7 +287,7 @@ TEST(DeviceCache, Refusals) {
 
   for (const int tails : {0, 1}) {
     CacheConfig automatic = config(1, tails);
-    automatic.k = "tq4";
+    automatic.k_centre = KeyCentre::automatic;
     const auto made = CacheImpl::create(automatic, &kFake).value();
     EXPECT_EQ(made->config().k_centre, tails > 0 ? KeyCentre::page : KeyCentre::none);
     const char* why = tails > 0 ? "centre: k page; chosen: the default" : "centre pages that leave a tail";

@@ -20,7 +20,7 @@ struct FormatPair {
 
 inline constexpr FormatPair kDefaultPair{};
 
-/// Whether pages of these keys can be centred; what a cache has unless it is told; and the words of --k-centre.
+/// Whether pages of these keys can be centred; what a cache has by default; and the words of --k-centre.
 bool takes_centre(const FormatPair& formats);
 KeyCentre default_centre(const FormatPair& formats);
 const char* centre_name(KeyCentre centre);

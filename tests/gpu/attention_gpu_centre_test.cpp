@@ -48,7 +48,7 @@ INSTANTIATE_TEST_SUITE_P(All, GpuCentres,
                            return fmt::format("{}_d{}", name_of(std::get<0>(i.param)), std::get<1>(i.param));
                          });
 
-// So many rows of work that a block has a whole one, and a team more pages than its lanes hold at a time.
+// There are so many rows of work that a block has a whole one, and a team has more pages than its lanes hold at a time.
 TEST(GpuCentred, MoreThan64PagesATeam) {
   SKIP_WITHOUT_DEVICE();
   constexpr std::int64_t kTimes = 80;
@@ -101,7 +101,9 @@ TEST(GpuCentred, MasksAndTransforms) {
   }
 }
 
-// Keys of a model with a key bias: a constant part many times as long as the rest.
+// Keys of a model with a key bias: a constant part many times as long as the rest. Queries have 16 bits in products.
+// The rounding of a query times a long centre gives more than other errors of kernels, and stays far below those of
+// the formats, which are 3e-2 and more here.
 TEST(GpuCentred, AKeyBias) {
   SKIP_WITHOUT_DEVICE();
   for (const Formats& formats : {Formats{"tq6", "tq4"}, Formats{"tq4", "tq4"}}) {
@@ -111,7 +113,12 @@ TEST(GpuCentred, AKeyBias) {
       s.input_dtype = Dtype::f16;
       s.key_offset = offset;
       const GpuWorld w(s);
-      EXPECT_TRUE(w.matches()) << offset;
+      const Expected expected = w.expect();
+      for (const char* kernel : {"decode", "prefill"}) {
+        AttentionOptions options;
+        options.kernel = kernel;
+        EXPECT_TRUE(close(expected.out, w.attend(options).out, 3e-3, w.host.out_shape())) << kernel << ", " << offset;
+      }
     }
   }
 }

@@ -152,8 +152,8 @@ __device__ __forceinline__ void mean_of_rows(float* mean, const Load& load) {
   }
 }
 
-// How the page of a job comes to its centre. whole: all of the page's rows are encoded now, by this block or by several,
-// of which one stores the centre.
+// How the page of a job comes to its centre. whole: all of the page's rows are encoded now, by this block or by
+// several, of which one stores the centre.
 struct CentreSource {
   bool whole, stores;
 };
@@ -167,7 +167,7 @@ __device__ __forceinline__ void find_centre(const PageJob& job, const StagedRows
   const WriteSide& side = *job.side;
   std::byte* room = centre_room<Shape>();
   auto* centre = reinterpret_cast<float*>(room);
-  team_barrier<Shape>();  // the rows are there, and nobody reads the centre of the head before
+  team_barrier<Shape>();  // the rows have arrived, and nobody reads the centre of the head before
   if (source.whole) {
     // The first page of a sequence has none.
     const bool none = job.is_first_page;

@@ -190,7 +190,7 @@ __device__ __forceinline__ void load_signed(const std::byte* row, int t, float (
   }
 }
 
-// What z = y r may be -0 of becomes 0, since -0 has the code of 0.
+// Values y become 0 where z = y r may be -0, since -0 has the code of 0.
 __device__ __forceinline__ float flushed(float y) {
   return fabsf(y) < 0x1p-120f ? 0.0f : y;
 }

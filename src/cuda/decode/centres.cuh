@@ -1,9 +1,9 @@
 // Centres of key pages: q . c for every row, added to the scores of a page's keys.
 //
 // Sixteen centres are multiplied at a time, as sixteen keys of one tile, with the same query operands as keys. A
-// centre's codes become levels of the key format, whose distance from the origin is the same number. So a centre costs a
-// 64th of what the page's keys cost. Centres go from memory to registers: they are read sixteen pages after the L2 cache
-// was asked for them.
+// centre's codes become levels of the key format, whose distance from the origin is the same number. So a centre
+// costs a 64th of the cost of the page's keys. Centres go from memory to registers: they are prefetched to the L2
+// cache when their pages are found.
 #pragma once
 
 #include "cuda/decode/block.cuh"

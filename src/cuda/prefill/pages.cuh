@@ -64,8 +64,8 @@ struct PageList {
   }
 };
 
-// What a stage's page is called: its number, its place among the sixteen pages whose centres come before them, and
-// whether rows see different parts of it. Other numbers are below zero.
+// A stage's page has a name: its number, its place among the sixteen pages whose centres come before them, and whether
+// rows see different parts of it. Other numbers are below zero.
 struct PageName {
   static __device__ int of(int page, int place, bool partly_seen) {
     return page << 5 | place << 1 | (partly_seen ? 1 : 0);

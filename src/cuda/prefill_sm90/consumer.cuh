@@ -188,7 +188,7 @@ struct Consumer {
       centres.of[4 * j + 2] *= f.x, centres.of[4 * j + 3] *= f.y;
     }
   }
-  // Of both rows of this thread.
+  // The products of both rows of this thread with one centre.
   __device__ __forceinline__ float2 centre_of(const Centres& centres, int place) const {
     const auto pick = [&](int h) {
       const float low = place % 2 == 0 ? centres.of[2 * h] : centres.of[2 * h + 1];

@@ -150,18 +150,6 @@ __device__ __forceinline__ void barrier(int which) {
   asm volatile("bar.sync %0, %1;" ::"r"(which), "n"(kThreads) : "memory");
 }
 
-// 9.7.4 half-precision arithmetic, of two at a time.
-__device__ __forceinline__ std::uint32_t subtract_halves(std::uint32_t a, std::uint32_t b) {
-  std::uint32_t d;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ std::uint32_t multiply_halves(std::uint32_t a, std::uint32_t b) {
-  std::uint32_t d;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
 // 9.7.9.16 prefetch: a line to the L2 cache.
 __device__ __forceinline__ void prefetch(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
