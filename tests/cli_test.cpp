@@ -248,7 +248,7 @@ TEST_F(Cli, EvalWithPageCentres) {
   std::map<std::string, double> bits;
   for (const Json& row : json["rows"]) {
     bits[row["k_format"].get<std::string>() + " " + row["k_centre"].get<std::string>()] = row["bits_per_value"];
-    EXPECT_EQ(row["basis"].get<std::string>().find(", page") != std::string::npos, row["k_centre"] == "page");
+    EXPECT_EQ(row["basis"].get<std::string>().find(" + page") != std::string::npos, row["k_centre"] == "page");
   }
   ASSERT_EQ(bits.size(), 5u);  // f16 has none
   EXPECT_GT(bits["tq4 page"], bits["tq4 none"] + 0.05);

@@ -23,6 +23,7 @@ CacheConfig config() {
   c.head_dim = kDim;
   c.k = "tq4";
   c.v = "fp8";
+  c.k_centre = KeyCentre::none;  // the fake device's kernels make no centres
   c.sink_pages = c.tail_pages = 1;
   c.device = "cuda";
   c.capacity_tokens = 64 * 64;

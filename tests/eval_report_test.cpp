@@ -25,6 +25,7 @@ EvalRow row(int layer, FormatPair formats, bool has_exact_ends, std::int64_t byt
   r.layer_name = "layer" + std::to_string(layer);
   r.layer = layer;
   r.formats = formats;
+  r.k_centre = default_centre(formats);
   r.has_exact_ends = has_exact_ends;
   r.basis = "hadamard";
   r.cache_bytes = bytes;

@@ -160,6 +160,7 @@ TEST(HeadDimCache, DecodesWhatReadReads) {
 TEST(HeadDimCache, CountsThePadding) {
   const auto filled = [](int head_dim) {
     CacheConfig config{.kv_heads = 2, .head_dim = head_dim, .k = "tq4", .v = "tq8", .sink_pages = 0, .tail_pages = 0};
+    config.k_centre = KeyCentre::none;
     Cache cache = Cache::create(config).value();
     const std::vector<float> x(static_cast<std::size_t>(64 * 2 * head_dim), 1.0f);
     cache

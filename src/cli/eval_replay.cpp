@@ -72,7 +72,7 @@ std::string Replay::basis() const {
   const std::string k = basis_text(variant_.formats.k, layer_->bases.get(), true);
   const std::string v = basis_text(variant_.formats.v, layer_->bases.get(), false);
   const std::string both = k == v ? k : k + "/" + v;
-  return variant_.k_centre == KeyCentre::page ? both + ", page" : both;
+  return variant_.k_centre == KeyCentre::page ? both + " + page" : both;
 }
 
 AttentionOptions Replay::options(std::int64_t window, int threads) const {
