@@ -130,7 +130,7 @@ def test_options_of_logits(torch, device):
 
 def test_the_bytes_are_those_of_a_cache(torch):
     engine = Engine(torch, "cpu", k="tq6", v="tq4", lengths=((150, 1),), dtype=torch.bfloat16)
-    cache = kvant.Cache(kv_heads=2, head_dim=64, k="tq6", v="tq4", sink_pages=0, tail_pages=0)
+    cache = kvant.Cache(kv_heads=2, head_dim=64, k="tq6", v="tq4", sink_pages=0, tail_pages=0, k_centre="none")
     sequence = cache.sequence()
     sequence.append(0, engine.keys[0], engine.values[0])
     q = torch.randn(1, 4, 64)
