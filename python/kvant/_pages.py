@@ -13,6 +13,7 @@ from typing import Any
 from . import _c, _tensors
 from ._cache import _device
 from ._errors import InvalidArgument
+from ._plan import run_options
 
 __all__ = ["PageFacts", "Pages", "PagesPlan"]
 
@@ -41,11 +42,7 @@ def _words(x: Any, name: str, size: int, device: tuple[str, int]):
         data, shape = interface["data"][0], tuple(interface["shape"])
         strides = interface.get("strides")
         if strides is None:
-            stride, at = [], 1
-            for n in reversed(shape):
-                stride.append(at)
-                at *= n
-            stride = tuple(reversed(stride))
+            stride = tuple(_tensors.contiguous_strides(shape))
         else:
             stride = tuple(s // size for s in strides)
     if not found:
@@ -374,14 +371,8 @@ class PagesPlan:
         fresh = [
             None if x is None else _rows(x, name, pages.device) for x, name in ((keys, "keys"), (values, "values"))
         ]
-        options = _c.RunOptions()
-        _c.run_options_init(byref(options), sizeof(options))
-        if lse is not None and lse is not False:
-            if lse is True:
-                lse = _tensors.empty_like(q, tuple(q.shape[:2]), _c.F32)
-            options.lse = self._plain(lse, "lse", tuple(q.shape[:2]))
-        if sink_logits is not None:
-            options.sink_logits = self._plain(sink_logits, "sink_logits", (self.q_heads,))
+        rows = (q.shape[0], self.q_heads)
+        options, lse, _kept = run_options(q, rows, lse, sink_logits, pages.device, "the pages are")
         options.stream = pages._stream(stream)
         if self._workspace is not None:
             options.workspace, options.workspace_size = self._workspace[0], self._workspace[1]
@@ -396,7 +387,7 @@ class PagesPlan:
                     *(None if f is None else byref(f[0]) for f in fresh),
                 )
             )
-        return out if lse is None or lse is False else (out, lse)
+        return out if lse is None else (out, lse)
 
     def take_errors(self, stream: Any = None) -> bool:
         """Waits for the stream: True if since the last call a sequence did not fit the limits, or (check_ids) had a
@@ -405,19 +396,6 @@ class PagesPlan:
         with self._lock:
             _c.check(_c.pages_plan_take_errors(self._handle, self.pages._stream(stream), byref(found)))
         return bool(found.value)
-
-    def _plain(self, x: Any, name: str, shape: tuple[int, ...]) -> int:
-        d = _tensors.describe(x, name)
-        expected, contiguous = 1, True
-        for n, s in zip(reversed(d.shape), reversed(d.stride)):
-            contiguous = contiguous and (n == 1 or s == expected)
-            expected *= n
-        if d.dtype != _c.F32 or d.shape != shape or d.device != self.pages.device or not contiguous:
-            raise InvalidArgument(
-                f"{name} is {_c.DTYPE_NAMES[d.dtype]} {list(d.shape)} with strides {list(d.stride)} on {d.device[0]}: "
-                f"must be f32 {list(shape)}, contiguous, where the pages are"
-            )
-        return d.data
 
     def _take_workspace(self, workspace: Any):
         needed = self.facts.workspace_bytes

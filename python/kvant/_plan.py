@@ -19,6 +19,44 @@ __all__ = ["Plan", "PlanFacts", "Step"]
 _NO_WINDOW = 1 << 40  # longer than any sequence
 
 
+def _plain(x: Any, name: str, shape: tuple[int, ...], device: tuple[str, int], where: str) -> _tensors.Described:
+    """A contiguous f32 tensor."""
+    d = _tensors.describe(x, name)
+    if d.dtype != _c.F32 or d.shape != shape or d.device != device:
+        raise InvalidArgument(
+            f"{name} is {_c.DTYPE_NAMES[d.dtype]} {list(d.shape)} on {d.device[0]}: must be f32 {list(shape)} where "
+            f"{where}"
+        )
+    expected = 1
+    for n, s in zip(reversed(d.shape), reversed(d.stride)):
+        if n > 1 and s != expected:
+            raise InvalidArgument(f"{name} has strides {list(d.stride)}: must be contiguous")
+        expected *= n
+    return d
+
+
+def run_options(
+    q: Any, rows: tuple[int, int], lse: Any, sink_logits: Any, device: tuple[str, int], where: str
+) -> tuple[_c.RunOptions, Any, list[_tensors.Described]]:
+    """The options of a run with its lse and sink_logits; the tensor of lse, or None; and what the options point to,
+    which the caller keeps until the run was enqueued. rows: (queries, q_heads)."""
+    options = _c.RunOptions()
+    _c.run_options_init(byref(options), sizeof(options))
+    kept = []
+    if lse is False:
+        lse = None
+    if lse is not None:
+        if lse is True:
+            lse = _tensors.empty_like(q, rows, _c.F32)
+        kept.append(_plain(lse, "lse", rows, device, where))
+        options.lse = kept[-1].data
+    if sink_logits is not None:
+        kept.append(_plain(sink_logits, "sink_logits", rows[1:], device, where))
+        options.sink_logits = kept[-1].data
+    return options, lse, kept
+
+
+
 @dataclass(frozen=True)
 class PlanFacts:
     """The decisions of a plan, as numbers. The fields are those of kvant_plan_facts in kvant.h."""
@@ -148,15 +186,8 @@ class Plan:
         if out is None:
             out = _tensors.empty_like(q, tuple(q.shape))
         out_tensor, _o = _tensors.tensor(out, "out", cache.device, mutable=True)
-        options = _c.RunOptions()
-        _c.run_options_init(byref(options), sizeof(options))
-        keep = []
-        if lse is not None and lse is not False:
-            if lse is True:
-                lse = _tensors.empty_like(q, (self.facts.total_queries, q.shape[-2]), _c.F32)
-            options.lse = self._plain(lse, "lse", (self.facts.total_queries, q.shape[-2]), keep)
-        if sink_logits is not None:
-            options.sink_logits = self._plain(sink_logits, "sink_logits", (q.shape[-2],), keep)
+        rows = (self.facts.total_queries, q.shape[-2])
+        options, lse, _kept = run_options(q, rows, lse, sink_logits, cache.device, "the cache is")
         with cache._lock:
             if cache.device[0] != "cpu":
                 options.stream = _tensors.stream_of(cache.device, stream)
@@ -166,23 +197,7 @@ class Plan:
                     "stream is given, but this cache is in host memory: calls are done when they return"
                 )
             _c.check(_c.run(self._handle, layer, byref(q_tensor), byref(out_tensor), byref(options)))
-        return out if lse is None or lse is False else (out, lse)
-
-    def _plain(self, x: Any, name: str, shape: tuple[int, ...], keep: list) -> int:
-        """The address of a contiguous f32 tensor."""
-        d = _tensors.describe(x, name)
-        if d.dtype != _c.F32 or d.shape != shape or d.device != self.cache.device:
-            raise InvalidArgument(
-                f"{name} is {_c.DTYPE_NAMES[d.dtype]} {list(d.shape)} on {d.device[0]}: "
-                f"must be f32 {list(shape)} where the cache is"
-            )
-        expected = 1
-        for n, s in zip(reversed(d.shape), reversed(d.stride)):
-            if n > 1 and s != expected:
-                raise InvalidArgument(f"{name} has strides {list(d.stride)}: must be contiguous")
-            expected *= n
-        keep.append(d)
-        return d.data
+        return out if lse is None else (out, lse)
 
     def _give_workspace(self, options: _c.RunOptions, workspace: Any) -> None:
         needed = self.facts.workspace_bytes

@@ -67,6 +67,15 @@ def _refuse_dtype(name: str, dtype: Any):
     raise InvalidArgument(f"{name} has dtype {dtype}: kvant takes float32, float16, bfloat16, and bool for masks{hint}")
 
 
+def contiguous_strides(shape: tuple[int, ...]) -> list[int]:
+    """In elements, of a tensor whose interface names none."""
+    stride, at = [], 1
+    for n in reversed(shape):
+        stride.append(at)
+        at *= n
+    return stride[::-1]
+
+
 def _of_interface(x: Any, interface: dict, device: tuple[str, int], name: str, dtype: int | None = None) -> Described:
     typestr = interface["typestr"]
     if dtype is None:
@@ -79,11 +88,7 @@ def _of_interface(x: Any, interface: dict, device: tuple[str, int], name: str, d
     shape = tuple(interface["shape"])
     strides = interface.get("strides")
     if strides is None:
-        stride, at = [], 1
-        for n in reversed(shape):
-            stride.append(at)
-            at *= n
-        stride.reverse()
+        stride = contiguous_strides(shape)
     else:
         if any(s % size for s in strides):
             raise InvalidArgument(

@@ -23,6 +23,11 @@
 
 KVANT_NAMESPACE_BEGIN(codec)
 
+// Formats whose keys are centred unless a cache says otherwise. fp8 is not: the format is there to be compared with.
+KVANT_HD constexpr bool is_centred_by_default(Format f) {
+  return is_tq(f);
+}
+
 // The first token of page number `page` of a sequence that counts for the mean of the page that follows. Sinks do not.
 inline constexpr int kSinkTokens = 4;
 KVANT_HD constexpr int first_of_mean(std::int64_t page) {
@@ -48,6 +53,13 @@ KVANT_HD inline void store_centre(const SideLayout& s, int head_dim, std::byte* 
   encode_group<kCentreFormat>(y, head_dim, codes, &scale);  // below 2^20 no scale overflows
   put_scales(s, block, 0, &scale);
   put_k_codes(s, head_dim, block, 0, codes);
+}
+
+// Element i of a centre whose planes are at `low` and `high`.
+KVANT_HD inline float centre_element(const std::byte* low, const std::byte* high, float scale, int i) {
+  const int code =
+      (static_cast<int>(low[i / 2]) >> (4 * (i % 2)) & 15) | (static_cast<int>(high[i / 4]) >> (2 * (i % 4)) & 3) << 4;
+  return base::mul_rn(static_cast<float>(code) - level_offset(kCentreFormat), scale);
 }
 
 KVANT_HD inline void load_centre(const SideLayout& s, int head_dim, const std::byte* block, float* c) {

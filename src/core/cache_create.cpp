@@ -5,6 +5,7 @@
 #include <cmath>
 #include <new>
 
+#include "codec/centre.hpp"
 #include "core/cache_impl.hpp"
 #include "core/fmt.hpp"
 
@@ -85,7 +86,7 @@ Result<BasisKind> resolve_basis(const char* name, BasisKind kind, Format format)
 
 // Stays automatic where the placement decides.
 Result<KeyCentre> resolve_centre(KeyCentre centre, Format k) {
-  if (centre == KeyCentre::automatic) return codec::is_tq(k) ? centre : KeyCentre::none;
+  if (centre == KeyCentre::automatic) return codec::is_centred_by_default(k) ? centre : KeyCentre::none;
   if (centre > KeyCentre::page) {
     return {Code::invalid_argument,
             fmt::format("k_centre = {}: must be automatic, none or page", static_cast<int>(centre))};
@@ -243,7 +244,7 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
                                 .capacity_pages = config.capacity_tokens / kPageTokens,
                                 .sequence_tokens = placement->sequence_tokens};
   std::unique_ptr<CacheImpl> impl(new CacheImpl(config, *k, *v, table));
-  impl->automatic_centre_ = codec::is_tq(*k) && given.k_centre == KeyCentre::automatic;
+  impl->automatic_centre_ = codec::is_centred_by_default(*k) && given.k_centre == KeyCentre::automatic;
   impl->automatic_ends_ = !dense && (given.sink_pages < 0 || given.tail_pages < 0);
   auto store = core::make_store(*placement, impl->spec_, impl->table_, **kernels, backend);
   if (!store) return store.status();

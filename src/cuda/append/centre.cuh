@@ -55,13 +55,10 @@ struct CentreTables {
 template <int kD>
 __device__ __forceinline__ void decode_centre(const std::byte* low, const std::byte* high, const std::byte* scale_at,
                                               float* centre) {
-  constexpr float kOffset = codec::level_offset(codec::kCentreFormat);
   const float scale = ptx::f16_to_f32(*reinterpret_cast<const std::uint16_t*>(scale_at));
 #pragma unroll
   for (int i = static_cast<int>(threadIdx.x % 32); i < kD; i += 32) {
-    const unsigned low_bits = static_cast<unsigned>(low[i / 2]) >> (4 * (i % 2)) & 15u;
-    const unsigned high_bits = static_cast<unsigned>(high[i / 4]) >> (2 * (i % 4)) & 3u;
-    centre[i] = __fmul_rn(static_cast<float>(low_bits | high_bits << 4) - kOffset, scale);
+    centre[i] = codec::centre_element(low, high, scale, i);
   }
   __syncwarp();
 }

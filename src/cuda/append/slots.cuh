@@ -167,50 +167,20 @@ cudaError_t prepare_slots(const WriteParams& p, const DeviceLimits& limits) {
 
 template <int kD>
 cudaError_t launch_slots(WriteParams& p, const SlotList& list, const DeviceLimits& limits, cudaStream_t stream) {
-  using Bulk = BulkShape<kD>;
-  Launch how(1, Bulk::kBlockThreads, stream, limits.overlaps);
-  cudaLaunchConfig_t& config = how.config;
+  using Step = StepShape<kD>;
+  StagedLaunch<kD> launch(p, limits, stream);
   const auto& layout = p.cache.encoded_layout;
-  const auto room_for = [&](int teams, int tables, int pitch, int most_rows) {
-    const int fit = (limits.shared_bytes - tables) / (2 * teams * pitch);
-    p.rows = most_rows <= fit ? most_rows : static_cast<int>(std::bit_floor(static_cast<unsigned>(fit)));
-    config.dynamicSmemBytes = static_cast<std::size_t>(tables + 2 * teams * p.rows * pitch);
-  };
-  const int k_pitch = staged_pitch(kD, staged_dtype(p.k, p.rounding));
-  const int v_pitch = staged_pitch(kD, staged_dtype(p.v, p.rounding));
   if (list.count <= kFewSlots) {
-    room_for(1, base::max(table_bytes<false>(layout.k.format), table_bytes<false>(layout.v.format)),
-             base::max(k_pitch, v_pitch), kOctet);
-    config.gridDim = dim3(static_cast<unsigned>(2 * list.count * p.cache.kv_heads));
-    config.blockDim = dim3(StepShape<kD>::kBlockThreads);
-    return cudaLaunchKernelEx(&config, &few_slots_kernel<StepShape<kD>>, p, list);
+    launch.size_step(std::int64_t{list.count} * p.cache.kv_heads, 0, kOctet);
+    return cudaLaunchKernelEx(&launch.how.config, &few_slots_kernel<Step>, p, list);
   }
   const std::int64_t jobs = std::int64_t{(list.count + kPageTokens - 1) / kPageTokens} * p.cache.kv_heads;
-  const auto launch = [&](WriteSides sides, Format format, int pitch) {
-    p.sides = sides;
-    const std::int64_t of_sides = sides == WriteSides::both ? 2 : 1;
-    std::int64_t blocks = jobs;
-    if (codec::is_dense(format)) {
-      config.blockDim = dim3(DenseShape<kD>::kBlockThreads);
-      config.dynamicSmemBytes = 0;
-      blocks = base::min(jobs, std::int64_t{kDenseCtas} * limits.multiprocessors);
-    } else {
-      config.blockDim = dim3(Bulk::kBlockThreads);
-      room_for(kTeams<Bulk>, table_bytes<true>(format), pitch, kPageTokens);
-      // Tables are filled once for all that a block does.
-      const int shared = static_cast<int>(config.dynamicSmemBytes) + 1024;
-      const int resident = base::clamp(limits.multiprocessor_shared_bytes / shared, 1, kWriteCtas);
-      blocks = base::min((jobs + kTeams<Bulk> - 1) / kTeams<Bulk>,
-                         base::max(std::int64_t{resident} * limits.multiprocessors / of_sides, std::int64_t{1}));
-    }
-    config.gridDim = dim3(static_cast<unsigned>(of_sides * blocks));
-    return cudaLaunchKernelEx(&config, many_slots_of<kD>(format), p, list);
-  };
-  if (many_slots_of<kD>(layout.k.format) == many_slots_of<kD>(layout.v.format)) {
-    return launch(WriteSides::both, layout.k.format, base::max(k_pitch, v_pitch));
-  }
-  const cudaError_t error = launch(WriteSides::keys, layout.k.format, k_pitch);
-  return error != cudaSuccess ? error : launch(WriteSides::values, layout.v.format, v_pitch);
+  const std::int64_t dense_blocks = base::min(jobs, std::int64_t{kDenseCtas} * limits.multiprocessors);
+  const bool same_kernel = many_slots_of<kD>(layout.k.format) == many_slots_of<kD>(layout.v.format);
+  return launch_sides(p, same_kernel, [&](WriteSides sides, Format format) {
+    launch.size_bulk(sides, format, jobs, dense_blocks, 0, kPageTokens);
+    return cudaLaunchKernelEx(&launch.how.config, many_slots_of<kD>(format), p, list);
+  });
 }
 
 template <int kD>

@@ -75,6 +75,70 @@ WriteFunction bulk_kernel(Format format, bool centred) {
     default: return &write_kernel<DenseShape<kD>, Format::f16>;  // all dense ones
   }
 }
+// A launch of kernels that stage rows in shared memory (write_kernel, step_kernel, and those of slots.cuh).
+template <int kD>
+struct StagedLaunch {
+  using Bulk = BulkShape<kD>;
+  WriteParams& p;
+  const DeviceLimits& limits;
+  Launch how;
+  int k_pitch, v_pitch;  // of staged rows
+
+  StagedLaunch(WriteParams& params, const DeviceLimits& device, cudaStream_t stream)
+      : p(params),
+        limits(device),
+        how(1, Bulk::kBlockThreads, stream, device.overlaps),
+        k_pitch(staged_pitch(kD, staged_dtype(params.k, params.rounding))),
+        v_pitch(staged_pitch(kD, staged_dtype(params.v, params.rounding))) {}
+
+  // Sets p.rows and the bytes of shared memory; `before`: bytes in front of the rows.
+  void room_for(int teams, int before, int pitch, int most_rows) {
+    const int fit = (limits.shared_bytes - before) / (2 * teams * pitch);
+    p.rows = most_rows <= fit ? most_rows : static_cast<int>(std::bit_floor(static_cast<unsigned>(fit)));
+    how.config.dynamicSmemBytes = static_cast<std::size_t>(before + 2 * teams * p.rows * pitch);
+  }
+  // For steps of few tokens: blocks of one warp, of any format, both sides.
+  void size_step(std::int64_t blocks, int before, int most_rows) {
+    const auto& layout = p.cache.encoded_layout;
+    room_for(1, before + base::max(table_bytes<false>(layout.k.format), table_bytes<false>(layout.v.format)),
+             base::max(k_pitch, v_pitch), most_rows);
+    how.config.gridDim = dim3(static_cast<unsigned>(2 * blocks));
+    how.config.blockDim = dim3(StepShape<kD>::kBlockThreads);
+  }
+  // For a kernel of one format. `dense_blocks`: of a dense format's, a side.
+  void size_bulk(WriteSides sides, Format format, std::int64_t jobs, std::int64_t dense_blocks, int before,
+                 int most_rows) {
+    p.sides = sides;
+    const int pitch = sides == WriteSides::both   ? base::max(k_pitch, v_pitch)
+                      : sides == WriteSides::keys ? k_pitch
+                                                  : v_pitch;
+    const std::int64_t of_sides = sides == WriteSides::both ? 2 : 1;
+    std::int64_t blocks = dense_blocks;
+    if (codec::is_dense(format)) {
+      how.config.blockDim = dim3(DenseShape<kD>::kBlockThreads);
+      how.config.dynamicSmemBytes = 0;
+    } else {
+      how.config.blockDim = dim3(Bulk::kBlockThreads);
+      room_for(kTeams<Bulk>, before + table_bytes<true>(format), pitch, most_rows);
+      // Tables are filled once for all that a block does.
+      const int shared = static_cast<int>(how.config.dynamicSmemBytes) + 1024;
+      const int resident = base::clamp(limits.multiprocessor_shared_bytes / shared, 1, kWriteCtas);
+      blocks = base::min((jobs + kTeams<Bulk> - 1) / kTeams<Bulk>,
+                         base::max(std::int64_t{resident} * limits.multiprocessors / of_sides, std::int64_t{1}));
+    }
+    how.config.gridDim = dim3(static_cast<unsigned>(of_sides * blocks));
+  }
+};
+
+// launch(sides, format): once for both sides if one kernel does both, else for each.
+template <class Do>
+cudaError_t launch_sides(const WriteParams& p, bool same_kernel, const Do& launch) {
+  const auto& layout = p.cache.encoded_layout;
+  if (same_kernel) return launch(WriteSides::both, layout.k.format);
+  const cudaError_t error = launch(WriteSides::keys, layout.k.format);
+  return error != cudaSuccess ? error : launch(WriteSides::values, layout.v.format);
+}
+
 template <int kD>
 cudaError_t prepare_write(const WriteParams& p, const DeviceLimits& limits) {
   const auto& layout = p.cache.encoded_layout;
@@ -88,20 +152,11 @@ cudaError_t prepare_write(const WriteParams& p, const DeviceLimits& limits) {
 
 template <int kD>
 cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceLimits& limits, cudaStream_t stream) {
-  using Bulk = BulkShape<kD>;
   using Step = StepShape<kD>;
-  Launch how(1, Bulk::kBlockThreads, stream, limits.overlaps);
-  cudaLaunchConfig_t& config = how.config;
+  StagedLaunch<kD> launch(p, limits, stream);
   const bool has_tail = p.cache.tail_pages > 0;
   const auto& layout = p.cache.encoded_layout;
   const std::int64_t jobs = std::int64_t{p.items} * p.cache.kv_heads;
-  const auto room_for = [&](int teams, int tables, int pitch, int most_rows) {
-    const int fit = (limits.shared_bytes - tables) / (2 * teams * pitch);
-    p.rows = most_rows <= fit ? most_rows : static_cast<int>(std::bit_floor(static_cast<unsigned>(fit)));
-    config.dynamicSmemBytes = static_cast<std::size_t>(tables + 2 * teams * p.rows * pitch);
-  };
-  const int k_pitch = staged_pitch(kD, staged_dtype(p.k, p.rounding));
-  const int v_pitch = staged_pitch(kD, staged_dtype(p.v, p.rounding));
   if (most_tokens <= (has_tail ? kTailStepRows : kStepRows)) {
     p.storing = has_tail ? p.tokens * head_groups<Step>(p.cache.kv_heads) : 0;
     std::int64_t blocks = jobs;
@@ -109,39 +164,17 @@ cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceL
       const std::int64_t looking = base::min(jobs * kOctets, std::int64_t{kLookingCtas} * limits.multiprocessors / 2);
       blocks = p.storing + base::max(looking, std::int64_t{p.items + 31} / 32);
     }
-    room_for(1,
-             kCentreBytes<Step> + base::max(table_bytes<false>(layout.k.format), table_bytes<false>(layout.v.format)),
-             base::max(k_pitch, v_pitch), has_tail ? kOctet : most_tokens);
-    config.gridDim = dim3(static_cast<unsigned>(2 * blocks));
-    config.blockDim = dim3(Step::kBlockThreads);
-    return cudaLaunchKernelEx(&config, &step_kernel<Step>, p);
+    launch.size_step(blocks, kCentreBytes<Step>, has_tail ? kOctet : most_tokens);
+    return cudaLaunchKernelEx(&launch.how.config, &step_kernel<Step>, p);
   }
   const bool centred = codec::is_centred(layout);
-  const auto launch = [&](WriteSides sides, Format format, int pitch) {
-    p.sides = sides;
+  const bool same_kernel = bulk_kernel<kD>(layout.k.format, centred) == bulk_kernel<kD>(layout.v.format, false);
+  return launch_sides(p, same_kernel, [&](WriteSides sides, Format format) {
     const bool of_centred = centred && sides == WriteSides::keys;
-    const std::int64_t of_sides = sides == WriteSides::both ? 2 : 1;
-    std::int64_t blocks = jobs;
-    if (codec::is_dense(format)) {
-      config.blockDim = dim3(DenseShape<kD>::kBlockThreads);
-      config.dynamicSmemBytes = 0;
-    } else {
-      config.blockDim = dim3(Bulk::kBlockThreads);
-      room_for(kTeams<Bulk>, (of_centred ? kCentreBytes<Bulk> : 0) + table_bytes<true>(format), pitch,
-               has_tail ? kPageTokens : base::min(most_tokens, kPageTokens));
-      // Tables are filled once for all that a block does.
-      const int shared = static_cast<int>(config.dynamicSmemBytes) + 1024;
-      const int resident = base::clamp(limits.multiprocessor_shared_bytes / shared, 1, kWriteCtas);
-      blocks = base::min((jobs + kTeams<Bulk> - 1) / kTeams<Bulk>, resident * limits.multiprocessors / of_sides);
-    }
-    config.gridDim = dim3(static_cast<unsigned>(of_sides * blocks));
-    return cudaLaunchKernelEx(&config, bulk_kernel<kD>(format, of_centred), p);
-  };
-  if (bulk_kernel<kD>(layout.k.format, centred) == bulk_kernel<kD>(layout.v.format, false)) {
-    return launch(WriteSides::both, layout.k.format, base::max(k_pitch, v_pitch));
-  }
-  const cudaError_t error = launch(WriteSides::keys, layout.k.format, k_pitch);
-  return error != cudaSuccess ? error : launch(WriteSides::values, layout.v.format, v_pitch);
+    launch.size_bulk(sides, format, jobs, jobs, of_centred ? kCentreBytes<BulkShape<kD>> : 0,
+                     has_tail ? kPageTokens : base::min(most_tokens, kPageTokens));
+    return cudaLaunchKernelEx(&launch.how.config, bulk_kernel<kD>(format, of_centred), p);
+  });
 }
 
 template <int kD>

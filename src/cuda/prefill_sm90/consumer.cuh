@@ -26,8 +26,8 @@ struct Consumer {
   int group, warp, g, t;  // group: which of the consumers
   Ring<D> keys, values;
   Tile tile;
-  int query[2], head[2];  // of this thread's rows, g and g + 8 of its warp's
-  bool is_plain;          // scores are scaled and nothing else
+  RowPlace row[2];  // this thread's, g and g + 8 of its warp's
+  bool is_plain;    // scores are scaled and nothing else
   // What a row's products are multiplied by: positive, so that the largest product has the largest score.
   float to_log2[2];
   float in_log2[2];  // what they still are to be multiplied by when the softmax gets them
@@ -45,31 +45,27 @@ struct Consumer {
   __device__ void begin_tile() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = min(row_at(h), tile.rows - 1);
-      query[h] = query_of_row(p, row);
-      head[h] = tile.kv_head * p.group + row - query[h] * p.group;
+      row[h] = row_place(p, tile, row_at(h));
       m[h] = kNone, l[h] = 0.0f;
     }
     unit = 1.0f;
     is_plain = base::is_plain(p.logits) && p.mask.data == nullptr;
   }
   __device__ std::int64_t query_at(int h) const {
-    return (tile.batch.query_begin + query[h]) * p.q.token_stride + head[h] * p.q.head_stride;
+    return query_offset(p, tile, row[h]);
   }
 
   // --- queries ---
 
-  // Power of two that brings the largest of a row to 1 .. 2; a row that is not finite is marked in to_log2.
+  // The unit of each row (query_unit); a row that is not finite is marked in to_log2.
   __device__ void set_units(const float (&largest)[2], float (&inverse)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float x = largest[h];
       x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
       x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-      const std::uint32_t exponent = __float_as_uint(x) >> 23;
-      const bool usual = exponent > 8 && exponent < 246;
-      inverse[h] = copysignf(usual ? __uint_as_float((254 - exponent) << 23) : 1.0f, p.logits.scale);
-      to_log2[h] = fabsf(p.logits.scale) * (usual ? __uint_as_float(exponent << 23) : 1.0f);
+      const QueryUnit unit_of_row = query_unit(x, p.logits.scale);
+      inverse[h] = unit_of_row.inverse, to_log2[h] = unit_of_row.to_log2;
       in_log2[h] = is_plain ? to_log2[h] : 1.0f;
     }
   }
@@ -210,37 +206,6 @@ struct Consumer {
       ptx::Wgmma<D, kBf16>::template registers<kByToken>(o, w[i], v + ptx::operand_step(i * kStep), i > 0 || !first);
   }
 
-  // Transforms and visibility, key by key; where there are transforms, of scores in units of log 2. Rolled up, through
-  // local memory: pages that need this are few, or the mask tensor is what takes the time; unrolled it is most of the
-  // kernel.
-  __device__ __forceinline__ void transform(int page, bool all_see, float (&s)[kPageTokens / 2]) const {
-    const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
-    float copy[kPageTokens / 2];
-#pragma unroll
-    for (int i = 0; i < kPageTokens / 2; ++i) copy[i] = s[i];
-#pragma unroll 1
-    for (int i = 0; i < kPageTokens / 2; ++i) {
-      const bool second = (i & 2) != 0;
-      const int at = second ? query[1] : query[0], of = second ? head[1] : head[0];
-      const int position = tile.length - tile.batch.q_len + at;
-      const int key = page * kPageTokens + i / 4 * 8 + 2 * t + i % 2;
-      const bool sees = all_see || (key < tile.length && rule.sees(tile.length, position, key));
-      float x = copy[i];
-      base::transform_logits<LogitVerbs>(
-          p.logits, [&] { return p.logits.slopes[of]; },
-          [&](const auto& change) { x = change(x, [&] { return static_cast<float>(position - key); }); });
-      if (sees && !all_see && p.mask.data != nullptr) {
-        const int batch = mask_batch(p, tile.entry);
-        const std::int64_t from = batch * p.mask.stride[0] + of * p.mask.stride[1] + at * p.mask.stride[2] +
-                                  (key - p.mask.first_key) * p.mask.stride[3];
-        x = fmaf(mask_element(p.mask, from), kLog2e, x);
-      }
-      copy[i] = sees ? x : kNone;
-    }
-#pragma unroll
-    for (int i = 0; i < kPageTokens / 2; ++i) s[i] = copy[i];
-  }
-
   // Scores to weights. alpha: what the sums before are multiplied by.
   template <bool kScaled>
   __device__ __forceinline__ void weigh(float (&s)[kPageTokens / 2], int page, const float* key_factors,
@@ -259,7 +224,7 @@ struct Consumer {
       for (int i = 0; i < kPageTokens / 2; ++i) s[i] *= to_log2[i / 2 % 2];
     }
     if (PageName::partly_seen(page) || !base::is_plain(p.logits)) {
-      transform(PageName::page(page), !PageName::partly_seen(page), s);
+      transform_scores(p, tile, row, PageName::page(page) * kPageTokens, !PageName::partly_seen(page), s);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -290,24 +255,12 @@ struct Consumer {
   __device__ __forceinline__ void pack(float (&s)[kPageTokens / 2], const float* value_factors, float (&alpha)[2],
                                        std::uint32_t (&w)[kPageTokens / 16][4]) {
     if constexpr (kScaled) {
-      float largest = 0.0f;
+      const ValueUnit value = raise_unit(value_factors, unit);
+      alpha[0] *= value.shrink, alpha[1] *= value.shrink;
 #pragma unroll
       for (int j = 0; j < kPageTokens / 8; ++j) {
         const float2 f = *reinterpret_cast<const float2*>(value_factors + 8 * j + 2 * t);
-        largest = fmaxf(largest, fmaxf(f.x, f.y));
-      }
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      if (largest > unit) {
-        const float shrink = unit / largest;
-        alpha[0] *= shrink, alpha[1] *= shrink;
-        unit = largest;
-      }
-      const float inverse = 1.0f / unit;
-#pragma unroll
-      for (int j = 0; j < kPageTokens / 8; ++j) {
-        const float2 f = *reinterpret_cast<const float2*>(value_factors + 8 * j + 2 * t);
-        const float a = f.x * inverse, b = f.y * inverse;
+        const float a = f.x * value.inverse, b = f.y * value.inverse;
         s[4 * j] *= a, s[4 * j + 1] *= b, s[4 * j + 2] *= a, s[4 * j + 3] *= b;
       }
     }
@@ -425,42 +378,18 @@ struct Consumer {
     unit = 1.0f;
   }
 
-  __device__ void finish(bool nothing) {
+  __device__ void finish() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float sum = l[h];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const float top = m[h] * in_log2[h];
-      const bool none = m[h] == kNone || nothing;
-      float lse = none ? kNone : (top + log2f(sum)) * kLn2;
-      float factor = none ? 0.0f : 1.0f / sum;
-      if (p.sink_logits != nullptr) {
-        const float sink = p.sink_logits[head[h]] * kLog2e;
-        // Relative to the larger of the two, so that neither overflows.
-        const float high = none ? sink : fmaxf(top, sink);
-        const float weight = none ? 0.0f : ptx::ex2(top - high), total = fmaf(sum, weight, ptx::ex2(sink - high));
-        lse = high == kNone ? kNone : (high + log2f(none ? ptx::ex2(sink - high) : total)) * kLn2;
-        factor = none ? 0.0f : weight / total;
-      }
-      if (to_log2[h] != to_log2[h]) lse = factor = to_log2[h];
+      const RowEnd end =
+          end_row(p, row[h].head, m[h] == kNone ? kNone : m[h] * in_log2[h], sum, to_log2[h] != to_log2[h]);
       if (row_at(h) >= tile.rows) continue;
-      const std::int64_t token = tile.batch.query_begin + query[h];
-      if (p.lse != nullptr && t == 0) p.lse[token * p.q_heads + head[h]] = lse;
-      const std::int64_t to = token * p.out.token_stride + head[h] * p.out.head_stride + 2 * t;
-#pragma unroll
-      for (int j = 0; j < D / 8; ++j) {
-        float a = o[4 * j + 2 * h] * factor, b = o[4 * j + 2 * h + 1] * factor;
-        if (none && factor == 0.0f) a = b = 0.0f;
-        if (p.out.dtype == Dtype::f32) {
-          float* pair = static_cast<float*>(p.out.data) + to + 8 * j;
-          pair[0] = a, pair[1] = b;
-        } else {
-          auto* pair = static_cast<std::uint16_t*>(p.out.data) + to + 8 * j;
-          const std::uint32_t bits = p.out.dtype == Dtype::f16 ? ptx::f16x2(a, b) : ptx::bf16x2(a, b);
-          pair[0] = static_cast<std::uint16_t>(bits), pair[1] = static_cast<std::uint16_t>(bits >> 16);
-        }
-      }
+      const std::int64_t token = tile.batch.query_begin + row[h].query;
+      if (p.lse != nullptr && t == 0) p.lse[token * p.q_heads + row[h].head] = end.lse;
+      store_row(p, token * p.out.token_stride + row[h].head * p.out.head_stride + 2 * t, h, end, o);
     }
   }
 
@@ -494,7 +423,7 @@ struct Consumer {
       for (int h = 0; h < 2; ++h) m[h] = m[h] == kNone ? kNone : m[h] * (before[h] / in_log2[h]);
       dense_pages(bf16, first);
     }
-    finish(first);
+    finish();
     group_sync();
   }
 };

@@ -1,7 +1,7 @@
 // The producers: one warpgroup brings the keys of a tile's pages into stages of shared memory, another the values.
 #pragma once
 
-#include "cuda/prefill/pages.cuh"
+#include "cuda/prefill/rows.cuh"
 #include "cuda/prefill_sm90/shape.hpp"
 
 namespace kvant::cuda::prefill {
@@ -72,35 +72,13 @@ struct Producer {
     }
   }
 
-  // The factors of the page's vectors, by threads 0 to 63.
-  __device__ __forceinline__ void store_factors(std::byte* to, const Page& page) const {
-    if (thread >= kPageTokens) return;
-    float largest = 0.0f;
-    bool poisoned = page.poisoned;
-#pragma unroll
-    for (int g = 0; g < kScales; ++g) {
-      const float scale = ptx::f16_to_f32(static_cast<std::uint16_t>(page.scales[g]));
-      poisoned = poisoned || scale != scale;
-      largest = fmaxf(largest, scale);
-    }
-    if constexpr (kScales > 1) {
-      auto* ratios = reinterpret_cast<std::uint16_t*>(to + 4 * kPageTokens);
-      const float inverse = largest > 0.0f ? 1.0f / largest : 0.0f;
-#pragma unroll
-      for (int g = 0; g < kScales; ++g) {
-        const float ratio = ptx::f16_to_f32(static_cast<std::uint16_t>(page.scales[g])) * inverse;
-        ratios[g * kPageTokens + thread] = static_cast<std::uint16_t>(ptx::f16x2(ratio == ratio ? ratio : 0.0f, 0.0f));
-      }
-    }
-    // A value that is not a number reaches those who see it through their key's factor. To others it is 0.
-    if (poisoned) largest = kValues ? 0.0f : __int_as_float(0x7FC00000);
-    reinterpret_cast<float*>(to)[thread] = largest * (F == Format::fp8 ? 256.0f : 1.0f);
-  }
-
   __device__ __forceinline__ void store(const Page& page, const Constants<F>& constants) const {
     constexpr bool kMany = kScales > 1;
     std::byte* factors = shared + (kValues ? S::kValueFactorsAt : S::kKeyFactorsAt) + ring.stage() * S::kFactors;
-    store_factors(factors, page);
+    if (thread < kPageTokens) {
+      store_factors<kScales, kValues>(factors, thread, kScales, F == Format::fp8, page.poisoned,
+                                      [&](int g) { return page.scales[g]; });
+    }
     if constexpr (kMany) ptx::barrier<128>(kValues ? 7 : 6);
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {

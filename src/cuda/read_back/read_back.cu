@@ -6,6 +6,7 @@
 #include "cuda/read_back/read_back.hpp"
 
 #include "base/bits.hpp"
+#include "codec/centre.hpp"
 #include "codec/pack.hpp"
 #include "codec/tq.hpp"
 #include "cuda/instances.hpp"
@@ -70,17 +71,9 @@ __device__ __forceinline__ void add_centre(const codec::PageLayout& layout, cons
   const codec::SideLayout side = codec::centre_layout(layout);
   const int lane = threadIdx.x % 32;
   const float scale = ptx::f16_to_f32(*reinterpret_cast<const std::uint16_t*>(block + side.scale_offset));
+  const std::byte *low = block + side.plane_offset[0], *high = block + side.plane_offset[1];
 #pragma unroll
-  for (int i = 0; i < D / 32; ++i) {
-    int code = 0, shift = 0;
-    for (int plane = 0; plane < side.planes; ++plane) {
-      const int bits = side.plane_bits[plane];
-      const codec::detail::Field field = codec::detail::k_field(bits, D, 0, lane + 32 * i);
-      code |= codec::detail::get_field(block + side.plane_offset[plane], field, bits) << shift;
-      shift += bits;
-    }
-    x[i] = __fadd_rn(x[i], __fmul_rn(tq_value<codec::kCentreFormat>(code), scale));
-  }
+  for (int i = 0; i < D / 32; ++i) x[i] = __fadd_rn(x[i], codec::centre_element(low, high, scale, lane + 32 * i));
 }
 
 template <int D>
