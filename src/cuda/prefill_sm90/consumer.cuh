@@ -36,6 +36,7 @@ struct Consumer {
   float o[kSums];
 
   __device__ std::byte* queries() const { return shared + group * S::kQueries; }
+  __device__ std::byte* rests() const { return shared + S::kRestsAt + group * S::kQueries; }
   __device__ void group_sync() const { ptx::barrier<128>(4 + group); }
   __device__ void my_turn() const { ptx::barrier<256>(1 + group); }
   __device__ void next_turn() const { barrier_arrive<256>(1 + (group ^ 1)); }
@@ -74,6 +75,17 @@ struct Consumer {
     *reinterpret_cast<std::uint32_t*>(queries() + place_by_token<D>(r, j) + 4 * t) =
         bf16 ? ptx::bf16x2(a, b) : ptx::f16x2(a, b);
   }
+  // What the halves of a pair leave, times kRestUnit. A centre can be a hundred times as long as other keys, and then
+  // the rounding of a query to a half would show in scores.
+  static constexpr float kRestUnit = 2048.0f;
+  __device__ void store_rests(int h, int j, float a, float b) const {
+    const std::uint32_t halves = ptx::f16x2(a, b);
+    const float first = ptx::f16_to_f32(static_cast<std::uint16_t>(halves)),
+                second = ptx::f16_to_f32(static_cast<std::uint16_t>(halves >> 16));
+    const int r = 16 * warp + g + 8 * h;
+    *reinterpret_cast<std::uint32_t*>(rests() + place_by_token<D>(r, j) + 4 * t) =
+        ptx::f16x2((a - first) * kRestUnit, (b - second) * kRestUnit);
+  }
   __device__ void poison(const bool (&finite)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -108,12 +120,17 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < D / 8; ++j) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        store_pair(h, j, x[4 * j + 2 * h] * inverse[h], x[4 * j + 2 * h + 1] * inverse[h], false);
+      for (int h = 0; h < 2; ++h) {
+        const float a = x[4 * j + 2 * h] * inverse[h], b = x[4 * j + 2 * h + 1] * inverse[h];
+        store_pair(h, j, a, b, false);
+        store_rests(h, j, a, b);
+      }
     }
     fence_for_products();
     group_sync();
   }
+  // kEncoded: for encoded pages.
+  template <bool kEncoded>
   __device__ void given_queries(bool bf16) {
     float largest[2] = {0.0f, 0.0f}, inverse[2];
     bool finite[2] = {true, true};
@@ -136,8 +153,10 @@ struct Consumer {
 #pragma unroll 4
       for (int j = 0; j < D / 8; ++j) {
         const std::int64_t at = query_at(h) + 2 * t + 8 * j;
-        store_pair(h, j, load_element(p.q.data, p.q.dtype, at) * inverse[h],
-                   load_element(p.q.data, p.q.dtype, at + 1) * inverse[h], bf16);
+        const float a = load_element(p.q.data, p.q.dtype, at) * inverse[h],
+                    b = load_element(p.q.data, p.q.dtype, at + 1) * inverse[h];
+        store_pair(h, j, a, b, bf16);
+        if constexpr (kEncoded) store_rests(h, j, a, b);
       }
     }
     fence_for_products();
@@ -165,18 +184,24 @@ struct Consumer {
     float of[8];
   };
   __device__ __forceinline__ void find_centres(Centres& centres) const {
-    const std::uint64_t q = ptx::operand(ptx::shared_address(queries()), S::kSwizzle);
     const std::uint64_t k =
         ptx::operand(ptx::shared_address(shared + S::kKeysAt + keys.stage() * S::kTile), S::kSwizzle);
     constexpr int kSteps = S::kSwizzle / 32;
-    ptx::wgmma_fence();
+    const auto add = [&](const std::byte* halves, bool first) {
+      const std::uint64_t q = ptx::operand(ptx::shared_address(halves), S::kSwizzle);
+      ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < D / 16; ++i) {
-      const std::uint64_t step = ptx::operand_step(i / kSteps * kPageTokens * S::kSwizzle + i % kSteps * 32);
-      ptx::Wgmma<kCentresAtOnce, false>::template shared<false>(centres.of, q + step, k + step, i > 0);
-    }
-    ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
+      for (int i = 0; i < D / 16; ++i) {
+        const std::uint64_t step = ptx::operand_step(i / kSteps * kPageTokens * S::kSwizzle + i % kSteps * 32);
+        ptx::Wgmma<kCentresAtOnce, false>::template shared<false>(centres.of, q + step, k + step, i > 0 || !first);
+      }
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+    };
+    add(rests(), true);
+#pragma unroll
+    for (float& sum : centres.of) sum *= 1.0f / kRestUnit;
+    add(queries(), false);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const float2 f = *reinterpret_cast<const float2*>(key_factors() + 8 * j + 2 * t);
@@ -405,20 +430,20 @@ struct Consumer {
     begin_tile();
     bool first = true;
     if constexpr (is_half(KF)) {
-      given_queries(KF == Format::bf16);
+      given_queries<false>(KF == Format::bf16);
       dense_pages(KF == Format::bf16, first);
     } else {
       if constexpr (kRotated) {
         rotated_queries();
       } else {
-        given_queries(false);
+        given_queries<true>(false);
       }
       pages<false, true>(first);
       if (!first) to_given_basis();
       const float before[2] = {in_log2[0], in_log2[1]};
       const bool bf16 = p.cache.exact_layout.k.format == Format::bf16;
       group_sync();  // every warp's products have read the queries
-      given_queries(bf16);
+      given_queries<false>(bf16);
 #pragma unroll
       for (int h = 0; h < 2; ++h) m[h] = m[h] == kNone ? kNone : m[h] * (before[h] / in_log2[h]);
       dense_pages(bf16, first);
