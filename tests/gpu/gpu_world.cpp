@@ -212,8 +212,8 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
   const std::pair<const char*, bool> kinds[] = {
       {core::kPrefillSm90,
        usual && host.spec.head_dim <= (is_dense ? 256 : 128) && (same || (host.spec.v == "tq4" && !is_dense))},
-      {core::kPrefillSm80, usual && !host.spec.page_centres && host.spec.head_dim <= 256 &&
-                               (same || (rotated(host.spec.k) && rotated(host.spec.v)))}};
+      {core::kPrefillSm80,
+       usual && host.spec.head_dim <= 256 && (same || (rotated(host.spec.k) && rotated(host.spec.v)))}};
   for (const auto& [kind, must_serve] : kinds) {
     if (!base.kernel.empty()) break;
     AttentionOptions other = base;

@@ -75,10 +75,9 @@ Result<std::string> missing_of_sm90(const core::DevicePlanConfig& config, const 
 }
 
 // The same for prefill_sm80; and how many blocks a multiprocessor holds.
-Result<std::string> missing_of_sm80(const core::DevicePlanConfig& config, const codec::PageLayout& encoded,
-                                    const Kernel* kernel, const DeviceLimits& limits, int& blocks) {
+Result<std::string> missing_of_sm80(const core::DevicePlanConfig& config, const Kernel* kernel,
+                                    const DeviceLimits& limits, int& blocks) {
   if (kernel == nullptr) return fmt::format("prefill_sm80 kernels do not serve {}", pair_at(config));
-  if (codec::is_centred(encoded)) return std::string("prefill_sm80 kernels do not serve page-centred caches");
   if (kernel->shared_bytes > limits.shared_bytes) {
     return fmt::format("prefill_sm80 kernels need {} bytes of shared memory a block for {}, the device has {}",
                        kernel->shared_bytes, pair_at(config), limits.shared_bytes);
@@ -131,7 +130,7 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config) {
     Result<std::string> missing = missing_of_sm90(config, kernels[0], limits);
     if (!missing.ok()) return missing.status();
     candidates[0].missing = *missing;
-    missing = missing_of_sm80(config, p.cache.encoded_layout, kernels[1], limits, blocks[1]);
+    missing = missing_of_sm80(config, kernels[1], limits, blocks[1]);
     if (!missing.ok()) return missing.status();
     candidates[1].missing = *missing;
   }

@@ -57,10 +57,10 @@ struct Attend {
            static_cast<std::uint32_t>(c / kPieces * kTokens * kBox);
   }
 
-  // Products of queries with kKeys keys at `keys`: of those, this warp's.
-  template <bool kBf16, int kKeys>
-  __device__ __forceinline__ void scores(const std::byte* keys, float (&s)[S::kSixteens][kKeys / S::kSplit / 2]) const {
-    constexpr int kMine = kKeys / S::kSplit;
+  // Products of queries with kMine keys, from `first` on, of the kKeys at `keys`. kSteps: that are unrolled.
+  template <bool kBf16, int kKeys, int kMine, int kSteps = D / 16>
+  __device__ __forceinline__ void products(const std::byte* keys, int first,
+                                           float (&s)[S::kSixteens][kMine / 2]) const {
     const int lane = ptx::thread_here() % 32;
     std::uint32_t q[S::kSixteens];
 #pragma unroll
@@ -72,8 +72,8 @@ struct Attend {
       for (int n = 0; n < kMine / 2; ++n) s[i][n] = 0.0f;
     }
     const std::uint32_t k = ptx::shared_address(keys) + static_cast<std::uint32_t>(place_by_token<D, kKeys>(
-                                                            part() * kMine + lane % 8 + lane / 16 * 8, lane / 8 % 2));
-#pragma unroll
+                                                            first + lane % 8 + lane / 16 * 8, lane / 8 % 2));
+#pragma unroll kSteps
     for (int step = 0; step < D / 16; ++step) {
       std::uint32_t a[S::kSixteens][4];
 #pragma unroll
@@ -89,6 +89,38 @@ struct Attend {
         }
       }
     }
+  }
+
+  // The same with this warp's share of the keys.
+  template <bool kBf16, int kKeys>
+  __device__ __forceinline__ void scores(const std::byte* keys, float (&s)[S::kSixteens][kKeys / S::kSplit / 2]) const {
+    constexpr int kMine = kKeys / S::kSplit;
+    products<kBf16, kKeys, kMine>(keys, part() * kMine, s);
+  }
+
+  // --- page centres: sixteen at a time, as keys of a tile ---
+
+  __device__ float* centre_products() const {
+    return reinterpret_cast<float*>(shared + S::kCentresAt) +
+           (part() * S::kRows + first_row() + g()) * S::kCentreRow;  // of this thread's first row
+  }
+  // Nobody reads the tile of keys when this is called, nor when it returns.
+  __device__ __forceinline__ void find_centres() const {
+    const PageQueue::Page& here = queue().page[turn & 3];
+    const std::uint32_t at = p.cache.encoded_layout.code_bytes;
+    unpack_centres<D>(at, shared + S::kKeysAt, [&](int place) { return block_at(false, here.centres[place]); });
+    __syncthreads();
+    float c[S::kSixteens][kCentresAtOnce / 2];
+    products<false, kPageTokens, kCentresAtOnce, 1>(shared + S::kKeysAt, 0, c);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const int place = n / 2 * 8 + 2 * (ptx::thread_here() % 4) + n % 2;
+      const float factor = centre_scale<D>(at, block_at(false, here.centres[place]));
+#pragma unroll
+      for (int i = 0; i < 2 * S::kSixteens; ++i)
+        centre_products()[8 * i * S::kCentreRow + place] = c[i / 2][n / 2 * 4 + i % 2 * 2 + n % 2] * factor;
+    }
+    __syncthreads();
   }
 
   // Adds the products of weights with kKeys values at `values`. kByToken: the tile has a row for each token, as dense
@@ -130,14 +162,18 @@ struct Attend {
   __device__ __forceinline__ void scale(int i, float (&s)[kCount], int page, int first_key,
                                         const float* factors) const {
     if constexpr (kScaled) {
+      float c[2] = {0.0f, 0.0f};  // the query's product with the page's centre
+      if (codec::is_centred(p.cache.encoded_layout)) {
+        const float* of_row = centre_products() + 16 * i * S::kCentreRow + PageName::place(page);
+        c[0] = of_row[0], c[1] = of_row[8 * S::kCentreRow];
+      }
 #pragma unroll
       for (int j = 0; j < kCount / 4; ++j) {
         const float2 f = *reinterpret_cast<const float2*>(factors + 8 * j + 2 * t());
-        s[4 * j] *= f.x, s[4 * j + 1] *= f.y, s[4 * j + 2] *= f.x, s[4 * j + 3] *= f.y;
+        s[4 * j] = fmaf(s[4 * j], f.x, c[0]), s[4 * j + 1] = fmaf(s[4 * j + 1], f.y, c[0]);
+        s[4 * j + 2] = fmaf(s[4 * j + 2], f.x, c[1]), s[4 * j + 3] = fmaf(s[4 * j + 3], f.y, c[1]);
       }
     }
-    // (Here products are in the units of the row's query as it lies in shared memory. A number of the row and the page,
-    // as the query's product with a page's centre, would be added here.)
     if (!is_plain()) {
 #pragma unroll
       for (int n = 0; n < kCount; ++n) s[n] *= to_log2(i, n / 2 % 2);
@@ -286,13 +322,14 @@ struct Attend {
     return queue().page[(turn + of) & 3].name;
   }
   __device__ const std::byte* block_of(bool exact) const {
+    return block_at(exact, queue().page[turn & 3].slot);
+  }
+  __device__ const std::byte* block_at(bool exact, int slot) const {
     const CacheView& c = p.cache;
     const std::uint64_t in_slot = static_cast<std::uint64_t>(p.layer * c.kv_heads + list().tile.kv_head) *
                                   (exact ? c.exact_layout : c.encoded_layout).block_bytes;
     return (exact ? c.exact : c.encoded) +
-           static_cast<std::uint64_t>(queue().page[turn & 3].slot) *
-               (exact ? c.exact_slot_bytes : c.encoded_slot_bytes) +
-           in_slot;
+           static_cast<std::uint64_t>(slot) * (exact ? c.exact_slot_bytes : c.encoded_slot_bytes) + in_slot;
   }
 
   __device__ __forceinline__ void encoded_pages() {
@@ -321,6 +358,7 @@ struct Attend {
       std::uint32_t w[S::kSixteens][kPageTokens / 16][4];
       ptx::copy_wait<0>();
       __syncthreads();  // all products of the page before are done
+      if (codec::is_centred(layout) && queue().page[turn & 3].starts != 0) find_centres();
       unpack_codes<D, false>(layout.k.format, shared, key_codes, shared + S::kKeysAt);
       if constexpr (S::kTwoTiles) {
         unpack_codes<D, true>(layout.v.format, shared, value_codes, shared + S::kValuesAt);

@@ -87,6 +87,25 @@ __device__ __forceinline__ void unpack_codes(Format f, std::byte* shared, const 
   });
 }
 
+// The centres of sixteen pages as the first sixteen keys of a tile. `block_of`: the block of the page at a place.
+template <int D, class BlockOf>
+__device__ __forceinline__ void unpack_centres(std::uint32_t centre_offset, std::byte* tile, BlockOf&& block_of) {
+  constexpr int kPieces = D / 32;
+#pragma unroll 1
+  for (int unit = ptx::thread_here(); unit < kCentresAtOnce * kPieces; unit += Shape<D>::kThreads) {
+    const int place = unit / 8 / kPieces * 8 + unit % 8, piece = unit / 8 % kPieces;  // (each_piece)
+    const std::byte* low = block_of(place) + centre_offset;
+    Unit<codec::kCentreFormat> x;
+    load_global<4>(low + 16 * piece, x.low);
+    load_global<2>(low + D / 2 + 8 * piece, x.high);
+    store_unit<codec::kCentreFormat, D, false, false>(tile, unit, x, Constants<codec::kCentreFormat>{}, nullptr);
+  }
+}
+template <int D>
+__device__ __forceinline__ float centre_scale(std::uint32_t centre_offset, const std::byte* block) {
+  return ptx::f16_to_f32(__ldg(reinterpret_cast<const unsigned short*>(block + centre_offset + D * 3 / 4)));
+}
+
 // The scales of a page: threads 0 to 63 have those of the keys, and those of the values only to see whether they are
 // numbers; threads 64 to 127 those of the values.
 template <int D>

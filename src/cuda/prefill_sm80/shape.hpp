@@ -40,8 +40,11 @@ struct Shape {
   static constexpr int kFactors = kPageTokens * (4 + (kGroups > 1 ? 2 * kGroups : 0));
   static constexpr int kKeyFactorsAt = kToLog2At + kRows * 4, kValueFactorsAt = kKeyFactorsAt + kFactors;
   static constexpr int kListAt = kValueFactorsAt + kFactors, kList = 128;  // of the tile's pages
-  static constexpr int kQueueAt = kListAt + kList, kQueue = 304;
-  static constexpr int kConstantsAt = kQueueAt + kQueue, kConstants = 16;  // of keys, of values
+  static constexpr int kQueueAt = kListAt + kList, kQueue = 576;
+  // Products of rows with the centres of sixteen pages, as floats. Warps that share rows have them twice. (20 floats a
+  // row: rows of neighbouring lanes lie in other banks.)
+  static constexpr int kCentresAt = kQueueAt + kQueue, kCentreRow = 20;
+  static constexpr int kConstantsAt = kCentresAt + kSplit * kRows * kCentreRow * 4, kConstants = 16;  // keys', values'
   static constexpr int kCodesAt = kConstantsAt + 2 * kConstants;
   static constexpr int code_bytes(Format f) { return codec::is_dense(f) ? 0 : 8 * D * codec::format_bits(f); }
   static constexpr int bytes(Format k, Format v) {
