@@ -70,37 +70,76 @@ __device__ __forceinline__ std::uint32_t dense_bits(float x, bool is_value, bool
   return half_bits(x, format == Format::f16);
 }
 
-// Rows as dense ones: into the exact copy, or into a dense format. Two elements a thread and turn.
-template <class Shape, bool kFromExact>
+// Whether rows can be read 16 bytes at a time.
+__device__ __forceinline__ bool in_pieces(const WriteSide& side) {
+  const auto places = reinterpret_cast<std::uint64_t>(side.rows) |
+                      static_cast<std::uint64_t>((side.token_stride | side.head_stride) * 2);
+  return side.dtype != Dtype::f32 && places % 16 == 0;
+}
+
+// Elements [at, at + kCount) of a row: eight of 16 bits in one load, or two.
+template <int kCount>
+__device__ __forceinline__ void load_elements(const void* row, Dtype dtype, int at, float (&x)[kCount]) {
+  if constexpr (kCount == 8) {
+    const uint4 words = *reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(row) + at);
+    const std::uint32_t bits[8] = {words.x & 0xFFFFu, words.x >> 16, words.y & 0xFFFFu, words.y >> 16,
+                                   words.z & 0xFFFFu, words.z >> 16, words.w & 0xFFFFu, words.w >> 16};
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) x[j] = element_of(bits[j], dtype);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) x[j] = load_element(row, dtype, at + j);
+  }
+}
+
+// Rows as dense ones: into the exact copy, or into a dense format. kWidth elements a thread and turn.
+template <class Shape, bool kFromExact, int kWidth>
 __device__ __forceinline__ void store_dense(const PageJob& job, bool to_exact, int first, int last) {
   constexpr int kD = Shape::kD;
   const codec::SideLayout& to = job.layout(to_exact);
   std::byte* block = to_exact ? job.exact : job.encoded;
   const Dtype rounding = job.params->rounding;
   bool finite = true;
-  for (int i = thread_of_team<Shape>(); i < (last - first) * (kD / 2); i += Shape::kTeamThreads) {
-    const int token = first + i / (kD / 2), channel = i % (kD / 2) * 2;
-    const bool given = job.given(token, kFromExact);
-    const void* row = job.source<Shape::kD>(token, kFromExact);
-    const Dtype dtype = given ? job.side->dtype : rounding;
+#pragma unroll 1
+  for (int i = thread_of_team<Shape>(); i < (last - first) * (kD / kWidth); i += Shape::kTeamThreads) {
+    const int token = first + i / (kD / kWidth), channel = i % (kD / kWidth) * kWidth;
+    const bool given = job.given(token, kFromExact), has_value = given && !job.is_value;
     const WriteSide& values = job.params->v;
-    const void* value_row = given && !job.is_value ? job.input_of(values, token) : nullptr;
-    std::uint32_t word = 0;
+    // Which elements cannot be stored because their values cannot.
+    unsigned without_value = 0;
+    float x[kWidth];
+    if (has_value) {
+      load_elements(job.input_of(values, token), values.dtype, channel, x);
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      float x = load_element(row, dtype, channel + j);
-      const bool fits = !given || is_storable(x, Dtype::f32);
-      finite = finite && fits;
-      const bool value_fits =
-          value_row == nullptr || is_storable(load_element(value_row, values.dtype, channel + j), Dtype::f32);
-      if (rounding == Dtype::bf16) x = __uint_as_float(half_bits(x, false) << 16);
-      if (rounding == Dtype::f16) x = base::f16_to_f32(static_cast<std::uint16_t>(half_bits(x, true)));
-      word |= dense_bits(x, job.is_value, fits, value_fits, to.format) << (16 * j);
+      for (int j = 0; j < kWidth; ++j) without_value |= is_storable(x[j], Dtype::f32) ? 0u : 1u << j;
     }
-    *reinterpret_cast<std::uint32_t*>(block + to.plane_offset[0] + static_cast<std::size_t>(token) * kD * 2 +
-                                      channel * 2) = word;
+    load_elements(job.source<kD>(token, kFromExact), given ? job.side->dtype : rounding, channel, x);
+    std::uint32_t words[kWidth / 2] = {};
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      const bool fits = !given || is_storable(x[j], Dtype::f32);
+      finite = finite && fits;
+      float y = x[j];
+      if (rounding == Dtype::bf16) y = __uint_as_float(half_bits(y, false) << 16);
+      if (rounding == Dtype::f16) y = base::f16_to_f32(static_cast<std::uint16_t>(half_bits(y, true)));
+      words[j / 2] |= dense_bits(y, job.is_value, fits, (without_value >> j & 1) == 0, to.format) << (16 * (j % 2));
+    }
+    std::byte* at = block + to.plane_offset[0] + (static_cast<std::size_t>(token) * kD + channel) * 2;
+    if constexpr (kWidth == 8) {
+      *reinterpret_cast<uint4*>(at) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else {
+      *reinterpret_cast<std::uint32_t*>(at) = words[0];
+    }
   }
   if (!finite) *job.params->non_finite = 1;
+}
+template <class Shape, bool kFromExact>
+__device__ __forceinline__ void store_dense(const PageJob& job, bool to_exact, int first, int last) {
+  if (in_pieces(*job.side) && in_pieces(job.params->v)) {
+    store_dense<Shape, kFromExact, 8>(job, to_exact, first, last);
+  } else {
+    store_dense<Shape, kFromExact, 2>(job, to_exact, first, last);
+  }
 }
 
 // --- rows to encode --------------------------------------------------------------------------------------------------

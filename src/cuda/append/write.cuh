@@ -27,7 +27,9 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat)
     __syncthreads();
   }
   ptx::wait_prerequisites();
-  for (auto i = static_cast<std::int32_t>(jobs * place / teams); i < last;) {
+  const auto begin = static_cast<std::int32_t>(jobs * place / teams);
+  if (cache.exact_ends().any()) store_exact_pages<Shape>(params, begin, last, is_value);
+  for (std::int32_t i = begin; i < last;) {
     const std::int32_t item = i / cache.kv_heads, head = i % cache.kv_heads;
     const int heads = min(cache.kv_heads - head, last - i);
     i += heads;
@@ -36,7 +38,6 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat)
     const PageJob job = page_job(params, page, head, is_value);
     // TouchedPage's members written out: through them nvcc spills 104 bytes of tq4 instead of 28 (13 % slower).
     const bool from_exact = page.ref.exact >= 0;
-    if (from_exact && job.count > 0) store_exact_rows<Shape>(job, heads);
     if (page.ref.encoded < 0 || (from_exact ? !page.leaves_tail : job.count <= 0)) continue;
     const int first = from_exact ? 0 : job.begin, end = from_exact ? kPageTokens : job.begin + job.count;
     if constexpr (codec::is_dense(kFormat)) {

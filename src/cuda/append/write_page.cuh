@@ -271,12 +271,29 @@ __device__ __forceinline__ PageJob page_job(const WriteParams& params, const Tou
           .count = page.count};
 }
 
-// New rows of a page that is exact, of `heads` heads from the job's on.
+// New rows of a page that is exact.
 template <class Shape>
-__device__ __forceinline__ void store_exact_rows(PageJob job, int heads) {
-  for (; heads > 0; --heads) {
-    store_dense<Shape, false>(job, true, job.begin, job.begin + job.count);
-    job.to_next_head();
+__device__ __forceinline__ void store_exact_rows(const PageJob& job) {
+  store_dense<Shape, false>(job, true, job.begin, job.begin + job.count);
+}
+
+// New rows of pages that are exact: a team's share [first, last) of all jobs. Here jobs count the items of one head,
+// then those of the next, so that teams share the few exact pages, and a warp looks at 32 items at once. (Apart from
+// the encoding: together they would need more registers.)
+template <class Shape>
+__device__ __forceinline__ void store_exact_pages(const WriteParams& params, std::int32_t first, std::int32_t last,
+                                                  bool is_value) {
+  const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
+#pragma unroll 1
+  for (std::int32_t base = first; base < last; base += 32) {
+    bool exact = false;
+    if (base + lane < last) exact = find_page(params, (base + lane) % params.items).has_exact_rows();
+#pragma unroll 1
+    for (unsigned left = __ballot_sync(~0u, exact); left != 0; left &= left - 1) {
+      const std::int32_t number = base + __ffs(static_cast<int>(left)) - 1;
+      const TouchedPage page = find_page(params, number % params.items);
+      store_exact_rows<Shape>(page_job(params, page, number / params.items, is_value));
+    }
   }
 }
 

@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
       const int octet = number % octets * kOctet;
       begin = max(begin, octet), end = min(end, octet + kOctet);
     } else if (page.has_exact_rows()) {
-      store_exact_rows<Shape>(job, 1);
+      store_exact_rows<Shape>(job);
     }
     if (begin < end) encode_any<Shape, true>(job, page.ref.exact >= 0, begin, end);
   }
