@@ -21,7 +21,7 @@ MAXIMA = {
     "files to edit for a CUDA pair": 1,
     "device branches in src/core": 0,  # outside the stores
     "void* callbacks from kernels": 0,
-    "lines over 120 columns": 33,  # code blocks of documents, and CMakePresets.json
+    "lines over 120 columns": 0,
 }
 COLUMNS = 120
 
