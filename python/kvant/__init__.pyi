@@ -375,7 +375,10 @@ def merge(partials: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     """Merges attention over disjoint sets of keys, in the order given, by the log-sum-exp rule.
 
     partials: (out, lse) pairs as Plan.run returns them with f32 outputs: out [rows, heads, head_dim], lse [rows,
-        heads], contiguous, in host memory. Returns (out, lse) of the same shapes, numpy f32.
+        heads]. Torch tensors on any one device, with any strides, or arrays in host memory. Returns (out, lse) of the
+        same shapes in f32, torch tensors there or numpy. On a device torch computes it, so a CUDA graph can record it.
+        Rows without keys (lse -inf) count for nothing; where no partial has keys, out is 0 and lse is -inf.
+    Errors: InvalidArgument.
     """
 
 def version() -> str:

@@ -52,10 +52,16 @@ def merge(partials: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     """Merges attention over disjoint sets of keys, in the order given, by the log-sum-exp rule.
 
     partials: (out, lse) pairs as Plan.run returns them with f32 outputs: out [rows, heads, head_dim], lse [rows,
-        heads], contiguous, in host memory. Returns (out, lse) of the same shapes, numpy f32.
+        heads]. Torch tensors on any one device, with any strides, or arrays in host memory. Returns (out, lse) of the
+        same shapes in f32, torch tensors there or numpy. On a device torch computes it, so a CUDA graph can record it.
+        Rows without keys (lse -inf) count for nothing; where no partial has keys, out is 0 and lse is -inf.
+    Errors: InvalidArgument.
     """
     import numpy as np
 
+    partials = list(partials)
+    if any(_tensors.is_torch(x) for pair in partials for x in pair):
+        return _merge_torch(partials)
     pairs = [(np.ascontiguousarray(o, np.float32), np.ascontiguousarray(l, np.float32)) for o, l in partials]
     if not pairs:
         raise InvalidArgument("partials is empty: give at least one (out, lse)")
@@ -69,6 +75,34 @@ def merge(partials: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     out, lse = np.empty(shape, np.float32), np.empty(rows, np.float32)
     _c.check(_c.merge(c, len(pairs), int(np.prod(rows)), shape[-1], out.ctypes.data, lse.ctypes.data))
     return out, lse
+
+
+def _merge_torch(partials: SequenceOf[tuple[Any, Any]]) -> tuple[Any, Any]:
+    import torch
+
+    first = partials[0]
+    device = next(x.device for pair in partials for x in pair if isinstance(x, torch.Tensor))
+    for i, (out, lse) in enumerate(partials):
+        for name, x in (("out", out), ("lse", lse)):
+            if not isinstance(x, torch.Tensor) or x.dtype != torch.float32 or x.device != device:
+                raise InvalidArgument(f"partials[{i}]: {name} must be an f32 tensor on {device}")
+        if out.shape != first[0].shape or lse.shape != out.shape[:-1]:
+            raise InvalidArgument(
+                f"partials[{i}] has shapes {tuple(out.shape)} and {tuple(lse.shape)}: must be [..., head_dim] and [...], "
+                "all alike"
+            )
+    top = first[1]
+    for _, lse in partials[1:]:
+        top = torch.maximum(top, lse)
+    reference = top.clamp_min(torch.finfo(torch.float32).min)  # not -inf: -inf - -inf is no number
+    total = merged = None
+    for out, lse in partials:
+        weight = torch.exp(lse - reference)
+        term = out * weight.unsqueeze(-1)
+        total, merged = (weight, term) if total is None else (total + weight, merged + term)
+    empty = total == 0
+    merged = merged / total.masked_fill(empty, 1.0).unsqueeze(-1)
+    return merged, reference + torch.log(total)
 
 
 # --- the command line tool --------------------------------------------------------------------------------------------

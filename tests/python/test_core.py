@@ -159,19 +159,6 @@ def test_sink_logits_join_the_denominator_only(rng):
     close(lse, expected_lse)
 
 
-def test_merging_two_halves_gives_the_whole(rng):
-    k, v, q = rows(rng, 200), rows(rng, 200), rows(rng, 1, 2)
-    parts = []
-    for part in (slice(0, 120), slice(120, 200)):
-        seq = (cache := exact_cache()).sequence()
-        seq.append(0, k[part], v[part])
-        parts.append(cache.attend(seq, 0, q, lse=True))
-    expected, expected_lse = attention(q, k, v)
-    out, lse = kvant.merge(parts)
-    close(out, expected)
-    close(lse, expected_lse)
-
-
 # --- batches and layouts ----------------------------------------------------------------------------------------------
 
 

@@ -75,16 +75,14 @@ struct Consumer {
     *reinterpret_cast<std::uint32_t*>(queries() + place_by_token<D>(r, j) + 4 * t) =
         bf16 ? ptx::bf16x2(a, b) : ptx::f16x2(a, b);
   }
-  // What the halves of a pair leave, times kRestUnit. A centre can be a hundred times as long as other keys, and then
-  // the rounding of a query to a half would show in scores.
-  static constexpr float kRestUnit = 2048.0f;
+  // What the halves of a pair leave. A centre can be a hundred times as long as other keys, and then the rounding of a
+  // query to a half would show in scores.
   __device__ void store_rests(int h, int j, float a, float b) const {
     const std::uint32_t halves = ptx::f16x2(a, b);
     const float first = ptx::f16_to_f32(static_cast<std::uint16_t>(halves)),
                 second = ptx::f16_to_f32(static_cast<std::uint16_t>(halves >> 16));
     const int r = 16 * warp + g + 8 * h;
-    *reinterpret_cast<std::uint32_t*>(rests() + place_by_token<D>(r, j) + 4 * t) =
-        ptx::f16x2((a - first) * kRestUnit, (b - second) * kRestUnit);
+    *reinterpret_cast<std::uint32_t*>(rests() + place_by_token<D>(r, j) + 4 * t) = ptx::f16x2(a - first, b - second);
   }
   __device__ void poison(const bool (&finite)[2]) {
 #pragma unroll
@@ -187,21 +185,18 @@ struct Consumer {
     const std::uint64_t k =
         ptx::operand(ptx::shared_address(shared + S::kKeysAt + keys.stage() * S::kTile), S::kSwizzle);
     constexpr int kSteps = S::kSwizzle / 32;
-    const auto add = [&](const std::byte* halves, bool first) {
-      const std::uint64_t q = ptx::operand(ptx::shared_address(halves), S::kSwizzle);
-      ptx::wgmma_fence();
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int term = 0; term < 2; ++term) {  // the smaller one first
+      const std::uint64_t q = ptx::operand(ptx::shared_address(term == 0 ? rests() : queries()), S::kSwizzle);
 #pragma unroll
       for (int i = 0; i < D / 16; ++i) {
         const std::uint64_t step = ptx::operand_step(i / kSteps * kPageTokens * S::kSwizzle + i % kSteps * 32);
-        ptx::Wgmma<kCentresAtOnce, false>::template shared<false>(centres.of, q + step, k + step, i > 0 || !first);
+        ptx::Wgmma<kCentresAtOnce, false>::template shared<false>(centres.of, q + step, k + step, i + term > 0);
       }
-      ptx::wgmma_commit();
-      ptx::wgmma_wait<0>();
-    };
-    add(rests(), true);
-#pragma unroll
-    for (float& sum : centres.of) sum *= 1.0f / kRestUnit;
-    add(queries(), false);
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const float2 f = *reinterpret_cast<const float2*>(key_factors() + 8 * j + 2 * t);
