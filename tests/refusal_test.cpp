@@ -374,5 +374,20 @@ TEST(MergeRefuses, BadArguments) {
   expect_refused(merge(parts, 1, 32, nullptr, lse.data()), Code::invalid_argument, {"out", "null"});
 }
 
+TEST(MergeRefuses, WhatADeviceDoesNotTake) {
+  std::vector<float> out(32), lse(1);
+  const std::vector<Partial> parts(65, Partial{out.data(), lse.data()});
+  const std::span<const Partial> all(parts);
+  expect_refused(merge_on_device({}, 1, 32, out.data(), lse.data(), {}), Code::invalid_argument, {"partials"});
+  expect_refused(merge_on_device(all, 1, 32, out.data(), lse.data(), {}), Code::invalid_argument, {"65", "64"});
+  expect_refused(merge_on_device(all.first(1), 1, 32, nullptr, lse.data(), {}), Code::invalid_argument, {"out"});
+  expect_refused(merge_on_device(all.first(1), 1, 32, out.data(), lse.data(), {}, {.out = 31}), Code::invalid_argument,
+                 {"strides", "31", "32"});
+  expect_refused(merge_on_device(all.first(1), 1, 32, out.data(), lse.data(), {}, {.lse = -1}), Code::invalid_argument,
+                 {"strides", "-1"});
+  expect_refused(merge_on_device(all.first(1), std::int64_t{1} << 40, 32, out.data(), lse.data(), {}),
+                 Code::invalid_argument, {"rows"});
+}
+
 }  // namespace
 }  // namespace kvant::test

@@ -172,6 +172,18 @@ struct Partial {
 /// 0 with lse = -inf. lse may include sink logits in one of the partials, not in more: they would count twice.
 KVANT_API Status merge(std::span<const Partial> partials, std::int64_t rows, int head_dim, float* out, float* lse);
 
+/// Where rows of partial results in device memory lie, in elements. 0: behind each other.
+struct PartialStrides {
+  std::int64_t out = 0;  ///< from one row of a partial's out to the next: at least head_dim
+  std::int64_t lse = 0;  ///< from one row of a partial's lse to the next: at least 1
+};
+/// The same for partial results in the memory of one CUDA device, up to 64 of them, in f32 arithmetic. out [rows,
+/// head_dim] and lse [rows] (may be null) lie behind each other and must not overlap the partials. One launch on
+/// `stream`: nothing is allocated or waited for, and it can be recorded in a CUDA graph.
+/// Errors: invalid_argument, unsupported (no CUDA backend).
+KVANT_API Status merge_on_device(std::span<const Partial> partials, std::int64_t rows, int head_dim, float* out,
+                                 float* lse, Stream stream, const PartialStrides& strides = {});
+
 /// The instruction sets compiled in, best first (amx, avx512, avx2, scalar; on 64-bit ARM neon, scalar), and whether
 /// this machine has them. Asking changes nothing.
 struct IsaInfo {

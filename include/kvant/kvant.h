@@ -427,6 +427,15 @@ typedef struct kvant_partial {
 KVANT_C_API kvant_status kvant_merge(const kvant_partial* partials, int64_t count, int64_t rows, int32_t head_dim,
                                      float* out, float* lse);
 
+/* The same for partial results in the memory of one CUDA device, 1 to 64 of them, in f32 arithmetic. out_stride and
+ * lse_stride: elements from one row of each partial's out and lse to the next; 0: behind each other. out and lse must
+ * not overlap the partials, and their rows lie behind each other. One launch on stream (cudaStream_t; NULL: the default
+ * stream), which a CUDA graph can record.
+ * Errors: KVANT_INVALID_ARGUMENT, KVANT_UNSUPPORTED (no CUDA backend). */
+KVANT_C_API kvant_status kvant_merge_on_device(const kvant_partial* partials, int64_t count, int64_t rows,
+                                               int32_t head_dim, int64_t out_stride, int64_t lse_stride, float* out,
+                                               float* lse, void* stream);
+
 /* --- pages in an engine's blocks ---------------------------------------------------------------------------------- */
 
 /* Encoded pages in memory that an engine owns: kvant writes into its blocks, and attends over them. kvant/pages.hpp and

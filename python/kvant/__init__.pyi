@@ -371,14 +371,16 @@ def formats() -> list[dict[str, Any]]:
 def info() -> dict[str, Any]:
     """Facts about this build and this machine: formats, head_dims, instruction sets, backends, threads."""
 
-def merge(partials: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
+def merge(partials: Iterable[tuple[Any, Any]], *, stream: Any = None) -> tuple[Any, Any]:
     """Merges attention over disjoint sets of keys, in the order given, by the log-sum-exp rule.
 
-    partials: (out, lse) pairs as Plan.run returns them with f32 outputs: out [rows, heads, head_dim], lse [rows,
-        heads]. Torch tensors on any one device, with any strides, or arrays in host memory. Returns (out, lse) of the
-        same shapes in f32, torch tensors there or numpy. On a device torch computes it, so a CUDA graph can record it.
-        Rows without keys (lse -inf) count for nothing; where no partial has keys, out is 0 and lse is -inf.
-    Errors: InvalidArgument.
+    partials: (out, lse) pairs as Plan.run returns them with f32 outputs: out [..., head_dim], lse [...]. Torch tensors,
+        all on one device, or arrays in host memory. Rows without keys (lse -inf) count for nothing.
+    stream: CUDA tensors only: the stream to enqueue on, None: torch's current one. Of 64 partials at most, one launch
+        that a CUDA graph can record; tensors whose rows are not evenly spaced are copied first.
+    Returns (out, lse) of the same shapes in f32: torch tensors where there were such, else numpy. Where no partial has
+        keys, out is 0 and lse is -inf.
+    Errors: InvalidArgument; Unsupported for CUDA tensors without kvant's CUDA backend.
     """
 
 def version() -> str:

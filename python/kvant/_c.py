@@ -314,6 +314,18 @@ plan_describe = _function("kvant_plan_describe", c_void_p, POINTER(PlanFacts))
 run_options_init = _function("kvant_run_options_init", POINTER(RunOptions), c_size_t, result=None)
 run = _function("kvant_run", c_void_p, c_int32, POINTER(Tensor), POINTER(MutableTensor), POINTER(RunOptions))
 merge = _function("kvant_merge", POINTER(Partial), c_int64, c_int64, c_int32, c_void_p, c_void_p)
+merge_on_device = _function(
+    "kvant_merge_on_device",
+    POINTER(Partial),
+    c_int64,
+    c_int64,
+    c_int32,
+    c_int64,
+    c_int64,
+    c_void_p,
+    c_void_p,
+    c_void_p,
+)
 
 _Pool = POINTER(BlockPool)
 pages_config_init = _function("kvant_pages_config_init", POINTER(PagesConfig), c_size_t, result=None)

@@ -48,61 +48,72 @@ def bf16(bits: Any) -> _tensors.Bf16Array:
     return _tensors.Bf16Array(bits)
 
 
-def merge(partials: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
+def merge(partials: Iterable[tuple[Any, Any]], *, stream: Any = None) -> tuple[Any, Any]:
     """Merges attention over disjoint sets of keys, in the order given, by the log-sum-exp rule.
 
-    partials: (out, lse) pairs as Plan.run returns them with f32 outputs: out [rows, heads, head_dim], lse [rows,
-        heads]. Torch tensors on any one device, with any strides, or arrays in host memory. Returns (out, lse) of the
-        same shapes in f32, torch tensors there or numpy. On a device torch computes it, so a CUDA graph can record it.
-        Rows without keys (lse -inf) count for nothing; where no partial has keys, out is 0 and lse is -inf.
-    Errors: InvalidArgument.
+    partials: (out, lse) pairs as Plan.run returns them with f32 outputs: out [..., head_dim], lse [...]. Torch tensors,
+        all on one device, or arrays in host memory. Rows without keys (lse -inf) count for nothing.
+    stream: CUDA tensors only: the stream to enqueue on, None: torch's current one. Of 64 partials at most, one launch
+        that a CUDA graph can record; tensors whose rows are not evenly spaced are copied first.
+    Returns (out, lse) of the same shapes in f32: torch tensors where there were such, else numpy. Where no partial has
+        keys, out is 0 and lse is -inf.
+    Errors: InvalidArgument; Unsupported for CUDA tensors without kvant's CUDA backend.
     """
     import numpy as np
 
     partials = list(partials)
-    if any(_tensors.is_torch(x) for pair in partials for x in pair):
-        return _merge_torch(partials)
-    pairs = [(np.ascontiguousarray(o, np.float32), np.ascontiguousarray(l, np.float32)) for o, l in partials]
-    if not pairs:
+    if not partials:
         raise InvalidArgument("partials is empty: give at least one (out, lse)")
+    device = next((x.device for pair in partials for x in pair if _tensors.is_torch(x)), None)
+    if device is not None:
+        for i, pair in enumerate(partials):
+            for name, x in zip(("out", "lse"), pair):
+                if not _tensors.is_torch(x) or x.device != device or _tensors.torch_dtype(x.dtype) != _c.F32:
+                    raise InvalidArgument(f"partials[{i}]: {name} must be an f32 tensor on {device}")
+    pairs = partials if device is not None else [tuple(np.ascontiguousarray(x, np.float32) for x in p) for p in partials]
     shape, rows = pairs[0][0].shape, pairs[0][1].shape
     for i, (o, l) in enumerate(pairs):
         if o.shape != shape or l.shape != rows or shape[:-1] != rows:
             raise InvalidArgument(
-                f"partials[{i}] has shapes {o.shape} and {l.shape}: must be [..., head_dim] and [...], all alike"
+                f"partials[{i}] has shapes {tuple(o.shape)} and {tuple(l.shape)}: must be [..., head_dim] and [...], "
+                "all alike"
             )
+    if device is not None and device.type == "cuda":
+        return _merge_on_device(pairs, device, stream)
+    if stream is not None:
+        raise InvalidArgument("stream is given, but partials are in host memory: the merge is done when it returns")
+    if device is not None:
+        out, lse = merge([tuple(x.detach().numpy() for x in pair) for pair in pairs])
+        torch = sys.modules["torch"]
+        return torch.from_numpy(out), torch.from_numpy(lse)
     c = (_c.Partial * len(pairs))(*((o.ctypes.data, l.ctypes.data) for o, l in pairs))
     out, lse = np.empty(shape, np.float32), np.empty(rows, np.float32)
     _c.check(_c.merge(c, len(pairs), int(np.prod(rows)), shape[-1], out.ctypes.data, lse.ctypes.data))
     return out, lse
 
 
-def _merge_torch(partials: SequenceOf[tuple[Any, Any]]) -> tuple[Any, Any]:
-    import torch
+def _even_rows(x: Any, columns: int) -> tuple[Any, int]:
+    """x as rows of `columns` neighbouring elements, and the elements from one row to the next."""
+    flat = x.reshape(-1, columns)  # a view where strides allow it
+    if columns > 1 and flat.stride(1) != 1:
+        flat = flat.contiguous()
+    return flat, max(flat.stride(0), columns)
 
-    first = partials[0]
-    device = next(x.device for pair in partials for x in pair if isinstance(x, torch.Tensor))
-    for i, (out, lse) in enumerate(partials):
-        for name, x in (("out", out), ("lse", lse)):
-            if not isinstance(x, torch.Tensor) or x.dtype != torch.float32 or x.device != device:
-                raise InvalidArgument(f"partials[{i}]: {name} must be an f32 tensor on {device}")
-        if out.shape != first[0].shape or lse.shape != out.shape[:-1]:
-            raise InvalidArgument(
-                f"partials[{i}] has shapes {tuple(out.shape)} and {tuple(lse.shape)}: must be [..., head_dim] and [...], "
-                "all alike"
-            )
-    top = first[1]
-    for _, lse in partials[1:]:
-        top = torch.maximum(top, lse)
-    reference = top.clamp_min(torch.finfo(torch.float32).min)  # not -inf: -inf - -inf is no number
-    total = merged = None
-    for out, lse in partials:
-        weight = torch.exp(lse - reference)
-        term = out * weight.unsqueeze(-1)
-        total, merged = (weight, term) if total is None else (total + weight, merged + term)
-    empty = total == 0
-    merged = merged / total.masked_fill(empty, 1.0).unsqueeze(-1)
-    return merged, reference + torch.log(total)
+
+def _merge_on_device(pairs: SequenceOf[tuple[Any, Any]], device: Any, stream: Any) -> tuple[Any, Any]:
+    torch = sys.modules["torch"]
+    out, lse = torch.empty(pairs[0][0].shape, device=device), torch.empty(pairs[0][1].shape, device=device)
+    head_dim = out.shape[-1]
+    even = [(_even_rows(o, head_dim), _even_rows(l, 1)) for o, l in pairs]
+    if any((o[1], l[1]) != (even[0][0][1], even[0][1][1]) for o, l in even):
+        even = [((o[0].contiguous(), head_dim), (l[0].contiguous(), 1)) for o, l in even]
+    c = (_c.Partial * len(even))(*((o[0].data_ptr(), l[0].data_ptr()) for o, l in even))
+    strides = even[0][0][1], even[0][1][1]
+    handle = _tensors.stream_of(("cuda", out.get_device()), stream)
+    _c.check(
+        _c.merge_on_device(c, len(even), lse.numel(), head_dim, *strides, out.data_ptr(), lse.data_ptr(), handle)
+    )
+    return out, lse
 
 
 # --- the command line tool --------------------------------------------------------------------------------------------

@@ -82,6 +82,19 @@ Result<RunOptions> to_run_options(const kvant_run_options* pointer) {
                     .workspace = {static_cast<std::byte*>(given.workspace), given.workspace_size}};
 }
 
+namespace {
+
+Result<std::vector<Partial>> to_partials(const kvant_partial* partials, int64_t count) {
+  if (count < 0) return Status{Code::invalid_argument, "count is " + std::to_string(count) + "; it must be 0 or more"};
+  if (count > 0 && partials == nullptr) return null_argument("partials");
+  std::vector<Partial> converted;
+  converted.reserve(static_cast<std::size_t>(count));
+  for (std::int64_t i = 0; i < count; ++i) converted.push_back({partials[i].out, partials[i].lse});
+  return converted;
+}
+
+}  // namespace
+
 }  // namespace kvant::capi
 
 using namespace kvant::capi;
@@ -151,13 +164,19 @@ kvant_status kvant_run(const kvant_plan* plan, int32_t layer, const kvant_tensor
 kvant_status kvant_merge(const kvant_partial* partials, int64_t count, int64_t rows, int32_t head_dim, float* out,
                          float* lse) {
   return guarded([&]() -> kvant::Status {
-    if (count < 0)
-      return {kvant::Code::invalid_argument, "count is " + std::to_string(count) + "; it must be 0 or more"};
-    if (count > 0 && partials == nullptr) return null_argument("partials");
-    std::vector<kvant::Partial> converted;
-    converted.reserve(static_cast<std::size_t>(count));
-    for (std::int64_t i = 0; i < count; ++i) converted.push_back({partials[i].out, partials[i].lse});
-    return kvant::merge(converted, rows, head_dim, out, lse);
+    const auto converted = to_partials(partials, count);
+    if (!converted) return converted.status();
+    return kvant::merge(*converted, rows, head_dim, out, lse);
+  });
+}
+
+kvant_status kvant_merge_on_device(const kvant_partial* partials, int64_t count, int64_t rows, int32_t head_dim,
+                                   int64_t out_stride, int64_t lse_stride, float* out, float* lse, void* stream) {
+  return guarded([&]() -> kvant::Status {
+    const auto converted = to_partials(partials, count);
+    if (!converted) return converted.status();
+    return kvant::merge_on_device(*converted, rows, head_dim, out, lse, kvant::Stream{stream},
+                                  {out_stride, lse_stride});
   });
 }
 

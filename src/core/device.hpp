@@ -123,6 +123,20 @@ struct DeviceBuild {
   std::vector<std::string> pairs;  // "tq6/tq4": formats of keys and values with attention kernels
 };
 
+// kvant::merge_on_device, with strides filled in. Passed to a kernel as it is.
+struct DevicePartials {
+  static constexpr int kMost = 64;
+  struct One {
+    const float* out;
+    const float* lse;
+  } partial[kMost];
+  std::int32_t count, head_dim;
+  std::int64_t rows, out_stride, lse_stride;
+  float* out;
+  float* lse;  // or null
+  Stream stream;
+};
+
 struct DeviceBackend {
   const char* name;              // "cuda"
   std::string (*detail)();       // what was compiled in, and for which devices
@@ -130,6 +144,7 @@ struct DeviceBackend {
   Result<std::unique_ptr<DevicePages>> (*make_pages)(const DevicePagesConfig& config);
   Result<std::unique_ptr<DevicePlan>> (*make_plan)(const DevicePlanConfig& config);
   Result<std::unique_ptr<DeviceBlocks>> (*make_blocks)(const DeviceBlocksConfig& config) = nullptr;  // null: has none
+  Status (*merge)(const DevicePartials& partials) = nullptr;
   DeviceBuild (*build)() = nullptr;  // never starts the driver
 };
 

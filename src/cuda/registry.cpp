@@ -6,6 +6,7 @@
 #include "core/device.hpp"
 #include "core/fmt.hpp"
 #include "cuda/blocks/blocks.hpp"
+#include "cuda/merge/partials.hpp"
 #include "cuda/plan/decode_plan.hpp"
 #include "cuda/runtime/architectures.hpp"
 #include "cuda/runtime/built.hpp"
@@ -87,6 +88,7 @@ const DeviceBackend* device_backend() {
                                           .make_pages = &cuda::make_pages,
                                           .make_plan = &cuda::make_plan,
                                           .make_blocks = &cuda::make_blocks,
+                                          .merge = &cuda::merge_partials,
                                           .build = &cuda::build};
   return &kBackend;
 }
