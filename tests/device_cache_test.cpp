@@ -274,7 +274,6 @@ TEST(DeviceCache, Refusals) {
   refused([](CacheConfig& c) { c.device = "cuda:x"; }, Code::invalid_argument, "cuda:N");
   refused([](CacheConfig& c) { c.max_sequences = 0; }, Code::invalid_argument, "max_sequences");
   refused([](CacheConfig& c) { c.max_sequence_tokens = -1; }, Code::invalid_argument, "max_sequence_tokens");
-  refused([](CacheConfig& c) { c.exact = Dtype::f32; }, Code::unsupported, "exact");
   refused([](CacheConfig& c) { c.k_centre = KeyCentre::page, c.tail_pages = 0; }, Code::unsupported,
           "kernels there centre whole pages");
   refused([](CacheConfig&) {}, Code::unsupported, "no CUDA backend", nullptr);
@@ -284,6 +283,11 @@ TEST(DeviceCache, Refusals) {
                                                .make_pages = nullptr,
                                                .make_plan = nullptr};
   refused([](CacheConfig&) {}, Code::unsupported, "there is no driver", &kAbsent);
+
+  CacheConfig with_f32 = config(1, 1);
+  with_f32.k = "f32";
+  EXPECT_EQ(CacheImpl::create(with_f32, &kFake).value()->config().exact, Dtype::f32);
+  EXPECT_EQ(CacheImpl::create(config(1, 1), &kFake).value()->config().exact, Dtype::bf16);
 
   for (const int tails : {0, 1}) {
     CacheConfig automatic = config(1, tails);

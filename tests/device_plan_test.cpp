@@ -27,6 +27,7 @@ class FakeStore final : public core::DevicePages {
   void set_page(std::int32_t, std::int32_t, core::PageRef) override {}
   void set_length(std::int32_t, std::int64_t, std::int64_t) override {}
   void copy_slot(core::SlotCopy) override {}
+  Status edit(core::Pool, std::int32_t, int, int, const std::function<void(std::byte*)>&) override { return {}; }
   Status flush(Stream) override { return ++seen.flushes, Status(); }
   Status advance(std::span<const core::DeviceAppend>, Stream) override { return {}; }
   Status write(std::span<const core::DeviceAppend>, int, const TensorView&, const TensorView&, Stream) override {

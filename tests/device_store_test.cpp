@@ -99,26 +99,63 @@ TEST(DeviceStore, RefusesMorePagesThanItCanNumber) {
       "capacity_tokens = 137438953472 with max_sequences = 2: pages are numbered up to 2^31; lower one of them");
 }
 
-TEST(DeviceStore, RefusesImportedCodes) {
+// A page and a half in two imports, on a device as in host memory.
+TEST(DeviceStore, TakesImportedCodes) {
   std::vector<float> codebook(16);
   for (std::size_t i = 0; i < codebook.size(); ++i) codebook[i] = static_cast<float>(i) - 7.5f;
   LegacyLayout layout;
   layout.bits = 4;
   layout.codebook = codebook;
-  CacheConfig c = legacy_config(1, 1, 128, layout, false, false).value();
+  CacheConfig c = legacy_config(1, 2, 128, layout, false, false).value();
+  const auto host = CacheImpl::create(c).value();
   c.device = "cuda:1";
   c.capacity_tokens = 64 * 64;
-  const auto cache = on_device(c);
-  const SequenceId id = cache->add_sequence();
-  const std::vector<std::uint8_t> packed(128);
-  const std::vector<float> norms(1, 1.0f);
-  const LegacyTensors tensors{packed.data(), packed.data(), norms.data(), norms.data(), 1};
-  const std::int64_t slots[] = {0};
-  expect_refused(
-      cache->import_legacy(id, 0, layout, tensors, slots), Code::unsupported,
-      "import_legacy puts codes into pages in host memory, and this cache is on device \"cuda:1\"; create it "
-      "with device = \"cpu\"");
-  EXPECT_EQ(cache->length(id).value(), 0);
+  const auto device = on_device(c);
+  constexpr std::int64_t kTokens = 96;
+  std::vector<std::uint8_t> packed;
+  std::vector<float> norms;
+  for (std::int64_t i = 0; i < 2 * kTokens * 128; ++i) packed.push_back(static_cast<std::uint8_t>(i * 37 % 251));
+  for (std::int64_t i = 0; i < 2 * kTokens; ++i) norms.push_back(1.0f + 0.01f * static_cast<float>(i));
+  const LegacyTensors tensors{packed.data(), packed.data(), norms.data(), norms.data(), kTokens};
+  std::vector<std::int64_t> slots;
+  for (std::int64_t i = 0; i < kTokens; ++i) slots.push_back((i * 5 + 3) % kTokens);
+  for (CacheImpl* cache : {host.get(), device.get()}) {
+    const SequenceId id = cache->add_sequence();
+    for (const auto& part : {std::span(slots).first(40), std::span(slots).subspan(40)}) {
+      const Status status = cache->import_legacy(id, 0, layout, tensors, part);
+      ASSERT_TRUE(status.ok()) << status.message();
+    }
+    EXPECT_EQ(cache->length(id).value(), kTokens);
+  }
+  const auto expected = host->view(SequenceId{1}), view = device->view(SequenceId{1});
+  ASSERT_TRUE(expected.ok() && view.ok());
+  std::vector<std::byte> copy(device->store().load_bytes());
+  for (std::size_t page = 0; page < 2; ++page) {
+    for (const int head : {0, 1}) {
+      const std::byte* mine =
+          device->store().load(core::Pool::encoded, view->pages[page].encoded, 0, head, copy.data(), {}).value();
+      const std::byte* other = host->block(core::Pool::encoded, expected->pages[page].encoded, 0, head);
+      EXPECT_EQ(std::memcmp(mine, other, device->layout(core::Pool::encoded).block_bytes), 0)
+          << "page " << page << ", head " << head;
+    }
+  }
+}
+
+// A device stores the next size that it has kernels for, the host the next that has a rotation.
+TEST(DeviceStore, PadsToTheSizesOfItsKernels) {
+  core::DeviceBackend backend = test::kFake;
+  backend.build = [] { return core::DeviceBuild{.architectures = "", .head_dims = {256, 64, 128}, .pairs = {}}; };
+  const std::pair<int, int> sizes[] = {{1, 64}, {64, 64}, {65, 128}, {80, 128}, {129, 256}, {256, 256}, {300, 320}};
+  for (const auto& [head_dim, stored] : sizes) EXPECT_EQ(core::stored_head_dim_on(&backend, head_dim), stored);
+  EXPECT_EQ(core::stored_head_dim_on(nullptr, 72), 80);
+  CacheConfig c;
+  c.kv_heads = 1;
+  c.head_dim = 72;
+  c.device = "cuda";
+  c.capacity_tokens = 640;
+  const auto cache = CacheImpl::create(c, &backend).value();
+  EXPECT_EQ(cache->stored_dim(), 128);
+  EXPECT_NE(cache->describe().find("head_dim 72, stored as 128"), std::string::npos) << cache->describe();
 }
 
 TEST(HostStore, RefusesCallsForDevices) {

@@ -5,40 +5,16 @@
 // mask, on every instruction set, at several split sizes.
 #include <gtest/gtest.h>
 
-#include <filesystem>
 #include <string>
 #include <vector>
 
 #include "kvant/cache.hpp"
 #include "support/golden.hpp"
 #include "support/masks.hpp"
-#include "support/paths.hpp"
 #include "support/world.hpp"
 
 namespace kvant::test {
 namespace {
-
-const char* const kTurboQuantCases[] = {"tq4_d256_len1",
-                                        "tq4_d256_len300_nwg32",
-                                        "tq4_d256_len31_causal",
-                                        "tq4_d256_ring_partial",
-                                        "tq4_d256_ring_scale1",
-                                        "tq4_d256_ring_w64",
-                                        "tq4_d512_len300_nwg4",
-                                        "tq4_d512_ring_w64",
-                                        "hb1_d256_b5_len300_highbits",
-                                        "hb1_d256_b8_len31_mha",
-                                        "hb2_d256_b5_nsg2_fwht",
-                                        "hb2_d256_b8_nsg1",
-                                        "hb2_d256_b8_nsg4_fwht_outlier",
-                                        "hb2_d512_b5_sf16_nsg4_fwht_w64",
-                                        "hb2_d512_b6_len31_nsg2_fwht",
-                                        "hb2_d512_b8_sf1_nsg2"};
-const char* const kBf16Cases[] = {
-    "fa_q19_kv160_causal",  "fa_q5_kv64_b2_perhead_bias", "fa_q5_kv64_nomask",     "fa_q8_kv128_causal_at40_maxhalf",
-    "fa_q8_kv160_emptyrow", "fa_q8_kv64_causal",          "fav_b2_q3_kv40_causal", "fav_kv1_nsg1",
-    "fav_kv20_nsg4_defect", "fav_kv33_nsg2_w20",          "fav_kv33_nsg4"};
-static_assert(std::size(kTurboQuantCases) + std::size(kBf16Cases) == 27);
 
 /// Every ISA, splits planned and forced.
 template <class F>
@@ -53,22 +29,6 @@ void for_each_way(F&& check) {
     }
   }
 }
-
-template <class Case>
-class Golden : public testing::TestWithParam<const char*> {
- protected:
-  void SetUp() override {
-    const std::string file = std::string("golden/") + GetParam() + ".safetensors";
-    std::optional<std::string> path = source_path("tests/" + file);
-    if (!std::filesystem::exists(*path)) path = shared_path(file);
-    if (!path) GTEST_SKIP() << file << " is not in ../shared (KVANT_SHARED)";
-    golden_.emplace(*path);
-  }
-  [[nodiscard]] const Case& golden() const { return *golden_; }
-
- private:
-  std::optional<Case> golden_;
-};
 
 // --- TurboQuant -----------------------------------------------------------------------------------------------------
 

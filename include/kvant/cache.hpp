@@ -19,7 +19,7 @@ struct CacheConfig {
   int layers = 1;  ///< layers of one geometry; layers of another geometry are another cache
   int kv_heads = 0;
   /// 1 to 576. Sizes without a rotation are stored padded with zeros (stored_head_dim); tensors and the default scale
-  /// have this size. On a device 64, 96, 128, 192, 256 or 512.
+  /// have this size. On a device 1 to 512, and padded to the next of 64, 96, 128, 192, 256 and 512.
   int head_dim = 0;
   std::string k = "tq6";  ///< key format; see formats()
   std::string v = "tq4";  ///< value format
@@ -31,9 +31,9 @@ struct CacheConfig {
   int tail_pages = -1;
   /// dtype of exact pages. All that is stored is rounded to it first, so that bytes do not depend on when a page leaves
   /// the tail. Unset: f32 where a format is f32; f16 where keys and values of the first write are, or a format is f16
-  /// and neither is bf16; else bf16, also for f32 tensors, and on a device: two bytes a value, as in the cache that
-  /// users compare with. describe() says which, and what exact ends take. Rounding to bf16 costs 0.2 % a vector, tq6
-  /// itself 2.5 %.
+  /// and neither is bf16; else bf16, also for f32 tensors, and on a device unless a format is f32: two bytes a value,
+  /// as in the cache that users compare with. describe() says which, and what exact ends take. Rounding to bf16 costs
+  /// 0.2 % a vector, tq6 itself 2.5 %.
   std::optional<Dtype> exact{};
   std::int64_t window = 0;        ///< sliding window in tokens, 0: none. Pages no query can see any more are freed
   std::int64_t window_sinks = 0;  ///< first tokens that stay visible beyond the window
@@ -216,7 +216,8 @@ struct LegacyTensors {
 /// `keys_rotated_for_queries`: keys were rotated by the signed Hadamard matrix and queries come unrotated.
 KVANT_API Result<CacheConfig> legacy_config(int layers, int kv_heads, int head_dim, const LegacyLayout& layout,
                                             bool queries_unrotated, bool outputs_unrotated);
-/// Appends the given physical slots, in that (logical) order, to `sequence` in `layer`; reserve rules as in append.
+/// Appends the given physical slots, in that (logical) order, to `sequence` in `layer`; reserve rules as in append. The
+/// tensors are in host memory, also for a cache on a device: then the call waits for all of the device's work.
 KVANT_API Status import_legacy(Cache& cache, SequenceId sequence, int layer, const LegacyLayout& layout,
                                const LegacyTensors& tensors, std::span<const std::int64_t> slots);
 

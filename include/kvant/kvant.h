@@ -93,7 +93,9 @@ enum {
   KVANT_BOOL = 3 /* one byte, non-zero = true; masks only */
 };
 
-/* shape and stride: [tokens, heads, head_dim], strides in elements; stride all zero: contiguous, else stride[2] = 1.
+/* shape and stride: [tokens, heads, head_dim], strides in elements. stride = {0, 0, 0}, which a struct has that names
+ * none, means contiguous, and only that. Else stride[2] = 1, and in an input a stride of 0 repeats what it counts:
+ * {0, 0, 1} is one vector for all tokens and heads. (Masks say contiguous by NULL, and repeat by zeros.)
  * batch_stride: 0 (default): the rows of a call's sequences lie one after another, shape[0] counts them all. Else the
  * rows of sequence i begin at element i * batch_stride, and shape[0] is the most rows that any sequence of the call
  * has: a tensor [batch, heads, tokens, head_dim] or [batch, tokens, heads, head_dim] can be given as it is. Strides of
@@ -153,8 +155,8 @@ typedef struct kvant_cache_config {
   int32_t layers;           /* of one geometry; layers of another geometry are another cache. Default 1 */
   int32_t kv_heads;         /* required */
   int32_t head_dim;         /* required; 1 to 576. Sizes that kvant_info does not list are stored padded with zeros to
-                           the next it lists; tensors and the default scale have this size. On a device 64, 96, 128,
-                           192, 256 or 512 */
+                           the next it lists; tensors and the default scale have this size. On a device 1 to 512,
+                           padded to the next of 64, 96, 128, 192, 256 and 512 */
   int32_t sink_pages;       /* first 64-token pages kept exact. -1 (default): 1, but 0 under a window below 1024 */
   int32_t tail_pages;       /* newest full pages kept exact beside the one being filled; 0: encode tokens as they
                            come. -1 (default): 1, but 0 under a window below 1024, where exact ends take what
@@ -350,7 +352,8 @@ typedef struct kvant_attention_options {
                       "amx" multiplies more than 16 rows with products of bf16 terms: 4e-6 off exact attention over
                       the stored vectors, where others are 1e-6 off (float formats) */
   const char* kernel; /* caches on a device: "decode" or "prefill" ("prefill_sm90" or "prefill_sm80" for one kind of
-                      these); NULL (default): by the number of rows */
+                      these), or "generic": any pair of formats in float32, the only one for f32 and imported
+                      formats; NULL (default): by the formats and the number of rows */
 } kvant_attention_options;
 
 /* Fills in the defaults. struct_size: sizeof(kvant_attention_options). */
@@ -376,7 +379,7 @@ typedef struct kvant_plan_facts {
   int32_t threads;
   int32_t splits;     /* the most splits any row has */
   const char* isa;    /* a constant; "cuda" on a device, with threads 0 */
-  const char* kernel; /* a constant; on a device "decode" or "prefill"; "" elsewhere */
+  const char* kernel; /* a constant; on a device "decode", "prefill" or "generic"; "" elsewhere */
 } kvant_plan_facts;
 KVANT_C_API kvant_status kvant_plan_describe(const kvant_plan* plan, kvant_plan_facts* facts);
 
@@ -516,7 +519,7 @@ typedef struct kvant_pages_plan_facts {
   size_t struct_size;     /* sizeof(kvant_pages_plan_facts), set by the caller */
   size_t workspace_bytes; /* what kvant_run_options.workspace must hold; 0 in host memory, where it stays NULL */
   const char* isa;        /* a constant; "cuda" on a device, with threads 0 */
-  const char* kernel;     /* a constant; on a device "decode" or "prefill"; "" elsewhere */
+  const char* kernel;     /* a constant; on a device "decode", "prefill" or "generic"; "" elsewhere */
   int32_t threads;
 } kvant_pages_plan_facts;
 KVANT_C_API kvant_status kvant_pages_plan_describe(const kvant_pages_plan* plan, kvant_pages_plan_facts* facts);

@@ -30,7 +30,7 @@ namespace kvant {
 
 struct PagesConfig {
   int kv_heads = 0;
-  int head_dim = 0;       ///< 1 to 576; on a device 64, 96, 128, 192, 256 or 512
+  int head_dim = 0;       ///< 1 to 576, on a device to 512; stored padded as CacheConfig::head_dim says
   std::string k = "tq6";  ///< key format; any but the lut formats
   std::string v = "tq4";
   std::string device{};  ///< "" or "cpu": host memory; "cuda" or "cuda:1": that device's
@@ -96,7 +96,7 @@ class KVANT_API PagesPlan {
   [[nodiscard]] std::string explain() const;  ///< kernels, tiles, splits, and why
   [[nodiscard]] std::size_t workspace_bytes() const noexcept;
   [[nodiscard]] const char* isa() const noexcept;     ///< "cuda" on a device
-  [[nodiscard]] const char* kernel() const noexcept;  ///< on a device "decode" or "prefill"; else empty
+  [[nodiscard]] const char* kernel() const noexcept;  ///< on a device "decode", "prefill" or "generic"; else empty
   [[nodiscard]] int threads() const noexcept;         ///< 0 on a device
 
   explicit PagesPlan(std::unique_ptr<PagesPlanImpl> impl);

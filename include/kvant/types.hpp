@@ -66,8 +66,9 @@ KVANT_API std::span<const int> supported_head_dims() noexcept;
 KVANT_API bool is_supported_head_dim(int head_dim) noexcept;
 /// A cache takes any head_dim from 1 to this.
 inline constexpr int kLargestHeadDim = 576;
-/// The size at which a cache in host memory stores vectors of head_dim values: the next that has a rotation. The values
-/// behind head_dim are zeros. 0: head_dim is below 1 or above kLargestHeadDim.
+/// The size at which a cache in host memory stores vectors of head_dim values: the next that has a rotation (a cache on
+/// a device: the next that its kernels have). The values behind head_dim are zeros. 0: head_dim is below 1 or above
+/// kLargestHeadDim.
 KVANT_API int stored_head_dim(int head_dim) noexcept;
 
 /// A read-only [tokens, heads, head_dim] tensor. Strides are in elements; the last one must be 1.

@@ -28,7 +28,7 @@ class Cache:
 
     layers, kv_heads, head_dim: layers that differ in kv_heads, head_dim or window are another cache.
         head_dim is 1 to 576 on the CPU, where sizes outside `kvant.info()["head_dims"]` are stored padded with zeros.
-        A device takes 64, 96, 128, 192, 256 and 512.
+        On a device it is 1 to 512, and 64, 96, 128, 192, 256 and 512 are stored as they are.
     k, v: formats of keys and values; `kvant.formats()` lists them. The default takes about 5 bits a value.
     device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken here, so capacity_tokens is
         required, and tensors must be on that device; work is enqueued on torch's current stream (or `stream=`).
@@ -219,7 +219,7 @@ class PagesPlan:
     scale, causal, window, window_sinks, softcap, alibi_slopes: as for Plan. window 0: none.
     check_ids: on a device, each run looks at the block ids that it is to read; rows of a sequence with one outside the
         pool become NaN, and take_errors tells. The CPU always looks, and refuses.
-    kernel: on a device "decode" or "prefill"; "": by the limits. threads, split_keys, isa: on the CPU.
+    kernel: on a device "decode", "prefill" or "generic"; "": by the limits. threads, split_keys, isa: on the CPU.
     workspace: on a device, a uint8 tensor of facts.workspace_bytes; None: a torch buffer that the plans of these pages
         share, taken here. Plans that share one run one after another on a stream.
 
@@ -267,7 +267,8 @@ class Plan:
         dimension begins at position mask_first_key.
     threads, split_keys, isa: 0 and None let the plan choose. CPU only. isa: "scalar", "avx2", "avx512", "amx" or
         "neon"; "amx" multiplies many rows as two bf16 numbers each: relative errors near 5e-6, of "avx512" near 2e-6.
-    kernel: on a device "decode" or "prefill" ("prefill_sm90" or "prefill_sm80" for one kind of these); None: by the
+    kernel: on a device "decode" or "prefill" ("prefill_sm90" or "prefill_sm80" for one kind of these), or "generic",
+        which takes any pair of formats in float32, and is the only one for f32 and imported formats; None: by the
         number of rows. Prefill kernels round weights to f16 or bf16.
 
     A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that

@@ -61,7 +61,7 @@ class Cache:
 
     layers, kv_heads, head_dim: layers that differ in kv_heads, head_dim or window are another cache.
         head_dim is 1 to 576 on the CPU, where sizes outside `kvant.info()["head_dims"]` are stored padded with zeros.
-        A device takes 64, 96, 128, 192, 256 and 512.
+        On a device it is 1 to 512, and 64, 96, 128, 192, 256 and 512 are stored as they are.
     k, v: formats of keys and values; `kvant.formats()` lists them. The default takes about 5 bits a value.
     device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken here, so capacity_tokens is
         required, and tensors must be on that device; work is enqueued on torch's current stream (or `stream=`).

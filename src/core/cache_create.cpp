@@ -233,7 +233,7 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
   const auto k_centre = resolve_centre(config.k_centre, *k);
   if (!k_centre) return k_centre.status();
   config.k_centre = *k_centre;
-  const auto placement = core::resolve_placement(config);
+  const auto placement = core::resolve_placement(config, *k, *v, backend);
   if (!placement) return placement.status();
 
   const core::TableConfig table{.layers = config.layers,
@@ -243,7 +243,7 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
                                 .rollback_tokens = config.rollback_tokens,
                                 .capacity_pages = config.capacity_tokens / kPageTokens,
                                 .sequence_tokens = placement->sequence_tokens};
-  std::unique_ptr<CacheImpl> impl(new CacheImpl(config, *k, *v, table));
+  std::unique_ptr<CacheImpl> impl(new CacheImpl(config, *k, *v, placement->stored_dim, table));
   impl->automatic_centre_ = codec::is_centred_by_default(*k) && given.k_centre == KeyCentre::automatic;
   impl->automatic_ends_ = !dense && (given.sink_pages < 0 || given.tail_pages < 0);
   auto store = core::make_store(*placement, impl->spec_, impl->table_, **kernels, backend);

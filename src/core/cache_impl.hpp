@@ -120,8 +120,8 @@ class CacheImpl {
   using Sequence = core::CacheTable::Sequence;
   using Rows = core::StepRows;
 
-  CacheImpl(const CacheConfig& config, Format k, Format v, const core::TableConfig& table)
-      : spec_(config, k, v), table_(table) {}
+  CacheImpl(const CacheConfig& config, Format k, Format v, int stored_dim, const core::TableConfig& table)
+      : spec_(config, k, v, stored_dim), table_(table) {}
 
   [[nodiscard]] std::string held() const;
 

@@ -29,12 +29,11 @@ Status check_range(const char* name, std::int64_t value, std::int64_t low, std::
   return {Code::invalid_argument, fmt::format("{} = {}: must be {} to {}{}", name, value, low, high, hint)};
 }
 
-CacheSpec::CacheSpec(CacheConfig resolved, Format k_format, Format v_format)
+CacheSpec::CacheSpec(CacheConfig resolved, Format k_format, Format v_format, int stored_dim)
     : config(std::move(resolved)),
       k(k_format),
       v(v_format),
-      encoded(codec::page_layout(k, v, stored_head_dim(config.head_dim), config.lut_scales,
-                                 config.k_centre == KeyCentre::page)),
+      encoded(codec::page_layout(k, v, stored_dim, config.lut_scales, config.k_centre == KeyCentre::page)),
       k_bases(config.k_basis, calibrated(config.k_basis, config, &BasisSet::keys), config.kv_heads),
       v_bases(config.v_basis, calibrated(config.v_basis, config, &BasisSet::values), config.kv_heads) {}
 

@@ -20,7 +20,7 @@ Status check_range(const char* name, std::int64_t value, std::int64_t low, std::
 class CacheSpec {
  public:
   /// `config` with `automatic` bases, centres and exact ends resolved, and no exact ends where both formats are dense.
-  CacheSpec(CacheConfig resolved, Format k, Format v);
+  CacheSpec(CacheConfig resolved, Format k, Format v, int stored_dim);
   CacheSpec(const CacheSpec&) = delete;  // bases point into the config's
   CacheSpec& operator=(const CacheSpec&) = delete;
 
@@ -29,7 +29,8 @@ class CacheSpec {
   const codec::PageLayout encoded;  // of encoded pages
   const Bases k_bases, v_bases;     // of encoded pages; exact ones have none
 
-  /// Values of a stored vector: the tensors' head_dim, and zeros up to the next size that has a rotation.
+  /// Values of a stored vector: the tensors' head_dim, and zeros up to the next size that has a rotation, or, on a
+  /// device, kernels.
   [[nodiscard]] int stored_dim() const noexcept { return encoded.head_dim; }
   /// Encoded key pages have centres (codec/centre.hpp).
   [[nodiscard]] bool is_centred() const noexcept { return config.k_centre == KeyCentre::page; }

@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -33,9 +34,10 @@ struct DevicePagesConfig {
   std::int32_t max_sequences = 0;                   // sequence indices are 0 .. max_sequences - 1
   std::int32_t max_pages = 0;                       // pages of one sequence
   ExactEnds ends;
-  Dtype exact_dtype = Dtype::bf16;  // f16 or bf16
+  Dtype exact_dtype = Dtype::bf16;
   BasisKind k_basis = BasisKind::none, v_basis = BasisKind::none;
-  const BasisSet* bases = nullptr;  // copied
+  const BasisSet* bases = nullptr;            // copied
+  std::span<const float> k_levels, v_levels;  // of imported formats; copied
 };
 
 // One sequence's rows in the tensors of a write. `index` is its place in the device's tables.
@@ -75,6 +77,9 @@ class DevicePages {
                         const MutableTensorView& values, Stream stream) = 0;
   // Waits for the stream and copies a block to the host.
   virtual Status download(Pool pool, std::int32_t slot, int layer, int head, std::byte* block, Stream stream) = 0;
+  // The same block, changed on the host in a copy: waits for all of the device's work, before and after.
+  virtual Status edit(Pool pool, std::int32_t slot, int layer, int head,
+                      const std::function<void(std::byte*)>& change) = 0;
   // Waits for the stream: true if a vector that is not finite was stored since the last call.
   virtual Result<bool> take_non_finite(Stream stream) = 0;
 };
@@ -99,17 +104,20 @@ struct DevicePlanConfig {
 };
 
 // The names that AttentionOptions::kernel takes. kPrefillKernels: the first of the two kinds after it that serves.
+// kGenericKernels: of any formats, in float32; those of f32 and imported formats have no others.
 inline constexpr const char* kDecodeKernels = "decode";
 inline constexpr const char* kPrefillKernels = "prefill";
 inline constexpr const char* kPrefillSm90 = "prefill_sm90";
 inline constexpr const char* kPrefillSm80 = "prefill_sm80";
-inline constexpr const char* kKernelNames[] = {kDecodeKernels, kPrefillKernels, kPrefillSm90, kPrefillSm80};
+inline constexpr const char* kGenericKernels = "generic";
+inline constexpr const char* kKernelNames[] = {kDecodeKernels, kPrefillKernels, kPrefillSm90, kPrefillSm80,
+                                               kGenericKernels};
 
 class DevicePlan {
  public:
   virtual ~DevicePlan() = default;
   [[nodiscard]] virtual std::size_t workspace_bytes() const noexcept = 0;
-  [[nodiscard]] virtual const char* kernel() const noexcept = 0;  // kDecodeKernels or kPrefillKernels
+  [[nodiscard]] virtual const char* kernel() const noexcept = 0;  // kDecodeKernels, kPrefillKernels or kGenericKernels
   [[nodiscard]] virtual int splits() const noexcept = 0;  // the most shares of one sequence at the planned lengths
   [[nodiscard]] virtual std::string explain() const = 0;  // kernels, tiles, splits, and why; lines
   // Arguments are checked. Tensors, lse, sink_logits and workspace are in device memory.
@@ -147,6 +155,10 @@ struct DeviceBackend {
   Status (*merge)(const DevicePartials& partials) = nullptr;
   DeviceBuild (*build)() = nullptr;  // never starts the driver
 };
+
+/// The size at which a device stores vectors of head_dim values: the next that `backend` has kernels for. Where there
+/// is none, that of host memory, which make_pages refuses.
+int stored_head_dim_on(const DeviceBackend* backend, int head_dim);
 
 // Null where no device backend was compiled in. Defined in src/cuda/registry.cpp, or in src/core/no_device.cpp.
 const DeviceBackend* device_backend();

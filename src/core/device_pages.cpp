@@ -67,7 +67,7 @@ class DevicePagesPlan final : public PagesPlanImpl {
 class DevicePagesImpl final : public PagesImpl {
  public:
   DevicePagesImpl(const PagesConfig& config, const CacheConfig& cache, Format k, Format v, const DeviceBackend& backend)
-      : PagesImpl(config, cache, k, v), backend_(backend) {}
+      : PagesImpl(config, cache, k, v, stored_head_dim_on(&backend, config.head_dim)), backend_(backend) {}
   Status make(int number) {
     auto made = backend_.make_blocks({.device = number,
                                       .encoded = spec().encoded,

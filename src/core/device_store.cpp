@@ -98,16 +98,8 @@ Result<const std::byte*> DeviceStore::load(Pool pool, std::int32_t slot, int lay
   return static_cast<const std::byte*>(copy);
 }
 
-Status DeviceStore::check_import() const {
-  return {
-      Code::unsupported,
-      fmt::format("import_legacy puts codes into pages in host memory, and this cache is on device \"{}\"; create it "
-                  "with device = \"cpu\"",
-                  spec_.config.device)};
-}
-
-std::byte* DeviceStore::import_block(std::int32_t, int, int) noexcept {
-  return nullptr;
+Status DeviceStore::edit_block(std::int32_t slot, int layer, int head, const std::function<void(std::byte*)>& change) {
+  return pages_->edit(Pool::encoded, slot, layer, head, change);
 }
 
 std::string DeviceStore::describe() const {

@@ -46,8 +46,7 @@ class DeviceStore final : public PageStore {
                Stream stream) override;
   Status decode(std::span<const ReadRange> ranges, int layer, const MutableTensorView& keys,
                 const MutableTensorView& values, Stream stream) override;
-  Status check_import() const override;
-  std::byte* import_block(std::int32_t slot, int layer, int head) noexcept override;
+  Status edit_block(std::int32_t slot, int layer, int head, const std::function<void(std::byte*)>& change) override;
   Result<bool> take_non_finite(Stream stream) override { return pages_->take_non_finite(stream); }
   Status flush(Stream stream) override { return pages_->flush(stream); }
 

@@ -15,7 +15,7 @@ class HostPages final : public PagesImpl {
   static Result<std::shared_ptr<const PagesImpl>> create(const PagesConfig& config, const CacheConfig& cache, Format k,
                                                          Format v);
   HostPages(const PagesConfig& config, const CacheConfig& cache, Format k, Format v, const Kernels& kernels)
-      : PagesImpl(config, cache, k, v), kernels_(kernels) {}
+      : PagesImpl(config, cache, k, v, stored_head_dim(config.head_dim)), kernels_(kernels) {}
 
   Status write(const BlockPool& pool, const TensorView& keys, const TensorView& values, const std::int64_t* slots,
                std::int64_t count, Stream stream) const override;

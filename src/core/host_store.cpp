@@ -124,8 +124,9 @@ Result<const std::byte*> HostStore::load(Pool pool, std::int32_t slot, int layer
   return block(pool, slot, layer, head);
 }
 
-std::byte* HostStore::import_block(std::int32_t slot, int layer, int head) noexcept {
-  return encoded_.block(slot, layer, head);
+Status HostStore::edit_block(std::int32_t slot, int layer, int head, const std::function<void(std::byte*)>& change) {
+  change(encoded_.block(slot, layer, head));
+  return {};
 }
 
 std::int64_t HostStore::reserved_bytes() const noexcept {

@@ -39,8 +39,7 @@ class HostStore final : public PageStore {
                Stream stream) override;
   Status decode(std::span<const ReadRange> ranges, int layer, const MutableTensorView& keys,
                 const MutableTensorView& values, Stream stream) override;
-  Status check_import() const override { return {}; }
-  std::byte* import_block(std::int32_t slot, int layer, int head) noexcept override;
+  Status edit_block(std::int32_t slot, int layer, int head, const std::function<void(std::byte*)>& change) override;
   Result<bool> take_non_finite(Stream stream) override;
   Status flush(Stream stream) override;
 

@@ -158,7 +158,6 @@ Status CacheImpl::import_legacy(SequenceId id, int layer, const LegacyLayout& le
   const auto reserves = needs_reserve({id, &s, s.length, tokens}, layer);
   if (!reserves) return reserves.status();
   if (Status status = check_legacy(legacy, tensors, slots); !status) return status;
-  if (Status status = store_->check_import(); !status) return status;
   if (tokens == 0) return {};
   if (*reserves) {
     const Append step{id, tokens};
@@ -167,19 +166,25 @@ Status CacheImpl::import_legacy(SequenceId id, int layer, const LegacyLayout& le
 
   const codec::PageLayout& page_layout = spec_.encoded;
   std::uint8_t codes[codec::kMaxHeadDim];
-  for (std::int64_t i = 0; i < tokens; ++i) {
-    const std::int64_t position = s.step_begin + i;
-    const core::PageRef ref = s.pages[static_cast<std::size_t>(position / kPageTokens)];
-    const int token = static_cast<int>(position % kPageTokens);
+  for (std::int64_t page = s.step_begin / kPageTokens; page * kPageTokens < s.step_begin + tokens; ++page) {
+    const std::int64_t begin = std::max(s.step_begin, page * kPageTokens);
+    const std::int64_t end = std::min(s.step_begin + tokens, (page + 1) * kPageTokens);
     for (int head = 0; head < config().kv_heads; ++head) {
-      const std::int64_t vector = head * tensors.capacity + slots[static_cast<std::size_t>(i)];
-      std::byte* bytes = store_->import_block(ref.encoded, layer, head);
-      read_codes(legacy, config().head_dim, tensors.k_packed, vector, codes);
-      codec::put_k_codes(page_layout.k, config().head_dim, bytes, token, codes);
-      codec::put_scales_f32(page_layout.k, bytes, token, tensors.k_norms + vector * legacy.norms_per_position);
-      read_codes(legacy, config().head_dim, tensors.v_packed, vector, codes);
-      codec::put_v_codes(page_layout.v, config().head_dim, bytes, token, codes);
-      codec::put_scales_f32(page_layout.v, bytes, token, tensors.v_norms + vector * legacy.norms_per_position);
+      const auto fill = [&](std::byte* bytes) {
+        for (std::int64_t position = begin; position < end; ++position) {
+          const int token = static_cast<int>(position % kPageTokens);
+          const std::int64_t slot = slots[static_cast<std::size_t>(position - s.step_begin)];
+          const std::int64_t vector = head * tensors.capacity + slot;
+          read_codes(legacy, config().head_dim, tensors.k_packed, vector, codes);
+          codec::put_k_codes(page_layout.k, config().head_dim, bytes, token, codes);
+          codec::put_scales_f32(page_layout.k, bytes, token, tensors.k_norms + vector * legacy.norms_per_position);
+          read_codes(legacy, config().head_dim, tensors.v_packed, vector, codes);
+          codec::put_v_codes(page_layout.v, config().head_dim, bytes, token, codes);
+          codec::put_scales_f32(page_layout.v, bytes, token, tensors.v_norms + vector * legacy.norms_per_position);
+        }
+      };
+      const core::PageRef ref = s.pages[static_cast<std::size_t>(page)];
+      if (Status status = store_->edit_block(ref.encoded, layer, head, fill); !status) return status;
     }
   }
   table_.mark_written(s, layer);

@@ -15,7 +15,7 @@ namespace {
 constexpr std::int64_t kMaxDeviceTokens = std::int64_t{1} << 30;  // of one sequence: kernels count in 32 bits
 
 // A cache on a device needs more than any cache needs.
-Status check_device(const CacheConfig& c, bool exact_ends) {
+Status check_device(const CacheConfig& c) {
   if (c.capacity_tokens == 0) {
     return {Code::invalid_argument,
             fmt::format("capacity_tokens = 0 with device = \"{}\": a device's memory is taken once, so say how many "
@@ -40,14 +40,18 @@ Status check_device(const CacheConfig& c, bool exact_ends) {
         "k_centre = page with tail_pages = 0 on a device: kernels there centre whole pages, and without a tail tokens "
         "are encoded as they come; use tail_pages = 1 or more, k_centre = none, or device = \"cpu\""};
   }
-  if (exact_ends && c.exact == Dtype::f32) {
-    return {Code::unsupported,
-            "exact = f32: exact pages on a device are f16 or bf16; choose one, or set sink_pages = tail_pages = 0"};
-  }
   return {};
 }
 
 }  // namespace
+
+int stored_head_dim_on(const DeviceBackend* backend, int head_dim) {
+  int found = 0;
+  if (backend != nullptr && backend->build != nullptr) {
+    for (const int d : backend->build().head_dims) found = d >= head_dim && (found == 0 || d < found) ? d : found;
+  }
+  return found > 0 ? found : stored_head_dim(head_dim);
+}
 
 Result<std::optional<int>> parse_device(const std::string& name) {
   if (name.empty() || name == "cpu") return std::optional<int>();
@@ -62,20 +66,29 @@ Result<std::optional<int>> parse_device(const std::string& name) {
           fmt::format("device = \"{}\": must be \"cpu\" (or empty), \"cuda\", or \"cuda:N\" for device N", name)};
 }
 
-Result<Placement> resolve_placement(CacheConfig& config) {
+Result<Placement> resolve_placement(CacheConfig& config, Format k, Format v, const DeviceBackend* backend) {
   const auto device = parse_device(config.device);
   if (!device) return device.status();
   const bool chooses_centre = config.k_centre == KeyCentre::automatic;
   if (!device->has_value()) {
     if (chooses_centre) config.k_centre = KeyCentre::page;
-    return Placement{};
+    return Placement{.stored_dim = stored_head_dim(config.head_dim)};
   }
   if (chooses_centre) config.k_centre = config.tail_pages > 0 ? KeyCentre::page : KeyCentre::none;
+  if (Status s = check_device(config); !s) return s;
   const bool exact_ends = config.sink_pages > 0 || config.tail_pages > 0;
-  if (Status s = check_device(config, exact_ends); !s) return s;
-  if (exact_ends && !config.exact) config.exact = Dtype::bf16;
+  // Before the first write, whose dtypes choose on the host.
+  if (exact_ends && !config.exact) config.exact = k == Format::f32 || v == Format::f32 ? Dtype::f32 : Dtype::bf16;
   if (config.max_sequence_tokens == 0) config.max_sequence_tokens = config.capacity_tokens;
-  return Placement{.device = *device, .sequence_tokens = config.max_sequence_tokens};
+  const int stored_dim = stored_head_dim_on(backend, config.head_dim);
+  const bool calibrated = config.k_basis == BasisKind::calibrated || config.v_basis == BasisKind::calibrated;
+  if (calibrated && stored_dim != config.head_dim) {
+    return {Code::unsupported,
+            fmt::format("calibrated bases with head_dim = {} on a device: vectors are stored padded to {} there, and "
+                        "calibrated bases are for sizes that are stored as they are; use automatic",
+                        config.head_dim, stored_dim)};
+  }
+  return Placement{.device = *device, .sequence_tokens = config.max_sequence_tokens, .stored_dim = stored_dim};
 }
 
 Result<std::unique_ptr<PageStore>> make_store(const Placement& placement, const CacheSpec& spec, CacheTable& table,
@@ -149,7 +162,9 @@ Status DeviceStore::take_memory() {
                                 .exact_dtype = exact_dtype().value_or(Dtype::bf16),
                                 .k_basis = spec_.config.k_basis,
                                 .v_basis = spec_.config.v_basis,
-                                .bases = calibrated ? spec_.config.bases.get() : nullptr};
+                                .bases = calibrated ? spec_.config.bases.get() : nullptr,
+                                .k_levels = spec_.config.k_levels,
+                                .v_levels = spec_.config.v_levels};
   auto made = backend_.make_pages(store);
   if (!made) return made.status();
   pages_ = std::move(*made);

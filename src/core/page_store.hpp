@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -98,9 +99,8 @@ class PageStore {
   /// Decodes ranges one after another; either view may have null data.
   virtual Status decode(std::span<const ReadRange> ranges, int layer, const MutableTensorView& keys,
                         const MutableTensorView& values, Stream stream) = 0;
-  /// Whether codes can be put into blocks one by one (import_legacy), and where one is then.
-  virtual Status check_import() const = 0;
-  virtual std::byte* import_block(std::int32_t slot, int layer, int head) noexcept = 0;
+  /// Changes an encoded block's bytes on the host, for import_legacy: in place, or in a copy that goes back.
+  virtual Status edit_block(std::int32_t slot, int layer, int head, const std::function<void(std::byte*)>& change) = 0;
   virtual Result<bool> take_non_finite(Stream stream) = 0;
   /// Sends what changed in the table to where kernels read it.
   virtual Status flush(Stream stream) = 0;
@@ -146,10 +146,11 @@ Result<std::optional<int>> parse_device(const std::string& name);
 struct Placement {
   std::optional<int> device{};  // its number; none: host memory
   std::int64_t sequence_tokens = kMaxSequenceTokens;
+  int stored_dim = 0;  // CacheSpec::stored_dim
 };
 /// From CacheConfig::device. Checks what the store there needs beyond what any cache needs, and fills in its defaults.
-Result<Placement> resolve_placement(CacheConfig& config);
 /// `backend`: null where none was compiled in.
+Result<Placement> resolve_placement(CacheConfig& config, Format k, Format v, const DeviceBackend* backend);
 Result<std::unique_ptr<PageStore>> make_store(const Placement& placement, const CacheSpec& spec, CacheTable& table,
                                               const Kernels& kernels, const DeviceBackend* backend);
 

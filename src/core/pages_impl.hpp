@@ -31,8 +31,8 @@ inline Status refuse_argument(std::string message) {
 class PagesImpl : public std::enable_shared_from_this<PagesImpl> {
  public:
   static Result<std::shared_ptr<const PagesImpl>> create(const PagesConfig& config, const core::DeviceBackend* backend);
-  PagesImpl(const PagesConfig& config, const CacheConfig& cache, Format k, Format v)
-      : config_(config), spec_(cache, k, v) {}
+  PagesImpl(const PagesConfig& config, const CacheConfig& cache, Format k, Format v, int stored_dim)
+      : config_(config), spec_(cache, k, v, stored_dim) {}
   PagesImpl(const PagesImpl&) = delete;
   PagesImpl& operator=(const PagesImpl&) = delete;
   virtual ~PagesImpl() = default;

@@ -29,6 +29,7 @@ struct CacheView {
   std::int32_t max_pages;
   std::int32_t layers, kv_heads;
   std::int32_t sink_pages, tail_pages;
+  const float* levels[2];  // of imported formats (lut), keys and values: [256], or null
   KVANT_HD ExactEnds exact_ends() const { return {sink_pages, tail_pages}; }
 };
 

@@ -316,6 +316,36 @@ static void test_masks(void) {
   kvant_cache_destroy(cache);
 }
 
+/* Strides of zeros are those of a struct that names none: contiguous. A stride of 0 repeats, with stride[2] = 1. */
+static void test_strides(void) {
+  kvant_cache_config config;
+  kvant_cache_config_init(&config, sizeof config);
+  config.kv_heads = KV_HEADS;
+  config.head_dim = DIM;
+  config.k = config.v = "f32";
+  kvant_cache* cache = NULL;
+  kvant_sequence sequence = 0;
+  EXPECT(kvant_cache_create(&config, &cache) == KVANT_OK);
+  EXPECT(kvant_cache_add_sequence(cache, &sequence) == KVANT_OK);
+  float* vector = malloc(DIM * sizeof *vector); /* a buffer of its own: a sanitizer sees a read past it */
+  if (vector == NULL) exit(1);
+  memcpy(vector, keys, DIM * sizeof *vector);
+  const kvant_tensor k = {.data = vector, .dtype = KVANT_F32, .shape = {3, KV_HEADS, DIM}, .stride = {0, 0, 1}};
+  const kvant_tensor v = tokens_of(values, 3);
+  EXPECT(kvant_cache_append(cache, sequence, 0, &k, &v) == KVANT_OK);
+  static float stored[2][3 * KV_HEADS * DIM];
+  const kvant_mutable_tensor k_out = {.data = stored[0], .dtype = KVANT_F32, .shape = {3, KV_HEADS, DIM}};
+  const kvant_mutable_tensor v_out = {.data = stored[1], .dtype = KVANT_F32, .shape = {3, KV_HEADS, DIM}};
+  EXPECT(kvant_cache_read(cache, sequence, 0, 0, 3, &k_out, &v_out) == KVANT_OK);
+  for (int row = 0; row < 3 * KV_HEADS; ++row) EXPECT(memcmp(stored[0] + row * DIM, vector, DIM * sizeof *vector) == 0);
+  EXPECT(memcmp(stored[1], values, sizeof stored[1]) == 0);
+  kvant_tensor expanded = k;
+  expanded.stride[0] = DIM, expanded.stride[2] = 0;
+  EXPECT_REFUSED(kvant_cache_append(cache, sequence, 0, &expanded, &v), KVANT_INVALID_ARGUMENT, "stride[2] = 0");
+  free(vector);
+  kvant_cache_destroy(cache);
+}
+
 static void test_merge(void) {
   const float a[2] = {1, 2}, b[2] = {5, -2}, lse_a = 0, lse_b = logf(3);
   const kvant_partial partials[2] = {{a, &lse_a}, {b, &lse_b}};
@@ -401,6 +431,7 @@ int main(void) {
   test_library();
   test_attention();
   test_masks();
+  test_strides();
   test_merge();
   test_refusals();
   printf("%d failures\n", failures);

@@ -2,6 +2,9 @@
 // what its cache decodes, against the CPU backend, and against a second run.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <functional>
+
 #include "core/fmt.hpp"
 #include "gpu/gpu_formats.hpp"
 #include "support/random_world.hpp"
@@ -9,20 +12,17 @@
 namespace kvant::test {
 namespace {
 
-class GpuRandom : public testing::TestWithParam<int> {};
-
-TEST_P(GpuRandom, Matches) {
-  SKIP_WITHOUT_DEVICE();
-  RandomChoices all;
-  all.head_dims = {64, 96, 128, 192, 256, 512};
-  all.page_centres = true;
-  for (const Formats& f : kFormats) all.formats.emplace_back(f.k, f.v);
+// `kernel`: for all cases; empty: decode kernels, and the others beside them.
+void check_cases(const RandomChoices& all, int part, std::uint64_t most, const char* kernel,
+                 const std::function<void(Rng&, RandomCase&)>& change) {
   const std::vector<Dtype> dtypes = {Dtype::f32, Dtype::f16, Dtype::bf16};
-  const auto [first, count] = random_seeds(GetParam(), 40);
+  const auto [first, count] = random_seeds(part, most);
   for (std::uint64_t seed = first; seed < first + count; ++seed) {
     Rng rng(seed);
     RandomCase c = draw_case(rng, all);
+    c.options.kernel = kernel;
     c.spec.page_centres = c.spec.page_centres && c.spec.tail_pages > 0;  // a device centres what leaves a tail
+    change(rng, c);
     Placement p;
     p.q_dtype = dtypes[static_cast<std::size_t>(rng.below(3))];
     p.out_dtype = dtypes[static_cast<std::size_t>(rng.below(3))];
@@ -37,6 +37,43 @@ TEST_P(GpuRandom, Matches) {
     EXPECT_TRUE(same_bits(once.out, again.out, w.host.out_shape()));
     EXPECT_TRUE(same_bits(once.lse, again.lse));
   }
+}
+
+class GpuRandom : public testing::TestWithParam<int> {};
+
+TEST_P(GpuRandom, Matches) {
+  SKIP_WITHOUT_DEVICE();
+  RandomChoices all;
+  all.head_dims = kHeadDims;
+  all.page_centres = true;
+  for (const Formats& f : kFormats) all.formats.emplace_back(f.k, f.v);
+  check_cases(all, GetParam(), 40, "", [](Rng&, RandomCase&) {});
+}
+
+// Sizes that are stored padded.
+TEST_P(GpuRandom, PaddedMatches) {
+  SKIP_WITHOUT_DEVICE();
+  RandomChoices all;
+  all.head_dims = {33, 48, 63, 72, 80, 90, 112, 127, 160, 224, 255, 320, 511};
+  all.page_centres = true;
+  for (const Formats& f : kFormats) all.formats.emplace_back(f.k, f.v);
+  check_cases(all, GetParam(), 20, "", [](Rng&, RandomCase& c) { c.spec.key_bases = c.spec.value_bases = false; });
+}
+
+// The generic kernel over formats that have no other, and any other formats.
+TEST_P(GpuRandom, GenericMatches) {
+  SKIP_WITHOUT_DEVICE();
+  RandomChoices all;
+  all.head_dims = {64, 96, 128, 192, 256, 512, 72, 127, 200};
+  all.page_centres = true;
+  all.formats = {{"f32", "f32"},   {"f32", "tq4"},  {"tq6", "f32"}, {"lut4", "lut4"}, {"lut5", "lut8"},
+                 {"lut6", "bf16"}, {"f16", "lut5"}, {"tq2", "tq6"}, {"bf16", "tq4"},  {"tq6", "tq4"},
+                 {"tq8", "tq8"},   {"fp8", "fp8"},  {"f16", "f16"}, {"tq5", "bf16"}};
+  check_cases(all, GetParam(), 40, "generic", [](Rng& rng, RandomCase& c) {
+    if (rng.below(3) == 0) c.spec.exact = Dtype::f32;
+    const bool is_whole = std::ranges::count(kHeadDims, c.spec.head_dim) > 0;
+    if (!is_whole) c.spec.key_bases = c.spec.value_bases = false;
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, GpuRandom, testing::Range(0, 4));

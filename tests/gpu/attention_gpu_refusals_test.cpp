@@ -84,9 +84,9 @@ TEST(GpuRefusals, PairsWithoutKernelsAreSaidToBeSo) {
   }
 }
 
-TEST(GpuRefusals, SizesThatOnlyTheCpuPads) {
+TEST(GpuRefusals, SizesBeyondTheLargest) {
   SKIP_WITHOUT_DEVICE();
-  for (const int head_dim : {72, 90, 127}) {  // 90 and 127 would be stored as 96 and 128, which have kernels
+  for (const int head_dim : {513, 576}) {
     WorldSpec spec = spec_of("tq6", {{100, 1}});
     spec.head_dim = head_dim;
     const Result<Cache> made = Cache::create(device_config(spec));
@@ -96,6 +96,26 @@ TEST(GpuRefusals, SizesThatOnlyTheCpuPads) {
       EXPECT_NE(made.message().find(words), std::string::npos) << made.message();
     }
   }
+}
+
+TEST(GpuRefusals, FormatsOfTheGenericKernelHaveNoOther) {
+  SKIP_WITHOUT_DEVICE();
+  for (const char* format : {"f32", "lut4"}) {
+    const GpuWorld w(spec_of(format, {{100, 1}}));
+    for (const char* kernel : {"decode", "prefill", "prefill_sm80"}) {
+      AttentionOptions o;
+      o.kernel = kernel;
+      const Result<Attended> got = w.try_attend(o);
+      ASSERT_EQ(got.code(), Code::unsupported) << format;
+      const std::string words = fmt::format("kernel is \"{}\": with k = {} the generic kernel alone", kernel, format);
+      EXPECT_NE(got.message().find(words), std::string::npos) << got.message();
+    }
+    EXPECT_NE(w.attend().explain.find(fmt::format("k = {} has no other kernel", format)), std::string::npos);
+  }
+  WorldSpec spec = spec_of("tq4", {{100, 1}});
+  spec.head_dim = 72;
+  const std::string padded = GpuWorld(spec).attend().explain;
+  EXPECT_NE(padded.find("head_dim 72, stored as 96"), std::string::npos) << padded;
 }
 
 TEST(GpuExplain, NamesWhatWasChosen) {

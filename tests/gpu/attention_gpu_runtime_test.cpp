@@ -45,9 +45,13 @@ AttentionOptions with_kernel(const char* kernel) {
   o.kernel = kernel;
   return o;
 }
-constexpr const char* kKernels[] = {core::kDecodeKernels, core::kPrefillSm80};
-// Mixed pairs have decode kernels alone.
+constexpr const char* kKernels[] = {core::kDecodeKernels, core::kPrefillSm80, core::kGenericKernels};
+// Mixed pairs have no prefill kernels, and those of kGenericFormats the generic kernel alone.
 bool serves(const char* kernel, const Formats& f) {
+  if (kernel == core::kGenericKernels) return true;
+  for (const Formats& generic : kGenericFormats) {
+    if (std::string(generic.k) == f.k && std::string(generic.v) == f.v) return false;
+  }
   const auto is_coded = [](const std::string& format) { return format != "bf16" && format != "f16"; };
   return kernel == core::kDecodeKernels || is_coded(f.k) == is_coded(f.v);
 }
@@ -55,31 +59,36 @@ bool serves(const char* kernel, const Formats& f) {
 // Rows of NaN were stored and truncated again: what lies behind the end of a page must never be multiplied.
 TEST(GpuPoison, WhatWasTruncatedIsNotRead) {
   SKIP_WITHOUT_DEVICE();
-  for (const Formats& f : kFormats) {
+  std::vector<Formats> formats = kFormats;
+  formats.insert(formats.end(), std::begin(kGenericFormats), std::end(kGenericFormats));
+  for (const Formats& f : formats) {
     for (const std::int64_t length : {1, 70, 190}) {
       for (const int ends : {0, 1}) {
         WorldSpec spec = spec_of(f.k, f.v, {{length, 1}});
         spec.sink_pages = spec.tail_pages = ends;
         GpuWorld w(spec);
+        std::vector<const char*> kernels;
         std::vector<Attended> before;
         for (const char* kernel : kKernels) {
-          if (serves(kernel, f)) before.push_back(w.attend(with_kernel(kernel)));
+          if (!serves(kernel, f)) continue;
+          kernels.push_back(kernel);
+          before.push_back(w.attend(with_kernel(kernel)));
         }
         Qkv nan = w.host.qkv[0];
         const std::int64_t more = 64 - length % 64;
-        nan.k.assign(static_cast<std::size_t>(more) * 2 * 64, NAN);
-        nan.v = nan.k;
+        nan.v.assign(static_cast<std::size_t>(more) * 2 * 64, NAN);
+        nan.k.assign(nan.v.size(), length == 70 ? 1.0f : NAN);  // values alone are enough
         append_on_device(w.cache, w.ids[0], nan, 0, more, Dtype::bf16, w.stream);
         EXPECT_TRUE(w.cache.take_non_finite(w.stream.handle()).value());
         EXPECT_FALSE(w.cache.take_non_finite(w.stream.handle()).value());
         for (std::size_t i = 0; i < before.size(); ++i) {
-          const Attended spoiled = w.attend(with_kernel(kKernels[i]));
-          EXPECT_TRUE(std::isnan(spoiled.out[0])) << name_of(f) << ", " << kKernels[i];  // NaN goes in, NaN comes out
+          const Attended spoiled = w.attend(with_kernel(kernels[i]));
+          EXPECT_TRUE(std::isnan(spoiled.out[0])) << name_of(f) << ", " << kernels[i];  // NaN goes in, NaN comes out
         }
         w.cache.truncate(w.ids[0], length).value();
         for (std::size_t i = 0; i < before.size(); ++i) {
-          EXPECT_TRUE(same_bits(before[i].out, w.attend(with_kernel(kKernels[i])).out))
-              << name_of(f) << ", " << length << ", ends " << ends << ", " << kKernels[i];
+          EXPECT_TRUE(same_bits(before[i].out, w.attend(with_kernel(kernels[i])).out))
+              << name_of(f) << ", " << length << ", ends " << ends << ", " << kernels[i];
         }
       }
     }

@@ -66,6 +66,7 @@ CacheConfig config(const char* k, const char* v, int head_dim, int sinks, int ta
   c.capacity_tokens = 100 * 64;
   c.max_sequences = 4;
   c.max_sequence_tokens = 1 << 16;
+  set_levels(c);
   return c;
 }
 
@@ -75,6 +76,9 @@ struct Pair {
   const char* k;
   const char* v;
 };
+// Formats of a page that only the generic kernel attends to.
+constexpr Pair kPlainPairs[] = {{"f32", "f32"},   {"f32", "tq4"},   {"tq6", "f32"}, {"lut4", "lut4"},
+                                {"lut5", "lut8"}, {"lut6", "bf16"}, {"f16", "lut5"}};
 constexpr Pair kPairs[] = {{"tq6", "tq4"},  {"tq2", "tq3"},  {"tq3", "tq2"}, {"tq4", "tq5"},
                            {"tq5", "tq4"},  {"tq8", "tq6"},  {"tq4", "tq8"}, {"fp8", "fp8"},
                            {"f16", "bf16"}, {"bf16", "tq6"}, {"fp8", "f16"}};
@@ -86,10 +90,12 @@ struct Trial {
   int sinks, tails;
   std::int64_t window;
   KeyCentre centre = KeyCentre::none;
+  std::optional<Dtype> exact{};
 };
 std::string name_of(const Trial& t) {
-  return fmt::format("{}_{}_d{}_{}_sinks{}_tails{}{}{}", t.formats.k, t.formats.v, t.head_dim, dtype_name(t.input),
-                     t.sinks, t.tails, t.window > 0 ? "_window" : "", t.centre == KeyCentre::page ? "_centred" : "");
+  return fmt::format("{}_{}_d{}_{}_sinks{}_tails{}{}{}{}", t.formats.k, t.formats.v, t.head_dim, dtype_name(t.input),
+                     t.sinks, t.tails, t.window > 0 ? "_window" : "", t.centre == KeyCentre::page ? "_centred" : "",
+                     t.exact ? fmt::format("_exact_{}", dtype_name(*t.exact)) : "");
 }
 void PrintTo(const Trial& t, std::ostream* out) {
   *out << name_of(t);
@@ -120,6 +126,29 @@ std::vector<Trial> trials() {
                      KeyCentre::page});
     }
   }
+  for (const Pair& pair : kPlainPairs) {
+    for (const int d : {64, 96, 256, 512}) {
+      const auto& ends = kEnds[turn % 5];
+      all.push_back({pair, d, kInputs[turn % 3], ends[0], ends[1], turn % 4 == 3 ? 150 : 0});
+      ++turn;
+    }
+  }
+  for (const int d : {96, 128, 512}) {
+    for (const Dtype input : kInputs) {
+      ++turn;
+      const KeyCentre centre = turn % 2 == 0 ? KeyCentre::page : KeyCentre::none;
+      all.push_back({kPairs[turn % 8], d, input, 1, 1, 0, centre, Dtype::f32});
+    }
+  }
+  // Sizes that are stored padded, and alike on both sides: as 96, 128, 256 and 512.
+  for (const int d : {90, 127, 250, 511}) {
+    for (const Pair& pair : {kPairs[0], kPairs[7], kPairs[8], kPlainPairs[1], kPlainPairs[4]}) {
+      const auto& ends = kEnds[turn % 5];
+      const bool centred = turn % 2 == 0 && ends[1] > 0 && pair.k[0] == 't';
+      all.push_back({pair, d, kInputs[turn % 3], ends[0], ends[1], 0, centred ? KeyCentre::page : KeyCentre::none});
+      ++turn;
+    }
+  }
   return all;
 }
 
@@ -131,6 +160,7 @@ TEST_P(CacheGpu, HoldsTheBytesOfAHostCache) {
   CacheConfig c = config(t.formats.k, t.formats.v, t.head_dim, t.sinks, t.tails);
   c.window = t.window;
   c.k_centre = t.centre;
+  c.exact = t.exact;
   Gpu gpu;
   DeviceReplay replay(c, t.input, gpu.hooks(), static_cast<std::uint64_t>(t.head_dim));
   for (int i = 0; i < 24; ++i) {
@@ -227,10 +257,10 @@ struct Both {
   SequenceId id{};
 
   explicit Both(const CacheConfig& c) {
+    device = CacheImpl::create(c).value();
     CacheConfig on_host = c;
     on_host.device = {};
-    if (!on_host.exact) on_host.exact = Dtype::bf16;
-    device = CacheImpl::create(c).value();
+    if (!on_host.exact) on_host.exact = device->config().exact.value_or(Dtype::bf16);
     on_host.k_centre = device->config().k_centre;  // which may be chosen
     host = CacheImpl::create(on_host).value();
     id = device->add_sequence();
@@ -387,6 +417,67 @@ TEST(CacheGpuVectors, StridesAndAlignmentDoNotMatter) {
   }
 }
 
+// bf16 rounds 65504 to 65536, and f16 has no more than 65504.
+TEST(CacheGpuVectors, TheLargestValuesHaveTheBytesOfAHostCache) {
+  SKIP_WITHOUT_DEVICE();
+  constexpr float kLargest[] = {65504.0f, 65505.0f, -65519.0f, 65520.0f, -65535.0f, 65536.0f, -65536.0f};
+  for (const char* format : {"tq4", "tq8", "fp8", "f16", "bf16", "f32", "lut8"}) {
+    for (const std::optional<Dtype> exact : {std::optional<Dtype>(), {Dtype::f16}, {Dtype::bf16}, {Dtype::f32}}) {
+      for (const Dtype dtype : {Dtype::f32, Dtype::bf16}) {
+        const int tails = exact ? 1 : 0;
+        CacheConfig c = config(format, format, 128, 0, tails);
+        c.layers = 1;
+        c.exact = exact;
+        Both both(c);
+        constexpr std::int64_t kTokens = 150;
+        testing_support::Draw draw(17);
+        std::vector<float> x = draw.gaussian(static_cast<int>(kTokens * 2 * 128));
+        for (std::size_t i = 0; i < x.size(); i += 301) x[i] = kLargest[i / 301 % std::size(kLargest)];
+        const std::vector<std::byte> packed = pack_as(dtype, x);
+        const DeviceRows rows(x, dtype, kTokens, 2, 128);
+        const TensorView on_host = TensorView::contiguous(packed.data(), dtype, kTokens, 2, 128);
+        const Stream stream = both.gpu.stream.handle();
+        both.host->append(both.id, 0, on_host, on_host).value();
+        both.device->append(both.id, 0, rows.view, rows.view, stream).value();
+        EXPECT_FALSE(both.device->take_non_finite(stream).value());
+        const std::string what =
+            fmt::format("{}, exact {}, from {}", format, exact ? dtype_name(*exact) : "-", dtype_name(dtype));
+        both.compare(what);
+        if (HasFatalFailure()) return;
+        // The next larger ones are refused there, and reported here.
+        const float beyond = dtype == Dtype::f32 ? 65536.0078125f : 66048.0f;
+        const std::vector<float> one(2 * 128, beyond);
+        const DeviceRows too_large(one, dtype, 1, 2, 128);
+        both.device->append(both.id, 0, too_large.view, too_large.view, stream).value();
+        EXPECT_TRUE(both.device->take_non_finite(stream).value()) << what;
+      }
+    }
+  }
+}
+
+TEST(CacheGpuVectors, AStrideOfZeroRepeats) {
+  SKIP_WITHOUT_DEVICE();
+  for (const char* format : {"tq4", "bf16", "f32"}) {
+    for (const int tails : {0, 1}) {
+      CacheConfig c = config(format, format, 128, 0, tails);
+      c.layers = 1;
+      Both both(c);
+      testing_support::Draw draw(19);
+      const std::vector<float> x = draw.gaussian(128);
+      const DeviceRows row(x, Dtype::f32, 1, 1, 128);
+      TensorView view = row.view;
+      view.shape = {100, 2, 128};
+      view.stride = {0, 0, 1};
+      TensorView on_host = view;
+      on_host.data = x.data();
+      both.host->append(both.id, 0, on_host, on_host).value();
+      both.device->append(both.id, 0, view, view, both.gpu.stream.handle()).value();
+      both.compare(fmt::format("{}, tails {}", format, tails));
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 TEST(CacheGpuVectors, WhatIsNotFiniteHasNanScalesAndIsTold) {
   SKIP_WITHOUT_DEVICE();
   constexpr float kBad[] = {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(), -70000.0f};
@@ -490,10 +581,13 @@ TEST(CacheGpuRefusals, SayWhatIsAllowed) {
     EXPECT_EQ(made.code(), code) << made.message();
     EXPECT_NE(made.message().find(word), std::string::npos) << made.message();
   };
-  refused([](CacheConfig& c) { c.head_dim = 80; }, Code::unsupported, "64, 96, 128, 192, 256, 512");
-  refused([](CacheConfig& c) { c.k = "f32"; }, Code::unsupported, "k = f32");
-  refused([](CacheConfig& c) { c.v = "f32"; }, Code::unsupported, "v = f32");
-  refused([](CacheConfig& c) { c.exact = Dtype::f32; }, Code::unsupported, "exact");
+  refused([](CacheConfig& c) { c.head_dim = 576; }, Code::unsupported, "64, 96, 128, 192, 256, 512");
+  refused(
+      [](CacheConfig& c) {
+        c.v = "lut4";
+        set_levels(c);
+      },
+      Code::unsupported, "v = lut4");
   refused([](CacheConfig& c) { c.device = "cuda:99"; }, Code::invalid_argument, "cudaSetDevice");
   refused(
       [](CacheConfig& c) {

@@ -20,6 +20,9 @@ struct Formats {
 inline const std::vector<Formats> kFormats = {KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)};
 inline const std::vector<Formats> kOtherFormats = {KVANT_CUDA_EACH_OTHER_PAIR(KVANT_ENTRY)};
 #undef KVANT_ENTRY
+// Pairs that the generic kernel alone reads, or that no build has another kernel for.
+inline constexpr Formats kGenericFormats[] = {{"f32", "f32"},   {"f32", "tq4"},   {"tq6", "f32"},
+                                              {"lut4", "lut4"}, {"lut5", "lut8"}, {"tq4", "bf16"}};
 #define KVANT_ENTRY(head_dim) head_dim,
 inline const std::vector<int> kHeadDims = {KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)};
 #undef KVANT_ENTRY

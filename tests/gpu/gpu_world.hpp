@@ -32,10 +32,12 @@ class GpuWorld {
   Cache cache;
   std::vector<SequenceId> ids;
 
-  /// Decode kernels, unless `base` says otherwise: plans would take prefill kernels, which are less exact, for many
-  /// rows.
+  /// The cache has what only the generic kernel reads: f32 and imported formats, and exact pages of f32.
+  [[nodiscard]] bool is_generic_only() const;
+  /// Decode kernels, unless `base` says otherwise or there are none: plans would take prefill kernels, which are less
+  /// exact, for many rows.
   [[nodiscard]] AttentionOptions options(AttentionOptions base = {}) const {
-    if (base.kernel.empty()) base.kernel = "decode";
+    if (base.kernel.empty()) base.kernel = is_generic_only() ? "generic" : "decode";
     return host.options(std::move(base));
   }
 
@@ -49,7 +51,7 @@ class GpuWorld {
   /// Float64 attention over what the device's cache holds.
   [[nodiscard]] Expected expect(const AttentionOptions& base = {}, const std::vector<float>& sink_logits = {},
                                 Dtype q_dtype = Dtype::f32) const;
-  [[nodiscard]] double tolerance() const;
+  [[nodiscard]] double tolerance(const AttentionOptions& base = {}) const;
 
   /// Runs, and compares out and lse with the reference and with the CPU backend.
   [[nodiscard]] testing::AssertionResult matches(const AttentionOptions& base = {},
@@ -63,6 +65,9 @@ class GpuWorld {
   };
   mutable std::vector<Decoded> decoded_;  // by sequence, read once
 };
+
+/// A mask tensor's memory on the device, wherever its strides lead.
+DeviceBuffer copy_mask(MaskTensor& m);
 
 /// Rows as device memory, [tokens, heads, head_dim].
 struct DeviceRows {

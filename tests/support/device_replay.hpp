@@ -33,10 +33,10 @@ class DeviceReplay {
  public:
   DeviceReplay(const CacheConfig& config, Dtype input, DeviceHooks hooks, std::uint64_t seed = 7)
       : input_(input), hooks_(std::move(hooks)), rng_(seed) {
+    device_ = CacheImpl::create(config, hooks_.backend).value();
     CacheConfig on_host = config;
     on_host.device = {};
-    if (!on_host.exact) on_host.exact = Dtype::bf16;
-    device_ = CacheImpl::create(config, hooks_.backend).value();
+    if (!on_host.exact) on_host.exact = device_->config().exact.value_or(Dtype::bf16);
     on_host.k_centre = device_->config().k_centre;  // which may be chosen
     host_ = CacheImpl::create(on_host).value();
   }

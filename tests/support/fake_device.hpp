@@ -51,6 +51,11 @@ class FakeStore final : public core::DevicePages {
       std::memcpy(block(copy.pool, copy.to, 0, 0), block(copy.pool, copy.from, 0, 0), bytes);
     });
   }
+  Status edit(Pool pool, std::int32_t slot, int layer, int head,
+              const std::function<void(std::byte*)>& change) override {
+    change(block(pool, slot, layer, head));
+    return {};
+  }
   Status flush(Stream) override {
     if (recorded_.empty()) return {};
     if (capturing) return {Code::invalid_argument, "tables change while a stream is captured"};

@@ -42,6 +42,9 @@ inline constexpr double kCudaLse = 1e-4;
 /// Weights, and queries beside exact pages, are rounded to bf16 or f16.
 inline constexpr double kCudaPrefill = 8e-3;
 inline constexpr double kCudaPrefillLse = 6e-3;
+/// The generic kernel on CUDA: sums in f32, exponentials of 2 to 2^-22. A logit of 100 has steps of 2^-17.
+inline constexpr double kCudaGeneric = 1e-5;
+inline constexpr double kCudaGenericLse = 1e-5;
 /// On either backend, over thousands of rows some of which see a key or two, so that no average makes a logit's error
 /// smaller. A query's coordinates are off by up to half a step of the largest one's 2^-15, which moves a logit of N(0,
 /// 1) vectors by 3e-5 in root mean square, and one of loud vectors (|q| |k| = 5.5 D) by 1.7e-4. Measured: 1.5e-4 at
@@ -52,6 +55,7 @@ inline constexpr double kLseOfFewKeys = 4e-4;
 /// dense f32 accumulation over 160 keys at D = 512, with sums of up to 512 products of loud channels.
 inline constexpr double kGoldenTurboQuant = 3e-4;
 inline constexpr double kGoldenBf16 = 2e-5;
+inline constexpr double kGoldenBf16Prefill = 2e-3;  // weights in bf16
 
 /// Our float64 reference against theirs, compared as floats: 2^-24 of rounding, and the scale in their files has nine
 /// decimal digits (5e-10 relative, times logits of up to 60).
@@ -83,6 +87,10 @@ constexpr double vector_error(std::string_view format) {
   if (format == "tq5") return 0.0485;  // sqrt(0.00235)
   if (format == "tq6") return 0.0259;  // sqrt(0.00067)
   if (format == "tq8") return 0.0071;  // sqrt(0.00005)
+  if (format == "lut4") return 0.11;   // tables of set_levels (world.hpp), measured below this
+  if (format == "lut5") return 0.06;
+  if (format == "lut6") return 0.03;
+  if (format == "lut8") return 0.01;
   return 0;
 }
 

@@ -10,6 +10,21 @@
 
 namespace kvant::test {
 
+void set_levels(CacheConfig& c) {
+  const auto levels = [](const std::string& format) {
+    std::vector<float> all;
+    if (!format.starts_with("lut")) return all;
+    const int count = 1 << (format.back() - '0');
+    for (int i = 0; i < count; ++i) {
+      const double u = 2.0 * (i + 0.6) / count - 1;
+      all.push_back(static_cast<float>(1.5 * u + u * u * u));
+    }
+    return all;
+  };
+  c.k_levels = levels(c.k);
+  c.v_levels = levels(c.v);
+}
+
 CacheConfig cache_config(const WorldSpec& spec, CacheConfig c) {
   c.layers = spec.layers;
   c.kv_heads = spec.kv_heads;
@@ -29,6 +44,7 @@ CacheConfig cache_config(const WorldSpec& spec, CacheConfig c) {
     if (spec.value_bases) c.v_basis = BasisKind::calibrated;
   }
   c.k_centre = spec.page_centres ? KeyCentre::page : KeyCentre::none;
+  set_levels(c);
   if (spec.adjust) spec.adjust(c);
   return c;
 }

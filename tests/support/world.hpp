@@ -107,6 +107,9 @@ class World {
 /// The cache that a spec describes; what it says nothing of is as in `c`. `spec.adjust` has the last word.
 CacheConfig cache_config(const WorldSpec& spec, CacheConfig c = {});
 
+/// Level tables for imported formats (lut): ascending, neither even nor symmetric.
+void set_levels(CacheConfig& c);
+
 /// Appends rows [begin, end) of x to one layer of a sequence.
 Status append_rows(Cache& cache, SequenceId sequence, const Qkv& x, std::int64_t begin, std::int64_t end,
                    Dtype dtype = Dtype::f32, int layer = 0);

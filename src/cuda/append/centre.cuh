@@ -175,8 +175,8 @@ __device__ __forceinline__ void find_centre(const PageJob& job, const StagedRows
       const void* row = job.source<Shape::kD>(token, from_exact);
       float2 x;
       if (given) {
-        x = make_float2(rounded(load_element(row, side.dtype, channel), params.rounding),
-                        rounded(load_element(row, side.dtype, channel + 1), params.rounding));
+        const auto element = [&](int i) { return i < params.head_dim ? load_element(row, side.dtype, i) : 0.0f; };
+        x = make_float2(rounded(element(channel), params.rounding), rounded(element(channel + 1), params.rounding));
       } else {
         x = load_pair(static_cast<const std::byte*>(row), params.rounding, channel);
       }

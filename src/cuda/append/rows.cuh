@@ -11,13 +11,18 @@ namespace kvant::cuda {
 
 // --- dense rows ------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float rounded(float x, Dtype to) {
-  if (to == Dtype::f16) return __half2float(__float2half_rn(x));
-  return to == Dtype::bf16 ? base::bf16_to_f32(base::f32_to_bf16(x)) : x;
+// Whether a value can be stored, as on the CPU (codec/storable.hpp): bf16 makes 65536 of 65504, the largest f16.
+__device__ __forceinline__ bool is_storable(float x) {
+  return fabsf(x) <= 65536.0f;
 }
-// 65504 is the most that is stored; it becomes 65536 in bf16.
-__device__ __forceinline__ bool is_storable(float x, Dtype after) {
-  return fabsf(x) <= (after == Dtype::bf16 ? 65536.0f : 65504.0f);
+// A value on its way to f16, where magnitudes above 65504 that can be stored are 65504.
+__device__ __forceinline__ float within_f16(float x) {
+  const float magnitude = fabsf(x);
+  return magnitude > 65504.0f && is_storable(x) ? copysignf(65504.0f, x) : x;
+}
+__device__ __forceinline__ float rounded(float x, Dtype to) {
+  if (to == Dtype::f16) return __half2float(__float2half_rn(within_f16(x)));
+  return to == Dtype::bf16 ? base::bf16_to_f32(base::f32_to_bf16(x)) : x;
 }
 
 // The work of a team at a time, the same in all its threads.
@@ -50,7 +55,8 @@ struct PageJob {
   }
   template <int kD>
   __device__ const std::byte* exact_row(int token) const {
-    return exact + layout(true).plane_offset[0] + static_cast<std::size_t>(token) * kD * 2;
+    const codec::SideLayout& side = layout(true);
+    return exact + side.plane_offset[0] + static_cast<std::size_t>(token) * kD * side.element_bytes;
   }
   __device__ const void* input_of(const WriteSide& of, int token) const {
     const std::int64_t element = (first_row + token - begin) * of.token_stride + head * of.head_stride;
@@ -58,16 +64,16 @@ struct PageJob {
   }
 };
 
-// The bits of an element in a dense format. `fits`: it can be stored; `value_fits`: so can the value in the place of a
-// key.
+// An element of a dense format. `fits`: it can be stored; `value_fits`: so can the value in the place of a key.
 //
 // A value that is not finite would spoil the sums of rows that do not see it (0 * NaN), also after a truncation. So
 // values are stored as 0 there, and the key of that token is made NaN in its place: whoever sees the token gets NaN,
-// nobody else.
-__device__ __forceinline__ std::uint32_t dense_bits(float x, bool is_value, bool fits, bool value_fits, Format format) {
-  if (is_value && !fits) x = 0.0f;
-  if (!is_value && !value_fits) x = __int_as_float(0x7FC00000);
-  return half_bits(x, format == Format::f16);
+// nobody else. Beside a key that is not dense the value is NaN itself: the generic kernel alone reads such pairs.
+__device__ __forceinline__ float dense_element(float x, bool is_value, bool fits, bool value_fits, Format format,
+                                               bool key_is_dense = true) {
+  if (is_value && !fits) return key_is_dense ? 0.0f : __int_as_float(0x7FC00000);
+  if (!is_value && !value_fits) return __int_as_float(0x7FC00000);
+  return format == Format::f16 ? within_f16(x) : x;
 }
 
 // Whether rows can be read 16 bytes at a time.
@@ -77,9 +83,9 @@ __device__ __forceinline__ bool in_pieces(const WriteSide& side) {
   return side.dtype != Dtype::f32 && places % 16 == 0;
 }
 
-// Elements [at, at + kCount) of a row: eight of 16 bits in one load, or two.
+// Elements [at, at + kCount) of a row: eight of 16 bits in one load, or two, of which those from `there` on are zeros.
 template <int kCount>
-__device__ __forceinline__ void load_elements(const void* row, Dtype dtype, int at, float (&x)[kCount]) {
+__device__ __forceinline__ void load_elements(const void* row, Dtype dtype, int at, int there, float (&x)[kCount]) {
   if constexpr (kCount == 8) {
     const uint4 words = *reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(row) + at);
     const std::uint32_t bits[8] = {words.x & 0xFFFFu, words.x >> 16, words.y & 0xFFFFu, words.y >> 16,
@@ -88,7 +94,7 @@ __device__ __forceinline__ void load_elements(const void* row, Dtype dtype, int 
     for (int j = 0; j < kCount; ++j) x[j] = element_of(bits[j], dtype);
   } else {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) x[j] = load_element(row, dtype, at + j);
+    for (int j = 0; j < kCount; ++j) x[j] = j < there ? load_element(row, dtype, at + j) : 0.0f;
   }
 }
 
@@ -99,6 +105,8 @@ __device__ __forceinline__ void store_dense(const PageJob& job, bool to_exact, i
   const codec::SideLayout& to = job.layout(to_exact);
   std::byte* block = to_exact ? job.exact : job.encoded;
   const Dtype rounding = job.params->rounding;
+  const int head_dim = job.params->head_dim;
+  const bool key_is_dense = to_exact || codec::is_dense(job.params->cache.encoded_layout.k.format);
   bool finite = true;
 #pragma unroll 1
   for (int i = thread_of_team<Shape>(); i < (last - first) * (kD / kWidth); i += Shape::kTeamThreads) {
@@ -108,34 +116,41 @@ __device__ __forceinline__ void store_dense(const PageJob& job, bool to_exact, i
     // Which elements cannot be stored because their values cannot.
     unsigned without_value = 0;
     float x[kWidth];
+    // Vectors are given without the zeros that they are stored with.
+    const int there = given ? head_dim - channel : kWidth;
     if (has_value) {
-      load_elements(job.input_of(values, token), values.dtype, channel, x);
+      load_elements(job.input_of(values, token), values.dtype, channel, there, x);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) without_value |= is_storable(x[j], Dtype::f32) ? 0u : 1u << j;
+      for (int j = 0; j < kWidth; ++j) without_value |= is_storable(x[j]) ? 0u : 1u << j;
     }
-    load_elements(job.source<kD>(token, kFromExact), given ? job.side->dtype : rounding, channel, x);
-    std::uint32_t words[kWidth / 2] = {};
+    load_elements(job.source<kD>(token, kFromExact), given ? job.side->dtype : rounding, channel, there, x);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      const bool fits = !given || is_storable(x[j], Dtype::f32);
+      const bool fits = !given || is_storable(x[j]);  // an exact page has zeros for others
       finite = finite && fits;
       float y = x[j];
       if (rounding == Dtype::bf16) y = __uint_as_float(half_bits(y, false) << 16);
-      if (rounding == Dtype::f16) y = base::f16_to_f32(static_cast<std::uint16_t>(half_bits(y, true)));
-      words[j / 2] |= dense_bits(y, job.is_value, fits, (without_value >> j & 1) == 0, to.format) << (16 * (j % 2));
+      if (rounding == Dtype::f16) y = base::f16_to_f32(static_cast<std::uint16_t>(half_bits(within_f16(y), true)));
+      x[j] = dense_element(y, job.is_value, fits, (without_value >> j & 1) == 0, to.format, key_is_dense);
     }
-    std::byte* at = block + to.plane_offset[0] + (static_cast<std::size_t>(token) * kD + channel) * 2;
+    std::byte* at = block + to.plane_offset[0] + static_cast<std::size_t>(token * kD + channel) * to.element_bytes;
+    const bool is_f16 = to.format == Format::f16;
+    const auto word = [&](int j) { return half_bits(x[j], is_f16) | half_bits(x[j + 1], is_f16) << 16; };
     if constexpr (kWidth == 8) {
-      *reinterpret_cast<uint4*>(at) = make_uint4(words[0], words[1], words[2], words[3]);
+      *reinterpret_cast<uint4*>(at) = make_uint4(word(0), word(2), word(4), word(6));
+    } else if (to.format == Format::f32) {
+      *reinterpret_cast<float2*>(at) = make_float2(x[0], x[1]);
     } else {
-      *reinterpret_cast<std::uint32_t*>(at) = words[0];
+      *reinterpret_cast<std::uint32_t*>(at) = word(0);
     }
   }
   if (!finite) *job.params->non_finite = 1;
 }
 template <class Shape, bool kFromExact>
 __device__ __forceinline__ void store_dense(const PageJob& job, bool to_exact, int first, int last) {
-  if (in_pieces(*job.side) && in_pieces(job.params->v)) {
+  const WriteParams& params = *job.params;
+  const bool is_narrow = job.layout(to_exact).element_bytes == 2 && params.cache.exact_layout.k.element_bytes == 2;
+  if (is_narrow && params.head_dim == Shape::kD && in_pieces(*job.side) && in_pieces(params.v)) {
     store_dense<Shape, kFromExact, 8>(job, to_exact, first, last);
   } else {
     store_dense<Shape, kFromExact, 2>(job, to_exact, first, last);
@@ -151,9 +166,9 @@ struct StagedRows {
   int pitch;       // bytes
   bool unchecked;  // copied as they are; otherwise elements that cannot be stored were reported and are NaN
 };
-inline Dtype __host__ __device__ staged_dtype(const WriteSide& side, Dtype rounding) {
-  if (side.basis == BasisKind::calibrated) return Dtype::f32;
-  return rounding == Dtype::f32 ? side.dtype : rounding;
+inline Dtype __host__ __device__ staged_dtype(const WriteParams& params, const WriteSide& side) {
+  if (side.basis == BasisKind::calibrated || params.cache.exact_layout.k.format == Format::f32) return Dtype::f32;
+  return params.rounding == Dtype::f32 ? side.dtype : params.rounding;
 }
 inline int __host__ __device__ staged_pitch(int head_dim, Dtype dtype) {
   return head_dim * (dtype == Dtype::f32 ? 4 : 2) + 16;
@@ -189,13 +204,14 @@ __device__ __forceinline__ void copy_rows(const std::byte* from, std::int64_t ro
 template <class Shape>
 __device__ __forceinline__ StagedRows staged_rows(const PageJob& job) {
   const WriteSide& side = *job.side;
-  const Dtype dtype = staged_dtype(side, job.params->rounding);
+  const Dtype dtype = staged_dtype(*job.params, side);
   const int bytes = dtype == Dtype::f32 ? 4 : 2;
   const auto places = reinterpret_cast<std::uint64_t>(side.rows) |
                       static_cast<std::uint64_t>(side.token_stride * bytes) |
                       static_cast<std::uint64_t>(side.head_stride * bytes);
   return {dtype, staged_pitch(Shape::kD, dtype),
-          side.dtype == dtype && places % 16 == 0 && side.basis != BasisKind::calibrated};
+          side.dtype == dtype && places % 16 == 0 && side.basis != BasisKind::calibrated &&
+              job.params->head_dim == Shape::kD && job.params->cache.exact_layout.k.format != Format::f32};
 }
 
 // Unchecked ones, by each warp those that it encodes: there after its next ptx::copy_wait<0> and __syncwarp.
@@ -206,7 +222,7 @@ __device__ __forceinline__ void copy_rows(const PageJob& job, const StagedRows& 
   const auto* given = static_cast<const std::byte*>(job.input(first));
   const int kept = from_exact ? base::clamp(job.begin - first, 0, count) : 0;
   if (staged.dtype == Dtype::f32) {
-    copy_rows<Shape, 4>(given, stride * 4, 0, count, rows);  // there are no exact pages
+    copy_rows<Shape, 4>(given, stride * 4, 0, count, rows);  // no exact pages of f32
   } else if (kept == 0) {
     copy_rows<Shape, 2>(given, stride * 2, 0, count, rows);
   } else {
@@ -229,10 +245,13 @@ __device__ __forceinline__ void convert_rows(const PageJob& job, const StagedRow
   for (int i = thread_of_team<Shape>(); i < count * Shape::kD; i += Shape::kTeamThreads) {
     const int row = i / Shape::kD, channel = i % Shape::kD;
     const bool given = job.given(first + row, from_exact);
-    float x = load_element(job.source<Shape::kD>(first + row, from_exact), given ? side.dtype : rounding, channel);
-    finite = finite && (!given || is_storable(x, Dtype::f32));
-    x = rounded(x, rounding);
-    if (!is_storable(x, rounding)) x = __int_as_float(0x7FC00000);
+    const bool is_there = !given || channel < job.params->head_dim;  // others pad
+    float x = 0.0f;
+    if (is_there)
+      x = load_element(job.source<Shape::kD>(first + row, from_exact), given ? side.dtype : rounding, channel);
+    const bool fits = is_storable(x);
+    finite = finite && (!given || fits);
+    x = fits ? rounded(x, rounding) : __int_as_float(0x7FC00000);
     if (center != nullptr) x = __fsub_rn(x, center[channel]);
     store_element(rows + row * staged.pitch, dtype, channel, x);
   }
@@ -242,14 +261,10 @@ __device__ __forceinline__ void convert_rows(const PageJob& job, const StagedRow
 // The check of one row that copy_rows left out, by the threads of its vector: false if it cannot be stored.
 template <class Shape>
 __device__ __forceinline__ bool check_row(const PageJob& job, const std::byte* row, Dtype dtype, bool given, int t) {
-  bool finite = true, storable = true;
+  bool storable = true;
 #pragma unroll 1
-  for (int i = t; i < Shape::kD; i += Shape::kThreads) {
-    const float x = load_element(row, dtype, i);
-    finite = finite && is_storable(x, Dtype::f32);
-    storable = storable && is_storable(x, job.params->rounding);
-  }
-  if (given && !finite) *job.params->non_finite = 1;
+  for (int i = t; i < Shape::kD; i += Shape::kThreads) storable = storable && is_storable(load_element(row, dtype, i));
+  if (given && !storable) *job.params->non_finite = 1;
   return storable;
 }
 

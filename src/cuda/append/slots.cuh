@@ -54,7 +54,7 @@ __device__ __forceinline__ void clear_octets(const codec::SideLayout& side, std:
     const int count = (kOctets - octet) * bytes_of_octet / 16;
     for (int i = thread_of_team<Shape>(); i < count; i += Shape::kTeamThreads) at[i] = uint4{};
   };
-  if (side.planes == 0) return clear(side.plane_offset[0], kOctet * Shape::kD * 2);
+  if (side.planes == 0) return clear(side.plane_offset[0], kOctet * Shape::kD * side.element_bytes);
   for (int i = 0; i < side.planes; ++i) clear(side.plane_offset[i], Shape::kD * side.plane_bits[i]);
   for (int g = 0; g < side.groups; ++g)
     clear(side.scale_offset + static_cast<std::size_t>(g) * kPageTokens * 2, kOctet * 2);

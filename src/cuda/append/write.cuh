@@ -89,8 +89,8 @@ struct StagedLaunch {
       : p(params),
         limits(device),
         how(1, Bulk::kBlockThreads, stream, device.overlaps),
-        k_pitch(staged_pitch(kD, staged_dtype(params.k, params.rounding))),
-        v_pitch(staged_pitch(kD, staged_dtype(params.v, params.rounding))) {}
+        k_pitch(staged_pitch(kD, staged_dtype(params, params.k))),
+        v_pitch(staged_pitch(kD, staged_dtype(params, params.v))) {}
 
   // Sets p.rows and the bytes of shared memory; `before`: bytes in front of the rows.
   void room_for(int teams, int before, int pitch, int most_rows) {

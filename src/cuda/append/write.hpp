@@ -45,8 +45,9 @@ struct WriteParams {
   WriteSide k, v;
   std::uint32_t* non_finite;
   float rotation_scale;
+  std::int32_t head_dim;  // of the tensors; vectors may be stored padded
   std::int32_t layer;
-  Dtype rounding;                  // of exact pages; f32: the cache has none
+  Dtype rounding;                  // of exact pages; f32: none
   std::int32_t items, items_each;  // of all entries; of each, 0 if they differ
   std::int32_t tokens;             // of all entries
   std::int32_t storing;            // blocks a side of the step kernel that store dense rows, its first ones

@@ -56,9 +56,10 @@ __device__ __forceinline__ void store_new_row(const WriteParams& params, int num
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
     const std::int64_t head = min(first_head + i, cache.kv_heads - 1);
-    load_bits(side.rows, side.dtype, row * side.token_stride + head * side.head_stride + lane, bits[i]);
+    const int left = params.head_dim - lane;
+    load_bits(side.rows, side.dtype, row * side.token_stride + head * side.head_stride + lane, left, bits[i]);
     if (!is_value) {
-      load_bits(params.v.rows, params.v.dtype, row * params.v.token_stride + head * params.v.head_stride + lane,
+      load_bits(params.v.rows, params.v.dtype, row * params.v.token_stride + head * params.v.head_stride + lane, left,
                 value_bits[i]);
     }
   }
@@ -69,7 +70,7 @@ __device__ __forceinline__ void store_new_row(const WriteParams& params, int num
 
   const codec::SideLayout& to = is_value ? cache.exact_layout.v : cache.exact_layout.k;
   std::byte* page = cache.exact + static_cast<std::uint64_t>(slot) * cache.exact_slot_bytes + to.plane_offset[0] +
-                    static_cast<std::size_t>(position(now) % kPageTokens) * kD * 2;
+                    static_cast<std::size_t>(position(now) % kPageTokens) * kD * to.element_bytes;
   bool finite = true;
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
@@ -79,12 +80,22 @@ __device__ __forceinline__ void store_new_row(const WriteParams& params, int num
     elements_of(bits[i], side.dtype, x);
     if (!is_value) elements_of(value_bits[i], params.v.dtype, value);
     const auto block = static_cast<std::uint64_t>(params.layer * cache.kv_heads + head);
-    auto* out = reinterpret_cast<std::uint16_t*>(page + block * cache.exact_layout.block_bytes);
+    std::byte* out = page + block * cache.exact_layout.block_bytes;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      const bool fits = is_storable(x[j], Dtype::f32), value_fits = is_value || is_storable(value[j], Dtype::f32);
+      const bool fits = is_storable(x[j]), value_fits = is_value || is_storable(value[j]);
       finite = finite && fits;
-      out[lane + 32 * j] = static_cast<std::uint16_t>(dense_bits(x[j], is_value, fits, value_fits, to.format));
+      x[j] = dense_element(x[j], is_value, fits, value_fits, to.format);
+    }
+    if (to.format == Format::f32) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) reinterpret_cast<float*>(out)[lane + 32 * j] = x[j];
+    } else {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        reinterpret_cast<std::uint16_t*>(out)[lane + 32 * j] =
+            static_cast<std::uint16_t>(half_bits(x[j], to.format == Format::f16));
+      }
     }
   }
   if (!finite) *params.non_finite = 1;

@@ -31,16 +31,8 @@ const SlotKernel* find_slot_kernel(int head_dim) {
 }
 
 Status check_config(const core::DeviceBlocksConfig& c) {
-  if (find_slot_kernel(c.head_dim) == nullptr) return {Code::unsupported, refuse_head_dim(instances(), c.head_dim)};
-  for (const auto& [side, format] : {std::pair("k", c.k), std::pair("v", c.v)}) {
-    if (format != Format::f32) continue;
-    return {
-        Code::unsupported,
-        fmt::format("{} = f32 on a device: f16, bf16, fp8 and tq2 to tq8 are supported; choose one of these, or use "
-                    "device = \"cpu\"",
-                    side)};
-  }
-  return {};
+  if (find_slot_kernel(c.encoded.head_dim) != nullptr) return {};
+  return {Code::unsupported, refuse_head_dim(instances(), c.head_dim)};
 }
 
 // Device memory; freed with this.
@@ -231,7 +223,7 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
 class Blocks final : public core::DeviceBlocks {
  public:
   explicit Blocks(const core::DeviceBlocksConfig& config)
-      : config_(config), kernel_(find_slot_kernel(config.head_dim)), memory_(config.device) {}
+      : config_(config), kernel_(find_slot_kernel(config.encoded.head_dim)), memory_(config.device) {}
 
   Status make() {
     const Current current(config_.device);
@@ -283,6 +275,7 @@ class Blocks final : public core::DeviceBlocks {
     p.cache.pages = listed_;
     p.cache.sequences = listed_sequence_;
     p.cache.max_pages = kDecodedAtOnce;
+    p.head_dim = config_.head_dim;
     p.entries = 1;
     for (std::int64_t first = 0; first < count; first += kDecodedAtOnce) {
       const auto blocks = static_cast<std::int32_t>(std::min<std::int64_t>(kDecodedAtOnce, count - first));
@@ -302,7 +295,7 @@ class Blocks final : public core::DeviceBlocks {
                     .range = 0,
                     .item_begin = 0,
                     .before_step = 0};
-      KVANT_CUDA_TRY(read_back(config_.head_dim, p, limits_.multiprocessors, native(stream)));
+      KVANT_CUDA_TRY(read_back(p, limits_.multiprocessors, native(stream)));
     }
     return {};
   }
@@ -354,7 +347,8 @@ class Blocks final : public core::DeviceBlocks {
     p.cache = view_of(config_);
     p.cache.encoded = pool.data;
     p.cache.encoded_slot_bytes = static_cast<std::uint64_t>(pool.block_stride);
-    p.rotation_scale = codec::rotation_scale(config_.head_dim);
+    p.rotation_scale = codec::rotation_scale(config_.encoded.head_dim);
+    p.head_dim = config_.head_dim;
     p.rounding = Dtype::f32;
     p.k.basis = config_.k_basis;
     p.v.basis = config_.v_basis;

@@ -35,6 +35,7 @@ struct MergeKernel {
 struct DecodeKernels {
   int head_dim;
   std::span<const AttendKernel> attend;
+  AttendKernel generic;              // of any formats (generic.cuh)
   std::array<MergeKernel, 2> merge;  // of many warps, which alone may be in clusters; of few
 };
 

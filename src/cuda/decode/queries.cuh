@@ -18,7 +18,36 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::ask_for_row(const Par
   load_bits(p.q.data, p.q.dtype,
             static_cast<std::int64_t>(part.batch.query_begin + query) * p.q.token_stride +
                 static_cast<std::int64_t>(q_head) * p.q.head_stride + lane,
-            bits);
+            p.head_dim - lane, bits);
+}
+
+// A query in the basis of encoded keys of (layer, kv head) number `at`: its elements lane + 32 i, by a warp. Returns
+// its product with the basis's centre. `room`: D floats of this warp.
+template <int D>
+__device__ __forceinline__ float query_to_basis(const DeviceBasis& basis, std::size_t at, float (&x)[D / 32],
+                                                float* room) {
+  if (basis.kind == BasisKind::hadamard) rotate<D>(x, room);
+  if (basis.kind != BasisKind::calibrated) return 0.0f;
+  const int lane = threadIdx.x % 32;
+  const float* c = basis.center + at * D;
+  const float* inverse = basis.inverse + at * D * D;
+  float center = 0.0f;
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < D / 32; ++i) {
+    center += x[i] * c[lane + 32 * i];
+    room[lane + 32 * i] = x[i];
+  }
+  center = warp_sum(center);
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < D / 32; ++i) x[i] = 0.0f;
+  for (int j = 0; j < D; ++j) {
+    const float q = room[j];
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) x[i] += inverse[j * D + lane + 32 * i] * q;
+  }
+  return center;
 }
 
 // Rows of the block into `info` and the operand layout of `F`, in the basis of encoded keys or as given.
@@ -39,7 +68,7 @@ __device__ void Attend<KF, VF, D, NT, BW>::load_queries(const Part& part, RawQue
       for (int i = 0; i < D / 32; ++i) raw.bits[0][i] = raw.bits[1][i];
       if (j + 2 < kRowsOfWarp) ask_for_row(part, r + 2 * BW, raw.bits[1]);
     }
-    float center = 0.0f, poison = 0.0f;
+    float poison = 0.0f;
 #pragma unroll
     for (int i = 0; i < D / 32; ++i) poison = fmaf(x[i], 0.0f, poison);
     const bool poisoned = __any_sync(~0u, poison != 0.0f);
@@ -47,26 +76,7 @@ __device__ void Attend<KF, VF, D, NT, BW>::load_queries(const Part& part, RawQue
 #pragma unroll
       for (int i = 0; i < D / 32; ++i) x[i] = 0.0f;
     }
-    if (encoded && basis.kind == BasisKind::hadamard) rotate<D>(x, room);
-    if (encoded && basis.kind == BasisKind::calibrated) {
-      const float* c = basis.center + at * D;
-      const float* inverse = basis.inverse + at * D * D;
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < D / 32; ++i) {
-        center += x[i] * c[lane + 32 * i];
-        room[lane + 32 * i] = x[i];
-      }
-      center = warp_sum(center);
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < D / 32; ++i) x[i] = 0.0f;
-      for (int j = 0; j < D; ++j) {
-        const float q = room[j];
-#pragma unroll
-        for (int i = 0; i < D / 32; ++i) x[i] += inverse[j * D + lane + 32 * i] * q;
-      }
-    }
+    const float center = encoded ? query_to_basis<D>(basis, at, x, room) : 0.0f;
     float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < D / 32; ++i) largest = fmaxf(largest, fabsf(x[i]));

@@ -1,6 +1,7 @@
 // Included by the units of attention kernels, one unit for each head_dim (attend.cu.in).
 #pragma once
 
+#include "cuda/decode/generic.cuh"
 #include "cuda/decode/kernel.cuh"
 #include "cuda/decode/kernels.hpp"
 #include "cuda/merge/merge.cuh"
@@ -25,6 +26,18 @@ AttendKernel attend_entry() {
 template <Format KF, Format VF, int D, int NT>
 AttendKernel wide_entry() {
   return entry_of<KF, VF, D, NT, kWideWarps>(&wide_attend_kernel<KF, VF, D, NT, kWideWarps>);
+}
+
+template <int D>
+AttendKernel generic_entry() {
+  constexpr int kBytes = static_cast<int>(sizeof(typename GenericAttend<D>::Shared));
+  return {.k = Format::f32,
+          .v = Format::f32,
+          .column_tiles = GenericAttend<D>::R / 4,
+          .function = reinterpret_cast<const void*>(&generic_attend_kernel<D>),
+          .shared_bytes = {kBytes, kBytes, kBytes},
+          .team = kWarps,
+          .teams = 1};
 }
 
 template <int D, int W>

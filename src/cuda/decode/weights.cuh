@@ -62,7 +62,7 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::transform(const Part&
     if (sees && p.mask.data != nullptr) {
       const std::int64_t from = part.mask_batch * p.mask.stride[0] + q_head * p.mask.stride[1] +
                                 query * p.mask.stride[2] + (key - p.mask.first_key) * p.mask.stride[3];
-      x = fmaf(mask_element(p.mask, from), kLog2e, x);
+      x = add_mask(x, mask_element(p.mask, from));
     }
     copy[at] = sees ? x : kNone;
   }

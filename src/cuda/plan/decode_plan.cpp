@@ -23,6 +23,15 @@ Result<DecodeKernels> find_kernels(int head_dim) {
   return {Code::unsupported, refuse_head_dim(instances(), head_dim)};
 }
 
+// The part of a cache that only the generic kernel reads; empty: there is none.
+std::string generic_only(const core::DevicePlanConfig& config, const CacheView& cache) {
+  for (const auto& [side, format] : {std::pair("k", config.k), std::pair("v", config.v)}) {
+    if (format == Format::f32 || codec::is_lut(format)) return fmt::format("{} = {}", side, format_info(format).name);
+  }
+  const bool has_exact = cache.sink_pages > 0 || cache.tail_pages > 0;
+  return has_exact && cache.exact_layout.k.format == Format::f32 ? "exact = f32" : "";
+}
+
 std::size_t aligned(std::size_t bytes) {
   return (bytes + 255) / 256 * 256;
 }
@@ -48,14 +57,28 @@ DecodePlan::~DecodePlan() {
   (void)cudaFree(memory_);
 }
 
+// The generic kernel where nothing else reads the cache, or the options ask for it; else perhaps prefill kernels.
+Status DecodePlan::choose_family(const core::DevicePlanConfig& config) {
+  const std::string& wanted = config.options->kernel;
+  const std::string only = generic_only(config, params_.cache);
+  is_generic_ = wanted == core::kGenericKernels || !only.empty();
+  if (!is_generic_) return choose_prefill(config);
+  if (!wanted.empty() && wanted != core::kGenericKernels) {
+    return {Code::unsupported,
+            fmt::format("kernel is \"{}\": with {} the generic kernel alone serves; leave kernel empty", wanted, only)};
+  }
+  why_ = only.empty() ? "as asked for" : only + " has no other kernel";
+  return {};
+}
+
 Status DecodePlan::choose_kernel(const core::DevicePlanConfig& config, const DecodeKernels& kernels) {
   const int group = params_.group;
   int most_rows = 0;
   for (const core::DeviceSequence& s : config.sequences) most_rows = std::max(most_rows, s.q_len * group);
 
-  const AttendKernel* best = nullptr;
+  const AttendKernel* best = is_generic_ ? &kernels.generic : nullptr;
   for (const AttendKernel& k : kernels.attend) {
-    if (k.k != config.k || k.v != config.v || k.is_wide()) continue;
+    if (is_generic_ || k.k != config.k || k.v != config.v || k.is_wide()) continue;
     // The fewest rows that take all of them at once; else the most.
     const auto enough = [&](const AttendKernel& a) { return 4 * a.column_tiles >= most_rows; };
     if (best == nullptr || (enough(k) ? !enough(*best) || k.column_tiles < best->column_tiles
@@ -65,6 +88,7 @@ Status DecodePlan::choose_kernel(const core::DevicePlanConfig& config, const Dec
   }
   if (best == nullptr) return {Code::unsupported, refuse_pair(instances(), {config.k, config.v})};
   attend_ = *best;
+  attend_.k = config.k, attend_.v = config.v;
   params_.rows = 4 * attend_.column_tiles;
   params_.row_bits = std::countr_zero(static_cast<unsigned>(params_.rows));
   params_.row_blocks = (most_rows + params_.rows - 1) / params_.rows;
@@ -132,6 +156,7 @@ Status DecodePlan::choose_merge(const DecodeKernels& kernels, const Line& line) 
 // long they take is what the launch takes. Not where many of them would have an exact page.
 void DecodePlan::widen(const core::DevicePlanConfig& config, const DecodeKernels& kernels) {
   const AttendParams& p = params_;
+  if (is_generic_) return;
   const auto wide = std::find_if(kernels.attend.begin(), kernels.attend.end(), [&](const AttendKernel& k) {
     return k.is_wide() && k.k == attend_.k && k.v == attend_.v && k.column_tiles == attend_.column_tiles &&
            k.shared_bytes[0] <= store_.limits().shared_bytes;
@@ -156,9 +181,10 @@ void DecodePlan::widen(const core::DevicePlanConfig& config, const DecodeKernels
 // The cost of the units of work, and how many units there are now.
 Status DecodePlan::count_work(const core::DevicePlanConfig& config) {
   AttendParams& p = params_;
-  // An exact page takes as long as its bytes do, and half as much again because it is not streamed ahead.
+  // An exact page takes as long as its bytes do, and half as much again because it is not streamed ahead. All pages
+  // take the generic kernel the same time.
   const double ratio = static_cast<double>(p.cache.exact_layout.block_bytes) / p.cache.encoded_layout.block_bytes;
-  p.exact_cost = std::max(least_exact_cost_, static_cast<int>(1.5 * ratio + 0.5));
+  p.exact_cost = is_generic_ ? 1 : std::max(least_exact_cost_, static_cast<int>(1.5 * ratio + 0.5));
   p.part_cost = attend_.teams;
   p.least_units = attend_.teams;
   // A line of work is counted in an int.
@@ -279,14 +305,14 @@ Status DecodePlan::prepare(const core::DevicePlanConfig& config, const StepBatch
   p.seen_flags[core::kExact] = is_plain ? kSeen | kPlain : kSeen;
   p.seen_flags[core::kEncoded] = is_plain && p.k_basis.kind != BasisKind::calibrated ? kSeen | kPlain : kSeen;
   p.v_basis = device_basis(store_.v_basis());
-  if (Status s = choose_prefill(config); !s.ok()) return s;
+  if (Status s = choose_family(config); !s.ok()) return s;
   if (prefill_.function != nullptr) {
     workspace_bytes_ = aligned(class_count());
     return upload(config, batch);
   }
   merged_ = p.batch;
   if (batch.entries != nullptr) p.batch = std::max(p.batch, StepBatch::kLeast);
-  const Result<DecodeKernels> kernels = find_kernels(config.head_dim);
+  const Result<DecodeKernels> kernels = find_kernels(p.cache.encoded_layout.head_dim);
   if (!kernels.ok()) return kernels.status();
   if (Status s = choose_kernel(config, *kernels); !s.ok()) return s;
   widen(config, *kernels);
@@ -303,7 +329,7 @@ Status DecodePlan::prepare(const core::DevicePlanConfig& config, const StepBatch
   const auto count = static_cast<std::size_t>(partials) * static_cast<std::size_t>(p.rows);
   ml_at_ = aligned(static_cast<std::size_t>(segments) * 4 * sizeof(std::int32_t));
   o_at_ = ml_at_ + aligned(count * 2 * sizeof(float));
-  classes_at_ = o_at_ + aligned(count * static_cast<std::size_t>(config.head_dim) * sizeof(float));
+  classes_at_ = o_at_ + aligned(count * static_cast<std::size_t>(p.cache.encoded_layout.head_dim) * sizeof(float));
   workspace_bytes_ = classes_at_ + aligned(class_count());
 
   const Line line = make_line(p, units_);
@@ -333,20 +359,22 @@ std::string DecodePlan::explain() const {
         prefill_.shared_bytes, schedule_.tiles, schedule_.heads_at_once);
     return s;
   }
-  fmt::format_to(out, "kernel     attend {}/{}, head_dim {}, {} query rows at once{}\n", format_info(attend_.k).name,
+  fmt::format_to(out, "kernel     {} {}/{}, head_dim {}, {} query rows at once{}\n",
+                 is_generic_ ? core::kGenericKernels : "attend", format_info(attend_.k).name,
                  format_info(attend_.v).name, p.head_dim, p.rows,
                  p.row_blocks > 1 ? fmt::format(" ({} row blocks, each reads the keys)", p.row_blocks) : "");
   if (!why_.empty()) fmt::format_to(out, "           {}\n", why_);
   const bool integers = codec::is_tq(attend_.k);
-  fmt::format_to(
-      out, "products   keys {}, values {}\n",
-      integers ? "u8 levels by s8 query digits, exact sums" : "16-bit floats, f32 sums",
-      codec::is_tq(attend_.v) ? "u8 levels by s8 weight digits, exact sums a page" : "16-bit floats, f32 sums");
-  fmt::format_to(
-      out,
-      "blocks     {} ({} a multiprocessor) of {} warps, {} a page; {} bytes of shared memory each, where exact "
-      "pages pass by {} of 4 pieces at once\n",
-      p.blocks, blocks_, attend_.warps(), attend_.team, shared_bytes_, p.exact_stages);
+  fmt::format_to(out, "products   keys {}, values {}\n",
+                 is_generic_ ? "decoded to f32, multiply-adds in f32"
+                 : integers  ? "u8 levels by s8 query digits, exact sums"
+                             : "16-bit floats, f32 sums",
+                 is_generic_               ? "the same: as fast as these are, not as the cache's bytes are read"
+                 : codec::is_tq(attend_.v) ? "u8 levels by s8 weight digits, exact sums a page"
+                                           : "16-bit floats, f32 sums");
+  fmt::format_to(out, "blocks     {} ({} a multiprocessor) of {} warps, {} a page; {} bytes of shared memory each{}\n",
+                 p.blocks, blocks_, attend_.warps(), attend_.team, shared_bytes_,
+                 is_generic_ ? "" : fmt::format(", where exact pages pass by {} of 4 pieces at once", p.exact_stages));
   const Line line = make_line(p, units_);
   fmt::format_to(
       out,

@@ -38,6 +38,7 @@ class DecodePlan final : public core::DevicePlan {
 
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return workspace_bytes_; }
   [[nodiscard]] const char* kernel() const noexcept override {
+    if (is_generic_) return core::kGenericKernels;
     return prefill_.function != nullptr ? core::kPrefillKernels : core::kDecodeKernels;
   }
   [[nodiscard]] int splits() const noexcept override { return splits_; }
@@ -48,6 +49,7 @@ class DecodePlan final : public core::DevicePlan {
                   const RunOptions& options) const;
 
  private:
+  Status choose_family(const core::DevicePlanConfig& config);
   Status choose_prefill(const core::DevicePlanConfig& config);
   Status choose_kernel(const core::DevicePlanConfig& config, const DecodeKernels& kernels);
   void widen(const core::DevicePlanConfig& config, const DecodeKernels& kernels);
@@ -70,6 +72,7 @@ class DecodePlan final : public core::DevicePlan {
   AttendParams params_{};      // but for what run gives
   prefill::Kernel prefill_{};  // no function: decode kernels are used
   const char* prefill_name_ = "";
+  bool is_generic_ = false;
   prefill::Schedule schedule_{};
   std::string why_;  // these kernels
   int merged_ = 0;   // sequences whose rows are merged

@@ -60,8 +60,9 @@ std::string pair_at(const core::DevicePlanConfig& config) {
 }
 
 // The reason why prefill_sm90 does not run; empty: it does.
-Result<std::string> missing_of_sm90(const core::DevicePlanConfig& config, const Kernel* kernel,
-                                    const DeviceLimits& limits) {
+Result<std::string> missing_of_sm90(const core::DevicePlanConfig& config, const codec::PageLayout& encoded,
+                                    const Kernel* kernel, const DeviceLimits& limits) {
+  if (encoded.head_dim != config.head_dim) return std::string("prefill_sm90 kernels do not serve padded vectors");
   if (sm90_kernels(config.head_dim).empty())
     return fmt::format("prefill_sm90 kernels are compiled for head_dim {}", sm90_head_dims());
   if (kernel == nullptr) return fmt::format("prefill_sm90 kernels are not compiled for {}", pair_at(config));
@@ -75,8 +76,8 @@ Result<std::string> missing_of_sm90(const core::DevicePlanConfig& config, const 
 }
 
 // The same for prefill_sm80; and how many blocks a multiprocessor holds.
-Result<std::string> missing_of_sm80(const core::DevicePlanConfig& config, const Kernel* kernel,
-                                    const DeviceLimits& limits, int& blocks) {
+Result<std::string> missing_of_sm80(const core::DevicePlanConfig& config, const codec::PageLayout& encoded,
+                                    const Kernel* kernel, const DeviceLimits& limits, int& blocks) {
   if (kernel == nullptr) return fmt::format("prefill_sm80 kernels do not serve {}", pair_at(config));
   if (kernel->shared_bytes > limits.shared_bytes) {
     return fmt::format("prefill_sm80 kernels need {} bytes of shared memory a block for {}, the device has {}",
@@ -85,7 +86,7 @@ Result<std::string> missing_of_sm80(const core::DevicePlanConfig& config, const 
   // Kernels of several pairs are one function, which gets once what the largest of them needs: plans of other threads
   // use it.
   int most = 0;
-  for (const Kernel& one : sm80_kernels(config.head_dim)) {
+  for (const Kernel& one : sm80_kernels(encoded.head_dim)) {
     if (one.shared_bytes <= limits.shared_bytes) most = std::max(most, one.shared_bytes);
   }
   KVANT_CUDA_TRY(prepare_shared(kernel->function, most));
@@ -119,18 +120,19 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config) {
     return basis.kind == (codec::is_tq(format) ? BasisKind::hadamard : BasisKind::none);
   };
 
-  const Kernel* kernels[] = {find_kernel(sm90_kernels(config.head_dim), config.k, config.v),
-                             find_kernel(sm80_kernels(config.head_dim), config.k, config.v)};
+  const int stored = p.cache.encoded_layout.head_dim;
+  const Kernel* kernels[] = {find_kernel(sm90_kernels(stored), config.k, config.v),
+                             find_kernel(sm80_kernels(stored), config.k, config.v)};
   int blocks[] = {1, 1};  // of a multiprocessor
   prefill::Candidate candidates[] = {{core::kPrefillSm90, {}, 0}, {core::kPrefillSm80, {}, 0}};
   if (!usual(p.k_basis, config.k) || !usual(p.v_basis, config.v)) {
     candidates[0].missing = "bases other than the formats' own are for decode kernels only";
     candidates[1].missing = candidates[0].missing;
   } else {
-    Result<std::string> missing = missing_of_sm90(config, kernels[0], limits);
+    Result<std::string> missing = missing_of_sm90(config, p.cache.encoded_layout, kernels[0], limits);
     if (!missing.ok()) return missing.status();
     candidates[0].missing = *missing;
-    missing = missing_of_sm80(config, kernels[1], limits, blocks[1]);
+    missing = missing_of_sm80(config, p.cache.encoded_layout, kernels[1], limits, blocks[1]);
     if (!missing.ok()) return missing.status();
     candidates[1].missing = *missing;
   }

@@ -59,7 +59,7 @@ __device__ __forceinline__ void transform_scores(const AttendParams& p, const Ti
       const int batch = mask_batch(p, tile.entry);
       const std::int64_t from = batch * p.mask.stride[0] + of * p.mask.stride[1] + at * p.mask.stride[2] +
                                 (key - p.mask.first_key) * p.mask.stride[3];
-      x = fmaf(mask_element(p.mask, from), kLog2e, x);
+      x = add_mask(x, mask_element(p.mask, from));
     }
     copy[i] = sees ? x : kNone;
   }
@@ -91,9 +91,10 @@ __device__ __forceinline__ RowEnd end_row(const AttendParams& p, int head, float
   return end;
 }
 
-// Row h (g or g + 8) of sums, to out from its element `to` on, which has the thread's first column.
+// Row h (g or g + 8) of sums, to out from its element `to` on, which has the thread's first column; out has `left`
+// elements from there on.
 template <int kCount>
-__device__ __forceinline__ void store_row(const AttendParams& p, std::int64_t to, int h, const RowEnd& end,
+__device__ __forceinline__ void store_row(const AttendParams& p, std::int64_t to, int left, int h, const RowEnd& end,
                                           const float (&o)[kCount]) {
 #pragma unroll
   for (int j = 0; j < kCount / 4; ++j) {
@@ -101,11 +102,13 @@ __device__ __forceinline__ void store_row(const AttendParams& p, std::int64_t to
     if (end.none) a = b = 0.0f;
     if (p.out.dtype == Dtype::f32) {
       float* pair = static_cast<float*>(p.out.data) + to + 8 * j;
-      pair[0] = a, pair[1] = b;
+      if (8 * j < left) pair[0] = a;
+      if (8 * j + 1 < left) pair[1] = b;
     } else {
       auto* pair = static_cast<std::uint16_t*>(p.out.data) + to + 8 * j;
       const std::uint32_t bits = p.out.dtype == Dtype::f16 ? ptx::f16x2(a, b) : ptx::bf16x2(a, b);
-      pair[0] = static_cast<std::uint16_t>(bits), pair[1] = static_cast<std::uint16_t>(bits >> 16);
+      if (8 * j < left) pair[0] = static_cast<std::uint16_t>(bits);
+      if (8 * j + 1 < left) pair[1] = static_cast<std::uint16_t>(bits >> 16);
     }
   }
 }

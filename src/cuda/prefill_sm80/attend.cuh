@@ -551,7 +551,8 @@ struct Attend {
         if (tile.row_block * S::kRows + first_row() + 16 * i + g() + 8 * h >= tile.rows) continue;
         const std::int64_t token = tile.batch.query_begin + row.query;
         if (p.lse != nullptr && t() == 0 && part() == 0) p.lse[token * p.q_heads + row.head] = end.lse;
-        store_row(p, token * p.out.token_stride + row.head * p.out.head_stride + part() * S::kColumns + 2 * t(), h, end,
+        const int column = part() * S::kColumns + 2 * t();
+        store_row(p, token * p.out.token_stride + row.head * p.out.head_stride + column, p.head_dim - column, h, end,
                   o[i]);
       }
     }

@@ -23,7 +23,7 @@ __device__ __noinline__ void load_queries(const AttendParams& p, const Tile& til
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const RowPlace row = row_place(p, tile, tile.row_block * S::kRows + warp * kRowsOfWarp + first + i);
-      load_bits<kElements>(p.q.data, p.q.dtype, query_offset(p, tile, row) + lane, bits[i]);
+      load_bits<kElements>(p.q.data, p.q.dtype, query_offset(p, tile, row) + lane, p.head_dim - lane, bits[i]);
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {

@@ -409,7 +409,7 @@ struct Consumer {
       if (row_at(h) >= tile.rows) continue;
       const std::int64_t token = tile.batch.query_begin + row[h].query;
       if (p.lse != nullptr && t == 0) p.lse[token * p.q_heads + row[h].head] = end.lse;
-      store_row(p, token * p.out.token_stride + row[h].head * p.out.head_stride + 2 * t, h, end, o);
+      store_row(p, token * p.out.token_stride + row[h].head * p.out.head_stride + 2 * t, D, h, end, o);
     }
   }
 

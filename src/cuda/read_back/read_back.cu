@@ -5,12 +5,8 @@
 // both.
 #include "cuda/read_back/read_back.hpp"
 
-#include "base/bits.hpp"
-#include "codec/centre.hpp"
-#include "codec/pack.hpp"
-#include "codec/tq.hpp"
 #include "cuda/instances.hpp"
-#include "cuda/tile/element.cuh"
+#include "cuda/tile/stored.cuh"
 #include "cuda/tile/warp_vector.cuh"
 
 namespace kvant::cuda {
@@ -18,72 +14,6 @@ namespace {
 
 constexpr int kWarps = 8;     // of a block
 constexpr int kResident = 8;  // blocks of a multiprocessor
-constexpr int kMostCodes = 256;
-
-template <Format kFormat>
-__device__ float tq_value(int code) {
-  constexpr codec::TqSpec spec = codec::tq_spec<kFormat>();
-  return static_cast<float>(codec::tq_level(spec, code & ((1 << codec::format_bits(kFormat)) - 1))) - spec.offset;
-}
-
-// The value of a code, before its scale.
-__device__ __forceinline__ float value_of(Format format, int code) {
-  switch (format) {
-#define KVANT_TQ_FORMAT(name, ...)       \
-  case Format::name: {                   \
-    return tq_value<Format::name>(code); \
-  }
-#include "codec/formats.def"
-    default: return base::e4m3_to_f32(static_cast<std::uint8_t>(code));
-  }
-}
-
-// Element lane + 32 i of a token's vector in its basis, in place i. `values`: what codes stand for.
-template <int D>
-__device__ __forceinline__ void load_coded(const codec::SideLayout& side, bool is_value, const std::byte* block,
-                                           int token, const float* values, float (&x)[D / 32]) {
-  const int lane = threadIdx.x % 32;
-  std::uint32_t code[D / 32];
-#pragma unroll
-  for (int i = 0; i < D / 32; ++i) code[i] = 0;
-  int shift = 0;
-  for (int plane = 0; plane < side.planes; ++plane) {
-    const std::byte* at = block + side.plane_offset[plane];
-    const int bits = side.plane_bits[plane];
-#pragma unroll
-    for (int i = 0; i < D / 32; ++i) {
-      const codec::detail::Field field = is_value ? codec::detail::v_field(bits, D, token, lane + 32 * i)
-                                                  : codec::detail::k_field(bits, D, token, lane + 32 * i);
-      code[i] |= codec::detail::get_field(at, field, bits) << shift;
-    }
-    shift += bits;
-  }
-  const auto* scales = reinterpret_cast<const std::uint16_t*>(block + side.scale_offset) + token;
-  const int places = D / 32 / side.groups;  // of a scale
-#pragma unroll
-  for (int i = 0; i < D / 32; ++i) x[i] = __fmul_rn(values[code[i]], ptx::f16_to_f32(scales[i / places * kPageTokens]));
-}
-
-// x += the centre of the key's page (codec::load_key).
-template <int D>
-__device__ __forceinline__ void add_centre(const codec::PageLayout& layout, const std::byte* block,
-                                           float (&x)[D / 32]) {
-  const codec::SideLayout side = codec::centre_layout(layout);
-  const int lane = threadIdx.x % 32;
-  const float scale = ptx::f16_to_f32(*reinterpret_cast<const std::uint16_t*>(block + side.scale_offset));
-  const std::byte *low = block + side.plane_offset[0], *high = block + side.plane_offset[1];
-#pragma unroll
-  for (int i = 0; i < D / 32; ++i) x[i] = __fadd_rn(x[i], codec::centre_element(low, high, scale, lane + 32 * i));
-}
-
-template <int D>
-__device__ __forceinline__ void load_dense(const codec::SideLayout& side, const std::byte* block, int token,
-                                           float (&x)[D / 32]) {
-  const Dtype dtype = side.format == Format::f16 ? Dtype::f16 : Dtype::bf16;  // f32 is none of a device's formats
-  std::uint32_t bits[D / 32];
-  load_bits<D / 32>(block + side.plane_offset[0], dtype, token * D + static_cast<int>(threadIdx.x % 32), bits);
-  elements_of<D / 32>(bits, dtype, x);
-}
 
 // x <- A^-1 x + c, sums in the 32 lanes of codec::detail::lane_dot.
 template <int D>
@@ -109,15 +39,20 @@ __device__ __forceinline__ void from_calibrated(const float* inverse, const floa
 }
 
 template <int D>
-__device__ __forceinline__ void store_row(const ReadBackSide& side, std::int64_t at, const float (&x)[D / 32]) {
-  at += threadIdx.x % 32;
+__device__ __forceinline__ void store_row(const ReadBackSide& side, std::int64_t at, int head_dim,
+                                          const float (&x)[D / 32]) {
+  const int lane = threadIdx.x % 32, left = head_dim - lane;  // behind it is padding
+  at += lane;
   if (side.dtype == Dtype::f32) {
 #pragma unroll
-    for (int i = 0; i < D / 32; ++i) static_cast<float*>(side.rows)[at + 32 * i] = x[i];
+    for (int i = 0; i < D / 32; ++i) {
+      if (32 * i < left) static_cast<float*>(side.rows)[at + 32 * i] = x[i];
+    }
   } else {
     const bool is_f16 = side.dtype == Dtype::f16;
 #pragma unroll
     for (int i = 0; i < D / 32; ++i) {
+      if (32 * i >= left) continue;
       static_cast<std::uint16_t*>(side.rows)[at + 32 * i] = static_cast<std::uint16_t>(half_bits(x[i], is_f16));
     }
   }
@@ -139,10 +74,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2) read_back_kernel(const __grid_
   __shared__ float scratch[codec::rotation_shape(D).paley > 1 ? kWarps : 1][D];
   const CacheView& cache = p.cache;
   const int warp = static_cast<int>(threadIdx.x / 32);
-  for (int i = static_cast<int>(threadIdx.x); i < 2 * kMostCodes; i += 32 * kWarps) {
-    const codec::SideLayout& side = i < kMostCodes ? cache.encoded_layout.k : cache.encoded_layout.v;
-    if (side.planes > 0) values[i / kMostCodes][i % kMostCodes] = value_of(side.format, i % kMostCodes);
-  }
+  fill_code_values(cache, values);
   __syncthreads();
 
   const int first_side = p.side[0].rows != nullptr ? 0 : 1;
@@ -162,7 +94,6 @@ __global__ void __launch_bounds__(32 * kWarps, 2) read_back_kernel(const __grid_
     const bool is_exact = ref.exact >= 0 && (ref.encoded < 0 || cache.exact_ends().exact(length, page));
     const std::int32_t slot = is_exact ? ref.exact : ref.encoded;
     const codec::PageLayout& layout = is_exact ? cache.exact_layout : cache.encoded_layout;
-    const codec::SideLayout& from = which == 0 ? layout.k : layout.v;
     const int place = p.layer * cache.kv_heads + head;
     const std::byte* block = (is_exact ? cache.exact : cache.encoded) +
                              static_cast<std::uint64_t>(slot < 0 ? 0 : slot) *
@@ -180,29 +111,24 @@ __global__ void __launch_bounds__(32 * kWarps, 2) read_back_kernel(const __grid_
 #pragma unroll
         for (int k = 0; k < D / 32; ++k) x[k] = 0.0f;
       } else {
-        if (from.planes == 0) {
-          load_dense<D>(from, block, t % kPageTokens, x);
-        } else {
-          load_coded<D>(from, which != 0, block, t % kPageTokens, values[which], x);
-          if (which == 0 && codec::is_centred(layout)) add_centre<D>(layout, block, x);
-        }
+        load_stored<D>(layout, which != 0, block, t % kPageTokens, static_cast<int>(threadIdx.x % 32), values, x);
         if (basis == BasisKind::hadamard) rotate_back<D>(x, scratch[codec::rotation_shape(D).paley > 1 ? warp : 0]);
         if (basis == BasisKind::calibrated) {
           from_calibrated<D>(side.inverse + static_cast<std::int64_t>(head) * D * D, side.center + head * D, x);
         }
       }
-      store_row<D>(side, at + (t - e.begin) * side.token_stride, x);
+      store_row<D>(side, at + (t - e.begin) * side.token_stride, p.head_dim, x);
     }
   }
 }
 
 }  // namespace
 
-cudaError_t read_back(int head_dim, const ReadBackParams& p, int multiprocessors, cudaStream_t stream) {
+cudaError_t read_back(const ReadBackParams& p, int multiprocessors, cudaStream_t stream) {
   const int sides = p.side[0].rows != nullptr && p.side[1].rows != nullptr ? 2 : 1;
   const std::int64_t work = std::int64_t{p.items} * p.cache.kv_heads * sides;
   const auto blocks = static_cast<unsigned>(base::min(work, std::int64_t{kResident} * multiprocessors));
-  switch (head_dim) {
+  switch (p.cache.encoded_layout.head_dim) {
 #define KVANT_CASE(head_dim) \
   case head_dim: read_back_kernel<head_dim><<<blocks, 32 * kWarps, 0, stream>>>(p); break;
     KVANT_CUDA_EACH_HEAD_DIM(KVANT_CASE)

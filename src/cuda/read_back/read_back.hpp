@@ -36,7 +36,8 @@ struct ReadBackSide {
 struct ReadBackParams {
   static constexpr int kMostEntries = 128;
   CacheView cache;
-  ReadBackSide side[2];  // keys, values
+  ReadBackSide side[2];   // keys, values
+  std::int32_t head_dim;  // of the tensors; vectors may be stored padded
   std::int32_t layer;
   std::int32_t items;  // pages of all entries
   std::int32_t entries;
@@ -44,7 +45,8 @@ struct ReadBackParams {
 };
 static_assert(sizeof(ReadBackParams) <= 4096, "the most that every device takes as a kernel's parameters");
 
-// head_dim: one of KVANT_CUDA_EACH_HEAD_DIM. As many blocks as are resident at once, or as there are items.
-cudaError_t read_back(int head_dim, const ReadBackParams& params, int multiprocessors, cudaStream_t stream);
+// Vectors are stored with a head_dim of KVANT_CUDA_EACH_HEAD_DIM. The launch has as many blocks as are resident at
+// once, or as there are items.
+cudaError_t read_back(const ReadBackParams& params, int multiprocessors, cudaStream_t stream);
 
 }  // namespace kvant::cuda

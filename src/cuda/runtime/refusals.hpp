@@ -29,9 +29,8 @@ inline std::string refuse_head_dim(const Instances& have, int head_dim) {
   std::string list;
   for (const int d : have.head_dims) list += fmt::format("{}{}", list.empty() ? "" : ", ", d);
   return fmt::format(
-      "head_dim = {0} on a device: kernels are compiled for {1}; pad vectors with zeros to one of them and set scale "
-      "to "
-      "1 / sqrt({0}), or use device = \"cpu\", which stores any head_dim",
+      "head_dim = {0} on a device: kernels are compiled for {1}, and smaller sizes are stored padded; use device = "
+      "\"cpu\", which stores up to 576",
       head_dim, list);
 }
 
@@ -44,8 +43,8 @@ inline std::string refuse_pair(const Instances& have, const FormatPair& pair) {
       is_known ? fmt::format("build kvant with -DKVANT_CUDA_PAIRS=\"{};{}\"", have.option, pair_name(pair))
                : "add the pair to src/cuda/instances.cmake and build kvant";
   return fmt::format(
-      "k = {}, v = {} on a device: this build has attention kernels for the pairs {}; choose one of these, {}, or use "
-      "device = \"cpu\"",
+      "k = {}, v = {} on a device: this build has attention kernels for the pairs {}; choose one of these, {}, use the "
+      "slower kernel = \"generic\", or device = \"cpu\"",
       format_info(pair.k).name, format_info(pair.v).name, list, way);
 }
 

@@ -36,17 +36,18 @@ Status Store::decode(std::span<const core::DeviceRange> ranges, int layer, const
             fmt::format("{} rows in one decode: {} is the most; decode fewer tokens at once", rows, 1 << 30)};
   }
   const Current current(config_.device);
-  const std::uint64_t first = count_of(layer) * count_of(config_.kv_heads), d = count_of(config_.head_dim);
+  const std::uint64_t first = count_of(layer) * count_of(config_.kv_heads), d = count_of(config_.encoded.head_dim);
   ReadBackParams p{};
   p.cache = view_;
   p.side[0] = side_of(keys, k_basis_, first, d);
   p.side[1] = side_of(values, v_basis_, first, d);
+  p.head_dim = config_.head_dim;
   p.layer = layer;
 
   std::int32_t row = 0;
   const auto launch = [&]() -> Status {
     if (p.entries == 0) return {};
-    KVANT_CUDA_TRY(read_back(config_.head_dim, p, limits_.multiprocessors, native(stream)));
+    KVANT_CUDA_TRY(read_back(p, limits_.multiprocessors, native(stream)));
     p.entries = p.items = 0;
     return {};
   };
@@ -68,15 +69,33 @@ Status Store::decode(std::span<const core::DeviceRange> ranges, int layer, const
   return launch();
 }
 
-Status Store::download(core::Pool pool, std::int32_t slot, int layer, int head, std::byte* block, Stream stream) {
-  const Current current(config_.device);
+std::span<std::byte> Store::block(core::Pool pool, std::int32_t slot, int layer, int head) const {
   const bool exact = pool == core::Pool::exact;
   const std::uint32_t bytes = exact ? view_.exact_layout.block_bytes : view_.encoded_layout.block_bytes;
-  const std::byte* from = (exact ? view_.exact : view_.encoded) +
-                          count_of(slot) * (exact ? view_.exact_slot_bytes : view_.encoded_slot_bytes) +
-                          (count_of(layer) * count_of(config_.kv_heads) + count_of(head)) * bytes;
-  KVANT_CUDA_TRY(cudaMemcpyAsync(block, from, bytes, cudaMemcpyDeviceToHost, native(stream)));
+  return {(exact ? view_.exact : view_.encoded) +
+              count_of(slot) * (exact ? view_.exact_slot_bytes : view_.encoded_slot_bytes) +
+              (count_of(layer) * count_of(config_.kv_heads) + count_of(head)) * bytes,
+          bytes};
+}
+
+Status Store::download(core::Pool pool, std::int32_t slot, int layer, int head, std::byte* to, Stream stream) {
+  const Current current(config_.device);
+  const std::span<std::byte> from = block(pool, slot, layer, head);
+  KVANT_CUDA_TRY(cudaMemcpyAsync(to, from.data(), from.size(), cudaMemcpyDeviceToHost, native(stream)));
   KVANT_CUDA_TRY(cudaStreamSynchronize(native(stream)));
+  return {};
+}
+
+Status Store::edit(core::Pool pool, std::int32_t slot, int layer, int head,
+                   const std::function<void(std::byte*)>& change) {
+  const Current current(config_.device);
+  const std::span<std::byte> there = block(pool, slot, layer, head);
+  std::vector<std::byte> here(there.size());
+  KVANT_CUDA_TRY(cudaDeviceSynchronize());
+  KVANT_CUDA_TRY(cudaMemcpy(here.data(), there.data(), there.size(), cudaMemcpyDeviceToHost));
+  change(here.data());
+  KVANT_CUDA_TRY(cudaMemcpy(there.data(), here.data(), there.size(), cudaMemcpyHostToDevice));
+  KVANT_CUDA_TRY(cudaStreamSynchronize(nullptr));  // a small copy may still be on its way
   return {};
 }
 

@@ -6,6 +6,7 @@
 
 #include "codec/rotation.hpp"
 #include "core/fmt.hpp"
+#include "cuda/append/imported.hpp"
 #include "cuda/runtime/built.hpp"
 #include "cuda/runtime/runtime.hpp"
 #include "cuda/store/tables.hpp"
@@ -14,14 +15,15 @@ namespace kvant::cuda {
 
 namespace {
 
-const WriteKernel* find_write_kernel(int head_dim) {
+const WriteKernel* find_write_kernel(const core::DevicePagesConfig& c) {
   static const WriteKernel kKernels[] = {
 #define KVANT_ENTRY(head_dim) write_kernel_of<head_dim>(),
       KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
 #undef KVANT_ENTRY
   };
   for (const WriteKernel& k : kKernels) {
-    if (k.head_dim == head_dim) return &k;
+    if (k.head_dim != c.encoded.head_dim) continue;
+    return codec::is_lut(c.encoded.k.format) || codec::is_lut(c.encoded.v.format) ? &kImportedWriteKernel : &k;
   }
   return nullptr;
 }
@@ -32,19 +34,23 @@ std::uint64_t count_of(T n) {
 }
 
 Status check_config(const core::DevicePagesConfig& c) {
-  if (find_write_kernel(c.head_dim) == nullptr) {
+  if (find_write_kernel(c) == nullptr) {
     return {Code::unsupported, refuse_head_dim(instances(), c.head_dim)};
   }
-  for (const bool values : {false, true}) {
-    const Format format = values ? c.encoded.v.format : c.encoded.k.format;
-    if (format != Format::f32 && !codec::is_lut(format)) continue;
+  const Format k = c.encoded.k.format, v = c.encoded.v.format;
+  const auto goes = [](Format format) { return codec::is_lut(format) || codec::is_dense(format); };
+  const bool any_lut = codec::is_lut(k) || codec::is_lut(v);
+  if (any_lut && !(goes(k) && goes(v))) {
     return {Code::unsupported,
-            fmt::format("{} = {} on a device: f16, bf16, fp8 and tq2 to tq8 are supported; choose one of these, or use "
-                        "device = \"cpu\"",
-                        values ? "v" : "k", format == Format::f32 ? "f32" : "lut (imported tables)")};
+            fmt::format("k = {}, v = {} on a device: an imported format goes with imported and dense formats there; "
+                        "choose one of these for the other side, or use device = \"cpu\"",
+                        format_info(k).name, format_info(v).name)};
   }
-  if (c.ends.any() && c.exact_dtype == Dtype::f32) {
-    return {Code::unsupported, "exact = f32 on a device: exact pages are f16 or bf16 there"};
+  if (any_lut && (c.k_basis == BasisKind::calibrated || c.v_basis == BasisKind::calibrated)) {
+    return {Code::unsupported,
+            fmt::format("k = {}, v = {} with a calibrated basis on a device: imported formats have the Hadamard basis "
+                        "or none there; use one of these, or device = \"cpu\"",
+                        format_info(k).name, format_info(v).name)};
   }
   const std::int64_t table = std::int64_t{c.max_sequences} * c.max_pages;
   if (table > std::int64_t{1} << 31) {
@@ -60,7 +66,8 @@ Status check_config(const core::DevicePagesConfig& c) {
 WriteParams write_params(const core::DevicePagesConfig& c, const CacheView& view) {
   WriteParams p{};
   p.cache = view;
-  p.rotation_scale = codec::rotation_scale(c.head_dim);
+  p.rotation_scale = codec::rotation_scale(c.encoded.head_dim);
+  p.head_dim = c.head_dim;
   p.rounding = c.ends.any() ? c.exact_dtype : Dtype::f32;
   p.k.basis = c.k_basis;
   p.v.basis = c.v_basis;
@@ -71,7 +78,7 @@ WriteParams write_params(const core::DevicePagesConfig& c, const CacheView& view
 
 // --- memory ----------------------------------------------------------------------------------------------------------
 
-Store::Store(const core::DevicePagesConfig& config) : config_(config), kernel_(find_write_kernel(config.head_dim)) {}
+Store::Store(const core::DevicePagesConfig& config) : config_(config), kernel_(find_write_kernel(config)) {}
 
 Store::~Store() {
   const Current current(config_.device);
@@ -110,6 +117,15 @@ Status Store::upload(BasisArrays& side, const std::vector<CalibratedBasis>& list
   return part(side.inverse, &CalibratedBasis::inverse);
 }
 
+Status Store::upload(const float*& levels, std::span<const float> list) {
+  void* memory = nullptr;
+  if (list.empty()) return {};
+  if (Status s = take(&memory, list.size_bytes(), 0, "levels"); !s) return s;
+  KVANT_CUDA_TRY(cudaMemcpy(memory, list.data(), list.size_bytes(), cudaMemcpyHostToDevice));
+  levels = static_cast<const float*>(memory);
+  return {};
+}
+
 Status Store::allocate() {
   const core::DevicePagesConfig& c = config_;
   const Current current(c.device);
@@ -129,7 +145,8 @@ Status Store::allocate() {
            .layers = c.layers,
            .kv_heads = c.kv_heads,
            .sink_pages = static_cast<std::int32_t>(c.ends.sink_pages),
-           .tail_pages = static_cast<std::int32_t>(c.ends.tail_pages)};
+           .tail_pages = static_cast<std::int32_t>(c.ends.tail_pages),
+           .levels = {nullptr, nullptr}};
   // Zeroed: kernels may load tokens that nothing was written to, and these must decode to finite numbers.
   void* memory = nullptr;
   if (Status s = take(&memory, count_of(c.encoded_slots) * view_.encoded_slot_bytes, 0, "encoded pages"); !s) return s;
@@ -145,6 +162,8 @@ Status Store::allocate() {
   if (Status s = take(&memory, sizeof(std::uint32_t), 0, "a flag"); !s) return s;
   non_finite_ = static_cast<std::uint32_t*>(memory);
 
+  if (Status s = upload(view_.levels[0], c.k_levels); !s) return s;
+  if (Status s = upload(view_.levels[1], c.v_levels); !s) return s;
   k_basis_.kind = c.k_basis;
   v_basis_.kind = c.v_basis;
   if (c.bases != nullptr) {
@@ -156,6 +175,7 @@ Status Store::allocate() {
     }
   }
   config_.bases = nullptr;
+  config_.k_levels = config_.v_levels = {};
   KVANT_CUDA_TRY(find_limits(c.device, limits_));
   KVANT_CUDA_TRY(kernel_->prepare(write_params(c, view_), limits_));
   KVANT_CUDA_TRY(cudaDeviceSynchronize());
@@ -262,7 +282,7 @@ Status Store::write(std::span<const core::DeviceAppend> appends, int layer, cons
   const Current current(config_.device);
   WriteParams p = write_params(config_, view_);
   const std::size_t first_basis = count_of(layer) * count_of(config_.kv_heads);
-  const auto d = count_of(config_.head_dim);
+  const auto d = count_of(config_.encoded.head_dim);
   const auto set = [&](WriteSide& side, const TensorView& t, const BasisArrays& basis) {
     side.rows = t.data;
     side.token_stride = t.stride[0];

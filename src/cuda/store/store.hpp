@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -43,7 +44,9 @@ class Store final : public core::DevicePages, public PlannedPages {
                Stream stream) override;
   Status decode(std::span<const core::DeviceRange> ranges, int layer, const MutableTensorView& keys,
                 const MutableTensorView& values, Stream stream) override;
-  Status download(core::Pool pool, std::int32_t slot, int layer, int head, std::byte* block, Stream stream) override;
+  Status download(core::Pool pool, std::int32_t slot, int layer, int head, std::byte* to, Stream stream) override;
+  Status edit(core::Pool pool, std::int32_t slot, int layer, int head,
+              const std::function<void(std::byte*)>& change) override;
   Result<bool> take_non_finite(Stream stream) override;
 
  private:
@@ -55,8 +58,10 @@ class Store final : public core::DevicePages, public PlannedPages {
     std::int32_t index;
     SequenceState state;
   };
+  [[nodiscard]] std::span<std::byte> block(core::Pool pool, std::int32_t slot, int layer, int head) const;
   Status take(void** memory, std::uint64_t bytes, int fill, const char* what);
   Status upload(BasisArrays& side, const std::vector<CalibratedBasis>& list);
+  Status upload(const float*& levels, std::span<const float> list);
 
   core::DevicePagesConfig config_;
   CacheView view_{};

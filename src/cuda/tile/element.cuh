@@ -37,16 +37,17 @@ __device__ __forceinline__ float mask_element(const core::MaskData& mask, std::i
   return static_cast<const std::uint8_t*>(mask.data)[at] != 0 ? 0.0f : -__builtin_huge_valf();
 }
 
-// Elements of a warp's lane, 32 apart; all loads are under way before one of them is waited for.
+// Elements of a warp's lane, 32 apart; all loads are under way before one of them is waited for. A row may end, `left`
+// elements behind the lane's first, and is stored padded: the others are zeros.
 template <int kCount>
-__device__ __forceinline__ void load_bits(const void* data, Dtype dtype, std::int64_t at,
+__device__ __forceinline__ void load_bits(const void* data, Dtype dtype, std::int64_t at, int left,
                                           std::uint32_t (&bits)[kCount]) {
   if (dtype == Dtype::f32) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) bits[i] = static_cast<const std::uint32_t*>(data)[at + 32 * i];
+    for (int i = 0; i < kCount; ++i) bits[i] = 32 * i < left ? static_cast<const std::uint32_t*>(data)[at + 32 * i] : 0;
   } else {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) bits[i] = static_cast<const std::uint16_t*>(data)[at + 32 * i];
+    for (int i = 0; i < kCount; ++i) bits[i] = 32 * i < left ? static_cast<const std::uint16_t*>(data)[at + 32 * i] : 0;
   }
 }
 

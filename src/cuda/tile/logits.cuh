@@ -9,6 +9,14 @@ namespace kvant::cuda {
 
 inline constexpr float kNone = -__builtin_huge_valf();  // the score of a hidden key
 
+// The term of a mask tensor joins a score. Only minus infinity hides: finite terms whose sum in these units is beyond
+// the floats count as the lowest score, which is above kLowest.
+__device__ __forceinline__ float add_mask(float score, float term) {
+  constexpr float kLowestScore = -3e38f;
+  const float sum = fmaf(term, kLog2e, score);
+  return sum < kLowestScore && term != kNone ? kLowestScore : sum;
+}
+
 // The verbs of base/logits.hpp for one score.
 struct LogitVerbs {
   using F = float;

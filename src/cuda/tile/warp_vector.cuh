@@ -9,7 +9,7 @@ namespace kvant::cuda {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
-inline constexpr float kLowest = -1e30f;  // a running maximum's start: differences with it stay numbers
+inline constexpr float kLowest = -__FLT_MAX__;  // a running maximum's start: differences with it are not NaN
 
 // x, negated where this lane's bit of the signs is set.
 __device__ __forceinline__ float flip_sign(float x, std::uint32_t signs) {
