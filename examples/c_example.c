@@ -57,7 +57,7 @@ int main(void) {
   kvant_run_options run;
   kvant_run_options_init(&run, sizeof run);
   run.lse = lse;
-  check(kvant_run(plan, 0, &q, &out, &run), "attending");
+  check(kvant_run(plan, 0, &q, &out, &run, NULL, NULL), "attending");
 
   /* Texts go to a buffer of ours: ask for the size first. */
   size_t size = 0;

@@ -21,7 +21,7 @@ RandomChoices choices() {
     for (const char* v : kFormats) all.formats.emplace_back(k, v);
   }
   all.most_queries = 90;
-  all.page_centres = true;
+  all.page_centres = all.fresh_keys = true;
   return all;
 }
 

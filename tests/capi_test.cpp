@@ -77,7 +77,7 @@ struct Twins {
     kvant_run_options_init(&run_options, sizeof run_options);
     run_options.lse = c_lse.data();
     run_options.sink_logits = sink_logits;
-    EXPECT_EQ(kvant_run(c_plan, 0, &c_q, &c_view, &run_options), KVANT_OK) << kvant_last_error();
+    EXPECT_EQ(kvant_run(c_plan, 0, &c_q, &c_view, &run_options, nullptr, nullptr), KVANT_OK) << kvant_last_error();
     kvant_plan_destroy(c_plan);
 
     const Plan planned = plan(*cache, {sequence}, options).value();
@@ -177,7 +177,7 @@ TEST(CApi, SequencesWithoutQueriesHaveNoRows) {
     const kvant_tensor c_q = tensor(q, kQHeads);
     kvant_mutable_tensor c_out{};
     c_out.data = out.data(), c_out.shape[0] = queries, c_out.shape[1] = kQHeads, c_out.shape[2] = kDim;
-    EXPECT_EQ(kvant_run(plan, 0, &c_q, &c_out, nullptr), KVANT_OK) << kvant_last_error();
+    EXPECT_EQ(kvant_run(plan, 0, &c_q, &c_out, nullptr, nullptr, nullptr), KVANT_OK) << kvant_last_error();
     if (queries > 0) {
       EXPECT_NE(out, std::vector<float>(out.size()));
     }
@@ -270,7 +270,7 @@ TEST(CApi, BatchStridesArePassedThrough) {
   std::vector<float> out(q.size(), -1);
   kvant_mutable_tensor output;
   by_head(output, out.data(), kQHeads);
-  ASSERT_EQ(kvant_run(plan, 0, &queries, &output, nullptr), KVANT_OK) << kvant_last_error();
+  ASSERT_EQ(kvant_run(plan, 0, &queries, &output, nullptr, nullptr, nullptr), KVANT_OK) << kvant_last_error();
   // The first query sees one key: its output is that key's value.
   for (std::int64_t b = 0; b < kBatch; ++b) {
     for (std::int64_t i = 0; i < kQHeads * kDim; ++i) {

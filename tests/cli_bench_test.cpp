@@ -29,6 +29,7 @@ const std::set<std::string> kBenchKeys = {"op",
                                           "softcap",
                                           "alibi",
                                           "mask",
+                                          "fresh",
                                           "between_mib",
                                           "kernel",
                                           "median_ns",
@@ -171,7 +172,8 @@ TEST_F(CliBench, OfWhatChangesScores) {
   const std::vector<std::vector<std::string>> scores = {
       {"--window", "100"},
       {"--softcap", "3", "--mask", "bool"},
-      {"--window", "100", "--softcap", "20", "--alibi", "--mask", "bf16"}};
+      {"--window", "100", "--softcap", "20", "--alibi", "--mask", "bf16"},
+      {"--window", "100", "--fresh"}};
   for (const std::vector<std::string>& extra : scores) {
     std::vector<std::string> arguments = {"bench",        "prefill", "--k-format", "tq4,f16", "--keys",  "300",
                                           "--first-keys", "90",      "--batch",    "2",       "--q-len", "40",

@@ -47,7 +47,8 @@ class FakePlan final : public core::DevicePlan {
   [[nodiscard]] const char* kernel() const noexcept override { return "decode"; }
   [[nodiscard]] int splits() const noexcept override { return 7; }
   [[nodiscard]] std::string explain() const override { return "kernel     remembers"; }
-  Status run(int layer, const TensorView&, const MutableTensorView&, const RunOptions& options) const override {
+  Status run(int layer, const TensorView&, const MutableTensorView&, const core::FreshRows&,
+             const RunOptions& options) const override {
     ++seen.runs;
     seen.layer = layer;
     seen.run = options;

@@ -91,9 +91,11 @@ struct Borrowed {
     const std::vector<float> q = world.queries();
     got.out.assign(q.size(), -5.0f);
     got.lse.assign(static_cast<std::size_t>(rows * world.q_heads()), -5.0f);
+    const FreshTensors fresh = options.fresh_keys ? world.fresh() : FreshTensors{};
     plan.run(pool.view, TensorView::of(q.data(), rows, world.q_heads(), world.spec.head_dim),
              MutableTensorView::of(got.out.data(), rows, world.q_heads(), world.spec.head_dim),
-             {.lse = got.lse.data(), .sink_logits = sink_logits.empty() ? nullptr : sink_logits.data()})
+             {.lse = got.lse.data(), .sink_logits = sink_logits.empty() ? nullptr : sink_logits.data()}, fresh.keys,
+             fresh.values)
         .value();
     got.explain = plan.explain();
     return got;
@@ -204,6 +206,29 @@ TEST(Pages, LogitOptionsAndSinkLogits) {
 }
 
 // Blocks that the window hides may be gone: their entries name no block.
+TEST(Pages, FreshKeysAreAttendedToAsGiven) {
+  for (const char* format : {"tq4", "f32"}) {
+    const World world(spec(format, format, 64, {{300, 5}, {64, 64}, {200, 130}, {129, 1}, {90, 26}}));
+    Borrowed borrowed(world, {});
+    for (const Mask& mask : {Mask::causal(), Mask::bidirectional(), Mask::sliding(100, 10)}) {
+      AttentionOptions options;
+      options.mask = mask;
+      options.fresh_keys = true;
+      const Attended got = borrowed.attend(world, options);
+      const Expected expected = world.expect_decoded(options);
+      EXPECT_TRUE(close(expected.out, got.out, world.tolerance(), world.out_shape())) << got.explain;
+      EXPECT_TRUE(lse_close(expected.lse, got.lse, world.lse_tolerance(), {world.total_queries(), world.q_heads()}));
+      EXPECT_NE(got.explain.find("fresh      keys and values"), std::string::npos) << got.explain;
+    }
+    // Blocks of tokens that are all fresh are not read: nothing need be in their entries.
+    borrowed.step.blocks[1][0] = -1;
+    AttentionOptions options;
+    options.fresh_keys = true;
+    EXPECT_TRUE(close(world.expect_decoded(options).out, borrowed.attend(world, options).out, world.tolerance(),
+                      world.out_shape()));
+  }
+}
+
 TEST(Pages, BlocksBehindAWindowAreNotRead) {
   const World world(spec("tq6", "tq4", 64, {{1000, 1}, {700, 9}, {64, 1}}));
   Borrowed borrowed(world, {});
@@ -444,8 +469,8 @@ TEST(PagesRefusals, PlansTablesAndRuns) {
   EXPECT_TRUE(refuses(plan.run(borrowed.pool.view, short_q, MutableTensorView::of(out.data(), 2, 4, 64)),
                       Code::invalid_argument, {"q has 2 rows", "3"}));
   EXPECT_TRUE(refuses(plan.run(borrowed.pool.view, short_q, out_view), Code::invalid_argument, {"out.shape[0] is 3"}));
-  EXPECT_TRUE(refuses(plan.run(borrowed.pool.view, q_view, out_view, {}, q_view, q_view), Code::unsupported,
-                      {"keys and values"}));
+  EXPECT_TRUE(refuses(plan.run(borrowed.pool.view, q_view, out_view, {}, q_view, q_view), Code::invalid_argument,
+                      {"keys and values", "fresh_keys"}));
   std::vector<std::byte> workspace(64);
   RunOptions with;
   with.workspace = workspace;
@@ -475,7 +500,8 @@ struct Seen {
 class FakePlan final : public core::DeviceBlockPlan {
  public:
   Status set_tables(const StepTables&, Stream) override { return ++seen.tables, Status(); }
-  Status run(const BlockPool&, const TensorView&, const MutableTensorView&, const RunOptions&) const override {
+  Status run(const BlockPool&, const TensorView&, const MutableTensorView&, const core::FreshRows&,
+             const RunOptions&) const override {
     return ++seen.runs, Status();
   }
   Result<bool> take_errors(Stream) override { return true; }

@@ -3,8 +3,9 @@
 // `plan` does all validation and says what it chose (explain); `run` allocates nothing and throws nothing.
 //
 // Rows and logits. Query i of a sequence with q_len queries stands at position length - q_len + i: queries are the
-// newest tokens, and their own keys and values must be in the cache. With group = q_heads / kv_heads, query head h
-// reads kv head h / group (rounded down), as models with grouped-query attention have it. A logit is, in this order:
+// newest tokens, and their own keys and values must be in the cache, or be given to the run (fresh keys). With group =
+// q_heads / kv_heads, query head h reads kv head h / group (rounded down), as models with grouped-query attention have
+// it. A logit is, in this order:
 //   1. scale * q . k
 //   2. softcap    cap * tanh(logit / cap)
 //   3. ALiBi      - slope * |query position - key position|
@@ -88,6 +89,12 @@ struct AttentionOptions {
   double softcap = 0;                 ///< t = cap * tanh(s / cap), before ALiBi and masks; 1e-37 to 1e37; 0: none
   std::vector<float> alibi_slopes{};  ///< [q_heads]: logit -= slope * |query position - key position|
   Mask mask{};
+  /// Fresh keys: each run is given keys and values of the sequences' last q_len tokens, attends to these tokens as they
+  /// are given, and reads only older tokens from the cache. Engines compute a prompt like this: exactly, and without
+  /// reading back what was just encoded. Tokens are reserved before the plan is made, as always; a layer may be run
+  /// before its write or after it, with the same result. (Before the write, a run is refused if it would read an older
+  /// page that this write has yet to encode.) On a device such plans take prefill kernels.
+  bool fresh_keys = false;
   int threads = 0;              ///< 0: the processors that the process may use (affinity, CPU quota)
   std::int64_t split_keys = 0;  ///< keys a split covers, a multiple of 64; 0: planned from the lengths
   std::string backend{};        ///< "cpu", "cuda": where the cache is; empty: the same
@@ -161,8 +168,14 @@ inline Result<Plan> plan(const Cache& cache, std::initializer_list<SequenceId> s
 /// q: [total_queries, q_heads, head_dim], out: same shape, f32, f16 or bf16 each. Sequences' rows one after another;
 /// sequences without a query have none. Where no sequence has a query a run does nothing, and data may be null. Vectors
 /// of `out` must not overlap: strides below head_dim, 0 included, are refused.
+///
+/// keys, values: of a plan with fresh_keys, and of no other plan. [total_queries, kv_heads, head_dim], the keys and
+/// values of the queries' own tokens, in the order of the rows of q (with batch_stride as q may have it); f32, f16 or
+/// bf16 each on the host. On a device they are f16 or bf16, both of one dtype, with rows and strides of 16-byte
+/// multiples; where the cache has exact pages, of the dtype of these. A token whose key or value is not finite makes
+/// NaN of the rows that see it. (On a device such a value makes NaN of further rows of its sequence.)
 KVANT_API Status run(const Plan& plan, int layer, const TensorView& q, const MutableTensorView& out,
-                     const RunOptions& options = {});
+                     const RunOptions& options = {}, const TensorView& keys = {}, const TensorView& values = {});
 
 /// A normalised partial result over some keys: out [rows, head_dim] f32, lse [rows].
 struct Partial {

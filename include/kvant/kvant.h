@@ -354,6 +354,10 @@ typedef struct kvant_attention_options {
   const char* kernel; /* caches on a device: "decode" or "prefill" ("prefill_sm90" or "prefill_sm80" for one kind of
                       these), or "generic": any pair of formats in float32, the only one for f32 and imported
                       formats; NULL (default): by the formats and the number of rows */
+  int32_t fresh_keys; /* 1: each run is given keys and values of the sequences' last q_len tokens, attends to these as
+                      they are given, and reads only older tokens from the cache; tokens are reserved before, and a
+                      layer is run before its write or after it. On a device such plans take prefill kernels. Default
+                      0 */
 } kvant_attention_options;
 
 /* Fills in the defaults. struct_size: sizeof(kvant_attention_options). */
@@ -409,13 +413,18 @@ KVANT_C_API void kvant_run_options_init(kvant_run_options* options, size_t struc
 
 /* out = softmax(transform(scale * q k^T) + masks) v in one layer. q, out: [total_queries, q_heads, head_dim], f32, f16
  * or bf16 each; the sequences' rows one after another, of sequences without a query none. A row that sees no key is 0.
- * Vectors of out must not overlap: strides below head_dim, 0 included, are refused. options: may be NULL. Allocates
- * nothing. The same call gives the same bits, for any number of threads.
+ * Vectors of out must not overlap: strides below head_dim, 0 included, are refused. options: may be NULL.
+ * keys, values: of a plan with fresh_keys the queries' own, [total_queries, kv_heads, head_dim] in the order of the
+ * rows of q; of other plans NULL. f32, f16 or bf16 each in host memory; on a device f16 or bf16, both of one dtype
+ * (where the cache has exact pages, of theirs), with rows and strides of 16-byte multiples. A row that sees a token
+ * with a number that is not finite becomes NaN.
+ * Allocates nothing. The same call gives the same bits, for any number of threads.
  * Errors: KVANT_STALE when the cache's lengths or pages changed since the plan was made: by a reserve or append of a
  * new step, truncate, fork, reorder or remove of any sequence (on a device: when a sequence was removed);
  * KVANT_INVALID_ARGUMENT. */
 KVANT_C_API kvant_status kvant_run(const kvant_plan* plan, int32_t layer, const kvant_tensor* q,
-                                   const kvant_mutable_tensor* out, const kvant_run_options* options);
+                                   const kvant_mutable_tensor* out, const kvant_run_options* options,
+                                   const kvant_tensor* keys, const kvant_tensor* values);
 
 /* A normalised partial result over some keys: out [rows, head_dim], lse [rows]. */
 typedef struct kvant_partial {
@@ -542,8 +551,8 @@ typedef struct kvant_step_tables {
 KVANT_C_API kvant_status kvant_pages_plan_set_tables(kvant_pages_plan* plan, const kvant_step_tables* tables,
                                                      void* stream);
 /* Attention over one layer's pool. q, out: [tokens, q_heads, head_dim]; rows of no sequence are left as they are.
- * options: lse [tokens, q_heads], sink_logits, workspace and stream, as in kvant_run. keys, values: NULL (a step's own
- * keys as given are not supported yet). Errors: KVANT_INVALID_ARGUMENT, KVANT_UNSUPPORTED. */
+ * options: lse [tokens, q_heads], sink_logits, workspace and stream, as in kvant_run. keys, values: as in kvant_run,
+ * [tokens or more, kv_heads, head_dim]; NULL without fresh_keys. Errors: KVANT_INVALID_ARGUMENT, KVANT_UNSUPPORTED. */
 KVANT_C_API kvant_status kvant_pages_plan_run(kvant_pages_plan* plan, const kvant_block_pool* pool,
                                               const kvant_tensor* q, const kvant_mutable_tensor* out,
                                               const kvant_run_options* options, const kvant_tensor* keys,

@@ -85,8 +85,11 @@ class KVANT_API PagesPlan {
   /// out = softmax(transform(scale * q k^T) + masks) v over one layer's pool. q, out: [tokens, q_heads, head_dim], f32,
   /// f16 or bf16; tokens: up to max_tokens, and all rows of the tables at least. Rows that belong to no sequence are
   /// left as they are. options.lse: [tokens, q_heads]. options.workspace: on a device workspace_bytes() of device
-  /// memory, which plans that run one after another can share; on the host empty. keys, values: the step's own, to be
-  /// attended to as given; unsupported so far, so leave them without data.
+  /// memory, which plans that run one after another can share; on the host empty.
+  /// keys, values: of a plan with attention.fresh_keys, and of no other: the tokens' own, [tokens or more, kv_heads,
+  /// head_dim] in the order of the rows of q, attended to as given; older tokens are read from blocks. A step's write
+  /// may come before such a run or after it. kvant::run says which tensors are taken; on a device both are f16 or both
+  /// bf16.
   Status run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out, const RunOptions& options = {},
              const TensorView& keys = {}, const TensorView& values = {});
   /// Device only; waits for the stream. True if a sequence did not fit the plan, or had a block id outside the pool

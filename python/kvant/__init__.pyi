@@ -106,7 +106,8 @@ class Cache:
         keys, values: as for write, with one row for each row of q. The first layer of a step reserves, the others fill
             in.
         out: a tensor of q's shape, f32, f16 or bf16; None: a new one of q's dtype. options: see Plan (window, scale,
-            ...). Returns out; with lse=True (out, lse), lse [tokens, q_heads] f32.
+            ...). With fresh=True keys and values are attended to as given, and only older tokens are read from the
+            cache. Returns out; with lse=True (out, lse), lse [tokens, q_heads] f32.
         """
     def decode(self, sequences: Iterable[Sequence] | Sequence, layer: int, begin: int | SequenceOf[int] = 0, end: int | SequenceOf[int] | None = None, *, keys: Any = None, values: Any = None, stream: Any = None) -> tuple[Any, Any]:
         """Stored tokens [begin, end) as attention computes with them, in the original coordinates.
@@ -217,6 +218,8 @@ class PagesPlan:
     max_batch, max_blocks, max_query_len, max_tokens: the largest step: sequences, blocks of one sequence, queries of
         one sequence, and queries in all with padding (None: max_batch * max_query_len).
     scale, causal, window, window_sinks, softcap, alibi_slopes: as for Plan. window 0: none.
+    fresh: True: each run is given the keys and values of its tokens and attends to these as they are given; only older
+        tokens are read from blocks. On a device it takes prefill kernels.
     check_ids: on a device, each run looks at the block ids that it is to read; rows of a sequence with one outside the
         pool become NaN, and take_errors tells. The CPU always looks, and refuses.
     kernel: on a device "decode", "prefill" or "generic"; "": by the limits. threads, split_keys, isa: on the CPU.
@@ -226,7 +229,7 @@ class PagesPlan:
     A plan can be recorded in CUDA graphs: set_tables and run read lengths and tables on the device, and launches are
     made for the limits. Errors: InvalidArgument, Unsupported.
     """
-    def __init__(self, pages: Pages, q_heads: int, *, max_batch: int, max_blocks: int, max_query_len: int = 1, max_tokens: int | None = None, scale: float | None = None, causal: bool = True, window: int = 0, window_sinks: int = 0, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, check_ids: bool = False, kernel: str = '', threads: int = 0, split_keys: int = 0, isa: str | None = None, workspace: Any = None):
+    def __init__(self, pages: Pages, q_heads: int, *, max_batch: int, max_blocks: int, max_query_len: int = 1, max_tokens: int | None = None, scale: float | None = None, causal: bool = True, window: int = 0, window_sinks: int = 0, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, check_ids: bool = False, fresh: bool = False, kernel: str = '', threads: int = 0, split_keys: int = 0, isa: str | None = None, workspace: Any = None):
         ...
     def explain(self) -> str:
         """Kernels, splits, limits, and why."""
@@ -246,7 +249,8 @@ class PagesPlan:
         sequence are left as they are. out None: a new tensor of q's dtype. lse: True, or an f32 tensor
         [tokens, q_heads]: gets the natural log of each softmax denominator. sink_logits: [q_heads] f32, join the
         denominator only.
-        keys, values: the step's own, to be attended to as given; not supported yet, so leave them None.
+        keys, values: of a plan with fresh=True the tokens' own, [tokens or more, kv_heads, head_dim]; on a device both
+            f16 or both bf16. The step's write may come before or after. None otherwise.
         Returns out, or (out, lse) if lse was requested. Errors: InvalidArgument, Unsupported.
         """
     def take_errors(self, stream: Any = None) -> bool:
@@ -271,19 +275,24 @@ class Plan:
         which takes any pair of formats in float32, and is the only one for f32 and imported formats; None: by the
         number of rows. Prefill kernels round weights to f16 or bf16.
 
+    fresh: True: each run is given the keys and values of the queries' own tokens and attends to these as they are;
+        only older tokens are read from the cache. On a device it takes prefill kernels.
+
     A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that
     grow. Errors: InvalidArgument, Unsupported.
     """
-    def __init__(self, cache: Cache, sequences: Iterable[Sequence] | Sequence, *, q_heads: int, q_len: int = 1, q_lens: SequenceOf[int] | None = None, scale: float | None = None, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, causal: bool = True, window: int | None = None, window_sinks: int = 0, mask: Any = None, mask_first_key: int = 0, threads: int = 0, split_keys: int = 0, isa: str | None = None, kernel: str | None = None):
+    def __init__(self, cache: Cache, sequences: Iterable[Sequence] | Sequence, *, q_heads: int, q_len: int = 1, q_lens: SequenceOf[int] | None = None, scale: float | None = None, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, causal: bool = True, window: int | None = None, window_sinks: int = 0, mask: Any = None, mask_first_key: int = 0, threads: int = 0, split_keys: int = 0, isa: str | None = None, kernel: str | None = None, fresh: bool = False):
         ...
     def explain(self) -> str:
         """Kernels, tiles, splits, bytes, and why."""
-    def run(self, layer: int, q: Any, out: Any = None, *, lse: Any = None, sink_logits: Any = None, workspace: Any = None, stream: Any = None) -> Any:
+    def run(self, layer: int, q: Any, out: Any = None, *, keys: Any = None, values: Any = None, lse: Any = None, sink_logits: Any = None, workspace: Any = None, stream: Any = None) -> Any:
         """out = softmax(transform(scale * q k^T) + masks) v in one layer.
 
         q, out: [total queries, q_heads, head_dim], the sequences' rows one after another, or [batch, q_len, q_heads,
-        head_dim]. out None: a new tensor of q's dtype. lse: True, or an f32 tensor [total queries, q_heads]: gets the
-        natural log of each softmax denominator. sink_logits: [q_heads] f32, join the denominator only.
+        head_dim]. out None: a new tensor of q's dtype. keys, values: of a plan with fresh=True the queries' own,
+        [total queries, kv_heads, head_dim] or [batch, q_len, kv_heads, head_dim]. lse: True, or an f32 tensor
+        [total queries, q_heads]: gets the natural log of each softmax denominator. sink_logits: [q_heads] f32, join the
+        denominator only.
         workspace: on a device, memory of facts.workspace_bytes; None: a torch buffer that the cache keeps.
         Returns out, or (out, lse) if lse was requested. Errors: Stale, InvalidArgument.
         """
@@ -333,8 +342,10 @@ class Step:
         ...
     def write(self, layer: int, keys: Any, values: Any) -> None:
         """Stores this step's keys and values of one layer; see Cache.write."""
-    def attend(self, layer: int, q: Any, out: Any = None, *, lse: Any = None, sink_logits: Any = None, **options: Any) -> Any:
-        """Attention of this step's queries; see Plan for the options. Layers with the same options share a plan."""
+    def attend(self, layer: int, q: Any, out: Any = None, *, keys: Any = None, values: Any = None, lse: Any = None, sink_logits: Any = None, **options: Any) -> Any:
+        """Attention of this step's queries; see Plan for the options. Layers with the same options share a plan.
+        keys, values: this step's own, to be attended to as given (the option fresh); write them before or after.
+        """
     def __enter__(self) -> Step:
         ...
     def __exit__(self, error_type, error, traceback) -> None:

@@ -157,6 +157,7 @@ class AttentionOptions(Structure):
         ("backend", c_char_p),
         ("isa", c_char_p),
         ("kernel", c_char_p),
+        ("fresh_keys", c_int32),
     ]
 
 
@@ -312,7 +313,16 @@ plan_destroy = _function("kvant_plan_destroy", c_void_p, result=None)
 plan_explain = _function("kvant_plan_explain", c_void_p, c_char_p, c_size_t, POINTER(c_size_t))
 plan_describe = _function("kvant_plan_describe", c_void_p, POINTER(PlanFacts))
 run_options_init = _function("kvant_run_options_init", POINTER(RunOptions), c_size_t, result=None)
-run = _function("kvant_run", c_void_p, c_int32, POINTER(Tensor), POINTER(MutableTensor), POINTER(RunOptions))
+run = _function(
+    "kvant_run",
+    c_void_p,
+    c_int32,
+    POINTER(Tensor),
+    POINTER(MutableTensor),
+    POINTER(RunOptions),
+    POINTER(Tensor),
+    POINTER(Tensor),
+)
 merge = _function("kvant_merge", POINTER(Partial), c_int64, c_int64, c_int32, c_void_p, c_void_p)
 merge_on_device = _function(
     "kvant_merge_on_device",

@@ -334,7 +334,8 @@ class Cache:
         keys, values: as for write, with one row for each row of q. The first layer of a step reserves, the others fill
             in.
         out: a tensor of q's shape, f32, f16 or bf16; None: a new one of q's dtype. options: see Plan (window, scale,
-            ...). Returns out; with lse=True (out, lse), lse [tokens, q_heads] f32.
+            ...). With fresh=True keys and values are attended to as given, and only older tokens are read from the
+            cache. Returns out; with lse=True (out, lse), lse [tokens, q_heads] f32.
         """
         sequences = [sequences] if isinstance(sequences, Sequence) else list(sequences)
         shape = tuple(q.shape)
@@ -354,7 +355,8 @@ class Cache:
                 self.write(sequences, layer, keys, values, stream=stream)
                 self._step[1].add(layer)
             plan = self.plan(sequences, q_heads=shape[-2], **options)
-            return plan.run(layer, q, out, lse=lse, sink_logits=sink_logits, stream=stream)
+            own = {"keys": keys, "values": values} if options.get("fresh") else {}
+            return plan.run(layer, q, out, **own, lse=lse, sink_logits=sink_logits, stream=stream)
 
     def _open_step(self, sequences: list[Sequence], tokens: list[int], layer: int, stream: Any) -> None:
         """Reserves, unless this step was opened by another layer: the same sequences, as long as they were left

@@ -233,6 +233,8 @@ class PagesPlan:
     max_batch, max_blocks, max_query_len, max_tokens: the largest step: sequences, blocks of one sequence, queries of
         one sequence, and queries in all with padding (None: max_batch * max_query_len).
     scale, causal, window, window_sinks, softcap, alibi_slopes: as for Plan. window 0: none.
+    fresh: True: each run is given the keys and values of its tokens and attends to these as they are given; only older
+        tokens are read from blocks. On a device it takes prefill kernels.
     check_ids: on a device, each run looks at the block ids that it is to read; rows of a sequence with one outside the
         pool become NaN, and take_errors tells. The CPU always looks, and refuses.
     kernel: on a device "decode", "prefill" or "generic"; "": by the limits. threads, split_keys, isa: on the CPU.
@@ -259,6 +261,7 @@ class PagesPlan:
         softcap: float = 0.0,
         alibi_slopes: SequenceOf[float] | None = None,
         check_ids: bool = False,
+        fresh: bool = False,
         kernel: str = "",
         threads: int = 0,
         split_keys: int = 0,
@@ -285,6 +288,7 @@ class PagesPlan:
         o.threads, o.split_keys = threads, split_keys
         o.isa = None if isa is None else isa.encode()
         o.kernel = kernel.encode() if kernel else None
+        o.fresh_keys = 1 if fresh else 0
         limits = _c.PageLimits()
         limits.struct_size = sizeof(limits)
         limits.max_batch, limits.max_blocks, limits.max_query_len = max_batch, max_blocks, max_query_len
@@ -359,7 +363,8 @@ class PagesPlan:
         sequence are left as they are. out None: a new tensor of q's dtype. lse: True, or an f32 tensor
         [tokens, q_heads]: gets the natural log of each softmax denominator. sink_logits: [q_heads] f32, join the
         denominator only.
-        keys, values: the step's own, to be attended to as given; not supported yet, so leave them None.
+        keys, values: of a plan with fresh=True the tokens' own, [tokens or more, kv_heads, head_dim]; on a device both
+            f16 or both bf16. The step's write may come before or after. None otherwise.
         Returns out, or (out, lse) if lse was requested. Errors: InvalidArgument, Unsupported.
         """
         pages = self.pages

@@ -87,6 +87,9 @@ class Plan:
         which takes any pair of formats in float32, and is the only one for f32 and imported formats; None: by the
         number of rows. Prefill kernels round weights to f16 or bf16.
 
+    fresh: True: each run is given the keys and values of the queries' own tokens and attends to these as they are;
+        only older tokens are read from the cache. On a device it takes prefill kernels.
+
     A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that
     grow. Errors: InvalidArgument, Unsupported.
     """
@@ -111,6 +114,7 @@ class Plan:
         split_keys: int = 0,
         isa: str | None = None,
         kernel: str | None = None,
+        fresh: bool = False,
     ):
         self._handle = None
         self.cache = cache
@@ -139,6 +143,7 @@ class Plan:
         o.threads, o.split_keys = threads, split_keys
         o.isa = None if isa is None else isa.encode()
         o.kernel = None if kernel is None else kernel.encode()
+        o.fresh_keys = 1 if fresh else 0
         handle = c_void_p()
         with cache._lock:
             _c.check(_c.plan_create(cache.handle, _c.sequences(ids), len(ids), byref(o), byref(handle)))
@@ -169,6 +174,8 @@ class Plan:
         q: Any,
         out: Any = None,
         *,
+        keys: Any = None,
+        values: Any = None,
         lse: Any = None,
         sink_logits: Any = None,
         workspace: Any = None,
@@ -177,8 +184,10 @@ class Plan:
         """out = softmax(transform(scale * q k^T) + masks) v in one layer.
 
         q, out: [total queries, q_heads, head_dim], the sequences' rows one after another, or [batch, q_len, q_heads,
-        head_dim]. out None: a new tensor of q's dtype. lse: True, or an f32 tensor [total queries, q_heads]: gets the
-        natural log of each softmax denominator. sink_logits: [q_heads] f32, join the denominator only.
+        head_dim]. out None: a new tensor of q's dtype. keys, values: of a plan with fresh=True the queries' own,
+        [total queries, kv_heads, head_dim] or [batch, q_len, kv_heads, head_dim]. lse: True, or an f32 tensor
+        [total queries, q_heads]: gets the natural log of each softmax denominator. sink_logits: [q_heads] f32, join the
+        denominator only.
         workspace: on a device, memory of facts.workspace_bytes; None: a torch buffer that the cache keeps.
         Returns out, or (out, lse) if lse was requested. Errors: Stale, InvalidArgument.
         """
@@ -187,6 +196,10 @@ class Plan:
         if out is None:
             out = _tensors.empty_like(q, tuple(q.shape))
         out_tensor, _o = _tensors.tensor(out, "out", cache.device, mutable=True)
+        (k, _k), (v, _v) = (
+            (None, None) if x is None else _tensors.tensor(x, name, cache.device)
+            for x, name in ((keys, "keys"), (values, "values"))
+        )
         rows = (self.facts.total_queries, q.shape[-2])
         options, lse, _kept = run_options(q, rows, lse, sink_logits, cache.device, "the cache is")
         with cache._lock:
@@ -197,7 +210,8 @@ class Plan:
                 raise InvalidArgument(
                     "stream is given, but this cache is in host memory: calls are done when they return"
                 )
-            _c.check(_c.run(self._handle, layer, byref(q_tensor), byref(out_tensor), byref(options)))
+            fresh = (None if x is None else byref(x) for x in (k, v))
+            _c.check(_c.run(self._handle, layer, byref(q_tensor), byref(out_tensor), byref(options), *fresh))
         return out if lse is None else (out, lse)
 
     def _give_workspace(self, options: _c.RunOptions, workspace: Any) -> None:
@@ -244,16 +258,30 @@ class Step:
         self.cache.write(self.sequences, layer, keys, values, stream=self.stream)
 
     def attend(
-        self, layer: int, q: Any, out: Any = None, *, lse: Any = None, sink_logits: Any = None, **options: Any
+        self,
+        layer: int,
+        q: Any,
+        out: Any = None,
+        *,
+        keys: Any = None,
+        values: Any = None,
+        lse: Any = None,
+        sink_logits: Any = None,
+        **options: Any,
     ) -> Any:
-        """Attention of this step's queries; see Plan for the options. Layers with the same options share a plan."""
+        """Attention of this step's queries; see Plan for the options. Layers with the same options share a plan.
+        keys, values: this step's own, to be attended to as given (the option fresh); write them before or after."""
+        if keys is not None or values is not None:
+            options["fresh"] = True
         mask = options.get("mask")
         key = (q.shape[-2], id(mask), *sorted((k, repr(v)) for k, v in options.items() if k != "mask"))
         plan = self._plans.get(key)
         if plan is None:
             plan = self.cache.plan(self.sequences, q_heads=q.shape[-2], q_lens=self.tokens, **options)
             self._plans[key] = plan
-        return plan.run(layer, q, out, lse=lse, sink_logits=sink_logits, stream=self.stream)
+        return plan.run(
+            layer, q, out, keys=keys, values=values, lse=lse, sink_logits=sink_logits, stream=self.stream
+        )
 
     def __enter__(self) -> Step:
         return self

@@ -66,6 +66,7 @@ Result<AttentionOptions> to_options(const kvant_attention_options* pointer, std:
   if (given.backend != nullptr) options.backend = given.backend;
   if (given.isa != nullptr) options.isa = given.isa;
   if (given.kernel != nullptr) options.kernel = given.kernel;
+  options.fresh_keys = given.fresh_keys != 0;
   return options;
 }
 
@@ -148,7 +149,7 @@ kvant_status kvant_plan_describe(const kvant_plan* plan, kvant_plan_facts* facts
 }
 
 kvant_status kvant_run(const kvant_plan* plan, int32_t layer, const kvant_tensor* q, const kvant_mutable_tensor* out,
-                       const kvant_run_options* options) {
+                       const kvant_run_options* options, const kvant_tensor* keys, const kvant_tensor* values) {
   return guarded([&]() -> kvant::Status {
     if (plan == nullptr) return null_argument("plan");
     const auto converted = to_run_options(options);
@@ -157,7 +158,11 @@ kvant_status kvant_run(const kvant_plan* plan, int32_t layer, const kvant_tensor
     if (!q_view) return q_view.status();
     const auto out_view = to_view("out", out);
     if (!out_view) return out_view.status();
-    return kvant::run(plan->plan, layer, *q_view, *out_view, *converted);
+    const auto k = to_optional_view("keys", keys);
+    if (!k) return k.status();
+    const auto v = to_optional_view("values", values);
+    if (!v) return v.status();
+    return kvant::run(plan->plan, layer, *q_view, *out_view, *converted, *k, *v);
   });
 }
 

@@ -214,6 +214,7 @@ AttentionOptions attention_options(const BenchCase& c, const void* mask) {
   options.kernel = c.kernel;
   options.softcap = c.scores.softcap;
   options.mask.window = c.scores.window;
+  options.fresh_keys = c.scores.fresh;
   for (int head = 0; c.scores.alibi && head < c.q_heads; ++head) options.alibi_slopes.push_back(alibi_slope(c, head));
   if (c.scores.mask) {
     const std::int64_t keys = c.most_keys();
@@ -223,7 +224,7 @@ AttentionOptions attention_options(const BenchCase& c, const void* mask) {
 }
 
 Result<double> check_attention(const Workload& workload, const BenchCase& c, const std::vector<float>& q,
-                               const std::vector<float>& out, std::int64_t most_sequences) {
+                               const std::vector<float>& out, const OwnVectors& own, std::int64_t most_sequences) {
   constexpr double kRowBudget = 4e8;  // multiply-adds: about a second on one core
   const double row_cost = 2.0 * static_cast<double>(c.most_keys()) * c.head_dim;
   const auto rows_wanted = static_cast<std::int64_t>(std::clamp(kRowBudget / row_cost, 4.0, 64.0));
@@ -253,6 +254,12 @@ Result<double> check_attention(const Workload& workload, const BenchCase& c, con
                               MutableTensorView::of(keys.data(), end - begin, c.kv_heads, c.head_dim),
                               MutableTensorView::of(values.data(), end - begin, c.kv_heads, c.head_dim), {}, c.q_len);
       if (!status.ok()) return status;
+      const std::int64_t cached = own_keys - c.q_len;
+      for (std::int64_t t = std::max(begin, cached); c.scores.fresh && t < end; ++t) {
+        const std::int64_t from = (b * c.q_len + t - cached) * kv_row, to = (t - begin) * kv_row;
+        std::copy_n(own.keys.begin() + from, kv_row, keys.begin() + to);
+        std::copy_n(own.values.begin() + from, kv_row, values.begin() + to);
+      }
       parallel_for(core::hardware_threads(), static_cast<std::int64_t>(rows.size()), [&](std::int64_t i) {
         SampledRow& row = rows[static_cast<std::size_t>(i)];
         const std::int64_t offset = row.head / (c.q_heads / c.kv_heads) * static_cast<std::int64_t>(c.head_dim);

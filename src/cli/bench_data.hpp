@@ -59,9 +59,14 @@ std::vector<std::byte> mask_bytes(const BenchCase& c);
 AttentionOptions attention_options(const BenchCase& c, const void* mask);
 
 /// Relative L2 of `out` ([batch * q_len, q_heads, head_dim], from layer 0) against float64 attention over the vectors
-/// that Cache::read decodes, for a sample of sequences, heads and queries that stays quick.
+/// that Cache::read decodes, for a sample of sequences, heads and queries that stays quick. With fresh keys the
+/// queries' own vectors are those of `own`, [batch * q_len, kv_heads, head_dim].
+struct OwnVectors {
+  const std::vector<float>& keys;
+  const std::vector<float>& values;
+};
 Result<double> check_attention(const Workload& workload, const BenchCase& c, const std::vector<float>& q,
-                               const std::vector<float>& out, std::int64_t most_sequences = 2);
+                               const std::vector<float>& out, const OwnVectors& own, std::int64_t most_sequences = 2);
 /// The largest error that a right kernel may have.
 double attention_tolerance(const FormatPair& formats);
 /// The same for prefill kernels on a device, which round weights to f16 or bf16.

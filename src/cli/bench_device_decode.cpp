@@ -2,6 +2,7 @@
 // tokens are appended, and lengths advance once for all layers.
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "cli/bench_device_tools.hpp"
 #include "cli/parallel.hpp"
@@ -22,7 +23,8 @@ struct Decode {
   MutableTensorView out;
   RunOptions options;
   Workload* grows = nullptr;  // null: decode
-  TensorView keys, values;
+  TensorView keys, values;    // of the newest tokens
+  bool gives_own = false;     // to runs: fresh keys
   std::vector<Append> step;
   bench::DeviceBench* others = nullptr;  // null: nothing else is read between two runs
   std::int64_t other_bytes = 0;
@@ -44,7 +46,8 @@ struct Decode {
       if (Status s = cache.write(d.grows->sequences, layer, d.keys, d.values, stream); !s.ok()) return s;
     }
     d.options.stream = stream;
-    return run(*d.plan, layer, d.q, d.out, d.options);
+    return run(*d.plan, layer, d.q, d.out, d.options, d.gives_own ? d.keys : TensorView{},
+               d.gives_own ? d.values : TensorView{});
   }
 };
 
@@ -132,6 +135,21 @@ Status measure_decode(DeviceTools& tools, BenchRow& row) {
   decode.out = MutableTensorView::contiguous(*out, Dtype::bf16, queries, c.q_heads, c.head_dim);
   if (c.between_mib > 0) decode.others = &tools.bench, decode.other_bytes = c.between_mib << 20;
   decode.options.workspace = {static_cast<std::byte*>(*workspace), plan->workspace_bytes()};
+  if (c.op == BenchOp::step || c.scores.fresh) {
+    const Result<DeviceTools::Supply> supply = tools.make_supply(c, queries);
+    if (!supply.ok()) return supply.status();
+    if (Status s = tools.fill(*supply, c, 0, queries); !s.ok()) return s;
+    decode.keys = DeviceTools::rows_of(supply->keys, c, 0, queries);
+    decode.values = DeviceTools::rows_of(supply->values, c, 0, queries);
+  }
+  std::vector<float> own_keys, own_values;  // fresh ones
+  for (const auto& [host, view] : {std::pair(&own_keys, &decode.keys), std::pair(&own_values, &decode.values)}) {
+    if (!c.scores.fresh) continue;
+    decode.gives_own = true;
+    std::vector<std::uint16_t> bits(static_cast<std::size_t>(queries * row_values(c)));
+    if (Status s = tools.bench.download(bits.data(), view->data, bits.size() * 2); !s.ok()) return s;
+    *host = widened(bits);
+  }
   const auto check = [&]() -> Status {
     Decode once = decode;
     once.grows = nullptr;
@@ -142,7 +160,7 @@ Status measure_decode(DeviceTools& tools, BenchRow& row) {
     std::vector<std::uint16_t> q_host(values);
     if (Status s = tools.bench.download(got.data(), *out32, values * 4); !s.ok()) return s;
     if (Status s = tools.bench.download(q_host.data(), *q, values * 2); !s.ok()) return s;
-    const Result<double> error = check_attention(*filled, c, widened(q_host), got, 1);
+    const Result<double> error = check_attention(*filled, c, widened(q_host), got, {own_keys, own_values}, 1);
     row.kernel = plan->kernel();
     if (error.ok()) judge(row, *error);
     return error.status();
@@ -161,12 +179,7 @@ Status measure_decode(DeviceTools& tools, BenchRow& row) {
 
   if (c.op == BenchOp::step) {
     // Sequences reach their lengths with the last of the recorded steps: then they can be checked.
-    const Result<DeviceTools::Supply> supply = tools.make_supply(c, queries);
-    if (!supply.ok()) return supply.status();
-    if (Status s = tools.fill(*supply, c, 0, queries); !s.ok()) return s;
     decode.grows = &*filled;
-    decode.keys = DeviceTools::rows_of(supply->keys, c, 0, queries);
-    decode.values = DeviceTools::rows_of(supply->values, c, 0, queries);
     std::vector<Append> all, later;
     for (const SequenceId id : filled->sequences) {
       decode.step.push_back({id, c.q_len});

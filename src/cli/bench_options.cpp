@@ -132,6 +132,9 @@ void add_scores(CLI::App& command, BenchArguments& a) {
              "--mask", [&a](const std::string& name) { a.scores.mask = parse_dtype(name).value(); },
              "A mask tensor of this type over all queries and keys, which hides nothing"),
          {"bool", "f32", "f16", "bf16"});
+  command.add_flag("--fresh", a.scores.fresh,
+                   "Runs are given keys and values of the queries' own tokens, and attend to\n"
+                   "these as they are");
 }
 
 void add_device(CLI::App& command, BenchArguments& a, BenchOp op) {
@@ -202,8 +205,8 @@ std::vector<CLI::Option*> add_options(CLI::App& command, BenchArguments& a, Benc
 std::vector<CLI::Option*> add_options_without_op(CLI::App& command, BenchArguments& a) {
   std::vector<CLI::Option*> shapes = add_options(command, a, BenchOp::decode);
   for (CLI::Option* shape : shapes) shape->group(kHidden);
-  for (const char* name :
-       {"--window", "--softcap", "--alibi", "--mask", "--backend", "--device", "--between-mib", "--kernel"}) {
+  for (const char* name : {"--window", "--softcap", "--alibi", "--mask", "--fresh", "--backend", "--device",
+                           "--between-mib", "--kernel"}) {
     command.get_option(name)->group(kHidden);
   }
   return shapes;

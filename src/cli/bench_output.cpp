@@ -160,6 +160,7 @@ Json bench_rows(const BenchResult& result) {
                     {"softcap", c.scores.softcap},
                     {"alibi", c.scores.alibi},
                     {"mask", c.scores.mask ? Json(dtype_name(*c.scores.mask)) : Json(nullptr)},
+                    {"fresh", c.scores.fresh},
                     {"between_mib", c.between_mib},
                     {"kernel", kernel_of(row).empty() ? Json(nullptr) : Json(kernel_of(row))},
                     {"median_ns", number_or_null(has_speed, row.median_ns)},

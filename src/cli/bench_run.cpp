@@ -34,7 +34,7 @@ struct Runner {
   std::shared_ptr<Workload> workload;  // all but append
   std::optional<Plan> plan;
   std::vector<float> q, out;
-  std::vector<float> new_keys, new_values;  // step
+  std::vector<float> new_keys, new_values;  // step, and fresh keys
   std::vector<std::byte> mask;
   int next_layer = 0;
   std::optional<AppendRun> append;
@@ -73,15 +73,17 @@ struct Runner {
     if (c.op == BenchOp::step) {
       if (const Status status = begin_step(); !status.ok()) return status;
     }
+    const auto rows = [&](const std::vector<float>& data) {
+      return TensorView::of(data.data(), queries, c.kv_heads, c.head_dim);
+    };
+    const bool fresh = c.scores.fresh;
     const auto begin = std::chrono::steady_clock::now();
     if (c.op == BenchOp::step) {
-      const auto rows = [&](const std::vector<float>& data) {
-        return TensorView::of(data.data(), queries, c.kv_heads, c.head_dim);
-      };
       const Status written = workload->cache.write(workload->sequences, layer, rows(new_keys), rows(new_values));
       if (!written.ok()) return written;
     }
-    const Status status = run(*plan, layer, in, to);
+    const Status status =
+        run(*plan, layer, in, to, {}, fresh ? rows(new_keys) : TensorView{}, fresh ? rows(new_values) : TensorView{});
     const auto end = std::chrono::steady_clock::now();
     if (!status.ok()) return status;
     return std::chrono::duration<double, std::nano>(end - begin).count();
@@ -96,12 +98,13 @@ Status prepare_attention(Runner& runner) {
   row.bytes = static_cast<double>(runner.plan->kv_bytes());
   runner.q = loud_vectors(c.batch * c.q_len, c.q_heads, c.head_dim, 1, 3);
   runner.out.resize(runner.q.size());
-  if (c.op == BenchOp::step) {
+  if (c.op == BenchOp::step || c.scores.fresh) {
     runner.new_keys = loud_vectors(c.batch * c.q_len, c.kv_heads, c.head_dim, 10, 1);
     runner.new_values = loud_vectors(c.batch * c.q_len, c.kv_heads, c.head_dim, 6, 2);
   }
   if (const Result<double> first = runner.time_once(); !first.ok()) return first.status();  // layer 0
-  const Result<double> error = check_attention(*runner.workload, c, runner.q, runner.out);
+  const Result<double> error =
+      check_attention(*runner.workload, c, runner.q, runner.out, {runner.new_keys, runner.new_values});
   if (!error.ok()) return error.status();
   judge(row, *error);
   return {};
@@ -293,6 +296,7 @@ std::string BenchScores::text() const {
   if (softcap > 0) parts.push_back(fmt::format("softcap {:g}", softcap));
   if (alibi) parts.emplace_back("ALiBi");
   if (mask) parts.push_back(fmt::format("{} mask", dtype_name(*mask)));
+  if (fresh) parts.emplace_back("fresh keys");
   return fmt::format("{}", fmt::join(parts, ", "));
 }
 

@@ -49,6 +49,10 @@ static_assert(kListedFormats == kFormatCount, "types.hpp and formats.def have di
 KVANT_HD constexpr bool is_dense(Format f) {
   return traits(f).family == Family::dense;
 }
+// Elements as they are, not of booleans.
+KVANT_HD constexpr Format dense_format(Dtype dtype) {
+  return dtype == Dtype::f32 ? Format::f32 : dtype == Dtype::f16 ? Format::f16 : Format::bf16;
+}
 KVANT_HD constexpr bool is_fp8(Format f) {
   return traits(f).family == Family::fp8;
 }

@@ -1,7 +1,8 @@
 // The work a plan hands to the kernels: plain structs, no inline code, so that every ISA unit can include them.
 //
 // A run has three phases, each a list of independent items that any worker may take; nothing depends on which:
-//   prepare  one item per (sequence, kv head): its query rows into the encoded basis and into integers
+//   prepare  one item per (sequence, kv head): its query rows into the encoded basis and into integers; and one per
+//            (page of fresh keys, kv head): their rows into a dense page in the workspace
 //   attend   one item per (sequence, kv head, row block, split): scores, softmax and products over some pages, giving a
 //            partial (O, m, l) for each of the two domains, or the finished rows if the block has a single split
 //   merge    one item per row block with several splits: partials combined in split order, rotated back, written
@@ -40,10 +41,15 @@ inline constexpr int kMatrixKeyBytes = 6;  // of an element of queries and keys 
 inline constexpr int kVectorRows = 16;     // up to here rows go through the integer kernels; beyond, through tiles
 
 enum Domain : int { kEncoded = 0, kExact = 1, kDomains = 2 };
+// The kinds of pages: those of the domains, and pages of fresh keys, whose rows are exact and in the workspace.
+inline constexpr int kFresh = kDomains, kPageKinds = kDomains + 1;
+constexpr Domain domain_of(int kind) {
+  return kind == kEncoded ? kEncoded : kExact;
+}
 
 struct PageUse {
   std::int32_t slot;
-  std::int32_t domain;
+  std::int32_t kind;
 };
 
 struct StridedRows {  // [tokens, heads, head_dim], last stride 1
@@ -75,12 +81,15 @@ struct SequenceUse {
   std::int64_t q_len;
   std::int64_t query_begin;  // first of its queries in q and out
   std::int64_t batch;        // its place in the call: index into the mask's batch dimension, and of batch strides
-  const PageUse* pages;      // by absolute page number
-  std::size_t prepared;      // workspace offset of its prepared rows (vector path)
+  std::int64_t cached;       // tokens that pages have; the others are fresh keys
+  const PageUse* pages;      // by place (PageOrder)
+  std::int64_t first_fresh;  // of PageOrder, as the next
+  std::int64_t shared;
+  std::size_t prepared;                   // workspace offset of its prepared rows (vector path)
   const PreparedLayout* prepared_layout;  // null: not on the vector path, whose items alone have prepared rows
 };
 
-// Where the blocks of a domain lie, for one layer: that of slot s and kv head h begins at
+// Where the blocks of a kind of pages lie, for one layer: that of slot s and kv head h begins at
 // slots[s] + layer_offset + h * head_stride, or, without `slots`, at base + s * slot_stride + h * head_stride.
 struct BlockTable {
   const std::byte* const* slots = nullptr;
@@ -107,10 +116,10 @@ struct RunContext {
   std::int64_t window, window_sinks;
   const float* sink_logits;  // [q_heads] or null
   MaskData mask;
-  codec::PageLayout layout[kDomains];
-  const float* k_levels[kDomains];
-  const float* v_levels[kDomains];
-  BlockTable blocks[kDomains];
+  codec::PageLayout layout[kPageKinds];
+  const float* k_levels[kPageKinds];
+  const float* v_levels[kPageKinds];
+  BlockTable blocks[kPageKinds];
   BasisRow k_basis, v_basis;  // of encoded pages
   const SequenceUse* sequences;
   StridedRows q;
@@ -188,7 +197,7 @@ struct AttendItem {
   int sequence, kv_head;
   int row_begin, rows;
   const ItemLayout* layout;  // of that many rows
-  std::int64_t sink_pages;   // the visible pages are 0 .. sink_pages - 1 and recent_page, recent_page + 1, ...
+  std::int64_t sink_pages;   // the visible pages have places 0 .. sink_pages - 1 and recent_page, recent_page + 1, ...
   std::int64_t recent_page;
   std::int64_t use_begin, use_end;  // this item's share, as indices into those
   std::size_t partial;              // workspace offset; kNoPartial: finish the rows directly

@@ -3,7 +3,8 @@
 //   reserve   the table takes slots; exact pages may have no memory yet (their dtype is that of the first write)
 //   plan      may use view, reads_exact, version: slots do not change until the next reserve, truncate, fork, remove
 //   write     stores rows, and encodes the pages that left the tail
-//   run       may use block, layout, bases, levels: only for layers that are ready (layer_ready)
+//   run       may use block, layout, bases, levels: only for layers that are ready (layer_ready), or where it needs
+//             nothing of the step (step_is_not_needed)
 //
 // So plans keep slots, and ask for blocks and layouts when they run.
 //
@@ -75,6 +76,8 @@ class CacheImpl {
   [[nodiscard]] std::uint64_t version() const noexcept { return table_.version(); }
   /// All reserved tokens of this layer are written. False for unknown sequences and layers.
   [[nodiscard]] bool layer_ready(SequenceId sequence, int layer) const noexcept;
+  /// A run of the newest q_len queries with fresh keys reads nothing that a layer's write of the newest step stores.
+  [[nodiscard]] bool step_is_not_needed(SequenceId sequence, std::int64_t q_len) const noexcept;
   /// As given, with `automatic` bases and exact ends resolved, and no exact ends where both formats are dense.
   [[nodiscard]] const CacheConfig& config() const noexcept { return spec_.config; }
   [[nodiscard]] Format k_format() const noexcept { return spec_.k; }

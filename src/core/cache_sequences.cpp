@@ -33,6 +33,19 @@ bool CacheImpl::layer_ready(SequenceId id, int layer) const noexcept {
   return it != all.end() && table_.layer_ready(it->second, layer);
 }
 
+bool CacheImpl::step_is_not_needed(SequenceId id, std::int64_t q_len) const noexcept {
+  const auto& all = table_.sequences();
+  const auto it = all.find(number(id));
+  if (it == all.end() || q_len < it->second.step_tokens()) return false;
+  const Sequence& s = it->second;
+  const core::SequenceView view{.length = s.length, .pages = table_.pages_of(s)};
+  const core::CacheTable::Range pages = table_.step_pages(s);
+  for (std::int64_t p = pages.begin; p < core::pages_for(s.step_begin); ++p) {
+    if (table_.turns(s, p) && !table_.reads_exact(view, p, q_len)) return false;
+  }
+  return true;
+}
+
 SequenceId CacheImpl::add_sequence() {
   return store_->add();
 }

@@ -38,7 +38,7 @@ CacheSpec::CacheSpec(CacheConfig resolved, Format k_format, Format v_format, int
       v_bases(config.v_basis, calibrated(config.v_basis, config, &BasisSet::values), config.kv_heads) {}
 
 codec::PageLayout CacheSpec::exact_layout(Dtype dtype) const {
-  const Format format = dtype == Dtype::f32 ? Format::f32 : dtype == Dtype::f16 ? Format::f16 : Format::bf16;
+  const Format format = codec::dense_format(dtype);
   return codec::page_layout(format, format, stored_dim());
 }
 

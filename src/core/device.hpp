@@ -20,6 +20,7 @@
 #include "codec/layout.hpp"
 #include "core/cache_table.hpp"
 #include "core/device_blocks.hpp"
+#include "core/planned.hpp"
 #include "kvant/attention.hpp"
 #include "kvant/cache.hpp"
 
@@ -121,7 +122,8 @@ class DevicePlan {
   [[nodiscard]] virtual int splits() const noexcept = 0;  // the most shares of one sequence at the planned lengths
   [[nodiscard]] virtual std::string explain() const = 0;  // kernels, tiles, splits, and why; lines
   // Arguments are checked. Tensors, lse, sink_logits and workspace are in device memory.
-  virtual Status run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const = 0;
+  virtual Status run(int layer, const TensorView& q, const MutableTensorView& out, const FreshRows& fresh,
+                     const RunOptions& options) const = 0;
 };
 
 // The kernels that were compiled in, whatever the machine has.

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "codec/layout.hpp"
+#include "core/planned.hpp"
 #include "kvant/pages.hpp"
 
 namespace kvant::core {
@@ -25,7 +26,7 @@ class DeviceBlockPlan {
  public:
   virtual ~DeviceBlockPlan() = default;
   virtual Status set_tables(const StepTables& tables, Stream stream) = 0;
-  virtual Status run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out,
+  virtual Status run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out, const FreshRows& fresh,
                      const RunOptions& options) const = 0;
   virtual Result<bool> take_errors(Stream stream) = 0;  // waits
   [[nodiscard]] virtual std::size_t workspace_bytes() const noexcept = 0;

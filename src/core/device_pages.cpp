@@ -21,7 +21,7 @@ class DevicePagesPlan final : public PagesPlanImpl {
   }
 
   Status set_tables(const StepTables& tables, Stream stream) override { return plan_->set_tables(tables, stream); }
-  Status run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out,
+  Status run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out, const FreshRows& fresh,
              const RunOptions& run_options) override {
     if (run_options.executor.execute != nullptr) {
       return refuse_argument(
@@ -37,7 +37,10 @@ class DevicePagesPlan final : public PagesPlanImpl {
     if (reinterpret_cast<std::uintptr_t>(run_options.workspace.data()) % 64 != 0)
       return refuse_argument("workspace is not aligned to 64 bytes");
     if (q.shape[0] == 0) return {};
-    return plan_->run(pool, q, out, run_options);
+    if (options().attention.fresh_keys) {
+      if (Status s = check_device_fresh(fresh, pages().spec().k); !s) return s;
+    }
+    return plan_->run(pool, q, out, fresh, run_options);
   }
   Result<bool> take_errors(Stream stream) override { return plan_->take_errors(stream); }
   [[nodiscard]] std::string explain() const override {
@@ -51,7 +54,7 @@ class DevicePagesPlan final : public PagesPlanImpl {
                "limits     {} sequences of {} blocks, {} queries each and {} in all: launches are made for "
                "these, and follow the tables\n",
                o.max_batch, o.max_blocks, o.max_query_len, o.max_tokens) +
-           plan_->explain();
+           fresh_line(o.attention) + plan_->explain();
   }
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return plan_->workspace_bytes(); }
   [[nodiscard]] const char* isa() const noexcept override { return backend_; }

@@ -1,5 +1,7 @@
 // The work of a plan over pages in a device's memory: its backend plans and runs, from checked options and the
 // sequences' places in the device's tables.
+#include <optional>
+
 #include "core/device_store.hpp"
 #include "core/fmt.hpp"
 #include "core/plan.hpp"
@@ -67,9 +69,17 @@ class DeviceWork final : public PlanWork {
     }
     return {};
   }
-  Status run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const override {
+  Status check_fresh(const FreshRows& fresh) const override {
+    const CacheImpl& cache = *plan_.cache;
+    const auto exact = cache.table().config().ends.any() ? cache.exact_dtype() : std::nullopt;
+    if (Status s = check_device_fresh(fresh, cache.k_format(), exact); !s.ok()) return s;
+    if (Status s = check_rows("keys", fresh.keys); !s.ok()) return s;
+    return check_rows("values", fresh.values);
+  }
+  Status run(int layer, const TensorView& q, const MutableTensorView& out, const FreshRows& fresh,
+             const RunOptions& options) const override {
     if (Status s = pages_.flush(options.stream); !s.ok()) return s;
-    return device_->run(layer, q, out, options);
+    return device_->run(layer, q, out, fresh, options);
   }
 
  private:

@@ -49,6 +49,7 @@ std::string PlanImpl::explain() const {
                  group, cache->head_dim_words());
   fmt::format_to(out, "visible    {}\n", mask_words(*this));
   fmt::format_to(out, "logits     {}\n", core::logit_words(options));
+  s += core::fresh_line(options);
   s += work->explain_work();
   fmt::format_to(out, "bytes      {} of cache read per layer, {} of workspace\n", kv_bytes(), work->workspace_bytes());
   return s;

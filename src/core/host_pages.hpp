@@ -38,7 +38,7 @@ class HostPagesPlan final : public PagesPlanImpl {
       : PagesPlanImpl(std::move(of), std::move(complete)), lists_(pages().spec(), options().attention) {}
 
   Status set_tables(const StepTables& tables, Stream stream) override;
-  Status run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out,
+  Status run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out, const FreshRows& fresh,
              const RunOptions& options) override;
   Result<bool> take_errors(Stream) override { return false; }
   [[nodiscard]] std::string explain() const override;

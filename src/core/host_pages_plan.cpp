@@ -69,7 +69,8 @@ Status HostPagesPlan::set_tables(const StepTables& t, Stream) {
   const auto visible = [&](const PlannedSequence& s) { return visible_pages(o.attention.mask, s, 0, s.q_len - 1); };
   const auto planned = [&](std::int32_t i) {
     const std::int64_t begin = t.query_start_loc[i];
-    return PlannedSequence{t.seq_lens[i], t.query_start_loc[i + 1] - begin, begin, i};
+    const std::int64_t length = t.seq_lens[i], q_len = t.query_start_loc[i + 1] - begin;
+    return PlannedSequence{length, q_len, begin, i, o.attention.fresh_keys ? length - q_len : length};
   };
   for (std::int32_t i = 0; i < t.batch; ++i) {
     const PlannedSequence s = planned(i);
@@ -77,6 +78,7 @@ Status HostPagesPlan::set_tables(const StepTables& t, Stream) {
     const VisiblePages pages = visible(s);
     for (std::int64_t use = 0; use < pages.count(); ++use) {
       const std::int64_t page = pages.page(use);
+      if (page * kPageTokens >= s.cached) continue;
       const std::int32_t block = t.block_table[i * t.row_stride + page];
       if (block >= 0) continue;
       return refuse_argument(
@@ -92,13 +94,14 @@ Status HostPagesPlan::set_tables(const StepTables& t, Stream) {
   for (std::int32_t i = 0; i < t.batch; ++i) {
     const PlannedSequence s = planned(i);
     if (s.q_len == 0) continue;
-    PageUse* use = lists_.add(s, base::pages_for(s.length));
+    PageUse* use = lists_.add(s);
     const VisiblePages pages = visible(s);
     for (std::int64_t n = 0; n < pages.count(); ++n) {
       const std::int64_t page = pages.page(n);
+      if (page * kPageTokens >= s.cached) continue;
       use[page].slot = t.block_table[i * t.row_stride + page];
       largest_block_ = std::max(largest_block_, use[page].slot);
-      keys_ += std::min<std::int64_t>(kPageTokens, s.length - page * kPageTokens);
+      keys_ += std::min<std::int64_t>(kPageTokens, s.cached - page * kPageTokens);
     }
     queries_ += s.q_len;
     rows_ = s.query_begin + s.q_len;
@@ -111,7 +114,7 @@ Status HostPagesPlan::set_tables(const StepTables& t, Stream) {
 Status HostPagesPlan::refuse_block(std::int64_t blocks) const {
   for (const PlannedSequence& s : lists_.planned) {
     const auto at = static_cast<std::size_t>(&s - lists_.planned.data());
-    for (std::int64_t page = 0; page < base::pages_for(s.length); ++page) {
+    for (std::int64_t page = 0; page < base::pages_for(s.cached); ++page) {
       const std::int32_t block = lists_.sequences[at].pages[page].slot;
       if (block < blocks) continue;
       return refuse_argument(
@@ -122,7 +125,7 @@ Status HostPagesPlan::refuse_block(std::int64_t blocks) const {
 }
 
 Status HostPagesPlan::run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out,
-                          const RunOptions& run_options) {
+                          const FreshRows& fresh, const RunOptions& run_options) {
   if (!is_set_) return refuse_argument("the plan has no tables: call set_tables before the runs of a step");
   if (!run_options.workspace.empty())
     return refuse_argument("workspace is given: a plan in host memory has its own; leave it empty");
@@ -132,6 +135,7 @@ Status HostPagesPlan::run(const BlockPool& pool, const TensorView& q, const Muta
   }
   if (largest_block_ >= pool.blocks) return refuse_block(pool.blocks);
   RunPages where{};
+  where.fresh = fresh;
   where.layout[kEncoded] = where.layout[kExact] = pages().spec().encoded;
   where.blocks[kEncoded] = {.base = pool.data, .slot_stride = static_cast<std::size_t>(pool.block_stride)};
   where.blocks[kEncoded].head_stride = static_cast<std::size_t>(pool.head_stride);
@@ -149,6 +153,7 @@ std::string HostPagesPlan::explain() const {
   fmt::format_to(to, "limits     {} sequences of {} blocks, {} queries each and {} in all\n", o.max_batch, o.max_blocks,
                  o.max_query_len, o.max_tokens);
   s += lists_.explain_backend();
+  s += fresh_line(o.attention);
   if (!is_set_) return s + "batch      none yet (set_tables)\n";
   fmt::format_to(to, "batch      {} sequence(s) with queries, {} queries, {} keys\n", lists_.planned.size(), queries_,
                  keys_);

@@ -13,13 +13,10 @@ void HostPlan::add_sequences() {
   const CacheImpl& cache = *plan_.cache;
   for (std::size_t i = 0; i < plan_.sequences.size(); ++i) {
     const PlannedSequence& planned = plan_.sequences[i];
-    if (planned.q_len == 0) {
-      lists_.add(planned, 0);
-      continue;
-    }
+    PageUse* use = lists_.add(planned);
+    if (planned.q_len == 0) continue;
     const SequenceView view = *cache.view(plan_.ids[i]);
-    PageUse* use = lists_.add(planned, pages_for(view.length));
-    for (std::int64_t page = 0; page < pages_for(view.length); ++page) {
+    for (std::int64_t page = 0; page < pages_for(planned.cached); ++page) {
       const PageRef ref = view.pages[static_cast<std::size_t>(page)];
       const bool exact = ref != PageRef{} && cache.reads_exact(view, page, planned.q_len);
       use[page] = {exact ? ref.exact : ref.encoded, exact ? kExact : kEncoded};
@@ -50,14 +47,20 @@ Status HostPlan::check_rows(const char*, const TensorView&) const {
   return {};
 }
 
+Status HostPlan::check_fresh(const FreshRows&) const {
+  return {};
+}
+
 Status HostPlan::check_options(const RunOptions&) const {
   return {};
 }
 
-Status HostPlan::run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const {
+Status HostPlan::run(int layer, const TensorView& q, const MutableTensorView& out, const FreshRows& fresh,
+                     const RunOptions& options) const {
   const CacheImpl& cache = *plan_.cache;
   RunPages where{};
   where.layer = layer;
+  where.fresh = fresh;
   where.layout[kEncoded] = cache.layout(Pool::encoded);
   where.layout[kExact] = cache.layout(Pool::exact);
   where.blocks[kEncoded] = store_.blocks(Pool::encoded, layer);

@@ -21,8 +21,10 @@ class HostPlan final : public PlanWork {
   [[nodiscard]] std::string explain_work() const override;
   Status check_sequences() const override;
   Status check_rows(const char* name, const TensorView& rows) const override;
+  Status check_fresh(const FreshRows& fresh) const override;
   Status check_options(const RunOptions& options) const override;
-  Status run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const override;
+  Status run(int layer, const TensorView& q, const MutableTensorView& out, const FreshRows& fresh,
+             const RunOptions& options) const override;
 
  private:
   HostPlan(const PlanImpl& of, const HostStore& where);

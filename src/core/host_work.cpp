@@ -43,6 +43,7 @@ void HostWork::clear() {
   planned.clear();
   pages.clear();
   sequences.clear();
+  fresh.clear();
   first_page_.clear();
   layouts.clear();
   attend.clear();
@@ -50,19 +51,31 @@ void HostWork::clear() {
   any_vector = any_tiles = false;
   most_splits = 1;
   pages_per_split = 0;
-  splits_done = scratch_bytes = scratch_begin = bytes = workspace_ = 0;
+  splits_done = fresh_begin = scratch_bytes = scratch_begin = bytes = workspace_ = 0;
 }
 
-PageUse* HostWork::add(const PlannedSequence& sequence, std::int64_t count) {
+PageUse* HostWork::add(const PlannedSequence& sequence) {
   planned.push_back(sequence);
   SequenceUse s{};
   s.length = sequence.length;
   s.q_len = sequence.q_len;
   s.query_begin = sequence.query_begin;
   s.batch = sequence.batch;
+  s.cached = sequence.cached;
+  const PageOrder order = page_order(sequence);
+  s.first_fresh = order.first_fresh;
+  s.shared = order.shared;
+  const int index = static_cast<int>(sequences.size());
   sequences.push_back(s);
   first_page_.push_back(pages.size());
-  pages.resize(pages.size() + static_cast<std::size_t>(count), PageUse{-1, kEncoded});
+  pages.resize(pages.size() + static_cast<std::size_t>(order.first_fresh), PageUse{-1, kEncoded});
+  for (std::int64_t at = s.cached; at < s.length;) {
+    const auto first = static_cast<int>(at % kPageTokens);
+    const auto count = static_cast<int>(std::min<std::int64_t>(kPageTokens - first, s.length - at));
+    pages.push_back({static_cast<std::int32_t>(fresh.size()), kFresh});
+    fresh.push_back({index, at - s.cached, first, count});
+    at += count;
+  }
   return pages.data() + first_page_.back();
 }
 
@@ -95,6 +108,9 @@ void HostWork::build() {
   std::stable_sort(attend.begin(), attend.end(), [](const AttendWork& a, const AttendWork& b) {
     return (a.use_end - a.use_begin) * a.rows > (b.use_end - b.use_begin) * b.rows;
   });
+  fresh_begin = workspace_;
+  workspace_ += fresh.size() * static_cast<std::size_t>(spec.config.kv_heads) *
+                codec::page_layout(Format::f32, Format::f32, spec.stored_dim()).block_bytes;
   splits_done = workspace_;
   workspace_ += (merge.size() * sizeof(std::int32_t) + 63) / 64 * 64;
   scratch_begin = workspace_;
@@ -137,7 +153,7 @@ const ItemLayout* HostWork::layout_of(int rows, RowPath path) {
 
 void HostWork::add_rows(int sequence, int head, int row, int rows, RowPath path, bool single_block) {
   const PlannedSequence& s = planned[static_cast<std::size_t>(sequence)];
-  const VisiblePages visible = visible_pages(options.mask, s, row / group, (row + rows - 1) / group);
+  const VisiblePages visible = visible_places(options.mask, s, row / group, (row + rows - 1) / group);
   const std::int64_t uses = visible.count();
   std::int64_t splits = 1;
   if (options.split_keys > 0) {

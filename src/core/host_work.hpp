@@ -40,6 +40,14 @@ struct RunPages {
   codec::PageLayout layout[kDomains];
   BlockTable blocks[kDomains];
   int layer;  // of the bases
+  FreshRows fresh;
+};
+
+// Tokens of one page that come as fresh keys; their page in the workspace has the same place in the list.
+struct FreshPage {
+  int sequence;
+  std::int64_t row;  // of its sequence's, the first one
+  int first, count;  // in the page
 };
 
 class HostWork {
@@ -58,8 +66,9 @@ class HostWork {
 
   // A batch: clear, add for each sequence, build. Allocates, and keeps what it allocated for the next batch.
   void clear();
-  // The sequence's pages by absolute number, for the caller to fill in before the next call: those that are visible.
-  PageUse* add(const PlannedSequence& sequence, std::int64_t pages);
+  // The sequence's pages by absolute number, those of sequence.cached tokens, for the caller to fill in before the next
+  // call: those that are visible.
+  PageUse* add(const PlannedSequence& sequence);
   void build();
 
   // Arguments are checked, and there are queries. Allocates nothing, and waits for nothing but its own workers.
@@ -82,6 +91,7 @@ class HostWork {
   std::vector<PlannedSequence> planned;
   std::vector<PageUse> pages;
   std::vector<SequenceUse> sequences;
+  std::vector<FreshPage> fresh;
 
   std::deque<ItemLayout> layouts;  // a deque: items point to them
   std::vector<AttendWork> attend;  // most expensive first
@@ -91,6 +101,7 @@ class HostWork {
   std::int64_t pages_per_split = 0;
 
   std::size_t splits_done = 0;    // in the workspace: i32 for each merge
+  std::size_t fresh_begin = 0;    // in the workspace: pages of fresh keys
   std::size_t scratch_bytes = 0;  // of one worker
   std::size_t scratch_begin = 0;  // in the workspace
   std::size_t bytes = 0;          // of the workspace

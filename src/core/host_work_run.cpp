@@ -1,11 +1,14 @@
 // A run on the CPU: three phases over the lists of a batch (core/attend.hpp). Nothing here allocates, throws or waits
 // for anything but its own workers.
 #include <atomic>
+#include <cstring>
 #include <thread>
 
+#include "base/bits.hpp"
 #include "base/pause.hpp"
 #include "core/fmt.hpp"
 #include "core/host_work.hpp"
+#include "core/tensor_rows.hpp"
 #include "core/threads.hpp"
 
 namespace kvant::core {
@@ -19,7 +22,8 @@ namespace {
 struct Job {
   const HostWork& lists;
   RunContext context;
-  std::int64_t prepare_items;
+  FreshRows fresh;
+  std::int64_t fresh_items, prepare_items;  // the latter include the former
   std::atomic<std::int64_t> next{0};
   std::atomic<std::int64_t> prepared{0};
 
@@ -32,7 +36,71 @@ struct Job {
   }
 };
 
+bool is_finite(const std::byte* row, int width, Dtype dtype) {
+  bool finite = true;
+  for (int i = 0; i < width; ++i) {
+    if (dtype == Dtype::f32) {
+      std::uint32_t bits;
+      std::memcpy(&bits, row + 4 * i, 4);
+      finite &= (bits & 0x7F800000u) != 0x7F800000u;
+    } else {
+      std::uint16_t bits;
+      std::memcpy(&bits, row + 2 * i, 2);
+      const unsigned exponent = dtype == Dtype::f16 ? 0x7C00u : 0x7F80u;
+      finite &= (bits & exponent) != exponent;
+    }
+  }
+  return finite;
+}
+
+// A page of fresh keys of one kv head, into the workspace as a dense page. Octets of tokens are complete there: tokens
+// that did not come are zeros. A value that is not finite would spoil the sums of rows that do not see it (0 * NaN), so
+// it becomes 0, and its key NaN: whoever sees the token gets NaN, and nobody else.
+void copy_fresh(const Job& job, std::int64_t index) {
+  const RunContext& run = job.context;
+  const FreshPage& page = job.lists.fresh[static_cast<std::size_t>(index / run.kv_heads)];
+  const int head = static_cast<int>(index % run.kv_heads);
+  const SequenceUse& sequence = run.sequences[page.sequence];
+  const codec::PageLayout& layout = run.layout[kFresh];
+  const BlockTable& blocks = run.blocks[kFresh];
+  std::byte* block = job.context.workspace + job.lists.fresh_begin +
+                     static_cast<std::size_t>(index / run.kv_heads) * blocks.slot_stride +
+                     static_cast<std::size_t>(head) * blocks.head_stride;
+  const auto row_bytes = [&](const codec::SideLayout& side) {
+    return static_cast<std::size_t>(run.head_dim) * static_cast<std::size_t>(side.element_bytes);
+  };
+  const auto row_at = [&](const codec::SideLayout& side, int token) {
+    return block + side.plane_offset[0] + static_cast<std::size_t>(token) * row_bytes(side);
+  };
+  const auto clear = [&](const codec::SideLayout& side, int begin, int end) {
+    if (begin < end) std::memset(row_at(side, begin), 0, static_cast<std::size_t>(end - begin) * row_bytes(side));
+  };
+  const auto copy = [&](const codec::SideLayout& side, const TensorView& t, int i) {
+    const std::int64_t begin = first_element(t, sequence.batch, sequence.query_begin);
+    const std::byte* from = row_of(t, begin, page.row + i, head);
+    std::byte* to = row_at(side, page.first + i);
+    const std::size_t given = static_cast<std::size_t>(run.width) * dtype_size(t.dtype);
+    std::memcpy(to, from, given);
+    std::memset(to + given, 0, row_bytes(side) - given);
+    return to;
+  };
+  const int end = page.first + page.count;
+  for (const codec::SideLayout* side : {&layout.k, &layout.v}) {
+    clear(*side, page.first & ~7, page.first);
+    clear(*side, end, (end + 7) & ~7);
+  }
+  for (int i = 0; i < page.count; ++i) {
+    std::byte* key = copy(layout.k, job.fresh.keys, i);
+    const std::byte* value = copy(layout.v, job.fresh.values, i);
+    if (is_finite(value, run.width, job.fresh.values.dtype)) continue;
+    clear(layout.v, page.first + i, page.first + i + 1);
+    std::memset(key, 0xFF, static_cast<std::size_t>(run.width) * dtype_size(job.fresh.keys.dtype));
+  }
+}
+
 void prepare_item(Job& job, std::int64_t index) {
+  if (index < job.fresh_items) return copy_fresh(job, index);
+  index -= job.fresh_items;
   const int kv_heads = job.context.kv_heads;
   const int sequence = static_cast<int>(index / kv_heads);
   if (job.context.sequences[sequence].prepared_layout == nullptr) return;
@@ -108,8 +176,9 @@ Status HostWork::run(const RunPages& where, const MaskData& mask, const TensorVi
   }
 
   const CacheConfig& config = spec.config;
-  const std::int64_t prepare_items = any_vector ? static_cast<std::int64_t>(sequences.size()) * config.kv_heads : 0;
-  Job job{*this, {}, prepare_items};
+  const std::int64_t fresh_items = static_cast<std::int64_t>(fresh.size()) * config.kv_heads;
+  const std::int64_t rows_items = any_vector ? static_cast<std::int64_t>(sequences.size()) * config.kv_heads : 0;
+  Job job{*this, {}, where.fresh, fresh_items, fresh_items + rows_items};
   RunContext& c = job.context;
   c.width = config.head_dim;
   c.head_dim = spec.stored_dim();
@@ -129,7 +198,7 @@ Status HostWork::run(const RunPages& where, const MaskData& mask, const TensorVi
   }
   c.k_levels[kEncoded] = spec.k_levels();
   c.v_levels[kEncoded] = spec.v_levels();
-  c.k_levels[kExact] = c.v_levels[kExact] = nullptr;
+  for (const int kind : {+kExact, kFresh}) c.k_levels[kind] = c.v_levels[kind] = nullptr;
   c.k_basis = spec.k_bases.row(where.layer);
   c.v_basis = spec.v_bases.row(where.layer);
   c.sequences = sequences.data();
@@ -140,6 +209,14 @@ Status HostWork::run(const RunPages& where, const MaskData& mask, const TensorVi
   c.lse = run_options.lse;
   c.lse_stride = options.q_heads;
   c.workspace = own ? own_workspace_.get() : run_options.workspace.data();
+  if (!fresh.empty()) {
+    c.layout[kFresh] = codec::page_layout(codec::dense_format(where.fresh.keys.dtype),
+                                          codec::dense_format(where.fresh.values.dtype), spec.stored_dim());
+    const std::size_t block_bytes = c.layout[kFresh].block_bytes;
+    c.blocks[kFresh].base = c.workspace + fresh_begin;
+    c.blocks[kFresh].slot_stride = static_cast<std::size_t>(config.kv_heads) * block_bytes;
+    c.blocks[kFresh].head_stride = block_bytes;
+  }
 
   for (std::size_t i = 0; i < merge.size(); ++i) job.splits_done(i).store(0, std::memory_order_relaxed);
   if (run_options.executor.execute != nullptr && workers > 1) {

@@ -284,10 +284,10 @@ Status PagesPlan::run(const BlockPool& pool, const TensorView& q, const MutableT
                       const RunOptions& options, const TensorView& keys, const TensorView& values) {
   const PagesPlanOptions& o = impl_->options();
   const CacheConfig& config = impl_->pages().spec().config;
-  if (keys.data != nullptr || values.data != nullptr) {
-    return {Code::unsupported,
-            "keys and values are given: attention to a step's own keys as given is not there yet; write them, and "
-            "leave both out"};
+  if (!o.attention.fresh_keys && (keys.data != nullptr || values.data != nullptr)) {
+    return core::refuse_argument(
+        "keys and values are given, but the plan reads all tokens from blocks: make it with attention.fresh_keys, or "
+        "leave them out");
   }
   if (Status s = check_page_rows("q", q, 0, o.attention.q_heads, config, "q_heads"); !s) return s;
   if (q.shape[0] > o.max_tokens) {
@@ -302,7 +302,12 @@ Status PagesPlan::run(const BlockPool& pool, const TensorView& q, const MutableT
   if (q.shape[0] > 0 && q.data == nullptr) return core::refuse_argument("q.data is null");
   if (Status s = core::check_apart("out", out, 1); !s) return s;
   if (Status s = impl_->pages().check_pool(pool); !s) return s;
-  return impl_->run(pool, q, out, options);
+  if (o.attention.fresh_keys) {
+    for (const auto& [name, t] : {std::pair("keys", &keys), std::pair("values", &values)}) {
+      if (Status s = check_page_rows(name, *t, q.shape[0], config.kv_heads, config, "kv_heads"); !s) return s;
+    }
+  }
+  return impl_->run(pool, q, out, {keys, values}, options);
 }
 
 Result<bool> PagesPlan::take_errors(Stream stream) {

@@ -13,6 +13,7 @@
 #include <string>
 
 #include "core/cache_spec.hpp"
+#include "core/planned.hpp"
 #include "kvant/pages.hpp"
 
 namespace kvant {
@@ -73,7 +74,7 @@ class PagesPlanImpl {
   virtual Status set_tables(const StepTables& tables, Stream stream) = 0;
   // Pool, tensors and workspace are checked.
   virtual Status run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out,
-                     const RunOptions& options) = 0;
+                     const core::FreshRows& fresh, const RunOptions& options) = 0;
   virtual Result<bool> take_errors(Stream stream) = 0;
   [[nodiscard]] virtual std::string explain() const = 0;
   [[nodiscard]] virtual std::size_t workspace_bytes() const noexcept = 0;

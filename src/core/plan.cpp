@@ -31,16 +31,18 @@ Status add_sequence(PlanImpl& plan, std::size_t index) {
                         "tokens, so append their keys and values first",
                         index, q_len, view.length)};
   }
-  const PlannedSequence s{view.length, q_len, plan.total_queries, static_cast<std::int64_t>(index)};
+  const std::int64_t cached = plan.options.fresh_keys ? view.length - q_len : view.length;
+  const PlannedSequence s{view.length, q_len, plan.total_queries, static_cast<std::int64_t>(index), cached};
   plan.sequences.push_back(s);
   plan.total_queries += q_len;
   if (q_len == 0) return {};
   const VisiblePages visible = core::visible_pages(plan.options.mask, s, 0, q_len - 1);
   for (std::int64_t use = 0; use < visible.count(); ++use) {
     const std::int64_t page = visible.page(use);
+    const std::int64_t tokens = std::min<std::int64_t>(kPageTokens, s.cached - page * kPageTokens);
+    if (tokens <= 0) continue;  // all of it is fresh
     if (view.pages[static_cast<std::size_t>(page)] == core::PageRef{}) return released(cache.config(), index, page);
-    plan.keys_read[cache.reads_exact(view, page, q_len) ? core::kExact : core::kEncoded] +=
-        std::min<std::int64_t>(kPageTokens, s.length - page * kPageTokens);
+    plan.keys_read[cache.reads_exact(view, page, q_len) ? core::kExact : core::kEncoded] += tokens;
   }
   return {};
 }

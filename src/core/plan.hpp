@@ -35,8 +35,10 @@ class PlanWork {
   virtual Status check_sequences() const = 0;
   virtual Status check_rows(const char* name, const TensorView& rows) const = 0;
   virtual Status check_options(const RunOptions& options) const = 0;
+  virtual Status check_fresh(const FreshRows& fresh) const = 0;  // keys and values of a plan that takes them
   // Arguments are checked, and there are queries. Allocates nothing, and waits for nothing but its own workers.
-  virtual Status run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const = 0;
+  virtual Status run(int layer, const TensorView& q, const MutableTensorView& out, const FreshRows& fresh,
+                     const RunOptions& options) const = 0;
 };
 
 }  // namespace core
@@ -51,7 +53,7 @@ class PlanImpl {
   int group = 1;
   std::vector<PlannedSequence> sequences;
   std::int64_t total_queries = 0;
-  std::int64_t keys_read[core::kDomains] = {0, 0};  // per kv head, every visible key once
+  std::int64_t keys_read[core::kDomains] = {0, 0};  // of pages, per kv head, every visible key once
   std::unique_ptr<core::PlanWork> work;             // has a reference to this
 
   [[nodiscard]] std::int64_t kv_bytes() const;

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <string>
 
 #include "base/pages.hpp"
 #include "kvant/attention.hpp"
@@ -13,6 +15,7 @@ struct PlannedSequence {
   std::int64_t q_len;
   std::int64_t query_begin;  // first of its queries in q and out
   std::int64_t batch;        // its place in the call
+  std::int64_t cached;       // tokens that are read from pages: all, or with fresh keys those before the queries' own
 };
 
 using VisiblePages = base::VisiblePages<std::int64_t>;
@@ -26,6 +29,34 @@ inline VisiblePages visible_pages(const Mask& mask, const PlannedSequence& s, st
   const std::int64_t position = s.length - s.q_len;
   return base::visible_pages<std::int64_t>(rule, s.length, position + first, position + last);
 }
+
+// Pages as a run goes through them: those of tokens that are read from pages, then those of fresh keys. A page that has
+// tokens of both kinds is there twice.
+struct PageOrder {
+  std::int64_t first_fresh;  // place of the first page of fresh keys
+  std::int64_t shared;       // 1: the page before it is the same
+  [[nodiscard]] std::int64_t number(std::int64_t place) const { return place < first_fresh ? place : place - shared; }
+};
+inline PageOrder page_order(const PlannedSequence& s) {
+  return {base::pages_for(s.cached), s.cached < s.length && s.cached % kPageTokens != 0 ? 1 : 0};
+}
+
+// Their places, for the same queries.
+inline VisiblePages visible_places(const Mask& mask, const PlannedSequence& s, std::int64_t first, std::int64_t last) {
+  const VisiblePages v = visible_pages(mask, s, first, last);
+  const PageOrder order = page_order(s);
+  const auto place = [&](std::int64_t page) { return page < order.first_fresh ? page : page + order.shared; };
+  return {place(v.sinks), place(v.recent), place(v.end)};
+}
+
+// The keys and values of a run that has fresh ones. Without data: none.
+struct FreshRows {
+  TensorView keys{}, values{};
+};
+// Refuses those that kernels on a device do not read. `k`: of encoded pages. `exact`: of exact pages, if there are any.
+Status check_device_fresh(const FreshRows& fresh, Format k, std::optional<Dtype> exact = {});
+// A line for explain; empty without fresh keys.
+std::string fresh_line(const AttentionOptions& options);
 
 }  // namespace core
 }  // namespace kvant

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "core/fmt.hpp"
+#include "core/planned.hpp"
 
 namespace kvant::core {
 namespace {
@@ -47,6 +48,47 @@ Status check_apart(const char* name, const MutableTensorView& t, std::int64_t se
   if (t.batch_stride != 0 && sequences > 1 && is_short(t.batch_stride))
     return overlap("batch_stride", t.batch_stride, "sequences", sequences);
   return {};
+}
+
+std::string fresh_line(const AttentionOptions& options) {
+  if (!options.fresh_keys) return {};
+  return "fresh      keys and values of the queries' own tokens, as each run gives them; pages have the older ones\n";
+}
+
+Status check_device_fresh(const FreshRows& fresh, Format k, std::optional<Dtype> exact) {
+  if (k == Format::f16) exact = Dtype::f16;
+  if (k == Format::bf16) exact = Dtype::bf16;
+  const auto check = [&](const char* name, const TensorView& t) -> Status {
+    const Dtype wanted = exact.value_or(fresh.keys.dtype);
+    if (t.dtype != wanted || t.dtype == Dtype::f32) {
+      return {Code::unsupported,
+              fmt::format("{}.dtype is {}: fresh keys and values on a device must {}; convert the tensor{}", name,
+                          dtype_name(t.dtype),
+                          exact ? fmt::format("be {}, as the cache's exact pages are", dtype_name(*exact))
+                                : "both be f16, or both bf16",
+                          exact ? ", or create the cache with another dtype of exact pages (CacheConfig::exact)" : "")};
+    }
+    constexpr std::int64_t kTogether = 8, kFar = std::int64_t{1} << 29;  // elements: of 16 bytes; of a gigabyte
+    if (t.data != nullptr && reinterpret_cast<std::uintptr_t>(t.data) % (kTogether * 2) != 0)
+      return {Code::unsupported, fmt::format("{}.data is not aligned to 16 bytes: copy the tensor", name)};
+    for (const std::size_t i : {0, 1}) {
+      if (t.shape[i] > 1 && t.stride[i] % kTogether != 0) {
+        return {Code::unsupported,
+                fmt::format("{}.stride[{}] is {}: on a device fresh keys and values need strides of 16-byte multiples, "
+                            "{} elements; copy the tensor",
+                            name, i, t.stride[i], kTogether)};
+      }
+    }
+    if (t.shape[0] > 1 && (t.stride[0] > kFar || t.stride[0] < -kFar)) {
+      return {Code::unsupported,
+              fmt::format("{}.stride[0] is {}: on a device tokens are at most {} elements apart; copy "
+                          "the tensor",
+                          name, t.stride[0], kFar)};
+    }
+    return {};
+  };
+  if (Status s = check("keys", fresh.keys); !s) return s;
+  return check("values", fresh.values);
 }
 
 Status refuse_apart(const char* name, std::int64_t batch_stride, std::int64_t sequence, std::int64_t packed) {

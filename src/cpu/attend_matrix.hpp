@@ -1,4 +1,4 @@
-// The path for many rows on a matrix unit: some pages of a domain at once, so that output sums pass between memory and
+// The path for many rows on a matrix unit: some pages of a kind at once, so that output sums pass between memory and
 // tile registers once for 256 keys, and rows of queries once for as many keys.
 #pragma once
 
@@ -61,7 +61,7 @@ struct MatrixItem {
     }
   }
 
-  // scores of `count` pages of a domain
+  // scores of `count` pages of a kind
   void multiply_keys(const PageRows* seen, int count) const {
     const codec::SideLayout& side = seen->page.layout->k;
     const int d = run.head_dim, depth = depth_of(side.format), blocks = count * kBlocksOfPage;
@@ -195,7 +195,7 @@ void attend_by_matrix(const core::AttendItem& item) {
   int count = 0;
   for (std::int64_t use = item.use_begin; use < item.use_end; ++use) {
     if (!look_at_page<S>(m.rows, use, &seen[count])) continue;
-    if (count > 0 && seen[count].page.domain != seen[0].page.domain) {
+    if (count > 0 && seen[count].page.layout != seen[0].page.layout) {
       m.attend_pages(seen, count);
       seen[0] = seen[count];
       count = 0;

@@ -61,7 +61,7 @@ struct ItemRows {
   const float* centers;
 
   KVANT_INLINE GroupRow first_row() const { return {item.row_begin / run.group, item.row_begin % run.group}; }
-  KVANT_INLINE std::int64_t page_number(std::int64_t use) const {
+  KVANT_INLINE std::int64_t page_place(std::int64_t use) const {
     return use < item.sink_pages ? use : item.recent_page + (use - item.sink_pages);
   }
 };
@@ -73,14 +73,18 @@ bool look_at_page(const ItemRows& rows, std::int64_t use, PageRows* out) {
   const core::RunContext& run = rows.run;
   const core::SequenceUse& sequence = rows.sequence;
   const base::Visibility rule{run.causal, run.window, run.window_sinks, run.mask.first_key};
-  const std::int64_t number = rows.page_number(use);
+  const std::int64_t place = rows.page_place(use);
+  const bool fresh = place >= sequence.first_fresh;
+  const std::int64_t number = fresh ? place - sequence.shared : place;
   out->first_key = number * kPageTokens;
+  const std::int64_t older = sequence.cached - out->first_key;
+  const std::uint64_t tokens = fresh ? bit_range(older, kPageTokens) : bit_range(0, older);
   std::uint64_t any = 0, seen_by_query = 0;
   GroupRow at_row = rows.first_row();
   for (int r = 0; r < item.rows; ++r, at_row.advance(run.group)) {
     if (r == 0 || at_row.head == 0) {
       const std::int64_t position = sequence.length - sequence.q_len + at_row.query;
-      seen_by_query = visible_bits(rule, sequence.length, position, out->first_key);
+      seen_by_query = visible_bits(rule, sequence.length, position, out->first_key) & tokens;
     }
     out->visible[r] = seen_by_query;
     out->tile_of[r] = core::kTileZero;
@@ -92,22 +96,22 @@ bool look_at_page(const ItemRows& rows, std::int64_t use, PageRows* out) {
     any |= out->visible[r];
   }
   if (any == 0) return false;
-  const core::PageUse& page_use = sequence.pages[number];
-  const int domain = page_use.domain;
-  const std::byte* block = block_of(run.blocks[domain], page_use.slot, item.kv_head);
+  const core::PageUse& page_use = sequence.pages[place];
+  const int kind = page_use.kind;
+  const std::byte* block = block_of(run.blocks[kind], page_use.slot, item.kv_head);
   out->page = {block,
-               &run.layout[domain],
-               run.k_levels[domain],
-               run.v_levels[domain],
-               domain,
+               &run.layout[kind],
+               run.k_levels[kind],
+               run.v_levels[kind],
+               core::domain_of(kind),
                __builtin_ctzll(any),
                kPageTokens - __builtin_clzll(any),
-               side_codes(run.layout[domain], block, true),
+               side_codes(run.layout[kind], block, true),
                {}};
   if (use + 1 < item.use_end) {
-    const core::PageUse& next = sequence.pages[rows.page_number(use + 1)];
-    const std::byte* next_block = block_of(run.blocks[next.domain], next.slot, item.kv_head);
-    const codec::PageLayout& next_layout = run.layout[next.domain];
+    const core::PageUse& next = sequence.pages[rows.page_place(use + 1)];
+    const std::byte* next_block = block_of(run.blocks[next.kind], next.slot, item.kv_head);
+    const codec::PageLayout& next_layout = run.layout[next.kind];
     out->page.after_values = side_codes(next_layout, next_block, false);
     for (std::uint32_t i = next_layout.code_bytes; i < next_layout.block_bytes; i += 64) S::prefetch(next_block + i);
   }

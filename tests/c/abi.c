@@ -112,7 +112,7 @@ static void test_executor(const kvant_plan* plan, const kvant_tensor* q, const f
   EXPECT(run.executor.execute == NULL);
   run.executor.execute = execute_backwards;
   run.executor.self = &host;
-  EXPECT(kvant_run(plan, 0, q, &out, &run) == KVANT_OK);
+  EXPECT(kvant_run(plan, 0, q, &out, &run, NULL, NULL) == KVANT_OK);
   EXPECT(memcmp(output, expected, sizeof output) == 0);
   EXPECT(host.calls == 1 && host.shares == threads);
 }
@@ -201,7 +201,7 @@ static void test_attention(void) {
   run.lse = lse;
   run.workspace_size = (facts.workspace_bytes + 63) / 64 * 64;
   run.workspace = run.workspace_size == 0 ? NULL : aligned_alloc(64, run.workspace_size);
-  EXPECT(kvant_run(plan, 0, &q, &out, &run) == KVANT_OK);
+  EXPECT(kvant_run(plan, 0, &q, &out, &run, NULL, NULL) == KVANT_OK);
   for (int i = 0; i < 2; ++i) {
     double expected[Q_HEADS * DIM], expected_lse[Q_HEADS];
     reference(query + i * Q_HEADS * DIM, k_read, v_read, TOKENS - 1 + i, expected, expected_lse);
@@ -213,7 +213,7 @@ static void test_attention(void) {
   static float again[2 * Q_HEADS * DIM];
   kvant_mutable_tensor out_again = out;
   out_again.data = again;
-  EXPECT(kvant_run(plan, 0, &q, &out_again, NULL) == KVANT_OK);
+  EXPECT(kvant_run(plan, 0, &q, &out_again, NULL, NULL, NULL) == KVANT_OK);
   EXPECT(memcmp(output, again, sizeof output) == 0);
   test_executor(plan, &q, output, facts.threads);
 
@@ -223,14 +223,14 @@ static void test_attention(void) {
   EXPECT(kvant_cache_describe(cache, NULL, 0, &size) == KVANT_OK && size > 1);
 
   /* Wrong calls on a live plan and cache. */
-  EXPECT_REFUSED(kvant_run(plan, 1, &q, &out, NULL), KVANT_INVALID_ARGUMENT, "layer");
+  EXPECT_REFUSED(kvant_run(plan, 1, &q, &out, NULL, NULL, NULL), KVANT_INVALID_ARGUMENT, "layer");
   q.dtype = 9;
-  EXPECT_REFUSED(kvant_run(plan, 0, &q, &out, NULL), KVANT_INVALID_ARGUMENT, "q.dtype is 9");
+  EXPECT_REFUSED(kvant_run(plan, 0, &q, &out, NULL, NULL, NULL), KVANT_INVALID_ARGUMENT, "q.dtype is 9");
   q.dtype = KVANT_F32;
   q.shape[0] = 3;
-  EXPECT_REFUSED(kvant_run(plan, 0, &q, &out, NULL), KVANT_INVALID_ARGUMENT, "q");
+  EXPECT_REFUSED(kvant_run(plan, 0, &q, &out, NULL, NULL, NULL), KVANT_INVALID_ARGUMENT, "q");
   q.shape[0] = 2;
-  EXPECT_REFUSED(kvant_run(plan, 0, NULL, &out, NULL), KVANT_INVALID_ARGUMENT, "q is NULL");
+  EXPECT_REFUSED(kvant_run(plan, 0, NULL, &out, NULL, NULL, NULL), KVANT_INVALID_ARGUMENT, "q is NULL");
   EXPECT_REFUSED(kvant_cache_fork(cache, 12345, &child), KVANT_INVALID_ARGUMENT, "12345");
   float nan_keys[KV_HEADS * DIM];
   memcpy(nan_keys, keys, sizeof nan_keys);
@@ -245,7 +245,7 @@ static void test_attention(void) {
   EXPECT(kvant_cache_truncate(cache, sequence, TOKENS - 1) == KVANT_OK);
   EXPECT(kvant_cache_length(cache, sequence, &length) == KVANT_OK && length == TOKENS - 1);
   EXPECT(kvant_cache_length(cache, child, &length) == KVANT_OK && length == TOKENS);
-  EXPECT_REFUSED(kvant_run(plan, 0, &q, &out, NULL), KVANT_STALE, "");
+  EXPECT_REFUSED(kvant_run(plan, 0, &q, &out, NULL, NULL, NULL), KVANT_STALE, "");
   EXPECT(kvant_cache_remove(cache, child) == KVANT_OK);
   EXPECT_REFUSED(kvant_cache_remove(cache, child), KVANT_INVALID_ARGUMENT, "sequence");
   int64_t given = -1;
@@ -304,7 +304,7 @@ static void test_masks(void) {
     kvant_run_options run;
     kvant_run_options_init(&run, sizeof run);
     run.lse = lse;
-    EXPECT(kvant_run(plan, 0, &q, &out, &run) == KVANT_OK);
+    EXPECT(kvant_run(plan, 0, &q, &out, &run, NULL, NULL) == KVANT_OK);
     EXPECT(relative_l2(expected, output, Q_HEADS * DIM) <= 1e-5);
     for (int head = 0; head < Q_HEADS; ++head)
       EXPECT(fabs(expected_lse[head] + lse_moves_by[i] - (double)lse[head]) < 1e-4);

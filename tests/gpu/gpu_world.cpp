@@ -116,6 +116,18 @@ struct Strided {
   }
 };
 
+// The queries' own keys or values, all sequences'.
+std::vector<float> own_rows(const World& world, bool values) {
+  std::vector<float> all;
+  for (std::size_t i = 0; i < world.qkv.size(); ++i) {
+    const std::vector<float>& x = values ? world.qkv[i].v : world.qkv[i].k;
+    const auto count =
+        static_cast<std::ptrdiff_t>(world.spec.sequences[i].q_len * world.spec.kv_heads * world.spec.head_dim);
+    all.insert(all.end(), x.end() - count, x.end());
+  }
+  return all;
+}
+
 // Rounding to an output dtype adds at most so much to a relative L2 error.
 double rounding_of(Dtype dtype) {
   return dtype == Dtype::f16 ? 0x1p-11 : dtype == Dtype::bf16 ? 0x1p-8 : 0;
@@ -157,6 +169,20 @@ Result<Attended> GpuWorld::try_attend(const AttentionOptions& base, const std::v
   const Strided q(placement.q_dtype, rows, o.q_heads, dim, placement);
   const Strided out(placement.out_dtype, rows, o.q_heads, dim, placement);
   q.set(host.queries());
+  Placement of_fresh = placement;  // at multiples of 16 bytes
+  of_fresh.token_padding = placement.token_padding / 8 * 8;
+  of_fresh.head_padding = placement.head_padding / 8 * 8;
+  of_fresh.offset = placement.offset / 8 * 8;
+  const std::int64_t own = o.fresh_keys ? rows : 0;
+  const Strided keys(host.spec.input_dtype, own, host.spec.kv_heads, dim, of_fresh);
+  const Strided values(host.spec.input_dtype, own, host.spec.kv_heads, dim, of_fresh);
+  TensorView fresh_keys, fresh_values;
+  if (o.fresh_keys) {
+    keys.set(own_rows(host, false));
+    values.set(own_rows(host, true));
+    fresh_keys = {keys.data(), keys.dtype, keys.shape, keys.stride};
+    fresh_values = {values.data(), values.dtype, values.shape, values.stride};
+  }
   const DeviceBuffer lse(static_cast<std::size_t>(rows * o.q_heads) * sizeof(float));
   const DeviceBuffer workspace(planned->workspace_bytes());
   const DeviceBuffer sinks = DeviceBuffer::of<float>(sink_logits);
@@ -166,7 +192,7 @@ Result<Attended> GpuWorld::try_attend(const AttentionOptions& base, const std::v
   run_options.sink_logits = sink_logits.empty() ? nullptr : sinks.as<float>();
   run_options.workspace = workspace.span();
   const Status status = run(*planned, host.spec.layer, {q.data(), q.dtype, q.shape, q.stride},
-                            {out.data(), out.dtype, out.shape, out.stride}, run_options);
+                            {out.data(), out.dtype, out.shape, out.stride}, run_options, fresh_keys, fresh_values);
   if (!status) return status;
   stream.wait();
   Attended a;
@@ -190,7 +216,13 @@ Expected GpuWorld::expect(const AttentionOptions& base, const std::vector<float>
       decode_sequence(cache, ids[i], spec.layer, lengths, host.qkv[i], d.keys, d.values, stream.handle());
     std::vector<float> q = host.qkv[i].q;
     for (float& x : q) x = rounded(x, q_dtype);
-    const std::vector<double> q64 = widen(q), k64 = widen(d.keys), v64 = widen(d.values);
+    std::vector<float> k = d.keys, v = d.values;
+    if (base.fresh_keys) {
+      const std::ptrdiff_t own = static_cast<std::ptrdiff_t>(lengths.q_len * spec.kv_heads * spec.head_dim);
+      std::copy(host.qkv[i].k.end() - own, host.qkv[i].k.end(), k.end() - own);
+      std::copy(host.qkv[i].v.end() - own, host.qkv[i].v.end(), v.end() - own);
+    }
+    const std::vector<double> q64 = widen(q), k64 = widen(k), v64 = widen(v);
     reference::Problem p;
     p.q_len = lengths.q_len;
     p.kv_len = lengths.kv_len;
@@ -209,12 +241,31 @@ Expected GpuWorld::expect(const AttentionOptions& base, const std::vector<float>
   return all;
 }
 
+// Prefill kernels that must serve.
+bool GpuWorld::serves(const std::string& kind) const {
+  const WorldSpec& s = host.spec;
+  const bool is_dense = s.k == "bf16" || s.k == "f16", same = s.k == s.v;
+  if (s.key_bases || s.value_bases || is_generic_only()) return false;
+  const bool padded = cache.impl().stored_dim() != s.head_dim;
+  if (kind == core::kPrefillSm90)
+    return !padded && s.head_dim <= (is_dense ? 256 : 128) && (same || (s.v == "tq4" && !is_dense));
+  const auto rotated = [](const std::string& format) { return format.rfind("tq", 0) == 0; };
+  return s.head_dim <= 256 && (same || (rotated(s.k) && rotated(s.v)));
+}
+
 testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const std::vector<float>& sink_logits,
                                            const Placement& placement, double lse_tolerance) const {
   const Result<Attended> got = try_attend(base, sink_logits, placement);
+  // Fresh keys are refused where no prefill kernel serves.
+  if (!got && base.fresh_keys && got.code() == Code::unsupported && !serves(core::kPrefillSm90) &&
+      !serves(core::kPrefillSm80))
+    return testing::AssertionSuccess() << got.message();
   if (!got) return testing::AssertionFailure() << code_name(got.code()) << ": " << got.message();
   const Expected expected = expect(base, sink_logits, placement.q_dtype);
-  const double allowed = tolerance(base) + rounding_of(placement.out_dtype);
+  const double of_kernel = base.fresh_keys ? tolerance::kCudaPrefill : tolerance(base);
+  const double of_prefill_lse = std::max(lse_tolerance, tolerance::kCudaPrefillLse);
+  if (base.fresh_keys) lse_tolerance = of_prefill_lse;
+  const double allowed = of_kernel + rounding_of(placement.out_dtype);
   if (auto r = close(expected.out, got->out, allowed, host.out_shape()); !r) {
     return r << "\nout, against float64 attention over the decoded vectors\n" << got->explain;
   }
@@ -222,16 +273,9 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
     return r << "\nlse, against float64 attention over the decoded vectors\n" << got->explain;
   }
   // The other kinds of kernels.
-  const bool is_dense = host.spec.k == "bf16" || host.spec.k == "f16", same = host.spec.k == host.spec.v;
-  const bool usual = !host.spec.key_bases && !host.spec.value_bases && !is_generic_only();
-  const bool padded = cache.impl().stored_dim() != host.spec.head_dim;
-  const auto rotated = [](const std::string& format) { return format.rfind("tq", 0) == 0; };
-  const std::pair<const char*, bool> kinds[] = {
-      {core::kPrefillSm90, usual && !padded && host.spec.head_dim <= (is_dense ? 256 : 128) &&
-                               (same || (host.spec.v == "tq4" && !is_dense))},
-      {core::kPrefillSm80,
-       usual && host.spec.head_dim <= 256 && (same || (rotated(host.spec.k) && rotated(host.spec.v)))},
-      {core::kGenericKernels, true}};
+  const std::pair<const char*, bool> kinds[] = {{core::kPrefillSm90, serves(core::kPrefillSm90)},
+                                                {core::kPrefillSm80, serves(core::kPrefillSm80)},
+                                                {core::kGenericKernels, !base.fresh_keys}};
   for (const auto& [kind, must_serve] : kinds) {
     if (!base.kernel.empty()) break;
     AttentionOptions other = base;
@@ -243,7 +287,9 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
     const bool is_generic = kind == core::kGenericKernels;
     const double of_tiles =
         (is_generic ? tolerance::kCudaGeneric : tolerance::kCudaPrefill) + rounding_of(placement.out_dtype);
-    const double of_lse = is_generic ? tolerance::kCudaGenericLse : tolerance::kCudaPrefillLse;
+    const double of_lse = is_generic        ? tolerance::kCudaGenericLse
+                          : base.fresh_keys ? of_prefill_lse
+                                            : tolerance::kCudaPrefillLse;
     if (auto r = close(expected.out, tiled->out, of_tiles, host.out_shape()); !r)
       return r << "\nout of " << kind << ", against float64 attention over the decoded vectors\n" << tiled->explain;
     if (auto r = lse_close(expected.lse, tiled->lse, of_lse, {host.total_queries(), host.q_heads()}); !r)
@@ -253,8 +299,9 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
   on_cpu.kernel.clear();
   std::vector<float> q = host.queries();
   for (float& x : q) x = rounded(x, placement.q_dtype);
-  const Result<Attended> cpu =
-      test::try_attend(host.cache, host.ids, host.options(on_cpu), q, sink_logits, host.spec.layer);
+  const FreshTensors own = base.fresh_keys ? host.fresh() : FreshTensors{};
+  const Result<Attended> cpu = test::try_attend(host.cache, host.ids, host.options(on_cpu), q, sink_logits,
+                                                host.spec.layer, own.keys, own.values);
   if (!cpu) return testing::AssertionFailure() << "the CPU backend: " << cpu.message();
   // A product with a calibrated basis is summed in another order, so that a coordinate may go to the level beside.
   // Nor do both have the same where sizes are padded further on a device.

@@ -35,13 +35,14 @@ class GpuWorld {
   /// The cache has what only the generic kernel reads: f32 and imported formats, and exact pages of f32.
   [[nodiscard]] bool is_generic_only() const;
   /// Decode kernels, unless `base` says otherwise or there are none: plans would take prefill kernels, which are less
-  /// exact, for many rows.
+  /// exact, for many rows. Fresh keys have no other.
   [[nodiscard]] AttentionOptions options(AttentionOptions base = {}) const {
-    if (base.kernel.empty()) base.kernel = is_generic_only() ? "generic" : "decode";
+    if (base.kernel.empty() && !base.fresh_keys) base.kernel = is_generic_only() ? "generic" : "decode";
     return host.options(std::move(base));
   }
 
-  /// One run over the device's cache. Masks, sink logits and all tensors are copied there; the workspace is exactly as
+  /// One run over the device's cache. Masks, sink logits and all tensors are copied there (fresh keys in the world's
+  /// input dtype, with NaN around them); the workspace is exactly as
   /// large as the plan asks for and full of NaN. Fails when anything around out, lse or the workspace was written to.
   Result<Attended> try_attend(const AttentionOptions& base = {}, const std::vector<float>& sink_logits = {},
                               const Placement& placement = {}) const;
@@ -60,6 +61,7 @@ class GpuWorld {
                                                  double lse_tolerance = tolerance::kCudaLse) const;
 
  private:
+  [[nodiscard]] bool serves(const std::string& kind) const;
   struct Decoded {
     std::vector<float> keys, values;
   };

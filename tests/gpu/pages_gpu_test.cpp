@@ -332,12 +332,20 @@ class Engine {
     const DeviceBuffer q_there = DeviceBuffer::of<float>(q), out_there(q.size() * 4),
                        lse_there(static_cast<std::size_t>(rows * heads) * 4), workspace(plan.workspace_bytes()),
                        sinks = DeviceBuffer::of<float>(sink_logits);
+    FreshTensors fresh;
+    DeviceBuffer keys, values;
+    if (o.attention.fresh_keys) {
+      fresh = world.fresh();
+      keys = DeviceBuffer::of<std::byte>(fresh.k), values = DeviceBuffer::of<std::byte>(fresh.v);
+      fresh.keys.data = keys.data(), fresh.values.data = values.data();
+    }
     plan.run(twins.device_pool, TensorView::of(q_there.as<float>(), rows, heads, world.spec.head_dim),
              MutableTensorView::of(out_there.as<float>(), rows, heads, world.spec.head_dim),
              {.stream = twins.stream.handle(),
               .lse = lse_there.as<float>(),
               .sink_logits = sink_logits.empty() ? nullptr : sinks.as<float>(),
-              .workspace = workspace.span()})
+              .workspace = workspace.span()},
+             fresh.keys, fresh.values)
         .value();
     twins.stream.wait();
     EXPECT_TRUE(out_there.padding_untouched() && lse_there.padding_untouched() && workspace.padding_untouched());
@@ -436,6 +444,24 @@ TEST(PagesGpu, ManyRows) {
     }
     EXPECT_STREQ(possible->kernel(), kernel);
     EXPECT_TRUE(engine.matches(engine.attend(limits), options, {}, std::string(kernel) == "prefill")) << kernel;
+  }
+}
+
+TEST(PagesGpu, FreshKeys) {
+  SKIP_WITHOUT_DEVICE();
+  for (const Formats& formats : {Formats{"tq6", "tq4"}, Formats{"bf16", "bf16"}}) {
+    for (const Dtype dtype : {Dtype::bf16, Dtype::f16}) {
+      if (formats.k == std::string("bf16") && dtype == Dtype::f16) continue;
+      WorldSpec s = spec(formats, 128, 4, {{700, 300}, {64, 1}, {257, 257}, {3000, 130}, {90, 0}, {200, 9}});
+      s.input_dtype = dtype;
+      Engine engine(s);
+      for (const Mask& mask : {Mask::causal(), Mask::bidirectional(), Mask::sliding(150, 3)}) {
+        AttentionOptions options;
+        options.fresh_keys = true;
+        options.mask = mask;
+        EXPECT_TRUE(engine.matches(engine.attend(engine.limits(options, 2)), options, {}, true)) << formats.k;
+      }
+    }
   }
 }
 

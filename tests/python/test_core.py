@@ -219,17 +219,18 @@ def test_half_and_bfloat16(rng):
     close(back(rounded.bits), attention(back(bits(q)), back(bits(k)), v.astype(np.float16))[0], 5e-3)
 
 
+class OnlyDlpack:
+    def __init__(self, array):
+        self.array, self.shape = array, array.shape
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
 def test_dlpack(rng):
-    class OnlyDlpack:
-        def __init__(self, array):
-            self.array, self.shape = array, array.shape
-
-        def __dlpack__(self, **options):
-            return self.array.__dlpack__(**options)
-
-        def __dlpack_device__(self):
-            return self.array.__dlpack_device__()
-
     k, v, q = rows(rng, 100), rows(rng, 100), rows(rng, 1)
     seq = (cache := exact_cache()).sequence()
     seq.append(0, OnlyDlpack(k), OnlyDlpack(v))
@@ -284,6 +285,47 @@ def test_a_step_over_layers(rng):
             out = step.attend(layer, q[layer])
             for b in range(B):
                 close(out[b], attention(q[layer, b], k[layer, b], v[layer, b])[0])
+
+
+@pytest.mark.parametrize("form", ["numpy", "torch", "dlpack"])
+def test_fresh_keys_are_attended_to_as_given(rng, form):
+    """Only older tokens are read from the cache; all of these were written by a first step."""
+    cache = kvant.Cache(kv_heads=2, head_dim=D, k="tq3", v="tq3", sink_pages=0, tail_pages=0)
+    seq = cache.sequence()
+    k, v, q = rows(rng, 170), rows(rng, 170), rows(rng, 100, 4)
+    seq.append(0, k[:70], v[:70])
+    old_k, old_v = (x.copy() for x in cache.decode(seq, 0))
+    expected = attention(q, np.concatenate([old_k, k[70:]]), np.concatenate([old_v, v[70:]]))[0]
+    as_given = {
+        "numpy": lambda x: x,
+        "torch": lambda x: pytest.importorskip("torch").from_numpy(x),
+        "dlpack": OnlyDlpack,
+    }
+    own = [as_given[form](x[70:]) for x in (k, v)]
+    with cache.step(seq, 100) as step:
+        before = step.attend(0, q, keys=own[0], values=own[1])
+        step.write(0, k[70:], v[70:])
+        after = step.attend(0, q, keys=own[0], values=own[1])
+        stored = step.attend(0, q)
+    close(before, expected)
+    assert (before == after).all()
+    assert np.linalg.norm(stored - expected) > 0.01 * np.linalg.norm(expected)
+    plan = cache.plan([seq], q_heads=4, q_len=100, fresh=True)
+    assert "fresh" in plan.explain()
+    with pytest.raises(kvant.InvalidArgument, match="keys.data is null"):
+        plan.run(0, q)
+    with pytest.raises(kvant.InvalidArgument, match="fresh_keys"):
+        cache.plan([seq], q_heads=4, q_len=100).run(0, q, keys=own[0], values=own[1])
+
+
+def test_attend_with_fresh_keys(rng):
+    cache = kvant.Cache(kv_heads=2, head_dim=D, k="tq3", v="tq3", sink_pages=0, tail_pages=0)
+    seqs = [cache.sequence(), cache.sequence()]
+    k, v = rng.standard_normal((2, 2, 90, 2, D)).astype(np.float32)
+    q = rng.standard_normal((2, 90, 4, D)).astype(np.float32)
+    out = cache.attend(seqs, 0, q, k, v, fresh=True)
+    for b in range(2):
+        close(out[b], attention(q[b], k[b], v[b])[0])
 
 
 def test_a_step_that_raises_leaves_no_tokens(rng):

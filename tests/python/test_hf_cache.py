@@ -355,6 +355,22 @@ def test_exact_prefill(llama, prompts):
     assert errors[True][0] < 1e-5 < 1e-3 < errors[False][0] and errors[True][1] > 1e-3
 
 
+def test_chunks_of_a_prompt_attend_to_their_own_keys_as_they_are(llama, prompts):
+    ids = ids_of(prompts, 240)
+    chunks = (ids[:, :100], ids[:, 100:])
+    plain = DynamicCache(config=llama.config)
+    expected = [forward(llama, plain, x) for x in chunks][1]
+    errors = {}
+    for exact in (True, False):
+        kvant.hf.enable(llama, k="tq3", v="tq3", sink_pages=0, tail_pages=0, exact_prefill=exact)
+        cache = new_cache(llama)
+        got = [forward(llama, cache, x) for x in chunks][1]
+        errors[exact] = float((got - expected).norm() / expected.norm())
+        assert ("over their own keys as they are" in str(kvant.hf.report(cache))) == exact
+        kvant.hf.disable(llama)
+    assert errors[True] < 0.8 * errors[False]
+
+
 # --- refusals ---
 
 

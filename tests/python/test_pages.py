@@ -115,6 +115,28 @@ def test_attention_of_a_ragged_batch(torch, device, k, v, head_dim):
     assert not plan.take_errors() and not engine.pages.take_non_finite()
 
 
+def test_fresh_keys(torch, device):
+    engine = Engine(torch, device, lengths=((130, 1), (64, 64), (200, 90)), dtype=torch.bfloat16)
+    q = torch.randn(155, 4, 64, device=device)
+    try:
+        plan = engine.plan(4, fresh=True)
+    except kvant.Unsupported:
+        pytest.skip("this device has no prefill kernels")
+    assert "fresh" in plan.explain()
+    own = [torch.cat([x[i][n - queries :] for i, (n, queries) in enumerate(engine.lengths)])
+           for x in (engine.keys, engine.values)]
+    out = plan.run(engine.pool, q, keys=own[0], values=own[1])
+    stored = engine.stored
+
+    def mixed(i):
+        n, queries = engine.lengths[i]
+        return [torch.cat([old[: n - queries], x[i][n - queries :].float()])
+                for old, x in zip(stored(i), (engine.keys, engine.values))]
+
+    engine.stored = mixed
+    assert relative(out, engine.expected(q, scale=0.125)[0]) < (2e-3 if device == "cpu" else 8e-3)
+
+
 def test_options_of_logits(torch, device):
     engine = Engine(torch, device, lengths=((300, 2), (90, 5)))
     slopes = [0.1, 0.0, 0.05, 0.2]
@@ -233,7 +255,7 @@ def test_refusals(torch):
         plan.run(pool, torch.zeros(10, 4, 64))
     with pytest.raises(kvant.InvalidArgument, match="stream"):
         plan.run(pool, q, stream=1)
-    with pytest.raises(kvant.Unsupported, match="keys and values"):
+    with pytest.raises(kvant.InvalidArgument, match="keys and values"):
         plan.run(pool, q, keys=torch.zeros(1, 2, 64), values=torch.zeros(1, 2, 64))
     with pytest.raises(kvant.InvalidArgument, match="lse"):
         plan.run(pool, q, lse=torch.zeros(2, 4))

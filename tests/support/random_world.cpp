@@ -117,6 +117,7 @@ std::string describe(const RandomCase& c) {
   if (s.layers > 1) text += fmt::format(" layer {} of {}", s.layer, s.layers);
   text += fmt::format("{}{}", s.key_bases ? " key bases" : "", s.value_bases ? " value bases" : "");
   if (s.page_centres) text += " page centres";
+  if (o.fresh_keys) text += " fresh keys";
   text += fmt::format("\n{} window {}+{} scale {} softcap {}{}{}", o.mask.is_causal ? "causal" : "bidirectional",
                       o.mask.window, o.mask.window_sinks, o.scale, o.softcap, o.alibi_slopes.empty() ? "" : " alibi",
                       c.sink_logits.empty() ? "" : " sink logits");
@@ -157,6 +158,7 @@ RandomCase draw_case(Rng& rng, const RandomChoices& choices) {
   }
   const bool takes_centre = c.spec.k.starts_with("tq") || c.spec.k == "fp8";
   c.spec.page_centres = choices.page_centres && takes_centre && chance(rng, 2);
+  o.fresh_keys = choices.fresh_keys && chance(rng, 2);
   c.description = describe(c);
   return c;
 }

@@ -26,6 +26,7 @@ struct RandomChoices {
   std::vector<std::pair<std::string, std::string>> formats;
   std::int64_t most_queries = 16;
   bool page_centres = false;  ///< keys are page-centred in half of the cases whose format takes it
+  bool fresh_keys = false;    ///< half of the cases have them
 };
 
 RandomCase draw_case(Rng& rng, const RandomChoices& choices);

@@ -84,7 +84,8 @@ Status append_rows(Cache& cache, SequenceId sequence, const Qkv& x, std::int64_t
 }
 
 Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& ids, const AttentionOptions& options,
-                            const std::vector<float>& q, const std::vector<float>& sink_logits, int layer) {
+                            const std::vector<float>& q, const std::vector<float>& sink_logits, int layer,
+                            const TensorView& keys, const TensorView& values) {
   const Result<Plan> planned = plan(cache, std::span<const SequenceId>(ids), options);
   if (!planned) return planned.status();
   const std::int64_t rows = planned->total_queries();
@@ -97,7 +98,7 @@ Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& i
   run_options.lse = a.lse.data();
   run_options.sink_logits = sink_logits.empty() ? nullptr : sink_logits.data();
   const Status status = run(*planned, layer, TensorView::of(q.data(), rows, options.q_heads, dim),
-                            MutableTensorView::of(a.out.data(), rows, options.q_heads, dim), run_options);
+                            MutableTensorView::of(a.out.data(), rows, options.q_heads, dim), run_options, keys, values);
   if (!status) return status;
   a.explain = planned->explain();
   a.splits = planned->splits();
@@ -185,8 +186,30 @@ std::vector<float> World::queries() const {
   return q;
 }
 
+FreshTensors World::fresh() const {
+  const auto width = static_cast<std::size_t>(spec.kv_heads) * static_cast<std::size_t>(spec.head_dim);
+  FreshTensors f;
+  for (std::size_t i = 0; i < qkv.size(); ++i) {
+    const auto count = static_cast<std::size_t>(spec.sequences[i].q_len) * width;
+    const auto add = [&](std::vector<std::byte>& to, const std::vector<float>& from) {
+      const std::vector<std::byte> rows = pack_as(spec.input_dtype, std::span(from).last(count));
+      to.insert(to.end(), rows.begin(), rows.end());
+    };
+    add(f.k, qkv[i].k);
+    add(f.v, qkv[i].v);
+  }
+  f.keys = TensorView::contiguous(f.k.data(), spec.input_dtype, total_queries(), spec.kv_heads, spec.head_dim);
+  f.values = TensorView::contiguous(f.v.data(), spec.input_dtype, total_queries(), spec.kv_heads, spec.head_dim);
+  return f;
+}
+
+Result<Attended> World::try_attend_here(const AttentionOptions& base, const std::vector<float>& sink_logits) const {
+  const FreshTensors f = base.fresh_keys ? fresh() : FreshTensors{};
+  return try_attend(cache, ids, options(base), queries(), sink_logits, spec.layer, f.keys, f.values);
+}
+
 Attended World::attend(const AttentionOptions& base, const std::vector<float>& sink_logits) const {
-  return try_attend(cache, ids, options(base), queries(), sink_logits, spec.layer).value();
+  return try_attend_here(base, sink_logits).value();
 }
 
 void World::decode(std::size_t sequence, std::vector<float>& keys, std::vector<float>& values) const {
@@ -233,6 +256,11 @@ Expected World::expect(const AttentionOptions& base, const std::vector<float>& s
     std::vector<float> k = qkv[i].k;
     std::vector<float> v = qkv[i].v;
     if (decoded) decode(i, k, v);
+    if (base.fresh_keys) {  // the queries' own tokens as they were given
+      const auto own = static_cast<std::ptrdiff_t>(spec.sequences[i].q_len * spec.kv_heads * spec.head_dim);
+      std::copy(qkv[i].k.end() - own, qkv[i].k.end(), k.end() - own);
+      std::copy(qkv[i].v.end() - own, qkv[i].v.end(), v.end() - own);
+    }
     const std::vector<double> q64 = widen(qkv[i].q);
     const std::vector<double> k64 = widen(k);
     const std::vector<double> v64 = widen(v);
@@ -279,7 +307,7 @@ double World::codec_tolerance() const {
 
 testing::AssertionResult World::kernel_matches(const AttentionOptions& base, const std::vector<float>& sink_logits,
                                                std::optional<double> allowed_of_lse) const {
-  const Result<Attended> got = try_attend(cache, ids, options(base), queries(), sink_logits, spec.layer);
+  const Result<Attended> got = try_attend_here(base, sink_logits);
   if (!got) return testing::AssertionFailure() << code_name(got.code()) << ": " << got.message();
   const Expected expected = expect_decoded(base, sink_logits);
   if (auto r = close(expected.out, got->out, tolerance(base.isa), out_shape()); !r) {

@@ -59,6 +59,12 @@ struct Attended {
   int splits = 0;
 };
 
+/// Keys and values of the queries' own tokens, rows one after another.
+struct FreshTensors {
+  std::vector<std::byte> k, v;
+  TensorView keys, values;  ///< of these; without data: none
+};
+
 struct Expected {
   std::vector<double> out;
   std::vector<double> lse;
@@ -78,6 +84,7 @@ class World {
   /// The caller's options with q_heads and q_lens filled in.
   [[nodiscard]] AttentionOptions options(AttentionOptions base = {}) const;
   [[nodiscard]] std::vector<float> queries() const;  ///< all sequences' rows
+  [[nodiscard]] FreshTensors fresh() const;          ///< in the world's input dtype
   [[nodiscard]] std::vector<std::int64_t> out_shape() const { return {total_queries(), q_heads(), spec.head_dim}; }
 
   [[nodiscard]] Attended attend(const AttentionOptions& base = {}, const std::vector<float>& sink_logits = {}) const;
@@ -100,6 +107,8 @@ class World {
                                                         std::optional<double> allowed_of_lse = {}) const;
 
  private:
+  [[nodiscard]] Result<Attended> try_attend_here(const AttentionOptions& base,
+                                                 const std::vector<float>& sink_logits) const;
   [[nodiscard]] Expected expect(const AttentionOptions& base, const std::vector<float>& sink_logits,
                                 bool decoded) const;
 };
@@ -127,7 +136,8 @@ void decode_sequence(const Cache& cache, SequenceId id, int layer, const Lengths
 
 /// Plans and runs with q and out in f32, contiguous.
 Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& ids, const AttentionOptions& options,
-                            const std::vector<float>& q, const std::vector<float>& sink_logits = {}, int layer = 0);
+                            const std::vector<float>& q, const std::vector<float>& sink_logits = {}, int layer = 0,
+                            const TensorView& keys = {}, const TensorView& values = {});
 
 /// The ISAs of this machine, best first. Asked for once: a virtual machine takes microseconds to answer cpuid.
 const std::vector<std::string>& available_isas();

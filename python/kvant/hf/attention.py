@@ -29,7 +29,7 @@ def attend(
 
     Over packed keys and values by kvant, over plain ones (no cache, a layer left to transformers) by torch.
     """
-    if type(key) is not KVProxy or type(value) is not KVProxy or key.fresh is not None:
+    if type(key) is not KVProxy or type(value) is not KVProxy or (key.fresh is not None and key.own is None):
         if type(key) is KVProxy:
             key = key.dense()
         if type(value) is KVProxy:
@@ -39,6 +39,7 @@ def attend(
     group: Group = layer.group
     if dropout or others or query.requires_grad or key.step is not group.step or value.layer is not layer:
         _refuse(layer, query, key, value, dropout, others)
+    given_causal = is_causal
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     window, mask = group.window, None
@@ -50,8 +51,27 @@ def attend(
             window = attention_mask.window
     elif attention_mask is not None:
         is_causal, mask = False, _overlay(layer, attention_mask, query.shape[2], key.shape[2])
-    out = group.attend(layer.slot, query, scaling, softcap or 0.0, is_causal, window, s_aux, mask)
-    return out, None
+    if key.own is not None and value.own is not None:
+        out = group.attend_own(
+            layer.slot, query, scaling, softcap or 0.0, is_causal, window, s_aux, mask, (key.own, value.own)
+        )
+        if out is not None:
+            return out, None
+        if key.fresh is not None:
+            return _plain(
+                module,
+                query,
+                key.fresh,
+                value.fresh,
+                attention_mask,
+                dropout,
+                scaling,
+                given_causal,
+                softcap,
+                s_aux,
+                others,
+            )
+    return group.attend(layer.slot, query, scaling, softcap or 0.0, is_causal, window, s_aux, mask), None
 
 
 def _refuse(

@@ -14,6 +14,7 @@ import torch
 import kvant
 from kvant import _c, _tensors
 
+_PAGE_TOKENS = 64
 _MOST_STRUCTS = 256  # shapes whose C struct is kept; prompts come in many lengths
 
 
@@ -61,6 +62,7 @@ class Group:
         self._step_plans: dict[Any, tuple[c_void_p, Any]] = {}  # with a mask tensor or ragged rows: for this step only
         self._planned_length = 0
         self._options: dict[Any, _c.AttentionOptions] = {}
+        self.own_refused: str | None = None  # why attention does not take a step's keys and values as they are
         self._structs: tuple[dict, dict, dict, dict] = ({}, {}, {}, {})  # of keys, values, queries, outputs
         self._run = _c.RunOptions()
         _c.run_options_init(byref(self._run), sizeof(self._run))
@@ -242,34 +244,73 @@ class Group:
         window: int,
         sinks: torch.Tensor | None,
         mask: Any = None,
+        own: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Attention of the newest queries [batch, q_heads, queries, head_dim] in one layer: [batch, queries, q_heads,
         head_dim].
 
         mask: None, or (object that tells masks apart, function that makes (tensor [rows, heads, queries, keys], first
             key, window)).
+        own: keys and values [batch, kv_heads, tokens, head_dim] of the step, which are attended to as they are; or
+            None: as they are stored.
         """
         batch, heads, queries, dim = query.shape
         step = self.step
+        if own is not None:  # those of the queries
+            own = tuple(x[:, :, x.shape[2] - queries :] for x in own)
         if step.real is None:
             q = self._readable(query)
             out = torch.empty((batch, queries, heads, dim), dtype=q.dtype, device=q.device)
-            plan = self._plan(queries, heads, scale, softcap, causal, window, mask)
-            self._attend(plan, slot, q, out.transpose(1, 2), sinks)
+            plan = self._plan(queries, heads, scale, softcap, causal, window, mask, own is not None)
+            if own is not None:
+                own = tuple(self._aligned(self._readable(x)) for x in own)
+            self._attend(plan, slot, q, out.transpose(1, 2), sinks, own)
             return out
         out = torch.zeros((batch, queries, heads, dim), dtype=query.dtype, device=query.device)
         row, position, counts = step.rows(queries, query.device)
         if any(counts):
             q = query.transpose(1, 2)[row, position]
             packed = torch.empty_like(q)
-            plan = self._plan(queries, heads, scale, softcap, causal, window, mask, counts)
-            self._attend(plan, slot, q, packed, sinks)
+            plan = self._plan(queries, heads, scale, softcap, causal, window, mask, own is not None, counts)
+            if own is not None:
+                own = tuple(x.transpose(1, 2)[row, position] for x in own)
+            self._attend(plan, slot, q, packed, sinks, own)
             out[row, position] = packed
         return out
 
-    def _attend(self, plan: tuple[c_void_p, Any], slot: int, q: torch.Tensor, out: torch.Tensor, sinks: Any) -> None:
-        run = None
+    def takes_own(self, tokens: int, first: bool) -> bool:
+        """Whether attention of a step of so many tokens should take its keys and values as they are. A step that is no
+        longer than a page finds them in the exact tail. On the CPU torch takes a first prompt in less time."""
+        if self.own_refused is not None:
+            return False
+        return self.on_device if first else tokens > _PAGE_TOKENS
+
+    def attend_own(self, slot: int, *arguments: Any) -> torch.Tensor | None:
+        """As attend, with `own`; None if kvant does not compute it here, which own_refused tells from then on."""
+        try:
+            return self.attend(slot, *arguments)
+        except kvant.Unsupported as error:
+            self.own_refused = str(error)
+            return None
+
+    @staticmethod
+    def _aligned(x: torch.Tensor) -> torch.Tensor:
+        """[batch, heads, tokens, head_dim] as kernels on a device take fresh keys, at multiples of 16 bytes; else a
+        copy."""
+        if x.device.type == "cpu":
+            return x
+        size = x.element_size()
+        if x.data_ptr() % 16 == 0 and all(x.stride(i) * size % 16 == 0 for i in (1, 2)):
+            return x
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def _attend(
+        self, plan: tuple[c_void_p, Any], slot: int, q: torch.Tensor, out: torch.Tensor, sinks: Any, own: Any = None
+    ) -> None:
+        run = keys = values = None
         q_struct, out_struct = self._struct(2, q), self._struct(3, out)
+        if own is not None:
+            keys, values = self._struct(0, own[0]), self._struct(1, own[1])
         with self.cache._lock:
             if sinks is not None or self.on_device:
                 self._run.sink_logits = None if sinks is None else self._f32(sinks).data_ptr()
@@ -277,7 +318,7 @@ class Group:
                     self._run.stream = self._use_stream()
                     self._run.workspace, self._run.workspace_size = self._workspace.data_ptr(), self._workspace.numel()
                 run = byref(self._run)
-            _c.check(_c.run(plan[0], slot, q_struct, out_struct, run))
+            _c.check(_c.run(plan[0], slot, q_struct, out_struct, run, keys, values))
 
     def _f32(self, sinks: torch.Tensor) -> torch.Tensor:
         """Sink logits [q_heads] as contiguous f32. A layer's parameter is converted once."""
@@ -288,9 +329,9 @@ class Group:
             found = self._sinks[id(sinks)] = (sinks, version, converted)
         return found[2]
 
-    def _plan(self, queries, heads, scale, softcap, causal, window, mask, counts=None) -> tuple[c_void_p, Any]:
+    def _plan(self, queries, heads, scale, softcap, causal, window, mask, own, counts=None) -> tuple[c_void_p, Any]:
         plain = mask is None and counts is None
-        key = (queries, heads, scale, softcap, causal, window, None if mask is None else id(mask[0]))
+        key = (queries, heads, scale, softcap, causal, window, own, None if mask is None else id(mask[0]))
         plans = self._plans if plain else self._step_plans
         plan = plans.get(key)
         if plan is None:
@@ -305,8 +346,8 @@ class Group:
         if options is None:
             options = _c.AttentionOptions()
             _c.attention_options_init(byref(options), sizeof(options))
-            options.q_len, options.q_heads, scale, options.softcap, causal, options.window, _ = key
-            options.scale, options.is_causal = scale or 0.0, 1 if causal else 0
+            options.q_len, options.q_heads, scale, options.softcap, causal, options.window, own, _ = key
+            options.scale, options.is_causal, options.fresh_keys = scale or 0.0, 1 if causal else 0, 1 if own else 0
             if plain:
                 if len(self._options) >= _MOST_STRUCTS:
                     self._options.clear()

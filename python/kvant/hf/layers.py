@@ -82,14 +82,13 @@ class KvantLayer(versions.CacheLayerMixin):
         self.length = past + tokens
         window = self.window
         shape = (batch, heads, (min(past, window - 1) if window else past) + tokens, dim)
-        if past == 0 and owner.prefills_exactly(group):
-            keys, values = key_states, value_states
-        else:
-            keys = values = None
-        step, device = group.step, key_states.device
-        return (
-            KVProxy(shape, key_states.dtype, device, self, step, 0, keys),
-            KVProxy(shape, value_states.dtype, device, self, step, 1, values),
+        exact = owner.prefills_exactly(group)
+        first = exact and past == 0
+        own = exact and group.takes_own(tokens, first)
+        step = group.step
+        return tuple(
+            KVProxy(shape, x.dtype, x.device, self, step, which, x if first else None, x if own else None)
+            for which, x in enumerate((key_states, value_states))
         )
 
     def decode(self, proxy: KVProxy) -> torch.Tensor:

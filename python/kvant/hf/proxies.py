@@ -19,12 +19,13 @@ class KVProxy(torch.Tensor):
     """
 
     @staticmethod
-    def __new__(cls, shape, dtype, device, layer, step, which, fresh=None):
+    def __new__(cls, shape, dtype, device, layer, step, which, fresh=None, own=None):
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         self.layer = layer  # KvantLayer
         self.step = step  # of the cache when this was made; later steps make it stale
         self.which = which  # 0: keys, 1: values
         self.fresh = fresh  # the tensor itself, if it is all that the layer holds
+        self.own = own  # what the step brought, if attention takes it as it is
         return self
 
     def __repr__(self, *, tensor_contents=None) -> str:

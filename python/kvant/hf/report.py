@@ -24,6 +24,7 @@ class Row:
     reason: str
     bytes: int
     bf16_bytes: int  # of a DynamicCache in bf16
+    prompts: str = ""  # what computes the attention of prompts, and over what
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class Report:
             for line in table
         ]
         head = f"{self.batch} rows of {self.tokens} tokens" if self.tokens else "no tokens yet"
-        return "\n".join([head, *lines])
+        prompts = "; ".join(dict.fromkeys(row.prompts for row in self.rows if row.prompts))
+        return "\n".join([f"{head}; prompts {prompts}" if prompts else head, *lines])
 
 
 def _ends(cache: Any) -> str:
@@ -88,6 +90,19 @@ def _ends(cache: Any) -> str:
         if name == "exact ends":
             return text.strip()
     return ""
+
+
+def _prompts(cache: Any, group: Any) -> str:
+    """The way of a prompt's attention in layers that kvant stores."""
+    if group is None:
+        return ""
+    if not cache.prefills_exactly(group):
+        return "by kvant over what is stored"
+    if group.own_refused is not None:
+        return f"the first by torch over its own keys, later ones by kvant over what is stored ({group.own_refused})"
+    if group.on_device:
+        return "by kvant over their own keys as they are"
+    return "the first by torch, later ones by kvant over their own keys as they are"
 
 
 def make_report(cache: Any) -> Report:
@@ -115,6 +130,19 @@ def make_report(cache: Any) -> Report:
         if not stored and versions.kind_of_layer(layer)[0] == "none":
             window = 0
         rows.append(
-            Row(i, stored, cache.settings.k, cache.settings.v, heads, dim, int(window), ends, reason, held, plain)
+            Row(
+                i,
+                stored,
+                cache.settings.k,
+                cache.settings.v,
+                heads,
+                dim,
+                int(window),
+                ends,
+                reason,
+                held,
+                plain,
+                _prompts(cache, layer.group) if stored else "",
+            )
         )
     return Report(tuple(rows), batch, tokens)

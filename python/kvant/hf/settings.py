@@ -26,8 +26,10 @@ class Settings:
     exact: "f32", "f16" or "bf16", the dtype of pages that stay exact. None: f16 for models in f16,
         else bf16.
     sink_pages, tail_pages: first and newest full pages of 64 tokens that stay exact. None: as kvant.Cache has it.
-    exact_prefill: True: the first prompt attends to its own keys and values as they were before compression, through
-        torch; False: to what is stored, as all later tokens do. None: True on a CUDA device, False on the CPU.
+    exact_prefill: True: prompts attend to their own keys and values as they were before compression: the first one, and
+        later steps of more than 64 tokens. On a CUDA device kvant computes this (fresh keys), where it has prefill
+        kernels for the cache; on the CPU torch computes a first prompt, and kvant the later ones. False: to what is
+        stored, as all later tokens do. None: True on a CUDA device, False on the CPU. The report says which it is.
     short_windows: True: sliding windows of 256 tokens and fewer are stored by kvant, too.
     rollback_tokens: with a sliding window, so many of the newest tokens can be taken back: drafts of assisted
         generation.

@@ -173,7 +173,7 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
     return {};
   }
 
-  Status run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out,
+  Status run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out, const core::FreshRows& fresh,
              const RunOptions& options) const override {
     if (Status s = check_pool(pool, config_); !s) return s;
     if (options_.check_ids) {
@@ -194,7 +194,7 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
                                    .head_dim = config_.head_dim},
                                   native(options.stream)));
     }
-    return plan_.run_over(pool.data, static_cast<std::uint64_t>(pool.block_stride), q, out, options);
+    return plan_.run_over(pool.data, static_cast<std::uint64_t>(pool.block_stride), q, out, fresh, options);
   }
 
   Result<bool> take_errors(Stream stream) override {

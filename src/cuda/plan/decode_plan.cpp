@@ -398,26 +398,47 @@ Status DecodePlan::classify(AttendParams& p, std::byte* workspace, Stream stream
   return {};
 }
 
-Status DecodePlan::run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const {
+Status DecodePlan::run(int layer, const TensorView& q, const MutableTensorView& out, const core::FreshRows& fresh,
+                       const RunOptions& options) const {
   AttendParams p = params_;
   p.layer = layer;
-  return run(p, q, out, options);
+  return run(p, q, out, fresh, options);
 }
 
 Status DecodePlan::run_over(std::byte* encoded, std::uint64_t slot_bytes, const TensorView& q,
-                            const MutableTensorView& out, const RunOptions& options) const {
+                            const MutableTensorView& out, const core::FreshRows& fresh,
+                            const RunOptions& options) const {
   AttendParams p = params_;
   p.cache.encoded = encoded;
   p.cache.encoded_slot_bytes = slot_bytes;
-  return run(p, q, out, options);
+  return run(p, q, out, fresh, options);
 }
 
-Status DecodePlan::run(AttendParams& p, const TensorView& q, const MutableTensorView& out,
+namespace {
+
+void set_fresh(AttendParams& p, const core::FreshRows& fresh) {
+  if (fresh.keys.data == nullptr) return;
+  p.fresh = {.keys = static_cast<const std::byte*>(fresh.keys.data),
+             .values = static_cast<const std::byte*>(fresh.values.data),
+             .key_head_bytes = 2 * fresh.keys.stride[1],
+             .value_head_bytes = 2 * fresh.values.stride[1],
+             .key_token_bytes = static_cast<int>(2 * fresh.keys.stride[0]),
+             .value_token_bytes = static_cast<int>(2 * fresh.values.stride[0])};
+  // Where no page is exact, the dtype of exact rows is theirs.
+  if (codec::is_dense(p.cache.encoded_layout.k.format) || p.cache.exact_ends().any()) return;
+  const Format format = codec::dense_format(fresh.keys.dtype);
+  p.cache.exact_layout = codec::page_layout(format, format, p.head_dim);
+}
+
+}  // namespace
+
+Status DecodePlan::run(AttendParams& p, const TensorView& q, const MutableTensorView& out, const core::FreshRows& fresh,
                        const RunOptions& options) const {
   const Current current(store_.device());
   KVANT_CUDA_TRY(current.error());
   p.q = {q.data, q.dtype, q.stride[0], q.stride[1]};
   p.out = {out.data, out.dtype, out.stride[0], out.stride[1]};
+  set_fresh(p, fresh);
   p.lse = options.lse;
   p.sink_logits = options.sink_logits;
   std::byte* workspace = options.workspace.data();

@@ -43,10 +43,11 @@ class DecodePlan final : public core::DevicePlan {
   }
   [[nodiscard]] int splits() const noexcept override { return splits_; }
   [[nodiscard]] std::string explain() const override;
-  Status run(int layer, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const override;
+  Status run(int layer, const TensorView& q, const MutableTensorView& out, const core::FreshRows& fresh,
+             const RunOptions& options) const override;
   // The same over a pool that is known now.
   Status run_over(std::byte* encoded, std::uint64_t slot_bytes, const TensorView& q, const MutableTensorView& out,
-                  const RunOptions& options) const;
+                  const core::FreshRows& fresh, const RunOptions& options) const;
 
  private:
   Status choose_family(const core::DevicePlanConfig& config);
@@ -64,7 +65,8 @@ class DecodePlan final : public core::DevicePlan {
   [[nodiscard]] std::size_t class_count() const;  // of pages under the mask tensor
   Status upload(const core::DevicePlanConfig& config, const StepBatch& batch);
 
-  Status run(AttendParams& p, const TensorView& q, const MutableTensorView& out, const RunOptions& options) const;
+  Status run(AttendParams& p, const TensorView& q, const MutableTensorView& out, const core::FreshRows& fresh,
+             const RunOptions& options) const;
   Status run_prefill(AttendParams& p, Stream stream) const;
   Status classify(AttendParams& p, std::byte* workspace, Stream stream) const;
 

@@ -142,7 +142,8 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config) {
   candidates[1].as_long = prefill::time_of_rounds(blocks_of(rows), std::int64_t{limits.multiprocessors} * blocks[1],
                                                   rows * blocks[1] * row_blocks_of_a_row(config.k));
 
-  const Result<prefill::Choice> choice = prefill::choose(config.options->kernel, candidates, blocks_of(16), most_rows);
+  const Result<prefill::Choice> choice =
+      prefill::choose(config.options->kernel, candidates, blocks_of(16), most_rows, config.options->fresh_keys);
   if (!choice.ok()) return choice.status();
   why_ = choice->why;
   if (choice->candidate < 0) return {};

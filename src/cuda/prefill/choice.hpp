@@ -30,9 +30,13 @@ constexpr std::int64_t time_of_rounds(std::int64_t tiles, std::int64_t at_once, 
 
 // The first of the candidates that can run, if it takes less time than `row_blocks` of decode kernels. `wanted`, of the
 // options: a kind's name, that of all prefill kernels for the first that can run, or that of decode kernels, whatever
-// the time.
+// the time. `fresh_keys`: decode kernels do not serve.
 inline Result<Choice> choose(const std::string& wanted, std::span<const Candidate> candidates, std::int64_t row_blocks,
-                             std::int64_t most_rows) {
+                             std::int64_t most_rows, bool fresh_keys = false) {
+  if (wanted == core::kDecodeKernels && fresh_keys) {
+    return Status{Code::unsupported,
+                  "kernel is \"decode\", and with fresh_keys only prefill kernels serve; leave kernel empty"};
+  }
   if (wanted == core::kDecodeKernels) return Choice{-1, "decode kernels, as asked for"};
   int found = -1;
   std::string missing;
@@ -48,14 +52,22 @@ inline Result<Choice> choose(const std::string& wanted, std::span<const Candidat
     }
   }
   if (found < 0) {
+    if (fresh_keys) {
+      return Status{
+          Code::unsupported,
+          fmt::format("fresh_keys needs prefill kernels: {}; leave it unset, and all tokens are read from the "
+                      "cache",
+                      missing)};
+    }
     if (!wanted.empty())
       return Status{Code::unsupported, fmt::format("kernel is \"{}\": {}; leave kernel empty", wanted, missing)};
     if (row_blocks < least) return Choice{};
     return Choice{-1, fmt::format("decode kernels for {} rows: {}", most_rows, missing)};
   }
   const std::int64_t as_long = candidates[static_cast<std::size_t>(found)].as_long;
-  if (wanted.empty() && row_blocks < as_long) return Choice{};
+  if (wanted.empty() && !fresh_keys && row_blocks < as_long) return Choice{};
   std::string why = !wanted.empty() ? "as asked for"
+                    : fresh_keys    ? "for fresh keys"
                                     : fmt::format("{} row blocks of decode kernels, which would take longer than {}",
                                                   row_blocks, as_long);
   if (!missing.empty()) why += "; " + missing;

@@ -9,13 +9,21 @@ namespace kvant::cuda::prefill {
 
 // --- which tile ------------------------------------------------------------------------------------------------------
 
+// Pages of fresh keys that some row sees: `sinks` from `first` on, and those from `recent` to `end`.
+struct FreshPages {
+  int first, sinks, recent, end;
+  __device__ int total() const { return sinks + (end - recent); }
+  __device__ int page(int use) const { return use < sinks ? first + use : recent + (use - sinks); }
+};
+
 struct Tile {
   BatchEntry batch;
   int entry, kv_head, row_block, length;
   int rows;                // of the sequence
   int first, last;         // its queries
   int all_begin, all_end;  // keys that every row sees, if the mask tensor lets it
-  VisiblePages pages;
+  VisiblePages pages;      // of the cache
+  FreshPages fresh;
 };
 
 // Every other round of the blocks goes backwards, so that long tiles and short ones add up.
@@ -46,32 +54,50 @@ __device__ __forceinline__ bool find_tile(const AttendParams& p, const Schedule&
   const base::KeyRange begins = rule.recent_range(tile.length, before + tile.first);
   const base::KeyRange ends = rule.recent_range(tile.length, before + tile.last);
   tile.all_begin = static_cast<int>(ends.begin), tile.all_end = static_cast<int>(begins.end);
-  tile.pages = with_exact_ends(p, tile.length, tile.batch.q_len,
-                               base::visible_pages<int>(rule, tile.length, before + tile.first, before + tile.last));
+  const auto seen = base::visible_pages<int>(rule, tile.length, before + tile.first, before + tile.last);
+  tile.pages = with_exact_ends(p, tile.length, tile.batch.q_len, seen);
+  tile.fresh = {};
+  if (p.fresh.keys != nullptr) {
+    const int cached = base::pages_for(before), own = before / kPageTokens;
+    tile.pages.sinks = min(seen.sinks, cached), tile.pages.recent = min(seen.recent, cached);
+    tile.pages.end = min(seen.end, cached);
+    tile.fresh = {own, max(seen.sinks - own, 0), max(seen.recent, own), max(seen.end, own)};
+  }
   return true;
+}
+
+// The sequence's tokens that are in pages; those behind them are fresh keys.
+__device__ __forceinline__ int cached_tokens(const AttendParams& p, const Tile& tile) {
+  return p.fresh.keys == nullptr ? tile.length : tile.length - tile.batch.q_len;
 }
 
 // --- which pages -----------------------------------------------------------------------------------------------------
 
-// A tile and the runs of its pages.
+// A tile and the runs of its pages: those of the cache, then those of fresh keys, which follow pages of dense rows. A
+// page that has tokens of both is in both.
 struct PageList {
   Tile tile;
   PageRuns runs;
+  int cached;  // pages of the runs
   int total;
-  __device__ void set(int domain) {
+  __device__ void set(const AttendParams& p, int domain) {
     runs = page_runs(tile.pages, domain == core::kExact);
-    total = runs.total();
+    cached = runs.total();
+    total = cached;
+    if (domain == core::kExact || codec::is_dense(p.cache.encoded_layout.k.format)) total += tile.fresh.total();
   }
 };
 
-// A stage's page has a name: its number, its place among the sixteen pages whose centres come before them, and whether
-// rows see different parts of it. Other numbers are below zero.
+// A stage's page has a name: its number, its place among the sixteen pages whose centres come before them, whether its
+// rows are fresh keys, and whether rows see different parts of it. Other numbers are below zero. (A sequence has fewer
+// than 2^31 tokens, 2^25 pages.)
 struct PageName {
-  static __device__ int of(int page, int place, bool partly_seen) {
-    return page << 5 | place << 1 | (partly_seen ? 1 : 0);
+  static __device__ int of(int page, int place, bool fresh, bool partly_seen) {
+    return page << 6 | place << 2 | (fresh ? 2 : 0) | (partly_seen ? 1 : 0);
   }
-  static __device__ int page(int name) { return name >> 5; }
-  static __device__ int place(int name) { return name >> 1 & 15; }
+  static __device__ int page(int name) { return name >> 6; }
+  static __device__ int place(int name) { return name >> 2 & 15; }
+  static __device__ bool is_fresh(int name) { return (name & 2) != 0; }
   static __device__ bool partly_seen(int name) { return (name & 1) != 0; }
 };
 inline constexpr int kNoPage = -1;   // the domain's pages are at an end
@@ -87,10 +113,10 @@ struct Walk {
   unsigned left;   // of the 32
 
   // With a list of the warp's own.
-  __device__ void begin(PageList& list, int of) {
+  __device__ void begin(const AttendParams& p, PageList& list, int of) {
     begin(of);
     __syncwarp();  // every lane writes the same
-    list.set(of);
+    list.set(p, of);
     __syncwarp();
   }
   // The list is set.
@@ -101,14 +127,21 @@ struct Walk {
     const int lane = threadIdx.x % 32, use = base + lane;
     slot = -1, name = 0;
     if (use < list.total) {
-      const int page = list.runs.page(use);
-      const int2 pair = *reinterpret_cast<const int2*>(
-          p.cache.pages + static_cast<std::size_t>(tile.batch.index) * static_cast<std::size_t>(p.cache.max_pages) +
-          page);
-      const core::PageRef ref{pair.x, pair.y};
-      const bool exact = reads_exact(p.cache, tile.length, tile.batch.q_len, page, ref);
-      if (exact == (domain == core::kExact)) slot = exact ? ref.exact : ref.encoded;
-      bool full = page * kPageTokens >= tile.all_begin && (page + 1) * kPageTokens <= tile.all_end;
+      const bool fresh = use >= list.cached;
+      const int page = fresh ? tile.fresh.page(use - list.cached) : list.runs.page(use);
+      if (fresh) {
+        slot = 0;
+      } else {
+        const int2 pair = *reinterpret_cast<const int2*>(
+            p.cache.pages + static_cast<std::size_t>(tile.batch.index) * static_cast<std::size_t>(p.cache.max_pages) +
+            page);
+        const core::PageRef ref{pair.x, pair.y};
+        const bool exact = reads_exact(p.cache, tile.length, tile.batch.q_len, page, ref);
+        if (exact == (domain == core::kExact)) slot = exact ? ref.exact : ref.encoded;
+      }
+      const int cached = cached_tokens(p, tile);
+      bool full = page * kPageTokens >= max(tile.all_begin, fresh ? cached : 0) &&
+                  (page + 1) * kPageTokens <= min(tile.all_end, fresh ? tile.length : cached);
       if (p.mask.data != nullptr) {
         const int batch = mask_batch(p, tile.entry);
         const int kind = p.mask.classes[batch * p.mask.class_stride[0] + tile.kv_head * p.mask.class_stride[1] +
@@ -116,7 +149,7 @@ struct Walk {
         if (kind == core::kTileMasked) slot = -1;
         full = full && kind == core::kTileZero;
       }
-      name = PageName::of(page, lane % kCentresAtOnce, !full);
+      name = PageName::of(page, lane % kCentresAtOnce, fresh, !full);
     }
     left = __ballot_sync(~0u, slot >= 0);
   }
@@ -136,6 +169,29 @@ struct Walk {
 };
 
 // --- what a page holds -----------------------------------------------------------------------------------------------
+
+// Dense rows of a page's keys or values. Where a token is not there, the row of the nearest one that is stands for it:
+// no query sees it.
+struct DenseRows {
+  const std::byte* rows;
+  int stride;       // bytes
+  int first, last;  // row of the page's first token, below zero where that has none; last row
+  __device__ __forceinline__ bool are_whole() const { return first >= 0 && first + kPageTokens - 1 <= last; }
+  __device__ __forceinline__ const std::byte* of(int token) const {
+    return rows + static_cast<std::int64_t>(min(max(first + token, 0), last)) * stride;
+  }
+};
+template <int D>
+__device__ __forceinline__ DenseRows rows_of_page(const std::byte* rows) {
+  return {rows, 2 * D, 0, kPageTokens - 1};
+}
+__device__ __forceinline__ DenseRows fresh_rows(const AttendParams& p, const Tile& tile, int page, bool values) {
+  const FreshRows& f = p.fresh;
+  const int stride = values ? f.value_token_bytes : f.key_token_bytes;
+  const std::byte* rows = (values ? f.values : f.keys) + static_cast<std::int64_t>(tile.batch.query_begin) * stride +
+                          tile.kv_head * (values ? f.value_head_bytes : f.key_head_bytes);
+  return {rows, stride, page * kPageTokens - (tile.length - tile.batch.q_len), tile.batch.q_len - 1};
+}
 
 // 32 codes: of keys, 32 channels of a token; of values, four channels of eight tokens. `low`, `high`: words of its
 // planes.

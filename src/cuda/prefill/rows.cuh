@@ -33,12 +33,15 @@ __device__ __forceinline__ QueryUnit query_unit(float largest, float scale) {
           fabsf(scale) * (usual ? __uint_as_float(exponent << 23) : 1.0f)};
 }
 
-// Transforms and visibility, key by key from `first_key` on; where there are transforms, of scores in units of log 2.
+// Transforms and visibility, key by key from that of the page `name` that is `first` in it; where there are transforms,
+// of scores in units of log 2.
 // Rolled up, through local memory: pages that need this are few, or the mask tensor is what takes the time; unrolled it
 // is most of the kernel.
 template <int kCount>
 __device__ __forceinline__ void transform_scores(const AttendParams& p, const Tile& tile, const RowPlace (&rows)[2],
-                                                 int first_key, bool all_see, float (&s)[kCount]) {
+                                                 int name, int first, float (&s)[kCount]) {
+  const bool all_see = !PageName::partly_seen(name);
+  const int first_key = PageName::page(name) * kPageTokens + first, cached = cached_tokens(p, tile);
   const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
   const int t = ptx::thread_here() % 4;
   float copy[kCount];
@@ -50,7 +53,8 @@ __device__ __forceinline__ void transform_scores(const AttendParams& p, const Ti
     const int at = second ? rows[1].query : rows[0].query, of = second ? rows[1].head : rows[0].head;
     const int position = tile.length - tile.batch.q_len + at;
     const int key = first_key + i / 4 * 8 + 2 * t + i % 2;
-    const bool sees = all_see || (key < tile.length && rule.sees(tile.length, position, key));
+    const bool sees = all_see || (key < tile.length && (key >= cached) == PageName::is_fresh(name) &&
+                                  rule.sees(tile.length, position, key));
     float x = copy[i];
     base::transform_logits<LogitVerbs>(
         p.logits, [&] { return p.logits.slopes[of]; },

@@ -157,10 +157,9 @@ struct Attend {
 
   // --- softmax ---
 
-  // Products to scores, as the softmax takes them. `page`: its name (PageName); `first_key`: of this warp's.
+  // Products to scores, as the softmax takes them. `page`: its name (PageName); `first`: of this warp's keys in it.
   template <bool kScaled, int kCount>
-  __device__ __forceinline__ void scale(int i, float (&s)[kCount], int page, int first_key,
-                                        const float* factors) const {
+  __device__ __forceinline__ void scale(int i, float (&s)[kCount], int page, int first, const float* factors) const {
     if constexpr (kScaled) {
       float c[2] = {0.0f, 0.0f};  // the query's product with the page's centre
       if (codec::is_centred(p.cache.encoded_layout)) {
@@ -181,7 +180,7 @@ struct Attend {
     if (PageName::partly_seen(page) || !base::is_plain(p.logits)) {
       const int row = list().tile.row_block * S::kRows + first_row() + 16 * i + ptx::thread_here() % 32 / 4;
       const RowPlace rows[2] = {row_place(p, list().tile, row), row_place(p, list().tile, row + 8)};
-      transform_scores(p, list().tile, rows, first_key, !PageName::partly_seen(page), s);
+      transform_scores(p, list().tile, rows, page, first, s);
     }
   }
 
@@ -279,8 +278,7 @@ struct Attend {
     bool same = true;
 #pragma unroll
     for (int i = 0; i < S::kSixteens; ++i) {
-      scale<kScaled>(i, s[i], page, PageName::page(page) * kPageTokens + of_page + mine,
-                     kScaled ? key_factors + mine : nullptr);
+      scale<kScaled>(i, s[i], page, of_page + mine, kScaled ? key_factors + mine : nullptr);
       weigh(i, s[i], alpha[i]);
       pack<kBf16, kScaled, kKeys>(s[i], kScaled ? value_factors + mine : nullptr, value.inverse, w[i]);
 #pragma unroll
@@ -307,7 +305,7 @@ struct Attend {
   __device__ void begin_pages(int domain) {
     turn = 0;
     if (threadIdx.x < 32) {
-      reinterpret_cast<PageList*>(shared + S::kListAt)->set(domain);
+      reinterpret_cast<PageList*>(shared + S::kListAt)->set(p, domain);
       queue().begin(p, list(), domain);
     }
     __syncthreads();
@@ -440,28 +438,37 @@ struct Attend {
     const bool exact = domain == core::kExact;
     const codec::PageLayout& layout = exact ? p.cache.exact_layout : p.cache.encoded_layout;
     int of_page = 0;  // which part of the page
-    const auto copy = [&](const codec::SideLayout& side, int at) {
-      const std::byte* from = block_of(exact) + side.plane_offset[0] + of_page * (kKeys * D * 2);
+    const auto copy = [&](bool values, int at) {
       const std::uint32_t to = ptx::shared_address(shared + at);
       const int thread = ptx::thread_here();
+      const auto pieces = [&](const auto& row_of) {
 #pragma unroll
-      for (int i = 0; i < kKeys * D / 8 / S::kThreads; ++i) {
-        const int piece = i * S::kThreads + thread;
-        ptx::copy16<0, 0>(to + static_cast<std::uint32_t>(place_by_token<D, kKeys>(piece / (D / 8), piece % (D / 8))),
-                          from + 16 * piece);
+        for (int i = 0; i < kKeys * D / 8 / S::kThreads; ++i) {
+          const int piece = i * S::kThreads + thread, token = piece / (D / 8), c = piece % (D / 8);
+          ptx::copy16<0, 0>(to + static_cast<std::uint32_t>(place_by_token<D, kKeys>(token, c)),
+                            row_of(piece, token, c));
+        }
+      };
+      if (PageName::is_fresh(number())) {
+        const DenseRows rows = fresh_rows(p, list().tile, PageName::page(number()), values);
+        pieces([&](int, int token, int c) { return rows.of(of_page * kKeys + token) + 16 * c; });
+      } else {
+        const std::byte* from =
+            block_of(exact) + (values ? layout.v : layout.k).plane_offset[0] + of_page * (kKeys * D * 2);
+        pieces([&](int piece, int, int) { return from + 16 * piece; });
       }
       ptx::copy_commit();
     };
     begin_pages(domain);
     if (number() < 0) return;
-    copy(layout.k, S::kKeysAt);
+    copy(false, S::kKeysAt);
 #pragma unroll 1
     while (number() >= 0) {
       float s[S::kSixteens][kMine / 2];
       std::uint32_t w[S::kSixteens][kKeys / 16][4];
       ptx::copy_wait<0>();
       __syncthreads();  // the keys have come, and all products with the values before are done
-      copy(layout.v, S::kDenseValuesAt);
+      copy(true, S::kDenseValuesAt);
       scores<kBf16, kKeys>(shared + S::kKeysAt, s);
       ptx::copy_wait<0>();
       __syncthreads();  // the values have come, and all products with the keys are done
@@ -470,7 +477,7 @@ struct Attend {
         of_page = 0;
         next_page(domain);
       }
-      if (number() >= 0) copy(layout.k, S::kKeysAt);
+      if (number() >= 0) copy(false, S::kKeysAt);
       add_values<kBf16, kKeys, true>(shared + S::kDenseValuesAt, w);
     }
   }

@@ -244,7 +244,7 @@ struct Consumer {
       for (int i = 0; i < kPageTokens / 2; ++i) s[i] *= to_log2[i / 2 % 2];
     }
     if (PageName::partly_seen(page) || !base::is_plain(p.logits)) {
-      transform_scores(p, tile, row, PageName::page(page) * kPageTokens, !PageName::partly_seen(page), s);
+      transform_scores(p, tile, row, page, 0, s);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

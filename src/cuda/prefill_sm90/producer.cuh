@@ -117,7 +117,7 @@ struct Producer {
   int slot, number;  // of the page that comes next
 
   __device__ void begin(PageList& list, int domain) {
-    walk.begin(list, domain);
+    walk.begin(p, list, domain);
     slot = walk.next(p, list, number);
   }
 
@@ -198,12 +198,25 @@ struct Producer {
   // Pages of dense rows, copied as they are, some at once.
   int copies;
   Ring<D> told;
-  __device__ void copy_rows(const std::byte* rows) const {
+  // (Unrolled as a whole it takes registers that a producer does not have.)
+  __device__ __forceinline__ void copy_rows(const DenseRows& rows) const {
     const std::uint32_t to = ptx::shared_address(tile_here());
-#pragma unroll
+    constexpr int kPieces = D / 8;  // of a row
+    if constexpr (128 % kPieces == 0) {
+      if (rows.are_whole()) {
+        const std::byte* from = rows.of(thread / kPieces) + thread % kPieces * 16;
+        const std::int64_t step = std::int64_t{128 / kPieces} * rows.stride;
+#pragma unroll 4
+        for (int i = 0; i < D / 16; ++i, from += step) {
+          ptx::copy16<0, 0>(to + place_by_token<D>(i * (128 / kPieces) + thread / kPieces, thread % kPieces), from);
+        }
+        return;
+      }
+    }
+#pragma unroll 2
     for (int i = 0; i < D / 16; ++i) {
       const int at = i * 128 + thread, token = at / (D / 8), c = at % (D / 8);
-      ptx::copy16<0, 0>(to + place_by_token<D>(token, c), rows + 16 * at);
+      ptx::copy16<0, 0>(to + place_by_token<D>(token, c), rows.of(token) + 16 * c);
     }
   }
   __device__ void begin_dense(PageList& list, int domain) {
@@ -223,7 +236,9 @@ struct Producer {
     if (number < 0) return false;
     const codec::PageLayout& layout = exact ? p.cache.exact_layout : p.cache.encoded_layout;
     ring.wait_empty();
-    copy_rows(block_of(list.tile, exact, slot) + (kValues ? layout.v : layout.k).plane_offset[0]);
+    copy_rows(PageName::is_fresh(number) ? fresh_rows(p, list.tile, PageName::page(number), kValues)
+                                         : rows_of_page<D>(block_of(list.tile, exact, slot) +
+                                                           (kValues ? layout.v : layout.k).plane_offset[0]));
     ptx::copy_commit();
     name_page(number);
     ++ring.turn;

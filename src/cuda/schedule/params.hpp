@@ -25,6 +25,15 @@ struct DeviceBasis {
   const float* inverse = nullptr;
 };
 
+// Keys and values of the queries' own tokens, for prefill kernels: rows of 16-bit floats, all at multiples of 16 bytes,
+// in the order of the rows of q. Null: all tokens are read from pages.
+struct FreshRows {
+  const std::byte* keys = nullptr;
+  const std::byte* values = nullptr;
+  std::int64_t key_head_bytes = 0, value_head_bytes = 0;
+  int key_token_bytes = 0, value_token_bytes = 0;
+};
+
 inline constexpr int kEntriesInParams = 32;
 // Entries that a block reads together. It reads a batch of no more of them before the previous launch has ended.
 inline constexpr int kWindow = 32;
@@ -46,6 +55,7 @@ struct AttendParams {
   float group_inverse;
   core::StridedRows q;
   core::MutableRows out;
+  FreshRows fresh;
   float* lse;                      // [queries][q_heads] or null
   const float* sink_logits;        // [q_heads] or null
   base::LogitRule<float> logits;   // in units of log2

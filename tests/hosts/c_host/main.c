@@ -84,7 +84,7 @@ static void line_of(const char* isa, const char* format) {
   kvant_run_options run;
   kvant_run_options_init(&run, sizeof run);
   run.lse = lse;
-  check(kvant_run(plan, 0, &q, &out, &run), "attending");
+  check(kvant_run(plan, 0, &q, &out, &run, NULL, NULL), "attending");
   for (int i = 0; i < DIM; ++i)
     if (output[i] != 0) fail("a query that sees no key has an output");
   uint32_t bits;
