@@ -1,15 +1,17 @@
-// An engine of a few sequences over kvant::Pages, step by step: it allocates blocks, appends prompts in chunks and
-// drafts of tokens, rejects some of them, shares prefixes, forks with a copy of the last block, preempts and frees, and
-// uses blocks again. A model that knows each token's vector, and nothing of blocks, says what attention must give.
+// The engine of support/engine_session.hpp over kvant::Pages, step by step. A model that knows each token's vector says
+// what attention must give; with an exact tail it also knows, in the plainest code, which blocks have copies.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 #include <vector>
 
+#include "base/bits.hpp"
 #include "core/fmt.hpp"
 #include "kvant/kvant.hpp"
 #include "support/engine_pool.hpp"
+#include "support/engine_session.hpp"
 #include "support/inputs.hpp"
 #include "support/sanitized.hpp"
 
@@ -17,58 +19,117 @@ namespace kvant::test {
 namespace {
 
 constexpr int kHeads = 1, kGroup = 2, kDim = 32;
-constexpr std::int64_t kContents = 128;  // different tokens
-constexpr int kMostQueries = 12;
-constexpr std::int64_t kMostTokens = 5 * kPageTokens;
+constexpr int kBlocks = EngineSession::kBlocks;
+constexpr std::int64_t kContents = EngineSession::kContents;
 
-struct Sequence {
-  std::vector<std::int64_t> tokens;  // contents
-  std::vector<std::int32_t> blocks;
-  std::int64_t length() const { return static_cast<std::int64_t>(tokens.size()); }
+struct Kind {
+  const char *k, *v;
+  int tail_pages = 0;
+  int tail_sequences = 0;  // six: copies are taken from sequences that wait; eleven: there are some for all blocks
+  [[nodiscard]] int copies() const { return tail_sequences * (tail_pages + 2); }
+};
+
+// Which blocks have copies: the rule of docs/borrowed-pages.md.
+class CopyModel {
+ public:
+  explicit CopyModel(const Kind& kind)
+      : tail_pages_(kind.tail_pages), copies_(static_cast<std::size_t>(kind.copies())) {}
+
+  [[nodiscard]] bool has(std::int32_t block) const { return find(block) != nullptr; }
+  void forget(std::int32_t block) {
+    if (Copy* c = find(block)) c->block = -1;
+  }
+  // Exact for a sequence of so many tokens.
+  [[nodiscard]] bool in_tail(std::int64_t length, std::int64_t page) const {
+    return tail_pages_ > 0 && length < kPageTokens * (page + 1 + tail_pages_);
+  }
+  [[nodiscard]] static std::int64_t read_length(std::int64_t length, std::int64_t queries) {
+    return length - std::min<std::int64_t>(queries - 1, kPageTokens);
+  }
+  void begin_step(const EngineStep& step) {
+    ++now_;
+    std::vector<std::int32_t> wanted;
+    for (std::size_t i = 0; i < step.blocks.size(); ++i) {
+      const std::int64_t length = step.seq_lens[i], queries = step.query_start_loc[i + 1] - step.query_start_loc[i];
+      if (queries == 0) continue;
+      for (std::int64_t page = 0; page * kPageTokens < length; ++page) {
+        if (!in_tail(length - kPageTokens, page)) continue;
+        const std::int32_t block = step.blocks[i][static_cast<std::size_t>(page)];
+        if (Copy* c = find(block)) {
+          c->used = now_;
+        } else if (page * kPageTokens >= length - queries) {
+          wanted.push_back(block);
+        } else if (in_tail(read_length(length, queries), page)) {
+          ++misses;
+        }
+      }
+    }
+    std::vector<std::size_t> order;
+    for (std::size_t i = 0; i < copies_.size(); ++i) order.push_back(i);
+    const auto age = [&](std::size_t i) {
+      return copies_[i].block < 0 ? 255 : std::min<std::int64_t>(254, now_ - copies_[i].used);
+    };
+    std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return age(a) > age(b); });
+    order.resize(wanted.size());
+    std::sort(order.begin(), order.end());
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+      if (copies_[order[i]].block >= 0) ++taken;
+      copies_[order[i]] = {wanted[i], now_};
+    }
+  }
+
+  std::int64_t misses = 0, taken = 0;
+
+ private:
+  struct Copy {
+    std::int32_t block = -1;
+    std::int64_t used = 0;
+  };
+  [[nodiscard]] const Copy* find(std::int32_t block) const {
+    const auto at = std::find_if(copies_.begin(), copies_.end(), [&](const Copy& c) { return c.block == block; });
+    return at == copies_.end() ? nullptr : &*at;
+  }
+  Copy* find(std::int32_t block) { return const_cast<Copy*>(static_cast<const CopyModel*>(this)->find(block)); }
+  std::int64_t tail_pages_, now_ = 0;
+  std::vector<Copy> copies_;
 };
 
 class Engine {
  public:
-  Engine(const std::string& k, const std::string& v, std::uint64_t seed)
-      : pages_(make_pages(k, v)), pool_(pages_, {.blocks = 24}), users_(24, 0), rng_(seed) {
+  Engine(const Kind& kind, std::uint64_t seed)
+      : pages_(make_pages(kind)), pool_(pages_, {.blocks = kBlocks}), session_(seed + 2), copies_(kind), rng_(seed) {
     vectors_ = gaussian_vector(static_cast<std::size_t>(kContents * kDim), seed + 1);
     decode_contents();
+    for (const float x : vectors_) exact_.push_back(base::bf16_to_f32(base::f32_to_bf16(x)));
     PagesPlanOptions o;
     o.attention.q_heads = kHeads * kGroup;
     o.attention.threads = 1;
-    o.max_batch = 6;
-    o.max_blocks = 6;
-    o.max_query_len = kMostQueries;
+    o.max_batch = EngineSession::kMostSequences;
+    o.max_blocks = EngineSession::kMostPages;
+    o.max_query_len = EngineSession::kMostQueries;
     plans_.push_back(pages_.plan(o).value());
     o.attention.mask = Mask::sliding(100, 3);
     plans_.push_back(pages_.plan(o).value());
     windows_ = {0, 100};
   }
 
-  void step() {
-    if (sequences_.size() < 6 && rng_.below(3) == 0) begin();
-    if (!sequences_.empty() && rng_.below(8) == 0) fork();
-    if (!sequences_.empty() && rng_.below(12) == 0) truncate();
-    if (!sequences_.empty() && (rng_.below(25) == 0 || free_blocks() < 2)) remove(rng_.below(count()));
-    append_and_attend();
-  }
+  void step() { attend(session_.next()); }
 
-  int attended = 0;
+  int attended = 0, exact = 0;
+  [[nodiscard]] const CopyModel& copies() const { return copies_; }
 
  private:
-  static Pages make_pages(const std::string& k, const std::string& v) {
+  static Pages make_pages(const Kind& kind) {
     PagesConfig c;
     c.kv_heads = kHeads;
     c.head_dim = kDim;
-    c.k = k;
-    c.v = v;
+    c.k = kind.k;
+    c.v = kind.v;
     c.threads = 1;
+    c.tail_pages = kind.tail_pages;
+    c.tail_sequences = kind.tail_sequences;
     return Pages::create(c).value();
   }
-  [[nodiscard]] std::int64_t count() const { return static_cast<std::int64_t>(sequences_.size()); }
-  [[nodiscard]] std::int64_t free_blocks() const { return std::count(users_.begin(), users_.end(), 0); }
-  Sequence& any() { return sequences_[static_cast<std::size_t>(rng_.below(count()))]; }
-
   // The vector that each content decodes to: a token is encoded by itself.
   void decode_contents() {
     EnginePool scratch(pages_, {.blocks = kContents / kPageTokens});
@@ -87,108 +148,44 @@ class Engine {
         .value();
   }
 
-  std::int32_t take() {
-    const auto free = std::find(users_.begin(), users_.end(), 0);
-    // From a random place on, so that ids are used again soon and late.
-    const auto start = static_cast<std::size_t>(rng_.below(static_cast<std::int64_t>(users_.size())));
-    for (std::size_t i = 0; i < users_.size(); ++i) {
-      const std::size_t at = (start + i) % users_.size();
-      if (users_[at] == 0) return users_[at] = 1, static_cast<std::int32_t>(at);
-    }
-    return static_cast<std::int32_t>(free - users_.begin());
-  }
-
-  // A new sequence: empty, or with the whole blocks of another's prefix.
-  void begin() {
-    Sequence s;
-    if (!sequences_.empty() && rng_.below(2) == 0) {
-      const Sequence& other = any();
-      const std::int64_t shared = rng_.below(other.length() / kPageTokens + 1);
-      s.tokens.assign(other.tokens.begin(), other.tokens.begin() + shared * kPageTokens);
-      s.blocks.assign(other.blocks.begin(), other.blocks.begin() + shared);
-      for (const std::int32_t b : s.blocks) ++users_[static_cast<std::size_t>(b)];
-    }
-    sequences_.push_back(std::move(s));
-  }
-
-  // The last block is copied if it is not full.
-  void fork() {
-    if (sequences_.size() >= 6 || free_blocks() < 2) return;
-    Sequence child = any();
-    for (const std::int32_t b : child.blocks) ++users_[static_cast<std::size_t>(b)];
-    if (child.length() % kPageTokens != 0) {
-      const std::int32_t from = child.blocks.back(), to = take();
-      pages_.copy(pool_.view, &from, &to, 1).value();
-      --users_[static_cast<std::size_t>(from)];
-      child.blocks.back() = to;
-    }
-    sequences_.push_back(std::move(child));
-  }
-
-  // Rejected tokens of a draft: within the last block, which nobody shares.
-  void truncate() {
-    Sequence& s = any();
-    const std::int64_t within = s.length() % kPageTokens;
-    if (within == 0) return;
-    s.tokens.resize(static_cast<std::size_t>(s.length() - rng_.below(within)));
-  }
-
-  void remove(std::int64_t i) {
-    for (const std::int32_t b : sequences_[static_cast<std::size_t>(i)].blocks) --users_[static_cast<std::size_t>(b)];
-    sequences_.erase(sequences_.begin() + i);
-  }
-
-  void append_and_attend() {
-    std::vector<std::int64_t> slots;
+  void attend(const EngineWork& work) {
+    EngineStep step = work.step;
+    const auto count = static_cast<std::int64_t>(work.copy_from.size());
+    pages_.copy(pool_.view, work.copy_from.data(), work.copy_to.data(), count).value();
+    for (const std::int32_t block : work.copy_to) copies_.forget(block);
+    pages_.begin_step(step.tables(EngineSession::kMostPages)).value();
+    copies_.begin_step(step);
+    ASSERT_EQ(pages_.take_misses().value(), std::exchange(copies_.misses, 0));
     std::vector<float> rows;
-    EngineStep step;
-    step.unused = static_cast<std::int32_t>(rng_.next());
-    std::vector<const Sequence*> batch;
-    const auto pad = [&] {
-      slots.push_back(-1);
-      rows.insert(rows.end(), kDim, NAN);
-    };
-    for (Sequence& s : sequences_) {
-      std::int64_t tokens = rng_.below(4) == 0 ? 1 + rng_.below(kMostQueries) : rng_.below(4) == 0 ? 0 : 1;
-      const std::int64_t blocks = (s.length() + tokens + kPageTokens - 1) / kPageTokens;
-      if (s.length() + tokens > kMostTokens || blocks - static_cast<std::int64_t>(s.blocks.size()) > free_blocks())
-        tokens = 0;
-      if (rng_.below(6) == 0) pad();
-      for (std::int64_t i = 0; i < tokens; ++i) {
-        if (s.length() == static_cast<std::int64_t>(s.blocks.size()) * kPageTokens) s.blocks.push_back(take());
-        const std::int64_t content = rng_.below(kContents);
-        const std::vector<std::int64_t> slot = slots_of(s.blocks, s.length(), s.length() + 1);
-        s.tokens.push_back(content);
-        slots.push_back(slot[0]);
-        rows.insert(rows.end(), vectors_.begin() + content * kDim, vectors_.begin() + (content + 1) * kDim);
-      }
-      step.add(s.blocks, static_cast<std::int32_t>(s.length()), static_cast<std::int32_t>(tokens));
-      batch.push_back(&s);
+    for (const std::int64_t content : work.contents) {
+      for (int j = 0; j < kDim; ++j)
+        rows.push_back(content < 0 ? NAN : vectors_[static_cast<std::size_t>(content * kDim + j)]);
     }
-    const auto written = static_cast<std::int64_t>(slots.size());
+    const auto written = static_cast<std::int64_t>(work.slots.size());
     const TensorView given = TensorView::of(rows.data(), written, kHeads, kDim);
-    pages_.write(pool_.view, given, given, slots.data(), written).value();
+    pages_.write(pool_.view, given, given, work.slots.data(), written).value();
 
     const std::int64_t queries = step.query_start_loc.back();
     const auto which = static_cast<std::size_t>(rng_.below(2));
-    plans_[which].set_tables(step.tables(6)).value();
+    plans_[which].set_tables(step.tables(EngineSession::kMostPages)).value();
     const std::vector<float> q = gaussian_vector(static_cast<std::size_t>((queries + 1) * kGroup * kDim), rng_.next());
     std::vector<float> out(q.size(), 7.0f);
     plans_[which]
         .run(pool_.view, TensorView::of(q.data(), queries + 1, kGroup, kDim),
              MutableTensorView::of(out.data(), queries + 1, kGroup, kDim))
         .value();
-    for (std::size_t i = 0; i < batch.size(); ++i) {
+    for (std::size_t i = 0; i < work.batch.size(); ++i) {
+      const EngineSequence& s = *work.batch[i];
       const std::int64_t begin = step.query_start_loc[i], end = step.query_start_loc[i + 1];
       if (begin == end) continue;
       const std::int64_t row = begin + rng_.below(end - begin);
-      check(*batch[i], batch[i]->length() - (end - row), windows_[which], q, out, row);
+      check(s, end - begin, s.length() - (end - row), windows_[which], q, out, row);
     }
     EXPECT_EQ(out.back(), 7.0f);
   }
 
-  void check(const Sequence& s, std::int64_t position, std::int64_t window, const std::vector<float>& q,
-             const std::vector<float>& out, std::int64_t row) {
+  void check(const EngineSequence& s, std::int64_t queries, std::int64_t position, std::int64_t window,
+             const std::vector<float>& q, const std::vector<float>& out, std::int64_t row) {
     for (int head = 0; head < kGroup; ++head) {
       const float* query = q.data() + (row * kGroup + head) * kDim;
       const float* got = out.data() + (row * kGroup + head) * kDim;
@@ -196,13 +193,17 @@ class Engine {
       double sum = 0;
       for (std::int64_t t = 0; t <= position; ++t) {
         if (window > 0 && t <= position - window && t >= 3) continue;
-        const std::int64_t content = s.tokens[static_cast<std::size_t>(t)] * kDim;
+        const std::int64_t content = s.tokens[static_cast<std::size_t>(t)] * kDim, page = t / kPageTokens;
+        const bool is_exact = copies_.in_tail(CopyModel::read_length(s.length(), queries), page) &&
+                              copies_.has(s.blocks[static_cast<std::size_t>(page)]);
+        exact += is_exact ? 1 : 0;
+        const std::vector<float>&keys = is_exact ? exact_ : keys_, &values = is_exact ? exact_ : values_;
         double score = 0;
-        for (int j = 0; j < kDim; ++j) score += double{query[j]} * keys_[static_cast<std::size_t>(content + j)];
+        for (int j = 0; j < kDim; ++j) score += double{query[j]} * keys[static_cast<std::size_t>(content + j)];
         const double weight = std::exp(score / std::sqrt(double{kDim}));
         sum += weight;
         for (int j = 0; j < kDim; ++j)
-          expected[static_cast<std::size_t>(j)] += weight * values_[static_cast<std::size_t>(content + j)];
+          expected[static_cast<std::size_t>(j)] += weight * values[static_cast<std::size_t>(content + j)];
       }
       double error = 0, norm = 0;
       for (int j = 0; j < kDim; ++j) {
@@ -217,30 +218,38 @@ class Engine {
 
   Pages pages_;
   EnginePool pool_;
-  std::vector<int> users_;  // of each block
+  EngineSession session_;
+  CopyModel copies_;
   Rng rng_;
-  std::vector<float> vectors_, keys_, values_;  // of contents
+  std::vector<float> vectors_, keys_, values_, exact_;  // of contents
   std::vector<PagesPlan> plans_;
   std::vector<std::int64_t> windows_;
-  std::vector<Sequence> sequences_;
 };
 
-class PagesModel : public testing::TestWithParam<std::pair<const char*, const char*>> {};
+class PagesModel : public testing::TestWithParam<Kind> {};
 
 TEST_P(PagesModel, TenThousandSteps) {
-  Engine engine(GetParam().first, GetParam().second, 11);
+  Engine engine(GetParam(), 11);
   const int steps = random_steps(kThreadSanitizer ? 1000 : 10000);
   for (int i = 0; i < steps && !testing::Test::HasFatalFailure(); ++i) {
     SCOPED_TRACE(fmt::format("step {}", i));
     engine.step();
   }
   EXPECT_GT(engine.attended, steps);
+  if (GetParam().tail_pages == 0) return;
+  EXPECT_GT(engine.exact, 50 * steps);
+  EXPECT_EQ(engine.copies().taken > 0, GetParam().copies() < kBlocks);
 }
 
 INSTANTIATE_TEST_SUITE_P(Pairs, PagesModel,
-                         testing::Values(std::pair("tq4", "tq4"), std::pair("tq6", "tq3"), std::pair("fp8", "fp8"),
-                                         std::pair("f16", "bf16")),
-                         [](const auto& i) { return fmt::format("{}_{}", i.param.first, i.param.second); });
+                         testing::Values(Kind{"tq4", "tq4"}, Kind{"tq6", "tq3"}, Kind{"fp8", "fp8"},
+                                         Kind{"f16", "bf16"}, Kind{"tq4", "tq4", 1, 11}, Kind{"tq6", "fp8", 1, 6},
+                                         Kind{"tq2", "tq2", 2, 6}, Kind{"tq4", "bf16", 3, 8}),
+                         [](const auto& i) {
+                           const Kind& kind = i.param;
+                           return fmt::format("{}_{}_tail_{}_of_{}", kind.k, kind.v, kind.tail_pages,
+                                              kind.tail_sequences);
+                         });
 
 }  // namespace
 }  // namespace kvant::test

@@ -9,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "base/bits.hpp"
 #include "core/cache_impl.hpp"
 #include "core/device.hpp"
 #include "core/fmt.hpp"
@@ -479,6 +480,191 @@ TEST(PagesRefusals, PlansTablesAndRuns) {
   EXPECT_FALSE(borrowed.pages.take_non_finite().value());
 }
 
+// --- the exact tail --------------------------------------------------------------------------------------------------
+
+float as_bf16(float x) {
+  return base::bf16_to_f32(base::f32_to_bf16(x));
+}
+
+class PagesTail : public testing::TestWithParam<std::tuple<const char*, const char*, int>> {};
+
+// Steps of many sizes: the same bits as a cache with as many tail pages. (Its codes are of values rounded to bf16.)
+TEST_P(PagesTail, IsThatOfACache) {
+  const auto& [k, v, tail_pages] = GetParam();
+  constexpr int kDim = 64, kHeads = 2, kQHeads = 4, kLayers = 2;
+  PagesConfig c = geometry(k, v, kDim, kHeads);
+  c.tail_pages = tail_pages;
+  c.tail_sequences = 1;
+  c.layers = kLayers;
+  const Pages pages = Pages::create(c).value();
+  EXPECT_EQ(pages.tail_bytes(), std::int64_t{kLayers} * (tail_pages + 2) * kHeads * 2 * 64 * kDim * 2);
+  Cache cache = Cache::create({.layers = kLayers,
+                               .kv_heads = kHeads,
+                               .head_dim = kDim,
+                               .k = k,
+                               .v = v,
+                               .sink_pages = 0,
+                               .tail_pages = tail_pages,
+                               .exact = Dtype::bf16,
+                               .k_centre = KeyCentre::none})
+                    .value();
+  const std::vector<SequenceId> sequence{cache.add_sequence()};
+  std::vector<EnginePool> pools;
+  for (int layer = 0; layer < kLayers; ++layer) {
+    pools.emplace_back(pages, PoolShape{.blocks = 12});
+    pools.back().view.layer = layer;
+  }
+  PagesPlanOptions o;
+  o.attention.q_heads = kQHeads;
+  o.max_batch = 1;
+  o.max_blocks = 12;
+  o.max_query_len = 200;
+  PagesPlan plan = pages.plan(o).value();
+  std::vector<std::int32_t> blocks;
+  std::int32_t length = 0;
+  for (const int tokens : {1, 62, 1, 1, 63, 64, 65, 5, 130, 1, 7, 200, 1}) {
+    while (std::int64_t{length + tokens} > static_cast<std::int64_t>(blocks.size()) * kPageTokens)
+      blocks.push_back(static_cast<std::int32_t>(11 - blocks.size()));
+    const std::vector<std::int64_t> slots = slots_of(blocks, length, length + tokens);
+    length += tokens;
+    cache.reserve(sequence[0], tokens).value();
+    EngineStep step;
+    step.add(blocks, length, tokens);
+    pages.begin_step(step.tables(12)).value();
+    plan.set_tables(step.tables(12)).value();
+    for (int layer = 0; layer < kLayers; ++layer) {
+      std::vector<float> rows = gaussian_vector(static_cast<std::size_t>(tokens * kHeads * kDim),
+                                                static_cast<std::uint64_t>(length * kLayers + layer));
+      for (float& x : rows) x = as_bf16(x);
+      const TensorView given = TensorView::of(rows.data(), tokens, kHeads, kDim);
+      cache.write(sequence, layer, given, given).value();
+      pages.write(pools[static_cast<std::size_t>(layer)].view, given, given, slots.data(), tokens).value();
+      const std::vector<float> q = gaussian_vector(static_cast<std::size_t>(tokens * kQHeads * kDim), 5);
+      std::vector<float> expected(q.size()), got(q.size());
+      const TensorView queries = TensorView::of(q.data(), tokens, kQHeads, kDim);
+      AttentionOptions attention;
+      attention.q_heads = kQHeads;
+      attention.q_len = tokens;
+      const Plan other = kvant::plan(cache, sequence, attention).value();
+      run(other, layer, queries, MutableTensorView::of(expected.data(), tokens, kQHeads, kDim)).value();
+      plan.run(pools[static_cast<std::size_t>(layer)].view, queries,
+               MutableTensorView::of(got.data(), tokens, kQHeads, kDim))
+          .value();
+      EXPECT_TRUE(same_bits(expected, got)) << length << " tokens, the last " << tokens << " in one step";
+    }
+  }
+  EXPECT_EQ(pages.take_misses().value(), 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Pairs, PagesTail,
+                         testing::Values(std::tuple("tq4", "tq4", 1), std::tuple("tq6", "tq4", 2),
+                                         std::tuple("fp8", "tq3", 1)));
+
+// An engine's trial run has any blocks in its tables, and writes nothing.
+TEST(Pages, ACopyThatNobodyWroteToIsNotRead) {
+  PagesConfig c = geometry("tq2", "tq2", 64, 1);
+  c.tail_pages = c.tail_sequences = 1;
+  const Pages pages = Pages::create(c).value();
+  EnginePool pool(pages, {.blocks = 3});
+  PagesPlanOptions o;
+  o.attention.q_heads = o.max_batch = 1;
+  o.max_blocks = 2;
+  PagesPlan plan = pages.plan(o).value();
+  const std::vector<float> row = gaussian_vector(64, 1);
+  std::vector<float> out(64);
+  const TensorView view = TensorView::of(row.data(), 1, 1, 64);
+  const std::int64_t slot = 64;
+  // Written when it has no copy; then a trial run gives it one, and it is found again by its prefix.
+  pages.write(pool.view, view, view, &slot, 1).value();
+  const auto attend = [&](std::int32_t length, bool writes, const std::vector<std::int32_t>& blocks) {
+    EngineStep step;
+    step.add(blocks, length, 1);
+    pages.begin_step(step.tables(2)).value();
+    plan.set_tables(step.tables(2)).value();
+    const std::int64_t at = blocks.back() * kPageTokens + (length - 1) % kPageTokens;
+    if (writes) pages.write(pool.view, view, view, &at, 1).value();
+    plan.run(pool.view, view, MutableTensorView::of(out.data(), 1, 1, 64)).value();
+    return pages.take_misses().value();
+  };
+  EXPECT_EQ(attend(1, false, {1}), 0);
+  EXPECT_EQ(attend(2, true, {1}), 1);
+  EXPECT_NE(out, row) << "read encoded";
+  EXPECT_GT(out[0] * row[0], 0);
+  EXPECT_EQ(attend(3, true, {1}), 1);
+  // Begun anew it has one.
+  EXPECT_EQ(attend(1, true, {1}), 0);
+  EXPECT_EQ(attend(2, true, {1}), 0);
+  for (std::size_t i = 0; i < row.size(); ++i) EXPECT_EQ(out[i], as_bf16(row[i]));
+}
+
+TEST(Pages, TailsAreChecked) {
+  PagesConfig c = geometry("tq4", "tq4", 64);
+  c.tail_pages = -1;
+  EXPECT_TRUE(refuses(Pages::create(c).status(), Code::invalid_argument, {"tail_pages = -1"}));
+  c.tail_pages = 1;
+  EXPECT_TRUE(refuses(Pages::create(c).status(), Code::invalid_argument, {"tail_sequences = 0", "so it is needed"}));
+  c.tail_sequences = 2;
+  c.layers = 0;
+  EXPECT_TRUE(refuses(Pages::create(c).status(), Code::invalid_argument, {"layers = 0"}));
+  c.layers = 3;
+  c.exact = Dtype::boolean;
+  EXPECT_TRUE(refuses(Pages::create(c).status(), Code::invalid_argument, {"exact is bool"}));
+  c.exact = Dtype::f16;
+  const Pages pages = Pages::create(c).value();
+  EnginePool pool(pages, {.blocks = 3});
+  EngineStep step;
+  for (std::int32_t i = 0; i < 2; ++i) step.add({i}, 1, 1);
+  const auto begins = [&](auto change) {
+    EngineStep changed = step;
+    change(changed);
+    return pages.begin_step(changed.tables(1));
+  };
+  EXPECT_TRUE(begins([](auto&) {}).ok());
+  EXPECT_TRUE(
+      refuses(begins([](auto& s) { s.add({2}, 1, 1); }), Code::invalid_argument, {"batch is 3", "tail_sequences = 2"}));
+  EXPECT_TRUE(refuses(begins([](auto& s) { s.seq_lens[1] = 65; }), Code::invalid_argument, {"seq_lens[1] is 65"}));
+  EXPECT_TRUE(refuses(begins([](auto& s) { s.seq_lens[1] = 0; }), Code::invalid_argument, {"seq_lens[1] is 0"}));
+  EXPECT_TRUE(
+      refuses(begins([](auto& s) { s.query_start_loc[2] = 0; }), Code::invalid_argument, {"query_start_loc[2]"}));
+
+  PagesPlanOptions o;
+  o.attention.q_heads = 2;
+  o.max_batch = 2;
+  o.max_blocks = 1;
+  PagesPlan plan = pages.plan(o).value();
+  std::vector<float> rows(2 * 2 * 64, 1.0f), out(rows.size());
+  const TensorView view = TensorView::of(rows.data(), 2, 2, 64);
+  const std::vector<std::int64_t> slots{0, 64};
+  pool.view.layer = 3;
+  EXPECT_TRUE(refuses(pages.write(pool.view, view, view, slots.data(), 2), Code::invalid_argument,
+                      {"pool.layer is 3", "0 to 2"}));
+  pool.view.layer = 2;
+  ASSERT_TRUE(pages.write(pool.view, view, view, slots.data(), 2).ok());
+  ASSERT_TRUE(plan.set_tables(step.tables(1)).ok());
+  const MutableTensorView out_view = MutableTensorView::of(out.data(), 2, 2, 64);
+  ASSERT_TRUE(plan.run(pool.view, view, out_view).ok());
+  EXPECT_EQ(out, rows);
+  const std::string text = plan.explain();
+  for (const char* word : {"the newest 64 to 127 tokens", "f16", "6 copies for 2 sequences in 3 layer", "2 exact"})
+    EXPECT_NE(text.find(word), std::string::npos) << word << " in\n" << text;
+  // Copies may have moved.
+  ASSERT_TRUE(begins([](auto&) {}).ok());
+  EXPECT_TRUE(refuses(plan.run(pool.view, view, out_view), Code::invalid_argument, {"begin_step was called since"}));
+  // Blocks outside the pool are refused where their pages would be read exactly, too.
+  ASSERT_TRUE(begins([](auto& s) { s.blocks[1][0] = 7; }).ok());
+  step.blocks[1][0] = 7;
+  ASSERT_TRUE(plan.set_tables(step.tables(1)).ok());
+  EXPECT_TRUE(refuses(plan.run(pool.view, view, out_view), Code::invalid_argument, {"block_table[1][0] is 7"}));
+
+  c = geometry("tq4", "tq4", 576, 65536);
+  c.tail_pages = 64;
+  c.tail_sequences = c.layers = 65536;
+  EXPECT_TRUE(refuses(Pages::create(c).status(), Code::out_of_memory, {"exact tail", "tail_sequences"}));
+  c = geometry("f16", "bf16", 64);
+  c.tail_pages = c.tail_sequences = 1;
+  EXPECT_EQ(Pages::create(c).value().tail_bytes(), 0);  // dense pages need none
+}
+
 TEST(Pages, ExplainSaysWhatWasChosen) {
   const World world(spec("tq6", "tq4", 72, {{100, 1}}));
   Borrowed borrowed(world, {});
@@ -492,7 +678,7 @@ TEST(Pages, ExplainSaysWhatWasChosen) {
 
 // Only remembers; what a real one computes is in tests/gpu.
 struct Seen {
-  int writes = 0, tables = 0, runs = 0;
+  int writes = 0, tables = 0, runs = 0, steps = 0;
   core::DeviceBlocksConfig config;
   PagesPlanOptions options;
 } seen;
@@ -524,6 +710,8 @@ class FakeBlocks final : public core::DeviceBlocks {
     return {};
   }
   Result<bool> take_non_finite(Stream) const override { return true; }
+  Status begin_step(const StepTables&, Stream) const override { return ++seen.steps, Status(); }
+  Result<std::int64_t> take_misses(Stream) const override { return 3; }
   Result<std::unique_ptr<core::DeviceBlockPlan>> plan(const PagesPlanOptions& options) const override {
     seen.options = options;
     return std::unique_ptr<core::DeviceBlockPlan>(std::make_unique<FakePlan>());

@@ -465,6 +465,11 @@ typedef struct kvant_pages_config {
   const char* device; /* "cpu" or NULL (default): host memory; "cuda", "cuda:1": that device's */
   const char* isa;    /* host: as in kvant_cache_config; NULL (default): the best */
   int32_t threads;    /* host: workers that write and decode; 0 (default): all that the process may use */
+  int32_t tail_pages; /* newest whole pages of a sequence that are read exactly, beside the one that is being filled; 0
+                         (default): none. The fields below are of exact copies, and count with tail_pages only */
+  int32_t tail_sequences; /* required: sequences that run at the same time, at most */
+  int32_t layers;         /* each has copies of its own (kvant_block_pool.layer); default 1 */
+  int32_t exact_dtype;    /* kvant_dtype; -1 (default): f32 where a format is f32, else f16 where one is, else bf16 */
 } kvant_pages_config;
 KVANT_C_API void kvant_pages_config_init(kvant_pages_config* config, size_t struct_size);
 
@@ -474,6 +479,9 @@ KVANT_C_API void kvant_pages_destroy(kvant_pages* pages);
 /* Bytes of a (block, kv head): a multiple of 64. */
 KVANT_C_API kvant_status kvant_pages_block_bytes(const kvant_pages* pages, int64_t* bytes);
 
+/* Bytes of the exact copies, which kvant_pages_create takes: tail_sequences * (tail_pages + 2) blocks a layer. */
+KVANT_C_API kvant_status kvant_pages_tail_bytes(const kvant_pages* pages, int64_t* bytes);
+
 /* One layer's blocks of 64 tokens. That of block b and kv head h begins at data + b * block_stride + h * head_stride;
  * data and strides are multiples of 64 bytes. On a device head_stride is the bytes of kvant_pages_block_bytes. */
 typedef struct kvant_block_pool {
@@ -481,6 +489,7 @@ typedef struct kvant_block_pool {
   int64_t blocks;
   int64_t block_stride;
   int64_t head_stride;
+  int32_t layer; /* whose exact copies; 0 without a tail */
 } kvant_block_pool;
 
 /* Encodes tokens into their slots. slots: [count], slot = block * 64 + position; below 0 (host: -1): a token that is
@@ -496,12 +505,34 @@ KVANT_C_API kvant_status kvant_pages_write(const kvant_pages* pages, const kvant
 KVANT_C_API kvant_status kvant_pages_decode(const kvant_pages* pages, const kvant_block_pool* pool, const int32_t* ids,
                                             int64_t count, const kvant_mutable_tensor* keys,
                                             const kvant_mutable_tensor* values, void* stream);
-/* Copies block from[i] to block to[i], all kv heads. No block of `to` may be in `from`, or twice in `to`. */
+/* Copies block from[i] to block to[i], all kv heads. No block of `to` may be in `from`, or twice in `to`. Blocks of
+ * `to` have no exact copy then, until they begin anew. */
 KVANT_C_API kvant_status kvant_pages_copy(const kvant_pages* pages, const kvant_block_pool* pool, const int32_t* from,
                                           const int32_t* to, int64_t count, void* stream);
 /* Waits for the stream. *found: 1 if a write since the last call met values that are not finite, or a slot outside the
  * pool. 0 in host memory, where these are refused. */
 KVANT_C_API kvant_status kvant_pages_take_non_finite(const kvant_pages* pages, void* stream, int32_t* found);
+
+/* A step's batch. */
+typedef struct kvant_step_tables {
+  size_t struct_size;             /* sizeof(kvant_step_tables), set by the caller */
+  const int32_t* block_table;     /* [batch][columns]: the blocks of each sequence, in order */
+  int64_t row_stride;             /* of block_table, in elements */
+  int64_t columns;                /* those beyond a sequence's length are not read */
+  const int32_t* seq_lens;        /* [batch]: tokens, those of this step included */
+  const int32_t* query_start_loc; /* [batch + 1]: sequence i has rows [i] to [i + 1] of q and out */
+  int32_t batch;
+} kvant_step_tables;
+
+/* With a tail, once a step and before its writes and set_tables: the whole batch, up to tail_sequences. Blocks that
+ * begin in this step and are in the tail get exact copies, to which kvant_pages_write writes as well, and from which
+ * plans read. Without a tail nothing happens. Errors: KVANT_INVALID_ARGUMENT; on a device sequences whose tables do not
+ * fit are passed over. */
+KVANT_C_API kvant_status kvant_pages_begin_step(const kvant_pages* pages, const kvant_step_tables* tables,
+                                                void* stream);
+/* Waits for the stream. *misses: pages, since the last call, that a step was to read exactly, and that had no copy.
+ * They are read encoded. */
+KVANT_C_API kvant_status kvant_pages_take_misses(const kvant_pages* pages, void* stream, int64_t* misses);
 
 /* The largest step that a plan is for. */
 typedef struct kvant_page_limits {
@@ -532,17 +563,6 @@ typedef struct kvant_pages_plan_facts {
   int32_t threads;
 } kvant_pages_plan_facts;
 KVANT_C_API kvant_status kvant_pages_plan_describe(const kvant_pages_plan* plan, kvant_pages_plan_facts* facts);
-
-/* A step's batch. */
-typedef struct kvant_step_tables {
-  size_t struct_size;             /* sizeof(kvant_step_tables), set by the caller */
-  const int32_t* block_table;     /* [batch][columns]: the blocks of each sequence, in order */
-  int64_t row_stride;             /* of block_table, in elements */
-  int64_t columns;                /* those beyond a sequence's length are not read */
-  const int32_t* seq_lens;        /* [batch]: tokens, those of this step included */
-  const int32_t* query_start_loc; /* [batch + 1]: sequence i has rows [i] to [i + 1] of q and out */
-  int32_t batch;
-} kvant_step_tables;
 
 /* Tells the plan the batch of the runs that follow; once a step, for all layers. In host memory tables are checked, and
  * copied. On a device a launch copies them; a sequence that does not fit the limits gets no query, and

@@ -10,7 +10,10 @@
 // not store, so nobody needs to clear blocks; what is behind a sequence's length may be anything that was written
 // through kvant before.
 //
-// Every token is encoded as it comes: there are no exact pages, and no page centres.
+// Every token is encoded as it comes; there are no page centres. With PagesConfig::tail_pages the newest pages of a
+// sequence are kept exact besides, in memory of kvant's own, and attention reads them there. An engine then tells its
+// batch once a step, before the step's writes (begin_step), and changes the bytes of blocks through write and copy
+// only.
 //
 // On a device all tensors and tables are device memory. Calls with a stream enqueue their work and wait for nothing,
 // allocate nothing and read nothing back, so write, set_tables and run can be recorded in a CUDA graph, and replays
@@ -20,6 +23,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "kvant/attention.hpp"
@@ -36,6 +40,16 @@ struct PagesConfig {
   std::string device{};  ///< "" or "cpu": host memory; "cuda" or "cuda:1": that device's
   int threads = 0;       ///< host only: workers that write and decode; 0: the processors that the process may use
   std::string isa{};     ///< host only: as CacheConfig::isa
+
+  /// Newest whole pages of a sequence that are read exactly, beside the page that is being filled; 0: none. Up to 64.
+  /// Where both formats are dense there are none.
+  int tail_pages = 0;
+  /// With tail_pages: sequences that run at the same time, at most. Each may have tail_pages + 2 exact copies.
+  int tail_sequences = 0;
+  /// With tail_pages: layers, each with copies of its own (BlockPool::layer).
+  int layers = 1;
+  /// With tail_pages: f32 (host only), f16 or bf16. Unset: f32 where a format is f32, else f16 where one is, else bf16.
+  std::optional<Dtype> exact{};
 };
 
 /// One layer's blocks. Block b of kv head h begins at data + b * block_stride + h * head_stride.
@@ -44,6 +58,7 @@ struct BlockPool {
   std::int64_t blocks = 0;        ///< up to 2^31 - 1
   std::int64_t block_stride = 0;  ///< bytes, a multiple of 64
   std::int64_t head_stride = 0;   ///< bytes, a multiple of 64; on a device: block_bytes()
+  int layer = 0;                  ///< whose exact copies: below PagesConfig::layers
 };
 
 struct PagesPlanOptions {
@@ -111,7 +126,8 @@ class KVANT_API PagesPlan {
   std::unique_ptr<PagesPlanImpl> impl_;
 };
 
-/// The geometry and formats of an engine's blocks. Holds no blocks, and no state but a flag.
+/// The geometry and formats of an engine's blocks. Holds no blocks: its state is a flag and, with tail_pages, the exact
+/// copies of the newest blocks. With tail_pages one call at a time, those of its plans included.
 class KVANT_API Pages {
  public:
   /// Errors: invalid_argument for unknown formats, head_dim and counts out of range; unsupported for lut formats, and
@@ -122,6 +138,19 @@ class KVANT_API Pages {
   /// Bytes of a (block, kv head): a multiple of 64.
   [[nodiscard]] std::int64_t block_bytes() const noexcept;
   [[nodiscard]] static constexpr int block_tokens() noexcept { return kPageTokens; }
+  /// Bytes of the exact copies of all layers, taken by create: tail_sequences * (tail_pages + 2) blocks of each layer.
+  [[nodiscard]] std::int64_t tail_bytes() const noexcept;
+
+  /// With tail_pages, once a step and before its writes and set_tables: the whole batch, up to tail_sequences. A block
+  /// whose first position is written in this step (positions from length - queries on) gets an exact copy if it is in
+  /// the tail; the copy that was needed longest ago makes room, never one that this step needs. From then on, what is
+  /// written to the block is written to its copy. A block that is in the tail and has no copy (a prefix that was cached
+  /// long ago) is read encoded, and take_misses counts it.
+  /// Errors: on the host invalid_argument for tables that do not fit. On a device such sequences are passed over, and
+  /// the plan's take_errors tells. Without tail_pages nothing happens.
+  Status begin_step(const StepTables& tables, Stream stream = {}) const;
+  /// Waits for the stream. Since the last call: pages that a step was to read exactly, and that had no copy.
+  Result<std::int64_t> take_misses(Stream stream = {}) const;
 
   /// Encodes tokens into their slots. slots: [count], device memory for pages on a device. keys, values: [count or
   /// more, kv_heads, head_dim], f32, f16 or bf16; row i goes to slot i, and those of slots below 0 are not read.
@@ -133,12 +162,13 @@ class KVANT_API Pages {
   Status write(const BlockPool& pool, const TensorView& keys, const TensorView& values, const std::int64_t* slots,
                std::int64_t count, Stream stream = {}) const;
   /// Decodes whole blocks to f32, f16 or bf16 tensors [count * 64, kv_heads, head_dim], in the original coordinates:
-  /// what attention computes with. ids: [count], device memory for pages on a device, where ids outside the pool leave
-  /// their rows as they are. Either tensor may have null data.
+  /// what attention computes with, but for exact copies, which are not looked at. ids: [count], device memory for pages
+  /// on a device, where ids outside the pool leave their rows as they are. Either tensor may have null data.
   Status decode(const BlockPool& pool, const std::int32_t* ids, std::int64_t count, const MutableTensorView& keys,
                 const MutableTensorView& values, Stream stream = {}) const;
   /// Copies blocks, all kv heads: from[i] to to[i] for i below count; no block of `to` may be in `from` or twice in
-  /// `to`. Device memory for pages on a device, where pairs outside the pool are left out.
+  /// `to`. Device memory for pages on a device, where pairs outside the pool are left out. Blocks of `to` have no exact
+  /// copy then, until they begin anew.
   Status copy(const BlockPool& pool, const std::int32_t* from, const std::int32_t* to, std::int64_t count,
               Stream stream = {}) const;
   /// Device only; waits for the stream: true if a write since the last call met values that are not finite, or a slot

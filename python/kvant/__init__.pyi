@@ -176,16 +176,33 @@ class Pages:
     kv_heads, head_dim, k, v, threads, isa: as for Cache, but for the lut formats, which are refused.
     device: "cpu", "cuda", "cuda:1" or a torch.device: where the pool, tensors and tables are.
 
+    tail: newest whole blocks of a sequence that are read exactly, beside the one that is being filled; 0: none. With
+        tail, call begin_step once a step, and give write and run the layer.
+    tail_sequences: sequences that run at the same time, at most. Each takes tail + 2 exact copies of a block in each of
+        `layers` layers: tail_bytes in all, taken here.
+    exact: "f32" (CPU only), "f16" or "bf16", the dtype of exact copies; None: f32 where a format is f32, else f16 where
+        one is, else bf16.
+
     A block is 64 tokens of one sequence; a (block, kv head) is block_bytes contiguous bytes. A block is filled from its
     first position on; the write that stores the first position clears those that it does not store. Tokens are encoded
-    as they come: there are no exact pages.
+    as they come; a tail keeps exact copies besides.
 
-    Errors: InvalidArgument, Unsupported.
+    Errors: InvalidArgument, Unsupported, OutOfMemory.
     """
     block_tokens: int
-    def __init__(self, *, kv_heads: int, head_dim: int, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', threads: int = 0, isa: str | None = None):
+    def __init__(self, *, kv_heads: int, head_dim: int, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', threads: int = 0, isa: str | None = None, tail: int = 0, tail_sequences: int = 0, layers: int = 1, exact: str | None = None):
         ...
-    def write(self, pool: Any, keys: Any, values: Any, slot_mapping: Any, stream: Any = None) -> None:
+    def begin_step(self, block_table: Any, seq_lens: Any, query_start_loc: Any, stream: Any = None) -> None:
+        """With a tail: once a step, before its writes and set_tables. The whole batch, up to tail_sequences.
+
+        The tables are those of PagesPlan.set_tables. Blocks that begin in this step and are in the tail get exact
+        copies; what is written to them goes there, too. Without a tail nothing happens. Errors: InvalidArgument.
+        """
+    def take_misses(self, stream: Any = None) -> int:
+        """Waits for the stream. Since the last call: pages that a step was to read exactly, and that had no exact copy,
+        as those of a prefix that was cached long ago. They are read encoded.
+        """
+    def write(self, pool: Any, keys: Any, values: Any, slot_mapping: Any, stream: Any = None, layer: int = 0) -> None:
         """Encodes tokens into their slots.
 
         pool: uint8 [num_blocks, kv_heads, block_bytes], or [num_blocks, kv_heads, 64, block_bytes / 64]. Block and head
@@ -195,6 +212,7 @@ class Pages:
         slot_mapping: int64 [tokens or fewer]: block * 64 + position, -1: not stored. Tokens of one block follow one
             another, in ascending order.
         stream: a CUDA stream; None: torch's current one.
+        layer: with a tail, whose pool this is.
         Errors: on the CPU NonFinite, and InvalidArgument for slots outside the pool. On a device take_non_finite tells.
         """
     def decode(self, pool: Any, block_ids: Any, keys_out: Any, values_out: Any, stream: Any = None) -> None:
@@ -202,7 +220,9 @@ class Pages:
         either may be None. block_ids: int32, or a list.
         """
     def copy(self, pool: Any, from_ids: Any, to_ids: Any, stream: Any = None) -> None:
-        """Copies blocks from_ids[i] to to_ids[i], all kv heads. int32, or lists."""
+        """Copies blocks from_ids[i] to to_ids[i], all kv heads. int32, or lists. Blocks to_ids have no exact copy then,
+        until they begin anew.
+        """
     def take_non_finite(self, stream: Any = None) -> bool:
         """Waits for the stream: True if a write since the last call met values that are not finite, or a slot outside
         the pool. On the CPU these are refused: False.
@@ -242,7 +262,7 @@ class PagesPlan:
         A sequence may have no query. On a device the tensors are read when the stream comes to it, and sequences that
         do not fit the limits get no query (take_errors tells); the CPU refuses them. Errors: InvalidArgument.
         """
-    def run(self, pool: Any, q: Any, out: Any = None, lse: Any = None, sink_logits: Any = None, keys: Any = None, values: Any = None, stream: Any = None) -> Any:
+    def run(self, pool: Any, q: Any, out: Any = None, lse: Any = None, sink_logits: Any = None, keys: Any = None, values: Any = None, stream: Any = None, layer: int = 0) -> Any:
         """out = softmax(transform(scale * q k^T) + masks) v over one layer's pool.
 
         q, out: [tokens, q_heads, head_dim]; tokens: all rows of query_start_loc at least, up to max_tokens. Rows of no
@@ -251,6 +271,7 @@ class PagesPlan:
         denominator only.
         keys, values: of a plan with fresh=True the tokens' own, [tokens or more, kv_heads, head_dim]; on a device both
             f16 or both bf16. The step's write may come before or after. None otherwise.
+        layer: with a tail, whose pool this is.
         Returns out, or (out, lse) if lse was requested. Errors: InvalidArgument, Unsupported.
         """
     def take_errors(self, stream: Any = None) -> bool:

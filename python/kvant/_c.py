@@ -209,12 +209,22 @@ class PagesConfig(Structure):
         ("device", c_char_p),
         ("isa", c_char_p),
         ("threads", c_int32),
+        ("tail_pages", c_int32),
+        ("tail_sequences", c_int32),
+        ("layers", c_int32),
+        ("exact_dtype", c_int32),
     ]
 
 
 class BlockPool(Structure):
     _c_name_ = "kvant_block_pool"
-    _fields_ = [("data", c_void_p), ("blocks", c_int64), ("block_stride", c_int64), ("head_stride", c_int64)]
+    _fields_ = [
+        ("data", c_void_p),
+        ("blocks", c_int64),
+        ("block_stride", c_int64),
+        ("head_stride", c_int64),
+        ("layer", c_int32),
+    ]
 
 
 class PageLimits(Structure):
@@ -342,6 +352,7 @@ pages_config_init = _function("kvant_pages_config_init", POINTER(PagesConfig), c
 pages_create = _function("kvant_pages_create", POINTER(PagesConfig), POINTER(c_void_p))
 pages_destroy = _function("kvant_pages_destroy", c_void_p, result=None)
 pages_block_bytes = _function("kvant_pages_block_bytes", c_void_p, POINTER(c_int64))
+pages_tail_bytes = _function("kvant_pages_tail_bytes", c_void_p, POINTER(c_int64))
 pages_write = _function(
     "kvant_pages_write", c_void_p, _Pool, POINTER(Tensor), POINTER(Tensor), c_void_p, c_int64, c_void_p
 )
@@ -350,6 +361,8 @@ pages_decode = _function(
 )
 pages_copy = _function("kvant_pages_copy", c_void_p, _Pool, c_void_p, c_void_p, c_int64, c_void_p)
 pages_take_non_finite = _function("kvant_pages_take_non_finite", c_void_p, c_void_p, POINTER(c_int32))
+pages_begin_step = _function("kvant_pages_begin_step", c_void_p, POINTER(StepTables), c_void_p)
+pages_take_misses = _function("kvant_pages_take_misses", c_void_p, c_void_p, POINTER(c_int64))
 pages_plan_create = _function(
     "kvant_pages_plan_create", c_void_p, POINTER(AttentionOptions), POINTER(PageLimits), POINTER(c_void_p)
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _c, _tensors
-from ._cache import _device
+from ._cache import Cache, _device
 from ._errors import InvalidArgument
 from ._plan import run_options
 
@@ -79,17 +79,46 @@ def _rows(x: Any, name: str, device: tuple[str, int], mutable: bool = False):
     return _tensors.fill(_c.MutableTensor() if mutable else _c.Tensor(), d, name), d
 
 
+def _step_tables(block_table: Any, seq_lens: Any, query_start_loc: Any, device: tuple[str, int]):
+    """(tables, owners) of a step."""
+    data, shape, stride, table = _words(block_table, "block_table", 4, device)
+    if len(shape) != 2 or (shape[1] > 1 and stride[1] != 1):
+        raise InvalidArgument(
+            f"block_table has shape {list(shape)} and strides {list(stride)}: must be [batch, columns], with "
+            "contiguous rows"
+        )
+    lengths, batch, lengths_owner = _list(seq_lens, "seq_lens", 4, device)
+    starts, count, starts_owner = _list(query_start_loc, "query_start_loc", 4, device)
+    if count < batch + 1 or shape[0] < batch:
+        raise InvalidArgument(
+            f"seq_lens has {batch} sequences, block_table {shape[0]} rows and query_start_loc {count} numbers: "
+            f"must be {batch} rows or more, and {batch + 1} numbers or more"
+        )
+    t = _c.StepTables()
+    t.struct_size = sizeof(t)
+    t.block_table, t.row_stride, t.columns = data, stride[0] if shape[0] > 1 else shape[1], shape[1]
+    t.seq_lens, t.query_start_loc, t.batch = lengths, starts, batch
+    return t, (table, lengths_owner, starts_owner)
+
+
 class Pages:
     """The geometry and formats of encoded pages in an engine's blocks. Holds no blocks.
 
     kv_heads, head_dim, k, v, threads, isa: as for Cache, but for the lut formats, which are refused.
     device: "cpu", "cuda", "cuda:1" or a torch.device: where the pool, tensors and tables are.
 
+    tail: newest whole blocks of a sequence that are read exactly, beside the one that is being filled; 0: none. With
+        tail, call begin_step once a step, and give write and run the layer.
+    tail_sequences: sequences that run at the same time, at most. Each takes tail + 2 exact copies of a block in each of
+        `layers` layers: tail_bytes in all, taken here.
+    exact: "f32" (CPU only), "f16" or "bf16", the dtype of exact copies; None: f32 where a format is f32, else f16 where
+        one is, else bf16.
+
     A block is 64 tokens of one sequence; a (block, kv head) is block_bytes contiguous bytes. A block is filled from its
     first position on; the write that stores the first position clears those that it does not store. Tokens are encoded
-    as they come: there are no exact pages.
+    as they come; a tail keeps exact copies besides.
 
-    Errors: InvalidArgument, Unsupported.
+    Errors: InvalidArgument, Unsupported, OutOfMemory.
     """
 
     block_tokens = 64
@@ -104,10 +133,15 @@ class Pages:
         device: Any = "cpu",
         threads: int = 0,
         isa: str | None = None,
+        tail: int = 0,
+        tail_sequences: int = 0,
+        layers: int = 1,
+        exact: str | None = None,
     ):
         self._handle = None
         self._workspace = None
         self.kv_heads, self.head_dim, self.k, self.v = kv_heads, head_dim, k, v
+        self.tail, self.tail_sequences, self.layers = tail, tail_sequences, layers
         self.device = _device(device)
         c = _c.PagesConfig()
         _c.pages_config_init(byref(c), sizeof(c))
@@ -115,19 +149,42 @@ class Pages:
         c.k, c.v = k.encode(), v.encode()
         c.device = f"{self.device[0]}:{self.device[1]}".encode() if self.device[0] != "cpu" else None
         c.isa = None if isa is None else isa.encode()
+        c.tail_pages, c.tail_sequences, c.layers = tail, tail_sequences, layers
+        if exact is not None:
+            c.exact_dtype = Cache._name("exact", exact, _c.DTYPES)
         handle = c_void_p()
         _c.check(_c.pages_create(byref(c), byref(handle)))
         self._handle = handle
         size = c_int64()
         _c.check(_c.pages_block_bytes(handle, byref(size)))
         self.block_bytes = size.value
+        _c.check(_c.pages_tail_bytes(handle, byref(size)))
+        self.tail_bytes = size.value
 
     def __del__(self, destroy=_c.pages_destroy):
         handle, self._handle = getattr(self, "_handle", None), None
         if handle:
             destroy(handle)
 
-    def write(self, pool: Any, keys: Any, values: Any, slot_mapping: Any, stream: Any = None) -> None:
+    def begin_step(self, block_table: Any, seq_lens: Any, query_start_loc: Any, stream: Any = None) -> None:
+        """With a tail: once a step, before its writes and set_tables. The whole batch, up to tail_sequences.
+
+        The tables are those of PagesPlan.set_tables. Blocks that begin in this step and are in the tail get exact
+        copies; what is written to them goes there, too. Without a tail nothing happens. Errors: InvalidArgument.
+        """
+        t, _tables = _step_tables(block_table, seq_lens, query_start_loc, self.device)
+        _c.check(_c.pages_begin_step(self._handle, byref(t), self._stream(stream)))
+
+    def take_misses(self, stream: Any = None) -> int:
+        """Waits for the stream. Since the last call: pages that a step was to read exactly, and that had no exact copy,
+        as those of a prefix that was cached long ago. They are read encoded."""
+        found = c_int64()
+        _c.check(_c.pages_take_misses(self._handle, self._stream(stream), byref(found)))
+        return found.value
+
+    def write(
+        self, pool: Any, keys: Any, values: Any, slot_mapping: Any, stream: Any = None, layer: int = 0
+    ) -> None:
         """Encodes tokens into their slots.
 
         pool: uint8 [num_blocks, kv_heads, block_bytes], or [num_blocks, kv_heads, 64, block_bytes / 64]. Block and head
@@ -137,9 +194,10 @@ class Pages:
         slot_mapping: int64 [tokens or fewer]: block * 64 + position, -1: not stored. Tokens of one block follow one
             another, in ascending order.
         stream: a CUDA stream; None: torch's current one.
+        layer: with a tail, whose pool this is.
         Errors: on the CPU NonFinite, and InvalidArgument for slots outside the pool. On a device take_non_finite tells.
         """
-        p, _pool = self._pool(pool)
+        p, _pool = self._pool(pool, layer)
         k, _k = _rows(keys, "keys", self.device)
         v, _v = _rows(values, "values", self.device)
         slots, count, _s = _list(slot_mapping, "slot_mapping", 8, self.device)
@@ -163,7 +221,8 @@ class Pages:
         _c.check(_c.pages_decode(self._handle, byref(p), ids, count, *outs, self._stream(stream)))
 
     def copy(self, pool: Any, from_ids: Any, to_ids: Any, stream: Any = None) -> None:
-        """Copies blocks from_ids[i] to to_ids[i], all kv heads. int32, or lists."""
+        """Copies blocks from_ids[i] to to_ids[i], all kv heads. int32, or lists. Blocks to_ids have no exact copy then,
+        until they begin anew."""
         p, _pool = self._pool(pool)
         source, count, _s = _list(from_ids, "from_ids", 4, self.device)
         target, count_to, _t = _list(to_ids, "to_ids", 4, self.device)
@@ -182,7 +241,7 @@ class Pages:
         """A plan for all steps within its limits; see PagesPlan."""
         return PagesPlan(self, q_heads, **options)
 
-    def _pool(self, pool: Any):
+    def _pool(self, pool: Any, layer: int = 0):
         data, shape, stride, owner = _words(pool, "pool", 1, self.device)
         if len(shape) == 4 and shape[2] * shape[3] == self.block_bytes and stride[3] == 1 and stride[2] == shape[3]:
             shape, stride = (*shape[:2], self.block_bytes), (*stride[:2], 1)
@@ -193,6 +252,7 @@ class Pages:
             )
         p = _c.BlockPool()
         p.data, p.blocks, p.block_stride, p.head_stride = data, shape[0], stride[0], stride[1]
+        p.layer = layer
         if shape[0] == 1:  # strides of dimensions of one element mean nothing
             p.block_stride = self.kv_heads * self.block_bytes
         if self.kv_heads == 1:
@@ -325,24 +385,7 @@ class PagesPlan:
         A sequence may have no query. On a device the tensors are read when the stream comes to it, and sequences that
         do not fit the limits get no query (take_errors tells); the CPU refuses them. Errors: InvalidArgument.
         """
-        device = self.pages.device
-        data, shape, stride, _table = _words(block_table, "block_table", 4, device)
-        if len(shape) != 2 or (shape[1] > 1 and stride[1] != 1):
-            raise InvalidArgument(
-                f"block_table has shape {list(shape)} and strides {list(stride)}: must be [batch, columns], with "
-                "contiguous rows"
-            )
-        lengths, batch, _l = _list(seq_lens, "seq_lens", 4, device)
-        starts, count, _q = _list(query_start_loc, "query_start_loc", 4, device)
-        if count < batch + 1 or shape[0] < batch:
-            raise InvalidArgument(
-                f"seq_lens has {batch} sequences, block_table {shape[0]} rows and query_start_loc {count} numbers: "
-                f"must be {batch} rows or more, and {batch + 1} numbers or more"
-            )
-        t = _c.StepTables()
-        t.struct_size = sizeof(t)
-        t.block_table, t.row_stride, t.columns = data, stride[0] if shape[0] > 1 else shape[1], shape[1]
-        t.seq_lens, t.query_start_loc, t.batch = lengths, starts, batch
+        t, _tables = _step_tables(block_table, seq_lens, query_start_loc, self.pages.device)
         with self._lock:
             _c.check(_c.pages_plan_set_tables(self._handle, byref(t), self.pages._stream(stream)))
 
@@ -356,6 +399,7 @@ class PagesPlan:
         keys: Any = None,
         values: Any = None,
         stream: Any = None,
+        layer: int = 0,
     ) -> Any:
         """out = softmax(transform(scale * q k^T) + masks) v over one layer's pool.
 
@@ -365,10 +409,11 @@ class PagesPlan:
         denominator only.
         keys, values: of a plan with fresh=True the tokens' own, [tokens or more, kv_heads, head_dim]; on a device both
             f16 or both bf16. The step's write may come before or after. None otherwise.
+        layer: with a tail, whose pool this is.
         Returns out, or (out, lse) if lse was requested. Errors: InvalidArgument, Unsupported.
         """
         pages = self.pages
-        p, _pool = pages._pool(pool)
+        p, _pool = pages._pool(pool, layer)
         q_tensor, _q = _rows(q, "q", pages.device)
         if out is None:
             out = _tensors.empty_like(q, tuple(q.shape))

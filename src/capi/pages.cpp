@@ -12,6 +12,8 @@ kvant_pages_config default_pages_config() {
   config.struct_size = sizeof config;
   config.k = "tq6";
   config.v = "tq4";
+  config.layers = 1;
+  config.exact_dtype = -1;
   return config;
 }
 
@@ -28,12 +30,32 @@ Result<PagesConfig> to_pages_config(const kvant_pages_config* pointer) {
   config.threads = given.threads;
   if (given.device != nullptr) config.device = given.device;
   if (given.isa != nullptr) config.isa = given.isa;
+  config.tail_pages = given.tail_pages;
+  config.tail_sequences = given.tail_sequences;
+  config.layers = given.layers;
+  if (given.exact_dtype != -1) {
+    const auto exact = to_dtype("config.exact_dtype", given.exact_dtype);
+    if (!exact) return exact.status();
+    config.exact = *exact;
+  }
   return config;
 }
 
 Result<BlockPool> to_pool(const kvant_block_pool* pool) {
   if (pool == nullptr) return null_argument("pool");
-  return BlockPool{static_cast<std::byte*>(pool->data), pool->blocks, pool->block_stride, pool->head_stride};
+  return BlockPool{static_cast<std::byte*>(pool->data), pool->blocks, pool->block_stride, pool->head_stride,
+                   pool->layer};
+}
+
+Result<StepTables> to_tables(const kvant_step_tables* pointer) {
+  kvant_step_tables given{};
+  if (Status status = read_struct("tables", pointer, given); !status.ok()) return status;
+  return StepTables{.block_table = given.block_table,
+                    .row_stride = given.row_stride,
+                    .columns = given.columns,
+                    .seq_lens = given.seq_lens,
+                    .query_start_loc = given.query_start_loc,
+                    .batch = given.batch};
 }
 
 }  // namespace
@@ -70,6 +92,15 @@ kvant_status kvant_pages_block_bytes(const kvant_pages* pages, int64_t* bytes) {
     if (pages == nullptr) return null_argument("pages");
     if (bytes == nullptr) return null_argument("bytes");
     *bytes = pages->pages.block_bytes();
+    return {};
+  });
+}
+
+kvant_status kvant_pages_tail_bytes(const kvant_pages* pages, int64_t* bytes) {
+  return guarded([&]() -> kvant::Status {
+    if (pages == nullptr) return null_argument("pages");
+    if (bytes == nullptr) return null_argument("bytes");
+    *bytes = pages->pages.tail_bytes();
     return {};
   });
 }
@@ -124,6 +155,26 @@ kvant_status kvant_pages_take_non_finite(const kvant_pages* pages, void* stream,
   });
 }
 
+kvant_status kvant_pages_begin_step(const kvant_pages* pages, const kvant_step_tables* tables, void* stream) {
+  return guarded([&]() -> kvant::Status {
+    if (pages == nullptr) return null_argument("pages");
+    const auto given = to_tables(tables);
+    if (!given) return given.status();
+    return pages->pages.begin_step(*given, {stream});
+  });
+}
+
+kvant_status kvant_pages_take_misses(const kvant_pages* pages, void* stream, int64_t* misses) {
+  return guarded([&]() -> kvant::Status {
+    if (pages == nullptr) return null_argument("pages");
+    if (misses == nullptr) return null_argument("misses");
+    const auto found = pages->pages.take_misses({stream});
+    if (!found) return found.status();
+    *misses = *found;
+    return {};
+  });
+}
+
 kvant_status kvant_pages_plan_create(const kvant_pages* pages, const kvant_attention_options* attention,
                                      const kvant_page_limits* limits, kvant_pages_plan** plan) {
   return guarded([&]() -> kvant::Status {
@@ -173,15 +224,9 @@ kvant_status kvant_pages_plan_describe(const kvant_pages_plan* plan, kvant_pages
 kvant_status kvant_pages_plan_set_tables(kvant_pages_plan* plan, const kvant_step_tables* tables, void* stream) {
   return guarded([&]() -> kvant::Status {
     if (plan == nullptr) return null_argument("plan");
-    kvant_step_tables given{};
-    if (kvant::Status status = read_struct("tables", tables, given); !status.ok()) return status;
-    return plan->plan.set_tables({.block_table = given.block_table,
-                                  .row_stride = given.row_stride,
-                                  .columns = given.columns,
-                                  .seq_lens = given.seq_lens,
-                                  .query_start_loc = given.query_start_loc,
-                                  .batch = given.batch},
-                                 {stream});
+    const auto given = to_tables(tables);
+    if (!given) return given.status();
+    return plan->plan.set_tables(*given, {stream});
   });
 }
 

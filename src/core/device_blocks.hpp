@@ -9,8 +9,8 @@
 #include <string>
 
 #include "codec/layout.hpp"
+#include "core/pages_impl.hpp"
 #include "core/planned.hpp"
-#include "kvant/pages.hpp"
 
 namespace kvant::core {
 
@@ -20,6 +20,7 @@ struct DeviceBlocksConfig {
   int kv_heads = 1, head_dim = 0;
   Format k = Format::tq6, v = Format::tq4;
   BasisKind k_basis = BasisKind::none, v_basis = BasisKind::none;
+  PagesTail tail;
 };
 
 class DeviceBlockPlan {
@@ -44,6 +45,9 @@ class DeviceBlocks {
   virtual Status copy(const BlockPool& pool, const std::int32_t* from, const std::int32_t* to, std::int64_t count,
                       Stream stream) const = 0;
   virtual Result<bool> take_non_finite(Stream stream) const = 0;  // waits
+  // Called for blocks with a tail only.
+  virtual Status begin_step(const StepTables& tables, Stream stream) const = 0;
+  virtual Result<std::int64_t> take_misses(Stream stream) const = 0;  // waits
   // `options`: complete. They, and this, outlive the plan.
   [[nodiscard]] virtual Result<std::unique_ptr<DeviceBlockPlan>> plan(const PagesPlanOptions& options) const = 0;
 };

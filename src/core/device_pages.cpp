@@ -38,7 +38,9 @@ class DevicePagesPlan final : public PagesPlanImpl {
       return refuse_argument("workspace is not aligned to 64 bytes");
     if (q.shape[0] == 0) return {};
     if (options().attention.fresh_keys) {
-      if (Status s = check_device_fresh(fresh, pages().spec().k); !s) return s;
+      const PagesTail& tail = pages().tail();
+      const auto exact = tail.pages > 0 ? std::optional(tail.dtype) : std::nullopt;
+      if (Status s = check_device_fresh(fresh, pages().spec().k, exact); !s) return s;
     }
     return plan_->run(pool, q, out, fresh, run_options);
   }
@@ -54,7 +56,7 @@ class DevicePagesPlan final : public PagesPlanImpl {
                "limits     {} sequences of {} blocks, {} queries each and {} in all: launches are made for "
                "these, and follow the tables\n",
                o.max_batch, o.max_blocks, o.max_query_len, o.max_tokens) +
-           fresh_line(o.attention) + plan_->explain();
+           pages().tail().explain(spec.config.kv_heads) + fresh_line(o.attention) + plan_->explain();
   }
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return plan_->workspace_bytes(); }
   [[nodiscard]] const char* isa() const noexcept override { return backend_; }
@@ -79,7 +81,8 @@ class DevicePagesImpl final : public PagesImpl {
                                       .k = spec().k,
                                       .v = spec().v,
                                       .k_basis = spec().config.k_basis,
-                                      .v_basis = spec().config.v_basis});
+                                      .v_basis = spec().config.v_basis,
+                                      .tail = tail()});
     if (!made) return made.status();
     blocks_ = std::move(*made);
     return {};
@@ -98,6 +101,11 @@ class DevicePagesImpl final : public PagesImpl {
     return blocks_->copy(pool, from, to, count, stream);
   }
   Result<bool> take_non_finite(Stream stream) const override { return blocks_->take_non_finite(stream); }
+
+  Status begin_step(const StepTables& tables, Stream stream) const override {
+    return blocks_->begin_step(tables, stream);
+  }
+  Result<std::int64_t> take_misses(Stream stream) const override { return blocks_->take_misses(stream); }
 
   Result<std::unique_ptr<PagesPlanImpl>> plan(PagesPlanOptions options) const override {
     const AttentionOptions& a = options.attention;

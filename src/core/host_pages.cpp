@@ -78,7 +78,9 @@ Result<std::shared_ptr<const PagesImpl>> HostPages::create(const PagesConfig& co
   named.isa = config.isa;
   const Result<const Kernels*> kernels = choose_kernels(named);
   if (!kernels.ok()) return kernels.status();
-  return std::shared_ptr<const PagesImpl>(std::make_shared<HostPages>(config, cache, k, v, **kernels));
+  auto pages = std::make_shared<HostPages>(config, cache, k, v, **kernels);
+  if (Status s = pages->make_tail(); !s) return s;
+  return std::shared_ptr<const PagesImpl>(std::move(pages));
 }
 
 Status HostPages::decode(const BlockPool& pool, const std::int32_t* ids, std::int64_t count,
@@ -115,6 +117,7 @@ Status HostPages::copy(const BlockPool& pool, const std::int32_t* from, const st
             fmt::format("block {} is in from and in to: copies of one call have no order; make two calls", block)};
   }
   for (std::size_t i = 0; i < sources.size(); ++i) {
+    if (own_tail_) own_tail_->copies.forget(targets[i]);
     for (std::int64_t head = 0; head < spec().config.kv_heads; ++head) {
       std::memcpy(block_of(pool, targets[i], head), block_of(pool, sources[i], head), spec().encoded.block_bytes);
     }

@@ -2,13 +2,41 @@
 #pragma once
 
 #include <atomic>
+#include <cstdlib>
+#include <memory>
 #include <span>
 
+#include "core/attend.hpp"
 #include "core/backend.hpp"
 #include "core/host_work.hpp"
 #include "core/pages_impl.hpp"
+#include "core/tail_copies.hpp"
 
 namespace kvant::core {
+
+// The exact copies, and whose they are.
+class HostTail {
+ public:
+  // Null where memory ran out.
+  static std::unique_ptr<HostTail> create(const PagesTail& tail, int kv_heads);
+  HostTail(const PagesTail& tail, int kv_heads) : tail_(tail), kv_heads_(kv_heads), copies(tail.pages, tail.copies) {}
+
+  [[nodiscard]] const PagesTail& facts() const noexcept { return tail_; }
+  [[nodiscard]] BlockTable table(int layer) const;
+  [[nodiscard]] std::byte* block(int layer, std::int32_t copy, std::int64_t head) const;
+
+ private:
+  const PagesTail& tail_;
+  const int kv_heads_;
+  struct Free {
+    void operator()(std::byte* p) const { std::free(p); }
+  };
+  std::unique_ptr<std::byte[], Free> memory_;  // zeros at first: kernels load tokens that were never written
+  std::byte* aligned_ = nullptr;
+
+ public:
+  TailCopies copies;
+};
 
 class HostPages final : public PagesImpl {
  public:
@@ -16,6 +44,8 @@ class HostPages final : public PagesImpl {
                                                          Format v);
   HostPages(const PagesConfig& config, const CacheConfig& cache, Format k, Format v, const Kernels& kernels)
       : PagesImpl(config, cache, k, v, stored_head_dim(config.head_dim)), kernels_(kernels) {}
+  Status make_tail();
+  [[nodiscard]] HostTail* own_tail() const noexcept { return own_tail_.get(); }  // null: there is none
 
   Status write(const BlockPool& pool, const TensorView& keys, const TensorView& values, const std::int64_t* slots,
                std::int64_t count, Stream stream) const override;
@@ -24,10 +54,13 @@ class HostPages final : public PagesImpl {
   Status copy(const BlockPool& pool, const std::int32_t* from, const std::int32_t* to, std::int64_t count,
               Stream stream) const override;
   Result<bool> take_non_finite(Stream) const override { return false; }
+  Status begin_step(const StepTables& tables, Stream stream) const override;
+  Result<std::int64_t> take_misses(Stream) const override { return own_tail_->copies.take_misses(); }
   Result<std::unique_ptr<PagesPlanImpl>> plan(PagesPlanOptions options) const override;
 
  private:
   const Kernels& kernels_;
+  std::unique_ptr<HostTail> own_tail_;
 };
 
 class HostPagesPlan final : public PagesPlanImpl {
@@ -49,14 +82,19 @@ class HostPagesPlan final : public PagesPlanImpl {
   [[nodiscard]] bool is_on_host() const noexcept override { return true; }
 
  private:
-  Status refuse_block(std::int64_t blocks) const;
+  [[nodiscard]] const HostTail* tail() const { return static_cast<const HostPages&>(pages()).own_tail(); }
 
   HostWork lists_;
   bool is_set_ = false;
   std::int64_t queries_ = 0;  // of the batch
   std::int64_t rows_ = 0;     // of q that the batch reaches
-  std::int32_t largest_block_ = -1;
-  std::int64_t keys_ = 0;  // that a kv head reads
+  // That is visible, and where the table has it.
+  struct {
+    std::int32_t block = -1, sequence = 0;
+    std::int64_t page = 0;
+  } largest_;
+  std::int64_t keys_[kDomains] = {};  // that a kv head reads
+  std::uint32_t step_ = 0;            // of the tail
 };
 
 // Workers for so many values, of which each should have `least`.

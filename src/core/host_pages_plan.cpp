@@ -89,8 +89,11 @@ Status HostPagesPlan::set_tables(const StepTables& t, Stream) {
   }
   is_set_ = false;  // until the lists are complete
   lists_.clear();
-  queries_ = rows_ = keys_ = 0;
-  largest_block_ = -1;
+  queries_ = rows_ = keys_[kEncoded] = keys_[kExact] = 0;
+  largest_ = {};
+  const HostTail* tail = this->tail();
+  const base::ExactEnds<std::int64_t> ends{0, tail != nullptr ? tail->facts().pages : 0};
+  if (tail != nullptr) step_ = tail->copies.step();
   for (std::int32_t i = 0; i < t.batch; ++i) {
     const PlannedSequence s = planned(i);
     if (s.q_len == 0) continue;
@@ -99,9 +102,13 @@ Status HostPagesPlan::set_tables(const StepTables& t, Stream) {
     for (std::int64_t n = 0; n < pages.count(); ++n) {
       const std::int64_t page = pages.page(n);
       if (page * kPageTokens >= s.cached) continue;
-      use[page].slot = t.block_table[i * t.row_stride + page];
-      largest_block_ = std::max(largest_block_, use[page].slot);
-      keys_ += std::min<std::int64_t>(kPageTokens, s.cached - page * kPageTokens);
+      const std::int32_t block = t.block_table[i * t.row_stride + page];
+      if (block > largest_.block) largest_ = {block, i, page};
+      use[page] = {block, kEncoded};
+      if (ends.exact(base::exact_length(s.length, s.q_len), page)) {
+        if (const std::int32_t copy = tail->copies.find(block); copy >= 0) use[page] = {copy, kExact};
+      }
+      keys_[use[page].domain] += std::min<std::int64_t>(kPageTokens, s.cached - page * kPageTokens);
     }
     queries_ += s.q_len;
     rows_ = s.query_begin + s.q_len;
@@ -109,19 +116,6 @@ Status HostPagesPlan::set_tables(const StepTables& t, Stream) {
   lists_.build();
   is_set_ = true;
   return {};
-}
-
-Status HostPagesPlan::refuse_block(std::int64_t blocks) const {
-  for (const PlannedSequence& s : lists_.planned) {
-    const auto at = static_cast<std::size_t>(&s - lists_.planned.data());
-    for (std::int64_t page = 0; page < base::pages_for(s.cached); ++page) {
-      const std::int32_t block = lists_.sequences[at].pages[page].slot;
-      if (block < blocks) continue;
-      return refuse_argument(
-          fmt::format("block_table[{}][{}] is {}: the pool has blocks 0 to {}", s.batch, page, block, blocks - 1));
-    }
-  }
-  return {Code::internal, "a block outside the pool was not found again"};
 }
 
 Status HostPagesPlan::run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out,
@@ -133,10 +127,20 @@ Status HostPagesPlan::run(const BlockPool& pool, const TensorView& q, const Muta
   if (q.shape[0] < rows_) {
     return refuse_argument(fmt::format("q has {} rows: query_start_loc ends at {}", q.shape[0], rows_));
   }
-  if (largest_block_ >= pool.blocks) return refuse_block(pool.blocks);
+  if (largest_.block >= pool.blocks) {
+    return refuse_argument(fmt::format("block_table[{}][{}] is {}: the pool has blocks 0 to {}", largest_.sequence,
+                                       largest_.page, largest_.block, pool.blocks - 1));
+  }
+  const HostTail* tail = this->tail();
+  if (tail != nullptr && step_ != tail->copies.step())
+    return refuse_argument("begin_step was called since: call set_tables again, because exact copies have moved");
   RunPages where{};
   where.fresh = fresh;
   where.layout[kEncoded] = where.layout[kExact] = pages().spec().encoded;
+  if (tail != nullptr) {
+    where.layout[kExact] = tail->facts().layout;
+    where.blocks[kExact] = tail->table(pool.layer);
+  }
   where.blocks[kEncoded] = {.base = pool.data, .slot_stride = static_cast<std::size_t>(pool.block_stride)};
   where.blocks[kEncoded].head_stride = static_cast<std::size_t>(pool.head_stride);
   return lists_.run(where, {}, q, out, run_options);
@@ -152,11 +156,12 @@ std::string HostPagesPlan::explain() const {
                  spec.encoded.block_bytes);
   fmt::format_to(to, "limits     {} sequences of {} blocks, {} queries each and {} in all\n", o.max_batch, o.max_blocks,
                  o.max_query_len, o.max_tokens);
+  s += pages().tail().explain(spec.config.kv_heads);
   s += lists_.explain_backend();
   s += fresh_line(o.attention);
   if (!is_set_) return s + "batch      none yet (set_tables)\n";
-  fmt::format_to(to, "batch      {} sequence(s) with queries, {} queries, {} keys\n", lists_.planned.size(), queries_,
-                 keys_);
+  fmt::format_to(to, "batch      {} sequence(s) with queries, {} queries, {} keys encoded, {} exact\n",
+                 lists_.planned.size(), queries_, keys_[kEncoded], keys_[kExact]);
   return s + lists_.explain_items();
 }
 

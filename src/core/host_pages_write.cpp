@@ -3,7 +3,8 @@
 // Slots are cut into runs: tokens that follow one another in a block. A worker has all runs of a (block, kv head,
 // side), in the order of the call, because eight tokens share the words of value codes. The block's bytes are cleared
 // first if one of its runs has the first position: an engine's blocks hold bytes of earlier users, and kernels load all
-// 64 tokens of a page, so tokens that were never written must decode to finite numbers.
+// 64 tokens of a page, so tokens that were never written must decode to finite numbers. A block that has an exact copy
+// gets the same tokens there.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -36,24 +37,32 @@ struct SlotWrite {
   std::span<const SlotRun> runs;        // by block
   std::span<const std::size_t> chains;  // the first run of each block, and the end
   int workers;
+  const HostTail* tail;  // or null
   std::atomic<bool> refused{false};
 };
 
-bool store_run(const SlotWrite& w, const SlotRun& run, int head, bool values) {
+// Where one side of a run's tokens goes.
+struct SlotTarget {
+  const codec::SideLayout* side;
+  std::byte* block;
+  BasisView basis;
+};
+
+bool store_run(const SlotWrite& w, const SlotRun& run, int head, bool values, const SlotTarget& to) {
   const CacheSpec& spec = *w.spec;
   const TensorView& t = *w.tensor[values ? 1 : 0];
   const auto put = values ? w.kernels->store_v : w.kernels->store_k;
   for (int i = 0, count = 0; i < run.count; i += count) {
     count = std::min(8 - (run.first + i) % 8, run.count - i);
-    const bool stored = put({.side = values ? &spec.encoded.v : &spec.encoded.k,
+    const bool stored = put({.side = to.side,
                              .head_dim = spec.stored_dim(),
                              .width = spec.config.head_dim,
-                             .block = block_of(*w.pool, run.block, head),
+                             .block = to.block,
                              .first = run.first + i,
                              .count = count,
                              .rows = row_of(t, 0, run.row + i, head),
                              .row_stride = t.stride[0],
-                             .basis = (values ? spec.v_bases : spec.k_bases).at(0, 0),
+                             .basis = to.basis,
                              .levels = nullptr,
                              .centre = nullptr,
                              .dtype = t.dtype,
@@ -74,12 +83,23 @@ void write_slots_share(void* context, int worker) {
     const auto chain = static_cast<std::size_t>(i / heads);
     const int head = static_cast<int>(i % heads);
     const std::span<const SlotRun> runs = w.runs.subspan(w.chains[chain], w.chains[chain + 1] - w.chains[chain]);
+    const CacheSpec& spec = *w.spec;
+    const std::int64_t block = runs.front().block;
+    std::byte* encoded = block_of(*w.pool, block, head);
     if (std::any_of(runs.begin(), runs.end(), [](const SlotRun& run) { return run.first == 0; }))
-      std::memset(block_of(*w.pool, runs.front().block, head), 0, w.spec->encoded.block_bytes);
+      std::memset(encoded, 0, spec.encoded.block_bytes);
+    const std::int32_t copy = w.tail == nullptr ? -1 : w.tail->copies.find(static_cast<std::int32_t>(block));
+    std::byte* exact = copy < 0 ? nullptr : w.tail->block(w.pool->layer, copy, head);
     for (const bool values : {false, true}) {
-      for (const SlotRun& run : runs) {
-        if (!store_run(w, run, head, values)) w.refused.store(true, std::memory_order_relaxed);
-      }
+      const auto store = [&](const SlotTarget& to) {
+        for (const SlotRun& run : runs) {
+          if (!store_run(w, run, head, values, to)) w.refused.store(true, std::memory_order_relaxed);
+        }
+      };
+      store({values ? &spec.encoded.v : &spec.encoded.k, encoded, (values ? spec.v_bases : spec.k_bases).at(0, 0)});
+      if (exact == nullptr) continue;
+      const codec::PageLayout& layout = w.tail->facts().layout;
+      store({values ? &layout.v : &layout.k, exact, {}});
     }
   }
 }
@@ -177,8 +197,15 @@ Status HostPages::write(const BlockPool& pool, const TensorView& keys, const Ten
                   .tensor = {&keys, &values},
                   .runs = runs,
                   .chains = chains,
-                  .workers = static_cast<int>(std::clamp<std::int64_t>(items, 1, workers))};
+                  .workers = static_cast<int>(std::clamp<std::int64_t>(items, 1, workers)),
+                  .tail = own_tail()};
   parallel(write.workers, write_slots_share, &write);
+  if (own_tail_) {
+    for (const SlotRun& run : runs) {
+      const std::int32_t copy = run.first == 0 ? own_tail_->copies.find(static_cast<std::int32_t>(run.block)) : -1;
+      if (copy >= 0) own_tail_->copies.note_written(copy);
+    }
+  }
   if (!write.refused) return {};
   return {Code::non_finite,
           "keys or values changed while they were stored: one was not finite, or above 65504; leave them alone until "

@@ -3,6 +3,7 @@
 #include <new>
 #include <utility>
 
+#include "base/copies.hpp"
 #include "core/device.hpp"
 #include "core/device_pages.hpp"
 #include "core/fmt.hpp"
@@ -18,7 +19,9 @@ namespace {
 constexpr std::int64_t kAlignment = 64;
 constexpr std::int64_t kMostBlocks = 0x7FFFFFFF;
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 24;  // of a step: as many queries as a plan takes
-constexpr std::int64_t kMostPages = std::int64_t{1} << 24;   // of a sequence: kernels count tokens in 32 bits
+constexpr std::int64_t kMostTailPages = 64;
+constexpr std::int64_t kMostTailBytes = std::int64_t{1} << 62;
+constexpr std::int64_t kMostPages = std::int64_t{1} << 24;  // of a sequence: kernels count tokens in 32 bits
 
 Result<Format> parse_side(const char* side, const std::string& name) {
   const auto format = parse_format(name);
@@ -72,6 +75,37 @@ Status check_limit(const char* name, std::int64_t value, std::int64_t low, std::
   return core::refuse_argument(fmt::format("{} is {}: must be {} to {}, {}", name, value, low, high, what));
 }
 
+Status check_tables(const StepTables& t, std::int64_t most, const char* whose) {
+  if (t.batch < 0 || t.batch > most)
+    return core::refuse_argument(fmt::format("batch is {}: {} {} sequences", t.batch, whose, most));
+  if (t.batch == 0) return {};
+  if (t.seq_lens == nullptr) return core::refuse_argument("seq_lens is null");
+  if (t.query_start_loc == nullptr) return core::refuse_argument("query_start_loc is null");
+  if (t.columns < 0 || t.columns > kMostBlocks)
+    return core::refuse_argument(fmt::format("block_table has {} columns: must be 0 to {}", t.columns, kMostBlocks));
+  if (t.columns > 0 && t.block_table == nullptr) return core::refuse_argument("block_table is null");
+  if (t.batch > 1 && t.row_stride < t.columns) {
+    return core::refuse_argument(
+        fmt::format("block_table's rows are {} elements apart and have {} columns: they must not overlap", t.row_stride,
+                    t.columns));
+  }
+  std::int64_t reach = 0;
+  if (__builtin_mul_overflow(t.row_stride, std::int64_t{t.batch} * 4, &reach))
+    return core::refuse_argument(
+        fmt::format("block_table's rows are {} elements apart: beyond any memory", t.row_stride));
+  return {};
+}
+
+Status check_tail(const PagesConfig& c) {
+  if (Status s = core::check_range("tail_pages", c.tail_pages, 0, kMostTailPages); !s) return s;
+  if (Status s = core::check_range("layers", c.layers, 1, 65536); !s) return s;
+  if (c.exact && *c.exact != Dtype::f32 && *c.exact != Dtype::f16 && *c.exact != Dtype::bf16)
+    return core::refuse_argument("exact is bool: must be f32, f16 or bf16");
+  if (c.tail_pages == 0) return {};
+  return core::check_range("tail_sequences", c.tail_sequences, 1, 65536,
+                           ": tail_pages is set, so it is needed: the most sequences that run at the same time");
+}
+
 // Fills in what the options leave open.
 Status complete_options(const CacheConfig& config, PagesPlanOptions& o) {
   if (Status s = check_limit("max_batch", o.max_batch, 1, 65536, "the most sequences of a step"); !s) return s;
@@ -119,6 +153,7 @@ Result<std::shared_ptr<const PagesImpl>> PagesImpl::create(const PagesConfig& c,
   if (Status s = core::check_range("kv_heads", c.kv_heads, 1, 65536, "; it has no default"); !s) return s;
   if (Status s = core::check_range("head_dim", c.head_dim, 1, kLargestHeadDim); !s) return s;
   if (Status s = core::check_range("threads", c.threads, 0, 1024, " (0: all cores)"); !s) return s;
+  if (Status s = check_tail(c); !s) return s;
   const auto k = parse_side("k", c.k);
   if (!k) return k.status();
   const auto v = parse_side("v", c.v);
@@ -157,6 +192,51 @@ std::int64_t Pages::block_bytes() const noexcept {
   return impl_->spec().encoded.block_bytes;
 }
 
+std::int64_t Pages::tail_bytes() const noexcept {
+  return impl_->tail().bytes(impl_->config().kv_heads);
+}
+
+core::PagesTail core::pages_tail(const PagesConfig& c, const CacheSpec& spec) {
+  PagesTail tail;
+  if (c.tail_pages == 0 || (codec::is_dense(spec.k) && codec::is_dense(spec.v))) return tail;
+  tail.pages = c.tail_pages;
+  tail.sequences = c.tail_sequences;
+  tail.copies = c.tail_sequences * base::copies_of_sequence(c.tail_pages);
+  tail.layers = c.layers;
+  tail.dtype = c.exact.value_or(spec.automatic_exact(Dtype::f32, Dtype::f32));
+  tail.layout = spec.exact_layout(tail.dtype);
+  return tail;
+}
+
+std::int64_t core::PagesTail::bytes(int kv_heads) const {
+  if (pages == 0) return 0;
+  std::int64_t all = 0;
+  if (__builtin_mul_overflow(std::int64_t{layers} * copies, copy_bytes(kv_heads), &all) || all > kMostTailBytes)
+    return kMostTailBytes;
+  return all;
+}
+
+std::string core::PagesTail::explain(int kv_heads) const {
+  if (pages == 0) return "exact      none: every token is read as it is encoded\n";
+  return fmt::format(
+      "exact      the newest {} to {} tokens of a sequence, {}, where their blocks have copies: {} copies for {} "
+      "sequences in {} layer(s), {} bytes\n",
+      pages * kPageTokens, pages * kPageTokens + kPageTokens - 1, dtype_name(dtype), copies, sequences, layers,
+      bytes(kv_heads));
+}
+
+Status Pages::begin_step(const StepTables& t, Stream stream) const {
+  const core::PagesTail& tail = impl_->tail();
+  if (tail.pages == 0) return {};
+  if (Status s = check_tables(t, tail.sequences, "the tail was made for up to tail_sequences ="); !s) return s;
+  return impl_->begin_step(t, stream);
+}
+
+Result<std::int64_t> Pages::take_misses(Stream stream) const {
+  if (impl_->tail().pages == 0) return 0;
+  return impl_->take_misses(stream);
+}
+
 // --- pools -----------------------------------------------------------------------------------------------------------
 
 Status PagesImpl::check_pool(const BlockPool& p) const {
@@ -173,6 +253,10 @@ Status PagesImpl::check_pool(const BlockPool& p) const {
       return core::refuse_argument(
           fmt::format("pool.{} is {} bytes: must be a multiple of {}", name, stride, kAlignment));
     }
+  }
+  if (p.layer < 0 || (tail_.pages > 0 && p.layer >= tail_.layers)) {
+    return core::refuse_argument(
+        fmt::format("pool.layer is {}: must be 0 to {}, since layers is {}", p.layer, tail_.layers - 1, tail_.layers));
   }
   std::int64_t block_reach = 0, head_reach = 0, end = 0;
   if (__builtin_mul_overflow(p.blocks - 1, p.block_stride, &block_reach) ||
@@ -254,27 +338,7 @@ PagesPlan& PagesPlan::operator=(PagesPlan&&) noexcept = default;
 PagesPlan::~PagesPlan() = default;
 
 Status PagesPlan::set_tables(const StepTables& t, Stream stream) try {
-  const PagesPlanOptions& o = impl_->options();
-  if (t.batch < 0 || t.batch > o.max_batch) {
-    return core::refuse_argument(
-        fmt::format("batch is {}: the plan was made for up to max_batch = {} sequences", t.batch, o.max_batch));
-  }
-  if (t.batch > 0) {
-    if (t.seq_lens == nullptr) return core::refuse_argument("seq_lens is null");
-    if (t.query_start_loc == nullptr) return core::refuse_argument("query_start_loc is null");
-    if (t.columns < 0 || t.columns > kMostBlocks)
-      return core::refuse_argument(fmt::format("block_table has {} columns: must be 0 to {}", t.columns, kMostBlocks));
-    if (t.columns > 0 && t.block_table == nullptr) return core::refuse_argument("block_table is null");
-    if (t.batch > 1 && t.row_stride < t.columns) {
-      return core::refuse_argument(
-          fmt::format("block_table's rows are {} elements apart and have {} columns: they must not overlap",
-                      t.row_stride, t.columns));
-    }
-    std::int64_t reach = 0;
-    if (__builtin_mul_overflow(t.row_stride, std::int64_t{t.batch} * 4, &reach))
-      return core::refuse_argument(
-          fmt::format("block_table's rows are {} elements apart: beyond any memory", t.row_stride));
-  }
+  if (Status s = check_tables(t, impl_->options().max_batch, "the plan was made for up to max_batch ="); !s) return s;
   return impl_->set_tables(t, stream);
 } catch (const std::bad_alloc&) {
   return {Code::out_of_memory, "the step's lists of work could not be allocated; attend to fewer sequences at once"};

@@ -27,19 +27,37 @@ inline Status refuse_argument(std::string message) {
   return {Code::invalid_argument, std::move(message)};
 }
 
+// The exact copies of the newest blocks, in numbers.
+struct PagesTail {
+  std::int32_t pages = 0;  // 0: there are no copies
+  std::int32_t sequences = 0, copies = 0;
+  int layers = 1;
+  Dtype dtype = Dtype::bf16;
+  codec::PageLayout layout{};  // of a (copy, kv head)
+  // [layers][copies][kv heads]
+  [[nodiscard]] std::int64_t copy_bytes(int kv_heads) const { return std::int64_t{layout.block_bytes} * kv_heads; }
+  // The largest number where there would be more.
+  [[nodiscard]] std::int64_t bytes(int kv_heads) const;
+  /// A line of explain.
+  [[nodiscard]] std::string explain(int kv_heads) const;
+};
+// The config is checked.
+PagesTail pages_tail(const PagesConfig& config, const CacheSpec& spec);
+
 }  // namespace core
 
 class PagesImpl : public std::enable_shared_from_this<PagesImpl> {
  public:
   static Result<std::shared_ptr<const PagesImpl>> create(const PagesConfig& config, const core::DeviceBackend* backend);
   PagesImpl(const PagesConfig& config, const CacheConfig& cache, Format k, Format v, int stored_dim)
-      : config_(config), spec_(cache, k, v, stored_dim) {}
+      : config_(config), spec_(cache, k, v, stored_dim), tail_(core::pages_tail(config, spec_)) {}
   PagesImpl(const PagesImpl&) = delete;
   PagesImpl& operator=(const PagesImpl&) = delete;
   virtual ~PagesImpl() = default;
 
   [[nodiscard]] const PagesConfig& config() const noexcept { return config_; }
   [[nodiscard]] const core::CacheSpec& spec() const noexcept { return spec_; }
+  [[nodiscard]] const core::PagesTail& tail() const noexcept { return tail_; }
 
   // Arguments are checked: pools, shapes, pointers. The numbers in slots and ids are not.
   virtual Status write(const BlockPool& pool, const TensorView& keys, const TensorView& values,
@@ -49,6 +67,9 @@ class PagesImpl : public std::enable_shared_from_this<PagesImpl> {
   virtual Status copy(const BlockPool& pool, const std::int32_t* from, const std::int32_t* to, std::int64_t count,
                       Stream stream) const = 0;
   virtual Result<bool> take_non_finite(Stream stream) const = 0;
+  // Called for pages with a tail only.
+  virtual Status begin_step(const StepTables& tables, Stream stream) const = 0;
+  virtual Result<std::int64_t> take_misses(Stream stream) const = 0;
   /// `options`: complete.
   virtual Result<std::unique_ptr<PagesPlanImpl>> plan(PagesPlanOptions options) const = 0;
 
@@ -57,6 +78,7 @@ class PagesImpl : public std::enable_shared_from_this<PagesImpl> {
  private:
   const PagesConfig config_;
   const core::CacheSpec spec_;  // of one layer
+  const core::PagesTail tail_;
 };
 
 class PagesPlanImpl {

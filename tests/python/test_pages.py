@@ -137,6 +137,53 @@ def test_fresh_keys(torch, device):
     assert relative(out, engine.expected(q, scale=0.125)[0]) < (2e-3 if device == "cpu" else 8e-3)
 
 
+def test_exact_tail(torch, device):
+    """The newest pages are read exactly in each layer; without a step's begin they are not."""
+    kv_heads, dim, length = 2, 64, 150
+    pages = kvant.Pages(kv_heads=kv_heads, head_dim=dim, k="tq4", v="tq4", device=device, tail=1, tail_sequences=2,
+                        layers=2)
+    assert pages.tail_bytes == 2 * 2 * 3 * kv_heads * 2 * BLOCK * dim * 2
+    pools = [torch.zeros(8, kv_heads, pages.block_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    plan = pages.plan(4, max_batch=2, max_blocks=4, max_query_len=length)
+    assert "the newest 64 to 127 tokens" in plan.explain() and "bf16" in plan.explain()
+    table = torch.tensor([[5, 2, 7, -1]], dtype=torch.int32, device=device)
+    slots = torch.tensor([int(table[0, t // BLOCK]) * BLOCK + t % BLOCK for t in range(length)], device=device)
+    rows = [torch.randn(2, length, kv_heads, dim, device=device).bfloat16() for _ in range(2)]
+    q = torch.randn(1, 4, dim, device=device)
+
+    def steps(begins):
+        for first, end in ((0, 149), (149, 150)):
+            tables = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([end], [0, end - first])]
+            if begins:
+                pages.begin_step(table, *tables)
+            plan.set_tables(table, *tables)
+            for layer in range(2):
+                pages.write(pools[layer], *rows[layer][:, first:end], slots[first:end], layer=layer)
+        return [plan.run(pools[layer], q, layer=layer) for layer in range(2)]
+
+    encoded, exact = steps(False), steps(True)
+    assert pages.take_misses() == 0
+    for layer in range(2):
+        stored = [torch.empty(3 * BLOCK, kv_heads, dim, device=device) for _ in range(2)]
+        pages.decode(pools[layer], table[0, :3].contiguous(), *stored)
+        k, v = (x[:length].clone() for x in stored)
+        assert relative(encoded[layer], reference(q[0], k, v, position=149, scale=dim**-0.5)[0][None]) < 2e-3
+        k[BLOCK:], v[BLOCK:] = rows[layer].float()[:, BLOCK:]  # 150 tokens: the page of the last 22 and the one before
+        assert relative(exact[layer], reference(q[0], k, v, position=149, scale=dim**-0.5)[0][None]) < 2e-3
+        assert relative(encoded[layer], exact[layer].double()) > 1e-2
+    # Another sequence has the first block, whose copy is gone: read encoded, and counted.
+    lengths, starts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([65], [0, 1]))
+    pages.begin_step(table[:, [0, 1]].contiguous(), lengths, starts)
+    assert pages.take_misses() == 0  # the copy outlives the tail by a page
+
+    for wrong, words in ((dict(tail=1), "tail_sequences"), (dict(tail=1, tail_sequences=1, exact="f8"), "exact = "),
+                         (dict(tail=-1), "tail_pages")):
+        with pytest.raises(kvant.InvalidArgument, match=words):
+            kvant.Pages(kv_heads=1, head_dim=64, device=device, **wrong)
+    with pytest.raises(kvant.InvalidArgument, match="pool.layer is 2"):
+        plan.run(pools[0], q, layer=2)
+
+
 def test_options_of_logits(torch, device):
     engine = Engine(torch, device, lengths=((300, 2), (90, 5)))
     slopes = [0.1, 0.0, 0.05, 0.2]

@@ -12,7 +12,7 @@ import kvant
 PREFIX = "kvant_"
 # vLLM's names of exact caches. Layers that --kv-cache-dtype-skip-layers names have the first.
 EXACT = ("auto", "float16", "bfloat16")
-_DENSE = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
+NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
 class Pair(NamedTuple):
@@ -20,6 +20,9 @@ class Pair(NamedTuple):
 
     k: str
     v: str
+
+    def is_exact(self) -> bool:
+        return self.k in NAMES.values() and self.v in NAMES.values()
 
     def __str__(self) -> str:
         return f"{self.k}/{self.v}"
@@ -47,7 +50,7 @@ def names() -> dict[str, Pair]:
 def parse(name: str | None, model_dtype: torch.dtype) -> Pair:
     """The formats of a cache dtype. An exact cache has the model's dtype: vLLM refuses others itself."""
     if name is None or name in EXACT:
-        return Pair(_DENSE[model_dtype], _DENSE[model_dtype])
+        return Pair(NAMES[model_dtype], NAMES[model_dtype])
     pair = names().get(name)
     if pair is None:
         raise ValueError(f"kvant: --kv-cache-dtype {name} is not kvant's: one of {', '.join(sorted(names()))}")

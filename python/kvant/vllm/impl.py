@@ -51,10 +51,14 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         self.sinks = sinks  # a parameter of the model, whose numbers arrive later
         self._sink_logits: torch.Tensor | None = None
         self._config = versions.configuration()
+        self.dtype = torch.get_default_dtype()  # vLLM sets it to the model's
+        self.pages = None  # with a tail, see tail.py
+        self.number = 0  # of the layer in them
+        self.reserved: torch.Tensor | None = None
         if sinks is not None and sinks.shape[0] != num_heads:
             raise ValueError(f"kvant: {sinks.shape[0]} sinks for {num_heads} heads: there must be one each")
         self.layer = Layer(
-            dtypes.parse(kv_cache_dtype, torch.get_default_dtype()),  # vLLM sets it to the model's
+            dtypes.parse(kv_cache_dtype, self.dtype),
             num_heads,
             self.num_kv_heads,
             head_size,
@@ -79,14 +83,21 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         if kv_cache.numel() == 0:  # memory is being measured: there is no cache yet
             return
         tokens = slot_mapping.shape[0]
-        self.layer.pages(kv_cache.device).write(pool(kv_cache), key[:tokens], value[:tokens], slot_mapping)
+        pages = self.pages or self.layer.pages(kv_cache.device)
+        pages.write(pool(kv_cache), key[:tokens], value[:tokens], slot_mapping, layer=self.number)
 
     def _reserve(self, device: torch.device) -> None:
-        """Takes the workspace that the builder's plans will need, so that it counts as used."""
-        if device.type == "cpu" or self._config is None or self.layer in _reserved:
+        """Takes what the builder will need, a workspace for plans and exact copies, so that it counts as used."""
+        if device.type == "cpu" or self._config is None:
             return
-        self.layer.plans(device, Capacity.of(self._config, versions.max_decode_query_len(self._config)))
-        _reserved.add(self.layer)
+        capacity = Capacity.of(self._config, versions.max_decode_query_len(self._config))
+        if self.layer not in _reserved:
+            self.layer.plans(self.layer.pages(device), capacity)
+            _reserved.add(self.layer)
+        tail = self.layer.tail(self._config)
+        if tail > 0 and self.pages is None and self.reserved is None and self.kv_sharing_target_layer_name is None:
+            of_host = self.layer.tailed("cpu", capacity, tail, 1, self.dtype)  # memory that is never touched
+            self.reserved = torch.empty(of_host.tail_bytes, dtype=torch.uint8, device=device)
 
     def forward(
         self,
@@ -109,5 +120,5 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
             self.process_weights_after_loading(query.dtype)
         cache = pool(kv_cache)
         for plan, rows in attn_metadata.runs(self.layer):  # its tables say where its rows begin
-            plan.run(cache, query[:rows], out=output[:rows], sink_logits=self._sink_logits)
+            plan.run(cache, query[:rows], out=output[:rows], sink_logits=self._sink_logits, layer=self.number)
         return output

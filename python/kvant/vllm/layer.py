@@ -9,9 +9,11 @@ import torch
 
 import kvant
 
-from .dtypes import Pair
+from . import versions
+from .dtypes import NAMES, Pair
 
 BLOCK_TOKENS = 64  # of a kvant page
+LEAST_WINDOW_WITH_TAIL = 1024  # as in a kvant.Cache
 
 
 class Capacity(NamedTuple):
@@ -73,25 +75,46 @@ class Layer(NamedTuple):
     alibi_slopes: tuple[float, ...] | None = None
 
     def pages(self, device: torch.device):
-        return _pages(self.pair, self.kv_heads, self.head_dim, _name(device))
+        """Without a tail."""
+        return _pages(self.pair, self.kv_heads, self.head_dim, device_name(device))
 
-    def plans(self, device: torch.device, capacity: Capacity) -> Plans:
+    def tail(self, vllm_config) -> int:
+        """Newest whole blocks of a request that are read exactly."""
+        if 0 < self.window < LEAST_WINDOW_WITH_TAIL or versions.moves_blocks(vllm_config):
+            return 0
+        return 0 if self.pair.is_exact() else versions.tail(vllm_config)
+
+    def tailed(self, device: str, capacity: Capacity, tail: int, layers: int, dtype: torch.dtype):
+        """Pages with exact copies in the model's dtype; devices have none in float32."""
+        return kvant.Pages(
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            k=self.pair.k,
+            v=self.pair.v,
+            device=device,
+            tail=tail,
+            tail_sequences=capacity.requests,
+            layers=layers,
+            exact=NAMES[dtype] if device == "cpu" or dtype != torch.float32 else None,
+        )
+
+    def plans(self, pages, capacity: Capacity) -> Plans:
         """Plans of their own tables. All plans of a geometry share one workspace, which its pages keep. On a device
         they are made twice: the first ones would otherwise keep workspaces that were too small for others."""
-        if device.type != "cpu":
-            self._plans(device, capacity)
-        return self._plans(device, capacity)
+        if pages.device[0] != "cpu":
+            self._plans(pages, capacity)
+        return self._plans(pages, capacity)
 
-    def _plans(self, device: torch.device, capacity: Capacity) -> Plans:
-        extend = {n: [self.extend_plan(device, capacity, n)] for n in capacity.extends()}
-        decode = {n: self._plan(device, capacity, n, capacity.decode_queries) for n in capacity.decodes()}
+    def _plans(self, pages, capacity: Capacity) -> Plans:
+        extend = {n: [self.extend_plan(pages, capacity, n)] for n in capacity.extends()}
+        decode = {n: self._plan(pages, capacity, n, capacity.decode_queries) for n in capacity.decodes()}
         return Plans(decode, extend)
 
-    def extend_plan(self, device: torch.device, capacity: Capacity, queries: int):
-        return self._plan(device, capacity, capacity.extend(queries)[1], queries)
+    def extend_plan(self, pages, capacity: Capacity, queries: int):
+        return self._plan(pages, capacity, capacity.extend(queries)[1], queries)
 
-    def _plan(self, device: torch.device, capacity: Capacity, requests: int, queries: int):
-        return self.pages(device).plan(
+    def _plan(self, pages, capacity: Capacity, requests: int, queries: int):
+        return pages.plan(
             self.q_heads,
             max_batch=requests,
             max_blocks=capacity.blocks,
@@ -110,7 +133,7 @@ def _pages(pair: Pair, kv_heads: int, head_dim: int, device: str):
     return kvant.Pages(kv_heads=kv_heads, head_dim=head_dim, k=pair.k, v=pair.v, device=device)
 
 
-def _name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu"
     return f"{device.type}:{torch.cuda.current_device() if device.index is None else device.index}"

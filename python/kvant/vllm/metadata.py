@@ -9,12 +9,13 @@ tables to where kernels and recorded CUDA graphs read them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from . import versions
 from .layer import BLOCK_TOKENS, Capacity, Layer, Plans
+from .tail import give_tails
 from .versions import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
 
@@ -107,10 +108,14 @@ class KvantMetadataBuilder(AttentionMetadataBuilder[KvantMetadata]):
                 f"{BLOCK_TOKENS} or a multiple of it"
             )
         self.capacity = Capacity.of(vllm_config, self.reorder_batch_threshold, block_table_width)
+        self.tails = give_tails(vllm_config, layer_names, device, self.capacity)
         self.plans: dict[Layer, Plans] = {}
+        self.pages: dict[Layer, Any] = {}
         for layer in versions.layers(vllm_config, layer_names):
-            if layer.impl.layer not in self.plans:
-                self.plans[layer.impl.layer] = layer.impl.layer.plans(device, self.capacity)
+            impl = layer.impl
+            if impl.layer not in self.plans:
+                self.pages[impl.layer] = impl.pages or impl.layer.pages(device)
+                self.plans[impl.layer] = impl.layer.plans(self.pages[impl.layer], self.capacity)
 
     def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> KvantMetadata:
         common = common_attn_metadata
@@ -121,7 +126,9 @@ class KvantMetadataBuilder(AttentionMetadataBuilder[KvantMetadata]):
             if part.copy > 0:  # several parts of one size: prompts of mixed lengths, in an order that does not help
                 for layer, plans in self.plans.items():
                     while len(plans.extend[part.size]) <= part.copy:
-                        plans.extend[part.size].append(layer.extend_plan(self.device, self.capacity, part.size))
+                        plans.extend[part.size].append(
+                            layer.extend_plan(self.pages[layer], self.capacity, part.size)
+                        )
         metadata = KvantMetadata(
             num_actual_tokens=common.num_actual_tokens,
             parts=parts,
@@ -144,6 +151,8 @@ class KvantMetadataBuilder(AttentionMetadataBuilder[KvantMetadata]):
 
     def _set_tables(self, metadata: KvantMetadata) -> None:
         table, lengths, begins = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
+        for pages in self.tails:
+            pages.begin_step(table[: len(lengths)], lengths, begins[: len(lengths) + 1])
         for plans in self.plans.values():
             for part in metadata.parts:
                 here = slice(part.first, part.end)

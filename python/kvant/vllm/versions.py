@@ -121,6 +121,23 @@ def cache_dtype_of_configuration() -> str | None:
     return None if config is None or config.cache_config is None else config.cache_config.cache_dtype
 
 
+def tail(vllm_config) -> int:
+    """--additional-config '{"kvant": {"tail": 0}}': newest whole blocks of a request that are read exactly."""
+    given = getattr(vllm_config, "additional_config", None) or {}
+    options = dict(given.get("kvant") or {})
+    blocks = options.pop("tail", 1)
+    if options:
+        raise ValueError(f"kvant: --additional-config has kvant options {sorted(options)}: there is only \"tail\"")
+    if not isinstance(blocks, int) or isinstance(blocks, bool) or not 0 <= blocks <= 64:
+        raise ValueError(f"kvant: --additional-config has tail = {blocks!r}: must be 0 to 64 blocks")
+    return blocks
+
+
+def moves_blocks(vllm_config) -> bool:
+    """Whether something beside kvant writes to blocks (a KV connector)."""
+    return getattr(vllm_config, "kv_transfer_config", None) is not None
+
+
 def is_cuda() -> bool:
     """Whether vLLM runs on NVIDIA devices. Starts no driver."""
     from vllm.platforms import current_platform

@@ -85,6 +85,31 @@ __device__ __forceinline__ void clear_heads(PageJob job, int heads, int octet) {
   team_barrier<Shape>();  // words that the run shares with what was cleared are read again
 }
 
+// One token's row of a few heads, into the exact copy of its block.
+template <class Shape>
+__device__ __forceinline__ void store_copied_row(const WriteParams& params, const SlotList& list, int number,
+                                                 bool is_value) {
+  const int groups = head_groups<Shape>(params.cache.kv_heads);
+  const std::int32_t token = number / groups;
+  const std::int64_t slot = list.slots[token];
+  if (slot < 0 || slot >= list.places) return;
+  store_exact_row<Shape>(params, token, number % groups * kStoredHeads<Shape>, is_value, [&] {
+    const ExactPlace place{list.copies.find(static_cast<std::int32_t>(slot / kPageTokens)),
+                           static_cast<int>(slot % kPageTokens)};
+    if (place.slot >= 0 && place.token == 0) list.written[place.slot] = 1;
+    return place;
+  });
+}
+
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
+    copied_rows_kernel(const __grid_constant__ WriteParams params, const __grid_constant__ SlotList list) {
+  ptx::wait_prerequisites();
+  ptx::launch_dependents();
+  store_copied_row<Shape>(params, list, static_cast<int>(blockIdx.x / 2), blockIdx.x % 2 != 0);
+}
+
+// Blocks behind those that encode store rows in exact copies.
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
     few_slots_kernel(const __grid_constant__ WriteParams params, const __grid_constant__ SlotList list) {
@@ -93,6 +118,7 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
   const int heads = params.cache.kv_heads, number = static_cast<int>(blockIdx.x / 2);
   const bool is_value = blockIdx.x % 2 != 0;
   const std::int32_t token = number / heads;
+  if (token >= list.count) return store_copied_row<Shape>(params, list, number - list.count * heads, is_value);
   const SlotRun run = find_run<true>(params, list, token);
   if (run.count == 0) return;
   const PageJob job = slot_job(params, run, token, number % heads, is_value);
@@ -170,9 +196,16 @@ cudaError_t launch_slots(WriteParams& p, const SlotList& list, const DeviceLimit
   using Step = StepShape<kD>;
   StagedLaunch<kD> launch(p, limits, stream);
   const auto& layout = p.cache.encoded_layout;
+  const std::int64_t rows =
+      list.copies.entries == nullptr ? 0 : std::int64_t{list.count} * head_groups<Step>(p.cache.kv_heads);
   if (list.count <= kFewSlots) {
-    launch.size_step(std::int64_t{list.count} * p.cache.kv_heads, 0, kOctet);
+    launch.size_step(std::int64_t{list.count} * p.cache.kv_heads + rows, 0, kOctet);
     return cudaLaunchKernelEx(&launch.how.config, &few_slots_kernel<Step>, p, list);
+  }
+  if (rows > 0) {
+    Launch copied(static_cast<unsigned>(2 * rows), Step::kBlockThreads, stream, limits.overlaps);
+    const cudaError_t error = cudaLaunchKernelEx(&copied.config, &copied_rows_kernel<Step>, p, list);
+    if (error != cudaSuccess) return error;
   }
   const std::int64_t jobs = std::int64_t{(list.count + kPageTokens - 1) / kPageTokens} * p.cache.kv_heads;
   const std::int64_t dense_blocks = base::min(jobs, std::int64_t{kDenseCtas} * limits.multiprocessors);

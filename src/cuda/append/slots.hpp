@@ -5,8 +5,10 @@
 // side), where the first token of an octet of a run does all of the octet. Many take a kernel of the keys' format and
 // one of the values', in which a team of warps does the runs that begin among 64 tokens. So no two teams change one
 // word, as long as the tokens of a block follow one another in the list. Which tokens do is known on the device only.
+// Where blocks have exact copies, more warps store the tokens' rows there, each a few heads of a token.
 #pragma once
 
+#include "base/copies.hpp"
 #include "cuda/append/write.hpp"
 
 namespace kvant::cuda {
@@ -15,6 +17,8 @@ struct SlotList {
   const std::int64_t* slots;  // [count]
   std::int64_t places;        // of the pool: 64 a block
   std::int32_t count;
+  base::CopyTable copies;  // of the exact pages that WriteParams has
+  std::uint32_t* written;  // [copies]: 1 once a block's first position is written
 };
 static_assert(sizeof(WriteParams) + sizeof(SlotList) <= 4096, "the most that every device takes as parameters");
 

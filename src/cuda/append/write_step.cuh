@@ -29,27 +29,17 @@ KVANT_HD constexpr int head_groups(int kv_heads) {
   return (kv_heads + kStoredHeads<Shape> - 1) / kStoredHeads<Shape>;
 }
 
-// One row of a few heads, into the exact page at the end of its sequence.
-template <class Shape>
-__device__ __forceinline__ void store_new_row(const WriteParams& params, int number, bool is_value) {
+struct ExactPlace {
+  int slot;  // of the exact page; below 0: there is none
+  int token;
+};
+
+// A row of a few heads into an exact page. find(): its place, asked for when the row's loads are under way.
+template <class Shape, class Find>
+__device__ __forceinline__ void store_exact_row(const WriteParams& params, std::int32_t row, int first_head,
+                                                bool is_value, const Find& find) {
   constexpr int kD = Shape::kD, kHeads = kStoredHeads<Shape>, kCount = kD / 32;
   const CacheView& cache = params.cache;
-  const int groups = head_groups<Shape>(cache.kv_heads), first_head = number % groups * kHeads;
-  const std::int32_t row = params.entry[0].row_begin + number / groups;
-  const WriteEntry entry = params.entry[find_entry<&WriteEntry::row_begin>(params, row)];
-  const auto state = [&] {
-    const int2 x = __ldcg(reinterpret_cast<const int2*>(cache.sequences + entry.index));
-    return SequenceState{.length = x.x, .step_begin = x.y};
-  };
-  const auto position = [&](const SequenceState& s) { return s.step_begin + row - entry.row_begin; };
-  const auto exact_slot = [&](const SequenceState& s) {
-    const int page = base::clamp(position(s) / kPageTokens, 0, cache.max_pages - 1);
-    return __ldcg(&cache.pages[static_cast<std::int64_t>(entry.index) * cache.max_pages + page].exact);
-  };
-  const SequenceState guess = state();  // launches before may still change it
-  ptx::wait_prerequisites();
-  ptx::launch_dependents();
-
   const WriteSide& side = is_value ? params.v : params.k;
   const int lane = static_cast<int>(threadIdx.x % 32);
   std::uint32_t bits[kHeads][kCount], value_bits[kHeads][kCount];
@@ -63,14 +53,12 @@ __device__ __forceinline__ void store_new_row(const WriteParams& params, int num
                 value_bits[i]);
     }
   }
-  const SequenceState now = state();
-  int slot = exact_slot(guess);
-  if (now.step_begin != guess.step_begin) slot = exact_slot(now);
-  if (slot < 0) return;  // after a truncation: its page has codes alone, which other blocks write
+  const ExactPlace place = find();
+  if (place.slot < 0) return;
 
   const codec::SideLayout& to = is_value ? cache.exact_layout.v : cache.exact_layout.k;
-  std::byte* page = cache.exact + static_cast<std::uint64_t>(slot) * cache.exact_slot_bytes + to.plane_offset[0] +
-                    static_cast<std::size_t>(position(now) % kPageTokens) * kD * to.element_bytes;
+  std::byte* page = cache.exact + static_cast<std::uint64_t>(place.slot) * cache.exact_slot_bytes + to.plane_offset[0] +
+                    static_cast<std::size_t>(place.token) * kD * to.element_bytes;
   bool finite = true;
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
@@ -99,6 +87,34 @@ __device__ __forceinline__ void store_new_row(const WriteParams& params, int num
     }
   }
   if (!finite) *params.non_finite = 1;
+}
+
+// One row of a few heads, into the exact page at the end of its sequence.
+template <class Shape>
+__device__ __forceinline__ void store_new_row(const WriteParams& params, int number, bool is_value) {
+  const CacheView& cache = params.cache;
+  const int groups = head_groups<Shape>(cache.kv_heads), first_head = number % groups * kStoredHeads<Shape>;
+  const std::int32_t row = params.entry[0].row_begin + number / groups;
+  const WriteEntry entry = params.entry[find_entry<&WriteEntry::row_begin>(params, row)];
+  const auto state = [&] {
+    const int2 x = __ldcg(reinterpret_cast<const int2*>(cache.sequences + entry.index));
+    return SequenceState{.length = x.x, .step_begin = x.y};
+  };
+  const auto position = [&](const SequenceState& s) { return s.step_begin + row - entry.row_begin; };
+  const auto exact_slot = [&](const SequenceState& s) {
+    const int page = base::clamp(position(s) / kPageTokens, 0, cache.max_pages - 1);
+    return __ldcg(&cache.pages[static_cast<std::int64_t>(entry.index) * cache.max_pages + page].exact);
+  };
+  const SequenceState guess = state();  // launches before may still change it
+  ptx::wait_prerequisites();
+  ptx::launch_dependents();
+  store_exact_row<Shape>(params, row, first_head, is_value, [&] {
+    const SequenceState now = state();
+    int slot = exact_slot(guess);
+    if (now.step_begin != guess.step_begin) slot = exact_slot(now);
+    // None after a truncation: its page has codes alone, which other blocks write.
+    return ExactPlace{slot, position(now) % kPageTokens};
+  });
 }
 
 // kCentred: keys may be centred.

@@ -8,6 +8,7 @@
 #include "core/fmt.hpp"
 #include "cuda/append/slots.hpp"
 #include "cuda/blocks/tables.hpp"
+#include "cuda/blocks/tail.hpp"
 #include "cuda/plan/decode_plan.hpp"
 #include "cuda/read_back/read_back.hpp"
 #include "cuda/runtime/built.hpp"
@@ -31,8 +32,11 @@ const SlotKernel* find_slot_kernel(int head_dim) {
 }
 
 Status check_config(const core::DeviceBlocksConfig& c) {
-  if (find_slot_kernel(c.encoded.head_dim) != nullptr) return {};
-  return {Code::unsupported, refuse_head_dim(instances(), c.head_dim)};
+  if (find_slot_kernel(c.encoded.head_dim) == nullptr)
+    return {Code::unsupported, refuse_head_dim(instances(), c.head_dim)};
+  if (c.tail.pages > 0 && c.tail.dtype == Dtype::f32)
+    return {Code::unsupported, "exact = f32 for a tail on a device: f16 and bf16 are supported; choose one of these"};
+  return {};
 }
 
 // Device memory; freed with this.
@@ -66,17 +70,23 @@ class Memory {
   std::vector<void*> taken_;
 };
 
-// Waits for the stream; the flag is zero then.
-Result<bool> take_flag(std::uint32_t* flag, Stream stream) {
-  std::uint32_t value = 0;
+// Waits for the stream; the number is zero then.
+template <class T>
+Result<T> take_number(T* number, Stream stream) {
+  T value = 0;
   const auto fetch = [&]() -> Status {
-    KVANT_CUDA_TRY(cudaMemcpyAsync(&value, flag, sizeof(value), cudaMemcpyDeviceToHost, native(stream)));
-    KVANT_CUDA_TRY(cudaMemsetAsync(flag, 0, sizeof(value), native(stream)));
+    KVANT_CUDA_TRY(cudaMemcpyAsync(&value, number, sizeof(value), cudaMemcpyDeviceToHost, native(stream)));
+    KVANT_CUDA_TRY(cudaMemsetAsync(number, 0, sizeof(value), native(stream)));
     KVANT_CUDA_TRY(cudaStreamSynchronize(native(stream)));
     return {};
   };
   if (Status s = fetch(); !s) return s;
-  return value != 0;
+  return value;
+}
+Result<bool> take_flag(std::uint32_t* flag, Stream stream) {
+  const auto value = take_number(flag, stream);
+  if (!value) return value.status();
+  return *value != 0;
 }
 
 Status check_pool(const BlockPool& pool, const core::DeviceBlocksConfig& c) {
@@ -92,16 +102,34 @@ Status check_pool(const BlockPool& pool, const core::DeviceBlocksConfig& c) {
 CacheView view_of(const core::DeviceBlocksConfig& c) {
   CacheView view{};
   view.encoded_layout = c.encoded;
-  view.exact_layout = codec::page_layout(Format::bf16, Format::bf16, c.encoded.head_dim);  // there are none
+  view.exact_layout = c.tail.pages > 0
+                          ? c.tail.layout
+                          : codec::page_layout(Format::bf16, Format::bf16, c.encoded.head_dim);  // there are none
+  view.exact_slot_bytes = static_cast<std::uint64_t>(view.exact_layout.block_bytes) * c.kv_heads;
+  view.tail_pages = c.tail.pages;
   view.layers = 1;
   view.kv_heads = c.kv_heads;
   return view;
 }
 
+// The exact copies, and whose they are.
+struct DeviceTail {
+  TailState state;
+  std::byte* memory = nullptr;  // [layers][copies][kv heads]
+  std::uint64_t layer_bytes = 0;
+  [[nodiscard]] std::byte* layer(int number) const { return memory + static_cast<std::uint64_t>(number) * layer_bytes; }
+};
+
 class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
  public:
-  BlockPlan(const core::DeviceBlocksConfig& config, const DeviceLimits& limits, const PagesPlanOptions& options)
-      : config_(config), limits_(limits), options_(options), memory_(config.device), view_(view_of(config)) {
+  BlockPlan(const core::DeviceBlocksConfig& config, const DeviceLimits& limits, const DeviceTail& tail,
+            const PagesPlanOptions& options)
+      : config_(config),
+        limits_(limits),
+        tail_(tail),
+        options_(options),
+        memory_(config.device),
+        view_(view_of(config)) {
     k_basis_.kind = config.k_basis;
     v_basis_.kind = config.v_basis;
   }
@@ -126,6 +154,8 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
     if (Status s = memory_.take(tables_.entries, batch, "a plan's batch"); !s) return s;
     if (Status s = memory_.take(tables_.given, batch, "a plan's batch"); !s) return s;
     if (Status s = memory_.take(tables_.errors, 1, "a flag"); !s) return s;
+    tables_.tail_pages = config_.tail.pages;
+    tables_.copies = tail_.state.table;
     view_.pages = tables_.pages;
     view_.sequences = tables_.sequences;
     view_.max_pages = tables_.max_pages;
@@ -194,7 +224,8 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
                                    .head_dim = config_.head_dim},
                                   native(options.stream)));
     }
-    return plan_.run_over(pool.data, static_cast<std::uint64_t>(pool.block_stride), q, out, fresh, options);
+    return plan_.run_over(pool.data, static_cast<std::uint64_t>(pool.block_stride), tail_.layer(pool.layer), q, out,
+                          fresh, options);
   }
 
   Result<bool> take_errors(Stream stream) override {
@@ -212,6 +243,7 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
  private:
   const core::DeviceBlocksConfig config_;
   const DeviceLimits limits_;
+  const DeviceTail tail_;
   const PagesPlanOptions& options_;
   Memory memory_;
   PlanTables tables_{};
@@ -233,6 +265,7 @@ class Blocks final : public core::DeviceBlocks {
     if (Status s = memory_.take(non_finite_, 1, "a flag"); !s) return s;
     if (Status s = memory_.take(listed_, kDecodedAtOnce, "a list of blocks"); !s) return s;
     if (Status s = memory_.take(listed_sequence_, 1, "a list of blocks"); !s) return s;
+    if (Status s = make_tail(); !s) return s;
     KVANT_CUDA_TRY(kernel_->prepare(write_params({}), limits_));
     KVANT_CUDA_TRY(cudaDeviceSynchronize());
     return {};
@@ -258,7 +291,8 @@ class Blocks final : public core::DeviceBlocks {
     };
     set(p.k, keys);
     set(p.v, values);
-    const SlotList list{slots, pool.blocks * kPageTokens, static_cast<std::int32_t>(count)};
+    const SlotList list{slots, pool.blocks * kPageTokens, static_cast<std::int32_t>(count), tail_.state.table,
+                        tail_.state.written};
     KVANT_CUDA_TRY(kernel_->launch(p, list, limits_, native(stream)));
     return {};
   }
@@ -311,9 +345,30 @@ class Blocks final : public core::DeviceBlocks {
                                 .from = from,
                                 .to = to,
                                 .count = count,
-                                .blocks = static_cast<std::int32_t>(pool.blocks)},
+                                .blocks = static_cast<std::int32_t>(pool.blocks),
+                                .tail = tail_.state},
                                native(stream)));
     return {};
+  }
+
+  Status begin_step(const StepTables& t, Stream stream) const override {
+    const Current current(config_.device);
+    KVANT_CUDA_TRY(current.error());
+    KVANT_CUDA_TRY(cuda::begin_step({.tail = tail_.state,
+                                     .block_table = t.block_table,
+                                     .row_stride = t.row_stride,
+                                     .columns = static_cast<std::int32_t>(t.columns),
+                                     .seq_lens = t.seq_lens,
+                                     .query_start_loc = t.query_start_loc,
+                                     .batch = t.batch},
+                                    native(stream)));
+    return {};
+  }
+  Result<std::int64_t> take_misses(Stream stream) const override {
+    const Current current(config_.device);
+    const auto misses = take_number(tail_.state.misses, stream);
+    if (!misses) return misses.status();
+    return static_cast<std::int64_t>(*misses);
   }
 
   Result<bool> take_non_finite(Stream stream) const override {
@@ -322,7 +377,7 @@ class Blocks final : public core::DeviceBlocks {
   }
 
   Result<std::unique_ptr<core::DeviceBlockPlan>> plan(const PagesPlanOptions& options) const override {
-    auto plan = std::make_unique<BlockPlan>(config_, limits_, options);
+    auto plan = std::make_unique<BlockPlan>(config_, limits_, tail_, options);
     if (Status s = plan->make(); !s) return s;
     return std::unique_ptr<core::DeviceBlockPlan>(std::move(plan));
   }
@@ -342,11 +397,34 @@ class Blocks final : public core::DeviceBlocks {
             .inverse = nullptr};
   }
 
+  Status make_tail() {
+    const core::PagesTail& t = config_.tail;
+    if (t.pages == 0) return {};
+    const auto copies = static_cast<std::uint64_t>(t.copies);
+    const std::uint32_t entries = base::copy_table_entries(2 * copies);
+    TailState& s = tail_.state;
+    const auto total = static_cast<std::uint64_t>(t.bytes(config_.kv_heads));
+    tail_.layer_bytes = total / static_cast<std::uint64_t>(t.layers);
+    if (Status e = memory_.take(tail_.memory, total, "the exact tail"); !e) return e;
+    if (Status e = memory_.take(s.copies, copies, "a list of exact copies"); !e) return e;
+    if (Status e = memory_.take(s.written, copies, "a list of exact copies"); !e) return e;
+    if (Status e = memory_.take(s.wanted, copies, "a list of exact copies"); !e) return e;
+    if (Status e = memory_.take(s.table.entries, entries, "a table of exact copies"); !e) return e;
+    if (Status e = memory_.take(s.step, 1, "a number"); !e) return e;
+    if (Status e = memory_.take(s.misses, 1, "a number"); !e) return e;
+    s.table.mask = entries - 1;
+    s.count = t.copies;
+    s.pages = t.pages;
+    KVANT_CUDA_TRY(clear_tail(s, nullptr));
+    return {};
+  }
+
   [[nodiscard]] WriteParams write_params(const BlockPool& pool) const {
     WriteParams p{};
     p.cache = view_of(config_);
     p.cache.encoded = pool.data;
     p.cache.encoded_slot_bytes = static_cast<std::uint64_t>(pool.block_stride);
+    p.cache.exact = tail_.layer(pool.layer);
     p.rotation_scale = codec::rotation_scale(config_.encoded.head_dim);
     p.head_dim = config_.head_dim;
     p.rounding = Dtype::f32;
@@ -360,6 +438,7 @@ class Blocks final : public core::DeviceBlocks {
   const SlotKernel* kernel_;
   DeviceLimits limits_{};
   Memory memory_;
+  DeviceTail tail_;
   std::uint32_t* non_finite_ = nullptr;
   core::PageRef* listed_ = nullptr;  // the blocks of a decode
   SequenceState* listed_sequence_ = nullptr;

@@ -33,9 +33,14 @@ __global__ void __launch_bounds__(kThreads) set_tables_kernel(const __grid_const
   const auto pages = static_cast<std::int32_t>(base::pages_for(length));
   const std::int32_t* row = step.block_table + i * step.row_stride;
   core::PageRef* refs = to.pages + static_cast<std::int64_t>(i) * to.max_pages;
+  // Which of these pages are read exactly is attention's choice; older ones have no copy that it could want.
+  const std::int32_t copied = to.copies.entries == nullptr
+                                  ? pages
+                                  : base::copied_pages(static_cast<std::int32_t>(length), 1, to.tail_pages).begin;
   for (auto p = static_cast<std::int32_t>(threadIdx.x); p < pages; p += kThreads) {
     core::PageRef ref;
     ref.encoded = row[p];
+    if (p >= copied && ref.encoded >= 0) ref.exact = max(-1, to.copies.find(ref.encoded));
     refs[p] = ref;
   }
 }
@@ -93,6 +98,7 @@ __global__ void __launch_bounds__(256) copy_blocks_kernel(const __grid_constant_
   for (std::int64_t i = blockIdx.y; i < copy.count; i += gridDim.y) {
     const std::int32_t from = copy.from[i], to = copy.to[i];
     if (from < 0 || from >= copy.blocks || to < 0 || to >= copy.blocks) continue;
+    if (blockIdx.x == 0 && threadIdx.x == 0) copy.tail.forget(to);
     const auto* source = reinterpret_cast<const uint4*>(copy.pool + from * copy.block_stride);
     auto* target = reinterpret_cast<uint4*>(copy.pool + to * copy.block_stride);
     for (std::uint32_t j = blockIdx.x * blockDim.x + threadIdx.x; j < copy.bytes / sizeof(uint4);

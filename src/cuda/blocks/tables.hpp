@@ -8,6 +8,7 @@
 
 #include "core/attend.hpp"
 #include "core/page_ref.hpp"
+#include "cuda/blocks/tail.hpp"
 #include "cuda/schedule/params.hpp"
 #include "cuda/view.hpp"
 
@@ -21,6 +22,8 @@ struct PlanTables {
   BatchEntry* given;         // [max_batch]: as set_tables made them; check_blocks takes queries away from entries
   std::uint32_t* errors;     // one, set and never cleared by kernels
   std::int32_t max_batch, max_pages;
+  std::int32_t tail_pages;
+  base::CopyTable copies;
 };
 
 // A step's batch as the engine has it, into the plan's tables. A sequence that does not fit gets no query. Begins when
@@ -66,6 +69,7 @@ struct CopyBlocks {
   const std::int32_t* to;
   std::int64_t count;
   std::int32_t blocks;  // pairs outside are left out
+  TailState tail;       // forgets the copies of `to`
 };
 cudaError_t copy_blocks(const CopyBlocks& copy, cudaStream_t stream);
 

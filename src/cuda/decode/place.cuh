@@ -51,6 +51,9 @@ __device__ void Attend<KF, VF, D, NT, BW>::next_part() const {
     return;
   }
   show(p, info->window, place.entry);
+  // Sequences without a query have no units, wherever they are in a batch (an engine's).
+  while (info->window.cost[place.entry - info->window.first].row_blocks == 0 && place.entry + 1 < p.batch)
+    show(p, info->window, ++place.entry);
   const int i = place.entry - info->window.first;
   if (lane == 0) describe(info->part, place, info->window.cost[i], info->window.batch[i], info->window.length[i]);
 }

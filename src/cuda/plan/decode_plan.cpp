@@ -405,12 +405,13 @@ Status DecodePlan::run(int layer, const TensorView& q, const MutableTensorView& 
   return run(p, q, out, fresh, options);
 }
 
-Status DecodePlan::run_over(std::byte* encoded, std::uint64_t slot_bytes, const TensorView& q,
+Status DecodePlan::run_over(std::byte* encoded, std::uint64_t slot_bytes, std::byte* exact, const TensorView& q,
                             const MutableTensorView& out, const core::FreshRows& fresh,
                             const RunOptions& options) const {
   AttendParams p = params_;
   p.cache.encoded = encoded;
   p.cache.encoded_slot_bytes = slot_bytes;
+  p.cache.exact = exact;
   return run(p, q, out, fresh, options);
 }
 

@@ -45,9 +45,9 @@ class DecodePlan final : public core::DevicePlan {
   [[nodiscard]] std::string explain() const override;
   Status run(int layer, const TensorView& q, const MutableTensorView& out, const core::FreshRows& fresh,
              const RunOptions& options) const override;
-  // The same over a pool that is known now.
-  Status run_over(std::byte* encoded, std::uint64_t slot_bytes, const TensorView& q, const MutableTensorView& out,
-                  const core::FreshRows& fresh, const RunOptions& options) const;
+  // The same over a pool, and exact pages, that are known now.
+  Status run_over(std::byte* encoded, std::uint64_t slot_bytes, std::byte* exact, const TensorView& q,
+                  const MutableTensorView& out, const core::FreshRows& fresh, const RunOptions& options) const;
 
  private:
   Status choose_family(const core::DevicePlanConfig& config);

@@ -49,8 +49,16 @@ class Pages:
 
     block_tokens = 64
 
-    def __init__(self, *, kv_heads, head_dim, k="tq6", v="tq4", device="cpu"):
+    _workspace = None
+    device = ("cpu", 0)
+    tail_bytes = 0
+
+    def __init__(
+        self, *, kv_heads, head_dim, k="tq6", v="tq4", device="cpu", tail=0, tail_sequences=0, layers=1, exact=None
+    ):
         assert device == "cpu"
+        self.tail, self.tail_sequences, self.layers = tail, tail_sequences, layers
+        self.begun = None  # with a tail: the blocks whose first position is still to be written
         self.kv_heads, self.head_dim, self.pair = kv_heads, head_dim, (k, v)
         self.block_bytes = 2 * self.block_tokens * head_dim * 8
 
@@ -59,7 +67,19 @@ class Pages:
         data = pool[block, head, : self.block_bytes].view(torch.float64)
         return data.view(2, self.block_tokens, self.head_dim)
 
-    def write(self, pool, keys, values, slot_mapping, stream=None):
+    def begin_step(self, block_table, seq_lens, query_start_loc, stream=None):
+        """Blocks that begin are to be written by every layer, before anybody attends."""
+        assert self.tail > 0 and seq_lens.shape[0] <= self.tail_sequences
+        self.begun = set()
+        for i, length in enumerate(seq_lens.tolist()):
+            queries = int(query_start_loc[i + 1] - query_start_loc[i])
+            first, end = -(-(length - queries) // self.block_tokens), -(-length // self.block_tokens)
+            self.begun |= {(int(b), layer) for b in block_table[i, first:end] for layer in range(self.layers)}
+
+    def write(self, pool, keys, values, slot_mapping, stream=None, layer=0):
+        assert layer < self.layers and (self.tail == 0 or self.begun is not None)
+        if self.tail > 0:
+            self.begun -= {(s // self.block_tokens, layer) for s in slot_mapping.tolist() if s >= 0}
         assert keys.shape == values.shape == (slot_mapping.shape[0], self.kv_heads, self.head_dim)
         assert slot_mapping.dtype == torch.int64
         for row, slot in enumerate(slot_mapping.tolist()):
@@ -108,7 +128,9 @@ class Plan:
         self.tables = block_table.clone(), seq_lens.tolist(), query_start_loc.tolist()  # as a device would copy them
         self.steps += 1
 
-    def run(self, pool, q, out=None, lse=None, sink_logits=None, stream=None):
+    def run(self, pool, q, out=None, lse=None, sink_logits=None, stream=None, layer=0):
+        if self.pages.tail > 0:
+            assert not [b for b, of in self.pages.begun if of == layer], "blocks began, and were not written"
         assert q.shape[0] <= self.limits["tokens"] and q.shape[1:] == (self.q_heads, self.pages.head_dim)
         if sink_logits is not None:
             assert sink_logits.dtype == torch.float32

@@ -52,6 +52,7 @@ class Engine:
         drafts=0,
         blocks=48,
         skip_layers=(),
+        tail=None,
     ):
         if dtype is None:
             dtype = torch.float32 if ON_CPU else torch.bfloat16  # kernels of devices have no exact float32 pages
@@ -68,6 +69,8 @@ class Engine:
             skip_layers=skip_layers,
         )
         self.config.cache_config.num_gpu_blocks_override = blocks
+        if tail is not None:
+            self.config.additional_config = {"kvant": {"tail": tail}}
         self.layers = []
         torch.manual_seed(5)
         with vllm.set_current_vllm_config(self.config), vllm.default_dtype(dtype):

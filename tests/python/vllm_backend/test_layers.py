@@ -135,6 +135,50 @@ def test_a_prefix_hit(vllm, pages):
     e.step([(first, 1), (second, 1)])
 
 
+def test_exact_tail(vllm):
+    """The newest tokens of each request are read as they came, in every layer and whoever has their blocks: up to 127
+    tokens a request loses nothing. Without a tail two bits lose a third."""
+    layers = [{}, {"softcap": 5.0}, {"head_dim": 128}, {"window": 1024}]
+    exact = 2e-5 if ON_CPU else 1e-2
+    e = Engine(vllm, layers, cache_dtype="kvant_tq2")
+    tails = [pages for g in range(len(e.groups)) for pages in e.builder(g).tails]
+    assert sum(pages.layers for pages in tails) == 4  # each group has its own
+    assert {pages.tail_sequences for pages in tails} == {8}
+    a, b = e.request(1), e.request(2)
+    e.step([(a, 64)], tolerance=exact)
+    for _ in range(3):
+        e.step([(a, 20), (b, 1)], tolerance=exact)
+    c = e.request(3, prefix_of=a, prefix_blocks=1)  # a prefix hit on a block that has copies
+    e.step([(a, 1), (b, 1), (c, 30)], tolerance=exact)
+    e.preempt(b)
+    e.step([(a, 1), (c, 1)], tolerance=exact)
+    e.step([(b, 6), (a, 1), (c, 1)], tolerance=exact)  # resumed: all of its tokens again, on other blocks
+    assert e.worst < exact and a.length == 127
+    e.step([(a, 1)], tolerance=1.0)  # its first block has left the tail
+    assert e.worst > 0.05
+    assert all(pages.take_misses() == 0 for pages in tails)
+
+    without = Engine(vllm, layers, cache_dtype="kvant_tq2", tail=0)
+    assert not without.builder().tails
+    d = without.request(1)
+    without.step([(d, 64)], tolerance=1.0)
+    assert without.worst > 0.1
+
+
+def test_which_layers_have_a_tail(vllm):
+    from kvant.vllm import versions
+
+    e = Engine(vllm, [{"window": 100}, {}, {"window": 1023}], cache_dtype="kvant_tq4", skip_layers=["1"])
+    assert [layer.made.impl.pages for layer in e.layers] == [None, None, None]  # short windows, and an exact layer
+    for wrong in ({"kvant": {"tail": -1}}, {"kvant": {"tail": "1"}}, {"kvant": {"tails": 1}}):
+        e.config.additional_config = wrong
+        with pytest.raises(ValueError, match="tail"):
+            versions.tail(e.config)
+    e.config.additional_config = {}
+    e.config.kv_transfer_config = object()
+    assert e.layers[0].made.impl.layer._replace(window=0).tail(e.config) == 0  # a connector writes to blocks
+
+
 def test_drafts(vllm, dense_pages):
     """Drafts are verified by the decode plan. Other tokens overwrite those that are rejected."""
     e = Engine(vllm, drafts=3)

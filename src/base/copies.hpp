@@ -1,0 +1,81 @@
+// The exact copies of an engine's newest blocks (kvant/pages.hpp): which pages have one, whose copy makes room, and the
+// table from a block to its copy. Host and device follow the same rules, so that both keep the same copies.
+#pragma once
+
+#include <cstdint>
+
+#include "base/config.hpp"
+#include "base/pages.hpp"
+
+KVANT_NAMESPACE_BEGIN(base)
+
+/// Copies that a sequence has at most: of the tail, of the page that is being filled, and of the page that left last.
+KVANT_HD constexpr std::int32_t copies_of_sequence(std::int32_t tail_pages) noexcept {
+  return tail_pages + 2;
+}
+
+// The pages of a sequence that have copies in a step: [begin, end). Those from `begun` on get their first position in
+// this step, and with it a copy. An older page has its copy from an earlier step, or none. `exact`: the first page that
+// this step's queries are to read exactly.
+struct CopiedPages {
+  std::int32_t begin, end, begun, exact;
+};
+KVANT_HD constexpr CopiedPages copied_pages(std::int32_t length, std::int32_t q_len, std::int32_t tail_pages) noexcept {
+  const ExactEnds<std::int32_t> ends{0, tail_pages};
+  CopiedPages p{};
+  p.begin = ends.tail_begin(length - kPageTokens);
+  p.end = pages_for(length);
+  p.begun = pages_for(length - q_len);
+  p.exact = ends.tail_begin(exact_length(length, q_len));
+  return p;
+}
+
+// Who makes room: the copy with the highest age, then the one with the lowest number. An age is the number of steps
+// since a step had the page among its copied ones.
+inline constexpr std::uint32_t kAgeOfUnused = 255, kMostAge = 254;
+KVANT_HD constexpr std::uint32_t copy_age(std::int32_t block, std::uint32_t used, std::uint32_t step) noexcept {
+  if (block < 0) return kAgeOfUnused;
+  return step - used < kMostAge ? step - used : kMostAge;
+}
+
+struct alignas(8) CopyEntry {
+  std::int32_t block;  // -1: the end of a search
+  std::int32_t copy;   // below 0: the block has none any more
+};
+
+// Open addressing; at most half full. Made anew in each step.
+struct CopyTable {
+  CopyEntry* entries = nullptr;  // null: there are no copies
+  std::uint32_t mask = 0;
+
+  [[nodiscard]] KVANT_HD CopyEntry load(std::uint32_t at) const noexcept {
+#if defined(__CUDA_ARCH__)
+    const int2 x = __ldcg(reinterpret_cast<const int2*>(entries + at));  // launches before may have changed it
+    return {x.x, x.y};
+#else
+    return entries[at];
+#endif
+  }
+  [[nodiscard]] KVANT_HD std::uint32_t first(std::int32_t block) const noexcept {
+    const std::uint32_t x = static_cast<std::uint32_t>(block) * 0x9E3779B1u;
+    return (x ^ (x >> 16)) & mask;
+  }
+  /// The place of a block's entry, or of the end of the search. `block` is 0 or more.
+  [[nodiscard]] KVANT_HD std::uint32_t place(std::int32_t block) const noexcept {
+    std::uint32_t at = first(block);
+    for (CopyEntry e = load(at); e.block != block && e.block >= 0; e = load(at)) at = (at + 1) & mask;
+    return at;
+  }
+  /// Below 0: no copy. `block` is 0 or more.
+  [[nodiscard]] KVANT_HD std::int32_t find(std::int32_t block) const noexcept {
+    return load(place(block)).copy;
+  }
+};
+/// Entries for so many blocks: a power of two.
+constexpr std::uint32_t copy_table_entries(std::uint64_t blocks) noexcept {
+  std::uint32_t entries = 64;
+  while (entries < 2 * blocks) entries *= 2;
+  return entries;
+}
+
+KVANT_NAMESPACE_END

@@ -1,0 +1,166 @@
+#include "cuda/blocks/tail.hpp"
+
+#include <algorithm>
+
+#include "base/pages.hpp"
+
+namespace kvant::cuda {
+namespace {
+
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+static_assert(base::kAgeOfUnused < kThreads);
+
+// Sums of the block's threads: of those before this one, and of all.
+struct Sum {
+  int before, all;
+};
+__device__ Sum sum_in_order(int x, int* room) {
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  int sum = x;
+#pragma unroll
+  for (int h = 1; h < 32; h *= 2) {
+    const int other = __shfl_up_sync(~0u, sum, h);
+    if (lane >= h) sum += other;
+  }
+  __syncthreads();  // the room may still be read
+  if (lane == 31) room[warp] = sum;
+  __syncthreads();
+  Sum of{sum - x, 0};
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const int other = room[w];
+    if (w < warp) of.before += other;
+    of.all += other;
+  }
+  return of;
+}
+
+// A page of the batch that may have a copy.
+struct Page {
+  enum Kind { none, kept, begins, missing_is_a_miss } kind = none;
+  std::int32_t block = -1;
+};
+// Number `at` of the batch's: a fixed number for each sequence.
+__device__ Page page_of(const BeginStep& step, std::int32_t at) {
+  const std::int32_t each = base::copies_of_sequence(step.tail.pages), i = at / each;
+  if (i >= step.batch) return {};
+  const std::int32_t length = step.seq_lens[i], q_len = step.query_start_loc[i + 1] - step.query_start_loc[i];
+  if (q_len <= 0 || length < q_len || base::pages_for(length) > step.columns) return {};
+  const base::CopiedPages pages = base::copied_pages(length, q_len, step.tail.pages);
+  const std::int32_t p = pages.begin + at % each;
+  if (p >= pages.end) return {};
+  const std::int32_t block = step.block_table[i * step.row_stride + p];
+  if (block < 0) return {};  // a window hides the page
+  return {p >= pages.begun ? Page::begins : p >= pages.exact ? Page::missing_is_a_miss : Page::kept, block};
+}
+
+// The place of a block's entry, which is made if there is none. Many threads at once.
+__device__ std::uint32_t insert(const base::CopyTable& table, std::int32_t block) {
+  std::uint32_t at = table.first(block);
+  for (;; at = (at + 1) & table.mask) {
+    const std::int32_t before = atomicCAS(&table.entries[at].block, -1, block);
+    if (before < 0 || before == block) return at;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) begin_step_kernel(const __grid_constant__ BeginStep step) {
+  __shared__ int room[kWarps];
+  __shared__ int of_age[base::kAgeOfUnused + 1];
+  __shared__ int youngest, left;
+  const TailState& tail = step.tail;
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const std::uint32_t now = __ldcg(tail.step) + 1;
+  const std::int32_t pages = step.batch * base::copies_of_sequence(tail.pages);
+
+  // Copies that the step needs; blocks that want one leave the first page that does in their entry, below 0.
+  const auto mark = [&](std::int32_t at) { return -2 - (pages - at); };
+  bool any = false;
+  for (std::int32_t at = thread; at < pages; at += kThreads) {
+    const Page page = page_of(step, at);
+    if (page.kind == Page::none) continue;
+    std::int32_t copy = tail.table.find(page.block);
+    if (copy >= 0 && page.kind != Page::begins && __ldcg(tail.written + copy) == 0) {
+      tail.forget(page.block);
+      copy = -1;
+    }
+    if (copy >= 0) {
+      tail.copies[copy].used = now;
+    } else if (page.kind == Page::begins) {
+      atomicMin(&tail.table.entries[insert(tail.table, page.block)].copy, mark(at));
+      any = true;
+    } else if (page.kind == Page::missing_is_a_miss) {
+      atomicAdd(tail.misses, 1ull);
+    }
+  }
+  any = __syncthreads_or(any ? 1 : 0) != 0;
+  if (thread == 0) *tail.step = now;
+  if (!any) return;
+
+  int wanted = 0;
+  for (std::int32_t first = 0; first < pages; first += kThreads) {
+    const std::int32_t at = first + thread;
+    const Page page = at < pages ? page_of(step, at) : Page{};
+    const bool wants = page.kind == Page::begins && tail.table.find(page.block) == mark(at);
+    const Sum sum = sum_in_order(wants ? 1 : 0, room);
+    if (wants && wanted + sum.before < tail.count) tail.wanted[wanted + sum.before] = page.block;
+    wanted += sum.all;
+  }
+
+  // Room for them: copies of the highest ages, of the youngest of these ages the first ones.
+  const auto age = [&](const TailCopy& c) { return static_cast<int>(base::copy_age(c.block, c.used, now)); };
+  const auto copy_at = [&](std::int32_t i) {
+    const int2 x = __ldcg(reinterpret_cast<const int2*>(tail.copies + i));
+    return TailCopy{x.x, static_cast<std::uint32_t>(x.y)};
+  };
+  if (thread <= static_cast<std::int32_t>(base::kAgeOfUnused)) of_age[thread] = 0;
+  __syncthreads();
+  for (std::int32_t i = thread; i < tail.count; i += kThreads) atomicAdd(&of_age[age(copy_at(i))], 1);
+  __syncthreads();
+  const int my_age = static_cast<int>(base::kAgeOfUnused) - thread, mine = my_age >= 0 ? of_age[my_age] : 0;
+  const int older = sum_in_order(mine, room).before;
+  if (older < wanted && wanted <= older + mine) youngest = my_age, left = wanted - older;
+  __syncthreads();
+  int of_youngest = 0, given = 0;
+  for (std::int32_t first = 0; first < tail.count; first += kThreads) {
+    const std::int32_t i = first + thread;
+    const int a = i < tail.count ? age(copy_at(i)) : -1;
+    const Sum same = sum_in_order(a == youngest ? 1 : 0, room);
+    const bool gives = a > youngest || (a == youngest && of_youngest + same.before < left);
+    const Sum sum = sum_in_order(gives ? 1 : 0, room);
+    if (gives) {
+      tail.copies[i] = {__ldcg(tail.wanted + given + sum.before), now};
+      tail.written[i] = 0;
+    }
+    of_youngest += same.all;
+    given += sum.all;
+  }
+
+  __syncthreads();
+  for (auto i = static_cast<std::uint32_t>(thread); i <= tail.table.mask; i += kThreads)
+    tail.table.entries[i] = {-1, -1};
+  __syncthreads();
+  for (std::int32_t i = thread; i < tail.count; i += kThreads) {
+    const std::int32_t block = copy_at(i).block;
+    if (block >= 0) tail.table.entries[insert(tail.table, block)].copy = i;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) clear_tail_kernel(const __grid_constant__ TailState tail) {
+  const std::int64_t first = std::int64_t{blockIdx.x} * kThreads + threadIdx.x,
+                     step = std::int64_t{gridDim.x} * kThreads;
+  for (std::int64_t i = first; i < tail.count; i += step) tail.copies[i] = {-1, 0};
+  for (std::int64_t i = first; i <= tail.table.mask; i += step) tail.table.entries[i] = {-1, -1};
+}
+
+}  // namespace
+
+cudaError_t begin_step(const BeginStep& step, cudaStream_t stream) {
+  begin_step_kernel<<<1, kThreads, 0, stream>>>(step);
+  return cudaGetLastError();
+}
+cudaError_t clear_tail(const TailState& tail, cudaStream_t stream) {
+  clear_tail_kernel<<<64, kThreads, 0, stream>>>(tail);
+  return cudaGetLastError();
+}
+
+}  // namespace kvant::cuda

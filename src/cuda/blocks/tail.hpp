@@ -1,0 +1,55 @@
+// Which blocks of an engine have an exact copy, in device memory: the bookkeeping of base/copies.hpp, as
+// core::TailCopies keeps it for host memory.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "base/copies.hpp"
+
+namespace kvant::cuda {
+
+struct alignas(8) TailCopy {
+  std::int32_t block;  // -1: unused
+  std::uint32_t used;  // the newest step that had the block among its copied pages
+};
+
+struct TailState {
+  base::CopyTable table;                 // without entries: there is no tail
+  TailCopy* copies = nullptr;            // [count]
+  std::uint32_t* written = nullptr;      // [count]: not 0: from its first position on
+  std::int32_t* wanted = nullptr;        // [count]: room for a step's blocks
+  std::uint32_t* step = nullptr;         // one: steps so far
+  unsigned long long* misses = nullptr;  // one
+  std::int32_t count = 0;                // of copies
+  std::int32_t pages = 0;                // of a sequence's tail
+
+#if defined(__CUDACC__)
+  __device__ void forget(std::int32_t block) const {
+    if (table.entries == nullptr) return;
+    const std::uint32_t at = table.place(block);
+    const std::int32_t copy = table.load(at).copy;
+    if (copy < 0) return;
+    copies[copy].block = -1;
+    table.entries[at].copy = -1;
+  }
+#endif
+};
+
+// Gives copies to the pages that begin in a step, as core::TailCopies::begin_step does. One block of threads. It begins
+// when all before it in the stream has ended, and lets no launch behind it begin before it has.
+struct BeginStep {
+  TailState tail;
+  const std::int32_t* block_table;
+  std::int64_t row_stride;
+  std::int32_t columns;
+  const std::int32_t* seq_lens;
+  const std::int32_t* query_start_loc;
+  std::int32_t batch;
+};
+cudaError_t begin_step(const BeginStep& step, cudaStream_t stream);
+// Once: all copies unused. The arrays are zeros.
+cudaError_t clear_tail(const TailState& tail, cudaStream_t stream);
+
+}  // namespace kvant::cuda
