@@ -108,7 +108,7 @@ Status HostPagesPlan::set_tables(const StepTables& t, Stream) {
       if (ends.exact(base::exact_length(s.length, s.q_len), page)) {
         if (const std::int32_t copy = tail->copies.find(block); copy >= 0) use[page] = {copy, kExact};
       }
-      keys_[use[page].domain] += std::min<std::int64_t>(kPageTokens, s.cached - page * kPageTokens);
+      keys_[use[page].kind] += std::min<std::int64_t>(kPageTokens, s.cached - page * kPageTokens);
     }
     queries_ += s.q_len;
     rows_ = s.query_begin + s.q_len;

@@ -42,8 +42,8 @@ inline constexpr double kCudaLse = 1e-4;
 /// Weights, and queries beside exact pages, are rounded to bf16 or f16.
 inline constexpr double kCudaPrefill = 8e-3;
 inline constexpr double kCudaPrefillLse = 6e-3;
-/// The same where all keys are exact and loud (|q| |k| = 5.5 D): a bf16 query moves a logit by 4e-3 in root mean square,
-/// and some rows see few keys. Measured: 1.3e-2 in 150 random cases.
+/// The same where all keys are exact and loud (|q| |k| = 5.5 D): a bf16 query moves a logit by 4e-3 in root mean
+/// square, and some rows see few keys. Measured: 1.3e-2 in 150 random cases.
 inline constexpr double kCudaFreshLse = 2.5e-2;
 /// The generic kernel on CUDA: sums in f32, exponentials of 2 to 2^-22. A logit of 100 has steps of 2^-17.
 inline constexpr double kCudaGeneric = 1e-5;
