@@ -27,6 +27,10 @@ macro(kvant_cuda_wide pair head_dim tiles)
   set(kvant_cuda_wide_${pair}_${head_dim} ${tiles})
 endmacro()
 
+macro(kvant_cuda_group pair head_dim tiles)
+  set(kvant_cuda_group_${pair}_${head_dim} ${tiles})
+endmacro()
+
 include(${CMAKE_CURRENT_LIST_DIR}/../src/cuda/instances.cmake)
 
 # The pairs that `wanted` (KVANT_CUDA_PAIRS) asks for, in the order of the list: "default", "all", names of pairs, or
@@ -70,6 +74,10 @@ function(kvant_cuda_kernel_table head_dim pairs result)
           "there is no kernel of four warps with ${tile} tiles, which a plan chooses before it looks for a wide one")
       endif()
       string(APPEND table "      wide_entry<Format::${k}, Format::${v}, ${head_dim}, ${tile}>(),\n")
+    endforeach()
+    string(REPLACE "," ";" group_tiles "${kvant_cuda_group_${pair}_${head_dim}}")
+    foreach(tile IN LISTS group_tiles)
+      string(APPEND table "      group_entry<Format::${k}, Format::${v}, ${head_dim}, ${tile}>(),\n")
     endforeach()
   endforeach()
   string(REGEX REPLACE "\n$" "" table "${table}")

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/decode/choice.hpp"
 #include "cuda/prefill/choice.hpp"
 #include "cuda/prefill_sm80/shape.hpp"
 
@@ -65,6 +66,35 @@ TEST(PrefillChoice, RoundsAreWhole) {
   EXPECT_EQ(time_of_rounds(132, 132, 250), 250);
   EXPECT_EQ(time_of_rounds(133, 132, 250), 500);
   EXPECT_EQ(time_of_rounds(0, 132, 250), 0);
+}
+
+// Kernels of warpgroups: the size of blocks with which all rows take the least time, in blocks of 16 rows of others.
+TEST(GroupChoice, TheLeastTime) {
+  const int sizes[] = {32, 64};
+  const auto choose = [&](std::int64_t rows) {
+    return choose_group(sizes, [&](std::int64_t of) { return (rows + of - 1) / of; });
+  };
+  EXPECT_EQ(choose(17).rows, 32);
+  EXPECT_EQ(choose(32).rows, 32);
+  EXPECT_EQ(choose(32).row_blocks, 2);  // 1.35
+  EXPECT_EQ(choose(33).rows, 64);
+  EXPECT_EQ(choose(64).row_blocks, 3);  // 2.3
+  EXPECT_EQ(choose(65).rows, 32);       // three blocks take less time than two of 64 rows
+  EXPECT_EQ(choose(96).row_blocks, 5);
+  EXPECT_EQ(choose(128).rows, 64);
+  EXPECT_EQ(choose_group({}, [](std::int64_t) { return 1; }).rows, 0);
+}
+
+// Each step to more rows takes at most as long as the next larger number of rows does.
+TEST(GroupChoice, TimesDoNotFall) {
+  const int sizes[] = {32, 64};
+  std::int64_t before = 0;
+  for (std::int64_t rows = kLeastGroupRows; rows < 1000; ++rows) {
+    const std::int64_t now =
+        choose_group(sizes, [&](std::int64_t of) { return 100 * ((rows + of - 1) / of); }).row_blocks;
+    EXPECT_GE(now, before) << rows;
+    before = now;
+  }
 }
 
 // Pieces of shared memory follow each other, aligned for what reads them, and are as large as their content.

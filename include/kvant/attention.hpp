@@ -102,8 +102,9 @@ struct AttentionOptions {
   /// multiplies more than 16 rows with products of bf16 terms: 4e-6 off exact attention over the stored vectors, where
   /// others are 1e-6 off (float formats). All of them are up to 6e-5 off for few rows of tq formats.
   std::string isa{};
-  /// Caches on a device: "decode" (keys split over blocks) or "prefill" (many rows over all keys; weights are rounded
-  /// to f16 or bf16); empty: by the number of rows, and explain() says which and why. Prefill kernels are of two kinds,
+  /// Caches on a device: "decode" (keys split over blocks), "decode_sm90" (the same for several queries; weights are
+  /// rounded to f16; compute capability 9.0) or "prefill" (many rows over all keys; weights are rounded to f16 or
+  /// bf16); empty: by the number of rows, and explain() says which and why. Prefill kernels are of two kinds,
   /// "prefill_sm90" (compute capability 9.0) and "prefill_sm80"; "prefill" takes the first of these that serves.
   /// "generic" takes any pair of formats, decodes its vectors and multiplies in float32: slower than others, and the
   /// only one for f32 and imported formats, and for exact = f32, which have it by themselves.
@@ -125,9 +126,10 @@ class KVANT_API Plan {
   [[nodiscard]] std::int64_t total_queries() const;  ///< rows of q and out
   [[nodiscard]] std::int64_t kv_bytes() const;       ///< cache bytes one run reads in one layer
   [[nodiscard]] const char* isa() const;             ///< "cuda" on a device
-  [[nodiscard]] const char* kernel() const;          ///< on a device "decode", "prefill" or "generic"; else empty
-  [[nodiscard]] int threads() const;                 ///< 0 on a device
-  [[nodiscard]] int splits() const;                  ///< the most splits any row has
+  /// On a device "decode", "decode_sm90", "prefill" or "generic"; else empty.
+  [[nodiscard]] const char* kernel() const;
+  [[nodiscard]] int threads() const;  ///< 0 on a device
+  [[nodiscard]] int splits() const;   ///< the most splits any row has
   [[nodiscard]] const PlanImpl& impl() const { return *impl_; }
   explicit Plan(std::shared_ptr<const PlanImpl> impl) : impl_(std::move(impl)) {}
 

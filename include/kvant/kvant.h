@@ -383,7 +383,7 @@ typedef struct kvant_plan_facts {
   int32_t threads;
   int32_t splits;     /* the most splits any row has */
   const char* isa;    /* a constant; "cuda" on a device, with threads 0 */
-  const char* kernel; /* a constant; on a device "decode", "prefill" or "generic"; "" elsewhere */
+  const char* kernel; /* a constant; on a device "decode", "decode_sm90", "prefill" or "generic"; "" elsewhere */
 } kvant_plan_facts;
 KVANT_C_API kvant_status kvant_plan_describe(const kvant_plan* plan, kvant_plan_facts* facts);
 
@@ -559,7 +559,7 @@ typedef struct kvant_pages_plan_facts {
   size_t struct_size;     /* sizeof(kvant_pages_plan_facts), set by the caller */
   size_t workspace_bytes; /* what kvant_run_options.workspace must hold; 0 in host memory, where it stays NULL */
   const char* isa;        /* a constant; "cuda" on a device, with threads 0 */
-  const char* kernel;     /* a constant; on a device "decode", "prefill" or "generic"; "" elsewhere */
+  const char* kernel;     /* a constant; on a device "decode", "decode_sm90", "prefill" or "generic"; "" elsewhere */
   int32_t threads;
 } kvant_pages_plan_facts;
 KVANT_C_API kvant_status kvant_pages_plan_describe(const kvant_pages_plan* plan, kvant_pages_plan_facts* facts);

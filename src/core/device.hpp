@@ -107,18 +107,20 @@ struct DevicePlanConfig {
 // The names that AttentionOptions::kernel takes. kPrefillKernels: the first of the two kinds after it that serves.
 // kGenericKernels: of any formats, in float32; those of f32 and imported formats have no others.
 inline constexpr const char* kDecodeKernels = "decode";
+inline constexpr const char* kDecodeSm90 = "decode_sm90";
 inline constexpr const char* kPrefillKernels = "prefill";
 inline constexpr const char* kPrefillSm90 = "prefill_sm90";
 inline constexpr const char* kPrefillSm80 = "prefill_sm80";
 inline constexpr const char* kGenericKernels = "generic";
-inline constexpr const char* kKernelNames[] = {kDecodeKernels, kPrefillKernels, kPrefillSm90, kPrefillSm80,
-                                               kGenericKernels};
+inline constexpr const char* kKernelNames[] = {kDecodeKernels, kDecodeSm90,  kPrefillKernels,
+                                               kPrefillSm90,   kPrefillSm80, kGenericKernels};
 
 class DevicePlan {
  public:
   virtual ~DevicePlan() = default;
   [[nodiscard]] virtual std::size_t workspace_bytes() const noexcept = 0;
-  [[nodiscard]] virtual const char* kernel() const noexcept = 0;  // kDecodeKernels, kPrefillKernels or kGenericKernels
+  // kDecodeKernels, kDecodeSm90, kPrefillKernels or kGenericKernels
+  [[nodiscard]] virtual const char* kernel() const noexcept = 0;
   [[nodiscard]] virtual int splits() const noexcept = 0;  // the most shares of one sequence at the planned lengths
   [[nodiscard]] virtual std::string explain() const = 0;  // kernels, tiles, splits, and why; lines
   // Arguments are checked. Tensors, lse, sink_logits and workspace are in device memory.

@@ -43,3 +43,8 @@ kvant_cuda_wide(tq4/tq4 256 2,4)
 kvant_cuda_wide(tq6/tq4 512 1,2,4)
 kvant_cuda_wide(tq4/tq4 512 1,2,4)
 kvant_cuda_wide(tq8/tq8 512 2)
+
+# kvant_cuda_group(KEYS/VALUES HEAD_DIM TILES): besides, kernels whose blocks are warpgroups, for several queries a
+# sequence on compute capability 9.0 (decode/group.cuh): 8 and 16 tiles, which are 32 and 64 rows.
+kvant_cuda_group(tq6/tq4 128 8,16)
+kvant_cuda_group(tq4/tq4 128 8,16)

@@ -241,11 +241,13 @@ Expected GpuWorld::expect(const AttentionOptions& base, const std::vector<float>
   return all;
 }
 
-// Prefill kernels that must serve.
+// Kernels that must serve.
 bool GpuWorld::serves(const std::string& kind) const {
   const WorldSpec& s = host.spec;
   const bool is_dense = s.k == "bf16" || s.k == "f16", same = s.k == s.v;
-  if (s.key_bases || s.value_bases || is_generic_only()) return false;
+  if (is_generic_only()) return false;
+  if (kind == core::kDecodeSm90) return s.head_dim == 128 && (s.k == "tq4" || s.k == "tq6") && s.v == "tq4";
+  if (s.key_bases || s.value_bases) return false;
   const bool padded = cache.impl().stored_dim() != s.head_dim;
   if (kind == core::kPrefillSm90)
     return !padded && s.head_dim <= (is_dense ? 256 : 128) && (same || (s.v == "tq4" && !is_dense));
@@ -273,7 +275,8 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
     return r << "\nlse, against float64 attention over the decoded vectors\n" << got->explain;
   }
   // The other kinds of kernels.
-  const std::pair<const char*, bool> kinds[] = {{core::kPrefillSm90, serves(core::kPrefillSm90)},
+  const std::pair<const char*, bool> kinds[] = {{core::kDecodeSm90, !base.fresh_keys && serves(core::kDecodeSm90)},
+                                                {core::kPrefillSm90, serves(core::kPrefillSm90)},
                                                 {core::kPrefillSm80, serves(core::kPrefillSm80)},
                                                 {core::kGenericKernels, !base.fresh_keys}};
   for (const auto& [kind, must_serve] : kinds) {

@@ -12,9 +12,11 @@ __device__ __forceinline__ int same_in_warp(int x) {
   return __shfl_sync(~0u, x, 0);
 }
 
-template <Format KF, Format VF, int D, int NT, int BW>
+// S: a Shape.
+template <class S>
 struct Attend {
-  using S = Shape<KF, VF, D, NT, BW>;
+  static constexpr Format KF = S::kKeyFormat, VF = S::kValueFormat;
+  static constexpr int D = S::kHeadDim, NT = S::kColumnTiles, BW = S::kBlockWarps;
   static constexpr int R = S::kRows, W = S::kTeam;
 
   static constexpr bool kQueriesInRegisters = is_integer(KF) && NT * kQuerySteps<KF, D> <= 8;
@@ -23,7 +25,7 @@ struct Attend {
   std::byte* shared;
   int lane, g, t, warp, team, member;  // member: of the team
   typename S::Info* info;
-  float o[2 * S::kUnits][NT][2];
+  float o[2 * (S::kByGroup ? Split<S::kExactTeam, D, BW>::kUnits : S::kUnits)][NT][2];
   float m[NT], l[NT];
   std::byte* weights;  // operands of the second product
   float* scratch;      // of the team
@@ -40,8 +42,12 @@ struct Attend {
 
   // --- shared memory ---
   __device__ std::byte* team_memory() const { return shared + S::kShared.teams + team * S::kShared.team.bytes; }
-  __device__ std::byte* key_stage() const { return team_memory() + S::kShared.team.keys; }
-  __device__ std::byte* value_stage() const { return team_memory() + S::kShared.team.values; }
+  __device__ std::byte* key_stage(int stage = 0) const {
+    return team_memory() + S::kShared.team.keys + stage * S::kKeyStage;
+  }
+  __device__ std::byte* value_stage(int stage = 0) const {
+    return team_memory() + S::kShared.team.values + stage * S::Values::kBytes;
+  }
   enum Barrier { kKeys, kValues };
   __device__ void wait(Barrier which, std::uint32_t& phases) const {
     ptx::mbarrier_wait(barrier_at(which), phases >> which & 1);
@@ -113,6 +119,10 @@ struct Attend {
     uint2 pairs[NT][kQueriesInRegisters ? kQuerySteps<KF, D> : 1];
   };
 
+  // Codes of block `block` (64 channels) of this lane's keys, rows g and g + 8 of the member's tile i.
+  template <bool kHalfBlock>
+  __device__ __forceinline__ void load_keys(const std::byte* stage, int i, int block, Sixteen& x, Sixteen& y) const;
+
   // centre[n]: what every score of the page gets in row 4 n + t.
   __device__ __forceinline__ void key_scores(const std::byte* stage, const Registers& held, const float (&centre)[NT],
                                              float (&s)[S::kTokenTiles][NT][2]) const;
@@ -173,11 +183,16 @@ struct Attend {
     }
   }
 
-  // The offset of this lane's four channels, kBytes each, in the row of an octet that is t modulo 4.
-  template <int kBytes, Swap kSwap>
+  // The offset of this lane's channels, kBytes each, in the row of an octet that is t modulo 4.
+  template <int kBytes, Swap kSwap, int kChannels = 4>
   __device__ int lane_offset() const {
-    return (4 * kBytes * g) ^ swap_of_row(kSwap, t);
+    return (kChannels * kBytes * g) ^ swap_of_row(kSwap, t);
   }
+
+  // Codes of `octet` and 2 kPairs channels, from `channel` on for lanes g = 0.
+  template <int kPairs>
+  __device__ __forceinline__ void load_values(const std::byte* stage, int octet, int channel,
+                                              Sixteen (&x)[kPairs]) const;
 
   __device__ void add_values(const std::byte* stage, const Fold& fold);
 
@@ -251,6 +266,19 @@ struct Attend {
       return write_partial<TW>(part);
     }
   }
+
+  // --- by a warpgroup: group.cuh ---
+
+  __device__ __forceinline__ void copy_page(const Part& part, int slot, int stage) const;
+  __device__ __forceinline__ void multiply_keys(std::uint32_t query_operand, const std::uint32_t (&a)[D / 32][4],
+                                                std::int32_t (&c)[4 * NT]) const;
+  __device__ __forceinline__ void find_group_centres(const Part& part, const Slots& slots, int first,
+                                                     std::uint32_t query_operand) const;
+  __device__ __forceinline__ void group_scores(const std::int32_t (&c)[4 * NT], const std::byte* scales, bool centred,
+                                               int number, float (&s)[1][NT][2]) const;
+  __device__ __forceinline__ void store_group_weights(std::byte* to, const int (&places)[2], const float (&e)[NT][2],
+                                                      const float (&v)[2]) const;
+  __device__ __forceinline__ bool group_part(const Part& part, Slots slots);
 
   // --- the line of work: place.cuh ---
 

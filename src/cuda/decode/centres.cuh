@@ -10,8 +10,8 @@
 
 namespace kvant::cuda {
 
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ void Attend<KF, VF, D, NT, BW>::prefetch_centre(const Part& part, int slot) const {
+template <class S>
+__device__ void Attend<S>::prefetch_centre(const Part& part, int slot) const {
   if (slot < 0) return;
   const std::byte* centre = encoded_block(part, slot >> kSlotShift) + p.cache.encoded_layout.code_bytes;
   ptx::prefetch(centre);
@@ -51,9 +51,9 @@ __device__ __forceinline__ void centre_halves(const Sixteen& x, int i, std::uint
   first = half(i % 2 * 2), second = half(i % 2 * 2 + 1);
 }
 
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::find_centres(const Part& part, const Slots& slots, int first,
-                                                                        const Registers& held, Centres& centres) const {
+template <class S>
+__device__ __forceinline__ void Attend<S>::find_centres(const Part& part, const Slots& slots, int first,
+                                                        const Registers& held, Centres& centres) const {
   if constexpr (S::kTakesCentres) {
     constexpr Format kFormat = codec::kCentreFormat;
     // All sixteen are in one half of the table, which begins at a multiple of 32.
@@ -140,9 +140,8 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::find_centres(const Pa
   }
 }
 
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::centre_of(const Centres& centres, int number,
-                                                                     float (&centre)[NT]) const {
+template <class S>
+__device__ __forceinline__ void Attend<S>::centre_of(const Centres& centres, int number, float (&centre)[NT]) const {
 #pragma unroll
   for (int n = 0; n < NT; ++n)
     centre[n] = __shfl_sync(~0u, number < 8 ? centres.of[0][n] : centres.of[1][n], 4 * (number % 8) + t);

@@ -16,6 +16,9 @@ inline constexpr int kWarps = kAttendWarps, kWideWarps = 8;  // of a block, and 
 constexpr int most_blocks(int column_tiles, int channels) {
   return column_tiles == 1 ? 4 : column_tiles == 2 || channels <= 64 ? 3 : 2;
 }
+// The same for kernels of a warpgroup. With three blocks of 32 rows, one may find no room beside the previous launch's
+// merge, and comes when others have ended (docs/lab/cuda-decode.md).
+inline constexpr int kGroupBlocks = 2;
 // Threads that a wide kernel is compiled for, more than it has: so many that each gets 128, 168 or 255 registers. With
 // 128 for eight rows at D = 512 it spilled little, but took 0.5 us longer; what is left finds room for a block of the
 // merge before.
@@ -30,6 +33,7 @@ inline constexpr bool kOverlaps = true;  // launches overlap (ptx::wait_prerequi
 #else
 inline constexpr bool kOverlaps = false;
 #endif
+inline constexpr int kGroupCentres = 32;       // that a warpgroup multiplies with queries at a time
 inline constexpr float kTopWeight = 32639.0f;  // 127 * 256 + 127
 
 // Warps of a team: as many as keep a page's bytes for each warp near 8 KiB and the channels of each at 128, of sixteen
@@ -89,14 +93,18 @@ struct Part {
 // after that launch. The state is in shared memory, not in a register that lives as long as the loop over parts.
 inline constexpr int kGuessed = 0, kBegun = 1, kSettled = 2;
 
-template <Format KF, Format VF, int D, int NT, int BW>
-struct Shape : Split<team_warps(KF, VF, D, NT), D, BW> {
+// kGroup: all four warps are one team, whose products are a warpgroup's (group.cuh).
+template <Format KF, Format VF, int D, int NT, int BW, bool kGroup = false>
+struct Shape : Split<kGroup ? kWarps : team_warps(KF, VF, D, NT), D, BW> {
+  static constexpr Format kKeyFormat = KF, kValueFormat = VF;
+  static constexpr int kHeadDim = D, kColumnTiles = NT, kBlockWarps = BW;
   static constexpr int kThreads = 32 * BW;
-  static constexpr bool kWide = BW > kWarps;
+  static constexpr bool kWide = BW > kWarps, kByGroup = kGroup;
   static constexpr codec::PageLayout kLayout = codec::page_layout(KF, VF, D);
   static constexpr codec::PageLayout kExactLayout = codec::page_layout(Format::f16, Format::f16, D);  // or bf16
   static constexpr int kRows = 4 * NT;
-  static constexpr int kTeam = team_warps(KF, VF, D, NT), kTeams = BW / kTeam;
+  static constexpr int kTeam = kGroup ? kWarps : team_warps(KF, VF, D, NT), kTeams = BW / kTeam;
+  static constexpr int kStages = kGroup ? 2 : 1;  // of pages
   using Keys = StagedSide<KF, D, false>;
   using Values = StagedSide<VF, D, true>;
   static constexpr int kKeyGroups = side_scale_groups(KF, D);
@@ -107,7 +115,8 @@ struct Shape : Split<team_warps(KF, VF, D, NT), D, BW> {
   // Probabilities: [column][64 tokens], bytes or halves; rows padded against bank conflicts.
   static constexpr int kColumnBytes = is_integer(VF) ? 96 : 192;
   static constexpr int kPBytes = 2 * kRows * kColumnBytes;
-  static constexpr int kTeamP = kPGroups * kPBytes;
+  // A warpgroup's are halves: two pages' [64 tokens][rows].
+  static constexpr int kTeamP = kGroup ? 2 * kPageTokens * kRows * 2 : kPGroups * kPBytes;
   static constexpr bool kTakesCentres = codec::takes_centre(KF);
   static constexpr bool kHasExact = !(is_half(KF) && is_half(VF));  // dense caches have one domain
   // Queries: operand pairs [NT][step][32 lanes] of 8 bytes.
@@ -130,7 +139,10 @@ struct Shape : Split<team_warps(KF, VF, D, NT), D, BW> {
     Window window;
   };
 
-  static constexpr int kBarriers = 2;  // of a team: keys, values
+  static constexpr int kBarriers = kGroup ? 0 : 2;  // of a team: keys, values
+  // A warpgroup's scratch: what group.cuh says.
+  static constexpr int kGroupScratch =
+      (kWarps + 4) * kRows * 4 + 32 * kWarps * NT * 4 + 2 * kWarps * 4 + kGroupCentres * kRows * 4;
   static constexpr int kCombine = kTeams > 1 ? kTeams* kRows* D * 4 : 0;
   static constexpr int kExactTeam = exact_team_warps(D), kExactTeams = BW / kExactTeam;
   static constexpr int kExactKeyRow = padded_row(8 * D, 64), kExactValueRow = padded_row(16 * D, 64);
@@ -141,10 +153,13 @@ struct Shape : Split<team_warps(KF, VF, D, NT), D, BW> {
       .exact_queries = kHasExact ? kExactQueries : 0,
       .teams = kTeams,
       .barriers = kBarriers,
-      .keys = kKeyStage,
-      .values = Values::kBytes,
+      .keys = kStages * kKeyStage,
+      .values = kStages * Values::kBytes,
       .weights = kTeamP,
-      .scratch = kTeam > 1 ? kTeam* kRows* kPGroups * 4 : 0,
+      .weights_alignment = kGroup ? 16 * kRows : 1,
+      .scratch = kGroup      ? kGroupScratch
+                 : kTeam > 1 ? kTeam* kRows* kPGroups * 4
+                             : 0,
       .sums = kCombine,
       .exact_teams = kExactTeams,
       .exact_half = 8 * kExactKeyRow > 4 * kExactValueRow ? 8 * kExactKeyRow : 4 * kExactValueRow,

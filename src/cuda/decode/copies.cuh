@@ -6,10 +6,9 @@
 namespace kvant::cuda {
 
 // The warps of a team share the eight rows of a plane.
-template <Format KF, Format VF, int D, int NT, int BW>
+template <class S>
 template <class Side>
-__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::copy_side(std::byte* to, const std::byte* from,
-                                                                     std::uint32_t plane1) const {
+__device__ __forceinline__ void Attend<S>::copy_side(std::byte* to, const std::byte* from, std::uint32_t plane1) const {
   constexpr int kRows = 8 / W;
   copy_rows<kRows, Side::row_bytes(0), Side::stride(0), Side::swap(0)>(to, from, kRows * member, lane, key_constants);
   if constexpr (Side::kPlanes == 2) {
@@ -18,8 +17,8 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::copy_side(std::byte* 
   }
 }
 
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ void Attend<KF, VF, D, NT, BW>::copy_keys(const Part& part, int slot) const {
+template <class S>
+__device__ void Attend<S>::copy_keys(const Part& part, int slot) const {
   using Keys = typename S::Keys;
   constexpr std::uint32_t kPlane1 = S::kLayout.k.plane_offset[1];
   const std::uint32_t barrier = barrier_at(kKeys);
@@ -42,8 +41,8 @@ __device__ void Attend<KF, VF, D, NT, BW>::copy_keys(const Part& part, int slot)
   ptx::mbarrier_arrive_copies(barrier);
 }
 
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ void Attend<KF, VF, D, NT, BW>::copy_values(const Part& part, int slot) const {
+template <class S>
+__device__ void Attend<S>::copy_values(const Part& part, int slot) const {
   using Values = typename S::Values;
   const std::uint32_t barrier = barrier_at(kValues);
   if (slot < 0) return ptx::mbarrier_arrive(barrier);
@@ -55,9 +54,8 @@ __device__ void Attend<KF, VF, D, NT, BW>::copy_values(const Part& part, int slo
 
 // Half a side of an exact page: tokens 0 to 3 or 4 to 7 of every octet of the keys (0, 1), octets 0 to 3 or 4 to 7 of
 // the values (2, 3). By all warps of the team.
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::copy_exact(std::byte* to, const std::byte* block,
-                                                                      int half) const {
+template <class S>
+__device__ __forceinline__ void Attend<S>::copy_exact(std::byte* to, const std::byte* block, int half) const {
   constexpr int TW = S::kExactTeam;
   constexpr std::uint32_t kValues = S::kExactLayout.v.plane_offset[0];
   const int member = warp % TW;

@@ -8,8 +8,8 @@ namespace kvant::cuda {
 // A page's four halves pass through the stages in turn; each makes room for the one that is as many later, of this page
 // or the next. Little code, since a block with exact pages is what a launch waits for while its code comes from memory
 // (docs/lab/cuda-decode.md); but one loop over all four halves has too much to hold in registers.
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::exact_pages(const Part& part) {
+template <class S>
+__device__ __forceinline__ void Attend<S>::exact_pages(const Part& part) {
   constexpr int TW = S::kExactTeam;
   using L = Split<TW, D, BW>;
   const int stages = p.exact_stages;

@@ -14,6 +14,7 @@
 #include "cuda/decode/centres.cuh"
 #include "cuda/decode/copies.cuh"
 #include "cuda/decode/exact_pages.cuh"
+#include "cuda/decode/group.cuh"
 #include "cuda/decode/pages.cuh"
 #include "cuda/decode/partial.cuh"
 #include "cuda/decode/place.cuh"
@@ -25,8 +26,8 @@
 
 namespace kvant::cuda {
 
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ void Attend<KF, VF, D, NT, BW>::run() {
+template <class S>
+__device__ void Attend<S>::run() {
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < S::kTeams * S::kBarriers; ++i) {
@@ -89,20 +90,29 @@ __device__ void Attend<KF, VF, D, NT, BW>::run() {
         scratch = reinterpret_cast<float*>(team_memory() + S::kShared.team.scratch);
         // The first pages are on their way while queries are read and rotated, unless these need the stages' memory;
         // queries are requested together with the page table.
-        const bool early = codec::rotation_shape(D).paley == 1 && p.k_basis.kind != BasisKind::calibrated;
+        const bool early =
+            !S::kByGroup && codec::rotation_shape(D).paley == 1 && p.k_basis.kind != BasisKind::calibrated;
         const core::PageRef here = page_ref<W>(part, lane), next = page_ref<W>(part, 32 + lane);
         RawQuery raw;
         ask_for_rows(part, raw);
         const Slots slots{0, slot_of<W>(part, lane, here), slot_of<W>(part, 32 + lane, next)};
-        if (early) first_pages(part, slots);
+        if constexpr (!S::kByGroup) {
+          if (early) first_pages(part, slots);
+        }
         if (is_centred()) prefetch_centre(part, slots.here), prefetch_centre(part, slots.next);
         load_queries<KF>(part, raw, true, KF == Format::bf16);
+        if constexpr (S::kByGroup) ptx::fence_for_products();
         __syncthreads();
-        if (!early) first_pages(part, slots);
-        clear();
-        encoded_pages(part, slots, phases);
+        if constexpr (S::kByGroup) {
+          last = group_part(part, slots);
+          continue;
+        } else {
+          if (!early) first_pages(part, slots);
+          clear();
+          encoded_pages(part, slots, phases);
+        }
       }
-      last = partial_of<W>(part);
+      last = partial_of < S::kByGroup ? S::kExactTeam : W > (part);
     }
   } while (!last);
 }
@@ -118,14 +128,24 @@ template <Format KF, Format VF, int D, int NT>
 __global__ void __launch_bounds__(32 * kWarps, kBlocks<KF, VF, D, NT>)
     attend_kernel(const __grid_constant__ AttendParams p) {
   extern __shared__ __align__(128) std::byte memory[];
-  Attend<KF, VF, D, NT, kWarps>(p, memory).run();
+  Attend<Shape<KF, VF, D, NT, kWarps>>(p, memory).run();
+}
+
+// For several queries a sequence: a block is a warpgroup. Empty in code for other devices than Hopper.
+template <Format KF, Format VF, int D, int NT>
+__global__ void __launch_bounds__(32 * kWarps, kGroupBlocks)
+    group_attend_kernel(const __grid_constant__ AttendParams p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) std::byte group_memory[];
+  Attend<Shape<KF, VF, D, NT, kWarps, true>>(p, group_memory).run();
+#endif
 }
 
 // For short work: one block a multiprocessor, bound to the registers that the kernels of four warps are bound to.
 template <Format KF, Format VF, int D, int NT, int BW>
 __global__ void __launch_bounds__(wide_bound(NT, BW), 1) wide_attend_kernel(const __grid_constant__ AttendParams p) {
   extern __shared__ __align__(128) std::byte memory[];
-  Attend<KF, VF, D, NT, BW>(p, memory).run();
+  Attend<Shape<KF, VF, D, NT, BW>>(p, memory).run();
 }
 
 }  // namespace kvant::cuda

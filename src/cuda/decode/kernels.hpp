@@ -21,6 +21,7 @@ struct AttendKernel {
   std::array<int, 3> shared_bytes;  // dynamic, of a block: with 1, 2 and 4 stages for exact pages
   int team;                         // warps that share a page
   int teams;                        // of a block
+  bool by_group;                    // a block is a warpgroup: for several queries, on Hopper (decode/group.cuh)
   [[nodiscard]] constexpr int warps() const { return team * teams; }
   [[nodiscard]] constexpr bool is_wide() const { return warps() > kAttendWarps; }  // for short work
 };

@@ -6,9 +6,9 @@
 namespace kvant::cuda {
 
 // The entry of the page table; none past the end.
-template <Format KF, Format VF, int D, int NT, int BW>
+template <class S>
 template <int TW>
-__device__ core::PageRef Attend<KF, VF, D, NT, BW>::page_ref(const Part& part, int number) const {
+__device__ core::PageRef Attend<S>::page_ref(const Part& part, int number) const {
   if (part.use_begin + warp / TW + BW / TW * number >= part.use_end) return {-1, -1};
   // One load of both.
   const int2 ref = *reinterpret_cast<const int2*>(page_ref_at(part, page_at<TW>(part, number)));
@@ -16,16 +16,16 @@ __device__ core::PageRef Attend<KF, VF, D, NT, BW>::page_ref(const Part& part, i
 }
 
 // The page table's lines that the part begins with, to the L2 cache.
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ void Attend<KF, VF, D, NT, BW>::prefetch_refs(const Part& part) const {
+template <class S>
+__device__ void Attend<S>::prefetch_refs(const Part& part) const {
   const int use = part.use_begin + static_cast<int>(threadIdx.x);
   if (use >= part.use_end) return;
   ptx::prefetch(page_ref_at(part, part.runs.page(use)));
 }
 
-template <Format KF, Format VF, int D, int NT, int BW>
+template <class S>
 template <int TW>
-__device__ int Attend<KF, VF, D, NT, BW>::slot_of(const Part& part, int number, core::PageRef ref) const {
+__device__ int Attend<S>::slot_of(const Part& part, int number, core::PageRef ref) const {
   const int page = page_at<TW>(part, number);
   const bool exact = reads_exact(p.cache, part.length, part.q_len, page, ref);
   const int slot = exact ? ref.exact : ref.encoded;
@@ -39,8 +39,8 @@ __device__ int Attend<KF, VF, D, NT, BW>::slot_of(const Part& part, int number, 
   return slot << kSlotShift | (is_full ? p.seen_flags[part.domain] : 0);
 }
 
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ void Attend<KF, VF, D, NT, BW>::encoded_pages(const Part& part, Slots slots, std::uint32_t& phases) {
+template <class S>
+__device__ void Attend<S>::encoded_pages(const Part& part, Slots slots, std::uint32_t& phases) {
   const int pages = count_pages<W>(part);
   int slot = slot_at(slots, 0);
   Registers held;

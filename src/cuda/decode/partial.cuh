@@ -6,9 +6,9 @@
 namespace kvant::cuda {
 
 // The teams' sums together, in team order, and to global memory. Returns is_last().
-template <Format KF, Format VF, int D, int NT, int BW>
+template <class S>
 template <int TW>
-__device__ bool Attend<KF, VF, D, NT, BW>::write_partial(const Part& part) {
+__device__ bool Attend<S>::write_partial(const Part& part) {
   using L = Split<TW, D, BW>;
   const int team = warp / TW, member = warp % TW;
   __syncthreads();
@@ -53,8 +53,8 @@ __device__ bool Attend<KF, VF, D, NT, BW>::write_partial(const Part& part) {
 }
 
 // The parts of a partial beside its sums: maxima, divisors, and where the merge finds it. Returns is_last().
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ __forceinline__ bool Attend<KF, VF, D, NT, BW>::end_partial(const Part& part) {
+template <class S>
+__device__ __forceinline__ bool Attend<S>::end_partial(const Part& part) {
   if (threadIdx.x < R) {
     const int r = threadIdx.x;
     float top = kLowest;

@@ -6,8 +6,8 @@
 namespace kvant::cuda {
 
 // Keys that every row of the part sees, a mask tensor aside.
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ void Attend<KF, VF, D, NT, BW>::set_seen_by_all(Part& part) const {
+template <class S>
+__device__ void Attend<S>::set_seen_by_all(Part& part) const {
   part.all_begin = static_cast<int>(p.mask.first_key);
   const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
   const int first = part.row_block == 0 ? 0 : part.row_block * R / p.group;
@@ -20,8 +20,8 @@ __device__ void Attend<KF, VF, D, NT, BW>::set_seen_by_all(Part& part) const {
 }
 
 // The block's item of the line of work, by its first warp. Where there is none, nothing is `left`.
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ void Attend<KF, VF, D, NT, BW>::begin_line() const {
+template <class S>
+__device__ void Attend<S>::begin_line() const {
   const Line line = make_line(p, sum_costs(p, info->window));
   const int item = static_cast<int>(blockIdx.x);
   LinePlace place{};
@@ -42,8 +42,8 @@ __device__ void Attend<KF, VF, D, NT, BW>::begin_line() const {
 }
 
 // The next part of the block's work, by its first warp; no partial where there is none.
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ void Attend<KF, VF, D, NT, BW>::next_part() const {
+template <class S>
+__device__ void Attend<S>::next_part() const {
   LinePlace place = info->place;
   __syncwarp();
   if (place.left == 0) {
@@ -59,8 +59,8 @@ __device__ void Attend<KF, VF, D, NT, BW>::next_part() const {
 }
 
 // Where the merge finds the partials of the part's row block: [exact first, exact last, encoded first, encoded last].
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ void Attend<KF, VF, D, NT, BW>::publish(const Part& part) const {
+template <class S>
+__device__ void Attend<S>::publish(const Part& part) const {
   int* found = p.segments + 4 * static_cast<std::ptrdiff_t>(
                                     (part.entry * p.cache.kv_heads + part.kv_head) * p.row_blocks + part.row_block);
   const int bounds = part.domain == core::kExact ? 0 : 2;
@@ -69,9 +69,9 @@ __device__ void Attend<KF, VF, D, NT, BW>::publish(const Part& part) const {
   if ((part.ends & (kBegins | kAlone)) == (kBegins | kAlone)) found[bounds ^ 2] = 0, found[(bounds ^ 2) + 1] = -1;
 }
 
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ void Attend<KF, VF, D, NT, BW>::describe(Part& part, LinePlace place, const SequenceCost& cost,
-                                                    const BatchEntry& batch, int length) const {
+template <class S>
+__device__ void Attend<S>::describe(Part& part, LinePlace place, const SequenceCost& cost, const BatchEntry& batch,
+                                    int length) const {
   part.entry = place.entry, part.batch = batch, part.length = length, part.q_len = batch.q_len;
   part.kv_head = place.kv_head, part.row_block = place.row_block;
   const int offset = place.offset, segment = cost.segment();

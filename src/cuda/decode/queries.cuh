@@ -5,9 +5,8 @@
 
 namespace kvant::cuda {
 
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::ask_for_row(const Part& part, int r,
-                                                                       std::uint32_t (&bits)[D / 32]) const {
+template <class S>
+__device__ __forceinline__ void Attend<S>::ask_for_row(const Part& part, int r, std::uint32_t (&bits)[D / 32]) const {
   int q_head;
   const int query = R % BW != 0 && r >= R ? -1 : query_of(part, r, q_head);
   if (query < 0) {
@@ -51,9 +50,9 @@ __device__ __forceinline__ float query_to_basis(const DeviceBasis& basis, std::s
 }
 
 // Rows of the block into `info` and the operand layout of `F`, in the basis of encoded keys or as given.
-template <Format KF, Format VF, int D, int NT, int BW>
+template <class S>
 template <Format F>
-__device__ void Attend<KF, VF, D, NT, BW>::load_queries(const Part& part, RawQuery& raw, bool encoded, bool bf16) {
+__device__ void Attend<S>::load_queries(const Part& part, RawQuery& raw, bool encoded, bool bf16) {
   const DeviceBasis& basis = p.k_basis;
   const std::size_t at = static_cast<std::size_t>(p.layer * p.cache.kv_heads + part.kv_head);
   float* room = reinterpret_cast<float*>(shared + S::kShared.exact) + warp * D;  // the rings are idle
@@ -84,9 +83,16 @@ __device__ void Attend<KF, VF, D, NT, BW>::load_queries(const Part& part, RawQue
     const float unit = is_integer(F) ? largest / kTopWeight : largest;
     const float inverse = unit > 1e-37f ? 1.0f / unit : 0.0f;
     std::byte* operands = shared + S::kShared.queries + r / 4 * kQuerySteps<F, D> * 256;
-    const auto place_at = [&](int i) {  // of element lane + 32 i, high digit: in column 2 r
+    // The place of element lane + 32 i: its high digit is in column 2 r, the low one in the next column.
+    constexpr bool kByRows = S::kByGroup && is_integer(F);  // a warpgroup's operand has rows of columns, swizzled
+    const auto place_at = [&](int i, int digit = 0) {
       const QueryPlace place = query_place<F, D>(lane + 32 * i);
-      return operands + place.step * 256 + (2 * (r % 4) * 4 + place.t) * 8 + place.place * (is_integer(F) ? 1 : 2);
+      if constexpr (kByRows) {
+        const int column = 2 * r + digit, piece = 2 * place.step + place.place / 4;
+        return shared + S::kShared.queries + column * D + ((piece ^ (column & 7)) * 16 + 4 * place.t + place.place % 4);
+      }
+      return operands + place.step * 256 + (2 * (r % 4) * 4 + place.t) * 8 + place.place * (is_integer(F) ? 1 : 2) +
+             32 * digit;
     };
     if constexpr (is_integer(F)) {
       // Sums with 1.5 2^23 have the integer in their last bits. 128 more make byte 1 the nearest multiple of 256, and
@@ -101,12 +107,12 @@ __device__ void Attend<KF, VF, D, NT, BW>::load_queries(const Part& part, RawQue
         const int group = S::kSumGroups > 1 ? i / 4 : 0;
         sums[group][0] = __dp4a(static_cast<int>(digits), 0x01010000, sums[group][0]);
         sums[group][1] = __dp4a(static_cast<int>(digits), 0x00000101, sums[group][1]);
-        std::byte* to = place_at(i);
-        to[0] = static_cast<std::byte>(digits >> 16 & 0xFFu), to[32] = static_cast<std::byte>(digits & 0xFFu);
-        if (i + 1 < D / 32) {
-          to = place_at(i + 1);
-          to[0] = static_cast<std::byte>(digits >> 24), to[32] = static_cast<std::byte>(digits >> 8 & 0xFFu);
-        }
+        const auto put = [&](int at, std::uint32_t high, std::uint32_t low) {
+          *place_at(at) = static_cast<std::byte>(high & 0xFFu);
+          *place_at(at, 1) = static_cast<std::byte>(low & 0xFFu);
+        };
+        put(i, digits >> 16, digits);
+        if (i + 1 < D / 32) put(i + 1, digits >> 24, digits >> 8);
       }
 #pragma unroll
       for (int i = 0; i < S::kSumGroups; ++i) {

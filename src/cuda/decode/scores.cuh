@@ -5,11 +5,33 @@
 
 namespace kvant::cuda {
 
+template <class S>
+template <bool kHalfBlock>
+__device__ __forceinline__ void Attend<S>::load_keys(const std::byte* stage, int i, int block, Sixteen& x,
+                                                     Sixteen& y) const {
+  using Keys = typename S::Keys;
+  const int token = S::kTokens * member + 2 * i;  // of octet g
+  const std::byte* rows[2][2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int plane = 0; plane < 2; ++plane) {
+      const int at = plane < Keys::kPlanes ? plane : 0;
+      rows[h][plane] = stage + Keys::offset(at) + g * Keys::stride(at) + (token + h) * (Keys::row_bytes(at) / 8);
+      // In this quarter of 64 bytes: known once loops are unrolled, since a member's tokens begin at a multiple of 64.
+      const int quarter = (2 * i + h) * (Keys::row_bytes(at) / 8) / 16 + block * Keys::bits(at) / 2;
+      rows[h][plane] += Keys::shift(at, g, quarter % 4);
+    }
+  }
+  x = load_key_codes<KF, kHalfBlock>(rows[0], block, t, key_constants);
+  y = load_key_codes<KF, kHalfBlock>(rows[1], block, t, key_constants);
+}
+
 // Scores in log2 units, scaled, of this lane's tokens (tile i, row half h). Encoded pages.
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::key_scores(const std::byte* stage, const Registers& held,
-                                                                      const float (&centre)[NT],
-                                                                      float (&s)[S::kTokenTiles][NT][2]) const {
+template <class S>
+__device__ __forceinline__ void Attend<S>::key_scores(const std::byte* stage, const Registers& held,
+                                                      const float (&centre)[NT],
+                                                      float (&s)[S::kTokenTiles][NT][2]) const {
   using Keys = typename S::Keys;
   const std::byte* scales = stage + Keys::kBytes;
   if constexpr (is_integer(KF)) {
@@ -39,23 +61,8 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::key_scores(const std:
           }
 #pragma unroll
           for (int i = 0; i < kTiles; ++i) {
-            const int token = S::kTokens * member + 2 * (first + i);  // of octet g
-            const std::byte* rows[2][2];
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-#pragma unroll
-              for (int plane = 0; plane < 2; ++plane) {
-                const int at = plane < Keys::kPlanes ? plane : 0;
-                rows[h][plane] =
-                    stage + Keys::offset(at) + g * Keys::stride(at) + (token + h) * (Keys::row_bytes(at) / 8);
-                // In this quarter of 64 bytes: known once loops are unrolled, since a member's tokens begin at a
-                // multiple of 64.
-                const int quarter = (2 * (first + i) + h) * (Keys::row_bytes(at) / 8) / 16 + block * Keys::bits(at) / 2;
-                rows[h][plane] += Keys::shift(at, g, quarter % 4);
-              }
-            }
-            const Sixteen x = load_key_codes<KF, kHalfBlock>(rows[0], block, t, key_constants);
-            const Sixteen y = load_key_codes<KF, kHalfBlock>(rows[1], block, t, key_constants);
+            Sixteen x, y;
+            load_keys<kHalfBlock>(stage, first + i, block, x, y);
 #pragma unroll
             for (int j = 0; j < kSteps; ++j) {
               const std::uint32_t a[4] = {x.first[j], y.first[j], x.second[j], y.second[j]};
@@ -118,8 +125,8 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::key_scores(const std:
   }
 }
 
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ void Attend<KF, VF, D, NT, BW>::fp8_key_product(const std::byte* const (&row)[2], float (&c)[NT][4]) const {
+template <class S>
+__device__ void Attend<S>::fp8_key_product(const std::byte* const (&row)[2], float (&c)[NT][4]) const {
 #pragma unroll
   for (int block = 0; block < (D + 63) / 64; ++block) {
     const bool tail = D % 64 != 0 && block == D / 64;
@@ -146,9 +153,8 @@ __device__ void Attend<KF, VF, D, NT, BW>::fp8_key_product(const std::byte* cons
 }
 
 // Keys of 16-bit floats at row[h], in shared or global memory.
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ void Attend<KF, VF, D, NT, BW>::half_key_product(const std::byte* const (&row)[2], bool bf16,
-                                                            float (&c)[NT][4]) const {
+template <class S>
+__device__ void Attend<S>::half_key_product(const std::byte* const (&row)[2], bool bf16, float (&c)[NT][4]) const {
 #pragma unroll(is_half(KF) ? 4 : 2)
   for (int block = 0; block < D / 32; ++block) {
     std::uint32_t x[4], y[4];

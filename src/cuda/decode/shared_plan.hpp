@@ -17,8 +17,10 @@ struct SharedSizes {
   int info;
   int encoded_queries, exact_queries;  // exact_queries: 0 where no page is exact
   int teams, barriers;                 // barriers: of a team
-  int keys, values, weights, scratch;  // of a team
-  int sums;                            // of all teams when they are added, in the memory of their pages
+  int keys, values, weights;           // of a team
+  int weights_alignment = 1;
+  int scratch;
+  int sums;  // of all teams when they are added, in the memory of their pages
   int exact_teams, exact_half, exact_weights, exact_scratch;
 };
 
@@ -48,12 +50,13 @@ constexpr SharedPlan shared_plan(const SharedSizes& s) {
   constexpr int kLine = 128;  // where pages begin
   const auto most = [](int a, int b) { return a > b ? a : b; };
   SharedPlan plan{};
+  const int line = most(kLine, s.weights_alignment);
   SharedCursor team;
   plan.team.keys = team.take(s.keys);
   plan.team.values = team.take(s.values);
-  plan.team.weights = team.take(s.weights);
+  plan.team.weights = team.take(s.weights, s.weights_alignment);
   plan.team.scratch = team.take(s.scratch);
-  plan.team.bytes = team.take(0, kLine);
+  plan.team.bytes = team.take(0, line);
   const int encoded = most(s.teams * plan.team.bytes, s.sums);
 
   SharedCursor rest;
@@ -68,7 +71,7 @@ constexpr SharedPlan shared_plan(const SharedSizes& s) {
   if (!s.wide) plan.queries = block.take(queries);
   plan.info = block.take(s.info);
   plan.barriers = block.take(8 * s.teams * s.barriers, 16);
-  const int end = block.take(0, kLine);
+  const int end = block.take(0, line);
   if (s.wide) plan.queries = end;
   plan.exact = s.wide ? end + queries : end;
   plan.teams = s.wide ? end + s.encoded_queries : end;

@@ -8,24 +8,28 @@
 
 namespace kvant::cuda {
 
-template <Format KF, Format VF, int D, int NT, int BW>
+template <class S>
 AttendKernel entry_of(void (*kernel)(AttendParams)) {
-  using S = Shape<KF, VF, D, NT, BW>;
-  return {.k = KF,
-          .v = VF,
-          .column_tiles = NT,
+  return {.k = S::kKeyFormat,
+          .v = S::kValueFormat,
+          .column_tiles = S::kColumnTiles,
           .function = reinterpret_cast<const void*>(kernel),
           .shared_bytes = {S::kShared.bytes[0], S::kShared.bytes[1], S::kShared.bytes[2]},
           .team = S::kTeam,
-          .teams = S::kTeams};
+          .teams = S::kTeams,
+          .by_group = S::kByGroup};
 }
 template <Format KF, Format VF, int D, int NT>
 AttendKernel attend_entry() {
-  return entry_of<KF, VF, D, NT, kWarps>(&attend_kernel<KF, VF, D, NT>);
+  return entry_of<Shape<KF, VF, D, NT, kWarps>>(&attend_kernel<KF, VF, D, NT>);
 }
 template <Format KF, Format VF, int D, int NT>
 AttendKernel wide_entry() {
-  return entry_of<KF, VF, D, NT, kWideWarps>(&wide_attend_kernel<KF, VF, D, NT, kWideWarps>);
+  return entry_of<Shape<KF, VF, D, NT, kWideWarps>>(&wide_attend_kernel<KF, VF, D, NT, kWideWarps>);
+}
+template <Format KF, Format VF, int D, int NT>
+AttendKernel group_entry() {
+  return entry_of<Shape<KF, VF, D, NT, kWarps, true>>(&group_attend_kernel<KF, VF, D, NT>);
 }
 
 template <int D>

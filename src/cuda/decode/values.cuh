@@ -5,8 +5,39 @@
 
 namespace kvant::cuda {
 
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ void Attend<KF, VF, D, NT, BW>::add_values(const std::byte* stage, const Fold& fold) {
+template <class S>
+template <int kPairs>
+__device__ __forceinline__ void Attend<S>::load_values(const std::byte* stage, int octet, int channel,
+                                                       Sixteen (&x)[kPairs]) const {
+  using Values = typename S::Values;
+  constexpr int kChannels = 2 * kPairs;
+  if constexpr (codec::format_bits(VF) == 8) {
+    const std::byte* from =
+        stage + octet * Values::stride(0) + lane_offset<4, Values::swap(0), kChannels>() + channel * 4;
+    std::uint32_t first[kChannels], second[kChannels];
+    load_words<4 * kChannels>(from, first);
+    load_words<4 * kChannels>(from + 4 * D, second);
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) x[i / 2].first[i % 2] = first[i], x[i / 2].second[i % 2] = second[i];
+  } else {
+    std::uint32_t low[4], high[2] = {0, 0};
+    constexpr int kLow = Values::bits(0), kHigh = Values::bits(1);  // bytes of a channel, too
+    load_words<kChannels * kLow>(
+        stage + octet * Values::stride(0) + lane_offset<kLow, Values::swap(0), kChannels>() + channel * kLow, low);
+    if constexpr (Values::kPlanes == 2) {
+      load_words<kChannels * kHigh>(stage + Values::offset(1) + octet * Values::stride(1) +
+                                        lane_offset<kHigh, Values::swap(1), kChannels>() + channel * kHigh,
+                                    high);
+      if constexpr (plane_bits(VF, 1) == 1) high[1] = high[0] >> 16;
+    }
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair)
+      x[pair] = unpack<VF>(low + pair * (plane_bits(VF, 0) / 2), high[pair], value_constants);
+  }
+}
+
+template <class S>
+__device__ void Attend<S>::add_values(const std::byte* stage, const Fold& fold) {
   using Values = typename S::Values;
   const int group = S::kPGroups > 1 ? member * S::kChannels / 128 : 0;
   float page[NT];
@@ -37,33 +68,11 @@ __device__ void Attend<KF, VF, D, NT, BW>::add_values(const std::byte* stage, co
       const int channel = member * S::kChannels + 32 * unit;  // of lanes g = 0
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
-        const int octet = 4 * step + t;
-        std::uint32_t first[4], second[4];  // of four channels
-        if constexpr (codec::format_bits(VF) == 8) {
-          const std::byte* from = stage + octet * Values::stride(0) + lane_offset<4, Values::swap(0)>() + channel * 4;
-          load_words<16>(from, first);
-          load_words<16>(from + 4 * D, second);
-        } else {
-          std::uint32_t low[4], high[2] = {0, 0};
-          constexpr int kLow = Values::bits(0), kHigh = Values::bits(1);  // bytes of a channel, too
-          load_words<4 * kLow>(
-              stage + octet * Values::stride(0) + lane_offset<kLow, Values::swap(0)>() + channel * kLow, low);
-          if constexpr (Values::kPlanes == 2) {
-            load_words<4 * kHigh>(stage + Values::offset(1) + octet * Values::stride(1) +
-                                      lane_offset<kHigh, Values::swap(1)>() + channel * kHigh,
-                                  high);
-            if constexpr (plane_bits(VF, 1) == 1) high[1] = high[0] >> 16;
-          }
-#pragma unroll
-          for (int pair = 0; pair < 2; ++pair) {
-            const Sixteen x = unpack<VF>(low + pair * (plane_bits(VF, 0) / 2), high[pair], value_constants);
-            first[2 * pair] = x.first[0], first[2 * pair + 1] = x.first[1];
-            second[2 * pair] = x.second[0], second[2 * pair + 1] = x.second[1];
-          }
-        }
+        Sixteen x[2];
+        load_values(stage, 4 * step + t, channel, x);
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
-          const std::uint32_t a[4] = {first[2 * tile], first[2 * tile + 1], second[2 * tile], second[2 * tile + 1]};
+          const std::uint32_t a[4] = {x[tile].first[0], x[tile].first[1], x[tile].second[0], x[tile].second[1]};
 #pragma unroll
           for (int n = 0; n < NT; ++n) {
             if (step == 0) {
@@ -94,10 +103,10 @@ __device__ void Attend<KF, VF, D, NT, BW>::add_values(const std::byte* stage, co
 
 // Values of 16-bit floats (rows of `row` bytes a token) or e4m3 (of a quad), octets `stride` bytes apart; kSteps times
 // four octets, from 4 `first_step` on.
-template <Format KF, Format VF, int D, int NT, int BW>
+template <class S>
 template <bool kFp8, int kSteps, int TW, Swap kSwap>
-__device__ void Attend<KF, VF, D, NT, BW>::half_values(const std::byte* values, int stride, int row, int first_step,
-                                                       bool bf16, const float (&page)[NT]) {
+__device__ void Attend<S>::half_values(const std::byte* values, int stride, int row, int first_step, bool bf16,
+                                       const float (&page)[NT]) {
   using L = Split<TW, D, BW>;
   const int member = warp % TW;
 #pragma unroll

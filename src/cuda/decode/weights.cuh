@@ -6,9 +6,9 @@
 namespace kvant::cuda {
 
 // Logit transforms of an encoded page that every row sees. Scores in log2 units in and out.
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::transform_seen(const Part& part, int page,
-                                                                          float (&s)[S::kTokenTiles][NT][2]) const {
+template <class S>
+__device__ __forceinline__ void Attend<S>::transform_seen(const Part& part, int page,
+                                                          float (&s)[S::kTokenTiles][NT][2]) const {
   const int first = page * kPageTokens + 8 * g + S::kTokens * member;
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
@@ -33,10 +33,9 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::transform_seen(const 
 
 // Logit transforms and visibility, token by token. Scores in log2 units in and out. Rolled up, through local memory:
 // pages that need this are few, or the mask tensor is what takes the time; unrolled it is a seventh of the kernel.
-template <Format KF, Format VF, int D, int NT, int BW>
+template <class S>
 template <int TW>
-__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::transform(const Part& part, int page,
-                                                                     float (&s)[4 / TW][NT][2]) const {
+__device__ __forceinline__ void Attend<S>::transform(const Part& part, int page, float (&s)[4 / TW][NT][2]) const {
   using L = Split<TW, D, BW>;
   const int member = warp % TW;
   float copy[NT * L::kTokens];
@@ -75,10 +74,10 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::transform(const Part&
 
 // Scores to weights in shared memory, for values of format F; value scales at `scales` (none: null). Exponentials are
 // relative to a reference `m` that moves only when some are large: after the first pages, rarely.
-template <Format KF, Format VF, int D, int NT, int BW>
+template <class S>
 template <Format F, int TW>
-__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::weigh(const float (&s)[4 / TW][NT][2],
-                                                                 const std::byte* scales, bool bf16, Fold& fold) {
+__device__ __forceinline__ void Attend<S>::weigh(const float (&s)[4 / TW][NT][2], const std::byte* scales, bool bf16,
+                                                 Fold& fold) {
   using L = Split<TW, D, BW>;
   const int member = warp % TW;
   constexpr int kGroups = is_half(F) ? 1 : S::kPGroups;
@@ -236,10 +235,10 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::weigh(const float (&s
 }
 
 // w * up of this lane's tokens and row 4 n + t, as digits, to its two columns.
-template <Format KF, Format VF, int D, int NT, int BW>
+template <class S>
 template <Format F, int TW>
-__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::store_weights(const float (&w)[4 / TW][2], float up, int n,
-                                                                         int q, bool bf16) const {
+__device__ __forceinline__ void Attend<S>::store_weights(const float (&w)[4 / TW][2], float up, int n, int q,
+                                                         bool bf16) const {
   using L = Split<TW, D, BW>;
   const int member = warp % TW;
   constexpr int kStride = is_integer(F) ? 96 : 192;

@@ -8,9 +8,9 @@
 namespace kvant::cuda {
 
 // half_key_product of half the channels, in two sums, which do not wait for each other.
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ void Attend<KF, VF, D, NT, BW>::half_key_chains(const std::byte* const (&row)[2], int first, bool bf16,
-                                                           float (&c)[NT][4]) const {
+template <class S>
+__device__ void Attend<S>::half_key_chains(const std::byte* const (&row)[2], int first, bool bf16,
+                                           float (&c)[NT][4]) const {
   float odd[NT][4];
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
@@ -39,8 +39,8 @@ __device__ void Attend<KF, VF, D, NT, BW>::half_key_chains(const std::byte* cons
 
 // Two teams share each page: half the channels of the first product, whose sums they exchange; half the tokens of the
 // second. Between, both have all weights. Other teams, if there are any, only wait.
-template <Format KF, Format VF, int D, int NT, int BW>
-__device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::wide_exact_pages(const Part& part) {
+template <class S>
+__device__ __forceinline__ void Attend<S>::wide_exact_pages(const Part& part) {
   constexpr int TW = S::kExactTeam;
   static_assert(TW == 4 && BW >= 2 * TW && D % 64 == 0);
   const int member = warp % TW, half = warp / TW;
@@ -135,9 +135,9 @@ __device__ __forceinline__ void Attend<KF, VF, D, NT, BW>::wide_exact_pages(cons
 
 // write_partial in which each team finishes a share of the sums: it leaves those of others in shared memory, adds
 // theirs to its own in registers, and writes it from there.
-template <Format KF, Format VF, int D, int NT, int BW>
+template <class S>
 template <int TW>
-__device__ bool Attend<KF, VF, D, NT, BW>::write_wide_partial(const Part& part) {
+__device__ bool Attend<S>::write_wide_partial(const Part& part) {
   using L = Split<TW, D, BW>;
   static_assert(L::kTeams > 1);
   const int team = warp / TW, member = warp % TW;

@@ -5,6 +5,7 @@
 #include <numbers>
 
 #include "core/fmt.hpp"
+#include "cuda/decode/choice.hpp"
 #include "cuda/runtime/built.hpp"
 #include "cuda/runtime/runtime.hpp"
 
@@ -38,10 +39,19 @@ std::size_t aligned(std::size_t bytes) {
 
 // Work of fewer units than this for each block is short.
 constexpr int kShortUnits = 6;
-// And of no more encoded pages than this for each multiprocessor is work for wide kernels.
-constexpr int kWideUnits = 20;
+// And of no more encoded pages than this for each multiprocessor is work for wide kernels, and not for those of
+// warpgroups: with 4 of them and 64 rows these take 47 us instead of 28, with 31 they take 78 instead of 82.
+constexpr std::int64_t kWideUnits = 20;
 // The bytes of pages that a block may read beyond its share, if no block then works across two rows of work.
 constexpr double kRowWorth = 32768;
+
+// The blocks of so many rows that the plan's sequences and kv heads have.
+std::int64_t blocks_of(const core::DevicePlanConfig& config, int group, std::int64_t rows) {
+  std::int64_t blocks = 0;
+  for (const core::DeviceSequence& s : config.sequences)
+    blocks += config.kv_heads * ((std::int64_t{s.q_len} * group + rows - 1) / rows);
+  return blocks;
+}
 
 DeviceBasis device_basis(const BasisArrays& b) {
   return {b.kind, b.center, b.matrix, b.inverse};
@@ -58,11 +68,12 @@ DecodePlan::~DecodePlan() {
 }
 
 // The generic kernel where nothing else reads the cache, or the options ask for it; else perhaps prefill kernels.
-Status DecodePlan::choose_family(const core::DevicePlanConfig& config) {
+// row_blocks: as of choose_prefill.
+Status DecodePlan::choose_family(const core::DevicePlanConfig& config, std::int64_t row_blocks) {
   const std::string& wanted = config.options->kernel;
   const std::string only = generic_only(config, params_.cache);
   is_generic_ = wanted == core::kGenericKernels || !only.empty();
-  if (!is_generic_) return choose_prefill(config);
+  if (!is_generic_) return choose_prefill(config, row_blocks);
   if (!wanted.empty() && wanted != core::kGenericKernels) {
     return {Code::unsupported,
             fmt::format("kernel is \"{}\": with {} the generic kernel alone serves; leave kernel empty", wanted, only)};
@@ -71,14 +82,14 @@ Status DecodePlan::choose_family(const core::DevicePlanConfig& config) {
   return {};
 }
 
-Status DecodePlan::choose_kernel(const core::DevicePlanConfig& config, const DecodeKernels& kernels) {
-  const int group = params_.group;
+Status DecodePlan::choose_kernel(const core::DevicePlanConfig& config, const DecodeKernels& kernels,
+                                 const Group& group) {
   int most_rows = 0;
-  for (const core::DeviceSequence& s : config.sequences) most_rows = std::max(most_rows, s.q_len * group);
+  for (const core::DeviceSequence& s : config.sequences) most_rows = std::max(most_rows, s.q_len * params_.group);
 
   const AttendKernel* best = is_generic_ ? &kernels.generic : nullptr;
   for (const AttendKernel& k : kernels.attend) {
-    if (is_generic_ || k.k != config.k || k.v != config.v || k.is_wide()) continue;
+    if (is_generic_ || k.k != config.k || k.v != config.v || k.is_wide() || k.by_group) continue;
     // The fewest rows that take all of them at once; else the most.
     const auto enough = [&](const AttendKernel& a) { return 4 * a.column_tiles >= most_rows; };
     if (best == nullptr || (enough(k) ? !enough(*best) || k.column_tiles < best->column_tiles
@@ -89,10 +100,63 @@ Status DecodePlan::choose_kernel(const core::DevicePlanConfig& config, const Dec
   if (best == nullptr) return {Code::unsupported, refuse_pair(instances(), {config.k, config.v})};
   attend_ = *best;
   attend_.k = config.k, attend_.v = config.v;
+  if (!is_generic_ && group.kernel != nullptr) {
+    attend_ = *group.kernel;
+    why_ =
+        config.options->kernel == core::kDecodeSm90
+            ? std::string("as asked for")
+            : fmt::format("{} rows take as long as {} row blocks of kernels that have 16", most_rows, group.row_blocks);
+  } else if (config.options->kernel == core::kDecodeSm90) {
+    return {Code::unsupported,
+            fmt::format("kernel is \"{}\": {}; leave kernel empty", config.options->kernel, group.missing)};
+  } else if (why_.empty()) {
+    why_ = group.missing;
+  }
   params_.rows = 4 * attend_.column_tiles;
   params_.row_bits = std::countr_zero(static_cast<unsigned>(params_.rows));
   params_.row_blocks = (most_rows + params_.rows - 1) / params_.rows;
   return {};
+}
+
+// The kernel of warpgroups that takes the least time for all rows, if the options name such kernels or there are enough
+// rows; else why there is none.
+Result<DecodePlan::Group> DecodePlan::find_group(const core::DevicePlanConfig& config,
+                                                 const DecodeKernels& kernels) const {
+  const std::string& wanted = config.options->kernel;
+  Group group;
+  std::int64_t most_rows = 0;
+  for (const core::DeviceSequence& s : config.sequences)
+    most_rows = std::max(most_rows, std::int64_t{s.q_len} * params_.group);
+  std::int64_t pages = 0;
+  for (const core::DeviceSequence& s : config.sequences) {
+    pages += std::int64_t{config.kv_heads} *
+             page_runs(visible_pages(params_, static_cast<int>(s.length), s.q_len), false).total();
+  }
+  const bool is_short = pages <= kWideUnits * store_.limits().multiprocessors;
+  if (wanted != core::kDecodeSm90 && (!wanted.empty() || most_rows < kLeastGroupRows || is_short)) return group;
+  std::vector<int> sizes;
+  for (const AttendKernel& k : kernels.attend) {
+    if (k.k == config.k && k.v == config.v && k.by_group) sizes.push_back(4 * k.column_tiles);
+  }
+  if (sizes.empty()) {
+    group.missing = fmt::format("decode_sm90 kernels are not compiled for {} at head_dim {}",
+                                pair_name({config.k, config.v}), config.head_dim);
+    return group;
+  }
+  const GroupChoice choice =
+      choose_group(sizes, [&](std::int64_t rows) { return blocks_of(config, params_.group, rows); });
+  for (const AttendKernel& k : kernels.attend) {
+    if (k.k == config.k && k.v == config.v && k.by_group && 4 * k.column_tiles == choice.rows) group.kernel = &k;
+  }
+  group.row_blocks = choice.row_blocks;
+  cudaFuncAttributes attributes{};
+  KVANT_CUDA_TRY(cudaFuncGetAttributes(&attributes, group.kernel->function));
+  // The kernel is empty in code for other architectures, and in what the driver compiles from PTX.
+  if (attributes.numRegs < 64 || group.kernel->shared_bytes[0] > store_.limits().shared_bytes) {
+    group.kernel = nullptr;
+    group.missing = "decode_sm90 kernels need compute capability 9.0 and machine code for it (sm_90a)";
+  }
+  return group;
 }
 
 // How many blocks, and stages for exact pages in each.
@@ -158,8 +222,8 @@ void DecodePlan::widen(const core::DevicePlanConfig& config, const DecodeKernels
   const AttendParams& p = params_;
   if (is_generic_) return;
   const auto wide = std::find_if(kernels.attend.begin(), kernels.attend.end(), [&](const AttendKernel& k) {
-    return k.is_wide() && k.k == attend_.k && k.v == attend_.v && k.column_tiles == attend_.column_tiles &&
-           k.shared_bytes[0] <= store_.limits().shared_bytes;
+    return !attend_.by_group && k.is_wide() && k.k == attend_.k && k.v == attend_.v &&
+           k.column_tiles == attend_.column_tiles && k.shared_bytes[0] <= store_.limits().shared_bytes;
   });
   if (wide == kernels.attend.end()) return;
   std::int64_t encoded = 0, exact = 0;  // pages, for each row of work that reads them
@@ -305,16 +369,26 @@ Status DecodePlan::prepare(const core::DevicePlanConfig& config, const StepBatch
   p.seen_flags[core::kExact] = is_plain ? kSeen | kPlain : kSeen;
   p.seen_flags[core::kEncoded] = is_plain && p.k_basis.kind != BasisKind::calibrated ? kSeen | kPlain : kSeen;
   p.v_basis = device_basis(store_.v_basis());
-  if (Status s = choose_family(config); !s.ok()) return s;
+  const Result<DecodeKernels> kernels = find_kernels(p.cache.encoded_layout.head_dim);
+  Group group;
+  if (kernels.ok()) {
+    Result<Group> found = find_group(config, *kernels);
+    if (!found.ok()) return found.status();
+    group = *found;
+  }
+  std::int64_t row_blocks = blocks_of(config, p.group, 16);
+  // The option "decode_sm90" asks for such kernels, whatever the time.
+  if (group.kernel != nullptr && group.row_blocks >= row_blocks && o.kernel.empty()) group = {};
+  if (group.kernel != nullptr) row_blocks = group.row_blocks;
+  if (Status s = choose_family(config, row_blocks); !s.ok()) return s;
   if (prefill_.function != nullptr) {
     workspace_bytes_ = aligned(class_count());
     return upload(config, batch);
   }
   merged_ = p.batch;
   if (batch.entries != nullptr) p.batch = std::max(p.batch, StepBatch::kLeast);
-  const Result<DecodeKernels> kernels = find_kernels(p.cache.encoded_layout.head_dim);
   if (!kernels.ok()) return kernels.status();
-  if (Status s = choose_kernel(config, *kernels); !s.ok()) return s;
+  if (Status s = choose_kernel(config, *kernels, group); !s.ok()) return s;
   widen(config, *kernels);
   if (Status s = count_work(config); !s.ok()) return s;
   if (Status s = choose_blocks(); !s.ok()) return s;
@@ -360,8 +434,10 @@ std::string DecodePlan::explain() const {
     return s;
   }
   fmt::format_to(out, "kernel     {} {}/{}, head_dim {}, {} query rows at once{}\n",
-                 is_generic_ ? core::kGenericKernels : "attend", format_info(attend_.k).name,
-                 format_info(attend_.v).name, p.head_dim, p.rows,
+                 is_generic_        ? core::kGenericKernels
+                 : attend_.by_group ? core::kDecodeSm90
+                                    : "attend",
+                 format_info(attend_.k).name, format_info(attend_.v).name, p.head_dim, p.rows,
                  p.row_blocks > 1 ? fmt::format(" ({} row blocks, each reads the keys)", p.row_blocks) : "");
   if (!why_.empty()) fmt::format_to(out, "           {}\n", why_);
   const bool integers = codec::is_tq(attend_.k);
@@ -370,6 +446,7 @@ std::string DecodePlan::explain() const {
                  : integers  ? "u8 levels by s8 query digits, exact sums"
                              : "16-bit floats, f32 sums",
                  is_generic_               ? "the same: as fast as these are, not as the cache's bytes are read"
+                 : attend_.by_group        ? "f16 levels by weights rounded to f16, f32 sums"
                  : codec::is_tq(attend_.v) ? "u8 levels by s8 weight digits, exact sums a page"
                                            : "16-bit floats, f32 sums");
   fmt::format_to(out, "blocks     {} ({} a multiprocessor) of {} warps, {} a page; {} bytes of shared memory each{}\n",

@@ -39,7 +39,9 @@ class DecodePlan final : public core::DevicePlan {
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return workspace_bytes_; }
   [[nodiscard]] const char* kernel() const noexcept override {
     if (is_generic_) return core::kGenericKernels;
-    return prefill_.function != nullptr ? core::kPrefillKernels : core::kDecodeKernels;
+    return prefill_.function != nullptr ? core::kPrefillKernels
+           : attend_.by_group           ? core::kDecodeSm90
+                                        : core::kDecodeKernels;
   }
   [[nodiscard]] int splits() const noexcept override { return splits_; }
   [[nodiscard]] std::string explain() const override;
@@ -50,9 +52,16 @@ class DecodePlan final : public core::DevicePlan {
                   const MutableTensorView& out, const core::FreshRows& fresh, const RunOptions& options) const;
 
  private:
-  Status choose_family(const core::DevicePlanConfig& config);
-  Status choose_prefill(const core::DevicePlanConfig& config);
-  Status choose_kernel(const core::DevicePlanConfig& config, const DecodeKernels& kernels);
+  struct Group {  // a kernel of warpgroups
+    const AttendKernel* kernel = nullptr;
+    std::int64_t row_blocks = 0;  // of 16 rows of other kernels, which would take as long
+    std::string missing;          // why there is none; empty: there are few rows
+  };
+  Result<Group> find_group(const core::DevicePlanConfig& config, const DecodeKernels& kernels) const;
+  Status choose_family(const core::DevicePlanConfig& config, std::int64_t row_blocks);
+  // row_blocks: decode kernels take the time of so many, of 16 rows.
+  Status choose_prefill(const core::DevicePlanConfig& config, std::int64_t row_blocks);
+  Status choose_kernel(const core::DevicePlanConfig& config, const DecodeKernels& kernels, const Group& group);
   void widen(const core::DevicePlanConfig& config, const DecodeKernels& kernels);
   Status count_work(const core::DevicePlanConfig& config);
   Status choose_blocks();

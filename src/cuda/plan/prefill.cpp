@@ -101,7 +101,7 @@ Result<std::string> missing_of_sm80(const core::DevicePlanConfig& config, const 
 }  // namespace
 
 // Chooses prefill kernels if the options name them or there are enough rows; else why_ says why decode kernels serve.
-Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config) {
+Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config, std::int64_t row_blocks_of_decode) {
   AttendParams& p = params_;
   const DeviceLimits& limits = store_.limits();
   const std::int64_t pairs = std::int64_t{p.batch} * p.cache.kv_heads;
@@ -143,7 +143,7 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config) {
                                                   rows * blocks[1] * row_blocks_of_a_row(config.k));
 
   const Result<prefill::Choice> choice =
-      prefill::choose(config.options->kernel, candidates, blocks_of(16), most_rows, config.options->fresh_keys);
+      prefill::choose(config.options->kernel, candidates, row_blocks_of_decode, most_rows, config.options->fresh_keys);
   if (!choice.ok()) return choice.status();
   why_ = choice->why;
   if (choice->candidate < 0) return {};

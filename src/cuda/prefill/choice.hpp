@@ -33,11 +33,12 @@ constexpr std::int64_t time_of_rounds(std::int64_t tiles, std::int64_t at_once, 
 // the time. `fresh_keys`: decode kernels do not serve.
 inline Result<Choice> choose(const std::string& wanted, std::span<const Candidate> candidates, std::int64_t row_blocks,
                              std::int64_t most_rows, bool fresh_keys = false) {
-  if (wanted == core::kDecodeKernels && fresh_keys) {
-    return Status{Code::unsupported,
-                  "kernel is \"decode\", and with fresh_keys only prefill kernels serve; leave kernel empty"};
+  if (wanted == core::kDecodeKernels || wanted == core::kDecodeSm90) {
+    if (!fresh_keys) return Choice{-1, "decode kernels, as asked for"};
+    return Status{
+        Code::unsupported,
+        fmt::format("kernel is \"{}\", and with fresh_keys only prefill kernels serve; leave kernel empty", wanted)};
   }
-  if (wanted == core::kDecodeKernels) return Choice{-1, "decode kernels, as asked for"};
   int found = -1;
   std::string missing;
   std::int64_t least = 0;

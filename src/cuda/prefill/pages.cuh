@@ -268,20 +268,7 @@ __device__ __forceinline__ void levels(const Unit<F>& unit, int i, const Constan
     std::uint32_t high = 0;
     if constexpr (Unit<F>::kHigh == 2) high = unit.high[i];
     if constexpr (Unit<F>::kHigh == 1) high = unit.high[0] >> (16 * i);
-    const Sixteen bytes = unpack<F>(low, high, constants);
-    // A byte u as 512 + u: a half there has steps of a half. Then less 512 and what levels are centred on.
-    constexpr std::uint32_t kLess = 0x10001u * (0x6000u | (2u * level_origin(F) - 1u));
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const std::uint32_t first = bytes.first[k / 4], second = bytes.second[k / 4];
-      std::uint32_t x;
-      if constexpr (order_of(F) == Order::natural) {
-        x = ptx::prmt(k % 4 < 2 ? first : second, 0, k % 2 == 0 ? 0x4140 : 0x4342);
-      } else {
-        x = ptx::prmt(first, second, 0xC480 + 0x1111 * (k % 4));  // levels are below 128: their signs are 0
-      }
-      pairs[k] = ptx::subtract_halves(ptx::mad(x, 2, 0x60006000u), kLess);
-    }
+    to_halves<F>(unpack<F>(low, high, constants), pairs);
   }
 }
 

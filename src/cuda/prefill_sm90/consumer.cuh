@@ -3,7 +3,6 @@
 
 #include "cuda/prefill/rotate.cuh"
 #include "cuda/prefill_sm90/producer.cuh"
-#include "cuda/prefill_sm90/wgmma.cuh"
 #include "cuda/tile/element.cuh"
 #include "cuda/tile/logits.cuh"
 
@@ -124,7 +123,7 @@ struct Consumer {
         store_rests(h, j, a, b);
       }
     }
-    fence_for_products();
+    ptx::fence_for_products();
     group_sync();
   }
   // kEncoded: for encoded pages.
@@ -157,7 +156,7 @@ struct Consumer {
         if constexpr (kEncoded) store_rests(h, j, a, b);
       }
     }
-    fence_for_products();
+    ptx::fence_for_products();
     group_sync();
   }
 

@@ -3,12 +3,9 @@
 
 #include "cuda/prefill/rows.cuh"
 #include "cuda/prefill_sm90/shape.hpp"
+#include "cuda/runtime/wgmma.cuh"
 
 namespace kvant::cuda::prefill {
-
-__device__ __forceinline__ void fence_for_products() {  // PTX ISA 9.7.13.4: ordinary writes, before products read them
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
 
 // Stages as producer and consumers take them in turn.
 template <int D>
@@ -88,7 +85,7 @@ struct Producer {
                                          reinterpret_cast<const std::uint16_t*>(factors + 4 * kPageTokens));
       }
     }
-    fence_for_products();
+    ptx::fence_for_products();
   }
 
   __device__ std::byte* tile_here() const {
@@ -165,7 +162,7 @@ struct Producer {
         store_unit<codec::kCentreFormat, D, false, false>(tile_here(), thread, centre.unit,
                                                           Constants<codec::kCentreFormat>{}, nullptr);
       }
-      fence_for_products();
+      ptx::fence_for_products();
       name_page(kCentres);
       ring.arrive_full();
       ++ring.turn;
@@ -227,7 +224,7 @@ struct Producer {
   template <int kBehind>
   __device__ void tell() {
     ptx::copy_wait<kBehind>();
-    fence_for_products();
+    ptx::fence_for_products();
     told.arrive_full();
     ++told.turn;
   }

@@ -161,6 +161,42 @@ __device__ __forceinline__ Sixteen unpack(const std::uint32_t* low, std::uint32_
   return s;
 }
 
+// Levels as pairs of halves, in the codes' order: exact, around zero.
+template <Format F>
+__device__ __forceinline__ void to_halves(const Sixteen& bytes, std::uint32_t (&pairs)[8]) {
+  // A byte u as 512 + u: a half there has steps of a half. Then less 512 and what levels are centred on.
+  constexpr std::uint32_t kLess = 0x10001u * (0x6000u | (2u * level_origin(F) - 1u));
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const std::uint32_t first = bytes.first[k / 4], second = bytes.second[k / 4];
+    std::uint32_t x;
+    if constexpr (order_of(F) == Order::natural) {
+      x = ptx::prmt(k % 4 < 2 ? first : second, 0, k % 2 == 0 ? 0x4140 : 0x4342);
+    } else {
+      x = ptx::prmt(first, second, 0xC480 + 0x1111 * (k % 4));  // levels are below 128: their signs are 0
+    }
+    pairs[k] = ptx::subtract_halves(ptx::mad(x, 2, 0x60006000u), kLess);
+  }
+}
+
+// The same as 2^-9 of each level, in fewer instructions: as a half a byte u is u times 2^-24, a subnormal number, which
+// products take as it is.
+template <Format F>
+__device__ __forceinline__ void to_small_halves(const Sixteen& bytes, std::uint32_t (&pairs)[8]) {
+  // 2^15, and what levels are centred on, times 2^-9: (2 level_origin - 1) 2^-10.
+  constexpr int kOrigin = 2 * level_origin(F) - 1;  // 64 .. 127
+  static_assert(kOrigin >= 64 && kOrigin < 128);
+  constexpr std::uint32_t kLess = 0x10001u * (0x8000u | (15 - 4) << 10 | (kOrigin - 64) << 4);
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const std::uint32_t first = bytes.first[k / 4], second = bytes.second[k / 4];
+    const std::uint32_t x = order_of(F) == Order::natural
+                                ? ptx::prmt(k % 4 < 2 ? first : second, 0, k % 2 == 0 ? 0x4140 : 0x4342)
+                                : ptx::prmt(first, second, 0xC480 + 0x1111 * (k % 4));
+    pairs[k] = ptx::fma_halves(x, 0x78007800u, kLess);
+  }
+}
+
 // Four e4m3 codes to four halves, each 2^-8 of its value (exact, subnormals included).
 __device__ __forceinline__ void unpack_fp8(std::uint32_t codes, std::uint32_t& first, std::uint32_t& second) {
   const std::uint32_t a = ptx::prmt(codes, 0, 0x1404), b = ptx::prmt(codes, 0, 0x3424);

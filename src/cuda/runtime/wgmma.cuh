@@ -1,12 +1,17 @@
-// Hopper's warpgroup products: 64 rows of A by N columns of B, 16 deep, f16 or bf16 operands, f32 sums. PTX ISA 9.0,
-// section 9.7.15.6. Element i of a thread's sums, thread 32 w + 4 g + t of the warpgroup: row 16 w + g + 8 (i / 2 % 2),
-// column 8 (i / 4) + 2 t + i % 2. A in registers has the same rows and columns, two elements a register.
+// Hopper's warpgroup products: 64 rows of A by N columns of B, 16 deep, f16 or bf16 operands, f32 sums; or 32 deep, of
+// bytes, integer sums. PTX ISA 9.0, section 9.7.15.6. Element i of a thread's sums, thread 32 w + 4 g + t of the
+// warpgroup: row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2. A in registers: as in the products of one
+// warp (ptx.cuh), whose sixteen rows are the warp's.
 #pragma once
 
 #include <cstdint>
 
 namespace kvant::cuda::ptx {
 
+// 9.7.13.4: ordinary writes to shared memory, before products read them.
+__device__ __forceinline__ void fence_for_products() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -26,6 +31,14 @@ __host__ __device__ constexpr std::uint64_t operand(std::uint32_t address, int s
   return layout << 62 | static_cast<std::uint64_t>(8 * swizzle / 16) << 32 |
          static_cast<std::uint64_t>(leading / 16) << 16 | (address & 0x3FFFFu) >> 4;
 }
+// The same in two parts, for a B of one atom's width: what the address says, and the whole, `offset` bytes further.
+__device__ __forceinline__ std::uint32_t operand_low(std::uint32_t address) {
+  return __shfl_sync(~0u, static_cast<std::uint32_t>(operand(address, 128)), 0);
+}
+__device__ __forceinline__ std::uint64_t operand_at(std::uint32_t low, int offset, int swizzle) {
+  const auto high = static_cast<std::uint32_t>(operand(0, swizzle) >> 32);
+  return static_cast<std::uint64_t>(high) << 32 | (low + (static_cast<std::uint32_t>(offset) >> 4));
+}
 __host__ __device__ constexpr std::uint64_t operand_step(int bytes) {
   return static_cast<std::uint64_t>(bytes) >> 4;
 }
@@ -37,8 +50,13 @@ __host__ __device__ constexpr std::uint64_t operand_step(int bytes) {
 #define KVANT_EIGHT_SUMS(i)                                          \
   "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), \
       "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+#define KVANT_EIGHT_INTEGERS(i)                                      \
+  "+r"(c[i]), "+r"(c[i + 1]), "+r"(c[i + 2]), "+r"(c[i + 3]), \
+      "+r"(c[i + 4]), "+r"(c[i + 5]), "+r"(c[i + 6]), "+r"(c[i + 7])
 #define KVANT_REGISTERS_8 KVANT_EIGHT_REGISTERS(0, 1, 2, 3, 4, 5, 6, 7)
 #define KVANT_SUMS_8 KVANT_EIGHT_SUMS(0)
+#define KVANT_REGISTERS_16 KVANT_REGISTERS_8 ", " KVANT_EIGHT_REGISTERS(8, 9, 10, 11, 12, 13, 14, 15)
+#define KVANT_SUMS_16 KVANT_EIGHT_SUMS(0), KVANT_EIGHT_SUMS(8)
 #define KVANT_REGISTERS_32 \
   KVANT_EIGHT_REGISTERS(0, 1, 2, 3, 4, 5, 6, 7) ", " \
   KVANT_EIGHT_REGISTERS(8, 9, 10, 11, 12, 13, 14, 15) ", " \
@@ -108,12 +126,42 @@ struct Wgmma;
   KVANT_WGMMA(N, kCount, false, "f16", __VA_ARGS__) \
   KVANT_WGMMA(N, kCount, true, "bf16", __VA_ARGS__)
 KVANT_WGMMA_BOTH(16, 8, 8, 9, 10, 11, 12, 13, 14)
+KVANT_WGMMA_BOTH(32, 16, 16, 17, 18, 19, 20, 21, 22)
 KVANT_WGMMA_BOTH(64, 32, 32, 33, 34, 35, 36, 37, 38)
 KVANT_WGMMA_BOTH(96, 48, 48, 49, 50, 51, 52, 53, 54)
 KVANT_WGMMA_BOTH(128, 64, 64, 65, 66, 67, 68, 69, 70)
 KVANT_WGMMA_BOTH(192, 96, 96, 97, 98, 99, 100, 101, 102)
 KVANT_WGMMA_BOTH(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
+// c = a b, or c += a b: unsigned bytes of A in registers, signed bytes of B in shared memory, where those of a column
+// lie side by side.
+template <int N>
+struct WgmmaBytes;
+#define KVANT_WGMMA_BYTES(N, kCount, n0, n1, n2, n3, n4, n5, ...)                                            \
+  template <>                                                                                                \
+  struct WgmmaBytes<N> {                                                                                     \
+    static __device__ __forceinline__ void registers(std::int32_t (&c)[kCount], const std::uint32_t (&a)[4], \
+                                                     std::uint64_t b, bool add) {                            \
+      asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #n5                                              \
+                   ", 0;\n"                                                                                  \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.u8.s8 {" KVANT_REGISTERS_##kCount         \
+                   "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", add;\n}"                          \
+                   : __VA_ARGS__                                                                             \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));        \
+    }                                                                                                        \
+  };
+KVANT_WGMMA_BYTES(16, 8, 8, 9, 10, 11, 12, 13, KVANT_EIGHT_INTEGERS(0))
+KVANT_WGMMA_BYTES(32, 16, 16, 17, 18, 19, 20, 21, KVANT_EIGHT_INTEGERS(0), KVANT_EIGHT_INTEGERS(8))
+KVANT_WGMMA_BYTES(64, 32, 32, 33, 34, 35, 36, 37, KVANT_EIGHT_INTEGERS(0), KVANT_EIGHT_INTEGERS(8),
+                  KVANT_EIGHT_INTEGERS(16), KVANT_EIGHT_INTEGERS(24))
+KVANT_WGMMA_BYTES(128, 64, 64, 65, 66, 67, 68, 69, KVANT_EIGHT_INTEGERS(0), KVANT_EIGHT_INTEGERS(8),
+                  KVANT_EIGHT_INTEGERS(16), KVANT_EIGHT_INTEGERS(24), KVANT_EIGHT_INTEGERS(32),
+                  KVANT_EIGHT_INTEGERS(40), KVANT_EIGHT_INTEGERS(48), KVANT_EIGHT_INTEGERS(56))
+
+#undef KVANT_WGMMA_BYTES
+#undef KVANT_EIGHT_INTEGERS
+#undef KVANT_REGISTERS_16
+#undef KVANT_SUMS_16
 #undef KVANT_WGMMA_BOTH
 #undef KVANT_WGMMA
 #undef KVANT_EIGHT_REGISTERS

@@ -1,0 +1,99 @@
+// Several queries a sequence with kernels whose blocks are warpgroups (src/cuda/decode/group.cuh). `matches` compares
+// these, asked for by name, with the float64 reference, beside the other kinds.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "core/device.hpp"
+#include "core/fmt.hpp"
+#include "gpu/gpu_formats.hpp"
+#include "support/masks.hpp"
+
+namespace kvant::test {
+namespace {
+
+WorldSpec spec_for(const std::string& keys, int group, std::vector<Lengths> sequences) {
+  WorldSpec spec = spec_of(keys, "tq4", std::move(sequences));
+  spec.head_dim = 128;
+  spec.group = group;
+  return spec;
+}
+bool has_kernels(const GpuWorld& w) {
+  AttentionOptions options;
+  options.kernel = core::kDecodeSm90;
+  return w.try_attend(options).ok();
+}
+#define SKIP_WITHOUT_KERNELS(w) \
+  if (!has_kernels(w)) GTEST_SKIP() << "no kernels of warpgroups: another device, or a build without them"
+
+// Rows of a sequence and kv head: fewer than a block's, as many, and more than the largest's; ragged.
+class GpuGroup : public testing::TestWithParam<std::tuple<std::string, std::int64_t>> {};
+
+TEST_P(GpuGroup, Matches) {
+  SKIP_WITHOUT_DEVICE();
+  const auto& [keys, queries] = GetParam();
+  for (const auto& [sinks, tails] : {std::pair{1, 1}, {0, 0}, {2, 0}, {0, 3}}) {
+    WorldSpec spec = spec_for(keys, 4, {{1349, queries}, {70, 1}, {queries, queries}, {333, 2}});
+    spec.sink_pages = sinks;
+    spec.tail_pages = tails;
+    spec.exact = sinks == 2 ? Dtype::f16 : Dtype::bf16;
+    spec.page_centres = tails > 0 && sinks != 1;
+    spec.key_offset = spec.page_centres ? 2.0f : 0.0f;
+    const GpuWorld w(spec);
+    SKIP_WITHOUT_KERNELS(w);
+    EXPECT_TRUE(w.matches()) << sinks << " and " << tails << " exact pages";
+  }
+}
+
+TEST_P(GpuGroup, MasksAndTransforms) {
+  SKIP_WITHOUT_DEVICE();
+  const auto& [keys, queries] = GetParam();
+  const GpuWorld w(spec_for(keys, 4, {{700, queries}, {queries, queries}, {queries + 130, queries}}));
+  SKIP_WITHOUT_KERNELS(w);
+  for (const auto& [window, sinks] : {std::pair{1, 0}, {100, 0}, {64, 4}, {300, 70}}) {
+    AttentionOptions options;
+    options.mask = Mask::sliding(window, sinks);
+    options.softcap = 5;
+    EXPECT_TRUE(w.matches(options)) << "window " << window << ", sinks " << sinks;
+  }
+  AttentionOptions slopes;
+  for (int h = 0; h < w.host.q_heads(); ++h) slopes.alibi_slopes.push_back(0.3f / static_cast<float>(1 + h));
+  EXPECT_TRUE(w.matches(slopes, std::vector<float>(static_cast<std::size_t>(w.host.q_heads()), 0.5f)));
+  // Pages that the mask hides, shows, and shows in part; the last sequence's exact pages are hidden.
+  const OwnedMask mask = make_mask(Dtype::bf16, {3, 1, 1, 700}, [](auto b, auto, auto, auto k) {
+    const bool hidden = k / 64 % 3 == 1 || (k / 64 % 3 == 2 && k % 5 == 0);
+    return shown(Dtype::bf16, b == 2 ? k >= 64 && k < 100 : !hidden);
+  });
+  EXPECT_TRUE(w.matches(with_mask(mask)));
+}
+
+INSTANTIATE_TEST_SUITE_P(Rows, GpuGroup,
+                         testing::Combine(testing::Values("tq6", "tq4"), testing::Values(1, 3, 4, 5, 8, 13, 16, 20)),
+                         [](const auto& i) {
+                           return fmt::format("{}_q{}", std::get<0>(i.param), std::get<1>(i.param));
+                         });
+
+// A block has a whole row of work, of more pages than its lanes hold at a time, in several groups of
+// centres.
+TEST(GpuGroupLong, ManyPagesABlock) {
+  SKIP_WITHOUT_DEVICE();
+  for (const bool centres : {false, true}) {
+    WorldSpec spec = spec_for("tq6", 2, {{9000, 6}, {8100, 5}});
+    spec.kv_heads = 8;
+    spec.page_centres = centres;
+    spec.key_offset = centres ? 2.0f : 0.0f;
+    const GpuWorld w(spec);
+    SKIP_WITHOUT_KERNELS(w);
+    EXPECT_TRUE(w.matches());
+    AttentionOptions options;
+    options.kernel = core::kDecodeSm90;
+    const Attended first = w.attend(options), second = w.attend(options);
+    EXPECT_EQ(first.out, second.out) << "the same call gives the same bits";
+    EXPECT_EQ(first.lse, second.lse);
+  }
+}
+
+}  // namespace
+}  // namespace kvant::test
