@@ -125,6 +125,10 @@ void check_shape() {
   const bool is_long = D == 512;
   EXPECT_LE(S::bytes(Format::tq8, Format::tq8), (is_long ? 227 : 99) * 1024);
   EXPECT_LE(S::bytes(Format::tq6, Format::tq6), (is_long ? 163 : 99) * 1024);
+  // In page-centred caches.
+  EXPECT_LE(S::bytes(Format::tq8, Format::tq8) + S::kMoreIfCentred, (is_long ? 227 : 99) * 1024);
+  EXPECT_LE(S::bytes(Format::tq4, Format::tq4) + S::kMoreIfCentred, (is_long ? 163 : 99) * 1024);
+  EXPECT_EQ(S::kCentreBytes % 16, 0);  // codes follow
 }
 
 TEST(PrefillShape, EverySizeFits) {

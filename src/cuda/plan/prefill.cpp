@@ -75,24 +75,32 @@ Result<std::string> missing_of_sm90(const core::DevicePlanConfig& config, const 
   return std::string();
 }
 
+// Of a block that reads a cache with such pages.
+int shared_bytes(const Kernel& kernel, const codec::PageLayout& encoded) {
+  return kernel.shared_bytes + (codec::is_centred(encoded) ? kernel.centre_bytes : 0);
+}
+
 // The same for prefill_sm80; and how many blocks a multiprocessor holds.
 Result<std::string> missing_of_sm80(const core::DevicePlanConfig& config, const codec::PageLayout& encoded,
                                     const Kernel* kernel, const DeviceLimits& limits, int& blocks) {
   if (kernel == nullptr) return fmt::format("prefill_sm80 kernels do not serve {}", pair_at(config));
-  if (kernel->shared_bytes > limits.shared_bytes) {
-    return fmt::format("prefill_sm80 kernels need {} bytes of shared memory a block for {}, the device has {}",
-                       kernel->shared_bytes, pair_at(config), limits.shared_bytes);
+  const int needed = shared_bytes(*kernel, encoded);
+  if (needed > limits.shared_bytes) {
+    return fmt::format("prefill_sm80 kernels need {} bytes of shared memory a block for {}, the device has {}", needed,
+                       pair_at(config), limits.shared_bytes);
   }
   // Kernels of several pairs are one function, which gets once what the largest of them needs: plans of other threads
   // use it.
   int most = 0;
   for (const Kernel& one : sm80_kernels(encoded.head_dim)) {
-    if (one.shared_bytes <= limits.shared_bytes) most = std::max(most, one.shared_bytes);
+    for (const int bytes : {one.shared_bytes, one.shared_bytes + one.centre_bytes}) {
+      if (bytes <= limits.shared_bytes) most = std::max(most, bytes);
+    }
   }
   KVANT_CUDA_TRY(prepare_shared(kernel->function, most));
   int fitting = 0;
   KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fitting, kernel->function, kernel->threads,
-                                                               static_cast<std::size_t>(kernel->shared_bytes)));
+                                                               static_cast<std::size_t>(needed)));
   if (fitting < 1) return fmt::format("a block of the prefill_sm80 kernel for {} finds no room", pair_at(config));
   blocks = fitting;
   return std::string();
@@ -148,6 +156,7 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config, std::int
   why_ = choice->why;
   if (choice->candidate < 0) return {};
   prefill_ = *kernels[choice->candidate];
+  prefill_.shared_bytes = shared_bytes(prefill_, p.cache.encoded_layout);
   prefill_name_ = candidates[choice->candidate].name;
   blocks_ = blocks[choice->candidate];
   if (choice->candidate == 0) KVANT_CUDA_TRY(prepare_shared(prefill_.function, prefill_.shared_bytes));

@@ -17,7 +17,8 @@ struct Kernel {
   const void* function;  // takes an AttendParams and a Schedule
   int shared_bytes;
   int threads;
-  int rows;  // of a tile
+  int rows;              // of a tile
+  int centre_bytes = 0;  // further bytes of shared memory for page-centred caches
 };
 
 // Tiles in the order that blocks take them: those of heads whose keys fit the L2 cache together, and of these the

@@ -101,8 +101,7 @@ struct Attend {
   // --- page centres: sixteen at a time, as keys of a tile ---
 
   __device__ float* centre_products() const {
-    return reinterpret_cast<float*>(shared + S::kCentresAt) +
-           (part() * S::kRows + first_row() + g()) * S::kCentreRow;  // of this thread's first row
+    return reinterpret_cast<float*>(shared + S::kCentresAt) + (first_row() + g()) * S::kCentreRow;  // the first row's
   }
   // Nobody reads the tile of keys when this is called, nor when it returns.
   __device__ __forceinline__ void find_centres() const {
@@ -116,6 +115,7 @@ struct Attend {
     for (int n = 0; n < 4; ++n) {
       const int place = n / 2 * 8 + 2 * (ptx::thread_here() % 4) + n % 2;
       const float factor = centre_scale<D>(at, block_at(false, here.centres[place]));
+      if (part() != 0) break;  // warps that share rows have the same
 #pragma unroll
       for (int i = 0; i < 2 * S::kSixteens; ++i)
         centre_products()[8 * i * S::kCentreRow + place] = c[i / 2][n / 2 * 4 + i % 2 * 2 + n % 2] * factor;
@@ -332,7 +332,7 @@ struct Attend {
 
   __device__ __forceinline__ void encoded_pages() {
     const codec::PageLayout& layout = p.cache.encoded_layout;
-    std::byte* key_codes = shared + S::kCodesAt;
+    std::byte* key_codes = shared + S::kCodesAt + (codec::is_centred(layout) ? S::kMoreIfCentred : 0);
     std::byte* value_codes = key_codes + (S::kTwoTiles ? S::code_bytes(layout.k.format) : 0);
     const auto* key_factors = reinterpret_cast<const float*>(shared + S::kKeyFactorsAt);
     const auto* value_factors = reinterpret_cast<const float*>(shared + S::kValueFactorsAt);

@@ -41,11 +41,15 @@ struct Shape {
   static constexpr int kKeyFactorsAt = kToLog2At + kRows * 4, kValueFactorsAt = kKeyFactorsAt + kFactors;
   static constexpr int kListAt = kValueFactorsAt + kFactors, kList = 128;  // of the tile's pages
   static constexpr int kQueueAt = kListAt + kList, kQueue = 576;
-  // Products of rows with the centres of sixteen pages, as floats. Warps that share rows have them twice. (20 floats a
-  // row: rows of neighbouring lanes lie in other banks.)
-  static constexpr int kCentresAt = kQueueAt + kQueue, kCentreRow = 20;
-  static constexpr int kConstantsAt = kCentresAt + kSplit * kRows * kCentreRow * 4, kConstants = 16;  // keys', values'
-  static constexpr int kCodesAt = kConstantsAt + 2 * kConstants;
+  static constexpr int kConstantsAt = kQueueAt + kQueue, kConstants = 16;  // of keys, of values
+  // Products of rows with the centres of sixteen pages, as floats. (17 of a row: neighbouring rows lie in other banks.)
+  // Above head_dim 256 the codes follow them in page-centred caches only, where other caches need the room; below that
+  // a place for codes that is not known in advance would take registers.
+  static constexpr int kCentresAt = kConstantsAt + 2 * kConstants;
+  static constexpr int kCentreRow = 17, kCentreBytes = kRows * kCentreRow * 4;
+  static constexpr bool kCentresAlways = D <= 256;
+  static constexpr int kCodesAt = kCentresAt + (kCentresAlways ? kCentreBytes : 0);
+  static constexpr int kMoreIfCentred = kCentresAlways ? 0 : kCentreBytes;
   static constexpr int code_bytes(Format f) { return codec::is_dense(f) ? 0 : 8 * D * codec::format_bits(f); }
   static constexpr int bytes(Format k, Format v) {
     const int keys = code_bytes(k), values = code_bytes(v);

@@ -14,9 +14,9 @@ std::span<const Kernel> kernels_of_unit() {
   static const std::vector<Kernel> kKernels = [] {
     std::vector<Kernel> all;
     const auto add = [&all](Format k, Format v) {
-      if (is_supported(k, v))
-        all.push_back(
-            {k, v, D, reinterpret_cast<const void*>(&prefill_kernel<D>), S::bytes(k, v), S::kThreads, S::kRows});
+      if (!is_supported(k, v)) return;
+      all.push_back({k, v, D, reinterpret_cast<const void*>(&prefill_kernel<D>), S::bytes(k, v), S::kThreads, S::kRows,
+                     codec::takes_centre(k) ? S::kMoreIfCentred : 0});
     };
 #define KVANT_ENTRY(k, v) add(Format::k, Format::v);
     KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)
