@@ -39,11 +39,12 @@ def tokens_of(block, batch, count):
     """Keys and values of one block of all sequences; every rank can make every block."""
     generator = torch.Generator(device).manual_seed(block)
     shape = (2, batch, count, kv_heads, head_dim)
-    return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16 if on_gpu else torch.float32)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
 
 def filled(blocks, batch, keys):
-    """Sequences with these blocks, and a plan. All pages are encoded, so that each block has the same bytes wherever it lies."""
+    """Sequences with these blocks, and a plan. All pages are encoded: each block has the same bytes wherever it is."""
     held = max(sum(min(BLOCK, keys - BLOCK * block) for block in blocks), 1)
     cache = kvant.Cache(kv_heads=kv_heads, head_dim=head_dim, k=args.format, v=args.format, device=str(device),
                         sink_pages=0, tail_pages=0, k_centre="none", max_sequences=batch if on_gpu else 0,
@@ -55,7 +56,8 @@ def filled(blocks, batch, keys):
         k, v = tokens_of(block, batch, count)
         cache.reserve(sequences, count)
         cache.write(sequences, 0, k, v)
-    return sequences, cache.plan(sequences, q_heads=q_heads)  # without its sequences a cache frees their pages
+    # Whoever drops a sequence frees its pages.
+    return sequences, cache.plan(sequences, q_heads=q_heads)
 
 
 def timed(step):

@@ -53,8 +53,8 @@ def merge(partials: Iterable[tuple[Any, Any]], *, stream: Any = None) -> tuple[A
 
     partials: (out, lse) pairs as Plan.run returns them with f32 outputs: out [..., head_dim], lse [...]. Torch tensors,
         all on one device, or arrays in host memory. Rows without keys (lse -inf) count for nothing.
-    stream: CUDA tensors only: the stream to enqueue on, None: torch's current one. Of 64 partials at most, one launch
-        that a CUDA graph can record; tensors whose rows are not evenly spaced are copied first.
+    stream: CUDA tensors only: the stream to enqueue on, None: torch's current one. A merge is one launch, of 64
+        partials at most, and a CUDA graph can record it; tensors whose rows are not evenly spaced are copied first.
     Returns (out, lse) of the same shapes in f32: torch tensors where there were such, else numpy. Where no partial has
         keys, out is 0 and lse is -inf.
     Errors: InvalidArgument; Unsupported for CUDA tensors without kvant's CUDA backend.
@@ -70,7 +70,9 @@ def merge(partials: Iterable[tuple[Any, Any]], *, stream: Any = None) -> tuple[A
             for name, x in zip(("out", "lse"), pair):
                 if not _tensors.is_torch(x) or x.device != device or _tensors.torch_dtype(x.dtype) != _c.F32:
                     raise InvalidArgument(f"partials[{i}]: {name} must be an f32 tensor on {device}")
-    pairs = partials if device is not None else [tuple(np.ascontiguousarray(x, np.float32) for x in p) for p in partials]
+    pairs = partials
+    if device is None:
+        pairs = [tuple(np.ascontiguousarray(x, np.float32) for x in pair) for pair in partials]
     shape, rows = pairs[0][0].shape, pairs[0][1].shape
     for i, (o, l) in enumerate(pairs):
         if o.shape != shape or l.shape != rows or shape[:-1] != rows:

@@ -90,6 +90,7 @@ def test_context_parallel_example(torch):
         pytest.skip("this torch has no gloo")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "examples/python/context_parallel.py"), "--device", "cpu", "--shapes", "1x200,3x1000"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=one_thread)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("2 ranks; relative difference") == 2

@@ -14,11 +14,11 @@ namespace kvant::cuda {
 // For places on the line of work, rows of queries and transforms, which are the same for all formats. None of its
 // stages or operands is used.
 template <int D, Format kAny = Format::f16>
-using GenericBase = Attend<kAny, kAny, D, 4, kWarps>;
+using GenericShape = Shape<kAny, kAny, D, 4, kWarps>;
 
 template <int D>
-struct GenericAttend : GenericBase<D> {
-  using Base = GenericBase<D>;
+struct GenericAttend : Attend<GenericShape<D>> {
+  using Base = Attend<GenericShape<D>>;
   using Base::g, Base::info, Base::lane, Base::p, Base::t, Base::warp;
   static constexpr int R = Base::R, NT = R / 4, kChannels = 32;
   // Floats between rows: those of a tile and of queries begin in other banks, 16 bytes aligned.
@@ -31,7 +31,7 @@ struct GenericAttend : GenericBase<D> {
     float shrink[R];                // of sums, where a page raises a row's maximum
     float poison[kPageTokens];      // NaN: a value of the token is not a number
     float values[2][kMostCodes];    // of codes
-    typename Base::S::Info info;
+    typename GenericShape<D>::Info info;
   };
   Shared& shared;
 

@@ -75,7 +75,7 @@ Result<std::string> missing_of_sm90(const core::DevicePlanConfig& config, const 
   return std::string();
 }
 
-// Of a block that reads a cache with such pages.
+// Bytes for a block that reads a cache with such pages.
 int shared_bytes(const Kernel& kernel, const codec::PageLayout& encoded) {
   return kernel.shared_bytes + (codec::is_centred(encoded) ? kernel.centre_bytes : 0);
 }

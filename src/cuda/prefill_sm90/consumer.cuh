@@ -74,8 +74,8 @@ struct Consumer {
     *reinterpret_cast<std::uint32_t*>(queries() + place_by_token<D>(r, j) + 4 * t) =
         bf16 ? ptx::bf16x2(a, b) : ptx::f16x2(a, b);
   }
-  // What the halves of a pair leave. A centre can be a hundred times as long as other keys, and then the rounding of a
-  // query to a half would show in scores.
+  // The part of a pair that halves leave. A centre can be a hundred times as long as other keys, and then the rounding
+  // of a query to a half would show in scores.
   __device__ void store_rests(int h, int j, float a, float b) const {
     const std::uint32_t halves = ptx::f16x2(a, b);
     const float first = ptx::f16_to_f32(static_cast<std::uint16_t>(halves)),

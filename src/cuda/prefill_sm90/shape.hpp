@@ -50,7 +50,7 @@ struct Shape {
                        kValueFactorsAt = kKeyFactorsAt + kStages * kFactors;
   static constexpr int kPagesAt = kValueFactorsAt + kStages * kFactors;  // int: which page a stage holds
   static constexpr int kBarriersAt = (kPagesAt + 4 * kStages + 7) / 8 * 8;
-  // What halves leave of rotated queries, for products with page centres.
+  // The part of rotated queries that halves leave, for products with page centres.
   static constexpr int kRestsAt = (kBarriersAt + 4 * 8 * kStages + 1023) / 1024 * 1024;
   static constexpr int kBytes =
       D <= kMostHeadDimOfCodes ? kRestsAt + kConsumers * kQueries : kBarriersAt + 4 * 8 * kStages;
