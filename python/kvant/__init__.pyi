@@ -242,7 +242,8 @@ class PagesPlan:
         tokens are read from blocks. On a device it takes prefill kernels.
     check_ids: on a device, each run looks at the block ids that it is to read; rows of a sequence with one outside the
         pool become NaN, and take_errors tells. The CPU always looks, and refuses.
-    kernel: on a device "decode", "prefill" or "generic"; "": by the limits. threads, split_keys, isa: on the CPU.
+    kernel: on a device "decode", "decode_sm90", "prefill" or "generic"; "": by the limits. threads, split_keys, isa: on
+        the CPU.
     workspace: on a device, a uint8 tensor of facts.workspace_bytes; None: a torch buffer that the plans of these pages
         share, taken here. Plans that share one run one after another on a stream.
 
@@ -292,9 +293,9 @@ class Plan:
         dimension begins at position mask_first_key.
     threads, split_keys, isa: 0 and None let the plan choose. CPU only. isa: "scalar", "avx2", "avx512", "amx" or
         "neon"; "amx" multiplies many rows as two bf16 numbers each: relative errors near 5e-6, of "avx512" near 2e-6.
-    kernel: on a device "decode" or "prefill" ("prefill_sm90" or "prefill_sm80" for one kind of these), or "generic",
-        which takes any pair of formats in float32, and is the only one for f32 and imported formats; None: by the
-        number of rows. Prefill kernels round weights to f16 or bf16.
+    kernel: on a device "decode", "decode_sm90" or "prefill" ("prefill_sm90" or "prefill_sm80" for one kind of these),
+        or "generic", which takes any pair of formats in float32, and is the only one for f32 and imported formats;
+        None: by the number of rows. decode_sm90 and prefill kernels round weights to f16 or bf16.
 
     fresh: True: each run is given the keys and values of the queries' own tokens and attends to these as they are;
         only older tokens are read from the cache. On a device it takes prefill kernels.
@@ -409,8 +410,8 @@ def merge(partials: Iterable[tuple[Any, Any]], *, stream: Any = None) -> tuple[A
 
     partials: (out, lse) pairs as Plan.run returns them with f32 outputs: out [..., head_dim], lse [...]. Torch tensors,
         all on one device, or arrays in host memory. Rows without keys (lse -inf) count for nothing.
-    stream: CUDA tensors only: the stream to enqueue on, None: torch's current one. Of 64 partials at most, one launch
-        that a CUDA graph can record; tensors whose rows are not evenly spaced are copied first.
+    stream: CUDA tensors only: the stream to enqueue on, None: torch's current one. A merge is one launch, of 64
+        partials at most, and a CUDA graph can record it; tensors whose rows are not evenly spaced are copied first.
     Returns (out, lse) of the same shapes in f32: torch tensors where there were such, else numpy. Where no partial has
         keys, out is 0 and lse is -inf.
     Errors: InvalidArgument; Unsupported for CUDA tensors without kvant's CUDA backend.
