@@ -541,7 +541,7 @@ TEST(PagesGpu, ValuesThatAreNotFiniteAndSlotsOutside) {
 TEST(PagesGpu, Refusals) {
   SKIP_WITHOUT_DEVICE();
   EXPECT_EQ(Pages::create(config({"f32", "tq4", 64, 1}, "cuda")).code(), Code::unsupported);
-  EXPECT_EQ(Pages::create(config({"tq4", "tq4", 80, 1}, "cuda")).code(), Code::unsupported);
+  EXPECT_EQ(Pages::create(config({"tq4", "tq4", 520, 1}, "cuda")).code(), Code::unsupported);
   Twins twins({"tq4", "tq4", 64, 2}, 2);
   BlockPool apart = twins.device_pool;
   apart.head_stride += 64;

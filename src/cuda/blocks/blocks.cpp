@@ -34,6 +34,13 @@ const SlotKernel* find_slot_kernel(int head_dim) {
 Status check_config(const core::DeviceBlocksConfig& c) {
   if (find_slot_kernel(c.encoded.head_dim) == nullptr)
     return {Code::unsupported, refuse_head_dim(instances(), c.head_dim)};
+  for (const auto& [side, format] : {std::pair("k", c.k), std::pair("v", c.v)}) {
+    if (format != Format::f32) continue;
+    return {Code::unsupported,
+            fmt::format("{} = f32 in borrowed pages on a device: f16, bf16, fp8 and tq2 to tq8 are supported; choose "
+                        "one of these, or use device = \"cpu\"",
+                        side)};
+  }
   if (c.tail.pages > 0 && c.tail.dtype == Dtype::f32)
     return {Code::unsupported, "exact = f32 for a tail on a device: f16 and bf16 are supported; choose one of these"};
   return {};
