@@ -5,8 +5,11 @@
 namespace kvant::core {
 
 constexpr std::size_t kLine = 64;
+// More is refused without asking the system, some of which would promise any number of bytes.
+constexpr std::int64_t kMostBytes = std::int64_t{1} << 39;
 
 std::unique_ptr<HostTail> HostTail::create(const PagesTail& facts, int kv_heads) {
+  if (facts.bytes(kv_heads) > kMostBytes) return nullptr;
   auto tail = std::make_unique<HostTail>(facts, kv_heads);
   tail->memory_.reset(static_cast<std::byte*>(std::calloc(static_cast<std::size_t>(facts.bytes(kv_heads)) + kLine, 1)));
   if (!tail->memory_) return nullptr;
