@@ -138,10 +138,7 @@ struct DeviceBuild {
 // kvant::merge_on_device, with strides filled in. Passed to a kernel as it is.
 struct DevicePartials {
   static constexpr int kMost = 64;
-  struct One {
-    const float* out;
-    const float* lse;
-  } partial[kMost];
+  Partial partial[kMost];
   std::int32_t count, head_dim;
   std::int64_t rows, out_stride, lse_stride;
   float* out;

@@ -2,39 +2,24 @@
 #pragma once
 
 #include <atomic>
-#include <cstdlib>
 #include <memory>
 #include <span>
 
-#include "core/attend.hpp"
 #include "core/backend.hpp"
 #include "core/host_work.hpp"
 #include "core/pages_impl.hpp"
+#include "core/storage.hpp"
 #include "core/tail_copies.hpp"
 
 namespace kvant::core {
 
-// The exact copies, and whose they are.
-class HostTail {
- public:
-  // Null where memory ran out.
-  static std::unique_ptr<HostTail> create(const PagesTail& tail, int kv_heads);
-  HostTail(const PagesTail& tail, int kv_heads) : tail_(tail), kv_heads_(kv_heads), copies(tail.pages, tail.copies) {}
+// The exact copies, a slot each, and whose they are. Kernels load tokens that were never written: memory is zeros at
+// first.
+struct HostTail {
+  HostTail(const PagesTail& tail, int kv_heads)
+      : storage(tail.layout, tail.layers, kv_heads), copies(tail.pages, tail.copies) {}
 
-  [[nodiscard]] const PagesTail& facts() const noexcept { return tail_; }
-  [[nodiscard]] BlockTable table(int layer) const;
-  [[nodiscard]] std::byte* block(int layer, std::int32_t copy, std::int64_t head) const;
-
- private:
-  const PagesTail& tail_;
-  const int kv_heads_;
-  struct Free {
-    void operator()(std::byte* p) const { std::free(p); }
-  };
-  std::unique_ptr<std::byte[], Free> memory_;  // zeros at first: kernels load tokens that were never written
-  std::byte* aligned_ = nullptr;
-
- public:
+  Storage storage;
   TailCopies copies;
 };
 

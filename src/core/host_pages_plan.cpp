@@ -92,7 +92,7 @@ Status HostPagesPlan::set_tables(const StepTables& t, Stream) {
   queries_ = rows_ = keys_[kEncoded] = keys_[kExact] = 0;
   largest_ = {};
   const HostTail* tail = this->tail();
-  const base::ExactEnds<std::int64_t> ends{0, tail != nullptr ? tail->facts().pages : 0};
+  const base::ExactEnds<std::int64_t> ends{0, pages().tail().pages};
   if (tail != nullptr) step_ = tail->copies.step();
   for (std::int32_t i = 0; i < t.batch; ++i) {
     const PlannedSequence s = planned(i);
@@ -138,8 +138,8 @@ Status HostPagesPlan::run(const BlockPool& pool, const TensorView& q, const Muta
   where.fresh = fresh;
   where.layout[kEncoded] = where.layout[kExact] = pages().spec().encoded;
   if (tail != nullptr) {
-    where.layout[kExact] = tail->facts().layout;
-    where.blocks[kExact] = tail->table(pool.layer);
+    where.layout[kExact] = tail->storage.layout();
+    where.blocks[kExact] = tail->storage.blocks(pool.layer);
   }
   where.blocks[kEncoded] = {.base = pool.data, .slot_stride = static_cast<std::size_t>(pool.block_stride)};
   where.blocks[kEncoded].head_stride = static_cast<std::size_t>(pool.head_stride);

@@ -4,37 +4,18 @@
 
 namespace kvant::core {
 
-constexpr std::size_t kLine = 64;
 // More is refused without asking the system, some of which would promise any number of bytes.
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 39;
 
-std::unique_ptr<HostTail> HostTail::create(const PagesTail& facts, int kv_heads) {
-  if (facts.bytes(kv_heads) > kMostBytes) return nullptr;
-  auto tail = std::make_unique<HostTail>(facts, kv_heads);
-  tail->memory_.reset(static_cast<std::byte*>(std::calloc(static_cast<std::size_t>(facts.bytes(kv_heads)) + kLine, 1)));
-  if (!tail->memory_) return nullptr;
-  const auto at = reinterpret_cast<std::uintptr_t>(tail->memory_.get());
-  tail->aligned_ = tail->memory_.get() + (kLine - at % kLine) % kLine;
-  return tail;
-}
-
-std::byte* HostTail::block(int layer, std::int32_t copy, std::int64_t head) const {
-  return aligned_ + (std::int64_t{layer} * tail_.copies + copy) * tail_.copy_bytes(kv_heads_) +
-         head * static_cast<std::int64_t>(tail_.layout.block_bytes);
-}
-
-BlockTable HostTail::table(int layer) const {
-  BlockTable table{.base = block(layer, 0, 0), .slot_stride = static_cast<std::size_t>(tail_.copy_bytes(kv_heads_))};
-  table.head_stride = tail_.layout.block_bytes;
-  return table;
-}
-
 Status HostPages::make_tail() {
   if (tail().pages == 0) return {};
-  own_tail_ = HostTail::create(tail(), config().kv_heads);
-  if (own_tail_) return {};
-  return {Code::out_of_memory, fmt::format("{} bytes for the exact tail could not be allocated; lower tail_sequences",
-                                           tail().bytes(config().kv_heads))};
+  const std::int64_t bytes = tail().bytes(config().kv_heads);
+  if (bytes <= kMostBytes) {
+    own_tail_ = std::make_unique<HostTail>(tail(), config().kv_heads);
+    if (own_tail_->storage.grow(tail().copies).ok()) return {};
+  }
+  return {Code::out_of_memory,
+          fmt::format("{} bytes for the exact tail could not be allocated; lower tail_sequences", bytes)};
 }
 
 Status HostPages::begin_step(const StepTables& t, Stream) const {

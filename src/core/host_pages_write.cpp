@@ -89,7 +89,7 @@ void write_slots_share(void* context, int worker) {
     if (std::any_of(runs.begin(), runs.end(), [](const SlotRun& run) { return run.first == 0; }))
       std::memset(encoded, 0, spec.encoded.block_bytes);
     const std::int32_t copy = w.tail == nullptr ? -1 : w.tail->copies.find(static_cast<std::int32_t>(block));
-    std::byte* exact = copy < 0 ? nullptr : w.tail->block(w.pool->layer, copy, head);
+    std::byte* exact = copy < 0 ? nullptr : w.tail->storage.block(copy, w.pool->layer, static_cast<int>(head));
     for (const bool values : {false, true}) {
       const auto store = [&](const SlotTarget& to) {
         for (const SlotRun& run : runs) {
@@ -98,7 +98,7 @@ void write_slots_share(void* context, int worker) {
       };
       store({values ? &spec.encoded.v : &spec.encoded.k, encoded, (values ? spec.v_bases : spec.k_bases).at(0, 0)});
       if (exact == nullptr) continue;
-      const codec::PageLayout& layout = w.tail->facts().layout;
+      const codec::PageLayout& layout = w.tail->storage.layout();
       store({values ? &layout.v : &layout.k, exact, {}});
     }
   }

@@ -79,7 +79,7 @@ Status merge_on_device(std::span<const Partial> partials, std::int64_t rows, int
   if (backend == nullptr || backend->merge == nullptr)
     return {Code::unsupported, "this build of kvant has no CUDA backend: merge partial results in host memory"};
   if (rows == 0) return {};
-  for (const Partial& p : partials) all.partial[all.count++] = {p.out, p.lse};
+  for (const Partial& p : partials) all.partial[all.count++] = p;
   all.head_dim = head_dim, all.rows = rows;
   all.out_stride = of_out, all.lse_stride = of_lse;
   all.out = out, all.lse = lse, all.stream = stream;

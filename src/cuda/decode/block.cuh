@@ -113,6 +113,10 @@ struct Attend {
     int base, here, next;
   };
 
+  // To the next 32 pages, where page k + 2 begins them.
+  template <int TW>
+  __device__ __forceinline__ void advance(const Part& part, Slots& slots, int k, bool centred) const;
+
   // --- first product: scores.cuh ---
 
   struct Registers {  // of a part
@@ -253,6 +257,8 @@ struct Attend {
   __device__ __forceinline__ void exact_pages(const Part& part);
   __device__ __forceinline__ void wide_exact_pages(const Part& part);  // wide.cuh
 
+  // Each warp's maxima and sums of its rows, to where all warps see them. Every warp has ended its products.
+  __device__ __forceinline__ void leave_rows();
   template <int TW>
   __device__ bool write_partial(const Part& part);
   template <int TW>

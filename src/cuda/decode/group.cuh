@@ -394,27 +394,14 @@ __device__ __forceinline__ bool Attend<S>::group_part(const Part& part, Slots sl
       for (int n = 0; n < NT; ++n) s[0][n][0] = s[0][n][1] = kNone;
     }
     slot = next;
-    if (k + 2 - slots.base == 64) {
-      slots.base += 32;
-      slots.here = slots.next;
-      slots.next = find_slot<W>(part, slots.base + 32 + lane);
-      if (centred) prefetch_centre(part, slots.next);
-    }
+    advance<W>(part, slots, k, centred);
   }
   ptx::wgmma_wait<0>();
 
   get(room.m + NT * t, m);
 #pragma unroll
   for (int n = 0; n < NT; ++n) l[n] = (&room.l[n / 4][threadIdx.x].x)[n % 4];
-  __syncthreads();
-  if (is_last()) ptx::launch_dependents();
-#pragma unroll
-  for (int n = 0; n < NT; ++n) {
-#pragma unroll
-    for (int h = 4; h < 32; h *= 2) l[n] += __shfl_xor_sync(~0u, l[n], h);
-    if (g == 0) info->m[warp][4 * n + t] = m[n], info->l[warp][4 * n + t] = l[n];
-  }
-  __syncthreads();
+  leave_rows();
   const float of = 512.0f * unit;  // to_small_halves
   float* out = p.partial_o + static_cast<std::size_t>(part.partial) * static_cast<std::size_t>(R * D);
 #pragma unroll

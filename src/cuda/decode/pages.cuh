@@ -40,6 +40,16 @@ __device__ int Attend<S>::slot_of(const Part& part, int number, core::PageRef re
 }
 
 template <class S>
+template <int TW>
+__device__ __forceinline__ void Attend<S>::advance(const Part& part, Slots& slots, int k, bool centred) const {
+  if (k + 2 - slots.base != 64) return;
+  slots.base += 32;
+  slots.here = slots.next;
+  slots.next = find_slot<TW>(part, slots.base + 32 + lane);
+  if (centred) prefetch_centre(part, slots.next);
+}
+
+template <class S>
 __device__ void Attend<S>::encoded_pages(const Part& part, Slots slots, std::uint32_t& phases) {
   const int pages = count_pages<W>(part);
   int slot = slot_at(slots, 0);
@@ -85,12 +95,7 @@ __device__ void Attend<S>::encoded_pages(const Part& part, Slots slots, std::uin
     team_sync<W>();  // every lane has read its values and weights
     if (k + 1 < pages) copy_values(part, next >> kSlotShift);
     slot = next;
-    if (k + 2 - slots.base == 64) {
-      slots.base += 32;
-      slots.here = slots.next;
-      slots.next = find_slot<W>(part, slots.base + 32 + lane);
-      if (centred) prefetch_centre(part, slots.next);
-    }
+    advance<W>(part, slots, k, centred);
   }
 }
 

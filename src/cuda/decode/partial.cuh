@@ -5,12 +5,8 @@
 
 namespace kvant::cuda {
 
-// The teams' sums together, in team order, and to global memory. Returns is_last().
 template <class S>
-template <int TW>
-__device__ bool Attend<S>::write_partial(const Part& part) {
-  using L = Split<TW, D, BW>;
-  const int team = warp / TW, member = warp % TW;
+__device__ __forceinline__ void Attend<S>::leave_rows() {
   __syncthreads();
   if (is_last()) ptx::launch_dependents();
 #pragma unroll
@@ -20,6 +16,15 @@ __device__ bool Attend<S>::write_partial(const Part& part) {
     if (g == 0) info->m[warp][4 * n + t] = m[n], info->l[warp][4 * n + t] = l[n];
   }
   __syncthreads();
+}
+
+// The teams' sums together, in team order, and to global memory. Returns is_last().
+template <class S>
+template <int TW>
+__device__ bool Attend<S>::write_partial(const Part& part) {
+  using L = Split<TW, D, BW>;
+  const int team = warp / TW, member = warp % TW;
+  leave_rows();
   float* out = p.partial_o + static_cast<std::size_t>(part.partial) * static_cast<std::size_t>(R * D);
   float* sums = L::kTeams > 1 ? reinterpret_cast<float*>(shared + S::kShared.teams) + team * R * D : out;
 #pragma unroll

@@ -45,14 +45,6 @@ constexpr std::int64_t kWideUnits = 20;
 // The bytes of pages that a block may read beyond its share, if no block then works across two rows of work.
 constexpr double kRowWorth = 32768;
 
-// The blocks of so many rows that the plan's sequences and kv heads have.
-std::int64_t blocks_of(const core::DevicePlanConfig& config, int group, std::int64_t rows) {
-  std::int64_t blocks = 0;
-  for (const core::DeviceSequence& s : config.sequences)
-    blocks += config.kv_heads * ((std::int64_t{s.q_len} * group + rows - 1) / rows);
-  return blocks;
-}
-
 DeviceBasis device_basis(const BasisArrays& b) {
   return {b.kind, b.center, b.matrix, b.inverse};
 }
@@ -65,6 +57,18 @@ DecodePlan::~DecodePlan() {
   if (memory_ == nullptr) return;
   const Current current(store_.device());
   (void)cudaFree(memory_);
+}
+
+std::int64_t DecodePlan::most_rows_of(const core::DevicePlanConfig& config) const {
+  std::int64_t most = 0;
+  for (const core::DeviceSequence& s : config.sequences) most = std::max(most, std::int64_t{s.q_len} * params_.group);
+  return most;
+}
+std::int64_t DecodePlan::blocks_of(const core::DevicePlanConfig& config, std::int64_t rows) const {
+  std::int64_t blocks = 0;
+  for (const core::DeviceSequence& s : config.sequences)
+    blocks += config.kv_heads * ((std::int64_t{s.q_len} * params_.group + rows - 1) / rows);
+  return blocks;
 }
 
 // The generic kernel where nothing else reads the cache, or the options ask for it; else perhaps prefill kernels.
@@ -84,8 +88,7 @@ Status DecodePlan::choose_family(const core::DevicePlanConfig& config, std::int6
 
 Status DecodePlan::choose_kernel(const core::DevicePlanConfig& config, const DecodeKernels& kernels,
                                  const Group& group) {
-  int most_rows = 0;
-  for (const core::DeviceSequence& s : config.sequences) most_rows = std::max(most_rows, s.q_len * params_.group);
+  const auto most_rows = static_cast<int>(most_rows_of(config));
 
   const AttendKernel* best = is_generic_ ? &kernels.generic : nullptr;
   for (const AttendKernel& k : kernels.attend) {
@@ -124,16 +127,14 @@ Result<DecodePlan::Group> DecodePlan::find_group(const core::DevicePlanConfig& c
                                                  const DecodeKernels& kernels) const {
   const std::string& wanted = config.options->kernel;
   Group group;
-  std::int64_t most_rows = 0;
-  for (const core::DeviceSequence& s : config.sequences)
-    most_rows = std::max(most_rows, std::int64_t{s.q_len} * params_.group);
   std::int64_t pages = 0;
   for (const core::DeviceSequence& s : config.sequences) {
     pages += std::int64_t{config.kv_heads} *
              page_runs(visible_pages(params_, static_cast<int>(s.length), s.q_len), false).total();
   }
   const bool is_short = pages <= kWideUnits * store_.limits().multiprocessors;
-  if (wanted != core::kDecodeSm90 && (!wanted.empty() || most_rows < kLeastGroupRows || is_short)) return group;
+  if (wanted != core::kDecodeSm90 && (!wanted.empty() || most_rows_of(config) < kLeastGroupRows || is_short))
+    return group;
   std::vector<int> sizes;
   for (const AttendKernel& k : kernels.attend) {
     if (k.k == config.k && k.v == config.v && k.by_group) sizes.push_back(4 * k.column_tiles);
@@ -143,16 +144,14 @@ Result<DecodePlan::Group> DecodePlan::find_group(const core::DevicePlanConfig& c
                                 pair_name({config.k, config.v}), config.head_dim);
     return group;
   }
-  const GroupChoice choice =
-      choose_group(sizes, [&](std::int64_t rows) { return blocks_of(config, params_.group, rows); });
+  const GroupChoice choice = choose_group(sizes, [&](std::int64_t rows) { return blocks_of(config, rows); });
   for (const AttendKernel& k : kernels.attend) {
     if (k.k == config.k && k.v == config.v && k.by_group && 4 * k.column_tiles == choice.rows) group.kernel = &k;
   }
   group.row_blocks = choice.row_blocks;
-  cudaFuncAttributes attributes{};
-  KVANT_CUDA_TRY(cudaFuncGetAttributes(&attributes, group.kernel->function));
-  // The kernel is empty in code for other architectures, and in what the driver compiles from PTX.
-  if (attributes.numRegs < 64 || group.kernel->shared_bytes[0] > store_.limits().shared_bytes) {
+  bool has_code = false;
+  KVANT_CUDA_TRY(has_sm90_code(group.kernel->function, has_code));
+  if (!has_code || group.kernel->shared_bytes[0] > store_.limits().shared_bytes) {
     group.kernel = nullptr;
     group.missing = "decode_sm90 kernels need compute capability 9.0 and machine code for it (sm_90a)";
   }
@@ -376,7 +375,7 @@ Status DecodePlan::prepare(const core::DevicePlanConfig& config, const StepBatch
     if (!found.ok()) return found.status();
     group = *found;
   }
-  std::int64_t row_blocks = blocks_of(config, p.group, 16);
+  std::int64_t row_blocks = blocks_of(config, 16);
   // The option "decode_sm90" asks for such kernels, whatever the time.
   if (group.kernel != nullptr && group.row_blocks >= row_blocks && o.kernel.empty()) group = {};
   if (group.kernel != nullptr) row_blocks = group.row_blocks;

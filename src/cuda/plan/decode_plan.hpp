@@ -52,6 +52,9 @@ class DecodePlan final : public core::DevicePlan {
                   const MutableTensorView& out, const core::FreshRows& fresh, const RunOptions& options) const;
 
  private:
+  // The rows of the sequence with the most; the blocks of so many rows that all sequences and kv heads have.
+  [[nodiscard]] std::int64_t most_rows_of(const core::DevicePlanConfig& config) const;
+  [[nodiscard]] std::int64_t blocks_of(const core::DevicePlanConfig& config, std::int64_t rows) const;
   struct Group {  // a kernel of warpgroups
     const AttendKernel* kernel = nullptr;
     std::int64_t row_blocks = 0;  // of 16 rows of other kernels, which would take as long

@@ -68,10 +68,9 @@ Result<std::string> missing_of_sm90(const core::DevicePlanConfig& config, const 
   if (kernel == nullptr) return fmt::format("prefill_sm90 kernels are not compiled for {}", pair_at(config));
   const std::string needs = "prefill_sm90 kernels need compute capability 9.0";
   if (kernel->shared_bytes > limits.shared_bytes) return needs;
-  cudaFuncAttributes attributes{};
-  KVANT_CUDA_TRY(cudaFuncGetAttributes(&attributes, kernel->function));
-  // The kernel is empty in code for other architectures, and in what the driver compiles from PTX.
-  if (attributes.numRegs < 64) return needs + " and machine code for it (sm_90a)";
+  bool has_code = false;
+  KVANT_CUDA_TRY(has_sm90_code(kernel->function, has_code));
+  if (!has_code) return needs + " and machine code for it (sm_90a)";
   return std::string();
 }
 
@@ -113,17 +112,9 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config, std::int
   AttendParams& p = params_;
   const DeviceLimits& limits = store_.limits();
   const std::int64_t pairs = std::int64_t{p.batch} * p.cache.kv_heads;
-  std::int64_t most_rows = 0, longest = 0;
-  for (const core::DeviceSequence& s : config.sequences) {
-    most_rows = std::max(most_rows, std::int64_t{s.q_len} * p.group);
-    longest = std::max(longest, s.length);
-  }
-  const auto blocks_of = [&](std::int64_t rows) {  // of so many rows, all sequences and heads
-    std::int64_t blocks = 0;
-    for (const core::DeviceSequence& s : config.sequences)
-      blocks += p.cache.kv_heads * ((std::int64_t{s.q_len} * p.group + rows - 1) / rows);
-    return blocks;
-  };
+  const std::int64_t most_rows = most_rows_of(config);
+  std::int64_t longest = 0;
+  for (const core::DeviceSequence& s : config.sequences) longest = std::max(longest, s.length);
   const auto usual = [](const DeviceBasis& basis, Format format) {
     return basis.kind == (codec::is_tq(format) ? BasisKind::hadamard : BasisKind::none);
   };
@@ -144,11 +135,12 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config, std::int
     if (!missing.ok()) return missing.status();
     candidates[1].missing = *missing;
   }
-  candidates[0].as_long =
-      prefill::time_of_rounds(blocks_of(prefill::kRows), limits.multiprocessors, row_blocks_of_a_round(config.k));
+  candidates[0].as_long = prefill::time_of_rounds(blocks_of(config, prefill::kRows), limits.multiprocessors,
+                                                  row_blocks_of_a_round(config.k));
   const std::int64_t rows = kernels[1] != nullptr ? kernels[1]->rows : prefill::kRows;
-  candidates[1].as_long = prefill::time_of_rounds(blocks_of(rows), std::int64_t{limits.multiprocessors} * blocks[1],
-                                                  rows * blocks[1] * row_blocks_of_a_row(config.k));
+  candidates[1].as_long =
+      prefill::time_of_rounds(blocks_of(config, rows), std::int64_t{limits.multiprocessors} * blocks[1],
+                              rows * blocks[1] * row_blocks_of_a_row(config.k));
 
   const Result<prefill::Choice> choice =
       prefill::choose(config.options->kernel, candidates, row_blocks_of_decode, most_rows, config.options->fresh_keys);
