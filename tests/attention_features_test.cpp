@@ -15,14 +15,6 @@
 namespace kvant::test {
 namespace {
 
-WorldSpec spec_of(const std::string& k, const std::string& v, std::vector<Lengths> sequences) {
-  WorldSpec spec;
-  spec.k = k;
-  spec.v = v;
-  spec.sequences = std::move(sequences);
-  return spec;
-}
-
 class Transforms : public testing::TestWithParam<std::tuple<std::string, int>> {
  protected:
   [[nodiscard]] World world() const {

@@ -19,14 +19,6 @@ AttentionOptions fresh(AttentionOptions options = {}) {
   return options;
 }
 
-WorldSpec spec_of(const std::string& k, const std::string& v, std::vector<Lengths> sequences) {
-  WorldSpec spec;
-  spec.k = k;
-  spec.v = v;
-  spec.sequences = std::move(sequences);
-  return spec;
-}
-
 // --- chunks ---------------------------------------------------------------------------------------------------------
 
 class FreshChunks : public testing::TestWithParam<std::tuple<std::string, int, int>> {

@@ -15,14 +15,6 @@ namespace {
 
 constexpr float kInf = INFINITY;
 
-WorldSpec spec_of(const std::string& k, const std::string& v, std::vector<Lengths> sequences) {
-  WorldSpec spec;
-  spec.k = k;
-  spec.v = v;
-  spec.sequences = std::move(sequences);
-  return spec;
-}
-
 /// A deterministic bias in [-2, 2], different in each coordinate, exact in f16 and bf16.
 float bias(std::int64_t b, std::int64_t h, std::int64_t q, std::int64_t k) {
   return static_cast<float>((b * 7 + h * 5 + q * 3 + k) % 17 - 8) / 4;

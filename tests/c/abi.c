@@ -260,18 +260,24 @@ static void test_attention(void) {
   kvant_plan_destroy(plan);
 }
 
-/* Masks of one element in a buffer of its own, so that a sanitizer sees a read past them: a shape and strides of zero
- * are what an expanded tensor has, and one element then stands for all. Without strides a mask is contiguous. */
-static void test_masks(void) {
+/* An f32 cache with one empty sequence. */
+static kvant_cache* new_cache(kvant_sequence* sequence) {
   kvant_cache_config config;
   kvant_cache_config_init(&config, sizeof config);
   config.kv_heads = KV_HEADS;
   config.head_dim = DIM;
   config.k = config.v = "f32";
   kvant_cache* cache = NULL;
-  kvant_sequence sequence = 0;
   EXPECT(kvant_cache_create(&config, &cache) == KVANT_OK);
-  EXPECT(kvant_cache_add_sequence(cache, &sequence) == KVANT_OK);
+  EXPECT(kvant_cache_add_sequence(cache, sequence) == KVANT_OK);
+  return cache;
+}
+
+/* Masks of one element in a buffer of its own, so that a sanitizer sees a read past them: a shape and strides of zero
+ * are what an expanded tensor has, and one element then stands for all. Without strides a mask is contiguous. */
+static void test_masks(void) {
+  kvant_sequence sequence = 0;
+  kvant_cache* cache = new_cache(&sequence);
   const kvant_tensor k = tokens_of(keys, FIRST), v = tokens_of(values, FIRST);
   EXPECT(kvant_cache_append(cache, sequence, 0, &k, &v) == KVANT_OK);
   double expected[Q_HEADS * DIM], expected_lse[Q_HEADS];
@@ -318,15 +324,8 @@ static void test_masks(void) {
 
 /* Strides of zeros are those of a struct that names none: contiguous. A stride of 0 repeats, with stride[2] = 1. */
 static void test_strides(void) {
-  kvant_cache_config config;
-  kvant_cache_config_init(&config, sizeof config);
-  config.kv_heads = KV_HEADS;
-  config.head_dim = DIM;
-  config.k = config.v = "f32";
-  kvant_cache* cache = NULL;
   kvant_sequence sequence = 0;
-  EXPECT(kvant_cache_create(&config, &cache) == KVANT_OK);
-  EXPECT(kvant_cache_add_sequence(cache, &sequence) == KVANT_OK);
+  kvant_cache* cache = new_cache(&sequence);
   float* vector = malloc(DIM * sizeof *vector); /* a buffer of its own: a sanitizer sees a read past it */
   if (vector == NULL) exit(1);
   memcpy(vector, keys, DIM * sizeof *vector);

@@ -52,21 +52,7 @@ TEST_P(GpuGroup, MasksAndTransforms) {
   const auto& [keys, queries] = GetParam();
   const GpuWorld w(spec_for(keys, 4, {{700, queries}, {queries, queries}, {queries + 130, queries}}));
   SKIP_WITHOUT_KERNELS(w);
-  for (const auto& [window, sinks] : {std::pair{1, 0}, {100, 0}, {64, 4}, {300, 70}}) {
-    AttentionOptions options;
-    options.mask = Mask::sliding(window, sinks);
-    options.softcap = 5;
-    EXPECT_TRUE(w.matches(options)) << "window " << window << ", sinks " << sinks;
-  }
-  AttentionOptions slopes;
-  for (int h = 0; h < w.host.q_heads(); ++h) slopes.alibi_slopes.push_back(0.3f / static_cast<float>(1 + h));
-  EXPECT_TRUE(w.matches(slopes, std::vector<float>(static_cast<std::size_t>(w.host.q_heads()), 0.5f)));
-  // Pages that the mask hides, shows, and shows in part; the last sequence's exact pages are hidden.
-  const OwnedMask mask = make_mask(Dtype::bf16, {3, 1, 1, 700}, [](auto b, auto, auto, auto k) {
-    const bool hidden = k / 64 % 3 == 1 || (k / 64 % 3 == 2 && k % 5 == 0);
-    return shown(Dtype::bf16, b == 2 ? k >= 64 && k < 100 : !hidden);
-  });
-  EXPECT_TRUE(w.matches(with_mask(mask)));
+  expect_masks_and_transforms(w);
 }
 
 INSTANTIATE_TEST_SUITE_P(Rows, GpuGroup,

@@ -71,21 +71,7 @@ TEST_P(GpuWide, MasksAndTransforms) {
   SKIP_WITHOUT_DEVICE();
   const GpuWorld w(spec_of(shape(), {{700, 1}, {1, 1}, {130, 1}}));
   EXPECT_TRUE(has_warps(w, 8));
-  for (const auto& [window, sinks] : {std::pair{1, 0}, {100, 0}, {64, 4}, {300, 70}}) {
-    AttentionOptions options;
-    options.mask = Mask::sliding(window, sinks);
-    options.softcap = 5;
-    EXPECT_TRUE(w.matches(options)) << "window " << window << ", sinks " << sinks;
-  }
-  AttentionOptions slopes;
-  for (int h = 0; h < w.host.q_heads(); ++h) slopes.alibi_slopes.push_back(0.3f / static_cast<float>(1 + h));
-  EXPECT_TRUE(w.matches(slopes, std::vector<float>(static_cast<std::size_t>(w.host.q_heads()), 0.5f)));
-  // Pages that the mask hides, shows, and shows in part; the last sequence's exact pages are hidden.
-  const OwnedMask mask = make_mask(Dtype::bf16, {3, 1, 1, 700}, [](auto b, auto, auto, auto k) {
-    const bool hidden = k / 64 % 3 == 1 || (k / 64 % 3 == 2 && k % 5 == 0);
-    return shown(Dtype::bf16, b == 2 ? k >= 64 && k < 100 : !hidden);
-  });
-  EXPECT_TRUE(w.matches(with_mask(mask)));
+  expect_masks_and_transforms(w);
 }
 
 // More work, or more exact pages, than wide kernels are for.

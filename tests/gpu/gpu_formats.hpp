@@ -1,6 +1,8 @@
 // The tests of attention on a device run over these: pairs of formats, and worlds of them.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <string>
 #include <utility>
 #include <vector>
@@ -8,6 +10,7 @@
 #include "core/fmt.hpp"
 #include "cuda/instances.hpp"
 #include "gpu/gpu_world.hpp"
+#include "support/masks.hpp"
 
 namespace kvant::test {
 
@@ -27,17 +30,28 @@ inline constexpr Formats kGenericFormats[] = {{"f32", "f32"},   {"f32", "tq4"}, 
 inline const std::vector<int> kHeadDims = {KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)};
 #undef KVANT_ENTRY
 
-inline WorldSpec spec_of(const std::string& k, const std::string& v, std::vector<Lengths> sequences) {
-  WorldSpec spec;
-  spec.k = k;
-  spec.v = v;
-  spec.sequences = std::move(sequences);
-  return spec;
-}
-
 /// "tq6" stands for the default pair.
 inline WorldSpec spec_of(const std::string& format, std::vector<Lengths> sequences) {
   return spec_of(format, format == "tq6" ? "tq4" : format, std::move(sequences));
+}
+
+/// Windows with softcap, slopes with sink logits, and a mask tensor: three sequences, the longest of 700 tokens.
+inline void expect_masks_and_transforms(const GpuWorld& w) {
+  for (const auto& [window, sinks] : {std::pair{1, 0}, {100, 0}, {64, 4}, {300, 70}}) {
+    AttentionOptions options;
+    options.mask = Mask::sliding(window, sinks);
+    options.softcap = 5;
+    EXPECT_TRUE(w.matches(options)) << "window " << window << ", sinks " << sinks;
+  }
+  AttentionOptions slopes;
+  for (int h = 0; h < w.host.q_heads(); ++h) slopes.alibi_slopes.push_back(0.3f / static_cast<float>(1 + h));
+  EXPECT_TRUE(w.matches(slopes, std::vector<float>(static_cast<std::size_t>(w.host.q_heads()), 0.5f)));
+  // Pages that the mask hides, shows, and shows in part; the last sequence's exact pages are hidden.
+  const OwnedMask mask = make_mask(Dtype::bf16, {3, 1, 1, 700}, [](auto b, auto, auto, auto k) {
+    const bool hidden = k / 64 % 3 == 1 || (k / 64 % 3 == 2 && k % 5 == 0);
+    return shown(Dtype::bf16, b == 2 ? k >= 64 && k < 100 : !hidden);
+  });
+  EXPECT_TRUE(w.matches(with_mask(mask)));
 }
 
 inline std::string name_of(const Formats& f) {

@@ -50,6 +50,13 @@ struct WorldSpec {
   bool forked = false;                       ///< half of the tokens come from a parent, which goes on and is removed
   std::function<void(CacheConfig&)> adjust;  ///< last word on the config
 };
+inline WorldSpec spec_of(const std::string& k, const std::string& v, std::vector<Lengths> sequences) {
+  WorldSpec spec;
+  spec.k = k;
+  spec.v = v;
+  spec.sequences = std::move(sequences);
+  return spec;
+}
 
 /// Outputs and lse of all sequences, rows one after another.
 struct Attended {
