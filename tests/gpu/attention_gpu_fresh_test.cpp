@@ -141,6 +141,13 @@ TEST(GpuFreshKeys, Refusals) {
   const Result<Attended> decode = w.try_attend(options);
   ASSERT_EQ(decode.code(), Code::unsupported);
   EXPECT_NE(decode.message().find("fresh_keys"), std::string::npos) << decode.message();
+  options.kernel = "generic";
+  const Result<Attended> generic = w.try_attend(options);
+  ASSERT_EQ(generic.code(), Code::unsupported);
+  EXPECT_NE(generic.message().find("leave fresh_keys unset"), std::string::npos) << generic.message();
+  const Result<Attended> f32 = GpuWorld(spec_of("f32", "f32", {{300, 2}})).try_attend(fresh());
+  ASSERT_EQ(f32.code(), Code::unsupported);
+  EXPECT_NE(f32.message().find("k = f32 has no other kernel"), std::string::npos) << f32.message();
 }
 
 // A graph of reserve, write and run: its replays attend to what the tensors hold then, at the lengths then.

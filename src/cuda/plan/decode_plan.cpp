@@ -83,6 +83,12 @@ Status DecodePlan::choose_family(const core::DevicePlanConfig& config, std::int6
             fmt::format("kernel is \"{}\": with {} the generic kernel alone serves; leave kernel empty", wanted, only)};
   }
   why_ = only.empty() ? "as asked for" : only + " has no other kernel";
+  if (config.options->fresh_keys) {
+    return {Code::unsupported,
+            fmt::format("fresh_keys needs prefill kernels, and the generic kernel serves ({}): leave fresh_keys unset, "
+                        "and all tokens are read from the cache",
+                        why_)};
+  }
   return {};
 }
 
