@@ -385,6 +385,44 @@ TEST(CacheGpuVectors, OddOnesAroundACentreHaveTheBytesOfAHostCache) {
   }
 }
 
+// A block has several heads of a page, from any head on: there are many pages and heads.
+TEST(CacheGpuVectors, ManyHeadsAroundACentreHaveTheBytesOfAHostCache) {
+  SKIP_WITHOUT_DEVICE();
+  constexpr Pair kOf[] = {{"tq4", "tq4"}, {"tq6", "tq4"}, {"fp8", "fp8"}};
+  constexpr std::int64_t kTokens = 120 * kPageTokens + 30;
+  for (const Pair& pair : kOf) {
+    for (const Dtype dtype : {Dtype::bf16, Dtype::f16, Dtype::f32}) {
+      const int d = dtype == Dtype::f16 ? 64 : 128;
+      CacheConfig c = config(pair.k, pair.v, d, 1, 1);
+      c.layers = 1;
+      c.kv_heads = 13;
+      c.capacity_tokens = 2 * kTokens / kPageTokens * kPageTokens;
+      c.exact = dtype == Dtype::f16 ? dtype : Dtype::bf16;
+      c.k_centre = KeyCentre::page;
+      Both both(c);
+      testing_support::Draw draw(23);
+      const std::vector<float> x = draw.gaussian(static_cast<int>(kTokens) * c.kv_heads * d);
+      const std::vector<std::byte> packed = pack_as(dtype, x);
+      const DeviceRows rows(x, dtype, kTokens, c.kv_heads, d);
+      const Stream stream = both.gpu.stream.handle();
+      // The second step ends the last page of the first, whose rows are then those of two steps.
+      for (const auto& [begin, count] : {std::pair(std::int64_t{0}, kTokens - 70), {kTokens - 70, std::int64_t{70}}}) {
+        const TensorView all = TensorView::contiguous(packed.data(), dtype, kTokens, c.kv_heads, d);
+        const auto part = [&, begin = begin, count = count](TensorView view) {
+          view.data = static_cast<const std::byte*>(view.data) +
+                      static_cast<std::size_t>(begin * view.stride[0]) * dtype_size(dtype);
+          view.shape[0] = count;
+          return view;
+        };
+        both.host->append(both.id, 0, part(all), part(all)).value();
+        both.device->append(both.id, 0, part(rows.view), part(rows.view), stream).value();
+      }
+      both.compare(fmt::format("{}/{}, {}", pair.k, pair.v, dtype_name(dtype)));
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 TEST(CacheGpuVectors, StridesAndAlignmentDoNotMatter) {
   SKIP_WITHOUT_DEVICE();
   constexpr std::int64_t kTokens = 150;

@@ -1,6 +1,8 @@
-// The centre of a key page (codec/centre.hpp), in shared memory as the float of every channel: made and encoded where a
-// whole page is encoded, else as the page has it.
+// The centre of a key page (codec/centre.hpp): made where a whole page is encoded, else as the page has it. A team has
+// the codes of several in shared memory, and a warp the floats of the one that it subtracts.
 #pragma once
+
+#include <utility>
 
 #include "codec/centre.hpp"
 #include "cuda/append/rows.cuh"
@@ -8,27 +10,59 @@
 
 namespace kvant::cuda {
 
-// Threads of a centre: as many as a vector's rotation and words allow, since a team waits for the one vector.
-template <class Shape>
-using CentreShape = StepShape<Shape::kD>;
+// Eight threads a centre: a warp encodes four at once, since it waits for every step of one.
+inline constexpr int kCentresOfWarp = 4;
+template <int kD>
+using CentreShape = VectorShape<kD, 32 / kCentresOfWarp, 32, 32>;
 
-// A team's room: a float for every channel, then the codes and the scale of a centre that is made.
-template <class Shape>
-struct CentreRoom {
-  using P = Planes<codec::kCentreFormat, CentreShape<Shape>>;
-  static constexpr int kThreads = CentreShape<Shape>::kThreads;
-  static constexpr int kLowAt = 4 * Shape::kD, kHighAt = kLowAt + P::Low::kWords * kThreads * 4;
-  static constexpr int kScaleAt = kLowAt + P::kWords * kThreads * 4;
-  static constexpr int kBytes = kScaleAt + 16;
+// The codes of a centre as a page has them (codec/layout.hpp).
+template <int kD>
+struct CentreCodes {
+  using P = Planes<codec::kCentreFormat, CentreShape<kD>>;
+  static constexpr int kHighAt = kD / 2, kScaleAt = kD * 3 / 4, kBytes = (kScaleAt + 2 + 15) / 16 * 16;
 };
 
-// At the begin of shared memory, before tables and rows.
+// A warp's floats of the centre that it subtracts, in the order in which a thread of Shape has them, four at a time.
 template <class Shape>
-inline constexpr int kCentreBytes = CentreRoom<Shape>::kBytes* kTeams<Shape>;
+struct CentreFloats {
+  // From a thread's to those of the next; their banks differ.
+  static constexpr int kApart = Shape::kElements + (Shape::kElements % 32 == 0 ? 4 : 0);
+  static constexpr int kBytes = 4 * Shape::kThreads * kApart;
+  static_assert(Shape::kElements % 4 == 0);
+  static __device__ __forceinline__ int place(int channel) {
+    return channel % Shape::kThreads * kApart + channel / Shape::kThreads;
+  }
+};
+
+// Centres that a team finds at once, and has the codes of.
 template <class Shape>
-__device__ __forceinline__ std::byte* centre_room() {
+inline constexpr int kCentresAtOnce = Shape::kTeamThreads / 32 * kCentresOfWarp;
+
+// At the begin of shared memory, before tables and rows: floats of warps, then codes of teams.
+template <class Shape>
+inline constexpr int kCentreFloatBytes = CentreFloats<Shape>::kBytes*(Shape::kBlockThreads / 32);
+template <class Shape>
+inline constexpr int kCentreBytes =
+    kCentreFloatBytes<Shape> + CentreCodes<Shape::kD>::kBytes* kCentresAtOnce<Shape>* kTeams<Shape>;
+template <class Shape>
+__device__ __forceinline__ float* centre_floats() {
   extern __shared__ __align__(16) std::byte shared[];
-  return shared + CentreRoom<Shape>::kBytes * team_of_block<Shape>();
+  return reinterpret_cast<float*>(shared + CentreFloats<Shape>::kBytes * (threadIdx.x / 32));
+}
+template <class Shape>
+__device__ __forceinline__ std::byte* centre_codes(int number) {
+  extern __shared__ __align__(16) std::byte shared[];
+  return shared + kCentreFloatBytes<Shape> +
+         CentreCodes<Shape::kD>::kBytes * (team_of_block<Shape>() * kCentresAtOnce<Shape> + number);
+}
+
+// The largest magnitude of elements, NaN if one is NaN: "max" of the PTX ISA, to which operands' signs cost nothing.
+template <int kCount>
+__device__ __forceinline__ float largest_or_nan(const float* y) {
+  float largest = fabsf(y[0]);
+#pragma unroll
+  for (int k = 1; k < kCount; ++k) asm("max.NaN.f32 %0, %0, %1;" : "+f"(largest) : "f"(fabsf(y[k])));
+  return largest;
 }
 
 // Costs of the centre's format, where they are in global memory: one vector a page does not pay for a copy.
@@ -40,49 +74,57 @@ struct CentreTables {
     return __ldg(reinterpret_cast<const uint4*>(kCosts<codec::kCentreFormat>.cost) + at);
   }
   __device__ __forceinline__ float spread(int k) const {
-    constexpr codec::TqSpec kLocal = kSpec;
-    float x = kLocal.spread[0];
-#pragma unroll
-    for (int i = 1; i < codec::kSpreads; ++i) x = k == i ? kLocal.spread[i] : x;
-    return x;
+    // A table that is indexed at run time would lie in local memory.
+    return [k]<std::size_t... kAt>(std::index_sequence<kAt...>) {
+      float x = 0.0f;
+      ((x = k == static_cast<int>(kAt) ? Spread<kAt>::kValue : x), ...);
+      return x;
+    }
+    (std::make_index_sequence<codec::kSpreads>());
   }
-  __device__ __forceinline__ std::uint32_t level(float) const {
-    return 0;
-  }  // of formats with a table of levels
+  template <std::size_t kAt>
+  struct Spread {
+    static constexpr float kValue = kSpec.spread[kAt];
+  };
+  __device__ __forceinline__ std::uint32_t level(float) const { return 0; }  // of formats with a table of levels
 };
 
-// The floats of a centre from the codes of its planes, by one warp.
-template <int kD>
-__device__ __forceinline__ void decode_centre(const std::byte* low, const std::byte* high, const std::byte* scale_at,
-                                              float* centre) {
-  const float scale = ptx::f16_to_f32(*reinterpret_cast<const std::uint16_t*>(scale_at));
+// A warp's floats of a centre from its codes.
+template <class Shape>
+__device__ __forceinline__ void decode_centre(const std::byte* codes) {
+  constexpr int kD = Shape::kD;
+  float* to = centre_floats<Shape>();
+  const float scale = ptx::f16_to_f32(*reinterpret_cast<const std::uint16_t*>(codes + CentreCodes<kD>::kScaleAt));
+  __syncwarp();  // nobody reads the floats of the head before
 #pragma unroll
   for (int i = static_cast<int>(threadIdx.x % 32); i < kD; i += 32) {
-    centre[i] = codec::centre_element(low, high, scale, i);
+    to[CentreFloats<Shape>::place(i)] = codec::centre_element(codes, codes + CentreCodes<kD>::kHighAt, scale, i);
   }
   __syncwarp();
 }
 
-// Encodes the mean, which lies in its own coordinates in a team's room, and leaves the decoded centre there. By one
-// warp. `to`: where the page has its centre; null: another block stores it.
-template <class Team>
-__device__ __forceinline__ void encode_centre(std::byte* room, const float* matrix, BasisKind basis,
-                                              float rotation_scale, std::byte* to) {
+// The codes of the first `count` of four vectors in their own coordinates, means [4][D], by one warp. `matrix`: of the
+// thread's vector.
+template <int kD>
+__device__ __forceinline__ void encode_means(const float* means, int count, const float* matrix, BasisKind basis,
+                                             float rotation_scale, std::byte* codes) {
   constexpr Format kFormat = codec::kCentreFormat;
-  using Shape = CentreShape<Team>;
-  using Room = CentreRoom<Team>;
-  using P = typename Room::P;
-  constexpr int kThreads = Shape::kThreads, kD = Shape::kD;
-  auto* mean = reinterpret_cast<float*>(room);
-  const int lane = static_cast<int>(threadIdx.x % 32), t = lane % kThreads;
+  using Shape = CentreShape<kD>;
+  using Codes = CentreCodes<kD>;
+  using P = typename Codes::P;
+  constexpr int kThreads = Shape::kThreads;
+  const int lane = static_cast<int>(threadIdx.x % 32), which = lane / kThreads, t = lane % kThreads;
+  const float* mean = means + min(which, count - 1) * kD;
   float y[Shape::kElements];
-  std::uint32_t mine = load_vector<Shape, true>(room, Dtype::f32, basis == BasisKind::hadamard, t, rotation_scale, y);
+  std::uint32_t mine = load_vector<Shape, true>(reinterpret_cast<const std::byte*>(mean), Dtype::f32,
+                                                basis == BasisKind::hadamard, t, rotation_scale, y);
   if (basis == BasisKind::calibrated) {
+#pragma unroll
+    for (int k = 0; k < Shape::kElements; ++k) y[k] = 0.0f;
 #pragma unroll 1
-    for (int k = 0; k < Shape::kElements; ++k) {
-      float sum = 0.0f;
-      for (int j = 0; j < kD; ++j) sum = fmaf(matrix[(t + kThreads * k) * kD + j], mean[j], sum);
-      y[k] = sum;
+    for (int j = 0; j < kD; ++j) {
+#pragma unroll
+      for (int k = 0; k < Shape::kElements; ++k) y[k] = fmaf(matrix[(t + kThreads * k) * kD + j], mean[j], y[k]);
     }
     mine = largest_magnitude<Shape::kElements>(y);
   }
@@ -97,117 +139,111 @@ __device__ __forceinline__ void encode_centre(std::byte* room, const float* matr
   encode_vector<kFormat, Shape, 1>(y, t, largest, CentreTables(), words, scale);
   regroup<typename P::Low, codec::plane_bits(kFormat, 0)>(words, t);
   regroup<typename P::High, codec::plane_bits(kFormat, 1)>(words + P::Low::kWords, t);
-  std::byte *low = room + Room::kLowAt, *high = room + Room::kHighAt, *scale_at = room + Room::kScaleAt;
-  if (lane < kThreads) {
+  if (which < count) {
+    std::byte* to = codes + which * Codes::kBytes;
+    const auto put = [&]<class F>(std::byte* plane, const std::uint32_t* of_plane) {
 #pragma unroll
-    for (int i = 0; i < P::Low::kWords; ++i)
-      reinterpret_cast<std::uint32_t*>(low)[i * kThreads + P::Low::place(t)] = words[i];
-#pragma unroll
-    for (int i = 0; i < P::High::kWords; ++i)
-      reinterpret_cast<std::uint32_t*>(high)[i * kThreads + P::High::place(t)] = words[P::Low::kWords + i];
-    if (t == 0) *reinterpret_cast<std::uint16_t*>(scale_at) = scale[0];
+      for (int i = 0; i < F::kWords; ++i) {
+        const int at = i * kThreads + F::place(t);
+        if (at < F::kRowWords) reinterpret_cast<std::uint32_t*>(plane)[at] = of_plane[i];
+      }
+    };
+    put.template operator()<typename P::Low>(to, words);
+    put.template operator()<typename P::High>(to + Codes::kHighAt, words + P::Low::kWords);
+    if (t == 0) *reinterpret_cast<std::uint16_t*>(to + Codes::kScaleAt) = scale[0];
   }
   __syncwarp();
-  if (to != nullptr) {
-    const auto* low_words = reinterpret_cast<const std::uint32_t*>(low);
-    const auto* high_words = reinterpret_cast<const std::uint32_t*>(high);
+}
+
+// A centre's codes, by the threads that encode one.
+template <int kD>
+__device__ __forceinline__ void copy_codes(const std::byte* from, std::byte* to) {
+  constexpr int kScaleAt = CentreCodes<kD>::kScaleAt;
 #pragma unroll
-    for (int i = lane; i < kD / 8; i += 32) reinterpret_cast<std::uint32_t*>(to)[i] = low_words[i];
-#pragma unroll
-    for (int i = lane; i < kD / 16; i += 32) reinterpret_cast<std::uint32_t*>(to)[kD / 8 + i] = high_words[i];
-    if (lane == 0) *reinterpret_cast<std::uint16_t*>(to + kD * 3 / 4) = scale[0];
+  for (int i = static_cast<int>(threadIdx.x % CentreShape<kD>::kThreads); i < kScaleAt / 4;
+       i += CentreShape<kD>::kThreads) {
+    reinterpret_cast<std::uint32_t*>(to)[i] = reinterpret_cast<const std::uint32_t*>(from)[i];
   }
-  decode_centre<kD>(low, high, scale_at, mean);
-}
-
-// Two neighbouring elements of a row whose pairs are aligned.
-__device__ __forceinline__ float2 load_pair(const std::byte* row, Dtype dtype, int channel) {
-  if (dtype == Dtype::f32) return *reinterpret_cast<const float2*>(row + 4 * channel);
-  const std::uint32_t word = *reinterpret_cast<const std::uint32_t*>(row + 2 * channel);
-  if (dtype == Dtype::f16) return make_float2(low_element<Dtype::f16>(word), high_element<Dtype::f16>(word));
-  return make_float2(low_element<Dtype::bf16>(word), high_element<Dtype::bf16>(word));
-}
-
-// The mean of a page's rows: sums by channel in the order of tokens, times 1 / count. By a team. load(token, channel):
-// two elements.
-template <class Shape, class Load>
-__device__ __forceinline__ void mean_of_rows(float* mean, const Load& load) {
-  constexpr int kAtOnce = Shape::kTeamThreads > 32 ? 8 : 16;
-  constexpr float kFactor = codec::mean_factor(kPageTokens);
-#pragma unroll 1
-  for (int i = 2 * thread_of_team<Shape>(); i < Shape::kD; i += 2 * Shape::kTeamThreads) {
-    float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll 1
-    for (int token = 0; token < kPageTokens; token += kAtOnce) {
-      float2 x[kAtOnce];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) x[j] = load(token + j, i);
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) sum.x = __fadd_rn(sum.x, x[j].x), sum.y = __fadd_rn(sum.y, x[j].y);
-    }
-    *reinterpret_cast<float2*>(mean + i) = make_float2(__fmul_rn(sum.x, kFactor), __fmul_rn(sum.y, kFactor));
+  if (threadIdx.x % CentreShape<kD>::kThreads == 0) {
+    *reinterpret_cast<std::uint16_t*>(to + kScaleAt) = *reinterpret_cast<const std::uint16_t*>(from + kScaleAt);
   }
 }
 
-// How the page of a job comes to its centre. whole: all of the page's rows are encoded now, by this block or by
-// several, of which one stores the centre.
-struct CentreSource {
-  bool whole, stores;
-};
+// Four channels of `count` rows, `stride` bytes apart, added to their sums in the order of tokens.
+template <Dtype kDtype>
+__device__ __forceinline__ float4 add_rows(const std::byte* from, std::int64_t stride, int count, float4 sum) {
+  constexpr int kAtOnce = 32;
+  const auto row = [&](int i) { return __ldcg(reinterpret_cast<const uint2*>(from + i * stride)); };
+  const auto add = [&](uint2 x) {
+    sum.x = __fadd_rn(sum.x, low_element<kDtype>(x.x)), sum.y = __fadd_rn(sum.y, high_element<kDtype>(x.x));
+    sum.z = __fadd_rn(sum.z, low_element<kDtype>(x.y)), sum.w = __fadd_rn(sum.w, high_element<kDtype>(x.y));
+  };
+#pragma unroll 1
+  for (; count >= kAtOnce; count -= kAtOnce) {
+    uint2 x[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) x[j] = row(j);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) add(x[j]);
+    from += kAtOnce * stride;
+  }
+#pragma unroll 1
+  for (; count > 0; --count) {
+    add(row(0));
+    from += stride;
+  }
+  return sum;
+}
 
-// The centre of a job's page, by a team, which has the floats in its room afterwards. `rows`: the page's rows in shared
-// memory, from the first on; null: they are read where they lie.
+// The sums of four channels of a page's rows, which are read where they lie.
 template <class Shape>
-__device__ __forceinline__ void find_centre(const PageJob& job, const StagedRows& staged, bool from_exact,
-                                            CentreSource source, const std::byte* rows) {
+__device__ __forceinline__ float4 sum_of_rows(const PageJob& job, const StagedRows& staged, bool from_exact,
+                                              int channel) {
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (job.is_first_page) return sum;  // that of a sequence has no centre
   const WriteParams& params = *job.params;
   const WriteSide& side = *job.side;
-  std::byte* room = centre_room<Shape>();
-  auto* centre = reinterpret_cast<float*>(room);
-  team_barrier<Shape>();  // the rows have arrived, and nobody reads the centre of the head before
-  if (source.whole) {
-    // The first page of a sequence has none.
-    const bool none = job.is_first_page;
-    const auto load = [&](int token, int channel) {
-      if (none) return make_float2(0.0f, 0.0f);
-      if (rows != nullptr) return load_pair(rows + token * staged.pitch, staged.dtype, channel);
-      const bool given = job.given(token, from_exact);
-      const void* row = job.source<Shape::kD>(token, from_exact);
-      float2 x;
-      if (given) {
-        const auto element = [&](int i) { return i < params.head_dim ? load_element(row, side.dtype, i) : 0.0f; };
-        x = make_float2(rounded(element(channel), params.rounding), rounded(element(channel + 1), params.rounding));
-      } else {
-        x = load_pair(static_cast<const std::byte*>(row), params.rounding, channel);
-      }
-      if (side.basis == BasisKind::calibrated) {
-        const float* center = side.center + static_cast<std::size_t>(job.head) * Shape::kD + channel;
-        x = make_float2(__fsub_rn(x.x, center[0]), __fsub_rn(x.y, center[1]));
-      }
-      return x;
+  const int kept = from_exact ? base::clamp(job.begin, 0, kPageTokens) : 0;
+  if (staged.unchecked && staged.dtype != Dtype::f32) {
+    const std::byte* exact = job.exact_row<Shape::kD>(0) + 2 * channel;
+    const auto* given = static_cast<const std::byte*>(job.input(kept)) + 2 * channel;
+    const auto sum_of = [&]<Dtype kDtype>() {
+      const float4 of_kept = add_rows<kDtype>(exact, 2 * Shape::kD, kept, sum);
+      return add_rows<kDtype>(given, 2 * side.token_stride, kPageTokens - kept, of_kept);
     };
-    mean_of_rows<Shape>(centre, load);
-    team_barrier<Shape>();
+    if (staged.dtype == Dtype::f16) return sum_of.template operator()<Dtype::f16>();
+    return sum_of.template operator()<Dtype::bf16>();
   }
-  if (thread_of_team<Shape>(32) == 0) {
-    std::byte* stored = job.encoded + params.cache.encoded_layout.code_bytes;
-    if (source.whole) {
-      const float* matrix =
-          side.matrix == nullptr ? nullptr : side.matrix + static_cast<std::size_t>(job.head) * Shape::kD * Shape::kD;
-      encode_centre<Shape>(room, matrix, side.basis, params.rotation_scale, source.stores ? stored : nullptr);
-    } else {
-      constexpr int kD = Shape::kD;
-      decode_centre<kD>(stored, stored + kD / 2, stored + kD * 3 / 4, centre);
-    }
+  const float* center =
+      side.basis == BasisKind::calibrated ? side.center + static_cast<std::size_t>(job.head) * Shape::kD : nullptr;
+#pragma unroll 1
+  for (int token = 0; token < kPageTokens; ++token) {
+    const bool given = token >= kept;
+    const void* row = job.source<Shape::kD>(token, from_exact);
+    const auto element = [&](int i) {
+      if (given && i >= params.head_dim) return 0.0f;
+      const float x = load_element(row, given ? side.dtype : params.rounding, i);
+      const float y = given ? rounded(x, params.rounding) : x;
+      return center == nullptr ? y : __fsub_rn(y, center[i]);
+    };
+    sum.x = __fadd_rn(sum.x, element(channel)), sum.y = __fadd_rn(sum.y, element(channel + 1));
+    sum.z = __fadd_rn(sum.z, element(channel + 2)), sum.w = __fadd_rn(sum.w, element(channel + 3));
   }
-  team_barrier<Shape>();
+  return sum;
 }
 
-// Not inlined, where the loop over vectors would have fewer registers for it.
+// The mean of a page's rows, as floats [D]: sums by channel in the order of tokens, times 1 / count. By one warp.
 template <class Shape>
-__device__ __noinline__ void find_centre_apart(const PageJob& job, const StagedRows& staged, bool from_exact,
-                                               CentreSource source, const std::byte* rows) {
-  find_centre<Shape>(job, staged, from_exact, source, rows);
+__device__ __forceinline__ void mean_of_rows(const PageJob& job, const StagedRows& staged, bool from_exact,
+                                             float* mean) {
+  constexpr float kFactor = codec::mean_factor(kPageTokens);
+#pragma unroll 1
+  for (int channel = static_cast<int>(threadIdx.x % 32) * 4; channel < Shape::kD; channel += 32 * 4) {
+    const float4 sum = sum_of_rows<Shape>(job, staged, from_exact, channel);
+    *reinterpret_cast<float4*>(mean + channel) = make_float4(__fmul_rn(sum.x, kFactor), __fmul_rn(sum.y, kFactor),
+                                                             __fmul_rn(sum.z, kFactor), __fmul_rn(sum.w, kFactor));
+  }
+  __syncwarp();
 }
 
 }  // namespace kvant::cuda

@@ -9,17 +9,24 @@ namespace kvant::cuda {
 
 // The number of CTAs on a multiprocessor; dense formats wait for memory most of the time.
 inline constexpr int kWriteCtas = 2, kDenseCtas = 9;
+// Percent of the CTAs that store keys where these are around a centre, and take longer than values.
+inline constexpr int kKeyShare = 52;
 
-// The kernel of one format, or of any dense one. kCentred: of keys around a centre.
+// The kernel of one format, or of any dense one. kCentred: keys are around a centre.
 template <class Shape, Format kFormat, bool kCentred = false>
 __global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat) ? kDenseCtas : kWriteCtas)
     write_kernel(const __grid_constant__ WriteParams params) {
   const CacheView& cache = params.cache;
   const std::int64_t jobs = std::int64_t{params.items} * cache.kv_heads;
-  const bool both = params.sides == WriteSides::both,
-             is_value = both ? blockIdx.x % 2 != 0 : params.sides == WriteSides::values;
-  const std::int64_t teams = (both ? gridDim.x / 2 : gridDim.x) * kTeams<Shape>;
-  const std::int64_t place = (both ? blockIdx.x / 2 : blockIdx.x) * kTeams<Shape> + team_of_block<Shape>();
+  const bool both = params.sides == WriteSides::both;
+  bool is_value = both ? blockIdx.x % 2 != 0 : params.sides == WriteSides::values;
+  std::int64_t blocks = both ? gridDim.x / 2 : gridDim.x, block = both ? blockIdx.x / 2 : blockIdx.x;
+  if (kCentred && both) {
+    is_value = blockIdx.x >= params.key_blocks;
+    blocks = is_value ? gridDim.x - params.key_blocks : params.key_blocks;
+    block = is_value ? blockIdx.x - params.key_blocks : blockIdx.x;
+  }
+  const std::int64_t teams = blocks * kTeams<Shape>, place = block * kTeams<Shape> + team_of_block<Shape>();
   const auto last = static_cast<std::int32_t>(jobs * (place + 1) / teams);
   if constexpr (!codec::is_dense(kFormat)) {
     extern __shared__ __align__(16) std::byte shared[];
@@ -29,9 +36,15 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat)
   ptx::wait_prerequisites();
   const auto begin = static_cast<std::int32_t>(jobs * place / teams);
   if (cache.exact_ends().any()) store_exact_pages<Shape>(params, begin, last, is_value);
+  const std::int32_t at_once = params.centres_of_warp * (Shape::kTeamThreads / 32);
+  std::int32_t found = kCentred && !is_value ? begin : last;  // the team has the centres of jobs before this one
   for (std::int32_t i = begin; i < last;) {
+    if (kCentred && i == found) {
+      found = min(i + at_once, last);
+      find_centres_of_jobs<Shape, Tables<kFormat, true>>(params, i, found);
+    }
     const std::int32_t item = i / cache.kv_heads, head = i % cache.kv_heads;
-    const int heads = min(cache.kv_heads - head, last - i);
+    const int heads = min(cache.kv_heads - head, found - i), number = kCentred ? (i - begin) % at_once : 0;
     i += heads;
     const TouchedPage page = find_page(params, item);
     if (page.count <= 0 && !page.leaves_tail) continue;
@@ -43,7 +56,7 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat)
     if constexpr (codec::is_dense(kFormat)) {
       encode_dense<Shape>(job, heads, from_exact, first, end);
     } else {
-      encode_heads<Shape, kFormat, false, kCentred>(job, heads, from_exact, first, end);
+      encode_heads<Shape, kFormat, false, kCentred>(job, heads, from_exact, first, end, number);
     }
   }
 }
@@ -106,7 +119,7 @@ struct StagedLaunch {
     how.config.gridDim = dim3(static_cast<unsigned>(2 * blocks));
     how.config.blockDim = dim3(StepShape<kD>::kBlockThreads);
   }
-  // For a kernel of one format. `dense_blocks`: of a dense format's, a side.
+  // For a kernel of one format. `dense_blocks`: of a dense format's, a side; `before`: bytes of centres, if any.
   void size_bulk(WriteSides sides, Format format, std::int64_t jobs, std::int64_t dense_blocks, int before,
                  int most_rows) {
     p.sides = sides;
@@ -127,6 +140,13 @@ struct StagedLaunch {
       blocks = base::min((jobs + kTeams<Bulk> - 1) / kTeams<Bulk>,
                          base::max(std::int64_t{resident} * limits.multiprocessors / of_sides, std::int64_t{1}));
     }
+    if (sides == WriteSides::both && before > 0) {
+      // Teams with few jobs get equally many.
+      const int share = jobs < 4 * kTeams<Bulk> * blocks ? 50 : kKeyShare;
+      p.key_blocks = static_cast<std::uint32_t>(2 * blocks * share / 100);
+    }
+    // Every device has room for one a warp: 4 rows, or 2 of f32.
+    p.centres_of_warp = base::clamp(2 * p.rows * k_pitch / (Bulk::kTeamThreads / 32 * 4 * kD), 1, kCentresOfWarp);
     how.config.gridDim = dim3(static_cast<unsigned>(of_sides * blocks));
   }
 };
@@ -169,9 +189,10 @@ cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceL
     return cudaLaunchKernelEx(&launch.how.config, &step_kernel<Step>, p);
   }
   const bool centred = codec::is_centred(layout);
-  const bool same_kernel = bulk_kernel<kD>(layout.k.format, centred) == bulk_kernel<kD>(layout.v.format, false);
+  // A kernel of centred keys stores values, too: they have no centre.
+  const bool same_kernel = bulk_kernel<kD>(layout.k.format, centred) == bulk_kernel<kD>(layout.v.format, centred);
   return launch_sides(p, same_kernel, [&](WriteSides sides, Format format) {
-    const bool of_centred = centred && sides == WriteSides::keys;
+    const bool of_centred = centred && sides != WriteSides::values;
     launch.size_bulk(sides, format, jobs, jobs, of_centred ? kCentreBytes<BulkShape<kD>> : 0,
                      has_tail ? kPageTokens : base::min(most_tokens, kPageTokens));
     return cudaLaunchKernelEx(&launch.how.config, bulk_kernel<kD>(format, of_centred), p);

@@ -6,9 +6,10 @@
 //
 // In others a job is (page of a sequence that its step may touch, kv head, side). One team of warps alone does a job,
 // so that it can put the words together that hold several tokens. A launch is of one side, or even CTAs do keys and odd
-// ones values; each team does an equal run of its side's jobs. Which pages a step touches is known on the device only
-// (a replayed launch meets other lengths), so the host counts the most that so many tokens can touch: item i of a
-// sequence is page step_begin / 64 - tail_pages + i; those without work are passed over.
+// ones values (around centres, where keys take longer: the first ones do keys); each team does an equal run of its
+// side's jobs. Which pages a step touches is known on the device only (a replayed launch meets other lengths), so the
+// host counts the most that so many tokens can touch: item i of a sequence is page step_begin / 64 - tail_pages + i;
+// those without work are passed over.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -55,6 +56,9 @@ struct WriteParams {
   WriteSides sides;                // of a launch
   std::int32_t entries;
   WriteEntry entry[kMostEntries];
+  // Around centres:
+  std::uint32_t key_blocks;      // of a launch of both sides, its first blocks, which store keys
+  std::int32_t centres_of_warp;  // that a warp finds at once: their means lie where rows are staged
 };
 static_assert(sizeof(WriteParams) <= 4096, "the most that every device takes as a kernel's parameters");
 

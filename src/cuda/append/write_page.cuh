@@ -36,14 +36,24 @@ __device__ __forceinline__ void multiply_row(const float* x, float* y, int t, co
   __syncwarp();
 }
 
+// Where a team's staged rows begin.
+template <class Shape, class T, bool kCentred>
+__device__ __forceinline__ std::byte* rows_of_team(const WriteParams& params, int pitch) {
+  extern __shared__ __align__(16) std::byte shared[];
+  return shared + (kCentred ? kCentreBytes<Shape> : 0) + T::kBytes + 2 * params.rows * pitch * team_of_block<Shape>();
+}
+
 // Tokens [first, last) of the page, for `heads` heads from that of `job` on, by a team.
-//   kAnyFormat   of one head, whose centre is found if it has one
-//   kCentred     the jobs are keys around a centre, or may be where kAnyFormat
+//   kAnyFormat   of one head
+//   kCentred     keys are around a centre, or may be where kAnyFormat
+// `number`: of the first head's centre, whose codes the team has, as it has those of the heads that follow.
 template <class Shape, Format kFormat, bool kAnyFormat, bool kCentred>
-__device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_exact, int first, int last) {
+__device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_exact, int first, int last,
+                                             int number = 0) {
   using P = Planes<kFormat, Shape>;
   using T = Tables<kFormat, !kAnyFormat>;
-  constexpr int kThreads = Shape::kThreads, kOfWarp = 32 / kThreads, kAtOnce = Shape::kTeamThreads / kThreads;
+  constexpr int kElements = Shape::kElements, kThreads = Shape::kThreads, kOfWarp = 32 / kThreads,
+                kAtOnce = Shape::kTeamThreads / kThreads;
   extern __shared__ __align__(16) std::byte shared[];
   const WriteParams& params = *job.params;
   const codec::SideLayout& layout = job.layout(false);
@@ -51,7 +61,7 @@ __device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_e
   const int pitch = staged.pitch;
   int other = params.rows * pitch;  // bytes from `rows` to the other buffer
   std::byte* tables_at = shared + (kCentred ? kCentreBytes<Shape> : 0);
-  std::byte* rows = tables_at + T::kBytes + 2 * other * team_of_block<Shape>();
+  std::byte* rows = rows_of_team<Shape, T, kCentred>(params, pitch);
   __syncwarp();  // the warp may still read from what it did before
   if (staged.unchecked) copy_rows<Shape>(job, staged, from_exact, first, min(params.rows, last - first), rows);
   if constexpr (kAnyFormat) {
@@ -61,7 +71,7 @@ __device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_e
   const T tables(ptx::shared_address(tables_at));
   const int vector = thread_of_team<Shape>(kThreads), t = static_cast<int>(threadIdx.x % kThreads);
   const int first_of_warp = thread_of_team<Shape>(32) * kOfWarp;
-  const bool centred = kCentred && (!kAnyFormat || (!job.is_value && codec::is_centred(params.cache.encoded_layout)));
+  const bool centred = kCentred && !job.is_value && (!kAnyFormat || codec::is_centred(params.cache.encoded_layout));
   const bool rotates = job.side->basis == BasisKind::hadamard;
   // Below this in its basis, a row has nothing in it that could not be stored: the largest of D orthonormal coordinates
   // is at least the largest given one / sqrt(D).
@@ -87,11 +97,7 @@ __device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_e
       convert_rows<Shape>(job, staged, from_exact, chunk, count, rows);
       team_barrier<Shape>();
     }
-    if (kCentred && !kAnyFormat && chunk == first) {
-      const PageJob here = job;  // on the stack; the job itself stays in registers
-      find_centre_apart<Shape>(here, staged, from_exact, {.whole = first == 0 && last == kPageTokens, .stores = true},
-                               count == kPageTokens ? rows : nullptr);
-    }
+    if (centred && chunk == first) decode_centre<Shape>(centre_codes<Shape>(number));
     std::byte* low = job.encoded + layout.plane_offset[0];
     std::byte* high = job.encoded + layout.plane_offset[1];
     const bool whole = (chunk | count) % 8 == 0;
@@ -113,7 +119,7 @@ __device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_e
                             job.side->matrix + static_cast<std::size_t>(job.head) * Shape::kD * Shape::kD);
         from_basis = at + other;
       }
-      float y[Shape::kElements];
+      float y[kElements];
       const std::uint32_t mine =
           load_vector<Shape, codec::is_tq(kFormat)>(from_basis, staged.dtype, rotates, t, params.rotation_scale, y);
       float largest = most_between<kThreads>(mine);
@@ -122,13 +128,18 @@ __device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_e
         if (sum_between<kThreads>(storable ? 0u : 1u) != 0) largest = __int_as_float(0x7FC00000);
       }
       if (centred) {
-        const float* centre = reinterpret_cast<const float*>(centre_room<Shape>()) + t;
+        const auto* centre = reinterpret_cast<const float4*>(centre_floats<Shape>() + t * CentreFloats<Shape>::kApart);
 #pragma unroll
-        for (int k = 0; k < Shape::kElements; ++k) {
-          y[k] = __fsub_rn(y[k], centre[kThreads * k]);
-          if (codec::is_tq(kFormat) && !rotates) y[k] = flushed(y[k]);
+        for (int k = 0; k < kElements; k += 4) {
+          const float4 c = centre[k / 4];
+          y[k] = __fsub_rn(y[k], c.x), y[k + 1] = __fsub_rn(y[k + 1], c.y);
+          y[k + 2] = __fsub_rn(y[k + 2], c.z), y[k + 3] = __fsub_rn(y[k + 3], c.w);
         }
-        const float most = most_between<kThreads>(largest_magnitude<Shape::kElements>(y));
+        if (codec::is_tq(kFormat) && !rotates) {
+#pragma unroll
+          for (int k = 0; k < kElements; ++k) y[k] = flushed(y[k]);
+        }
+        const float most = most_between<kThreads>(__float_as_uint(largest_or_nan<kElements>(y)));
         if (largest == largest) largest = most;
       }
       std::uint32_t words[P::kWords];
@@ -179,6 +190,7 @@ __device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_e
       chunk = first;
       job.to_next_head();
       --heads;
+      if (kCentred) ++number;
     }
   }
 }
@@ -269,6 +281,67 @@ __device__ __forceinline__ PageJob page_job(const WriteParams& params, const Tou
           .first_row = page.first_row,
           .begin = page.begin,
           .count = page.count};
+}
+
+// --- centres of pages ------------------------------------------------------------------------------------------------
+
+// Whose centre is to be found, and how.
+struct CentreJob {
+  PageJob page;
+  bool from_exact;
+  bool makes;  // all of the page's rows are encoded now; otherwise the page may have a centre
+};
+
+// The codes of the centres of at most kCentresOfWarp jobs, by one warp. job(i): i < count. `means`: room [4][D].
+// `stores`: also where the pages have them; otherwise another block does.
+template <class Shape, class Job>
+__device__ __forceinline__ void find_centres(const Job& job, int count, bool stores, float* means, std::byte* codes) {
+  constexpr int kD = Shape::kD;
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    const CentreJob found = job(i);
+    if (found.makes) {
+      mean_of_rows<Shape>(found.page, staged_rows<Shape>(found.page), found.from_exact, means + i * kD);
+    }
+  }
+  __syncwarp();
+  const int which = static_cast<int>(threadIdx.x % 32) / CentreShape<kD>::kThreads;
+  const CentreJob mine = job(min(which, count - 1));
+  const WriteSide& side = *mine.page.side;
+  const float* matrix =
+      side.matrix == nullptr ? nullptr : side.matrix + static_cast<std::size_t>(mine.page.head) * kD * kD;
+  encode_means<kD>(means, count, matrix, side.basis, mine.page.params->rotation_scale, codes);
+  if (which < count && mine.page.encoded != nullptr) {
+    std::byte* stored = mine.page.encoded + mine.page.params->cache.encoded_layout.code_bytes;
+    std::byte* here = codes + which * CentreCodes<kD>::kBytes;
+    if (!mine.makes) {
+      copy_codes<kD>(stored, here);
+    } else if (stores) {
+      copy_codes<kD>(here, stored);
+    }
+  }
+  __syncwarp();
+}
+
+// The centres of jobs [first, last), centres_of_warp for each warp at most, by a team whose tables are T's.
+template <class Shape, class T>
+__device__ __forceinline__ void find_centres_of_jobs(const WriteParams& params, std::int32_t first, std::int32_t last) {
+  team_barrier<Shape>();  // nobody reads rows and codes of the jobs before
+  const int begin = thread_of_team<Shape>(32) * params.centres_of_warp;
+  const int count = min(params.centres_of_warp, last - first - begin);
+  std::byte* rows = rows_of_team<Shape, T, true>(params, staged_pitch(Shape::kD, staged_dtype(params, params.k)));
+  if (count > 0) {
+    const auto job = [&](int i) {
+      const std::int32_t number = first + begin + i;
+      const TouchedPage page = find_page(params, number / params.cache.kv_heads);
+      const bool from_exact = page.ref.exact >= 0;
+      return CentreJob{page_job(params, page, number % params.cache.kv_heads, false), from_exact,
+                       page.encode_begin() == 0 && page.encode_end() == kPageTokens};
+    };
+    auto* means = reinterpret_cast<float*>(rows) + begin * Shape::kD;
+    find_centres<Shape>(job, count, true, means, centre_codes<Shape>(begin));
+  }
+  team_barrier<Shape>();
 }
 
 // New rows of a page that is exact.

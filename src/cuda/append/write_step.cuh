@@ -119,7 +119,7 @@ __device__ __forceinline__ void store_new_row(const WriteParams& params, int num
 
 // kCentred: keys may be centred.
 template <class Shape, bool kCentred>
-__device__ __forceinline__ void encode_any(const PageJob& job, bool from_exact, int first, int last) {
+__device__ __forceinline__ void encode_any(PageJob job, bool from_exact, int first, int last) {
   switch (job.layout(false).format) {
 #define KVANT_TQ_FORMAT(name, ...)                                                             \
   case Format::name: {                                                                         \
@@ -163,8 +163,10 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
     int begin = page.encode_begin(), end = page.encode_end();
     // Every block of a page finds the centre for itself, with the same bits.
     if (!is_value && begin < end && codec::is_centred(params.cache.encoded_layout)) {
-      find_centre<Shape>(job, staged_rows<Shape>(job), page.ref.exact >= 0,
-                         {.whole = begin == 0 && end == kPageTokens, .stores = number % octets == 0}, nullptr);
+      __syncwarp();  // nobody reads rows and codes of the job before
+      const bool makes = begin == 0 && end == kPageTokens;
+      const auto here = [&](int) { return CentreJob{job, page.ref.exact >= 0, makes}; };
+      find_centres<Shape>(here, 1, number % octets == 0, centre_floats<Shape>(), centre_codes<Shape>(0));
     }
     if (has_tail) {
       const int octet = number % octets * kOctet;
