@@ -1,151 +1,442 @@
 #!/usr/bin/env python3
-"""Decode attention, kvant beside PyTorch: one process, the same keys and values, runs taken in turns.
+"""Attention, kvant beside PyTorch and FlashAttention-3: one process, the same keys and values, runs taken in turns.
 
   python3 bench/compare_torch.py --library build/gpu/src/libkvant.so
   python3 bench/compare_torch.py --shapes 0,4 --formats tq6/tq4,tq4 --budget 60 --json rows.json
+  python3 bench/compare_torch.py --shapes "" --shape "32/8 D128 1x131072 q2048 w4096" --formats tq4
+
+A shape is query and kv heads, head_dim, sequences and keys of each; q: queries of a sequence, the newest of its
+positions, which see older keys only (default: one); w: a sliding window. Where all keys have a query, it is a first
+prompt, whose fresh keys kvant is given.
 
 Each contestant's runs are recorded as a CUDA graph (of as many runs as take about a millisecond, rotating through
 copies of the cache that make four times the L2 cache together), and the graphs are launched in turns; the figure is the
 median. PyTorch runs on bf16 keys and values, each backend in every way it accepts: with enable_gqa, and with the query
-heads of a kv head as query rows ("rows", which has the same result for one query without a mask). A backend that
-refuses a shape is listed with its reason. GB/s counts stored bytes: for bf16 all keys and values once, for kvant what
-its plan says. Errors are relative L2 against float64 attention over the true keys, of the first and the last sequence.
+heads of a kv head as query rows ("rows", which has the same result for one query without a mask). cuDNN has no causal
+mask for chunks: there it works on all keys ("all keys"), and its TFLOP/s count them all. FA3 runs where the package of
+the fa3-fwd wheel is importable: bf16, and fp8 with a scale for each sequence and kv head; keys by token or by head, and
+for one query also with metadata made before. It has no window there, so that a window of one query is a slice. A
+backend that refuses a shape is listed with its reason.
+
+GB/s counts stored bytes: for bf16 all keys and values once that some query sees, for kvant what its plan says. TFLOP/s
+counts a multiply and an add for each pair of a query and a key that it sees, twice. Errors are relative L2 against
+float64 attention over the true keys, of the first and the last sequence and up to four queries of each. A contestant
+whose error is above its limit gets no time. kvant's kernels are also checked against attention over the vectors that
+the cache decodes.
 """
 
 import argparse
 import contextlib
+import copy
 import json
 import os
 import pathlib
+import re
 import statistics
 import sys
 import time
+from dataclasses import dataclass, replace
 
-# (q_heads, kv_heads, head_dim, batch, keys)
-SHAPES = [
-    (32, 8, 128, 16, 32768),
-    (32, 8, 128, 64, 8192),
-    (16, 2, 256, 16, 32768),
-    (16, 2, 512, 16, 32768),
-    (32, 8, 128, 1, 131072),
-    (16, 2, 256, 1, 32768),
-    (8, 1, 512, 1, 32768),
-    (8, 8, 128, 16, 8192),
-    (32, 8, 128, 1, 2048),
-    (32, 8, 128, 16, 2048),
-    (9, 3, 64, 1, 2048),
-    (9, 3, 64, 16, 2048),
-]
+
+@dataclass(frozen=True)
+class Shape:
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int
+    keys: int
+    queries: int = 1
+    window: int = 0  # 0: none
+
+    @staticmethod
+    def of(text):
+        found = re.fullmatch(r"(\d+)/(\d+) D(\d+) (\d+)x(\d+)(?: q(\d+))?(?: w(\d+))?", text.strip())
+        if not found:
+            sys.exit(f'--shape "{text}": write query heads/kv heads, head_dim, sequences x keys, and perhaps queries '
+                     'and window, as in "32/8 D128 16x32768 q4 w4096"')
+        shape = Shape(*(int(n) if n else default for n, default in zip(found.groups(), (0, 0, 0, 0, 0, 1, 0))))
+        if shape.queries > shape.keys:
+            sys.exit(f'--shape "{text}": the queries are the newest of the keys: at most q{shape.keys}')
+        return shape
+
+    def __str__(self):
+        text = f"{self.q_heads}/{self.kv_heads} D{self.head_dim} {self.batch}x{self.keys}"
+        return text + (f" q{self.queries}" if self.queries > 1 else "") + (f" w{self.window}" if self.window else "")
+
+    @property
+    def group(self):
+        return self.q_heads // self.kv_heads
+
+    @property
+    def is_prompt(self):
+        return 1 < self.queries == self.keys
+
+    @property
+    def seen_keys(self):
+        """That some query sees, of each sequence."""
+        return min(self.keys, self.window + self.queries - 1) if self.window else self.keys
+
+    @property
+    def pairs(self):
+        """Pairs of a query and a key that it sees, in each sequence."""
+        first, end = self.keys - self.queries + 1, self.keys + 1
+        return sum(min(seen, self.window or seen) for seen in range(first, end))
+
+    @property
+    def flops(self):
+        return 4 * self.q_heads * self.head_dim * self.batch * self.pairs
+
+    def stored(self, bits):
+        return 2 * self.batch * self.seen_keys * self.kv_heads * self.head_dim * bits // 8
+
+
+SHAPES = [Shape.of(text) for text in (
+    "32/8 D128 16x32768",
+    "32/8 D128 64x8192",
+    "16/2 D256 16x32768",
+    "16/2 D512 16x32768",
+    "32/8 D128 1x131072",
+    "16/2 D256 1x32768",
+    "8/1 D512 1x32768",
+    "8/8 D128 16x8192",
+    "32/8 D128 1x2048",
+    "32/8 D128 16x2048",
+    "9/3 D64 1x2048",
+    "9/3 D64 16x2048",
+    # several queries
+    "32/8 D128 16x32768 q2",
+    "32/8 D128 16x32768 q4",
+    "32/8 D128 16x32768 q8",
+    "32/8 D128 16x32768 q16",
+    # chunks of a long prompt
+    "32/8 D64 1x32768 q2048",
+    "32/8 D128 1x32768 q2048",
+    "16/2 D256 1x32768 q2048",
+    "8/1 D512 1x32768 q2048",
+    # first prompts
+    "32/8 D64 1x8192 q8192",
+    "32/8 D128 1x8192 q8192",
+    "16/2 D256 1x8192 q8192",
+    "8/1 D512 1x8192 q8192",
+    "32/8 D128 1x32768 q32768",
+)]
+# The largest errors over true keys that are right: bf16 outputs; fp8 of unit normal values.
+BF16_ERROR, FP8_ERROR = 1e-2, 1e-1
+# kvant's over decoded keys, outputs in f32: prefill and decode_sm90 kernels round weights to f16 or bf16.
+OWN_ERROR = 4e-3
 # --- contestants ------------------------------------------------------------------------------------------------------
 
 
 class Contestant:
-    """enqueue(i) runs once on copy i of the keys, on torch's current stream; error is filled in by the caller."""
+    """enqueue(i) runs once on copy i of the keys, on torch's current stream; output(i) does so for the check, and
+    returns [batch, queries, q_heads, head_dim]. own: keys and values of sequence 0 as the contestant has them. error is
+    filled in by the caller."""
 
-    def __init__(self, name, stored_bytes, enqueue, output, is_bf16, close=lambda: None):
+    def __init__(self, name, shape, stored_bytes, enqueue, output, *, is_bf16=False, limit=None, own=None, causal=True,
+                 kernel="", close=lambda: None):
         self.name, self.stored_bytes, self.enqueue, self.output = name, stored_bytes, enqueue, output
-        self.is_bf16, self.close = is_bf16, close
-        self.graph, self.runs, self.samples, self.error = None, 1, [], None
+        self.is_bf16, self.limit, self.own, self.causal, self.close = is_bf16, limit, own, causal, close
+        self.kernel, self.flops = kernel, shape.flops
+        if not causal:
+            self.flops = 4 * shape.q_heads * shape.head_dim * shape.batch * shape.queries * shape.keys
+        self.graph, self.runs, self.samples, self.error, self.own_error = None, 1, [], None, None
 
 
 class Case:
     """One shape: keys and values, copies of them, and the float64 answer."""
 
     def __init__(self, torch, shape, l2_bytes):
-        self.torch = torch
-        self.q_heads, self.kv_heads, self.head_dim, self.batch, self.keys = shape
-        self.group = self.q_heads // self.kv_heads
-        size = (self.batch, self.kv_heads, self.keys, self.head_dim)
+        self.torch, self.shape = torch, shape
+        self.q_heads, self.kv_heads, self.head_dim = shape.q_heads, shape.kv_heads, shape.head_dim
+        self.batch, self.keys, self.queries, self.group = shape.batch, shape.keys, shape.queries, shape.group
+        self.l2_bytes = l2_bytes
         generator = torch.Generator(device="cuda").manual_seed(1)
 
-        def normal(*shape):
-            return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        def normal(*size):
+            return torch.randn(*size, generator=generator, device="cuda", dtype=torch.bfloat16)
 
+        size = (self.batch, self.keys, self.kv_heads, self.head_dim)
         self.k, self.v = normal(*size), normal(*size)
-        self.q = normal(self.batch, self.q_heads, 1, self.head_dim)
-        self.bf16_bytes = 2 * self.k.numel() * 2
-        self.copies = max(1, -(-4 * l2_bytes // self.bf16_bytes))
-        self.sets = [(self.k, self.v)] + [(self.k.clone(), self.v.clone()) for _ in range(self.copies - 1)]
-        self.samples = sorted({0, self.batch - 1})
-        self.truth = torch.stack([self.attend64(b) for b in self.samples])
+        self.q = normal(self.batch, self.queries, self.q_heads, self.head_dim)
+        self.by_token, self.by_head = None, None
+        self.batch_samples = sorted({0, self.batch - 1})
+        self.sample_queries()
 
-    def attend64(self, b):
+    def sample_queries(self):
+        last = self.queries - 1
+        self.query_samples = sorted({0, last // 3, 2 * last // 3, last})
+        self.truths = {}
+
+    def with_queries(self, count):
+        """The same keys and values with the newest queries alone."""
+        case = copy.copy(self)
+        case.shape, case.queries = replace(self.shape, queries=count), count
+        case.q = self.q[:, self.queries - count:].contiguous()
+        case.sample_queries()
+        return case
+
+    def copies(self, stored_bytes):
+        return max(1, -(-4 * self.l2_bytes // stored_bytes))
+
+    def sets_by_token(self):
+        """Copies of keys and values, [batch, keys, kv_heads, head_dim]."""
+        if self.by_token is None:
+            self.by_token = [(self.k, self.v)]
+            for _ in range(self.copies(self.shape.stored(16)) - 1):
+                self.by_token.append((self.k.clone(), self.v.clone()))
+        return self.by_token
+
+    def sets_by_head(self):
+        """[batch, kv_heads, keys, head_dim]"""
+        if self.by_head is None:
+            self.by_head = [tuple(x.transpose(1, 2).contiguous() for x in pair) for pair in self.sets_by_token()]
+        return self.by_head
+
+    def attend64(self, b, keys, values, causal=True):
+        """The sampled queries of sequence b: [samples, q_heads, head_dim]."""
         torch = self.torch
-        q = self.q[b].view(self.kv_heads, self.group, self.head_dim).double()
-        out = []
+        at = torch.tensor(self.query_samples, device="cuda")
+        q = self.q[b][at].double()
+        position = (self.keys - self.queries + at)[:, None, None]
+        key = torch.arange(self.keys, device="cuda")[None, None]
+        out = torch.empty_like(q)
         for h in range(self.kv_heads):
-            p = torch.softmax(q[h] @ self.k[b, h].double().T / self.head_dim**0.5, -1)
-            out.append(p @ self.v[b, h].double())
-        return torch.cat(out)
+            heads = slice(h * self.group, (h + 1) * self.group)
+            scores = q[:, heads] @ keys[:, h].double().T / self.head_dim**0.5
+            if causal:
+                scores.masked_fill_(key > position, float("-inf"))
+            if self.shape.window:
+                scores.masked_fill_(key <= position - self.shape.window, float("-inf"))
+            out[:, heads] = torch.softmax(scores, -1) @ values[:, h].double()
+        return out
 
-    def error(self, out):  # out: [batch, q_heads, head_dim]
-        got = out.reshape(self.batch, self.q_heads, self.head_dim)[self.samples].double()
-        return float((got - self.truth).norm() / self.truth.norm())
+    def picked(self, out, batches):
+        out = out.reshape(self.batch, self.queries, self.q_heads, self.head_dim)
+        return out[batches][:, self.query_samples].double()
+
+    def error(self, out, causal=True):
+        if causal not in self.truths:
+            self.truths[causal] = self.torch.stack(
+                [self.attend64(b, self.k[b], self.v[b], causal) for b in self.batch_samples])
+        truth = self.truths[causal]
+        return float((self.picked(out, self.batch_samples) - truth).norm() / truth.norm())
+
+    def own_error(self, out, own):
+        truth = self.attend64(0, *own)[None]
+        return float((self.picked(out, [0]) - truth).norm() / truth.norm())
 
 
 def torch_contestants(torch, case, backends, flex, notes):
     from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.bias import causal_lower_right
     kinds = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
              "efficient": SDPBackend.EFFICIENT_ATTENTION}
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    as_rows = case.q.view(case.batch, case.kv_heads, case.group, case.head_dim)
+    shape = case.shape
+    single, grouped = shape.queries == 1, case.group > 1
+    first = case.keys - shape.seen_keys if single else 0  # a window of one query is a slice
+    by_query = case.q.transpose(1, 2).contiguous()
+    # [batch, kv_heads, group, head_dim], for one query
+    as_rows = case.q.view(case.batch, case.kv_heads, -1, case.head_dim) if single else None
+
+    def sets():
+        return case.sets_by_head()
+
+    def sdp(name, way):
+        pairs = sets()
+        options, causal = {}, True
+        if not single and name == "cudnn" and shape.queries > 64 and not shape.is_prompt:
+            causal = False
+        elif shape.is_prompt:
+            options["is_causal"] = True
+        elif not single and name == "flash":
+            options["attn_mask"] = causal_lower_right(shape.queries, shape.keys)
+        elif not single:
+            last = torch.arange(shape.keys - shape.queries, shape.keys, device="cuda")[:, None]
+            options["attn_mask"] = (torch.arange(shape.keys, device="cuda")[None] <= last)[None, None]
+        if way == "gqa" and grouped:
+            options["enable_gqa"] = True
+        q = by_query if way == "gqa" else as_rows
+
+        def enqueue(i):
+            k, v = (x[:, :, first:] for x in pairs[i % len(pairs)])
+            with sdpa_kernel(kinds[name]):
+                return sdpa(q, k, v, **options)
+
+        def output(i):
+            out = enqueue(i)
+            return out.transpose(1, 2) if way == "gqa" else out
+
+        return Contestant(f"torch {name} ({'all keys' if not causal else way})", shape, shape.stored(16), enqueue,
+                          output, is_bf16=causal, limit=BF16_ERROR, causal=causal)
+
+    if shape.window and not single:
+        return
     for name in backends:
-        for way in ("gqa", "rows") if case.group > 1 else ("rows",):
-            q = case.q if way == "gqa" else as_rows
+        for way in ("gqa", "rows") if single and grouped else ("rows",) if single else ("gqa",):
+            yield f"torch {name} ({way})", lambda name=name, way=way: sdp(name, way)
 
-            def enqueue(i, kind=kinds[name], way=way, q=q):
-                k, v = case.sets[i % case.copies]
-                with sdpa_kernel(kind):
-                    return sdpa(q, k, v, enable_gqa=way == "gqa")
+    def compiled():
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        run = torch.compile(flex_attention, dynamic=False)
+        pairs, offset, mask = sets(), shape.keys - shape.queries, None
+        if not single:
+            mask = create_block_mask(lambda b, h, i, j: j <= i + offset, None, None, shape.queries, shape.keys,
+                                     device="cuda")
 
-            yield Contestant(f"torch {name} ({way})", case.bf16_bytes, enqueue, enqueue, True)
+        def enqueue(i):
+            k, v = (x[:, :, first:] for x in pairs[i % len(pairs)])
+            return run(by_query, k, v, block_mask=mask, enable_gqa=grouped)
+
+        return Contestant("torch flex", shape, shape.stored(16), enqueue, lambda i: enqueue(i).transpose(1, 2),
+                          is_bf16=True, limit=BF16_ERROR)
+
     if flex:
-        try:
-            from torch.nn.attention.flex_attention import flex_attention
-            compiled = torch.compile(flex_attention, dynamic=False)
-        except Exception as error:  # noqa: BLE001: whatever it is, the table says it
-            notes.append(f"torch flex: {error}")
-            return
-
-        def enqueue_flex(i):
-            k, v = case.sets[i % case.copies]
-            return compiled(case.q, k, v, enable_gqa=case.group > 1)
-
-        yield Contestant("torch flex", case.bf16_bytes, enqueue_flex, enqueue_flex, True)
+        yield "torch flex", compiled
 
 
-def kvant_contestant(torch, kvant, case, formats, l2_bytes, device):
-    k_format, _, v_format = formats.partition("/")
-    v_format = v_format or k_format
-    bits = {"f16": 16, "bf16": 16, "fp8": 8}
-    mean_bits = sum(bits.get(f) or int(f[2:]) for f in (k_format, v_format)) / 2
-    layers = max(1, int(-(-4 * l2_bytes // (case.bf16_bytes * mean_bits / 16))))
-    pages = (case.keys + 63) // 64
-    cache = kvant.Cache(layers=layers, kv_heads=case.kv_heads, head_dim=case.head_dim, k=k_format, v=v_format,
-                        exact="bf16", device=f"cuda:{device}", capacity_tokens=pages * 64 * case.batch,
-                        max_sequences=case.batch, max_sequence_tokens=pages * 64)
-    sequences = [cache.sequence() for _ in range(case.batch)]
-    chunk = max(64, (64 << 20) // (case.batch * case.kv_heads * case.head_dim) // 64 * 64)
-    for begin in range(0, case.keys, chunk):
-        end = min(case.keys, begin + chunk)
-        keys, values = (x[:, :, begin:end].transpose(1, 2).contiguous() for x in (case.k, case.v))
-        cache.reserve(sequences, end - begin)
-        for layer in range(layers):
-            cache.write(sequences, layer, keys, values)
-    torch.cuda.synchronize()
-    plan = cache.plan(sequences, q_heads=case.q_heads)
+def to_fp8(torch, x, dims):
+    """e4m3 numbers, and a scale for each index of the dimensions that are not in dims."""
+    scale = x.abs().amax(dim=dims).float() / 448
+    shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
+    return (x.float() / scale.view(shape)).to(torch.float8_e4m3fn), scale
+
+
+def fa3_contestants(torch, case):
+    """FlashAttention-3 of the fa3-fwd wheel, where it is installed."""
+    shape = case.shape
+    if shape.window and shape.queries > 1:
+        return
+    try:
+        import fa3_fwd_interface as fa3
+    except ImportError:
+        return
+    first, seen, causal = case.keys - shape.seen_keys if shape.window else 0, shape.seen_keys, shape.queries > 1
+    lengths = torch.full((case.batch,), seen, dtype=torch.int32, device="cuda")
+    many = shape.queries > 64
+    shared = {}
+
+    def fp8():
+        if not shared:
+            pairs = [to_fp8(torch, x[b], (0, 2)) for x in (case.k, case.v) for b in range(case.batch)]
+            k, v = (torch.stack([y for y, _ in part]) for part in (pairs[:case.batch], pairs[case.batch:]))
+            ks, vs = (torch.stack([s for _, s in part]) for part in (pairs[:case.batch], pairs[case.batch:]))
+            q = case.q.view(case.batch, case.queries, case.kv_heads, case.group, case.head_dim)
+            q, qs = to_fp8(torch, q, (1, 3, 4))
+            shared["q"], shared["scales"] = q.view(case.q.shape), dict(q_descale=qs, k_descale=ks, v_descale=vs)
+            shared["tokens"] = [(k, v)]
+            for _ in range(case.copies(shape.stored(8)) - 1):
+                shared["tokens"].append((k.clone(), v.clone()))
+        return shared
+
+    def contestant(kind, layout, mode):
+        is_fp8 = kind == "fp8"
+        q, scales = (fp8()["q"], fp8()["scales"]) if is_fp8 else (case.q, {})
+        if is_fp8 and layout not in shared:
+            shared[layout] = [tuple(x.transpose(1, 2).contiguous() for x in pair) for pair in shared["tokens"]]
+        pairs = shared[layout] if is_fp8 else case.sets_by_token() if layout == "tokens" else case.sets_by_head()
+        meta = None
+        if mode == "metadata":
+            meta = fa3.get_scheduler_metadata(case.batch, case.queries, seen, case.q_heads, case.kv_heads,
+                                              case.head_dim, lengths, qkv_dtype=q.dtype, causal=causal)
+
+        def enqueue(i):
+            k, v = pairs[i % len(pairs)]
+            if layout == "heads":
+                k, v = k.transpose(1, 2), v.transpose(1, 2)
+            if many:
+                out = fa3.flash_attn_func(q, k, v, causal=True, num_splits=1, **scales)
+                return out[0] if isinstance(out, tuple) else out
+            return fa3.flash_attn_with_kvcache(q, k[:, first:], v[:, first:], causal=causal, scheduler_metadata=meta,
+                                               cache_seqlens=lengths if meta is not None else None, **scales)
+
+        return Contestant(f"FA3 {kind} ({layout}{', ' + mode if mode else ''})", shape,
+                          shape.stored(8 if is_fp8 else 16), enqueue, enqueue, is_bf16=not is_fp8,
+                          limit=FP8_ERROR if is_fp8 else BF16_ERROR)
+
+    for kind in ("bf16", "fp8"):
+        for layout, mode in (("tokens", ""),) if many else (("tokens", ""), ("heads", ""), ("tokens", "metadata")):
+            yield f"FA3 {kind}", lambda a=kind, b=layout, c=mode: contestant(a, b, c)
+
+
+def mean_bits(formats):
+    k, _, v = formats.partition("/")
+    return sum({"f16": 16, "bf16": 16, "fp8": 8}.get(f) or int(f[2:]) for f in (k, v or k)) / 2
+
+
+class Filled:
+    """A cache with the keys and values of a case in every layer."""
+
+    def __init__(self, torch, kvant, case, formats, device):
+        k_format, _, v_format = formats.partition("/")
+        bytes_of_layer = 2 * case.k.numel() * mean_bits(formats) / 8
+        self.layers = max(1, int(-(-4 * case.l2_bytes // bytes_of_layer)))
+        pages = (case.keys + 63) // 64
+        self.cache = kvant.Cache(layers=self.layers, kv_heads=case.kv_heads, head_dim=case.head_dim, k=k_format,
+                                 v=v_format or k_format, exact="bf16", device=f"cuda:{device}",
+                                 capacity_tokens=pages * 64 * case.batch, max_sequences=case.batch,
+                                 max_sequence_tokens=pages * 64)
+        self.sequences = [self.cache.sequence() for _ in range(case.batch)]
+        chunk = max(64, (64 << 20) // (case.batch * case.kv_heads * case.head_dim) // 64 * 64)
+        self.decoded = None
+        # The newest queries' own tokens are one step, as in a model.
+        steps = list(range(0, case.keys - case.queries, chunk)) + [case.keys - case.queries, case.keys]
+        for begin, end in zip(steps, steps[1:]):
+            if begin == end:
+                continue
+            keys, values = (x[:, begin:end].contiguous() for x in (case.k, case.v))
+            self.cache.reserve(self.sequences, end - begin)
+            for layer in range(self.layers):
+                self.cache.write(self.sequences, layer, keys, values)
+        torch.cuda.synchronize()
+        self.is_dense = k_format in ("f16", "bf16")
+
+    def own(self, case):
+        """Keys and values of sequence 0 as attention of the case's queries has them. Beside the newest full page, it
+        reads that one exactly which left the tail with the last 64 of them (base/pages.hpp, exact_length)."""
+        if self.decoded is None:
+            self.decoded = self.cache.decode(self.sequences[:1], 0)
+        if self.is_dense or case.queries == 1:
+            return self.decoded
+        tail = max(1, (case.keys - min(case.queries - 1, 64)) // 64 - 1) * 64
+        keys, values = (x.clone() for x in self.decoded)
+        keys[tail:], values[tail:] = case.k[0, tail:], case.v[0, tail:]
+        return keys, values
+
+
+def kernel_of(plan):
+    """The kind of kernels, as the option names it; of prefill kernels which of the two."""
+    if plan.facts.kernel != "prefill":
+        return plan.facts.kernel
+    return re.search(r"^kernel +(\S+)", plan.explain(), re.MULTILINE)[1]
+
+
+def kvant_contestant(torch, case, filled, formats, kernel=None):
+    """kernel: the kind that the plan has to take."""
+    cache, sequences, layers, shape = filled.cache, filled.sequences, filled.layers, case.shape
+    fresh = shape.is_prompt
+    plan = cache.plan(sequences, q_heads=case.q_heads, q_len=case.queries, window=shape.window or None, kernel=kernel,
+                      fresh=fresh)
     workspace = torch.empty(max(1, plan.facts.workspace_bytes), dtype=torch.uint8, device="cuda")
-    q = case.q.view(case.batch, case.q_heads, case.head_dim)
-    out16, out32 = torch.empty_like(q), torch.empty_like(q, dtype=torch.float32)
+    q = case.q.view(-1, case.q_heads, case.head_dim)
+    out16 = torch.empty_like(q)
+    own_rows = {}
+    if fresh:
+        own_rows = {name: x.reshape(-1, case.kv_heads, case.head_dim)
+                    for name, x in (("keys", case.k), ("values", case.v))}
 
     def enqueue(i):
-        plan.run(i % layers, q, out16, workspace=workspace)
+        plan.run(i % layers, q, out16, workspace=workspace, **own_rows)
 
     def output(i):
-        return plan.run(i % layers, q, out32, workspace=workspace)
+        return plan.run(i % layers, q, torch.empty_like(q, dtype=torch.float32), workspace=workspace, **own_rows)
 
-    contestant = Contestant(f"kvant {formats}", plan.facts.kv_bytes, enqueue, output, False, cache.close)
-    contestant.keep = (workspace, out16, sequences)
+    def own():
+        return (case.k[0], case.v[0]) if fresh else filled.own(case)
+
+    name = f"kvant {formats}" + (" fresh" if fresh else "")
+    contestant = Contestant(name, shape, plan.facts.kv_bytes, enqueue, output, own=own, kernel=kernel_of(plan))
+    contestant.keep = (workspace, out16, filled, plan)
     return contestant
 
 
@@ -175,18 +466,27 @@ def launch_ns(torch, graph, runs):
     return begin.elapsed_time(end) * 1e6 / runs
 
 
-def prepare(torch, contestant, case):
-    """Checks, then records a graph of about a millisecond."""
+def check(torch, contestant, case, true_keys=True):
     out = contestant.output(0)
     torch.cuda.synchronize()
-    contestant.error = case.error(out)
-    copies = max(case.copies, 8)  # whatever a contestant rotates through, a few times
+    if true_keys:
+        contestant.error = case.error(out, contestant.causal)
+    if contestant.own:
+        contestant.own_error = case.own_error(out, contestant.own())
+    for error, limit, what in ((contestant.error, contestant.limit, "true keys"),
+                               (contestant.own_error, OWN_ERROR, "decoded keys")):
+        if error is not None and limit is not None and not error <= limit:
+            raise RuntimeError(f"the error over {what}, {error:.1e}, is above {limit:.0e}: no speed for wrong results")
+
+
+def prepare(torch, contestant, copies, graph_ns=1e6):
+    """Records a graph of about a millisecond."""
     trial = record(torch, contestant, copies)
     launch_ns(torch, trial, copies)
     estimate = launch_ns(torch, trial, copies)
-    contestant.runs = max(1, min(512, round(1e6 / estimate)))
-    contestant.runs = -(-contestant.runs // case.copies) * case.copies
-    contestant.graph = record(torch, contestant, contestant.runs)
+    runs = max(1, min(512, round(graph_ns / estimate)))
+    contestant.runs = -(-runs // copies) * copies
+    contestant.graph = trial if contestant.runs == copies else record(torch, contestant, contestant.runs)
     launch_ns(torch, contestant.graph, contestant.runs)
 
 
@@ -208,13 +508,14 @@ extern "C" __global__ void read_all(const uint4* data, long long count, unsigned
 
 
 def read_bandwidth(torch, buffer, notes):
-    """GB/s of the best of a few ways to read a buffer once."""
+    """GB/s of the best of a few ways to read a buffer once. A first read keeps the device busy while the host enqueues
+    the read that is timed: else the time between two calls of the host would count, 4 % of it."""
     ways = [lambda: torch.sum(buffer)]
     try:
         kernel = torch.cuda._compile_kernel(READ_KERNEL, "read_all")
         sink = torch.zeros(1, dtype=torch.int32, device="cuda")
         blocks = torch.cuda.get_device_properties(0).multi_processor_count
-        for per in (2, 4, 8):
+        for per in (2, 4, 8, 16):
             ways.append(lambda per=per: kernel((blocks * per, 1, 1), (512, 1, 1),
                                                (buffer, buffer.numel() // 4, sink)))
         ways[-1]()
@@ -223,8 +524,9 @@ def read_bandwidth(torch, buffer, notes):
         notes.append(f"read bandwidth by torch.sum only: {error}")
     best = 0.0
     for way in ways:
-        for _ in range(4):
+        for _ in range(6):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            way()
             begin.record()
             way()
             end.record()
@@ -233,34 +535,48 @@ def read_bandwidth(torch, buffer, notes):
     return best
 
 
+def product_tflops(torch, size=8192):
+    """TFLOP/s of a product of two bf16 matrices: the best of a few."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    best = 0.0
+    for _ in range(8):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.mm(a, b, out=out)
+        begin.record()
+        torch.mm(a, b, out=out)
+        end.record()
+        end.synchronize()
+        best = max(best, 2 * size**3 / (begin.elapsed_time(end) * 1e9))
+    return best
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def shape_name(shape):
-    q_heads, kv_heads, head_dim, batch, keys = shape
-    return f"{q_heads}/{kv_heads} D{head_dim} {batch}x{keys}"
-
-
-def print_table(rows, bandwidth):
-    header = ("shape", "contestant", "time us", "GB/s", "of read", "vs bf16", "rel. L2")
+def print_table(rows, bandwidth, product):
+    header = ("shape", "contestant", "time us", "GB/s", "of read", "TFLOP/s", "vs bf16", "rel. L2", "own", "kernel")
     lines = [header]
     for r in rows:
         if "refused" in r:
-            lines.append((r["shape"], r["name"], r["refused"], "", "", "", ""))
+            lines.append((r["shape"], r["name"], r["refused"]))
             continue
         lines.append((r["shape"], r["name"], f"{r['us']:.1f}", f"{r['gb_per_s']:.0f}", f"{100 * r['share']:.1f} %",
-                      f"{r['ratio']:.2f}x" if r["ratio"] else "-", f"{r['rel_l2']:.1e}"))
-    widths = [max(len(line[i]) for line in lines if line[3] or i < 2) for i in range(len(header))]
+                      f"{r['tflops']:.1f}", f"{r['ratio']:.2f}x" if r["ratio"] else "-", f"{r['rel_l2']:.1e}",
+                      "-" if r["own_l2"] is None else f"{r['own_l2']:.1e}", r["kernel"]))
+    widths = [max(len(line[i]) for line in lines if len(line) == len(header) or i < 2) for i in range(len(header))]
     for i, line in enumerate(lines):
         cells = [line[0].ljust(widths[0]), line[1].ljust(widths[1])]
-        cells += [line[2][:90]] if i and not line[3] else [line[j].rjust(widths[j]) for j in range(2, len(header))]
-        print("  ".join(cells))
+        full = len(line) == len(header)
+        cells += [line[j].rjust(widths[j]) for j in range(2, len(header) - 1)] if full else [line[2][:90]]
+        if full:
+            cells.append(line[-1])
+        print("  ".join(cells).rstrip())
         if i == 0:
             print("  ".join("-" * w for w in widths))
-    print(
-        f"\nread bandwidth, measured in this process: {bandwidth:.0f} GB/s. "
-        "vs bf16: against the fastest PyTorch backend."
-    )
+    print(f"\nmeasured in this process: read bandwidth {bandwidth:.0f} GB/s, a product of bf16 matrices of 8192 x 8192 "
+          f"{product:.0f} TFLOP/s. vs bf16: against the fastest bf16 kernel that is not kvant's. own: error over "
+          "decoded keys")
 
 
 def main():
@@ -268,10 +584,12 @@ def main():
     root = pathlib.Path(__file__).resolve().parent.parent
     parser.add_argument("--library", default=root / "build/gpu/src/libkvant.so", help="libkvant.so built with CUDA")
     parser.add_argument("--shapes", help="numbers of the list, as 0,3 (default: all): "
-                        + "; ".join(f"{i}: {shape_name(s)}" for i, s in enumerate(SHAPES)))
+                        + "; ".join(f"{i}: {s}" for i, s in enumerate(SHAPES)))
+    parser.add_argument("--shape", action="append", default=[], help='a further one, as "32/8 D128 16x32768 q4 w4096"')
     parser.add_argument("--formats", default="tq6/tq4,tq4,tq8,bf16", help="kvant's (default: %(default)s)")
     parser.add_argument("--backends", default="cudnn,flash,efficient", help="PyTorch's (default: %(default)s)")
     parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention, which compiles for each shape")
+    parser.add_argument("--no-fa3", action="store_true", help="leave out FlashAttention-3")
     parser.add_argument("--rounds", type=int, default=15, help="samples of each contestant (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=150, help="seconds; what does not fit is listed as left out")
     parser.add_argument("--json", help="write the rows there")
@@ -285,38 +603,61 @@ def main():
     sys.path.insert(0, str(root / "python"))
     import kvant
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    device = torch.cuda.current_device()
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, kvant {kvant.__version__}")
     rows, notes = [], []
-    buffer = torch.ones(1 << 30, dtype=torch.int32, device="cuda")  # 4 GiB
-    bandwidth = read_bandwidth(torch, buffer, notes)
-    numbers = range(len(SHAPES)) if args.shapes is None else [int(n) for n in args.shapes.split(",")]
+    bandwidth = product = 0.0
+
+    def measure_limits():
+        nonlocal bandwidth, product
+        buffer = torch.ones(1 << 30, dtype=torch.int32, device="cuda")  # 4 GiB
+        bandwidth = max(bandwidth, read_bandwidth(torch, buffer, notes if bandwidth == 0 else []))
+        product = max(product, product_tflops(torch))
+
+    measure_limits()
+    shapes = [SHAPES[int(n)] for n in args.shapes.split(",") if n] if args.shapes is not None else list(SHAPES)
+    shapes += [Shape.of(text) for text in args.shape]
 
     def left():
         return args.budget - (time.monotonic() - start)
 
+    def save():
+        if args.json:
+            facts = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "read_gb_per_s": bandwidth,
+                     "product_tflops": product}
+            pathlib.Path(args.json).write_text(json.dumps({"machine": facts, "rows": rows}, indent=2) + "\n")
+
     flex_seconds = 20.0  # that FlexAttention takes to compile for a shape: a guess, then the last one's
-    for index, number in enumerate(numbers):
-        shape = SHAPES[number]
-        name = shape_name(shape)
+    for index, shape in enumerate(shapes):
+        name = str(shape)
         if left() < 3:
             rows.append({"shape": name, "name": "all", "refused": "left out: the time budget is used up"})
             continue
         with contextlib.ExitStack() as stack:
             case = Case(torch, shape, l2_bytes)
-            flex = not args.no_flex and left() > flex_seconds + 8 * (len(numbers) - index)
+            flex = not args.no_flex and left() > flex_seconds + 8 * (len(shapes) - index)
             if not args.no_flex and not flex:
                 rows.append({"shape": name, "name": "torch flex", "refused": "left out: the time budget"})
-            made = [lambda f=f: kvant_contestant(torch, kvant, case, f, l2_bytes, torch.cuda.current_device())
-                    for f in args.formats.split(",")]
-            made += [lambda t=t: t for t in torch_contestants(torch, case, args.backends.split(","), flex, notes)]
+
+            def kvant_made(formats, case=case, stack=stack):
+                filled = Filled(torch, kvant, case, formats, device)
+                stack.callback(filled.cache.close)
+                return kvant_contestant(torch, case, filled, formats)
+
+            made = [(f"kvant {f}", lambda f=f: kvant_made(f)) for f in args.formats.split(",") if f]
+            made += torch_contestants(torch, case, [b for b in args.backends.split(",") if b], flex, notes)
+            if not args.no_fa3:
+                made += fa3_contestants(torch, case)
             running = []
-            for make in made:
-                begin, label, contestant = time.monotonic(), "kvant", None
+            for label, make in made:
+                begin, contestant = time.monotonic(), None
                 try:
                     contestant = make()
                     label = contestant.name
-                    stack.callback(contestant.close)
-                    prepare(torch, contestant, case)
+                    check(torch, contestant, case)
+                    copies = case.copies(shape.stored(16)) if shape.queries > 64 else max(
+                        case.copies(shape.stored(16)), 8)  # whatever it rotates through, a few times
+                    prepare(torch, contestant, copies)
                     running.append(contestant)
                 except Exception as error:  # noqa: BLE001: a refusal is a row of the table
                     torch.cuda.synchronize()
@@ -324,34 +665,37 @@ def main():
                     rows.append({"shape": name, "name": label, "refused": f"refused: {reason[0]}"})
                 if label == "torch flex":
                     flex_seconds = time.monotonic() - begin
-            for _ in range(args.rounds):
-                for contestant in running:
+            for turn in range(args.rounds):
+                for contestant in running if turn % 2 == 0 else reversed(running):
                     contestant.samples.append(launch_ns(torch, contestant.graph, contestant.runs))
                 if left() < 0:
                     break
-            bandwidth = max(bandwidth, read_bandwidth(torch, buffer, []))
             bf16 = [statistics.median(x.samples) for x in running if x.is_bf16 and x.samples]
             for x in running:
                 if not x.samples:
                     continue
                 ns = statistics.median(x.samples)
                 rows.append({"shape": name, "name": x.name, "us": ns / 1e3, "gb_per_s": x.stored_bytes / ns,
-                             "ratio": min(bf16) / ns if bf16 else None, "rel_l2": x.error,
+                             "tflops": x.flops / ns / 1e3, "ratio": min(bf16) / ns if bf16 else None,
+                             "rel_l2": x.error, "own_l2": x.own_error, "kernel": x.kernel,
                              "spread": (max(x.samples) - min(x.samples)) / ns})
             for x in running:
                 x.graph = None
-        del case, running
+            contestant = x = None
+            del made, running, case
         torch.cuda.empty_cache()
+        if index % 4 == 3 or index == len(shapes) - 1:
+            measure_limits()
+            torch.cuda.empty_cache()
+        save()
         print(f"  {name}: done after {time.monotonic() - start:.0f} s", file=sys.stderr)
     for r in rows:
         if "us" in r:
             r["share"] = r["gb_per_s"] / bandwidth
-    print_table(rows, bandwidth)
+    save()
+    print_table(rows, bandwidth, product)
     for note in notes:
         print(f"note: {note}")
-    if args.json:
-        facts = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "read_gb_per_s": bandwidth}
-        pathlib.Path(args.json).write_text(json.dumps({"machine": facts, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

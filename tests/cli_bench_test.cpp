@@ -36,8 +36,10 @@ const std::set<std::string> kBenchKeys = {"op",
                                           "spread",
                                           "ns_per_value",
                                           "gb_per_s",
+                                          "gflops",
                                           "share_of_read_bandwidth",
                                           "share_of_fma_peak",
+                                          "share_of_product",
                                           "rel_l2"};
 
 TEST_F(CliBench, WritesExactlyTheDocumentedRows) {
@@ -67,6 +69,8 @@ TEST_F(CliBench, WritesExactlyTheDocumentedRows) {
                 1e-6);
     EXPECT_NEAR(row["share_of_read_bandwidth"].get<double>(),
                 row["gb_per_s"].get<double>() / peak["read_gb_per_s"].get<double>(), 1e-9);
+    EXPECT_NEAR(row["gflops"].get<double>(), 4 * 2 * 4 * 64 * keys / ns, 1e-6 * row["gflops"].get<double>());
+    EXPECT_TRUE(row["share_of_product"].is_null());  // of devices
   }
   const std::string table = file_text(csv);
   EXPECT_EQ(std::count(table.begin(), table.end(), '\n'), 5);

@@ -102,9 +102,11 @@ TEST_F(Cli, WrongUsageIsExitCodeTwo) {
           {{"bench", "decode", "--window", "0"}, "--window"},
           {{"bench", "--first-keys", "9", "append"}, "--first-keys 9: not of append"},
           {{"bench", "--backend", "cuda", "--between-mib", "9", "append"}, "--between-mib 9: of decode and step"},
-          {{"bench", "--backend", "cuda", "--kernel", "decode", "append"}, "--kernel decode: of decode and step"},
+          {{"bench", "--backend", "cuda", "--kernel", "decode", "append"},
+           "--kernel decode: of decode, step and prefill"},
           {{"bench", "--kernel", "both"},
-           "--kernel: both: must be one of decode, decode_sm90, prefill, prefill_sm90, prefill_sm80, generic"},
+           "--kernel: both: must be one of automatic, decode, decode_sm90, prefill, prefill_sm90, prefill_sm80, "
+           "generic"},
           {{"bench", "decode", "--first-keys", "3", "--q-len", "4"}, "--q-len 4: more than --keys 3"},
           {{"bench", "--suite", "gpu"}, "--suite gpu: unknown; the suites are cpu"},
           {{"bench", "--suite", "cpu", "--keys", "64"}, "--suite cpu: has shapes of its own; leave out --keys"},

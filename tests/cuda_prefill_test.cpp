@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/decode/choice.hpp"
 #include "cuda/prefill/choice.hpp"
 #include "cuda/prefill_sm80/shape.hpp"
 
@@ -16,33 +15,38 @@ namespace {
 using core::kPrefillSm80;
 using core::kPrefillSm90;
 
-Choice chosen(const std::string& wanted, const std::vector<Candidate>& candidates, std::int64_t row_blocks) {
-  return choose(wanted, candidates, row_blocks, 16 * row_blocks).value();
+Choice chosen(const std::string& wanted, const std::vector<Candidate>& candidates, std::int64_t decode_ns,
+              bool fresh_keys = false) {
+  return choose(wanted, candidates, decode_ns, 700, fresh_keys).value();
 }
 bool has(const std::string& text, const std::string& words) {
   return text.find(words) != std::string::npos;
 }
 
-const std::vector<Candidate> kBoth = {{kPrefillSm90, "", 500}, {kPrefillSm80, "", 800}};
-const std::vector<Candidate> kOne = {{kPrefillSm90, "needs 9.0", 500}, {kPrefillSm80, "", 800}};
-const std::vector<Candidate> kNone = {{kPrefillSm90, "needs 9.0", 500}, {kPrefillSm80, "is centred", 800}};
+const std::vector<Candidate> kBoth = {{kPrefillSm90, "", 5000}, {kPrefillSm80, "", 8000}};
+const std::vector<Candidate> kOne = {{kPrefillSm90, "needs 9.0", 5000}, {kPrefillSm80, "", 8000}};
+const std::vector<Candidate> kNone = {{kPrefillSm90, "needs 9.0", 5000}, {kPrefillSm80, "is centred", 8000}};
 
-TEST(PrefillChoice, TheFirstThatCanRunIfItTakesLessTime) {
-  EXPECT_EQ(chosen("", kBoth, 499).candidate, -1);
-  EXPECT_EQ(chosen("", kBoth, 500).candidate, 0);
-  EXPECT_EQ(chosen("", kOne, 799).candidate, -1);  // by the time of the kind that would run
-  EXPECT_EQ(chosen("", kOne, 800).candidate, 1);
-  EXPECT_TRUE(chosen("", kOne, 799).why.empty());
-  EXPECT_TRUE(has(chosen("", kOne, 800).why, "800 row blocks of decode kernels"));
-  EXPECT_TRUE(has(chosen("", kOne, 800).why, "needs 9.0"));
+TEST(PrefillChoice, TheFastestThatCanRunIfItTakesLessTime) {
+  EXPECT_EQ(chosen("", kBoth, 5000).candidate, -1);
+  EXPECT_EQ(chosen("", kBoth, 5001).candidate, 0);
+  EXPECT_EQ(chosen("", kOne, 8000).candidate, -1);  // by the time of the kind that would run
+  EXPECT_EQ(chosen("", kOne, 8001).candidate, 1);
+  EXPECT_TRUE(chosen("", kOne, 8000).why.empty());
+  EXPECT_TRUE(has(chosen("", kOne, 9000).why, "about 8 us, decode kernels 9")) << chosen("", kOne, 9000).why;
+  EXPECT_TRUE(has(chosen("", kOne, 9000).why, "needs 9.0"));
+  const std::vector<Candidate> second = {{kPrefillSm90, "", 5000}, {kPrefillSm80, "", 4000}};
+  EXPECT_EQ(chosen("", second, 5001).candidate, 1);
+  EXPECT_EQ(chosen("", second, 1, true).candidate, 1);
+  EXPECT_EQ(chosen("prefill", second, 5001).candidate, 0);  // the name of both is the first
 }
 
 TEST(PrefillChoice, WithoutAnyDecodeKernelsServeAndSayWhy) {
   EXPECT_EQ(chosen("", kNone, 100000).candidate, -1);
-  EXPECT_EQ(chosen("", kNone, 100000).why, "decode kernels for 1600000 rows: needs 9.0; is centred");
-  EXPECT_TRUE(chosen("", kNone, 10).why.empty());
-  const std::vector<Candidate> same = {{kPrefillSm90, "bases", 500}, {kPrefillSm80, "bases", 800}};
-  EXPECT_EQ(chosen("", same, 500).why, "decode kernels for 8000 rows: bases");
+  EXPECT_EQ(chosen("", kNone, 100000).why, "decode kernels for 700 rows: needs 9.0; is centred");
+  EXPECT_TRUE(chosen("", kNone, 5000).why.empty());  // they would take longer
+  const std::vector<Candidate> same = {{kPrefillSm90, "bases", 5000}, {kPrefillSm80, "bases", 8000}};
+  EXPECT_EQ(chosen("", same, 5001).why, "decode kernels for 700 rows: bases");
 }
 
 TEST(PrefillChoice, OptionsForceAKind) {
@@ -52,49 +56,15 @@ TEST(PrefillChoice, OptionsForceAKind) {
   EXPECT_EQ(chosen("prefill_sm80", kBoth, 1).candidate, 1);
   EXPECT_EQ(chosen("prefill", kOne, 1).candidate, 1);
   EXPECT_EQ(chosen("prefill", kOne, 1).why, "as asked for; needs 9.0");
-  const auto refusal = [](const std::string& wanted, const std::vector<Candidate>& candidates) {
-    const Result<Choice> choice = choose(wanted, candidates, 1, 16);
+  const auto refusal = [](const std::string& wanted, const std::vector<Candidate>& candidates, bool fresh = false) {
+    const Result<Choice> choice = choose(wanted, candidates, 1, 16, fresh);
     EXPECT_EQ(choice.code(), Code::unsupported);
     return choice.ok() ? std::string() : choice.message();
   };
   EXPECT_EQ(refusal("prefill_sm90", kOne), "kernel is \"prefill_sm90\": needs 9.0; leave kernel empty");
   EXPECT_EQ(refusal("prefill", kNone), "kernel is \"prefill\": needs 9.0; is centred; leave kernel empty");
-}
-
-TEST(PrefillChoice, RoundsAreWhole) {
-  EXPECT_EQ(time_of_rounds(1, 132, 250), 250);
-  EXPECT_EQ(time_of_rounds(132, 132, 250), 250);
-  EXPECT_EQ(time_of_rounds(133, 132, 250), 500);
-  EXPECT_EQ(time_of_rounds(0, 132, 250), 0);
-}
-
-// Kernels of warpgroups: the size of blocks with which all rows take the least time, in blocks of 16 rows of others.
-TEST(GroupChoice, TheLeastTime) {
-  const int sizes[] = {32, 64};
-  const auto choose = [&](std::int64_t rows) {
-    return choose_group(sizes, [&](std::int64_t of) { return (rows + of - 1) / of; });
-  };
-  EXPECT_EQ(choose(17).rows, 32);
-  EXPECT_EQ(choose(32).rows, 32);
-  EXPECT_EQ(choose(32).row_blocks, 2);  // 1.35
-  EXPECT_EQ(choose(33).rows, 64);
-  EXPECT_EQ(choose(64).row_blocks, 3);  // 2.3
-  EXPECT_EQ(choose(65).rows, 32);       // three blocks take less time than two of 64 rows
-  EXPECT_EQ(choose(96).row_blocks, 5);
-  EXPECT_EQ(choose(128).rows, 64);
-  EXPECT_EQ(choose_group({}, [](std::int64_t) { return 1; }).rows, 0);
-}
-
-// Each step to more rows takes at most as long as the next larger number of rows does.
-TEST(GroupChoice, TimesDoNotFall) {
-  const int sizes[] = {32, 64};
-  std::int64_t before = 0;
-  for (std::int64_t rows = kLeastGroupRows; rows < 1000; ++rows) {
-    const std::int64_t now =
-        choose_group(sizes, [&](std::int64_t of) { return 100 * ((rows + of - 1) / of); }).row_blocks;
-    EXPECT_GE(now, before) << rows;
-    before = now;
-  }
+  EXPECT_TRUE(has(refusal("", kNone, true), "fresh_keys needs prefill kernels: needs 9.0; is centred"));
+  EXPECT_TRUE(has(refusal("decode", kBoth, true), "only prefill kernels serve"));
 }
 
 // Pieces of shared memory follow each other, aligned for what reads them, and are as large as their content.

@@ -46,6 +46,9 @@ class DeviceBench {
   virtual Status read_others(std::int64_t bytes, std::int64_t turn, Stream stream) = 0;
   // A streaming read of a buffer of many times the L2 cache: the best of a few launches.
   virtual Result<double> read_gb_per_s() = 0;
+  // A product of random bf16 matrices of 8192 x 8192 by cuBLAS: the best of a few. Unsupported: that library is not
+  // found; it is opened here, and nothing else needs it.
+  virtual Result<double> product_tflops() = 0;
 };
 
 // Refused where no device backend was compiled in (no_device.cpp).

@@ -2,6 +2,8 @@
 // against.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
+#include <dlfcn.h>
+#include <library_types.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -62,6 +64,60 @@ __global__ void read_kernel(const uint4* data, std::int64_t count, unsigned* sin
   }
   if (sum == 0x5EEDF00D) *sink = sum;
 }
+
+// The few functions of cuBLAS that a matrix product takes. The library is opened when it is needed, so that the tool
+// runs without it; values of its enumerations are those of all versions since CUDA 11.
+class Cublas {
+ public:
+  Cublas() = default;
+  Cublas(const Cublas&) = delete;
+  Cublas& operator=(const Cublas&) = delete;
+  ~Cublas() {
+    if (handle_ != nullptr) (void)destroy_(handle_);
+    if (library_ != nullptr) (void)dlclose(library_);
+  }
+
+  Status open(cudaStream_t stream) {
+    for (const char* name : {"libcublas.so.13", "libcublas.so.12", "libcublas.so"}) {
+      if (library_ == nullptr) library_ = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    }
+    if (library_ == nullptr)
+      return {Code::unsupported, "libcublas.so is not found (LD_LIBRARY_PATH may name its folder)"};
+    int (*create)(void**) = nullptr;
+    int (*set_stream)(void*, cudaStream_t) = nullptr;
+    if (!find(create, "cublasCreate_v2") || !find(destroy_, "cublasDestroy_v2") ||
+        !find(set_stream, "cublasSetStream_v2") || !find(product_, "cublasGemmEx")) {
+      return {Code::unsupported, "libcublas.so lacks a function"};
+    }
+    if (int error = create(&handle_); error != 0) return failure("cublasCreate", error);
+    if (int error = set_stream(handle_, stream); error != 0) return failure("cublasSetStream", error);
+    return {};
+  }
+  // c = a b, square bf16 matrices, with f32 sums.
+  Status product(const void* a, const void* b, void* c, int size) {
+    constexpr int kAsIs = 0, kCompute32f = 68, kDefaultAlgorithm = -1;
+    const float one = 1.0f, zero = 0.0f;
+    const int error = product_(handle_, kAsIs, kAsIs, size, size, size, &one, a, CUDA_R_16BF, size, b, CUDA_R_16BF,
+                               size, &zero, c, CUDA_R_16BF, size, kCompute32f, kDefaultAlgorithm);
+    return error == 0 ? Status() : failure("cublasGemmEx", error);
+  }
+
+ private:
+  template <class Function>
+  bool find(Function& function, const char* name) {
+    function = reinterpret_cast<Function>(dlsym(library_, name));
+    return function != nullptr;
+  }
+  static Status failure(const char* call, int error) {
+    return {Code::internal, std::string(call) + " failed with status " + std::to_string(error)};
+  }
+
+  void* library_ = nullptr;
+  void* handle_ = nullptr;
+  int (*destroy_)(void*) = nullptr;
+  int (*product_)(void*, int, int, int, int, int, const void*, const void*, cudaDataType, int, const void*,
+                  cudaDataType, int, const void*, void*, cudaDataType, int, int, int) = nullptr;
+};
 
 class Bench final : public DeviceBench {
  public:
@@ -188,6 +244,33 @@ class Bench final : public DeviceBench {
       best_ns = std::min(best_ns, *std::min_element(ns->begin(), ns->end()));
     }
     return static_cast<double>(read_bytes_) / best_ns;
+  }
+
+  Result<double> product_tflops() override {
+    constexpr int kSize = 8192, kSamples = 10;
+    const Current current(device_);
+    Cublas cublas;
+    if (Status s = cublas.open(stream_); !s.ok()) return s;
+    void* matrices[3] = {};
+    const std::vector<float> ones(kSize, 1.0f);
+    const Result<void*> gains = allocate(kSize * sizeof(float));
+    if (!gains.ok()) return gains.status();
+    if (Status s = upload(*gains, ones.data(), kSize * sizeof(float)); !s.ok()) return s;
+    for (int i = 0; i < 3; ++i) {
+      const Result<void*> made = allocate(std::size_t{2} * kSize * kSize);
+      if (!made.ok()) return made.status();
+      matrices[i] = *made;
+      const auto seed = static_cast<std::uint64_t>(21 + i);
+      if (Status s = fill_normal(*made, kSize, kSize, 0, seed, static_cast<const float*>(*gains)); !s.ok()) return s;
+    }
+    const auto run = [&](int) { return cublas.product(matrices[0], matrices[1], matrices[2], kSize); };
+    for (int i = 0; i < 3; ++i) {
+      if (Status s = run(i); !s.ok()) return s;
+    }
+    const Result<std::vector<double>> ns = time(kSamples, 1, run);
+    if (!ns.ok()) return ns.status();
+    constexpr double kSide = kSize;
+    return 2 * kSide * kSide * kSide / *std::min_element(ns->begin(), ns->end()) / 1000;
   }
 
  private:

@@ -73,7 +73,8 @@ std::string default_of(const CLI::Option& option) {
 }
 
 std::vector<std::string> choices_of(const CLI::Option& option) {
-  const std::string type = option.get_type_name();
+  std::string type = option.get_type_name();
+  if (type.ends_with(",...")) type.resize(type.size() - 4);  // a list
   if (type.find('|') != std::string::npos) return CLI::detail::split(type, '|');
   if (type.starts_with("FORMAT")) return plain_format_names();
   return type.starts_with("ISA") ? isa_names() : std::vector<std::string>();

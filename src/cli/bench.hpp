@@ -71,7 +71,7 @@ struct BenchCase {
 struct BenchRow {
   BenchCase bench_case;
   std::string refusal;  ///< not empty: no speed, and why
-  std::string kernel;   ///< Plan::kernel
+  std::string kernel;   ///< on a device: the kernels that the plan took, as AttentionOptions::kernel names them
   double rel_l2 = 0;    ///< the kernel's error over the decoded vectors; append: that of the codec
   double median_ns = 0;
   double spread = 0;  ///< (p90 - p10) / median
@@ -81,7 +81,8 @@ struct BenchRow {
   double gb_per_s = 0;
   double gflops = 0;  ///< append: 0
   double share_of_read_bandwidth = 0;
-  double share_of_fma_peak = 0;  ///< append: 0
+  double share_of_fma_peak = 0;  ///< append, on a device: 0
+  double share_of_product = 0;   ///< prefill on a device: of BenchResult::device_product_tflops
 };
 
 /// Takes the error that was found; a row whose error is above its tolerance is refused.
@@ -104,8 +105,10 @@ struct BenchSettings {
 struct BenchResult {
   std::vector<BenchRow> rows;
   std::vector<BenchPeak> peaks;
-  std::string device;               ///< --backend cuda: its name
-  double device_read_gb_per_s = 0;  ///< measured in the same run
+  std::string device;                  ///< --backend cuda: its name
+  double device_read_gb_per_s = 0;     ///< measured in the same run
+  double device_product_tflops = 0;    ///< of bf16 matrices, measured in the same run if it has prefill; 0: it was not
+  std::string device_product_missing;  ///< why it was not
 };
 
 Result<BenchResult> run_bench(const std::vector<BenchCase>& cases, const BenchSettings& settings,

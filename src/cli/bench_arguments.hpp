@@ -9,6 +9,8 @@
 
 namespace kvant::cli {
 
+inline constexpr const char* kAutomaticKernel = "automatic";  // what the plan chooses
+
 // Zero stands for "the default of the operation".
 struct BenchArguments {
   std::string op = "decode";
@@ -22,7 +24,7 @@ struct BenchArguments {
   int device = 0;
   int sink_pages = -1, tail_pages = -1;
   std::int64_t between_mib = 0;
-  std::string kernel;
+  std::vector<std::string> kernels = {kAutomaticKernel};
   BenchScores scores;
   BenchSettings settings;
   std::string json, csv, markdown;

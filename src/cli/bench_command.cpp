@@ -77,9 +77,6 @@ void check_shape(const BenchCase& c) {
   if (c.op == BenchOp::append && c.between_mib > 0) {
     usage(fmt::format("--between-mib {}: of decode and step, not of append", c.between_mib));
   }
-  if (c.op == BenchOp::append && !c.kernel.empty()) {
-    usage(fmt::format("--kernel {}: of decode and step, not of append", c.kernel));
-  }
   if (c.q_len > std::min(c.keys, c.keys_of(0))) {
     usage(fmt::format("--q-len {}: more than --keys {}; the queries are the newest of the keys' positions", c.q_len,
                       std::min(c.keys, c.keys_of(0))));
@@ -102,8 +99,9 @@ std::vector<BenchCase> cases_of(const BenchArguments& a, bool is_op_given, const
   for (BenchCase shape : shapes_of(a, is_op_given)) {
     shape.scores = a.scores;
     shape.between_mib = a.between_mib;
-    shape.kernel = a.kernel;
     check_shape(shape);
+    if (shape.op == BenchOp::append && a.kernels != std::vector<std::string>{kAutomaticKernel})
+      usage(fmt::format("--kernel {}: of decode, step and prefill, not of append", fmt::join(a.kernels, ",")));
     const int default_ends = shape.op == BenchOp::append ? 0 : 1;  // append measures encoding
     shape.sink_pages = a.sink_pages >= 0 ? a.sink_pages : default_ends;
     shape.tail_pages = a.tail_pages >= 0 ? a.tail_pages : default_ends;
@@ -111,13 +109,16 @@ std::vector<BenchCase> cases_of(const BenchArguments& a, bool is_op_given, const
       for (const int threads : a.threads) {
         for (const FormatPair& pair : *pairs) {
           for (const std::string& centre : a.k_centres) {
-            cases.push_back(shape);
-            cases.back().formats = pair;
-            // Kernels on devices centre pages that leave a tail.
-            const bool without = centre == "automatic" && on_device && shape.tail_pages == 0;
-            cases.back().k_centre = without ? KeyCentre::none : centre_of(centre, pair);
-            cases.back().isa = isa;
-            cases.back().threads = threads > 0 ? threads : core::hardware_threads();
+            for (const std::string& kernel : a.kernels) {
+              cases.push_back(shape);
+              cases.back().formats = pair;
+              // Kernels on devices centre pages that leave a tail.
+              const bool without = centre == "automatic" && on_device && shape.tail_pages == 0;
+              cases.back().k_centre = without ? KeyCentre::none : centre_of(centre, pair);
+              cases.back().isa = isa;
+              cases.back().threads = threads > 0 ? threads : core::hardware_threads();
+              if (kernel != kAutomaticKernel) cases.back().kernel = kernel;
+            }
           }
         }
       }
@@ -141,8 +142,8 @@ Status run_bench_command(const BenchArguments& a, bool is_op_given) {
     usage(fmt::format("--device {}: needs --backend cuda", a.device));
   } else if (a.between_mib > 0) {
     usage(fmt::format("--between-mib {}: needs --backend cuda", a.between_mib));
-  } else if (!a.kernel.empty()) {
-    usage(fmt::format("--kernel {}: needs --backend cuda", a.kernel));
+  } else if (a.kernels != std::vector<std::string>{kAutomaticKernel}) {
+    usage(fmt::format("--kernel {}: needs --backend cuda", fmt::join(a.kernels, ",")));
   }
   std::vector<std::string> isas;
   if (on_device) isas = {"cuda"};
@@ -155,7 +156,6 @@ Status run_bench_command(const BenchArguments& a, bool is_op_given) {
   std::vector<BenchCase> cases = cases_of(a, is_op_given, isas);
   if (on_device) {
     for (BenchCase& c : cases) {
-      if (c.op == BenchOp::prefill) usage("prefill: --backend cuda has decode, step and append");
       c.backend = a.backend;
       c.threads = 0;
     }

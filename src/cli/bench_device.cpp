@@ -49,7 +49,20 @@ Result<BenchResult> run_device_bench(const std::vector<BenchCase>& cases, const 
   const Result<double> after = bench.read_gb_per_s();
   if (!after.ok()) return after.status();
   result.device_read_gb_per_s = std::max(*before, *after);
-  for (BenchRow& row : result.rows) row.share_of_read_bandwidth = row.gb_per_s / result.device_read_gb_per_s;
+  if (std::any_of(cases.begin(), cases.end(), [](const BenchCase& c) { return c.op == BenchOp::prefill; })) {
+    const Result<double> product = bench.product_tflops();
+    if (!product.ok() && product.code() != Code::unsupported) return product.status();
+    if (product.ok()) {
+      result.device_product_tflops = *product;
+    } else {
+      result.device_product_missing = product.message();
+    }
+  }
+  for (BenchRow& row : result.rows) {
+    row.share_of_read_bandwidth = row.gb_per_s / result.device_read_gb_per_s;
+    if (row.bench_case.op == BenchOp::prefill && result.device_product_tflops > 0)
+      row.share_of_product = row.gflops / (1000 * result.device_product_tflops);
+  }
   return result;
 }
 

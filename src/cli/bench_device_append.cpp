@@ -119,6 +119,7 @@ Status measure_steps(DeviceTools& tools, BenchRow& row) {
 }  // namespace
 
 Status measure_append(DeviceTools& tools, BenchRow& row) {
+  tools.drop_shared();
   if (row.bench_case.q_len == 1 && row.bench_case.keys > 1) return measure_steps(tools, row);
   const BenchCase& c = row.bench_case;
   row.bytes = append_bytes(c);

@@ -1,7 +1,10 @@
-// decode: attention over sequences whose caches are rotated. step: the same, but first the keys and values of the next
-// tokens are appended, and lengths advance once for all layers.
+// decode, prefill: attention over sequences whose caches are rotated. step: the same, but first the keys and values of
+// the next tokens are appended, and lengths advance once for all layers.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "cli/bench_device_tools.hpp"
@@ -50,6 +53,19 @@ struct Decode {
                d.gives_own ? d.values : TensorView{});
   }
 };
+
+// As AttentionOptions::kernel names them: of prefill kernels which of the two kinds.
+std::string kernel_of(const Plan& plan) {
+  const std::string name = plan.kernel();
+  if (name != core::kPrefillKernels) return name;
+  // "kernel     prefill_sm80 tq4/tq4, ..", and perhaps why the other kind does not serve.
+  const std::string line = "\nkernel ";
+  std::string text("\n");
+  text += plan.explain();
+  const std::size_t at = text.find_first_not_of(' ', text.find(line) + line.size());
+  return text.compare(at, std::strlen(core::kPrefillSm80), core::kPrefillSm80) == 0 ? core::kPrefillSm80
+                                                                                    : core::kPrefillSm90;
+}
 
 // By how much the sequences of step grow while they are timed.
 struct Growth {
@@ -100,8 +116,19 @@ Status measure_decode(DeviceTools& tools, BenchRow& row) {
   }
   const Result<Growth> growth = growth_of(tools, c, layers);
   if (!growth.ok()) return growth.status();
-  Result<Workload> filled = tools.fill_cache(c, layers, growth->tokens);
-  if (!filled.ok()) return filled.status();
+  // Sequences of step grow, so that no other row can use them.
+  std::optional<Workload> own;
+  Workload* filled = nullptr;
+  if (c.op == BenchOp::step) {
+    tools.drop_shared();
+    Result<Workload> made = tools.fill_cache(c, layers, growth->tokens);
+    if (!made.ok()) return made.status();
+    filled = &own.emplace(std::move(*made));
+  } else {
+    const Result<Workload*> shared = tools.shared_cache(c, layers);
+    if (!shared.ok()) return shared.status();
+    filled = *shared;
+  }
   const std::vector<std::byte> mask = mask_bytes(c);
   const Result<void*> mask_memory = tools.scratch(DeviceTools::kMask, mask.size());
   if (!mask_memory.ok()) return mask_memory.status();
@@ -161,7 +188,7 @@ Status measure_decode(DeviceTools& tools, BenchRow& row) {
     if (Status s = tools.bench.download(got.data(), *out32, values * 4); !s.ok()) return s;
     if (Status s = tools.bench.download(q_host.data(), *q, values * 2); !s.ok()) return s;
     const Result<double> error = check_attention(*filled, c, widened(q_host), got, {own_keys, own_values}, 1);
-    row.kernel = plan->kernel();
+    row.kernel = kernel_of(*plan);
     if (error.ok()) judge(row, *error);
     return error.status();
   };
@@ -179,7 +206,7 @@ Status measure_decode(DeviceTools& tools, BenchRow& row) {
 
   if (c.op == BenchOp::step) {
     // Sequences reach their lengths with the last of the recorded steps: then they can be checked.
-    decode.grows = &*filled;
+    decode.grows = filled;
     std::vector<Append> all, later;
     for (const SequenceId id : filled->sequences) {
       decode.step.push_back({id, c.q_len});

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <utility>
 
 #include "cli/parallel.hpp"
 #include "core/fmt.hpp"
@@ -103,6 +104,16 @@ Result<Workload> DeviceTools::fill_cache(const BenchCase& c, int layers, std::in
   }
   if (Status s = bench.wait(); !s.ok()) return s;
   return w;
+}
+
+Result<Workload*> DeviceTools::shared_cache(const BenchCase& c, int layers) {
+  if (!shared_ || shared_->layers != layers || !is_same_workload(shared_->bench_case, c)) {
+    shared_.reset();
+    Result<Workload> filled = fill_cache(c, layers, 0);
+    if (!filled.ok()) return filled.status();
+    shared_ = std::move(*filled);
+  }
+  return &*shared_;
 }
 
 int DeviceTools::samples_for(double ns) const {

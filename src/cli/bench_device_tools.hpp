@@ -2,6 +2,7 @@
 // again.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "bench/device.hpp"
@@ -53,6 +54,10 @@ class DeviceTools {
 
   /// All layers hold the same vectors: only the memory must differ. The last tokens of each sequence may be left out.
   Result<Workload> fill_cache(const BenchCase& c, int layers, std::int64_t left_out);
+  /// The same with all tokens. The next row of the table that can share it gets it again; it goes with the row before
+  /// one that cannot.
+  Result<Workload*> shared_cache(const BenchCase& c, int layers);
+  void drop_shared() { shared_.reset(); }
 
   [[nodiscard]] int samples_for(double ns) const;
   /// The row's figures from its samples.
@@ -65,6 +70,7 @@ class DeviceTools {
   };
   int device_;
   std::vector<Scratch> scratch_;
+  std::optional<Workload> shared_;
 };
 
 constexpr std::int64_t kSupplyBytes = std::int64_t{128} << 20;  // rows of one write, keys or values

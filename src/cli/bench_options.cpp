@@ -37,7 +37,8 @@ constexpr const char* kDecodeExamples =
     "  kvant bench decode --k-format tq6 --v-format tq4 --threads 1,2 --json bench.json\n"
     "  kvant bench decode --keys 65536 --window 4096 --softcap 50 --head-dim 256\n"
     "  kvant bench decode --backend cuda --batch 16 --q-heads 32 --kv-heads 8 --keys 32768 --k-format tq6/tq4,bf16\n"
-    "  kvant bench decode --backend cuda --batch 32 --first-keys 131072 --keys 1024 --kv-heads 8 --q-heads 32";
+    "  kvant bench decode --backend cuda --batch 32 --first-keys 131072 --keys 1024 --kv-heads 8 --q-heads 32\n"
+    "  kvant bench decode --backend cuda --q-heads 32 --kv-heads 8 --keys 32768 --q-len 1,2,4,8,16,32,64,128,256,512";
 
 constexpr const char* kStepExamples =
     "Each run first appends --q-len tokens to every sequence and then attends them, as a layer of a model does.\n"
@@ -49,10 +50,13 @@ constexpr const char* kStepExamples =
     "  kvant bench step --backend cuda --batch 16 --q-heads 32 --kv-heads 8 --keys 32768 --k-format tq6/tq4,bf16";
 
 constexpr const char* kPrefillExamples =
-    "The queries are the newest --q-len of the keys' positions.\n"
+    "The queries are the newest --q-len of the keys' positions. With --backend cuda the table has TFLOP/s, and their\n"
+    "share of what a product of bf16 matrices of 8192 x 8192 by cuBLAS has in the same run.\n"
     "\n"
     "Examples:\n"
-    "  kvant bench prefill --q-len 512 --keys 4096 --head-dim 128,256,512 --k-format f16,tq4";
+    "  kvant bench prefill --q-len 512 --keys 4096 --head-dim 128,256,512 --k-format f16,tq4\n"
+    "  kvant bench prefill --backend cuda --q-len 8192 --keys 8192 --fresh --q-heads 32 --kv-heads 8\n"
+    "  kvant bench prefill --backend cuda --q-len 2048 --keys 32768 --q-heads 32 --kv-heads 8 --k-format tq4,bf16";
 
 constexpr const char* kAppendFooter =
     "--keys tokens are appended to an empty cache, --q-len at a time. Lists make several rows, one for every\n"
@@ -151,10 +155,14 @@ void add_device(CLI::App& command, BenchArguments& a, BenchOp op) {
                   "model's weights are; the time of that alone is taken off")
       ->check(range(1, 2048))
       ->type_name("N");
-  one_of(command.add_option("--kernel", a.kernel,
-                            "With --backend cuda: kernels that the plan is to take; default: by the\n"
-                            "number of rows"),
-         std::vector<std::string>(std::begin(core::kKernelNames), std::end(core::kKernelNames)));
+  std::vector<std::string> kernels(std::begin(core::kKernelNames), std::end(core::kKernelNames));
+  kernels.insert(kernels.begin(), kAutomaticKernel);
+  one_of(add_list(command, "--kernel", a.kernels,
+                  "With --backend cuda: kernels that the plan is to take; automatic: those\n"
+                  "that take the least time"),
+         kernels)
+      ->type_name(fmt::format("{},...", fmt::join(kernels, "|")))
+      ->capture_default_str();
 }
 
 void add_run(CLI::App& command, BenchArguments& a) {
@@ -196,7 +204,7 @@ std::vector<CLI::Option*> add_options(CLI::App& command, BenchArguments& a, Benc
   if (op == BenchOp::decode || op == BenchOp::prefill) add_suite(command, a);
   if (op != BenchOp::append) add_scores(command, a);
   add_ends(command, a, op);
-  if (op != BenchOp::prefill) add_device(command, a, op);
+  add_device(command, a, op);
   add_run(command, a);
   return shapes;
 }

@@ -22,6 +22,7 @@ bool is_device(const BenchCase& c) {
 Table bench_table(const BenchResult& result) {
   const bool has_scores = std::any_of(result.rows.begin(), result.rows.end(),
                                       [](const BenchRow& row) { return row.bench_case.scores != BenchScores{}; });
+  const bool on_device = !result.device.empty();
   std::vector<Table::Column> columns = {{"op", true},
                                         {"K/V", true},
                                         {"q/kv heads"},
@@ -36,11 +37,12 @@ Table bench_table(const BenchResult& result) {
                                         {"ns/value", false, 8},
                                         {"GB/s", false, 5},
                                         {"of read"},
-                                        {"GFLOP/s", false, 7},
-                                        {"of FMA", false, 4},
+                                        {on_device ? "TFLOP/s" : "GFLOP/s", false, 7},
+                                        {on_device ? "of product" : "of FMA", false, 4},
                                         {"error"}};
   const bool is_any_noisy =
       std::any_of(result.rows.begin(), result.rows.end(), [](const BenchRow& row) { return row.spread > kHighSpread; });
+  if (on_device) columns.push_back({"kernel", true});
   if (has_scores) columns.push_back({"scores", true});
   Table table(columns);
   for (const BenchRow& row : result.rows) {
@@ -57,15 +59,18 @@ Table bench_table(const BenchResult& result) {
         c.isa,
         is_device(c) ? "-" : std::to_string(c.threads)};
     if (row.refusal.empty()) {
-      cells.insert(cells.end(),
-                   {time_text(row.median_ns) + noise_mark(row.spread, is_any_noisy), percent(row.spread),
-                    fmt::format("{:.4f}", row.ns_per_value), fmt::format("{:.2f}", row.gb_per_s),
-                    percent(row.share_of_read_bandwidth), is_append ? "-" : fmt::format("{:.1f}", row.gflops),
-                    is_append || is_device(c) ? "-" : percent(row.share_of_fma_peak)});
+      cells.insert(cells.end(), {time_text(row.median_ns) + noise_mark(row.spread, is_any_noisy), percent(row.spread),
+                                 fmt::format("{:.4f}", row.ns_per_value), fmt::format("{:.2f}", row.gb_per_s),
+                                 percent(row.share_of_read_bandwidth),
+                                 is_append ? "-" : fmt::format("{:.1f}", on_device ? row.gflops / 1000 : row.gflops),
+                                 on_device   ? row.share_of_product > 0 ? percent(row.share_of_product) : "-"
+                                 : is_append ? "-"
+                                             : percent(row.share_of_fma_peak)});
     } else {
       cells.insert(cells.end(), {"refused", "-", "-", "-", "-", "-", "-"});
     }
     cells.push_back(fmt::format("{:.1e}", row.rel_l2));
+    if (on_device) cells.push_back(row.kernel.empty() ? "-" : row.kernel);
     if (has_scores) cells.push_back(c.scores.text());
     table.add(std::move(cells));
   }
@@ -83,9 +88,16 @@ std::vector<std::string> notes(const BenchResult& result, const Machine& machine
   if (!result.device.empty()) {
     lines.push_back(fmt::format("Read bandwidth measured in the same run, {}: {:.0f} GB/s.", result.device,
                                 result.device_read_gb_per_s));
+    if (result.device_product_tflops > 0) {
+      lines.push_back(
+          fmt::format("A product of bf16 matrices of 8192 x 8192 by cuBLAS in the same run: {:.0f} TFLOP/s.",
+                      result.device_product_tflops));
+    } else if (!result.device_product_missing.empty()) {
+      lines.push_back(fmt::format("No share of a matrix product: {}.", result.device_product_missing));
+    }
     lines.push_back(
-        "decode, step: graph launches between events, caches rotated through four times the L2 cache, bf16 queries and "
-        "outputs; append: all calls between two events.");
+        "decode, step, prefill: graph launches between events, caches rotated through four times the L2 cache, bf16 "
+        "queries and outputs; append: all calls between two events.");
   }
   const std::int64_t between_mib = result.rows.empty() ? 0 : result.rows.front().bench_case.between_mib;  // of all rows
   if (between_mib > 0) {
@@ -110,11 +122,6 @@ std::vector<std::string> notes(const BenchResult& result, const Machine& machine
   }
   if (is_noisy) lines.push_back(noise_note());
   return lines;
-}
-
-// The requested kernels, else those that the plan took; those of an append have no name.
-const std::string& kernel_of(const BenchRow& row) {
-  return row.bench_case.kernel.empty() ? row.kernel : row.bench_case.kernel;
 }
 
 Json number_or_null(bool is_there, double value) {
@@ -162,14 +169,16 @@ Json bench_rows(const BenchResult& result) {
                     {"mask", c.scores.mask ? Json(dtype_name(*c.scores.mask)) : Json(nullptr)},
                     {"fresh", c.scores.fresh},
                     {"between_mib", c.between_mib},
-                    {"kernel", kernel_of(row).empty() ? Json(nullptr) : Json(kernel_of(row))},
+                    {"kernel", row.kernel.empty() ? Json(nullptr) : Json(row.kernel)},
                     {"median_ns", number_or_null(has_speed, row.median_ns)},
                     {"spread", number_or_null(has_speed, row.spread)},
                     {"ns_per_value", number_or_null(has_speed, row.ns_per_value)},
                     {"gb_per_s", number_or_null(has_speed, row.gb_per_s)},
+                    {"gflops", number_or_null(has_speed && c.op != BenchOp::append, row.gflops)},
                     {"share_of_read_bandwidth", number_or_null(has_speed, row.share_of_read_bandwidth)},
                     {"share_of_fma_peak",
                      number_or_null(has_speed && c.op != BenchOp::append && !is_device(c), row.share_of_fma_peak)},
+                    {"share_of_product", number_or_null(has_speed && row.share_of_product > 0, row.share_of_product)},
                     {"rel_l2", row.rel_l2}});
   }
   return rows;
@@ -197,6 +206,7 @@ std::string bench_json(const BenchResult& result, const Machine& machine, const 
   if (!result.device.empty()) {
     machine_facts["device"] = result.device;
     machine_facts["device_read_gb_per_s"] = result.device_read_gb_per_s;
+    if (result.device_product_tflops > 0) machine_facts["device_product_tflops"] = result.device_product_tflops;
   }
   return json_text({{"machine", std::move(machine_facts)}, {"rows", bench_rows(result)}});
 }

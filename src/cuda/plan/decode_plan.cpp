@@ -5,7 +5,6 @@
 #include <numbers>
 
 #include "core/fmt.hpp"
-#include "cuda/decode/choice.hpp"
 #include "cuda/runtime/built.hpp"
 #include "cuda/runtime/runtime.hpp"
 
@@ -39,8 +38,7 @@ std::size_t aligned(std::size_t bytes) {
 
 // Work of fewer units than this for each block is short.
 constexpr int kShortUnits = 6;
-// And of no more encoded pages than this for each multiprocessor is work for wide kernels, and not for those of
-// warpgroups: with 4 of them and 64 rows these take 47 us instead of 28, with 31 they take 78 instead of 82.
+// And of no more encoded pages than this for each multiprocessor is work for wide kernels.
 constexpr std::int64_t kWideUnits = 20;
 // The bytes of pages that a block may read beyond its share, if no block then works across two rows of work.
 constexpr double kRowWorth = 32768;
@@ -64,20 +62,21 @@ std::int64_t DecodePlan::most_rows_of(const core::DevicePlanConfig& config) cons
   for (const core::DeviceSequence& s : config.sequences) most = std::max(most, std::int64_t{s.q_len} * params_.group);
   return most;
 }
-std::int64_t DecodePlan::blocks_of(const core::DevicePlanConfig& config, std::int64_t rows) const {
-  std::int64_t blocks = 0;
-  for (const core::DeviceSequence& s : config.sequences)
-    blocks += config.kv_heads * ((std::int64_t{s.q_len} * params_.group + rows - 1) / rows);
+std::vector<times::Rows> DecodePlan::blocks_of(const core::DevicePlanConfig& config, std::int64_t rows) const {
+  std::vector<times::Rows> blocks;
+  for (const core::DeviceSequence& s : config.sequences) {
+    blocks.push_back({config.kv_heads * ((std::int64_t{s.q_len} * params_.group + rows - 1) / rows),
+                      visible_pages(params_, static_cast<int>(s.length), s.q_len).count()});
+  }
   return blocks;
 }
 
 // The generic kernel where nothing else reads the cache, or the options ask for it; else perhaps prefill kernels.
-// row_blocks: as of choose_prefill.
-Status DecodePlan::choose_family(const core::DevicePlanConfig& config, std::int64_t row_blocks) {
+Status DecodePlan::choose_family(const core::DevicePlanConfig& config, std::int64_t decode_ns) {
   const std::string& wanted = config.options->kernel;
   const std::string only = generic_only(config, params_.cache);
   is_generic_ = wanted == core::kGenericKernels || !only.empty();
-  if (!is_generic_) return choose_prefill(config, row_blocks);
+  if (!is_generic_) return choose_prefill(config, decode_ns);
   if (!wanted.empty() && wanted != core::kGenericKernels) {
     return {Code::unsupported,
             fmt::format("kernel is \"{}\": with {} the generic kernel alone serves; leave kernel empty", wanted, only)};
@@ -111,10 +110,9 @@ Status DecodePlan::choose_kernel(const core::DevicePlanConfig& config, const Dec
   attend_.k = config.k, attend_.v = config.v;
   if (!is_generic_ && group.kernel != nullptr) {
     attend_ = *group.kernel;
-    why_ =
-        config.options->kernel == core::kDecodeSm90
-            ? std::string("as asked for")
-            : fmt::format("{} rows take as long as {} row blocks of kernels that have 16", most_rows, group.row_blocks);
+    why_ = config.options->kernel == core::kDecodeSm90
+               ? std::string("as asked for")
+               : fmt::format("for {} rows, about {:.0f} us", most_rows, static_cast<double>(group.ns) / 1000);
   } else if (config.options->kernel == core::kDecodeSm90) {
     return {Code::unsupported,
             fmt::format("kernel is \"{}\": {}; leave kernel empty", config.options->kernel, group.missing)};
@@ -133,28 +131,20 @@ Result<DecodePlan::Group> DecodePlan::find_group(const core::DevicePlanConfig& c
                                                  const DecodeKernels& kernels) const {
   const std::string& wanted = config.options->kernel;
   Group group;
-  std::int64_t pages = 0;
-  for (const core::DeviceSequence& s : config.sequences) {
-    pages += std::int64_t{config.kv_heads} *
-             page_runs(visible_pages(params_, static_cast<int>(s.length), s.q_len), false).total();
-  }
-  const bool is_short = pages <= kWideUnits * store_.limits().multiprocessors;
-  if (wanted != core::kDecodeSm90 && (!wanted.empty() || most_rows_of(config) < kLeastGroupRows || is_short))
-    return group;
-  std::vector<int> sizes;
+  if (wanted != core::kDecodeSm90 && (!wanted.empty() || most_rows_of(config) < times::kLeastGroupRows)) return group;
   for (const AttendKernel& k : kernels.attend) {
-    if (k.k == config.k && k.v == config.v && k.by_group) sizes.push_back(4 * k.column_tiles);
+    if (k.k != config.k || k.v != config.v || !k.by_group) continue;
+    const int rows = 4 * k.column_tiles;
+    const std::int64_t ns = times::decode_ns(blocks_of(config, rows),
+                                             times::group_times(params_.cache.encoded_layout.head_dim, config.k, rows),
+                                             store_.limits().multiprocessors);
+    if (group.kernel == nullptr || ns < group.ns) group.kernel = &k, group.ns = ns;
   }
-  if (sizes.empty()) {
+  if (group.kernel == nullptr) {
     group.missing = fmt::format("decode_sm90 kernels are not compiled for {} at head_dim {}",
                                 pair_name({config.k, config.v}), config.head_dim);
     return group;
   }
-  const GroupChoice choice = choose_group(sizes, [&](std::int64_t rows) { return blocks_of(config, rows); });
-  for (const AttendKernel& k : kernels.attend) {
-    if (k.k == config.k && k.v == config.v && k.by_group && 4 * k.column_tiles == choice.rows) group.kernel = &k;
-  }
-  group.row_blocks = choice.row_blocks;
   bool has_code = false;
   KVANT_CUDA_TRY(has_sm90_code(group.kernel->function, has_code));
   if (!has_code || group.kernel->shared_bytes[0] > store_.limits().shared_bytes) {
@@ -381,11 +371,14 @@ Status DecodePlan::prepare(const core::DevicePlanConfig& config, const StepBatch
     if (!found.ok()) return found.status();
     group = *found;
   }
-  std::int64_t row_blocks = blocks_of(config, 16);
+  std::int64_t decode_ns = times::decode_ns(
+      blocks_of(config, 16), times::decode_times(p.cache.encoded_layout.head_dim, config.k, most_rows_of(config)),
+      store_.limits().multiprocessors);
   // The option "decode_sm90" asks for such kernels, whatever the time.
-  if (group.kernel != nullptr && group.row_blocks >= row_blocks && o.kernel.empty()) group = {};
-  if (group.kernel != nullptr) row_blocks = group.row_blocks;
-  if (Status s = choose_family(config, row_blocks); !s.ok()) return s;
+  const bool gains = 100 * group.ns < (100 - times::kLeastGain) * decode_ns;
+  if (group.kernel != nullptr && !gains && o.kernel.empty()) group = {};
+  if (group.kernel != nullptr) decode_ns = group.ns;
+  if (Status s = choose_family(config, decode_ns); !s.ok()) return s;
   if (prefill_.function != nullptr) {
     workspace_bytes_ = aligned(class_count());
     return upload(config, batch);

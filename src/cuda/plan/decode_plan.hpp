@@ -6,10 +6,12 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "core/device.hpp"
 #include "cuda/decode/kernels.hpp"
 #include "cuda/mask/classify.hpp"
+#include "cuda/plan/times.hpp"
 #include "cuda/prefill/kernels.hpp"
 #include "cuda/schedule/params.hpp"
 #include "cuda/schedule/schedule.hpp"
@@ -52,18 +54,21 @@ class DecodePlan final : public core::DevicePlan {
                   const MutableTensorView& out, const core::FreshRows& fresh, const RunOptions& options) const;
 
  private:
-  // The rows of the sequence with the most; the blocks of so many rows that all sequences and kv heads have.
+  // The rows of the sequence with the most.
   [[nodiscard]] std::int64_t most_rows_of(const core::DevicePlanConfig& config) const;
-  [[nodiscard]] std::int64_t blocks_of(const core::DevicePlanConfig& config, std::int64_t rows) const;
+  // The row blocks of decode kernels, each of which reads all pages that some query of its sequence sees; the tiles of
+  // prefill kernels, which read those that their own queries see.
+  [[nodiscard]] std::vector<times::Rows> blocks_of(const core::DevicePlanConfig& config, std::int64_t rows) const;
+  [[nodiscard]] std::vector<times::Rows> tiles_of(const core::DevicePlanConfig& config, std::int64_t rows) const;
   struct Group {  // a kernel of warpgroups
     const AttendKernel* kernel = nullptr;
-    std::int64_t row_blocks = 0;  // of 16 rows of other kernels, which would take as long
-    std::string missing;          // why there is none; empty: there are few rows
+    std::int64_t ns = 0;  // that it takes
+    std::string missing;  // why there is none; empty: there are few rows
   };
   Result<Group> find_group(const core::DevicePlanConfig& config, const DecodeKernels& kernels) const;
-  Status choose_family(const core::DevicePlanConfig& config, std::int64_t row_blocks);
-  // row_blocks: decode kernels take the time of so many, of 16 rows.
-  Status choose_prefill(const core::DevicePlanConfig& config, std::int64_t row_blocks);
+  // decode_ns: decode kernels take that long.
+  Status choose_family(const core::DevicePlanConfig& config, std::int64_t decode_ns);
+  Status choose_prefill(const core::DevicePlanConfig& config, std::int64_t decode_ns);
   Status choose_kernel(const core::DevicePlanConfig& config, const DecodeKernels& kernels, const Group& group);
   void widen(const core::DevicePlanConfig& config, const DecodeKernels& kernels);
   Status count_work(const core::DevicePlanConfig& config);

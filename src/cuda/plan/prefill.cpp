@@ -3,6 +3,7 @@
 
 #include "core/fmt.hpp"
 #include "cuda/plan/decode_plan.hpp"
+#include "cuda/plan/times.hpp"
 #include "cuda/prefill/choice.hpp"
 #include "cuda/prefill_sm80/kernels.hpp"
 #include "cuda/prefill_sm90/shape.hpp"
@@ -43,15 +44,6 @@ const Kernel* find_kernel(std::span<const Kernel> kernels, Format k, Format v) {
   return found == kernels.end() ? nullptr : &*found;
 }
 
-// A round of tiles of prefill_sm90 takes as long as so many row blocks of decode kernels, which are sixteen rows (H100,
-// 32768 keys: docs/lab, cuda-prefill.md).
-constexpr std::int64_t row_blocks_of_a_round(Format k) {
-  return codec::is_dense(k) ? 250 : 550;
-}
-// The same for each row that a multiprocessor has in a round of prefill_sm80. These are estimates, to be measured.
-constexpr std::int64_t row_blocks_of_a_row(Format k) {
-  return codec::is_dense(k) ? 3 : 5;
-}
 // The share of the L2 cache for keys and values that blocks read at the same time, in bytes.
 constexpr std::int64_t kKeysInCache = std::int64_t{24} << 20;
 
@@ -107,8 +99,32 @@ Result<std::string> missing_of_sm80(const core::DevicePlanConfig& config, const 
 
 }  // namespace
 
-// Chooses prefill kernels if the options name them or there are enough rows; else why_ says why decode kernels serve.
-Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config, std::int64_t row_blocks_of_decode) {
+// The tiles of so many rows, and how many pages each reads.
+std::vector<times::Rows> DecodePlan::tiles_of(const core::DevicePlanConfig& config, std::int64_t rows) const {
+  // Neighbouring tiles of a long sequence count as alike.
+  constexpr std::int64_t kMostParts = 64;
+  const AttendParams& p = params_;
+  const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
+  std::vector<times::Rows> tiles;
+  for (const core::DeviceSequence& s : config.sequences) {
+    const std::int64_t count = (std::int64_t{s.q_len} * p.group + rows - 1) / rows;
+    for (std::int64_t at = 0, part = 0; at < count; ++part) {
+      const std::int64_t end = count <= kMostParts ? at + 1 : count * (part + 1) / kMostParts;
+      // The queries of the last tile of the part.
+      const std::int64_t first = (end - 1) * rows / p.group,
+                         last = std::min<std::int64_t>(end * rows / p.group, s.q_len);
+      const std::int64_t before = s.length - s.q_len;
+      const auto pages =
+          base::visible_pages<std::int64_t>(rule, s.length, before + first, before + std::max(first, last - 1));
+      tiles.push_back({config.kv_heads * (end - at), pages.count()});
+      at = end;
+    }
+  }
+  return tiles;
+}
+
+// Chooses prefill kernels if the options name them or they take less time; else why_ says why decode kernels serve.
+Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config, std::int64_t decode_ns) {
   AttendParams& p = params_;
   const DeviceLimits& limits = store_.limits();
   const std::int64_t pairs = std::int64_t{p.batch} * p.cache.kv_heads;
@@ -135,15 +151,16 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config, std::int
     if (!missing.ok()) return missing.status();
     candidates[1].missing = *missing;
   }
-  candidates[0].as_long = prefill::time_of_rounds(blocks_of(config, prefill::kRows), limits.multiprocessors,
-                                                  row_blocks_of_a_round(config.k));
-  const std::int64_t rows = kernels[1] != nullptr ? kernels[1]->rows : prefill::kRows;
-  candidates[1].as_long =
-      prefill::time_of_rounds(blocks_of(config, rows), std::int64_t{limits.multiprocessors} * blocks[1],
-                              rows * blocks[1] * row_blocks_of_a_row(config.k));
+  for (prefill::Candidate& one : candidates) one.ns = decode_ns;
+  if (most_rows >= times::kLeastPrefillRows) {  // else decode kernels have one row block a sequence and kv head
+    candidates[0].ns = times::prefill_ns(tiles_of(config, prefill::kRows), times::sm90_times(stored, config.k),
+                                         limits.multiprocessors, blocks[0]);
+    candidates[1].ns = times::prefill_ns(tiles_of(config, kernels[1] != nullptr ? kernels[1]->rows : prefill::kRows),
+                                         times::sm80_times(stored, config.k), limits.multiprocessors, blocks[1]);
+  }
 
   const Result<prefill::Choice> choice =
-      prefill::choose(config.options->kernel, candidates, row_blocks_of_decode, most_rows, config.options->fresh_keys);
+      prefill::choose(config.options->kernel, candidates, decode_ns, most_rows, config.options->fresh_keys);
   if (!choice.ok()) return choice.status();
   why_ = choice->why;
   if (choice->candidate < 0) return {};

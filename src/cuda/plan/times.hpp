@@ -1,0 +1,147 @@
+// How long kinds of attention kernels take, as estimates by which plans choose among them. The numbers are those of one
+// H200 (docs/lab/cuda-prefill.md, "How plans choose"). Host only; no device is needed.
+//
+// A page takes a block of rows a time that does not depend on the length of its sequence. Decode kernels cut the pages
+// of all row blocks evenly among the multiprocessors. Prefill kernels give each tile of rows to one block of threads,
+// which takes all of its pages: with few tiles multiprocessors are idle, and with a few more than they can hold at a
+// time a second round begins.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+#include <span>
+#include <vector>
+
+#include "codec/layout.hpp"
+
+namespace kvant::cuda::times {
+
+// Formats whose codes are unpacked by the same steps take about the same time.
+enum class Stored { dense, fp8, tq };
+constexpr Stored stored(Format k) {
+  return codec::is_dense(k) ? Stored::dense : k == Format::fp8 ? Stored::fp8 : Stored::tq;
+}
+
+// Nanoseconds of one multiprocessor for a page of 64 keys, in a long sequence.
+struct PageTimes {
+  std::int64_t decode;  // 16 rows of one-warp kernels
+  std::int64_t sm90;    // a tile of prefill_sm90; 0: it has no such kernel
+  // A tile of prefill_sm80 alone on its multiprocessor, and beside as many others as find room there.
+  std::int64_t sm80_alone, sm80_shared;
+};
+struct Entry {
+  int head_dim;
+  PageTimes of[3];  // by Stored
+};
+inline constexpr Entry kEntries[] = {
+    {64, {{430, 785, 2230, 2400}, {370, 1410, 3700, 4280}, {305, 1390, 4100, 4550}}},
+    {96, {{640, 1070, 2340, 2980}, {500, 2000, 4200, 4950}, {395, 1620, 4450, 5140}}},
+    {128, {{830, 1110, 2600, 3480}, {640, 2580, 4750, 5650}, {535, 1880, 5000, 5880}}},
+    {192, {{1360, 2420, 3520, 3960}, {960, 0, 5000, 6600}, {710, 0, 4650, 6360}}},
+    {256, {{1460, 2440, 3800, 5000}, {1210, 0, 5500, 7400}, {1030, 0, 5700, 7100}}},
+    {512, {{3300, 0, 6000, 6000}, {2540, 0, 8800, 8800}, {1670, 0, 8200, 8200}}},
+};
+// Those of the next head_dim that is listed, for one that is not.
+constexpr PageTimes page_times(int head_dim, Format k) {
+  const Entry* entry = std::begin(kEntries);
+  while (entry + 1 != std::end(kEntries) && entry->head_dim < head_dim) ++entry;
+  PageTimes page = entry->of[static_cast<int>(stored(k))];
+  const int bits = codec::is_tq(k) ? codec::format_bits(k) : 0;
+  if (bits == 5) page.decode = page.decode * 116 / 100, page.sm90 = page.sm90 * 114 / 100;
+  if (bits == 8) page.decode = page.decode * 93 / 100, page.sm90 = page.sm90 * 117 / 100;
+  return page;
+}
+
+// Nanoseconds of a block of rows, or of a tile, beside its pages: queries, exact pages, results.
+struct Linear {
+  std::int64_t at_0, of_1;  // of head_dim
+  [[nodiscard]] constexpr std::int64_t at(std::int64_t head_dim) const { return at_0 + of_1 * head_dim; }
+};
+struct RowsTimes {
+  Linear decode, sm90, sm80_alone, sm80_shared;
+};
+constexpr RowsTimes rows_times(int head_dim, Stored stored) {
+  const bool is_dense = stored == Stored::dense;
+  RowsTimes rows = is_dense ? RowsTimes{{5000, 16}, {13000, 80}, {19000, 125}, {26000, 190}}
+                            : RowsTimes{{9500, 36}, {0, 315}, {27000, 200}, {5000, 735}};
+  if (head_dim > 128) {  // tiles of 64 rows
+    rows.sm80_alone = {is_dense ? 21000 : 42000, 0};
+    rows.sm80_shared = {is_dense ? 40000 : 55000, 0};
+  }
+  return rows;
+}
+
+// Kernels of warpgroups (decode/group.cuh) for blocks of 32 and 64 rows: hundredths of the time of 16 rows of one-warp
+// kernels for a page.
+inline constexpr std::int64_t kGroup32 = 137, kGroup64 = 230;
+inline constexpr Linear kGroup32Rows = {0, 160}, kGroup64Rows = {0, 360};
+// One-warp kernels have up to 16 rows at once. With 16 these take 1.07 times as long as a warpgroup's would, which are
+// less exact; prefill kernels, which have a few tiles then, take longer.
+inline constexpr int kLeastGroupRows = 17, kLeastPrefillRows = 17;
+// Kernels that are less exact are taken if they gain this many hundredths. (Estimates of short work are 20 % off.)
+inline constexpr std::int64_t kLeastGain = 5;
+
+// Nanoseconds of a launch of decode kernels beside its rows: the first pages, and the merge, which takes longer with
+// several row blocks.
+inline constexpr std::int64_t kDecodeStart = 9000, kStartOfMany = 15000, kDenseStartOfMany = 11000, kGroupStart = 22500;
+
+// Row blocks or tiles that read so many pages each.
+struct Rows {
+  std::int64_t count, pages;
+};
+
+// Kernels that cut all pages evenly.
+struct BlockTimes {
+  std::int64_t page, rows, start;
+};
+// most_rows: of a sequence and kv head.
+constexpr BlockTimes decode_times(int head_dim, Format k, std::int64_t most_rows) {
+  const std::int64_t of_many = stored(k) == Stored::dense ? kDenseStartOfMany : kStartOfMany;
+  return {page_times(head_dim, k).decode, rows_times(head_dim, stored(k)).decode.at(head_dim),
+          most_rows <= 16 ? kDecodeStart : of_many};
+}
+constexpr BlockTimes group_times(int head_dim, Format k, int rows) {
+  const std::int64_t page = page_times(head_dim, k).decode;
+  return rows <= 32 ? BlockTimes{page * kGroup32 / 100, kGroup32Rows.at(head_dim), kGroupStart}
+                    : BlockTimes{page * kGroup64 / 100, kGroup64Rows.at(head_dim), kGroupStart};
+}
+constexpr std::int64_t decode_ns(std::span<const Rows> blocks, const BlockTimes& times, std::int64_t multiprocessors) {
+  std::int64_t ns = 0;
+  for (const Rows& one : blocks) ns += one.count * (one.pages * times.page + times.rows);
+  return times.start + ns / multiprocessors;
+}
+
+// Kernels whose tiles run in rounds of `blocks` a multiprocessor, those of most pages first: a round takes as long
+// as its first tile.
+struct TileTimes {
+  std::int64_t page, rows;                // of a tile alone on its multiprocessor
+  std::int64_t shared_page, shared_rows;  // beside as many others as find room there
+};
+constexpr TileTimes sm90_times(int head_dim, Format k) {
+  const std::int64_t page = page_times(head_dim, k).sm90, rows = rows_times(head_dim, stored(k)).sm90.at(head_dim);
+  return {page, rows, page, rows};
+}
+constexpr TileTimes sm80_times(int head_dim, Format k) {
+  const PageTimes page = page_times(head_dim, k);
+  const RowsTimes rows = rows_times(head_dim, stored(k));
+  if (page.sm80_alone == page.sm80_shared)  // a multiprocessor has room for one
+    return {page.sm80_alone, rows.sm80_alone.at(head_dim), page.sm80_alone, rows.sm80_alone.at(head_dim)};
+  return {page.sm80_alone, rows.sm80_alone.at(head_dim), page.sm80_shared, rows.sm80_shared.at(head_dim)};
+}
+inline std::int64_t prefill_ns(std::vector<Rows> tiles, const TileTimes& times, std::int64_t multiprocessors,
+                               std::int64_t blocks) {
+  std::sort(tiles.begin(), tiles.end(), [](const Rows& a, const Rows& b) { return a.pages > b.pages; });
+  std::int64_t all = 0, ns = 0;
+  for (const Rows& one : tiles) all += one.count;
+  std::int64_t before = 0, next = 0;  // tiles of entries so far; the first of the next round
+  for (const Rows& one : tiles) {
+    for (before += one.count; next < before; next += multiprocessors * blocks) {
+      ns += all - next > multiprocessors ? times.shared_rows + one.pages * times.shared_page
+                                         : times.rows + one.pages * times.page;
+    }
+  }
+  return ns;
+}
+
+}  // namespace kvant::cuda::times
