@@ -1,27 +1,69 @@
 #!/usr/bin/env python3
-"""Pages in an engine's blocks on a GPU, without and with an exact tail, beside kvant's own caches.
+"""Pages in an engine's blocks on a GPU, without and with an exact tail, beside kvant's own caches and FlashAttention-3.
 
   KVANT_LIBRARY=build/gpu/src/libkvant.so PYTHONPATH=python python3 bench/borrowed_pages.py --json rows.json
 
 Times are of CUDA graphs of several calls, launched in turns with those of the others of a table, between two events;
-the figure is the median, in microseconds a call. Calls of a graph go to layers of their own where that matters.
+the figure is the median, in microseconds a call. The calls of a graph go to layers of their own, which together are
+several times as large as the L2 cache. FlashAttention-3 (over fp8 tokens in one piece) takes part where the wheel
+fa3-fwd is installed.
+
+Three tables: writes and other calls of a decoding step; decoding (--rows); prompts from pages alone and with the step's
+own keys and values (fresh).
 """
 
 import argparse
 import json
 import statistics
+from typing import NamedTuple
 
 import torch
 
 import kvant
 
-HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 64
+BLOCK = 64
 DEVICE = "cuda:0"
+COLD = 240 << 20  # bytes that the layers of a graph have at least
+
+
+class Row(NamedTuple):
+    q_heads: int
+    kv_heads: int
+    dim: int
+    batch: int
+    length: int
+    queries: int = 1
+    window: int = 0
+
+    def __str__(self):
+        more = (f" w{self.window}" if self.window else "") + (f" q{self.queries}" if self.queries > 1 else "")
+        return f"{self.q_heads}/{self.kv_heads} D{self.dim} {self.batch}x{self.length}{more}"
+
+
+ROWS = [
+    Row(32, 8, 128, 16, 32768),
+    Row(32, 8, 128, 64, 8192),
+    Row(32, 8, 128, 1, 131072),
+    Row(32, 8, 128, 1, 32768),
+    Row(32, 8, 128, 1, 4096),
+    Row(32, 8, 128, 256, 1024),
+    Row(16, 2, 256, 16, 32768),
+    Row(16, 2, 256, 1, 32768),
+    Row(64, 8, 128, 16, 16384),
+    Row(8, 1, 512, 1, 32768),
+    Row(32, 32, 128, 8, 8192),
+    Row(28, 4, 128, 16, 16384),
+    Row(32, 8, 128, 16, 32768, window=4096),
+    Row(32, 8, 128, 16, 32768, queries=2),
+    Row(32, 8, 128, 16, 32768, queries=4),
+    Row(32, 8, 128, 16, 32768, queries=8),
+]
 
 
 class Timed:
-    def __init__(self, name, calls):
-        """calls: what a graph records, one after another."""
+    def __init__(self, name, calls, least=8):
+        """calls: what a graph records, one after another; all of them again until there are `least`."""
+        calls = calls * -(-least // len(calls))
         self.name, self.count, self.samples = name, len(calls), []
         self.calls = calls  # whose memory the graph reads
         for call in calls:
@@ -57,94 +99,158 @@ def ints(x, dtype=torch.int32):
     return torch.tensor(x, dtype=dtype, device=DEVICE)
 
 
-class Engine:
-    """Sequences of one length in blocks in scattered order."""
+def layers_of(stored):
+    """Layers of so many bytes each that are read from memory, and not from a cache."""
+    return max(1, min(64, -(-COLD // stored)))
 
-    def __init__(self, pair, batch, length, tail, layers=1, most=512):
-        self.batch, self.length, self.layers = batch, length, layers
-        k, v = pair
-        self.pages = kvant.Pages(kv_heads=KV_HEADS, head_dim=DIM, k=k, v=v, device=DEVICE, tail=tail,
-                                 tail_sequences=batch if tail else 0, layers=layers)
-        columns = -(-length // BLOCK)
-        blocks = torch.randperm(batch * columns, generator=torch.Generator().manual_seed(1)).to(torch.int32)
-        self.table = blocks.view(batch, columns).to(DEVICE)
-        self.pools = [torch.zeros(batch * columns, KV_HEADS, self.pages.block_bytes, dtype=torch.uint8, device=DEVICE)
-                      for _ in range(layers)]
-        chunk = max(BLOCK, min(length, 65536 // batch))
+
+class Inputs:
+    """Rows of a chunk of all sequences, the same for every contestant."""
+
+    def __init__(self, row):
+        self.chunk = max(BLOCK, min(row.length, 32768 // row.batch))
         generator = torch.Generator(device=DEVICE).manual_seed(2)
-        self.rows = torch.randn(2, batch * chunk, KV_HEADS, DIM, generator=generator, device=DEVICE).bfloat16()
-        for first in range(0, length, chunk):
-            end = min(length, first + chunk)
+        shape = 2, row.batch * self.chunk, row.kv_heads, row.dim
+        self.rows = torch.randn(shape, generator=generator, device=DEVICE).bfloat16()
+        shape = row.batch * row.queries, row.q_heads, row.dim
+        self.q = torch.randn(shape, generator=generator, device=DEVICE).bfloat16()
+
+    def chunks(self, length):
+        return [(first, min(length, first + self.chunk)) for first in range(0, length, self.chunk)]
+
+
+class Engine:
+    """Sequences of one length in blocks in scattered order, or in ascending order."""
+
+    def __init__(self, row, pair, inputs, tail=0, layers=None, scattered=True):
+        self.row, self.inputs, self.length = row, inputs, row.length
+        k, v = pair
+        geometry = dict(kv_heads=row.kv_heads, head_dim=row.dim, k=k, v=v, device=DEVICE)
+        columns = -(-row.length // BLOCK)
+        if layers is None:
+            layers = layers_of(row.batch * columns * row.kv_heads * kvant.Pages(**geometry).block_bytes)
+        self.layers = layers
+        self.pages = kvant.Pages(**geometry, tail=tail, tail_sequences=row.batch if tail else 0, layers=layers)
+        blocks = torch.arange(row.batch * columns, dtype=torch.int32)
+        if scattered:
+            blocks = blocks[torch.randperm(len(blocks), generator=torch.Generator().manual_seed(1))]
+        self.table = blocks.view(row.batch, columns).to(DEVICE)
+        self.pools = torch.zeros(
+            layers, row.batch * columns, row.kv_heads, self.pages.block_bytes, dtype=torch.uint8, device=DEVICE
+        )
+        for first, end in inputs.chunks(row.length):
             self.begin(end, end - first)
             slots = self.slots(first, end)
-            for layer, pool in enumerate(self.pools):
-                self.pages.write(pool, self.rows[0], self.rows[1], slots, layer=layer)
-        # The newest token comes by itself, as in decoding.
-        self.begin(length, 1)
-        self.plan = self.pages.plan(HEADS, max_batch=batch, max_blocks=columns, kernel="decode")
-        self.set_tables()
-        self.q = torch.randn(batch, HEADS, DIM, generator=generator, device=DEVICE).bfloat16()
-        self.out = torch.empty_like(self.q)
-        assert not self.plan.take_errors() and not self.pages.take_non_finite() and self.pages.take_misses() == 0
+            keys, values = inputs.rows[:, : row.batch * (end - first)]
+            for layer in range(layers):
+                self.pages.write(self.pools[layer], keys, values, slots, layer=layer)
+        # The newest tokens come by themselves, as in decoding.
+        self.begin(row.length, row.queries)
+        self.out = torch.empty_like(inputs.q)
 
     def slots(self, first, end):
         at = torch.arange(first, end, device=DEVICE)
         return (self.table[:, at // BLOCK].long() * BLOCK + at % BLOCK).flatten()
 
     def tables(self, length, queries):
-        return self.table, ints([length] * self.batch), ints([queries * i for i in range(self.batch + 1)])
+        starts = range(0, queries * (self.row.batch + 1), queries)
+        return self.table, ints([length] * self.row.batch), ints(list(starts))
 
     def begin(self, length, queries):
         self.newest = self.tables(length, queries)
         self.pages.begin_step(*self.newest)
 
-    def set_tables(self):
-        self.plan.set_tables(*self.newest)
+    def plan_for(self, kernel="", **options):
+        plan = self.pages.plan(
+            self.row.q_heads, max_batch=self.row.batch, max_blocks=self.table.shape[1], kernel=kernel,
+            max_query_len=self.row.queries, window=self.row.window, **options
+        )
+        plan.set_tables(*self.newest)
+        return plan
 
-    def run(self):
-        self.plan.run(self.pools[0], self.q, self.out)
+    def runs(self, plan, **options):
+        return [
+            lambda i=i: plan.run(self.pools[i], self.inputs.q, self.out, layer=i, **options)
+            for i in range(self.layers)
+        ]
+
+    def check(self, plan):
+        assert not plan.take_errors() and not self.pages.take_non_finite() and self.pages.take_misses() == 0
 
 
 class Own:
     """The same sequences in a cache of kvant's."""
 
-    def __init__(self, pair, batch, length, sinks, tail, centre):
-        capacity = batch * (-(-length // BLOCK) + 1) * BLOCK
-        self.cache = kvant.Cache(layers=1, kv_heads=KV_HEADS, head_dim=DIM, k=pair[0], v=pair[1], device=DEVICE,
-                                 sink_pages=sinks, tail_pages=tail, k_centre=centre, capacity_tokens=capacity,
-                                 max_sequences=batch, max_sequence_tokens=length + BLOCK)
-        self.sequences = [self.cache.sequence() for _ in range(batch)]
-        chunk = max(BLOCK, min(length, 65536 // batch))
-        generator = torch.Generator(device=DEVICE).manual_seed(2)
-        rows = torch.randn(2, batch * chunk, KV_HEADS, DIM, generator=generator, device=DEVICE).bfloat16()
-        for first in range(0, length, chunk):
-            n = min(length - first, chunk)
-            self.cache.reserve(self.sequences, n)
-            self.cache.write(self.sequences, 0, rows[0, : batch * n], rows[1, : batch * n])
-        self.plan = self.cache.plan(self.sequences, q_heads=HEADS)
-        self.q = torch.randn(batch, HEADS, DIM, generator=generator, device=DEVICE).bfloat16()
-        self.out = torch.empty_like(self.q)
+    def __init__(self, row, pair, inputs, layers, **ends):
+        self.cache = kvant.Cache(
+            layers=layers, kv_heads=row.kv_heads, head_dim=row.dim, k=pair[0], v=pair[1], device=DEVICE,
+            capacity_tokens=row.batch * (-(-row.length // BLOCK) + 1) * BLOCK, max_sequences=row.batch,
+            max_sequence_tokens=row.length + BLOCK, **ends
+        )
+        self.sequences = sequences = [self.cache.sequence() for _ in range(row.batch)]
+        for first, end in inputs.chunks(row.length):
+            n = end - first
+            self.cache.reserve(sequences, n)
+            keys, values = inputs.rows[:, : row.batch * n]
+            for layer in range(layers):
+                self.cache.write(sequences, layer, keys, values)
+        options = dict(window=row.window) if row.window else {}
+        self.plan = self.cache.plan(sequences, q_heads=row.q_heads, q_len=row.queries, **options)
+        self.q, self.out = inputs.q, torch.empty_like(inputs.q)
+        self.layers = layers
 
-    def run(self):
-        self.plan.run(0, self.q, self.out)
+    def runs(self):
+        return [lambda i=i: self.plan.run(i, self.q, self.out) for i in range(self.layers)]
 
 
-def small_calls(rounds):
+class FlashAttention3:
+    """fp8 tokens in one piece a sequence: as long as the tensors are, or with lengths and a schedule in memory."""
+
+    def __init__(self, row, inputs):
+        import fa3_fwd_interface as fa3
+
+        shape = row.batch, row.length, row.kv_heads, row.dim
+        layers = layers_of(2 * row.batch * row.length * row.kv_heads * row.dim)
+        generator = torch.Generator(device=DEVICE).manual_seed(3)
+        fp8 = torch.float8_e4m3fn
+        k, v = (torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.bfloat16).to(fp8) for _ in range(2))
+        self.caches = [(k, v), *((k.clone(), v.clone()) for _ in range(layers - 1))]
+        self.q = inputs.q.view(row.batch, row.queries, row.q_heads, row.dim).to(fp8)
+        self.lengths = ints([row.length] * row.batch)
+        causal = row.queries > 1
+        self.schedule = fa3.get_scheduler_metadata(
+            row.batch, row.queries, row.length, row.q_heads, row.kv_heads, row.dim, self.lengths, qkv_dtype=fp8,
+            causal=causal
+        )
+
+        def run(k, v, **options):
+            return fa3.flash_attn_with_kvcache(self.q, k, v, causal=causal, **options)
+
+        scheduled = dict(cache_seqlens=self.lengths, scheduler_metadata=self.schedule)
+        self.ways = {
+            "FA3 fp8": [lambda kv=kv: run(*kv) for kv in self.caches],
+            "FA3 scheduled": [lambda kv=kv: run(*kv, **scheduled) for kv in self.caches],
+        }
+
+
+def small_calls(pairs, rounds):
     """One token of each of 64 sequences; begin_step, where a block begins and where none does; set_tables."""
-    found = {}
-    for pair in (("tq4", "tq4"), ("tq6", "tq4")):
-        timed = []
+    found, row = {}, Row(32, 8, 128, 64, 2048 + 37)
+    inputs = Inputs(row)
+    for pair in pairs:
+        timed, keep = [], []
         for tail in (0, 1):
-            e = Engine(pair, 64, 2048 + 37, tail, layers=16)
-            slots, rows = e.slots(e.length - 1, e.length), e.rows[:, :64].contiguous()
+            e = Engine(row, pair, inputs, tail, layers=16)
+            plan = e.plan_for()
+            keep.append((e, plan))
+            slots, rows = e.slots(e.length - 1, e.length), inputs.rows[:, :64].contiguous()
             name = f"{'/'.join(pair)} tail {tail}"
 
             def write(layer, e=e, slots=slots, rows=rows):
                 e.pages.write(e.pools[layer], *rows, slots, layer=layer)
 
-            calls = [lambda layer=layer, write=write: write(layer) for layer in range(16)]
-            timed.append(Timed(f"write, {name}", calls))
-            timed.append(Timed(f"set_tables, {name}", [e.set_tables] * 16))
+            timed.append(Timed(f"write, {name}", [lambda layer=layer, w=write: w(layer) for layer in range(16)]))
+            timed.append(Timed(f"set_tables, {name}", [lambda e=e, plan=plan: plan.set_tables(*e.newest)] * 16))
             if tail:
                 stays, begins = e.tables(e.length, 1), e.tables(2049, 1)
                 timed.append(Timed(f"begin_step, none begins, {name}",
@@ -156,37 +262,100 @@ def small_calls(rounds):
     return found
 
 
-def decodes(shapes, rounds):
-    found = {}
-    for batch, length in shapes:
-        for pair in (("tq4", "tq4"), ("tq6", "tq4")):
-            timed, keep = [], []
-            for name, make in (
-                ("own, no ends", lambda: Own(pair, batch, length, 0, 0, "none")),
-                ("borrowed", lambda: Engine(pair, batch, length, 0)),
-                ("own, tail", lambda: Own(pair, batch, length, 0, 1, "none")),
-                ("borrowed, tail", lambda: Engine(pair, batch, length, 1)),
-                ("own, as created by default", lambda: Own(pair, batch, length, None, None, "automatic")),
-            ):
-                keep.append(make())
-                timed.append(Timed(name, [keep[-1].run] * 8))
-            found[f"{batch} x {length} {'/'.join(pair)}"] = measure(timed, rounds)
-            del timed, keep
-            torch.cuda.empty_cache()
+def decode(row, pair, rounds, with_fa3):
+    inputs = Inputs(row)
+    timed, keep = [], []
+    for tail in (0, 1):
+        ends = ", tail" if tail else ""
+        engines = {"borrowed": Engine(row, pair, inputs, tail)}
+        layers = engines["borrowed"].layers
+        if not tail:
+            engines["in order"] = Engine(row, pair, inputs, tail, scattered=False)
+        own = Own(row, pair, inputs, layers, sink_pages=0, tail_pages=tail, k_centre="none")
+        timed.append(Timed("own" + ends, own.runs()))
+        for name, e in engines.items():
+            plan = e.plan_for()
+            timed.append(Timed(name + ends, e.runs(plan)))
+            e.check(plan)
+            error = torch.linalg.norm(e.out.float() - own.out.float()) / torch.linalg.norm(own.out.float())
+            assert error < 0.01, f"{row} {pair}: outputs differ by {error}"
+            keep += [e, plan]
+        keep.append(own)
+    if with_fa3:
+        keep.append(FlashAttention3(row, inputs))
+        timed += [Timed(name, calls) for name, calls in keep[-1].ways.items()]
+    found = measure(timed, rounds)
+    for name in ("borrowed", "in order", "borrowed, tail"):
+        own = found["own, tail" if "tail" in name else "own"]
+        found[f"{name} / own"] = round(found[name] / own, 3)
+    if with_fa3:
+        fastest = min(us for name, us in found.items() if name.startswith("FA3"))
+        found["FA3 / borrowed"] = round(fastest / found["borrowed"], 2)
     return found
+
+
+def prompts(rounds):
+    """Chunks of a prompt over tokens that came before, from pages alone and with the chunk's keys and values."""
+    found, pair = {}, ("tq6", "tq4")
+    for queries, length in ((16, 16), (64, 64), (128, 128), (256, 256), (512, 512), (2048, 2048), (8192, 8192),
+                            (16, 512), (64, 512), (16, 1024), (64, 1024), (64, 2048), (128, 4096), (512, 4096),
+                            (2048, 32768)):
+        row = Row(32, 8, 128, 1, length, queries)
+        inputs = Inputs(row)
+        e = Engine(row, pair, inputs, layers=8)
+        keys, values = torch.randn(2, queries, row.kv_heads, row.dim, device=DEVICE).bfloat16()
+        ways = {"decode kernels": e.plan_for("decode")} if queries <= 512 else {}
+        ways |= {"prefill kernels": e.plan_for("prefill"), "fresh": e.plan_for(fresh=True)}
+        timed = [
+            Timed(name, e.runs(plan, **(dict(keys=keys, values=values) if name == "fresh" else {})))
+            for name, plan in ways.items()
+        ]
+        found[f"{queries} queries, {length} tokens"] = measure(timed, rounds) | {
+            "chosen": e.plan_for().facts.kernel
+        }
+    return found
+
+
+def table(rows):
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    width = max(map(len, rows))
+    print(" " * width, *(f"{name:>14}" for name in names))
+    for title, row in rows.items():
+        print(f"{title:<{width}}", *(f"{row.get(name, '-'):>14}" for name in names), flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--shapes", default="16x32768,64x4096,1x131072", help="sequences x keys")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rows", default=",".join(map(str, range(len(ROWS)))), help="numbers of ROWS, from 0")
+    parser.add_argument("--pairs", default="tq4/tq4,tq6/tq4")
+    parser.add_argument("--tables", default="calls,decode,prompts")
     parser.add_argument("--json")
     a = parser.parse_args()
-    shapes = [tuple(map(int, shape.split("x"))) for shape in a.shapes.split(",")]
-    found = {"device": torch.cuda.get_device_name(), "calls": small_calls(a.rounds)}
-    print(json.dumps(found, indent=1), flush=True)
-    found["decode"] = decodes(shapes, a.rounds)
-    print(json.dumps(found["decode"], indent=1), flush=True)
+    pairs = [tuple(pair.split("/")) for pair in a.pairs.split(",")]
+    try:
+        import fa3_fwd_interface  # noqa: F401
+
+        has_fa3 = True
+    except ImportError:
+        has_fa3 = False
+    found = {"device": torch.cuda.get_device_name()}
+    print(found["device"], "with FlashAttention-3" if has_fa3 else "without FlashAttention-3", flush=True)
+    if "calls" in a.tables:
+        found["calls"] = {name: {"us": us} for name, us in small_calls(pairs, a.rounds).items()}
+        table(found["calls"])
+    if "decode" in a.tables:
+        found["decode"] = {}
+        for number in map(int, filter(None, a.rows.split(","))):
+            for pair in pairs:
+                row, first = ROWS[number], pair == pairs[0]
+                with_fa3 = has_fa3 and first and row.dim <= 256 and not row.window
+                found["decode"][f"{row} {'/'.join(pair)}"] = decode(row, pair, a.rounds, with_fa3)
+                torch.cuda.empty_cache()
+        table(found["decode"])
+    if "prompts" in a.tables:
+        found["prompts"] = prompts(a.rounds)
+        table(found["prompts"])
     if a.json:
         with open(a.json, "w") as f:
             json.dump(found, f, indent=1)

@@ -331,7 +331,7 @@ class PagesPlan:
     ):
         self._handle = None
         self._lock = threading.RLock()
-        self.pages, self.q_heads = pages, q_heads
+        self.pages, self.q_heads, self.fresh = pages, q_heads, fresh
         o = _c.AttentionOptions()
         _c.attention_options_init(byref(o), sizeof(o))
         o.q_heads = q_heads

@@ -375,14 +375,18 @@ def test_what_does_not_fit_is_told(torch, cuda):
     table[0, 1] = 10**6
     plan.set_tables(table, engine.seq_lens, engine.starts)
     out = torch.zeros_like(q)
+
+    def close(x, y):  # how keys are split follows the batch, and with it the last digits
+        return torch.allclose(x, y, rtol=1e-4, atol=1e-5)
+
     for _ in range(2):
         plan.run(engine.pool, q, out)
-        assert out[0].isnan().all() and torch.equal(out[1], good[1])
+        assert out[0].isnan().all() and close(out[1], good[1])
     assert plan.take_errors() and not plan.take_errors()
     plan.set_tables(engine.table, torch.tensor([1000, 100], dtype=torch.int32, device=cuda), engine.starts)
     out.fill_(3)
     plan.run(engine.pool, q, out)
-    assert (out[0] == 3).all() and torch.equal(out[1], good[1])
+    assert (out[0] == 3).all() and close(out[1], good[1])
     assert plan.take_errors()
     # A slot outside the pool, and a value that is not finite.
     assert not engine.pages.take_non_finite()
@@ -395,7 +399,7 @@ def test_what_does_not_fit_is_told(torch, cuda):
     assert engine.pages.take_non_finite() and not engine.pages.take_non_finite()
     plan.set_tables(engine.table, engine.seq_lens, engine.starts)
     out = plan.run(engine.pool, q)
-    assert out[1, :2].isnan().all() and torch.equal(out[0], good[0])
+    assert out[1, :2].isnan().all() and close(out[0], good[0])
 
 
 @pytest.mark.parametrize("kernel", ["decode", "prefill"])

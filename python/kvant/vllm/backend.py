@@ -60,9 +60,10 @@ class KvantBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Those in which the bytes of one block and head are contiguous. The others are for models whose layers have
-        pages of several sizes, and for connectors."""
-        return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC, KVCacheLayout.LHBNC)
+        """Those in which the bytes of one block and head are contiguous; on a device heads follow one another, too. The
+        second is for models whose layers have pages of several sizes, and for connectors."""
+        layouts = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+        return layouts if versions.is_cuda() else (*layouts, KVCacheLayout.BHLNC, KVCacheLayout.LHBNC)
 
     @classmethod
     def customize_spec(cls, spec):

@@ -66,7 +66,15 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
             sliding_window or 0,
             float(logits_soft_cap or 0.0),
             None if alibi_slopes is None else tuple(map(float, alibi_slopes)),
+            self._has_fresh_keys(),
         )
+
+    def _has_fresh_keys(self) -> bool:
+        """Whether prompts attend to the keys and values that forward is given. A layer that shares another's cache is
+        given some that are not stored; devices take them in 16 bits only."""
+        if self._config is None or self.kv_sharing_target_layer_name is not None:
+            return False
+        return versions.fresh_keys(self._config) and not (self.dtype == torch.float32 and versions.is_cuda())
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Sinks in float32. Loading again writes to the same memory, whose address CUDA graphs have."""
@@ -120,5 +128,15 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
             self.process_weights_after_loading(query.dtype)
         cache = pool(kv_cache)
         for plan, rows in attn_metadata.runs(self.layer):  # its tables say where its rows begin
-            plan.run(cache, query[:rows], out=output[:rows], sink_logits=self._sink_logits, layer=self.number)
+            own = {}
+            if plan.fresh:
+                if key is None or value is None:
+                    raise NotImplementedError(
+                        "kvant: this layer stores keys and values that forward is not given: start vLLM with "
+                        "--additional-config '{\"kvant\": {\"fresh_keys\": false}}'"
+                    )
+                own = {"keys": key[:rows], "values": value[:rows]}
+            plan.run(
+                cache, query[:rows], out=output[:rows], sink_logits=self._sink_logits, layer=self.number, **own
+            )
         return output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,6 +15,10 @@ from .dtypes import NAMES, Pair
 
 BLOCK_TOKENS = 64  # of a kvant page
 LEAST_WINDOW_WITH_TAIL = 1024  # as in a kvant.Cache
+# On a device fresh keys take prefill kernels, which do not share a request's keys among multiprocessors. For a few
+# queries of requests up to so long that costs at most 37 us a layer (docs/lab/borrowed-pages.md); decode kernels serve
+# longer ones.
+MOST_TOKENS_OF_FEW_FRESH = 512
 
 
 class Capacity(NamedTuple):
@@ -55,11 +60,24 @@ def _sizes(most: int) -> list[int]:
     return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
+class Extend(NamedTuple):
+    """The plans of chunks of prompts up to one size; at least one of them."""
+
+    stored: Any | None  # reads all tokens from pages
+    fresh: Any | None  # is given the chunk's own
+
+    def choose(self, tokens: int):
+        """For requests of up to so many tokens."""
+        if self.fresh is None or (self.stored is not None and tokens > MOST_TOKENS_OF_FEW_FRESH):
+            return self.stored
+        return self.fresh
+
+
 class Plans(NamedTuple):
     """kvant.PagesPlan by size. Launches are made for a plan's limits, so small batches have small plans."""
 
     decode: dict[int, Any]  # by requests
-    extend: dict[int, list[Any]]  # by queries of a request; more than one where a step needs several tables
+    extend: dict[int, list[Extend]]  # by queries of a request; more than one where a step needs several tables
 
 
 class Layer(NamedTuple):
@@ -73,6 +91,7 @@ class Layer(NamedTuple):
     window: int = 0  # the last so many keys, the query's own included; 0: all
     softcap: float = 0.0
     alibi_slopes: tuple[float, ...] | None = None
+    fresh: bool = False  # prompts attend to their own keys and values as these are given
 
     def pages(self, device: torch.device):
         """Without a tail."""
@@ -110,10 +129,21 @@ class Layer(NamedTuple):
         decode = {n: self._plan(pages, capacity, n, capacity.decode_queries) for n in capacity.decodes()}
         return Plans(decode, extend)
 
-    def extend_plan(self, pages, capacity: Capacity, queries: int):
-        return self._plan(pages, capacity, capacity.extend(queries)[1], queries)
+    def extend_plan(self, pages, capacity: Capacity, queries: int) -> Extend:
+        limits = capacity.extend(queries)[1], queries
+        fresh = stored = None
+        if self.fresh:
+            try:
+                fresh = self._plan(pages, capacity, *limits, fresh=True)
+            except kvant.Unsupported as error:
+                _say_once(f"prompts attend to their own tokens as they are stored, not as they are given: {error}")
+        if fresh is None or pages.device[0] != "cpu":
+            stored = self._plan(pages, capacity, *limits)
+            if fresh is not None and stored.facts.kernel == "prefill":  # which serves fresh keys in the same time
+                stored = None
+        return Extend(stored, fresh)
 
-    def _plan(self, pages, capacity: Capacity, requests: int, queries: int):
+    def _plan(self, pages, capacity: Capacity, requests: int, queries: int, fresh: bool = False):
         return pages.plan(
             self.q_heads,
             max_batch=requests,
@@ -125,7 +155,13 @@ class Layer(NamedTuple):
             window=self.window,
             softcap=self.softcap,
             alibi_slopes=self.alibi_slopes,
+            fresh=fresh,
         )
+
+
+@lru_cache(maxsize=None)
+def _say_once(what: str) -> None:
+    logging.getLogger("vllm.kvant").info(what)
 
 
 @lru_cache(maxsize=None)

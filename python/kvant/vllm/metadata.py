@@ -1,9 +1,9 @@
 """Once a step: the batch's tables for the plans of a group of layers.
 
 vLLM puts short requests first: one token, or with speculative decoding the drafts to verify. These go to a decode plan,
-chosen by their number. The others are chunks of prompts, by ascending length, and go to extend plans, chosen by length.
-Plans for the server's limits are made with the builder, so that nothing is allocated later; each step only copies
-tables to where kernels and recorded CUDA graphs read them.
+chosen by their number. The others are chunks of prompts, by ascending length, and go to extend plans, chosen by length,
+which are given the chunk's own keys and values. Plans for the server's limits are made with the builder, so that
+nothing is allocated later; each step only copies tables to where kernels and recorded CUDA graphs read them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class Part(NamedTuple):
     first: int  # request
     end: int
     rows: int  # of the batch, up to the end of this part
+    tokens: int = 0  # of its longest request, at most
 
     def plan(self, plans: Plans):
-        return plans.decode[self.size] if self.is_decode else plans.extend[self.size][self.copy]
+        return plans.decode[self.size] if self.is_decode else plans.extend[self.size][self.copy].choose(self.tokens)
 
 
 @dataclass
@@ -63,6 +64,8 @@ def divide(common, capacity: Capacity) -> list[Part]:
             f"kvant: a batch of {len(counts)} requests and {common.num_actual_tokens} tokens, but the server's limits "
             f"are {capacity.requests} and {capacity.tokens}"
         )
+    bounds = common.seq_lens_cpu_upper_bound  # the lengths themselves are on the device
+    lengths = [common.max_seq_len] * len(counts) if bounds is None else bounds.tolist()
     if common.max_query_len <= capacity.decode_queries:  # as vLLM counts, whose bound may be above the host's lengths
         decodes = len(counts)
     else:
@@ -71,7 +74,7 @@ def divide(common, capacity: Capacity) -> list[Part]:
     if decodes > 0:
         size = next(n for n in capacity.decodes() if n >= decodes)
         rows = common.num_actual_tokens if decodes == len(counts) else begins[decodes]
-        parts.append(Part(True, size, 0, 0, decodes, rows))
+        parts.append(Part(True, size, 0, 0, decodes, rows, max(lengths[:decodes])))
     first = decodes
     while first < len(counts):
         size, end, same_size = capacity.extend(counts[first])[0], first + 1, first
@@ -88,7 +91,7 @@ def divide(common, capacity: Capacity) -> list[Part]:
                 size, same_size = larger, end
             end += 1
         copy = sum(not part.is_decode and part.size == size for part in parts)
-        parts.append(Part(False, size, copy, first, end, begins[end]))
+        parts.append(Part(False, size, copy, first, end, begins[end], max(lengths[first:end])))
         first = end
     return parts
 

@@ -121,19 +121,33 @@ def cache_dtype_of_configuration() -> str | None:
     return None if config is None or config.cache_config is None else config.cache_config.cache_dtype
 
 
+def _options(vllm_config) -> dict:
+    """--additional-config '{"kvant": {...}}'."""
+    options = dict((getattr(vllm_config, "additional_config", None) or {}).get("kvant") or {})
+    unknown = sorted(set(options) - {"tail", "fresh_keys"})
+    if unknown:
+        raise ValueError(f'kvant: --additional-config has kvant options {unknown}: there are "tail" and "fresh_keys"')
+    return options
+
+
 def tail(vllm_config) -> int:
     """--additional-config '{"kvant": {"tail": 1}}': newest whole blocks of a request that are read exactly.
 
-    One by default on the CPU. None on a GPU, where it takes a gigabyte and more, and has not been measured.
+    One by default on the CPU. None on a GPU, where it takes gigabytes at vLLM's default of --max-num-seqs.
     """
-    given = getattr(vllm_config, "additional_config", None) or {}
-    options = dict(given.get("kvant") or {})
-    blocks = options.pop("tail", 0 if is_cuda() else 1)
-    if options:
-        raise ValueError(f"kvant: --additional-config has kvant options {sorted(options)}: there is only \"tail\"")
+    blocks = _options(vllm_config).get("tail", 0 if is_cuda() else 1)
     if not isinstance(blocks, int) or isinstance(blocks, bool) or not 0 <= blocks <= 64:
         raise ValueError(f"kvant: --additional-config has tail = {blocks!r}: must be 0 to 64 blocks")
     return blocks
+
+
+def fresh_keys(vllm_config) -> bool:
+    """--additional-config '{"kvant": {"fresh_keys": true}}': chunks of prompts attend to their own keys and values as
+    the model gives them. True by default."""
+    fresh = _options(vllm_config).get("fresh_keys", True)
+    if not isinstance(fresh, bool):
+        raise ValueError(f"kvant: --additional-config has fresh_keys = {fresh!r}: must be true or false")
+    return fresh
 
 
 def moves_blocks(vllm_config) -> bool:

@@ -145,14 +145,14 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
     const PagesPlanOptions& o = options_;
     const Current current(config_.device);
     KVANT_CUDA_TRY(current.error());
-    const std::int64_t entries = std::int64_t{std::max(o.max_batch, StepBatch::kLeast)} * o.max_blocks;
+    const std::int64_t entries = std::int64_t{o.max_batch} * o.max_blocks;
     if (entries > std::int64_t{1} << 31) {
       return {Code::invalid_argument,
               fmt::format("max_batch = {} with max_blocks = {}: the page table would have {} entries, and 2^31 is the "
                           "most; lower one of them",
                           o.max_batch, o.max_blocks, entries)};
     }
-    tables_.max_batch = std::max(o.max_batch, StepBatch::kLeast);
+    tables_.max_batch = o.max_batch;
     const auto batch = static_cast<std::uint64_t>(tables_.max_batch);
     tables_.max_pages = static_cast<std::int32_t>(o.max_blocks);
     if (Status s = memory_.take(tables_.pages, static_cast<std::uint64_t>(entries), "a plan's page table"); !s)

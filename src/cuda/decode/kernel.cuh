@@ -41,8 +41,10 @@ __device__ void Attend<S>::run() {
   // read before.
   if (threadIdx.x == 0) info->found = kOverlaps && p.batch <= kWindow ? kGuessed : kBegun;
   if (!kOverlaps || p.batch > kWindow) {
-    for (int i = static_cast<int>(threadIdx.x); i < p.batch; i += S::kThreads)
-      ptx::prefetch(p.cache.sequences + batch_entry(p, i).index);
+    for (int i = static_cast<int>(threadIdx.x); i < p.batch; i += S::kThreads) {
+      if (are_made(p)) ptx::prefetch(p.entries + i);
+      ptx::prefetch(p.cache.sequences + (are_made(p) ? i : batch_entry(p, i).index));
+    }
     ptx::wait_prerequisites();
   }
   std::uint32_t phases = 0;

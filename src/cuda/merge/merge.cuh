@@ -159,12 +159,14 @@ __global__ void __launch_bounds__(32 * W, kMergeBlocks<D, W>) merge_kernel(const
   const BatchEntry e = batch_entry(p, segment / p.row_blocks / p.cache.kv_heads);
   const int row = row_block * p.rows + r;
   const int query = query_of_row(p, row), q_head = kv_head * p.group + row - query * p.group;
-  const bool is_used = query < e.q_len;
-  if (!is_used) return;                  // the whole cluster
-  if (ranks > 1) ptx::cluster_arrive();  // this block has started
+  // Made entries come from memory, together with what is loaded next.
+  const bool is_late = are_made(p);
+  if (!is_late && query >= e.q_len) return;  // the whole cluster
+  if (ranks > 1) ptx::cluster_arrive();      // this block has started
   ptx::wait_prerequisites();
   ptx::launch_dependents();
   const int4 found = reinterpret_cast<const int4*>(p.segments)[segment];
+  if (is_late && query >= e.q_len) return;
   const float sink_logit = p.sink_logits != nullptr ? p.sink_logits[q_head] : -__builtin_huge_valf();
   const int exact = found.y - found.x + 1, count = exact + found.w - found.z + 1;
 

@@ -383,8 +383,6 @@ Status DecodePlan::prepare(const core::DevicePlanConfig& config, const StepBatch
     workspace_bytes_ = aligned(class_count());
     return upload(config, batch);
   }
-  merged_ = p.batch;
-  if (batch.entries != nullptr) p.batch = std::max(p.batch, StepBatch::kLeast);
   if (!kernels.ok()) return kernels.status();
   if (Status s = choose_kernel(config, *kernels, group); !s.ok()) return s;
   widen(config, *kernels);
@@ -530,7 +528,7 @@ Status DecodePlan::run(AttendParams& p, const TensorView& q, const MutableTensor
   attend.config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes_);
   KVANT_CUDA_TRY(cudaLaunchKernelExC(&attend.config, attend_.function, arguments));
 
-  Launch merge(static_cast<unsigned>(merged_ * p.cache.kv_heads * p.row_blocks * p.rows * cluster_), 32 * merge_.warps,
+  Launch merge(static_cast<unsigned>(p.batch * p.cache.kv_heads * p.row_blocks * p.rows * cluster_), 32 * merge_.warps,
                native(options.stream), overlaps);
   merge.config.dynamicSmemBytes = static_cast<std::size_t>(merge_.shared_bytes);
   if (cluster_ > 1) merge.set_cluster(cluster_);

@@ -19,13 +19,10 @@
 
 namespace kvant::cuda {
 
-// The batch of a plan over an engine's blocks: a launch in the stream makes its entries (blocks/tables.hpp). The
-// sequences of the DevicePlanConfig are the largest ones then. Attention must not use entries that it read before the
-// previous launch has ended, and it waits first where a batch is longer than a window. So the batch has at least as
-// many entries; those behind its sequences have no query.
+// The batch of a plan over an engine's blocks: a launch in the stream makes its entries (blocks/tables.hpp), entry i of
+// sequence i of the tables. The sequences of the DevicePlanConfig are the largest ones then.
 struct StepBatch {
-  static constexpr int kLeast = kWindow + 1;
-  const BatchEntry* entries = nullptr;  // [max(sequences, kLeast)]
+  const BatchEntry* entries = nullptr;  // [sequences]
 };
 
 class DecodePlan final : public core::DevicePlan {
@@ -94,7 +91,6 @@ class DecodePlan final : public core::DevicePlan {
   bool is_generic_ = false;
   prefill::Schedule schedule_{};
   std::string why_;  // these kernels
-  int merged_ = 0;   // sequences whose rows are merged
   AttendKernel attend_{};
   MergeKernel merge_{};
   int blocks_ = 1;        // of a multiprocessor

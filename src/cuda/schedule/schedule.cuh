@@ -5,8 +5,16 @@
 
 namespace kvant::cuda {
 
+// Whether a launch in the stream makes the entries. A block may read a batch of one window before that launch has
+// ended, and again later: past L1.
+__device__ inline bool are_made(const AttendParams& p) {
+  return p.known_entries == 0;
+}
 __device__ inline BatchEntry batch_entry(const AttendParams& p, int i) {
-  return i < p.known_entries ? p.first_entries[i] : p.entries[i];
+  if (i < p.known_entries) return p.first_entries[i];
+  if (!are_made(p) || p.batch > kWindow) return p.entries[i];
+  const auto* words = reinterpret_cast<const std::int32_t*>(p.entries + i);
+  return {__ldcg(words), __ldcg(words + 1), __ldcg(words + 2)};
 }
 
 // The entry's place in the mask tensor.
@@ -23,14 +31,31 @@ struct Window {
 };
 
 // Where there is one window, it is loaded before those launches have ended that may change lengths: past L1.
-__device__ inline int load_length(const AttendParams& p, const BatchEntry& e) {
-  const int* length = &p.cache.sequences[e.index].length;
+__device__ inline int load_length(const AttendParams& p, int index) {
+  const int* length = &p.cache.sequences[index].length;
   return p.batch <= kWindow ? __ldcg(length) : *length;
 }
-// Whether the batch's lengths are still those of its only window; this lane's.
+// Entry i and its length. Made entries have the numbers of their sequences, so neither load waits for the other; one of
+// the two may be older.
+__device__ inline int load_entry(const AttendParams& p, int i, BatchEntry& e) {
+  if (are_made(p)) {
+    const int length = load_length(p, i);
+    e = batch_entry(p, i);
+    e.q_len = min(e.q_len, length);
+    return length;
+  }
+  e = batch_entry(p, i);
+  return load_length(p, e.index);
+}
+// Whether what can change of the batch's only window is still the same: lengths, and made entries; this lane's.
 __device__ inline bool is_current(const AttendParams& p, const Window& window) {
   const int lane = threadIdx.x % 32;
-  return lane >= p.batch || window.length[lane] == load_length(p, window.batch[lane]);
+  if (lane >= p.batch) return true;
+  const BatchEntry& then = window.batch[lane];
+  if (!are_made(p)) return window.length[lane] == load_length(p, then.index);
+  BatchEntry now;
+  return load_entry(p, lane, now) == window.length[lane] && now.q_len == then.q_len &&
+         now.query_begin == then.query_begin;
 }
 
 // The window that begins with entry `first`; by one whole warp, as all of these. Returns the units of this lane's
@@ -41,8 +66,8 @@ __device__ inline int load_window(const AttendParams& p, Window& window, int fir
   __syncwarp();
   if (lane == 0) window.first = first;
   if (i < p.batch) {
-    const BatchEntry e = batch_entry(p, i);
-    const int length = load_length(p, e);
+    BatchEntry e;
+    const int length = load_entry(p, i, e);
     const SequenceCost cost = sequence_cost(p, length, e.q_len);
     window.batch[lane] = e, window.length[lane] = length, window.cost[lane] = cost;
     units = cost.head() * p.cache.kv_heads;

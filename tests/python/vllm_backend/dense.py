@@ -110,8 +110,9 @@ class Plan:
         softcap=0.0,
         alibi_slopes=None,
         check_ids=False,
+        fresh=False,
     ):
-        self.pages, self.q_heads = pages, q_heads
+        self.pages, self.q_heads, self.fresh = pages, q_heads, fresh
         self.limits = dict(batch=max_batch, blocks=max_blocks, query_len=max_query_len, tokens=max_tokens)
         self.rule = dict(scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes)
         self.workspace_bytes = 0
@@ -128,7 +129,8 @@ class Plan:
         self.tables = block_table.clone(), seq_lens.tolist(), query_start_loc.tolist()  # as a device would copy them
         self.steps += 1
 
-    def run(self, pool, q, out=None, lse=None, sink_logits=None, stream=None, layer=0):
+    def run(self, pool, q, out=None, lse=None, sink_logits=None, keys=None, values=None, stream=None, layer=0):
+        assert (keys is not None) == (values is not None) == self.fresh
         if self.pages.tail > 0:
             assert not [b for b, of in self.pages.begun if of == layer], "blocks began, and were not written"
         assert q.shape[0] <= self.limits["tokens"] and q.shape[1:] == (self.q_heads, self.pages.head_dim)
@@ -146,8 +148,12 @@ class Plan:
             ids = table[i, first // tokens : -(-length // tokens)].tolist()
             blocks = [[self.pages.block(pool, b, h) for h in range(self.pages.kv_heads)] for b in ids]
             both = torch.stack([torch.cat([b[h] for b in blocks], dim=1) for h in range(self.pages.kv_heads)], dim=2)
-            keys, values = both[:, : length - first].numpy()
-            result, sums = attention(q[rows].double().numpy(), keys, values, sink_logits=sink_logits, **self.rule)
+            k, v = both[:, : length - first].numpy()
+            if self.fresh:
+                older = length - (rows.stop - rows.start) - first
+                given = (x[rows].double().numpy() for x in (keys, values))
+                k, v = (np.concatenate([old[:older], new]) for old, new in zip((k, v), given))
+            result, sums = attention(q[rows].double().numpy(), k, v, sink_logits=sink_logits, **self.rule)
             out[rows] = torch.from_numpy(result).to(out.dtype)
             if lse is not None:
                 lse[rows] = torch.from_numpy(sums).to(lse.dtype)

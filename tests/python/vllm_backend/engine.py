@@ -53,6 +53,7 @@ class Engine:
         blocks=48,
         skip_layers=(),
         tail=None,
+        fresh=None,
     ):
         if dtype is None:
             dtype = torch.float32 if ON_CPU else torch.bfloat16  # kernels of devices have no exact float32 pages
@@ -69,8 +70,8 @@ class Engine:
             skip_layers=skip_layers,
         )
         self.config.cache_config.num_gpu_blocks_override = blocks
-        if tail is not None:
-            self.config.additional_config = {"kvant": {"tail": tail}}
+        options = {"tail": tail, "fresh_keys": fresh}
+        self.config.additional_config = {"kvant": {name: x for name, x in options.items() if x is not None}}
         self.layers = []
         torch.manual_seed(5)
         with vllm.set_current_vllm_config(self.config), vllm.default_dtype(dtype):

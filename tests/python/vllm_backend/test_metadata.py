@@ -56,6 +56,15 @@ def test_division(vllm, dense_pages, torch, query_lens, expected):
         assert begins[0] == sum(query_lens[: part.first]) and begins[-1] <= part.rows
 
 
+def test_lengths_of_parts(vllm, dense_pages, torch):
+    """The host knows bounds of lengths, of each request or of all."""
+    builder = Engine(vllm).builder()
+    bounds = torch.tensor([300, 900, 80], dtype=torch.int32)
+    batch = common(torch, [1, 1, 60], [290, 880, 75], seq_lens_cpu_upper_bound=bounds)
+    assert [part.tokens for part in builder.build(0, batch).parts] == [900, 80]
+    assert [part.tokens for part in builder.build(0, common(torch, [1, 60], [290, 75])).parts] == [290, 290]
+
+
 def test_an_order_that_does_not_help(vllm, dense_pages, torch):
     """Long prompts among many short ones: each part has tables of its own."""
     e = Engine(vllm)
@@ -82,8 +91,8 @@ def test_capacity(vllm, dense_pages, torch):
     assert blocks >= 16
     assert list(plans.decode) == [1, 2, 4, 6] and list(plans.extend) == [8, 16, 32, 64, 128, 256, 274]
     assert plans.decode[6].limits == dict(batch=6, blocks=blocks, query_len=4, tokens=274)
-    assert plans.extend[128][0].limits == dict(batch=4, blocks=blocks, query_len=128, tokens=274)
-    assert plans.extend[274][0].limits == dict(batch=2, blocks=blocks, query_len=274, tokens=274)
+    assert plans.extend[128][0].fresh.limits == dict(batch=4, blocks=blocks, query_len=128, tokens=274)
+    assert plans.extend[274][0].fresh.limits == dict(batch=2, blocks=blocks, query_len=274, tokens=274)
     wider = common(torch, [1], [100], width=blocks + 8)  # vLLM rounds tables up
     e.builder().build(0, wider)
     with pytest.raises(ValueError, match="a batch of 7 requests and 7 tokens"):

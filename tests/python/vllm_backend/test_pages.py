@@ -82,6 +82,19 @@ def test_blocks_and_heads_are_contiguous(vllm, dense_pages, layout):
     assert e.config.cache_config.kv_cache_layout == layout
 
 
+def test_layouts_of_devices(vllm, monkeypatch):
+    """Devices refuse blocks whose heads lie apart, so vLLM is not offered such layouts there."""
+    from kvant.vllm import versions
+    from kvant.vllm.backend import KvantBackend
+
+    def offered():
+        return [layout.name for layout in KvantBackend.supported_kv_cache_layouts()]
+
+    assert offered() == ["LBHNC", "BLHNC", "BHLNC", "LHBNC"]
+    monkeypatch.setattr(versions, "is_cuda", lambda: True)
+    assert offered() == ["LBHNC", "BLHNC"]
+
+
 def test_the_layout_that_vllm_chooses(vllm, dense_pages):
     assert Engine(vllm).config.cache_config.kv_cache_layout == "LBHNC"
 
