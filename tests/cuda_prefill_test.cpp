@@ -54,6 +54,8 @@ TEST(PrefillChoice, OptionsForceAKind) {
   EXPECT_TRUE(has(chosen("decode", kBoth, 100000).why, "as asked for"));
   EXPECT_EQ(chosen("prefill", kBoth, 1).candidate, 0);
   EXPECT_EQ(chosen("prefill_sm80", kBoth, 1).candidate, 1);
+  EXPECT_EQ(chosen("prefill_fresh", kBoth, 1).candidate, 0);  // what serves beside it
+  EXPECT_EQ(chosen("prefill_fresh", kOne, 1).candidate, 1);
   EXPECT_EQ(chosen("prefill", kOne, 1).candidate, 1);
   EXPECT_EQ(chosen("prefill", kOne, 1).why, "as asked for; needs 9.0");
   const auto refusal = [](const std::string& wanted, const std::vector<Candidate>& candidates, bool fresh = false) {

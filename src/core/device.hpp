@@ -104,16 +104,18 @@ struct DevicePlanConfig {
   int kv_heads = 1, head_dim = 0;
 };
 
-// The names that AttentionOptions::kernel takes. kPrefillKernels: the first of the two kinds after it that serves.
+// The names that AttentionOptions::kernel takes. kPrefillKernels: the first of the two kinds after it that serves, and
+// with fresh keys kPrefillFresh before it, which never serves alone: sequences may have older tokens.
 // kGenericKernels: of any formats, in float32; those of f32 and imported formats have no others.
 inline constexpr const char* kDecodeKernels = "decode";
 inline constexpr const char* kDecodeSm90 = "decode_sm90";
 inline constexpr const char* kPrefillKernels = "prefill";
 inline constexpr const char* kPrefillSm90 = "prefill_sm90";
 inline constexpr const char* kPrefillSm80 = "prefill_sm80";
+inline constexpr const char* kPrefillFresh = "prefill_fresh";
 inline constexpr const char* kGenericKernels = "generic";
-inline constexpr const char* kKernelNames[] = {kDecodeKernels, kDecodeSm90,  kPrefillKernels,
-                                               kPrefillSm90,   kPrefillSm80, kGenericKernels};
+inline constexpr const char* kKernelNames[] = {kDecodeKernels, kDecodeSm90,   kPrefillKernels, kPrefillSm90,
+                                               kPrefillSm80,   kPrefillFresh, kGenericKernels};
 
 class DevicePlan {
  public:

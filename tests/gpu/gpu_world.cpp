@@ -255,6 +255,14 @@ bool GpuWorld::serves(const std::string& kind) const {
   return s.head_dim <= 256 && (same || (rotated(s.k) && rotated(s.v)));
 }
 
+bool GpuWorld::fresh_serves(const AttentionOptions& base, const Placement& placement) const {
+  const auto whole = [](std::int64_t elements) { return elements % 8 == 0; };
+  return base.fresh_keys && base.mask.tensor.data == nullptr && placement.q_dtype == host.spec.input_dtype &&
+         whole(host.spec.head_dim) && cache.impl().stored_dim() <= 256 && whole(placement.offset) &&
+         whole(placement.token_padding) && whole(placement.head_padding) &&
+         (serves(core::kPrefillSm90) || serves(core::kPrefillSm80));
+}
+
 testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const std::vector<float>& sink_logits,
                                            const Placement& placement, double lse_tolerance) const {
   const Result<Attended> got = try_attend(base, sink_logits, placement);
@@ -278,6 +286,7 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
   const std::pair<const char*, bool> kinds[] = {{core::kDecodeSm90, !base.fresh_keys && serves(core::kDecodeSm90)},
                                                 {core::kPrefillSm90, serves(core::kPrefillSm90)},
                                                 {core::kPrefillSm80, serves(core::kPrefillSm80)},
+                                                {core::kPrefillFresh, fresh_serves(base, placement)},
                                                 {core::kGenericKernels, !base.fresh_keys}};
   for (const auto& [kind, must_serve] : kinds) {
     if (!base.kernel.empty()) break;

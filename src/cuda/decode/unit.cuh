@@ -41,7 +41,8 @@ AttendKernel generic_entry() {
           .function = reinterpret_cast<const void*>(&generic_attend_kernel<D>),
           .shared_bytes = {kBytes, kBytes, kBytes},
           .team = kWarps,
-          .teams = 1};
+          .teams = 1,
+          .by_group = false};
 }
 
 template <int D, int W>

@@ -380,6 +380,7 @@ Status DecodePlan::prepare(const core::DevicePlanConfig& config, const StepBatch
   if (group.kernel != nullptr) decode_ns = group.ns;
   if (Status s = choose_family(config, decode_ns); !s.ok()) return s;
   if (prefill_.function != nullptr) {
+    if (Status s = choose_fresh(config, batch.entries != nullptr); !s.ok()) return s;
     workspace_bytes_ = aligned(class_count());
     return upload(config, batch);
   }
@@ -427,7 +428,7 @@ std::string DecodePlan::explain() const {
         "{} heads at once\n",
         std::min(schedule_.tiles, store_.limits().multiprocessors * blocks_), blocks_, prefill_.threads,
         prefill_.shared_bytes, schedule_.tiles, schedule_.heads_at_once);
-    return s;
+    return s + explain_fresh();
   }
   fmt::format_to(out, "kernel     {} {}/{}, head_dim {}, {} query rows at once{}\n",
                  is_generic_        ? core::kGenericKernels
@@ -517,7 +518,7 @@ Status DecodePlan::run(AttendParams& p, const TensorView& q, const MutableTensor
   p.sink_logits = options.sink_logits;
   std::byte* workspace = options.workspace.data();
   if (Status s = classify(p, workspace, options.stream); !s.ok()) return s;
-  if (prefill_.function != nullptr) return run_prefill(p, options.stream);
+  if (prefill_.function != nullptr) return run_prefill(p, fresh, options.stream);
   p.segments = reinterpret_cast<std::int32_t*>(workspace);
   p.partial_ml = reinterpret_cast<float*>(workspace + ml_at_);
   p.partial_o = reinterpret_cast<float*>(workspace + o_at_);

@@ -13,6 +13,7 @@
 #include "cuda/mask/classify.hpp"
 #include "cuda/plan/times.hpp"
 #include "cuda/prefill/kernels.hpp"
+#include "cuda/prefill_fresh/maps.hpp"
 #include "cuda/schedule/params.hpp"
 #include "cuda/schedule/schedule.hpp"
 #include "cuda/store/store.hpp"
@@ -81,7 +82,12 @@ class DecodePlan final : public core::DevicePlan {
 
   Status run(AttendParams& p, const TensorView& q, const MutableTensorView& out, const core::FreshRows& fresh,
              const RunOptions& options) const;
-  Status run_prefill(AttendParams& p, Stream stream) const;
+  Status run_prefill(AttendParams& p, const core::FreshRows& fresh, Stream stream) const;
+  // Kernels that come before prefill_. any_length: sequences may have no older tokens, whatever the plan says of them.
+  Status choose_fresh(const core::DevicePlanConfig& config, bool any_length);
+  [[nodiscard]] std::string explain_fresh() const;
+  // launched: they serve the tensors of this run.
+  Status run_fresh(const AttendParams& p, const core::FreshRows& rows, Stream stream, bool& launched) const;
   Status classify(AttendParams& p, std::byte* workspace, Stream stream) const;
 
   const PlannedPages& store_;
@@ -90,6 +96,13 @@ class DecodePlan final : public core::DevicePlan {
   const char* prefill_name_ = "";
   bool is_generic_ = false;
   prefill::Schedule schedule_{};
+  struct Fresh {
+    std::span<const prefill::fresh::FreshKernel> kernels;  // of both dtypes; none: prefill_ serves all sequences
+    prefill::Schedule schedule{};
+    prefill::fresh::Encode encode = nullptr;
+    bool is_wanted = false;  // the options name them
+  };
+  Fresh fresh_;
   std::string why_;  // these kernels
   AttendKernel attend_{};
   MergeKernel merge_{};

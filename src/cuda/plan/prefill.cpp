@@ -186,8 +186,13 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config, std::int
   return {};
 }
 
-Status DecodePlan::run_prefill(AttendParams& p, Stream stream) const {
+Status DecodePlan::run_prefill(AttendParams& p, const core::FreshRows& fresh, Stream stream) const {
   prefill::Schedule schedule = schedule_;
+  if (!fresh_.kernels.empty()) {
+    bool launched = false;
+    if (Status s = run_fresh(p, fresh, stream, launched); !s.ok()) return s;
+    if (launched) schedule.serves = prefill::Serves::with_older;
+  }
   void* arguments[] = {&p, &schedule};
   Launch launch(static_cast<unsigned>(std::min(schedule.tiles, store_.limits().multiprocessors * blocks_)),
                 prefill_.threads, native(stream), store_.limits().overlaps);

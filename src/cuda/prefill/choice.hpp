@@ -23,8 +23,8 @@ struct Choice {
 };
 
 // The fastest of the candidates that can run, if it takes less time than decode kernels. `wanted`, of the options: a
-// kind's name, that of all prefill kernels for the first that can run, or that of decode kernels, whatever the time.
-// `fresh_keys`: decode kernels do not serve.
+// kind's name, that of all prefill kernels for the first that can run (or kPrefillFresh, beside which it runs), or that
+// of decode kernels, whatever the time. `fresh_keys`: decode kernels do not serve.
 inline Result<Choice> choose(const std::string& wanted, std::span<const Candidate> candidates, std::int64_t decode_ns,
                              std::int64_t most_rows, bool fresh_keys = false) {
   if (wanted == core::kDecodeKernels || wanted == core::kDecodeSm90) {
@@ -33,11 +33,12 @@ inline Result<Choice> choose(const std::string& wanted, std::span<const Candidat
         Code::unsupported,
         fmt::format("kernel is \"{}\", and with fresh_keys only prefill kernels serve; leave kernel empty", wanted)};
   }
+  const bool any = wanted.empty() || wanted == core::kPrefillKernels || wanted == core::kPrefillFresh;
   const Candidate* found = nullptr;
   std::string missing;
   bool faster_is_missing = false;
   for (const Candidate& one : candidates) {
-    if (!wanted.empty() && wanted != core::kPrefillKernels && wanted != one.name) continue;
+    if (!any && wanted != one.name) continue;
     if (!one.missing.empty()) {
       if (missing != one.missing) missing += (missing.empty() ? "" : "; ") + one.missing;
       faster_is_missing = faster_is_missing || one.ns < decode_ns;

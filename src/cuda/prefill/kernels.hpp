@@ -21,13 +21,21 @@ struct Kernel {
   int centre_bytes = 0;  // further bytes of shared memory for page-centred caches
 };
 
+// The sequences of a launch: with fresh keys, those that have no other tokens are perhaps another launch's.
+enum class Serves : std::int8_t { all, with_older, without_older };
+
 // Tiles in the order that blocks take them: those of heads whose keys fit the L2 cache together, and of these the
 // longest first.
 struct Schedule {
   int row_blocks;     // of the sequence with the most rows
   int heads_at_once;  // pairs of a sequence and a kv head
   int tiles;          // those that do not exist included: shorter sequences have fewer
+  Serves serves = Serves::all;
 };
+// has_older: a sequence has tokens older than its queries' own.
+KVANT_HD constexpr bool is_served(const Schedule& schedule, bool has_older) {
+  return schedule.serves == Serves::all || (schedule.serves == Serves::with_older) == has_older;
+}
 
 // Bytes of a row in a tile of tokens: a tile is boxes of so many bytes of each token, one box behind the other, and the
 // 16-byte pieces of a row change places from row to row (place_by_token).

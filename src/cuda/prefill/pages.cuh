@@ -32,9 +32,9 @@ __device__ __forceinline__ int tile_number(int round) {
   return round * blocks + ((round & 1) != 0 ? blocks - 1 - block : block);
 }
 
-// kRows: of a tile.
+// The rows of a tile and what is said of its keys, but not its pages. kRows: of a tile.
 template <int kRows>
-__device__ __forceinline__ bool find_tile(const AttendParams& p, const Schedule& schedule, int number, Tile& tile) {
+__device__ __forceinline__ bool find_rows(const AttendParams& p, const Schedule& schedule, int number, Tile& tile) {
   if (number >= schedule.tiles) return false;
   const int pairs = p.batch * p.cache.kv_heads;
   const int each = schedule.heads_at_once * schedule.row_blocks;
@@ -54,6 +54,13 @@ __device__ __forceinline__ bool find_tile(const AttendParams& p, const Schedule&
   const base::KeyRange begins = rule.recent_range(tile.length, before + tile.first);
   const base::KeyRange ends = rule.recent_range(tile.length, before + tile.last);
   tile.all_begin = static_cast<int>(ends.begin), tile.all_end = static_cast<int>(begins.end);
+  return true;
+}
+template <int kRows>
+__device__ __forceinline__ bool find_tile(const AttendParams& p, const Schedule& schedule, int number, Tile& tile) {
+  if (!find_rows<kRows>(p, schedule, number, tile)) return false;
+  const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
+  const int before = tile.length - tile.batch.q_len;
   const auto seen = base::visible_pages<int>(rule, tile.length, before + tile.first, before + tile.last);
   tile.pages = with_exact_ends(p, tile.length, tile.batch.q_len, seen);
   tile.fresh = {};
@@ -64,6 +71,25 @@ __device__ __forceinline__ bool find_tile(const AttendParams& p, const Schedule&
     tile.fresh = {own, max(seen.sinks - own, 0), max(seen.recent, own), max(seen.end, own)};
   }
   return true;
+}
+
+// Whether the launch serves the tile's sequence.
+__device__ __forceinline__ bool is_served(const Schedule& schedule, const Tile& tile) {
+  return is_served(schedule, tile.length > tile.batch.q_len);
+}
+// Whether there are sequences that the launch serves; every warp for itself.
+__device__ __forceinline__ bool has_work(const AttendParams& p, const Schedule& schedule) {
+  if (schedule.serves == Serves::all) return true;
+  for (int first = 0; first < p.batch; first += 32) {
+    const int i = first + static_cast<int>(threadIdx.x) % 32;
+    bool serves = false;
+    if (i < p.batch) {
+      const BatchEntry e = batch_entry(p, i);
+      serves = e.q_len > 0 && is_served(schedule, p.cache.sequences[e.index].length > e.q_len);
+    }
+    if (__any_sync(~0u, serves)) return true;
+  }
+  return false;
 }
 
 // The sequence's tokens that are in pages; those behind them are fresh keys.

@@ -451,7 +451,11 @@ struct Attend {
       };
       if (PageName::is_fresh(number())) {
         const DenseRows rows = fresh_rows(p, list().tile, PageName::page(number()), values);
-        pieces([&](int, int token, int c) { return rows.of(of_page * kKeys + token) + 16 * c; });
+        // The caller's rows may be shorter than D. Their first piece stands for what is not theirs: queries are zeros
+        // there, and sums are not stored.
+        pieces([&](int, int token, int c) {
+          return rows.of(of_page * kKeys + token) + (8 * c < p.head_dim ? 16 * c : 0);
+        });
       } else {
         const std::byte* from =
             block_of(exact) + (values ? layout.v : layout.k).plane_offset[0] + of_page * (kKeys * D * 2);

@@ -16,11 +16,17 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, Shape<D>::kBlocks)
   ptx::wait_prerequisites();
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   Attend<D> attend{p, shared, warp, static_cast<int>(threadIdx.x) % 32};
-  const int rounds = (schedule.tiles + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
+  if (warp == 0) list.total = has_work(p, schedule) ? 1 : 0;
+  __syncthreads();
+  const int all = (schedule.tiles + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
+  const int rounds = list.total != 0 ? all : 0;
 #pragma unroll 1
   for (int round = 0; round < rounds; ++round) {
     __syncthreads();  // all warps are done with the tile before
-    if (warp == 0) list.total = find_tile<S::kRows>(p, schedule, tile_number(round), list.tile) ? 1 : 0;
+    if (warp == 0) {
+      const bool found = find_tile<S::kRows>(p, schedule, tile_number(round), list.tile);
+      list.total = found && is_served(schedule, list.tile) ? 1 : 0;
+    }
     __syncthreads();
     if (list.total != 0) attend.attend();
   }

@@ -8,11 +8,6 @@
 
 namespace kvant::cuda::prefill {
 
-template <int kThreadCount>
-__device__ __forceinline__ void barrier_arrive(int which) {  // PTX ISA 9.7.13.1
-  asm volatile("bar.arrive %0, %1;" ::"r"(which), "n"(kThreadCount) : "memory");
-}
-
 template <Format KF, Format VF, int D>
 struct Consumer {
   using S = Shape<D>;
@@ -38,7 +33,7 @@ struct Consumer {
   __device__ std::byte* rests() const { return shared + S::kRestsAt + group * S::kQueries; }
   __device__ void group_sync() const { ptx::barrier<128>(4 + group); }
   __device__ void my_turn() const { ptx::barrier<256>(1 + group); }
-  __device__ void next_turn() const { barrier_arrive<256>(1 + (group ^ 1)); }
+  __device__ void next_turn() const { ptx::barrier_arrive<256>(1 + (group ^ 1)); }
 
   // The row's number in the sequence; the last tile has rows behind the sequence's last.
   __device__ int row_at(int h) const { return tile.row_block * kRows + 64 * group + 16 * warp + g + 8 * h; }

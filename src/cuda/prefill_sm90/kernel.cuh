@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1)
     Constants<VF>::put(constants[1]);
   }
   ptx::wait_prerequisites();
+  if (!has_work(p, schedule)) return;
   __syncthreads();
   const Ring<D> keys{barriers, barriers + 8 * S::kStages};
   const Ring<D> values{barriers + 16 * S::kStages, barriers + 24 * S::kStages};
@@ -51,9 +52,10 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1)
     const int lane = threadIdx.x % 32;
     Consumer<KF, VF, D> consumer{p,        shared,   role, static_cast<int>(threadIdx.x) / 32 % 4,
                                  lane / 4, lane % 4, keys, values};
-    if (role == 1) barrier_arrive<256>(1);  // the first turn is group 0's
+    if (role == 1) ptx::barrier_arrive<256>(1);  // the first turn is group 0's
     for (int round = 0; round < rounds; ++round) {
-      if (find_tile<kRows>(p, schedule, tile_number(round), consumer.tile)) consumer.attend();
+      const bool found = find_tile<kRows>(p, schedule, tile_number(round), consumer.tile);
+      if (found && is_served(schedule, consumer.tile)) consumer.attend();
     }
   }
 #endif

@@ -283,6 +283,7 @@ __device__ __forceinline__ void bring_pages(const AttendParams& p, std::byte* sh
   for (int round = 0; round < rounds; ++round) {
     __syncwarp();
     if (!find_tile<kRows>(p, schedule, tile_number(round), list.tile)) continue;
+    if (!is_served(schedule, list.tile)) continue;
     if constexpr (is_half(KF)) {
       dense(false);
     } else {

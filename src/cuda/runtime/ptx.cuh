@@ -155,6 +155,12 @@ __device__ __forceinline__ void barrier(int which) {
   asm volatile("bar.sync %0, %1;" ::"r"(which), "n"(kThreads) : "memory");
 }
 
+// The same, but this thread does not wait: it is one of those that the others wait for.
+template <int kThreads>
+__device__ __forceinline__ void barrier_arrive(int which) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(which), "n"(kThreads) : "memory");
+}
+
 // 9.7.9.16 prefetch: a line to the L2 cache.
 __device__ __forceinline__ void prefetch(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));

@@ -1,0 +1,312 @@
+// The consumers: products, softmax and output of a warpgroup's 64 rows.
+#pragma once
+
+#include "cuda/prefill_fresh/loaders.cuh"
+#include "cuda/tile/logits.cuh"
+
+namespace kvant::cuda::prefill::fresh {
+
+template <bool kBf16, class S>
+struct Consumer {
+  static constexpr int D = S::D, kSums = D / 2, kScores = S::kKeys / 2;
+
+  const AttendParams& p;
+  std::byte* shared;
+  int group, warp, g, t;  // group: which of the consumers
+  Ring<S::kStages> keys, values;
+  Ring<1> queries;
+  const Work* work;
+  int whole_begin, whole_end;  // tiles of keys that all rows see the whole of
+  bool is_plain;               // scores are scaled and nothing else
+  float in_log2;               // what scores are still to be multiplied by when the softmax gets them
+  float m[2], l[2];
+  float o[kSums];
+
+  __device__ void group_sync() const { ptx::barrier<128>(4 + group); }
+  __device__ void my_turn() const { ptx::barrier<256>(1 + group); }
+  __device__ void next_turn() const { ptx::barrier_arrive<256>(1 + (group + 1 == S::kConsumers ? 0 : group + 1)); }
+  __device__ std::uint32_t shared_at(int offset) const { return ptx::shared_address(shared) + offset; }
+
+  __device__ int row_at(int h) const { return work->row + 64 * group + 16 * warp + g + 8 * h; }
+  __device__ RowPlace place_of(int h) const {
+    const int row = min(row_at(h), work->rows - 1), query = query_of_row(p, row);
+    return {query, work->kv_head * p.group + row - query * p.group};
+  }
+
+  // --- products ---
+
+  __device__ __forceinline__ void scores(float (&s)[kScores]) const {
+    const std::uint64_t q = ptx::operand(shared_at(group * S::kQueries), S::kSwizzle);
+    const std::uint64_t k = ptx::operand(shared_at(S::kKeysAt + keys.stage * S::kTile), S::kSwizzle);
+    constexpr int kSteps = S::kSwizzle / 32;  // of a box
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i) {
+      ptx::Wgmma<S::kKeys, kBf16>::template shared<false>(
+          s, q + ptx::operand_step(i / kSteps * 64 * S::kSwizzle + i % kSteps * 32),
+          k + ptx::operand_step(i / kSteps * S::kKeys * S::kSwizzle + i % kSteps * 32), i > 0);
+    }
+  }
+  __device__ __forceinline__ void add_values(const std::uint32_t (&w)[kScores / 8][4], bool first) {
+    const std::uint64_t v =
+        ptx::operand(shared_at(S::kValuesAt + values.stage * S::kTile), S::kSwizzle, S::kKeys * S::kSwizzle);
+#pragma unroll
+    for (int i = 0; i < S::kKeys / 16; ++i)
+      ptx::Wgmma<D, kBf16>::template registers<true>(o, w[i], v + ptx::operand_step(i * 16 * S::kSwizzle),
+                                                     i > 0 || !first);
+  }
+
+  // --- scores to weights ---
+
+  // Softcap and ALiBi, of scores in units of log 2.
+  __device__ __forceinline__ void transform(float (&s)[kScores], int first_key) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const RowPlace row = place_of(h);
+      base::transform_logits<LogitVerbs>(
+          p.logits, [&] { return p.logits.slopes[row.head]; },
+          [&](const auto& change) {
+            const int away = row.query - first_key - 2 * t;
+#pragma unroll
+            for (int j = 0; j < S::kKeys / 8; ++j) {
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {
+                float& x = s[4 * j + 2 * h + e];
+                x = change(x, [&] { return static_cast<float>(away - 8 * j - e); });
+              }
+            }
+          });
+    }
+  }
+  // Hides what a row does not see, in a tile of keys that not all rows see alike.
+  __device__ __forceinline__ void hide(float (&s)[kScores], int tile) const {
+    const base::Visibility rule{p.causal, p.window, p.window_sinks, 0};
+    const bool has_begin = tile < whole_begin, has_end = tile >= whole_end;
+    const int first_key = tile * S::kKeys;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int query = place_of(h).query, from = first_key + 2 * t;
+      const base::KeyRange recent = rule.recent_range(work->q_len, query);
+      if (has_end) {
+        const int end = static_cast<int>(recent.end) - from;
+#pragma unroll
+        for (int j = 0; j < S::kKeys / 8; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[4 * j + 2 * h + e];
+            x = 8 * j + e < end ? x : kNone;
+          }
+        }
+      }
+      if (has_begin) {
+        const int begin = static_cast<int>(recent.begin) - from;
+        const int sinks = static_cast<int>(rule.sink_range(query).end) - from;
+#pragma unroll
+        for (int j = 0; j < S::kKeys / 8; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[4 * j + 2 * h + e];
+            x = 8 * j + e >= begin || 8 * j + e < sinks ? x : kNone;
+          }
+        }
+      }
+    }
+  }
+  // alpha: what the sums before are multiplied by.
+  __device__ __forceinline__ void weigh(float (&s)[kScores], int tile, float (&alpha)[2]) {
+    if (!is_plain) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) s[i] *= p.logits.scale;
+      transform(s, tile * S::kKeys);
+    }
+    if (tile < whole_begin || tile >= whole_end) hide(s, tile);
+    float reference[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      // Four chains, because one would wait for its own results.
+      float top[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) top[i] = s[4 * (i / 2) + 2 * h + i % 2];
+#pragma unroll
+      for (int j = 2; j < S::kKeys / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) top[j % 2 * 2 + e] = fmaxf(top[j % 2 * 2 + e], s[4 * j + 2 * h + e]);
+      }
+      float x = fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
+      x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+      x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+      x = fmaxf(x, m[h]);
+      reference[h] = x == kNone ? 0.0f : x * in_log2;
+      alpha[h] = ptx::ex2(fmaf(m[h], in_log2, -reference[h]));
+      m[h] = x;
+    }
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      s[i] = ptx::ex2(fmaf(s[i], in_log2, -reference[i / 2 % 2]));
+      sum[i % 4] += s[i];
+    }
+    l[0] = fmaf(l[0], alpha[0], sum[0] + sum[1]), l[1] = fmaf(l[1], alpha[1], sum[2] + sum[3]);
+  }
+  __device__ __forceinline__ void pack(const float (&s)[kScores], std::uint32_t (&w)[kScores / 8][4]) const {
+#pragma unroll
+    for (int i = 0; i < kScores / 8; ++i) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const float a = s[8 * i + 2 * r], b = s[8 * i + 2 * r + 1];
+        w[i][r] = kBf16 ? ptx::bf16x2(a, b) : ptx::f16x2(a, b);
+      }
+    }
+  }
+
+  // --- a tile ---
+
+  // Whether rows g and g + 8 have queries that are not finite. Two lanes look at each of the warp's rows.
+  __device__ __forceinline__ void look_at_queries(bool (&poisoned)[2]) const {
+    const int lane = 4 * g + t, row = 16 * warp + lane / 2;
+    constexpr std::uint32_t kExponent = kBf16 ? 0x7F80u : 0x7C00u;
+    bool finite = true;
+#pragma unroll 4
+    for (int c = lane % 2; c < D / 8; c += 2) {
+      const uint4 x = *reinterpret_cast<const uint4*>(shared + group * S::kQueries + place_by_token<D>(row, c));
+#pragma unroll
+      for (const std::uint32_t pair : {x.x, x.y, x.z, x.w}) {
+        finite = finite && (pair & kExponent) != kExponent && (pair >> 16 & kExponent) != kExponent;
+      }
+    }
+    const unsigned bad = __ballot_sync(~0u, !finite);
+    poisoned[0] = (bad >> 2 * g & 3u) != 0, poisoned[1] = (bad >> (2 * g + 16) & 3u) != 0;
+  }
+  // Rows of values behind the sequence's last are those of other sequences, if any: what is not a number there must not
+  // meet weights, though these are zeros.
+  __device__ __forceinline__ void clear_values(int tile) const {
+    const int first = work->q_len - tile * S::kKeys;
+    if (first >= S::kKeys) return;
+    constexpr int kPieces = S::kSwizzle / 16;
+    const int count = (S::kKeys - first) * kPieces;
+    std::byte* to = shared + S::kValuesAt + values.stage * S::kTile + first * S::kSwizzle;
+    for (int i = 32 * warp + 4 * g + t; i < S::kBoxes * count; i += 128) {
+      *reinterpret_cast<uint4*>(to + i / count * S::kKeys * S::kSwizzle + i % count * 16) = make_uint4(0, 0, 0, 0);
+    }
+    ptx::fence_for_products();
+    group_sync();
+  }
+
+  // Row h of the sums to out, 16 bytes at a time: four lanes have 32 columns of a row between them.
+  __device__ __forceinline__ void store_halves(std::int64_t at, int h, const RowEnd& end) const {
+    const bool f16 = p.out.dtype == Dtype::f16;
+#pragma unroll
+    for (int j = 0; j < D / 8; j += 4) {
+      std::uint32_t x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float a = o[4 * (j + i) + 2 * h] * end.factor, b = o[4 * (j + i) + 2 * h + 1] * end.factor;
+        if (end.none) a = b = 0.0f;
+        x[i] = f16 ? ptx::f16x2(a, b) : ptx::bf16x2(a, b);
+      }
+      // Lane t has columns 2 t of four pieces of 8; then it has all of piece t.
+      const bool odd = (t & 1) != 0, high = (t & 2) != 0;
+      std::uint32_t a = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1), b = __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1);
+      (odd ? x[0] : x[1]) = a, (odd ? x[2] : x[3]) = b;
+      a = __shfl_xor_sync(~0u, high ? x[0] : x[2], 2), b = __shfl_xor_sync(~0u, high ? x[1] : x[3], 2);
+      (high ? x[0] : x[2]) = a, (high ? x[1] : x[3]) = b;
+      if (at >= 0 && 8 * (j + t) < p.head_dim) {
+        *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(p.out.data) + at + 8 * (j + t)) =
+            make_uint4(x[0], x[1], x[2], x[3]);
+      }
+    }
+  }
+  __device__ __forceinline__ void finish(const bool (&poisoned)[2]) const {
+    const std::int64_t strides = p.out.token_stride | p.out.head_stride | p.head_dim;
+    const bool wide =
+        p.out.dtype != Dtype::f32 && strides % 8 == 0 && (reinterpret_cast<std::uintptr_t>(p.out.data) & 15) == 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sum = l[h];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const RowPlace row = place_of(h);
+      const RowEnd end = end_row(p, row.head, m[h] == kNone ? kNone : m[h] * in_log2, sum, poisoned[h]);
+      const std::int64_t token = work->query_begin + row.query;
+      const std::int64_t at = token * p.out.token_stride + row.head * p.out.head_stride;
+      const bool is_there = row_at(h) < work->rows;
+      if (is_there && p.lse != nullptr && t == 0) p.lse[token * p.q_heads + row.head] = end.lse;
+      if (wide) {
+        store_halves(is_there ? at : -1, h, end);
+      } else if (is_there) {
+        store_row(p, at + 2 * t, p.head_dim - 2 * t, h, end, o);
+      }
+    }
+  }
+
+  // The sums before, to the new largest score.
+  __device__ __forceinline__ void shrink(const float (&alpha)[2]) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) o[i] *= alpha[i / 2 % 2];
+  }
+  __device__ __forceinline__ void release(Ring<S::kStages>& ring) {
+    __syncwarp();
+    ring.arrive_empty();
+    ring.next();
+  }
+  // False: there are no more tiles.
+  __device__ __forceinline__ bool attend(int slot) {
+    work = reinterpret_cast<const Work*>(shared + S::kWorkAt) + S::kSlots * group + slot;
+    queries.wait_full();
+    if (work->rows == 0) return false;
+    float s[kScores], alpha[2];
+    std::uint32_t w[kScores / 8][4];
+    bool poisoned[2];
+    m[0] = m[1] = kNone, l[0] = l[1] = 0.0f;
+    whole_begin = (work->all_begin + S::kKeys - 1) / S::kKeys, whole_end = work->all_end / S::kKeys;
+    const int total = work->total(), sinks = work->sinks, skip = work->recent - sinks;
+    keys.wait_full();
+    my_turn();
+    ptx::wgmma_fence();
+    scores(s);
+    ptx::wgmma_commit();
+    next_turn();
+    look_at_queries(poisoned);
+    ptx::wgmma_wait<0>();
+    release(keys);
+    if (total == 1) queries.arrive_empty();
+    weigh(s, sinks > 0 ? 0 : skip, alpha);
+    pack(s, w);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) o[i] = 0.0f;
+#pragma unroll 1
+    for (int use = 1; use < total; ++use) {
+      keys.wait_full();
+      values.wait_full();
+      my_turn();
+      ptx::wgmma_fence();
+      scores(s);
+      ptx::wgmma_commit();
+      if (S::kShrinksLate) shrink(alpha);
+      ptx::wgmma_fence();
+      add_values(w, use == 1);
+      ptx::wgmma_commit();
+      next_turn();
+      ptx::wgmma_wait<1>();
+      release(keys);
+      if (use + 1 == total) queries.arrive_empty();
+      weigh(s, use < sinks ? use : use + skip, alpha);
+      ptx::wgmma_wait<0>();
+      release(values);
+      pack(s, w);
+      if (!S::kShrinksLate) shrink(alpha);
+    }
+    queries.next();
+    values.wait_full();
+    clear_values(total - 1 < sinks ? total - 1 : total - 1 + skip);
+    if (S::kShrinksLate) shrink(alpha);
+    ptx::wgmma_fence();
+    add_values(w, total == 1);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    release(values);
+    finish(poisoned);
+    return true;
+  }
+};
+
+}  // namespace kvant::cuda::prefill::fresh

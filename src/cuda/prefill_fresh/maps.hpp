@@ -1,0 +1,54 @@
+// Tensor maps of a run's keys and values. Host only.
+#pragma once
+
+#include "cuda/prefill_fresh/shape.hpp"
+#include "cuda/runtime/runtime.hpp"
+
+namespace kvant::cuda::prefill::fresh {
+
+// The driver's function that writes a map, which needs no context and allocates nothing.
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// Null: the driver has none.
+inline cudaError_t find_encode(Encode& encode) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+  encode = error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
+  return error;
+}
+
+// One side's rows: [tokens, kv_heads, head_dim], strides in bytes.
+struct Side {
+  const void* data;
+  std::int64_t tokens, token_bytes, head_bytes;
+};
+
+// The copy engine asks this of strides, beside multiples of 16 bytes.
+inline bool takes(const Side& side, int kv_heads) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 40;
+  const auto fits = [](std::int64_t stride) { return stride > 0 && stride < kMost; };
+  return (side.tokens < 2 || fits(side.token_bytes)) && (kv_heads < 2 || fits(side.head_bytes)) &&
+         side.tokens < (std::int64_t{1} << 31);
+}
+
+// False: the driver does not take it.
+inline bool encode_map(Encode encode, const FreshKernel& kernel, const Side& side, int kv_heads, int head_dim,
+                       CUtensorMap& map) {
+  const int row_bytes = box_row_bytes(kernel.head_dim);
+  const auto stride = [](std::int64_t count, std::int64_t bytes) {  // nobody reads that of one
+    return static_cast<cuuint64_t>(count < 2 ? 16 : bytes);
+  };
+  const cuuint64_t size[3] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(side.tokens),
+                              static_cast<cuuint64_t>(kv_heads)};
+  const cuuint64_t strides[2] = {stride(side.tokens, side.token_bytes), stride(kv_heads, side.head_bytes)};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(row_bytes / 2), static_cast<cuuint32_t>(kernel.keys), 1};
+  const cuuint32_t steps[3] = {1, 1, 1};
+  return encode(&map, kernel.dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                3, const_cast<void*>(side.data), size, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace kvant::cuda::prefill::fresh
