@@ -57,7 +57,7 @@ struct Consumer {
 
   // --- scores to weights ---
 
-  // Softcap and ALiBi, of scores in units of log 2.
+  // Transforms of scores, which are in units of log 2.
   __device__ __forceinline__ void transform(float (&s)[kScores], int first_key) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

@@ -78,17 +78,10 @@ struct ShapeOf {
 inline constexpr int kMostHeadDim = 256;  // beyond, a consumer's registers have no room for sums
 
 // These were fastest (docs/lab/cuda-prefill.md).
+constexpr int keys_at_once(int head_dim) {
+  return head_dim <= 64 ? 128 : head_dim <= 96 ? 112 : head_dim <= 128 ? 176 : head_dim <= 192 ? 112 : 80;
+}
 template <int D>
-struct ShapeFor;
-template <>
-struct ShapeFor<64> : ShapeOf<64, 3, 128, true> {};
-template <>
-struct ShapeFor<96> : ShapeOf<96, 3, 112, false> {};
-template <>
-struct ShapeFor<128> : ShapeOf<128, 2, 176, true> {};
-template <>
-struct ShapeFor<192> : ShapeOf<192, 2, 112, true> {};
-template <>
-struct ShapeFor<256> : ShapeOf<256, 2, 80, true> {};
+using ShapeFor = ShapeOf<D, D <= 96 ? 3 : 2, keys_at_once(D), D <= 64 || (D > 96)>;
 
 }  // namespace kvant::cuda::prefill::fresh
