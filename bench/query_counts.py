@@ -15,13 +15,13 @@ out where its time grows with the queries (decode, decode_sm90).
 
 import argparse
 import json
-import os
 import pathlib
 import statistics
 import sys
 import time
+from dataclasses import replace
 
-import compare_torch as ct
+import contestants as ct
 
 KINDS = ("decode", "decode_sm90", "prefill_sm90", "prefill_sm80")
 HEADS = {64: (32, 8), 96: (32, 8), 128: (32, 8), 192: (16, 4), 256: (16, 2), 512: (8, 1)}
@@ -31,9 +31,7 @@ LIMIT = 1.10
 
 def measure(torch, contestants, rounds):
     """Median microseconds of each, in turns."""
-    for turn in range(rounds):
-        for c in contestants if turn % 2 == 0 else reversed(contestants):
-            c.samples.append(ct.launch_ns(torch, c.graph, c.runs))
+    ct.sample_in_turns(torch, contestants, rounds)
     for c in contestants:
         c.graph = None
     return [statistics.median(c.samples) / 1e3 for c in contestants]
@@ -62,7 +60,7 @@ def of_count(torch, case, filled, formats, kinds, rounds):
 
 def combination(torch, kvant, shape, formats, counts, args, left):
     counts = [n for n in counts if n <= shape.keys]
-    case = ct.Case(torch, ct.replace(shape, queries=counts[-1]), torch.cuda.get_device_properties(0).L2_cache_size)
+    case = ct.Case(torch, replace(shape, queries=counts[-1]), torch.cuda.get_device_properties(0).L2_cache_size)
     filled = ct.Filled(torch, kvant, case.with_queries(1), formats, torch.cuda.current_device())
     rows, kinds = [], [] if args.plan else list(args.kinds)
     try:
@@ -72,7 +70,7 @@ def combination(torch, kvant, shape, formats, counts, args, left):
             row = of_count(torch, case.with_queries(n), filled, formats, kinds, args.rounds)
             rows.append({"queries": n, **row})
             best = min(row["us"].values(), default=0)
-            # What is missing for this number of queries is missing for larger ones, too.
+            # A kind of kernels that refuses this number of queries refuses larger ones, too.
             kinds = [k for k in kinds if k in row["us"] and not (
                 k.startswith("decode") and row["us"][k] > 1.6 * best)]
     finally:
@@ -100,9 +98,8 @@ def show(name, rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    root = pathlib.Path(__file__).resolve().parent.parent
     numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
-    parser.add_argument("--library", default=root / "build/gpu/src/libkvant.so", help="libkvant.so built with CUDA")
+    parser.add_argument("--library", default=ct.LIBRARY, help="libkvant.so built with CUDA")
     parser.add_argument("--formats", default="tq4,tq6/tq4,bf16,fp8", help="(default: %(default)s)")
     parser.add_argument("--head-dims", type=numbers, default=[64, 128, 256, 512],
                         help="with the heads " + ", ".join(f"{q}/{kv} at {d}" for d, (q, kv) in HEADS.items()))
@@ -117,14 +114,8 @@ def main():
     parser.add_argument("--json", help="write the rows there")
     args = parser.parse_args()
 
-    import torch
-    if not torch.cuda.is_available():
-        sys.exit("query_counts.py: torch finds no CUDA device")
+    torch, kvant = ct.open_kvant("query_counts.py", args.library)
     start = time.monotonic()
-    os.environ["KVANT_LIBRARY"] = str(args.library)
-    sys.path.insert(0, str(root / "python"))
-    import kvant
-    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, kvant {kvant.__version__}")
     results = []
 
     def left():
