@@ -9,7 +9,7 @@ namespace kvant::cuda {
 template <class S>
 __device__ void Attend<S>::set_seen_by_all(Part& part) const {
   part.all_begin = static_cast<int>(p.mask.first_key);
-  const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
+  const base::Visibility rule = visibility(p);
   const int first = part.row_block == 0 ? 0 : part.row_block * R / p.group;
   const std::int64_t position = part.length - part.q_len;
   part.all_end = static_cast<int>(rule.recent_range(part.length, position + first).end);

@@ -44,7 +44,7 @@ __device__ __forceinline__ void Attend<S>::transform(const Part& part, int page,
 #pragma unroll
     for (int k = 0; k < L::kTokens; ++k) copy[n * L::kTokens + k] = s[k / 2][n][k % 2];
   }
-  const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
+  const base::Visibility rule = visibility(p);
 #pragma unroll 1
   for (int at = 0; at < NT * L::kTokens; ++at) {
     const int r = 4 * (at / L::kTokens) + t;

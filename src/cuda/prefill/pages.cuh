@@ -49,7 +49,7 @@ __device__ __forceinline__ bool find_rows(const AttendParams& p, const Schedule&
   tile.length = p.cache.sequences[tile.batch.index].length;
   tile.first = tile.row_block * kRows / p.group;
   tile.last = min(tile.batch.q_len - 1, (tile.row_block * kRows + kRows - 1) / p.group);
-  const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
+  const base::Visibility rule = visibility(p);
   const int before = tile.length - tile.batch.q_len;  // of the first query
   const base::KeyRange begins = rule.recent_range(tile.length, before + tile.first);
   const base::KeyRange ends = rule.recent_range(tile.length, before + tile.last);
@@ -59,7 +59,7 @@ __device__ __forceinline__ bool find_rows(const AttendParams& p, const Schedule&
 template <int kRows>
 __device__ __forceinline__ bool find_tile(const AttendParams& p, const Schedule& schedule, int number, Tile& tile) {
   if (!find_rows<kRows>(p, schedule, number, tile)) return false;
-  const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
+  const base::Visibility rule = visibility(p);
   const int before = tile.length - tile.batch.q_len;
   const auto seen = base::visible_pages<int>(rule, tile.length, before + tile.first, before + tile.last);
   tile.pages = with_exact_ends(p, tile.length, tile.batch.q_len, seen);

@@ -48,8 +48,13 @@ struct VisiblePages : base::VisiblePages<int> {
   int exact_sinks, tail;
 };
 
+// The rule of which keys queries see, apart from what a mask tensor holds.
+KVANT_HD inline base::Visibility visibility(const AttendParams& p) {
+  return {p.causal, p.window, p.window_sinks, p.mask.first_key};
+}
+
 KVANT_HD KVANT_NOT_INLINED inline base::VisiblePages<int> windowed_pages(const AttendParams& p, int length, int q_len) {
-  const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
+  const base::Visibility rule = visibility(p);
   return base::visible_pages<int>(rule, length, length - q_len, length - 1);
 }
 
