@@ -11,14 +11,22 @@ namespace kvant::cuda::prefill {
 struct RowPlace {
   int query, head;  // of the sequence; of q
 };
-// The last tile has rows behind the sequence's last: they do what the last does.
-__device__ __forceinline__ RowPlace row_place(const AttendParams& p, const Tile& tile, int row) {
-  row = min(row, tile.rows - 1);
+// Row `row` of the `rows` that a sequence has for a kv head. The last tile has rows behind the sequence's last: they do
+// what the last does.
+__device__ __forceinline__ RowPlace row_place(const AttendParams& p, int kv_head, int rows, int row) {
+  row = min(row, rows - 1);
   const int query = query_of_row(p, row);
-  return {query, tile.kv_head * p.group + row - query * p.group};
+  return {query, kv_head * p.group + row - query * p.group};
+}
+__device__ __forceinline__ RowPlace row_place(const AttendParams& p, const Tile& tile, int row) {
+  return row_place(p, tile.kv_head, tile.rows, row);
+}
+// query_begin: the sequence's first query in q.
+__device__ __forceinline__ std::int64_t query_offset(const AttendParams& p, int query_begin, const RowPlace& row) {
+  return (query_begin + row.query) * p.q.token_stride + row.head * p.q.head_stride;
 }
 __device__ __forceinline__ std::int64_t query_offset(const AttendParams& p, const Tile& tile, const RowPlace& row) {
-  return (tile.batch.query_begin + row.query) * p.q.token_stride + row.head * p.q.head_stride;
+  return query_offset(p, tile.batch.query_begin, row);
 }
 
 // A power of two brings the largest element of a row's query to 1 .. 2, so that halves hold the row; products are
@@ -42,7 +50,7 @@ __device__ __forceinline__ void transform_scores(const AttendParams& p, const Ti
                                                  int name, int first, float (&s)[kCount]) {
   const bool all_see = !PageName::partly_seen(name);
   const int first_key = PageName::page(name) * kPageTokens + first, cached = cached_tokens(p, tile);
-  const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
+  const base::Visibility rule = visibility(p);
   const int t = ptx::thread_here() % 4;
   float copy[kCount];
 #pragma unroll
@@ -113,6 +121,19 @@ __device__ __forceinline__ void store_row(const AttendParams& p, std::int64_t to
       const std::uint32_t bits = p.out.dtype == Dtype::f16 ? ptx::f16x2(a, b) : ptx::bf16x2(a, b);
       if (8 * j < left) pair[0] = static_cast<std::uint16_t>(bits);
       if (8 * j + 1 < left) pair[1] = static_cast<std::uint16_t>(bits >> 16);
+    }
+  }
+}
+
+// Weights as operands of the product with values.
+template <bool kBf16, int kCount>
+__device__ __forceinline__ void pack_weights(const float (&s)[kCount], std::uint32_t (&w)[kCount / 8][4]) {
+#pragma unroll
+  for (int i = 0; i < kCount / 8; ++i) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const float a = s[8 * i + 2 * r], b = s[8 * i + 2 * r + 1];
+      w[i][r] = kBf16 ? ptx::bf16x2(a, b) : ptx::f16x2(a, b);
     }
   }
 }

@@ -28,10 +28,7 @@ struct Consumer {
   __device__ std::uint32_t shared_at(int offset) const { return ptx::shared_address(shared) + offset; }
 
   __device__ int row_at(int h) const { return work->row + 64 * group + 16 * warp + g + 8 * h; }
-  __device__ RowPlace place_of(int h) const {
-    const int row = min(row_at(h), work->rows - 1), query = query_of_row(p, row);
-    return {query, work->kv_head * p.group + row - query * p.group};
-  }
+  __device__ RowPlace place_of(int h) const { return row_place(p, work->kv_head, work->rows, row_at(h)); }
 
   // --- products ---
 
@@ -147,16 +144,6 @@ struct Consumer {
     }
     l[0] = fmaf(l[0], alpha[0], sum[0] + sum[1]), l[1] = fmaf(l[1], alpha[1], sum[2] + sum[3]);
   }
-  __device__ __forceinline__ void pack(const float (&s)[kScores], std::uint32_t (&w)[kScores / 8][4]) const {
-#pragma unroll
-    for (int i = 0; i < kScores / 8; ++i) {
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const float a = s[8 * i + 2 * r], b = s[8 * i + 2 * r + 1];
-        w[i][r] = kBf16 ? ptx::bf16x2(a, b) : ptx::f16x2(a, b);
-      }
-    }
-  }
 
   // --- a tile ---
 
@@ -270,7 +257,7 @@ struct Consumer {
     release(keys);
     if (total == 1) queries.arrive_empty();
     weigh(s, sinks > 0 ? 0 : skip, alpha);
-    pack(s, w);
+    pack_weights<kBf16>(s, w);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) o[i] = 0.0f;
 #pragma unroll 1
@@ -292,7 +279,7 @@ struct Consumer {
       weigh(s, use < sinks ? use : use + skip, alpha);
       ptx::wgmma_wait<0>();
       release(values);
-      pack(s, w);
+      pack_weights<kBf16>(s, w);
       if (!S::kShrinksLate) shrink(alpha);
     }
     queries.next();

@@ -33,7 +33,7 @@ __device__ __forceinline__ bool find_work(const AttendParams& p, const Schedule&
   work.kv_head = tile.kv_head;
   work.row = tile.row_block * S::kRows, work.rows = tile.rows;
   work.all_begin = tile.all_begin, work.all_end = tile.all_end;
-  const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
+  const base::Visibility rule = visibility(p);
   const auto begin = static_cast<int>(rule.recent_range(tile.length, tile.first).begin);
   const auto end = static_cast<int>(rule.recent_range(tile.length, tile.last).end);
   const auto sinks = static_cast<int>(rule.sink_range(tile.last).end);
@@ -115,11 +115,9 @@ __device__ __forceinline__ void bring_queries(const AttendParams& p, const Sched
       std::uint64_t row_at[2];  // of rows `lane` and 32 + `lane`
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = min(work.row + 64 * group + 32 * i + lane, work.rows - 1), query = query_of_row(p, row);
-        const int head = work.kv_head * p.group + row - query * p.group;
-        row_at[i] =
-            reinterpret_cast<std::uint64_t>(static_cast<const std::uint16_t*>(p.q.data) +
-                                            (work.query_begin + query) * p.q.token_stride + head * p.q.head_stride);
+        const RowPlace row = row_place(p, work.kv_head, work.rows, work.row + 64 * group + 32 * i + lane);
+        row_at[i] = reinterpret_cast<std::uint64_t>(static_cast<const std::uint16_t*>(p.q.data) +
+                                                    query_offset(p, work.query_begin, row));
       }
       ring.wait_empty();
 #pragma unroll

@@ -278,14 +278,7 @@ struct Consumer {
         s[4 * j] *= a, s[4 * j + 1] *= b, s[4 * j + 2] *= a, s[4 * j + 3] *= b;
       }
     }
-#pragma unroll
-    for (int i = 0; i < kPageTokens / 16; ++i) {
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const float a = s[8 * i + 2 * r], b = s[8 * i + 2 * r + 1];
-        w[i][r] = kBf16 ? ptx::bf16x2(a, b) : ptx::f16x2(a, b);
-      }
-    }
+    pack_weights<kBf16>(s, w);
   }
 
   __device__ int page_here() const {
