@@ -5,6 +5,7 @@
 
 #include "core/fmt.hpp"
 #include "cuda/plan/decode_plan.hpp"
+#include "cuda/plan/prefill.hpp"
 #include "cuda/prefill_fresh/maps.hpp"
 #include "cuda/runtime/built.hpp"
 
@@ -14,17 +15,11 @@ namespace {
 using prefill::fresh::FreshKernel;
 
 std::span<const FreshKernel> fresh_kernels(int head_dim) {
-#define KVANT_ENTRY(d) \
-  if (head_dim == d) return prefill::fresh::kernels<d>();
-  KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
-#undef KVANT_ENTRY
-  return {};
+  return kernels_of<FreshKernel>(head_dim, []<int D>() { return prefill::fresh::kernels<D>(); });
 }
 
 // A sequence without older tokens has at least so many; with fewer, a second launch costs what the kernel gains.
 constexpr std::int64_t kLeastRows = 256;
-// The share of the L2 cache for keys and values that blocks read at the same time, in bytes.
-constexpr std::int64_t kKeysInCache = std::int64_t{24} << 20;
 
 // Why there is none; empty: there is.
 Result<std::string> missing_fresh(const core::DevicePlanConfig& config, std::span<const FreshKernel> kernels,
@@ -32,12 +27,9 @@ Result<std::string> missing_fresh(const core::DevicePlanConfig& config, std::spa
   if (config.options->mask.tensor.data != nullptr) return std::string("prefill_fresh kernels take no mask tensor");
   if (kernels.empty() || config.head_dim % 8 != 0)
     return fmt::format("prefill_fresh kernels are not compiled for head_dim {}", config.head_dim);
-  const std::string needs = "prefill_fresh kernels need compute capability 9.0";
   for (const FreshKernel& one : kernels) {
-    if (one.shared_bytes > limits.shared_bytes) return needs;
-    bool has_code = false;
-    KVANT_CUDA_TRY(has_sm90_code(one.function, has_code));
-    if (!has_code) return needs + " and machine code for it (sm_90a)";
+    Result<std::string> missing = missing_of_hopper(core::kPrefillFresh, one.function, one.shared_bytes, limits);
+    if (!missing.ok() || !missing->empty()) return missing;
   }
   if (!has_encode) return std::string("prefill_fresh kernels need a driver for CUDA 12 or newer");
   return std::string();
@@ -74,8 +66,7 @@ Status DecodePlan::choose_fresh(const core::DevicePlanConfig& config, bool any_l
   const std::int64_t bytes = std::max<std::int64_t>(longest / params_.group, 1) * 4 * config.head_dim;
   const std::int64_t row_blocks = (most_rows_of(config) + kernels[0].rows - 1) / kernels[0].rows;
   // As many in each group of heads, so that all of them take as many rounds.
-  const std::int64_t most = std::clamp<std::int64_t>(kKeysInCache / bytes, 1, pairs),
-                     groups = (pairs + most - 1) / most;
+  const std::int64_t most = heads_in_cache(static_cast<double>(bytes), pairs), groups = (pairs + most - 1) / most;
   f.schedule.heads_at_once = static_cast<int>((pairs + groups - 1) / groups);
   f.schedule.row_blocks = static_cast<int>(row_blocks);
   f.schedule.tiles = static_cast<int>(pairs * row_blocks);  // no more than those of prefill_, which fit
@@ -91,8 +82,7 @@ std::string DecodePlan::explain_fresh() const {
   return fmt::format(
       "first      {}, tiles of {} query rows by {} keys, {} threads, {} bytes of shared memory: the sequences that "
       "have no older tokens at a run, if queries are of the dtype of keys and lie at multiples of 16 bytes, and "
-      "strides "
-      "of keys and values are above zero\n"
+      "strides of keys and values are above zero\n"
       "then       the others, by {}\n",
       core::kPrefillFresh, one.rows, one.keys, one.threads, one.shared_bytes, prefill_name_);
 }

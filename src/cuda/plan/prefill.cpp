@@ -3,6 +3,7 @@
 
 #include "core/fmt.hpp"
 #include "cuda/plan/decode_plan.hpp"
+#include "cuda/plan/prefill.hpp"
 #include "cuda/plan/times.hpp"
 #include "cuda/prefill/choice.hpp"
 #include "cuda/prefill_sm80/kernels.hpp"
@@ -16,18 +17,10 @@ namespace {
 using prefill::Kernel;
 
 std::span<const Kernel> sm90_kernels(int head_dim) {
-#define KVANT_ENTRY(d) \
-  if (head_dim == d) return prefill::kernels<d>();
-  KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
-#undef KVANT_ENTRY
-  return {};
+  return kernels_of<Kernel>(head_dim, []<int D>() { return prefill::kernels<D>(); });
 }
 std::span<const Kernel> sm80_kernels(int head_dim) {
-#define KVANT_ENTRY(d) \
-  if (head_dim == d) return prefill::sm80::kernels<d>();
-  KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
-#undef KVANT_ENTRY
-  return {};
+  return kernels_of<Kernel>(head_dim, []<int D>() { return prefill::sm80::kernels<D>(); });
 }
 
 std::string sm90_head_dims() {
@@ -44,9 +37,6 @@ const Kernel* find_kernel(std::span<const Kernel> kernels, Format k, Format v) {
   return found == kernels.end() ? nullptr : &*found;
 }
 
-// The share of the L2 cache for keys and values that blocks read at the same time, in bytes.
-constexpr std::int64_t kKeysInCache = std::int64_t{24} << 20;
-
 std::string pair_at(const core::DevicePlanConfig& config) {
   return fmt::format("{} at head_dim {}", pair_name({config.k, config.v}), config.head_dim);
 }
@@ -58,12 +48,7 @@ Result<std::string> missing_of_sm90(const core::DevicePlanConfig& config, const 
   if (sm90_kernels(config.head_dim).empty())
     return fmt::format("prefill_sm90 kernels are compiled for head_dim {}", sm90_head_dims());
   if (kernel == nullptr) return fmt::format("prefill_sm90 kernels are not compiled for {}", pair_at(config));
-  const std::string needs = "prefill_sm90 kernels need compute capability 9.0";
-  if (kernel->shared_bytes > limits.shared_bytes) return needs;
-  bool has_code = false;
-  KVANT_CUDA_TRY(has_sm90_code(kernel->function, has_code));
-  if (!has_code) return needs + " and machine code for it (sm_90a)";
-  return std::string();
+  return missing_of_hopper(core::kPrefillSm90, kernel->function, kernel->shared_bytes, limits);
 }
 
 // Bytes for a block that reads a cache with such pages.
@@ -104,7 +89,7 @@ std::vector<times::Rows> DecodePlan::tiles_of(const core::DevicePlanConfig& conf
   // Neighbouring tiles of a long sequence count as alike.
   constexpr std::int64_t kMostParts = 64;
   const AttendParams& p = params_;
-  const base::Visibility rule{p.causal, p.window, p.window_sinks, p.mask.first_key};
+  const base::Visibility rule = visibility(p);
   std::vector<times::Rows> tiles;
   for (const core::DeviceSequence& s : config.sequences) {
     const std::int64_t count = (std::int64_t{s.q_len} * p.group + rows - 1) / rows;
@@ -172,8 +157,7 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config, std::int
   const double bytes =
       static_cast<double>(std::max<std::int64_t>(longest, 1)) * p.cache.encoded_layout.block_bytes / kPageTokens;
   const std::int64_t row_blocks = (most_rows + prefill_.rows - 1) / prefill_.rows;
-  schedule_.heads_at_once =
-      static_cast<int>(std::clamp<std::int64_t>(static_cast<std::int64_t>(kKeysInCache / bytes), 1, pairs));
+  schedule_.heads_at_once = static_cast<int>(heads_in_cache(bytes, pairs));
   if (pairs * row_blocks > (1 << 30) || most_rows > kMostRows) {
     return {
         Code::invalid_argument,

@@ -42,7 +42,7 @@ inline constexpr Entry kEntries[] = {
     {256, {{1460, 2440, 3800, 5000}, {1210, 0, 5500, 7400}, {1030, 0, 5700, 7100}}},
     {512, {{3300, 0, 6000, 6000}, {2540, 0, 8800, 8800}, {1670, 0, 8200, 8200}}},
 };
-// Those of the next head_dim that is listed, for one that is not.
+// A head_dim that is not listed takes the times of the next larger one; one beyond all takes those of the largest.
 constexpr PageTimes page_times(int head_dim, Format k) {
   const Entry* entry = std::begin(kEntries);
   while (entry + 1 != std::end(kEntries) && entry->head_dim < head_dim) ++entry;
