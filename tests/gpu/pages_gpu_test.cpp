@@ -439,6 +439,88 @@ TEST(PagesGpu, AGraphFollowsTheTables) {
   EXPECT_FALSE(there.take_errors(twins.stream.handle()).value());
 }
 
+// Attention reads the batch before the previous launch has ended. Where that launch is set_tables, each run must see
+// the batch that was set last: outputs have the bits of runs for which the host waits.
+TEST(PagesGpu, RunsDirectlyBehindSetTables) {
+  SKIP_WITHOUT_DEVICE();
+  constexpr std::int32_t kSteps = 8, kColumns = 9, kBlocks = 64, kHeads = 8, kTokens = 160;
+  for (const int head_dim : {128, 256}) {
+    const Geometry g{"tq4", "tq4", head_dim, 2};
+    Twins twins(g, kBlocks);
+    std::vector<std::int32_t> all;
+    for (std::int32_t b = 0; b < kBlocks; ++b) all.push_back(b);
+    const std::int64_t tokens = kBlocks * kPageTokens;
+    twins.write(random_rows(tokens, g, 1), random_rows(tokens, g, 2), slots_of(all, 0, tokens));
+    for (const auto& [batch, check] : {std::pair(1, false), {20, false}, {20, true}, {70, false}}) {
+      PagesPlanOptions o;
+      o.attention.q_heads = kHeads;
+      o.attention.kernel = "decode";
+      o.max_batch = batch;
+      o.max_blocks = kColumns;
+      o.max_query_len = 3;
+      o.max_tokens = kTokens;
+      o.check_ids = check;
+      PagesPlan plan = twins.device.plan(o).value();
+      const std::int64_t q_row = std::int64_t{kHeads} * head_dim;
+      const std::size_t elements = static_cast<std::size_t>(kTokens * q_row);
+      const DeviceBuffer q = DeviceBuffer::of<float>(gaussian_vector(elements, 3));
+      const DeviceBuffer workspace(plan.workspace_bytes());
+      std::vector<DeviceBuffer> outs;
+      std::vector<DeviceTables> tables;
+      std::vector<StepTables> views;
+      Rng rng(7);
+      for (int s = 0; s < kSteps; ++s) {
+        EngineStep step;
+        const auto sequences = static_cast<int>(1 + rng.below(batch));
+        for (int i = 0; i < sequences; ++i) {
+          std::vector<std::int32_t> blocks;
+          const std::int64_t length = 3 + rng.below(kColumns * kPageTokens - 2);
+          for (std::int64_t p = 0; p * kPageTokens < length; ++p)
+            blocks.push_back(static_cast<std::int32_t>(rng.below(kBlocks)));
+          step.add(blocks, static_cast<std::int32_t>(length), static_cast<std::int32_t>(rng.below(3)));
+        }
+        tables.emplace_back(batch, kColumns);
+        views.push_back(tables.back().upload(step));
+        outs.emplace_back(elements * 4);
+      }
+      const auto clear = [&] {
+        const std::vector<float> before(elements, 0.25f);
+        for (const DeviceBuffer& out : outs) out.upload(before.data(), before.size() * 4);
+      };
+      const auto run = [&](std::size_t s) {
+        plan.run(twins.device_pool, TensorView::of(q.as<float>(), kTokens, kHeads, head_dim),
+                 MutableTensorView::of(outs[s].as<float>(), kTokens, kHeads, head_dim),
+                 {.stream = twins.stream.handle(), .workspace = workspace.span()})
+            .value();
+      };
+      clear();
+      std::vector<std::vector<float>> expected;
+      for (std::size_t s = 0; s < kSteps; ++s) {
+        plan.set_tables(views[s], twins.stream.handle()).value();
+        twins.stream.wait();
+        run(s);
+        twins.stream.wait();
+        expected.push_back(outs[s].download_as<float>());
+      }
+      const TestGraph graph(twins.stream, [&] {
+        for (std::size_t s = 0; s < kSteps; ++s) {
+          plan.set_tables(views[s], twins.stream.handle()).value();
+          run(s);
+          if (s % 2 == 0) run(s);  // the next layer
+        }
+      });
+      for (int n = 0; n < 50; ++n) {
+        clear();
+        for (int replay = 0; replay < 5; ++replay) graph.launch(twins.stream);
+        twins.stream.wait();
+        for (std::size_t s = 0; s < kSteps; ++s)
+          ASSERT_EQ(expected[s], outs[s].download_as<float>()) << "replays " << n << ", step " << s;
+      }
+      EXPECT_FALSE(plan.take_errors(twins.stream.handle()).value());
+    }
+  }
+}
+
 // --- what does not fit -----------------------------------------------------------------------------------------------
 
 TEST(PagesGpu, WhatDoesNotFitIsTold) {

@@ -19,6 +19,9 @@ LEAST_WINDOW_WITH_TAIL = 1024  # as in a kvant.Cache
 # queries of requests up to so long that costs at most 37 us a layer (docs/lab/borrowed-pages.md); decode kernels serve
 # longer ones.
 MOST_TOKENS_OF_FEW_FRESH = 512
+# Plans choose kernels for their largest step. So a device has a plan for up to so many queries, too, of requests whose
+# tokens are at least so many times as many: mostly a prefix that is stored. Decode kernels share its keys.
+FEW_QUERIES, PREFIX_OF_FEW = 128, 8
 
 
 class Capacity(NamedTuple):
@@ -60,14 +63,25 @@ def _sizes(most: int) -> list[int]:
     return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
+class Few(NamedTuple):
+    """A plan for the short chunks of few requests behind a long prefix."""
+
+    plan: Any  # reads all tokens from pages
+    requests: int
+    tokens: int  # that the longest request has at least
+
+
 class Extend(NamedTuple):
-    """The plans of chunks of prompts up to one size; at least one of them."""
+    """The plans of chunks of prompts up to one size; at least one of the first two."""
 
     stored: Any | None  # reads all tokens from pages
     fresh: Any | None  # is given the chunk's own
+    few: Few | None = None
 
-    def choose(self, tokens: int):
-        """For requests of up to so many tokens."""
+    def choose(self, requests: int, tokens: int):
+        """For so many requests of up to so many tokens."""
+        if self.few is not None and requests <= self.few.requests and tokens >= self.few.tokens:
+            return self.few.plan
         if self.fresh is None or (self.stored is not None and tokens > MOST_TOKENS_OF_FEW_FRESH):
             return self.stored
         return self.fresh
@@ -131,7 +145,7 @@ class Layer(NamedTuple):
 
     def extend_plan(self, pages, capacity: Capacity, queries: int) -> Extend:
         limits = capacity.extend(queries)[1], queries
-        fresh = stored = None
+        fresh = stored = few = None
         if self.fresh:
             try:
                 fresh = self._plan(pages, capacity, *limits, fresh=True)
@@ -139,9 +153,20 @@ class Layer(NamedTuple):
                 _say_once(f"prompts attend to their own tokens as they are stored, not as they are given: {error}")
         if fresh is None or pages.device[0] != "cpu":
             stored = self._plan(pages, capacity, *limits)
-            if fresh is not None and stored.facts.kernel == "prefill":  # which serves fresh keys in the same time
-                stored = None
-        return Extend(stored, fresh)
+            if pages.device[0] != "cpu" and stored.facts.kernel == "prefill":
+                few = self._few_plan(pages, capacity, *limits)
+                if fresh is not None:  # in the same time
+                    stored = None
+        return Extend(stored, fresh, few)
+
+    def _few_plan(self, pages, capacity: Capacity, requests: int, queries: int) -> Few | None:
+        """None where prefill kernels serve few queries, too."""
+        requests = min(requests, max(1, FEW_QUERIES // queries))
+        tokens = max(MOST_TOKENS_OF_FEW_FRESH + 1, PREFIX_OF_FEW * queries)
+        if tokens > capacity.blocks * BLOCK_TOKENS:
+            return None
+        plan = self._plan(pages, capacity, requests, queries)
+        return None if plan.facts.kernel == "prefill" else Few(plan, requests, tokens)
 
     def _plan(self, pages, capacity: Capacity, requests: int, queries: int, fresh: bool = False):
         return pages.plan(

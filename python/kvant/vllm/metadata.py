@@ -31,7 +31,9 @@ class Part(NamedTuple):
     tokens: int = 0  # of its longest request, at most
 
     def plan(self, plans: Plans):
-        return plans.decode[self.size] if self.is_decode else plans.extend[self.size][self.copy].choose(self.tokens)
+        if self.is_decode:
+            return plans.decode[self.size]
+        return plans.extend[self.size][self.copy].choose(self.end - self.first, self.tokens)
 
 
 @dataclass

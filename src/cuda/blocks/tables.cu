@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(kThreads) set_tables_kernel(const __grid_const
     if (p >= copied && ref.encoded >= 0) ref.exact = max(-1, to.copies.find(ref.encoded));
     refs[p] = ref;
   }
+  __threadfence();  // before the launch ends: attention reads the batch without waiting for it
 }
 
 __device__ void fill_nan(const CheckBlocks& check, const BatchEntry& e) {
@@ -82,6 +83,7 @@ __global__ void __launch_bounds__(kThreads) check_blocks_kernel(const __grid_con
   if (threadIdx.x != 0) return;
   if (bad) *t.errors = 1, e.q_len = 0;
   t.entries[i] = e;
+  __threadfence();  // as in set_tables_kernel
 }
 
 __global__ void __launch_bounds__(kThreads) list_blocks_kernel(const __grid_constant__ ListBlocks list) {

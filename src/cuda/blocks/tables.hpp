@@ -27,7 +27,8 @@ struct PlanTables {
 };
 
 // A step's batch as the engine has it, into the plan's tables. A sequence that does not fit gets no query. Begins when
-// all before it in the stream has ended, and lets no launch behind it begin before it has.
+// all before it in the stream has ended, and lets no launch behind it begin before it has: attention reads the batch
+// before it waits for the previous launch (schedule/schedule.cuh).
 struct SetTables {
   PlanTables to;
   const std::int32_t* block_table;

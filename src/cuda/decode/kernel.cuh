@@ -38,13 +38,12 @@ __device__ void Attend<S>::run() {
   }
   // A block computes its first part while the previous launch still runs. That launch may change lengths, so the part
   // is a guess until the launch has ended and the lengths are found unchanged. Nothing else that the launch writes is
-  // read before.
-  if (threadIdx.x == 0) info->found = kOverlaps && p.batch <= kWindow ? kGuessed : kBegun;
-  if (!kOverlaps || p.batch > kWindow) {
-    for (int i = static_cast<int>(threadIdx.x); i < p.batch; i += S::kThreads) {
-      if (are_made(p)) ptx::prefetch(p.entries + i);
-      ptx::prefetch(p.cache.sequences + (are_made(p) ? i : batch_entry(p, i).index));
-    }
+  // read before. A longer batch than one window is read before only where it does not change.
+  const bool is_early = kOverlaps && (p.batch <= kWindow || are_made(p));
+  if (threadIdx.x == 0) info->found = is_early ? kGuessed : kBegun;
+  if (!is_early) {
+    for (int i = static_cast<int>(threadIdx.x); i < p.batch; i += S::kThreads)
+      ptx::prefetch(p.cache.sequences + batch_entry(p, i).index);
     ptx::wait_prerequisites();
   }
   std::uint32_t phases = 0;

@@ -142,6 +142,7 @@ template <int D, int W>
 __global__ void __launch_bounds__(32 * W, kMergeBlocks<D, W>) merge_kernel(const __grid_constant__ AttendParams p) {
   constexpr int kVectors = (D + 127) / 128;  // float4 of a lane
   constexpr int kAtOnce = D <= 128 ? 2 : 1;  // partials that a warp asks for at once, as registers allow
+  constexpr bool kMayBeLate = D != 256 || W != kMergeWarps;  // there it would spill
   extern __shared__ __align__(128) std::byte memory[];
   MergeShared<D, W>& shared = *reinterpret_cast<MergeShared<D, W>*>(memory);
 
@@ -156,11 +157,12 @@ __global__ void __launch_bounds__(32 * W, kMergeBlocks<D, W>) merge_kernel(const
   const int segment = all >> p.row_bits;  // (entry, kv head, row block)
   const int row_block = segment % p.row_blocks;
   const int kv_head = segment / p.row_blocks % p.cache.kv_heads;
-  const BatchEntry e = batch_entry(p, segment / p.row_blocks / p.cache.kv_heads);
+  const int entry = segment / p.row_blocks / p.cache.kv_heads;
+  const BatchEntry e = batch_entry(p, entry);
   const int row = row_block * p.rows + r;
   const int query = query_of_row(p, row), q_head = kv_head * p.group + row - query * p.group;
-  // Made entries come from memory, together with what is loaded next.
-  const bool is_late = are_made(p);
+  // An entry from memory is waited for together with what is loaded next, where registers allow.
+  const bool is_late = kMayBeLate && entry >= p.known_entries;
   if (!is_late && query >= e.q_len) return;  // the whole cluster
   if (ranks > 1) ptx::cluster_arrive();      // this block has started
   ptx::wait_prerequisites();

@@ -197,14 +197,36 @@ def test_fresh_keys(vllm, cache_dtype, options):
     e.step([(second, 5)], tolerance=1.0)  # a prefix hit: fewer new tokens than cached ones
 
 
+@pytest.mark.parametrize("fresh", [True, False])
+def test_short_chunks_behind_long_prefixes(vllm, fresh):
+    """The rest of a prompt whose prefix is stored. On a device decode kernels serve it, where prefill kernels serve the
+    server's largest step of such chunks."""
+    layers = [{}, {"window": 700}]
+    limits = dict(q_heads=32, kv_heads=8, head_dim=128, max_requests=32, max_tokens=2048, max_model_len=2048, blocks=80)
+    e = Engine(vllm, layers, cache_dtype="kvant_tq8", fresh=fresh, tail=0, **limits)
+    a, b = e.request(1), e.request(2)
+    e.step([(a, 850), (b, 600)], tolerance=0.02)
+    for batch, few in (([(a, 40)], True), ([(b, 1), (a, 20)], True), ([(a, 60), (b, 60)], True), ([(b, 200)], False)):
+        made, _, _ = e.metadata(batch)
+        plans = [plan for m in made.values() for plans in m.plans.values() for plan in [m.parts[-1].plan(plans)]]
+        if not ON_CPU:
+            assert {plan.facts.kernel.startswith("decode") for plan in plans} == {few}, [p.explain() for p in plans]
+            assert {plan.fresh for plan in plans} == {fresh and not few}
+        e.step(batch, tolerance=0.02)
+
+
 def test_which_chunks_are_fresh(vllm, dense_pages, torch):
     """Where both kinds of plans exist (on a device) few queries of long requests take decode kernels."""
-    from kvant.vllm.layer import MOST_TOKENS_OF_FEW_FRESH, Extend
+    from kvant.vllm.layer import MOST_TOKENS_OF_FEW_FRESH, Extend, Few
 
-    assert Extend("stored", "fresh").choose(MOST_TOKENS_OF_FEW_FRESH) == "fresh"
-    assert Extend("stored", "fresh").choose(MOST_TOKENS_OF_FEW_FRESH + 1) == "stored"
-    assert Extend(None, "fresh").choose(1 << 20) == "fresh"
-    assert Extend("stored", None).choose(1) == "stored"
+    assert Extend("stored", "fresh").choose(1, MOST_TOKENS_OF_FEW_FRESH) == "fresh"
+    assert Extend("stored", "fresh").choose(1, MOST_TOKENS_OF_FEW_FRESH + 1) == "stored"
+    assert Extend(None, "fresh").choose(1, 1 << 20) == "fresh"
+    assert Extend("stored", None).choose(1, 1) == "stored"
+    few = Few("few", 2, 1000)
+    for extend, other in ((Extend(None, "fresh", few), "fresh"), (Extend("stored", None, few), "stored")):
+        chosen = [extend.choose(*batch) for batch in ((1, 999), (1, 1000), (2, 5000), (3, 5000))]
+        assert chosen == [other, "few", "few", other]
     e = Engine(vllm, cache_dtype=dense_pages)
     (plans,) = e.builder().plans.values()
     assert all(extend.fresh.fresh and extend.stored is None for (extend,) in plans.extend.values())
