@@ -15,13 +15,12 @@ from .dtypes import NAMES, Pair
 
 BLOCK_TOKENS = 64  # of a kvant page
 LEAST_WINDOW_WITH_TAIL = 1024  # as in a kvant.Cache
-# On a device fresh keys take prefill kernels, which do not share a request's keys among multiprocessors. For a few
-# queries of requests up to so long that costs at most 37 us a layer (docs/lab/borrowed-pages.md); decode kernels serve
-# longer ones.
-MOST_TOKENS_OF_FEW_FRESH = 512
-# Plans choose kernels for their largest step. So a device has a plan for up to so many queries, too, of requests whose
-# tokens are at least so many times as many: mostly a prefix that is stored. Decode kernels share its keys.
+# Plans choose kernels for their largest step, and fresh keys take prefill kernels, which do not share a request's keys
+# among multiprocessors. So a device has one more plan of each size, of decode kernels: for up to so many queries,
+# behind a prefix that makes requests at least so many times as long as the plan's chunks (docs/lab/borrowed-pages.md).
 FEW_QUERIES, PREFIX_OF_FEW = 128, 8
+# Shorter requests keep their fresh keys, which costs at most 50 us a layer.
+MOST_TOKENS_OF_FEW_FRESH = 512
 
 
 class Capacity(NamedTuple):
@@ -72,7 +71,7 @@ class Few(NamedTuple):
 
 
 class Extend(NamedTuple):
-    """The plans of chunks of prompts up to one size; at least one of the first two."""
+    """The plans of chunks of prompts up to one size; one of the first two."""
 
     stored: Any | None  # reads all tokens from pages
     fresh: Any | None  # is given the chunk's own
@@ -82,9 +81,7 @@ class Extend(NamedTuple):
         """For so many requests of up to so many tokens."""
         if self.few is not None and requests <= self.few.requests and tokens >= self.few.tokens:
             return self.few.plan
-        if self.fresh is None or (self.stored is not None and tokens > MOST_TOKENS_OF_FEW_FRESH):
-            return self.stored
-        return self.fresh
+        return self.stored if self.fresh is None else self.fresh
 
 
 class Plans(NamedTuple):
@@ -151,12 +148,10 @@ class Layer(NamedTuple):
                 fresh = self._plan(pages, capacity, *limits, fresh=True)
             except kvant.Unsupported as error:
                 _say_once(f"prompts attend to their own tokens as they are stored, not as they are given: {error}")
-        if fresh is None or pages.device[0] != "cpu":
+        if fresh is None:
             stored = self._plan(pages, capacity, *limits)
-            if pages.device[0] != "cpu" and stored.facts.kernel == "prefill":
-                few = self._few_plan(pages, capacity, *limits)
-                if fresh is not None:  # in the same time
-                    stored = None
+        if pages.device[0] != "cpu":
+            few = self._few_plan(pages, capacity, *limits)
         return Extend(stored, fresh, few)
 
     def _few_plan(self, pages, capacity: Capacity, requests: int, queries: int) -> Few | None:
