@@ -91,8 +91,8 @@ function(kvant_cuda_each_pair pairs result)
   set(${result} "${text}" PARENT_SCOPE)
 endfunction()
 
-# Writes attend_dN.cu, prefill_dN.cu, prefill_sm80_dN.cu, prefill_fresh_dN.cu, write_dN.cu, slots_dN.cu and
-# instances.hpp from templates in `source` to `target`; what takes longest to compile first in `units`.
+# Writes attend_dN.cu, prefill_dN.cu, prefill_sm80_dN.cu, prefill_fresh_dN.cu, unpack_dN.cu, write_dN.cu, slots_dN.cu
+# and instances.hpp from templates in `source` to `target`; what takes longest to compile first in `units`.
 function(kvant_cuda_write_instances source target wanted units)
   kvant_cuda_select_pairs("${wanted}" selected)
   set(others ${kvant_cuda_pairs})
@@ -117,8 +117,9 @@ function(kvant_cuda_write_instances source target wanted units)
     configure_file(${source}/prefill_sm90/prefill.cu.in ${target}/prefill_d${head_dim}.cu @ONLY)
     configure_file(${source}/prefill_sm80/prefill.cu.in ${target}/prefill_sm80_d${head_dim}.cu @ONLY)
     configure_file(${source}/prefill_fresh/fresh.cu.in ${target}/prefill_fresh_d${head_dim}.cu @ONLY)
+    configure_file(${source}/prefill_unpacked/unpack.cu.in ${target}/unpack_d${head_dim}.cu @ONLY)
     list(APPEND prefill_units ${target}/prefill_d${head_dim}.cu ${target}/prefill_sm80_d${head_dim}.cu
-      ${target}/prefill_fresh_d${head_dim}.cu)
+      ${target}/prefill_fresh_d${head_dim}.cu ${target}/unpack_d${head_dim}.cu)
   endforeach()
   list(SORT attend_units COMPARE NATURAL ORDER DESCENDING)
   list(SORT write_units COMPARE NATURAL ORDER DESCENDING)

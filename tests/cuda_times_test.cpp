@@ -137,6 +137,37 @@ TEST(Times, ChooseWhatWasMeasuredToBeFastest) {
   EXPECT_EQ(choose(32, 8, 128, 8, 64, Format::tq4).kind, "prefill_sm90");
 }
 
+// Chunks of prompts over unpacked keys, tq4, us measured on an H200 (docs/lab/cuda-prefill.md).
+TEST(Times, UnpackedKeysTakeWhatWasMeasured) {
+  struct Case {
+    int head_dim;
+    std::int64_t heads, rows, tile_rows, blocks, pages, us, sequences = 1;
+  };
+  for (const Case& c : std::vector<Case>{{64, 8, 2048, 192, 1, 512, 467},
+                                         {64, 8, 8192, 192, 1, 512, 1263},
+                                         {96, 8, 2048, 192, 1, 512, 644},
+                                         {96, 8, 8192, 192, 1, 512, 1673},
+                                         {128, 8, 256, 128, 1, 16, 42},
+                                         {128, 8, 512, 128, 1, 64, 91},
+                                         {128, 8, 2048, 128, 1, 512, 566},
+                                         {128, 8, 8192, 128, 1, 512, 1881},
+                                         {192, 4, 8192, 128, 1, 512, 1347},
+                                         {256, 2, 1024, 128, 1, 64, 131},
+                                         {256, 2, 16384, 128, 1, 512, 1726},
+                                         {512, 1, 1024, 128, 2, 64, 156},
+                                         {512, 1, 4096, 128, 2, 512, 954},
+                                         {512, 1, 16384, 128, 2, 512, 1881},
+                                         {128, 8, 256, 128, 1, 32, 140, 8},
+                                         {128, 8, 1024, 128, 1, 32, 250, 8}}) {
+    const std::int64_t ns =
+        kRoundsStart + round_ns(c.head_dim, Format::tq4, c.sequences * c.heads * c.pages, c.sequences > 1,
+                                rows_of(c.sequences, c.heads, c.rows, c.tile_rows, c.pages), kMultiprocessors,
+                                c.blocks);
+    EXPECT_NEAR(static_cast<double>(ns) / 1000 / static_cast<double>(c.us), 1.0, 0.12)
+        << c.head_dim << ", " << c.rows << " rows of " << c.pages << " pages";
+  }
+}
+
 // A larger number of queries takes longer, or at most a tenth less: choices have no cliff by these times.
 TEST(Times, MoreQueriesTakeLonger) {
   for (const Entry& entry : kEntries) {

@@ -351,9 +351,10 @@ typedef struct kvant_attention_options {
   const char* isa;    /* "scalar", "avx2", "avx512", "amx" or "neon"; NULL (default): the best that this machine has.
                       "amx" multiplies more than 16 rows with products of bf16 terms: 4e-6 off exact attention over
                       the stored vectors, where others are 1e-6 off (float formats) */
-  const char* kernel; /* caches on a device: "decode" or "prefill" ("prefill_sm90" or "prefill_sm80" for one kind of
-                      these; "prefill_fresh" with fresh_keys), or "generic": any pair of formats in float32, the only
-                      one for f32 and imported formats; NULL (default): by the formats and the number of rows */
+  const char* kernel; /* caches on a device: "decode" or "prefill" ("prefill_sm90", "prefill_sm80" or
+                      "prefill_unpacked" for one kind of these; "prefill_fresh" with fresh_keys), or "generic": any pair
+                      of formats in float32, the only one for f32 and imported formats; NULL (default): by the formats
+                      and the number of rows */
   int32_t fresh_keys; /* 1: each run is given keys and values of the sequences' last q_len tokens, attends to these as
                       they are given, and reads only older tokens from the cache; tokens are reserved before, and a
                       layer is run before its write or after it. On a device such plans take prefill kernels. Default

@@ -83,10 +83,10 @@ class Plan:
         dimension begins at position mask_first_key.
     threads, split_keys, isa: 0 and None let the plan choose. CPU only. isa: "scalar", "avx2", "avx512", "amx" or
         "neon"; "amx" multiplies many rows as two bf16 numbers each: relative errors near 5e-6, of "avx512" near 2e-6.
-    kernel: on a device "decode", "decode_sm90" or "prefill" ("prefill_sm90" or "prefill_sm80" for one kind of these;
-        "prefill_fresh" with fresh), or "generic", which takes any pair of formats in float32, and is the only one for
-        f32 and imported formats; None: by the number of rows. decode_sm90 and prefill kernels round weights to f16 or
-        bf16.
+    kernel: on a device "decode", "decode_sm90" or "prefill" ("prefill_sm90", "prefill_sm80" or "prefill_unpacked" for
+        one kind of these; "prefill_fresh" with fresh), or "generic", which takes any pair of formats in float32, and is
+        the only one for f32 and imported formats; None: what takes the least time. decode_sm90 and prefill kernels
+        round weights to f16 or bf16, and "prefill_unpacked" what codes stand for.
 
     fresh: True: each run is given the keys and values of the queries' own tokens and attends to these as they are;
         only older tokens are read from the cache. On a device it takes prefill kernels.

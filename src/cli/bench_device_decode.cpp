@@ -54,17 +54,16 @@ struct Decode {
   }
 };
 
-// As AttentionOptions::kernel names them: of prefill kernels which of the two kinds.
+// As AttentionOptions::kernel names them: of prefill kernels which kind.
 std::string kernel_of(const Plan& plan) {
   const std::string name = plan.kernel();
   if (name != core::kPrefillKernels) return name;
-  // "kernel     prefill_sm80 tq4/tq4, ..", and perhaps why the other kind does not serve.
+  // "kernel     prefill_sm80 tq4/tq4, ..", and perhaps why other kinds do not serve.
   const std::string line = "\nkernel ";
   std::string text("\n");
   text += plan.explain();
   const std::size_t at = text.find_first_not_of(' ', text.find(line) + line.size());
-  return text.compare(at, std::strlen(core::kPrefillSm80), core::kPrefillSm80) == 0 ? core::kPrefillSm80
-                                                                                    : core::kPrefillSm90;
+  return text.substr(at, text.find(' ', at) - at);
 }
 
 // By how much the sequences of step grow while they are timed.

@@ -157,11 +157,13 @@ void add_device(CLI::App& command, BenchArguments& a, BenchOp op) {
       ->type_name("N");
   std::vector<std::string> kernels(std::begin(core::kKernelNames), std::end(core::kKernelNames));
   kernels.insert(kernels.begin(), kAutomaticKernel);
+  const auto half = kernels.begin() + 4;
   one_of(add_list(command, "--kernel", a.kernels,
-                  "With --backend cuda: kernels that the plan is to take; automatic: those\n"
-                  "that take the least time"),
+                  fmt::format("With --backend cuda: kernels that the plan is to take; automatic: those\n"
+                              "that take the least time. One of {},\n{}",
+                              fmt::join(kernels.begin(), half, ", "), fmt::join(half, kernels.end(), ", "))),
          kernels)
-      ->type_name(fmt::format("{},...", fmt::join(kernels, "|")))
+      ->type_name("KERNEL,...")
       ->capture_default_str();
 }
 

@@ -113,9 +113,10 @@ inline constexpr const char* kPrefillKernels = "prefill";
 inline constexpr const char* kPrefillSm90 = "prefill_sm90";
 inline constexpr const char* kPrefillSm80 = "prefill_sm80";
 inline constexpr const char* kPrefillFresh = "prefill_fresh";
+inline constexpr const char* kPrefillUnpacked = "prefill_unpacked";
 inline constexpr const char* kGenericKernels = "generic";
-inline constexpr const char* kKernelNames[] = {kDecodeKernels, kDecodeSm90,   kPrefillKernels, kPrefillSm90,
-                                               kPrefillSm80,   kPrefillFresh, kGenericKernels};
+inline constexpr const char* kKernelNames[] = {kDecodeKernels, kDecodeSm90,   kPrefillKernels,  kPrefillSm90,
+                                               kPrefillSm80,   kPrefillFresh, kPrefillUnpacked, kGenericKernels};
 
 class DevicePlan {
  public:

@@ -72,7 +72,7 @@ if(attend MATCHES "tq8" OR
 endif()
 list(LENGTH units count)
 list(LENGTH kvant_cuda_head_dims head_dims)
-math(EXPR expected "6 * ${head_dims}")
+math(EXPR expected "7 * ${head_dims}")
 if(NOT count EQUAL expected)
   message(SEND_ERROR "${count} units for ${head_dims} head_dims")
 endif()

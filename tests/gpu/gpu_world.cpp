@@ -255,12 +255,14 @@ bool GpuWorld::serves(const std::string& kind) const {
   return s.head_dim <= 256 && (same || (rotated(s.k) && rotated(s.v)));
 }
 
-bool GpuWorld::fresh_serves(const AttentionOptions& base, const Placement& placement) const {
+bool GpuWorld::unpacked_serves(const AttentionOptions& base, const Placement& placement) const {
   const auto whole = [](std::int64_t elements) { return elements % 8 == 0; };
-  return base.fresh_keys && base.mask.tensor.data == nullptr && placement.q_dtype == host.spec.input_dtype &&
-         whole(host.spec.head_dim) && cache.impl().stored_dim() <= 256 && whole(placement.offset) &&
-         whole(placement.token_padding) && whole(placement.head_padding) &&
-         (serves(core::kPrefillSm90) || serves(core::kPrefillSm80));
+  return base.mask.tensor.data == nullptr && placement.q_dtype != Dtype::f32 && whole(host.spec.head_dim) &&
+         cache.impl().stored_dim() <= 256 && whole(placement.offset) && whole(placement.token_padding) &&
+         whole(placement.head_padding) && (serves(core::kPrefillSm90) || serves(core::kPrefillSm80));
+}
+bool GpuWorld::fresh_serves(const AttentionOptions& base, const Placement& placement) const {
+  return base.fresh_keys && placement.q_dtype == host.spec.input_dtype && unpacked_serves(base, placement);
 }
 
 testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const std::vector<float>& sink_logits,
@@ -272,9 +274,10 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
     return testing::AssertionSuccess() << got.message();
   if (!got) return testing::AssertionFailure() << code_name(got.code()) << ": " << got.message();
   const Expected expected = expect(base, sink_logits, placement.q_dtype);
-  const double of_kernel = base.fresh_keys ? tolerance::kCudaPrefill : tolerance(base);
+  const bool is_prefill = base.fresh_keys || base.kernel.rfind(core::kPrefillKernels, 0) == 0;
+  const double of_kernel = is_prefill ? tolerance::kCudaPrefill : tolerance(base);
   const double of_prefill_lse = std::max(lse_tolerance, tolerance::kCudaPrefillLse);
-  if (base.fresh_keys) lse_tolerance = of_prefill_lse;
+  if (is_prefill) lse_tolerance = of_prefill_lse;
   const double allowed = of_kernel + rounding_of(placement.out_dtype);
   if (auto r = close(expected.out, got->out, allowed, host.out_shape()); !r) {
     return r << "\nout, against float64 attention over the decoded vectors\n" << got->explain;
@@ -287,6 +290,7 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
                                                 {core::kPrefillSm90, serves(core::kPrefillSm90)},
                                                 {core::kPrefillSm80, serves(core::kPrefillSm80)},
                                                 {core::kPrefillFresh, fresh_serves(base, placement)},
+                                                {core::kPrefillUnpacked, unpacked_serves(base, placement)},
                                                 {core::kGenericKernels, !base.fresh_keys}};
   for (const auto& [kind, must_serve] : kinds) {
     if (!base.kernel.empty()) break;

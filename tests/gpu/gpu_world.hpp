@@ -63,6 +63,7 @@ class GpuWorld {
  private:
   [[nodiscard]] bool serves(const std::string& kind) const;
   [[nodiscard]] bool fresh_serves(const AttentionOptions& base, const Placement& placement) const;
+  [[nodiscard]] bool unpacked_serves(const AttentionOptions& base, const Placement& placement) const;
   struct Decoded {
     std::vector<float> keys, values;
   };

@@ -381,7 +381,7 @@ Status DecodePlan::prepare(const core::DevicePlanConfig& config, const StepBatch
   if (Status s = choose_family(config, decode_ns); !s.ok()) return s;
   if (prefill_.function != nullptr) {
     if (Status s = choose_fresh(config, batch.entries != nullptr); !s.ok()) return s;
-    workspace_bytes_ = aligned(class_count());
+    workspace_bytes_ = std::max(workspace_bytes_, aligned(class_count()));  // one of the two is 0
     return upload(config, batch);
   }
   if (!kernels.ok()) return kernels.status();
@@ -415,6 +415,7 @@ std::string DecodePlan::explain() const {
   if (p.batch == 0) return "kernel     none: no sequence has a query\n";
   std::string s;
   auto out = std::back_inserter(s);
+  if (unpacked_.is_chosen) return explain_unpacked() + explain_fresh();
   if (prefill_.function != nullptr) {
     fmt::format_to(out, "kernel     {} {}/{}, head_dim {}, tiles of {} query rows: {}\n", prefill_name_,
                    format_info(prefill_.k).name, format_info(prefill_.v).name, p.head_dim, prefill_.rows, why_);
@@ -518,7 +519,7 @@ Status DecodePlan::run(AttendParams& p, const TensorView& q, const MutableTensor
   p.sink_logits = options.sink_logits;
   std::byte* workspace = options.workspace.data();
   if (Status s = classify(p, workspace, options.stream); !s.ok()) return s;
-  if (prefill_.function != nullptr) return run_prefill(p, fresh, options.stream);
+  if (prefill_.function != nullptr) return run_prefill(p, fresh, workspace, options.stream);
   p.segments = reinterpret_cast<std::int32_t*>(workspace);
   p.partial_ml = reinterpret_cast<float*>(workspace + ml_at_);
   p.partial_o = reinterpret_cast<float*>(workspace + o_at_);

@@ -12,8 +12,10 @@
 #include "cuda/decode/kernels.hpp"
 #include "cuda/mask/classify.hpp"
 #include "cuda/plan/times.hpp"
+#include "cuda/prefill/choice.hpp"
 #include "cuda/prefill/kernels.hpp"
 #include "cuda/prefill_fresh/maps.hpp"
+#include "cuda/prefill_unpacked/unpack.hpp"
 #include "cuda/schedule/params.hpp"
 #include "cuda/schedule/schedule.hpp"
 #include "cuda/store/store.hpp"
@@ -58,6 +60,7 @@ class DecodePlan final : public core::DevicePlan {
   // prefill kernels, which read those that their own queries see.
   [[nodiscard]] std::vector<times::Rows> blocks_of(const core::DevicePlanConfig& config, std::int64_t rows) const;
   [[nodiscard]] std::vector<times::Rows> tiles_of(const core::DevicePlanConfig& config, std::int64_t rows) const;
+  void add_tiles(const core::DeviceSequence& s, std::int64_t rows, int kv_heads, std::vector<times::Rows>& tiles) const;
   struct Group {  // a kernel of warpgroups
     const AttendKernel* kernel = nullptr;
     std::int64_t ns = 0;  // that it takes
@@ -82,8 +85,22 @@ class DecodePlan final : public core::DevicePlan {
 
   Status run(AttendParams& p, const TensorView& q, const MutableTensorView& out, const core::FreshRows& fresh,
              const RunOptions& options) const;
-  Status run_prefill(AttendParams& p, const core::FreshRows& fresh, Stream stream) const;
-  // Kernels that come before prefill_. any_length: sequences may have no older tokens, whatever the plan says of them.
+  Status run_prefill(AttendParams& p, const core::FreshRows& fresh, std::byte* workspace, Stream stream) const;
+  // Kernels that come before prefill_ (unpacked.cpp).
+  struct OtherPrefill {
+    times::TileTimes times;
+    std::int64_t rows;  // of a tile
+    int blocks;         // of a multiprocessor
+  };
+  [[nodiscard]] std::int64_t unpacked_ns(const core::DevicePlanConfig& config, const OtherPrefill& other) const;
+  Status consider_unpacked(const core::DevicePlanConfig& config, const OtherPrefill& other,
+                           prefill::Candidate& candidate);
+  Status prepare_unpacked();
+  [[nodiscard]] std::string explain_unpacked() const;
+  Status run_unpacked(const AttendParams& p, const core::FreshRows& fresh, std::byte* workspace, prefill::Serves serves,
+                      Stream stream, bool& launched) const;
+  // Kernels that come before all of these (fresh.cpp). any_length: sequences may have no older tokens, whatever the
+  // plan says of them.
   Status choose_fresh(const core::DevicePlanConfig& config, bool any_length);
   [[nodiscard]] std::string explain_fresh() const;
   // launched: they serve the tensors of this run.
@@ -103,6 +120,16 @@ class DecodePlan final : public core::DevicePlan {
     bool is_wanted = false;  // the options name them
   };
   Fresh fresh_;
+  struct Unpacked {
+    std::span<const prefill::fresh::FreshKernel> kernels;  // of both dtypes
+    prefill::unpacked::UnpackKernel unpack{};
+    prefill::fresh::Encode encode = nullptr;
+    prefill::unpacked::RoundRule rule{};
+    unsigned blocks = 0;                                                   // that unpack
+    std::size_t parts_at = 0, served_at = 0, keys_at = 0, side_bytes = 0;  // in the workspace, behind the rounds
+    bool is_chosen = false, is_wanted = false;                             // the options name the kind
+  };
+  Unpacked unpacked_;
   std::string why_;  // these kernels
   AttendKernel attend_{};
   MergeKernel merge_{};

@@ -84,27 +84,29 @@ Result<std::string> missing_of_sm80(const core::DevicePlanConfig& config, const 
 
 }  // namespace
 
-// The tiles of so many rows, and how many pages each reads.
-std::vector<times::Rows> DecodePlan::tiles_of(const core::DevicePlanConfig& config, std::int64_t rows) const {
+// The tiles of so many rows that a sequence has for some kv heads, and how many pages each reads.
+void DecodePlan::add_tiles(const core::DeviceSequence& s, std::int64_t rows, int kv_heads,
+                           std::vector<times::Rows>& tiles) const {
   // Neighbouring tiles of a long sequence count as alike.
   constexpr std::int64_t kMostParts = 64;
   const AttendParams& p = params_;
   const base::Visibility rule = visibility(p);
-  std::vector<times::Rows> tiles;
-  for (const core::DeviceSequence& s : config.sequences) {
-    const std::int64_t count = (std::int64_t{s.q_len} * p.group + rows - 1) / rows;
-    for (std::int64_t at = 0, part = 0; at < count; ++part) {
-      const std::int64_t end = count <= kMostParts ? at + 1 : count * (part + 1) / kMostParts;
-      // The queries of the last tile of the part.
-      const std::int64_t first = (end - 1) * rows / p.group,
-                         last = std::min<std::int64_t>(end * rows / p.group, s.q_len);
-      const std::int64_t before = s.length - s.q_len;
-      const auto pages =
-          base::visible_pages<std::int64_t>(rule, s.length, before + first, before + std::max(first, last - 1));
-      tiles.push_back({config.kv_heads * (end - at), pages.count()});
-      at = end;
-    }
+  if (kv_heads == 0) return;
+  const std::int64_t count = (std::int64_t{s.q_len} * p.group + rows - 1) / rows;
+  for (std::int64_t at = 0, part = 0; at < count; ++part) {
+    const std::int64_t end = count <= kMostParts ? at + 1 : count * (part + 1) / kMostParts;
+    // The queries of the last tile of the part.
+    const std::int64_t first = (end - 1) * rows / p.group, last = std::min<std::int64_t>(end * rows / p.group, s.q_len);
+    const std::int64_t before = s.length - s.q_len;
+    const auto pages =
+        base::visible_pages<std::int64_t>(rule, s.length, before + first, before + std::max(first, last - 1));
+    tiles.push_back({kv_heads * (end - at), pages.count()});
+    at = end;
   }
+}
+std::vector<times::Rows> DecodePlan::tiles_of(const core::DevicePlanConfig& config, std::int64_t rows) const {
+  std::vector<times::Rows> tiles;
+  for (const core::DeviceSequence& s : config.sequences) add_tiles(s, rows, config.kv_heads, tiles);
   return tiles;
 }
 
@@ -124,10 +126,11 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config, std::int
   const Kernel* kernels[] = {find_kernel(sm90_kernels(stored), config.k, config.v),
                              find_kernel(sm80_kernels(stored), config.k, config.v)};
   int blocks[] = {1, 1};  // of a multiprocessor
-  prefill::Candidate candidates[] = {{core::kPrefillSm90, {}, 0}, {core::kPrefillSm80, {}, 0}};
+  prefill::Candidate candidates[] = {
+      {core::kPrefillSm90, {}, 0}, {core::kPrefillSm80, {}, 0}, {core::kPrefillUnpacked, {}, 0}};
   if (!usual(p.k_basis, config.k) || !usual(p.v_basis, config.v)) {
     candidates[0].missing = "bases other than the formats' own are for decode kernels only";
-    candidates[1].missing = candidates[0].missing;
+    candidates[1].missing = candidates[2].missing = candidates[0].missing;
   } else {
     Result<std::string> missing = missing_of_sm90(config, p.cache.encoded_layout, kernels[0], limits);
     if (!missing.ok()) return missing.status();
@@ -137,11 +140,22 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config, std::int
     candidates[1].missing = *missing;
   }
   for (prefill::Candidate& one : candidates) one.ns = decode_ns;
+  const OtherPrefill others[] = {
+      {times::sm90_times(stored, config.k), prefill::kRows, blocks[0]},
+      {times::sm80_times(stored, config.k), kernels[1] != nullptr ? kernels[1]->rows : prefill::kRows, blocks[1]}};
   if (most_rows >= times::kLeastPrefillRows) {  // else decode kernels have one row block a sequence and kv head
-    candidates[0].ns = times::prefill_ns(tiles_of(config, prefill::kRows), times::sm90_times(stored, config.k),
-                                         limits.multiprocessors, blocks[0]);
-    candidates[1].ns = times::prefill_ns(tiles_of(config, kernels[1] != nullptr ? kernels[1]->rows : prefill::kRows),
-                                         times::sm80_times(stored, config.k), limits.multiprocessors, blocks[1]);
+    for (const int i : {0, 1}) {
+      candidates[i].ns = times::prefill_ns(tiles_of(config, others[i].rows), others[i].times, limits.multiprocessors,
+                                           others[i].blocks);
+    }
+  }
+  // The kind that serves beside unpacked keys: candidate 0 or 1.
+  const bool second =
+      !candidates[0].missing.empty() || (candidates[1].missing.empty() && candidates[1].ns < candidates[0].ns);
+  if (candidates[second].missing.empty()) {
+    if (Status s = consider_unpacked(config, others[second], candidates[2]); !s.ok()) return s;
+  } else if (candidates[2].missing.empty()) {
+    candidates[2].missing = candidates[second].missing;
   }
 
   const Result<prefill::Choice> choice =
@@ -149,11 +163,16 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config, std::int
   if (!choice.ok()) return choice.status();
   why_ = choice->why;
   if (choice->candidate < 0) return {};
-  prefill_ = *kernels[choice->candidate];
+  const bool is_unpacked = choice->candidate == 2;
+  if (is_unpacked) {
+    if (Status s = prepare_unpacked(); !s.ok()) return s;
+  }
+  const int taken = is_unpacked ? static_cast<int>(second) : choice->candidate;
+  prefill_ = *kernels[taken];
   prefill_.shared_bytes = shared_bytes(prefill_, p.cache.encoded_layout);
-  prefill_name_ = candidates[choice->candidate].name;
-  blocks_ = blocks[choice->candidate];
-  if (choice->candidate == 0) KVANT_CUDA_TRY(prepare_shared(prefill_.function, prefill_.shared_bytes));
+  prefill_name_ = candidates[taken].name;
+  blocks_ = blocks[taken];
+  if (taken == 0) KVANT_CUDA_TRY(prepare_shared(prefill_.function, prefill_.shared_bytes));
   const double bytes =
       static_cast<double>(std::max<std::int64_t>(longest, 1)) * p.cache.encoded_layout.block_bytes / kPageTokens;
   const std::int64_t row_blocks = (most_rows + prefill_.rows - 1) / prefill_.rows;
@@ -170,12 +189,18 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config, std::int
   return {};
 }
 
-Status DecodePlan::run_prefill(AttendParams& p, const core::FreshRows& fresh, Stream stream) const {
+Status DecodePlan::run_prefill(AttendParams& p, const core::FreshRows& fresh, std::byte* workspace,
+                               Stream stream) const {
   prefill::Schedule schedule = schedule_;
   if (!fresh_.kernels.empty()) {
     bool launched = false;
     if (Status s = run_fresh(p, fresh, stream, launched); !s.ok()) return s;
     if (launched) schedule.serves = prefill::Serves::with_older;
+  }
+  if (unpacked_.is_chosen) {
+    bool launched = false;
+    if (Status s = run_unpacked(p, fresh, workspace, schedule.serves, stream, launched); !s.ok()) return s;
+    if (launched) schedule.served = reinterpret_cast<const std::int32_t*>(workspace + unpacked_.served_at);
   }
   void* arguments[] = {&p, &schedule};
   Launch launch(static_cast<unsigned>(std::min(schedule.tiles, store_.limits().multiprocessors * blocks_)),

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <iterator>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "codec/layout.hpp"
@@ -112,6 +113,20 @@ constexpr std::int64_t decode_ns(std::span<const Rows> blocks, const BlockTimes&
   return times.start + ns / multiprocessors;
 }
 
+// The kernels of dense keys (prefill_fresh): nanoseconds for 64 keys of a tile, and for a tile besides.
+inline constexpr struct {
+  int head_dim;
+  std::int64_t page;
+} kDensePages[] = {{64, 815}, {96, 1000}, {128, 840}, {192, 1200}, {256, 1540}, {512, 1700}};
+inline constexpr std::int64_t kDenseRows = 4000;
+// Unpacked keys: of both sides of a page, and of launches.
+inline constexpr std::int64_t kRoundsStart = 12000, kRoundStart = 9000;
+// A page takes so many hundredths of that in a round of several sequences (8 were measured; the cause is not known).
+inline constexpr std::int64_t kUnpackMany = 180;
+constexpr std::int64_t unpack_ns(int head_dim, Format k) {
+  return head_dim * (stored(k) == Stored::tq ? 22 : 14);
+}
+
 // Kernels whose tiles run in rounds of `blocks` a multiprocessor, those of most pages first: a round takes as long
 // as its first tile.
 struct TileTimes {
@@ -121,6 +136,11 @@ struct TileTimes {
 constexpr TileTimes sm90_times(int head_dim, Format k) {
   const std::int64_t page = page_times(head_dim, k).sm90, rows = rows_times(head_dim, stored(k)).sm90.at(head_dim);
   return {page, rows, page, rows};
+}
+constexpr TileTimes dense_times(int head_dim) {
+  const auto* entry = std::begin(kDensePages);
+  while (entry + 1 != std::end(kDensePages) && entry->head_dim < head_dim) ++entry;
+  return {entry->page, kDenseRows, entry->page, kDenseRows};
 }
 constexpr TileTimes sm80_times(int head_dim, Format k) {
   const PageTimes page = page_times(head_dim, k);
@@ -142,6 +162,15 @@ inline std::int64_t prefill_ns(std::vector<Rows> tiles, const TileTimes& times, 
     }
   }
   return ns;
+}
+
+// A round of unpacked keys: so many pages of a kv head each, those of one sequence or of several, and the tiles that
+// read them, each of which takes `blocks` multiprocessors.
+inline std::int64_t round_ns(int head_dim, Format k, std::int64_t pages, bool many, std::vector<Rows> tiles,
+                             std::int64_t multiprocessors, std::int64_t blocks) {
+  const std::int64_t unpack = pages * unpack_ns(head_dim, k) / multiprocessors;
+  return kRoundStart + (many ? unpack * kUnpackMany / 100 : unpack) +
+         prefill_ns(std::move(tiles), dense_times(head_dim), multiprocessors / blocks, 1);
 }
 
 }  // namespace kvant::cuda::times

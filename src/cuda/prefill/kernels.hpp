@@ -7,6 +7,7 @@
 #pragma once
 
 #include "codec/layout.hpp"
+#include "cuda/prefill/parts.hpp"
 #include "cuda/schedule/params.hpp"
 
 namespace kvant::cuda::prefill {
@@ -31,10 +32,16 @@ struct Schedule {
   int heads_at_once;  // pairs of a sequence and a kv head
   int tiles;          // those that do not exist included: shorter sequences have fewer
   Serves serves = Serves::all;
+  const std::int32_t* served = nullptr;  // [batch]: so many of each entry's first kv heads have been served
+  // Null: keys and values are those of pages, or fresh ones. Else the workspace has them: which tiles there are, and in
+  // which order, is said by the round, and nothing above counts.
+  const Round* round = nullptr;
+  const Part* parts = nullptr;
 };
 // has_older: a sequence has tokens older than its queries' own.
-KVANT_HD constexpr bool is_served(const Schedule& schedule, bool has_older) {
-  return schedule.serves == Serves::all || (schedule.serves == Serves::with_older) == has_older;
+KVANT_HD constexpr bool is_served(const Schedule& schedule, bool has_older, int entry, int kv_head) {
+  if (schedule.serves != Serves::all && (schedule.serves == Serves::with_older) != has_older) return false;
+  return schedule.served == nullptr || kv_head >= schedule.served[entry];
 }
 
 // Bytes of a row in a tile of tokens: a tile is boxes of so many bytes of each token, one box behind the other, and the

@@ -32,7 +32,20 @@ __device__ __forceinline__ int tile_number(int round) {
   return round * blocks + ((round & 1) != 0 ? blocks - 1 - block : block);
 }
 
-// The rows of a tile and what is said of its keys, but not its pages. kRows: of a tile.
+// The rows of row block `row_block` and what is said of its keys, but not its pages. The tile has its entry, and
+// the length and rows of that.
+template <int kRows>
+__device__ __forceinline__ void set_rows(const AttendParams& p, int row_block, Tile& tile) {
+  tile.row_block = row_block;
+  tile.first = row_block * kRows / p.group;
+  tile.last = min(tile.batch.q_len - 1, (row_block * kRows + kRows - 1) / p.group);
+  const base::Visibility rule = visibility(p);
+  const int before = tile.length - tile.batch.q_len;  // of the first query
+  const base::KeyRange begins = rule.recent_range(tile.length, before + tile.first);
+  const base::KeyRange ends = rule.recent_range(tile.length, before + tile.last);
+  tile.all_begin = static_cast<int>(ends.begin), tile.all_end = static_cast<int>(begins.end);
+}
+// kRows: of a tile.
 template <int kRows>
 __device__ __forceinline__ bool find_rows(const AttendParams& p, const Schedule& schedule, int number, Tile& tile) {
   if (number >= schedule.tiles) return false;
@@ -44,16 +57,10 @@ __device__ __forceinline__ bool find_rows(const AttendParams& p, const Schedule&
   tile.entry = pair / p.cache.kv_heads, tile.kv_head = pair % p.cache.kv_heads;
   tile.batch = batch_entry(p, tile.entry);
   tile.rows = tile.batch.q_len * p.group;
-  tile.row_block = (tile.rows + kRows - 1) / kRows - 1 - rank;
-  if (tile.row_block < 0) return false;
+  const int row_block = (tile.rows + kRows - 1) / kRows - 1 - rank;
+  if (row_block < 0) return false;
   tile.length = p.cache.sequences[tile.batch.index].length;
-  tile.first = tile.row_block * kRows / p.group;
-  tile.last = min(tile.batch.q_len - 1, (tile.row_block * kRows + kRows - 1) / p.group);
-  const base::Visibility rule = visibility(p);
-  const int before = tile.length - tile.batch.q_len;  // of the first query
-  const base::KeyRange begins = rule.recent_range(tile.length, before + tile.first);
-  const base::KeyRange ends = rule.recent_range(tile.length, before + tile.last);
-  tile.all_begin = static_cast<int>(ends.begin), tile.all_end = static_cast<int>(begins.end);
+  set_rows<kRows>(p, row_block, tile);
   return true;
 }
 template <int kRows>
@@ -73,19 +80,21 @@ __device__ __forceinline__ bool find_tile(const AttendParams& p, const Schedule&
   return true;
 }
 
-// Whether the launch serves the tile's sequence.
+// Whether the launch serves the tile.
 __device__ __forceinline__ bool is_served(const Schedule& schedule, const Tile& tile) {
-  return is_served(schedule, tile.length > tile.batch.q_len);
+  return is_served(schedule, tile.length > tile.batch.q_len, tile.entry, tile.kv_head);
 }
-// Whether there are sequences that the launch serves; every warp for itself.
+// Whether there are tiles that the launch serves; every warp for itself.
 __device__ __forceinline__ bool has_work(const AttendParams& p, const Schedule& schedule) {
-  if (schedule.serves == Serves::all) return true;
+  if (schedule.round != nullptr) return schedule.round->tiles > 0;
+  if (schedule.serves == Serves::all && schedule.served == nullptr) return true;
   for (int first = 0; first < p.batch; first += 32) {
     const int i = first + static_cast<int>(threadIdx.x) % 32;
     bool serves = false;
     if (i < p.batch) {
       const BatchEntry e = batch_entry(p, i);
-      serves = e.q_len > 0 && is_served(schedule, p.cache.sequences[e.index].length > e.q_len);
+      const bool has_older = p.cache.sequences[e.index].length > e.q_len;
+      serves = e.q_len > 0 && is_served(schedule, has_older, i, p.cache.kv_heads - 1);
     }
     if (__any_sync(~0u, serves)) return true;
   }

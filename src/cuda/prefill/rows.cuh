@@ -125,6 +125,15 @@ __device__ __forceinline__ void store_row(const AttendParams& p, std::int64_t to
   }
 }
 
+// Lane t of four has columns 2 t and 2 t + 1 of four pieces of 8, as pairs of halves; then it has all of piece t.
+__device__ __forceinline__ void gather_piece(std::uint32_t (&x)[4]) {
+  const bool odd = (threadIdx.x & 1) != 0, high = (threadIdx.x & 2) != 0;
+  std::uint32_t a = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1), b = __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1);
+  (odd ? x[0] : x[1]) = a, (odd ? x[2] : x[3]) = b;
+  a = __shfl_xor_sync(~0u, high ? x[0] : x[2], 2), b = __shfl_xor_sync(~0u, high ? x[1] : x[3], 2);
+  (high ? x[0] : x[2]) = a, (high ? x[1] : x[3]) = b;
+}
+
 // Weights as operands of the product with values.
 template <bool kBf16, int kCount>
 __device__ __forceinline__ void pack_weights(const float (&s)[kCount], std::uint32_t (&w)[kCount / 8][4]) {

@@ -8,19 +8,20 @@ namespace kvant::cuda::prefill::fresh {
 
 template <bool kBf16, class S>
 struct Consumer {
-  static constexpr int D = S::D, kSums = D / 2, kScores = S::kKeys / 2;
+  static constexpr int D = S::D, kSums = S::kColumns / 2, kScores = S::kKeys / 2;
 
   const AttendParams& p;
   std::byte* shared;
-  int group, warp, g, t;  // group: which of the consumers
+  int group, warp, g, t;  // group: which 64 rows of the tile
   Ring<S::kStages> keys, values;
   Ring<1> queries;
   const Work* work;
   int whole_begin, whole_end;  // tiles of keys that all rows see the whole of
   bool is_plain;               // scores are scaled and nothing else
-  float in_log2;               // what scores are still to be multiplied by when the softmax gets them
+  float units[2];              // of the rows' queries, where these were converted
   float m[2], l[2];
   float o[kSums];
+  int column = 0;  // the first of the sums' columns
 
   __device__ void group_sync() const { ptx::barrier<128>(4 + group); }
   __device__ void my_turn() const { ptx::barrier<256>(1 + group); }
@@ -29,6 +30,13 @@ struct Consumer {
 
   __device__ int row_at(int h) const { return work->row + 64 * group + 16 * warp + g + 8 * h; }
   __device__ RowPlace place_of(int h) const { return row_place(p, work->kv_head, work->rows, row_at(h)); }
+
+  // Products are multiplied by this, and scores by what is left of it when the softmax gets them.
+  __device__ float scale(int h) const {
+    if constexpr (kBf16) return p.logits.scale;
+    return p.logits.scale * units[h];
+  }
+  __device__ float in_log2(int h) const { return is_plain ? scale(h) : 1.0f; }
 
   // --- products ---
 
@@ -62,7 +70,7 @@ struct Consumer {
       base::transform_logits<LogitVerbs>(
           p.logits, [&] { return p.logits.slopes[row.head]; },
           [&](const auto& change) {
-            const int away = row.query - first_key - 2 * t;
+            const int away = work->before + row.query - first_key - 2 * t;
 #pragma unroll
             for (int j = 0; j < S::kKeys / 8; ++j) {
 #pragma unroll
@@ -81,8 +89,8 @@ struct Consumer {
     const int first_key = tile * S::kKeys;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int query = place_of(h).query, from = first_key + 2 * t;
-      const base::KeyRange recent = rule.recent_range(work->q_len, query);
+      const int position = work->before + place_of(h).query, from = first_key + 2 * t;
+      const base::KeyRange recent = rule.recent_range(work->length, position);
       if (has_end) {
         const int end = static_cast<int>(recent.end) - from;
 #pragma unroll
@@ -96,7 +104,7 @@ struct Consumer {
       }
       if (has_begin) {
         const int begin = static_cast<int>(recent.begin) - from;
-        const int sinks = static_cast<int>(rule.sink_range(query).end) - from;
+        const int sinks = static_cast<int>(rule.sink_range(position).end) - from;
 #pragma unroll
         for (int j = 0; j < S::kKeys / 8; ++j) {
 #pragma unroll
@@ -108,38 +116,60 @@ struct Consumer {
       }
     }
   }
+  // The largest of the thread's scores of row h.
+  __device__ __forceinline__ float largest(const float (&s)[kScores], int h) const {
+    // Four chains, because one would wait for its own results.
+    float top[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) top[i] = s[4 * (i / 2) + 2 * h + i % 2];
+#pragma unroll
+    for (int j = 2; j < S::kKeys / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) top[j % 2 * 2 + e] = fmaxf(top[j % 2 * 2 + e], s[4 * j + 2 * h + e]);
+    }
+    return fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
+  }
+  __device__ __forceinline__ float largest_of_row(float x) const {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+  }
   // alpha: what the sums before are multiplied by.
   __device__ __forceinline__ void weigh(float (&s)[kScores], int tile, float (&alpha)[2]) {
     if (!is_plain) {
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) s[i] *= p.logits.scale;
+      for (int i = 0; i < kScores; ++i) s[i] *= scale(i / 2 % 2);
       transform(s, tile * S::kKeys);
     }
     if (tile < whole_begin || tile >= whole_end) hide(s, tile);
     float reference[2];
+    if constexpr (S::kPatience > 0) {
+      const float top[2] = {largest(s, 0), largest(s, 1)};
+      alpha[0] = alpha[1] = 1.0f;
+      const auto rises = [&](int h, float x) { return (x - m[h]) * in_log2(h) > S::kPatience; };
+      if (__any_sync(~0u, rises(0, top[0]) || rises(1, top[1]))) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      // Four chains, because one would wait for its own results.
-      float top[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) top[i] = s[4 * (i / 2) + 2 * h + i % 2];
-#pragma unroll
-      for (int j = 2; j < S::kKeys / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) top[j % 2 * 2 + e] = fmaxf(top[j % 2 * 2 + e], s[4 * j + 2 * h + e]);
+        for (int h = 0; h < 2; ++h) {
+          const float x = largest_of_row(top[h]);
+          if (!rises(h, x)) continue;
+          alpha[h] = ptx::ex2((m[h] - x) * in_log2(h));
+          m[h] = x;
+        }
       }
-      float x = fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
-      x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-      x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-      x = fmaxf(x, m[h]);
-      reference[h] = x == kNone ? 0.0f : x * in_log2;
-      alpha[h] = ptx::ex2(fmaf(m[h], in_log2, -reference[h]));
-      m[h] = x;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) reference[h] = m[h] == kNone ? 0.0f : m[h] * in_log2(h);
+    } else {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float x = fmaxf(largest_of_row(largest(s, h)), m[h]);
+        reference[h] = x == kNone ? 0.0f : x * in_log2(h);
+        alpha[h] = ptx::ex2(fmaf(m[h], in_log2(h), -reference[h]));
+        m[h] = x;
+      }
     }
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      s[i] = ptx::ex2(fmaf(s[i], in_log2, -reference[i / 2 % 2]));
+      s[i] = ptx::ex2(fmaf(s[i], in_log2(i / 2 % 2), -reference[i / 2 % 2]));
       sum[i % 4] += s[i];
     }
     l[0] = fmaf(l[0], alpha[0], sum[0] + sum[1]), l[1] = fmaf(l[1], alpha[1], sum[2] + sum[3]);
@@ -166,23 +196,28 @@ struct Consumer {
   // Rows of values behind the sequence's last are those of other sequences, if any: what is not a number there must not
   // meet weights, though these are zeros.
   __device__ __forceinline__ void clear_values(int tile) const {
-    const int first = work->q_len - tile * S::kKeys;
+    const int first = work->length - tile * S::kKeys;
     if (first >= S::kKeys) return;
+    clear_tokens<S::kKeys, S::kBoxes>(shared + S::kValuesAt + values.stage * S::kTile, first);
+    group_sync();
+  }
+  // From `first` on, in boxes of kTokens tokens.
+  template <int kTokens, int kBoxes>
+  __device__ __forceinline__ void clear_tokens(std::byte* boxes, int first) const {
     constexpr int kPieces = S::kSwizzle / 16;
-    const int count = (S::kKeys - first) * kPieces;
-    std::byte* to = shared + S::kValuesAt + values.stage * S::kTile + first * S::kSwizzle;
-    for (int i = 32 * warp + 4 * g + t; i < S::kBoxes * count; i += 128) {
-      *reinterpret_cast<uint4*>(to + i / count * S::kKeys * S::kSwizzle + i % count * 16) = make_uint4(0, 0, 0, 0);
+    const int count = (kTokens - first) * kPieces;
+    std::byte* to = boxes + first * S::kSwizzle;
+    for (int i = 32 * warp + 4 * g + t; i < kBoxes * count; i += 128) {
+      *reinterpret_cast<uint4*>(to + i / count * kTokens * S::kSwizzle + i % count * 16) = make_uint4(0, 0, 0, 0);
     }
     ptx::fence_for_products();
-    group_sync();
   }
 
   // Row h of the sums to out, 16 bytes at a time: four lanes have 32 columns of a row between them.
   __device__ __forceinline__ void store_halves(std::int64_t at, int h, const RowEnd& end) const {
     const bool f16 = p.out.dtype == Dtype::f16;
 #pragma unroll
-    for (int j = 0; j < D / 8; j += 4) {
+    for (int j = 0; j < S::kColumns / 8; j += 4) {
       std::uint32_t x[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -190,13 +225,8 @@ struct Consumer {
         if (end.none) a = b = 0.0f;
         x[i] = f16 ? ptx::f16x2(a, b) : ptx::bf16x2(a, b);
       }
-      // Lane t has columns 2 t of four pieces of 8; then it has all of piece t.
-      const bool odd = (t & 1) != 0, high = (t & 2) != 0;
-      std::uint32_t a = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1), b = __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1);
-      (odd ? x[0] : x[1]) = a, (odd ? x[2] : x[3]) = b;
-      a = __shfl_xor_sync(~0u, high ? x[0] : x[2], 2), b = __shfl_xor_sync(~0u, high ? x[1] : x[3], 2);
-      (high ? x[0] : x[2]) = a, (high ? x[1] : x[3]) = b;
-      if (at >= 0 && 8 * (j + t) < p.head_dim) {
+      gather_piece(x);
+      if (at >= 0 && 8 * (j + t) < p.head_dim - column) {
         *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(p.out.data) + at + 8 * (j + t)) =
             make_uint4(x[0], x[1], x[2], x[3]);
       }
@@ -212,15 +242,15 @@ struct Consumer {
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       const RowPlace row = place_of(h);
-      const RowEnd end = end_row(p, row.head, m[h] == kNone ? kNone : m[h] * in_log2, sum, poisoned[h]);
+      const RowEnd end = end_row(p, row.head, m[h] == kNone ? kNone : m[h] * in_log2(h), sum, poisoned[h]);
       const std::int64_t token = work->query_begin + row.query;
-      const std::int64_t at = token * p.out.token_stride + row.head * p.out.head_stride;
+      const std::int64_t at = token * p.out.token_stride + row.head * p.out.head_stride + column;
       const bool is_there = row_at(h) < work->rows;
-      if (is_there && p.lse != nullptr && t == 0) p.lse[token * p.q_heads + row.head] = end.lse;
+      if (is_there && p.lse != nullptr && t == 0 && column == 0) p.lse[token * p.q_heads + row.head] = end.lse;
       if (wide) {
         store_halves(is_there ? at : -1, h, end);
       } else if (is_there) {
-        store_row(p, at + 2 * t, p.head_dim - 2 * t, h, end, o);
+        store_row(p, at + 2 * t, p.head_dim - column - 2 * t, h, end, o);
       }
     }
   }
@@ -240,6 +270,11 @@ struct Consumer {
     work = reinterpret_cast<const Work*>(shared + S::kWorkAt) + S::kSlots * group + slot;
     queries.wait_full();
     if (work->rows == 0) return false;
+    if constexpr (!kBf16) {
+      const float* from = reinterpret_cast<const float*>(shared + S::kUnitsAt) + 64 * group + 16 * warp + g;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) units[h] = p.q.dtype == Dtype::bf16 ? from[8 * h] : 1.0f;
+    }
     float s[kScores], alpha[2];
     std::uint32_t w[kScores / 8][4];
     bool poisoned[2];

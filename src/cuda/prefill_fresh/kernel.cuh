@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     if (warp == 0) {
       if (threadIdx.x % 32 == 0) bring_keys<S>(p, schedule, maps, shared, keys, values);
     } else if (warp <= S::kConsumers) {
-      bring_queries<S>(p, schedule, shared, warp - 1, queries_of(warp - 1));
+      bring_queries<S, !kBf16>(p, schedule, shared, warp - 1, queries_of(warp - 1));
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kConsumerRegisters));
@@ -50,7 +50,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     Consumer<kBf16, S> consumer{
         p, shared, role, static_cast<int>(threadIdx.x) / 32 % 4, lane / 4, lane % 4, keys, values, queries_of(role)};
     consumer.is_plain = base::is_plain(p.logits) && p.logits.scale > 0;
-    consumer.in_log2 = consumer.is_plain ? p.logits.scale : 1.0f;
     if (role + 1 == S::kConsumers) ptx::barrier_arrive<256>(1);  // the first turn is group 0's
     for (int slot = 0; consumer.attend(slot);) {
       if (++slot == S::kSlots) slot = 0;

@@ -8,14 +8,22 @@
 
 namespace kvant::cuda::prefill::fresh {
 
-// Stages as loader and consumers take them in turn. `full`, `empty`: barriers of stage 0.
-template <int kStages>
+// Stages as loader and consumers take them in turn. `full`, `empty`: barriers of stage 0. kSleeps: who waits is woken,
+// and does not ask again and again.
+template <int kStages, bool kSleeps = false>
 struct Ring {
   std::uint32_t full, empty;
   int stage = 0;
   std::uint32_t parity = 0;
-  __device__ void wait_full() const { ptx::mbarrier_wait(full + 8 * stage, parity); }
-  __device__ void wait_empty() const { ptx::mbarrier_wait(empty + 8 * stage, parity ^ 1); }
+  __device__ void wait_full() const { wait(full + 8 * stage, parity); }
+  __device__ void wait_empty() const { wait(empty + 8 * stage, parity ^ 1); }
+  static __device__ void wait(std::uint32_t barrier, std::uint32_t parity) {
+    if constexpr (kSleeps) {
+      ptx::mbarrier_sleep(barrier, parity);
+    } else {
+      ptx::mbarrier_wait(barrier, parity);
+    }
+  }
   __device__ void arrive_empty() const {  // once a warp
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty + 8 * stage);
   }
@@ -24,19 +32,46 @@ struct Ring {
   }
 };
 
+// Tile `number` of a round of unpacked keys: its entry and rows, and where its keys lie.
+template <class S>
+__device__ __forceinline__ bool find_unpacked(const AttendParams& p, const Schedule& schedule, int number, Tile& tile,
+                                              Work& work) {
+  const Round& round = *schedule.round;
+  if (number >= round.tiles) return false;
+  const Part* part = schedule.parts + round.first;
+  const Part* const last = part + round.parts - 1;
+  while (part < last && part[1].tile <= number) ++part;
+  tile.batch = part->batch, tile.length = part->length;
+  tile.rows = tile.batch.q_len * p.group;
+  const int row_blocks = (tile.rows + S::kRows - 1) / S::kRows, at = number - part->tile, head = at / row_blocks;
+  tile.kv_head = part->head + head;
+  set_rows<S::kRows>(p, row_blocks - 1 - (at - head * row_blocks), tile);
+  work.keys_head = 0;
+  work.sinks_at = part->row + head * part->pages * kPageTokens;
+  work.recent_at = work.sinks_at - part->gap;
+  return true;
+}
 // Tile `number` of the launch, to shared memory: loaders have few registers.
 template <class S>
 __device__ __forceinline__ bool find_work(const AttendParams& p, const Schedule& schedule, int number, Work& work) {
   Tile tile;
-  if (!find_rows<S::kRows>(p, schedule, number, tile) || !is_served(schedule, tile)) return false;
-  work.query_begin = tile.batch.query_begin, work.q_len = tile.batch.q_len;
+  if (schedule.round != nullptr) {
+    if (!find_unpacked<S>(p, schedule, number, tile, work)) return false;
+  } else {
+    if (!find_rows<S::kRows>(p, schedule, number, tile) || !is_served(schedule, tile)) return false;
+    work.keys_head = tile.kv_head;
+    work.sinks_at = work.recent_at = tile.batch.query_begin;
+  }
+  work.query_begin = tile.batch.query_begin;
+  work.length = tile.length, work.before = tile.length - tile.batch.q_len;
   work.kv_head = tile.kv_head;
   work.row = tile.row_block * S::kRows, work.rows = tile.rows;
   work.all_begin = tile.all_begin, work.all_end = tile.all_end;
   const base::Visibility rule = visibility(p);
-  const auto begin = static_cast<int>(rule.recent_range(tile.length, tile.first).begin);
-  const auto end = static_cast<int>(rule.recent_range(tile.length, tile.last).end);
-  const auto sinks = static_cast<int>(rule.sink_range(tile.last).end);
+  const int first = work.before + tile.first, last = work.before + tile.last;
+  const auto begin = static_cast<int>(rule.recent_range(tile.length, first).begin);
+  const auto end = static_cast<int>(rule.recent_range(tile.length, last).end);
+  const auto sinks = static_cast<int>(rule.sink_range(last).end);
   work.end = (end + S::kKeys - 1) / S::kKeys;
   work.sinks = min((sinks + S::kKeys - 1) / S::kKeys, work.end);
   work.recent = max(begin / S::kKeys, work.sinks);
@@ -45,17 +80,20 @@ __device__ __forceinline__ bool find_work(const AttendParams& p, const Schedule&
 // The tiles of a block, one a round. Those of heads whose keys are in the L2 cache together are begun by all blocks
 // together, the longest first, and every other round of these goes backwards, as every other of such groups does:
 // so long tiles and short ones add up.
+// kBlocks: that share a tile.
+template <int kBlocks>
 struct Rounds {
   int each, of_group, total;
   __device__ explicit Rounds(const AttendParams& p, const Schedule& schedule) {
-    const int blocks = static_cast<int>(gridDim.x), pairs = p.batch * p.cache.kv_heads;
-    each = schedule.heads_at_once * schedule.row_blocks;
+    const int blocks = static_cast<int>(gridDim.x) / kBlocks, pairs = p.batch * p.cache.kv_heads;
+    const bool is_unpacked = schedule.round != nullptr;
+    each = is_unpacked ? schedule.round->tiles : schedule.heads_at_once * schedule.row_blocks;
     of_group = (each + blocks - 1) / blocks;
-    total = of_group * ((pairs + schedule.heads_at_once - 1) / schedule.heads_at_once);
+    total = is_unpacked ? of_group : of_group * ((pairs + schedule.heads_at_once - 1) / schedule.heads_at_once);
   }
   // Beyond all tiles: the block has none in this round.
   __device__ int tile(int round) const {
-    const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+    const int blocks = static_cast<int>(gridDim.x) / kBlocks, block = static_cast<int>(blockIdx.x) / kBlocks;
     const int group = round / of_group, of = round - group * of_group;
     const int at = of * blocks + (((of ^ group) & 1) != 0 ? blocks - 1 - block : block);
     return at < each ? group * each + at : 0x7FFFFFFF;
@@ -69,13 +107,13 @@ __device__ __forceinline__ void bring_keys(const AttendParams& p, const Schedule
                                            std::byte* shared, Ring<S::kStages> keys, Ring<S::kStages> values) {
   Work& work = reinterpret_cast<Work*>(shared + S::kWorkAt)[S::kSlots * S::kConsumers];
   const std::uint32_t to = ptx::shared_address(shared);
-  const Rounds rounds(p, schedule);
+  const Rounds<S::kBlocks> rounds(p, schedule);
 #pragma unroll 1
   for (int round = 0; round < rounds.total; ++round) {
     if (!find_work<S>(p, schedule, rounds.tile(round), work)) continue;
-    const int total = work.total(), begin = work.query_begin, head = work.kv_head;
+    const int total = work.total(), head = work.keys_head;
     const auto bring = [&](Ring<S::kStages>& ring, const CUtensorMap& map, int at, int use) {
-      const int token = begin + work.tile(use) * S::kKeys;
+      const int token = (use < work.sinks ? work.sinks_at : work.recent_at) + work.tile(use) * S::kKeys;
       ring.wait_empty();
       const std::uint32_t barrier = ring.full + 8 * ring.stage, box = to + at + ring.stage * S::kTile;
       ptx::mbarrier_arrive_expect(barrier, S::kTile);
@@ -92,14 +130,51 @@ __device__ __forceinline__ void bring_keys(const AttendParams& p, const Schedule
   }
 }
 
+// bf16 queries to f16, each row in units of a power of two (query_unit).
+__device__ __forceinline__ std::uint32_t bf16_to_f16(std::uint32_t pair, float inverse) {
+  return ptx::f16x2(__uint_as_float(pair << 16) * inverse, __uint_as_float(pair & 0xFFFF0000u) * inverse);
+}
+// The largest magnitudes so far, of elements at even places and of those at odd ones; and the larger of both.
+__device__ __forceinline__ std::uint32_t most_of(std::uint32_t most, const uint4& x) {
+#pragma unroll
+  for (const std::uint32_t pair : {x.x, x.y, x.z, x.w}) most = __vmaxu2(most, pair & 0x7FFF7FFFu);
+  return most;
+}
+__device__ __forceinline__ float largest_of(std::uint32_t most) {
+  return __uint_as_float(max(most << 16, most & 0xFFFF0000u));
+}
+// 32 rows, whose units go to `units`. row_at: of this lane's row.
+template <class S>
+__device__ __forceinline__ void convert_queries(int head_dim, std::uint64_t row_at, std::byte* to, int first_row,
+                                                float* units) {
+  constexpr int kPieces = S::D / 8;  // of a row
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  std::uint32_t most = 0;
+#pragma unroll 1
+  for (int c = 0; 8 * c < head_dim; ++c) most = most_of(most, *reinterpret_cast<const uint4*>(row_at + 16 * c));
+  const QueryUnit unit = query_unit(largest_of(most), 1.0f);
+  units[first_row + lane] = unit.to_log2;
+#pragma unroll 1
+  for (int i = lane; i < 32 * kPieces; i += 32) {
+    const int r = i / kPieces, c = i % kPieces;
+    const std::uint64_t from = __shfl_sync(~0u, row_at, r) + 16 * c;
+    const float inverse = __shfl_sync(~0u, unit.inverse, r);
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (8 * c < head_dim) x = *reinterpret_cast<const uint4*>(from);
+#pragma unroll
+    for (std::uint32_t* pair : {&x.x, &x.y, &x.z, &x.w}) *pair = bf16_to_f16(*pair, inverse);
+    *reinterpret_cast<uint4*>(to + place_by_token<S::D>(first_row + r, c)) = x;
+  }
+}
+
 // One warp's work: a consumer's queries of all of the block's tiles, as they are. Rows behind the sequence's last do
 // what the last does; elements behind a row's last are zeros.
-template <class S>
+template <class S, bool kConverts>
 __device__ __forceinline__ void bring_queries(const AttendParams& p, const Schedule& schedule, std::byte* shared,
                                               int group, Ring<1> ring) {
   constexpr int kPieces = S::D / 8;  // of a row
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const Rounds rounds(p, schedule);
+  const Rounds<S::kBlocks> rounds(p, schedule);
   std::byte* const to = shared + group * S::kQueries;
   int slot = 0;
 #pragma unroll 1
@@ -112,21 +187,22 @@ __device__ __forceinline__ void bring_queries(const AttendParams& p, const Sched
     } else {
       if (!find_work<S>(p, schedule, rounds.tile(round), work)) continue;
       __syncwarp();
-      std::uint64_t row_at[2];  // of rows `lane` and 32 + `lane`
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const RowPlace row = row_place(p, work.kv_head, work.rows, work.row + 64 * group + 32 * i + lane);
-        row_at[i] = reinterpret_cast<std::uint64_t>(static_cast<const std::uint16_t*>(p.q.data) +
-                                                    query_offset(p, work.query_begin, row));
-      }
       ring.wait_empty();
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
+#pragma unroll 1
+      for (int first = 0; first < 64; first += 32) {
+        const RowPlace row = row_place(p, work.kv_head, work.rows, work.row + 64 * group + first + lane);
+        const auto row_at = reinterpret_cast<std::uint64_t>(static_cast<const std::uint16_t*>(p.q.data) +
+                                                            query_offset(p, work.query_begin, row));
+        if (kConverts && p.q.dtype == Dtype::bf16) {
+          float* units = reinterpret_cast<float*>(shared + S::kUnitsAt) + 64 * group;
+          convert_queries<S>(p.head_dim, row_at, to, first, units);
+          continue;
+        }
 #pragma unroll 2
         for (int i = lane; i < 32 * kPieces; i += 32) {
           const int r = i / kPieces, c = i % kPieces;
-          const std::uint64_t from = __shfl_sync(~0u, row_at[half], r) + 16 * c;
-          std::byte* piece = to + place_by_token<S::D>(32 * half + r, c);
+          const std::uint64_t from = __shfl_sync(~0u, row_at, r) + 16 * c;
+          std::byte* piece = to + place_by_token<S::D>(first + r, c);
           if (8 * c < p.head_dim) {
             ptx::copy16<0, 0>(ptx::shared_address(piece), reinterpret_cast<const void*>(from));
           } else {

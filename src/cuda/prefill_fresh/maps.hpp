@@ -43,7 +43,7 @@ inline bool encode_map(Encode encode, const FreshKernel& kernel, const Side& sid
   const cuuint64_t size[3] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(side.tokens),
                               static_cast<cuuint64_t>(kv_heads)};
   const cuuint64_t strides[2] = {stride(side.tokens, side.token_bytes), stride(kv_heads, side.head_bytes)};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(row_bytes / 2), static_cast<cuuint32_t>(kernel.keys), 1};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(row_bytes / 2), static_cast<cuuint32_t>(kernel.box_tokens), 1};
   const cuuint32_t steps[3] = {1, 1, 1};
   return encode(&map, kernel.dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
                 3, const_cast<void*>(side.data), size, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -1,16 +1,18 @@
-// Prefill of sequences that have no tokens but their queries' own, on Hopper: keys and values come as the caller has
-// them, and no cache is read. Host and device.
+// Prefill over keys and values of 16 bits that lie one token behind the other, on Hopper: those that the caller has, of
+// sequences that have no tokens but their queries' own, or unpacked ones (prefill_unpacked). Pages are not read. Host
+// and device.
 //
-// A tile (prefill/kernels.hpp) is 64 rows for each of two or three consumer warpgroups. One warp of the last warpgroup
-// has the tensor copy engine bring keys and values, some of a sequence's at a time, into swizzled tiles of shared
-// memory, and one warp for each consumer copies that one's queries. A consumer's products of queries with the next keys
-// go on while its weights are multiplied with values, and the consumers take turns on the tensor cores: while one has
-// its turn, another computes weights.
+// A tile (prefill/kernels.hpp) is 64 rows for each of two or three consumer warpgroups, up to head_dim 256. One warp of
+// the last warpgroup has the tensor copy engine bring keys and values, some of a sequence's at a time, into swizzled
+// tiles of shared memory, and one warp for each consumer copies that one's queries. A consumer's products of queries
+// with the next keys go on while its weights are multiplied with values, and the consumers take turns on the tensor
+// cores: while one has its turn, another computes weights.
 #pragma once
 
 #include <cuda.h>
 
 #include <span>
+#include <type_traits>
 
 #include "cuda/instances.hpp"
 #include "cuda/prefill/kernels.hpp"
@@ -24,10 +26,12 @@ struct Maps {
 
 struct FreshKernel {
   int head_dim;
-  Dtype dtype;           // of keys, values and queries
+  Dtype dtype;           // of keys, values and queries; that of f16 takes bf16 queries, too
   const void* function;  // takes an AttendParams, a Schedule and Maps
   int shared_bytes, threads;
   int rows, keys;  // of a tile
+  int box_tokens;  // of a box of the copy engine
+  int blocks;      // that share a tile: a cluster of them
 };
 
 // Both dtypes of a head_dim, in a unit of its own (fresh.cu.in).
@@ -41,24 +45,29 @@ KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
 
 // A tile as its loader tells it to a consumer.
 struct Work {
-  int query_begin, q_len;  // of the sequence
+  int query_begin, length;  // of the sequence
+  int before;               // tokens older than the queries' own
   int kv_head;
   int row, rows;           // the tile's first; of the sequence. None: there are no more tiles
   int sinks, recent, end;  // tiles of keys that some row sees: those before `sinks`, and from `recent` on
   int all_begin, all_end;  // keys that every row sees
+  // Where key 0 would lie in the maps if all keys lay one behind the other, for tiles before `sinks` and for others.
+  int keys_head, sinks_at, recent_at;
   KVANT_HD int total() const { return sinks + (end - recent); }
   KVANT_HD int tile(int use) const { return use < sinks ? use : recent + (use - sinks); }
 };
 
 template <int kHeadDim, int kGroups, int kKeysAtOnce, bool kLate>
 struct ShapeOf {
-  static constexpr int D = kHeadDim;
-  static constexpr int kConsumers = kGroups;  // warpgroups
+  static constexpr int D = kHeadDim, kColumns = D;  // kColumns: of the sums of a warpgroup
+  static constexpr int kConsumers = kGroups;        // warpgroups
+  static constexpr int kBlocks = 1;                 // that share a tile
   static constexpr int kRows = 64 * kConsumers;
-  static constexpr int kKeys = kKeysAtOnce;
+  static constexpr int kKeys = kKeysAtOnce, kBoxTokens = kKeys;
   static constexpr int kStages = 2;  // of keys, and of values
   // Sums are brought to the new largest score while the products with the next keys go on, not before these begin.
   static constexpr bool kShrinksLate = kLate;
+  static constexpr int kPatience = 0;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // Registers of a thread; of 65536 in all.
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
@@ -70,18 +79,52 @@ struct ShapeOf {
   static constexpr int kKeysAt = kConsumers * kQueries, kValuesAt = kKeysAt + kStages * kTile;
   static constexpr int kSlots = 3;  // of Work, for each consumer: its tile, the next, and the one that is looked for
   static constexpr int kWorkAt = kValuesAt + kStages * kTile;  // and the loader's of keys
-  static constexpr int kBarriersAt = kWorkAt + (kSlots * kConsumers + 1) * static_cast<int>(sizeof(Work));
+  // The unit of each query row that was converted to f16 (query_unit).
+  static constexpr int kUnitsAt = kWorkAt + (kSlots * kConsumers + 1) * static_cast<int>(sizeof(Work));
+  static constexpr int kBarriersAt = kUnitsAt + 4 * kRows;
   static constexpr int kBytes = kBarriersAt + 8 * (4 * kStages + 2 * kConsumers);
   static_assert(kBarriersAt % 8 == 0 && kBytes <= 227 * 1024);
 };
 
-inline constexpr int kMostHeadDim = 256;  // beyond, a consumer's registers have no room for sums
+// Beyond head_dim 256 the sums of 64 rows are too many for the registers of one warpgroup (wide.cuh).
+template <int kHeadDim>
+struct WideShape {
+  static constexpr int D = kHeadDim, kColumns = D / 2;
+  static constexpr int kConsumers = 3;  // warpgroups: one for scores, one for each half of the sums' columns
+  static constexpr int kBlocks = 2;
+  static constexpr int kRows = 64 * kBlocks;
+  static constexpr int kKeys = 64, kBoxTokens = 32;
+  static constexpr int kStages = 3;  // of half tiles of keys, and of values
+  static constexpr int kSlots = 2;   // of weights
+  static constexpr int kWorks = 2;   // of Work
+  // A row's weights are relative to a score that stays until another gives a weight above 2^kPatience. So weights
+  // seldom wait for a row's largest score, and sums seldom shrink. 16 bits have room for such weights.
+  static constexpr int kPatience = 8;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  // Registers of a thread; of 65536 in all.
+  static constexpr int kScoresRegisters = 160, kSumsRegisters = 160, kLoaderRegisters = 32;
+  static constexpr int kSwizzle = box_row_bytes(D);
+  static constexpr int kBox = kBoxTokens * kSwizzle, kBoxes = 2 * D / kSwizzle;  // kBoxes: of a row
+  static constexpr int kPart = kBoxes * kBox;                                    // half a tile of keys or values
+  static constexpr int kWeights = 64 * kKeys * 2;                                // of a slot
+  static constexpr int kHeldColumns = D - 128;  // of queries, in registers; the others lie in shared memory
+  static constexpr int kQueries = 64 * (D - kHeldColumns) * 2;
+  static constexpr int kKeysAt = 0, kValuesAt = kKeysAt + kStages * kPart, kWeightsAt = kValuesAt + kStages * kPart;
+  static constexpr int kQueriesAt = kWeightsAt + kSlots * kWeights;
+  static constexpr int kFactorsAt = kQueriesAt + kQueries;  // of the sums before, two for each thread
+  static constexpr int kBarriersAt = kFactorsAt + kSlots * 128 * 8;
+  static constexpr int kWorkAt = kBarriersAt + 16 * (2 * kStages + kSlots + kWorks);
+  static constexpr int kBytes = kWorkAt + kWorks * static_cast<int>(sizeof(Work));
+  static_assert(kSwizzle == 128 && kColumns % 64 == 0 && kKeys == 64 && 2 * kBoxTokens == kKeys);
+  static_assert(kBytes <= 227 * 1024);
+};
 
 // These were fastest (docs/lab/cuda-prefill.md).
 constexpr int keys_at_once(int head_dim) {
   return head_dim <= 64 ? 128 : head_dim <= 96 ? 112 : head_dim <= 128 ? 176 : head_dim <= 192 ? 112 : 80;
 }
 template <int D>
-using ShapeFor = ShapeOf<D, D <= 96 ? 3 : 2, keys_at_once(D), D <= 64 || (D > 96)>;
+using ShapeFor =
+    std::conditional_t<(D > 256), WideShape<D>, ShapeOf<D, D <= 96 ? 3 : 2, keys_at_once(D), D <= 64 || (D > 96)>>;
 
 }  // namespace kvant::cuda::prefill::fresh

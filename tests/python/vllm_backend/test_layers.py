@@ -202,16 +202,17 @@ def test_short_chunks_behind_long_prefixes(vllm, fresh):
     """The rest of a prompt whose prefix is stored. On a device decode kernels serve it, where prefill kernels serve the
     server's largest step of such chunks."""
     layers = [{}, {"window": 700}]
-    limits = dict(q_heads=32, kv_heads=8, head_dim=128, max_requests=32, max_tokens=2048, max_model_len=2048, blocks=80)
+    limits = dict(q_heads=32, kv_heads=8, head_dim=128, max_requests=32, max_tokens=2048, max_model_len=8192, blocks=80)
     e = Engine(vllm, layers, cache_dtype="kvant_tq8", fresh=fresh, tail=0, **limits)
     a, b = e.request(1), e.request(2)
     e.step([(a, 850), (b, 600)], tolerance=0.02)
     for batch, few in (([(a, 40)], True), ([(b, 1), (a, 20)], True), ([(a, 60), (b, 60)], True), ([(b, 200)], False)):
         made, _, _ = e.metadata(batch)
         plans = [plan for m in made.values() for plans in m.plans.values() for plan in [m.parts[-1].plan(plans)]]
-        if not ON_CPU:
-            assert {plan.facts.kernel.startswith("decode") for plan in plans} == {few}, [p.explain() for p in plans]
-            assert {plan.fresh for plan in plans} == {fresh and not few}
+        if not ON_CPU:  # few queries over a window may take either kind
+            decodes = [plan.facts.kernel.startswith("decode") for plan in plans]
+            assert any(decodes) == few, [plan.explain() for plan in plans]
+            assert [plan.fresh for plan in plans] == [fresh and not decode for decode in decodes]
         e.step(batch, tolerance=0.02)
 
 

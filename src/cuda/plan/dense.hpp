@@ -1,0 +1,76 @@
+// Plans ask this of the kernels of dense keys (prefill_fresh), for fresh keys and for unpacked ones. Host only.
+#pragma once
+
+#include <string>
+
+#include "core/device.hpp"
+#include "cuda/plan/prefill.hpp"
+#include "cuda/prefill_fresh/maps.hpp"
+
+namespace kvant::cuda {
+
+inline std::span<const prefill::fresh::FreshKernel> dense_kernels(int head_dim) {
+  return kernels_of<prefill::fresh::FreshKernel>(head_dim, []<int D>() { return prefill::fresh::kernels<D>(); });
+}
+
+// The reason why kernels of this kind do not serve; empty: they do, and `encode` is what they need.
+inline Result<std::string> missing_of_dense(const char* kind, const core::DevicePlanConfig& config,
+                                            std::span<const prefill::fresh::FreshKernel> kernels,
+                                            const DeviceLimits& limits, prefill::fresh::Encode& encode) {
+  if (config.options->mask.tensor.data != nullptr) return fmt::format("{} kernels take no mask tensor", kind);
+  if (kernels.empty() || config.head_dim % 8 != 0)
+    return fmt::format("{} kernels are not compiled for head_dim {}", kind, config.head_dim);
+  for (const prefill::fresh::FreshKernel& one : kernels) {
+    Result<std::string> missing = missing_of_hopper(kind, one.function, one.shared_bytes, limits);
+    if (!missing.ok() || !missing->empty()) return missing;
+  }
+  KVANT_CUDA_TRY(prefill::fresh::find_encode(encode));
+  if (encode == nullptr) return fmt::format("{} kernels need a driver for CUDA 12 or newer", kind);
+  return std::string();
+}
+
+inline Status prepare_dense(std::span<const prefill::fresh::FreshKernel> kernels) {
+  for (const prefill::fresh::FreshKernel& one : kernels) KVANT_CUDA_TRY(prepare_shared(one.function, one.shared_bytes));
+  return {};
+}
+
+// The copy of queries asks this of q.
+inline bool lies_at_16_bytes(const core::StridedRows& q) {
+  return reinterpret_cast<std::uintptr_t>(q.data) % 16 == 0 && q.token_stride % 8 == 0 && q.head_stride % 8 == 0;
+}
+
+// The kernel for keys and values of this dtype; null: there is none.
+inline const prefill::fresh::FreshKernel* dense_kernel(std::span<const prefill::fresh::FreshKernel> kernels,
+                                                       Dtype dtype) {
+  for (const prefill::fresh::FreshKernel& one : kernels) {
+    if (one.dtype == dtype) return &one;
+  }
+  return nullptr;
+}
+
+// A kernel's blocks, for explain().
+inline std::string describe_block(const prefill::fresh::FreshKernel& kernel) {
+  return fmt::format("{} threads, {} bytes of shared memory each{}", kernel.threads, kernel.shared_bytes,
+                     kernel.blocks > 1 ? fmt::format(", {} for a tile", kernel.blocks) : std::string());
+}
+
+// heads: of keys and values. tiles: at most.
+inline Status launch_dense(const prefill::fresh::FreshKernel& kernel, prefill::fresh::Encode encode,
+                           const AttendParams& p, const prefill::Schedule& schedule, int tiles,
+                           const prefill::fresh::Side& keys, const prefill::fresh::Side& values, int heads,
+                           const DeviceLimits& limits, Stream stream) {
+  prefill::fresh::Maps maps;
+  for (const auto& [map, of] : {std::pair(&maps.keys, &keys), std::pair(&maps.values, &values)}) {
+    if (!encode_map(encode, kernel, *of, heads, p.head_dim, *map))
+      return {Code::internal, "cuTensorMapEncodeTiled refused keys or values; set kernel to \"prefill_sm90\""};
+  }
+  void* arguments[] = {const_cast<AttendParams*>(&p), const_cast<prefill::Schedule*>(&schedule), &maps};
+  Launch launch(static_cast<unsigned>(std::min(tiles, limits.multiprocessors / kernel.blocks) * kernel.blocks),
+                kernel.threads, native(stream), limits.overlaps);
+  if (kernel.blocks > 1) launch.set_cluster(kernel.blocks);
+  launch.config.dynamicSmemBytes = static_cast<std::size_t>(kernel.shared_bytes);
+  KVANT_CUDA_TRY(cudaLaunchKernelExC(&launch.config, kernel.function, arguments));
+  return {};
+}
+
+}  // namespace kvant::cuda
