@@ -281,8 +281,7 @@ std::vector<std::string> op_names() {
 void judge(BenchRow& row, double rel_l2) {
   const bool is_append = row.bench_case.op == BenchOp::append;
   const FormatPair& formats = row.bench_case.formats;
-  const bool rounds_weights = row.kernel == core::kPrefillSm90 || row.kernel == core::kPrefillSm80 ||
-                              row.kernel == core::kPrefillUnpacked || row.kernel == core::kDecodeSm90;
+  const bool rounds_weights = row.kernel.starts_with(core::kPrefillKernels) || row.kernel == core::kDecodeSm90;
   const double allowed = is_append        ? append_tolerance(formats)
                          : rounds_weights ? kPrefillTolerance
                                           : attention_tolerance(formats);

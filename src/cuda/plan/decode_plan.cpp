@@ -5,6 +5,7 @@
 #include <numbers>
 
 #include "core/fmt.hpp"
+#include "cuda/plan/prefill.hpp"
 #include "cuda/runtime/built.hpp"
 #include "cuda/runtime/runtime.hpp"
 
@@ -30,10 +31,6 @@ std::string generic_only(const core::DevicePlanConfig& config, const CacheView& 
   }
   const bool has_exact = cache.sink_pages > 0 || cache.tail_pages > 0;
   return has_exact && cache.exact_layout.k.format == Format::f32 ? "exact = f32" : "";
-}
-
-std::size_t aligned(std::size_t bytes) {
-  return (bytes + 255) / 256 * 256;
 }
 
 // Work of fewer units than this for each block is short.
@@ -381,7 +378,7 @@ Status DecodePlan::prepare(const core::DevicePlanConfig& config, const StepBatch
   if (Status s = choose_family(config, decode_ns); !s.ok()) return s;
   if (prefill_.function != nullptr) {
     if (Status s = choose_fresh(config, batch.entries != nullptr); !s.ok()) return s;
-    workspace_bytes_ = std::max(workspace_bytes_, aligned(class_count()));  // one of the two is 0
+    workspace_bytes_ = unpacked_.is_chosen ? unpacked_.bytes : aligned(class_count());
     return upload(config, batch);
   }
   if (!kernels.ok()) return kernels.status();

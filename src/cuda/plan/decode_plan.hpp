@@ -127,6 +127,7 @@ class DecodePlan final : public core::DevicePlan {
     prefill::unpacked::RoundRule rule{};
     unsigned blocks = 0;                                                   // that unpack
     std::size_t parts_at = 0, served_at = 0, keys_at = 0, side_bytes = 0;  // in the workspace, behind the rounds
+    std::size_t bytes = 0;                                                 // of the workspace
     bool is_chosen = false, is_wanted = false;                             // the options name the kind
   };
   Unpacked unpacked_;

@@ -10,7 +10,7 @@
 namespace kvant::cuda {
 
 inline std::span<const prefill::fresh::FreshKernel> dense_kernels(int head_dim) {
-  return kernels_of<prefill::fresh::FreshKernel>(head_dim, []<int D>() { return prefill::fresh::kernels<D>(); });
+  return kernels_of(head_dim, []<int D>() { return prefill::fresh::kernels<D>(); });
 }
 
 // The reason why kernels of this kind do not serve; empty: they do, and `encode` is what they need.
@@ -37,6 +37,13 @@ inline Status prepare_dense(std::span<const prefill::fresh::FreshKernel> kernels
 // The copy of queries asks this of q.
 inline bool lies_at_16_bytes(const core::StridedRows& q) {
   return reinterpret_cast<std::uintptr_t>(q.data) % 16 == 0 && q.token_stride % 8 == 0 && q.head_stride % 8 == 0;
+}
+
+// A run whose tensors kernels of this kind do not take: the options name the kind, or others serve.
+inline Status refuse_tensors(const char* kind, bool is_wanted, const char* missing) {
+  if (!is_wanted) return {};
+  return {Code::unsupported,
+          fmt::format("kernel is \"{}\", and {}: copy the tensor, or leave kernel empty", kind, missing)};
 }
 
 // The kernel for keys and values of this dtype; null: there is none.

@@ -82,11 +82,7 @@ Status DecodePlan::run_fresh(const AttendParams& p, const core::FreshRows& rows,
   } else if (!takes(keys, p.cache.kv_heads) || !takes(values, p.cache.kv_heads)) {
     missing = "a stride of keys or values is not above zero";
   }
-  if (missing != nullptr) {
-    if (!f.is_wanted) return {};
-    return {Code::unsupported, fmt::format("kernel is \"{}\", and {}: copy the tensor, or leave kernel empty",
-                                           core::kPrefillFresh, missing)};
-  }
+  if (missing != nullptr) return refuse_tensors(core::kPrefillFresh, f.is_wanted, missing);
   const FreshKernel& kernel = *dense_kernel(f.kernels, rows.keys.dtype);
   if (Status status = launch_dense(kernel, f.encode, p, f.schedule, f.schedule.tiles, keys, values, p.cache.kv_heads,
                                    store_.limits(), stream);

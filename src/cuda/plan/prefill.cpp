@@ -17,10 +17,10 @@ namespace {
 using prefill::Kernel;
 
 std::span<const Kernel> sm90_kernels(int head_dim) {
-  return kernels_of<Kernel>(head_dim, []<int D>() { return prefill::kernels<D>(); });
+  return kernels_of(head_dim, []<int D>() { return prefill::kernels<D>(); });
 }
 std::span<const Kernel> sm80_kernels(int head_dim) {
-  return kernels_of<Kernel>(head_dim, []<int D>() { return prefill::sm80::kernels<D>(); });
+  return kernels_of(head_dim, []<int D>() { return prefill::sm80::kernels<D>(); });
 }
 
 std::string sm90_head_dims() {
@@ -149,13 +149,13 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config, std::int
                                            others[i].blocks);
     }
   }
-  // The kind that serves beside unpacked keys: candidate 0 or 1.
-  const bool second =
-      !candidates[0].missing.empty() || (candidates[1].missing.empty() && candidates[1].ns < candidates[0].ns);
-  if (candidates[second].missing.empty()) {
-    if (Status s = consider_unpacked(config, others[second], candidates[2]); !s.ok()) return s;
-  } else if (candidates[2].missing.empty()) {
-    candidates[2].missing = candidates[second].missing;
+  // The candidate that serves beside unpacked keys.
+  const bool is_sm80_faster = candidates[1].missing.empty() && candidates[1].ns < candidates[0].ns;
+  const int beside = !candidates[0].missing.empty() || is_sm80_faster ? 1 : 0, unpacked = 2;
+  if (candidates[beside].missing.empty()) {
+    if (Status s = consider_unpacked(config, others[beside], candidates[unpacked]); !s.ok()) return s;
+  } else if (candidates[unpacked].missing.empty()) {
+    candidates[unpacked].missing = candidates[beside].missing;
   }
 
   const Result<prefill::Choice> choice =
@@ -163,11 +163,10 @@ Status DecodePlan::choose_prefill(const core::DevicePlanConfig& config, std::int
   if (!choice.ok()) return choice.status();
   why_ = choice->why;
   if (choice->candidate < 0) return {};
-  const bool is_unpacked = choice->candidate == 2;
-  if (is_unpacked) {
+  if (choice->candidate == unpacked) {
     if (Status s = prepare_unpacked(); !s.ok()) return s;
   }
-  const int taken = is_unpacked ? static_cast<int>(second) : choice->candidate;
+  const int taken = choice->candidate == unpacked ? beside : choice->candidate;
   prefill_ = *kernels[taken];
   prefill_.shared_bytes = shared_bytes(prefill_, p.cache.encoded_layout);
   prefill_name_ = candidates[taken].name;

@@ -1,4 +1,4 @@
-// Plans ask these of all kinds of prefill kernels. Host only.
+// Plans ask these of all kinds of kernels. Host only.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,18 @@
 namespace kvant::cuda {
 
 // A kind's kernels of a head_dim, which kernels.operator()<D>() gives; none where they are not compiled.
-template <class Kernel, class Kernels>
-std::span<const Kernel> kernels_of(int head_dim, const Kernels& kernels) {
+template <class Kernels>
+auto kernels_of(int head_dim, const Kernels& kernels) -> decltype(kernels.template operator()<1>()) {
 #define KVANT_ENTRY(d) \
   if (head_dim == d) return kernels.template operator()<d>();
   KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
 #undef KVANT_ENTRY
   return {};
+}
+
+// Parts of a workspace, and of other memory, begin at multiples of 256 bytes.
+constexpr std::size_t aligned(std::size_t bytes) {
+  return (bytes + 255) / 256 * 256;
 }
 
 // The reason why a kernel that is made for compute capability 9.0 alone does not run; empty: it does.

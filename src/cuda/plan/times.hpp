@@ -44,10 +44,14 @@ inline constexpr Entry kEntries[] = {
     {512, {{3300, 0, 6000, 6000}, {2540, 0, 8800, 8800}, {1670, 0, 8200, 8200}}},
 };
 // A head_dim that is not listed takes the times of the next larger one; one beyond all takes those of the largest.
+template <class Entries>
+constexpr const auto& entry_of(const Entries& entries, int head_dim) {
+  const auto* entry = std::begin(entries);
+  while (entry + 1 != std::end(entries) && entry->head_dim < head_dim) ++entry;
+  return *entry;
+}
 constexpr PageTimes page_times(int head_dim, Format k) {
-  const Entry* entry = std::begin(kEntries);
-  while (entry + 1 != std::end(kEntries) && entry->head_dim < head_dim) ++entry;
-  PageTimes page = entry->of[static_cast<int>(stored(k))];
+  PageTimes page = entry_of(kEntries, head_dim).of[static_cast<int>(stored(k))];
   const int bits = codec::is_tq(k) ? codec::format_bits(k) : 0;
   if (bits == 5) page.decode = page.decode * 116 / 100, page.sm90 = page.sm90 * 114 / 100;
   if (bits == 8) page.decode = page.decode * 93 / 100, page.sm90 = page.sm90 * 117 / 100;
@@ -138,9 +142,8 @@ constexpr TileTimes sm90_times(int head_dim, Format k) {
   return {page, rows, page, rows};
 }
 constexpr TileTimes dense_times(int head_dim) {
-  const auto* entry = std::begin(kDensePages);
-  while (entry + 1 != std::end(kDensePages) && entry->head_dim < head_dim) ++entry;
-  return {entry->page, kDenseRows, entry->page, kDenseRows};
+  const std::int64_t page = entry_of(kDensePages, head_dim).page;
+  return {page, kDenseRows, page, kDenseRows};
 }
 constexpr TileTimes sm80_times(int head_dim, Format k) {
   const PageTimes page = page_times(head_dim, k);

@@ -2,6 +2,7 @@
 // found at each run, so the plan's other prefill kernels follow in the stream, for the sequences that are in no round
 // then.
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "core/fmt.hpp"
@@ -17,25 +18,12 @@ using prefill::fresh::FreshKernel;
 using prefill::unpacked::RoundMaker;
 using prefill::unpacked::RoundRule;
 using prefill::unpacked::RoundTables;
-using prefill::unpacked::UnpackKernel;
 
 constexpr std::int64_t kMostBytes = std::int64_t{256} << 20;  // of a plan's workspace
 constexpr int kMostRounds = 64;
 // A sequence and kv head has at least so many rows of queries: with fewer its pages are unpacked for each tile, in less
 // time.
 constexpr int kLeastRows = 128;
-
-UnpackKernel unpack_kernel(int head_dim) {
-#define KVANT_ENTRY(d) \
-  if (head_dim == d) return prefill::unpacked::kernel<d>();
-  KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
-#undef KVANT_ENTRY
-  return {};
-}
-
-std::size_t aligned(std::size_t bytes) {
-  return (bytes + 255) / 256 * 256;
-}
 
 // The rounds of the planned lengths.
 struct Planned {
@@ -45,6 +33,10 @@ struct Planned {
   int used = 0;
   std::int64_t rows = 0;  // of the workspace, of all rounds
 };
+prefill::unpacked::Need need_of(const AttendParams& p, const RoundRule& rule, const core::DeviceSequence& s,
+                                std::int32_t index = 0) {
+  return need_of(p, rule, BatchEntry{index, s.q_len, 0}, static_cast<int>(s.length));
+}
 Planned plan_rounds(const AttendParams& p, const RoundRule& rule, std::span<const core::DeviceSequence> sequences) {
   Planned planned;
   planned.rounds.resize(static_cast<std::size_t>(rule.rounds));
@@ -52,8 +44,8 @@ Planned plan_rounds(const AttendParams& p, const RoundRule& rule, std::span<cons
   planned.served.resize(sequences.size());
   RoundMaker maker(rule, {planned.rounds.data(), planned.parts.data(), planned.served.data()});
   for (std::size_t i = 0; i < sequences.size(); ++i) {
-    const BatchEntry entry{static_cast<std::int32_t>(i), sequences[i].q_len, 0};
-    maker.add(p.cache.kv_heads, static_cast<int>(i), need_of(p, rule, entry, static_cast<int>(sequences[i].length)));
+    const auto index = static_cast<std::int32_t>(i);
+    maker.add(p.cache.kv_heads, index, need_of(p, rule, sequences[i], index));
   }
   planned.used = maker.finish();
   for (const prefill::Round& round : planned.rounds) planned.rows += std::int64_t{round.pages} * kPageTokens;
@@ -64,10 +56,9 @@ Planned plan_rounds(const AttendParams& p, const RoundRule& rule, std::span<cons
 // little memory. The reason why there is no such rule; empty: there is.
 std::string size_rounds(const AttendParams& p, std::span<const core::DeviceSequence> sequences, RoundRule& rule) {
   std::int64_t total = 0, longest = 0;  // rows of the workspace
+  rule.rows = std::numeric_limits<int>::max();
   for (const core::DeviceSequence& s : sequences) {
-    if (s.q_len == 0 || std::int64_t{s.q_len} * p.group < rule.least_rows) continue;
-    const prefill::KeyPages pages = prefill::key_pages(p, static_cast<int>(s.length), s.q_len, rule.tile_keys);
-    const std::int64_t rows = std::int64_t{pages.count()} * kPageTokens;
+    const std::int64_t rows = std::int64_t{need_of(p, rule, s).pages} * kPageTokens;
     longest = std::max(longest, rows);
     total += rows * p.cache.kv_heads;
   }
@@ -131,7 +122,7 @@ Status DecodePlan::consider_unpacked(const core::DevicePlanConfig& config, const
   if (!candidate.missing.empty()) return {};
 
   u.kernels = kernels;
-  u.unpack = unpack_kernel(stored);
+  u.unpack = kernels_of(stored, []<int D>() { return prefill::unpacked::kernel<D>(); });
   u.is_wanted = config.options->kernel == core::kPrefillUnpacked;
   u.rule = {.rows = 0,
             .rounds = 0,
@@ -163,7 +154,7 @@ Status DecodePlan::prepare_unpacked() {
   u.parts_at = aligned(rounds * sizeof(prefill::Round));
   u.served_at = u.parts_at + aligned((rounds + batch) * sizeof(prefill::Part));
   u.keys_at = u.served_at + aligned(batch * sizeof(std::int32_t));
-  workspace_bytes_ = u.keys_at + 2 * u.side_bytes;
+  u.bytes = u.keys_at + 2 * u.side_bytes;
   u.is_chosen = true;
   return {};
 }
@@ -190,13 +181,10 @@ std::string DecodePlan::explain_unpacked() const {
 Status DecodePlan::run_unpacked(const AttendParams& p, const core::FreshRows& fresh, std::byte* workspace,
                                 prefill::Serves serves, Stream stream, bool& launched) const {
   const Unpacked& u = unpacked_;
-  const bool is_f32 = p.q.dtype == Dtype::f32;
-  if (is_f32 || !lies_at_16_bytes(p.q)) {
-    if (!u.is_wanted) return {};
-    return {Code::unsupported,
-            fmt::format("kernel is \"{}\", and {}: copy the tensor, or leave kernel empty", core::kPrefillUnpacked,
-                        is_f32 ? "q.dtype is neither bf16 nor f16" : "q does not lie at multiples of 16 bytes")};
-  }
+  const char* missing = p.q.dtype == Dtype::f32  ? "q.dtype is neither bf16 nor f16"
+                        : !lies_at_16_bytes(p.q) ? "q does not lie at multiples of 16 bytes"
+                                                 : nullptr;
+  if (missing != nullptr) return refuse_tensors(core::kPrefillUnpacked, u.is_wanted, missing);
   // Rounded to bf16, what codes stand for would lose more than tq8 does.
   const bool is_bf16 = p.q.dtype == Dtype::bf16 && p.cache.encoded_layout.k.format == Format::bf16;
   const FreshKernel& kernel = *dense_kernel(u.kernels, is_bf16 ? Dtype::bf16 : Dtype::f16);

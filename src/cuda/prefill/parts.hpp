@@ -22,15 +22,20 @@ struct Round {
   int pages, tiles;
 };
 
-// Pages [0, sinks) and [recent, end) of a sequence, one behind the other.
-struct KeyPages {
-  int sinks, recent, end;
-  KVANT_HD int count() const { return sinks + (end - recent); }
-  KVANT_HD int page(int use) const { return use < sinks ? use : recent + (use - sinks); }
+// The part of a round that has page, or tile of queries, `number` of the round: `of` is Part::page or Part::tile.
+KVANT_HD inline const Part* part_of(const Round& round, const Part* parts, int Part::*of, int number) {
+  const Part* part = parts + round.first;
+  const Part* const last = part + round.parts - 1;
+  while (part < last && part[1].*of <= number) ++part;
+  return part;
+}
+
+// Pages of a sequence, one behind the other.
+struct KeyPages : base::VisiblePages<int> {
   // Tokens from `recent` on lie so many rows nearer to the first than in the sequence.
   KVANT_HD int gap() const { return (recent - sinks) * kPageTokens; }
 };
-// Those that hold all tiles of so many `keys` of which some query of the sequence sees a part.
+// Tiles have `keys` keys each. The pages hold every tile of which some query of the sequence sees a part.
 KVANT_HD inline KeyPages key_pages(const AttendParams& p, int length, int q_len, int keys) {
   const base::Visibility rule = visibility(p);
   const int before = length - q_len, last = length - 1;

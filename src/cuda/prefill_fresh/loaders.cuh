@@ -38,9 +38,7 @@ __device__ __forceinline__ bool find_unpacked(const AttendParams& p, const Sched
                                               Work& work) {
   const Round& round = *schedule.round;
   if (number >= round.tiles) return false;
-  const Part* part = schedule.parts + round.first;
-  const Part* const last = part + round.parts - 1;
-  while (part < last && part[1].tile <= number) ++part;
+  const Part* const part = part_of(round, schedule.parts, &Part::tile, number);
   tile.batch = part->batch, tile.length = part->length;
   tile.rows = tile.batch.q_len * p.group;
   const int row_blocks = (tile.rows + S::kRows - 1) / S::kRows, at = number - part->tile, head = at / row_blocks;
@@ -113,7 +111,7 @@ __device__ __forceinline__ void bring_keys(const AttendParams& p, const Schedule
     if (!find_work<S>(p, schedule, rounds.tile(round), work)) continue;
     const int total = work.total(), head = work.keys_head;
     const auto bring = [&](Ring<S::kStages>& ring, const CUtensorMap& map, int at, int use) {
-      const int token = (use < work.sinks ? work.sinks_at : work.recent_at) + work.tile(use) * S::kKeys;
+      const int token = work.row_of_tile(use, S::kKeys);
       ring.wait_empty();
       const std::uint32_t barrier = ring.full + 8 * ring.stage, box = to + at + ring.stage * S::kTile;
       ptx::mbarrier_arrive_expect(barrier, S::kTile);

@@ -55,6 +55,10 @@ struct Work {
   int keys_head, sinks_at, recent_at;
   KVANT_HD int total() const { return sinks + (end - recent); }
   KVANT_HD int tile(int use) const { return use < sinks ? use : recent + (use - sinks); }
+  // In the maps: the first row of a tile of so many keys.
+  KVANT_HD int row_of_tile(int use, int keys_at_once) const {
+    return (use < sinks ? sinks_at : recent_at) + tile(use) * keys_at_once;
+  }
 };
 
 template <int kHeadDim, int kGroups, int kKeysAtOnce, bool kLate>

@@ -78,9 +78,6 @@ __device__ __forceinline__ void bring_shares(const Maps& maps, std::byte* shared
     const Work& work = reinterpret_cast<const Work*>(shared + S::kWorkAt)[rings.works.stage];
     if (work.rows == 0) return;
     const int total = work.total(), head = work.keys_head;
-    const auto token_of = [&](int use) {
-      return (use < work.sinks ? work.sinks_at : work.recent_at) + work.tile(use) * S::kKeys;
-    };
     const auto begin = [](auto& ring) {
       ring.wait_empty();
       ptx::mbarrier_arrive_expect(ring.full + 8 * ring.stage, S::kPart);
@@ -88,7 +85,7 @@ __device__ __forceinline__ void bring_shares(const Maps& maps, std::byte* shared
 #pragma unroll 1
     for (int use = 0; use <= total; ++use) {
       if (use < total) {
-        const int token = token_of(use) + rank * S::kBoxTokens;
+        const int token = work.row_of_tile(use, S::kKeys) + rank * S::kBoxTokens;
 #pragma unroll 1
         for (int part = 0; part < 2; ++part) {
           begin(rings.keys);
@@ -102,7 +99,7 @@ __device__ __forceinline__ void bring_shares(const Maps& maps, std::byte* shared
         }
       }
       if (use > 0) {
-        const int token = token_of(use - 1);
+        const int token = work.row_of_tile(use - 1, S::kKeys);
 #pragma unroll 1
         for (int part = 0; part < 2; ++part) {
           begin(rings.values);

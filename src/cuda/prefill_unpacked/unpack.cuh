@@ -31,7 +31,7 @@ struct Target {
 template <int D>
 struct Unpacker {
   static constexpr int kGroups = side_scale_groups(Format::tq8, D);  // of a vector at most
-  // Of so many columns a thread's registers hold its part of sixteen rows.
+  // A thread's registers have room for its share of sixteen rows of so many columns.
   static constexpr int kColumns = D <= 192 ? D : 128, kParts = D / kColumns;
   static_assert(kParts == 1 || kParts == 2 || (kParts == 4 && codec::rotation_shape(D).paley == 1));
   struct Shared {
@@ -259,9 +259,7 @@ struct Unpacker {
     const bool is_value = (item & 1) != 0;
     const int page_of_round = item >> 1;
     const Round& round = *all.round;
-    const Part* part = all.parts + round.first;
-    const Part* const last_part = part + round.parts - 1;
-    while (part < last_part && part[1].page <= page_of_round) ++part;
+    const Part* const part = part_of(round, all.parts, &Part::page, page_of_round);
     const BatchEntry e = part->batch;
     const int length = part->length, before = length - e.q_len;
     const int of_part = page_of_round - part->page, head_of_part = of_part / part->pages;
