@@ -119,6 +119,8 @@ Status DecodePlan::consider_unpacked(const core::DevicePlanConfig& config, const
       missing_of_dense(core::kPrefillUnpacked, config, kernels, store_.limits(), u.encode);
   if (!missing.ok()) return missing.status();
   candidate.missing = *missing;
+  if (most_rows_of(config) > kMostRows)  // rounds are counted in ints
+    candidate.missing = fmt::format("{} serves up to {} rows of queries", core::kPrefillUnpacked, kMostRows);
   if (!candidate.missing.empty()) return {};
 
   u.kernels = kernels;
