@@ -337,7 +337,8 @@ class Sequence:
     def append(self, layer: int, keys: Any, values: Any, *, stream: Any = None) -> None:
         """Appends tokens to one layer: the first layer of a step reserves room in all, the others fill in.
 
-        keys, values: [tokens, kv_heads, head_dim], f32, f16 or bf16. Errors: NonFinite, OutOfCapacity, InvalidArgument.
+        keys, values: [tokens, kv_heads, head_dim] or [1, tokens, kv_heads, head_dim], f32, f16 or bf16.
+        Errors: NonFinite, OutOfCapacity, InvalidArgument.
         """
     def fork(self) -> Sequence:
         """A new sequence with the same tokens. Pages are shared until one side writes to them."""

@@ -266,8 +266,8 @@ class Cache:
         Errors: NonFinite (on the CPU), InvalidArgument.
         """
         ids = self._ids(sequences)
-        k, _k = _tensors.tensor(keys, "keys", self.device)
-        v, _v = _tensors.tensor(values, "values", self.device)
+        k, _k = _tensors.tensor(keys, "keys", self.device, len(ids))
+        v, _v = _tensors.tensor(values, "values", self.device, len(ids))
         with self._lock:
             self._use_stream(stream)
             _c.check(_c.write(self.handle, _c.sequences(ids), len(ids), layer, byref(k), byref(v)))
@@ -396,9 +396,9 @@ class Cache:
             keys, values = self._new(shape), self._new(shape)
         k = v = None
         if keys is not None:
-            k, _k = _tensors.tensor(keys, "keys", self.device, mutable=True)
+            k, _k = _tensors.tensor(keys, "keys", self.device, len(ids), mutable=True)
         if values is not None:
-            v, _v = _tensors.tensor(values, "values", self.device, mutable=True)
+            v, _v = _tensors.tensor(values, "values", self.device, len(ids), mutable=True)
         with self._lock:
             self._use_stream(stream)
             _c.check(
@@ -460,11 +460,12 @@ class Sequence:
     def append(self, layer: int, keys: Any, values: Any, *, stream: Any = None) -> None:
         """Appends tokens to one layer: the first layer of a step reserves room in all, the others fill in.
 
-        keys, values: [tokens, kv_heads, head_dim], f32, f16 or bf16. Errors: NonFinite, OutOfCapacity, InvalidArgument.
+        keys, values: [tokens, kv_heads, head_dim] or [1, tokens, kv_heads, head_dim], f32, f16 or bf16.
+        Errors: NonFinite, OutOfCapacity, InvalidArgument.
         """
         cache = self.cache
-        k, _k = _tensors.tensor(keys, "keys", cache.device)
-        v, _v = _tensors.tensor(values, "values", cache.device)
+        k, _k = _tensors.tensor(keys, "keys", cache.device, 1)
+        v, _v = _tensors.tensor(values, "values", cache.device, 1)
         with cache._lock:
             cache._use_stream(stream)
             _c.check(_c.append(cache.handle, self.id, layer, byref(k), byref(v)))

@@ -76,7 +76,7 @@ def _rows(x: Any, name: str, device: tuple[str, int], mutable: bool = False):
         raise InvalidArgument(f"{name} is on {d.device[0]}:{d.device[1]}, but the pages are on {device[0]}:{device[1]}")
     if len(d.shape) != 3:
         raise InvalidArgument(f"{name} has shape {list(d.shape)}: must be [tokens, heads, head_dim]")
-    return _tensors.fill(_c.MutableTensor() if mutable else _c.Tensor(), d, name), d
+    return _tensors.fill(_c.MutableTensor() if mutable else _c.Tensor(), d, name, 1), d
 
 
 def _step_tables(block_table: Any, seq_lens: Any, query_start_loc: Any, device: tuple[str, int]):

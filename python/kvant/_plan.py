@@ -120,6 +120,7 @@ class Plan:
         self._handle = None
         self.cache = cache
         ids = cache._ids(sequences)
+        self._count = len(ids)
         o = _c.AttentionOptions()
         _c.attention_options_init(byref(o), sizeof(o))
         o.q_heads, o.q_len = q_heads, q_len
@@ -193,12 +194,12 @@ class Plan:
         Returns out, or (out, lse) if lse was requested. Errors: Stale, InvalidArgument.
         """
         cache = self.cache
-        q_tensor, _q = _tensors.tensor(q, "q", cache.device)
+        q_tensor, _q = _tensors.tensor(q, "q", cache.device, self._count)
         if out is None:
             out = _tensors.empty_like(q, tuple(q.shape))
-        out_tensor, _o = _tensors.tensor(out, "out", cache.device, mutable=True)
+        out_tensor, _o = _tensors.tensor(out, "out", cache.device, self._count, mutable=True)
         (k, _k), (v, _v) = (
-            (None, None) if x is None else _tensors.tensor(x, name, cache.device)
+            (None, None) if x is None else _tensors.tensor(x, name, cache.device, self._count)
             for x, name in ((keys, "keys"), (values, "values"))
         )
         rows = (self.facts.total_queries, q.shape[-2])

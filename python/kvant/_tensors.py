@@ -172,43 +172,52 @@ def describe(x: Any, name: str) -> Described:
     )
 
 
-def tensor(x: Any, name: str, device: tuple[str, int], mutable: bool = False):
+def tensor(x: Any, name: str, device: tuple[str, int], sequences: int, mutable: bool = False):
     """x as a C struct, and what keeps its memory alive.
 
     x: [tokens, heads, head_dim], the rows of the call's sequences one after another, or [batch, tokens, heads,
-        head_dim], a row of the batch for each sequence. Any strides whose last is 1.
+        head_dim], a row of the batch for each of the call's `sequences`. Any strides whose last is 1.
     """
     d = describe(x, name)
     if d.device != device:
         raise InvalidArgument(f"{name} is on {d.device[0]}:{d.device[1]}, but the cache is on {device[0]}:{device[1]}")
-    return fill(_c.MutableTensor() if mutable else _c.Tensor(), d, name), d
+    return fill(_c.MutableTensor() if mutable else _c.Tensor(), d, name, sequences), d
 
 
-def fill(t, d: Described, name: str):
-    """Writes a described tensor into a C struct."""
+def fill(t, d: Described, name: str, sequences: int):
+    """Writes a described tensor into a C struct. The struct says where the rows of each sequence begin, and not for how
+    many sequences there is memory: that is checked here."""
     t.data, t.dtype = d.data, d.dtype
     if len(d.shape) == 3:
         t.shape[:], t.stride[:], t.batch_stride = d.shape, d.stride, 0
     elif len(d.shape) == 4:
-        batch, rows, heads, dim = d.shape
-        t.stride[:] = d.stride[1:]
-        if batch == 1 or d.stride[0] == rows * d.stride[1]:  # one row after another all the same
-            t.shape[:], t.batch_stride = (batch * rows, heads, dim), 0
-        elif rows == 1:
-            t.shape[:], t.batch_stride = (batch, heads, dim), 0
-            t.stride[0] = d.stride[0]
-        else:
-            t.shape[:], t.batch_stride = d.shape[1:], d.stride[0]
+        batch, rows = d.shape[:2]
+        if batch != sequences:
+            raise InvalidArgument(
+                f"{name} has shape {list(d.shape)}, a batch of {batch}: must be {sequences}, the sequences of the call "
+                "([batch, tokens, heads, head_dim]); rows that lie one after another are [tokens, heads, head_dim]"
+            )
+        t.shape[:], t.stride[:], t.batch_stride = d.shape[1:], d.stride[1:], 0
+        if rows == 1:
+            t.shape[0], t.stride[0] = batch, d.stride[0]
+        elif batch > 1:
+            t.batch_stride = d.stride[0]
+            if t.batch_stride == 0:  # to the library: one row after another
+                raise InvalidArgument(
+                    f"{name} has shape {list(d.shape)} and strides {list(d.stride)}: one row of the batch is repeated "
+                    "for all sequences; copy the tensor"
+                )
     else:
         raise InvalidArgument(
             f"{name} has shape {list(d.shape)}: must be [tokens, heads, head_dim] or [batch, tokens, heads, head_dim]"
         )
-    if t.stride[0] == 0 and t.stride[1] == 0 and t.stride[2] == 0:
-        t.stride[2] = (
-            1  # all zero would mean contiguous; a scalar that was expanded is refused by the library otherwise
-        )
-    if d.shape and d.shape[-1] == 1:
+    if d.shape[-1] == 1:
         t.stride[2] = 1
+    elif d.shape[-1] > 1 and not any(t.stride):  # to the library: contiguous
+        raise InvalidArgument(
+            f"{name} has strides of 0, one number for all: the numbers of a vector must lie side by side; copy the "
+            "tensor"
+        )
     return t
 
 

@@ -197,13 +197,14 @@ class Group:
     def _struct(self, role: int, x: torch.Tensor) -> Any:
         """A tensor [batch, heads, tokens, head_dim] or [rows, heads, head_dim] as the C argument of its role."""
         structs = self._structs[role]
-        key = (x.shape, x.stride(), x.dtype)
+        key = (x.shape, x.stride(), x.dtype, self._step_rows)
         found = structs.get(key)
         if found is None:
             if len(structs) >= _MOST_STRUCTS:
                 structs.clear()
             rows_first = x.transpose(1, 2) if x.ndim == 4 else x
-            struct, _ = _tensors.tensor(rows_first, ("keys", "values", "q", "out")[role], self.cache.device, role == 3)
+            name = ("keys", "values", "q", "out")[role]
+            struct, _ = _tensors.tensor(rows_first, name, self.cache.device, self._step_rows, role == 3)
             found = structs[key] = (struct, byref(struct))
         found[0].data = x.data_ptr()
         return found[1]
@@ -397,10 +398,10 @@ class Group:
 
         out: [rows, kv_heads, head_dim], or with batch_stride [batch, kv_heads, tokens, head_dim].
         """
-        struct, _ = _tensors.tensor(
-            out.transpose(1, 2) if batch_stride else out, "out", self.cache.device, mutable=True
-        )
         n = len(self.sequences)
+        struct, _ = _tensors.tensor(
+            out.transpose(1, 2) if batch_stride else out, "out", self.cache.device, n, mutable=True
+        )
         keys, values = (byref(struct), None) if which == 0 else (None, byref(struct))
         with self.cache._lock:
             self._use_stream()
