@@ -53,7 +53,6 @@ lib, library_path = _load()
 
 F32, F16, BF16, BOOL = 0, 1, 2, 3
 DTYPE_NAMES = {F32: "f32", F16: "f16", BF16: "bf16", BOOL: "bool"}
-DTYPE_SIZES = {F32: 4, F16: 2, BF16: 2, BOOL: 1}
 DTYPES = {name: number for number, name in DTYPE_NAMES.items()}
 CENTRES = {"automatic": 0, "none": 1, "page": 2}
 BASES = {"automatic": 0, "hadamard": 1, "none": 2, "calibrated": 3}

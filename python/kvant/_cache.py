@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Sequence as SequenceOf
 from ctypes import byref, c_int32, c_int64, c_uint64, c_void_p, sizeof
@@ -9,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import _c, _tensors
+from . import _arguments, _c, _overlap, _tensors
 from ._errors import InvalidArgument, KvantError
-from ._plan import Plan, Step
+from ._plan import Plan, Step, drop_tokens
 
 __all__ = ["Bases", "Cache", "Memory", "Sequence"]
+
+EXACT = {name: _c.DTYPES[name] for name in _tensors.FLOATS}
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,15 @@ class Memory:
     reserved_bytes: int
 
 
-class Bases:
+class Bases(_arguments.NotCopied):
     """Calibrated bases from a file that `kvant calibrate` wrote. Errors: FileError, BadFile."""
 
+    _instead = "load the file again"
+
     def __init__(self, path: str | Path):
-        self.path = str(path)
+        self.path = _arguments.path("path", path)
         handle = c_void_p()
-        _c.check(_c.bases_load(self.path.encode(), byref(handle)))
+        _c.check(_c.bases_load(os.fsencode(self.path), byref(handle)))
         self._handle = handle
 
     def __del__(self, destroy=_c.bases_destroy):
@@ -47,16 +52,7 @@ class Bases:
         return f"kvant.Bases({self.path!r})"
 
 
-def _device(device: Any) -> tuple[str, int]:
-    """"cuda:1", torch.device("cuda", 1), None as ("cuda", 1), ("cpu", 0)."""
-    kind, _, number = str("cpu" if device is None else device).partition(":")
-    try:
-        return kind, int(number or 0)
-    except ValueError:
-        raise InvalidArgument(f'device = "{device}": must be "cpu", "cuda", or "cuda:N" for device N') from None
-
-
-class Cache:
+class Cache(_arguments.NotCopied):
     """Keys and values of the layers of one geometry, compressed, in pages of 64 tokens.
 
     layers, kv_heads, head_dim: layers that differ in kv_heads, head_dim or window are another cache.
@@ -83,6 +79,8 @@ class Cache:
 
     Errors: InvalidArgument, Unsupported, OutOfMemory. One thread at a time works on a cache; others wait.
     """
+
+    _instead = "fork its sequences, or make another cache"
 
     def __init__(
         self,
@@ -115,48 +113,44 @@ class Cache:
         self._stream = 0
         self._workspace = None
         self._step: tuple[Any, set[int]] = (None, set())  # that attend opened, and the layers it has written
-        self.device = _device(device)
+        self.device = _arguments.device(device)
+        self.k, self.v = _arguments.text("k", k), _arguments.text("v", v)
         c = _c.CacheConfig()
         _c.cache_config_init(byref(c), sizeof(c))
-        c.layers, c.kv_heads, c.head_dim = layers, kv_heads, head_dim
-        if sink_pages is not None:
-            c.sink_pages = sink_pages
-        if tail_pages is not None:
-            c.tail_pages = tail_pages
+        for name, value in (("layers", layers), ("kv_heads", kv_heads), ("head_dim", head_dim), ("threads", threads)):
+            setattr(c, name, _arguments.int32(name, value))
+        for name, value in (("sink_pages", sink_pages), ("tail_pages", tail_pages)):
+            if value is not None:
+                setattr(c, name, _arguments.int32(name, value, 0))
+        for name, value in (
+            ("window", window),
+            ("window_sinks", window_sinks),
+            ("rollback_tokens", rollback_tokens),
+            ("capacity_tokens", capacity_tokens),
+            ("max_sequences", max_sequences),
+            ("max_sequence_tokens", max_sequence_tokens),
+        ):
+            setattr(c, name, _arguments.int64(name, value))
         if exact is not None:
-            c.exact_dtype = self._name("exact", exact, _c.DTYPES)
-        c.k, c.v = str(k).encode(), str(v).encode()
-        c.window, c.window_sinks, c.rollback_tokens = window, window_sinks, rollback_tokens
-        c.capacity_tokens = capacity_tokens
-        c.max_sequences, c.max_sequence_tokens = max_sequences, max_sequence_tokens
-        c.k_basis = self._name("k_basis", k_basis, _c.BASES)
-        c.v_basis = self._name("v_basis", v_basis, _c.BASES)
-        c.k_centre = self._name("k_centre", k_centre, _c.CENTRES)
+            c.exact_dtype = _arguments.choice("exact", exact, EXACT)
+        c.k, c.v = self.k.encode(), self.v.encode()
+        c.k_basis = _arguments.choice("k_basis", k_basis, _c.BASES)
+        c.v_basis = _arguments.choice("v_basis", v_basis, _c.BASES)
+        c.k_centre = _arguments.choice("k_centre", k_centre, _c.CENTRES)
         if bases is not None and not isinstance(bases, Bases):
-            bases = Bases(bases)
+            bases = Bases(_arguments.path("bases", bases))
         if bases is not None:
             c.bases = bases._handle
         if basis_layers is not None:
-            if len(basis_layers) != layers:
-                raise InvalidArgument(
-                    f"basis_layers has {len(basis_layers)} numbers for {layers} layers: give one a layer"
-                )
-            c.basis_layers = (c_int32 * layers)(*basis_layers)
-        c.threads = threads
-        c.isa = None if isa is None else isa.encode()
+            numbers = _arguments.integers("basis_layers", basis_layers, 0, (1 << 31) - 1, c.layers, "layer")
+            c.basis_layers = (c_int32 * len(numbers))(*numbers)
+        c.isa = _arguments.name_or_none("isa", isa)
         kind, number = self.device
         c.device = b"cpu" if kind == "cpu" else f"{kind}:{number}".encode()
         handle = c_void_p()
         _c.check(_c.cache_create(byref(c), byref(handle)))
         self._handle = handle
-        self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
-        self.k, self.v, self.window = str(k), str(v), window
-
-    @staticmethod
-    def _name(argument: str, value: str, allowed: dict[str, int]) -> int:
-        if value not in allowed:
-            raise InvalidArgument(f'{argument} = "{value}": must be one of {", ".join(allowed)}')
-        return allowed[value]
+        self.layers, self.kv_heads, self.head_dim, self.window = c.layers, c.kv_heads, c.head_dim, c.window
 
     # --- life ---
 
@@ -179,9 +173,6 @@ class Cache:
         if handle:
             destroy(handle)
 
-    def __reduce__(self):
-        raise TypeError("a kvant cache cannot be pickled: its pages live in memory of the library")
-
     def __repr__(self) -> str:
         where = "" if self.device[0] == "cpu" else f", device={self.device[0]}:{self.device[1]}"
         return (
@@ -196,36 +187,35 @@ class Cache:
             raise InvalidArgument("this cache was closed")
         return self._handle
 
+    def _place(self, stream: Any) -> _tensors.Place:
+        """Where tensors of a call must be, and the given or the current stream."""
+        return _tensors.place(self.device, stream, "the cache is")
+
     def _use_stream(self, stream: Any) -> int:
         """Makes the stream that calls enqueue on the given or the current one."""
-        if self.device[0] == "cpu":
-            if stream is not None:
-                raise InvalidArgument(
-                    "stream is given, but this cache is in host memory: calls are done when they return"
-                )
-            return 0
-        number = _tensors.stream_of(self.device, stream)
+        number = self._place(stream).stream
         if number != self._stream:
             _c.check(_c.set_stream(self.handle, number))
             self._stream = number
         return number
 
-    def _ids(self, sequences: Iterable[Sequence] | Sequence) -> list[int]:
-        if isinstance(sequences, Sequence):
-            sequences = [sequences]
-        ids = []
-        for s in sequences:
+    def _members(self, sequences: Iterable[Sequence] | Sequence) -> list[Sequence]:
+        what = "sequences of this cache (cache.sequence())"
+        found = [sequences]
+        if not isinstance(sequences, Sequence):
+            found = _arguments.items("sequences", sequences, what)
+        for s in found:
             if not isinstance(s, Sequence) or s.cache is not self:
-                raise InvalidArgument(f"sequences has {s!r}: must be sequences of this cache (cache.sequence())")
-            ids.append(s.id)
-        return ids
+                raise InvalidArgument(f"sequences has {_arguments.show(s)}: must be {what}")
+        return found
 
-    def _each(self, name: str, numbers: int | SequenceOf[int], count: int) -> list[int]:
+    def _ids(self, sequences: Iterable[Sequence] | Sequence) -> list[int]:
+        return [s.id for s in self._members(sequences)]
+
+    @staticmethod
+    def _each(name: str, numbers: int | SequenceOf[int], count: int) -> list[int]:
         """One number for each of `count` sequences. numbers: one for all, or a list."""
-        each = [numbers] * count if isinstance(numbers, int) else [int(n) for n in numbers]
-        if len(each) != count:
-            raise InvalidArgument(f"{name} has {len(each)} numbers for {count} sequences: give one a sequence")
-        return each
+        return _arguments.one_or_each(name, numbers, count, -(1 << 63), (1 << 63) - 1)
 
     # --- sequences ---
 
@@ -240,7 +230,7 @@ class Cache:
         """Beams: sequences[i] becomes what sequences[parents[i]] was, for all at once. Pages are shared until one side
         writes."""
         ids = self._ids(sequences)
-        parents = self._each("parents", parents, len(ids))
+        parents = _arguments.integers("parents", parents, -(1 << 63), (1 << 63) - 1, len(ids), "sequence")
         with self._lock:
             _c.check(_c.reorder(self.handle, _c.sequences(ids), _c.counts(parents), len(ids)))
 
@@ -265,9 +255,10 @@ class Cache:
         [batch, tokens, kv_heads, head_dim]; f32, f16 or bf16; any strides whose last is 1.
         Errors: NonFinite (on the CPU), InvalidArgument.
         """
-        ids = self._ids(sequences)
-        k, _k = _tensors.tensor(keys, "keys", self.device, len(ids))
-        v, _v = _tensors.tensor(values, "values", self.device, len(ids))
+        ids, where = self._ids(sequences), self._place(stream)
+        layer = _arguments.int32("layer", layer)
+        k, _k = _tensors.tensor(keys, "keys", where, len(ids))
+        v, _v = _tensors.tensor(values, "values", where, len(ids))
         with self._lock:
             self._use_stream(stream)
             _c.check(_c.write(self.handle, _c.sequences(ids), len(ids), layer, byref(k), byref(v)))
@@ -277,7 +268,7 @@ class Cache:
 
         As a context manager the step drops its tokens again if the block raises.
         """
-        sequences = [sequences] if isinstance(sequences, Sequence) else list(sequences)
+        sequences = self._members(sequences)
         tokens = self._each("tokens", tokens, len(sequences))
         self.reserve(sequences, tokens, stream=stream)
         return Step(self, sequences, tokens, stream)
@@ -337,36 +328,51 @@ class Cache:
             ...). With fresh=True keys and values are attended to as given, and only older tokens are read from the
             cache. Returns out; with lse=True (out, lse), lse [tokens, q_heads] f32.
         """
-        sequences = [sequences] if isinstance(sequences, Sequence) else list(sequences)
-        shape = tuple(q.shape)
-        rows = shape[0] * shape[1] if len(shape) == 4 else shape[0]
-        if options.get("q_lens") is None and "q_len" not in options:
+        sequences = self._members(sequences)
+        if (keys is None) != (values is None):
+            raise InvalidArgument(f"{'keys' if keys is None else 'values'} is None: keys and values go together")
+        shape = _tensors.describe(q, "q", self._place(stream)).shape
+        if not 3 <= len(shape) <= 4:
+            raise InvalidArgument(
+                f"q has shape {list(shape)}: must be [tokens, q_heads, head_dim] or [batch, tokens, q_heads, head_dim]"
+            )
+        if options.get("q_lens") is not None:
+            options["q_lens"] = self._each("q_lens", options["q_lens"], len(sequences))
+        elif "q_len" not in options:
+            rows = shape[0] * shape[1] if len(shape) == 4 else shape[0]
             if not sequences or rows % len(sequences):
                 raise InvalidArgument(
                     f"q has {rows} rows for {len(sequences)} sequences: give q_lens, one count a sequence"
                 )
             options["q_len"] = rows // len(sequences)
+        own = {"keys": keys, "values": values} if _arguments.flag("fresh", options.get("fresh", False)) else {}
+        run = dict(out=out, **own, lse=lse, sink_logits=sink_logits, stream=stream)
         with self._lock:
-            if keys is not None or values is not None:
-                if keys is None or values is None:
-                    raise InvalidArgument("keys and values go together: one of them is None")
-                tokens = list(options.get("q_lens") or [options["q_len"]] * len(sequences))
-                self._open_step(sequences, tokens, layer, stream)
+            if keys is None:
+                return self.plan(sequences, q_heads=shape[-2], **options).run(layer, q, **run)
+            tokens = options.get("q_lens") or self._each("q_len", options["q_len"], len(sequences))
+            opened = self._open_step(sequences, tokens, layer, stream)
+            try:  # all checks, then the write
+                ready = self.plan(sequences, q_heads=shape[-2], **options)._ready(layer, q, **run)
                 self.write(sequences, layer, keys, values, stream=stream)
                 self._step[1].add(layer)
-            plan = self.plan(sequences, q_heads=shape[-2], **options)
-            own = {"keys": keys, "values": values} if options.get("fresh") else {}
-            return plan.run(layer, q, out, **own, lse=lse, sink_logits=sink_logits, stream=stream)
+                return ready()
+            except BaseException:
+                if opened:
+                    self._step = (None, set())
+                    drop_tokens(sequences, tokens)
+                raise
 
-    def _open_step(self, sequences: list[Sequence], tokens: list[int], layer: int, stream: Any) -> None:
+    def _open_step(self, sequences: list[Sequence], tokens: list[int], layer: int, stream: Any) -> bool:
         """Reserves, unless this step was opened by another layer: the same sequences, as long as they were left
-        then."""
+        then. Returns whether it reserved."""
         step = [(s.id, self._length(s.id)) for s in sequences]
         opened, written = self._step
         if opened == (step, tokens) and layer not in written and len(written) < self.layers:
-            return
+            return False
         self.reserve(sequences, tokens, stream=stream)
         self._step = (([(s.id, self._length(s.id)) for s in sequences], tokens), set())
+        return True
 
     # --- looking inside ---
 
@@ -387,31 +393,25 @@ class Cache:
         keys, values: tensors [sum of end - begin, kv_heads, head_dim] to write to, f32, f16 or bf16, where the cache
             lives. Without them new ones are made: numpy f32 on the CPU, torch f32 on a device. Returns (keys, values).
         """
-        ids = self._ids(sequences)
+        ids, where = self._ids(sequences), self._place(stream)
+        layer = _arguments.int32("layer", layer)
         begins = self._each("begin", begin, len(ids))
         ends = [self._length(i) for i in ids] if end is None else self._each("end", end, len(ids))
-        rows = sum(max(0, e - b) for b, e in zip(begins, ends))
+        ranges = _c.sequences(ids), _c.counts(begins), _c.counts(ends), len(ids), layer
         if keys is None and values is None:
-            shape = (rows, self.kv_heads, self.head_dim)
+            with self._lock:  # without tensors: checks the ranges, which memory is taken for
+                _c.check(_c.decode(self.handle, *ranges, None, None))
+            shape = (sum(e - b for b, e in zip(begins, ends)), self.kv_heads, self.head_dim)
             keys, values = self._new(shape), self._new(shape)
-        k = v = None
-        if keys is not None:
-            k, _k = _tensors.tensor(keys, "keys", self.device, len(ids), mutable=True)
-        if values is not None:
-            v, _v = _tensors.tensor(values, "values", self.device, len(ids), mutable=True)
+        outputs = [
+            (name, None, None) if x is None else (name, *_tensors.tensor(x, name, where, len(ids), mutable=True))
+            for name, x in (("keys", keys), ("values", values))
+        ]
+        _overlap.check_apart([(name, d) for name, _, d in outputs if d is not None], [])
         with self._lock:
             self._use_stream(stream)
             _c.check(
-                _c.decode(
-                    self.handle,
-                    _c.sequences(ids),
-                    _c.counts(begins),
-                    _c.counts(ends),
-                    len(ids),
-                    layer,
-                    byref(k) if k is not None else None,
-                    byref(v) if v is not None else None,
-                )
+                _c.decode(self.handle, *ranges, *(None if t is None else byref(t) for _, t, _ in outputs))
             )
         return keys, values
 
@@ -451,8 +451,10 @@ class Cache:
             return _c.text(_c.cache_describe, self.handle)
 
 
-class Sequence:
+class Sequence(_arguments.NotCopied):
     """One sequence of a cache. `len()` counts its tokens. Its pages are freed when the object goes, or by remove()."""
+
+    _instead = "fork() makes a sequence that shares its pages"
 
     def __init__(self, cache: Cache, number: int):
         self.cache, self.id = cache, number
@@ -464,8 +466,9 @@ class Sequence:
         Errors: NonFinite, OutOfCapacity, InvalidArgument.
         """
         cache = self.cache
-        k, _k = _tensors.tensor(keys, "keys", cache.device, 1)
-        v, _v = _tensors.tensor(values, "values", cache.device, 1)
+        layer, where = _arguments.int32("layer", layer), cache._place(stream)
+        k, _k = _tensors.tensor(keys, "keys", where, 1)
+        v, _v = _tensors.tensor(values, "values", where, 1)
         with cache._lock:
             cache._use_stream(stream)
             _c.check(_c.append(cache.handle, self.id, layer, byref(k), byref(v)))
@@ -479,6 +482,7 @@ class Sequence:
 
     def truncate(self, tokens: int) -> None:
         """Forgets all tokens from position `tokens` on."""
+        tokens = _arguments.int64("tokens", tokens)
         with self.cache._lock:
             _c.check(_c.truncate(self.cache.handle, self.id, tokens))
 

@@ -6,102 +6,72 @@ import ctypes
 import sys
 import threading
 from collections.abc import Sequence as SequenceOf
-from ctypes import byref, c_float, c_int32, c_int64, c_void_p, sizeof
+from ctypes import byref, c_int32, c_int64, c_void_p, sizeof
 from dataclasses import dataclass
 from typing import Any
 
-from . import _c, _tensors
-from ._cache import Cache, _device
+from . import _arguments, _c, _overlap, _tensors
+from ._cache import EXACT
 from ._errors import InvalidArgument
-from ._plan import run_options
+from ._plan import attention_options, run_options
 
 __all__ = ["PageFacts", "Pages", "PagesPlan"]
 
-_WORDS = {1: "uint8", 4: "int32", 8: "int64"}
-_NUMPY_WORDS = {"|u1": 1, "<i4": 4, "<i8": 8}
+_WORDS = {4: "int32", 8: "int64"}
+_HERE = "the pages are"
 
 
-def _words(x: Any, name: str, size: int, device: tuple[str, int]):
-    """(address, shape, strides in elements, owner) of a tensor of uint8, int32 or int64, as `size` says."""
-    if _tensors.is_torch(x):
-        torch = sys.modules["torch"]
-        wanted = {1: torch.uint8, 4: torch.int32, 8: torch.int64}[size]
-        here = _tensors.CPU if x.device.type == "cpu" else (x.device.type, x.device.index or 0)
-        found, data, shape, stride = x.dtype == wanted, x.data_ptr(), tuple(x.shape), tuple(x.stride())
-    else:
-        interface = getattr(x, "__array_interface__", None)
-        here = _tensors.CPU
-        if interface is None:
-            interface = getattr(x, "__cuda_array_interface__", None)
-            here = ("cuda", int(getattr(getattr(x, "device", 0), "id", 0)))
-        if interface is None:
-            raise InvalidArgument(
-                f"{name} is a {type(x).__name__}: must be a {_WORDS[size]} tensor (torch, numpy, CuPy)"
-            )
-        found = _NUMPY_WORDS.get(interface["typestr"]) == size
-        data, shape = interface["data"][0], tuple(interface["shape"])
-        strides = interface.get("strides")
-        if strides is None:
-            stride = tuple(_tensors.contiguous_strides(shape))
-        else:
-            stride = tuple(s // size for s in strides)
-    if not found:
-        raise InvalidArgument(f"{name} has dtype {x.dtype}: must be {_WORDS[size]}")
-    if here != device:
-        raise InvalidArgument(f"{name} is on {here[0]}:{here[1]}, but the pages are on {device[0]}:{device[1]}")
-    return data, shape, stride, x
-
-
-def _list(x: Any, name: str, size: int, device: tuple[str, int]):
+def _list(x: Any, name: str, size: int, where: _tensors.Place):
     """(address, count, owner) of a contiguous one-dimensional tensor of integers, or of a list of numbers."""
     if isinstance(x, (list, tuple, range)):
-        if device[0] != "cpu":
-            torch = sys.modules.get("torch")
-            if torch is None:
-                raise InvalidArgument(f"{name} is a list: without torch, pass a {_WORDS[size]} tensor in device memory")
-            dtype = torch.int32 if size == 4 else torch.int64
-            x = torch.tensor(list(x), dtype=dtype, device=f"cuda:{device[1]}")
-        else:
-            array = ((c_int32 if size == 4 else c_int64) * len(x))(*x)
-            return ctypes.addressof(array), len(x), array
-    data, shape, stride, owner = _words(x, name, size, device)
-    if len(shape) != 1 or (shape[0] > 1 and stride[0] != 1):
-        raise InvalidArgument(f"{name} has shape {list(shape)} and strides {list(stride)}: must be contiguous, [count]")
-    return data, shape[0], owner
+        most = (1 << (8 * size - 1)) - 1
+        numbers = _arguments.integers(name, x, -most - 1, most)
+        if where.kind == "cpu":
+            array = ((c_int32 if size == 4 else c_int64) * len(numbers))(*numbers)
+            return ctypes.addressof(array), len(numbers), array
+        torch = sys.modules.get("torch")
+        if torch is None:
+            raise InvalidArgument(f"{name} is a list: without torch, pass a {_WORDS[size]} tensor in device memory")
+        dtype = torch.int32 if size == 4 else torch.int64
+        x = torch.tensor(numbers, dtype=dtype, device=f"cuda:{where.number}")
+    d = _tensors.describe(x, name, where, (_WORDS[size],))
+    if len(d.shape) != 1 or (d.shape[0] > 1 and d.stride[0] != 1):
+        raise InvalidArgument(
+            f"{name} has shape {list(d.shape)} and strides {list(d.stride)}: must be contiguous, [count]"
+        )
+    return d.data, d.shape[0], d
 
 
-def _rows(x: Any, name: str, device: tuple[str, int], mutable: bool = False):
-    d = _tensors.describe(x, name)
-    if d.device != device:
-        raise InvalidArgument(f"{name} is on {d.device[0]}:{d.device[1]}, but the pages are on {device[0]}:{device[1]}")
+def _rows(x: Any, name: str, where: _tensors.Place, mutable: bool = False):
+    d = _tensors.describe(x, name, where, mutable=mutable)
     if len(d.shape) != 3:
         raise InvalidArgument(f"{name} has shape {list(d.shape)}: must be [tokens, heads, head_dim]")
     return _tensors.fill(_c.MutableTensor() if mutable else _c.Tensor(), d, name, 1), d
 
 
-def _step_tables(block_table: Any, seq_lens: Any, query_start_loc: Any, device: tuple[str, int]):
+def _step_tables(block_table: Any, seq_lens: Any, query_start_loc: Any, where: _tensors.Place):
     """(tables, owners) of a step."""
-    data, shape, stride, table = _words(block_table, "block_table", 4, device)
-    if len(shape) != 2 or (shape[1] > 1 and stride[1] != 1):
+    d = _tensors.describe(block_table, "block_table", where, ("int32",))
+    if len(d.shape) != 2 or (d.shape[1] > 1 and d.stride[1] != 1):
         raise InvalidArgument(
-            f"block_table has shape {list(shape)} and strides {list(stride)}: must be [batch, columns], with "
+            f"block_table has shape {list(d.shape)} and strides {list(d.stride)}: must be [batch, columns], with "
             "contiguous rows"
         )
-    lengths, batch, lengths_owner = _list(seq_lens, "seq_lens", 4, device)
-    starts, count, starts_owner = _list(query_start_loc, "query_start_loc", 4, device)
-    if count < batch + 1 or shape[0] < batch:
+    lengths, batch, lengths_owner = _list(seq_lens, "seq_lens", 4, where)
+    starts, count, starts_owner = _list(query_start_loc, "query_start_loc", 4, where)
+    if count < batch + 1 or d.shape[0] < batch:
         raise InvalidArgument(
-            f"seq_lens has {batch} sequences, block_table {shape[0]} rows and query_start_loc {count} numbers: "
+            f"seq_lens has {batch} sequences, block_table {d.shape[0]} rows and query_start_loc {count} numbers: "
             f"must be {batch} rows or more, and {batch + 1} numbers or more"
         )
     t = _c.StepTables()
     t.struct_size = sizeof(t)
-    t.block_table, t.row_stride, t.columns = data, stride[0] if shape[0] > 1 else shape[1], shape[1]
-    t.seq_lens, t.query_start_loc, t.batch = lengths, starts, batch
-    return t, (table, lengths_owner, starts_owner)
+    t.block_table, t.row_stride, t.columns = d.data, d.stride[0] if d.shape[0] > 1 else d.shape[1], d.shape[1]
+    t.seq_lens, t.query_start_loc, t.batch = lengths, starts, _arguments.int32("the length of seq_lens", batch)
+    return t, (d, lengths_owner, starts_owner)
 
 
-class Pages:
+class Pages(_arguments.NotCopied):
     """The geometry and formats of encoded pages in an engine's blocks. Holds no blocks.
 
     kv_heads, head_dim, k, v, threads, isa: as for Cache, but for the lut formats, which are refused.
@@ -122,6 +92,7 @@ class Pages:
     """
 
     block_tokens = 64
+    _instead = "make others of the same options"
 
     def __init__(
         self,
@@ -140,18 +111,22 @@ class Pages:
     ):
         self._handle = None
         self._workspace = None
-        self.kv_heads, self.head_dim, self.k, self.v = kv_heads, head_dim, k, v
-        self.tail, self.tail_sequences, self.layers = tail, tail_sequences, layers
-        self.device = _device(device)
+        self.device = _arguments.device(device)
+        self.k, self.v = _arguments.text("k", k), _arguments.text("v", v)
         c = _c.PagesConfig()
         _c.pages_config_init(byref(c), sizeof(c))
-        c.kv_heads, c.head_dim, c.threads = kv_heads, head_dim, threads
-        c.k, c.v = k.encode(), v.encode()
+        for name, value in (("kv_heads", kv_heads), ("head_dim", head_dim), ("threads", threads), ("layers", layers)):
+            setattr(c, name, _arguments.int32(name, value))
+        c.tail_pages, c.tail_sequences = _arguments.int32("tail", tail), _arguments.int32(
+            "tail_sequences", tail_sequences
+        )
+        c.k, c.v = self.k.encode(), self.v.encode()
         c.device = f"{self.device[0]}:{self.device[1]}".encode() if self.device[0] != "cpu" else None
-        c.isa = None if isa is None else isa.encode()
-        c.tail_pages, c.tail_sequences, c.layers = tail, tail_sequences, layers
+        c.isa = _arguments.name_or_none("isa", isa)
         if exact is not None:
-            c.exact_dtype = Cache._name("exact", exact, _c.DTYPES)
+            c.exact_dtype = _arguments.choice("exact", exact, EXACT)
+        self.kv_heads, self.head_dim, self.layers = c.kv_heads, c.head_dim, c.layers
+        self.tail, self.tail_sequences = c.tail_pages, c.tail_sequences
         handle = c_void_p()
         _c.check(_c.pages_create(byref(c), byref(handle)))
         self._handle = handle
@@ -172,8 +147,9 @@ class Pages:
         The tables are those of PagesPlan.set_tables. Blocks that begin in this step and are in the tail get exact
         copies; what is written to them goes there, too. Without a tail nothing happens. Errors: InvalidArgument.
         """
-        t, _tables = _step_tables(block_table, seq_lens, query_start_loc, self.device)
-        _c.check(_c.pages_begin_step(self._handle, byref(t), self._stream(stream)))
+        where = self._place(stream)
+        t, _tables = _step_tables(block_table, seq_lens, query_start_loc, where)
+        _c.check(_c.pages_begin_step(self._handle, byref(t), where.stream))
 
     def take_misses(self, stream: Any = None) -> int:
         """Waits for the stream. Since the last call: pages that a step was to read exactly, and that had no exact copy,
@@ -197,38 +173,41 @@ class Pages:
         layer: with a tail, whose pool this is.
         Errors: on the CPU NonFinite, and InvalidArgument for slots outside the pool. On a device take_non_finite tells.
         """
-        p, _pool = self._pool(pool, layer)
-        k, _k = _rows(keys, "keys", self.device)
-        v, _v = _rows(values, "values", self.device)
-        slots, count, _s = _list(slot_mapping, "slot_mapping", 8, self.device)
-        _c.check(
-            _c.pages_write(self._handle, byref(p), byref(k), byref(v), slots, count, self._stream(stream))
-        )
+        where = self._place(stream)
+        p, blocks = self._pool(pool, where, layer, mutable=True)
+        k, keys_described = _rows(keys, "keys", where)
+        v, values_described = _rows(values, "values", where)
+        slots, count, _s = _list(slot_mapping, "slot_mapping", 8, where)
+        _overlap.check_apart([("pool", blocks)], [("keys", keys_described), ("values", values_described)])
+        _c.check(_c.pages_write(self._handle, byref(p), byref(k), byref(v), slots, count, where.stream))
 
     def decode(self, pool: Any, block_ids: Any, keys_out: Any, values_out: Any, stream: Any = None) -> None:
         """Decodes whole blocks. keys_out, values_out: [len(block_ids) * 64, kv_heads, head_dim] f32, f16 or bf16;
         either may be None. block_ids: int32, or a list."""
-        p, _pool = self._pool(pool)
-        ids, count, _ids = _list(block_ids, "block_ids", 4, self.device)
-        keep, outs = [], []
+        where = self._place(stream)
+        p, blocks = self._pool(pool, where)
+        ids, count, _ids = _list(block_ids, "block_ids", 4, where)
+        outputs, structs = [], []
         for x, name in ((keys_out, "keys_out"), (values_out, "values_out")):
             if x is None:
-                outs.append(None)
+                structs.append(None)
                 continue
-            t, owner = _rows(x, name, self.device, mutable=True)
-            keep.append(owner)
-            outs.append(byref(t))
-        _c.check(_c.pages_decode(self._handle, byref(p), ids, count, *outs, self._stream(stream)))
+            t, d = _rows(x, name, where, mutable=True)
+            outputs.append((name, d))
+            structs.append(byref(t))
+        _overlap.check_apart(outputs, [("pool", blocks)])
+        _c.check(_c.pages_decode(self._handle, byref(p), ids, count, *structs, where.stream))
 
     def copy(self, pool: Any, from_ids: Any, to_ids: Any, stream: Any = None) -> None:
         """Copies blocks from_ids[i] to to_ids[i], all kv heads. int32, or lists. Blocks to_ids have no exact copy then,
         until they begin anew."""
-        p, _pool = self._pool(pool)
-        source, count, _s = _list(from_ids, "from_ids", 4, self.device)
-        target, count_to, _t = _list(to_ids, "to_ids", 4, self.device)
+        where = self._place(stream)
+        p, _pool = self._pool(pool, where, mutable=True)
+        source, count, _s = _list(from_ids, "from_ids", 4, where)
+        target, count_to, _t = _list(to_ids, "to_ids", 4, where)
         if count != count_to:
             raise InvalidArgument(f"from_ids has {count} blocks and to_ids {count_to}: must be as many")
-        _c.check(_c.pages_copy(self._handle, byref(p), source, target, count, self._stream(stream)))
+        _c.check(_c.pages_copy(self._handle, byref(p), source, target, count, where.stream))
 
     def take_non_finite(self, stream: Any = None) -> bool:
         """Waits for the stream: True if a write since the last call met values that are not finite, or a slot outside
@@ -241,8 +220,9 @@ class Pages:
         """A plan for all steps within its limits; see PagesPlan."""
         return PagesPlan(self, q_heads, **options)
 
-    def _pool(self, pool: Any, layer: int = 0):
-        data, shape, stride, owner = _words(pool, "pool", 1, self.device)
+    def _pool(self, pool: Any, where: _tensors.Place, layer: int = 0, mutable: bool = False):
+        d = _tensors.describe(pool, "pool", where, ("uint8",), mutable)
+        shape, stride = d.shape, d.stride
         if len(shape) == 4 and shape[2] * shape[3] == self.block_bytes and stride[3] == 1 and stride[2] == shape[3]:
             shape, stride = (*shape[:2], self.block_bytes), (*stride[:2], 1)
         if len(shape) != 3 or shape[1:] != (self.kv_heads, self.block_bytes) or stride[2] != 1:
@@ -251,22 +231,19 @@ class Pages:
                 f"= [num_blocks, {self.kv_heads}, {self.block_bytes}], a (block, kv head) contiguous"
             )
         p = _c.BlockPool()
-        p.data, p.blocks, p.block_stride, p.head_stride = data, shape[0], stride[0], stride[1]
-        p.layer = layer
+        p.data, p.blocks, p.block_stride, p.head_stride = d.data, shape[0], stride[0], stride[1]
+        p.layer = _arguments.int32("layer", layer)
         if shape[0] == 1:  # strides of dimensions of one element mean nothing
             p.block_stride = self.kv_heads * self.block_bytes
         if self.kv_heads == 1:
             p.head_stride = self.block_bytes
-        return p, owner
+        return p, d
+
+    def _place(self, stream: Any) -> _tensors.Place:
+        return _tensors.place(self.device, stream, _HERE)
 
     def _stream(self, stream: Any) -> int:
-        if self.device[0] != "cpu":
-            return _tensors.stream_of(self.device, stream)
-        if stream is not None:
-            raise InvalidArgument(
-                "stream is given, but these pages are in host memory: calls are done when they return"
-            )
-        return 0
+        return self._place(stream).stream
 
     def __repr__(self) -> str:
         return (
@@ -285,7 +262,7 @@ class PageFacts:
     threads: int
 
 
-class PagesPlan:
+class PagesPlan(_arguments.NotCopied):
     """Attention over an engine's blocks. Made by Pages.plan for the largest step; gets the tables once a step, and runs
     once a layer.
 
@@ -305,6 +282,8 @@ class PagesPlan:
     A plan can be recorded in CUDA graphs: set_tables and run read lengths and tables on the device, and launches are
     made for the limits. Errors: InvalidArgument, Unsupported.
     """
+
+    _instead = "pages.plan() makes another"
 
     def __init__(
         self,
@@ -331,30 +310,28 @@ class PagesPlan:
     ):
         self._handle = None
         self._lock = threading.RLock()
-        self.pages, self.q_heads, self.fresh = pages, q_heads, fresh
-        o = _c.AttentionOptions()
-        _c.attention_options_init(byref(o), sizeof(o))
-        o.q_heads = q_heads
-        o.scale = 0.0 if scale is None else scale
-        o.softcap = softcap
-        if alibi_slopes is not None:
-            slopes = [float(s) for s in alibi_slopes]
-            if len(slopes) != q_heads:
-                raise InvalidArgument(
-                    f"alibi_slopes has {len(slopes)} values for {q_heads} query heads: give one a head"
-                )
-            o.alibi_slopes = (c_float * q_heads)(*slopes)
-        o.is_causal = 1 if causal else 0
-        o.window, o.window_sinks = window or 0, window_sinks
-        o.threads, o.split_keys = threads, split_keys
-        o.isa = None if isa is None else isa.encode()
-        o.kernel = kernel.encode() if kernel else None
-        o.fresh_keys = 1 if fresh else 0
+        o = attention_options(
+            q_heads,
+            scale=scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            causal=causal,
+            window=window,
+            window_sinks=window_sinks,
+            threads=threads,
+            split_keys=split_keys,
+            isa=isa,
+            kernel=kernel,
+            fresh=fresh,
+        )
+        self.pages, self.q_heads, self.fresh = pages, o.q_heads, bool(o.fresh_keys)
         limits = _c.PageLimits()
         limits.struct_size = sizeof(limits)
-        limits.max_batch, limits.max_blocks, limits.max_query_len = max_batch, max_blocks, max_query_len
-        limits.max_tokens = 0 if max_tokens is None else max_tokens
-        limits.check_ids = 1 if check_ids else 0
+        limits.max_batch = _arguments.int32("max_batch", max_batch)
+        limits.max_query_len = _arguments.int32("max_query_len", max_query_len)
+        limits.max_blocks = _arguments.int64("max_blocks", max_blocks)
+        limits.max_tokens = 0 if max_tokens is None else _arguments.int64("max_tokens", max_tokens)
+        limits.check_ids = _arguments.flag("check_ids", check_ids)
         if max_query_len == 0:
             raise InvalidArgument("max_query_len is 0: must be 1 or more, the most queries of one sequence in a step")
         if max_tokens == 0:
@@ -386,9 +363,10 @@ class PagesPlan:
         A sequence may have no query. On a device the tensors are read when the stream comes to it, and sequences that
         do not fit the limits get no query (take_errors tells); the CPU refuses them. Errors: InvalidArgument.
         """
-        t, _tables = _step_tables(block_table, seq_lens, query_start_loc, self.pages.device)
+        where = self.pages._place(stream)
+        t, _tables = _step_tables(block_table, seq_lens, query_start_loc, where)
         with self._lock:
-            _c.check(_c.pages_plan_set_tables(self._handle, byref(t), self.pages._stream(stream)))
+            _c.check(_c.pages_plan_set_tables(self._handle, byref(t), where.stream))
 
     def run(
         self,
@@ -413,18 +391,23 @@ class PagesPlan:
         layer: with a tail, whose pool this is.
         Returns out, or (out, lse) if lse was requested. Errors: InvalidArgument, Unsupported.
         """
-        pages = self.pages
-        p, _pool = pages._pool(pool, layer)
-        q_tensor, _q = _rows(q, "q", pages.device)
+        where = self.pages._place(stream)
+        p, blocks = self.pages._pool(pool, where, layer)
+        q_tensor, q_described = _rows(q, "q", where)
         if out is None:
-            out = _tensors.empty_like(q, tuple(q.shape))
-        out_tensor, _o = _rows(out, "out", pages.device, mutable=True)
-        fresh = [
-            None if x is None else _rows(x, name, pages.device) for x, name in ((keys, "keys"), (values, "values"))
-        ]
-        rows = (q.shape[0], self.q_heads)
-        options, lse, _kept = run_options(q, rows, lse, sink_logits, pages.device, "the pages are")
-        options.stream = pages._stream(stream)
+            out = _tensors.empty_like(q, q_described.shape)
+        out_tensor, out_described = _rows(out, "out", where, mutable=True)
+        outputs, inputs = [("out", out_described)], [("q", q_described), ("pool", blocks)]
+        fresh = []
+        for x, name in ((keys, "keys"), (values, "values")):
+            if x is None:
+                fresh.append(None)
+                continue
+            t, d = _rows(x, name, where)
+            fresh.append(byref(t))
+            inputs.append((name, d))
+        rows = (q_described.shape[0], self.q_heads)
+        options, lse = run_options(q, rows, lse, sink_logits, where, outputs, inputs)
         if self._workspace is not None:
             options.workspace, options.workspace_size = self._workspace[0], self._workspace[1]
         with self._lock:
@@ -435,7 +418,7 @@ class PagesPlan:
                     byref(q_tensor),
                     byref(out_tensor),
                     byref(options),
-                    *(None if f is None else byref(f[0]) for f in fresh),
+                    *fresh,
                 )
             )
         return out if lse is None else (out, lse)
@@ -450,9 +433,11 @@ class PagesPlan:
 
     def _take_workspace(self, workspace: Any):
         needed = self.facts.workspace_bytes
-        if needed == 0:
-            return None
         pages = self.pages
+        if needed == 0:
+            if workspace is not None:
+                raise InvalidArgument("workspace is given, but this plan needs none: leave it out")
+            return None
         if workspace is None:
             torch = sys.modules.get("torch")
             if torch is None:
@@ -460,11 +445,7 @@ class PagesPlan:
             if pages._workspace is None or pages._workspace.numel() < needed:
                 pages._workspace = torch.empty(needed, dtype=torch.uint8, device=f"cuda:{pages.device[1]}")
             workspace = pages._workspace
-        data, shape, _stride, owner = _words(workspace, "workspace", 1, pages.device)
-        size = 1
-        for n in shape:
-            size *= n
-        return data, size, owner
+        return _tensors.memory(workspace, "workspace", pages._place(None))
 
     def __repr__(self) -> str:
         return f"<kvant.PagesPlan {self.facts}>"

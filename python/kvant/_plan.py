@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence as SequenceOf
+from collections.abc import Callable, Iterable, Sequence as SequenceOf
 from ctypes import byref, c_float, c_int32, c_void_p, sizeof
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import _c, _tensors
+from . import _arguments, _c, _overlap, _tensors
 from ._errors import InvalidArgument, KvantError
 
 if TYPE_CHECKING:
@@ -19,14 +19,13 @@ __all__ = ["Plan", "PlanFacts", "Step"]
 _NO_WINDOW = 1 << 40  # longer than any sequence
 
 
-def _plain(x: Any, name: str, shape: tuple[int, ...], device: tuple[str, int], where: str) -> _tensors.Described:
+def _plain(
+    x: Any, name: str, shape: tuple[int, ...], where: _tensors.Place, mutable: bool = False
+) -> _tensors.Described:
     """A contiguous f32 tensor."""
-    d = _tensors.describe(x, name)
-    if d.dtype != _c.F32 or d.shape != shape or d.device != device:
-        raise InvalidArgument(
-            f"{name} is {_c.DTYPE_NAMES[d.dtype]} {list(d.shape)} on {d.device[0]}: must be f32 {list(shape)} where "
-            f"{where}"
-        )
+    d = _tensors.describe(x, name, where, ("f32",), mutable)
+    if d.shape != shape:
+        raise InvalidArgument(f"{name} has shape {list(d.shape)}: must be f32 {list(shape)}")
     expected = 1
     for n, s in zip(reversed(d.shape), reversed(d.stride)):
         if n > 1 and s != expected:
@@ -35,26 +34,63 @@ def _plain(x: Any, name: str, shape: tuple[int, ...], device: tuple[str, int], w
     return d
 
 
+Named = list[tuple[str, _tensors.Described]]
+
+
 def run_options(
-    q: Any, rows: tuple[int, int], lse: Any, sink_logits: Any, device: tuple[str, int], where: str
-) -> tuple[_c.RunOptions, Any, list[_tensors.Described]]:
-    """The options of a run with its lse and sink_logits; the tensor of lse, or None; and what the options point to,
-    which the caller keeps until the run was enqueued. rows: (queries, q_heads)."""
+    q: Any, rows: tuple[int, int], lse: Any, sink_logits: Any, where: _tensors.Place, outputs: Named, inputs: Named
+) -> tuple[_c.RunOptions, Any]:
+    """The options of a run with its stream, lse and sink_logits; and the tensor of lse, or None. rows: (queries,
+    q_heads). outputs, inputs: the run's other tensors. Those of the options are added; the caller keeps all of them
+    until the run was enqueued. Outputs that share memory are refused."""
     options = _c.RunOptions()
     _c.run_options_init(byref(options), sizeof(options))
-    kept = []
+    options.stream = where.stream
     if lse is False:
         lse = None
     if lse is not None:
         if lse is True:
-            lse = _tensors.empty_like(q, rows, _c.F32)
-        kept.append(_plain(lse, "lse", rows, device, where))
-        options.lse = kept[-1].data
+            lse = _tensors.empty_like(q, rows, "f32")
+        outputs.append(("lse", _plain(lse, "lse", rows, where, mutable=True)))
+        options.lse = outputs[-1][1].data
     if sink_logits is not None:
-        kept.append(_plain(sink_logits, "sink_logits", rows[1:], device, where))
-        options.sink_logits = kept[-1].data
-    return options, lse, kept
+        inputs.append(("sink_logits", _plain(sink_logits, "sink_logits", rows[1:], where)))
+        options.sink_logits = inputs[-1][1].data
+    _overlap.check_apart(outputs, inputs)
+    return options, lse
 
+
+def attention_options(
+    q_heads: int, *, scale, softcap, alibi_slopes, causal, window, window_sinks, threads, split_keys, isa, kernel, fresh
+) -> _c.AttentionOptions:
+    """The options that all plans have."""
+    o = _c.AttentionOptions()
+    _c.attention_options_init(byref(o), sizeof(o))
+    o.q_heads = _arguments.int32("q_heads", q_heads)
+    if scale is not None:
+        o.scale = _arguments.real("scale", scale)
+        if o.scale == 0.0:  # to the library: the default
+            raise InvalidArgument("scale = 0: must not be 0; None stands for 1 / sqrt(head_dim)")
+    o.softcap = _arguments.real("softcap", softcap)
+    if alibi_slopes is not None:
+        o.alibi_slopes = (c_float * o.q_heads)(*_arguments.slopes("alibi_slopes", alibi_slopes, o.q_heads))
+    o.is_causal, o.fresh_keys = _arguments.flag("causal", causal), _arguments.flag("fresh", fresh)
+    o.window = 0 if window is None else _arguments.int64("window", window)
+    o.window_sinks = _arguments.int64("window_sinks", window_sinks)
+    o.threads = _arguments.int32("threads", threads)
+    o.split_keys = _arguments.int64("split_keys", split_keys)
+    o.isa = _arguments.name_or_none("isa", isa)
+    o.kernel = _arguments.name_or_none("kernel", kernel or None)
+    return o
+
+
+def drop_tokens(sequences: list[Sequence], tokens: list[int]) -> None:
+    """Takes the tokens of a step that failed away again."""
+    for s, n in zip(sequences, tokens):
+        try:
+            s.truncate(len(s) - n)
+        except KvantError:  # why the step failed is what the caller must see
+            pass
 
 
 @dataclass(frozen=True)
@@ -70,7 +106,7 @@ class PlanFacts:
     kernel: str
 
 
-class Plan:
+class Plan(_arguments.NotCopied):
     """How attention of one step will be computed. Made by Cache.plan; runs once for each layer.
 
     q_heads: query heads, a multiple of the cache's kv_heads; query head h reads kv head h // (q_heads // kv_heads).
@@ -94,6 +130,8 @@ class Plan:
     A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that
     grow. Errors: InvalidArgument, Unsupported.
     """
+
+    _instead = "cache.plan() makes another"
 
     def __init__(
         self,
@@ -120,32 +158,32 @@ class Plan:
         self._handle = None
         self.cache = cache
         ids = cache._ids(sequences)
-        self._count = len(ids)
-        o = _c.AttentionOptions()
-        _c.attention_options_init(byref(o), sizeof(o))
-        o.q_heads, o.q_len = q_heads, q_len
-        if q_lens is not None:
-            o.q_lens = (c_int32 * len(ids))(*cache._each("q_lens", q_lens, len(ids)))
-        o.scale = 0.0 if scale is None else scale
-        o.softcap = softcap
-        if alibi_slopes is not None:
-            slopes = [float(s) for s in alibi_slopes]
-            if len(slopes) != q_heads:
-                raise InvalidArgument(
-                    f"alibi_slopes has {len(slopes)} values for {q_heads} query heads: give one a head"
-                )
-            o.alibi_slopes = (c_float * q_heads)(*slopes)
-        o.is_causal = 1 if causal else 0
-        # To the library 0 is the cache's window; none is one longer than any sequence.
-        o.window = _NO_WINDOW if window == 0 and cache.window > 0 else window or 0
-        o.window_sinks = window_sinks
-        self._mask = None
+        o = attention_options(
+            q_heads,
+            scale=scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            causal=causal,
+            window=window,
+            window_sinks=window_sinks,
+            threads=threads,
+            split_keys=split_keys,
+            isa=isa,
+            kernel=kernel,
+            fresh=fresh,
+        )
+        if q_lens is None:
+            o.q_len = _arguments.int32("q_len", q_len)
+            self._q_lens = [o.q_len] * len(ids)
+        else:
+            self._q_lens = _arguments.one_or_each("q_lens", q_lens, len(ids), -(1 << 31), (1 << 31) - 1)
+            o.q_lens = (c_int32 * len(ids))(*self._q_lens)
+        if window is not None and o.window == 0 and cache.window > 0:
+            o.window = _NO_WINDOW  # to the library 0 is the cache's window
+        self._q_heads, self._mask = o.q_heads, None
+        first_key = _arguments.int64("mask_first_key", mask_first_key)
         if mask is not None:
-            o.mask, self._mask = _tensors.mask(mask, mask_first_key, cache.device)
-        o.threads, o.split_keys = threads, split_keys
-        o.isa = None if isa is None else isa.encode()
-        o.kernel = None if kernel is None else kernel.encode()
-        o.fresh_keys = 1 if fresh else 0
+            o.mask, self._mask = _tensors.mask(mask, first_key, cache._place(None))
         handle = c_void_p()
         with cache._lock:
             _c.check(_c.plan_create(cache.handle, _c.sequences(ids), len(ids), byref(o), byref(handle)))
@@ -193,30 +231,72 @@ class Plan:
         workspace: on a device, memory of facts.workspace_bytes; None: a torch buffer that the cache keeps.
         Returns out, or (out, lse) if lse was requested. Errors: Stale, InvalidArgument.
         """
-        cache = self.cache
-        q_tensor, _q = _tensors.tensor(q, "q", cache.device, self._count)
-        if out is None:
-            out = _tensors.empty_like(q, tuple(q.shape))
-        out_tensor, _o = _tensors.tensor(out, "out", cache.device, self._count, mutable=True)
-        (k, _k), (v, _v) = (
-            (None, None) if x is None else _tensors.tensor(x, name, cache.device, self._count)
-            for x, name in ((keys, "keys"), (values, "values"))
-        )
-        rows = (self.facts.total_queries, q.shape[-2])
-        options, lse, _kept = run_options(q, rows, lse, sink_logits, cache.device, "the cache is")
-        with cache._lock:
-            if cache.device[0] != "cpu":
-                options.stream = _tensors.stream_of(cache.device, stream)
-                self._give_workspace(options, workspace)
-            elif stream is not None:
-                raise InvalidArgument(
-                    "stream is given, but this cache is in host memory: calls are done when they return"
-                )
-            fresh = (None if x is None else byref(x) for x in (k, v))
-            _c.check(_c.run(self._handle, layer, byref(q_tensor), byref(out_tensor), byref(options), *fresh))
-        return out if lse is None else (out, lse)
+        return self._ready(
+            layer,
+            q,
+            out,
+            keys=keys,
+            values=values,
+            lse=lse,
+            sink_logits=sink_logits,
+            workspace=workspace,
+            stream=stream,
+        )()
 
-    def _give_workspace(self, options: _c.RunOptions, workspace: Any) -> None:
+    def _ready(
+        self, layer, q, out, *, keys=None, values=None, lse=None, sink_logits=None, workspace=None, stream=None
+    ) -> Callable[[], Any]:
+        """Checks the arguments of a run, and returns what runs."""
+        cache, where = self.cache, self.cache._place(stream)
+        cache.handle  # raises if the cache was closed
+        layer = _arguments.int32("layer", layer)
+        if workspace is not None and where.kind == "cpu":
+            raise InvalidArgument("workspace is given, but the cache is in host memory, where plans have their own")
+        q_tensor, q_described = self._rows(q, "q", self._q_heads, where)
+        if out is None:
+            out = _tensors.empty_like(q, q_described.shape)
+        out_tensor, out_described = self._rows(out, "out", self._q_heads, where, mutable=True)
+        outputs, inputs = [("out", out_described)], [("q", q_described)]
+        fresh = []
+        for x, name in ((keys, "keys"), (values, "values")):
+            if x is None:
+                fresh.append(None)
+                continue
+            t, described = self._rows(x, name, cache.kv_heads, where)
+            fresh.append(byref(t))
+            inputs.append((name, described))
+        if self._mask is not None:
+            inputs.append(("mask", self._mask[0]))
+        rows = (self.facts.total_queries, self._q_heads)
+        options, lse = run_options(q, rows, lse, sink_logits, where, outputs, inputs)
+
+        def run(_kept=(outputs, inputs)) -> Any:
+            with cache._lock:
+                if where.kind != "cpu":
+                    self._give_workspace(options, workspace, where)
+                _c.check(_c.run(self._handle, layer, byref(q_tensor), byref(out_tensor), byref(options), *fresh))
+            return out if lse is None else (out, lse)
+
+        return run
+
+    def _rows(self, x: Any, name: str, heads: int, where: _tensors.Place, mutable: bool = False):
+        """A tensor with a row for each query, as tensor() gives it."""
+        t, d = _tensors.tensor(x, name, where, len(self._q_lens), mutable)
+        total, most = self.facts.total_queries, max(self._q_lens, default=0)
+        dim = self.cache.head_dim
+        if tuple(t.shape) != (most if t.batch_stride else total, heads, dim):
+            raise InvalidArgument(
+                f"{name} has shape {list(d.shape)}: must be [{total}, {heads}, {dim}], a row for each query, or "
+                f"[{len(self._q_lens)}, {most}, {heads}, {dim}]"
+            )
+        if t.stride[2] != 1:
+            raise InvalidArgument(
+                f"{name} has strides {list(d.stride)}: the numbers of a vector must lie side by side (a last stride of "
+                "1); copy the tensor"
+            )
+        return t, d
+
+    def _give_workspace(self, options: _c.RunOptions, workspace: Any, where: _tensors.Place) -> None:
         needed = self.facts.workspace_bytes
         if workspace is None:
             torch = sys.modules.get("torch")
@@ -229,27 +309,19 @@ class Plan:
             if workspace is None or workspace.numel() < needed:
                 workspace = torch.empty(needed, dtype=torch.uint8, device=f"cuda:{self.cache.device[1]}")
                 self.cache._workspace = workspace
-        if _tensors.is_torch(workspace):
-            options.workspace, options.workspace_size = (
-                workspace.data_ptr(),
-                workspace.numel() * workspace.element_size(),
-            )
-            return
-        interface = workspace.__cuda_array_interface__
-        size = int(interface["typestr"][2:])
-        for n in interface["shape"]:
-            size *= n
-        options.workspace, options.workspace_size = interface["data"][0], size
+        options.workspace, options.workspace_size, _ = _tensors.memory(workspace, "workspace", where)
 
     def __repr__(self) -> str:
         return f"<kvant.Plan {self.facts}>"
 
 
-class Step:
+class Step(_arguments.NotCopied):
     """The tokens that Cache.step reserved: write and attend, layer after layer.
 
     As a context manager: if the block raises, the step's tokens are dropped again.
     """
+
+    _instead = "cache.step() makes another"
 
     def __init__(self, cache: Cache, sequences: list[Sequence], tokens: list[int], stream: Any):
         self.cache, self.sequences, self.tokens, self.stream = cache, sequences, tokens, stream
@@ -276,10 +348,18 @@ class Step:
         if keys is not None or values is not None:
             options["fresh"] = True
         mask = options.get("mask")
-        key = (q.shape[-2], id(mask), *sorted((k, repr(v)) for k, v in options.items() if k != "mask"))
+        q_heads = _tensors.describe(q, "q", self.cache._place(self.stream)).shape[-2:][:1]
+        if not q_heads:
+            raise InvalidArgument("q has no dimensions: must be [tokens, q_heads, head_dim]")
+        if options.get("alibi_slopes") is not None:  # repr() of a tensor leaves digits out
+            options["alibi_slopes"] = _arguments.slopes("alibi_slopes", options["alibi_slopes"], *q_heads)
+        for name in ("scale", "softcap"):
+            if options.get(name) is not None:
+                options[name] = _arguments.real(name, options[name])
+        key = (q_heads, id(mask), *sorted((k, repr(v)) for k, v in options.items() if k != "mask"))
         plan = self._plans.get(key)
         if plan is None:
-            plan = self.cache.plan(self.sequences, q_heads=q.shape[-2], q_lens=self.tokens, **options)
+            plan = self.cache.plan(self.sequences, q_heads=q_heads[0], q_lens=self.tokens, **options)
             self._plans[key] = plan
         return plan.run(
             layer, q, out, keys=keys, values=values, lse=lse, sink_logits=sink_logits, stream=self.stream
@@ -290,10 +370,5 @@ class Step:
 
     def __exit__(self, error_type, error, traceback) -> None:
         self._plans.clear()
-        if error_type is None:
-            return
-        for s, n in zip(self.sequences, self.tokens):
-            try:
-                s.truncate(len(s) - n)
-            except KvantError:  # what the block raised is what the caller must see
-                pass
+        if error_type is not None:
+            drop_tokens(self.sequences, self.tokens)

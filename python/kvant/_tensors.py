@@ -8,14 +8,37 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from ctypes import Structure, c_char_p, c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p, py_object
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from . import _c
+from . import _c, _dlpack, _overlap, _streams
 from ._errors import InvalidArgument
 
 CPU = ("cpu", 0)
+
+_SIZES = {"f32": 4, "f16": 2, "bf16": 2, "bool": 1, "uint8": 1, "int32": 4, "int64": 8}
+FLOATS = ("f32", "f16", "bf16")
+_FAR = 1 << 60  # elements: so many are nowhere, and offsets in bytes fit 63 bits
+
+
+class Place(NamedTuple):
+    """Where the tensors of a call must be, and on which CUDA stream the call is enqueued."""
+
+    kind: str
+    number: int
+    stream: int = 0
+    owner: str = "the cache is"
+
+
+def place(device: tuple[str, int], stream: Any, owner: str) -> Place:
+    """The place of a call. stream: as the caller gave it, or None."""
+    if device[0] != "cpu":
+        return Place(*device, stream_of(device, stream), owner)
+    if stream is not None:
+        raise InvalidArgument(
+            f"stream is given, but {owner} in host memory, where calls are done when they return: leave it out"
+        )
+    return Place(*device, 0, owner)
 
 
 @dataclass
@@ -23,11 +46,20 @@ class Described:
     """The facts about a tensor that kvant needs. `owner` keeps the memory alive."""
 
     data: int
-    dtype: int  # of the C interface
+    dtype: str  # "f32"; another name where kvant has no such dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # in elements
     device: tuple[str, int]  # ("cpu", 0) or ("cuda", index)
     owner: Any
+    read_only: bool = False
+    stream: int | None = None  # on which the data will be ready; None: that of the call, or ready
+    low: int = 0  # its first byte, and the one behind its last; equal where it has no element
+    high: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element."""
+        return _SIZES[self.dtype]
 
 
 class Bf16Array:
@@ -49,44 +81,41 @@ def is_torch(x: Any) -> bool:
 _torch_dtypes: dict = {}
 
 
-def torch_dtype(dtype) -> int | None:
-    """The number of a torch dtype, None if kvant has no such dtype."""
+def torch_dtype(dtype: Any) -> str | None:
+    """The name of a torch dtype, None if kvant has no such dtype."""
     if not _torch_dtypes:
         torch = sys.modules["torch"]
-        _torch_dtypes.update(
-            {torch.float32: _c.F32, torch.float16: _c.F16, torch.bfloat16: _c.BF16, torch.bool: _c.BOOL}
-        )
+        names = ("float32", "float16", "bfloat16", "bool", "uint8", "int32", "int64")
+        _torch_dtypes.update(zip((getattr(torch, n) for n in names), _SIZES))
     return _torch_dtypes.get(dtype)
 
 
-_NUMPY_DTYPES = {"<f4": _c.F32, "<f2": _c.F16, "|b1": _c.BOOL}
+_NUMPY_DTYPES = {"<f4": "f32", "<f2": "f16", "|b1": "bool", "|u1": "uint8", "<i4": "int32", "<i8": "int64"}
 
 
-def _refuse_dtype(name: str, dtype: Any):
-    hint = "; mark raw bfloat16 bits with kvant.bf16(array)" if str(dtype) in ("uint16", "<u2") else ""
-    raise InvalidArgument(f"{name} has dtype {dtype}: kvant takes float32, float16, bfloat16, and bool for masks{hint}")
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> list[int]:
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """In elements, of a tensor whose interface names none."""
     stride, at = [], 1
     for n in reversed(shape):
         stride.append(at)
         at *= n
-    return stride[::-1]
+    return tuple(stride[::-1])
 
 
-def _of_interface(x: Any, interface: dict, device: tuple[str, int], name: str, dtype: int | None = None) -> Described:
-    typestr = interface["typestr"]
+def _of_interface(x: Any, interface: Any, device: tuple[str, int], name: str, dtype: str | None = None) -> Described:
+    try:
+        typestr, shape, strides = interface["typestr"], tuple(interface["shape"]), interface.get("strides")
+        data, read_only = interface["data"]
+        data = 0 if data is None else int(data)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise InvalidArgument(f"{name} is a {type(x).__name__} whose array interface is not complete") from None
     if dtype is None:
         dtype = _NUMPY_DTYPES.get(typestr)
     if dtype is None and str(getattr(x, "dtype", "")) == "bfloat16":  # of the package ml_dtypes
-        dtype = _c.BF16
+        dtype = "bf16"
     if dtype is None:
-        _refuse_dtype(name, getattr(x, "dtype", typestr))
-    size = _c.DTYPE_SIZES[dtype]
-    shape = tuple(interface["shape"])
-    strides = interface.get("strides")
+        return Described(data, str(getattr(x, "dtype", typestr)), shape, (), device, x)
+    size = _SIZES[dtype]
     if strides is None:
         stride = contiguous_strides(shape)
     else:
@@ -94,100 +123,112 @@ def _of_interface(x: Any, interface: dict, device: tuple[str, int], name: str, d
             raise InvalidArgument(
                 f"{name} has strides of {strides} bytes: they must be multiples of {size}, its element size"
             )
-        stride = [s // size for s in strides]
-    return Described(interface["data"][0], dtype, shape, tuple(stride), device, x)
+        stride = tuple(s // size for s in strides)
+    return Described(data, dtype, shape, stride, device, (x, interface), bool(read_only))
 
 
-class _DlDevice(Structure):
-    _fields_ = [("type", c_int32), ("id", c_int32)]
+def _of_torch(x: Any, name: str) -> Described:
+    torch = sys.modules["torch"]
+    if x.layout is not torch.strided:
+        raise InvalidArgument(f"{name} has layout {x.layout}: must be a dense tensor; use .to_dense()")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise InvalidArgument(
+            f"{name} requires a gradient: kvant has no backward pass; use torch.no_grad() or .detach()"
+        )
+    if x.is_neg():
+        raise InvalidArgument(
+            f"{name} is a view of numbers that torch has not negated yet: use .resolve_neg(), or for an output a "
+            "tensor of its own memory"
+        )
+    try:
+        data, stride = x.data_ptr(), tuple(x.stride())
+    except RuntimeError as error:  # of torch.func, of a compiler's tracing
+        raise InvalidArgument(f"{name} is a torch tensor without memory of its own: {error}") from None
+    device = CPU if x.device.type == "cpu" else (x.device.type, x.device.index or 0)
+    return Described(data, torch_dtype(x.dtype) or str(x.dtype), tuple(x.shape), stride, device, x)
 
 
-class _DlType(Structure):
-    _fields_ = [("code", c_uint8), ("bits", c_uint8), ("lanes", c_uint16)]
+def _of_dlpack(x: Any, name: str, stream: int) -> Described:
+    t = _dlpack.take(x, name, stream)
+    stride = contiguous_strides(t.shape) if t.stride is None else t.stride
+    return Described(t.data, t.dtype, t.shape, stride, t.device, (x, t.capsule), t.read_only)
 
 
-class _DlTensor(Structure):
-    _fields_ = [
-        ("data", c_void_p),
-        ("device", _DlDevice),
-        ("ndim", c_int32),
-        ("dtype", _DlType),
-        ("shape", ctypes.POINTER(c_int64)),
-        ("strides", ctypes.POINTER(c_int64)),
-        ("byte_offset", c_uint64),
-    ]
-
-
-_DL_TYPES = {(2, 32): _c.F32, (2, 16): _c.F16, (4, 16): _c.BF16, (6, 8): _c.BOOL}
-
-
-def _of_dlpack(x: Any, name: str) -> Described:
-    capsule = x.__dlpack__()
-    get = ctypes.pythonapi.PyCapsule_GetPointer
-    get.restype, get.argtypes = c_void_p, [py_object, c_char_p]
-    # DLManagedTensor begins with its DLTensor. The capsule is never marked as used, so that its own destructor frees
-    # it.
-    t = _DlTensor.from_address(get(capsule, b"dltensor"))
-    dtype = _DL_TYPES.get((t.dtype.code, t.dtype.bits)) if t.dtype.lanes == 1 else None
-    if dtype is None:
-        _refuse_dtype(name, getattr(x, "dtype", f"DLPack code {t.dtype.code}, {t.dtype.bits} bits"))
-    if t.device.type not in (1, 2, 3, 13):  # CPU, CUDA, pinned, managed
-        raise InvalidArgument(f"{name} is on a device of DLPack type {t.device.type}: kvant takes CPU and CUDA memory")
-    shape = tuple(t.shape[i] for i in range(t.ndim))
-    if t.strides:
-        stride = tuple(t.strides[i] for i in range(t.ndim))
-    else:
-        stride, at = (), 1
-        for n in reversed(shape):
-            stride, at = (at, *stride), at * n
-    device = ("cuda", t.device.id) if t.device.type in (2, 13) else CPU
-    return Described((t.data or 0) + t.byte_offset, dtype, shape, stride, device, (x, capsule))
-
-
-def describe(x: Any, name: str) -> Described:
-    """Pointer, dtype, shape, strides and device of a tensor of any library."""
+def _facts(x: Any, name: str, stream: int) -> Described:
     if is_torch(x):
-        dtype = torch_dtype(x.dtype)
-        if dtype is None:
-            _refuse_dtype(name, x.dtype)
-        if x.requires_grad and sys.modules["torch"].is_grad_enabled():
-            raise InvalidArgument(
-                f"{name} requires a gradient: kvant has no backward pass; use torch.no_grad() or .detach()"
-            )
-        device = CPU if x.device.type == "cpu" else (x.device.type, x.device.index or 0)
-        return Described(x.data_ptr(), dtype, tuple(x.shape), x.stride(), device, x)
+        return _of_torch(x, name)
     if isinstance(x, Bf16Array):
-        return _of_interface(x.bits, x.bits.__array_interface__, CPU, name, _c.BF16)
+        return _of_interface(x.bits, x.bits.__array_interface__, CPU, name, "bf16")
     interface = getattr(x, "__array_interface__", None)
     if interface is not None:
         return _of_interface(x, interface, CPU, name)
     interface = getattr(x, "__cuda_array_interface__", None)
     if interface is not None:
         index = int(getattr(getattr(x, "device", 0), "id", 0))  # CuPy says which; Numba's arrays are on the current one
-        return _of_interface(x, interface, ("cuda", index), name)
+        d = _of_interface(x, interface, ("cuda", index), name)
+        if interface.get("mask") is not None:
+            raise InvalidArgument(f"{name} is an array with a mask of its own: kvant would not see the mask")
+        d.stream = _streams.of_interface(name, interface.get("stream"))
+        return d
     if hasattr(x, "__dlpack__"):
-        return _of_dlpack(x, name)
+        return _of_dlpack(x, name, stream)
     raise InvalidArgument(
         f"{name} is a {type(x).__name__}: kvant takes numpy arrays, torch tensors, and anything with DLPack"
     )
 
 
-def tensor(x: Any, name: str, device: tuple[str, int], sequences: int, mutable: bool = False):
+def describe(x: Any, name: str, where: Place, dtypes: tuple[str, ...] = FLOATS, mutable: bool = False) -> Described:
+    """Pointer, dtype, shape and strides of a tensor of any library, which is where a call needs it. mutable: an
+    output."""
+    d = _facts(x, name, where.stream)
+    if d.dtype not in dtypes:
+        hint = "; mark raw bfloat16 bits with kvant.bf16(array)" if d.dtype == "uint16" and "bf16" in dtypes else ""
+        raise InvalidArgument(f"{name} has dtype {d.dtype}: must be {' or '.join(dtypes)}{hint}")
+    if d.device != where[:2]:
+        raise InvalidArgument(
+            f"{name} is on {d.device[0]}:{d.device[1]}, but {where.owner} on {where.kind}:{where.number}"
+        )
+    size, before, behind = _SIZES[d.dtype], 0, 1
+    for n, stride in zip(d.shape, d.stride):
+        if not 0 < n < _FAR:
+            if n != 0:
+                raise InvalidArgument(f"{name} has shape {list(d.shape)}: must be dimensions of memory")
+            behind = before = 0
+            break
+        if stride < 0:
+            before -= stride * (n - 1)
+        else:
+            behind += stride * (n - 1)
+    if behind > 0:
+        if before + behind > _FAR:
+            raise InvalidArgument(f"{name} has strides {list(d.stride)}, with which it reaches beyond any memory")
+        if d.data % size != 0:
+            raise InvalidArgument(f"{name} begins at address {d.data:#x}, within an element of {size} bytes: copy it")
+    d.low, d.high = d.data - before * size, d.data + behind * size
+    if mutable:
+        if d.read_only:
+            raise InvalidArgument(f"{name} is read-only memory, or a copy of what it stands for: give a writable one")
+        _overlap.check_own_memory(d, name)
+    if d.stream is not None:
+        _streams.wait(d.device[1], d.stream, where.stream)
+    return d
+
+
+def tensor(x: Any, name: str, device: tuple, sequences: int, mutable: bool = False):
     """x as a C struct, and what keeps its memory alive.
 
     x: [tokens, heads, head_dim], the rows of the call's sequences one after another, or [batch, tokens, heads,
         head_dim], a row of the batch for each of the call's `sequences`. Any strides whose last is 1.
+    device: a Place, or a device.
     """
-    d = describe(x, name)
-    if d.device != device:
-        raise InvalidArgument(f"{name} is on {d.device[0]}:{d.device[1]}, but the cache is on {device[0]}:{device[1]}")
+    d = describe(x, name, Place(*device), mutable=mutable)
     return fill(_c.MutableTensor() if mutable else _c.Tensor(), d, name, sequences), d
 
 
 def fill(t, d: Described, name: str, sequences: int):
     """Writes a described tensor into a C struct. The struct says where the rows of each sequence begin, and not for how
     many sequences there is memory: that is checked here."""
-    t.data, t.dtype = d.data, d.dtype
+    t.data, t.dtype = d.data, _c.DTYPES[d.dtype]
     if len(d.shape) == 3:
         t.shape[:], t.stride[:], t.batch_stride = d.shape, d.stride, 0
     elif len(d.shape) == 4:
@@ -200,7 +241,7 @@ def fill(t, d: Described, name: str, sequences: int):
         t.shape[:], t.stride[:], t.batch_stride = d.shape[1:], d.stride[1:], 0
         if rows == 1:
             t.shape[0], t.stride[0] = batch, d.stride[0]
-        elif batch > 1:
+        elif batch > 1 and rows > 0:
             t.batch_stride = d.stride[0]
             if t.batch_stride == 0:  # to the library: one row after another
                 raise InvalidArgument(
@@ -213,61 +254,68 @@ def fill(t, d: Described, name: str, sequences: int):
         )
     if d.shape[-1] == 1:
         t.stride[2] = 1
-    elif d.shape[-1] > 1 and not any(t.stride):  # to the library: contiguous
-        raise InvalidArgument(
-            f"{name} has strides of 0, one number for all: the numbers of a vector must lie side by side; copy the "
-            "tensor"
-        )
+    elif 0 not in d.shape and not any(t.stride):  # to the library: contiguous
+        _repeat(t, d, name)
     return t
 
 
-def mask(x: Any, first_key: int, device: tuple[str, int]):
+def _repeat(t, d: Described, name: str) -> None:
+    """A tensor that is one number for all: a vector of that number, which is repeated."""
+    if d.device != CPU or t.shape[2] > 4096:
+        raise InvalidArgument(f"{name} has strides of 0 only, one number for all: copy the tensor")
+    vector = ctypes.create_string_buffer(ctypes.string_at(d.data, d.size) * t.shape[2], d.size * t.shape[2])
+    t.data, t.stride[2], d.owner = ctypes.addressof(vector), 1, (d.owner, vector)
+
+
+def memory(x: Any, name: str, where: Place) -> tuple[int, int, Any]:
+    """(address, bytes, owner) of contiguous memory of any dtype."""
+    d = describe(x, name, where, tuple(_SIZES), mutable=True)
+    count = 1
+    for n in d.shape:
+        count *= n
+    if any(n > 1 and s != c for n, s, c in zip(d.shape, d.stride, contiguous_strides(d.shape))):
+        raise InvalidArgument(f"{name} has strides {list(d.stride)}: must be contiguous")
+    return d.data, count * d.size, d
+
+
+def mask(x: Any, first_key: int, device: tuple):
     """A mask tensor [batch, q_heads, queries, keys] (dimensions of 1 broadcast; fewer dimensions are filled from the
     left)."""
-    d = describe(x, "mask")
-    if d.device != device:
-        raise InvalidArgument(f"mask is on {d.device[0]}:{d.device[1]}, but the cache is on {device[0]}:{device[1]}")
-    if len(d.shape) > 4:
-        raise InvalidArgument(f"mask has shape {list(d.shape)}: must be [batch, q_heads, queries, keys]")
-    shape = (1,) * (4 - len(d.shape)) + d.shape
-    stride = (0,) * (4 - len(d.shape)) + d.stride
+    d = describe(x, "mask", Place(*device), (*FLOATS, "bool"))
+    if not 1 <= len(d.shape) <= 4 or 0 in d.shape:
+        raise InvalidArgument(
+            f"mask has shape {list(d.shape)}: must be [batch, q_heads, queries, keys], or the last of these, 1 or more"
+        )
     m = _c.MaskTensor()
-    m.data, m.dtype, m.first_key = d.data, d.dtype, first_key
-    # An expanded dimension has a stride of 0 and a size: the same value for all, which a size of 1 says too.
-    shape = tuple(1 if s == 0 else n for n, s in zip(shape, stride))
-    m.shape[:] = shape
-    strides = (ctypes.c_int64 * 4)(*stride)
+    m.data, m.dtype, m.first_key = d.data, _c.DTYPES[d.dtype], first_key
+    m.shape[:] = (1,) * (4 - len(d.shape)) + d.shape
+    strides = (ctypes.c_int64 * 4)(*(0,) * (4 - len(d.shape)), *d.stride)
     m.stride = strides
     return m, (d, strides)
 
 
-def empty_like(x: Any, shape: tuple[int, ...], dtype: int | None = None):
+def empty_like(x: Any, shape: tuple[int, ...], dtype: str | None = None):
     """A new tensor of x's library, device and (unless dtype says otherwise) dtype."""
     if is_torch(x):
         torch = sys.modules["torch"]
-        types = {_c.F32: torch.float32, _c.F16: torch.float16, _c.BF16: torch.bfloat16}
-        return torch.empty(shape, dtype=x.dtype if dtype is None else types[dtype], device=x.device)
+        return torch.empty(shape, dtype=x.dtype if dtype is None else torch.float32, device=x.device)
     import numpy as np
 
-    if isinstance(x, Bf16Array) and dtype in (None, _c.BF16):
+    if isinstance(x, Bf16Array) and dtype is None:
         return Bf16Array(np.empty(shape, np.uint16))
     if hasattr(x, "__cuda_array_interface__"):
         cupy = sys.modules.get("cupy")
         if cupy is None:
             raise InvalidArgument("out is not given: kvant cannot allocate memory of this library; pass out=")
         return cupy.empty(shape, dtype=x.dtype if dtype is None else np.float32)
-    if dtype is None:
-        return np.empty(shape, getattr(x, "dtype", np.float32) if isinstance(x, np.ndarray) else np.float32)
-    if dtype == _c.BF16:
-        return Bf16Array(np.empty(shape, np.uint16))
-    return np.empty(shape, {_c.F32: np.float32, _c.F16: np.float16}[dtype])
+    return np.empty(shape, x.dtype if dtype is None and isinstance(x, np.ndarray) else np.float32)
 
 
 def stream_of(device: tuple[str, int], stream: Any = None) -> int:
     """The CUDA stream to enqueue on: the one given (a number, or an object of torch or CuPy), else torch's current
     one."""
     if stream is not None:
-        return int(getattr(stream, "cuda_stream", getattr(stream, "ptr", stream)))
+        return _streams.number(stream)
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return 0

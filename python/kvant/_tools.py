@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from ctypes import byref
 from pathlib import Path
 from typing import Any
 
-from . import _c, _tensors
+from . import _arguments, _c, _tensors
 from ._errors import BY_STATUS, InvalidArgument, KvantError, Unsupported
 
 
@@ -61,21 +62,21 @@ def merge(partials: Iterable[tuple[Any, Any]], *, stream: Any = None) -> tuple[A
     """
     import numpy as np
 
-    partials = list(partials)
-    if not partials:
+    pairs = [
+        tuple(_arguments.items(f"partials[{i}]", pair, "tensors (out, lse)", 2, "pair"))
+        for i, pair in enumerate(_arguments.items("partials", partials, "pairs (out, lse)"))
+    ]
+    if not pairs:
         raise InvalidArgument("partials is empty: give at least one (out, lse)")
-    device = next((x.device for pair in partials for x in pair if _tensors.is_torch(x)), None)
-    if device is not None:
-        for i, pair in enumerate(partials):
-            for name, x in zip(("out", "lse"), pair):
-                if not _tensors.is_torch(x) or x.device != device or _tensors.torch_dtype(x.dtype) != _c.F32:
-                    raise InvalidArgument(f"partials[{i}]: {name} must be an f32 tensor on {device}")
-    pairs = partials
-    if device is None:
-        pairs = [tuple(np.ascontiguousarray(x, np.float32) for x in pair) for pair in partials]
+    device = next((x.device for pair in pairs for x in pair if _tensors.is_torch(x)), None)
+    read = _host_partial if device is None else functools.partial(_torch_partial, device=device)
+    pairs = [
+        tuple(read(x, f"partials[{i}]: {name}") for name, x in zip(("out", "lse"), pair))
+        for i, pair in enumerate(pairs)
+    ]
     shape, rows = pairs[0][0].shape, pairs[0][1].shape
     for i, (o, l) in enumerate(pairs):
-        if o.shape != shape or l.shape != rows or shape[:-1] != rows:
+        if o.shape != shape or l.shape != rows or len(shape) == 0 or shape[:-1] != rows:
             raise InvalidArgument(
                 f"partials[{i}] has shapes {tuple(o.shape)} and {tuple(l.shape)}: must be [..., head_dim] and [...], "
                 "all alike"
@@ -85,13 +86,34 @@ def merge(partials: Iterable[tuple[Any, Any]], *, stream: Any = None) -> tuple[A
     if stream is not None:
         raise InvalidArgument("stream is given, but partials are in host memory: the merge is done when it returns")
     if device is not None:
-        out, lse = merge([tuple(x.detach().numpy() for x in pair) for pair in pairs])
+        out, lse = merge([tuple(x.numpy() for x in pair) for pair in pairs])
         torch = sys.modules["torch"]
         return torch.from_numpy(out), torch.from_numpy(lse)
     c = (_c.Partial * len(pairs))(*((o.ctypes.data, l.ctypes.data) for o, l in pairs))
     out, lse = np.empty(shape, np.float32), np.empty(rows, np.float32)
     _c.check(_c.merge(c, len(pairs), int(np.prod(rows)), shape[-1], out.ctypes.data, lse.ctypes.data))
     return out, lse
+
+
+def _torch_partial(x: Any, name: str, device: Any) -> Any:
+    torch = sys.modules["torch"]
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidArgument(f"{name} is on {device}: must be on the CPU or on a CUDA device")
+    if not _tensors.is_torch(x) or x.device != device or x.dtype != torch.float32 or x.layout is not torch.strided:
+        raise InvalidArgument(f"{name} must be an f32 tensor on {device}, of a dense layout")
+    return x.detach().resolve_neg()
+
+
+def _host_partial(x: Any, name: str) -> Any:
+    import numpy as np
+
+    try:
+        found = np.asarray(x)
+        if found.dtype.kind in "fiu":
+            return np.asarray(found, np.float32, order="C")
+    except Exception:  # of an array on a device, for one
+        pass
+    raise InvalidArgument(f"{name} is a {type(x).__name__}: must be an array of real numbers in host memory")
 
 
 def _even_rows(x: Any, columns: int) -> tuple[Any, int]:

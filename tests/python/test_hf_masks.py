@@ -134,6 +134,24 @@ def test_padding_between_turns():
         at += n
 
 
+@pytest.mark.parametrize("make", [full_model, window_model])
+@pytest.mark.parametrize("exact_prefill", [False, True])
+def test_a_first_prompt_with_padding_between_turns(make, exact_prefill):
+    """Padding is no token of a window, whoever computes attention of the prompt."""
+    model = make()
+    kvant.hf.enable(model, k="f32", v="f32", short_windows=True, exact_prefill=exact_prefill)
+    ids = tokens(2, 160)
+    real = torch.ones_like(ids)
+    real[0, 60:100] = 0
+    real[1, :30] = 0
+    position_ids = (real.cumsum(1) - 1).clamp_min(0)
+    together = forward(model, kvant.hf.cache(model), ids, attention_mask=real, position_ids=position_ids)
+    for row in range(2):
+        kept = real[row].bool()
+        alone = forward(model, kvant.hf.cache(model), ids[row : row + 1, kept])
+        check(together[row : row + 1, kept], alone)
+
+
 def test_a_padded_row_is_what_it_is_alone():
     """With formats that round: padding is not stored, so that a row's pages hold the same tokens."""
     model = full_model()

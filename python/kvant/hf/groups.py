@@ -281,10 +281,12 @@ class Group:
 
     def takes_own(self, tokens: int, first: bool) -> bool:
         """Whether attention of a step of so many tokens should take its keys and values as they are. A step that is no
-        longer than a page finds them in the exact tail. On the CPU torch takes a first prompt in less time."""
+        longer than a page finds them in the exact tail. On the CPU torch takes a first prompt in less time, but counts
+        padding as tokens of a window."""
         if self.own_refused is not None:
             return False
-        return self.on_device if first else tokens > _PAGE_TOKENS
+        counts_padding = self.window > 0 and self.step.real is not None
+        return self.on_device or counts_padding if first else tokens > _PAGE_TOKENS
 
     def attend_own(self, slot: int, *arguments: Any) -> torch.Tensor | None:
         """As attend, with `own`; None if kvant does not compute it here, which own_refused tells from then on."""

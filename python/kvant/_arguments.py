@@ -1,0 +1,168 @@
+"""Numbers, names and flags on their way to C, checked in one place.
+
+ctypes cuts integers to the width of C's argument in silence, takes a bool for a number, and ends texts at their first
+zero. Each function here returns what C may be given, or raises InvalidArgument with the argument, its value, and what
+is allowed. What a number means, the library checks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from ._errors import InvalidArgument
+
+_MOST_ITEMS = 1 << 24
+_LARGEST_F32 = 3.4028234663852886e38
+
+
+def show(value: Any) -> str:
+    """A value as an error names it: short, and never an error itself."""
+    try:
+        if isinstance(value, int) and value.bit_length() > 512:
+            return f"a number of {value.bit_length()} bits"
+        text = repr(str(value))[1:-1] if isinstance(value, str) else repr(value)
+    except Exception:  # an object of the caller's may do anything here
+        text = f"<{type(value).__name__}>"
+    text = f'"{text}"' if isinstance(value, str) else " ".join(text.split())
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+
+
+def integer(name: str, value: Any, low: int, high: int) -> int:
+    """A whole number of any integer type."""
+    try:
+        number = value if type(value) is int else None if _is_bool(value) else operator.index(value)
+    except Exception:  # a float, a text; an array of many numbers, whose library says so in its own way
+        number = None
+    if number is None:
+        raise InvalidArgument(f"{name} = {show(value)}: must be a whole number (an int), not a {type(value).__name__}")
+    if not low <= number <= high:
+        raise InvalidArgument(f"{name} = {show(number)}: must be {low} to {high}")
+    return number
+
+
+def int32(name: str, value: Any, low: int = -(1 << 31)) -> int:
+    return integer(name, value, low, (1 << 31) - 1)
+
+
+def int64(name: str, value: Any, low: int = -(1 << 63)) -> int:
+    return integer(name, value, low, (1 << 63) - 1)
+
+
+def real(name: str, value: Any) -> float:
+    """A number of any type, but no text, whose digits float() would read."""
+    try:
+        if not (_is_bool(value) or isinstance(value, (str, bytes, bytearray))):
+            return float(value)
+    except Exception:
+        pass
+    raise InvalidArgument(f"{name} = {show(value)}: must be a number, not a {type(value).__name__}")
+
+
+def items(name: str, values: Any, what: str, count: int | None = None, of: str = "") -> list:
+    """The items of an iterable. count, of: there must be one for each of `count` sequences, layers, ..."""
+    try:
+        # One more than wanted shows that there are too many; an iterable may have no end.
+        found = list(itertools.islice(values, _MOST_ITEMS if count is None else count + 1))
+    except Exception:
+        raise InvalidArgument(
+            f"{name} = {show(values)}: must be a list of {what}, not a {type(values).__name__}"
+        ) from None
+    if count is not None and len(found) != count:
+        given = f"more than {count}" if len(found) > count else len(found)
+        raise InvalidArgument(f"{name} has {given} {what} for {count} {of}s: give one a {of}")
+    return found
+
+
+def integers(name: str, values: Any, low: int, high: int, count: int | None = None, of: str = "") -> list[int]:
+    """A list of whole numbers."""
+    return [integer(f"{name}[{i}]", n, low, high) for i, n in enumerate(items(name, values, "numbers", count, of))]
+
+
+def one_or_each(name: str, values: Any, count: int, low: int, high: int) -> list[int]:
+    """A whole number for each of `count` sequences: one for all, or a list."""
+    if isinstance(values, Iterable) and getattr(values, "shape", None) != ():
+        return integers(name, values, low, high, count, "sequence")
+    return [integer(name, values, low, high)] * count
+
+
+def slopes(name: str, values: Any, count: int) -> list[float]:
+    """Numbers that f32 holds, one for each query head."""
+    found = [real(f"{name}[{i}]", x) for i, x in enumerate(items(name, values, "values", count, "query head"))]
+    for i, x in enumerate(found):
+        if not -_LARGEST_F32 <= x <= _LARGEST_F32:
+            raise InvalidArgument(f"{name}[{i}] = {x}: must be finite in float32")
+    return found
+
+
+def flag(name: str, value: Any) -> int:
+    """True or False, as 1 or 0. Texts such as "False" are true to Python, and arrays have no truth."""
+    try:
+        if _is_bool(value) or type(value) is int and value in (0, 1):
+            return 1 if value else 0
+    except Exception:  # an array of several
+        pass
+    raise InvalidArgument(f"{name} = {show(value)}: must be True or False")
+
+
+def text(name: str, value: Any) -> str:
+    """A name."""
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{name} = {show(value)}: must be a str, not a {type(value).__name__}")
+    value = str.__str__(value)  # of an enumeration of texts: the value
+    if not value or "\0" in value or not value.isascii():
+        raise InvalidArgument(f"{name} = {show(value)}: must be a name, of ASCII characters without zeros")
+    return value
+
+
+def name_or_none(name: str, value: Any) -> bytes | None:
+    """A name for C, NULL for None."""
+    return None if value is None else text(name, value).encode()
+
+
+def choice(name: str, value: Any, allowed: dict[str, int]) -> int:
+    """The number of a name."""
+    if not isinstance(value, str) or value not in allowed:
+        raise InvalidArgument(f"{name} = {show(value)}: must be one of {', '.join(allowed)}")
+    return allowed[value]
+
+
+def path(name: str, value: Any) -> str:
+    """The path of a file."""
+    try:
+        found = os.fsdecode(value)
+    except Exception:
+        found = "\0"
+    if not found or "\0" in found:
+        raise InvalidArgument(f"{name} = {show(value)}: must be the path of a file")
+    return found
+
+
+def device(value: Any) -> tuple[str, int]:
+    """"cuda:1", torch.device("cuda", 1), None as ("cuda", 1), ("cpu", 0)."""
+    try:
+        found = re.fullmatch(r"(cpu|cuda)(?::([0-9]{1,4}))?", "cpu" if value is None else str(value), re.ASCII)
+    except Exception:
+        found = None
+    if not found or found[1] == "cpu" and int(found[2] or 0) != 0:
+        raise InvalidArgument(f'device = {show(value)}: must be "cpu", "cuda", or "cuda:N" for device N')
+    return found[1], int(found[2] or 0)
+
+
+class NotCopied:
+    """A class whose objects have memory of the library: a copy would use the original's, and give it back, too."""
+
+    _instead = ""  # the way out
+
+    def __reduce_ex__(self, protocol):  # of copy.copy, copy.deepcopy and pickle
+        raise TypeError(
+            f"a kvant.{type(self).__name__} cannot be copied or pickled: its memory is the library's; {self._instead}"
+        )

@@ -1,0 +1,335 @@
+"""Numbers, names and flags at the boundary: what C cannot be given as it is gets a sentence with the argument's name,
+and nothing has changed."""
+
+import copy
+import ctypes
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+
+import kvant
+
+D = 64
+BIG = 2**32
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(5)
+
+
+@pytest.fixture
+def cache():
+    return kvant.Cache(kv_heads=2, head_dim=D, layers=2, k="f32", v="f32")
+
+
+@pytest.fixture
+def sequence(cache):
+    s = cache.sequence()
+    for layer in range(2):
+        s.append(layer, ones(10, 2), ones(10, 2))
+    return s
+
+
+@pytest.fixture
+def pages():
+    return kvant.Pages(kv_heads=2, head_dim=D)
+
+
+def ones(tokens, heads):
+    return np.ones((tokens, heads, D), np.float32)
+
+
+def aligned_pool(pages, blocks):
+    raw = np.zeros(blocks * 2 * pages.block_bytes + 64, np.uint8)
+    begin = -raw.ctypes.data % 64
+    return raw[begin : begin + blocks * 2 * pages.block_bytes].reshape(blocks, 2, pages.block_bytes)
+
+
+def refused(match):
+    return pytest.raises(kvant.InvalidArgument, match=match)
+
+
+# --- whole numbers ----------------------------------------------------------------------------------------------------
+
+COUNTS = "layers kv_heads head_dim sink_pages tail_pages window window_sinks rollback_tokens capacity_tokens " \
+         "max_sequences max_sequence_tokens threads"
+NOT_NUMBERS = [1.0, 1.5, "1", b"1", True, np.True_, np.float32(1), [1], np.array([1, 2]), object(), 1j]
+
+
+@pytest.mark.parametrize("name", COUNTS.split())
+@pytest.mark.parametrize("value", [2**64 + 1, 2**63, -(2**63) - 1, 10**5000, *NOT_NUMBERS], ids=lambda v: type(v).__name__)
+def test_counts_of_a_cache(name, value):
+    with refused(f"^{name} = "):
+        kvant.Cache(**{"kv_heads": 2, "head_dim": D, name: value})
+
+
+@pytest.mark.parametrize("name", ["sink_pages", "tail_pages"])
+def test_negative_page_counts_are_not_the_default(name):
+    with refused(f"^{name} = -1: must be 0 to"):
+        kvant.Cache(**{"kv_heads": 2, "head_dim": D, name: -1})
+
+
+def test_numbers_that_do_not_fit_are_refused_everywhere(cache, sequence, pages):
+    pool, tables = aligned_pool(pages, 2), ([[0]], [1], [0, 1])
+    pages_plan = pages.plan(4, max_batch=1, max_blocks=2)
+    two = [sequence, cache.sequence()]
+    calls = {
+        "layer": [
+            lambda: cache.attend(sequence, BIG, ones(1, 4)),
+            lambda: cache.plan(sequence, q_heads=4).run(BIG, ones(1, 4)),
+            lambda: cache.decode(sequence, BIG),
+            lambda: cache.write([sequence], BIG, ones(1, 2), ones(1, 2)),
+            lambda: sequence.append(BIG, ones(1, 2), ones(1, 2)),
+            lambda: pages.write(pool, ones(1, 2), ones(1, 2), [0], layer=BIG),
+            lambda: pages_plan.run(pool, ones(1, 4), layer=BIG),
+        ],
+        "q_heads": [lambda: cache.plan(sequence, q_heads=BIG + 4), lambda: pages.plan(BIG + 4, max_batch=1, max_blocks=1)],
+        "q_len": [lambda: cache.plan(sequence, q_heads=4, q_len=BIG + 1)],
+        r"q_lens\[0\]": [lambda: cache.plan(sequence, q_heads=4, q_lens=[BIG + 1])],
+        "window": [lambda: cache.plan(sequence, q_heads=4, window=2**64 + 5)],
+        "window_sinks": [lambda: cache.plan(sequence, q_heads=4, window=5, window_sinks=2**64)],
+        "split_keys": [lambda: cache.plan(sequence, q_heads=4, split_keys=2**64 + 64)],
+        "mask_first_key": [lambda: cache.plan(sequence, q_heads=4, mask=np.ones((1, 10), bool), mask_first_key=2**64)],
+        "tokens": [lambda: sequence.truncate(2**64), lambda: cache.reserve([sequence], 2**64 + 1)],
+        r"tokens\[1\]": [lambda: cache.reserve(two, [1, 2**64 + 1]), lambda: cache.step(two, [1, 2**64])],
+        r"parents\[0\]": [lambda: cache.reorder(two, [2**64, 0])],
+        "begin": [lambda: cache.decode(sequence, 0, begin=2**64)],
+        "end": [lambda: cache.decode(sequence, 0, end=2**64 + 3)],
+        r"slot_mapping\[0\]": [lambda: pages.write(pool, ones(1, 2), ones(1, 2), [2**64 + 65])],
+        r"block_ids\[0\]": [lambda: pages.decode(pool, [BIG], ones(64, 2), None)],
+        r"to_ids\[1\]": [lambda: pages.copy(pool, [0, 0], [1, BIG + 1])],
+        r"seq_lens\[0\]": [lambda: pages_plan.set_tables(np.zeros((1, 1), np.int32), [BIG + 1], [0, 1])],
+        "max_batch": [lambda: pages.plan(4, max_batch=BIG + 1, max_blocks=1)],
+        "max_blocks": [lambda: pages.plan(4, max_batch=1, max_blocks=2**64 + 1)],
+        "tail_sequences": [lambda: kvant.Pages(kv_heads=2, head_dim=D, tail=1, tail_sequences=BIG + 1)],
+        r"basis_layers\[0\]": [lambda: kvant.Cache(kv_heads=2, head_dim=D, basis_layers=[BIG])],
+    }
+    del tables
+    for name, those in calls.items():
+        for call in those:
+            with refused(f"^{name} = "):
+                call()
+    assert len(sequence) == 10
+
+
+def test_every_integer_type_is_a_number(cache, sequence):
+    for integer in (np.int8, np.uint16, np.int32, np.uint64, np.array, int):
+        four, one = integer(4), integer(1)
+        plan = cache.plan(sequence, q_heads=four, q_len=one, window=four, threads=one)
+        assert plan.run(integer(0), ones(1, 4)).shape == (1, 4, D)
+    torch = pytest.importorskip("torch")
+    cache.plan([sequence], q_heads=torch.tensor(4), q_lens=torch.tensor([1]))
+    cache.plan([sequence], q_heads=np.int64(4), q_lens=np.array([1], np.uint8))
+
+
+@pytest.mark.parametrize("tokens", [[1.5], [1, 2], [], "1", {}, None, 1.0, [None], ["1"], [True], itertools.count()])
+def test_tokens_of_a_step_are_whole_numbers(cache, sequence, tokens):
+    for call in (cache.reserve, cache.step, cache.reserve_ahead, cache.advance):
+        with refused("^tokens"):
+            call([sequence], tokens)
+    assert len(sequence) == 10
+
+
+# --- names, flags, numbers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"k": "tq4\0x"}, {"v": "tq4\0"}, {"k": b"tq4"}, {"k": None}, {"v": 4}, {"k": ""}, {"k": "tq4\u2009"},
+        {"isa": "avx2\0x"}, {"isa": 2}, {"isa": ""}, {"exact": "f8"}, {"exact": 1}, {"exact": ["f32"]},
+        {"k_basis": "nowhere"}, {"k_basis": None}, {"v_basis": 2}, {"k_centre": "Page"}, {"k_centre": {}},
+        {"bases": 5}, {"bases": ""}, {"bases": "a\0b"},
+        {"device": "cpu:3"}, {"device": "cuda:-1"}, {"device": "cuda:"}, {"device": "cuda: 1"}, {"device": "tpu"},
+        {"device": 0}, {"device": "cuda:1_0"}, {"device": "cuda:99999999999"}, {"device": "CPU"},
+    ],
+    ids=lambda o: repr(o)[:40],
+)  # fmt: skip
+def test_names_of_a_cache(options):
+    (name,) = options
+    with refused(f"^{name} = "):
+        kvant.Cache(kv_heads=2, head_dim=D, **options)
+    if name in ("k", "v", "isa", "exact", "device"):
+        with refused(f"^{name} = "):
+            kvant.Pages(kv_heads=2, head_dim=D, **options)
+
+
+def test_suggestions_are_of_the_arguments_own_kind():
+    with refused("must be one of f32, f16, bf16$"):
+        kvant.Cache(kv_heads=2, head_dim=D, exact="f8")
+    with refused("must be one of f32, f16, bf16$"):
+        kvant.Pages(kv_heads=2, head_dim=D, tail=1, tail_sequences=1, exact="bool")
+
+
+def test_the_host_is_one_device():
+    for device in (None, "cpu", "cpu:0"):
+        assert kvant.Cache(kv_heads=2, head_dim=D, device=device).device == ("cpu", 0)
+    torch = pytest.importorskip("torch")
+    assert kvant.Cache(kv_heads=2, head_dim=D, device=torch.device("cpu")).device == ("cpu", 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": "False"}, {"causal": None}, {"causal": 2}, {"causal": np.array([True, False])}, {"fresh": "no"},
+        {"scale": "0.1"}, {"scale": 0}, {"scale": 0.0}, {"scale": 1j}, {"scale": [1.0]}, {"scale": True},
+        {"softcap": None}, {"softcap": "5"}, {"softcap": 10**400}, {"alibi_slopes": 1.0}, {"alibi_slopes": [1, 2, 3]},
+        {"alibi_slopes": itertools.repeat(1.0)}, {"alibi_slopes": [1, 2, 3, "4"]}, {"alibi_slopes": [1, 2, 3, 1e39]},
+        {"alibi_slopes": [1, 2, 3, float("nan")]}, {"isa": "avx2\0x"}, {"kernel": 5}, {"kernel": "decode\0"},
+        {"window": 1.5}, {"window": "5"}, {"threads": None}, {"q_heads": None}, {"q_heads": 4.0},
+    ],
+    ids=lambda o: repr(o)[:40],
+)  # fmt: skip
+def test_options_of_plans(cache, sequence, pages, options):
+    (name,) = options
+    with refused(f"^{name}"):
+        cache.plan(sequence, **{"q_heads": 4, **options})
+    with refused(f"^{name}"):
+        pages.plan(**{"q_heads": 4, "max_batch": 1, "max_blocks": 1, **options})
+    if name != "q_heads":
+        with refused(f"^{name}"):
+            cache.attend(sequence, 0, ones(1, 4), **options)
+
+
+@pytest.mark.parametrize("sequences", [None, 5, "abc", [5], [None], object()], ids=repr)
+def test_what_is_not_a_sequence(cache, sequences):
+    calls = [
+        lambda: cache.attend(sequences, 0, ones(1, 4)),
+        lambda: cache.plan(sequences, q_heads=4),
+        lambda: cache.write(sequences, 0, ones(1, 2), ones(1, 2)),
+        lambda: cache.reserve(sequences, 1),
+        lambda: cache.step(sequences, 1),
+        lambda: cache.decode(sequences, 0),
+        lambda: cache.reorder(sequences, [0]),
+    ]
+    for call in calls:
+        with refused("^sequences"):
+            call()
+
+
+@pytest.mark.parametrize("x", [None, 5, "abc", [[[1.0]]], object(), b"1234", np.float32(1), np.ones(3), ones(1, 4)[..., 0]],
+                         ids=lambda x: type(x).__name__)
+def test_what_is_not_a_tensor(cache, sequence, pages, x):
+    pool, good = aligned_pool(pages, 2), ones(1, 2)
+    calls = {
+        "q": [lambda: cache.attend(sequence, 0, x), lambda: cache.plan(sequence, q_heads=4).run(0, x)],
+        "keys": [lambda: sequence.append(0, x, good), lambda: pages.write(pool, x, good, [0])],
+        "values": [lambda: sequence.append(0, good, x), lambda: pages.write(pool, good, x, [0])],
+        "pool": [lambda: pages.write(x, good, good, [0])],
+    }
+    for name, those in calls.items():
+        for call in those:
+            with refused(f"^{name}"):
+                call()
+    if x is not None:
+        with refused("^out"):
+            cache.attend(sequence, 0, ones(1, 4), out=x)
+        with refused("^mask"):
+            cache.attend(sequence, 0, ones(1, 4), mask=np.array(x) if x is None else x)
+    assert len(sequence) == 10
+
+
+@pytest.mark.parametrize("partials", [None, 5, [], [1], [(1, 2)], [(np.ones((2, 4)),)], [("a", "b")],
+                                      [(np.ones((2, 4), complex), np.ones(2))], [(np.float32(1), np.float32(1))]], ids=repr)
+def test_what_is_not_a_partial(partials):
+    with refused("^partials"):
+        kvant.merge(partials)
+
+
+def test_a_stream_is_a_number(cache, sequence):
+    with refused("^stream is given, but the cache is in host memory"):
+        cache.attend(sequence, 0, ones(1, 4), stream=5)
+    for stream in (-1, 2**64, 1.5, "5", True, ctypes.c_void_p(5)):
+        with refused("^stream = "):
+            kvant._streams.number(stream)
+
+
+# --- objects ----------------------------------------------------------------------------------------------------------
+
+COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_objects_of_the_library_are_not_copied(cache, sequence, pages, how):
+    step = cache.step([cache.sequence()], 1)
+    objects = [cache, sequence, cache.plan(sequence, q_heads=4), pages, pages.plan(4, max_batch=1, max_blocks=1), step]
+    for x in objects:
+        with pytest.raises(TypeError, match=f"a kvant.{type(x).__name__} cannot be copied or pickled: .*; ."):
+            COPIES[how](x)
+    del objects, x
+    assert len(sequence) == 10 and cache.attend(sequence, 0, ones(1, 4)).shape == (1, 4, D)
+
+
+# --- nothing has changed after an error -------------------------------------------------------------------------------
+
+
+def failing_attends():
+    q, kv = ones(1, 4), ones(1, 2)
+    nan = kv.copy()
+    nan[0, 1, 5] = np.nan
+    readonly = q.copy()
+    readonly.flags.writeable = False
+    return {
+        "heads": dict(q=ones(1, 3)),
+        "mask": dict(mask=np.ones((1, 1, 1, 3), bool)),
+        "out": dict(out=np.empty((1, 4, D - 1), np.float32)),
+        "out's dtype": dict(out=np.empty((1, 4, D), np.float64)),
+        "read-only out": dict(out=readonly),
+        "sinks": dict(sink_logits=np.zeros(3, np.float32)),
+        "lse": dict(lse=np.zeros(3, np.float32)),
+        "softcap": dict(softcap=-1.0),
+        "isa": dict(isa="nowhere"),
+        "kernel": dict(kernel="nope"),
+        "q_lens": dict(q_lens=[2]),
+        "q_len": dict(q_len=2),
+        "layer": dict(layer=7),
+        "keys": dict(keys=ones(2, 2)),
+        "values": dict(values=ones(1, 1)),
+        "NaN": dict(values=nan),
+        "unknown": dict(windo=5),
+        "fresh": dict(fresh="yes"),
+        "stream": dict(stream=3),
+        "out is q": dict(q=q, out=q),
+    }
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("name", failing_attends())
+def test_an_attend_that_fails_appends_nothing(cache, sequence, rng, name, layer):
+    """In the first layer of a step and in a later one, which the second try completes."""
+    q, k, v = (rng.standard_normal((1, h, D)).astype(np.float32) for h in (4, 2, 2))
+    if layer == 1:
+        cache.attend(sequence, 0, q, k, v)
+    before = len(sequence)
+    arguments = {"layer": layer, "q": q, "keys": k, "values": v, **failing_attends()[name]}
+    with pytest.raises((kvant.KvantError, TypeError)):
+        cache.attend(sequence, **arguments)
+    assert len(sequence) == before
+    again = cache.attend(sequence, layer, q, k, v)
+    alone = cache.sequence()
+    for i in range(layer + 1):
+        alone.append(i, np.concatenate([ones(10, 2), k]), np.concatenate([ones(10, 2), v]))
+    if layer == 0:
+        sequence.append(1, k, v)
+        alone.append(1, np.concatenate([ones(10, 2), k]), np.concatenate([ones(10, 2), v]))
+    assert len(sequence) == 11
+    np.testing.assert_array_equal(again, cache.attend(alone, layer, q))
+
+
+def test_an_attend_of_a_long_prompt_that_fails_can_be_repeated(rng):
+    """Under a window and with exact ends, as if it had never been tried."""
+    k, v, q = (rng.standard_normal((500, h, D)).astype(np.float32) for h in (2, 2, 4))
+    outs = []
+    for fails in (False, True):
+        cache = kvant.Cache(kv_heads=2, head_dim=D, window=100, sink_pages=1, tail_pages=1)
+        s = cache.sequence()
+        cache.attend(s, 0, q[:300], k[:300], v[:300])
+        if fails:
+            with pytest.raises(kvant.InvalidArgument):
+                cache.attend(s, 0, q[300:], k[300:], v[300:], softcap=-1.0)
+            assert len(s) == 300
+        outs.append(cache.attend(s, 0, q[300:], k[300:], v[300:]))
+    np.testing.assert_array_equal(*outs)
