@@ -2,7 +2,7 @@
 
 ctypes cuts integers to the width of C's argument in silence, takes a bool for a number, and ends texts at their first
 zero. Each function here returns what C may be given, or raises InvalidArgument with the argument, its value, and what
-is allowed. What a number means, the library checks.
+is allowed. The library checks the meaning of a number.
 """
 
 from __future__ import annotations

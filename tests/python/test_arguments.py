@@ -56,11 +56,12 @@ def refused(match):
 
 COUNTS = "layers kv_heads head_dim sink_pages tail_pages window window_sinks rollback_tokens capacity_tokens " \
          "max_sequences max_sequence_tokens threads"
+TOO_LARGE = [2**64 + 1, 2**63, -(2**63) - 1, 10**5000]
 NOT_NUMBERS = [1.0, 1.5, "1", b"1", True, np.True_, np.float32(1), [1], np.array([1, 2]), object(), 1j]
 
 
 @pytest.mark.parametrize("name", COUNTS.split())
-@pytest.mark.parametrize("value", [2**64 + 1, 2**63, -(2**63) - 1, 10**5000, *NOT_NUMBERS], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize("value", [*TOO_LARGE, *NOT_NUMBERS], ids=lambda v: type(v).__name__)
 def test_counts_of_a_cache(name, value):
     with refused(f"^{name} = "):
         kvant.Cache(**{"kv_heads": 2, "head_dim": D, name: value})
@@ -86,7 +87,10 @@ def test_numbers_that_do_not_fit_are_refused_everywhere(cache, sequence, pages):
             lambda: pages.write(pool, ones(1, 2), ones(1, 2), [0], layer=BIG),
             lambda: pages_plan.run(pool, ones(1, 4), layer=BIG),
         ],
-        "q_heads": [lambda: cache.plan(sequence, q_heads=BIG + 4), lambda: pages.plan(BIG + 4, max_batch=1, max_blocks=1)],
+        "q_heads": [
+            lambda: cache.plan(sequence, q_heads=BIG + 4),
+            lambda: pages.plan(BIG + 4, max_batch=1, max_blocks=1),
+        ],
         "q_len": [lambda: cache.plan(sequence, q_heads=4, q_len=BIG + 1)],
         r"q_lens\[0\]": [lambda: cache.plan(sequence, q_heads=4, q_lens=[BIG + 1])],
         "window": [lambda: cache.plan(sequence, q_heads=4, window=2**64 + 5)],
@@ -210,8 +214,11 @@ def test_what_is_not_a_sequence(cache, sequences):
             call()
 
 
-@pytest.mark.parametrize("x", [None, 5, "abc", [[[1.0]]], object(), b"1234", np.float32(1), np.ones(3), ones(1, 4)[..., 0]],
-                         ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "x",
+    [None, 5, "abc", [[[1.0]]], object(), b"1234", np.float32(1), np.ones(3), ones(1, 4)[..., 0]],
+    ids=lambda x: type(x).__name__,
+)
 def test_what_is_not_a_tensor(cache, sequence, pages, x):
     pool, good = aligned_pool(pages, 2), ones(1, 2)
     calls = {
@@ -232,8 +239,12 @@ def test_what_is_not_a_tensor(cache, sequence, pages, x):
     assert len(sequence) == 10
 
 
-@pytest.mark.parametrize("partials", [None, 5, [], [1], [(1, 2)], [(np.ones((2, 4)),)], [("a", "b")],
-                                      [(np.ones((2, 4), complex), np.ones(2))], [(np.float32(1), np.float32(1))]], ids=repr)
+@pytest.mark.parametrize(
+    "partials",
+    [None, 5, [], [1], [(1, 2)], [(np.ones((2, 4)),)], [("a", "b")], [(np.ones((2, 4), complex), np.ones(2))],
+     [(np.float32(1), np.float32(1))]],
+    ids=repr,
+)  # fmt: skip
 def test_what_is_not_a_partial(partials):
     with refused("^partials"):
         kvant.merge(partials)
