@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Relative links in the Markdown files point at files (and headings) that exist. Exits 1 with every broken one."""
+"""Relative links in the Markdown files point at files (and headings) that exist, and docs/README.md links to every page
+of docs/. Exits 1 with every broken or missing link."""
 import pathlib
 import re
 import sys
@@ -16,7 +17,7 @@ def anchors(path):
 
 def main():
     files = [p for p in sorted(ROOT.rglob("*.md")) if "build" not in p.relative_to(ROOT).parts[0]]
-    broken, count = [], 0
+    broken, count, listed = [], 0, set()
     for path in files:
         text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
         for link in LINK.findall(text):
@@ -26,10 +27,17 @@ def main():
             target, _, anchor = link.partition("#")
             file = (path.parent / target).resolve() if target else path
             name = path.relative_to(ROOT)
+            if path == ROOT / "docs/README.md":
+                listed.add(file)
             if not file.exists():
                 broken.append(f"{name}: {link}: no such file")
             elif anchor and file.suffix == ".md" and anchor not in set(anchors(file)):
                 broken.append(f"{name}: {link}: no such heading")
+    broken += [
+        f"docs/README.md: no link to {path.relative_to(ROOT)}"
+        for path in files
+        if ROOT / "docs" in path.parents and path != ROOT / "docs/README.md" and path not in listed
+    ]
     print("\n".join(broken) if broken else f"links: {count} in {len(files)} documents, none broken")
     return 1 if broken else 0
 

@@ -5,7 +5,7 @@ Documents must be free of offences. Comments of sources and the lengths of sourc
 older files exceed the rules. A maximum may only fall: a change that adds such a place must mend another one. --list
 prints every place that counts against a maximum; --lower writes lower maxima into this file after places were mended.
 
-The archive of measurements (docs/lab/archive) is a diary and is not checked, apart from its links (check_links.py).
+The documents in docs/ together have a maximum of words, too: a new measurement replaces an older one.
 """
 import ast
 import pathlib
@@ -14,12 +14,13 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-ARCHIVE = "docs/lab/archive/"
 MAXIMA = {
     "phrases in comments": 0,
     "references in comments": 0,
     "source lines over 120 columns": 0,
+    "comments behind code that open with \"of\"": 182,
 }
+MOST_WORDS = 50000  # in docs/, as wc -w counts
 SOURCE_COLUMNS, PROSE_COLUMNS = 120, 120
 
 # Phrases to avoid, and what to write instead: they mean nothing to a reader who has not seen the code.
@@ -42,7 +43,6 @@ PHRASES = [(re.compile(phrase, re.I), instead) for phrase, instead in (
 OPENING = re.compile(r"(?:^|(?<=[.!?] ))(What|Of|So many)\b(?! if\b)(?=[^.?!]*[.!:,])")
 
 DOCUMENT = re.compile(r"\bdocs/[\w./-]*[\w-]\.(?:md|txt|svg)\b")
-OLD_PAGE = re.compile(r"docs/lab, (20\d\d-\d\d-\d\d-[\w-]+\.md)")
 HEADING = re.compile(r"\b(docs/[\w/-]+\.md), \"([^\"]+)\"")
 SECTION = re.compile(r"\b(?:(docs/[\w/-]+\.md)|([A-Z]{4,})(?:\.md)?),? section (\d+)")
 
@@ -94,8 +94,6 @@ def stale(line):
     for name in DOCUMENT.findall(line):
         if not (ROOT / name).exists():
             yield f"{name}: no such file"
-    for page in OLD_PAGE.findall(line):
-        yield f"docs/lab, {page}: name the topic page (docs/lab/README.md lists them)"
     for name, heading in HEADING.findall(line):
         if (ROOT / name).exists() and heading not in headings(ROOT / name):
             yield f"{name} has no heading \"{heading}\""
@@ -156,6 +154,8 @@ def check_source(name, text):
         for offence in stale(line):
             yield "references in comments", f"{name}:{number}: {offence}"
     for number, line in enumerate(text.splitlines(), 1):
+        if re.search(r"\S.*?(?://[/!]?<?|/\*+<?)\s*[Oo]f\b", line) and not re.match(r"\s*(?://|/?\*)", line):
+            yield "comments behind code that open with \"of\"", f"{name}:{number}: begin with a noun: of what?"
         if len(line) > SOURCE_COLUMNS:
             yield "source lines over 120 columns", f"{name}:{number}: {len(line)} columns"
 
@@ -170,8 +170,11 @@ def lower(counts):
 
 
 def main():
-    names = [name for name in tracked() if not name.startswith(ARCHIVE)]
+    names = tracked()
     offences, places = [], {what: [] for what in MAXIMA}
+    words = sum(len((ROOT / name).read_text().split()) for name in names if re.match(r"docs/.*\.md$", name))
+    if words > MOST_WORDS:
+        offences.append(f"docs/: {words} words, where at most {MOST_WORDS} are allowed")
     for name in names:
         if name.endswith(".md"):
             offences += check_document(name, (ROOT / name).read_text())
@@ -187,7 +190,8 @@ def main():
     if "--lower" in sys.argv:
         lower({what: len(found) for what, found in places.items()})
     print("\n".join(offences) if offences else
-          "words: " + ", ".join(f"{len(places[what])} {what} (at most {maximum})" for what, maximum in MAXIMA.items()))
+          f"words: {words} in docs (at most {MOST_WORDS}), " +
+          ", ".join(f"{len(places[what])} {what} (at most {maximum})" for what, maximum in MAXIMA.items()))
     return 1 if offences else 0
 
 

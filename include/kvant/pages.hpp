@@ -66,7 +66,7 @@ struct PagesPlanOptions {
   /// that it hides are not read, so the engine may have freed these blocks.
   AttentionOptions attention{};
   int max_batch = 0;            ///< sequences of a step
-  std::int64_t max_blocks = 0;  ///< of one sequence
+  std::int64_t max_blocks = 0;  ///< the most that one sequence has
   int max_query_len = 1;        ///< queries of one sequence in a step
   std::int64_t max_tokens = 0;  ///< queries of a step, padding counted; 0: max_batch * max_query_len
   /// On a device: each run looks at the ids of the pages that it is to read. Where one is outside the pool, the rows of
@@ -78,8 +78,8 @@ struct PagesPlanOptions {
 /// A step's batch. Device memory for pages on a device.
 struct StepTables {
   const std::int32_t* block_table = nullptr;      ///< [batch][columns]: ids of a sequence's blocks, in order
-  std::int64_t row_stride = 0;                    ///< of block_table, in elements
-  std::int64_t columns = 0;                       ///< of block_table; those beyond a sequence's length are not read
+  std::int64_t row_stride = 0;                    ///< from row to row of block_table, in elements
+  std::int64_t columns = 0;                       ///< entries of a row; those beyond a sequence's length are not read
   const std::int32_t* seq_lens = nullptr;         ///< [batch]: tokens, those of this step included
   const std::int32_t* query_start_loc = nullptr;  ///< [batch + 1]: rows of sequence i are [i] to [i + 1] of q and out
   std::int32_t batch = 0;                         ///< up to max_batch; a sequence may have no query

@@ -17,7 +17,7 @@ struct kvant_bases {
 // Shared with its plans, so that handles may be destroyed in any order (as garbage collectors do).
 struct kvant_cache {
   std::shared_ptr<kvant::Cache> cache;
-  kvant::Stream stream{};  // of caches on a device
+  kvant::Stream stream{};  // for calls on caches on a device
 };
 
 struct kvant_plan {

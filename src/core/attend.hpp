@@ -37,7 +37,7 @@ constexpr int row_block(int head_dim, RowPath path) {
   return head_dim <= 128 || path == RowPath::matrix ? kRowBlock : kRowBlock / 2;
 }
 inline constexpr int kMatrixPages = 4;     // that the matrix path multiplies at once
-inline constexpr int kMatrixKeyBytes = 6;  // of an element of queries and keys there: three bf16
+inline constexpr int kMatrixKeyBytes = 6;  // an element of queries and keys there has three bf16
 inline constexpr int kVectorRows = 16;     // up to here rows go through the integer kernels; beyond, through tiles
 
 enum Domain : int { kEncoded = 0, kExact = 1, kDomains = 2 };
@@ -83,7 +83,7 @@ struct SequenceUse {
   std::int64_t batch;        // its place in the call: index into the mask's batch dimension, and of batch strides
   std::int64_t cached;       // tokens that pages have; the others are fresh keys
   const PageUse* pages;      // by place (PageOrder)
-  std::int64_t first_fresh;  // of PageOrder, as the next
+  std::int64_t first_fresh;  // as in PageOrder; so is the next
   std::int64_t shared;
   std::size_t prepared;                   // workspace offset of its prepared rows (vector path)
   const PreparedLayout* prepared_layout;  // null: not on the vector path, whose items alone have prepared rows
@@ -95,7 +95,7 @@ struct BlockTable {
   const std::byte* const* slots = nullptr;
   std::size_t layer_offset = 0;
   std::size_t head_stride = 0;
-  const std::byte* base = nullptr;  // of pages in one pool (BlockPool); null as well: there are no such pages
+  const std::byte* base = nullptr;  // where pages of one pool (BlockPool) begin; null as well: there are no such pages
   std::size_t slot_stride = 0;
 };
 
@@ -108,7 +108,7 @@ struct BasisRow {
 // The data of one run, shared by all items.
 struct RunContext {
   int width;  // values of a row of q and out, at most head_dim: queries are padded with zeros, outputs cut
-  int head_dim, padded_dim;  // of stored vectors; padded_dim: head_dim rounded up to 64, zero filled
+  int head_dim, padded_dim;  // stored vectors'; padded_dim: head_dim rounded up to 64, zero filled
   int group, kv_heads;
   bool centred;  // encoded key pages have centres
   base::LogitRule<float> logits;
@@ -120,7 +120,7 @@ struct RunContext {
   const float* k_levels[kPageKinds];
   const float* v_levels[kPageKinds];
   BlockTable blocks[kPageKinds];
-  BasisRow k_basis, v_basis;  // of encoded pages
+  BasisRow k_basis, v_basis;  // for encoded pages
   const SequenceUse* sequences;
   StridedRows q;
   MutableRows out;
@@ -146,7 +146,7 @@ PreparedLayout prepared_layout(int rows, int padded_dim, bool centred);
 
 struct PrepareItem {
   const RunContext* run;
-  int sequence, kv_head;  // of a sequence that has a prepared_layout
+  int sequence, kv_head;  // the sequence has a prepared_layout
 };
 
 // A partial: for each domain m [rows], l [rows] and, where used, O [rows][head_dim].
@@ -196,7 +196,7 @@ struct AttendItem {
   const RunContext* run;
   int sequence, kv_head;
   int row_begin, rows;
-  const ItemLayout* layout;  // of that many rows
+  const ItemLayout* layout;  // for that many rows
   std::int64_t sink_pages;   // the visible pages have places 0 .. sink_pages - 1 and recent_page, recent_page + 1, ...
   std::int64_t recent_page;
   std::int64_t use_begin, use_end;  // this item's share, as indices into those
@@ -207,7 +207,7 @@ struct MergeItem {
   const RunContext* run;
   int sequence, kv_head;
   int row_begin, rows;
-  const ItemLayout* layout;   // of that many rows
+  const ItemLayout* layout;   // for that many rows
   std::size_t first_partial;  // workspace offset; the others follow, each layout->partial.bytes behind the one before
   int splits;
 };

@@ -26,8 +26,8 @@ struct NextRows {
 // formats round to nearest even. Vectors are padded here: a row has `width` values, and zeros are stored behind these.
 struct StoreJob {
   const codec::SideLayout* side = nullptr;
-  int head_dim = 0;  // of the block
-  int width = 0;     // of a row, at most head_dim; nothing behind it is read
+  int head_dim = 0;  // the block's
+  int width = 0;     // values of a row, at most head_dim; nothing behind them is read
   std::byte* block = nullptr;
   int first = 0;
   int count = 0;
@@ -36,7 +36,7 @@ struct StoreJob {
   BasisView basis;
   const float* levels = nullptr;  // lut formats
   const float* centre = nullptr;  // [head_dim], subtracted from rows in their basis; null: none
-  Dtype dtype = Dtype::f32;       // of rows: f32, f16, bf16
+  Dtype dtype = Dtype::f32;       // the rows' dtype: f32, f16, bf16
   Dtype rounding = Dtype::f32;    // f32: none
   bool looks = false;             // refuses rows that cannot be stored (codec/storable.hpp)
   NextRows next;                  // asked for meanwhile; no more than a hint
@@ -64,8 +64,8 @@ struct CentreJob {
 // nearest even. Row i goes to element i * row_stride of `rows`, in the original coordinates, cut to `width` values.
 struct DecodeJob {
   const codec::SideLayout* side = nullptr;
-  int head_dim = 0;  // of the block
-  int width = 0;     // of a row, at most head_dim; nothing behind it is written
+  int head_dim = 0;  // the block's
+  int width = 0;     // values of a row, at most head_dim; nothing behind them is written
   const std::byte* block = nullptr;
   int first = 0;
   int count = 0;
@@ -74,7 +74,7 @@ struct DecodeJob {
   const float* centre = nullptr;  // [head_dim], added to vectors in their basis; null: none
   void* rows = nullptr;
   std::int64_t row_stride = 0;  // elements
-  Dtype dtype = Dtype::f32;     // of rows: f32, f16, bf16
+  Dtype dtype = Dtype::f32;     // the rows' dtype: f32, f16, bf16
 };
 
 struct AttendItem;  // core/attend.hpp

@@ -9,7 +9,7 @@
 
 namespace kvant::core {
 
-inline constexpr std::int64_t kLeastWindowWithEnds = 1024;  // of automatic exact ends
+inline constexpr std::int64_t kLeastWindowWithEnds = 1024;  // under less, automatic exact ends are none
 inline bool has_short_window(const CacheConfig& c) {
   return c.window > 0 && c.window < kLeastWindowWithEnds;
 }
@@ -26,8 +26,8 @@ class CacheSpec {
 
   const CacheConfig config;
   const Format k, v;
-  const codec::PageLayout encoded;  // of encoded pages
-  const Bases k_bases, v_bases;     // of encoded pages; exact ones have none
+  const codec::PageLayout encoded;  // the layout of encoded pages
+  const Bases k_bases, v_bases;     // for encoded pages; exact pages have none
 
   /// Values of a stored vector: the tensors' head_dim, and zeros up to the next size that has a rotation, or, on a
   /// device, kernels.

@@ -116,7 +116,7 @@ class CacheTable {
     return ref.exact >= 0 && (ref.encoded < 0 || config_.ends.exact(length, page));
   }
   [[nodiscard]] bool layer_ready(const Sequence& s, int layer) const;
-  [[nodiscard]] int first_unwritten(const Sequence& s) const;  // of a step that is not done
+  [[nodiscard]] int first_unwritten(const Sequence& s) const;  // in a step that is not done
   [[nodiscard]] bool step_done(const Sequence& s) const { return s.layers_written == config_.layers; }
   /// Marks the newest step's rows of a layer as stored; after the last layer, exact copies that no truncation of up to
   /// 64 tokens can ask for are given back. Changes no view that attention can tell: those pages are read encoded.

@@ -2,8 +2,8 @@
 // (cache_table.hpp) and hands the device what changed; kernels find lengths and page tables in device memory, so that
 // launches recorded in a graph follow lengths that grow there.
 //
-//   CacheImpl   has a DevicePages in place of its two Storages when CacheConfig::device names a device
-//   PlanImpl    has a DevicePlan in place of its work lists
+//   DeviceStore   the PageStore (page_store.hpp) of a cache whose config names a device: it has a backend's DevicePages
+//   DevicePlan    what a plan over such a cache has in place of lists of items for CPU kernels
 //
 // Every call that takes a stream only enqueues work on it: no allocation on the device, no synchronisation, no
 // read-back. The calling thread's current device is left as it was.
@@ -30,7 +30,7 @@ struct DevicePagesConfig {
   int device = 0;
   codec::PageLayout encoded, exact;
   int layers = 1, kv_heads = 1;
-  int head_dim = 0;  // of the tensors: without kernels for the size it is refused, also where the layouts are padded
+  int head_dim = 0;  // the tensors'; refused without kernels for the size, also where the layouts are padded
   std::int64_t encoded_slots = 0, exact_slots = 0;  // taken at once, never grown
   std::int32_t max_sequences = 0;                   // sequence indices are 0 .. max_sequences - 1
   std::int32_t max_pages = 0;                       // pages of one sequence
@@ -38,7 +38,7 @@ struct DevicePagesConfig {
   Dtype exact_dtype = Dtype::bf16;
   BasisKind k_basis = BasisKind::none, v_basis = BasisKind::none;
   const BasisSet* bases = nullptr;            // copied
-  std::span<const float> k_levels, v_levels;  // of imported formats; copied
+  std::span<const float> k_levels, v_levels;  // tables of imported formats; copied
 };
 
 // One sequence's rows in the tensors of a write. `index` is its place in the device's tables.
@@ -104,9 +104,9 @@ struct DevicePlanConfig {
   int kv_heads = 1, head_dim = 0;
 };
 
-// The names that AttentionOptions::kernel takes. kPrefillKernels: the first of the two kinds after it that serves, and
-// with fresh keys kPrefillFresh before it, which never serves alone: sequences may have older tokens.
-// kGenericKernels: of any formats, in float32; those of f32 and imported formats have no others.
+// The names that AttentionOptions::kernel takes. kPrefillKernels: kPrefillSm90 or else kPrefillSm80, whichever serves
+// first, behind kPrefillFresh and kPrefillUnpacked, each of which serves some sequences of a run and never a run alone.
+// kGenericKernels: any formats, in float32; plans over f32 and imported formats have no other kernels.
 inline constexpr const char* kDecodeKernels = "decode";
 inline constexpr const char* kDecodeSm90 = "decode_sm90";
 inline constexpr const char* kPrefillKernels = "prefill";

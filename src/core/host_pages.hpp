@@ -71,15 +71,15 @@ class HostPagesPlan final : public PagesPlanImpl {
 
   HostWork lists_;
   bool is_set_ = false;
-  std::int64_t queries_ = 0;  // of the batch
-  std::int64_t rows_ = 0;     // of q that the batch reaches
+  std::int64_t queries_ = 0;  // all of the batch
+  std::int64_t rows_ = 0;     // rows of q that the batch reaches
   // That is visible, and where the table has it.
   struct {
     std::int32_t block = -1, sequence = 0;
     std::int64_t page = 0;
   } largest_;
   std::int64_t keys_[kDomains] = {};  // that a kv head reads
-  std::uint32_t step_ = 0;            // of the tail
+  std::uint32_t step_ = 0;            // the tail's
 };
 
 // Workers for so many values, of which each should have `least`.

@@ -26,7 +26,7 @@ constexpr std::int64_t kSlotChecksPerWorker = 8 * kSlotValuesPerWorker;
 struct SlotRun {
   std::int64_t block;
   int first, count;  // positions in the block
-  std::int64_t row;  // of the first one
+  std::int64_t row;  // the first token's
 };
 
 struct SlotWrite {

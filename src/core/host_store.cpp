@@ -29,7 +29,7 @@ struct PageRead {
   std::int32_t slot;
   int first, count;
   std::int64_t range;   // its number
-  std::int64_t row;     // of the range's rows
+  std::int64_t row;     // its number among the range's rows
   std::int64_t before;  // rows of the ranges before
 };
 

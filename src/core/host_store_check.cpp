@@ -32,14 +32,14 @@ struct FiniteCheck {
 
   const TensorView* keys;
   const TensorView* values;
-  std::span<const std::int64_t> ends;  // of each sequence: rows up to its last
+  std::span<const std::int64_t> ends;  // for each sequence: rows up to its last
   int workers;
   std::atomic<std::int64_t> first{kNone};  // its number
 };
 
 void check_share(void* context, int worker) {
   FiniteCheck& c = *static_cast<FiniteCheck*>(context);
-  const std::int64_t rows = c.ends.back(), heads = c.keys->shape[1];  // of either
+  const std::int64_t rows = c.ends.back(), heads = c.keys->shape[1];  // keys' and values'
   const std::int64_t begin = 2 * rows * worker / c.workers, end = 2 * rows * (worker + 1) / c.workers;
   std::size_t sequence = 0;
   for (std::int64_t i = begin; i < end; ++i) {

@@ -38,7 +38,7 @@ std::size_t index(std::int64_t i) {
 struct Tile {
   const void* rows;
   std::int64_t stride;  // elements
-  int width;            // of a row
+  int width;            // values of a row
   Dtype dtype;
   Dtype rounding;  // f32: none
 };
@@ -46,11 +46,11 @@ struct Tile {
 // One page of one sequence in a step.
 struct PageWork {
   core::PageRef ref;
-  std::int64_t row;               // of its sequence's
+  std::int64_t row;               // its number among its sequence's rows
   std::int64_t k_begin, v_begin;  // elements of the sequence's first row in keys and values
   int first, count;               // tokens of the page that get rows
   bool turns;                     // the whole page is encoded from its exact copy
-  std::int64_t number;            // of the page in its sequence
+  std::int64_t number;            // the page's in its sequence
   core::PageRef before;           // the page before, if there is one
 };
 

@@ -39,14 +39,14 @@ struct MergeWork {
 struct RunPages {
   codec::PageLayout layout[kDomains];
   BlockTable blocks[kDomains];
-  int layer;  // of the bases
+  int layer;  // the bases' layer
   FreshRows fresh;
 };
 
 // Tokens of one page that come as fresh keys; their page in the workspace has the same place in the list.
 struct FreshPage {
   int sequence;
-  std::int64_t row;  // of its sequence's, the first one
+  std::int64_t row;  // the first one's number among its sequence's rows
   int first, count;  // in the page
 };
 
@@ -97,21 +97,21 @@ class HostWork {
   std::vector<AttendWork> attend;  // most expensive first
   std::vector<MergeWork> merge;
   bool any_vector = false, any_tiles = false;
-  int most_splits = 1;  // of any row block
+  int most_splits = 1;  // the most of any row block
   std::int64_t pages_per_split = 0;
 
   std::size_t splits_done = 0;    // in the workspace: i32 for each merge
   std::size_t fresh_begin = 0;    // in the workspace: pages of fresh keys
-  std::size_t scratch_bytes = 0;  // of one worker
+  std::size_t scratch_bytes = 0;  // one worker's
   std::size_t scratch_begin = 0;  // in the workspace
-  std::size_t bytes = 0;          // of the workspace
+  std::size_t bytes = 0;          // the workspace's
 
  private:
   const ItemLayout* layout_of(int rows, RowPath path);
   void add_work(int sequence);
   void add_rows(int sequence, int head, int row, int rows, RowPath path, bool single_block);
 
-  std::vector<std::size_t> first_page_;  // of each sequence
+  std::vector<std::size_t> first_page_;  // each sequence's
   std::size_t workspace_ = 0;            // taken so far
 
   // For callers that bring no workspace; one run at a time.

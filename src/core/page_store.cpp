@@ -12,7 +12,7 @@
 namespace kvant::core {
 namespace {
 
-constexpr std::int64_t kMaxDeviceTokens = std::int64_t{1} << 30;  // of one sequence: kernels count in 32 bits
+constexpr std::int64_t kMaxDeviceTokens = std::int64_t{1} << 30;  // in one sequence: kernels count in 32 bits
 
 // A cache on a device needs more than any cache needs.
 Status check_device(const CacheConfig& c) {

@@ -18,10 +18,10 @@ namespace {
 
 constexpr std::int64_t kAlignment = 64;
 constexpr std::int64_t kMostBlocks = 0x7FFFFFFF;
-constexpr std::int64_t kMostTokens = std::int64_t{1} << 24;  // of a step: as many queries as a plan takes
+constexpr std::int64_t kMostTokens = std::int64_t{1} << 24;  // in a step: as many queries as a plan takes
 constexpr std::int64_t kMostTailPages = 64;
 constexpr std::int64_t kMostTailBytes = std::int64_t{1} << 62;
-constexpr std::int64_t kMostPages = std::int64_t{1} << 24;  // of a sequence: kernels count tokens in 32 bits
+constexpr std::int64_t kMostPages = std::int64_t{1} << 24;  // in a sequence: kernels count tokens in 32 bits
 
 Result<Format> parse_side(const char* side, const std::string& name) {
   const auto format = parse_format(name);

@@ -33,7 +33,7 @@ struct PagesTail {
   std::int32_t sequences = 0, copies = 0;
   int layers = 1;
   Dtype dtype = Dtype::bf16;
-  codec::PageLayout layout{};  // of a (copy, kv head)
+  codec::PageLayout layout{};  // the layout of a (copy, kv head)
   // [layers][copies][kv heads]
   [[nodiscard]] std::int64_t copy_bytes(int kv_heads) const { return std::int64_t{layout.block_bytes} * kv_heads; }
   // The largest number where there would be more.
@@ -77,7 +77,7 @@ class PagesImpl : public std::enable_shared_from_this<PagesImpl> {
 
  private:
   const PagesConfig config_;
-  const core::CacheSpec spec_;  // of one layer
+  const core::CacheSpec spec_;  // one layer's
   const core::PagesTail tail_;
 };
 

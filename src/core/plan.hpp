@@ -46,14 +46,14 @@ class PlanWork {
 class PlanImpl {
  public:
   const CacheImpl* cache = nullptr;
-  std::uint64_t version = 0;     // of the cache
+  std::uint64_t version = 0;     // the cache's
   AttentionOptions options;      // as given, defaults filled in
   bool window_of_cache = false;  // none was given, and the cache has one
   std::vector<SequenceId> ids;
   int group = 1;
   std::vector<PlannedSequence> sequences;
   std::int64_t total_queries = 0;
-  std::int64_t keys_read[core::kDomains] = {0, 0};  // of pages, per kv head, every visible key once
+  std::int64_t keys_read[core::kDomains] = {0, 0};  // keys in pages, per kv head, every visible key once
   std::unique_ptr<core::PlanWork> work;             // has a reference to this
 
   [[nodiscard]] std::int64_t kv_bytes() const;

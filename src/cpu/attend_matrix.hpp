@@ -13,7 +13,7 @@ template <class S>
 struct MatrixItem {
   using W = Wide<S>;
   static constexpr int kPages = core::kMatrixPages;
-  static constexpr int kStride = kPages * kPageTokens;  // of scores: [rows][kStride]
+  static constexpr int kStride = kPages * kPageTokens;  // scores are [rows][kStride]
 
   const core::AttendItem& item;
   const core::RunContext& run;

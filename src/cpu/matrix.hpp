@@ -44,8 +44,8 @@ inline constexpr const char* kMatrixProducts =
 
 inline constexpr int kTileRows = 16, kTileWords = 16, kTileDepth = 2 * kTileWords;
 inline constexpr int kTileBytes = kTileRows * kTileWords * 4;
-inline constexpr int kBlocksOfPage = kPageTokens / kTileWords;  // of columns, where these are tokens
-inline constexpr int kStepsOfPage = kPageTokens / kTileDepth;   // of sums over tokens
+inline constexpr int kBlocksOfPage = kPageTokens / kTileWords;  // blocks of columns, where these are tokens
+inline constexpr int kStepsOfPage = kPageTokens / kTileDepth;   // steps of sums over tokens
 
 KVANT_INLINE int blocks_of_rows(int rows) {
   return (rows + kTileRows - 1) / kTileRows;

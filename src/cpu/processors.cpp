@@ -21,7 +21,7 @@
 namespace kvant::cpu {
 namespace {
 
-bool has_word(std::string_view list, std::string_view word) {  // of a list with commas
+bool has_word(std::string_view list, std::string_view word) {  // the list has commas
   while (!list.empty()) {
     const std::size_t end = list.find(',');
     if (list.substr(0, end) == word) return true;

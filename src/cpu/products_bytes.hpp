@@ -62,7 +62,7 @@ KVANT_INLINE std::int64_t byte_digits(Format f, const std::int16_t* digit_of_ele
   return is_eight_bit(f) ? -128 * low_total : 0;
 }
 
-struct ByteQueries {         // of one chunk of rows
+struct ByteQueries {         // one chunk of rows
   const std::int16_t* ints;  // [rows][padded_dim]: byte_digits
   const float* steps;        // [rows][kMaxScaleGroups]
   const std::int32_t* offsets;
@@ -241,7 +241,7 @@ void scores_bytes_shared(const codec::SideLayout& side, int head_dim, const std:
 // of the other four (even and odd ones; 8 bits: the first and the second four).
 struct ByteProbabilities {
   alignas(64) std::int32_t quads[8][4];
-  std::int32_t start;  // of the sum: level offset * sum of the integers, subtracted
+  std::int32_t start;  // the sum's: level offset * sum of the integers, subtracted
   float step;          // value of one integer step; 0: the row sees nothing here
 };
 

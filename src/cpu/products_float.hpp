@@ -122,7 +122,7 @@ void values_float(const std::byte* rows, const std::byte* scales, int head_dim, 
   }
   // Where a step over the columns takes half a cache line of a token, the other half follows soon: the lines of all 64
   // tokens, 512 bytes or more apart, do not stay in the few sets of L1 that they share.
-  constexpr int kLineColumns = 32;  // of 16-bit floats
+  constexpr int kLineColumns = 32;  // 16-bit floats in a cache line
   const bool by_halves =
       Row::kBytes == 2 && kLanes * kColumns < kLineColumns && head_dim >= 256 && head_dim % kLineColumns == 0;
   constexpr int kQuadsAtOnce = 8;

@@ -43,7 +43,7 @@ constexpr bool shares_values(int rows) {
   return Wide<S>::kRegisters == 16 && rows >= 8;
 }
 
-struct IntQueries {          // of one chunk of rows
+struct IntQueries {          // one chunk of rows
   const std::int16_t* ints;  // [rows][padded_dim], in the order of Unpack's registers
   const float* steps;        // [rows][kMaxScaleGroups]
   const std::int32_t* offsets;

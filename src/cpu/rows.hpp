@@ -16,7 +16,7 @@ KVANT_INLINE T* at(std::byte* base, std::size_t offset) {
 }
 
 struct RowIndex {
-  std::int64_t token;  // of all queries: row of lse
+  std::int64_t token;  // its number among all queries: row of lse
   std::int64_t query;  // within the sequence
   std::int64_t batch;  // the sequence's place in the call
   int q_head;

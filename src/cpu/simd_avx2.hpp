@@ -207,7 +207,7 @@ struct Simd {
     return addi(acc, madd16(_mm256_maddubs_epi16(bytes, bytes), _mm256_set1_epi16(1)));
   }
   static KVANT_INLINE I shl_by(I a, int k) { return _mm256_sll_epi32(a, _mm_cvtsi32_si128(k)); }
-  static constexpr int kLookupBits = 3;  // of what a register holds
+  static constexpr int kLookupBits = 3;  // bits of an index into a register
   // table[idx] of 2^kIndexBits entries; smaller ones are read as eight
   template <int kIndexBits>
   static KVANT_INLINE F lookup(const float* table, I idx) {

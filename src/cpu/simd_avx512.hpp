@@ -178,7 +178,7 @@ struct Simd512 {
     return _mm512_cvtepi8_epi32(which == 0 ? _mm256_castsi256_si128(bytes) : _mm256_extracti128_si256(bytes, 1));
   }
   static KVANT_INLINE __m256i in_order(__m256i bytes) { return bytes; }
-  static constexpr int kLookupBits = 5;  // of what one or two registers hold
+  static constexpr int kLookupBits = 5;  // bits of an index into one or two registers
   // table[idx] of 2^kIndexBits entries; smaller ones are read as sixteen
   template <int kIndexBits>
   static KVANT_INLINE F lookup(const float* table, I idx) {

@@ -233,7 +233,7 @@ struct Simd {
   static KVANT_INLINE I shl_by(I a, int k) {
     return {vshlq_s32(a.lo, vdupq_n_s32(k)), vshlq_s32(a.hi, vdupq_n_s32(k))};
   }
-  static constexpr int kLookupBits = 3;  // of what a register holds
+  static constexpr int kLookupBits = 3;  // bits of an index into a table in registers
   // table[idx] of 2^kIndexBits entries; smaller ones are read as eight
   template <int kIndexBits>
   static KVANT_INLINE F lookup(const float* table, I idx) {

@@ -50,7 +50,7 @@ struct SoftmaxRow {
   float center;  // q . c, added to the raw product
   int q_head;
   std::int64_t query;    // index within the sequence
-  core::TileClass tile;  // of the mask tensor here; a masked tile comes with no visible key
+  core::TileClass tile;  // the mask tensor's here; a masked tile comes with no visible key
 };
 
 constexpr float kLaneIndex[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

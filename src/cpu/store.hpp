@@ -324,7 +324,7 @@ bool store_format(const core::StoreJob& job) {
         ahead.fetch();
         std::byte* row = job.block + codec::detail::dense_row(*job.side, job.head_dim, job.first + i);
         __builtin_memcpy(row, job_row(job, i), static_cast<std::size_t>(job.head_dim) * 4);
-        Magnitudes<S> magnitudes;  // of the copy: the caller's row may change meanwhile
+        Magnitudes<S> magnitudes;  // the copy's: the caller's row may change meanwhile
         magnitudes.take_row(reinterpret_cast<const float*>(row), job.head_dim);
         if (job.looks && !magnitudes.storable()) return false;
         continue;

@@ -192,8 +192,8 @@ Status DecodePlan::choose_blocks() {
 // How many blocks merge a row, and of how many warps.
 Status DecodePlan::choose_merge(const DecodeKernels& kernels, const Line& line) {
   const DeviceLimits& limits = store_.limits();
-  // One block adds about sixteen partials of a row in a few loads; more are shared by a cluster. Not by the most beside
-  // a wide kernel: its next block finds no room on a multiprocessor that two blocks of a merge share.
+  // One block adds about sixteen partials of a row in a few loads; a cluster of blocks shares more. Beside a wide
+  // kernel clusters are smaller: that kernel's next block finds no room on a multiprocessor with two blocks of a merge.
   const int most = attend_.is_wide() ? kMostCluster / 2 : kMostCluster;
   while (limits.overlaps && cluster_ < most && line.items / segments() > 16 * cluster_) cluster_ *= 2;
   for (const MergeKernel& merge : kernels.merge) {
@@ -440,7 +440,7 @@ std::string DecodePlan::explain() const {
                  is_generic_ ? "decoded to f32, multiply-adds in f32"
                  : integers  ? "u8 levels by s8 query digits, exact sums"
                              : "16-bit floats, f32 sums",
-                 is_generic_               ? "the same: as fast as these are, not as the cache's bytes are read"
+                 is_generic_               ? "the same; they, not the cache's bytes, set the time"
                  : attend_.by_group        ? "f16 levels by weights rounded to f16, f32 sums"
                  : codec::is_tq(attend_.v) ? "u8 levels by s8 weight digits, exact sums a page"
                                            : "16-bit floats, f32 sums");
