@@ -100,7 +100,7 @@ struct AttentionOptions {
   std::string backend{};        ///< "cpu", "cuda": where the cache is; empty: the same
   /// One of isas(): "scalar", "avx2", "avx512", "amx" or "neon"; empty: the best that this machine has. "amx"
   /// multiplies more than 16 rows with products of bf16 terms: 4e-6 off exact attention over the stored vectors, where
-  /// others are 1e-6 off (float formats). All of them are up to 6e-5 off for few rows of tq formats.
+  /// others are 1e-6 off (float formats). Few rows of tq formats: all are 6e-5 off, with loud channels up to 1.2e-4.
   std::string isa{};
   /// Caches on a device: "decode" (keys split over blocks), "decode_sm90" (the same for several queries; weights are
   /// rounded to f16; compute capability 9.0) or "prefill" (many rows over all keys; weights are rounded to f16 or

@@ -29,11 +29,11 @@ struct CacheConfig {
   /// Newest full pages kept exact beside the one being filled, likewise. 0: encode tokens as they come. A run of many
   /// queries reads exactly what its first query would, as far as one page before the tail.
   int tail_pages = -1;
-  /// dtype of exact pages. All that is stored is rounded to it first, so that bytes do not depend on when a page leaves
-  /// the tail. Unset: f32 where a format is f32; f16 where keys and values of the first write are, or a format is f16
-  /// and neither is bf16; else bf16, also for f32 tensors, and on a device unless a format is f32: two bytes a value,
-  /// as in the cache that users compare with. describe() says which, and what exact ends take. Rounding to bf16 costs
-  /// 0.2 % a vector, tq6 itself 2.5 %.
+  /// dtype of exact pages. With sink or tail pages every value is rounded to it before it is stored or encoded (else
+  /// tokens are encoded as given), so bytes do not depend on when a page leaves the tail. Unset: f32 where a format is
+  /// f32; f16 where keys and values of the first write are, or a format is f16 and neither is bf16; else bf16, also for
+  /// f32 tensors, and on a device unless a format is f32: two bytes a value, as in the cache that users compare with.
+  /// describe() says which, and what exact ends take. Rounding to bf16 costs 0.2 % a vector, tq6 itself 2.5 %.
   std::optional<Dtype> exact{};
   std::int64_t window = 0;        ///< sliding window in tokens, 0: none. Pages no query can see any more are freed
   std::int64_t window_sinks = 0;  ///< first tokens that stay visible beyond the window

@@ -7,8 +7,10 @@
  *   handles    kvant_cache, kvant_plan, kvant_bases, kvant_pages and kvant_pages_plan are opaque. Each is destroyed
  *              once, by its own function; NULL is allowed there. A plan keeps what it needs of its cache or pages, so
  *              they may be destroyed in any order.
- *   structs    Structs that may grow begin with struct_size. Fill them with their _init function, then change what you
- *              need: programs built with an older header go on working with a newer library.
+ *   structs    Structs that may grow begin with struct_size, which the caller sets to sizeof the struct. The four with
+ *              defaults (kvant_cache_config, kvant_attention_options, kvant_run_options, kvant_pages_config) have an
+ *              _init function, which sets struct_size and the defaults; change what you need after it. Programs built
+ *              with an older header go on working with a newer library.
  *   texts      Strings handed in are UTF-8, zero-terminated, and copied. Strings handed out are written to a buffer of
  *              the caller: *size gets the bytes needed, the terminating zero included; call with buffer NULL to ask.
  *   tensors    [tokens, heads, head_dim] with strides in elements, the innermost contiguous. Borrowed for the call.
@@ -131,9 +133,11 @@ enum {
 /* The centre that is subtracted from keys, in their basis, before they are encoded; scores get it back. */
 typedef int32_t kvant_key_centre;
 enum {
-  KVANT_CENTRE_AUTOMATIC = 0, /* none */
+  KVANT_CENTRE_AUTOMATIC = 0, /* KVANT_CENTRE_PAGE for tq keys, but KVANT_CENTRE_NONE on a device without tail pages,
+                                 where tokens are encoded as they come; KVANT_CENTRE_NONE for other keys */
   KVANT_CENTRE_NONE = 1,
-  KVANT_CENTRE_PAGE = 2 /* the mean key of the page, stored with the page: tq and fp8 keys in host memory */
+  KVANT_CENTRE_PAGE = 2 /* the mean key of the page, stored with the page: tq and fp8 keys; on a device only with tail
+                           pages */
 };
 
 typedef struct kvant_bases kvant_bases;
@@ -152,18 +156,20 @@ typedef uint64_t kvant_sequence;
 
 typedef struct kvant_cache_config {
   size_t struct_size;       /* sizeof(kvant_cache_config); set by kvant_cache_config_init */
-  int32_t layers;           /* of one geometry; layers of another geometry are another cache. Default 1 */
+  int32_t layers;           /* all of one geometry; layers of another geometry are another cache. Default 1 */
   int32_t kv_heads;         /* required */
   int32_t head_dim;         /* required; 1 to 576. Sizes that kvant_info does not list are stored padded with zeros to
                            the next it lists; tensors and the default scale have this size. On a device 1 to 512,
                            padded to the next of 64, 96, 128, 192, 256 and 512 */
-  int32_t sink_pages;       /* first 64-token pages kept exact. -1 (default): 1, but 0 under a window below 1024 */
+  int32_t sink_pages;       /* first 64-token pages kept exact. -1 (default): 1, but 0 under a window below 1024 and
+                               where both formats are dense */
   int32_t tail_pages;       /* newest full pages kept exact beside the one being filled; 0: encode tokens as they
                            come. -1 (default): 1, but 0 under a window below 1024, where exact ends take what
                            compression saves */
   int32_t exact_dtype;      /* kvant_dtype of exact pages. -1 (default): f32 where a format is f32; f16 where the first
                                write is, or a format is f16 and the first write has no bf16; else bf16, also for f32
-                               tensors. What is stored is rounded to it */
+                               tensors. With sink or tail pages every value is rounded to it before it is stored or
+                               encoded; without them tokens are encoded as they are given */
   const char* k;            /* key format, default "tq6"; kvant_info lists them */
   const char* v;            /* value format, default "tq4" */
   int64_t window;           /* sliding window in tokens, 0 (default): none. Pages out of sight are freed */
@@ -350,11 +356,11 @@ typedef struct kvant_attention_options {
   const char* backend;       /* "cpu", "cuda": where the cache is; NULL (default): the same */
   const char* isa;    /* "scalar", "avx2", "avx512", "amx" or "neon"; NULL (default): the best that this machine has.
                       "amx" multiplies more than 16 rows with products of bf16 terms: 4e-6 off exact attention over
-                      the stored vectors, where others are 1e-6 off (float formats) */
-  const char* kernel; /* caches on a device: "decode" or "prefill" ("prefill_sm90", "prefill_sm80" or
-                      "prefill_unpacked" for one kind of these; "prefill_fresh" with fresh_keys), or "generic": any pair
-                      of formats in float32, the only one for f32 and imported formats; NULL (default): by the formats
-                      and the number of rows */
+                      the stored vectors, where others are 1e-6 off (float formats; tq: kvant/attention.hpp) */
+  const char* kernel; /* caches on a device: "decode", "decode_sm90" (several queries), "prefill" ("prefill_sm90",
+                      "prefill_sm80" or "prefill_unpacked" for one kind of these; "prefill_fresh" with fresh_keys), or
+                      "generic": any pair of formats in float32, the only one for f32 and imported formats; NULL
+                      (default): by the formats and the number of rows */
   int32_t fresh_keys; /* 1: each run is given keys and values of the sequences' last q_len tokens, attends to these as
                       they are given, and reads only older tokens from the cache; tokens are reserved before, and a
                       layer is run before its write or after it. On a device such plans take prefill kernels. Default
@@ -460,8 +466,8 @@ typedef struct kvant_pages kvant_pages;
 typedef struct kvant_pages_config {
   size_t struct_size; /* sizeof(kvant_pages_config); set by kvant_pages_config_init */
   int32_t kv_heads;   /* required */
-  int32_t head_dim;   /* required; 1 to 576, on a device 64, 96, 128, 192, 256 or 512 */
-  const char* k;      /* format; default "tq6". Any but the lut formats */
+  int32_t head_dim;   /* required; 1 to 576, on a device 1 to 512; stored padded as in kvant_cache_config */
+  const char* k;      /* format; default "tq6". Any but the lut formats, and on a device but f32 */
   const char* v;      /* default "tq4" */
   const char* device; /* "cpu" or NULL (default): host memory; "cuda", "cuda:1": that device's */
   const char* isa;    /* host: as in kvant_cache_config; NULL (default): the best */
@@ -518,7 +524,7 @@ KVANT_C_API kvant_status kvant_pages_take_non_finite(const kvant_pages* pages, v
 typedef struct kvant_step_tables {
   size_t struct_size;             /* sizeof(kvant_step_tables), set by the caller */
   const int32_t* block_table;     /* [batch][columns]: the blocks of each sequence, in order */
-  int64_t row_stride;             /* of block_table, in elements */
+  int64_t row_stride;             /* from row to row of block_table, in elements */
   int64_t columns;                /* those beyond a sequence's length are not read */
   const int32_t* seq_lens;        /* [batch]: tokens, those of this step included */
   const int32_t* query_start_loc; /* [batch + 1]: sequence i has rows [i] to [i + 1] of q and out */

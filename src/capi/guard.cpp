@@ -25,7 +25,7 @@ Status check_struct_size(const char* name, const void* given, std::size_t& size)
   std::memcpy(&size, given, sizeof size);
   if (size > sizeof size && size <= kLargestPlausible) return {};
   return {Code::invalid_argument, std::string(name) + ".struct_size is " + std::to_string(size) +
-                                      "; set it to the struct's size (its _init function does)"};
+                                      "; set it to sizeof the struct before the call"};
 }
 
 Status copy_text(std::string_view text, char* buffer, std::size_t capacity, std::size_t* size) {

@@ -440,7 +440,7 @@ std::string DecodePlan::explain() const {
                  is_generic_ ? "decoded to f32, multiply-adds in f32"
                  : integers  ? "u8 levels by s8 query digits, exact sums"
                              : "16-bit floats, f32 sums",
-                 is_generic_               ? "the same; they, not the cache's bytes, set the time"
+                 is_generic_               ? "the same; multiply-adds, not the cache's bytes, set the time"
                  : attend_.by_group        ? "f16 levels by weights rounded to f16, f32 sums"
                  : codec::is_tq(attend_.v) ? "u8 levels by s8 weight digits, exact sums a page"
                                            : "16-bit floats, f32 sums");
