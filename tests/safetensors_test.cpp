@@ -9,17 +9,23 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <limits>
+#include <nlohmann/json.hpp>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "kvant/io.hpp"
+#include "support/process.hpp"
 #include "support/temporary_directory.hpp"
 
 namespace kvant::io {
@@ -318,7 +324,120 @@ TEST(SafeTensors, StaysValidWhenMoved) {
   EXPECT_EQ(second.path(), path);
 }
 
+// --- Files that others change ----------------------------------------------------------------------------------------
+
+class ChangedFile : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    for (std::size_t i = 0; i < values_.size(); ++i) values_[i] = static_cast<float>(i % 65521);
+    write(path_);
+    // The system tells times of writes apart only from one of its ticks to the next, which are up to 10 ms long.
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  }
+
+  // q, k and v of one captured layer, 3 MB: more than a reader takes at once.
+  void write(const std::string& path) const {
+    const std::vector<TensorToWrite> tensors = {{"layer0.q", "F32", {1, 8, 32}, bytes_of(values_).first(1024)},
+                                                {"layer0.k", "F32", {1, 12288, 32}, bytes_of(values_)},
+                                                {"layer0.v", "F32", {1, 12288, 32}, bytes_of(values_)}};
+    ASSERT_TRUE(write_safetensors(path, tensors, {}).ok());
+  }
+
+  // Another process does it, and is done when this returns.
+  static void in_another_process(const std::function<bool()>& change) {
+    const pid_t child = ::fork();
+    if (child == 0) ::_exit(change() ? 0 : 1);
+    int how = 0;
+    ASSERT_EQ(::waitpid(child, &how, 0), child);
+    ASSERT_TRUE(WIFEXITED(how) && WEXITSTATUS(how) == 0);
+  }
+
+  template <class Read>
+  void expect_refused(const Read& read) const {
+    EXPECT_EQ(read.code(), Code::io);
+    EXPECT_EQ(read.message(),
+              path_ + ": another program changed the file while it was open; read it again when it is complete");
+  }
+
+  TemporaryDirectory directory_;
+  std::string path_ = directory_ / "changing";
+  std::vector<float> values_ = std::vector<float>(12288 * 32);
+};
+
+TEST_F(ChangedFile, ThatIsShortenedGivesAnError) {
+  for (const off_t length : {off_t{0}, off_t{500}, off_t{1 << 20}, off_t{2 << 20}}) {
+    write(path_);
+    const auto file = SafeTensors::open(path_);
+    ASSERT_TRUE(file.ok()) << file.message();
+    in_another_process([&] { return ::truncate(path_.c_str(), length) == 0; });
+    for (const TensorInfo& tensor : file->tensors()) {
+      expect_refused(tensor.to_f32());
+      expect_refused(tensor.to_f64());
+      expect_refused(tensor.read());
+    }
+    expect_refused(read_captured_layers(*file));
+  }
+}
+
+TEST_F(ChangedFile, ThatIsRewrittenGivesAnError) {
+  const auto file = SafeTensors::open(path_);
+  ASSERT_TRUE(file.ok()) << file.message();
+  ASSERT_EQ(file->find("layer0.k")->to_f32().value(), values_);
+  in_another_process([&] {
+    const int fd = ::open(path_.c_str(), O_WRONLY);
+    return ::pwrite(fd, "changed", 7, 2 << 20) == 7 && ::close(fd) == 0;
+  });
+  expect_refused(file->find("layer0.k")->to_f32());
+  expect_refused(read_captured_layers(*file));
+}
+
+TEST_F(ChangedFile, ThatIsReplacedIsReadAsItWas) {
+  const auto file = SafeTensors::open(path_);
+  ASSERT_TRUE(file.ok()) << file.message();
+  in_another_process([&] { return write_safetensors(path_, {}, {}).ok(); });
+  EXPECT_EQ(file->find("layer0.v")->to_f32().value(), values_);
+  in_another_process([&] { return ::unlink(path_.c_str()) == 0; });
+  EXPECT_EQ(read_captured_layers(*file).value().front().v, values_);
+}
+
+// While one thread reads over and over, another process shortens the file: every result is right or refused.
+TEST_F(ChangedFile, InMidReadGivesAnError) {
+  const auto file = SafeTensors::open(path_);
+  ASSERT_TRUE(file.ok()) << file.message();
+  const TensorInfo* values = file->find("layer0.v");
+  std::atomic<bool> is_shortened = false;
+  std::atomic<int> right = 0, refused = 0;
+  std::thread reader([&] {
+    for (bool is_last = false; !is_last;) {
+      is_last = is_shortened;
+      const auto read = values->to_f32();
+      if (read.ok()) {
+        EXPECT_EQ(*read, values_);
+        ++right;
+      } else {
+        expect_refused(read);
+        ++refused;
+      }
+    }
+  });
+  while (right == 0 && refused == 0) std::this_thread::yield();
+  in_another_process([&] { return ::truncate(path_.c_str(), 1 << 20) == 0; });
+  is_shortened = true;
+  reader.join();
+  EXPECT_GT(right, 0);
+  EXPECT_GT(refused, 0);
+}
+
 // --- Writing ---------------------------------------------------------------------------------------------------------
+
+// The byte of the file where a tensor begins, from its header alone.
+std::uint64_t place_in_file(const std::string& path, const std::string& tensor) {
+  const std::string file = test::file_text(path);
+  std::uint64_t length = 0;
+  std::memcpy(&length, file.data(), sizeof length);
+  const nlohmann::json header = nlohmann::json::parse(file.substr(8, length));
+  return 8 + length + header[tensor]["data_offsets"][0].get<std::uint64_t>();
+}
 
 TEST(SafeTensorsWriter, RandomFilesComeBackAsGiven) {
   const TemporaryDirectory directory;
@@ -359,10 +478,10 @@ TEST(SafeTensorsWriter, RandomFilesComeBackAsGiven) {
       ASSERT_NE(found, nullptr) << tensor.name;
       EXPECT_EQ(found->dtype, tensor.dtype);
       EXPECT_EQ(found->shape, tensor.shape);
-      EXPECT_TRUE(std::ranges::equal(found->data, tensor.data));
-      if (!found->data.empty()) {
+      EXPECT_TRUE(std::ranges::equal(found->read().value(), tensor.data));
+      if (found->bytes > 0) {
         const std::size_t alignment = tensor.data.size() / static_cast<std::size_t>(found->elements());
-        EXPECT_EQ(reinterpret_cast<std::uintptr_t>(found->data.data()) % alignment, 0u) << "not aligned to its element";
+        EXPECT_EQ(place_in_file(path, tensor.name) % alignment, 0u) << "not aligned to its element";
       }
     }
   }

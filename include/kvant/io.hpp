@@ -15,20 +15,30 @@
 
 namespace kvant::io {
 
-/// One tensor of a safetensors file. `data` points into the mapping and may be unaligned.
+class ByteSource;
+
+/// One tensor of a safetensors file. Its elements stay in the file until a call reads them; the file stays open while
+/// there is a TensorInfo of it. A file that another process shortens or rewrites in the meantime gives an error (io).
 struct KVANT_API TensorInfo {
   std::string name;
   std::string dtype;  ///< as in the file: "F64", "F32", "F16", "BF16", "U8", "I64", "BOOL", ...
   std::vector<std::int64_t> shape;
-  std::span<const std::byte> data;
+  std::uint64_t bytes = 0;  ///< the size of all elements in the file
   [[nodiscard]] std::int64_t elements() const;
-  /// Elements widened to f32 (F64, F32, F16, BF16, integers). Errors: dtype that has no such meaning.
+  /// Elements widened to f32 (F64, F32, F16, BF16, integers). Errors: dtype that has no such meaning; io.
   [[nodiscard]] Result<std::vector<float>> to_f32() const;
   [[nodiscard]] Result<std::vector<double>> to_f64() const;
+  /// The elements as they are in the file. Errors: io.
+  [[nodiscard]] Result<std::vector<std::byte>> read() const;
+
+ private:
+  friend class SafeTensors;
+  std::shared_ptr<const ByteSource> source_;
+  std::uint64_t begin_ = 0;
 };
 
-/// A memory-mapped, fully validated safetensors file: header length, JSON depth, dtype sizes, shape products, offsets,
-/// overlaps and gaps are checked before anything is handed out. Never trusts a number of the file.
+/// A fully validated safetensors file: header length, JSON depth, dtype sizes, shape products, offsets, overlaps and
+/// gaps are checked before anything is handed out. Never trusts a number of the file. The file is read, never mapped.
 class KVANT_API SafeTensors {
  public:
   /// Errors: io (cannot open), bad_file (what is wrong, and where).
@@ -48,6 +58,7 @@ class KVANT_API SafeTensors {
 
  private:
   struct Impl;
+  static Result<SafeTensors> read(std::shared_ptr<const ByteSource> source, const std::string& name);
   explicit SafeTensors(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };
@@ -71,7 +82,7 @@ struct CapturedLayer {
   std::int64_t queries = 0, positions = 0;
   double scale = 0;
   std::int64_t window = 0;  ///< 0: none
-  std::string dtype;        ///< of the file, "BF16"
+  std::string dtype;        ///< the file's, "BF16"
   std::vector<float> q, k, v;
   std::string assumed;  ///< what the file does not say and was taken instead, for people: "scale 1/sqrt(64), no window"
 };

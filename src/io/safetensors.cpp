@@ -13,19 +13,18 @@
 
 #include "base/bits.hpp"
 #include "core/fmt.hpp"
+#include "io/byte_source.hpp"
 #include "io/file_dtypes.hpp"
-#include "io/mapped_file.hpp"
 #include "io/safetensors_header.hpp"
 #include "io/text.hpp"
 #include "kvant/io.hpp"
 
 namespace kvant::io {
 
-static_assert(std::endian::native == std::endian::little, "safetensors is little endian and is read in place");
+static_assert(std::endian::native == std::endian::little, "safetensors is little endian and is read as it is");
 
 struct SafeTensors::Impl {
   std::string path;
-  MappedFile file;  // empty when the bytes are the caller's
   std::vector<TensorInfo> tensors;
   std::vector<std::size_t> by_name;  // indices into tensors
   std::map<std::string, std::string> metadata;
@@ -52,23 +51,25 @@ auto without_exceptions(const std::string& file, Body&& body) -> decltype(body()
 }
 
 /// The JSON text, once its length is known to lie within the file.
-Result<std::string_view> header_text(std::span<const std::byte> bytes, const std::string& file) {
-  if (bytes.size() < kLengthBytes) {
+Result<std::string> header_text(const ByteSource& source, const std::string& file) {
+  if (source.size() < kLengthBytes) {
     return bad(file, fmt::format("{} bytes; a safetensors file has at least 8 (its header length) and 2 (\"{{}}\")",
-                                 bytes.size()));
+                                 source.size()));
   }
   std::uint64_t length = 0;
-  std::memcpy(&length, bytes.data(), kLengthBytes);
+  if (Status status = source.read(0, std::as_writable_bytes(std::span(&length, 1))); !status) return status;
   if (length > kMaxHeaderBytes) {
     return bad(file, fmt::format("header length {}; allowed: at most {} (is this a safetensors file?)", length,
                                  kMaxHeaderBytes));
   }
-  if (length > bytes.size() - kLengthBytes) {
+  if (length > source.size() - kLengthBytes) {
     return bad(file, fmt::format("header length {}, but only {} bytes follow: the file is truncated", length,
-                                 bytes.size() - kLengthBytes));
+                                 source.size() - kLengthBytes));
   }
   if (length < 2) return bad(file, fmt::format("header length {}; allowed: at least 2 (\"{{}}\")", length));
-  return std::string_view(reinterpret_cast<const char*>(bytes.data()) + kLengthBytes, static_cast<std::size_t>(length));
+  std::string text(static_cast<std::size_t>(length), '\0');
+  if (Status status = source.read(kLengthBytes, std::as_writable_bytes(std::span(text))); !status) return status;
+  return text;
 }
 
 /// Dtype, shape and byte range of one tensor agree with each other.
@@ -117,29 +118,34 @@ Status check_tiling(std::span<const HeaderTensor> tensors, std::uint64_t data_by
 
 }  // namespace
 
-Result<SafeTensors> SafeTensors::parse(std::span<const std::byte> bytes, const std::string& name) {
+Result<SafeTensors> SafeTensors::read(std::shared_ptr<const ByteSource> source, const std::string& name) {
   return without_exceptions(name, [&]() -> Result<SafeTensors> {
-    const Result<std::string_view> text = header_text(bytes, name);
+    const Result<std::string> text = header_text(*source, name);
     if (!text) return text.status();
     Result<Header> header = parse_header(*text);
     if (!header) return bad(name, header.message());
 
-    const std::span<const std::byte> data = bytes.subspan(kLengthBytes + text->size());
+    const std::uint64_t data_begin = kLengthBytes + text->size(), data_bytes = source->size() - data_begin;
     for (const HeaderTensor& tensor : header->tensors) {
-      if (Status status = check_tensor(tensor, data.size(), name); !status) return status;
+      if (Status status = check_tensor(tensor, data_bytes, name); !status) return status;
     }
     std::sort(header->tensors.begin(), header->tensors.end(), [](const HeaderTensor& a, const HeaderTensor& b) {
       return std::tie(a.begin, a.end, a.name) < std::tie(b.begin, b.end, b.name);
     });
-    if (Status status = check_tiling(header->tensors, data.size(), name); !status) return status;
+    if (Status status = check_tiling(header->tensors, data_bytes, name); !status) return status;
 
     auto impl = std::make_unique<Impl>();
     impl->path = name;
     impl->metadata = std::move(header->metadata);
     for (HeaderTensor& tensor : header->tensors) {
       impl->by_name.push_back(impl->tensors.size());
-      impl->tensors.push_back({std::move(tensor.name), std::move(tensor.dtype), std::move(tensor.shape),
-                               data.subspan(tensor.begin, tensor.end - tensor.begin)});
+      TensorInfo& info = impl->tensors.emplace_back();
+      info.name = std::move(tensor.name);
+      info.dtype = std::move(tensor.dtype);
+      info.shape = std::move(tensor.shape);
+      info.bytes = tensor.end - tensor.begin;
+      info.begin_ = data_begin + tensor.begin;
+      info.source_ = source;
     }
     std::sort(impl->by_name.begin(), impl->by_name.end(),
               [&](std::size_t a, std::size_t b) { return impl->tensors[a].name < impl->tensors[b].name; });
@@ -147,12 +153,16 @@ Result<SafeTensors> SafeTensors::parse(std::span<const std::byte> bytes, const s
   });
 }
 
+Result<SafeTensors> SafeTensors::parse(std::span<const std::byte> bytes, const std::string& name) {
+  return without_exceptions(name, [&] { return read(std::make_shared<const ByteSource>(bytes), name); });
+}
+
 Result<SafeTensors> SafeTensors::open(const std::string& path) {
-  Result<MappedFile> file = MappedFile::open(path);
-  if (!file) return file.status();
-  Result<SafeTensors> parsed = parse(file->bytes(), path);
-  if (parsed) parsed->impl_->file = std::move(*file);
-  return parsed;
+  return without_exceptions(path, [&]() -> Result<SafeTensors> {
+    Result<std::shared_ptr<const ByteSource>> source = ByteSource::open(path);
+    if (!source) return source.status();
+    return read(std::move(*source), path);
+  });
 }
 
 SafeTensors::SafeTensors(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -202,21 +212,26 @@ std::int64_t TensorInfo::elements() const {
 
 namespace {
 
-/// Elements of type Raw, widened by `widen`. Copied out one by one: tensors of a file may start at any byte.
+/// Elements of type Raw, widened by `widen`, copied out of the file in pieces that stay in a processor's cache.
 template <class Out, class Raw, class Widen>
-std::vector<Out> widened(std::span<const std::byte> data, Widen widen) {
-  std::vector<Out> out(data.size() / sizeof(Raw));
-  for (std::size_t i = 0; i < out.size(); ++i) {
-    Raw raw;
-    std::memcpy(&raw, data.data() + i * sizeof(Raw), sizeof(Raw));
-    out[i] = static_cast<Out>(widen(raw));
+Result<std::vector<Out>> widened(const ByteSource& source, std::uint64_t begin, std::size_t elements, Widen widen) {
+  constexpr std::size_t kPieceBytes = std::size_t{1} << 18;
+  std::vector<Raw> piece(std::min(elements, kPieceBytes / sizeof(Raw)));
+  std::vector<Out> out(elements);
+  for (std::size_t at = 0; at < elements; at += piece.size()) {
+    const std::span<Raw> part = std::span(piece).first(std::min(piece.size(), elements - at));
+    if (Status status = source.read(begin + at * sizeof(Raw), std::as_writable_bytes(part)); !status) return status;
+    std::ranges::transform(part, out.begin() + static_cast<std::ptrdiff_t>(at),
+                           [&](Raw raw) { return static_cast<Out>(widen(raw)); });
   }
   return out;
 }
 
 template <class Out>
-Result<std::vector<Out>> to_real(const TensorInfo& tensor) {
-  const auto as = [&]<class Raw>(std::type_identity<Raw>, auto widen) { return widened<Out, Raw>(tensor.data, widen); };
+Result<std::vector<Out>> to_real(const TensorInfo& tensor, const ByteSource& source, std::uint64_t begin) {
+  const auto as = [&]<class Raw>(std::type_identity<Raw>, auto widen) {
+    return widened<Out, Raw>(source, begin, static_cast<std::size_t>(tensor.bytes / sizeof(Raw)), widen);
+  };
   const auto plain = [&]<class Raw>(std::type_identity<Raw> type) { return as(type, [](Raw x) { return x; }); };
   const std::string& dtype = tensor.dtype;
   if (dtype == "F64") return plain(std::type_identity<double>());
@@ -238,13 +253,27 @@ Result<std::vector<Out>> to_real(const TensorInfo& tensor) {
                             in_quotes(tensor.name), in_quotes(dtype)));
 }
 
+template <class Body>
+auto from_file(const TensorInfo& tensor, const ByteSource* source, Body&& body) -> decltype(body()) {
+  const std::string what = "tensor " + in_quotes(tensor.name);
+  if (source == nullptr) return Status(Code::invalid_argument, what + ": is of no file; take it from a SafeTensors");
+  return without_exceptions(what, body);
+}
+
 }  // namespace
 
 Result<std::vector<float>> TensorInfo::to_f32() const {
-  return without_exceptions("tensor " + in_quotes(name), [&] { return to_real<float>(*this); });
+  return from_file(*this, source_.get(), [&] { return to_real<float>(*this, *source_, begin_); });
 }
 Result<std::vector<double>> TensorInfo::to_f64() const {
-  return without_exceptions("tensor " + in_quotes(name), [&] { return to_real<double>(*this); });
+  return from_file(*this, source_.get(), [&] { return to_real<double>(*this, *source_, begin_); });
+}
+Result<std::vector<std::byte>> TensorInfo::read() const {
+  return from_file(*this, source_.get(), [&]() -> Result<std::vector<std::byte>> {
+    std::vector<std::byte> out(static_cast<std::size_t>(bytes));
+    if (Status status = source_->read(begin_, out); !status) return status;
+    return out;
+  });
 }
 
 }  // namespace kvant::io

@@ -1,22 +1,14 @@
-// The safetensors writer. The file appears under its name only when it is complete and on disk: it is written to a
-// temporary file in the same directory, synced and renamed. Whatever fails, an older file of that name stays as it is.
-#include <fcntl.h>
-#include <unistd.h>
-
+// The safetensors writer: checks what is to be written, makes the header, and leaves the bytes to write_file.
 #include <algorithm>
-#include <atomic>
-#include <cerrno>
-#include <cstdio>
-#include <cstring>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <set>
-#include <system_error>
 
 #include "core/fmt.hpp"
 #include "io/file_dtypes.hpp"
 #include "io/safetensors_header.hpp"
 #include "io/text.hpp"
+#include "io/write_file.hpp"
 #include "kvant/io.hpp"
 
 namespace kvant::io {
@@ -27,11 +19,6 @@ constexpr std::size_t kAlignment = 8;
 
 Status refused(const std::string& path, const std::string& what) {
   return {Code::invalid_argument, fmt::format("{}: not written: {}", printable(path), what)};
-}
-
-Status failed(const std::string& path, const char* what, int error) {
-  return {Code::io,
-          fmt::format("{}: not written: cannot {}: {}", printable(path), what, std::generic_category().message(error))};
 }
 
 Status check_name(const std::string& path, const char* what, const std::string& name) {
@@ -100,71 +87,6 @@ Result<std::string> header_json(const std::string& path, std::span<const TensorT
   }
 }
 
-/// A new file beside `path`, removed again unless it was renamed.
-class TemporaryFile {
- public:
-  explicit TemporaryFile(const std::string& path) {
-    // O_EXCL and the usual permissions: unlike mkstemp, whose files stay private after the rename.
-    static std::atomic<unsigned> counter{0};
-    for (int attempt = 0; attempt < 100 && fd_ < 0; ++attempt) {
-      name_ = fmt::format("{}.tmp-{}-{}", path, ::getpid(), counter++);
-      fd_ = ::open(name_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-      if (fd_ < 0 && errno != EEXIST) break;
-    }
-    exists_ = fd_ >= 0;
-  }
-  TemporaryFile(const TemporaryFile&) = delete;
-  TemporaryFile& operator=(const TemporaryFile&) = delete;
-  ~TemporaryFile() {
-    if (fd_ >= 0) ::close(fd_);
-    if (exists_) ::unlink(name_.c_str());
-  }
-
-  [[nodiscard]] bool is_open() const { return fd_ >= 0; }
-
-  /// 0 or the system's error, as in the two below.
-  int write(const void* data, std::size_t size) {
-    const auto* bytes = static_cast<const char*>(data);
-    while (size > 0) {
-      // Linux writes at most 2 GiB a call.
-      const ssize_t written = ::write(fd_, bytes, std::min<std::size_t>(size, std::size_t{1} << 30));
-      if (written < 0) {
-        if (errno == EINTR) continue;
-        return errno;
-      }
-      bytes += written;
-      size -= static_cast<std::size_t>(written);
-    }
-    return 0;
-  }
-
-  int sync_and_close() {
-    if (::fsync(fd_) != 0) return errno;
-    return ::close(std::exchange(fd_, -1)) == 0 ? 0 : errno;
-  }
-
-  int rename_to(const std::string& path) {
-    if (std::rename(name_.c_str(), path.c_str()) != 0) return errno;
-    exists_ = false;
-    return 0;
-  }
-
- private:
-  std::string name_;
-  int fd_ = -1;
-  bool exists_ = false;
-};
-
-/// Makes the rename itself durable. Best effort: the file is complete either way.
-void sync_directory_of(const std::string& path) {
-  const auto slash = path.rfind('/');
-  const std::string directory = slash == std::string::npos ? "." : path.substr(0, slash + 1);
-  const int fd = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (fd < 0) return;
-  [[maybe_unused]] const int ignored = ::fsync(fd);
-  ::close(fd);
-}
-
 }  // namespace
 
 Status write_safetensors(const std::string& path, std::span<const TensorToWrite> tensors,
@@ -179,20 +101,11 @@ Status write_safetensors(const std::string& path, std::span<const TensorToWrite>
   const Result<std::string> header = header_json(path, tensors, order, metadata);
   if (!header) return header.status();
 
-  TemporaryFile file(path);
-  if (!file.is_open()) return failed(path, "create a file beside it", errno);
   const std::uint64_t header_bytes = header->size();
-  int error = file.write(&header_bytes, sizeof header_bytes);
-  if (error == 0) error = file.write(header->data(), header->size());
-  for (std::size_t i = 0; i < order.size() && error == 0; ++i) {
-    const auto data = tensors[order[i]].data;
-    error = file.write(data.data(), data.size());
-  }
-  if (error != 0) return failed(path, "write", error);
-  if (error = file.sync_and_close(); error != 0) return failed(path, "sync", error);
-  if (error = file.rename_to(path); error != 0) return failed(path, "rename the finished file to it", error);
-  sync_directory_of(path);
-  return {};
+  std::vector<std::span<const std::byte>> pieces = {std::as_bytes(std::span(&header_bytes, 1)),
+                                                    std::as_bytes(std::span(*header))};
+  for (const std::size_t i : order) pieces.push_back(tensors[i].data);
+  return write_file(path, pieces);
 }
 
 }  // namespace kvant::io

@@ -23,12 +23,11 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     require(!file.message().empty() && file.message().size() < 2000);
     return 0;
   }
-  const std::byte* end = bytes.data() + bytes.size();
   std::size_t covered = 0;
   for (const io::TensorInfo& tensor : file->tensors()) {
-    require(tensor.data.data() >= bytes.data() && tensor.data.data() + tensor.data.size() <= end);
     require(file->find(tensor.name) == &tensor);
-    covered += tensor.data.size();
+    require(tensor.bytes <= size && tensor.read().value().size() == tensor.bytes);
+    covered += tensor.bytes;
     const auto narrow = tensor.to_f32();
     const auto wide = tensor.to_f64();
     require(narrow.ok() == wide.ok());

@@ -10,12 +10,12 @@
 namespace kvant::test {
 namespace {
 
-/// Copies a tensor's bytes into values of its own type: the mapping may be unaligned.
+/// A tensor's bytes as values of its own type.
 template <class T>
 std::vector<T> load(const io::SafeTensors& file, const std::string& name) {
-  const io::TensorInfo* tensor = file.require(name).value();
-  std::vector<T> values(tensor->data.size() / sizeof(T));
-  std::memcpy(values.data(), tensor->data.data(), values.size() * sizeof(T));
+  const std::vector<std::byte> bytes = file.require(name).value()->read().value();
+  std::vector<T> values(bytes.size() / sizeof(T));
+  std::memcpy(values.data(), bytes.data(), values.size() * sizeof(T));
   return values;
 }
 
