@@ -12,8 +12,8 @@
 
 namespace kvant::io {
 
-/// A file is read with pread and never mapped: whoever shortens a file that another process has mapped ends that process
-/// with SIGBUS at its next read. Any number of threads may read at once.
+/// A file is read with pread and never mapped: whoever shortens a mapped file ends the process that has mapped it, with
+/// SIGBUS at its next read. Any number of threads may read at once.
 class ByteSource {
  public:
   /// A regular file, which stays open. Errors: io, naming the path and what the system said.
