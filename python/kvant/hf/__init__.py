@@ -14,15 +14,18 @@ Needs torch and transformers 5.16 or newer.
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from typing import Any
+
+import kvant
 
 from . import attention, masks, versions
 from ._capture import capture
 from ._evaluate import evaluate
 from .cache import KvantCache
 from .graphs import StepGraph
-from .report import Report, make_report
+from .report import Report, make_report, report_of_another
 from .settings import Settings
 
 __all__ = [
@@ -48,16 +51,34 @@ class _Enabled:
         self.settings, self.state = settings, state
         self.last: Any = None  # a weak reference to the cache that was made last
         self.last_report: Report | None = None  # of that cache, when it went
+        self.warned: set[str] = set()
+        self.hook: Any = None  # in the model's forward passes
 
     def __deepcopy__(self, memo: dict) -> _Enabled:
-        return _Enabled(self.settings, copy.deepcopy(self.state, memo))  # of the copied model's configurations
+        other = _Enabled(self.settings, copy.deepcopy(self.state, memo))  # of the copied model's configurations
+        other.hook = copy.deepcopy(self.hook, memo)
+        return other
+
+    def used_another(self, model: Any, used: Any, origin: str) -> None:
+        """The model's tokens go to a cache that is not kvant's: an error if strict, else a warning."""
+        kind = type(used).__name__
+        text = (
+            f"a {kind} holds the keys and values ({origin}): kvant, which is enabled for this model, stores nothing. "
+            f"Leave out what chooses it, or pass {versions.CACHE_NAME}=kvant.hf.cache(model)"
+        )
+        if self.settings.strict:
+            raise kvant.Unsupported(f"{text} (strict=True)")
+        self.last, self.last_report = None, report_of_another(kind, len(versions.hf_layers(model.config)))
+        if kind not in self.warned:
+            self.warned.add(kind)
+            warnings.warn(text, stacklevel=4)
 
     def watch(self, made: KvantCache) -> None:
         self.last, self.last_report = weakref.ref(made), None
         made.on_close = self._closing
 
     def _closing(self, going: KvantCache) -> None:
-        if going.length:
+        if going.length and self.last is not None and self.last() in (None, going):  # not of an older cache
             self.last_report = make_report(going)
 
 
@@ -84,7 +105,8 @@ def enable(model: Any, **options: Any) -> Any:
     except ValueError:
         versions.restore_attention(state)
         raise
-    model.__dict__["_kvant"] = _Enabled(settings, state)
+    enabled = model.__dict__["_kvant"] = _Enabled(settings, state)
+    enabled.hook = model.register_forward_pre_hook(_look_at_cache, with_kwargs=True)
     if hasattr(model, "_prepare_cache_for_generation"):
         model.__dict__["_prepare_cache_for_generation"] = _Prepare(model)
     return model
@@ -95,6 +117,7 @@ def disable(model: Any) -> Any:
     enabled = model.__dict__.pop("_kvant", None)
     if enabled is not None:
         model.__dict__.pop("_prepare_cache_for_generation", None)
+        enabled.hook.remove()
         versions.restore_attention(enabled.state)
     return model
 
@@ -132,6 +155,18 @@ def report(of: Any) -> Report:
     return enabled.last_report or make_report(KvantCache(of.config, enabled.settings))
 
 
+def _look_at_cache(model: Any, positional: tuple, named: dict) -> None:
+    """Before each forward pass of an enabled model: whether its cache is one of kvant."""
+    given, enabled = versions.given_cache(named), model.__dict__.get("_kvant")
+    if enabled is None or not isinstance(given, versions.Cache):
+        return
+    if not isinstance(given, KvantCache):
+        if versions.decoder_config(model.config)._attn_implementation == versions.IMPLEMENTATION:  # not in evaluate()
+            enabled.used_another(model, given, "an argument of the model")
+    elif enabled.last is None:
+        enabled.watch(given)
+
+
 class _Prepare:
     """In place of a model's _prepare_cache_for_generation: where that makes a plain dynamic cache, a kvant cache."""
 
@@ -145,7 +180,11 @@ class _Prepare:
         given = model_kwargs.get(name)
         original = type(model)._prepare_cache_for_generation
         result = original(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-        if given is None and versions.is_default_cache(model_kwargs.get(name), generation_config):
+        got, chosen = model_kwargs.get(name), generation_config.cache_implementation
+        if isinstance(got, versions.Cache) and not isinstance(got, KvantCache) and (given is not None or chosen):
+            origin = f'cache_implementation="{chosen}"' if given is None else f"{name}= of generate()"
+            model.__dict__["_kvant"].used_another(model, got, origin)
+        if given is None and versions.is_default_cache(got, generation_config):
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             made = cache(model, max_length=max_cache_length + 1, batch=rows)
             if generation_config.is_assistant:

@@ -65,6 +65,8 @@ def attention_of(model: Any, name: str):
     config, text = model.config, model.config.get_text_config(decoder=True)
     part = next((key for key in config.sub_configs if getattr(config, key) is text), None)
     before = text._attn_implementation
+    if name == versions.IMPLEMENTATION and (reason := versions.why_not_served(model)) is not None:
+        raise Unsupported(reason)
 
     def use(chosen: str) -> None:
         model.set_attn_implementation(chosen if part is None else {part: chosen})

@@ -30,9 +30,9 @@ def attend(
     Over packed keys and values by kvant, over plain ones (no cache, a layer left to transformers) by torch.
     """
     if type(key) is not KVProxy or type(value) is not KVProxy or (key.fresh is not None and key.own is None):
-        if type(key) is KVProxy:
+        if isinstance(key, KVProxy):
             key = key.dense()
-        if type(value) is KVProxy:
+        if isinstance(value, KVProxy):
             value = value.dense()
         return _plain(module, query, key, value, attention_mask, dropout, scaling, is_causal, softcap, s_aux, others)
     layer = key.layer
@@ -45,7 +45,9 @@ def attend(
     window, mask = group.window, None
     if type(attention_mask) is LazyMask:
         is_causal = True
-        if attention_mask.kind == "overlay":
+        # A mask that shows more than the layer's window is the model's word: the keys that the step brought are there.
+        wider = group.window and not 0 < attention_mask.window <= group.window
+        if attention_mask.kind == "overlay" or wider:
             is_causal, mask = False, _overlay(layer, attention_mask, query.shape[2], key.shape[2])
         else:
             window = attention_mask.window
@@ -86,14 +88,20 @@ def _refuse(
         raise RuntimeError(f"keys or values of layer {layer.index} are used after the step they belong to")
     if value.layer is not layer or key.which != 0 or value.which != 1:
         raise RuntimeError(f"keys of layer {layer.index} are used with values of layer {value.layer.index}")
+    _refuse_unknown(others)
+
+
+def _refuse_unknown(others: dict[str, Any], known: frozenset[str] = frozenset()) -> None:
+    """Raises for attention arguments that could change the result, `known` ones aside. Those that are not set pass."""
     if others.get("output_attentions"):
         raise RuntimeError(
             'output_attentions=True: kvant never forms attention weights; call model.set_attn_implementation("eager")'
         )
     for name, x in others.items():
-        if x is not None and x is not False and name not in versions.HARMLESS and name != "output_attentions":
+        if x is not None and x is not False and name not in versions.HARMLESS and name not in known:
             raise RuntimeError(
-                f"attention argument {name} is set, which kvant does not know: it could change the result"
+                f"attention argument {name} is set, which kvant does not know: it could change the result. "
+                "Call kvant.hf.disable(model); a kvant.hf.cache(model) still compresses, and decodes in each step"
             )
 
 
@@ -117,16 +125,22 @@ def _overlay(layer: Any, mask: torch.Tensor, queries: int, keys: int) -> tuple[t
 def _plain(
     module, query, key, value, mask, dropout, scaling, is_causal, softcap, sinks, others
 ) -> tuple[torch.Tensor, None]:
-    """Attention over tensors."""
+    """Attention over tensors. Arguments that torch's attention would drop are refused."""
     if softcap is None and sinks is None:
+        _refuse_unknown(others, versions.SDPA_ARGUMENTS)
         if isinstance(mask, LazyMask):
             mask = mask.dense(may_skip=True)
         return versions.sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
         )
+    _refuse_unknown(others)
     if isinstance(mask, LazyMask):
         mask = mask.dense()
     batch, heads, queries, dim = query.shape
+    if sinks is not None and sinks.shape != (heads,):
+        raise RuntimeError(
+            f"s_aux has shape {list(sinks.shape)}: kvant takes one sink logit for each of the {heads} query heads"
+        )
     kv_heads = key.shape[1]
     if mask is None and queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         mask = torch.ones(queries, key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - queries)

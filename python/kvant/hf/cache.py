@@ -49,11 +49,15 @@ class KvantCache(versions.Cache):
         self._warned = False
         families: dict[tuple, Family] = {}
         layers = versions.hf_layers(config)
-        skipped = settings.skipped(len(layers))
+        skipped, cross = settings.skipped(len(layers)), versions.cross_attention_layers(config)
         made = []
         for i, layer in enumerate(layers):
             kind, window = versions.kind_of_layer(layer)
-            reason = self._why_not(i, kind, window, layer, skipped)
+            reason = (
+                "its keys are an image's (cross-attention)"
+                if i in cross
+                else self._why_not(i, kind, window, layer, skipped)
+            )
             if reason is not None:
                 self.reasons[i] = reason
                 made.append(layer)
@@ -104,7 +108,7 @@ class KvantCache(versions.Cache):
                 self.groups.append(family.group)
             family.reason = reason
         if reason is None:
-            layer.group, layer.slot, layer.is_initialized = family.group, family.members.index(layer.index), True
+            layer.group, layer.slot = family.group, family.members.index(layer.index)
             layer.dtype, layer.device = keys.dtype, keys.device
             return None
         if self.settings.strict:
@@ -361,6 +365,11 @@ class KvantCache(versions.Cache):
             layer.batch_select_indices(indices)
         if self.rows is not None:
             self._rearrange(torch.arange(self.rows, device="cpu")[indices.cpu()].tolist())
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the cache holds tokens: transformers does not count layers that it cannot make in advance."""
+        return self.length > 0 or super().is_initialized
 
     @property
     def batch_size(self) -> int:

@@ -170,6 +170,7 @@ class Group:
         self.cache.advance(self.sequences, 1)
         self.length += 1
         self.rows = [n + 1 for n in self.rows]
+        self.step = None
 
     def _use_stream(self) -> int:
         """Makes torch's current stream the one that calls enqueue on. Under the cache's lock."""

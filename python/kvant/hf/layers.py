@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import placing, versions
-from .groups import Group
-from .proxies import KVProxy
+from .groups import Group, Step
+from .proxies import KVProxy, StoredTokens
 
 if TYPE_CHECKING:
     from .cache import KvantCache
@@ -32,7 +32,7 @@ class KvantLayer(versions.CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, owner: KvantCache, index: int, family: Family, original: Any):
-        super().__init__()
+        # The base class would set keys, values and is_initialized, which are properties here.
         # Weak: a cycle would keep the pages until Python's collector comes by.
         self._owner = weakref.ref(owner)
         self.index, self.family, self.window = index, family, family.window
@@ -54,6 +54,45 @@ class KvantLayer(versions.CacheLayerMixin):
         if owner is None:
             raise RuntimeError(f"the cache of layer {self.index} is gone: keep the cache, not its layers")
         return owner
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the layer holds tokens. Models ask for it to tell a first forward pass from later ones."""
+        return self.length > 0
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """The keys that transformers' layer would hold, decoded when they are read: None before the first tokens."""
+        return self._stored(0)
+
+    @keys.setter
+    def keys(self, x: Any) -> None:
+        self._refuse_assignment("keys")
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        return self._stored(1)
+
+    @values.setter
+    def values(self, x: Any) -> None:
+        self._refuse_assignment("values")
+
+    def _stored(self, which: int) -> StoredTokens | None:
+        if not self.length:
+            return None
+        group = self.group
+        if group.step is None:  # the cache was changed after its last step: what is read now is true until the next
+            group.step = Step(0, 0, None, None)
+        tokens = min(self.length, self.window - 1) if self.window else self.length
+        shape = (len(group.rows), group.cache.kv_heads, tokens, group.cache.head_dim)
+        return StoredTokens(shape, self.dtype, self.device, self, group.step, which)
+
+    def _refuse_assignment(self, name: str) -> None:
+        raise RuntimeError(
+            f"cache.layers[{self.index}].{name} cannot be assigned: kvant stores them packed. Use crop, reset, "
+            "reorder_cache or batch_select_indices of the cache, or leave the layer to transformers with "
+            f"skip_layers=[{self.index}]"
+        )
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing: the first update finds the layer's group."""
@@ -95,6 +134,8 @@ class KvantLayer(versions.CacheLayerMixin):
         """The numbers that a proxy stands for."""
         if proxy.step is not self.group.step:
             raise RuntimeError(f"keys or values of layer {self.index} are used after the step they belong to")
+        if self.length != self.group.length:
+            raise RuntimeError(f"keys or values of layer {self.index} are read before its part of a forward pass")
         return placing.decode(self.owner, self.group, self.slot, proxy)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -126,6 +167,6 @@ class KvantLayer(versions.CacheLayerMixin):
         self._whole("batch_select_indices()")
 
     def offload(self) -> None:
-        self._whole("generate() without offloading")
+        raise RuntimeError("a kvant cache is not offloaded: its pages stay where they are")
 
     prefetch = offload

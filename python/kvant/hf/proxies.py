@@ -37,9 +37,23 @@ class KVProxy(torch.Tensor):
             return self.fresh
         return self.layer.decode(self)
 
+    def __setitem__(self, index: Any, x: Any) -> None:
+        self._refuse_writing("assigning to a part of them")
+
+    def _refuse_writing(self, operation: str) -> None:
+        raise RuntimeError(
+            f"{operation} would change a decoded copy, not the cache: {('keys', 'values')[self.which]} of layer "
+            f"{self.layer.index} are packed; pass skip_layers=[{self.layer.index}] to leave the layer to transformers"
+        )
+
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if function._schema.is_mutable:
+            for i, argument in enumerate(function._schema.arguments):
+                x = args[i] if i < len(args) else kwargs.get(argument.name)
+                if argument.is_write and isinstance(x, KVProxy):
+                    x._refuse_writing(str(function))
         if function is _detach:
             return args[0]
         if function is _copy and set(kwargs) <= {"device", "dtype"} and kwargs.get("dtype") in (None, args[0].dtype):
@@ -47,10 +61,18 @@ class KVProxy(torch.Tensor):
                 return args[0]
         first: list[KVProxy] = []
         tree_map(lambda x: first.append(x) if isinstance(x, KVProxy) else None, (args, kwargs))
-        if first[0].fresh is None:
+        if first[0].fresh is None and type(first[0]) is KVProxy:
             first[0].layer.owner.warn_decoding(str(function))
         args, kwargs = tree_map(_decoded, (args, kwargs))
         return function(*args, **kwargs)
+
+
+class StoredTokens(KVProxy):
+    """`keys` or `values` of a cache's layer: attention takes them as any tensor, decoded."""
+
+    def dense(self) -> torch.Tensor:
+        self.layer.owner.warn_decoding(f"cache.layers[{self.layer.index}].{('keys', 'values')[self.which]}")
+        return super().dense()
 
 
 def _decoded(x: Any) -> Any:

@@ -32,6 +32,7 @@ class Report:
     rows: tuple[Row, ...]
     batch: int
     tokens: int
+    note: str = ""  # of a cache that is not kvant's
 
     @property
     def bytes(self) -> int:
@@ -78,7 +79,7 @@ class Report:
             "  ".join(x.rjust(w) if i in right else x.ljust(w) for i, (x, w) in enumerate(zip(line, widths))).rstrip()
             for line in table
         ]
-        head = f"{self.batch} rows of {self.tokens} tokens" if self.tokens else "no tokens yet"
+        head = self.note or (f"{self.batch} rows of {self.tokens} tokens" if self.tokens else "no tokens yet")
         prompts = "; ".join(dict.fromkeys(row.prompts for row in self.rows if row.prompts))
         return "\n".join([f"{head}; prompts {prompts}" if prompts else head, *lines])
 
@@ -103,6 +104,12 @@ def _prompts(cache: Any, group: Any) -> str:
     if group.on_device:
         return "by kvant over their own keys as they are"
     return "the first by torch, later ones by kvant over their own keys as they are"
+
+
+def report_of_another(kind: str, layers: int) -> Report:
+    """The report of a cache of transformers', in whose layers kvant has no part."""
+    rows = tuple(Row(i, False, "", "", 0, 0, 0, "", kind, 0, 0) for i in range(layers))
+    return Report(rows, 0, 0, f"the last tokens went to a {kind}: kvant stored none of them")
 
 
 def make_report(cache: Any) -> Report:

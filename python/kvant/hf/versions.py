@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from typing import Any
 
 try:
@@ -46,11 +47,14 @@ __all__ = [
     "CACHE_NAME",
     "HARMLESS",
     "IMPLEMENTATION",
+    "SDPA_ARGUMENTS",
     "Cache",
     "CacheLayerMixin",
     "PreTrainedModel",
     "attention_state",
+    "cross_attention_layers",
     "decoder_config",
+    "given_cache",
     "hf_layers",
     "is_default_cache",
     "kind_of_layer",
@@ -62,6 +66,7 @@ __all__ = [
     "sdpa_attention_forward",
     "sdpa_mask",
     "set_attention",
+    "why_not_served",
 ]
 
 # The attention's name. Names with "sdpa", "flash", "/" or "|" in them mean something to transformers.
@@ -86,6 +91,14 @@ HARMLESS = frozenset(
         "num_items_in_batch",
         "sliding_window",  # masks and caches say so themselves
     }
+)
+
+# What transformers' sdpa attention reads beside the arguments of all attention functions: position_bias, from 5.24 on.
+SDPA_ARGUMENTS = frozenset(inspect.signature(sdpa_attention_forward).parameters) & {"position_bias"}
+
+# Models that declare no sdpa because that has no softcap and no sink logits, which kvant has: docs/architectures.md.
+WITHOUT_SDPA = frozenset(
+    {"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"}
 )
 
 
@@ -153,6 +166,11 @@ def kind_of_layer(layer: Any) -> tuple[str, int]:
     return ("none", 0) if dummy is not None and type(layer) is dummy else ("other", 0)
 
 
+def cross_attention_layers(config: Any) -> set[int]:
+    """The layers of the decoder whose keys and values are those of an image (Mllama): never tokens of the text."""
+    return set(getattr(decoder_config(config), "cross_attention_layers", None) or ())
+
+
 def predicted_geometry(config: Any, layer: int) -> tuple[int, int] | None:
     """(kv heads, head_dim) of a layer as its configuration has them, None if it does not say. Tensors have the last
     word."""
@@ -218,6 +236,43 @@ def _path(config: Any, wanted: Any) -> list[str] | None:
     return None
 
 
+def why_not_served(model: Any) -> str | None:
+    """Why kvant's attention cannot serve a model whose attention can be chosen; None if it can.
+
+    kvant gives masks and takes arguments as torch's attention (sdpa) does. A model that is kept from sdpa may read a
+    mask as numbers to add, or need an argument that sdpa does not have.
+    """
+    decoder = decoder_config(model.config)
+    alone = "kvant.hf.cache(model) still compresses, but decodes the whole cache in each step"
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel) or module.config is not decoder:
+            continue
+        name = type(module).__name__
+        if not module._supports_sdpa and decoder.model_type not in WITHOUT_SDPA:
+            return (
+                f"{name} declares that torch's attention cannot serve it (_supports_sdpa = False), "
+                f"so that kvant's may not either: its masks or arguments may mean what kvant does not know; {alone}"
+            )
+        if _MASKS_FOR_TWO.search(_source(type(module))):
+            return (
+                f"{name} chooses keys by an index of its own, and makes a mask of this choice for the attention "
+                f'implementations "eager" and "sdpa" alone; {alone}'
+            )
+    return None
+
+
+# How models with sparse attention (DeepSeek V3.2 and its kin) tell attention functions that read masks from their own.
+_MASKS_FOR_TWO = re.compile(r"_attn_implementation\s+in\s+\(\"eager\", \"sdpa\"\)")
+
+
+def _source(of: type) -> str:
+    """The source of a class's module, which transformers reads to the same end (_can_set_attn_implementation)."""
+    try:
+        return inspect.getsource(sys.modules[of.__module__])
+    except (KeyError, OSError, TypeError):
+        return ""
+
+
 def set_attention(model: Any) -> None:
     """Gives the text decoder of a model kvant's attention, and leaves other parts (vision towers) theirs."""
     decoder = decoder_config(model.config)
@@ -234,8 +289,19 @@ def set_attention(model: Any) -> None:
             'so kvant cannot take its place; kvant.hf.cache(model) still compresses, '
             'but decodes the whole cache in each step'
         )
+    reason = why_not_served(model)
+    if reason is not None:
+        raise ValueError(reason)
 
 
 def is_default_cache(cache: Any, generation_config: Any) -> bool:
     """Whether generate() made this cache because nobody asked for another."""
     return type(cache) is DynamicCache and generation_config.cache_implementation is None
+
+
+def given_cache(arguments: dict[str, Any]) -> Any:
+    """The cache among the arguments of a model, or None. A cache of an encoder-decoder stands for its decoder's."""
+    found = arguments.get(CACHE_NAME)
+    if found is None:
+        found = arguments.get("past_key_values")
+    return getattr(found, "self_attention_cache", found)
