@@ -132,7 +132,7 @@ TEST_P(HeadDims, ThePromisedGainIsTheMeasuredOne) {
   for (const CalibrationReport& report : calibration->report) {
     const auto head = static_cast<std::size_t>(report.kv_head);
     EXPECT_EQ(report.layer, "layer7");
-    EXPECT_EQ(report.queries, 600);  // of the two query heads of the group
+    EXPECT_EQ(report.queries, 600);  // the two query heads of the group
     EXPECT_EQ(report.keys, 600);
     const CalibratedBasis& keys = calibration->layers.at(7).keys[head];
     const CalibratedBasis& values = calibration->layers.at(7).values[head];

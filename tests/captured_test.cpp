@@ -79,7 +79,8 @@ TEST(CapturedLayers, AreReadWithTheirNumbers) {
 
 TEST(CapturedLayers, DefaultsStandForWhatTheFileGivesForNoLayer) {
   Capture capture;
-  capture.metadata = {{"model", "mine"}, {"scale", "4"}, {"layer3.kv_of", "1"}};  // of no layer, or known to be of none
+  capture.metadata = {
+      {"model", "mine"}, {"scale", "4"}, {"layer3.kv_of", "1"}};  // for no layer, or known to be for none
   auto layers = capture.read();
   ASSERT_TRUE(layers.ok()) << layers.message();
   EXPECT_NEAR(layers->front().scale, 0.17677669529663687, 1e-15);  // 1 / sqrt(32)

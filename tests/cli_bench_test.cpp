@@ -70,7 +70,7 @@ TEST_F(CliBench, WritesExactlyTheDocumentedRows) {
     EXPECT_NEAR(row["share_of_read_bandwidth"].get<double>(),
                 row["gb_per_s"].get<double>() / peak["read_gb_per_s"].get<double>(), 1e-9);
     EXPECT_NEAR(row["gflops"].get<double>(), 4 * 2 * 4 * 64 * keys / ns, 1e-6 * row["gflops"].get<double>());
-    EXPECT_TRUE(row["share_of_product"].is_null());  // of devices
+    EXPECT_TRUE(row["share_of_product"].is_null());  // for devices
   }
   const std::string table = file_text(csv);
   EXPECT_EQ(std::count(table.begin(), table.end(), '\n'), 5);

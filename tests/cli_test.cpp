@@ -202,7 +202,7 @@ TEST_F(Cli, EvalWritesExactlyTheDocumentedRows) {
   ASSERT_EQ(keys_of(json), (std::set<std::string>{"machine", "rows"}));
   const Json& rows = json["rows"];
   ASSERT_EQ(rows.size(), 2u * (1 + 9 * 2));  // two layers; f16 once, nine encoded pairs with and without exact ends
-  std::map<std::string, double> error;       // of layer 1
+  std::map<std::string, double> error;       // layer 1
   for (const Json& row : rows) {
     ASSERT_EQ(keys_of(row), kEvalKeys);
     EXPECT_EQ(row["file"], capture_);

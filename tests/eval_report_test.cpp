@@ -135,6 +135,46 @@ TEST(EvalReport, EveryTableHasEveryFormatAndMarksTheDefault) {
   EXPECT_HAS(tables[0], "<td>0.0170</td><td>0.0190</td>");                // mean and worst error of the default
 }
 
+// As the terminal's tables: a mark behind each time whose spread is large, a note only where there is a mark.
+TEST(EvalReport, MarksTimesThatSpread) {
+  std::vector<EvalRow> rows = two_layers();
+  const std::string mark = "!</b></td>", note = "<li>!: the times behind this figure spread by more than 10 %";
+  const std::string calm = report(rows);
+  EXPECT_LACKS(calm, mark);
+  EXPECT_LACKS(calm, note);
+  EXPECT_LACKS(calm, "class=\"noise\"");
+  rows[3].spread = 0.2;  // the default with exact ends in layer3
+  for (EvalRow& r : rows) r.f16_spread = r.layer == 7 ? 0.3 : 0.05;
+  const std::string noisy = report(rows);
+  EXPECT_HAS(noisy, note);
+  const std::vector<std::string> tables = parts(noisy, "<table>", "</table>");
+  EXPECT_EQ(count(tables[0], mark), 6u);  // the column "of f16": layer7's f16 is behind each mean
+  EXPECT_EQ(count(tables[2], mark), 2u);  // time and ratio of one row
+  EXPECT_EQ(count(tables[3], mark), 6u);  // the column "of f16"
+  const std::vector<std::string> charts = parts(noisy, "<svg", "</svg>");
+  ASSERT_EQ(charts.size(), 9u);  // three each of the summary and two layers; one more mark in the chart's own legend
+  for (std::size_t i = 0; i < charts.size(); ++i) {
+    const std::size_t marks = count(charts[i], ">!</text>");
+    EXPECT_EQ(marks, i == 2 ? 7u : i == 5 ? 2u : i == 8 ? 7u : 0u) << i;
+    EXPECT_EQ(count(charts[i], "noisy time"), marks > 0 ? 1u : 0u) << i;
+  }
+  EXPECT_EQ(count(charts[5], "x the time of f16 !</title>"), 1u);
+}
+
+TEST(EvalReport, ExplainsWhatItHasAndNoMore) {
+  const std::string all = report(two_layers());
+  for (const char* line :
+       {"<li>* the library", "<li>exact ends:", "<li>all encoded:", "<li>page:", "thin line", "Pareto line"})
+    EXPECT_HAS(all, line);
+  const std::string encoded = report({row(3, kF16, true, 16000, 4e-7), row(3, kTq4, false, 4100, 0.1)});
+  EXPECT_HAS(encoded, "<li>all encoded:");
+  for (const char* line : {"<li>* the library", "<li>exact ends:", "thin line", "Pareto line"})
+    EXPECT_LACKS(encoded, line);
+  EXPECT_LACKS(encoded, ">exact ends</text>");  // in charts
+  EXPECT_HAS(encoded, ">not compressed</text>");
+  EXPECT_LACKS(report({row(3, kTq8, true, 9400, 0.002)}), ">not compressed</text>");
+}
+
 TEST(EvalReport, ShowsTheWorstLayerOfEachFormat) {
   const std::string page = report(two_layers());
   EXPECT_HAS(page, "The default (tq6/tq4 with exact ends) is worst in <strong>layer7</strong>: 1.90 %.");

@@ -5,9 +5,11 @@
 #include <cstdio>
 #include <memory>
 #include <new>
+#include <sstream>
 
 #include "cli/arguments.hpp"
 #include "cli/command.hpp"
+#include "cli/output.hpp"
 #include "cli/suggest.hpp"
 #include "core/fmt.hpp"
 #include "kvant/version.hpp"
@@ -34,6 +36,11 @@ int report(int exit_code, const std::string& message) {
   std::fflush(stdout);
   std::fprintf(stderr, "kvant: %s\n", message.c_str());
   return exit_code;
+}
+
+int finish() {
+  const Status status = finish_standard_output();
+  return status.ok() ? kDone : report(kRefused, status.message());
 }
 
 int refuse_first_word(const CLI::App& app, const std::string& word) {
@@ -83,8 +90,10 @@ int parse_and_run(int argc, char** argv) {
     }
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) {  // --help and --version arrive as exceptions
-      app.exit(error);
-      return std::fflush(stdout) == 0 ? kDone : report(kRefused, "standard output: cannot write");
+      std::ostringstream text;
+      app.exit(error, text, text);
+      print_standard_output(text.str());
+      return finish();
     }
     const CLI::App* command = deepest_command(&app);
     // A word that nobody took is often the reason why a required option is missing.
@@ -92,8 +101,7 @@ int parse_and_run(int argc, char** argv) {
     return report(kUsage, fmt::format("{}\nRun `{} --help` for what is allowed.",
                                       leftover.empty() ? error.what() : leftover, command_path(*command)));
   }
-  if (std::fflush(stdout) != 0) return report(kRefused, "standard output: cannot write");
-  return kDone;
+  return finish();
 }
 
 int run_app(int argc, char** argv) noexcept {

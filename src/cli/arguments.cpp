@@ -15,6 +15,8 @@ std::string without_spaces(std::string text) {
   return text;
 }
 
+constexpr const char* kFileType = "FILE";
+
 bool can_be_element(const CLI::Option& list, const std::string& word) {
   const std::string type = list.get_type_name();
   if (type.starts_with("N")) return !word.empty() && word.find_first_not_of("0123456789,") == std::string::npos;
@@ -92,10 +94,24 @@ CLI::Option* one_of(CLI::Option* option, const std::vector<std::string>& words) 
   return option->check(CLI::Validator(check, "", ""))->type_name(fmt::format("{}", fmt::join(words, "|")));
 }
 
+CLI::Option* add_file(CLI::App& command, const std::string& name, std::string& path, const std::string& what) {
+  return command.add_option(name, path, what)->type_name(kFileType);
+}
+
+void name_files(Outputs& outputs, const std::vector<std::string>& captures, const std::string& basis,
+                const std::vector<std::pair<const char*, std::string>>& results) {
+  const auto named = [](const Status& status) {
+    if (!status.ok()) throw CLI::ValidationError(status.message());
+  };
+  for (const std::string& path : captures) named(outputs.add_input("FILE", path));
+  if (!basis.empty()) named(outputs.add_input("--basis", basis));
+  for (const auto& [option, path] : results) named(outputs.add(option, path));
+}
+
 CLI::Option* add_output(CLI::App& command, const std::string& name, std::string& path, const std::string& what,
                         bool may_be_bare) {
   const std::string where = may_be_bare ? "; no file or -: standard output" : "; -: standard output";
-  CLI::Option* option = command.add_option(name, path, what + where)->type_name("FILE");
+  CLI::Option* option = add_file(command, name, path, what + where);
   if (may_be_bare) option->expected(0, 1)->default_str("-");
   return option;
 }
@@ -116,6 +132,12 @@ std::vector<std::string> join_lists(const CLI::App& app, const std::vector<std::
       continue;
     }
     const auto equals = word.find('=');
+    const bool is_empty =
+        equals == std::string::npos ? at < arguments.size() && arguments[at].empty() : equals + 1 == word.size();
+    if (is_empty && option->get_type_name() == kFileType) {  // CLI11 would take the next word, or standard output
+      throw CLI::ValidationError(word.substr(0, equals),
+                                 "the file name is empty; name a file, or leave the option out");
+    }
     if (is_list(*option) && equals != std::string::npos) {
       const std::string list = join_list(*command, *option, word.substr(equals + 1), arguments, at);
       out.push_back(word.substr(0, equals + 1) + list);

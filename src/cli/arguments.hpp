@@ -5,9 +5,11 @@
 
 #include <CLI/CLI.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cli/describe.hpp"
+#include "cli/output.hpp"
 
 namespace kvant::cli {
 
@@ -41,14 +43,20 @@ CLI::Option* add_list(CLI::App& command, const std::string& name, std::vector<T>
   return command.add_option(name, values, what)->delimiter(',')->allow_extra_args(false)->type_name(type);
 }
 
+/// A file to read or to write.
+CLI::Option* add_file(CLI::App& command, const std::string& name, std::string& path, const std::string& what);
 /// A file to write. `may_be_bare`: without a file it is standard output (for commands that take no files to read).
 CLI::Option* add_output(CLI::App& command, const std::string& name, std::string& path, const std::string& what,
                         bool may_be_bare);
+/// Names all files of a command: captures and a basis ("": none) that it reads, and results with their options.
+/// Throws wrong usage: a result is a file that is read, or has another result.
+void name_files(Outputs& outputs, const std::vector<std::string>& captures, const std::string& basis,
+                const std::vector<std::pair<const char*, std::string>>& results);
 CLI::Option* add_wide(CLI::App& command, bool& is_wide);
 
 /// The program's arguments with every list as one word: "--formats tq4, tq6/tq4 fp8" becomes
 /// "--formats tq4,tq6/tq4,fp8". A list goes on after a comma, and with words that can be elements of it; what else
-/// follows is another argument.
+/// follows is another argument. Throws wrong usage: an option of add_file or add_output with an empty name.
 std::vector<std::string> join_lists(const CLI::App& app, const std::vector<std::string>& arguments);
 
 /// Names of the commands that the help shows.

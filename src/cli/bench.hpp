@@ -41,7 +41,7 @@ struct BenchCase {
   int q_heads = 16, kv_heads = 4, head_dim = 128;
   int batch = 1;
   std::int64_t keys = 16384;
-  std::int64_t first_keys = 0;  ///< of the first sequence; 0: as many as the others
+  std::int64_t first_keys = 0;  ///< keys of the first sequence; 0: as many as the others
   std::int64_t q_len = 1;       ///< append: tokens of one call; step: these are appended, too
   int threads = 1;              ///< 0 on a device
   std::string backend = "cpu";
@@ -107,7 +107,7 @@ struct BenchResult {
   std::vector<BenchPeak> peaks;
   std::string device;                  ///< --backend cuda: its name
   double device_read_gb_per_s = 0;     ///< measured in the same run
-  double device_product_tflops = 0;    ///< of bf16 matrices, measured in the same run if it has prefill; 0: it was not
+  double device_product_tflops = 0;    ///< bf16 matrices', measured in the same run if it has prefill; 0: it was not
   std::string device_product_missing;  ///< why it was not
 };
 

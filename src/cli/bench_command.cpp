@@ -131,9 +131,7 @@ std::vector<BenchCase> cases_of(const BenchArguments& a, bool is_op_given, const
 
 Status run_bench_command(const BenchArguments& a, bool is_op_given) {
   Outputs outputs;
-  for (const auto& [option, path] : {std::pair{"--json", a.json}, {"--csv", a.csv}, {"--markdown", a.markdown}}) {
-    if (const Status status = outputs.add(option, path); !status.ok()) usage(status.message());
-  }
+  name_files(outputs, {}, "", {{"--json", a.json}, {"--csv", a.csv}, {"--markdown", a.markdown}});
   const bool on_device = a.backend == "cuda";
   if (on_device) {
     if (a.isas != std::vector<std::string>{""}) usage("--isa: CPU kernels; leave it out with --backend cuda");
@@ -172,7 +170,7 @@ Status run_bench_command(const BenchArguments& a, bool is_op_given) {
   }();
   if (!result.ok()) return result.status();
 
-  outputs.print(bench_text(*result, machine, a.is_wide ? Table::kNoLimit : kTextWidth));
+  outputs.print(bench_text(*result, machine, a.is_wide ? Table::kNoLimit : outputs.width()));
   if (const Status status = outputs.write(a.json, bench_json(*result, machine, started)); !status.ok()) return status;
   if (const Status status = outputs.write(a.csv, bench_csv(*result)); !status.ok()) return status;
   if (const Status status = outputs.write(a.markdown, bench_markdown(*result, machine)); !status.ok()) return status;

@@ -145,7 +145,7 @@ float alibi_slope(const BenchCase& c, int head) {
 struct SampledRow {
   const BenchCase* c;
   int head;
-  std::int64_t query;  // of its sequence
+  std::int64_t query;  // its number in its sequence
   const float* q;
   const float* out;
   double max = -INFINITY;

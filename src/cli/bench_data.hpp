@@ -31,7 +31,7 @@ codec::PageLayout bench_page(const BenchCase& c);
 
 /// A filled cache. Its layers are the replicas that runs rotate through, so that keys and values come from memory.
 struct Workload {
-  BenchCase bench_case;  ///< of the first case that uses it
+  BenchCase bench_case;  ///< the first case that uses it
   Cache cache;
   std::vector<SequenceId> sequences;
   int layers = 1;
@@ -41,7 +41,7 @@ struct Workload {
 struct BenchStep {
   std::vector<Append> appends;
   std::vector<SequenceId> sequences;
-  std::int64_t rows = 0;  ///< of all
+  std::int64_t rows = 0;  ///< the rows of all sequences
 };
 BenchStep bench_step(const Workload& w, std::int64_t done, std::int64_t tokens, std::int64_t left_out = 0);
 

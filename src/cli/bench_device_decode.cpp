@@ -26,7 +26,7 @@ struct Decode {
   MutableTensorView out;
   RunOptions options;
   Workload* grows = nullptr;  // null: decode
-  TensorView keys, values;    // of the newest tokens
+  TensorView keys, values;    // the newest tokens'
   bool gives_own = false;     // to runs: fresh keys
   std::vector<Append> step;
   bench::DeviceBench* others = nullptr;  // null: nothing else is read between two runs
@@ -70,7 +70,7 @@ std::string kernel_of(const Plan& plan) {
 struct Growth {
   std::int64_t passes = 0;  // over all layers, in one graph
   int samples = 0;
-  std::int64_t tokens = 0;  // of each sequence in all
+  std::int64_t tokens = 0;  // all tokens of each sequence
 };
 Result<Growth> growth_of(const DeviceTools& tools, const BenchCase& c, int layers) {
   Growth g;

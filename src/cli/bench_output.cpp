@@ -25,25 +25,25 @@ Table bench_table(const BenchResult& result) {
   const bool on_device = !result.device.empty();
   std::vector<Table::Column> columns = {{"op", true},
                                         {"K/V", true},
-                                        {"q/kv heads"},
-                                        {"D"},
-                                        {"batch", false, 1},
+                                        {"q/kv heads", false, 4},
+                                        {"D", false, 3},
+                                        {"batch", false, 6},
                                         {"keys"},
-                                        {"q_len", false, 2},
-                                        {"isa", true},
-                                        {"threads", false, 3},
+                                        {"q_len", false, 7},
+                                        {"isa", true, 5},
+                                        {"threads", false, 8},
                                         {"median"},
-                                        {"spread", false, 6},
-                                        {"ns/value", false, 8},
-                                        {"GB/s", false, 5},
-                                        {"of read"},
-                                        {on_device ? "TFLOP/s" : "GFLOP/s", false, 7},
-                                        {on_device ? "of product" : "of FMA", false, 4},
-                                        {"error"}};
+                                        {"spread", false, 11},
+                                        {"ns/value", false, 13},
+                                        {"GB/s", false, 10},
+                                        {"of read", false, 2},
+                                        {on_device ? "TFLOP/s" : "GFLOP/s", false, 12},
+                                        {on_device ? "of product" : "of FMA", false, 9},
+                                        {"error", false, 1}};
   const bool is_any_noisy =
       std::any_of(result.rows.begin(), result.rows.end(), [](const BenchRow& row) { return row.spread > kHighSpread; });
-  if (on_device) columns.push_back({"kernel", true});
-  if (has_scores) columns.push_back({"scores", true});
+  if (on_device) columns.push_back({"kernel", true, 2});
+  if (has_scores) columns.push_back({"scores", true, 1});
   Table table(columns);
   for (const BenchRow& row : result.rows) {
     const BenchCase& c = row.bench_case;
@@ -99,7 +99,8 @@ std::vector<std::string> notes(const BenchResult& result, const Machine& machine
         "decode, step, prefill: graph launches between events, caches rotated through four times the L2 cache, bf16 "
         "queries and outputs; append: all calls between two events.");
   }
-  const std::int64_t between_mib = result.rows.empty() ? 0 : result.rows.front().bench_case.between_mib;  // of all rows
+  const std::int64_t between_mib =
+      result.rows.empty() ? 0 : result.rows.front().bench_case.between_mib;  // the same in all rows
   if (between_mib > 0) {
     lines.push_back(
         fmt::format("Between two runs {} MiB of other memory are read, as a model's weights are: what that takes alone "

@@ -70,9 +70,7 @@ void warn_of_few_samples(const io::Calibration& calibration, const std::map<std:
 Status run_calibrate(const CalibrateArguments& a) {
   if (a.output == "-") throw CLI::ValidationError("-o", "-: a basis is a binary file, not text; name a file");
   Outputs outputs;
-  for (const auto& [option, path] : {std::pair{"-o", a.output}, {"--json", a.json}, {"--csv", a.csv}}) {
-    if (const Status status = outputs.add(option, path); !status.ok()) throw CLI::ValidationError(status.message());
-  }
+  name_files(outputs, a.files, "", {{"-o", a.output}, {"--json", a.json}, {"--csv", a.csv}});
   if (const Status status = outputs.check(); !status.ok()) return status;
 
   const std::string started = utc_now();
@@ -97,11 +95,11 @@ Status run_calibrate(const CalibrateArguments& a) {
     table.add({r.layer, std::to_string(r.kv_head), std::to_string(r.queries), std::to_string(r.keys),
                gain_text(r.expected_key_gain), gain_text(r.expected_value_gain)});
   }
-  outputs.print(table.text(kTextWidth));
+  outputs.print(table.text(outputs.width()));
   outputs.print(
       wrapped("key error: expected mean squared error of the scores with the basis over that without; value error: of "
               "the values.",
-              kTextWidth));
+              outputs.width()));
   outputs.print(fmt::format("Wrote {}\n", a.output));
   const Json rows = calibrate_rows(*calibration, head_dims);
   const Json json = {{"machine", machine_json(describe_machine(), {{}, {}, started})}, {"rows", rows}};
@@ -117,7 +115,7 @@ Action add_calibrate_command(CLI::App& app) {
       app.add_subcommand("calibrate", "Estimate a basis for each layer and kv head from captured queries and keys");
   command->footer(kCalibrateFooter);
   command->add_option("FILE", a->files, "Captures (safetensors)")->required()->type_name("");
-  command->add_option("-o,--output", a->output, "The basis file to write (safetensors)")->required()->type_name("FILE");
+  add_file(*command, "-o,--output", a->output, "The basis file to write (safetensors)")->required();
   add_output(*command, "--json", a->json, "Write the rows as JSON", false);
   add_output(*command, "--csv", a->csv, "Write the rows as comma-separated values", false);
   return [a] { return run_calibrate(*a); };

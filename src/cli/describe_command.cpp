@@ -15,14 +15,14 @@ struct Arguments {
 
 Status write(const std::string& path, const std::string& content) {
   Outputs outputs;
-  if (const Status status = outputs.add("-o", path); !status.ok()) return status;
+  name_files(outputs, {}, "", {{"-o", path}});
   if (const Status status = outputs.check(); !status.ok()) return status;
   return write_result(path, content);
 }
 
 CLI::App* add_hidden(CLI::App& app, const char* name, const char* what, Arguments& a) {
   CLI::App* command = app.add_subcommand(name, what)->group("");
-  command->add_option("-o,--output", a.output, "The file to write; -: standard output")->type_name("FILE");
+  add_file(*command, "-o,--output", a.output, "The file to write; -: standard output");
   return command;
 }
 

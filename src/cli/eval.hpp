@@ -54,8 +54,8 @@ struct EvalRow {
   double kernel_rel_l2 = 0;        ///< run against float64 attention over the decoded vectors: the kernel's own error
   double ns_per_token = 0;         ///< median time of attending one query at the last position
   double time_to_f16 = 0;          ///< the same over that of the f16 cache
-  double spread = 0;               ///< of the times: (p90 - p10) / median
-  double f16_spread = 0;           ///< of the f16 cache's times
+  double spread = 0;               ///< the times' (p90 - p10) / median
+  double f16_spread = 0;           ///< the same of the f16 cache's times
   [[nodiscard]] std::string name() const { return name_with_centre(formats, k_centre); }
   [[nodiscard]] bool is_default() const { return formats == kDefaultPair && k_centre == default_centre(formats); }
 };

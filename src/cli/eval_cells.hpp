@@ -11,7 +11,10 @@ namespace kvant::cli {
 
 Table layer_table(const std::vector<EvalRow>& rows);
 Table summary_table(const std::vector<SummaryRow>& rows);
-std::vector<std::string> legend_lines(const std::vector<EvalRow>& rows);
+/// Explains what the tables show, without the columns that all of them leave out.
+std::vector<std::string> legend_lines(const std::vector<EvalRow>& rows, const std::vector<std::string>& left_out = {});
+/// The spread behind a row's time relative to f16's: the larger of the two.
+double ratio_spread(const EvalRow& row);
 std::string ends_text(const EvalRow& row);
 std::string small_number(double value);
 

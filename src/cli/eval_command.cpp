@@ -167,9 +167,7 @@ Status run_eval(const EvalArguments& a) {
   const Result<std::vector<FormatPair>> pairs = parse_format_pairs(a.formats);
   if (!pairs.ok()) throw CLI::ValidationError("--formats", pairs.message());
   Outputs outputs;
-  for (const auto& [option, path] : {std::pair{"--json", a.json}, {"--csv", a.csv}, {"--report", a.report}}) {
-    if (const Status status = outputs.add(option, path); !status.ok()) throw CLI::ValidationError(status.message());
-  }
+  name_files(outputs, a.files, a.basis, {{"--json", a.json}, {"--csv", a.csv}, {"--report", a.report}});
   const Result<const core::Kernels*> kernels = find_isa(a.isa);
   if (!kernels.ok() && kernels.code() == Code::invalid_argument) throw CLI::ValidationError(kernels.message());
   if (!kernels.ok()) return kernels.status();
@@ -204,7 +202,7 @@ Status run_eval(const EvalArguments& a) {
   }
   run.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 
-  outputs.print(eval_tables(rows, run, a.is_wide ? Table::kNoLimit : kTextWidth));
+  outputs.print(eval_tables(rows, run, a.is_wide ? Table::kNoLimit : outputs.width()));
   if (const Status status = outputs.write(a.json, eval_json(rows, run)); !status.ok()) return status;
   if (const Status status = outputs.write(a.csv, eval_csv(rows)); !status.ok()) return status;
   return outputs.write(a.report, a.report.empty() ? "" : eval_report(rows, run));
@@ -227,10 +225,8 @@ Action add_eval_command(CLI::App& app) {
          {"both", "with", "without"})
       ->capture_default_str();
   add_list(*command, "--layers", a->layers, "Only these layer numbers");
-  command
-      ->add_option("--basis", a->basis,
-                   "Calibrated bases (kvant calibrate) for tq formats; dense formats and fp8 have none")
-      ->type_name("FILE");
+  add_file(*command, "--basis", a->basis,
+           "Calibrated bases (kvant calibrate) for tq formats; dense formats and fp8 have none");
   one_of(command->add_option("--k-centre", a->k_centre,
                              "tq and fp8 keys around the mean key of their page (page), as they are\n"
                              "(none), or both; automatic: page for tq keys"),

@@ -83,8 +83,8 @@ double dot(const float* a, const float* b, int n) {
 
 // The part of one query row (one head) in the layer's figures.
 struct RowFigures {
-  double error2 = 0, truth2 = 0;           // of the output
-  double kernel_error2 = 0, decoded2 = 0;  // of the output against attention over the decoded vectors
+  double error2 = 0, truth2 = 0;           // the output's
+  double kernel_error2 = 0, decoded2 = 0;  // the output's against attention over the decoded vectors
   double cosine = 1;
   double kl = 0;
   bool is_top1_same = true;

@@ -64,10 +64,14 @@ std::string eval_report(const std::vector<EvalRow>& rows, const EvalRun& run) {
 
   html += "<h2>How to read this</h2>\n<ul>\n";
   for (const std::string& line : legend_lines(rows)) html += "<li>" + escape_html(line) + "</li>\n";
-  html +=
-      "<li>Charts: a thin line connects one format with exact ends and all encoded. The Pareto line joins the "
-      "compressed "
-      "formats that no smaller one beats.</li>\n</ul>\n";
+  const auto has = [&](const char* part) { return html.find(part) != std::string::npos; };
+  if (has("class=\"link\"")) {
+    html += "<li>Charts: a thin line connects one format with exact ends and all encoded.</li>\n";
+  }
+  if (has("class=\"front\"")) {
+    html += "<li>Charts: the Pareto line joins the compressed formats that no smaller one beats.</li>\n";
+  }
+  html += "</ul>\n";
   return html + facts(run) + "</body>\n</html>\n";
 }
 

@@ -67,11 +67,11 @@ std::string ends_text(const EvalRow& row) {
   return row.formats.is_dense() ? "dense" : row.has_exact_ends ? "exact ends" : "all encoded";
 }
 
-namespace {
-
 double ratio_spread(const EvalRow& row) {
   return std::max(row.spread, row.f16_spread);
 }
+
+namespace {
 
 std::string time_ratio(const EvalRow& row, bool is_any_noisy) {
   return fmt::format("{:.2f} x", row.time_to_f16) + noise_mark(ratio_spread(row), is_any_noisy);
@@ -82,18 +82,18 @@ std::string time_ratio(const EvalRow& row, bool is_any_noisy) {
 Table layer_table(const std::vector<EvalRow>& rows) {
   Table table({{"K/V", true},
                {"stored", true},
-               {"basis", true},
+               {"basis", true, 5},
                {"bits/value"},
-               {"in pages", false, 3},
-               {"cache", false, 5},
-               {"of bf16", false, 1},
+               {"in pages", false, 8},
+               {"cache", false, 10},
+               {"of bf16", false, 6},
                {"rel. L2"},
-               {"worst cos", false, 4},
-               {"KL mean"},
-               {"KL max", false, 2},
-               {"top-1"},
-               {"time/token"},
-               {"of f16"}});
+               {"worst cos", false, 9},
+               {"KL mean", false, 3},
+               {"KL max", false, 7},
+               {"top-1", false, 2},
+               {"time/token", false, 4},
+               {"of f16", false, 1}});
   const auto is_noisy = [](const EvalRow& row) { return row.spread > kHighSpread; };
   const auto is_ratio_noisy = [](const EvalRow& row) { return ratio_spread(row) > kHighSpread; };
   const bool any = std::any_of(rows.begin(), rows.end(), is_noisy);
@@ -114,17 +114,17 @@ Table layer_table(const std::vector<EvalRow>& rows) {
 Table summary_table(const std::vector<SummaryRow>& rows) {
   Table table({{"K/V", true},
                {"stored", true},
-               {"basis", true},
+               {"basis", true, 5},
                {"bits/value"},
-               {"in pages", false, 3},
-               {"of bf16", false, 1},
+               {"in pages", false, 8},
+               {"of bf16", false, 6},
                {"rel. L2"},
-               {"worst layer"},
-               {"worst cos", false, 4},
-               {"KL mean"},
-               {"KL max", false, 2},
-               {"top-1"},
-               {"time of f16"}});
+               {"worst layer", false, 4},
+               {"worst cos", false, 9},
+               {"KL mean", false, 3},
+               {"KL max", false, 7},
+               {"top-1", false, 2},
+               {"time of f16", false, 1}});
   bool any = false;
   for (const SummaryRow& row : rows) any = any || ratio_spread(row.mean) > kHighSpread;
   for (const auto& [m, rel_l2_worst] : rows) {
@@ -138,31 +138,35 @@ Table summary_table(const std::vector<SummaryRow>& rows) {
   return table;
 }
 
-std::vector<std::string> legend_lines(const std::vector<EvalRow>& rows) {
-  double kernel = 0;
-  bool has_default = false, is_any_noisy = false;
-  for (const EvalRow& row : rows) {
-    is_any_noisy = is_any_noisy || ratio_spread(row) > kHighSpread;
-    kernel = std::max(kernel, row.kernel_rel_l2);
-    has_default = has_default || row.is_default();
-  }
+std::vector<std::string> legend_lines(const std::vector<EvalRow>& rows, const std::vector<std::string>& left_out) {
+  const auto any = [&](auto&& is) { return std::any_of(rows.begin(), rows.end(), is); };
+  const auto has = [&](const char* column) {
+    return std::find(left_out.begin(), left_out.end(), column) == left_out.end();
+  };
   std::vector<std::string> lines;
-  if (has_default) lines.push_back("* the library's default.");
-  lines.push_back(
-      "exact ends: the first page and the newest 64 to 127 tokens are kept as given (the default, but for windows "
-      "below 1024). all encoded: everything but the query's own token is encoded.");
-  const auto is_centred = [](const EvalRow& row) { return row.k_centre == KeyCentre::page; };
-  if (std::any_of(rows.begin(), rows.end(), is_centred)) {
-    lines.push_back("page: keys are encoded around the mean key of their page.");
-  }
-  lines.push_back(
-      "bits/value: all the cache holds (codes, scales, exact ends, tables) at this length; in pages: the limit "
-      "for long sequences.");
-  lines.push_back(
-      "rel. L2, worst cos: attention output against float64 attention over the exact keys and values. KL, top-1: "
-      "attention weights likewise.");
-  lines.push_back("time/token: median of attending one query at the last position, all formats taking turns.");
-  if (is_any_noisy) lines.push_back(noise_note());
+  const auto explain = [&](bool is_there, std::string line) {
+    if (is_there) lines.push_back(std::move(line));
+  };
+  explain(any([](const EvalRow& row) { return row.is_default(); }), "* the library's default.");
+  explain(any([](const EvalRow& row) { return !row.formats.is_dense() && row.has_exact_ends; }),
+          "exact ends: the first page and the newest 64 to 127 tokens are kept as given (the default, but for windows "
+          "below 1024).");
+  explain(any([](const EvalRow& row) { return !row.formats.is_dense() && !row.has_exact_ends; }),
+          "all encoded: everything but the query's own token is encoded.");
+  explain(has("basis") && any([](const EvalRow& row) { return row.k_centre == KeyCentre::page; }),
+          "page: keys are encoded around the mean key of their page.");
+  lines.push_back("bits/value: all the cache holds (codes, scales, exact ends, tables) at this length" +
+                  std::string(has("in pages") ? "; in pages: the limit for long sequences." : "."));
+  lines.push_back(fmt::format("rel. L2{}: attention output against float64 attention over the exact keys and values.",
+                              has("worst cos") ? ", worst cos" : ""));
+  explain(has("KL mean") || has("top-1"), "KL, top-1: attention weights likewise.");
+  explain(has("time/token"),
+          "time/token: median of attending one query at the last position, all formats taking turns.");
+  explain((has("time/token") && any([](const EvalRow& row) { return row.spread > kHighSpread; })) ||
+              (has("of f16") && any([](const EvalRow& row) { return ratio_spread(row) > kHighSpread; })),
+          noise_note());
+  double kernel = 0;
+  for (const EvalRow& row : rows) kernel = std::max(kernel, row.kernel_rel_l2);
   lines.push_back(fmt::format(
       "The kernels' own error (against float64 attention over the decoded vectors) is at most {:.1e}.", kernel));
   return lines;
@@ -170,16 +174,22 @@ std::vector<std::string> legend_lines(const std::vector<EvalRow>& rows) {
 
 std::string eval_tables(const std::vector<EvalRow>& rows, const EvalRun& run, std::size_t width) {
   std::string text;
+  std::vector<std::string> left_out;  // columns that no table shows: the legend does not explain them
   const std::vector<LayerRows> groups = group_by_layer(rows);
   for (std::size_t i = 0; i < groups.size(); ++i) {
+    const Table table = layer_table(groups[i].rows);
     text += wrapped(groups[i].title + "  " + run.layer_lines[i], width);
-    text += layer_table(groups[i].rows).text(width) + "\n";
+    text += table.text(width) + "\n";
+    std::vector<std::string> own = table.left_out(width);
+    if (i == 0) left_out = own;
+    std::erase_if(left_out,
+                  [&](const std::string& title) { return std::find(own.begin(), own.end(), title) == own.end(); });
   }
   if (groups.size() > 1) {
     text += fmt::format("Summary of {} layers (mean; worst where it says so)\n", groups.size());
     text += summary_table(summarise(rows)).text(width) + "\n";
   }
-  for (const std::string& line : legend_lines(rows)) text += wrapped(line, width);
+  for (const std::string& line : legend_lines(rows, left_out)) text += wrapped(line, width);
   return text + wrapped(fmt::format("{}; kvant {}, {}; isa {}, {} thread{}.", machine_line(run.machine), kVersion,
                                     run.machine.compiler, run.settings.isa, run.settings.threads,
                                     run.settings.threads == 1 ? "" : "s"),

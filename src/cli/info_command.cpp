@@ -75,10 +75,10 @@ Json format_rows() {
   return rows;
 }
 
-std::string format_table() {
+std::string format_table(std::size_t width) {
   Table table({{"format", true}, {"bits"}, {"what it is", true}});
   for (const FormatInfo& f : formats()) table.add({f.name, std::to_string(f.bits), f.summary});
-  return table.text(kTextWidth);
+  return table.text(width);
 }
 
 // All that the three tables say, as rows of one form.
@@ -125,32 +125,35 @@ Json as_json(const Machine& machine, const core::Kernels* chosen) {
           {"rows", info_rows(chosen)}};
 }
 
-std::string as_text(const Machine& machine, const core::Kernels* chosen) {
+std::string as_text(const Machine& machine, const core::Kernels* chosen, std::size_t width) {
   std::string text = fmt::format("kvant {}  ({})\n{}", kVersion, machine.compiler, machine_line(machine));
   if (machine.memory_bytes > 0)
     text += fmt::format(", {} of memory", bytes_text(static_cast<double>(machine.memory_bytes)));
   text += "\n\n";
 
-  text += format_table();
-  text += fmt::format("\ndefault pair      {} (keys/values); pages of {} tokens\n", kDefaultPair.name(), kPageTokens);
-  text += fmt::format("head_dim          {}; others up to {} are padded to the next\n\n",
-                      fmt::join(supported_head_dims(), " "), kLargestHeadDim);
+  text += format_table(width);
+  text += "\n";
+  const auto fact = [&](const std::string& line) { text += wrapped(line, width); };
+  fact(fmt::format("default pair      {} (keys/values); pages of {} tokens", kDefaultPair.name(), kPageTokens));
+  fact(fmt::format("head_dim          {}; others up to {} are padded to the next",
+                   fmt::join(supported_head_dims(), " "), kLargestHeadDim));
+  text += "\n";
 
   Table backend_table({{"backend", true}, {"state", true}, {"detail", true}});
   for (const Backend& b : backends()) {
     const bool says_why = b.is_compiled_in && !b.unavailable.empty();
     backend_table.add({b.name, state_of(b), says_why ? fmt::format("{}; {}", b.detail, b.unavailable) : b.detail});
   }
-  text += backend_table.text() + "\n";
+  text += backend_table.text(width) + "\n";
 
   Table isa_table({{"isa", true}, {"state", true}, {"instructions", true}});
   for (const core::Kernels* k : core::all_kernels()) {
     isa_table.add({k->name, state_of(k, chosen), k->detail});
   }
-  text += isa_table.text();
-  text += fmt::format("\nisa               {}: {}; --isa forces another\n", chosen->name, why_chosen(chosen));
-  text += fmt::format("threads           {}, {} by default; --threads forces another number\n", core::threads_name(),
-                      core::hardware_threads());
+  text += isa_table.text(width) + "\n";
+  fact(fmt::format("isa               {}: {}; --isa forces another", chosen->name, why_chosen(chosen)));
+  fact(fmt::format("threads           {}, {} by default; --threads forces another number", core::threads_name(),
+                   core::hardware_threads()));
   return text;
 }
 
@@ -158,14 +161,13 @@ struct ListArguments {
   std::string json, csv;
 };
 
-// Prints the text, and writes the files that the options name, instead of the text or beside it.
-Status write_lists(const ListArguments& a, const std::string& text, const Json& json) {
+// Prints the text (of at most so many columns), and writes the files that the options name, instead of it or beside it.
+template <class Text>
+Status write_lists(const ListArguments& a, const Text& text, const Json& json) {
   Outputs outputs;
-  for (const auto& [option, path] : {std::pair{"--json", a.json}, {"--csv", a.csv}}) {
-    if (const Status status = outputs.add(option, path); !status.ok()) throw CLI::ValidationError(status.message());
-  }
+  name_files(outputs, {}, "", {{"--json", a.json}, {"--csv", a.csv}});
   if (const Status status = outputs.check(); !status.ok()) return status;
-  if (a.json != "-" && a.csv != "-") outputs.print(text);
+  if (a.json != "-" && a.csv != "-") outputs.print(text(outputs.width()));
   if (const Status status = outputs.write(a.json, json_text(json)); !status.ok()) return status;
   return outputs.write(a.csv, csv_text(json["rows"]));
 }
@@ -174,11 +176,14 @@ Status run_info(const ListArguments& a) {
   const Result<const core::Kernels*> chosen = find_isa("");
   if (!chosen.ok()) return chosen.status();
   const Machine machine = describe_machine();
-  return write_lists(a, as_text(machine, *chosen), as_json(machine, *chosen));
+  return write_lists(
+      a, [&](std::size_t width) { return as_text(machine, *chosen, width); }, as_json(machine, *chosen));
 }
 
 Status run_formats(const ListArguments& a) {
-  const std::string text = fmt::format("{}\nThe default is {} (keys/values).\n", format_table(), kDefaultPair.name());
+  const auto text = [](std::size_t width) {
+    return fmt::format("{}\nThe default is {} (keys/values).\n", format_table(width), kDefaultPair.name());
+  };
   return write_lists(a, text, {{"kvant", kVersion}, {"rows", format_rows()}});
 }
 

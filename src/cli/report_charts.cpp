@@ -16,6 +16,7 @@ struct Figure {
   double guide;
   const char* guide_label;
   bool has_front;
+  bool is_time = false;
 };
 
 Chart scatter(const std::vector<EvalRow>& rows, const Figure& figure) {
@@ -38,8 +39,11 @@ Chart scatter(const std::vector<EvalRow>& rows, const Figure& figure) {
   std::vector<ChartPoint> compressed;
   for (const EvalRow& row : rows) {
     ChartPoint p{row.bits_per_value, figure.y(row), row.name(), {}, row.is_default()};
-    p.tooltip = fmt::format("{}: {:.2f} bits/value, rel. L2 {}, KL {}, {:.2f} x the time of f16", variant_text(row),
-                            row.bits_per_value, small_number(row.rel_l2), small_number(row.kl_mean), row.time_to_f16);
+    const bool is_noisy = ratio_spread(row) > kHighSpread;
+    p.is_noisy = figure.is_time && is_noisy;
+    p.tooltip = fmt::format("{}: {:.2f} bits/value, rel. L2 {}, KL {}, {:.2f} x the time of f16{}", variant_text(row),
+                            row.bits_per_value, small_number(row.rel_l2), small_number(row.kl_mean), row.time_to_f16,
+                            is_noisy ? kNoiseMark : "");
     if (!row.formats.is_dense()) compressed.push_back(p);
     chart.series[row.formats.is_dense() ? 2 : row.has_exact_ends ? 0 : 1].points.push_back(std::move(p));
   }
@@ -55,7 +59,8 @@ std::string charts_html(const std::vector<EvalRow>& rows) {
        true},
       {"Error of the attention weights", "mean KL divergence (nats)", [](const EvalRow& r) { return r.kl_mean; }, 0, "",
        true},
-      {"Decode time", "time of the f16 cache", [](const EvalRow& r) { return r.time_to_f16; }, 1, "as f16", false},
+      {"Decode time", "time of the f16 cache", [](const EvalRow& r) { return r.time_to_f16; }, 1, "as f16", false,
+       true},
   };
   std::string html = "<div class=\"charts\">\n";
   for (const Figure& figure : figures) html += render_svg(scatter(rows, figure));

@@ -25,7 +25,8 @@ svg text { fill: var(--text); font-size: 12px; } svg .title { font-size: 15px; f
 svg .tick { fill: var(--faint); } svg .middle { text-anchor: middle; } svg .end { text-anchor: end; }
 svg .grid { stroke: var(--line); } svg .axis { stroke: var(--faint); fill: none; }
 svg .label { paint-order: stroke; stroke: var(--panel); stroke-width: 3px; stroke-linejoin: round; }
-svg .default-label { font-weight: 700; }
+svg .default-label { font-weight: 700; } svg .noise { font-weight: 700; }
+td .noise { display: inline-block; width: 0.4em; }
 svg .series0 { fill: var(--s0); stroke: var(--s0); } svg .series1 { fill: var(--s1); stroke: var(--s1); }
 svg .series2 { fill: var(--s2); stroke: var(--s2); } svg .hollow { fill: var(--panel); stroke-width: 1.6; }
 svg circle.hollow:not([class*="series"]) { stroke: var(--faint); }

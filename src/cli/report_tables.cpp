@@ -16,6 +16,7 @@ struct Column {
   const char* meaning;  // shown on hover
   std::string (*cell)(const SummaryRow&);
   bool is_in_layers = true, is_in_summary = true;
+  double (*spread)(const EvalRow&) = nullptr;  // for times: the spread that the mark of noise stands for
 };
 
 std::string bf16_text(const SummaryRow& row) {
@@ -41,8 +42,10 @@ const std::vector<Column> kColumns = {
     {"top-1", "rows whose largest weight is on the same key",
      [](const SummaryRow& r) { return fmt::format("{:.1f} %", 100 * r.mean.top1); }},
     {"time/token", "median of attending one query at the last position",
-     [](const SummaryRow& r) { return time_text(r.mean.ns_per_token); }, true, false},
-    {"of f16", "time of an f16 cache", [](const SummaryRow& r) { return fmt::format("{:.2f} x", r.mean.time_to_f16); }},
+     [](const SummaryRow& r) { return time_text(r.mean.ns_per_token); }, true, false,
+     [](const EvalRow& r) { return r.spread; }},
+    {"of f16", "time of an f16 cache", [](const SummaryRow& r) { return fmt::format("{:.2f} x", r.mean.time_to_f16); },
+     true, true, ratio_spread},
     {"basis", "coordinates in which vectors are quantised",
      [](const SummaryRow& r) { return escape_html(r.mean.basis); }},
 };
@@ -61,6 +64,9 @@ std::string figures(const std::vector<SummaryRow>& rows, bool is_summary, const 
   std::string html = "<thead><tr><th scope=\"col\">keys/values</th>";
   std::size_t columns = 1;
   const auto has = [&](const Column& c) { return is_summary ? c.is_in_summary : c.is_in_layers; };
+  const auto is_noisy = [](const Column& c, const EvalRow& row) {
+    return c.spread != nullptr && c.spread(row) > kHighSpread;
+  };
   for (const Column& column : kColumns) {
     if (!has(column)) continue;
     html += fmt::format("<th scope=\"col\" title=\"{}\">{}</th>", column.meaning, column.title);
@@ -73,7 +79,12 @@ std::string figures(const std::vector<SummaryRow>& rows, bool is_summary, const 
                         is_default ? " class=\"default\"" : "", row.mean.name(), is_default ? " *" : "",
                         ends_text(row.mean));
     for (const Column& column : kColumns) {
-      if (has(column)) html += "<td>" + column.cell(row) + "</td>";
+      if (!has(column)) continue;
+      const bool is_any_noisy =
+          std::ranges::any_of(rows, [&](const SummaryRow& r) { return is_noisy(column, r.mean); });
+      html += "<td>" + column.cell(row);
+      if (is_any_noisy) html += is_noisy(column, row.mean) ? " <b class=\"noise\">!</b>" : " <b class=\"noise\"></b>";
+      html += "</td>";
     }
     html += "</tr>\n";
   }
@@ -144,7 +155,7 @@ std::string overview_html(const std::vector<LayerRows>& layers) {
 
   std::string groups = "<tr><th></th>", names = "<tr><th scope=\"col\">layer</th>";
   std::vector<std::size_t> worst;
-  const EvalRow* spoken = nullptr;  // of which the sentence speaks: the default, or else the first compressed one
+  const EvalRow* spoken = nullptr;  // the sentence's subject: the default, or else the first compressed one
   for (std::size_t i = 0; i < variants.size();) {
     std::size_t end = i;
     while (end < variants.size() && ends_text(variants[end]) == ends_text(variants[i])) ++end;

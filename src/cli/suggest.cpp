@@ -26,7 +26,7 @@ int edit_distance(const std::string& a, const std::string& b) {
 }
 
 std::string did_you_mean(const std::string& word, std::span<const std::string> known) {
-  constexpr std::size_t kLongest = 64;  // of a name; what is longer is a path or a mistake of another kind
+  constexpr std::size_t kLongest = 64;  // letters of a name; longer words are paths or mistakes of another kind
   if (word.empty() || word.size() > kLongest) return "";
   // One edit in names of up to five letters, two in longer ones: half a short name is another name.
   int least = word.size() > 5 ? 2 : 1;

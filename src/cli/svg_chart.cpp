@@ -42,6 +42,10 @@ std::string marker_svg(Marker marker, const std::string& classes, double x, doub
                      title);
 }
 
+std::string noise_svg(double x, double y) {
+  return fmt::format("<text class=\"noise\" x=\"{:.1f}\" y=\"{:.1f}\">!</text>\n", x, y);
+}
+
 class Canvas {
  public:
   Canvas(const Chart& chart, const LogAxis& x, const LogAxis& y) : chart_(chart), x_(x), y_(y) {}
@@ -84,13 +88,17 @@ class Canvas {
       std::string sign, name;  // the sign around 0, 0
     };
     std::vector<Entry> entries;
-    bool has_default = false, has_below = false;
-    each_point([&](std::size_t, const ChartPoint& p) {
+    bool has_default = false, has_below = false, has_noise = false;
+    std::vector<bool> has_points(chart_.series.size());
+    each_point([&](std::size_t i, const ChartPoint& p) {
+      has_points[i] = true;
+      has_noise = has_noise || p.is_noisy;
       has_default = has_default || p.is_default;
       has_below = has_below || is_below(p.y);
     });
     for (std::size_t i = 0; i < chart_.series.size(); ++i) {
       const ChartSeries& s = chart_.series[i];
+      if (!has_points[i]) continue;
       entries.push_back({marker_svg(s.marker, fmt::format("series{}", i), 0, 0, ""), s.name});
     }
     if (chart_.front.size() > 1) entries.push_back({"<path class=\"front\" d=\"M-7 0h14\"/>", "Pareto line"});
@@ -98,6 +106,7 @@ class Canvas {
     if (has_below) {
       entries.push_back({"<circle class=\"hollow\" cx=\"0\" cy=\"0\" r=\"4\"/>", "hollow = below the scale"});
     }
+    if (has_noise) entries.push_back({noise_svg(-2, 4), "noisy time"});
     std::string out;
     double x = 12, y = kLegendTop;
     for (const auto& [sign, name] : entries) {
@@ -173,6 +182,11 @@ class Canvas {
         out_ += fmt::format("<circle class=\"default\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"7.5\"/>\n", x, y);
       }
       out_ += marker_svg(series.marker, fmt::format("series{}{}", i, is_below(p.y) ? " hollow" : ""), x, y, p.tooltip);
+      if (p.is_noisy) {
+        const double left = x + (p.is_default ? 8 : 5);
+        out_ += noise_svg(left, y - 3);
+        taken_.push_back({left, y - 14, 5, kLabelHeight});
+      }
       const double reach = p.is_default ? 8 : 5;
       taken_.push_back({x - reach, y - reach, 2 * reach, 2 * reach});
     }

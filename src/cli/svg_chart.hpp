@@ -1,5 +1,5 @@
 // A scatter chart as inline SVG. Both axes are logarithmic and end near the outermost points. The style sheet of the
-// page around the chart gives the colours (classes series0, series1, ..., default, front, link, guide, hollow).
+// page around the chart gives the colours (classes series0, series1, ..., default, front, link, guide, hollow, noise).
 #pragma once
 
 #include <string>
@@ -13,6 +13,7 @@ struct ChartPoint {
   std::string label;        ///< drawn once, beside one of the points that have it, where there is room
   std::string tooltip;      ///< shown on hover
   bool is_default = false;  ///< has a ring around it, and its label is always drawn
+  bool is_noisy = false;    ///< a time with a large spread: has the mark of noise beside it
 };
 
 enum class Marker { circle, square, triangle };

@@ -16,14 +16,13 @@ namespace kvant::test {
 using Json = nlohmann::json;
 
 #ifdef KVANT_CLI
-inline Finished kvant_cli(const std::vector<std::string>& arguments) {
-  return run_program(KVANT_CLI, arguments);
-}
+inline const std::string kProgram = KVANT_CLI;
 #else
-inline Finished kvant_cli(const std::vector<std::string>&) {
-  return {};
-}
+inline const std::string kProgram;  // the command line is not part of this build
 #endif
+inline Finished kvant_cli(const std::vector<std::string>& arguments) {
+  return run_program(kProgram, arguments);
+}
 
 inline std::string sentence(const std::vector<std::string>& arguments) {
   std::string text = "kvant";
@@ -34,9 +33,7 @@ inline std::string sentence(const std::vector<std::string>& arguments) {
 class CliTest : public ::testing::Test {
  protected:
   void SetUp() override {
-#ifndef KVANT_CLI
-    GTEST_SKIP() << "the command line is not part of this build";
-#endif
+    if (kProgram.empty()) GTEST_SKIP() << "the command line is not part of this build";
   }
 
   Json json_of(std::vector<std::string> arguments) {
