@@ -122,6 +122,53 @@ TEST(DeviceCache, AReservedStepOnlyAdvances) {
   EXPECT_EQ(cache->length(id).value(), 400);
 }
 
+// A collector may remove what nobody needs at any time, also while a step of others is recorded.
+TEST(DeviceCache, ARemovalIsSentWithTheNextStepThatTakesSlots) {
+  const auto cache = CacheImpl::create(config(1, 1), &kFake).value();
+  const SequenceId id = cache->add_sequence(), gone = cache->add_sequence();
+  std::vector<float> zeros;
+  ASSERT_TRUE(write_zeros(*cache, id, 100, zeros).ok());
+  ASSERT_TRUE(write_zeros(*cache, gone, 200, zeros).ok());
+  const Append ahead{id, 10};
+  ASSERT_TRUE(cache->reserve_ahead({&ahead, 1}).ok());
+  FakeStore& store = *FakeStore::newest;
+  const std::int32_t index = cache->device_index(gone).value();
+  store.capturing = true;
+  ASSERT_TRUE(cache->remove(gone).ok());
+  EXPECT_TRUE(cache->flush({}).ok());
+  const Append one{id, 1};
+  EXPECT_TRUE(cache->reserve({&one, 1}).ok());
+  EXPECT_TRUE(cache->truncate(id, 100).ok());
+  store.capturing = false;
+  EXPECT_NE(store.page_at(index, 0), PageRef{});
+  ASSERT_TRUE(write_zeros(*cache, id, 64, zeros).ok());
+  for (int page = 0; page < 4; ++page) EXPECT_EQ(store.page_at(index, page), PageRef{}) << page;
+  EXPECT_EQ(store.state_at(index).length, 0);
+}
+
+// Its place may have another sequence before the device has learnt that it went.
+TEST(DeviceCache, APlaceOfARemovedSequenceBeginsAnew) {
+  for (const bool by_fork : {false, true}) {
+    const auto cache = CacheImpl::create(config(1, 1), &kFake).value();
+    const SequenceId id = cache->add_sequence(), gone = cache->add_sequence();
+    std::vector<float> zeros;
+    ASSERT_TRUE(write_zeros(*cache, id, 100, zeros).ok());
+    ASSERT_TRUE(write_zeros(*cache, gone, 300, zeros).ok());
+    const std::int32_t index = cache->device_index(gone).value();
+    ASSERT_TRUE(cache->remove(gone).ok());
+    const SequenceId next = by_fork ? cache->fork(id).value() : cache->add_sequence();
+    ASSERT_TRUE(write_zeros(*cache, next, 1, zeros).ok());
+    ASSERT_EQ(cache->device_index(next).value(), index);
+    FakeStore& store = *FakeStore::newest;
+    EXPECT_EQ(store.state_at(index).length, by_fork ? 101 : 1);
+    const auto view = cache->view(next).value();
+    for (std::int64_t page = 0; page < 5; ++page) {
+      const bool held = page < static_cast<std::int64_t>(view.pages.size());
+      EXPECT_EQ(store.page_at(index, page), held ? view.pages[static_cast<std::size_t>(page)] : PageRef{}) << page;
+    }
+  }
+}
+
 TEST(DeviceCache, NoTableKeepsASlotThatCameBackOnceSlotsAreTaken) {
   CacheConfig c = config(1, 1);
   c.window = 100;

@@ -329,7 +329,25 @@ TEST_F(RunRefuses, WorkspaceTooSmallOrMisaligned) {
 
 TEST_F(RunRefuses, StaleAfterAppend) {
   append_rows(world.cache, world.ids[1], world.qkv[0], 0, 1).value();
-  refused({"plan"}, Code::stale);
+  refused({fmt::format("sequence {}", static_cast<std::uint64_t>(world.ids[1])), "plan again"}, Code::stale);
+}
+
+// A plan is not stale because of other sequences, also of those that share pages.
+TEST_F(RunRefuses, NothingAfterChangesOfOtherSequences) {
+  const SequenceId child = world.cache.fork(world.ids[0]).value();
+  const SequenceId other = world.cache.add_sequence();
+  append_rows(world.cache, child, world.qkv[0], 0, 1).value();
+  append_rows(world.cache, other, world.qkv[0], 0, 1).value();
+  EXPECT_TRUE(run(planned, layer, q_view, out_view, run_options).ok());
+  world.cache.truncate(child, 9).value();
+  const SequenceId both[] = {child, other};
+  const std::int64_t parents[] = {1, 0};
+  world.cache.reorder(both, parents).value();
+  EXPECT_TRUE(run(planned, layer, q_view, out_view, run_options).ok());
+  world.cache.remove(child).value();
+  world.cache.trim();
+  const Status s = run(planned, layer, q_view, out_view, run_options);
+  EXPECT_TRUE(s.ok()) << s.message();
 }
 
 TEST_F(RunRefuses, StaleAfterTruncate) {
@@ -339,7 +357,8 @@ TEST_F(RunRefuses, StaleAfterTruncate) {
 
 TEST_F(RunRefuses, StaleAfterRemove) {
   world.cache.remove(world.ids[0]).value();
-  refused({"plan"}, Code::stale);
+  refused({fmt::format("sequence {} was removed", static_cast<std::uint64_t>(world.ids[0])), "plan again"},
+          Code::stale);
 }
 
 TEST(RunRefusesLayers, ReservedButNotWritten) {

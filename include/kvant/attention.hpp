@@ -14,9 +14,7 @@
 // with lse NaN; others keep their bits. (On a device an overflow is not looked for.) A row that sees no key is 0 with
 // lse = -inf.
 //
-// Threads. Different caches never interfere. One cache takes one call at a time, and plans are made of it one at a
-// time, but runs of plans may go on at the same time, on any threads, if each has a workspace of its own and nothing
-// else is done to the cache meanwhile.
+// Threads: kvant/cache.hpp says what may go on at the same time. Runs of one plan need a workspace each.
 #pragma once
 
 #include <array>
@@ -116,9 +114,10 @@ struct AttentionOptions {
 
 class PlanImpl;
 
-/// Immutable. Valid until the cache's lengths or pages change: until the next reserve or append of a new step,
-/// truncate, fork, reorder, or remove of any sequence (then `run` says stale). Writes of the step that was reserved
-/// before, reads and trim keep it valid. It refers to its cache, which must outlive its last run. Over a cache on a
+/// Immutable. Valid until the length or pages of a sequence that it has queries of change: until the next reserve or
+/// append of a new step, truncate, reorder or remove of that sequence (then `run` says stale). Writes of the step that
+/// was reserved before, fork, trim, and whatever is done to other sequences keep it valid. It refers to its cache,
+/// which must outlive its last run. Over a cache on a
 /// device it stays valid while its sequences live and are at least q_len long: kernels read lengths and pages from the
 /// device's tables, so that a plan, and a CUDA graph of its runs, follows sequences that grow. Splits were planned for
 /// the lengths at planning; plan again now and then, or after lengths have changed much.

@@ -89,11 +89,24 @@ struct TokenRange {
 
 class CacheImpl;
 
+/// Threads. Different caches never interfere. On one cache any thread may make any call at any time, of Cache, plan,
+/// Plan and run alike. Calls that only read (run, plan, Plan's, read, decode, length, memory, describe) go on at the
+/// same time, on a device one after another. All others wait until those in progress have returned, and have the cache
+/// for themselves.
+///
+/// Sequences do not disturb each other, also where they share pages: a step and its plans stay valid whatever is done
+/// to other sequences meanwhile (steps, fork, truncate, reorder, remove), and give the bits that they give alone. The
+/// calls for one sequence are the caller's to order, and a plan is stale once its sequence changed.
+/// Outside of this are moving and destroying a cache, which no other call may go beside, and an Executor, which must
+/// not call the cache that the run is over. A forked child can use its parent's caches; one that another thread was
+/// changing when the process forked is lost to it.
+///
 /// A cache on a device does what one in host memory does, to the same bytes, with these differences. Calls that take a
 /// stream only enqueue work on it (read and take_non_finite wait for it); all calls on one cache must be ordered by one
 /// stream, and tensors must stay as they are until the stream has completed that work. Input that is not finite, or
 /// above 65504, is stored so that every row that sees the input becomes NaN, and take_non_finite tells. Changes by
-/// fork, truncate, reorder and remove are sent with the next call that has a stream.
+/// fork, truncate and reorder are sent with the next call that has a stream, those by remove with the next step that
+/// takes pages.
 ///
 /// Steps can be recorded in a CUDA graph. reserve_ahead takes slots for the tokens of steps to come; then record
 /// reserve, write and run: the recorded step counts as taken here, so launch the graph once for it. For each further

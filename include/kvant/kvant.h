@@ -14,8 +14,11 @@
  *   texts      Strings handed in are UTF-8, zero-terminated, and copied. Strings handed out are written to a buffer of
  *              the caller: *size gets the bytes needed, the terminating zero included; call with buffer NULL to ask.
  *   tensors    [tokens, heads, head_dim] with strides in elements, the innermost contiguous. Borrowed for the call.
- *   threads    Calls on different caches never interfere. One cache takes one call at a time, with one exception:
- *              kvant_run with a workspace of its own may run beside other kvant_run calls.
+ *   threads    Any thread may make any call at any time, but for _destroy of an object that another call uses, and
+ *              kvant_cache_set_stream. On one cache calls that only read (kvant_run with a workspace of its own, plans,
+ *              read, decode, length, memory, describe) go on at the same time, on a device one after another; the
+ *              others wait for those in progress. A sequence is never disturbed by what is done to another, also where
+ *              they share pages. The calls for one sequence are the caller's to order.
  *   exceptions None leave this interface. The library never prints, aborts or exits. */
 #ifndef KVANT_KVANT_H
 #define KVANT_KVANT_H
@@ -50,7 +53,7 @@ enum {
   KVANT_UNSUPPORTED = 2,      /* a legal request that this build or machine cannot serve; never a slower substitute */
   KVANT_OUT_OF_CAPACITY = 3,  /* the cache's configured capacity is exhausted */
   KVANT_NON_FINITE = 4,       /* NaN, infinity or a magnitude above 65504 in keys or values */
-  KVANT_STALE = 5,            /* a plan made for an earlier state of the cache */
+  KVANT_STALE = 5,            /* a plan made for an earlier state of one of its sequences */
   KVANT_BAD_FILE = 6,         /* a file that is not what it claims to be */
   KVANT_IO = 7,               /* the operating system refused */
   KVANT_OUT_OF_MEMORY = 8,    /* an allocation failed */
@@ -426,9 +429,9 @@ KVANT_C_API void kvant_run_options_init(kvant_run_options* options, size_t struc
  * (where the cache has exact pages, of theirs), with rows and strides of 16-byte multiples. A row that sees a token
  * with a number that is not finite becomes NaN.
  * Allocates nothing. The same call gives the same bits, for any number of threads.
- * Errors: KVANT_STALE when the cache's lengths or pages changed since the plan was made: by a reserve or append of a
- * new step, truncate, fork, reorder or remove of any sequence (on a device: when a sequence was removed);
- * KVANT_INVALID_ARGUMENT. */
+ * Errors: KVANT_STALE when the length or pages of a sequence that has queries in the plan changed since it was made: by
+ * a reserve or append of a new step, truncate, reorder or remove of that sequence (on a device: when it was removed, or
+ * truncated below its queries); KVANT_INVALID_ARGUMENT. */
 KVANT_C_API kvant_status kvant_run(const kvant_plan* plan, int32_t layer, const kvant_tensor* q,
                                    const kvant_mutable_tensor* out, const kvant_run_options* options,
                                    const kvant_tensor* keys, const kvant_tensor* values);

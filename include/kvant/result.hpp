@@ -19,7 +19,7 @@ enum class Code : int {
   unsupported = 2,       ///< a legal request that this build or machine cannot serve; never a slower substitute
   out_of_capacity = 3,   ///< the cache's configured capacity is exhausted; nothing was changed
   non_finite = 4,        ///< NaN, infinity or a magnitude above 65504 in keys or values; nothing was changed
-  stale = 5,             ///< a plan made for an earlier state of the cache
+  stale = 5,             ///< a plan made for an earlier state of one of its sequences
   bad_file = 6,          ///< a file that is not what it claims to be
   io = 7,                ///< the operating system refused
   out_of_memory = 8,     ///< an allocation failed; nothing was changed

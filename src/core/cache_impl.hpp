@@ -28,6 +28,7 @@
 #include <string>
 
 #include "base/pages.hpp"
+#include "core/cache_lock.hpp"
 #include "core/cache_spec.hpp"
 #include "core/cache_table.hpp"
 #include "core/device.hpp"
@@ -45,6 +46,13 @@ class CacheImpl {
   /// Validates; every refusal names the field, its value, what is allowed and the way out.
   static Result<std::unique_ptr<CacheImpl>> create(const CacheConfig& config,
                                                    const core::DeviceBackend* backend = core::device_backend());
+
+  // --- who is at work ---
+
+  // Cache, plan and run hold one of these during a call; what follows expects it.
+  [[nodiscard]] core::CacheUse changing() const noexcept { return {lock_, true}; }
+  /// On a device calls that only read send changes of the tables, too: one at a time.
+  [[nodiscard]] core::CacheUse reading() const noexcept { return {lock_, takes_streams()}; }
 
   // --- for plans and kernels ---
 
@@ -143,6 +151,7 @@ class CacheImpl {
   const core::CacheSpec spec_;
   core::CacheTable table_;
   std::unique_ptr<core::PageStore> store_;  // has references to both
+  mutable core::CacheLock lock_;
   bool automatic_centre_ = false;
   bool automatic_ends_ = false;
 };

@@ -21,7 +21,9 @@ void DeviceStore::take_place(SequenceId id, Sequence& s) {
   if (free_places_.empty()) return;
   s.index = free_places_.back();
   free_places_.pop_back();
-  places_[to_index(s.index)].id = id;
+  Place& place = places_[to_index(s.index)];
+  place.id = id;
+  if (!place.sent.empty()) pages_->set_length(s.index, 0, 0);  // a removed sequence had it: its pages are `late`
 }
 
 Status DeviceStore::take_places(std::span<const Append> appends) {
@@ -77,7 +79,16 @@ void DeviceStore::send_late(const Sequence& s, CacheTable::Range pages) {
 void DeviceStore::settle_late() {
   for (Place& place : places_) {
     if (place.late.begin == place.late.end) continue;
-    if (const auto s = table_.find(place.id, "sequence")) send_pages(**s, place.late);
+    if (const auto s = table_.find(place.id, "sequence")) {
+      send_pages(**s, place.late);
+    } else {
+      const auto index = static_cast<std::int32_t>(&place - places_.data());
+      Sequence gone;
+      gone.index = index;
+      send_pages(gone, place.late);
+      pages_->set_length(index, 0, 0);
+      place.sent.clear();
+    }
     place.late = {0, 0};
   }
 }
@@ -140,11 +151,7 @@ Status DeviceStore::remove(SequenceId id) {
   if (Status s = table_.remove(id); !s) return s;
   if (index < 0) return {};
   Place& place = places_[to_index(index)];
-  for (std::size_t p = 0; p < place.sent.size(); ++p) {
-    if (place.sent[p] != PageRef{}) pages_->set_page(index, static_cast<std::int32_t>(p), {});
-  }
-  pages_->set_length(index, 0, 0);
-  place = {};
+  place.late = {0, static_cast<std::int64_t>(place.sent.size())};
   free_places_.push_back(index);
   return {};
 }

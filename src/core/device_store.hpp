@@ -1,14 +1,14 @@
 // Pages in a device's memory (core/device.hpp): places in its tables, and when its copy of the tables learns what.
 //
 // The device follows the host's tables one flush behind. Most changes must be there before kernels read them: new
-// slots, and whatever fork, truncate and remove did. They are recorded at once, and sent by the next call that has a
+// slots, and whatever fork, truncate and reorder did. They are recorded at once, and sent by the next call that has a
 // stream.
 //
 // Slots that are given back need not be: no kernel reads the exact copy of a page that is read encoded, nor pages that
-// a window released (a truncation that brings pages back sends them). They are noted (`late`) and sent with the next
-// step that takes slots, which is the first that can give them to another sequence. So a step that takes no slots,
-// because its page has room or reserve_ahead took them, sends nothing but its advance, and can be recorded in a graph
-// whose replays are right.
+// a window released (a truncation that brings pages back sends them), nor those of a sequence that was removed. They
+// are noted (`late`) and sent with the next step that takes slots, which is the first that can give them to another
+// sequence. So a step that takes no slots, because its page has room or reserve_ahead took them, sends nothing but its
+// advance, and can be recorded in a graph whose replays are right, also where a sequence is removed meanwhile.
 #pragma once
 
 #include <vector>

@@ -37,10 +37,22 @@ Result<std::unique_ptr<HostPlan>> HostPlan::create(const PlanImpl& plan, const H
 }
 
 Status HostPlan::check_sequences() const {
-  if (plan_.version == plan_.cache->version()) return {};
-  return {Code::stale,
-          "the plan was made for an earlier state of the cache (tokens were reserved, truncated, forked or removed "
-          "since): plan again after each step"};
+  // Slots that a plan keeps are those of its own sequences, and nobody else's change writes to them or frees them:
+  // shared pages are copied before they are written to, and counted.
+  for (std::size_t i = 0; i < plan_.ids.size(); ++i) {
+    const PlannedSequence& planned = plan_.sequences[i];
+    if (planned.q_len == 0) continue;
+    const Result<SequenceView> now = plan_.cache->view(plan_.ids[i]);
+    if (now.ok() && now->version == planned.version) continue;
+    return {Code::stale,
+            now.ok()
+                ? fmt::format("the plan was made for an earlier state of sequence {}, which was {} tokens long "
+                              "(tokens were reserved or truncated since, or it was reordered): plan again after "
+                              "each step",
+                              number(plan_.ids[i]), planned.length)
+                : fmt::format("sequence {} was removed since the plan was made: plan again", number(plan_.ids[i]))};
+  }
+  return {};
 }
 
 Status HostPlan::check_rows(const char*, const TensorView&) const {

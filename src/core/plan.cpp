@@ -32,7 +32,8 @@ Status add_sequence(PlanImpl& plan, std::size_t index) {
                         index, q_len, view.length)};
   }
   const std::int64_t cached = plan.options.fresh_keys ? view.length - q_len : view.length;
-  const PlannedSequence s{view.length, q_len, plan.total_queries, static_cast<std::int64_t>(index), cached};
+  const PlannedSequence s{view.length, q_len,       plan.total_queries, static_cast<std::int64_t>(index),
+                          cached,      view.version};
   plan.sequences.push_back(s);
   plan.total_queries += q_len;
   if (q_len == 0) return {};
@@ -49,9 +50,9 @@ Status add_sequence(PlanImpl& plan, std::size_t index) {
 
 Result<Plan> make_plan(const Cache& owner, std::span<const SequenceId> sequences, const AttentionOptions& options) {
   const CacheImpl& cache = owner.impl();
+  const auto use = cache.reading();
   auto plan = std::make_shared<PlanImpl>();
   plan->cache = &cache;
-  plan->version = cache.version();
   plan->options = options;
   plan->window_of_cache = options.mask.window == 0 && cache.config().window > 0;
   plan->ids.assign(sequences.begin(), sequences.end());
@@ -81,6 +82,7 @@ Result<Plan> plan(const Cache& cache, std::span<const SequenceId> sequences, con
 }
 
 std::string Plan::explain() const {
+  const auto use = impl_->cache->reading();
   return impl_->explain();
 }
 std::size_t Plan::workspace_bytes() const {

@@ -46,7 +46,6 @@ class PlanWork {
 class PlanImpl {
  public:
   const CacheImpl* cache = nullptr;
-  std::uint64_t version = 0;     // the cache's
   AttentionOptions options;      // as given, defaults filled in
   bool window_of_cache = false;  // none was given, and the cache has one
   std::vector<SequenceId> ids;

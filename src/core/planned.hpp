@@ -13,9 +13,10 @@ namespace kvant {
 struct PlannedSequence {
   std::int64_t length;  // at planning
   std::int64_t q_len;
-  std::int64_t query_begin;  // first of its queries in q and out
-  std::int64_t batch;        // its place in the call
-  std::int64_t cached;       // tokens that are read from pages: all, or with fresh keys those before the queries' own
+  std::int64_t query_begin;   // first of its queries in q and out
+  std::int64_t batch;         // its place in the call
+  std::int64_t cached;        // tokens that are read from pages: all, or with fresh keys those before the queries' own
+  std::uint64_t version = 0;  // SequenceView::version at planning; 0 where an engine has the sequences
 };
 
 using VisiblePages = base::VisiblePages<std::int64_t>;

@@ -1,4 +1,5 @@
-// run(): checks the arguments, then the plan's work runs where the pages are. Nothing here allocates or throws.
+// run(): checks the arguments, then the plan's work runs where the pages are. Nothing here allocates or throws,
+// and it waits for nothing but a call that changes the cache.
 #include <algorithm>
 
 #include "core/fmt.hpp"
@@ -97,6 +98,7 @@ Status run(const Plan& owner, int layer, const TensorView& q, const MutableTenso
            const TensorView& keys, const TensorView& values) {
   const PlanImpl& plan = owner.impl();
   const core::FreshRows fresh{keys, values};
+  const auto use = plan.cache->reading();
   if (Status s = check_run(plan, layer, q, out, fresh, options); !s.ok()) return s;
   if (plan.total_queries == 0) return {};
   return plan.work->run(layer, q, out, fresh, options);
