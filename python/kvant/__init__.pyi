@@ -192,6 +192,17 @@ class Pages:
     block_tokens: int
     def __init__(self, *, kv_heads: int, head_dim: int, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', threads: int = 0, isa: str | None = None, tail: int = 0, tail_sequences: int = 0, layers: int = 1, exact: str | None = None):
         ...
+    def close(self) -> None:
+        """Frees the exact copies now instead of when the object goes. The pages and their plans cannot be used any
+        more.
+        """
+    def __enter__(self) -> Pages:
+        ...
+    def __exit__(self, *error) -> None:
+        ...
+    @property
+    def handle(self) -> c_void_p:
+        """The kvant_pages* of kvant.h."""
     def begin_step(self, block_table: Any, seq_lens: Any, query_start_loc: Any, stream: Any = None) -> None:
         """With a tail: once a step, before its writes and set_tables. The whole batch, up to tail_sequences.
 
@@ -252,6 +263,9 @@ class PagesPlan:
     """
     def __init__(self, pages: Pages, q_heads: int, *, max_batch: int, max_blocks: int, max_query_len: int = 1, max_tokens: int | None = None, scale: float | None = None, causal: bool = True, window: int = 0, window_sinks: int = 0, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, check_ids: bool = False, fresh: bool = False, kernel: str = '', threads: int = 0, split_keys: int = 0, isa: str | None = None, workspace: Any = None):
         ...
+    @property
+    def handle(self) -> c_void_p:
+        """The kvant_pages_plan* of kvant.h."""
     def explain(self) -> str:
         """Kernels, splits, limits, and why."""
     def set_tables(self, block_table: Any, seq_lens: Any, query_start_loc: Any, stream: Any = None) -> None:
@@ -306,6 +320,9 @@ class Plan:
     """
     def __init__(self, cache: Cache, sequences: Iterable[Sequence] | Sequence, *, q_heads: int, q_len: int = 1, q_lens: SequenceOf[int] | None = None, scale: float | None = None, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, causal: bool = True, window: int | None = None, window_sinks: int = 0, mask: Any = None, mask_first_key: int = 0, threads: int = 0, split_keys: int = 0, isa: str | None = None, kernel: str | None = None, fresh: bool = False):
         ...
+    @property
+    def handle(self) -> c_void_p:
+        """The kvant_plan* of kvant.h."""
     def explain(self) -> str:
         """Kernels, tiles, splits, bytes, and why."""
     def run(self, layer: int, q: Any, out: Any = None, *, keys: Any = None, values: Any = None, lse: Any = None, sink_logits: Any = None, workspace: Any = None, stream: Any = None) -> Any:

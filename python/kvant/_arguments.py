@@ -11,7 +11,7 @@ import itertools
 import operator
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from ._errors import InvalidArgument
@@ -70,6 +70,8 @@ def real(name: str, value: Any) -> float:
 def items(name: str, values: Any, what: str, count: int | None = None, of: str = "") -> list:
     """The items of an iterable. count, of: there must be one for each of `count` sequences, layers, ..."""
     try:
+        if isinstance(values, (str, bytes, bytearray, Mapping, Set)):  # whose items are other things, or in no order
+            raise TypeError
         # One more than wanted shows that there are too many; an iterable may have no end.
         found = list(itertools.islice(values, _MOST_ITEMS if count is None else count + 1))
     except Exception:

@@ -382,6 +382,22 @@ pages_plan_run = _function(
 pages_plan_take_errors = _function("kvant_pages_plan_take_errors", c_void_p, c_void_p, POINTER(c_int32))
 
 
+class PagesHandle(c_void_p):
+    """A kvant_pages*, destroyed when nobody has it any more: calls in other threads keep it until they return."""
+
+    def __del__(self, destroy=pages_destroy):
+        if self:
+            destroy(self)
+
+
+class PagesPlanHandle(c_void_p):
+    """A kvant_pages_plan*, likewise."""
+
+    def __del__(self, destroy=pages_plan_destroy):
+        if self:
+            destroy(self)
+
+
 def check(status: int) -> None:
     """Raises the exception of a status that is not KVANT_OK, with the library's sentence."""
     if status != 0:

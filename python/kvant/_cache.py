@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Sequence as SequenceOf
 from ctypes import byref, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from dataclasses import dataclass
@@ -112,6 +113,7 @@ class Cache(_arguments.NotCopied):
         self._lock = threading.RLock()
         self._stream = 0
         self._workspace = None
+        self._plans: weakref.WeakSet = weakref.WeakSet()
         self._step: tuple[Any, set[int]] = (None, set())  # that attend opened, and the layers it has written
         self.device = _arguments.device(device)
         self.k, self.v = _arguments.text("k", k), _arguments.text("v", v)
@@ -158,6 +160,8 @@ class Cache(_arguments.NotCopied):
         """Frees the cache's memory now instead of when the object goes. Its sequences and plans cannot be used any
         more."""
         with self._lock:
+            for plan in list(self._plans):  # which keep the memory
+                plan._release()
             handle, self._handle = self._handle, None
             if handle:
                 _c.cache_destroy(handle)
@@ -328,7 +332,7 @@ class Cache(_arguments.NotCopied):
             ...). With fresh=True keys and values are attended to as given, and only older tokens are read from the
             cache. Returns out; with lse=True (out, lse), lse [tokens, q_heads] f32.
         """
-        sequences = self._members(sequences)
+        sequences, layer = self._members(sequences), _arguments.int32("layer", layer)
         if (keys is None) != (values is None):
             raise InvalidArgument(f"{'keys' if keys is None else 'values'} is None: keys and values go together")
         shape = _tensors.describe(q, "q", self._place(stream)).shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import weakref
 from collections.abc import Sequence as SequenceOf
 from ctypes import byref, c_int32, c_int64, c_void_p, sizeof
 from dataclasses import dataclass
@@ -111,6 +112,7 @@ class Pages(_arguments.NotCopied):
     ):
         self._handle = None
         self._workspace = None
+        self._plans: weakref.WeakSet = weakref.WeakSet()
         self.device = _arguments.device(device)
         self.k, self.v = _arguments.text("k", k), _arguments.text("v", v)
         c = _c.PagesConfig()
@@ -127,7 +129,7 @@ class Pages(_arguments.NotCopied):
             c.exact_dtype = _arguments.choice("exact", exact, EXACT)
         self.kv_heads, self.head_dim, self.layers = c.kv_heads, c.head_dim, c.layers
         self.tail, self.tail_sequences = c.tail_pages, c.tail_sequences
-        handle = c_void_p()
+        handle = _c.PagesHandle()
         _c.check(_c.pages_create(byref(c), byref(handle)))
         self._handle = handle
         size = c_int64()
@@ -136,10 +138,25 @@ class Pages(_arguments.NotCopied):
         _c.check(_c.pages_tail_bytes(handle, byref(size)))
         self.tail_bytes = size.value
 
-    def __del__(self, destroy=_c.pages_destroy):
-        handle, self._handle = getattr(self, "_handle", None), None
-        if handle:
-            destroy(handle)
+    def close(self) -> None:
+        """Frees the exact copies now instead of when the object goes. The pages and their plans cannot be used any
+        more."""
+        for plan in list(self._plans):
+            plan._handle = plan._workspace = None
+        self._handle = self._workspace = None
+
+    def __enter__(self) -> Pages:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    @property
+    def handle(self) -> c_void_p:
+        """The kvant_pages* of kvant.h."""
+        if not self._handle:
+            raise InvalidArgument("these pages were closed")
+        return self._handle
 
     def begin_step(self, block_table: Any, seq_lens: Any, query_start_loc: Any, stream: Any = None) -> None:
         """With a tail: once a step, before its writes and set_tables. The whole batch, up to tail_sequences.
@@ -149,13 +166,13 @@ class Pages(_arguments.NotCopied):
         """
         where = self._place(stream)
         t, _tables = _step_tables(block_table, seq_lens, query_start_loc, where)
-        _c.check(_c.pages_begin_step(self._handle, byref(t), where.stream))
+        _c.check(_c.pages_begin_step(self.handle, byref(t), where.stream))
 
     def take_misses(self, stream: Any = None) -> int:
         """Waits for the stream. Since the last call: pages that a step was to read exactly, and that had no exact copy,
         as those of a prefix that was cached long ago. They are read encoded."""
         found = c_int64()
-        _c.check(_c.pages_take_misses(self._handle, self._stream(stream), byref(found)))
+        _c.check(_c.pages_take_misses(self.handle, self._stream(stream), byref(found)))
         return found.value
 
     def write(
@@ -179,7 +196,7 @@ class Pages(_arguments.NotCopied):
         v, values_described = _rows(values, "values", where)
         slots, count, _s = _list(slot_mapping, "slot_mapping", 8, where)
         _overlap.check_apart([("pool", blocks)], [("keys", keys_described), ("values", values_described)])
-        _c.check(_c.pages_write(self._handle, byref(p), byref(k), byref(v), slots, count, where.stream))
+        _c.check(_c.pages_write(self.handle, byref(p), byref(k), byref(v), slots, count, where.stream))
 
     def decode(self, pool: Any, block_ids: Any, keys_out: Any, values_out: Any, stream: Any = None) -> None:
         """Decodes whole blocks. keys_out, values_out: [len(block_ids) * 64, kv_heads, head_dim] f32, f16 or bf16;
@@ -196,7 +213,7 @@ class Pages(_arguments.NotCopied):
             outputs.append((name, d))
             structs.append(byref(t))
         _overlap.check_apart(outputs, [("pool", blocks)])
-        _c.check(_c.pages_decode(self._handle, byref(p), ids, count, *structs, where.stream))
+        _c.check(_c.pages_decode(self.handle, byref(p), ids, count, *structs, where.stream))
 
     def copy(self, pool: Any, from_ids: Any, to_ids: Any, stream: Any = None) -> None:
         """Copies blocks from_ids[i] to to_ids[i], all kv heads. int32, or lists. Blocks to_ids have no exact copy then,
@@ -207,13 +224,13 @@ class Pages(_arguments.NotCopied):
         target, count_to, _t = _list(to_ids, "to_ids", 4, where)
         if count != count_to:
             raise InvalidArgument(f"from_ids has {count} blocks and to_ids {count_to}: must be as many")
-        _c.check(_c.pages_copy(self._handle, byref(p), source, target, count, where.stream))
+        _c.check(_c.pages_copy(self.handle, byref(p), source, target, count, where.stream))
 
     def take_non_finite(self, stream: Any = None) -> bool:
         """Waits for the stream: True if a write since the last call met values that are not finite, or a slot outside
         the pool. On the CPU these are refused: False."""
         found = c_int32()
-        _c.check(_c.pages_take_non_finite(self._handle, self._stream(stream), byref(found)))
+        _c.check(_c.pages_take_non_finite(self.handle, self._stream(stream), byref(found)))
         return bool(found.value)
 
     def plan(self, q_heads: int, **options: Any) -> PagesPlan:
@@ -336,23 +353,26 @@ class PagesPlan(_arguments.NotCopied):
             raise InvalidArgument("max_query_len is 0: must be 1 or more, the most queries of one sequence in a step")
         if max_tokens == 0:
             raise InvalidArgument("max_tokens is 0: must be 1 or more, or None for max_batch * max_query_len")
-        handle = c_void_p()
-        _c.check(_c.pages_plan_create(pages._handle, byref(o), byref(limits), byref(handle)))
+        handle = _c.PagesPlanHandle()
+        _c.check(_c.pages_plan_create(pages.handle, byref(o), byref(limits), byref(handle)))
         self._handle = handle
         f = _c.PagesPlanFacts()
         f.struct_size = sizeof(f)
         _c.check(_c.pages_plan_describe(handle, byref(f)))
         self.facts = PageFacts(f.workspace_bytes, (f.isa or b"").decode(), (f.kernel or b"").decode(), f.threads)
         self._workspace = self._take_workspace(workspace)
+        pages._plans.add(self)
 
-    def __del__(self, destroy=_c.pages_plan_destroy):
-        handle, self._handle = getattr(self, "_handle", None), None
-        if handle:
-            destroy(handle)
+    @property
+    def handle(self) -> c_void_p:
+        """The kvant_pages_plan* of kvant.h."""
+        if not self._handle:
+            raise InvalidArgument("the pages of this plan were closed")
+        return self._handle
 
     def explain(self) -> str:
         """Kernels, splits, limits, and why."""
-        return _c.text(_c.pages_plan_explain, self._handle)
+        return _c.text(_c.pages_plan_explain, self.handle)
 
     def set_tables(self, block_table: Any, seq_lens: Any, query_start_loc: Any, stream: Any = None) -> None:
         """The batch of the runs that follow: once a step, for all layers.
@@ -366,7 +386,7 @@ class PagesPlan(_arguments.NotCopied):
         where = self.pages._place(stream)
         t, _tables = _step_tables(block_table, seq_lens, query_start_loc, where)
         with self._lock:
-            _c.check(_c.pages_plan_set_tables(self._handle, byref(t), where.stream))
+            _c.check(_c.pages_plan_set_tables(self.handle, byref(t), where.stream))
 
     def run(
         self,
@@ -413,7 +433,7 @@ class PagesPlan(_arguments.NotCopied):
         with self._lock:
             _c.check(
                 _c.pages_plan_run(
-                    self._handle,
+                    self.handle,
                     byref(p),
                     byref(q_tensor),
                     byref(out_tensor),
@@ -428,7 +448,7 @@ class PagesPlan(_arguments.NotCopied):
         block outside the pool. On the CPU these are refused: False."""
         found = c_int32()
         with self._lock:
-            _c.check(_c.pages_plan_take_errors(self._handle, self.pages._stream(stream), byref(found)))
+            _c.check(_c.pages_plan_take_errors(self.handle, self.pages._stream(stream), byref(found)))
         return bool(found.value)
 
     def _take_workspace(self, workspace: Any):

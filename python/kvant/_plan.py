@@ -198,15 +198,25 @@ class Plan(_arguments.NotCopied):
             (f.isa or b"").decode(),
             (f.kernel or b"").decode(),
         )
+        cache._plans.add(self)
 
-    def __del__(self, destroy=_c.plan_destroy):
+    def _release(self, destroy=_c.plan_destroy) -> None:
         handle, self._handle = getattr(self, "_handle", None), None
         if handle:
             destroy(handle)
 
+    __del__ = _release
+
+    @property
+    def handle(self) -> c_void_p:
+        """The kvant_plan* of kvant.h."""
+        if not self._handle:
+            raise InvalidArgument("the cache of this plan was closed")
+        return self._handle
+
     def explain(self) -> str:
         """Kernels, tiles, splits, bytes, and why."""
-        return _c.text(_c.plan_explain, self._handle)
+        return _c.text(_c.plan_explain, self.handle)
 
     def run(
         self,
@@ -247,8 +257,8 @@ class Plan(_arguments.NotCopied):
         self, layer, q, out, *, keys=None, values=None, lse=None, sink_logits=None, workspace=None, stream=None
     ) -> Callable[[], Any]:
         """Checks the arguments of a run, and returns what runs."""
+        self.handle  # raises if the cache was closed
         cache, where = self.cache, self.cache._place(stream)
-        cache.handle  # raises if the cache was closed
         layer = _arguments.int32("layer", layer)
         if workspace is not None and where.kind == "cpu":
             raise InvalidArgument("workspace is given, but the cache is in host memory, where plans have their own")
@@ -274,7 +284,7 @@ class Plan(_arguments.NotCopied):
             with cache._lock:
                 if where.kind != "cpu":
                     self._give_workspace(options, workspace, where)
-                _c.check(_c.run(self._handle, layer, byref(q_tensor), byref(out_tensor), byref(options), *fresh))
+                _c.check(_c.run(self.handle, layer, byref(q_tensor), byref(out_tensor), byref(options), *fresh))
             return out if lse is None else (out, lse)
 
         return run

@@ -18,6 +18,7 @@ CPU = ("cpu", 0)
 
 _SIZES = {"f32": 4, "f16": 2, "bf16": 2, "bool": 1, "uint8": 1, "int32": 4, "int64": 8}
 FLOATS = ("f32", "f16", "bf16")
+_NOWHERE = 64  # an address that nobody reads
 _FAR = 1 << 60  # elements: so many are nowhere, and offsets in bytes fit 63 bits
 
 
@@ -199,6 +200,8 @@ def describe(x: Any, name: str, where: Place, dtypes: tuple[str, ...] = FLOATS, 
             before -= stride * (n - 1)
         else:
             behind += stride * (n - 1)
+    if d.data == 0 and behind == 0:  # torch's empty tensors; to the library null is a tensor that was left out
+        d.data = _NOWHERE
     if behind > 0:
         if before + behind > _FAR:
             raise InvalidArgument(f"{name} has strides {list(d.stride)}, with which it reaches beyond any memory")
@@ -261,8 +264,8 @@ def fill(t, d: Described, name: str, sequences: int):
 
 def _repeat(t, d: Described, name: str) -> None:
     """A tensor that is one number for all: a vector of that number, which is repeated."""
-    if d.device != CPU or t.shape[2] > 4096:
-        raise InvalidArgument(f"{name} has strides of 0 only, one number for all: copy the tensor")
+    if d.device != CPU or t.shape[2] > 4096 or t.batch_stride != 0:
+        raise InvalidArgument(f"{name} has strides {list(d.stride)}, one number for many vectors: copy the tensor")
     vector = ctypes.create_string_buffer(ctypes.string_at(d.data, d.size) * t.shape[2], d.size * t.shape[2])
     t.data, t.stride[2], d.owner = ctypes.addressof(vector), 1, (d.owner, vector)
 

@@ -129,7 +129,10 @@ def test_every_integer_type_is_a_number(cache, sequence):
     cache.plan([sequence], q_heads=np.int64(4), q_lens=np.array([1], np.uint8))
 
 
-@pytest.mark.parametrize("tokens", [[1.5], [1, 2], [], "1", {}, None, 1.0, [None], ["1"], [True], itertools.count()])
+NOT_TOKENS = [[1.5], [1, 2], [], "1", b"1", {1: 2}, {1}, None, 1.0, [None], ["1"], [True], itertools.count()]
+
+
+@pytest.mark.parametrize("tokens", NOT_TOKENS)
 def test_tokens_of_a_step_are_whole_numbers(cache, sequence, tokens):
     for call in (cache.reserve, cache.step, cache.reserve_ahead, cache.advance):
         with refused("^tokens"):
@@ -344,3 +347,49 @@ def test_an_attend_of_a_long_prompt_that_fails_can_be_repeated(rng):
             assert len(s) == 300
         outs.append(cache.attend(s, 0, q[300:], k[300:], v[300:]))
     np.testing.assert_array_equal(*outs)
+
+
+# --- closing ----------------------------------------------------------------------------------------------------------
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_closing_a_cache_that_plans_use_frees_its_memory(rng):
+    k = rng.standard_normal((30000, 8, D)).astype(np.float32)  # 123 MB of f32 pages with the values
+    before = resident_bytes()
+    cache = kvant.Cache(kv_heads=8, head_dim=D, k="f32", v="f32")
+    sequence = cache.sequence()
+    sequence.append(0, k, k)
+    plan, held = cache.plan(sequence, q_heads=8), resident_bytes()
+    plan.run(0, ones(1, 8))
+    cache.close()
+    cache.close()
+    assert held - before > 100e6 and resident_bytes() - before < 0.3 * (held - before)
+    for call in (plan.explain, lambda: plan.run(0, ones(1, 8)), lambda: sequence.truncate(0), lambda: cache.memory()):
+        with refused("closed$"):
+            call()
+    del sequence, plan, cache
+
+
+def test_closing_pages_that_plans_use(pages):
+    pool, plan = aligned_pool(pages, 2), pages.plan(4, max_batch=1, max_blocks=2)
+    pages.write(pool, ones(1, 2), ones(1, 2), [0])
+    plan.set_tables(np.zeros((1, 1), np.int32), [1], [0, 1])
+    assert plan.run(pool, ones(1, 4)).shape == (1, 4, D)
+    with pages:
+        pass
+    calls = [
+        lambda: pages.write(pool, ones(1, 2), ones(1, 2), [0]),
+        lambda: pages.copy(pool, [0], [1]),
+        lambda: pages.plan(4, max_batch=1, max_blocks=2),
+        lambda: plan.run(pool, ones(1, 4)),
+        lambda: plan.set_tables(np.zeros((1, 1), np.int32), [1], [0, 1]),
+        plan.explain,
+    ]
+    for call in calls:
+        with refused("closed$"):
+            call()
+    pages.close()

@@ -90,6 +90,8 @@ def test_a_repeated_row_of_a_batch_is_refused(rng, three):
     q = np.broadcast_to(random(rng, 1, 2, 4, D), (3, 2, 4, D))
     with pytest.raises(kvant.InvalidArgument, match="q has shape .* repeated for all sequences; copy the tensor"):
         cache.attend(sequences, 0, q)
+    with pytest.raises(kvant.InvalidArgument, match="q has strides .* one number for many vectors"):
+        cache.attend(sequences, 0, np.broadcast_to(random(rng, 3, 1, 1, 1), (3, 2, 4, D)))
     one = np.broadcast_to(random(rng, 1, 1, 4, D), (3, 1, 4, D))  # rows one after another, with a stride of 0
     np.testing.assert_array_equal(cache.attend(sequences, 0, one), cache.attend(sequences, 0, one.copy()))
 
@@ -259,6 +261,21 @@ def test_torch_tensors_without_memory_are_refused(one):
             cache.attend(sequence, 0, x)
     with pytest.raises(kvant.InvalidArgument, match="^q is a torch tensor without memory"):
         torch.func.vmap(lambda x: cache.attend(sequence, 0, x))(torch.ones(2, 1, 4, D))
+
+
+def test_empty_tensors_are_not_left_out(one):
+    """Their address is null in torch."""
+    torch = pytest.importorskip("torch")
+    cache, sequence, _, _ = one
+    empty = torch.empty(0, 2, D)
+    for name in ("keys", "values"):
+        with pytest.raises(kvant.InvalidArgument, match=rf"^{name}.shape = \[0, 2, 64\]: must be \[100, 2, 64\]"):
+            cache.decode(sequence, 0, **{name: empty})
+    with pytest.raises(kvant.InvalidArgument, match=r"^mask has shape \[0\]"):
+        cache.attend(sequence, 0, torch.ones(1, 4, D), mask=torch.empty(0))
+    assert cache.decode(sequence, 0, 5, 5, keys=empty)[0] is empty
+    sequence.append(0, empty, empty)
+    assert cache.attend(sequence, 0, torch.empty(0, 4, D), q_lens=[0]).shape == (0, 4, D)
 
 
 # --- DLPack -----------------------------------------------------------------------------------------------------------
