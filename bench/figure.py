@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""figure.py BENCH.json FIGURE.svg: what `kvant bench --json` measured, speed and error side by side.
+"""figure.py BENCH.json FIGURE.svg: what `kvant bench --json` measured: time, speed and error side by side.
 
-Groups of bars are shapes (head_dim, query and kv heads), bars are format pairs: on the left the share of the float32
-FMA peak that was measured in the same run (2 * group operations for each stored value; integer units can pass 100 %),
-on the right the relative L2 error of the attention kernel. Rows of one operation, ISA and number of keys are drawn; the
-first of each in the file decides. Needs matplotlib (PyPI).
+Groups of bars are shapes (head_dim, query and kv heads), bars are format pairs: on the left the median time of a run in
+microseconds, in the middle the share of the float32 FMA peak that was measured in the same run (2 * group operations
+for each stored value; integer units can pass 100 %), on the right the relative L2 error of the attention kernel. Rows
+of one operation, ISA and number of keys are drawn; the first of each in the file decides. Needs matplotlib (PyPI).
 
 docs/cpu-decode.svg:
     kvant bench --suite cpu decode --isa avx2 --json bench.json && python3 bench/figure.py bench.json
@@ -43,22 +43,26 @@ def main(source, target):
     cells = {(shape(row), pair(row)): row for row in rows}
 
     plt.rcParams.update({"font.size": 9, "svg.hashsalt": "kvant", "svg.fonttype": "none"})
-    figure, (speed, error) = plt.subplots(1, 2, figsize=(10, 3.6), width_ratios=(5, 3))
+    figure, (time, speed, error) = plt.subplots(1, 3, figsize=(14, 3.6), width_ratios=(5, 5, 3))
     width = 0.8 / len(pairs)
     for i, name in enumerate(pairs):
         at = [s + (i - (len(pairs) - 1) / 2) * width for s in range(len(shapes))]
         found = [cells.get((s, name)) for s in shapes]
-        share = [100 * row["share_of_fma_peak"] if row else 0 for row in found]
-        bars = speed.bar(at, share, width, label=name, color=COLORS[i])
-        speed.bar_label(bars, [f"{x:.0f}" if x else "" for x in share], fontsize=7)
+        for axes, key, unit in ((time, "median_ns", 1e-3), (speed, "share_of_fma_peak", 100)):
+            heights = [unit * row[key] if row else 0 for row in found]
+            bars = axes.bar(at, heights, width, label=name, color=COLORS[i])
+            axes.bar_label(bars, [f"{x:.0f}" if x else "" for x in heights], fontsize=7 if axes is speed else 5.5)
         error.plot(range(len(shapes)), [row["rel_l2"] if row else None for row in found], "o", color=COLORS[i])
-    for axes in (speed, error):
+    for axes in (time, speed, error):
         axes.set_xticks(range(len(shapes)), shapes)
         axes.set_xlabel("head_dim, query/kv heads")
         axes.spines[["top", "right"]].set_visible(False)
+    time.set_ylabel("microseconds")
+    time.set_title("time of one token")
+    time.legend(frameon=False, ncols=len(pairs))
     speed.set_ylabel("% of the float32 FMA peak")
     speed.set_title("speed")
-    speed.legend(frameon=False, ncols=len(pairs))
+    time.margins(y=0.18)
     speed.margins(y=0.18)
     error.set_yscale("log")
     error.set_title("relative L2 error of the kernel")
