@@ -142,8 +142,11 @@ TEST(Bases, Refusals) {
   EXPECT_TRUE(create().ok());
   config.v_basis = BasisKind::calibrated;
   EXPECT_TRUE(refused(create(), Code::invalid_argument, {"bases.values holds 0", "use hadamard"}));
+  config.k_basis = config.v_basis = BasisKind::automatic;  // not ignored in silence
+  EXPECT_TRUE(refused(create(), Code::invalid_argument,
+                      {"bases is given", "k_basis = hadamard and v_basis = hadamard", "to calibrated"}));
   config.k = "f16";
-  config.v_basis = BasisKind::automatic;
+  config.k_basis = BasisKind::calibrated;
   EXPECT_TRUE(refused(create(), Code::invalid_argument, {"k_basis = calibrated", "f16 stores vectors as given"}));
 }
 
@@ -200,7 +203,7 @@ TEST(Config, Refusals) {
   EXPECT_TRUE(refused(create([](C& c) { c.lut_scales = 2; }), bad, {"lut_scales = 2", "neither format"}));
 }
 
-TEST(Config, ExactEndsFollowTheWindowUnlessGiven) {
+TEST(Config, ExactEndsAreOnePageEachUnlessGiven) {
   const auto ends = [](auto change) {
     CacheConfig c = small_config();
     change(c);
@@ -212,16 +215,12 @@ TEST(Config, ExactEndsFollowTheWindowUnlessGiven) {
   using C = CacheConfig;
   using Ends = std::tuple<int, int, bool>;
   EXPECT_EQ(ends([](C&) {}), Ends(1, 1, true));
-  EXPECT_EQ(ends([](C& c) { c.window = 1023; }), Ends(0, 0, true));
-  EXPECT_EQ(ends([](C& c) { c.window = 1024; }), Ends(1, 1, true));
+  EXPECT_EQ(ends([](C& c) { c.window = 1; }), Ends(1, 1, true));
+  EXPECT_EQ(ends([](C& c) { c.window = 512; }), Ends(1, 1, true));
   EXPECT_EQ(ends([](C& c) { c.window = 100, c.sink_pages = c.tail_pages = 1; }), Ends(1, 1, false));
-  EXPECT_EQ(ends([](C& c) { c.window = 100, c.tail_pages = 2; }), Ends(0, 2, true));
+  EXPECT_EQ(ends([](C& c) { c.window = 100, c.tail_pages = 2; }), Ends(1, 2, true));
   EXPECT_EQ(ends([](C& c) { c.sink_pages = c.tail_pages = 0; }), Ends(0, 0, false));
   EXPECT_EQ(ends([](C& c) { c.k = c.v = "bf16"; }), Ends(0, 0, false));
-  CacheConfig c = small_config();
-  c.window = 512;
-  EXPECT_NE(make(c).describe().find("exact ends: none; chosen: of a window below 1024 tokens"), std::string::npos)
-      << make(c).describe();
 }
 
 // Pages are taken as they are needed: the first token of a cache must not cost what thousands do.

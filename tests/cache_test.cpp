@@ -234,6 +234,27 @@ TEST(Window, FreesPagesThatNoQueryCanSee) {
   EXPECT_EQ(cache.memory().tokens, 3000 - (view.first_page - 1) * 64);
 }
 
+// The default under a window, token by token: the first page is exact as long as a query may see it, and goes then.
+TEST(Window, TheExactFirstPageGoesWhenTheWindowHasLeftIt) {
+  CacheConfig config = small_config();
+  config.k = config.v = "tq4";
+  config.window = 200;
+  Cache cache = make(config);
+  const SequenceId id = cache.add_sequence();
+  const auto exact_pages = [&] { return cache.impl().table().pool(core::Pool::exact).used_slots(); };
+  for (std::int64_t t = 0; t < 1000; ++t) {
+    ASSERT_TRUE(append(cache, id, static_cast<std::uint64_t>(t), 1).ok());
+    const auto view = cache.impl().view(id).value();
+    const bool is_seen = t - 64 - 200 + 1 < 64;  // by this query, or by one 64 tokens back
+    EXPECT_EQ(view.pages[0].exact >= 0, is_seen) << t;
+    EXPECT_LT(view.pages[0].encoded, 0) << t;
+    EXPECT_GE(view.pages[static_cast<std::size_t>(t / 64)].exact, 0) << t;
+    // The sink page; the tail page, the one being filled, and the one that outlives its encoding.
+    EXPECT_LE(exact_pages(), (is_seen ? 1 : 0) + 3) << t;
+  }
+  EXPECT_EQ(cache.impl().view(id).value().first_page, (999 - 200 + 1 - 64) / 64);
+}
+
 TEST(Window, TruncationNeverUncoversReleasedTokens) {
   CacheConfig config = small_config();
   config.window = 100;

@@ -23,8 +23,8 @@ struct CacheConfig {
   int head_dim = 0;
   std::string k = "tq6";  ///< key format; see formats()
   std::string v = "tq4";  ///< value format
-  /// First pages kept exact. -1: automatic, which is 1, but 0 where both formats are dense (as given numbers are, too)
-  /// and under a window below 1024: there exact ends take most of what compression saves.
+  /// First pages kept exact, while a window covers them. -1: automatic, which is 1. 0 where both formats are dense,
+  /// whatever is given.
   int sink_pages = -1;
   /// Newest full pages kept exact beside the one being filled, likewise. 0: encode tokens as they come. A run of many
   /// queries reads exactly what its first query would, as far as one page before the tail.
@@ -47,7 +47,7 @@ struct CacheConfig {
   /// and fp8 keys, on a device only with tail pages. automatic: page for tq keys, but none on a device without tail
   /// pages, where tokens are encoded as they come. config() says which, and describe() says why.
   KeyCentre k_centre = KeyCentre::automatic;
-  std::shared_ptr<const BasisSet> bases{};  ///< required by, and only read for, BasisKind::calibrated
+  std::shared_ptr<const BasisSet> bases{};  ///< required by BasisKind::calibrated, refused without
   std::vector<float> k_levels{};            ///< lut formats: 2^bits level values, ascending
   std::vector<float> v_levels{};
   int lut_scales = 1;  ///< lut formats: scales a vector (1, or 2: one for each half)

@@ -164,11 +164,10 @@ typedef struct kvant_cache_config {
   int32_t head_dim;         /* required; 1 to 576. Sizes that kvant_info does not list are stored padded with zeros to
                            the next it lists; tensors and the default scale have this size. On a device 1 to 512,
                            padded to the next of 64, 96, 128, 192, 256 and 512 */
-  int32_t sink_pages;       /* first 64-token pages kept exact. -1 (default): 1, but 0 under a window below 1024 and
-                               where both formats are dense */
+  int32_t sink_pages;       /* first 64-token pages kept exact, while a window covers them. -1 (default): 1. 0 where
+                               both formats are dense, whatever is given */
   int32_t tail_pages;       /* newest full pages kept exact beside the one being filled; 0: encode tokens as they
-                           come. -1 (default): 1, but 0 under a window below 1024, where exact ends take what
-                           compression saves */
+                           come. -1 (default): 1 */
   int32_t exact_dtype;      /* kvant_dtype of exact pages. -1 (default): f32 where a format is f32; f16 where the first
                                write is, or a format is f16 and the first write has no bf16; else bf16, also for f32
                                tensors. With sink or tail pages every value is rounded to it before it is stored or
@@ -180,7 +179,7 @@ typedef struct kvant_cache_config {
   int64_t capacity_tokens;  /* at most this many tokens in pages (whole ones, shared ones once); 0 (default): any */
   kvant_basis_kind k_basis; /* default KVANT_BASIS_AUTOMATIC */
   kvant_basis_kind v_basis;
-  const kvant_bases* bases;    /* required by, and only read for, KVANT_BASIS_CALIBRATED */
+  const kvant_bases* bases;    /* required by KVANT_BASIS_CALIBRATED, refused without */
   const int32_t* basis_layers; /* [layers]: the file's layer number for each layer of the cache; NULL: all layers of
                                   the file, in ascending order */
   const float* k_levels;       /* lut formats: [k_level_count] level values, ascending; NULL otherwise */

@@ -156,7 +156,13 @@ Status check_side(const char* side, const std::vector<CalibratedBasis>& list, co
 Status check_bases(const CacheConfig& c) {
   const bool keys = c.k_basis == BasisKind::calibrated;
   const bool values = c.v_basis == BasisKind::calibrated;
-  if (!keys && !values) return {};
+  if (!keys && !values) {
+    if (!c.bases) return {};
+    return {Code::invalid_argument,
+            fmt::format("bases is given, which k_basis = {} and v_basis = {} do not read: set k_basis, v_basis or both "
+                        "to calibrated, or leave bases out",
+                        core::basis_name(c.k_basis), core::basis_name(c.v_basis))};
+  }
   if (!c.bases) {
     return {Code::invalid_argument,
             fmt::format("bases is empty: {} = calibrated needs it; load a basis file or use automatic",
@@ -200,11 +206,11 @@ Result<const core::Kernels*> choose_kernels(const std::string& isa) {
           fmt::format("isa = \"{}\": this build has {}; leave it empty for the best", isa, names)};
 }
 
-// A cache with a window of W tokens holds W + 64 to W + 127, and of these two to four pages are in exact ends.
+// One page each, under windows of any length: layers with a window of 512 that have no exact tail lose ten times as
+// much. A window frees the sink page as it frees others.
 void resolve_ends(CacheConfig& c, bool dense) {
-  const int automatic = core::has_short_window(c) ? 0 : 1;
   for (int* pages : {&c.sink_pages, &c.tail_pages}) {
-    if (*pages < 0) *pages = automatic;
+    if (*pages < 0) *pages = 1;
     if (dense) *pages = 0;
   }
 }

@@ -59,12 +59,7 @@ std::string CacheImpl::describe() const {
                             ? "f32"
                             : "bf16, or f16 if the first write is");
   }
-  if (automatic_ends_) {
-    text += core::has_short_window(config())
-                ? fmt::format("; chosen: of a window below {} tokens they would take most of what compression saves",
-                              core::kLeastWindowWithEnds)
-                : "; chosen: the default";
-  }
+  if (automatic_ends_) text += "; chosen: the default";
   text += '\n';
   text += fmt::format("basis: k {}, v {}\n", core::basis_name(config().k_basis), core::basis_name(config().v_basis));
   text +=

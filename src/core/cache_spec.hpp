@@ -9,10 +9,6 @@
 
 namespace kvant::core {
 
-inline constexpr std::int64_t kLeastWindowWithEnds = 1024;  // under less, automatic exact ends are none
-inline bool has_short_window(const CacheConfig& c) {
-  return c.window > 0 && c.window < kLeastWindowWithEnds;
-}
 const char* basis_name(BasisKind kind);
 /// Refuses a number of a config that is out of its range.
 Status check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high, const char* hint = "");

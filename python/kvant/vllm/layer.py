@@ -14,7 +14,7 @@ from . import versions
 from .dtypes import NAMES, Pair
 
 BLOCK_TOKENS = 64  # of a kvant page
-LEAST_WINDOW_WITH_TAIL = 1024  # as in a kvant.Cache
+LEAST_WINDOW_WITH_TAIL = 1024  # memory for tails is taken for all requests that a server may have
 # Plans choose kernels for their largest step, and fresh keys take prefill kernels, which do not share a request's keys
 # among multiprocessors. So a device has one more plan of each size, of decode kernels: for up to so many queries,
 # behind a prefix that makes requests at least so many times as long as the plan's chunks (docs/lab/borrowed-pages.md).
