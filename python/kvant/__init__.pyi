@@ -32,8 +32,8 @@ class Cache:
     k, v: formats of keys and values; `kvant.formats()` lists them. The default takes about 5 bits a value.
     device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken here, so capacity_tokens is
         required, and tensors must be on that device; work is enqueued on torch's current stream (or `stream=`).
-    sink_pages, tail_pages: first and newest full pages that stay exact. None: one each, but none under a window below
-        1024.
+    sink_pages, tail_pages: first and newest full pages that stay exact, the first while a window covers them. None: one
+        each.
     exact: "f32", "f16" or "bf16", the dtype of exact pages. None: f16 where the first write is f16,
         f32 where a format is f32, else bf16.
     window, window_sinks: tokens. Pages that no query of a sliding window can see any more are freed; the first
@@ -405,14 +405,15 @@ def build_info() -> dict[str, Any]:
 def calibrate(captures: str | Path | SequenceOf[str | Path], path: str | Path, *, arguments: SequenceOf[str] = ()) -> None:
     """Estimates calibrated bases from captured tensors of other text than they will be used on (`kvant calibrate`).
 
-    captures: safetensors files, as kvant.hf.capture writes them. path: the file to write, for Cache(bases=path).
+    captures: safetensors files, as kvant.hf.capture writes them. path: the file to write, for
+        kvant.hf.enable(bases=path) or kvant.Cache(bases=path, k_basis="calibrated", v_basis="calibrated").
     Errors: InvalidArgument, KvantError with the tool's sentence.
     """
 
-def eval(captures: str | Path | SequenceOf[str | Path], formats: SequenceOf[str] = (), *, basis: str | Path | None = None, report: str | Path | None = None, arguments: SequenceOf[str] = ()) -> dict[str, Any]:
+def eval(captures: str | Path | SequenceOf[str | Path], formats: str | SequenceOf[str] = (), *, basis: str | Path | None = None, report: str | Path | None = None, arguments: SequenceOf[str] = ()) -> dict[str, Any]:
     """Replays decoding over captured queries, keys and values: error, memory and time of each format (`kvant eval`).
 
-    captures: safetensors files, as kvant.hf.capture writes them. formats: "tq4", "tq6/tq4", ...; empty: all.
+    captures: safetensors files, as kvant.hf.capture writes them. formats: "tq4", ["tq4", "tq6/tq4"], ...; empty: all.
     basis: a file of kvant.calibrate. report: writes an HTML page there. arguments: further ones of `kvant eval --help`.
     Returns {"rows": [...]}, one row for each layer and format, as `kvant eval --json` writes them.
     Errors: InvalidArgument, KvantError with the tool's sentence.

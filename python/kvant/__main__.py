@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
+import subprocess
 import sys
 
 
@@ -79,8 +81,20 @@ def doctor() -> int:
     return 0 if trial.startswith("right") else 1
 
 
+def _help(tool: str) -> int:
+    """The tool's help with `doctor` among its commands."""
+    done = subprocess.run([tool, "--help"], stdout=subprocess.PIPE, text=True)
+    before, heading, after = done.stdout.partition("Subcommands:\n")
+    if heading:
+        after = f"  {'doctor':<30}  What this installation can do: versions, what is chosen, a trial\n{after}"
+    print(f"{before}{heading}{after}", end="")
+    return done.returncode
+
+
 def cli() -> None:
     """The `kvant` command: `doctor` here, everything else by the tool."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores, and the tool inherits: `kvant ... | head`
     arguments = sys.argv[1:]
     if arguments[:1] == ["doctor"]:
         sys.exit(doctor())
@@ -91,6 +105,8 @@ def cli() -> None:
         path = tool()
     except Unsupported as error:
         sys.exit(f"kvant: {error}")
+    if arguments in (["-h"], ["--help"]):
+        sys.exit(_help(path))
     os.execv(path, ["kvant", *arguments])
 
 

@@ -62,8 +62,8 @@ class Cache(_arguments.NotCopied):
     k, v: formats of keys and values; `kvant.formats()` lists them. The default takes about 5 bits a value.
     device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken here, so capacity_tokens is
         required, and tensors must be on that device; work is enqueued on torch's current stream (or `stream=`).
-    sink_pages, tail_pages: first and newest full pages that stay exact. None: one each, but none under a window below
-        1024.
+    sink_pages, tail_pages: first and newest full pages that stay exact, the first while a window covers them. None: one
+        each.
     exact: "f32", "f16" or "bf16", the dtype of exact pages. None: f16 where the first write is f16,
         f32 where a format is f32, else bf16.
     window, window_sinks: tokens. Pages that no query of a sliding window can see any more are freed; the first
@@ -135,6 +135,12 @@ class Cache(_arguments.NotCopied):
             setattr(c, name, _arguments.int64(name, value))
         if exact is not None:
             c.exact_dtype = _arguments.choice("exact", exact, EXACT)
+        for name, value in (("k", self.k), ("v", self.v)):
+            if value.startswith("lut"):
+                raise InvalidArgument(
+                    f'{name} = "{value}": this format is for imported caches, whose tables of levels it needs; '
+                    "import them in C++ or C (import_legacy), or use a tq format"
+                )
         c.k, c.v = self.k.encode(), self.v.encode()
         c.k_basis = _arguments.choice("k_basis", k_basis, _c.BASES)
         c.v_basis = _arguments.choice("v_basis", v_basis, _c.BASES)
@@ -214,7 +220,7 @@ class Cache(_arguments.NotCopied):
         return found
 
     def _ids(self, sequences: Iterable[Sequence] | Sequence) -> list[int]:
-        return [s.id for s in self._members(sequences)]
+        return [s._number for s in self._members(sequences)]
 
     @staticmethod
     def _each(name: str, numbers: int | SequenceOf[int], count: int) -> list[int]:
@@ -370,7 +376,7 @@ class Cache(_arguments.NotCopied):
     def _open_step(self, sequences: list[Sequence], tokens: list[int], layer: int, stream: Any) -> bool:
         """Reserves, unless this step was opened by another layer: the same sequences, as long as they were left
         then. Returns whether it reserved."""
-        step = [(s.id, self._length(s.id)) for s in sequences]
+        step = [(s._number, self._length(s.id)) for s in sequences]
         opened, written = self._step
         if opened == (step, tokens) and layer not in written and len(written) < self.layers:
             return False
@@ -463,6 +469,12 @@ class Sequence(_arguments.NotCopied):
     def __init__(self, cache: Cache, number: int):
         self.cache, self.id = cache, number
 
+    @property
+    def _number(self) -> int:
+        if not self.id:
+            raise InvalidArgument("this sequence was removed: cache.sequence() makes a new one")
+        return self.id
+
     def append(self, layer: int, keys: Any, values: Any, *, stream: Any = None) -> None:
         """Appends tokens to one layer: the first layer of a step reserves room in all, the others fill in.
 
@@ -475,24 +487,24 @@ class Sequence(_arguments.NotCopied):
         v, _v = _tensors.tensor(values, "values", where, 1)
         with cache._lock:
             cache._use_stream(stream)
-            _c.check(_c.append(cache.handle, self.id, layer, byref(k), byref(v)))
+            _c.check(_c.append(cache.handle, self._number, layer, byref(k), byref(v)))
 
     def fork(self) -> Sequence:
         """A new sequence with the same tokens. Pages are shared until one side writes to them."""
         child = c_uint64()
         with self.cache._lock:
-            _c.check(_c.fork(self.cache.handle, self.id, byref(child)))
+            _c.check(_c.fork(self.cache.handle, self._number, byref(child)))
         return Sequence(self.cache, child.value)
 
     def truncate(self, tokens: int) -> None:
         """Forgets all tokens from position `tokens` on."""
         tokens = _arguments.int64("tokens", tokens)
         with self.cache._lock:
-            _c.check(_c.truncate(self.cache.handle, self.id, tokens))
+            _c.check(_c.truncate(self.cache.handle, self._number, tokens))
 
     def __len__(self) -> int:
         with self.cache._lock:
-            return self.cache._length(self.id)
+            return self.cache._length(self._number)
 
     def remove(self) -> None:
         """Frees the pages that no other sequence shares. The sequence cannot be used any more."""

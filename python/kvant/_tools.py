@@ -169,7 +169,7 @@ def _run_tool(*arguments: str) -> None:
 
 def eval(  # noqa: A001 (the name of the command)
     captures: str | Path | SequenceOf[str | Path],
-    formats: SequenceOf[str] = (),
+    formats: str | SequenceOf[str] = (),
     *,
     basis: str | Path | None = None,
     report: str | Path | None = None,
@@ -177,7 +177,7 @@ def eval(  # noqa: A001 (the name of the command)
 ) -> dict[str, Any]:
     """Replays decoding over captured queries, keys and values: error, memory and time of each format (`kvant eval`).
 
-    captures: safetensors files, as kvant.hf.capture writes them. formats: "tq4", "tq6/tq4", ...; empty: all.
+    captures: safetensors files, as kvant.hf.capture writes them. formats: "tq4", ["tq4", "tq6/tq4"], ...; empty: all.
     basis: a file of kvant.calibrate. report: writes an HTML page there. arguments: further ones of `kvant eval --help`.
     Returns {"rows": [...]}, one row for each layer and format, as `kvant eval --json` writes them.
     Errors: InvalidArgument, KvantError with the tool's sentence.
@@ -187,7 +187,7 @@ def eval(  # noqa: A001 (the name of the command)
         path = os.path.join(folder, "eval.json")
         command = ["eval", *map(str, files), "--json", path]
         if formats:
-            command += ["--formats", ",".join(formats)]
+            command += ["--formats", formats if isinstance(formats, str) else ",".join(formats)]
         if basis is not None:
             command += ["--basis", str(basis)]
         if report is not None:
@@ -202,7 +202,8 @@ def calibrate(
 ) -> None:
     """Estimates calibrated bases from captured tensors of other text than they will be used on (`kvant calibrate`).
 
-    captures: safetensors files, as kvant.hf.capture writes them. path: the file to write, for Cache(bases=path).
+    captures: safetensors files, as kvant.hf.capture writes them. path: the file to write, for
+        kvant.hf.enable(bases=path) or kvant.Cache(bases=path, k_basis="calibrated", v_basis="calibrated").
     Errors: InvalidArgument, KvantError with the tool's sentence.
     """
     files = [captures] if isinstance(captures, (str, Path)) else list(captures)

@@ -539,3 +539,53 @@ def test_one_number_a_sequence_or_one_for_all():
         with pytest.raises(kvant.InvalidArgument, match="tokens has 1 numbers for 2 sequences"):
             call(seqs, [1])
     assert [len(s) for s in seqs] == [0, 0]
+
+
+# --- messages of the first hour ---
+
+
+def test_a_removed_sequence_is_named(rng):
+    cache = kvant.Cache(kv_heads=1, head_dim=64)
+    seq, other = cache.sequence(), cache.sequence()
+    keys, q = np.zeros((1, 1, 64), np.float32), np.zeros((1, 1, 64), np.float32)
+    seq.append(0, keys, keys)
+    seq.remove()
+    seq.remove()  # nothing is left to do
+    for call in (
+        lambda: len(seq),
+        lambda: seq.append(0, keys, keys),
+        lambda: seq.fork(),
+        lambda: seq.truncate(0),
+        lambda: cache.attend(seq, 0, q),
+        lambda: cache.reorder([other, seq], [0, 0]),
+    ):
+        with pytest.raises(kvant.InvalidArgument, match="^this sequence was removed: cache.sequence"):
+            call()
+
+
+def test_formats_of_imported_caches_are_named():
+    for options in ({"k": "lut4"}, {"v": "lut8"}):
+        with pytest.raises(kvant.InvalidArgument, match='^[kv] = "lut[48]": this format is for imported caches'):
+            kvant.Cache(kv_heads=1, head_dim=64, **options)
+
+
+def test_the_command_lists_doctor_and_ends_with_its_reader():
+    import os
+    import subprocess
+    import sys
+
+    from kvant._tools import tool
+
+    try:
+        subprocess.run([tool(), "--version"], capture_output=True, check=True)
+    except (kvant.Unsupported, OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no command line tool: {error}")
+    command = [sys.executable, "-m", "kvant"]
+    shown = subprocess.run([*command, "--help"], capture_output=True, text=True)
+    commands = shown.stdout.partition("Subcommands:")[2].partition("\n\n")[0].split("\n")
+    assert shown.returncode == 0 and {"doctor", "eval"} <= {line.split()[0] for line in commands if line.strip()}
+    for name in ("doctor", "formats"):  # into a pipe that nobody reads, as of `kvant doctor | head` when head is done
+        reader, writer = os.pipe()
+        os.close(reader)
+        assert subprocess.run([*command, name], stdout=writer, stderr=subprocess.PIPE).stderr == b"", name
+        os.close(writer)

@@ -306,9 +306,9 @@ def test_a_head_size_that_kvant_has_not(transformers, prompts, device):
     close(forward(model, cache, ids), forward(reference(model), DynamicCache(config=config), ids))
     assert [row.stored for row in kvant.hf.report(cache).rows] == [False, False]
     assert kvant.hf.report(cache).rows[1].reason == "head_dim 600 is above 576"
-    kvant.hf.enable(model, strict=True)
-    with pytest.raises(kvant.Unsupported, match="head_dim 600.*strict=True"):
-        forward(model, new_cache(model), ids)
+    assert not any(row.stored for row in kvant.hf.report(new_cache(model)).rows)  # before the first token, too
+    with pytest.raises(kvant.Unsupported, match="layer 0: head_dim 600.*strict=True"):
+        kvant.hf.enable(model, strict=True)
 
 
 def test_code_that_computes_attention_itself(llama, prompts):
@@ -444,7 +444,8 @@ def test_report(sliding, prompts):
     assert full.bf16_bytes == 2 * 304 * 2 * 64 * 4 and window.bf16_bytes == 2 * 127 * 2 * 64 * 4
     assert 0 < window.bytes < full.bytes and report.bytes == sum(row.bytes for row in report.rows)
     lines = str(report).splitlines()
-    assert len(lines) == 1 + 1 + 3 + 1 and "tq6/tq4" in lines[3] and "MB in bf16" in lines[1]
+    assert len(lines) == 1 + 1 + 3 + 1 + 1 and "tq6/tq4" in lines[3] and "MB in bf16" in lines[1]
+    assert report.bytes > report.bf16_bytes and "more than bf16 so far" in lines[-1]  # short, and two tail pages
     assert lines[2].split()[0] == "0-1" and f"{(window.bytes + report.rows[1].bytes) / 1e6:.2f}" in lines[2]  # alike
     with pytest.raises(ValueError, match="not enabled"):
         kvant.hf.report(sliding)
@@ -484,5 +485,6 @@ def test_capacity_of_a_device(llama):
     }
     with pytest.raises(kvant.InvalidArgument, match="max_length= .* and batch="):
         kvant.hf.KvantCache(llama.config, settings)._capacity()
-    assert made._why_not_this_window(0, 1216) is None and made._why_not_this_window(512, 1216) is None
+    assert made._why_not_this_window(0, 1216) is None and made._why_not_this_window(1024, 1216) is None
+    assert made._why_not_this_window(512, 320) is None and made._why_not_this_window(512, 448)  # 7 pages of exact ends
     assert "less in bf16 than 4096 tokens" in made._why_not_this_window(512, 4096)

@@ -130,6 +130,24 @@ def test_a_bf16_model_is_measured_in_float32():
     assert found.rows[0].kl < 1e-10 and found.rows[0].positions == 140
 
 
+def test_positions_that_read_codes_are_counted():
+    """Steps of 4: the first query that reads codes has the page behind the sink page out of the tail, at 192 tokens."""
+    model, ids = models.sharpen(models.tiny_llama(), 20.0), models.topics_bytes(301)
+    found = evaluation.evaluate(model, ids, ("tq4", "fp8"), exact_ends="both", first=8, progress=False)
+    # 64 (p + 1 + T) = 192 for p = 1; a step of 4 queries at n tokens reads as its first one would.
+    first = next(n for n in range(4, 301, 4) if n - 3 >= 192) - 4
+    assert [row.from_codes for row in found.rows] == [300 - first, 292, 300 - first, 292]
+    line = next(line for line in str(found).splitlines() if line.startswith("tq4 "))
+    assert line.split()[2] == str(300 - first) and "encoded: positions at which" in str(found)
+
+
+def test_texts_too_short_for_any_code_are_told():
+    model, ids = models.tiny_llama(), models.topics_bytes(150)
+    with pytest.warns(UserWarning, match="tq4, tq8: none of the 149 positions read encoded tokens.*longer text"):
+        found = evaluation.evaluate(model, ids, ("tq4", "tq8", "f32"), progress=False)
+    assert [row.from_codes for row in found.rows] == [0, 0, 149] and found.rows[0].kl < 1e-4
+
+
 def test_the_exact_perplexity_is_that_of_the_text():
     model, ids = models.tiny_llama(), models.topics_bytes(301)
     found = evaluation.evaluate(model, ids, ("f32",), progress=False)

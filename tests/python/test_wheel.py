@@ -111,7 +111,7 @@ def test_clean_environment(minor, tmp_path):
     folder = tmp_path / "venv"
     output(python_of(minor), "-m", "venv", folder)
     python = folder / "bin" / "python"
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "KVANT_LIBRARY")}
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "KVANT_LIBRARY", "KVANT_CLI")}
     options = {"env": environment, "cwd": tmp_path}
     output(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", WHEEL, **options)
     assert "torch" not in output(python, "-m", "pip", "list", **options)

@@ -73,6 +73,9 @@ class _Enabled:
             self.warned.add(kind)
             warnings.warn(text, stacklevel=4)
 
+    def __reduce__(self):
+        raise TypeError("a model with kvant enabled cannot be pickled: call kvant.hf.disable(model) before")
+
     def watch(self, made: KvantCache) -> None:
         self.last, self.last_report = weakref.ref(made), None
         made.on_close = self._closing
@@ -86,15 +89,19 @@ def enable(model: Any, **options: Any) -> Any:
     """Makes generate() of a model use kvant, with nothing else changed. Returns the model.
 
     options: see Settings (k="tq6", v="tq4", skip_layers=(), strict=False, ...). May be called again with others.
-        Errors: TypeError, kvant.InvalidArgument for options; ValueError for models that compute attention in ways of
-        their own.
+        Errors: TypeError, kvant.InvalidArgument for options; kvant.Unsupported with strict=True where a layer would be
+        left to transformers; ValueError for encoders, and for models that compute attention in ways of their own.
     """
     if not isinstance(model, versions.PreTrainedModel):
         raise TypeError(f"model is a {type(model).__name__}: must be a transformers model (PreTrainedModel)")
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder, whose two caches kvant.hf does not replace")
+    if not versions.takes_cache(model):
+        raise ValueError(
+            f"{type(model).__name__} keeps no keys and values of earlier tokens (an encoder): there is nothing to store"
+        )
     settings = Settings.make(**options)
-    settings.skipped(len(versions.hf_layers(model.config)))
+    _untouched(model, settings)
     enabled = model.__dict__.get("_kvant")
     if enabled is not None:
         enabled.settings = settings
@@ -152,7 +159,15 @@ def report(of: Any) -> Report:
     last = None if enabled.last is None else enabled.last()
     if last is not None:
         return make_report(last)
-    return enabled.last_report or make_report(KvantCache(of.config, enabled.settings))
+    return enabled.last_report or make_report(_untouched(of, enabled.settings))
+
+
+def _untouched(model: Any, settings: Settings) -> KvantCache:
+    """A cache without tokens, which says how the layers would be stored. On a device only tokens tell all."""
+    made = KvantCache(model.config, settings, devices=versions.layer_devices(model))
+    if model.device.type == "cpu":
+        made.try_out()
+    return made
 
 
 def _look_at_cache(model: Any, positional: tuple, named: dict) -> None:
@@ -194,6 +209,3 @@ class _Prepare:
 
     def __deepcopy__(self, memo: dict) -> _Prepare:
         return _Prepare(memo[id(self._model())])
-
-    def __reduce__(self):
-        raise TypeError("a model with kvant enabled cannot be pickled: call kvant.hf.disable(model) before")

@@ -49,6 +49,8 @@ def token_ids(text_or_ids: Any, tokenizer: Any, max_tokens: int) -> torch.Tensor
             )
         text_or_ids = tokenizer(text_or_ids)["input_ids"]
     ids = torch.as_tensor(text_or_ids)
+    if ids.numel() == 0:
+        raise InvalidArgument("text_or_ids is empty: give a text, or the ids, of at least two tokens")
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] < 1 or ids.is_floating_point():
         raise InvalidArgument(
@@ -227,6 +229,9 @@ def capture(
     if queries < 1:
         raise InvalidArgument(f"queries = {queries}: must be at least 1")
     wanted = None if layers is None else {int(n) for n in layers}
+    count = len(versions.hf_layers(model.config))
+    if wanted is not None and not wanted or wanted and not wanted <= set(range(count)):
+        raise InvalidArgument(f"layers = {sorted(wanted)}: must be some of the model's layers, 0 to {count - 1}")
     recorder = _Recorder(wanted, queries, approximate)
     name = f"kvant_capture_{next(_calls)}"
     versions.AttentionInterface.register(name, recorder.attention)
@@ -243,9 +248,8 @@ def capture(
     missing = sorted((wanted or set()) - recorder.seen.keys())
     if missing or not recorder.seen:
         raise InvalidArgument(
-            f"layers = {sorted(wanted or [])}: {missing or 'none'} of them attend "
-            "through transformers' AttentionInterface"
-            if wanted is not None
+            f"layers {missing} do not attend through transformers' AttentionInterface: leave them out of layers="
+            if missing
             else f"no layer of {type(model).__name__} attends "
             "through transformers' AttentionInterface: nothing to capture"
         )

@@ -16,7 +16,7 @@ import torch
 import kvant
 
 from . import masks, versions
-from .groups import Group, Step
+from .groups import PAGE_TOKENS, Group, Step
 from .layers import Family, KvantLayer
 from .settings import SHORT_WINDOW, Settings
 
@@ -58,11 +58,15 @@ class KvantCache(versions.Cache):
                 if i in cross
                 else self._why_not(i, kind, window, layer, skipped)
             )
+            geometry = versions.predicted_geometry(config, i)
+            if reason is None and geometry is not None:
+                reason = self._too_large(geometry[1])
             if reason is not None:
+                if kind != "none" and i not in skipped:
+                    self._refuse_if_strict(i, reason)
                 self.reasons[i] = reason
                 made.append(layer)
                 continue
-            geometry = versions.predicted_geometry(config, i)
             if geometry is None:
                 family = Family([], None, window)
             else:
@@ -72,6 +76,25 @@ class KvantCache(versions.Cache):
         super().__init__(layers=made)
 
     # --- which layers ---
+
+    def try_out(self) -> None:
+        """Before the first tokens, on the CPU: makes the caches that the configuration asks for, so that settings which
+        cannot be are refused here and not in the middle of a prompt."""
+        families = {id(layer.family): layer.family for layer in self._kvant_layers()}
+        for family in families.values():
+            reason = None
+            if family.geometry is not None:
+                _, reason = self._new_group(family.members, *family.geometry, family.window, "cpu")
+            if reason is not None:
+                for i in family.members:
+                    self._refuse_if_strict(i, reason)
+                    self.reasons[i], self.layers[i] = reason, self.layers[i].original
+
+    def _refuse_if_strict(self, index: int, reason: str) -> None:
+        if self.settings.strict:
+            raise kvant.Unsupported(
+                f"layer {index}: {reason} (strict=True; skip_layers=[{index}] leaves it to transformers)"
+            )
 
     def _why_not(self, index: int, kind: str, window: int, layer: Any, skipped: set[int]) -> str | None:
         if kind == "none":
@@ -111,10 +134,7 @@ class KvantCache(versions.Cache):
             layer.group, layer.slot = family.group, family.members.index(layer.index)
             layer.dtype, layer.device = keys.dtype, keys.device
             return None
-        if self.settings.strict:
-            raise kvant.Unsupported(
-                f"layer {layer.index}: {reason} (strict=True; skip_layers=[{layer.index}] leaves it to transformers)"
-            )
+        self._refuse_if_strict(layer.index, reason)
         self.reasons[layer.index] = reason
         self.layers[layer.index] = layer.original
         return layer.original
@@ -124,10 +144,12 @@ class KvantCache(versions.Cache):
             return f"its keys {list(keys.shape)} and values {list(values.shape)} differ in shape"
         if keys.device.type not in ("cpu", "cuda"):
             return f"kvant has no backend for {keys.device.type}"
-        largest = kvant.info()["largest_head_dim"]
-        if keys.shape[3] > largest:  # which sizes a device takes, a cache there says itself
-            return f"head_dim {keys.shape[3]} is above {largest}"
-        return None
+        return self._too_large(keys.shape[3])
+
+    @staticmethod
+    def _too_large(head_dim: int) -> str | None:
+        largest = kvant.info()["largest_head_dim"]  # which sizes a device takes, a cache there says itself
+        return f"head_dim {head_dim} is above {largest}" if head_dim > largest else None
 
     def _new_group(self, members: list[int], heads: int, dim: int, window: int, device: str):
         """(group, None), or (None, why there is none)."""
@@ -168,13 +190,12 @@ class KvantCache(versions.Cache):
         return Group(cache, members, s.threads, s.isa), None
 
     def _why_not_this_window(self, window: int, tokens: int) -> str | None:
-        """A device's capacity holds whole prompts, of which transformers keeps a window."""
-        bits = {f["name"]: f["bits"] for f in kvant.formats()}
-        if (
-            not window
-            or self.settings.short_windows
-            or tokens * (bits[self.settings.k] + bits[self.settings.v]) <= window * 32
-        ):
+        """A device's capacity holds whole prompts, of which transformers keeps a window; and exact ends."""
+        s, bits = self.settings, {f["name"]: f["bits"] for f in kvant.formats()}
+        tail = 1 if s.tail_pages is None else s.tail_pages
+        ends = (1 if s.sink_pages is None else s.sink_pages) + (2 * (tail + 2) if tail else 0)  # of DeviceStore
+        exact = min(tokens, ends * PAGE_TOKENS)
+        if not window or s.short_windows or tokens * (bits[s.k] + bits[s.v]) + exact * 32 <= window * 32:
             return None
         return (
             f"a window of {window} takes less in bf16 than {tokens} tokens, "
@@ -242,6 +263,7 @@ class KvantCache(versions.Cache):
         if group.length == self.length:
             if self.rows is not None and batch != self.rows:
                 self._refuse_batch(batch)
+            self._refuse_interrupted()
             note, self._note = self._note, None
             if note is not None and note[:2] == (self.length, tokens) and note[2].shape[0] == batch:
                 step = Step(batch, tokens, note[2], note[3])
@@ -266,6 +288,29 @@ class KvantCache(versions.Cache):
                 f"a layer of {group.members} gets {tokens} tokens of {batch} rows after {group.length}, "
                 f"where the cache has {self.length}: a forward pass ended before its last layer; call cache.reset()"
             )
+
+    def _refuse_interrupted(self) -> None:
+        for layer in self._kvant_layers():
+            group = layer.family.group
+            if group is not None and layer.length != group.length:
+                raise RuntimeError(
+                    f"layer {layer.index} has {layer.length} tokens, where others have {group.length}: a forward pass "
+                    f"ended before its last layer; call cache.reset(), or cache.crop({layer.length - group.length}) to "
+                    "take its tokens back"
+                )
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        """Stores a step's keys and values of one layer; returns what stands for all of its tokens."""
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"layer {layer_idx} of a cache that was made for a model of {len(self.layers)} layers: each model "
+                "needs a cache of its own, by kvant.hf.cache(model)"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def reads_codes(self, queries: int) -> bool:
+        """Whether the newest queries, of the step that was last, read tokens in the formats of k and v."""
+        return any(group.tokens_read(queries)[1] for group in self.groups)
 
     def advance(self) -> None:
         """A recorded step of one token for each row was launched (StepGraph): lengths here follow those on the

@@ -6,6 +6,7 @@ every decoding step is kept free of allocations: C structs and argument arrays a
 
 from __future__ import annotations
 
+import re
 from ctypes import byref, c_int32, c_int64, c_void_p, sizeof
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import kvant
 from kvant import _c, _tensors
 
-_PAGE_TOKENS = 64
+PAGE_TOKENS = 64
 _MOST_STRUCTS = 256  # shapes whose C struct is kept; prompts come in many lengths
 
 
@@ -44,6 +45,12 @@ class Step:
         return found
 
 
+def _ends(cache: kvant.Cache) -> tuple[int, int]:
+    """Sink and tail pages of a cache, as it says itself."""
+    found = re.search(r"^exact ends: (\d+) sink and (\d+) tail pages", cache.describe(), re.MULTILINE)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
 class Group:
     """Layers of one geometry. members: their numbers in the model, in the order of their slots in the kvant cache."""
 
@@ -51,6 +58,7 @@ class Group:
         self.cache, self.members, self.threads, self.isa = cache, members, threads, isa
         self.window = cache.window
         self.on_device = cache.device[0] != "cpu"
+        self.ends = _ends(cache)
         self.sequences: list[kvant.Sequence] = []
         self.ids: Any = None  # of all rows, a C array
         self.rows: list[int] = []  # stored tokens of each row
@@ -195,6 +203,13 @@ class Group:
                 "or from what generate() was asked for: make a cache with larger ones, or crop or reset this one"
             ) from None
 
+    def _refuse_write(self, slot: int, status: int) -> None:
+        """Raises the error of a write; a number that is not finite is most often the model's, so with its layer."""
+        try:
+            _c.check(status)
+        except kvant.NonFinite as error:
+            raise kvant.NonFinite(f"layer {self.members[slot]}: {error}") from None
+
     def _struct(self, role: int, x: torch.Tensor) -> Any:
         """A tensor [batch, heads, tokens, head_dim] or [rows, heads, head_dim] as the C argument of its role."""
         structs = self._structs[role]
@@ -232,7 +247,9 @@ class Group:
         with cache._lock:
             if self.on_device:
                 self._use_stream()
-            _c.check(_c.write(cache.handle, self._step_ids, self._step_rows, slot, k, v))
+            status = _c.write(cache.handle, self._step_ids, self._step_rows, slot, k, v)
+        if status:
+            self._refuse_write(slot, status)
 
     # --- attention ---
 
@@ -287,7 +304,7 @@ class Group:
         if self.own_refused is not None:
             return False
         counts_padding = self.window > 0 and self.step.real is not None
-        return self.on_device or counts_padding if first else tokens > _PAGE_TOKENS
+        return self.on_device or counts_padding if first else tokens > PAGE_TOKENS
 
     def attend_own(self, slot: int, *arguments: Any) -> torch.Tensor | None:
         """As attend, with `own`; None if kvant does not compute it here, which own_refused tells from then on."""
@@ -395,6 +412,20 @@ class Group:
         return {}
 
     # --- looking inside ---
+
+    def tokens_read(self, queries: int = 1) -> tuple[int, int]:
+        """How many tokens the newest queries read exactly and encoded, over all rows (docs/design.md, "The cache's
+        rules")."""
+        sinks, tail = self.ends
+        visible = encoded = 0
+        for n in self.rows:
+            first = max(n - queries - self.window + 1, 0) if self.window else 0
+            exact_from = n
+            if tail:
+                exact_from = ((n - min(queries - 1, PAGE_TOKENS)) // PAGE_TOKENS - tail) * PAGE_TOKENS
+            visible += n - first
+            encoded += max(exact_from - max(first, sinks * PAGE_TOKENS), 0)
+        return visible - encoded, encoded
 
     def decode(self, slot: int, which: int, begins: list[int], out: torch.Tensor, batch_stride: bool) -> None:
         """Decodes the keys (0) or values (1) of each row from begins[i] to its end.

@@ -108,6 +108,12 @@ def make(**arguments: Any) -> LazyMask:
     """The mask function that transformers calls for the attention implementation "kvant"."""
     kind, window = versions.mask_kind(arguments)
     cache = _take_asked()
+    given = arguments.get("attention_mask")
+    if given is not None and given.ndim != 2:
+        raise ValueError(
+            f"attention_mask has {given.ndim} dimensions, {list(given.shape)}: must be [batch, tokens], or "
+            "[batch, heads, queries, keys] with heads 1 for all"
+        )
     if cache is not None and not cache.note_padding(
         arguments.get("attention_mask"), arguments.get("q_offset", 0), arguments["q_length"]
     ):

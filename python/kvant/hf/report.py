@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvant import formats
+
 from . import versions
 from .layers import KvantLayer
 
@@ -25,6 +27,8 @@ class Row:
     bytes: int
     bf16_bytes: int  # of a DynamicCache in bf16
     prompts: str = ""  # what computes the attention of prompts, and over what
+    exact_tokens: int = 0  # that a query of the next step sees, over all rows of the batch: read as given
+    encoded_tokens: int = 0  # and read from codes
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,10 @@ class Report:
         return groups
 
     def __str__(self) -> str:
-        """One line for neighbouring layers that are alike; its megabytes are theirs together."""
-        table = [("layers", "stored by", "format", "window", "heads x dim", "exact ends", "MB", "MB in bf16", "")]
+        """One line for neighbouring layers that are alike; its megabytes are theirs together, its tokens those of one
+        layer."""
+        names = ("layers", "stored by", "format", "window", "heads x dim", "exact ends", "exact", "encoded", "MB")
+        table = [(*names, "MB in bf16", "")]
         for alike in self._alike():
             r, last = alike[0], alike[-1]
             table.append(
@@ -66,22 +72,32 @@ class Report:
                     str(r.window or "-"),
                     f"{r.kv_heads} x {r.head_dim}" if r.head_dim else "-",
                     r.ends.partition(";")[0] or "-",  # `rows` have the reason, too
+                    *([str(r.exact_tokens), str(r.encoded_tokens)] if r.bytes and r.stored else "--"),
                     f"{sum(x.bytes for x in alike) / 1e6:.2f}",
                     f"{sum(x.bf16_bytes for x in alike) / 1e6:.2f}",
                     r.reason,
                 )
             )
-        total = ("all", "", "", "", "", "", f"{self.bytes / 1e6:.2f}", f"{self.bf16_bytes / 1e6:.2f}", "")
+        total = ("all", *[""] * 7, f"{self.bytes / 1e6:.2f}", f"{self.bf16_bytes / 1e6:.2f}", "")
         table.append(total)
         widths = [max(len(line[i]) for line in table) for i in range(len(total))]
-        right = (0, 3, 6, 7)
+        right = (0, 3, 6, 7, 8, 9)
         lines = [
             "  ".join(x.rjust(w) if i in right else x.ljust(w) for i, (x, w) in enumerate(zip(line, widths))).rstrip()
             for line in table
         ]
         head = self.note or (f"{self.batch} rows of {self.tokens} tokens" if self.tokens else "no tokens yet")
         prompts = "; ".join(dict.fromkeys(row.prompts for row in self.rows if row.prompts))
-        return "\n".join([f"{head}; prompts {prompts}" if prompts else head, *lines])
+        return "\n".join([f"{head}; prompts {prompts}" if prompts else head, *lines, *self._remarks()])
+
+    def _remarks(self) -> list[str]:
+        held = [row for row in self.rows if row.stored and row.bytes]
+        if sum(row.bytes for row in held) <= sum(row.bf16_bytes for row in held):
+            return []
+        return [
+            "kvant takes more than bf16 so far: a row takes whole pages of 64 tokens, and exact ends beside codes; "
+            "only what is between them becomes smaller"
+        ]
 
 
 def _ends(cache: Any) -> str:
@@ -91,6 +107,13 @@ def _ends(cache: Any) -> str:
         if name == "exact ends":
             return text.strip()
     return ""
+
+
+def _tokens(group: Any) -> tuple[int, int]:
+    """Tokens that the next query reads exactly and encoded; formats that are dense store all of them as given."""
+    exact, encoded = group.tokens_read()
+    dense = {f["name"] for f in formats() if f["dense"]}
+    return (exact + encoded, 0) if {group.cache.k, group.cache.v} <= dense else (exact, encoded)
 
 
 def _prompts(cache: Any, group: Any) -> str:
@@ -116,16 +139,16 @@ def make_report(cache: Any) -> Report:
     """The report of a KvantCache."""
     rows = []
     batch, tokens = cache.rows or 0, cache.length
-    shared = {id(group): (group.memory(), _ends(group.cache)) for group in cache.groups}
+    shared = {id(group): (group.memory(), _ends(group.cache), *_tokens(group)) for group in cache.groups}
     for i, layer in enumerate(cache.layers):
         stored = isinstance(layer, KvantLayer)
-        heads = dim = held = plain = 0
+        heads = dim = held = plain = exact = encoded = 0
         ends, window = "", getattr(layer, "sliding_window", 0)
         if stored:
             heads, dim = layer.family.geometry or (0, 0)
             if layer.group is not None:
                 heads, dim = layer.group.cache.kv_heads, layer.group.cache.head_dim
-                held, ends = shared[id(layer.group)]
+                held, ends, exact, encoded = shared[id(layer.group)]
             kept = min(layer.length, window - 1) if window else layer.length
             plain = batch * kept * heads * dim * 4
         else:
@@ -150,6 +173,8 @@ def make_report(cache: Any) -> Report:
                 held,
                 plain,
                 _prompts(cache, layer.group) if stored else "",
+                exact,
+                encoded,
             )
         )
     return Report(tuple(rows), batch, tokens)

@@ -66,6 +66,7 @@ __all__ = [
     "sdpa_attention_forward",
     "sdpa_mask",
     "set_attention",
+    "takes_cache",
     "why_not_served",
 ]
 
@@ -149,6 +150,13 @@ def mask_kind(arguments: dict[str, Any]) -> tuple[str, int]:
 def decoder_config(config: Any) -> Any:
     """The configuration of the text decoder, which may be a part of the model's."""
     return config.get_text_config(decoder=True)
+
+
+def takes_cache(model: Any) -> bool:
+    """Whether a model keeps keys and values of earlier tokens: not encoders, in which tokens see later ones."""
+    arguments = inspect.signature(type(model).forward).parameters
+    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    return bool({CACHE_NAME, "past_key_values", "cache_params"} & set(arguments)) and (not causal or any(causal))
 
 
 def hf_layers(config: Any) -> list[Any]:
