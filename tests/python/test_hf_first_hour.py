@@ -200,7 +200,7 @@ def test_numbers_that_are_not_finite_name_their_layer(llama, prompts, device, di
 
 def test_captures_name_the_layers_there_are(llama, prompts, tmp_path):
     for layers in ([1, 4], [-1], []):
-        with pytest.raises(kvant.InvalidArgument, match=r"layers = .*: must be some of the model's layers, 0 to 3"):
+        with pytest.raises(kvant.InvalidArgument, match="is not in the model, whose layers are 0 to 3"):
             kvant.hf.capture(llama, prompts(5)["input_ids"], tmp_path / "x", layers=layers)
 
 

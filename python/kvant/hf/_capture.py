@@ -230,8 +230,11 @@ def capture(
         raise InvalidArgument(f"queries = {queries}: must be at least 1")
     wanted = None if layers is None else {int(n) for n in layers}
     count = len(versions.hf_layers(model.config))
-    if wanted is not None and not wanted or wanted and not wanted <= set(range(count)):
-        raise InvalidArgument(f"layers = {sorted(wanted)}: must be some of the model's layers, 0 to {count - 1}")
+    outside = sorted((wanted or set()) - set(range(count)))
+    if outside or wanted == set():
+        raise InvalidArgument(
+            f"layers = {sorted(wanted)}: {outside or 'nothing'} is not in the model, whose layers are 0 to {count - 1}"
+        )
     recorder = _Recorder(wanted, queries, approximate)
     name = f"kvant_capture_{next(_calls)}"
     versions.AttentionInterface.register(name, recorder.attention)

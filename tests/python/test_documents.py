@@ -1,0 +1,117 @@
+"""The Python of README.md and docs/*.md runs as it stands, and what a page says is printed is printed.
+
+The blocks of a page run in order in one namespace, in a folder that has the texts of FILES alone. A small model with
+the geometry of the named one stands in for it. A block whose first line is `# needs ...` is compiled only; readers see
+what it needs, too. A block marked `text` is what the Python block before it prints.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import models
+import pytest
+import torch
+
+from kvant._tools import tool
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MODEL = "google/gemma-3-270m-it"
+FILES = {"text.txt": 210, "other.txt": 300}  # characters
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NEEDS = re.compile(r"# needs [\w ]+\n")
+
+
+def blocks(page: Path) -> list[tuple[str, str, int]]:
+    """(language, text, line) of each fenced block of Python or of what one prints."""
+    text = page.read_text(encoding="utf-8")
+    found = [(m[1], m[2], text.count("\n", 0, m.start(2))) for m in FENCE.finditer(text)]
+    return [block for block in found if block[0] in ("python", "text")]
+
+
+def gemma_270m():
+    """As many layers, kv heads and windows as Gemma 3 270M has, and its head_dim: caches take what its caches take."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 3
+    config = Gemma3TextConfig(
+        vocab_size=260, hidden_size=16, intermediate_size=16, num_hidden_layers=18, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=256, sliding_window=512, layer_types=kinds, bos_token_id=None,
+        eos_token_id=None, pad_token_id=256, max_position_embeddings=4096,
+    )  # fmt: skip
+    return Gemma3ForCausalLM(config).eval()
+
+
+def byte_tokenizer(**options):
+    """Bytes are tokens; and a token for padding."""
+    import tokenizers
+    from tokenizers import decoders, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", chat_template=template, **options)
+
+
+@pytest.fixture
+def stand_ins(transformers, torch, monkeypatch, tmp_path):
+    def named(make):
+        def from_pretrained(name, **options):
+            assert name == MODEL, f"no small model stands in for {name}"
+            return make(**options)
+
+        return from_pretrained
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", named(gemma_270m))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", named(byte_tokenizer))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["page"])
+    for name, size in FILES.items():
+        Path(name).write_text(models.topics_text()[:size])
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_python_of_a_page(page, stand_ins, capsys):
+    found, namespace, printed = blocks(page), {"__name__": "page"}, None
+    if any("calibrate(" in text for _, text, _ in found):
+        try:
+            tool()
+        except Exception as error:
+            pytest.skip(f"needs `kvant calibrate`: {error}")
+    for language, text, line in found:
+        if language == "text":
+            assert printed == text, f"{page.name}, line {line}: what is printed is\n{printed}"
+            continue
+        code = compile("\n" * line + text, str(page), "exec")
+        if NEEDS.match(text):
+            printed = None
+            continue
+        exec(code, namespace)
+        printed = capsys.readouterr().out
+
+
+def figures(page: str, pattern: str) -> list[str]:
+    found = re.search(pattern, (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert found, f"{page} has no {pattern}"
+    return list(found.groups())
+
+
+def test_two_pages_give_one_figure_for_one_measurement():
+    """The README repeats figures of pages that say how they were measured."""
+    number = r"(\d[\d.]*(?:e-\d+)?)"
+    readme = figures(
+        "README.md", rf"the default moves predictions by a KL\s+divergence\s+of {number}, `tq4/tq4`\s+by\s+{number}, "
+        rf"`fp8`\s+by\s+{number}\.",
+    )  # fmt: skip
+    cells = [figures("docs/hugging-face.md", rf"\n\| {row} \| {number} \|")[0] for row in (
+        r"\*\*tq6 / tq4\*\* \(default\)", "tq4 / tq4", "fp8 / fp8",
+    )]  # fmt: skip
+    assert list(map(float, readme)) == list(map(float, cells))
+    readme = figures("README.md", rf"takes\s+{number}\s+us\s+as `tq4`\s+and\s+{number} as `tq6/tq4`.*?takes {number}")
+    row = figures("docs/cuda.md", rf"32/8, 128, 16 x 32768 \| {number} us \|.*?\|.*?\| {number} us \| {number} us")
+    assert readme == [row[2], row[1], row[0]]
