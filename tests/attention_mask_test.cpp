@@ -241,5 +241,37 @@ TEST(FiniteMask, LowestFloatIsAsGoodAsInfinity) {
   EXPECT_TRUE(world.kernel_matches(with_mask(mask)));
 }
 
+// Next to the lowest number of each type no term is an infinity. A row of such terms alone is a row with a constant,
+// the largest of them takes all of the weight, and only minus infinity hides a key.
+TEST(FiniteMask, NumbersNextToTheLowestHideNothing) {
+  const auto lowest = [](Dtype dtype) {
+    return dtype == Dtype::f16 ? -65504.0f : dtype == Dtype::bf16 ? -0x1.FEp127f : -std::numeric_limits<float>::max();
+  };
+  for (const std::int64_t q_len : {3, 12}) {  // few rows of a kv head, and many
+    const World world(spec_of("f32", "f32", {{200, q_len}}));
+    for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
+      for (const float factor : {1.0f, 0.99f, 0.5f, 0.25f}) {
+        if (dtype == Dtype::f16 && factor < 1) continue;  // the scores count there
+        const float low = lowest(dtype) * factor;
+        const OwnedMask mask = make_mask(dtype, {1, 1, q_len, 200}, [&](auto, auto, auto q, auto k) {
+          if (q == 0) return low;                                              // everywhere
+          if (q == 1) return k / 64 == 1 ? low : -kInf;                        // a page of them, all else hidden
+          if (q == 2) return k % 3 == 0 ? low : k % 3 == 1 ? low / 2 : -kInf;  // a third has half of it
+          return k % 2 == 0 ? low : k % 5 == 0 ? -kInf : lowest(dtype);
+        });
+        for (const std::string& isa : available_isas()) {
+          AttentionOptions options = with_mask(mask);
+          options.isa = isa;
+          const Attended got = world.attend(options);
+          SCOPED_TRACE(fmt::format("{}, {}, {} queries, {}", isa, dtype_name(dtype), q_len, low));
+          const Expected expected = world.expect_decoded(options);
+          EXPECT_TRUE(close(expected.out, got.out, tolerance::kAllAtMinus65504, world.out_shape()));
+          EXPECT_TRUE(lse_close(expected.lse, got.lse, tolerance::kLseCoded));
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kvant::test

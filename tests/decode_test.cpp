@@ -15,6 +15,7 @@
 #include "support/bases.hpp"
 #include "support/cache_session.hpp"
 #include "support/draw.hpp"
+#include "support/kernels.hpp"
 #include "support/sanitized.hpp"
 
 namespace kvant {
@@ -99,8 +100,7 @@ TEST(DecodeKernels, GiveTheCodecsBitsOnEveryInstructionSet) {
       for (const int groups : {1, 2}) {
         if (groups > 1 && (!codec::is_lut(info.format) || head_dim % 32 != 0)) continue;
         const Page page(info.format, head_dim, groups, draw);
-        for (const core::Kernels* kernels : core::all_kernels()) {
-          if (!kernels->available()) continue;
+        for (const core::Kernels* kernels : testing_support::kernels_here()) {
           for (const BasisKind basis : {BasisKind::none, BasisKind::hadamard, BasisKind::calibrated}) {
             // The cost of this definition grows with the square of head_dim, and not with the format.
             if (basis == BasisKind::calibrated && info.format != Format::tq4) continue;
@@ -134,8 +134,7 @@ TEST(DecodeKernels, RoundToNearestEvenAndOverflowToInfinity) {
   const codec::PageLayout layout = codec::page_layout(Format::f32, Format::f32, 32);
   std::vector<std::byte> block(layout.block_bytes);
   codec::store_row_k(layout.k, 32, block.data(), 5, x.data(), nullptr);
-  for (const core::Kernels* kernels : core::all_kernels()) {
-    if (!kernels->available()) continue;
+  for (const core::Kernels* kernels : testing_support::kernels_here()) {
     for (const Dtype dtype : kDtypes) {
       std::vector<std::byte> got(32 * dtype_size(dtype));
       core::DecodeJob job;

@@ -1,8 +1,9 @@
-// Many rows on a matrix unit (cpu/matrix.hpp), emulated: these programs know the instruction sets `emulated` and
-// `scalar`, so that all machines test what runs on few.
+// Many rows on a matrix unit (cpu/matrix.hpp), emulated: this program knows the instruction sets `emulated` and
+// `scalar` alone, so that all machines test what runs on few.
 #include <gtest/gtest.h>
 
 #include <array>
+#include <atomic>
 
 #include "core/backend.hpp"
 #include "core/fmt.hpp"
@@ -13,7 +14,7 @@ namespace kvant::cpu {
 extern const core::Kernels kEmulatedKernels;
 extern const core::Kernels kScalarKernels;
 extern const char* emulated_refusal;
-extern int emulated_requests;
+extern std::atomic<int> emulated_requests;
 }  // namespace kvant::cpu
 
 namespace kvant::core {
@@ -91,11 +92,11 @@ TEST(Matrix, OnlyAPlanOfManyRowsAsksForTheUnit) {
     EXPECT_STREQ(plan(cache, {id}, {.q_heads = 4, .q_len = 4, .isa = isa}).value().isa(), "emulated");  // 16 rows
     EXPECT_EQ(plan(cache, {id}, {.q_heads = 4, .q_len = 101, .isa = isa}).code(), Code::invalid_argument);
   }
-  EXPECT_EQ(cpu::emulated_requests, 0);
+  EXPECT_EQ(cpu::emulated_requests.load(), 0);
   EXPECT_STREQ(plan(cache, {id}, {.q_heads = 4, .q_len = 5, .isa = "scalar"}).value().isa(), "scalar");
-  EXPECT_EQ(cpu::emulated_requests, 0);
+  EXPECT_EQ(cpu::emulated_requests.load(), 0);
   EXPECT_STREQ(plan(cache, {id}, {.q_heads = 4, .q_len = 5}).value().isa(), "emulated");  // 20 rows
-  EXPECT_EQ(cpu::emulated_requests, 1);
+  EXPECT_EQ(cpu::emulated_requests.load(), 1);
 }
 
 TEST(Matrix, ARefusedUnitIsReplacedWithAWordOrRefusedWithTheReason) {

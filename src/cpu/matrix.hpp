@@ -1,5 +1,5 @@
 // Both products of the path for many rows on a unit that multiplies tiles (AMX). Floats become sums of bf16 terms, each
-// the nearest one to what those before it leave; products of terms are summed in f32:
+// the nearest one to what those before it leave; products of terms are summed in f32, with denormals counted as zeros:
 //
 //   x = x0 + x1 + ...     n terms are off by 2^-(9 n - 1) |x| at most; to the bit f32 is three, f16 and fp8 with its
 //                         scale two, bf16 one
@@ -79,16 +79,27 @@ template <class W, int kTerms>
 struct Words {
   typename W::I term[kTerms];
 };
+// Half a unit of the last bit of bf16, which rounds lanes to nearest when it is added before the cut. It is 0 for lanes
+// that are not finite or would round to infinity: the largest numbers are cut, so that the sum of their terms stays
+// finite, and no NaN (0x7FFFFFFF) wraps to zero. A NaN that the cut makes infinite (0x7F800001) leaves a NaN for the
+// next term.
 template <class W>
-KVANT_INLINE typename W::I nearest_bf16(typename W::F x) {  // in the upper halves of lanes
-  return W::and_(W::addi(W::as_i(x), W::seti(0x8000)), W::seti(static_cast<std::int32_t>(0xFFFF0000u)));
+KVANT_INLINE typename W::I half_of_bf16(typename W::F x) {
+  const typename W::F magnitude = W::as_f(W::and_(W::as_i(x), W::seti(0x7FFFFFFF)));
+  return W::and_(W::less(magnitude, W::setf(0x1.FFp127f)), W::seti(0x8000));
+}
+// In the upper halves of lanes.
+template <class W>
+KVANT_INLINE typename W::I bf16_term(typename W::F x, typename W::I half) {
+  return W::and_(W::addi(W::as_i(x), half), W::seti(static_cast<std::int32_t>(0xFFFF0000u)));
 }
 // Lane i: words of a[i] and b[i].
 template <class W, int kTerms>
 KVANT_INLINE Words<W, kTerms> split(typename W::F a, typename W::F b) {
   Words<W, kTerms> words;
+  const typename W::I a_half = half_of_bf16<W>(a), b_half = half_of_bf16<W>(b);
   for (int n = 0; n < kTerms; ++n) {
-    const typename W::I a_term = nearest_bf16<W>(a), b_term = nearest_bf16<W>(b);
+    const typename W::I a_term = bf16_term<W>(a, a_half), b_term = bf16_term<W>(b, b_half);
     words.term[n] = W::or_(W::template shr<16>(a_term), b_term);
     a = W::sub(a, W::as_f(a_term));
     b = W::sub(b, W::as_f(b_term));

@@ -146,7 +146,7 @@ Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& i
                             const std::vector<float>& q, const std::vector<float>& sink_logits = {}, int layer = 0,
                             const TensorView& keys = {}, const TensorView& values = {});
 
-/// The ISAs of this machine, best first. Asked for once: a virtual machine takes microseconds to answer cpuid.
+/// This machine's ISAs, best first; or that of KVANT_TEST_ISA alone. Asked for once: a virtual machine's cpuid is slow.
 const std::vector<std::string>& available_isas();
 
 /// Computed in float arithmetic: f32, f16, bf16, fp8.

@@ -1,0 +1,127 @@
+// Writes to an engine's blocks: which tokens go where, whatever the order of the slots, and that a write with a number
+// that cannot be stored changes nothing.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "core/fmt.hpp"
+#include "kvant/kvant.hpp"
+#include "support/engine_pool.hpp"
+#include "support/half.hpp"
+#include "support/inputs.hpp"
+
+namespace kvant::test {
+namespace {
+
+constexpr int kHeads = 2, kHeadDim = 64;
+constexpr std::int64_t kWidth = kHeads * kHeadDim, kBlocks = 4;
+
+PagesConfig config(const char* format) {
+  PagesConfig c;
+  c.kv_heads = kHeads;
+  c.head_dim = kHeadDim;
+  c.k = c.v = format;
+  return c;
+}
+
+// The bytes of all blocks.
+std::vector<std::byte> bytes_of(const Pages& pages, const EnginePool& pool) {
+  std::vector<std::byte> all;
+  for (std::int64_t b = 0; b < kBlocks; ++b) {
+    for (int h = 0; h < kHeads; ++h) all.insert(all.end(), pool.block(b, h), pool.block(b, h) + pages.block_bytes());
+  }
+  return all;
+}
+
+// Tokens that follow one another in a call and not in a block, in a block and not in the call, and both.
+TEST(PagesWrite, EveryTokenGoesToItsOwnSlot) {
+  const std::vector<std::vector<std::int64_t>> cases = {{62, 63, 64, 65},        // on into the next block
+                                                        {5, 69, 133, 197},       // a block apart
+                                                        {5, 70, 135, 200},       // and a position
+                                                        {63, 127, 191, 255},     // the last positions
+                                                        {0, 64, 128, 192},       // the first
+                                                        {-1, 0, 1, -1, 64, 65},  // behind tokens that are not stored
+                                                        {10, -1, 11, 12},        // with a gap in the call
+                                                        {10, 12, 14, 11, 13},    // every other one
+                                                        {130, 129, 128, 66, 65, 64},    // backwards
+                                                        {7, 8, 71, 72, 9, 10, 73, 74},  // two blocks in turns
+                                                        {191, 192, 193, 64, 65, 0, 1},  // from block to block
+                                                        {127, 0, 128, 1, 255, 2}};
+  for (const char* format : {"tq4", "tq3", "tq8", "fp8", "bf16"}) {
+    const Pages pages = Pages::create(config(format)).value();
+    for (const std::vector<std::int64_t>& slots : cases) {
+      const auto n = static_cast<std::int64_t>(slots.size());
+      const std::vector<float> k = gaussian_vector(static_cast<std::size_t>(n * kWidth), 5),
+                               v = gaussian_vector(static_cast<std::size_t>(n * kWidth), 6);
+      const auto row = [](const std::vector<float>& x, std::int64_t i, std::int64_t count) {
+        return TensorView::of(x.data() + i * kWidth, count, kHeads, kHeadDim);
+      };
+      // Blocks in use, so that a write clears none but those whose first position it has.
+      EnginePool together(pages, {.blocks = kBlocks, .garbage = 0}),
+          one_by_one(pages, {.blocks = kBlocks, .garbage = 0});
+      ASSERT_TRUE(pages.write(together.view, row(k, 0, n), row(v, 0, n), slots.data(), n).ok());
+      std::vector<std::int64_t> order;
+      for (std::int64_t i = 0; i < n; ++i) order.push_back(i);
+      std::ranges::sort(order, {}, [&](std::int64_t i) { return slots[static_cast<std::size_t>(i)]; });
+      for (const std::int64_t i : order)
+        ASSERT_TRUE(
+            pages.write(one_by_one.view, row(k, i, 1), row(v, i, 1), &slots[static_cast<std::size_t>(i)], 1).ok());
+      EXPECT_EQ(bytes_of(pages, together), bytes_of(pages, one_by_one))
+          << format << ", slots " << fmt::format("{}", fmt::join(slots, " "));
+    }
+  }
+}
+
+// NaNs, infinities and numbers that are too large, in any row, head and element of either tensor.
+TEST(PagesWrite, WhatCannotBeStoredIsNamedAndChangesNothing) {
+  const std::int64_t n = 5;
+  const std::vector<std::int64_t> slots = {64, 65, -1, 3, 130};
+  const auto bad_bits = [](Dtype dtype) -> std::vector<std::uint32_t> {
+    if (dtype == Dtype::f16) return {0x7C00, 0xFC00, 0x7C01, 0xFE00, 0x7FFF, 0xFFFF};
+    if (dtype == Dtype::bf16) return {0x7F80, 0xFF80, 0x7F81, 0xFFC0, 0x7FFF, 0xFFFF, 0x4781, 0xFF7F};
+    return {0x7F800000, 0xFF800000, 0x7F800001, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x47800001, 0xC7800001, 0x7F7FFFFF};
+  };
+  const Pages pages = Pages::create(config("tq4")).value();
+  for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
+    std::size_t which = 0;
+    for (const bool values : {false, true}) {
+      for (const std::int64_t row : {0, 1, 2, 3, 4}) {
+        for (const int element : {0, 63, 64, 127}) {
+          std::vector<std::byte> x[2];
+          for (std::vector<std::byte>& side : x)
+            side = pack_as(dtype, gaussian_vector(static_cast<std::size_t>(n * kWidth), 7));
+          const std::vector<std::uint32_t> bad = bad_bits(dtype);
+          const std::uint32_t bits = bad[which++ % bad.size()];
+          const std::size_t bytes = dtype_size(dtype);
+          std::memcpy(x[values ? 1 : 0].data() + static_cast<std::size_t>(row * kWidth + element) * bytes, &bits,
+                      bytes);
+          EnginePool pool(pages, {.blocks = kBlocks});
+          const std::vector<std::byte> before = bytes_of(pages, pool);
+          const auto view = [&](int side) {
+            return TensorView::contiguous(x[side].data(), dtype, n, kHeads, kHeadDim);
+          };
+          const Status s = pages.write(pool.view, view(0), view(1), slots.data(), n);
+          SCOPED_TRACE(fmt::format("{} {:#x} in row {}, element {}, {}", dtype_name(dtype), bits, row, element,
+                                   values ? "values" : "keys"));
+          if (row == 2) {  // is not stored
+            EXPECT_TRUE(s.ok()) << s.message();
+            EXPECT_NE(bytes_of(pages, pool), before);
+            continue;
+          }
+          EXPECT_EQ(s.code(), Code::non_finite) << s.message();
+          const std::string place = fmt::format("{}: row {} (slot {}), kv head {} ", values ? "values" : "keys", row,
+                                                slots[static_cast<std::size_t>(row)], element / kHeadDim);
+          EXPECT_NE(s.message().find(place), std::string::npos) << s.message();
+          EXPECT_EQ(bytes_of(pages, pool), before);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvant::test
