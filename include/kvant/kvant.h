@@ -105,7 +105,8 @@ enum {
  * rows of sequence i begin at element i * batch_stride, and shape[0] is the most rows that any sequence of the call
  * has: a tensor [batch, heads, tokens, head_dim] or [batch, tokens, heads, head_dim] can be given as it is. Strides of
  * zeros mean contiguous [tokens, heads, head_dim] within a sequence then, too. Sequences are counted in the order of
- * the call. On a device batch_stride must lead to the same rows as 0 (one sequence; as many rows each, one after
+ * the call; a struct does not say for how many of them there is memory, so compare that with the call's number before.
+ * On a device batch_stride must lead to the same rows as 0 (one sequence; as many rows each, one after
  * another), or is unsupported. */
 typedef struct kvant_tensor {
   const void* data;

@@ -80,7 +80,7 @@ def attention_options(
     o.threads = _arguments.int32("threads", threads)
     o.split_keys = _arguments.int64("split_keys", split_keys)
     o.isa = _arguments.name_or_none("isa", isa)
-    o.kernel = _arguments.name_or_none("kernel", kernel or None)
+    o.kernel = None if isinstance(kernel, str) and kernel == "" else _arguments.name_or_none("kernel", kernel)
     return o
 
 

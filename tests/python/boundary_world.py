@@ -268,9 +268,9 @@ class World:
             given["alibi_slopes"] = Made(slopes[1:] if wrong else np.array(slopes), None if wrong else slopes)
             meaning["alibi"] = slopes
         if rng.random() < 0.1:
-            given["threads"] = self.number(1)
+            given["threads"] = self.number(1, 0)
         if rng.random() < 0.1:
-            given["split_keys"] = self.number(64)
+            given["split_keys"] = self.number(64, 0)
         if rng.random() < 0.4:
             self.mask(those, q_lens, heads, given, meaning)
         return given, meaning
