@@ -15,8 +15,8 @@ namespace kvant::cli {
 
 inline constexpr const char* kIsaHelp =
     "scalar, avx2, avx512, amx or neon, of which kvant info lists those that are\n"
-    "here; amx multiplies many rows as two bf16 numbers each: errors near 5e-6\n"
-    "(f16: 1e-5), where those of avx512 are near 2e-6; default: the best here";
+    "here; amx multiplies many rows with products of bf16 terms: errors near 4e-6\n"
+    "where those of avx512 are near 1e-6 (float formats); default: the best here";
 
 /// The group of options that are taken and not shown. (CLI11's own, "", leaves their names out of error messages.)
 inline constexpr const char* kHidden = "hidden";
