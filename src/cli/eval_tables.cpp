@@ -149,8 +149,7 @@ std::vector<std::string> legend_lines(const std::vector<EvalRow>& rows, const st
   };
   explain(any([](const EvalRow& row) { return row.is_default(); }), "* the library's default.");
   explain(any([](const EvalRow& row) { return !row.formats.is_dense() && row.has_exact_ends; }),
-          "exact ends: the first page and the newest 64 to 127 tokens are kept as given (the default, but for windows "
-          "below 1024).");
+          "exact ends: the first page and the newest 64 to 127 tokens are kept as given (the default).");
   explain(any([](const EvalRow& row) { return !row.formats.is_dense() && !row.has_exact_ends; }),
           "all encoded: everything but the query's own token is encoded.");
   explain(has("basis") && any([](const EvalRow& row) { return row.k_centre == KeyCentre::page; }),
