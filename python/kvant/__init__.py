@@ -12,6 +12,14 @@ and on CUDA devices. Tensors may come from numpy, torch, or anything with DLPack
 `kvant.hf` runs Hugging Face models over such caches; it needs torch and transformers, and is imported by name.
 """
 
+try:
+    from . import _c  # finds and loads the library
+except ImportError as _error:
+    from .__main__ import say_without_library
+
+    say_without_library(_error)
+    raise
+
 from ._cache import Bases, Cache, Memory, Sequence
 from ._errors import (
     BadFile,

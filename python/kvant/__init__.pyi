@@ -48,7 +48,10 @@ class Cache:
     threads: workers that encode, 0: the processors that the process may use. isa: an instruction set to encode with,
         "scalar", "avx2", "avx512", "amx" or "neon" (all store the same bytes), None: the best.
 
-    Errors: InvalidArgument, Unsupported, OutOfMemory. One thread at a time works on a cache; others wait.
+    Errors: InvalidArgument, Unsupported, OutOfMemory.
+    Any thread may make any call at any time. Sequences do not disturb each other, also where they share pages; the
+    calls for one sequence are the caller's to order. Plans run at the same time, on a device one after another; calls
+    that change something wait for them.
     """
     def __init__(self, *, kv_heads: int, head_dim: int, layers: int = 1, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', sink_pages: int | None = None, tail_pages: int | None = None, exact: str | None = None, window: int = 0, window_sinks: int = 0, rollback_tokens: int = 0, capacity_tokens: int = 0, max_sequences: int = 0, max_sequence_tokens: int = 0, k_basis: str = 'automatic', v_basis: str = 'automatic', bases: Bases | str | Path | None = None, basis_layers: SequenceOf[int] | None = None, k_centre: str = 'automatic', threads: int = 0, isa: str | None = None):
         ...
@@ -371,7 +374,7 @@ class Sequence:
         ...
 
 class Stale(KvantError):
-    """A plan was made for an earlier state of its cache."""
+    """A plan was made for an earlier state of one of its sequences."""
     status: int
 
 class Step:

@@ -76,7 +76,10 @@ def doctor() -> int:
     if "cuda" not in names:
         print("cuda          not compiled into this library")
     print(f"hugging face  {_hugging_face()}")
-    trial = _trial()
+    try:
+        trial = _trial()
+    except Exception as error:  # whatever keeps it from being done is the answer
+        trial = f"not possible: {error}"
     print(f"trial         {trial}")
     return 0 if trial.startswith("right") else 1
 
@@ -89,6 +92,19 @@ def _help(tool: str) -> int:
         after = f"  {'doctor':<30}  What this installation can do: versions, what is chosen, a trial\n{after}"
     print(f"{before}{heading}{after}", end="")
     return done.returncode
+
+
+def say_without_library(error: ImportError) -> None:
+    """Ends the `kvant` command, whose package cannot be imported, with the reason. Elsewhere: does nothing."""
+    asked = sys.orig_argv
+    as_module = sys.argv[:1] == ["-m"] and any(asked[i : i + 2] == ["-m", "kvant"] for i in range(1, len(asked)))
+    if not as_module and os.path.basename(sys.argv[0] if sys.argv else "") != "kvant":
+        return
+    if sys.argv[1:2] == ["doctor"]:
+        print(f"kvant         not available: {error}")
+        print("\n".join(_versions()))
+        sys.exit(1)
+    sys.exit(f"kvant: {error}")
 
 
 def cli() -> None:

@@ -41,7 +41,11 @@ def _load() -> tuple[ctypes.CDLL, Path]:
     tried = _candidates()
     for path in tried:
         if path.exists():
-            return ctypes.CDLL(str(path)), path
+            path = path.absolute()  # the system would look for a bare name in its own folders
+            try:
+                return ctypes.CDLL(str(path)), path
+            except OSError as error:
+                raise ImportError(f"kvant's shared library could not be loaded: {error}", path=str(path)) from None
     raise ImportError(
         "kvant's shared library was not found; tried "
         + ", ".join(str(p) for p in tried)
@@ -270,9 +274,10 @@ def _function(name, *arguments, result=c_int32):
     try:
         function = getattr(lib, name)
     except AttributeError:
-        raise ImportError(
-            f"{library_path} has no {name}: the library is older than this package; build or install both"
-        ) from None
+        what = "the library is older than this package; build or install both"
+        if not hasattr(lib, "kvant_version"):
+            what = "it is not kvant's shared library; set KVANT_LIBRARY to the path of libkvant.so, or unset it"
+        raise ImportError(f"{library_path} has no {name}: {what}", path=str(library_path)) from None
     function.argtypes, function.restype = arguments, result
     return function
 
@@ -382,20 +387,30 @@ pages_plan_run = _function(
 pages_plan_take_errors = _function("kvant_pages_plan_take_errors", c_void_p, c_void_p, POINTER(c_int32))
 
 
-class PagesHandle(c_void_p):
-    """A kvant_pages*, destroyed when nobody has it any more: calls in other threads keep it until they return."""
+class _Handle(c_void_p):
+    """An object of the library, destroyed when nobody has it any more: calls in other threads keep it until they
+    return."""
 
-    def __del__(self, destroy=pages_destroy):
-        if self:
-            destroy(self)
+    def __del__(self):
+        pointer, self.value = self.value, None  # the collector ends cycles in any order: others may still look
+        if pointer:
+            self._destroy(pointer)
 
 
-class PagesPlanHandle(c_void_p):
-    """A kvant_pages_plan*, likewise."""
+class CacheHandle(_Handle):
+    _destroy = cache_destroy
 
-    def __del__(self, destroy=pages_plan_destroy):
-        if self:
-            destroy(self)
+
+class PlanHandle(_Handle):
+    _destroy = plan_destroy
+
+
+class PagesHandle(_Handle):
+    _destroy = pages_destroy
+
+
+class PagesPlanHandle(_Handle):
+    _destroy = pages_plan_destroy
 
 
 def check(status: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Iterable, Sequence as SequenceOf
 from ctypes import byref, c_int32, c_int64, c_uint64, c_void_p, sizeof
@@ -11,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import _arguments, _c, _overlap, _tensors
-from ._errors import InvalidArgument, KvantError
+from . import _arguments, _c, _locks, _overlap, _tensors
+from ._errors import InvalidArgument
 from ._plan import Plan, Step, drop_tokens
 
 __all__ = ["Bases", "Cache", "Memory", "Sequence"]
@@ -78,7 +77,10 @@ class Cache(_arguments.NotCopied):
     threads: workers that encode, 0: the processors that the process may use. isa: an instruction set to encode with,
         "scalar", "avx2", "avx512", "amx" or "neon" (all store the same bytes), None: the best.
 
-    Errors: InvalidArgument, Unsupported, OutOfMemory. One thread at a time works on a cache; others wait.
+    Errors: InvalidArgument, Unsupported, OutOfMemory.
+    Any thread may make any call at any time. Sequences do not disturb each other, also where they share pages; the
+    calls for one sequence are the caller's to order. Plans run at the same time, on a device one after another; calls
+    that change something wait for them.
     """
 
     _instead = "fork its sequences, or make another cache"
@@ -110,11 +112,10 @@ class Cache(_arguments.NotCopied):
         isa: str | None = None,
     ):
         self._handle = None
-        self._lock = threading.RLock()
+        self._lock = _locks.new()
         self._stream = 0
         self._workspace = None
         self._plans: weakref.WeakSet = weakref.WeakSet()
-        self._step: tuple[Any, set[int]] = (None, set())  # that attend opened, and the layers it has written
         self.device = _arguments.device(device)
         self.k, self.v = _arguments.text("k", k), _arguments.text("v", v)
         c = _c.CacheConfig()
@@ -155,7 +156,7 @@ class Cache(_arguments.NotCopied):
         c.isa = _arguments.name_or_none("isa", isa)
         kind, number = self.device
         c.device = b"cpu" if kind == "cpu" else f"{kind}:{number}".encode()
-        handle = c_void_p()
+        handle = _c.CacheHandle()
         _c.check(_c.cache_create(byref(c), byref(handle)))
         self._handle = handle
         self.layers, self.kv_heads, self.head_dim, self.window = c.layers, c.kv_heads, c.head_dim, c.window
@@ -167,21 +168,14 @@ class Cache(_arguments.NotCopied):
         more."""
         with self._lock:
             for plan in list(self._plans):  # which keep the memory
-                plan._release()
-            handle, self._handle = self._handle, None
-            if handle:
-                _c.cache_destroy(handle)
+                plan._handle = None
+            self._handle = None
 
     def __enter__(self) -> Cache:
         return self
 
     def __exit__(self, *error) -> None:
         self.close()
-
-    def __del__(self, destroy=_c.cache_destroy):
-        handle, self._handle = getattr(self, "_handle", None), None
-        if handle:
-            destroy(handle)
 
     def __repr__(self) -> str:
         where = "" if self.device[0] == "cpu" else f", device={self.device[0]}:{self.device[1]}"
@@ -357,32 +351,35 @@ class Cache(_arguments.NotCopied):
             options["q_len"] = rows // len(sequences)
         own = {"keys": keys, "values": values} if _arguments.flag("fresh", options.get("fresh", False)) else {}
         run = dict(out=out, **own, lse=lse, sink_logits=sink_logits, stream=stream)
-        with self._lock:
-            if keys is None:
-                return self.plan(sequences, q_heads=shape[-2], **options).run(layer, q, **run)
-            tokens = options.get("q_lens") or self._each("q_len", options["q_len"], len(sequences))
-            opened = self._open_step(sequences, tokens, layer, stream)
-            try:  # all checks, then the write
-                ready = self.plan(sequences, q_heads=shape[-2], **options)._ready(layer, q, **run)
-                self.write(sequences, layer, keys, values, stream=stream)
-                self._step[1].add(layer)
-                return ready()
-            except BaseException:
-                if opened:
-                    self._step = (None, set())
-                    drop_tokens(sequences, tokens)
-                raise
+        if keys is None:
+            return self.plan(sequences, q_heads=shape[-2], **options).run(layer, q, **run)
+        tokens = options.get("q_lens") or self._each("q_len", options["q_len"], len(sequences))
+        first, opened = self._open_step(sequences, tokens, layer, stream)
+        try:  # all checks, then the write
+            ready = self.plan(sequences, q_heads=shape[-2], **options)._ready(layer, q, **run)
+            self.write(sequences, layer, keys, values, stream=stream)
+            first._step[1].add(layer)
+            return ready()
+        except BaseException:
+            if opened:
+                first._step = (None, set())
+                drop_tokens(sequences, tokens)
+            raise
 
-    def _open_step(self, sequences: list[Sequence], tokens: list[int], layer: int, stream: Any) -> bool:
+    def _open_step(
+        self, sequences: list[Sequence], tokens: list[int], layer: int, stream: Any
+    ) -> tuple[Sequence, bool]:
         """Reserves, unless this step was opened by another layer: the same sequences, as long as they were left
-        then. Returns whether it reserved."""
-        step = [(s._number, self._length(s.id)) for s in sequences]
-        opened, written = self._step
+        then. Returns the first sequence, which knows of the step, and whether it reserved."""
+        if not sequences:
+            raise InvalidArgument("sequences is empty: give keys and values at least one sequence to go to")
+        step = [(s.id, self._length(s._number)) for s in sequences]
+        opened, written = sequences[0]._step
         if opened == (step, tokens) and layer not in written and len(written) < self.layers:
-            return False
+            return sequences[0], False
         self.reserve(sequences, tokens, stream=stream)
-        self._step = (([(s.id, self._length(s.id)) for s in sequences], tokens), set())
-        return True
+        sequences[0]._step = (([(s.id, self._length(s.id)) for s in sequences], tokens), set())
+        return sequences[0], True
 
     # --- looking inside ---
 
@@ -468,6 +465,7 @@ class Sequence(_arguments.NotCopied):
 
     def __init__(self, cache: Cache, number: int):
         self.cache, self.id = cache, number
+        self._step: tuple[Any, set[int]] = (None, set())  # that attend opened, this sequence its first; layers written
 
     @property
     def _number(self) -> int:
@@ -519,11 +517,12 @@ class Sequence(_arguments.NotCopied):
     def __exit__(self, *error) -> None:
         self.remove()
 
-    def __del__(self):
-        try:
-            self.remove()
-        except (KvantError, AttributeError, TypeError):  # when the interpreter ends, parts of it are gone already
-            pass
+    def __del__(self, remove=_c.remove):
+        # Python calls this at any moment, in any thread, also in one that has this lock or waits for another: so no
+        # lock. The library waits for calls in progress, which need nothing of Python.
+        number, handle = getattr(self, "id", 0), getattr(getattr(self, "cache", None), "_handle", None)
+        if number and handle:
+            remove(handle, number)
 
     def __bool__(self) -> bool:
         return True  # an empty sequence is a sequence

@@ -35,7 +35,7 @@ class NonFinite(KvantError, ValueError):
 
 
 class Stale(KvantError):
-    """A plan was made for an earlier state of its cache."""
+    """A plan was made for an earlier state of one of its sequences."""
 
     status = 5
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import sys
-import threading
 import weakref
 from collections.abc import Sequence as SequenceOf
 from ctypes import byref, c_int32, c_int64, c_void_p, sizeof
 from dataclasses import dataclass
 from typing import Any
 
-from . import _arguments, _c, _overlap, _tensors
+from . import _arguments, _c, _locks, _overlap, _tensors
 from ._cache import EXACT
 from ._errors import InvalidArgument
 from ._plan import attention_options, run_options
@@ -30,7 +28,7 @@ def _list(x: Any, name: str, size: int, where: _tensors.Place):
         if where.kind == "cpu":
             array = ((c_int32 if size == 4 else c_int64) * len(numbers))(*numbers)
             return ctypes.addressof(array), len(numbers), array
-        torch = sys.modules.get("torch")
+        torch = _tensors.torch_module()
         if torch is None:
             raise InvalidArgument(f"{name} is a list: without torch, pass a {_WORDS[size]} tensor in device memory")
         dtype = torch.int32 if size == 4 else torch.int64
@@ -326,7 +324,7 @@ class PagesPlan(_arguments.NotCopied):
         workspace: Any = None,
     ):
         self._handle = None
-        self._lock = threading.RLock()
+        self._lock = _locks.new()
         o = attention_options(
             q_heads,
             scale=scale,
@@ -459,7 +457,7 @@ class PagesPlan(_arguments.NotCopied):
                 raise InvalidArgument("workspace is given, but this plan needs none: leave it out")
             return None
         if workspace is None:
-            torch = sys.modules.get("torch")
+            torch = _tensors.torch_module()
             if torch is None:
                 raise InvalidArgument(f"workspace is not given: without torch, pass device memory of {needed} bytes")
             if pages._workspace is None or pages._workspace.numel() < needed:

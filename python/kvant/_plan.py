@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence as SequenceOf
 from ctypes import byref, c_float, c_int32, c_void_p, sizeof
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import _arguments, _c, _overlap, _tensors
+from . import _arguments, _c, _locks, _overlap, _tensors
 from ._errors import InvalidArgument, KvantError
 
 if TYPE_CHECKING:
@@ -156,8 +155,10 @@ class Plan(_arguments.NotCopied):
         fresh: bool = False,
     ):
         self._handle = None
+        self._lock = _locks.new()  # runs share the plan's own workspace
         self.cache = cache
-        ids = cache._ids(sequences)
+        self._sequences = cache._members(sequences)  # which live as long as the plan
+        ids = cache._ids(self._sequences)
         o = attention_options(
             q_heads,
             scale=scale,
@@ -184,10 +185,11 @@ class Plan(_arguments.NotCopied):
         first_key = _arguments.int64("mask_first_key", mask_first_key)
         if mask is not None:
             o.mask, self._mask = _tensors.mask(mask, first_key, cache._place(None))
-        handle = c_void_p()
+        handle = _c.PlanHandle()
         with cache._lock:
             _c.check(_c.plan_create(cache.handle, _c.sequences(ids), len(ids), byref(o), byref(handle)))
-        self._handle = handle
+            self._handle = handle
+            cache._plans.add(self)
         f = _c.plan_facts(handle)
         self.facts = PlanFacts(
             f.workspace_bytes,
@@ -198,14 +200,6 @@ class Plan(_arguments.NotCopied):
             (f.isa or b"").decode(),
             (f.kernel or b"").decode(),
         )
-        cache._plans.add(self)
-
-    def _release(self, destroy=_c.plan_destroy) -> None:
-        handle, self._handle = getattr(self, "_handle", None), None
-        if handle:
-            destroy(handle)
-
-    __del__ = _release
 
     @property
     def handle(self) -> c_void_p:
@@ -281,7 +275,8 @@ class Plan(_arguments.NotCopied):
         options, lse = run_options(q, rows, lse, sink_logits, where, outputs, inputs)
 
         def run(_kept=(outputs, inputs)) -> Any:
-            with cache._lock:
+            # In host memory runs change nothing that other calls use.
+            with self._lock if where.kind == "cpu" else cache._lock:
                 if where.kind != "cpu":
                     self._give_workspace(options, workspace, where)
                 _c.check(_c.run(self.handle, layer, byref(q_tensor), byref(out_tensor), byref(options), *fresh))
@@ -309,7 +304,7 @@ class Plan(_arguments.NotCopied):
     def _give_workspace(self, options: _c.RunOptions, workspace: Any, where: _tensors.Place) -> None:
         needed = self.facts.workspace_bytes
         if workspace is None:
-            torch = sys.modules.get("torch")
+            torch = _tensors.torch_module()
             if torch is None:
                 raise InvalidArgument(
                     f"workspace is not given: without torch, pass device memory of {needed} bytes "

@@ -74,9 +74,15 @@ class Bf16Array:
         return self.bits.shape
 
 
-def is_torch(x: Any) -> bool:
+def torch_module() -> Any:
+    """The module torch, or None while nobody has imported it, or another thread still does: then parts are missing."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor)
+    return None if getattr(getattr(torch, "__spec__", None), "_initializing", False) else torch
+
+
+def is_torch(x: Any) -> bool:
+    tensors = getattr(sys.modules.get("torch"), "Tensor", None)  # none yet while torch is being imported
+    return tensors is not None and isinstance(x, tensors)
 
 
 _torch_dtypes: dict = {}
@@ -308,7 +314,7 @@ def empty_like(x: Any, shape: tuple[int, ...], dtype: str | None = None):
         return Bf16Array(np.empty(shape, np.uint16))
     if hasattr(x, "__cuda_array_interface__"):
         cupy = sys.modules.get("cupy")
-        if cupy is None:
+        if not hasattr(cupy, "empty"):
             raise InvalidArgument("out is not given: kvant cannot allocate memory of this library; pass out=")
         return cupy.empty(shape, dtype=x.dtype if dtype is None else np.float32)
     return np.empty(shape, x.dtype if dtype is None and isinstance(x, np.ndarray) else np.float32)
@@ -319,7 +325,7 @@ def stream_of(device: tuple[str, int], stream: Any = None) -> int:
     one."""
     if stream is not None:
         return _streams.number(stream)
-    torch = sys.modules.get("torch")
+    torch = torch_module()
     if torch is None or not torch.cuda.is_available():
         return 0
     return torch.cuda.current_stream(device[1]).cuda_stream

@@ -146,8 +146,11 @@ def _merge_on_device(pairs: SequenceOf[tuple[Any, Any]], device: Any, stream: An
 def tool() -> str:
     """Path of the command line tool: KVANT_CLI, else the wheel's, else that of a checkout, else the one on PATH."""
     chosen = os.environ.get("KVANT_CLI")
-    if chosen:
-        return chosen
+    if chosen:  # a name without a folder: here, else on PATH
+        found = str(Path(chosen).absolute()) if Path(chosen).is_file() else shutil.which(chosen)
+        if found is None:
+            raise Unsupported(f'KVANT_CLI is "{chosen}": there is no such program; set it to the path of the tool')
+        return found
     here = Path(__file__).resolve().parent
     for path in (here / "bin" / "kvant", here.parent.parent / "build" / "release" / "bin" / "kvant"):
         if path.exists():

@@ -7,6 +7,7 @@ every decoding step is kept free of allocations: C structs and argument arrays a
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from ctypes import byref, c_int32, c_int64, c_void_p, sizeof
 from typing import Any
 
@@ -16,6 +17,7 @@ import kvant
 from kvant import _c, _tensors
 
 PAGE_TOKENS = 64
+_NO_LOCK = nullcontext()
 _MOST_STRUCTS = 256  # shapes whose C struct is kept; prompts come in many lengths
 
 
@@ -332,7 +334,7 @@ class Group:
         q_struct, out_struct = self._struct(2, q), self._struct(3, out)
         if own is not None:
             keys, values = self._struct(0, own[0]), self._struct(1, own[1])
-        with self.cache._lock:
+        with self.cache._lock if self.on_device else _NO_LOCK:  # in host memory runs go on at the same time
             if sinks is not None or self.on_device:
                 self._run.sink_logits = None if sinks is None else self._f32(sinks).data_ptr()
                 if self.on_device:
