@@ -96,10 +96,7 @@ def enable(model: Any, **options: Any) -> Any:
         raise TypeError(f"model is a {type(model).__name__}: must be a transformers model (PreTrainedModel)")
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder, whose two caches kvant.hf does not replace")
-    if not versions.takes_cache(model):
-        raise ValueError(
-            f"{type(model).__name__} keeps no keys and values of earlier tokens (an encoder): there is nothing to store"
-        )
+    _check_that_caches_are_taken(model)
     settings = Settings.make(**options)
     _untouched(model, settings)
     enabled = model.__dict__.get("_kvant")
@@ -135,6 +132,7 @@ def cache(model: Any, *, max_length: int | None = None, batch: int | None = None
     max_length, batch: needed on a device, where a cache takes its memory at once: tokens of the longest row, and rows
         alive at the same time, beams and copies included.
     """
+    _check_that_caches_are_taken(model)
     enabled = model.__dict__.get("_kvant")
     settings = Settings.make(None if enabled is None else enabled.settings, **options)
     made = KvantCache(
@@ -168,6 +166,14 @@ def _untouched(model: Any, settings: Settings) -> KvantCache:
     if model.device.type == "cpu":
         made.try_out()
     return made
+
+
+def _check_that_caches_are_taken(model: Any) -> None:
+    if not versions.takes_cache(model):
+        raise ValueError(
+            f"{type(model).__name__} keeps no keys and values of earlier tokens in transformers' caches "
+            "(an encoder, or states of its own): there is nothing to store"
+        )
 
 
 def _look_at_cache(model: Any, positional: tuple, named: dict) -> None:

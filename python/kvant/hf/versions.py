@@ -97,7 +97,7 @@ HARMLESS = frozenset(
 # What transformers' sdpa attention reads beside the arguments of all attention functions: position_bias, from 5.24 on.
 SDPA_ARGUMENTS = frozenset(inspect.signature(sdpa_attention_forward).parameters) & {"position_bias"}
 
-# Models that declare no sdpa because that has no softcap and no sink logits, which kvant has: docs/architectures.md.
+# Models that declare no sdpa because that has no sink logits and does not cap logits: docs/architectures.md.
 WITHOUT_SDPA = frozenset(
     {"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"}
 )
@@ -153,15 +153,23 @@ def decoder_config(config: Any) -> Any:
 
 
 def takes_cache(model: Any) -> bool:
-    """Whether a model keeps keys and values of earlier tokens: not encoders, in which tokens see later ones."""
+    """Whether a model keeps keys and values of earlier tokens: not encoders, in which tokens see later ones, and not
+    XLNet, RWKV and others with states of their own."""
+    if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+        return False
     arguments = inspect.signature(type(model).forward).parameters
     causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
-    return bool({CACHE_NAME, "past_key_values", "cache_params"} & set(arguments)) and (not causal or any(causal))
+    # PaliGemma's decoder is not causal either, but its configuration does not know the choice that BERT's has.
+    encoder = causal and not any(causal) and getattr(decoder_config(model.config), "is_decoder", None) is False
+    return bool({CACHE_NAME, "past_key_values", "cache_params"} & set(arguments)) and not encoder
 
 
 def hf_layers(config: Any) -> list[Any]:
     """The layers of the cache that transformers would make for this decoder."""
-    return DynamicCache(config=decoder_config(config)).layers
+    try:
+        return DynamicCache(config=decoder_config(config)).layers
+    except AttributeError as error:  # BLT: three decoders, none of them the model's
+        raise ValueError(f"{type(config).__name__} does not say which layers a cache has: {error}") from error
 
 
 def kind_of_layer(layer: Any) -> tuple[str, int]:
