@@ -135,6 +135,8 @@ class World:
         if odd < 0.04:
             junk = JUNK[int(rng.integers(0, len(JUNK)))]
             fits = type(junk) is int and junk == good or any(junk is a for a in also)
+            if type(junk) is int and any(type(a) is range and junk in a for a in also):
+                return Made(junk, junk)
             return Made(junk, good if fits else None, fits)
         kinds = [int, int, int, np.int64, np.int32, np.array, np.uint8 if 0 <= good < 256 else int]
         return Made(kinds[int(rng.integers(0, len(kinds)))](good), good)
@@ -217,7 +219,7 @@ class World:
 
     def decode(self) -> str:
         those = self.some()
-        layer = self.number(int(self.rng.integers(0, 2)))
+        layer = self.number(int(self.rng.integers(0, 2)), range(2))
         bounds = [sorted(self.rng.integers(0, len(self.held[i][0]) + 1, 2).tolist()) for i in those]
         shape = (sum(b - a for a, b in bounds), self.kv_heads, self.dim)
         arguments = {"layer": layer}
@@ -227,6 +229,8 @@ class World:
         for name, m in arguments.items():
             if m.given is None:  # a new tensor, which is not looked at
                 m.numbers, m.may_refuse = 0, True
+            elif m.numbers is None and m.view is not None and m.view.ndim == 4:  # may be a batch, with rows left over
+                m.may_refuse = True
 
         def check(result):
             kv = [[self.held[i][2 * layer.numbers + w][a:b] for i, (a, b) in zip(those, bounds)] for w in (0, 1)]
@@ -250,7 +254,7 @@ class World:
         """Options of a plan as arguments, and as attention() takes them (mask: one for each sequence)."""
         rng, given, meaning = self.rng, {}, {}
         if rng.random() < 0.3:
-            window = self.number(int(rng.integers(1, 90)), None)
+            window = self.number(int(rng.integers(1, 90)), None, range(1, 2**63))
             given["window"], meaning["window"] = window, 0 if window.given is None else window.numbers
         for name, value in (("scale", 0.3), ("softcap", 5.0)):
             if rng.random() < 0.2:
@@ -309,7 +313,7 @@ class World:
         if rng.random() < 0.6:
             q_lens = [min(int(rng.integers(1, 4)), *lengths)] * len(those)
         q, rows = self.rows(q_lens, heads)
-        layer = self.number(int(rng.integers(0, 2)))
+        layer = self.number(int(rng.integers(0, 2)), range(2))
         arguments, meaning = self.options(those, q_lens, heads)
         arguments |= {"q": q, "layer": layer}
         total = sum(q_lens)
