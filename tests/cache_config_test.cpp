@@ -48,17 +48,17 @@ TEST(Bases, AutomaticFollowsTheFormat) {
 
 TEST(KeyCentres, AreForKeysThatAreEncodedFromRows) {
   CacheConfig config = small_config();
-  config.k = "tq4";
-  for (const int tails : {1, 0}) {
-    config.tail_pages = tails;
-    const Cache cache = make(config);
-    EXPECT_EQ(cache.config().k_centre, KeyCentre::page);
-    EXPECT_NE(cache.describe().find("centre: k page; chosen: the default"), std::string::npos) << cache.describe();
-  }
-  for (const char* k : {"fp8", "bf16"}) {
+  for (const char* k : {"tq4", "fp8"}) {
     config.k = k;
-    EXPECT_EQ(make(config).config().k_centre, KeyCentre::none) << k;
+    for (const int tails : {1, 0}) {
+      config.tail_pages = tails;
+      const Cache cache = make(config);
+      EXPECT_EQ(cache.config().k_centre, KeyCentre::page);
+      EXPECT_NE(cache.describe().find("centre: k page; chosen: the default"), std::string::npos) << cache.describe();
+    }
   }
+  config.k = "bf16";
+  EXPECT_EQ(make(config).config().k_centre, KeyCentre::none);
   config.k_centre = KeyCentre::page;
   for (const char* k : {"tq2", "tq8", "fp8"}) {
     config.k = k;

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <bit>
 #include <map>
+#include <memory>
 #include <set>
 #include <tuple>
 
@@ -39,13 +40,19 @@ void PrintTo(const Trial& s, std::ostream* out) {
 
 // --- the model -------------------------------------------------------------------------------------------------------
 
+// A page's keys are centred on: the mean of these tokens as given; or, where they have a centre themselves, of
+// these as they are stored around it.
+struct Centre {
+  std::vector<std::uint64_t> tokens;
+  std::shared_ptr<const Centre> of_tokens;
+};
+
 struct ModelPage {
   std::uint64_t identity = 0;
   std::uint64_t exact = 0;  // 0: no such copy
   std::uint64_t encoded = 0;
   bool released = false;
-  std::vector<std::uint64_t>
-      sealed{};  // with a tail: the tokens that were encoded together, which its centre is the mean of
+  std::shared_ptr<const Centre> centre{};  // the encoded copy's
 };
 
 struct ModelSequence {
@@ -110,9 +117,29 @@ struct Model {
       if (each.released || each.exact == 0 || q < config.sink_pages) continue;
       if (!should_be_exact(s.length(), q) && each.encoded == 0) {
         each.encoded = next++;
-        each.sealed.assign(s.tokens.begin() + q * kPage, s.tokens.begin() + (q + 1) * kPage);
+        each.centre = own_centre(s, q);
       }
       if (!should_be_exact(s.length() - kPage, q)) each.exact = 0;
+    }
+  }
+  // That of a page that is encoded as a whole; of the first page, always.
+  static std::shared_ptr<const Centre> own_centre(const ModelSequence& s, std::int64_t p) {
+    const auto first = s.tokens.begin() + p * kPage;
+    return std::make_shared<const Centre>(Centre{{first, first + (p == 0 ? 1 : kPage)}, {}});
+  }
+  // After all tokens of a step: centres of pages that began in it and are encoded as tokens come.
+  static void end_step(ModelSequence& s, std::int64_t begin) {
+    for (std::int64_t p = (begin + kPage - 1) / kPage; p < static_cast<std::int64_t>(s.pages.size()); ++p) {
+      ModelPage& page = s.pages[static_cast<std::size_t>(p)];
+      if (page.encoded == 0 || page.centre != nullptr) continue;
+      if (p == 0 || s.length() >= (p + 1) * kPage) {
+        page.centre = own_centre(s, p);
+        continue;
+      }
+      const ModelPage& before = s.pages[static_cast<std::size_t>(p - 1)];
+      const auto first = s.tokens.begin() + (p - 1) * kPage;
+      page.centre =
+          std::make_shared<const Centre>(Centre{{first, first + kPage}, before.exact != 0 ? nullptr : before.centre});
     }
   }
   bool may_truncate(const ModelSequence& s, std::int64_t n) const {
@@ -127,7 +154,7 @@ struct Model {
     s.pages.resize(static_cast<std::size_t>((n + kPage - 1) / kPage));
     for (std::int64_t p = 0; p < static_cast<std::int64_t>(s.pages.size()); ++p) {
       ModelPage& page = s.pages[static_cast<std::size_t>(p)];
-      if (page.exact != 0 && should_be_exact(n, p)) page.encoded = 0;
+      if (page.exact != 0 && should_be_exact(n, p)) page.encoded = 0, page.centre = nullptr;
     }
   }
 };
@@ -135,6 +162,16 @@ struct Model {
 // --- what the codec gives for one vector -----------------------------------------------------------------------------
 
 using Vector = std::vector<float>;
+
+// Nearer to zero than to the centre.
+bool refuses(const Vector& x, const Vector& centre) {
+  double from_zero = 0, from_centre = 0;
+  for (std::size_t i = 0; i < centre.size(); ++i) {
+    from_zero += double{x[i]} * x[i];
+    from_centre += (double{x[i]} - centre[i]) * (double{x[i]} - centre[i]);
+  }
+  return from_zero < from_centre;
+}
 
 Vector through_codec(Format format, Vector x, const Vector& centre = {}) {
   if (format_info(format).dense) {
@@ -144,9 +181,10 @@ Vector through_codec(Format format, Vector x, const Vector& centre = {}) {
   }
   const bool rotated = format != Format::fp8;
   if (rotated) rotate(x).value();
-  for (std::size_t i = 0; i < centre.size(); ++i) x[i] -= centre[i];
+  const std::size_t centred = refuses(x, centre) ? 0 : centre.size();
+  for (std::size_t i = 0; i < centred; ++i) x[i] -= centre[i];
   decode_vector(format, encode_vector(format, x).value(), x).value();
-  for (std::size_t i = 0; i < centre.size(); ++i) x[i] += centre[i];
+  for (std::size_t i = 0; i < centred; ++i) x[i] += centre[i];
   if (rotated) rotate_back(x).value();
   return x;
 }
@@ -314,7 +352,10 @@ class Replay {
       const std::vector<std::uint64_t> tokens = test::token_range(next_token_, a.tokens);
       next_token_ += static_cast<std::uint64_t>(a.tokens);
       all.insert(all.end(), tokens.begin(), tokens.end());
-      for (const std::uint64_t token : tokens) after.push(after.sequences[a.sequence], token);
+      ModelSequence& s = after.sequences[a.sequence];
+      const std::int64_t begin = s.length();
+      for (const std::uint64_t token : tokens) after.push(s, token);
+      Model::end_step(s, begin);
     }
     const std::int64_t capacity = cache_.config().capacity_tokens / kPage;
     const Status status = cache_.reserve(appends);
@@ -379,51 +420,43 @@ class Replay {
   const Vector& expect(const ModelSequence& s, std::int64_t t, int layer, int head, bool value, bool exact) {
     const std::uint64_t token = s.tokens[static_cast<std::size_t>(t)];
     const bool centred = !value && !exact && cache_.config().k_centre == KeyCentre::page;
-    // A token is only ever behind the same tokens, so it names them all.
-    const std::vector<std::uint64_t>& sealed = s.pages[static_cast<std::size_t>(t / kPage)].sealed;
-    Vector& x = expected_[{token, layer, head, value, exact, centred && !sealed.empty() ? sealed.back() : 0}];
+    const std::shared_ptr<const Centre> of = centred ? s.pages[static_cast<std::size_t>(t / kPage)].centre : nullptr;
+    Vector& x = expected_[{token, layer, head, value, exact, of}];
     if (x.empty()) {
-      const Vector centre = centred ? centre_of(s.tokens, t / kPage, sealed, layer, head) : Vector{};
+      const Vector centre = centred ? centre_of(of, layer, head) : Vector{};
       x = given(token, layer, head, value);
       if (!exact) x = through_codec(value ? cache_.v_format() : cache_.k_format(), x, centre);
     }
     return x;
   }
 
-  // The centre that a page's keys are encoded around: the mean of those that were encoded with it, or, where tokens are
-  // encoded as they come, of the page before, in which the first four tokens of a sequence do not count. The first page
-  // of a sequence has none.
-  Vector centre_of(const std::vector<std::uint64_t>& tokens, std::int64_t page,
-                   const std::vector<std::uint64_t>& sealed, int layer, int head) {
-    const CacheConfig& c = cache_.config();
-    const bool has_tail = c.tail_pages > 0, rotated = cache_.k_format() != Format::fp8;
-    const auto d = static_cast<std::size_t>(c.head_dim);
-    if (page == 0) return Vector(d);
-    const std::int64_t of = has_tail ? page : page - 1;
-    const auto at = tokens.begin() + of * kPage;
-    const std::vector<std::uint64_t> those = has_tail ? sealed : std::vector<std::uint64_t>(at, at + kPage);
-    Vector& centre = centres_[{those.back(), layer, head}];
+  // The vector that a page's keys are encoded around.
+  const Vector& centre_of(const std::shared_ptr<const Centre>& of, int layer, int head) {
+    Vector& centre = centres_[{of, layer, head}];
     if (!centre.empty()) return centre;
-    const bool is_exact = has_tail || of < c.sink_pages;  // what the mean is of
-    const Vector before = is_exact ? Vector(d) : centre_of(tokens, of, {}, layer, head);
+    const bool rotated = cache_.k_format() != Format::fp8, stored = of->of_tokens != nullptr;
+    const auto d = static_cast<std::size_t>(cache_.config().head_dim);
+    const Vector before = stored ? centre_of(of->of_tokens, layer, head) : Vector(d);
     Vector mean(d);
-    const std::size_t first = of == 0 ? 4 : 0;
-    for (std::size_t i = first; i < those.size(); ++i) {
-      Vector x = given(those[i], layer, head, false);
-      if (!is_exact) {
+    int centred = 0;
+    for (const std::uint64_t token : of->tokens) {
+      Vector x = given(token, layer, head, false);
+      if (stored) {
         if (rotated) rotate(x).value();
-        for (std::size_t j = 0; j < d; ++j) x[j] -= before[j];
+        const bool with_centre = !refuses(x, before);
+        centred += with_centre ? 1 : 0;
+        for (std::size_t j = 0; with_centre && j < d; ++j) x[j] -= before[j];
         decode_vector(cache_.k_format(), encode_vector(cache_.k_format(), x).value(), x).value();
       }
       for (std::size_t j = 0; j < d; ++j) mean[j] += x[j];
     }
-    const float factor = 1.0f / static_cast<float>(those.size() - first);
+    const float factor = 1.0f / static_cast<float>(of->tokens.size()), share = static_cast<float>(centred) / kPage;
     for (float& x : mean) x *= factor;
-    if (is_exact && rotated) rotate(mean).value();
-    for (std::size_t j = 0; j < d; ++j) mean[j] = is_exact ? mean[j] : before[j] + mean[j];
+    if (!stored && rotated) rotate(mean).value();
+    for (std::size_t j = 0; stored && j < d; ++j) mean[j] = before[j] * share + mean[j];
     Vector decoded(d);
     decode_vector(Format::tq6, encode_vector(Format::tq6, mean).value(), decoded).value();
-    return centres_[{those.back(), layer, head}] = decoded;
+    return centres_[{of, layer, head}] = decoded;
   }
 
   void check(SequenceId id, const ModelSequence& s) {
@@ -457,8 +490,8 @@ class Replay {
   Rng rng_;
   std::uint64_t next_token_ = 1;
   std::vector<float> keys_, values_;
-  std::map<std::tuple<std::uint64_t, int, int, bool, bool, std::uint64_t>, Vector> expected_;
-  std::map<std::tuple<std::uint64_t, int, int>, Vector> centres_;
+  std::map<std::tuple<std::uint64_t, int, int, bool, bool, std::shared_ptr<const Centre>>, Vector> expected_;
+  std::map<std::tuple<std::shared_ptr<const Centre>, int, int>, Vector> centres_;
 };
 
 class CacheModel : public testing::TestWithParam<Trial> {};

@@ -321,8 +321,6 @@ TEST(DeviceCache, Refusals) {
   refused([](CacheConfig& c) { c.device = "cuda:x"; }, Code::invalid_argument, "cuda:N");
   refused([](CacheConfig& c) { c.max_sequences = 0; }, Code::invalid_argument, "max_sequences");
   refused([](CacheConfig& c) { c.max_sequence_tokens = -1; }, Code::invalid_argument, "max_sequence_tokens");
-  refused([](CacheConfig& c) { c.k_centre = KeyCentre::page, c.tail_pages = 0; }, Code::unsupported,
-          "kernels there centre whole pages");
   refused([](CacheConfig&) {}, Code::unsupported, "no CUDA backend", nullptr);
   static constexpr core::DeviceBackend kAbsent{.name = "fake",
                                                .detail = nullptr,
@@ -340,9 +338,8 @@ TEST(DeviceCache, Refusals) {
     CacheConfig automatic = config(1, tails);
     automatic.k_centre = KeyCentre::automatic;
     const auto made = CacheImpl::create(automatic, &kFake).value();
-    EXPECT_EQ(made->config().k_centre, tails > 0 ? KeyCentre::page : KeyCentre::none);
-    const char* why = tails > 0 ? "centre: k page; chosen: the default" : "centre pages that leave a tail";
-    EXPECT_NE(made->describe().find(why), std::string::npos) << made->describe();
+    EXPECT_EQ(made->config().k_centre, KeyCentre::page);
+    EXPECT_NE(made->describe().find("centre: k page; chosen: the default"), std::string::npos) << made->describe();
   }
 
   CacheConfig c = config(1, 1);

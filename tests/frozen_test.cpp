@@ -62,8 +62,9 @@ std::string block_hash(Format f, int head_dim) {
   return hash_of(block.data(), block.size());
 }
 
-// A centred page: keys around the mean of those that are finite.
-std::string centred_hash(Format f, int head_dim) {
+// Pages as they were before keys could refuse centres: keys around the mean of those that are finite. Their keys as
+// they are read are hashed, too ("+page_read").
+std::string centred_hash(Format f, int head_dim, std::string* read = nullptr) {
   const codec::PageLayout page = codec::page_layout(f, Format::tq2, head_dim, 1, true);
   std::vector<std::byte> block(page.block_bytes);
   codec::BasisRef basis;
@@ -85,12 +86,55 @@ std::string centred_hash(Format f, int head_dim) {
     for (std::size_t i = 0; i < d; ++i) y[i] -= c[i];
     codec::store_row_k(page.k, head_dim, block.data(), t, y, nullptr);
   }
+  std::vector<float> keys_read;
+  for (int t = 0; t < kPageTokens; ++t) {
+    codec::load_key(page, block.data(), t, nullptr, y);
+    keys_read.insert(keys_read.end(), y, y + head_dim);
+  }
+  if (read != nullptr) *read = hash_of(keys_read.data(), keys_read.size() * sizeof(float));
   // The centre of a page that follows it token by token.
-  codec::mean_of_page(page, block.data(), 0, y);
+  codec::mean_of_page(page, block.data(), y);
   std::vector<std::byte> next(page.block_bytes);
   codec::store_centre(codec::centre_layout(page), head_dim, next.data(), y);
   block.insert(block.end(), next.begin(), next.end());
   return hash_of(block.data(), block.size());
+}
+
+// A first page: keys around the first of them, which is an attention sink here, so that most refuse it; with zeros,
+// small keys and a key that has no number. Its keys as they are read, and the centre of a page that follows.
+std::string refusing_hash(Format f, int head_dim) {
+  const codec::PageLayout page = codec::page_layout(f, Format::tq2, head_dim, 1, true);
+  std::vector<std::byte> block(page.block_bytes);
+  codec::BasisRef basis;
+  basis.kind = codec::is_tq(f) ? BasisKind::hadamard : BasisKind::none;
+  Draw draw(static_cast<std::uint64_t>(head_dim) + 2);
+  float y[codec::kMaxHeadDim], c[codec::kMaxHeadDim];
+  std::vector<float> read;
+  for (int t = 0; t < kPageTokens; ++t) {
+    std::vector<float> key = draw.exact(head_dim);
+    for (int i = 0; i < head_dim; ++i) key[static_cast<std::size_t>(i)] += t == 0 ? 8.0f : t % 8 == 3 ? 5.0f : 1.0f;
+    if (t == 20) key.assign(key.size(), 0.0f);
+    if (t == 21) key[1] = std::numeric_limits<float>::infinity();
+    if (t == 22) key[1] = -0x1p33f;
+    codec::to_basis(basis, head_dim, key.data(), y);
+    if (t == 0) {
+      codec::MeanOfRows first(head_dim, c);
+      first.add(key.data());
+      first.finish(basis);
+      codec::store_centre(codec::centre_layout(page), head_dim, block.data(), c);
+      codec::load_centre(codec::centre_layout(page), head_dim, block.data(), c);
+    }
+    codec::store_key(page, block.data(), t, y, c);
+    codec::load_key(page, block.data(), t, nullptr, y);
+    if (t != 21 && t != 22) read.insert(read.end(), y, y + head_dim);
+  }
+  const std::string first = hash_of(block.data(), block.size());
+  // Two keys that can be encoded instead, so that the page has a mean.
+  for (const int t : {21, 22}) codec::store_key(page, block.data(), t, c, c);
+  codec::mean_of_page(page, block.data(), y);
+  std::vector<std::byte> next(page.block_bytes);
+  codec::store_centre(codec::centre_layout(page), head_dim, next.data(), y);
+  return first + "/" + hash_of(next.data(), next.size()) + "/" + hash_of(read.data(), read.size() * sizeof(float));
 }
 
 std::string rotation_hash(int head_dim) {
@@ -115,7 +159,10 @@ TEST(Frozen, HashesHaveNotChanged) {
       if (info.dense) continue;
       check(std::string(info.name) + " " + std::to_string(head_dim), block_hash(info.format, head_dim));
       if (!codec::takes_centre(info.format)) continue;
-      check(std::string(info.name) + "+page " + std::to_string(head_dim), centred_hash(info.format, head_dim));
+      std::string read;
+      check(std::string(info.name) + "+page " + std::to_string(head_dim), centred_hash(info.format, head_dim, &read));
+      check(std::string(info.name) + "+page_read " + std::to_string(head_dim), read);
+      check(std::string(info.name) + "+refusing " + std::to_string(head_dim), refusing_hash(info.format, head_dim));
     }
   }
 }

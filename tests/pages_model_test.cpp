@@ -1,9 +1,12 @@
 // The engine of support/engine_session.hpp over kvant::Pages, step by step. A model that knows each token's vector says
-// what attention must give; with an exact tail it also knows, in the plainest code, which blocks have copies.
+// what attention must give: it knows, in the plainest code, which key every block is centred on, and with an exact tail
+// which blocks have copies.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -26,7 +29,13 @@ struct Kind {
   const char *k, *v;
   int tail_pages = 0;
   int tail_sequences = 0;  // six: copies are taken from sequences that wait; eleven: there are some for all blocks
-  [[nodiscard]] int copies() const { return tail_sequences * (tail_pages + 2); }
+  KeyCentre centre = KeyCentre::automatic;
+  [[nodiscard]] int copies() const {
+    return tail_sequences * (tail_pages + 2) + std::min(tail_sequences, 16) * tail_pages;
+  }
+  [[nodiscard]] bool is_centred() const {
+    return centre == KeyCentre::automatic && !format_info(parse_format(k).value()).dense;
+  }
 };
 
 // Which blocks have copies: the rule of docs/borrowed-pages.md.
@@ -43,8 +52,9 @@ class CopyModel {
   [[nodiscard]] bool in_tail(std::int64_t length, std::int64_t page) const {
     return tail_pages_ > 0 && length < kPageTokens * (page + 1 + tail_pages_);
   }
+  // Pages that were exact before the step's tokens stay exact for all of them.
   [[nodiscard]] static std::int64_t read_length(std::int64_t length, std::int64_t queries) {
-    return length - std::min<std::int64_t>(queries - 1, kPageTokens);
+    return length - (queries - 1);
   }
   void begin_step(const EngineStep& step) {
     ++now_;
@@ -53,13 +63,16 @@ class CopyModel {
       const std::int64_t length = step.seq_lens[i], queries = step.query_start_loc[i + 1] - step.query_start_loc[i];
       if (queries == 0) continue;
       for (std::int64_t page = 0; page * kPageTokens < length; ++page) {
-        if (!in_tail(length - kPageTokens, page)) continue;
+        const bool begins = page * kPageTokens >= length - queries,
+                   is_read = in_tail(read_length(length, queries), page);
+        const bool keeps = in_tail(length - kPageTokens, page), stays = in_tail(length, page);
+        if (begins ? !(queries > kPageTokens ? stays : keeps) : !(keeps || is_read)) continue;
         const std::int32_t block = step.blocks[i][static_cast<std::size_t>(page)];
         if (Copy* c = find(block)) {
           c->used = now_;
-        } else if (page * kPageTokens >= length - queries) {
+        } else if (begins) {
           wanted.push_back(block);
-        } else if (in_tail(read_length(length, queries), page)) {
+        } else if (is_read) {
           ++misses;
         }
       }
@@ -70,6 +83,8 @@ class CopyModel {
       return copies_[i].block < 0 ? 255 : std::min<std::int64_t>(254, now_ - copies_[i].used);
     };
     std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return age(a) > age(b); });
+    const auto left = std::count_if(order.begin(), order.end(), [&](std::size_t i) { return age(i) > 0; });
+    wanted.resize(std::min(wanted.size(), static_cast<std::size_t>(left)));
     order.resize(wanted.size());
     std::sort(order.begin(), order.end());
     for (std::size_t i = 0; i < wanted.size(); ++i) {
@@ -94,13 +109,38 @@ class CopyModel {
   std::vector<Copy> copies_;
 };
 
+using Vector = std::vector<float>;
+
+// A block's keys are centred on: the mean of these contents as given; or, where they have a centre themselves, of
+// these as they are stored around it.
+struct Centre {
+  std::vector<std::int64_t> contents;
+  std::shared_ptr<const Centre> of_contents;
+  mutable Vector vector{};
+};
+struct Block {
+  std::vector<std::int64_t> contents = std::vector<std::int64_t>(kPageTokens, -1);
+  std::shared_ptr<const Centre> centre;
+  std::vector<Vector> keys = std::vector<Vector>(kPageTokens);  // decoded; empty: to be found
+};
+
 class Engine {
  public:
   Engine(const Kind& kind, std::uint64_t seed)
-      : pages_(make_pages(kind)), pool_(pages_, {.blocks = kBlocks}), session_(seed + 2), copies_(kind), rng_(seed) {
+      : kind_(kind),
+        pages_(make_pages(kind)),
+        pool_(pages_, {.blocks = kBlocks}),
+        session_(seed + 2),
+        copies_(kind),
+        rng_(seed),
+        blocks_(kBlocks) {
     vectors_ = gaussian_vector(static_cast<std::size_t>(kContents * kDim), seed + 1);
-    decode_contents();
+    // A constant part in most keys, so that centres matter, and the others refuse them.
+    for (std::int64_t i = 0; i < kContents * kDim; ++i)
+      vectors_[static_cast<std::size_t>(i)] += i / kDim % 4 == 0 || i % 3 != 0 ? 0.0f : 1.5f;
     for (const float x : vectors_) exact_.push_back(base::bf16_to_f32(base::f32_to_bf16(x)));
+    given_ = kind.tail_pages > 0 ? exact_ : vectors_;
+    decode_contents();
     PagesPlanOptions o;
     o.attention.q_heads = kHeads * kGroup;
     o.attention.threads = 1;
@@ -115,7 +155,7 @@ class Engine {
 
   void step() { attend(session_.next()); }
 
-  int attended = 0, exact = 0;
+  int attended = 0, exact = 0, refused = 0;
   [[nodiscard]] const CopyModel& copies() const { return copies_; }
 
  private:
@@ -128,30 +168,128 @@ class Engine {
     c.threads = 1;
     c.tail_pages = kind.tail_pages;
     c.tail_sequences = kind.tail_sequences;
+    c.k_centre = kind.centre;
     return Pages::create(c).value();
   }
-  // The vector that each content decodes to: a token is encoded by itself.
+  // The vector that each content decodes to without centres: a token is encoded by itself.
   void decode_contents() {
-    EnginePool scratch(pages_, {.blocks = kContents / kPageTokens});
+    const Pages plain = make_pages({kind_.k, kind_.v, 0, 0, KeyCentre::none});
+    EnginePool scratch(plain, {.blocks = kContents / kPageTokens});
     std::vector<std::int64_t> slots;
     std::vector<std::int32_t> ids;
     for (std::int64_t i = 0; i < kContents; ++i) slots.push_back(i);
     for (std::int32_t i = 0; i < kContents / kPageTokens; ++i) ids.push_back(i);
-    const TensorView rows = TensorView::of(vectors_.data(), kContents, kHeads, kDim);
-    pages_.write(scratch.view, rows, rows, slots.data(), kContents).value();
+    const TensorView rows = TensorView::of(given_.data(), kContents, kHeads, kDim);
+    plain.write(scratch.view, rows, rows, slots.data(), kContents).value();
     keys_.resize(vectors_.size());
     values_.resize(vectors_.size());
-    pages_
+    plain
         .decode(scratch.view, ids.data(), static_cast<std::int64_t>(ids.size()),
                 MutableTensorView::of(keys_.data(), kContents, kHeads, kDim),
                 MutableTensorView::of(values_.data(), kContents, kHeads, kDim))
         .value();
   }
 
+  Block& block_of(const EngineSequence& s, std::int64_t page) {
+    return blocks_[static_cast<std::size_t>(s.blocks[static_cast<std::size_t>(page)])];
+  }
+  Vector in_basis(std::int64_t content) {
+    const auto first = given_.begin() + content * kDim;
+    Vector x(first, first + kDim);
+    if (is_rotated()) rotate(x).value();
+    return x;
+  }
+  [[nodiscard]] bool is_rotated() const { return std::string(kind_.k) != "fp8"; }
+  // Less the centre, through the codec; and whether the centre was subtracted.
+  std::pair<Vector, bool> stored(std::int64_t content, const Vector& centre) {
+    Vector x = in_basis(content);
+    double from_zero = 0, from_centre = 0;
+    for (std::size_t i = 0; i < kDim; ++i) {
+      from_zero += double{x[i]} * x[i];
+      from_centre += (double{x[i]} - centre[i]) * (double{x[i]} - centre[i]);
+    }
+    const bool centred = from_zero >= from_centre;
+    for (std::size_t i = 0; centred && i < kDim; ++i) x[i] -= centre[i];
+    const Format format = parse_format(kind_.k).value();
+    decode_vector(format, encode_vector(format, x).value(), x).value();
+    return {x, centred};
+  }
+  const Vector& vector_of(const Centre& centre) {
+    if (!centre.vector.empty()) return centre.vector;
+    const bool has_centre = centre.of_contents != nullptr;
+    Vector sum(kDim);
+    int centred = 0;
+    for (const std::int64_t content : centre.contents) {
+      Vector x(given_.begin() + content * kDim, given_.begin() + (content + 1) * kDim);
+      if (has_centre) {
+        const auto [decoded, with_centre] = stored(content, vector_of(*centre.of_contents));
+        x = decoded;
+        centred += with_centre ? 1 : 0;
+      }
+      for (std::size_t i = 0; i < kDim; ++i) sum[i] += x[i];
+    }
+    for (float& x : sum) x /= static_cast<float>(centre.contents.size());
+    if (!has_centre && is_rotated()) rotate(sum).value();
+    const float share = static_cast<float>(centred) / kPageTokens;
+    for (std::size_t i = 0; has_centre && i < kDim; ++i) sum[i] += vector_of(*centre.of_contents)[i] * share;
+    centre.vector.resize(kDim);
+    decode_vector(Format::tq6, encode_vector(Format::tq6, sum).value(), centre.vector).value();
+    return centre.vector;
+  }
+  const float* key_of(const EngineSequence& s, std::int64_t t) {
+    const std::int64_t content = s.tokens[static_cast<std::size_t>(t)];
+    if (!kind_.is_centred()) return keys_.data() + content * kDim;
+    Block& block = block_of(s, t / kPageTokens);
+    const auto position = static_cast<std::size_t>(t % kPageTokens);
+    EXPECT_EQ(block.contents[position], content);
+    Vector& key = block.keys[position];
+    if (key.empty()) {
+      const Vector& centre = vector_of(*block.centre);
+      auto [x, centred] = stored(content, centre);
+      refused += centred ? 0 : 1;
+      for (std::size_t i = 0; centred && i < kDim; ++i) x[i] += centre[i];
+      if (is_rotated()) rotate_back(x).value();
+      key = std::move(x);
+    }
+    return key.data();
+  }
+
+  // The step's tokens in blocks, and what their keys are centred on.
+  void store(const EngineSequence& s, std::int64_t queries) {
+    const auto own = [&](const Block& block, std::int64_t page) {
+      const auto first = block.contents.begin();
+      return std::make_shared<const Centre>(Centre{{first, first + (page == 0 ? 1 : kPageTokens)}, nullptr});
+    };
+    for (std::int64_t begin = s.length() - queries; begin < s.length();) {
+      const std::int64_t page = begin / kPageTokens, end = std::min(s.length(), (page + 1) * kPageTokens);
+      Block& block = block_of(s, page);
+      for (std::int64_t t = begin; t < end; ++t) {
+        const auto position = static_cast<std::size_t>(t % kPageTokens);
+        block.contents[position] = s.tokens[static_cast<std::size_t>(t)];
+        block.keys[position].clear();
+      }
+      const bool fills = end - begin == kPageTokens, begins = begin % kPageTokens == 0;
+      if (begins) {
+        block.centre = own(block, page);
+        if (!fills && page > 0) {
+          const Block& before = block_of(s, page - 1);
+          block.centre = std::make_shared<const Centre>(Centre{before.contents, before.centre});
+        }
+      }
+      if (!fills && end % kPageTokens == 0 && copies_.has(s.blocks[static_cast<std::size_t>(page)])) {
+        block.centre = own(block, page);
+        for (Vector& key : block.keys) key.clear();
+      }
+      begin = end;
+    }
+  }
+
   void attend(const EngineWork& work) {
     EngineStep step = work.step;
     const auto count = static_cast<std::int64_t>(work.copy_from.size());
     pages_.copy(pool_.view, work.copy_from.data(), work.copy_to.data(), count).value();
+    for (std::size_t i = 0; i < work.copy_from.size(); ++i)
+      blocks_[static_cast<std::size_t>(work.copy_to[i])] = blocks_[static_cast<std::size_t>(work.copy_from[i])];
     for (const std::int32_t block : work.copy_to) copies_.forget(block);
     pages_.begin_step(step.tables(EngineSession::kMostPages)).value();
     copies_.begin_step(step);
@@ -164,6 +302,8 @@ class Engine {
     const auto written = static_cast<std::int64_t>(work.slots.size());
     const TensorView given = TensorView::of(rows.data(), written, kHeads, kDim);
     pages_.write(pool_.view, given, given, work.slots.data(), written).value();
+    for (std::size_t i = 0; i < work.batch.size(); ++i)
+      store(*work.batch[i], step.query_start_loc[i + 1] - step.query_start_loc[i]);
 
     const std::int64_t queries = step.query_start_loc.back();
     const auto which = static_cast<std::size_t>(rng_.below(2));
@@ -197,9 +337,10 @@ class Engine {
         const bool is_exact = copies_.in_tail(CopyModel::read_length(s.length(), queries), page) &&
                               copies_.has(s.blocks[static_cast<std::size_t>(page)]);
         exact += is_exact ? 1 : 0;
-        const std::vector<float>&keys = is_exact ? exact_ : keys_, &values = is_exact ? exact_ : values_;
+        const float* key = is_exact ? exact_.data() + content : key_of(s, t);
+        const std::vector<float>& values = is_exact ? exact_ : values_;
         double score = 0;
-        for (int j = 0; j < kDim; ++j) score += double{query[j]} * keys[static_cast<std::size_t>(content + j)];
+        for (int j = 0; j < kDim; ++j) score += double{query[j]} * key[j];
         const double weight = std::exp(score / std::sqrt(double{kDim}));
         sum += weight;
         for (int j = 0; j < kDim; ++j)
@@ -216,12 +357,15 @@ class Engine {
     }
   }
 
+  Kind kind_;
   Pages pages_;
   EnginePool pool_;
   EngineSession session_;
   CopyModel copies_;
   Rng rng_;
+  std::vector<Block> blocks_;
   std::vector<float> vectors_, keys_, values_, exact_;  // of contents
+  std::vector<float> given_;                            // what is encoded: with a tail, what copies hold
   std::vector<PagesPlan> plans_;
   std::vector<std::int64_t> windows_;
 };
@@ -236,6 +380,7 @@ TEST_P(PagesModel, TenThousandSteps) {
     engine.step();
   }
   EXPECT_GT(engine.attended, steps);
+  EXPECT_EQ(engine.refused > steps / 10, GetParam().is_centred()) << engine.refused;
   if (GetParam().tail_pages == 0) return;
   EXPECT_GT(engine.exact, 50 * steps);
   EXPECT_EQ(engine.copies().taken > 0, GetParam().copies() < kBlocks);
@@ -243,8 +388,9 @@ TEST_P(PagesModel, TenThousandSteps) {
 
 INSTANTIATE_TEST_SUITE_P(Pairs, PagesModel,
                          testing::Values(Kind{"tq4", "tq4"}, Kind{"tq6", "tq3"}, Kind{"fp8", "fp8"},
-                                         Kind{"f16", "bf16"}, Kind{"tq4", "tq4", 1, 11}, Kind{"tq6", "fp8", 1, 6},
-                                         Kind{"tq2", "tq2", 2, 6}, Kind{"tq4", "bf16", 3, 8}),
+                                         Kind{"tq3", "tq4", 1, 6, KeyCentre::none}, Kind{"f16", "bf16"},
+                                         Kind{"tq4", "tq4", 1, 11}, Kind{"tq6", "fp8", 1, 6}, Kind{"tq2", "tq2", 2, 6},
+                                         Kind{"tq4", "bf16", 3, 8}),
                          [](const auto& i) {
                            const Kind& kind = i.param;
                            return fmt::format("{}_{}_tail_{}_of_{}", kind.k, kind.v, kind.tail_pages,

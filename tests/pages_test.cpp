@@ -35,8 +35,7 @@ PagesConfig geometry(const std::string& k, const std::string& v, int head_dim, i
 // Sequences of a world without exact ends, in a pool of blocks in scattered order.
 struct Borrowed {
   Borrowed(const World& world, const PoolShape& shape_of, std::uint64_t seed = 3)
-      : pages(Pages::create(geometry(world.spec.k, world.spec.v, world.spec.head_dim, world.spec.kv_heads)).value()),
-        pool(pages, with_blocks(world, shape_of)) {
+      : pages(Pages::create(config_of(world)).value()), pool(pages, with_blocks(world, shape_of)) {
     Rng rng(seed);
     std::vector<std::int32_t> free;
     for (std::int32_t b = 0; b < pool.view.blocks; ++b) free.push_back(b);
@@ -51,11 +50,14 @@ struct Borrowed {
         free.pop_back();
       }
       most = std::max(most, static_cast<std::int32_t>(blocks.size()));
-      // In two writes, the second of which begins anywhere in a block.
-      const std::int64_t cut = l.kv_len / 3;
+      // In two writes, the second of which begins anywhere in a block; with centres in one, as the cache had it.
+      const std::int64_t cut = world.spec.page_centres ? 0 : l.kv_len / 3;
       for (const bool second : {false, true}) {
         const std::int64_t begin = second ? cut : 0, end = second ? l.kv_len : cut;
         const std::vector<std::int64_t> slots = slots_of(blocks, begin, end);
+        EngineStep written;
+        written.add(blocks, static_cast<std::int32_t>(end), static_cast<std::int32_t>(end - begin));
+        pages.begin_step(written.tables(std::ssize(blocks) + 1)).value();
         const std::int64_t row = std::int64_t{world.spec.kv_heads} * world.spec.head_dim;
         const auto rows = [&](const std::vector<float>& x) {
           return TensorView::of(x.data() + begin * row, end - begin, world.spec.kv_heads, world.spec.head_dim);
@@ -70,6 +72,11 @@ struct Borrowed {
     columns = most + 2;
   }
 
+  static PagesConfig config_of(const World& world) {
+    PagesConfig c = geometry(world.spec.k, world.spec.v, world.spec.head_dim, world.spec.kv_heads);
+    c.k_centre = world.spec.page_centres ? KeyCentre::page : KeyCentre::none;
+    return c;
+  }
   static PoolShape with_blocks(const World& world, PoolShape s) {
     s.blocks = 3;
     for (const Lengths& l : world.spec.sequences) s.blocks += (l.kv_len + kPageTokens - 1) / kPageTokens;
@@ -138,6 +145,76 @@ TEST_P(PagesFormats, BytesAreThoseOfACache) {
     }
   }
   EXPECT_TRUE(borrowed.pool.is_intact());
+}
+
+// With centres: bytes of a cache whose steps cover the same pages, but for their number, attention and decoding.
+TEST(Pages, WithCentresAreThoseOfACache) {
+  for (const auto& [k, v, head_dim] : {std::tuple("tq4", "tq4", 128), std::tuple("tq6", "tq3", 80),
+                                       std::tuple("tq8", "tq2", 256), std::tuple("fp8", "fp8", 64)}) {
+    WorldSpec s = spec(k, v, head_dim, {{300, 1}, {257, 8}, {200, 70}, {65, 5}, {1, 1}, {64, 64}});
+    s.page_centres = true;
+    s.key_offset = 2;
+    const World world(s);
+    Borrowed borrowed(world, {});
+    const CacheImpl& cache = world.cache.impl();
+    const std::size_t bytes = cache.layout(core::Pool::encoded).block_bytes;
+    EXPECT_EQ(borrowed.pages.block_bytes(), static_cast<std::int64_t>((bytes + 63) / 64 * 64));
+    for (std::size_t i = 0; i < world.ids.size(); ++i) {
+      const auto view = cache.view(world.ids[i]).value();
+      for (std::size_t p = 0; p < borrowed.step.blocks[i].size(); ++p) {
+        for (int head = 0; head < world.spec.kv_heads; ++head) {
+          const std::byte* expected = cache.block(core::Pool::encoded, view.pages[p].encoded, 0, head);
+          ASSERT_EQ(0, std::memcmp(expected, borrowed.pool.block(borrowed.step.blocks[i][p], head), bytes))
+              << k << " sequence " << i << " page " << p << " head " << head;
+        }
+      }
+    }
+    EXPECT_TRUE(same_bits(world.attend().out, borrowed.attend(world).out, world.out_shape())) << k;
+    std::vector<float> keys, values;
+    world.decode(0, keys, values);
+    const std::vector<std::int32_t>& blocks = borrowed.step.blocks[0];
+    const auto count = std::ssize(blocks);
+    std::vector<float> k_out(static_cast<std::size_t>(count * kPageTokens * 2 * head_dim));
+    const MutableTensorView out = MutableTensorView::of(k_out.data(), count * kPageTokens, 2, head_dim);
+    ASSERT_TRUE(borrowed.pages.decode(borrowed.pool.view, blocks.data(), count, out, {}).ok());
+    k_out.resize(keys.size());
+    EXPECT_TRUE(same_bits(keys, k_out)) << k;
+  }
+}
+
+// A block that begins in a row of which the tables know nothing is centred on its first key.
+TEST(Pages, CentresOfRowsThatTablesDoNotHave) {
+  const Pages pages = Pages::create(geometry("tq4", "tq4", 64, 1)).value();
+  EnginePool pool(pages, {.blocks = 4});
+  const std::int64_t n = 80;
+  const std::vector<float> x = gaussian_vector(static_cast<std::size_t>(n * 64), 5);
+  const TensorView rows = TensorView::of(x.data(), n, 1, 64);
+  const auto begins = [&](const std::vector<std::int32_t>& blocks, std::int32_t length, std::int32_t queries) {
+    EngineStep step;
+    step.add(blocks, length, queries);
+    pages.begin_step(step.tables(3)).value();
+  };
+  // The same 20 tokens in block 2, as the first page and in tables that do not fit.
+  const auto written = [&] {
+    const std::vector<std::int64_t> slots = slots_of({2}, 0, 20);
+    pages.write(pool.view, rows, rows, slots.data(), 20).value();
+    const std::byte* block = pool.block(2, 0);
+    return std::vector<std::byte>(block, block + pages.block_bytes());
+  };
+  begins({2}, 20, 20);
+  const std::vector<std::byte> first = written();
+  begins({0, 2}, 84, 20);
+  EXPECT_NE(written(), first);
+  for (const auto& [blocks, length, queries] : {std::tuple(std::vector<std::int32_t>{0, 1}, 84, 20),
+                                                {{-1, 2}, 84, 20},
+                                                {{9, 2}, 84, 20},
+                                                {{0, 2}, 85, 20},
+                                                {{0, 2}, 65, 1}}) {
+    begins(blocks, length, queries);
+    if (queries == 20) {
+      EXPECT_EQ(written(), first) << length;
+    }
+  }
 }
 
 // Rows: one, a few, sixteen at the edge of the vector path, and many; garbage behind lengths and in unused entries.
@@ -284,7 +361,9 @@ TEST(Pages, RowsOfNoSequenceStayAsTheyAre) {
 
 // Tokens of slot -1 are not stored, and nothing in them matters; tokens of a block may come in any order.
 TEST(Pages, SkippedSlotsAndAnyOrder) {
-  const Pages pages = Pages::create(geometry("tq4", "tq4", 64)).value();
+  PagesConfig c = geometry("tq4", "tq4", 64);
+  c.k_centre = KeyCentre::none;
+  const Pages pages = Pages::create(c).value();
   EnginePool ordered(pages, {.blocks = 3}), mixed(pages, {.blocks = 3});
   const std::int64_t n = 100;
   std::vector<float> x = gaussian_vector(static_cast<std::size_t>(n * 2 * 64), 5);
@@ -332,6 +411,9 @@ TEST(Pages, StridedAndHalfRows) {
   for (std::int64_t i = 0; i < n; ++i) slots[static_cast<std::size_t>(i)] = i;
   const TensorView rows{wide.data() + 300, Dtype::bf16, {n, 2, 64}, {400, -100, 1}, 0};
   const TensorView same = TensorView::contiguous(packed.data(), Dtype::bf16, n, 2, 64);
+  EngineStep step;
+  step.add({0, 1}, n, n);
+  pages.begin_step(step.tables(2)).value();
   ASSERT_TRUE(pages.write(strided.view, rows, rows, slots.data(), n).ok());
   ASSERT_TRUE(pages.write(plain.view, same, same, slots.data(), n).ok());
   EXPECT_EQ(0, std::memcmp(plain.block(0, 0), strided.block(0, 0), static_cast<std::size_t>(4 * pages.block_bytes())));
@@ -362,6 +444,10 @@ TEST(PagesRefusals, Creation) {
   EXPECT_TRUE(refuses(made([](auto& c) { c.isa = "mmx"; }), Code::invalid_argument, {"mmx"}));
   EXPECT_TRUE(refuses(made([](auto& c) { c.device = "tpu"; }), Code::invalid_argument, {"tpu"}));
   EXPECT_TRUE(refuses(made([](auto& c) { c.threads = -1; }), Code::invalid_argument, {"threads = -1"}));
+  EXPECT_TRUE(refuses(made([](auto& c) { c.k = "f16", c.k_centre = KeyCentre::page; }), Code::invalid_argument,
+                      {"k_centre = page with k = f16", "k_centre = none"}));
+  EXPECT_TRUE(
+      refuses(made([](auto& c) { c.k_centre = static_cast<KeyCentre>(3); }), Code::invalid_argument, {"k_centre = 3"}));
 }
 
 TEST(PagesRefusals, PoolsAndWrites) {
@@ -375,6 +461,11 @@ TEST(PagesRefusals, PoolsAndWrites) {
     change(p);
     return pages.write(p, row, row, &slot, 1);
   };
+  EXPECT_TRUE(refuses(written([](auto&) {}), Code::invalid_argument, {"begin_step", "k_centre = none"}));
+  EngineStep step;
+  step.add({0}, 1, 1);
+  EXPECT_TRUE(refuses(pages.begin_step({.batch = 1}), Code::invalid_argument, {"seq_lens is null"}));
+  pages.begin_step(step.tables(1)).value();
   EXPECT_TRUE(refuses(written([](auto& p) { p.data = nullptr; }), Code::invalid_argument, {"pool.data"}));
   EXPECT_TRUE(refuses(written([](auto& p) { p.data += 32; }), Code::invalid_argument, {"64 bytes"}));
   EXPECT_TRUE(refuses(written([](auto& p) { p.blocks = 0; }), Code::invalid_argument, {"pool.blocks is 0"}));
@@ -488,7 +579,7 @@ float as_bf16(float x) {
 
 class PagesTail : public testing::TestWithParam<std::tuple<const char*, const char*, int>> {};
 
-// Steps of many sizes: the same bits as a cache with as many tail pages. (Its codes are of values rounded to bf16.)
+// Steps of many sizes: the same bits as a cache with as many tail pages, whose copies outlive a step by 64 tokens.
 TEST_P(PagesTail, IsThatOfACache) {
   const auto& [k, v, tail_pages] = GetParam();
   constexpr int kDim = 64, kHeads = 2, kQHeads = 4, kLayers = 2;
@@ -497,7 +588,7 @@ TEST_P(PagesTail, IsThatOfACache) {
   c.tail_sequences = 1;
   c.layers = kLayers;
   const Pages pages = Pages::create(c).value();
-  EXPECT_EQ(pages.tail_bytes(), std::int64_t{kLayers} * (tail_pages + 2) * kHeads * 2 * 64 * kDim * 2);
+  EXPECT_EQ(pages.tail_bytes(), std::int64_t{kLayers} * (2 * tail_pages + 2) * kHeads * 2 * 64 * kDim * 2);
   Cache cache = Cache::create({.layers = kLayers,
                                .kv_heads = kHeads,
                                .head_dim = kDim,
@@ -505,8 +596,7 @@ TEST_P(PagesTail, IsThatOfACache) {
                                .v = v,
                                .sink_pages = 0,
                                .tail_pages = tail_pages,
-                               .exact = Dtype::bf16,
-                               .k_centre = KeyCentre::none})
+                               .exact = Dtype::bf16})
                     .value();
   const std::vector<SequenceId> sequence{cache.add_sequence()};
   std::vector<EnginePool> pools;
@@ -522,7 +612,7 @@ TEST_P(PagesTail, IsThatOfACache) {
   PagesPlan plan = pages.plan(o).value();
   std::vector<std::int32_t> blocks;
   std::int32_t length = 0;
-  for (const int tokens : {1, 62, 1, 1, 63, 64, 65, 5, 130, 1, 7, 200, 1}) {
+  for (const int tokens : {1, 62, 1, 1, 63, 64, 65, 5, 65, 1, 7, 60, 65, 1, 65, 40}) {
     while (std::int64_t{length + tokens} > static_cast<std::int64_t>(blocks.size()) * kPageTokens)
       blocks.push_back(static_cast<std::int32_t>(11 - blocks.size()));
     const std::vector<std::int64_t> slots = slots_of(blocks, length, length + tokens);
@@ -535,7 +625,6 @@ TEST_P(PagesTail, IsThatOfACache) {
     for (int layer = 0; layer < kLayers; ++layer) {
       std::vector<float> rows = gaussian_vector(static_cast<std::size_t>(tokens * kHeads * kDim),
                                                 static_cast<std::uint64_t>(length * kLayers + layer));
-      for (float& x : rows) x = as_bf16(x);
       const TensorView given = TensorView::of(rows.data(), tokens, kHeads, kDim);
       cache.write(sequence, layer, given, given).value();
       pages.write(pools[static_cast<std::size_t>(layer)].view, given, given, slots.data(), tokens).value();
@@ -563,6 +652,7 @@ INSTANTIATE_TEST_SUITE_P(Pairs, PagesTail,
 // An engine's trial run has any blocks in its tables, and writes nothing.
 TEST(Pages, ACopyThatNobodyWroteToIsNotRead) {
   PagesConfig c = geometry("tq2", "tq2", 64, 1);
+  c.k_centre = KeyCentre::none;
   c.tail_pages = c.tail_sequences = 1;
   const Pages pages = Pages::create(c).value();
   EnginePool pool(pages, {.blocks = 3});
@@ -595,6 +685,48 @@ TEST(Pages, ACopyThatNobodyWroteToIsNotRead) {
   EXPECT_EQ(attend(1, true, {1}), 0);
   EXPECT_EQ(attend(2, true, {1}), 0);
   for (std::size_t i = 0; i < row.size(); ++i) EXPECT_EQ(out[i], as_bf16(row[i]));
+}
+
+// Twenty sequences in steps of 200 tokens need 80 copies, two of old pages and two of new ones, and there are 76: those
+// that come last get none for their new pages, and nobody loses one that the step reads.
+TEST(Pages, LongStepsOfManySequencesGoWithoutCopies) {
+  constexpr int kSequences = 20;
+  PagesConfig c = geometry("tq4", "tq4", 32, 1);
+  c.tail_pages = 1;
+  c.tail_sequences = kSequences;
+  c.threads = 1;
+  const Pages pages = Pages::create(c).value();
+  EXPECT_EQ(pages.tail_bytes(), 76 * 2 * 64 * 32 * 2);
+  EnginePool pool(pages, {.blocks = 5 * kSequences});
+  PagesPlanOptions o;
+  o.attention.q_heads = 1;
+  o.max_batch = kSequences;
+  o.max_blocks = 5;
+  o.max_query_len = 200;
+  PagesPlan plan = pages.plan(o).value();
+  std::int32_t length = 0;
+  struct Step {
+    std::int32_t tokens;
+    std::int64_t misses, exact;
+  };
+  for (const auto& [tokens, misses, exact] :
+       {Step{100, 0, 20 * 100}, Step{200, 0, 20 * 128 + 18 * 108}, Step{1, 4, 18 * 109}}) {
+    length += tokens;
+    EngineStep step;
+    std::vector<std::int64_t> slots;
+    for (std::int32_t i = 0; i < kSequences; ++i) {
+      step.add({5 * i, 5 * i + 1, 5 * i + 2, 5 * i + 3, 5 * i + 4}, length, tokens);
+      for (const std::int64_t slot : slots_of(step.blocks.back(), length - tokens, length)) slots.push_back(slot);
+    }
+    const auto rows = std::ssize(slots);
+    const std::vector<float> x = gaussian_vector(static_cast<std::size_t>(rows * 32), 1);
+    const TensorView view = TensorView::of(x.data(), rows, 1, 32);
+    pages.begin_step(step.tables(5)).value();
+    pages.write(pool.view, view, view, slots.data(), rows).value();
+    plan.set_tables(step.tables(5)).value();
+    EXPECT_EQ(pages.take_misses().value(), misses) << length;
+    EXPECT_NE(plan.explain().find(fmt::format(" {} exact", exact)), std::string::npos) << plan.explain();
+  }
 }
 
 TEST(Pages, TailsAreChecked) {
@@ -645,7 +777,7 @@ TEST(Pages, TailsAreChecked) {
   ASSERT_TRUE(plan.run(pool.view, view, out_view).ok());
   EXPECT_EQ(out, rows);
   const std::string text = plan.explain();
-  for (const char* word : {"the newest 64 to 127 tokens", "f16", "6 copies for 2 sequences in 3 layer", "2 exact"})
+  for (const char* word : {"the newest 64 to 127 tokens", "f16", "8 copies for 2 sequences in 3 layer", "2 exact"})
     EXPECT_NE(text.find(word), std::string::npos) << word << " in\n" << text;
   // Copies may have moved.
   ASSERT_TRUE(begins([](auto&) {}).ok());

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "codec/basis.hpp"
+#include "codec/centre.hpp"
 #include "core/backend.hpp"
 #include "kvant/types.hpp"
 #include "support/draw.hpp"
@@ -128,10 +129,12 @@ void store_plain(const StoreJob& job, bool values) {
       if (job.rounding == Dtype::bf16) x[j] = base::bf16_to_f32(base::f32_to_bf16(x[j]));
     }
     codec::to_basis(job.basis, job.head_dim, x.data(), y.data());
-    for (std::size_t j = 0; job.centre != nullptr && j < y.size(); ++j) y[j] -= job.centre[j];
+    const bool refused = job.centre != nullptr && codec::refuses_centre(y.data(), job.centre, job.head_dim);
+    for (std::size_t j = 0; job.centre != nullptr && !refused && j < y.size(); ++j) y[j] -= job.centre[j];
     for (float& v : y) v = job.side->format == Format::f16 ? within_f16(v) : v;
     (values ? codec::store_row_v : codec::store_row_k)(*job.side, job.head_dim, job.block, job.first + i, y.data(),
                                                        job.levels);
+    if (refused) codec::mark_refused(*job.side, job.block, job.first + i);
   }
 }
 
@@ -188,7 +191,10 @@ TEST(Store, EveryFormatHeadDimAndKindOfValues) {
         job.levels = levels.data();
         expect_same(c, job, draw, basis == BasisKind::none ? "unrotated" : "rotated");
         if (c.values || !codec::takes_centre(c.format)) continue;
-        const std::vector<float> centre = draw.loud(c.head_dim);
+        // That of a row, so that some rows are nearer to it and some to zero.
+        std::vector<float> centre(rows.begin() + 5 * c.head_dim, rows.begin() + 6 * c.head_dim);
+        codec::to_basis(job.basis, c.head_dim, centre.data(), centre.data());
+        codec::clean_mean(centre.data(), c.head_dim);
         job.centre = centre.data();
         expect_same(c, job, draw, "centred");
         if (HasFatalFailure()) return;

@@ -43,9 +43,8 @@ struct CacheConfig {
   std::int64_t capacity_tokens = 0;  ///< at most this many tokens in pages (whole pages, shared ones once); 0: no limit
   BasisKind k_basis = BasisKind::automatic;  ///< automatic: hadamard for tq formats, none otherwise
   BasisKind v_basis = BasisKind::automatic;
-  /// page: encoded pages of 64 keys keep their mean key, at 0.125 bits a key value or less, and encode what is left: tq
-  /// and fp8 keys, on a device only with tail pages. automatic: page for tq keys, but none on a device without tail
-  /// pages, where tokens are encoded as they come. config() says which, and describe() says why.
+  /// page: encoded pages of 64 keys keep a mean key, at 0.125 bits a key value or less, and encode what is left, but of
+  /// keys that are nearer to zero: tq and fp8 keys. automatic: page for these. config() says which.
   KeyCentre k_centre = KeyCentre::automatic;
   std::shared_ptr<const BasisSet> bases{};  ///< required by BasisKind::calibrated, refused without
   std::vector<float> k_levels{};            ///< lut formats: 2^bits level values, ascending

@@ -134,14 +134,13 @@ enum {
   KVANT_BASIS_CALIBRATED = 3 /* needs kvant_cache_config.bases */
 };
 
-/* The centre that is subtracted from keys, in their basis, before they are encoded; scores get it back. */
+/* The centre that is subtracted from keys, in their basis, before they are encoded; scores get it back. A key that is
+ * nearer to zero than to its page's centre is stored without it. */
 typedef int32_t kvant_key_centre;
 enum {
-  KVANT_CENTRE_AUTOMATIC = 0, /* KVANT_CENTRE_PAGE for tq keys, but KVANT_CENTRE_NONE on a device without tail pages,
-                                 where tokens are encoded as they come; KVANT_CENTRE_NONE for other keys */
+  KVANT_CENTRE_AUTOMATIC = 0, /* page for tq and fp8 keys, none otherwise */
   KVANT_CENTRE_NONE = 1,
-  KVANT_CENTRE_PAGE = 2 /* the mean key of the page, stored with the page: tq and fp8 keys; on a device only with tail
-                           pages */
+  KVANT_CENTRE_PAGE = 2 /* a mean key of each page, stored with the page: tq and fp8 keys */
 };
 
 typedef struct kvant_bases kvant_bases;
@@ -476,10 +475,13 @@ typedef struct kvant_pages_config {
   const char* isa;    /* host: as in kvant_cache_config; NULL (default): the best */
   int32_t threads;    /* host: workers that write and decode; 0 (default): all that the process may use */
   int32_t tail_pages; /* newest whole pages of a sequence that are read exactly, beside the one that is being filled; 0
-                         (default): none. The fields below are of exact copies, and count with tail_pages only */
+                         (default): none. The fields below, up to exact_dtype, are of exact copies, and count with
+                         tail_pages only */
   int32_t tail_sequences; /* required: sequences that run at the same time, at most */
   int32_t layers;         /* each has copies of its own (kvant_block_pool.layer); default 1 */
   int32_t exact_dtype;    /* kvant_dtype; -1 (default): f32 where a format is f32, else f16 where one is, else bf16 */
+  kvant_key_centre k_centre; /* default KVANT_CENTRE_AUTOMATIC. With page, kvant_pages_begin_step must come before the
+                                writes of each step */
 } kvant_pages_config;
 KVANT_C_API void kvant_pages_config_init(kvant_pages_config* config, size_t struct_size);
 
@@ -489,7 +491,8 @@ KVANT_C_API void kvant_pages_destroy(kvant_pages* pages);
 /* Bytes of a (block, kv head): a multiple of 64. */
 KVANT_C_API kvant_status kvant_pages_block_bytes(const kvant_pages* pages, int64_t* bytes);
 
-/* Bytes of the exact copies, which kvant_pages_create takes: tail_sequences * (tail_pages + 2) blocks a layer. */
+/* Bytes of the exact copies, which kvant_pages_create takes: tail_sequences * (tail_pages + 2) blocks a layer, and
+ * tail_pages more for sixteen of the sequences. */
 KVANT_C_API kvant_status kvant_pages_tail_bytes(const kvant_pages* pages, int64_t* bytes);
 
 /* One layer's blocks of 64 tokens. That of block b and kv head h begins at data + b * block_stride + h * head_stride;
@@ -505,9 +508,10 @@ typedef struct kvant_block_pool {
 /* Encodes tokens into their slots. slots: [count], slot = block * 64 + position; below 0 (host: -1): a token that is
  * not stored, and not read. keys, values: [count or more, kv_heads, head_dim]. Tokens of one block must follow one
  * another in slots, in ascending order; in host memory any order will do. The write that stores a block's first
- * position clears those that it does not store.
- * Errors: in host memory KVANT_NON_FINITE, and KVANT_INVALID_ARGUMENT for slots outside the pool; nothing was changed
- * then. On a device such values become NaN, such tokens are not stored, and kvant_pages_take_non_finite tells. */
+ * position clears those that it does not store. With centres row i of slots is row i of the step's tables.
+ * Errors: KVANT_INVALID_ARGUMENT for centred pages before any kvant_pages_begin_step; in host memory
+ * KVANT_NON_FINITE, and KVANT_INVALID_ARGUMENT for slots outside the pool; nothing was changed then. On a device
+ * such values become NaN, such tokens are not stored, and kvant_pages_take_non_finite tells. */
 KVANT_C_API kvant_status kvant_pages_write(const kvant_pages* pages, const kvant_block_pool* pool,
                                            const kvant_tensor* keys, const kvant_tensor* values, const int64_t* slots,
                                            int64_t count, void* stream);
@@ -532,12 +536,14 @@ typedef struct kvant_step_tables {
   const int32_t* seq_lens;        /* [batch]: tokens, those of this step included */
   const int32_t* query_start_loc; /* [batch + 1]: sequence i has rows [i] to [i + 1] of q and out */
   int32_t batch;
+  int32_t max_query_len; /* the most queries of a sequence; 0: not known. On a device 1 saves a launch */
 } kvant_step_tables;
 
-/* With a tail, once a step and before its writes and set_tables: the whole batch, up to tail_sequences. Blocks that
- * begin in this step and are in the tail get exact copies, to which kvant_pages_write writes as well, and from which
- * plans read. Without a tail nothing happens. Errors: KVANT_INVALID_ARGUMENT; on a device sequences whose tables do not
- * fit are passed over. */
+/* With centres or a tail, once a step and before its writes and set_tables: the whole batch, with a tail up to
+ * tail_sequences. Writes find the block before a block that begins in these tables. Blocks that begin in this step and
+ * are in the tail get exact copies, to which kvant_pages_write writes as well, and from which plans read. Otherwise
+ * nothing happens. Tables in device memory must stay as they are until the step's writes are done. Errors:
+ * KVANT_INVALID_ARGUMENT; on a device sequences whose tables do not fit are passed over. */
 KVANT_C_API kvant_status kvant_pages_begin_step(const kvant_pages* pages, const kvant_step_tables* tables,
                                                 void* stream);
 /* Waits for the stream. *misses: pages, since the last call, that a step was to read exactly, and that had no copy.

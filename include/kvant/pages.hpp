@@ -10,10 +10,12 @@
 // not store, so nobody needs to clear blocks; what is behind a sequence's length may be anything that was written
 // through kvant before.
 //
-// Every token is encoded as it comes; there are no page centres. With PagesConfig::tail_pages the newest pages of a
-// sequence are kept exact besides, in memory of kvant's own, and attention reads them there. An engine then tells its
-// batch once a step, before the step's writes (begin_step), and changes the bytes of blocks through write and copy
-// only.
+// Every token is encoded as it comes. Keys have page centres (PagesConfig::k_centre, docs/page-centres.md): a block
+// that a write fills as a whole is centred on its own mean, and a block that a part begins on the mean of the block
+// before, which the step's tables name. With PagesConfig::tail_pages the newest pages of a sequence are kept exact
+// besides, in memory of kvant's own, attention reads them there, and a block whose last position is written is encoded
+// again as a whole. With either an engine tells its batch once a step, before the step's writes (begin_step), and
+// changes the bytes of blocks through write and copy only.
 //
 // On a device all tensors and tables are device memory. Calls with a stream enqueue their work and wait for nothing,
 // allocate nothing and read nothing back, so write, set_tables and run can be recorded in a CUDA graph, and replays
@@ -41,10 +43,13 @@ struct PagesConfig {
   int threads = 0;       ///< host only: workers that write and decode; 0: the processors that the process may use
   std::string isa{};     ///< host only: as CacheConfig::isa
 
+  /// automatic: page for tq and fp8 keys. With page, begin_step must come before the writes of each step.
+  KeyCentre k_centre = KeyCentre::automatic;
   /// Newest whole pages of a sequence that are read exactly, beside the page that is being filled; 0: none. Up to 64.
   /// Where both formats are dense there are none.
   int tail_pages = 0;
-  /// With tail_pages: sequences that run at the same time, at most. Each may have tail_pages + 2 exact copies.
+  /// With tail_pages: sequences that run at the same time, at most. Each may have tail_pages + 2 exact copies, and
+  /// sixteen of them tail_pages more, in a step of more than 64 tokens.
   int tail_sequences = 0;
   /// With tail_pages: layers, each with copies of its own (BlockPool::layer).
   int layers = 1;
@@ -83,6 +88,7 @@ struct StepTables {
   const std::int32_t* seq_lens = nullptr;         ///< [batch]: tokens, those of this step included
   const std::int32_t* query_start_loc = nullptr;  ///< [batch + 1]: rows of sequence i are [i] to [i + 1] of q and out
   std::int32_t batch = 0;                         ///< up to max_batch; a sequence may have no query
+  std::int32_t max_query_len = 0;                 ///< the most queries of a sequence; 0: not known
 };
 
 class PagesImpl;
@@ -126,8 +132,9 @@ class KVANT_API PagesPlan {
   std::unique_ptr<PagesPlanImpl> impl_;
 };
 
-/// The geometry and formats of an engine's blocks. Holds no blocks: its state is a flag and, with tail_pages, the exact
-/// copies of the newest blocks. With tail_pages one call at a time, those of its plans included.
+/// The geometry and formats of an engine's blocks. Holds no blocks: its state is a flag, the step's tables, and with
+/// tail_pages the exact copies of the newest blocks. With centres or tail_pages one call at a time, those of its plans
+/// included, and layers whose sequences have other tables need Pages of their own.
 class KVANT_API Pages {
  public:
   /// Errors: invalid_argument for unknown formats, head_dim and counts out of range; unsupported for lut formats, and
@@ -138,16 +145,20 @@ class KVANT_API Pages {
   /// Bytes of a (block, kv head): a multiple of 64.
   [[nodiscard]] std::int64_t block_bytes() const noexcept;
   [[nodiscard]] static constexpr int block_tokens() noexcept { return kPageTokens; }
-  /// Bytes of the exact copies of all layers, taken by create: tail_sequences * (tail_pages + 2) blocks of each layer.
+  /// Bytes of the exact copies of all layers, taken by create: tail_sequences * (tail_pages + 2) blocks of each layer,
+  /// and tail_pages more for sixteen of the sequences.
   [[nodiscard]] std::int64_t tail_bytes() const noexcept;
 
-  /// With tail_pages, once a step and before its writes and set_tables: the whole batch, up to tail_sequences. A block
-  /// whose first position is written in this step (positions from length - queries on) gets an exact copy if it is in
-  /// the tail; the copy that was needed longest ago makes room, never one that this step needs. From then on, what is
-  /// written to the block is written to its copy. A block that is in the tail and has no copy (a prefix that was cached
-  /// long ago) is read encoded, and take_misses counts it.
+  /// With centres or tail_pages, once a step and before its writes and set_tables: the whole batch. Writes find the
+  /// block before a block that begins in these tables: row i of their slots is row i of query_start_loc. On the host
+  /// tables are copied; on a device they must stay as they are until the step's writes are done.
+  /// With tail_pages a batch has up to tail_sequences. A block whose first position is written in this step (positions
+  /// from length - queries on) gets an exact copy if it is in the tail; the copy that was needed longest ago makes
+  /// room, never one that this step needs. From then on, what is written to the block is written to its copy. A block
+  /// that is in the tail and has no copy (a prefix that was cached long ago) is read encoded, and take_misses counts
+  /// it. Blocks that were in the tail when a step began are read exactly by all its queries.
   /// Errors: on the host invalid_argument for tables that do not fit. On a device such sequences are passed over, and
-  /// the plan's take_errors tells. Without tail_pages nothing happens.
+  /// the plan's take_errors tells. Without centres and tail_pages nothing happens.
   Status begin_step(const StepTables& tables, Stream stream = {}) const;
   /// Waits for the stream. Since the last call: pages that a step was to read exactly, and that had no copy.
   Result<std::int64_t> take_misses(Stream stream = {}) const;
@@ -155,8 +166,11 @@ class KVANT_API Pages {
   /// Encodes tokens into their slots. slots: [count], device memory for pages on a device. keys, values: [count or
   /// more, kv_heads, head_dim], f32, f16 or bf16; row i goes to slot i, and those of slots below 0 are not read.
   /// The tokens of one block must follow one another in slots, in ascending order, as those of a sequence do; on the
-  /// host any order will do. Bytes are the same on every instruction set and device.
-  /// Errors: on the host non_finite for values that are not finite or above 65504, and invalid_argument for slots
+  /// host any order will do. Bytes are the same on every instruction set and device. With centres, row i is row i of
+  /// the tables of begin_step; a block that begins in a row for which these name no block before is centred on its
+  /// first key.
+  /// Errors: invalid_argument for centred pages before any begin_step.
+  /// On the host non_finite for values that are not finite or above 65504, and invalid_argument for slots
   /// outside the pool (nothing was changed). On a device such values become NaN for the rows that see them, tokens of
   /// such slots are not stored, and take_non_finite tells of either.
   Status write(const BlockPool& pool, const TensorView& keys, const TensorView& values, const std::int64_t* slots,

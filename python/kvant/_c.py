@@ -216,6 +216,7 @@ class PagesConfig(Structure):
         ("tail_sequences", c_int32),
         ("layers", c_int32),
         ("exact_dtype", c_int32),
+        ("k_centre", c_int32),
     ]
 
 
@@ -263,6 +264,7 @@ class StepTables(Structure):
         ("seq_lens", c_void_p),
         ("query_start_loc", c_void_p),
         ("batch", c_int32),
+        ("max_query_len", c_int32),
     ]
 
 

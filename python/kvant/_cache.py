@@ -71,9 +71,8 @@ class Cache(_arguments.NotCopied):
     capacity_tokens: at most so many tokens in pages, 0: no limit. max_sequences, max_sequence_tokens: on a device.
     k_basis, v_basis: "automatic", "hadamard", "none" or "calibrated"; bases: a kvant.Bases or its path, for the last;
         basis_layers: the file's layer number of each layer of the cache.
-    k_centre: "page": encoded pages keep the mean of their keys and encode what is left, for at most 0.125 bits a key
-        value: tq and fp8 keys, on a device only with tail pages. "none". "automatic": "page" for tq keys, but "none"
-        on a device without tail pages.
+    k_centre: "page": encoded pages keep a mean of their keys and encode what is left, but of keys that are nearer to
+        zero, for at most 0.125 bits a key value: tq and fp8 keys. "none". "automatic": "page" for these keys.
     threads: workers that encode, 0: the processors that the process may use. isa: an instruction set to encode with,
         "scalar", "avx2", "avx512", "amx" or "neon" (all store the same bytes), None: the best.
 

@@ -76,16 +76,19 @@ class Pages(_arguments.NotCopied):
     kv_heads, head_dim, k, v, threads, isa: as for Cache, but for the lut formats, which are refused.
     device: "cpu", "cuda", "cuda:1" or a torch.device: where the pool, tensors and tables are.
 
+    k_centre: "page": encoded blocks keep a mean of their keys and encode what is left, but of keys that are nearer to
+        zero: tq and fp8 keys. "none". "automatic": "page" for these keys. With page, call begin_step once a step.
     tail: newest whole blocks of a sequence that are read exactly, beside the one that is being filled; 0: none. With
         tail, call begin_step once a step, and give write and run the layer.
     tail_sequences: sequences that run at the same time, at most. Each takes tail + 2 exact copies of a block in each of
-        `layers` layers: tail_bytes in all, taken here.
+        `layers` layers, and sixteen of them tail more: tail_bytes in all, taken here.
     exact: "f32" (CPU only), "f16" or "bf16", the dtype of exact copies; None: f32 where a format is f32, else f16 where
         one is, else bf16.
 
     A block is 64 tokens of one sequence; a (block, kv head) is block_bytes contiguous bytes. A block is filled from its
     first position on; the write that stores the first position clears those that it does not store. Tokens are encoded
-    as they come; a tail keeps exact copies besides.
+    as they come; a tail keeps exact copies besides. Layers whose sequences have other block tables need Pages of their
+    own, if there are centres or a tail.
 
     Errors: InvalidArgument, Unsupported, OutOfMemory.
     """
@@ -107,6 +110,7 @@ class Pages(_arguments.NotCopied):
         tail_sequences: int = 0,
         layers: int = 1,
         exact: str | None = None,
+        k_centre: str = "automatic",
     ):
         self._handle = None
         self._workspace = None
@@ -123,6 +127,7 @@ class Pages(_arguments.NotCopied):
         c.k, c.v = self.k.encode(), self.v.encode()
         c.device = f"{self.device[0]}:{self.device[1]}".encode() if self.device[0] != "cpu" else None
         c.isa = _arguments.name_or_none("isa", isa)
+        c.k_centre = _arguments.choice("k_centre", k_centre, _c.CENTRES)
         if exact is not None:
             c.exact_dtype = _arguments.choice("exact", exact, EXACT)
         self.kv_heads, self.head_dim, self.layers = c.kv_heads, c.head_dim, c.layers
@@ -157,10 +162,12 @@ class Pages(_arguments.NotCopied):
         return self._handle
 
     def begin_step(self, block_table: Any, seq_lens: Any, query_start_loc: Any, stream: Any = None) -> None:
-        """With a tail: once a step, before its writes and set_tables. The whole batch, up to tail_sequences.
+        """With centres or a tail: once a step, before its writes and set_tables. The whole batch, with a tail up to
+        tail_sequences.
 
-        The tables are those of PagesPlan.set_tables. Blocks that begin in this step and are in the tail get exact
-        copies; what is written to them goes there, too. Without a tail nothing happens. Errors: InvalidArgument.
+        The tables are those of PagesPlan.set_tables; on a device they must stay as they are until the step's writes are
+        done. Writes find there the block before a block that begins. Blocks that begin in this step and are in the tail
+        get exact copies; what is written to them goes there, too. Errors: InvalidArgument.
         """
         where = self._place(stream)
         t, _tables = _step_tables(block_table, seq_lens, query_start_loc, where)
@@ -183,7 +190,7 @@ class Pages(_arguments.NotCopied):
             a device heads of a block follow one another.
         keys, values: [tokens, kv_heads, head_dim] f32, f16 or bf16, any token and head stride.
         slot_mapping: int64 [tokens or fewer]: block * 64 + position, -1: not stored. Tokens of one block follow one
-            another, in ascending order.
+            another, in ascending order. With centres row i is row i of begin_step's query_start_loc.
         stream: a CUDA stream; None: torch's current one.
         layer: with a tail, whose pool this is.
         Errors: on the CPU NonFinite, and InvalidArgument for slots outside the pool. On a device take_non_finite tells.

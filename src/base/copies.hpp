@@ -9,24 +9,39 @@
 
 KVANT_NAMESPACE_BEGIN(base)
 
-/// Copies that a sequence has at most: of the tail, of the page that is being filled, and of the page that left last.
+/// Copies that a sequence has at most in a step of up to 65 tokens: of the tail, of the page that is being filled, and
+/// of the page that left last. A longer step also has those of the tail that it began with, tail_pages more.
 KVANT_HD constexpr std::int32_t copies_of_sequence(std::int32_t tail_pages) noexcept {
   return tail_pages + 2;
 }
+/// Copies for so many sequences, of which this many can be in long steps at the same time.
+inline constexpr std::int32_t kSequencesInLongSteps = 16;
+KVANT_HD constexpr std::int32_t copies_of_sequences(std::int32_t sequences, std::int32_t tail_pages) noexcept {
+  const std::int32_t long_steps = sequences < kSequencesInLongSteps ? sequences : kSequencesInLongSteps;
+  return sequences * copies_of_sequence(tail_pages) + long_steps * tail_pages;
+}
 
-// The pages of a sequence that have copies in a step: [begin, end). Those from `begun` on get their first position in
-// this step, and with it a copy. An older page has its copy from an earlier step, or none. `exact`: the first page that
-// this step's queries are to read exactly.
+// The pages of a sequence that have copies in a step. Those of [begin, begun) have theirs from an earlier step, or have
+// none. Pages from `begun` on get their first position in this step, and of these [fresh, end) get copies with it.
+// `exact`: the first page that this step's queries are to read exactly. Pages that were exact when the step began stay
+// exact for all its queries, however many these are.
 struct CopiedPages {
-  std::int32_t begin, end, begun, exact;
+  std::int32_t begin, begun, fresh, end, exact;
+  [[nodiscard]] KVANT_HD constexpr std::int32_t first() const noexcept { return begin < begun ? begin : fresh; }
+  [[nodiscard]] KVANT_HD constexpr std::int32_t after(std::int32_t page) const noexcept {
+    return page + 1 == begun ? fresh : page + 1;
+  }
 };
 KVANT_HD constexpr CopiedPages copied_pages(std::int32_t length, std::int32_t q_len, std::int32_t tail_pages) noexcept {
   const ExactEnds<std::int32_t> ends{0, tail_pages};
+  const std::int32_t kept = ends.tail_begin(length - kPageTokens);  // by rejected drafts, too
   CopiedPages p{};
-  p.begin = ends.tail_begin(length - kPageTokens);
-  p.end = pages_for(length);
+  p.exact = ends.tail_begin(length - (q_len - 1));
+  p.begin = kept < p.exact ? kept : p.exact;
   p.begun = pages_for(length - q_len);
-  p.exact = ends.tail_begin(exact_length(length, q_len));
+  p.fresh = q_len > kPageTokens ? ends.tail_begin(length) : kept;  // nobody rejects as many
+  if (p.fresh < p.begun) p.fresh = p.begun;
+  p.end = pages_for(length);
   return p;
 }
 

@@ -29,12 +29,6 @@ Result<BasisKind> to_basis_kind(const char* name, std::int32_t kind) {
                                       "; allowed: 0 (automatic), 1 (hadamard), 2 (none), 3 (calibrated)"};
 }
 
-Result<KeyCentre> to_key_centre(std::int32_t centre) {
-  if (centre >= KVANT_CENTRE_AUTOMATIC && centre <= KVANT_CENTRE_PAGE) return static_cast<KeyCentre>(centre);
-  return {Code::invalid_argument,
-          "config.k_centre is " + std::to_string(centre) + "; allowed: 0 (automatic), 1 (none), 2 (page)"};
-}
-
 Result<std::vector<float>> to_levels(const char* name, const float* levels, std::int32_t count) {
   if (count == 0) return std::vector<float>{};
   if (count < 0 || count > 256 || levels == nullptr) {

@@ -25,6 +25,12 @@ Result<View> convert(const char* name, const Tensor* tensor) {
 
 }  // namespace
 
+Result<KeyCentre> to_key_centre(std::int32_t centre) {
+  if (centre >= KVANT_CENTRE_AUTOMATIC && centre <= KVANT_CENTRE_PAGE) return static_cast<KeyCentre>(centre);
+  return {Code::invalid_argument,
+          "config.k_centre is " + std::to_string(centre) + "; allowed: 0 (automatic), 1 (none), 2 (page)"};
+}
+
 Result<Dtype> to_dtype(const char* name, std::int32_t dtype) {
   if (dtype >= KVANT_F32 && dtype <= KVANT_BOOL) return static_cast<Dtype>(dtype);
   return {Code::invalid_argument, std::string(name) + ".dtype is " + std::to_string(dtype) +

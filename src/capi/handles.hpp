@@ -39,6 +39,7 @@ namespace kvant::capi {
 Result<TensorView> to_view(const char* name, const kvant_tensor* tensor);
 Result<MutableTensorView> to_view(const char* name, const kvant_mutable_tensor* tensor);
 Result<Dtype> to_dtype(const char* name, std::int32_t dtype);
+Result<KeyCentre> to_key_centre(std::int32_t centre);
 // An output may be left out by a NULL view or NULL data.
 Result<MutableTensorView> to_optional_view(const char* name, const kvant_mutable_tensor* tensor);
 Result<TensorView> to_optional_view(const char* name, const kvant_tensor* tensor);

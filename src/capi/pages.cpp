@@ -38,6 +38,9 @@ Result<PagesConfig> to_pages_config(const kvant_pages_config* pointer) {
     if (!exact) return exact.status();
     config.exact = *exact;
   }
+  const auto k_centre = to_key_centre(given.k_centre);
+  if (!k_centre) return k_centre.status();
+  config.k_centre = *k_centre;
   return config;
 }
 
@@ -55,7 +58,8 @@ Result<StepTables> to_tables(const kvant_step_tables* pointer) {
                     .columns = given.columns,
                     .seq_lens = given.seq_lens,
                     .query_start_loc = given.query_start_loc,
-                    .batch = given.batch};
+                    .batch = given.batch,
+                    .max_query_len = given.max_query_len};
 }
 
 }  // namespace

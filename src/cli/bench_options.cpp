@@ -86,8 +86,8 @@ void add_formats(CLI::App& command, BenchArguments& a) {
   add_list(command, "--v-format", a.v_formats,
            "Value formats: one for all, or one for each key format; default: as the keys", "FORMAT,...");
   add_list(command, "--k-centre", a.k_centres,
-           "What is subtracted from keys: none, or page, the mean key of each page (tq and\n"
-           "fp8 keys); automatic: page for tq keys, but on a device without a tail",
+           "What is subtracted from keys: none, or page, a mean key of each page (tq and\n"
+           "fp8 keys); automatic: page for these keys",
            "automatic|none|page,...")
       ->check(CLI::IsMember({"automatic", "none", "page"}).description(""))
       ->capture_default_str();

@@ -228,8 +228,8 @@ Action add_eval_command(CLI::App& app) {
   add_file(*command, "--basis", a->basis,
            "Calibrated bases (kvant calibrate) for tq formats; dense formats and fp8 have none");
   one_of(command->add_option("--k-centre", a->k_centre,
-                             "tq and fp8 keys around the mean key of their page (page), as they are\n"
-                             "(none), or both; automatic: page for tq keys"),
+                             "tq and fp8 keys around a mean key of their page (page), as they are\n"
+                             "(none), or both; automatic: page"),
          {"automatic", "both", "none", "page"})
       ->capture_default_str();
   command->add_option("--threads", a->threads, "Worker threads; 0: the processors that the process may use")

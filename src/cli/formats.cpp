@@ -26,7 +26,7 @@ const char* centre_name(KeyCentre centre) {
 }
 
 KeyCentre default_centre(const FormatPair& formats) {
-  return codec::is_centred_by_default(formats.k) ? KeyCentre::page : KeyCentre::none;
+  return codec::takes_centre(formats.k) ? KeyCentre::page : KeyCentre::none;
 }
 
 KeyCentre centre_of(const std::string& name, const FormatPair& formats) {

@@ -1,21 +1,24 @@
-// The centre of a key page: one vector c, in the keys' basis, that is subtracted from every key of the page before the
-// key is encoded, and added when it is decoded. Softmax sees the whole key again, since q . k = q . c + q . (k - c): a
-// reader computes q . c once for a page and adds it to the page's scores.
+// The centre of a key page: one vector c, in the keys' basis, that is subtracted from keys of the page before they are
+// encoded, and added when they are decoded. Softmax sees the whole key again, since q . k = q . c + q . (k - c): a
+// reader computes q . c once for a page and adds it to the scores of the keys that have the centre.
 //
-// c is the mean m of some keys, stored as one more vector in tq6 with a single scale. Keys are centred on the *decoded*
-// c, so what the centre's own rounding loses is not lost: the codes of the keys hold it. Which keys m is of depends on
-// how a page comes to be encoded (core/host_store_write.cpp):
+// A key that is nearer to zero than to the centre refuses it: the key is stored as it is, and the sign bits of its
+// scales say so (kRefusedScale). Attention sinks do, whose keys are far from all others: around a mean of other keys
+// they would be stored worse, and they get most of the attention (docs/page-centres.md).
 //
-//   the whole page at once    its own keys, tokens 0 to 63, as given: m = B(mean), with B the basis (MeanOfRows)
-//   token by token            the keys of the page before, as stored: m = c' + mean(decoded k' - c') (mean_of_page), or
-//                             B(mean) if the page before is exact
-//   page 0 of a sequence      none: m = 0. Its first tokens are attention sinks, whose keys are far from all others and
-//                             get most of the attention: around a mean of other keys they are stored worse, and the KL
-//                             divergence of a cache without an exact first page doubles (docs/page-centres.md)
+// c is the decoded value of a vector m, stored as one more vector in tq6 with a single scale. Keys are centred on the
+// *decoded* c, so what the centre's own rounding loses is not lost: the codes of the keys hold it. How a page comes to
+// be encoded decides on m:
 //
-// All sums are in float32, by channel, tokens in ascending order, from zero; then one multiplication by 1 / count
-// rounded to float. A mean that has an element that is not finite, or of 2^20 and above in magnitude, is stored as
-// zeros, so that a key that cannot be encoded spoils itself alone.
+//   page 0 of a sequence      its first key, m = B(first row), with B the basis (MeanOfRows of one row). So is any page
+//                             that a part begins and that has no page before it
+//   the whole page at once    its own keys, tokens 0 to 63, as given: m = B(mean) (MeanOfRows)
+//   a page that a part        the keys of the page before, as stored: mean_of_page; or B(mean) if that page is exact
+//   begins
+//
+// All sums are in float32, by channel, tokens in ascending order, from zero. A mean that has an element that is not
+// finite, or of 2^20 and above in magnitude, is stored as zeros, so that a key that cannot be encoded spoils itself
+// alone.
 #pragma once
 
 #include "codec/basis.hpp"
@@ -23,15 +26,9 @@
 
 KVANT_NAMESPACE_BEGIN(codec)
 
-// Formats whose keys are centred unless a cache says otherwise. fp8 is not: the format is there to be compared with.
-KVANT_HD constexpr bool is_centred_by_default(Format f) {
-  return is_tq(f);
-}
-
-// The first token of page number `page` of a sequence that counts for the mean of the page that follows. Sinks do not.
-inline constexpr int kSinkTokens = 4;
-KVANT_HD constexpr int first_of_mean(std::int64_t page) {
-  return page == 0 ? kSinkTokens : 0;
+// A centre that is the mean of the page's own rows is that of so many.
+KVANT_HD constexpr int rows_of_centre(std::int64_t page) {
+  return page == 0 ? 1 : kPageTokens;
 }
 
 KVANT_HD constexpr float mean_factor(int count) {
@@ -68,11 +65,46 @@ KVANT_HD inline void load_centre(const SideLayout& s, int head_dim, const std::b
   decode_group<kCentreFormat>(codes, head_dim, get_scale(s, block, 0, 0), c);
 }
 
+// Whether key y is nearer to zero than to the centre: |y|^2 < |y - c|^2 in float32, each sum in lanes as in
+// codec/tq.hpp. No NaN is.
+KVANT_HD inline bool refuses_centre(const float* y, const float* c, int head_dim) {
+  float from_zero[kLanes] = {}, from_centre[kLanes] = {};
+  for (int i = 0; i < head_dim; ++i) {
+    const float left = y[i] - c[i];
+    from_zero[i % kLanes] += base::mul_rn(y[i], y[i]);
+    from_centre[i % kLanes] += base::mul_rn(left, left);
+  }
+  return detail::fold_lanes(from_zero) < detail::fold_lanes(from_centre);
+}
+
+// The sign bits of all scales of a key that has no centre. Zero and NaN have it as well.
+KVANT_HD inline void mark_refused(const SideLayout& s, std::byte* block, int token) {
+  for (int i = 0; i < s.groups; ++i) {
+    std::byte* at = block + scale_at(s, token, i);
+    base::store_u16(at, static_cast<std::uint16_t>(base::load_u16(at) | kRefusedScale));
+  }
+}
+KVANT_HD inline bool is_refused(const SideLayout& s, const std::byte* block, int token) {
+  return (base::load_u16(block + scale_at(s, token, 0)) & kRefusedScale) != 0;
+}
+
+// Key y [D], in the basis, into a centred page whose decoded centre is c [D].
+KVANT_HD inline void store_key(const PageLayout& p, std::byte* block, int token, const float* y, const float* c) {
+  if (refuses_centre(y, c, p.head_dim)) {
+    store_row_k(p.k, p.head_dim, block, token, y, nullptr);
+    mark_refused(p.k, block, token);
+    return;
+  }
+  float left[kMaxHeadDim];
+  for (int i = 0; i < p.head_dim; ++i) left[i] = y[i] - c[i];
+  store_row_k(p.k, p.head_dim, block, token, left, nullptr);
+}
+
 // Key of a token as attention reads it, in its basis.
 KVANT_HD inline void load_key(const PageLayout& p, const std::byte* block, int token, const float* lut_levels,
                               float* y) {
   load_row_k(p.k, p.head_dim, block, token, lut_levels, y);
-  if (!is_centred(p)) return;
+  if (!is_centred(p) || is_refused(p.k, block, token)) return;
   float c[kMaxHeadDim];
   load_centre(centre_layout(p), p.head_dim, block, c);
   for (int i = 0; i < p.head_dim; ++i) y[i] += c[i];
@@ -100,16 +132,20 @@ class MeanOfRows {
   int count_ = 0;
 };
 
-// y [D]: the mean of tokens [first, 64) of a centred page, in the basis and clean.
-KVANT_HD inline void mean_of_page(const PageLayout& p, const std::byte* block, int first, float* y) {
+// y [D]: the mean of the 64 keys of a centred page as they are stored, in the basis and clean. Keys that refused the
+// centre count without it.
+KVANT_HD inline void mean_of_page(const PageLayout& p, const std::byte* block, float* y) {
   float row[kMaxHeadDim], c[kMaxHeadDim];
   load_centre(centre_layout(p), p.head_dim, block, c);
   for (int i = 0; i < p.head_dim; ++i) y[i] = 0.0f;
-  for (int t = first; t < kPageTokens; ++t) {
+  int centred = 0;
+  for (int t = 0; t < kPageTokens; ++t) {
     load_row_k(p.k, p.head_dim, block, t, nullptr, row);
     for (int i = 0; i < p.head_dim; ++i) y[i] += row[i];
+    centred += is_refused(p.k, block, t) ? 0 : 1;
   }
-  for (int i = 0; i < p.head_dim; ++i) y[i] = c[i] + base::mul_rn(y[i], mean_factor(kPageTokens - first));
+  const float share = base::mul_rn(static_cast<float>(centred), mean_factor(kPageTokens));
+  for (int i = 0; i < p.head_dim; ++i) y[i] = base::mul_rn(c[i], share) + base::mul_rn(y[i], mean_factor(kPageTokens));
   clean_mean(y, p.head_dim);
 }
 

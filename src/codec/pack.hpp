@@ -111,9 +111,15 @@ KVANT_HD inline void put_scales_f32(const SideLayout& s, std::byte* block, int t
   for (int i = 0; i < s.groups; ++i) base::store_f32(block + scale_at(s, token, i), scales[i]);
 }
 
+// The sign bit of an fp16 scale: the key has no centre (codec/centre.hpp). Not a part of the number.
+inline constexpr std::uint16_t kRefusedScale = 0x8000;
+KVANT_HD constexpr std::uint16_t scale_number(std::uint16_t stored) {
+  return stored & 0x7FFF;
+}
+
 KVANT_HD inline float get_scale(const SideLayout& s, const std::byte* block, int token, int group) {
   const std::byte* at = block + scale_at(s, token, group);
-  return s.scale_bytes == 4 ? base::load_f32(at) : base::f16_to_f32(base::load_u16(at));
+  return s.scale_bytes == 4 ? base::load_f32(at) : base::f16_to_f32(scale_number(base::load_u16(at)));
 }
 
 KVANT_NAMESPACE_END

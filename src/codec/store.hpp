@@ -58,7 +58,7 @@ KVANT_HD inline void decode_scaled(const SideLayout& s, int head_dim, const std:
     decode_lut(format_bits(s.format), head_dim, s.groups, lut_levels, codes, scales, y);
   } else {
     std::uint16_t scales[kMaxScaleGroups];
-    for (int i = 0; i < s.groups; ++i) scales[i] = base::load_u16(block + scale_at(s, token, i));
+    for (int i = 0; i < s.groups; ++i) scales[i] = scale_number(base::load_u16(block + scale_at(s, token, i)));
     decode(s.format, head_dim, codes, scales, y);
   }
 }

@@ -35,7 +35,7 @@ struct StoreJob {
   std::int64_t row_stride = 0;
   BasisView basis;
   const float* levels = nullptr;  // lut formats
-  const float* centre = nullptr;  // [head_dim], subtracted from rows in their basis; null: none
+  const float* centre = nullptr;  // [head_dim], in their basis, for rows that do not refuse it; null: none
   Dtype dtype = Dtype::f32;       // the rows' dtype: f32, f16, bf16
   Dtype rounding = Dtype::f32;    // f32: none
   bool looks = false;             // refuses rows that cannot be stored (codec/storable.hpp)
@@ -45,10 +45,9 @@ struct StoreJob {
 // The centre of a key page (codec/centre.hpp): makes and stores it, or finds the one that is stored; and decodes it.
 struct CentreJob {
   enum class Of {
-    stored,   // that of the block `from`, which is only read
-    nothing,  // zeros
+    stored,  // that of the block `from`, which is only read
     rows,  // the mean of rows.count rows; of `rows` only rows, row_stride, width, dtype and rounding are read otherwise
-    page,  // the mean of tokens [first, 64) of the block `from`: that of the page before
+    page,  // the mean of the keys of the block `from`: that of the page before
   };
   Of of = Of::stored;
   const codec::PageLayout* layout = nullptr;
@@ -56,8 +55,7 @@ struct CentreJob {
   BasisView basis;
   StoreJob rows;
   const std::byte* from = nullptr;  // has the same layout
-  int first = 0;
-  float* centre = nullptr;  // out [codec::kMaxHeadDim], of which head_dim are the decoded centre
+  float* centre = nullptr;          // out [codec::kMaxHeadDim], of which head_dim are the decoded centre
 };
 
 // Decodes `count` tokens of one side of a page block, from token `first` on: unpacked, back from the basis, rounded to
@@ -71,7 +69,7 @@ struct DecodeJob {
   int count = 0;
   BasisView basis;
   const float* levels = nullptr;  // lut formats
-  const float* centre = nullptr;  // [head_dim], added to vectors in their basis; null: none
+  const float* centre = nullptr;  // [head_dim], added in their basis to vectors that have it; null: none
   void* rows = nullptr;
   std::int64_t row_stride = 0;  // elements
   Dtype dtype = Dtype::f32;     // the rows' dtype: f32, f16, bf16

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <new>
 
-#include "codec/centre.hpp"
 #include "core/cache_impl.hpp"
 #include "core/fmt.hpp"
 
@@ -82,24 +81,6 @@ Result<BasisKind> resolve_basis(const char* name, BasisKind kind, Format format)
                         core::basis_name(kind), format_info(format).name)};
   }
   return kind;
-}
-
-// Stays automatic where the placement decides.
-Result<KeyCentre> resolve_centre(KeyCentre centre, Format k) {
-  if (centre == KeyCentre::automatic) return codec::is_centred_by_default(k) ? centre : KeyCentre::none;
-  if (centre > KeyCentre::page) {
-    return {Code::invalid_argument,
-            fmt::format("k_centre = {}: must be automatic, none or page", static_cast<int>(centre))};
-  }
-  if (centre == KeyCentre::none) return centre;
-  if (!codec::takes_centre(k)) {
-    return {Code::invalid_argument,
-            fmt::format("k_centre = page with k = {}: {}; use k_centre = none, or keys in a tq format or fp8",
-                        format_info(k).name,
-                        codec::is_dense(k) ? "dense keys are stored as given, and there is nothing to gain"
-                                           : "imported keys keep their codes, which have no centre")};
-  }
-  return centre;
 }
 
 // A basis must be finite, of head_dim, and its inverse must undo its matrix: tried on one vector that touches every
@@ -236,7 +217,7 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
   resolve_ends(config, dense);
   const auto kernels = choose_kernels(config.isa);
   if (!kernels) return kernels.status();
-  const auto k_centre = resolve_centre(config.k_centre, *k);
+  const auto k_centre = core::resolve_centre(config.k_centre, *k);
   if (!k_centre) return k_centre.status();
   config.k_centre = *k_centre;
   const auto placement = core::resolve_placement(config, *k, *v, backend);
@@ -250,7 +231,7 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
                                 .capacity_pages = config.capacity_tokens / kPageTokens,
                                 .sequence_tokens = placement->sequence_tokens};
   std::unique_ptr<CacheImpl> impl(new CacheImpl(config, *k, *v, placement->stored_dim, table));
-  impl->automatic_centre_ = codec::is_centred_by_default(*k) && given.k_centre == KeyCentre::automatic;
+  impl->automatic_centre_ = codec::takes_centre(*k) && given.k_centre == KeyCentre::automatic;
   impl->automatic_ends_ = !dense && (given.sink_pages < 0 || given.tail_pages < 0);
   auto store = core::make_store(*placement, impl->spec_, impl->table_, **kernels, backend);
   if (!store) return store.status();

@@ -63,10 +63,7 @@ std::string CacheImpl::describe() const {
   text += '\n';
   text += fmt::format("basis: k {}, v {}\n", core::basis_name(config().k_basis), core::basis_name(config().v_basis));
   text +=
-      fmt::format("centre: k {}{}\n", is_centred() ? "page" : "none",
-                  automatic_centre_ && is_centred() ? "; chosen: the default"
-                  : automatic_centre_ ? "; chosen: kernels on devices centre pages that leave a tail, and there is none"
-                                      : "");
+      fmt::format("centre: k {}{}\n", is_centred() ? "page" : "none", automatic_centre_ ? "; chosen: the default" : "");
   if (config().window > 0) {
     text += fmt::format("window: {} tokens and the first {}; truncation back by {} tokens\n", config().window,
                         config().window_sinks, std::max<std::int64_t>(kPageTokens, config().rollback_tokens));

@@ -12,7 +12,26 @@ const std::vector<CalibratedBasis>* calibrated(BasisKind kind, const CacheConfig
   return kind == BasisKind::calibrated ? &((*config.bases).*side) : nullptr;
 }
 
+codec::PageLayout rounded_up(codec::PageLayout layout, std::uint32_t multiple) {
+  layout.block_bytes = (layout.block_bytes + multiple - 1) / multiple * multiple;
+  return layout;
+}
+
 }  // namespace
+
+Result<KeyCentre> resolve_centre(KeyCentre centre, Format k) {
+  if (centre > KeyCentre::page) {
+    return {Code::invalid_argument,
+            fmt::format("k_centre = {}: must be automatic, none or page", static_cast<int>(centre))};
+  }
+  if (centre == KeyCentre::automatic) return codec::takes_centre(k) ? KeyCentre::page : KeyCentre::none;
+  if (centre == KeyCentre::none || codec::takes_centre(k)) return centre;
+  return {Code::invalid_argument,
+          fmt::format("k_centre = page with k = {}: {}; use k_centre = none, or keys in a tq format or fp8",
+                      format_info(k).name,
+                      codec::is_dense(k) ? "dense keys are stored as given, and there is nothing to gain"
+                                         : "imported keys keep their codes, which have no centre")};
+}
 
 const char* basis_name(BasisKind kind) {
   switch (kind) {
@@ -29,11 +48,13 @@ Status check_range(const char* name, std::int64_t value, std::int64_t low, std::
   return {Code::invalid_argument, fmt::format("{} = {}: must be {} to {}{}", name, value, low, high, hint)};
 }
 
-CacheSpec::CacheSpec(CacheConfig resolved, Format k_format, Format v_format, int stored_dim)
+CacheSpec::CacheSpec(CacheConfig resolved, Format k_format, Format v_format, int stored_dim,
+                     std::uint32_t block_multiple)
     : config(std::move(resolved)),
       k(k_format),
       v(v_format),
-      encoded(codec::page_layout(k, v, stored_dim, config.lut_scales, config.k_centre == KeyCentre::page)),
+      encoded(rounded_up(codec::page_layout(k, v, stored_dim, config.lut_scales, config.k_centre == KeyCentre::page),
+                         block_multiple)),
       k_bases(config.k_basis, calibrated(config.k_basis, config, &BasisSet::keys), config.kv_heads),
       v_bases(config.v_basis, calibrated(config.v_basis, config, &BasisSet::values), config.kv_heads) {}
 

@@ -10,13 +10,16 @@
 namespace kvant::core {
 
 const char* basis_name(BasisKind kind);
+/// page or none: `automatic` is page for formats that take a centre. Refused where they do not.
+Result<KeyCentre> resolve_centre(KeyCentre centre, Format k);
 /// Refuses a number of a config that is out of its range.
 Status check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high, const char* hint = "");
 
 class CacheSpec {
  public:
   /// `config` with `automatic` bases, centres and exact ends resolved, and no exact ends where both formats are dense.
-  CacheSpec(CacheConfig resolved, Format k, Format v, int stored_dim);
+  /// The bytes of a block are a multiple of `block_multiple`, beside what the layout asks for.
+  CacheSpec(CacheConfig resolved, Format k, Format v, int stored_dim, std::uint32_t block_multiple = 1);
   CacheSpec(const CacheSpec&) = delete;  // bases point into the config's
   CacheSpec& operator=(const CacheSpec&) = delete;
 

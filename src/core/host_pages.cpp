@@ -38,16 +38,28 @@ void decode_blocks_share(void* context, int worker) {
       const MutableTensorView& out = values ? *run.values : *run.keys;
       if (out.data == nullptr) continue;
       const std::int64_t element = at * kPageTokens * out.stride[0] + head * out.stride[1];
+      const std::byte* block = block_of(*run.pool, run.ids[static_cast<std::size_t>(at)], head);
+      float centre[codec::kMaxHeadDim];
+      const bool centred = !values && spec.is_centred();
+      if (centred) {
+        run.kernels->centre({.of = CentreJob::Of::stored,
+                             .layout = &spec.encoded,
+                             .block = nullptr,
+                             .basis = {},
+                             .rows = {},
+                             .from = block,
+                             .centre = centre});
+      }
       (values ? run.kernels->decode_v : run.kernels->decode_k)(
           {.side = values ? &spec.encoded.v : &spec.encoded.k,
            .head_dim = spec.stored_dim(),
            .width = spec.config.head_dim,
-           .block = block_of(*run.pool, run.ids[static_cast<std::size_t>(at)], head),
+           .block = block,
            .first = 0,
            .count = kPageTokens,
            .basis = (values ? spec.v_bases : spec.k_bases).at(0, 0),
            .levels = nullptr,
-           .centre = nullptr,
+           .centre = centred ? centre : nullptr,
            .rows = static_cast<std::byte*>(out.data) + element * static_cast<std::int64_t>(dtype_size(out.dtype)),
            .row_stride = out.stride[0],
            .dtype = out.dtype});

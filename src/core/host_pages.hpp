@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "core/backend.hpp"
 #include "core/host_work.hpp"
@@ -17,10 +18,29 @@ namespace kvant::core {
 // first.
 struct HostTail {
   HostTail(const PagesTail& tail, int kv_heads)
-      : storage(tail.layout, tail.layers, kv_heads), copies(tail.pages, tail.copies) {}
+      : storage(tail.layout, tail.layers, kv_heads), copies(tail.pages, tail.copies), dtype(tail.dtype) {}
 
   Storage storage;
   TailCopies copies;
+  Dtype dtype;
+};
+
+// The tables of a step, of which writes of centred pages ask where a row belongs.
+class TableRows {
+ public:
+  void take(const StepTables& tables);
+  // The page that a row goes to, and the block before (below 0: none). Page -1: the row's slot is not that which the
+  // tables have for the row.
+  struct Place {
+    std::int64_t page = -1;
+    std::int32_t before = -1;
+  };
+  [[nodiscard]] Place place(std::int64_t row, std::int64_t slot) const;
+  [[nodiscard]] bool is_known() const noexcept { return !starts_.empty(); }
+
+ private:
+  std::vector<std::int32_t> starts_, lengths_, blocks_;
+  std::vector<std::size_t> first_;  // places in blocks_, one for each sequence
 };
 
 class HostPages final : public PagesImpl {
@@ -46,6 +66,7 @@ class HostPages final : public PagesImpl {
  private:
   const Kernels& kernels_;
   std::unique_ptr<HostTail> own_tail_;
+  std::unique_ptr<TableRows> step_ = std::make_unique<TableRows>();
 };
 
 class HostPagesPlan final : public PagesPlanImpl {

@@ -92,20 +92,23 @@ Status HostPagesPlan::set_tables(const StepTables& t, Stream) {
   queries_ = rows_ = keys_[kEncoded] = keys_[kExact] = 0;
   largest_ = {};
   const HostTail* tail = this->tail();
-  const base::ExactEnds<std::int64_t> ends{0, pages().tail().pages};
   if (tail != nullptr) step_ = tail->copies.step();
   for (std::int32_t i = 0; i < t.batch; ++i) {
     const PlannedSequence s = planned(i);
     if (s.q_len == 0) continue;
     PageUse* use = lists_.add(s);
     const VisiblePages pages = visible(s);
+    const std::int64_t exact =
+        tail == nullptr
+            ? s.length
+            : base::copied_pages(t.seq_lens[i], static_cast<std::int32_t>(s.q_len), this->pages().tail().pages).exact;
     for (std::int64_t n = 0; n < pages.count(); ++n) {
       const std::int64_t page = pages.page(n);
       if (page * kPageTokens >= s.cached) continue;
       const std::int32_t block = t.block_table[i * t.row_stride + page];
       if (block > largest_.block) largest_ = {block, i, page};
       use[page] = {block, kEncoded};
-      if (ends.exact(base::exact_length(s.length, s.q_len), page)) {
+      if (page >= exact) {
         if (const std::int32_t copy = tail->copies.find(block); copy >= 0) use[page] = {copy, kExact};
       }
       keys_[use[page].kind] += std::min<std::int64_t>(kPageTokens, s.cached - page * kPageTokens);

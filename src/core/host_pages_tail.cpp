@@ -1,4 +1,6 @@
-// The exact copies of an engine's newest blocks in host memory.
+// The steps of an engine with blocks in host memory, and the exact copies of its newest blocks.
+#include <algorithm>
+
 #include "core/fmt.hpp"
 #include "core/host_pages.hpp"
 
@@ -31,8 +33,35 @@ Status HostPages::begin_step(const StepTables& t, Stream) const {
                       i, length, q_len, t.columns));
     }
   }
-  own_tail_->copies.begin_step(t);
+  if (spec().is_centred()) step_->take(t);
+  if (own_tail_) own_tail_->copies.begin_step(t);
   return {};
+}
+
+void TableRows::take(const StepTables& t) {
+  starts_.assign(1, t.batch > 0 ? t.query_start_loc[0] : 0);
+  lengths_.clear();
+  blocks_.clear();
+  first_.clear();
+  for (std::int32_t i = 0; i < t.batch; ++i) {
+    const std::int32_t end = t.query_start_loc[i + 1], pages = base::pages_for(t.seq_lens[i]);
+    const bool has_rows = end > t.query_start_loc[i];
+    starts_.push_back(end);
+    lengths_.push_back(t.seq_lens[i]);
+    first_.push_back(blocks_.size());
+    const std::int32_t* blocks = t.block_table + i * t.row_stride;
+    if (has_rows) blocks_.insert(blocks_.end(), blocks, blocks + pages);
+  }
+}
+
+TableRows::Place TableRows::place(std::int64_t row, std::int64_t slot) const {
+  if (row < starts_.front() || row >= starts_.back()) return {};
+  const auto after = std::upper_bound(starts_.begin(), starts_.end(), row);
+  const auto i = static_cast<std::size_t>(after - starts_.begin() - 1);
+  const std::int64_t position = lengths_[i] - (*after - row), page = position / kPageTokens;
+  const std::int32_t* block = blocks_.data() + first_[i] + page;
+  if (*block != slot / kPageTokens || position % kPageTokens != slot % kPageTokens) return {};
+  return {page, page > 0 ? block[-1] : -1};
 }
 
 }  // namespace kvant::core

@@ -86,7 +86,6 @@ void decode_share(void* context, int worker) {
                              .basis = {},
                              .rows = {},
                              .from = block,
-                             .first = 0,
                              .centre = centre});
         job.centre = centre;
       }

@@ -8,12 +8,12 @@
 //                                this copy
 //   it has none                  its rows are encoded in place
 //
-// In a page-centred cache keys that are encoded are centred (codec/centre.hpp). With an exact tail a page is encoded as
-// a whole, from its copy or from a step that is longer than the tail, and centred on its own mean. Without a tail a
-// page is centred, when its first token comes, on the mean of the page before as that is stored; which tokens came in
-// one step makes no difference, but the pages of a sequence and kv head must be stored in order. A page that is encoded
-// in part and has a centre keeps the centre: one that goes on being filled, and one that was truncated so far back that
-// its exact copy was gone.
+// In a page-centred cache keys that are encoded are centred unless they refuse (codec/centre.hpp). The first page of a
+// sequence has its first key as the centre. Other pages that are encoded as a whole, from the exact copy or from a step
+// that covers them, have their own mean, and are stored side by side. A page that a step begins and does not fill, and
+// that has no exact copy, has the mean of the page before as that is stored, so it is stored after that page. A page
+// that is encoded in part and has a centre keeps the centre: one that goes on being filled, and one that was truncated
+// so far back that its exact copy was gone.
 #include <algorithm>
 #include <atomic>
 
@@ -53,6 +53,12 @@ struct PageWork {
   std::int64_t number;            // the page's in its sequence
   core::PageRef before;           // the page before, if there is one
 };
+
+// A part begins the page, no exact copy will be encoded as a whole, and the page before is held.
+bool takes_centre_of_before(const PageWork& page) {
+  const bool begins = page.ref.exact < 0 && page.first == 0 && page.count < kPageTokens;
+  return begins && (page.before.encoded >= 0 || page.before.exact >= 0);
+}
 
 struct StoreRun {
   const core::CacheSpec* spec;
@@ -161,10 +167,9 @@ bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
   const auto rows_from_tensor = [&](int i) {
     return Tile{row_of(run, piece, i), tensor.stride[0], width, tensor.dtype, run.rounding};
   };
-  const auto rows_of_copy = [&](std::int32_t slot, int first) {
-    const std::size_t row_bytes = static_cast<std::size_t>(head_dim) * dtype_size(run.rounding);
+  const auto rows_of_copy = [&](std::int32_t slot) {
     const std::byte* copy = block(core::Pool::exact, slot) + side(core::Pool::exact)->plane_offset[0];
-    return Tile{copy + index(first) * row_bytes, head_dim, head_dim, run.rounding, Dtype::f32};
+    return Tile{copy, head_dim, head_dim, run.rounding, Dtype::f32};
   };
 
   // Called before rows are encoded; with a page whose exact copy is encoded, after all of its rows are in the copy.
@@ -176,25 +181,20 @@ bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
                          .basis = spec.k_bases.at(run.layer, piece.head),
                          .rows = {},
                          .from = block(core::Pool::encoded, page.ref.encoded),
-                         .first = 0,
                          .centre = centre};
-    const auto of_rows = [&](std::int64_t number, auto rows) {
+    const auto mean_of = [&](int count, const Tile& rows) {
       make.of = core::CentreJob::Of::rows;
-      make.first = codec::first_of_mean(number);
-      make.rows = job(core::Pool::encoded, page.ref.encoded, 0, kPageTokens - make.first, rows(make.first));
+      make.rows = job(core::Pool::encoded, page.ref.encoded, 0, count, rows);
     };
-    if (page.number == 0 && (page.turns || page.first == 0)) {
-      make.of = core::CentreJob::Of::nothing;
-    } else if (page.turns) {
-      of_rows(page.number, [&](int first) { return rows_of_copy(page.ref.exact, first); });
-    } else if (page.first == 0 && spec.config.tail_pages > 0) {
-      of_rows(page.number, rows_from_tensor);
+    if (page.turns) {
+      mean_of(codec::rows_of_centre(page.number), rows_of_copy(page.ref.exact));
+    } else if (page.first == 0 && !takes_centre_of_before(page)) {
+      mean_of(page.count == kPageTokens ? codec::rows_of_centre(page.number) : 1, rows_from_tensor(0));
     } else if (page.first == 0 && page.before.exact >= 0) {
-      of_rows(page.number - 1, [&](int first) { return rows_of_copy(page.before.exact, first); });
+      mean_of(kPageTokens, rows_of_copy(page.before.exact));
     } else if (page.first == 0) {
       make.of = core::CentreJob::Of::page;
       make.from = block(core::Pool::encoded, page.before.encoded);
-      make.first = codec::first_of_mean(page.number - 1);
     }
     run.kernels->centre(make);
   };
@@ -214,7 +214,7 @@ bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
   }
   if (page.ref.exact >= 0 && page.turns) {
     find_centre();
-    put(encoded(0, kPageTokens, rows_of_copy(page.ref.exact, 0)));
+    put(encoded(0, kPageTokens, rows_of_copy(page.ref.exact)));
   }
   return true;
 }
@@ -240,8 +240,6 @@ Status core::HostStore::write(std::span<const StepRows> rows, int layer, const T
     if (Status s = make_exact(*chosen); !s) return s;
   }
 
-  // Without a tail, a page's centre is found in the page before.
-  const bool in_order = spec_.is_centred() && spec_.config.tail_pages == 0;
   std::vector<PageWork> work;
   std::vector<std::size_t> chains;
   std::int64_t before = 0, tokens = 0;
@@ -265,7 +263,8 @@ Status core::HostStore::write(std::span<const StepRows> rows, int layer, const T
                           .number = p,
                           .before = p > 0 ? s.pages[index(p - 1)] : core::PageRef{}};
       if (page.count == 0 && !page.turns) continue;
-      if (!in_order || page.row == 0) chains.push_back(work.size());
+      const bool follows = spec_.is_centred() && takes_centre_of_before(page) && page.row > 0;
+      if (!follows) chains.push_back(work.size());
       tokens += page.turns ? kPageTokens : page.count;
       work.push_back(page);
     }

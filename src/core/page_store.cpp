@@ -34,12 +34,6 @@ Status check_device(const CacheConfig& c) {
                         "at most; set max_sequence_tokens",
                         c.capacity_tokens, kMaxDeviceTokens)};
   }
-  if (c.k_centre == KeyCentre::page && c.tail_pages == 0) {
-    return {
-        Code::unsupported,
-        "k_centre = page with tail_pages = 0 on a device: kernels there centre whole pages, and without a tail tokens "
-        "are encoded as they come; use tail_pages = 1 or more, k_centre = none, or device = \"cpu\""};
-  }
   return {};
 }
 
@@ -69,12 +63,7 @@ Result<std::optional<int>> parse_device(const std::string& name) {
 Result<Placement> resolve_placement(CacheConfig& config, Format k, Format v, const DeviceBackend* backend) {
   const auto device = parse_device(config.device);
   if (!device) return device.status();
-  const bool chooses_centre = config.k_centre == KeyCentre::automatic;
-  if (!device->has_value()) {
-    if (chooses_centre) config.k_centre = KeyCentre::page;
-    return Placement{.stored_dim = stored_head_dim(config.head_dim)};
-  }
-  if (chooses_centre) config.k_centre = config.tail_pages > 0 ? KeyCentre::page : KeyCentre::none;
+  if (!device->has_value()) return Placement{.stored_dim = stored_head_dim(config.head_dim)};
   if (Status s = check_device(config); !s) return s;
   const bool exact_ends = config.sink_pages > 0 || config.tail_pages > 0;
   // Before the first write, whose dtypes choose on the host.

@@ -16,9 +16,9 @@
 namespace kvant {
 namespace {
 
-constexpr std::int64_t kAlignment = 64;
 constexpr std::int64_t kMostBlocks = 0x7FFFFFFF;
-constexpr std::int64_t kMostTokens = std::int64_t{1} << 24;  // in a step: as many queries as a plan takes
+constexpr std::int64_t kMostTokens = std::int64_t{1} << 24;     // in a step: as many queries as a plan takes
+constexpr std::int64_t kMostSequences = std::int64_t{1} << 24;  // in a step
 constexpr std::int64_t kMostTailPages = 64;
 constexpr std::int64_t kMostTailBytes = std::int64_t{1} << 62;
 constexpr std::int64_t kMostPages = std::int64_t{1} << 24;  // in a sequence: kernels count tokens in 32 bits
@@ -168,7 +168,9 @@ Result<std::shared_ptr<const PagesImpl>> PagesImpl::create(const PagesConfig& c,
   cache.sink_pages = cache.tail_pages = 0;
   cache.k_basis = own_basis(*k);
   cache.v_basis = own_basis(*v);
-  cache.k_centre = KeyCentre::none;
+  const auto k_centre = core::resolve_centre(c.k_centre, *k);
+  if (!k_centre) return k_centre.status();
+  cache.k_centre = *k_centre;
   cache.threads = c.threads;
   cache.device = c.device;
   cache.isa = c.isa;
@@ -201,7 +203,7 @@ core::PagesTail core::pages_tail(const PagesConfig& c, const CacheSpec& spec) {
   if (c.tail_pages == 0 || (codec::is_dense(spec.k) && codec::is_dense(spec.v))) return tail;
   tail.pages = c.tail_pages;
   tail.sequences = c.tail_sequences;
-  tail.copies = c.tail_sequences * base::copies_of_sequence(c.tail_pages);
+  tail.copies = base::copies_of_sequences(c.tail_sequences, c.tail_pages);
   tail.layers = c.layers;
   tail.dtype = c.exact.value_or(spec.automatic_exact(Dtype::f32, Dtype::f32));
   tail.layout = spec.exact_layout(tail.dtype);
@@ -225,11 +227,16 @@ std::string core::PagesTail::explain(int kv_heads) const {
       bytes(kv_heads));
 }
 
-Status Pages::begin_step(const StepTables& t, Stream stream) const {
+Status Pages::begin_step(const StepTables& t, Stream stream) const try {
+  if (!impl_->has_steps()) return {};
   const core::PagesTail& tail = impl_->tail();
-  if (tail.pages == 0) return {};
-  if (Status s = check_tables(t, tail.sequences, "the tail was made for up to tail_sequences ="); !s) return s;
+  const Status checked = tail.pages > 0
+                             ? check_tables(t, tail.sequences, "the tail was made for up to tail_sequences =")
+                             : check_tables(t, kMostSequences, "a step has up to");
+  if (!checked) return checked;
   return impl_->begin_step(t, stream);
+} catch (const std::bad_alloc&) {
+  return {Code::out_of_memory, "the step's tables could not be copied; run fewer sequences at once"};
 }
 
 Result<std::int64_t> Pages::take_misses(Stream stream) const {
@@ -242,16 +249,16 @@ Result<std::int64_t> Pages::take_misses(Stream stream) const {
 Status PagesImpl::check_pool(const BlockPool& p) const {
   const std::int64_t bytes = spec_.encoded.block_bytes, heads = spec_.config.kv_heads;
   if (p.data == nullptr) return core::refuse_argument("pool.data is null");
-  if (reinterpret_cast<std::uintptr_t>(p.data) % kAlignment != 0)
+  if (reinterpret_cast<std::uintptr_t>(p.data) % kBlockAlignment != 0)
     return core::refuse_argument(
-        fmt::format("pool.data is not aligned to {} bytes: let the pool begin at such an address", kAlignment));
+        fmt::format("pool.data is not aligned to {} bytes: let the pool begin at such an address", kBlockAlignment));
   if (p.blocks < 1 || p.blocks > kMostBlocks)
     return core::refuse_argument(fmt::format("pool.blocks is {}: must be 1 to {}", p.blocks, kMostBlocks));
   for (const auto& [name, stride] :
        {std::pair("block_stride", p.block_stride), std::pair("head_stride", p.head_stride)}) {
-    if (stride < 0 || stride % kAlignment != 0) {
+    if (stride < 0 || stride % kBlockAlignment != 0) {
       return core::refuse_argument(
-          fmt::format("pool.{} is {} bytes: must be a multiple of {}", name, stride, kAlignment));
+          fmt::format("pool.{} is {} bytes: must be a multiple of {}", name, stride, kBlockAlignment));
     }
   }
   if (p.layer < 0 || (tail_.pages > 0 && p.layer >= tail_.layers)) {

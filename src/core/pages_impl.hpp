@@ -46,11 +46,14 @@ PagesTail pages_tail(const PagesConfig& config, const CacheSpec& spec);
 
 }  // namespace core
 
+/// The alignment of blocks, in bytes.
+inline constexpr std::uint32_t kBlockAlignment = 64;
+
 class PagesImpl : public std::enable_shared_from_this<PagesImpl> {
  public:
   static Result<std::shared_ptr<const PagesImpl>> create(const PagesConfig& config, const core::DeviceBackend* backend);
   PagesImpl(const PagesConfig& config, const CacheConfig& cache, Format k, Format v, int stored_dim)
-      : config_(config), spec_(cache, k, v, stored_dim), tail_(core::pages_tail(config, spec_)) {}
+      : config_(config), spec_(cache, k, v, stored_dim, kBlockAlignment), tail_(core::pages_tail(config, spec_)) {}
   PagesImpl(const PagesImpl&) = delete;
   PagesImpl& operator=(const PagesImpl&) = delete;
   virtual ~PagesImpl() = default;
@@ -67,8 +70,11 @@ class PagesImpl : public std::enable_shared_from_this<PagesImpl> {
   virtual Status copy(const BlockPool& pool, const std::int32_t* from, const std::int32_t* to, std::int64_t count,
                       Stream stream) const = 0;
   virtual Result<bool> take_non_finite(Stream stream) const = 0;
-  // Called for pages with a tail only.
+  /// Calls of begin_step do something.
+  [[nodiscard]] bool has_steps() const noexcept { return tail_.pages > 0 || spec_.is_centred(); }
+  // Called for pages with a tail or centres only; the sequences of `tables` are as many as a tail has.
   virtual Status begin_step(const StepTables& tables, Stream stream) const = 0;
+  // Called for pages with a tail only.
   virtual Result<std::int64_t> take_misses(Stream stream) const = 0;
   /// `options`: complete.
   virtual Result<std::unique_ptr<PagesPlanImpl>> plan(PagesPlanOptions options) const = 0;

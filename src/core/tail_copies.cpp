@@ -22,7 +22,7 @@ void TailCopies::begin_step(const StepTables& t) {
     const std::int32_t q_len = t.query_start_loc[i + 1] - t.query_start_loc[i];
     if (q_len == 0) continue;
     const base::CopiedPages pages = base::copied_pages(t.seq_lens[i], q_len, tail_pages_);
-    for (std::int32_t p = pages.begin; p < pages.end; ++p) {
+    for (std::int32_t p = pages.first(); p < pages.end; p = pages.after(p)) {
       const std::int32_t block = t.block_table[i * t.row_stride + p];
       if (block < 0) continue;  // a window hides the page
       base::CopyEntry& entry = table_.entries[table_.place(block)];
@@ -32,6 +32,7 @@ void TailCopies::begin_step(const StepTables& t) {
         copies_[static_cast<std::size_t>(entry.copy)].used = step_;
       } else if (p >= pages.begun) {
         if (entry.block == block && std::find(wanted_.begin(), wanted_.end(), block) != wanted_.end()) continue;
+        if (wanted_.size() == copies_.size()) continue;
         entry.block = block;
         wanted_.push_back(block);
       } else if (p >= pages.exact) {
@@ -40,6 +41,10 @@ void TailCopies::begin_step(const StepTables& t) {
     }
   }
   if (wanted_.empty()) return;
+  // Copies that this step needs make no room: pages that are left go without.
+  const auto needed =
+      std::count_if(copies_.begin(), copies_.end(), [&](const Copy& c) { return c.block >= 0 && c.used == step_; });
+  wanted_.resize(std::min(wanted_.size(), copies_.size() - static_cast<std::size_t>(needed)));
   make_room(wanted_.size());
   for (std::size_t i = 0; i < wanted_.size(); ++i)
     copies_[static_cast<std::size_t>(room_[i])] = {wanted_[i], step_, false};
@@ -50,7 +55,7 @@ void TailCopies::begin_step(const StepTables& t) {
   }
 }
 
-// The copies to give away, in ascending order. There are enough, since a batch has no more pages with copies.
+// The copies to give away, in ascending order. There are enough.
 void TailCopies::make_room(std::size_t count) {
   std::array<std::size_t, base::kAgeOfUnused + 1> of_age{};
   const auto age = [&](const Copy& c) { return base::copy_age(c.block, c.used, step_); };
@@ -65,6 +70,10 @@ void TailCopies::make_room(std::size_t count) {
     if (a == youngest) --left;
     room_.push_back(static_cast<std::int32_t>(i));
   }
+}
+
+bool TailCopies::is_written(std::int32_t copy) const noexcept {
+  return copies_[static_cast<std::size_t>(copy)].is_written;
 }
 
 void TailCopies::forget(std::int32_t block) noexcept {

@@ -14,14 +14,17 @@ class TailCopies {
  public:
   TailCopies(std::int32_t tail_pages, std::int32_t copies);
 
-  // Gives copies to the pages that begin in this step, and takes back those that earlier steps gave and that nobody
-  // wrote to (an engine's trial run, whose tables have any blocks). Tables are checked. Allocates nothing.
+  // Gives copies to the pages that begin in this step, as far as there are some, and takes back those that earlier
+  // steps gave and that nobody wrote to (an engine's trial run, whose tables have any blocks). Tables are checked.
+  // Allocates nothing.
   void begin_step(const StepTables& tables);
   // -1: none. The block is 0 or more.
   [[nodiscard]] std::int32_t find(std::int32_t block) const noexcept { return table_.find(block); }
   void forget(std::int32_t block) noexcept;
   // The block's first position is written, to the copy as well.
   void note_written(std::int32_t copy) noexcept { copies_[static_cast<std::size_t>(copy)].is_written = true; }
+
+  [[nodiscard]] bool is_written(std::int32_t copy) const noexcept;
 
   // Steps so far: what was found before the newest one may be another block's copy now.
   [[nodiscard]] std::uint32_t step() const noexcept { return step_; }

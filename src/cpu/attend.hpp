@@ -105,12 +105,12 @@ void vector_scores(const core::RunContext& run, const PageView& page, int row, i
 template <class S>
 KVANT_INLINE void vector_centers(const ItemRows& rows, std::byte* prepared, const core::PreparedLayout& p,
                                  PageRows* seen) {
-  begin_centers(rows, seen);
-  if (!has_centre(rows.run, seen->page)) return;
+  if (!begin_centers(rows, seen)) return;
   const int dp = rows.run.padded_dim;
   float c[codec::kMaxHeadDim];
   decode_centre<S>(*seen->page.layout, dp, seen->page.block, c);
-  add_centre_of_rows<S>(c, at<float>(prepared, p.centred) + rows.item.row_begin * dp, rows.item.rows, dp, seen->center);
+  add_centre_of_rows<S>(c, at<float>(prepared, p.centred) + rows.item.row_begin * dp, rows.item.rows, dp,
+                        seen->page_center);
 }
 
 template <class S>
@@ -197,14 +197,13 @@ void tile_scores(const core::AttendItem& item, const core::ScratchLayout& l, con
 
 template <class S>
 KVANT_INLINE void tile_centers(const ItemRows& rows, const core::ScratchLayout& l, PageRows* seen) {
-  begin_centers(rows, seen);
-  if (!has_centre(rows.run, seen->page)) return;
+  if (!begin_centers(rows, seen)) return;
   const PageView& page = seen->page;
   const Format f = page.layout->k.format;
   float c[codec::kMaxHeadDim];
   decode_centre_for<S>(f, *page.layout, rows.run.padded_dim, page.block, c);
   add_centre_of_panels<S>(c, at<float>(rows.item.scratch, l.panel_basis), rows.item.rows,
-                          tile_depth(f, rows.run.head_dim, rows.run.padded_dim), seen->center);
+                          tile_depth(f, rows.run.head_dim, rows.run.padded_dim), seen->page_center);
 }
 
 template <class S>

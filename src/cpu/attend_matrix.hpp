@@ -95,11 +95,10 @@ struct MatrixItem {
   }
 
   void find_centers(PageRows* seen) const {
-    begin_centers(rows, seen);
-    if (!has_centre(run, seen->page)) return;
+    if (!begin_centers(rows, seen)) return;
     float c[codec::kMaxHeadDim];
     decode_centre<S>(*seen->page.layout, run.padded_dim, seen->page.block, c);
-    add_centre_of_panels<S>(c, at<float>(item.scratch, l.panel_centre), item.rows, run.padded_dim, seen->center);
+    add_centre_of_panels<S>(c, at<float>(item.scratch, l.panel_centre), item.rows, run.padded_dim, seen->page_center);
   }
 
   // Output sums += weights in `scores` times values of these pages.

@@ -56,10 +56,10 @@ KVANT_INLINE void load_centre(const codec::SideLayout& side, int head_dim, const
   decode_key_in_order<S, codec::kCentreFormat>(side, head_dim, block, 0, U::tables(), c);
 }
 
-// sum [depth]: decoded keys of tokens [first, 64) without the centre, added up in the order in which codes are
-// unpacked, which costs no transposition.
+// sum [depth]: decoded keys without the centre, added up in the order in which codes are unpacked, which costs no
+// transposition.
 template <class S, Format F>
-KVANT_INLINE void sum_keys(const codec::PageLayout& page, int depth, const std::byte* block, int first, float* sum) {
+KVANT_INLINE void sum_keys(const codec::PageLayout& page, int depth, const std::byte* block, float* sum) {
   using V = typename S::F;
   const codec::SideLayout& side = page.k;
   const int d = page.head_dim;
@@ -71,10 +71,10 @@ KVANT_INLINE void sum_keys(const codec::PageLayout& page, int depth, const std::
     for (int e = 0; e < depth; e += 64) {
       V of[8];
       for (V& x : of) x = S::setf(0.0f);
-      for (int t = first; t < kPageTokens; ++t) {
+      for (int t = 0; t < kPageTokens; ++t) {
         typename S::I u[4];
         U::block(tables, key_pointers(side, d, block, t, e), u);
-        const V scale = S::setf(base::f16_to_f32(base::load_u16(block + codec::scale_at(side, t, e / group_dim))));
+        const V scale = S::setf(codec::get_scale(side, block, t, e / group_dim));
         for (int v = 0; v < 4; ++v) {
           const typename S::I low = S::and_(u[v], S::seti(0xFFFF)), high = S::template shr<16>(u[v]);
           of[2 * v] = S::add(of[2 * v], S::mul(S::sub(S::to_f(low), offset), scale));
@@ -86,7 +86,7 @@ KVANT_INLINE void sum_keys(const codec::PageLayout& page, int depth, const std::
   } else {
     float row[codec::kMaxHeadDim];
     for (int e = 0; e < depth; e += 8) S::storef(sum + e, S::setf(0.0f));
-    for (int t = first; t < kPageTokens; ++t) {
+    for (int t = 0; t < kPageTokens; ++t) {
       decode_keys<S, F>(side, d, depth, block, t, t + 1, nullptr, row, 0);
       for (int e = 0; e < depth; e += 8) S::storef(sum + e, S::add(S::loadf(sum + e), S::loadf(row + e)));
     }
@@ -100,11 +100,14 @@ void mean_of_page(const core::CentreJob& job, float* y) {
   const int d = page.head_dim, depth = tile_depth(F, d, (d + 63) & ~63);
   float sum[codec::kMaxHeadDim], c[codec::kMaxHeadDim];
   load_centre<S>(codec::centre_layout(page), d, job.from, c);
-  sum_keys<S, F>(page, depth, job.from, job.first, sum);
-  const float factor = codec::mean_factor(kPageTokens - job.first);
+  sum_keys<S, F>(page, depth, job.from, sum);
+  int centred = 0;
+  for (int t = 0; t < kPageTokens; ++t) centred += codec::is_refused(page.k, job.from, t) ? 0 : 1;
+  const float factor = codec::mean_factor(kPageTokens);
+  const float share = base::mul_rn(static_cast<float>(centred), factor);
   for (int e = 0; e < depth; ++e) {
     const int element = tile_key_element(F, e);
-    if (element < d) y[element] = c[element] + base::mul_rn(sum[e], factor);
+    if (element < d) y[element] = base::mul_rn(c[element], share) + base::mul_rn(sum[e], factor);
   }
 }
 
@@ -112,10 +115,6 @@ void mean_of_page(const core::CentreJob& job, float* y) {
 template <class S>
 KVANT_INLINE void make_mean(const core::CentreJob& job, float* y) {
   const int d = job.layout->head_dim;
-  if (job.of == core::CentreJob::Of::nothing) {
-    for (int j = 0; j < d; ++j) y[j] = 0.0f;
-    return;
-  }
   if (job.of == core::CentreJob::Of::page) {
     with_format(job.layout->k.format, [&]<Format F>() {
       if constexpr (codec::takes_centre(F)) mean_of_page<S, F>(job, y);
@@ -131,9 +130,7 @@ KVANT_INLINE void make_mean(const core::CentreJob& job, float* y) {
 
 inline void make_mean_plain(const core::CentreJob& job, float* y) {
   const int d = job.layout->head_dim;
-  for (int j = 0; j < d; ++j) y[j] = 0.0f;
-  if (job.of == core::CentreJob::Of::page) codec::mean_of_page(*job.layout, job.from, job.first, y);
-  if (job.of != core::CentreJob::Of::rows) return;
+  if (job.of == core::CentreJob::Of::page) return codec::mean_of_page(*job.layout, job.from, y);
   float row[codec::kMaxHeadDim];
   codec::MeanOfRows mean(d, y);
   for (int i = 0; i < job.rows.count; ++i) {

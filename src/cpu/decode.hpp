@@ -23,7 +23,9 @@ template <bool kKeys>
 void decode_token_plain(const core::DecodeJob& job, int i) {
   float x[codec::kMaxHeadDim];
   (kKeys ? codec::load_row_k : codec::load_row_v)(*job.side, job.head_dim, job.block, job.first + i, job.levels, x);
-  for (int j = 0; job.centre != nullptr && j < job.head_dim; ++j) x[j] += job.centre[j];
+  if (job.centre != nullptr && !codec::is_refused(*job.side, job.block, job.first + i)) {
+    for (int j = 0; j < job.head_dim; ++j) x[j] += job.centre[j];
+  }
   codec::output_from_basis(job.basis, job.head_dim, x, 1.0f);
   std::byte* row = job_row(job, i);
   for (int j = 0; j < job.width; ++j) {
@@ -48,7 +50,7 @@ KVANT_INLINE void decode_key_in_order(const codec::SideLayout& side, int head_di
     Unpack<S, F>::block(tables, key_pointers(side, head_dim, block, t, e), u);
     std::uint16_t half;
     __builtin_memcpy(&half, block + side.scale_offset + (e / group_dim * kPageTokens + t) * 2, 2);
-    const typename S::F scale = S::setf(base::f16_to_f32(half));
+    const typename S::F scale = S::setf(base::f16_to_f32(codec::scale_number(half)));
     // Lane i of x[j] is element 8 i + j; of 8 bits, of x[4 h + j] element 32 h + 4 i + j.
     typename S::F x[8];
     for (int v = 0; v < 4; ++v) {
@@ -121,15 +123,15 @@ KVANT_INLINE void put_row(const float* x, int width, Dtype dtype, std::byte* to)
   __builtin_memcpy(to + 2 * whole, last, static_cast<std::size_t>(width - whole) * 2);
 }
 
-// Rows of tokens [begin, end) of one octet, as unpack_octet left them, plus the centre, back from their basis and out.
-// Not inline: once an ISA, not once a format and side.
+// Rows of tokens [begin, end) of one octet, as unpack_octet left them, plus the centre if they have it, back from their
+// basis and out. Not inline: once an ISA, not once a format and side.
 template <class S>
 __attribute__((noinline)) void put_octet(const core::DecodeJob& job, int begin, int end, float* rows, int stride) {
   const Rotate<S> rotation(job.head_dim);
-  for (int j = 0; job.centre != nullptr && j < job.head_dim; j += 8) {
-    const typename S::F c = S::loadf(job.centre + j);
-    for (int t = begin; t < end; ++t)
-      S::storef(rows + t % 8 * stride + j, S::add(S::loadf(rows + t % 8 * stride + j), c));
+  for (int t = begin; job.centre != nullptr && t < end; ++t) {
+    if (codec::is_refused(*job.side, job.block, t)) continue;
+    float* row = rows + t % 8 * stride;
+    for (int j = 0; j < job.head_dim; j += 8) S::storef(row + j, S::add(S::loadf(row + j), S::loadf(job.centre + j)));
   }
   if (job.basis.kind == BasisKind::calibrated) {
     for (int t = begin; t < end; t += 2) {

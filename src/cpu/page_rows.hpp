@@ -1,6 +1,7 @@
 // A page as the rows of an item see it: what all paths of attend.hpp begin and end a page with.
 #pragma once
 
+#include "codec/centre.hpp"
 #include "cpu/dispatch.hpp"
 #include "cpu/rows.hpp"
 #include "cpu/softmax.hpp"
@@ -47,8 +48,11 @@ struct PageRows {
   PageView page;
   std::int64_t first_key;
   std::uint64_t visible[core::kRowBlock];
-  // Missing from the scores of each row: q . c of a calibrated basis, and that of the page's centre.
-  float center[core::kRowBlock];
+  // Missing from the scores of each row: q . c of a calibrated basis, and that of the page's centre, which keys have
+  // unless they refused it.
+  float center[core::kRowBlock], page_center[core::kRowBlock];
+  alignas(64) std::uint32_t refused[kPageTokens];  // all bits of those that did, where `any_refused`
+  bool any_refused;
   core::TileClass tile_of[core::kRowBlock];
 };
 
@@ -118,13 +122,25 @@ bool look_at_page(const ItemRows& rows, std::int64_t use, PageRows* out) {
   return true;
 }
 
-// The calibrated basis's part of PageRows::center; a page's centre adds its own.
-KVANT_INLINE void begin_centers(const ItemRows& rows, PageRows* seen) {
-  const bool encoded = seen->page.domain == core::kEncoded;
-  for (int r = 0; r < rows.item.rows; ++r) seen->center[r] = encoded ? rows.centers[r] : 0.0f;
-}
-KVANT_INLINE bool has_centre(const core::RunContext& run, const PageView& page) {
-  return run.centred && page.domain == core::kEncoded;
+// Sums without the page's centre. True: the page has one, and page_center is to be found.
+KVANT_INLINE bool begin_centers(const ItemRows& rows, PageRows* seen) {
+  const PageView& page = seen->page;
+  const bool encoded = page.domain == core::kEncoded;
+  for (int r = 0; r < rows.item.rows; ++r) {
+    seen->center[r] = encoded ? rows.centers[r] : 0.0f;
+    seen->page_center[r] = 0.0f;
+  }
+  seen->any_refused = false;
+  if (!encoded || !rows.run.centred) return false;
+  const std::byte* scales = page.block + page.layout->k.scale_offset;
+  std::uint64_t word[kPageTokens / 4], signs = 0;
+  __builtin_memcpy(word, scales, sizeof word);
+  for (const std::uint64_t w : word) signs |= w;
+  seen->any_refused = (signs & 0x8000800080008000u) != 0;
+  if (!seen->any_refused) return true;
+  for (int t = 0; t < kPageTokens; ++t)
+    seen->refused[t] = codec::is_refused(page.layout->k, page.block, t) ? ~std::uint32_t{0} : 0u;
+  return true;
 }
 
 // scores, of row r at r * stride: to weights relative to the rows' maxima, which move; `rescale` says by how much.
@@ -138,7 +154,9 @@ void softmax_of_page(const ItemRows& rows, const PageRows& seen, float* scores, 
                          rows.state.l_of(domain) + r,
                          rescale + r,
                          rows.state.poisoned + r,
-                         seen.center[r],
+                         seen.any_refused ? seen.center[r] : seen.center[r] + seen.page_center[r],
+                         seen.any_refused ? seen.page_center[r] : 0.0f,
+                         seen.any_refused ? seen.refused : nullptr,
                          rows.item.kv_head * rows.run.group + at_row.head,
                          at_row.query,
                          seen.tile_of[r]};

@@ -47,7 +47,9 @@ struct SoftmaxRow {
   float* l;
   float* rescale;
   std::int32_t* poisoned;
-  float center;  // q . c, added to the raw product
+  float center;                  // q . c, added to the raw product
+  float page_center;             // added as well, where no key refused it; 0 without `refused`
+  const std::uint32_t* refused;  // [64], all bits of keys that did; null: none of the page's
   int q_head;
   std::int64_t query;    // index within the sequence
   core::TileClass tile;  // the mask tensor's here; a masked tile comes with no visible key
@@ -72,14 +74,23 @@ KVANT_INLINE typename S::F transformed(const base::LogitRule<float>& rule, const
   return s;
 }
 
+// The raw products of keys from `t` on lack these.
+template <class S, bool kRefused>
+KVANT_INLINE typename S::F centers(const SoftmaxRow& row, int t) {
+  const typename S::F all = S::setf(row.center);
+  if constexpr (!kRefused) return all;
+  const typename S::I page = S::as_i(S::setf(row.page_center));
+  return S::add(all, S::as_f(S::andnot(S::loadi(row.refused + t), page)));
+}
+
 // One row's scores to logits on a page that the row sees as a whole and that a mask tensor leaves as it is.
-template <class W, bool kPlain>
+template <class W, bool kPlain, bool kRefused>
 KVANT_INLINE Logits<W> seen_logits(const base::LogitRule<float>& rule, const SoftmaxRow& row, std::int64_t distance) {
   using V = typename W::F;
-  const V scale = W::setf(rule.scale), center = W::setf(row.center), zero = W::setf(0.0f);
+  const V scale = W::setf(rule.scale), zero = W::setf(0.0f);
   V top = W::setf(-kInfinity), overflowed = zero;
   for (int t = 0; t < kPageTokens; t += W::kLanes) {
-    V s = W::mul(W::add(W::loadf(row.scores + t), center), scale);
+    V s = W::mul(W::add(W::loadf(row.scores + t), centers<W, kRefused>(row, t)), scale);
     overflowed = W::fma(s, zero, overflowed);
     if constexpr (!kPlain) s = transformed<W>(rule, row, static_cast<float>(distance - t), s);
     W::storef(row.scores + t, s);
@@ -89,20 +100,20 @@ KVANT_INLINE Logits<W> seen_logits(const base::LogitRule<float>& rule, const Sof
 }
 
 // The same where keys are hidden from the row, or a mask tensor adds to its scores.
-template <class S>
+template <class S, bool kRefused>
 KVANT_INLINE Logits<S> masked_logits(const core::RunContext& run, const base::LogitRule<float>& rule,
                                      const core::SequenceUse& sequence, const SoftmaxRow& row, std::int64_t first_key,
                                      std::uint64_t visible) {
   using V = typename S::F;
   const std::int64_t position = sequence.length - sequence.q_len + row.query;
-  const V scale = S::setf(rule.scale), center = S::setf(row.center);
+  const V scale = S::setf(rule.scale);
   alignas(32) std::int32_t lane_bits[8];
   for (int i = 0; i < 8; ++i) lane_bits[i] = 1 << i;
   const typename S::I bits = S::loadi(lane_bits);
   const V hidden = S::setf(-kInfinity), zero = S::setf(0.0f);
   V top = hidden, overflowed = zero;
   for (int t = 0; t < kPageTokens; t += 8) {
-    V s = S::mul(S::add(S::loadf(row.scores + t), center), scale);
+    V s = S::mul(S::add(S::loadf(row.scores + t), centers<S, kRefused>(row, t)), scale);
     const V score = s;
     typename S::I seen = S::seti(-1);
     const auto byte = static_cast<std::int32_t>((visible >> t) & 0xFF);
@@ -156,13 +167,16 @@ KVANT_INLINE void softmax_row(const core::RunContext& run, const core::SequenceU
     page_max = R::reduce_max(logits.top);
     overflowed = R::reduce_add(logits.overflowed);
   };
-  if (visible != ~std::uint64_t{0} || row.tile == core::kTileMixed) {
-    found(masked_logits<S>(run, rule, sequence, row, first_key, visible));
-  } else if (base::is_plain(rule)) {
-    found(seen_logits<W, true>(rule, row, 0));
-  } else {
-    found(seen_logits<W, false>(rule, row, sequence.length - sequence.q_len + row.query - first_key));
-  }
+  const auto find = [&]<bool kRefused>() {
+    if (visible != ~std::uint64_t{0} || row.tile == core::kTileMixed) {
+      found(masked_logits<S, kRefused>(run, rule, sequence, row, first_key, visible));
+    } else if (base::is_plain(rule)) {
+      found(seen_logits<W, true, kRefused>(rule, row, 0));
+    } else {
+      found(seen_logits<W, false, kRefused>(rule, row, sequence.length - sequence.q_len + row.query - first_key));
+    }
+  };
+  row.refused != nullptr ? find.template operator()<true>() : find.template operator()<false>();
   if (overflowed != 0.0f) {  // NaN, then
     *row.poisoned = 1;
     no_weights<S>(row.scores);

@@ -204,17 +204,44 @@ __attribute__((noinline)) bool store_token_plain(const core::StoreJob& job, int 
   float x[codec::kMaxHeadDim], y[codec::kMaxHeadDim];
   if (!load_row_plain(job, i, x)) return false;
   codec::to_basis(job.basis, job.head_dim, x, y);
-  for (int j = 0; job.centre != nullptr && j < job.head_dim; ++j) y[j] -= job.centre[j];
+  const bool refused = job.centre != nullptr && codec::refuses_centre(y, job.centre, job.head_dim);
+  for (int j = 0; job.centre != nullptr && !refused && j < job.head_dim; ++j) y[j] -= job.centre[j];
   for (int j = 0; job.side->format == Format::f16 && j < job.head_dim; ++j) y[j] = within_f16(y[j]);
   (kKeys ? codec::store_row_k : codec::store_row_v)(*job.side, job.head_dim, job.block, job.first + i, y, job.levels);
+  if (refused) codec::mark_refused(*job.side, job.block, job.first + i);
   return true;
 }
 
-// Tokens [i, i + count) of the job into their basis and less the centre, `stride` values from one to the next. False:
-// one was refused. Not inline: once an ISA, not once a format and side.
+// y [D] less the centre c, or as it is, and true: codec::refuses_centre.
+template <class S>
+KVANT_INLINE bool subtract_centre(const float* c, int head_dim, float* y) {
+  using F = typename S::F;
+  F from_zero[4], from_centre[4];
+  for (int k = 0; k < 4; ++k) from_zero[k] = from_centre[k] = S::setf(0.0f);
+  for (int j = 0; j < head_dim; j += 32) {
+    const int registers = base::min(4, (head_dim - j) / 8);
+    for (int k = 0; k < registers; ++k) {
+      const F x = S::loadf(y + j + 8 * k), left = S::sub(x, S::loadf(c + j + 8 * k));
+      from_zero[k] = S::add(from_zero[k], S::mul(x, x));
+      from_centre[k] = S::add(from_centre[k], S::mul(left, left));
+    }
+  }
+  float lanes[2][codec::kLanes];
+  for (int k = 0; k < 4; ++k) {
+    S::storef(lanes[0] + 8 * k, from_zero[k]);
+    S::storef(lanes[1] + 8 * k, from_centre[k]);
+  }
+  if (codec::detail::fold_lanes(lanes[0]) < codec::detail::fold_lanes(lanes[1])) return true;
+  for (int j = 0; j < head_dim; j += 8) S::storef(y + j, S::sub(S::loadf(y + j), S::loadf(c + j)));
+  return false;
+}
+
+// Tokens [i, i + count) of the job into their basis and less the centre, `stride` values from one to the next.
+// `refused`: bits of those that have no centre. False: a row cannot be stored. Not inline: once an ISA, not once a
+// format and side.
 template <class S>
 __attribute__((noinline)) bool load_vectors(const core::StoreJob& job, int i, int count, float* x, int stride,
-                                            RowsAhead& ahead) {
+                                            RowsAhead& ahead, std::uint32_t* refused) {
   const bool rotates = job.basis.kind == BasisKind::hadamard;
   const bool as_is = rotates && job.width == job.head_dim && job.dtype == Dtype::f32 && job.rounding == Dtype::f32;
   const Rotate<S> rotation(job.head_dim);
@@ -240,11 +267,10 @@ __attribute__((noinline)) bool load_vectors(const core::StoreJob& job, int i, in
       to_calibrated<S, 1>(job.basis, job.head_dim, pair);
     }
   }
+  *refused = 0;
   if (job.centre == nullptr) return true;
-  for (int j = 0; j < job.head_dim; j += 8) {
-    const typename S::F c = S::loadf(job.centre + j);
-    for (int t = 0; t < count; ++t) S::storef(x + t * stride + j, S::sub(S::loadf(x + t * stride + j), c));
-  }
+  for (int t = 0; t < count; ++t)
+    *refused |= subtract_centre<S>(job.centre, job.head_dim, x + t * stride) ? std::uint32_t{1} << t : 0u;
   return true;
 }
 
@@ -270,7 +296,8 @@ KVANT_INLINE bool store_coded(const core::StoreJob& job, Encode encode) {
     bool any_refused = false;
     for (int t = 0; t < count; t += tokens_at_once) {
       const int now = base::min(tokens_at_once, count - t);
-      if (!load_vectors<S>(job, i + t, now, rows.y, token_stride, ahead)) return false;
+      std::uint32_t uncentred;
+      if (!load_vectors<S>(job, i + t, now, rows.y, token_stride, ahead, &uncentred)) return false;
       for (int k = 0; k < now; ++k) take_vector<S, kFormat>(rows, k * side.groups, side.groups);
       rows.count = now * side.groups;
       coded.codes = octet + t * token_stride;
@@ -288,7 +315,8 @@ KVANT_INLINE bool store_coded(const core::StoreJob& job, Encode encode) {
           if (side.scale_bytes == 4) {
             base::store_f32(scale, coded.scale_f32[row]);
           } else {
-            base::store_u16(scale, coded.scale[row]);
+            const unsigned sign = (uncentred >> k & 1) != 0 ? codec::kRefusedScale : 0;
+            base::store_u16(scale, static_cast<std::uint16_t>(coded.scale[row] | sign));
           }
         }
         any_refused = any_refused || refused[t + k];
@@ -329,7 +357,8 @@ bool store_format(const core::StoreJob& job) {
         if (job.looks && !magnitudes.storable()) return false;
         continue;
       }
-      if (!load_vectors<S>(job, i, 1, x, job.head_dim, ahead)) return false;
+      std::uint32_t none;
+      if (!load_vectors<S>(job, i, 1, x, job.head_dim, ahead, &none)) return false;
       store_dense_row<S>(*job.side, job.head_dim, job.block, job.first + i, x);
     }
     return true;

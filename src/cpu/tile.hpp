@@ -45,7 +45,7 @@ void decode_keys(const codec::SideLayout& side, int head_dim, int padded_dim, co
         U::block(tables, key_pointers(side, head_dim, block, t, e), u);
         std::uint16_t half;
         __builtin_memcpy(&half, block + side.scale_offset + (e / group_dim * kPageTokens + t) * 2, 2);
-        const typename S::F scale = S::setf(base::f16_to_f32(half));
+        const typename S::F scale = S::setf(base::f16_to_f32(codec::scale_number(half)));
         float* out = tile + t * stride + e;
         for (int v = 0; v < 4; ++v) {
           const typename S::I low = S::and_(u[v], S::seti(0xFFFF)), high = S::template shr<16>(u[v]);
@@ -63,7 +63,7 @@ void decode_keys(const codec::SideLayout& side, int head_dim, int padded_dim, co
       if constexpr (Row::kScaled) {
         std::uint16_t half;
         __builtin_memcpy(&half, block + side.scale_offset + t * 2, 2);
-        scale = S::setf(base::f16_to_f32(half));
+        scale = S::setf(base::f16_to_f32(codec::scale_number(half)));
       }
       const std::byte* row = block + side.plane_offset[0] + t * head_dim * Row::kBytes;
       for (int d = 0; d < head_dim; d += 8)

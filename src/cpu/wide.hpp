@@ -3,6 +3,8 @@
 // 16 lanes.
 #pragma once
 
+#include <cstddef>
+
 #include "base/config.hpp"
 
 KVANT_NAMESPACE_BEGIN(cpu)
@@ -21,5 +23,11 @@ struct MatrixOf {
 };
 template <class S>
 using Matrix = typename MatrixOf<S>::type;
+
+// Scales of neighbouring keys as numbers: a sign bit says that a key has no centre (codec/centre.hpp).
+template <class S>
+KVANT_INLINE typename S::F load_key_scales(const std::byte* at) {
+  return S::as_f(S::and_(S::as_i(S::load_f16(at)), S::seti(0x7FFFFFFF)));
+}
 
 KVANT_NAMESPACE_END

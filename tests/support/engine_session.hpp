@@ -25,7 +25,7 @@ struct EngineWork {
   std::vector<std::int32_t> copy_from, copy_to;
   EngineStep step;
   std::vector<std::int64_t> slots;
-  std::vector<std::int64_t> contents;        // of slots; -1: padding, not stored
+  std::vector<std::int64_t> contents;        // the slots' tokens; -1: padding behind the rows, not stored
   std::vector<const EngineSequence*> batch;  // valid until the next step
 };
 
@@ -143,6 +143,7 @@ class EngineSession {
 
   void append() {
     work_.step.unused = static_cast<std::int32_t>(rng_.next());
+    int padding = 0;
     for (EngineSequence& s : sequences_) {
       std::int64_t tokens = rng_.below(4) == 0 ? 1 + rng_.below(kMostDrafts) : rng_.below(4) == 0 ? 0 : 1;
       const std::int64_t known = static_cast<std::int64_t>(s.prompt.size()) - s.length();
@@ -151,7 +152,7 @@ class EngineSession {
       const std::int64_t blocks = (s.length() + tokens + kPageTokens - 1) / kPageTokens;
       if (s.length() + tokens > kMostTokens || blocks - static_cast<std::int64_t>(s.blocks.size()) > free_blocks())
         tokens = 0;
-      if (rng_.below(6) == 0) store(-1, -1);
+      if (rng_.below(6) == 0) ++padding;
       for (std::int64_t i = 0; i < tokens; ++i) {
         if (s.length() == static_cast<std::int64_t>(s.blocks.size()) * kPageTokens) s.blocks.push_back(take());
         const auto at = static_cast<std::size_t>(s.length());
@@ -163,6 +164,7 @@ class EngineSession {
       work_.step.add(s.blocks, static_cast<std::int32_t>(s.length()), static_cast<std::int32_t>(tokens));
       work_.batch.push_back(&s);
     }
+    for (int i = 0; i < padding; ++i) store(-1, -1);
   }
 
   void store(std::int64_t slot, std::int64_t content) {

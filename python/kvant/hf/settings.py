@@ -22,7 +22,7 @@ class Settings:
     skip_layers: layers that keep transformers' own cache, by number; negative numbers count from the end.
     bases: calibrated bases: the file that `kvant calibrate` made of what kvant.hf.capture wrote, by its path or as a
         kvant.Bases. It must have all layers that kvant stores, in formats that are not dense.
-    k_centre: "page": encoded pages keep the mean of their keys and encode what is left, which makes keys of 3 to 5 bits
+    k_centre: "page": encoded pages keep a mean of their keys and encode what is left, which makes keys of 3 to 5 bits
         much more exact for 0.125 bits a value. "none". "automatic": as kvant.Cache has it.
     exact: "f32", "f16" or "bf16", the dtype of pages that stay exact. None: f16 for models in f16,
         else bf16.

@@ -52,7 +52,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         self._sink_logits: torch.Tensor | None = None
         self._config = versions.configuration()
         self.dtype = torch.get_default_dtype()  # vLLM sets it to the model's
-        self.pages = None  # with a tail, see tail.py
+        self.pages = None  # of a layer that is not exact, see tail.py
         self.number = 0  # of the layer in them
         self.reserved: torch.Tensor | None = None
         if sinks is not None and sinks.shape[0] != num_heads:
@@ -104,7 +104,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
             _reserved.add(self.layer)
         tail = self.layer.tail(self._config)
         if tail > 0 and self.pages is None and self.reserved is None and self.kv_sharing_target_layer_name is None:
-            of_host = self.layer.tailed("cpu", capacity, tail, 1, self.dtype)  # memory that is never touched
+            of_host = self.layer.own_pages("cpu", capacity, tail, 1, self.dtype)  # memory that is never touched
             self.reserved = torch.empty(of_host.tail_bytes, dtype=torch.uint8, device=device)
 
     def forward(

@@ -105,7 +105,7 @@ class Layer(NamedTuple):
     fresh: bool = False  # prompts attend to their own keys and values as these are given
 
     def pages(self, device: torch.device):
-        """Without a tail."""
+        """Without a tail, for plans and for exact layers: writes of others need to know their tables (tail.py)."""
         return _pages(self.pair, self.kv_heads, self.head_dim, device_name(device))
 
     def tail(self, vllm_config) -> int:
@@ -114,8 +114,8 @@ class Layer(NamedTuple):
             return 0
         return 0 if self.pair.is_exact() else versions.tail(vllm_config)
 
-    def tailed(self, device: str, capacity: Capacity, tail: int, layers: int, dtype: torch.dtype):
-        """Pages with exact copies in the model's dtype; devices have none in float32."""
+    def own_pages(self, device: str, capacity: Capacity, tail: int, layers: int, dtype: torch.dtype):
+        """Pages of layers with common tables. Exact copies have the model's dtype; devices have none in float32."""
         return kvant.Pages(
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
@@ -123,7 +123,7 @@ class Layer(NamedTuple):
             v=self.pair.v,
             device=device,
             tail=tail,
-            tail_sequences=capacity.requests,
+            tail_sequences=capacity.requests if tail > 0 else 0,
             layers=layers,
             exact=NAMES[dtype] if device == "cpu" or dtype != torch.float32 else None,
         )

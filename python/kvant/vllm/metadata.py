@@ -15,7 +15,7 @@ import torch
 
 from . import versions
 from .layer import BLOCK_TOKENS, Capacity, Layer, Plans
-from .tail import give_tails
+from .tail import give_pages
 from .versions import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
 
@@ -113,7 +113,7 @@ class KvantMetadataBuilder(AttentionMetadataBuilder[KvantMetadata]):
                 f"{BLOCK_TOKENS} or a multiple of it"
             )
         self.capacity = Capacity.of(vllm_config, self.reorder_batch_threshold, block_table_width)
-        self.tails = give_tails(vllm_config, layer_names, device, self.capacity)
+        self.own_pages = give_pages(vllm_config, layer_names, device, self.capacity)
         self.plans: dict[Layer, Plans] = {}
         self.pages: dict[Layer, Any] = {}
         for layer in versions.layers(vllm_config, layer_names):
@@ -156,7 +156,7 @@ class KvantMetadataBuilder(AttentionMetadataBuilder[KvantMetadata]):
 
     def _set_tables(self, metadata: KvantMetadata) -> None:
         table, lengths, begins = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
-        for pages in self.tails:
+        for pages in self.own_pages:
             pages.begin_step(table[: len(lengths)], lengths, begins[: len(lengths) + 1])
         for plans in self.plans.values():
             for part in metadata.parts:

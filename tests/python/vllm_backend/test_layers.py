@@ -143,7 +143,7 @@ def test_exact_tail(vllm):
     layers = [{}, {"softcap": 5.0}, {"head_dim": 128}, {"window": 1024}]
     exact = 2e-5 if ON_CPU else 1e-2
     e = Engine(vllm, layers, cache_dtype="kvant_tq2")
-    tails = [pages for g in range(len(e.groups)) for pages in e.builder(g).tails]
+    tails = [pages for g in range(len(e.groups)) for pages in e.builder(g).own_pages]
     assert sum(pages.layers for pages in tails) == 4  # each group has its own
     assert {pages.tail_sequences for pages in tails} == {8}
     a, b = e.request(1), e.request(2)
@@ -161,7 +161,7 @@ def test_exact_tail(vllm):
     assert all(pages.take_misses() == 0 for pages in tails)
 
     without = Engine(vllm, layers, cache_dtype="kvant_tq2", tail=0, fresh=False)
-    assert not without.builder().tails
+    assert all(pages.tail == 0 for pages in without.builder().own_pages)
     d = without.request(1)
     without.step([(d, 64)], tolerance=1.0)
     assert without.worst > 0.1
