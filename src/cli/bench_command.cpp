@@ -94,7 +94,6 @@ std::vector<BenchCase> cases_of(const BenchArguments& a, bool is_op_given, const
     usage(fmt::format("--k-centre page: not with keys in {}; choose tq or fp8 keys with --k-format",
                       format_info(pair.k).name));
   }
-  const bool on_device = a.backend == "cuda";
   std::vector<BenchCase> cases;
   for (BenchCase shape : shapes_of(a, is_op_given)) {
     shape.scores = a.scores;
@@ -112,9 +111,7 @@ std::vector<BenchCase> cases_of(const BenchArguments& a, bool is_op_given, const
             for (const std::string& kernel : a.kernels) {
               cases.push_back(shape);
               cases.back().formats = pair;
-              // Kernels on devices centre pages that leave a tail.
-              const bool without = centre == "automatic" && on_device && shape.tail_pages == 0;
-              cases.back().k_centre = without ? KeyCentre::none : centre_of(centre, pair);
+              cases.back().k_centre = centre_of(centre, pair);
               cases.back().isa = isa;
               cases.back().threads = threads > 0 ? threads : core::hardware_threads();
               if (kernel != kAutomaticKernel) cases.back().kernel = kernel;

@@ -13,13 +13,16 @@
 namespace kvant::test {
 namespace {
 
-WorldSpec centred(const Formats& formats, std::vector<Lengths> sequences, int head_dim, int sinks = 1) {
+// Without an offset more than half of the keys of a first page refuse its centre, which is the first key, and a few of
+// the others.
+WorldSpec centred(const Formats& formats, std::vector<Lengths> sequences, int head_dim, int sinks = 1, float offset = 2,
+                  int tails = 1) {
   WorldSpec s = spec_of(formats.k, formats.v, std::move(sequences));
   s.head_dim = head_dim;
   s.sink_pages = sinks;
-  s.tail_pages = 1;
+  s.tail_pages = tails;
   s.page_centres = true;
-  s.key_offset = 2;  // a constant part, so that centres are far from zero
+  s.key_offset = offset;  // a constant part, so that centres are far from zero
   return s;
 }
 
@@ -31,15 +34,16 @@ class GpuCentres : public testing::TestWithParam<std::tuple<Formats, int>> {
   }
 };
 
-// More pages than sixteen for a team, few pages, and many rows; with and without an exact first page, which has no
-// centre.
+// More pages than sixteen for a team, few pages, and many rows; with and without exact ends, and keys that refuse.
 TEST_P(GpuCentres, Matches) {
   SKIP_WITHOUT_DEVICE();
   if (!takes_centres()) GTEST_SKIP() << "keys without centres";
   const auto& [formats, head_dim] = GetParam();
-  for (const int sinks : {1, 0}) {
-    const GpuWorld w(centred(formats, {{1500, 1}, {257, 3}, {200, 130}, {65, 5}}, head_dim, sinks));
-    EXPECT_TRUE(w.matches()) << sinks << " sink pages";
+  for (const float offset : {2.0f, 0.0f}) {
+    for (const auto& [sinks, tails] : {std::pair{1, 1}, {0, 1}, {0, 0}}) {
+      const GpuWorld w(centred(formats, {{1500, 1}, {257, 3}, {200, 130}, {65, 5}}, head_dim, sinks, offset, tails));
+      EXPECT_TRUE(w.matches()) << sinks << " sink pages, " << tails << " tail pages, offset " << offset;
+    }
   }
 }
 

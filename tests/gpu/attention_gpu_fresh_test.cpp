@@ -258,7 +258,6 @@ TEST_P(GpuFreshRandom, Matches) {
   for (std::uint64_t seed = first; seed < first + count; ++seed) {
     Rng rng(seed);
     RandomCase c = draw_case(rng, all);
-    c.spec.page_centres = c.spec.page_centres && c.spec.tail_pages > 0;
     c.spec = spec_for_fresh(c.spec);
     Placement p;
     if (rng.below(3) == 0) p.token_padding = rng.below(40);

@@ -21,7 +21,6 @@ void check_cases(const RandomChoices& all, int part, std::uint64_t most, const c
     Rng rng(seed);
     RandomCase c = draw_case(rng, all);
     c.options.kernel = kernel;
-    c.spec.page_centres = c.spec.page_centres && c.spec.tail_pages > 0;  // a device centres what leaves a tail
     change(rng, c);
     Placement p;
     p.q_dtype = dtypes[static_cast<std::size_t>(rng.below(3))];

@@ -117,13 +117,16 @@ std::vector<Trial> trials() {
   for (const int d : kHeadDims) {
     for (const Dtype input : kInputs) all.push_back({kPairs[3], d, input, 2, 0, 0});
   }
-  // Page-centred keys: every format at every size, from exact pages of one or two tail pages and from long steps.
+  // Page-centred keys: every format at every size, from exact pages of one or two tail pages, from long steps, and as
+  // tokens come where there is no tail.
   for (const Pair& pair : kPairs) {
     if (pair.k == std::string("f16") || pair.k == std::string("bf16")) continue;
     for (const int d : kHeadDims) {
       ++turn;
       all.push_back({pair, d, kInputs[turn % 3], turn % 2 == 0 ? 1 : 0, turn % 3 == 0 ? 2 : 1, turn % 4 == 3 ? 150 : 0,
                      KeyCentre::page});
+      all.push_back(
+          {pair, d, kInputs[(turn + 1) % 3], turn % 2 == 0 ? 0 : 1, 0, turn % 5 == 3 ? 150 : 0, KeyCentre::page});
     }
   }
   for (const Pair& pair : kPlainPairs) {
@@ -144,7 +147,7 @@ std::vector<Trial> trials() {
   for (const int d : {90, 127, 250, 511}) {
     for (const Pair& pair : {kPairs[0], kPairs[7], kPairs[8], kPlainPairs[1], kPlainPairs[4]}) {
       const auto& ends = kEnds[turn % 5];
-      const bool centred = turn % 2 == 0 && ends[1] > 0 && pair.k[0] == 't';
+      const bool centred = turn % 2 == 0 && pair.k[0] == 't';
       all.push_back({pair, d, kInputs[turn % 3], ends[0], ends[1], 0, centred ? KeyCentre::page : KeyCentre::none});
       ++turn;
     }
@@ -216,9 +219,9 @@ TEST(CacheGpuBeams, HoldTheBytesOfAHostCache) {
 // than one launch takes.
 TEST(CacheGpuSteps, OfManySequencesHoldTheBytesOfAHostCache) {
   SKIP_WITHOUT_DEVICE();
-  for (const int tails : {1, 2}) {
+  for (const int tails : {0, 1, 2}) {
     CacheConfig c = config("tq6", "tq4", 64, 1, tails);
-    c.k_centre = tails == 1 ? KeyCentre::page : KeyCentre::none;
+    c.k_centre = tails < 2 ? KeyCentre::page : KeyCentre::none;
     c.kv_heads = 3;
     c.max_sequences = 300;
     c.capacity_tokens = 300 * 8 * 64;

@@ -276,6 +276,7 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
   const Expected expected = expect(base, sink_logits, placement.q_dtype);
   const bool is_prefill = base.fresh_keys || base.kernel.rfind(core::kPrefillKernels, 0) == 0;
   const double of_kernel = is_prefill ? tolerance::kCudaPrefill : tolerance(base);
+  if (host.spec.page_centres) lse_tolerance = std::max(lse_tolerance, tolerance::kCudaCentredLse);
   const double of_prefill_lse = std::max(lse_tolerance, tolerance::kCudaPrefillLse);
   if (is_prefill) lse_tolerance = of_prefill_lse;
   const double allowed = of_kernel + rounding_of(placement.out_dtype);

@@ -137,6 +137,78 @@ TEST(PagesGpu, ManyTokensAtOnce) {
   }
 }
 
+// Around centres: blocks that a write fills, begins, goes on with and ends, a few tokens at once and many, with an
+// exact tail and without; blocks that are used again, by a sequence of another length.
+class PagesCentres : public testing::TestWithParam<std::tuple<std::string, int, int>> {};
+
+TEST_P(PagesCentres, BytesAreThoseOfTheHost) {
+  SKIP_WITHOUT_DEVICE();
+  const auto& [format, head_dim, tail_pages] = GetParam();
+  constexpr std::int32_t kSequences = 40, kBlocksEach = 5;
+  Geometry g{format, "tq4", head_dim, head_dim <= 128 ? 5 : 2, tail_pages, kSequences, 1, KeyCentre::page};
+  Twins twins(g, kSequences * kBlocksEach);
+  const DeviceTables tables(kSequences, kBlocksEach);
+  const Dtype dtypes[] = {Dtype::bf16, Dtype::f16, Dtype::f32};
+  Rng rng(31);
+  std::vector<std::int64_t> lengths(kSequences, 0);
+  for (int n = 0; n < 14; ++n) {
+    const bool is_decode = n % 4 == 3;
+    EngineStep step;
+    std::vector<std::int64_t> slots;
+    for (std::int32_t s = 0; s < kSequences; ++s) {
+      std::int64_t& length = lengths[static_cast<std::size_t>(s)];
+      const std::int64_t room = kBlocksEach * kPageTokens - length;
+      const std::int64_t some[] = {0, 1, 2 + rng.below(10), 60 + rng.below(10), 64, rng.below(200)};
+      const std::int64_t tokens = is_decode ? 1 : some[rng.below(n % 4 == 2 ? 4 : 6)];
+      if (tokens > room) {
+        length = 0;
+        step.add({}, 0, 0);
+        continue;
+      }
+      std::vector<std::int32_t> blocks;
+      for (std::int32_t b = 0; b < kBlocksEach; ++b) blocks.push_back(b * kSequences + (s * 7 + b) % kSequences);
+      const auto mine = slots_of(blocks, length, length + tokens);
+      slots.insert(slots.end(), mine.begin(), mine.end());
+      length += tokens;
+      step.add(blocks, static_cast<std::int32_t>(length), static_cast<std::int32_t>(tokens));
+    }
+    if (n % 3 == 1) slots.resize(slots.size() + 30, -1);
+    StepTables there = tables.upload(step);
+    const StepTables here = step.tables(kBlocksEach);
+    if (is_decode && n % 8 == 7) there.max_query_len = 1;
+    twins.host.begin_step(here).value();
+    twins.device.begin_step(there, twins.stream.handle()).value();
+    const auto rows = static_cast<std::int64_t>(slots.size());
+    const std::uint64_t seed = rng.next();
+    std::vector<float> keys = random_rows(rows, g, seed);
+    if (n % 2 == 0) {
+      for (float& x : keys) x += 1.5f;
+    }
+    twins.write(keys, random_rows(rows, g, seed + 1), slots, dtypes[n % 3]);
+    ASSERT_TRUE(twins.same_bytes()) << "step " << n << " of " << rows << " rows";
+  }
+  EXPECT_FALSE(twins.device.take_non_finite(twins.stream.handle()).value());
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, PagesCentres,
+                         testing::Combine(testing::Values("tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "fp8"),
+                                          testing::ValuesIn(kHeadDims), testing::Values(0, 1)),
+                         [](const auto& i) {
+                           return fmt::format("{}_d{}_tail_{}", std::get<0>(i.param), std::get<1>(i.param),
+                                              std::get<2>(i.param));
+                         });
+
+TEST(PagesGpu, CentresWantAStep) {
+  SKIP_WITHOUT_DEVICE();
+  const Pages pages = Pages::create(config({"tq4", "tq4", 64, 1, 0, 0, 1, KeyCentre::page}, "cuda")).value();
+  const DeviceBuffer x(static_cast<std::size_t>(pages.block_bytes()));
+  const BlockPool pool{static_cast<std::byte*>(x.data()), 1, pages.block_bytes(), pages.block_bytes(), 0};
+  const TensorView row = TensorView::of(x.as<float>(), 1, 1, 64);
+  const Status refused = pages.write(pool, row, row, x.as<std::int64_t>(), 1);
+  EXPECT_EQ(refused.code(), Code::invalid_argument);
+  EXPECT_NE(refused.message().find("begin_step"), std::string::npos) << refused.message();
+}
+
 TEST(PagesGpu, DecodeAndCopy) {
   SKIP_WITHOUT_DEVICE();
   for (const Geometry& g : {Geometry{"tq4", "tq6", 128, 2}, {"fp8", "bf16", 96, 2}, {"tq3", "tq8", 64, 1}}) {

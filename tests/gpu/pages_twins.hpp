@@ -18,6 +18,7 @@ struct Geometry {
   std::string k = "tq4", v = "tq4";
   int head_dim = 128, kv_heads = 2;
   int tail_pages = 0, tail_sequences = 0, layers = 1;
+  KeyCentre k_centre = KeyCentre::none;  // page wants begin_step
 };
 
 inline PagesConfig config(const Geometry& g, const char* device) {
@@ -30,6 +31,7 @@ inline PagesConfig config(const Geometry& g, const char* device) {
   c.tail_pages = g.tail_pages;
   c.tail_sequences = g.tail_sequences;
   c.layers = g.layers;
+  c.k_centre = g.k_centre;
   return c;
 }
 

@@ -1,5 +1,5 @@
-// The centre of a key page (codec/centre.hpp): made where a whole page is encoded, else as the page has it. A team has
-// the codes of several in shared memory, and a warp the floats of the one that it subtracts.
+// The centre of a key page (codec/centre.hpp): made where a whole page is encoded or a part begins a page, else as the
+// page has it. A team has the codes of several in shared memory, and a warp the floats of the one that it subtracts.
 #pragma once
 
 #include <utility>
@@ -166,6 +166,8 @@ __device__ __forceinline__ void copy_codes(const std::byte* from, std::byte* to)
   }
   if (threadIdx.x % CentreShape<kD>::kThreads == 0) {
     *reinterpret_cast<std::uint16_t*>(to + kScaleAt) = *reinterpret_cast<const std::uint16_t*>(from + kScaleAt);
+#pragma unroll
+    for (int i = kScaleAt + 2; i < CentreCodes<kD>::kBytes; i += 2) *reinterpret_cast<std::uint16_t*>(to + i) = 0;
   }
 }
 
@@ -195,21 +197,20 @@ __device__ __forceinline__ float4 add_rows(const std::byte* from, std::int64_t s
   return sum;
 }
 
-// The sums of four channels of a page's rows, which are read where they lie.
+// The sums of four channels of a page's first `rows` rows, which are read where they lie.
 template <class Shape>
-__device__ __forceinline__ float4 sum_of_rows(const PageJob& job, const StagedRows& staged, bool from_exact,
+__device__ __forceinline__ float4 sum_of_rows(const PageJob& job, const StagedRows& staged, bool from_exact, int rows,
                                               int channel) {
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  if (job.is_first_page) return sum;  // that of a sequence has no centre
   const WriteParams& params = *job.params;
   const WriteSide& side = *job.side;
-  const int kept = from_exact ? base::clamp(job.begin, 0, kPageTokens) : 0;
+  const int kept = from_exact ? base::clamp(job.begin, 0, rows) : 0;
   if (staged.unchecked && staged.dtype != Dtype::f32) {
     const std::byte* exact = job.exact_row<Shape::kD>(0) + 2 * channel;
     const auto* given = static_cast<const std::byte*>(job.input(kept)) + 2 * channel;
     const auto sum_of = [&]<Dtype kDtype>() {
       const float4 of_kept = add_rows<kDtype>(exact, 2 * Shape::kD, kept, sum);
-      return add_rows<kDtype>(given, 2 * side.token_stride, kPageTokens - kept, of_kept);
+      return add_rows<kDtype>(given, 2 * side.token_stride, rows - kept, of_kept);
     };
     if (staged.dtype == Dtype::f16) return sum_of.template operator()<Dtype::f16>();
     return sum_of.template operator()<Dtype::bf16>();
@@ -217,7 +218,7 @@ __device__ __forceinline__ float4 sum_of_rows(const PageJob& job, const StagedRo
   const float* center =
       side.basis == BasisKind::calibrated ? side.center + static_cast<std::size_t>(job.head) * Shape::kD : nullptr;
 #pragma unroll 1
-  for (int token = 0; token < kPageTokens; ++token) {
+  for (int token = 0; token < rows; ++token) {
     const bool given = token >= kept;
     const void* row = job.source<Shape::kD>(token, from_exact);
     const auto element = [&](int i) {
@@ -232,16 +233,130 @@ __device__ __forceinline__ float4 sum_of_rows(const PageJob& job, const StagedRo
   return sum;
 }
 
-// The mean of a page's rows, as floats [D]: sums by channel in the order of tokens, times 1 / count. By one warp.
+// The mean of a page's first `rows` rows, as floats [D]: sums by channel in the order of tokens, times 1 / rows. By one
+// warp.
 template <class Shape>
-__device__ __forceinline__ void mean_of_rows(const PageJob& job, const StagedRows& staged, bool from_exact,
+__device__ __forceinline__ void mean_of_rows(const PageJob& job, const StagedRows& staged, bool from_exact, int rows,
                                              float* mean) {
-  constexpr float kFactor = codec::mean_factor(kPageTokens);
+  const float factor = codec::mean_factor(rows);
 #pragma unroll 1
   for (int channel = static_cast<int>(threadIdx.x % 32) * 4; channel < Shape::kD; channel += 32 * 4) {
-    const float4 sum = sum_of_rows<Shape>(job, staged, from_exact, channel);
-    *reinterpret_cast<float4*>(mean + channel) = make_float4(__fmul_rn(sum.x, kFactor), __fmul_rn(sum.y, kFactor),
-                                                             __fmul_rn(sum.z, kFactor), __fmul_rn(sum.w, kFactor));
+    const float4 sum = sum_of_rows<Shape>(job, staged, from_exact, rows, channel);
+    *reinterpret_cast<float4*>(mean + channel) = make_float4(__fmul_rn(sum.x, factor), __fmul_rn(sum.y, factor),
+                                                             __fmul_rn(sum.z, factor), __fmul_rn(sum.w, factor));
+  }
+  __syncwarp();
+}
+
+// The value that a code stands for, before its scale.
+template <Format kFormat>
+struct CodeValues {
+  static constexpr int kCodes = 1 << codec::format_bits(kFormat);
+  float value[kCodes];
+  static consteval CodeValues make() {
+    CodeValues all{};
+    for (int code = 0; code < kCodes; ++code) {
+      if constexpr (codec::is_fp8(kFormat)) {
+        all.value[code] = base::e4m3_to_f32(static_cast<std::uint8_t>(code));
+      } else {
+        constexpr codec::TqSpec spec = codec::tq_spec<kFormat>();
+        all.value[code] = static_cast<float>(codec::tq_level(spec, code)) - spec.offset;
+      }
+    }
+    return all;
+  }
+};
+template <Format kFormat>
+__device__ const auto kCodeValues = CodeValues<kFormat>::make();
+__device__ __forceinline__ const float* code_values(Format format) {
+  switch (format) {
+#define KVANT_TQ_FORMAT(name, ...)          \
+  case Format::name: {                      \
+    return kCodeValues<Format::name>.value; \
+  }
+#define KVANT_FP8_FORMAT KVANT_TQ_FORMAT
+#include "codec/formats.def"
+    default: return nullptr;
+  }
+}
+
+// The mean of a page of codes, as floats [D] in the basis (codec::mean_of_page, but for clean_mean). By one warp, which
+// may have written the page's last tokens itself.
+template <int kD>
+__device__ __forceinline__ void mean_of_codes(const codec::PageLayout& layout, const std::byte* block, float* mean) {
+  constexpr int kOfLane = kD / 32, kAtOnce = kOfLane % 4 == 0 ? 4 : kOfLane % 3 == 0 ? 3 : 2;  // channels
+  constexpr int kTokens = 8;                                                                   // at once
+  const codec::SideLayout& side = layout.k;
+  const codec::SideLayout centre = codec::centre_layout(layout);
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const float* values = code_values(side.format);
+  __threadfence();
+  const auto scale_bits = [&](int group, int token) {
+    return __ldcg(reinterpret_cast<const unsigned short*>(block + side.scale_offset) + group * kPageTokens + token);
+  };
+  const auto byte_at = [](const std::byte* at) {
+    return static_cast<std::uint32_t>(__ldcg(reinterpret_cast<const unsigned char*>(at)));
+  };
+  const int refuse = __popc(__ballot_sync(~0u, (scale_bits(0, lane) & 0x8000u) != 0)) +
+                     __popc(__ballot_sync(~0u, (scale_bits(0, lane + 32) & 0x8000u) != 0));
+  const float share = static_cast<float>(kPageTokens - refuse) * codec::mean_factor(kPageTokens);  // exact
+  const float centre_scale =
+      ptx::f16_to_f32(__ldcg(reinterpret_cast<const unsigned short*>(block + centre.scale_offset)));
+  const int bits[2] = {side.plane_bits[0], side.planes > 1 ? side.plane_bits[1] : 0};
+#pragma unroll 1
+  for (int first = 0; first < kD; first += 32 * kAtOnce) {
+    const int group = first * side.groups / kD;
+    const float of_lane[2] = {ptx::f16_to_f32(scale_bits(group, lane) & 0x7FFFu),
+                              ptx::f16_to_f32(scale_bits(group, lane + 32) & 0x7FFFu)};
+    const std::byte* at[kAtOnce][2];
+    int shift[kAtOnce][2];
+    float sum[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      sum[i] = 0.0f;
+#pragma unroll
+      for (int plane = 0; plane < 2; ++plane) {
+        const int bit = (first + lane + 32 * i) * bits[plane];
+        at[i][plane] = block + side.plane_offset[plane] + bit / 8, shift[i][plane] = bit % 8;
+      }
+    }
+#pragma unroll 1
+    for (int token = 0; token < kPageTokens; token += kTokens) {
+      std::uint32_t code[kTokens][kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kTokens; ++j) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) code[j][i] = byte_at(at[i][0] + (token + j) * (kD * bits[0] / 8));
+      }
+#pragma unroll
+      for (int j = 0; j < kTokens; ++j) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) code[j][i] = code[j][i] >> shift[i][0] & ((1u << bits[0]) - 1);
+      }
+      if (side.planes > 1) {
+#pragma unroll
+        for (int j = 0; j < kTokens; ++j) {
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i) {
+            const std::uint32_t more = byte_at(at[i][1] + (token + j) * (kD * bits[1] / 8));
+            code[j][i] |= (more >> shift[i][1] & ((1u << bits[1]) - 1)) << bits[0];
+          }
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kTokens; ++j) {
+        const float scale = __shfl_sync(~0u, token < 32 ? of_lane[0] : of_lane[1], (token + j) % 32);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(__ldg(values + code[j][i]), scale));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int channel = first + lane + 32 * i;
+      const float c =
+          codec::centre_element(block + centre.plane_offset[0], block + centre.plane_offset[1], centre_scale, channel);
+      mean[channel] = __fadd_rn(__fmul_rn(c, share), __fmul_rn(sum[i], codec::mean_factor(kPageTokens)));
+    }
   }
   __syncwarp();
 }

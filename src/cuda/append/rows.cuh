@@ -33,7 +33,7 @@ struct PageJob {
   std::byte* exact;
   int head;
   bool is_value;
-  bool is_first_page;      // of its sequence
+  bool is_first_page;      // in its sequence: its centre is its first key
   std::int64_t first_row;  // of the tensor; that of token `begin`
   int begin, count;        // tokens of the page that get rows
 

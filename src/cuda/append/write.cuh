@@ -12,20 +12,26 @@ inline constexpr int kWriteCtas = 2, kDenseCtas = 9;
 // Percent of the CTAs that store keys where these are around a centre, and take longer than values.
 inline constexpr int kKeyShare = 52;
 
+// The side of a block, and its number among the blocks of this side. kCentred: keys are around a centre.
+struct SideOfBlock {
+  bool is_value;
+  std::int64_t block, blocks;
+};
+template <bool kCentred>
+__device__ __forceinline__ SideOfBlock side_of_block(const WriteParams& params) {
+  if (params.sides != WriteSides::both) return {params.sides == WriteSides::values, blockIdx.x, gridDim.x};
+  if (!kCentred) return {blockIdx.x % 2 != 0, blockIdx.x / 2, gridDim.x / 2};
+  if (blockIdx.x < params.key_blocks) return {false, blockIdx.x, params.key_blocks};
+  return {true, blockIdx.x - params.key_blocks, gridDim.x - params.key_blocks};
+}
+
 // The kernel of one format, or of any dense one. kCentred: keys are around a centre.
 template <class Shape, Format kFormat, bool kCentred = false>
 __global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat) ? kDenseCtas : kWriteCtas)
     write_kernel(const __grid_constant__ WriteParams params) {
   const CacheView& cache = params.cache;
   const std::int64_t jobs = std::int64_t{params.items} * cache.kv_heads;
-  const bool both = params.sides == WriteSides::both;
-  bool is_value = both ? blockIdx.x % 2 != 0 : params.sides == WriteSides::values;
-  std::int64_t blocks = both ? gridDim.x / 2 : gridDim.x, block = both ? blockIdx.x / 2 : blockIdx.x;
-  if (kCentred && both) {
-    is_value = blockIdx.x >= params.key_blocks;
-    blocks = is_value ? gridDim.x - params.key_blocks : params.key_blocks;
-    block = is_value ? blockIdx.x - params.key_blocks : blockIdx.x;
-  }
+  const auto [is_value, block, blocks] = side_of_block<kCentred>(params);
   const std::int64_t teams = blocks * kTeams<Shape>, place = block * kTeams<Shape> + team_of_block<Shape>();
   const auto last = static_cast<std::int32_t>(jobs * (place + 1) / teams);
   if constexpr (!codec::is_dense(kFormat)) {
@@ -53,6 +59,7 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, codec::is_dense(kFormat)
     const bool from_exact = page.ref.exact >= 0;
     if (page.ref.encoded < 0 || (from_exact ? !page.leaves_tail : job.count <= 0)) continue;
     const int first = from_exact ? 0 : job.begin, end = from_exact ? kPageTokens : job.begin + job.count;
+    if (kCentred && !is_value && first == 0 && end < kPageTokens) continue;  // another launch, after the page before
     if constexpr (codec::is_dense(kFormat)) {
       encode_dense<Shape>(job, heads, from_exact, first, end);
     } else {
@@ -178,6 +185,7 @@ cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceL
   const bool has_tail = p.cache.tail_pages > 0;
   const auto& layout = p.cache.encoded_layout;
   const std::int64_t jobs = std::int64_t{p.items} * p.cache.kv_heads;
+  p.begins = 0;
   if (most_tokens <= (has_tail ? kTailStepRows : kStepRows)) {
     p.storing = has_tail ? p.tokens * head_groups<Step>(p.cache.kv_heads) : 0;
     std::int64_t blocks = jobs;
@@ -191,12 +199,19 @@ cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceL
   const bool centred = codec::is_centred(layout);
   // A kernel of centred keys stores values, too: they have no centre.
   const bool same_kernel = bulk_kernel<kD>(layout.k.format, centred) == bulk_kernel<kD>(layout.v.format, centred);
-  return launch_sides(p, same_kernel, [&](WriteSides sides, Format format) {
+  const cudaError_t error = launch_sides(p, same_kernel, [&](WriteSides sides, Format format) {
     const bool of_centred = centred && sides != WriteSides::values;
     launch.size_bulk(sides, format, jobs, jobs, of_centred ? kCentreBytes<BulkShape<kD>> : 0,
                      has_tail ? kPageTokens : base::min(most_tokens, kPageTokens));
     return cudaLaunchKernelEx(&launch.how.config, bulk_kernel<kD>(format, of_centred), p);
   });
+  if (error != cudaSuccess || !centred || has_tail) return error;
+  p.begins = 1, p.storing = 0;
+  const std::int64_t octets = std::int64_t{p.entries} * p.cache.kv_heads * kOctets;  // one page a sequence
+  const std::int64_t blocks = base::max(base::min(octets, std::int64_t{kBeginningCtas} * limits.multiprocessors),
+                                        std::int64_t{p.items + 31} / 32);
+  launch.size_step((blocks + 1) / 2, kCentreBytes<Step>, kOctet);
+  return cudaLaunchKernelEx(&launch.how.config, &step_kernel<Step>, p);
 }
 
 template <int kD>

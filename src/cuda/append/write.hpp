@@ -10,6 +10,9 @@
 // side's jobs. Which pages a step touches is known on the device only (a replayed launch meets other lengths), so the
 // host counts the most that so many tokens can touch: item i of a sequence is page step_begin / 64 - tail_pages + i;
 // those without work are passed over.
+//
+// In a page-centred cache without a tail a page that the step begins and does not fill has the mean of the page before
+// as its centre, so its keys wait until that page is stored: a second launch does them (write_step.cuh).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -53,6 +56,7 @@ struct WriteParams {
   std::int32_t tokens;             // of all entries
   std::int32_t storing;            // blocks a side of the step kernel that store dense rows, its first ones
   std::int32_t rows;               // that fit shared memory at once
+  std::int32_t begins;             // 1: the step kernel does keys of pages that a part of the step begins
   WriteSides sides;                // of a launch
   std::int32_t entries;
   WriteEntry entry[kMostEntries];

@@ -43,6 +43,72 @@ __device__ __forceinline__ std::byte* rows_of_team(const WriteParams& params, in
   return shared + (kCentred ? kCentreBytes<Shape> : 0) + T::kBytes + 2 * params.rows * pitch * team_of_block<Shape>();
 }
 
+// The sum of squares of a vector's elements, four() at a time, in the 32 lanes of the codec. Where a thread has many
+// lanes, those that the fold adds first are done first, so that few sums are held at once.
+template <class Shape, class Four>
+__device__ __forceinline__ float sum_of_squares(const Four& four) {
+  constexpr int kSums = Shape::kSums, kElements = Shape::kElements, kQuads = base::max(kSums / 4, 1);
+  static_assert(kElements % 4 == 0 && kQuads <= 4);
+  const auto add = [](float& sum, float x, bool first) {
+    const float square = __fmul_rn(x, x);
+    sum = first ? square : __fadd_rn(sum, square);
+  };
+  float x;
+  if constexpr (kSums < 4) {
+    float sums[kSums];
+#pragma unroll
+    for (int k = 0; k < kElements; k += 4) {
+      const float4 q = four(k);
+      add(sums[0], q.x, k == 0), add(sums[1 % kSums], q.y, k == 0 && kSums > 1);
+      add(sums[0], q.z, false), add(sums[1 % kSums], q.w, false);
+    }
+    fold_inside<kSums>(sums);
+    x = sums[0];
+  } else {
+    const auto quad = [&](int first) {
+      float4 sum;
+#pragma unroll
+      for (int k = first; k < kElements; k += kSums) {
+        const float4 q = four(k);
+        add(sum.x, q.x, k == first), add(sum.y, q.y, k == first);
+        add(sum.z, q.z, k == first), add(sum.w, q.w, k == first);
+      }
+      return sum;
+    };
+    const auto both = [](const float4& a, const float4& b) {
+      return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
+    };
+    float4 sum = quad(0);
+    if constexpr (kQuads == 2) sum = both(sum, quad(4));
+    if constexpr (kQuads == 4) {
+      sum = both(sum, quad(8));
+      const float4 others = quad(4);
+      sum = both(sum, both(others, quad(12)));
+    }
+    x = __fadd_rn(__fadd_rn(sum.x, sum.z), __fadd_rn(sum.y, sum.w));
+  }
+#pragma unroll
+  for (int h = Shape::kThreads / 2; h > 0; h /= 2) x = __fadd_rn(x, exchange(x, h));
+  return x;
+}
+
+// Whether a key is nearer to zero than to the centre: codec::refuses_centre by the threads of its vector.
+template <class Shape>
+__device__ __forceinline__ bool refuses_centre(const float (&y)[Shape::kElements], const float4* centre) {
+  const auto of_zero = [&](int k) { return make_float4(y[k], y[k + 1], y[k + 2], y[k + 3]); };
+  const auto of_centre = [&](int k) {
+    // Volatile: whoever subtracts the centre loads it again. It and the key do not both fit registers.
+    float4 c;
+    asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"  // PTX ISA, "ld"
+                 : "=f"(c.x), "=f"(c.y), "=f"(c.z), "=f"(c.w)
+                 : "r"(ptx::shared_address(centre + k / 4)));
+    return make_float4(__fsub_rn(y[k], c.x), __fsub_rn(y[k + 1], c.y), __fsub_rn(y[k + 2], c.z),
+                       __fsub_rn(y[k + 3], c.w));
+  };
+  const float from_zero = sum_of_squares<Shape>(of_zero);
+  return from_zero < sum_of_squares<Shape>(of_centre);
+}
+
 // Tokens [first, last) of the page, for `heads` heads from that of `job` on, by a team.
 //   kAnyFormat   of one head
 //   kCentred     keys are around a centre, or may be where kAnyFormat
@@ -127,13 +193,22 @@ __device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_e
         const bool storable = check_row<Shape>(job, at, staged.dtype, job.given(chunk + row, from_exact), t);
         if (sum_between<kThreads>(storable ? 0u : 1u) != 0) largest = __int_as_float(0x7FC00000);
       }
+      std::uint32_t sign = 0;  // the scales get it
       if (centred) {
         const auto* centre = reinterpret_cast<const float4*>(centre_floats<Shape>() + t * CentreFloats<Shape>::kApart);
+        const bool refuses = refuses_centre<Shape>(y, centre);
+        sign = refuses ? codec::kRefusedScale : 0u;
+        // y - c, rounded once, or y. A product with zero may make 0 of -0, which has a code of its own in fp8.
+        const float minus = refuses ? 0.0f : -1.0f;
+        const auto left = [&](float x, float c) {
+          if constexpr (codec::is_fp8(kFormat)) return __fsub_rn(x, refuses ? 0.0f : c);
+          return __fmaf_rn(c, minus, x);
+        };
 #pragma unroll
         for (int k = 0; k < kElements; k += 4) {
           const float4 c = centre[k / 4];
-          y[k] = __fsub_rn(y[k], c.x), y[k + 1] = __fsub_rn(y[k + 1], c.y);
-          y[k + 2] = __fsub_rn(y[k + 2], c.z), y[k + 3] = __fsub_rn(y[k + 3], c.w);
+          y[k] = left(y[k], c.x), y[k + 1] = left(y[k + 1], c.y);
+          y[k + 2] = left(y[k + 2], c.z), y[k + 3] = left(y[k + 3], c.w);
         }
         if (codec::is_tq(kFormat) && !rotates) {
 #pragma unroll
@@ -157,7 +232,8 @@ __device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_e
         if (t == 0) {
 #pragma unroll
           for (int g = 0; g < kScaleGroups<kFormat, Shape::kD>; ++g) {
-            *reinterpret_cast<std::uint16_t*>(job.encoded + codec::scale_at(layout, chunk + row, g)) = scales[g];
+            *reinterpret_cast<std::uint16_t*>(job.encoded + codec::scale_at(layout, chunk + row, g)) =
+                static_cast<std::uint16_t>(scales[g] | sign);
           }
         }
       }
@@ -216,6 +292,7 @@ struct TouchedPage {
   int number;        // of the page in its sequence
   int begin, count;  // tokens of the page that get rows
   bool leaves_tail;
+  bool follows, goes_on;  // the page before, or the page behind, gets rows, too
 
   __device__ bool has_exact_rows() const { return ref.exact >= 0 && count > 0; }
   // Tokens whose rows are to be encoded, from the exact page where there is one.
@@ -223,6 +300,11 @@ struct TouchedPage {
   __device__ int encode_end() const {
     if (ref.encoded < 0) return 0;
     return ref.exact < 0 ? begin + count : leaves_tail ? kPageTokens : 0;
+  }
+  __device__ bool is_encoded_whole() const { return encode_begin() == 0 && encode_end() == kPageTokens; }
+  // A part of the step begins a page that has codes alone.
+  __device__ bool is_begun_by_part() const {
+    return ref.exact < 0 && ref.encoded >= 0 && begin == 0 && count > 0 && count < kPageTokens;
   }
 };
 
@@ -237,11 +319,14 @@ __device__ __forceinline__ std::int32_t find_entry(const WriteParams& params, st
   return low;
 }
 
+__device__ __forceinline__ WriteEntry entry_of_item(const WriteParams& params, std::int32_t item) {
+  return params
+      .entry[params.items_each > 0 ? item / params.items_each : find_entry<&WriteEntry::item_begin>(params, item)];
+}
+
 __device__ __forceinline__ TouchedPage find_page(const WriteParams& params, std::int32_t item) {
   const CacheView& cache = params.cache;
-  const std::int32_t number =
-      params.items_each > 0 ? item / params.items_each : find_entry<&WriteEntry::item_begin>(params, item);
-  const WriteEntry entry = params.entry[number];
+  const WriteEntry entry = entry_of_item(params, item);
   const SequenceState state = cache.sequences[entry.index];
   const std::int32_t first_page = max(0, state.step_begin / kPageTokens - cache.tail_pages);
   const std::int32_t page = first_page + item - entry.item_begin;
@@ -258,6 +343,8 @@ __device__ __forceinline__ TouchedPage find_page(const WriteParams& params, std:
   touched.begin = begin - page * kPageTokens;
   touched.count = end - begin;
   touched.leaves_tail = leaves_tail;
+  touched.follows = state.step_begin < page * kPageTokens;
+  touched.goes_on = state.length > (page + 1) * kPageTokens;
   return touched;
 }
 
@@ -285,42 +372,87 @@ __device__ __forceinline__ PageJob page_job(const WriteParams& params, const Tou
 
 // --- centres of pages ------------------------------------------------------------------------------------------------
 
-// Whose centre is to be found, and how.
+// Whose centre is to be found, and how: the mean of the first `rows` rows of `page`; 0: as `encoded` has it.
 struct CentreJob {
   PageJob page;
   bool from_exact;
-  bool makes;  // all of the page's rows are encoded now; otherwise the page may have a centre
+  int rows;
+  std::byte* encoded;  // the block whose centre it is; null: none
 };
+// The centre of a page that is encoded whole, from its own rows.
+__device__ __forceinline__ CentreJob own_centre(const PageJob& page, bool from_exact, bool makes) {
+  return {page, from_exact, !makes ? 0 : page.is_first_page ? 1 : kPageTokens, page.encoded};
+}
 
 // The codes of the centres of at most kCentresOfWarp jobs, by one warp. job(i): i < count. `means`: room [4][D].
 // `stores`: also where the pages have them; otherwise another block does.
+// `before`: codes of a page whose mean one job's centre is, instead of the mean of rows; null: none. The job has rows.
 template <class Shape, class Job>
-__device__ __forceinline__ void find_centres(const Job& job, int count, bool stores, float* means, std::byte* codes) {
+__device__ __forceinline__ void find_centres(const Job& job, int count, bool stores, float* means, std::byte* codes,
+                                             const std::byte* before = nullptr) {
   constexpr int kD = Shape::kD;
+  bool makes = before != nullptr;  // one of them
+  if (before == nullptr) {
 #pragma unroll 1
-  for (int i = 0; i < count; ++i) {
-    const CentreJob found = job(i);
-    if (found.makes) {
-      mean_of_rows<Shape>(found.page, staged_rows<Shape>(found.page), found.from_exact, means + i * kD);
+    for (int i = 0; i < count; ++i) {
+      const CentreJob found = job(i);
+      if (found.rows > 0) {
+        mean_of_rows<Shape>(found.page, staged_rows<Shape>(found.page), found.from_exact, found.rows, means + i * kD);
+        makes = true;
+      }
     }
+    __syncwarp();
   }
-  __syncwarp();
   const int which = static_cast<int>(threadIdx.x % 32) / CentreShape<kD>::kThreads;
   const CentreJob mine = job(min(which, count - 1));
   const WriteSide& side = *mine.page.side;
-  const float* matrix =
-      side.matrix == nullptr ? nullptr : side.matrix + static_cast<std::size_t>(mine.page.head) * kD * kD;
-  encode_means<kD>(means, count, matrix, side.basis, mine.page.params->rotation_scale, codes);
-  if (which < count && mine.page.encoded != nullptr) {
-    std::byte* stored = mine.page.encoded + mine.page.params->cache.encoded_layout.code_bytes;
+  if (before != nullptr) mean_of_codes<kD>(mine.page.params->cache.encoded_layout, before, means);
+  if (makes) {
+    const float* matrix =
+        side.matrix == nullptr ? nullptr : side.matrix + static_cast<std::size_t>(mine.page.head) * kD * kD;
+    encode_means<kD>(means, count, matrix, before != nullptr ? BasisKind::none : side.basis,
+                     mine.page.params->rotation_scale, codes);
+  }
+  if (which < count && mine.encoded != nullptr) {
+    std::byte* stored = mine.encoded + mine.page.params->cache.encoded_layout.code_bytes;
     std::byte* here = codes + which * CentreCodes<kD>::kBytes;
-    if (!mine.makes) {
+    if (mine.rows == 0) {
       copy_codes<kD>(stored, here);
     } else if (stores) {
       copy_codes<kD>(here, stored);
     }
   }
   __syncwarp();
+}
+
+// The centre of a page of one head, which every block that encodes of the page finds for itself, with the same bits; by
+// one warp. `item`: the page's. (A function of its own: inlined, it takes registers from the encoding.)
+template <class Shape>
+__device__ __noinline__ void find_page_centre(const WriteParams& params, std::int32_t item, const TouchedPage& page,
+                                              const PageJob& job, bool stores) {
+  CentreJob centre = own_centre(job, page.ref.exact >= 0, page.is_encoded_whole());
+  const std::byte* before = nullptr;
+  if (page.is_begun_by_part()) {
+    centre.rows = 1;  // the first key, unless a page comes before
+    const CacheView& cache = params.cache;
+    const WriteEntry entry = entry_of_item(params, item);
+    core::PageRef ref;
+    if (page.number > 0) ref = cache.pages[static_cast<std::int64_t>(entry.index) * cache.max_pages + page.number - 1];
+    const auto block = static_cast<std::uint64_t>(params.layer * cache.kv_heads + job.head);
+    if (ref.exact >= 0) {
+      centre.page.exact = cache.exact + static_cast<std::uint64_t>(ref.exact) * cache.exact_slot_bytes +
+                          block * cache.exact_layout.block_bytes;
+      centre.from_exact = true, centre.rows = kPageTokens;
+      const std::int32_t step_begin = cache.sequences[entry.index].step_begin;
+      centre.page.begin = max(step_begin - (page.number - 1) * kPageTokens, 0);
+      centre.page.first_row = page.first_row - (kPageTokens - centre.page.begin);
+    } else if (ref.encoded >= 0) {
+      before = cache.encoded + static_cast<std::uint64_t>(ref.encoded) * cache.encoded_slot_bytes +
+               block * cache.encoded_layout.block_bytes;
+    }
+  }
+  __syncwarp();  // nobody reads rows and codes of the job before
+  find_centres<Shape>([&](int) { return centre; }, 1, stores, centre_floats<Shape>(), centre_codes<Shape>(0), before);
 }
 
 // The centres of jobs [first, last), centres_of_warp for each warp at most, by a team whose tables are T's.
@@ -335,8 +467,8 @@ __device__ __forceinline__ void find_centres_of_jobs(const WriteParams& params, 
       const std::int32_t number = first + begin + i;
       const TouchedPage page = find_page(params, number / params.cache.kv_heads);
       const bool from_exact = page.ref.exact >= 0;
-      return CentreJob{page_job(params, page, number % params.cache.kv_heads, false), from_exact,
-                       page.encode_begin() == 0 && page.encode_end() == kPageTokens};
+      return own_centre(page_job(params, page, number % params.cache.kv_heads, false), from_exact,
+                        page.is_encoded_whole());
     };
     auto* means = reinterpret_cast<float*>(rows) + begin * Shape::kD;
     find_centres<Shape>(job, count, true, means, centre_codes<Shape>(begin));

@@ -2,7 +2,10 @@
 //
 // A cache whose tail is exact gets dense rows, and encodes a page when it leaves the tail, which most steps have none
 // of. So its blocks are of two kinds: those that store new rows, and some that look for pages to encode, and share them
-// by octets of tokens. In a cache without a tail a block does a job (cuda/append/write.hpp).
+// by octets of tokens. In a cache without a tail a block does a job (cuda/append/write.hpp). Where a step goes on
+// behind a page, the centre of the page that begins is the mean of the one that ends: the same block does both, one
+// after the other. After longer steps of such a cache a launch of this kernel does the keys of pages that the steps
+// begin and do not fill (WriteParams::begins).
 //
 // Attention should be able to read the rows soon: rows, lengths and the page table are requested at the same time, and
 // the blocks of attention start as soon as the previous launch has ended. (An earlier start takes longer in all:
@@ -19,7 +22,8 @@ inline constexpr int kStepCtas = Shape::kD <= 128 ? 16 : 12;
 // Tokens of a step of a sequence at most, without and with a tail: then a page that leaves it gets no rows.
 inline constexpr int kStepRows = 4, kTailStepRows = kPageTokens - 1;
 inline constexpr int kOctet = 8, kOctets = kPageTokens / kOctet;
-inline constexpr int kLookingCtas = 1;  // of a multiprocessor: blocks that look for pages to encode
+inline constexpr int kLookingCtas = 1;    // of a multiprocessor: blocks that look for pages to encode
+inline constexpr int kBeginningCtas = 8;  // and those of a launch for pages that steps begin
 
 // kv heads whose rows a block stores.
 template <class Shape>
@@ -134,47 +138,55 @@ __device__ __forceinline__ void encode_any(PageJob job, bool from_exact, int fir
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
     step_kernel(const __grid_constant__ WriteParams params) {
-  const bool is_value = blockIdx.x % 2 != 0;
-  const auto block = static_cast<int>(blockIdx.x / 2);
+  const CacheView& cache = params.cache;
+  const bool begins = params.begins != 0;  // pages; then all blocks do keys
+  const bool is_value = !begins && blockIdx.x % 2 != 0;
+  const auto block = static_cast<int>(begins ? blockIdx.x : blockIdx.x / 2);
   if (block < params.storing) return store_new_row<Shape>(params, block, is_value);
   ptx::wait_prerequisites();
   ptx::launch_dependents();
   // Jobs are octets of the pages with rows to encode among 32 items, dealt to the blocks that look at the same items;
-  // of a cache without a tail, one page of a head.
-  const bool has_tail = params.cache.tail_pages > 0;
-  const int heads = params.cache.kv_heads, octets = has_tail ? kOctets : 1, each = heads * octets;
+  // of a step of a cache without a tail, one page of a head.
+  const bool by_octet = begins || cache.tail_pages > 0;
+  const int heads = cache.kv_heads, octets = by_octet ? kOctets : 1, each = heads * octets;
   int first_item = block / heads, number = block % heads, step = each;
   unsigned items = 1;
-  if (has_tail) {
-    const int looking = static_cast<int>(gridDim.x / 2) - params.storing, place = block - params.storing;
+  if (by_octet) {
+    const int looking = static_cast<int>(begins ? gridDim.x : gridDim.x / 2) - params.storing,
+              place = block - params.storing;
     const int groups = (params.items + 31) / 32, group = place % groups;
     first_item = 32 * group, number = place / groups, step = (looking - group + groups - 1) / groups;
     const int mine = first_item + static_cast<int>(threadIdx.x);
     bool encodes = false;
     if (mine < params.items) {
       const TouchedPage page = find_page(params, mine);
-      encodes = page.encode_begin() < page.encode_end();
+      encodes = begins ? page.is_begun_by_part() : page.encode_begin() < page.encode_end();
     }
     items = __ballot_sync(~0u, encodes);
   }
+  const bool centred = !is_value && codec::is_centred(cache.encoded_layout);
+  // Whether a page of codes comes before one, whose mean is the centre of a page that a part begins.
+  const auto has_codes_before = [&](const TouchedPage& page) { return page.number > cache.sink_pages; };
   for (; number < __popc(items) * each; number += step) {
-    const TouchedPage page = find_page(params, first_item + static_cast<int>(__fns(items, 0, number / each + 1)));
-    const PageJob job = page_job(params, page, number % each / octets, is_value);
-    int begin = page.encode_begin(), end = page.encode_end();
-    // Every block of a page finds the centre for itself, with the same bits.
-    if (!is_value && begin < end && codec::is_centred(params.cache.encoded_layout)) {
-      __syncwarp();  // nobody reads rows and codes of the job before
-      const bool makes = begin == 0 && end == kPageTokens;
-      const auto here = [&](int) { return CentreJob{job, page.ref.exact >= 0, makes}; };
-      find_centres<Shape>(here, 1, number % octets == 0, centre_floats<Shape>(), centre_codes<Shape>(0));
-    }
-    if (has_tail) {
-      const int octet = number % octets * kOctet;
-      begin = max(begin, octet), end = min(end, octet + kOctet);
-    } else if (page.has_exact_rows()) {
-      store_exact_rows<Shape>(job);
-    }
-    if (begin < end) encode_any<Shape, true>(job, page.ref.exact >= 0, begin, end);
+    std::int32_t item = first_item + static_cast<int>(__fns(items, 0, number / each + 1));
+    bool goes_on = false;
+    do {
+      const TouchedPage page = find_page(params, item);
+      // The block that ends the page before begins this one.
+      if (!by_octet && centred && !goes_on && page.is_begun_by_part() && page.follows && has_codes_before(page)) return;
+      goes_on = !by_octet && centred && page.goes_on && page.ref.exact < 0 && page.count > 0;
+      const PageJob job = page_job(params, page, number % each / octets, is_value);
+      int begin = page.encode_begin(), end = page.encode_end();
+      if (centred && begin < end) find_page_centre<Shape>(params, item, page, job, number % octets == 0);
+      if (by_octet) {
+        const int octet = number % octets * kOctet;
+        begin = max(begin, octet), end = min(end, octet + kOctet);
+      } else if (page.has_exact_rows()) {
+        store_exact_rows<Shape>(job);
+      }
+      if (begin < end) encode_any<Shape, true>(job, page.ref.exact >= 0, begin, end);
+      ++item;
+    } while (goes_on);
   }
 }
 

@@ -1,6 +1,7 @@
 #include "cuda/blocks/blocks.hpp"
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "codec/rotation.hpp"
@@ -114,6 +115,7 @@ CacheView view_of(const core::DeviceBlocksConfig& c) {
                           : codec::page_layout(Format::bf16, Format::bf16, c.encoded.head_dim);  // there are none
   view.exact_slot_bytes = static_cast<std::uint64_t>(view.exact_layout.block_bytes) * c.kv_heads;
   view.tail_pages = c.tail.pages;
+  view.steps_keep_exact = 1;
   view.layers = 1;
   view.kv_heads = c.kv_heads;
   return view;
@@ -298,8 +300,26 @@ class Blocks final : public core::DeviceBlocks {
     };
     set(p.k, keys);
     set(p.v, values);
-    const SlotList list{slots, pool.blocks * kPageTokens, static_cast<std::int32_t>(count), tail_.state.table,
-                        tail_.state.written};
+    SlotList list{};
+    list.slots = slots;
+    list.places = pool.blocks * kPageTokens;
+    list.count = static_cast<std::int32_t>(count);
+    list.copies = tail_.state.table;
+    list.written = tail_.state.written;
+    if (codec::is_centred(config_.encoded)) {
+      if (!step_) {
+        return {Code::invalid_argument,
+                "keys have centres, and no step has begun: call begin_step before the step's writes, which finds the "
+                "blocks before those that begin, or create the pages with k_centre = none"};
+      }
+      list.tables = {.block_table = step_->block_table,
+                     .row_stride = step_->row_stride,
+                     .seq_lens = step_->seq_lens,
+                     .query_start_loc = step_->query_start_loc,
+                     .columns = static_cast<std::int32_t>(step_->columns),
+                     .batch = step_->batch};
+      list.one_each = step_->max_query_len == 1;
+    }
     KVANT_CUDA_TRY(kernel_->launch(p, list, limits_, native(stream)));
     return {};
   }
@@ -359,6 +379,8 @@ class Blocks final : public core::DeviceBlocks {
   }
 
   Status begin_step(const StepTables& t, Stream stream) const override {
+    step_ = t;
+    if (config_.tail.pages == 0) return {};
     const Current current(config_.device);
     KVANT_CUDA_TRY(current.error());
     KVANT_CUDA_TRY(cuda::begin_step({.tail = tail_.state,
@@ -434,7 +456,7 @@ class Blocks final : public core::DeviceBlocks {
     p.cache.exact = tail_.layer(pool.layer);
     p.rotation_scale = codec::rotation_scale(config_.encoded.head_dim);
     p.head_dim = config_.head_dim;
-    p.rounding = Dtype::f32;
+    p.rounding = config_.tail.pages > 0 ? config_.tail.dtype : Dtype::f32;
     p.k.basis = config_.k_basis;
     p.v.basis = config_.v_basis;
     p.non_finite = non_finite_;
@@ -447,7 +469,8 @@ class Blocks final : public core::DeviceBlocks {
   Memory memory_;
   DeviceTail tail_;
   std::uint32_t* non_finite_ = nullptr;
-  core::PageRef* listed_ = nullptr;  // the blocks of a decode
+  mutable std::optional<StepTables> step_;  // whose tables writes around centres read
+  core::PageRef* listed_ = nullptr;         // the blocks of a decode
   SequenceState* listed_sequence_ = nullptr;
 };
 

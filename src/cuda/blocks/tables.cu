@@ -34,9 +34,11 @@ __global__ void __launch_bounds__(kThreads) set_tables_kernel(const __grid_const
   const std::int32_t* row = step.block_table + i * step.row_stride;
   core::PageRef* refs = to.pages + static_cast<std::int64_t>(i) * to.max_pages;
   // Which of these pages are read exactly is attention's choice; older ones have no copy that it could want.
-  const std::int32_t copied = to.copies.entries == nullptr
-                                  ? pages
-                                  : base::copied_pages(static_cast<std::int32_t>(length), 1, to.tail_pages).begin;
+  const std::int32_t copied =
+      to.copies.entries == nullptr
+          ? pages
+          : base::copied_pages(static_cast<std::int32_t>(length), static_cast<std::int32_t>(q_len), to.tail_pages)
+                .exact;
   for (auto p = static_cast<std::int32_t>(threadIdx.x); p < pages; p += kThreads) {
     core::PageRef ref;
     ref.encoded = row[p];

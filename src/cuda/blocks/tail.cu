@@ -40,14 +40,19 @@ struct Page {
   enum Kind { none, kept, begins, missing_is_a_miss } kind = none;
   std::int32_t block = -1;
 };
+// Pages of a sequence that may have copies in a step: a long one keeps the tail that it began with.
+__device__ std::int32_t pages_of_sequence(std::int32_t tail_pages) {
+  return base::copies_of_sequence(tail_pages) + tail_pages;
+}
 // Number `at` of the batch's: a fixed number for each sequence.
 __device__ Page page_of(const BeginStep& step, std::int32_t at) {
-  const std::int32_t each = base::copies_of_sequence(step.tail.pages), i = at / each;
+  const std::int32_t each = pages_of_sequence(step.tail.pages), i = at / each;
   if (i >= step.batch) return {};
   const std::int32_t length = step.seq_lens[i], q_len = step.query_start_loc[i + 1] - step.query_start_loc[i];
   if (q_len <= 0 || length < q_len || base::pages_for(length) > step.columns) return {};
   const base::CopiedPages pages = base::copied_pages(length, q_len, step.tail.pages);
-  const std::int32_t p = pages.begin + at % each;
+  const std::int32_t old = max(pages.begun - pages.begin, 0), place = at % each;
+  const std::int32_t p = place < old ? pages.begin + place : pages.fresh + place - old;
   if (p >= pages.end) return {};
   const std::int32_t block = step.block_table[i * step.row_stride + p];
   if (block < 0) return {};  // a window hides the page
@@ -70,7 +75,7 @@ __global__ void __launch_bounds__(kThreads) begin_step_kernel(const __grid_const
   const TailState& tail = step.tail;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::uint32_t now = __ldcg(tail.step) + 1;
-  const std::int32_t pages = step.batch * base::copies_of_sequence(tail.pages);
+  const std::int32_t pages = step.batch * pages_of_sequence(tail.pages);
 
   // Copies that the step needs; blocks that want one leave the first page that does in their entry, below 0.
   const auto mark = [&](std::int32_t at) { return -2 - (pages - at); };
@@ -106,16 +111,19 @@ __global__ void __launch_bounds__(kThreads) begin_step_kernel(const __grid_const
     wanted += sum.all;
   }
 
-  // Room for them: copies of the highest ages, of the youngest of these ages the first ones.
+  // Room for them: copies of the highest ages, of the youngest of these ages the first ones. Those that this step needs
+  // make none: pages that are left go without.
   const auto age = [&](const TailCopy& c) { return static_cast<int>(base::copy_age(c.block, c.used, now)); };
   const auto copy_at = [&](std::int32_t i) {
     const int2 x = __ldcg(reinterpret_cast<const int2*>(tail.copies + i));
     return TailCopy{x.x, static_cast<std::uint32_t>(x.y)};
   };
   if (thread <= static_cast<std::int32_t>(base::kAgeOfUnused)) of_age[thread] = 0;
+  if (thread == 0) youngest = static_cast<int>(base::kAgeOfUnused) + 1, left = 0;  // nobody gives
   __syncthreads();
   for (std::int32_t i = thread; i < tail.count; i += kThreads) atomicAdd(&of_age[age(copy_at(i))], 1);
   __syncthreads();
+  wanted = min(wanted, tail.count - of_age[0]);
   const int my_age = static_cast<int>(base::kAgeOfUnused) - thread, mine = my_age >= 0 ? of_age[my_age] : 0;
   const int older = sum_in_order(mine, room).before;
   if (older < wanted && wanted <= older + mine) youngest = my_age, left = wanted - older;

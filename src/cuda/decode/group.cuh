@@ -142,21 +142,28 @@ template <class S>
 __device__ __forceinline__ void Attend<S>::group_scores(const std::int32_t (&c)[4 * NT], const std::byte* scales,
                                                         bool centred, int number, float (&s)[1][NT][2]) const {
   const auto& room = *reinterpret_cast<const GroupScratch<S>*>(scratch);
-  float scale[2];
+  const KeyScales<1> of_keys(scales + 2 * (8 * g + 2 * warp));
+  const float scale[2] = {of_keys.signed_scale(0, 0), of_keys.signed_scale(0, 1)};
+  const auto finish = [&]<bool kChooses>() {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) scale[h] = half_at(scales, 8 * g + 2 * warp + h);
+    for (int n = 0; n < NT; n += 2) {
+      const float4 terms = *reinterpret_cast<const float4*>(room.terms + NT * t + n);  // of two rows
+      float2 centre = make_float2(0.0f, 0.0f);
+      if (centred) centre = *reinterpret_cast<const float2*>(room.centres[number] + NT * t + n);
 #pragma unroll
-  for (int n = 0; n < NT; n += 2) {
-    const float4 terms = *reinterpret_cast<const float4*>(room.terms + NT * t + n);  // of two rows
-    float2 centre = make_float2(0.0f, 0.0f);
-    if (centred) centre = *reinterpret_cast<const float2*>(room.centres[number] + NT * t + n);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int first = 256 * c[4 * n + 2 * h] + (c[4 * n + 2 * h + 1] + __float_as_int(terms.y));
-      const int second = 256 * c[4 * n + 4 + 2 * h] + (c[4 * n + 5 + 2 * h] + __float_as_int(terms.w));
-      s[0][n][h] = fmaf(static_cast<float>(first), scale[h] * terms.x, centre.x);
-      s[0][n + 1][h] = fmaf(static_cast<float>(second), scale[h] * terms.z, centre.y);
+      for (int h = 0; h < 2; ++h) {
+        const int first = 256 * c[4 * n + 2 * h] + (c[4 * n + 2 * h + 1] + __float_as_int(terms.y));
+        const int second = 256 * c[4 * n + 4 + 2 * h] + (c[4 * n + 5 + 2 * h] + __float_as_int(terms.w));
+        const bool without = kChooses && is_negative(scale[h]);
+        s[0][n][h] = fmaf(static_cast<float>(first), fabsf(scale[h]) * terms.x, without ? 0.0f : centre.x);
+        s[0][n + 1][h] = fmaf(static_cast<float>(second), fabsf(scale[h]) * terms.z, without ? 0.0f : centre.y);
+      }
     }
+  };
+  if (of_keys.refuses()) {
+    finish.template operator()<true>();
+  } else {
+    finish.template operator()<false>();
   }
 }
 

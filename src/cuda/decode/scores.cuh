@@ -83,19 +83,28 @@ __device__ __forceinline__ void Attend<S>::key_scores(const std::byte* stage, co
         for (int block = 1; block < kWhole; ++block)
           multiply.template operator()<false, false>(group * kBlocks + block);
         if constexpr (D % 64 != 0) multiply.template operator()<false, true>(kBlocks - 1);
+        const KeyScales<kTiles> of_tiles(scales + 2 * (group * kPageTokens + 8 * g + S::kTokens * member + 2 * first));
+        const auto finish = [&]<bool kChooses>() {
 #pragma unroll
-        for (int i = 0; i < kTiles; ++i) {
+          for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const int token = 8 * g + S::kTokens * member + 2 * (first + i) + h;
-            const float scale = half_at(scales, group * kPageTokens + token);
+            for (int h = 0; h < 2; ++h) {
+              const float scale = of_tiles.signed_scale(i, h);
 #pragma unroll
-            for (int n = 0; n < NT; ++n) {
-              const float product = static_cast<float>(256 * c[i][n][2 * h] + c[i][n][2 * h + 1]);
-              s[first + i][n][h] =
-                  fmaf(product, scale * info->scale[4 * n + t], group == 0 ? centre[n] : s[first + i][n][h]);
+              for (int n = 0; n < NT; ++n) {
+                const float product = static_cast<float>(256 * c[i][n][2 * h] + c[i][n][2 * h + 1]);
+                const float of_page = kChooses && is_negative(scale) ? 0.0f : centre[n];
+                s[first + i][n][h] =
+                    fmaf(product, fabsf(scale) * info->scale[4 * n + t], group == 0 ? of_page : s[first + i][n][h]);
+              }
             }
           }
+        };
+        // Few keys refuse their centre: most tiles need no choice.
+        if (S::kTakesCentres && group == 0 && of_tiles.refuses()) {
+          finish.template operator()<true>();
+        } else {
+          finish.template operator()<false>();
         }
       }
     }
@@ -113,13 +122,26 @@ __device__ __forceinline__ void Attend<S>::key_scores(const std::byte* stage, co
       } else {
         half_key_product(row, KF == Format::bf16, c);
       }
+      const auto finish = [&]<bool kChooses>(const float(&scale)[2]) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float scale = S::kKeyGroups > 0 ? half_at(scales, 8 * g + token + h) : 1.0f;
+        for (int h = 0; h < 2; ++h) {
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
-          s[i][n][h] = fmaf(c[n][2 * h] + c[n][2 * h + 1], scale * info->scale[4 * n + t], centre[n]);
+          for (int n = 0; n < NT; ++n) {
+            const float of_page = kChooses && is_negative(scale[h]) ? 0.0f : centre[n];
+            s[i][n][h] = fmaf(c[n][2 * h] + c[n][2 * h + 1], fabsf(scale[h]) * info->scale[4 * n + t], of_page);
+          }
         }
+      };
+      if constexpr (S::kKeyGroups > 0) {
+        const KeyScales<1> of_tile(scales + 2 * (8 * g + token));
+        const float scale[2] = {of_tile.signed_scale(0, 0), of_tile.signed_scale(0, 1)};
+        if (S::kTakesCentres && of_tile.refuses()) {
+          finish.template operator()<true>(scale);
+        } else {
+          finish.template operator()<false>(scale);
+        }
+      } else {
+        finish.template operator()<false>({1.0f, 1.0f});
       }
     }
   }

@@ -173,15 +173,17 @@ __device__ __forceinline__ ValueUnit raise_unit(const float* factors, float& uni
 
 // The factors of a page's 64 vectors from their scales: the largest of a vector's scales; then the parts' factors in
 // relation to it, as halves, if there are several scales. A vector that is not a number reaches those who see it
-// through its key's factor (`poisoned`). To others it is 0.
+// through its key's factor (`poisoned`). To others it is 0. The factor of a key that refuses its page's centre has the
+// sign of its scales (score_of_key).
 template <int kGroups, bool kValues, class Scale>
 __device__ __forceinline__ void store_factors(std::byte* to, int token, int groups, bool is_fp8, bool poisoned,
                                               Scale&& scale_of) {
+  const auto magnitude_of = [&](int g) { return ptx::f16_to_f32(static_cast<std::uint16_t>(scale_of(g) & 0x7FFFu)); };
   float largest = 0.0f;
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     if (g >= groups) continue;
-    const float scale = ptx::f16_to_f32(static_cast<std::uint16_t>(scale_of(g)));
+    const float scale = magnitude_of(g);
     poisoned = poisoned || scale != scale;
     largest = fmaxf(largest, scale);
   }
@@ -191,12 +193,42 @@ __device__ __forceinline__ void store_factors(std::byte* to, int token, int grou
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       if (g >= groups) continue;
-      const float ratio = ptx::f16_to_f32(static_cast<std::uint16_t>(scale_of(g))) * inverse;
+      const float ratio = magnitude_of(g) * inverse;
       ratios[g * kPageTokens + token] = static_cast<std::uint16_t>(ptx::f16x2(ratio == ratio ? ratio : 0.0f, 0.0f));
     }
   }
   if (poisoned) largest = kValues ? 0.0f : __int_as_float(0x7FC00000);
-  reinterpret_cast<float*>(to)[token] = largest * (is_fp8 ? 256.0f : 1.0f);  // (levels<fp8>)
+  const float factor = largest * (is_fp8 ? 256.0f : 1.0f);  // (levels<fp8>)
+  const std::uint32_t sign = kValues ? 0 : (scale_of(0) & 0x8000u) << 16;
+  reinterpret_cast<std::uint32_t*>(to)[token] = __float_as_uint(factor) | sign;
+}
+
+// A score from its product, its key's factor, and the row's product with the page's centre. kChooses: the key may
+// refuse the centre.
+template <bool kChooses>
+__device__ __forceinline__ float score_of_key(float product, float factor, float of_centre) {
+  if constexpr (!kChooses) return fmaf(product, factor, of_centre);
+  return fmaf(product, fabsf(factor), __float_as_int(factor) < 0 ? 0.0f : of_centre);
+}
+// The scores of two rows, whose products a thread has as a product of matrices leaves them. `factors`: from the
+// thread's own keys on.
+template <bool kChooses, int kCount>
+__device__ __forceinline__ void scale_products(float (&s)[kCount], const float* factors, const float (&of_centre)[2]) {
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    const float2 f = *reinterpret_cast<const float2*>(factors + 8 * j);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      s[4 * j + 2 * h] = score_of_key<kChooses>(s[4 * j + 2 * h], f.x, of_centre[h]);
+      s[4 * j + 2 * h + 1] = score_of_key<kChooses>(s[4 * j + 2 * h + 1], f.y, of_centre[h]);
+    }
+  }
+}
+// Whether one of kKeys keys refuses its centre, found by a warp. Few do, so most pages need no choice for each key.
+template <int kKeys>
+__device__ __forceinline__ bool some_refuse(const float* factors) {
+  const uint2 f = *reinterpret_cast<const uint2*>(factors + 2 * (threadIdx.x % (kKeys / 2)));
+  return __any_sync(~0u, ((f.x | f.y) & 0x80000000u) != 0);
 }
 
 }  // namespace kvant::cuda::prefill

@@ -166,12 +166,7 @@ struct Attend {
         const float* of_row = centre_products() + 16 * i * S::kCentreRow + PageName::place(page);
         c[0] = of_row[0], c[1] = of_row[8 * S::kCentreRow];
       }
-#pragma unroll
-      for (int j = 0; j < kCount / 4; ++j) {
-        const float2 f = *reinterpret_cast<const float2*>(factors + 8 * j + 2 * t());
-        s[4 * j] = fmaf(s[4 * j], f.x, c[0]), s[4 * j + 1] = fmaf(s[4 * j + 1], f.y, c[0]);
-        s[4 * j + 2] = fmaf(s[4 * j + 2], f.x, c[1]), s[4 * j + 3] = fmaf(s[4 * j + 3], f.y, c[1]);
-      }
+      scale_products<true>(s, factors + 2 * t(), c);  // (another way for pages without a refusal would spill)
     }
     if (!is_plain()) {
 #pragma unroll

@@ -225,12 +225,12 @@ struct Consumer {
   __device__ __forceinline__ void weigh(float (&s)[kPageTokens / 2], int page, const float* key_factors,
                                         const Centres& centres, float (&alpha)[2]) {
     if constexpr (kScaled) {
-      const float2 c = centre_of(centres, PageName::place(page));
-#pragma unroll
-      for (int j = 0; j < kPageTokens / 8; ++j) {
-        const float2 f = *reinterpret_cast<const float2*>(key_factors + 8 * j + 2 * t);
-        s[4 * j] = fmaf(s[4 * j], f.x, c.x), s[4 * j + 1] = fmaf(s[4 * j + 1], f.y, c.x);
-        s[4 * j + 2] = fmaf(s[4 * j + 2], f.x, c.y), s[4 * j + 3] = fmaf(s[4 * j + 3], f.y, c.y);
+      const float2 both = centre_of(centres, PageName::place(page));
+      const float c[2] = {both.x, both.y};
+      if (codec::takes_centre(KF) && some_refuse<kPageTokens>(key_factors)) {
+        scale_products<true>(s, key_factors + 2 * t, c);
+      } else {
+        scale_products<false>(s, key_factors + 2 * t, c);
       }
     }
     if (!is_plain) {

@@ -74,7 +74,7 @@ struct Unpacker {
   // --- codes ---
 
   // The scales of the page's tokens. A vector that is not a number reaches those who see it through its key; to others
-  // its value is 0.
+  // its value is 0. The factor of a key that refuses the page's centre keeps its sign.
   __device__ __forceinline__ void take_factors(const codec::PageLayout& layout, const std::byte* block,
                                                bool is_value) const {
     if (thread >= kPageTokens) return;
@@ -163,9 +163,10 @@ struct Unpacker {
       ptx::load_matrices(pairs, tile + place_by_token<D>(16 * warp + matrix % 2 * 8 + r, first / 8 + matrix / 2));
     }
     const float* factors = shared.factors[first / (D / kGroups)] + 16 * warp + lane / 4;
+    const float of_rows[2] = {factors[0], factors[8]};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float factor = factors[i % 2 * 8];
+      const float factor = fabsf(of_rows[i % 2]);
       float* const at = x + 4 * (i / 2) + 2 * (i % 2);
       at[0] = __fmul_rn(ptx::f16_to_f32(static_cast<std::uint16_t>(pairs[i])), factor);
       at[1] = __fmul_rn(ptx::f16_to_f32(static_cast<std::uint16_t>(pairs[i] >> 16)), factor);
@@ -175,6 +176,7 @@ struct Unpacker {
     for (int i = 0; i < 4; ++i) {
       const float2 c = *reinterpret_cast<const float2*>(shared.centre + first + i / 2 * 8 + 2 * (lane % 4));
       float* const at = x + 4 * (i / 2) + 2 * (i % 2);
+      if (is_negative(of_rows[i % 2])) continue;  // the key refuses the centre
       at[0] = __fadd_rn(at[0], c.x), at[1] = __fadd_rn(at[1], c.y);
     }
   }

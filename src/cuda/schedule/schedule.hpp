@@ -58,10 +58,15 @@ KVANT_HD KVANT_NOT_INLINED inline base::VisiblePages<int> windowed_pages(const A
   return base::visible_pages<int>(rule, length, length - q_len, length - 1);
 }
 
+// The length by which a step's queries decide which pages they read exactly.
+KVANT_HD inline int exact_length(const CacheView& c, int length, int q_len) {
+  return c.steps_keep_exact != 0 ? length - (q_len - 1) : base::exact_length(length, q_len);
+}
+
 KVANT_HD inline VisiblePages with_exact_ends(const AttendParams& p, int length, int q_len,
                                              const base::VisiblePages<int>& seen) {
   const ExactEnds ends = p.cache.exact_ends();
-  return {seen, ends.sink_pages, ends.tail_pages > 0 ? ends.tail_begin(base::exact_length(length, q_len)) : kNoEnd};
+  return {seen, ends.sink_pages, ends.tail_pages > 0 ? ends.tail_begin(exact_length(p.cache, length, q_len)) : kNoEnd};
 }
 
 // The pages for all queries of a sequence.
@@ -116,7 +121,7 @@ KVANT_HD inline Line make_line(const AttendParams& p, int total) {
 
 KVANT_HD inline bool reads_exact(const CacheView& c, int length, int q_len, int page, core::PageRef ref) {
   if (ref.exact < 0 || ref.encoded < 0) return ref.exact >= 0;
-  return c.exact_ends().exact(base::exact_length(length, q_len), page);
+  return c.exact_ends().exact(exact_length(c, length, q_len), page);
 }
 
 // The pages of a domain that begin before its unit `offset`. A page is `cost` units, and the first page `lead` more. An

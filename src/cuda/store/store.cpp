@@ -146,6 +146,7 @@ Status Store::allocate() {
            .kv_heads = c.kv_heads,
            .sink_pages = static_cast<std::int32_t>(c.ends.sink_pages),
            .tail_pages = static_cast<std::int32_t>(c.ends.tail_pages),
+           .steps_keep_exact = 0,
            .levels = {nullptr, nullptr}};
   // Zeroed: kernels may load tokens that nothing was written to, and these must decode to finite numbers.
   void* memory = nullptr;

@@ -68,8 +68,9 @@ __device__ __forceinline__ void load_coded(const codec::SideLayout& side, bool i
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const int at = (channel + 32 * i) * side.groups / D * kPageTokens + token;
-    const float scale = side.scale_bytes == 4 ? reinterpret_cast<const float*>(scales)[at]
-                                              : ptx::f16_to_f32(reinterpret_cast<const std::uint16_t*>(scales)[at]);
+    const float scale = side.scale_bytes == 4
+                            ? reinterpret_cast<const float*>(scales)[at]
+                            : fabsf(ptx::f16_to_f32(reinterpret_cast<const std::uint16_t*>(scales)[at]));
     x[i] = __fmul_rn(values[code[i]], scale);
   }
 }
@@ -102,7 +103,9 @@ __device__ __forceinline__ void load_stored(const codec::PageLayout& layout, boo
   const codec::SideLayout& side = is_value ? layout.v : layout.k;
   if (side.planes == 0) return load_dense<D>(side, block, token, channel, x);
   load_coded<D>(side, is_value, block, token, channel, values[is_value], x);
-  if (!is_value && codec::is_centred(layout)) add_centre(layout, block, channel, x);
+  if (is_value || !codec::is_centred(layout)) return;
+  const std::uint16_t scale = *reinterpret_cast<const std::uint16_t*>(block + codec::scale_at(side, token, 0));
+  if ((scale & 0x8000u) == 0) add_centre(layout, block, channel, x);  // otherwise the key refuses the centre
 }
 
 }  // namespace kvant::cuda

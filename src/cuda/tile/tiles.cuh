@@ -128,4 +128,25 @@ __device__ __forceinline__ float half_at(const std::byte* p, int i) {
   return ptx::f16_to_f32(reinterpret_cast<const std::uint16_t*>(p)[i]);
 }
 
+// The scales of kPairs pairs of keys. A key whose scale has its sign set is stored without its page's centre
+// (codec/centre.hpp).
+template <int kPairs>
+struct KeyScales {
+  std::uint32_t pair[kPairs];
+  __device__ __forceinline__ explicit KeyScales(const std::byte* at) { load_words<4 * kPairs>(at, pair); }
+  __device__ __forceinline__ float signed_scale(int i, int h) const {
+    return ptx::f16_to_f32(static_cast<std::uint16_t>(pair[i] >> (16 * h)));
+  }
+  // Whether a lane of the warp has a key that refuses its centre.
+  __device__ __forceinline__ bool refuses() const {
+    std::uint32_t all = pair[0];
+#pragma unroll
+    for (int i = 1; i < kPairs; ++i) all |= pair[i];
+    return __any_sync(~0u, (all & 0x80008000u) != 0);
+  }
+};
+__device__ __forceinline__ bool is_negative(float x) {  // -0 and NaN have a sign, too
+  return __float_as_int(x) < 0;
+}
+
 }  // namespace kvant::cuda
