@@ -38,6 +38,7 @@ constexpr SharedSizes sizes(bool wide) {
           .values = 4608,
           .weights = 768,
           .scratch = 80,
+          .centres = 1792,
           .sums = 8192,
           .exact_teams = wide ? 2 : 1,
           .exact_half = 8704,
@@ -60,6 +61,8 @@ TEST_P(SharedPlanTest, PiecesOfEncodedPagesAreApart) {
     pieces.push_back({"values", begin + p.team.values, begin + p.team.values + s.values});
     pieces.push_back({"weights", begin + p.team.weights, begin + p.team.weights + s.weights});
     pieces.push_back({"scratch", begin + p.team.scratch, begin + p.team.scratch + s.scratch});
+    pieces.push_back({"centres", begin + p.team.centres, begin + p.team.centres + s.centres});
+    EXPECT_EQ((begin + p.team.centres) % 16, 0);
   }
   EXPECT_EQ(p.barriers % 16, 0);
   expect_apart(pieces, p.bytes[0]);

@@ -151,6 +151,9 @@ struct Attend {
   static constexpr int kCentresAtOnce = 16;
   __device__ bool is_centred() const { return S::kTakesCentres && codec::is_centred(p.cache.encoded_layout); }
   __device__ void prefetch_centre(const Part& part, int slot) const;
+  // Where they pass through shared memory: those of pages `first` .. + 15 are on their way.
+  __device__ std::byte* centre_rows() const { return team_memory() + S::kShared.team.centres; }
+  __device__ void ask_for_centres(const Part& part, const Slots& slots, int first) const;
   __device__ __forceinline__ void find_centres(const Part& part, const Slots& slots, int first, const Registers& held,
                                                Centres& centres) const;
   __device__ __forceinline__ void centre_of(const Centres& centres, int number, float (&centre)[NT]) const;

@@ -2,8 +2,8 @@
 //
 // Sixteen centres are multiplied at a time, as sixteen keys of one tile, with the same query operands as keys. A
 // centre's codes become levels of the key format, whose distance from the origin is the same number. So a centre
-// costs a 64th of the cost of the page's keys. Centres go from memory to registers: they are prefetched to the L2
-// cache when their pages are found.
+// costs a 64th of the cost of the page's keys. Sixteen centres are copied to shared memory a page ahead; where there is
+// no room, they go from memory to registers, and are prefetched to the L2 cache when their pages are found.
 #pragma once
 
 #include "cuda/decode/block.cuh"
@@ -19,6 +19,22 @@ __device__ void Attend<S>::prefetch_centre(const Part& part, int slot) const {
 #pragma unroll
   for (int at = 128; at <= kBytes; at += 128) ptx::prefetch(centre + at);
   ptx::prefetch(centre + kBytes);
+}
+
+template <class S>
+__device__ void Attend<S>::ask_for_centres(const Part& part, const Slots& slots, int first) const {
+  constexpr int kPieces = S::kCentreRow / 16, kAll = kCentresAtOnce * kPieces, kStep = 32 * W;
+  const int at = first - slots.base, half = at < 32 ? slots.here : slots.next;
+  const std::uint32_t to = ptx::shared_address(centre_rows());
+#pragma unroll
+  for (int i = 0; i < kAll; i += kStep) {
+    const int number = i + 32 * member + lane, place = number / kPieces;
+    const int slot = __shfl_sync(~0u, half, (at + place) & 31);
+    if (number >= kAll || slot < 0) continue;
+    const std::byte* centre = encoded_block(part, slot >> kSlotShift) + p.cache.encoded_layout.code_bytes;
+    ptx::copy16<0, 0>(to + 16 * number, centre + 16 * (number % kPieces));
+  }
+  ptx::copy_commit();
 }
 
 // Levels of the centre's format as bytes of operands of KF: in its order, and as far from its origin.
@@ -60,11 +76,19 @@ __device__ __forceinline__ void Attend<S>::find_centres(const Part& part, const 
     const int at = first - slots.base, half = at < 32 ? slots.here : slots.next;
     const std::byte* rows[2][2];
     float scale[2];
+    if constexpr (S::kCentresPass) {
+      ptx::copy_wait<0>();
+      team_sync<W>();
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int slot = __shfl_sync(~0u, half, (at + g + 8 * h) & 31);
       // Without a page: any bytes, whose product nobody uses.
-      rows[h][0] = encoded_block(part, slot < 0 ? 0 : slot >> kSlotShift) + p.cache.encoded_layout.code_bytes;
+      if constexpr (S::kCentresPass) {
+        rows[h][0] = centre_rows() + (g + 8 * h) * S::kCentreRow;
+      } else {
+        const int slot = __shfl_sync(~0u, half, (at + g + 8 * h) & 31);
+        rows[h][0] = encoded_block(part, slot < 0 ? 0 : slot >> kSlotShift) + p.cache.encoded_layout.code_bytes;
+      }
       rows[h][1] = rows[h][0] + D / 2;
       scale[h] = half_at(rows[h][1] + D / 4, 0);
     }

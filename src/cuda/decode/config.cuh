@@ -146,26 +146,40 @@ struct Shape : Split<kGroup ? kWarps : team_warps(KF, VF, D, NT), D, BW> {
   static constexpr int kCombine = kTeams > 1 ? kTeams* kRows* D * 4 : 0;
   static constexpr int kExactTeam = exact_team_warps(D), kExactTeams = BW / kExactTeam;
   static constexpr int kExactKeyRow = padded_row(8 * D, 64), kExactValueRow = padded_row(16 * D, 64);
-  static constexpr SharedPlan kShared = shared_plan({
-      .wide = kWide,
-      .info = static_cast<int>(sizeof(Info)),
-      .encoded_queries = kEncodedQueries,
-      .exact_queries = kHasExact ? kExactQueries : 0,
-      .teams = kTeams,
-      .barriers = kBarriers,
-      .keys = kStages * kKeyStage,
-      .values = kStages * Values::kBytes,
-      .weights = kTeamP,
-      .weights_alignment = kGroup ? 16 * kRows : 1,
-      .scratch = kGroup      ? kGroupScratch
-                 : kTeam > 1 ? kTeam* kRows* kPGroups * 4
-                             : 0,
-      .sums = kCombine,
-      .exact_teams = kExactTeams,
-      .exact_half = 8 * kExactKeyRow > 4 * kExactValueRow ? 8 * kExactKeyRow : 4 * kExactValueRow,
-      .exact_weights = 2 * kRows * 192,
-      .exact_scratch = kExactTeam * kRows * 4,
-  });
+  // Codes of sixteen centres a team, if these cost no multiprocessor a block.
+  static constexpr int kCentreRow = (D * codec::format_bits(codec::kCentreFormat) / 8 + 2 + 15) / 16 * 16;
+  static constexpr auto plan_with = [](int centres) {
+    return shared_plan({
+        .wide = kWide,
+        .info = static_cast<int>(sizeof(Info)),
+        .encoded_queries = kEncodedQueries,
+        .exact_queries = kHasExact ? kExactQueries : 0,
+        .teams = kTeams,
+        .barriers = kBarriers,
+        .keys = kStages * kKeyStage,
+        .values = kStages * Values::kBytes,
+        .weights = kTeamP,
+        .weights_alignment = kGroup ? 16 * kRows : 1,
+        .scratch = kGroup      ? kGroupScratch
+                   : kTeam > 1 ? kTeam * kRows * kPGroups * 4
+                               : 0,
+        .centres = centres,
+        .sums = kCombine,
+        .exact_teams = kExactTeams,
+        .exact_half = 8 * kExactKeyRow > 4 * kExactValueRow ? 8 * kExactKeyRow : 4 * kExactValueRow,
+        .exact_weights = 2 * kRows * 192,
+        .exact_scratch = kExactTeam * kRows * 4,
+    });
+  };
+  static constexpr auto blocks_with = [](int bytes) {
+    const int fit = kSharedMemory / (bytes + kSharedOfBlock),
+              most = kWide ? 1 : most_blocks(NT, Split<kTeam, D, BW>::kChannels);
+    return fit < most ? fit : most;
+  };
+  static constexpr bool kCentresPass =
+      kTakesCentres && !kGroup &&
+      blocks_with(plan_with(16 * kCentreRow).bytes[0]) == blocks_with(plan_with(0).bytes[0]);
+  static constexpr SharedPlan kShared = plan_with(kCentresPass ? 16 * kCentreRow : 0);
 };
 
 }  // namespace kvant::cuda

@@ -97,10 +97,13 @@ __device__ void Attend<S>::run() {
         RawQuery raw;
         ask_for_rows(part, raw);
         const Slots slots{0, slot_of<W>(part, lane, here), slot_of<W>(part, 32 + lane, next)};
+        if constexpr (S::kCentresPass) {
+          if (is_centred()) ask_for_centres(part, slots, 0);
+        }
         if constexpr (!S::kByGroup) {
           if (early) first_pages(part, slots);
         }
-        if (is_centred()) prefetch_centre(part, slots.here), prefetch_centre(part, slots.next);
+        if (is_centred() && !S::kCentresPass) prefetch_centre(part, slots.here), prefetch_centre(part, slots.next);
         load_queries<KF>(part, raw, true, KF == Format::bf16);
         if constexpr (S::kByGroup) ptx::fence_for_products();
         __syncthreads();

@@ -46,7 +46,7 @@ __device__ __forceinline__ void Attend<S>::advance(const Part& part, Slots& slot
   slots.base += 32;
   slots.here = slots.next;
   slots.next = find_slot<TW>(part, slots.base + 32 + lane);
-  if (centred) prefetch_centre(part, slots.next);
+  if (centred && !S::kCentresPass) prefetch_centre(part, slots.next);
 }
 
 template <class S>
@@ -66,6 +66,9 @@ __device__ void Attend<S>::encoded_pages(const Part& part, Slots slots, std::uin
 #pragma unroll 1
   for (int k = 0; k < pages; ++k) {
     if (centred && k % kCentresAtOnce == 0) find_centres(part, slots, k, held, centres);
+    if constexpr (S::kCentresPass) {
+      if (centred && (k + 1) % kCentresAtOnce == 0 && k + 1 < pages) ask_for_centres(part, slots, k + 1);
+    }
     const int next = slot_at(slots, k + 1);
     float s[S::kTokenTiles][NT][2];
     wait(kKeys, phases);

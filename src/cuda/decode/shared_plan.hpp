@@ -20,13 +20,14 @@ struct SharedSizes {
   int keys, values, weights;           // of a team
   int weights_alignment = 1;
   int scratch;
-  int sums;  // of all teams when they are added, in the memory of their pages
+  int centres;  // a team's: codes of the centres that come next, where these pass through shared memory
+  int sums;     // of all teams when they are added, in the memory of their pages
   int exact_teams, exact_half, exact_weights, exact_scratch;
 };
 
 struct SharedPlan {
   struct Team {
-    int keys, values, weights, scratch, bytes;  // from the team's begin
+    int keys, values, weights, scratch, centres, bytes;  // from the team's begin
   };
   int queries, info, barriers;
   int teams, exact;  // the first team's memory, and that of exact pages
@@ -56,6 +57,7 @@ constexpr SharedPlan shared_plan(const SharedSizes& s) {
   plan.team.values = team.take(s.values);
   plan.team.weights = team.take(s.weights, s.weights_alignment);
   plan.team.scratch = team.take(s.scratch);
+  plan.team.centres = team.take(s.centres, 16);
   plan.team.bytes = team.take(0, line);
   const int encoded = most(s.teams * plan.team.bytes, s.sums);
 
