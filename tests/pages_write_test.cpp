@@ -25,6 +25,7 @@ PagesConfig config(const char* format) {
   c.kv_heads = kHeads;
   c.head_dim = kHeadDim;
   c.k = c.v = format;
+  c.k_centre = KeyCentre::none;  // centres depend on the step's tables (pages_test)
   return c;
 }
 
