@@ -35,7 +35,7 @@ def sequence(cache):
 
 @pytest.fixture
 def pages():
-    return kvant.Pages(kv_heads=2, head_dim=D)
+    return kvant.Pages(kv_heads=2, head_dim=D, k_centre="none")
 
 
 def ones(tokens, heads):

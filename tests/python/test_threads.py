@@ -338,7 +338,7 @@ def test_numpy_goes_on_while_torch_is_being_imported(monkeypatch, has):
     merged, _ = kvant.merge([(out, lse), (out, lse)])
     np.testing.assert_allclose(merged, out, rtol=1e-6)
     assert k.shape == v.shape == (70, 1, D)
-    pages = kvant.Pages(kv_heads=1, head_dim=64)
+    pages = kvant.Pages(kv_heads=1, head_dim=64, k_centre="none")
     size = 2 * pages.block_bytes
     memory = np.zeros(size + 64, np.uint8)
     pool = memory[-memory.ctypes.data % 64 :][:size].reshape(2, 1, -1)
