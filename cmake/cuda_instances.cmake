@@ -91,10 +91,8 @@ function(kvant_cuda_each_pair pairs result)
   set(${result} "${text}" PARENT_SCOPE)
 endfunction()
 
-# Writes attend_dN.cu, prefill_dN.cu, prefill_sm80_dN.cu, prefill_fresh_dN.cu, unpack_dN.cu, write_dN.cu, slots_dN.cu
-# and instances.hpp from templates in `source` to `target`; what takes longest to compile first in `units`.
-function(kvant_cuda_write_instances source target wanted units)
-  kvant_cuda_select_pairs("${wanted}" selected)
+# Writes instances.hpp.
+function(kvant_cuda_write_list source target wanted selected)
   set(others ${kvant_cuda_pairs})
   list(REMOVE_ITEM others ${selected})
   kvant_cuda_each_pair("${selected}" built_pairs)
@@ -102,6 +100,26 @@ function(kvant_cuda_write_instances source target wanted units)
   list(TRANSFORM kvant_cuda_head_dims REPLACE "(.+)" "X(\\1)" OUTPUT_VARIABLE each_head_dim)
   list(JOIN each_head_dim " " each_head_dim)
   configure_file(${source}/instances.hpp.in ${target}/instances.hpp @ONLY)
+endfunction()
+
+# Writes instances.hpp and, for tests that need no kernels, decode_tables.inc: the entries of all decode kernels, as
+# attend.cu.in has those of a head_dim.
+function(kvant_cuda_write_tables source target wanted)
+  kvant_cuda_select_pairs("${wanted}" selected)
+  kvant_cuda_write_list(${source} ${target} "${wanted}" "${selected}")
+  set(tables)
+  foreach(head_dim IN LISTS kvant_cuda_head_dims)
+    kvant_cuda_kernel_table(${head_dim} "${selected}" table)
+    string(APPEND tables "${table}\n")
+  endforeach()
+  file(CONFIGURE OUTPUT ${target}/decode_tables.inc CONTENT "@tables@" @ONLY)
+endfunction()
+
+# Writes attend_dN.cu, prefill_dN.cu, prefill_sm80_dN.cu, prefill_fresh_dN.cu, unpack_dN.cu, write_dN.cu, slots_dN.cu
+# and instances.hpp from templates in `source` to `target`; what takes longest to compile first in `units`.
+function(kvant_cuda_write_instances source target wanted units)
+  kvant_cuda_select_pairs("${wanted}" selected)
+  kvant_cuda_write_list(${source} ${target} "${wanted}" "${selected}")
   set(attend_units)
   set(write_units)
   set(slot_units)

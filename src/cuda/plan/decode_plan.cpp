@@ -5,38 +5,14 @@
 #include <numbers>
 
 #include "core/fmt.hpp"
-#include "cuda/plan/prefill.hpp"
-#include "cuda/runtime/built.hpp"
+#include "cuda/plan/kernels_of.hpp"
 #include "cuda/runtime/runtime.hpp"
 
 namespace kvant::cuda {
 namespace {
 
-Result<DecodeKernels> find_kernels(int head_dim) {
-  static const DecodeKernels kAll[] = {
-#define KVANT_ENTRY(head_dim) decode_kernels<head_dim>(),
-      KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
-#undef KVANT_ENTRY
-  };
-  for (const DecodeKernels& k : kAll) {
-    if (k.head_dim == head_dim) return k;
-  }
-  return {Code::unsupported, refuse_head_dim(instances(), head_dim)};
-}
-
-// The part of a cache that only the generic kernel reads; empty: there is none.
-std::string generic_only(const core::DevicePlanConfig& config, const CacheView& cache) {
-  for (const auto& [side, format] : {std::pair("k", config.k), std::pair("v", config.v)}) {
-    if (format == Format::f32 || codec::is_lut(format)) return fmt::format("{} = {}", side, format_info(format).name);
-  }
-  const bool has_exact = cache.sink_pages > 0 || cache.tail_pages > 0;
-  return has_exact && cache.exact_layout.k.format == Format::f32 ? "exact = f32" : "";
-}
-
 // Work of fewer units than this for each block is short.
 constexpr int kShortUnits = 6;
-// And of no more encoded pages than this for each multiprocessor is work for wide kernels.
-constexpr std::int64_t kWideUnits = 20;
 // The bytes of pages that a block may read beyond its share, if no block then works across two rows of work.
 constexpr double kRowWorth = 32768;
 
@@ -54,101 +30,14 @@ DecodePlan::~DecodePlan() {
   (void)cudaFree(memory_);
 }
 
-std::int64_t DecodePlan::most_rows_of(const core::DevicePlanConfig& config) const {
-  std::int64_t most = 0;
-  for (const core::DeviceSequence& s : config.sequences) most = std::max(most, std::int64_t{s.q_len} * params_.group);
-  return most;
-}
-std::vector<times::Rows> DecodePlan::blocks_of(const core::DevicePlanConfig& config, std::int64_t rows) const {
-  std::vector<times::Rows> blocks;
-  for (const core::DeviceSequence& s : config.sequences) {
-    blocks.push_back({config.kv_heads * ((std::int64_t{s.q_len} * params_.group + rows - 1) / rows),
-                      visible_pages(params_, static_cast<int>(s.length), s.q_len).count()});
-  }
-  return blocks;
-}
-
-// The generic kernel where nothing else reads the cache, or the options ask for it; else perhaps prefill kernels.
-Status DecodePlan::choose_family(const core::DevicePlanConfig& config, std::int64_t decode_ns) {
-  const std::string& wanted = config.options->kernel;
-  const std::string only = generic_only(config, params_.cache);
-  is_generic_ = wanted == core::kGenericKernels || !only.empty();
-  if (!is_generic_) return choose_prefill(config, decode_ns);
-  if (!wanted.empty() && wanted != core::kGenericKernels) {
-    return {Code::unsupported,
-            fmt::format("kernel is \"{}\": with {} the generic kernel alone serves; leave kernel empty", wanted, only)};
-  }
-  why_ = only.empty() ? "as asked for" : only + " has no other kernel";
-  if (config.options->fresh_keys) {
-    return {Code::unsupported,
-            fmt::format("fresh_keys needs prefill kernels, and the generic kernel serves ({}): leave fresh_keys unset, "
-                        "and all tokens are read from the cache",
-                        why_)};
-  }
-  return {};
-}
-
-Status DecodePlan::choose_kernel(const core::DevicePlanConfig& config, const DecodeKernels& kernels,
-                                 const Group& group) {
-  const auto most_rows = static_cast<int>(most_rows_of(config));
-
-  const AttendKernel* best = is_generic_ ? &kernels.generic : nullptr;
-  for (const AttendKernel& k : kernels.attend) {
-    if (is_generic_ || k.k != config.k || k.v != config.v || k.is_wide() || k.by_group) continue;
-    // The fewest rows that take all of them at once; else the most.
-    const auto enough = [&](const AttendKernel& a) { return 4 * a.column_tiles >= most_rows; };
-    if (best == nullptr || (enough(k) ? !enough(*best) || k.column_tiles < best->column_tiles
-                                      : !enough(*best) && k.column_tiles > best->column_tiles)) {
-      best = &k;
-    }
-  }
-  if (best == nullptr) return {Code::unsupported, refuse_pair(instances(), {config.k, config.v})};
-  attend_ = *best;
-  attend_.k = config.k, attend_.v = config.v;
-  if (!is_generic_ && group.kernel != nullptr) {
-    attend_ = *group.kernel;
-    why_ = config.options->kernel == core::kDecodeSm90
-               ? std::string("as asked for")
-               : fmt::format("for {} rows, about {:.0f} us", most_rows, static_cast<double>(group.ns) / 1000);
-  } else if (config.options->kernel == core::kDecodeSm90) {
-    return {Code::unsupported,
-            fmt::format("kernel is \"{}\": {}; leave kernel empty", config.options->kernel, group.missing)};
-  } else if (why_.empty()) {
-    why_ = group.missing;
-  }
+void DecodePlan::prepare_decode(const Work& work, const Compiled& compiled, const Choice& choice) {
+  is_generic_ = choice.is_generic;
+  attend_ = is_generic_ ? *compiled.generic : *compiled.decode[static_cast<std::size_t>(choice.decode)];
+  attend_.k = work.k, attend_.v = work.v;
+  least_exact_cost_ = choice.least_exact_cost;
   params_.rows = 4 * attend_.column_tiles;
   params_.row_bits = std::countr_zero(static_cast<unsigned>(params_.rows));
-  params_.row_blocks = (most_rows + params_.rows - 1) / params_.rows;
-  return {};
-}
-
-// The kernel of warpgroups that takes the least time for all rows, if the options name such kernels or there are enough
-// rows; else why there is none.
-Result<DecodePlan::Group> DecodePlan::find_group(const core::DevicePlanConfig& config,
-                                                 const DecodeKernels& kernels) const {
-  const std::string& wanted = config.options->kernel;
-  Group group;
-  if (wanted != core::kDecodeSm90 && (!wanted.empty() || most_rows_of(config) < times::kLeastGroupRows)) return group;
-  for (const AttendKernel& k : kernels.attend) {
-    if (k.k != config.k || k.v != config.v || !k.by_group) continue;
-    const int rows = 4 * k.column_tiles;
-    const std::int64_t ns = times::decode_ns(blocks_of(config, rows),
-                                             times::group_times(params_.cache.encoded_layout.head_dim, config.k, rows),
-                                             store_.limits().multiprocessors);
-    if (group.kernel == nullptr || ns < group.ns) group.kernel = &k, group.ns = ns;
-  }
-  if (group.kernel == nullptr) {
-    group.missing = fmt::format("decode_sm90 kernels are not compiled for {} at head_dim {}",
-                                pair_name({config.k, config.v}), config.head_dim);
-    return group;
-  }
-  bool has_code = false;
-  KVANT_CUDA_TRY(has_sm90_code(group.kernel->function, has_code));
-  if (!has_code || group.kernel->shared_bytes[0] > store_.limits().shared_bytes) {
-    group.kernel = nullptr;
-    group.missing = "decode_sm90 kernels need compute capability 9.0 and machine code for it (sm_90a)";
-  }
-  return group;
+  params_.row_blocks = static_cast<int>((work.most_rows() + params_.rows - 1) / params_.rows);
 }
 
 // How many blocks, and stages for exact pages in each.
@@ -190,13 +79,13 @@ Status DecodePlan::choose_blocks() {
 }
 
 // How many blocks merge a row, and of how many warps.
-Status DecodePlan::choose_merge(const DecodeKernels& kernels, const Line& line) {
+Status DecodePlan::choose_merge(std::span<const MergeKernel> kernels, const Line& line) {
   const DeviceLimits& limits = store_.limits();
   // One block adds about sixteen partials of a row in a few loads; a cluster of blocks shares more. Beside a wide
   // kernel clusters are smaller: that kernel's next block finds no room on a multiprocessor with two blocks of a merge.
   const int most = attend_.is_wide() ? kMostCluster / 2 : kMostCluster;
   while (limits.overlaps && cluster_ < most && line.items / segments() > 16 * cluster_) cluster_ *= 2;
-  for (const MergeKernel& merge : kernels.merge) {
+  for (const MergeKernel& merge : kernels) {
     merge_ = merge;
     KVANT_CUDA_TRY(prepare_shared(merge.function, merge.shared_bytes));
     int blocks = 0;
@@ -206,32 +95,6 @@ Status DecodePlan::choose_merge(const DecodeKernels& kernels, const Line& line) 
     if (cluster_ > 1 || segments() * params_.rows <= std::int64_t{limits.multiprocessors} * blocks) break;
   }
   return {};
-}
-
-// Short work gets a wide kernel, where there is one: then blocks have a page or two for each of their teams, and how
-// long they take is what the launch takes. Not where many of them would have an exact page.
-void DecodePlan::widen(const core::DevicePlanConfig& config, const DecodeKernels& kernels) {
-  const AttendParams& p = params_;
-  if (is_generic_) return;
-  const auto wide = std::find_if(kernels.attend.begin(), kernels.attend.end(), [&](const AttendKernel& k) {
-    return !attend_.by_group && k.is_wide() && k.k == attend_.k && k.v == attend_.v &&
-           k.column_tiles == attend_.column_tiles && k.shared_bytes[0] <= store_.limits().shared_bytes;
-  });
-  if (wide == kernels.attend.end()) return;
-  std::int64_t encoded = 0, exact = 0;  // pages, for each row of work that reads them
-  for (const core::DeviceSequence& s : config.sequences) {
-    const VisiblePages pages = visible_pages(p, static_cast<int>(s.length), s.q_len);
-    const int rows = config.kv_heads * ((s.q_len * p.group + p.rows - 1) / p.rows);
-    encoded += std::int64_t{rows} * page_runs(pages, false).total();
-    exact += std::int64_t{rows} * page_runs(pages, true).total();
-  }
-  const std::int64_t blocks = store_.limits().multiprocessors;
-  if (4 * exact > blocks || encoded > kWideUnits * blocks) return;
-  attend_ = *wide;
-  // A block with an exact page has nothing else to do, or it is what the launch waits for: the page counts as more than
-  // one block's share. (One that had an encoded page besides took 3 us longer.)
-  const std::int64_t others = encoded + segments() * core::kDomains * attend_.teams;
-  least_exact_cost_ = static_cast<int>(std::max<std::int64_t>(attend_.teams, others / (blocks - exact) + 1)) + 1;
 }
 
 // The cost of the units of work, and how many units there are now.
@@ -361,29 +224,26 @@ Status DecodePlan::prepare(const core::DevicePlanConfig& config, const StepBatch
   p.seen_flags[core::kExact] = is_plain ? kSeen | kPlain : kSeen;
   p.seen_flags[core::kEncoded] = is_plain && p.k_basis.kind != BasisKind::calibrated ? kSeen | kPlain : kSeen;
   p.v_basis = device_basis(store_.v_basis());
-  const Result<DecodeKernels> kernels = find_kernels(p.cache.encoded_layout.head_dim);
-  Group group;
-  if (kernels.ok()) {
-    Result<Group> found = find_group(config, *kernels);
-    if (!found.ok()) return found.status();
-    group = *found;
-  }
-  std::int64_t decode_ns = times::decode_ns(
-      blocks_of(config, 16), times::decode_times(p.cache.encoded_layout.head_dim, config.k, most_rows_of(config)),
-      store_.limits().multiprocessors);
-  // The option "decode_sm90" asks for such kernels, whatever the time.
-  const bool gains = 100 * group.ns < (100 - times::kLeastGain) * decode_ns;
-  if (group.kernel != nullptr && !gains && o.kernel.empty()) group = {};
-  if (group.kernel != nullptr) decode_ns = group.ns;
-  if (Status s = choose_family(config, decode_ns); !s.ok()) return s;
-  if (prefill_.function != nullptr) {
-    if (Status s = choose_fresh(config, batch.entries != nullptr); !s.ok()) return s;
-    workspace_bytes_ = unpacked_.is_chosen ? unpacked_.bytes : aligned(class_count());
+  const Work work{p, config.sequences, config.k, config.v, o.kernel, o.fresh_keys, batch.entries != nullptr};
+  const Result<Compiled> compiled = find_compiled(work, store_.limits());
+  if (!compiled.ok()) return compiled.status();
+  const Result<Choice> choice = choose(work, compiled->offers);
+  if (!choice.ok()) return choice.status();
+  why_ = choice->why;
+  if (choice->tiles != Tiles::none) {
+    if (Status s = prepare_prefill(*compiled, *choice); !s.ok()) return s;
+    workspace_bytes_ = aligned(class_count());
+    if (choice->rounds) {
+      if (Status s = prepare_unpacked(*compiled, *choice->rounds, o.kernel == core::kPrefillUnpacked); !s.ok())
+        return s;
+      workspace_bytes_ = unpacked_.bytes;
+    }
+    if (choice->first) {
+      if (Status s = prepare_fresh(*compiled, *choice->first, o.kernel == core::kPrefillFresh); !s.ok()) return s;
+    }
     return upload(config, batch);
   }
-  if (!kernels.ok()) return kernels.status();
-  if (Status s = choose_kernel(config, *kernels, group); !s.ok()) return s;
-  widen(config, *kernels);
+  prepare_decode(work, *compiled, *choice);
   if (Status s = count_work(config); !s.ok()) return s;
   if (Status s = choose_blocks(); !s.ok()) return s;
   const std::int64_t segments = this->segments();
@@ -403,7 +263,7 @@ Status DecodePlan::prepare(const core::DevicePlanConfig& config, const StepBatch
   const Line line = make_line(p, units_);
   const int least = std::max(1, units_ / line.items);
   splits_ = std::clamp((longest_ + least - 1) / least, 1, line.items);
-  if (Status s = choose_merge(*kernels, line); !s.ok()) return s;
+  if (Status s = choose_merge(compiled->merge, line); !s.ok()) return s;
   return upload(config, batch);
 }
 

@@ -11,10 +11,8 @@
 #include "core/device.hpp"
 #include "cuda/decode/kernels.hpp"
 #include "cuda/mask/classify.hpp"
-#include "cuda/plan/times.hpp"
-#include "cuda/prefill/choice.hpp"
-#include "cuda/prefill/kernels.hpp"
-#include "cuda/prefill_fresh/maps.hpp"
+#include "cuda/plan/choose.hpp"
+#include "cuda/plan/compiled.hpp"
 #include "cuda/prefill_unpacked/unpack.hpp"
 #include "cuda/schedule/params.hpp"
 #include "cuda/schedule/schedule.hpp"
@@ -54,27 +52,10 @@ class DecodePlan final : public core::DevicePlan {
                   const MutableTensorView& out, const core::FreshRows& fresh, const RunOptions& options) const;
 
  private:
-  // The rows of the sequence with the most.
-  [[nodiscard]] std::int64_t most_rows_of(const core::DevicePlanConfig& config) const;
-  // The row blocks of decode kernels, each of which reads all pages that some query of its sequence sees; the tiles of
-  // prefill kernels, which read those that their own queries see.
-  [[nodiscard]] std::vector<times::Rows> blocks_of(const core::DevicePlanConfig& config, std::int64_t rows) const;
-  [[nodiscard]] std::vector<times::Rows> tiles_of(const core::DevicePlanConfig& config, std::int64_t rows) const;
-  void add_tiles(const core::DeviceSequence& s, std::int64_t rows, int kv_heads, std::vector<times::Rows>& tiles) const;
-  struct Group {  // a kernel of warpgroups
-    const AttendKernel* kernel = nullptr;
-    std::int64_t ns = 0;  // that it takes
-    std::string missing;  // why there is none; empty: there are few rows
-  };
-  Result<Group> find_group(const core::DevicePlanConfig& config, const DecodeKernels& kernels) const;
-  // decode_ns: decode kernels take that long.
-  Status choose_family(const core::DevicePlanConfig& config, std::int64_t decode_ns);
-  Status choose_prefill(const core::DevicePlanConfig& config, std::int64_t decode_ns);
-  Status choose_kernel(const core::DevicePlanConfig& config, const DecodeKernels& kernels, const Group& group);
-  void widen(const core::DevicePlanConfig& config, const DecodeKernels& kernels);
+  void prepare_decode(const Work& work, const Compiled& compiled, const Choice& choice);
   Status count_work(const core::DevicePlanConfig& config);
   Status choose_blocks();
-  Status choose_merge(const DecodeKernels& kernels, const Line& line);
+  Status choose_merge(std::span<const MergeKernel> kernels, const Line& line);
   // Rows of work: sequences, kv heads and row blocks.
   [[nodiscard]] std::int64_t segments() const {
     return std::int64_t{params_.batch} * params_.cache.kv_heads * params_.row_blocks;
@@ -86,22 +67,14 @@ class DecodePlan final : public core::DevicePlan {
   Status run(AttendParams& p, const TensorView& q, const MutableTensorView& out, const core::FreshRows& fresh,
              const RunOptions& options) const;
   Status run_prefill(AttendParams& p, const core::FreshRows& fresh, std::byte* workspace, Stream stream) const;
+  Status prepare_prefill(const Compiled& compiled, const Choice& choice);
   // Kernels that come before prefill_ (unpacked.cpp).
-  struct OtherPrefill {
-    times::TileTimes times;
-    std::int64_t rows;  // of a tile
-    int blocks;         // of a multiprocessor
-  };
-  [[nodiscard]] std::int64_t unpacked_ns(const core::DevicePlanConfig& config, const OtherPrefill& other) const;
-  Status consider_unpacked(const core::DevicePlanConfig& config, const OtherPrefill& other,
-                           prefill::Candidate& candidate);
-  Status prepare_unpacked();
+  Status prepare_unpacked(const Compiled& compiled, const prefill::unpacked::RoundRule& rule, bool is_wanted);
   [[nodiscard]] std::string explain_unpacked() const;
   Status run_unpacked(const AttendParams& p, const core::FreshRows& fresh, std::byte* workspace, prefill::Serves serves,
                       Stream stream, bool& launched) const;
-  // Kernels that come before all of these (fresh.cpp). any_length: sequences may have no older tokens, whatever the
-  // plan says of them.
-  Status choose_fresh(const core::DevicePlanConfig& config, bool any_length);
+  // Kernels that come before all of these (fresh.cpp).
+  Status prepare_fresh(const Compiled& compiled, const prefill::Schedule& schedule, bool is_wanted);
   [[nodiscard]] std::string explain_fresh() const;
   // launched: they serve the tensors of this run.
   Status run_fresh(const AttendParams& p, const core::FreshRows& rows, Stream stream, bool& launched) const;

@@ -1,33 +1,13 @@
-// Plans ask this of the kernels of dense keys (prefill_fresh), for fresh keys and for unpacked ones. Host only.
+// How the kernels of dense keys (prefill_fresh) are launched, for fresh keys and for unpacked ones. Host only.
 #pragma once
 
 #include <string>
 
 #include "core/device.hpp"
-#include "cuda/plan/prefill.hpp"
+#include "core/fmt.hpp"
 #include "cuda/prefill_fresh/maps.hpp"
 
 namespace kvant::cuda {
-
-inline std::span<const prefill::fresh::FreshKernel> dense_kernels(int head_dim) {
-  return kernels_of(head_dim, []<int D>() { return prefill::fresh::kernels<D>(); });
-}
-
-// The reason why kernels of this kind do not serve; empty: they do, and `encode` is what they need.
-inline Result<std::string> missing_of_dense(const char* kind, const core::DevicePlanConfig& config,
-                                            std::span<const prefill::fresh::FreshKernel> kernels,
-                                            const DeviceLimits& limits, prefill::fresh::Encode& encode) {
-  if (config.options->mask.tensor.data != nullptr) return fmt::format("{} kernels take no mask tensor", kind);
-  if (kernels.empty() || config.head_dim % 8 != 0)
-    return fmt::format("{} kernels are not compiled for head_dim {}", kind, config.head_dim);
-  for (const prefill::fresh::FreshKernel& one : kernels) {
-    Result<std::string> missing = missing_of_hopper(kind, one.function, one.shared_bytes, limits);
-    if (!missing.ok() || !missing->empty()) return missing;
-  }
-  KVANT_CUDA_TRY(prefill::fresh::find_encode(encode));
-  if (encode == nullptr) return fmt::format("{} kernels need a driver for CUDA 12 or newer", kind);
-  return std::string();
-}
 
 inline Status prepare_dense(std::span<const prefill::fresh::FreshKernel> kernels) {
   for (const prefill::fresh::FreshKernel& one : kernels) KVANT_CUDA_TRY(prepare_shared(one.function, one.shared_bytes));

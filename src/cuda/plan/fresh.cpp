@@ -1,59 +1,19 @@
-// Kernels for sequences that have no tokens but their queries' own (prefill_fresh): when a plan with fresh keys has
-// them, and how they are launched. Lengths are found at each run, so the plan's other prefill kernels follow in the
-// stream, for the sequences that have older tokens then.
-#include <algorithm>
-
+// How kernels for sequences that have no tokens but their queries' own (prefill_fresh) are launched. Lengths are found
+// at each run, so the plan's other prefill kernels follow in the stream, for the sequences that have older tokens then.
 #include "core/fmt.hpp"
 #include "cuda/plan/decode_plan.hpp"
 #include "cuda/plan/dense.hpp"
-#include "cuda/runtime/built.hpp"
 
 namespace kvant::cuda {
 namespace {
 
 using prefill::fresh::FreshKernel;
 
-// A sequence without older tokens has at least so many; with fewer, a second launch costs what the kernel gains.
-constexpr std::int64_t kLeastRows = 256;
-
 }  // namespace
 
-Status DecodePlan::choose_fresh(const core::DevicePlanConfig& config, bool any_length) {
-  const AttentionOptions& o = *config.options;
-  const bool wanted = o.kernel == core::kPrefillFresh;
-  if (!o.fresh_keys) {
-    if (!wanted) return {};
-    return {Code::unsupported,
-            fmt::format("kernel is \"{}\", which plans with fresh_keys have; leave kernel empty", o.kernel)};
-  }
-  if (!wanted && !o.kernel.empty() && o.kernel != core::kPrefillKernels) return {};
-  Fresh& f = fresh_;
-  const std::span<const FreshKernel> kernels = dense_kernels(params_.cache.encoded_layout.head_dim);
-  const Result<std::string> missing = missing_of_dense(core::kPrefillFresh, config, kernels, store_.limits(), f.encode);
-  if (!missing.ok()) return missing.status();
-  if (!missing->empty()) {
-    if (wanted) return {Code::unsupported, fmt::format("kernel is \"{}\": {}; leave kernel empty", o.kernel, *missing)};
-    why_ += "; " + *missing;
-    return {};
-  }
-  std::int64_t longest = 0;  // rows
-  for (const core::DeviceSequence& s : config.sequences) {
-    if (any_length || s.length == s.q_len) longest = std::max(longest, std::int64_t{s.q_len} * params_.group);
-  }
-  if (!wanted && longest < kLeastRows) return {};
-  if (Status status = prepare_dense(kernels); !status.ok()) return status;
-  const std::int64_t pairs = std::int64_t{params_.batch} * params_.cache.kv_heads;
-  const std::int64_t bytes = std::max<std::int64_t>(longest / params_.group, 1) * 4 * config.head_dim;
-  const std::int64_t row_blocks = (most_rows_of(config) + kernels[0].rows - 1) / kernels[0].rows;
-  // As many in each group of heads, so that all of them take as many rounds.
-  const std::int64_t most = heads_in_cache(static_cast<double>(bytes), pairs), groups = (pairs + most - 1) / most;
-  f.schedule.heads_at_once = static_cast<int>((pairs + groups - 1) / groups);
-  f.schedule.row_blocks = static_cast<int>(row_blocks);
-  f.schedule.tiles = static_cast<int>(pairs * row_blocks);  // no more than those of prefill_, which fit
-  f.schedule.serves = prefill::Serves::without_older;
-  f.kernels = kernels;
-  f.is_wanted = wanted;
-  return {};
+Status DecodePlan::prepare_fresh(const Compiled& compiled, const prefill::Schedule& schedule, bool is_wanted) {
+  fresh_ = {compiled.dense, schedule, compiled.encode, is_wanted};
+  return prepare_dense(compiled.dense);
 }
 
 std::string DecodePlan::explain_fresh() const {

@@ -22,6 +22,12 @@ struct Kernel {
   int centre_bytes = 0;  // further bytes of shared memory for page-centred caches
 };
 
+// Pairs that these kernels serve: both sides are brought to the same type of products, f16 for levels and fp8, the
+// format's own for dense pages.
+KVANT_HD constexpr bool has_one_type(Format k, Format v) {
+  return k == v || (codec::is_tq(k) && codec::is_tq(v));
+}
+
 // The sequences of a launch: with fresh keys, those that have no other tokens are perhaps another launch's.
 enum class Serves : std::int8_t { all, with_older, without_older };
 

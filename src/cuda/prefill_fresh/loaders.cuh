@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/prefill/rows.cuh"
-#include "cuda/prefill_fresh/shape.hpp"
+#include "cuda/prefill_fresh/kernels.hpp"
 #include "cuda/runtime/tensor_copies.cuh"
 #include "cuda/runtime/wgmma.cuh"
 

@@ -1,7 +1,7 @@
 // Tensor maps of a run's keys and values. Host only.
 #pragma once
 
-#include "cuda/prefill_fresh/shape.hpp"
+#include "cuda/prefill_fresh/kernels.hpp"
 #include "cuda/runtime/runtime.hpp"
 
 namespace kvant::cuda::prefill::fresh {

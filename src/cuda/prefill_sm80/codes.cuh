@@ -8,17 +8,11 @@
 
 namespace kvant::cuda::prefill::sm80 {
 
-// Both sides are brought to the same type of products: f16 for levels and fp8, the format's own for dense pages.
-constexpr bool is_supported(Format k, Format v) {
-  if (is_half(k) || is_half(v)) return k == v;
-  return k == v || (is_integer(k) && is_integer(v));
-}
-
 // Whether a kernel has code that unpacks keys (or values) of a format: where some pair of this build has them.
 constexpr bool is_unpacked(Format f, bool values) {
   bool found = false;
 #define KVANT_ENTRY(k, v)                                                                \
-  found = found || (is_supported(Format::k, Format::v) && !codec::is_dense(Format::k) && \
+  found = found || (has_one_type(Format::k, Format::v) && !codec::is_dense(Format::k) && \
                     f == (values ? Format::v : Format::k));
   KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)
 #undef KVANT_ENTRY

@@ -14,7 +14,7 @@ std::span<const Kernel> kernels_of_unit() {
   static const std::vector<Kernel> kKernels = [] {
     std::vector<Kernel> all;
     const auto add = [&all](Format k, Format v) {
-      if (!is_supported(k, v)) return;
+      if (!has_one_type(k, v)) return;
       all.push_back({k, v, D, reinterpret_cast<const void*>(&prefill_kernel<D>), S::bytes(k, v), S::kThreads, S::kRows,
                      codec::takes_centre(k) ? S::kMoreIfCentred : 0});
     };

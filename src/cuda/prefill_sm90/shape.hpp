@@ -6,9 +6,6 @@
 // registers.
 #pragma once
 
-#include <span>
-
-#include "cuda/instances.hpp"
 #include "cuda/prefill/kernels.hpp"
 
 namespace kvant::cuda::prefill {
@@ -16,17 +13,12 @@ namespace kvant::cuda::prefill {
 inline constexpr int kConsumers = 2;  // warpgroups
 inline constexpr int kRows = 64 * kConsumers;
 
-// All of a head_dim, each in a unit of its own (prefill.cu.in); none for those that a block's registers have no room
-// for.
-template <int D>
-std::span<const Kernel> kernels();
-#define KVANT_DECLARE(head_dim) \
-  template <>                   \
-  std::span<const Kernel> kernels<head_dim>();
-KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
-#undef KVANT_DECLARE
-
+// At head_dim 192 and 256 sums leave one warpgroup to unpack both sides, which takes longer than decode kernels do
+// (docs/lab/cuda-prefill.md).
 inline constexpr int kMostHeadDim = 256, kMostHeadDimOfCodes = 128;
+constexpr bool has_kernel(Format k, Format v, int head_dim) {
+  return has_one_type(k, v) && head_dim <= (codec::is_dense(k) ? kMostHeadDim : kMostHeadDimOfCodes);
+}
 
 template <int D>
 struct Shape {

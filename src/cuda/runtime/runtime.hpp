@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "cuda/runtime/limits.hpp"
 #include "kvant/types.hpp"
 
 namespace kvant::cuda {
@@ -39,12 +40,6 @@ Status failed(const char* call, cudaError_t error);
 inline cudaStream_t native(Stream stream) {
   return static_cast<cudaStream_t>(stream.handle);
 }
-
-struct DeviceLimits {
-  int multiprocessors, multiprocessor_shared_bytes;
-  int shared_bytes;  // of a block
-  bool overlaps;     // launches may begin before those before them have ended
-};
 
 inline cudaError_t find_limits(int device, DeviceLimits& limits) {
   int major = 0;

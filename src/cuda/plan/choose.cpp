@@ -1,0 +1,312 @@
+#include "cuda/plan/choose.hpp"
+
+#include <algorithm>
+
+#include "core/fmt.hpp"
+#include "cuda/plan/rounds.hpp"
+#include "cuda/prefill/choice.hpp"
+#include "cuda/prefill_sm90/shape.hpp"
+
+namespace kvant::cuda {
+namespace {
+
+// Work of no more encoded pages than this for each multiprocessor is short: for kernels of eight warps.
+constexpr std::int64_t kShortPages = 20;
+// A sequence without older tokens has at least so many rows; with fewer, a second launch costs what the kernel of fresh
+// keys gains.
+constexpr std::int64_t kLeastFreshRows = 256;
+
+std::string pair_at(const Work& work) {
+  return fmt::format("{} at head_dim {}", pair_name({work.k, work.v}), work.head_dim());
+}
+
+Status refuse_kernel(const Work& work, const std::string& reason) {
+  return {Code::unsupported, fmt::format("kernel is \"{}\": {}; leave kernel empty", work.kernel, reason)};
+}
+
+// The part of a cache that only the generic kernel reads; empty: there is none.
+std::string generic_only(const Work& work) {
+  for (const auto& [side, format] : {std::pair("k", work.k), std::pair("v", work.v)}) {
+    if (format == Format::f32 || codec::is_lut(format)) return fmt::format("{} = {}", side, format_info(format).name);
+  }
+  const CacheView& cache = work.params.cache;
+  const bool has_exact = cache.sink_pages > 0 || cache.tail_pages > 0;
+  return has_exact && cache.exact_layout.k.format == Format::f32 ? "exact = f32" : "";
+}
+
+// --- decode kernels --------------------------------------------------------------------------------------------------
+
+// The kernel of warpgroups that takes the least time for all rows, if the options name such kernels or there are enough
+// rows.
+struct Group {
+  int kernel = -1;  // of Offers::decode; -1: none
+  std::int64_t ns = 0;
+  std::string missing;  // why there is none; empty: there are few rows
+};
+Group find_group(const Work& work, const Offers& offers) {
+  Group group;
+  if (!offers.has_decode) return group;
+  if (work.kernel != core::kDecodeSm90 && (!work.kernel.empty() || work.most_rows() < times::kLeastGroupRows))
+    return group;
+  for (std::size_t i = 0; i < offers.decode.size(); ++i) {
+    const DecodeOffer& one = offers.decode[i];
+    if (!one.by_group) continue;
+    const std::int64_t ns =
+        times::decode_ns(row_blocks_of(work, one.rows()),
+                         times::group_times(work.stored_head_dim(), work.k, one.rows()), offers.limits.multiprocessors);
+    if (group.kernel < 0 || ns < group.ns) group.kernel = static_cast<int>(i), group.ns = ns;
+  }
+  if (group.kernel < 0) {
+    group.missing = fmt::format("decode_sm90 kernels are not compiled for {}", pair_at(work));
+  } else if (const DecodeOffer& one = offers.decode[static_cast<std::size_t>(group.kernel)];
+             !one.has_code || one.shared_bytes > offers.limits.shared_bytes) {
+    group.kernel = -1;
+    group.missing = "decode_sm90 kernels need compute capability 9.0 and machine code for it (sm_90a)";
+  }
+  return group;
+}
+
+// Short work gets a kernel of eight warps, where there is one: then blocks have a page or two for each of their teams,
+// and how long they take is what the launch takes. Not where many of them would have an exact page.
+void take_eight_warps(const Work& work, const Offers& offers, Choice& choice) {
+  const DecodeOffer& four = offers.decode[static_cast<std::size_t>(choice.decode)];
+  if (four.by_group) return;
+  const auto eight = std::find_if(offers.decode.begin(), offers.decode.end(), [&](const DecodeOffer& one) {
+    return one.has_eight_warps && one.column_tiles == four.column_tiles &&
+           one.shared_bytes <= offers.limits.shared_bytes;
+  });
+  if (eight == offers.decode.end()) return;
+  std::int64_t encoded = 0, exact = 0;  // pages, for each row of work that reads them
+  for (const core::DeviceSequence& s : work.sequences) {
+    const VisiblePages pages = visible_pages(work.params, static_cast<int>(s.length), s.q_len);
+    const std::int64_t rows = work.kv_heads() * ((work.rows_of(s) + four.rows() - 1) / four.rows());
+    encoded += rows * page_runs(pages, false).total();
+    exact += rows * page_runs(pages, true).total();
+  }
+  const std::int64_t blocks = offers.limits.multiprocessors;
+  if (4 * exact > blocks || encoded > kShortPages * blocks) return;
+  choice.decode = static_cast<int>(eight - offers.decode.begin());
+  // A block with an exact page has nothing else to do, or it is what the launch waits for: the page counts as more than
+  // one block's share. (One that had an encoded page besides took 3 us longer.)
+  const std::int64_t row_blocks = (work.most_rows() + four.rows() - 1) / four.rows();
+  const std::int64_t others = encoded + work.pairs() * row_blocks * core::kDomains * eight->teams;
+  choice.least_exact_cost = static_cast<int>(std::max<std::int64_t>(eight->teams, others / (blocks - exact) + 1)) + 1;
+}
+
+Status choose_decode(const Work& work, const Offers& offers, const Group& group, Choice& choice) {
+  if (!offers.has_decode) return {Code::unsupported, refuse_head_dim(offers.instances, work.stored_head_dim())};
+  if (choice.is_generic) return {};
+  const std::int64_t most_rows = work.most_rows();
+  int best = -1;
+  for (std::size_t i = 0; i < offers.decode.size(); ++i) {
+    const DecodeOffer& one = offers.decode[i];
+    if (one.has_eight_warps || one.by_group) continue;
+    // The fewest rows that take all of them at once; else the most.
+    const auto enough = [&](const DecodeOffer& a) { return a.rows() >= most_rows; };
+    const DecodeOffer* before = best < 0 ? nullptr : &offers.decode[static_cast<std::size_t>(best)];
+    if (before == nullptr || (enough(one) ? !enough(*before) || one.column_tiles < before->column_tiles
+                                          : !enough(*before) && one.column_tiles > before->column_tiles)) {
+      best = static_cast<int>(i);
+    }
+  }
+  if (best < 0) return {Code::unsupported, refuse_pair(offers.instances, {work.k, work.v})};
+  choice.decode = best;
+  if (group.kernel >= 0) {
+    choice.decode = group.kernel;
+    choice.why = work.kernel == core::kDecodeSm90
+                     ? std::string("as asked for")
+                     : fmt::format("for {} rows, about {:.0f} us", most_rows, static_cast<double>(group.ns) / 1000);
+  } else if (work.kernel == core::kDecodeSm90) {
+    return refuse_kernel(work, group.missing);
+  } else if (choice.why.empty()) {
+    choice.why = group.missing;
+  }
+  take_eight_warps(work, offers, choice);
+  return {};
+}
+
+// --- prefill kernels -------------------------------------------------------------------------------------------------
+
+// The reason why kernels that are made for compute capability 9.0 alone do not run; empty: they do.
+std::string missing_of_hopper(const char* kind, int shared_bytes, bool has_code, const DeviceLimits& limits) {
+  const std::string needs = fmt::format("{} kernels need compute capability 9.0", kind);
+  if (shared_bytes > limits.shared_bytes) return needs;
+  return has_code ? std::string() : needs + " and machine code for it (sm_90a)";
+}
+
+std::string missing_of_sm90(const Work& work, const Offers& offers) {
+  if (work.stored_head_dim() != work.head_dim()) return "prefill_sm90 kernels do not serve padded vectors";
+  const std::vector<int>& sizes = offers.sm90_head_dims;
+  if (std::find(sizes.begin(), sizes.end(), work.head_dim()) == sizes.end())
+    return fmt::format("prefill_sm90 kernels are compiled for head_dim {}", fmt::join(sizes, ", "));
+  if (!offers.sm90) return fmt::format("prefill_sm90 kernels are not compiled for {}", pair_at(work));
+  return missing_of_hopper(core::kPrefillSm90, offers.sm90->shared_bytes, offers.sm90->has_code, offers.limits);
+}
+
+std::string missing_of_sm80(const Work& work, const Offers& offers) {
+  if (!offers.sm80) return fmt::format("prefill_sm80 kernels do not serve {}", pair_at(work));
+  if (offers.sm80->shared_bytes > offers.limits.shared_bytes) {
+    return fmt::format("prefill_sm80 kernels need {} bytes of shared memory a block for {}, the device has {}",
+                       offers.sm80->shared_bytes, pair_at(work), offers.limits.shared_bytes);
+  }
+  if (offers.sm80->blocks < 1)
+    return fmt::format("a block of the prefill_sm80 kernel for {} finds no room", pair_at(work));
+  return {};
+}
+
+std::string missing_of_dense(const char* kind, const Work& work, const Offers& offers) {
+  if (work.params.mask.data != nullptr) return fmt::format("{} kernels take no mask tensor", kind);
+  if (!offers.dense || work.head_dim() % 8 != 0)
+    return fmt::format("{} kernels are not compiled for head_dim {}", kind, work.head_dim());
+  const std::string missing =
+      missing_of_hopper(kind, offers.dense->shared_bytes, offers.dense->has_code, offers.limits);
+  if (!missing.empty()) return missing;
+  return offers.dense->has_maps ? std::string() : fmt::format("{} kernels need a driver for CUDA 12 or newer", kind);
+}
+
+// Takes prefill kernels if the options name them or they take less time; else why says why decode kernels serve.
+Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_ns, Choice& choice) {
+  const AttendParams& p = work.params;
+  const int multiprocessors = offers.limits.multiprocessors, stored = work.stored_head_dim();
+  const std::int64_t most_rows = work.most_rows();
+  const auto usual = [](const DeviceBasis& basis, Format format) {
+    return basis.kind == (codec::is_tq(format) ? BasisKind::hadamard : BasisKind::none);
+  };
+
+  prefill::Candidate candidates[] = {{core::kPrefillSm90, {}, decode_ns},
+                                     {core::kPrefillSm80, {}, decode_ns},
+                                     {core::kPrefillUnpacked, {}, decode_ns}};
+  auto& [sm90, sm80, unpacked] = candidates;
+  const bool has_usual_bases = usual(p.k_basis, work.k) && usual(p.v_basis, work.v);
+  if (!has_usual_bases) {
+    sm90.missing = sm80.missing = unpacked.missing = "bases other than the formats' own are for decode kernels only";
+  } else {
+    sm90.missing = missing_of_sm90(work, offers);
+    sm80.missing = missing_of_sm80(work, offers);
+  }
+  const OtherTiles others[] = {{times::sm90_times(stored, work.k), prefill::kRows, 1},
+                               {times::sm80_times(stored, work.k), offers.sm80 ? offers.sm80->rows : prefill::kRows,
+                                offers.sm80 ? std::max(offers.sm80->blocks, 1) : 1}};
+  if (most_rows >= times::kLeastPrefillRows) {  // else decode kernels have one row block a sequence and kv head
+    for (const int i : {0, 1})
+      candidates[i].ns =
+          times::prefill_ns(tiles_of(work, others[i].rows), others[i].times, multiprocessors, others[i].blocks);
+  }
+  // The kernels that serve beside unpacked keys.
+  const bool is_sm80_faster = sm80.missing.empty() && sm80.ns < sm90.ns;
+  const Tiles beside = !sm90.missing.empty() || is_sm80_faster ? Tiles::sm80 : Tiles::sm90;
+  const std::string& beside_missing = beside == Tiles::sm90 ? sm90.missing : sm80.missing;
+  RoundsChoice rounds;
+  if (unpacked.missing.empty()) unpacked.missing = beside_missing;
+  if (unpacked.missing.empty()) unpacked.missing = missing_of_dense(core::kPrefillUnpacked, work, offers);
+  if (unpacked.missing.empty()) {
+    rounds = choose_rounds(work, *offers.dense, others[beside == Tiles::sm90 ? 0 : 1],
+                           work.kernel == core::kPrefillUnpacked, multiprocessors);
+    unpacked.missing = rounds.missing;
+    if (rounds.missing.empty()) unpacked.ns = rounds.ns;
+  }
+
+  const Result<prefill::Choice> taken = prefill::choose(work.kernel, candidates, decode_ns, most_rows, work.fresh_keys);
+  if (!taken.ok()) return taken.status();
+  choice.why = taken->why;
+  if (taken->candidate < 0) return {};
+  const prefill::Candidate& candidate = candidates[taken->candidate];
+  choice.ns = candidate.ns;
+  if (&candidate == &unpacked) choice.rounds = rounds.rule;
+  choice.tiles = &candidate == &unpacked ? beside : &candidate == &sm90 ? Tiles::sm90 : Tiles::sm80;
+
+  const std::int64_t rows = choice.tiles == Tiles::sm90 ? offers.sm90->rows : offers.sm80->rows;
+  const std::int64_t row_blocks = (most_rows + rows - 1) / rows;
+  if (work.pairs() * row_blocks > (1 << 30) || most_rows > kMostRows) {
+    return {
+        Code::invalid_argument,
+        fmt::format("{} sequences of {} kv heads with up to {} rows each are more than one plan takes: plan smaller "
+                    "batches",
+                    p.batch, work.kv_heads(), most_rows)};
+  }
+  std::int64_t longest = 1;
+  for (const core::DeviceSequence& s : work.sequences) longest = std::max(longest, s.length);
+  const double bytes = static_cast<double>(longest) * p.cache.encoded_layout.block_bytes / kPageTokens;
+  choice.schedule.heads_at_once = static_cast<int>(heads_in_cache(bytes, work.pairs()));
+  choice.schedule.row_blocks = static_cast<int>(row_blocks);
+  choice.schedule.tiles = static_cast<int>(work.pairs() * row_blocks);
+  return {};
+}
+
+// Kernels for sequences that have no tokens but their queries' own, before those that choose_tiles took.
+Status choose_fresh(const Work& work, const Offers& offers, Choice& choice) {
+  const bool is_wanted = work.kernel == core::kPrefillFresh;
+  if (!work.fresh_keys) {
+    if (!is_wanted) return {};
+    return {Code::unsupported,
+            fmt::format("kernel is \"{}\", which plans with fresh_keys have; leave kernel empty", work.kernel)};
+  }
+  if (!is_wanted && !work.kernel.empty() && work.kernel != core::kPrefillKernels) return {};
+  const std::string missing = missing_of_dense(core::kPrefillFresh, work, offers);
+  if (!missing.empty()) {
+    if (is_wanted) return refuse_kernel(work, missing);
+    choice.why += "; " + missing;
+    return {};
+  }
+  std::int64_t longest = 0;  // rows
+  for (const core::DeviceSequence& s : work.sequences) {
+    if (work.any_length || s.length == s.q_len) longest = std::max(longest, work.rows_of(s));
+  }
+  if (!is_wanted && longest < kLeastFreshRows) return {};
+  const std::int64_t pairs = work.pairs(),
+                     bytes = std::max<std::int64_t>(longest / work.params.group, 1) * 4 * work.head_dim();
+  const std::int64_t row_blocks = (work.most_rows() + offers.dense->rows - 1) / offers.dense->rows;
+  // As many in each group of heads, so that all of them take as many rounds.
+  const std::int64_t most = heads_in_cache(static_cast<double>(bytes), pairs), groups = (pairs + most - 1) / most;
+  choice.first = prefill::Schedule{.row_blocks = static_cast<int>(row_blocks),
+                                   .heads_at_once = static_cast<int>((pairs + groups - 1) / groups),
+                                   .tiles = static_cast<int>(pairs * row_blocks),  // no more than those of choice.tiles
+                                   .serves = prefill::Serves::without_older};
+  return {};
+}
+
+}  // namespace
+
+bool considers_prefill(const Work& work) {
+  if (work.kernel == core::kGenericKernels || !generic_only(work).empty()) return false;
+  return work.fresh_keys || work.most_rows() >= times::kLeastPrefillRows ||
+         (!work.kernel.empty() && work.kernel != core::kDecodeKernels && work.kernel != core::kDecodeSm90);
+}
+
+Result<Choice> choose(const Work& work, const Offers& offers) {
+  Choice choice;
+  Group group = find_group(work, offers);
+  std::int64_t decode_ns =
+      times::decode_ns(row_blocks_of(work, 16), times::decode_times(work.stored_head_dim(), work.k, work.most_rows()),
+                       offers.limits.multiprocessors);
+  // The option "decode_sm90" asks for such kernels, whatever the time.
+  const bool gains = 100 * group.ns < (100 - times::kLeastGain) * decode_ns;
+  if (group.kernel >= 0 && !gains && work.kernel.empty()) group = {};
+  if (group.kernel >= 0) decode_ns = group.ns;
+  choice.ns = decode_ns;
+
+  const std::string only = generic_only(work);
+  choice.is_generic = work.kernel == core::kGenericKernels || !only.empty();
+  if (choice.is_generic) {
+    if (!work.kernel.empty() && work.kernel != core::kGenericKernels)
+      return refuse_kernel(work, fmt::format("with {} the generic kernel alone serves", only));
+    choice.why = only.empty() ? "as asked for" : only + " has no other kernel";
+    if (work.fresh_keys) {
+      return Status{
+          Code::unsupported,
+          fmt::format("fresh_keys needs prefill kernels, and the generic kernel serves ({}): leave fresh_keys "
+                      "unset, and all tokens are read from the cache",
+                      choice.why)};
+    }
+  } else if (considers_prefill(work) || !work.kernel.empty()) {
+    if (Status s = choose_tiles(work, offers, decode_ns, choice); !s.ok()) return s;
+  }
+  if (choice.tiles != Tiles::none) {
+    if (Status s = choose_fresh(work, offers, choice); !s.ok()) return s;
+    return choice;
+  }
+  if (Status s = choose_decode(work, offers, group, choice); !s.ok()) return s;
+  return choice;
+}
+
+}  // namespace kvant::cuda

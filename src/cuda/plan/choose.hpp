@@ -1,0 +1,53 @@
+// Which kernels a plan takes, from what it is asked for and what there is. No device is needed: plans and tests call the
+// same function, and tests/cuda_choices.txt records what it says of a table of work.
+//
+//   decode, decode_sm90, generic            one launch and a merge
+//   prefill_sm90, prefill_sm80              one launch over pages
+//   prefill_unpacked, then one of these     pages are unpacked first, in rounds; the other takes what is in no round
+//   prefill_fresh, then one of these two    sequences without older tokens first, found at each run
+//
+// A kind serves if the option names it, or if its estimated time (times.hpp) is the least.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "cuda/plan/offers.hpp"
+#include "cuda/plan/work.hpp"
+#include "cuda/prefill_unpacked/rounds.hpp"
+
+namespace kvant::cuda {
+
+// Prefill kernels that read pages.
+enum class Tiles { none, sm90, sm80 };
+constexpr const char* name_of(Tiles tiles) {
+  return tiles == Tiles::sm90 ? core::kPrefillSm90 : tiles == Tiles::sm80 ? core::kPrefillSm80 : "";
+}
+
+struct Choice {
+  std::string why;      // these kernels; empty: there are few rows
+  std::int64_t ns = 0;  // estimated
+  Tiles tiles = Tiles::none;
+  // Of prefill kernels:
+  prefill::Schedule schedule{};                        // of tiles
+  std::optional<prefill::unpacked::RoundRule> rounds;  // prefill_unpacked comes before
+  std::optional<prefill::Schedule> first;              // prefill_fresh comes before all
+  // Of decode kernels:
+  bool is_generic = false;
+  int decode = -1;           // the kernel, of Offers::decode; -1: prefill kernels or the generic kernel
+  int least_exact_cost = 1;  // of an exact page, in encoded ones
+
+  [[nodiscard]] const char* kernel(const Offers& offers) const {
+    if (is_generic) return core::kGenericKernels;
+    if (tiles != Tiles::none) return core::kPrefillKernels;
+    return offers.decode[static_cast<std::size_t>(decode)].by_group ? core::kDecodeSm90 : core::kDecodeKernels;
+  }
+};
+
+// Whether choose() looks at the prefill kernels of `offers`. Asking the driver about kernels loads their code, so plans
+// of few rows do not.
+bool considers_prefill(const Work& work);
+
+Result<Choice> choose(const Work& work, const Offers& offers);
+
+}  // namespace kvant::cuda

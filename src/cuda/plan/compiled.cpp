@@ -1,0 +1,134 @@
+#include "cuda/plan/compiled.hpp"
+
+#include <algorithm>
+
+#include "cuda/plan/kernels_of.hpp"
+#include "cuda/prefill_fresh/kernels.hpp"
+#include "cuda/prefill_sm80/kernels.hpp"
+#include "cuda/prefill_sm90/kernels.hpp"
+#include "cuda/runtime/built.hpp"
+#include "cuda/runtime/runtime.hpp"
+
+namespace kvant::cuda {
+namespace {
+
+using prefill::Kernel;
+
+std::span<const Kernel> sm90_kernels(int head_dim) {
+  return kernels_of(head_dim, []<int D>() { return prefill::kernels<D>(); });
+}
+std::span<const Kernel> sm80_kernels(int head_dim) {
+  return kernels_of(head_dim, []<int D>() { return prefill::sm80::kernels<D>(); });
+}
+
+const Kernel* find_kernel(std::span<const Kernel> kernels, const Work& work) {
+  const auto found = std::find_if(kernels.begin(), kernels.end(),
+                                  [&](const Kernel& one) { return one.k == work.k && one.v == work.v; });
+  return found == kernels.end() ? nullptr : &*found;
+}
+
+// Whether the device has code of a kernel for compute capability 9.0 alone. A kernel that does not fit is not loaded.
+Status find_hopper_code(const void* function, int shared_bytes, const DeviceLimits& limits, bool& has_code) {
+  has_code = false;
+  if (shared_bytes <= limits.shared_bytes) KVANT_CUDA_TRY(has_sm90_code(function, has_code));
+  return {};
+}
+
+Status find_decode(const Work& work, Compiled& found) {
+  static const DecodeKernels kAll[] = {
+#define KVANT_ENTRY(head_dim) decode_kernels<head_dim>(),
+      KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
+#undef KVANT_ENTRY
+  };
+  const auto all = std::find_if(std::begin(kAll), std::end(kAll),
+                                [&](const DecodeKernels& one) { return one.head_dim == work.stored_head_dim(); });
+  if (all == std::end(kAll)) return {};
+  found.offers.has_decode = true;
+  found.generic = &all->generic;
+  found.merge = all->merge;
+  for (const AttendKernel& one : all->attend) {
+    if (one.k != work.k || one.v != work.v) continue;
+    DecodeOffer offer{.column_tiles = one.column_tiles,
+                      .teams = one.teams,
+                      .shared_bytes = one.shared_bytes[0],
+                      .has_eight_warps = one.is_wide(),
+                      .by_group = one.by_group};
+    // Plans of few rows ask nothing of the driver.
+    if (one.by_group && (work.kernel == core::kDecodeSm90 || work.most_rows() >= times::kLeastGroupRows)) {
+      if (Status s = find_hopper_code(one.function, one.shared_bytes[0], found.offers.limits, offer.has_code); !s.ok())
+        return s;
+    }
+    found.offers.decode.push_back(offer);
+    found.decode.push_back(&one);
+  }
+  return {};
+}
+
+Status find_sm90(const Work& work, Compiled& found) {
+  for (const int d : instances().head_dims) {
+    if (!sm90_kernels(d).empty()) found.offers.sm90_head_dims.push_back(d);
+  }
+  found.sm90 = find_kernel(sm90_kernels(work.stored_head_dim()), work);
+  if (found.sm90 == nullptr) return {};
+  TileOffer offer{.rows = found.sm90->rows, .shared_bytes = found.sm90->shared_bytes};
+  if (Status s = find_hopper_code(found.sm90->function, offer.shared_bytes, found.offers.limits, offer.has_code);
+      !s.ok())
+    return s;
+  found.offers.sm90 = offer;
+  return {};
+}
+
+Status find_sm80(const Work& work, Compiled& found) {
+  const std::span<const Kernel> kernels = sm80_kernels(work.stored_head_dim());
+  const DeviceLimits& limits = found.offers.limits;
+  found.sm80 = find_kernel(kernels, work);
+  if (found.sm80 == nullptr) return {};
+  TileOffer offer{.rows = found.sm80->rows,
+                  .shared_bytes = shared_bytes_of(*found.sm80, work.params.cache.encoded_layout),
+                  .blocks = 0};
+  if (offer.shared_bytes <= limits.shared_bytes) {
+    // Kernels of several pairs are one function, which gets once what the largest of them needs: plans of other threads
+    // use it.
+    int most = 0;
+    for (const Kernel& one : kernels) {
+      for (const int bytes : {one.shared_bytes, one.shared_bytes + one.centre_bytes}) {
+        if (bytes <= limits.shared_bytes) most = std::max(most, bytes);
+      }
+    }
+    KVANT_CUDA_TRY(prepare_shared(found.sm80->function, most));
+    KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &offer.blocks, found.sm80->function, found.sm80->threads, static_cast<std::size_t>(offer.shared_bytes)));
+  }
+  found.offers.sm80 = offer;
+  return {};
+}
+
+Status find_dense(const Work& work, Compiled& found) {
+  found.dense = kernels_of(work.stored_head_dim(), []<int D>() { return prefill::fresh::kernels<D>(); });
+  if (found.dense.empty()) return {};
+  const prefill::fresh::FreshKernel& first = found.dense[0];
+  DenseOffer offer{.rows = first.rows, .keys = first.keys, .shared_bytes = first.shared_bytes, .blocks = first.blocks};
+  for (const prefill::fresh::FreshKernel& one : found.dense) {
+    bool has_code = false;
+    if (Status s = find_hopper_code(one.function, one.shared_bytes, found.offers.limits, has_code); !s.ok()) return s;
+    offer.has_code = offer.has_code && has_code;
+  }
+  if (offer.has_code) KVANT_CUDA_TRY(prefill::fresh::find_encode(found.encode));
+  offer.has_maps = found.encode != nullptr;
+  found.offers.dense = offer;
+  return {};
+}
+
+}  // namespace
+
+Result<Compiled> find_compiled(const Work& work, const DeviceLimits& limits) {
+  Compiled found{.offers = {.instances = instances(), .limits = limits}};
+  if (Status s = find_decode(work, found); !s.ok()) return s;
+  if (!considers_prefill(work)) return found;
+  for (const auto find : {find_sm90, find_sm80, find_dense}) {
+    if (Status s = find(work, found); !s.ok()) return s;
+  }
+  return found;
+}
+
+}  // namespace kvant::cuda

@@ -1,0 +1,34 @@
+// The compiled kernels that a plan may take, and what the driver says of them.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "cuda/decode/kernels.hpp"
+#include "cuda/plan/choose.hpp"
+#include "cuda/prefill/kernels.hpp"
+#include "cuda/prefill_fresh/maps.hpp"
+
+namespace kvant::cuda {
+
+// `offers` describes these kernels. Pointers are null, and lists empty, where a build or a plan has none.
+struct Compiled {
+  Offers offers;
+  std::span<const MergeKernel> merge{};  // of the stored head_dim
+  const AttendKernel* generic = nullptr;
+  std::vector<const AttendKernel*> decode{};  // as in Offers::decode
+  const prefill::Kernel* sm90 = nullptr;
+  const prefill::Kernel* sm80 = nullptr;
+  std::span<const prefill::fresh::FreshKernel> dense{};  // of both dtypes
+  prefill::fresh::Encode encode = nullptr;               // makes tensor maps
+};
+
+// On the current device, which has such limits.
+Result<Compiled> find_compiled(const Work& work, const DeviceLimits& limits);
+
+// Bytes for a block that reads a cache with such pages.
+inline int shared_bytes_of(const prefill::Kernel& kernel, const codec::PageLayout& encoded) {
+  return kernel.shared_bytes + (codec::is_centred(encoded) ? kernel.centre_bytes : 0);
+}
+
+}  // namespace kvant::cuda

@@ -1,0 +1,37 @@
+// The kernels of dense keys that this build has, and what they take.
+#pragma once
+
+#include <cuda.h>
+
+#include <span>
+
+#include "cuda/instances.hpp"
+#include "cuda/prefill_fresh/shape.hpp"
+
+namespace kvant::cuda::prefill::fresh {
+
+// The tensors of a run as the copy engine reads them: [kv_heads][tokens][head_dim], boxes of kKeys tokens of one head.
+struct Maps {
+  CUtensorMap keys, values;
+};
+
+struct FreshKernel {
+  int head_dim;
+  Dtype dtype;           // of keys, values and queries; that of f16 takes bf16 queries, too
+  const void* function;  // takes an AttendParams, a Schedule and Maps
+  int shared_bytes, threads;
+  int rows, keys;  // of a tile
+  int box_tokens;  // of a box of the copy engine
+  int blocks;      // that share a tile: a cluster of them
+};
+
+// Both dtypes of a head_dim, in a unit of its own (fresh.cu.in).
+template <int D>
+std::span<const FreshKernel> kernels();
+#define KVANT_DECLARE(head_dim) \
+  template <>                   \
+  std::span<const FreshKernel> kernels<head_dim>();
+KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
+#undef KVANT_DECLARE
+
+}  // namespace kvant::cuda::prefill::fresh
