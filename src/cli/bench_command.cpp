@@ -2,6 +2,7 @@
 #include <CLI/CLI.hpp>
 #include <cmath>
 
+#include "cli/arguments.hpp"
 #include "cli/bench_arguments.hpp"
 #include "cli/bench_device.hpp"
 #include "cli/clock.hpp"
