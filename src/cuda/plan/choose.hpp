@@ -1,5 +1,5 @@
-// Which kernels a plan takes, from what it is asked for and what there is. No device is needed: plans and tests call the
-// same function, and tests/cuda_choices.txt records what it says of a table of work.
+// The rule by which a plan takes its kernels. No device is needed: plans and tests call the same function, and
+// tests/cuda_choices.txt records its answers for a table of work.
 //
 //   decode, decode_sm90, generic            one launch and a merge
 //   prefill_sm90, prefill_sm80              one launch over pages
@@ -28,13 +28,13 @@ struct Choice {
   std::string why;      // these kernels; empty: there are few rows
   std::int64_t ns = 0;  // estimated
   Tiles tiles = Tiles::none;
-  // Of prefill kernels:
+  // For prefill kernels:
   prefill::Schedule schedule{};                        // of tiles
   std::optional<prefill::unpacked::RoundRule> rounds;  // prefill_unpacked comes before
   std::optional<prefill::Schedule> first;              // prefill_fresh comes before all
-  // Of decode kernels:
+  // For decode kernels:
   bool is_generic = false;
-  int decode = -1;           // the kernel, of Offers::decode; -1: prefill kernels or the generic kernel
+  int decode = -1;           // index in Offers::decode; -1: prefill kernels or the generic kernel serve
   int least_exact_cost = 1;  // of an exact page, in encoded ones
 
   [[nodiscard]] const char* kernel(const Offers& offers) const {

@@ -14,12 +14,12 @@ namespace kvant::cuda {
 // `offers` describes these kernels. Pointers are null, and lists empty, where a build or a plan has none.
 struct Compiled {
   Offers offers;
-  std::span<const MergeKernel> merge{};  // of the stored head_dim
+  std::span<const MergeKernel> merge{};  // for the stored head_dim
   const AttendKernel* generic = nullptr;
   std::vector<const AttendKernel*> decode{};  // as in Offers::decode
   const prefill::Kernel* sm90 = nullptr;
   const prefill::Kernel* sm80 = nullptr;
-  std::span<const prefill::fresh::FreshKernel> dense{};  // of both dtypes
+  std::span<const prefill::fresh::FreshKernel> dense{};  // both dtypes
   prefill::fresh::Encode encode = nullptr;               // makes tensor maps
 };
 

@@ -1,5 +1,5 @@
-// What a build and a device offer to a plan: kernels by their sizes, and what the driver says of them. Plans read all of
-// it from the compiled kernels (find_offers); tests make it up from the same shapes. No device is needed.
+// The kernels that a build and a device offer to a plan, by their sizes. Plans find them in the compiled kernels
+// (compiled.hpp); tests derive them from the same shapes. No device is needed.
 #pragma once
 
 #include <optional>
@@ -14,8 +14,8 @@ namespace kvant::cuda {
 // A decode kernel of the plan's formats.
 struct DecodeOffer {
   int column_tiles;
-  int teams;                     // of a block
-  int shared_bytes;              // of a block, at least
+  int teams;                     // a block's
+  int shared_bytes;              // at least so many for a block
   bool has_eight_warps = false;  // for short work
   bool by_group = false;         // a block is a warpgroup
   bool has_code = true;          // for this device
@@ -24,17 +24,17 @@ struct DecodeOffer {
 
 // The kernel of prefill_sm90 or prefill_sm80 for the plan's formats.
 struct TileOffer {
-  int rows;          // of a tile
-  int shared_bytes;  // of a block over the plan's cache
-  int blocks = 1;    // that a multiprocessor holds
+  int rows;          // a tile's
+  int shared_bytes;  // for a block that reads the plan's cache
+  int blocks = 1;    // a multiprocessor holds so many
   bool has_code = true;
 };
 
 // Kernels of dense keys: prefill_fresh, and prefill_unpacked's.
 struct DenseOffer {
-  int rows, keys;    // of a tile
-  int shared_bytes;  // of a block
-  int blocks = 1;    // that share a tile
+  int rows, keys;    // a tile's
+  int shared_bytes;  // for a block
+  int blocks = 1;    // so many share a tile
   bool has_code = true;
   bool has_maps = true;  // the driver makes tensor maps
 };
@@ -42,9 +42,9 @@ struct DenseOffer {
 struct Offers {
   const Instances& instances;
   DeviceLimits limits;
-  bool has_decode = false;  // decode kernels of the stored head_dim
+  bool has_decode = false;  // the stored head_dim has decode kernels
   std::vector<DecodeOffer> decode{};
-  std::vector<int> sm90_head_dims{};  // that prefill_sm90 has kernels for
+  std::vector<int> sm90_head_dims{};  // prefill_sm90 has kernels for these
   std::optional<TileOffer> sm90{}, sm80{};
   std::optional<DenseOffer> dense{};
 };

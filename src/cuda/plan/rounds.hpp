@@ -14,8 +14,8 @@ namespace kvant::cuda {
 // The tiles of prefill kernels that read pages, for sequences without a round.
 struct OtherTiles {
   times::TileTimes times;
-  std::int64_t rows;  // of a tile
-  int blocks;         // of a multiprocessor
+  std::int64_t rows;  // a tile's
+  int blocks;         // a multiprocessor holds so many
 };
 
 // The workspace and the launches for all sequences with at least least_rows rows of queries. `missing` says why there

@@ -1,5 +1,5 @@
-// What a plan is asked for, as data: sequences, pages, heads, and the options that choose kernels. Host only; no device
-// is needed.
+// The work that a plan is made for, as data: sequences, pages, heads, and the options that choose kernels. Host only;
+// no device is needed.
 #pragma once
 
 #include <algorithm>
@@ -22,10 +22,10 @@ struct Work {
   bool fresh_keys;
   bool any_length;  // sequences may have any length at a run, so that some may have no older tokens then
 
-  [[nodiscard]] int head_dim() const { return params.head_dim; }  // of the tensors
+  [[nodiscard]] int head_dim() const { return params.head_dim; }  // the tensors'
   [[nodiscard]] int stored_head_dim() const { return params.cache.encoded_layout.head_dim; }
   [[nodiscard]] int kv_heads() const { return params.cache.kv_heads; }
-  [[nodiscard]] std::int64_t pairs() const {  // of a sequence and a kv head
+  [[nodiscard]] std::int64_t pairs() const {  // a sequence and a kv head each
     return static_cast<std::int64_t>(sequences.size()) * kv_heads();
   }
   [[nodiscard]] std::int64_t rows_of(const core::DeviceSequence& s) const {
