@@ -37,6 +37,7 @@ Sides stored(const std::string& format, int head_dim, const std::vector<float>& 
   c.head_dim = head_dim;
   c.k = c.v = format;
   c.sink_pages = c.tail_pages = 0;
+  c.k_centre = KeyCentre::none;  // the format alone: another page gives another centre
   Cache cache = Cache::create(c).value();
   const SequenceId id = cache.add_sequence();
   const auto tokens = static_cast<std::int64_t>(x.size()) / head_dim;
