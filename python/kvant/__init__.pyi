@@ -178,21 +178,24 @@ class Pages:
     kv_heads, head_dim, k, v, threads, isa: as for Cache, but for the lut formats, which are refused.
     device: "cpu", "cuda", "cuda:1" or a torch.device: where the pool, tensors and tables are.
 
+    k_centre: "page": encoded blocks keep a mean of their keys and encode what is left, but of keys that are nearer to
+        zero: tq and fp8 keys. "none". "automatic": "page" for these keys. With page, call begin_step once a step.
     tail: newest whole blocks of a sequence that are read exactly, beside the one that is being filled; 0: none. With
         tail, call begin_step once a step, and give write and run the layer.
     tail_sequences: sequences that run at the same time, at most. Each takes tail + 2 exact copies of a block in each of
-        `layers` layers: tail_bytes in all, taken here.
+        `layers` layers, and sixteen of them tail more: tail_bytes in all, taken here.
     exact: "f32" (CPU only), "f16" or "bf16", the dtype of exact copies; None: f32 where a format is f32, else f16 where
         one is, else bf16.
 
     A block is 64 tokens of one sequence; a (block, kv head) is block_bytes contiguous bytes. A block is filled from its
     first position on; the write that stores the first position clears those that it does not store. Tokens are encoded
-    as they come; a tail keeps exact copies besides.
+    as they come; a tail keeps exact copies besides. Layers whose sequences have other block tables need Pages of their
+    own, if there are centres or a tail.
 
     Errors: InvalidArgument, Unsupported, OutOfMemory.
     """
     block_tokens: int
-    def __init__(self, *, kv_heads: int, head_dim: int, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', threads: int = 0, isa: str | None = None, tail: int = 0, tail_sequences: int = 0, layers: int = 1, exact: str | None = None):
+    def __init__(self, *, kv_heads: int, head_dim: int, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', threads: int = 0, isa: str | None = None, tail: int = 0, tail_sequences: int = 0, layers: int = 1, exact: str | None = None, k_centre: str = 'automatic'):
         ...
     def close(self) -> None:
         """Frees the exact copies now instead of when the object goes. The pages and their plans cannot be used any
@@ -206,10 +209,12 @@ class Pages:
     def handle(self) -> c_void_p:
         """The kvant_pages* of kvant.h."""
     def begin_step(self, block_table: Any, seq_lens: Any, query_start_loc: Any, stream: Any = None) -> None:
-        """With a tail: once a step, before its writes and set_tables. The whole batch, up to tail_sequences.
+        """With centres or a tail: once a step, before its writes and set_tables. The whole batch, with a tail up to
+        tail_sequences.
 
-        The tables are those of PagesPlan.set_tables. Blocks that begin in this step and are in the tail get exact
-        copies; what is written to them goes there, too. Without a tail nothing happens. Errors: InvalidArgument.
+        The tables are those of PagesPlan.set_tables; on a device they must stay as they are until the step's writes are
+        done. Writes find there the block before a block that begins. Blocks that begin in this step and are in the tail
+        get exact copies; what is written to them goes there, too. Errors: InvalidArgument.
         """
     def take_misses(self, stream: Any = None) -> int:
         """Waits for the stream. Since the last call: pages that a step was to read exactly, and that had no exact copy,
@@ -223,7 +228,7 @@ class Pages:
             a device heads of a block follow one another.
         keys, values: [tokens, kv_heads, head_dim] f32, f16 or bf16, any token and head stride.
         slot_mapping: int64 [tokens or fewer]: block * 64 + position, -1: not stored. Tokens of one block follow one
-            another, in ascending order.
+            another, in ascending order. With centres row i is row i of begin_step's query_start_loc.
         stream: a CUDA stream; None: torch's current one.
         layer: with a tail, whose pool this is.
         Errors: on the CPU NonFinite, and InvalidArgument for slots outside the pool. On a device take_non_finite tells.
