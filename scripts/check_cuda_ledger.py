@@ -72,9 +72,13 @@ def objects(folder):
     )
 
 
+def unit_name(path):
+    """Where a unit lies in src/cuda: "store/tables". Units of two folders may have one file name."""
+    return "/".join(path.parts[path.parts.index("kvant_cuda.dir") + 2 :]).removesuffix(".cu.o")
+
+
 def measured(folder):
-    logs = {f.name.removesuffix(".cu.o"): f.with_name(f.name + ".ptxas") for f in objects(folder)}
-    rows = [(unit, *row) for unit, log in logs.items() for row in parse(log)]
+    rows = [(unit_name(f), *row) for f in objects(folder) for row in parse(f.with_name(f.name + ".ptxas"))]
     names = dict(readable(sorted({name for _, name, _, _ in rows})))
     return {(unit, names[name], arch): facts for unit, name, arch, facts in rows}
 
