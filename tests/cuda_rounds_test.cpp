@@ -107,7 +107,7 @@ TEST(UnpackedRounds, AnyLengths) {
                    .tile_rows = 128,
                    .tile_keys = 112,
                    .least_rows = below(2) * 100};
-    if (below(2) > 0) rule.serves = Serves::with_older;
+    if (below(2) > 0) rule.share.serves = Serves::with_older;
     std::vector<Lengths> sequences;
     for (int i = below(12); i >= 0; --i) {
       const int length = below(3000);
@@ -141,7 +141,7 @@ TEST(UnpackedRounds, AnyLengths) {
     for (std::size_t i = 0; i < sequences.size(); ++i) {
       const Lengths& s = sequences[i];
       const bool is_wanted =
-          s.q_len > 0 && s.q_len * p.group >= rule.least_rows && (rule.serves == Serves::all || s.length > s.q_len);
+          s.q_len > 0 && s.q_len * p.group >= rule.least_rows && (rule.share.serves == Serves::all || s.length > s.q_len);
       ASSERT_TRUE(is_wanted || heads[i] == 0);
     }
   }

@@ -7,7 +7,7 @@
 #include "core/fmt.hpp"
 #include "cuda/blocks/blocks.hpp"
 #include "cuda/merge/partials.hpp"
-#include "cuda/plan/decode_plan.hpp"
+#include "cuda/plan/plan.hpp"
 #include "cuda/runtime/architectures.hpp"
 #include "cuda/runtime/built.hpp"
 #include "cuda/store/store.hpp"

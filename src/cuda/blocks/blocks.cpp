@@ -10,7 +10,7 @@
 #include "cuda/append/slots.hpp"
 #include "cuda/blocks/tables.hpp"
 #include "cuda/blocks/tail.hpp"
-#include "cuda/plan/decode_plan.hpp"
+#include "cuda/plan/plan.hpp"
 #include "cuda/read_back/read_back.hpp"
 #include "cuda/runtime/built.hpp"
 #include "cuda/runtime/runtime.hpp"
@@ -258,7 +258,7 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
   PlanTables tables_{};
   CacheView view_;
   BasisArrays k_basis_, v_basis_;
-  DecodePlan plan_{static_cast<const PlannedPages&>(*this)};
+  AttentionPlan plan_{static_cast<const PlannedPages&>(*this)};
 };
 
 class Blocks final : public core::DeviceBlocks {

@@ -261,7 +261,7 @@ Status choose_fresh(const Work& work, const Offers& offers, Choice& choice) {
   choice.first = prefill::Schedule{.row_blocks = static_cast<int>(row_blocks),
                                    .heads_at_once = static_cast<int>((pairs + groups - 1) / groups),
                                    .tiles = static_cast<int>(pairs * row_blocks),  // no more than those of choice.tiles
-                                   .serves = prefill::Serves::without_older};
+                                   .share = {prefill::Serves::without_older}};
   return {};
 }
 

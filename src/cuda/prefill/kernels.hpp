@@ -28,8 +28,20 @@ KVANT_HD constexpr bool has_one_type(Format k, Format v) {
   return k == v || (codec::is_tq(k) && codec::is_tq(v));
 }
 
-// The sequences of a launch: with fresh keys, those that have no other tokens are perhaps another launch's.
-enum class Serves : std::int8_t { all, with_older, without_older };
+// The sequences and kv heads that a launch serves. Lengths are found at each run, so a plan's launches share them by
+// this rule: each takes some of those that the launches before have left, and the last one takes the rest.
+enum class Serves : std::int8_t { all, with_older, without_older };  // tokens older than a sequence's own queries
+struct Share {
+  Serves serves = Serves::all;
+  const std::int32_t* served = nullptr;  // [batch]: so many of each entry's first kv heads belong to launches before
+  [[nodiscard]] KVANT_HD constexpr bool has(bool has_older) const {
+    return serves == Serves::all || (serves == Serves::with_older) == has_older;
+  }
+  [[nodiscard]] KVANT_HD constexpr bool has(bool has_older, int entry, int kv_head) const {
+    return has(has_older) && (served == nullptr || kv_head >= served[entry]);
+  }
+  [[nodiscard]] KVANT_HD constexpr bool is_all() const { return serves == Serves::all && served == nullptr; }
+};
 
 // Tiles in the order that blocks take them: those of heads whose keys fit the L2 cache together, and of these the
 // longest first.
@@ -37,18 +49,12 @@ struct Schedule {
   int row_blocks;     // of the sequence with the most rows
   int heads_at_once;  // pairs of a sequence and a kv head
   int tiles;          // those that do not exist included: shorter sequences have fewer
-  Serves serves = Serves::all;
-  const std::int32_t* served = nullptr;  // [batch]: so many of each entry's first kv heads have been served
+  Share share{};
   // Null: keys and values are those of pages, or fresh ones. Else the workspace has them: which tiles there are, and in
   // which order, is said by the round, and nothing above counts.
   const Round* round = nullptr;
   const Part* parts = nullptr;
 };
-// has_older: a sequence has tokens older than its queries' own.
-KVANT_HD constexpr bool is_served(const Schedule& schedule, bool has_older, int entry, int kv_head) {
-  if (schedule.serves != Serves::all && (schedule.serves == Serves::with_older) != has_older) return false;
-  return schedule.served == nullptr || kv_head >= schedule.served[entry];
-}
 
 // Bytes of a row in a tile of tokens: a tile is boxes of so many bytes of each token, one box behind the other, and the
 // 16-byte pieces of a row change places from row to row (place_by_token).

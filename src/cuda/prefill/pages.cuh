@@ -82,19 +82,19 @@ __device__ __forceinline__ bool find_tile(const AttendParams& p, const Schedule&
 
 // Whether the launch serves the tile.
 __device__ __forceinline__ bool is_served(const Schedule& schedule, const Tile& tile) {
-  return is_served(schedule, tile.length > tile.batch.q_len, tile.entry, tile.kv_head);
+  return schedule.share.has(tile.length > tile.batch.q_len, tile.entry, tile.kv_head);
 }
 // Whether there are tiles that the launch serves; every warp for itself.
 __device__ __forceinline__ bool has_work(const AttendParams& p, const Schedule& schedule) {
   if (schedule.round != nullptr) return schedule.round->tiles > 0;
-  if (schedule.serves == Serves::all && schedule.served == nullptr) return true;
+  if (schedule.share.is_all()) return true;
   for (int first = 0; first < p.batch; first += 32) {
     const int i = first + static_cast<int>(threadIdx.x) % 32;
     bool serves = false;
     if (i < p.batch) {
       const BatchEntry e = batch_entry(p, i);
       const bool has_older = p.cache.sequences[e.index].length > e.q_len;
-      serves = e.q_len > 0 && is_served(schedule, has_older, i, p.cache.kv_heads - 1);
+      serves = e.q_len > 0 && schedule.share.has(has_older, i, p.cache.kv_heads - 1);
     }
     if (__any_sync(~0u, serves)) return true;
   }

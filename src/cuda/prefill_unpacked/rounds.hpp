@@ -12,7 +12,7 @@ struct RoundRule {
   int rounds;                // that there are launches for
   int tile_rows, tile_keys;  // of the kernels of dense keys
   int least_rows;            // of queries: of a sequence and kv head
-  Serves serves = Serves::all;
+  Share share{};
 };
 
 // In the workspace of a plan.
@@ -32,7 +32,7 @@ KVANT_HD inline Need need_of(const AttendParams& p, const RoundRule& rule, const
   Need need{batch, length, 0, 0, 0};
   const int q_len = batch.q_len, rows = q_len * p.group;
   if (q_len == 0 || rows < rule.least_rows) return need;
-  if (rule.serves != Serves::all && (rule.serves == Serves::with_older) != (length > q_len)) return need;
+  if (!rule.share.has(length > q_len)) return need;
   const KeyPages keys = key_pages(p, length, q_len, rule.tile_keys);
   if (keys.count() > rule.rows / kPageTokens) return need;
   need.pages = keys.count(), need.gap = keys.gap();

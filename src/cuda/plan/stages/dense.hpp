@@ -3,9 +3,8 @@
 
 #include <string>
 
-#include "core/device.hpp"
 #include "core/fmt.hpp"
-#include "cuda/prefill_fresh/maps.hpp"
+#include "cuda/plan/stages/stage.hpp"
 
 namespace kvant::cuda {
 
@@ -19,9 +18,10 @@ inline bool lies_at_16_bytes(const core::StridedRows& q) {
   return reinterpret_cast<std::uintptr_t>(q.data) % 16 == 0 && q.token_stride % 8 == 0 && q.head_stride % 8 == 0;
 }
 
-// A run whose tensors kernels of this kind do not take: the options name the kind, or others serve.
-inline Status refuse_tensors(const char* kind, bool is_wanted, const char* missing) {
-  if (!is_wanted) return {};
+// A run whose tensors kernels of this kind do not take is left to the stages that follow, unless the options name the
+// kind.
+inline Status leave_to_others(const char* kind, bool is_named, const char* missing) {
+  if (!is_named) return {};
   return {Code::unsupported,
           fmt::format("kernel is \"{}\", and {}: copy the tensor, or leave kernel empty", kind, missing)};
 }
@@ -42,18 +42,17 @@ inline std::string describe_block(const prefill::fresh::FreshKernel& kernel) {
 }
 
 // heads: of keys and values. tiles: at most.
-inline Status launch_dense(const prefill::fresh::FreshKernel& kernel, prefill::fresh::Encode encode,
-                           const AttendParams& p, const prefill::Schedule& schedule, int tiles,
-                           const prefill::fresh::Side& keys, const prefill::fresh::Side& values, int heads,
-                           const DeviceLimits& limits, Stream stream) {
+inline Status launch_dense(const prefill::fresh::FreshKernel& kernel, prefill::fresh::Encode encode, StageRun& run,
+                           const prefill::Schedule& schedule, int tiles, const prefill::fresh::Side& keys,
+                           const prefill::fresh::Side& values, int heads) {
   prefill::fresh::Maps maps;
   for (const auto& [map, of] : {std::pair(&maps.keys, &keys), std::pair(&maps.values, &values)}) {
-    if (!encode_map(encode, kernel, *of, heads, p.head_dim, *map))
+    if (!encode_map(encode, kernel, *of, heads, run.params.head_dim, *map))
       return {Code::internal, "cuTensorMapEncodeTiled refused keys or values; set kernel to \"prefill_sm90\""};
   }
-  void* arguments[] = {const_cast<AttendParams*>(&p), const_cast<prefill::Schedule*>(&schedule), &maps};
-  Launch launch(static_cast<unsigned>(std::min(tiles, limits.multiprocessors / kernel.blocks) * kernel.blocks),
-                kernel.threads, native(stream), limits.overlaps);
+  void* arguments[] = {&run.params, const_cast<prefill::Schedule*>(&schedule), &maps};
+  const int blocks = std::min(tiles, run.limits.multiprocessors / kernel.blocks) * kernel.blocks;
+  Launch launch(static_cast<unsigned>(blocks), kernel.threads, run.native_stream(), run.limits.overlaps);
   if (kernel.blocks > 1) launch.set_cluster(kernel.blocks);
   launch.config.dynamicSmemBytes = static_cast<std::size_t>(kernel.shared_bytes);
   KVANT_CUDA_TRY(cudaLaunchKernelExC(&launch.config, kernel.function, arguments));

@@ -1,0 +1,232 @@
+#include <algorithm>
+#include <bit>
+
+#include "core/fmt.hpp"
+#include "cuda/plan/kernels_of.hpp"
+#include "cuda/plan/stages/stage.hpp"
+#include "cuda/schedule/schedule.hpp"
+
+namespace kvant::cuda {
+namespace {
+
+// Work of fewer units than this for each block is short.
+constexpr int kShortUnits = 6;
+// The bytes of pages that a block may read beyond its share, if no block then works across two rows of work.
+constexpr double kRowWorth = 32768;
+
+// Decode kernels or the generic kernel, and the merge of what their blocks leave. How the work is cut follows the
+// lengths at each run, on the device (schedule/schedule.cuh).
+class Attend final : public Stage {
+ public:
+  // Adds to planning.params how rows are cut.
+  Status prepare(Planning& planning) {
+    const Work& work = planning.work;
+    const Choice& choice = planning.choice;
+    is_generic_ = choice.is_generic;
+    name_ = is_generic_ ? core::kGenericKernels : choice.kernel(planning.compiled.offers);
+    why_ = choice.why;
+    kernel_ =
+        is_generic_ ? *planning.compiled.generic : *planning.compiled.decode[static_cast<std::size_t>(choice.decode)];
+    kernel_.k = work.k, kernel_.v = work.v;
+    AttendParams& p = planning.params;
+    p.rows = 4 * kernel_.column_tiles;
+    p.row_bits = std::countr_zero(static_cast<unsigned>(p.rows));
+    p.row_blocks = static_cast<int>((work.most_rows() + p.rows - 1) / p.rows);
+    segments_ = std::int64_t{p.batch} * p.cache.kv_heads * p.row_blocks;
+    if (Status s = count_units(planning); !s.ok()) return s;
+    if (Status s = choose_blocks(planning); !s.ok()) return s;
+    if (Status s = lay_out(planning); !s.ok()) return s;
+    line_ = make_line(p, units_);
+    const int least = std::max(1, units_ / line_.items);
+    planning.splits = std::clamp((longest_ + least - 1) / least, 1, line_.items);
+    splits_ = planning.splits;
+    return choose_merge(planning);
+  }
+
+  [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return bytes_; }
+  [[nodiscard]] std::string explain() const override;
+  Status run(StageRun& run) const override {
+    AttendParams& p = run.params;
+    p.segments = reinterpret_cast<std::int32_t*>(run.workspace);
+    p.partial_ml = reinterpret_cast<float*>(run.workspace + ml_at_);
+    p.partial_o = reinterpret_cast<float*>(run.workspace + o_at_);
+    void* arguments[] = {&p};
+    Launch attend(static_cast<unsigned>(blocks_), 32 * kernel_.warps(), run.native_stream(), run.limits.overlaps);
+    attend.config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes_);
+    KVANT_CUDA_TRY(cudaLaunchKernelExC(&attend.config, kernel_.function, arguments));
+
+    Launch merge(static_cast<unsigned>(segments_ * rows_ * cluster_), 32 * merge_.warps, run.native_stream(),
+                 run.limits.overlaps);
+    merge.config.dynamicSmemBytes = static_cast<std::size_t>(merge_.shared_bytes);
+    if (cluster_ > 1) merge.set_cluster(cluster_);
+    KVANT_CUDA_TRY(cudaLaunchKernelExC(&merge.config, merge_.function, arguments));
+    return {};
+  }
+
+ private:
+  Status count_units(const Planning& planning);
+  Status choose_blocks(const Planning& planning);
+  Status lay_out(const Planning& planning);
+  Status choose_merge(const Planning& planning);
+
+  AttendKernel kernel_{};
+  MergeKernel merge_{};
+  bool is_generic_ = false;
+  const char* name_ = "";
+  std::string why_;                // this kernel
+  std::int64_t segments_ = 0;      // rows of work: sequences, kv heads and row blocks
+  int blocks_ = 1, resident_ = 1;  // of a launch, of a multiprocessor
+  int rows_ = 1, row_blocks_ = 1, head_dim_ = 0, exact_cost_ = 1, exact_stages_ = 1;  // as in AttendParams
+  int shared_bytes_ = 0;                                                              // of each block
+  int cluster_ = 1;                                                                   // blocks that merge one row
+  int splits_ = 1;
+  int units_ = 0;    // of the line of work, at planning
+  int longest_ = 0;  // of a row of work
+  Line line_{};
+  bool overlaps_ = false;
+  std::size_t ml_at_ = 0, o_at_ = 0, bytes_ = 0;  // in the workspace
+};
+
+// The cost of the units of work, and how many units there are now.
+Status Attend::count_units(const Planning& planning) {
+  AttendParams& p = planning.params;
+  const core::DevicePlanConfig& config = planning.config;
+  // An exact page takes as long as its bytes do, and half as much again because it is not streamed ahead. All pages
+  // take the generic kernel the same time.
+  const double ratio = static_cast<double>(p.cache.exact_layout.block_bytes) / p.cache.encoded_layout.block_bytes;
+  p.exact_cost = is_generic_ ? 1 : std::max(planning.choice.least_exact_cost, static_cast<int>(1.5 * ratio + 0.5));
+  p.part_cost = kernel_.teams;
+  p.least_units = kernel_.teams;
+  // A line of work is counted in an int.
+  const std::int64_t most_units =
+      segments_ * (std::int64_t{p.cache.max_pages} + 2 * p.part_cost +
+                   std::int64_t{p.exact_cost} * (p.cache.sink_pages + p.cache.tail_pages + 2));
+  if (most_units > 0x7FFFFFFF) {
+    return {Code::invalid_argument,
+            fmt::format("{} sequences of up to {} pages and {} kv heads are more than one plan takes: plan smaller "
+                        "batches",
+                        p.batch, p.cache.max_pages, config.kv_heads)};
+  }
+  for (const core::DeviceSequence& s : config.sequences) {
+    const SequenceCost cost = sequence_cost(p, static_cast<int>(s.length), s.q_len);
+    units_ += cost.head() * config.kv_heads;
+    longest_ = std::max(longest_, cost.exact + cost.encoded);
+  }
+  return {};
+}
+
+// How many blocks, and stages for exact pages in each.
+Status Attend::choose_blocks(const Planning& planning) {
+  AttendParams& p = planning.params;
+  const DeviceLimits& limits = planning.limits;
+  // Once, to the most that any plan asks for: plans of other threads use the same function.
+  std::size_t fitting = 0;
+  while (fitting < kernel_.shared_bytes.size() && kernel_.shared_bytes[fitting] <= limits.shared_bytes) ++fitting;
+  std::array<int, 3> blocks{};  // on a multiprocessor, with 1, 2 and 4 stages
+  if (fitting > 0) {
+    KVANT_CUDA_TRY(prepare_shared(kernel_.function, kernel_.shared_bytes[fitting - 1]));
+  }
+  for (std::size_t i = 0; i < fitting; ++i) {
+    KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks[i], kernel_.function, 32 * kernel_.warps(),
+                                                                 static_cast<std::size_t>(kernel_.shared_bytes[i])));
+  }
+  if (blocks[0] < 1) {
+    return {
+        Code::unsupported,
+        fmt::format("k = {}, v = {}, head_dim {}: the kernel needs {} bytes of shared memory a block, more than this "
+                    "device has",
+                    format_info(kernel_.k).name, format_info(kernel_.v).name, p.head_dim, kernel_.shared_bytes[0])};
+  }
+  // As many stages as cost no block, or leave each with little to do: then exact pages are what takes the time.
+  std::size_t chosen = 0;
+  for (std::size_t i = 0; i < fitting; ++i) {
+    if (blocks[i] == blocks[0] || units_ < kShortUnits * limits.multiprocessors * blocks[i]) chosen = i;
+  }
+  p.exact_stages = 1 << chosen;
+  resident_ = kernel_.is_wide() ? 1 : blocks[chosen];
+  shared_bytes_ = kernel_.shared_bytes[chosen];
+  p.blocks = limits.multiprocessors * resident_;
+  // If the rows of work divide the number of blocks, no block works across two rows, which would cost it another part.
+  const auto even = static_cast<int>(p.blocks - p.blocks % segments_);
+  const double bytes = static_cast<double>(units_) * p.cache.encoded_layout.block_bytes;
+  if (even > 0 && bytes / even <= bytes / p.blocks + kRowWorth) p.blocks = even;
+  blocks_ = p.blocks, rows_ = p.rows, row_blocks_ = p.row_blocks, head_dim_ = p.head_dim;
+  exact_cost_ = p.exact_cost, exact_stages_ = p.exact_stages;
+  overlaps_ = limits.overlaps;
+  return {};
+}
+
+// Places in the workspace.
+Status Attend::lay_out(const Planning& planning) {
+  const AttendParams& p = planning.params;
+  const std::int64_t partials = p.blocks + segments_ * core::kDomains;
+  if (partials > (1 << 30) || segments_ * p.rows > (1 << 30) || p.row_blocks * p.rows > kMostRows) {
+    return {Code::invalid_argument,
+            fmt::format("{} sequences of {} kv heads with {} rows each are more than one plan takes: plan smaller "
+                        "batches",
+                        p.batch, p.cache.kv_heads, p.row_blocks * p.rows)};
+  }
+  const auto count = static_cast<std::size_t>(partials) * static_cast<std::size_t>(p.rows);
+  ml_at_ = aligned(static_cast<std::size_t>(segments_) * 4 * sizeof(std::int32_t));
+  o_at_ = ml_at_ + aligned(count * 2 * sizeof(float));
+  bytes_ = o_at_ + aligned(count * static_cast<std::size_t>(p.cache.encoded_layout.head_dim) * sizeof(float));
+  return {};
+}
+
+// How many blocks merge a row, and of how many warps.
+Status Attend::choose_merge(const Planning& planning) {
+  const DeviceLimits& limits = planning.limits;
+  // One block adds about sixteen partials of a row in a few loads; a cluster of blocks shares more. Beside a kernel of
+  // eight warps clusters are smaller: that kernel's next block finds no room on a multiprocessor with two blocks of a
+  // merge.
+  const int most = kernel_.is_wide() ? kMostCluster / 2 : kMostCluster;
+  while (limits.overlaps && cluster_ < most && line_.items / segments_ > 16 * cluster_) cluster_ *= 2;
+  for (const MergeKernel& merge : planning.compiled.merge) {
+    merge_ = merge;
+    KVANT_CUDA_TRY(prepare_shared(merge.function, merge.shared_bytes));
+    int blocks = 0;
+    KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, merge.function, 32 * merge.warps,
+                                                                 static_cast<std::size_t>(merge.shared_bytes)));
+    // Blocks of few warps where those of many would come in waves; with so many rows none has many partials.
+    if (cluster_ > 1 || segments_ * rows_ <= std::int64_t{limits.multiprocessors} * blocks) break;
+  }
+  return {};
+}
+
+std::string Attend::explain() const {
+  std::string s;
+  auto out = std::back_inserter(s);
+  fmt::format_to(out, "kernel     {} {}/{}, head_dim {}, {} query rows at once{}\n", name_, format_info(kernel_.k).name,
+                 format_info(kernel_.v).name, head_dim_, rows_,
+                 row_blocks_ > 1 ? fmt::format(" ({} row blocks, each reads the keys)", row_blocks_) : "");
+  if (!why_.empty()) fmt::format_to(out, "           {}\n", why_);
+  fmt::format_to(out, "products   keys {}, values {}\n",
+                 is_generic_               ? "decoded to f32, multiply-adds in f32"
+                 : codec::is_tq(kernel_.k) ? "u8 levels by s8 query digits, exact sums"
+                                           : "16-bit floats, f32 sums",
+                 is_generic_               ? "the same; multiply-adds, not the cache's bytes, set the time"
+                 : kernel_.by_group        ? "f16 levels by weights rounded to f16, f32 sums"
+                 : codec::is_tq(kernel_.v) ? "u8 levels by s8 weight digits, exact sums a page"
+                                           : "16-bit floats, f32 sums");
+  fmt::format_to(out, "blocks     {} ({} a multiprocessor) of {} warps, {} a page; {} bytes of shared memory each{}\n",
+                 blocks_, resident_, kernel_.warps(), kernel_.team, shared_bytes_,
+                 is_generic_ ? "" : fmt::format(", where exact pages pass by {} of 4 pieces at once", exact_stages_));
+  fmt::format_to(
+      out,
+      "items      {} of {:.1f} pages each at the planned lengths (an exact page counts {}); up to {} for one "
+      "row; cut on the device at each run\n",
+      line_.items, static_cast<double>(units_) / line_.items, exact_cost_, splits_);
+  fmt::format_to(out, "merge      one more launch, {} block{} of {} warps a row{}\n", cluster_,
+                 cluster_ == 1 ? "" : "s", merge_.warps, overlaps_ ? ", its start overlaps the end of the first" : "");
+  return s;
+}
+
+}  // namespace
+
+Result<StagePtr> make_attend(Planning& planning) {
+  auto stage = std::make_unique<Attend>();
+  if (Status s = stage->prepare(planning); !s.ok()) return s;
+  return StagePtr(std::move(stage));
+}
+
+}  // namespace kvant::cuda

@@ -1,0 +1,122 @@
+#include "core/fmt.hpp"
+#include "cuda/plan/kernels_of.hpp"
+#include "cuda/plan/stages/dense.hpp"
+#include "cuda/plan/stages/stage.hpp"
+#include "cuda/prefill_unpacked/unpack.hpp"
+
+namespace kvant::cuda {
+namespace {
+
+using prefill::fresh::FreshKernel;
+using prefill::fresh::Side;
+using prefill::unpacked::RoundRule;
+using prefill::unpacked::RoundTables;
+using prefill::unpacked::UnpackKernel;
+
+// prefill_unpacked: rounds, each of which unpacks pages into the workspace and attends to them.
+class Unpacked final : public Stage {
+ public:
+  // blocks: that unpack.
+  Unpacked(const Planning& planning, const UnpackKernel& unpack, unsigned blocks)
+      : kernels_(planning.compiled.dense),
+        unpack_(unpack),
+        encode_(planning.compiled.encode),
+        rule_(*planning.choice.rounds),
+        blocks_(blocks),
+        is_named_(planning.is_named(core::kPrefillUnpacked)),
+        why_(planning.choice.why),
+        k_(planning.work.k),
+        v_(planning.work.v),
+        head_dim_(planning.params.head_dim),
+        multiprocessors_(planning.limits.multiprocessors) {
+    const auto rounds = static_cast<std::size_t>(rule_.rounds), batch = static_cast<std::size_t>(planning.params.batch);
+    side_bytes_ = aligned(static_cast<std::size_t>(rule_.rows) * static_cast<std::size_t>(2 * head_dim_));
+    parts_at_ = aligned(rounds * sizeof(prefill::Round));
+    served_at_ = parts_at_ + aligned((rounds + batch) * sizeof(prefill::Part));
+    keys_at_ = served_at_ + aligned(batch * sizeof(std::int32_t));
+  }
+
+  [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return keys_at_ + 2 * side_bytes_; }
+  [[nodiscard]] std::string explain() const override {
+    const FreshKernel& one = kernels_[0];
+    const bool is_dense = codec::is_dense(k_);
+    return fmt::format(
+        "kernel     {} {}/{}, head_dim {}, tiles of {} query rows by {} keys: {}\n"
+        "products   {}, f32 sums; weights{} are rounded to the same type\n"
+        "rounds     {}, each of up to {} tokens of a kv head, {} MiB of the workspace: pages are unpacked once, in "
+        "their original coordinates\n"
+        "blocks     {} of {}\n"
+        "serves     sequences that have at least {} rows of queries, if these are bf16 or f16 and lie at multiples of "
+        "16 bytes, as long as rounds have room\n",
+        core::kPrefillUnpacked, format_info(k_).name, format_info(v_).name, head_dim_, one.rows, one.keys, why_,
+        is_dense ? "16-bit floats" : "f16", is_dense ? "" : ", and what codes stand for,", rule_.rounds, rule_.rows,
+        2 * side_bytes_ >> 20, multiprocessors_, describe_block(one), rule_.least_rows);
+  }
+  Status run(StageRun& run) const override {
+    AttendParams& p = run.params;
+    const char* missing = p.q.dtype == Dtype::f32  ? "q.dtype is neither bf16 nor f16"
+                          : !lies_at_16_bytes(p.q) ? "q does not lie at multiples of 16 bytes"
+                                                   : nullptr;
+    if (missing != nullptr) return leave_to_others(core::kPrefillUnpacked, is_named_, missing);
+    // Rounded to bf16, what codes stand for would lose more than tq8 does.
+    const bool is_bf16 = p.q.dtype == Dtype::bf16 && p.cache.encoded_layout.k.format == Format::bf16;
+    const FreshKernel& kernel = *dense_kernel(kernels_, is_bf16 ? Dtype::bf16 : Dtype::f16);
+    RoundRule rule = rule_;
+    rule.share = run.left;
+    const RoundTables tables{reinterpret_cast<prefill::Round*>(run.workspace),
+                             reinterpret_cast<prefill::Part*>(run.workspace + parts_at_),
+                             reinterpret_cast<std::int32_t*>(run.workspace + served_at_)};
+    KVANT_CUDA_TRY(make_rounds(p, rule, tables, run.limits.overlaps, run.native_stream()));
+    const core::FreshRows& fresh = run.fresh;
+    prefill::unpacked::UnpackTo to{.round = tables.rounds,
+                                   .parts = tables.parts,
+                                   .keys = run.workspace + keys_at_,
+                                   .values = run.workspace + keys_at_ + side_bytes_,
+                                   .is_f16 = !is_bf16,
+                                   .fresh_is_f16 = fresh.keys.data != nullptr && fresh.keys.dtype == Dtype::f16,
+                                   .tile_keys = rule.tile_keys};
+    const auto side = [&](const std::byte* rows) { return Side{rows, rule.rows, 2 * p.head_dim, 2 * p.head_dim}; };
+    for (int round = 0; round < rule.rounds; ++round, ++to.round) {
+      void* arguments[] = {&p, &to};
+      Launch unpack(blocks_, unpack_.threads, run.native_stream(), run.limits.overlaps);
+      unpack.config.dynamicSmemBytes = static_cast<std::size_t>(unpack_.shared_bytes);
+      KVANT_CUDA_TRY(cudaLaunchKernelExC(&unpack.config, unpack_.function, arguments));
+      prefill::Schedule schedule{};
+      schedule.round = to.round, schedule.parts = to.parts;
+      if (Status s = launch_dense(kernel, encode_, run, schedule, run.limits.multiprocessors, side(to.keys),
+                                  side(to.values), 1);
+          !s.ok())
+        return s;
+    }
+    run.left.served = tables.served;
+    return {};
+  }
+
+ private:
+  const std::span<const FreshKernel> kernels_;  // of both dtypes
+  const UnpackKernel unpack_;
+  const prefill::fresh::Encode encode_;
+  const RoundRule rule_;
+  const unsigned blocks_;
+  const bool is_named_;  // by the options
+  const std::string why_;
+  const Format k_, v_;
+  const int head_dim_, multiprocessors_;
+  std::size_t parts_at_, served_at_, keys_at_, side_bytes_;  // in the workspace, behind the rounds
+};
+
+}  // namespace
+
+Result<StagePtr> make_unpacked(const Planning& planning) {
+  if (Status s = prepare_dense(planning.compiled.dense); !s.ok()) return s;
+  const UnpackKernel unpack =
+      kernels_of(planning.work.stored_head_dim(), []<int D>() { return prefill::unpacked::kernel<D>(); });
+  KVANT_CUDA_TRY(prepare_shared(unpack.function, unpack.shared_bytes));
+  int blocks = 0;
+  KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, unpack.function, unpack.threads,
+                                                               static_cast<std::size_t>(unpack.shared_bytes)));
+  return StagePtr(
+      std::make_unique<Unpacked>(planning, unpack, static_cast<unsigned>(blocks * planning.limits.multiprocessors)));
+}
+
+}  // namespace kvant::cuda
