@@ -24,7 +24,7 @@ CUDA_ORDER = [
     "tile",
     "schedule",
     ("append", "mask", "merge", "prefill", "read_back"),
-    ("decode", "prefill_fresh", "prefill_sm80", "prefill_sm90", "prefill_unpacked"),
+    ("decode", "prefill_dense", "prefill_sm80", "prefill_sm90", "prefill_unpacked"),
     "store",
     "plan",
     "blocks",

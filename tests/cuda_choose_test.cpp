@@ -9,7 +9,7 @@
 #include <fstream>
 #include <sstream>
 
-#include "cuda/prefill_fresh/shape.hpp"
+#include "cuda/prefill_dense/shape.hpp"
 #include "cuda/prefill_sm80/shape.hpp"
 #include "cuda/prefill_sm90/shape.hpp"
 #include "cuda/runtime/built.hpp"
@@ -47,7 +47,7 @@ TableEntry attend_entry() {
   return {K, V, D, {.column_tiles = kTiles, .teams = 4, .shared_bytes = 0}};
 }
 template <Format K, Format V, int D, int kTiles>
-TableEntry wide_entry() {
+TableEntry eight_warps_entry() {
   return {K, V, D, {.column_tiles = kTiles, .teams = 8, .shared_bytes = 0, .has_eight_warps = true}};
 }
 template <Format K, Format V, int D, int kTiles>
@@ -72,7 +72,7 @@ void offer_tiles(const Work& work, const Device& device, Offers& offers) {
     const int room = device.limits.multiprocessor_shared_bytes / (bytes + kKiB);
     offers.sm80 = TileOffer{S::kRows, bytes, std::min(S::kBlocks, room), true};
   }
-  using S = prefill::fresh::ShapeFor<D>;
+  using S = prefill::dense::ShapeFor<D>;
   offers.dense = DenseOffer{S::kRows, S::kKeys, S::kBytes, S::kBlocks, device.is_hopper, true};
 }
 

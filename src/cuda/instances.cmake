@@ -34,15 +34,15 @@ kvant_cuda_pair(tq4/tq3 named 1,4 4)
 kvant_cuda_pair(tq4/tq2 named 1,4 4)
 kvant_cuda_pair(bf16/tq4 named 1,4 4)
 
-# kvant_cuda_wide(KEYS/VALUES HEAD_DIM TILES): besides, kernels of eight warps for short work (decode/wide.cuh), where
+# kvant_cuda_eight_warps(KEYS/VALUES HEAD_DIM TILES): besides, kernels of eight warps for short work (decode/eight_warps.cuh), where
 # they were seen to pay.
-kvant_cuda_wide(tq6/tq4 128 1)
-kvant_cuda_wide(tq4/tq4 128 1)
-kvant_cuda_wide(tq6/tq4 256 2,4)
-kvant_cuda_wide(tq4/tq4 256 2,4)
-kvant_cuda_wide(tq6/tq4 512 1,2,4)
-kvant_cuda_wide(tq4/tq4 512 1,2,4)
-kvant_cuda_wide(tq8/tq8 512 2)
+kvant_cuda_eight_warps(tq6/tq4 128 1)
+kvant_cuda_eight_warps(tq4/tq4 128 1)
+kvant_cuda_eight_warps(tq6/tq4 256 2,4)
+kvant_cuda_eight_warps(tq4/tq4 256 2,4)
+kvant_cuda_eight_warps(tq6/tq4 512 1,2,4)
+kvant_cuda_eight_warps(tq4/tq4 512 1,2,4)
+kvant_cuda_eight_warps(tq8/tq8 512 2)
 
 # kvant_cuda_group(KEYS/VALUES HEAD_DIM TILES): besides, kernels whose blocks are warpgroups, for several queries a
 # sequence on compute capability 9.0 (decode/group.cuh): 8 and 16 tiles, which are 32 and 64 rows.

@@ -59,7 +59,7 @@ kvant_cuda_write_instances(${root}/src/cuda ${FOLDER} "tq6/tq4" units)
 file(READ ${FOLDER}/attend_d256.cu attend)
 file(READ ${FOLDER}/instances.hpp header)
 foreach(text "attend_entry<Format::tq6, Format::tq4, 256, 4>()"
-        "wide_entry<Format::tq6, Format::tq4, 256, 2>()" "decode_kernels<256>()")
+        "eight_warps_entry<Format::tq6, Format::tq4, 256, 2>()" "decode_kernels<256>()")
   string(FIND "${attend}" "${text}" at)
   if(at EQUAL -1)
     message(SEND_ERROR "attend_d256.cu does not have ${text}:\n${attend}")

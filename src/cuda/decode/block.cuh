@@ -258,19 +258,19 @@ struct Attend {
   __device__ void encoded_pages(const Part& part, Slots slots, std::uint32_t& phases);
   __device__ __forceinline__ void copy_exact(std::byte* to, const std::byte* block, int half) const;
   __device__ __forceinline__ void exact_pages(const Part& part);
-  __device__ __forceinline__ void wide_exact_pages(const Part& part);  // wide.cuh
+  __device__ __forceinline__ void exact_pages_by_eight_warps(const Part& part);  // eight_warps.cuh
 
   // Each warp's maxima and sums of its rows, to where all warps see them. Every warp has ended its products.
   __device__ __forceinline__ void leave_rows();
   template <int TW>
   __device__ bool write_partial(const Part& part);
   template <int TW>
-  __device__ bool write_wide_partial(const Part& part);  // wide.cuh
+  __device__ bool write_partial_of_eight_warps(const Part& part);  // eight_warps.cuh
   __device__ __forceinline__ bool end_partial(const Part& part);
   template <int TW>
   __device__ bool partial_of(const Part& part) {
-    if constexpr (S::kWide) {
-      return write_wide_partial<TW>(part);
+    if constexpr (S::kHasEightWarps) {
+      return write_partial_of_eight_warps<TW>(part);
     } else {
       return write_partial<TW>(part);
     }

@@ -11,7 +11,7 @@
 
 namespace kvant::cuda {
 
-inline constexpr int kWarps = kAttendWarps, kWideWarps = 8;  // of a block, and of a wide kernel's (wide.cuh)
+inline constexpr int kWarps = kAttendWarps, kEightWarps = 8;  // of a block, and of the kernels in eight_warps.cuh
 // Blocks that a multiprocessor should hold, by what registers allow: 128, 168 or 255 a thread.
 constexpr int most_blocks(int column_tiles, int channels) {
   return column_tiles == 1 ? 4 : column_tiles == 2 || channels <= 64 ? 3 : 2;
@@ -19,10 +19,10 @@ constexpr int most_blocks(int column_tiles, int channels) {
 // The same for kernels of a warpgroup. With three blocks of 32 rows, one may find no room beside the previous launch's
 // merge, and comes when others have ended (docs/lab/cuda-decode.md).
 inline constexpr int kGroupBlocks = 2;
-// Threads that a wide kernel is compiled for, more than it has: so many that each gets 128, 168 or 255 registers. With
+// Threads that a kernel of eight warps is compiled for, more than it has: so many that each gets 128, 168 or 255 registers. With
 // 128 for eight rows at D = 512 it spilled little, but took 0.5 us longer; what is left finds room for a block of the
 // merge before.
-constexpr int wide_bound(int column_tiles, int warps) {
+constexpr int eight_warps_bound(int column_tiles, int warps) {
   const int threads = column_tiles == 1 ? 512 : column_tiles == 2 ? 384 : 256;
   return 32 * warps > threads ? 32 * warps : threads;
 }
@@ -99,7 +99,7 @@ struct Shape : Split<kGroup ? kWarps : team_warps(KF, VF, D, NT), D, BW> {
   static constexpr Format kKeyFormat = KF, kValueFormat = VF;
   static constexpr int kHeadDim = D, kColumnTiles = NT, kBlockWarps = BW;
   static constexpr int kThreads = 32 * BW;
-  static constexpr bool kWide = BW > kWarps, kByGroup = kGroup;
+  static constexpr bool kHasEightWarps = BW > kWarps, kByGroup = kGroup;
   static constexpr codec::PageLayout kLayout = codec::page_layout(KF, VF, D);
   static constexpr codec::PageLayout kExactLayout = codec::page_layout(Format::f16, Format::f16, D);  // or bf16
   static constexpr int kRows = 4 * NT;
@@ -150,7 +150,7 @@ struct Shape : Split<kGroup ? kWarps : team_warps(KF, VF, D, NT), D, BW> {
   static constexpr int kCentreRow = (D * codec::format_bits(codec::kCentreFormat) / 8 + 2 + 15) / 16 * 16;
   static constexpr auto plan_with = [](int centres) {
     return shared_plan({
-        .wide = kWide,
+        .eight_warps = kHasEightWarps,
         .info = static_cast<int>(sizeof(Info)),
         .encoded_queries = kEncodedQueries,
         .exact_queries = kHasExact ? kExactQueries : 0,
@@ -173,7 +173,7 @@ struct Shape : Split<kGroup ? kWarps : team_warps(KF, VF, D, NT), D, BW> {
   };
   static constexpr auto blocks_with = [](int bytes) {
     const int fit = kSharedMemory / (bytes + kSharedOfBlock),
-              most = kWide ? 1 : most_blocks(NT, Split<kTeam, D, BW>::kChannels);
+              most = kHasEightWarps ? 1 : most_blocks(NT, Split<kTeam, D, BW>::kChannels);
     return fit < most ? fit : most;
   };
   static constexpr bool kCentresPass =

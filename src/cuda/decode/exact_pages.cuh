@@ -1,4 +1,4 @@
-// The loop over the exact pages of a part; wide kernels have their own (wide.cuh).
+// The loop over the exact pages of a part; kernels of eight warps have their own (eight_warps.cuh).
 #pragma once
 
 #include "cuda/decode/block.cuh"

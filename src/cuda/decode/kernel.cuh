@@ -1,6 +1,6 @@
 // Decode attention over pages: one kernel for each (key format, value format, head_dim, column tiles).
 //
-// A block has four warps (for short work eight: wide.cuh) in teams of W; a team takes every (4 / W)-th page of the
+// A block has four warps (for short work eight: eight_warps.cuh) in teams of W; a team takes every (4 / W)-th page of the
 // block's part of a segment. Key and value codes have a stage each in shared memory: a page's values arrive while its
 // keys are multiplied, the next page's keys while its values are. The only waits of a page are for its copies and, for
 // W > 1, three barriers of the team. The teams of a block meet once, when their part is done, and write one partial.
@@ -13,6 +13,7 @@
 
 #include "cuda/decode/centres.cuh"
 #include "cuda/decode/copies.cuh"
+#include "cuda/decode/eight_warps.cuh"
 #include "cuda/decode/exact_pages.cuh"
 #include "cuda/decode/group.cuh"
 #include "cuda/decode/pages.cuh"
@@ -22,7 +23,6 @@
 #include "cuda/decode/scores.cuh"
 #include "cuda/decode/values.cuh"
 #include "cuda/decode/weights.cuh"
-#include "cuda/decode/wide.cuh"
 
 namespace kvant::cuda {
 
@@ -75,8 +75,8 @@ __device__ void Attend<S>::run() {
     const bool is_empty = part.use_begin >= part.use_end;  // no page begins in it
     if (S::kHasExact && !is_empty && part.domain == core::kExact) {
       if constexpr (S::kHasExact) {
-        if constexpr (S::kWide) {
-          wide_exact_pages(part);
+        if constexpr (S::kHasEightWarps) {
+          exact_pages_by_eight_warps(part);
         } else {
           exact_pages(part);
         }
@@ -147,7 +147,8 @@ __global__ void __launch_bounds__(32 * kWarps, kGroupBlocks)
 
 // For short work: one block a multiprocessor, bound to the registers that the kernels of four warps are bound to.
 template <Format KF, Format VF, int D, int NT, int BW>
-__global__ void __launch_bounds__(wide_bound(NT, BW), 1) wide_attend_kernel(const __grid_constant__ AttendParams p) {
+__global__ void __launch_bounds__(eight_warps_bound(NT, BW), 1)
+    eight_warps_attend_kernel(const __grid_constant__ AttendParams p) {
   extern __shared__ __align__(128) std::byte memory[];
   Attend<Shape<KF, VF, D, NT, BW>>(p, memory).run();
 }

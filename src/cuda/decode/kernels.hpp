@@ -11,7 +11,7 @@
 
 namespace kvant::cuda {
 
-inline constexpr int kAttendWarps = 4;  // of a block, but of a wide kernel's
+inline constexpr int kAttendWarps = 4;  // of a block, but of a kernel of eight warps
 
 // Attends row blocks of 4 * column_tiles rows. `function` takes an AttendParams.
 struct AttendKernel {
@@ -23,7 +23,7 @@ struct AttendKernel {
   int teams;                        // of a block
   bool by_group;                    // a block is a warpgroup: for several queries, on Hopper (decode/group.cuh)
   [[nodiscard]] constexpr int warps() const { return team * teams; }
-  [[nodiscard]] constexpr bool is_wide() const { return warps() > kAttendWarps; }  // for short work
+  [[nodiscard]] constexpr bool has_eight_warps() const { return warps() > kAttendWarps; }  // for short work
 };
 
 // Merges the partials of a row of queries and head, a block or a cluster of blocks each.

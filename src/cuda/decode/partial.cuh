@@ -1,4 +1,4 @@
-// The partial that a block leaves of a part; wide kernels add their teams' sums in their own way (wide.cuh).
+// The partial that a block leaves of a part; kernels of eight warps add their teams' sums in their own way (eight_warps.cuh).
 #pragma once
 
 #include "cuda/decode/block.cuh"

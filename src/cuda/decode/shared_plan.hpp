@@ -2,18 +2,18 @@
 // have the same memory.
 //
 //   four warps   queries | info | barriers | teams, or exact pages
-//   wide         info | barriers | queries of encoded pages | teams
+//   eight warps  info | barriers | queries of encoded pages | teams
 //                                | queries of exact pages    | exact pages
 //
 // A team has keys (codes, then the scales of both sides), values, weights and scratch. Exact pages pass half a side at
 // a time through 1, 2 or 4 stages (AttendParams::exact_stages) of each team, followed by its weights and scratch; in
-// wide kernels all four halves of a page stand side by side, once for the block, followed by those of two teams.
+// kernels of eight warps all four halves of a page stand side by side, once for the block, followed by those of two teams.
 #pragma once
 
 namespace kvant::cuda {
 
 struct SharedSizes {
-  bool wide;
+  bool eight_warps;
   int info;
   int encoded_queries, exact_queries;  // exact_queries: 0 where no page is exact
   int teams, barriers;                 // barriers: of a team
@@ -33,7 +33,7 @@ struct SharedPlan {
   int teams, exact;  // the first team's memory, and that of exact pages
   Team team;
   int exact_half, exact_rest, exact_scratch;  // a stage; what follows the stages; scratch in that, behind the weights
-  int exact_rests;                            // wide: from `exact` on
+  int exact_rests;                            // eight warps: from `exact` on
   int bytes[3];                               // of all, with 1, 2 and 4 stages
 };
 
@@ -70,15 +70,15 @@ constexpr SharedPlan shared_plan(const SharedSizes& s) {
 
   const int queries = most(s.encoded_queries, s.exact_queries);
   SharedCursor block;
-  if (!s.wide) plan.queries = block.take(queries);
+  if (!s.eight_warps) plan.queries = block.take(queries);
   plan.info = block.take(s.info);
   plan.barriers = block.take(8 * s.teams * s.barriers, 16);
   const int end = block.take(0, line);
-  if (s.wide) plan.queries = end;
-  plan.exact = s.wide ? end + queries : end;
-  plan.teams = s.wide ? end + s.encoded_queries : end;
+  if (s.eight_warps) plan.queries = end;
+  plan.exact = s.eight_warps ? end + queries : end;
+  plan.teams = s.eight_warps ? end + s.encoded_queries : end;
   for (int i = 0; i < 3; ++i) {
-    const int exact = s.wide                ? plan.exact_rests + 2 * plan.exact_rest
+    const int exact = s.eight_warps         ? plan.exact_rests + 2 * plan.exact_rest
                       : s.exact_queries > 0 ? s.exact_teams * ((1 << i) * plan.exact_half + plan.exact_rest)
                                             : 0;
     plan.bytes[i] = most(plan.teams + encoded, plan.exact + exact);

@@ -24,8 +24,8 @@ AttendKernel attend_entry() {
   return entry_of<Shape<KF, VF, D, NT, kWarps>>(&attend_kernel<KF, VF, D, NT>);
 }
 template <Format KF, Format VF, int D, int NT>
-AttendKernel wide_entry() {
-  return entry_of<Shape<KF, VF, D, NT, kWideWarps>>(&wide_attend_kernel<KF, VF, D, NT, kWideWarps>);
+AttendKernel eight_warps_entry() {
+  return entry_of<Shape<KF, VF, D, NT, kEightWarps>>(&eight_warps_attend_kernel<KF, VF, D, NT, kEightWarps>);
 }
 template <Format KF, Format VF, int D, int NT>
 AttendKernel group_entry() {

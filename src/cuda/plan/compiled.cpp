@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cuda/plan/kernels_of.hpp"
-#include "cuda/prefill_fresh/kernels.hpp"
+#include "cuda/prefill_dense/kernels.hpp"
 #include "cuda/prefill_sm80/kernels.hpp"
 #include "cuda/prefill_sm90/kernels.hpp"
 #include "cuda/runtime/built.hpp"
@@ -51,7 +51,7 @@ Status find_decode(const Work& work, Compiled& found) {
     DecodeOffer offer{.column_tiles = one.column_tiles,
                       .teams = one.teams,
                       .shared_bytes = one.shared_bytes[0],
-                      .has_eight_warps = one.is_wide(),
+                      .has_eight_warps = one.has_eight_warps(),
                       .by_group = one.by_group};
     // Plans of few rows ask nothing of the driver.
     if (one.by_group && (work.kernel == core::kDecodeSm90 || work.most_rows() >= times::kLeastGroupRows)) {
@@ -104,16 +104,16 @@ Status find_sm80(const Work& work, Compiled& found) {
 }
 
 Status find_dense(const Work& work, Compiled& found) {
-  found.dense = kernels_of(work.stored_head_dim(), []<int D>() { return prefill::fresh::kernels<D>(); });
+  found.dense = kernels_of(work.stored_head_dim(), []<int D>() { return prefill::dense::kernels<D>(); });
   if (found.dense.empty()) return {};
-  const prefill::fresh::FreshKernel& first = found.dense[0];
+  const prefill::dense::DenseKernel& first = found.dense[0];
   DenseOffer offer{.rows = first.rows, .keys = first.keys, .shared_bytes = first.shared_bytes, .blocks = first.blocks};
-  for (const prefill::fresh::FreshKernel& one : found.dense) {
+  for (const prefill::dense::DenseKernel& one : found.dense) {
     bool has_code = false;
     if (Status s = find_hopper_code(one.function, one.shared_bytes, found.offers.limits, has_code); !s.ok()) return s;
     offer.has_code = offer.has_code && has_code;
   }
-  if (offer.has_code) KVANT_CUDA_TRY(prefill::fresh::find_encode(found.encode));
+  if (offer.has_code) KVANT_CUDA_TRY(prefill::dense::find_encode(found.encode));
   offer.has_maps = found.encode != nullptr;
   found.offers.dense = offer;
   return {};

@@ -7,7 +7,7 @@
 #include "cuda/decode/kernels.hpp"
 #include "cuda/plan/choose.hpp"
 #include "cuda/prefill/kernels.hpp"
-#include "cuda/prefill_fresh/maps.hpp"
+#include "cuda/prefill_dense/maps.hpp"
 
 namespace kvant::cuda {
 
@@ -19,8 +19,8 @@ struct Compiled {
   std::vector<const AttendKernel*> decode{};  // as in Offers::decode
   const prefill::Kernel* sm90 = nullptr;
   const prefill::Kernel* sm80 = nullptr;
-  std::span<const prefill::fresh::FreshKernel> dense{};  // both dtypes
-  prefill::fresh::Encode encode = nullptr;               // makes tensor maps
+  std::span<const prefill::dense::DenseKernel> dense{};  // both dtypes
+  prefill::dense::Encode encode = nullptr;               // makes tensor maps
 };
 
 // On the current device, which has such limits.

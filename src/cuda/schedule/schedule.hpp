@@ -1,5 +1,5 @@
 // Who does what, from the lengths in device memory, so that a launch recorded in a graph follows them. docs/glossary.md
-// has the words (row block, segment, item, part, wide).
+// has the words (row block, segment, item, part).
 //
 // The work is a line of units. A segment is the visible pages of one (sequence, kv head, row block, domain), in that
 // order; an encoded page is one unit, an exact page `exact_cost`, and the first page of either domain `part_cost` more,

@@ -143,7 +143,7 @@ Status Attend::choose_blocks(const Planning& planning) {
     if (blocks[i] == blocks[0] || units_ < kShortUnits * limits.multiprocessors * blocks[i]) chosen = i;
   }
   p.exact_stages = 1 << chosen;
-  resident_ = kernel_.is_wide() ? 1 : blocks[chosen];
+  resident_ = kernel_.has_eight_warps() ? 1 : blocks[chosen];
   shared_bytes_ = kernel_.shared_bytes[chosen];
   p.blocks = limits.multiprocessors * resident_;
   // If the rows of work divide the number of blocks, no block works across two rows, which would cost it another part.
@@ -179,7 +179,7 @@ Status Attend::choose_merge(const Planning& planning) {
   // One block adds about sixteen partials of a row in a few loads; a cluster of blocks shares more. Beside a kernel of
   // eight warps clusters are smaller: that kernel's next block finds no room on a multiprocessor with two blocks of a
   // merge.
-  const int most = kernel_.is_wide() ? kMostCluster / 2 : kMostCluster;
+  const int most = kernel_.has_eight_warps() ? kMostCluster / 2 : kMostCluster;
   while (limits.overlaps && cluster_ < most && line_.items / segments_ > 16 * cluster_) cluster_ *= 2;
   for (const MergeKernel& merge : planning.compiled.merge) {
     merge_ = merge;

@@ -8,8 +8,8 @@
 
 namespace kvant::cuda {
 
-inline Status prepare_dense(std::span<const prefill::fresh::FreshKernel> kernels) {
-  for (const prefill::fresh::FreshKernel& one : kernels) KVANT_CUDA_TRY(prepare_shared(one.function, one.shared_bytes));
+inline Status prepare_dense(std::span<const prefill::dense::DenseKernel> kernels) {
+  for (const prefill::dense::DenseKernel& one : kernels) KVANT_CUDA_TRY(prepare_shared(one.function, one.shared_bytes));
   return {};
 }
 
@@ -27,25 +27,25 @@ inline Status leave_to_others(const char* kind, bool is_named, const char* missi
 }
 
 // The kernel for keys and values of this dtype; null: there is none.
-inline const prefill::fresh::FreshKernel* dense_kernel(std::span<const prefill::fresh::FreshKernel> kernels,
-                                                       Dtype dtype) {
-  for (const prefill::fresh::FreshKernel& one : kernels) {
+inline const prefill::dense::DenseKernel* kernel_of_dtype(std::span<const prefill::dense::DenseKernel> kernels,
+                                                          Dtype dtype) {
+  for (const prefill::dense::DenseKernel& one : kernels) {
     if (one.dtype == dtype) return &one;
   }
   return nullptr;
 }
 
 // A kernel's blocks, for explain().
-inline std::string describe_block(const prefill::fresh::FreshKernel& kernel) {
+inline std::string describe_block(const prefill::dense::DenseKernel& kernel) {
   return fmt::format("{} threads, {} bytes of shared memory each{}", kernel.threads, kernel.shared_bytes,
                      kernel.blocks > 1 ? fmt::format(", {} for a tile", kernel.blocks) : std::string());
 }
 
 // heads: of keys and values. tiles: at most.
-inline Status launch_dense(const prefill::fresh::FreshKernel& kernel, prefill::fresh::Encode encode, StageRun& run,
-                           const prefill::Schedule& schedule, int tiles, const prefill::fresh::Side& keys,
-                           const prefill::fresh::Side& values, int heads) {
-  prefill::fresh::Maps maps;
+inline Status launch_dense(const prefill::dense::DenseKernel& kernel, prefill::dense::Encode encode, StageRun& run,
+                           const prefill::Schedule& schedule, int tiles, const prefill::dense::Side& keys,
+                           const prefill::dense::Side& values, int heads) {
+  prefill::dense::Maps maps;
   for (const auto& [map, of] : {std::pair(&maps.keys, &keys), std::pair(&maps.values, &values)}) {
     if (!encode_map(encode, kernel, *of, heads, run.params.head_dim, *map))
       return {Code::internal, "cuTensorMapEncodeTiled refused keys or values; set kernel to \"prefill_sm90\""};

@@ -5,8 +5,8 @@
 namespace kvant::cuda {
 namespace {
 
-using prefill::fresh::FreshKernel;
-using prefill::fresh::Side;
+using prefill::dense::DenseKernel;
+using prefill::dense::Side;
 
 // prefill_fresh: sequences that have no tokens but their queries' own.
 class Fresh final : public Stage {
@@ -18,7 +18,7 @@ class Fresh final : public Stage {
         is_named_(planning.is_named(core::kPrefillFresh)) {}
 
   [[nodiscard]] std::string explain() const override {
-    const FreshKernel& one = kernels_[0];
+    const DenseKernel& one = kernels_[0];
     return fmt::format(
         "kernel     {}, tiles of {} query rows by {} keys, blocks of {}\n"
         "serves     the sequences that have no older tokens at a run, if queries are of the dtype of keys and lie at "
@@ -38,7 +38,7 @@ class Fresh final : public Stage {
       missing = "a stride of keys or values is not above zero";
     }
     if (missing != nullptr) return leave_to_others(core::kPrefillFresh, is_named_, missing);
-    const FreshKernel& kernel = *dense_kernel(kernels_, run.fresh.keys.dtype);
+    const DenseKernel& kernel = *kernel_of_dtype(kernels_, run.fresh.keys.dtype);
     if (Status s = launch_dense(kernel, encode_, run, schedule_, schedule_.tiles, keys, values, p.cache.kv_heads);
         !s.ok())
       return s;
@@ -47,9 +47,9 @@ class Fresh final : public Stage {
   }
 
  private:
-  const std::span<const FreshKernel> kernels_;  // of both dtypes
+  const std::span<const DenseKernel> kernels_;  // of both dtypes
   const prefill::Schedule schedule_;
-  const prefill::fresh::Encode encode_;
+  const prefill::dense::Encode encode_;
   const bool is_named_;  // by the options
 };
 

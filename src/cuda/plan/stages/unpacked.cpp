@@ -7,8 +7,8 @@
 namespace kvant::cuda {
 namespace {
 
-using prefill::fresh::FreshKernel;
-using prefill::fresh::Side;
+using prefill::dense::DenseKernel;
+using prefill::dense::Side;
 using prefill::unpacked::RoundRule;
 using prefill::unpacked::RoundTables;
 using prefill::unpacked::UnpackKernel;
@@ -38,7 +38,7 @@ class Unpacked final : public Stage {
 
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return keys_at_ + 2 * side_bytes_; }
   [[nodiscard]] std::string explain() const override {
-    const FreshKernel& one = kernels_[0];
+    const DenseKernel& one = kernels_[0];
     const bool is_dense = codec::is_dense(k_);
     return fmt::format(
         "kernel     {} {}/{}, head_dim {}, tiles of {} query rows by {} keys: {}\n"
@@ -60,7 +60,7 @@ class Unpacked final : public Stage {
     if (missing != nullptr) return leave_to_others(core::kPrefillUnpacked, is_named_, missing);
     // Rounded to bf16, what codes stand for would lose more than tq8 does.
     const bool is_bf16 = p.q.dtype == Dtype::bf16 && p.cache.encoded_layout.k.format == Format::bf16;
-    const FreshKernel& kernel = *dense_kernel(kernels_, is_bf16 ? Dtype::bf16 : Dtype::f16);
+    const DenseKernel& kernel = *kernel_of_dtype(kernels_, is_bf16 ? Dtype::bf16 : Dtype::f16);
     RoundRule rule = rule_;
     rule.share = run.left;
     const RoundTables tables{reinterpret_cast<prefill::Round*>(run.workspace),
@@ -93,9 +93,9 @@ class Unpacked final : public Stage {
   }
 
  private:
-  const std::span<const FreshKernel> kernels_;  // of both dtypes
+  const std::span<const DenseKernel> kernels_;  // of both dtypes
   const UnpackKernel unpack_;
-  const prefill::fresh::Encode encode_;
+  const prefill::dense::Encode encode_;
   const RoundRule rule_;
   const unsigned blocks_;
   const bool is_named_;  // by the options

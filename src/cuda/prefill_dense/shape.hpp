@@ -13,7 +13,7 @@
 
 #include "cuda/prefill/kernels.hpp"
 
-namespace kvant::cuda::prefill::fresh {
+namespace kvant::cuda::prefill::dense {
 
 // A tile as its loader tells it to a consumer.
 struct Work {
@@ -62,9 +62,9 @@ struct ShapeOf {
   static_assert(kBarriersAt % 8 == 0 && kBytes <= 227 * 1024);
 };
 
-// Beyond head_dim 256 the sums of 64 rows are too many for the registers of one warpgroup (wide.cuh).
+// Beyond head_dim 256 the sums of 64 rows are too many for the registers of one warpgroup (split_columns.cuh).
 template <int kHeadDim>
-struct WideShape {
+struct SplitColumnsShape {
   static constexpr int D = kHeadDim, kColumns = D / 2;
   static constexpr int kConsumers = 3;  // warpgroups: one for scores, one for each half of the sums' columns
   static constexpr int kBlocks = 2;
@@ -100,7 +100,7 @@ constexpr int keys_at_once(int head_dim) {
   return head_dim <= 64 ? 128 : head_dim <= 96 ? 112 : head_dim <= 128 ? 176 : head_dim <= 192 ? 112 : 80;
 }
 template <int D>
-using ShapeFor =
-    std::conditional_t<(D > 256), WideShape<D>, ShapeOf<D, D <= 96 ? 3 : 2, keys_at_once(D), D <= 64 || (D > 96)>>;
+using ShapeFor = std::conditional_t<(D > 256), SplitColumnsShape<D>,
+                                    ShapeOf<D, D <= 96 ? 3 : 2, keys_at_once(D), D <= 64 || (D > 96)>>;
 
-}  // namespace kvant::cuda::prefill::fresh
+}  // namespace kvant::cuda::prefill::dense

@@ -1,10 +1,10 @@
 // Tensor maps of a run's keys and values. Host only.
 #pragma once
 
-#include "cuda/prefill_fresh/kernels.hpp"
+#include "cuda/prefill_dense/kernels.hpp"
 #include "cuda/runtime/runtime.hpp"
 
-namespace kvant::cuda::prefill::fresh {
+namespace kvant::cuda::prefill::dense {
 
 // The driver's function that writes a map, which needs no context and allocates nothing.
 using Encode = decltype(&cuTensorMapEncodeTiled);
@@ -34,7 +34,7 @@ inline bool takes(const Side& side, int kv_heads) {
 }
 
 // False: the driver does not take it.
-inline bool encode_map(Encode encode, const FreshKernel& kernel, const Side& side, int kv_heads, int head_dim,
+inline bool encode_map(Encode encode, const DenseKernel& kernel, const Side& side, int kv_heads, int head_dim,
                        CUtensorMap& map) {
   const int row_bytes = box_row_bytes(kernel.head_dim);
   const auto stride = [](std::int64_t count, std::int64_t bytes) {  // nobody reads that of one
@@ -51,4 +51,4 @@ inline bool encode_map(Encode encode, const FreshKernel& kernel, const Side& sid
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-}  // namespace kvant::cuda::prefill::fresh
+}  // namespace kvant::cuda::prefill::dense

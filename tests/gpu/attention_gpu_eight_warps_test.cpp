@@ -1,4 +1,4 @@
-// Short work with the kernels of eight warps (src/cuda/decode/wide.cuh), and the same with those of four: which of them
+// Short work with the kernels of eight warps (src/cuda/decode/eight_warps.cuh), and the same with those of four: which of them
 // a plan has chosen is asked of explain().
 #include <gtest/gtest.h>
 
@@ -41,14 +41,14 @@ testing::AssertionResult has_warps(const GpuWorld& w, int warps, const Attention
   return testing::AssertionFailure() << text;
 }
 
-class GpuWide : public testing::TestWithParam<int> {
+class GpuEightWarps : public testing::TestWithParam<int> {
  protected:
   [[nodiscard]] static const Shape& shape() { return kShapes[static_cast<std::size_t>(GetParam())]; }
 };
 
 // No exact pages, one, and several in a block's part, of which the last has few keys; two queries, whose rows may be
 // two blocks.
-TEST_P(GpuWide, Matches) {
+TEST_P(GpuEightWarps, Matches) {
   SKIP_WITHOUT_DEVICE();
   for (const auto& [sinks, tails] : {std::pair{1, 1}, {0, 0}, {2, 0}, {0, 3}}) {
     for (const std::int64_t q_len : {1, 2}) {
@@ -67,26 +67,26 @@ TEST_P(GpuWide, Matches) {
   }
 }
 
-TEST_P(GpuWide, MasksAndTransforms) {
+TEST_P(GpuEightWarps, MasksAndTransforms) {
   SKIP_WITHOUT_DEVICE();
   const GpuWorld w(spec_of(shape(), {{700, 1}, {1, 1}, {130, 1}}));
   EXPECT_TRUE(has_warps(w, 8));
   expect_masks_and_transforms(w);
 }
 
-// More work, or more exact pages, than wide kernels are for.
-TEST_P(GpuWide, ManySequencesHaveFourWarps) {
+// More work, or more exact pages, than kernels of eight warps are for.
+TEST_P(GpuEightWarps, ManySequencesHaveFourWarps) {
   SKIP_WITHOUT_DEVICE();
   const GpuWorld w(spec_of(shape(), std::vector<Lengths>(24, {150, 1})));
   EXPECT_TRUE(has_warps(w, 4));
   EXPECT_TRUE(w.matches());
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, GpuWide, testing::Range(0, static_cast<int>(kShapes.size())),
+INSTANTIATE_TEST_SUITE_P(Shapes, GpuEightWarps, testing::Range(0, static_cast<int>(kShapes.size())),
                          [](const auto& i) { return name_of(kShapes[static_cast<std::size_t>(i.param)]); });
 
 // Several pages for each team, one after the other.
-TEST(GpuWideLong, FivePagesABlock) {
+TEST(GpuEightWarpsLong, FivePagesABlock) {
   SKIP_WITHOUT_DEVICE();
   for (const int head_dim : {256, 512}) {
     WorldSpec spec = spec_of({{"tq4", "tq4"}, head_dim, 8}, {{42000, 1}});
@@ -97,7 +97,7 @@ TEST(GpuWideLong, FivePagesABlock) {
   }
 }
 
-TEST(GpuShort, Wide) {
+TEST(GpuShort, EightWarps) {
   SKIP_WITHOUT_DEVICE();
   for (const Shape& s : kShapes) {
     const GpuWorld w(spec_of(s, {{200, 1}}));

@@ -1,11 +1,11 @@
-// The loaders of wide.cuh: one thread finds tiles, another has the copy engine bring keys and values. Each block of a
+// The loaders of split_columns.cuh: one thread finds tiles, another has the copy engine bring keys and values. Each block of a
 // cluster requests half of them, which come to both blocks: 64 rows would be too few for what the L2 cache can deliver.
 // Half a tile of keys is half of the elements of 64 tokens, half a tile of values all of 32 tokens.
 #pragma once
 
-#include "cuda/prefill_fresh/consumer.cuh"
+#include "cuda/prefill_dense/consumer.cuh"
 
-namespace kvant::cuda::prefill::fresh {
+namespace kvant::cuda::prefill::dense {
 
 // A warp is done with the stage, of which loaders of all blocks of the cluster hear.
 template <class S, class Stages>
@@ -21,12 +21,12 @@ __device__ __forceinline__ void arrive_once(std::uint32_t barrier) {
 }
 
 template <class S>
-struct WideRings {
+struct SplitColumnsRings {
   using Stages = Ring<S::kStages, true>;
   Stages keys, values;
   Ring<S::kSlots, true> weights;
   Ring<S::kWorks, true> works;
-  __device__ explicit WideRings(std::uint32_t at)
+  __device__ explicit SplitColumnsRings(std::uint32_t at)
       : keys{at, at + 8 * S::kStages},
         values{at + 16 * S::kStages, at + 24 * S::kStages},
         weights{at + 32 * S::kStages, at + 32 * S::kStages + 8 * S::kSlots},
@@ -70,7 +70,8 @@ __device__ __forceinline__ void find_tiles(const AttendParams& p, const Schedule
 }
 // One thread's work: the block's share of keys and values of these tiles. `rank`: of the block.
 template <class S>
-__device__ __forceinline__ void bring_shares(const Maps& maps, std::byte* shared, WideRings<S> rings, int rank) {
+__device__ __forceinline__ void bring_shares(const Maps& maps, std::byte* shared, SplitColumnsRings<S> rings,
+                                             int rank) {
   constexpr std::uint16_t kAll = (1 << S::kBlocks) - 1;
   const std::uint32_t to = ptx::shared_address(shared);
   while (true) {
@@ -119,4 +120,4 @@ __device__ __forceinline__ void bring_shares(const Maps& maps, std::byte* shared
   }
 }
 
-}  // namespace kvant::cuda::prefill::fresh
+}  // namespace kvant::cuda::prefill::dense

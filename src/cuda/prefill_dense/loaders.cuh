@@ -2,11 +2,11 @@
 #pragma once
 
 #include "cuda/prefill/rows.cuh"
-#include "cuda/prefill_fresh/kernels.hpp"
+#include "cuda/prefill_dense/kernels.hpp"
 #include "cuda/runtime/tensor_copies.cuh"
 #include "cuda/runtime/wgmma.cuh"
 
-namespace kvant::cuda::prefill::fresh {
+namespace kvant::cuda::prefill::dense {
 
 // Stages as loader and consumers take them in turn. `full`, `empty`: barriers of stage 0. kSleeps: who waits is woken,
 // and does not ask again and again.
@@ -219,4 +219,4 @@ __device__ __forceinline__ void bring_queries(const AttendParams& p, const Sched
   }
 }
 
-}  // namespace kvant::cuda::prefill::fresh
+}  // namespace kvant::cuda::prefill::dense

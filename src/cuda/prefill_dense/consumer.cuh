@@ -1,10 +1,10 @@
 // The consumers: products, softmax and output of a warpgroup's 64 rows.
 #pragma once
 
-#include "cuda/prefill_fresh/loaders.cuh"
+#include "cuda/prefill_dense/loaders.cuh"
 #include "cuda/tile/logits.cuh"
 
-namespace kvant::cuda::prefill::fresh {
+namespace kvant::cuda::prefill::dense {
 
 template <bool kBf16, class S>
 struct Consumer {
@@ -234,7 +234,7 @@ struct Consumer {
   }
   __device__ __forceinline__ void finish(const bool (&poisoned)[2]) const {
     const std::int64_t strides = p.out.token_stride | p.out.head_stride | p.head_dim;
-    const bool wide =
+    const bool by_16_bytes =
         p.out.dtype != Dtype::f32 && strides % 8 == 0 && (reinterpret_cast<std::uintptr_t>(p.out.data) & 15) == 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -247,7 +247,7 @@ struct Consumer {
       const std::int64_t at = token * p.out.token_stride + row.head * p.out.head_stride + column;
       const bool is_there = row_at(h) < work->rows;
       if (is_there && p.lse != nullptr && t == 0 && column == 0) p.lse[token * p.q_heads + row.head] = end.lse;
-      if (wide) {
+      if (by_16_bytes) {
         store_halves(is_there ? at : -1, h, end);
       } else if (is_there) {
         store_row(p, at + 2 * t, p.head_dim - column - 2 * t, h, end, o);
@@ -331,4 +331,4 @@ struct Consumer {
   }
 };
 
-}  // namespace kvant::cuda::prefill::fresh
+}  // namespace kvant::cuda::prefill::dense

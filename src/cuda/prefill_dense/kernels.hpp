@@ -6,16 +6,16 @@
 #include <span>
 
 #include "cuda/instances.hpp"
-#include "cuda/prefill_fresh/shape.hpp"
+#include "cuda/prefill_dense/shape.hpp"
 
-namespace kvant::cuda::prefill::fresh {
+namespace kvant::cuda::prefill::dense {
 
 // The tensors of a run as the copy engine reads them: [kv_heads][tokens][head_dim], boxes of kKeys tokens of one head.
 struct Maps {
   CUtensorMap keys, values;
 };
 
-struct FreshKernel {
+struct DenseKernel {
   int head_dim;
   Dtype dtype;           // of keys, values and queries; that of f16 takes bf16 queries, too
   const void* function;  // takes an AttendParams, a Schedule and Maps
@@ -25,13 +25,13 @@ struct FreshKernel {
   int blocks;      // that share a tile: a cluster of them
 };
 
-// Both dtypes of a head_dim, in a unit of its own (fresh.cu.in).
+// Both dtypes of a head_dim, in a unit of its own (dense.cu.in).
 template <int D>
-std::span<const FreshKernel> kernels();
+std::span<const DenseKernel> kernels();
 #define KVANT_DECLARE(head_dim) \
   template <>                   \
-  std::span<const FreshKernel> kernels<head_dim>();
+  std::span<const DenseKernel> kernels<head_dim>();
 KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
 #undef KVANT_DECLARE
 
-}  // namespace kvant::cuda::prefill::fresh
+}  // namespace kvant::cuda::prefill::dense

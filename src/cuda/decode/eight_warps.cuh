@@ -40,7 +40,7 @@ __device__ void Attend<S>::half_key_chains(const std::byte* const (&row)[2], int
 // Two teams share each page: half the channels of the first product, whose sums they exchange; half the tokens of the
 // second. Between, both have all weights. Other teams, if there are any, only wait.
 template <class S>
-__device__ __forceinline__ void Attend<S>::wide_exact_pages(const Part& part) {
+__device__ __forceinline__ void Attend<S>::exact_pages_by_eight_warps(const Part& part) {
   constexpr int TW = S::kExactTeam;
   static_assert(TW == 4 && BW >= 2 * TW && D % 64 == 0);
   const int member = warp % TW, half = warp / TW;
@@ -137,7 +137,7 @@ __device__ __forceinline__ void Attend<S>::wide_exact_pages(const Part& part) {
 // theirs to its own in registers, and writes it from there.
 template <class S>
 template <int TW>
-__device__ bool Attend<S>::write_wide_partial(const Part& part) {
+__device__ bool Attend<S>::write_partial_of_eight_warps(const Part& part) {
   using L = Split<TW, D, BW>;
   static_assert(L::kTeams > 1);
   const int team = warp / TW, member = warp % TW;

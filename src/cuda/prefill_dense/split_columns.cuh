@@ -1,5 +1,5 @@
 // The kernel of a head_dim above 256, where the sums of 64 rows take the registers of two warpgroups. Two blocks, a
-// cluster, share a tile: 64 rows each, which see the same keys and values (wide_loaders.cuh).
+// cluster, share a tile: 64 rows each, which see the same keys and values (split_columns_loaders.cuh).
 //
 // One warpgroup of a block has the queries, most of them in registers, and computes scores and weights. Two further
 // ones multiply the weights, which come by shared memory, with half of the values' columns each. Weights are handed
@@ -8,14 +8,14 @@
 // left for the time of the weights: 529 TFLOP/s instead of 624, with nothing else changed.
 #pragma once
 
-#include "cuda/prefill_fresh/wide_loaders.cuh"
+#include "cuda/prefill_dense/split_columns_loaders.cuh"
 
-namespace kvant::cuda::prefill::fresh {
+namespace kvant::cuda::prefill::dense {
 
 // The common part of both kinds of consumers.
 template <bool kBf16, class S>
-struct WideConsumer : Consumer<kBf16, S> {
-  WideRings<S> rings;
+struct SplitColumnsConsumer : Consumer<kBf16, S> {
+  SplitColumnsRings<S> rings;
 
   // Registers have no room for this, and what follows from it, over a loop.
   __device__ __forceinline__ void find_thread() {
@@ -44,7 +44,7 @@ struct WideConsumer : Consumer<kBf16, S> {
 };
 
 template <bool kBf16, class S>
-struct WideScores : WideConsumer<kBf16, S> {
+struct ScoresConsumer : SplitColumnsConsumer<kBf16, S> {
   static constexpr int kScores = S::kKeys / 2;
   static constexpr int kSteps = S::D / 16, kHeld = S::kHeldColumns / 16;  // of the products; those with held queries
 
@@ -212,7 +212,7 @@ struct WideScores : WideConsumer<kBf16, S> {
 };
 
 template <bool kBf16, class S>
-struct WideSums : WideConsumer<kBf16, S> {
+struct SumsConsumer : SplitColumnsConsumer<kBf16, S> {
   static constexpr int kColumnBoxes = S::kBoxes / 2;
 
   // The products of half of the tokens. (One instruction for all columns needs more registers than ptxas has where a
@@ -284,11 +284,12 @@ struct WideSums : WideConsumer<kBf16, S> {
 // Launched in clusters of S::kBlocks.
 template <bool kBf16, class S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    wide_kernel(const __grid_constant__ AttendParams p, const Schedule schedule, const __grid_constant__ Maps maps) {
+    split_columns_kernel(const __grid_constant__ AttendParams p, const Schedule schedule,
+                         const __grid_constant__ Maps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) std::byte shared[];
   const int role = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0), rank = ptx::cluster_rank();
-  const WideRings<S> rings(ptx::shared_address(shared + S::kBarriersAt));
+  const SplitColumnsRings<S> rings(ptx::shared_address(shared + S::kBarriersAt));
   if (threadIdx.x == 0) {
     rings.init();
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -316,7 +317,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   } else {
     if (role == 0) {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kScoresRegisters));
-      WideScores<kBf16, S> scores{{base, rings}};
+      ScoresConsumer<kBf16, S> scores{{base, rings}};
       scores.is_plain = base::is_plain(p.logits) && p.logits.scale > 0;
       scores.units[0] = scores.units[1] = 1.0f;
       while (scores.attend()) {
@@ -324,7 +325,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       meet();
     } else {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kSumsRegisters));
-      WideSums<kBf16, S> sums{{base, rings}};
+      SumsConsumer<kBf16, S> sums{{base, rings}};
       sums.column = (role - 1) * S::kColumns;
       sums.is_plain = base::is_plain(p.logits) && p.logits.scale > 0;
       sums.units[0] = sums.units[1] = 1.0f;
@@ -336,4 +337,4 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #endif
 }
 
-}  // namespace kvant::cuda::prefill::fresh
+}  // namespace kvant::cuda::prefill::dense

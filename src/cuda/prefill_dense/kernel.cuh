@@ -1,13 +1,13 @@
 // The kernel of one head_dim and dtype: see shape.hpp.
 #pragma once
 
-#include "cuda/prefill_fresh/consumer.cuh"
+#include "cuda/prefill_dense/consumer.cuh"
 
-namespace kvant::cuda::prefill::fresh {
+namespace kvant::cuda::prefill::dense {
 
 template <bool kBf16, class S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    fresh_kernel(const __grid_constant__ AttendParams p, const Schedule schedule, const __grid_constant__ Maps maps) {
+    dense_kernel(const __grid_constant__ AttendParams p, const Schedule schedule, const __grid_constant__ Maps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) std::byte shared[];
   const int role = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
@@ -58,4 +58,4 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #endif
 }
 
-}  // namespace kvant::cuda::prefill::fresh
+}  // namespace kvant::cuda::prefill::dense

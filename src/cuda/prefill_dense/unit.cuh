@@ -1,0 +1,28 @@
+// Included by the units of these kernels, one unit for each head_dim (dense.cu.in).
+#pragma once
+
+#include "cuda/prefill_dense/kernel.cuh"
+#include "cuda/prefill_dense/split_columns.cuh"
+
+namespace kvant::cuda::prefill::dense {
+
+template <bool kBf16, class S>
+DenseKernel kernel_entry() {
+  const void* function = nullptr;
+  if constexpr (S::kColumns == S::D) {
+    function = reinterpret_cast<const void*>(&dense_kernel<kBf16, S>);
+  } else {
+    function = reinterpret_cast<const void*>(&split_columns_kernel<kBf16, S>);
+  }
+  return {
+      S::D,      kBf16 ? Dtype::bf16 : Dtype::f16, function, S::kBytes, S::kThreads, S::kRows, S::kKeys, S::kBoxTokens,
+      S::kBlocks};
+}
+
+template <int D>
+std::span<const DenseKernel> kernels_of_unit() {
+  static const DenseKernel kKernels[] = {kernel_entry<true, ShapeFor<D>>(), kernel_entry<false, ShapeFor<D>>()};
+  return kKernels;
+}
+
+}  // namespace kvant::cuda::prefill::dense
