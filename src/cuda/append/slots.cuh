@@ -325,6 +325,20 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
   }
 }
 
+// The centres of a run's keys for heads [first, first + count) behind that of `job`, by one warp. (A function of its
+// own: inlined, it takes registers from the encoding.)
+template <class Shape>
+__device__ __noinline__ void find_centres_of_heads(const PageJob& job, int first, int count, const SlotCentre& centre,
+                                                   float* means) {
+  const auto job_of = [&](int i) {
+    PageJob of_head = job;
+    for (int h = 0; h < first + i; ++h) of_head.to_next_head();
+    return centre_job(of_head, centre);
+  };
+  find_centres<Shape>(job_of, count, true, means, centre_codes<Shape>(first));
+  for (int i = 0; centre.rows > 0 && i < count; ++i) clear_padding(job_of(i).page);
+}
+
 // A run of some heads, by a team. Around centres (`centred`): as many heads at once as the team finds centres.
 template <class Shape, Format kFormat, bool kCentred>
 __device__ __forceinline__ void encode_run(PageJob job, int heads, const SlotRun& run, bool centred,
@@ -342,14 +356,7 @@ __device__ __forceinline__ void encode_run(PageJob job, int heads, const SlotRun
         if (mine > 0) {
           std::byte* rows =
               rows_of_team<Shape, T, true>(params, staged_pitch(Shape::kD, staged_dtype(params, params.k)));
-          const auto job_of = [&](int i) {
-            PageJob of_head = job;
-            for (int h = 0; h < begin + i; ++h) of_head.to_next_head();
-            return centre_job(of_head, centre);
-          };
-          auto* means = reinterpret_cast<float*>(rows) + begin * Shape::kD;
-          find_centres<Shape>(job_of, mine, true, means, centre_codes<Shape>(begin));
-          for (int i = 0; centre.rows > 0 && i < mine; ++i) clear_padding(job_of(i).page);
+          find_centres_of_heads<Shape>(job, begin, mine, centre, reinterpret_cast<float*>(rows) + begin * Shape::kD);
         }
         team_barrier<Shape>();
       }
