@@ -208,13 +208,14 @@ class Pages:
     @property
     def handle(self) -> c_void_p:
         """The kvant_pages* of kvant.h."""
-    def begin_step(self, block_table: Any, seq_lens: Any, query_start_loc: Any, stream: Any = None) -> None:
+    def begin_step(self, block_table: Any, seq_lens: Any, query_start_loc: Any, stream: Any = None, max_query_len: int = 0) -> None:
         """With centres or a tail: once a step, before its writes and set_tables. The whole batch, with a tail up to
         tail_sequences.
 
         The tables are those of PagesPlan.set_tables; on a device they must stay as they are until the step's writes are
         done. Writes find there the block before a block that begins. Blocks that begin in this step and are in the tail
-        get exact copies; what is written to them goes there, too. Errors: InvalidArgument.
+        get exact copies; what is written to them goes there, too. max_query_len: the most queries of a sequence; 0: not
+        known; on a device 1 saves a launch a write. Errors: InvalidArgument.
         """
     def take_misses(self, stream: Any = None) -> int:
         """Waits for the stream. Since the last call: pages that a step was to read exactly, and that had no exact copy,

@@ -161,16 +161,20 @@ class Pages(_arguments.NotCopied):
             raise InvalidArgument("these pages were closed")
         return self._handle
 
-    def begin_step(self, block_table: Any, seq_lens: Any, query_start_loc: Any, stream: Any = None) -> None:
+    def begin_step(
+        self, block_table: Any, seq_lens: Any, query_start_loc: Any, stream: Any = None, max_query_len: int = 0
+    ) -> None:
         """With centres or a tail: once a step, before its writes and set_tables. The whole batch, with a tail up to
         tail_sequences.
 
         The tables are those of PagesPlan.set_tables; on a device they must stay as they are until the step's writes are
         done. Writes find there the block before a block that begins. Blocks that begin in this step and are in the tail
-        get exact copies; what is written to them goes there, too. Errors: InvalidArgument.
+        get exact copies; what is written to them goes there, too. max_query_len: the most queries of a sequence; 0: not
+        known; on a device 1 saves a launch a write. Errors: InvalidArgument.
         """
         where = self._place(stream)
         t, _tables = _step_tables(block_table, seq_lens, query_start_loc, where)
+        t.max_query_len = _arguments.int32("max_query_len", max_query_len)
         _c.check(_c.pages_begin_step(self.handle, byref(t), where.stream))
 
     def take_misses(self, stream: Any = None) -> int:

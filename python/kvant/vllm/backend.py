@@ -18,23 +18,25 @@ from .versions import (
     SlidingWindowSpec,
 )
 
-_dtype_of_layers: str | None = None
+_of_layers: tuple[str | None, str] = None, "page"
 
 
-def note_cache_dtype(name: str) -> None:
-    """Remembers the cache dtype of this process's layers: specs carry no name, see KvantBackend.customize_spec."""
-    global _dtype_of_layers
+def note_cache_dtype(name: str, k_centre: str = "page") -> None:
+    """Remembers the cache dtype and the centres of this process's layers: specs carry neither, see
+    KvantBackend.customize_spec."""
+    global _of_layers
     if name in dtypes.names():
-        _dtype_of_layers = name
+        _of_layers = name, k_centre
 
 
 class KvantBackend(AttentionBackend):
     """Attention over pages in kvant's formats, in vLLM's memory."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    # vLLM writes keys and values by a call of its own before attention, so that layers that share a cache can leave it
-    # out.
-    forward_includes_kv_cache_update: bool = False
+    # forward stores keys and values, too: it knows whether the pass has metadata, whose builder began the step. vLLM's
+    # call of its own has slots in warm-up runs without metadata as well, and is recorded in graphs of pieces whose
+    # attention is not, with the number of requests that the warm-up had.
+    forward_includes_kv_cache_update: bool = True
 
     @staticmethod
     def get_name() -> str:
@@ -80,14 +82,14 @@ class KvantBackend(AttentionBackend):
             raise NotImplementedError(
                 f"kvant: keys of {spec.head_size} and values of {spec.head_size_v} numbers: both must have one size"
             )
-        name = versions.cache_dtype_of_configuration()
+        name, k_centre = versions.cache_dtype_of_configuration(), versions.k_centre(versions.configuration())
         if name not in dtypes.names():
-            name = _dtype_of_layers
+            name, k_centre = _of_layers
         if name not in dtypes.names():
             raise RuntimeError(
                 "kvant: vLLM sizes pages before it has a configuration or a layer that name a cache dtype of kvant"
             )
-        return replace(spec, state_content_bytes=dtypes.token_bytes(dtypes.names()[name], spec.head_size))
+        return replace(spec, state_content_bytes=dtypes.token_bytes(dtypes.names()[name], spec.head_size, k_centre))
 
     # --- what is supported --------------------------------------------------------------------------------------------
 

@@ -58,10 +58,11 @@ def parse(name: str | None, model_dtype: torch.dtype) -> Pair:
 
 
 @lru_cache(maxsize=None)
-def token_bytes(pair: Pair, head_dim: int) -> int:
+def token_bytes(pair: Pair, head_dim: int, k_centre: str = "page") -> int:
     """Bytes that a token takes in one kv head, a 64th of a block: vLLM's state_content_bytes.
 
     Exactly so, since on a device the heads of a block follow one another. A block is a multiple of 64 bytes.
     """
-    pages = kvant.Pages(kv_heads=1, head_dim=head_dim, k=pair.k, v=pair.v, device="cpu")
+    centre = "none" if pair.is_exact() else k_centre
+    pages = kvant.Pages(kv_heads=1, head_dim=head_dim, k=pair.k, v=pair.v, device="cpu", k_centre=centre)
     return pages.block_bytes // pages.block_tokens

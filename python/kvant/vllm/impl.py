@@ -41,7 +41,6 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         for name, value in others.items():
             if value not in (None, False, -1):
                 raise NotImplementedError(f"kvant: layers with {name} = {value} are not supported")
-        note_cache_dtype(kv_cache_dtype)
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -52,13 +51,16 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         self._sink_logits: torch.Tensor | None = None
         self._config = versions.configuration()
         self.dtype = torch.get_default_dtype()  # vLLM sets it to the model's
+        k_centre = versions.k_centre(self._config)
+        note_cache_dtype(kv_cache_dtype, k_centre)
         self.pages = None  # of a layer that is not exact, see tail.py
         self.number = 0  # of the layer in them
         self.reserved: torch.Tensor | None = None
         if sinks is not None and sinks.shape[0] != num_heads:
             raise ValueError(f"kvant: {sinks.shape[0]} sinks for {num_heads} heads: there must be one each")
+        pair = dtypes.parse(kv_cache_dtype, self.dtype)
         self.layer = Layer(
-            dtypes.parse(kv_cache_dtype, self.dtype),
+            pair,
             num_heads,
             self.num_kv_heads,
             head_size,
@@ -67,6 +69,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
             float(logits_soft_cap or 0.0),
             None if alibi_slopes is None else tuple(map(float, alibi_slopes)),
             self._has_fresh_keys(),
+            "none" if pair.is_exact() else k_centre,
         )
 
     def _has_fresh_keys(self) -> bool:
@@ -87,9 +90,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         """Encodes the keys and values of this step. slot_mapping: block * 64 + place, below 0: of no request; it may be
-        shorter than padded keys."""
-        if kv_cache.numel() == 0:  # memory is being measured: there is no cache yet
-            return
+        shorter than padded keys. The step has begun: its metadata is built."""
         tokens = slot_mapping.shape[0]
         pages = self.pages or self.layer.pages(kv_cache.device)
         pages.write(pool(kv_cache), key[:tokens], value[:tokens], slot_mapping, layer=self.number)
@@ -107,6 +108,18 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
             of_host = self.layer.own_pages("cpu", capacity, tail, 1, self.dtype)  # memory that is never touched
             self.reserved = torch.empty(of_host.tail_bytes, dtype=torch.uint8, device=device)
 
+    def _store(self, layer, key, value, kv_cache) -> None:
+        if self.kv_sharing_target_layer_name is not None:
+            return
+        if key is None or value is None:
+            raise NotImplementedError(
+                "kvant: this layer of the model stores keys and values itself, which forward is not given; kvant's "
+                "pages are written by kvant alone: choose another backend for this model"
+            )
+        slots = versions.slots(layer.layer_name)
+        if slots is not None:
+            self.do_kv_cache_update(layer, key, value, kv_cache, slots)
+
     def forward(
         self,
         layer,
@@ -121,20 +134,17 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
     ) -> torch.Tensor:
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("kvant: outputs quantized by the attention kernel are not supported")
-        if attn_metadata is None:  # memory is being measured
+        if attn_metadata is None:  # memory is being measured, or vLLM warms up: slots are of no request
             self._reserve(query.device)
             return output.fill_(0)
         if self.sinks is not None and self._sink_logits is None:
             self.process_weights_after_loading(query.dtype)
+        runs = attn_metadata.runs(self.layer)
+        self._store(layer, key, value, kv_cache)
         cache = pool(kv_cache)
-        for plan, rows in attn_metadata.runs(self.layer):  # its tables say where its rows begin
+        for plan, rows in runs:  # its tables say where its rows begin
             own = {}
             if plan.fresh:
-                if key is None or value is None:
-                    raise NotImplementedError(
-                        "kvant: this layer stores keys and values that forward is not given: start vLLM with "
-                        "--additional-config '{\"kvant\": {\"fresh_keys\": false}}'"
-                    )
                 own = {"keys": key[:rows], "values": value[:rows]}
             plan.run(
                 cache, query[:rows], out=output[:rows], sink_logits=self._sink_logits, layer=self.number, **own

@@ -103,10 +103,11 @@ class Layer(NamedTuple):
     softcap: float = 0.0
     alibi_slopes: tuple[float, ...] | None = None
     fresh: bool = False  # prompts attend to their own keys and values as these are given
+    k_centre: str = "page"
 
     def pages(self, device: torch.device):
         """Without a tail, for plans and for exact layers: writes of others need to know their tables (tail.py)."""
-        return _pages(self.pair, self.kv_heads, self.head_dim, device_name(device))
+        return _pages(self.pair, self.kv_heads, self.head_dim, device_name(device), self.k_centre)
 
     def tail(self, vllm_config) -> int:
         """Newest whole blocks of a request that are read exactly."""
@@ -125,6 +126,7 @@ class Layer(NamedTuple):
             tail=tail,
             tail_sequences=capacity.requests if tail > 0 else 0,
             layers=layers,
+            k_centre=self.k_centre,
             exact=NAMES[dtype] if device == "cpu" or dtype != torch.float32 else None,
         )
 
@@ -185,8 +187,10 @@ def _say_once(what: str) -> None:
 
 
 @lru_cache(maxsize=None)
-def _pages(pair: Pair, kv_heads: int, head_dim: int, device: str):
-    return kvant.Pages(kv_heads=kv_heads, head_dim=head_dim, k=pair.k, v=pair.v, device=device)
+def _pages(pair: Pair, kv_heads: int, head_dim: int, device: str, k_centre: str):
+    return kvant.Pages(
+        kv_heads=kv_heads, head_dim=head_dim, k=pair.k, v=pair.v, device=device, k_centre=k_centre
+    )
 
 
 def device_name(device: torch.device) -> str:

@@ -47,6 +47,7 @@ class KvantMetadata(AttentionMetadata):
     block_table: torch.Tensor | None = None
     seq_lens: torch.Tensor | None = None
     query_start_loc: torch.Tensor | None = None
+    max_query_len: int = 0
 
     def runs(self, layer: Layer):
         """(plan, rows) of each part, for one layer."""
@@ -106,6 +107,11 @@ class KvantMetadataBuilder(AttentionMetadataBuilder[KvantMetadata]):
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width: int | None = None):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if versions.has_microbatches(vllm_config):
+            raise NotImplementedError(
+                "kvant: batches that are cut in two and run side by side are not supported, since pages follow the "
+                "tables of one batch: leave out --enable-dbo and --ubatch-size"
+            )
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         if kv_cache_spec.block_size != BLOCK_TOKENS:
             raise NotImplementedError(
@@ -141,6 +147,7 @@ class KvantMetadataBuilder(AttentionMetadataBuilder[KvantMetadata]):
             block_table=common.block_table_tensor[:, : self.capacity.blocks],
             seq_lens=common.seq_lens[: common.num_reqs],
             query_start_loc=common.query_start_loc,
+            max_query_len=common.max_query_len,
         )
         self._set_tables(metadata)
         return metadata
@@ -156,8 +163,10 @@ class KvantMetadataBuilder(AttentionMetadataBuilder[KvantMetadata]):
 
     def _set_tables(self, metadata: KvantMetadata) -> None:
         table, lengths, begins = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
-        for pages in self.own_pages:
-            pages.begin_step(table[: len(lengths)], lengths, begins[: len(lengths) + 1])
+        for pages in self.own_pages:  # a graph that holds writes reads these tensors again: vLLM keeps their memory
+            pages.begin_step(
+                table[: len(lengths)], lengths, begins[: len(lengths) + 1], max_query_len=metadata.max_query_len
+            )
         for plans in self.plans.values():
             for part in metadata.parts:
                 here = slice(part.first, part.end)

@@ -45,4 +45,6 @@ def give_pages(vllm_config, layer_names: list[str], device: torch.device, capaci
         if impl.kv_sharing_target_layer_name is not None:
             (target,) = versions.layers(vllm_config, [impl.kv_sharing_target_layer_name])
             impl.pages, impl.number = target.impl.pages, target.impl.number
-    return list({id(impl.pages): impl.pages for impl in impls if impl.pages is not None}.values())
+    # Layers that share a cache may come with other queries than the step has: its steps are the target's.
+    own = [impl.pages for impl in impls if impl.pages is not None and impl.kv_sharing_target_layer_name is None]
+    return list({id(pages): pages for pages in own}.values())

@@ -121,13 +121,32 @@ def cache_dtype_of_configuration() -> str | None:
     return None if config is None or config.cache_config is None else config.cache_config.cache_dtype
 
 
+def slots(layer_name: str):
+    """Where the forward pass stores the tokens of a layer; None: nowhere."""
+    from vllm.forward_context import get_forward_context
+
+    return get_forward_context().slot_mapping.get(layer_name)
+
+
+OPTIONS = ("tail", "fresh_keys", "k_centre")
+
+
 def _options(vllm_config) -> dict:
     """--additional-config '{"kvant": {...}}'."""
     options = dict((getattr(vllm_config, "additional_config", None) or {}).get("kvant") or {})
-    unknown = sorted(set(options) - {"tail", "fresh_keys"})
+    unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
-        raise ValueError(f'kvant: --additional-config has kvant options {unknown}: there are "tail" and "fresh_keys"')
+        raise ValueError(f"kvant: --additional-config has kvant options {unknown}: there are {', '.join(OPTIONS)}")
     return options
+
+
+def k_centre(vllm_config) -> str:
+    """--additional-config '{"kvant": {"k_centre": "none"}}': whether pages keep a mean of their keys. "page" by
+    default."""
+    centre = _options(vllm_config).get("k_centre", "page") if vllm_config is not None else "page"
+    if centre not in ("page", "none"):
+        raise ValueError(f'kvant: --additional-config has k_centre = {centre!r}: must be "page" or "none"')
+    return centre
 
 
 def tail(vllm_config) -> int:
@@ -148,6 +167,11 @@ def fresh_keys(vllm_config) -> bool:
     if not isinstance(fresh, bool):
         raise ValueError(f"kvant: --additional-config has fresh_keys = {fresh!r}: must be true or false")
     return fresh
+
+
+def has_microbatches(vllm_config) -> bool:
+    """Whether batches are cut in two that run side by side, each with metadata of its own."""
+    return vllm_config.parallel_config.use_ubatching
 
 
 def moves_blocks(vllm_config) -> bool:

@@ -54,7 +54,18 @@ class Pages:
     tail_bytes = 0
 
     def __init__(
-        self, *, kv_heads, head_dim, k="tq6", v="tq4", device="cpu", tail=0, tail_sequences=0, layers=1, exact=None
+        self,
+        *,
+        kv_heads,
+        head_dim,
+        k="tq6",
+        v="tq4",
+        device="cpu",
+        tail=0,
+        tail_sequences=0,
+        layers=1,
+        exact=None,
+        k_centre="automatic",
     ):
         assert device == "cpu"
         self.tail, self.tail_sequences, self.layers = tail, tail_sequences, layers
@@ -67,8 +78,9 @@ class Pages:
         data = pool[block, head, : self.block_bytes].view(torch.float64)
         return data.view(2, self.block_tokens, self.head_dim)
 
-    def begin_step(self, block_table, seq_lens, query_start_loc, stream=None):
+    def begin_step(self, block_table, seq_lens, query_start_loc, stream=None, max_query_len=0):
         """Blocks that begin are to be written by every layer, before anybody attends."""
+        assert max_query_len >= int((query_start_loc[1:] - query_start_loc[:-1]).max())
         assert self.tail == 0 or seq_lens.shape[0] <= self.tail_sequences
         self.begun = set()
         for i, length in enumerate(seq_lens.tolist()):

@@ -54,6 +54,7 @@ class Engine:
         skip_layers=(),
         tail=None,
         fresh=None,
+        k_centre=None,
     ):
         if dtype is None:
             dtype = torch.float32 if ON_CPU else torch.bfloat16  # kernels of devices have no exact float32 pages
@@ -70,7 +71,7 @@ class Engine:
             skip_layers=skip_layers,
         )
         self.config.cache_config.num_gpu_blocks_override = blocks
-        options = {"tail": tail, "fresh_keys": fresh}
+        options = {"tail": tail, "fresh_keys": fresh, "k_centre": k_centre}
         self.config.additional_config = {"kvant": {name: x for name, x in options.items() if x is not None}}
         self.layers = []
         torch.manual_seed(5)
@@ -112,6 +113,7 @@ class Engine:
         self.free = list(range(1, self.cache.num_blocks))
         random.Random(3).shuffle(self.free)
         self.worst = 0.0
+        self.kept = {}  # tensors by name
 
     def all_groups(self):
         return [group for groups in self.attn_groups for group in groups]
@@ -151,6 +153,23 @@ class Engine:
         made = [_numbers(r.salts[p], layer, which, heads, self.layers[layer].head_dim)[p] for p in positions]
         return torch.from_numpy(np.stack(made)).to(DEVICE, self.dtype)
 
+    def dummy_step(self, counts, length, capture):
+        """A step of vLLM's that only warms up or is recorded: blocks of nobody, and slots of no request."""
+        padded, rows = len(counts), sum(counts)
+        begins = np.cumsum([0, *counts]).astype(np.int32)
+        lengths = torch.full((padded,), max(length, *counts), dtype=torch.int32)
+        slots = torch.full((len(self.groups), rows), -1, dtype=torch.int64)
+        tables = [torch.zeros(padded, self.columns(group), dtype=torch.int32) for group in range(len(self.groups))]
+        made, by_layer = self.build(begins, max(counts), lengths, tables, slots, for_cudagraph_capture=capture)
+        inputs = []
+        for layer in self.layers:
+            sizes = (heads * layer.head_dim for heads in (*layer.heads, layer.heads[1]))
+            inputs.append([torch.ones(rows, n, dtype=self.dtype, device=DEVICE) for n in sizes])
+        self.forward(made, by_layer, inputs)
+
+    def columns(self, group):
+        return self.builder(group).capacity.blocks * 64 // self.block_size(group)
+
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def metadata(self, batch, pad_to=None):
@@ -182,8 +201,7 @@ class Engine:
         tables, slots = [], torch.full((len(self.groups), rows), -1, dtype=torch.int64)
         for group in range(len(self.groups)):
             size = self.block_size(group)  # of the cache manager; vLLM makes tables of kernel blocks from these
-            width = self.builder(group).capacity.blocks * 64 // size
-            table = torch.full((padded, width), 7, dtype=torch.int32)  # ids beyond a length are arbitrary
+            table = torch.full((padded, self.columns(group)), 7, dtype=torch.int32)  # ids beyond a length are arbitrary
             for i, (r, new) in enumerate(batch):
                 ids = torch.tensor(r.blocks[group], dtype=torch.int32)
                 table[i, : len(ids)] = ids
@@ -191,23 +209,38 @@ class Engine:
                     p = r.length + j
                     slots[group, begins[i] + j] = int(ids[p // size]) * size + p % size
             tables.append(table)
+        made, by_layer = self.build(begins, max(new for _, new in batch), lengths, tables, slots)
+        return made, by_layer, rows
+
+    def build(self, begins, most, lengths, tables, slots, **options):
+        """The metadata. Tables lie where those of other steps lay: graphs that were recorded read them there."""
+        host = torch.from_numpy(begins)
+        begins, longest, rows = self.keep("begins", host), int(lengths.max()), slots.shape[1]
+        lengths = self.keep("lengths", lengths)
+        tables = [self.keep(f"table {group}", table) for group, table in enumerate(tables)]
+        slots = [self.keep(f"slots {group}", x) for group, x in enumerate(slots)]
         made = self.vllm.build_attn_metadata(
             self.attn_groups,
-            padded,
+            len(lengths),
             rows,
-            torch.from_numpy(begins).to(DEVICE),
-            torch.from_numpy(begins.copy()),
-            max(new for _, new in batch),
-            lengths.to(DEVICE),
-            int(lengths.max()),
-            [table.to(DEVICE) for table in tables],
-            slots.to(DEVICE),
+            begins,
+            host,
+            most,
+            lengths,
+            longest,
+            tables,
+            slots,
             self.cache,
-            is_prefilling=torch.zeros(padded, dtype=torch.bool),
+            is_prefilling=torch.zeros(len(lengths), dtype=torch.bool),
+            **options,
         )
-        slots = slots.to(DEVICE)
-        by_layer = {name: slots[g] for g, group in enumerate(self.groups) for name in group.layer_names}
-        return made, by_layer, rows
+        return made, {name: slots[g] for g, group in enumerate(self.groups) for name in group.layer_names}
+
+    def keep(self, name, x):
+        if name not in self.kept:
+            self.kept[name] = torch.zeros(4096, *x.shape[1:], dtype=x.dtype, device=DEVICE)
+        self.kept[name][: len(x)].copy_(x)
+        return self.kept[name][: len(x)]
 
     def step(self, batch, pad_to=None, tolerance=2e-5, keep_order=False):
         """Runs all layers over the batch and checks every row. [(request, new tokens)], brought into vLLM's order."""

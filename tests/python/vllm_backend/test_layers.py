@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .engine import ON_CPU, Engine
+from .engine import DEVICE, ON_CPU, Engine
 
 SLOPES = [0.5, 0.25, 0.125, 0.0625]
 
@@ -258,21 +258,22 @@ def test_no_kernels_for_fresh_keys(vllm, dense_pages, monkeypatch, caplog):
 
 
 def test_keys_that_are_not_given(vllm, pages, torch):
-    """An operator of a model that stores keys itself gives none to forward: prompts with fresh keys are refused."""
+    """An operator of a model that stores keys itself gives none to forward: nothing would be stored."""
     e = Engine(vllm, cache_dtype=pages)
     made, _, _ = e.metadata([(e.request(1), 9)])
     (metadata,) = made.values()
     impl, cache = e.layers[0].made.impl, e.layers[0].made.kv_cache
     q = torch.zeros(9, 4, 64, dtype=e.dtype, device=cache.device)
-    with pytest.raises(NotImplementedError, match="fresh_keys"):
-        impl.forward(None, q, None, None, cache, metadata, torch.zeros_like(q))
+    with pytest.raises(NotImplementedError, match="choose another backend"):
+        impl.forward(e.layers[0].made, q, None, None, cache, metadata, torch.zeros_like(q))
 
 
 def test_which_layers_have_a_tail(vllm):
     from kvant.vllm import versions
 
     e = Engine(vllm, [{"window": 100}, {}, {"window": 1023}], cache_dtype="kvant_tq4", skip_layers=["1"])
-    assert [layer.made.impl.pages for layer in e.layers] == [None, None, None]  # short windows, and an exact layer
+    assert e.layers[1].made.impl.pages is None  # an exact layer
+    assert [e.layers[i].made.impl.pages.tail for i in (0, 2)] == [0, 0]  # short windows
     for wrong in ({"kvant": {"tail": -1}}, {"kvant": {"tail": "1"}}, {"kvant": {"tails": 1}}):
         e.config.additional_config = wrong
         with pytest.raises(ValueError, match="tail"):
@@ -367,14 +368,67 @@ def test_shared_caches(vllm, pages, torch):
 
 
 def test_while_memory_is_measured(vllm, dense_pages, torch):
-    """Without metadata outputs are zeros; without a cache nothing is written."""
+    """Without metadata outputs are zeros, and nothing is written."""
     e = Engine(vllm)
     layer = e.layers[0].made
     layer.kv_cache = torch.tensor([])
-    slots = {"model.layers.0.attn": torch.tensor([5], dtype=torch.int64)}
-    with vllm.set_forward_context(None, e.config, slot_mapping=slots):
+    with vllm.set_forward_context(None, e.config, slot_mapping={}):
         out = layer(torch.randn(1, 256), torch.randn(1, 128), torch.randn(1, 128))
     assert torch.equal(out, torch.zeros_like(out))
+
+
+def stored(e, torch):
+    return [layer.made.kv_cache.view(torch.uint8).clone() for layer in e.layers]
+
+
+def warm_up(e, torch, tokens):
+    """A run of vLLM that only warms up: no metadata, and slots of no request. V1 makes such runs before the first step,
+    for each size that it compiles or records pieces for, and for ranks without requests."""
+    vllm, slots = e.vllm, torch.full((tokens,), -1, dtype=torch.int64, device=DEVICE)
+    by_layer = {name: slots for group in e.groups for name in group.layer_names}
+    with vllm.set_current_vllm_config(e.config), vllm.set_forward_context(None, e.config, slot_mapping=by_layer):
+        for layer in e.layers:
+            sizes = (heads * layer.head_dim for heads in (*layer.heads, layer.heads[1]))
+            out = layer.made(*(torch.randn(tokens, n, dtype=e.dtype, device=DEVICE) for n in sizes))
+            assert torch.equal(out, torch.zeros_like(out))
+
+
+@pytest.mark.parametrize("cache_dtype", ["kvant_tq4", "kvant_tq6_tq4", "kvant_fp8", "auto"])
+def test_warm_up(vllm, torch, cache_dtype):
+    """vLLM's own runs before and between steps: without metadata, and with that of a step whose slots are -1 and whose
+    tables have block 0 or blocks of others. None fails or stores anything, and what follows is right."""
+    e = Engine(vllm, [{}, {"window": 100}, {}], cache_dtype=cache_dtype, skip_layers=["2"])
+    error = 2e-5 if cache_dtype == "auto" else 0.2
+    before = stored(e, torch)
+    warm_up(e, torch, 7)
+    for capture in (True, False):
+        for counts, length in (([1] * 8, 1024), ([1] * 4, 1), ([64, 60], 64), ([1, 1, 100], 101)):
+            e.dummy_step(counts, length, capture)
+    warm_up(e, torch, 64)
+    assert all(torch.equal(a, b) for a, b in zip(before, stored(e, torch)))
+    a = e.request(1)
+    e.step([(a, 100)], tolerance=error)
+    warm_up(e, torch, 3)  # a rank without requests, beside others
+    e.dummy_step([1, 1], 1, True)
+    before = stored(e, torch)
+    e.step([(a, 1)], tolerance=error)
+    assert not all(torch.equal(a, b) for a, b in zip(before, stored(e, torch)))
+    a_day(e, tolerance=error)
+
+
+@pytest.mark.parametrize("cache_dtype, error", [("kvant_tq4", 0.2), ("auto", 2e-5)])
+def test_options_of_centres(vllm, torch, cache_dtype, error):
+    """Pages without centres are smaller; exact pages have none. Other words are refused."""
+    from kvant.vllm import versions
+
+    e = Engine(vllm, cache_dtype=cache_dtype, k_centre="none")
+    sizes = [made.layers[0].made.kv_cache.shape[3] for made in (e, Engine(vllm, cache_dtype=cache_dtype))]
+    assert sizes == ([68, 69] if cache_dtype == "kvant_tq4" else [sizes[0]] * 2)
+    a_day(e, tolerance=error)
+    for wrong in ("automatic", True, None):
+        e.config.additional_config = {"kvant": {"k_centre": wrong}}
+        with pytest.raises(ValueError, match='must be "page" or "none"'):
+            versions.k_centre(e.config)
 
 
 def test_sinks_are_loaded_after_the_layer_is_made(vllm, pages, torch):
@@ -411,8 +465,6 @@ def test_replays(vllm, torch, drafts):
                 with torch.cuda.graph(graph):
                     outputs = e.forward(fixed_made, *fixed)
         else:
-            for name, at in slots.items():
-                fixed[0][name].copy_(at)
             for mine, new in zip(fixed[1], inputs):
                 for x, y in zip(mine, new):
                     x.copy_(y)

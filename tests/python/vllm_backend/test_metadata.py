@@ -189,6 +189,9 @@ def test_refused(vllm, dense_pages, torch):
     spec = e.specs["model.layers.0.attn"].copy_with_new_block_size(32)
     with pytest.raises(NotImplementedError, match="blocks of 32 tokens"):
         type(e.builder())(spec, ["model.layers.0.attn"], e.config, torch.device("cpu"))
+    e.config.parallel_config.ubatch_size = 2
+    with pytest.raises(NotImplementedError, match="--enable-dbo"):
+        type(e.builder())(e.specs["model.layers.0.attn"], ["model.layers.0.attn"], e.config, torch.device("cpu"))
     made, _, _ = e.metadata([(e.request(1), 1)])
     (metadata,) = made.values()
     metadata.plans = {}

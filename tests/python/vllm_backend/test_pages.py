@@ -18,7 +18,7 @@ def spec(torch, kind="FullAttentionSpec", mode="CUSTOM", **options):
 def backend(vllm, monkeypatch):
     from kvant.vllm import backend
 
-    monkeypatch.setattr(backend, "_dtype_of_layers", None)
+    monkeypatch.setattr(backend, "_of_layers", (None, "page"))
     return backend
 
 
@@ -42,7 +42,7 @@ def test_where_the_formats_come_from(backend, vllm, monkeypatch, torch):
     from kvant.vllm import dtypes
 
     seen = []
-    monkeypatch.setattr(dtypes, "token_bytes", lambda pair, head_dim: seen.append(str(pair)) or 144)
+    monkeypatch.setattr(dtypes, "token_bytes", lambda pair, head_dim, k_centre: seen.append((str(pair), k_centre)) or 144)
     config = vllm.configuration(
         cache_dtype="kvant_tq4", block_size=64, dtype=torch.float32, max_requests=1, max_tokens=64, max_model_len=64
     )
@@ -55,7 +55,13 @@ def test_where_the_formats_come_from(backend, vllm, monkeypatch, torch):
     backend.KvantBackend.customize_spec(spec(torch))
     with vllm.set_current_vllm_config(config):
         backend.KvantBackend.customize_spec(spec(torch))
-    assert seen == ["tq4/tq4", "tq6/tq4", "tq4/tq4"]
+    assert seen == [("tq4/tq4", "page"), ("tq6/tq4", "page"), ("tq4/tq4", "page")]
+    backend.note_cache_dtype("kvant_fp8", "none")
+    backend.KvantBackend.customize_spec(spec(torch))
+    config.additional_config = {"kvant": {"k_centre": "none"}}
+    with vllm.set_current_vllm_config(config):
+        backend.KvantBackend.customize_spec(spec(torch))
+    assert seen[3:] == [("fp8/fp8", "none"), ("tq4/tq4", "none")]
 
 
 def test_refused_specs(backend, torch):
@@ -114,10 +120,11 @@ def test_one_token_of_every_format(vllm):
 
     for pair in set(dtypes.names().values()):
         for head_dim in (64, 72, 80, 96, 128, 192, 256, 512):
-            pages = kvant.Pages(kv_heads=1, head_dim=head_dim, k=pair.k, v=pair.v)
-            assert dtypes.token_bytes(pair, head_dim) * 64 == pages.block_bytes
-    assert dtypes.token_bytes(dtypes.Pair("tq6", "tq4"), 128) == 164
-    assert dtypes.token_bytes(dtypes.Pair("tq4", "tq4"), 128) == 132
+            for centre in ("page", "none"):
+                pages = kvant.Pages(kv_heads=1, head_dim=head_dim, k=pair.k, v=pair.v, k_centre=centre)
+                assert dtypes.token_bytes(pair, head_dim, centre) * 64 == pages.block_bytes
+    assert [dtypes.token_bytes(dtypes.Pair("tq6", "tq4"), 128, centre) for centre in ("page", "none")] == [166, 164]
+    assert dtypes.token_bytes(dtypes.Pair("tq4", "tq4"), 128) == 134
 
 
 def test_the_table_in_the_documents(vllm):
