@@ -157,7 +157,7 @@ TEST_P(GpuFirstPrompts, TheSameBits) {
   for (const char* kernel : {"", "prefill_fresh"}) {
     options.kernel = kernel;
     const Attended once = w.try_attend(options, {}, placement()).value();
-    EXPECT_NE(once.explain.find("first      prefill_fresh"), std::string::npos) << once.explain;
+    EXPECT_NE(once.explain.find("kernel     prefill_fresh"), std::string::npos) << once.explain;
     for (int i = 0; i < 3; ++i) {
       const Attended again = w.try_attend(options, {}, placement()).value();
       EXPECT_TRUE(same_bits(once.out, again.out, w.host.out_shape()));
