@@ -21,6 +21,8 @@ MAXIMA = {
     "files to edit for a CUDA pair": 1,
     "device branches in src/core": 0,  # outside the stores
     "void* callbacks from kernels": 0,
+    "rings of stages in shared memory": 1,
+    "registers and fences in assembly outside runtime": 0,
     "lines over 120 columns": 0,
 }
 COLUMNS = 120
@@ -97,6 +99,10 @@ def places(files):
         # The pointer to a function is a callback if its first argument is what it is called for.
         "void* callbacks from kernels": lines_with(under("src/core/attend.hpp", "src/core/backend.hpp"),
                                                    r"\(\*\w+\)\((?:const )?void\*"),
+        "rings of stages in shared memory": lines_with(under("src/cuda/"), r"^struct Ring\b"),
+        "registers and fences in assembly outside runtime": lines_with(
+            {n: t for n, t in under("src/cuda/").items() if not n.startswith("src/cuda/runtime/")},
+            r"asm.*(?:setmaxnreg|\bfence\.)"),
         "lines over 120 columns": [place for name, text in files.items() for place in long_lines(name, text)],
     }
 

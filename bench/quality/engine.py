@@ -184,7 +184,7 @@ def head_of(folder: str) -> Any:
 
 
 def compare(exact: Any, other: Any, ids: Any, head: Any) -> dict[str, float]:
-    """Of distributions after each token of a text; nats."""
+    """Compares next-token distributions after each token of a text; nats."""
     import torch
 
     kl, nll, top = [], [], []

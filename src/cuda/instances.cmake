@@ -34,8 +34,8 @@ kvant_cuda_pair(tq4/tq3 named 1,4 4)
 kvant_cuda_pair(tq4/tq2 named 1,4 4)
 kvant_cuda_pair(bf16/tq4 named 1,4 4)
 
-# kvant_cuda_eight_warps(KEYS/VALUES HEAD_DIM TILES): besides, kernels of eight warps for short work (decode/eight_warps.cuh), where
-# they were seen to pay.
+# kvant_cuda_eight_warps(KEYS/VALUES HEAD_DIM TILES): besides, kernels of eight warps for short work
+# (decode/eight_warps.cuh), where they were seen to pay.
 kvant_cuda_eight_warps(tq6/tq4 128 1)
 kvant_cuda_eight_warps(tq4/tq4 128 1)
 kvant_cuda_eight_warps(tq6/tq4 256 2,4)

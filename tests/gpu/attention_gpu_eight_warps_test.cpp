@@ -1,5 +1,5 @@
-// Short work with the kernels of eight warps (src/cuda/decode/eight_warps.cuh), and the same with those of four: which of them
-// a plan has chosen is asked of explain().
+// Short work with the kernels of eight warps (src/cuda/decode/eight_warps.cuh), and the same with those of four. The
+// test asks explain() which of these a plan has chosen.
 #include <gtest/gtest.h>
 
 #include <string>

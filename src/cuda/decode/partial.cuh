@@ -1,4 +1,5 @@
-// The partial that a block leaves of a part; kernels of eight warps add their teams' sums in their own way (eight_warps.cuh).
+// The partial that a block leaves of a part; kernels of eight warps add their teams' sums in their own way
+// (eight_warps.cuh).
 #pragma once
 
 #include "cuda/decode/block.cuh"

@@ -7,7 +7,8 @@
 //
 // A team has keys (codes, then the scales of both sides), values, weights and scratch. Exact pages pass half a side at
 // a time through 1, 2 or 4 stages (AttendParams::exact_stages) of each team, followed by its weights and scratch; in
-// kernels of eight warps all four halves of a page stand side by side, once for the block, followed by those of two teams.
+// kernels of eight warps all four halves of a page stand side by side, once for the block, followed by those of two
+// teams.
 #pragma once
 
 namespace kvant::cuda {

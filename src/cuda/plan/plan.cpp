@@ -13,7 +13,7 @@ DeviceBasis device_basis(const BasisArrays& b) {
   return {b.kind, b.center, b.matrix, b.inverse};
 }
 
-// What a plan's options say of heads, bases and visible keys.
+// Sets heads, bases and visible keys by a plan's options.
 void set_options(const core::DevicePlanConfig& config, const PlannedPages& pages, AttendParams& p) {
   const AttentionOptions& o = *config.options;
   p.cache = pages.view();

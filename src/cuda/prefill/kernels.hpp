@@ -29,7 +29,7 @@ KVANT_HD constexpr bool has_one_type(Format k, Format v) {
 }
 
 // The sequences and kv heads that a launch serves. Lengths are found at each run, so a plan's launches share them by
-// this rule: each takes some of those that the launches before have left, and the last one takes the rest.
+// this rule: each takes some of those that earlier launches have left, and the last launch takes the rest.
 enum class Serves : std::int8_t { all, with_older, without_older };  // tokens older than a sequence's own queries
 struct Share {
   Serves serves = Serves::all;

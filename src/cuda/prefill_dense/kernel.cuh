@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       ptx::mbarrier_init(queries_of(group).full, 1);
       ptx::mbarrier_init(queries_of(group).empty, 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    ptx::mbarrier_init_fence();
     ptx::prefetch_map(&maps.keys);
     ptx::prefetch_map(&maps.values);
   }
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (!has_work(p, schedule)) return;
   __syncthreads();
   if (role >= S::kConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kProducerRegisters));
+    ptx::give_registers<S::kProducerRegisters>();
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 4 * S::kConsumers;
     if (warp == 0) {
       if (threadIdx.x % 32 == 0) bring_keys<S>(p, schedule, maps, shared, keys, values);
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       bring_queries<S, !kBf16>(p, schedule, shared, warp - 1, queries_of(warp - 1));
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kConsumerRegisters));
+    ptx::take_registers<S::kConsumerRegisters>();
     const int lane = threadIdx.x % 32;
     Consumer<kBf16, S> consumer{
         p, shared, role, static_cast<int>(threadIdx.x) / 32 % 4, lane / 4, lane % 4, keys, values, queries_of(role)};

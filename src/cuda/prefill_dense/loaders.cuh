@@ -3,34 +3,11 @@
 
 #include "cuda/prefill/rows.cuh"
 #include "cuda/prefill_dense/kernels.hpp"
+#include "cuda/runtime/ring.cuh"
 #include "cuda/runtime/tensor_copies.cuh"
 #include "cuda/runtime/wgmma.cuh"
 
 namespace kvant::cuda::prefill::dense {
-
-// Stages as loader and consumers take them in turn. `full`, `empty`: barriers of stage 0. kSleeps: who waits is woken,
-// and does not ask again and again.
-template <int kStages, bool kSleeps = false>
-struct Ring {
-  std::uint32_t full, empty;
-  int stage = 0;
-  std::uint32_t parity = 0;
-  __device__ void wait_full() const { wait(full + 8 * stage, parity); }
-  __device__ void wait_empty() const { wait(empty + 8 * stage, parity ^ 1); }
-  static __device__ void wait(std::uint32_t barrier, std::uint32_t parity) {
-    if constexpr (kSleeps) {
-      ptx::mbarrier_sleep(barrier, parity);
-    } else {
-      ptx::mbarrier_wait(barrier, parity);
-    }
-  }
-  __device__ void arrive_empty() const {  // once a warp
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty + 8 * stage);
-  }
-  __device__ void next() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
 
 // Tile `number` of a round of unpacked keys: its entry and rows, and where its keys lie.
 template <class S>

@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const SplitColumnsRings<S> rings(ptx::shared_address(shared + S::kBarriersAt));
   if (threadIdx.x == 0) {
     rings.init();
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    ptx::mbarrier_init_fence();
     ptx::prefetch_map(&maps.keys);
     ptx::prefetch_map(&maps.values);
   }
@@ -309,14 +309,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const Consumer<kBf16, S> base{p, shared, rank, warp, lane / 4, lane % 4};
   if (role == S::kConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kLoaderRegisters));
+    ptx::give_registers<S::kLoaderRegisters>();
     if (threadIdx.x == 128 * S::kConsumers) bring_shares<S>(maps, shared, rings, rank);
     if (threadIdx.x == 128 * S::kConsumers + 32) find_tiles<S>(p, schedule, shared, rings.works);
     __syncwarp();
     meet();
   } else {
     if (role == 0) {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kScoresRegisters));
+      ptx::take_registers<S::kScoresRegisters>();
       ScoresConsumer<kBf16, S> scores{{base, rings}};
       scores.is_plain = base::is_plain(p.logits) && p.logits.scale > 0;
       scores.units[0] = scores.units[1] = 1.0f;
@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
       meet();
     } else {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kSumsRegisters));
+      ptx::take_registers<S::kSumsRegisters>();
       SumsConsumer<kBf16, S> sums{{base, rings}};
       sums.column = (role - 1) * S::kColumns;
       sums.is_plain = base::is_plain(p.logits) && p.logits.scale > 0;

@@ -18,7 +18,7 @@ struct Consumer {
   const AttendParams& p;
   std::byte* shared;
   int group, warp, g, t;  // group: which of the consumers
-  Ring<D> keys, values;
+  Ring<Shape<D>::kStages> keys, values;
   Tile tile;
   RowPlace row[2];  // this thread's, g and g + 8 of its warp's
   bool is_plain;    // scores are scaled and nothing else
@@ -160,8 +160,7 @@ struct Consumer {
   template <bool kBf16>
   __device__ __forceinline__ void scores(float (&s)[kPageTokens / 2]) const {
     const std::uint64_t q = ptx::operand(ptx::shared_address(queries()), S::kSwizzle);
-    const std::uint64_t k =
-        ptx::operand(ptx::shared_address(shared + S::kKeysAt + keys.stage() * S::kTile), S::kSwizzle);
+    const std::uint64_t k = ptx::operand(ptx::shared_address(shared + S::kKeysAt + keys.stage * S::kTile), S::kSwizzle);
     constexpr int kSteps = S::kSwizzle / 32;  // of a box
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
@@ -176,8 +175,7 @@ struct Consumer {
     float of[8];
   };
   __device__ __forceinline__ void find_centres(Centres& centres) const {
-    const std::uint64_t k =
-        ptx::operand(ptx::shared_address(shared + S::kKeysAt + keys.stage() * S::kTile), S::kSwizzle);
+    const std::uint64_t k = ptx::operand(ptx::shared_address(shared + S::kKeysAt + keys.stage * S::kTile), S::kSwizzle);
     constexpr int kSteps = S::kSwizzle / 32;
     ptx::wgmma_fence();
 #pragma unroll
@@ -211,7 +209,7 @@ struct Consumer {
   // kByToken: the tile has a row for each token, as dense pages have; otherwise one for each channel.
   template <bool kBf16, bool kByToken>
   __device__ __forceinline__ void add_values(const std::uint32_t (&w)[kPageTokens / 16][4], bool first) {
-    const std::uint32_t address = ptx::shared_address(shared + S::kValuesAt + values.stage() * S::kTile);
+    const std::uint32_t address = ptx::shared_address(shared + S::kValuesAt + values.stage * S::kTile);
     const std::uint64_t v =
         kByToken ? ptx::operand(address, S::kSwizzle, kPageTokens * S::kSwizzle) : ptx::operand(address, 128);
     constexpr int kStep = kByToken ? 16 * S::kSwizzle : 32;
@@ -282,13 +280,13 @@ struct Consumer {
   }
 
   __device__ int page_here() const {
-    return reinterpret_cast<const int*>(shared + S::kPagesAt)[keys.stage()];
+    return reinterpret_cast<const int*>(shared + S::kPagesAt)[keys.stage];
   }
   __device__ const float* key_factors() const {
-    return reinterpret_cast<const float*>(shared + S::kKeyFactorsAt + keys.stage() * S::kFactors);
+    return reinterpret_cast<const float*>(shared + S::kKeyFactorsAt + keys.stage * S::kFactors);
   }
   __device__ const float* value_factors() const {
-    return reinterpret_cast<const float*>(shared + S::kValueFactorsAt + values.stage() * S::kFactors);
+    return reinterpret_cast<const float*>(shared + S::kValueFactorsAt + values.stage * S::kFactors);
   }
 
   // The pages of a domain. `first`: the sums hold nothing yet. The products of a page's keys go on while the weights of
@@ -305,7 +303,7 @@ struct Consumer {
         find_centres(centres);
         __syncwarp();
         keys.arrive_empty();
-        ++keys.turn;
+        keys.next();
         keys.wait_full();
         page = page_here();
       }
@@ -314,7 +312,7 @@ struct Consumer {
     int page = next_page();
     if (page < 0) {
       keys.arrive_empty();
-      ++keys.turn;
+      keys.next();
       return;
     }
     if (first) {
@@ -331,7 +329,7 @@ struct Consumer {
     weigh<kScaled>(s, page, key_factors(), centres, alpha);
     __syncwarp();
     keys.arrive_empty();
-    ++keys.turn;
+    keys.next();
     values.wait_full();
     pack<kBf16, kScaled>(s, value_factors(), alpha, w);
 #pragma unroll
@@ -352,11 +350,11 @@ struct Consumer {
       weigh<kScaled>(s, page, key_factors(), centres, alpha);
       __syncwarp();
       keys.arrive_empty();
-      ++keys.turn;
+      keys.next();
       ptx::wgmma_wait<0>();
       __syncwarp();
       values.arrive_empty();
-      ++values.turn;
+      values.next();
       first = false;
       values.wait_full();
       pack<kBf16, kScaled>(s, value_factors(), alpha, w);
@@ -364,13 +362,13 @@ struct Consumer {
       for (int i = 0; i < kSums; ++i) o[i] *= alpha[i / 2 % 2];
     }
     keys.arrive_empty();
-    ++keys.turn;
+    keys.next();
     ptx::wgmma_fence();
     add_values<kBf16, !kScaled>(w, first);
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     values.arrive_empty();
-    ++values.turn;
+    values.next();
     first = false;
   }
 

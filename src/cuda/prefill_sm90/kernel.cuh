@@ -22,18 +22,18 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1)
         ptx::mbarrier_init(barriers + 8 * ((2 * side + 1) * S::kStages + i), 4 * kConsumers);
       }
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    ptx::mbarrier_init_fence();
     Constants<KF>::put(constants[0]);
     Constants<VF>::put(constants[1]);
   }
   ptx::wait_prerequisites();
   if (!has_work(p, schedule)) return;
   __syncthreads();
-  const Ring<D> keys{barriers, barriers + 8 * S::kStages};
-  const Ring<D> values{barriers + 16 * S::kStages, barriers + 24 * S::kStages};
+  const Ring<Shape<D>::kStages> keys{barriers, barriers + 8 * S::kStages};
+  const Ring<Shape<D>::kStages> values{barriers + 16 * S::kStages, barriers + 24 * S::kStages};
   const int rounds = (schedule.tiles + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
   if (role >= kConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kProducerRegisters));
+    ptx::give_registers<S::kProducerRegisters>();
     __shared__ PageList lists[4 * S::kProducers];
     PageList& list = lists[threadIdx.x / 32 - 4 * kConsumers];
     const auto bring = [&]<bool kKeysToo, bool kValuesToo>() {
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1)
       bring.template operator()<false, true>();
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kConsumerRegisters));
+    ptx::take_registers<S::kConsumerRegisters>();
     const int lane = threadIdx.x % 32;
     Consumer<KF, VF, D> consumer{p,        shared,   role, static_cast<int>(threadIdx.x) / 32 % 4,
                                  lane / 4, lane % 4, keys, values};

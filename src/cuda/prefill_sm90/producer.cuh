@@ -3,25 +3,10 @@
 
 #include "cuda/prefill/rows.cuh"
 #include "cuda/prefill_sm90/shape.hpp"
+#include "cuda/runtime/ring.cuh"
 #include "cuda/runtime/wgmma.cuh"
 
 namespace kvant::cuda::prefill {
-
-// Stages as producer and consumers take them in turn.
-template <int D>
-struct Ring {
-  using S = Shape<D>;
-  std::uint32_t full, empty;  // barriers of stage 0
-  int turn = 0;
-  __device__ int stage() const { return turn % S::kStages; }
-  __device__ std::uint32_t parity() const { return static_cast<std::uint32_t>(turn / S::kStages) & 1; }
-  __device__ void wait_full() const { ptx::mbarrier_wait(full + 8 * stage(), parity()); }
-  __device__ void wait_empty() const { ptx::mbarrier_wait(empty + 8 * stage(), parity() ^ 1); }
-  __device__ void arrive_full() const { ptx::mbarrier_arrive(full + 8 * stage()); }
-  __device__ void arrive_empty() const {
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty + 8 * stage());
-  }
-};
 
 // One side: keys, or values.
 //
@@ -39,7 +24,7 @@ struct Producer {
   const AttendParams& p;
   std::byte* shared;
   int thread;
-  Ring<D> ring;
+  Ring<Shape<D>::kStages> ring;
 
   struct Page {
     Unit<F> unit[kUnits];
@@ -71,7 +56,7 @@ struct Producer {
 
   __device__ __forceinline__ void store(const Page& page, const Constants<F>& constants) const {
     constexpr bool kMany = kScales > 1;
-    std::byte* factors = shared + (kValues ? S::kValueFactorsAt : S::kKeyFactorsAt) + ring.stage() * S::kFactors;
+    std::byte* factors = shared + (kValues ? S::kValueFactorsAt : S::kKeyFactorsAt) + ring.stage * S::kFactors;
     if (thread < kPageTokens) {
       store_factors<kScales, kValues>(factors, thread, kScales, F == Format::fp8, page.poisoned,
                                       [&](int g) { return page.scales[g]; });
@@ -89,10 +74,10 @@ struct Producer {
   }
 
   __device__ std::byte* tile_here() const {
-    return shared + (kValues ? S::kValuesAt : S::kKeysAt) + ring.stage() * S::kTile;
+    return shared + (kValues ? S::kValuesAt : S::kKeysAt) + ring.stage * S::kTile;
   }
   __device__ void name_page(int page) const {  // for the consumers; its values follow in their own ring
-    if (!kValues && thread == 0) reinterpret_cast<int*>(shared + S::kPagesAt)[ring.stage()] = page;
+    if (!kValues && thread == 0) reinterpret_cast<int*>(shared + S::kPagesAt)[ring.stage] = page;
   }
   __device__ const std::byte* block_of(const Tile& tile, bool exact, int slot) const {
     const CacheView& c = p.cache;
@@ -105,7 +90,7 @@ struct Producer {
     ring.wait_empty();
     name_page(kNoPage);
     ring.arrive_full();
-    ++ring.turn;
+    ring.next();
   }
 
   // --- a domain's pages, one a step; false when none is left ---
@@ -155,7 +140,7 @@ struct Producer {
       centre.waits = false;
       ring.wait_empty();
       if (thread < kCentresAtOnce) {
-        reinterpret_cast<float*>(shared + S::kKeyFactorsAt + ring.stage() * S::kFactors)[thread] =
+        reinterpret_cast<float*>(shared + S::kKeyFactorsAt + ring.stage * S::kFactors)[thread] =
             ptx::f16_to_f32(static_cast<std::uint16_t>(centre.scale));
       }
       if (thread < kCentreUnits) {
@@ -165,7 +150,7 @@ struct Producer {
       ptx::fence_for_products();
       name_page(kCentres);
       ring.arrive_full();
-      ++ring.turn;
+      ring.next();
     }
   }
 
@@ -187,14 +172,14 @@ struct Producer {
     store(page, constants);
     name_page(here);
     ring.arrive_full();
-    ++ring.turn;
+    ring.next();
     if (number >= 0) load(block_of(list.tile, false, slot), page);
     return true;
   }
 
   // Pages of dense rows, copied as they are, some at once.
   int copies;
-  Ring<D> told;
+  Ring<Shape<D>::kStages> told;
   // (Unrolled as a whole it takes registers that a producer does not have.)
   __device__ __forceinline__ void copy_rows(const DenseRows& rows) const {
     const std::uint32_t to = ptx::shared_address(tile_here());
@@ -226,7 +211,7 @@ struct Producer {
     ptx::copy_wait<kBehind>();
     ptx::fence_for_products();
     told.arrive_full();
-    ++told.turn;
+    told.next();
   }
   template <int kSides>
   __device__ bool step_dense(const PageList& list, bool exact) {
@@ -238,7 +223,7 @@ struct Producer {
                                                            (kValues ? layout.v : layout.k).plane_offset[0]));
     ptx::copy_commit();
     name_page(number);
-    ++ring.turn;
+    ring.next();
     if (++copies > kLate) tell<kSides * kLate>();
     slot = walk.next(p, list, number);
     return true;
@@ -253,8 +238,8 @@ struct Producer {
 // of the values' lie in shared memory.
 template <Format KF, Format VF, int D, bool kKeysToo, bool kValuesToo>
 __device__ __forceinline__ void bring_pages(const AttendParams& p, std::byte* shared, const Schedule& schedule,
-                                            int rounds, Ring<D> key_ring, Ring<D> value_ring,
-                                            const std::uint32_t* key_constants_at,
+                                            int rounds, Ring<Shape<D>::kStages> key_ring,
+                                            Ring<Shape<D>::kStages> value_ring, const std::uint32_t* key_constants_at,
                                             const std::uint32_t* value_constants_at, PageList& list) {
   const int thread = static_cast<int>(threadIdx.x) % 128;
   constexpr int kSides = (kKeysToo ? 1 : 0) + (kValuesToo ? 1 : 0);

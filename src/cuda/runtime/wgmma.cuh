@@ -23,6 +23,20 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLater) : "memory");
 }
 
+// 9.7.13.4: barriers that one thread has made, before all of the cluster use them.
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// 9.7.19.5 setmaxnreg, by all warps of a warpgroup: producers give registers back, which consumers then take.
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
 // Where an operand lies in shared memory (section 9.7.15.5.1): rows of `swizzle` bytes, eight of them an atom, atoms of
 // the strided dimension 8 * swizzle bytes apart. `leading`: bytes between atoms along a row of B that is stored by rows
 // (kByRows).

@@ -42,7 +42,12 @@ def test_where_the_formats_come_from(backend, vllm, monkeypatch, torch):
     from kvant.vllm import dtypes
 
     seen = []
-    monkeypatch.setattr(dtypes, "token_bytes", lambda pair, head_dim, k_centre: seen.append((str(pair), k_centre)) or 144)
+
+    def token_bytes(pair, head_dim, k_centre):
+        seen.append((str(pair), k_centre))
+        return 144
+
+    monkeypatch.setattr(dtypes, "token_bytes", token_bytes)
     config = vllm.configuration(
         cache_dtype="kvant_tq4", block_size=64, dtype=torch.float32, max_requests=1, max_tokens=64, max_model_len=64
     )

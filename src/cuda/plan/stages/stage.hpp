@@ -41,7 +41,7 @@ class Stage {
 };
 using StagePtr = std::unique_ptr<Stage>;
 
-// What stages are made from. The device is current.
+// Stages are made from this. The device is current.
 struct Planning {
   const core::DevicePlanConfig& config;
   const Work& work;
