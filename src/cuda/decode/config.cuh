@@ -20,8 +20,8 @@ constexpr int most_blocks(int column_tiles, int channels) {
 // merge, and comes when others have ended (docs/lab/cuda-decode.md).
 inline constexpr int kGroupBlocks = 2;
 // Threads that a kernel of eight warps is compiled for, more than it has: so many that each gets 128, 168 or 255
-// registers. With 128 for eight rows at D = 512 it spilled little, but took 0.5 us longer; what is left finds room for a block of the
-// merge before.
+// registers. With 128 for eight rows at D = 512 it spilled little, but took 0.5 us longer; what is left finds room for
+// a block of the merge before.
 constexpr int eight_warps_bound(int column_tiles, int warps) {
   const int threads = column_tiles == 1 ? 512 : column_tiles == 2 ? 384 : 256;
   return 32 * warps > threads ? 32 * warps : threads;

@@ -1,10 +1,10 @@
 // Decode attention over pages: one kernel for each (key format, value format, head_dim, column tiles).
 //
 // A block has four warps (for short work eight: eight_warps.cuh) in teams of W; a team takes every (4 / W)-th page of
-// the block's part of a segment. Key and value codes have a stage each in shared memory: a page's values arrive while its
-// keys are multiplied, the next page's keys while its values are. The only waits of a page are for its copies and, for
-// W > 1, three barriers of the team. The teams of a block meet once, when their part is done, and write one partial.
-// Exact pages are shared by the whole block.
+// the block's part of a segment. Key and value codes have a stage each in shared memory: a page's values arrive while
+// its keys are multiplied, the next page's keys while its values are. The only waits of a page are for its copies and,
+// for W > 1, three barriers of the team. The teams of a block meet once, when their part is done, and write one
+// partial. Exact pages are shared by the whole block.
 //
 // Per page: integer scores (tile/tiles.cuh) -> exponentials relative to a reference that seldom moves -> their products
 // with the value scales as 15-bit integers relative to the page's largest, so that small but many weights survive

@@ -1,6 +1,6 @@
-// The loaders of split_columns.cuh: one thread finds tiles, another has the copy engine bring keys and values. Each block
-// of a cluster requests half of them, which come to both blocks: 64 rows would be too few for what the L2 cache can deliver.
-// Half a tile of keys is half of the elements of 64 tokens, half a tile of values all of 32 tokens.
+// The loaders of split_columns.cuh: one thread finds tiles, another has the copy engine bring keys and values. Each
+// block of a cluster requests half of them, which come to both blocks: 64 rows would be too few for what the L2 cache
+// can deliver. Half a tile of keys is half of the elements of 64 tokens, half a tile of values all of 32 tokens.
 #pragma once
 
 #include "cuda/prefill_dense/consumer.cuh"
