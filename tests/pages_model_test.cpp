@@ -30,8 +30,11 @@ struct Kind {
   int tail_pages = 0;
   int tail_sequences = 0;  // six: copies are taken from sequences that wait; eleven: there are some for all blocks
   KeyCentre centre = KeyCentre::automatic;
+  int sink_pages = 0;
+  int exact_copies = 0;  // fewer than the sequences of one step may have: some go without
   [[nodiscard]] int copies() const {
-    return tail_sequences * (tail_pages + 2) + std::min(tail_sequences, 16) * tail_pages;
+    if (exact_copies > 0) return exact_copies;
+    return tail_sequences * (sink_pages + tail_pages + 2) + std::min(tail_sequences, 16) * tail_pages;
   }
   [[nodiscard]] bool is_centred() const {
     return centre == KeyCentre::automatic && !format_info(parse_format(k).value()).dense;
@@ -42,7 +45,7 @@ struct Kind {
 class CopyModel {
  public:
   explicit CopyModel(const Kind& kind)
-      : tail_pages_(kind.tail_pages), copies_(static_cast<std::size_t>(kind.copies())) {}
+      : tail_pages_(kind.tail_pages), sink_pages_(kind.sink_pages), copies_(static_cast<std::size_t>(kind.copies())) {}
 
   [[nodiscard]] bool has(std::int32_t block) const { return find(block) != nullptr; }
   void forget(std::int32_t block) {
@@ -52,6 +55,7 @@ class CopyModel {
   [[nodiscard]] bool in_tail(std::int64_t length, std::int64_t page) const {
     return tail_pages_ > 0 && length < kPageTokens * (page + 1 + tail_pages_);
   }
+  [[nodiscard]] bool is_first(std::int64_t page) const { return page < sink_pages_; }
   // Pages that were exact before the step's tokens stay exact for all of them.
   [[nodiscard]] static std::int64_t read_length(std::int64_t length, std::int64_t queries) {
     return length - (queries - 1);
@@ -66,13 +70,16 @@ class CopyModel {
         const bool begins = page * kPageTokens >= length - queries,
                    is_read = in_tail(read_length(length, queries), page);
         const bool keeps = in_tail(length - kPageTokens, page), stays = in_tail(length, page);
-        if (begins ? !(queries > kPageTokens ? stays : keeps) : !(keeps || is_read)) continue;
+        const bool in_time = begins ? (queries > kPageTokens ? stays : keeps) : keeps || is_read;
+        if (!in_time && !is_first(page)) continue;
+        // The tail's copies are never taken; of others those that serve rejected drafts alone go first.
+        const double late = is_read ? 0 : is_first(page) ? 0.25 : 0.5;
         const std::int32_t block = step.blocks[i][static_cast<std::size_t>(page)];
         if (Copy* c = find(block)) {
-          c->used = now_;
+          c->used = std::max(c->used, now_ - late);
         } else if (begins) {
           wanted.push_back(block);
-        } else if (is_read) {
+        } else if (is_read || is_first(page)) {
           ++misses;
         }
       }
@@ -80,11 +87,13 @@ class CopyModel {
     std::vector<std::size_t> order;
     for (std::size_t i = 0; i < copies_.size(); ++i) order.push_back(i);
     const auto age = [&](std::size_t i) {
-      return copies_[i].block < 0 ? 255 : std::min<std::int64_t>(254, now_ - copies_[i].used);
+      return copies_[i].block < 0 ? 1000.0 : std::min(now_ - copies_[i].used, 84.5);
     };
     std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return age(a) > age(b); });
     const auto left = std::count_if(order.begin(), order.end(), [&](std::size_t i) { return age(i) > 0; });
+    ungiven += static_cast<std::int64_t>(wanted.size());
     wanted.resize(std::min(wanted.size(), static_cast<std::size_t>(left)));
+    ungiven -= static_cast<std::int64_t>(wanted.size());
     order.resize(wanted.size());
     std::sort(order.begin(), order.end());
     for (std::size_t i = 0; i < wanted.size(); ++i) {
@@ -93,19 +102,20 @@ class CopyModel {
     }
   }
 
-  std::int64_t misses = 0, taken = 0;
+  std::int64_t misses = 0, taken = 0, ungiven = 0;
 
  private:
   struct Copy {
     std::int32_t block = -1;
-    std::int64_t used = 0;
+    double used = 0;
   };
   [[nodiscard]] const Copy* find(std::int32_t block) const {
     const auto at = std::find_if(copies_.begin(), copies_.end(), [&](const Copy& c) { return c.block == block; });
     return at == copies_.end() ? nullptr : &*at;
   }
   Copy* find(std::int32_t block) { return const_cast<Copy*>(static_cast<const CopyModel*>(this)->find(block)); }
-  std::int64_t tail_pages_, now_ = 0;
+  std::int64_t tail_pages_, sink_pages_;
+  double now_ = 0;
   std::vector<Copy> copies_;
 };
 
@@ -155,7 +165,7 @@ class Engine {
 
   void step() { attend(session_.next()); }
 
-  int attended = 0, exact = 0, refused = 0;
+  int attended = 0, exact = 0, of_first_page = 0, refused = 0;
   [[nodiscard]] const CopyModel& copies() const { return copies_; }
 
  private:
@@ -169,11 +179,13 @@ class Engine {
     c.tail_pages = kind.tail_pages;
     c.tail_sequences = kind.tail_sequences;
     c.k_centre = kind.centre;
+    c.sink_pages = kind.sink_pages;
+    c.exact_copies = kind.exact_copies;
     return Pages::create(c).value();
   }
   // The vector that each content decodes to without centres: a token is encoded by itself.
   void decode_contents() {
-    const Pages plain = make_pages({kind_.k, kind_.v, 0, 0, KeyCentre::none});
+    const Pages plain = make_pages({.k = kind_.k, .v = kind_.v, .centre = KeyCentre::none});
     EnginePool scratch(plain, {.blocks = kContents / kPageTokens});
     std::vector<std::int64_t> slots;
     std::vector<std::int32_t> ids;
@@ -334,9 +346,11 @@ class Engine {
       for (std::int64_t t = 0; t <= position; ++t) {
         if (window > 0 && t <= position - window && t >= 3) continue;
         const std::int64_t content = s.tokens[static_cast<std::size_t>(t)] * kDim, page = t / kPageTokens;
-        const bool is_exact = copies_.in_tail(CopyModel::read_length(s.length(), queries), page) &&
-                              copies_.has(s.blocks[static_cast<std::size_t>(page)]);
+        const bool in_tail = copies_.in_tail(CopyModel::read_length(s.length(), queries), page);
+        const bool is_exact =
+            (in_tail || copies_.is_first(page)) && copies_.has(s.blocks[static_cast<std::size_t>(page)]);
         exact += is_exact ? 1 : 0;
+        of_first_page += is_exact && !in_tail ? 1 : 0;
         const float* key = is_exact ? exact_.data() + content : key_of(s, t);
         const std::vector<float>& values = is_exact ? exact_ : values_;
         double score = 0;
@@ -382,19 +396,22 @@ TEST_P(PagesModel, TenThousandSteps) {
   EXPECT_GT(engine.attended, steps);
   EXPECT_EQ(engine.refused > steps / 10, GetParam().is_centred()) << engine.refused;
   if (GetParam().tail_pages == 0) return;
-  EXPECT_GT(engine.exact, 50 * steps);
+  EXPECT_GT(engine.exact, (GetParam().exact_copies > 0 ? 10 : 50) * steps);
+  EXPECT_EQ(engine.of_first_page > steps, GetParam().sink_pages > 0) << engine.of_first_page;
   EXPECT_EQ(engine.copies().taken > 0, GetParam().copies() < kBlocks);
+  EXPECT_EQ(engine.copies().ungiven > 0, GetParam().exact_copies > 0) << engine.copies().ungiven;
 }
 
 INSTANTIATE_TEST_SUITE_P(Pairs, PagesModel,
                          testing::Values(Kind{"tq4", "tq4"}, Kind{"tq6", "tq3"}, Kind{"fp8", "fp8"},
                                          Kind{"tq3", "tq4", 1, 6, KeyCentre::none}, Kind{"f16", "bf16"},
                                          Kind{"tq4", "tq4", 1, 11}, Kind{"tq6", "fp8", 1, 6}, Kind{"tq2", "tq2", 2, 6},
-                                         Kind{"tq4", "bf16", 3, 8}),
+                                         Kind{"tq4", "bf16", 3, 8}, Kind{"tq4", "tq4", 1, 6, {}, 1},
+                                         Kind{"tq3", "tq3", 1, 8, {}, 1, 7}, Kind{"tq6", "tq4", 2, 6, {}, 3, 9}),
                          [](const auto& i) {
                            const Kind& kind = i.param;
-                           return fmt::format("{}_{}_tail_{}_of_{}", kind.k, kind.v, kind.tail_pages,
-                                              kind.tail_sequences);
+                           return fmt::format("{}_{}_first_{}_tail_{}_of_{}_copies_{}", kind.k, kind.v, kind.sink_pages,
+                                              kind.tail_pages, kind.tail_sequences, kind.copies());
                          });
 
 }  // namespace

@@ -482,6 +482,9 @@ typedef struct kvant_pages_config {
   int32_t exact_dtype;    /* kvant_dtype; -1 (default): f32 where a format is f32, else f16 where one is, else bf16 */
   kvant_key_centre k_centre; /* default KVANT_CENTRE_AUTOMATIC. With page, kvant_pages_begin_step must come before the
                                 writes of each step */
+  int32_t sink_pages;        /* with tail_pages: first pages of a sequence that are read exactly; 0 (default): none */
+  int32_t exact_copies; /* with tail_pages: exact copies of each layer, where there are to be fewer than all sequences
+                           may have; 0 (default): as many */
 } kvant_pages_config;
 KVANT_C_API void kvant_pages_config_init(kvant_pages_config* config, size_t struct_size);
 
@@ -491,9 +494,11 @@ KVANT_C_API void kvant_pages_destroy(kvant_pages* pages);
 /* Bytes of a (block, kv head): a multiple of 64. */
 KVANT_C_API kvant_status kvant_pages_block_bytes(const kvant_pages* pages, int64_t* bytes);
 
-/* Bytes of the exact copies, which kvant_pages_create takes: tail_sequences * (tail_pages + 2) blocks a layer, and
- * tail_pages more for sixteen of the sequences. */
+/* Bytes of the exact copies, which kvant_pages_create takes. */
 KVANT_C_API kvant_status kvant_pages_tail_bytes(const kvant_pages* pages, int64_t* bytes);
+/* Exact copies of each layer, of a block each: tail_sequences * (sink_pages + tail_pages + 2), and tail_pages more for
+ * sixteen of the sequences, or exact_copies. */
+KVANT_C_API kvant_status kvant_pages_tail_copies(const kvant_pages* pages, int32_t* copies);
 
 /* One layer's blocks of 64 tokens. That of block b and kv head h begins at data + b * block_stride + h * head_stride;
  * data and strides are multiples of 64 bytes. On a device head_stride is the bytes of kvant_pages_block_bytes. */

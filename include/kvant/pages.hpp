@@ -48,13 +48,18 @@ struct PagesConfig {
   /// Newest whole pages of a sequence that are read exactly, beside the page that is being filled; 0: none. Up to 64.
   /// Where both formats are dense there are none.
   int tail_pages = 0;
-  /// With tail_pages: sequences that run at the same time, at most. Each may have tail_pages + 2 exact copies, and
-  /// sixteen of them tail_pages more, in a step of more than 64 tokens.
+  /// With tail_pages: sequences that run at the same time, at most. Each may have sink_pages + tail_pages + 2 exact
+  /// copies, and sixteen of them tail_pages more, in a step of more than 64 tokens.
   int tail_sequences = 0;
   /// With tail_pages: layers, each with copies of its own (BlockPool::layer).
   int layers = 1;
   /// With tail_pages: f32 (host only), f16 or bf16. Unset: f32 where a format is f32, else f16 where one is, else bf16.
   std::optional<Dtype> exact{};
+  /// With tail_pages: first pages of a sequence that are read exactly; up to 64.
+  int sink_pages = 0;
+  /// With tail_pages: exact copies of each layer, fewer than all sequences may have; 0: as many. Where there are too
+  /// few, first pages make room for the tail, and pages without a copy are read encoded.
+  int exact_copies = 0;
 };
 
 /// One layer's blocks. Block b of kv head h begins at data + b * block_stride + h * head_stride.
@@ -145,18 +150,21 @@ class KVANT_API Pages {
   /// Bytes of a (block, kv head): a multiple of 64.
   [[nodiscard]] std::int64_t block_bytes() const noexcept;
   [[nodiscard]] static constexpr int block_tokens() noexcept { return kPageTokens; }
-  /// Bytes of the exact copies of all layers, taken by create: tail_sequences * (tail_pages + 2) blocks of each layer,
-  /// and tail_pages more for sixteen of the sequences.
+  /// Bytes of the exact copies of all layers, taken by create.
   [[nodiscard]] std::int64_t tail_bytes() const noexcept;
+  /// Exact copies of each layer, of a block each: tail_sequences * (sink_pages + tail_pages + 2), and tail_pages more
+  /// for sixteen of the sequences, or PagesConfig::exact_copies.
+  [[nodiscard]] int tail_copies() const noexcept;
 
   /// With centres or tail_pages, once a step and before its writes and set_tables: the whole batch. Writes find the
   /// block before a block that begins in these tables: row i of their slots is row i of query_start_loc. On the host
   /// tables are copied; on a device they must stay as they are until the step's writes are done.
   /// With tail_pages a batch has up to tail_sequences. A block whose first position is written in this step (positions
-  /// from length - queries on) gets an exact copy if it is in the tail; the copy that was needed longest ago makes
-  /// room, never one that this step needs. From then on, what is written to the block is written to its copy. A block
-  /// that is in the tail and has no copy (a prefix that was cached long ago) is read encoded, and take_misses counts
-  /// it. Blocks that were in the tail when a step began are read exactly by all its queries.
+  /// from length - queries on) gets an exact copy if it is a first page or in the tail; the copy that was needed
+  /// longest ago makes room, a first page's before one of the tail, and never one of the tail of this step. From then
+  /// on, what is written to the block is written to its copy. A block that is to be read exactly and has no copy (a
+  /// prefix that was cached long ago) is read encoded, and take_misses counts it. Blocks that were in the tail when a
+  /// step began are read exactly by all its queries.
   /// Errors: on the host invalid_argument for tables that do not fit. On a device such sequences are passed over, and
   /// the plan's take_errors tells. Without centres and tail_pages nothing happens.
   Status begin_step(const StepTables& tables, Stream stream = {}) const;

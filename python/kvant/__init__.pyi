@@ -182,8 +182,12 @@ class Pages:
         zero: tq and fp8 keys. "none". "automatic": "page" for these keys. With page, call begin_step once a step.
     tail: newest whole blocks of a sequence that are read exactly, beside the one that is being filled; 0: none. With
         tail, call begin_step once a step, and give write and run the layer.
-    tail_sequences: sequences that run at the same time, at most. Each takes tail + 2 exact copies of a block in each of
-        `layers` layers, and sixteen of them tail more: tail_bytes in all, taken here.
+    sink_pages: with tail: first blocks of a sequence that are read exactly.
+    tail_sequences: sequences that run at the same time, at most. Each may have sink_pages + tail + 2 exact copies of a
+        block in each of `layers` layers, and sixteen of them tail more: tail_copies a layer, tail_bytes in all, taken
+        here.
+    exact_copies: with tail: fewer copies a layer; None: as many. Where there are too few, first blocks make room for
+        newest ones, and blocks without a copy are read encoded.
     exact: "f32" (CPU only), "f16" or "bf16", the dtype of exact copies; None: f32 where a format is f32, else f16 where
         one is, else bf16.
 
@@ -195,7 +199,7 @@ class Pages:
     Errors: InvalidArgument, Unsupported, OutOfMemory.
     """
     block_tokens: int
-    def __init__(self, *, kv_heads: int, head_dim: int, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', threads: int = 0, isa: str | None = None, tail: int = 0, tail_sequences: int = 0, layers: int = 1, exact: str | None = None, k_centre: str = 'automatic'):
+    def __init__(self, *, kv_heads: int, head_dim: int, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', threads: int = 0, isa: str | None = None, tail: int = 0, tail_sequences: int = 0, layers: int = 1, exact: str | None = None, k_centre: str = 'automatic', sink_pages: int = 0, exact_copies: int | None = None):
         ...
     def close(self) -> None:
         """Frees the exact copies now instead of when the object goes. The pages and their plans cannot be used any

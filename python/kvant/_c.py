@@ -217,6 +217,8 @@ class PagesConfig(Structure):
         ("layers", c_int32),
         ("exact_dtype", c_int32),
         ("k_centre", c_int32),
+        ("sink_pages", c_int32),
+        ("exact_copies", c_int32),
     ]
 
 
@@ -359,6 +361,7 @@ pages_create = _function("kvant_pages_create", POINTER(PagesConfig), POINTER(c_v
 pages_destroy = _function("kvant_pages_destroy", c_void_p, result=None)
 pages_block_bytes = _function("kvant_pages_block_bytes", c_void_p, POINTER(c_int64))
 pages_tail_bytes = _function("kvant_pages_tail_bytes", c_void_p, POINTER(c_int64))
+pages_tail_copies = _function("kvant_pages_tail_copies", c_void_p, POINTER(c_int32))
 pages_write = _function(
     "kvant_pages_write", c_void_p, _Pool, POINTER(Tensor), POINTER(Tensor), c_void_p, c_int64, c_void_p
 )

@@ -80,8 +80,12 @@ class Pages(_arguments.NotCopied):
         zero: tq and fp8 keys. "none". "automatic": "page" for these keys. With page, call begin_step once a step.
     tail: newest whole blocks of a sequence that are read exactly, beside the one that is being filled; 0: none. With
         tail, call begin_step once a step, and give write and run the layer.
-    tail_sequences: sequences that run at the same time, at most. Each takes tail + 2 exact copies of a block in each of
-        `layers` layers, and sixteen of them tail more: tail_bytes in all, taken here.
+    sink_pages: with tail: first blocks of a sequence that are read exactly.
+    tail_sequences: sequences that run at the same time, at most. Each may have sink_pages + tail + 2 exact copies of a
+        block in each of `layers` layers, and sixteen of them tail more: tail_copies a layer, tail_bytes in all, taken
+        here.
+    exact_copies: with tail: fewer copies a layer; None: as many. Where there are too few, first blocks make room for
+        newest ones, and blocks without a copy are read encoded.
     exact: "f32" (CPU only), "f16" or "bf16", the dtype of exact copies; None: f32 where a format is f32, else f16 where
         one is, else bf16.
 
@@ -111,6 +115,8 @@ class Pages(_arguments.NotCopied):
         layers: int = 1,
         exact: str | None = None,
         k_centre: str = "automatic",
+        sink_pages: int = 0,
+        exact_copies: int | None = None,
     ):
         self._handle = None
         self._workspace = None
@@ -124,6 +130,11 @@ class Pages(_arguments.NotCopied):
         c.tail_pages, c.tail_sequences = _arguments.int32("tail", tail), _arguments.int32(
             "tail_sequences", tail_sequences
         )
+        c.sink_pages = _arguments.int32("sink_pages", sink_pages)
+        if exact_copies is not None:
+            c.exact_copies = _arguments.int32("exact_copies", exact_copies)
+            if c.exact_copies == 0:  # to the library: as many as sequences may have
+                raise InvalidArgument("exact_copies is 0: must be 1 or more, or None; tail = 0 makes none")
         c.k, c.v = self.k.encode(), self.v.encode()
         c.device = f"{self.device[0]}:{self.device[1]}".encode() if self.device[0] != "cpu" else None
         c.isa = _arguments.name_or_none("isa", isa)
@@ -131,7 +142,7 @@ class Pages(_arguments.NotCopied):
         if exact is not None:
             c.exact_dtype = _arguments.choice("exact", exact, EXACT)
         self.kv_heads, self.head_dim, self.layers = c.kv_heads, c.head_dim, c.layers
-        self.tail, self.tail_sequences = c.tail_pages, c.tail_sequences
+        self.tail, self.tail_sequences, self.sink_pages = c.tail_pages, c.tail_sequences, c.sink_pages
         handle = _c.PagesHandle()
         _c.check(_c.pages_create(byref(c), byref(handle)))
         self._handle = handle
@@ -140,6 +151,9 @@ class Pages(_arguments.NotCopied):
         self.block_bytes = size.value
         _c.check(_c.pages_tail_bytes(handle, byref(size)))
         self.tail_bytes = size.value
+        copies = c_int32()
+        _c.check(_c.pages_tail_copies(handle, byref(copies)))
+        self.tail_copies = copies.value
 
     def close(self) -> None:
         """Frees the exact copies now instead of when the object goes. The pages and their plans cannot be used any

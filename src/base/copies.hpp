@@ -1,5 +1,6 @@
-// The exact copies of an engine's newest blocks (kvant/pages.hpp): which pages have one, whose copy makes room, and the
-// table from a block to its copy. Host and device follow the same rules, so that both keep the same copies.
+// The exact copies of an engine's first and newest blocks (kvant/pages.hpp): which pages have one, whose copy makes
+// room, and the table from a block to its copy. Host and device follow the same rules, so that both keep the same
+// copies.
 #pragma once
 
 #include <cstdint>
@@ -9,44 +10,62 @@
 
 KVANT_NAMESPACE_BEGIN(base)
 
-/// Copies that a sequence has at most in a step of up to 65 tokens: of the tail, of the page that is being filled, and
-/// of the page that left last. A longer step also has those of the tail that it began with, tail_pages more.
-KVANT_HD constexpr std::int32_t copies_of_sequence(std::int32_t tail_pages) noexcept {
-  return tail_pages + 2;
+/// Copies that a sequence has at most in a step of up to 65 tokens: of its first pages, of the tail, of the page that
+/// is being filled, and of the page that left last. A longer step also has those of the tail that it began with,
+/// tail_pages more.
+KVANT_HD constexpr std::int32_t copies_of_sequence(const ExactEnds<std::int32_t>& ends) noexcept {
+  return ends.sink_pages + ends.tail_pages + 2;
 }
 /// Copies for so many sequences, of which this many can be in long steps at the same time.
 inline constexpr std::int32_t kSequencesInLongSteps = 16;
-KVANT_HD constexpr std::int32_t copies_of_sequences(std::int32_t sequences, std::int32_t tail_pages) noexcept {
+KVANT_HD constexpr std::int32_t copies_of_sequences(std::int32_t sequences,
+                                                    const ExactEnds<std::int32_t>& ends) noexcept {
   const std::int32_t long_steps = sequences < kSequencesInLongSteps ? sequences : kSequencesInLongSteps;
-  return sequences * copies_of_sequence(tail_pages) + long_steps * tail_pages;
+  return sequences * copies_of_sequence(ends) + long_steps * ends.tail_pages;
 }
 
-// The pages of a sequence that have copies in a step. Those of [begin, begun) have theirs from an earlier step, or have
-// none. Pages from `begun` on get their first position in this step, and of these [fresh, end) get copies with it.
-// `exact`: the first page that this step's queries are to read exactly. Pages that were exact when the step began stay
-// exact for all its queries, however many these are.
+// The pages of a sequence that have copies in a step: [0, sinks), [begin, begun) and [fresh, end). Those before `begun`
+// have theirs from an earlier step, or have none; the others get their first position in this step, and a copy with it.
+// `exact`: the first page of the tail that this step's queries are to read. Pages that were exact when the step began
+// stay exact for all its queries, however many these are.
 struct CopiedPages {
-  std::int32_t begin, begun, fresh, end, exact;
-  [[nodiscard]] KVANT_HD constexpr std::int32_t first() const noexcept { return begin < begun ? begin : fresh; }
+  std::int32_t sinks, begin, begun, fresh, end, exact;
+  [[nodiscard]] KVANT_HD constexpr std::int32_t first() const noexcept { return sinks > 0 ? 0 : first_behind_sinks(); }
   [[nodiscard]] KVANT_HD constexpr std::int32_t after(std::int32_t page) const noexcept {
+    if (page < sinks) return page + 1 < sinks ? page + 1 : first_behind_sinks();
     return page + 1 == begun ? fresh : page + 1;
   }
+  [[nodiscard]] KVANT_HD constexpr bool is_read(std::int32_t page) const noexcept {
+    return page < sinks || page >= exact;
+  }
+  /// How much sooner than a page of the tail its copy makes room: a first page does, and before it a page that only
+  /// rejected drafts would bring back.
+  [[nodiscard]] KVANT_HD constexpr std::uint32_t lag(std::int32_t page) const noexcept {
+    return page >= exact ? 0 : page < sinks ? 1 : 2;
+  }
+  [[nodiscard]] KVANT_HD constexpr std::int32_t first_behind_sinks() const noexcept {
+    return begin < begun ? begin : fresh;
+  }
 };
-KVANT_HD constexpr CopiedPages copied_pages(std::int32_t length, std::int32_t q_len, std::int32_t tail_pages) noexcept {
-  const ExactEnds<std::int32_t> ends{0, tail_pages};
-  const std::int32_t kept = ends.tail_begin(length - kPageTokens);  // by rejected drafts, too
+KVANT_HD constexpr CopiedPages copied_pages(std::int32_t length, std::int32_t q_len,
+                                            const ExactEnds<std::int32_t>& ends) noexcept {
+  const auto tail_begin = [&](std::int32_t n) { return ExactEnds<std::int32_t>{0, ends.tail_pages}.tail_begin(n); };
+  const auto behind_sinks = [&](std::int32_t page) { return page < ends.sink_pages ? ends.sink_pages : page; };
+  const std::int32_t kept = tail_begin(length - kPageTokens);  // by rejected drafts, too
   CopiedPages p{};
-  p.exact = ends.tail_begin(length - (q_len - 1));
-  p.begin = kept < p.exact ? kept : p.exact;
+  p.exact = tail_begin(length - (q_len - 1));
+  p.begin = behind_sinks(kept < p.exact ? kept : p.exact);
   p.begun = pages_for(length - q_len);
-  p.fresh = q_len > kPageTokens ? ends.tail_begin(length) : kept;  // nobody rejects as many
-  if (p.fresh < p.begun) p.fresh = p.begun;
+  p.fresh = q_len > kPageTokens ? tail_begin(length) : kept;  // nobody rejects as many
+  p.fresh = behind_sinks(p.fresh < p.begun ? p.begun : p.fresh);
   p.end = pages_for(length);
+  p.sinks = p.end < ends.sink_pages ? p.end : ends.sink_pages;
   return p;
 }
 
-// Who makes room: the copy with the highest age, then the one with the lowest number. An age is the number of steps
-// since a step had the page among its copied ones.
+// Who makes room: the copy with the highest age, then the one with the lowest number. An age is how far a step's number
+// has come since a step had the page among its copied ones, and the page's lag. Steps have every third number.
+inline constexpr std::uint32_t kNumbersOfStep = 3;
 inline constexpr std::uint32_t kAgeOfUnused = 255, kMostAge = 254;
 KVANT_HD constexpr std::uint32_t copy_age(std::int32_t block, std::uint32_t used, std::uint32_t step) noexcept {
   if (block < 0) return kAgeOfUnused;

@@ -33,6 +33,8 @@ Result<PagesConfig> to_pages_config(const kvant_pages_config* pointer) {
   config.tail_pages = given.tail_pages;
   config.tail_sequences = given.tail_sequences;
   config.layers = given.layers;
+  config.sink_pages = given.sink_pages;
+  config.exact_copies = given.exact_copies;
   if (given.exact_dtype != -1) {
     const auto exact = to_dtype("config.exact_dtype", given.exact_dtype);
     if (!exact) return exact.status();
@@ -105,6 +107,14 @@ kvant_status kvant_pages_tail_bytes(const kvant_pages* pages, int64_t* bytes) {
     if (pages == nullptr) return null_argument("pages");
     if (bytes == nullptr) return null_argument("bytes");
     *bytes = pages->pages.tail_bytes();
+    return {};
+  });
+}
+kvant_status kvant_pages_tail_copies(const kvant_pages* pages, int32_t* copies) {
+  return guarded([&]() -> kvant::Status {
+    if (pages == nullptr) return null_argument("pages");
+    if (copies == nullptr) return null_argument("copies");
+    *copies = pages->pages.tail_copies();
     return {};
   });
 }

@@ -18,7 +18,7 @@ namespace kvant::core {
 // first.
 struct HostTail {
   HostTail(const PagesTail& tail, int kv_heads)
-      : storage(tail.layout, tail.layers, kv_heads), copies(tail.pages, tail.copies), dtype(tail.dtype) {}
+      : storage(tail.layout, tail.layers, kv_heads), copies(tail.ends(), tail.copies), dtype(tail.dtype) {}
 
   Storage storage;
   TailCopies copies;

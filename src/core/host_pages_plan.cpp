@@ -98,17 +98,15 @@ Status HostPagesPlan::set_tables(const StepTables& t, Stream) {
     if (s.q_len == 0) continue;
     PageUse* use = lists_.add(s);
     const VisiblePages pages = visible(s);
-    const std::int64_t exact =
-        tail == nullptr
-            ? s.length
-            : base::copied_pages(t.seq_lens[i], static_cast<std::int32_t>(s.q_len), this->pages().tail().pages).exact;
+    const base::CopiedPages copied =
+        base::copied_pages(t.seq_lens[i], static_cast<std::int32_t>(s.q_len), this->pages().tail().ends());
     for (std::int64_t n = 0; n < pages.count(); ++n) {
       const std::int64_t page = pages.page(n);
       if (page * kPageTokens >= s.cached) continue;
       const std::int32_t block = t.block_table[i * t.row_stride + page];
       if (block > largest_.block) largest_ = {block, i, page};
       use[page] = {block, kEncoded};
-      if (page >= exact) {
+      if (tail != nullptr && copied.is_read(static_cast<std::int32_t>(page))) {
         if (const std::int32_t copy = tail->copies.find(block); copy >= 0) use[page] = {copy, kExact};
       }
       keys_[use[page].kind] += std::min<std::int64_t>(kPageTokens, s.cached - page * kPageTokens);

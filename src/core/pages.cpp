@@ -20,6 +20,7 @@ constexpr std::int64_t kMostBlocks = 0x7FFFFFFF;
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 24;     // in a step: as many queries as a plan takes
 constexpr std::int64_t kMostSequences = std::int64_t{1} << 24;  // in a step
 constexpr std::int64_t kMostTailPages = 64;
+constexpr std::int64_t kMostCopies = std::int64_t{1} << 24;
 constexpr std::int64_t kMostTailBytes = std::int64_t{1} << 62;
 constexpr std::int64_t kMostPages = std::int64_t{1} << 24;  // in a sequence: kernels count tokens in 32 bits
 
@@ -98,6 +99,13 @@ Status check_tables(const StepTables& t, std::int64_t most, const char* whose) {
 
 Status check_tail(const PagesConfig& c) {
   if (Status s = core::check_range("tail_pages", c.tail_pages, 0, kMostTailPages); !s) return s;
+  if (Status s = core::check_range("sink_pages", c.sink_pages, 0, kMostTailPages); !s) return s;
+  if (Status s = core::check_range("exact_copies", c.exact_copies, 0, kMostCopies, " (0: enough for all)"); !s)
+    return s;
+  if (c.sink_pages > 0 && c.tail_pages == 0) {
+    return core::refuse_argument(fmt::format(
+        "sink_pages is {} and tail_pages 0: first pages are exact beside a tail only; set tail_pages", c.sink_pages));
+  }
   if (Status s = core::check_range("layers", c.layers, 1, 65536); !s) return s;
   if (c.exact && *c.exact != Dtype::f32 && *c.exact != Dtype::f16 && *c.exact != Dtype::bf16)
     return core::refuse_argument("exact is bool: must be f32, f16 or bf16");
@@ -203,7 +211,9 @@ core::PagesTail core::pages_tail(const PagesConfig& c, const CacheSpec& spec) {
   if (c.tail_pages == 0 || (codec::is_dense(spec.k) && codec::is_dense(spec.v))) return tail;
   tail.pages = c.tail_pages;
   tail.sequences = c.tail_sequences;
-  tail.copies = base::copies_of_sequences(c.tail_sequences, c.tail_pages);
+  tail.sink_pages = c.sink_pages;
+  tail.copies = base::copies_of_sequences(c.tail_sequences, tail.ends());
+  if (c.exact_copies > 0) tail.copies = std::min(tail.copies, c.exact_copies);
   tail.layers = c.layers;
   tail.dtype = c.exact.value_or(spec.automatic_exact(Dtype::f32, Dtype::f32));
   tail.layout = spec.exact_layout(tail.dtype);
@@ -218,13 +228,17 @@ std::int64_t core::PagesTail::bytes(int kv_heads) const {
   return all;
 }
 
+int Pages::tail_copies() const noexcept {
+  return impl_->tail().copies;
+}
+
 std::string core::PagesTail::explain(int kv_heads) const {
   if (pages == 0) return "exact      none: every token is read as it is encoded\n";
   return fmt::format(
-      "exact      the newest {} to {} tokens of a sequence, {}, where their blocks have copies: {} copies for {} "
-      "sequences in {} layer(s), {} bytes\n",
-      pages * kPageTokens, pages * kPageTokens + kPageTokens - 1, dtype_name(dtype), copies, sequences, layers,
-      bytes(kv_heads));
+      "exact      the first {} and the newest {} to {} tokens of a sequence, {}, where their blocks have copies: {} "
+      "copies for {} sequences in {} layer(s), {} bytes\n",
+      sink_pages * kPageTokens, pages * kPageTokens, pages * kPageTokens + kPageTokens - 1, dtype_name(dtype), copies,
+      sequences, layers, bytes(kv_heads));
 }
 
 Status Pages::begin_step(const StepTables& t, Stream stream) const try {

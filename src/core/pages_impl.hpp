@@ -12,6 +12,7 @@
 #include <memory>
 #include <string>
 
+#include "base/pages.hpp"
 #include "core/cache_spec.hpp"
 #include "core/planned.hpp"
 #include "kvant/pages.hpp"
@@ -27,13 +28,15 @@ inline Status refuse_argument(std::string message) {
   return {Code::invalid_argument, std::move(message)};
 }
 
-// The exact copies of the newest blocks, in numbers.
+// The exact copies of the first and newest blocks, in numbers.
 struct PagesTail {
   std::int32_t pages = 0;  // 0: there are no copies
+  std::int32_t sink_pages = 0;
   std::int32_t sequences = 0, copies = 0;
   int layers = 1;
   Dtype dtype = Dtype::bf16;
   codec::PageLayout layout{};  // the layout of a (copy, kv head)
+  [[nodiscard]] base::ExactEnds<std::int32_t> ends() const { return {sink_pages, pages}; }
   // [layers][copies][kv heads]
   [[nodiscard]] std::int64_t copy_bytes(int kv_heads) const { return std::int64_t{layout.block_bytes} * kv_heads; }
   // The largest number where there would be more.

@@ -6,8 +6,8 @@
 
 namespace kvant::core {
 
-TailCopies::TailCopies(std::int32_t tail_pages, std::int32_t copies)
-    : tail_pages_(tail_pages),
+TailCopies::TailCopies(const base::ExactEnds<std::int32_t>& ends, std::int32_t copies)
+    : ends_(ends),
       copies_(static_cast<std::size_t>(copies)),
       entries_(base::copy_table_entries(2 * static_cast<std::uint64_t>(copies)), base::CopyEntry{-1, -1}),
       table_{entries_.data(), static_cast<std::uint32_t>(entries_.size() - 1)} {
@@ -16,12 +16,12 @@ TailCopies::TailCopies(std::int32_t tail_pages, std::int32_t copies)
 }
 
 void TailCopies::begin_step(const StepTables& t) {
-  ++step_;
+  step_ += base::kNumbersOfStep;
   wanted_.clear();
   for (std::int32_t i = 0; i < t.batch; ++i) {
     const std::int32_t q_len = t.query_start_loc[i + 1] - t.query_start_loc[i];
     if (q_len == 0) continue;
-    const base::CopiedPages pages = base::copied_pages(t.seq_lens[i], q_len, tail_pages_);
+    const base::CopiedPages pages = base::copied_pages(t.seq_lens[i], q_len, ends_);
     for (std::int32_t p = pages.first(); p < pages.end; p = pages.after(p)) {
       const std::int32_t block = t.block_table[i * t.row_stride + p];
       if (block < 0) continue;  // a window hides the page
@@ -29,13 +29,14 @@ void TailCopies::begin_step(const StepTables& t) {
       if (entry.copy >= 0 && p < pages.begun && !copies_[static_cast<std::size_t>(entry.copy)].is_written)
         forget(block);
       if (entry.copy >= 0) {
-        copies_[static_cast<std::size_t>(entry.copy)].used = step_;
+        std::uint32_t& used = copies_[static_cast<std::size_t>(entry.copy)].used;
+        used = std::max(used, step_ - pages.lag(p));
       } else if (p >= pages.begun) {
         if (entry.block == block && std::find(wanted_.begin(), wanted_.end(), block) != wanted_.end()) continue;
         if (wanted_.size() == copies_.size()) continue;
         entry.block = block;
         wanted_.push_back(block);
-      } else if (p >= pages.exact) {
+      } else if (pages.is_read(p)) {
         ++misses_;
       }
     }

@@ -12,7 +12,7 @@ namespace kvant::core {
 
 class TailCopies {
  public:
-  TailCopies(std::int32_t tail_pages, std::int32_t copies);
+  TailCopies(const base::ExactEnds<std::int32_t>& ends, std::int32_t copies);
 
   // Gives copies to the pages that begin in this step, as far as there are some, and takes back those that earlier
   // steps gave and that nobody wrote to (an engine's trial run, whose tables have any blocks). Tables are checked.
@@ -26,7 +26,7 @@ class TailCopies {
 
   [[nodiscard]] bool is_written(std::int32_t copy) const noexcept;
 
-  // Steps so far: what was found before the newest one may be another block's copy now.
+  // The newest step: what was found before the newest one may be another block's copy now.
   [[nodiscard]] std::uint32_t step() const noexcept { return step_; }
   // Pages that were to be read exactly, and had no copy; since the last call.
   std::int64_t take_misses() noexcept;
@@ -36,10 +36,10 @@ class TailCopies {
 
   struct Copy {
     std::int32_t block = -1;
-    std::uint32_t used = 0;   // the newest step that had the block among its copied pages
+    std::uint32_t used = 0;   // the newest step that had the block among its copied pages, less the page's lag
     bool is_written = false;  // from its first position on
   };
-  const std::int32_t tail_pages_;
+  const base::ExactEnds<std::int32_t> ends_;
   std::vector<Copy> copies_;
   std::vector<base::CopyEntry> entries_;
   base::CopyTable table_;

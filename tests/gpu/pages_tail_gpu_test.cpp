@@ -139,13 +139,17 @@ INSTANTIATE_TEST_SUITE_P(Kinds, PagesTailEngine,
                                          Kind{{"tq6", "tq4", 128, 2, 1, 11, 1}, "decode", 900},
                                          Kind{{"tq4", "tq4", 128, 9, 2, 6, 3, KeyCentre::page}, "decode", 2100},
                                          Kind{{"tq6", "tq4", 64, 2, 3, 6, 1, KeyCentre::page}, "prefill", 900},
+                                         Kind{{"tq4", "tq4", 64, 1, 1, 6, 2, KeyCentre::page, 1}, "decode", 900},
+                                         Kind{{"tq6", "tq4", 128, 2, 1, 8, 1, KeyCentre::page, 1, 7}, "decode", 900},
+                                         Kind{{"tq4", "tq4", 64, 2, 2, 6, 1, KeyCentre::page, 3, 9}, "prefill", 900},
                                          Kind{{"tq6", "tq4", 128, 2, 0, 0, 1, KeyCentre::page}, "decode", 900},
                                          Kind{{"fp8", "fp8", 128, 3, 0, 0, 1, KeyCentre::page}, "decode", 2100}),
                          [](const auto& i) {
                            const Geometry& g = i.param.geometry;
-                           return fmt::format("{}_{}_d{}{}_tail_{}_of_{}_{}_{}", g.k, g.v, g.head_dim,
-                                              g.k_centre == KeyCentre::page ? "_centred" : "", g.tail_pages,
-                                              g.tail_sequences, i.param.kernel, i.param.slots);
+                           return fmt::format("{}_{}_d{}{}_first_{}_tail_{}_of_{}_copies_{}_{}_{}", g.k, g.v,
+                                              g.head_dim, g.k_centre == KeyCentre::page ? "_centred" : "", g.sink_pages,
+                                              g.tail_pages, g.tail_sequences, g.exact_copies, i.param.kernel,
+                                              i.param.slots);
                          });
 
 class PagesTailGpu : public testing::TestWithParam<int> {};

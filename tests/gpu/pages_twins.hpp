@@ -19,6 +19,7 @@ struct Geometry {
   int head_dim = 128, kv_heads = 2;
   int tail_pages = 0, tail_sequences = 0, layers = 1;
   KeyCentre k_centre = KeyCentre::none;  // page wants begin_step
+  int sink_pages = 0, exact_copies = 0;
 };
 
 inline PagesConfig config(const Geometry& g, const char* device) {
@@ -32,6 +33,8 @@ inline PagesConfig config(const Geometry& g, const char* device) {
   c.tail_sequences = g.tail_sequences;
   c.layers = g.layers;
   c.k_centre = g.k_centre;
+  c.sink_pages = g.sink_pages;
+  c.exact_copies = g.exact_copies;
   return c;
 }
 

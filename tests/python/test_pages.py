@@ -182,11 +182,49 @@ def test_exact_tail(torch, device):
     assert pages.take_misses() == 1  # a step of more than 64 tokens gives none to a page that is behind the tail
 
     for wrong, words in ((dict(tail=1), "tail_sequences"), (dict(tail=1, tail_sequences=1, exact="f8"), "exact = "),
-                         (dict(tail=-1), "tail_pages")):
+                         (dict(tail=-1), "tail_pages"), (dict(sink_pages=1), "beside a tail only"),
+                         (dict(tail=1, tail_sequences=1, exact_copies=0), "exact_copies is 0"),
+                         (dict(tail=1, tail_sequences=1, sink_pages=65), "sink_pages")):
         with pytest.raises(kvant.InvalidArgument, match=words):
             kvant.Pages(kv_heads=1, head_dim=64, device=device, **wrong)
     with pytest.raises(kvant.InvalidArgument, match="pool.layer is 2"):
         plan.run(pools[0], q, layer=2)
+
+
+def test_exact_first_pages(torch, device):
+    """With sink_pages the first block stays exact when the tail has moved on; with too few copies it makes room."""
+    dim, length = 64, 64 * 6
+    rows = torch.randn(2, length, 1, dim, device=device).bfloat16()
+    q = torch.randn(1, 2, dim, device=device)
+    table = torch.arange(7, dtype=torch.int32, device=device)[None]
+    slots = torch.arange(length, device=device)
+
+    def engine(**options):
+        pages = kvant.Pages(kv_heads=1, head_dim=dim, k="tq4", v="tq4", device=device, tail=1, tail_sequences=2,
+                            k_centre="none", **options)
+        pool = torch.zeros(8, 1, pages.block_bytes, dtype=torch.uint8, device=device)
+        plan = pages.plan(2, max_batch=2, max_blocks=7, max_query_len=BLOCK)
+        for first in range(0, length, 32):
+            tables = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([first + 32], [0, 32])]
+            pages.begin_step(table, *tables)
+            pages.write(pool, *rows[:, first : first + 32], slots[first : first + 32])
+        tables = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([length], [0, 1])]
+        pages.begin_step(table, *tables)
+        plan.set_tables(table, *tables)
+        stored = [torch.empty(6 * BLOCK, 1, dim, device=device) for _ in range(2)]
+        pages.decode(pool, table[0, :6].contiguous(), *stored)
+        return pages, plan.run(pool, q), stored
+
+    for options, copies, exact in (({}, 2 * 3 + 2, [5]), ({"sink_pages": 1}, 2 * 4 + 2, [0, 5]),
+                                   ({"sink_pages": 2, "exact_copies": 9}, 9, [0, 1, 5]),
+                                   ({"sink_pages": 1, "exact_copies": 2}, 2, [5])):
+        pages, out, (k, v) = engine(**options)
+        assert pages.tail_copies == copies and pages.tail_bytes == copies * 2 * BLOCK * dim * 2
+        assert pages.take_misses() > 0 if copies == 2 else pages.take_misses() == 0
+        for page in exact:
+            here = slice(page * BLOCK, (page + 1) * BLOCK)
+            k[here], v[here] = rows.float()[:, here]
+        assert relative(out, reference(q[0], k, v, position=length - 1, scale=dim**-0.5)[0][None]) < 2e-3, options
 
 
 def test_options_of_logits(torch, device):

@@ -6,8 +6,10 @@ import torch
 
 from . import dtypes, versions
 from .backend import note_cache_dtype
+from .check import Check
 from .layer import Capacity, Layer, pool
 from .metadata import KvantMetadata
+from .tail import copy_bytes, divide_memory
 from .versions import AttentionImpl, AttentionType
 
 _reserved: set[Layer] = set()
@@ -55,7 +57,9 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         note_cache_dtype(kv_cache_dtype, k_centre)
         self.pages = None  # of a layer that is not exact, see tail.py
         self.number = 0  # of the layer in them
+        self.copies: int | None = None  # exact copies of blocks; None: their memory is not divided yet
         self.reserved: torch.Tensor | None = None
+        self.check = Check()
         if sinks is not None and sinks.shape[0] != num_heads:
             raise ValueError(f"kvant: {sinks.shape[0]} sinks for {num_heads} heads: there must be one each")
         pair = dtypes.parse(kv_cache_dtype, self.dtype)
@@ -71,6 +75,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
             self._has_fresh_keys(),
             "none" if pair.is_exact() else k_centre,
         )
+        self.check.done = pair.is_exact()
 
     def _has_fresh_keys(self) -> bool:
         """Whether prompts attend to the keys and values that forward is given. A layer that shares another's cache is
@@ -103,12 +108,13 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         if self.layer not in _reserved:
             self.layer.plans(self.layer.pages(device), capacity)
             _reserved.add(self.layer)
-        tail = self.layer.tail(self._config)
-        if tail > 0 and self.pages is None and self.reserved is None and self.kv_sharing_target_layer_name is None:
-            of_host = self.layer.own_pages("cpu", capacity, tail, 1, self.dtype)  # memory that is never touched
-            self.reserved = torch.empty(of_host.tail_bytes, dtype=torch.uint8, device=device)
+        if self.copies is None:
+            divide_memory(self._config, capacity)
+        if self.copies and self.pages is None and self.reserved is None:
+            size = self.copies * copy_bytes(self.layer, self.dtype)
+            self.reserved = torch.empty(size, dtype=torch.uint8, device=device)
 
-    def _store(self, layer, key, value, kv_cache) -> None:
+    def _store(self, layer, query, key, value, kv_cache, has_prompts: bool) -> None:
         if self.kv_sharing_target_layer_name is not None:
             return
         if key is None or value is None:
@@ -117,8 +123,11 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
                 "pages are written by kvant alone: choose another backend for this model"
             )
         slots = versions.slots(layer.layer_name)
-        if slots is not None:
-            self.do_kv_cache_update(layer, key, value, kv_cache, slots)
+        if slots is None:
+            return
+        self.do_kv_cache_update(layer, key, value, kv_cache, slots)
+        if not self.check.done and has_prompts and not versions.is_recording(key.device):
+            self.check.look(self, layer.layer_name, query, key, kv_cache, slots)
 
     def forward(
         self,
@@ -140,7 +149,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         if self.sinks is not None and self._sink_logits is None:
             self.process_weights_after_loading(query.dtype)
         runs = attn_metadata.runs(self.layer)
-        self._store(layer, key, value, kv_cache)
+        self._store(layer, query, key, value, kv_cache, attn_metadata.has_prompts)
         cache = pool(kv_cache)
         for plan, rows in runs:  # its tables say where its rows begin
             own = {}

@@ -11,7 +11,7 @@ import torch
 import kvant
 
 from . import versions
-from .dtypes import NAMES, Pair
+from .dtypes import NAMES, Pair, token_bytes
 
 BLOCK_TOKENS = 64  # of a kvant page
 LEAST_WINDOW_WITH_TAIL = 1024  # memory for tails is taken for all requests that a server may have
@@ -115,7 +115,15 @@ class Layer(NamedTuple):
             return 0
         return 0 if self.pair.is_exact() else versions.tail(vllm_config)
 
-    def own_pages(self, device: str, capacity: Capacity, tail: int, layers: int, dtype: torch.dtype):
+    def block_bytes(self) -> int:
+        """The bytes of a block in all kv heads."""
+        return BLOCK_TOKENS * self.kv_heads * token_bytes(self.pair, self.head_dim, self.k_centre)
+
+    def sink_pages(self) -> int:
+        """First blocks of a request that are read exactly, beside a tail. A window leaves them behind."""
+        return 0 if self.window > 0 else 1
+
+    def own_pages(self, device: str, capacity: Capacity, tail: int, layers: int, dtype: torch.dtype, copies: int = 0):
         """Pages of layers with common tables. Exact copies have the model's dtype; devices have none in float32."""
         return kvant.Pages(
             kv_heads=self.kv_heads,
@@ -125,6 +133,8 @@ class Layer(NamedTuple):
             device=device,
             tail=tail,
             tail_sequences=capacity.requests if tail > 0 else 0,
+            sink_pages=self.sink_pages() if tail > 0 else 0,
+            exact_copies=copies if tail > 0 else None,
             layers=layers,
             k_centre=self.k_centre,
             exact=NAMES[dtype] if device == "cpu" or dtype != torch.float32 else None,

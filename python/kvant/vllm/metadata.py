@@ -48,6 +48,7 @@ class KvantMetadata(AttentionMetadata):
     seq_lens: torch.Tensor | None = None
     query_start_loc: torch.Tensor | None = None
     max_query_len: int = 0
+    has_prompts: bool = False
 
     def runs(self, layer: Layer):
         """(plan, rows) of each part, for one layer."""
@@ -148,6 +149,7 @@ class KvantMetadataBuilder(AttentionMetadataBuilder[KvantMetadata]):
             seq_lens=common.seq_lens[: common.num_reqs],
             query_start_loc=common.query_start_loc,
             max_query_len=common.max_query_len,
+            has_prompts=any(not part.is_decode for part in parts),
         )
         self._set_tables(metadata)
         return metadata

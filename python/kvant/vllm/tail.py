@@ -1,50 +1,99 @@
-"""kvant.Pages of the layers that have a block table in common, and the exact tail: kvant's own memory for the newest
-blocks of each request, beside vLLM's.
+"""kvant.Pages of the layers that have a block table in common, and exact copies: kvant's own memory for the first and
+the newest blocks of requests, beside vLLM's.
 
 Pages with centres ask the step's tables which block is before another, so layers with other tables have other pages.
 vLLM's blocks have one size, which leaves no room for exact pages. So pages may have a tail, and each layer a number in
-them. The first builder of the layers makes the pages. vLLM has measured memory then, so layers take as much as the tail
-while it measures, and give it back.
+them. The first builder of the layers makes the pages. vLLM has measured memory then, so layers take as much as their
+copies while it measures, and give it back.
 """
 
 from __future__ import annotations
 
 import logging
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from . import versions
-from .layer import Capacity, device_name
+from .layer import BLOCK_TOKENS, Capacity, Layer, device_name
+
+LONG_STEPS = 16  # requests that may be in steps of more than a block at once (docs/borrowed-pages.md)
+
+
+def most_copies(layer: Layer, tail: int, requests: int) -> int:
+    """Exact copies that so many requests can have."""
+    return requests * (layer.sink_pages() + tail + 2) + min(requests, LONG_STEPS) * tail
+
+
+@lru_cache(maxsize=None)
+def copy_bytes(layer: Layer, dtype: torch.dtype) -> int:
+    """The bytes of an exact copy: a block in all kv heads of one layer."""
+    one = Capacity(requests=1, blocks=1, decode_queries=1, tokens=1)
+    exact = dtype if dtype != torch.float32 or not versions.is_cuda() else torch.bfloat16
+    return layer.own_pages("cpu", one, 1, 1, exact, copies=1).tail_bytes
+
+
+def _writers(layers) -> list[Any]:
+    """Impls of kvant's layers that store keys and values in a format, and have no pages yet."""
+    from .impl import KvantImpl
+
+    impls = [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), KvantImpl)]
+    return [i for i in impls if not i.layer.pair.is_exact() and i.kv_sharing_target_layer_name is None]
+
+
+def divide_memory(vllm_config, capacity: Capacity) -> None:
+    """Sets `copies` of all layers, so that their memory is within the budget: all layers get the same share of what
+    they could use. The log says once what was given."""
+    impls = _writers(versions.layers(vllm_config, None))
+    tails = [i.layer.tail(vllm_config) for i in impls]
+    most = [most_copies(i.layer, tail, capacity.requests) if tail > 0 else 0 for i, tail in zip(impls, tails)]
+    wanted = sum(n * copy_bytes(i.layer, i.dtype) for i, n in zip(impls, most))
+    memory = versions.kv_memory(vllm_config)
+    if memory is None and versions.blocks(vllm_config) is not None:
+        memory = versions.blocks(vllm_config) * sum(i.layer.block_bytes() for i in impls)
+    share = versions.exact_memory(vllm_config)
+    part = 1.0 if memory is None or wanted == 0 else min(1.0, share * memory / wanted)
+    for impl, n in zip(impls, most):
+        impl.copies = int(n * part)
+    if wanted == 0:
+        return
+    needs = [(i.layer.sink_pages() + tail + 1, i.copies, tail) for i, tail in zip(impls, tails) if tail > 0]
+    enough = min(min(capacity.requests, copies // need) for need, copies, _ in needs)
+    taken = sum(i.copies * copy_bytes(i.layer, i.dtype) for i in impls)
+    tail = needs[0][2]
+    logging.getLogger("vllm.kvant").info(
+        "exact copies of the first %d and the newest %d to %d tokens: %d to %d blocks in each of %d layers, %.1f MiB "
+        "beside the KV cache, enough for %d of %d requests; tokens without a copy are read encoded (up to %.2g of the "
+        "cache's memory; more with --additional-config '{\"kvant\": {\"exact_memory\": %.2g}}', none with "
+        "'{\"kvant\": {\"tail\": 0}}')",
+        BLOCK_TOKENS, BLOCK_TOKENS * tail, BLOCK_TOKENS * tail + BLOCK_TOKENS - 1, min(n for _, n, _ in needs),
+        max(n for _, n, _ in needs), len(needs), taken / 2**20, enough, capacity.requests, share, 2 * share,
+    )
 
 
 def give_pages(vllm_config, layer_names: list[str], device: torch.device, capacity: Capacity) -> list[Any]:
     """Sets `pages` and `number` of the layers' impls that are not exact. Returns these pages, whose steps begin."""
-    impls = [layer.impl for layer in versions.layers(vllm_config, layer_names)]
+    layers = versions.layers(vllm_config, layer_names)
     writers: dict[tuple, list[Any]] = {}
-    for impl in impls:
+    for impl in _writers(layers):
+        if impl.copies is None:
+            divide_memory(vllm_config, capacity)
         impl.reserved = None  # what it took while memory was measured
-        tail = impl.layer.tail(vllm_config)
-        if not impl.layer.pair.is_exact() and impl.pages is None and impl.kv_sharing_target_layer_name is None:
-            writers.setdefault((impl.layer.pair, impl.layer.kv_heads, impl.layer.head_dim, tail), []).append(impl)
-    if any(tail > 0 for *_, tail in writers) and device.type != "cpu":
+        if impl.pages is None:
+            tail = impl.layer.tail(vllm_config) if impl.copies else 0
+            kind = impl.layer.pair, impl.layer.kv_heads, impl.layer.head_dim, impl.layer.sink_pages(), tail, impl.copies
+            writers.setdefault(kind, []).append(impl)
+    if any(tail > 0 for *_, tail, _ in writers) and device.type != "cpu":
         torch.cuda.empty_cache()
-    for (*_, tail), same in writers.items():
-        pages = same[0].layer.own_pages(device_name(device), capacity, tail, len(same), same[0].dtype)
+    for (*_, tail, copies), same in writers.items():
+        pages = same[0].layer.own_pages(device_name(device), capacity, tail, len(same), same[0].dtype, copies)
         pages._workspace = same[0].layer.pages(device)._workspace
         for number, impl in enumerate(same):
             impl.pages, impl.number = pages, number
-        if tail == 0:
-            continue
-        logging.getLogger("vllm.kvant").info(
-            "exact tail of %d to %d tokens for %d requests in %d layers: %.1f MiB beside the KV cache (less with a "
-            "lower --max-num-seqs; none with --additional-config '{\"kvant\": {\"tail\": 0}}')",
-            64 * tail, 64 * tail + 63, capacity.requests, len(same), pages.tail_bytes / 2**20,
-        )
-    for impl in impls:
-        if impl.kv_sharing_target_layer_name is not None:
-            (target,) = versions.layers(vllm_config, [impl.kv_sharing_target_layer_name])
-            impl.pages, impl.number = target.impl.pages, target.impl.number
+    for layer in layers:
+        if layer.impl.kv_sharing_target_layer_name is not None:
+            (target,) = versions.layers(vllm_config, [layer.impl.kv_sharing_target_layer_name])
+            layer.impl.pages, layer.impl.number = target.impl.pages, target.impl.number
     # Layers that share a cache may come with other queries than the step has: its steps are the target's.
-    own = [impl.pages for impl in impls if impl.pages is not None and impl.kv_sharing_target_layer_name is None]
-    return list({id(pages): pages for pages in own}.values())
+    return list({id(impl.pages): impl.pages for impl in _writers(layers)}.values())

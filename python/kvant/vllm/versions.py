@@ -128,7 +128,7 @@ def slots(layer_name: str):
     return get_forward_context().slot_mapping.get(layer_name)
 
 
-OPTIONS = ("tail", "fresh_keys", "k_centre")
+OPTIONS = ("tail", "exact_memory", "fresh_keys", "k_centre")
 
 
 def _options(vllm_config) -> dict:
@@ -150,14 +150,44 @@ def k_centre(vllm_config) -> str:
 
 
 def tail(vllm_config) -> int:
-    """--additional-config '{"kvant": {"tail": 1}}': newest whole blocks of a request that are read exactly.
-
-    One by default on the CPU. None on a GPU, where it takes gigabytes at vLLM's default of --max-num-seqs.
-    """
-    blocks = _options(vllm_config).get("tail", 0 if is_cuda() else 1)
+    """--additional-config '{"kvant": {"tail": 1}}': newest whole blocks of a request that are read exactly, and where
+    there are some its first block, too. One by default."""
+    blocks = _options(vllm_config).get("tail", 1)
     if not isinstance(blocks, int) or isinstance(blocks, bool) or not 0 <= blocks <= 64:
         raise ValueError(f"kvant: --additional-config has tail = {blocks!r}: must be 0 to 64 blocks")
     return blocks
+
+
+def exact_memory(vllm_config) -> float:
+    """--additional-config '{"kvant": {"exact_memory": 0.05}}': the memory of exact copies, as a share of that of the KV
+    cache. 0.05 by default."""
+    share = _options(vllm_config).get("exact_memory", 0.05)
+    if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share <= 1000:
+        raise ValueError(
+            f"kvant: --additional-config has exact_memory = {share!r}: must be a number above 0 and up to 1000, a "
+            "share of the KV cache's memory (0.05: 5 %); a tail of 0 takes none"
+        )
+    return float(share)
+
+
+def kv_memory(vllm_config) -> int | None:
+    """Bytes that the KV cache has, as far as is known; while memory is measured on a GPU, what is left for it then.
+    None: they are unknown."""
+    cache = vllm_config.cache_config
+    if cache.kv_cache_memory_bytes:
+        return int(cache.kv_cache_memory_bytes)
+    if not is_cuda():
+        return None
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return max(0, int(free - total * (1 - cache.gpu_memory_utilization)))
+
+
+def blocks(vllm_config) -> int | None:
+    """Blocks of the KV cache; None: not known yet."""
+    cache = vllm_config.cache_config
+    return cache.num_gpu_blocks or cache.num_gpu_blocks_override
 
 
 def fresh_keys(vllm_config) -> bool:
@@ -174,6 +204,11 @@ def has_microbatches(vllm_config) -> bool:
     return vllm_config.parallel_config.use_ubatching
 
 
+def skipped_layers(vllm_config) -> list[str]:
+    """--kv-cache-dtype-skip-layers."""
+    return [] if vllm_config is None else list(map(str, vllm_config.cache_config.kv_cache_dtype_skip_layers or ()))
+
+
 def moves_blocks(vllm_config) -> bool:
     """Whether something beside kvant writes to blocks (a KV connector)."""
     return getattr(vllm_config, "kv_transfer_config", None) is not None
@@ -186,7 +221,14 @@ def is_cuda() -> bool:
     return current_platform.is_cuda()
 
 
+def is_recording(device) -> bool:
+    """Whether a CUDA graph is being recorded."""
+    import torch
+
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def layers(vllm_config, names):
-    """vLLM's attention layers of these names."""
+    """vLLM's attention layers of these names; None: of all names that this process has."""
     known = vllm_config.compilation_config.static_forward_context
-    return [known[name] for name in names]
+    return list(known.values()) if names is None else [known[name] for name in names]

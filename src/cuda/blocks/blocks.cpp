@@ -163,8 +163,9 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
     if (Status s = memory_.take(tables_.entries, batch, "a plan's batch"); !s) return s;
     if (Status s = memory_.take(tables_.given, batch, "a plan's batch"); !s) return s;
     if (Status s = memory_.take(tables_.errors, 1, "a flag"); !s) return s;
-    tables_.tail_pages = config_.tail.pages;
+    tables_.ends = config_.tail.ends();
     tables_.copies = tail_.state.table;
+    view_.sink_pages = config_.tail.sink_pages;
     view_.pages = tables_.pages;
     view_.sequences = tables_.sequences;
     view_.max_pages = tables_.max_pages;
@@ -443,7 +444,7 @@ class Blocks final : public core::DeviceBlocks {
     if (Status e = memory_.take(s.misses, 1, "a number"); !e) return e;
     s.table.mask = entries - 1;
     s.count = t.copies;
-    s.pages = t.pages;
+    s.ends = t.ends();
     KVANT_CUDA_TRY(clear_tail(s, nullptr));
     return {};
   }

@@ -34,15 +34,13 @@ __global__ void __launch_bounds__(kThreads) set_tables_kernel(const __grid_const
   const std::int32_t* row = step.block_table + i * step.row_stride;
   core::PageRef* refs = to.pages + static_cast<std::int64_t>(i) * to.max_pages;
   // Which of these pages are read exactly is attention's choice; older ones have no copy that it could want.
-  const std::int32_t copied =
-      to.copies.entries == nullptr
-          ? pages
-          : base::copied_pages(static_cast<std::int32_t>(length), static_cast<std::int32_t>(q_len), to.tail_pages)
-                .exact;
+  const bool has_copies = to.copies.entries != nullptr;
+  const base::CopiedPages copied =
+      base::copied_pages(static_cast<std::int32_t>(length), static_cast<std::int32_t>(q_len), to.ends);
   for (auto p = static_cast<std::int32_t>(threadIdx.x); p < pages; p += kThreads) {
     core::PageRef ref;
     ref.encoded = row[p];
-    if (p >= copied && ref.encoded >= 0) ref.exact = max(-1, to.copies.find(ref.encoded));
+    if (has_copies && copied.is_read(p) && ref.encoded >= 0) ref.exact = max(-1, to.copies.find(ref.encoded));
     refs[p] = ref;
   }
   __threadfence();  // before the launch ends: attention reads the batch without waiting for it

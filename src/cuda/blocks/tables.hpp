@@ -22,7 +22,7 @@ struct PlanTables {
   BatchEntry* given;         // [max_batch]: as set_tables made them; check_blocks takes queries away from entries
   std::uint32_t* errors;     // one, set and never cleared by kernels
   std::int32_t max_batch, max_pages;
-  std::int32_t tail_pages;
+  base::ExactEnds<std::int32_t> ends;
   base::CopyTable copies;
 };
 

@@ -39,24 +39,29 @@ __device__ Sum sum_in_order(int x, int* room) {
 struct Page {
   enum Kind { none, kept, begins, missing_is_a_miss } kind = none;
   std::int32_t block = -1;
+  std::uint32_t lag = 0;
 };
 // Pages of a sequence that may have copies in a step: a long one keeps the tail that it began with.
-__device__ std::int32_t pages_of_sequence(std::int32_t tail_pages) {
-  return base::copies_of_sequence(tail_pages) + tail_pages;
+__device__ std::int32_t pages_of_sequence(const base::ExactEnds<std::int32_t>& ends) {
+  return base::copies_of_sequence(ends) + ends.tail_pages;
 }
 // Number `at` of the batch's: a fixed number for each sequence.
 __device__ Page page_of(const BeginStep& step, std::int32_t at) {
-  const std::int32_t each = pages_of_sequence(step.tail.pages), i = at / each;
+  const std::int32_t each = pages_of_sequence(step.tail.ends), i = at / each;
   if (i >= step.batch) return {};
   const std::int32_t length = step.seq_lens[i], q_len = step.query_start_loc[i + 1] - step.query_start_loc[i];
   if (q_len <= 0 || length < q_len || base::pages_for(length) > step.columns) return {};
-  const base::CopiedPages pages = base::copied_pages(length, q_len, step.tail.pages);
+  const base::CopiedPages pages = base::copied_pages(length, q_len, step.tail.ends);
   const std::int32_t old = max(pages.begun - pages.begin, 0), place = at % each;
-  const std::int32_t p = place < old ? pages.begin + place : pages.fresh + place - old;
+  const std::int32_t behind = place - pages.sinks;  // the first pages
+  const std::int32_t p = behind < 0 ? place : behind < old ? pages.begin + behind : pages.fresh + behind - old;
   if (p >= pages.end) return {};
   const std::int32_t block = step.block_table[i * step.row_stride + p];
   if (block < 0) return {};  // a window hides the page
-  return {p >= pages.begun ? Page::begins : p >= pages.exact ? Page::missing_is_a_miss : Page::kept, block};
+  return {p >= pages.begun   ? Page::begins
+          : pages.is_read(p) ? Page::missing_is_a_miss
+                             : Page::kept,
+          block, pages.lag(p)};
 }
 
 // The place of a block's entry, which is made if there is none. Many threads at once.
@@ -68,14 +73,14 @@ __device__ std::uint32_t insert(const base::CopyTable& table, std::int32_t block
   }
 }
 
-__global__ void __launch_bounds__(kThreads) begin_step_kernel(const __grid_constant__ BeginStep step) {
+__global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_constant__ BeginStep step) {
   __shared__ int room[kWarps];
   __shared__ int of_age[base::kAgeOfUnused + 1];
   __shared__ int youngest, left;
   const TailState& tail = step.tail;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  const std::uint32_t now = __ldcg(tail.step) + 1;
-  const std::int32_t pages = step.batch * pages_of_sequence(tail.pages);
+  const std::uint32_t now = __ldcg(tail.step) + base::kNumbersOfStep;
+  const std::int32_t pages = step.batch * pages_of_sequence(tail.ends);
 
   // Copies that the step needs; blocks that want one leave the first page that does in their entry, below 0.
   const auto mark = [&](std::int32_t at) { return -2 - (pages - at); };
@@ -89,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) begin_step_kernel(const __grid_const
       copy = -1;
     }
     if (copy >= 0) {
-      tail.copies[copy].used = now;
+      atomicMax(&tail.copies[copy].used, now - page.lag);
     } else if (page.kind == Page::begins) {
       atomicMin(&tail.table.entries[insert(tail.table, page.block)].copy, mark(at));
       any = true;

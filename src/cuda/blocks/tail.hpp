@@ -12,7 +12,7 @@ namespace kvant::cuda {
 
 struct alignas(8) TailCopy {
   std::int32_t block;  // -1: unused
-  std::uint32_t used;  // the newest step that had the block among its copied pages
+  std::uint32_t used;  // the newest step that had the block among its copied pages, less the page's lag
 };
 
 struct TailState {
@@ -20,10 +20,10 @@ struct TailState {
   TailCopy* copies = nullptr;            // [count]
   std::uint32_t* written = nullptr;      // [count]: not 0: from its first position on
   std::int32_t* wanted = nullptr;        // [count]: room for a step's blocks
-  std::uint32_t* step = nullptr;         // one: steps so far
+  std::uint32_t* step = nullptr;         // one: the newest step
   unsigned long long* misses = nullptr;  // one
   std::int32_t count = 0;                // of copies
-  std::int32_t pages = 0;                // of a sequence's tail
+  base::ExactEnds<std::int32_t> ends{};  // of a sequence
 
 #if defined(__CUDACC__)
   __device__ void forget(std::int32_t block) const {

@@ -43,9 +43,9 @@ struct PageRuns {
 
 inline constexpr int kNoEnd = 0x7FFFFFFF;  // of pages
 
-// Those before `exact_sinks` and from `tail` on are exact.
+// Those before `exact_sinks` and from `tail` on are exact, and those from `encoded` on may be encoded.
 struct VisiblePages : base::VisiblePages<int> {
-  int exact_sinks, tail;
+  int exact_sinks, tail, encoded;
 };
 
 // The rule of which keys queries see, apart from what a mask tensor holds.
@@ -66,7 +66,8 @@ KVANT_HD inline int exact_length(const CacheView& c, int length, int q_len) {
 KVANT_HD inline VisiblePages with_exact_ends(const AttendParams& p, int length, int q_len,
                                              const base::VisiblePages<int>& seen) {
   const ExactEnds ends = p.cache.exact_ends();
-  return {seen, ends.sink_pages, ends.tail_pages > 0 ? ends.tail_begin(exact_length(p.cache, length, q_len)) : kNoEnd};
+  return {seen, ends.sink_pages, ends.tail_pages > 0 ? ends.tail_begin(exact_length(p.cache, length, q_len)) : kNoEnd,
+          p.cache.steps_keep_exact != 0 ? 0 : ends.sink_pages};
 }
 
 // The pages for all queries of a sequence.
@@ -76,7 +77,8 @@ KVANT_HD inline VisiblePages visible_pages(const AttendParams& p, int length, in
   return with_exact_ends(p, length, q_len, v);
 }
 
-// Encoded runs include tail pages: a page there is read encoded when its exact copy is gone. Whoever walks them looks
+// Encoded runs include tail pages, and an engine's first pages: a page there is read encoded when its exact copy is
+// gone. Whoever walks them looks
 // at the page table and leaves out what the other domain reads.
 KVANT_HD inline PageRuns page_runs(const VisiblePages& v, bool exact) {
   const auto run = [](int from, int to, int low, int high, int& begin, int& count) {
@@ -84,7 +86,7 @@ KVANT_HD inline PageRuns page_runs(const VisiblePages& v, bool exact) {
     const int last = to < high ? to : high;
     count = last > begin ? last - begin : 0;
   };
-  const int low = exact ? 0 : v.exact_sinks, high = exact ? v.exact_sinks : kNoEnd;
+  const int low = exact ? 0 : v.encoded, high = exact ? v.exact_sinks : kNoEnd;
   PageRuns r;
   run(0, v.sinks, low, high, r.begin[0], r.count[0]);
   run(v.recent, v.end, low, high, r.begin[1], r.count[1]);

@@ -55,6 +55,8 @@ class Engine:
         tail=None,
         fresh=None,
         k_centre=None,
+        exact_memory=None,
+        key_offsets=(),
     ):
         if dtype is None:
             dtype = torch.float32 if ON_CPU else torch.bfloat16  # kernels of devices have no exact float32 pages
@@ -71,7 +73,8 @@ class Engine:
             skip_layers=skip_layers,
         )
         self.config.cache_config.num_gpu_blocks_override = blocks
-        options = {"tail": tail, "fresh_keys": fresh, "k_centre": k_centre}
+        options = {"tail": tail, "fresh_keys": fresh, "k_centre": k_centre, "exact_memory": exact_memory}
+        self.key_offsets = dict(key_offsets)  # by layer: what all of its keys have in common
         self.config.additional_config = {"kvant": {name: x for name, x in options.items() if x is not None}}
         self.layers = []
         torch.manual_seed(5)
@@ -150,8 +153,10 @@ class Engine:
 
     def tensors(self, r, layer, positions, which, heads):
         """Queries (0), keys (1) or values (2) of a layer. They depend on the token and its position."""
-        made = [_numbers(r.salts[p], layer, which, heads, self.layers[layer].head_dim)[p] for p in positions]
-        return torch.from_numpy(np.stack(made)).to(DEVICE, self.dtype)
+        made = np.stack([_numbers(r.salts[p], layer, which, heads, self.layers[layer].head_dim)[p] for p in positions])
+        if which == 1:
+            made = made + self.key_offsets.get(layer, 0.0)
+        return torch.from_numpy(made).to(DEVICE, self.dtype)
 
     def dummy_step(self, counts, length, capture):
         """A step of vLLM's that only warms up or is recorded: blocks of nobody, and slots of no request."""

@@ -137,15 +137,20 @@ def test_a_prefix_hit(vllm, pages):
     e.step([(first, 1), (second, 1)])
 
 
-def test_exact_tail(vllm):
+@pytest.mark.parametrize("window", [0, 1024])
+def test_exact_copies(vllm, window):
     """The newest tokens of each request are read as they came, in every layer and whoever has their blocks: up to 127
-    tokens a request loses nothing. Without a tail two bits lose a third."""
-    layers = [{}, {"softcap": 5.0}, {"head_dim": 128}, {"window": 1024}]
+    tokens a request loses nothing, and up to 191 where the first block is exact, too. Without copies two bits lose a
+    third."""
+    layers = [{}, {"softcap": 5.0}, {"head_dim": 128}]
+    if window:
+        layers = [{"window": window} | layer for layer in layers]
     exact = 2e-5 if ON_CPU else 1e-2
-    e = Engine(vllm, layers, cache_dtype="kvant_tq2")
-    tails = [pages for g in range(len(e.groups)) for pages in e.builder(g).own_pages]
-    assert sum(pages.layers for pages in tails) == 4  # each group has its own
+    e = Engine(vllm, layers, cache_dtype="kvant_tq2", exact_memory=1000)
+    tails = [pages for group in e.all_groups() for pages in group.get_metadata_builder(0).own_pages]
+    assert sum(pages.layers for pages in tails) == 3  # each group has its own
     assert {pages.tail_sequences for pages in tails} == {8}
+    assert {(pages.sink_pages, pages.tail_copies) for pages in tails} == {(0, 32) if window else (1, 40)}
     a, b = e.request(1), e.request(2)
     e.step([(a, 64)], tolerance=exact)
     for _ in range(3):
@@ -156,7 +161,10 @@ def test_exact_tail(vllm):
     e.step([(a, 1), (c, 1)], tolerance=exact)
     e.step([(b, 6), (a, 1), (c, 1)], tolerance=exact)  # resumed: all of its tokens again, on other blocks
     assert e.worst < exact and a.length == 127
-    e.step([(a, 1)], tolerance=1.0)  # its first block has left the tail
+    if not window:
+        for _ in range(2):
+            e.step([(a, 32), (c, 1)], tolerance=exact)  # the first block has left the tail
+    e.step([(a, 1)], tolerance=1.0)  # the first or the second block is read encoded
     assert e.worst > 0.05
     assert all(pages.take_misses() == 0 for pages in tails)
 
@@ -278,9 +286,52 @@ def test_which_layers_have_a_tail(vllm):
         e.config.additional_config = wrong
         with pytest.raises(ValueError, match="tail"):
             versions.tail(e.config)
+    for wrong in (0, -1, "5 %", True, 1001, None):
+        e.config.additional_config = {"kvant": {"exact_memory": wrong}}
+        with pytest.raises(ValueError, match="exact_memory"):
+            versions.exact_memory(e.config)
     e.config.additional_config = {}
     e.config.kv_transfer_config = object()
     assert e.layers[0].made.impl.layer._replace(window=0).tail(e.config) == 0  # a connector writes to blocks
+
+
+def test_memory_of_exact_copies(vllm, caplog):
+    """Copies take a share of the cache's memory, by default a twentieth; the log says what was given. Blocks that get
+    no copy are read encoded."""
+    import kvant
+    from kvant.vllm import tail
+
+    caplog.set_level("INFO", logger="vllm.kvant")
+    layers, error = [{}, {"window": 100}, {"head_dim": 128}], 0.2
+    e = Engine(vllm, layers, cache_dtype="kvant_tq4", blocks=600, layout="BLHNC")
+    impls = [layer.made.impl for layer in e.layers]
+    cache = 600 * sum(impl.layer.block_bytes() for impl in impls)
+    size = [tail.copy_bytes(impl.layer, e.dtype) for impl in impls]
+    taken = sum(impl.copies * n for impl, n in zip(impls, size))
+    assert impls[1].copies == 0 and impls[0].copies == impls[2].copies > 0
+    assert 0.05 * cache - size[0] - size[2] < taken <= 0.05 * cache
+    pages = [impl.pages for impl in impls]
+    assert sum(p.tail_bytes for p in set(pages)) == taken and pages[1].tail == 0
+    text, count = caplog.text, impls[0].copies
+    assert text.count("exact copies") == 1 and f"{count} to {count} blocks in each of 2 layers" in text
+    assert f"{taken / 2**20:.1f} MiB" in text and f"enough for {impls[0].copies // 3} of 8 requests" in text
+    a_day(e, tolerance=error)
+    assert sum(p.take_misses() for p in set(pages)) > 0
+
+    all_of_them = Engine(vllm, layers, cache_dtype="kvant_tq4", blocks=600, layout="BLHNC", exact_memory=1000)
+    a_day(all_of_them, tolerance=error)
+    for layer in all_of_them.layers:
+        impl = layer.made.impl
+        wanted = kvant.Pages(
+            kv_heads=2, head_dim=impl.head_size, k="tq4", v="tq4", tail=1, sink_pages=1, tail_sequences=8
+        )
+        assert impl.copies == (0 if impl.layer.window else wanted.tail_copies)
+    assert "enough for 8 of 8" in caplog.text
+
+    caplog.clear()
+    none = Engine(vllm, layers, cache_dtype="kvant_tq4", tail=0)
+    assert [layer.made.impl.copies for layer in none.layers] == [0, 0, 0] and "exact copies" not in caplog.text
+    a_day(none, tolerance=error)
 
 
 def drafts_and_others(e):
