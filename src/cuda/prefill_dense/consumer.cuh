@@ -42,7 +42,7 @@ struct Consumer {
 
   __device__ __forceinline__ void scores(float (&s)[kScores]) const {
     const std::uint64_t q = ptx::operand(shared_at(group * S::kQueries), S::kSwizzle);
-    const std::uint64_t k = ptx::operand(shared_at(S::kKeysAt + keys.stage * S::kTile), S::kSwizzle);
+    const std::uint64_t k = ptx::operand(shared_at(S::kKeysAt + keys.stage() * S::kTile), S::kSwizzle);
     constexpr int kSteps = S::kSwizzle / 32;  // of a box
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
@@ -53,7 +53,7 @@ struct Consumer {
   }
   __device__ __forceinline__ void add_values(const std::uint32_t (&w)[kScores / 8][4], bool first) {
     const std::uint64_t v =
-        ptx::operand(shared_at(S::kValuesAt + values.stage * S::kTile), S::kSwizzle, S::kKeys * S::kSwizzle);
+        ptx::operand(shared_at(S::kValuesAt + values.stage() * S::kTile), S::kSwizzle, S::kKeys * S::kSwizzle);
 #pragma unroll
     for (int i = 0; i < S::kKeys / 16; ++i)
       ptx::Wgmma<D, kBf16>::template registers<true>(o, w[i], v + ptx::operand_step(i * 16 * S::kSwizzle),
@@ -198,7 +198,7 @@ struct Consumer {
   __device__ __forceinline__ void clear_values(int tile) const {
     const int first = work->length - tile * S::kKeys;
     if (first >= S::kKeys) return;
-    clear_tokens<S::kKeys, S::kBoxes>(shared + S::kValuesAt + values.stage * S::kTile, first);
+    clear_tokens<S::kKeys, S::kBoxes>(shared + S::kValuesAt + values.stage() * S::kTile, first);
     group_sync();
   }
   // From `first` on, in boxes of kTokens tokens.

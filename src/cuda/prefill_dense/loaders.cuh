@@ -90,7 +90,7 @@ __device__ __forceinline__ void bring_keys(const AttendParams& p, const Schedule
     const auto bring = [&](Ring<S::kStages>& ring, const CUtensorMap& map, int at, int use) {
       const int token = work.row_of_tile(use, S::kKeys);
       ring.wait_empty();
-      const std::uint32_t barrier = ring.full + 8 * ring.stage, box = to + at + ring.stage * S::kTile;
+      const std::uint32_t barrier = ring.full + 8 * ring.stage(), box = to + at + ring.stage() * S::kTile;
       ptx::mbarrier_arrive_expect(barrier, S::kTile);
 #pragma unroll
       for (int i = 0; i < S::kBoxes; ++i)

@@ -26,20 +26,20 @@ struct SplitColumnsConsumer : Consumer<kBf16, S> {
   __device__ __forceinline__ bool next_work() {
     find_thread();
     rings.works.wait_full();
-    this->work = reinterpret_cast<const Work*>(this->shared + S::kWorkAt) + rings.works.stage;
+    this->work = reinterpret_cast<const Work*>(this->shared + S::kWorkAt) + rings.works.stage();
     return this->work->rows != 0;
   }
   __device__ __forceinline__ void end_work() {
-    arrive_once(rings.works.empty + 8 * rings.works.stage);
+    arrive_once(rings.works.empty + 8 * rings.works.stage());
     rings.works.next();
   }
   __device__ __forceinline__ int thread() const { return 32 * this->warp + 4 * this->g + this->t; }
   __device__ __forceinline__ float2* factors() const {
-    return reinterpret_cast<float2*>(this->shared + S::kFactorsAt) + 128 * rings.weights.stage + thread();
+    return reinterpret_cast<float2*>(this->shared + S::kFactorsAt) + 128 * rings.weights.stage() + thread();
   }
   // After a tile's last weights: m and l.
   __device__ __forceinline__ float4* ends() const {
-    return reinterpret_cast<float4*>(this->shared + S::kWeightsAt + rings.weights.stage * S::kWeights) + thread();
+    return reinterpret_cast<float4*>(this->shared + S::kWeightsAt + rings.weights.stage() * S::kWeights) + thread();
   }
 };
 
@@ -129,7 +129,7 @@ struct ScoresConsumer : SplitColumnsConsumer<kBf16, S> {
     auto& ring = this->rings.keys;
     const std::uint64_t others = ptx::operand(this->shared_at(S::kQueriesAt), S::kSwizzle);
     ring.wait_full();
-    const std::uint64_t k = ptx::operand(this->shared_at(S::kKeysAt + ring.stage * S::kPart), S::kSwizzle);
+    const std::uint64_t k = ptx::operand(this->shared_at(S::kKeysAt + ring.stage() * S::kPart), S::kSwizzle);
     if (part == 0) ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kSteps / 2; ++i) {
@@ -151,9 +151,9 @@ struct ScoresConsumer : SplitColumnsConsumer<kBf16, S> {
     // A warp's lane 8 m + r has the place of row r of matrix m: the upper or lower eight rows, the left or right eight
     // of sixteen columns. Further columns differ in bits that columns alone decide.
     const int thread = ptx::thread_here(), row = thread / 32 * 16 + thread % 16;
-    const std::uint32_t to = this->shared_at(S::kWeightsAt + ring.stage * S::kWeights + row * 128) +
+    const std::uint32_t to = this->shared_at(S::kWeightsAt + ring.stage() * S::kWeights + row * 128) +
                              static_cast<std::uint32_t>((thread / 16 % 2 ^ row % 8) * 16);
-    reinterpret_cast<float2*>(this->shared + S::kFactorsAt)[128 * ring.stage + thread] =
+    reinterpret_cast<float2*>(this->shared + S::kFactorsAt)[128 * ring.stage() + thread] =
         make_float2(alpha[0], alpha[1]);
 #pragma unroll
     for (int i = 0; i < kScores / 8; ++i) ptx::store_matrices(to ^ 32 * i, w[i]);
@@ -161,7 +161,7 @@ struct ScoresConsumer : SplitColumnsConsumer<kBf16, S> {
   __device__ __forceinline__ void hand_over() {
     auto& ring = this->rings.weights;
     ptx::fence_for_products();
-    arrive_once(ring.full + 8 * ring.stage);
+    arrive_once(ring.full + 8 * ring.stage());
     ring.next();
   }
   __device__ __forceinline__ bool attend() {
@@ -180,7 +180,7 @@ struct ScoresConsumer : SplitColumnsConsumer<kBf16, S> {
     for (int use = 0;; ++use) {
       auto& keys = this->rings.keys;
       auto done = keys;  // two before
-      done.stage = keys.stage == S::kStages - 1 ? 0 : keys.stage + 1;
+      done.place.stage_ = keys.stage() == S::kStages - 1 ? 0 : keys.stage() + 1;
       ptx::wgmma_wait<1>();
       release_to_all<S>(done);
       done.next();
@@ -204,7 +204,7 @@ struct ScoresConsumer : SplitColumnsConsumer<kBf16, S> {
       return this->is_plain && this->m[h] != kNone ? this->m[h] * this->units[h] : this->m[h];
     };
     *this->ends() = make_float4(top(0), top(1), this->l[0], this->l[1]);
-    arrive_once(this->rings.weights.full + 8 * this->rings.weights.stage);
+    arrive_once(this->rings.weights.full + 8 * this->rings.weights.stage());
     this->rings.weights.next();
     this->end_work();
     return true;
@@ -218,10 +218,10 @@ struct SumsConsumer : SplitColumnsConsumer<kBf16, S> {
   // The products of half of the tokens. (One instruction for all columns needs more registers than ptxas has where a
   // block has 512 threads.)
   __device__ __forceinline__ void start_values(int part, bool first) {
-    const int at = S::kValuesAt + this->rings.values.stage * S::kPart + this->column * 2 * S::kBoxTokens;
+    const int at = S::kValuesAt + this->rings.values.stage() * S::kPart + this->column * 2 * S::kBoxTokens;
     const std::uint64_t v = ptx::operand(this->shared_at(at), S::kSwizzle, S::kBox);
     const std::uint64_t w =
-        ptx::operand(this->shared_at(S::kWeightsAt + this->rings.weights.stage * S::kWeights), S::kSwizzle);
+        ptx::operand(this->shared_at(S::kWeightsAt + this->rings.weights.stage() * S::kWeights), S::kSwizzle);
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < S::kBoxTokens / 16; ++i) {
@@ -238,7 +238,7 @@ struct SumsConsumer : SplitColumnsConsumer<kBf16, S> {
   // See clear_values.
   __device__ __forceinline__ void clear_part(int first) const {
     if (first >= S::kBoxTokens) return;
-    std::byte* const boxes = this->shared + S::kValuesAt + this->rings.values.stage * S::kPart;
+    std::byte* const boxes = this->shared + S::kValuesAt + this->rings.values.stage() * S::kPart;
     this->template clear_tokens<S::kBoxTokens, kColumnBoxes>(boxes + this->column * 2 * S::kBoxTokens, max(first, 0));
     ptx::barrier<128>(1 + (this->column != 0 ? 1 : 0));
   }
@@ -267,12 +267,12 @@ struct SumsConsumer : SplitColumnsConsumer<kBf16, S> {
       ptx::wgmma_wait<0>();
       release_to_all<S>(values);
       values.next();
-      arrive_once(weights.empty + 8 * weights.stage);
+      arrive_once(weights.empty + 8 * weights.stage());
       weights.next();
     }
     weights.wait_full();
     const float4 ends = *this->ends();
-    arrive_once(weights.empty + 8 * weights.stage);
+    arrive_once(weights.empty + 8 * weights.stage());
     weights.next();
     this->m[0] = ends.x, this->m[1] = ends.y, this->l[0] = ends.z, this->l[1] = ends.w;
     this->finish({false, false});  // poisoned rows have sums that are not numbers

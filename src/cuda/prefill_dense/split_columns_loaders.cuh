@@ -12,7 +12,7 @@ template <class S, class Stages>
 __device__ __forceinline__ void release_to_all(const Stages& ring) {
   __syncwarp();
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  if (lane < S::kBlocks) ptx::mbarrier_arrive_at(ring.empty + 8 * ring.stage, lane);
+  if (lane < S::kBlocks) ptx::mbarrier_arrive_at(ring.empty + 8 * ring.stage(), lane);
 }
 // A warp has written, or has read, what lies in the block's own stage.
 __device__ __forceinline__ void arrive_once(std::uint32_t barrier) {
@@ -58,13 +58,13 @@ __device__ __forceinline__ void find_tiles(const AttendParams& p, const Schedule
 #pragma unroll 1
   for (int round = 0; round <= rounds.total; ++round) {
     works.wait_empty();
-    Work& work = reinterpret_cast<Work*>(shared + S::kWorkAt)[works.stage];
+    Work& work = reinterpret_cast<Work*>(shared + S::kWorkAt)[works.stage()];
     if (round == rounds.total) {
       work.rows = 0;
     } else if (!find_work<S>(p, schedule, rounds.tile(round), work)) {
       continue;
     }
-    ptx::mbarrier_arrive(works.full + 8 * works.stage);
+    ptx::mbarrier_arrive(works.full + 8 * works.stage());
     works.next();
   }
 }
@@ -76,12 +76,12 @@ __device__ __forceinline__ void bring_shares(const Maps& maps, std::byte* shared
   const std::uint32_t to = ptx::shared_address(shared);
   while (true) {
     rings.works.wait_full();
-    const Work& work = reinterpret_cast<const Work*>(shared + S::kWorkAt)[rings.works.stage];
+    const Work& work = reinterpret_cast<const Work*>(shared + S::kWorkAt)[rings.works.stage()];
     if (work.rows == 0) return;
     const int total = work.total(), head = work.keys_head;
     const auto begin = [](auto& ring) {
       ring.wait_empty();
-      ptx::mbarrier_arrive_expect(ring.full + 8 * ring.stage, S::kPart);
+      ptx::mbarrier_arrive_expect(ring.full + 8 * ring.stage(), S::kPart);
     };
 #pragma unroll 1
     for (int use = 0; use <= total; ++use) {
@@ -90,11 +90,11 @@ __device__ __forceinline__ void bring_shares(const Maps& maps, std::byte* shared
 #pragma unroll 1
         for (int part = 0; part < 2; ++part) {
           begin(rings.keys);
-          const std::uint32_t at = to + S::kKeysAt + rings.keys.stage * S::kPart + rank * S::kBox;
+          const std::uint32_t at = to + S::kKeysAt + rings.keys.stage() * S::kPart + rank * S::kBox;
 #pragma unroll
           for (int i = 0; i < S::kBoxes / 2; ++i) {
             ptx::copy_box_to(at + 2 * i * S::kBox, &maps.keys, (part * S::kBoxes / 2 + i) * (S::kSwizzle / 2), token,
-                             head, rings.keys.full + 8 * rings.keys.stage, kAll);
+                             head, rings.keys.full + 8 * rings.keys.stage(), kAll);
           }
           rings.keys.next();
         }
@@ -104,18 +104,18 @@ __device__ __forceinline__ void bring_shares(const Maps& maps, std::byte* shared
 #pragma unroll 1
         for (int part = 0; part < 2; ++part) {
           begin(rings.values);
-          const std::uint32_t at = to + S::kValuesAt + rings.values.stage * S::kPart;
+          const std::uint32_t at = to + S::kValuesAt + rings.values.stage() * S::kPart;
 #pragma unroll
           for (int i = 0; i < S::kBoxes / 2; ++i) {
             const int box = rank * S::kBoxes / 2 + i;
             ptx::copy_box_to(at + box * S::kBox, &maps.values, box * (S::kSwizzle / 2), token + part * S::kBoxTokens,
-                             head, rings.values.full + 8 * rings.values.stage, kAll);
+                             head, rings.values.full + 8 * rings.values.stage(), kAll);
           }
           rings.values.next();
         }
       }
     }
-    ptx::mbarrier_arrive(rings.works.empty + 8 * rings.works.stage);
+    ptx::mbarrier_arrive(rings.works.empty + 8 * rings.works.stage());
     rings.works.next();
   }
 }

@@ -18,7 +18,7 @@ struct Consumer {
   const AttendParams& p;
   std::byte* shared;
   int group, warp, g, t;  // group: which of the consumers
-  Ring<Shape<D>::kStages> keys, values;
+  Ring<Shape<D>::kStages, false, true> keys, values;
   Tile tile;
   RowPlace row[2];  // this thread's, g and g + 8 of its warp's
   bool is_plain;    // scores are scaled and nothing else
@@ -160,7 +160,8 @@ struct Consumer {
   template <bool kBf16>
   __device__ __forceinline__ void scores(float (&s)[kPageTokens / 2]) const {
     const std::uint64_t q = ptx::operand(ptx::shared_address(queries()), S::kSwizzle);
-    const std::uint64_t k = ptx::operand(ptx::shared_address(shared + S::kKeysAt + keys.stage * S::kTile), S::kSwizzle);
+    const std::uint64_t k =
+        ptx::operand(ptx::shared_address(shared + S::kKeysAt + keys.stage() * S::kTile), S::kSwizzle);
     constexpr int kSteps = S::kSwizzle / 32;  // of a box
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
@@ -175,7 +176,8 @@ struct Consumer {
     float of[8];
   };
   __device__ __forceinline__ void find_centres(Centres& centres) const {
-    const std::uint64_t k = ptx::operand(ptx::shared_address(shared + S::kKeysAt + keys.stage * S::kTile), S::kSwizzle);
+    const std::uint64_t k =
+        ptx::operand(ptx::shared_address(shared + S::kKeysAt + keys.stage() * S::kTile), S::kSwizzle);
     constexpr int kSteps = S::kSwizzle / 32;
     ptx::wgmma_fence();
 #pragma unroll
@@ -209,7 +211,7 @@ struct Consumer {
   // kByToken: the tile has a row for each token, as dense pages have; otherwise one for each channel.
   template <bool kBf16, bool kByToken>
   __device__ __forceinline__ void add_values(const std::uint32_t (&w)[kPageTokens / 16][4], bool first) {
-    const std::uint32_t address = ptx::shared_address(shared + S::kValuesAt + values.stage * S::kTile);
+    const std::uint32_t address = ptx::shared_address(shared + S::kValuesAt + values.stage() * S::kTile);
     const std::uint64_t v =
         kByToken ? ptx::operand(address, S::kSwizzle, kPageTokens * S::kSwizzle) : ptx::operand(address, 128);
     constexpr int kStep = kByToken ? 16 * S::kSwizzle : 32;
@@ -280,13 +282,13 @@ struct Consumer {
   }
 
   __device__ int page_here() const {
-    return reinterpret_cast<const int*>(shared + S::kPagesAt)[keys.stage];
+    return reinterpret_cast<const int*>(shared + S::kPagesAt)[keys.stage()];
   }
   __device__ const float* key_factors() const {
-    return reinterpret_cast<const float*>(shared + S::kKeyFactorsAt + keys.stage * S::kFactors);
+    return reinterpret_cast<const float*>(shared + S::kKeyFactorsAt + keys.stage() * S::kFactors);
   }
   __device__ const float* value_factors() const {
-    return reinterpret_cast<const float*>(shared + S::kValueFactorsAt + values.stage * S::kFactors);
+    return reinterpret_cast<const float*>(shared + S::kValueFactorsAt + values.stage() * S::kFactors);
   }
 
   // The pages of a domain. `first`: the sums hold nothing yet. The products of a page's keys go on while the weights of

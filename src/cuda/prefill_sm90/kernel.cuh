@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1)
   ptx::wait_prerequisites();
   if (!has_work(p, schedule)) return;
   __syncthreads();
-  const Ring<Shape<D>::kStages> keys{barriers, barriers + 8 * S::kStages};
-  const Ring<Shape<D>::kStages> values{barriers + 16 * S::kStages, barriers + 24 * S::kStages};
+  const Ring<Shape<D>::kStages, false, true> keys{barriers, barriers + 8 * S::kStages};
+  const Ring<Shape<D>::kStages, false, true> values{barriers + 16 * S::kStages, barriers + 24 * S::kStages};
   const int rounds = (schedule.tiles + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
   if (role >= kConsumers) {
     ptx::give_registers<S::kProducerRegisters>();

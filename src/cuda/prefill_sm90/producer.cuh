@@ -24,7 +24,7 @@ struct Producer {
   const AttendParams& p;
   std::byte* shared;
   int thread;
-  Ring<Shape<D>::kStages> ring;
+  Ring<Shape<D>::kStages, false, true> ring;
 
   struct Page {
     Unit<F> unit[kUnits];
@@ -56,7 +56,7 @@ struct Producer {
 
   __device__ __forceinline__ void store(const Page& page, const Constants<F>& constants) const {
     constexpr bool kMany = kScales > 1;
-    std::byte* factors = shared + (kValues ? S::kValueFactorsAt : S::kKeyFactorsAt) + ring.stage * S::kFactors;
+    std::byte* factors = shared + (kValues ? S::kValueFactorsAt : S::kKeyFactorsAt) + ring.stage() * S::kFactors;
     if (thread < kPageTokens) {
       store_factors<kScales, kValues>(factors, thread, kScales, F == Format::fp8, page.poisoned,
                                       [&](int g) { return page.scales[g]; });
@@ -74,10 +74,10 @@ struct Producer {
   }
 
   __device__ std::byte* tile_here() const {
-    return shared + (kValues ? S::kValuesAt : S::kKeysAt) + ring.stage * S::kTile;
+    return shared + (kValues ? S::kValuesAt : S::kKeysAt) + ring.stage() * S::kTile;
   }
   __device__ void name_page(int page) const {  // for the consumers; its values follow in their own ring
-    if (!kValues && thread == 0) reinterpret_cast<int*>(shared + S::kPagesAt)[ring.stage] = page;
+    if (!kValues && thread == 0) reinterpret_cast<int*>(shared + S::kPagesAt)[ring.stage()] = page;
   }
   __device__ const std::byte* block_of(const Tile& tile, bool exact, int slot) const {
     const CacheView& c = p.cache;
@@ -140,7 +140,7 @@ struct Producer {
       centre.waits = false;
       ring.wait_empty();
       if (thread < kCentresAtOnce) {
-        reinterpret_cast<float*>(shared + S::kKeyFactorsAt + ring.stage * S::kFactors)[thread] =
+        reinterpret_cast<float*>(shared + S::kKeyFactorsAt + ring.stage() * S::kFactors)[thread] =
             ptx::f16_to_f32(static_cast<std::uint16_t>(centre.scale));
       }
       if (thread < kCentreUnits) {
@@ -179,7 +179,7 @@ struct Producer {
 
   // Pages of dense rows, copied as they are, some at once.
   int copies;
-  Ring<Shape<D>::kStages> told;
+  Ring<Shape<D>::kStages, false, true> told;
   // (Unrolled as a whole it takes registers that a producer does not have.)
   __device__ __forceinline__ void copy_rows(const DenseRows& rows) const {
     const std::uint32_t to = ptx::shared_address(tile_here());
@@ -238,8 +238,9 @@ struct Producer {
 // of the values' lie in shared memory.
 template <Format KF, Format VF, int D, bool kKeysToo, bool kValuesToo>
 __device__ __forceinline__ void bring_pages(const AttendParams& p, std::byte* shared, const Schedule& schedule,
-                                            int rounds, Ring<Shape<D>::kStages> key_ring,
-                                            Ring<Shape<D>::kStages> value_ring, const std::uint32_t* key_constants_at,
+                                            int rounds, Ring<Shape<D>::kStages, false, true> key_ring,
+                                            Ring<Shape<D>::kStages, false, true> value_ring,
+                                            const std::uint32_t* key_constants_at,
                                             const std::uint32_t* value_constants_at, PageList& list) {
   const int thread = static_cast<int>(threadIdx.x) % 128;
   constexpr int kSides = (kKeysToo ? 1 : 0) + (kValuesToo ? 1 : 0);
