@@ -66,6 +66,8 @@ class Pages:
         layers=1,
         exact=None,
         k_centre="automatic",
+        sink_pages=0,
+        exact_copies=None,
     ):
         assert device == "cpu"
         self.tail, self.tail_sequences, self.layers = tail, tail_sequences, layers
@@ -101,6 +103,13 @@ class Pages:
                 block = self.block(pool, slot // self.block_tokens, head)
                 block[0, slot % self.block_tokens] = keys[row, head].double()
                 block[1, slot % self.block_tokens] = values[row, head].double()
+
+    def decode(self, pool, block_ids, keys_out, values_out):
+        assert values_out is None
+        for i, block in enumerate(block_ids.tolist()):
+            for head in range(self.kv_heads):
+                here = slice(i * self.block_tokens, (i + 1) * self.block_tokens)
+                keys_out[here, head] = self.block(pool, block, head)[0].float()
 
     def plan(self, q_heads, **options):
         return Plan(self, q_heads, **options)

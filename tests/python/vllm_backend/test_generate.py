@@ -60,14 +60,20 @@ def test_exact_pages_give_the_exact_models_tokens(generate, prompts, exact):
 
 
 def test_compressed_pages(generate, prompts, exact):
-    """tq8 chooses as the exact model does, but for near ties. A batch gives what prompts alone give."""
+    """tq8 chooses as the exact model does, but for near ties."""
     (batch,) = generate("kvant_tq8", (prompts, 24))["rounds"]
     assert sum(tokens == wanted for (tokens, _), wanted in zip(batch, exact)) >= 3
+
+
+@pytest.mark.slow
+def test_batches(generate, prompts):
+    """A batch gives what prompts alone give."""
     rounds = [(prompts, 24), *(([p], 24) for p in prompts)]
     together, *alone = generate("kvant_tq6_tq4", *rounds, enable_prefix_caching=False)["rounds"]
     assert [tokens for tokens, _ in together] == [one[0][0] for one in alone]
 
 
+@pytest.mark.slow
 def test_preemption(generate, prompts):
     """With too few blocks requests are preempted and computed again, and give the same tokens."""
     short = [p[:60] for p in prompts]

@@ -205,7 +205,7 @@ def test_fresh_keys(vllm, cache_dtype, options):
     e.step([(second, 5)], tolerance=1.0)  # a prefix hit: fewer new tokens than cached ones
 
 
-@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("fresh", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_short_chunks_behind_long_prefixes(vllm, fresh):
     """The rest of a prompt whose prefix is stored. On a device decode kernels serve it, where prefill kernels serve the
     server's largest step of such chunks."""

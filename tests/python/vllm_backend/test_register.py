@@ -70,6 +70,7 @@ def test_configurations_reach_spawned_processes(registered):
     assert run(code).split() == ["CUSTOM", "kvant_tq4"]
 
 
+@pytest.mark.slow
 def test_registering_starts_no_driver(registered):
     """vLLM may fork afterwards, and a driver does not survive that."""
     code = (
