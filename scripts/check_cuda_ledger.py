@@ -4,8 +4,8 @@ committed ledger docs/lab/cuda-ledger.txt.
 
 Reads what ptxas said of each kernel (OBJECT.ptxas, kept by scripts/nvcc_logged.sh). A kernel that begins to spill, or
 takes many more registers, has lost occupancy long before anyone measures it on a GPU; this shows it on any machine that
-has nvcc. Architectures that the build left out are not compared (and --write keeps their lines). Fails when spills or
-shared memory grow, registers grow by more than 8, or kernels come or go; --write accepts.
+has nvcc. Architectures and units that the build left out are not compared (and --write keeps their lines). Fails when
+spills or shared memory grow, registers grow by more than 8, or kernels come or go; --write accepts.
 
 Fails, too, where a kernel has copies that ptxas assembled to what is no instruction (ptx::stream16 says when).
 """
@@ -62,14 +62,17 @@ def readable(names):
         yield mangled, re.sub(r"kvant::(cuda::)?|(?<!\w)::| ", "", text).removeprefix("void")
 
 
-def objects(folder):
+def known_objects(folder):
     """The object files of the library's CUDA units that the build knows now: a removed .cu leaves its object behind."""
     units = json.loads((folder / "compile_commands.json").read_text())
     commands = [shlex.split(unit["command"]) for unit in units if unit["file"].endswith(".cu")]
     paths = [folder / command[command.index("-o") + 1] for command in commands]
-    return sorted(
-        (path for path in paths if path.exists() and "kvant_cuda.dir" in path.parts), key=lambda path: path.name
-    )
+    return sorted((path for path in paths if "kvant_cuda.dir" in path.parts), key=lambda path: path.name)
+
+
+def objects(folder):
+    """Those that were compiled."""
+    return [path for path in known_objects(folder) if path.exists()]
 
 
 def unit_name(path):
@@ -172,7 +175,9 @@ def main():
     if "--write" in sys.argv:
         LEDGER.parent.mkdir(exist_ok=True)
         if LEDGER.exists() and read_ledger()[1] == version:
-            rows = {k: v for k, v in read_ledger()[0].items() if k[2] not in built} | rows
+            not_compiled = {unit_name(path) for path in known_objects(folder) if not path.exists()}
+            kept = {k: v for k, v in read_ledger()[0].items() if k[2] not in built or k[0] in not_compiled}
+            rows = kept | rows
         LEDGER.write_text(text_of(rows, version))
         print(f"wrote {LEDGER.relative_to(ROOT)}: {summary}")
         return 0
@@ -180,7 +185,9 @@ def main():
     if old_version != version:
         print(f"not compared: the ledger is of nvcc {old_version}, this is {version}; all {len(rows)} kernels compile")
         return 0
-    found = list(differences({k: v for k, v in old.items() if k[2] in built}, rows))
+    not_compiled = {unit_name(path) for path in known_objects(folder) if not path.exists()}
+    compared = {k: v for k, v in old.items() if k[2] in built and k[0] not in not_compiled}
+    found = list(differences(compared, rows))
     print("\n".join(found) if found else f"as in the ledger: {summary}")
     if found:
         print("if that is meant: scripts/check_cuda_ledger.py BUILD_FOLDER --write, and say why in the commit")
