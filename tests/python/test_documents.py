@@ -104,14 +104,20 @@ def figures(page: str, pattern: str) -> list[str]:
 def test_two_pages_give_one_figure_for_one_measurement():
     """The README repeats figures of pages that say how they were measured."""
     number = r"(\d[\d.]*(?:e-\d+)?)"
+    both = rf"{number}\s+\({number}\)"  # SmolLM2's and Qwen's
     readme = figures(
-        "README.md", rf"the default moves predictions by a KL\s+divergence\s+of {number}, `tq4/tq4`\s+by\s+{number}, "
-        rf"`fp8`\s+by\s+{number}\.",
+        "README.md", rf"the default moves predictions by a KL\s+divergence\s+of {both}, `tq4/tq4`\s+by\s+{both}, "
+        rf"`fp8`\s+by\s+{both}\.",
     )  # fmt: skip
-    cells = [figures("docs/hugging-face.md", rf"\n\| {row} \| {number} \|")[0] for row in (
+    smollm2 = [figures("docs/hugging-face.md", rf"\n\| {row} \| {number} \|")[0] for row in (
         r"\*\*tq6 / tq4\*\* \(default\)", "tq4 / tq4", "fp8 / fp8",
     )]  # fmt: skip
-    assert list(map(float, readme)) == list(map(float, cells))
+    qwen = figures(
+        "docs/hugging-face.md", rf"Qwen2.5-Coder-1.5B-Instruct \(\d+ tokens\) {number} with tq6/tq4, {number}\s+with tq4, "
+        rf"{number}\s+with\s+fp8;",
+    )  # fmt: skip
+    assert list(map(float, readme[::2])) == list(map(float, smollm2))
+    assert list(map(float, readme[1::2])) == list(map(float, qwen))
     readme = figures("README.md", rf"takes\s+{number}\s+us\s+as `tq4`\s+and\s+{number} as `tq6/tq4`.*?takes {number}")
     row = figures("docs/cuda.md", rf"32/8, 128, 16 x 32768 \| {number} us \|.*?\|.*?\| {number} us \| {number} us")
     assert readme == [row[2], row[1], row[0]]
