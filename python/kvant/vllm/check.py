@@ -1,4 +1,5 @@
-"""The self-check: during the first prompts each layer compares keys as its pages hold them with those that it was given.
+"""The self-check: during the first prompts each layer compares keys as its pages hold them with those that it was
+given.
 
 What counts is what attention makes of the difference: the scores of the prompt's queries. An error that all keys share
 moves no softmax, so the error of a score and the spread of scores are both taken about their means over the keys. A
@@ -24,7 +25,7 @@ _far: set[int] = set()  # numbers of this process's layers that are beyond the b
 
 
 class Check:
-    """Of one layer. `done`: it has judged, or cannot."""
+    """A layer's. `done`: it has judged, or cannot."""
 
     def __init__(self) -> None:
         self.done = False
@@ -77,8 +78,8 @@ class Check:
         numbers = [*(x for x in skipped if not x.isdigit()), *map(str, sorted(all_numbers))]
         centre = ', or leave out {"k_centre": "none"}' if impl.layer.k_centre == "none" else ""
         logging.getLogger("vllm.kvant").warning(
-            "%s: with keys as they are stored in %s scores have an error of %.2f of their spread (at most %.1f is good). "
-            "What the model generates may be wrong. Keep such layers exact with --kv-cache-dtype-skip-layers %s, or "
-            "choose another --kv-cache-dtype, such as kvant_tq8%s",
+            "%s: with keys as they are stored in %s scores have an error of %.2f of their spread (at most %.1f is "
+            "good). What the model generates may be wrong. Keep such layers exact with "
+            "--kv-cache-dtype-skip-layers %s, or choose another --kv-cache-dtype, such as kvant_tq8%s",
             layer_name, impl.layer.pair.k, ratio, BOUND, ",".join(numbers), centre,
         )

@@ -25,8 +25,8 @@ def engine(vllm, **options):
 
 @pytest.mark.parametrize("cache_dtype", ["kvant_tq4", "kvant_fp8", "kvant_tq6_tq4"])
 def test_layers_that_lose_their_keys(vllm, caplog, cache_dtype):
-    """Keys with a large constant part, which pages without centres cannot store: the warning names the layers, the error
-    and the option that keeps all of them exact."""
+    """Keys with a large constant part, which pages without centres cannot store: the warning names the layers, the
+    error and the option that keeps all of them exact."""
     e = engine(vllm, cache_dtype=cache_dtype, k_centre="none")
     prompts(e)
     found = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and r.name == "vllm.kvant"]
