@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import importlib.util
 import json
@@ -58,3 +59,37 @@ def test_a_table_of_every_setting(tmp_path, monkeypatch, capsys):
     assert [rows[setting]["from_codes"] for setting in ("default", "tail", "encoded")] == [128, 192, 320]
     assert 0 < rows["default"]["kl"] < rows["tail"]["kl"] < rows["encoded"]["kl"]
     assert capsys.readouterr().out.count("exact perplexity") == 3
+
+
+def test_a_report_of_engines(tmp_path, monkeypatch, capsys):
+    torch = pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    engine = script("engine")
+    models.tiny_llama().save_pretrained(tmp_path / "model")
+    problem = {
+        "prompt": "def twice(x):\n",
+        "test": "def check(f):\n    assert f(2) == 4",
+        "entry_point": "twice",
+    }
+    with gzip.open(tmp_path / "problems.gz", "wt") as lines:
+        lines.write(2 * (json.dumps(problem) + "\n"))
+    hidden = torch.randn(40, models.tiny_llama().config.hidden_size, generator=torch.Generator().manual_seed(1))
+    right, wrong = "def twice(x):\n    return 2 * x\n```\nThat is all.", "def twice(x):\n    return x\n"
+    results = {"auto": (hidden, right), "kvant_tq4": (hidden, wrong), 'kvant_tq4 {"tail": 0}': (1.1 * hidden, right)}
+    words = [str(tmp_path / "model"), *results, "--out", str(tmp_path), "--problems", str(tmp_path / "problems.gz")]
+
+    def run_all(a):  # engines need a GPU
+        for cache, stem in engine.stems(a).items():
+            states, completion = results[cache]
+            stem.with_suffix(".json").write_text(json.dumps({"cache": cache, "completions": [right, completion]}))
+            for chunk in engine.CHUNKS:
+                torch.save((torch.arange(40), states), f"{stem}-{chunk}.pt")
+
+    monkeypatch.setattr(engine, "run_all", run_all)
+    monkeypatch.setattr(sys, "argv", ["engine.py", *words])
+    engine.main()
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert [found[cache]["solved"] for cache in results] == [2, 1, 2]
+    assert [found[cache]["chunks of 256"]["kl"] > 0 for cache in results] == [False, False, True]
+    assert found["auto"]["chunks of 16"]["top1"] == 1
+    assert "2 of 2" in capsys.readouterr().out
