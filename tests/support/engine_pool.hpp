@@ -1,16 +1,38 @@
 // A pool of blocks as an engine has it: any strides, full of what others left there.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <new>
+#include <string>
 #include <vector>
 
 #include "kvant/pages.hpp"
 
 namespace kvant::test {
+
+inline PagesConfig geometry(const std::string& k, const std::string& v, int head_dim, int kv_heads = 2) {
+  PagesConfig c;
+  c.kv_heads = kv_heads;
+  c.head_dim = head_dim;
+  c.k = k;
+  c.v = v;
+  return c;
+}
+
+inline testing::AssertionResult refuses(const Status& s, Code code, const std::vector<std::string>& words) {
+  if (s.ok()) return testing::AssertionFailure() << "was accepted";
+  if (s.code() != code) return testing::AssertionFailure() << "another code, with: " << s.message();
+  for (const std::string& w : words) {
+    if (s.message().find(w) == std::string::npos)
+      return testing::AssertionFailure() << "no \"" << w << "\" in: " << s.message();
+  }
+  return testing::AssertionSuccess();
+}
 
 struct PoolShape {
   std::int64_t blocks = 1;
