@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/bits.hpp"
+#include "core/cache_impl.hpp"
 #include "core/fmt.hpp"
 #include "support/half.hpp"
 #include "support/masks.hpp"
@@ -122,6 +123,44 @@ TEST_P(Numbers, AQueryThatIsNotFiniteIsNaNAlone) {
   }
 }
 
+// No call on the host stores such a scale; a device does, and its blocks may be moved to host memory.
+TEST_P(Numbers, AScaleThatIsNotFiniteMakesNaNOfTheRowsThatSeeIt) {
+  const std::int64_t q_len = GetParam();
+  for (const char* format : {"tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "fp8"}) {
+    for (const bool values : {false, true}) {
+      WorldSpec spec = spec_for(format, Dtype::f32, kOlder, q_len, kNotFinite16.size());
+      spec.sink_pages = 0;
+      const World w(spec);
+      AttentionOptions options;
+      std::vector<Attended> expected;
+      for (const std::string& isa : available_isas()) {
+        options.isa = isa;
+        expected.push_back(w.attend(options));
+      }
+      const CacheImpl& impl = w.cache.impl();
+      const codec::PageLayout& layout = impl.layout(core::Pool::encoded);
+      const std::size_t scale = (values ? layout.v : layout.k).scale_offset + (kOlder + kAt) % kPageTokens * 2;
+      for (std::size_t i = 0; i < kNotFinite16.size(); ++i) {
+        const core::PageRef& page = impl.view(w.ids[i]).value().pages[(kOlder + kAt) / kPageTokens];
+        auto* block = const_cast<std::byte*>(impl.block(core::Pool::encoded, page.encoded, 0, kHead));
+        std::memcpy(block + scale, &kNotFinite16[i], 2);
+      }
+      for (std::size_t i = 0; i < expected.size(); ++i) {
+        options.isa = available_isas()[i];
+        const Attended got = w.attend(options);
+        for (std::size_t row = 0; row < got.lse.size(); ++row) {
+          const auto query = static_cast<std::int64_t>(row) / (kHeads * kGroup) % q_len;
+          const bool sees = query >= kAt && static_cast<int>(row) % (kHeads * kGroup) / kGroup == kHead;
+          SCOPED_TRACE(fmt::format("{}, {} {} scale, row {}", options.isa, format, values ? "value" : "key", row));
+          ASSERT_TRUE(sees ? std::isnan(got.lse[row]) : got.lse[row] == expected[i].lse[row]);
+          for (std::size_t d = row * kHeadDim; d < (row + 1) * kHeadDim; ++d)
+            ASSERT_TRUE(sees ? std::isnan(got.out[d]) : got.out[d] == expected[i].out[d]);
+        }
+      }
+    }
+  }
+}
+
 // Each row against the float64 reference alone: beside a row that holds 3e38 no other would count.
 void expect_rows(const World& w, const AttentionOptions& options, const std::vector<std::uint32_t>& numbers) {
   const Attended got = w.attend(options);
@@ -168,6 +207,27 @@ TEST_P(Numbers, FiniteQueriesAreNumbers) {
       x.q[element_of(kAt, kHeads * kGroup, 2)] = from_bits(kFinite32[i]);
     }
     for (const std::string& isa : available_isas()) expect_rows(w, with_isa(isa), kFinite32);
+  }
+}
+
+// The same over encoded keys, in whose basis a query of 2^126 and small numbers is large everywhere.
+TEST_P(Numbers, FiniteQueriesOfEncodedKeysAreNumbers) {
+  const std::int64_t q_len = GetParam();
+  const std::vector<std::uint32_t> numbers = {0x7E800000, 0xFE800000, 0x7E400000, 0x7E000000, 0x7D000000};
+  for (const char* format : {"tq2", "tq3", "tq4", "tq5", "tq6", "tq8"}) {
+    WorldSpec spec = spec_for(format, Dtype::f32, kOlder, q_len, numbers.size());
+    spec.sink_pages = 0;
+    World w(spec);
+    SCOPED_TRACE(format);
+    for (const std::string& isa : available_isas()) {
+      // A matrix unit adds up products with levels, and scales make them small afterwards.
+      const float factor = isa == "amx" || isa == "emulated" ? 0x1p-10f : 1.0f;
+      for (std::size_t i = 0; i < numbers.size(); ++i)
+        w.qkv[i].q[element_of(kAt, kHeads * kGroup, 2)] = from_bits(numbers[i]) * factor;
+      AttentionOptions options;
+      options.isa = isa;
+      expect_rows(w, options, numbers);
+    }
   }
 }
 

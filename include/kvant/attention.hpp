@@ -10,9 +10,9 @@
 //   2. softcap    cap * tanh(logit / cap)
 //   3. ALiBi      - slope * |query position - key position|
 //   4. masks      additive ones are added; hidden keys are left out
-// Logits are float32. A row whose query is not finite, or that sees a key whose scaled score overflows, becomes NaN,
-// with lse NaN; others keep their bits. (On a device an overflow is not looked for.) A row that sees no key is 0 with
-// lse = -inf.
+// Logits are float32. A row whose query is not finite, or that sees a key whose score or a sum towards it overflows, or
+// a stored value whose scale is not finite, becomes NaN, with lse NaN; others keep their bits. (On a device an overflow
+// is not looked for.) A row that sees no key is 0 with lse = -inf.
 //
 // Threads: kvant/cache.hpp says what may go on at the same time. Runs of one plan need a workspace each.
 #pragma once

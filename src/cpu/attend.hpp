@@ -144,8 +144,10 @@ void vector_values(const core::RunContext& run, const PageView& page, int rows, 
           codec::is_lut(F) ? reinterpret_cast<const std::byte*>(tile) : page.block + side.plane_offset[0];
       if constexpr (shares_floats(F)) {
         if (rows > 4) {
-          values_float_shared<S, F>(values, page.block + side.scale_offset, d, page.t_begin, page.t_end, rows, p,
-                                    rescale, o, page.after_values);
+          std::uint16_t finite[kPageTokens];
+          const std::byte* scales = finite_scales(page, page.block + side.scale_offset, finite);
+          values_float_shared<S, F>(values, scales, d, page.t_begin, page.t_end, rows, p, rescale, o,
+                                    page.after_values);
           return;
         }
       }
@@ -216,6 +218,7 @@ void tile_values(const core::AttendItem& item, const core::ScratchLayout& l, con
     decode_values<S, F>(page.layout->v, run.head_dim, page.block, page.t_begin & ~7, page.t_end, page.v_levels, tile,
                         stride);
   });
+  clear_broken(page, tile, stride);
   values_tile<S>(tile, stride, run.head_dim, item.rows, page.t_begin, page.t_end, p, rescale, o);
 }
 

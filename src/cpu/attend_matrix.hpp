@@ -130,6 +130,7 @@ struct MatrixItem {
           decode_values<S, F>(side, d, page.block, page.t_begin & ~7, page.t_end, page.v_levels, tile, stride);
           zero_rows(tile, stride, 0, page.t_begin);
           zero_rows(tile, stride, page.t_end, kPageTokens);
+          clear_broken(page, tile, stride);
           pack_values<S>(tile, stride, d, values, i * kStepsOfPage);
         }
         for (int r = 0; r < item.rows; ++r) pack_row<W, 2>(scores + r * kStride, depth, weights, r);

@@ -26,9 +26,10 @@ struct PageView {
   const float* k_levels;
   const float* v_levels;
   int domain;
-  int t_begin, t_end;  // tokens that any row may see
-  Bytes after_scores;  // this page's value codes
-  Bytes after_values;  // the next page's key codes
+  int t_begin, t_end;    // tokens that any row may see
+  Bytes after_scores;    // this page's value codes
+  Bytes after_values;    // the next page's key codes
+  std::uint64_t broken;  // tokens whose value has a scale that is not finite
 };
 
 // One side's codes; the scales of both sides are small and fetched at once.
@@ -69,6 +70,20 @@ struct ItemRows {
     return use < item.sink_pages ? use : item.recent_page + (use - item.sink_pages);
   }
 };
+
+// Tokens whose value's scale is not finite, as a device stores values that are not.
+KVANT_INLINE std::uint64_t broken_values(const codec::SideLayout& side, const std::byte* block) {
+  if (side.scale_bytes != 2) return 0;
+  std::uint64_t broken = 0;
+  for (int g = 0; g < side.groups; ++g) {
+    std::uint16_t scales[kPageTokens], any = 0;
+    __builtin_memcpy(scales, block + side.scale_offset + g * kPageTokens * 2, sizeof scales);
+    const auto is_broken = [](std::uint16_t scale) { return (scale & 0x7C00) == 0x7C00; };
+    for (const std::uint16_t scale : scales) any |= is_broken(scale) ? 1 : 0;
+    for (int t = 0; any != 0 && t < kPageTokens; ++t) broken |= std::uint64_t{is_broken(scales[t])} << t;
+  }
+  return broken;
+}
 
 // False: no row sees anything of it.
 template <class S>
@@ -111,7 +126,8 @@ bool look_at_page(const ItemRows& rows, std::int64_t use, PageRows* out) {
                __builtin_ctzll(any),
                kPageTokens - __builtin_clzll(any),
                side_codes(run.layout[kind], block, true),
-               {}};
+               {},
+               broken_values(run.layout[kind].v, block) & any};
   if (use + 1 < item.use_end) {
     const core::PageUse& next = sequence.pages[rows.page_place(use + 1)];
     const std::byte* next_block = block_of(run.blocks[next.kind], next.slot, item.kv_head);
@@ -143,7 +159,15 @@ KVANT_INLINE bool begin_centers(const ItemRows& rows, PageRows* seen) {
   return true;
 }
 
-// scores, of row r at r * stride: to weights relative to the rows' maxima, which move; `rescale` says by how much.
+KVANT_INLINE bool has_weight(const float* weights, std::uint64_t tokens) {
+  for (; tokens != 0; tokens &= tokens - 1) {
+    if (weights[__builtin_ctzll(tokens)] > 0.0f) return true;
+  }
+  return false;
+}
+
+// scores, of row r at r * stride: to weights relative to the rows' maxima, which move; `rescale` says by how much. A
+// weight of a broken value makes NaN of the row.
 template <class S>
 void softmax_of_page(const ItemRows& rows, const PageRows& seen, float* scores, int stride, float* rescale) {
   const int domain = seen.page.domain;
@@ -161,7 +185,24 @@ void softmax_of_page(const ItemRows& rows, const PageRows& seen, float* scores, 
                          at_row.query,
                          seen.tile_of[r]};
     softmax_row<S>(rows.run, rows.sequence, row, seen.first_key, seen.visible[r]);
+    if (seen.page.broken == 0 || !has_weight(row.scores, seen.page.broken)) continue;
+    *row.poisoned = 1;
+    no_weights<S>(row.scores);
   }
+}
+
+// Broken values count as zeros where they are multiplied by weights of 0 (those of rows that do not see them), since
+// 0 * NaN is NaN.
+KVANT_INLINE const std::byte* finite_scales(const PageView& page, const std::byte* scales,
+                                            std::uint16_t (&copy)[kPageTokens]) {
+  if (page.broken == 0) return scales;
+  __builtin_memcpy(copy, scales, sizeof copy);
+  for (std::uint64_t tokens = page.broken; tokens != 0; tokens &= tokens - 1) copy[__builtin_ctzll(tokens)] = 0;
+  return reinterpret_cast<const std::byte*>(copy);
+}
+KVANT_INLINE void clear_broken(const PageView& page, float* tile, int stride) {
+  for (std::uint64_t tokens = page.broken; tokens != 0; tokens &= tokens - 1)
+    __builtin_memset(tile + __builtin_ctzll(tokens) * stride, 0, static_cast<std::size_t>(stride) * sizeof(float));
 }
 
 KVANT_NAMESPACE_END

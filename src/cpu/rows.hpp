@@ -78,19 +78,21 @@ KVANT_INLINE void query_digits(Format f, int head_dim, int padded_dim, int group
                                float* steps, std::int32_t* offsets) {
   const int group_dim = groups > 1 ? head_dim / groups : padded_dim;
   for (int g = 0; g < groups; ++g) {
+    // The sum of the largest floats would be infinite: it is that of a 1024th of each.
     float largest = 0.0f, sum = 0.0f;
     for (int i = g * group_dim; i < (g + 1) * group_dim; ++i) {
       const float a = q[i] < 0 ? -q[i] : q[i];
       largest = a > largest ? a : largest;
-      sum += a;
+      sum += a * 0x1p-10f;
     }
     const float by_digit = largest / 32766.0f;
-    const float by_sum = sum * (static_cast<float>(max_level(f)) / 2.14e9f);
+    const float by_sum = sum * (0x1p10f * (static_cast<float>(max_level(f)) / 2.14e9f));
     const float step = by_digit > by_sum ? by_digit : by_sum;
     const float inverse = step > 1e-37f ? 1.0f / step : 0.0f;
     std::int64_t total = 0;
     const auto digit_of = [&](int e) {
-      const float scaled = q[e] * inverse + 12582912.0f;
+      // A step that is not finite makes NaN of all scores.
+      const float scaled = (inverse > 0.0f ? q[e] * inverse : 0.0f) + 12582912.0f;
       std::int32_t bits;
       __builtin_memcpy(&bits, &scaled, 4);
       const std::int32_t digit = bits - 0x4B400000;
