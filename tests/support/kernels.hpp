@@ -8,7 +8,8 @@
 
 namespace kvant::testing_support {
 
-/// Those that this machine has, best first. (`emulated` encodes and decodes as one of the others.)
+/// The kernels of the instruction sets that this machine has, best first, without `emulated`: its codec is that of
+/// another instruction set.
 inline std::vector<const core::Kernels*> kernels_here() {
   std::vector<const core::Kernels*> found;
   for (const core::Kernels* k : core::all_kernels()) {

@@ -1,5 +1,8 @@
-// The sanitizer that the tests are built with.
+// The sanitizer that the tests are built with, and whether they run on the emulated matrix unit: both make tests slow.
 #pragma once
+
+#include <cstdlib>
+#include <string_view>
 
 namespace kvant::test {
 
@@ -20,10 +23,17 @@ inline constexpr bool kAddressSanitizer = false;
 #endif
 #undef KVANT_HAS_FEATURE
 
+// KVANT_TEST_ISA=emulated: all that another instruction set would show has been seen with it, so that some tests make
+// fewer rounds of the same kind.
+inline bool on_emulated_unit() {
+  const char* name = std::getenv("KVANT_TEST_ISA");
+  return name != nullptr && std::string_view(name) == "emulated";
+}
+
 // The steps of a long random walk: a step takes ten times as long under the address sanitizer, and there the fuzzers
 // walk on.
-constexpr int random_steps(int n) {
-  return kAddressSanitizer ? n / 2 : n;
+inline int random_steps(int n) {
+  return kAddressSanitizer ? n / 2 : on_emulated_unit() ? n / 8 : n;
 }
 
 }  // namespace kvant::test
