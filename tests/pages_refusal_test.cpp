@@ -1,5 +1,5 @@
-// What kvant::Pages refuses on the host, each number at its limit: a number too far would be memory of others. And what
-// it checks before a device's backend sees anything.
+// Refusals of kvant::Pages on the host, each number at its limit: a number too far would be memory of others. And those
+// that come before a device's backend sees anything.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -243,7 +243,7 @@ TEST(PagesRefusals, PlansTablesAndRuns) {
   EXPECT_FALSE(pages.take_non_finite().value());
 }
 
-// What both begin_step and set_tables look at first.
+// The first checks of begin_step and set_tables, which are the same.
 TEST(PagesRefusals, TablesOfAStep) {
   const Pages pages = Pages::create(geometry("tq4", "tq4", 64)).value();
   PagesPlanOptions o;
@@ -262,8 +262,8 @@ TEST(PagesRefusals, TablesOfAStep) {
   told([](auto& t) { t.seq_lens = nullptr; }, {"seq_lens is null"});
   told([](auto& t) { t.query_start_loc = nullptr; }, {"query_start_loc is null"});
   told([](auto& t) { t.block_table = nullptr; }, {"block_table is null"});
-  told([](auto& t) { t.columns = -1; }, {"block_table has -1 columns"});
-  told([](auto& t) { t.columns = std::int64_t{1} << 31; }, {"block_table has 2147483648 columns"});
+  told([](auto& t) { t.columns = -1; }, {"block_table has -1 columns: must be 0 to"});
+  told([](auto& t) { t.columns = std::int64_t{1} << 31; }, {"block_table has 2147483648 columns: must be 0 to"});
   told([](auto& t) { t.row_stride = 1; }, {"1 elements apart and have 2 columns"});
   told([](auto& t) { t.row_stride = std::int64_t{1} << 60; }, {"beyond any memory"});
   told([](auto& t) { t.columns = 1; }, {"seq_lens[0] is 65"});

@@ -80,12 +80,10 @@ class Result:
 def build(name: str, table: dict[str, str] = CAUSAL) -> torch.nn.Module:
     """A tiny model of an entry of transformers' tables, with random weights in float32."""
     model_class, config = getattr(transformers, table[name]), tiny.tiny(CONFIG_MAPPING[name])
-    if not isinstance(config, model_class.config_class) and config.sub_configs:  # a part of it is what the class takes
-        config = next(
-            part
-            for part in (getattr(config, key) for key in config.sub_configs)
-            if isinstance(part, model_class.config_class)
-        )
+    if not isinstance(config, model_class.config_class):  # the class takes a part of it, or is of another type
+        parts = (getattr(config, key) for key in config.sub_configs)
+        own = (part for part in parts if isinstance(part, model_class.config_class))
+        config = next(own, None) or tiny.tiny(model_class.config_class)
     config.is_decoder = True  # of BERT and its kin
     torch.manual_seed(0)
     return tiny.sharpen(model_class._from_config(config).eval().float())

@@ -74,10 +74,13 @@ class Made:
 
 
 class OnlyDlpack:
+    """An array for those who know DLPack alone."""
+
     def __init__(self, array):
         self.array = array
 
     def __dlpack__(self, **options):
+        self.options = options
         return self.array.__dlpack__(**options)
 
     def __dlpack_device__(self):

@@ -6,6 +6,7 @@ from typing import Any, Callable
 
 import numpy as np
 from boundary_memory import LAYOUTS, ODD_LAYOUTS, Made, from_bf16, make
+from reference import attention
 
 import kvant
 
@@ -19,32 +20,6 @@ JUNK = [
 
 class Wrong(Exception):
     """A finding."""
-
-
-def attention(q, k, v, *, scale=None, causal=True, window=0, softcap=0.0, mask=None, sinks=None, alibi=None):
-    """As test_core.attention, of one sequence, with rows that see nothing as 0 and -inf."""
-    group = q.shape[1] // k.shape[1]
-    k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
-    s = np.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap:
-        s = softcap * np.tanh(s / softcap)
-    position, key = np.arange(len(k) - len(q), len(k))[:, None], np.arange(len(k))[None]
-    if alibi is not None:
-        s = s - np.asarray(alibi)[:, None, None] * np.abs(position - key)
-    seen = np.ones((len(q), len(k)), bool)
-    if causal:
-        seen &= key <= position
-    if window:
-        seen &= key > position - window
-    s = np.where(seen, s, -np.inf)
-    if mask is not None:
-        s = np.where(mask != 0, s, -np.inf) if mask.dtype == bool else s + mask
-    with np.errstate(all="ignore"):
-        lse = np.logaddexp.reduce(s, -1)[..., None]
-        if sinks is not None:
-            lse = np.logaddexp(lse, np.asarray(sinks)[:, None, None])
-        out = np.einsum("hqk,khd->qhd", np.where(np.isneginf(s), 0, np.exp(s - lse)), v)
-        return out, lse[..., 0].T
 
 
 class World:
@@ -121,6 +96,8 @@ class World:
         most = max(counts, default=0)
         made = self.tensor(self.random(len(counts), most, heads, self.dim), dtypes=dtypes, output=output)
         if made.numbers is None:
+            if made.view is not None and made.view.shape == (sum(counts), heads, self.dim):
+                made.may_refuse = True  # rows one after another
             return made, None
         if made.view.strides[0] == 0 and len(counts) > 1:
             made.may_refuse = True
@@ -199,6 +176,8 @@ class World:
         shape = (1, n, self.kv_heads, self.dim) if self.rng.random() < 0.2 else (n, self.kv_heads, self.dim)
         k, v = self.tensor(self.random(*shape)), self.tensor(self.random(*shape))
         sequence, held = self.sequences[i], self.held[i]
+        if k.numbers is None and v.numbers is None and k.view is not None and v.view is not None:
+            k.may_refuse = v.may_refuse = k.view.shape == v.view.shape  # other tokens than those that were meant
 
         def check(_):
             if len(sequence) != len(held[0]) + n:

@@ -31,6 +31,11 @@ def with_cache(cache):
     return {versions.CACHE_NAME: cache}
 
 
+def ids_of(prompts, n, begin=0):
+    """Ids [1, n] of a text (the fixture prompts)."""
+    return prompts(n, begin=begin)["input_ids"]
+
+
 def forward(model, cache, ids, **options):
     """Logits of new tokens over a cache."""
     with torch.no_grad():

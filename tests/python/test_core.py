@@ -5,36 +5,11 @@ import threading
 
 import numpy as np
 import pytest
+from reference import attention
 
 import kvant
 
 D = 64
-
-
-def attention(q, k, v, *, scale=None, causal=True, window=0, softcap=0.0, mask=None, sinks=None):
-    """softmax(scale * q k^T) v in float64. q: [queries, q_heads, D], k, v: [keys, kv_heads, D]. Returns (out, lse)."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
-    s = np.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap:
-        s = softcap * np.tanh(s / softcap)
-    position = np.arange(len(k) - len(q), len(k))[:, None]
-    key = np.arange(len(k))[None]
-    seen = np.ones((len(q), len(k)), bool)
-    if causal:
-        seen &= key <= position
-    if window:
-        seen &= key > position - window
-    s = np.where(seen, s, -np.inf)
-    if mask is not None:
-        s = np.where(mask, s, -np.inf) if mask.dtype == bool else s + mask
-    m = s.max(-1, keepdims=True)
-    w = np.exp(s - m)
-    total = w.sum(-1, keepdims=True)
-    if sinks is not None:
-        total = total + np.exp(np.asarray(sinks, np.float64)[:, None, None] - m)
-    return np.einsum("hqk,khd->qhd", w / total, v), (np.log(total) + m)[..., 0].T
 
 
 def close(got, expected, bound=2e-5):

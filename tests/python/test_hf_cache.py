@@ -17,7 +17,7 @@ import torch  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 import kvant.hf  # noqa: E402
-from hf_support import EXACT, ON_DEVICE, close, forward, new_cache, reference, with_cache  # noqa: E402
+from hf_support import EXACT, ON_DEVICE, close, forward, ids_of, new_cache, reference, with_cache  # noqa: E402
 from kvant.hf import versions  # noqa: E402
 
 
@@ -35,10 +35,6 @@ def enabled_llama(llama):
     kvant.hf.enable(llama, **EXACT)
     yield llama
     kvant.hf.disable(llama)
-
-
-def ids_of(prompts, n, begin=0):
-    return prompts(n, begin=begin)["input_ids"]
 
 
 # --- sizes ---

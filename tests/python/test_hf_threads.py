@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 import torch  # noqa: E402
 
 import kvant.hf  # noqa: E402
-from hf_support import EXACT, PACKED, forward, new_cache  # noqa: E402
+from hf_support import EXACT, PACKED, forward, ids_of, new_cache  # noqa: E402
 
 
 @pytest.fixture(params=[("llama", EXACT), ("sliding", EXACT), ("llama", PACKED)], ids=["llama", "sliding", "packed"])
@@ -25,10 +25,6 @@ def model(request):
     kvant.hf.enable(model, **options)
     yield model
     kvant.hf.disable(model)
-
-
-def ids_of(prompts, n, begin=0):
-    return prompts(n, begin=begin)["input_ids"]
 
 
 def prefix_cache(model, prompts):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from boundary_memory import OldDlpack, OnlyDlpack
 
 import kvant
 
@@ -279,25 +280,6 @@ def test_empty_tensors_are_not_left_out(one):
 
 
 # --- DLPack -----------------------------------------------------------------------------------------------------------
-
-
-class OnlyDlpack:
-    """An array for those who know DLPack alone."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **options):
-        self.options = options
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
-
-
-class OldDlpack(OnlyDlpack):
-    def __dlpack__(self, stream=None):
-        return self.array.__dlpack__()
 
 
 class Copied(OnlyDlpack):

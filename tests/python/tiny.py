@@ -57,7 +57,7 @@ NUMBERS: list[tuple[str, Any]] = [
     (r".*_token_(id|index)", lambda old: 122 + old % 6 if old >= VOCABULARY else old),
 ]
 
-# What the patterns get wrong, by configuration class.
+# Values for one configuration class, by its name. They replace what the patterns give.
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _QSA = dict(indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=32, indexer_budget=16, indexer_compress_ratio=4)
 _ZAMBA = dict(num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2, num_key_value_heads=HEADS)
@@ -87,19 +87,21 @@ FIXES: dict[str, dict[str, Any]] = {
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "Mamba2Config": {"head_dim": 64, "n_groups": 1},
+    "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
     "MusicgenDecoderConfig": {"num_codebooks": 1},
     "MusicgenMelodyDecoderConfig": {"num_codebooks": 1},
     "NemotronHConfig": {"n_groups": 1},
     "Qwen4ExpTextConfig": _QSA,
     "RecurrentGemmaConfig": {"num_hidden_layers": 3},
     "ReformerConfig": {"axial_pos_embds": False},
+    "Step3p7TextConfig": {"sliding_window": WINDOW},
     "XmodConfig": {"default_language": "en_XX"},
     "ZambaConfig": _ZAMBA,
     "Zamba2Config": _ZAMBA,
     "ZayaConfig": {"num_experts_per_tok": 1},
 }
 
-# What is None in a configuration class and needs a number.
+# The default of these fields may be None. A tiny model needs a number.
 NEEDED = {"head_dim": HEAD_DIM, "num_key_value_heads": KV_HEADS}
 NEEDED |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 

@@ -154,8 +154,8 @@ def decoder_config(config: Any) -> Any:
 
 def takes_cache(model: Any) -> bool:
     """Whether a model keeps keys and values of earlier tokens: not encoders, in which tokens see later ones, and not
-    XLNet, RWKV and others with states of their own."""
-    if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+    XLNet, RWKV, Mamba and others with states of their own."""
+    if not getattr(model, "_supports_default_dynamic_cache", lambda: True)() or _has_states_alone(model.config):
         return False
     arguments = inspect.signature(type(model).forward).parameters
     causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
@@ -170,6 +170,15 @@ def hf_layers(config: Any) -> list[Any]:
         return DynamicCache(config=decoder_config(config)).layers
     except AttributeError as error:  # BLT: three decoders, none of them the model's
         raise ValueError(f"{type(config).__name__} does not say which layers a cache has: {error}") from error
+
+
+def _has_states_alone(config: Any) -> bool:
+    """Whether all layers of the cache are states of linear attention, as Mamba's."""
+    try:
+        layers = hf_layers(config)
+    except ValueError:
+        return False
+    return bool(layers) and all(type(layer) is getattr(cache_utils, "LinearAttentionLayer", None) for layer in layers)
 
 
 def kind_of_layer(layer: Any) -> tuple[str, int]:
