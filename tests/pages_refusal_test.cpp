@@ -59,7 +59,7 @@ TEST(PagesRefusals, PoolsAndWrites) {
   EXPECT_TRUE(refuses(written([](auto& p) { p.data += 32; }), Code::invalid_argument, {"64 bytes"}));
   EXPECT_TRUE(refuses(written([](auto& p) { p.blocks = 0; }), Code::invalid_argument, {"pool.blocks is 0"}));
   EXPECT_TRUE(refuses(written([](auto& p) { p.head_stride += 8; }), Code::invalid_argument, {"head_stride", "64"}));
-  EXPECT_TRUE(refuses(written([](auto& p) { p.head_stride = 64; }), Code::invalid_argument, {"overlap"}));
+  EXPECT_TRUE(refuses(written([](auto& p) { p.head_stride -= 64; }), Code::invalid_argument, {"overlap"}));
   EXPECT_TRUE(refuses(written([](auto& p) { p.block_stride = p.head_stride; }), Code::invalid_argument, {"overlap"}));
   EXPECT_TRUE(refuses(written([](auto& p) { p.block_stride = std::int64_t{1} << 62, p.blocks = 64; }),
                       Code::invalid_argument, {"63 bits"}));
@@ -218,6 +218,10 @@ TEST(PagesRefusals, PlansTablesAndRuns) {
   EXPECT_TRUE(refuses(plan.run(pool.view, short_q, MutableTensorView::of(out.data(), 2, 4, 64)), Code::invalid_argument,
                       {"q has 2 rows", "3"}));
   EXPECT_TRUE(refuses(plan.run(pool.view, short_q, out_view), Code::invalid_argument, {"out.shape[0] is 3"}));
+  std::vector<float> five(5 * 4 * 64);
+  EXPECT_TRUE(
+      refuses(plan.run(pool.view, TensorView::of(five.data(), 5, 4, 64), MutableTensorView::of(five.data(), 5, 4, 64)),
+              Code::invalid_argument, {"q has 5 rows", "max_tokens = 4"}));
   EXPECT_TRUE(refuses(plan.run(pool.view, q_view, out_view, {}, q_view, q_view), Code::invalid_argument,
                       {"keys and values", "fresh_keys"}));
   std::vector<std::byte> workspace(64);

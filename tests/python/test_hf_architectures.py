@@ -49,6 +49,11 @@ def test_an_architecture(name):
     assert result.verdict == "attention" or result.why, str(result)
 
 
+def test_a_model_of_states_alone_has_nothing_to_store():
+    result = architectures.examine("mamba")
+    assert result.verdict == "refused" and "keeps no keys and values of earlier tokens" in result.why, str(result)
+
+
 @pytest.mark.parametrize("name", sorted(here(IMAGES, architectures.WITH_IMAGES)))
 def test_an_architecture_with_an_image(name):
     torch.set_num_threads(1)
