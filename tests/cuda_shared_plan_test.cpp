@@ -27,12 +27,12 @@ void expect_apart(const std::vector<Piece>& pieces, int bytes) {
 }
 
 // Sizes that are no multiples of anything, but for what alignment asks of them.
-constexpr SharedSizes sizes(bool wide) {
-  return {.wide = wide,
+constexpr SharedSizes sizes(bool eight_warps) {
+  return {.eight_warps = eight_warps,
           .info = 1004,
           .encoded_queries = 1024,
           .exact_queries = 2048,
-          .teams = wide ? 8 : 4,
+          .teams = eight_warps ? 8 : 4,
           .barriers = 2,
           .keys = 4496,
           .values = 4608,
@@ -40,7 +40,7 @@ constexpr SharedSizes sizes(bool wide) {
           .scratch = 80,
           .centres = 1792,
           .sums = 8192,
-          .exact_teams = wide ? 2 : 1,
+          .exact_teams = eight_warps ? 2 : 1,
           .exact_half = 8704,
           .exact_weights = 1536,
           .exact_scratch = 80};
@@ -85,7 +85,7 @@ TEST_P(SharedPlanTest, PiecesOfExactPagesAreApart) {
         pieces.push_back({"half", begin + half * p.exact_half, begin + (half + 1) * p.exact_half});
       }
     };
-    if (s.wide) {
+    if (s.eight_warps) {
       add_halves(p.exact, 4);
       for (int team = 0; team < 2; ++team) add_rest(p.exact + p.exact_rests + team * p.exact_rest);
     } else {
