@@ -33,7 +33,7 @@ inline bool on_emulated_unit() {
 // The steps of a long random walk: a step takes ten times as long under the address sanitizer, and there the fuzzers
 // walk on.
 inline int random_steps(int n) {
-  return kAddressSanitizer ? n / 2 : on_emulated_unit() ? n / 8 : n;
+  return kAddressSanitizer ? n / 2 : on_emulated_unit() ? n / 4 : n;
 }
 
 }  // namespace kvant::test
