@@ -55,7 +55,7 @@ def test_a_table_of_every_setting(tmp_path, monkeypatch, capsys):
     script("kl").main()
     found = json.loads((tmp_path / "out").read_text())
     rows = {setting: result["rows"][0] for setting, result in found.items()}
-    # Of each setting, those that see encoded tokens: fewer tokens are exact in the next one.
+    # Positions that see encoded tokens. Each setting keeps fewer tokens exact than the setting before.
     assert [rows[setting]["from_codes"] for setting in ("default", "tail", "encoded")] == [128, 192, 320]
     assert 0 < rows["default"]["kl"] < rows["tail"]["kl"] < rows["encoded"]["kl"]
     assert capsys.readouterr().out.count("exact perplexity") == 3

@@ -1,9 +1,9 @@
 """The self-check: during the first prompts each layer compares keys as its pages hold them with those that it was
 given.
 
-What counts is what attention makes of the difference: the scores of the prompt's queries. An error that all keys share
-moves no softmax, so the error of a score and the spread of scores are both taken about their means over the keys. A
-format whose error is as large as half the spread tells keys apart no more.
+The check compares the scores of the prompt's queries, since attention reads keys through scores alone. Softmax does not
+see an error that all keys share. So the error of a score and the spread of scores are both taken about their means over
+the keys. A format cannot tell keys apart if its error is half as large as the spread.
 """
 
 from __future__ import annotations

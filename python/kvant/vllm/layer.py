@@ -123,8 +123,17 @@ class Layer(NamedTuple):
         """First blocks of a request that are read exactly, beside a tail. A window leaves them behind."""
         return 0 if self.window > 0 else 1
 
-    def own_pages(self, device: str, capacity: Capacity, tail: int, layers: int, dtype: torch.dtype, copies: int = 0):
-        """Pages of layers with common tables. Exact copies have the model's dtype; devices have none in float32."""
+    def own_pages(
+        self,
+        device: str,
+        capacity: Capacity,
+        tail: int,
+        layers: int,
+        dtype: torch.dtype,
+        copies: int | None = None,
+    ):
+        """Pages of layers with common tables. Exact copies have the model's dtype; devices have none in float32.
+        copies: of each layer; None: as many as requests can have."""
         return kvant.Pages(
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,

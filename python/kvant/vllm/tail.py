@@ -18,12 +18,12 @@ import torch
 from . import versions
 from .layer import BLOCK_TOKENS, Capacity, Layer, device_name
 
-LONG_STEPS = 16  # requests that may be in steps of more than a block at once (docs/borrowed-pages.md)
 
-
+@lru_cache(maxsize=None)
 def most_copies(layer: Layer, tail: int, requests: int) -> int:
-    """Exact copies that so many requests can have."""
-    return requests * (layer.sink_pages() + tail + 2) + min(requests, LONG_STEPS) * tail
+    """Exact copies that so many requests can have, as the library counts them."""
+    capacity = Capacity(requests=requests, blocks=1, decode_queries=1, tokens=1)
+    return layer.own_pages("cpu", capacity, tail, 1, torch.bfloat16).tail_copies  # memory that is never touched
 
 
 @lru_cache(maxsize=None)
@@ -35,7 +35,7 @@ def copy_bytes(layer: Layer, dtype: torch.dtype) -> int:
 
 
 def _writers(layers) -> list[Any]:
-    """Impls of kvant's layers that store keys and values in a format, and have no pages yet."""
+    """Impls of kvant's layers that store keys and values in a format."""
     from .impl import KvantImpl
 
     impls = [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), KvantImpl)]

@@ -71,6 +71,7 @@ class Pages:
     ):
         assert device == "cpu"
         self.tail, self.tail_sequences, self.layers = tail, tail_sequences, layers
+        self.tail_copies = tail_sequences * (tail + 2)  # they take no memory
         self.begun = None  # with a tail: the blocks whose first position is still to be written
         self.kv_heads, self.head_dim, self.pair = kv_heads, head_dim, (k, v)
         self.block_bytes = 2 * self.block_tokens * head_dim * 8
