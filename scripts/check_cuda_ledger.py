@@ -172,12 +172,15 @@ def main():
     spilling = sum(1 for facts in rows.values() if facts[1] > 0)
     summary = f"{len(rows)} kernels over {len({arch for _, _, arch in rows})} architectures, {spilling} spill"
     built = {arch for _, _, arch in rows}
+    left_out = {unit_name(path) for path in known_objects(folder) if not path.exists()}
+
+    def is_built(key):
+        return key[2] in built and key[0] not in left_out
+
     if "--write" in sys.argv:
         LEDGER.parent.mkdir(exist_ok=True)
         if LEDGER.exists() and read_ledger()[1] == version:
-            not_compiled = {unit_name(path) for path in known_objects(folder) if not path.exists()}
-            kept = {k: v for k, v in read_ledger()[0].items() if k[2] not in built or k[0] in not_compiled}
-            rows = kept | rows
+            rows = {k: v for k, v in read_ledger()[0].items() if not is_built(k)} | rows
         LEDGER.write_text(text_of(rows, version))
         print(f"wrote {LEDGER.relative_to(ROOT)}: {summary}")
         return 0
@@ -185,9 +188,7 @@ def main():
     if old_version != version:
         print(f"not compared: the ledger is of nvcc {old_version}, this is {version}; all {len(rows)} kernels compile")
         return 0
-    not_compiled = {unit_name(path) for path in known_objects(folder) if not path.exists()}
-    compared = {k: v for k, v in old.items() if k[2] in built and k[0] not in not_compiled}
-    found = list(differences(compared, rows))
+    found = list(differences({k: v for k, v in old.items() if is_built(k)}, rows))
     print("\n".join(found) if found else f"as in the ledger: {summary}")
     if found:
         print("if that is meant: scripts/check_cuda_ledger.py BUILD_FOLDER --write, and say why in the commit")

@@ -43,7 +43,7 @@ struct PageRuns {
 
 inline constexpr int kNoEnd = 0x7FFFFFFF;  // of pages
 
-// Those before `exact_sinks` and from `tail` on are exact, and those from `encoded` on may be encoded.
+// Pages before `exact_sinks`, and pages from `tail` on, are exact. Pages from `encoded` on may be encoded.
 struct VisiblePages : base::VisiblePages<int> {
   int exact_sinks, tail, encoded;
 };
@@ -77,9 +77,8 @@ KVANT_HD inline VisiblePages visible_pages(const AttendParams& p, int length, in
   return with_exact_ends(p, length, q_len, v);
 }
 
-// Encoded runs include tail pages, and an engine's first pages: a page there is read encoded when its exact copy is
-// gone. Whoever walks them looks
-// at the page table and leaves out what the other domain reads.
+// Encoded runs include tail pages and an engine's first pages: such a page is read encoded when its exact copy is gone.
+// Whoever walks a run looks at the page table, and leaves out pages that the other domain reads.
 KVANT_HD inline PageRuns page_runs(const VisiblePages& v, bool exact) {
   const auto run = [](int from, int to, int low, int high, int& begin, int& count) {
     begin = from > low ? from : low;

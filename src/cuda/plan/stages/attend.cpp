@@ -18,12 +18,13 @@ constexpr double kRowWorth = 32768;
 // lengths at each run, on the device (schedule/schedule.cuh).
 class Attend final : public Stage {
  public:
+  explicit Attend(const Planning& planning) : planned_(planning.params), overlaps_(planning.limits.overlaps) {}
   // Adds to planning.params how rows are cut.
   Status prepare(Planning& planning) {
     const Work& work = planning.work;
     const Choice& choice = planning.choice;
     is_generic_ = choice.is_generic;
-    name_ = is_generic_ ? core::kGenericKernels : choice.kernel(planning.compiled.offers);
+    name_ = choice.kernel(planning.compiled.offers);
     why_ = choice.why;
     kernel_ =
         is_generic_ ? *planning.compiled.generic : *planning.compiled.decode[static_cast<std::size_t>(choice.decode)];
@@ -51,11 +52,11 @@ class Attend final : public Stage {
     p.partial_ml = reinterpret_cast<float*>(run.workspace + ml_at_);
     p.partial_o = reinterpret_cast<float*>(run.workspace + o_at_);
     void* arguments[] = {&p};
-    Launch attend(static_cast<unsigned>(blocks_), 32 * kernel_.warps(), run.native_stream(), run.limits.overlaps);
+    Launch attend(static_cast<unsigned>(p.blocks), 32 * kernel_.warps(), run.native_stream(), run.limits.overlaps);
     attend.config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes_);
     KVANT_CUDA_TRY(cudaLaunchKernelExC(&attend.config, kernel_.function, arguments));
 
-    Launch merge(static_cast<unsigned>(segments_ * rows_ * cluster_), 32 * merge_.warps, run.native_stream(),
+    Launch merge(static_cast<unsigned>(segments_ * p.rows * cluster_), 32 * merge_.warps, run.native_stream(),
                  run.limits.overlaps);
     merge.config.dynamicSmemBytes = static_cast<std::size_t>(merge_.shared_bytes);
     if (cluster_ > 1) merge.set_cluster(cluster_);
@@ -69,21 +70,21 @@ class Attend final : public Stage {
   Status lay_out(const Planning& planning);
   Status choose_merge(const Planning& planning);
 
+  const AttendParams& planned_;  // the plan's: how rows are cut
+  const bool overlaps_;
   AttendKernel kernel_{};
   MergeKernel merge_{};
   bool is_generic_ = false;
   const char* name_ = "";
-  std::string why_;                // this kernel
-  std::int64_t segments_ = 0;      // rows of work: sequences, kv heads and row blocks
-  int blocks_ = 1, resident_ = 1;  // of a launch, of a multiprocessor
-  int rows_ = 1, row_blocks_ = 1, head_dim_ = 0, exact_cost_ = 1, exact_stages_ = 1;  // as in AttendParams
-  int shared_bytes_ = 0;                                                              // of each block
-  int cluster_ = 1;                                                                   // blocks that merge one row
+  std::string why_;            // this kernel
+  std::int64_t segments_ = 0;  // rows of work: sequences, kv heads and row blocks
+  int resident_ = 1;           // blocks of a multiprocessor
+  int shared_bytes_ = 0;       // of each block
+  int cluster_ = 1;            // blocks that merge one row
   int splits_ = 1;
   int units_ = 0;    // of the line of work, at planning
   int longest_ = 0;  // of a row of work
   Line line_{};
-  bool overlaps_ = false;
   std::size_t ml_at_ = 0, o_at_ = 0, bytes_ = 0;  // in the workspace
 };
 
@@ -150,9 +151,6 @@ Status Attend::choose_blocks(const Planning& planning) {
   const auto even = static_cast<int>(p.blocks - p.blocks % segments_);
   const double bytes = static_cast<double>(units_) * p.cache.encoded_layout.block_bytes;
   if (even > 0 && bytes / even <= bytes / p.blocks + kRowWorth) p.blocks = even;
-  blocks_ = p.blocks, rows_ = p.rows, row_blocks_ = p.row_blocks, head_dim_ = p.head_dim;
-  exact_cost_ = p.exact_cost, exact_stages_ = p.exact_stages;
-  overlaps_ = limits.overlaps;
   return {};
 }
 
@@ -188,17 +186,18 @@ Status Attend::choose_merge(const Planning& planning) {
     KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, merge.function, 32 * merge.warps,
                                                                  static_cast<std::size_t>(merge.shared_bytes)));
     // Blocks of few warps where those of many would come in waves; with so many rows none has many partials.
-    if (cluster_ > 1 || segments_ * rows_ <= std::int64_t{limits.multiprocessors} * blocks) break;
+    if (cluster_ > 1 || segments_ * planned_.rows <= std::int64_t{limits.multiprocessors} * blocks) break;
   }
   return {};
 }
 
 std::string Attend::explain() const {
+  const AttendParams& p = planned_;
   std::string s;
   auto out = std::back_inserter(s);
   fmt::format_to(out, "kernel     {} {}/{}, head_dim {}, {} query rows at once{}\n", name_, format_info(kernel_.k).name,
-                 format_info(kernel_.v).name, head_dim_, rows_,
-                 row_blocks_ > 1 ? fmt::format(" ({} row blocks, each reads the keys)", row_blocks_) : "");
+                 format_info(kernel_.v).name, p.head_dim, p.rows,
+                 p.row_blocks > 1 ? fmt::format(" ({} row blocks, each reads the keys)", p.row_blocks) : "");
   if (!why_.empty()) fmt::format_to(out, "           {}\n", why_);
   fmt::format_to(out, "products   keys {}, values {}\n",
                  is_generic_               ? "decoded to f32, multiply-adds in f32"
@@ -209,13 +208,13 @@ std::string Attend::explain() const {
                  : codec::is_tq(kernel_.v) ? "u8 levels by s8 weight digits, exact sums a page"
                                            : "16-bit floats, f32 sums");
   fmt::format_to(out, "blocks     {} ({} a multiprocessor) of {} warps, {} a page; {} bytes of shared memory each{}\n",
-                 blocks_, resident_, kernel_.warps(), kernel_.team, shared_bytes_,
-                 is_generic_ ? "" : fmt::format(", where exact pages pass by {} of 4 pieces at once", exact_stages_));
+                 p.blocks, resident_, kernel_.warps(), kernel_.team, shared_bytes_,
+                 is_generic_ ? "" : fmt::format(", where exact pages pass by {} of 4 pieces at once", p.exact_stages));
   fmt::format_to(
       out,
       "items      {} of {:.1f} pages each at the planned lengths (an exact page counts {}); up to {} for one "
       "row; cut on the device at each run\n",
-      line_.items, static_cast<double>(units_) / line_.items, exact_cost_, splits_);
+      line_.items, static_cast<double>(units_) / line_.items, p.exact_cost, splits_);
   fmt::format_to(out, "merge      one more launch, {} block{} of {} warps a row{}\n", cluster_,
                  cluster_ == 1 ? "" : "s", merge_.warps, overlaps_ ? ", its start overlaps the end of the first" : "");
   return s;
@@ -224,7 +223,7 @@ std::string Attend::explain() const {
 }  // namespace
 
 Result<StagePtr> make_attend(Planning& planning) {
-  auto stage = std::make_unique<Attend>();
+  auto stage = std::make_unique<Attend>(planning);
   if (Status s = stage->prepare(planning); !s.ok()) return s;
   return StagePtr(std::move(stage));
 }

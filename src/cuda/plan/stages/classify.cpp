@@ -1,4 +1,6 @@
 #include "cuda/mask/classify.hpp"
+#include <algorithm>
+
 #include "core/fmt.hpp"
 #include "cuda/plan/stages/stage.hpp"
 
