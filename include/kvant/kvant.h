@@ -525,7 +525,7 @@ KVANT_C_API kvant_status kvant_pages_decode(const kvant_pages* pages, const kvan
                                             int64_t count, const kvant_mutable_tensor* keys,
                                             const kvant_mutable_tensor* values, void* stream);
 /* Copies block from[i] to block to[i], all kv heads. No block of `to` may be in `from`, or twice in `to`. Blocks of
- * `to` have no exact copy then, until they begin anew. */
+ * `to` have no exact copy then, until they begin anew: plans whose tables have them need set_tables again. */
 KVANT_C_API kvant_status kvant_pages_copy(const kvant_pages* pages, const kvant_block_pool* pool, const int32_t* from,
                                           const int32_t* to, int64_t count, void* stream);
 /* Waits for the stream. *found: 1 if a write since the last call met values that are not finite, or a slot outside the

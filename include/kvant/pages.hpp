@@ -190,7 +190,7 @@ class KVANT_API Pages {
                 const MutableTensorView& values, Stream stream = {}) const;
   /// Copies blocks, all kv heads: from[i] to to[i] for i below count; no block of `to` may be in `from` or twice in
   /// `to`. Device memory for pages on a device, where pairs outside the pool are left out. Blocks of `to` have no exact
-  /// copy then, until they begin anew.
+  /// copy then, until they begin anew: plans whose tables have them need set_tables again (on the host run refuses).
   Status copy(const BlockPool& pool, const std::int32_t* from, const std::int32_t* to, std::int64_t count,
               Stream stream = {}) const;
   /// Device only; waits for the stream: true if a write since the last call met values that are not finite, or a slot

@@ -244,7 +244,7 @@ class Pages:
         """
     def copy(self, pool: Any, from_ids: Any, to_ids: Any, stream: Any = None) -> None:
         """Copies blocks from_ids[i] to to_ids[i], all kv heads. int32, or lists. Blocks to_ids have no exact copy then,
-        until they begin anew.
+        until they begin anew: plans whose tables have them need set_tables again.
         """
     def take_non_finite(self, stream: Any = None) -> bool:
         """Waits for the stream: True if a write since the last call met values that are not finite, or a slot outside

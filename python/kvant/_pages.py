@@ -240,7 +240,7 @@ class Pages(_arguments.NotCopied):
 
     def copy(self, pool: Any, from_ids: Any, to_ids: Any, stream: Any = None) -> None:
         """Copies blocks from_ids[i] to to_ids[i], all kv heads. int32, or lists. Blocks to_ids have no exact copy then,
-        until they begin anew."""
+        until they begin anew: plans whose tables have them need set_tables again."""
         where = self._place(stream)
         p, _pool = self._pool(pool, where, mutable=True)
         source, count, _s = _list(from_ids, "from_ids", 4, where)

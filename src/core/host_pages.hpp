@@ -100,7 +100,7 @@ class HostPagesPlan final : public PagesPlanImpl {
     std::int64_t page = 0;
   } largest_;
   std::int64_t keys_[kDomains] = {};  // that a kv head reads
-  std::uint32_t step_ = 0;            // the tail's
+  std::uint64_t tail_changes_ = 0;    // that the lists know of
 };
 
 // Workers for so many values, of which each should have `least`.

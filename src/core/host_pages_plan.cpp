@@ -92,7 +92,7 @@ Status HostPagesPlan::set_tables(const StepTables& t, Stream) {
   queries_ = rows_ = keys_[kEncoded] = keys_[kExact] = 0;
   largest_ = {};
   const HostTail* tail = this->tail();
-  if (tail != nullptr) step_ = tail->copies.step();
+  if (tail != nullptr) tail_changes_ = tail->copies.changes();
   for (std::int32_t i = 0; i < t.batch; ++i) {
     const PlannedSequence s = planned(i);
     if (s.q_len == 0) continue;
@@ -133,8 +133,8 @@ Status HostPagesPlan::run(const BlockPool& pool, const TensorView& q, const Muta
                                        largest_.page, largest_.block, pool.blocks - 1));
   }
   const HostTail* tail = this->tail();
-  if (tail != nullptr && step_ != tail->copies.step())
-    return refuse_argument("begin_step was called since: call set_tables again, because exact copies have moved");
+  if (tail != nullptr && tail_changes_ != tail->copies.changes())
+    return refuse_argument("begin_step or copy was called since: call set_tables again, because exact copies changed");
   RunPages where{};
   where.fresh = fresh;
   where.layout[kEncoded] = where.layout[kExact] = pages().spec().encoded;

@@ -17,6 +17,7 @@ TailCopies::TailCopies(const base::ExactEnds<std::int32_t>& ends, std::int32_t c
 
 void TailCopies::begin_step(const StepTables& t) {
   step_ += base::kNumbersOfStep;
+  ++changes_;
   wanted_.clear();
   for (std::int32_t i = 0; i < t.batch; ++i) {
     const std::int32_t q_len = t.query_start_loc[i + 1] - t.query_start_loc[i];
@@ -82,6 +83,7 @@ void TailCopies::forget(std::int32_t block) noexcept {
   if (copy < 0) return;
   copies_[static_cast<std::size_t>(copy)].block = -1;
   copy = -1;
+  ++changes_;
 }
 
 std::int64_t TailCopies::take_misses() noexcept {

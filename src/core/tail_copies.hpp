@@ -26,8 +26,8 @@ class TailCopies {
 
   [[nodiscard]] bool is_written(std::int32_t copy) const noexcept;
 
-  // The newest step: what was found before the newest one may be another block's copy now.
-  [[nodiscard]] std::uint32_t step() const noexcept { return step_; }
+  // Counts steps and blocks that lost their copy: what was found at another count may not hold any more.
+  [[nodiscard]] std::uint64_t changes() const noexcept { return changes_; }
   // Pages that were to be read exactly, and had no copy; since the last call.
   std::int64_t take_misses() noexcept;
 
@@ -46,6 +46,7 @@ class TailCopies {
   std::vector<std::int32_t> wanted_;  // blocks, in the order of the batch
   std::vector<std::int32_t> room_;    // numbers of copies
   std::uint32_t step_ = 0;
+  std::uint64_t changes_ = 0;
   std::int64_t misses_ = 0;
 };
 

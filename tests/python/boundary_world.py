@@ -233,7 +233,7 @@ class World:
         """Options of a plan as arguments, and as attention() takes them (mask: one for each sequence)."""
         rng, given, meaning = self.rng, {}, {}
         if rng.random() < 0.3:
-            window = self.number(int(rng.integers(1, 90)), None, range(1, 2**63))
+            window = self.number(int(rng.integers(1, 90)), None, range(2**63))  # 0: none
             given["window"], meaning["window"] = window, 0 if window.given is None else window.numbers
         for name, value in (("scale", 0.3), ("softcap", 5.0)):
             if rng.random() < 0.2:
