@@ -104,8 +104,8 @@ class PagesPlanImpl;
 class KVANT_API PagesPlan {
  public:
   /// The batch of the runs that follow. On the host it is checked and copied. On a device a launch copies it to the
-  /// plan's own tables; a sequence that does not fit the plan (more queries than max_query_len or than tokens, rows
-  /// beyond max_tokens, more pages than max_blocks or columns) gets no query, and take_errors tells.
+  /// plan's tables; a sequence that does not fit (more queries than max_query_len, if causal or with fresh keys than
+  /// tokens, rows beyond max_tokens, more pages than max_blocks or columns) gets no query, and take_errors tells.
   /// Errors: invalid_argument; the tables that were set before still count.
   Status set_tables(const StepTables& tables, Stream stream = {});
   /// out = softmax(transform(scale * q k^T) + masks) v over one layer's pool. q, out: [tokens, q_heads, head_dim], f32,

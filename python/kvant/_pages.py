@@ -403,8 +403,9 @@ class PagesPlan(_arguments.NotCopied):
         block_table: int32 [batch, columns], the blocks of each sequence; entries behind a sequence's length, and of
             pages that the window hides, are not read. seq_lens: int32 [batch], tokens with those of this step.
             query_start_loc: int32 [batch + 1]; sequence i has rows query_start_loc[i] to query_start_loc[i + 1] of q.
-        A sequence may have no query. On a device the tensors are read when the stream comes to it, and sequences that
-        do not fit the limits get no query (take_errors tells); the CPU refuses them. Errors: InvalidArgument.
+        A sequence may have no query, and with causal=False and fresh=False fewer tokens than queries. On a device the
+        tensors are read when the stream comes to it, and sequences that do not fit the limits get no query (take_errors
+        tells); the CPU refuses them. Errors: InvalidArgument.
         """
         where = self.pages._place(stream)
         t, _tables = _step_tables(block_table, seq_lens, query_start_loc, where)

@@ -28,7 +28,7 @@ Status check_step_tables(const StepTables& t, const PagesPlanOptions& o) {
     }
     if (length < 0) return refuse_argument(fmt::format("seq_lens[{}] is {}: must be 0 or more", i, length));
     if (q_len == 0) continue;
-    if (length < q_len) {
+    if (length < q_len && queries_are_newest(o.attention)) {
       return refuse_argument(
           fmt::format("seq_lens[{}] is {}, and the sequence has {} queries: their own tokens count, so it "
                       "must be {} or more",

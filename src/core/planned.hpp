@@ -23,6 +23,12 @@ using VisiblePages = base::VisiblePages<std::int64_t>;
 
 namespace core {
 
+// Whether a sequence's queries are its newest tokens, so that it has as many tokens at least. Where queries see all
+// keys and none is fresh, they may be of tokens that lie elsewhere.
+inline bool queries_are_newest(const AttentionOptions& options) {
+  return options.mask.is_causal || options.fresh_keys;
+}
+
 // The pages that any of queries first .. last of a sequence sees, mask tensors aside.
 inline VisiblePages visible_pages(const Mask& mask, const PlannedSequence& s, std::int64_t first, std::int64_t last) {
   const base::Visibility rule{mask.is_causal, mask.window, mask.window_sinks,

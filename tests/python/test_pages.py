@@ -268,6 +268,44 @@ def test_padding_and_sequences_without_queries(torch, device):
     assert not plan.take_errors()
 
 
+@pytest.mark.parametrize("k, head_dim, kernel", [("tq4", 128, "decode"), ("tq4", 128, "prefill"), ("bf16", 64, ""),
+                                                 ("tq6", 64, "")])
+def test_queries_of_tokens_that_lie_elsewhere(torch, device, k, head_dim, kernel):
+    """Queries that see all keys may be more than these; without keys a row is 0, with an lse of -inf."""
+    if device == "cpu":
+        kernel = ""
+    elif kernel == "prefill" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("prefill kernels are for compute capability 9.0")
+    engine = Engine(torch, device, k=k, v="bf16" if k == "bf16" else "tq4", head_dim=head_dim,
+                    lengths=((70, 190), (0, 3), (130, 1), (5, 40), (0, 1), (400, 300)))
+    plan = engine.plan(8, causal=False, kernel=kernel)
+    q = torch.randn(535, 8, head_dim, device=device)
+    out, lse = plan.run(engine.pool, q, lse=True)
+    assert not plan.take_errors()
+    row = 0
+    for i, (n, queries) in enumerate(engine.lengths):
+        here = slice(row, row + queries)
+        row += queries
+        if n == 0:
+            assert (out[here] == 0).all() and (lse[here] == -math.inf).all()
+            continue
+        keys, values = engine.stored(i)
+        expected = [reference(x, keys, values, position=n, scale=head_dim**-0.5) for x in q[here]]
+        assert relative(out[here], torch.stack([x for x, _ in expected])) < 5e-3
+        assert (lse[here].double() - torch.stack([x for _, x in expected])).abs().max() < 5e-3
+    for options in ({}, {"causal": False, "fresh": True}):
+        try:
+            plan = engine.pages.plan(8, max_batch=6, max_blocks=8, max_query_len=300, **options)
+        except kvant.Unsupported:
+            continue
+        if device == "cpu":
+            with pytest.raises(kvant.InvalidArgument, match="their own tokens count"):
+                plan.set_tables(engine.table, engine.seq_lens, engine.starts)
+        else:
+            plan.set_tables(engine.table, engine.seq_lens, engine.starts)
+            assert plan.take_errors()
+
+
 def test_skipped_slots_strides_and_lists(torch, device):
     engine = Engine(torch, device, lengths=((130, 1),))
     pool = torch.full_like(engine.pool, 0xFF)

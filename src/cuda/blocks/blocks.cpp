@@ -7,6 +7,7 @@
 #include "codec/rotation.hpp"
 #include "core/device.hpp"
 #include "core/fmt.hpp"
+#include "core/planned.hpp"
 #include "cuda/append/slots.hpp"
 #include "cuda/blocks/tables.hpp"
 #include "cuda/blocks/tail.hpp"
@@ -208,7 +209,8 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
                                      .query_start_loc = t.query_start_loc,
                                      .batch = t.batch,
                                      .max_query_len = options_.max_query_len,
-                                     .max_tokens = static_cast<std::int32_t>(options_.max_tokens)},
+                                     .max_tokens = static_cast<std::int32_t>(options_.max_tokens),
+                                     .queries_are_newest = core::queries_are_newest(options_.attention)},
                                     native(stream)));
     return {};
   }

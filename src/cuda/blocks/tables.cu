@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads) set_tables_kernel(const __grid_const
     q_len = step.query_start_loc[i + 1] - begin;
     const std::int64_t most_pages = min(step.columns, to.max_pages);
     const bool fits = q_len >= 0 && q_len <= step.max_query_len && begin >= 0 && begin + q_len <= step.max_tokens &&
-                      length >= q_len && length <= most_pages * kPageTokens;
+                      length >= (step.queries_are_newest ? q_len : 0) && length <= most_pages * kPageTokens;
     if (!fits && q_len != 0 && threadIdx.x == 0) *to.errors = 1;
     if (!fits || q_len == 0) length = begin = q_len = 0;
   }

@@ -37,6 +37,7 @@ struct SetTables {
   const std::int32_t* seq_lens;
   const std::int32_t* query_start_loc;
   std::int32_t batch, max_query_len, max_tokens;
+  bool queries_are_newest;  // core::queries_are_newest
 };
 cudaError_t set_tables(const SetTables& step, cudaStream_t stream);
 
