@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import dtypes, versions
+from . import context, dtypes, versions
 from .backend import note_cache_dtype
 from .check import Check
 from .layer import Capacity, Layer, pool
@@ -18,10 +18,11 @@ _reserved: set[Layer] = set()
 class KvantImpl(AttentionImpl[KvantMetadata]):
     """vLLM makes one for each attention layer, with the heads that this rank has."""
 
-    # A rank of context parallel attention has only some of the keys; the parts of a prompt's chunk that ranks do not
-    # have would have to be merged in. So vLLM is not offered the sums of softmax, and refuses it.
-    supports_dcp: bool = False
-    can_return_lse_for_decode: bool = False
+    # Ranks of decode context parallel have some of the keys each, see context.py. Prefill context parallel has no
+    # support: vLLM refuses it.
+    supports_dcp: bool = True
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
 
     def __init__(
         self,
@@ -76,6 +77,12 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
             "none" if pair.is_exact() else k_centre,
         )
         self.check.done = pair.is_exact()
+        if self.dcp_world_size > 1:
+            context.refuse(self)
+
+    def planned(self) -> list[Layer]:
+        """The layers that plans are made for: this one, or with decode context parallel its two kinds of keys."""
+        return [self.layer] if self.dcp_world_size == 1 else [self.layer.own(), self.layer.shared(self.dcp_world_size)]
 
     def _has_fresh_keys(self) -> bool:
         """Whether prompts attend to the keys and values that forward is given. A layer that shares another's cache is
@@ -106,7 +113,8 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
             return
         capacity = Capacity.of(self._config, versions.max_decode_query_len(self._config))
         if self.layer not in _reserved:
-            self.layer.plans(self.layer.pages(device), capacity)
+            for planned in self.planned():
+                planned.plans(self.layer.pages(device), capacity)
             _reserved.add(self.layer)
         if self.copies is None:
             divide_memory(self._config, capacity)
@@ -114,7 +122,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
             size = self.copies * copy_bytes(self.layer, self.dtype)
             self.reserved = torch.empty(size, dtype=torch.uint8, device=device)
 
-    def _store(self, layer, query, key, value, kv_cache, has_prompts: bool) -> None:
+    def _store(self, layer, query, key, value, kv_cache, metadata: KvantMetadata) -> None:
         if self.kv_sharing_target_layer_name is not None:
             return
         if key is None or value is None:
@@ -125,8 +133,13 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         slots = versions.slots(layer.layer_name)
         if slots is None:
             return
+        is_checked = not self.check.done and metadata.has_prompts
+        if metadata.local is not None:
+            key, value, slots = metadata.local.take(key, value)
+            if is_checked:
+                query, _ = metadata.local.take(query)
         self.do_kv_cache_update(layer, key, value, kv_cache, slots)
-        if not self.check.done and has_prompts and not versions.is_recording(key.device):
+        if is_checked and not versions.is_recording(key.device):
             self.check.look(self, layer.layer_name, query, key, kv_cache, slots)
 
     def forward(
@@ -148,9 +161,11 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
             return output.fill_(0)
         if self.sinks is not None and self._sink_logits is None:
             self.process_weights_after_loading(query.dtype)
-        runs = attn_metadata.runs(self.layer)
-        self._store(layer, query, key, value, kv_cache, attn_metadata.has_prompts)
+        runs = attn_metadata.runs(self.layer) if self.dcp_world_size == 1 else []
+        self._store(layer, query, key, value, kv_cache, attn_metadata)
         cache = pool(kv_cache)
+        if self.dcp_world_size > 1:
+            context.attend(self, attn_metadata, query, key, value, cache, output, self._sink_logits)
         for plan, rows in runs:  # its tables say where its rows begin
             own = {}
             if plan.fresh:

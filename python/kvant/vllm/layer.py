@@ -35,13 +35,18 @@ class Capacity(NamedTuple):
     def of(vllm_config, decode_queries: int, block_table_width: int | None = None) -> Capacity:
         scheduler, drafts = vllm_config.scheduler_config, vllm_config.num_speculative_tokens
         longest = vllm_config.model_config.max_model_len + drafts
+        ranks = vllm_config.parallel_config.decode_context_parallel_size  # each has an equal share of the tokens
         return Capacity(
             requests=scheduler.max_num_seqs,
-            blocks=block_table_width or -(-longest // BLOCK_TOKENS),
+            blocks=block_table_width or -(-longest // (ranks * BLOCK_TOKENS)),
             decode_queries=decode_queries,
             # Drafts run beside a full batch.
             tokens=scheduler.max_num_batched_tokens + scheduler.max_num_seqs * drafts,
         )
+
+    def own(self) -> Capacity:
+        """For a step's own tokens alone."""
+        return self._replace(blocks=-(-self.tokens // BLOCK_TOKENS))
 
     def decodes(self) -> list[int]:
         """Requests of the decode plans: powers of two, and the limit."""
@@ -104,6 +109,15 @@ class Layer(NamedTuple):
     alibi_slopes: tuple[float, ...] | None = None
     fresh: bool = False  # prompts attend to their own keys and values as these are given
     k_centre: str = "page"
+    keys: str = "all"  # that plans read: "own" and "shared" with decode context parallel (context.py)
+
+    def own(self) -> Layer:
+        """The queries of a step over its own keys, as they are given."""
+        return self._replace(keys="own")
+
+    def shared(self, ranks: int) -> Layer:
+        """The queries of so many ranks over the keys in pages, all of which they see."""
+        return self._replace(keys="shared", q_heads=self.q_heads * ranks, fresh=False)
 
     def pages(self, device: torch.device):
         """Without a tail, for plans and for exact layers: writes of others need to know their tables (tail.py)."""
@@ -158,7 +172,8 @@ class Layer(NamedTuple):
 
     def _plans(self, pages, capacity: Capacity) -> Plans:
         extend = {n: [self.extend_plan(pages, capacity, n)] for n in capacity.extends()}
-        decode = {n: self._plan(pages, capacity, n, capacity.decode_queries) for n in capacity.decodes()}
+        decodes = capacity.decodes() if self.keys != "own" else []
+        decode = {n: self._plan(pages, capacity, n, capacity.decode_queries) for n in decodes}
         return Plans(decode, extend)
 
     def extend_plan(self, pages, capacity: Capacity, queries: int) -> Extend:
@@ -168,10 +183,12 @@ class Layer(NamedTuple):
             try:
                 fresh = self._plan(pages, capacity, *limits, fresh=True)
             except kvant.Unsupported as error:
+                if self.keys == "own":
+                    raise NotImplementedError(f"kvant: decode context parallel takes fresh keys: {error}") from error
                 _say_once(f"prompts attend to their own tokens as they are stored, not as they are given: {error}")
         if fresh is None:
             stored = self._plan(pages, capacity, *limits)
-        if pages.device[0] != "cpu":
+        if pages.device[0] != "cpu" and self.keys != "own":
             few = self._few_plan(pages, capacity, *limits)
         return Extend(stored, fresh, few)
 
@@ -192,7 +209,7 @@ class Layer(NamedTuple):
             max_query_len=queries,
             max_tokens=capacity.tokens,
             scale=self.scale,
-            causal=True,
+            causal=self.keys != "shared",
             window=self.window,
             softcap=self.softcap,
             alibi_slopes=self.alibi_slopes,

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from . import versions
+from .context import LocalTokens
 from .layer import BLOCK_TOKENS, Capacity, Layer, Plans
 from .tail import give_pages
 from .versions import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
@@ -49,13 +50,21 @@ class KvantMetadata(AttentionMetadata):
     query_start_loc: torch.Tensor | None = None
     max_query_len: int = 0
     has_prompts: bool = False
+    # With decode context parallel: what this rank has, and whether a prompt of the step has older tokens.
+    local: LocalTokens | None = None
+    has_context: bool = False
 
     def runs(self, layer: Layer):
-        """(plan, rows) of each part, for one layer."""
+        """(plan, rows) of each part that reads keys of the layer's kind, for one layer."""
         plans = self.plans.get(layer)
         if plans is None:
             raise RuntimeError(f"kvant: the metadata of this step has no plans for a layer of {layer}")
-        return [(part.plan(plans), part.rows) for part in self.parts]
+        return [(part.plan(plans), part.rows) for part in self.parts if self.reads(part, layer)]
+
+    def reads(self, part: Part, layer: Layer) -> bool:
+        if layer.keys == "own":
+            return not part.is_decode
+        return layer.keys == "all" or part.is_decode or self.has_context
 
 
 def divide(common, capacity: Capacity) -> list[Part]:
@@ -100,6 +109,16 @@ def divide(common, capacity: Capacity) -> list[Part]:
     return parts
 
 
+def has_context(common, parts: list[Part]) -> bool:
+    """Whether a prompt has tokens before those of the step. All ranks find the same, as they exchange results then."""
+    bounds, begins = common.seq_lens_cpu_upper_bound, common.query_start_loc_cpu
+    if bounds is None:
+        return any(not part.is_decode for part in parts)
+    here = slice(next((p.first for p in parts if not p.is_decode), common.num_reqs), common.num_reqs)
+    counts = begins[1 : common.num_reqs + 1] - begins[: common.num_reqs]
+    return bool((bounds[: common.num_reqs] > counts)[here].any())
+
+
 class KvantMetadataBuilder(AttentionMetadataBuilder[KvantMetadata]):
     # Graphs hold the decode plan alone; batches with chunks of prompts run between graphs.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -121,13 +140,17 @@ class KvantMetadataBuilder(AttentionMetadataBuilder[KvantMetadata]):
             )
         self.capacity = Capacity.of(vllm_config, self.reorder_batch_threshold, block_table_width)
         self.own_pages = give_pages(vllm_config, layer_names, device, self.capacity)
+        self.local = None
+        if versions.context_parallel(kv_cache_spec)[0] > 1:
+            self.local = LocalTokens(vllm_config, kv_cache_spec, self.capacity, device)
         self.plans: dict[Layer, Plans] = {}
         self.pages: dict[Layer, Any] = {}
         for layer in versions.layers(vllm_config, layer_names):
-            impl = layer.impl
-            if impl.layer not in self.plans:
-                self.pages[impl.layer] = impl.pages or impl.layer.pages(device)
-                self.plans[impl.layer] = impl.layer.plans(self.pages[impl.layer], self.capacity)
+            pages = layer.impl.pages or layer.impl.layer.pages(device)
+            for planned in layer.impl.planned():
+                if planned not in self.plans:
+                    self.pages[planned] = pages
+                    self.plans[planned] = planned.plans(pages, self.capacity)
 
     def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> KvantMetadata:
         common = common_attn_metadata
@@ -150,7 +173,11 @@ class KvantMetadataBuilder(AttentionMetadataBuilder[KvantMetadata]):
             query_start_loc=common.query_start_loc,
             max_query_len=common.max_query_len,
             has_prompts=any(not part.is_decode for part in parts),
+            local=self.local,
+            has_context=self.local is not None and has_context(common, parts),
         )
+        if self.local is not None:
+            self.local.set(common)
         self._set_tables(metadata)
         return metadata
 
@@ -165,11 +192,18 @@ class KvantMetadataBuilder(AttentionMetadataBuilder[KvantMetadata]):
 
     def _set_tables(self, metadata: KvantMetadata) -> None:
         table, lengths, begins = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
+        batch, local = len(lengths), self.local
+        stored, rows = (lengths, begins) if local is None else (local.lengths[:batch], local.begins)
         for pages in self.own_pages:  # a graph that holds writes reads these tensors again: vLLM keeps their memory
-            pages.begin_step(
-                table[: len(lengths)], lengths, begins[: len(lengths) + 1], max_query_len=metadata.max_query_len
-            )
-        for plans in self.plans.values():
+            pages.begin_step(table[:batch], stored, rows[: batch + 1], max_query_len=metadata.max_query_len)
+        for layer, plans in self.plans.items():
             for part in metadata.parts:
+                if not metadata.reads(part, layer):
+                    continue
+                blocks, tokens = table, lengths
+                if layer.keys == "own":
+                    blocks, tokens = local.no_blocks, local.counts
+                elif layer.keys == "shared":
+                    tokens = local.lengths if part.is_decode else local.before
                 here = slice(part.first, part.end)
-                part.plan(plans).set_tables(table[here], lengths[here], begins[part.first : part.end + 1])
+                part.plan(plans).set_tables(blocks[here], tokens[here], begins[part.first : part.end + 1])

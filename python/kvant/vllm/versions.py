@@ -199,6 +199,40 @@ def fresh_keys(vllm_config) -> bool:
     return fresh
 
 
+def context_parallel(kv_cache_spec) -> tuple[int, int]:
+    """The ranks of --decode-context-parallel-size that share the tokens of these layers, and this one's number."""
+    from vllm.distributed.parallel_state import get_dcp_world_size_and_rank
+
+    return get_dcp_world_size_and_rank(kv_cache_spec.dcp_sharded)
+
+
+def context_group():
+    """These ranks."""
+    from vllm.distributed.parallel_state import get_dcp_group
+
+    return get_dcp_group()
+
+
+def interleave(vllm_config) -> int:
+    """--cp-kv-cache-interleave-size: tokens of a request that a rank has before the next rank's."""
+    return vllm_config.parallel_config.cp_kv_cache_interleave_size
+
+
+def local_lengths(lengths, ranks: int, rank: int, interleave: int):
+    """How many of so many first tokens of a request a rank has."""
+    from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+
+    return get_dcp_local_seq_lens(lengths, ranks, rank, interleave)
+
+
+def merge_ranks(vllm_config):
+    """The function that merges results of all heads from all ranks, and leaves this rank its own heads."""
+    from vllm.v1.attention.ops import dcp
+
+    is_all_to_all = vllm_config.parallel_config.dcp_comm_backend == "a2a"
+    return dcp.dcp_a2a_lse_reduce if is_all_to_all else dcp.cp_lse_ag_out_rs
+
+
 def has_microbatches(vllm_config) -> bool:
     """Whether batches are cut in two that run side by side, each with metadata of its own."""
     return vllm_config.parallel_config.use_ubatching

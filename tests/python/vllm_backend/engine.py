@@ -34,6 +34,8 @@ def _numbers(token, layer, which, heads, head_dim):
     return np.random.default_rng([token, layer, which]).standard_normal((1024, heads, head_dim))
 
 class Engine:
+    ranks = 1  # that share the tokens of a request
+
     def __init__(
         self,
         vllm,
@@ -57,6 +59,7 @@ class Engine:
         k_centre=None,
         exact_memory=None,
         key_offsets=(),
+        parallel=(),
     ):
         if dtype is None:
             dtype = torch.float32 if ON_CPU else torch.bfloat16  # kernels of devices have no exact float32 pages
@@ -73,6 +76,8 @@ class Engine:
             skip_layers=skip_layers,
         )
         self.config.cache_config.num_gpu_blocks_override = blocks
+        for name, x in dict(parallel).items():
+            setattr(self.config.parallel_config, name, x)
         options = {"tail": tail, "fresh_keys": fresh, "k_centre": k_centre, "exact_memory": exact_memory}
         self.key_offsets = dict(key_offsets)  # by layer: what all of its keys have in common
         self.config.additional_config = {"kvant": {name: x for name, x in options.items() if x is not None}}
@@ -132,7 +137,7 @@ class Engine:
         if prefix_of is not None:
             for group in range(len(self.groups)):
                 r.blocks[group] = list(prefix_of.blocks[group][:prefix_blocks])
-            tokens = prefix_blocks * self.block_size(0)
+            tokens = prefix_blocks * self.block_size(0) * self.ranks
             r.length, r.salts = tokens, list(prefix_of.salts[:tokens])
         return r
 
@@ -187,7 +192,7 @@ class Engine:
                 if p >= len(r.salts):
                     r.salts.append(r.seed)
             for group, blocks in enumerate(r.blocks):
-                while len(blocks) * self.block_size(group) < r.length + new:
+                while len(blocks) * self.block_size(group) * self.ranks < r.length + new:
                     blocks.append(self.free.pop())
                 window = getattr(self.groups[group].kv_cache_spec, "sliding_window", None)
                 if window and type(self.groups[group].kv_cache_spec).__name__ == "SlidingWindowSpec":
@@ -211,11 +216,13 @@ class Engine:
                 ids = torch.tensor(r.blocks[group], dtype=torch.int32)
                 table[i, : len(ids)] = ids
                 for j in range(new):
-                    p = r.length + j
-                    slots[group, begins[i] + j] = int(ids[p // size]) * size + p % size
+                    slots[group, begins[i] + j] = self.slot(ids, r.length + j, size)
             tables.append(table)
         made, by_layer = self.build(begins, max(new for _, new in batch), lengths, tables, slots)
         return made, by_layer, rows
+
+    def slot(self, ids, position, size):
+        return int(ids[position // size]) * size + position % size
 
     def build(self, begins, most, lengths, tables, slots, **options):
         """The metadata. Tables lie where those of other steps lay: graphs that were recorded read them there."""

@@ -60,6 +60,7 @@ def select(vllm, torch, monkeypatch):
         {"block_size": 256},
         {"use_kv_connector": True},
         {"use_adaptive_verification": True},
+        {"use_dcp": True},
     ],
     ids=str,
 )
