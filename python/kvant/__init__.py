@@ -20,7 +20,7 @@ except ImportError as _error:
     say_without_library(_error)
     raise
 
-from ._cache import Bases, Cache, Memory, Sequence
+from ._cache import Bases, Cache, Memory, Sequence, Step
 from ._errors import (
     BadFile,
     FileError,
@@ -34,7 +34,7 @@ from ._errors import (
     Unsupported,
 )
 from ._pages import PageFacts, Pages, PagesPlan
-from ._plan import Plan, PlanFacts, Step
+from ._plan import Plan, PlanFacts
 from ._tools import bf16, build_info, calibrate, eval, formats, info, merge, version
 
 __version__ = version()

@@ -331,7 +331,7 @@ class Plan:
     A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that
     grow. Errors: InvalidArgument, Unsupported.
     """
-    def __init__(self, cache: Cache, sequences: Iterable[Sequence] | Sequence, *, q_heads: int, q_len: int = 1, q_lens: SequenceOf[int] | None = None, scale: float | None = None, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, causal: bool = True, window: int | None = None, window_sinks: int = 0, mask: Any = None, mask_first_key: int = 0, threads: int = 0, split_keys: int = 0, isa: str | None = None, kernel: str | None = None, fresh: bool = False):
+    def __init__(self, cache: Any, sequences: Any, *, q_heads: int, q_len: int = 1, q_lens: SequenceOf[int] | None = None, scale: float | None = None, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, causal: bool = True, window: int | None = None, window_sinks: int = 0, mask: Any = None, mask_first_key: int = 0, threads: int = 0, split_keys: int = 0, isa: str | None = None, kernel: str | None = None, fresh: bool = False):
         ...
     @property
     def handle(self) -> c_void_p:
@@ -364,6 +364,9 @@ class Sequence:
     """One sequence of a cache. `len()` counts its tokens. Its pages are freed when the object goes, or by remove()."""
     def __init__(self, cache: Cache, number: int):
         ...
+    @property
+    def number(self) -> int:
+        """The library's number of the sequence. Error: InvalidArgument after remove()."""
     def append(self, layer: int, keys: Any, values: Any, *, stream: Any = None) -> None:
         """Appends tokens to one layer: the first layer of a step reserves room in all, the others fill in.
 

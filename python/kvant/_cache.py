@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterable, Sequence as SequenceOf
 from ctypes import byref, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import _arguments, _c, _locks, _overlap, _tensors
-from ._errors import InvalidArgument
-from ._plan import Plan, Step, drop_tokens
+from . import _arguments, _c, _overlap, _tensors
+from ._errors import InvalidArgument, KvantError
+from ._owner import Owner
+from ._plan import Plan, prepare
 
-__all__ = ["Bases", "Cache", "Memory", "Sequence"]
+__all__ = ["Bases", "Cache", "Memory", "Sequence", "Step"]
 
 EXACT = {name: _c.DTYPES[name] for name in _tensors.FLOATS}
 
@@ -110,12 +110,8 @@ class Cache(_arguments.NotCopied):
         threads: int = 0,
         isa: str | None = None,
     ):
-        self._handle = None
-        self._lock = _locks.new()
-        self._stream = 0
-        self._workspace = None
-        self._plans: weakref.WeakSet = weakref.WeakSet()
         self.device = _arguments.device(device)
+        self.owner = Owner(self.device, "cache")  # of kvant's own modules
         self.k, self.v = _arguments.text("k", k), _arguments.text("v", v)
         c = _c.CacheConfig()
         _c.cache_config_init(byref(c), sizeof(c))
@@ -157,7 +153,7 @@ class Cache(_arguments.NotCopied):
         c.device = b"cpu" if kind == "cpu" else f"{kind}:{number}".encode()
         handle = _c.CacheHandle()
         _c.check(_c.cache_create(byref(c), byref(handle)))
-        self._handle = handle
+        self.owner.pointer = handle
         self.layers, self.kv_heads, self.head_dim, self.window = c.layers, c.kv_heads, c.head_dim, c.window
 
     # --- life ---
@@ -165,10 +161,7 @@ class Cache(_arguments.NotCopied):
     def close(self) -> None:
         """Frees the cache's memory now instead of when the object goes. Its sequences and plans cannot be used any
         more."""
-        with self._lock:
-            for plan in list(self._plans):  # which keep the memory
-                plan._handle = None
-            self._handle = None
+        self.owner.close()
 
     def __enter__(self) -> Cache:
         return self
@@ -186,34 +179,10 @@ class Cache(_arguments.NotCopied):
     @property
     def handle(self) -> c_void_p:
         """The kvant_cache* of kvant.h."""
-        if not self._handle:
-            raise InvalidArgument("this cache was closed")
-        return self._handle
-
-    def _place(self, stream: Any) -> _tensors.Place:
-        """Where tensors of a call must be, and the given or the current stream."""
-        return _tensors.place(self.device, stream, "the cache is")
-
-    def _use_stream(self, stream: Any) -> int:
-        """Makes the stream that calls enqueue on the given or the current one."""
-        number = self._place(stream).stream
-        if number != self._stream:
-            _c.check(_c.set_stream(self.handle, number))
-            self._stream = number
-        return number
-
-    def _members(self, sequences: Iterable[Sequence] | Sequence) -> list[Sequence]:
-        what = "sequences of this cache (cache.sequence())"
-        found = [sequences]
-        if not isinstance(sequences, Sequence):
-            found = _arguments.items("sequences", sequences, what)
-        for s in found:
-            if not isinstance(s, Sequence) or s.cache is not self:
-                raise InvalidArgument(f"sequences has {_arguments.show(s)}: must be {what}")
-        return found
+        return self.owner.handle
 
     def _ids(self, sequences: Iterable[Sequence] | Sequence) -> list[int]:
-        return [s._number for s in self._members(sequences)]
+        return [s.number for s in self.owner.members(sequences)]
 
     @staticmethod
     def _each(name: str, numbers: int | SequenceOf[int], count: int) -> list[int]:
@@ -224,7 +193,7 @@ class Cache(_arguments.NotCopied):
 
     def sequence(self) -> Sequence:
         """A new, empty sequence."""
-        with self._lock:
+        with self.owner.lock:
             number = c_uint64()
             _c.check(_c.add_sequence(self.handle, byref(number)))
             return Sequence(self, number.value)
@@ -234,7 +203,7 @@ class Cache(_arguments.NotCopied):
         writes."""
         ids = self._ids(sequences)
         parents = _arguments.integers("parents", parents, -(1 << 63), (1 << 63) - 1, len(ids), "sequence")
-        with self._lock:
+        with self.owner.lock:
             _c.check(_c.reorder(self.handle, _c.sequences(ids), _c.counts(parents), len(ids)))
 
     # --- a step ---
@@ -247,8 +216,8 @@ class Cache(_arguments.NotCopied):
         """
         ids = self._ids(sequences)
         tokens = self._each("tokens", tokens, len(ids))
-        with self._lock:
-            self._use_stream(stream)
+        with self.owner.lock:
+            self.owner.use_stream(stream)
             _c.check(_c.reserve(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
 
     def write(self, sequences: Iterable[Sequence], layer: int, keys: Any, values: Any, *, stream: Any = None) -> None:
@@ -258,12 +227,12 @@ class Cache(_arguments.NotCopied):
         [batch, tokens, kv_heads, head_dim]; f32, f16 or bf16; any strides whose last is 1.
         Errors: NonFinite (on the CPU), InvalidArgument.
         """
-        ids, where = self._ids(sequences), self._place(stream)
+        ids, where = self._ids(sequences), self.owner.place(stream)
         layer = _arguments.int32("layer", layer)
         k, _k = _tensors.tensor(keys, "keys", where, len(ids))
         v, _v = _tensors.tensor(values, "values", where, len(ids))
-        with self._lock:
-            self._use_stream(stream)
+        with self.owner.lock:
+            self.owner.use_stream(stream)
             _c.check(_c.write(self.handle, _c.sequences(ids), len(ids), layer, byref(k), byref(v)))
 
     def step(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int] = 1, *, stream: Any = None) -> Step:
@@ -271,7 +240,7 @@ class Cache(_arguments.NotCopied):
 
         As a context manager the step drops its tokens again if the block raises.
         """
-        sequences = self._members(sequences)
+        sequences = self.owner.members(sequences)
         tokens = self._each("tokens", tokens, len(sequences))
         self.reserve(sequences, tokens, stream=stream)
         return Step(self, sequences, tokens, stream)
@@ -282,8 +251,8 @@ class Cache(_arguments.NotCopied):
         """Device only: takes pages for steps to come, so that these take none and can be replayed from a CUDA graph."""
         ids = self._ids(sequences)
         tokens = self._each("tokens", tokens, len(ids))
-        with self._lock:
-            self._use_stream(stream)
+        with self.owner.lock:
+            self.owner.use_stream(stream)
             _c.check(_c.reserve_ahead(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
 
     def advance(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int] = 1) -> None:
@@ -291,14 +260,14 @@ class Cache(_arguments.NotCopied):
         device's."""
         ids = self._ids(sequences)
         tokens = self._each("tokens", tokens, len(ids))
-        with self._lock:
+        with self.owner.lock:
             _c.check(_c.advance(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
 
     def take_non_finite(self) -> bool:
         """Device only: True if keys or values that are not finite were stored since the last call. Waits for the
         stream."""
         found = c_int32()
-        with self._lock:
+        with self.owner.lock:
             _c.check(_c.take_non_finite(self.handle, byref(found)))
         return bool(found.value)
 
@@ -331,10 +300,10 @@ class Cache(_arguments.NotCopied):
             ...). With fresh=True keys and values are attended to as given, and only older tokens are read from the
             cache. Returns out; with lse=True (out, lse), lse [tokens, q_heads] f32.
         """
-        sequences, layer = self._members(sequences), _arguments.int32("layer", layer)
+        sequences, layer = self.owner.members(sequences), _arguments.int32("layer", layer)
         if (keys is None) != (values is None):
             raise InvalidArgument(f"{'keys' if keys is None else 'values'} is None: keys and values go together")
-        shape = _tensors.describe(q, "q", self._place(stream)).shape
+        shape = _tensors.describe(q, "q", self.owner.place(stream)).shape
         if not 3 <= len(shape) <= 4:
             raise InvalidArgument(
                 f"q has shape {list(shape)}: must be [tokens, q_heads, head_dim] or [batch, tokens, q_heads, head_dim]"
@@ -355,7 +324,7 @@ class Cache(_arguments.NotCopied):
         tokens = options.get("q_lens") or self._each("q_len", options["q_len"], len(sequences))
         first, opened = self._open_step(sequences, tokens, layer, stream)
         try:  # all checks, then the write
-            ready = self.plan(sequences, q_heads=shape[-2], **options)._ready(layer, q, **run)
+            ready = prepare(self.plan(sequences, q_heads=shape[-2], **options), layer, q, **run)
             self.write(sequences, layer, keys, values, stream=stream)
             first._step[1].add(layer)
             return ready()
@@ -372,7 +341,7 @@ class Cache(_arguments.NotCopied):
         then. Returns the first sequence, which knows of the step, and whether it reserved."""
         if not sequences:
             raise InvalidArgument("sequences is empty: give keys and values at least one sequence to go to")
-        step = [(s.id, self._length(s._number)) for s in sequences]
+        step = [(s.id, self._length(s.number)) for s in sequences]
         opened, written = sequences[0]._step
         if opened == (step, tokens) and layer not in written and len(written) < self.layers:
             return sequences[0], False
@@ -399,13 +368,13 @@ class Cache(_arguments.NotCopied):
         keys, values: tensors [sum of end - begin, kv_heads, head_dim] to write to, f32, f16 or bf16, where the cache
             lives. Without them new ones are made: numpy f32 on the CPU, torch f32 on a device. Returns (keys, values).
         """
-        ids, where = self._ids(sequences), self._place(stream)
+        ids, where = self._ids(sequences), self.owner.place(stream)
         layer = _arguments.int32("layer", layer)
         begins = self._each("begin", begin, len(ids))
         ends = [self._length(i) for i in ids] if end is None else self._each("end", end, len(ids))
         ranges = _c.sequences(ids), _c.counts(begins), _c.counts(ends), len(ids), layer
         if keys is None and values is None:
-            with self._lock:  # without tensors: checks the ranges, which memory is taken for
+            with self.owner.lock:  # without tensors: checks the ranges, which memory is taken for
                 _c.check(_c.decode(self.handle, *ranges, None, None))
             shape = (sum(e - b for b, e in zip(begins, ends)), self.kv_heads, self.head_dim)
             keys, values = self._new(shape), self._new(shape)
@@ -414,8 +383,8 @@ class Cache(_arguments.NotCopied):
             for name, x in (("keys", keys), ("values", values))
         ]
         _overlap.check_apart([(name, d) for name, _, d in outputs if d is not None], [])
-        with self._lock:
-            self._use_stream(stream)
+        with self.owner.lock:
+            self.owner.use_stream(stream)
             _c.check(
                 _c.decode(self.handle, *ranges, *(None if t is None else byref(t) for _, t, _ in outputs))
             )
@@ -439,7 +408,7 @@ class Cache(_arguments.NotCopied):
         """Bytes by kind: codes, scales, exact pages, tables, and what was taken from the system."""
         m = _c.Memory()
         m.struct_size = sizeof(m)
-        with self._lock:
+        with self.owner.lock:
             _c.check(_c.memory(self.handle, byref(m)))
         return Memory(*(getattr(m, name) for name, *_ in _c.Memory._fields_[1:]))
 
@@ -447,13 +416,13 @@ class Cache(_arguments.NotCopied):
         """Gives memory that no page uses back to the system, after sequences went; returns how many bytes. 0 on a
         device."""
         given = c_int64()
-        with self._lock:
+        with self.owner.lock:
             _c.check(_c.trim(self.handle, byref(given)))
         return given.value
 
     def describe(self) -> str:
         """Geometry, formats, page bytes, exact ends, basis, capacity, and what is held; one line a fact."""
-        with self._lock:
+        with self.owner.lock:
             return _c.text(_c.cache_describe, self.handle)
 
 
@@ -467,7 +436,8 @@ class Sequence(_arguments.NotCopied):
         self._step: tuple[Any, set[int]] = (None, set())  # that attend opened, this sequence its first; layers written
 
     @property
-    def _number(self) -> int:
+    def number(self) -> int:
+        """The library's number of the sequence. Error: InvalidArgument after remove()."""
         if not self.id:
             raise InvalidArgument("this sequence was removed: cache.sequence() makes a new one")
         return self.id
@@ -479,36 +449,36 @@ class Sequence(_arguments.NotCopied):
         Errors: NonFinite, OutOfCapacity, InvalidArgument.
         """
         cache = self.cache
-        layer, where = _arguments.int32("layer", layer), cache._place(stream)
+        layer, where = _arguments.int32("layer", layer), cache.owner.place(stream)
         k, _k = _tensors.tensor(keys, "keys", where, 1)
         v, _v = _tensors.tensor(values, "values", where, 1)
-        with cache._lock:
-            cache._use_stream(stream)
-            _c.check(_c.append(cache.handle, self._number, layer, byref(k), byref(v)))
+        with cache.owner.lock:
+            cache.owner.use_stream(stream)
+            _c.check(_c.append(cache.handle, self.number, layer, byref(k), byref(v)))
 
     def fork(self) -> Sequence:
         """A new sequence with the same tokens. Pages are shared until one side writes to them."""
         child = c_uint64()
-        with self.cache._lock:
-            _c.check(_c.fork(self.cache.handle, self._number, byref(child)))
+        with self.cache.owner.lock:
+            _c.check(_c.fork(self.cache.handle, self.number, byref(child)))
         return Sequence(self.cache, child.value)
 
     def truncate(self, tokens: int) -> None:
         """Forgets all tokens from position `tokens` on."""
         tokens = _arguments.int64("tokens", tokens)
-        with self.cache._lock:
-            _c.check(_c.truncate(self.cache.handle, self._number, tokens))
+        with self.cache.owner.lock:
+            _c.check(_c.truncate(self.cache.handle, self.number, tokens))
 
     def __len__(self) -> int:
-        with self.cache._lock:
-            return self.cache._length(self._number)
+        with self.cache.owner.lock:
+            return self.cache._length(self.number)
 
     def remove(self) -> None:
         """Frees the pages that no other sequence shares. The sequence cannot be used any more."""
         number, self.id = self.id, 0
-        with self.cache._lock:
-            if number and self.cache._handle:
-                _c.check(_c.remove(self.cache._handle, number))
+        with self.cache.owner.lock:
+            if number and self.cache.owner.pointer:
+                _c.check(_c.remove(self.cache.owner.pointer, number))
 
     def __enter__(self) -> Sequence:
         return self
@@ -519,7 +489,8 @@ class Sequence(_arguments.NotCopied):
     def __del__(self, remove=_c.remove):
         # Python calls this at any moment, in any thread, also in one that has this lock or waits for another: so no
         # lock. The library waits for calls in progress, which need nothing of Python.
-        number, handle = getattr(self, "id", 0), getattr(getattr(self, "cache", None), "_handle", None)
+        number, owner = getattr(self, "id", 0), getattr(getattr(self, "cache", None), "owner", None)
+        handle = getattr(owner, "pointer", None)
         if number and handle:
             remove(handle, number)
 
@@ -528,3 +499,71 @@ class Sequence(_arguments.NotCopied):
 
     def __repr__(self) -> str:
         return f"<kvant.Sequence {self.id} of {self.cache!r}>"
+
+
+def drop_tokens(sequences: list[Sequence], tokens: list[int]) -> None:
+    """Takes the tokens of a step that failed away again."""
+    for s, n in zip(sequences, tokens):
+        try:
+            s.truncate(len(s) - n)
+        except KvantError:  # why the step failed is what the caller must see
+            pass
+
+
+class Step(_arguments.NotCopied):
+    """The tokens that Cache.step reserved: write and attend, layer after layer.
+
+    As a context manager: if the block raises, the step's tokens are dropped again.
+    """
+
+    _instead = "cache.step() makes another"
+
+    def __init__(self, cache: Cache, sequences: list[Sequence], tokens: list[int], stream: Any):
+        self.cache, self.sequences, self.tokens, self.stream = cache, sequences, tokens, stream
+        self._plans: dict = {}
+
+    def write(self, layer: int, keys: Any, values: Any) -> None:
+        """Stores this step's keys and values of one layer; see Cache.write."""
+        self.cache.write(self.sequences, layer, keys, values, stream=self.stream)
+
+    def attend(
+        self,
+        layer: int,
+        q: Any,
+        out: Any = None,
+        *,
+        keys: Any = None,
+        values: Any = None,
+        lse: Any = None,
+        sink_logits: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Attention of this step's queries; see Plan for the options. Layers with the same options share a plan.
+        keys, values: this step's own, to be attended to as given (the option fresh); write them before or after."""
+        if keys is not None or values is not None:
+            options["fresh"] = True
+        mask = options.get("mask")
+        q_heads = _tensors.describe(q, "q", self.cache.owner.place(self.stream)).shape[-2:][:1]
+        if not q_heads:
+            raise InvalidArgument("q has no dimensions: must be [tokens, q_heads, head_dim]")
+        if options.get("alibi_slopes") is not None:  # repr() of a tensor leaves digits out
+            options["alibi_slopes"] = _arguments.slopes("alibi_slopes", options["alibi_slopes"], *q_heads)
+        for name in ("scale", "softcap"):
+            if options.get(name) is not None:
+                options[name] = _arguments.real(name, options[name])
+        key = (q_heads, id(mask), *sorted((k, repr(v)) for k, v in options.items() if k != "mask"))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self.cache.plan(self.sequences, q_heads=q_heads[0], q_lens=self.tokens, **options)
+            self._plans[key] = plan
+        return plan.run(
+            layer, q, out, keys=keys, values=values, lse=lse, sink_logits=sink_logits, stream=self.stream
+        )
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(self, error_type, error, traceback) -> None:
+        self._plans.clear()
+        if error_type is not None:
+            drop_tokens(self.sequences, self.tokens)

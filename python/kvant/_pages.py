@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Sequence as SequenceOf
 from ctypes import byref, c_int32, c_int64, c_void_p, sizeof
 from dataclasses import dataclass
@@ -12,12 +11,12 @@ from typing import Any
 from . import _arguments, _c, _locks, _overlap, _tensors
 from ._cache import EXACT
 from ._errors import InvalidArgument
+from ._owner import Owner
 from ._plan import attention_options, run_options
 
 __all__ = ["PageFacts", "Pages", "PagesPlan"]
 
 _WORDS = {4: "int32", 8: "int64"}
-_HERE = "the pages are"
 
 
 def _list(x: Any, name: str, size: int, where: _tensors.Place):
@@ -118,10 +117,8 @@ class Pages(_arguments.NotCopied):
         sink_pages: int = 0,
         exact_copies: int | None = None,
     ):
-        self._handle = None
-        self._workspace = None
-        self._plans: weakref.WeakSet = weakref.WeakSet()
         self.device = _arguments.device(device)
+        self.owner = Owner(self.device, "pages")  # of kvant's own modules
         self.k, self.v = _arguments.text("k", k), _arguments.text("v", v)
         c = _c.PagesConfig()
         _c.pages_config_init(byref(c), sizeof(c))
@@ -145,7 +142,7 @@ class Pages(_arguments.NotCopied):
         self.tail, self.tail_sequences, self.sink_pages = c.tail_pages, c.tail_sequences, c.sink_pages
         handle = _c.PagesHandle()
         _c.check(_c.pages_create(byref(c), byref(handle)))
-        self._handle = handle
+        self.owner.pointer = handle
         size = c_int64()
         _c.check(_c.pages_block_bytes(handle, byref(size)))
         self.block_bytes = size.value
@@ -158,9 +155,7 @@ class Pages(_arguments.NotCopied):
     def close(self) -> None:
         """Frees the exact copies now instead of when the object goes. The pages and their plans cannot be used any
         more."""
-        for plan in list(self._plans):
-            plan._handle = plan._workspace = None
-        self._handle = self._workspace = None
+        self.owner.close()
 
     def __enter__(self) -> Pages:
         return self
@@ -171,9 +166,7 @@ class Pages(_arguments.NotCopied):
     @property
     def handle(self) -> c_void_p:
         """The kvant_pages* of kvant.h."""
-        if not self._handle:
-            raise InvalidArgument("these pages were closed")
-        return self._handle
+        return self.owner.handle
 
     def begin_step(
         self, block_table: Any, seq_lens: Any, query_start_loc: Any, stream: Any = None, max_query_len: int = 0
@@ -186,7 +179,7 @@ class Pages(_arguments.NotCopied):
         get exact copies; what is written to them goes there, too. max_query_len: the most queries of a sequence; 0: not
         known; on a device 1 saves a launch a write. Errors: InvalidArgument.
         """
-        where = self._place(stream)
+        where = self.owner.place(stream)
         t, _tables = _step_tables(block_table, seq_lens, query_start_loc, where)
         t.max_query_len = _arguments.int32("max_query_len", max_query_len)
         _c.check(_c.pages_begin_step(self.handle, byref(t), where.stream))
@@ -195,7 +188,7 @@ class Pages(_arguments.NotCopied):
         """Waits for the stream. Since the last call: pages that a step was to read exactly, and that had no exact copy,
         as those of a prefix that was cached long ago. They are read encoded."""
         found = c_int64()
-        _c.check(_c.pages_take_misses(self.handle, self._stream(stream), byref(found)))
+        _c.check(_c.pages_take_misses(self.handle, self.owner.place(stream).stream, byref(found)))
         return found.value
 
     def write(
@@ -213,7 +206,7 @@ class Pages(_arguments.NotCopied):
         layer: with a tail, whose pool this is.
         Errors: on the CPU NonFinite, and InvalidArgument for slots outside the pool. On a device take_non_finite tells.
         """
-        where = self._place(stream)
+        where = self.owner.place(stream)
         p, blocks = self._pool(pool, where, layer, mutable=True)
         k, keys_described = _rows(keys, "keys", where)
         v, values_described = _rows(values, "values", where)
@@ -224,7 +217,7 @@ class Pages(_arguments.NotCopied):
     def decode(self, pool: Any, block_ids: Any, keys_out: Any, values_out: Any, stream: Any = None) -> None:
         """Decodes whole blocks. keys_out, values_out: [len(block_ids) * 64, kv_heads, head_dim] f32, f16 or bf16;
         either may be None. block_ids: int32, or a list."""
-        where = self._place(stream)
+        where = self.owner.place(stream)
         p, blocks = self._pool(pool, where)
         ids, count, _ids = _list(block_ids, "block_ids", 4, where)
         outputs, structs = [], []
@@ -241,7 +234,7 @@ class Pages(_arguments.NotCopied):
     def copy(self, pool: Any, from_ids: Any, to_ids: Any, stream: Any = None) -> None:
         """Copies blocks from_ids[i] to to_ids[i], all kv heads. int32, or lists. Blocks to_ids have no exact copy then,
         until they begin anew: plans whose tables have them need set_tables again."""
-        where = self._place(stream)
+        where = self.owner.place(stream)
         p, _pool = self._pool(pool, where, mutable=True)
         source, count, _s = _list(from_ids, "from_ids", 4, where)
         target, count_to, _t = _list(to_ids, "to_ids", 4, where)
@@ -253,7 +246,7 @@ class Pages(_arguments.NotCopied):
         """Waits for the stream: True if a write since the last call met values that are not finite, or a slot outside
         the pool. On the CPU these are refused: False."""
         found = c_int32()
-        _c.check(_c.pages_take_non_finite(self.handle, self._stream(stream), byref(found)))
+        _c.check(_c.pages_take_non_finite(self.handle, self.owner.place(stream).stream, byref(found)))
         return bool(found.value)
 
     def plan(self, q_heads: int, **options: Any) -> PagesPlan:
@@ -278,12 +271,6 @@ class Pages(_arguments.NotCopied):
         if self.kv_heads == 1:
             p.head_stride = self.block_bytes
         return p, d
-
-    def _place(self, stream: Any) -> _tensors.Place:
-        return _tensors.place(self.device, stream, _HERE)
-
-    def _stream(self, stream: Any) -> int:
-        return self._place(stream).stream
 
     def __repr__(self) -> str:
         return (
@@ -348,7 +335,6 @@ class PagesPlan(_arguments.NotCopied):
         isa: str | None = None,
         workspace: Any = None,
     ):
-        self._handle = None
         self._lock = _locks.new()
         o = attention_options(
             q_heads,
@@ -378,20 +364,17 @@ class PagesPlan(_arguments.NotCopied):
             raise InvalidArgument("max_tokens is 0: must be 1 or more, or None for max_batch * max_query_len")
         handle = _c.PagesPlanHandle()
         _c.check(_c.pages_plan_create(pages.handle, byref(o), byref(limits), byref(handle)))
-        self._handle = handle
+        self._held = pages.owner.hold(handle)
         f = _c.PagesPlanFacts()
         f.struct_size = sizeof(f)
         _c.check(_c.pages_plan_describe(handle, byref(f)))
         self.facts = PageFacts(f.workspace_bytes, (f.isa or b"").decode(), (f.kernel or b"").decode(), f.threads)
-        self._workspace = self._take_workspace(workspace)
-        pages._plans.add(self)
+        self._held.memory = self._take_workspace(workspace)
 
     @property
     def handle(self) -> c_void_p:
         """The kvant_pages_plan* of kvant.h."""
-        if not self._handle:
-            raise InvalidArgument("the pages of this plan were closed")
-        return self._handle
+        return self._held.handle
 
     def explain(self) -> str:
         """Kernels, splits, limits, and why."""
@@ -407,7 +390,7 @@ class PagesPlan(_arguments.NotCopied):
         tensors are read when the stream comes to it, and sequences that do not fit the limits get no query (take_errors
         tells); the CPU refuses them. Errors: InvalidArgument.
         """
-        where = self.pages._place(stream)
+        where = self.pages.owner.place(stream)
         t, _tables = _step_tables(block_table, seq_lens, query_start_loc, where)
         with self._lock:
             _c.check(_c.pages_plan_set_tables(self.handle, byref(t), where.stream))
@@ -435,7 +418,7 @@ class PagesPlan(_arguments.NotCopied):
         layer: with a tail, whose pool this is.
         Returns out, or (out, lse) if lse was requested. Errors: InvalidArgument, Unsupported.
         """
-        where = self.pages._place(stream)
+        where = self.pages.owner.place(stream)
         p, blocks = self.pages._pool(pool, where, layer)
         q_tensor, q_described = _rows(q, "q", where)
         if out is None:
@@ -452,8 +435,8 @@ class PagesPlan(_arguments.NotCopied):
             inputs.append((name, d))
         rows = (q_described.shape[0], self.q_heads)
         options, lse = run_options(q, rows, lse, sink_logits, where, outputs, inputs)
-        if self._workspace is not None:
-            options.workspace, options.workspace_size = self._workspace[0], self._workspace[1]
+        if self._held.memory is not None:
+            options.workspace, options.workspace_size, _ = self._held.memory
         with self._lock:
             _c.check(
                 _c.pages_plan_run(
@@ -472,7 +455,7 @@ class PagesPlan(_arguments.NotCopied):
         block outside the pool. On the CPU these are refused: False."""
         found = c_int32()
         with self._lock:
-            _c.check(_c.pages_plan_take_errors(self.handle, self.pages._stream(stream), byref(found)))
+            _c.check(_c.pages_plan_take_errors(self.handle, self.pages.owner.place(stream).stream, byref(found)))
         return bool(found.value)
 
     def _take_workspace(self, workspace: Any):
@@ -483,13 +466,8 @@ class PagesPlan(_arguments.NotCopied):
                 raise InvalidArgument("workspace is given, but this plan needs none: leave it out")
             return None
         if workspace is None:
-            torch = _tensors.torch_module()
-            if torch is None:
-                raise InvalidArgument(f"workspace is not given: without torch, pass device memory of {needed} bytes")
-            if pages._workspace is None or pages._workspace.numel() < needed:
-                pages._workspace = torch.empty(needed, dtype=torch.uint8, device=f"cuda:{pages.device[1]}")
-            workspace = pages._workspace
-        return _tensors.memory(workspace, "workspace", pages._place(None))
+            workspace = pages.owner.workspace(needed)
+        return _tensors.memory(workspace, "workspace", pages.owner.place())
 
     def __repr__(self) -> str:
         return f"<kvant.PagesPlan {self.facts}>"

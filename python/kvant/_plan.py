@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence as SequenceOf
+from collections.abc import Callable, Sequence as SequenceOf
 from ctypes import byref, c_float, c_int32, c_void_p, sizeof
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import _arguments, _c, _locks, _overlap, _tensors
-from ._errors import InvalidArgument, KvantError
+from ._errors import InvalidArgument
 
-if TYPE_CHECKING:
-    from ._cache import Cache, Sequence
-
-__all__ = ["Plan", "PlanFacts", "Step"]
+__all__ = ["Plan", "PlanFacts"]
 
 _NO_WINDOW = 1 << 40  # longer than any sequence
 
@@ -83,15 +80,6 @@ def attention_options(
     return o
 
 
-def drop_tokens(sequences: list[Sequence], tokens: list[int]) -> None:
-    """Takes the tokens of a step that failed away again."""
-    for s, n in zip(sequences, tokens):
-        try:
-            s.truncate(len(s) - n)
-        except KvantError:  # why the step failed is what the caller must see
-            pass
-
-
 @dataclass(frozen=True)
 class PlanFacts:
     """The decisions of a plan, as numbers. The fields are those of kvant_plan_facts in kvant.h."""
@@ -103,6 +91,11 @@ class PlanFacts:
     splits: int
     isa: str
     kernel: str
+
+
+def prepare(plan: Plan, layer: int, q: Any, out: Any, **options: Any) -> Callable[[], Any]:
+    """Checks the arguments of plan.run, and returns what runs."""
+    return plan._ready(layer, q, out, **options)
 
 
 class Plan(_arguments.NotCopied):
@@ -134,8 +127,8 @@ class Plan(_arguments.NotCopied):
 
     def __init__(
         self,
-        cache: Cache,
-        sequences: Iterable[Sequence] | Sequence,
+        cache: Any,
+        sequences: Any,
         *,
         q_heads: int,
         q_len: int = 1,
@@ -154,11 +147,10 @@ class Plan(_arguments.NotCopied):
         kernel: str | None = None,
         fresh: bool = False,
     ):
-        self._handle = None
         self._lock = _locks.new()  # runs share the plan's own workspace
         self.cache = cache
-        self._sequences = cache._members(sequences)  # which live as long as the plan
-        ids = cache._ids(self._sequences)
+        self._sequences = cache.owner.members(sequences)  # which live as long as the plan
+        ids = [s.number for s in self._sequences]
         o = attention_options(
             q_heads,
             scale=scale,
@@ -184,12 +176,11 @@ class Plan(_arguments.NotCopied):
         self._q_heads, self._mask = o.q_heads, None
         first_key = _arguments.int64("mask_first_key", mask_first_key)
         if mask is not None:
-            o.mask, self._mask = _tensors.mask(mask, first_key, cache._place(None))
+            o.mask, self._mask = _tensors.mask(mask, first_key, cache.owner.place())
         handle = _c.PlanHandle()
-        with cache._lock:
+        with cache.owner.lock:
             _c.check(_c.plan_create(cache.handle, _c.sequences(ids), len(ids), byref(o), byref(handle)))
-            self._handle = handle
-            cache._plans.add(self)
+            self._held = cache.owner.hold(handle)
         f = _c.plan_facts(handle)
         self.facts = PlanFacts(
             f.workspace_bytes,
@@ -204,9 +195,7 @@ class Plan(_arguments.NotCopied):
     @property
     def handle(self) -> c_void_p:
         """The kvant_plan* of kvant.h."""
-        if not self._handle:
-            raise InvalidArgument("the cache of this plan was closed")
-        return self._handle
+        return self._held.handle
 
     def explain(self) -> str:
         """Kernels, tiles, splits, bytes, and why."""
@@ -252,7 +241,7 @@ class Plan(_arguments.NotCopied):
     ) -> Callable[[], Any]:
         """Checks the arguments of a run, and returns what runs."""
         self.handle  # raises if the cache was closed
-        cache, where = self.cache, self.cache._place(stream)
+        cache, where = self.cache, self.cache.owner.place(stream)
         layer = _arguments.int32("layer", layer)
         if workspace is not None and where.kind == "cpu":
             raise InvalidArgument("workspace is given, but the cache is in host memory, where plans have their own")
@@ -276,9 +265,10 @@ class Plan(_arguments.NotCopied):
 
         def run(_kept=(outputs, inputs)) -> Any:
             # In host memory runs change nothing that other calls use.
-            with self._lock if where.kind == "cpu" else cache._lock:
+            with self._lock if where.kind == "cpu" else cache.owner.lock:
                 if where.kind != "cpu":
-                    self._give_workspace(options, workspace, where)
+                    given = cache.owner.workspace(self.facts.workspace_bytes) if workspace is None else workspace
+                    options.workspace, options.workspace_size, _ = _tensors.memory(given, "workspace", where)
                 _c.check(_c.run(self.handle, layer, byref(q_tensor), byref(out_tensor), byref(options), *fresh))
             return out if lse is None else (out, lse)
 
@@ -301,79 +291,5 @@ class Plan(_arguments.NotCopied):
             )
         return t, d
 
-    def _give_workspace(self, options: _c.RunOptions, workspace: Any, where: _tensors.Place) -> None:
-        needed = self.facts.workspace_bytes
-        if workspace is None:
-            torch = _tensors.torch_module()
-            if torch is None:
-                raise InvalidArgument(
-                    f"workspace is not given: without torch, pass device memory of {needed} bytes "
-                    "(plan.facts.workspace_bytes)"
-                )
-            workspace = self.cache._workspace
-            if workspace is None or workspace.numel() < needed:
-                workspace = torch.empty(needed, dtype=torch.uint8, device=f"cuda:{self.cache.device[1]}")
-                self.cache._workspace = workspace
-        options.workspace, options.workspace_size, _ = _tensors.memory(workspace, "workspace", where)
-
     def __repr__(self) -> str:
         return f"<kvant.Plan {self.facts}>"
-
-
-class Step(_arguments.NotCopied):
-    """The tokens that Cache.step reserved: write and attend, layer after layer.
-
-    As a context manager: if the block raises, the step's tokens are dropped again.
-    """
-
-    _instead = "cache.step() makes another"
-
-    def __init__(self, cache: Cache, sequences: list[Sequence], tokens: list[int], stream: Any):
-        self.cache, self.sequences, self.tokens, self.stream = cache, sequences, tokens, stream
-        self._plans: dict = {}
-
-    def write(self, layer: int, keys: Any, values: Any) -> None:
-        """Stores this step's keys and values of one layer; see Cache.write."""
-        self.cache.write(self.sequences, layer, keys, values, stream=self.stream)
-
-    def attend(
-        self,
-        layer: int,
-        q: Any,
-        out: Any = None,
-        *,
-        keys: Any = None,
-        values: Any = None,
-        lse: Any = None,
-        sink_logits: Any = None,
-        **options: Any,
-    ) -> Any:
-        """Attention of this step's queries; see Plan for the options. Layers with the same options share a plan.
-        keys, values: this step's own, to be attended to as given (the option fresh); write them before or after."""
-        if keys is not None or values is not None:
-            options["fresh"] = True
-        mask = options.get("mask")
-        q_heads = _tensors.describe(q, "q", self.cache._place(self.stream)).shape[-2:][:1]
-        if not q_heads:
-            raise InvalidArgument("q has no dimensions: must be [tokens, q_heads, head_dim]")
-        if options.get("alibi_slopes") is not None:  # repr() of a tensor leaves digits out
-            options["alibi_slopes"] = _arguments.slopes("alibi_slopes", options["alibi_slopes"], *q_heads)
-        for name in ("scale", "softcap"):
-            if options.get(name) is not None:
-                options[name] = _arguments.real(name, options[name])
-        key = (q_heads, id(mask), *sorted((k, repr(v)) for k, v in options.items() if k != "mask"))
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self.cache.plan(self.sequences, q_heads=q_heads[0], q_lens=self.tokens, **options)
-            self._plans[key] = plan
-        return plan.run(
-            layer, q, out, keys=keys, values=values, lse=lse, sink_logits=sink_logits, stream=self.stream
-        )
-
-    def __enter__(self) -> Step:
-        return self
-
-    def __exit__(self, error_type, error, traceback) -> None:
-        self._plans.clear()
-        if error_type is not None:
-            drop_tokens(self.sequences, self.tokens)

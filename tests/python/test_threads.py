@@ -222,7 +222,7 @@ def test_a_finalizer_waits_for_no_lock():
     cache = make({})
     sequences = [cache.sequence()]
     append(sequences[0], range(100))
-    with cache._lock:
+    with cache.owner.lock:
         thread = threading.Thread(target=sequences.clear)
         thread.start()
         thread.join(20)
@@ -296,7 +296,7 @@ def test_a_child_works_whatever_other_threads_were_doing(busy):
             elif busy == "run":
                 plan.run(0, q)
             else:
-                with cache._lock, plan._lock:
+                with cache.owner.lock, plan._lock:
                     stop.wait(1e-3)
 
     thread = threading.Thread(target=work)

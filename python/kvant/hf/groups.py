@@ -124,7 +124,7 @@ class Group:
         plans."""
         if not self.on_device:
             self.drop_plans()
-        with self.cache._lock:
+        with self.cache.owner.lock:
             self._use_stream()
             _c.check(_c.reorder(self.cache.handle, self.ids, _c.counts(parents), len(parents)))
         self.rows = [self.rows[p] for p in parents]
@@ -161,7 +161,7 @@ class Group:
             ids, n = _c.sequences(self.sequences[i].id for i in step.live), len(step.live)
             counts = _c.counts(step.counts[i] for i in step.live)
         if n:
-            with self.cache._lock:
+            with self.cache.owner.lock:
                 self._use_stream()
                 status = _c.reserve(self.cache.handle, ids, counts, n)
             if status:
@@ -186,11 +186,11 @@ class Group:
         """Makes torch's current stream the one that calls enqueue on. Under the cache's lock."""
         if not self.on_device:
             return 0
-        return self.cache._use_stream(torch.cuda.current_stream(self.cache.device[1]).cuda_stream)
+        return self.cache.owner.use_stream(torch.cuda.current_stream(self.cache.device[1]).cuda_stream)
 
     def _enqueue_here(self) -> None:
         if self.on_device:
-            with self.cache._lock:
+            with self.cache.owner.lock:
                 self._use_stream()
 
     @staticmethod
@@ -246,7 +246,7 @@ class Group:
             keys, values = self._readable(keys), self._readable(values)
         k, v = self._struct(0, keys), self._struct(1, values)
         cache = self.cache
-        with cache._lock:
+        with cache.owner.lock:
             if self.on_device:
                 self._use_stream()
             status = _c.write(cache.handle, self._step_ids, self._step_rows, slot, k, v)
@@ -334,7 +334,7 @@ class Group:
         q_struct, out_struct = self._struct(2, q), self._struct(3, out)
         if own is not None:
             keys, values = self._struct(0, own[0]), self._struct(1, own[1])
-        with self.cache._lock if self.on_device else _NO_LOCK:  # in host memory runs go on at the same time
+        with self.cache.owner.lock if self.on_device else _NO_LOCK:  # in host memory runs go on at the same time
             if sinks is not None or self.on_device:
                 self._run.sink_logits = None if sinks is None else self._f32(sinks).data_ptr()
                 if self.on_device:
@@ -386,7 +386,7 @@ class Group:
             options.mask, described = _tensors.mask(tensor, first_key, self.cache.device)
             keep.append(described)
         handle = c_void_p()
-        with self.cache._lock:
+        with self.cache.owner.lock:
             _c.check(_c.plan_create(self.cache.handle, self._step_ids, self._step_rows, byref(options), byref(handle)))
         if self.on_device:
             self._planned_length = self.length
@@ -439,7 +439,7 @@ class Group:
             out.transpose(1, 2) if batch_stride else out, "out", self.cache.device, n, mutable=True
         )
         keys, values = (byref(struct), None) if which == 0 else (None, byref(struct))
-        with self.cache._lock:
+        with self.cache.owner.lock:
             self._use_stream()
             _c.check(
                 _c.decode(self.cache.handle, self.ids, _c.counts(begins), _c.counts(self.rows), n, slot, keys, values)

@@ -88,7 +88,7 @@ def give_pages(vllm_config, layer_names: list[str], device: torch.device, capaci
         torch.cuda.empty_cache()
     for (*_, tail, copies), same in writers.items():
         pages = same[0].layer.own_pages(device_name(device), capacity, tail, len(same), same[0].dtype, copies)
-        pages._workspace = same[0].layer.pages(device)._workspace
+        pages.owner.share_workspace(same[0].layer.pages(device).owner)
         for number, impl in enumerate(same):
             impl.pages, impl.number = pages, number
     for layer in layers:
