@@ -32,6 +32,17 @@ struct Attend {
   Constants<KF> key_constants;
   Constants<VF> value_constants;
 
+  Pass pass = Pass::run;
+  // The page table must not change, and products that do not know their part must read no memory.
+  __device__ bool rehearses() const {
+    return are_made(p) && p.mask.data == nullptr && p.logits.slopes == nullptr &&
+           p.k_basis.kind != BasisKind::calibrated && p.batch * p.cache.kv_heads <= kMostRehearsed;
+  }
+  __device__ bool in(Pass which) const { return S::kRehearses && pass == which; }
+  __device__ bool keeps() const { return !S::kRehearses || pass >= Pass::run_first; }
+  // Whether a warp does this third of a page's products: scores (1), weights and queries (2), sums of values (0).
+  __device__ bool does(int third) const { return keeps() || (pass == Pass::products && warp % 3 == third); }
+
   __device__ Attend(const AttendParams& params, std::byte* memory) : p(params), shared(memory) {
     lane = threadIdx.x % 32, warp = same_in_warp(static_cast<int>(threadIdx.x) / 32);
     __builtin_assume(warp >= 0 && warp < BW);
@@ -243,7 +254,7 @@ struct Attend {
   template <int TW>
   __device__ int count_pages(const Part& part) const {
     const int uses = part.use_end - part.use_begin - warp / TW;
-    return uses > 0 ? (uses + BW / TW - 1) / (BW / TW) : 0;
+    return uses <= 0 ? 0 : in(Pass::first_part) ? 1 : (uses + BW / TW - 1) / (BW / TW);
   }
 
   // One stage a side is enough: a page's values arrive while its keys are multiplied, the next page's keys while its

@@ -93,6 +93,14 @@ struct Part {
 // after that launch. The state is in shared memory, not in a register that lives as long as the loop over parts.
 inline constexpr int kGuessed = 0, kBegun = 1, kSettled = 2;
 
+// In a model, code and pages come from memory, since weights are read between two launches. So a block rehearses while
+// the previous launch still runs: warps go through the code of the products at the same time, a third each, with
+// whatever shared memory holds, then through the block's first part without the products. They keep nothing, and what
+// that launch may write does not enter the L1 cache (docs/lab/borrowed-pages.md).
+enum class Pass : int { products, first_part, run_first, run };
+// Rows of work (sequences times kv heads) of a plan that rehearses. With 128 it was up to 1 us slower, or 4 us faster.
+inline constexpr int kMostRehearsed = 64;
+
 // kGroup: all four warps are one team, whose products are a warpgroup's (group.cuh).
 template <Format KF, Format VF, int D, int NT, int BW, bool kGroup = false>
 struct Shape : Split<kGroup ? kWarps : team_warps(KF, VF, D, NT), D, BW> {
@@ -180,6 +188,8 @@ struct Shape : Split<kGroup ? kWarps : team_warps(KF, VF, D, NT), D, BW> {
       kTakesCentres && !kGroup &&
       blocks_with(plan_with(16 * kCentreRow).bytes[0]) == blocks_with(plan_with(0).bytes[0]);
   static constexpr SharedPlan kShared = plan_with(kCentresPass ? 16 * kCentreRow : 0);
+  // Where that was measured. A warp does a page alone, and all that it reads of a page goes past the L1 cache.
+  static constexpr bool kRehearses = kOverlaps && kHasEightWarps && kTeam == 1 && kCentresPass;
 };
 
 }  // namespace kvant::cuda

@@ -40,6 +40,7 @@ __device__ void Attend<S>::run() {
   // is a guess until the launch has ended and the lengths are found unchanged. Nothing else that the launch writes is
   // read before. A longer batch than one window is read before only where it does not change.
   const bool is_early = kOverlaps && (p.batch <= kWindow || are_made(p));
+  if (S::kRehearses && rehearses()) pass = Pass::products;
   if (threadIdx.x == 0) info->found = is_early ? kGuessed : kBegun;
   if (!is_early) {
     for (int i = static_cast<int>(threadIdx.x); i < p.batch; i += S::kThreads)
@@ -50,13 +51,13 @@ __device__ void Attend<S>::run() {
   Part& part = info->part;
   bool last = false;
   do {
-    if (warp == 0) {
+    if (warp == 0 && !in(Pass::first_part) && !in(Pass::run_first)) {
       __syncwarp();
       if (same_in_warp(info->found) != kSettled) begin_line();
       next_part();
     }
-    __syncthreads();
-    if (const int found = same_in_warp(info->found); found != kSettled) {
+    if (!in(Pass::products)) __syncthreads();
+    if (const int found = same_in_warp(info->found); keeps() && found != kSettled) {
       if (found == kGuessed) {
         if (part.partial >= 0) prefetch_refs(part);
         ptx::wait_prerequisites();
@@ -65,15 +66,21 @@ __device__ void Attend<S>::run() {
       if (threadIdx.x == 0) info->found = is_right != 0 ? kSettled : kBegun;
       if (same_in_warp(is_right) == 0) continue;
     }
-    if (part.partial < 0) break;
+    if (!in(Pass::products) && part.partial < 0) {
+      if (keeps()) break;
+      pass = Pass::run_first;
+      continue;
+    }
     key_constants.get(info->constants[0]);
     if constexpr (KF == VF) {
       value_constants = key_constants;  // the same registers
     } else {
       value_constants.get(info->constants[1]);
     }
-    const bool is_empty = part.use_begin >= part.use_end;  // no page begins in it
-    if (S::kHasExact && !is_empty && part.domain == core::kExact) {
+    const bool is_empty = !in(Pass::products) && part.use_begin >= part.use_end;  // no page begins in it
+    if (in(Pass::products) && warp == 0) {
+      // It has found the part.
+    } else if (S::kHasExact && !in(Pass::products) && !is_empty && part.domain == core::kExact) {
       if constexpr (S::kHasExact) {
         if constexpr (S::kHasEightWarps) {
           exact_pages_by_eight_warps(part);
@@ -93,30 +100,39 @@ __device__ void Attend<S>::run() {
         // queries are requested together with the page table.
         const bool early =
             !S::kByGroup && codec::rotation_shape(D).paley == 1 && p.k_basis.kind != BasisKind::calibrated;
-        const core::PageRef here = page_ref<W>(part, lane), next = page_ref<W>(part, 32 + lane);
-        RawQuery raw;
-        ask_for_rows(part, raw);
-        const Slots slots{0, slot_of<W>(part, lane, here), slot_of<W>(part, 32 + lane, next)};
-        if constexpr (S::kCentresPass) {
-          if (is_centred()) ask_for_centres(part, slots, 0);
+        Slots slots{};
+        RawQuery raw{};
+        if (!in(Pass::products)) {
+          const core::PageRef here = page_ref<W>(part, lane), next = page_ref<W>(part, 32 + lane);
+          ask_for_rows(part, raw);
+          slots = {0, slot_of<W>(part, lane, here), slot_of<W>(part, 32 + lane, next)};
+          if constexpr (S::kCentresPass) {
+            if (is_centred()) ask_for_centres(part, slots, 0);
+          }
+          if constexpr (!S::kByGroup) {
+            if (early) first_pages(part, slots);
+          }
+          if (is_centred() && !S::kCentresPass) prefetch_centre(part, slots.here), prefetch_centre(part, slots.next);
         }
-        if constexpr (!S::kByGroup) {
-          if (early) first_pages(part, slots);
+        if (does(2)) load_queries<KF>(part, raw, true, KF == Format::bf16);
+        if (!in(Pass::products)) {
+          if constexpr (S::kByGroup) ptx::fence_for_products();
+          __syncthreads();
         }
-        if (is_centred() && !S::kCentresPass) prefetch_centre(part, slots.here), prefetch_centre(part, slots.next);
-        load_queries<KF>(part, raw, true, KF == Format::bf16);
-        if constexpr (S::kByGroup) ptx::fence_for_products();
-        __syncthreads();
         if constexpr (S::kByGroup) {
           last = group_part(part, slots);
           continue;
         } else {
-          if (!early) first_pages(part, slots);
+          if (!early && !in(Pass::products)) first_pages(part, slots);
           clear();
           encoded_pages(part, slots, phases);
         }
       }
-      last = partial_of < S::kByGroup ? S::kExactTeam : W > (part);
+      if (!in(Pass::products)) last = partial_of < S::kByGroup ? S::kExactTeam : W > (part);
+    }
+    if (S::kRehearses && pass != Pass::run) {
+      if (in(Pass::first_part)) ptx::copy_wait<0>(), last = false;
+      pass = static_cast<Pass>(static_cast<int>(pass) + 1);
     }
   } while (!last);
 }

@@ -51,8 +51,8 @@ __device__ __forceinline__ void Attend<S>::advance(const Part& part, Slots& slot
 
 template <class S>
 __device__ void Attend<S>::encoded_pages(const Part& part, Slots slots, std::uint32_t& phases) {
-  const int pages = count_pages<W>(part);
-  int slot = slot_at(slots, 0);
+  const int pages = in(Pass::products) ? 1 : count_pages<W>(part);
+  int slot = in(Pass::products) ? kPlain : slot_at(slots, 0);
   Registers held;
   if constexpr (kQueriesInRegisters) {
 #pragma unroll
@@ -65,15 +65,15 @@ __device__ void Attend<S>::encoded_pages(const Part& part, Slots slots, std::uin
   Centres centres;
 #pragma unroll 1
   for (int k = 0; k < pages; ++k) {
-    if (centred && k % kCentresAtOnce == 0) find_centres(part, slots, k, held, centres);
+    if (does(1) && centred && k % kCentresAtOnce == 0) find_centres(part, slots, k, held, centres);
     if constexpr (S::kCentresPass) {
       if (centred && (k + 1) % kCentresAtOnce == 0 && k + 1 < pages) ask_for_centres(part, slots, k + 1);
     }
     const int next = slot_at(slots, k + 1);
     float s[S::kTokenTiles][NT][2];
-    wait(kKeys, phases);
+    if (!in(Pass::products)) wait(kKeys, phases);
     Fold fold;
-    if (slot >= 0) {
+    if (slot >= 0 && does(1)) {
       float centre[NT];
       if (centred) {
         centre_of(centres, k % kCentresAtOnce, centre);
@@ -89,12 +89,14 @@ __device__ void Attend<S>::encoded_pages(const Part& part, Slots slots, std::uin
           transform<W>(part, page_at<W>(part, k), s);
         }
       }
+    }
+    if (slot >= 0 && does(2)) {
       weigh<VF, W>(s, key_stage() + S::Keys::kBytes + S::kKeyGroups * 2 * kPageTokens, VF == Format::bf16, fold);
     }
     team_sync<W>();  // every lane has read its keys and scales, and written its weights
     if (k + 1 < pages) copy_keys(part, next >> kSlotShift);
-    wait(kValues, phases);
-    if (slot >= 0) add_values(value_stage(), fold);
+    if (!in(Pass::products)) wait(kValues, phases);
+    if (slot >= 0 && does(0)) add_values(value_stage(), fold);
     team_sync<W>();  // every lane has read its values and weights
     if (k + 1 < pages) copy_values(part, next >> kSlotShift);
     slot = next;
