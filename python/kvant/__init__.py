@@ -15,7 +15,7 @@ and on CUDA devices. Tensors may come from numpy, torch, or anything with DLPack
 try:
     from . import _c  # finds and loads the library
 except ImportError as _error:
-    from .__main__ import say_without_library
+    from ._installation import say_without_library
 
     say_without_library(_error)
     raise

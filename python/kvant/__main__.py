@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import os
-import platform
 import signal
 import subprocess
 import sys
 
-
-def _versions() -> list[str]:
-    from importlib import metadata
-
-    lines = [f"python        {platform.python_version()} on {platform.system()} {platform.machine()}"]
-    for name in ("numpy", "torch", "transformers", "safetensors"):
-        try:
-            lines.append(f"{name:<13} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            lines.append(f"{name:<13} not installed")
-    return lines
+from ._installation import versions
 
 
 def _hugging_face() -> str:
@@ -63,7 +52,7 @@ def doctor() -> int:
 
     facts = kvant.info()
     print(f"kvant         {facts['version']}, {_c.library_path}")
-    print("\n".join(_versions()))
+    print("\n".join(versions()))
     print(f"threads       {facts['threads']['runtime']}, {facts['threads']['hardware']} usable")
     chosen = next((i["name"] for i in facts["isas"] if i["available"]), "none")
     for i in facts["isas"]:
@@ -92,19 +81,6 @@ def _help(tool: str) -> int:
         after = f"  {'doctor':<30}  What this installation can do: versions, what is chosen, a trial\n{after}"
     print(f"{before}{heading}{after}", end="")
     return done.returncode
-
-
-def say_without_library(error: ImportError) -> None:
-    """Ends the `kvant` command, whose package cannot be imported, with the reason. Elsewhere: does nothing."""
-    asked = sys.orig_argv
-    as_module = sys.argv[:1] == ["-m"] and any(asked[i : i + 2] == ["-m", "kvant"] for i in range(1, len(asked)))
-    if not as_module and os.path.basename(sys.argv[0] if sys.argv else "") != "kvant":
-        return
-    if sys.argv[1:2] == ["doctor"]:
-        print(f"kvant         not available: {error}")
-        print("\n".join(_versions()))
-        sys.exit(1)
-    sys.exit(f"kvant: {error}")
 
 
 def cli() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from . import _arguments, _c, _overlap, _tensors
 from ._errors import InvalidArgument, KvantError
 from ._owner import Owner
-from ._plan import Plan, prepare
+from ._plan import Plan, comparable, prepare
 
 __all__ = ["Bases", "Cache", "Memory", "Sequence", "Step"]
 
@@ -542,16 +542,10 @@ class Step(_arguments.NotCopied):
         keys, values: this step's own, to be attended to as given (the option fresh); write them before or after."""
         if keys is not None or values is not None:
             options["fresh"] = True
-        mask = options.get("mask")
         q_heads = _tensors.describe(q, "q", self.cache.owner.place(self.stream)).shape[-2:][:1]
         if not q_heads:
             raise InvalidArgument("q has no dimensions: must be [tokens, q_heads, head_dim]")
-        if options.get("alibi_slopes") is not None:  # repr() of a tensor leaves digits out
-            options["alibi_slopes"] = _arguments.slopes("alibi_slopes", options["alibi_slopes"], *q_heads)
-        for name in ("scale", "softcap"):
-            if options.get(name) is not None:
-                options[name] = _arguments.real(name, options[name])
-        key = (q_heads, id(mask), *sorted((k, repr(v)) for k, v in options.items() if k != "mask"))
+        options, key = comparable(options, q_heads[0])
         plan = self._plans.get(key)
         if plan is None:
             plan = self.cache.plan(self.sequences, q_heads=q_heads[0], q_lens=self.tokens, **options)

@@ -93,6 +93,18 @@ class PlanFacts:
     kernel: str
 
 
+def comparable(options: dict[str, Any], q_heads: int) -> tuple[dict[str, Any], tuple]:
+    """A plan's options as plain numbers, and a key that equal ones have in common."""
+    options = dict(options)
+    if options.get("alibi_slopes") is not None:  # repr() of a tensor leaves digits out
+        options["alibi_slopes"] = _arguments.slopes("alibi_slopes", options["alibi_slopes"], q_heads)
+    for name in ("scale", "softcap"):
+        if options.get(name) is not None:
+            options[name] = _arguments.real(name, options[name])
+    texts = sorted((name, repr(x)) for name, x in options.items() if name != "mask")
+    return options, (q_heads, id(options.get("mask")), *texts)
+
+
 def prepare(plan: Plan, layer: int, q: Any, out: Any, **options: Any) -> Callable[[], Any]:
     """Checks the arguments of plan.run, and returns what runs."""
     return plan._ready(layer, q, out, **options)

@@ -117,7 +117,8 @@ def _overlay(layer: Any, mask: torch.Tensor, queries: int, keys: int) -> tuple[t
                 f"layer {layer.index} has {queries} queries and {keys} keys, "
                 f"so that it must be [batch, heads, {queries}, {keys}], where batch and heads may be 1"
             )
-        return placing.place_mask(layer.owner, layer.group, dense[..., dense.shape[3] - keys :], queries)
+        owner, newest = layer.owner, dense[..., dense.shape[3] - keys :]
+        return placing.place_mask(owner.stored, owner.length, layer.group, newest, queries)
 
     return mask, make
 

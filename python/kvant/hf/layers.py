@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -11,8 +11,16 @@ from . import placing, versions
 from .groups import Group, Step
 from .proxies import KVProxy, StoredTokens
 
-if TYPE_CHECKING:
-    from .cache import KvantCache
+
+class Owner(Protocol):
+    """The cache, as its layers know it: see KvantCache."""
+
+    stored: torch.Tensor | None
+    length: int
+
+    def attach(self, layer: KvantLayer, keys: torch.Tensor, values: torch.Tensor) -> Any: ...
+    def begin(self, group: Group, batch: int, tokens: int) -> None: ...
+    def prefills_exactly(self, group: Group) -> bool: ...
 
 
 class Family:
@@ -31,7 +39,7 @@ class KvantLayer(versions.CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, owner: KvantCache, index: int, family: Family, original: Any):
+    def __init__(self, owner: Owner, index: int, family: Family, original: Any):
         # The base class would set keys, values and is_initialized, which are properties here.
         # Weak: a cycle would keep the pages until Python's collector comes by.
         self._owner = weakref.ref(owner)
@@ -49,7 +57,7 @@ class KvantLayer(versions.CacheLayerMixin):
         return f"KvantLayer({self.index}{f', window {self.window}' if self.window else ''})"
 
     @property
-    def owner(self) -> KvantCache:
+    def owner(self) -> Owner:
         owner = self._owner()
         if owner is None:
             raise RuntimeError(f"the cache of layer {self.index} is gone: keep the cache, not its layers")
@@ -136,7 +144,8 @@ class KvantLayer(versions.CacheLayerMixin):
             raise RuntimeError(f"keys or values of layer {self.index} are used after the step they belong to")
         if self.length != self.group.length:
             raise RuntimeError(f"keys or values of layer {self.index} are read before its part of a forward pass")
-        return placing.decode(self.owner, self.group, self.slot, proxy)
+        owner = self.owner
+        return placing.decode(owner.stored, owner.length, self.group, self.slot, proxy)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         first = max(self.length - self.window + 1, 0) if self.window else 0

@@ -1,26 +1,26 @@
-"""Between positions as Hugging Face counts them, padding included, and the rows that kvant stores, which have none."""
+"""Between positions as Hugging Face counts them, padding included, and the rows that kvant stores, which have none.
+
+stored: which positions of each row kvant has, [rows, length] bool; None: all.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .groups import Group
 from .proxies import KVProxy
 
-if TYPE_CHECKING:
-    from .cache import KvantCache
 
-
-def decode(cache: KvantCache, group: Group, slot: int, proxy: KVProxy) -> torch.Tensor:
+def decode(stored: torch.Tensor | None, length: int, group: Group, slot: int, proxy: KVProxy) -> torch.Tensor:
     """Keys or values [rows, kv_heads, tokens, head_dim], contiguous; 0 where padding is."""
     batch, heads, tokens, dim = proxy.shape
-    if cache.stored is None:
+    if stored is None:
         out = torch.empty((batch, heads, tokens, dim), dtype=proxy.dtype, device=proxy.device)
         group.decode(slot, proxy.which, [n - tokens for n in group.rows], out, batch_stride=True)
         return out
-    row, position = cache.stored[:, cache.length - tokens :].nonzero(as_tuple=True)
+    row, position = stored[:, length - tokens :].nonzero(as_tuple=True)
     counts = torch.bincount(row, minlength=batch).tolist()
     packed = torch.empty((len(row), heads, dim), dtype=proxy.dtype, device=proxy.device)
     group.decode(slot, proxy.which, [n - c for n, c in zip(group.rows, counts)], packed, batch_stride=False)
@@ -29,19 +29,21 @@ def decode(cache: KvantCache, group: Group, slot: int, proxy: KVProxy) -> torch.
     return out.transpose(1, 2).contiguous()
 
 
-def place_mask(cache: KvantCache, group: Group, mask: torch.Tensor, queries: int) -> tuple[torch.Tensor, int, int]:
+def place_mask(
+    stored: torch.Tensor | None, length: int, group: Group, mask: torch.Tensor, queries: int
+) -> tuple[torch.Tensor, int, int]:
     """A mask over the newest keys as transformers counts them, as (mask over stored tokens, its first key, a
     window)."""
     keys, longest = mask.shape[3], max(group.rows)
     # A plan without a window has its cache's: a window of all keys leaves everything to the mask.
     all_keys = longest if group.window else 0
-    if cache.stored is None:  # keys before the first one are hidden, whatever a window has released of them
-        return mask, cache.length - keys, all_keys
+    if stored is None:  # keys before the first one are hidden, whatever a window has released of them
+        return mask, length - keys, all_keys
     step, batch = group.step, len(group.rows)
     mask = mask.expand(batch, -1, queries, -1)
     # Each stored token's column is its position in its row; padding goes to one more column, which is cut off.
-    kept = cache.stored[:, cache.length - keys :]
-    column = (cache.stored.cumsum(1) - 1)[:, cache.length - keys :]
+    kept = stored[:, length - keys :]
+    column = (stored.cumsum(1) - 1)[:, length - keys :]
     column = torch.where(kept, column, longest)[:, None, None, :].expand(-1, mask.shape[1], queries, -1)
     hidden = False if mask.dtype == torch.bool else float("-inf")
     placed = torch.full((*mask.shape[:3], longest + 1), hidden, dtype=mask.dtype, device=mask.device)

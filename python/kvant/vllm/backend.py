@@ -18,16 +18,6 @@ from .versions import (
     SlidingWindowSpec,
 )
 
-_of_layers: tuple[str | None, str] = None, "page"
-
-
-def note_cache_dtype(name: str, k_centre: str = "page") -> None:
-    """Remembers the cache dtype and the centres of this process's layers: specs carry neither, see
-    KvantBackend.customize_spec."""
-    global _of_layers
-    if name in dtypes.names():
-        _of_layers = name, k_centre
-
 
 class KvantBackend(AttentionBackend):
     """Attention over pages in kvant's formats, in vLLM's memory."""
@@ -84,7 +74,7 @@ class KvantBackend(AttentionBackend):
             )
         name, k_centre = versions.cache_dtype_of_configuration(), versions.k_centre(versions.configuration())
         if name not in dtypes.names():
-            name, k_centre = _of_layers
+            name, k_centre = dtypes.of_layers()
         if name not in dtypes.names():
             raise RuntimeError(
                 "kvant: vLLM sizes pages before it has a configuration or a layer that name a cache dtype of kvant"

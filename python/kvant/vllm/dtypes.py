@@ -66,3 +66,19 @@ def token_bytes(pair: Pair, head_dim: int, k_centre: str = "page") -> int:
     centre = "none" if pair.is_exact() else k_centre
     pages = kvant.Pages(kv_heads=1, head_dim=head_dim, k=pair.k, v=pair.v, device="cpu", k_centre=centre)
     return pages.block_bytes // pages.block_tokens
+
+
+_of_layers: tuple[str | None, str] = None, "page"
+
+
+def note_layer(name: str, k_centre: str = "page") -> None:
+    """Remembers the cache dtype and the centres of this process's layers: specs carry neither, see
+    KvantBackend.customize_spec."""
+    global _of_layers
+    if name in names():
+        _of_layers = name, k_centre
+
+
+def of_layers() -> tuple[str | None, str]:
+    """What the newest layer with a format had, and its centres; None: there was none."""
+    return _of_layers

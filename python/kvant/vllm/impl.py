@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from . import context, dtypes, versions
-from .backend import note_cache_dtype
 from .check import Check
-from .layer import Capacity, Layer, pool
+from .layer import Capacity, Layer, LayerOfKvant, pool
 from .metadata import KvantMetadata
 from .tail import copy_bytes, divide_memory
 from .versions import AttentionImpl, AttentionType
@@ -15,7 +14,7 @@ from .versions import AttentionImpl, AttentionType
 _reserved: set[Layer] = set()
 
 
-class KvantImpl(AttentionImpl[KvantMetadata]):
+class KvantImpl(LayerOfKvant, AttentionImpl[KvantMetadata]):
     """vLLM makes one for each attention layer, with the heads that this rank has."""
 
     # Ranks of decode context parallel have some of the keys each, see context.py. Prefill context parallel has no
@@ -55,7 +54,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         self._config = versions.configuration()
         self.dtype = torch.get_default_dtype()  # vLLM sets it to the model's
         k_centre = versions.k_centre(self._config)
-        note_cache_dtype(kv_cache_dtype, k_centre)
+        dtypes.note_layer(kv_cache_dtype, k_centre)
         self.pages = None  # of a layer that is not exact, see tail.py
         self.number = 0  # of the layer in them
         self.copies: int | None = None  # exact copies of blocks; None: their memory is not divided yet

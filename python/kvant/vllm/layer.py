@@ -96,6 +96,10 @@ class Plans(NamedTuple):
     extend: dict[int, list[Extend]]  # by queries of a request; more than one where a step needs several tables
 
 
+class LayerOfKvant:
+    """What impls of kvant's layers are, wherever a model has others."""
+
+
 class Layer(NamedTuple):
     """The facts that a plan depends on. Layers that are equal share their plans."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import versions
-from .layer import BLOCK_TOKENS, Capacity, Layer, device_name
+from .layer import BLOCK_TOKENS, Capacity, Layer, LayerOfKvant, device_name
 
 
 @lru_cache(maxsize=None)
@@ -36,9 +36,7 @@ def copy_bytes(layer: Layer, dtype: torch.dtype) -> int:
 
 def _writers(layers) -> list[Any]:
     """Impls of kvant's layers that store keys and values in a format."""
-    from .impl import KvantImpl
-
-    impls = [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), KvantImpl)]
+    impls = [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), LayerOfKvant)]
     return [i for i in impls if not i.layer.pair.is_exact() and i.kv_sharing_target_layer_name is None]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import numpy as np
 import torch
 
@@ -49,7 +51,7 @@ class Pages:
 
     block_tokens = 64
 
-    _workspace = None
+    owner = types.SimpleNamespace(share_workspace=lambda other: None)
     device = ("cpu", 0)
     tail_bytes = 0
 

@@ -16,14 +16,14 @@ def spec(torch, kind="FullAttentionSpec", mode="CUSTOM", **options):
 
 @pytest.fixture
 def backend(vllm, monkeypatch):
-    from kvant.vllm import backend
+    from kvant.vllm import backend, dtypes
 
-    monkeypatch.setattr(backend, "_of_layers", (None, "page"))
+    monkeypatch.setattr(dtypes, "_of_layers", (None, "page"))
     return backend
 
 
 def test_bytes_of_a_token(backend, dense_pages, torch):
-    backend.note_cache_dtype("kvant_tq6_tq4")
+    backend.dtypes.note_layer("kvant_tq6_tq4")
     made = backend.KvantBackend.customize_spec(spec(torch))
     assert made.state_content_bytes == 2 * 128 * 8  # float64 stands in for the formats
     assert made.page_size_bytes == 8 * 64 * made.state_content_bytes
@@ -55,13 +55,13 @@ def test_where_the_formats_come_from(backend, vllm, monkeypatch, torch):
         backend.KvantBackend.customize_spec(spec(torch))
     with vllm.set_current_vllm_config(config):
         backend.KvantBackend.customize_spec(spec(torch))
-    backend.note_cache_dtype("kvant_tq6_tq4")
-    backend.note_cache_dtype("auto")  # a layer that is left exact
+    backend.dtypes.note_layer("kvant_tq6_tq4")
+    backend.dtypes.note_layer("auto")  # a layer that is left exact
     backend.KvantBackend.customize_spec(spec(torch))
     with vllm.set_current_vllm_config(config):
         backend.KvantBackend.customize_spec(spec(torch))
     assert seen == [("tq4/tq4", "page"), ("tq6/tq4", "page"), ("tq4/tq4", "page")]
-    backend.note_cache_dtype("kvant_fp8", "none")
+    backend.dtypes.note_layer("kvant_fp8", "none")
     backend.KvantBackend.customize_spec(spec(torch))
     config.additional_config = {"kvant": {"k_centre": "none"}}
     with vllm.set_current_vllm_config(config):
@@ -70,7 +70,7 @@ def test_where_the_formats_come_from(backend, vllm, monkeypatch, torch):
 
 
 def test_refused_specs(backend, torch):
-    backend.note_cache_dtype("kvant_tq4")
+    backend.dtypes.note_layer("kvant_tq4")
     with pytest.raises(NotImplementedError, match="ChunkedLocalAttentionSpec"):
         backend.KvantBackend.customize_spec(spec(torch, "ChunkedLocalAttentionSpec", attention_chunk_size=256))
     with pytest.raises(NotImplementedError, match="keys of 128 and values of 64"):
