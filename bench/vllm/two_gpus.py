@@ -135,7 +135,7 @@ def prompts_of(texts: list[list[int]]) -> list[list[int]]:
 def measure(a: argparse.Namespace, name: str) -> None:
     mode, cache = split(name)
     folder = str(model_of(a, MODES[mode].model))
-    options = dict(MODES[mode].options)
+    options = MODES[mode].options | (a.options if MODES[mode].cards == 2 else {})
     has_drafts = "speculative_config" in options
     if has_drafts:
         options["speculative_config"] = options["speculative_config"] | {"model": folder}
@@ -246,6 +246,7 @@ def main() -> None:
     parser.add_argument("caches", nargs="+", metavar="CACHE")
     parser.add_argument("--out", type=Path, required=True, help="a folder for results and logs")
     parser.add_argument("--modes", default="tensor,pipeline,draft,context", help="some of these")
+    parser.add_argument("--options", type=json.loads, default={}, help="JSON, LLM's, of the engines on two GPUs")
     parser.add_argument("--parallel", type=int, default=4, help="engines at a time")
     parser.add_argument("--seconds", type=float, default=600, help="that an engine may take")
     parser.add_argument("--one", help=argparse.SUPPRESS)

@@ -37,7 +37,7 @@ def test_caches_and_files(script, tmp_path):
 
 
 def test_parts_are_processes(script, tmp_path, monkeypatch, capsys):
-    """A part that fails or takes too long is told, and its workers end."""
+    """A part that fails or takes too long is named, and its workers end."""
     engines = script("engines")
     program = tmp_path / "program.py"
     program.write_text(

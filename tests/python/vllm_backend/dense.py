@@ -46,6 +46,13 @@ def attention(q, keys, values, *, scale, causal=True, window=0, softcap=0.0, ali
     return out, lse
 
 
+def correct_attn_out(out, lses, cp_rank, ctx, is_lse_base_on_e=True):
+    """vLLM's function of this name: a rank's part of the result of all ranks."""
+    assert is_lse_base_on_e
+    lse = lses.logsumexp(0)
+    return out * torch.exp(lses[cp_rank] - lse).nan_to_num(0.0)[..., None], lse
+
+
 class Pages:
     """The interface of kvant.Pages over blocks of float64 numbers, on the CPU."""
 

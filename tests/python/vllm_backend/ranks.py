@@ -7,6 +7,7 @@ import threading
 
 import torch
 
+from . import dense
 from .engine import Engine
 
 
@@ -61,14 +62,6 @@ class Group:
         return results
 
 
-def correct_attn_out(out, lses, cp_rank, ctx, is_lse_base_on_e=True):
-    """vLLM's function of this name without Triton."""
-    assert is_lse_base_on_e
-    lse = lses.logsumexp(0)
-    factor = torch.exp(lses[cp_rank] - lse).nan_to_num(0.0)
-    return out * factor[..., None], lse
-
-
 class Rank(Engine):
     """One rank's engine: it has its own heads, and all keys and values."""
 
@@ -116,7 +109,7 @@ class Ranks:
 
         self.group = Group(ranks)
         monkeypatch.setattr(parallel_state, "_DCP", self.group)
-        monkeypatch.setattr(dcp, "correct_attn_out", correct_attn_out)
+        monkeypatch.setattr(dcp, "correct_attn_out", dense.correct_attn_out)
         monkeypatch.setattr(versions, "slots", lambda name: True)
         self.of = []
         for rank in range(ranks):

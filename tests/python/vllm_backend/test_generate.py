@@ -14,11 +14,11 @@ SCRIPT = Path(__file__).with_name("generate.py")
 
 @pytest.fixture(scope="module")
 def generate(nano_path):
-    def run(cache_dtype, *rounds, **options):
+    def run(cache_dtype, *rounds, model=nano_path, **options):
         request = {"cache_dtype": cache_dtype, "options": options}
         request["rounds"] = [{"prompts": prompts, "max_tokens": count} for prompts, count in rounds]
         done = subprocess.run(
-            [sys.executable, SCRIPT, nano_path, json.dumps(request)], capture_output=True, text=True, timeout=600
+            [sys.executable, SCRIPT, model, json.dumps(request)], capture_output=True, text=True, timeout=600
         )
         result = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         assert result, done.stderr[-3000:]
@@ -81,3 +81,27 @@ def test_preemption(generate, prompts):
     few = generate("kvant_tq6_tq4", (short, 140), max_model_len=256, num_gpu_blocks_override=60)
     assert roomy["preemptions"] == 0 and few["preemptions"] > 0
     assert [tokens for tokens, _ in few["rounds"][0]] == [tokens for tokens, _ in roomy["rounds"][0]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interleave", [1, 64])
+def test_decode_context_parallel(generate, prompts, tmp_path, interleave):
+    """Two worker processes that share the tokens of each request choose the tokens of one."""
+    import models
+
+    models.tiny_llama(num_key_value_heads=1, head_dim=64, initializer_range=0.2).save_pretrained(tmp_path)
+    rounds = (prompts, 24), ([p + [65, 66] for p in prompts], 8)
+    one = generate("auto", *rounds, model=str(tmp_path))
+    both = generate(
+        "auto",
+        *rounds,
+        model=str(tmp_path),
+        tensor_parallel_size=2,
+        decode_context_parallel_size=2,
+        cp_kv_cache_interleave_size=interleave,
+        distributed_executor_backend="mp",
+    )
+    for x, y in zip(one["rounds"], both["rounds"]):
+        assert [tokens for tokens, _ in x] == [tokens for tokens, _ in y]
+        assert all(len(set(tokens)) > 5 for tokens, _ in x)  # they depend on what the model reads
+    assert sum(cached for _, cached in both["rounds"][1]) > 500  # prefix hits
