@@ -37,7 +37,7 @@ class Kind(NamedTuple):
 
 
 class Sequences:
-    """Of one length, in pages on a device. `rows`: keys and values of all tokens."""
+    """Sequences of one length, in pages on a device. `rows`: keys and values of all tokens."""
 
     def __init__(self, kind, batch, length, layers, rows, device, max_blocks=0):
         self.batch, self.layers, self.rows, self.device = batch, layers, rows.to(device), device

@@ -1,4 +1,4 @@
-"""What is installed, also where kvant's library cannot be loaded."""
+"""The facts of an installation, also where kvant's library cannot be loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cache, or pages, share with their plans: the library's object, its lock and stream, and a workspace."""
+"""A cache, or pages, and their plans share this: the library's object, its lock and stream, and a workspace."""
 
 from __future__ import annotations
 

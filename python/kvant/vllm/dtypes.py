@@ -80,5 +80,5 @@ def note_layer(name: str, k_centre: str = "page") -> None:
 
 
 def of_layers() -> tuple[str | None, str]:
-    """What the newest layer with a format had, and its centres; None: there was none."""
+    """The cache dtype of the newest layer with a format, and its centres; None: there was none."""
     return _of_layers

@@ -97,7 +97,7 @@ class Plans(NamedTuple):
 
 
 class LayerOfKvant:
-    """What impls of kvant's layers are, wherever a model has others."""
+    """The class of impls of kvant's layers, in models that have others, too."""
 
 
 class Layer(NamedTuple):
