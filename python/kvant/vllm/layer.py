@@ -209,7 +209,7 @@ class Layer(NamedTuple):
         return pages.plan(
             self.q_heads,
             max_batch=requests,
-            max_blocks=capacity.blocks,
+            max_blocks=(capacity.own() if self.keys == "own" else capacity).blocks,
             max_query_len=queries,
             max_tokens=capacity.tokens,
             scale=self.scale,

@@ -67,6 +67,14 @@ def test_ranks_without_tokens(ranks, share):
         e.step([(a, 1), (b, 1), (c, 1)])
 
 
+def test_steps_of_more_tokens_than_a_rank_has(ranks):
+    e = ranks(4, 1, cache_dtype="auto", max_tokens=600, max_model_len=640)
+    a, b = e.request(1), e.request(2)
+    e.step([(a, 500), (b, 90)])
+    e.step([(a, 1), (b, 520)])
+    e.step([(a, 1), (b, 1)])
+
+
 def test_a_prefix_hit(ranks):
     e = ranks(2, 1, cache_dtype="auto")
     first = e.request(1)
