@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from .engine import ON_CPU, Engine
@@ -73,6 +75,27 @@ def test_steps_of_more_tokens_than_a_rank_has(ranks):
     e.step([(a, 500), (b, 90)])
     e.step([(a, 1), (b, 520)])
     e.step([(a, 1), (b, 1)])
+
+
+@pytest.mark.parametrize("share", [(2, 32), (4, 1)], ids=str)
+def test_random_steps(ranks, share):
+    rng, most = random.Random(share[0]), 300
+    e = ranks(*share, [{}, {"softcap": 5.0}], cache_dtype="auto", max_tokens=most, max_model_len=900, max_requests=6)
+    prompts = {}  # requests, and how long their prompts are
+    for step in range(30):
+        if len(prompts) < 5:
+            prompts[e.request(step + 1)] = rng.choice([3, 40, 150, 290, 500])
+        batch, left = [], most
+        for r, length in prompts.items():
+            new = 1 if r.length >= length else min(length - r.length, rng.choice([1, 5, 64, 130, 300]))
+            if new <= left:
+                batch.append((r, new))
+                left -= new
+        e.step(batch)
+        for r in [r for r in prompts if rng.random() < 0.1]:
+            e.preempt(r)
+            if rng.random() < 0.5:
+                del prompts[r]
 
 
 def test_a_prefix_hit(ranks):
