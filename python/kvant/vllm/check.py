@@ -18,7 +18,7 @@ from .layer import BLOCK_TOKENS, pool
 
 BOUND = 0.5  # error of scores, relative to their spread
 TOKENS = 512  # of each layer, before it judges
-TOKENS_AT_ONCE = 256
+TOKENS_AT_ONCE = TOKENS
 STEPS = 64  # with prompts, at most: where all prompts are short, it judges by what it has seen
 
 _far: set[int] = set()  # numbers of this process's layers that are beyond the bound

@@ -14,10 +14,13 @@ __device__ __forceinline__ void Attend<S>::ask_for_row(const Part& part, int r, 
     for (int i = 0; i < D / 32; ++i) bits[i] = 0;
     return;
   }
-  load_bits<S::kRehearses>(p.q.data, p.q.dtype,
-                           static_cast<std::int64_t>(part.batch.query_begin + query) * p.q.token_stride +
-                               static_cast<std::int64_t>(q_head) * p.q.head_stride + lane,
-                           p.head_dim - lane, bits);
+  const std::int64_t at = static_cast<std::int64_t>(part.batch.query_begin + query) * p.q.token_stride +
+                          static_cast<std::int64_t>(q_head) * p.q.head_stride + lane;
+  if constexpr (S::kRehearses) {
+    load_bits_past_l1(p.q.data, p.q.dtype, at, p.head_dim - lane, bits);
+  } else {
+    load_bits(p.q.data, p.q.dtype, at, p.head_dim - lane, bits);
+  }
 }
 
 // A query in the basis of encoded keys of (layer, kv head) number `at`: its elements lane + 32 i, by a warp. Returns

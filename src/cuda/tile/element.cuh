@@ -38,23 +38,31 @@ __device__ __forceinline__ float mask_element(const core::MaskData& mask, std::i
 }
 
 // Elements of a warp's lane, 32 apart; all loads are under way before one of them is waited for. A row may end, `left`
-// elements behind the lane's first, and is stored padded: the others are zeros. kPastL1: for what a launch may still
-// write, and is read again when that launch has ended.
-template <bool kPastL1 = false, int kCount>
+// elements behind the lane's first, and is stored padded: the others are zeros.
+template <int kCount>
 __device__ __forceinline__ void load_bits(const void* data, Dtype dtype, std::int64_t at, int left,
                                           std::uint32_t (&bits)[kCount]) {
-  const auto load = [](const auto* from) -> std::uint32_t {
-    if constexpr (kPastL1) return __ldcg(from);
-    return *from;
-  };
   if (dtype == Dtype::f32) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      bits[i] = 32 * i < left ? load(static_cast<const unsigned*>(data) + at + 32 * i) : 0;
+    for (int i = 0; i < kCount; ++i) bits[i] = 32 * i < left ? static_cast<const std::uint32_t*>(data)[at + 32 * i] : 0;
   } else {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      bits[i] = 32 * i < left ? load(static_cast<const unsigned short*>(data) + at + 32 * i) : 0;
+    for (int i = 0; i < kCount; ++i) bits[i] = 32 * i < left ? static_cast<const std::uint16_t*>(data)[at + 32 * i] : 0;
+  }
+}
+
+// The same past the L1 cache: for what a launch may still write, and is read again when that launch has ended.
+template <int kCount>
+__device__ __forceinline__ void load_bits_past_l1(const void* data, Dtype dtype, std::int64_t at, int left,
+                                                  std::uint32_t (&bits)[kCount]) {
+  const auto load = [&](const auto* from) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) bits[i] = 32 * i < left ? __ldcg(from + at + 32 * i) : 0;
+  };
+  if (dtype == Dtype::f32) {
+    load(static_cast<const unsigned*>(data));
+  } else {
+    load(static_cast<const unsigned short*>(data));
   }
 }
 
