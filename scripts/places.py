@@ -128,7 +128,7 @@ def places(files):
         "files to edit for a CUDA pair": files_with(cuda, pair),
         "device branches in src/core": lines_with(core, device),
         # The pointer to a function is a callback if its first argument is what it is called for.
-        "void* callbacks from kernels": lines_with(under("src/core/attend.hpp", "src/core/backend.hpp"),
+        "void* callbacks from kernels": lines_with(under("src/core/plan/attend.hpp", "src/core/backend.hpp"),
                                                    r"\(\*\w+\)\((?:const )?void\*"),
         "rings of stages in shared memory": lines_with(under("src/cuda/"), r"^struct Ring\b"),
         "registers and fences in assembly outside runtime": lines_with(

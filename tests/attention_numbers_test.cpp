@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "base/bits.hpp"
-#include "core/cache_impl.hpp"
+#include "core/cache/impl.hpp"
 #include "core/fmt.hpp"
 #include "support/half.hpp"
 #include "support/masks.hpp"

@@ -4,7 +4,7 @@
 #include <limits>
 #include <utility>
 
-#include "core/cache_impl.hpp"
+#include "core/cache/impl.hpp"
 #include "kvant/kvant.hpp"
 #include "support/cache_session.hpp"
 

@@ -14,7 +14,7 @@
 #include <set>
 #include <tuple>
 
-#include "core/cache_impl.hpp"
+#include "core/cache/impl.hpp"
 #include "kvant/kvant.hpp"
 #include "support/cache_rows.hpp"
 #include "support/sanitized.hpp"

@@ -7,7 +7,7 @@
 #include <limits>
 #include <thread>
 
-#include "core/cache_impl.hpp"
+#include "core/cache/impl.hpp"
 #include "core/fmt.hpp"
 #include "kvant/kvant.hpp"
 #include "support/cache_session.hpp"

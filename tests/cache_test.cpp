@@ -4,7 +4,7 @@
 #include <cstring>
 #include <limits>
 
-#include "core/cache_impl.hpp"
+#include "core/cache/impl.hpp"
 #include "kvant/kvant.hpp"
 #include "support/cache_session.hpp"
 

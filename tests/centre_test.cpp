@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "core/backend.hpp"
-#include "core/cache_impl.hpp"
+#include "core/cache/impl.hpp"
 #include "core/fmt.hpp"
 #include "support/bases.hpp"
 #include "support/cache_session.hpp"

@@ -3,7 +3,7 @@
 // device_cache_test.cpp.
 #include <gtest/gtest.h>
 
-#include "core/device_store.hpp"
+#include "core/store/device_store.hpp"
 #include "support/fake_device.hpp"
 
 namespace kvant {

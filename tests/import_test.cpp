@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "codec/pack.hpp"
-#include "core/cache_impl.hpp"
+#include "core/cache/impl.hpp"
 #include "kvant/kvant.hpp"
 #include "support/cache_session.hpp"
 #include "support/inputs.hpp"

@@ -1,4 +1,4 @@
-// Many rows on a matrix unit (cpu/matrix.hpp), emulated: this program knows the instruction sets `emulated` and
+// Many rows on a matrix unit (cpu/attend/matrix.hpp), emulated: this program knows the instruction sets `emulated` and
 // `scalar` alone, so that all machines test what runs on few.
 #include <gtest/gtest.h>
 

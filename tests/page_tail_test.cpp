@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "core/cache_impl.hpp"
+#include "core/cache/impl.hpp"
 #include "support/world.hpp"
 
 namespace kvant::test {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/device.hpp"
-#include "core/pages_impl.hpp"
+#include "core/pages/impl.hpp"
 #include "kvant/kvant.hpp"
 #include "support/compare.hpp"
 #include "support/engine_pool.hpp"

@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "core/cache_impl.hpp"
+#include "core/cache/impl.hpp"
 #include "core/fmt.hpp"
 #include "kvant/kvant.hpp"
 #include "support/compare.hpp"

@@ -1,5 +1,5 @@
 // How many workers a process gets: from /proc and the control groups' files, which are made up here.
-#include "cpu/processors.hpp"
+#include "cpu/threads/processors.hpp"
 
 #include <gtest/gtest.h>
 #include <sched.h>

@@ -9,7 +9,7 @@
 #endif
 
 #include "codec/store.hpp"
-#include "core/storage.hpp"
+#include "core/store/storage.hpp"
 #include "support/inputs.hpp"
 
 namespace kvant {

@@ -2,7 +2,7 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
 #include "bench/peak_loops.hpp"
-#include "cpu/simd_avx2.hpp"
+#include "cpu/simd/avx2.hpp"
 
 namespace kvant::bench {
 

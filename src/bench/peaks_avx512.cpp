@@ -2,7 +2,7 @@
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 
 #include "bench/peak_loops.hpp"
-#include "cpu/simd_avx512.hpp"
+#include "cpu/simd/avx512.hpp"
 
 namespace kvant::bench {
 

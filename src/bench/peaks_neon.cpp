@@ -1,7 +1,7 @@
 #if defined(__aarch64__)
 
 #include "bench/peak_loops.hpp"
-#include "cpu/simd_neon.hpp"
+#include "cpu/simd/neon.hpp"
 
 namespace kvant::bench {
 

@@ -1,5 +1,5 @@
 #include "bench/peak_loops.hpp"
-#include "cpu/simd_scalar.hpp"
+#include "cpu/simd/scalar.hpp"
 
 namespace kvant::bench {
 

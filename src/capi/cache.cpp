@@ -4,7 +4,7 @@
 #include <optional>
 
 #include "capi/handles.hpp"
-#include "core/cache_impl.hpp"
+#include "core/cache/impl.hpp"
 
 namespace kvant::capi {
 

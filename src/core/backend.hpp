@@ -75,7 +75,7 @@ struct DecodeJob {
   Dtype dtype = Dtype::f32;     // the rows' dtype: f32, f16, bf16
 };
 
-struct AttendItem;  // core/attend.hpp
+struct AttendItem;  // core/plan/attend.hpp
 struct PrepareItem;
 struct MergeItem;
 
@@ -93,7 +93,7 @@ struct Kernels {
   void (*merge)(const MergeItem&);
   const char* (*product_name)(Format f);  // how that format is multiplied on the vector path, for explain
   const char* tile_products;              // and all formats on the path for many rows
-  bool has_matrix;                        // the latter by tiles of bf16 (cpu/matrix.hpp)
+  bool has_matrix;                        // the latter by tiles of bf16 (cpu/attend/matrix.hpp)
   // What the path for many rows must ask of the system, once for the process: null on success, else why it is refused.
   // A null pointer: there is nothing to ask.
   const char* (*permit)() = nullptr;

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "core/attend.hpp"
+#include "core/plan/attend.hpp"
 #include "kvant/cache.hpp"
 
 namespace kvant::core {

@@ -1,5 +1,5 @@
 // The seam to a device backend (src/cuda, where it is compiled in). The core keeps all bookkeeping on the host
-// (cache_table.hpp) and hands the device what changed; kernels find lengths and page tables in device memory, so that
+// (cache/table.hpp) and hands the device what changed; kernels find lengths and page tables in device memory, so that
 // launches recorded in a graph follow lengths that grow there.
 //
 //   DeviceStore   the PageStore (page_store.hpp) of a cache whose config names a device: it has a backend's DevicePages
@@ -18,9 +18,9 @@
 #include <vector>
 
 #include "codec/layout.hpp"
-#include "core/cache_table.hpp"
-#include "core/device_blocks.hpp"
-#include "core/planned.hpp"
+#include "core/cache/table.hpp"
+#include "core/pages/device_blocks.hpp"
+#include "core/plan/planned.hpp"
 #include "kvant/attention.hpp"
 #include "kvant/cache.hpp"
 

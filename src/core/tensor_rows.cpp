@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "core/fmt.hpp"
-#include "core/planned.hpp"
+#include "core/plan/planned.hpp"
 
 namespace kvant::core {
 namespace {

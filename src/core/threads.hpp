@@ -1,4 +1,4 @@
-// The threads seam, which src/cpu/threads.cpp serves: kvant's own threads, or OpenMP's (KVANT_OPENMP).
+// The threads seam, which src/cpu/threads/threads.cpp serves: kvant's own threads, or OpenMP's (KVANT_OPENMP).
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace kvant::core {
 // Calls fn(context, worker) for worker 0 .. workers - 1 and returns when all did. Calls may overlap.
 void parallel(int workers, void (*fn)(void* context, int worker), void* context);
 
-// Workers by default: as many as the process may use at the same time (src/cpu/processors.hpp).
+// Workers by default: as many as the process may use at the same time (src/cpu/threads/processors.hpp).
 int hardware_threads();
 
 const char* threads_name();  // "OpenMP", "std::thread"

@@ -6,8 +6,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "cpu/attend_matrix.hpp"
-#include "cpu/simd_amx.hpp"
+#include "cpu/attend/attend_matrix.hpp"
+#include "cpu/simd/amx.hpp"
 #include "cpu/x86_features.hpp"
 
 namespace kvant::cpu {

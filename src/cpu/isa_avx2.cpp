@@ -2,7 +2,7 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
 #include "cpu/kernels.hpp"
-#include "cpu/simd_avx2.hpp"
+#include "cpu/simd/avx2.hpp"
 #include "cpu/x86_features.hpp"
 
 namespace kvant::cpu {

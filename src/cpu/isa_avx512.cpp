@@ -3,7 +3,7 @@
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 
 #include "cpu/kernels.hpp"
-#include "cpu/simd_avx512.hpp"
+#include "cpu/simd/avx512.hpp"
 #include "cpu/x86_features.hpp"
 
 namespace kvant::cpu {

@@ -2,7 +2,7 @@
 #if defined(__aarch64__)
 
 #include "cpu/kernels.hpp"
-#include "cpu/simd_neon.hpp"
+#include "cpu/simd/neon.hpp"
 
 namespace kvant::cpu {
 

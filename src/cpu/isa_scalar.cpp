@@ -1,5 +1,5 @@
 #include "cpu/kernels.hpp"
-#include "cpu/simd_scalar.hpp"
+#include "cpu/simd/scalar.hpp"
 
 namespace kvant::cpu {
 

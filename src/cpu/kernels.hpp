@@ -1,10 +1,10 @@
 // One ISA's function table: everything of src/cpu instantiated for the Simd of this unit. Included by isa_*.cpp only.
 #pragma once
 
-#include "cpu/attend.hpp"
-#include "cpu/centre.hpp"
-#include "cpu/decode.hpp"
-#include "cpu/store.hpp"
+#include "cpu/attend/attend.hpp"
+#include "cpu/attend/decode.hpp"
+#include "cpu/encode/centre.hpp"
+#include "cpu/encode/store.hpp"
 
 KVANT_NAMESPACE_BEGIN(cpu)
 

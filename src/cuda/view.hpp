@@ -7,7 +7,7 @@
 #include "base/config.hpp"
 #include "base/pages.hpp"
 #include "codec/layout.hpp"
-#include "core/page_ref.hpp"
+#include "core/store/page_ref.hpp"
 
 namespace kvant::cuda {
 

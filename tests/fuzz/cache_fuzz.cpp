@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "core/cache_impl.hpp"
+#include "core/cache/impl.hpp"
 #include "kvant/cache.hpp"
 
 namespace {

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <utility>
 
-#include "core/cache_impl.hpp"
+#include "core/cache/impl.hpp"
 #include "core/device.hpp"
 #include "core/fmt.hpp"
 #include "support/half.hpp"

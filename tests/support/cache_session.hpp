@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "core/cache_impl.hpp"
+#include "core/cache/impl.hpp"
 #include "kvant/cache.hpp"
 #include "support/cache_rows.hpp"
 #include "support/compare.hpp"

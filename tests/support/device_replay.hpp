@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "codec/store.hpp"
-#include "core/cache_impl.hpp"
+#include "core/cache/impl.hpp"
 #include "kvant/kvant.hpp"
 #include "support/cache_rows.hpp"
 

@@ -13,7 +13,7 @@ namespace kvant::test::tolerance {
 inline constexpr double kFloat = 1e-5;
 
 /// Logits with a soft cap, f32 caches of 200 keys, no matrix unit: of kFloat's sums there are 64 products and 200
-/// weights, and the cap itself is off by 3e-7 of a logit at most (cpu/math.hpp).
+/// weights, and the cap itself is off by 3e-7 of a logit at most (cpu/simd/math.hpp).
 inline constexpr double kSoftcap = 2e-6;
 
 /// The same on machines that multiply many rows by a matrix unit: weights and values are two bf16 each, products at

@@ -5,7 +5,7 @@
 #include <cstdlib>
 
 #include "core/backend.hpp"
-#include "core/cache_impl.hpp"
+#include "core/cache/impl.hpp"
 #include "support/bases.hpp"
 #include "support/half.hpp"
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "codec/pack.hpp"
-#include "core/page_ref.hpp"
+#include "core/store/page_ref.hpp"
 #include "cuda/append/encode.cuh"
 #include "cuda/append/write.hpp"
 #include "cuda/tile/element.cuh"

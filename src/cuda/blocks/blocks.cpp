@@ -7,7 +7,7 @@
 #include "codec/rotation.hpp"
 #include "core/device.hpp"
 #include "core/fmt.hpp"
-#include "core/planned.hpp"
+#include "core/plan/planned.hpp"
 #include "cuda/append/slots.hpp"
 #include "cuda/blocks/tables.hpp"
 #include "cuda/blocks/tail.hpp"

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "core/device_blocks.hpp"
+#include "core/pages/device_blocks.hpp"
 
 namespace kvant::cuda {
 

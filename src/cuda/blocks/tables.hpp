@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-#include "core/attend.hpp"
-#include "core/page_ref.hpp"
+#include "core/plan/attend.hpp"
+#include "core/store/page_ref.hpp"
 #include "cuda/blocks/tail.hpp"
 #include "cuda/schedule/params.hpp"
 #include "cuda/view.hpp"

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "core/attend.hpp"
+#include "core/plan/attend.hpp"
 
 namespace kvant::cuda {
 

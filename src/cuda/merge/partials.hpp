@@ -5,7 +5,7 @@
 
 namespace kvant::cuda {
 
-// Arguments are checked (core/merge.cpp).
+// Arguments are checked (core/plan/merge.cpp).
 Status merge_partials(const core::DevicePartials& partials);
 
 }  // namespace kvant::cuda

@@ -1,13 +1,13 @@
 // The arguments of an attention launch. Host and device.
 //
 // Rows: the group's q_heads of all queries of a sequence share a kv head's keys; row = query * group + head-in-group. A
-// row block is 4, 8 or 16 of them. Domains as on the CPU (core/attend.hpp): encoded pages are multiplied in their
+// row block is 4, 8 or 16 of them. Domains as on the CPU (core/plan/attend.hpp): encoded pages are multiplied in their
 // basis, exact ones as given; each has its own online softmax until rows are finished.
 #pragma once
 
 #include <cstdint>
 
-#include "core/attend.hpp"
+#include "core/plan/attend.hpp"
 #include "cuda/view.hpp"
 
 namespace kvant::cuda {

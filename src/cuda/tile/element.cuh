@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "base/bits.hpp"
-#include "core/attend.hpp"
+#include "core/plan/attend.hpp"
 #include "cuda/runtime/ptx.cuh"
 #include "kvant/types.hpp"
 

@@ -1,0 +1,83 @@
+#include "core/cache/spec.hpp"
+
+#include <utility>
+
+#include "core/fmt.hpp"
+
+namespace kvant::core {
+namespace {
+
+const std::vector<CalibratedBasis>* calibrated(BasisKind kind, const CacheConfig& config,
+                                               const std::vector<CalibratedBasis> BasisSet::*side) {
+  return kind == BasisKind::calibrated ? &((*config.bases).*side) : nullptr;
+}
+
+codec::PageLayout rounded_up(codec::PageLayout layout, std::uint32_t multiple) {
+  layout.block_bytes = (layout.block_bytes + multiple - 1) / multiple * multiple;
+  return layout;
+}
+
+}  // namespace
+
+Result<KeyCentre> resolve_centre(KeyCentre centre, Format k) {
+  if (centre > KeyCentre::page) {
+    return {Code::invalid_argument,
+            fmt::format("k_centre = {}: must be automatic, none or page", static_cast<int>(centre))};
+  }
+  if (centre == KeyCentre::automatic) return codec::takes_centre(k) ? KeyCentre::page : KeyCentre::none;
+  if (centre == KeyCentre::none || codec::takes_centre(k)) return centre;
+  return {Code::invalid_argument,
+          fmt::format("k_centre = page with k = {}: {}; use k_centre = none, or keys in a tq format or fp8",
+                      format_info(k).name,
+                      codec::is_dense(k) ? "dense keys are stored as given, and there is nothing to gain"
+                                         : "imported keys keep their codes, which have no centre")};
+}
+
+const char* basis_name(BasisKind kind) {
+  switch (kind) {
+    case BasisKind::automatic: return "automatic";
+    case BasisKind::hadamard: return "hadamard";
+    case BasisKind::none: return "none";
+    case BasisKind::calibrated: return "calibrated";
+  }
+  return "unknown";
+}
+
+Status check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high, const char* hint) {
+  if (value >= low && value <= high) return {};
+  return {Code::invalid_argument, fmt::format("{} = {}: must be {} to {}{}", name, value, low, high, hint)};
+}
+
+CacheSpec::CacheSpec(CacheConfig resolved, Format k_format, Format v_format, int stored_dim,
+                     std::uint32_t block_multiple)
+    : config(std::move(resolved)),
+      k(k_format),
+      v(v_format),
+      encoded(rounded_up(codec::page_layout(k, v, stored_dim, config.lut_scales, config.k_centre == KeyCentre::page),
+                         block_multiple)),
+      k_bases(config.k_basis, calibrated(config.k_basis, config, &BasisSet::keys), config.kv_heads),
+      v_bases(config.v_basis, calibrated(config.v_basis, config, &BasisSet::values), config.kv_heads) {}
+
+codec::PageLayout CacheSpec::exact_layout(Dtype dtype) const {
+  const Format format = codec::dense_format(dtype);
+  return codec::page_layout(format, format, stored_dim());
+}
+
+// Two bytes a value, as the cache that users compare with has, unless a side is f32 by its format. Tensors that are f16
+// stay f16, and a side whose format is f16 is not rounded to the fewer digits of bf16.
+Dtype CacheSpec::automatic_exact(Dtype keys, Dtype values) const {
+  if (k == Format::f32 || v == Format::f32) return Dtype::f32;
+  const bool any_f16_format = k == Format::f16 || v == Format::f16;
+  const bool any_bf16 = keys == Dtype::bf16 || values == Dtype::bf16;
+  const bool both_f16 = keys == Dtype::f16 && values == Dtype::f16;
+  return both_f16 || (any_f16_format && !any_bf16) ? Dtype::f16 : Dtype::bf16;
+}
+
+std::string CacheSpec::head_dim_words() const {
+  const int padding = stored_dim() - config.head_dim;
+  if (padding == 0) return fmt::format("head_dim {}", config.head_dim);
+  return fmt::format("head_dim {}, stored as {} ({:.1f} % of the codes are padding)", config.head_dim, stored_dim(),
+                     100.0 * padding / stored_dim());
+}
+
+}  // namespace kvant::core

@@ -1,0 +1,87 @@
+#include "core/plan/attend.hpp"
+
+namespace kvant::core {
+namespace {
+
+// Hands out 64-byte aligned pieces of a buffer that is laid out once and used by offsets.
+class Offsets {
+ public:
+  std::size_t take(std::size_t bytes) {
+    const std::size_t here = at_;
+    at_ += (bytes + 63) / 64 * 64;
+    return here;
+  }
+  [[nodiscard]] std::size_t total() const { return at_; }
+
+ private:
+  std::size_t at_ = 0;
+};
+
+}  // namespace
+
+PreparedLayout prepared_layout(int rows, int padded_dim, bool centred) {
+  const auto r = static_cast<std::size_t>(rows), d = static_cast<std::size_t>(padded_dim);
+  constexpr std::size_t kGroups = codec::kMaxScaleGroups;
+  Offsets at;
+  PreparedLayout p{};
+  p.raw = at.take(4 * r * d);
+  p.basis = at.take(4 * r * d);
+  p.centred = at.take(centred ? 4 * r * d : 0);
+  p.ints = at.take(2 * r * d);
+  p.scales = at.take(4 * r * kGroups);
+  p.offsets = at.take(4 * r * kGroups);
+  p.centers = at.take(4 * r);
+  p.poisoned = at.take(4 * r);
+  p.bytes = at.total();
+  return p;
+}
+
+PartialLayout partial_layout(int rows, int head_dim) {
+  const auto r = static_cast<std::size_t>(rows), d = static_cast<std::size_t>(head_dim);
+  Offsets at;
+  PartialLayout p{};
+  p.used = at.take(4 * kDomains);
+  p.m = at.take(4 * kDomains * r);
+  p.l = at.take(4 * kDomains * r);
+  p.poisoned = at.take(4 * r);
+  p.o = at.take(4 * kDomains * r * d);
+  p.bytes = at.total();
+  return p;
+}
+
+ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool centred, RowPath path) {
+  const std::size_t r = (static_cast<std::size_t>(rows) + 15) / 16 * 16;
+  const auto d = static_cast<std::size_t>(head_dim), dp = static_cast<std::size_t>(padded_dim);
+  Offsets at;
+  ScratchLayout s{};
+  s.state = at.take(partial_layout(rows, head_dim).bytes);
+  const std::size_t tokens = static_cast<std::size_t>(kPageTokens) * (path == RowPath::matrix ? kMatrixPages : 1);
+  s.scores = at.take(4 * r * tokens);
+  s.rescale = at.take(4 * r);
+  s.tile = at.take(4 * kPageTokens * (dp + kTilePadding));  // imported tables decode into it on the vector path too
+  if (path != RowPath::vector) {
+    const std::size_t bytes = path == RowPath::matrix ? kMatrixKeyBytes : 4;
+    s.panel_raw = at.take(bytes * r * (path == RowPath::matrix ? dp : d));
+    s.panel_basis = at.take(bytes * r * dp);
+  }
+  if (path == RowPath::tiles) s.transpose = at.take(4 * kPageTokens * kTransposedRows);
+  if (path == RowPath::matrix) {
+    s.panel_centre = at.take(centred ? 4 * r * dp : 0);
+    s.page = at.take(kMatrixKeyBytes * tokens * dp);
+    s.weights = at.take(4 * r * tokens);
+    for (std::size_t& output : s.output) output = at.take(4 * r * d);
+  }
+  s.centers = at.take(4 * r);
+  s.bytes = at.total();
+  return s;
+}
+
+ItemLayout item_layout(int rows, int head_dim, int padded_dim, bool centred, RowPath path) {
+  return {.rows = rows,
+          .path = path,
+          .prepared = path == RowPath::vector ? prepared_layout(rows, padded_dim, centred) : PreparedLayout{},
+          .partial = partial_layout(rows, head_dim),
+          .scratch = scratch_layout(rows, head_dim, padded_dim, centred, path)};
+}
+
+}  // namespace kvant::core

@@ -1,0 +1,215 @@
+// The path for many rows on a matrix unit: some pages of a kind at once, so that output sums pass between memory and
+// tile registers once for 256 keys, and rows of queries once for as many keys.
+#pragma once
+
+#include "cpu/attend/matrix.hpp"
+#include "cpu/attend/page_rows.hpp"
+#include "cpu/attend/tile.hpp"
+#include "cpu/encode/page_centre.hpp"
+
+KVANT_NAMESPACE_BEGIN(cpu)
+
+template <class S>
+struct MatrixItem {
+  using W = Wide<S>;
+  static constexpr int kPages = core::kMatrixPages;
+  static constexpr int kStride = kPages * kPageTokens;  // scores are [rows][kStride]
+
+  const core::AttendItem& item;
+  const core::RunContext& run;
+  const core::ScratchLayout& l;
+  ItemRows rows;
+  int row_blocks;
+  float* scores;
+
+  explicit MatrixItem(const core::AttendItem& which)
+      : item(which),
+        run(*which.run),
+        l(which.layout->scratch),
+        rows{which, run, run.sequences[which.sequence], item_state(which), at<float>(which.scratch, l.centers)},
+        row_blocks(blocks_of_rows(which.rows)),
+        scores(at<float>(which.scratch, l.scores)) {}
+
+  KVANT_INLINE Operand rows_at(std::size_t offset, int depth) const {
+    return operand_at(item.scratch + offset, row_blocks, depth);
+  }
+  // Elements of a key that are multiplied.
+  KVANT_INLINE int depth_of(Format f) const {
+    return is_integer_format(f) ? run.padded_dim : (run.head_dim + kTileDepth - 1) / kTileDepth * kTileDepth;
+  }
+  KVANT_INLINE SumTiles outputs(int domain) const {
+    return {at<float>(item.scratch, l.output[domain]), kTileRows * run.head_dim, kTileRows * kTileWords, kTileWords};
+  }
+
+  void pack_queries() const {
+    const Format f = run.layout[core::kEncoded].k.format;
+    const int depth = depth_of(f), raw_depth = depth_of(Format::f32);
+    const Operand as_given = rows_at(l.panel_raw, raw_depth), in_basis = rows_at(l.panel_basis, depth);
+    const codec::BasisRef& basis = basis_of(run.k_basis, item.kv_head);
+    std::int16_t element[codec::kMaxHeadDim];
+    for (int e = 0; e < depth; ++e)
+      element[e] = static_cast<std::int16_t>(is_integer_format(f) ? level_element<W>(f, e) : e);
+    for (int r = 0; r < row_blocks * kTileRows; ++r) {
+      float raw[codec::kMaxHeadDim], rotated[codec::kMaxHeadDim], ordered[codec::kMaxHeadDim];
+      read_row(item, l, rows.state, basis, r, raw, rotated);
+      for (int e = 0; e < depth; ++e) ordered[e] = rotated[element[e]];
+      pack_row<W, kQueryTerms>(raw, raw_depth, as_given, r);
+      pack_row<W, kQueryTerms>(ordered, depth, in_basis, r);
+      if (!run.centred) continue;
+      float* panel = at<float>(item.scratch, l.panel_centre) + r / kPanelRows * run.padded_dim * kPanelRows;
+      for (int e = 0; e < run.padded_dim; ++e) panel[e * kPanelRows + r % kPanelRows] = rotated[centre_element(e)];
+    }
+  }
+
+  // scores of `count` pages of a kind
+  void multiply_keys(const PageRows* seen, int count) const {
+    const codec::SideLayout& side = seen->page.layout->k;
+    const int d = run.head_dim, depth = depth_of(side.format), blocks = count * kBlocksOfPage;
+    const Operand queries = rows_at(seen->page.domain == core::kExact ? l.panel_raw : l.panel_basis, depth);
+    const Operand keys = operand_at(item.scratch + l.page, blocks, depth);
+    with_format(side.format, [&]<Format F>() {
+      if constexpr (is_integer_format(F)) {
+        for (int i = 0; i < count; ++i) pack_level_keys<S, F>(side, d, seen[i].page.block, keys, i * kBlocksOfPage);
+        const int group_steps = keys.steps / side.groups;
+        for (int g = 0; g < side.groups; ++g) {
+          float* sums = g == 0 ? scores : at<float>(item.scratch, l.weights);
+          multiply_all<S, 2, 1, false>(queries, row_blocks, keys, 0, blocks, g * group_steps, (g + 1) * group_steps,
+                                       score_tiles(sums, kStride));
+          for (int i = 0; i < count; ++i) {
+            scale_scores<S>(seen[i].page.block + side.scale_offset + g * kPageTokens * 2, item.rows, g > 0,
+                            sums + i * kPageTokens, scores + i * kPageTokens, kStride);
+          }
+        }
+      } else {
+        float* tile = at<float>(item.scratch, l.tile);
+        for (int i = 0; i < count; ++i) {
+          const PageView& page = seen[i].page;
+          decode_keys<S, F>(side, d, run.padded_dim, page.block, 0, kPageTokens, page.k_levels, tile, depth);
+          zero_columns(tile, depth, d);
+          pack_keys<S, key_terms<F>()>(tile, depth, keys, i * kBlocksOfPage);
+        }
+        multiply_all<S, kQueryTerms, key_terms<F>(), false>(queries, row_blocks, keys, 0, blocks, 0, keys.steps,
+                                                            score_tiles(scores, kStride));
+      }
+    });
+  }
+
+  void find_centers(PageRows* seen) const {
+    if (!begin_centers(rows, seen)) return;
+    float c[codec::kMaxHeadDim];
+    decode_centre<S>(*seen->page.layout, run.padded_dim, seen->page.block, c);
+    add_centre_of_panels<S>(c, at<float>(item.scratch, l.panel_centre), item.rows, run.padded_dim, seen->page_center);
+  }
+
+  // Output sums += weights in `scores` times values of these pages.
+  void multiply_values(const PageRows* seen, int count) const {
+    const codec::SideLayout& side = seen->page.layout->v;
+    const int d = run.head_dim, depth = count * kPageTokens;
+    const Operand weights = rows_at(l.weights, depth),
+                  values = operand_at(item.scratch + l.page, d / kTileWords, depth);
+    const SumTiles o = outputs(seen->page.domain);
+    with_format(side.format, [&]<Format F>() {
+      if constexpr (is_integer_format(F)) {
+        for (int i = 0; i < count; ++i) pack_level_values<S, F>(side, d, seen[i].page.block, values, i * kStepsOfPage);
+        const int group_blocks = d / side.groups / kTileWords;
+        for (int g = 0; g < side.groups; ++g) {
+          for (int i = 0; i < count; ++i) {
+            const std::byte* scales = seen[i].page.block + side.scale_offset + g * kPageTokens * 2;
+            for (int r = 0; r < item.rows; ++r) {
+              pack_level_weights<S, F>(scores + r * kStride + i * kPageTokens, scales, weights, r, i * kPageTokens / 2);
+            }
+          }
+          multiply_all<S, 2, 1, true>(weights, row_blocks, values, g * group_blocks, (g + 1) * group_blocks, 0,
+                                      values.steps, o);
+        }
+      } else {
+        float* tile = at<float>(item.scratch, l.tile);
+        const int stride = d + core::kTilePadding;
+        for (int i = 0; i < count; ++i) {
+          const PageView& page = seen[i].page;
+          decode_values<S, F>(side, d, page.block, page.t_begin & ~7, page.t_end, page.v_levels, tile, stride);
+          zero_rows(tile, stride, 0, page.t_begin);
+          zero_rows(tile, stride, page.t_end, kPageTokens);
+          clear_broken(page, tile, stride);
+          pack_values<S>(tile, stride, d, values, i * kStepsOfPage);
+        }
+        for (int r = 0; r < item.rows; ++r) pack_row<W, 2>(scores + r * kStride, depth, weights, r);
+        multiply_all<S, 2, 2, true>(weights, row_blocks, values, 0, d / kTileWords, 0, values.steps, o);
+      }
+    });
+  }
+
+  // Weights of a page are relative to its rows' maxima then; later pages' may have moved these.
+  void rescale(int domain, const float (*factors)[core::kRowBlock], int count) const {
+    for (int r = 0; r < item.rows; ++r) {
+      float factor = 1.0f;
+      for (int i = count - 1; i >= 0; --i) {
+        if (factor != 1.0f) {
+          float* p = scores + r * kStride + i * kPageTokens;
+          for (int t = 0; t < kPageTokens; t += W::kLanes) W::storef(p + t, W::mul(W::loadf(p + t), W::setf(factor)));
+        }
+        factor *= factors[i][r];
+      }
+      if (factor == 1.0f) continue;
+      each_tile_of_row(outputs(domain), run.head_dim, r, [&](float* x, int) {
+        for (int i = 0; i < kTileWords; i += W::kLanes) W::storef(x + i, W::mul(W::loadf(x + i), W::setf(factor)));
+      });
+    }
+  }
+
+  void attend_pages(PageRows* seen, int count) const {
+    const int domain = seen->page.domain;
+    if (rows.state.used[domain] == 0) {
+      rows.state.used[domain] = 1;
+      __builtin_memset(outputs(domain).at, 0,
+                       static_cast<std::size_t>(row_blocks * kTileRows * run.head_dim) * sizeof(float));
+    }
+    multiply_keys(seen, count);
+    for (int i = 0; i < count; ++i) find_centers(seen + i);
+    float factors[kPages][core::kRowBlock];
+    for (int i = 0; i < count; ++i) softmax_of_page<S>(rows, seen[i], scores + i * kPageTokens, kStride, factors[i]);
+    rescale(domain, factors, count);
+    multiply_values(seen, count);
+  }
+
+  // Output sums to where partials have theirs.
+  void copy_outputs() const {
+    const int d = run.head_dim;
+    for (int domain = 0; domain < core::kDomains; ++domain) {
+      if (rows.state.used[domain] == 0) continue;
+      for (int r = 0; r < item.rows; ++r) {
+        float* to = rows.state.o_of(domain) + r * d;
+        each_tile_of_row(outputs(domain), d, r,
+                         [&](const float* x, int c) { __builtin_memcpy(to + c, x, kTileWords * sizeof(float)); });
+      }
+    }
+  }
+};
+
+template <class S>
+void attend_by_matrix(const core::AttendItem& item) {
+  const MatrixItem<S> m(item);
+  Matrix<S>::configure();
+  m.pack_queries();
+  PageRows seen[core::kMatrixPages];
+  int count = 0;
+  for (std::int64_t use = item.use_begin; use < item.use_end; ++use) {
+    if (!look_at_page<S>(m.rows, use, &seen[count])) continue;
+    if (count > 0 && seen[count].page.layout != seen[0].page.layout) {
+      m.attend_pages(seen, count);
+      seen[0] = seen[count];
+      count = 0;
+    }
+    if (++count == core::kMatrixPages) {
+      m.attend_pages(seen, count);
+      count = 0;
+    }
+  }
+  if (count > 0) m.attend_pages(seen, count);
+  Matrix<S>::release();
+  m.copy_outputs();
+  if (item.partial == core::kNoPartial)
+    finish_rows<S>(*item.run, item.sequence, item.kv_head, item.row_begin, m.rows.state);
+}
+
+KVANT_NAMESPACE_END
