@@ -1,6 +1,6 @@
-// An instruction set that no machine has, so that cpu/attend/matrix.hpp is tested everywhere: many rows on a matrix unit
-// in plain C++, between registers of sixteen lanes as AVX-512 has them; the rest as the best instruction set of this
-// machine. Compiled with KVANT_ISA=emulated.
+// An instruction set that no machine has, so that cpu/attend/matrix.hpp is tested everywhere: many rows on a matrix
+// unit in plain C++, between registers of sixteen lanes as AVX-512 has them; the rest as the best instruction set of
+// this machine. Compiled with KVANT_ISA=emulated.
 #include <atomic>
 
 #include "cpu/attend/attend_matrix.hpp"
