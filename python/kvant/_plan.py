@@ -57,7 +57,19 @@ def run_options(
 
 
 def attention_options(
-    q_heads: int, *, scale, softcap, alibi_slopes, causal, window, window_sinks, threads, split_keys, isa, kernel, fresh
+    q_heads: int,
+    *,
+    scale,
+    softcap,
+    causal,
+    window,
+    fresh,
+    alibi_slopes=None,
+    window_sinks=0,
+    threads=0,
+    split_keys=0,
+    isa=None,
+    kernel=None,
 ) -> _c.AttentionOptions:
     """The options that all plans have."""
     o = _c.AttentionOptions()

@@ -15,6 +15,7 @@ import torch
 
 import kvant
 from kvant import _c, _tensors
+from kvant._plan import attention_options
 
 PAGE_TOKENS = 64
 _NO_LOCK = nullcontext()
@@ -367,10 +368,9 @@ class Group:
         plain = mask is None and counts is None
         options = self._options.get(key) if plain else None
         if options is None:
-            options = _c.AttentionOptions()
-            _c.attention_options_init(byref(options), sizeof(options))
-            options.q_len, options.q_heads, scale, options.softcap, causal, options.window, own, _ = key
-            options.scale, options.is_causal, options.fresh_keys = scale or 0.0, 1 if causal else 0, 1 if own else 0
+            queries, heads, scale, softcap, causal, window, own, _ = key
+            options = attention_options(heads, scale=scale, softcap=softcap, causal=causal, window=window, fresh=own)
+            options.q_len = queries
             if plain:
                 if len(self._options) >= _MOST_STRUCTS:
                     self._options.clear()
