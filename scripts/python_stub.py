@@ -34,6 +34,9 @@ __all__: list[str]
 '''
 
 
+PRIVATE = ("Member", "NotCopied")  # bases
+
+
 def signature(function) -> str:
     """As in the source: annotations are texts there, defaults are written as they are typed."""
     parts, keyword_only = [], False
@@ -68,7 +71,7 @@ def function_lines(name: str, function, indent: str) -> list[str]:
 
 
 def class_lines(name: str, cls) -> list[str]:
-    bases = [b.__name__ for b in cls.__bases__ if b is not object and b.__name__ != "NotCopied"]  # not public
+    bases = [b.__name__ for b in cls.__bases__ if b is not object and b.__name__ not in PRIVATE]
     lines = [f"class {name}({', '.join(bases)}):" if bases else f"class {name}:"]
     lines += doc(cls, "    ") if not hasattr(cls, "__dataclass_fields__") or cls.__doc__ else []
     for field, annotation in getattr(cls, "__annotations__", {}).items():

@@ -20,7 +20,7 @@ except ImportError as _error:
     say_without_library(_error)
     raise
 
-from ._cache import Bases, Cache, Memory, Sequence, Step
+from ._cache import Bases, Cache, Memory, Sequence
 from ._errors import (
     BadFile,
     FileError,
@@ -35,6 +35,7 @@ from ._errors import (
 )
 from ._pages import PageFacts, Pages, PagesPlan
 from ._plan import Plan, PlanFacts
+from ._step import Step
 from ._tools import bf16, build_info, calibrate, eval, formats, info, merge, version
 
 __version__ = version()

@@ -395,7 +395,7 @@ class Step:
 
     As a context manager: if the block raises, the step's tokens are dropped again.
     """
-    def __init__(self, cache: Cache, sequences: list[Sequence], tokens: list[int], stream: Any):
+    def __init__(self, cache: Any, sequences: list[Any], tokens: list[int], stream: Any):
         ...
     def write(self, layer: int, keys: Any, values: Any) -> None:
         """Stores this step's keys and values of one layer; see Cache.write."""

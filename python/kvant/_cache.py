@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from . import _arguments, _c, _overlap, _tensors
-from ._errors import InvalidArgument, KvantError
-from ._owner import Owner
-from ._plan import Plan, comparable, prepare
+from ._errors import InvalidArgument
+from ._owner import Member, Owner
+from ._plan import Plan, prepare
+from ._step import Step, drop_tokens
 
-__all__ = ["Bases", "Cache", "Memory", "Sequence", "Step"]
+__all__ = ["Bases", "Cache", "Memory", "Sequence"]
 
 EXACT = {name: _c.DTYPES[name] for name in _tensors.FLOATS}
 
@@ -426,7 +427,7 @@ class Cache(_arguments.NotCopied):
             return _c.text(_c.cache_describe, self.handle)
 
 
-class Sequence(_arguments.NotCopied):
+class Sequence(_arguments.NotCopied, Member):
     """One sequence of a cache. `len()` counts its tokens. Its pages are freed when the object goes, or by remove()."""
 
     _instead = "fork() makes a sequence that shares its pages"
@@ -499,65 +500,3 @@ class Sequence(_arguments.NotCopied):
 
     def __repr__(self) -> str:
         return f"<kvant.Sequence {self.id} of {self.cache!r}>"
-
-
-def drop_tokens(sequences: list[Sequence], tokens: list[int]) -> None:
-    """Takes the tokens of a step that failed away again."""
-    for s, n in zip(sequences, tokens):
-        try:
-            s.truncate(len(s) - n)
-        except KvantError:  # why the step failed is what the caller must see
-            pass
-
-
-class Step(_arguments.NotCopied):
-    """The tokens that Cache.step reserved: write and attend, layer after layer.
-
-    As a context manager: if the block raises, the step's tokens are dropped again.
-    """
-
-    _instead = "cache.step() makes another"
-
-    def __init__(self, cache: Cache, sequences: list[Sequence], tokens: list[int], stream: Any):
-        self.cache, self.sequences, self.tokens, self.stream = cache, sequences, tokens, stream
-        self._plans: dict = {}
-
-    def write(self, layer: int, keys: Any, values: Any) -> None:
-        """Stores this step's keys and values of one layer; see Cache.write."""
-        self.cache.write(self.sequences, layer, keys, values, stream=self.stream)
-
-    def attend(
-        self,
-        layer: int,
-        q: Any,
-        out: Any = None,
-        *,
-        keys: Any = None,
-        values: Any = None,
-        lse: Any = None,
-        sink_logits: Any = None,
-        **options: Any,
-    ) -> Any:
-        """Attention of this step's queries; see Plan for the options. Layers with the same options share a plan.
-        keys, values: this step's own, to be attended to as given (the option fresh); write them before or after."""
-        if keys is not None or values is not None:
-            options["fresh"] = True
-        q_heads = _tensors.describe(q, "q", self.cache.owner.place(self.stream)).shape[-2:][:1]
-        if not q_heads:
-            raise InvalidArgument("q has no dimensions: must be [tokens, q_heads, head_dim]")
-        options, key = comparable(options, q_heads[0])
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self.cache.plan(self.sequences, q_heads=q_heads[0], q_lens=self.tokens, **options)
-            self._plans[key] = plan
-        return plan.run(
-            layer, q, out, keys=keys, values=values, lse=lse, sink_logits=sink_logits, stream=self.stream
-        )
-
-    def __enter__(self) -> Step:
-        return self
-
-    def __exit__(self, error_type, error, traceback) -> None:
-        self._plans.clear()
-        if error_type is not None:
-            drop_tokens(self.sequences, self.tokens)

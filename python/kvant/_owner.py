@@ -25,6 +25,17 @@ class Held:
         return self.pointer
 
 
+class Member:
+    """A sequence of a cache, to calls that take some of them."""
+
+    cache: Any
+
+    @property
+    def number(self) -> int:
+        """The library's number of the sequence."""
+        raise NotImplementedError
+
+
 class Owner:
     """device: ("cpu", 0) or ("cuda", number). name: "cache" or "pages", for messages."""
 
@@ -56,12 +67,12 @@ class Owner:
     def _verb(self, one: str, several: str) -> str:
         return several if self.name == "pages" else one
 
-    def members(self, sequences: Any) -> list[Any]:
+    def members(self, sequences: Any) -> list[Member]:
         """The sequences of a call, of which each is this cache's."""
         what = "sequences of this cache (cache.sequence())"
-        found = [sequences] if hasattr(sequences, "cache") else _arguments.items("sequences", sequences, what)
+        found = [sequences] if isinstance(sequences, Member) else _arguments.items("sequences", sequences, what)
         for s in found:
-            if getattr(getattr(s, "cache", None), "owner", None) is not self:
+            if not isinstance(s, Member) or s.cache.owner is not self:
                 raise InvalidArgument(f"sequences has {_arguments.show(s)}: must be {what}")
         return found
 

@@ -367,6 +367,9 @@ def test_refusals_carry_the_library_s_sentence(rng):
         plan.run(0, bad[:1])
     with pytest.raises(kvant.InvalidArgument, match="sequences of this cache"):
         exact_cache().plan(seq, q_heads=2)
+    for other in (plan, [plan], cache.step([seq]), [None]):  # what has the cache, too, or nothing
+        with pytest.raises(kvant.InvalidArgument, match="sequences"):
+            cache.plan(other, q_heads=2)
     cache.close()
     with pytest.raises(kvant.InvalidArgument, match="closed"):
         cache.sequence()
