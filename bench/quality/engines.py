@@ -7,6 +7,7 @@ plugin with exact pages, and `auto` is vLLM's own attention. A script has parts,
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import json
 import os
@@ -23,6 +24,19 @@ GRAPHS = {
     "custom_ops": ["all"],
     "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 168],
 }
+
+
+def arguments(doc: str | None, parallel: int, seconds: float | None = None) -> argparse.ArgumentParser:
+    """The options of all scripts. seconds: the usual limit of a part, where a script has one."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="a Hugging Face model")
+    parser.add_argument("caches", nargs="+", metavar="CACHE")
+    parser.add_argument("--out", type=Path, required=True, help="a folder for results and logs")
+    parser.add_argument("--parallel", type=int, default=parallel, help="engines at a time")
+    if seconds is not None:
+        parser.add_argument("--seconds", type=float, default=seconds, help="that an engine may take")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    return parser
 
 
 def settings(cache: str) -> dict[str, Any]:

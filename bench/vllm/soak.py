@@ -36,7 +36,7 @@ from typing import Any, Iterator, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quality"))
 
-from engines import end_part, load, run_parts, start  # noqa: E402
+from engines import arguments, end_part, load, run_parts, start  # noqa: E402
 from kl import read  # noqa: E402
 
 BLOCK = 64
@@ -365,19 +365,13 @@ def report(blocks: int, found: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a Hugging Face model")
-    parser.add_argument("caches", nargs="+", metavar="CACHE")
-    parser.add_argument("--out", type=Path, required=True, help="a folder for results and logs")
+    parser = arguments(__doc__, parallel=1, seconds=900)
     parser.add_argument("--loads", default="load,drafts", help="one of these, or both")
-    parser.add_argument("--parallel", type=int, default=1, help="engines at a time on the GPU")
-    parser.add_argument("--seconds", type=float, default=900, help="that an engine may take")
     parser.add_argument("--blocks", type=int, default=60, help="of 64 tokens, in the pool")
     parser.add_argument("--longest", type=int, default=3000, help="tokens of a prompt")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=120, help="of a round")
     parser.add_argument("--alone", type=int, default=60, help="greedy requests that run again alone, at most")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     a = parser.parse_args()
     if unknown := set(a.loads.split(",")) - set(LOADS):
         parser.error(f"--loads: {', '.join(sorted(unknown))}: must be some of {', '.join(LOADS)}")

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quality"))
 
-from engines import end_part, greedy, load, run_parts, start  # noqa: E402
+from engines import arguments, end_part, greedy, load, run_parts, start  # noqa: E402
 from kl import read  # noqa: E402
 
 LENGTHS = (200, 333, 512, 640, 64, 1000, 1500, 3000)  # of prompts, in each of two texts
@@ -241,15 +241,9 @@ def report(a: argparse.Namespace, found: dict[str, dict[str, Any]]) -> list[str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a Hugging Face model")
-    parser.add_argument("caches", nargs="+", metavar="CACHE")
-    parser.add_argument("--out", type=Path, required=True, help="a folder for results and logs")
+    parser = arguments(__doc__, parallel=4, seconds=600)
     parser.add_argument("--modes", default="tensor,pipeline,draft,context", help="some of these")
     parser.add_argument("--options", type=json.loads, default={}, help="JSON, LLM's, of the engines on two GPUs")
-    parser.add_argument("--parallel", type=int, default=4, help="engines at a time")
-    parser.add_argument("--seconds", type=float, default=600, help="that an engine may take")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     a = parser.parse_args()
     modes = a.modes.split(",")
     if unknown := [m for m in modes if m not in MODES or not MODES[m].against]:
