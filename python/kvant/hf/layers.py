@@ -12,7 +12,7 @@ from .groups import Group, Step
 from .proxies import KVProxy, StoredTokens
 
 
-class Owner(Protocol):
+class LayersCache(Protocol):
     """The cache, as its layers know it: see KvantCache."""
 
     stored: torch.Tensor | None
@@ -39,7 +39,7 @@ class KvantLayer(versions.CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, owner: Owner, index: int, family: Family, original: Any):
+    def __init__(self, owner: LayersCache, index: int, family: Family, original: Any):
         # The base class would set keys, values and is_initialized, which are properties here.
         # Weak: a cycle would keep the pages until Python's collector comes by.
         self._owner = weakref.ref(owner)
@@ -57,7 +57,7 @@ class KvantLayer(versions.CacheLayerMixin):
         return f"KvantLayer({self.index}{f', window {self.window}' if self.window else ''})"
 
     @property
-    def owner(self) -> Owner:
+    def owner(self) -> LayersCache:
         owner = self._owner()
         if owner is None:
             raise RuntimeError(f"the cache of layer {self.index} is gone: keep the cache, not its layers")

@@ -18,7 +18,6 @@ from .layer import BLOCK_TOKENS, pool
 
 BOUND = 0.5  # error of scores, relative to their spread
 TOKENS = 512  # of each layer, before it judges
-TOKENS_AT_ONCE = TOKENS
 STEPS = 64  # with prompts, at most: where all prompts are short, it judges by what it has seen
 
 _far: set[int] = set()  # numbers of this process's layers that are beyond the bound
@@ -48,7 +47,7 @@ class Check:
             if places[row] >= 0
             and places[row] % BLOCK_TOKENS == 0
             and places[row + BLOCK_TOKENS - 1] == places[row] + BLOCK_TOKENS - 1
-        ][: TOKENS_AT_ONCE // BLOCK_TOKENS]
+        ][: TOKENS // BLOCK_TOKENS]
         if not begins:
             return
         blocks = [places[row] // BLOCK_TOKENS for row in begins]

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import torch
 
+import kvant
+
 from . import versions
 
 
@@ -108,5 +110,5 @@ def attend(impl, metadata, query, key, value, cache, output, sink_logits) -> Non
         output[:decoding] = merged
     if rows > decoding:
         here = slice(decoding, rows)
-        of_pages = torch.sigmoid(lse[here] - own_lse[here])[..., None]
-        output[here] = torch.lerp(output[here].float(), found[here].float(), of_pages)
+        merged, _ = kvant.merge([(output[here].float(), own_lse[here]), (found[here].float(), lse[here])])
+        output[here] = merged
