@@ -25,6 +25,7 @@ MORE_REGISTERS = 8  # ptxas moves by a few between builds that differ in nothing
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers(.*)")
+OBJECTS = re.compile(r"kvant_cuda(_hopper)?\.dir")
 SHARED = re.compile(r"(\d+) bytes smem")
 
 
@@ -67,7 +68,8 @@ def known_objects(folder):
     units = json.loads((folder / "compile_commands.json").read_text())
     commands = [shlex.split(unit["command"]) for unit in units if unit["file"].endswith(".cu")]
     paths = [folder / command[command.index("-o") + 1] for command in commands]
-    return sorted((path for path in paths if "kvant_cuda.dir" in path.parts), key=lambda path: path.name)
+    return sorted((path for path in paths if any(OBJECTS.fullmatch(part) for part in path.parts)),
+                  key=lambda path: path.name)
 
 
 def objects(folder):
@@ -77,7 +79,8 @@ def objects(folder):
 
 def unit_name(path):
     """Where a unit lies in src/cuda: "store/tables". Units of two folders may have one file name."""
-    return "/".join(path.parts[path.parts.index("kvant_cuda.dir") + 2 :]).removesuffix(".cu.o")
+    folder = next(i for i, part in enumerate(path.parts) if OBJECTS.fullmatch(part))
+    return "/".join(path.parts[folder + 2 :]).removesuffix(".cu.o")
 
 
 def measured(folder):

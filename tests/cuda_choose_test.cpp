@@ -58,19 +58,25 @@ const std::vector<TableEntry> kTable = {
 #include "cuda/decode_tables.inc"
 };
 
+TileOffers& offers_of_kind(const char* name, Offers& offers) {
+  const auto is_named = [&](const TileKind* kind) { return kind->name == std::string(name); };
+  const auto* found = std::find_if(std::begin(kTileKinds), std::end(kTileKinds), is_named);
+  return offers.tiles[static_cast<std::size_t>(found - std::begin(kTileKinds))];
+}
 template <int D>
 void offer_tiles(const Work& work, const Device& device, Offers& offers) {
   if (D != work.stored_head_dim()) return;
   if constexpr (D <= prefill::kMostHeadDim) {
     if (prefill::has_kernel(work.k, work.v, D))
-      offers.sm90 = TileOffer{prefill::kRows, prefill::Shape<D>::kBytes, 1, device.is_hopper};
+      offers_of_kind(core::kPrefillSm90, offers).kernel =
+          TileOffer{prefill::kRows, prefill::Shape<D>::kBytes, 1, device.is_hopper};
   }
   if (prefill::has_one_type(work.k, work.v)) {
     using S = prefill::sm80::Shape<D>;
     const int more = codec::is_centred(work.params.cache.encoded_layout) ? S::kMoreIfCentred : 0;
     const int bytes = S::bytes(work.k, work.v) + more;
     const int room = device.limits.multiprocessor_shared_bytes / (bytes + kKiB);
-    offers.sm80 = TileOffer{S::kRows, bytes, std::min(S::kBlocks, room), true};
+    offers_of_kind(core::kPrefillSm80, offers).kernel = TileOffer{S::kRows, bytes, std::min(S::kBlocks, room), true};
   }
   using S = prefill::dense::ShapeFor<D>;
   offers.dense = DenseOffer{S::kRows, S::kKeys, S::kBytes, S::kBlocks, device.is_hopper, true};
@@ -78,6 +84,7 @@ void offer_tiles(const Work& work, const Device& device, Offers& offers) {
 
 Offers offers_of(const Work& work, const Device& device) {
   Offers offers{.instances = instances(), .limits = device.limits};
+  offers.tiles.resize(std::size(kTileKinds));
   for (const TableEntry& one : kTable) {
     if (one.head_dim != work.stored_head_dim()) continue;
     offers.has_decode = true;
@@ -86,7 +93,7 @@ Offers offers_of(const Work& work, const Device& device) {
     offers.decode.back().has_code = !one.offer.by_group || device.is_hopper;
   }
 #define KVANT_ENTRY(d) \
-  if (d <= prefill::kMostHeadDim) offers.sm90_head_dims.push_back(d);
+  if (d <= prefill::kMostHeadDim) offers_of_kind(core::kPrefillSm90, offers).head_dims.push_back(d);
   KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
 #undef KVANT_ENTRY
 #define KVANT_ENTRY(d) offer_tiles<d>(work, device, offers);
@@ -150,13 +157,16 @@ Result<Chosen> try_choose(const Case& c, const Device& device) {
   const Asked asked(c);
   const Work work = asked.work();
   Offers offers = offers_of(work, device);
-  if (!considers_prefill(work)) offers.sm90.reset(), offers.sm80.reset(), offers.dense.reset();  // as plans do
+  if (!considers_prefill(work)) {
+    for (TileOffers& one : offers.tiles) one.kernel.reset();
+    offers.dense.reset();  // as plans do
+  }
   const Result<Choice> choice = choose(work, offers);
   if (!choice.ok()) return choice.status();
   Chosen chosen{"", choice->why, choice->ns, 0};
   if (choice->first) chosen.kinds += "prefill_fresh, ";
   if (choice->rounds) chosen.kinds += "prefill_unpacked, ";
-  chosen.kinds += choice->tiles != Tiles::none ? name_of(choice->tiles) : choice->kernel(offers);
+  chosen.kinds += choice->tiles >= 0 ? kTileKinds[choice->tiles]->name : choice->kernel(offers);
   if (choice->decode >= 0) chosen.rows = offers.decode[static_cast<std::size_t>(choice->decode)].rows();
   return chosen;
 }

@@ -104,19 +104,13 @@ struct DevicePlanConfig {
   int kv_heads = 1, head_dim = 0;
 };
 
-// The names that AttentionOptions::kernel takes. kPrefillKernels: kPrefillSm90 or else kPrefillSm80, whichever serves
-// first, behind kPrefillFresh and kPrefillUnpacked, each of which serves some sequences of a run and never a run alone.
-// kGenericKernels: any formats, in float32; plans over f32 and imported formats have no other kernels.
-inline constexpr const char* kDecodeKernels = "decode";
-inline constexpr const char* kDecodeSm90 = "decode_sm90";
-inline constexpr const char* kPrefillKernels = "prefill";
-inline constexpr const char* kPrefillSm90 = "prefill_sm90";
-inline constexpr const char* kPrefillSm80 = "prefill_sm80";
-inline constexpr const char* kPrefillFresh = "prefill_fresh";
-inline constexpr const char* kPrefillUnpacked = "prefill_unpacked";
-inline constexpr const char* kGenericKernels = "generic";
-inline constexpr const char* kKernelNames[] = {kDecodeKernels, kDecodeSm90,   kPrefillKernels,  kPrefillSm90,
-                                               kPrefillSm80,   kPrefillFresh, kPrefillUnpacked, kGenericKernels};
+// The names that AttentionOptions::kernel takes (core/kernels.def says what they name).
+#define KVANT_KERNEL(constant, name) inline constexpr const char* constant = #name;
+#include "core/kernels.def"
+#define KVANT_KERNEL(constant, name) constant,
+inline constexpr const char* kKernelNames[] = {
+#include "core/kernels.def"
+};
 
 class DevicePlan {
  public:

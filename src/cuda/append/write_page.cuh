@@ -37,10 +37,10 @@ __device__ __forceinline__ void multiply_row(const float* x, float* y, int t, co
 }
 
 // Where a team's staged rows begin.
-template <class Shape, class T, bool kCentred>
-__device__ __forceinline__ std::byte* rows_of_team(const WriteParams& params, int pitch) {
+template <class Shape, bool kCentred>
+__device__ __forceinline__ std::byte* rows_of_team(const WriteParams& params, int table_bytes, int pitch) {
   extern __shared__ __align__(16) std::byte shared[];
-  return shared + (kCentred ? kCentreBytes<Shape> : 0) + T::kBytes + 2 * params.rows * pitch * team_of_block<Shape>();
+  return shared + (kCentred ? kCentreBytes<Shape> : 0) + table_bytes + 2 * params.rows * pitch * team_of_block<Shape>();
 }
 
 // The sum of squares of a vector's elements, four() at a time, in the 32 lanes of the codec. Where a thread has many
@@ -127,7 +127,7 @@ __device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_e
   const int pitch = staged.pitch;
   int other = params.rows * pitch;  // bytes from `rows` to the other buffer
   std::byte* tables_at = shared + (kCentred ? kCentreBytes<Shape> : 0);
-  std::byte* rows = rows_of_team<Shape, T, kCentred>(params, pitch);
+  std::byte* rows = rows_of_team<Shape, kCentred>(params, T::kBytes, pitch);
   __syncwarp();  // the warp may still read from what it did before
   if (staged.unchecked) copy_rows<Shape>(job, staged, from_exact, first, min(params.rows, last - first), rows);
   if constexpr (kAnyFormat) {
@@ -461,7 +461,8 @@ __device__ __forceinline__ void find_centres_of_jobs(const WriteParams& params, 
   team_barrier<Shape>();  // nobody reads rows and codes of the jobs before
   const int begin = thread_of_team<Shape>(32) * params.centres_of_warp;
   const int count = min(params.centres_of_warp, last - first - begin);
-  std::byte* rows = rows_of_team<Shape, T, true>(params, staged_pitch(Shape::kD, staged_dtype(params, params.k)));
+  std::byte* rows =
+      rows_of_team<Shape, true>(params, T::kBytes, staged_pitch(Shape::kD, staged_dtype(params, params.k)));
   if (count > 0) {
     const auto job = [&](int i) {
       const std::int32_t number = first + begin + i;

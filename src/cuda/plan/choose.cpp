@@ -5,7 +5,6 @@
 #include "core/fmt.hpp"
 #include "cuda/plan/rounds.hpp"
 #include "cuda/prefill/choice.hpp"
-#include "cuda/prefill_sm90/shape.hpp"
 
 namespace kvant::cuda {
 namespace {
@@ -15,10 +14,6 @@ constexpr std::int64_t kShortPages = 20;
 // A sequence without older tokens has at least so many rows; with fewer, a second launch costs what the kernel of fresh
 // keys gains.
 constexpr std::int64_t kLeastFreshRows = 256;
-
-std::string pair_at(const Work& work) {
-  return fmt::format("{} at head_dim {}", pair_name({work.k, work.v}), work.head_dim());
-}
 
 Status refuse_kernel(const Work& work, const std::string& reason) {
   return {Code::unsupported, fmt::format("kernel is \"{}\": {}; leave kernel empty", work.kernel, reason)};
@@ -127,33 +122,6 @@ Status choose_decode(const Work& work, const Offers& offers, const Group& group,
 
 // --- prefill kernels -------------------------------------------------------------------------------------------------
 
-// The reason why kernels that are made for compute capability 9.0 alone do not run; empty: they do.
-std::string missing_of_hopper(const char* kind, int shared_bytes, bool has_code, const DeviceLimits& limits) {
-  const std::string needs = fmt::format("{} kernels need compute capability 9.0", kind);
-  if (shared_bytes > limits.shared_bytes) return needs;
-  return has_code ? std::string() : needs + " and machine code for it (sm_90a)";
-}
-
-std::string missing_of_sm90(const Work& work, const Offers& offers) {
-  if (work.stored_head_dim() != work.head_dim()) return "prefill_sm90 kernels do not serve padded vectors";
-  const std::vector<int>& sizes = offers.sm90_head_dims;
-  if (std::find(sizes.begin(), sizes.end(), work.head_dim()) == sizes.end())
-    return fmt::format("prefill_sm90 kernels are compiled for head_dim {}", fmt::join(sizes, ", "));
-  if (!offers.sm90) return fmt::format("prefill_sm90 kernels are not compiled for {}", pair_at(work));
-  return missing_of_hopper(core::kPrefillSm90, offers.sm90->shared_bytes, offers.sm90->has_code, offers.limits);
-}
-
-std::string missing_of_sm80(const Work& work, const Offers& offers) {
-  if (!offers.sm80) return fmt::format("prefill_sm80 kernels do not serve {}", pair_at(work));
-  if (offers.sm80->shared_bytes > offers.limits.shared_bytes) {
-    return fmt::format("prefill_sm80 kernels need {} bytes of shared memory a block for {}, the device has {}",
-                       offers.sm80->shared_bytes, pair_at(work), offers.limits.shared_bytes);
-  }
-  if (offers.sm80->blocks < 1)
-    return fmt::format("a block of the prefill_sm80 kernel for {} finds no room", pair_at(work));
-  return {};
-}
-
 std::string missing_of_dense(const char* kind, const Work& work, const Offers& offers) {
   if (work.params.mask.data != nullptr) return fmt::format("{} kernels take no mask tensor", kind);
   if (!offers.dense || work.head_dim() % 8 != 0)
@@ -173,35 +141,31 @@ Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_
     return basis.kind == (codec::is_tq(format) ? BasisKind::hadamard : BasisKind::none);
   };
 
-  prefill::Candidate candidates[] = {{core::kPrefillSm90, {}, decode_ns},
-                                     {core::kPrefillSm80, {}, decode_ns},
-                                     {core::kPrefillUnpacked, {}, decode_ns}};
-  auto& [sm90, sm80, unpacked] = candidates;
+  constexpr std::size_t kKinds = std::size(kTileKinds);
+  prefill::Candidate candidates[kKinds + 1];  // the last one: unpacked keys
+  OtherTiles others[kKinds];
+  prefill::Candidate& unpacked = candidates[kKinds] = {core::kPrefillUnpacked, {}, decode_ns};
   const bool has_usual_bases = usual(p.k_basis, work.k) && usual(p.v_basis, work.v);
-  if (!has_usual_bases) {
-    sm90.missing = sm80.missing = unpacked.missing = "bases other than the formats' own are for decode kernels only";
-  } else {
-    sm90.missing = missing_of_sm90(work, offers);
-    sm80.missing = missing_of_sm80(work, offers);
-  }
-  const OtherTiles others[] = {{times::sm90_times(stored, work.k), prefill::kRows, 1},
-                               {times::sm80_times(stored, work.k), offers.sm80 ? offers.sm80->rows : prefill::kRows,
-                                offers.sm80 ? std::max(offers.sm80->blocks, 1) : 1}};
-  if (most_rows >= times::kLeastPrefillRows) {  // else decode kernels have one row block a sequence and kv head
-    for (const int i : {0, 1})
+  const std::string unusual = has_usual_bases ? "" : "bases other than the formats' own are for decode kernels only";
+  std::size_t beside = 0;  // the kernels that serve beside unpacked keys: the fastest that can, else the last
+  for (std::size_t i = 0; i < kKinds; ++i) {
+    const TileKind& kind = *kTileKinds[i];
+    const std::optional<TileOffer>& offer = offers.tiles[i].kernel;
+    candidates[i] = {kind.name, has_usual_bases ? kind.missing(work, offers, offers.tiles[i]) : unusual, decode_ns};
+    others[i] = {kind.times(stored, work.k), offer ? offer->rows : prefill::kUsualRows,
+                 offer ? std::max(offer->blocks, 1) : 1};
+    if (most_rows >= times::kLeastPrefillRows) {  // else decode kernels have one row block a sequence and kv head
       candidates[i].ns =
           times::prefill_ns(tiles_of(work, others[i].rows), others[i].times, multiprocessors, others[i].blocks);
+    }
+    const bool serves = candidates[i].missing.empty(), served = candidates[beside].missing.empty();
+    if (!served || (serves && candidates[i].ns < candidates[beside].ns)) beside = i;
   }
-  // The kernels that serve beside unpacked keys.
-  const bool is_sm80_faster = sm80.missing.empty() && sm80.ns < sm90.ns;
-  const Tiles beside = !sm90.missing.empty() || is_sm80_faster ? Tiles::sm80 : Tiles::sm90;
-  const std::string& beside_missing = beside == Tiles::sm90 ? sm90.missing : sm80.missing;
   RoundsChoice rounds;
-  if (unpacked.missing.empty()) unpacked.missing = beside_missing;
+  unpacked.missing = candidates[beside].missing;
   if (unpacked.missing.empty()) unpacked.missing = missing_of_dense(core::kPrefillUnpacked, work, offers);
   if (unpacked.missing.empty()) {
-    rounds = choose_rounds(work, *offers.dense, others[beside == Tiles::sm90 ? 0 : 1],
-                           work.kernel == core::kPrefillUnpacked, multiprocessors);
+    rounds = choose_rounds(work, *offers.dense, others[beside], work.kernel == core::kPrefillUnpacked, multiprocessors);
     unpacked.missing = rounds.missing;
     if (rounds.missing.empty()) unpacked.ns = rounds.ns;
   }
@@ -213,9 +177,9 @@ Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_
   const prefill::Candidate& candidate = candidates[taken->candidate];
   choice.ns = candidate.ns;
   if (&candidate == &unpacked) choice.rounds = rounds.rule;
-  choice.tiles = &candidate == &unpacked ? beside : &candidate == &sm90 ? Tiles::sm90 : Tiles::sm80;
+  choice.tiles = &candidate == &unpacked ? static_cast<int>(beside) : taken->candidate;
 
-  const std::int64_t rows = choice.tiles == Tiles::sm90 ? offers.sm90->rows : offers.sm80->rows;
+  const std::int64_t rows = offers.tiles[static_cast<std::size_t>(choice.tiles)].kernel->rows;
   const std::int64_t row_blocks = (most_rows + rows - 1) / rows;
   if (work.pairs() * row_blocks > (1 << 30) || most_rows > kMostRows) {
     return {
@@ -267,6 +231,12 @@ Status choose_fresh(const Work& work, const Offers& offers, Choice& choice) {
 
 }  // namespace
 
+std::string missing_of_hopper(const char* kind, int shared_bytes, bool has_code, const DeviceLimits& limits) {
+  const std::string needs = fmt::format("{} kernels need compute capability 9.0", kind);
+  if (shared_bytes > limits.shared_bytes) return needs;
+  return has_code ? std::string() : needs + " and machine code for it (sm_90a)";
+}
+
 bool considers_prefill(const Work& work) {
   if (work.kernel == core::kGenericKernels || !generic_only(work).empty()) return false;
   return work.fresh_keys || work.most_rows() >= times::kLeastPrefillRows ||
@@ -301,7 +271,7 @@ Result<Choice> choose(const Work& work, const Offers& offers) {
   } else if (considers_prefill(work) || !work.kernel.empty()) {
     if (Status s = choose_tiles(work, offers, decode_ns, choice); !s.ok()) return s;
   }
-  if (choice.tiles != Tiles::none) {
+  if (choice.tiles >= 0) {
     if (Status s = choose_fresh(work, offers, choice); !s.ok()) return s;
     return choice;
   }

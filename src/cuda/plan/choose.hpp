@@ -13,21 +13,16 @@
 #include <string>
 
 #include "cuda/plan/offers.hpp"
+#include "cuda/plan/tile_kinds.hpp"
 #include "cuda/plan/work.hpp"
 #include "cuda/prefill_unpacked/rounds.hpp"
 
 namespace kvant::cuda {
 
-// Prefill kernels that read pages.
-enum class Tiles { none, sm90, sm80 };
-constexpr const char* name_of(Tiles tiles) {
-  return tiles == Tiles::sm90 ? core::kPrefillSm90 : tiles == Tiles::sm80 ? core::kPrefillSm80 : "";
-}
-
 struct Choice {
   std::string why;      // these kernels; empty: there are few rows
   std::int64_t ns = 0;  // estimated
-  Tiles tiles = Tiles::none;
+  int tiles = -1;       // which of kTileKinds; -1: decode kernels or the generic kernel serve
   // For prefill kernels:
   prefill::Schedule schedule{};                        // of tiles
   std::optional<prefill::unpacked::RoundRule> rounds;  // prefill_unpacked comes before
@@ -39,7 +34,7 @@ struct Choice {
 
   [[nodiscard]] const char* kernel(const Offers& offers) const {
     if (is_generic) return core::kGenericKernels;
-    if (tiles != Tiles::none) return core::kPrefillKernels;
+    if (tiles >= 0) return core::kPrefillKernels;
     return offers.decode[static_cast<std::size_t>(decode)].by_group ? core::kDecodeSm90 : core::kDecodeKernels;
   }
 };

@@ -4,8 +4,6 @@
 
 #include "cuda/plan/kernels_of.hpp"
 #include "cuda/prefill_dense/kernels.hpp"
-#include "cuda/prefill_sm80/kernels.hpp"
-#include "cuda/prefill_sm90/kernels.hpp"
 #include "cuda/runtime/built.hpp"
 #include "cuda/runtime/runtime.hpp"
 
@@ -14,12 +12,10 @@ namespace {
 
 using prefill::Kernel;
 
-std::span<const Kernel> sm90_kernels(int head_dim) {
-  return kernels_of(head_dim, []<int D>() { return prefill::kernels<D>(); });
-}
-std::span<const Kernel> sm80_kernels(int head_dim) {
-  return kernels_of(head_dim, []<int D>() { return prefill::sm80::kernels<D>(); });
-}
+#define KVANT_TILE_KERNEL(constant, name) &name##_kernels,
+constexpr std::span<const Kernel> (*kKernelsOfKinds[])(int head_dim) = {
+#include "core/kernels.def"
+};
 
 const Kernel* find_kernel(std::span<const Kernel> kernels, const Work& work) {
   const auto found = std::find_if(kernels.begin(), kernels.end(),
@@ -64,29 +60,22 @@ Status find_decode(const Work& work, Compiled& found) {
   return {};
 }
 
-Status find_sm90(const Work& work, Compiled& found) {
+Status find_tiles(const Work& work, std::size_t i, Compiled& found) {
+  TileOffers& offers = found.offers.tiles[i];
+  const TileKind& kind = *kTileKinds[i];
   for (const int d : instances().head_dims) {
-    if (!sm90_kernels(d).empty()) found.offers.sm90_head_dims.push_back(d);
+    if (!kKernelsOfKinds[i](d).empty()) offers.head_dims.push_back(d);
   }
-  found.sm90 = find_kernel(sm90_kernels(work.stored_head_dim()), work);
-  if (found.sm90 == nullptr) return {};
-  TileOffer offer{.rows = found.sm90->rows, .shared_bytes = found.sm90->shared_bytes};
-  if (Status s = find_hopper_code(found.sm90->function, offer.shared_bytes, found.offers.limits, offer.has_code);
-      !s.ok())
-    return s;
-  found.offers.sm90 = offer;
-  return {};
-}
-
-Status find_sm80(const Work& work, Compiled& found) {
-  const std::span<const Kernel> kernels = sm80_kernels(work.stored_head_dim());
+  const std::span<const Kernel> kernels = kKernelsOfKinds[i](work.stored_head_dim());
+  const Kernel* kernel = found.tiles[i] = find_kernel(kernels, work);
+  if (kernel == nullptr) return {};
   const DeviceLimits& limits = found.offers.limits;
-  found.sm80 = find_kernel(kernels, work);
-  if (found.sm80 == nullptr) return {};
-  TileOffer offer{.rows = found.sm80->rows,
-                  .shared_bytes = shared_bytes_of(*found.sm80, work.params.cache.encoded_layout),
-                  .blocks = 0};
-  if (offer.shared_bytes <= limits.shared_bytes) {
+  TileOffer offer{.rows = kernel->rows, .shared_bytes = shared_bytes_of(*kernel, work.params.cache.encoded_layout)};
+  if (kind.for_hopper) {
+    if (Status s = find_hopper_code(kernel->function, offer.shared_bytes, limits, offer.has_code); !s.ok()) return s;
+  } else if (offer.shared_bytes > limits.shared_bytes) {
+    offer.blocks = 0;
+  } else {
     // Kernels of several pairs are one function, which gets once what the largest of them needs: plans of other threads
     // use it.
     int most = 0;
@@ -95,11 +84,11 @@ Status find_sm80(const Work& work, Compiled& found) {
         if (bytes <= limits.shared_bytes) most = std::max(most, bytes);
       }
     }
-    KVANT_CUDA_TRY(prepare_shared(found.sm80->function, most));
-    KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-        &offer.blocks, found.sm80->function, found.sm80->threads, static_cast<std::size_t>(offer.shared_bytes)));
+    KVANT_CUDA_TRY(prepare_shared(kernel->function, most));
+    KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&offer.blocks, kernel->function, kernel->threads,
+                                                                 static_cast<std::size_t>(offer.shared_bytes)));
   }
-  found.offers.sm80 = offer;
+  offers.kernel = offer;
   return {};
 }
 
@@ -123,11 +112,13 @@ Status find_dense(const Work& work, Compiled& found) {
 
 Result<Compiled> find_compiled(const Work& work, const DeviceLimits& limits) {
   Compiled found{.offers = {.instances = instances(), .limits = limits}};
+  found.offers.tiles.resize(std::size(kTileKinds));
   if (Status s = find_decode(work, found); !s.ok()) return s;
   if (!considers_prefill(work)) return found;
-  for (const auto find : {find_sm90, find_sm80, find_dense}) {
-    if (Status s = find(work, found); !s.ok()) return s;
+  for (std::size_t i = 0; i < std::size(kTileKinds); ++i) {
+    if (Status s = find_tiles(work, i, found); !s.ok()) return s;
   }
+  if (Status s = find_dense(work, found); !s.ok()) return s;
   return found;
 }
 

@@ -17,8 +17,7 @@ struct Compiled {
   std::span<const MergeKernel> merge{};  // for the stored head_dim
   const AttendKernel* generic = nullptr;
   std::vector<const AttendKernel*> decode{};  // as in Offers::decode
-  const prefill::Kernel* sm90 = nullptr;
-  const prefill::Kernel* sm80 = nullptr;
+  const prefill::Kernel* tiles[std::size(kTileKinds)] = {};
   std::span<const prefill::dense::DenseKernel> dense{};  // both dtypes
   prefill::dense::Encode encode = nullptr;               // makes tensor maps
 };

@@ -22,12 +22,18 @@ struct DecodeOffer {
   [[nodiscard]] int rows() const { return 4 * column_tiles; }
 };
 
-// The kernel of prefill_sm90 or prefill_sm80 for the plan's formats.
+// The kernel of a kind for the plan's formats.
 struct TileOffer {
   int rows;          // a tile's
   int shared_bytes;  // for a block that reads the plan's cache
   int blocks = 1;    // a multiprocessor holds so many
   bool has_code = true;
+};
+
+// The kernels of a kind (tile_kinds.hpp).
+struct TileOffers {
+  std::optional<TileOffer> kernel{};  // none: not compiled for the plan's formats and head_dim
+  std::vector<int> head_dims{};       // that there are kernels for
 };
 
 // Kernels of dense keys: prefill_fresh, and prefill_unpacked's.
@@ -44,8 +50,7 @@ struct Offers {
   DeviceLimits limits;
   bool has_decode = false;  // the stored head_dim has decode kernels
   std::vector<DecodeOffer> decode{};
-  std::vector<int> sm90_head_dims{};  // prefill_sm90 has kernels for these
-  std::optional<TileOffer> sm90{}, sm80{};
+  std::vector<TileOffers> tiles{};  // by kind, in the order of kTileKinds; empty: not asked for
   std::optional<DenseOffer> dense{};
 };
 

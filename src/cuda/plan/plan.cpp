@@ -88,8 +88,7 @@ Status AttentionPlan::make_stages(const core::DevicePlanConfig& config, const Wo
   if (choice->rounds) {
     if (Status s = add_stage(make_unpacked(planning)); !s.ok()) return s;
   }
-  if (Status s = add_stage(choice->tiles != Tiles::none ? make_tiles(planning) : make_attend(planning)); !s.ok())
-    return s;
+  if (Status s = add_stage(choice->tiles >= 0 ? make_tiles(planning) : make_attend(planning)); !s.ok()) return s;
   kernel_ = choice->kernel(compiled->offers);
   splits_ = planning.splits;
   return {};

@@ -22,6 +22,8 @@ struct Kernel {
   int centre_bytes = 0;  // further bytes of shared memory for page-centred caches
 };
 
+inline constexpr int kUsualRows = 128;  // of a tile
+
 // Pairs that these kernels serve: both sides are brought to the same type of products, f16 for levels and fp8, the
 // format's own for dense pages.
 KVANT_HD constexpr bool has_one_type(Format k, Format v) {

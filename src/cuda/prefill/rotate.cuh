@@ -11,7 +11,7 @@ namespace kvant::cuda::prefill {
 template <int D, int kFirst = 0>
 __device__ __forceinline__ void flip_signs(float (&x)[D / 2]) {
   constexpr codec::SignTable signs = codec::sign_table();
-  const int t = threadIdx.x % 4;
+  const int t = ptx::thread_here() % 4;  // (what follows from it is not kept in registers)
 #pragma unroll
   for (int j = 0; j < D / 8; ++j) {
     const auto byte = static_cast<std::uint32_t>(signs.word[(kFirst / 64 + j / 8) & 7] >> (8 * (j % 8)) & 0xFFu);

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "cuda/prefill/pages.cuh"
+#include "cuda/prefill/softmax.cuh"
 #include "cuda/tile/element.cuh"
-#include "cuda/tile/logits.cuh"
 
 namespace kvant::cuda::prefill {
 
@@ -77,30 +77,6 @@ __device__ __forceinline__ void transform_scores(const AttendParams& p, const Ti
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) s[i] = copy[i];
-}
-
-// The end of a row: `top` is its largest score in units of log 2, `sum` that of the weights relative to it.
-struct RowEnd {
-  float lse, factor;  // of the sums
-  bool none;          // it saw no key: its output is 0
-};
-__device__ __forceinline__ RowEnd end_row(const AttendParams& p, int head, float top, float sum, bool poisoned) {
-  RowEnd end;
-  // (A row all of whose keys are not numbers has no top, either.)
-  end.none = top == kNone && sum == sum;
-  end.lse = end.none ? kNone : (top + log2f(sum)) * kLn2;
-  end.factor = end.none ? 0.0f : 1.0f / sum;
-  if (p.sink_logits != nullptr) {
-    const float sink = p.sink_logits[head] * kLog2e;
-    // Relative to the larger of the two, so that neither overflows.
-    const float high = end.none ? sink : fmaxf(top, sink);
-    const float weight = end.none ? 0.0f : ptx::ex2(top - high), total = fmaf(sum, weight, ptx::ex2(sink - high));
-    end.lse = high == kNone ? kNone : (high + log2f(end.none ? ptx::ex2(sink - high) : total)) * kLn2;
-    end.factor = end.none ? 0.0f : weight / total;
-  }
-  if (poisoned) end.lse = end.factor = __int_as_float(0x7FC00000);
-  end.none = end.none && !poisoned;
-  return end;
 }
 
 // Row h (g or g + 8) of sums, to out from its element `to` on, which has the thread's first column; out has `left`

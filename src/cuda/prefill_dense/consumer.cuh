@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cuda/prefill_dense/loaders.cuh"
-#include "cuda/tile/logits.cuh"
 
 namespace kvant::cuda::prefill::dense {
 
@@ -116,23 +115,6 @@ struct Consumer {
       }
     }
   }
-  // The largest of the thread's scores of row h.
-  __device__ __forceinline__ float largest(const float (&s)[kScores], int h) const {
-    // Four chains, because one would wait for its own results.
-    float top[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) top[i] = s[4 * (i / 2) + 2 * h + i % 2];
-#pragma unroll
-    for (int j = 2; j < S::kKeys / 8; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) top[j % 2 * 2 + e] = fmaxf(top[j % 2 * 2 + e], s[4 * j + 2 * h + e]);
-    }
-    return fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
-  }
-  __device__ __forceinline__ float largest_of_row(float x) const {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-  }
   // alpha: what the sums before are multiplied by.
   __device__ __forceinline__ void weigh(float (&s)[kScores], int tile, float (&alpha)[2]) {
     if (!is_plain) {
@@ -141,38 +123,19 @@ struct Consumer {
       transform(s, tile * S::kKeys);
     }
     if (tile < whole_begin || tile >= whole_end) hide(s, tile);
-    float reference[2];
+    Reference raised[2];
     if constexpr (S::kPatience > 0) {
-      const float top[2] = {largest(s, 0), largest(s, 1)};
-      alpha[0] = alpha[1] = 1.0f;
-      const auto rises = [&](int h, float x) { return (x - m[h]) * in_log2(h) > S::kPatience; };
-      if (__any_sync(~0u, rises(0, top[0]) || rises(1, top[1]))) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float x = largest_of_row(top[h]);
-          if (!rises(h, x)) continue;
-          alpha[h] = ptx::ex2((m[h] - x) * in_log2(h));
-          m[h] = x;
-        }
-      }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) reference[h] = m[h] == kNone ? 0.0f : m[h] * in_log2(h);
+      raise_tops(
+          m, {largest_score(s, 0), largest_score(s, 1)}, [&](int h) { return in_log2(h); }, S::kPatience, raised);
     } else {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float x = fmaxf(largest_of_row(largest(s, h)), m[h]);
-        reference[h] = x == kNone ? 0.0f : x * in_log2(h);
-        alpha[h] = ptx::ex2(fmaf(m[h], in_log2(h), -reference[h]));
-        m[h] = x;
-      }
+      for (int h = 0; h < 2; ++h) raised[h] = raise_top(m[h], largest_of_row(largest_score(s, h)), in_log2(h));
     }
-    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      s[i] = ptx::ex2(fmaf(s[i], in_log2(i / 2 % 2), -reference[i / 2 % 2]));
-      sum[i % 4] += s[i];
+    for (int h = 0; h < 2; ++h) {
+      alpha[h] = raised[h].alpha;
+      l[h] = fmaf(l[h], alpha[h], weigh_row(s, h, in_log2(h), raised[h].reference));
     }
-    l[0] = fmaf(l[0], alpha[0], sum[0] + sum[1]), l[1] = fmaf(l[1], alpha[1], sum[2] + sum[3]);
   }
 
   // --- a tile ---
@@ -238,9 +201,7 @@ struct Consumer {
         p.out.dtype != Dtype::f32 && strides % 8 == 0 && (reinterpret_cast<std::uintptr_t>(p.out.data) & 15) == 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float sum = l[h];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
+      const float sum = sum_of_row(l[h]);
       const RowPlace row = place_of(h);
       const RowEnd end = end_row(p, row.head, m[h] == kNone ? kNone : m[h] * in_log2(h), sum, poisoned[h]);
       const std::int64_t token = work->query_begin + row.query;

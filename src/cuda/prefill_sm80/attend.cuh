@@ -1,9 +1,9 @@
 // A warp's part of a tile: products, softmax and output of its rows.
 #pragma once
 
+#include "cuda/prefill/queries.cuh"
 #include "cuda/prefill/rotate.cuh"
 #include "cuda/prefill_sm80/codes.cuh"
-#include "cuda/prefill_sm80/queries.cuh"
 #include "cuda/prefill_sm80/queue.cuh"
 
 namespace kvant::cuda::prefill::sm80 {
@@ -16,6 +16,26 @@ __device__ __forceinline__ void multiply(float* c, const std::uint32_t (&a)[4], 
   } else {
     ptx::mma_f16(sums, a, b0, b1);
   }
+}
+
+// A tile's queries, and what products of its rows are multiplied by. `scratch`: D floats of each warp. (Not inlined:
+// then sums at head_dim 128 are spilled less.)
+template <int D, bool kRotated>
+__device__ __noinline__ void load_queries(const AttendParams& p, const Tile& tile, std::byte* shared, bool bf16,
+                                          float* scratch) {
+  using S = Shape<D>;
+  constexpr int kRowsOfWarp = S::kRows / S::kWarps;
+  const int warp = static_cast<int>(threadIdx.x) / 32, first = warp * kRowsOfWarp;
+  load_rows<D, kRotated, D <= 128 ? 4 : 2>(
+      p, tile.batch.query_begin, kRowsOfWarp, scratch + warp * D,
+      [&](int i) { return row_place(p, tile, tile.row_block * S::kRows + first + i); },
+      [&](int i, int n, float y) {
+        const int r = first + i;
+        *half_at<D>(shared + r / 64 * 64 * D * 2, r % 64, n) = half_of(y, bf16);
+      },
+      [&](int i, float to_log2) {
+        if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(shared + S::kToLog2At)[first + i] = to_log2;
+      });
 }
 
 template <int D>
@@ -184,13 +204,7 @@ struct Attend {
   __device__ __forceinline__ void weigh(int i, float (&s)[kCount], float (&alpha)[2]) {
     float top[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float x = s[2 * h];
-#pragma unroll
-      for (int j = 0; j < kCount / 4; ++j) x = fmaxf(x, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-      x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-      top[h] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-    }
+    for (int h = 0; h < 2; ++h) top[h] = largest_of_row(largest_score(s, h));
     if constexpr (S::kSplit > 1) {
       auto* tops = reinterpret_cast<float*>(shared + S::kTopsAt);
       const int row = first_row() + g();
@@ -203,21 +217,9 @@ struct Attend {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float in_log2 = plain ? to_log2(i, h) : 1.0f;
-      const float x = fmaxf(m[i][h], top[h] == kNone ? kNone : top[h] * in_log2);
-      const float reference = x == kNone ? 0.0f : x;
-      alpha[h] = ptx::ex2(m[i][h] - reference);
-      m[i][h] = x;
-      float sum = 0.0f;
-#pragma unroll
-      for (int j = 0; j < kCount / 4; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& y = s[4 * j + 2 * h + e];
-          y = ptx::ex2(fmaf(y, in_log2, -reference));
-          sum += y;
-        }
-      }
-      l[i][h] = fmaf(l[i][h], alpha[h], sum);
+      const Reference raised = raise_top(m[i][h], top[h] == kNone ? kNone : top[h] * in_log2, 1.0f);
+      alpha[h] = raised.alpha;
+      l[i][h] = fmaf(l[i][h], alpha[h], weigh_row(s, h, in_log2, raised.reference));
     }
   }
 
@@ -228,12 +230,7 @@ struct Attend {
                                        std::uint32_t (&w)[kKeys / 16][4]) const {
     constexpr int kMine = kKeys / S::kSplit;
     if constexpr (kScaled) {
-#pragma unroll
-      for (int j = 0; j < kMine / 8; ++j) {
-        const float2 f = *reinterpret_cast<const float2*>(factors + 8 * j + 2 * t());
-        const float a = f.x * inverse, b = f.y * inverse;
-        s[4 * j] *= a, s[4 * j + 1] *= b, s[4 * j + 2] *= a, s[4 * j + 3] *= b;
-      }
+      scale_weights(s, factors + 2 * t(), inverse);
     }
     const auto pair = [&](int n) { return kBf16 ? ptx::bf16x2(s[n], s[n + 1]) : ptx::f16x2(s[n], s[n + 1]); };
     if constexpr (S::kSplit == 1) {
@@ -529,11 +526,7 @@ struct Attend {
 #pragma unroll
     for (int i = 0; i < S::kSixteens; ++i) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float x = l[i][h];
-        x += __shfl_xor_sync(~0u, x, 1);
-        sum[i][h] = x + __shfl_xor_sync(~0u, x, 2);
-      }
+      for (int h = 0; h < 2; ++h) sum[i][h] = sum_of_row(l[i][h]);
     }
     if constexpr (S::kSplit > 1) {
       auto* sums = reinterpret_cast<float*>(shared + S::kTopsAt);

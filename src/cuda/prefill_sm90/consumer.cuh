@@ -1,10 +1,9 @@
 // The consumers: products, softmax and output of a warpgroup's 64 rows.
 #pragma once
 
+#include "cuda/prefill/queries.cuh"
 #include "cuda/prefill/rotate.cuh"
 #include "cuda/prefill_sm90/producer.cuh"
-#include "cuda/tile/element.cuh"
-#include "cuda/tile/logits.cuh"
 
 namespace kvant::cuda::prefill {
 
@@ -46,111 +45,27 @@ struct Consumer {
     unit = 1.0f;
     is_plain = base::is_plain(p.logits) && p.mask.data == nullptr;
   }
-  __device__ std::int64_t query_at(int h) const {
-    return query_offset(p, tile, row[h]);
-  }
-
   // --- queries ---
 
-  // The unit of each row (query_unit); a row that is not finite is marked in to_log2.
-  __device__ void set_units(const float (&largest)[2], float (&inverse)[2]) {
+  // This warp's rows. kRests: with the part that halves leave. (A centre can be a hundred times as long as other keys,
+  // and then the rounding of a query to a half would show in scores.)
+  template <bool kInBasis, bool kRests>
+  __device__ __forceinline__ void load_queries(bool bf16) {
+    const int first = 16 * warp;
+    load_rows<D, kInBasis, 4>(
+        p, tile.batch.query_begin, 16, reinterpret_cast<float*>(shared + S::kScratchAt) + (4 * group + warp) * D,
+        [&](int i) { return row_place(p, tile, tile.row_block * kRows + 64 * group + first + i); },
+        [&](int i, int n, float y) {
+          const std::uint16_t half = half_of(y, bf16);
+          *half_at<D>(queries(), first + i, n) = half;
+          if constexpr (kRests) *half_at<D>(rests(), first + i, n) = half_of(y - ptx::f16_to_f32(half), false);
+        },
+        [&](int i, float factor) {
+          if (i == g) to_log2[0] = factor;
+          if (i == g + 8) to_log2[1] = factor;
+        });
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float x = largest[h];
-      x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-      x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-      const QueryUnit unit_of_row = query_unit(x, p.logits.scale);
-      inverse[h] = unit_of_row.inverse, to_log2[h] = unit_of_row.to_log2;
-      in_log2[h] = is_plain ? to_log2[h] : 1.0f;
-    }
-  }
-  __device__ void store_pair(int h, int j, float a, float b, bool bf16) const {
-    const int r = 16 * warp + g + 8 * h;
-    *reinterpret_cast<std::uint32_t*>(queries() + place_by_token<D>(r, j) + 4 * t) =
-        bf16 ? ptx::bf16x2(a, b) : ptx::f16x2(a, b);
-  }
-  // The part of a pair that halves leave. A centre can be a hundred times as long as other keys, and then the rounding
-  // of a query to a half would show in scores.
-  __device__ void store_rests(int h, int j, float a, float b) const {
-    const std::uint32_t halves = ptx::f16x2(a, b);
-    const float first = ptx::f16_to_f32(static_cast<std::uint16_t>(halves)),
-                second = ptx::f16_to_f32(static_cast<std::uint16_t>(halves >> 16));
-    const int r = 16 * warp + g + 8 * h;
-    *reinterpret_cast<std::uint32_t*>(rests() + place_by_token<D>(r, j) + 4 * t) = ptx::f16x2(a - first, b - second);
-  }
-  __device__ void poison(const bool (&finite)[2]) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      unsigned all = finite[h] ? 1u : 0u;
-      all &= __shfl_xor_sync(~0u, all, 1);
-      all &= __shfl_xor_sync(~0u, all, 2);
-      if (all == 0) to_log2[h] = in_log2[h] = __int_as_float(0x7FC00000);
-    }
-  }
-  __device__ void rotated_queries() {
-    float x[kSums], largest[2] = {0.0f, 0.0f}, inverse[2];
-    bool finite[2] = {true, true};
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const std::int64_t at = query_at(h) + 2 * t;
-#pragma unroll
-      for (int j = 0; j < D / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float q = load_element(p.q.data, p.q.dtype, at + 8 * j + e);
-          finite[h] = finite[h] && fabsf(q) < __builtin_huge_valf();
-          x[4 * j + 2 * h + e] = q;
-        }
-      }
-    }
-    flip_signs<D>(x);
-    hadamard<D, false>(x);
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], fabsf(x[i]));
-    set_units(largest, inverse);
-    poison(finite);
-#pragma unroll
-    for (int j = 0; j < D / 8; ++j) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float a = x[4 * j + 2 * h] * inverse[h], b = x[4 * j + 2 * h + 1] * inverse[h];
-        store_pair(h, j, a, b, false);
-        store_rests(h, j, a, b);
-      }
-    }
-    ptx::fence_for_products();
-    group_sync();
-  }
-  // kEncoded: for encoded pages.
-  template <bool kEncoded>
-  __device__ void given_queries(bool bf16) {
-    float largest[2] = {0.0f, 0.0f}, inverse[2];
-    bool finite[2] = {true, true};
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll 4
-      for (int j = 0; j < D / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float q = load_element(p.q.data, p.q.dtype, query_at(h) + 2 * t + 8 * j + e);
-          finite[h] = finite[h] && fabsf(q) < __builtin_huge_valf();
-          largest[h] = fmaxf(largest[h], fabsf(q));
-        }
-      }
-    }
-    set_units(largest, inverse);
-    poison(finite);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll 4
-      for (int j = 0; j < D / 8; ++j) {
-        const std::int64_t at = query_at(h) + 2 * t + 8 * j;
-        const float a = load_element(p.q.data, p.q.dtype, at) * inverse[h],
-                    b = load_element(p.q.data, p.q.dtype, at + 1) * inverse[h];
-        store_pair(h, j, a, b, bf16);
-        if constexpr (kEncoded) store_rests(h, j, a, b);
-      }
-    }
+    for (int h = 0; h < 2; ++h) in_log2[h] = is_plain || to_log2[h] != to_log2[h] ? to_log2[h] : 1.0f;
     ptx::fence_for_products();
     group_sync();
   }
@@ -242,26 +157,9 @@ struct Consumer {
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float x = s[2 * h];
-#pragma unroll
-      for (int j = 0; j < kPageTokens / 8; ++j) x = fmaxf(x, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-      x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-      x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-      x = fmaxf(x, m[h]);
-      const float reference = x == kNone ? 0.0f : x * in_log2[h];
-      alpha[h] = ptx::ex2(fmaf(m[h], in_log2[h], -reference));
-      m[h] = x;
-      float sum = 0.0f;
-#pragma unroll
-      for (int j = 0; j < kPageTokens / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& y = s[4 * j + 2 * h + e];
-          y = ptx::ex2(fmaf(y, in_log2[h], -reference));
-          sum += y;
-        }
-      }
-      l[h] = fmaf(l[h], alpha[h], sum);
+      const Reference raised = raise_top(m[h], largest_of_row(largest_score(s, h)), in_log2[h]);
+      alpha[h] = raised.alpha;
+      l[h] = fmaf(l[h], alpha[h], weigh_row(s, h, in_log2[h], raised.reference));
     }
   }
   // Weights times value factors, as operands. The sums are in units of the largest factor so far.
@@ -271,12 +169,7 @@ struct Consumer {
     if constexpr (kScaled) {
       const ValueUnit value = raise_unit(value_factors, unit);
       alpha[0] *= value.shrink, alpha[1] *= value.shrink;
-#pragma unroll
-      for (int j = 0; j < kPageTokens / 8; ++j) {
-        const float2 f = *reinterpret_cast<const float2*>(value_factors + 8 * j + 2 * t);
-        const float a = f.x * value.inverse, b = f.y * value.inverse;
-        s[4 * j] *= a, s[4 * j + 1] *= b, s[4 * j + 2] *= a, s[4 * j + 3] *= b;
-      }
+      scale_weights(s, value_factors + 2 * t, value.inverse);
     }
     pack_weights<kBf16>(s, w);
   }
@@ -388,9 +281,7 @@ struct Consumer {
   __device__ void finish() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float sum = l[h];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
+      const float sum = sum_of_row(l[h]);
       const RowEnd end =
           end_row(p, row[h].head, m[h] == kNone ? kNone : m[h] * in_log2[h], sum, to_log2[h] != to_log2[h]);
       if (row_at(h) >= tile.rows) continue;
@@ -412,20 +303,16 @@ struct Consumer {
     begin_tile();
     bool first = true;
     if constexpr (is_half(KF)) {
-      given_queries<false>(KF == Format::bf16);
+      load_queries<false, false>(KF == Format::bf16);
       dense_pages(KF == Format::bf16, first);
     } else {
-      if constexpr (kRotated) {
-        rotated_queries();
-      } else {
-        given_queries<true>(false);
-      }
+      load_queries<kRotated, true>(false);
       pages<false, true>(first);
       if (!first) to_given_basis();
       const float before[2] = {in_log2[0], in_log2[1]};
       const bool bf16 = p.cache.exact_layout.k.format == Format::bf16;
       group_sync();  // every warp's products have read the queries
-      given_queries<false>(bf16);
+      load_queries<false, false>(bf16);
 #pragma unroll
       for (int h = 0; h < 2; ++h) m[h] = m[h] == kNone ? kNone : m[h] * (before[h] / in_log2[h]);
       dense_pages(bf16, first);

@@ -44,8 +44,10 @@ struct Shape {
   static constexpr int kBarriersAt = (kPagesAt + 4 * kStages + 7) / 8 * 8;
   // The part of rotated queries that halves leave, for products with page centres.
   static constexpr int kRestsAt = (kBarriersAt + 4 * 8 * kStages + 1023) / 1024 * 1024;
+  // A vector of each consumer's warp, on its way to its basis.
+  static constexpr int kScratchAt = kRestsAt + kConsumers * kQueries;
   static constexpr int kBytes =
-      D <= kMostHeadDimOfCodes ? kRestsAt + kConsumers * kQueries : kBarriersAt + 4 * 8 * kStages;
+      D <= kMostHeadDimOfCodes ? kScratchAt + 4 * kConsumers * 4 * D : kBarriersAt + 4 * 8 * kStages;
   static_assert(kBytes <= 227 * 1024);
 };
 

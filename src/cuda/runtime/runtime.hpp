@@ -64,13 +64,15 @@ inline cudaError_t prepare_shared(const void* kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
 }
 
-// Whether this device has code of a kernel for compute capability 9.0 alone: the kernel is empty in code for other
-// architectures, and in what the driver compiles from PTX.
+// Whether this device has code of a kernel for compute capability 9.0 alone: for others there is none, or an empty
+// function (src/CMakeLists.txt).
 inline cudaError_t has_sm90_code(const void* kernel, bool& has_code) {
   cudaFuncAttributes attributes{};
   const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-  has_code = attributes.numRegs >= 64;
-  return error;
+  has_code = error == cudaSuccess && attributes.numRegs >= 64;
+  if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction) return error;
+  cudaGetLastError();  // or a later call would report it
+  return cudaSuccess;
 }
 
 // How a kernel is launched. Where the device can, it begins while what is before it in the stream ends; the kernel

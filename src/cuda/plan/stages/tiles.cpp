@@ -6,13 +6,13 @@
 namespace kvant::cuda {
 namespace {
 
-// Prefill kernels that read pages: prefill_sm90, prefill_sm80.
+// Prefill kernels that read pages (tile_kinds.hpp).
 class TilesOverPages final : public Stage {
  public:
   TilesOverPages(const Planning& planning, const prefill::Kernel& kernel, int blocks)
       : kernel_(kernel),
         schedule_(planning.choice.schedule),
-        name_(name_of(planning.choice.tiles)),
+        name_(kTileKinds[planning.choice.tiles]->name),
         why_(planning.choice.why),
         resident_(blocks),
         blocks_(std::min(schedule_.tiles, planning.limits.multiprocessors * blocks)),
@@ -54,13 +54,13 @@ class TilesOverPages final : public Stage {
 }  // namespace
 
 Result<StagePtr> make_tiles(const Planning& planning) {
-  const bool is_sm90 = planning.choice.tiles == Tiles::sm90;
-  prefill::Kernel kernel = is_sm90 ? *planning.compiled.sm90 : *planning.compiled.sm80;
+  const auto kind = static_cast<std::size_t>(planning.choice.tiles);
+  prefill::Kernel kernel = *planning.compiled.tiles[kind];
   kernel.shared_bytes = shared_bytes_of(kernel, planning.params.cache.encoded_layout);
-  const Offers& offers = planning.compiled.offers;
-  if (is_sm90) KVANT_CUDA_TRY(prepare_shared(kernel.function, kernel.shared_bytes));  // find_compiled did sm80's
+  // (find_compiled prepared others.)
+  if (kTileKinds[kind]->for_hopper) KVANT_CUDA_TRY(prepare_shared(kernel.function, kernel.shared_bytes));
   return StagePtr(
-      std::make_unique<TilesOverPages>(planning, kernel, is_sm90 ? offers.sm90->blocks : offers.sm80->blocks));
+      std::make_unique<TilesOverPages>(planning, kernel, planning.compiled.offers.tiles[kind].kernel->blocks));
 }
 
 }  // namespace kvant::cuda

@@ -1,0 +1,22 @@
+#include "core/fmt.hpp"
+#include "cuda/plan/tile_kinds.hpp"
+
+namespace kvant::cuda {
+
+const TileKind prefill_sm80_kind = {
+    .name = core::kPrefillSm80,
+    .for_hopper = false,
+    .missing = [](const Work& work, const Offers& offers, const TileOffers& mine) -> std::string {
+      if (!mine.kernel) return fmt::format("prefill_sm80 kernels do not serve {}", pair_at(work));
+      if (mine.kernel->shared_bytes > offers.limits.shared_bytes) {
+        return fmt::format("prefill_sm80 kernels need {} bytes of shared memory a block for {}, the device has {}",
+                           mine.kernel->shared_bytes, pair_at(work), offers.limits.shared_bytes);
+      }
+      if (mine.kernel->blocks < 1)
+        return fmt::format("a block of the prefill_sm80 kernel for {} finds no room", pair_at(work));
+      return {};
+    },
+    .times = times::sm80_times,
+};
+
+}  // namespace kvant::cuda
