@@ -23,15 +23,15 @@ namespace {
 struct Device {
   const char* name;
   DeviceLimits limits;
-  bool is_hopper;
 };
-// 8.0: A100. 8.6: RTX 3090. 8.9: RTX 4090. 9.0: H100, H200. 12.0: RTX 5090.
-constexpr int kKiB = 1024;
-constexpr Device kDevices[] = {{"8.0", {108, 164 * kKiB, 163 * kKiB, false}, false},
-                               {"8.6", {82, 100 * kKiB, 99 * kKiB, false}, false},
-                               {"8.9", {128, 100 * kKiB, 99 * kKiB, false}, false},
-                               {"9.0", {132, 228 * kKiB, 227 * kKiB, true}, true},
-                               {"12.0", {170, 100 * kKiB, 99 * kKiB, true}, false}};
+const DeviceLimits& limits_of(const std::string& card) {
+  return std::find_if(cards().begin(), cards().end(), [&](const Card& one) { return one.name == card; })->limits;
+}
+const Device kDevices[] = {{"8.0", limits_of("a100")},
+                           {"8.6", limits_of("rtx3090")},
+                           {"8.9", limits_of("rtx4090")},
+                           {"9.0", limits_of("h200")},
+                           {"12.0", limits_of("rtx5090")}};
 const Device& device_of(const std::string& name) {
   return *std::find_if(std::begin(kDevices), std::end(kDevices), [&](const Device& one) { return one.name == name; });
 }
@@ -63,17 +63,17 @@ void offer_tiles(const Work& work, const Device& device, Offers& offers) {
   if (D != work.stored_head_dim()) return;
   if constexpr (D <= prefill::kMostHeadDim) {
     if (prefill::has_kernel(work.k, work.v, D))
-      offers.sm90 = TileOffer{prefill::kRows, prefill::Shape<D>::kBytes, 1, device.is_hopper};
+      offers.sm90 = TileOffer{prefill::kRows, prefill::Shape<D>::kBytes, 1, device.limits.has_sm90()};
   }
   if (prefill::has_one_type(work.k, work.v)) {
     using S = prefill::sm80::Shape<D>;
     const int more = codec::is_centred(work.params.cache.encoded_layout) ? S::kMoreIfCentred : 0;
     const int bytes = S::bytes(work.k, work.v) + more;
-    const int room = device.limits.multiprocessor_shared_bytes / (bytes + kKiB);
+    const int room = blocks_within(device.limits, S::kThreads, bytes);
     offers.sm80 = TileOffer{S::kRows, bytes, std::min(S::kBlocks, room), true};
   }
   using S = prefill::dense::ShapeFor<D>;
-  offers.dense = DenseOffer{S::kRows, S::kKeys, S::kBytes, S::kBlocks, device.is_hopper, true};
+  offers.dense = DenseOffer{S::kRows, S::kKeys, S::kBytes, S::kBlocks, device.limits.has_sm90(), true};
 }
 
 Offers offers_of(const Work& work, const Device& device) {
@@ -83,7 +83,7 @@ Offers offers_of(const Work& work, const Device& device) {
     offers.has_decode = true;
     if (one.k != work.k || one.v != work.v) continue;
     offers.decode.push_back(one.offer);
-    offers.decode.back().has_code = !one.offer.by_group || device.is_hopper;
+    offers.decode.back().has_code = !one.offer.by_group || device.limits.has_sm90();
   }
 #define KVANT_ENTRY(d) \
   if (d <= prefill::kMostHeadDim) offers.sm90_head_dims.push_back(d);

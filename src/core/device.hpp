@@ -59,6 +59,8 @@ class DevicePages {
  public:
   virtual ~DevicePages() = default;
   [[nodiscard]] virtual std::int64_t reserved_bytes() const noexcept = 0;
+  // What is unusual about the device, for Cache::describe; empty: nothing.
+  [[nodiscard]] virtual std::string remark() const { return {}; }
 
   // Records a change of the tables on the host; flush sends what was recorded. Absolute values, so the last one counts.
   virtual void set_page(std::int32_t index, std::int32_t page, PageRef ref) = 0;

@@ -59,7 +59,7 @@ Group find_group(const Work& work, const Offers& offers) {
   if (group.kernel < 0) {
     group.missing = fmt::format("decode_sm90 kernels are not compiled for {}", pair_at(work));
   } else if (const DecodeOffer& one = offers.decode[static_cast<std::size_t>(group.kernel)];
-             !one.has_code || one.shared_bytes > offers.limits.shared_bytes) {
+             !offers.limits.has_sm90() || !one.has_code || one.shared_bytes > offers.limits.shared_bytes) {
     group.kernel = -1;
     group.missing = "decode_sm90 kernels need compute capability 9.0 and machine code for it (sm_90a)";
   }
@@ -130,7 +130,7 @@ Status choose_decode(const Work& work, const Offers& offers, const Group& group,
 // The reason why kernels that are made for compute capability 9.0 alone do not run; empty: they do.
 std::string missing_of_hopper(const char* kind, int shared_bytes, bool has_code, const DeviceLimits& limits) {
   const std::string needs = fmt::format("{} kernels need compute capability 9.0", kind);
-  if (shared_bytes > limits.shared_bytes) return needs;
+  if (!limits.has_sm90() || shared_bytes > limits.shared_bytes) return needs;
   return has_code ? std::string() : needs + " and machine code for it (sm_90a)";
 }
 

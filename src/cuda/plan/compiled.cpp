@@ -30,7 +30,7 @@ const Kernel* find_kernel(std::span<const Kernel> kernels, const Work& work) {
 // Whether the device has code of a kernel for compute capability 9.0 alone. A kernel that does not fit is not loaded.
 Status find_hopper_code(const void* function, int shared_bytes, const DeviceLimits& limits, bool& has_code) {
   has_code = false;
-  if (shared_bytes <= limits.shared_bytes) KVANT_CUDA_TRY(has_sm90_code(function, has_code));
+  if (limits.has_sm90() && shared_bytes <= limits.shared_bytes) KVANT_CUDA_TRY(has_sm90_code(function, has_code));
   return {};
 }
 
@@ -96,8 +96,7 @@ Status find_sm80(const Work& work, Compiled& found) {
       }
     }
     KVANT_CUDA_TRY(prepare_shared(found.sm80->function, most));
-    KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-        &offer.blocks, found.sm80->function, found.sm80->threads, static_cast<std::size_t>(offer.shared_bytes)));
+    KVANT_CUDA_TRY(find_resident(found.sm80->function, found.sm80->threads, offer.shared_bytes, limits, offer.blocks));
   }
   found.offers.sm80 = offer;
   return {};

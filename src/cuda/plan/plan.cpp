@@ -145,6 +145,8 @@ Status AttentionPlan::upload(const core::DevicePlanConfig& config, const StepBat
 std::string AttentionPlan::explain() const {
   if (stages_.empty()) return "kernel     none: no sequence has a query\n";
   std::string lines;
+  if (const std::string text = lowered_text(pages_.limits()); !text.empty())
+    lines += fmt::format("limits     {}\n", text);
   for (const Placed& placed : stages_) lines += placed.stage->explain();
   return lines;
 }
