@@ -55,7 +55,7 @@ TEST(CudaLimits, NumbersOnlyLower) {
   EXPECT_TRUE(says(refusal("h100", "multiprocessors=133"),
                    "KVANT_CUDA_LIMITS: multiprocessors is 133, and the device has 132: limits can only be lowered"));
   EXPECT_TRUE(says(refusal("h100", "rtx4090,multiprocessors=130"), "and the device has 128"));
-  // What the driver does not tell can be given.
+  // A number that the driver does not tell can be given.
   DeviceLimits unknown = card("rtx3090");
   unknown.bandwidth = 0;
   EXPECT_EQ(lowered(unknown, "bandwidth=5000").value().bandwidth, 5000);

@@ -140,7 +140,7 @@ class Bench final : public DeviceBench {
     std::snprintf(name, sizeof name, "%s, compute capability %d.%d, %d multiprocessors", properties.name,
                   properties.major, properties.minor, properties.multiProcessorCount);
     facts_.name = name;
-    const Result<cuda::DeviceLimits> limits = cuda::find_limits(device_);  // of plans; peaks are the device's own
+    const Result<cuda::DeviceLimits> limits = cuda::find_limits(device_);  // peaks are the device's own
     if (!limits.ok()) return limits.status();
     if (limits->is_lowered) facts_.name += "; " + cuda::lowered_text(*limits);
     facts_.l2_bytes = properties.l2CacheSize;

@@ -10,6 +10,7 @@
 #include "cuda/plan/plan.hpp"
 #include "cuda/runtime/architectures.hpp"
 #include "cuda/runtime/built.hpp"
+#include "cuda/runtime/classes.hpp"
 #include "cuda/runtime/runtime.hpp"
 #include "cuda/store/store.hpp"
 
@@ -83,6 +84,10 @@ core::DeviceBuild build() {
   return build;
 }
 
+std::vector<core::DeviceClass> classes() {
+  return device_classes(KVANT_CUDA_ARCHITECTURES);
+}
+
 }  // namespace
 }  // namespace kvant::cuda
 
@@ -96,7 +101,8 @@ const DeviceBackend* device_backend() {
                                           .make_plan = &cuda::make_plan,
                                           .make_blocks = &cuda::make_blocks,
                                           .merge = &cuda::merge_partials,
-                                          .build = &cuda::build};
+                                          .build = &cuda::build,
+                                          .classes = &cuda::classes};
   return &kBackend;
 }
 

@@ -10,6 +10,11 @@
 
 namespace kvant::cuda {
 
+// Whether devices have products of warpgroups and copies of tensors: instructions that no others have.
+constexpr bool has_sm90(int capability) {
+  return capability == 90;
+}
+
 // A number that the driver does not tell is 0.
 struct DeviceLimits {
   int capability;  // 86: compute capability 8.6
@@ -17,21 +22,20 @@ struct DeviceLimits {
   int shared_bytes;  // a block gets at most so many
   int multiprocessor_shared_bytes, multiprocessor_threads;
   int l2_bytes;
-  int clock;      // of multiprocessors, MHz
-  int bandwidth;  // of memory, GB/s
+  int clock;      // MHz
+  int bandwidth;  // GB/s to memory
   int tensor;     // 16-bit products of warps (mma.sync) with f32 sums: operations a clock and multiprocessor
   bool is_lowered = false;
 
   // Launches may begin before those before them have ended.
   [[nodiscard]] constexpr bool overlaps() const { return capability >= 90; }
   [[nodiscard]] constexpr bool has_clusters() const { return capability >= 90; }
-  // Products of warpgroups and copies of tensors: instructions that no other devices have.
-  [[nodiscard]] constexpr bool has_sm90() const { return capability == 90; }
+  [[nodiscard]] constexpr bool has_sm90() const { return cuda::has_sm90(capability); }
 
   friend bool operator==(const DeviceLimits&, const DeviceLimits&) = default;
 };
 
-// What the driver keeps of a multiprocessor's shared memory for each block.
+// Bytes of a multiprocessor's shared memory that the driver keeps for each block.
 inline constexpr int kSharedOfBlock = 1024;
 
 // Blocks that a multiprocessor has room for by these limits. Registers may allow fewer.
