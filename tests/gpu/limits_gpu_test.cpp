@@ -58,6 +58,33 @@ TEST(GpuLimits, PlansChooseAsOnASmallerCard) {
   }
 }
 
+// Kernels in which a page's keys and values take turns in one stage.
+TEST(GpuLimits, KernelsOfOneStageAreRight) {
+  SKIP_WITHOUT_DEVICE();
+  const Lowered lowered("shared=101376");
+  if (const std::string why = core::device_backend()->unavailable(); !why.empty()) GTEST_SKIP() << why;
+  for (const char* format : {"bf16", "f16"}) {
+    for (const int head_dim : {96, 192, 512}) {
+      for (const std::int64_t queries : {1, 2, 4, 9}) {
+        for (const std::int64_t length : {9, 64, 65, 700, 5000}) {
+          SCOPED_TRACE(fmt::format("{}, head_dim {}, {} queries over {}", format, head_dim, queries, length));
+          WorldSpec spec = spec_of(format, {{length, queries}, {length / 2 + queries, 1}, {queries, queries}});
+          spec.head_dim = head_dim;
+          const GpuWorld w(spec);
+          AttentionOptions o;
+          o.kernel = core::kDecodeKernels;
+          EXPECT_TRUE(has(w.attend(o).explain, "keys and values take turns in it"));
+          EXPECT_TRUE(w.matches(o));
+          o.mask.window = 100;
+          EXPECT_TRUE(w.matches(o)) << "window";
+          o.softcap = 20.0f;
+          EXPECT_TRUE(w.matches(o)) << "softcap";
+        }
+      }
+    }
+  }
+}
+
 TEST(GpuLimits, MergesOfCapability8HaveNoClusters) {
   SKIP_WITHOUT_DEVICE();
   const Lowered lowered("capability=8.6");

@@ -97,19 +97,30 @@ Status choose_decode(const Work& work, const Offers& offers, const Group& group,
   if (!offers.has_decode) return {Code::unsupported, refuse_head_dim(offers.instances, work.stored_head_dim())};
   if (choice.is_generic) return {};
   const std::int64_t most_rows = work.most_rows();
-  int best = -1;
+  int best = -1, least_bytes = 0;  // of those that do not fit
+  // The fewest rows that take all of them at once, else the most; of two with as many the one with more stages.
+  const auto is_better = [&](const DecodeOffer& a, const DecodeOffer& b) {
+    const bool a_is_enough = a.rows() >= most_rows, b_is_enough = b.rows() >= most_rows;
+    if (a_is_enough != b_is_enough) return a_is_enough;
+    if (a.rows() == b.rows()) return !a.one_stage && b.one_stage;
+    return a_is_enough ? a.rows() < b.rows() : a.rows() > b.rows();
+  };
   for (std::size_t i = 0; i < offers.decode.size(); ++i) {
     const DecodeOffer& one = offers.decode[i];
     if (one.has_eight_warps || one.by_group) continue;
-    // The fewest rows that take all of them at once; else the most.
-    const auto enough = [&](const DecodeOffer& a) { return a.rows() >= most_rows; };
-    const DecodeOffer* before = best < 0 ? nullptr : &offers.decode[static_cast<std::size_t>(best)];
-    if (before == nullptr || (enough(one) ? !enough(*before) || one.column_tiles < before->column_tiles
-                                          : !enough(*before) && one.column_tiles > before->column_tiles)) {
+    if (one.shared_bytes > offers.limits.shared_bytes) {
+      least_bytes = least_bytes == 0 ? one.shared_bytes : std::min(least_bytes, one.shared_bytes);
+    } else if (best < 0 || is_better(one, offers.decode[static_cast<std::size_t>(best)])) {
       best = static_cast<int>(i);
     }
   }
-  if (best < 0) return {Code::unsupported, refuse_pair(offers.instances, {work.k, work.v})};
+  if (best < 0 && least_bytes == 0) return {Code::unsupported, refuse_pair(offers.instances, {work.k, work.v})};
+  if (best < 0) {
+    return {Code::unsupported,
+            fmt::format("decode kernels need {} bytes of shared memory a block for {}, the device has {}; use the "
+                        "slower kernel = \"generic\", or device = \"cpu\"",
+                        least_bytes, pair_at(work), offers.limits.shared_bytes)};
+  }
   choice.decode = best;
   if (group.kernel >= 0) {
     choice.decode = group.kernel;

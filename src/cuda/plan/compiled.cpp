@@ -52,7 +52,8 @@ Status find_decode(const Work& work, Compiled& found) {
                       .teams = one.teams,
                       .shared_bytes = one.shared_bytes[0],
                       .has_eight_warps = one.has_eight_warps(),
-                      .by_group = one.by_group};
+                      .by_group = one.by_group,
+                      .one_stage = one.one_stage};
     // Plans of few rows ask nothing of the driver.
     if (one.by_group && (work.kernel == core::kDecodeSm90 || work.most_rows() >= times::kLeastGroupRows)) {
       if (Status s = find_hopper_code(one.function, one.shared_bytes[0], found.offers.limits, offer.has_code); !s.ok())

@@ -207,7 +207,10 @@ std::string Attend::explain() const {
                                            : "16-bit floats, f32 sums");
   fmt::format_to(out, "blocks     {} ({} a multiprocessor) of {} warps, {} a page; {} bytes of shared memory each{}\n",
                  p.blocks, resident_, kernel_.warps(), kernel_.team, shared_bytes_,
-                 is_generic_ ? "" : fmt::format(", where exact pages pass by {} of 4 pieces at once", p.exact_stages));
+                 is_generic_ ? ""
+                 : kernel_.one_stage
+                     ? ", a page's keys and values take turns in it"
+                     : fmt::format(", where exact pages pass by {} of 4 pieces at once", p.exact_stages));
   fmt::format_to(
       out,
       "items      {} of {:.1f} pages each at the planned lengths (an exact page counts {}); up to {} for one "
