@@ -1,5 +1,5 @@
-// What fits devices whose blocks get 99 KiB of shared memory (compute capability 8.6, 8.9, 12.x), and what plans take
-// there. No device is needed.
+// Kernels that fit devices whose blocks get 99 KiB of shared memory (compute capability 8.6, 8.9, 12.x), and those that
+// plans take there. No device is needed.
 #include <gtest/gtest.h>
 
 #include <set>

@@ -1,5 +1,5 @@
-// What plans on a device choose, without a device: the function that they call, on devices of several classes, over the
-// kernels that a default build has.
+// The choice that plans make, without a device: the function that they call, on devices of several classes, over the
+// kernels of a default build.
 #pragma once
 
 #include <algorithm>

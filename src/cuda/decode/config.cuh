@@ -1,4 +1,4 @@
-// What the files of a block share beside its shape (shape.hpp).
+// Constants that the files of a block share beside its shape (shape.hpp).
 #pragma once
 
 #include "cuda/decode/shape.hpp"

@@ -170,11 +170,12 @@ struct Shape : Split<kGroup ? kWarps : team_warps(KF, VF, D, NT), D, BW> {
       kTakesCentres && !kGroup &&
       blocks_with(plan_with(16 * kCentreRow).bytes[0]) == blocks_with(plan_with(0).bytes[0]);
   static constexpr SharedPlan kShared = plan_with(kCentresPass ? 16 * kCentreRow : 0);
-  // Whether a block rehearses (config.cuh), where launches overlap. Where that was measured: a warp does a page alone, and
-  // all that it reads of a page goes past the L1 cache.
+  // Whether a block rehearses where launches overlap (config.cuh). That was measured of blocks whose warps do a page
+  // alone, and read nothing of a page through the L1 cache.
   static constexpr bool kMayRehearse = kHasEightWarps && kTeam == 1 && kCentresPass;
 };
 
+// A kernel for devices whose blocks get too little shared memory for the usual one.
 template <Format KF, Format VF, int D, int NT>
 using OneStage = Shape<KF, VF, D, NT, kWarps, false, true>;
 

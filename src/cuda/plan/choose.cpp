@@ -53,7 +53,9 @@ Group find_group(const Work& work, const Offers& offers) {
     if (!one.by_group) continue;
     const std::int64_t ns =
         times::decode_ns(row_blocks_of(work, one.rows()),
-                         times::group_times(work.stored_head_dim(), work.k, one.rows()), offers.limits.multiprocessors);
+                         times::on(offers.limits, times::group_times(work.stored_head_dim(), work.k, one.rows()),
+                                   {.bytes = work.page_bytes()}),
+                         offers.limits.multiprocessors);
     if (group.kernel < 0 || ns < group.ns) group.kernel = static_cast<int>(i), group.ns = ns;
   }
   if (group.kernel < 0) {
@@ -195,13 +197,21 @@ Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_
     sm90.missing = missing_of_sm90(work, offers);
     sm80.missing = missing_of_sm80(work, offers);
   }
-  const OtherTiles others[] = {{times::sm90_times(stored, work.k), prefill::kRows, 1},
-                               {times::sm80_times(stored, work.k), offers.sm80 ? offers.sm80->rows : prefill::kRows,
-                                offers.sm80 ? std::max(offers.sm80->blocks, 1) : 1}};
+  const int sm80_rows = offers.sm80 ? offers.sm80->rows : prefill::kRows;
+  const int sm80_blocks = offers.sm80 ? std::max(offers.sm80->blocks, 1) : 1;
+  const OtherTiles others[] = {
+      {times::on(offers.limits, times::sm90_times(stored, work.k), {}, 1), prefill::kRows, 1},
+      {times::on(offers.limits, times::sm80_times(stored, work.k), times::tile_work(stored, sm80_rows), sm80_blocks),
+       sm80_rows, sm80_blocks}};
   if (most_rows >= times::kLeastPrefillRows) {  // else decode kernels have one row block a sequence and kv head
-    for (const int i : {0, 1})
-      candidates[i].ns =
-          times::prefill_ns(tiles_of(work, others[i].rows), others[i].times, multiprocessors, others[i].blocks);
+    double bytes = 0;
+    for (const times::Rows& one : row_blocks_of(work, most_rows))
+      bytes += static_cast<double>(one.count * one.pages) * work.page_bytes();
+    for (const int i : {0, 1}) {
+      candidates[i].ns = std::max(
+          times::prefill_ns(tiles_of(work, others[i].rows), others[i].times, multiprocessors, others[i].blocks),
+          times::read_ns(offers.limits, bytes));
+    }
   }
   // The kernels that serve beside unpacked keys.
   const bool is_sm80_faster = sm80.missing.empty() && sm80.ns < sm90.ns;
@@ -238,7 +248,7 @@ Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_
   std::int64_t longest = 1;
   for (const core::DeviceSequence& s : work.sequences) longest = std::max(longest, s.length);
   const double bytes = static_cast<double>(longest) * p.cache.encoded_layout.block_bytes / kPageTokens;
-  choice.schedule.heads_at_once = static_cast<int>(heads_in_cache(bytes, work.pairs()));
+  choice.schedule.heads_at_once = static_cast<int>(heads_in_cache(bytes, work.pairs(), offers.limits));
   choice.schedule.row_blocks = static_cast<int>(row_blocks);
   choice.schedule.tiles = static_cast<int>(work.pairs() * row_blocks);
   return {};
@@ -268,7 +278,8 @@ Status choose_fresh(const Work& work, const Offers& offers, Choice& choice) {
                      bytes = std::max<std::int64_t>(longest / work.params.group, 1) * 4 * work.head_dim();
   const std::int64_t row_blocks = (work.most_rows() + offers.dense->rows - 1) / offers.dense->rows;
   // As many in each group of heads, so that all of them take as many rounds.
-  const std::int64_t most = heads_in_cache(static_cast<double>(bytes), pairs), groups = (pairs + most - 1) / most;
+  const std::int64_t most = heads_in_cache(static_cast<double>(bytes), pairs, offers.limits),
+                     groups = (pairs + most - 1) / most;
   choice.first = prefill::Schedule{.row_blocks = static_cast<int>(row_blocks),
                                    .heads_at_once = static_cast<int>((pairs + groups - 1) / groups),
                                    .tiles = static_cast<int>(pairs * row_blocks),  // no more than those of choice.tiles
@@ -288,7 +299,9 @@ Result<Choice> choose(const Work& work, const Offers& offers) {
   Choice choice;
   Group group = find_group(work, offers);
   std::int64_t decode_ns =
-      times::decode_ns(row_blocks_of(work, 16), times::decode_times(work.stored_head_dim(), work.k, work.most_rows()),
+      times::decode_ns(row_blocks_of(work, 16),
+                       times::on(offers.limits, times::decode_times(work.stored_head_dim(), work.k, work.most_rows()),
+                                 times::decode_work(work.stored_head_dim(), work.k, work.page_bytes())),
                        offers.limits.multiprocessors);
   // The option "decode_sm90" asks for such kernels, whatever the time.
   const bool gains = 100 * group.ns < (100 - times::kLeastGain) * decode_ns;

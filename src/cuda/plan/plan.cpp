@@ -90,6 +90,7 @@ Status AttentionPlan::make_stages(const core::DevicePlanConfig& config, const Wo
   }
   if (Status s = add_stage(choice->tiles != Tiles::none ? make_tiles(planning) : make_attend(planning)); !s.ok())
     return s;
+  if (considers_prefill(work) && times::are_scaled(pages_.limits())) estimates_ = times::scaled_text(pages_.limits());
   kernel_ = choice->kernel(compiled->offers);
   splits_ = planning.splits;
   return {};
@@ -148,6 +149,7 @@ std::string AttentionPlan::explain() const {
   if (const std::string text = lowered_text(pages_.limits()); !text.empty())
     lines += fmt::format("limits     {}\n", text);
   for (const Placed& placed : stages_) lines += placed.stage->explain();
+  if (!estimates_.empty()) lines += fmt::format("times      {}\n", estimates_);
   return lines;
 }
 

@@ -1,4 +1,4 @@
-// What devices of each compute capability run: the one table, which `kvant info`, `kvant doctor` and docs/cuda.md show.
+// The one table of what devices of each compute capability run. `kvant info`, `kvant doctor` and docs/cuda.md show it.
 // No device is needed.
 #pragma once
 

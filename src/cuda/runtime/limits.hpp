@@ -45,6 +45,17 @@ constexpr int blocks_within(const DeviceLimits& limits, int threads, int shared_
                   limits.multiprocessor_threads / threads);
 }
 
+// The card on which the times of plan/times.hpp were measured.
+inline constexpr DeviceLimits kH200 = {.capability = 90,
+                                       .multiprocessors = 132,
+                                       .shared_bytes = 232448,
+                                       .multiprocessor_shared_bytes = 233472,
+                                       .multiprocessor_threads = 2048,
+                                       .l2_bytes = 60 << 20,
+                                       .clock = 1980,
+                                       .bandwidth = 4917,
+                                       .tensor = 2048};
+
 // Cards by the names that KVANT_CUDA_LIMITS takes, with the numbers of their data sheets.
 struct Card {
   const char* name;
