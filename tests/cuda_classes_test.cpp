@@ -46,6 +46,19 @@ TEST(CudaClasses, TheDocumentHasTheTableOfTheWheel) {
   EXPECT_NE(text_of("docs/cuda.md").find(table), std::string::npos) << "docs/cuda.md lacks this table:\n" << table;
 }
 
+// In README.md's words.
+TEST(CudaClasses, TheReadmeSaysFromWhichOnAndWhatWasTested) {
+  const auto all = device_classes(wheel_architectures());
+  std::string tested;
+  for (const core::DeviceClass& one : all) {
+    if (!one.tested.empty()) tested += (tested.empty() ? "" : ", ") + one.capability;
+  }
+  const std::string words = std::regex_replace(text_of("README.md"), std::regex("\\s+"), " ");
+  const std::string expected =
+      fmt::format("(compute capability {} or newer; tested on {})", all.front().capability, tested);
+  EXPECT_NE(words.find(expected), std::string::npos) << "README.md lacks " << expected;
+}
+
 TEST(CudaClasses, CodeIsThatOfTheBuild) {
   const auto wheel = device_classes("80 90a 90-virtual"), one = device_classes("80-virtual"),
              hopper = device_classes("90a");
