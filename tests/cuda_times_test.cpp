@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -85,6 +86,72 @@ TEST(Times, UnpackedKeysTakeWhatWasMeasured) {
     EXPECT_NEAR(static_cast<double>(ns) / 1000 / static_cast<double>(c.us), 1.0, 0.12)
         << c.head_dim << ", " << c.rows << " rows of " << c.pages << " pages";
   }
+}
+
+// --- other devices ---------------------------------------------------------------------------------------------------
+
+const DeviceLimits& card(const std::string& name) {
+  return std::find_if(cards().begin(), cards().end(), [&](const Card& one) { return one.name == name; })->limits;
+}
+
+// The device that was measured keeps its times: no page has more products or bytes than its time has room for.
+TEST(Times, AnH200KeepsItsTimes) {
+  EXPECT_FALSE(are_scaled(kH200));
+  for (const int head_dim : {64, 96, 128, 192, 256, 512}) {
+    for (const Format k : {Format::bf16, Format::fp8, Format::tq4, Format::tq8}) {
+      const double bytes = 16.0 * head_dim * codec::format_bits(k);
+      const BlockTimes decode = decode_times(head_dim, k, 16);
+      const BlockTimes same = on(kH200, decode, decode_work(head_dim, k, bytes));
+      EXPECT_EQ(same.page, decode.page) << head_dim;
+      EXPECT_EQ(same.rows, decode.rows);
+      const int rows = head_dim <= 128 ? 128 : 64, blocks = head_dim <= 256 ? 2 : 1;
+      const TileTimes tiles = sm80_times(head_dim, k), now = on(kH200, tiles, tile_work(head_dim, rows), blocks);
+      EXPECT_EQ(now.page, tiles.page) << head_dim;
+      EXPECT_EQ(now.shared_page, blocks == 2 ? tiles.shared_page : tiles.page) << head_dim;
+    }
+  }
+}
+
+TEST(Times, APageTakesAsLongAsTheSlowestOfItsParts) {
+  DeviceLimits device = kH200;
+  EXPECT_EQ(page_on(device, 1000, {}), 1000);
+  device.clock /= 2;
+  EXPECT_EQ(page_on(device, 1000, {}), 2000);
+  device = kH200;
+  device.bandwidth /= 4;  // 37 bytes a nanosecond become 9.3
+  EXPECT_EQ(page_on(device, 1000, {}), 1000);
+  EXPECT_NEAR(static_cast<double>(page_on(device, 1000, {.bytes = 18625})), 2000, 2);
+  EXPECT_NEAR(static_cast<double>(page_on(device, 1000, {.bytes = 1e9})), 4000, 2) << "no slower than all bytes";
+  device = kH200;
+  device.tensor /= 4;  // 4055 operations a nanosecond become 1014
+  EXPECT_NEAR(static_cast<double>(page_on(device, 1000, {.products = 2e6})), 1973, 1);
+  // A number that the driver does not tell scales nothing.
+  device.tensor = device.bandwidth = device.clock = 0;
+  EXPECT_EQ(page_on(device, 1000, {2e6, 1e9}), 1000);
+  EXPECT_FALSE(are_scaled(device));
+  EXPECT_EQ(read_ns(device, 1e9), 0);
+  EXPECT_EQ(read_ns(card("rtx4090"), 1.008e9), 1000000);
+}
+
+TEST(Times, OtherDevicesAreScaled) {
+  for (const Card& one : cards()) EXPECT_EQ(are_scaled(one.limits), std::string(one.name) != "h200") << one.name;
+  DeviceLimits driver = kH200;  // whose clocks make 4916.7 GB/s
+  driver.bandwidth = 4916;
+  EXPECT_FALSE(are_scaled(driver));
+  const std::string text = scaled_text(card("rtx3090"));
+  EXPECT_NE(text.find("a cycle takes 1.17 times as long"), std::string::npos) << text;
+  EXPECT_NE(text.find("memory 3.26 times"), std::string::npos) << text;
+  EXPECT_NE(text.find("product 4.67 times"), std::string::npos) << text;
+}
+
+// Two blocks on a multiprocessor share its products; one alone shares nothing.
+TEST(Times, TilesBesideOthersShareProducts) {
+  const DeviceLimits& geforce = card("rtx4090");
+  const TileTimes usual = sm80_times(128, Format::bf16);
+  const TileTimes two = on(geforce, usual, tile_work(128, 128), 2), one = on(geforce, usual, tile_work(128, 128), 1);
+  EXPECT_NEAR(static_cast<double>(two.shared_page), 2.0 * static_cast<double>(two.page), 2);
+  EXPECT_EQ(one.shared_page, one.page);
+  EXPECT_GT(two.page, usual.page);
 }
 
 }  // namespace

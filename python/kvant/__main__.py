@@ -62,6 +62,8 @@ def doctor() -> int:
     for b in facts["backends"]:
         available = "available" if b["available"] else "not available"
         print(f"{b['name']:<13} {available}{': ' + b['detail'] if b['detail'] else ''}")
+        for c in b.get("classes", ()):
+            print(f"  {c['capability']:<11} {c['state']}: {c['cards']}; {c['code']}; {' '.join(c['kernels'])}")
     if "cuda" not in names:
         print("cuda          not compiled into this library")
     print(f"hugging face  {_hugging_face()}")

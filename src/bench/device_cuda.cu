@@ -140,6 +140,9 @@ class Bench final : public DeviceBench {
     std::snprintf(name, sizeof name, "%s, compute capability %d.%d, %d multiprocessors", properties.name,
                   properties.major, properties.minor, properties.multiProcessorCount);
     facts_.name = name;
+    const Result<cuda::DeviceLimits> limits = cuda::find_limits(device_);  // peaks are the device's own
+    if (!limits.ok()) return limits.status();
+    if (limits->is_lowered) facts_.name += "; " + cuda::lowered_text(*limits);
     facts_.l2_bytes = properties.l2CacheSize;
     multiprocessors_ = properties.multiProcessorCount;
     std::size_t free_bytes = 0, all_bytes = 0;

@@ -72,6 +72,15 @@ std::string describe_library() {
     info["backends"].push_back({{"name", device->name},
                                 {"available", unavailable.empty()},
                                 {"detail", unavailable.empty() ? device->detail() : unavailable}});
+    if (device->classes != nullptr) {
+      for (const core::DeviceClass& one : device->classes()) {
+        info["backends"].back()["classes"].push_back({{"capability", one.capability},
+                                                      {"cards", one.cards},
+                                                      {"kernels", one.kernels},
+                                                      {"code", one.code},
+                                                      {"state", one.state()}});
+      }
+    }
   }
   return info.dump();
 }

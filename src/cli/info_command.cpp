@@ -35,6 +35,7 @@ struct Backend {
   bool is_compiled_in;
   std::string unavailable;  // why not on this machine; empty: available
   std::string detail;
+  std::vector<core::DeviceClass> classes{};
 };
 
 std::vector<Backend> backends() {
@@ -45,6 +46,7 @@ std::vector<Backend> backends() {
     all.push_back({"cuda", false, why, why});
   } else {
     all.push_back({device->name, true, device->unavailable(), device->detail()});
+    if (device->classes != nullptr) all.back().classes = device->classes();
   }
   return all;
 }
@@ -88,7 +90,14 @@ Json info_rows(const core::Kernels* chosen) {
     rows.push_back({{"kind", kind}, {"name", name}, {"state", state}, {"detail", detail}});
   };
   for (const FormatInfo& f : formats()) add("format", f.name, "available", f.summary);
-  for (const Backend& b : backends()) add("backend", b.name, state_of(b), b.detail);
+  for (const Backend& b : backends()) {
+    add("backend", b.name, state_of(b), b.detail);
+    for (const core::DeviceClass& one : b.classes) {
+      const std::string detail =
+          fmt::format("{}; {}; {}; {}", one.cards, one.code, fmt::join(one.kernels, " "), one.state());
+      add("devices", one.capability, one.runs ? "compiled in" : "absent", detail);
+    }
+  }
   for (const core::Kernels* k : core::all_kernels()) add("isa", k->name, state_of(k, chosen), k->detail);
   return rows;
 }
@@ -100,11 +109,20 @@ Json as_json(const Machine& machine, const core::Kernels* chosen) {
   }
   Json backend_list = Json::array();
   for (const Backend& b : backends()) {
+    Json classes = Json::array();
+    for (const core::DeviceClass& one : b.classes) {
+      classes.push_back({{"capability", one.capability},
+                         {"cards", one.cards},
+                         {"kernels", one.kernels},
+                         {"code", one.code},
+                         {"state", one.state()}});
+    }
     backend_list.push_back({{"name", b.name},
                             {"compiled_in", b.is_compiled_in},
                             {"available", b.unavailable.empty()},
                             {"detail", b.detail},
-                            {"unavailable", b.unavailable}});
+                            {"unavailable", b.unavailable},
+                            {"classes", std::move(classes)}});
   }
   return {{"version", kVersion},
           {"compiler", machine.compiler},
@@ -145,6 +163,14 @@ std::string as_text(const Machine& machine, const core::Kernels* chosen, std::si
     backend_table.add({b.name, state_of(b), says_why ? fmt::format("{}; {}", b.detail, b.unavailable) : b.detail});
   }
   text += backend_table.text(width) + "\n";
+
+  for (const Backend& b : backends()) {
+    if (b.classes.empty()) continue;
+    Table classes({{"capability", true}, {"cards", true}, {"code", true}, {"kernels", true}, {"state", true}});
+    for (const core::DeviceClass& one : b.classes)
+      classes.add({one.capability, one.cards, one.code, fmt::format("{}", fmt::join(one.kernels, " ")), one.state()});
+    text += classes.text(width) + "\n";
+  }
 
   Table isa_table({{"isa", true}, {"state", true}, {"instructions", true}});
   for (const core::Kernels* k : core::all_kernels()) {

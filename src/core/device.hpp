@@ -59,6 +59,8 @@ class DevicePages {
  public:
   virtual ~DevicePages() = default;
   [[nodiscard]] virtual std::int64_t reserved_bytes() const noexcept = 0;
+  // An unusual fact of the device, for Cache::describe; empty: there is none.
+  [[nodiscard]] virtual std::string remark() const { return {}; }
 
   // Records a change of the tables on the host; flush sends what was recorded. Absolute values, so the last one counts.
   virtual void set_page(std::int32_t index, std::int32_t page, PageRef ref) = 0;
@@ -132,6 +134,20 @@ struct DeviceBuild {
   std::vector<std::string> pairs;  // "tq6/tq4": formats of keys and values with attention kernels
 };
 
+// The part of a build that is for the devices of a compute capability.
+struct DeviceClass {
+  std::string capability, cards;
+  std::vector<std::string> kernels;  // kinds, as AttentionOptions::kernel names them
+  std::string code;                  // how it was compiled
+  std::string tested;                // cards; empty: it was run on none of these
+  bool runs = false;                 // there is code
+  /// "tested on H100", "should run, not tested", "no code in this build"
+  [[nodiscard]] std::string state() const {
+    if (!runs) return "no code in this build";
+    return tested.empty() ? "should run, not tested" : "tested on " + tested;
+  }
+};
+
 // kvant::merge_on_device, with strides filled in. Passed to a kernel as it is.
 struct DevicePartials {
   static constexpr int kMost = 64;
@@ -151,7 +167,8 @@ struct DeviceBackend {
   Result<std::unique_ptr<DevicePlan>> (*make_plan)(const DevicePlanConfig& config);
   Result<std::unique_ptr<DeviceBlocks>> (*make_blocks)(const DeviceBlocksConfig& config) = nullptr;  // null: has none
   Status (*merge)(const DevicePartials& partials) = nullptr;
-  DeviceBuild (*build)() = nullptr;  // never starts the driver
+  DeviceBuild (*build)() = nullptr;                 // never starts the driver
+  std::vector<DeviceClass> (*classes)() = nullptr;  // nor this
 };
 
 /// The size at which a device stores vectors of head_dim values: the next that `backend` has kernels for. Where there

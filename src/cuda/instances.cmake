@@ -44,6 +44,15 @@ kvant_cuda_eight_warps(tq6/tq4 512 1,2,4)
 kvant_cuda_eight_warps(tq4/tq4 512 1,2,4)
 kvant_cuda_eight_warps(tq8/tq8 512 2)
 
+# kvant_cuda_one_stage(KEYS/VALUES HEAD_DIM TILES): besides, kernels in which keys and values of a page take turns in
+# one stage of shared memory. They are for pairs of which no kernel with a stage for each side fits the 99 KiB that a
+# block gets on compute capability 8.6, 8.9 and 12.x.
+foreach(pair f16/f16 bf16/bf16)
+  kvant_cuda_one_stage(${pair} 96 1,4)
+  kvant_cuda_one_stage(${pair} 192 1,4)
+  kvant_cuda_one_stage(${pair} 512 1,2)
+endforeach()
+
 # kvant_cuda_group(KEYS/VALUES HEAD_DIM TILES): besides, kernels whose blocks are warpgroups, for several queries a
 # sequence on compute capability 9.0 (decode/group.cuh): 8 and 16 tiles, which are 32 and 64 rows.
 kvant_cuda_group(tq6/tq4 128 8,16)

@@ -10,6 +10,8 @@
 #include "cuda/plan/plan.hpp"
 #include "cuda/runtime/architectures.hpp"
 #include "cuda/runtime/built.hpp"
+#include "cuda/runtime/classes.hpp"
+#include "cuda/runtime/runtime.hpp"
 #include "cuda/store/store.hpp"
 
 namespace kvant::cuda {
@@ -35,21 +37,21 @@ std::string unavailable() {
   if (error != cudaSuccess) return fmt::format("CUDA does not start: {}", cudaGetErrorString(error));
   std::string refused;
   for (int device = 0; device < count; ++device) {
-    int major = 0, minor = 0;
-    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
-        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
-      (void)cudaGetLastError();
+    const Result<DeviceLimits> limits = find_limits(device);
+    if (!limits.ok()) {
+      refused = limits.message();
       continue;
     }
-    if (code_for(KVANT_CUDA_ARCHITECTURES, major, minor) != CodeFor::none) return {};
-    refused = major < 8
-                  ? fmt::format("device {} has compute capability {}.{}: 8.0 or newer is needed", device, major, minor)
-                  : fmt::format(
-                        "device {} has compute capability {}.{}, this build has code for {}: "
-                        "configure with -DKVANT_CUDA_ARCHITECTURES={}{}",
-                        device, major, minor, KVANT_CUDA_ARCHITECTURES, major, minor);
+    const int capability = limits->capability;
+    if (code_for(KVANT_CUDA_ARCHITECTURES, capability) != CodeFor::none) return {};
+    refused = capability < 80 ? fmt::format("device {} has compute capability {}: 8.0 or newer is needed", device,
+                                            capability_text(capability))
+                              : fmt::format(
+                                    "device {} has compute capability {}, this build has code for {}: configure with "
+                                    "-DKVANT_CUDA_ARCHITECTURES={}",
+                                    device, capability_text(capability), KVANT_CUDA_ARCHITECTURES, capability);
   }
-  return refused.empty() ? "no device tells its compute capability" : refused;
+  return refused;
 }
 
 std::string detail() {
@@ -60,10 +62,16 @@ std::string detail() {
   for (int device = 0; device < count; ++device) {
     cudaDeviceProp properties{};
     if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) continue;
-    text += fmt::format("; cuda:{} {} ({}.{}, {} GiB)", device, properties.name, properties.major, properties.minor,
+    const Result<DeviceLimits> limits = find_limits(device);
+    if (!limits.ok()) {
+      text += fmt::format("; cuda:{} {}: {}", device, properties.name, limits.message());
+      continue;
+    }
+    text += fmt::format("; cuda:{} {} ({}, {} GiB)", device, properties.name, capability_text(limits->capability),
                         properties.totalGlobalMem >> 30);
-    if (code_for(KVANT_CUDA_ARCHITECTURES, properties.major, properties.minor) == CodeFor::compiled)
+    if (code_for(KVANT_CUDA_ARCHITECTURES, limits->capability) == CodeFor::compiled)
       text += ", whose driver compiles each kernel when it is first used";
+    if (limits->is_lowered) text += ", " + lowered_text(*limits);
   }
   return text;
 }
@@ -74,6 +82,10 @@ core::DeviceBuild build() {
   build.head_dims.assign(have.head_dims.begin(), have.head_dims.end());
   for (const FormatPair& pair : have.pairs) build.pairs.push_back(pair_name(pair));
   return build;
+}
+
+std::vector<core::DeviceClass> classes() {
+  return device_classes(KVANT_CUDA_ARCHITECTURES);
 }
 
 }  // namespace
@@ -89,7 +101,8 @@ const DeviceBackend* device_backend() {
                                           .make_plan = &cuda::make_plan,
                                           .make_blocks = &cuda::make_blocks,
                                           .merge = &cuda::merge_partials,
-                                          .build = &cuda::build};
+                                          .build = &cuda::build,
+                                          .classes = &cuda::classes};
   return &kBackend;
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/fmt.hpp"
+#include "cuda/runtime/runtime.hpp"
 #include "gpu/gpu_formats.hpp"
 #include "support/masks.hpp"
 
@@ -41,6 +42,11 @@ testing::AssertionResult has_warps(const GpuWorld& w, int warps, const Attention
   return testing::AssertionFailure() << text;
 }
 
+// The largest of these kernels take 182 KB.
+#define SKIP_WITHOUT_ROOM()                               \
+  if (cuda::find_limits(0).value().shared_bytes < 200000) \
+  GTEST_SKIP() << "kernels of eight warps need more shared memory for a block"
+
 class GpuEightWarps : public testing::TestWithParam<int> {
  protected:
   [[nodiscard]] static const Shape& shape() { return kShapes[static_cast<std::size_t>(GetParam())]; }
@@ -50,6 +56,7 @@ class GpuEightWarps : public testing::TestWithParam<int> {
 // two blocks.
 TEST_P(GpuEightWarps, Matches) {
   SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_ROOM();
   for (const auto& [sinks, tails] : {std::pair{1, 1}, {0, 0}, {2, 0}, {0, 3}}) {
     for (const std::int64_t q_len : {1, 2}) {
       WorldSpec spec = spec_of(shape(), {{1349, q_len}});
@@ -69,6 +76,7 @@ TEST_P(GpuEightWarps, Matches) {
 
 TEST_P(GpuEightWarps, MasksAndTransforms) {
   SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_ROOM();
   const GpuWorld w(spec_of(shape(), {{700, 1}, {1, 1}, {130, 1}}));
   EXPECT_TRUE(has_warps(w, 8));
   expect_masks_and_transforms(w);
@@ -88,6 +96,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, GpuEightWarps, testing::Range(0, static_cast<in
 // Several pages for each team, one after the other.
 TEST(GpuEightWarpsLong, FivePagesABlock) {
   SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_ROOM();
   for (const int head_dim : {256, 512}) {
     WorldSpec spec = spec_of({{"tq4", "tq4"}, head_dim, 8}, {{42000, 1}});
     spec.kv_heads = 1;
@@ -99,6 +108,7 @@ TEST(GpuEightWarpsLong, FivePagesABlock) {
 
 TEST(GpuShort, EightWarps) {
   SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_ROOM();
   for (const Shape& s : kShapes) {
     const GpuWorld w(spec_of(s, {{200, 1}}));
     EXPECT_TRUE(has_warps(w, 8));

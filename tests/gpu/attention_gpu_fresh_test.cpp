@@ -152,6 +152,7 @@ TEST_P(GpuFirstPrompts, Transforms) {
 
 TEST_P(GpuFirstPrompts, TheSameBits) {
   SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
   const GpuWorld w(spec({{900, 900}, {300, 300}, {301, 300}}));
   AttentionOptions options = fresh();
   for (const char* kernel : {"", "prefill_fresh"}) {
@@ -169,6 +170,7 @@ TEST_P(GpuFirstPrompts, TheSameBits) {
 // Rows of the sequence that follows lie in the last tile of keys.
 TEST_P(GpuFirstPrompts, OtherSequencesStayApart) {
   SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
   GpuWorld w(spec({{150, 150}, {100, 100}, {70, 70}}));
   for (const Mask& mask : {Mask::causal(), Mask::bidirectional()}) {
     const AttentionOptions options = fresh({.mask = mask});
@@ -194,6 +196,7 @@ TEST_P(GpuFirstPrompts, OtherSequencesStayApart) {
 
 TEST_P(GpuFirstPrompts, AQueryThatIsNotFinite) {
   SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
   GpuWorld w(spec({{150, 150}, {70, 70}}));
   const auto heads = static_cast<std::size_t>(w.host.q_heads()), dim = static_cast<std::size_t>(w.host.spec.head_dim);
   for (const double softcap : {0.0, 5.0}) {
@@ -227,6 +230,7 @@ INSTANTIATE_TEST_SUITE_P(All, GpuFirstPrompts,
 
 TEST(GpuFreshKeys, PrefillFreshRefuses) {
   SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
   const GpuWorld w(spec_for_fresh(spec_of("tq6", "tq4", {{300, 300}})));
   const auto refusal = [&](AttentionOptions options, const Placement& p) {
     options.kernel = "prefill_fresh";
@@ -379,10 +383,12 @@ TEST(GpuFreshKeys, AGraphFollowsLengthsAndTensors) {
 // The plan is made of a first prompt, and replayed for the tokens that come next.
 TEST(GpuFreshKeys, AGraphOfAFirstPromptGoesOn) {
   SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
   graph_follows(true, Dtype::bf16);
 }
 TEST(GpuFreshKeys, AGraphOfFirstPrompts) {
   SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
   constexpr int kDim = 128, kTokens = 300;
   WorldSpec spec = spec_for_fresh(spec_of("tq6", "tq4", {{kTokens, kTokens}}));
   spec.head_dim = kDim;

@@ -34,6 +34,7 @@ class GpuUnpacked : public testing::TestWithParam<std::tuple<Formats, int>> {
 // Queries of either dtype, whatever that of exact pages is.
 TEST_P(GpuUnpacked, Matches) {
   SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
   for (const auto& [ends, exact, q_dtype] :
        {std::tuple(1, Dtype::bf16, Dtype::bf16), {0, Dtype::f16, Dtype::bf16}, {2, Dtype::bf16, Dtype::f16}}) {
     const GpuWorld w(
@@ -54,6 +55,7 @@ TEST_P(GpuUnpacked, Matches) {
 // Between a window's sinks and its recent keys are pages that nobody sees, and tiles of keys that reach into these.
 TEST_P(GpuUnpacked, Windows) {
   SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
   const GpuWorld w(spec({{1500, 40}, {900, 300}, {400, 399}, {130, 2}}, 1, Dtype::bf16));
   for (const auto& [window, sinks] : {std::pair(100, 70), {64, 1}, {333, 200}, {1, 0}, {700, 130}}) {
     EXPECT_TRUE(w.matches(unpacked({.mask = Mask::sliding(window, sinks)}), {}, {.q_dtype = Dtype::bf16}))
@@ -63,6 +65,7 @@ TEST_P(GpuUnpacked, Windows) {
 
 TEST_P(GpuUnpacked, Transforms) {
   SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
   const GpuWorld w(spec({{450, 45}, {700, 300}}, 1, Dtype::bf16));
   const std::vector<float> sinks(static_cast<std::size_t>(w.host.q_heads()), 0.5f);
   AttentionOptions options = unpacked();
@@ -83,6 +86,7 @@ INSTANTIATE_TEST_SUITE_P(All, GpuUnpacked,
 
 TEST(GpuUnpackedKeys, ShortPageCentresAndPadding) {
   SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
   for (const int head_dim : {64, 80, 112, 128, 256, 320, 512}) {
     WorldSpec s = spec_of("tq6", "tq4", {{1500, 2}, {700, 300}, {130, 130}});
     s.head_dim = head_dim;
@@ -102,6 +106,7 @@ TEST(GpuUnpackedKeys, ShortPageCentresAndPadding) {
 
 TEST(GpuUnpackedKeys, TheSameBitsAndWhatThePlanSays) {
   SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
   WorldSpec s = spec_of("tq6", "tq4", {{900, 300}, {3000, 700}, {301, 300}});
   s.head_dim = 128;
   s.input_dtype = Dtype::bf16;
@@ -129,6 +134,7 @@ TEST(GpuUnpackedKeys, TheSameBitsAndWhatThePlanSays) {
 // A vector that is not a number makes those rows NaN that see it, and no others.
 TEST(GpuUnpackedKeys, AVectorThatIsNotFinite) {
   SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
   for (const bool is_value : {false, true}) {
     WorldSpec s = spec_of("tq4", "tq4", {{700, 300}});
     s.head_dim = 64;
@@ -152,6 +158,7 @@ TEST(GpuUnpackedKeys, AVectorThatIsNotFinite) {
 // More keys than a workspace takes at once: rounds, the last of which has fewer heads.
 TEST(GpuUnpackedKeys, ManyRounds) {
   SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
   constexpr int kDim = 256, kKvHeads = 3, kGroup = 2, kQueries = 70, kTokens = 140000, kPiece = 20000;
   WorldSpec s = spec_of("tq4", "tq4", {});
   s.head_dim = kDim;

@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
+#include <map>
 #include <utility>
 
 #include "core/cache/impl.hpp"
 #include "core/device.hpp"
 #include "core/fmt.hpp"
+#include "cuda/runtime/limits.hpp"
 #include "support/half.hpp"
 
 namespace kvant::test {
@@ -17,6 +20,23 @@ const std::string& why_no_device() {
     return backend == nullptr ? std::string("no CUDA backend is compiled in") : backend->unavailable();
   }();
   return why;
+}
+
+const std::string& why_no_sm90() {
+  static std::map<std::string, std::string> found;  // for each value of the variable, which tests change
+  const char* limits = std::getenv(cuda::kLimitsVariable);
+  const auto [at, is_new] = found.try_emplace(limits == nullptr ? "" : limits);
+  if (is_new) {
+    WorldSpec spec;
+    spec.k = spec.v = "bf16";
+    spec.sequences = {{64, 1}};
+    const GpuWorld w(spec);
+    AttentionOptions options = w.host.options();
+    options.kernel = core::kPrefillSm90;
+    const Result<Plan> planned = plan(w.cache, std::span<const SequenceId>(w.ids), options);
+    if (!planned) at->second = planned.message();
+  }
+  return at->second;
 }
 
 DeviceRows::DeviceRows(std::span<const float> values, Dtype dtype, std::int64_t tokens, std::int64_t heads,
@@ -246,6 +266,7 @@ bool GpuWorld::serves(const std::string& kind) const {
   const WorldSpec& s = host.spec;
   const bool is_dense = s.k == "bf16" || s.k == "f16", same = s.k == s.v;
   if (is_generic_only()) return false;
+  if ((kind == core::kDecodeSm90 || kind == core::kPrefillSm90) && !why_no_sm90().empty()) return false;
   if (kind == core::kDecodeSm90) return s.head_dim == 128 && (s.k == "tq4" || s.k == "tq6") && s.v == "tq4";
   if (s.key_bases || s.value_bases) return false;
   const bool padded = cache.impl().stored_dim() != s.head_dim;
@@ -257,9 +278,10 @@ bool GpuWorld::serves(const std::string& kind) const {
 
 bool GpuWorld::unpacked_serves(const AttentionOptions& base, const Placement& placement) const {
   const auto whole = [](std::int64_t elements) { return elements % 8 == 0; };
-  return base.mask.tensor.data == nullptr && placement.q_dtype != Dtype::f32 && whole(host.spec.head_dim) &&
-         cache.impl().stored_dim() <= 256 && whole(placement.offset) && whole(placement.token_padding) &&
-         whole(placement.head_padding) && (serves(core::kPrefillSm90) || serves(core::kPrefillSm80));
+  return why_no_sm90().empty() && base.mask.tensor.data == nullptr && placement.q_dtype != Dtype::f32 &&
+         whole(host.spec.head_dim) && cache.impl().stored_dim() <= 256 && whole(placement.offset) &&
+         whole(placement.token_padding) && whole(placement.head_padding) &&
+         (serves(core::kPrefillSm90) || serves(core::kPrefillSm80));
 }
 bool GpuWorld::fresh_serves(const AttentionOptions& base, const Placement& placement) const {
   return base.fresh_keys && placement.q_dtype == host.spec.input_dtype && unpacked_serves(base, placement);

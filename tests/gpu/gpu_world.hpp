@@ -16,6 +16,12 @@ const std::string& why_no_device();
 #define SKIP_WITHOUT_DEVICE() \
   if (const std::string& why = why_no_device(); !why.empty()) GTEST_SKIP() << why
 
+/// Empty where the device has kernels of compute capability 9.0, within the limits that KVANT_CUDA_LIMITS now sets;
+/// else why it has none.
+const std::string& why_no_sm90();
+#define SKIP_WITHOUT_SM90() \
+  if (const std::string& why = why_no_sm90(); !why.empty()) GTEST_SKIP() << why
+
 /// How q and out lie in device memory.
 struct Placement {
   Dtype q_dtype = Dtype::f32, out_dtype = Dtype::f32;

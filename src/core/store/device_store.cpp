@@ -114,10 +114,11 @@ Status DeviceStore::edit_block(std::int32_t slot, int layer, int head, const std
 }
 
 std::string DeviceStore::describe() const {
+  const std::string remark = pages_->remark();
   return fmt::format(
-      "device: cuda:{}, {} bytes taken: {} encoded and {} exact page slots, up to {} sequences of {} tokens\n", device_,
-      pages_->reserved_bytes(), encoded_slots_, exact_slots_, spec_.config.max_sequences,
-      spec_.config.max_sequence_tokens);
+      "device: cuda:{}, {} bytes taken: {} encoded and {} exact page slots, up to {} sequences of {} tokens{}\n",
+      device_, pages_->reserved_bytes(), encoded_slots_, exact_slots_, spec_.config.max_sequences,
+      spec_.config.max_sequence_tokens, remark.empty() ? "" : "; " + remark);
 }
 
 // --- sequences -------------------------------------------------------------------------------------------------------

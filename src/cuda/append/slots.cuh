@@ -166,7 +166,7 @@ cudaError_t launch_slots(WriteParams& p, SlotList& list, const DeviceLimits& lim
     return launch_few(SlotLaunch::begun, octets / 2);
   }
   if (rows > 0) {
-    Launch copied(static_cast<unsigned>(2 * rows), Step::kBlockThreads, stream, limits.overlaps);
+    Launch copied(static_cast<unsigned>(2 * rows), Step::kBlockThreads, stream, limits.overlaps());
     const cudaError_t error = cudaLaunchKernelEx(&copied.config, &copied_rows_kernel<Step>, p, list);
     if (error != cudaSuccess) return error;
   }

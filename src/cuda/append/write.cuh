@@ -108,7 +108,7 @@ struct StagedLaunch {
   StagedLaunch(WriteParams& params, const DeviceLimits& device, cudaStream_t stream)
       : p(params),
         limits(device),
-        how(1, Bulk::kBlockThreads, stream, device.overlaps),
+        how(1, Bulk::kBlockThreads, stream, device.overlaps()),
         k_pitch(staged_pitch(kD, staged_dtype(params, params.k))),
         v_pitch(staged_pitch(kD, staged_dtype(params, params.v))) {}
 

@@ -273,7 +273,9 @@ class Blocks final : public core::DeviceBlocks {
     const Current current(config_.device);
     if (current.error() != cudaSuccess)
       return failed(fmt::format("cudaSetDevice({})", config_.device).c_str(), current.error());
-    KVANT_CUDA_TRY(find_limits(config_.device, limits_));
+    const Result<DeviceLimits> limits = find_limits(config_.device);
+    if (!limits.ok()) return limits.status();
+    limits_ = *limits;
     if (Status s = memory_.take(non_finite_, 1, "a flag"); !s) return s;
     if (Status s = memory_.take(listed_, kDecodedAtOnce, "a list of blocks"); !s) return s;
     if (Status s = memory_.take(listed_sequence_, 1, "a list of blocks"); !s) return s;

@@ -19,6 +19,7 @@ struct Attend {
   static constexpr int D = S::kHeadDim, NT = S::kColumnTiles, BW = S::kBlockWarps;
   static constexpr int R = S::kRows, W = S::kTeam;
 
+  static constexpr bool kRehearses = kOverlaps && S::kMayRehearse;
   static constexpr bool kQueriesInRegisters = is_integer(KF) && NT * kQuerySteps<KF, D> <= 8;
 
   const AttendParams& p;
@@ -38,8 +39,8 @@ struct Attend {
     return are_made(p) && p.mask.data == nullptr && p.logits.slopes == nullptr &&
            p.k_basis.kind != BasisKind::calibrated && p.batch * p.cache.kv_heads <= kMostRehearsed;
   }
-  __device__ bool in(Pass which) const { return S::kRehearses && pass == which; }
-  __device__ bool keeps() const { return !S::kRehearses || pass >= Pass::run_first; }
+  __device__ bool in(Pass which) const { return kRehearses && pass == which; }
+  __device__ bool keeps() const { return !kRehearses || pass >= Pass::run_first; }
   // Whether a warp does this third of a page's products: scores (1), weights and queries (2), sums of values (0).
   __device__ bool does(int third) const { return keeps() || (pass == Pass::products && warp % 3 == third); }
 
@@ -57,7 +58,7 @@ struct Attend {
     return team_memory() + S::kShared.team.keys + stage * S::kKeyStage;
   }
   __device__ std::byte* value_stage(int stage = 0) const {
-    return team_memory() + S::kShared.team.values + stage * S::Values::kBytes;
+    return team_memory() + (S::kOneStage ? S::kShared.team.keys : S::kShared.team.values) + stage * S::Values::kBytes;
   }
   enum Barrier { kKeys, kValues };
   __device__ void wait(Barrier which, std::uint32_t& phases) const {
@@ -258,12 +259,13 @@ struct Attend {
   }
 
   // One stage a side is enough: a page's values arrive while its keys are multiplied, the next page's keys while its
-  // values are, and four blocks of four warps on a multiprocessor hide what is left.
+  // values are, and four blocks of four warps on a multiprocessor hide what is left. With one stage for both sides
+  // (Shape::kOneStage) a team waits for each side, and other teams hide that.
   __device__ void first_pages(const Part& part, const Slots& slots) const {
     const int slot = slot_at(slots, 0);
     if (count_pages<W>(part) > 0) {
       copy_keys(part, slot >> kSlotShift);
-      copy_values(part, slot >> kSlotShift);
+      if constexpr (!S::kOneStage) copy_values(part, slot >> kSlotShift);
     }
   }
   __device__ void encoded_pages(const Part& part, Slots slots, std::uint32_t& phases);

@@ -40,7 +40,7 @@ __device__ void Attend<S>::run() {
   // is a guess until the launch has ended and the lengths are found unchanged. Nothing else that the launch writes is
   // read before. A longer batch than one window is read before only where it does not change.
   const bool is_early = kOverlaps && (p.batch <= kWindow || are_made(p));
-  if (S::kRehearses && rehearses()) pass = Pass::products;
+  if (kRehearses && rehearses()) pass = Pass::products;
   if (threadIdx.x == 0) info->found = is_early ? kGuessed : kBegun;
   if (!is_early) {
     for (int i = static_cast<int>(threadIdx.x); i < p.batch; i += S::kThreads)
@@ -130,7 +130,7 @@ __device__ void Attend<S>::run() {
       }
       if (!in(Pass::products)) last = partial_of < S::kByGroup ? S::kExactTeam : W > (part);
     }
-    if (S::kRehearses && pass != Pass::run) {
+    if (kRehearses && pass != Pass::run) {
       if (in(Pass::first_part)) ptx::copy_wait<0>(), last = false;
       pass = static_cast<Pass>(static_cast<int>(pass) + 1);
     }
@@ -149,6 +149,17 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks<KF, VF, D, NT>)
     attend_kernel(const __grid_constant__ AttendParams p) {
   extern __shared__ __align__(128) std::byte memory[];
   Attend<Shape<KF, VF, D, NT, kWarps>>(p, memory).run();
+}
+
+// For devices whose blocks get too little shared memory for attend_kernel.
+template <Format KF, Format VF, int D, int NT>
+constexpr int kOneStageBlocks = OneStage<KF, VF, D, NT>::blocks_with(OneStage<KF, VF, D, NT>::kShared.bytes[0]);
+
+template <Format KF, Format VF, int D, int NT>
+__global__ void __launch_bounds__(32 * kWarps, kOneStageBlocks<KF, VF, D, NT>)
+    one_stage_attend_kernel(const __grid_constant__ AttendParams p) {
+  extern __shared__ __align__(128) std::byte memory[];
+  Attend<OneStage<KF, VF, D, NT>>(p, memory).run();
 }
 
 // For several queries a sequence: a block is a warpgroup. Empty in code for other devices than Hopper.

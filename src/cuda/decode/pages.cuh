@@ -94,11 +94,15 @@ __device__ void Attend<S>::encoded_pages(const Part& part, Slots slots, std::uin
       weigh<VF, W>(s, key_stage() + S::Keys::kBytes + S::kKeyGroups * 2 * kPageTokens, VF == Format::bf16, fold);
     }
     team_sync<W>();  // every lane has read its keys and scales, and written its weights
-    if (k + 1 < pages) copy_keys(part, next >> kSlotShift);
+    if constexpr (S::kOneStage) {
+      copy_values(part, slot >> kSlotShift);
+    } else if (k + 1 < pages) {
+      copy_keys(part, next >> kSlotShift);
+    }
     if (!in(Pass::products)) wait(kValues, phases);
     if (slot >= 0 && does(0)) add_values(value_stage(), fold);
     team_sync<W>();  // every lane has read its values and weights
-    if (k + 1 < pages) copy_values(part, next >> kSlotShift);
+    if (k + 1 < pages) S::kOneStage ? copy_keys(part, next >> kSlotShift) : copy_values(part, next >> kSlotShift);
     slot = next;
     advance<W>(part, slots, k, centred);
   }

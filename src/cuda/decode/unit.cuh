@@ -17,7 +17,8 @@ AttendKernel entry_of(void (*kernel)(AttendParams)) {
           .shared_bytes = {S::kShared.bytes[0], S::kShared.bytes[1], S::kShared.bytes[2]},
           .team = S::kTeam,
           .teams = S::kTeams,
-          .by_group = S::kByGroup};
+          .by_group = S::kByGroup,
+          .one_stage = S::kOneStage};
 }
 template <Format KF, Format VF, int D, int NT>
 AttendKernel attend_entry() {
@@ -26,6 +27,10 @@ AttendKernel attend_entry() {
 template <Format KF, Format VF, int D, int NT>
 AttendKernel eight_warps_entry() {
   return entry_of<Shape<KF, VF, D, NT, kEightWarps>>(&eight_warps_attend_kernel<KF, VF, D, NT, kEightWarps>);
+}
+template <Format KF, Format VF, int D, int NT>
+AttendKernel one_stage_entry() {
+  return entry_of<OneStage<KF, VF, D, NT>>(&one_stage_attend_kernel<KF, VF, D, NT>);
 }
 template <Format KF, Format VF, int D, int NT>
 AttendKernel group_entry() {

@@ -48,13 +48,15 @@ Group find_group(const Work& work, const Offers& offers) {
     if (!one.by_group) continue;
     const std::int64_t ns =
         times::decode_ns(row_blocks_of(work, one.rows()),
-                         times::group_times(work.stored_head_dim(), work.k, one.rows()), offers.limits.multiprocessors);
+                         times::on(offers.limits, times::group_times(work.stored_head_dim(), work.k, one.rows()),
+                                   {.bytes = work.page_bytes()}),
+                         offers.limits.multiprocessors);
     if (group.kernel < 0 || ns < group.ns) group.kernel = static_cast<int>(i), group.ns = ns;
   }
   if (group.kernel < 0) {
     group.missing = fmt::format("decode_sm90 kernels are not compiled for {}", pair_at(work));
   } else if (const DecodeOffer& one = offers.decode[static_cast<std::size_t>(group.kernel)];
-             !one.has_code || one.shared_bytes > offers.limits.shared_bytes) {
+             !offers.limits.has_sm90() || !one.has_code || one.shared_bytes > offers.limits.shared_bytes) {
     group.kernel = -1;
     group.missing = "decode_sm90 kernels need compute capability 9.0 and machine code for it (sm_90a)";
   }
@@ -92,19 +94,30 @@ Status choose_decode(const Work& work, const Offers& offers, const Group& group,
   if (!offers.has_decode) return {Code::unsupported, refuse_head_dim(offers.instances, work.stored_head_dim())};
   if (choice.is_generic) return {};
   const std::int64_t most_rows = work.most_rows();
-  int best = -1;
+  int best = -1, least_bytes = 0;  // of those that do not fit
+  // The fewest rows that take all of them at once, else the most; of two with as many the one with more stages.
+  const auto is_better = [&](const DecodeOffer& a, const DecodeOffer& b) {
+    const bool a_is_enough = a.rows() >= most_rows, b_is_enough = b.rows() >= most_rows;
+    if (a_is_enough != b_is_enough) return a_is_enough;
+    if (a.rows() == b.rows()) return !a.one_stage && b.one_stage;
+    return a_is_enough ? a.rows() < b.rows() : a.rows() > b.rows();
+  };
   for (std::size_t i = 0; i < offers.decode.size(); ++i) {
     const DecodeOffer& one = offers.decode[i];
     if (one.has_eight_warps || one.by_group) continue;
-    // The fewest rows that take all of them at once; else the most.
-    const auto enough = [&](const DecodeOffer& a) { return a.rows() >= most_rows; };
-    const DecodeOffer* before = best < 0 ? nullptr : &offers.decode[static_cast<std::size_t>(best)];
-    if (before == nullptr || (enough(one) ? !enough(*before) || one.column_tiles < before->column_tiles
-                                          : !enough(*before) && one.column_tiles > before->column_tiles)) {
+    if (one.shared_bytes > offers.limits.shared_bytes) {
+      least_bytes = least_bytes == 0 ? one.shared_bytes : std::min(least_bytes, one.shared_bytes);
+    } else if (best < 0 || is_better(one, offers.decode[static_cast<std::size_t>(best)])) {
       best = static_cast<int>(i);
     }
   }
-  if (best < 0) return {Code::unsupported, refuse_pair(offers.instances, {work.k, work.v})};
+  if (best < 0 && least_bytes == 0) return {Code::unsupported, refuse_pair(offers.instances, {work.k, work.v})};
+  if (best < 0) {
+    return {Code::unsupported,
+            fmt::format("decode kernels need {} bytes of shared memory a block for {}, the device has {}; use the "
+                        "slower kernel = \"generic\", or device = \"cpu\"",
+                        least_bytes, pair_at(work), offers.limits.shared_bytes)};
+  }
   choice.decode = best;
   if (group.kernel >= 0) {
     choice.decode = group.kernel;
@@ -147,16 +160,20 @@ Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_
   prefill::Candidate& unpacked = candidates[kKinds] = {core::kPrefillUnpacked, {}, decode_ns};
   const bool has_usual_bases = usual(p.k_basis, work.k) && usual(p.v_basis, work.v);
   const std::string unusual = has_usual_bases ? "" : "bases other than the formats' own are for decode kernels only";
+  double page_bytes = 0;
+  for (const times::Rows& one : row_blocks_of(work, most_rows))
+    page_bytes += static_cast<double>(one.count * one.pages) * work.page_bytes();
+  const std::int64_t read_ns = times::read_ns(offers.limits, page_bytes);
   std::size_t beside = 0;  // the kernels that serve beside unpacked keys: the fastest that can, else the last
   for (std::size_t i = 0; i < kKinds; ++i) {
     const TileKind& kind = *kTileKinds[i];
     const std::optional<TileOffer>& offer = offers.tiles[i].kernel;
     candidates[i] = {kind.name, has_usual_bases ? kind.missing(work, offers, offers.tiles[i]) : unusual, decode_ns};
-    others[i] = {kind.times(stored, work.k), offer ? offer->rows : prefill::kUsualRows,
-                 offer ? std::max(offer->blocks, 1) : 1};
+    const int rows = offer ? offer->rows : prefill::kUsualRows, blocks = offer ? std::max(offer->blocks, 1) : 1;
+    others[i] = {kind.times(offers.limits, stored, work.k, rows, blocks), rows, blocks};
     if (most_rows >= times::kLeastPrefillRows) {  // else decode kernels have one row block a sequence and kv head
       candidates[i].ns =
-          times::prefill_ns(tiles_of(work, others[i].rows), others[i].times, multiprocessors, others[i].blocks);
+          std::max(times::prefill_ns(tiles_of(work, rows), others[i].times, multiprocessors, blocks), read_ns);
     }
     const bool serves = candidates[i].missing.empty(), served = candidates[beside].missing.empty();
     if (!served || (serves && candidates[i].ns < candidates[beside].ns)) beside = i;
@@ -191,7 +208,7 @@ Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_
   std::int64_t longest = 1;
   for (const core::DeviceSequence& s : work.sequences) longest = std::max(longest, s.length);
   const double bytes = static_cast<double>(longest) * p.cache.encoded_layout.block_bytes / kPageTokens;
-  choice.schedule.heads_at_once = static_cast<int>(heads_in_cache(bytes, work.pairs()));
+  choice.schedule.heads_at_once = static_cast<int>(heads_in_cache(bytes, work.pairs(), offers.limits));
   choice.schedule.row_blocks = static_cast<int>(row_blocks);
   choice.schedule.tiles = static_cast<int>(work.pairs() * row_blocks);
   return {};
@@ -221,7 +238,8 @@ Status choose_fresh(const Work& work, const Offers& offers, Choice& choice) {
                      bytes = std::max<std::int64_t>(longest / work.params.group, 1) * 4 * work.head_dim();
   const std::int64_t row_blocks = (work.most_rows() + offers.dense->rows - 1) / offers.dense->rows;
   // As many in each group of heads, so that all of them take as many rounds.
-  const std::int64_t most = heads_in_cache(static_cast<double>(bytes), pairs), groups = (pairs + most - 1) / most;
+  const std::int64_t most = heads_in_cache(static_cast<double>(bytes), pairs, offers.limits),
+                     groups = (pairs + most - 1) / most;
   choice.first = prefill::Schedule{.row_blocks = static_cast<int>(row_blocks),
                                    .heads_at_once = static_cast<int>((pairs + groups - 1) / groups),
                                    .tiles = static_cast<int>(pairs * row_blocks),  // no more than those of choice.tiles
@@ -233,7 +251,7 @@ Status choose_fresh(const Work& work, const Offers& offers, Choice& choice) {
 
 std::string missing_of_hopper(const char* kind, int shared_bytes, bool has_code, const DeviceLimits& limits) {
   const std::string needs = fmt::format("{} kernels need compute capability 9.0", kind);
-  if (shared_bytes > limits.shared_bytes) return needs;
+  if (!limits.has_sm90() || shared_bytes > limits.shared_bytes) return needs;
   return has_code ? std::string() : needs + " and machine code for it (sm_90a)";
 }
 
@@ -247,7 +265,9 @@ Result<Choice> choose(const Work& work, const Offers& offers) {
   Choice choice;
   Group group = find_group(work, offers);
   std::int64_t decode_ns =
-      times::decode_ns(row_blocks_of(work, 16), times::decode_times(work.stored_head_dim(), work.k, work.most_rows()),
+      times::decode_ns(row_blocks_of(work, 16),
+                       times::on(offers.limits, times::decode_times(work.stored_head_dim(), work.k, work.most_rows()),
+                                 times::decode_work(work.stored_head_dim(), work.k, work.page_bytes())),
                        offers.limits.multiprocessors);
   // The option "decode_sm90" asks for such kernels, whatever the time.
   const bool gains = 100 * group.ns < (100 - times::kLeastGain) * decode_ns;

@@ -26,7 +26,7 @@ const Kernel* find_kernel(std::span<const Kernel> kernels, const Work& work) {
 // Whether the device has code of a kernel for compute capability 9.0 alone. A kernel that does not fit is not loaded.
 Status find_hopper_code(const void* function, int shared_bytes, const DeviceLimits& limits, bool& has_code) {
   has_code = false;
-  if (shared_bytes <= limits.shared_bytes) KVANT_CUDA_TRY(has_sm90_code(function, has_code));
+  if (limits.has_sm90() && shared_bytes <= limits.shared_bytes) KVANT_CUDA_TRY(has_sm90_code(function, has_code));
   return {};
 }
 
@@ -48,7 +48,8 @@ Status find_decode(const Work& work, Compiled& found) {
                       .teams = one.teams,
                       .shared_bytes = one.shared_bytes[0],
                       .has_eight_warps = one.has_eight_warps(),
-                      .by_group = one.by_group};
+                      .by_group = one.by_group,
+                      .one_stage = one.one_stage};
     // Plans of few rows ask nothing of the driver.
     if (one.by_group && (work.kernel == core::kDecodeSm90 || work.most_rows() >= times::kLeastGroupRows)) {
       if (Status s = find_hopper_code(one.function, one.shared_bytes[0], found.offers.limits, offer.has_code); !s.ok())
@@ -85,8 +86,7 @@ Status find_tiles(const Work& work, std::size_t i, Compiled& found) {
       }
     }
     KVANT_CUDA_TRY(prepare_shared(kernel->function, most));
-    KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&offer.blocks, kernel->function, kernel->threads,
-                                                                 static_cast<std::size_t>(offer.shared_bytes)));
+    KVANT_CUDA_TRY(find_resident(kernel->function, kernel->threads, offer.shared_bytes, limits, offer.blocks));
   }
   offers.kernel = offer;
   return {};

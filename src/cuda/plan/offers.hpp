@@ -18,6 +18,7 @@ struct DecodeOffer {
   int shared_bytes;              // at least so many for a block
   bool has_eight_warps = false;  // for short work
   bool by_group = false;         // a block is a warpgroup
+  bool one_stage = false;        // for both sides of a page: where the usual kernel does not fit
   bool has_code = true;          // for this device
   [[nodiscard]] int rows() const { return 4 * column_tiles; }
 };

@@ -89,6 +89,7 @@ Status AttentionPlan::make_stages(const core::DevicePlanConfig& config, const Wo
     if (Status s = add_stage(make_unpacked(planning)); !s.ok()) return s;
   }
   if (Status s = add_stage(choice->tiles >= 0 ? make_tiles(planning) : make_attend(planning)); !s.ok()) return s;
+  if (considers_prefill(work) && times::are_scaled(pages_.limits())) estimates_ = times::scaled_text(pages_.limits());
   kernel_ = choice->kernel(compiled->offers);
   splits_ = planning.splits;
   return {};
@@ -144,7 +145,10 @@ Status AttentionPlan::upload(const core::DevicePlanConfig& config, const StepBat
 std::string AttentionPlan::explain() const {
   if (stages_.empty()) return "kernel     none: no sequence has a query\n";
   std::string lines;
+  if (const std::string text = lowered_text(pages_.limits()); !text.empty())
+    lines += fmt::format("limits     {}\n", text);
   for (const Placed& placed : stages_) lines += placed.stage->explain();
+  if (!estimates_.empty()) lines += fmt::format("times      {}\n", estimates_);
   return lines;
 }
 

@@ -54,6 +54,7 @@ class AttentionPlan final : public core::DevicePlan {
   const PlannedPages& pages_;
   AttendParams params_{};       // but for what a run gives
   std::vector<Placed> stages_;  // in the order of launches
+  std::string estimates_;       // how times were scaled to this device; empty: they were not, or none were compared
   const char* kernel_ = core::kDecodeKernels;
   int splits_ = 1;
   std::size_t workspace_bytes_ = 0;

@@ -19,7 +19,8 @@ struct TileKind {
   bool for_hopper;   // there is code for compute capability 9.0 alone, and nothing else
   // Why these kernels cannot do the work, apart from what all prefill kernels lack; empty: they can.
   std::string (*missing)(const Work& work, const Offers& offers, const TileOffers& mine);
-  times::TileTimes (*times)(int stored_head_dim, Format k);
+  // On a device, for tiles of so many rows, of which a multiprocessor holds `blocks`.
+  times::TileTimes (*times)(const DeviceLimits& limits, int stored_head_dim, Format k, int rows, int blocks);
 };
 
 // kinds/NAME.cpp defines NAME_kind, and kinds/NAME_kernels.cpp what finds the kernels of a head_dim.

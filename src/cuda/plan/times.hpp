@@ -1,5 +1,6 @@
 // How long kinds of attention kernels take, as estimates by which plans choose among them. The numbers are those of one
-// H200 (docs/lab/cuda-prefill.md, "How plans choose"). Host only; no device is needed.
+// H200 (docs/lab/cuda-prefill.md, "How plans choose"); on() scales them to another device. Host only; no device is
+// needed.
 //
 // A page takes a block of rows a time that does not depend on the length of its sequence. Decode kernels cut the pages
 // of all row blocks evenly among the multiprocessors. Prefill kernels give each tile of rows to one block of threads,
@@ -15,6 +16,8 @@
 #include <vector>
 
 #include "codec/layout.hpp"
+#include "core/fmt.hpp"
+#include "cuda/runtime/limits.hpp"
 
 namespace kvant::cuda::times {
 
@@ -111,6 +114,60 @@ constexpr BlockTimes group_times(int head_dim, Format k, int rows) {
   return rows <= 32 ? BlockTimes{page * kGroup32 / 100, kGroup32Rows.at(head_dim), kGroupStart}
                     : BlockTimes{page * kGroup64 / 100, kGroup64Rows.at(head_dim), kGroupStart};
 }
+
+// A page's work in one row block or tile, of which each kind of work may be what takes the time.
+struct PageWork {
+  double products = 0;  // operations of 16-bit products of warps
+  double bytes = 0;     // that come from memory
+};
+// 16 rows of two columns each. Integer formats have 8-bit products, which are fast on all devices.
+constexpr PageWork decode_work(int head_dim, Format k, double page_bytes) {
+  return {codec::is_tq(k) ? 0 : 16.0 * 2 * kPageTokens * head_dim * 2 * 2, page_bytes};
+}
+// Keys and values of a tile come from the L2 cache.
+constexpr PageWork tile_work(int head_dim, std::int64_t rows) {
+  return {static_cast<double>(rows) * kPageTokens * head_dim * 2 * 2, 0};
+}
+
+// A device beside the H200 that was measured, where its limits say so: how many times as long it takes.
+constexpr double ratio(double of_h200, double now) {
+  return now > 0 ? of_h200 / now : 1;
+}
+constexpr double cycle_ratio(const DeviceLimits& limits) {
+  return ratio(kH200.clock, limits.clock);
+}
+constexpr double byte_ratio(const DeviceLimits& limits) {  // of one multiprocessor
+  return ratio(1.0 * kH200.bandwidth / kH200.multiprocessors, 1.0 * limits.bandwidth / limits.multiprocessors);
+}
+// A page that takes an H200 so long takes as long as the slowest of its instructions, products and bytes.
+constexpr std::int64_t page_on(const DeviceLimits& limits, std::int64_t ns, const PageWork& work) {
+  const double h200_bytes_a_ns = 1.0 * kH200.bandwidth / kH200.multiprocessors;
+  const double of_instructions = static_cast<double>(ns) * cycle_ratio(limits);
+  const double of_bytes = std::min(static_cast<double>(ns), work.bytes / h200_bytes_a_ns) * byte_ratio(limits);
+  const double rate = limits.tensor > 0 && limits.clock > 0 ? limits.tensor * (limits.clock / 1000.0) : 0;
+  const double of_products = rate > 0 ? work.products / rate : 0;
+  return static_cast<std::int64_t>(std::max({of_instructions, of_bytes, of_products}));
+}
+constexpr BlockTimes on(const DeviceLimits& limits, const BlockTimes& times, const PageWork& work) {
+  return {page_on(limits, times.page, work),
+          static_cast<std::int64_t>(static_cast<double>(times.rows) * cycle_ratio(limits)), times.start};
+}
+// However fast it is, a kernel reads every page once.
+constexpr std::int64_t read_ns(const DeviceLimits& limits, double bytes) {
+  return limits.bandwidth > 0 ? static_cast<std::int64_t>(bytes / limits.bandwidth) : 0;
+}
+// Whether the device is another than the one that was measured, by more than numbers of drivers differ. A plan says so.
+constexpr bool are_scaled(const DeviceLimits& limits) {
+  const double ratios[] = {cycle_ratio(limits), byte_ratio(limits), ratio(kH200.tensor, limits.tensor)};
+  return std::any_of(std::begin(ratios), std::end(ratios), [](double r) { return r < 0.98 || r > 1.02; });
+}
+inline std::string scaled_text(const DeviceLimits& limits) {
+  return fmt::format(
+      "estimates are an H200's, scaled to this device: a cycle takes {:.2f} times as long, a byte of a "
+      "multiprocessor's share of the memory {:.2f} times, a 16-bit product {:.2f} times",
+      cycle_ratio(limits), byte_ratio(limits), cycle_ratio(limits) * ratio(kH200.tensor, limits.tensor));
+}
+
 constexpr std::int64_t decode_ns(std::span<const Rows> blocks, const BlockTimes& times, std::int64_t multiprocessors) {
   std::int64_t ns = 0;
   for (const Rows& one : blocks) ns += one.count * (one.pages * times.page + times.rows);
@@ -137,6 +194,16 @@ struct TileTimes {
   std::int64_t page, rows;                // of a tile alone on its multiprocessor
   std::int64_t shared_page, shared_rows;  // beside as many others as find room there
 };
+// blocks: that a multiprocessor of the device has room for. Beside each other they share its products.
+constexpr TileTimes on(const DeviceLimits& limits, const TileTimes& times, const PageWork& work, int blocks) {
+  const auto rows = [&](std::int64_t ns) {
+    return static_cast<std::int64_t>(static_cast<double>(ns) * cycle_ratio(limits));
+  };
+  TileTimes now{page_on(limits, times.page, work), rows(times.rows), 0, 0};
+  now.shared_page = blocks < 2 ? now.page : page_on(limits, times.shared_page, {blocks * work.products, work.bytes});
+  now.shared_rows = blocks < 2 ? now.rows : rows(times.shared_rows);
+  return now;
+}
 constexpr TileTimes sm90_times(int head_dim, Format k) {
   const std::int64_t page = page_times(head_dim, k).sm90, rows = rows_times(head_dim, stored(k)).sm90.at(head_dim);
   return {page, rows, page, rows};

@@ -25,6 +25,7 @@ struct Work {
   [[nodiscard]] int head_dim() const { return params.head_dim; }  // the tensors'
   [[nodiscard]] int stored_head_dim() const { return params.cache.encoded_layout.head_dim; }
   [[nodiscard]] int kv_heads() const { return params.cache.kv_heads; }
+  [[nodiscard]] double page_bytes() const { return params.cache.encoded_layout.block_bytes; }
   [[nodiscard]] std::int64_t pairs() const {  // a sequence and a kv head each
     return static_cast<std::int64_t>(sequences.size()) * kv_heads();
   }
@@ -75,9 +76,10 @@ inline std::vector<times::Rows> tiles_of(const Work& work, std::int64_t rows) {
 
 // The number of (sequence, kv head) pairs whose keys and values blocks read at the same time: as many as fit their
 // share of the L2 cache, out of `pairs`. bytes: of one pair.
-inline std::int64_t heads_in_cache(double bytes, std::int64_t pairs) {
-  constexpr std::int64_t kShare = std::int64_t{24} << 20;
-  return std::clamp<std::int64_t>(static_cast<std::int64_t>(kShare / bytes), 1, pairs);
+inline std::int64_t heads_in_cache(double bytes, std::int64_t pairs, const DeviceLimits& limits) {
+  constexpr std::int64_t kMostShare = std::int64_t{24} << 20;
+  const std::int64_t share = limits.l2_bytes > 0 ? std::min<std::int64_t>(limits.l2_bytes / 2, kMostShare) : kMostShare;
+  return std::clamp<std::int64_t>(static_cast<std::int64_t>(static_cast<double>(share) / bytes), 1, pairs);
 }
 
 }  // namespace kvant::cuda

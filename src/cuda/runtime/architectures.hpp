@@ -9,8 +9,8 @@ enum class CodeFor { none, machine, compiled };
 
 /// The code that `list` (as KVANT_CUDA_ARCHITECTURES, between spaces: "80 90a 90-virtual") has for a device. Machine
 /// code runs on its major version, where no older a minor one; with a letter, on that version exactly. PTX ("-virtual")
-/// is compiled by the driver for any device that is not older.
-constexpr CodeFor code_for(std::string_view list, int major, int minor) {
+/// is compiled by the driver for any device that is not older. capability: 86 is 8.6.
+constexpr CodeFor code_for(std::string_view list, int capability) {
   CodeFor found = CodeFor::none;
   while (!list.empty()) {
     const std::string_view one = list.substr(0, list.find(' '));
@@ -22,8 +22,8 @@ constexpr CodeFor code_for(std::string_view list, int major, int minor) {
       rest.remove_prefix(1);
     }
     if (rest == "-virtual") {
-      if (number <= major * 10 + minor && found == CodeFor::none) found = CodeFor::compiled;
-    } else if (number / 10 == major && (rest == "a" ? number % 10 == minor : number % 10 <= minor)) {
+      if (number <= capability && found == CodeFor::none) found = CodeFor::compiled;
+    } else if (number / 10 == capability / 10 && (rest == "a" ? number == capability : number <= capability)) {
       found = CodeFor::machine;
     }
   }

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include <utility>
+#include <algorithm>
 
 #include "cuda/runtime/limits.hpp"
 #include "kvant/types.hpp"
@@ -41,19 +41,8 @@ inline cudaStream_t native(Stream stream) {
   return static_cast<cudaStream_t>(stream.handle);
 }
 
-inline cudaError_t find_limits(int device, DeviceLimits& limits) {
-  int major = 0;
-  const std::pair<int*, cudaDeviceAttr> attributes[] = {
-      {&limits.multiprocessors, cudaDevAttrMultiProcessorCount},
-      {&limits.multiprocessor_shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor},
-      {&limits.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
-      {&major, cudaDevAttrComputeCapabilityMajor}};
-  for (const auto& [value, which] : attributes) {
-    if (const cudaError_t error = cudaDeviceGetAttribute(value, which, device); error != cudaSuccess) return error;
-  }
-  limits.overlaps = major >= 9;
-  return cudaSuccess;
-}
+// The limits of a device, as KVANT_CUDA_LIMITS lowers them. Nothing else asks the driver what a device can do.
+Result<DeviceLimits> find_limits(int device);
 
 // As much shared memory as there is for a kernel, up to `bytes` of it for a block. Without that the driver gives each
 // kernel what it needs, and blocks of the next launch wait until a multiprocessor is empty of those that need another
@@ -64,8 +53,17 @@ inline cudaError_t prepare_shared(const void* kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
 }
 
-// Whether this device has code of a kernel for compute capability 9.0 alone: for others there is none, or an empty
-// function (src/CMakeLists.txt).
+// Blocks of a kernel that a multiprocessor holds at a time, by its registers and by the limits. On the current device.
+inline cudaError_t find_resident(const void* kernel, int threads, int shared_bytes, const DeviceLimits& limits,
+                                 int& blocks) {
+  const cudaError_t error =
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, static_cast<std::size_t>(shared_bytes));
+  blocks = std::min(blocks, blocks_within(limits, threads, shared_bytes));
+  return error;
+}
+
+// Whether this device, of compute capability 9.0, has code of a kernel that is made for that alone: for others there is
+// none, or an empty function (src/CMakeLists.txt).
 inline cudaError_t has_sm90_code(const void* kernel, bool& has_code) {
   cudaFuncAttributes attributes{};
   const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);

@@ -19,14 +19,6 @@ __device__ inline int mask_batch(const AttendParams& p, int entry) {
   return p.mask_batches == nullptr ? entry : p.mask_batches[entry];
 }
 
-// 32 entries of the batch as a block knows them, one a lane, in shared memory.
-struct Window {
-  int first;
-  BatchEntry batch[kWindow];
-  int length[kWindow];
-  SequenceCost cost[kWindow];
-};
-
 // The length of entry i. Where there is one window, it is loaded before those launches have ended that may change
 // lengths: past L1. Neither load of a made entry and its length waits for the other.
 __device__ inline int load_length(const AttendParams& p, int i, const BatchEntry& e) {

@@ -147,4 +147,12 @@ KVANT_HD inline SequenceCost sequence_cost(const AttendParams& p, int length, in
           (q_len * p.group + p.rows - 1) >> p.row_bits};
 }
 
+// 32 entries of the batch as a block knows them, one a lane, in shared memory.
+struct Window {
+  int first;
+  BatchEntry batch[kWindow];
+  int length[kWindow];
+  SequenceCost cost[kWindow];
+};
+
 }  // namespace kvant::cuda

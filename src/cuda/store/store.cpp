@@ -177,7 +177,9 @@ Status Store::allocate() {
   }
   config_.bases = nullptr;
   config_.k_levels = config_.v_levels = {};
-  KVANT_CUDA_TRY(find_limits(c.device, limits_));
+  const Result<DeviceLimits> limits = find_limits(c.device);
+  if (!limits.ok()) return limits.status();
+  limits_ = *limits;
   KVANT_CUDA_TRY(kernel_->prepare(write_params(c, view_), limits_));
   KVANT_CUDA_TRY(cudaDeviceSynchronize());
   return {};
@@ -267,7 +269,7 @@ Status Store::advance(std::span<const core::DeviceAppend> appends, Stream stream
   for (std::size_t i = 0; i < appends.size(); i += kAdvancesAtOnce) {
     batch.count = static_cast<std::int32_t>(std::min<std::size_t>(kAdvancesAtOnce, appends.size() - i));
     std::copy_n(appends.begin() + static_cast<std::ptrdiff_t>(i), batch.count, batch.append);
-    KVANT_CUDA_TRY(advance_lengths(batch, limits_.overlaps, native(stream)));
+    KVANT_CUDA_TRY(advance_lengths(batch, limits_.overlaps(), native(stream)));
   }
   return {};
 }

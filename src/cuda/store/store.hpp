@@ -34,6 +34,7 @@ class Store final : public core::DevicePages, public PlannedPages {
   [[nodiscard]] const BasisArrays& v_basis() const noexcept override { return v_basis_; }
   [[nodiscard]] const core::DevicePagesConfig& config() const noexcept { return config_; }  // bases: null
 
+  [[nodiscard]] std::string remark() const override { return lowered_text(limits_); }
   [[nodiscard]] std::int64_t reserved_bytes() const noexcept override { return reserved_bytes_; }
   void set_page(std::int32_t index, std::int32_t page, core::PageRef ref) override;
   void set_length(std::int32_t index, std::int64_t length, std::int64_t step_begin) override;

@@ -13,15 +13,13 @@
 
 #include "codec/tq.hpp"
 #include "cuda/runtime/ptx.cuh"
+#include "cuda/tile/staged.hpp"
 
 namespace kvant::cuda {
 
 using codec::level_origin;  // levels are taken relative to this integer inside the products
 using codec::Order;
 
-__host__ __device__ constexpr bool is_integer(Format f) {
-  return codec::is_tq(f);
-}
 __host__ __device__ constexpr Order order_of(Format f) {
   return codec::traits(f).order;
 }
@@ -71,7 +69,7 @@ struct Sixteen {
 // kernels.
 template <Format F>
 struct Constants {
-  static constexpr int kWords = 4;
+  static constexpr int kWords = kConstantWords;
   std::uint32_t t0, t2, signs, one;
   __device__ static void put(std::uint32_t* to) {
     to[0] = table_word_or_zero<F>(0), to[2] = 0x80808080u, to[3] = 1;

@@ -16,7 +16,10 @@ const TileKind prefill_sm80_kind = {
         return fmt::format("a block of the prefill_sm80 kernel for {} finds no room", pair_at(work));
       return {};
     },
-    .times = times::sm80_times,
+    .times =
+        [](const DeviceLimits& limits, int head_dim, Format k, int rows, int blocks) {
+          return times::on(limits, times::sm80_times(head_dim, k), times::tile_work(head_dim, rows), blocks);
+        },
 };
 
 }  // namespace kvant::cuda

@@ -15,7 +15,8 @@ const TileKind prefill_sm90_kind = {
       if (!mine.kernel) return fmt::format("prefill_sm90 kernels are not compiled for {}", pair_at(work));
       return missing_of_hopper(core::kPrefillSm90, mine.kernel->shared_bytes, mine.kernel->has_code, offers.limits);
     },
-    .times = times::sm90_times,
+    .times = [](const DeviceLimits& limits, int head_dim, Format k, int,
+                int) { return times::on(limits, times::sm90_times(head_dim, k), {}, 1); },
 };
 
 }  // namespace kvant::cuda

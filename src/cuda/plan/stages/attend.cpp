@@ -18,7 +18,7 @@ constexpr double kRowWorth = 32768;
 // lengths at each run, on the device (schedule/schedule.cuh).
 class Attend final : public Stage {
  public:
-  explicit Attend(const Planning& planning) : planned_(planning.params), overlaps_(planning.limits.overlaps) {}
+  explicit Attend(const Planning& planning) : planned_(planning.params), overlaps_(planning.limits.overlaps()) {}
   // Adds to planning.params how rows are cut.
   Status prepare(Planning& planning) {
     const Work& work = planning.work;
@@ -52,12 +52,12 @@ class Attend final : public Stage {
     p.partial_ml = reinterpret_cast<float*>(run.workspace + ml_at_);
     p.partial_o = reinterpret_cast<float*>(run.workspace + o_at_);
     void* arguments[] = {&p};
-    Launch attend(static_cast<unsigned>(p.blocks), 32 * kernel_.warps(), run.native_stream(), run.limits.overlaps);
+    Launch attend(static_cast<unsigned>(p.blocks), 32 * kernel_.warps(), run.native_stream(), run.limits.overlaps());
     attend.config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes_);
     KVANT_CUDA_TRY(cudaLaunchKernelExC(&attend.config, kernel_.function, arguments));
 
     Launch merge(static_cast<unsigned>(segments_ * p.rows * cluster_), 32 * merge_.warps, run.native_stream(),
-                 run.limits.overlaps);
+                 run.limits.overlaps());
     merge.config.dynamicSmemBytes = static_cast<std::size_t>(merge_.shared_bytes);
     if (cluster_ > 1) merge.set_cluster(cluster_);
     KVANT_CUDA_TRY(cudaLaunchKernelExC(&merge.config, merge_.function, arguments));
@@ -128,8 +128,7 @@ Status Attend::choose_blocks(const Planning& planning) {
     KVANT_CUDA_TRY(prepare_shared(kernel_.function, kernel_.shared_bytes[fitting - 1]));
   }
   for (std::size_t i = 0; i < fitting; ++i) {
-    KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks[i], kernel_.function, 32 * kernel_.warps(),
-                                                                 static_cast<std::size_t>(kernel_.shared_bytes[i])));
+    KVANT_CUDA_TRY(find_resident(kernel_.function, 32 * kernel_.warps(), kernel_.shared_bytes[i], limits, blocks[i]));
   }
   if (blocks[0] < 1) {
     return {
@@ -178,13 +177,12 @@ Status Attend::choose_merge(const Planning& planning) {
   // eight warps clusters are smaller: that kernel's next block finds no room on a multiprocessor with two blocks of a
   // merge.
   const int most = kernel_.has_eight_warps() ? kMostCluster / 2 : kMostCluster;
-  while (limits.overlaps && cluster_ < most && line_.items / segments_ > 16 * cluster_) cluster_ *= 2;
+  while (limits.has_clusters() && cluster_ < most && line_.items / segments_ > 16 * cluster_) cluster_ *= 2;
   for (const MergeKernel& merge : planning.compiled.merge) {
     merge_ = merge;
     KVANT_CUDA_TRY(prepare_shared(merge.function, merge.shared_bytes));
     int blocks = 0;
-    KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, merge.function, 32 * merge.warps,
-                                                                 static_cast<std::size_t>(merge.shared_bytes)));
+    KVANT_CUDA_TRY(find_resident(merge.function, 32 * merge.warps, merge.shared_bytes, limits, blocks));
     // Blocks of few warps where those of many would come in waves; with so many rows none has many partials.
     if (cluster_ > 1 || segments_ * planned_.rows <= std::int64_t{limits.multiprocessors} * blocks) break;
   }
@@ -209,7 +207,10 @@ std::string Attend::explain() const {
                                            : "16-bit floats, f32 sums");
   fmt::format_to(out, "blocks     {} ({} a multiprocessor) of {} warps, {} a page; {} bytes of shared memory each{}\n",
                  p.blocks, resident_, kernel_.warps(), kernel_.team, shared_bytes_,
-                 is_generic_ ? "" : fmt::format(", where exact pages pass by {} of 4 pieces at once", p.exact_stages));
+                 is_generic_ ? ""
+                 : kernel_.one_stage
+                     ? ", a page's keys and values take turns in it"
+                     : fmt::format(", where exact pages pass by {} of 4 pieces at once", p.exact_stages));
   fmt::format_to(
       out,
       "items      {} of {:.1f} pages each at the planned lengths (an exact page counts {}); up to {} for one "

@@ -28,7 +28,7 @@ class Classify final : public Stage {
     pages.mask = run.params.mask;
     pages.classes = reinterpret_cast<std::uint8_t*>(run.workspace);
     run.params.mask.classes = pages.classes;
-    KVANT_CUDA_TRY(classify_pages(pages, run.limits.overlaps, run.native_stream()));
+    KVANT_CUDA_TRY(classify_pages(pages, run.limits.overlaps(), run.native_stream()));
     return {};
   }
 

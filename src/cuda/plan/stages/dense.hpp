@@ -52,7 +52,7 @@ inline Status launch_dense(const prefill::dense::DenseKernel& kernel, prefill::d
   }
   void* arguments[] = {&run.params, const_cast<prefill::Schedule*>(&schedule), &maps};
   const int blocks = std::min(tiles, run.limits.multiprocessors / kernel.blocks) * kernel.blocks;
-  Launch launch(static_cast<unsigned>(blocks), kernel.threads, run.native_stream(), run.limits.overlaps);
+  Launch launch(static_cast<unsigned>(blocks), kernel.threads, run.native_stream(), run.limits.overlaps());
   if (kernel.blocks > 1) launch.set_cluster(kernel.blocks);
   launch.config.dynamicSmemBytes = static_cast<std::size_t>(kernel.shared_bytes);
   KVANT_CUDA_TRY(cudaLaunchKernelExC(&launch.config, kernel.function, arguments));

@@ -35,7 +35,7 @@ class TilesOverPages final : public Stage {
     prefill::Schedule schedule = schedule_;
     schedule.share = run.left;
     void* arguments[] = {&run.params, &schedule};
-    Launch launch(static_cast<unsigned>(blocks_), kernel_.threads, run.native_stream(), run.limits.overlaps);
+    Launch launch(static_cast<unsigned>(blocks_), kernel_.threads, run.native_stream(), run.limits.overlaps());
     launch.config.dynamicSmemBytes = static_cast<std::size_t>(kernel_.shared_bytes);
     KVANT_CUDA_TRY(cudaLaunchKernelExC(&launch.config, kernel_.function, arguments));
     return {};

@@ -66,7 +66,7 @@ class Unpacked final : public Stage {
     const RoundTables tables{reinterpret_cast<prefill::Round*>(run.workspace),
                              reinterpret_cast<prefill::Part*>(run.workspace + parts_at_),
                              reinterpret_cast<std::int32_t*>(run.workspace + served_at_)};
-    KVANT_CUDA_TRY(make_rounds(p, rule, tables, run.limits.overlaps, run.native_stream()));
+    KVANT_CUDA_TRY(make_rounds(p, rule, tables, run.limits.overlaps(), run.native_stream()));
     const core::FreshRows& fresh = run.fresh;
     prefill::unpacked::UnpackTo to{.round = tables.rounds,
                                    .parts = tables.parts,
@@ -78,7 +78,7 @@ class Unpacked final : public Stage {
     const auto side = [&](const std::byte* rows) { return Side{rows, rule.rows, 2 * p.head_dim, 2 * p.head_dim}; };
     for (int round = 0; round < rule.rounds; ++round, ++to.round) {
       void* arguments[] = {&p, &to};
-      Launch unpack(blocks_, unpack_.threads, run.native_stream(), run.limits.overlaps);
+      Launch unpack(blocks_, unpack_.threads, run.native_stream(), run.limits.overlaps());
       unpack.config.dynamicSmemBytes = static_cast<std::size_t>(unpack_.shared_bytes);
       KVANT_CUDA_TRY(cudaLaunchKernelExC(&unpack.config, unpack_.function, arguments));
       prefill::Schedule schedule{};
@@ -113,8 +113,7 @@ Result<StagePtr> make_unpacked(const Planning& planning) {
       kernels_of(planning.work.stored_head_dim(), []<int D>() { return prefill::unpacked::kernel<D>(); });
   KVANT_CUDA_TRY(prepare_shared(unpack.function, unpack.shared_bytes));
   int blocks = 0;
-  KVANT_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, unpack.function, unpack.threads,
-                                                               static_cast<std::size_t>(unpack.shared_bytes)));
+  KVANT_CUDA_TRY(find_resident(unpack.function, unpack.threads, unpack.shared_bytes, planning.limits, blocks));
   return StagePtr(
       std::make_unique<Unpacked>(planning, unpack, static_cast<unsigned>(blocks * planning.limits.multiprocessors)));
 }

@@ -1,0 +1,182 @@
+// How a block shares its work and its shared memory: teams of warps, stages, sizes, all known to the compiler. Host and
+// device.
+#pragma once
+
+#include "cuda/decode/kernels.hpp"
+#include "cuda/decode/shared_plan.hpp"
+#include "cuda/runtime/limits.hpp"
+#include "cuda/schedule/schedule.hpp"
+#include "cuda/tile/staged.hpp"
+
+namespace kvant::cuda {
+
+inline constexpr int kWarps = kAttendWarps, kEightWarps = 8;  // of a block, and of the kernels in eight_warps.cuh
+// Blocks that a multiprocessor should hold, by what registers allow: 128, 168 or 255 a thread.
+constexpr int most_blocks(int column_tiles, int channels) {
+  return column_tiles == 1 ? 4 : column_tiles == 2 || channels <= 64 ? 3 : 2;
+}
+// The same for kernels of a warpgroup. With three blocks of 32 rows, one may find no room beside the previous launch's
+// merge, and comes when others have ended (docs/lab/cuda-decode.md).
+inline constexpr int kGroupBlocks = 2;
+// Threads that a kernel of eight warps is compiled for, more than it has: so many that each gets 128, 168 or 255
+// registers. With 128 for eight rows at D = 512 it spilled little, but took 0.5 us longer; what is left finds room for
+// a block of the merge before.
+constexpr int eight_warps_bound(int column_tiles, int warps) {
+  const int threads = column_tiles == 1 ? 512 : column_tiles == 2 ? 384 : 256;
+  return 32 * warps > threads ? 32 * warps : threads;
+}
+// Shared memory of a multiprocessor of sm_90, and of one of compute capability 8.6, 8.9 and 12.x.
+inline constexpr int kSharedMemory = 233472, kSmallSharedMemory = 102400;
+inline constexpr int kGroupCentres = 32;  // that a warpgroup multiplies with queries at a time
+
+// Warps of a team: as many as keep a page's bytes for each warp near 8 KiB and the channels of each at 128, of sixteen
+// rows at 64 where D allows, because their sums are in registers.
+KVANT_HD constexpr int team_warps(Format k, Format v, int head_dim, int column_tiles) {
+  const int bytes = 8 * head_dim * (codec::format_bits(k) + codec::format_bits(v));
+  const int channels = column_tiles >= 4 ? 64 : 128;
+  int warps = bytes > 24576 ? 4 : bytes > 12800 ? 2 : 1;
+  while (warps < 4 && head_dim > channels * warps) warps *= 2;
+  while (head_dim % (32 * warps) != 0) warps /= 2;
+  return warps;
+}
+
+// How a team of W warps, of BW in the block, shares a page of D channels.
+template <int W, int D, int BW>
+struct Split {
+  static constexpr int kTeams = BW / W;
+  static constexpr int kTokens = 8 / W;  // consecutive ones of a lane in the first product
+  static constexpr int kTokenTiles = 4 / W;
+  static constexpr int kChannels = D / W;  // of a warp in the second product
+  static constexpr int kUnits = kChannels / 32;
+};
+// Exact pages are few and large: as many warps as can share one.
+KVANT_HD constexpr int exact_team_warps(int head_dim) {
+  int warps = kWarps;
+  while (head_dim % (32 * warps) != 0) warps /= 2;
+  return warps;
+}
+
+// Where a block stands on the line of work.
+struct LinePlace {
+  int left;                       // units of its item that are still to be done
+  int entry, kv_head, row_block;  // the segments of both domains that come next,
+  int offset;                     // and their units that are behind
+};
+
+// Reported to the merge for each part: it has its domain's first unit of the segment, its last unit; the other domain
+// has none.
+inline constexpr unsigned kBegins = 1, kEnds = 2, kAlone = 4;
+
+// One block's part of a segment. In shared memory: registers are scarce, and most of it is needed once in 32 pages.
+struct Part {
+  BatchEntry batch;
+  int entry, kv_head, row_block, domain;
+  int length, q_len;
+  int use_begin, use_end;
+  int all_begin, all_end;  // keys that every row sees, if the mask tensor lets it
+  int partial;
+  int mask_batch;
+  unsigned ends;            // kBegins ..
+  const std::byte* blocks;  // of the domain's slot 0: that of the layer and kv head
+  PageRuns runs;
+  const std::uint8_t* classes;  // of the kv head's pages under the mask tensor; null: none
+};
+
+// kGroup: all four warps are one team, whose products are a warpgroup's (group.cuh). kOne: keys and values of a page
+// take turns in one stage, for multiprocessors with little shared memory.
+template <Format KF, Format VF, int D, int NT, int BW, bool kGroup = false, bool kOne = false>
+struct Shape : Split<kGroup ? kWarps : team_warps(KF, VF, D, NT), D, BW> {
+  static constexpr Format kKeyFormat = KF, kValueFormat = VF;
+  static constexpr int kHeadDim = D, kColumnTiles = NT, kBlockWarps = BW;
+  static constexpr int kThreads = 32 * BW;
+  static constexpr bool kHasEightWarps = BW > kWarps, kByGroup = kGroup, kOneStage = kOne;
+  static constexpr codec::PageLayout kLayout = codec::page_layout(KF, VF, D);
+  static constexpr codec::PageLayout kExactLayout = codec::page_layout(Format::f16, Format::f16, D);  // or bf16
+  static constexpr int kRows = 4 * NT;
+  static constexpr int kTeam = kGroup ? kWarps : team_warps(KF, VF, D, NT), kTeams = BW / kTeam;
+  static constexpr int kStages = kGroup ? 2 : 1;  // of pages
+  using Keys = StagedSide<KF, D, false>;
+  using Values = StagedSide<VF, D, true>;
+  static constexpr int kKeyGroups = side_scale_groups(KF, D);
+  static constexpr int kValueGroups = side_scale_groups(VF, D);
+  static constexpr int kPGroups = kValueGroups > 1 ? kValueGroups : 1;  // versions of the probabilities
+  static constexpr int kScaleBytes = (kKeyGroups + kValueGroups) * 2 * kPageTokens;
+  static constexpr int kKeyStage = Keys::kBytes + kScaleBytes;
+  // Probabilities: [column][64 tokens], bytes or halves; rows padded against bank conflicts.
+  static constexpr int kColumnBytes = is_integer(VF) ? 96 : 192;
+  static constexpr int kPBytes = 2 * kRows * kColumnBytes;
+  // A warpgroup's are halves: two pages' [64 tokens][rows].
+  static constexpr int kTeamP = kGroup ? 2 * kPageTokens * kRows * 2 : kPGroups * kPBytes;
+  static constexpr bool kTakesCentres = codec::takes_centre(KF);
+  static constexpr bool kHasExact = !(is_half(KF) && is_half(VF));  // dense caches have one domain
+  // Queries: operand pairs [NT][step][32 lanes] of 8 bytes.
+  static constexpr int kEncodedQueries = NT * kQuerySteps<KF, D> * 256, kExactQueries = NT * (D / 16) * 256;
+  static constexpr int kSumGroups = kKeyGroups > 1 ? kKeyGroups : 1;
+
+  struct Info {           // of the block's rows
+    float scale[kRows];   // of a product, to log2 units
+    float center[kRows];  // added to an encoded key's score
+    // Of the sums in each column: minus level_origin, less a half, for every key; the half rounded to an integer.
+    std::int32_t start[kSumGroups][2 * kRows];
+    std::int32_t poisoned[kRows];
+    float slope[kRows];  // of ALiBi, to log2 units
+    std::int32_t position[kRows];
+    float m[BW][kRows], l[BW][kRows];
+    std::uint32_t constants[2][kConstantWords];
+    Part part;
+    LinePlace place;
+    int found;  // what the first part is: kGuessed ..
+    Window window;
+  };
+
+  static constexpr int kBarriers = kGroup ? 0 : 2;  // of a team: keys, values
+  // A warpgroup's scratch: what group.cuh says.
+  static constexpr int kGroupScratch =
+      (kWarps + 4) * kRows * 4 + 32 * kWarps * NT * 4 + 2 * kWarps * 4 + kGroupCentres * kRows * 4;
+  static constexpr int kCombine = kTeams > 1 ? kTeams* kRows* D * 4 : 0;
+  static constexpr int kExactTeam = exact_team_warps(D), kExactTeams = BW / kExactTeam;
+  static constexpr int kExactKeyRow = padded_row(8 * D, 64), kExactValueRow = padded_row(16 * D, 64);
+  // Codes of sixteen centres a team, if these cost no multiprocessor a block.
+  static constexpr int kCentreRow = (D * codec::format_bits(codec::kCentreFormat) / 8 + 2 + 15) / 16 * 16;
+  static constexpr auto plan_with = [](int centres) {
+    return shared_plan({
+        .eight_warps = kHasEightWarps,
+        .info = static_cast<int>(sizeof(Info)),
+        .encoded_queries = kEncodedQueries,
+        .exact_queries = kHasExact ? kExactQueries : 0,
+        .teams = kTeams,
+        .barriers = kBarriers,
+        .keys = kOne && Values::kBytes > kKeyStage ? Values::kBytes : kStages * kKeyStage,
+        .values = kOne ? 0 : kStages * Values::kBytes,
+        .weights = kTeamP,
+        .weights_alignment = kGroup ? 16 * kRows : 1,
+        .scratch = kGroup      ? kGroupScratch
+                   : kTeam > 1 ? kTeam * kRows * kPGroups * 4
+                               : 0,
+        .centres = centres,
+        .sums = kCombine,
+        .exact_teams = kExactTeams,
+        .exact_half = 8 * kExactKeyRow > 4 * kExactValueRow ? 8 * kExactKeyRow : 4 * kExactValueRow,
+        .exact_weights = 2 * kRows * 192,
+        .exact_scratch = kExactTeam * kRows * 4,
+    });
+  };
+  static constexpr auto blocks_with = [](int bytes) {
+    const int fit = (kOne ? kSmallSharedMemory : kSharedMemory) / (bytes + kSharedOfBlock),
+              most = kHasEightWarps ? 1 : most_blocks(NT, Split<kTeam, D, BW>::kChannels);
+    return fit < most ? fit : most;
+  };
+  static constexpr bool kCentresPass =
+      kTakesCentres && !kGroup &&
+      blocks_with(plan_with(16 * kCentreRow).bytes[0]) == blocks_with(plan_with(0).bytes[0]);
+  static constexpr SharedPlan kShared = plan_with(kCentresPass ? 16 * kCentreRow : 0);
+  // Whether a block rehearses where launches overlap (config.cuh). That was measured of blocks whose warps do a page
+  // alone, and read nothing of a page through the L1 cache.
+  static constexpr bool kMayRehearse = kHasEightWarps && kTeam == 1 && kCentresPass;
+};
+
+// A kernel for devices whose blocks get too little shared memory for the usual one.
+template <Format KF, Format VF, int D, int NT>
+using OneStage = Shape<KF, VF, D, NT, kWarps, false, true>;
+
+}  // namespace kvant::cuda
