@@ -229,14 +229,7 @@ TEST(Snapshot, ACopyIsTheSameFile) {
   options.metadata = {{"a", "b"}};
   save(cache, directory / "from.kvs", options).value();
   ASSERT_TRUE(Snapshot::open(directory / "from.kvs").value().copy(directory / "to.kvs").ok());
-  const auto read = [&](const char* name) {
-    std::vector<std::byte> all(std::filesystem::file_size(directory / name));
-    std::FILE* file = std::fopen((directory / name).c_str(), "rb");
-    EXPECT_EQ(std::fread(all.data(), 1, all.size(), file), all.size());
-    std::fclose(file);
-    return all;
-  };
-  EXPECT_TRUE(read("from.kvs") == read("to.kvs"));
+  EXPECT_TRUE(file_bytes(directory / "from.kvs") == file_bytes(directory / "to.kvs"));
 }
 
 TEST(Snapshot, AnEmptyCacheIsOne) {

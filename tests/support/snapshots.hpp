@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <fstream>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -20,6 +22,14 @@ inline CacheImpl& impl_of(Cache& cache) {
 }
 inline CacheImpl& impl_of(CacheImpl& cache) {
   return cache;
+}
+
+inline std::vector<std::byte> file_bytes(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  const std::vector<char> all{std::istreambuf_iterator<char>(file), {}};
+  std::vector<std::byte> bytes(all.size());
+  std::memcpy(bytes.data(), all.data(), all.size());
+  return bytes;
 }
 
 /// All sequences of a cache as a snapshot sees them: numbers of pages, and their bytes without anybody's remains.
