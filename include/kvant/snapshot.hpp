@@ -52,7 +52,8 @@ struct SnapshotInfo {
   std::string written_by{};  ///< the version of kvant
   std::string name{}, model{};
   std::map<std::string, std::string> metadata{};
-  CacheConfig config{};  ///< the cache's. Without `bases`, which load reads
+  CacheConfig config{};                         ///< the cache's. Without `bases`, which load reads
+  std::map<std::string, std::string> fields{};  ///< the configuration as the file has it: "k" is "tq6"
   int stored_head_dim = 0;
   std::optional<Dtype> exact{};  ///< the dtype of exact pages, unless nothing was written yet
   std::vector<SnapshotSequence> sequences{};

@@ -71,7 +71,9 @@ Status SnapshotFile::read_metadata() {
       info_.model = value;
     } else if (key == kWrittenBy) {
       info_.written_by = value;
-    } else if (key != kVersionKey && !key.starts_with(kBase) && !is_config_key(key)) {
+    } else if (is_config_key(key)) {
+      info_.fields[key.substr(std::string_view(kOwn).size())] = value;
+    } else if (key != kVersionKey && !key.starts_with(kBase)) {
       return file.bad(fmt::format("metadata {} is unknown to this kvant", io::in_quotes(key)));
     }
   }
