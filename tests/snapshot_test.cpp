@@ -8,7 +8,9 @@
 
 #include "snapshot/save.hpp"
 #include "support/bases.hpp"
+#include "support/draw.hpp"
 #include "support/fake_device.hpp"
+#include "support/paths.hpp"
 #include "support/sanitized.hpp"
 #include "support/snapshots.hpp"
 #include "support/temporary_directory.hpp"
@@ -307,6 +309,58 @@ TEST(SnapshotBase, IsRefusedWhereItWouldNotHold) {
   EXPECT_TRUE(refused(Snapshot::open(path).status(), Code::bad_file, {"needs \"base.kvs\"", "another file now"}));
   std::filesystem::rename(directory / "away.kvs", base);
   EXPECT_TRUE(load(path).ok());
+}
+
+// --- a released file -------------------------------------------------------------------------------------------------
+
+// Exact floats, the same with every compiler and C library.
+void append_exact(Cache& cache, SequenceId id, std::uint64_t seed, std::int64_t tokens) {
+  testing_support::Draw draw(seed);
+  const int values = static_cast<int>(tokens) * cache.config().kv_heads * cache.config().head_dim;
+  const std::vector<float> keys = draw.exact(values), rows = draw.exact(values);
+  const auto view = [&](const std::vector<float>& x) {
+    return TensorView::of(x.data(), tokens, cache.config().kv_heads, cache.config().head_dim);
+  };
+  cache.append(id, 0, view(keys), view(rows)).value();
+}
+
+// tests/frozen/snapshot_1.safetensors was written by 0.1.0. Later versions read it, and write the same tensors of the
+// same cache. A new layout gets a new file beside it.
+TEST(Snapshot, AFileOfTheFirstVersion) {
+  CacheConfig c = small_config(1);
+  c.kv_heads = 1;
+  c.k = "tq4";
+  c.v = "tq2";
+  c.exact = Dtype::bf16;
+  Cache cache = make(c);
+  const SequenceId id = cache.add_sequence();
+  append_exact(cache, id, 1, 130);
+  const SequenceId other = cache.fork(id).value();
+  append_exact(cache, other, 2, 70);
+  SaveOptions options;
+  options.name = "frozen";
+  options.model = "none";
+  options.metadata = {{"text", "\xc3\xa4"}};
+  options.tokens = {std::vector<std::int64_t>(130, 9), {}};
+  const TemporaryDirectory directory;
+  save(cache, directory / "now.kvs", options).value();
+
+  const std::string frozen = source_path("tests/frozen/snapshot_1.safetensors");
+  const auto then = io::SafeTensors::open(frozen).value(), now = io::SafeTensors::open(directory / "now.kvs").value();
+  ASSERT_EQ(then.tensors().size(), now.tensors().size());
+  for (const io::TensorInfo& tensor : then.tensors()) {
+    if (tensor.name == "checksums") continue;  // the header's has the version of kvant in it
+    EXPECT_TRUE(tensor.read().value() == now.require(tensor.name).value()->read().value()) << tensor.name;
+  }
+  const Snapshot snapshot = Snapshot::open(frozen).value();
+  EXPECT_TRUE(snapshot.verify().ok());
+  EXPECT_EQ(snapshot.info().written_by, "0.1.0");
+  EXPECT_EQ(snapshot.info().metadata, options.metadata);
+  EXPECT_EQ(snapshot.info().sequences[0].tokens, options.tokens[0]);
+  Loaded loaded = snapshot.load().value();
+  const std::vector<SequenceId> both{id, other};
+  expect_same(contents(cache.impl(), both), contents(loaded.cache.impl(), loaded.sequences));
+  EXPECT_TRUE(same_bits(answers(cache, other, 1, 3), answers(loaded.cache, loaded.sequences[1], 1, 3)));
 }
 
 // --- devices ---------------------------------------------------------------------------------------------------------
