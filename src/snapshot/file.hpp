@@ -28,6 +28,8 @@ class PageFile {
   [[nodiscard]] const std::string& path() const noexcept { return file_.path(); }
   [[nodiscard]] const std::map<std::string, std::string>& metadata() const { return file_.metadata(); }
   [[nodiscard]] std::int64_t file_bytes() const noexcept { return file_bytes_; }
+  /// The bytes that verify reads.
+  [[nodiscard]] std::int64_t checked_bytes() const noexcept;
   /// The checksum of all checksums: what a file that needs this one knows it by.
   [[nodiscard]] const Checksum& identity() const noexcept { return sums_.back(); }
 

@@ -137,6 +137,12 @@ template Result<std::vector<std::int64_t>> PageFile::read(const char*, const cha
 template Result<std::vector<std::int32_t>> PageFile::read(const char*, const char*, std::int64_t) const;
 template Result<std::vector<float>> PageFile::read(const char*, const char*, std::int64_t) const;
 
+std::int64_t PageFile::checked_bytes() const noexcept {
+  std::uint64_t bytes = 0;
+  for (const io::TensorInfo& tensor : file_.tensors()) bytes += tensor.name == kChecksums ? 0 : tensor.bytes;
+  return static_cast<std::int64_t>(bytes);
+}
+
 Status PageFile::verify(const std::function<Status(std::int64_t)>& done) const {
   std::vector<std::byte> bytes;
   for (const io::TensorInfo& tensor : file_.tensors()) {

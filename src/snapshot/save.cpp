@@ -128,7 +128,7 @@ Status copy(const SnapshotFile& file, const std::string& path, const SnapshotPro
 
 Status verify(const SnapshotFile& file, const SnapshotProgress& progress) {
   std::int64_t total = 0;
-  for (const PageFile& each : file.files()) total += each.file_bytes();
+  for (const PageFile& each : file.files()) total += each.checked_bytes();
   Progress told(progress, total);
   for (const PageFile& each : file.files()) {
     if (Status s = each.verify([&](std::int64_t bytes) { return told.add(bytes); }); !s) return s;
