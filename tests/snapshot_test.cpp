@@ -264,8 +264,11 @@ TEST(SnapshotBase, AGrowingChatCostsWhatItAdds) {
       append(cache, id, 10000 * static_cast<std::uint64_t>(turn), 100).value();
       SaveOptions options;
       options.base = name(turn - 1);
+      std::int64_t done = 0, all = 0;
+      options.progress = [&](std::int64_t d, std::int64_t t) { return done = d, all = t, true; };
       const Status saved = save(cache, name(turn), options);
       ASSERT_TRUE(saved.ok()) << saved.message();
+      EXPECT_TRUE(done == all && all > 0) << done << " of " << all;
       const Snapshot snapshot = Snapshot::open(name(turn)).value();
       EXPECT_LT(snapshot.info().file_bytes, whole / 3) << "turn " << turn;
       EXPECT_TRUE(snapshot.verify().ok());

@@ -528,7 +528,8 @@ def save(cache: Cache, path: str | Path, *, sequences: Iterable[Sequence] | Sequ
         dict of str; keys do not begin with "kvant.".
     tokens: for each sequence a list of its token ids, ints [length], or None; load can require them.
     base: an earlier snapshot in the same folder. Pages that it has are not written again, and the new file needs it.
-    progress: called with (done, total) bytes of pages; an exception that it raises stops the call.
+    progress: called with (done, total) bytes of pages; an exception that it raises stops the call. It must not use the
+        cache.
     stream: as for Cache.write.
 
     Errors: InvalidArgument (also a step that is not written in every layer), FileError, BadFile (base).

@@ -502,7 +502,7 @@ class Sequence(_arguments.NotCopied, Member):
         # lock. The library waits for calls in progress, which need nothing of Python.
         number, owner = getattr(self, "id", 0), getattr(getattr(self, "cache", None), "owner", None)
         handle = getattr(owner, "pointer", None)
-        if number and handle:
+        if number and handle and not owner.removes_late(number):
             remove(handle, number)
 
     def __bool__(self) -> bool:

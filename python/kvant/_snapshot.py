@@ -127,7 +127,8 @@ def save(
         dict of str; keys do not begin with "kvant.".
     tokens: for each sequence a list of its token ids, ints [length], or None; load can require them.
     base: an earlier snapshot in the same folder. Pages that it has are not written again, and the new file needs it.
-    progress: called with (done, total) bytes of pages; an exception that it raises stops the call.
+    progress: called with (done, total) bytes of pages; an exception that it raises stops the call. It must not use the
+        cache.
     stream: as for Cache.write.
 
     Errors: InvalidArgument (also a step that is not written in every layer), FileError, BadFile (base).
@@ -144,7 +145,7 @@ def save(
     if base is not None:
         options.base = os.fsencode(_arguments.path("base", base))
     where = os.fsencode(_arguments.path("path", path))
-    with _reporting(progress) as options.progress, cache.owner.lock:
+    with _reporting(progress) as options.progress, cache.owner.lock, cache.owner.calling_back():
         cache.owner.use_stream(stream)
         _c.check(_c.save(cache.handle, where, byref(options)))
 
@@ -231,7 +232,7 @@ class Snapshot(_arguments.NotCopied):
         if into is not None:
             if not isinstance(into, Cache):
                 raise InvalidArgument(f"into = {_arguments.show(into)}: must be a kvant.Cache")
-            with _reporting(progress) as options.progress, into.owner.lock:
+            with _reporting(progress) as options.progress, into.owner.lock, into.owner.calling_back():
                 into.owner.use_stream(stream)
                 _c.check(_c.load_into(into.handle, self._handle, byref(options), ids))
                 return Loaded(into, [Sequence(into, number) for number in ids])

@@ -217,6 +217,8 @@ class Writer {
         plan.sums.push_back(sum);
       } else {
         plan.places.insert(plan.places.end(), {number_of(found->second.file), found->second.row});
+        // It is done with: the other pass leaves it out.
+        if (Status s = progress_.add(static_cast<std::int64_t>(bytes->size())); !s) return s;
       }
     }
     return {};

@@ -207,6 +207,23 @@ def test_an_exception_of_progress_stops_the_call(cache, path):
         kvant.load(path, progress=stop)
 
 
+def test_the_collector_may_run_during_progress(cache, path):
+    keep, gone = cache.sequence(), [cache.sequence()]
+    append(keep, 1, 100)
+    append(gone[0], 2, 100)
+
+    def collect(done, total):
+        gone.clear()
+
+    kvant.save(cache, path, progress=collect)
+    assert not gone
+    assert cache.memory().tokens == 100
+    assert kvant.Snapshot(path).info.lengths == (100, 100)
+    gone.append(cache.sequence())
+    kvant.load(path, into=cache, progress=collect)
+    assert not gone
+
+
 def test_a_damaged_page_is_named(cache, path):
     sequence = cache.sequence()  # removed when nobody has it
     append(sequence, 1, 300)
