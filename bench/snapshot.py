@@ -3,8 +3,9 @@
 
 usage: snapshot.py [--folder DIR] [--mb 1024] [--rounds 3] [--k bf16 --v bf16] [--layers 32]
 
-dd writes with conv=fsync, as a save ends with a sync. Before each read the file leaves the system's cache. The memory
-of a save is the growth of the process's peak; that of a load the same, less the cache that it makes. Linux only.
+dd writes with conv=fsync, as a save ends with a sync. Before each read the file leaves the system's cache. "into": a
+load into a cache that has its memory; "new": one that takes memory from the system, which may cost a virtual machine
+more than the load. The memory is the growth of the process's peak in a save and in a load into. Linux only.
 """
 
 from __future__ import annotations
@@ -77,30 +78,27 @@ def main() -> None:
     cache, sequence = filled(args)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         path, plain = Path(folder) / "cache.kvs", Path(folder) / "plain"
-        loaded = []
-
-        def load():
-            loaded[:] = [kvant.load(path)]
-
-        print(f"{len(sequence)} tokens, {args.layers} layers, {args.k}/{args.v}")
-        print("round     save       dd    share   memory      load       dd    share   memory")
+        print(f"{len(sequence)} tokens, {args.layers} layers, {args.k}/{args.v}; MB/s, and shares of dd's")
+        print("round   save    dd  share  memory   | load into  new    dd  shares        memory")
+        kvant.save(cache, path)
+        warm = kvant.load(path).cache  # without sequences, but with their memory
         for i in range(args.rounds):
             for file in (path, plain):
                 file.unlink(missing_ok=True)
-            took, memory = peak_growth(lambda: kvant.save(cache, path))
+            save, memory = peak_growth(lambda: kvant.save(cache, path))
             size = path.stat().st_size
-            mb = size / 1e6
             write = dd("if=/dev/zero", f"of={plain}", f"count={size >> 20}", "conv=fsync")
-            write *= size / ((size >> 20) << 20)
             forget(path)
+            into, into_memory = peak_growth(lambda: kvant.load(path, into=warm))
             forget(plain)
-            load_took, load_memory = peak_growth(load)
-            load_memory -= loaded[0].cache.memory().reserved_bytes
-            loaded.clear()
             read = dd(f"if={plain}", "of=/dev/null")
+            forget(path)
+            new, _ = peak_growth(lambda: kvant.load(path))
+            mb = size / 1e6
             print(
-                f"{i + 1:5d} {mb / took:6.0f} MB/s {mb / write:5.0f} {write / took:7.0%} {memory / 2**20:5.1f} MiB"
-                f" {mb / load_took:6.0f} MB/s {mb / read:5.0f} {read / load_took:7.0%} {load_memory / 2**20:5.1f} MiB"
+                f"{i + 1:5d} {mb / save:6.0f} {mb / write:5.0f} {write / save:6.0%} {memory / 2**20:5.1f} MiB"
+                f" | {mb / into:9.0f} {mb / new:4.0f} {mb / read:5.0f} {read / into:6.0%} {read / new:5.0%}"
+                f" {into_memory / 2**20:5.1f} MiB"
             )
         print(f"{mb:.0f} MB each")
 

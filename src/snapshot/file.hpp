@@ -53,7 +53,10 @@ class PageFile {
   explicit PageFile(io::SafeTensors file) : file_(std::move(file)) {}
   [[nodiscard]] Status read_checksums();
   [[nodiscard]] std::size_t first_checksum(const io::TensorInfo& tensor) const;
-  [[nodiscard]] Status compare(const io::TensorInfo& tensor, std::int64_t row, std::span<const std::byte> bytes) const;
+  /// The bytes that one checksum is of: a row, or a whole tensor.
+  [[nodiscard]] Status read_part(const io::TensorInfo& tensor, std::int64_t row, std::span<std::byte> out) const;
+  [[nodiscard]] Status compare(const io::TensorInfo& tensor, std::int64_t row, std::size_t bytes,
+                               const Checksum& sum) const;
 
   io::SafeTensors file_;
   std::int64_t file_bytes_ = 0;
