@@ -11,7 +11,8 @@ KVANT_NAMESPACE_BEGIN(codec)
 namespace detail {
 
 inline void clear_rows(std::byte* rows, int first, int row_bytes) {
-  std::memset(rows + first * row_bytes, 0, static_cast<std::size_t>((kPageTokens - first) * row_bytes));
+  const auto bytes = static_cast<std::size_t>(row_bytes);
+  std::memset(rows + static_cast<std::size_t>(first) * bytes, 0, static_cast<std::size_t>(kPageTokens - first) * bytes);
 }
 
 // Words of tokens: those that begin before `first` lose its tokens only.
@@ -21,8 +22,9 @@ inline void clear_words(std::byte* plane, int head_dim, int bits, int first) {
   for (int token = first; token < whole * tokens; ++token) {
     for (int j = 0; j < head_dim; ++j) put_field(plane, v_field(bits, head_dim, token, j), bits, 0);
   }
-  const int bytes = head_dim * tokens * bits / 8;
-  std::memset(plane + whole * bytes, 0, static_cast<std::size_t>((kPageTokens / tokens - whole) * bytes));
+  const auto bytes = static_cast<std::size_t>(head_dim * tokens * bits / 8);
+  std::memset(plane + static_cast<std::size_t>(whole) * bytes, 0,
+              static_cast<std::size_t>(kPageTokens / tokens - whole) * bytes);
 }
 
 }  // namespace detail

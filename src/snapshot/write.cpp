@@ -235,8 +235,8 @@ class Writer {
   [[nodiscard]] std::map<std::string, std::string> metadata() const {
     std::map<std::string, std::string> all = content_.metadata;
     write_config(content_.stored, all);
-    all[kVersionKey] = kVersion;
-    all[kWrittenBy] = KVANT_VERSION;
+    all.emplace(kVersionKey, kVersion);
+    all.emplace(kWrittenBy, KVANT_VERSION);
     all[kName] = content_.name;
     all[kModel] = content_.model;
     for (std::size_t i = 0; i < needed_.size(); ++i) {
