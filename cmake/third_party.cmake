@@ -22,7 +22,8 @@ set_property(TARGET fmt::fmt-header-only APPEND PROPERTY INTERFACE_COMPILE_DEFIN
 kvant_header_library(nlohmann_json nlohmann_json::nlohmann_json nlohmann/json.hpp)
 # xxHash is one header here (XXH_INLINE_ALL), for which Debian has no CMake package. A copy of it alone is on the path
 # of the compiler, since the header lies among those of a system, which a cross-compiler must not see.
-find_path(KVANT_XXHASH_INCLUDE xxhash.h HINTS ${PROJECT_SOURCE_DIR}/third_party/xxHash/include NO_CMAKE_FIND_ROOT_PATH)
+find_path(KVANT_XXHASH_INCLUDE xxhash.h
+  HINTS ${PROJECT_SOURCE_DIR}/third_party/xxHash/include NO_CMAKE_FIND_ROOT_PATH)
 if(NOT KVANT_XXHASH_INCLUDE)
   message(FATAL_ERROR "kvant needs the header of xxHash 0.8: install it (Debian: libxxhash-dev), "
     "or set KVANT_XXHASH_INCLUDE to its folder")
