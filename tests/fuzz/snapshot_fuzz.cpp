@@ -1,6 +1,6 @@
-// Whatever the bytes are: a snapshot is refused with a message, or its sequences are those of a cache, which reads them,
-// goes on with them and saves them again. No mutation would come past the checksums, so each input is also tried with
-// checksums that are right.
+// Whatever the bytes are: a snapshot is refused with a message, or its sequences are those of a cache, which reads them
+// and goes on with them. No mutation would come past the checksums, so each input is also tried with checksums that are
+// right.
 #include <cstdlib>
 #include <cstring>
 #include <span>
