@@ -9,7 +9,7 @@ function(kvant_header_library package target header)
   set(carried ${PROJECT_SOURCE_DIR}/third_party/${package}/include)
   if(NOT EXISTS ${carried}/${header})
     message(FATAL_ERROR "kvant needs ${package}: "
-      "install its headers (Debian: libfmt-dev nlohmann-json3-dev libcli11-dev), "
+      "install its headers (Debian: libfmt-dev nlohmann-json3-dev libcli11-dev libxxhash-dev), "
       "or point ${package}_DIR at its CMake package")
   endif()
   add_library(${target} INTERFACE IMPORTED)
@@ -20,6 +20,17 @@ endfunction()
 kvant_header_library(fmt fmt::fmt-header-only fmt/format.h)
 set_property(TARGET fmt::fmt-header-only APPEND PROPERTY INTERFACE_COMPILE_DEFINITIONS FMT_HEADER_ONLY=1)
 kvant_header_library(nlohmann_json nlohmann_json::nlohmann_json nlohmann/json.hpp)
+# xxHash is one header here (XXH_INLINE_ALL), for which Debian has no CMake package. A copy of it alone is on the path
+# of the compiler, since the header lies among those of a system, which a cross-compiler must not see.
+find_path(KVANT_XXHASH_INCLUDE xxhash.h
+  HINTS ${PROJECT_SOURCE_DIR}/third_party/xxHash/include NO_CMAKE_FIND_ROOT_PATH)
+if(NOT KVANT_XXHASH_INCLUDE)
+  message(FATAL_ERROR "kvant needs the header of xxHash 0.8: install it (Debian: libxxhash-dev), "
+    "or set KVANT_XXHASH_INCLUDE to its folder")
+endif()
+configure_file(${KVANT_XXHASH_INCLUDE}/xxhash.h ${PROJECT_BINARY_DIR}/xxHash/xxhash.h COPYONLY)
+add_library(xxHash::xxhash_header INTERFACE IMPORTED)
+target_include_directories(xxHash::xxhash_header INTERFACE ${PROJECT_BINARY_DIR}/xxHash)
 if(KVANT_BUILD_CLI)
   kvant_header_library(CLI11 CLI11::CLI11 CLI/CLI.hpp)
 endif()

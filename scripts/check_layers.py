@@ -10,7 +10,7 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-ORDER = ["kvant", "base", "codec", "core", "cpu", "cuda", "bench", ("capi", "io", "cli")]
+ORDER = ["kvant", "base", "codec", "core", "cpu", "cuda", "bench", ("capi", "io", "snapshot", "cli")]
 RANK = {}
 for rank, names in enumerate(ORDER):
     for name in (names,) if isinstance(names, str) else names:

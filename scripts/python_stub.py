@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "python"))
 HEADER = '''# Made by scripts/python_stub.py --write from the package; a test compares the two.
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from ctypes import c_void_p
 from pathlib import Path

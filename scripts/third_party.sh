@@ -8,7 +8,7 @@ new="$root/third_party.new"
 rm -rf "$new"
 trap 'rm -rf "$new"' EXIT
 
-# carry NAME HEADER PACKAGE: the folder of HEADER, as the compiler finds it, and the licence text that Debian's PACKAGE
+# carry NAME HEADER PACKAGE: HEADER or its folder, as the compiler finds it, and the licence text that Debian's PACKAGE
 # has.
 carry() {
   local name=$1 header=$2 package=$3 found
@@ -19,13 +19,18 @@ carry() {
   [ -f "$licence" ] ||
     { printf 'third_party.sh: %s is missing: the licence of %s must be carried, too\n' "$licence" "$name" >&2; exit 1; }
   mkdir -p "$new/$name/include"
-  cp -rL "$(dirname "$found")" "$new/$name/include/"
+  if [[ $header == */* ]]; then
+    cp -rL "$(dirname "$found")" "$new/$name/include/"
+  else
+    cp -L "$found" "$new/$name/include/"  # it lies among those of others
+  fi
   cp "$licence" "$new/$name/LICENSE"
 }
 
 carry fmt fmt/format.h libfmt-dev
 carry nlohmann_json nlohmann/json.hpp nlohmann-json3-dev
 carry CLI11 CLI/CLI.hpp libcli11-dev
+carry xxHash xxhash.h libxxhash-dev
 
 rm -rf "$root/third_party"
 mv "$new" "$root/third_party"

@@ -260,7 +260,7 @@ std::map<std::string, std::set<std::string>> options_of_the_help() {
 
 TEST_F(CliUsage, CompletionsAndTheManualPageKnowEveryOption) {
   const auto options = options_of_the_help();
-  ASSERT_EQ(options.size(), 10u);  // kvant, five commands and four operations
+  ASSERT_EQ(options.size(), 14u);  // kvant, six commands and seven operations
   ASSERT_TRUE(options.at("kvant bench step").count("--between-mib"));
   ASSERT_FALSE(options.at("kvant bench append").count("--between-mib"));
 

@@ -38,6 +38,8 @@ class FakeStore final : public core::DevicePages {
     return {};
   }
   Status download(core::Pool, std::int32_t, int, int, std::byte*, Stream) override { return {}; }
+  Status download_slot(core::Pool, std::int32_t, std::span<std::byte>, Stream) override { return {}; }
+  Status upload_slot(core::Pool, std::int32_t, std::span<const std::byte>, Stream) override { return {}; }
   Result<bool> take_non_finite(Stream) override { return false; }
 };
 

@@ -30,6 +30,10 @@ struct KVANT_API TensorInfo {
   [[nodiscard]] Result<std::vector<double>> to_f64() const;
   /// The elements as they are in the file. Errors: io.
   [[nodiscard]] Result<std::vector<std::byte>> read() const;
+  /// As many of these bytes as `out` has, from byte `at` on. Errors: invalid_argument beyond the end; io.
+  [[nodiscard]] Status read(std::uint64_t at, std::span<std::byte> out) const;
+  /// Where the elements begin in the file.
+  [[nodiscard]] std::uint64_t file_offset() const noexcept { return begin_; }
 
  private:
   friend class SafeTensors;
@@ -55,6 +59,8 @@ class KVANT_API SafeTensors {
   /// The tensor, or an error that names the file and lists near names.
   [[nodiscard]] Result<const TensorInfo*> require(std::string_view name) const;
   [[nodiscard]] const std::string& path() const;
+  /// The file's bytes before its data: the length of the header, and the header.
+  [[nodiscard]] Result<std::vector<std::byte>> header() const;
 
  private:
   struct Impl;

@@ -4,9 +4,9 @@
  *   status     Every function that can fail returns a kvant_status: KVANT_OK (0) or the reason. kvant_last_error() then
  *              has the sentence for people: the argument, its value, what is allowed, and the way out. After a failure
  *              nothing was changed and no output was written, unless a function says otherwise.
- *   handles    kvant_cache, kvant_plan, kvant_bases, kvant_pages and kvant_pages_plan are opaque. Each is destroyed
- *              once, by its own function; NULL is allowed there. A plan keeps what it needs of its cache or pages, so
- *              they may be destroyed in any order.
+ *   handles    kvant_cache, kvant_plan, kvant_bases, kvant_snapshot, kvant_pages and kvant_pages_plan are opaque.
+ *              Each is destroyed once, by its own function; NULL is allowed there. A plan keeps what it needs of its
+ *              cache or pages, so they may be destroyed in any order.
  *   structs    Structs that may grow begin with struct_size, which the caller sets to sizeof the struct. The four with
  *              defaults (kvant_cache_config, kvant_attention_options, kvant_run_options, kvant_pages_config) have an
  *              _init function, which sets struct_size and the defaults; change what you need after it. Programs built
@@ -312,6 +312,94 @@ KVANT_C_API kvant_status kvant_cache_trim(kvant_cache* cache, int64_t* bytes);
 /* Geometry, formats, page bytes, exact ends, basis, capacity, and what the cache holds beside a bf16 one; one line a
  * fact, for people. Buffer as in kvant_info. */
 KVANT_C_API kvant_status kvant_cache_describe(const kvant_cache* cache, char* buffer, size_t capacity, size_t* size);
+
+/* --- snapshots: caches in files (docs/snapshots.md) -------------------------------------------------------------- */
+
+/* Called now and then by calls that take long, with bytes of pages that are done and all of them. 0: go on; else the
+ * call stops (KVANT_IO) and has changed nothing. Must not call the cache. */
+typedef int32_t (*kvant_progress)(void* context, int64_t done, int64_t total);
+
+/* A struct of zeros with struct_size set has the defaults. */
+typedef struct kvant_save_options {
+  size_t struct_size;              /* sizeof(kvant_save_options), set by the caller */
+  const kvant_sequence* sequences; /* [sequence_count]; NULL (default): all, in ascending order of ids */
+  int64_t sequence_count;
+  const char* name;            /* for people; NULL: none */
+  const char* model;           /* the model that the cache belongs to, which a load can require; NULL: none */
+  const char* const* metadata; /* [metadata_count][2]: keys, which do not begin with "kvant.", and values */
+  int64_t metadata_count;
+  const int64_t* tokens;       /* token ids of the sequences that have them, one sequence after another */
+  const int64_t* token_counts; /* [token_lists]: 0 or the length of each sequence */
+  int64_t token_lists;         /* 0 (default): no token ids; else as many as sequences */
+  const char* base;            /* an earlier snapshot in the same folder, whose pages are not written again */
+  kvant_progress progress;     /* NULL: none */
+  void* progress_context;
+} kvant_save_options;
+
+/* Writes sequences of a cache to a file that only its owner may read: beside `path`, synced and renamed, so that an
+ * older file of that name stays as it is if anything fails. Loaded sequences go on bit for bit as these do. options:
+ * NULL for the defaults. From a device: on the stream of kvant_cache_set_stream, and it waits.
+ * Errors: KVANT_INVALID_ARGUMENT (also a step that is not written in every layer), KVANT_IO, KVANT_BAD_FILE (base). */
+KVANT_C_API kvant_status kvant_save(const kvant_cache* cache, const char* path, const kvant_save_options* options);
+
+typedef struct kvant_snapshot kvant_snapshot;
+
+/* Reads the header and the tables of a snapshot and of its bases; nothing in them is trusted. The file stays open until
+ * kvant_snapshot_destroy. Errors: KVANT_IO, KVANT_BAD_FILE, KVANT_UNSUPPORTED (another version of the layout). */
+KVANT_C_API kvant_status kvant_snapshot_open(const char* path, kvant_snapshot** snapshot);
+KVANT_C_API void kvant_snapshot_destroy(kvant_snapshot* snapshot);
+
+/* The facts of a snapshot as a JSON object:
+ *   {"path", "written_by", "name", "model", "metadata": {...}, "config": {...},  (names of fields and their values)
+ *    "sequences": [{"length", "token_ids"}],  (tokens, and how many of them have ids: all or 0)
+ *    "encoded_pages", "exact_pages", "page_bytes", "file_bytes", "bases": [...]}
+ * Buffer as in kvant_info. */
+KVANT_C_API kvant_status kvant_snapshot_info(const kvant_snapshot* snapshot, char* buffer, size_t capacity,
+                                             size_t* size);
+/* The token ids of the sequence at a place of the file, [*count]. tokens: [capacity], or NULL to ask.
+ * Errors: KVANT_INVALID_ARGUMENT for a place that does not exist, and a capacity below *count. */
+KVANT_C_API kvant_status kvant_snapshot_tokens(const kvant_snapshot* snapshot, int64_t place, int64_t* tokens,
+                                               int64_t capacity, int64_t* count);
+
+/* A struct of zeros with struct_size set has the defaults. */
+typedef struct kvant_load_options {
+  size_t struct_size;       /* sizeof(kvant_load_options), set by the caller */
+  const int64_t* sequences; /* [sequence_count]: places in the file; NULL (default): all */
+  int64_t sequence_count;
+  const char* model;           /* the load is refused where the file has another; NULL: any */
+  const char* const* metadata; /* [metadata_count][2]: keys and values, refused where the file has others */
+  int64_t metadata_count;
+  const int64_t* tokens;       /* as in kvant_save_options: refused unless the sequences have exactly these */
+  const int64_t* token_counts; /* [token_lists] */
+  int64_t token_lists;         /* 0 (default): any token ids; else as many as sequences that are loaded */
+  const char* device;          /* kvant_load: of the new cache; NULL (default): host memory */
+  const char* isa;             /* kvant_load: as in kvant_cache_config */
+  int64_t capacity_tokens;     /* kvant_load: of the new cache; 0 (default): as it was; -1: no limit */
+  int64_t max_sequences;       /* 0 (default): as it was; so are the next */
+  int64_t max_sequence_tokens;
+  int32_t threads;         /* kvant_load: as in kvant_cache_config */
+  kvant_progress progress; /* NULL: none */
+  void* progress_context;
+} kvant_load_options;
+
+/* A new cache of the snapshot's configuration with its sequences. sequences: gets their ids, one for each that is
+ * loaded. options: NULL for the defaults. *cache is NULL after an error.
+ * Errors: those of kvant_cache_create and kvant_load_into. */
+KVANT_C_API kvant_status kvant_load(const kvant_snapshot* snapshot, const kvant_load_options* options,
+                                    kvant_cache** cache, kvant_sequence* sequences);
+/* Adds the sequences to a cache, whose configuration must be the snapshot's in all that bytes and visibility depend on.
+ * Each page is compared with its checksum.
+ * Errors: KVANT_INVALID_ARGUMENT, KVANT_OUT_OF_CAPACITY, KVANT_IO, KVANT_BAD_FILE (names the first page that
+ * differs). */
+KVANT_C_API kvant_status kvant_load_into(kvant_cache* cache, const kvant_snapshot* snapshot,
+                                         const kvant_load_options* options, kvant_sequence* sequences);
+
+/* Reads all of a snapshot and of its bases, and compares every checksum. Errors: KVANT_BAD_FILE, KVANT_IO. */
+KVANT_C_API kvant_status kvant_snapshot_verify(const kvant_snapshot* snapshot, kvant_progress progress,
+                                               void* progress_context);
+/* Writes a snapshot to another file, which needs no base. Errors: as kvant_save and kvant_snapshot_verify. */
+KVANT_C_API kvant_status kvant_snapshot_copy(const kvant_snapshot* snapshot, const char* path, kvant_progress progress,
+                                             void* progress_context);
 
 /* --- attention --------------------------------------------------------------------------------------------------- */
 

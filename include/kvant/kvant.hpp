@@ -15,6 +15,7 @@
 #include "kvant/pages.hpp"
 #include "kvant/reference.hpp"
 #include "kvant/result.hpp"
+#include "kvant/snapshot.hpp"
 #include "kvant/types.hpp"
 #include "kvant/version.hpp"
 

@@ -35,6 +35,7 @@ from ._errors import (
 )
 from ._pages import PageFacts, Pages, PagesPlan
 from ._plan import Plan, PlanFacts
+from ._snapshot import Loaded, Snapshot, SnapshotInfo, load, save
 from ._step import Step
 from ._tools import bf16, build_info, calibrate, eval, formats, info, merge, version
 
@@ -52,6 +53,7 @@ __all__ = [
     "InternalError",
     "InvalidArgument",
     "KvantError",
+    "Loaded",
     "Memory",
     "NonFinite",
     "OutOfCapacity",
@@ -62,6 +64,8 @@ __all__ = [
     "Plan",
     "PlanFacts",
     "Sequence",
+    "Snapshot",
+    "SnapshotInfo",
     "Stale",
     "Step",
     "Unsupported",
@@ -71,6 +75,8 @@ __all__ = [
     "eval",
     "formats",
     "info",
+    "load",
     "merge",
+    "save",
     "version",
 ]

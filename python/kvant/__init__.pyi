@@ -1,7 +1,7 @@
 # Made by scripts/python_stub.py --write from the package; a test compares the two.
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from ctypes import c_void_p
 from pathlib import Path
@@ -142,6 +142,11 @@ class InvalidArgument(KvantError, ValueError):
 class KvantError(Exception):
     """Any failure that the library reports. `status` is the number of the C interface (kvant.h)."""
     status: int
+
+class Loaded:
+    """A cache that was loaded, and its sequences in the order of the file, or of the places that were given."""
+    cache: Cache
+    sequences: list[Sequence]
 
 class Memory:
     """The contents of a cache, in bytes (tokens: a count). The fields are those of kvant_memory in kvant.h."""
@@ -386,6 +391,62 @@ class Sequence:
     def __exit__(self, *error) -> None:
         ...
 
+class Snapshot:
+    """A snapshot that is open. Its header and tables, and those of its bases, are read and checked.
+
+    path: a file that kvant.save wrote. Errors: FileError, BadFile (what is wrong, and where), Unsupported (written by
+    another version of the layout).
+    """
+    def __init__(self, path: str | Path):
+        ...
+    def tokens(self, place: int) -> list[int]:
+        """Token ids of the sequence at a place of the file; empty: none were saved."""
+    def load(self, *, sequences: SequenceOf[int] | None = None, model: str | None = None, metadata: Mapping[str, str] | None = None, tokens: SequenceOf[SequenceOf[int] | None] | None = None, into: Cache | None = None, device: Any = 'cpu', capacity_tokens: int | None = None, max_sequences: int = 0, max_sequence_tokens: int = 0, threads: int = 0, isa: str | None = None, progress: Callable[[int, int], Any] | None = None, stream: Any = None) -> Loaded:
+        """Makes a cache of the snapshot's configuration with its sequences, or adds them to a cache.
+
+        sequences: places in the file; None: all. model, metadata, tokens: the load is refused where the file has
+            others; tokens: a list for each sequence that is loaded.
+        into: a cache of the same configuration; after any error it has the sequences that it had. None: a new one, for
+            which the next five are, as for Cache. capacity_tokens: None: as it was; 0: no limit.
+        progress, stream: as for save.
+
+        Errors: InvalidArgument (another configuration, or other than is required), OutOfCapacity, BadFile (names the
+        first page that is not as it was saved), FileError, Unsupported.
+        """
+    def verify(self, *, progress: Callable[[int, int], Any] | None = None) -> None:
+        """Reads all of the file and its bases, and compares every checksum.
+
+        progress: as for save. Errors: BadFile (names the first bad part), FileError.
+        """
+    def copy(self, path: str | Path, *, progress: Callable[[int, int], Any] | None = None) -> None:
+        """Writes the snapshot to another file, which needs no base.
+
+        progress: as for save. Errors: FileError, BadFile.
+        """
+
+class SnapshotInfo:
+    """The facts of a snapshot.
+
+    written_by: the version of kvant. name, model, metadata: as they were given to save. config: fields of the cache's
+        configuration and their values. lengths: tokens of each sequence. has_tokens: of each sequence, whether its
+        token ids were saved. encoded_pages, exact_pages: distinct pages of 64 tokens, for all layers and kv heads.
+    page_bytes: bytes of all pages. file_bytes: bytes of this file. bases: files in the same folder that have some of
+        the pages.
+    """
+    path: str
+    written_by: str
+    name: str
+    model: str
+    metadata: dict[str, str]
+    config: dict[str, Any]
+    lengths: tuple[int, ...]
+    has_tokens: tuple[bool, ...]
+    encoded_pages: int
+    exact_pages: int
+    page_bytes: int
+    file_bytes: int
+    bases: tuple[str, ...]
+
 class Stale(KvantError):
     """A plan was made for an earlier state of one of its sequences."""
     status: int
@@ -441,6 +502,9 @@ def formats() -> list[dict[str, Any]]:
 def info() -> dict[str, Any]:
     """Facts about this build and this machine: formats, head_dims, instruction sets, backends, threads."""
 
+def load(path: str | Path, **options: Any) -> Loaded:
+    """Loads a snapshot: Snapshot(path).load(...), whose options and errors it has."""
+
 def merge(partials: Iterable[tuple[Any, Any]], *, stream: Any = None) -> tuple[Any, Any]:
     """Merges attention over disjoint sets of keys, in the order given, by the log-sum-exp rule.
 
@@ -451,6 +515,24 @@ def merge(partials: Iterable[tuple[Any, Any]], *, stream: Any = None) -> tuple[A
     Returns (out, lse) of the same shapes in f32: torch tensors where there were such, else numpy. Where no partial has
         keys, out is 0 and lse is -inf.
     Errors: InvalidArgument; Unsupported for CUDA tensors without kvant's CUDA backend.
+    """
+
+def save(cache: Cache, path: str | Path, *, sequences: Iterable[Sequence] | Sequence | None = None, name: str = '', model: str = '', metadata: Mapping[str, str] | None = None, tokens: SequenceOf[SequenceOf[int] | None] | None = None, base: str | Path | None = None, progress: Callable[[int, int], Any] | None = None, stream: Any = None) -> None:
+    """Writes sequences of a cache to a file. Loaded sequences go on bit for bit as these do.
+
+    The file is a safetensors file that only its owner may read. It is written beside `path`, synced and renamed: if
+    anything fails, an older file of that name stays as it is. Calls that change the cache wait meanwhile.
+
+    sequences: None: all, in the order in which they were made.
+    name: for people. model: the model that the cache belongs to, which load can require. metadata: the caller's own, a
+        dict of str; keys do not begin with "kvant.".
+    tokens: for each sequence a list of its token ids, ints [length], or None; load can require them.
+    base: an earlier snapshot in the same folder. Pages that it has are not written again, and the new file needs it.
+    progress: called with (done, total) bytes of pages; an exception that it raises stops the call. It must not use the
+        cache.
+    stream: as for Cache.write.
+
+    Errors: InvalidArgument (also a step that is not written in every layer), FileError, BadFile (base).
     """
 
 def version() -> str:

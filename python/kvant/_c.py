@@ -10,6 +10,7 @@ import ctypes
 import os
 import sys
 from ctypes import (
+    CFUNCTYPE,
     POINTER,
     Structure,
     byref,
@@ -127,6 +128,51 @@ class Memory(Structure):
             "total_bytes",
             "reserved_bytes",
         )
+    ]
+
+
+Progress = CFUNCTYPE(c_int32, c_void_p, c_int64, c_int64)
+
+
+class SaveOptions(Structure):
+    _c_name_ = "kvant_save_options"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("sequences", POINTER(c_uint64)),
+        ("sequence_count", c_int64),
+        ("name", c_char_p),
+        ("model", c_char_p),
+        ("metadata", POINTER(c_char_p)),
+        ("metadata_count", c_int64),
+        ("tokens", POINTER(c_int64)),
+        ("token_counts", POINTER(c_int64)),
+        ("token_lists", c_int64),
+        ("base", c_char_p),
+        ("progress", Progress),
+        ("progress_context", c_void_p),
+    ]
+
+
+class LoadOptions(Structure):
+    _c_name_ = "kvant_load_options"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("sequences", POINTER(c_int64)),
+        ("sequence_count", c_int64),
+        ("model", c_char_p),
+        ("metadata", POINTER(c_char_p)),
+        ("metadata_count", c_int64),
+        ("tokens", POINTER(c_int64)),
+        ("token_counts", POINTER(c_int64)),
+        ("token_lists", c_int64),
+        ("device", c_char_p),
+        ("isa", c_char_p),
+        ("capacity_tokens", c_int64),
+        ("max_sequences", c_int64),
+        ("max_sequence_tokens", c_int64),
+        ("threads", c_int32),
+        ("progress", Progress),
+        ("progress_context", c_void_p),
     ]
 
 
@@ -323,6 +369,15 @@ decode = _function(
 memory = _function("kvant_cache_memory", c_void_p, POINTER(Memory))
 trim = _function("kvant_cache_trim", c_void_p, POINTER(c_int64))
 cache_describe = _function("kvant_cache_describe", c_void_p, c_char_p, c_size_t, POINTER(c_size_t))
+save = _function("kvant_save", c_void_p, c_char_p, POINTER(SaveOptions))
+snapshot_open = _function("kvant_snapshot_open", c_char_p, POINTER(c_void_p))
+snapshot_destroy = _function("kvant_snapshot_destroy", c_void_p, result=None)
+snapshot_info = _function("kvant_snapshot_info", c_void_p, c_char_p, c_size_t, POINTER(c_size_t))
+snapshot_tokens = _function("kvant_snapshot_tokens", c_void_p, c_int64, _Counts, c_int64, _Counts)
+load = _function("kvant_load", c_void_p, POINTER(LoadOptions), POINTER(c_void_p), _Sequences)
+load_into = _function("kvant_load_into", c_void_p, c_void_p, POINTER(LoadOptions), _Sequences)
+snapshot_verify = _function("kvant_snapshot_verify", c_void_p, Progress, c_void_p)
+snapshot_copy = _function("kvant_snapshot_copy", c_void_p, c_char_p, Progress, c_void_p)
 attention_options_init = _function("kvant_attention_options_init", POINTER(AttentionOptions), c_size_t, result=None)
 plan_create = _function(
     "kvant_plan_create", c_void_p, _Sequences, c_int64, POINTER(AttentionOptions), POINTER(c_void_p)
@@ -408,6 +463,10 @@ class CacheHandle(_Handle):
 
 class PlanHandle(_Handle):
     _destroy = plan_destroy
+
+
+class SnapshotHandle(_Handle):
+    _destroy = snapshot_destroy
 
 
 class PagesHandle(_Handle):

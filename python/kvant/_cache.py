@@ -157,6 +157,16 @@ class Cache(_arguments.NotCopied):
         self.owner.pointer = handle
         self.layers, self.kv_heads, self.head_dim, self.window = c.layers, c.kv_heads, c.head_dim, c.window
 
+    @classmethod
+    def _of(cls, handle: c_void_p, device: tuple[str, int], config: dict[str, Any]) -> Cache:
+        """A cache that the library has made already, of this configuration."""
+        self = cls.__new__(cls)
+        self.device, self.owner = device, Owner(device, "cache")
+        self.owner.pointer = handle
+        for name in ("k", "v", "layers", "kv_heads", "head_dim", "window"):
+            setattr(self, name, config[name])
+        return self
+
     # --- life ---
 
     def close(self) -> None:
@@ -492,7 +502,7 @@ class Sequence(_arguments.NotCopied, Member):
         # lock. The library waits for calls in progress, which need nothing of Python.
         number, owner = getattr(self, "id", 0), getattr(getattr(self, "cache", None), "owner", None)
         handle = getattr(owner, "pointer", None)
-        if number and handle:
+        if number and handle and not owner.removes_late(number):
             remove(handle, number)
 
     def __bool__(self) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import c_void_p
 from typing import Any
 
@@ -46,6 +49,8 @@ class Owner:
         self.pointer: c_void_p | None = None  # the library's object
         self._stream = 0
         self._workspace: Any = None
+        self._calls_back = 0  # the thread whose call has the object for itself and calls Python meanwhile
+        self._late: list[int] = []
 
     @property
     def handle(self) -> c_void_p:
@@ -58,6 +63,25 @@ class Owner:
             for plan in list(self._held):  # plans keep the owner's memory
                 plan.pointer = plan.memory = None
             self.pointer = self._workspace = None
+
+    @contextmanager
+    def calling_back(self) -> Iterator[None]:
+        """For a call of the library that keeps other calls waiting and calls Python meanwhile; under the lock. Python's
+        collector may end sequences in that very thread: they are removed afterwards."""
+        self._calls_back = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._calls_back = 0
+            while self._late:
+                _c.remove(self.pointer, self._late.pop())
+
+    def removes_late(self, number: int) -> bool:
+        """Whether a sequence that is to be removed in this thread will be, when a call that goes on has returned."""
+        late = self._calls_back == threading.get_ident()
+        if late:
+            self._late.append(number)
+        return late
 
     def hold(self, plan: c_void_p) -> Held:
         held = Held(plan, f"the {self.name} of this plan {self._verb('was', 'were')} closed")

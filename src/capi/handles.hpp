@@ -9,6 +9,7 @@
 #include "kvant/cache.hpp"
 #include "kvant/io.hpp"
 #include "kvant/pages.hpp"
+#include "kvant/snapshot.hpp"
 
 struct kvant_bases {
   kvant::io::Calibration calibration;
@@ -18,6 +19,10 @@ struct kvant_bases {
 struct kvant_cache {
   std::shared_ptr<kvant::Cache> cache;
   kvant::Stream stream{};  // for calls on caches on a device
+};
+
+struct kvant_snapshot {
+  kvant::Snapshot snapshot;
 };
 
 struct kvant_plan {

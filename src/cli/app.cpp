@@ -66,6 +66,7 @@ int parse_and_run(int argc, char** argv) {
       {"eval", add_eval_command(app)},
       {"bench", add_bench_command(app)},
       {"calibrate", add_calibrate_command(app)},
+      {"snapshot", add_snapshot_command(app)},
       {"formats", add_formats_command(app)},
       {"info", add_info_command(app)},
       {"completion", add_completion_command(app)},

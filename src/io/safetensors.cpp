@@ -25,6 +25,8 @@ static_assert(std::endian::native == std::endian::little, "safetensors is little
 
 struct SafeTensors::Impl {
   std::string path;
+  std::shared_ptr<const ByteSource> source;
+  std::size_t header_bytes = 0;
   std::vector<TensorInfo> tensors;
   std::vector<std::size_t> by_name;  // indices into tensors
   std::map<std::string, std::string> metadata;
@@ -32,7 +34,7 @@ struct SafeTensors::Impl {
 
 namespace {
 
-constexpr std::size_t kLengthBytes = 8;
+constexpr std::size_t kLengthBytes = kHeaderLengthBytes;
 
 Status bad(const std::string& file, const std::string& what) {
   return {Code::bad_file, fmt::format("{}: {}", printable(file), what)};
@@ -136,6 +138,8 @@ Result<SafeTensors> SafeTensors::read(std::shared_ptr<const ByteSource> source, 
 
     auto impl = std::make_unique<Impl>();
     impl->path = name;
+    impl->source = source;
+    impl->header_bytes = static_cast<std::size_t>(data_begin);
     impl->metadata = std::move(header->metadata);
     for (HeaderTensor& tensor : header->tensors) {
       impl->by_name.push_back(impl->tensors.size());
@@ -178,6 +182,14 @@ const std::map<std::string, std::string>& SafeTensors::metadata() const {
 }
 const std::string& SafeTensors::path() const {
   return impl_->path;
+}
+
+Result<std::vector<std::byte>> SafeTensors::header() const {
+  return without_exceptions(impl_->path, [&]() -> Result<std::vector<std::byte>> {
+    std::vector<std::byte> out(impl_->header_bytes);
+    if (Status status = impl_->source->read(0, out); !status) return status;
+    return out;
+  });
 }
 
 const TensorInfo* SafeTensors::find(std::string_view name) const {
@@ -273,6 +285,16 @@ Result<std::vector<std::byte>> TensorInfo::read() const {
     std::vector<std::byte> out(static_cast<std::size_t>(bytes));
     if (Status status = source_->read(begin_, out); !status) return status;
     return out;
+  });
+}
+
+Status TensorInfo::read(std::uint64_t at, std::span<std::byte> out) const {
+  return from_file(*this, source_.get(), [&]() -> Status {
+    if (at > bytes || out.size() > bytes - at) {
+      return {Code::invalid_argument, fmt::format("tensor {}: bytes {} and the {} that follow; it has {}",
+                                                  in_quotes(name), at, out.size(), bytes)};
+    }
+    return source_->read(begin_ + at, out);
   });
 }
 

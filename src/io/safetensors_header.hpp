@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -32,5 +33,13 @@ struct Header {
 /// The form only: fields, their types, duplicates, depth. Whether shapes, dtypes and offsets agree with each other and
 /// with the file is the caller's to check. Messages do not name the file.
 Result<Header> parse_header(std::string_view json);
+
+/// The JSON text of a header for tensors that lie in this order, without gaps: `begin` and `end` are filled in. Spaces
+/// behind it bring the data to a multiple of `alignment` bytes. Errors: text that is not UTF-8, and too much of it;
+/// messages do not name the file.
+Result<std::string> header_json(std::span<HeaderTensor> tensors, const std::map<std::string, std::string>& metadata,
+                                std::size_t alignment);
+/// The length of the header, which stands before it.
+inline constexpr std::size_t kHeaderLengthBytes = 8;
 
 }  // namespace kvant::io

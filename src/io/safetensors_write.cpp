@@ -61,33 +61,34 @@ std::vector<std::size_t> aligned_order(std::span<const TensorToWrite> tensors) {
   return order;
 }
 
-Result<std::string> header_json(const std::string& path, std::span<const TensorToWrite> tensors,
-                                std::span<const std::size_t> order,
-                                const std::map<std::string, std::string>& metadata) {
+}  // namespace
+
+Result<std::string> header_json(std::span<HeaderTensor> tensors, const std::map<std::string, std::string>& metadata,
+                                std::size_t alignment) {
+  const auto refused_text = [](const std::string& what) { return Status(Code::invalid_argument, what); };
   try {
     nlohmann::ordered_json header = nlohmann::ordered_json::object();
     if (!metadata.empty()) header["__metadata__"] = metadata;
     std::uint64_t offset = 0;
-    for (std::size_t i : order) {
-      const TensorToWrite& tensor = tensors[i];
-      const std::uint64_t end = offset + tensor.data.size();
-      header[tensor.name] = {{"dtype", tensor.dtype}, {"shape", tensor.shape}, {"data_offsets", {offset, end}}};
-      offset = end;
+    for (HeaderTensor& tensor : tensors) {
+      const auto bytes = tensor_bytes(tensor.shape, file_dtype_bytes(tensor.dtype).value());
+      tensor.begin = offset;
+      tensor.end = offset + bytes.value();
+      header[tensor.name] = {{"dtype", tensor.dtype}, {"shape", tensor.shape}, {"data_offsets", {offset, tensor.end}}};
+      offset = tensor.end;
     }
     std::string text = header.dump();
-    text.append((kAlignment - text.size() % kAlignment) % kAlignment, ' ');
+    text.append((alignment - (kHeaderLengthBytes + text.size()) % alignment) % alignment, ' ');
     if (text.size() > kMaxHeaderBytes) {
-      return refused(path, fmt::format("the header has {} bytes; allowed: at most {}", text.size(), kMaxHeaderBytes));
+      return refused_text(fmt::format("the header has {} bytes; allowed: at most {}", text.size(), kMaxHeaderBytes));
     }
     return text;
   } catch (const nlohmann::json::exception&) {
-    return refused(path, "a name or a metadata value is not valid UTF-8");
+    return refused_text("a name or a metadata value is not valid UTF-8");
   } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, fmt::format("{}: not enough memory to write it", printable(path)));
+    return Status(Code::out_of_memory, "not enough memory for the header");
   }
 }
-
-}  // namespace
 
 Status write_safetensors(const std::string& path, std::span<const TensorToWrite> tensors,
                          const std::map<std::string, std::string>& metadata) {
@@ -98,8 +99,12 @@ Status write_safetensors(const std::string& path, std::span<const TensorToWrite>
     if (Status status = check_name(path, "metadata value", value); !status) return status;
   }
   const std::vector<std::size_t> order = aligned_order(tensors);
-  const Result<std::string> header = header_json(path, tensors, order, metadata);
-  if (!header) return header.status();
+  std::vector<HeaderTensor> in_order;
+  for (const std::size_t i : order) {
+    in_order.push_back({.name = tensors[i].name, .dtype = tensors[i].dtype, .shape = tensors[i].shape});
+  }
+  const Result<std::string> header = header_json(in_order, metadata, kAlignment);
+  if (!header) return {header.code(), fmt::format("{}: not written: {}", printable(path), header.message())};
 
   const std::uint64_t header_bytes = header->size();
   std::vector<std::span<const std::byte>> pieces = {std::as_bytes(std::span(&header_bytes, 1)),

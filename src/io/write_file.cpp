@@ -16,66 +16,6 @@
 namespace kvant::io {
 namespace {
 
-Status failed(const std::string& path, const char* what, int error) {
-  return {Code::io,
-          fmt::format("{}: not written: cannot {}: {}", printable(path), what, std::generic_category().message(error))};
-}
-
-/// A new file beside `path`, removed again unless it was renamed.
-class TemporaryFile {
- public:
-  explicit TemporaryFile(const std::string& path) {
-    // O_EXCL and the usual permissions: unlike mkstemp, whose files stay private after the rename.
-    static std::atomic<unsigned> counter{0};
-    for (int attempt = 0; attempt < 100 && fd_ < 0; ++attempt) {
-      name_ = fmt::format("{}.tmp-{}-{}", path, ::getpid(), counter++);
-      fd_ = ::open(name_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-      if (fd_ < 0 && errno != EEXIST) break;
-    }
-    exists_ = fd_ >= 0;
-  }
-  TemporaryFile(const TemporaryFile&) = delete;
-  TemporaryFile& operator=(const TemporaryFile&) = delete;
-  ~TemporaryFile() {
-    if (fd_ >= 0) ::close(fd_);
-    if (exists_) ::unlink(name_.c_str());
-  }
-
-  [[nodiscard]] bool is_open() const { return fd_ >= 0; }
-
-  /// 0 or the system's error, as in the two below.
-  int write(const void* data, std::size_t size) {
-    const auto* bytes = static_cast<const char*>(data);
-    while (size > 0) {
-      // Linux writes at most 2 GiB a call.
-      const ssize_t written = ::write(fd_, bytes, std::min<std::size_t>(size, std::size_t{1} << 30));
-      if (written < 0) {
-        if (errno == EINTR) continue;
-        return errno;
-      }
-      bytes += written;
-      size -= static_cast<std::size_t>(written);
-    }
-    return 0;
-  }
-
-  int sync_and_close() {
-    if (::fsync(fd_) != 0) return errno;
-    return ::close(std::exchange(fd_, -1)) == 0 ? 0 : errno;
-  }
-
-  int rename_to(const std::string& path) {
-    if (std::rename(name_.c_str(), path.c_str()) != 0) return errno;
-    exists_ = false;
-    return 0;
-  }
-
- private:
-  std::string name_;
-  int fd_ = -1;
-  bool exists_ = false;
-};
-
 /// Makes the rename itself durable. Best effort: the file is complete either way.
 void sync_directory_of(const std::string& path) {
   const auto slash = path.rfind('/');
@@ -88,16 +28,71 @@ void sync_directory_of(const std::string& path) {
 
 }  // namespace
 
-Status write_file(const std::string& path, std::span<const std::span<const std::byte>> pieces) {
-  TemporaryFile file(path);
-  if (!file.is_open()) return failed(path, "create a file beside it", errno);
-  for (const std::span<const std::byte> piece : pieces) {
-    if (const int error = file.write(piece.data(), piece.size()); error != 0) return failed(path, "write", error);
+Status NewFile::failed(const char* what, int error) const {
+  return {Code::io, fmt::format("{}: not written: cannot {}: {}", printable(path_), what,
+                                std::generic_category().message(error))};
+}
+
+Result<NewFile> NewFile::create(const std::string& path, unsigned permissions) {
+  NewFile file(path);
+  // O_EXCL and the given permissions: unlike mkstemp, whose files stay private after the rename.
+  static std::atomic<unsigned> counter{0};
+  for (int attempt = 0; attempt < 100 && file.fd_ < 0; ++attempt) {
+    file.name_ = fmt::format("{}.tmp-{}-{}", path, ::getpid(), counter++);
+    file.fd_ = ::open(file.name_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, permissions);
+    if (file.fd_ < 0 && errno != EEXIST) break;
   }
-  if (const int error = file.sync_and_close(); error != 0) return failed(path, "sync", error);
-  if (const int error = file.rename_to(path); error != 0) return failed(path, "rename the finished file to it", error);
-  sync_directory_of(path);
+  if (file.fd_ < 0) {
+    const int error = errno;
+    file.name_.clear();
+    return file.failed("create a file beside it", error);
+  }
+  return file;
+}
+
+NewFile::NewFile(NewFile&& other) noexcept
+    : path_(std::move(other.path_)),
+      name_(std::exchange(other.name_, std::string())),
+      fd_(std::exchange(other.fd_, -1)) {}
+
+NewFile::~NewFile() {
+  if (fd_ >= 0) ::close(fd_);
+  if (!name_.empty()) ::unlink(name_.c_str());
+}
+
+Status NewFile::write(std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    // Linux writes at most 2 GiB a call.
+    const ssize_t written = ::write(fd_, bytes.data(), std::min<std::size_t>(bytes.size(), std::size_t{1} << 30));
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) return failed("write", errno);
+    bytes = bytes.subspan(static_cast<std::size_t>(written));
+  }
   return {};
+}
+
+void NewFile::write_behind() noexcept {
+#if defined(__linux__)
+  [[maybe_unused]] const int ignored = ::sync_file_range(fd_, 0, 0, SYNC_FILE_RANGE_WRITE);
+#endif
+}
+
+Status NewFile::complete() {
+  if (::fsync(fd_) != 0) return failed("sync", errno);
+  if (::close(std::exchange(fd_, -1)) != 0) return failed("sync", errno);
+  if (std::rename(name_.c_str(), path_.c_str()) != 0) return failed("rename the finished file to it", errno);
+  name_.clear();
+  sync_directory_of(path_);
+  return {};
+}
+
+Status write_file(const std::string& path, std::span<const std::span<const std::byte>> pieces) {
+  Result<NewFile> file = NewFile::create(path);
+  if (!file) return file.status();
+  for (const std::span<const std::byte> piece : pieces) {
+    if (Status status = file->write(piece); !status) return status;
+  }
+  return file->complete();
 }
 
 }  // namespace kvant::io

@@ -103,6 +103,17 @@ class FakeStore final : public core::DevicePages {
     std::memcpy(to, block(pool, slot, layer, head), layout(pool).block_bytes);
     return {};
   }
+  Status download_slot(Pool pool, std::int32_t slot, std::span<std::byte> to, Stream) override {
+    EXPECT_EQ(to.size(), slot_bytes(layout(pool)));
+    std::memcpy(to.data(), block(pool, slot, 0, 0), to.size());
+    return {};
+  }
+  Status upload_slot(Pool pool, std::int32_t slot, std::span<const std::byte> from, Stream) override {
+    if (!refuses_upload.ok()) return refuses_upload;
+    EXPECT_EQ(from.size(), slot_bytes(layout(pool)));
+    std::memcpy(block(pool, slot, 0, 0), from.data(), from.size());
+    return {};
+  }
   Result<bool> take_non_finite(Stream) override { return std::exchange(non_finite, false); }
 
   PageRef& page_at(std::int32_t index, std::int64_t page) {
@@ -117,7 +128,7 @@ class FakeStore final : public core::DevicePages {
   std::vector<State> states;
   bool capturing = false;
   bool non_finite = false;
-  Status refuses_advance, refuses_write;  // what these calls answer, if it is an error
+  Status refuses_advance, refuses_write, refuses_upload;  // what these calls answer, if it is an error
   std::vector<std::function<void()>> recording;
   int flushes = 0;
 

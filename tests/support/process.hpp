@@ -35,7 +35,7 @@ inline Finished run_program(const std::string& program, const std::vector<std::s
     const auto redirect = [](int descriptor, const std::string& path) {
       const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
       dup2(file, descriptor);
-      close(file);
+      ::close(file);
     };
     redirect(STDOUT_FILENO, out);
     redirect(STDERR_FILENO, err);

@@ -330,16 +330,15 @@ Result<std::vector<CacheTable::Sequence*>> CacheTable::check_appends(std::span<c
   return found;
 }
 
-Status CacheTable::check_capacity(std::int64_t needed, std::int64_t freed) const {
+Status CacheTable::check_capacity(const char* what, std::int64_t needed, std::int64_t freed) const {
   if (config_.capacity_pages == 0) return {};
   const std::int64_t free = config_.capacity_pages - pages_held() + freed;
   if (needed <= free) return {};
-  return {
-      Code::out_of_capacity,
-      fmt::format("this step needs {} more pages of {} tokens and {} of the cache's {} are free; remove or truncate "
-                  "sequences, append fewer tokens, or create the cache with capacity_tokens = {} or more",
-                  needed, kPageTokens, free, config_.capacity_pages,
-                  (config_.capacity_pages - free + needed) * kPageTokens)};
+  return {Code::out_of_capacity,
+          fmt::format("{} needs {} more pages of {} tokens and {} of the cache's {} are free; remove or truncate "
+                      "sequences, append fewer tokens, or create the cache with capacity_tokens = {} or more",
+                      what, needed, kPageTokens, free, config_.capacity_pages,
+                      (config_.capacity_pages - free + needed) * kPageTokens)};
 }
 
 Result<CacheTable::Demand> CacheTable::check(std::span<const Append> appends, Reserve what) {
@@ -355,7 +354,7 @@ Result<CacheTable::Demand> CacheTable::check(std::span<const Append> appends, Re
     count.sequence = (*sequences)[i];
     walk_step(*count.sequence, appends[i].tokens, what, count);
   }
-  if (const Status s = check_capacity(count.identities, count.identities_freed); !s) return s;
+  if (const Status s = check_capacity("this step", count.identities, count.identities_freed); !s) return s;
 
   const auto total = [](const PagePool& pool, std::int64_t taken, std::int64_t freed) {
     return pool.slots() + std::max<std::int64_t>(0, taken - freed - pool.free_slots());

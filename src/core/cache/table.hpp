@@ -59,6 +59,9 @@ struct SlotCopy {
 /// Refuses a call that names a sequence twice.
 Status check_distinct(std::span<const SequenceId> sequences);
 
+struct TableImage;  // core/cache/image.hpp
+class ImageBuilder;
+
 class CacheTable {
  public:
   struct Sequence {
@@ -103,6 +106,23 @@ class CacheTable {
   /// Does it. `demand` as check returned it, nothing having changed since. May throw std::bad_alloc, and then has
   /// changed no sequence. Returns the copies that must be made before rows are stored.
   std::vector<SlotCopy> commit(std::span<const Append> appends, const Demand& demand, Reserve what = Reserve::step);
+
+  /// An image of these sequences, whose sources are slots. Errors: unknown sequences, and steps that wait for a write.
+  Result<ImageBuilder> image(std::span<const SequenceId> ids) const;
+  /// Refuses an image, whatever is in it, that no sequences of a table of this config could have.
+  [[nodiscard]] Status check_image(const TableImage& image) const;
+  /// Also refuses what this table has no room for, and says what the image takes.
+  Result<Demand> check_restore(const TableImage& image) const;
+  /// Sequences and slots that a restore added: slots are those of the image's numbers.
+  struct Restored {
+    std::vector<SequenceId> ids;
+    std::vector<std::int32_t> exact, encoded;
+    [[nodiscard]] const std::vector<std::int32_t>& slots(Pool pool) const noexcept {
+      return pool == Pool::exact ? exact : encoded;
+    }
+  };
+  /// Adds the sequences of a checked image. May throw std::bad_alloc, and then has changed no sequence.
+  Restored restore(const TableImage& image, const Demand& demand);
 
   /// The pages of a sequence's tokens, without those that were reserved ahead.
   [[nodiscard]] static std::span<const PageRef> pages_of(const Sequence& s) noexcept {
@@ -152,7 +172,8 @@ class CacheTable {
   struct Counter;
   struct Taker;
   Result<std::vector<Sequence*>> check_appends(std::span<const Append> appends);
-  Status check_capacity(std::int64_t pages_needed, std::int64_t pages_freed) const;
+  /// `what` needs the pages, for the message.
+  [[nodiscard]] Status check_capacity(const char* what, std::int64_t pages_needed, std::int64_t pages_freed) const;
   void retain_page(const Sequence& s, std::int64_t page) noexcept;
   void release_page(Sequence& s, std::int64_t page) noexcept;
   PagePool& slots(Pool which) noexcept { return which == Pool::exact ? exact_ : encoded_; }

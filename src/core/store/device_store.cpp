@@ -109,6 +109,20 @@ Result<const std::byte*> DeviceStore::load(Pool pool, std::int32_t slot, int lay
   return static_cast<const std::byte*>(copy);
 }
 
+Result<std::span<const std::byte>> DeviceStore::load_slot(Pool pool, std::int32_t slot, std::vector<std::byte>& copy,
+                                                          Stream stream) {
+  copy.resize(slot_bytes(pool));
+  if (Status s = pages_->download_slot(pool, slot, copy, stream); !s) return s;
+  return std::span<const std::byte>(copy);
+}
+
+Status DeviceStore::fill_slot(Pool pool, std::int32_t slot, std::vector<std::byte>& copy,
+                              const std::function<Status(std::span<std::byte>)>& fill, Stream stream) {
+  copy.resize(slot_bytes(pool));
+  if (Status s = fill(copy); !s) return s;
+  return pages_->upload_slot(pool, slot, copy, stream);
+}
+
 Status DeviceStore::edit_block(std::int32_t slot, int layer, int head, const std::function<void(std::byte*)>& change) {
   return pages_->edit(Pool::encoded, slot, layer, head, change);
 }
@@ -186,17 +200,45 @@ Status DeviceStore::reorder(std::span<const SequenceId> ids, std::span<const std
   return {};
 }
 
+Result<CacheTable::Restored> DeviceStore::restore(const TableImage& image, const CacheTable::Demand& demand,
+                                                  std::optional<Dtype>, Stream stream) {
+  if (Status s = check_slots("the snapshot", demand); !s) return s;
+  if (image.sequences.size() > free_places_.size()) {
+    return {Code::out_of_capacity,
+            fmt::format("the snapshot has {} sequences, and {} of max_sequences = {} are free; remove sequences, or "
+                        "create the cache with a larger max_sequences",
+                        image.sequences.size(), free_places_.size(), spec_.config.max_sequences)};
+  }
+  settle_late();  // those may have had these slots
+  CacheTable::Restored restored = table_.restore(image, demand);
+  for (const SequenceId id : restored.ids) {
+    Sequence& s = **table_.find(id, "sequence");
+    take_place(id, s);
+    send_pages(s, {0, static_cast<std::int64_t>(s.pages.size())});
+    pages_->set_length(s.index, s.length, s.step_begin);
+  }
+  if (Status s = pages_->flush(stream); !s) {
+    undo_restore(restored, exact_dtype());
+    return s;
+  }
+  return restored;
+}
+
+void DeviceStore::undo_restore(const CacheTable::Restored& restored, std::optional<Dtype>) noexcept {
+  for (const SequenceId id : restored.ids) static_cast<void>(remove(id));
+}
+
 // --- steps -----------------------------------------------------------------------------------------------------------
 
 // The pools are as large as the capacity asks for (take_memory), so this is a guard, not a limit to plan with, except
 // for reserve_ahead.
-Status DeviceStore::check_slots(const CacheTable::Demand& demand) const {
+Status DeviceStore::check_slots(const char* what, const CacheTable::Demand& demand) const {
   const bool exact = demand.exact_slots > exact_slots_;
   if (!exact && demand.encoded_slots <= encoded_slots_) return {};
   return {Code::out_of_capacity,
-          fmt::format("this step needs {} {} page slots in all, and the device has {}; reserve fewer tokens ahead, or "
+          fmt::format("{} needs {} {} page slots in all, and the device has {}; reserve fewer tokens ahead, or "
                       "create the cache with a larger max_sequences",
-                      exact ? demand.exact_slots : demand.encoded_slots, exact ? "exact" : "encoded",
+                      what, exact ? demand.exact_slots : demand.encoded_slots, exact ? "exact" : "encoded",
                       exact ? exact_slots_ : encoded_slots_)};
 }
 
@@ -213,7 +255,7 @@ Status DeviceStore::send_step(std::span<const Append> appends, std::span<const S
 }
 
 Status DeviceStore::reserve(std::span<const Append> appends, const CacheTable::Demand& demand, Stream stream) {
-  if (Status s = check_slots(demand); !s) return s;
+  if (Status s = check_slots("this step", demand); !s) return s;
   if (Status s = take_places(appends); !s) return s;
   if (Status s = pages_->flush(stream); !s) return s;
   std::vector<DeviceAppend> rows;
@@ -244,7 +286,7 @@ Status DeviceStore::reserve_ahead(std::span<const Append> appends, Stream stream
   constexpr auto kAhead = CacheTable::Reserve::ahead;
   const auto demand = table_.check(appends, kAhead);
   if (!demand) return demand.status();
-  if (Status s = check_slots(*demand); !s) return s;
+  if (Status s = check_slots("this step", *demand); !s) return s;
   if (Status s = take_places(appends); !s) return s;
   if (Status s = pages_->flush(stream); !s) return s;
   const std::vector<SlotCopy> copies = table_.commit(appends, *demand, kAhead);

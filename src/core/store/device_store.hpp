@@ -28,6 +28,10 @@ class DeviceStore final : public PageStore {
   Result<const std::byte*> load(Pool pool, std::int32_t slot, int layer, int head, std::byte* copy,
                                 Stream stream) override;
   [[nodiscard]] std::size_t load_bytes() const noexcept override;
+  Result<std::span<const std::byte>> load_slot(Pool pool, std::int32_t slot, std::vector<std::byte>& copy,
+                                               Stream stream) override;
+  Status fill_slot(Pool pool, std::int32_t slot, std::vector<std::byte>& copy,
+                   const std::function<Status(std::span<std::byte>)>& fill, Stream stream) override;
 
   SequenceId add() override;
   Result<SequenceId> fork(SequenceId parent) override;
@@ -35,6 +39,9 @@ class DeviceStore final : public PageStore {
   Status truncate(SequenceId id, std::int64_t tokens) override;
   Status reorder(std::span<const SequenceId> ids, std::span<const std::int64_t> parents) override;
   Result<std::int32_t> device_index(SequenceId id) const override;
+  Result<CacheTable::Restored> restore(const TableImage& image, const CacheTable::Demand& demand,
+                                       std::optional<Dtype> exact, Stream stream) override;
+  void undo_restore(const CacheTable::Restored& restored, std::optional<Dtype> exact) noexcept override;
 
   Status reserve(std::span<const Append> appends, const CacheTable::Demand& demand, Stream stream) override;
   Status reserve_ahead(std::span<const Append> appends, Stream stream) override;
@@ -76,7 +83,7 @@ class DeviceStore final : public PageStore {
   void send_late(const Sequence& s, CacheTable::Range pages);
   void settle_late();
   void mark_written(Sequence& s, int layer);
-  Status check_slots(const CacheTable::Demand& demand) const;
+  Status check_slots(const char* what, const CacheTable::Demand& demand) const;
   Status send_step(std::span<const Append> appends, std::span<const SlotCopy> copies, Stream stream);
 
   const DeviceBackend& backend_;

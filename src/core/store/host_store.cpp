@@ -123,6 +123,15 @@ Result<const std::byte*> HostStore::load(Pool pool, std::int32_t slot, int layer
   return block(pool, slot, layer, head);
 }
 
+Result<std::span<const std::byte>> HostStore::load_slot(Pool pool, std::int32_t slot, std::vector<std::byte>&, Stream) {
+  return std::span<const std::byte>(block(pool, slot, 0, 0), slot_bytes(pool));
+}
+
+Status HostStore::fill_slot(Pool pool, std::int32_t slot, std::vector<std::byte>&,
+                            const std::function<Status(std::span<std::byte>)>& fill, Stream) {
+  return fill({storage(pool).block(slot, 0, 0), slot_bytes(pool)});
+}
+
 Status HostStore::edit_block(std::int32_t slot, int layer, int head, const std::function<void(std::byte*)>& change) {
   change(encoded_.block(slot, layer, head));
   return {};
@@ -152,6 +161,29 @@ std::string HostStore::describe() const {
 }
 
 // --- sequences and steps ---------------------------------------------------------------------------------------------
+
+Result<CacheTable::Restored> HostStore::restore(const TableImage& image, const CacheTable::Demand& demand,
+                                                std::optional<Dtype> exact, Stream) {
+  const std::optional<Dtype> before = exact_dtype();
+  if (exact && !before) {
+    if (Status s = make_exact(*exact); !s) return s;
+  }
+  CacheTable::Demand grown = demand;
+  Status status = encoded_.grow(demand.encoded_slots);
+  if (status && exact_) status = exact_->grow(demand.exact_slots);
+  if (status) {
+    grown.encoded_slots = encoded_.slots();
+    if (exact_) grown.exact_slots = exact_->slots();
+    return table_.restore(image, grown);
+  }
+  undo_restore({}, before);
+  return status;
+}
+
+void HostStore::undo_restore(const CacheTable::Restored& restored, std::optional<Dtype> exact) noexcept {
+  for (const SequenceId id : restored.ids) static_cast<void>(table_.remove(id));
+  if (!exact && exact_) exact_.reset(), unset_exact();
+}
 
 Status HostStore::reorder(std::span<const SequenceId> ids, std::span<const std::int64_t> parents) {
   table_.reorder(ids, parents);

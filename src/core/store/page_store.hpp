@@ -16,7 +16,9 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
+#include "core/cache/image.hpp"
 #include "core/cache/spec.hpp"
 #include "core/cache/table.hpp"
 #include "kvant/attention.hpp"
@@ -68,6 +70,16 @@ class PageStore {
   virtual Result<const std::byte*> load(Pool pool, std::int32_t slot, int layer, int head, std::byte* copy,
                                         Stream stream) = 0;
   [[nodiscard]] virtual std::size_t load_bytes() const noexcept = 0;
+  /// A slot is a page for all layers and kv heads, [layers][kv_heads] blocks side by side: of so many bytes.
+  [[nodiscard]] std::size_t slot_bytes(Pool pool) const noexcept {
+    return static_cast<std::size_t>(spec_.slot_blocks()) * layout(pool).block_bytes;
+  }
+  /// The bytes of a slot: where they are, or in `copy` where the host does not reach them.
+  virtual Result<std::span<const std::byte>> load_slot(Pool pool, std::int32_t slot, std::vector<std::byte>& copy,
+                                                       Stream stream) = 0;
+  /// Has `fill` write the bytes of a slot that restore took: in place, or in `copy`, which then goes there.
+  virtual Status fill_slot(Pool pool, std::int32_t slot, std::vector<std::byte>& copy,
+                           const std::function<Status(std::span<std::byte>)>& fill, Stream stream) = 0;
 
   // --- sequences: changes of the table, and what follows from them ---
 
@@ -79,6 +91,13 @@ class PageStore {
   virtual Status reorder(std::span<const SequenceId> ids, std::span<const std::int64_t> parents) = 0;
   /// Place of a sequence in a device's tables.
   virtual Result<std::int32_t> device_index(SequenceId id) const = 0;
+
+  /// Sequences of an image that the table has checked, whose slots are yet to be filled. `exact`: the dtype of exact
+  /// pages, where the image's cache had one; that of this cache is the same or unset. Errors: nothing was changed.
+  virtual Result<CacheTable::Restored> restore(const TableImage& image, const CacheTable::Demand& demand,
+                                               std::optional<Dtype> exact, Stream stream) = 0;
+  /// Takes a restore back that could not be filled. `exact`: what exact_dtype was before.
+  virtual void undo_restore(const CacheTable::Restored& restored, std::optional<Dtype> exact) noexcept = 0;
 
   // --- steps ---
 

@@ -99,6 +99,22 @@ Status Store::edit(core::Pool pool, std::int32_t slot, int layer, int head,
   return {};
 }
 
+Status Store::download_slot(core::Pool pool, std::int32_t slot, std::span<std::byte> to, Stream stream) {
+  const Current current(config_.device);
+  const std::byte* from = block(pool, slot, 0, 0).data();
+  KVANT_CUDA_TRY(cudaMemcpyAsync(to.data(), from, to.size(), cudaMemcpyDeviceToHost, native(stream)));
+  KVANT_CUDA_TRY(cudaStreamSynchronize(native(stream)));
+  return {};
+}
+
+Status Store::upload_slot(core::Pool pool, std::int32_t slot, std::span<const std::byte> from, Stream stream) {
+  const Current current(config_.device);
+  std::byte* to = block(pool, slot, 0, 0).data();
+  KVANT_CUDA_TRY(cudaMemcpyAsync(to, from.data(), from.size(), cudaMemcpyHostToDevice, native(stream)));
+  KVANT_CUDA_TRY(cudaStreamSynchronize(native(stream)));  // the caller fills the buffer again
+  return {};
+}
+
 Result<bool> Store::take_non_finite(Stream stream) {
   const Current current(config_.device);
   std::uint32_t flag = 0;

@@ -48,6 +48,8 @@ class Store final : public core::DevicePages, public PlannedPages {
   Status download(core::Pool pool, std::int32_t slot, int layer, int head, std::byte* to, Stream stream) override;
   Status edit(core::Pool pool, std::int32_t slot, int layer, int head,
               const std::function<void(std::byte*)>& change) override;
+  Status download_slot(core::Pool pool, std::int32_t slot, std::span<std::byte> to, Stream stream) override;
+  Status upload_slot(core::Pool pool, std::int32_t slot, std::span<const std::byte> from, Stream stream) override;
   Result<bool> take_non_finite(Stream stream) override;
 
  private:

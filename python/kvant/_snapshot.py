@@ -1,0 +1,267 @@
+"""Caches in files, as Python objects over the C interface."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence as SequenceOf
+from contextlib import contextmanager
+from ctypes import byref, c_char_p, c_int64, c_uint64, sizeof
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import _arguments, _c
+from ._cache import Cache, Sequence
+from ._errors import InvalidArgument
+
+__all__ = ["Loaded", "Snapshot", "SnapshotInfo", "load", "save"]
+
+
+@dataclass(frozen=True)
+class SnapshotInfo:
+    """The facts of a snapshot.
+
+    written_by: the version of kvant. name, model, metadata: as they were given to save. config: fields of the cache's
+        configuration and their values. lengths: tokens of each sequence. has_tokens: of each sequence, whether its
+        token ids were saved. encoded_pages, exact_pages: distinct pages of 64 tokens, for all layers and kv heads.
+    page_bytes: bytes of all pages. file_bytes: bytes of this file. bases: files in the same folder that have some of
+        the pages.
+    """
+
+    path: str
+    written_by: str
+    name: str
+    model: str
+    metadata: dict[str, str]
+    config: dict[str, Any]
+    lengths: tuple[int, ...]
+    has_tokens: tuple[bool, ...]
+    encoded_pages: int
+    exact_pages: int
+    page_bytes: int
+    file_bytes: int
+    bases: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A cache that was loaded, and its sequences in the order of the file, or of the places that were given."""
+
+    cache: Cache
+    sequences: list[Sequence]
+
+
+def _text(name: str, value: Any) -> bytes:
+    if not isinstance(value, str) or "\0" in value:
+        raise InvalidArgument(f"{name} = {_arguments.show(value)}: must be a str without zeros")
+    try:
+        return value.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{name} = {_arguments.show(value)}: must be text that UTF-8 has") from None
+
+
+def _set_metadata(options: Any, metadata: Any) -> None:
+    if metadata is None:
+        return
+    if not isinstance(metadata, Mapping):
+        raise InvalidArgument(f"metadata = {_arguments.show(metadata)}: must be a dict of str")
+    pairs = [_text(f"metadata[{_arguments.show(k)}]", part) for k, v in metadata.items() for part in (k, v)]
+    options.metadata, options.metadata_count = (c_char_p * len(pairs))(*pairs), len(pairs) // 2
+
+
+def _set_tokens(options: Any, tokens: Any) -> None:
+    if tokens is None:
+        return
+    lists = _arguments.items("tokens", tokens, "lists of token ids (None: a sequence without)")
+    each = [
+        [] if ids is None else _arguments.integers(f"tokens[{i}]", ids, -(1 << 63), (1 << 63) - 1)
+        for i, ids in enumerate(lists)
+    ]
+    options.tokens = _c.counts(n for ids in each for n in ids)
+    options.token_counts, options.token_lists = _c.counts(len(ids) for ids in each), len(each)
+
+
+@contextmanager
+def _reporting(progress: Any):
+    """The C callback for a Python one, whose exception stops the call and is raised instead of the call's."""
+    raised: list[BaseException] = []
+
+    def report(_context, done, total):
+        try:
+            progress(done, total)
+        except BaseException as error:  # KeyboardInterrupt, too
+            raised.append(error)
+        return len(raised)
+
+    if progress is not None and not callable(progress):
+        raise InvalidArgument(f"progress = {_arguments.show(progress)}: must be a function of (done, total)")
+    try:
+        yield _c.Progress(report) if progress is not None else _c.Progress()
+    except _c._errors.KvantError as error:
+        if not raised:
+            raise
+        raise raised[0] from error
+
+
+def save(
+    cache: Cache,
+    path: str | Path,
+    *,
+    sequences: Iterable[Sequence] | Sequence | None = None,
+    name: str = "",
+    model: str = "",
+    metadata: Mapping[str, str] | None = None,
+    tokens: SequenceOf[SequenceOf[int] | None] | None = None,
+    base: str | Path | None = None,
+    progress: Callable[[int, int], Any] | None = None,
+    stream: Any = None,
+) -> None:
+    """Writes sequences of a cache to a file. Loaded sequences go on bit for bit as these do.
+
+    The file is a safetensors file that only its owner may read. It is written beside `path`, synced and renamed: if
+    anything fails, an older file of that name stays as it is. Calls that change the cache wait meanwhile.
+
+    sequences: None: all, in the order in which they were made.
+    name: for people. model: the model that the cache belongs to, which load can require. metadata: the caller's own, a
+        dict of str; keys do not begin with "kvant.".
+    tokens: for each sequence a list of its token ids, ints [length], or None; load can require them.
+    base: an earlier snapshot in the same folder. Pages that it has are not written again, and the new file needs it.
+    progress: called with (done, total) bytes of pages; an exception that it raises stops the call. It must not use the
+        cache.
+    stream: as for Cache.write.
+
+    Errors: InvalidArgument (also a step that is not written in every layer), FileError, BadFile (base).
+    """
+    if not isinstance(cache, Cache):
+        raise InvalidArgument(f"cache = {_arguments.show(cache)}: must be a kvant.Cache")
+    options = _c.SaveOptions(struct_size=sizeof(_c.SaveOptions))
+    options.name, options.model = _text("name", name), _text("model", model)
+    if sequences is not None:
+        ids = [s.number for s in cache.owner.members(sequences)]
+        options.sequences, options.sequence_count = _c.sequences(ids), len(ids)
+    _set_metadata(options, metadata)
+    _set_tokens(options, tokens)
+    if base is not None:
+        options.base = os.fsencode(_arguments.path("base", base))
+    where = os.fsencode(_arguments.path("path", path))
+    with _reporting(progress) as options.progress, cache.owner.lock, cache.owner.calling_back():
+        cache.owner.use_stream(stream)
+        _c.check(_c.save(cache.handle, where, byref(options)))
+
+
+class Snapshot(_arguments.NotCopied):
+    """A snapshot that is open. Its header and tables, and those of its bases, are read and checked.
+
+    path: a file that kvant.save wrote. Errors: FileError, BadFile (what is wrong, and where), Unsupported (written by
+    another version of the layout).
+    """
+
+    _instead = "open the file again"
+
+    def __init__(self, path: str | Path):
+        where = _arguments.path("path", path)
+        handle = _c.SnapshotHandle()
+        _c.check(_c.snapshot_open(os.fsencode(where), byref(handle)))
+        self._handle = handle
+        facts = json.loads(_c.text(_c.snapshot_info, handle))
+        facts["path"] = where
+        sequences = facts.pop("sequences")
+        self.info = SnapshotInfo(
+            lengths=tuple(s["length"] for s in sequences),
+            has_tokens=tuple(s["token_ids"] > 0 for s in sequences),
+            bases=tuple(facts.pop("bases")),
+            **facts,
+        )
+
+    def __repr__(self) -> str:
+        return f"kvant.Snapshot({self.info.path!r})"
+
+    def tokens(self, place: int) -> list[int]:
+        """Token ids of the sequence at a place of the file; empty: none were saved."""
+        place, count = _arguments.int64("place", place), c_int64()
+        _c.check(_c.snapshot_tokens(self._handle, place, None, 0, byref(count)))
+        ids = (c_int64 * count.value)()
+        _c.check(_c.snapshot_tokens(self._handle, place, ids, count.value, byref(count)))
+        return list(ids)
+
+    def load(
+        self,
+        *,
+        sequences: SequenceOf[int] | None = None,
+        model: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        tokens: SequenceOf[SequenceOf[int] | None] | None = None,
+        into: Cache | None = None,
+        device: Any = "cpu",
+        capacity_tokens: int | None = None,
+        max_sequences: int = 0,
+        max_sequence_tokens: int = 0,
+        threads: int = 0,
+        isa: str | None = None,
+        progress: Callable[[int, int], Any] | None = None,
+        stream: Any = None,
+    ) -> Loaded:
+        """Makes a cache of the snapshot's configuration with its sequences, or adds them to a cache.
+
+        sequences: places in the file; None: all. model, metadata, tokens: the load is refused where the file has
+            others; tokens: a list for each sequence that is loaded.
+        into: a cache of the same configuration; after any error it has the sequences that it had. None: a new one, for
+            which the next five are, as for Cache. capacity_tokens: None: as it was; 0: no limit.
+        progress, stream: as for save.
+
+        Errors: InvalidArgument (another configuration, or other than is required), OutOfCapacity, BadFile (names the
+        first page that is not as it was saved), FileError, Unsupported.
+        """
+        options = _c.LoadOptions(struct_size=sizeof(_c.LoadOptions))
+        count = len(self.info.lengths)
+        if sequences is not None:
+            places = _arguments.integers("sequences", sequences, 0, (1 << 63) - 1)
+            options.sequences, options.sequence_count, count = _c.counts(places), len(places), len(places)
+        if model is not None:
+            options.model = _text("model", model)
+        _set_metadata(options, metadata)
+        _set_tokens(options, tokens)
+        options.threads = _arguments.int32("threads", threads)
+        options.isa = _arguments.name_or_none("isa", isa)
+        options.max_sequences = _arguments.int64("max_sequences", max_sequences)
+        options.max_sequence_tokens = _arguments.int64("max_sequence_tokens", max_sequence_tokens)
+        if capacity_tokens is not None:
+            options.capacity_tokens = _arguments.int64("capacity_tokens", capacity_tokens, 0) or -1
+        ids = (c_uint64 * count)()
+        if into is not None:
+            if not isinstance(into, Cache):
+                raise InvalidArgument(f"into = {_arguments.show(into)}: must be a kvant.Cache")
+            with _reporting(progress) as options.progress, into.owner.lock, into.owner.calling_back():
+                into.owner.use_stream(stream)
+                _c.check(_c.load_into(into.handle, self._handle, byref(options), ids))
+                return Loaded(into, [Sequence(into, number) for number in ids])
+        kind, number = _arguments.device(device)
+        options.device = b"cpu" if kind == "cpu" else f"{kind}:{number}".encode()
+        handle = _c.CacheHandle()
+        with _reporting(progress) as options.progress:
+            _c.check(_c.load(self._handle, byref(options), byref(handle), ids))
+        cache = Cache._of(handle, (kind, number), self.info.config)
+        return Loaded(cache, [Sequence(cache, number) for number in ids])
+
+    def verify(self, *, progress: Callable[[int, int], Any] | None = None) -> None:
+        """Reads all of the file and its bases, and compares every checksum.
+
+        progress: as for save. Errors: BadFile (names the first bad part), FileError.
+        """
+        with _reporting(progress) as report:
+            _c.check(_c.snapshot_verify(self._handle, report, None))
+
+    def copy(self, path: str | Path, *, progress: Callable[[int, int], Any] | None = None) -> None:
+        """Writes the snapshot to another file, which needs no base.
+
+        progress: as for save. Errors: FileError, BadFile.
+        """
+        where = os.fsencode(_arguments.path("path", path))
+        with _reporting(progress) as report:
+            _c.check(_c.snapshot_copy(self._handle, where, report, None))
+
+
+def load(path: str | Path, **options: Any) -> Loaded:
+    """Loads a snapshot: Snapshot(path).load(...), whose options and errors it has."""
+    return Snapshot(path).load(**options)

@@ -1,0 +1,139 @@
+#include "snapshot/save.hpp"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+
+#include "codec/clear.hpp"
+#include "core/fmt.hpp"
+#include "io/text.hpp"
+#include "snapshot/write.hpp"
+
+namespace kvant::snapshot {
+namespace {
+
+std::vector<SequenceId> chosen_ids(const CacheImpl& cache, const SaveOptions& options) {
+  if (options.sequences) return *options.sequences;
+  std::vector<SequenceId> all;
+  for (const auto& [id, sequence] : cache.table().sequences()) all.push_back(SequenceId{id});
+  std::sort(all.begin(), all.end());
+  return all;
+}
+
+Status check_tokens(const std::vector<std::vector<std::int64_t>>& tokens, const core::TableImage& image) {
+  if (tokens.empty()) return {};
+  if (tokens.size() != image.sequences.size()) {
+    return {Code::invalid_argument, fmt::format("tokens has {} lists for {} sequences: give one each, or none",
+                                                tokens.size(), image.sequences.size())};
+  }
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    const std::int64_t length = image.sequences[i].length;
+    if (tokens[i].empty() || static_cast<std::int64_t>(tokens[i].size()) == length) continue;
+    return {Code::invalid_argument,
+            fmt::format("tokens[{}] has {} ids: the sequence has {} tokens; give one id each, or "
+                        "an empty list",
+                        i, tokens[i].size(), length)};
+  }
+  return {};
+}
+
+/// The slots of a cache. Rows that no sequence has are left out: they are remains of others.
+class CacheSlots {
+ public:
+  CacheSlots(const CacheImpl& cache, const core::ImageBuilder& image, Stream stream)
+      : cache_(cache), image_(image), stream_(stream) {}
+
+  Result<std::span<const std::byte>> operator()(Pool pool, std::int32_t number, std::vector<std::byte>& copy) const {
+    const core::ImageBuilder::Source& source = image_.sources(pool)[to_size(number)];
+    const auto bytes = cache_.store().load_slot(pool, source.number, copy, stream_);
+    if (!bytes || source.tokens == kPageTokens) return bytes;
+    if (bytes->data() != copy.data()) copy.assign(bytes->begin(), bytes->end());
+    const codec::PageLayout& layout = cache_.layout(pool);
+    for (std::size_t begin = 0; begin < copy.size(); begin += layout.block_bytes) {
+      codec::clear_tokens(layout, copy.data() + begin, source.tokens);
+    }
+    return std::span<const std::byte>(copy);
+  }
+
+ private:
+  const CacheImpl& cache_;
+  const core::ImageBuilder& image_;
+  Stream stream_;
+};
+
+bool same_folder(const std::string& a, const std::string& b) {
+  const auto folder = [](const std::string& path) {
+    const auto slash = path.rfind('/');
+    return slash == std::string::npos ? std::string(".") : path.substr(0, slash + 1);
+  };
+  struct stat x {
+  }, y{};
+  return ::stat(folder(a).c_str(), &x) == 0 && ::stat(folder(b).c_str(), &y) == 0 && x.st_dev == y.st_dev &&
+         x.st_ino == y.st_ino;
+}
+
+}  // namespace
+
+Status save(const CacheImpl& cache, const std::string& path, const SaveOptions& options) {
+  std::unique_ptr<SnapshotFile> base;
+  if (!options.base.empty()) {
+    auto opened = SnapshotFile::open(options.base);
+    if (!opened) return {opened.code(), "base: " + opened.message()};
+    base = std::move(*opened);
+    if (!same_folder(path, options.base)) {
+      return {
+          Code::invalid_argument,
+          fmt::format("base {} is not in the folder of {}: a snapshot and its bases are moved together, so put them "
+                      "side by side",
+                      io::in_quotes(options.base), io::in_quotes(path))};
+    }
+  }
+  const auto image = cache.table().image(chosen_ids(cache, options));
+  if (!image) return image.status();
+  if (Status s = check_tokens(options.tokens, image->image()); !s) return s;
+  const Content content{.stored = stored_config(cache),
+                        .name = options.name,
+                        .model = options.model,
+                        .metadata = options.metadata,
+                        .image = &image->image(),
+                        .tokens = {options.tokens.begin(), options.tokens.end()},
+                        .encoded_bytes = cache.store().slot_bytes(Pool::encoded),
+                        .exact_bytes = cache.store().slot_bytes(Pool::exact),
+                        .slot = CacheSlots(cache, *image, options.stream)};
+  return write(path, content, base.get(), options.progress);
+}
+
+Status copy(const SnapshotFile& file, const std::string& path, const SnapshotProgress& progress) {
+  const SnapshotInfo& info = file.info();
+  auto bases = file.read_bases();
+  if (!bases) return bases.status();
+  Content content{
+      .stored = file.stored(),
+      .name = info.name,
+      .model = info.model,
+      .metadata = info.metadata,
+      .image = &file.image(),
+      .tokens = {},
+      .encoded_bytes = file.slot_bytes(Pool::encoded),
+      .exact_bytes = file.slot_bytes(Pool::exact),
+      .slot = [&](Pool pool, std::int32_t number, std::vector<std::byte>& copy) -> Result<std::span<const std::byte>> {
+        copy.resize(file.slot_bytes(pool));
+        if (Status s = file.read_slot(pool, number, copy); !s) return s;
+        return std::span<const std::byte>(copy);
+      }};
+  content.stored.config.bases = std::move(*bases);
+  for (const SnapshotSequence& s : info.sequences) content.tokens.emplace_back(s.tokens);
+  return write(path, content, nullptr, progress);
+}
+
+Status verify(const SnapshotFile& file, const SnapshotProgress& progress) {
+  std::int64_t total = 0;
+  for (const PageFile& each : file.files()) total += each.checked_bytes();
+  Progress told(progress, total);
+  for (const PageFile& each : file.files()) {
+    if (Status s = each.verify([&](std::int64_t bytes) { return told.add(bytes); }); !s) return s;
+  }
+  return {};
+}
+
+}  // namespace kvant::snapshot

@@ -1,0 +1,43 @@
+// Writes a snapshot: what it is of comes as Content, from a cache or from another snapshot.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/cache/image.hpp"
+#include "kvant/snapshot.hpp"
+#include "snapshot/config_text.hpp"
+#include "snapshot/file.hpp"
+
+namespace kvant::snapshot {
+
+struct Content {
+  StoredConfig stored;  // with bases and levels
+  std::string name, model;
+  std::map<std::string, std::string> metadata;
+  const core::TableImage* image;
+  std::vector<std::span<const std::int64_t>> tokens;  // one for each sequence; may be empty
+  std::size_t encoded_bytes = 0, exact_bytes = 0;     // of a slot
+  /// The bytes of a slot, by its number in the image: where they are, or in `copy`. The same bytes each time.
+  std::function<Result<std::span<const std::byte>>(Pool pool, std::int32_t number, std::vector<std::byte>& copy)> slot;
+};
+
+/// `base`: null, or an open snapshot in the same folder, whose pages are not written again.
+Status write(const std::string& path, const Content& content, const SnapshotFile* base,
+             const SnapshotProgress& progress);
+
+/// Counts bytes and asks `progress` whether to go on, not at every page.
+class Progress {
+ public:
+  Progress(const SnapshotProgress& progress, std::int64_t total) : progress_(progress), total_(total) {}
+  [[nodiscard]] Status add(std::int64_t bytes);
+
+ private:
+  const SnapshotProgress& progress_;
+  std::int64_t total_, done_ = 0, told_ = 0;
+};
+
+}  // namespace kvant::snapshot

@@ -1,0 +1,72 @@
+// `kvant snapshot`: the real program over files that the library wrote.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+
+#include "support/cache_session.hpp"
+#include "support/cli.hpp"
+#include "support/snapshots.hpp"
+
+namespace kvant::test {
+namespace {
+
+class CliSnapshot : public CliTest {
+ protected:
+  void SetUp() override {
+    CliTest::SetUp();
+    Cache cache = make(small_config(2));
+    const SequenceId id = cache.add_sequence();
+    append(cache, id, 1, 64 * 30).value();
+    SaveOptions options;
+    options.name = "a chat";
+    options.model = "nano";
+    options.metadata = {{"user", "ann\n"}};
+    save(cache, first_, options).value();
+    append(cache, id, 5000, 100).value();
+    options.base = first_;
+    options.tokens = {std::vector<std::int64_t>(64 * 30 + 100, 3)};
+    save(cache, second_, options).value();
+  }
+
+  std::string first_ = folder_ / "first.kvs", second_ = folder_ / "second.kvs";
+};
+
+TEST_F(CliSnapshot, Info) {
+  const Finished f = kvant_cli({"snapshot", "info", second_});
+  EXPECT_EQ(f.exit_code, 0) << f.err;
+  for (const char* part : {"name: a chat\n", "model: nano\n", "user = ann\\x0a\n", "k = tq6", "needs: first.kvs\n",
+                           "2020", "saved", "written by: kvant " KVANT_VERSION "\n"}) {
+    EXPECT_NE(f.out.find(part), std::string::npos) << part << " in\n" << f.out;
+  }
+  const Json json = json_of({"snapshot", "info", second_});
+  EXPECT_EQ(json["config"]["layers"], 2);
+  EXPECT_EQ(json["config"]["v"], "tq4");
+  EXPECT_EQ(json["sequences"][0]["length"], 2020);
+  EXPECT_EQ(json["sequences"][0]["token_ids"], 2020);
+  EXPECT_EQ(json["bases"][0], "first.kvs");
+  EXPECT_EQ(json["metadata"]["user"], "ann\n");
+}
+
+TEST_F(CliSnapshot, VerifyNamesWhatIsBad) {
+  const Finished whole = kvant_cli({"snapshot", "verify", first_, second_});
+  EXPECT_EQ(whole.exit_code, 0) << whole.err;
+  EXPECT_NE(whole.out.find("second.kvs: whole: 1 sequences, 29 encoded"), std::string::npos) << whole.out;
+  std::fstream(first_, std::ios::in | std::ios::out | std::ios::binary).seekp(20000).put('\x17');
+  const Finished bad = kvant_cli({"snapshot", "verify", second_});
+  EXPECT_EQ(bad.exit_code, 1);
+  EXPECT_NE(bad.err.find("first.kvs: row 1 of tensor \"encoded\""), std::string::npos) << bad.err;
+}
+
+TEST_F(CliSnapshot, ACopyNeedsNoOtherFile) {
+  const std::string third = folder_ / "third.kvs";
+  const Finished f = kvant_cli({"snapshot", "copy", second_, "-o", third});
+  EXPECT_EQ(f.exit_code, 0) << f.err;
+  std::filesystem::remove(first_);
+  EXPECT_EQ(kvant_cli({"snapshot", "verify", third}).exit_code, 0);
+  EXPECT_EQ(kvant_cli({"snapshot", "verify", second_}).exit_code, 1);
+  EXPECT_EQ(kvant_cli({"snapshot", "copy", third, "-o", third}).exit_code, 2);  // no result replaces what is read
+  EXPECT_EQ(kvant_cli({"snapshot", "verify", third}).exit_code, 0);
+}
+
+}  // namespace
+}  // namespace kvant::test

@@ -1,0 +1,235 @@
+"""kvant.save and kvant.load: what was saved goes on bit for bit, other libraries read the file, and what does not fit
+is refused."""
+import os
+import stat
+
+import numpy as np
+import pytest
+
+import kvant
+
+HEADS, DIM, LAYERS = 2, 64, 2
+
+
+def rows(seed, tokens):
+    return np.random.default_rng(seed).standard_normal((tokens, HEADS, DIM)).astype(np.float32)
+
+
+def append(sequence, seed, tokens):
+    for layer in range(LAYERS):
+        sequence.append(layer, rows(seed + layer, tokens), rows(seed + 50 + layer, tokens))
+
+
+def attend(cache, sequence, seed=9):
+    q = np.random.default_rng(seed).standard_normal((1, 2 * HEADS, DIM)).astype(np.float32)
+    return [cache.attend(sequence, layer, q) for layer in range(LAYERS)]
+
+
+@pytest.fixture
+def cache():
+    return kvant.Cache(kv_heads=HEADS, head_dim=DIM, layers=LAYERS)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "chat.kvs"
+
+
+def test_a_loaded_cache_goes_on_bit_for_bit(cache, path):
+    first = cache.sequence()
+    append(first, 1, 300)
+    second = first.fork()
+    append(second, 100, 30)
+    kvant.save(cache, path, name="chat", model="nano", metadata={"user": "ä"}, tokens=[range(300), None])
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+
+    loaded = kvant.load(path, model="nano", metadata={"user": "ä"}, tokens=[list(range(300)), None])
+    assert [len(s) for s in loaded.sequences] == [300, 330]
+    assert repr(loaded.cache) == repr(cache)
+    for fact in ("tokens", "encoded_bytes", "exact_bytes"):
+        assert getattr(loaded.cache.memory(), fact) == getattr(cache.memory(), fact)
+    for step in range(3):
+        for mine, theirs in zip((first, second), loaded.sequences, strict=True):
+            append(mine, 1000 + step, 40)
+            append(theirs, 1000 + step, 40)
+            for a, b in zip(attend(cache, mine), attend(loaded.cache, theirs), strict=True):
+                assert np.array_equal(a, b)
+
+
+def test_info(cache, path):
+    sequence = cache.sequence()
+    append(sequence, 1, 200)
+    kvant.save(cache, path, name="chat", model="nano", metadata={"user": "ann"}, tokens=[[7] * 200])
+    snapshot = kvant.Snapshot(path)
+    info = snapshot.info
+    assert (info.name, info.model, info.metadata) == ("chat", "nano", {"user": "ann"})
+    assert (info.lengths, info.has_tokens, info.bases) == ((200,), (True,), ())
+    assert info.written_by == kvant.version()
+    assert info.config["k"] == "tq6" and info.config["layers"] == LAYERS
+    assert info.file_bytes == os.path.getsize(path)
+    assert snapshot.tokens(0) == [7] * 200
+    with pytest.raises(kvant.InvalidArgument, match="place is 1; the file has 1 sequences"):
+        snapshot.tokens(1)
+    snapshot.verify()
+    seen = []
+    snapshot.copy(path.with_name("copy.kvs"), progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (info.page_bytes, info.page_bytes)
+    assert path.with_name("copy.kvs").read_bytes() == path.read_bytes()
+
+
+def test_the_ordinary_library_reads_it(cache, path):
+    safetensors = pytest.importorskip("safetensors")
+    sequence = cache.sequence()  # removed when nobody has it
+    append(sequence, 1, 300)
+    kvant.save(cache, path, model="nano", tokens=[range(300)])
+    with safetensors.safe_open(path, framework="np") as file:
+        assert file.metadata()["kvant.k"] == "tq6"
+        assert file.metadata()["kvant.model"] == "nano"
+        names = set(file.keys())
+        assert {"encoded", "exact", "sequences", "pages", "tokens", "checksums"} == names
+        assert file.get_tensor("sequences").tolist() == [[300, 0, 300]]
+        assert file.get_tensor("tokens").tolist() == list(range(300))
+        encoded = file.get_tensor("encoded")
+        assert encoded.shape[:3] == (file.get_tensor("pages")[:, 1].max() + 1, LAYERS, HEADS)
+        assert encoded.dtype == np.uint8
+
+
+def test_what_that_library_refuses_is_refused(cache, path):
+    """Files that were altered at random: each is refused, and one that opens here opens in the ordinary library."""
+    safetensors = pytest.importorskip("safetensors")
+    sequence = cache.sequence()
+    append(sequence, 1, 100)
+    kvant.save(cache, path)
+    whole = path.read_bytes()
+    random = np.random.default_rng(3)
+    other = path.with_name("altered.kvs")
+    opened = 0
+    for i in range(400):
+        altered = bytearray(whole)
+        altered[random.integers(0, 1500 if i % 2 else len(whole))] ^= 1 << random.integers(0, 8)
+        other.write_bytes(altered[: random.integers(0, len(whole))] if i % 5 == 0 else altered)
+        try:
+            snapshot = kvant.Snapshot(other)
+        except (kvant.BadFile, kvant.Unsupported):
+            continue
+        opened += 1
+        with pytest.raises(kvant.BadFile, match="not as it was saved"):
+            snapshot.verify()
+        with safetensors.safe_open(other, framework="np") as file:
+            assert "checksums" in file.keys()
+    assert opened > 10
+
+
+def test_some_sequences_and_into_a_cache(cache, path):
+    sequences = [cache.sequence() for _ in range(3)]
+    for i, sequence in enumerate(sequences):
+        append(sequence, 10 * i, 70 * (i + 1))
+    kvant.save(cache, path, sequences=[sequences[2], sequences[0]])
+    loaded = kvant.load(path, sequences=[1])
+    assert [len(s) for s in loaded.sequences] == [70]
+    more = kvant.load(path, into=loaded.cache)
+    assert more.cache is loaded.cache
+    assert [len(s) for s in more.sequences] == [210, 70]
+    assert np.array_equal(attend(cache, sequences[2])[1], attend(more.cache, more.sequences[0])[1])
+    other = kvant.Cache(kv_heads=HEADS, head_dim=DIM, layers=LAYERS, k="tq4")
+    with pytest.raises(kvant.InvalidArgument, match="differ in k = tq6 and tq4"):
+        kvant.load(path, into=other)
+    assert other.memory().tokens == 0
+
+
+def test_a_chat_that_grows(cache, path):
+    sequence = cache.sequence()
+    append(sequence, 1, 64 * 40)
+    kvant.save(cache, path)
+    append(sequence, 500, 64)
+    grown = path.with_name("grown.kvs")
+    kvant.save(cache, grown, base=path)
+    assert os.path.getsize(grown) < os.path.getsize(path) / 3
+    assert kvant.Snapshot(grown).info.bases == ("chat.kvs",)
+    loaded = kvant.load(grown)
+    assert np.array_equal(attend(cache, sequence)[0], attend(loaded.cache, loaded.sequences[0])[0])
+    path.unlink()
+    with pytest.raises(kvant.FileError, match='needs "chat.kvs"'):
+        kvant.load(grown)
+
+
+def test_refusals(cache, path, tmp_path):
+    sequence = cache.sequence()
+    append(sequence, 1, 100)
+    kvant.save(cache, path, model="nano", tokens=[range(100)])
+    for options, message in (
+        ({"model": "mini"}, '"nano", and "mini" is required'),
+        ({"metadata": {"a": "b"}}, '"a" is missing'),
+        ({"tokens": [[1]]}, "differ from position 0 on"),
+        ({"sequences": [1]}, "the file has 1 sequences"),
+        ({"sequences": [-1]}, r"sequences\[0\] = -1"),
+        ({"capacity_tokens": 64}, "needs 2 more pages"),
+        ({"into": 3}, "must be a kvant.Cache"),
+        ({"progress": 3}, "must be a function"),
+        ({"model": 3}, "must be a str"),
+        ({"metadata": "a"}, "must be a dict"),
+    ):
+        with pytest.raises((kvant.InvalidArgument, kvant.OutOfCapacity), match=message):
+            kvant.load(path, **options)
+    for options, message in (
+        ({"metadata": {"kvant.k": "b"}}, "kvant's own"),
+        ({"metadata": {"a": 1}}, "must be a str"),
+        ({"tokens": [[1, 2]]}, "has 2 ids"),
+        ({"tokens": [["a"]]}, "must be a whole number"),
+        ({"sequences": [3]}, "must be sequences of this cache"),
+        ({"name": "\ud800"}, "UTF-8"),
+    ):
+        with pytest.raises(kvant.InvalidArgument, match=message):
+            kvant.save(cache, tmp_path / "other.kvs", **options)
+    with pytest.raises(kvant.InvalidArgument, match="must be a kvant.Cache"):
+        kvant.save(sequence, path)
+    with pytest.raises(kvant.FileError, match="No such file"):
+        kvant.save(cache, tmp_path / "no" / "folder.kvs")
+    with pytest.raises(kvant.FileError, match="cannot open"):
+        kvant.load(tmp_path / "none.kvs")
+    with pytest.raises(TypeError, match="open the file again"):
+        __import__("copy").copy(kvant.Snapshot(path))
+    assert [p.name for p in tmp_path.iterdir()] == ["chat.kvs"]
+
+
+def test_an_exception_of_progress_stops_the_call(cache, path):
+    sequence = cache.sequence()  # removed when nobody has it
+    append(sequence, 1, 100)
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kvant.save(cache, path, progress=stop)
+    assert not path.exists()
+    kvant.save(cache, path)
+    with pytest.raises(KeyboardInterrupt):
+        kvant.load(path, progress=stop)
+
+
+def test_the_collector_may_run_during_progress(cache, path):
+    keep, gone = cache.sequence(), [cache.sequence()]
+    append(keep, 1, 100)
+    append(gone[0], 2, 100)
+
+    def collect(done, total):
+        gone.clear()
+
+    kvant.save(cache, path, progress=collect)
+    assert not gone
+    assert cache.memory().tokens == 100
+    assert kvant.Snapshot(path).info.lengths == (100, 100)
+    gone.append(cache.sequence())
+    kvant.load(path, into=cache, progress=collect)
+    assert not gone
+
+
+def test_a_damaged_page_is_named(cache, path):
+    sequence = cache.sequence()  # removed when nobody has it
+    append(sequence, 1, 300)
+    kvant.save(cache, path)
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(kvant.BadFile, match='row [0-9]+ of tensor "(encoded|exact)"'):
+        kvant.load(path)
