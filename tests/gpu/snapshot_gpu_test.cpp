@@ -1,0 +1,128 @@
+// Snapshots over devices: a cache that was saved on a GPU goes on, on the CPU and back on the GPU, as if nothing had
+// happened: the same bytes in its pages, the same bits in its answers.
+#include <gtest/gtest.h>
+
+#include "core/fmt.hpp"
+#include "gpu/gpu_world.hpp"
+#include "kvant/snapshot.hpp"
+#include "support/draw.hpp"
+#include "support/inputs.hpp"
+#include "support/snapshots.hpp"
+#include "support/temporary_directory.hpp"
+
+namespace kvant::test {
+namespace {
+
+constexpr int kLayers = 2, kKvHeads = 2, kQHeads = 8;
+
+// A cache on either side, and its sequences.
+struct Side {
+  Cache cache;
+  std::vector<SequenceId> ids;
+
+  [[nodiscard]] bool is_device() const { return cache.config().device == "cuda"; }
+  void append(std::size_t which, std::int64_t tokens, std::uint64_t seed) {
+    const int d = cache.config().head_dim;
+    for (int layer = 0; layer < kLayers; ++layer) {
+      const auto n = static_cast<std::size_t>(tokens * kKvHeads * d);
+      const std::vector<float> k = gaussian_vector(n, seed + 2 * static_cast<std::uint64_t>(layer)),
+                               v = gaussian_vector(n, seed + 2 * static_cast<std::uint64_t>(layer) + 1);
+      const auto put = [&](const float* keys, const float* values) {
+        cache
+            .append(ids[which], layer, TensorView::of(keys, tokens, kKvHeads, d),
+                    TensorView::of(values, tokens, kKvHeads, d))
+            .value();
+      };
+      if (!is_device()) {
+        put(k.data(), v.data());
+      } else {
+        const DeviceBuffer there_k = DeviceBuffer::of<float>(k), there_v = DeviceBuffer::of<float>(v);
+        put(there_k.as<float>(), there_v.as<float>());
+        CUDA_CHECK(cudaDeviceSynchronize());
+      }
+    }
+  }
+  [[nodiscard]] std::vector<float> answers(std::uint64_t seed) const {
+    const int d = cache.config().head_dim;
+    const auto batch = static_cast<std::int64_t>(ids.size());
+    const Plan p = plan(cache, std::span<const SequenceId>(ids), {.q_heads = kQHeads, .threads = 1}).value();
+    const auto n = static_cast<std::size_t>(batch * kQHeads * d);
+    const std::vector<float> q = gaussian_vector(n, seed);
+    std::vector<float> all, out(n);
+    for (int layer = 0; layer < kLayers; ++layer) {
+      if (!is_device()) {
+        run(p, layer, TensorView::of(q.data(), batch, kQHeads, d), MutableTensorView::of(out.data(), batch, kQHeads, d))
+            .value();
+      } else {
+        const DeviceBuffer there_q = DeviceBuffer::of<float>(q), there(n * sizeof(float));
+        const DeviceBuffer workspace(std::max<std::size_t>(p.workspace_bytes(), 1));
+        run(p, layer, TensorView::of(there_q.as<float>(), batch, kQHeads, d),
+            MutableTensorView::of(there.as<float>(), batch, kQHeads, d), {.workspace = workspace.span()})
+            .value();
+        out = there.download_as<float>();
+      }
+      all.insert(all.end(), out.begin(), out.end());
+    }
+    return all;
+  }
+};
+
+Side load_on(const std::string& path, const char* device) {
+  LoadOptions options;
+  options.device = device;
+  Loaded loaded = load(path, options).value();
+  return {std::move(loaded.cache), std::move(loaded.sequences)};
+}
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+Side new_side(const char* k, const char* v, int head_dim, const char* device) {
+  CacheConfig c;
+  c.layers = kLayers;
+  c.kv_heads = kKvHeads;
+  c.head_dim = head_dim;
+  c.k = k;
+  c.v = v;
+  c.device = device;
+  c.capacity_tokens = 64 * 256;
+  c.max_sequences = 4;
+  c.max_sequence_tokens = 4096;
+  Side side{Cache::create(c).value(), {}};
+  side.ids.push_back(side.cache.add_sequence());
+  side.append(0, 300, 1);
+  side.ids.push_back(side.cache.fork(side.ids[0]).value());
+  side.append(0, 37, 2);
+  side.append(1, 150, 3);
+  return side;
+}
+
+TEST(SnapshotGpu, GoesOnOnEitherSide) {
+  SKIP_WITHOUT_DEVICE();
+  const TemporaryDirectory folder;
+  for (const auto& [k, v] : {std::pair("tq6", "tq4"), std::pair("tq4", "tq4"), std::pair("tq8", "tq8"),
+                             std::pair("fp8", "fp8"), std::pair("bf16", "bf16"), std::pair("tq3", "tq3")}) {
+    for (const int head_dim : {64, 128, 256}) {
+      SCOPED_TRACE(fmt::format("{}/{}, head_dim {}", k, v, head_dim));
+      Side device = new_side(k, v, head_dim, "cuda"), host = new_side(k, v, head_dim, "cpu");
+      const std::string from_device = folder / "device.kvs", from_host = folder / "host.kvs";
+      save(device.cache, from_device).value();
+      Side moved = load_on(from_device, "cpu");
+      expect_same(contents(impl_of(device.cache), device.ids), contents(impl_of(moved.cache), moved.ids));
+      save(moved.cache, from_host).value();
+      Side back = load_on(from_host, "cuda");
+      expect_same(contents(impl_of(device.cache), device.ids), contents(impl_of(back.cache), back.ids));
+      for (std::uint64_t step = 0; step < 64; ++step) {
+        const std::size_t which = step % 2;
+        for (Side* side : {&device, &host, &moved, &back})
+          side->append(which, 1 + static_cast<std::int64_t>(step % 3), 100 + 10 * step);
+        ASSERT_TRUE(same_bits(device.answers(step), back.answers(step))) << "on the device, step " << step;
+        ASSERT_TRUE(same_bits(host.answers(step), moved.answers(step))) << "on the CPU, step " << step;
+      }
+      expect_same(contents(impl_of(device.cache), device.ids), contents(impl_of(back.cache), back.ids));
+      expect_same(contents(impl_of(device.cache), device.ids), contents(impl_of(moved.cache), moved.ids));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvant::test
