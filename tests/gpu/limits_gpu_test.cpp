@@ -103,7 +103,8 @@ TEST(GpuLimits, WhatIsNotLowerIsRefused) {
     const Result<Cache> made = Cache::create(device_config(spec_of("tq6", {{100, 1}})));
     ASSERT_FALSE(made.ok()) << text;
     EXPECT_TRUE(has(made.message(), "KVANT_CUDA_LIMITS: ")) << made.message();
-    EXPECT_TRUE(has(core::device_backend()->detail(), "KVANT_CUDA_LIMITS: ")) << core::device_backend()->detail();
+    const std::string why = core::device_backend()->unavailable();
+    EXPECT_TRUE(has(why, "KVANT_CUDA_LIMITS: ")) << why;
   }
 }
 

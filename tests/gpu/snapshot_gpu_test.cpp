@@ -45,7 +45,7 @@ struct Side {
   [[nodiscard]] std::vector<float> answers(std::uint64_t seed) const {
     const int d = cache.config().head_dim;
     const auto batch = static_cast<std::int64_t>(ids.size());
-    const Plan p = plan(cache, std::span<const SequenceId>(ids), {.q_heads = kQHeads, .threads = 1}).value();
+    const Plan p = plan(cache, std::span<const SequenceId>(ids), {.q_heads = kQHeads}).value();
     const auto n = static_cast<std::size_t>(batch * kQHeads * d);
     const std::vector<float> q = gaussian_vector(n, seed);
     std::vector<float> all, out(n);
