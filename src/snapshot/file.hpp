@@ -61,7 +61,7 @@ class PageFile {
   io::SafeTensors file_;
   std::int64_t file_bytes_ = 0;
   std::vector<Checksum> sums_;
-  std::vector<std::size_t> first_;  // of each tensor, in the order of the file
+  std::vector<std::size_t> first_;  // each tensor's, in the order of the file
 };
 
 /// Where the bytes of a slot are: in a file of SnapshotFile::files.

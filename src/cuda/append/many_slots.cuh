@@ -11,10 +11,10 @@ namespace kvant::cuda {
 struct RunJob {
   PageJob page;  // a run, and the first of `heads` heads
   int heads;
-  SlotCentre centre;  // of a run of keys
+  SlotCentre centre;  // where the run's are keys
   // Jobs [next, end) are the team's still: 64 tokens of the list and a head each.
   std::int32_t next, end;
-  std::int32_t token, token_end, head;  // of those in work: tokens that are left, and the first head
+  std::int32_t token, token_end, head;  // in work: tokens that are left, and the first head
   std::int32_t table_bytes;             // in front of staged rows
 };
 // Shared memory that is left for tables and rows.

@@ -94,7 +94,7 @@ Status choose_decode(const Work& work, const Offers& offers, const Group& group,
   if (!offers.has_decode) return {Code::unsupported, refuse_head_dim(offers.instances, work.stored_head_dim())};
   if (choice.is_generic) return {};
   const std::int64_t most_rows = work.most_rows();
-  int best = -1, least_bytes = 0;  // of those that do not fit
+  int best = -1, least_bytes = 0;  // the least that a kernel needs that does not fit
   // The fewest rows that take all of them at once, else the most; of two with as many the one with more stages.
   const auto is_better = [&](const DecodeOffer& a, const DecodeOffer& b) {
     const bool a_is_enough = a.rows() >= most_rows, b_is_enough = b.rows() >= most_rows;

@@ -22,7 +22,7 @@ struct Kernel {
   int centre_bytes = 0;  // further bytes of shared memory for page-centred caches
 };
 
-inline constexpr int kUsualRows = 128;  // of a tile
+inline constexpr int kUsualRows = 128;  // a tile's
 
 // Pairs that these kernels serve: both sides are brought to the same type of products, f16 for levels and fp8, the
 // format's own for dense pages.
