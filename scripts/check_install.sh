@@ -28,7 +28,7 @@ for kind in static shared; do
   prefix="$work/$kind"
   if [ $kind = shared ]; then
     built="$root/build/install-shared"
-    rm -rf "$built/source"
+    rm -rf "$built"  # its files are older than objects of before would be
     mkdir -p "$built/source"
     tar -xzf "$sdist" -C "$built/source" --strip-components=1
     cmake -S "$built/source" -B "$built" -G Ninja -DCMAKE_BUILD_TYPE=Release \
