@@ -57,6 +57,19 @@ Result<const CacheTable::Sequence*> CacheTable::find(SequenceId id, const char* 
   return find_in<const Sequence>(sequences_, id, argument);
 }
 
+Result<const CacheTable::Sequence*> CacheTable::find_written(std::span<const SequenceId> ids, std::size_t i,
+                                                             const char* what) const {
+  const auto found = find(ids[i], fmt::format("sequences[{}]", i).c_str());
+  if (!found) return found.status();
+  const Sequence& s = **found;
+  if (step_done(s)) return &s;
+  return {
+      Code::invalid_argument,
+      fmt::format("sequences[{}] = {}: layer {} of its newest step (tokens {} to {}) is not written yet; write every "
+                  "layer before {}, or truncate to {} to drop the step",
+                  i, number(ids[i]), first_unwritten(s), s.step_begin, s.length - 1, what, s.step_begin)};
+}
+
 SequenceId CacheTable::add() {
   Sequence s;
   s.written.assign(static_cast<std::size_t>(config_.layers), true);

@@ -154,6 +154,8 @@ class CacheTable {
 
   Result<Sequence*> find(SequenceId id, const char* argument);
   Result<const Sequence*> find(SequenceId id, const char* argument) const;
+  /// ids[i], of the argument `sequences`, whose newest step must be written in all layers before `what`.
+  Result<const Sequence*> find_written(std::span<const SequenceId> ids, std::size_t i, const char* what) const;
   [[nodiscard]] const std::unordered_map<std::uint64_t, Sequence>& sequences() const { return sequences_; }
 
   [[nodiscard]] const TableConfig& config() const noexcept { return config_; }

@@ -50,15 +50,9 @@ Result<ImageBuilder> CacheTable::image(std::span<const SequenceId> ids) const {
   if (Status s = check_distinct(ids); !s) return s;
   ImageBuilder builder;
   for (std::size_t i = 0; i < ids.size(); ++i) {
-    const auto found = find(ids[i], fmt::format("sequences[{}]", i).c_str());
+    const auto found = find_written(ids, i, "saving");
     if (!found) return found.status();
     const Sequence& s = **found;
-    if (!step_done(s)) {
-      return {Code::invalid_argument,
-              fmt::format("sequences[{}] = {}: layer {} of its newest step (tokens {} to {}) is not written yet; write "
-                          "every layer before saving, or truncate to {} to drop the step",
-                          i, number(ids[i]), first_unwritten(s), s.step_begin, s.length - 1, s.step_begin)};
-    }
     builder.add(s.length, s.first_page);
     const std::span<const PageRef> pages = pages_of(s);
     for (std::size_t p = 0; p < pages.size(); ++p) {

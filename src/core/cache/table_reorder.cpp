@@ -21,16 +21,7 @@ Status CacheTable::check_reorder(std::span<const SequenceId> ids, std::span<cons
   }
   if (Status s = check_distinct(ids); !s) return s;
   for (std::size_t i = 0; i < ids.size(); ++i) {
-    const auto found = find(ids[i], fmt::format("sequences[{}]", i).c_str());
-    if (!found) return found.status();
-    const Sequence& s = **found;
-    if (!step_done(s)) {
-      return {Code::invalid_argument,
-              fmt::format(
-                  "sequences[{}] = {}: layer {} of its newest step (tokens {} to {}) is not written yet; write every "
-                  "layer before reorder, or truncate to {} to drop the step",
-                  i, number(ids[i]), first_unwritten(s), s.step_begin, s.length - 1, s.step_begin)};
-    }
+    if (const auto found = find_written(ids, i, "reorder"); !found) return found.status();
     if (parents[i] < 0 || parents[i] >= static_cast<std::int64_t>(ids.size())) {
       return {Code::invalid_argument,
               fmt::format("parents[{}] = {}: must be 0 to {}, a place in sequences", i, parents[i], ids.size() - 1)};
