@@ -7,6 +7,7 @@
 #include "cli/report_parts.hpp"
 #include "cli/table.hpp"
 #include "core/fmt.hpp"
+#include "io/path.hpp"
 
 namespace kvant::cli {
 namespace {
@@ -130,7 +131,7 @@ std::string percent_cell(double error) {
 std::string short_name(const LayerRows& layer, bool has_one_file) {
   const EvalRow& row = layer.rows.front();
   if (has_one_file) return row.layer_name;
-  return row.file.substr(row.file.rfind('/') + 1) + ": " + row.layer_name;
+  return io::file_name(row.file) + ": " + row.layer_name;
 }
 
 }  // namespace

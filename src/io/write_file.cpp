@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "core/fmt.hpp"
+#include "io/path.hpp"
 #include "io/text.hpp"
 
 namespace kvant::io {
@@ -18,9 +19,7 @@ namespace {
 
 /// Makes the rename itself durable. Best effort: the file is complete either way.
 void sync_directory_of(const std::string& path) {
-  const auto slash = path.rfind('/');
-  const std::string directory = slash == std::string::npos ? "." : path.substr(0, slash + 1);
-  const int fd = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  const int fd = ::open(beside(path, ".").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (fd < 0) return;
   [[maybe_unused]] const int ignored = ::fsync(fd);
   ::close(fd);

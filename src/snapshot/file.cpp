@@ -5,6 +5,7 @@
 
 #include "core/cache/impl.hpp"
 #include "core/fmt.hpp"
+#include "io/path.hpp"
 #include "io/text.hpp"
 #include "snapshot/names.hpp"
 
@@ -12,12 +13,6 @@ namespace kvant::snapshot {
 namespace {
 
 constexpr std::int64_t kMostFiles = 4096;  // that one snapshot names
-
-/// "NAME", of a file in the folder of `path`.
-std::string beside(const std::string& path, const std::string& name) {
-  const auto slash = path.rfind('/');
-  return slash == std::string::npos ? name : path.substr(0, slash + 1) + name;
-}
 
 bool is_file_name(const std::string& name) {
   return !name.empty() && name != "." && name != ".." && name.find('/') == std::string::npos;
@@ -92,7 +87,7 @@ Status SnapshotFile::open_bases(bool has_folder) {
                                        found->first, io::in_quotes(text)));
     }
     if (!has_folder) return files_[0].bad("needs files beside it, and is not a file itself");
-    auto base = PageFile::open(beside(info_.path, name));
+    auto base = PageFile::open(io::beside(info_.path, name));
     if (!base) {
       return {base.code(), fmt::format("{} needs {}, which cannot be used: {}", io::printable(info_.path),
                                        io::in_quotes(name), base.message())};

@@ -6,6 +6,7 @@
 
 #include "codec/clear.hpp"
 #include "core/fmt.hpp"
+#include "io/path.hpp"
 #include "io/text.hpp"
 #include "snapshot/write.hpp"
 
@@ -62,14 +63,10 @@ class CacheSlots {
 };
 
 bool same_folder(const std::string& a, const std::string& b) {
-  const auto folder = [](const std::string& path) {
-    const auto slash = path.rfind('/');
-    return slash == std::string::npos ? std::string(".") : path.substr(0, slash + 1);
-  };
   struct stat x {
   }, y{};
-  return ::stat(folder(a).c_str(), &x) == 0 && ::stat(folder(b).c_str(), &y) == 0 && x.st_dev == y.st_dev &&
-         x.st_ino == y.st_ino;
+  return ::stat(io::beside(a, ".").c_str(), &x) == 0 && ::stat(io::beside(b, ".").c_str(), &y) == 0 &&
+         x.st_dev == y.st_dev && x.st_ino == y.st_ino;
 }
 
 }  // namespace

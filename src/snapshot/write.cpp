@@ -4,6 +4,7 @@
 #include <unordered_map>
 
 #include "core/fmt.hpp"
+#include "io/path.hpp"
 #include "io/safetensors_header.hpp"
 #include "io/text.hpp"
 #include "io/write_file.hpp"
@@ -177,9 +178,9 @@ class Writer {
 
   Status check_base() const {
     if (base_ == nullptr) return {};
-    const std::string name = path_.substr(path_.rfind('/') + 1);
+    const std::string name = io::file_name(path_);
     for (const PageFile& file : base_->files()) {
-      if (file.path().substr(file.path().rfind('/') + 1) != name) continue;
+      if (io::file_name(file.path()) != name) continue;
       return not_written(path_, "it has pages that the new file would need; choose another name");
     }
     const std::string other = difference(content_.stored, base_->stored());
@@ -241,8 +242,7 @@ class Writer {
     all[kModel] = content_.model;
     for (std::size_t i = 0; i < needed_.size(); ++i) {
       const PageFile& file = base_->files()[to_size(needed_[i])];
-      all[fmt::format("{}{}", kBase, i + 1)] =
-          to_text(file.identity()) + ' ' + file.path().substr(file.path().rfind('/') + 1);
+      all[fmt::format("{}{}", kBase, i + 1)] = to_text(file.identity()) + ' ' + io::file_name(file.path());
     }
     return all;
   }

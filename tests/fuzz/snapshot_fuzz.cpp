@@ -1,6 +1,5 @@
-// Whatever the bytes are: a snapshot is refused with a message, or its sequences are those of a cache, which reads them
-// and goes on with them. No mutation would come past the checksums, so each input is also tried with checksums that are
-// right.
+// Whatever its bytes are, a snapshot is refused with a message, or a cache gets its sequences, reads them and goes on.
+// Checksums would stop every mutation, so each input is tried again after its checksums were corrected.
 #include <cstdlib>
 #include <cstring>
 #include <span>

@@ -116,7 +116,7 @@ struct Shape : Split<kGroup ? kWarps : team_warps(KF, VF, D, NT), D, BW> {
   struct Info {           // of the block's rows
     float scale[kRows];   // of a product, to log2 units
     float center[kRows];  // added to an encoded key's score
-    // Of the sums in each column: minus level_origin, less a half, for every key; the half rounded to an integer.
+    // Integer sums of a row begin with -(level_origin - 1/2) times the sum of its query's digits, two for each number.
     std::int32_t start[kSumGroups][2 * kRows];
     std::int32_t poisoned[kRows];
     float slope[kRows];  // of ALiBi, to log2 units
