@@ -110,6 +110,11 @@ struct AttentionOptions {
   /// "generic" takes any pair of formats, decodes its vectors and multiplies in float32: slower than others, and the
   /// only one for f32 and imported formats, and for exact = f32, which have it by themselves.
   std::string kernel{};
+  /// Bits of the numbers that are multiplied where many rows share a page of tq formats: 16 (on the CPU float32, or
+  /// AMX's bf16 terms), or 8, which is faster and rounds weights to 8 bits and queries to 8 or 15 (docs/design.md,
+  /// "Products of 8 bits"). 0: what the plan chooses, and explain() says which. Other pages, few rows and fresh keys
+  /// are multiplied as ever. 8 is refused where keys or values are no tq format.
+  int products = 0;
 };
 
 class PlanImpl;

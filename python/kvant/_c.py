@@ -207,6 +207,7 @@ class AttentionOptions(Structure):
         ("isa", c_char_p),
         ("kernel", c_char_p),
         ("fresh_keys", c_int32),
+        ("products", c_int32),
     ]
 
 

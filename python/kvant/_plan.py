@@ -70,6 +70,7 @@ def attention_options(
     split_keys=0,
     isa=None,
     kernel=None,
+    products=0,
 ) -> _c.AttentionOptions:
     """The options that all plans have."""
     o = _c.AttentionOptions()
@@ -89,6 +90,7 @@ def attention_options(
     o.split_keys = _arguments.int64("split_keys", split_keys)
     o.isa = _arguments.name_or_none("isa", isa)
     o.kernel = None if isinstance(kernel, str) and kernel == "" else _arguments.name_or_none("kernel", kernel)
+    o.products = _arguments.int32("products", products)
     return o
 
 
@@ -142,6 +144,8 @@ class Plan(_arguments.NotCopied):
 
     fresh: True: each run is given the keys and values of the queries' own tokens and attends to these as they are;
         only older tokens are read from the cache. On a device it takes prefill kernels.
+    products: bits of the numbers that are multiplied where many rows share a page of tq formats. 8 is faster and rounds
+        weights to 8 bits; 16; 0: the plan chooses, and explain() says which.
 
     A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that
     grow. Errors: InvalidArgument, Unsupported.
@@ -170,6 +174,7 @@ class Plan(_arguments.NotCopied):
         isa: str | None = None,
         kernel: str | None = None,
         fresh: bool = False,
+        products: int = 0,
     ):
         self._lock = _locks.new()  # runs share the plan's own workspace
         self.cache = cache
@@ -188,6 +193,7 @@ class Plan(_arguments.NotCopied):
             isa=isa,
             kernel=kernel,
             fresh=fresh,
+            products=products,
         )
         if q_lens is None:
             o.q_len = _arguments.int32("q_len", q_len)

@@ -67,6 +67,7 @@ Result<AttentionOptions> to_options(const kvant_attention_options* pointer, std:
   if (given.isa != nullptr) options.isa = given.isa;
   if (given.kernel != nullptr) options.kernel = given.kernel;
   options.fresh_keys = given.fresh_keys != 0;
+  options.products = given.products;
   return options;
 }
 

@@ -22,6 +22,8 @@ Status check_numbers(const AttentionOptions& o) {
     return invalid(fmt::format("split_keys is {}: must be a multiple of the page size {}, or 0 to let the plan choose",
                                o.split_keys, kPageTokens));
   }
+  if (o.products != 0 && o.products != 8 && o.products != 16)
+    return invalid(fmt::format("products is {}: must be 8 or 16 bits, or 0 to let the plan choose", o.products));
   return {};
 }
 

@@ -36,6 +36,9 @@ Status HostWork::choose_kernels() {
   const Result<const Kernels*> chosen = kvant::choose_kernels(options);
   if (!chosen.ok()) return chosen.status();
   kernels = *chosen;
+  Result<Products> how = choose_products(options.products, spec.k, spec.v, spec.is_centred());
+  if (!how.ok()) return how.status();
+  products = std::move(*how);
   return {};
 }
 
@@ -201,6 +204,7 @@ std::string HostWork::explain_backend() const {
   if (any_tiles) {
     fmt::format_to(out, "path       tiles (more than {} {}): {} rows at once, {}\n", kVectorRows, rows_rule,
                    row_block(spec.stored_dim(), path_of_many_rows(*kernels)), kernels->tile_products);
+    s += products_line(products, options.products);
   }
   return s;
 }

@@ -13,6 +13,7 @@
 #include "core/cache/spec.hpp"
 #include "core/plan/attend.hpp"
 #include "core/plan/planned.hpp"
+#include "core/plan/products.hpp"
 #include "kvant/attention.hpp"
 
 namespace kvant::core {
@@ -83,6 +84,7 @@ class HostWork {
   const AttentionOptions& options;
   const int group;
   const Kernels* kernels = nullptr;
+  Products products;
   // "amx: the reason": better kernels that the machine has, and the system refuses to this process
   std::string refused;
   int workers = 1;

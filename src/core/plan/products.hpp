@@ -1,0 +1,23 @@
+// How pages of tq formats are multiplied where many rows share them: the choice of AttentionOptions::products.
+#pragma once
+
+#include <string>
+
+#include "kvant/status.hpp"
+#include "kvant/types.hpp"
+
+namespace kvant::core {
+
+struct Products {
+  int bits = 16;
+  // Of products of 8 bits: whether a query is two digits, which together have 15 bits and a sign (codec/digits.hpp).
+  bool two_digits = false;
+};
+
+// `asked`: 8, 16, or 0 for what adds little to the formats' own error. `centred`: key pages have centres.
+Result<Products> choose_products(int asked, Format k, Format v, bool centred);
+
+// A line of explain().
+std::string products_line(const Products& products, int asked);
+
+}  // namespace kvant::core
