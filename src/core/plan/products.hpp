@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "kvant/status.hpp"
+#include "kvant/result.hpp"
 #include "kvant/types.hpp"
 
 namespace kvant::core {
