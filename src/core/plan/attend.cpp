@@ -49,7 +49,7 @@ PartialLayout partial_layout(int rows, int head_dim) {
   return p;
 }
 
-ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool centred, RowPath path) {
+ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool centred, bool byte_products, RowPath path) {
   const std::size_t r = (static_cast<std::size_t>(rows) + 15) / 16 * 16;
   const auto d = static_cast<std::size_t>(head_dim), dp = static_cast<std::size_t>(padded_dim);
   Offsets at;
@@ -72,16 +72,23 @@ ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool centre
     for (std::size_t& output : s.output) output = at.take(4 * r * d);
   }
   s.centers = at.take(4 * r);
+  if (path != RowPath::vector && byte_products) {
+    s.digits = at.take(2 * r * dp);
+    s.half_steps = at.take(4 * r * codec::kMaxScaleGroups);
+    s.corrections = at.take(4 * r * codec::kMaxScaleGroups);
+    s.weight_words = at.take(2 * r * kPageTokens);
+    s.weight_scales = at.take(8 * r);
+  }
   s.bytes = at.total();
   return s;
 }
 
-ItemLayout item_layout(int rows, int head_dim, int padded_dim, bool centred, RowPath path) {
+ItemLayout item_layout(int rows, int head_dim, int padded_dim, bool centred, bool byte_products, RowPath path) {
   return {.rows = rows,
           .path = path,
           .prepared = path == RowPath::vector ? prepared_layout(rows, padded_dim, centred) : PreparedLayout{},
           .partial = partial_layout(rows, head_dim),
-          .scratch = scratch_layout(rows, head_dim, padded_dim, centred, path)};
+          .scratch = scratch_layout(rows, head_dim, padded_dim, centred, byte_products, path)};
 }
 
 }  // namespace kvant::core

@@ -111,6 +111,8 @@ struct RunContext {
   int head_dim, padded_dim;  // stored vectors'; padded_dim: head_dim rounded up to 64, zero filled
   int group, kv_heads;
   bool centred;  // encoded key pages have centres
+  // Many rows: encoded pages are multiplied as 8-bit integers, queries as one or two digits (core/plan/products.hpp).
+  bool byte_products, two_digits;
   base::LogitRule<float> logits;
   bool causal;
   std::int64_t window, window_sinks;
@@ -178,9 +180,12 @@ struct ScratchLayout {
   std::size_t weights;       // matrix path: the weights of as many, 4 bytes an element
   std::size_t output[kDomains];  // matrix path: output sums, tile after tile
   std::size_t centers;           // f32 [rows]
+  // Products of 8 bits: queries as integers, i16 [rows][padded_dim] at most; half the value of one and what corrects
+  // their sums, [rows][kMaxScaleGroups]; a page's weights as integers, i16 [rows][64] at most; their scales.
+  std::size_t digits, half_steps, corrections, weight_words, weight_scales;
   std::size_t bytes;
 };
-ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool centred, RowPath path);
+ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool centred, bool byte_products, RowPath path);
 
 // The layouts of all items of a plan with so many rows on one path: made once, by the plan.
 struct ItemLayout {
@@ -190,7 +195,7 @@ struct ItemLayout {
   PartialLayout partial;
   ScratchLayout scratch;
 };
-ItemLayout item_layout(int rows, int head_dim, int padded_dim, bool centred, RowPath path);
+ItemLayout item_layout(int rows, int head_dim, int padded_dim, bool centred, bool byte_products, RowPath path);
 
 struct AttendItem {
   const RunContext* run;

@@ -186,6 +186,8 @@ Status HostWork::run(const RunPages& where, const MaskData& mask, const TensorVi
   c.group = group;
   c.kv_heads = config.kv_heads;
   c.centred = spec.is_centred();
+  c.byte_products = products.bits == 8;
+  c.two_digits = products.two_digits;
   c.logits = base::logit_rule<float>(options);
   c.causal = options.mask.is_causal;
   c.window = options.mask.window;

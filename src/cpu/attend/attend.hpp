@@ -5,6 +5,7 @@
 // matrix unit (attend_matrix.hpp).
 #pragma once
 
+#include "cpu/attend/attend_levels.hpp"
 #include "cpu/attend/attend_matrix.hpp"
 #include "cpu/attend/page_rows.hpp"
 #include "cpu/attend/products_bytes.hpp"
@@ -171,6 +172,7 @@ void pack_queries(const core::AttendItem& item, const core::ScratchLayout& l, co
   for (int r = 0; r < padded_rows; ++r) {
     float raw[codec::kMaxHeadDim], rotated[codec::kMaxHeadDim];
     read_row(item, l, state, basis, r, raw, rotated);
+    if (run.byte_products && r < item.rows) LevelItem<S>(item).pack_query(r, rotated);
     float* panel = at<float>(item.scratch, l.panel_raw) +
                    static_cast<std::size_t>(r / kPanelRows) * static_cast<std::size_t>(d * kPanelRows) + r % kPanelRows;
     for (int e = 0; e < d; ++e) panel[e * kPanelRows] = raw[e];
@@ -248,16 +250,19 @@ void attend_pages(const core::AttendItem& item) {
     const PageView& page = seen.page;
     use_domain(state, page.domain);
     float* tile = at<float>(item.scratch, l.tile);
+    const bool as_integers = kTiles && run.byte_products && page.domain == core::kEncoded;
     if constexpr (kTiles) {
       tile_centers<S>(rows, l, &seen);
-      tile_scores<S>(item, l, page, scores);
+      as_integers ? LevelItem<S>(item).multiply_keys(page, scores) : tile_scores<S>(item, l, page, scores);
     } else {
       vector_centers<S>(rows, queries, prepared, &seen);
       vector_scores<S>(run, page, item.row_begin, item.rows, queries, prepared, tile, scores);
     }
     softmax_of_page<S>(rows, seen, scores, kPageTokens, rescale);
     if constexpr (kTiles) {
-      tile_values<S>(item, l, page, scores, rescale, state.o_of(page.domain));
+      float* o = state.o_of(page.domain);
+      as_integers ? LevelItem<S>(item).multiply_values(page, scores, rescale, o)
+                  : tile_values<S>(item, l, page, scores, rescale, o);
     } else {
       vector_values<S>(run, page, item.rows, scores, rescale, tile, state.o_of(page.domain));
     }

@@ -143,6 +143,23 @@ struct Simd {
     asm("" : "+x"(a));
     return a;
   }
+  // sum += the same, without a move or an exchange by the compiler
+  static KVANT_INLINE void add_dot16(I& sum, I a, I b) { add_in_place(sum, madd16(a, b)); }
+  // sum += products of bytes in fours, where two neighbours' sum fits int16
+  static KVANT_INLINE void add_dot8(I& sum, I unsigned_bytes, I signed_bytes) {
+    add_in_place(sum, madd16(_mm256_maddubs_epi16(unsigned_bytes, signed_bytes), _mm256_set1_epi16(1)));
+  }
+  // 64 tokens' integers (0 .. 255) as bytes: of each octet the even tokens and the odd ones.
+  template <bool kEightBit>
+  static KVANT_INLINE void store_weight_bytes(std::byte* to, const I (&a)[8]) {
+    static_assert(!kEightBit);
+    const I order = _mm256_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15,  //
+                                     0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    for (int i = 0; i < 8; i += 4) {
+      const I fours = _mm256_packus_epi16(_mm256_packus_epi32(a[i], a[i + 1]), _mm256_packus_epi32(a[i + 2], a[i + 3]));
+      storei(to + 8 * i, _mm256_shuffle_epi8(in_order(fours), order));
+    }
+  }
   // lanes i and i + 4 (quarters: of each half, i and i + 2) as int16 pairs in lanes 0 .. 3
   static KVANT_INLINE I pair_halves(I a) {
     return or_(and_(a, seti(0xFFFF)), shl<16>(_mm256_permute2x128_si256(a, a, 1)));
@@ -264,6 +281,7 @@ struct Simd {
   }
 
  private:
+  static KVANT_INLINE void add_in_place(I& sum, I a) { asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(a)); }
   // lane i of each half = sum of that half of the i-th argument
   static KVANT_INLINE F sum_halves(F a, F b, F c, F d) {
     const F ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));

@@ -165,6 +165,7 @@ struct Simd {
   static KVANT_INLINE I madd16(I a, I b) { return {madd4(s16(a.lo), s16(b.lo)), madd4(s16(a.hi), s16(b.hi))}; }
 
   static KVANT_INLINE I dot16(I acc, I a, I b) { return addi(acc, madd16(a, b)); }
+  static KVANT_INLINE void add_dot16(I& sum, I a, I b) { sum = dot16(sum, a, b); }
   template <class T>
   static KVANT_INLINE T pinned(T a) {  // what an x86 compiler must hold in a register
     return a;

@@ -199,6 +199,7 @@ struct Simd {
   }
   // acc + madd16(a, b): one instruction where VNNI is
   static KVANT_INLINE I dot16(I acc, I a, I b) { return addi(acc, madd16(a, b)); }
+  static KVANT_INLINE void add_dot16(I& sum, I a, I b) { sum = dot16(sum, a, b); }
   template <class T>
   static KVANT_INLINE T pinned(T a) {  // what an x86 compiler must hold in a register
     return a;

@@ -1,0 +1,378 @@
+// Products of 8 bits on the path for many rows (AttentionOptions::products): a page's levels become an operand once,
+// without a conversion, and both products are register-blocked matrix products of integers, with exact sums.
+//
+//   scores   queries are integers (codec/digits.hpp):   sum of number * level
+//   values   a row's weights p, times their tokens' value scales, become 0 to 255, 255 being the largest of the page
+//            and scale group:                           sum of weight * level
+//
+// An operand consists of words of 32 bits. A word is four bytes where an instruction multiplies four by four and adds
+// (VNNI), or, for levels up to 127, three do (AVX2: vpmaddubsw, vpmaddwd, an addition). Elsewhere, and for queries of
+// two digits, a word is a pair of int16 (vpmaddwd and an addition). Zen 3 takes 0.33 ns for 32 products of bytes, and
+// 0.39 ns for as many of pairs.
+//
+//   rows      [rows][words]: a word is broadcast
+//   columns   [columns / 16][words][16]: tokens of keys, channels of values
+//
+// Eight rows by two registers of columns are summed at once; of sixteen registers, four rows: sums wait for an addition
+// only, and products need registers, too.
+#pragma once
+
+#include "codec/digits.hpp"
+#include "cpu/attend/rows.hpp"
+#include "cpu/attend/tile.hpp"
+
+KVANT_NAMESPACE_BEGIN(cpu)
+
+inline constexpr int kColumnBlock = 16;
+
+struct WordRows {
+  std::byte* at;
+  int words;  // of a row
+};
+struct WordColumns {
+  std::byte* at;
+  int words;  // of a column
+
+  KVANT_INLINE std::byte* word(int block, int w) const { return at + (block * words + w) * kColumnBlock * 4; }
+};
+
+// --- queries ---------------------------------------------------------------------------------------------------------
+
+// Whether products with levels of a format are those of bytes. Where sums of two products are int16, levels of 8 bits
+// are too large.
+template <class S>
+constexpr bool multiplies_bytes(Format f) {
+  return requires(typename Wide<S>::I sum) { Wide<S>::add_dot8(sum, sum, sum); } && (dots_bytes<S>() || !is_eight_bit(f));
+}
+// Bytes of an element of keys and queries.
+template <class S>
+KVANT_INLINE int query_element_bytes(Format f, bool two_digits) {
+  return multiplies_bytes<S>(f) && !two_digits ? 1 : 2;
+}
+// Subtracted from values' levels that are bytes, which makes them signed.
+constexpr int value_origin(Format f) {
+  return is_eight_bit(f) ? 128 : 64;
+}
+// The element of a 64-element block that byte (or half) `part` of word `word` of the block holds.
+KVANT_INLINE int word_element(Format f, int element_bytes, int word, int part) {
+  if (element_bytes == 2) return key_element(is_eight_bit(f), word / 8, word % 8, part);
+  return is_eight_bit(f) ? 32 * (word / 8) + 4 * (word % 8) + part : 8 * (word % 8) + 2 * part + word / 8;
+}
+
+struct QueryNumbers {
+  std::int16_t number[codec::kMaxHeadDim];      // by element
+  float half_step[codec::kMaxScaleGroups];      // of each scale group
+  std::int32_t correction[codec::kMaxScaleGroups];  // the highest level * the sum of the numbers
+};
+// q [padded_dim], in the basis; zeros behind head_dim.
+KVANT_INLINE void query_numbers(const codec::SideLayout& side, int padded_dim, bool two_digits, const float* q,
+                                QueryNumbers* out) {
+  const int group_dim = padded_dim / side.groups;
+  const int most = codec::most_digit(side.format, group_dim, two_digits);
+  for (int g = 0; g < side.groups; ++g) {
+    const float* const part = q + g * group_dim;
+    float largest = 0.0f;
+    for (int e = 0; e < group_dim; ++e) {
+      const float a = part[e] < 0 ? -part[e] : part[e];
+      largest = a > largest ? a : largest;
+    }
+    const codec::DigitStep step = codec::digit_step(largest, most);
+    std::uint32_t total = 0;
+    for (int e = 0; e < group_dim; ++e) {
+      const int number = codec::digit_of(part[e], step.inverse);
+      out->number[g * group_dim + e] = static_cast<std::int16_t>(number);
+      total += static_cast<std::uint32_t>(number);
+    }
+    out->half_step[g] = 0.5f * step.step;
+    out->correction[g] =
+        static_cast<std::int32_t>(total * static_cast<std::uint32_t>(codec::max_level(side.format)));
+  }
+}
+// The numbers as a row's words.
+KVANT_INLINE void put_numbers(Format f, int padded_dim, int element_bytes, const std::int16_t* number, std::byte* row) {
+  const int parts = 4 / element_bytes, words = 64 / parts;
+  for (int e = 0; e < padded_dim; e += 64) {
+    for (int w = 0; w < words; ++w) {
+      for (int part = 0; part < parts; ++part, row += element_bytes)
+        __builtin_memcpy(row, number + e + word_element(f, element_bytes, w, part), static_cast<unsigned>(element_bytes));
+    }
+  }
+}
+
+// --- operands of a page ----------------------------------------------------------------------------------------------
+
+// 16 x 16 words
+template <class S>
+KVANT_INLINE void transpose_words(const std::byte* from, std::byte* to) {
+  using W = Wide<S>;
+  if constexpr (requires(typename W::I(&out)[8]) { W::columns8(from, 64, out); }) {
+    for (std::size_t half = 0; half < 2; ++half) {
+      typename W::I columns[8];
+      W::columns8(from + 32 * half, 64, columns);
+      for (std::size_t j = 0; j < 8; ++j) W::storei(to + (8 * half + j) * 64, columns[j]);
+    }
+  } else {
+    for (std::size_t part = 0; part < 4; ++part) {
+      const std::size_t row = part / 2 * 8, column = part % 2 * 8;
+      typename S::F a[8];
+      for (std::size_t i = 0; i < 8; ++i) a[i] = S::as_f(S::loadi(from + (row + i) * 64 + column * 4));
+      S::transpose(a);
+      for (std::size_t i = 0; i < 8; ++i) S::storei(to + (column + i) * 64 + row * 4, S::as_i(a[i]));
+    }
+  }
+}
+
+// Levels of tokens 16 first to 16 last - 1, a column a token. Bytes: as they are; pairs: as int16.
+template <class S, Format F, int kElementBytes>
+void pack_key_words(const codec::SideLayout& side, int head_dim, int padded_dim, const std::byte* page, int first,
+                    int last, const WordColumns& to) {
+  using W = Wide<S>;
+  using U = Unpack<W, F>;
+  constexpr int kTokens = W::kLanes / 8, kRegisters = 2 * kElementBytes;
+  const typename U::Tables tables = U::tables();
+  for (int block = first; block < last; ++block) {
+    for (int e = 0; e < padded_dim; e += 64) {
+      alignas(64) std::byte words[kElementBytes][kColumnBlock * 64];  // of a token, sixteen
+      for (int i = 0; i < kColumnBlock; i += kTokens) {
+        const CodePointers codes = key_pointers(side, head_dim, page, block * kColumnBlock + i, e);
+        typename W::I u[kRegisters];
+        if constexpr (kElementBytes == 1) {
+          U::template bytes<false>(tables, codes, u);
+        } else {
+          U::block(tables, codes, u);
+        }
+        for (int v = 0; v < kRegisters; ++v) {
+          for (int j = 0; j < kTokens; ++j) S::storei(words[v / 2] + (i + j) * 64 + v % 2 * 32, W::part(u[v], j));
+        }
+      }
+      for (int j = 0; j < kElementBytes; ++j)
+        transpose_words<S>(words[j], to.word(block, 16 * (e / 64 * kElementBytes + j)));
+    }
+  }
+}
+
+template <class W, Format F>
+KVANT_INLINE typename W::I less_origin(typename W::I levels) {
+  if constexpr (is_eight_bit(F)) return W::xor_(levels, W::seti(static_cast<std::int32_t>(0x80808080u)));
+  return W::sub_bytes(levels, W::seti(0x40404040));
+}
+
+// Levels of octets first to last - 1, a column a channel. Word 2 o + v (4 o + v of pairs) is register v of octet o.
+template <class S, Format F>
+void pack_value_words(const codec::SideLayout& side, int head_dim, const std::byte* page, int first, int last,
+                      const WordColumns& to) {
+  using W = Wide<S>;
+  using U = Unpack<W, F>;
+  constexpr bool kBytes = multiplies_bytes<S>(F);
+  constexpr int kRegisters = kBytes ? 2 : 4;
+  const typename U::Tables tables = U::tables();
+  for (int c = 0; c < head_dim; c += W::kLanes) {
+    CodePointers codes = value_pointers(side, head_dim, page, first, c);
+    std::byte* const column = to.word(c / kColumnBlock, 0) + c % kColumnBlock * 4;
+    for (int octet = first; octet < last; ++octet) {
+      typename W::I u[kRegisters];
+      if constexpr (kBytes) {
+        U::template bytes<(W::kLanes > 8)>(tables, codes, u);
+        for (auto& x : u) x = less_origin<W, F>(x);
+      } else {
+        U::block(tables, codes, u);
+      }
+      codes.advance_octet(side, head_dim);
+      for (int v = 0; v < kRegisters; ++v)
+        W::storei(column + (octet * kRegisters + v) * kColumnBlock * 4, u[v]);
+    }
+  }
+}
+
+// --- products --------------------------------------------------------------------------------------------------------
+
+// How words of a row and of columns are multiplied and added.
+struct DotPairs {
+  template <class W>
+  static KVANT_INLINE void add(typename W::I& sum, typename W::I row, typename W::I column) {
+    W::add_dot16(sum, column, row);
+  }
+};
+struct DotSignedRows {
+  template <class W>
+  static KVANT_INLINE void add(typename W::I& sum, typename W::I row, typename W::I column) {
+    W::add_dot8(sum, column, row);
+  }
+};
+struct DotSignedColumns {
+  template <class W>
+  static KVANT_INLINE void add(typename W::I& sum, typename W::I row, typename W::I column) {
+    W::add_dot8(sum, row, column);
+  }
+};
+
+template <class W, class Fn>
+KVANT_INLINE void in_row_chunks(int rows, Fn fn) {
+  if constexpr (W::kRegisters == 32) {
+    in_chunks_of_eight(rows, fn);
+  } else {
+    in_chunks_of_four(rows, fn);
+  }
+}
+
+// Sums of R rows by C registers of columns, over words begin to end - 1. column: the first one's.
+template <class W, class Dot, int R, int C>
+KVANT_INLINE void multiply_words(const WordRows& rows, int row, const WordColumns& columns, int column, int begin,
+                                 int end, typename W::I (&sums)[R][C]) {
+  const std::byte* at[C];
+  for (int j = 0; j < C; ++j) {
+    const int c = column + j * W::kLanes;
+    at[j] = columns.word(c / kColumnBlock, begin) + c % kColumnBlock * 4;
+  }
+  const std::size_t row_bytes = static_cast<std::size_t>(rows.words) * 4;
+  const std::byte* words = rows.at + static_cast<std::size_t>(row) * row_bytes + begin * 4;
+  const std::byte* const words_end = words + (end - begin) * 4;
+  typename W::I sum[R][C];  // a variable of its own: else GCC keeps sums in memory
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int j = 0; j < C; ++j) sum[r][j] = W::seti(0);
+  }
+  for (; words != words_end; words += 4) {
+    typename W::I levels[C];
+#pragma GCC unroll 2
+    for (int j = 0; j < C; ++j) {
+      levels[j] = W::pinned(W::loadi(at[j]));
+      at[j] += kColumnBlock * 4;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      std::int32_t word;
+      __builtin_memcpy(&word, words + static_cast<std::size_t>(r) * row_bytes, 4);
+      const typename W::I of_row = W::pinned(W::seti(word));
+#pragma GCC unroll 2
+      for (int j = 0; j < C; ++j) Dot::template add<W>(sum[r][j], of_row, levels[j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int j = 0; j < C; ++j) sums[r][j] = W::pinned(sum[r][j]);
+  }
+}
+
+struct LevelQueries {
+  WordRows rows;
+  const float* half_steps;  // [rows][kMaxScaleGroups]
+  const std::int32_t* corrections;
+};
+
+// scores [rows][64] of tokens 16 first to 16 last - 1.
+template <class S, class Dot>
+__attribute__((noinline)) void level_scores(const codec::SideLayout& side, const std::byte* page, const LevelQueries& q, int rows,
+                  const WordColumns& keys, int first, int last, float* scores) {
+  using W = Wide<S>;
+  const int group_words = keys.words / side.groups;
+  const auto tokens = [&]<int C>(int t, int g) {
+    typename W::F scale[C];
+    for (int j = 0; j < C; ++j)
+      scale[j] = load_key_scales<W>(page + side.scale_offset + (g * kPageTokens + t + j * W::kLanes) * 2);
+    in_row_chunks<W>(rows, [&]<int R>(int row) {
+      typename W::I sums[R][C];
+      multiply_words<W, Dot>(q.rows, row, keys, t, g * group_words, (g + 1) * group_words, sums);
+#pragma GCC unroll 8  // else the sums go through memory
+      for (int r = 0; r < R; ++r) {
+        const int at = (row + r) * codec::kMaxScaleGroups + g;
+        const typename W::I correction = W::seti(q.corrections[at]);
+        const typename W::F half_step = W::setf(q.half_steps[at]);
+#pragma GCC unroll 2
+        for (int j = 0; j < C; ++j) {
+          const typename W::I exact = W::subi(W::addi(sums[r][j], sums[r][j]), correction);
+          typename W::F s = W::mul(W::mul(W::to_f(exact), scale[j]), half_step);
+          float* out = scores + (row + r) * kPageTokens + t + j * W::kLanes;
+          if (g > 0) s = W::add(s, W::loadf(out));
+          W::storef(out, s);
+        }
+      }
+    });
+  };
+  for (int g = 0; g < side.groups; ++g) {
+    int t = first * kColumnBlock;
+    for (; t + 2 * W::kLanes <= last * kColumnBlock; t += 2 * W::kLanes) tokens.template operator()<2>(t, g);
+    for (; t < last * kColumnBlock; t += W::kLanes) tokens.template operator()<1>(t, g);
+  }
+}
+
+// --- weights ---------------------------------------------------------------------------------------------------------
+
+// A row's weights of a page and scale group as integers.
+struct WeightScale {
+  float half_step;          // half the value of one
+  std::int32_t correction;  // subtracted from twice the sum of weight * stored level
+};
+
+// p [64] times the tokens' scales to 0 .. 255, as words in the order of pack_value_words.
+template <class S, Format F>
+KVANT_INLINE WeightScale pack_weight_words(const float* p, const std::byte* scales, std::byte* words) {
+  using W = Wide<S>;
+  using V = typename W::F;
+  constexpr int kCount = kPageTokens / W::kLanes;
+  V x[kCount], top = W::setf(0.0f);
+  for (int i = 0; i < kCount; ++i) {
+    const V w = W::loadf(p + W::kLanes * i);
+    // A stale scale behind the sequence's end must not turn a zero weight into NaN.
+    const typename W::I seen = W::less(W::setf(0.0f), w);
+    x[i] = W::as_f(W::and_(seen, W::as_i(W::mul(w, W::load_f16(scales + 2 * W::kLanes * i)))));
+    top = W::max(top, x[i]);
+  }
+  const float largest = W::reduce_max(top);
+  // Below the smallest normal number the weights no longer count beside anything.
+  const bool any = largest > 1.2e-38f;
+  const V inverse = W::setf(any ? 255.0f / largest : 0.0f);
+  typename W::I sum = W::seti(0), q[kCount];
+  for (int i = 0; i < kCount; ++i) {
+    q[i] = W::to_i(W::mul(x[i], inverse));
+    sum = W::addi(sum, q[i]);
+  }
+  constexpr bool kBytes = multiplies_bytes<S>(F);
+  if constexpr (kBytes) {
+    W::template store_weight_bytes<is_eight_bit(F)>(words, q);
+  } else {
+    for (int o = 0; o < kCount; ++o) {
+      const typename W::I pairs = is_eight_bit(F) ? W::pair_quarters(q[o]) : W::pair_halves(q[o]);
+      __builtin_memcpy(words + 16 * o, &pairs, 16);
+    }
+  }
+  std::int32_t lanes[W::kLanes];
+  W::storei(lanes, sum);
+  std::int32_t total = 0;
+  for (const std::int32_t lane : lanes) total += lane;
+  return {any ? 0.5f / 255.0f * largest : 0.0f, (codec::max_level(F) - (kBytes ? 2 * value_origin(F) : 0)) * total};
+}
+
+// Columns begin to end - 1 of o [rows][head_dim] become o * rescale + weights times the page's values. (Not inlined:
+// beside the packing of weights sums go through memory.)
+template <class S, class Dot>
+__attribute__((noinline)) void multiply_weights(const WordRows& weights, const WeightScale* scale_of, int rows,
+                                                const WordColumns& values, int first_word, int last_word, int begin,
+                                                int end, const float* rescale, int head_dim, float* o) {
+  using W = Wide<S>;
+  const auto columns = [&]<int C>(int c) {
+    in_row_chunks<W>(rows, [&]<int R>(int row) {
+      typename W::I sums[R][C];
+      multiply_words<W, Dot>(weights, row, values, c, first_word, last_word, sums);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const WeightScale scale = scale_of[row + r];
+        const typename W::I correction = W::seti(scale.correction);
+        const typename W::F half_step = W::setf(scale.half_step), old = W::setf(rescale[row + r]);
+#pragma GCC unroll 2
+        for (int j = 0; j < C; ++j) {
+          float* out = o + (row + r) * head_dim + c + j * W::kLanes;
+          const typename W::I exact = W::subi(W::addi(sums[r][j], sums[r][j]), correction);
+          W::storef(out, W::fma(W::to_f(exact), half_step, W::mul(W::loadf(out), old)));
+        }
+      }
+    });
+  };
+  int c = begin;
+  for (; c + 2 * W::kLanes <= end; c += 2 * W::kLanes) columns.template operator()<2>(c);
+  for (; c < end; c += W::kLanes) columns.template operator()<1>(c);
+}
+
+KVANT_NAMESPACE_END
