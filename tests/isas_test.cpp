@@ -54,7 +54,7 @@ TEST(Isas, AreThoseOfTheMachine) {
       EXPECT_EQ(isa.available, avx512);
     } else if (name == "amx") {
       // The system may refuse the tile registers to a process, so the flags do not suffice.
-      EXPECT_TRUE(!isa.available || (avx512 && has({"amx_tile", "amx_bf16"})));
+      EXPECT_TRUE(!isa.available || (avx512 && has({"amx_tile", "amx_bf16", "amx_int8"})));
     }
     known += name == "scalar" || name == "avx2" || name == "avx512" || name == "amx";
   }

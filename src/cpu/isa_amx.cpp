@@ -55,7 +55,7 @@ static bool amx_available() {
   int known = found.load(std::memory_order_relaxed);
   if (known < 0) {
     unsigned long supported = 0;
-    known = kAvx512Kernels.available() && has_x86_features(kAmxBf16) &&
+    known = kAvx512Kernels.available() && has_x86_features(kAmx) &&
                     syscall(SYS_arch_prctl, 0x1021 /* ARCH_GET_XCOMP_SUPP */, &supported) == 0 &&
                     (supported >> kTileData & 1) != 0
                 ? 1

@@ -11,7 +11,7 @@
 
 KVANT_NAMESPACE_BEGIN(cpu)
 
-inline constexpr unsigned kAvx2FmaF16c = 1, kAvx512 = 2, kAmxBf16 = 4, kKnown = 8;
+inline constexpr unsigned kAvx2FmaF16c = 1, kAvx512 = 2, kAmx = 4, kKnown = 8;
 
 KVANT_INLINE bool all_of(unsigned word, unsigned bits) {
   return (word & bits) == bits;
@@ -26,12 +26,12 @@ KVANT_INLINE unsigned ask_x86_features() {
   if (__get_cpuid_count(7, 0, &a, &b7, &c7, &d7) == 0) return 0;
 
   constexpr unsigned kYmm = 0x6, kZmm = 0xE6, kTiles = 0x60000;  // XCR0: what is saved when threads take turns
-  constexpr unsigned kVnni = 1u << 11, kTileBf16 = 1u << 22, kTile = 1u << 24;
+  constexpr unsigned kVnni = 1u << 11, kTileBf16 = 1u << 22, kTile = 1u << 24, kTileInt8 = 1u << 25;
   unsigned found = 0;
   if (all_of(saved, kYmm) && all_of(c1, bit_AVX | bit_FMA | bit_F16C) && all_of(b7, bit_AVX2)) found |= kAvx2FmaF16c;
   if (all_of(saved, kZmm) && all_of(b7, bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL) && all_of(c7, kVnni))
     found |= kAvx512;
-  if (all_of(saved, kTiles) && all_of(d7, kTileBf16 | kTile)) found |= kAmxBf16;
+  if (all_of(saved, kTiles) && all_of(d7, kTileBf16 | kTile | kTileInt8)) found |= kAmx;
   return found;
 }
 

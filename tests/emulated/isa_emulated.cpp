@@ -63,6 +63,7 @@ struct Sixteen {
   KVANT_BOTH_HALVES(both, F, div)
   KVANT_BOTH_HALVES(both, F, max)
   KVANT_BOTH_HALVES(bothi, I, addi)
+  KVANT_BOTH_HALVES(bothi, I, subi)
   KVANT_BOTH_HALVES(bothi, I, and_)
   KVANT_BOTH_HALVES(bothi, I, or_)
   KVANT_BOTH_HALVES(bothi, I, xor_)
@@ -151,6 +152,7 @@ add_products(const TileFloats& a_even, const TileFloats& a_odd, const TileFloats
 struct Tiles {
   static constexpr int kSums = 4;
   static inline thread_local TileFloats sum[kSums], even[8 - kSums], odd[8 - kSums];
+  static inline thread_local std::uint8_t bytes[8 - kSums][16][64];
   static inline thread_local bool is_configured = false;
 
   static void configure() { is_configured = true; }
@@ -171,6 +173,7 @@ struct Tiles {
       } else {
         std::uint32_t words[16];
         __builtin_memcpy(words, from, 64);
+        __builtin_memcpy(bytes[N - kSums][row], from, 64);
         for (int word = 0; word < 16; ++word) {
           even[N - kSums].row[row][word] = from_bf16(words[word] << 16);
           odd[N - kSums].row[row][word] = from_bf16(words[word] & 0xFFFF0000u);
@@ -187,6 +190,14 @@ struct Tiles {
   template <int kSum, int kRows, int kColumns>
   static void dot() {
     add_products(even[kRows - kSums], odd[kRows - kSums], even[kColumns - kSums], odd[kColumns - kSums], sum[kSum]);
+  }
+  template <int kSum, int kRows, int kColumns>
+  static void dot_signed_rows() {
+    add_bytes<std::int8_t>(bytes[kRows - kSums], bytes[kColumns - kSums], sum[kSum]);
+  }
+  template <int kSum, int kRows, int kColumns>
+  static void dot_unsigned() {
+    add_bytes<std::uint8_t>(bytes[kRows - kSums], bytes[kColumns - kSums], sum[kSum]);
   }
   template <bool kEightBit>
   static void pair_tokens(Sixteen::F& a, Sixteen::F& b) {
@@ -207,6 +218,19 @@ struct Tiles {
   }
 
  private:
+  template <class RowByte>
+  static void add_bytes(const std::uint8_t (&rows)[16][64], const std::uint8_t (&columns)[16][64], TileFloats& sums) {
+    for (int row = 0; row < 16; ++row) {
+      for (int column = 0; column < 16; ++column) {
+        auto total = base::bit_cast<std::uint32_t>(float{sums.row[row][column]});
+        for (int i = 0; i < 64; ++i) {
+          total +=
+              static_cast<std::uint32_t>(static_cast<RowByte>(rows[row][i]) * int{columns[i / 4][4 * column + i % 4]});
+        }
+        sums.row[row][column] = base::bit_cast<float>(total);
+      }
+    }
+  }
   static float from_bf16(std::uint32_t bits) { return flushed(base::bit_cast<float>(bits)); }
 };
 

@@ -151,8 +151,8 @@ const ItemLayout* HostWork::layout_of(int rows, RowPath path) {
   for (const ItemLayout& l : layouts) {
     if (l.rows == rows && l.path == path) return &l;
   }
-  return &layouts.emplace_back(item_layout(rows, spec.stored_dim(), padded_dim, spec.is_centred(),
-                                          products.bits == 8, path));
+  return &layouts.emplace_back(
+      item_layout(rows, spec.stored_dim(), padded_dim, spec.is_centred(), products.bits == 8, path));
 }
 
 void HostWork::add_rows(int sequence, int head, int row, int rows, RowPath path, bool single_block) {

@@ -1,7 +1,12 @@
 // The path for many rows on a matrix unit: some pages of a kind at once, so that output sums pass between memory and
 // tile registers once for 256 keys, and rows of queries once for as many keys.
+//
+// Products of 8 bits: queries are integers (codec/digits.hpp) and levels bytes, with exact sums. Weights are one bf16,
+// which has 8 bits, too: sums of bytes would have to become floats after every page, which takes longer than the
+// products that they save.
 #pragma once
 
+#include "cpu/attend/levels.hpp"
 #include "cpu/attend/matrix.hpp"
 #include "cpu/attend/page_rows.hpp"
 #include "cpu/attend/tile.hpp"
@@ -55,9 +60,84 @@ struct MatrixItem {
       for (int e = 0; e < depth; ++e) ordered[e] = rotated[element[e]];
       pack_row<W, kQueryTerms>(raw, raw_depth, as_given, r);
       pack_row<W, kQueryTerms>(ordered, depth, in_basis, r);
+      if (run.byte_products) pack_digits(r, rotated);
       if (!run.centred) continue;
       float* panel = at<float>(item.scratch, l.panel_centre) + r / kPanelRows * run.padded_dim * kPanelRows;
       for (int e = 0; e < run.padded_dim; ++e) panel[e * kPanelRows + r % kPanelRows] = rotated[centre_element(e)];
+    }
+  }
+
+  // Tiles of 16 rows of 64 bytes: the numbers, or their high and their low digits as two terms.
+  KVANT_INLINE Operand digits() const {
+    const int steps = run.padded_dim / 64;
+    return {item.scratch + l.digits, static_cast<std::size_t>(row_blocks * steps) * kTileBytes, steps};
+  }
+  void pack_digits(int r, const float* rotated) const {
+    if (r >= item.rows) return;
+    const codec::SideLayout& side = run.layout[core::kEncoded].k;
+    QueryNumbers numbers;
+    query_numbers(side, run.padded_dim, run.two_digits, rotated, &numbers);
+    for (int g = 0; g < side.groups; ++g) {
+      at<float>(item.scratch, l.half_steps)[r * codec::kMaxScaleGroups + g] = numbers.half_step[g];
+      at<std::int32_t>(item.scratch, l.corrections)[r * codec::kMaxScaleGroups + g] = numbers.correction[g];
+    }
+    const Operand to = digits();
+    for (int step = 0; step < to.steps; ++step) {
+      std::uint8_t* first = reinterpret_cast<std::uint8_t*>(to.tile(0, r / kTileRows, step)) + r % kTileRows * 64;
+      for (int i = 0; i < 64; ++i) {
+        const int number = numbers.number[step * 64 + word_element(side.format, 1, i / 4, i % 4)];
+        first[i] = static_cast<std::uint8_t>(run.two_digits ? number >> 8 : number);
+        if (run.two_digits) first[to.term_bytes + static_cast<std::size_t>(i)] = static_cast<std::uint8_t>(number);
+      }
+    }
+  }
+
+  // Scores of `count` pages from sums of integers.
+  template <Format F>
+  void multiply_digits(const PageRows* seen, int count) const {
+    const codec::SideLayout& side = seen->page.layout->k;
+    const Operand queries = digits();
+    const int words = run.padded_dim / 4, blocks = count * kBlocksOfPage;
+    const Operand keys{item.scratch + l.page, 0, queries.steps};
+    for (int i = 0; i < count; ++i) {
+      pack_key_words<S, F, 1>(side, run.head_dim, run.padded_dim, seen[i].page.block, 0, kBlocksOfPage,
+                              {keys.tile(0, i * kBlocksOfPage, 0), words});
+    }
+    const int group_steps = keys.steps / side.groups;
+    for (int g = 0; g < side.groups; ++g) {
+      float* sums = g == 0 ? scores : at<float>(item.scratch, l.weights);  // as i32
+      const SumTiles to = score_tiles(sums, kStride);
+      const int begin = g * group_steps, end = begin + group_steps;
+      multiply_all<S, 1, 1, false, Numbers::signed_rows>(queries, row_blocks, keys, 0, blocks, begin, end, to);
+      if (run.two_digits) {
+        for (int r = 0; r < row_blocks * kTileRows; ++r) {
+          float* row = sums + r * kStride;
+          for (int t = 0; t < count * kPageTokens; t += W::kLanes)
+            W::storef(row + t, W::as_f(W::template shl<8>(W::as_i(W::loadf(row + t)))));
+        }
+        const Operand low{queries.at + queries.term_bytes, 0, queries.steps};
+        multiply_all<S, 1, 1, true, Numbers::unsigned_rows>(low, row_blocks, keys, 0, blocks, begin, end, to);
+      }
+      for (int i = 0; i < count; ++i) {
+        scale_digits<W>(seen[i].page.block + side.scale_offset + g * kPageTokens * 2, g, sums + i * kPageTokens,
+                        scores + i * kPageTokens);
+      }
+    }
+  }
+  // scores = (or, behind the first scale group, +=) (2 sum - correction) * scale of the token * half a step
+  template <class Lanes>
+  void scale_digits(const std::byte* scales, int g, const float* sums, float* to) const {
+    for (int r = 0; r < item.rows; ++r, sums += kStride, to += kStride) {
+      const int of_row = r * codec::kMaxScaleGroups + g;
+      const auto correction = Lanes::seti(at<std::int32_t>(item.scratch, l.corrections)[of_row]);
+      const auto half_step = Lanes::setf(at<float>(item.scratch, l.half_steps)[of_row]);
+      for (int t = 0; t < kPageTokens; t += Lanes::kLanes) {
+        const auto sum = Lanes::as_i(Lanes::loadf(sums + t));
+        const auto exact = Lanes::subi(Lanes::addi(sum, sum), correction);
+        auto s = Lanes::mul(Lanes::mul(Lanes::to_f(exact), load_key_scales<Lanes>(scales + 2 * t)), half_step);
+        if (g > 0) s = Lanes::add(s, Lanes::loadf(to + t));
+        Lanes::storef(to + t, s);
+      }
     }
   }
 
@@ -69,6 +149,7 @@ struct MatrixItem {
     const Operand keys = operand_at(item.scratch + l.page, blocks, depth);
     with_format(side.format, [&]<Format F>() {
       if constexpr (is_integer_format(F)) {
+        if (run.byte_products) return multiply_digits<F>(seen, count);
         for (int i = 0; i < count; ++i) pack_level_keys<S, F>(side, d, seen[i].page.block, keys, i * kBlocksOfPage);
         const int group_steps = keys.steps / side.groups;
         for (int g = 0; g < side.groups; ++g) {
@@ -112,16 +193,20 @@ struct MatrixItem {
       if constexpr (is_integer_format(F)) {
         for (int i = 0; i < count; ++i) pack_level_values<S, F>(side, d, seen[i].page.block, values, i * kStepsOfPage);
         const int group_blocks = d / side.groups / kTileWords;
-        for (int g = 0; g < side.groups; ++g) {
-          for (int i = 0; i < count; ++i) {
-            const std::byte* scales = seen[i].page.block + side.scale_offset + g * kPageTokens * 2;
-            for (int r = 0; r < item.rows; ++r) {
-              pack_level_weights<S, F>(scores + r * kStride + i * kPageTokens, scales, weights, r, i * kPageTokens / 2);
+        const auto multiply = [&]<int kTerms>() {
+          for (int g = 0; g < side.groups; ++g) {
+            for (int i = 0; i < count; ++i) {
+              const std::byte* scales = seen[i].page.block + side.scale_offset + g * kPageTokens * 2;
+              for (int r = 0; r < item.rows; ++r) {
+                pack_level_weights<S, F, kTerms>(scores + r * kStride + i * kPageTokens, scales, weights, r,
+                                                 i * kPageTokens / 2);
+              }
             }
+            multiply_all<S, kTerms, 1, true>(weights, row_blocks, values, g * group_blocks, (g + 1) * group_blocks, 0,
+                                             values.steps, o);
           }
-          multiply_all<S, 2, 1, true>(weights, row_blocks, values, g * group_blocks, (g + 1) * group_blocks, 0,
-                                      values.steps, o);
-        }
+        };
+        run.byte_products ? multiply.template operator()<1>() : multiply.template operator()<2>();
       } else {
         float* tile = at<float>(item.scratch, l.tile);
         const int stride = d + core::kTilePadding;

@@ -42,7 +42,10 @@ struct WordColumns {
 // are too large.
 template <class S>
 constexpr bool multiplies_bytes(Format f) {
-  return requires(typename Wide<S>::I sum) { Wide<S>::add_dot8(sum, sum, sum); } && (dots_bytes<S>() || !is_eight_bit(f));
+  return requires(typename Wide<S>::I sum) {
+    Wide<S>::add_dot8(sum, sum, sum);
+  }
+  &&(dots_bytes<S>() || !is_eight_bit(f));
 }
 // Bytes of an element of keys and queries.
 template <class S>
@@ -60,8 +63,8 @@ KVANT_INLINE int word_element(Format f, int element_bytes, int word, int part) {
 }
 
 struct QueryNumbers {
-  std::int16_t number[codec::kMaxHeadDim];      // by element
-  float half_step[codec::kMaxScaleGroups];      // of each scale group
+  std::int16_t number[codec::kMaxHeadDim];          // by element
+  float half_step[codec::kMaxScaleGroups];          // of each scale group
   std::int32_t correction[codec::kMaxScaleGroups];  // the highest level * the sum of the numbers
 };
 // q [padded_dim], in the basis; zeros behind head_dim.
@@ -84,8 +87,7 @@ KVANT_INLINE void query_numbers(const codec::SideLayout& side, int padded_dim, b
       total += static_cast<std::uint32_t>(number);
     }
     out->half_step[g] = 0.5f * step.step;
-    out->correction[g] =
-        static_cast<std::int32_t>(total * static_cast<std::uint32_t>(codec::max_level(side.format)));
+    out->correction[g] = static_cast<std::int32_t>(total * static_cast<std::uint32_t>(codec::max_level(side.format)));
   }
 }
 // The numbers as a row's words.
@@ -94,7 +96,8 @@ KVANT_INLINE void put_numbers(Format f, int padded_dim, int element_bytes, const
   for (int e = 0; e < padded_dim; e += 64) {
     for (int w = 0; w < words; ++w) {
       for (int part = 0; part < parts; ++part, row += element_bytes)
-        __builtin_memcpy(row, number + e + word_element(f, element_bytes, w, part), static_cast<unsigned>(element_bytes));
+        __builtin_memcpy(row, number + e + word_element(f, element_bytes, w, part),
+                         static_cast<unsigned>(element_bytes));
     }
   }
 }
@@ -178,8 +181,7 @@ void pack_value_words(const codec::SideLayout& side, int head_dim, const std::by
         U::block(tables, codes, u);
       }
       codes.advance_octet(side, head_dim);
-      for (int v = 0; v < kRegisters; ++v)
-        W::storei(column + (octet * kRegisters + v) * kColumnBlock * 4, u[v]);
+      for (int v = 0; v < kRegisters; ++v) W::storei(column + (octet * kRegisters + v) * kColumnBlock * 4, u[v]);
     }
   }
 }
@@ -264,8 +266,8 @@ struct LevelQueries {
 
 // scores [rows][64] of tokens 16 first to 16 last - 1.
 template <class S, class Dot>
-__attribute__((noinline)) void level_scores(const codec::SideLayout& side, const std::byte* page, const LevelQueries& q, int rows,
-                  const WordColumns& keys, int first, int last, float* scores) {
+__attribute__((noinline)) void level_scores(const codec::SideLayout& side, const std::byte* page, const LevelQueries& q,
+                                            int rows, const WordColumns& keys, int first, int last, float* scores) {
   using W = Wide<S>;
   const int group_words = keys.words / side.groups;
   const auto tokens = [&]<int C>(int t, int g) {

@@ -240,7 +240,7 @@ void pack_level_values(const codec::SideLayout& side, int head_dim, const std::b
 
 // Weights p [64] times their tokens' value scales become words from `word` on of row `row` of a left operand, in the
 // order of such values.
-template <class S, Format F>
+template <class S, Format F, int kTerms>
 KVANT_INLINE void pack_level_weights(const float* p, const std::byte* scales, const Operand& to, int row, int word) {
   using W = Wide<S>;
   typename W::F x[2];
@@ -252,7 +252,7 @@ KVANT_INLINE void pack_level_weights(const float* p, const std::byte* scales, co
       x[i] = W::as_f(W::and_(seen, W::as_i(W::mul(w, W::load_f16(scales + 2 * (t + i * W::kLanes))))));
     }
     Matrix<S>::template pair_tokens<is_eight_bit(F)>(x[0], x[1]);
-    put_words<W>(split<W, 2>(x[0], x[1]), to, row, word + t / 2);
+    put_words<W>(split<W, kTerms>(x[0], x[1]), to, row, word + t / 2);
   }
 }
 
@@ -264,10 +264,13 @@ struct SumTiles {
   int row_block, column_block, row;
 };
 
+// The numbers of operands.
+enum class Numbers { bf16, signed_rows, unsigned_rows };  // the latter two: bytes, of which columns are unsigned
+
 // Sums of R blocks of a's rows by C blocks of b's columns replace (or, kAdds, are added to) those of `to`, which begins
 // at their first. Tile registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 columns. kTermsA, kTermsB: how many terms a
 // and b have.
-template <class T, int kTermsA, int kTermsB, bool kAdds, int R, int C>
+template <class T, Numbers kNumbers, int kTermsA, int kTermsB, bool kAdds, int R, int C>
 void multiply(const Operand& a, int a_block, const Operand& b, int b_block, int step_begin, int step_end,
               const SumTiles& to) {
   const auto sums = [&](auto fn) {
@@ -293,7 +296,14 @@ void multiply(const Operand& a, int a_block, const Operand& b, int b_block, int 
     T::template load<6>(b.tile(term, b_block, step), 64);
     if constexpr (C > 1) T::template load<7>(b.tile(term, b_block + 1, step), 64);
   };
-  const auto products = [&] { sums([&]<int I, int J>() { T::template dot<2 * I + J, 4 + I, 6 + J>(); }); };
+  const auto products = [&] {
+    sums([&]<int I, int J>() {
+      constexpr int kSum = 2 * I + J, kRows = 4 + I, kColumns = 6 + J;
+      if constexpr (kNumbers == Numbers::bf16) T::template dot<kSum, kRows, kColumns>();
+      if constexpr (kNumbers == Numbers::signed_rows) T::template dot_signed_rows<kSum, kRows, kColumns>();
+      if constexpr (kNumbers == Numbers::unsigned_rows) T::template dot_unsigned<kSum, kRows, kColumns>();
+    });
+  };
   for (int step = step_begin; step < step_end; ++step) {
     for (int i = 0, held = -1; i < kTermsA; ++i) {
       rows(i, step);
@@ -312,7 +322,7 @@ void multiply(const Operand& a, int a_block, const Operand& b, int b_block, int 
 // The same for all of `row_blocks` and for blocks of columns from column_begin to column_end, two by two. Two blocks of
 // rows stay in L1 where they are up to 32 KiB; two of columns, which are half as much or the same, where not. The
 // others come from L2, at 16 to 32 bytes a cycle of the products.
-template <class S, int kTermsA, int kTermsB, bool kAdds>
+template <class S, int kTermsA, int kTermsB, bool kAdds, Numbers kNumbers = Numbers::bf16>
 void multiply_all(const Operand& a, int row_blocks, const Operand& b, int column_begin, int column_end, int step_begin,
                   int step_end, const SumTiles& to) {
   const auto in_pairs = [](int first, int last, auto fn) {
@@ -322,7 +332,7 @@ void multiply_all(const Operand& a, int row_blocks, const Operand& b, int column
   const auto product = [&]<int R, int C>(int row, int column) {
     SumTiles here = to;
     here.at += row * to.row_block + column * to.column_block;
-    multiply<Matrix<S>, kTermsA, kTermsB, kAdds, R, C>(a, row, b, column, step_begin, step_end, here);
+    multiply<Matrix<S>, kNumbers, kTermsA, kTermsB, kAdds, R, C>(a, row, b, column, step_begin, step_end, here);
   };
   if (2 * kTermsA * kTileBytes * (step_end - step_begin) <= 32768) {
     in_pairs(0, row_blocks, [&]<int R>(int row) {

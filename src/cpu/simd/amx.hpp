@@ -39,6 +39,15 @@ struct Tiles {
   static KVANT_INLINE void dot() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kRows), "i"(kColumns));
   }
+  // The same of bytes, 64 of a row: columns are unsigned, rows signed or not, sums i32.
+  template <int kSum, int kRows, int kColumns>
+  static KVANT_INLINE void dot_signed_rows() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kRows), "i"(kColumns));
+  }
+  template <int kSum, int kRows, int kColumns>
+  static KVANT_INLINE void dot_unsigned() {
+    asm volatile("tdpbuud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kRows), "i"(kColumns));
+  }
   // Two registers of octets of tokens to those that share words: of each octet 0 to 3, and 4 to 7; 8 bits: 0 1 4 5, and
   // 2 3 6 7.
   template <bool kEightBit>

@@ -123,15 +123,13 @@ struct Simd512 {
   static KVANT_INLINE void add_dot8(I& sum, I unsigned_bytes, I signed_bytes) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
   }
-  static KVANT_INLINE void add_dot16(I& sum, I a, I b) {
-    asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
-  }
+  static KVANT_INLINE void add_dot16(I& sum, I a, I b) { asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
   // 64 tokens' integers (0 .. 255) as bytes: of each octet the even tokens and the odd ones; 8 bits: in order.
   template <bool kEightBit>
   static KVANT_INLINE void store_weight_bytes(std::byte* to, const I (&a)[4]) {
     const I fours = _mm512_packus_epi16(_mm512_packus_epi32(a[0], a[1]), _mm512_packus_epi32(a[2], a[3]));
-    const I in_order = _mm512_permutexvar_epi32(
-        _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), fours);
+    const I in_order =
+        _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), fours);
     const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
     storei(to, kEightBit ? in_order : _mm512_shuffle_epi8(in_order, _mm512_broadcast_i32x4(order)));
   }
