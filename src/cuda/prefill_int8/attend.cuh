@@ -114,25 +114,26 @@ struct Attend : sm80::Attend<Shape<D>> {
     sm80::with_format<kValues>((kValues ? layout().v : layout().k).format, [&]<Format F>() {
       if constexpr (codec::is_tq(F)) {
         [[maybe_unused]] const bool swapped = !kValues && even_odd();
-        sm80::each_unit<S, kValues, F>(shared, codes, [&](int i, const Unit<F>& x, const Constants<F>& constants) {
+        sm80::each_unit<S, kValues, F>(
+            this->shared, codes, [&](int i, const Unit<F>& x, const Constants<F>& constants) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const Sixteen levels = byte_levels<F, kValues>(x, half, constants);
-            if constexpr (kValues) {
-              const int octet = i % 8, channel = i / 8 * 4 + 2 * half;
+              for (int half = 0; half < 2; ++half) {
+                const Sixteen levels = byte_levels<F, kValues>(x, half, constants);
+                if constexpr (kValues) {
+                  const int octet = i % 8, channel = i / 8 * 4 + 2 * half;
 #pragma unroll
-              for (int k = 0; k < 2; ++k) {
-                *reinterpret_cast<uint2*>(tile + place_of_values(channel + k, octet / 2) + octet % 2 * 8) =
-                    make_uint2(levels.first[k], levels.second[k]);
+                  for (int k = 0; k < 2; ++k) {
+                    *reinterpret_cast<uint2*>(tile + place_of_values(channel + k, octet / 2) + octet % 2 * 8) =
+                        make_uint2(levels.first[k], levels.second[k]);
+                  }
+                } else {
+                  constexpr int kPieces = D / 32;
+                  const int token = i / 8 / kPieces * 8 + i % 8, c = i / 8 % kPieces * 2 + half;
+                  *reinterpret_cast<uint4*>(tile + place_of_bytes<D>(column_of(token, swapped), c)) =
+                      make_uint4(levels.first[0], levels.second[0], levels.first[1], levels.second[1]);
+                }
               }
-            } else {
-              constexpr int kPieces = D / 32;
-              const int token = i / 8 / kPieces * 8 + i % 8, c = i / 8 % kPieces * 2 + half;
-              *reinterpret_cast<uint4*>(tile + place_of_bytes<D>(column_of(token, swapped), c)) =
-                  make_uint4(levels.first[0], levels.second[0], levels.first[1], levels.second[1]);
-            }
-          }
-        });
+            });
       }
     });
   }

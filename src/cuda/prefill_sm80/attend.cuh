@@ -329,6 +329,7 @@ struct Attend {
     const codec::PageLayout& layout = p.cache.encoded_layout;
     std::byte* key_codes = shared + S::kCodesAt + (codec::is_centred(layout) ? S::kMoreIfCentred : 0);
     std::byte* value_codes = key_codes + (S::kTwoTiles ? S::code_bytes(layout.k.format) : 0);
+    [[maybe_unused]] const bool waits = !S::kTwoTiles && !lie_alike(layout.k.format, layout.v.format);
     Scales<S> scales;
     const auto ask = [&] {
       if (number() < 0) return;
@@ -355,6 +356,7 @@ struct Attend {
         kind.store_scales(scales);
         next_page(core::kEncoded);
       } else {
+        if (waits) __syncthreads();
         ask_for_codes<S, true>(layout.v, block_of(false), value_codes);
         ptx::copy_commit();
       }
@@ -366,6 +368,7 @@ struct Attend {
         __syncthreads();  // all products with the keys are done
         kind.template unpack<true>(value_codes);
         next_page(core::kEncoded);
+        if (waits) __syncthreads();
         ask();
         __syncthreads();
       }
