@@ -98,7 +98,7 @@ INSTANTIATE_TEST_SUITE_P(Some, GpuInt8,
                            return fmt::format("{}_d{}", name_of(std::get<0>(i.param)), std::get<1>(i.param));
                          });
 
-// What products of 8 bits add to a format's own error, and how far they are from products of 16 bits.
+// Products of 8 bits add little to a format's own error, and are near those of 16 bits.
 TEST(GpuInt8Errors, BesideTheFormatsAnd16Bits) {
   SKIP_WITHOUT_DEVICE();
   for (const Formats& f : {Formats{"tq6", "tq4"}, Formats{"tq4", "tq4"}, Formats{"tq8", "tq8"}}) {

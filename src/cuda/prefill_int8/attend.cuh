@@ -1,8 +1,8 @@
 // A warp's part of a tile: encoded pages by 8-bit products, everything else as prefill_sm80 does it.
 //
 // A row's weights are relative to the largest of a page, in which the values' scales are: with z = score + log2(scale),
-// a weight is 255 ex2(z - largest z), rounded to a byte. What it adds to the row's sum of weights, before it is rounded,
-// is that over its scale. A scale of 0 counts as 2^-64 for that: its token has a weight, and adds next to nothing.
+// a weight is 255 ex2(z - largest z), rounded to a byte. The row's sum of weights gets the same over the scale, before
+// it is rounded. A scale of 0 counts as 2^-64 for that: its token has a weight, and adds next to nothing.
 #pragma once
 
 #include "cuda/prefill_int8/queries.cuh"
@@ -11,7 +11,6 @@
 namespace kvant::cuda::prefill::int8 {
 
 inline constexpr float kLogOfZero = -64.0f;
-inline constexpr float kLogOf255 = 7.9943534368588577f;
 
 template <int D>
 struct Attend : sm80::Attend<Shape<D>> {
@@ -24,7 +23,7 @@ struct Attend : sm80::Attend<Shape<D>> {
 
   struct Weights {
     std::uint32_t w[kSixteens][kGroups][kPageTokens / 32][4];
-    float unit[kSixteens][2];  // of a row's weights
+    float unit[kSixteens][2];  // a weight of 1 (ByteUnit)
   };
 
   __device__ const codec::PageLayout& layout() const { return p.cache.encoded_layout; }
@@ -51,8 +50,8 @@ struct Attend : sm80::Attend<Shape<D>> {
     each_lost([](int, int, int, float& x) { x = 0.0f; });
   }
 
-  // Of each row and scale group: minus the origin of levels times the sum of weights, which is to be added to `o` by
-  // half a level. In shared memory, because registers are few; the first of four lanes has the row's.
+  // Minus the origin of levels times the sum of weights, of each row and scale group: `o` lacks half a level of each.
+  // In shared memory, because registers are few; the first of four lanes has the row's.
   __device__ float& lost(int i, int group, int h) const {
     const int row = first_row() + 16 * i + ptx::thread_here() % 32 / 4 + 8 * h;
     return reinterpret_cast<float*>(shared + S::kLostAt)[row * kGroups + group];
@@ -214,7 +213,7 @@ struct Attend : sm80::Attend<Shape<D>> {
       }
       multiply<true, kPart>(digits, part * kPart, sums);
       if (two && ends) {
-        // Of the whole group, so that sums of the first digit are moved up once.
+        // The second digit of the whole group, so that sums of the first are moved up once.
         const int from = kGroups > 1 && key_groups() == 1 ? 0 : part;
 #pragma unroll
         for (int i = 0; i < kSixteens; ++i) {
@@ -306,8 +305,8 @@ struct Attend : sm80::Attend<Shape<D>> {
     }
   }
 
-  // Scores may be so low or high afterwards that the logarithms of scales would be lost in them, so they are relative to
-  // the page's largest one.
+  // Scores may be so low or high afterwards that the logarithms of scales would be lost in them. So they are relative
+  // to the page's largest one.
   __device__ __forceinline__ void transform(int i, int page, float (&base)[2], float (&z)[kScores]) const {
     const int quad = ptx::thread_here() % 4,
               row = list().tile.row_block * S::kRows + first_row() + 16 * i + ptx::thread_here() % 32 / 4;
@@ -334,26 +333,15 @@ struct Attend : sm80::Attend<Shape<D>> {
   // The sums before are to be multiplied by `alpha`.
   __device__ __forceinline__ void weigh(int i, const float (&base)[2], float (&z)[kScores], float (&alpha)[2],
                                         Weights& w) {
-    float shift[2], sum[2] = {0.0f, 0.0f};
+    ByteUnit units[2];
+    float sum[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float top = fmaxf(largest_of_row(largest_score(z, h)), kNone);
-      const Reference raised = raise_top(m[i][h], base[h] + top, 1.0f);
-      alpha[h] = raised.alpha;
-      shift[h] = kLogOf255 - (top == kNone ? 0.0f : top);
-      w.unit[i][h] = ptx::ex2((base[h] - raised.reference) + top) * (1.0f / 255.0f);
+      alpha[h] = raise_top(m[i][h], base[h], top, units[h]).alpha;
+      w.unit[i][h] = units[h].unit;
     }
-    const float* const inverses = columns(S::kInversesAt);
-#pragma unroll
-    for (int n = 0; n < kPageTokens / 8; ++n) {
-      const float2 inverse = pair(inverses, n);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float& x = z[4 * n + j];
-        x = ptx::ex2(x + shift[j / 2]);
-        sum[j / 2] = fmaf(x, j % 2 == 0 ? inverse.x : inverse.y, sum[j / 2]);
-      }
-    }
+    weigh_rows(z, units, columns(S::kInversesAt), sum);
 #pragma unroll
     for (int h = 0; h < 2; ++h) l[i][h] = fmaf(l[i][h], alpha[h], w.unit[i][h] * sum[h]);
     if (kGroups == 1 || value_groups() == 1) {

@@ -13,7 +13,7 @@ namespace kvant::cuda::prefill::int8 {
 inline constexpr float kMagic = 12582912.0f;
 inline constexpr int kMagicBits = 0x4B400000;
 
-// Of a row and scale group. A sum of products with levels that begins at `start` is half of the exact integer of
+// Facts of a row and scale group. A sum of products with levels that begins at `start` is half of the exact integer of
 // codec/digits.hpp, rounded down; `half` is for what that loses. Both are multiplied by the key's scale.
 struct alignas(16) RowFact {
   float to_log2, half;

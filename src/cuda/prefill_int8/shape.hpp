@@ -2,7 +2,7 @@
 // 8.0 or newer. Host and device.
 //
 // The walk over pages, centres, exact pages and fresh keys are those of prefill_sm80, from which Attend is derived.
-// What differs is how encoded pages are multiplied (attend.cuh): queries are integers of one or two digits
+// Encoded pages are multiplied in another way (attend.cuh): queries are integers of one or two digits
 // (codec/digits.hpp), levels of keys and values stay the bytes that they are, and so do their tiles. A page's weights,
 // with the scales of its values, are bytes relative to the largest of a row.
 //
@@ -25,11 +25,11 @@ struct Shape : sm80::Rows<D> {
   // A row of D bytes lies as D / 2 halves do, filled up to whole boxes.
   static constexpr int kBox = box_row_bytes(D / 2), kByteRow = (D + kBox - 1) / kBox * kBox;
   static constexpr int kKeyTile = kPageTokens * kByteRow, kValueTile = kPageTokens * D;
-  static constexpr int kDigit = kRows * kByteRow;  // of all queries
+  static constexpr int kDigit = kRows * kByteRow;  // the bytes of one, for all queries
   // Queries as halves: for exact pages, and for centres. Without centres they come after the digits, in their place.
   static constexpr int kQueries = kRows * D * 2 > 2 * kDigit ? kRows* D * 2 : 2 * kDigit;
 
-  static constexpr int kToLog2At = kQueries;                        // of each row, as halves
+  static constexpr int kToLog2At = kQueries;                        // factors of rows as halves
   static constexpr int kRowFact = 16, kRowFacts = kRows * kGroups;  // RowFact, by row and scale group
   static constexpr int kRowFactsAt = kToLog2At + kRows * 4;
   static constexpr int kLostAt = kRowFactsAt + kRowFacts * kRowFact;  // a float of each row and scale group
@@ -85,8 +85,8 @@ KVANT_HD constexpr int place_of_bytes(int row, int c) {
   const int swap = kRow == 128 ? (row & 7) ^ (row >> 1 & 4) : (row >> 1 & 3) ^ (row >> 2 & 2);
   return c / kOfRow * kPageTokens * kRow + row * kRow + ((c % kOfRow) ^ swap) * 16;
 }
-// Of values: tokens 16 c .. of a channel, two registers of each octet. The same of eight channels, and of what two
-// groups of eight lanes store: eight octets of channels four apart.
+// In a tile of values: tokens 16 c .. of a channel, two registers of each octet. The same holds for eight channels that
+// are read together, and for what two groups of eight lanes store: eight octets of channels four apart.
 KVANT_HD constexpr int place_of_values(int channel, int c) {
   return channel / 2 * 128 + ((((channel ^ channel >> 2) & 1) << 2) | (c ^ (channel >> 1 & 3))) * 16;
 }
