@@ -303,6 +303,85 @@ TEST(CudaChoose, WhatKindsDoNotServe) {
   EXPECT_TRUE(has(refusal(c), "more than one plan takes"));
 }
 
+// Products of 8 bits take the kind that has them, or decode kernels where these take less time, and nothing else.
+TEST(CudaChoose, ProductsOf8Bits) {
+  const auto asked = [](int queries, const char* kernel = "") {
+    return Case{.queries = queries, .kernel = kernel, .products = 8};
+  };
+  for (const char* device : {"8.0", "8.6", "8.9", "9.0", "12.0"}) {
+    EXPECT_EQ(kinds(asked(1), device), "decode") << device;
+    EXPECT_EQ(kinds(asked(2048), device), "prefill_int8") << device;
+    EXPECT_EQ(kinds(asked(2048, "prefill"), device), "prefill_int8") << device;
+    EXPECT_EQ(kinds(asked(2048, "decode"), device), "decode") << device;
+  }
+  EXPECT_EQ(kinds(asked(1, "prefill_int8")), "prefill_int8");
+  EXPECT_TRUE(has(choose_for(asked(2048)).why, "about ")) << choose_for(asked(2048)).why;
+  for (const char* kernel : {"prefill_sm80", "prefill_sm90", "prefill_unpacked"}) {
+    EXPECT_TRUE(has(refusal(asked(2048, kernel)), "have products of 16 bits, and products is 8"))
+        << refusal(asked(2048, kernel));
+  }
+  for (const int products : {0, 16}) {
+    Case c = asked(2048, "prefill_int8");
+    c.products = products;
+    EXPECT_TRUE(has(refusal(c), "prefill_int8 kernels have products of 8 bits, and products is 16")) << refusal(c);
+    c.kernel = "";
+    EXPECT_EQ(kinds(c).find("int8"), std::string::npos);
+    c.kernel = "prefill";
+    EXPECT_EQ(kinds(c), "prefill_sm90");
+  }
+  // A first prompt's rows are multiplied as they are; rows that are in pages are not.
+  Case c = asked(4096);
+  c.length = 4096, c.fresh_keys = true;
+  EXPECT_EQ(kinds(c), "prefill_fresh, prefill_int8");
+  EXPECT_EQ(kinds(c, "8.9"), "prefill_int8");
+  c = asked(2048), c.mask = true;
+  EXPECT_EQ(kinds(c), "prefill_int8");
+}
+
+// No other kernels do what products = 8 asks for.
+TEST(CudaChoose, ProductsOf8BitsThatNothingHas) {
+  const auto refused = [](Case c, const char* device = "9.0") {
+    c.products = 8, c.queries = 2048;
+    return refusal(c, device);
+  };
+  const std::string at_512 = refused(case_of(512, kPairs[3]));
+  EXPECT_TRUE(has(at_512,
+                  "products is 8: prefill_int8 kernels do not serve tq6/tq4 at head_dim 512, but tq formats at "
+                  "head_dim 64, 96, 128, 192, 256; leave products 0"))
+      << at_512;
+  EXPECT_TRUE(has(refused({.calibrated = true}), "products is 8: bases other than the formats' own"));
+  EXPECT_TRUE(has(refused({.exact = Format::f32}), "products is 8, and the generic kernel"));
+  EXPECT_TRUE(has(refused({.kernel = "generic"}), "products is 8, and the generic kernel"));
+  EXPECT_TRUE(
+      has(refused({.head_dim = 512, .kernel = "prefill"}), "kernel is \"prefill\": prefill_int8 kernels do not"));
+  // Few rows have decode kernels, whatever many rows would have.
+  Case few = case_of(512, kPairs[3]);
+  few.products = 8;
+  EXPECT_EQ(kinds(few), "decode");
+  few.exact = Format::f32;
+  EXPECT_EQ(kinds(few), "generic");
+  // B300 has few units for products of 8 bits.
+  Device device = device_of("9.0");
+  device.limits.capability = 103;
+  const Result<Chosen> on_103 = try_choose({.queries = 2048, .products = 8}, device);
+  ASSERT_FALSE(on_103.ok());
+  EXPECT_TRUE(has(on_103.message(), "products is 8: prefill_int8 kernels would be slow on compute capability 10.3"))
+      << on_103.message();
+  device.limits.capability = 100;
+  EXPECT_TRUE(try_choose({.queries = 2048, .products = 8}, device).ok());
+}
+
+TEST(CudaChoose, ProductsInWords) {
+  const auto line = [](Format k, bool centred, int asked) {
+    return core::products_line(core::choose_products(asked, k, Format::tq4, centred).value(), asked);
+  };
+  EXPECT_TRUE(has(line(Format::tq4, true, 8), "8 bits: forced; queries as one digit"));
+  EXPECT_TRUE(has(line(Format::tq4, false, 8), "8 bits: forced; queries as two digits"));
+  EXPECT_TRUE(has(line(Format::tq8, true, 8), "8 bits: forced; queries as two digits"));
+  EXPECT_TRUE(has(line(Format::tq8, true, 16), "16 bits: forced"));
+  EXPECT_TRUE(has(core::choose_products(8, Format::fp8, Format::fp8, true).message(), "only integer levels"));
+}
+
 // Plans of few rows ask nothing of the driver, which would load kernels that they do not take.
 TEST(CudaChoose, FewRowsDoNotLookAtPrefill) {
   const auto looks = [](const Case& c) { return considers_prefill(Asked(c).work()); };

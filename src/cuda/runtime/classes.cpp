@@ -29,6 +29,7 @@ std::vector<std::string> kernels_of(int capability) {
       kinds.emplace_back(kind);
   }
   kinds.emplace_back(core::kPrefillSm80);
+  kinds.emplace_back(core::kPrefillInt8);
   kinds.emplace_back(core::kGenericKernels);
   return kinds;
 }
