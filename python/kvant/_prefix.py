@@ -113,8 +113,8 @@ def _common(a: bytes, b: bytes) -> int:
 
 
 def _chain(model: str, ids: bytes) -> list[bytes]:
-    """For each whole block a hash of the model and of all ids up to its end. Of 128 bits, and cryptographic, as
-    Python's own library has it."""
+    """For each whole block a hash of the model and of all ids up to its end: 128 bits of a cryptographic hash, which
+    Python's own library has."""
     found, last = [], blake2b(model.encode(), digest_size=16).digest()
     for begin in range(0, len(ids) - BLOCK * 8 + 1, BLOCK * 8):
         last = blake2b(last + ids[begin : begin + BLOCK * 8], digest_size=16).digest()
