@@ -450,7 +450,8 @@ class KvantCache(versions.Cache):
 
     def __reduce_ex__(self, protocol: Any):
         raise TypeError(
-            "a kvant cache cannot be pickled: its pages live in memory of the library; copy.deepcopy() works"
+            "a kvant cache cannot be pickled: its pages live in memory of the library; kvant.hf.save() writes them to "
+            "a file, and copy.deepcopy() works"
         )
 
     def __del__(self):
