@@ -36,7 +36,7 @@ from ._errors import (
 from ._pages import PageFacts, Pages, PagesPlan
 from ._plan import Plan, PlanFacts
 from ._prefix import Prefix, PrefixIndex, PrefixStats
-from ._snapshot import Loaded, Snapshot, SnapshotInfo, load, save
+from ._snapshot import Loaded, Snapshot, SnapshotInfo, copy_sequences, load, save
 from ._step import Step
 from ._tools import bf16, build_info, calibrate, eval, formats, info, merge, version
 
@@ -76,6 +76,7 @@ __all__ = [
     "bf16",
     "build_info",
     "calibrate",
+    "copy_sequences",
     "eval",
     "formats",
     "info",

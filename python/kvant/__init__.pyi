@@ -554,6 +554,18 @@ def calibrate(captures: str | Path | SequenceOf[str | Path], path: str | Path, *
     Errors: InvalidArgument, KvantError with the tool's sentence.
     """
 
+def copy_sequences(sequences: Iterable[Sequence] | Sequence, to: Cache, *, progress: Callable[[int, int], Any] | None = None, stream: Any = None) -> list[Sequence]:
+    """Copies sequences of a cache to another one, on the CPU or on a device, wherever the first is.
+
+    The copies go on bit for bit, and pages that the sequences share are shared. The sequences stay: remove() frees
+    their pages, and so a device's sequence waits in host memory.
+    to: a cache whose configuration is that of the first in all that bytes and visibility depend on; after any error it
+        has the sequences that it had. progress: as for save. stream: as for Cache.write, of both caches.
+
+    Errors: InvalidArgument (one cache twice, another configuration, a step that is not written in every layer),
+    OutOfCapacity.
+    """
+
 def eval(captures: str | Path | SequenceOf[str | Path], formats: str | SequenceOf[str] = (), *, basis: str | Path | None = None, report: str | Path | None = None, arguments: SequenceOf[str] = ()) -> dict[str, Any]:
     """Replays decoding over captured queries, keys and values: error, memory and time of each format (`kvant eval`).
 

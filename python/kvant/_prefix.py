@@ -23,7 +23,7 @@ from . import _arguments, _locks
 from ._cache import Cache, Sequence
 from ._errors import BadFile, FileError, InvalidArgument, Unsupported
 from ._owner import Member
-from ._snapshot import Snapshot, save
+from ._snapshot import Snapshot, copy_sequences, save
 from ._tools import formats
 
 __all__ = ["Prefix", "PrefixIndex", "PrefixStats"]
@@ -235,8 +235,8 @@ class PrefixIndex(_arguments.NotCopied):
         tokens: a model that must compute one token at least gives all but the last.
         model: as it was given to insert; entries of another are never found.
         into: where the sequences are made: a list of caches, one for each sequence, or a function of (place in the
-            entry, metadata) that makes such a cache. None: in memory they are forks in the caches that were inserted,
-            whose pages are shared; from a directory they have new caches on the CPU.
+            entry, metadata) that makes such a cache, on the CPU or on a device. None: in memory they are forks in the
+            caches that were inserted, whose pages are shared; from a directory they have new caches on the CPU.
 
         Errors: those of Snapshot.load, but for a damaged file.
         """
@@ -391,17 +391,14 @@ class PrefixIndex(_arguments.NotCopied):
 
     def _forks(self, entry: _Entry, into: Any) -> list[Sequence] | None:
         with self._lock:  # else another thread's eviction takes them meanwhile
-            if not entry.sequences:
-                return None
-            if into is not None:
-                caches = self._caches(entry, into)
-                if any(s.cache is not cache for s, cache in zip(entry.sequences, caches)):
-                    return None
-            return [s.fork() for s in entry.sequences]
+            forks = [s.fork() for s in entry.sequences]
+        if not forks or into is None:
+            return forks or None
+        caches = self._caches(entry, into, len(forks))
+        return [s if s.cache is c else copy_sequences(s, c)[0] for s, c in zip(forks, caches)]
 
     @staticmethod
-    def _caches(entry: _Entry, into: Any) -> list[Cache]:
-        count = len(entry.sequences) or len(entry.paths)
+    def _caches(entry: _Entry, into: Any, count: int) -> list[Cache]:
         if callable(into):
             found = [into(place, dict(entry.metadata)) for place in range(count)]
         else:
@@ -488,7 +485,7 @@ class PrefixIndex(_arguments.NotCopied):
         self._report(str(error))
 
     def _loaded(self, entry: _Entry, into: Any) -> list[Sequence] | None:
-        caches = None if into is None else self._caches(entry, into)
+        caches = None if into is None else self._caches(entry, into, len(entry.paths))
         made = []
         ids = array("q", entry.ids)
         if sys.byteorder == "big":

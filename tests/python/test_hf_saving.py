@@ -14,7 +14,7 @@ import torch  # noqa: E402
 
 import kvant.hf  # noqa: E402
 from hf_support import EXACT, ISA, ON_DEVICE, PACKED, forward, ids_of, new_cache, with_cache  # noqa: E402
-from kvant.hf import saving  # noqa: E402
+from kvant.hf import prefixes, saving  # noqa: E402
 
 MIXED = dict(short_windows=True, isa=ISA)  # tq6/tq4 with exact ends
 
@@ -178,8 +178,11 @@ def chat(model, prompts, turns, answer=12, new=80, cache=None):
     return ids, scores
 
 
-@pytest.mark.parametrize("kind", ["memory", "directory"])
-def test_a_chat_is_what_one_cache_gives(model, prompts, tmp_path, kind):
+@pytest.mark.parametrize("kind", ["memory", "directory", "copies"])
+def test_a_chat_is_what_one_cache_gives(model, prompts, tmp_path, monkeypatch, kind):
+    """copies: entries are in host memory, as those of a device are."""
+    if kind == "copies":
+        monkeypatch.setattr(prefixes.Prefixes, "_keeps_copies", lambda self, cache: True)
     index = kvant.PrefixIndex(tmp_path if kind == "directory" else None)
     options = {name: getattr(model._kvant.settings, name) for name in ("k", "v", "exact", "short_windows", "isa",
                                                                       "sink_pages", "tail_pages")}

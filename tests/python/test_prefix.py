@@ -146,9 +146,8 @@ def test_several_caches(index):
         same(a, b)
 
 
-def test_into_caches_of_the_caller(tmp_path):
+def test_into_caches_of_the_caller(index):
     ids = list(range(200))
-    index = kvant.PrefixIndex(tmp_path)
     index.insert(ids, filled(ids))
     mine = new_cache(max_sequences=4, capacity_tokens=1024)
     found = index.find(ids, into=[mine])

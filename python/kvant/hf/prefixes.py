@@ -69,10 +69,12 @@ class Prefixes:
         digest = blake2b(options.encode() + b"\0" + bases, digest_size=16).hexdigest()
         self.key = f"{fingerprint(model)} {digest}"
         self._calls = threading.local()
+        self._lock = threading.Lock()
+        self._host: list[kvant.Cache] | None = None
 
     def __deepcopy__(self, memo: dict) -> Prefixes:
         other = copy.copy(self)  # the index is shared
-        other._calls = threading.local()
+        other._calls, other._lock = threading.local(), threading.Lock()
         return other
 
     def begin(self, request: Request) -> None:
@@ -112,7 +114,7 @@ class Prefixes:
                 adopted.append(Adopted(model, settings, metadata, capacity))
             return adopted[-1].make_cache(place)
 
-        in_place = self.index.directory is None and model.device.type == "cpu"  # forks, whose pages are shared
+        in_place = self.index.directory is None and not self._keeps_copies(model.device.type != "cpu")
         found = self.index.find(ids, model=self.key, into=None if in_place else make)
         if found is None:
             return None
@@ -122,7 +124,7 @@ class Prefixes:
 
     # --- after an answer ---
 
-    def keep(self, request: Request, output: Any) -> None:
+    def keep(self, request: Request, model: Any, output: Any) -> None:
         """Keeps what a cache holds of prompt and answer."""
         cache = request.cache
         sequences = getattr(output, "sequences", output)
@@ -140,9 +142,24 @@ class Prefixes:
                 cache = copy.deepcopy(cache)
                 cache.crop(length - cache.length)
             rows = [group.sequences[0] for group in cache.groups]
+            if self._keeps_copies(cache.groups[0].on_device):
+                rows = self._on_host(model, cache, rows)
             self.index.insert(tokens[:length], rows, model=self.key, metadata=describe(cache))
         except (kvant.KvantError, ValueError, OSError) as error:  # the answer is right all the same
             warnings.warn(f"the prefix of this answer is not kept: {error}", RuntimeWarning, stacklevel=4)
+
+
+    def _keeps_copies(self, on_device: bool) -> bool:
+        """Whether entries are in other caches than the model's: on the CPU forks share their pages."""
+        return self.index.directory is None and on_device
+
+    def _on_host(self, model: Any, cache: KvantCache, rows: list[kvant.Sequence]) -> list[kvant.Sequence]:
+        """Copies of a device's sequences, in caches that all entries share: the device keeps its memory for itself."""
+        with self._lock:
+            if self._host is None:
+                made = Adopted(model, cache.settings, describe(cache), {"max_length": None, "batch": None})
+                self._host = [made.make_cache(place, "cpu") for place in range(len(rows))]
+        return [kvant.copy_sequences(row, host)[0] for row, host in zip(rows, self._host, strict=True)]
 
 
 def is_plain_text(model_kwargs: dict) -> bool:
@@ -181,7 +198,7 @@ class Generate:
             output = original(model, *positional, **named)
         finally:
             prefixes.end()
-        prefixes.keep(request, output)
+        prefixes.keep(request, model, output)
         return output
 
     def __deepcopy__(self, memo: dict) -> Generate:
