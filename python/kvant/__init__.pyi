@@ -401,8 +401,8 @@ class PrefixIndex:
         tokens: a model that must compute one token at least gives all but the last.
         model: as it was given to insert; entries of another are never found.
         into: where the sequences are made: a list of caches, one for each sequence, or a function of (place in the
-            entry, metadata) that makes such a cache. None: in memory they are forks in the caches that were inserted,
-            whose pages are shared; from a directory they have new caches on the CPU.
+            entry, metadata) that makes such a cache, on the CPU or on a device. None: in memory they are forks in the
+            caches that were inserted, whose pages are shared; from a directory they have new caches on the CPU.
 
         Errors: those of Snapshot.load, but for a damaged file.
         """

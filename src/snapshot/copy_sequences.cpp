@@ -1,7 +1,9 @@
 // From a cache to another: the same bytes, wherever the two are.
+#include <algorithm>
 #include <cstring>
 
 #include "core/fmt.hpp"
+#include "core/threads.hpp"
 #include "snapshot/cache_slots.hpp"
 #include "snapshot/config_text.hpp"
 #include "snapshot/save.hpp"
@@ -20,6 +22,32 @@ Status check_caches(const CacheImpl& from, const CacheImpl& to) {
                              : "; create the second with the configuration of the first")};
 }
 
+constexpr std::size_t kBytesPerWorker = std::size_t{256} << 10;
+constexpr int kMostWorkers = 8;
+
+// One thread copied 4 to 10 GB/s, and a link to a device takes up to 50.
+struct Copying {
+  std::byte* to;
+  const std::byte* from;
+  std::size_t bytes;
+  int workers;
+};
+
+void copy_share(void* context, int worker) {
+  const Copying& c = *static_cast<const Copying*>(context);
+  const auto begin_of = [&](int w) {
+    return w == c.workers ? c.bytes : c.bytes / static_cast<std::size_t>(c.workers) * static_cast<std::size_t>(w);
+  };
+  std::memcpy(c.to + begin_of(worker), c.from + begin_of(worker), begin_of(worker + 1) - begin_of(worker));
+}
+
+void copy_bytes(std::span<std::byte> to, const std::byte* from, int threads) {
+  const auto shares = static_cast<int>(std::min<std::size_t>(to.size() / kBytesPerWorker, kMostWorkers));
+  Copying c{to.data(), from, to.size(), std::clamp(shares, 1, std::max(threads, 1))};
+  if (c.workers == 1) return copy_share(&c, 0);
+  core::parallel(c.workers, copy_share, &c);
+}
+
 // One call for each slot. Where both caches are on devices, slots come one at a time.
 Status copy_slots(const CacheImpl& from, const core::ImageBuilder& image, CacheImpl& to,
                   const core::CacheTable::Restored& restored, const CopyOptions& options) {
@@ -28,11 +56,12 @@ Status copy_slots(const CacheImpl& from, const core::ImageBuilder& image, CacheI
     total += static_cast<std::int64_t>(image.sources(pool).size() * from.store().slot_bytes(pool));
   }
   Progress progress(options.progress, total);
+  const int threads = to.config().threads > 0 ? to.config().threads : core::hardware_threads();
   for (const Pool pool : {Pool::encoded, Pool::exact}) {
     const std::vector<core::ImageBuilder::Source>& sources = image.sources(pool);
     const std::vector<std::int32_t>& places = restored.slots(pool);
     const auto put = [&](std::size_t n, std::span<const std::byte> bytes, std::span<std::byte> out) -> Status {
-      std::memcpy(out.data(), bytes.data(), out.size());
+      copy_bytes(out, bytes.data(), threads);
       clear_behind(to.layout(pool), sources[n].tokens, out);
       return progress.add(static_cast<std::int64_t>(out.size()));
     };
