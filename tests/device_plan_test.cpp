@@ -38,8 +38,10 @@ class FakeStore final : public core::DevicePages {
     return {};
   }
   Status download(core::Pool, std::int32_t, int, int, std::byte*, Stream) override { return {}; }
-  Status download_slot(core::Pool, std::int32_t, std::span<std::byte>, Stream) override { return {}; }
-  Status upload_slot(core::Pool, std::int32_t, std::span<const std::byte>, Stream) override { return {}; }
+  Status download_slots(core::Pool, std::span<const std::int32_t>, const core::TakeSlot&, Stream) override {
+    return {};
+  }
+  Status upload_slots(core::Pool, std::span<const std::int32_t>, const core::FillSlot&, Stream) override { return {}; }
   Result<bool> take_non_finite(Stream) override { return false; }
 };
 

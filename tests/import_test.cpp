@@ -11,6 +11,8 @@
 #include "kvant/kvant.hpp"
 #include "support/cache_session.hpp"
 #include "support/inputs.hpp"
+#include "support/snapshots.hpp"
+#include "support/temporary_directory.hpp"
 
 namespace kvant {
 namespace {
@@ -135,6 +137,55 @@ TEST_P(Import, KeepsCodesAndNormsAndTheirMeaning) {
       }
     }
   }
+}
+
+// Saved and loaded, or copied to another cache, it has the same codes, norms and tables, and takes more imports.
+TEST_P(Import, GoesOnInFilesAndOtherCaches) {
+  const Variant v = GetParam();
+  const Legacy legacy(2, v.head_dim, v.bits, v.nibbles, v.norms, 200, 200);
+  Cache cache = cache_for(legacy, 2);
+  const SequenceId id = cache.add_sequence();
+  std::vector<std::int64_t> slots(200);
+  std::iota(slots.begin(), slots.end(), std::int64_t{0});
+  const auto import = [&](Cache& to, SequenceId sequence, std::size_t begin, std::size_t count) {
+    for (int layer = 0; layer < 2; ++layer) {
+      ASSERT_TRUE(
+          import_legacy(to, sequence, layer, legacy.layout, legacy.tensors(), std::span(slots).subspan(begin, count))
+              .ok());
+    }
+  };
+  import(cache, id, 0, 150);
+  const SequenceId fork = cache.fork(id).value();
+  import(cache, fork, 150, 20);
+  const std::vector<SequenceId> both{id, fork};
+  const test::TemporaryDirectory directory;
+  const std::string path = directory / "imported.kvs";
+  save(cache, path).value();
+  ASSERT_TRUE(Snapshot::open(path).value().verify().ok());
+  Loaded loaded = load(path).value();
+  EXPECT_TRUE(loaded.cache.config().k_levels == cache.config().k_levels);
+  EXPECT_TRUE(loaded.cache.config().v_levels == cache.config().v_levels);
+  Cache other = cache_for(legacy, 2);
+  const std::vector<SequenceId> copies = copy_sequences(cache, both, other).value();
+  for (int more = 0; more < 2; ++more) {
+    const auto wanted = test::contents(cache.impl(), both);
+    test::expect_same(wanted, test::contents(loaded.cache.impl(), loaded.sequences));
+    test::expect_same(wanted, test::contents(other.impl(), copies));
+    for (std::size_t i = 0; i < 2; ++i) {
+      const std::vector<float> answer = test::answers(cache, both[i], 1, 5);
+      EXPECT_TRUE(test::same_bits(answer, test::answers(loaded.cache, loaded.sequences[i], 1, 5)));
+      EXPECT_TRUE(test::same_bits(answer, test::answers(other, copies[i], 1, 5)));
+    }
+    import(cache, id, 170, 30);
+    import(loaded.cache, loaded.sequences[0], 170, 30);
+    import(other, copies[0], 170, 30);
+  }
+  Legacy changed = legacy;  // another table of levels is another cache
+  for (float& level : changed.codebook) level *= 2;
+  changed.layout.codebook = changed.codebook;
+  Cache wrong = cache_for(changed, 2);
+  EXPECT_TRUE(refused(Snapshot::open(path).value().load_into(wrong).status(), Code::invalid_argument, {"k_levels"}));
+  EXPECT_TRUE(refused(copy_sequences(cache, both, wrong).status(), Code::invalid_argument, {"k_levels"}));
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, Import,

@@ -394,6 +394,16 @@ KVANT_C_API kvant_status kvant_load(const kvant_snapshot* snapshot, const kvant_
 KVANT_C_API kvant_status kvant_load_into(kvant_cache* cache, const kvant_snapshot* snapshot,
                                          const kvant_load_options* options, kvant_sequence* sequences);
 
+/* Copies sequences to another cache, in the host's memory or on a device, wherever the first is. The copies go on bit
+ * for bit, pages that the sequences share are shared, and the sequences stay. The configuration of `to` must be that of
+ * `from` in all that bytes and visibility depend on; after an error it has the sequences that it had. On the streams of
+ * kvant_cache_set_stream. copies: gets their ids, one for each of `sequences`. progress: NULL, or as in
+ * kvant_save_options; it must call neither cache.
+ * Errors: KVANT_INVALID_ARGUMENT (also `from` and `to` that are one cache), KVANT_OUT_OF_CAPACITY, KVANT_IO. */
+KVANT_C_API kvant_status kvant_copy_sequences(const kvant_cache* from, const kvant_sequence* sequences, int64_t count,
+                                              kvant_cache* to, kvant_sequence* copies, kvant_progress progress,
+                                              void* progress_context);
+
 /* Reads all of a snapshot and of its bases, and compares every checksum. Errors: KVANT_BAD_FILE, KVANT_IO. */
 KVANT_C_API kvant_status kvant_snapshot_verify(const kvant_snapshot* snapshot, kvant_progress progress,
                                                void* progress_context);

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -112,6 +113,22 @@ class KVANT_API Snapshot {
   explicit Snapshot(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };
+
+struct CopyOptions {
+  SnapshotProgress progress{};  ///< must call neither cache
+  Stream from_stream{};         ///< that the first cache is used on
+  Stream to_stream{};
+};
+
+/// Copies sequences to another cache, in the host's memory or on a device, wherever the first is: so they can leave a
+/// device and return. The copies go on bit for bit, and pages that the sequences share are shared. The sequences stay.
+/// The second cache's configuration must be that of the first in all that bytes and visibility depend on. On any error
+/// it has the sequences that it had. Copies to a device are made beside the work of its stream, whose later work waits
+/// for them; copies from a device begin after the work of its stream so far, and the call waits for them. Answers the
+/// ids of the copies. Errors: invalid_argument (unknown sequences, one cache twice, another configuration, a step that
+/// is not written in every layer), out_of_capacity, io (stopped by progress), and those of a device.
+KVANT_API Result<std::vector<SequenceId>> copy_sequences(const Cache& from, std::span<const SequenceId> sequences,
+                                                         Cache& to, const CopyOptions& options = {});
 
 /// Snapshot::open and its load.
 KVANT_API Result<Loaded> load(const std::string& path, const LoadOptions& options = {});

@@ -35,7 +35,8 @@ from ._errors import (
 )
 from ._pages import PageFacts, Pages, PagesPlan
 from ._plan import Plan, PlanFacts
-from ._snapshot import Loaded, Snapshot, SnapshotInfo, load, save
+from ._prefix import Prefix, PrefixIndex, PrefixStats
+from ._snapshot import Loaded, Snapshot, SnapshotInfo, copy_sequences, load, save
 from ._step import Step
 from ._tools import bf16, build_info, calibrate, eval, formats, info, merge, version
 
@@ -63,6 +64,9 @@ __all__ = [
     "PagesPlan",
     "Plan",
     "PlanFacts",
+    "Prefix",
+    "PrefixIndex",
+    "PrefixStats",
     "Sequence",
     "Snapshot",
     "SnapshotInfo",
@@ -72,6 +76,7 @@ __all__ = [
     "bf16",
     "build_info",
     "calibrate",
+    "copy_sequences",
     "eval",
     "formats",
     "info",

@@ -365,6 +365,73 @@ class PlanFacts:
     isa: str
     kernel: str
 
+class Prefix:
+    """A known prefix.
+
+    length: its tokens. sequences: one for each that was inserted, of this length; they are the caller's.
+    truncated: tokens that were cut off the stored sequences. 0: the sequences go on bit for bit as the inserted ones
+        do. Up to 64: the same bytes are stored as if these tokens had never been. More: the newest pages, which a
+        sequence of this length reads exactly, stay encoded.
+    metadata: as it was given to insert.
+    """
+    length: int
+    sequences: list[Sequence]
+    truncated: int
+    metadata: dict[str, str]
+
+class PrefixIndex:
+    """Sequences by their token ids, so that a prompt that begins as an earlier one need not be computed again.
+
+    directory: a folder of snapshots, which is made if it is missing, and which processes may share: files are written
+        beside and renamed, and an entry is known when all of its files are complete. A damaged entry is reported by a
+        warning and in `problems`, and its files are removed. None: in memory.
+    max_bytes: the entries that were used least recently go when all take more. None: 1e9, in a directory 1e10.
+
+    An entry is one sequence or several: one for each cache of a model whose layers differ in geometry. Any thread may
+    make any call at any time.
+    """
+    def __init__(self, directory: str | Path | None = None, *, max_bytes: int | float | None = None):
+        ...
+    @property
+    def stats(self) -> PrefixStats:
+        """Counts of this object; entries and bytes are those of the directory."""
+    def find(self, tokens: SequenceOf[int], *, model: str = '', into: SequenceOf[Cache] | Callable[[int, dict[str, str]], Cache] | None = None) -> Prefix | None:
+        """The longest known prefix of token ids, of 64 tokens or more; None if there is none.
+
+        tokens: a model that must compute one token at least gives all but the last.
+        model: as it was given to insert; entries of another are never found.
+        into: where the sequences are made: a list of caches, one for each sequence, or a function of (place in the
+            entry, metadata) that makes such a cache, on the CPU or on a device. None: in memory they are forks in the
+            caches that were inserted, whose pages are shared; from a directory they have new caches on the CPU.
+
+        Errors: those of Snapshot.load, but for a damaged file.
+        """
+    def insert(self, tokens: SequenceOf[int], sequences: Iterable[Sequence] | Sequence, *, model: str = '', metadata: Mapping[str, str] | None = None) -> bool:
+        """Keeps sequences by their token ids. In memory forks are kept, which share pages with them.
+
+        tokens: as many as the sequences have. Fewer than 64 are never kept.
+        sequences: one, or one for each cache of a model.
+        model: names all that the sequences depend on besides the ids: the model, its weights, how they are stored.
+        metadata: the caller's own, a dict of str, which find returns; keys do not begin with "prefix.".
+
+        Returns whether they are kept: False where these tokens are known already, or alone exceed the budget.
+        """
+    def clear(self) -> None:
+        """Removes all entries, in a directory the files, too."""
+
+class PrefixStats:
+    """entries, bytes: what is kept; in memory an estimate, in which pages that entries share count once. lookups, hits:
+    calls of find, and those that found something. tokens: of all hits. evicted: entries that went to keep within the
+    budget. refused: entries that were damaged.
+    """
+    entries: int
+    bytes: int
+    lookups: int
+    hits: int
+    tokens: int
+    evicted: int
+    refused: int
+
 class Sequence:
     """One sequence of a cache. `len()` counts its tokens. Its pages are freed when the object goes, or by remove()."""
     def __init__(self, cache: Cache, number: int):
@@ -485,6 +552,18 @@ def calibrate(captures: str | Path | SequenceOf[str | Path], path: str | Path, *
     captures: safetensors files, as kvant.hf.capture writes them. path: the file to write, for
         kvant.hf.enable(bases=path) or kvant.Cache(bases=path, k_basis="calibrated", v_basis="calibrated").
     Errors: InvalidArgument, KvantError with the tool's sentence.
+    """
+
+def copy_sequences(sequences: Iterable[Sequence] | Sequence, to: Cache, *, progress: Callable[[int, int], Any] | None = None, stream: Any = None) -> list[Sequence]:
+    """Copies sequences of a cache to another one, on the CPU or on a device, wherever the first is.
+
+    The copies go on bit for bit, and pages that the sequences share are shared. The sequences stay: remove() frees
+    their pages, and so a device's sequence waits in host memory.
+    to: a cache whose configuration is that of the first in all that bytes and visibility depend on; after any error it
+        has the sequences that it had. progress: as for save. stream: as for Cache.write, of both caches.
+
+    Errors: InvalidArgument (one cache twice, another configuration, a step that is not written in every layer),
+    OutOfCapacity.
     """
 
 def eval(captures: str | Path | SequenceOf[str | Path], formats: str | SequenceOf[str] = (), *, basis: str | Path | None = None, report: str | Path | None = None, arguments: SequenceOf[str] = ()) -> dict[str, Any]:

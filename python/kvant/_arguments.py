@@ -86,7 +86,10 @@ def items(name: str, values: Any, what: str, count: int | None = None, of: str =
 
 def integers(name: str, values: Any, low: int, high: int, count: int | None = None, of: str = "") -> list[int]:
     """A list of whole numbers."""
-    return [integer(f"{name}[{i}]", n, low, high) for i, n in enumerate(items(name, values, "numbers", count, of))]
+    found = items(name, values, "numbers", count, of)
+    if set(map(type, found)) == {int} and low <= min(found) and max(found) <= high:
+        return found  # a long list of token ids takes 1/20 of the time that way
+    return [integer(f"{name}[{i}]", n, low, high) for i, n in enumerate(found)]
 
 
 def one_or_each(name: str, values: Any, count: int, low: int, high: int) -> list[int]:

@@ -377,6 +377,9 @@ snapshot_info = _function("kvant_snapshot_info", c_void_p, c_char_p, c_size_t, P
 snapshot_tokens = _function("kvant_snapshot_tokens", c_void_p, c_int64, _Counts, c_int64, _Counts)
 load = _function("kvant_load", c_void_p, POINTER(LoadOptions), POINTER(c_void_p), _Sequences)
 load_into = _function("kvant_load_into", c_void_p, c_void_p, POINTER(LoadOptions), _Sequences)
+copy_sequences = _function(
+    "kvant_copy_sequences", c_void_p, _Sequences, c_int64, c_void_p, _Sequences, Progress, c_void_p
+)
 snapshot_verify = _function("kvant_snapshot_verify", c_void_p, Progress, c_void_p)
 snapshot_copy = _function("kvant_snapshot_copy", c_void_p, c_char_p, Progress, c_void_p)
 attention_options_init = _function("kvant_attention_options_init", POINTER(AttentionOptions), c_size_t, result=None)

@@ -15,7 +15,7 @@ from . import _arguments, _c
 from ._cache import Cache, Sequence
 from ._errors import InvalidArgument
 
-__all__ = ["Loaded", "Snapshot", "SnapshotInfo", "load", "save"]
+__all__ = ["Loaded", "Snapshot", "SnapshotInfo", "copy_sequences", "load", "save"]
 
 
 @dataclass(frozen=True)
@@ -260,6 +260,44 @@ class Snapshot(_arguments.NotCopied):
         where = os.fsencode(_arguments.path("path", path))
         with _reporting(progress) as report:
             _c.check(_c.snapshot_copy(self._handle, where, report, None))
+
+
+def copy_sequences(
+    sequences: Iterable[Sequence] | Sequence,
+    to: Cache,
+    *,
+    progress: Callable[[int, int], Any] | None = None,
+    stream: Any = None,
+) -> list[Sequence]:
+    """Copies sequences of a cache to another one, on the CPU or on a device, wherever the first is.
+
+    The copies go on bit for bit, and pages that the sequences share are shared. The sequences stay: remove() frees
+    their pages, and so a device's sequence waits in host memory.
+    to: a cache whose configuration is that of the first in all that bytes and visibility depend on; after any error it
+        has the sequences that it had. progress: as for save. stream: as for Cache.write, of both caches.
+
+    Errors: InvalidArgument (one cache twice, another configuration, a step that is not written in every layer),
+    OutOfCapacity.
+    """
+    if not isinstance(to, Cache):
+        raise InvalidArgument(f"to = {_arguments.show(to)}: must be a kvant.Cache")
+    given = [sequences] if isinstance(sequences, Sequence) else _arguments.items("sequences", sequences, "sequences")
+    if not given:
+        return []
+    if not isinstance(given[0], Sequence):
+        raise InvalidArgument(f"sequences has {_arguments.show(given[0])}: must be sequences of one cache")
+    source = given[0].cache
+    ids = [s.number for s in source.owner.members(given)]
+    copies = (c_uint64 * len(ids))()
+    # In one order for all threads, or two calls in opposite directions would wait for each other.
+    first, second = sorted((source.owner, to.owner), key=id)
+    with _reporting(progress) as report, first.lock, second.lock, first.calling_back(), second.calling_back():
+        for owner in (source.owner, to.owner):
+            owner.use_stream(None if owner.device[0] == "cpu" else stream)
+        _c.check(
+            _c.copy_sequences(source.handle, _c.sequences(ids), len(ids), to.handle, copies, report, None)
+        )
+    return [Sequence(to, number) for number in copies]
 
 
 def load(path: str | Path, **options: Any) -> Loaded:

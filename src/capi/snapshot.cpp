@@ -245,6 +245,23 @@ kvant_status kvant_load_into(kvant_cache* cache, const kvant_snapshot* snapshot,
   });
 }
 
+kvant_status kvant_copy_sequences(const kvant_cache* from, const kvant_sequence* sequences, int64_t count,
+                                  kvant_cache* to, kvant_sequence* copies, kvant_progress progress,
+                                  void* progress_context) {
+  return guarded([&]() -> kvant::Status {
+    if (from == nullptr) return null_argument("from");
+    if (to == nullptr) return null_argument("to");
+    const auto ids = to_sequences(sequences, count);
+    if (!ids) return ids.status();
+    if (copies == nullptr && !ids->empty()) return null_argument("copies");
+    const kvant::CopyOptions options{
+        .progress = to_progress(progress, progress_context), .from_stream = from->stream, .to_stream = to->stream};
+    const auto made = kvant::copy_sequences(*from->cache, *ids, *to->cache, options);
+    if (!made) return made.status();
+    return give_ids(*made, copies);
+  });
+}
+
 kvant_status kvant_snapshot_verify(const kvant_snapshot* snapshot, kvant_progress progress, void* progress_context) {
   return guarded([&]() -> kvant::Status {
     if (snapshot == nullptr) return null_argument("snapshot");

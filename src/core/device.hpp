@@ -21,6 +21,7 @@
 #include "core/cache/table.hpp"
 #include "core/pages/device_blocks.hpp"
 #include "core/plan/planned.hpp"
+#include "core/store/slot_calls.hpp"
 #include "kvant/attention.hpp"
 #include "kvant/cache.hpp"
 
@@ -83,10 +84,11 @@ class DevicePages {
   // The same block, changed on the host in a copy: waits for all of the device's work, before and after.
   virtual Status edit(Pool pool, std::int32_t slot, int layer, int head,
                       const std::function<void(std::byte*)>& change) = 0;
-  // A whole slot, [layers][kv_heads] blocks side by side: waits for the stream. An upload is of a slot that no kernel
-  // reads yet.
-  virtual Status download_slot(Pool pool, std::int32_t slot, std::span<std::byte> to, Stream stream) = 0;
-  virtual Status upload_slot(Pool pool, std::int32_t slot, std::span<const std::byte> from, Stream stream) = 0;
+  // Whole slots, [layers][kv_heads] blocks side by side, after all that the stream has to do now. A download has the
+  // bytes when it returns. An upload is of slots that no kernel reads yet; what the stream gets later waits for it.
+  virtual Status download_slots(Pool pool, std::span<const std::int32_t> slots, const TakeSlot& take,
+                                Stream stream) = 0;
+  virtual Status upload_slots(Pool pool, std::span<const std::int32_t> slots, const FillSlot& fill, Stream stream) = 0;
   // Waits for the stream: true if a vector that is not finite was stored since the last call.
   virtual Result<bool> take_non_finite(Stream stream) = 0;
 };

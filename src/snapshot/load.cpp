@@ -127,15 +127,12 @@ Result<std::vector<SequenceId>> load_into(CacheImpl& cache, const SnapshotFile& 
       total += static_cast<std::int64_t>(part.sources(pool).size() * file.slot_bytes(pool));
     }
     Progress progress(options.progress, total);
-    std::vector<std::byte> copy;
     for (const Pool pool : {Pool::encoded, Pool::exact}) {
-      for (std::size_t n = 0; n < part.sources(pool).size(); ++n) {
-        const auto fill = [&](std::span<std::byte> out) {
-          return file.read_slot(pool, part.sources(pool)[n].number, out);
-        };
-        if (Status s = store.fill_slot(pool, restored->slots(pool)[n], copy, fill, options.stream); !s) return s;
-        if (Status s = progress.add(static_cast<std::int64_t>(file.slot_bytes(pool))); !s) return s;
-      }
+      const auto fill = [&](std::size_t n, std::span<std::byte> out) -> Status {
+        if (Status s = file.read_slot(pool, part.sources(pool)[n].number, out); !s) return s;
+        return progress.add(static_cast<std::int64_t>(file.slot_bytes(pool)));
+      };
+      if (Status s = store.fill_slots(pool, restored->slots(pool), fill, options.stream); !s) return s;
     }
     return {};
   };

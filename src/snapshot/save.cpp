@@ -4,10 +4,10 @@
 
 #include <algorithm>
 
-#include "codec/clear.hpp"
 #include "core/fmt.hpp"
 #include "io/path.hpp"
 #include "io/text.hpp"
+#include "snapshot/cache_slots.hpp"
 #include "snapshot/write.hpp"
 
 namespace kvant::snapshot {
@@ -37,30 +37,6 @@ Status check_tokens(const std::vector<std::vector<std::int64_t>>& tokens, const 
   }
   return {};
 }
-
-/// The slots of a cache. Rows that no sequence has are left out: they are remains of others.
-class CacheSlots {
- public:
-  CacheSlots(const CacheImpl& cache, const core::ImageBuilder& image, Stream stream)
-      : cache_(cache), image_(image), stream_(stream) {}
-
-  Result<std::span<const std::byte>> operator()(Pool pool, std::int32_t number, std::vector<std::byte>& copy) const {
-    const core::ImageBuilder::Source& source = image_.sources(pool)[to_size(number)];
-    const auto bytes = cache_.store().load_slot(pool, source.number, copy, stream_);
-    if (!bytes || source.tokens == kPageTokens) return bytes;
-    if (bytes->data() != copy.data()) copy.assign(bytes->begin(), bytes->end());
-    const codec::PageLayout& layout = cache_.layout(pool);
-    for (std::size_t begin = 0; begin < copy.size(); begin += layout.block_bytes) {
-      codec::clear_tokens(layout, copy.data() + begin, source.tokens);
-    }
-    return std::span<const std::byte>(copy);
-  }
-
- private:
-  const CacheImpl& cache_;
-  const core::ImageBuilder& image_;
-  Stream stream_;
-};
 
 bool same_folder(const std::string& a, const std::string& b) {
   struct stat x {

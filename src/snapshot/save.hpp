@@ -9,6 +9,9 @@ namespace kvant::snapshot {
 
 Status save(const CacheImpl& cache, const std::string& path, const SaveOptions& options);
 Result<std::vector<SequenceId>> load_into(CacheImpl& cache, const SnapshotFile& file, const LoadOptions& options);
+/// From a cache to another one.
+Result<std::vector<SequenceId>> copy_sequences(const CacheImpl& from, std::span<const SequenceId> ids, CacheImpl& to,
+                                               const CopyOptions& options);
 /// The configuration of a cache that load makes.
 Result<CacheConfig> config_for(const SnapshotFile& file, const LoadOptions& options);
 Status copy(const SnapshotFile& file, const std::string& path, const SnapshotProgress& progress);

@@ -2,6 +2,7 @@
 #include "kvant/snapshot.hpp"
 
 #include <exception>
+#include <functional>
 #include <new>
 
 #include "core/cache/impl.hpp"
@@ -17,9 +18,8 @@ auto without_exceptions(const std::string& path, Body&& body) -> decltype(body()
   try {
     return body();
   } catch (const std::bad_alloc&) {
-    return Status(
-        Code::out_of_memory,
-        fmt::format("{}: not enough memory for the snapshot's tables; nothing was changed", io::printable(path)));
+    return Status(Code::out_of_memory,
+                  fmt::format("{}: not enough memory for tables; nothing was changed", io::printable(path)));
   } catch (const std::exception& error) {
     return Status(Code::internal, fmt::format("{}: {}", io::printable(path), io::printable(error.what())));
   }
@@ -31,6 +31,26 @@ Status save(const Cache& cache, const std::string& path, const SaveOptions& opti
   return without_exceptions(path, [&] {
     const auto use = cache.impl().reading();
     return snapshot::save(cache.impl(), path, options);
+  });
+}
+
+Result<std::vector<SequenceId>> copy_sequences(const Cache& from, std::span<const SequenceId> sequences, Cache& to,
+                                               const CopyOptions& options) {
+  return without_exceptions("copy_sequences", [&]() -> Result<std::vector<SequenceId>> {
+    const CacheImpl& source = from.impl();
+    CacheImpl& target = to.impl();
+    if (&source == &target) {
+      return {Code::invalid_argument, "from and to are one cache: fork makes copies within a cache, which share pages"};
+    }
+    // In the order of their addresses, or two calls in opposite directions would wait for each other.
+    if (std::less<const CacheImpl*>()(&source, &target)) {
+      const auto reads = source.reading();
+      const auto changes = target.changing();
+      return snapshot::copy_sequences(source, sequences, target, options);
+    }
+    const auto changes = target.changing();
+    const auto reads = source.reading();
+    return snapshot::copy_sequences(source, sequences, target, options);
   });
 }
 

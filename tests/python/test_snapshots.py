@@ -233,3 +233,41 @@ def test_a_damaged_page_is_named(cache, path):
     path.write_bytes(damaged)
     with pytest.raises(kvant.BadFile, match='row [0-9]+ of tensor "(encoded|exact)"'):
         kvant.load(path)
+
+
+def test_copies_in_another_cache(cache):
+    first = cache.sequence()
+    append(first, 1, 300)
+    second = first.fork()
+    append(second, 100, 30)
+    other = kvant.Cache(kv_heads=HEADS, head_dim=DIM, layers=LAYERS, capacity_tokens=640, max_sequences=8)
+    seen = []
+    copies = kvant.copy_sequences([first, second], other, progress=lambda done, total: seen.append((done, total)))
+    assert [len(s) for s in copies] == [300, 330] and copies[0].cache is other
+    assert seen[-1][0] == seen[-1][1] > 0
+    assert other.memory().encoded_bytes == cache.memory().encoded_bytes  # shared pages are there once
+    for mine, theirs in zip((first, second), copies, strict=True):
+        append(mine, 1000, 40)
+        append(theirs, 1000, 40)
+        for a, b in zip(attend(cache, mine), attend(other, theirs), strict=True):
+            assert np.array_equal(a, b)
+    with pytest.raises(kvant.OutOfCapacity, match="the copy needs"):
+        kvant.copy_sequences([first, second], other)
+    assert [len(s) for s in copies] == [340, 370]
+    assert kvant.copy_sequences([], other) == []
+    for arguments, message in (
+        ((first, cache), "one cache"),
+        ((3, other), "sequences"),
+        (([3], other), "must be sequences"),
+        (([first, copies[0]], other), "must be sequences of this cache"),
+        ((first, kvant.Cache(kv_heads=HEADS, head_dim=DIM, layers=LAYERS, k="tq4")), "differ in k = tq6 and tq4"),
+        ((first, 3), "must be a kvant.Cache"),
+    ):
+        with pytest.raises(kvant.InvalidArgument, match=message):
+            kvant.copy_sequences(*arguments)
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kvant.copy_sequences(copies[0], kvant.Cache(kv_heads=HEADS, head_dim=DIM, layers=LAYERS), progress=stop)

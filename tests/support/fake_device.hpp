@@ -103,15 +103,17 @@ class FakeStore final : public core::DevicePages {
     std::memcpy(to, block(pool, slot, layer, head), layout(pool).block_bytes);
     return {};
   }
-  Status download_slot(Pool pool, std::int32_t slot, std::span<std::byte> to, Stream) override {
-    EXPECT_EQ(to.size(), slot_bytes(layout(pool)));
-    std::memcpy(to.data(), block(pool, slot, 0, 0), to.size());
+  Status download_slots(Pool pool, std::span<const std::int32_t> slots, const core::TakeSlot& take, Stream) override {
+    for (std::size_t n = 0; n < slots.size(); ++n) {
+      if (Status s = take(n, {block(pool, slots[n], 0, 0), slot_bytes(layout(pool))}); !s) return s;
+    }
     return {};
   }
-  Status upload_slot(Pool pool, std::int32_t slot, std::span<const std::byte> from, Stream) override {
+  Status upload_slots(Pool pool, std::span<const std::int32_t> slots, const core::FillSlot& fill, Stream) override {
     if (!refuses_upload.ok()) return refuses_upload;
-    EXPECT_EQ(from.size(), slot_bytes(layout(pool)));
-    std::memcpy(block(pool, slot, 0, 0), from.data(), from.size());
+    for (std::size_t n = 0; n < slots.size(); ++n) {
+      if (Status s = fill(n, {block(pool, slots[n], 0, 0), slot_bytes(layout(pool))}); !s) return s;
+    }
     return {};
   }
   Result<bool> take_non_finite(Stream) override { return std::exchange(non_finite, false); }

@@ -7,6 +7,9 @@
 
     cache = kvant.hf.cache(model)                # or a cache of one's own: several turns, prefixes (copy.deepcopy)
     model.generate(**inputs, past_key_values=cache)
+    kvant.hf.save(cache, "chat.kvs")             # and kvant.hf.load(model, "chat.kvs"), in another process
+
+    kvant.hf.enable(model, prefix_cache="DIR")   # prompts that begin as earlier ones are not computed again
 
 Needs torch and transformers 5.16 or newer.
 """
@@ -20,12 +23,14 @@ from typing import Any
 
 import kvant
 
-from . import attention, masks, versions
+from . import attention, masks, saving, versions
 from ._capture import capture
 from ._evaluate import evaluate
 from .cache import KvantCache
 from .graphs import StepGraph
+from .prefixes import Generate, Prefixes, is_plain_text, make_index
 from .report import Report, make_report, report_of_another
+from .saving import save
 from .settings import Settings
 
 __all__ = [
@@ -38,7 +43,9 @@ __all__ = [
     "disable",
     "enable",
     "evaluate",
+    "load",
     "report",
+    "save",
 ]
 
 versions.register(attention.attend, masks.make)
@@ -49,6 +56,7 @@ class _Enabled:
 
     def __init__(self, settings: Settings, state: list):
         self.settings, self.state = settings, state
+        self.prefixes: Prefixes | None = None
         self.last: Any = None  # a weak reference to the cache that was made last
         self.last_report: Report | None = None  # of that cache, when it went
         self.warned: set[str] = set()
@@ -56,7 +64,7 @@ class _Enabled:
 
     def __deepcopy__(self, memo: dict) -> _Enabled:
         other = _Enabled(self.settings, copy.deepcopy(self.state, memo))  # of the copied model's configurations
-        other.hook = copy.deepcopy(self.hook, memo)
+        other.hook, other.prefixes = copy.deepcopy(self.hook, memo), copy.deepcopy(self.prefixes, memo)
         return other
 
     def used_another(self, model: Any, used: Any, origin: str) -> None:
@@ -85,9 +93,12 @@ class _Enabled:
             self.last_report = make_report(going)
 
 
-def enable(model: Any, **options: Any) -> Any:
+def enable(model: Any, *, prefix_cache: Any = None, **options: Any) -> Any:
     """Makes generate() of a model use kvant, with nothing else changed. Returns the model.
 
+    prefix_cache: a directory, megabytes of memory, or a kvant.PrefixIndex: a prompt that begins as an earlier prompt
+        and its answer did is not computed again, in generate() of one text. Weights that are changed later need another
+        enable().
     options: see Settings (k="tq6", v="tq4", skip_layers=(), strict=False, ...). May be called again with others.
         Errors: TypeError, kvant.InvalidArgument for options; kvant.Unsupported with strict=True where a layer would be
         left to transformers; ValueError for encoders, and for models that compute attention in ways of their own.
@@ -98,10 +109,13 @@ def enable(model: Any, **options: Any) -> Any:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder, whose two caches kvant.hf does not replace")
     _check_that_caches_are_taken(model)
     settings = Settings.make(**options)
-    _untouched(model, settings)
+    untouched, prefixes = _untouched(model, settings), None
+    if prefix_cache is not None:
+        prefixes = Prefixes(make_index(prefix_cache), model, settings, untouched)
     enabled = model.__dict__.get("_kvant")
     if enabled is not None:
         enabled.settings = settings
+        _use_prefixes(model, enabled, prefixes)
         return model
     state = versions.attention_state(model)
     try:
@@ -113,7 +127,15 @@ def enable(model: Any, **options: Any) -> Any:
     enabled.hook = model.register_forward_pre_hook(_look_at_cache, with_kwargs=True)
     if hasattr(model, "_prepare_cache_for_generation"):
         model.__dict__["_prepare_cache_for_generation"] = _Prepare(model)
+    _use_prefixes(model, enabled, prefixes)
     return model
+
+
+def _use_prefixes(model: Any, enabled: _Enabled, prefixes: Prefixes | None) -> None:
+    enabled.prefixes = prefixes
+    model.__dict__.pop("generate", None)
+    if prefixes is not None:
+        model.__dict__["generate"] = Generate(model)
 
 
 def disable(model: Any) -> Any:
@@ -121,6 +143,7 @@ def disable(model: Any) -> Any:
     enabled = model.__dict__.pop("_kvant", None)
     if enabled is not None:
         model.__dict__.pop("_prepare_cache_for_generation", None)
+        model.__dict__.pop("generate", None)
         enabled.hook.remove()
         versions.restore_attention(enabled.state)
     return model
@@ -138,6 +161,26 @@ def cache(model: Any, *, max_length: int | None = None, batch: int | None = None
     made = KvantCache(
         model.config, settings, max_length=max_length, batch=batch, devices=versions.layer_devices(model)
     )
+    made.model = weakref.ref(model)
+    if enabled is not None:
+        enabled.watch(made)
+    return made
+
+
+def load(
+    model: Any, path: Any, *, max_length: int | None = None, batch: int | None = None, tokens: Any = None
+) -> KvantCache:
+    """A cache that save() wrote, to be passed as past_key_values. It goes on bit for bit.
+
+    model: the one that the cache was made for; others, and other weights, are refused. Formats are those of the file.
+    max_length, batch: as for cache(). tokens: token ids of each row without padding; a file with others is refused.
+
+    Errors: ValueError (the file is none of kvant.hf, or of other layers); those of kvant.load.
+    """
+    enabled = model.__dict__.get("_kvant")
+    settings = None if enabled is None else enabled.settings
+    made = saving.load(model, path, settings, max_length=max_length, batch=batch, tokens=tokens)
+    made.model = weakref.ref(model)
     if enabled is not None:
         enabled.watch(made)
     return made
@@ -207,11 +250,32 @@ class _Prepare:
             model.__dict__["_kvant"].used_another(model, got, origin)
         if given is None and versions.is_default_cache(got, generation_config):
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-            made = cache(model, max_length=max_cache_length + 1, batch=rows)
+            made = self._make(model, model_kwargs, generation_mode, rows, max_cache_length + 1)
             if generation_config.is_assistant:
                 made.activate_past_recording()
             model_kwargs[name] = made
         return result
+
+    @staticmethod
+    def _make(model: Any, model_kwargs: dict, mode: Any, rows: int, max_length: int) -> KvantCache:
+        """The cache of a generate(): with the longest known prefix, or empty."""
+        enabled, made = model.__dict__["_kvant"], None
+        request = None if enabled.prefixes is None else enabled.prefixes.request()
+        if request is not None and not is_plain_text(model_kwargs):
+            request = None
+        if request is not None and versions.continues_caches(mode):
+            capacity = {"max_length": max_length, "batch": rows}
+            made = enabled.prefixes.cache_for(request, model, enabled.settings, capacity)
+        if made is None:
+            made = cache(model, max_length=max_length, batch=rows)
+        else:
+            made.model = weakref.ref(model)
+            enabled.watch(made)
+            if rows > 1:
+                made.batch_repeat_interleave(rows)
+        if request is not None:
+            request.cache = made
+        return made
 
     def __deepcopy__(self, memo: dict) -> _Prepare:
         return _Prepare(memo[id(self._model())])

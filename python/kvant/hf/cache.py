@@ -44,6 +44,7 @@ class KvantCache(versions.Cache):
         self.stored: torch.Tensor | None = None  # [rows, length] bool; None: all are
         self.reasons: dict[int, str] = {}  # why a layer is not stored by kvant
         self.on_close = None  # called with the cache before it goes
+        self.model: weakref.ref | None = None  # that it was made for
         self._note: tuple | None = None  # padding of the step to come: (offset, tokens, real, counts)
         self._step: Step | None = None
         self._warned = False
@@ -449,7 +450,8 @@ class KvantCache(versions.Cache):
 
     def __reduce_ex__(self, protocol: Any):
         raise TypeError(
-            "a kvant cache cannot be pickled: its pages live in memory of the library; copy.deepcopy() works"
+            "a kvant cache cannot be pickled: its pages live in memory of the library; kvant.hf.save() writes them to "
+            "a file, and copy.deepcopy() works"
         )
 
     def __del__(self):

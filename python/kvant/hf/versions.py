@@ -52,6 +52,7 @@ __all__ = [
     "CacheLayerMixin",
     "PreTrainedModel",
     "attention_state",
+    "continues_caches",
     "cross_attention_layers",
     "decoder_config",
     "given_cache",
@@ -322,6 +323,11 @@ def set_attention(model: Any) -> None:
 def is_default_cache(cache: Any, generation_config: Any) -> bool:
     """Whether generate() made this cache because nobody asked for another."""
     return type(cache) is DynamicCache and generation_config.cache_implementation is None
+
+
+def continues_caches(generation_mode: Any) -> bool:
+    """Whether generate() gives the model only what a cache lacks. Assisted generation gives it the whole prompt."""
+    return getattr(generation_mode, "value", None) in ("greedy_search", "sample", "beam_search", "beam_sample")
 
 
 def given_cache(arguments: dict[str, Any]) -> Any:

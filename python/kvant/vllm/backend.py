@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from . import dtypes, versions
+from . import connectors, dtypes, versions
 from .layer import BLOCK_TOKENS
 from .versions import (
     AttentionBackend,
@@ -79,7 +79,11 @@ class KvantBackend(AttentionBackend):
             raise RuntimeError(
                 "kvant: vLLM sizes pages before it has a configuration or a layer that name a cache dtype of kvant"
             )
-        return replace(spec, state_content_bytes=dtypes.token_bytes(dtypes.names()[name], spec.head_size, k_centre))
+        size = dtypes.token_bytes(dtypes.names()[name], spec.head_size, k_centre)
+        reason = connectors.why_not(versions.connectors(versions.configuration()), spec.num_kv_heads, size)
+        if reason is not None:
+            raise NotImplementedError(f"kvant: {reason}")
+        return replace(spec, state_content_bytes=size)
 
     # --- what is supported --------------------------------------------------------------------------------------------
 

@@ -248,6 +248,20 @@ def moves_blocks(vllm_config) -> bool:
     return getattr(vllm_config, "kv_transfer_config", None) is not None
 
 
+def connectors(vllm_config) -> list[tuple[str, dict]]:
+    """Names and extra configurations of the KV connectors, those inside a MultiConnector, too."""
+    config = getattr(vllm_config, "kv_transfer_config", None)
+    waiting = [(getattr(config, "kv_connector", None), getattr(config, "kv_connector_extra_config", None))]
+    found = []
+    while waiting:
+        name, extra = waiting.pop(0)
+        if name:
+            found.append((str(name), dict(extra or {})))
+        for inner in (extra or {}).get("connectors") or ():
+            waiting.append((inner.get("kv_connector"), inner.get("kv_connector_extra_config")))
+    return found
+
+
 def is_cuda() -> bool:
     """Whether vLLM runs on NVIDIA devices. Starts no driver."""
     from vllm.platforms import current_platform

@@ -33,6 +33,7 @@ struct TableImage {
   };
   std::vector<Sequence> sequences;
   std::int32_t exact = 0, encoded = 0, identities = 0;  // how many numbers there are
+  const char* origin = "the snapshot";                  // for messages
 };
 
 /// Makes an image of pages that have numbers of another kind: slots of a cache, or numbers of another image.

@@ -157,11 +157,11 @@ Result<CacheTable::Demand> CacheTable::check_restore(const TableImage& image) co
     const std::int64_t length = image.sequences[i].length;
     if (length <= config_.sequence_tokens) continue;
     return {Code::out_of_capacity,
-            fmt::format("sequence {} of the snapshot has {} tokens, and a sequence of this cache may have {} at most; "
+            fmt::format("sequence {} of {} has {} tokens, and a sequence of this cache may have {} at most; "
                         "create the cache with a larger max_sequence_tokens",
-                        i, length, config_.sequence_tokens)};
+                        i, image.origin, length, config_.sequence_tokens)};
   }
-  if (Status s = check_capacity("the snapshot", image.identities, 0); !s) return s;
+  if (Status s = check_capacity(image.origin, image.identities, 0); !s) return s;
   const auto total = [](const PagePool& pool, std::int64_t taken) {
     return pool.slots() + std::max<std::int64_t>(0, taken - pool.free_slots());
   };

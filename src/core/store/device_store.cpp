@@ -111,16 +111,20 @@ Result<const std::byte*> DeviceStore::load(Pool pool, std::int32_t slot, int lay
 
 Result<std::span<const std::byte>> DeviceStore::load_slot(Pool pool, std::int32_t slot, std::vector<std::byte>& copy,
                                                           Stream stream) {
-  copy.resize(slot_bytes(pool));
-  if (Status s = pages_->download_slot(pool, slot, copy, stream); !s) return s;
+  const auto take = [&](std::size_t, std::span<const std::byte> bytes) -> Status {
+    copy.assign(bytes.begin(), bytes.end());
+    return {};
+  };
+  if (Status s = pages_->download_slots(pool, {&slot, 1}, take, stream); !s) return s;
   return std::span<const std::byte>(copy);
 }
 
-Status DeviceStore::fill_slot(Pool pool, std::int32_t slot, std::vector<std::byte>& copy,
-                              const std::function<Status(std::span<std::byte>)>& fill, Stream stream) {
-  copy.resize(slot_bytes(pool));
-  if (Status s = fill(copy); !s) return s;
-  return pages_->upload_slot(pool, slot, copy, stream);
+Status DeviceStore::load_slots(Pool pool, std::span<const std::int32_t> slots, const TakeSlot& take, Stream stream) {
+  return pages_->download_slots(pool, slots, take, stream);
+}
+
+Status DeviceStore::fill_slots(Pool pool, std::span<const std::int32_t> slots, const FillSlot& fill, Stream stream) {
+  return pages_->upload_slots(pool, slots, fill, stream);
 }
 
 Status DeviceStore::edit_block(std::int32_t slot, int layer, int head, const std::function<void(std::byte*)>& change) {
@@ -202,12 +206,12 @@ Status DeviceStore::reorder(std::span<const SequenceId> ids, std::span<const std
 
 Result<CacheTable::Restored> DeviceStore::restore(const TableImage& image, const CacheTable::Demand& demand,
                                                   std::optional<Dtype>, Stream stream) {
-  if (Status s = check_slots("the snapshot", demand); !s) return s;
+  if (Status s = check_slots(image.origin, demand); !s) return s;
   if (image.sequences.size() > free_places_.size()) {
     return {Code::out_of_capacity,
-            fmt::format("the snapshot has {} sequences, and {} of max_sequences = {} are free; remove sequences, or "
+            fmt::format("{} has {} sequences, and {} of max_sequences = {} are free; remove sequences, or "
                         "create the cache with a larger max_sequences",
-                        image.sequences.size(), free_places_.size(), spec_.config.max_sequences)};
+                        image.origin, image.sequences.size(), free_places_.size(), spec_.config.max_sequences)};
   }
   settle_late();  // those may have had these slots
   CacheTable::Restored restored = table_.restore(image, demand);

@@ -127,9 +127,18 @@ Result<std::span<const std::byte>> HostStore::load_slot(Pool pool, std::int32_t 
   return std::span<const std::byte>(block(pool, slot, 0, 0), slot_bytes(pool));
 }
 
-Status HostStore::fill_slot(Pool pool, std::int32_t slot, std::vector<std::byte>&,
-                            const std::function<Status(std::span<std::byte>)>& fill, Stream) {
-  return fill({storage(pool).block(slot, 0, 0), slot_bytes(pool)});
+Status HostStore::load_slots(Pool pool, std::span<const std::int32_t> slots, const TakeSlot& take, Stream) {
+  for (std::size_t n = 0; n < slots.size(); ++n) {
+    if (Status s = take(n, {block(pool, slots[n], 0, 0), slot_bytes(pool)}); !s) return s;
+  }
+  return {};
+}
+
+Status HostStore::fill_slots(Pool pool, std::span<const std::int32_t> slots, const FillSlot& fill, Stream) {
+  for (std::size_t n = 0; n < slots.size(); ++n) {
+    if (Status s = fill(n, {storage(pool).block(slots[n], 0, 0), slot_bytes(pool)}); !s) return s;
+  }
+  return {};
 }
 
 Status HostStore::edit_block(std::int32_t slot, int layer, int head, const std::function<void(std::byte*)>& change) {

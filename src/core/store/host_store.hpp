@@ -21,8 +21,8 @@ class HostStore final : public PageStore {
   [[nodiscard]] std::size_t load_bytes() const noexcept override { return 0; }
   Result<std::span<const std::byte>> load_slot(Pool pool, std::int32_t slot, std::vector<std::byte>& copy,
                                                Stream stream) override;
-  Status fill_slot(Pool pool, std::int32_t slot, std::vector<std::byte>& copy,
-                   const std::function<Status(std::span<std::byte>)>& fill, Stream stream) override;
+  Status load_slots(Pool pool, std::span<const std::int32_t> slots, const TakeSlot& take, Stream stream) override;
+  Status fill_slots(Pool pool, std::span<const std::int32_t> slots, const FillSlot& fill, Stream stream) override;
 
   SequenceId add() override { return table_.add(); }
   Result<SequenceId> fork(SequenceId parent) override { return table_.fork(parent); }

@@ -21,6 +21,7 @@
 #include "core/cache/image.hpp"
 #include "core/cache/spec.hpp"
 #include "core/cache/table.hpp"
+#include "core/store/slot_calls.hpp"
 #include "kvant/attention.hpp"
 
 namespace kvant {
@@ -77,9 +78,10 @@ class PageStore {
   /// The bytes of a slot: where they are, or in `copy` where the host does not reach them.
   virtual Result<std::span<const std::byte>> load_slot(Pool pool, std::int32_t slot, std::vector<std::byte>& copy,
                                                        Stream stream) = 0;
-  /// Has `fill` write the bytes of a slot that restore took: in place, or in `copy`, which then goes there.
-  virtual Status fill_slot(Pool pool, std::int32_t slot, std::vector<std::byte>& copy,
-                           const std::function<Status(std::span<std::byte>)>& fill, Stream stream) = 0;
+  /// The same of several slots: a device sends the next ones while `take` has these.
+  virtual Status load_slots(Pool pool, std::span<const std::int32_t> slots, const TakeSlot& take, Stream stream) = 0;
+  /// Has `fill` write the bytes of slots that restore took: in place, or where they are sent to a device from.
+  virtual Status fill_slots(Pool pool, std::span<const std::int32_t> slots, const FillSlot& fill, Stream stream) = 0;
 
   // --- sequences: changes of the table, and what follows from them ---
 

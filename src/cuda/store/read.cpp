@@ -99,20 +99,20 @@ Status Store::edit(core::Pool pool, std::int32_t slot, int layer, int head,
   return {};
 }
 
-Status Store::download_slot(core::Pool pool, std::int32_t slot, std::span<std::byte> to, Stream stream) {
+Status Store::download_slots(core::Pool pool, std::span<const std::int32_t> slots, const core::TakeSlot& take,
+                             Stream stream) {
   const Current current(config_.device);
-  const std::byte* from = block(pool, slot, 0, 0).data();
-  KVANT_CUDA_TRY(cudaMemcpyAsync(to.data(), from, to.size(), cudaMemcpyDeviceToHost, native(stream)));
-  KVANT_CUDA_TRY(cudaStreamSynchronize(native(stream)));
-  return {};
+  const std::uint64_t slot_bytes = pool == core::Pool::exact ? view_.exact_slot_bytes : view_.encoded_slot_bytes;
+  const auto from = [&](std::size_t n) { return block(pool, slots[n], 0, 0).data(); };
+  return transfer_.download(slots.size(), slot_bytes, from, take, native(stream));
 }
 
-Status Store::upload_slot(core::Pool pool, std::int32_t slot, std::span<const std::byte> from, Stream stream) {
+Status Store::upload_slots(core::Pool pool, std::span<const std::int32_t> slots, const core::FillSlot& fill,
+                           Stream stream) {
   const Current current(config_.device);
-  std::byte* to = block(pool, slot, 0, 0).data();
-  KVANT_CUDA_TRY(cudaMemcpyAsync(to, from.data(), from.size(), cudaMemcpyHostToDevice, native(stream)));
-  KVANT_CUDA_TRY(cudaStreamSynchronize(native(stream)));  // the caller fills the buffer again
-  return {};
+  const std::uint64_t slot_bytes = pool == core::Pool::exact ? view_.exact_slot_bytes : view_.encoded_slot_bytes;
+  const auto to = [&](std::size_t n) { return block(pool, slots[n], 0, 0).data(); };
+  return transfer_.upload(slots.size(), slot_bytes, to, fill, native(stream));
 }
 
 Result<bool> Store::take_non_finite(Stream stream) {

@@ -15,6 +15,7 @@
 #include "core/device.hpp"
 #include "cuda/append/write.hpp"
 #include "cuda/store/planned_pages.hpp"
+#include "cuda/store/transfer.hpp"
 #include "cuda/view.hpp"
 
 namespace kvant::cuda {
@@ -48,8 +49,10 @@ class Store final : public core::DevicePages, public PlannedPages {
   Status download(core::Pool pool, std::int32_t slot, int layer, int head, std::byte* to, Stream stream) override;
   Status edit(core::Pool pool, std::int32_t slot, int layer, int head,
               const std::function<void(std::byte*)>& change) override;
-  Status download_slot(core::Pool pool, std::int32_t slot, std::span<std::byte> to, Stream stream) override;
-  Status upload_slot(core::Pool pool, std::int32_t slot, std::span<const std::byte> from, Stream stream) override;
+  Status download_slots(core::Pool pool, std::span<const std::int32_t> slots, const core::TakeSlot& take,
+                        Stream stream) override;
+  Status upload_slots(core::Pool pool, std::span<const std::int32_t> slots, const core::FillSlot& fill,
+                      Stream stream) override;
   Result<bool> take_non_finite(Stream stream) override;
 
  private:
@@ -79,6 +82,7 @@ class Store final : public core::DevicePages, public PlannedPages {
   std::vector<PageChange> page_changes_;
   std::vector<LengthChange> length_changes_;
   std::vector<core::SlotCopy> copies_;
+  Transfer transfer_;
 };
 
 Result<std::unique_ptr<core::DevicePages>> make_pages(const core::DevicePagesConfig& config);

@@ -1,0 +1,307 @@
+"""Caches of models in files: one snapshot for each group of layers, and what a KvantCache knows beyond them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import secrets
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+import kvant
+from kvant import _arguments
+
+from . import versions
+from .cache import KvantCache
+from .groups import Group
+from .layers import Family, KvantLayer
+from .settings import Settings
+
+_HERE = frozenset({"threads", "isa", "strict", "bases"})  # options that depend on the process and not on the bytes
+_SAMPLES = 64
+_VOLATILE = ("_name_or_path", "transformers_version", "use_cache", "architectures")
+
+
+# --- what a model is ---
+
+
+def fingerprint(model: Any) -> str:
+    """A text that tells models apart: the class, its configuration, and of every weight the name, shape and dtype and
+    64 values. Fine-tuned models differ in nearly all weights; reading them whole would take seconds."""
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _VOLATILE and "attn_implementation" not in k}
+    digest = blake2b(json.dumps([type(model).__name__, config], sort_keys=True, default=str).encode(), digest_size=16)
+    by_device: dict[Any, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for name, x in [*model.named_parameters(), *model.named_buffers()]:
+            digest.update(f"{name} {list(x.shape)} {x.dtype};".encode())
+            if x.device.type == "meta" or not x.numel():
+                continue
+            flat = x.detach().reshape(-1) if x.is_contiguous() else x.detach().flatten()
+            places = torch.linspace(0, flat.numel() - 1, _SAMPLES, dtype=torch.float64).long()
+            by_device.setdefault(x.device, []).append(flat[places.to(x.device)].float())
+    for samples in by_device.values():  # one transfer for each device
+        digest.update(torch.cat(samples).cpu().numpy().tobytes())
+    return f"{type(model).__name__} {digest.hexdigest()}"
+
+
+def stored_options(settings: Settings) -> dict[str, Any]:
+    """The options that stored bytes depend on, but for calibrated bases."""
+    return {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in _HERE}
+
+
+# --- what a cache is, beside its pages ---
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A group of layers."""
+
+    members: list[int]
+    heads: int
+    dim: int
+    dtype: str
+
+
+def why_not_whole(cache: KvantCache) -> str | None:
+    """Why the pages of kvant are not all that a cache holds; None if they are."""
+    for i, layer in enumerate(cache.layers):
+        if not isinstance(layer, KvantLayer) and versions.kind_of_layer(layer)[0] != "none":
+            return f"layer {i} is left to transformers ({cache.reasons.get(i, 'transformers keeps its cache')})"
+    return None
+
+
+def describe(cache: KvantCache) -> dict[str, str]:
+    """The metadata that adopt() reads."""
+    parts = []
+    for group in cache.groups:
+        dtype = str(cache.layers[group.members[0]].dtype).removeprefix("torch.")
+        parts.append([group.members, group.cache.kv_heads, group.cache.head_dim, dtype])
+    stored = ""
+    if cache.stored is not None:
+        bits = torch.nn.functional.pad(cache.stored.cpu().flatten().to(torch.uint8), (0, -cache.stored.numel() % 8))
+        weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
+        stored = base64.b64encode((bits.reshape(-1, 8) * weights).sum(1).to(torch.uint8).numpy().tobytes()).decode()
+    return {
+        "hf.groups": json.dumps(parts),
+        "hf.rows": str(cache.rows),
+        "hf.length": str(cache.length),
+        "hf.stored": stored,
+        "hf.options": json.dumps(stored_options(cache.settings)),
+    }
+
+
+class Adopted:
+    """A cache in the making, whose sequences come from elsewhere. metadata: as describe() had it.
+
+    Errors: ValueError: the metadata are of another model, or none of kvant.hf.
+    """
+
+    def __init__(self, model: Any, settings: Settings, metadata: dict[str, str], capacity: dict[str, int | None]):
+        try:
+            self.parts = [_Part(*part) for part in json.loads(metadata["hf.groups"])]
+            self.rows, self.length = int(metadata["hf.rows"]), int(metadata["hf.length"])
+            self.padding = metadata["hf.stored"]
+            if not (self.rows > 0 and 0 < self.length < 1 << 31 and self.rows < 1 << 20):
+                raise ValueError(f"{self.rows} rows of {self.length} tokens")
+            packed = base64.b64decode(self.padding, validate=True)
+            if packed and len(packed) != (self.rows * self.length + 7) // 8:
+                raise ValueError(f"{len(packed)} bytes of padding for {self.rows} rows of {self.length} tokens")
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is no cache of kvant.hf: {error}") from None
+        self.devices = versions.layer_devices(model)
+        self.cache = KvantCache(model.config, settings, devices=self.devices, **capacity)
+        self.default_device = str(model.device) if model.device.type == "cpu" or model.device.index is not None else (
+            f"{model.device.type}:0"
+        )
+        self._packed = packed
+        self.families = [self._family(part) for part in self.parts]
+        members = sorted(i for part in self.parts for i in part.members)
+        ours = [layer.index for layer in self.cache.layers if isinstance(layer, KvantLayer)]
+        if members != ours:
+            raise ValueError(f"it has the layers {members}, and this model's cache would store {ours}")
+
+    def _family(self, part: _Part) -> Family:
+        layers = [self.cache.layers[i] for i in part.members if 0 <= i < len(self.cache.layers)]
+        if len(layers) != len(part.members) or not all(isinstance(layer, KvantLayer) for layer in layers) or not layers:
+            raise ValueError(f"it stores the layers {part.members}, which this model's cache does not")
+        family = layers[0].family
+        if family.geometry is None:  # one that only tensors tell
+            family = layers[0].family = Family([layers[0].index], (part.heads, part.dim), family.window)
+        if family.members != part.members or family.geometry != (part.heads, part.dim):
+            raise ValueError(
+                f"its layers {part.members} have {part.heads} heads of {part.dim}, and those of this model's cache "
+                f"({family.members}) have {family.geometry[0]} of {family.geometry[1]}"
+            )
+        return family
+
+    def device(self, place: int) -> str:
+        return self.devices.get(self.parts[place].members[0], self.default_device)
+
+    def make_cache(self, place: int, device: str | None = None) -> kvant.Cache:
+        """An empty kvant cache for a group."""
+        part, family = self.parts[place], self.families[place]
+        device = device or self.device(place)
+        group, reason = self.cache._new_group(part.members, part.heads, part.dim, family.window, device)
+        if reason is not None:
+            raise kvant.Unsupported(f"layers {part.members}: {reason}")
+        return group.cache
+
+    def finish(self, sequences: list[list[kvant.Sequence]], length: int | None = None) -> KvantCache:
+        """The cache over sequences: of each group those of all rows. length: less than it was, of one unpadded row."""
+        cache, s = self.cache, self.cache.settings
+        length = self.length if length is None else length
+        for part, family, rows, place in zip(self.parts, self.families, sequences, range(len(sequences))):
+            group = Group(rows[0].cache, part.members, s.threads, s.isa)
+            group._use(rows, [len(row) for row in rows])
+            group.length = length
+            family.group = group
+            cache.groups.append(group)
+            for slot, i in enumerate(part.members):
+                layer = cache.layers[i]
+                layer.group, layer.slot, layer.length, layer.family = group, slot, length, family
+                layer.dtype, layer.device = getattr(torch, part.dtype), torch.device(self.device(place))
+        cache.rows, cache.length = self.rows, length
+        counts = [length] * self.rows
+        if self._packed:
+            bits = torch.frombuffer(bytearray(self._packed), dtype=torch.uint8)[:, None]
+            bits = (bits >> torch.arange(8, dtype=torch.uint8)) & 1
+            stored = bits.flatten()[: self.rows * self.length].reshape(self.rows, self.length).bool()
+            cache.stored = stored.to(self.device(0))
+            counts = stored.sum(1).tolist()
+        for group in cache.groups:
+            if group.rows != counts:
+                raise ValueError(f"its sequences have {group.rows} tokens, and its rows {counts}")
+        return cache
+
+
+# --- files ---
+
+
+def _model_name(cache: KvantCache, model: Any) -> str:
+    if model is None:
+        model = None if cache.model is None else cache.model()
+    if model is None:
+        raise ValueError("the model of this cache is gone or was never known: pass model=, which load compares")
+    return fingerprint(model)
+
+
+def _old_parts(path: str) -> list[str]:
+    """The files that an older snapshot of that name needs beside it."""
+    try:
+        return _parts(kvant.Snapshot(path).info, path)
+    except (kvant.KvantError, ValueError):
+        return []
+
+
+def _parts(info: kvant.SnapshotInfo, path: str) -> list[str]:
+    try:
+        names = json.loads(info.metadata["hf.parts"])
+        folder, base = os.path.split(path)
+        if not all(isinstance(n, str) and n == os.path.basename(n) and n.startswith(f"{base}.") for n in names):
+            raise ValueError("names of other folders")
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path}: this is no cache of kvant.hf (kvant.load reads snapshots of kvant.Cache)") from None
+    return [os.path.join(folder, name) for name in names]
+
+
+def save(
+    cache: KvantCache,
+    path: Any,
+    *,
+    model: Any = None,
+    tokens: Any = None,
+    name: str = "",
+) -> None:
+    """Writes a cache of a model to a file. A cache that is loaded goes on bit for bit as this one does.
+
+    path: of a snapshot (docs/snapshots.md). Where layers differ in geometry there is one for each; the others stand
+        beside it as PATH.ID.N and are moved with it. An older cache of that path stays whole until the new one is.
+    model: whose cache it is. None: the model that it was made for.
+    tokens: token ids of each row without padding, which load can require. name: for people.
+
+    Errors: ValueError where the cache has no tokens, or layers that kvant does not store; those of kvant.save.
+    """
+    if not isinstance(cache, KvantCache):
+        raise TypeError(f"cache is a {type(cache).__name__}: must be a cache of kvant.hf")
+    reason = why_not_whole(cache)
+    if reason is not None:
+        raise ValueError(f"{reason}: kvant.hf.save writes caches that kvant stores whole")
+    if not cache.length:
+        raise ValueError("the cache holds no tokens: there is nothing to save")
+    cache._refuse_interrupted()
+    where, model_name = _arguments.path("path", path), _model_name(cache, model)
+    made = secrets.token_hex(8)
+    parts = [f"{where}.{made}.{i}" for i in range(1, len(cache.groups))]
+    metadata = {**describe(cache), "hf.set": made, "hf.parts": json.dumps([os.path.basename(p) for p in parts])}
+    old = _old_parts(where) if os.path.exists(where) else []
+    try:
+        for group, each in reversed(list(zip(cache.groups, [where, *parts]))):  # the file that names the others last
+            group._enqueue_here()
+            kvant.save(
+                group.cache,
+                each,
+                sequences=group.sequences,
+                name=name,
+                model=model_name,
+                metadata=metadata,
+                tokens=tokens,
+            )
+    except BaseException:
+        _remove(parts)
+        raise
+    _remove(old)
+
+
+def _remove(paths: list[str]) -> None:
+    for path in paths:
+        try:
+            os.unlink(path)
+        except OSError:
+            pass
+
+
+def load(
+    model: Any,
+    path: Any,
+    enabled: Settings | None,
+    *,
+    max_length: int | None = None,
+    batch: int | None = None,
+    tokens: Any = None,
+) -> KvantCache:
+    """See kvant.hf.load. enabled: the settings of enable(model)."""
+    where = _arguments.path("path", path)
+    first = kvant.Snapshot(where)
+    snapshots = [first, *(kvant.Snapshot(part) for part in _parts(first.info, where))]
+    try:
+        options = json.loads(first.info.metadata["hf.options"])
+        settings = Settings.make(**options)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: this is no cache of kvant.hf: {error}") from None
+    here = {} if enabled is None else {name: getattr(enabled, name) for name in _HERE}
+    calibrated = first.info.config["k_basis"] == "calibrated" or first.info.config["v_basis"] == "calibrated"
+    if not calibrated:
+        here.pop("bases", None)
+    elif here.get("bases") is None:
+        raise ValueError(f"{where} has calibrated bases: call kvant.hf.enable(model, bases=...) with the same ones")
+    settings = Settings.make(settings, **here)
+    try:
+        adopted = Adopted(model, settings, first.info.metadata, {"max_length": max_length, "batch": batch})
+        if len(adopted.parts) != len(snapshots):
+            raise ValueError(f"it has {len(adopted.parts)} groups of layers in {len(snapshots)} files")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    required = {"hf.set": first.info.metadata.get("hf.set", "")}
+    name = fingerprint(model)
+    loaded = [
+        snapshot.load(into=adopted.make_cache(place), model=name, metadata=required, tokens=tokens).sequences
+        for place, snapshot in enumerate(snapshots)
+    ]
+    try:
+        return adopted.finish(loaded)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None

@@ -1,0 +1,192 @@
+// Sequences between caches, in host memory and on devices: the copies have the pages, the sharing and the answers of
+// the first ones, and go on so.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+
+#include "snapshot/save.hpp"
+#include "support/bases.hpp"
+#include "support/fake_device.hpp"
+#include "support/sanitized.hpp"
+#include "support/snapshots.hpp"
+
+namespace kvant {
+namespace {
+
+using namespace test;
+
+CacheConfig config(const char* k, const char* v, int ends = -1, int head_dim = 32) {
+  CacheConfig c;
+  c.layers = 2;
+  c.kv_heads = 2;
+  c.head_dim = head_dim;
+  c.k = k;
+  c.v = v;
+  c.sink_pages = c.tail_pages = ends;
+  return c;
+}
+
+TEST(CopySequences, GoOnBitForBit) {
+  CacheConfig window = config("tq4", "fp8"), calibrated = config("tq4", "tq4");
+  window.window = 100;
+  window.rollback_tokens = 150;
+  calibrated.k_basis = calibrated.v_basis = BasisKind::calibrated;
+  calibrated.bases = random_bases(2, 2, 32, 5, true);
+  std::uint64_t seed = 0;
+  for (const CacheConfig& c : {config("tq6", "tq4"), config("tq4", "tq4", 0), config("f32", "f32"), window, calibrated,
+                               config("tq8", "tq3", 2, 72)}) {
+    SCOPED_TRACE(testing::Message() << "case " << ++seed);
+    Cache from = Cache::create(c).value();
+    Histories<Cache> history(seed);
+    history.twins.push_back({&from, {}});
+    for (int i = 0; i < random_steps(60); ++i) history.random_step();
+    CacheConfig other = c;  // that do not change bytes
+    other.capacity_tokens = 64 * 512;
+    other.isa = "scalar";
+    Cache to = Cache::create(other).value();
+    append(to, to.add_sequence(), 7777, 100).value();
+    std::int64_t done = 0, all = -1;
+    CopyOptions options;
+    options.progress = [&](std::int64_t d, std::int64_t t) { return done = d, all = t, true; };
+    const auto copies = copy_sequences(from, history.twins[0].ids, to, options);
+    ASSERT_TRUE(copies.ok()) << copies.message();
+    EXPECT_EQ(done, all);
+    history.twins.push_back({&to, *copies});
+    history.expect_same_contents();
+    for (int step = 0; step < random_steps(40); ++step) {
+      history.random_step();
+      for (std::size_t i = 0; i < history.sequences(); ++i) {
+        const auto s = static_cast<std::uint64_t>(step) * 8 + i;
+        ASSERT_TRUE(same_bits(answers(from, history.twins[0].ids[i], 1, s), answers(to, history.twins[1].ids[i], 1, s)))
+            << "step " << step << ", sequence " << i;
+      }
+    }
+    history.expect_same_contents();
+  }
+}
+
+CacheConfig on_device(CacheConfig c, std::int64_t pages = 256) {
+  c.k_centre = KeyCentre::none;  // the fake device's kernels make no centres
+  c.exact = Dtype::f32;
+  c.device = "cuda";
+  c.capacity_tokens = 64 * pages;
+  c.max_sequences = 8;
+  return c;
+}
+
+CacheConfig on_host(CacheConfig c) {
+  c.device.clear();
+  c.capacity_tokens = 0;
+  return c;
+}
+
+TEST(CopySequences, LeaveADeviceAndReturn) {
+  for (std::uint64_t seed = 1; seed <= 4; ++seed) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed);
+    CacheConfig c = on_device(config("tq4", "fp8", seed % 2 == 0 ? 1 : 0));
+    if (seed == 3) c.window = 100;
+    const auto device = CacheImpl::create(c, &kFake).value();
+    Histories<CacheImpl> history(seed);
+    history.twins.push_back({device.get(), {}});
+    for (int i = 0; i < random_steps(60); ++i) history.random_step();
+    if (history.sequences() > 0) {  // slots that are reserved ahead have no bytes yet
+      const Append ahead{history.twins[0].ids[0], 130};
+      ASSERT_TRUE(device->reserve_ahead({&ahead, 1}).ok());
+    }
+    const auto host = CacheImpl::create(on_host(c)).value();
+    const auto back = CacheImpl::create(c, &kFake).value();  // FakeStore::newest, until the next
+    const auto down = snapshot::copy_sequences(*device, history.twins[0].ids, *host, {});
+    ASSERT_TRUE(down.ok()) << down.message();
+    const auto up = snapshot::copy_sequences(*host, *down, *back, {});
+    ASSERT_TRUE(up.ok()) << up.message();
+    for (const SequenceId id : *up) fake_hooks().check_tables(*back, id);
+    const auto beside = CacheImpl::create(c, &kFake).value();
+    const auto across = snapshot::copy_sequences(*back, *up, *beside, {});
+    ASSERT_TRUE(across.ok()) << across.message();
+    history.twins.push_back({host.get(), *down});
+    history.twins.push_back({back.get(), *up});
+    history.twins.push_back({beside.get(), *across});
+    history.expect_same_contents();
+    for (int i = 0; i < random_steps(40) && !HasFailure(); ++i) history.random_step();
+    history.expect_same_contents();
+  }
+}
+
+TEST(CopySequences, ErrorsChangeNothing) {
+  const CacheConfig c = config("tq6", "tq4");
+  Cache from = Cache::create(c).value(), to = Cache::create(c).value();
+  const SequenceId id = from.add_sequence();
+  append(from, id, 1, 300).value();
+  const auto refused_copy = [&](Cache& target, std::span<const SequenceId> ids, Code code,
+                                std::initializer_list<const char*> parts, const CopyOptions& options = {}) {
+    const CacheMemory before = target.memory();
+    EXPECT_TRUE(refused(copy_sequences(from, ids, target, options).status(), code, parts));
+    EXPECT_EQ(target.memory().tokens, before.tokens);
+    EXPECT_EQ(target.memory().encoded_bytes, before.encoded_bytes);
+    EXPECT_EQ(target.impl().table().sequences().size(), &target == &from ? 1u : 0u);
+  };
+  refused_copy(from, {&id, 1}, Code::invalid_argument, {"one cache", "fork"});
+  const SequenceId unknown{9};
+  refused_copy(to, {&unknown, 1}, Code::invalid_argument, {"9"});
+  Cache other = Cache::create(config("tq4", "tq4")).value();
+  refused_copy(other, {&id, 1}, Code::invalid_argument, {"differ in k = tq6 and tq4"});
+  CacheConfig small = c;
+  small.capacity_tokens = 64 * 4;
+  Cache full = Cache::create(small).value();
+  refused_copy(full, {&id, 1}, Code::out_of_capacity, {"the copy needs 5 more pages", "4 of the cache's 4 are free"});
+  CopyOptions stopped;
+  stopped.progress = [](std::int64_t, std::int64_t) { return false; };
+  refused_copy(to, {&id, 1}, Code::io, {"stopped"}, stopped);
+  EXPECT_FALSE(to.impl().exact_dtype().has_value());  // its first write still chooses
+  const Append half{id, 1};
+  from.reserve({&half, 1}).value();
+  refused_copy(to, {&id, 1}, Code::invalid_argument, {"written"});
+  EXPECT_EQ(to.impl().table().sequences().size(), 0u);
+  EXPECT_TRUE(copy_sequences(from, {}, to).value().empty());
+}
+
+TEST(CopySequences, AFailedUploadLeavesNoSequence) {
+  const CacheConfig c = on_device(config("tq4", "fp8"), 8);
+  const auto host = CacheImpl::create(on_host(c)).value();
+  const SequenceId id = host->add_sequence();
+  for (int layer = 0; layer < 2; ++layer) {
+    const CacheRows rows(token_range(1, 300), layer, 2, 32, Dtype::f32);
+    host->append(id, layer, rows.keys(), rows.values(), {}).value();
+  }
+  const auto device = CacheImpl::create(c, &kFake).value();
+  FakeStore::newest->refuses_upload = {Code::io, "the bus is gone"};
+  EXPECT_TRUE(refused(snapshot::copy_sequences(*host, {&id, 1}, *device, {}).status(), Code::io, {"the bus is gone"}));
+  EXPECT_TRUE(device->table().sequences().empty());
+  EXPECT_EQ(device->table().pages_held(), 0);
+  FakeStore::newest->refuses_upload = {};
+  EXPECT_TRUE(snapshot::copy_sequences(*host, {&id, 1}, *device, {}).ok());
+  EXPECT_TRUE(refused(snapshot::copy_sequences(*host, {&id, 1}, *device, {}).status(), Code::out_of_capacity,
+                      {"the copy needs 5 more pages", "3 of the cache's 8 are free"}));
+  EXPECT_EQ(device->table().sequences().size(), 1u);
+}
+
+TEST(CopySequences, ThreadsCopyInBothDirections) {
+  const CacheConfig c = config("tq4", "tq4");
+  Cache a = Cache::create(c).value(), b = Cache::create(c).value();
+  const SequenceId x = a.add_sequence(), y = b.add_sequence();
+  append(a, x, 1, 200).value();
+  append(b, y, 1000, 200).value();
+  const std::vector<float> first = answers(a, x, 1, 3), second = answers(b, y, 1, 3);
+  std::atomic<int> wrong = 0;
+  const auto work = [&](Cache& from, SequenceId id, Cache& to, const std::vector<float>& wanted) {
+    for (int i = 0; i < 30; ++i) {
+      const auto copies = copy_sequences(from, {&id, 1}, to);
+      if (!copies.ok() || !same_bits(answers(to, copies->front(), 1, 3), wanted)) ++wrong;
+      if (copies.ok()) to.remove(copies->front()).value();
+    }
+  };
+  std::thread one(work, std::ref(a), x, std::ref(b), std::cref(first));
+  std::thread two(work, std::ref(b), y, std::ref(a), std::cref(second));
+  one.join();
+  two.join();
+  EXPECT_EQ(wrong, 0);
+}
+
+}  // namespace
+}  // namespace kvant
