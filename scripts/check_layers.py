@@ -25,7 +25,6 @@ CUDA_ORDER = [
     "schedule",
     ("append", "mask", "merge", "prefill", "read_back"),
     ("decode", "prefill_dense", "prefill_sm80", "prefill_sm90", "prefill_unpacked"),
-    "prefill_int8",
     "store",
     "plan",
     "blocks",

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "cuda/prefill/choice.hpp"
-#include "cuda/prefill_int8/shape.hpp"
 #include "cuda/prefill_sm80/shape.hpp"
 
 namespace kvant::cuda::prefill {
@@ -102,126 +101,6 @@ void check_shape() {
   EXPECT_LE(S::bytes(Format::tq8, Format::tq8) + S::kMoreIfCentred, (is_long ? 227 : 99) * 1024);
   EXPECT_LE(S::bytes(Format::tq4, Format::tq4) + S::kMoreIfCentred, (is_long ? 163 : 99) * 1024);
   EXPECT_EQ(S::kCentreBytes % 16, 0);  // codes follow
-}
-
-// prefill_int8.
-template <int D>
-void check_int8_shape() {
-  using S = int8::Shape<D>;
-  SCOPED_TRACE(D);
-  for (const int at : {S::kRowFactsAt, S::kLostAt, S::kKeyFactorsAt, S::kLogsAt, S::kInversesAt, S::kZerosAt,
-                       S::kRatiosAt, S::kRefusedAt, S::kListAt, S::kQueueAt, S::kConstantsAt, S::kCentresAt})
-    EXPECT_EQ(at % 16, 0);
-  EXPECT_EQ(S::kTilesAt % 1024, 0);
-  for (const int at : {S::kKeysAt, S::kValuesAt, S::kDenseValuesAt, S::kCodesAt}) EXPECT_EQ(at % 128, 0);
-  EXPECT_LE(S::kCentresAt + S::kCentreBytes, S::kTilesAt);
-  EXPECT_LE(2 * S::kDigit, S::kToLog2At);                                                 // digits without centres
-  EXPECT_LE(S::kRows * D * 2, S::kToLog2At);                                              // halves
-  EXPECT_LE(S::kTilesAt + S::kCentreTile * D * 2, S::kCodesAt);                           // centres as halves
-  EXPECT_LE(S::kTilesAt + S::kWarps * D * 4, S::bytes(Format::tq2, Format::tq2, false));  // rotations
-  for (const Format k : {Format::tq4, Format::tq6, Format::tq8}) {
-    EXPECT_EQ(S::digits_at(k, Format::tq4, true) % 128, 0);
-    EXPECT_EQ(S::digits_at(k, Format::tq4, false), 0);
-    EXPECT_LE(S::digits_at(k, Format::tq4, true) + (k == Format::tq8 ? 2 : 1) * S::kDigit,
-              S::bytes(k, Format::tq4, true));
-  }
-  EXPECT_LE(S::kDenseValuesAt + S::kDenseKeys * D * 2, S::bytes(Format::tq2, Format::tq2, false));
-  // 99 KiB of compute capability 8.6, 8.9 and 12.x; two blocks in the 227 KiB of 9.0.
-  for (const Format v : {Format::tq4, Format::tq6}) {
-    EXPECT_LE(S::bytes(Format::tq6, v, true), 99 * 1024);
-    EXPECT_LE(S::bytes(Format::tq6, v, false), 99 * 1024);
-  }
-  EXPECT_LE(S::bytes(Format::tq8, Format::tq8, true), 227 * 512);
-}
-
-TEST(PrefillShape, EverySizeOfBytesFits) {
-  check_int8_shape<64>();
-  check_int8_shape<96>();
-  check_int8_shape<128>();
-  check_int8_shape<192>();
-  check_int8_shape<256>();
-}
-
-// Every token has a column, and the thread that has a token's score has the byte of its value's level: byte `place` of
-// register `word` of block 32 / 32 of an A operand stands beside byte `place` of the same register of B.
-TEST(PrefillInt8, ColumnsAreWhereValuesWantThem) {
-  for (const bool even_odd : {false, true}) {
-    std::vector<int> seen(kPageTokens, 0);
-    for (int n = 0; n < kPageTokens / 8; ++n) {
-      for (int quad = 0; quad < 4; ++quad) {
-        for (int e = 0; e < 2; ++e) {
-          const int token = int8::token_of(n, quad, even_odd) + e * int8::token_step(even_odd);
-          ++seen[static_cast<std::size_t>(token)];
-          EXPECT_EQ(int8::column_of(token, even_odd), 8 * n + 2 * quad + e);
-          // Where a value's byte is in its channel: 16 bytes a piece, two registers of an octet each.
-          const int octet = token / 8, code = token % 8;
-          const int of_octet = even_odd ? code % 2 * 4 + code / 2 : code;
-          const int at = octet / 2 * 16 + octet % 2 * 8 + of_octet;
-          // The operand: registers of pieces 2 b and 2 b + 1, lane `quad` has bytes 4 quad and on.
-          const int block = n / 4, word = n / 2 % 2, place = n % 2 * 2 + e;
-          EXPECT_EQ(at, (2 * block + word) * 16 + 4 * quad + place);
-        }
-      }
-    }
-    for (const int times : seen) EXPECT_EQ(times, 1);
-  }
-}
-
-// Eight rows of 16 bytes that ldmatrix reads, and those that eight lanes store, meet no bank twice.
-template <int D>
-void check_places() {
-  using S = int8::Shape<D>;
-  SCOPED_TRACE(D);
-  const auto bank = [](int place) { return place % 128 / 16; };
-  std::vector<int> used(static_cast<std::size_t>(S::kKeyTile / 16), 0);
-  for (int row = 0; row < kPageTokens; ++row) {
-    for (int c = 0; c < D / 16; ++c) ++used[static_cast<std::size_t>(int8::place_of_bytes<D>(row, c) / 16)];
-  }
-  for (const int times : used) EXPECT_LE(times, 1);
-  for (int c = 0; c < D / 16; ++c) {
-    for (int first = 0; first < kPageTokens; first += 8) {
-      unsigned read = 0, stored[2] = {0, 0};
-      for (int i = 0; i < 8; ++i) {
-        read |= 1u << bank(int8::place_of_bytes<D>(first + i, c));
-        for (const bool even_odd : {false, true}) {
-          stored[even_odd ? 1 : 0] |= 1u << bank(int8::place_of_bytes<D>(int8::column_of(first + i, even_odd), c));
-        }
-      }
-      EXPECT_EQ(read, 0xFFu);
-      EXPECT_EQ(stored[0], 0xFFu);
-      EXPECT_EQ(stored[1], 0xFFu);
-    }
-    // Sixteen rows further on the place is as far behind, and pieces two apart differ by a bit.
-    EXPECT_EQ(int8::place_of_bytes<D>(16, c) - int8::place_of_bytes<D>(0, c), 16 * S::kBox);
-    EXPECT_EQ(int8::place_of_bytes<D>(24 + 5, c) - int8::place_of_bytes<D>(8 + 5, c), 16 * S::kBox);
-  }
-  std::vector<int> values(static_cast<std::size_t>(S::kValueTile / 16), 0);
-  for (int channel = 0; channel < D; ++channel) {
-    for (int c = 0; c < 4; ++c) {
-      ++values[static_cast<std::size_t>(int8::place_of_values(channel, c) / 16)];
-      EXPECT_EQ(int8::place_of_values(channel, c) - int8::place_of_values(channel % 8, c), channel / 8 * 512);
-    }
-  }
-  for (const int times : values) EXPECT_EQ(times, 1);
-  for (int c = 0; c < 4; ++c) {
-    unsigned read = 0;
-    for (int i = 0; i < 8; ++i) read |= 1u << bank(int8::place_of_values(i, c));
-    EXPECT_EQ(read, 0xFFu);
-  }
-  // Sixteen lanes store 8 bytes each: eight octets of channels k and k + 4.
-  for (int k = 0; k < 4; ++k) {
-    unsigned stored = 0;
-    for (int i = 0; i < 16; ++i) stored |= 1u << (int8::place_of_values(i / 8 * 4 + k, i % 8 / 2) % 128 / 8 + i % 2);
-    EXPECT_EQ(stored, 0xFFFFu);
-  }
-}
-
-TEST(PrefillInt8, NoBankIsMetTwice) {
-  check_places<64>();
-  check_places<96>();
-  check_places<128>();
-  check_places<192>();
-  check_places<256>();
 }
 
 TEST(PrefillShape, EverySizeFits) {

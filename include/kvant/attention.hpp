@@ -102,12 +102,11 @@ struct AttentionOptions {
   std::string isa{};
   /// Caches on a device: "decode" (keys split over blocks), "decode_sm90" (the same for several queries; weights are
   /// rounded to f16; compute capability 9.0) or "prefill" (many rows over all keys; weights are rounded to f16 or
-  /// bf16); empty: what takes the least time, and explain() says which and why. Prefill kernels are of three kinds,
-  /// "prefill_sm90" (compute capability 9.0), "prefill_sm80", and, with products = 8 and then alone, "prefill_int8";
-  /// "prefill" takes the first of these that serves. Two others (compute capability 9.0) serve before the first two:
-  /// "prefill_unpacked" unpacks the pages of sequences with many queries once to the workspace, which is up to 256 MiB
-  /// then, and "prefill_fresh", with fresh_keys, serves sequences that have no older tokens, before all three. Named,
-  /// either refuses a run whose tensors it cannot take.
+  /// bf16); empty: what takes the least time, and explain() says which and why. Prefill kernels are of two kinds,
+  /// "prefill_sm90" (compute capability 9.0) and "prefill_sm80"; "prefill" takes the first of these that serves. Two
+  /// others (compute capability 9.0) serve before them: "prefill_unpacked" unpacks the pages of sequences with many
+  /// queries once to the workspace, which is up to 256 MiB then, and "prefill_fresh", with fresh_keys, serves sequences
+  /// that have no older tokens. Named, either refuses a run whose tensors it cannot take.
   /// "generic" takes any pair of formats, decodes its vectors and multiplies in float32: slower than others, and the
   /// only one for f32 and imported formats, and for exact = f32, which have it by themselves.
   std::string kernel{};

@@ -15,13 +15,6 @@
 
 KVANT_NAMESPACE_BEGIN(codec)
 
-// Whether queries have two digits: one is off by 2^-8 of a query's largest element. Without centres keys may be large
-// and alike, and all of a row's scores would be off by the same, beside those of exact pages. Keys of 8 bits are closer
-// than that.
-KVANT_HD constexpr bool takes_two_digits(Format k, bool centred) {
-  return !centred || format_bits(k) == 8;
-}
-
 // The largest magnitude of a number, for sums over `group_dim` elements of format f.
 KVANT_HD constexpr int most_digit(Format f, int group_dim, bool two_digits) {
   if (!two_digits) return 127;

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "base/bits.hpp"
-#include "core/device.hpp"
 #include "core/fmt.hpp"
 #include "gpu/device_buffer.hpp"
 #include "gpu/gpu_formats.hpp"
@@ -359,23 +358,6 @@ TEST_P(PagesAttention, OfDecodeKernels) {
 
 INSTANTIATE_TEST_SUITE_P(Formats, PagesAttention, testing::ValuesIn(kFormats),
                          [](const auto& i) { return name_of(i.param); });
-
-TEST(PagesGpu, ProductsOf8Bits) {
-  SKIP_WITHOUT_DEVICE();
-  for (const int head_dim : {64, 128}) {
-    Engine engine(spec({"tq6", "tq4"}, head_dim, 4, {{700, 200}, {65, 4}, {2048, 512}, {129, 1}}));
-    AttentionOptions options;
-    options.products = 8;
-    for (const char* kernel : {"", core::kPrefillInt8}) {
-      options.kernel = kernel;
-      const Attended got = engine.attend(engine.limits(options, 3));
-      EXPECT_NE(got.explain.find("prefill_int8"), std::string::npos) << got.explain;
-      EXPECT_TRUE(
-          close(engine.world.expect_decoded(options).out, got.out, tolerance::kCudaInt8, engine.world.out_shape()))
-          << got.explain;
-    }
-  }
-}
 
 TEST(PagesGpu, OptionsOfLogitsAndWindows) {
   SKIP_WITHOUT_DEVICE();

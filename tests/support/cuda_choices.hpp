@@ -9,7 +9,6 @@
 #include "cuda/decode/shape.hpp"
 #include "cuda/plan/choose.hpp"
 #include "cuda/prefill_dense/shape.hpp"
-#include "cuda/prefill_int8/shape.hpp"
 #include "cuda/prefill_sm80/shape.hpp"
 #include "cuda/prefill_sm90/shape.hpp"
 #include "cuda/runtime/built.hpp"
@@ -92,14 +91,6 @@ void offer_tiles(const Work& work, const Device& device, Offers& offers) {
     const int room = blocks_within(device.limits, S::kThreads, bytes);
     offers_of_kind(core::kPrefillSm80, offers).kernel = TileOffer{S::kRows, bytes, std::min(S::kBlocks, room), true};
   }
-  if constexpr (D <= prefill::int8::kMostHeadDim) {
-    if (codec::is_tq(work.k) && codec::is_tq(work.v)) {
-      using S = prefill::int8::Shape<D>;
-      const int bytes = S::bytes(work.k, work.v, codec::is_centred(work.params.cache.encoded_layout));
-      const int room = blocks_within(device.limits, S::kThreads, bytes);
-      offers_of_kind(core::kPrefillInt8, offers).kernel = TileOffer{S::kRows, bytes, std::min(S::kBlocks, room), true};
-    }
-  }
   using S = prefill::dense::ShapeFor<D>;
   offers.dense = DenseOffer{S::kRows, S::kKeys, S::kBytes, S::kBlocks, device.limits.has_sm90(), true};
 }
@@ -114,10 +105,6 @@ inline Offers offers_of(const Work& work, const Device& device) {
     offers.decode.push_back(one.offer);
     offers.decode.back().has_code = !one.offer.by_group || device.limits.has_sm90();
   }
-#define KVANT_ENTRY(d) \
-  if (d <= prefill::int8::kMostHeadDim) offers_of_kind(core::kPrefillInt8, offers).head_dims.push_back(d);
-  KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
-#undef KVANT_ENTRY
 #define KVANT_ENTRY(d) \
   if (d <= prefill::kMostHeadDim) offers_of_kind(core::kPrefillSm90, offers).head_dims.push_back(d);
   KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
@@ -142,7 +129,6 @@ struct Case {
   bool mask = false, fresh_keys = false, any_length = false, calibrated = false;
   Format exact = Format::bf16;
   std::string kernel{};
-  int products = 0;
 };
 
 class Asked {
@@ -166,11 +152,7 @@ class Asked {
     for (int i = 0; i < c.sequences; ++i) sequences_.push_back({i, c.queries, i, c.length});
   }
   Asked(const Asked&) = delete;
-  [[nodiscard]] Work work() const {
-    const bool centred = codec::is_centred(p_.cache.encoded_layout);
-    return {p_,        sequences_,    c_.k,          c_.v,
-            c_.kernel, c_.fresh_keys, c_.any_length, core::choose_products(c_.products, c_.k, c_.v, centred).value()};
-  }
+  [[nodiscard]] Work work() const { return {p_, sequences_, c_.k, c_.v, c_.kernel, c_.fresh_keys, c_.any_length}; }
 
  private:
   const Case c_;

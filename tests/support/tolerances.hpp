@@ -54,16 +54,6 @@ inline constexpr double kCudaPrefillLse = 6e-3;
 /// The same where all keys are exact and loud (|q| |k| = 5.5 D): a bf16 query moves a logit by 4e-3 in root mean
 /// square, and some rows see few keys. Measured: 1.3e-2 in 150 random cases.
 inline constexpr double kCudaFreshLse = 2.5e-2;
-/// Products of 8 bits, N(0, 1) inputs. Weights are off by 0.29 of 255ths of the largest of 64 keys, which is 5.5 times
-/// their root mean square: 6e-3 of the output, whatever the number of keys. With one digit a query's elements are off
-/// by 0.29 of 127ths of the largest, 3 standard deviations: a logit of N(0, 1) moves by 7e-3, and both together are
-/// 9e-3. A simulation has 5e-3 to 6e-3, and 8e-3 to 9e-3; exact pages have their own rounding besides.
-inline constexpr double kCudaInt8 = 1e-2, kCudaInt8OneDigit = 1.3e-2;
-/// Keys whose logits are N(0, 5.5^2): weights have few keys, queries move a logit by 4e-2. Simulated: 2e-3 and 1.8e-2.
-inline constexpr double kCudaInt8LoudOneDigit = 3e-2;
-/// lse, times (1 + |lse|): the error of a logit where a row sees few keys.
-inline constexpr double kCudaInt8Lse = 6e-3, kCudaInt8OneDigitLse = 2e-2;
-
 /// The generic kernel on CUDA: sums in f32, exponentials of 2 to 2^-22. A logit of 100 has steps of 2^-17.
 inline constexpr double kCudaGeneric = 1e-5;
 inline constexpr double kCudaGenericLse = 1e-5;

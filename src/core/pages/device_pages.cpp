@@ -119,6 +119,8 @@ class DevicePagesImpl final : public PagesImpl {
       return refuse_argument(
           fmt::format("split_keys is {}: on a device splits follow the lengths at each run; leave it 0", a.split_keys));
     }
+    if (a.products == 8)
+      return Status{Code::unsupported, "products is 8: kernels on a device have 16 bits; leave it 0"};
     auto made = std::make_unique<DevicePagesPlan>(shared_from_this(), std::move(options), backend_.name);
     if (Status s = made->make(*blocks_); !s) return s;
     return std::unique_ptr<PagesPlanImpl>(std::move(made));

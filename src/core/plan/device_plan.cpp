@@ -111,6 +111,7 @@ Status DeviceStore::check_plan(const AttentionOptions& o) const {
     return invalid(
         fmt::format("split_keys is {}: on a device splits follow the lengths at each run; leave it 0", o.split_keys));
   }
+  if (o.products == 8) return {Code::unsupported, "products is 8: kernels on a device have 16 bits; leave it 0"};
   return {};
 }
 

@@ -1,11 +1,13 @@
 #include "core/plan/products.hpp"
 
-#include "codec/digits.hpp"
+#include "codec/traits.hpp"
 #include "core/fmt.hpp"
 #include "kvant/codec.hpp"
 
 namespace kvant::core {
 
+// A query of one digit is off by 2^-8 of its largest element. Without centres keys may be large and alike, and all of a
+// row's scores would be off by the same, beside those of exact pages. Keys of 8 bits are closer than one digit.
 Result<Products> choose_products(int asked, Format k, Format v, bool centred) {
   if (asked != 8) return Products{};
   if (!codec::is_tq(k) || !codec::is_tq(v)) {
@@ -14,7 +16,7 @@ Result<Products> choose_products(int asked, Format k, Format v, bool centred) {
                         "values) are multiplied in 8 bits; leave it 0",
                         format_info(k).name, format_info(v).name)};
   }
-  return Products{.bits = 8, .two_digits = codec::takes_two_digits(k, centred)};
+  return Products{.bits = 8, .two_digits = !centred || codec::format_bits(k) == 8};
 }
 
 std::string products_line(const Products& products, int asked) {

@@ -145,12 +145,6 @@ std::string missing_of_dense(const char* kind, const Work& work, const Offers& o
   return offers.dense->has_maps ? std::string() : fmt::format("{} kernels need a driver for CUDA 12 or newer", kind);
 }
 
-// Why a kind of kernels of so many bits does not serve; empty: the plan's products have so many.
-std::string missing_of_products(const char* kind, int bits, const Work& work) {
-  if (bits == work.products.bits) return {};
-  return fmt::format("{} kernels have products of {} bits, and products is {}", kind, bits, work.products.bits);
-}
-
 // Takes prefill kernels if the options name them or they take less time; else why says why decode kernels serve.
 Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_ns, Choice& choice) {
   const AttendParams& p = work.params;
@@ -170,29 +164,22 @@ Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_
   for (const times::Rows& one : row_blocks_of(work, most_rows))
     page_bytes += static_cast<double>(one.count * one.pages) * work.page_bytes();
   const std::int64_t read_ns = times::read_ns(offers.limits, page_bytes);
-  bool slow = false;       // decode kernels, and a kind that cannot run would not be
   std::size_t beside = 0;  // the kernels that serve beside unpacked keys: the fastest that can, else the last
   for (std::size_t i = 0; i < kKinds; ++i) {
     const TileKind& kind = *kTileKinds[i];
     const std::optional<TileOffer>& offer = offers.tiles[i].kernel;
-    candidates[i] = {kind.name, missing_of_products(kind.name, kind.products, work), decode_ns};
-    candidates[i].only_named = !candidates[i].missing.empty();
-    if (candidates[i].only_named) continue;
-    candidates[i].missing = has_usual_bases ? kind.missing(work, offers, offers.tiles[i]) : unusual;
+    candidates[i] = {kind.name, has_usual_bases ? kind.missing(work, offers, offers.tiles[i]) : unusual, decode_ns};
     const int rows = offer ? offer->rows : prefill::kUsualRows, blocks = offer ? std::max(offer->blocks, 1) : 1;
     others[i] = {kind.times(offers.limits, stored, work.k, rows, blocks), rows, blocks};
     if (most_rows >= times::kLeastPrefillRows) {  // else decode kernels have one row block a sequence and kv head
       candidates[i].ns =
           std::max(times::prefill_ns(tiles_of(work, rows), others[i].times, multiprocessors, blocks), read_ns);
     }
-    slow = slow || (!candidates[i].missing.empty() && candidates[i].ns < decode_ns);
     const bool serves = candidates[i].missing.empty(), served = candidates[beside].missing.empty();
     if (!served || (serves && candidates[i].ns < candidates[beside].ns)) beside = i;
   }
   RoundsChoice rounds;
-  unpacked.missing = missing_of_products(core::kPrefillUnpacked, 16, work);
-  unpacked.only_named = !unpacked.missing.empty();
-  if (unpacked.missing.empty()) unpacked.missing = candidates[beside].missing;
+  unpacked.missing = candidates[beside].missing;
   if (unpacked.missing.empty()) unpacked.missing = missing_of_dense(core::kPrefillUnpacked, work, offers);
   if (unpacked.missing.empty()) {
     rounds = choose_rounds(work, *offers.dense, others[beside], work.kernel == core::kPrefillUnpacked, multiprocessors);
@@ -203,9 +190,6 @@ Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_
   const Result<prefill::Choice> taken = prefill::choose(work.kernel, candidates, decode_ns, most_rows, work.fresh_keys);
   if (!taken.ok()) return taken.status();
   choice.why = taken->why;
-  if (taken->candidate < 0 && work.products.bits == 8 && work.kernel.empty() && slow) {
-    return {Code::unsupported, fmt::format("products is 8: {}; leave products 0", candidates[beside].missing)};
-  }
   if (taken->candidate < 0) return {};
   const prefill::Candidate& candidate = candidates[taken->candidate];
   choice.ns = candidate.ns;
@@ -297,13 +281,6 @@ Result<Choice> choose(const Work& work, const Offers& offers) {
     if (!work.kernel.empty() && work.kernel != core::kGenericKernels)
       return refuse_kernel(work, fmt::format("with {} the generic kernel alone serves", only));
     choice.why = only.empty() ? "as asked for" : only + " has no other kernel";
-    if (work.products.bits == 8 && work.most_rows() >= times::kLeastPrefillRows) {
-      return Status{
-          Code::unsupported,
-          fmt::format("products is 8, and the generic kernel, which multiplies in float32, serves ({}): leave "
-                      "products 0",
-                      choice.why)};
-    }
     if (work.fresh_keys) {
       return Status{
           Code::unsupported,

@@ -116,7 +116,6 @@ Result<Compiled> find_compiled(const Work& work, const DeviceLimits& limits) {
   if (Status s = find_decode(work, found); !s.ok()) return s;
   if (!considers_prefill(work)) return found;
   for (std::size_t i = 0; i < std::size(kTileKinds); ++i) {
-    if (kTileKinds[i]->products != work.products.bits) continue;  // their code stays unloaded
     if (Status s = find_tiles(work, i, found); !s.ok()) return s;
   }
   if (Status s = find_dense(work, found); !s.ok()) return s;

@@ -68,11 +68,7 @@ Status AttentionPlan::prepare(const core::DevicePlanConfig& config, const StepBa
   KVANT_CUDA_TRY(current.error());
   set_options(config, pages_, params_);
   const AttentionOptions& o = *config.options;
-  const Result<core::Products> products =
-      core::choose_products(o.products, config.k, config.v, codec::is_centred(params_.cache.encoded_layout));
-  if (!products.ok()) return products.status();
-  const Work work{params_,      config.sequences,         config.k, config.v, o.kernel,
-                  o.fresh_keys, batch.entries != nullptr, *products};
+  const Work work{params_, config.sequences, config.k, config.v, o.kernel, o.fresh_keys, batch.entries != nullptr};
   if (Status s = make_stages(config, work); !s.ok()) return s;
   return upload(config, batch);
 }

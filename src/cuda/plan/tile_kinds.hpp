@@ -17,7 +17,6 @@ namespace kvant::cuda {
 struct TileKind {
   const char* name;  // as in AttentionOptions::kernel
   bool for_hopper;   // there is code for compute capability 9.0 alone, and nothing else
-  int products;      // bits of the numbers that are multiplied where pages are encoded (core/plan/products.hpp)
   // Why these kernels cannot do the work, apart from what all prefill kernels lack; empty: they can.
   std::string (*missing)(const Work& work, const Offers& offers, const TileOffers& mine);
   // On a device, for tiles of so many rows, of which a multiprocessor holds `blocks`.

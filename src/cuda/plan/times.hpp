@@ -219,13 +219,6 @@ constexpr TileTimes sm80_times(int head_dim, Format k) {
     return {page.sm80_alone, rows.sm80_alone.at(head_dim), page.sm80_alone, rows.sm80_alone.at(head_dim)};
   return {page.sm80_alone, rows.sm80_alone.at(head_dim), page.sm80_shared, rows.sm80_shared.at(head_dim)};
 }
-// A page of prefill_int8 in hundredths of one of prefill_sm80: an estimate from counts of instructions, not measured.
-// Products take half of the time and levels half of the stores; softmax and walk are the same.
-inline constexpr std::int64_t kInt8 = 65;
-constexpr TileTimes int8_times(int head_dim, Format k) {
-  const TileTimes of_sm80 = sm80_times(head_dim, k);
-  return {of_sm80.page * kInt8 / 100, of_sm80.rows, of_sm80.shared_page * kInt8 / 100, of_sm80.shared_rows};
-}
 inline std::int64_t prefill_ns(std::vector<Rows> tiles, const TileTimes& times, std::int64_t multiprocessors,
                                std::int64_t blocks) {
   std::sort(tiles.begin(), tiles.end(), [](const Rows& a, const Rows& b) { return a.pages > b.pages; });

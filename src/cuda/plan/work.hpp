@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "core/device.hpp"
-#include "core/plan/products.hpp"
 #include "cuda/plan/times.hpp"
 #include "cuda/schedule/schedule.hpp"
 
@@ -22,7 +21,6 @@ struct Work {
   const std::string& kernel;  // AttentionOptions::kernel
   bool fresh_keys;
   bool any_length;  // sequences may have any length at a run, so that some may have no older tokens then
-  core::Products products{};
 
   [[nodiscard]] int head_dim() const { return params.head_dim; }  // the tensors'
   [[nodiscard]] int stored_head_dim() const { return params.cache.encoded_layout.head_dim; }

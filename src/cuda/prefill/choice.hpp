@@ -12,10 +12,9 @@ namespace kvant::cuda::prefill {
 
 // A kind of prefill kernels, for the work of a plan.
 struct Candidate {
-  const char* name;         // as in AttentionOptions::kernel
-  std::string missing;      // why it cannot run; empty: it can
-  std::int64_t ns = 0;      // that it takes (plan/times.hpp)
-  bool only_named = false;  // it serves where the options name it, or not at all
+  const char* name;     // as in AttentionOptions::kernel
+  std::string missing;  // why it cannot run; empty: it can
+  std::int64_t ns = 0;  // that it takes (plan/times.hpp)
 };
 
 struct Choice {
@@ -39,7 +38,7 @@ inline Result<Choice> choose(const std::string& wanted, std::span<const Candidat
   std::string missing;
   bool faster_is_missing = false;
   for (const Candidate& one : candidates) {
-    if ((!any || one.only_named) && wanted != one.name) continue;
+    if (!any && wanted != one.name) continue;
     if (!one.missing.empty()) {
       if (missing != one.missing) missing += (missing.empty() ? "" : "; ") + one.missing;
       faster_is_missing = faster_is_missing || one.ns < decode_ns;

@@ -283,22 +283,7 @@ __device__ __forceinline__ void load_unit(const std::byte* block, const codec::S
   });
 }
 
-// Half i (16 codes) of a unit of a tq format as levels, bytes.
-template <Format F, bool kValues>
-__device__ __forceinline__ Sixteen byte_levels(const Unit<F>& unit, int i, const Constants<F>& constants) {
-  std::uint32_t low[4] = {0, 0, 0, 0};
-#pragma unroll
-  for (int k = 0; k < plane_bits(F, 0) / 2; ++k) {
-    low[k] = plane_bits(F, 0) == 8 && kValues ? unit.low[(k & 1) * 4 + 2 * i + k / 2]
-                                              : unit.low[plane_bits(F, 0) / 2 * i + k];
-  }
-  std::uint32_t high = 0;
-  if constexpr (Unit<F>::kHigh == 2) high = unit.high[i];
-  if constexpr (Unit<F>::kHigh == 1) high = unit.high[0] >> (16 * i);
-  return unpack<F>(low, high, constants);
-}
-
-// The same as pairs of halves, in the codes' order: exact levels, around zero. (fp8: 2^-8 of each.)
+// Half i (16 codes) of a unit as pairs of halves, in the codes' order: exact levels, around zero. (fp8: 2^-8 of each.)
 template <Format F, bool kValues>
 __device__ __forceinline__ void levels(const Unit<F>& unit, int i, const Constants<F>& constants,
                                        std::uint32_t (&pairs)[8]) {
@@ -309,7 +294,16 @@ __device__ __forceinline__ void levels(const Unit<F>& unit, int i, const Constan
       unpack_fp8(codes, pairs[2 * k], pairs[2 * k + 1]);
     }
   } else {
-    to_halves<F>(byte_levels<F, kValues>(unit, i, constants), pairs);
+    std::uint32_t low[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int k = 0; k < plane_bits(F, 0) / 2; ++k) {
+      low[k] = plane_bits(F, 0) == 8 && kValues ? unit.low[(k & 1) * 4 + 2 * i + k / 2]
+                                                : unit.low[plane_bits(F, 0) / 2 * i + k];
+    }
+    std::uint32_t high = 0;
+    if constexpr (Unit<F>::kHigh == 2) high = unit.high[i];
+    if constexpr (Unit<F>::kHigh == 1) high = unit.high[0] >> (16 * i);
+    to_halves<F>(unpack<F>(low, high, constants), pairs);
   }
 }
 
@@ -325,8 +319,7 @@ __device__ __forceinline__ int place_by_channel(int channel, int o) {
   return channel * 128 + ((o ^ (channel & 7)) * 16);
 }
 
-// kTokens: of a tile of rows of tokens.
-template <Format F, int D, bool kValues, bool kManyScales, int kTokens = kPageTokens>
+template <Format F, int D, bool kValues, bool kManyScales>
 __device__ __forceinline__ void store_unit(std::byte* tile, int i, const Unit<F>& unit, const Constants<F>& constants,
                                            const std::uint16_t* ratios) {
 #pragma unroll
@@ -351,7 +344,7 @@ __device__ __forceinline__ void store_unit(std::byte* tile, int i, const Unit<F>
           const std::uint32_t r = ratios[c / 16 * kPageTokens + token] * 0x10001u;
           for (int n = 0; n < 4; ++n) x[n] = ptx::multiply_halves(x[n], r);
         }
-        *reinterpret_cast<uint4*>(tile + place_by_token<D, kTokens>(token, c)) = make_uint4(x[0], x[1], x[2], x[3]);
+        *reinterpret_cast<uint4*>(tile + place_by_token<D>(token, c)) = make_uint4(x[0], x[1], x[2], x[3]);
       }
     }
   }

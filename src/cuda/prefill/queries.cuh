@@ -7,11 +7,12 @@
 namespace kvant::cuda::prefill {
 
 // A warp loads `count` rows, one after the other, kAhead of them at once. `kRotated`: to the basis of encoded pages,
-// for which the warp needs D floats of `scratch`. place_of(i) is the place of row i. row(i, x, finite) gets its
-// elements lane + 32 n; where not all of them are finite it has to spoil what they are for.
-template <int D, bool kRotated, int kAhead, class Place, class Row>
-__device__ __forceinline__ void each_row(const AttendParams& p, int query_begin, int count, float* scratch,
-                                         const Place& place_of, const Row& row) {
+// for which the warp needs D floats of `scratch`. place_of(i) is the place of row i. A row is brought to its unit
+// (query_unit); store(i, n, y) gets its element lane + 32 n, and found(i, to_log2) the factor of its products, which is
+// no number if the row is not finite.
+template <int D, bool kRotated, int kAhead, class Place, class Store, class Found>
+__device__ __forceinline__ void load_rows(const AttendParams& p, int query_begin, int count, float* scratch,
+                                          const Place& place_of, const Store& store, const Found& found) {
   constexpr int kElements = D / 32;
   const int lane = ptx::thread_here() % 32;
 #pragma unroll 1
@@ -24,39 +25,21 @@ __device__ __forceinline__ void each_row(const AttendParams& p, int query_begin,
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      float x[kElements];
+      float x[kElements], largest = 0.0f;
       elements_of<kElements>(bits[i], p.q.dtype, x);
       bool finite = true;
 #pragma unroll
       for (int n = 0; n < kElements; ++n) finite = finite && fabsf(x[n]) < __builtin_huge_valf();
       finite = __all_sync(~0u, finite) != 0;
       if constexpr (kRotated) rotate<D>(x, scratch);
-      row(first + i, x, finite);
+#pragma unroll
+      for (int n = 0; n < kElements; ++n) largest = fmaxf(largest, fabsf(x[n]));
+      const QueryUnit unit = query_unit(warp_max(largest), p.logits.scale);
+#pragma unroll
+      for (int n = 0; n < kElements; ++n) store(first + i, n, x[n] * unit.inverse);
+      found(first + i, finite ? unit.to_log2 : __int_as_float(0x7FC00000));
     }
   }
-}
-
-// A row in its unit (query_unit): store(i, n, y) gets its element lane + 32 n, and found(i, to_log2) the factor of its
-// products, which is no number if the row is not finite.
-template <int kElements, class Store, class Found>
-__device__ __forceinline__ void put_row(const AttendParams& p, int i, const float (&x)[kElements], bool finite,
-                                        const Store& store, const Found& found) {
-  float largest = 0.0f;
-#pragma unroll
-  for (int n = 0; n < kElements; ++n) largest = fmaxf(largest, fabsf(x[n]));
-  const QueryUnit unit = query_unit(warp_max(largest), p.logits.scale);
-#pragma unroll
-  for (int n = 0; n < kElements; ++n) store(i, n, x[n] * unit.inverse);
-  found(i, finite ? unit.to_log2 : __int_as_float(0x7FC00000));
-}
-
-// each_row() and put_row().
-template <int D, bool kRotated, int kAhead, class Place, class Store, class Found>
-__device__ __forceinline__ void load_rows(const AttendParams& p, int query_begin, int count, float* scratch,
-                                          const Place& place_of, const Store& store, const Found& found) {
-  each_row<D, kRotated, kAhead>(
-      p, query_begin, count, scratch, place_of,
-      [&](int i, const float(&x)[D / 32], bool finite) { put_row<D / 32>(p, i, x, finite, store, found); });
 }
 
 // Where a row of a tile has its element lane + 32 n, as a half.

@@ -44,15 +44,14 @@ __device__ __forceinline__ QueryUnit query_unit(float largest, float scale) {
 // Transforms and visibility, key by key from that of the page `name` that is `first` in it; where there are transforms,
 // of scores in units of log 2.
 // Rolled up, through local memory: pages that need this are few, or the mask tensor is what takes the time; unrolled it
-// is most of the kernel. key_of(n): which key, from `first` on, is in column 2 t of eight columns n; that of the next
-// column is `apart` keys behind.
-template <int kCount, class KeyOf>
+// is most of the kernel.
+template <int kCount>
 __device__ __forceinline__ void transform_scores(const AttendParams& p, const Tile& tile, const RowPlace (&rows)[2],
-                                                 int name, int first, const KeyOf& key_of, int apart,
-                                                 float (&s)[kCount]) {
+                                                 int name, int first, float (&s)[kCount]) {
   const bool all_see = !PageName::partly_seen(name);
   const int first_key = PageName::page(name) * kPageTokens + first, cached = cached_tokens(p, tile);
   const base::Visibility rule = visibility(p);
+  const int t = ptx::thread_here() % 4;
   float copy[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) copy[i] = s[i];
@@ -61,7 +60,7 @@ __device__ __forceinline__ void transform_scores(const AttendParams& p, const Ti
     const bool second = (i & 2) != 0;
     const int at = second ? rows[1].query : rows[0].query, of = second ? rows[1].head : rows[0].head;
     const int position = tile.length - tile.batch.q_len + at;
-    const int key = first_key + key_of(i / 4) + i % 2 * apart;
+    const int key = first_key + i / 4 * 8 + 2 * t + i % 2;
     const bool sees = all_see || (key < tile.length && (key >= cached) == PageName::is_fresh(name) &&
                                   rule.sees(tile.length, position, key));
     float x = copy[i];
@@ -78,15 +77,6 @@ __device__ __forceinline__ void transform_scores(const AttendParams& p, const Ti
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) s[i] = copy[i];
-}
-
-// The same of keys in their order.
-template <int kCount>
-__device__ __forceinline__ void transform_scores(const AttendParams& p, const Tile& tile, const RowPlace (&rows)[2],
-                                                 int name, int first, float (&s)[kCount]) {
-  const int t = ptx::thread_here() % 4;
-  transform_scores(
-      p, tile, rows, name, first, [t](int n) { return 8 * n + 2 * t; }, 1, s);
 }
 
 // Row h (g or g + 8) of sums, to out from its element `to` on, which has the thread's first column; out has `left`

@@ -92,37 +92,6 @@ __device__ __forceinline__ void scale_weights(float (&s)[kCount], const float* f
   }
 }
 
-// Weights as numbers up to 255 of a row's largest one in a page. z: scores plus the logarithms of their values' scales,
-// relative to `base`.
-struct ByteUnit {
-  float shift, unit;  // to be added to z; a weight of one, relative to the row's reference
-};
-// `m` and the sums before as above; top: the largest z.
-__device__ __forceinline__ Reference raise_top(float& m, float base, float top, ByteUnit& of_bytes) {
-  constexpr float kLogOf255 = 7.9943534368588577f;
-  const Reference raised = raise_top(m, base + top, 1.0f);
-  of_bytes.shift = kLogOf255 - (top == kNone ? 0.0f : top);
-  of_bytes.unit = ptx::ex2((base - raised.reference) + top) * (1.0f / 255.0f);
-  return raised;
-}
-// z of two rows to such weights; their sums without the scales. `inverses`: of the scales, from the thread's own keys
-// on.
-template <int kCount>
-__device__ __forceinline__ void weigh_rows(float (&z)[kCount], const ByteUnit (&units)[2], const float* inverses,
-                                           float (&sum)[2]) {
-  sum[0] = sum[1] = 0.0f;
-#pragma unroll
-  for (int j = 0; j < kCount / 4; ++j) {
-    const float2 f = *reinterpret_cast<const float2*>(inverses + 8 * j);
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      float& x = z[4 * j + n];
-      x = ptx::ex2(x + units[n / 2].shift);
-      sum[n / 2] = fmaf(x, n % 2 == 0 ? f.x : f.y, sum[n / 2]);
-    }
-  }
-}
-
 // The end of a row: `top` is its largest score in units of log 2, `sum` that of the weights relative to it.
 struct RowEnd {
   float lse, factor;  // of the sums

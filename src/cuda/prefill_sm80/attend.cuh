@@ -20,10 +20,10 @@ __device__ __forceinline__ void multiply(float* c, const std::uint32_t (&a)[4], 
 
 // A tile's queries, and what products of its rows are multiplied by. `scratch`: D floats of each warp. (Not inlined:
 // then sums at head_dim 128 are spilled less.)
-template <class S, bool kRotated>
+template <int D, bool kRotated>
 __device__ __noinline__ void load_queries(const AttendParams& p, const Tile& tile, std::byte* shared, bool bf16,
                                           float* scratch) {
-  constexpr int D = S::kHeadDim;
+  using S = Shape<D>;
   constexpr int kRowsOfWarp = S::kRows / S::kWarps;
   const int warp = static_cast<int>(threadIdx.x) / 32, first = warp * kRowsOfWarp;
   load_rows<D, kRotated, D <= 128 ? 4 : 2>(
@@ -38,10 +38,9 @@ __device__ __noinline__ void load_queries(const AttendParams& p, const Tile& til
       });
 }
 
-// S: the layout of shared memory.
-template <class S>
+template <int D>
 struct Attend {
-  static constexpr int D = S::kHeadDim;
+  using S = Shape<D>;
   static constexpr int kBox = box_row_bytes(D), kPieces = kBox / 16;
   static constexpr int kSums = S::kColumns / 2;
 
@@ -128,10 +127,10 @@ struct Attend {
   __device__ __forceinline__ void find_centres() const {
     const PageQueue::Page& here = queue().page[turn & 3];
     const std::uint32_t at = p.cache.encoded_layout.code_bytes;
-    unpack_centres<S>(at, shared + S::kKeysAt, [&](int place) { return block_at(false, here.centres[place]); });
+    unpack_centres<D>(at, shared + S::kKeysAt, [&](int place) { return block_at(false, here.centres[place]); });
     __syncthreads();
     float c[S::kSixteens][kCentresAtOnce / 2];
-    products<false, S::kCentreTile, kCentresAtOnce, 1>(shared + S::kKeysAt, 0, c);
+    products<false, kPageTokens, kCentresAtOnce, 1>(shared + S::kKeysAt, 0, c);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const int place = n / 2 * 8 + 2 * (ptx::thread_here() % 4) + n % 2;
@@ -323,101 +322,65 @@ struct Attend {
            static_cast<std::uint64_t>(slot) * (exact ? c.exact_slot_bytes : c.encoded_slot_bytes) + in_slot;
   }
 
-  // `kind`, this object or one that is derived from it, says how codes are unpacked and multiplied.
-  template <class Kind>
-  __device__ __forceinline__ void encoded_pages(Kind& kind) {
+  __device__ __forceinline__ void encoded_pages() {
     const codec::PageLayout& layout = p.cache.encoded_layout;
     std::byte* key_codes = shared + S::kCodesAt + (codec::is_centred(layout) ? S::kMoreIfCentred : 0);
     std::byte* value_codes = key_codes + (S::kTwoTiles ? S::code_bytes(layout.k.format) : 0);
-    [[maybe_unused]] const bool waits = !S::kTwoTiles && !lie_alike(layout.k.format, layout.v.format);
-    Scales<S> scales;
+    const auto* key_factors = reinterpret_cast<const float*>(shared + S::kKeyFactorsAt);
+    const auto* value_factors = reinterpret_cast<const float*>(shared + S::kValueFactorsAt);
+    Scales<D> scales;
     const auto ask = [&] {
       if (number() < 0) return;
       const std::byte* block = block_of(false);
-      ask_for_codes<S, false>(layout.k, block, key_codes);
-      if constexpr (S::kTwoTiles) ask_for_codes<S, true>(layout.v, block, value_codes);
+      ask_for_codes<D, false>(layout.k, block, key_codes);
+      if constexpr (S::kTwoTiles) ask_for_codes<D, true>(layout.v, block, value_codes);
       ptx::copy_commit();
       scales.load(layout, block);
     };
     begin_pages(core::kEncoded);
     if (number() < 0) return;
-    kind.begin_encoded();
+    unit = 1e-30f;
     ask();
-    if constexpr (!S::kTwoTiles) kind.store_scales(scales);
+    if constexpr (!S::kTwoTiles) scales.store(layout, shared);
 #pragma unroll 1
     while (number() >= 0) {
-      typename Kind::Weights w;
+      float s[S::kSixteens][kPageTokens / S::kSplit / 2];
+      std::uint32_t w[S::kSixteens][kPageTokens / 16][4];
       ptx::copy_wait<0>();
       __syncthreads();  // all products of the page before are done
       if (codec::is_centred(layout) && queue().page[turn & 3].starts != 0) find_centres();
-      kind.template unpack<false>(key_codes);
+      unpack_codes<D, false>(layout.k.format, shared, key_codes, shared + S::kKeysAt);
       if constexpr (S::kTwoTiles) {
-        kind.template unpack<true>(value_codes);
-        kind.store_scales(scales);
+        unpack_codes<D, true>(layout.v.format, shared, value_codes, shared + S::kValuesAt);
+        scales.store(layout, shared);
         next_page(core::kEncoded);
       } else {
-        if (waits) __syncthreads();
-        ask_for_codes<S, true>(layout.v, block_of(false), value_codes);
+        ask_for_codes<D, true>(layout.v, block_of(false), value_codes);
         ptx::copy_commit();
       }
       __syncthreads();
       if constexpr (S::kTwoTiles) ask();
-      kind.weigh_page(number(S::kTwoTiles ? -1 : 0), w);
+      scores<false, kPageTokens>(shared + S::kKeysAt, s);
+      soften<false, true, kPageTokens>(s, number(S::kTwoTiles ? -1 : 0), 0, key_factors, value_factors, w);
       if constexpr (!S::kTwoTiles) {
         ptx::copy_wait<0>();
         __syncthreads();  // all products with the keys are done
-        kind.template unpack<true>(value_codes);
+        unpack_codes<D, true>(layout.v.format, shared, value_codes, shared + S::kValuesAt);
         next_page(core::kEncoded);
-        if (waits) __syncthreads();
         ask();
         __syncthreads();
       }
-      kind.add_page(w);
+      add_values<false, kPageTokens, false>(shared + S::kValuesAt, w);
       if constexpr (!S::kTwoTiles) {
-        if (number() >= 0) kind.store_scales(scales);
+        if (number() >= 0) scales.store(layout, shared);
       }
     }
-    kind.end_encoded();
-  }
-
-  // The steps of that loop with levels as halves.
-  struct Weights {
-    std::uint32_t w[S::kSixteens][kPageTokens / 16][4];
-  };
-  __device__ __forceinline__ void load_encoded() {
-    if (codec::is_tq(p.cache.encoded_layout.k.format)) {
-      load<true>(false);
-    } else {
-      load<false>(false);
-    }
-  }
-  __device__ __forceinline__ void begin_encoded() {
-    unit = 1e-30f;
-  }
-  __device__ __forceinline__ void store_scales(const Scales<S>& scales) const {
-    scales.store(p.cache.encoded_layout, shared);
-  }
-  template <bool kValues>
-  __device__ __forceinline__ void unpack(const std::byte* codes) const {
-    const codec::PageLayout& layout = p.cache.encoded_layout;
-    unpack_codes<S, kValues>((kValues ? layout.v : layout.k).format, shared, codes,
-                             shared + (kValues ? S::kValuesAt : S::kKeysAt));
-  }
-  __device__ __forceinline__ void weigh_page(int page, Weights& w) {
-    float s[S::kSixteens][kPageTokens / S::kSplit / 2];
-    scores<false, kPageTokens>(shared + S::kKeysAt, s);
-    soften<false, true, kPageTokens>(s, page, 0, reinterpret_cast<const float*>(shared + S::kKeyFactorsAt),
-                                     reinterpret_cast<const float*>(shared + S::kValueFactorsAt), w.w);
-  }
-  __device__ __forceinline__ void add_page(const Weights& w) {
-    add_values<false, kPageTokens, false>(shared + S::kValuesAt, w.w);
-  }
-  __device__ __forceinline__ void end_encoded() {
-    to_given_basis(unit);
+    to_given_basis();
   }
 
   // From sums over encoded values to sums over values as they were.
-  __device__ __forceinline__ void to_given_basis(float factor) {
+  __device__ __forceinline__ void to_given_basis() {
+    float factor = unit;
     if (codec::is_tq(p.cache.encoded_layout.v.format)) {
       if constexpr (S::kSplit == 1) {
 #pragma unroll
@@ -520,7 +483,7 @@ struct Attend {
   template <bool kRotated>
   __device__ __forceinline__ void load(bool bf16) {
     __syncthreads();  // nobody reads the old queries or tiles any more
-    load_queries<S, kRotated>(p, list().tile, shared, bf16, reinterpret_cast<float*>(shared + S::kTilesAt));
+    load_queries<D, kRotated>(p, list().tile, shared, bf16, reinterpret_cast<float*>(shared + S::kTilesAt));
     __syncthreads();
   }
   __device__ __forceinline__ void clear() {
@@ -531,8 +494,7 @@ struct Attend {
       for (int n = 0; n < kSums; ++n) o[i][n] = 0.0f;
     }
   }
-  template <class Kind>
-  __device__ __forceinline__ void attend(Kind& kind) {
+  __device__ __forceinline__ void attend() {
     const Format keys = p.cache.encoded_layout.k.format;
     bool bf16 = keys == Format::bf16;
     int domain = core::kEncoded;
@@ -540,9 +502,13 @@ struct Attend {
       load<false>(bf16);
       clear();
     } else {
-      kind.load_encoded();
+      if (codec::is_tq(keys)) {
+        load<true>(false);
+      } else {
+        load<false>(false);
+      }
       clear();
-      encoded_pages(kind);
+      encoded_pages();
       bf16 = p.cache.exact_layout.k.format == Format::bf16;
       domain = core::kExact;
       load<false>(bf16);
@@ -553,9 +519,6 @@ struct Attend {
       dense_pages<false>(domain);
     }
     finish();
-  }
-  __device__ __forceinline__ void attend() {
-    attend(*this);
   }
 
   __device__ __forceinline__ void finish() {

@@ -30,33 +30,29 @@ __device__ __forceinline__ void with_format(Format f, Do&& act) {
   }
 }
 
-template <class S>
+template <int D>
 __device__ __forceinline__ void put_constants(const AttendParams& p, std::byte* shared) {
   const auto put = [&]<bool kValues>(Format f) {
     with_format<kValues>(f, [&]<Format F>() {
-      static_assert(4 * Constants<F>::kWords <= S::kConstants);
-      Constants<F>::put(reinterpret_cast<std::uint32_t*>(shared + S::kConstantsAt + (kValues ? S::kConstants : 0)));
+      static_assert(4 * Constants<F>::kWords <= Shape<D>::kConstants);
+      Constants<F>::put(
+          reinterpret_cast<std::uint32_t*>(shared + Shape<D>::kConstantsAt + (kValues ? Shape<D>::kConstants : 0)));
     });
   };
   put.template operator()<false>(p.cache.encoded_layout.k.format);
   put.template operator()<true>(p.cache.encoded_layout.v.format);
 }
 
-// A thread's copies go to where nobody else looks: pieces of all units, one behind the other, at `to`. Where keys and
-// values take turns there, that is so if the pieces of the one lie where the same thread's of the other do.
-__host__ __device__ constexpr bool lie_alike(Format k, Format v) {
-  return k == v || (plane_count(v) == 1 && plane_bits(v, 0) == 4 && plane_bits(k, 0) >= 4);
-}
-template <class S, bool kValues>
+// A thread's copies go to where nobody else looks: pieces of all units, one behind the other, at `to`.
+template <int D, bool kValues>
 __device__ __forceinline__ void ask_for_codes(const codec::SideLayout& side, const std::byte* block, std::byte* to) {
-  constexpr int D = S::kHeadDim;
   with_format<kValues>(side.format, [&]<Format F>() {
     const std::uint32_t base = ptx::shared_address(to);
     const int thread = ptx::thread_here();
 #pragma unroll
-    for (int i = 0; i < (2 * D + S::kThreads - 1) / S::kThreads; ++i) {
-      const int unit = i * S::kThreads + thread;
-      if (2 * D % S::kThreads != 0 && unit >= 2 * D) break;
+    for (int i = 0; i < (2 * D + Shape<D>::kThreads - 1) / Shape<D>::kThreads; ++i) {
+      const int unit = i * Shape<D>::kThreads + thread;
+      if (2 * D % Shape<D>::kThreads != 0 && unit >= 2 * D) break;
       each_piece<F, D, kValues>(side, unit, [&]<int kWords, int kFirst>(std::uint32_t offset) {
         ptx::copy<4 * kWords>(base + (kFirst * 2 * D + unit * kWords) * 4, block + offset);
       });
@@ -64,49 +60,39 @@ __device__ __forceinline__ void ask_for_codes(const codec::SideLayout& side, con
   });
 }
 
-// This thread's copies have come: store.operator()<F>(unit's number, unit, constants) for each of its units.
-template <class S, bool kValues, Format F, class Store>
-__device__ __forceinline__ void each_unit(std::byte* shared, const std::byte* from, Store&& store) {
-  constexpr int D = S::kHeadDim;
-  Constants<F> constants;
-  constants.get(reinterpret_cast<const std::uint32_t*>(shared + S::kConstantsAt + (kValues ? S::kConstants : 0)));
-#pragma unroll 1
-  for (int unit = ptx::thread_here(); unit < 2 * D; unit += S::kThreads) {
-    Unit<F> x;
-    each_piece<F, D, kValues>({}, unit, [&]<int kWords, int kFirst>(std::uint32_t) {
-      std::uint32_t* to = kFirst < Unit<F>::kLow ? x.low + kFirst : x.high + (kFirst - Unit<F>::kLow);
-      load_words<4 * kWords>(from + (kFirst * 2 * D + unit * kWords) * 4, to);
-    });
-    store(unit, x, constants);
-  }
-}
-
-// To a tile of halves. Factors of the page's vectors are there where vectors have several scales.
-template <class S, bool kValues>
+// This thread's copies have come. Factors of the page's vectors are there where vectors have several scales.
+template <int D, bool kValues>
 __device__ __forceinline__ void unpack_codes(Format f, std::byte* shared, const std::byte* from, std::byte* tile) {
+  using S = Shape<D>;
   with_format<kValues>(f, [&]<Format F>() {
-    constexpr int D = S::kHeadDim;
+    Constants<F> constants;
+    constants.get(reinterpret_cast<const std::uint32_t*>(shared + S::kConstantsAt + (kValues ? S::kConstants : 0)));
     const auto* ratios = reinterpret_cast<const std::uint16_t*>(
         shared + (kValues ? S::kValueFactorsAt : S::kKeyFactorsAt) + 4 * kPageTokens);
-    each_unit<S, kValues, F>(shared, from, [&](int unit, const Unit<F>& x, const Constants<F>& constants) {
+#pragma unroll 1
+    for (int unit = ptx::thread_here(); unit < 2 * D; unit += S::kThreads) {
+      Unit<F> x;
+      each_piece<F, D, kValues>({}, unit, [&]<int kWords, int kFirst>(std::uint32_t) {
+        std::uint32_t* to = kFirst < Unit<F>::kLow ? x.low + kFirst : x.high + (kFirst - Unit<F>::kLow);
+        load_words<4 * kWords>(from + (kFirst * 2 * D + unit * kWords) * 4, to);
+      });
       store_unit<F, D, kValues, (side_scale_groups(F, D) > 1)>(tile, unit, x, constants, ratios);
-    });
+    }
   });
 }
 
 // The centres of sixteen pages as the first sixteen keys of a tile. `block_of`: the block of the page at a place.
-template <class S, class BlockOf>
+template <int D, class BlockOf>
 __device__ __forceinline__ void unpack_centres(std::uint32_t centre_offset, std::byte* tile, BlockOf&& block_of) {
-  constexpr int D = S::kHeadDim, kPieces = D / 32;
+  constexpr int kPieces = D / 32;
 #pragma unroll 1
-  for (int unit = ptx::thread_here(); unit < kCentresAtOnce * kPieces; unit += S::kThreads) {
+  for (int unit = ptx::thread_here(); unit < kCentresAtOnce * kPieces; unit += Shape<D>::kThreads) {
     const int place = unit / 8 / kPieces * 8 + unit % 8, piece = unit / 8 % kPieces;  // (each_piece)
     const std::byte* low = block_of(place) + centre_offset;
     Unit<codec::kCentreFormat> x;
     load_global<4>(low + 16 * piece, x.low);
     load_global<2>(low + D / 2 + 8 * piece, x.high);
-    store_unit<codec::kCentreFormat, D, false, false, S::kCentreTile>(tile, unit, x, Constants<codec::kCentreFormat>{},
-                                                                      nullptr);
+    store_unit<codec::kCentreFormat, D, false, false>(tile, unit, x, Constants<codec::kCentreFormat>{}, nullptr);
   }
 }
 template <int D>
@@ -116,8 +102,9 @@ __device__ __forceinline__ float centre_scale(std::uint32_t centre_offset, const
 
 // The scales of a page: threads 0 to 63 have those of the keys, and those of the values only to see whether they are
 // numbers; threads 64 to 127 those of the values.
-template <class S>
+template <int D>
 struct Scales {
+  using S = Shape<D>;
   std::uint32_t own[S::kGroups], values[S::kGroups];
 
   __device__ __forceinline__ void load(const codec::PageLayout& layout, const std::byte* block) {

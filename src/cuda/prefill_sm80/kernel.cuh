@@ -5,15 +5,17 @@
 
 namespace kvant::cuda::prefill::sm80 {
 
-// All tiles of a block, by Attend or what is derived from it, for the layout S of shared memory.
-template <class S, class Kind>
-__device__ __forceinline__ void attend_tiles(const AttendParams& p, const Schedule& schedule, std::byte* shared) {
+template <int D>
+__global__ void __launch_bounds__(Shape<D>::kThreads, Shape<D>::kBlocks)
+    prefill_kernel(const __grid_constant__ AttendParams p, const Schedule schedule) {
+  using S = Shape<D>;
   static_assert(sizeof(PageList) <= S::kList && sizeof(PageQueue) <= S::kQueue);
+  extern __shared__ __align__(1024) std::byte shared[];
   PageList& list = *reinterpret_cast<PageList*>(shared + S::kListAt);
-  if (threadIdx.x == 0) put_constants<S>(p, shared);
+  if (threadIdx.x == 0) put_constants<D>(p, shared);
   ptx::wait_prerequisites();
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  Kind attend{p, shared, warp, static_cast<int>(threadIdx.x) % 32};
+  Attend<D> attend{p, shared, warp, static_cast<int>(threadIdx.x) % 32};
   if (warp == 0) list.total = has_work(p, schedule) ? 1 : 0;
   __syncthreads();
   const int all = (schedule.tiles + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
@@ -28,13 +30,6 @@ __device__ __forceinline__ void attend_tiles(const AttendParams& p, const Schedu
     __syncthreads();
     if (list.total != 0) attend.attend();
   }
-}
-
-template <int D>
-__global__ void __launch_bounds__(Shape<D>::kThreads, Shape<D>::kBlocks)
-    prefill_kernel(const __grid_constant__ AttendParams p, const Schedule schedule) {
-  extern __shared__ __align__(1024) std::byte shared[];
-  attend_tiles<Shape<D>, Attend<Shape<D>>>(p, schedule, shared);
 }
 
 }  // namespace kvant::cuda::prefill::sm80

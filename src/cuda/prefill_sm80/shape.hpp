@@ -15,10 +15,8 @@
 
 namespace kvant::cuda::prefill::sm80 {
 
-// How a tile's rows are shared, and sizes that do not depend on what is multiplied.
 template <int D>
-struct Rows {
-  static constexpr int kHeadDim = D;
+struct Shape {
   static constexpr int kSixteens = D <= 128 ? 2 : 1;  // rows of a warp, in sixteens
   static constexpr int kSplit = D <= 256 ? 1 : 2;     // warps that share rows
   static constexpr int kThreads = 128 * kSplit, kWarps = kThreads / 32, kRowWarps = 4;
@@ -27,18 +25,6 @@ struct Rows {
   static constexpr int kColumns = D / kSplit;       // of a warp's sums
   static constexpr bool kTwoTiles = D <= 128;
   static constexpr int kDenseKeys = kTwoTiles ? kPageTokens : kPageTokens / 2;  // dense rows at once
-  static constexpr int kGroups = D % 128 == 0 ? D / 128 : 1;                    // scales of a vector at most
-  static constexpr int kList = 128, kQueue = 576;                               // of the tile's pages
-  static constexpr int kConstants = 16;                                         // of keys, of values
-  // Products of rows with the centres of sixteen pages, as floats. (17 of a row: neighbouring rows lie in other banks.)
-  static constexpr int kCentreRow = 17, kCentreBytes = kRows * kCentreRow * 4;
-  static constexpr int code_bytes(Format f) { return codec::is_dense(f) ? 0 : 8 * D * codec::format_bits(f); }
-};
-
-template <int D>
-struct Shape : Rows<D> {
-  using Of = Rows<D>;
-  using Of::kRows, Of::kSplit, Of::kTwoTiles, Of::kDenseKeys, Of::kGroups, Of::kCentreBytes;
 
   static constexpr int kTile = kPageTokens * D * 2;                                              // of keys or values
   static constexpr int kTilesAt = kRows * D * 2;                                                 // queries lie before
@@ -50,20 +36,23 @@ struct Shape : Rows<D> {
   static constexpr int kToLog2At = kTopsAt + (kSplit > 1 ? kSplit * kRows * 4 : 0);  // of each row
   // Factors of keys and of values; then, where a vector has more than one scale, the factor of each of its parts, as
   // halves.
+  static constexpr int kGroups = D % 128 == 0 ? D / 128 : 1;
   static constexpr int kFactors = kPageTokens * (4 + (kGroups > 1 ? 2 * kGroups : 0));
   static constexpr int kKeyFactorsAt = kToLog2At + kRows * 4, kValueFactorsAt = kKeyFactorsAt + kFactors;
-  static constexpr int kListAt = kValueFactorsAt + kFactors;
-  static constexpr int kQueueAt = kListAt + Of::kList;
-  static constexpr int kConstantsAt = kQueueAt + Of::kQueue;
-  // Above head_dim 256 the codes follow products with centres in page-centred caches only, where other caches need the
-  // room; below that a place for codes that is not known in advance would take registers.
-  static constexpr int kCentresAt = kConstantsAt + 2 * Of::kConstants;
-  static constexpr int kCentreTile = kPageTokens;  // rows of a tile whose first ones are centres
+  static constexpr int kListAt = kValueFactorsAt + kFactors, kList = 128;  // of the tile's pages
+  static constexpr int kQueueAt = kListAt + kList, kQueue = 576;
+  static constexpr int kConstantsAt = kQueueAt + kQueue, kConstants = 16;  // of keys, of values
+  // Products of rows with the centres of sixteen pages, as floats. (17 of a row: neighbouring rows lie in other banks.)
+  // Above head_dim 256 the codes follow them in page-centred caches only, where other caches need the room; below that
+  // a place for codes that is not known in advance would take registers.
+  static constexpr int kCentresAt = kConstantsAt + 2 * kConstants;
+  static constexpr int kCentreRow = 17, kCentreBytes = kRows * kCentreRow * 4;
   static constexpr bool kCentresAlways = D <= 256;
   static constexpr int kCodesAt = kCentresAt + (kCentresAlways ? kCentreBytes : 0);
   static constexpr int kMoreIfCentred = kCentresAlways ? 0 : kCentreBytes;
+  static constexpr int code_bytes(Format f) { return codec::is_dense(f) ? 0 : 8 * D * codec::format_bits(f); }
   static constexpr int bytes(Format k, Format v) {
-    const int keys = Of::code_bytes(k), values = Of::code_bytes(v);
+    const int keys = code_bytes(k), values = code_bytes(v);
     return kCodesAt + (kTwoTiles ? keys + values : keys > values ? keys : values);
   }
 };

@@ -29,7 +29,6 @@ std::vector<std::string> kernels_of(int capability) {
       kinds.emplace_back(kind);
   }
   kinds.emplace_back(core::kPrefillSm80);
-  kinds.emplace_back(core::kPrefillInt8);
   kinds.emplace_back(core::kGenericKernels);
   return kinds;
 }

@@ -94,26 +94,6 @@ __device__ __forceinline__ void mma_from(std::int32_t (&d)[4], const std::uint32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start0), "r"(start1));
 }
 
-// The same with both operands' types named: each s8 or u8.
-#define KVANT_MMA_BYTES(a_type, b_type)                                                                    \
-  __device__ __forceinline__ void mma_##a_type##_##b_type(std::int32_t(&c)[4], const std::uint32_t(&a)[4], \
-                                                          std::uint32_t b0, std::uint32_t b1) {            \
-    asm("mma.sync.aligned.m16n8k32.row.col.s32." #a_type "." #b_type                                       \
-        ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                       \
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                                                   \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                   \
-  }
-KVANT_MMA_BYTES(s8, u8)
-KVANT_MMA_BYTES(u8, u8)
-#undef KVANT_MMA_BYTES
-// d = start + a * b, `start` by row.
-__device__ __forceinline__ void mma_u8_u8_from(std::int32_t (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
-                                               std::uint32_t b1, const std::int32_t (&start)[2]) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%11,%11};"
-      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start[0]), "r"(start[1]));
-}
-
 // 9.7.15.5 mma.m16n8k16 with f16 or bf16 operands and f32 sums. As above with two 16-bit elements in a register:
 //   a[0]: row g, columns 2 t, 2 t + 1; a[1]: row g + 8; a[2]: row g, columns 2 t + 8, 2 t + 9; a[3]: row g + 8
 #define KVANT_MMA(type)                                  \

@@ -6,7 +6,6 @@ namespace kvant::cuda {
 const TileKind prefill_sm80_kind = {
     .name = core::kPrefillSm80,
     .for_hopper = false,
-    .products = 16,
     .missing = [](const Work& work, const Offers& offers, const TileOffers& mine) -> std::string {
       if (!mine.kernel) return fmt::format("prefill_sm80 kernels do not serve {}", pair_at(work));
       if (mine.kernel->shared_bytes > offers.limits.shared_bytes) {

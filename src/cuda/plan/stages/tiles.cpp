@@ -14,7 +14,6 @@ class TilesOverPages final : public Stage {
         schedule_(planning.choice.schedule),
         name_(kTileKinds[planning.choice.tiles]->name),
         why_(planning.choice.why),
-        products_(products_line(planning)),
         resident_(blocks),
         blocks_(std::min(schedule_.tiles, planning.limits.multiprocessors * blocks)),
         head_dim_(planning.params.head_dim),
@@ -23,12 +22,14 @@ class TilesOverPages final : public Stage {
   [[nodiscard]] std::string explain() const override {
     return fmt::format(
         "kernel     {} {}/{}, head_dim {}, tiles of {} query rows: {}\n"
-        "{}"
+        "products   {}, f32 sums; weights are rounded to the same type\n"
         "blocks     {} ({} a multiprocessor) of {} threads, {} bytes of shared memory each; {} tiles, keys of {} heads "
         "at once\n",
         name_, format_info(kernel_.k).name, format_info(kernel_.v).name, head_dim_, kernel_.rows,
-        is_behind_rounds_ ? "the sequences that are left" : why_, products_, blocks_, resident_, kernel_.threads,
-        kernel_.shared_bytes, schedule_.tiles, schedule_.heads_at_once);
+        is_behind_rounds_ ? "the sequences that are left" : why_,
+        codec::is_dense(kernel_.k) ? "16-bit floats"
+                                   : "encoded pages f16 (levels are exact in it), exact pages as they are stored",
+        blocks_, resident_, kernel_.threads, kernel_.shared_bytes, schedule_.tiles, schedule_.heads_at_once);
   }
   Status run(StageRun& run) const override {
     prefill::Schedule schedule = schedule_;
@@ -41,19 +42,10 @@ class TilesOverPages final : public Stage {
   }
 
  private:
-  static std::string products_line(const Planning& planning) {
-    if (planning.work.products.bits == 8)
-      return core::products_line(planning.work.products, planning.config.options->products);
-    return fmt::format("products   {}, f32 sums; weights are rounded to the same type\n",
-                       codec::is_dense(planning.work.k)
-                           ? "16-bit floats"
-                           : "encoded pages f16 (levels are exact in it), exact pages as they are stored");
-  }
-
   const prefill::Kernel kernel_;
   const prefill::Schedule schedule_;
   const char* const name_;
-  const std::string why_, products_;
+  const std::string why_;
   const int resident_, blocks_;  // of a multiprocessor; of a launch
   const int head_dim_;
   const bool is_behind_rounds_;
