@@ -328,6 +328,7 @@ struct Attend {
     std::byte* value_codes = key_codes + (S::kTwoTiles ? S::code_bytes(layout.k.format) : 0);
     const auto* key_factors = reinterpret_cast<const float*>(shared + S::kKeyFactorsAt);
     const auto* value_factors = reinterpret_cast<const float*>(shared + S::kValueFactorsAt);
+    [[maybe_unused]] const bool waits = !S::kTwoTiles && !lie_alike(layout.k.format, layout.v.format);
     Scales<D> scales;
     const auto ask = [&] {
       if (number() < 0) return;
@@ -355,6 +356,7 @@ struct Attend {
         scales.store(layout, shared);
         next_page(core::kEncoded);
       } else {
+        if (waits) __syncthreads();
         ask_for_codes<D, true>(layout.v, block_of(false), value_codes);
         ptx::copy_commit();
       }
@@ -367,6 +369,7 @@ struct Attend {
         __syncthreads();  // all products with the keys are done
         unpack_codes<D, true>(layout.v.format, shared, value_codes, shared + S::kValuesAt);
         next_page(core::kEncoded);
+        if (waits) __syncthreads();
         ask();
         __syncthreads();
       }

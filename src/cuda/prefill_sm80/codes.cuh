@@ -43,7 +43,11 @@ __device__ __forceinline__ void put_constants(const AttendParams& p, std::byte* 
   put.template operator()<true>(p.cache.encoded_layout.v.format);
 }
 
-// A thread's copies go to where nobody else looks: pieces of all units, one behind the other, at `to`.
+// A thread's copies go to where nobody else looks: pieces of all units, one behind the other, at `to`. Where keys and
+// values take turns there, that is so if the pieces of the one lie where the same thread's of the other do.
+__host__ __device__ constexpr bool lie_alike(Format k, Format v) {
+  return k == v || (plane_count(v) == 1 && plane_bits(v, 0) == 4 && plane_bits(k, 0) >= 4);
+}
 template <int D, bool kValues>
 __device__ __forceinline__ void ask_for_codes(const codec::SideLayout& side, const std::byte* block, std::byte* to) {
   with_format<kValues>(side.format, [&]<Format F>() {
