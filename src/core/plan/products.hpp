@@ -10,7 +10,7 @@ namespace kvant::core {
 
 struct Products {
   int bits = 16;
-  // Of products of 8 bits: whether a query is two digits, which together have 15 bits and a sign (codec/digits.hpp).
+  // Queries are two digits, which together have 15 bits and a sign (codec/digits.hpp). With 8 bits only.
   bool two_digits = false;
 };
 

@@ -27,11 +27,11 @@ inline constexpr int kColumnBlock = 16;
 
 struct WordRows {
   std::byte* at;
-  int words;  // of a row
+  int words;  // a row
 };
 struct WordColumns {
   std::byte* at;
-  int words;  // of a column
+  int words;  // a column
 
   KVANT_INLINE std::byte* word(int block, int w) const { return at + (block * words + w) * kColumnBlock * 4; }
 };
@@ -64,7 +64,7 @@ KVANT_INLINE int word_element(Format f, int element_bytes, int word, int part) {
 
 struct QueryNumbers {
   std::int16_t number[codec::kMaxHeadDim];          // by element
-  float half_step[codec::kMaxScaleGroups];          // of each scale group
+  float half_step[codec::kMaxScaleGroups];          // a scale group
   std::int32_t correction[codec::kMaxScaleGroups];  // the highest level * the sum of the numbers
 };
 // q [padded_dim], in the basis; zeros behind head_dim.
@@ -135,7 +135,7 @@ void pack_key_words(const codec::SideLayout& side, int head_dim, int padded_dim,
   const typename U::Tables tables = U::tables();
   for (int block = first; block < last; ++block) {
     for (int e = 0; e < padded_dim; e += 64) {
-      alignas(64) std::byte words[kElementBytes][kColumnBlock * 64];  // of a token, sixteen
+      alignas(64) std::byte words[kElementBytes][kColumnBlock * 64];  // a token has sixteen
       for (int i = 0; i < kColumnBlock; i += kTokens) {
         const CodePointers codes = key_pointers(side, head_dim, page, block * kColumnBlock + i, e);
         typename W::I u[kRegisters];
