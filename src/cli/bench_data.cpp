@@ -213,7 +213,7 @@ AttentionOptions attention_options(const BenchCase& c, const void* mask) {
   options.q_len = static_cast<int>(c.q_len);
   options.backend = c.backend;
   options.kernel = c.kernel;
-  if (c.kernel == core::kPrefillInt8) options.products = 8;  // which it is for
+  options.products = c.products;
   options.softcap = c.scores.softcap;
   options.mask.window = c.scores.window;
   options.fresh_keys = c.scores.fresh;

@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+"""What products of 8 bits cost a real model, beside its formats: KL divergence from the float32 model, on a CPU.
+
+    python3 bench/products_quality.py FOLDER tq6/tq4 tq4/tq4 tq8/tq8 --tokens 1024
+
+FOLDER is a causal model in Hugging Face's form; bench/quality/fetch_models.py makes some. The whole text is fed through
+kvant.hf in chunks, as an engine feeds a prompt: each chunk's queries read all that is stored, their own keys too. For
+each format the table has, by bits of products:
+
+    KL       mean KL divergence of the float32 model from this one, in nats
+    adds     how much more that is than with products of 16 bits, with an interval that holds 95 %
+    of 16    the same as a share of the KL divergence with 16 bits: the format's own loss
+    apart    mean KL divergence of the model with 16 bits from this one. It is large where formats are coarse: layers
+             behind the first one get other keys, which their formats round otherwise, by as much as ever
+    top-1    share of positions at which both models like the same token best
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+BENCH = Path(__file__).resolve().parent
+sys.path[:0] = [str(BENCH.parent / "python"), str(BENCH / "quality")]
+
+ROWS = 64  # that are compared at a time, in float64
+
+
+def logits_of(model, ids, chunk, past):
+    """Logits [tokens, vocabulary] of all of ids [1, tokens], which the model is given in chunks."""
+    import torch
+
+    from kvant.hf import versions
+
+    found = []
+    for begin in range(0, ids.shape[1], chunk):
+        here = ids[:, begin : begin + chunk]
+        found.append(model(input_ids=here, use_cache=True, **{versions.CACHE_NAME: past}).logits[0])
+    return torch.cat(found)
+
+
+def compared(exact, other, targets):
+    """Per position: KL divergence, and whether both like the same token best."""
+    import torch
+
+    from kvant.hf._evaluate import compare
+
+    parts = [compare(*x) for x in zip(exact.split(ROWS), other.split(ROWS), targets.split(ROWS))]
+    found = torch.cat(parts)
+    return found[:, 0], found[:, 2]
+
+
+def measure(model, ids, formats, a):
+    """A row for each format and number of bits."""
+    from transformers import DynamicCache
+
+    import kvant.hf
+    from kvant.hf._evaluate import interval
+
+    targets, ids = ids[0, 1:], ids[:, :-1]
+    exact = logits_of(model, ids, a.chunk, DynamicCache(config=model.config))
+    rows = []
+    for pair in formats:
+        k, _, v = pair.partition("/")
+        of_sixteen = kl_of_sixteen = None
+        for bits in (16, 8):
+            begin = time.perf_counter()
+            kvant.hf.enable(
+                model, k=k, v=v or k, products=bits, exact_prefill=False, isa=a.isa, threads=a.threads, strict=a.strict
+            )
+            cache = kvant.hf.cache(model)
+            found = logits_of(model, ids, a.chunk, cache)
+            report = kvant.hf.report(cache)
+            kvant.hf.disable(model)
+            if not any(row.stored for row in report.rows):
+                raise SystemExit(f"{pair}: kvant stores no layer of this model:\n{report}")
+            kl, same = compared(exact, found, targets)
+            row = dict(
+                format=pair, products=bits, kl=float(kl.mean()), kl_p99=float(kl.quantile(0.99)),
+                top1=float(same.mean()), seconds=time.perf_counter() - begin,
+            )
+            if of_sixteen is None:
+                of_sixteen, kl_of_sixteen = found, kl
+            else:
+                added = kl - kl_of_sixteen
+                row["adds"], row["adds_interval"] = float(added.mean()), interval(added)
+                row["share"] = row["adds"] / float(kl_of_sixteen.mean())
+                row["apart"] = float(compared(of_sixteen, found, targets)[0].mean())
+            rows.append(row)
+            print(line(row), flush=True)
+    return rows
+
+
+def line(r):
+    text = f"{r['format']:<9} {r['products']:>4}   {r['kl']:.2e}  {r['kl_p99']:.1e}  {100 * r['top1']:>7.2f}"
+    if "adds" not in r:
+        return text
+    within = "[{:+.1e}, {:+.1e}]".format(*r["adds_interval"]) if r["adds_interval"] else "-"
+    return f"{text}  {r['adds']:>+9.1e}  {within:<21} {100 * r['share']:>+7.1f} %  {r['apart']:.2e}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("formats", nargs="*", metavar="KEYS/VALUES", default=["tq6/tq4", "tq4/tq4", "tq8/tq8"])
+    parser.add_argument("--text", default="topics", help="topics (English), code, or a file")
+    parser.add_argument("--bytes", action="store_true", help="tokens are the text's bytes: models without a tokenizer")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--chunk", type=int, default=512, help="tokens that are fed at a time")
+    parser.add_argument("--isa", help="of kvant; the best of the machine if this is not given")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--strict", action="store_true", help="an error where a layer is left to transformers")
+    parser.add_argument("--json", type=Path, help="a file for all figures")
+    a = parser.parse_args()
+
+    import torch
+    from kl import read
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import kvant
+
+    torch.set_num_threads(a.threads)
+    model = AutoModelForCausalLM.from_pretrained(a.folder, dtype=torch.float32).eval()
+    text = read(a.text)[: 8 * a.tokens + 64]
+    numbers = list(text.encode()) if a.bytes else AutoTokenizer.from_pretrained(a.folder)(text).input_ids
+    if len(numbers) <= a.tokens:
+        parser.error(f"--tokens {a.tokens}: the text has {len(numbers)}")
+    isa = a.isa or next(i["name"] for i in kvant.info()["isas"] if i["available"])
+    print(f"{Path(a.folder).name}: {a.tokens} tokens of {a.text} in chunks of {a.chunk}, {isa}")
+    print("format    bits   KL        99 %     top-1 %       adds  95 % interval           of 16    apart")
+    with torch.no_grad():
+        rows = measure(model, torch.tensor([numbers[: a.tokens + 1]]), a.formats, a)
+    if a.json:
+        a.json.write_text(json.dumps(dict(model=Path(a.folder).name, tokens=a.tokens, isa=isa, rows=rows), indent=1))
+
+
+if __name__ == "__main__":
+    main()
