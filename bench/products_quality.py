@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What products of 8 bits cost a real model, beside its formats: KL divergence from the float32 model, on a CPU.
+"""Products of 8 bits and a real model: how much they add to the loss of its formats (KL divergence from float32).
 
     python3 bench/products_quality.py FOLDER tq6/tq4 tq4/tq4 tq8/tq8 --tokens 1024
 
