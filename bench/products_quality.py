@@ -3,7 +3,7 @@
 
     python3 bench/products_quality.py FOLDER tq6/tq4 tq4/tq4 tq8/tq8 --tokens 1024
 
-FOLDER is a causal model in Hugging Face's form; bench/quality/fetch_models.py makes some. The whole text is fed through
+FOLDER is a causal model in Hugging Face's form; bench/quality/fetch_models.py makes some. A prompt is fed through
 kvant.hf in chunks, as an engine feeds a prompt: each chunk's queries read all that is stored, their own keys too. For
 each format the table has, by bits of products:
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from pathlib import Path
 
 BENCH = Path(__file__).resolve().parent
@@ -53,44 +52,55 @@ def compared(exact, other, targets):
     return found[:, 0], found[:, 2]
 
 
-def measure(model, ids, formats, a):
-    """A row for each format and number of bits."""
+def compare_prompt(model, ids, a):
+    """{(format, bits): (KL divergence, agreement, KL divergence from 16 bits)}, by position of ids [1, tokens + 1]."""
     from transformers import DynamicCache
 
     import kvant.hf
-    from kvant.hf._evaluate import interval
 
     targets, ids = ids[0, 1:], ids[:, :-1]
     exact = logits_of(model, ids, a.chunk, DynamicCache(config=model.config))
-    rows = []
-    for pair in formats:
+    found = {}
+    for pair in a.formats:
         k, _, v = pair.partition("/")
-        of_sixteen = kl_of_sixteen = None
+        of_sixteen = None
         for bits in (16, 8):
-            begin = time.perf_counter()
-            kvant.hf.enable(
-                model, k=k, v=v or k, products=bits, exact_prefill=False, isa=a.isa, threads=a.threads, strict=a.strict
-            )
+            kvant.hf.enable(model, k=k, v=v or k, products=bits, exact_prefill=False, isa=a.isa, threads=a.threads)
             cache = kvant.hf.cache(model)
-            found = logits_of(model, ids, a.chunk, cache)
+            logits = logits_of(model, ids, a.chunk, cache)
             report = kvant.hf.report(cache)
             kvant.hf.disable(model)
             if not any(row.stored for row in report.rows):
                 raise SystemExit(f"{pair}: kvant stores no layer of this model:\n{report}")
-            kl, same = compared(exact, found, targets)
+            apart = None if of_sixteen is None else compared(of_sixteen, logits, targets)[0]
+            found[pair, bits] = (*compared(exact, logits, targets), apart)
+            of_sixteen = logits
+    return found
+
+
+def rows_of(parts, a):
+    """A row for each format and number of bits, of what compare_prompt gave for some prompts."""
+    import torch
+
+    from kvant.hf._evaluate import interval
+
+    rows = []
+    for pair in a.formats:
+        kl_of_sixteen = None
+        for bits in (16, 8):
+            kl, same = (torch.cat([part[pair, bits][i] for part in parts]) for i in range(2))
             row = dict(
                 format=pair, products=bits, kl=float(kl.mean()), kl_p99=float(kl.quantile(0.99)),
-                top1=float(same.mean()), seconds=time.perf_counter() - begin,
+                top1=float(same.mean()),
             )
-            if of_sixteen is None:
-                of_sixteen, kl_of_sixteen = found, kl
+            if kl_of_sixteen is None:
+                kl_of_sixteen = kl
             else:
                 added = kl - kl_of_sixteen
                 row["adds"], row["adds_interval"] = float(added.mean()), interval(added)
                 row["share"] = row["adds"] / float(kl_of_sixteen.mean())
-                row["apart"] = float(compared(of_sixteen, found, targets)[0].mean())
+                row["apart"] = float(torch.cat([part[pair, bits][2] for part in parts]).mean())
             rows.append(row)
-            print(line(row), flush=True)
     return rows
 
 
@@ -108,11 +118,11 @@ def main():
     parser.add_argument("formats", nargs="*", metavar="KEYS/VALUES", default=["tq6/tq4", "tq4/tq4", "tq8/tq8"])
     parser.add_argument("--text", default="topics", help="topics (English), code, or a file")
     parser.add_argument("--bytes", action="store_true", help="tokens are the text's bytes: models without a tokenizer")
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=1024, help="of a prompt")
+    parser.add_argument("--prompts", type=int, default=1, help="pieces of the text, one after another")
     parser.add_argument("--chunk", type=int, default=512, help="tokens that are fed at a time")
     parser.add_argument("--isa", help="of kvant; the best of the machine if this is not given")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--strict", action="store_true", help="an error where a layer is left to transformers")
     parser.add_argument("--json", type=Path, help="a file for all figures")
     a = parser.parse_args()
 
@@ -124,15 +134,21 @@ def main():
 
     torch.set_num_threads(a.threads)
     model = AutoModelForCausalLM.from_pretrained(a.folder, dtype=torch.float32).eval()
-    text = read(a.text)[: 8 * a.tokens + 64]
+    needed = a.prompts * a.tokens + 1
+    text = read(a.text)[: 8 * needed]
     numbers = list(text.encode()) if a.bytes else AutoTokenizer.from_pretrained(a.folder)(text).input_ids
-    if len(numbers) <= a.tokens:
-        parser.error(f"--tokens {a.tokens}: the text has {len(numbers)}")
+    if len(numbers) < needed:
+        parser.error(f"--tokens {a.tokens} --prompts {a.prompts}: the text has {len(numbers)} tokens")
     isa = a.isa or next(i["name"] for i in kvant.info()["isas"] if i["available"])
-    print(f"{Path(a.folder).name}: {a.tokens} tokens of {a.text} in chunks of {a.chunk}, {isa}")
-    print("format    bits   KL        99 %     top-1 %       adds  95 % interval           of 16    apart")
+    print(f"{Path(a.folder).name}: {a.prompts} x {a.tokens} tokens of {a.text} in chunks of {a.chunk}, {isa}")
+    parts = []
     with torch.no_grad():
-        rows = measure(model, torch.tensor([numbers[: a.tokens + 1]]), a.formats, a)
+        for begin in range(0, needed - 1, a.tokens):
+            parts.append(compare_prompt(model, torch.tensor([numbers[begin : begin + a.tokens + 1]]), a))
+            print(f"{len(parts)} of {a.prompts}", file=sys.stderr, flush=True)
+    rows = rows_of(parts, a)
+    print("format    bits   KL        99 %     top-1 %       adds  95 % interval           of 16    apart")
+    print("\n".join(map(line, rows)))
     if a.json:
         a.json.write_text(json.dumps(dict(model=Path(a.folder).name, tokens=a.tokens, isa=isa, rows=rows), indent=1))
 
