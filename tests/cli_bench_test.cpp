@@ -32,6 +32,7 @@ const std::set<std::string> kBenchKeys = {"op",
                                           "fresh",
                                           "between_mib",
                                           "kernel",
+                                          "products",
                                           "median_ns",
                                           "spread",
                                           "ns_per_value",
@@ -71,6 +72,7 @@ TEST_F(CliBench, WritesExactlyTheDocumentedRows) {
                 row["gb_per_s"].get<double>() / peak["read_gb_per_s"].get<double>(), 1e-9);
     EXPECT_NEAR(row["gflops"].get<double>(), 4 * 2 * 4 * 64 * keys / ns, 1e-6 * row["gflops"].get<double>());
     EXPECT_TRUE(row["share_of_product"].is_null());  // for devices
+    EXPECT_TRUE(row["products"].is_null());          // the plan's choice
   }
   const std::string table = file_text(csv);
   EXPECT_EQ(std::count(table.begin(), table.end(), '\n'), 5);
@@ -96,6 +98,32 @@ TEST_F(CliBench, CentredKeysBesideOthers) {
   const Finished f = kvant_cli({"bench", "decode", "--k-format", "tq4,f16", "--k-centre", "page"});
   EXPECT_EQ(f.exit_code, 2);
   EXPECT_NE(f.err.find("not with keys in f16"), std::string::npos) << f.err;
+}
+
+TEST_F(CliBench, ProductsOf8BitsBesideOthers) {
+  const std::string csv = folder_ / "rows.csv", markdown = folder_ / "rows.md";
+  const Json json = json_of({"bench",     "prefill", "--k-format", "tq4,tq6/tq4", "--keys",     "512",
+                             "--q-len",   "64",      "--head-dim", "64",          "--kv-heads", "2",
+                             "--q-heads", "4",       "--rounds",   "1",           "--products", "16,8,automatic",
+                             "--csv",     csv,       "--markdown", markdown,      "--threads",  "1"});
+  ASSERT_EQ(json["rows"].size(), 6u);
+  for (std::size_t i = 0; i < 6; i += 3) {
+    const Json &sixteen = json["rows"][i], &eight = json["rows"][i + 1], &chosen = json["rows"][i + 2];
+    EXPECT_EQ(sixteen["products"], 16);
+    EXPECT_EQ(eight["products"], 8);
+    EXPECT_TRUE(chosen["products"].is_null());
+    EXPECT_LE(sixteen["rel_l2"], 2e-4);
+    EXPECT_GT(eight["rel_l2"], 1e-3);  // integers were multiplied
+    EXPECT_LE(eight["rel_l2"], 2.5e-2);
+  }
+  EXPECT_NE(file_text(markdown).find("| 8 bits |"), std::string::npos) << file_text(markdown);
+  EXPECT_NE(file_text(csv).find(",products,"), std::string::npos);
+  const Finished dense = kvant_cli({"bench", "prefill", "--k-format", "tq4,f16", "--products", "16,8"});
+  EXPECT_EQ(dense.exit_code, 2);
+  EXPECT_NE(dense.err.find("--products 8: not with f16"), std::string::npos) << dense.err;
+  const Finished wrong = kvant_cli({"bench", "prefill", "--products", "7"});
+  EXPECT_EQ(wrong.exit_code, 2);
+  EXPECT_NE(wrong.err.find("--products: 7: must be one of automatic, 16, 8"), std::string::npos) << wrong.err;
 }
 
 TEST_F(CliBench, PrefillAndAppend) {

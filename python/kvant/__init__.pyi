@@ -272,13 +272,14 @@ class PagesPlan:
         pool become NaN, and take_errors tells. The CPU always looks, and refuses.
     kernel: on a device "decode", "decode_sm90", "prefill" or "generic"; "": by the limits. threads, split_keys, isa: on
         the CPU.
+    products: as for Plan.
     workspace: on a device, a uint8 tensor of facts.workspace_bytes; None: a torch buffer that the plans of these pages
         share, taken here. Plans that share one run one after another on a stream.
 
     A plan can be recorded in CUDA graphs: set_tables and run read lengths and tables on the device, and launches are
     made for the limits. Errors: InvalidArgument, Unsupported.
     """
-    def __init__(self, pages: Pages, q_heads: int, *, max_batch: int, max_blocks: int, max_query_len: int = 1, max_tokens: int | None = None, scale: float | None = None, causal: bool = True, window: int = 0, window_sinks: int = 0, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, check_ids: bool = False, fresh: bool = False, kernel: str = '', threads: int = 0, split_keys: int = 0, isa: str | None = None, workspace: Any = None):
+    def __init__(self, pages: Pages, q_heads: int, *, max_batch: int, max_blocks: int, max_query_len: int = 1, max_tokens: int | None = None, scale: float | None = None, causal: bool = True, window: int = 0, window_sinks: int = 0, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, check_ids: bool = False, fresh: bool = False, kernel: str = '', threads: int = 0, split_keys: int = 0, isa: str | None = None, products: int = 0, workspace: Any = None):
         ...
     @property
     def handle(self) -> c_void_p:
@@ -332,11 +333,13 @@ class Plan:
 
     fresh: True: each run is given the keys and values of the queries' own tokens and attends to these as they are;
         only older tokens are read from the cache. On a device it takes prefill kernels.
+    products: bits of the numbers that are multiplied where many rows share a page of tq formats. 8 is faster and rounds
+        weights to 8 bits; 16; 0: the plan chooses, and explain() says which.
 
     A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that
     grow. Errors: InvalidArgument, Unsupported.
     """
-    def __init__(self, cache: Any, sequences: Any, *, q_heads: int, q_len: int = 1, q_lens: SequenceOf[int] | None = None, scale: float | None = None, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, causal: bool = True, window: int | None = None, window_sinks: int = 0, mask: Any = None, mask_first_key: int = 0, threads: int = 0, split_keys: int = 0, isa: str | None = None, kernel: str | None = None, fresh: bool = False):
+    def __init__(self, cache: Any, sequences: Any, *, q_heads: int, q_len: int = 1, q_lens: SequenceOf[int] | None = None, scale: float | None = None, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, causal: bool = True, window: int | None = None, window_sinks: int = 0, mask: Any = None, mask_first_key: int = 0, threads: int = 0, split_keys: int = 0, isa: str | None = None, kernel: str | None = None, fresh: bool = False, products: int = 0):
         ...
     @property
     def handle(self) -> c_void_p:

@@ -303,6 +303,7 @@ class PagesPlan(_arguments.NotCopied):
         pool become NaN, and take_errors tells. The CPU always looks, and refuses.
     kernel: on a device "decode", "decode_sm90", "prefill" or "generic"; "": by the limits. threads, split_keys, isa: on
         the CPU.
+    products: as for Plan.
     workspace: on a device, a uint8 tensor of facts.workspace_bytes; None: a torch buffer that the plans of these pages
         share, taken here. Plans that share one run one after another on a stream.
 
@@ -333,6 +334,7 @@ class PagesPlan(_arguments.NotCopied):
         threads: int = 0,
         split_keys: int = 0,
         isa: str | None = None,
+        products: int = 0,
         workspace: Any = None,
     ):
         self._lock = _locks.new()
@@ -349,6 +351,7 @@ class PagesPlan(_arguments.NotCopied):
             isa=isa,
             kernel=kernel,
             fresh=fresh,
+            products=products,
         )
         self.pages, self.q_heads, self.fresh = pages, o.q_heads, bool(o.fresh_keys)
         limits = _c.PageLimits()

@@ -52,6 +52,7 @@ struct BenchCase {
   /// taken off.
   std::int64_t between_mib = 0;
   std::string kernel;  ///< on a device, as AttentionOptions::kernel
+  int products = 0;    ///< as AttentionOptions::products
   BenchScores scores;
 
   /// name_with_centre

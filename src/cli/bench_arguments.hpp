@@ -9,7 +9,7 @@
 
 namespace kvant::cli {
 
-inline constexpr const char* kAutomaticKernel = "automatic";  // what the plan chooses
+inline constexpr const char* kAutomatic = "automatic";  // what the plan chooses
 
 // Zero stands for "the default of the operation".
 struct BenchArguments {
@@ -24,7 +24,7 @@ struct BenchArguments {
   int device = 0;
   int sink_pages = -1, tail_pages = -1;
   std::int64_t between_mib = 0;
-  std::vector<std::string> kernels = {kAutomaticKernel};
+  std::vector<std::string> kernels = {kAutomatic}, products = {kAutomatic};
   BenchScores scores;
   BenchSettings settings;
   std::string json, csv, markdown;

@@ -9,7 +9,9 @@
 #include "cli/output.hpp"
 #include "cli/suggest.hpp"
 #include "cli/table.hpp"
+#include "codec/traits.hpp"
 #include "core/backend.hpp"
+#include "core/device.hpp"
 #include "core/fmt.hpp"
 #include "core/threads.hpp"
 
@@ -95,12 +97,18 @@ std::vector<BenchCase> cases_of(const BenchArguments& a, bool is_op_given, const
     usage(fmt::format("--k-centre page: not with keys in {}; choose tq or fp8 keys with --k-format",
                       format_info(pair.k).name));
   }
+  if (std::find(a.products.begin(), a.products.end(), "8") != a.products.end()) {
+    for (const FormatPair& pair : *pairs) {
+      if (codec::is_tq(pair.k) && codec::is_tq(pair.v)) continue;
+      usage(fmt::format("--products 8: not with {}; choose tq formats with --k-format and --v-format", pair.name()));
+    }
+  }
   std::vector<BenchCase> cases;
   for (BenchCase shape : shapes_of(a, is_op_given)) {
     shape.scores = a.scores;
     shape.between_mib = a.between_mib;
     check_shape(shape);
-    if (shape.op == BenchOp::append && a.kernels != std::vector<std::string>{kAutomaticKernel})
+    if (shape.op == BenchOp::append && a.kernels != std::vector<std::string>{kAutomatic})
       usage(fmt::format("--kernel {}: of decode, step and prefill, not of append", fmt::join(a.kernels, ",")));
     const int default_ends = shape.op == BenchOp::append ? 0 : 1;  // append measures encoding
     shape.sink_pages = a.sink_pages >= 0 ? a.sink_pages : default_ends;
@@ -110,12 +118,15 @@ std::vector<BenchCase> cases_of(const BenchArguments& a, bool is_op_given, const
         for (const FormatPair& pair : *pairs) {
           for (const std::string& centre : a.k_centres) {
             for (const std::string& kernel : a.kernels) {
-              cases.push_back(shape);
-              cases.back().formats = pair;
-              cases.back().k_centre = centre_of(centre, pair);
-              cases.back().isa = isa;
-              cases.back().threads = threads > 0 ? threads : core::hardware_threads();
-              if (kernel != kAutomaticKernel) cases.back().kernel = kernel;
+              for (const std::string& products : a.products) {
+                BenchCase& c = cases.emplace_back(shape);
+                c.formats = pair;
+                c.k_centre = centre_of(centre, pair);
+                c.isa = isa;
+                c.threads = threads > 0 ? threads : core::hardware_threads();
+                if (kernel != kAutomatic) c.kernel = kernel;
+                if (products != kAutomatic) c.products = products == "8" ? 8 : 16;
+              }
             }
           }
         }
@@ -138,7 +149,7 @@ Status run_bench_command(const BenchArguments& a, bool is_op_given) {
     usage(fmt::format("--device {}: needs --backend cuda", a.device));
   } else if (a.between_mib > 0) {
     usage(fmt::format("--between-mib {}: needs --backend cuda", a.between_mib));
-  } else if (a.kernels != std::vector<std::string>{kAutomaticKernel}) {
+  } else if (a.kernels != std::vector<std::string>{kAutomatic}) {
     usage(fmt::format("--kernel {}: needs --backend cuda", fmt::join(a.kernels, ",")));
   }
   std::vector<std::string> isas;

@@ -212,6 +212,7 @@ AttentionOptions attention_options(const BenchCase& c, const void* mask) {
   options.q_len = static_cast<int>(c.q_len);
   options.backend = c.backend;
   options.kernel = c.kernel;
+  options.products = c.products;
   options.softcap = c.scores.softcap;
   options.mask.window = c.scores.window;
   options.fresh_keys = c.scores.fresh;

@@ -71,5 +71,7 @@ Result<double> check_attention(const Workload& workload, const BenchCase& c, con
 double attention_tolerance(const FormatPair& formats);
 /// The same for prefill kernels on a device, which round weights to f16 or bf16.
 inline constexpr double kPrefillTolerance = 4e-3;
+/// The same for products of 8 bits; tests/support/tolerances.hpp derives it.
+inline constexpr double kByteTolerance = 2.5e-2;
 
 }  // namespace kvant::cli

@@ -15,7 +15,7 @@ namespace {
 constexpr const char* kChecked =
     "Lists make several rows, one for every combination; key and value formats go in pairs. Each row is checked\n"
     "against float64 attention over the decoded vectors first, and gets no speed when its error is above 2e-4\n"
-    "(f32: 1e-5). Bytes and values are those that some query sees.\n";
+    "(f32: 1e-5; products of 8 bits: 2.5e-2). Bytes and values are those that some query sees.\n";
 
 constexpr const char* kBenchFooter =
     "`kvant bench OPERATION --help` shows the options of an operation. Without one it is decode, with its options; "
@@ -55,6 +55,7 @@ constexpr const char* kPrefillExamples =
     "\n"
     "Examples:\n"
     "  kvant bench prefill --q-len 512 --keys 4096 --head-dim 128,256,512 --k-format f16,tq4\n"
+    "  kvant bench prefill --k-format tq4,tq6/tq4 --products 16,8\n"
     "  kvant bench prefill --backend cuda --q-len 8192 --keys 8192 --fresh --q-heads 32 --kv-heads 8\n"
     "  kvant bench prefill --backend cuda --q-len 2048 --keys 32768 --q-heads 32 --kv-heads 8 --k-format tq4,bf16";
 
@@ -156,7 +157,7 @@ void add_device(CLI::App& command, BenchArguments& a, BenchOp op) {
       ->check(range(1, 2048))
       ->type_name("N");
   std::vector<std::string> kernels(std::begin(core::kKernelNames), std::end(core::kKernelNames));
-  kernels.insert(kernels.begin(), kAutomaticKernel);
+  kernels.insert(kernels.begin(), kAutomatic);
   const auto half = kernels.begin() + 4;
   one_of(add_list(command, "--kernel", a.kernels,
                   fmt::format("With --backend cuda: kernels that the plan is to take; automatic: those\n"
@@ -164,6 +165,15 @@ void add_device(CLI::App& command, BenchArguments& a, BenchOp op) {
                               fmt::join(kernels.begin(), half, ", "), fmt::join(half, kernels.end(), ", "))),
          kernels)
       ->type_name("KERNEL,...")
+      ->capture_default_str();
+}
+
+void add_products(CLI::App& command, BenchArguments& a) {
+  one_of(add_list(command, "--products", a.products,
+                  "Bits of the numbers that are multiplied where many queries share a page of tq\n"
+                  "formats: 16, or 8; automatic: what the plan chooses"),
+         {kAutomatic, "16", "8"})
+      ->type_name("automatic|16|8,...")
       ->capture_default_str();
 }
 
@@ -207,6 +217,7 @@ std::vector<CLI::Option*> add_options(CLI::App& command, BenchArguments& a, Benc
   if (op != BenchOp::append) add_scores(command, a);
   add_ends(command, a, op);
   add_device(command, a, op);
+  if (op == BenchOp::prefill) add_products(command, a);
   add_run(command, a);
   return shapes;
 }

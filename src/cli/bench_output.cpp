@@ -22,6 +22,8 @@ bool is_device(const BenchCase& c) {
 Table bench_table(const BenchResult& result) {
   const bool has_scores = std::any_of(result.rows.begin(), result.rows.end(),
                                       [](const BenchRow& row) { return row.bench_case.scores != BenchScores{}; });
+  const bool has_products = std::any_of(result.rows.begin(), result.rows.end(),
+                                        [](const BenchRow& row) { return row.bench_case.products != 0; });
   const bool on_device = !result.device.empty();
   std::vector<Table::Column> columns = {{"op", true},
                                         {"K/V", true},
@@ -43,6 +45,7 @@ Table bench_table(const BenchResult& result) {
   const bool is_any_noisy =
       std::any_of(result.rows.begin(), result.rows.end(), [](const BenchRow& row) { return row.spread > kHighSpread; });
   if (on_device) columns.push_back({"kernel", true, 2});
+  if (has_products) columns.push_back({"products", true, 2});
   if (has_scores) columns.push_back({"scores", true, 1});
   Table table(columns);
   for (const BenchRow& row : result.rows) {
@@ -71,6 +74,7 @@ Table bench_table(const BenchResult& result) {
     }
     cells.push_back(fmt::format("{:.1e}", row.rel_l2));
     if (on_device) cells.push_back(row.kernel.empty() ? "-" : row.kernel);
+    if (has_products) cells.push_back(c.products == 0 ? "automatic" : fmt::format("{} bits", c.products));
     if (has_scores) cells.push_back(c.scores.text());
     table.add(std::move(cells));
   }
@@ -171,6 +175,7 @@ Json bench_rows(const BenchResult& result) {
                     {"fresh", c.scores.fresh},
                     {"between_mib", c.between_mib},
                     {"kernel", row.kernel.empty() ? Json(nullptr) : Json(row.kernel)},
+                    {"products", c.products == 0 ? Json(nullptr) : Json(c.products)},
                     {"median_ns", number_or_null(has_speed, row.median_ns)},
                     {"spread", number_or_null(has_speed, row.spread)},
                     {"ns_per_value", number_or_null(has_speed, row.ns_per_value)},

@@ -282,7 +282,9 @@ void judge(BenchRow& row, double rel_l2) {
   const bool is_append = row.bench_case.op == BenchOp::append;
   const FormatPair& formats = row.bench_case.formats;
   const bool rounds_weights = row.kernel.starts_with(core::kPrefillKernels) || row.kernel == core::kDecodeSm90;
+  const bool has_bytes = row.bench_case.products == 8;
   const double allowed = is_append        ? append_tolerance(formats)
+                         : has_bytes      ? kByteTolerance
                          : rounds_weights ? kPrefillTolerance
                                           : attention_tolerance(formats);
   row.rel_l2 = rel_l2;

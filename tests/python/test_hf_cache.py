@@ -369,6 +369,23 @@ def test_chunks_of_a_prompt_attend_to_their_own_keys_as_they_are(llama, prompts)
     assert errors[True] < 0.8 * errors[False]
 
 
+def test_products_of_8_bits(llama, prompts):
+    """The report has them, and a prompt's logits are near those of 16 bits, but not the same. (Coarse formats would
+    round the keys of the second layer on otherwise, which moves logits more.)"""
+    ids, found = ids_of(prompts, 320), {}
+    for bits in (16, 8):
+        kvant.hf.enable(llama, k="tq8", v="tq8", products=bits, exact_prefill=False)
+        cache = new_cache(llama)
+        found[bits] = forward(llama, cache, ids)
+        report = kvant.hf.report(cache)
+        kvant.hf.disable(llama)
+        assert {row.products for row in report.rows} == {bits}
+        assert f"products of {bits} bits for many queries" in str(report).splitlines()[0]
+    apart = float((found[8] - found[16]).norm() / found[16].norm())
+    assert 1e-6 < apart < 2e-2
+    assert "products" not in str(kvant.hf.report(new_cache(llama)))
+
+
 # --- refusals ---
 
 
@@ -408,6 +425,8 @@ def test_options_that_cannot_be(llama):
         ({"exact": "f64"}, kvant.InvalidArgument, "exact"),
         ({"k_centre": "pages"}, kvant.InvalidArgument, "k_centre"),
         ({"tail": 1}, TypeError, "no such option"),
+        ({"products": 7}, kvant.InvalidArgument, "products = 7: must be 8 or 16 bits"),
+        ({"products": 8, "k": "bf16", "v": "bf16"}, kvant.InvalidArgument, "only tq formats"),
         ({"skip_layers": 3}, kvant.InvalidArgument, "list"),
     ):
         with pytest.raises(error, match=message):

@@ -142,6 +142,20 @@ def test_fresh_keys(torch, device):
     assert relative(out, engine.expected(q, scale=0.125)[0]) < (2e-3 if device == "cpu" else 8e-3)
 
 
+def test_products_of_8_bits(torch, device):
+    engine = Engine(torch, device, k="tq6", v="tq4", head_dim=128, lengths=((320, 200), (130, 1)))
+    q = torch.randn(201, 4, 128, device=device)
+    sixteen, eight = (engine.plan(4, products=bits) for bits in (16, 8))
+    expected, got = sixteen.run(engine.pool, q), eight.run(engine.pool, q)
+    assert 1e-4 < relative(got, expected.double()) < 2e-2  # other bits, and near
+    assert "products   8 bits: forced" in eight.explain() and "8 bits" not in sixteen.explain()
+    with pytest.raises(kvant.InvalidArgument, match="products is 7: must be 8 or 16 bits"):
+        engine.plan(4, products=7)
+    dense = Engine(torch, device, k="bf16", v="bf16")
+    with pytest.raises(kvant.Unsupported, match="products is 8, but the cache stores bf16/bf16"):
+        dense.plan(4, products=8)
+
+
 def test_exact_tail(torch, device):
     """The newest pages are read exactly in each layer; without a step's begin they are not."""
     kv_heads, dim, length = 2, 64, 150

@@ -57,8 +57,10 @@ def _ends(cache: kvant.Cache) -> tuple[int, int]:
 class Group:
     """Layers of one geometry. members: their numbers in the model, in the order of their slots in the kvant cache."""
 
-    def __init__(self, cache: kvant.Cache, members: list[int], threads: int | None, isa: str | None):
-        self.cache, self.members, self.threads, self.isa = cache, members, threads, isa
+    def __init__(
+        self, cache: kvant.Cache, members: list[int], threads: int | None, isa: str | None, products: int
+    ):
+        self.cache, self.members, self.threads, self.isa, self.products = cache, members, threads, isa, products
         self.window = cache.window
         self.on_device = cache.device[0] != "cpu"
         self.ends = _ends(cache)
@@ -105,7 +107,7 @@ class Group:
     def copy(self) -> Group:
         """A group over the same kvant cache, whose sequences are forks of these: pages are shared."""
         self._enqueue_here()
-        other = Group(self.cache, self.members, self.threads, self.isa)
+        other = Group(self.cache, self.members, self.threads, self.isa, self.products)
         other._use([s.fork() for s in self.sequences], list(self.rows))
         other.length = self.length
         return other
@@ -369,7 +371,9 @@ class Group:
         options = self._options.get(key) if plain else None
         if options is None:
             queries, heads, scale, softcap, causal, window, own, _ = key
-            options = attention_options(heads, scale=scale, softcap=softcap, causal=causal, window=window, fresh=own)
+            options = attention_options(
+                heads, scale=scale, softcap=softcap, causal=causal, window=window, fresh=own, products=self.products
+            )
             options.q_len = queries
             if plain:
                 if len(self._options) >= _MOST_STRUCTS:

@@ -29,6 +29,7 @@ class Row:
     prompts: str = ""  # what computes the attention of prompts, and over what
     exact_tokens: int = 0  # that a query of the next step sees, over all rows of the batch: read as given
     encoded_tokens: int = 0  # and read from codes
+    products: int = 0  # bits of what is multiplied for many queries, as asked for; 0: plans choose
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,11 @@ class Report:
         ]
         head = self.note or (f"{self.batch} rows of {self.tokens} tokens" if self.tokens else "no tokens yet")
         prompts = "; ".join(dict.fromkeys(row.prompts for row in self.rows if row.prompts))
-        return "\n".join([f"{head}; prompts {prompts}" if prompts else head, *lines, *self._remarks()])
+        if prompts:
+            head = f"{head}; prompts {prompts}"
+        for bits in dict.fromkeys(row.products for row in self.rows if row.products):
+            head = f"{head}; products of {bits} bits for many queries"
+        return "\n".join([head, *lines, *self._remarks()])
 
     def _remarks(self) -> list[str]:
         held = [row for row in self.rows if row.stored and row.bytes]
@@ -175,6 +180,7 @@ def make_report(cache: Any) -> Report:
                 _prompts(cache, layer.group) if stored else "",
                 exact,
                 encoded,
+                cache.settings.products if stored else 0,
             )
         )
     return Report(tuple(rows), batch, tokens)

@@ -40,6 +40,8 @@ class Settings:
     threads: for kvant on the CPU. None: torch.get_num_threads().
     isa: for kvant on the CPU, an instruction set of kvant.info()["isas"]. None: the best of the machine. AMX multiplies
         softmax weights and values as two bf16 each, 4e-6 off; "avx512" is more exact (1e-6) and slower for prompts.
+    products: as for kvant.Plan: 16 or 8 bits of what kvant multiplies for many queries over tq formats. 8 is for
+        the CPU. 0: 16, so far.
     """
 
     k: str = "tq6"
@@ -56,6 +58,7 @@ class Settings:
     strict: bool = False
     threads: int | None = None
     isa: str | None = None
+    products: int = 0
 
     @classmethod
     def make(cls, base: Settings | None = None, **options: Any) -> Settings:
@@ -102,6 +105,12 @@ class Settings:
             here = [i["name"] for i in kvant.info()["isas"] if i["available"]]
             if self.isa not in here:
                 raise kvant.InvalidArgument(f'isa = "{self.isa}": this machine has {", ".join(here)}; None is the best')
+        if self.products not in (0, 8, 16) or isinstance(self.products, bool):
+            raise kvant.InvalidArgument(f"products = {self.products!r}: must be 8 or 16 bits, or 0 to let plans choose")
+        if self.products == 8 and not (self.k.startswith("tq") and self.v.startswith("tq")):
+            raise kvant.InvalidArgument(
+                f'products = 8: only tq formats are multiplied in 8 bits, and k is "{self.k}", v "{self.v}"; leave it 0'
+            )
 
     def skipped(self, layers: int) -> set[int]:
         """The numbers of skip_layers as 0 .. layers - 1."""

@@ -74,6 +74,7 @@ class KvantImpl(LayerOfKvant, AttentionImpl[KvantMetadata]):
             None if alibi_slopes is None else tuple(map(float, alibi_slopes)),
             self._has_fresh_keys(),
             "none" if pair.is_exact() else k_centre,
+            products=0 if pair.is_exact() else versions.products(self._config),
         )
         self.check.done = pair.is_exact()
         if self.dcp_world_size > 1:

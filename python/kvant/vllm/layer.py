@@ -114,6 +114,7 @@ class Layer(NamedTuple):
     fresh: bool = False  # prompts attend to their own keys and values as these are given
     k_centre: str = "page"
     keys: str = "all"  # that plans read: "own" and "shared" with decode context parallel (context.py)
+    products: int = 0  # bits of what is multiplied for many queries; 0: plans choose
 
     def own(self) -> Layer:
         """The queries of a step over its own keys, as they are given."""
@@ -175,6 +176,8 @@ class Layer(NamedTuple):
         return self._plans(pages, capacity)
 
     def _plans(self, pages, capacity: Capacity) -> Plans:
+        if self.products:
+            _say_once(f"products of {self.products} bits for many queries over {self.pair} pages")
         extend = {n: [self.extend_plan(pages, capacity, n)] for n in capacity.extends()}
         decodes = capacity.decodes() if self.keys != "own" else []
         decode = {n: self._plan(pages, capacity, n, capacity.decode_queries) for n in decodes}
@@ -218,6 +221,7 @@ class Layer(NamedTuple):
             softcap=self.softcap,
             alibi_slopes=self.alibi_slopes,
             fresh=fresh,
+            products=self.products,
         )
 
 

@@ -128,7 +128,7 @@ def slots(layer_name: str):
     return get_forward_context().slot_mapping.get(layer_name)
 
 
-OPTIONS = ("tail", "exact_memory", "fresh_keys", "k_centre")
+OPTIONS = ("tail", "exact_memory", "fresh_keys", "k_centre", "products")
 
 
 def _options(vllm_config) -> dict:
@@ -197,6 +197,17 @@ def fresh_keys(vllm_config) -> bool:
     if not isinstance(fresh, bool):
         raise ValueError(f"kvant: --additional-config has fresh_keys = {fresh!r}: must be true or false")
     return fresh
+
+
+def products(vllm_config) -> int:
+    """--additional-config '{"kvant": {"products": 8}}': bits of what is multiplied for many queries over tq formats. 0,
+    what plans choose, by default."""
+    bits = _options(vllm_config).get("products", 0) if vllm_config is not None else 0
+    if bits not in (0, 8, 16) or isinstance(bits, bool):
+        raise ValueError(
+            f"kvant: --additional-config has products = {bits!r}: must be 8 or 16 bits, or 0 to let plans choose"
+        )
+    return bits
 
 
 def context_parallel(kv_cache_spec) -> tuple[int, int]:

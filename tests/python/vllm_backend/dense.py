@@ -142,6 +142,7 @@ class Plan:
         alibi_slopes=None,
         check_ids=False,
         fresh=False,
+        products=0,
     ):
         self.pages, self.q_heads, self.fresh = pages, q_heads, fresh
         self.limits = dict(batch=max_batch, blocks=max_blocks, query_len=max_query_len, tokens=max_tokens)

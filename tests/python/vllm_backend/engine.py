@@ -58,6 +58,7 @@ class Engine:
         fresh=None,
         k_centre=None,
         exact_memory=None,
+        products=None,
         key_offsets=(),
         parallel=(),
     ):
@@ -79,6 +80,7 @@ class Engine:
         for name, x in dict(parallel).items():
             setattr(self.config.parallel_config, name, x)
         options = {"tail": tail, "fresh_keys": fresh, "k_centre": k_centre, "exact_memory": exact_memory}
+        options["products"] = products
         self.key_offsets = dict(key_offsets)  # by layer: what all of its keys have in common
         self.config.additional_config = {"kvant": {name: x for name, x in options.items() if x is not None}}
         self.layers = []

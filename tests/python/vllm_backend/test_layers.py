@@ -482,6 +482,26 @@ def test_options_of_centres(vllm, torch, cache_dtype, error):
             versions.k_centre(e.config)
 
 
+@pytest.mark.parametrize("bits", [16, 8])
+def test_products(vllm, torch, caplog, bits):
+    """Plans get the option, but for exact layers, and the log says so. Other numbers are refused."""
+    from kvant.vllm import layer, versions
+
+    layer._say_once.cache_clear()
+    with caplog.at_level("INFO", "vllm.kvant"):
+        e = Engine(vllm, [{}, {}], cache_dtype="kvant_tq8", products=bits, fresh=False, skip_layers=["1"])
+    a_day(e, tolerance=2.5e-2)
+    stored, exact = (made.made.impl.layer for made in e.layers)
+    assert (stored.products, exact.products) == (bits, 0)
+    (plans,) = (plans[stored] for plans in (e.builder(i).plans for i in range(len(e.groups))) if stored in plans)
+    assert f"products   {bits} bits: forced" in plans.extend[128][0].stored.explain()
+    assert f"products of {bits} bits for many queries over tq8/tq8 pages" in caplog.text
+    for wrong in (7, "8", True):
+        e.config.additional_config = {"kvant": {"products": wrong}}
+        with pytest.raises(ValueError, match="must be 8 or 16 bits"):
+            versions.products(e.config)
+
+
 def test_sinks_are_loaded_after_the_layer_is_made(vllm, pages, torch):
     sinks = torch.zeros(4, dtype=torch.bfloat16)
     e = Engine(vllm, [{"sinks": sinks}], cache_dtype=pages)
