@@ -57,9 +57,7 @@ def _ends(cache: kvant.Cache) -> tuple[int, int]:
 class Group:
     """Layers of one geometry. members: their numbers in the model, in the order of their slots in the kvant cache."""
 
-    def __init__(
-        self, cache: kvant.Cache, members: list[int], threads: int | None, isa: str | None, products: int
-    ):
+    def __init__(self, cache: kvant.Cache, members: list[int], threads: int | None, isa: str | None, products: int):
         self.cache, self.members, self.threads, self.isa, self.products = cache, members, threads, isa, products
         self.window = cache.window
         self.on_device = cache.device[0] != "cpu"
