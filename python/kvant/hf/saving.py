@@ -155,7 +155,7 @@ class Adopted:
         cache, s = self.cache, self.cache.settings
         length = self.length if length is None else length
         for part, family, rows, place in zip(self.parts, self.families, sequences, range(len(sequences))):
-            group = Group(rows[0].cache, part.members, s.threads, s.isa)
+            group = Group(rows[0].cache, part.members, s.threads, s.isa, s.products)
             group._use(rows, [len(row) for row in rows])
             group.length = length
             family.group = group
