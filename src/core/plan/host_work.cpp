@@ -36,9 +36,9 @@ Status HostWork::choose_kernels() {
   const Result<const Kernels*> chosen = kvant::choose_kernels(options);
   if (!chosen.ok()) return chosen.status();
   kernels = *chosen;
-  Result<Products> how = choose_products(options.products, spec.k, spec.v, spec.is_centred());
+  const Result<Products> how = choose_products(options.products, spec.k, spec.v, spec.is_centred());
   if (!how.ok()) return how.status();
-  products = std::move(*how);
+  products = *how;
   return {};
 }
 
