@@ -203,8 +203,9 @@ std::string HostWork::explain_backend() const {
     fmt::format_to(out, "  values   {}: {}\n", format_info(spec.v).name, kernels->product_name(spec.v));
   }
   if (any_tiles) {
-    fmt::format_to(out, "path       tiles (more than {} {}): {} rows at once, {}\n", kVectorRows, rows_rule,
-                   row_block(spec.stored_dim(), path_of_many_rows(*kernels)), kernels->tile_products);
+    fmt::format_to(out, "path       tiles (more than {} {}): {} rows at once, {}{}\n", kVectorRows, rows_rule,
+                   row_block(spec.stored_dim(), path_of_many_rows(*kernels)),
+                   products.bits == 8 ? "exact and fresh " : "", kernels->tile_products);
     s += products_line(products, options.products);
   }
   return s;
