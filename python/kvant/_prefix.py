@@ -98,6 +98,17 @@ class _Entry:
         return common // BLOCK * BLOCK  # pages that are encoded already are not filled any further
 
 
+def _little_endian(ids: array) -> array:
+    """The same bytes on every machine, since hashes of them are in names of files."""
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids
+
+
+def _numbers(ids: bytes) -> array:
+    return _little_endian(array("q", ids))
+
+
 def _common(a: bytes, b: bytes) -> int:
     """Ids that two lists have in common at their beginning."""
     low, high = 0, min(len(a), len(b)) // 8
@@ -252,8 +263,7 @@ class PrefixIndex(_arguments.NotCopied):
                     self._counts["hits"] += 1
                     self._counts["tokens"] += usable
                     self._table.touch(entry)
-                for path in entry.paths[:1]:
-                    _ignoring(os.utime, path)  # the time that says to all processes what was used last
+                _used_now(entry)
                 return Prefix(usable, made, entry.length - usable, dict(entry.metadata))
         return None
 
@@ -296,8 +306,7 @@ class PrefixIndex(_arguments.NotCopied):
             known = self._table.same(chain, ids)
             if known is not None:
                 self._table.touch(known)
-                for path in known.paths[:1]:
-                    _ignoring(os.utime, path)
+                _used_now(known)
                 return False
         entry = _Entry("", ids, chain, metadata=kept, model=model)
         return self._keep_in_memory(entry, given) if self.directory is None else self._keep_in_files(entry, given)
@@ -313,10 +322,7 @@ class PrefixIndex(_arguments.NotCopied):
 
     @staticmethod
     def _ids(tokens: Any) -> bytes:
-        ids = array("q", _arguments.integers("tokens", tokens, -(1 << 63), (1 << 63) - 1))
-        if sys.byteorder == "big":  # hashes are in names of files
-            ids.byteswap()
-        return ids.tobytes()
+        return _little_endian(array("q", _arguments.integers("tokens", tokens, -(1 << 63), (1 << 63) - 1))).tobytes()
 
     def _make(self, entry: _Entry, usable: int, into: Any) -> list[Sequence] | None:
         """The sequences of an entry, cut to `usable` tokens. None: they cannot be had."""
@@ -359,11 +365,6 @@ class PrefixIndex(_arguments.NotCopied):
         if self.directory is not None:
             return sum(entry.bytes for entry in entries)
         return sum(entry.bytes for entry in entries) + sum(size for *_, size in self._blocks)
-
-    def _report(self, problem: str) -> None:
-        self._counts["refused"] += 1
-        self.problems = [*self.problems, problem][-_MOST_PROBLEMS:]
-        warnings.warn(f"an entry of {self!r} is damaged and was removed: {problem}", RuntimeWarning, stacklevel=4)
 
     # --- in memory ---
 
@@ -477,22 +478,21 @@ class PrefixIndex(_arguments.NotCopied):
     def _refuse(self, paths: list[str], key: str, error: Exception) -> None:
         if isinstance(error, Unsupported):  # another version's, which may still need it
             self._ignored.add(key)
-            self.problems = [*self.problems, str(error)][-_MOST_PROBLEMS:]
-            warnings.warn(f"an entry of {self!r} is not used: {error}", RuntimeWarning, stacklevel=4)
-            return
-        for path in paths:
-            _ignoring(os.unlink, path)
-        self._report(str(error))
+            what = "is not used"
+        else:
+            for path in paths:
+                _ignoring(os.unlink, path)
+            self._counts["refused"] += 1
+            what = "is damaged and was removed"
+        self.problems = [*self.problems, str(error)][-_MOST_PROBLEMS:]
+        warnings.warn(f"an entry of {self!r} {what}: {error}", RuntimeWarning, stacklevel=4)
 
     def _loaded(self, entry: _Entry, into: Any) -> list[Sequence] | None:
         caches = None if into is None else self._caches(entry, into, len(entry.paths))
         made = []
-        ids = array("q", entry.ids)
-        if sys.byteorder == "big":
-            ids.byteswap()
         try:
             for place, path in enumerate(entry.paths):
-                options: dict[str, Any] = {"model": entry.model, "tokens": [ids]}
+                options: dict[str, Any] = {"model": entry.model, "tokens": [_numbers(entry.ids)]}
                 if caches is not None:
                     options["into"] = caches[place]
                 else:
@@ -511,9 +511,6 @@ class PrefixIndex(_arguments.NotCopied):
         key = entry.key = f"{entry.chain[-1].hex()}-{secrets.token_hex(8)}"  # a name of its own: writers never mix
         names = [f"{key}.{place}of{len(given)}.kvs" for place in range(len(given))]
         entry.paths = [os.path.join(self.directory, name) for name in names]
-        ids = array("q", entry.ids)
-        if sys.byteorder == "big":
-            ids.byteswap()
         try:
             for place, s in enumerate(given):
                 metadata = {**entry.metadata, _PART: f"{place} of {len(given)} of {key}"}
@@ -522,7 +519,7 @@ class PrefixIndex(_arguments.NotCopied):
                     entry.paths[place],
                     sequences=[s],
                     model=entry.model,
-                    tokens=[ids],
+                    tokens=[_numbers(entry.ids)],
                     metadata=metadata,
                 )
         except BaseException:
@@ -561,6 +558,12 @@ def _ignoring(call: Callable[[str], Any], path: str) -> None:
         call(path)
     except OSError:
         pass
+
+
+def _used_now(entry: _Entry) -> None:
+    """In a directory, the time of its first file, which says to all processes what was used last."""
+    for path in entry.paths[:1]:
+        _ignoring(os.utime, path)
 
 
 def _time(file: os.DirEntry) -> int:

@@ -188,7 +188,7 @@ class KvantCache(versions.Cache):
                     cache.plan([probe], q_heads=heads)
         except kvant.Unsupported as error:
             return None, str(error)
-        return Group(cache, members, s.threads, s.isa, s.products), None
+        return Group(cache, members, s), None
 
     def _why_not_this_window(self, window: int, tokens: int) -> str | None:
         """A device's capacity holds whole prompts, of which transformers keeps a window; and exact ends."""

@@ -17,6 +17,8 @@ import kvant
 from kvant import _c, _tensors
 from kvant._plan import attention_options
 
+from .settings import Settings
+
 PAGE_TOKENS = 64
 _NO_LOCK = nullcontext()
 _MOST_STRUCTS = 256  # shapes whose C struct is kept; prompts come in many lengths
@@ -57,8 +59,8 @@ def _ends(cache: kvant.Cache) -> tuple[int, int]:
 class Group:
     """Layers of one geometry. members: their numbers in the model, in the order of their slots in the kvant cache."""
 
-    def __init__(self, cache: kvant.Cache, members: list[int], threads: int | None, isa: str | None, products: int):
-        self.cache, self.members, self.threads, self.isa, self.products = cache, members, threads, isa, products
+    def __init__(self, cache: kvant.Cache, members: list[int], settings: Settings):
+        self.cache, self.members, self.settings = cache, members, settings
         self.window = cache.window
         self.on_device = cache.device[0] != "cpu"
         self.ends = _ends(cache)
@@ -105,7 +107,7 @@ class Group:
     def copy(self) -> Group:
         """A group over the same kvant cache, whose sequences are forks of these: pages are shared."""
         self._enqueue_here()
-        other = Group(self.cache, self.members, self.threads, self.isa, self.products)
+        other = Group(self.cache, self.members, self.settings)
         other._use([s.fork() for s in self.sequences], list(self.rows))
         other.length = self.length
         return other
@@ -370,7 +372,13 @@ class Group:
         if options is None:
             queries, heads, scale, softcap, causal, window, own, _ = key
             options = attention_options(
-                heads, scale=scale, softcap=softcap, causal=causal, window=window, fresh=own, products=self.products
+                heads,
+                scale=scale,
+                softcap=softcap,
+                causal=causal,
+                window=window,
+                fresh=own,
+                products=self.settings.products,
             )
             options.q_len = queries
             if plain:
@@ -378,8 +386,8 @@ class Group:
                     self._options.clear()
                 self._options[key] = options
         if not self.on_device:
-            options.threads = self.threads or torch.get_num_threads()
-            options.isa = None if self.isa is None else self.isa.encode()
+            options.threads = self.settings.threads or torch.get_num_threads()
+            options.isa = None if self.settings.isa is None else self.settings.isa.encode()
         if counts is not None:
             keep.append((c_int32 * len(counts))(*counts))
             options.q_lens = keep[-1]

@@ -21,7 +21,8 @@ from .groups import Group
 from .layers import Family, KvantLayer
 from .settings import Settings
 
-_HERE = frozenset({"threads", "isa", "strict", "bases"})  # options that depend on the process and not on the bytes
+# Options that depend on the process and not on the bytes.
+_HERE = frozenset({"threads", "isa", "products", "strict", "bases"})
 _SAMPLES = 64
 _VOLATILE = ("_name_or_path", "transformers_version", "use_cache", "architectures")
 
@@ -152,10 +153,10 @@ class Adopted:
 
     def finish(self, sequences: list[list[kvant.Sequence]], length: int | None = None) -> KvantCache:
         """The cache over sequences: of each group those of all rows. length: less than it was, of one unpadded row."""
-        cache, s = self.cache, self.cache.settings
+        cache = self.cache
         length = self.length if length is None else length
         for part, family, rows, place in zip(self.parts, self.families, sequences, range(len(sequences))):
-            group = Group(rows[0].cache, part.members, s.threads, s.isa, s.products)
+            group = Group(rows[0].cache, part.members, cache.settings)
             group._use(rows, [len(row) for row in rows])
             group.length = length
             family.group = group
