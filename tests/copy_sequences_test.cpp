@@ -16,17 +16,6 @@ namespace {
 
 using namespace test;
 
-CacheConfig config(const char* k, const char* v, int ends = -1, int head_dim = 32) {
-  CacheConfig c;
-  c.layers = 2;
-  c.kv_heads = 2;
-  c.head_dim = head_dim;
-  c.k = k;
-  c.v = v;
-  c.sink_pages = c.tail_pages = ends;
-  return c;
-}
-
 TEST(CopySequences, GoOnBitForBit) {
   CacheConfig window = config("tq4", "fp8"), calibrated = config("tq4", "tq4");
   window.window = 100;
@@ -34,8 +23,8 @@ TEST(CopySequences, GoOnBitForBit) {
   calibrated.k_basis = calibrated.v_basis = BasisKind::calibrated;
   calibrated.bases = random_bases(2, 2, 32, 5, true);
   std::uint64_t seed = 0;
-  for (const CacheConfig& c : {config("tq6", "tq4"), config("tq4", "tq4", 0), config("f32", "f32"), window, calibrated,
-                               config("tq8", "tq3", 2, 72)}) {
+  for (const CacheConfig& c : {config("tq6", "tq4"), config("tq4", "tq4", 0, 0), config("f32", "f32"), window,
+                               calibrated, config("tq8", "tq3", 2, 2, 72)}) {
     SCOPED_TRACE(testing::Message() << "case " << ++seed);
     Cache from = Cache::create(c).value();
     Histories<Cache> history(seed);
@@ -84,7 +73,8 @@ CacheConfig on_host(CacheConfig c) {
 TEST(CopySequences, LeaveADeviceAndReturn) {
   for (std::uint64_t seed = 1; seed <= 4; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
-    CacheConfig c = on_device(config("tq4", "fp8", seed % 2 == 0 ? 1 : 0));
+    const int ends = seed % 2 == 0 ? 1 : 0;
+    CacheConfig c = on_device(config("tq4", "fp8", ends, ends));
     if (seed == 3) c.window = 100;
     const auto device = CacheImpl::create(c, &kFake).value();
     Histories<CacheImpl> history(seed);

@@ -29,18 +29,6 @@ void PrintTo(const Trial& t, std::ostream* out) {
   *out << t.name;
 }
 
-CacheConfig config(const char* k, const char* v, int sinks = -1, int tails = -1, int head_dim = 32) {
-  CacheConfig c;
-  c.layers = 2;
-  c.kv_heads = 2;
-  c.head_dim = head_dim;
-  c.k = k;
-  c.v = v;
-  c.sink_pages = sinks;
-  c.tail_pages = tails;
-  return c;
-}
-
 CacheConfig with(CacheConfig c, const std::function<void(CacheConfig&)>& change) {
   change(c);
   return c;

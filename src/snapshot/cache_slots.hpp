@@ -1,7 +1,10 @@
-// The bytes of a cache's slots for somewhere else. Rows that no sequence has are cleared: they are remains of others.
+// The bytes of a cache's slots, for somewhere else and from there. Rows that no sequence has are cleared: they are
+// remains of others.
 #pragma once
 
+#include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "codec/clear.hpp"
@@ -38,5 +41,28 @@ class CacheSlots {
   const core::ImageBuilder& image_;
   Stream stream_;
 };
+
+/// Restores the sequences of an image into a cache, and has `fill`, a Status(const Restored&), write the slots that
+/// they took. After any error, and after an exception, the cache has the sequences that it had. Answers their ids.
+template <class Fill>
+Result<std::vector<SequenceId>> restore(CacheImpl& cache, const core::TableImage& image, std::optional<Dtype> exact,
+                                        Stream stream, const Fill& fill) {
+  const auto demand = cache.table().check_restore(image);
+  if (!demand) return demand.status();
+  core::PageStore& store = cache.store();
+  const std::optional<Dtype> exact_before = store.exact_dtype();
+  auto restored = store.restore(image, *demand, exact, stream);
+  if (!restored) return restored.status();
+  Status status;
+  try {
+    status = fill(*restored);
+  } catch (...) {
+    store.undo_restore(*restored, exact_before);
+    throw;
+  }
+  if (status) return std::move(restored->ids);
+  store.undo_restore(*restored, exact_before);
+  return status;
+}
 
 }  // namespace kvant::snapshot

@@ -96,22 +96,8 @@ Result<std::vector<SequenceId>> copy_sequences(const CacheImpl& from, std::span<
   if (!image) return image.status();
   core::TableImage copied = image->image();
   copied.origin = "the copy";
-  const auto demand = to.table().check_restore(copied);
-  if (!demand) return demand.status();
-  core::PageStore& store = to.store();
-  const std::optional<Dtype> exact_before = store.exact_dtype();
-  auto restored = store.restore(copied, *demand, stored_config(from).exact, options.to_stream);
-  if (!restored) return restored.status();
-  Status status;
-  try {
-    status = copy_slots(from, *image, to, *restored, options);
-  } catch (...) {
-    store.undo_restore(*restored, exact_before);
-    throw;
-  }
-  if (status) return std::move(restored->ids);
-  store.undo_restore(*restored, exact_before);
-  return status;
+  return restore(to, copied, stored_config(from).exact, options.to_stream,
+                 [&](const auto& restored) { return copy_slots(from, *image, to, restored, options); });
 }
 
 }  // namespace kvant::snapshot

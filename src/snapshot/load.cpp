@@ -3,6 +3,7 @@
 
 #include "core/fmt.hpp"
 #include "io/text.hpp"
+#include "snapshot/cache_slots.hpp"
 #include "snapshot/save.hpp"
 #include "snapshot/write.hpp"
 
@@ -113,15 +114,7 @@ Result<std::vector<SequenceId>> load_into(CacheImpl& cache, const SnapshotFile& 
   if (Status s = check_required(file, options, *places); !s) return s;
   if (Status s = check_cache(cache, file); !s) return s;
   const core::ImageBuilder part = core::subset(file.image(), *places);
-  const core::TableImage& image = part.image();
-  const auto demand = cache.table().check_restore(image);
-  if (!demand) return demand.status();
-
-  core::PageStore& store = cache.store();
-  const std::optional<Dtype> exact_before = store.exact_dtype();
-  auto restored = store.restore(image, *demand, file.stored().exact, options.stream);
-  if (!restored) return restored.status();
-  const auto fill_all = [&]() -> Status {
+  const auto fill_all = [&](const core::CacheTable::Restored& restored) -> Status {
     std::int64_t total = 0;
     for (const Pool pool : {Pool::encoded, Pool::exact}) {
       total += static_cast<std::int64_t>(part.sources(pool).size() * file.slot_bytes(pool));
@@ -132,20 +125,11 @@ Result<std::vector<SequenceId>> load_into(CacheImpl& cache, const SnapshotFile& 
         if (Status s = file.read_slot(pool, part.sources(pool)[n].number, out); !s) return s;
         return progress.add(static_cast<std::int64_t>(file.slot_bytes(pool)));
       };
-      if (Status s = store.fill_slots(pool, restored->slots(pool), fill, options.stream); !s) return s;
+      if (Status s = cache.store().fill_slots(pool, restored.slots(pool), fill, options.stream); !s) return s;
     }
     return {};
   };
-  Status status;
-  try {
-    status = fill_all();
-  } catch (...) {
-    store.undo_restore(*restored, exact_before);
-    throw;
-  }
-  if (status) return std::move(restored->ids);
-  store.undo_restore(*restored, exact_before);
-  return status;
+  return restore(cache, part.image(), file.stored().exact, options.stream, fill_all);
 }
 
 }  // namespace kvant::snapshot

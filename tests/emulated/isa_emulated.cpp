@@ -211,11 +211,6 @@ struct Tiles {
       }
     }
   }
-  static void transpose(const std::byte* from, std::byte* to) {
-    for (int i = 0; i < 16; ++i) {
-      for (int j = 0; j < 16; ++j) __builtin_memcpy(to + 64 * j + 4 * i, from + 64 * i + 4 * j, 4);
-    }
-  }
 
  private:
   template <class RowByte>

@@ -17,6 +17,19 @@
 
 namespace kvant::test {
 
+/// Two layers of two kv heads; -1: the library's own exact ends.
+inline CacheConfig config(const char* k, const char* v, int sinks = -1, int tails = -1, int head_dim = 32) {
+  CacheConfig c;
+  c.layers = 2;
+  c.kv_heads = 2;
+  c.head_dim = head_dim;
+  c.k = k;
+  c.v = v;
+  c.sink_pages = sinks;
+  c.tail_pages = tails;
+  return c;
+}
+
 inline CacheImpl& impl_of(Cache& cache) {
   return cache.impl();
 }

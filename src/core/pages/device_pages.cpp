@@ -108,19 +108,7 @@ class DevicePagesImpl final : public PagesImpl {
   Result<std::int64_t> take_misses(Stream stream) const override { return blocks_->take_misses(stream); }
 
   Result<std::unique_ptr<PagesPlanImpl>> plan(PagesPlanOptions options) const override {
-    const AttentionOptions& a = options.attention;
-    if (a.threads != 0)
-      return refuse_argument(
-          fmt::format("threads is {}: pages on a device are attended to there; leave it 0", a.threads));
-    if (!a.isa.empty())
-      return refuse_argument(
-          fmt::format("isa is \"{}\": pages on a device are attended to there; leave it empty", a.isa));
-    if (a.split_keys != 0) {
-      return refuse_argument(
-          fmt::format("split_keys is {}: on a device splits follow the lengths at each run; leave it 0", a.split_keys));
-    }
-    if (a.products == 8)
-      return Status{Code::unsupported, "products is 8: kernels on a device have 16 bits; leave it 0"};
+    if (Status s = check_device_options(options.attention, "pages on a device are"); !s) return s;
     auto made = std::make_unique<DevicePagesPlan>(shared_from_this(), std::move(options), backend_.name);
     if (Status s = made->make(*blocks_); !s) return s;
     return std::unique_ptr<PagesPlanImpl>(std::move(made));

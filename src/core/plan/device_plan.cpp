@@ -96,6 +96,19 @@ Status invalid(std::string message) {
 
 }  // namespace
 
+Status check_device_options(const AttentionOptions& o, const char* pages_are) {
+  if (o.threads != 0)
+    return invalid(fmt::format("threads is {}: {} attended to there; leave it 0", o.threads, pages_are));
+  if (!o.isa.empty())
+    return invalid(fmt::format("isa is \"{}\": {} attended to there; leave it empty", o.isa, pages_are));
+  if (o.split_keys != 0) {
+    return invalid(
+        fmt::format("split_keys is {}: on a device splits follow the lengths at each run; leave it 0", o.split_keys));
+  }
+  if (o.products == 8) return {Code::unsupported, "products is 8: kernels on a device have 16 bits; leave it 0"};
+  return {};
+}
+
 Status DeviceStore::check_plan(const AttentionOptions& o) const {
   if (o.backend == "cpu") {
     return invalid(
@@ -103,16 +116,7 @@ Status DeviceStore::check_plan(const AttentionOptions& o) const {
                     "pages: leave backend empty, or create the cache with CacheConfig::device = \"cpu\"",
                     spec_.config.device));
   }
-  if (o.threads != 0)
-    return invalid(fmt::format("threads is {}: a cache on a device is attended to there; leave it 0", o.threads));
-  if (!o.isa.empty())
-    return invalid(fmt::format("isa is \"{}\": a cache on a device is attended to there; leave it empty", o.isa));
-  if (o.split_keys != 0) {
-    return invalid(
-        fmt::format("split_keys is {}: on a device splits follow the lengths at each run; leave it 0", o.split_keys));
-  }
-  if (o.products == 8) return {Code::unsupported, "products is 8: kernels on a device have 16 bits; leave it 0"};
-  return {};
+  return check_device_options(o, "a cache on a device is");
 }
 
 Result<std::unique_ptr<PlanWork>> DeviceStore::plan(const PlanImpl& plan) {

@@ -65,5 +65,8 @@ Status check_device_fresh(const FreshRows& fresh, Format k, std::optional<Dtype>
 // A line for explain; empty without fresh keys.
 std::string fresh_line(const AttentionOptions& options);
 
+// Refuses options that are the CPU's. pages_are: "a cache on a device is", for messages.
+Status check_device_options(const AttentionOptions& options, const char* pages_are);
+
 }  // namespace core
 }  // namespace kvant

@@ -14,7 +14,7 @@ struct Products {
   bool two_digits = false;
 };
 
-// `asked`: 8, 16, or 0 for what adds little to the formats' own error. `centred`: key pages have centres.
+// `asked`: 8, 16, or 0, which is 16 so far. `centred`: key pages have centres.
 Result<Products> choose_products(int asked, Format k, Format v, bool centred);
 
 // A line of explain().

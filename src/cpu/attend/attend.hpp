@@ -176,6 +176,7 @@ void pack_queries(const core::AttendItem& item, const core::ScratchLayout& l, co
     float* panel = at<float>(item.scratch, l.panel_raw) +
                    static_cast<std::size_t>(r / kPanelRows) * static_cast<std::size_t>(d * kPanelRows) + r % kPanelRows;
     for (int e = 0; e < d; ++e) panel[e * kPanelRows] = raw[e];
+    if (run.byte_products && !run.centred) continue;  // nothing is multiplied with floats in the basis
     panel = at<float>(item.scratch, l.panel_basis) +
             static_cast<std::size_t>(r / kPanelRows) * static_cast<std::size_t>(depth * kPanelRows) + r % kPanelRows;
     for (int e = 0; e < depth; ++e) {

@@ -28,14 +28,9 @@ struct LevelItem {
 
   // Row r of the item, in the basis.
   void pack_query(int r, const float* rotated) const {
-    const codec::SideLayout& side = run.layout[core::kEncoded].k;
-    QueryNumbers numbers;
-    query_numbers(side, run.padded_dim, run.two_digits, rotated, &numbers);
-    for (int g = 0; g < side.groups; ++g) {
-      at<float>(item.scratch, l.half_steps)[r * codec::kMaxScaleGroups + g] = numbers.half_step[g];
-      at<std::int32_t>(item.scratch, l.corrections)[r * codec::kMaxScaleGroups + g] = numbers.correction[g];
-    }
-    put_numbers(side.format, run.padded_dim, element_bytes, numbers.number,
+    std::int16_t numbers[codec::kMaxHeadDim];
+    query_numbers(item, r, rotated, numbers);
+    put_numbers(run.layout[core::kEncoded].k.format, run.padded_dim, element_bytes, numbers,
                 item.scratch + l.digits + static_cast<std::size_t>(r * query_words()) * 4);
   }
 
@@ -71,7 +66,12 @@ struct LevelItem {
         using Dot = std::conditional_t<multiplies_bytes<S>(F), DotSignedColumns, DotPairs>;
         auto* const scale_of = at<WeightScale>(item.scratch, l.weight_scales);
         const int group_dim = run.head_dim / side.groups;
-        pack_value_words<S, F>(side, run.head_dim, page.block, first, last, values);
+        if constexpr (multiplies_bytes<S>(F)) {
+          pack_value_words<S, F, 1>(side, run.head_dim, page.block, first, last, values,
+                                    [](auto levels) { return less_origin<Wide<S>, F>(levels); });
+        } else {
+          pack_value_words<S, F, 2>(side, run.head_dim, page.block, first, last, values);
+        }
         for (int g = 0; g < side.groups; ++g) {
           const std::byte* scales = page.block + side.scale_offset + g * kPageTokens * 2;
           for (int r = 0; r < item.rows; ++r)

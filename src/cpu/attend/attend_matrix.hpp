@@ -57,10 +57,13 @@ struct MatrixItem {
     for (int r = 0; r < row_blocks * kTileRows; ++r) {
       float raw[codec::kMaxHeadDim], rotated[codec::kMaxHeadDim], ordered[codec::kMaxHeadDim];
       read_row(item, l, rows.state, basis, r, raw, rotated);
-      for (int e = 0; e < depth; ++e) ordered[e] = rotated[element[e]];
       pack_row<W, kQueryTerms>(raw, raw_depth, as_given, r);
-      pack_row<W, kQueryTerms>(ordered, depth, in_basis, r);
-      if (run.byte_products) pack_digits(r, rotated);
+      if (run.byte_products) {
+        pack_digits(r, rotated);
+      } else {
+        for (int e = 0; e < depth; ++e) ordered[e] = rotated[element[e]];
+        pack_row<W, kQueryTerms>(ordered, depth, in_basis, r);
+      }
       if (!run.centred) continue;
       float* panel = at<float>(item.scratch, l.panel_centre) + r / kPanelRows * run.padded_dim * kPanelRows;
       for (int e = 0; e < run.padded_dim; ++e) panel[e * kPanelRows + r % kPanelRows] = rotated[centre_element(e)];
@@ -74,18 +77,14 @@ struct MatrixItem {
   }
   void pack_digits(int r, const float* rotated) const {
     if (r >= item.rows) return;
-    const codec::SideLayout& side = run.layout[core::kEncoded].k;
-    QueryNumbers numbers;
-    query_numbers(side, run.padded_dim, run.two_digits, rotated, &numbers);
-    for (int g = 0; g < side.groups; ++g) {
-      at<float>(item.scratch, l.half_steps)[r * codec::kMaxScaleGroups + g] = numbers.half_step[g];
-      at<std::int32_t>(item.scratch, l.corrections)[r * codec::kMaxScaleGroups + g] = numbers.correction[g];
-    }
+    std::int16_t numbers[codec::kMaxHeadDim];
+    query_numbers(item, r, rotated, numbers);
+    const Format f = run.layout[core::kEncoded].k.format;
     const Operand to = digits();
     for (int step = 0; step < to.steps; ++step) {
       std::uint8_t* first = reinterpret_cast<std::uint8_t*>(to.tile(0, r / kTileRows, step)) + r % kTileRows * 64;
       for (int i = 0; i < 64; ++i) {
-        const int number = numbers.number[step * 64 + word_element(side.format, 1, i / 4, i % 4)];
+        const int number = numbers[step * 64 + word_element(f, 1, i / 4, i % 4)];
         first[i] = static_cast<std::uint8_t>(run.two_digits ? number >> 8 : number);
         if (run.two_digits) first[to.term_bytes + static_cast<std::size_t>(i)] = static_cast<std::uint8_t>(number);
       }
@@ -97,11 +96,11 @@ struct MatrixItem {
   void multiply_digits(const PageRows* seen, int count) const {
     const codec::SideLayout& side = seen->page.layout->k;
     const Operand queries = digits();
-    const int words = run.padded_dim / 4, blocks = count * kBlocksOfPage;
+    const int blocks = count * kBlocksOfPage;
     const Operand keys{item.scratch + l.page, 0, queries.steps};
     for (int i = 0; i < count; ++i) {
       pack_key_words<S, F, 1>(side, run.head_dim, run.padded_dim, seen[i].page.block, 0, kBlocksOfPage,
-                              {keys.tile(0, i * kBlocksOfPage, 0), words});
+                              columns_from(keys, i * kBlocksOfPage, 0));
     }
     const int group_steps = keys.steps / side.groups;
     for (int g = 0; g < side.groups; ++g) {
@@ -119,24 +118,22 @@ struct MatrixItem {
         multiply_all<S, 1, 1, true, Numbers::unsigned_rows>(low, row_blocks, keys, 0, blocks, begin, end, to);
       }
       for (int i = 0; i < count; ++i) {
-        scale_digits<W>(seen[i].page.block + side.scale_offset + g * kPageTokens * 2, g, sums + i * kPageTokens,
-                        scores + i * kPageTokens);
+        scale_digits(seen[i].page.block + side.scale_offset + g * kPageTokens * 2, g, sums + i * kPageTokens,
+                     scores + i * kPageTokens);
       }
     }
   }
   // scores = (or, behind the first scale group, +=) (2 sum - correction) * scale of the token * half a step
-  template <class Lanes>
   void scale_digits(const std::byte* scales, int g, const float* sums, float* to) const {
     for (int r = 0; r < item.rows; ++r, sums += kStride, to += kStride) {
       const int of_row = r * codec::kMaxScaleGroups + g;
-      const auto correction = Lanes::seti(at<std::int32_t>(item.scratch, l.corrections)[of_row]);
-      const auto half_step = Lanes::setf(at<float>(item.scratch, l.half_steps)[of_row]);
-      for (int t = 0; t < kPageTokens; t += Lanes::kLanes) {
-        const auto sum = Lanes::as_i(Lanes::loadf(sums + t));
-        const auto exact = Lanes::subi(Lanes::addi(sum, sum), correction);
-        auto s = Lanes::mul(Lanes::mul(Lanes::to_f(exact), load_key_scales<Lanes>(scales + 2 * t)), half_step);
-        if (g > 0) s = Lanes::add(s, Lanes::loadf(to + t));
-        Lanes::storef(to + t, s);
+      const typename W::I correction = W::seti(at<std::int32_t>(item.scratch, l.corrections)[of_row]);
+      const typename W::F half_step = W::setf(at<float>(item.scratch, l.half_steps)[of_row]);
+      for (int t = 0; t < kPageTokens; t += W::kLanes) {
+        typename W::F s =
+            score_of_sums<W>(W::as_i(W::loadf(sums + t)), correction, load_key_scales<W>(scales + 2 * t), half_step);
+        if (g > 0) s = W::add(s, W::loadf(to + t));
+        W::storef(to + t, s);
       }
     }
   }

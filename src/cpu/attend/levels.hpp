@@ -11,7 +11,7 @@
 // 0.39 ns for as many of pairs.
 //
 //   rows      [rows][words]: a word is broadcast
-//   columns   [columns / 16][words][16]: tokens of keys, channels of values
+//   columns   words.hpp
 //
 // Eight rows by two registers of columns are summed at once; of sixteen registers, four rows: sums wait for an addition
 // only, and products need registers, too.
@@ -20,20 +20,13 @@
 #include "codec/digits.hpp"
 #include "cpu/attend/rows.hpp"
 #include "cpu/attend/tile.hpp"
+#include "cpu/attend/words.hpp"
 
 KVANT_NAMESPACE_BEGIN(cpu)
-
-inline constexpr int kColumnBlock = 16;
 
 struct WordRows {
   std::byte* at;
   int words;  // a row
-};
-struct WordColumns {
-  std::byte* at;
-  int words;  // a column
-
-  KVANT_INLINE std::byte* word(int block, int w) const { return at + (block * words + w) * kColumnBlock * 4; }
 };
 
 // --- queries ---------------------------------------------------------------------------------------------------------
@@ -62,16 +55,14 @@ KVANT_INLINE int word_element(Format f, int element_bytes, int word, int part) {
   return is_eight_bit(f) ? 32 * (word / 8) + 4 * (word % 8) + part : 8 * (word % 8) + 2 * part + word / 8;
 }
 
-struct QueryNumbers {
-  std::int16_t number[codec::kMaxHeadDim];          // by element
-  float half_step[codec::kMaxScaleGroups];          // a scale group
-  std::int32_t correction[codec::kMaxScaleGroups];  // the highest level * the sum of the numbers
-};
-// q [padded_dim], in the basis; zeros behind head_dim.
-KVANT_INLINE void query_numbers(const codec::SideLayout& side, int padded_dim, bool two_digits, const float* q,
-                                QueryNumbers* out) {
-  const int group_dim = padded_dim / side.groups;
-  const int most = codec::most_digit(side.format, group_dim, two_digits);
+// The numbers of row r of an item by element, from the row in the basis: q [padded_dim], zeros behind head_dim. The
+// item's scratch gets half the value of one, and the highest level times their sum, for each scale group.
+KVANT_INLINE void query_numbers(const core::AttendItem& item, int r, const float* q, std::int16_t* number) {
+  const core::RunContext& run = *item.run;
+  const core::ScratchLayout& l = item.layout->scratch;
+  const codec::SideLayout& side = run.layout[core::kEncoded].k;
+  const int group_dim = run.padded_dim / side.groups;
+  const int most = codec::most_digit(side.format, group_dim, run.two_digits);
   for (int g = 0; g < side.groups; ++g) {
     const float* const part = q + g * group_dim;
     float largest = 0.0f;
@@ -82,13 +73,22 @@ KVANT_INLINE void query_numbers(const codec::SideLayout& side, int padded_dim, b
     const codec::DigitStep step = codec::digit_step(largest, most);
     std::uint32_t total = 0;
     for (int e = 0; e < group_dim; ++e) {
-      const int number = codec::digit_of(part[e], step.inverse);
-      out->number[g * group_dim + e] = static_cast<std::int16_t>(number);
-      total += static_cast<std::uint32_t>(number);
+      const int digit = codec::digit_of(part[e], step.inverse);
+      number[g * group_dim + e] = static_cast<std::int16_t>(digit);
+      total += static_cast<std::uint32_t>(digit);
     }
-    out->half_step[g] = 0.5f * step.step;
-    out->correction[g] = static_cast<std::int32_t>(total * static_cast<std::uint32_t>(codec::max_level(side.format)));
+    const int at_group = r * codec::kMaxScaleGroups + g;
+    at<float>(item.scratch, l.half_steps)[at_group] = 0.5f * step.step;
+    at<std::int32_t>(item.scratch, l.corrections)[at_group] =
+        static_cast<std::int32_t>(total * static_cast<std::uint32_t>(codec::max_level(side.format)));
   }
+}
+// Scores (codec/digits.hpp) from sums of number * level.
+template <class W>
+KVANT_INLINE typename W::F score_of_sums(typename W::I sums, typename W::I correction, typename W::F key_scale,
+                                         typename W::F half_step) {
+  const typename W::I exact = W::subi(W::addi(sums, sums), correction);
+  return W::mul(W::mul(W::to_f(exact), key_scale), half_step);
 }
 // The numbers as a row's words.
 KVANT_INLINE void put_numbers(Format f, int padded_dim, int element_bytes, const std::int16_t* number, std::byte* row) {
@@ -102,88 +102,10 @@ KVANT_INLINE void put_numbers(Format f, int padded_dim, int element_bytes, const
   }
 }
 
-// --- operands of a page ----------------------------------------------------------------------------------------------
-
-// 16 x 16 words
-template <class S>
-KVANT_INLINE void transpose_words(const std::byte* from, std::byte* to) {
-  using W = Wide<S>;
-  if constexpr (requires(typename W::I(&out)[8]) { W::columns8(from, 64, out); }) {
-    for (std::size_t half = 0; half < 2; ++half) {
-      typename W::I columns[8];
-      W::columns8(from + 32 * half, 64, columns);
-      for (std::size_t j = 0; j < 8; ++j) W::storei(to + (8 * half + j) * 64, columns[j]);
-    }
-  } else {
-    for (std::size_t part = 0; part < 4; ++part) {
-      const std::size_t row = part / 2 * 8, column = part % 2 * 8;
-      typename S::F a[8];
-      for (std::size_t i = 0; i < 8; ++i) a[i] = S::as_f(S::loadi(from + (row + i) * 64 + column * 4));
-      S::transpose(a);
-      for (std::size_t i = 0; i < 8; ++i) S::storei(to + (column + i) * 64 + row * 4, S::as_i(a[i]));
-    }
-  }
-}
-
-// Levels of tokens 16 first to 16 last - 1, a column a token. Bytes: as they are; pairs: as int16.
-template <class S, Format F, int kElementBytes>
-void pack_key_words(const codec::SideLayout& side, int head_dim, int padded_dim, const std::byte* page, int first,
-                    int last, const WordColumns& to) {
-  using W = Wide<S>;
-  using U = Unpack<W, F>;
-  constexpr int kTokens = W::kLanes / 8, kRegisters = 2 * kElementBytes;
-  const typename U::Tables tables = U::tables();
-  for (int block = first; block < last; ++block) {
-    for (int e = 0; e < padded_dim; e += 64) {
-      alignas(64) std::byte words[kElementBytes][kColumnBlock * 64];  // a token has sixteen
-      for (int i = 0; i < kColumnBlock; i += kTokens) {
-        const CodePointers codes = key_pointers(side, head_dim, page, block * kColumnBlock + i, e);
-        typename W::I u[kRegisters];
-        if constexpr (kElementBytes == 1) {
-          U::template bytes<false>(tables, codes, u);
-        } else {
-          U::block(tables, codes, u);
-        }
-        for (int v = 0; v < kRegisters; ++v) {
-          for (int j = 0; j < kTokens; ++j) S::storei(words[v / 2] + (i + j) * 64 + v % 2 * 32, W::part(u[v], j));
-        }
-      }
-      for (int j = 0; j < kElementBytes; ++j)
-        transpose_words<S>(words[j], to.word(block, 16 * (e / 64 * kElementBytes + j)));
-    }
-  }
-}
-
 template <class W, Format F>
 KVANT_INLINE typename W::I less_origin(typename W::I levels) {
   if constexpr (is_eight_bit(F)) return W::xor_(levels, W::seti(static_cast<std::int32_t>(0x80808080u)));
   return W::sub_bytes(levels, W::seti(0x40404040));
-}
-
-// Levels of octets first to last - 1, a column a channel. Word 2 o + v (4 o + v of pairs) is register v of octet o.
-template <class S, Format F>
-void pack_value_words(const codec::SideLayout& side, int head_dim, const std::byte* page, int first, int last,
-                      const WordColumns& to) {
-  using W = Wide<S>;
-  using U = Unpack<W, F>;
-  constexpr bool kBytes = multiplies_bytes<S>(F);
-  constexpr int kRegisters = kBytes ? 2 : 4;
-  const typename U::Tables tables = U::tables();
-  for (int c = 0; c < head_dim; c += W::kLanes) {
-    CodePointers codes = value_pointers(side, head_dim, page, first, c);
-    std::byte* const column = to.word(c / kColumnBlock, 0) + c % kColumnBlock * 4;
-    for (int octet = first; octet < last; ++octet) {
-      typename W::I u[kRegisters];
-      if constexpr (kBytes) {
-        U::template bytes<(W::kLanes > 8)>(tables, codes, u);
-        for (auto& x : u) x = less_origin<W, F>(x);
-      } else {
-        U::block(tables, codes, u);
-      }
-      codes.advance_octet(side, head_dim);
-      for (int v = 0; v < kRegisters; ++v) W::storei(column + (octet * kRegisters + v) * kColumnBlock * 4, u[v]);
-    }
-  }
 }
 
 // --- products --------------------------------------------------------------------------------------------------------
@@ -284,8 +206,7 @@ __attribute__((noinline)) void level_scores(const codec::SideLayout& side, const
         const typename W::F half_step = W::setf(q.half_steps[at]);
 #pragma GCC unroll 2
         for (int j = 0; j < C; ++j) {
-          const typename W::I exact = W::subi(W::addi(sums[r][j], sums[r][j]), correction);
-          typename W::F s = W::mul(W::mul(W::to_f(exact), scale[j]), half_step);
+          typename W::F s = score_of_sums<W>(sums[r][j], correction, scale[j], half_step);
           float* out = scores + (row + r) * kPageTokens + t + j * W::kLanes;
           if (g > 0) s = W::add(s, W::loadf(out));
           W::storef(out, s);
@@ -316,10 +237,7 @@ KVANT_INLINE WeightScale pack_weight_words(const float* p, const std::byte* scal
   constexpr int kCount = kPageTokens / W::kLanes;
   V x[kCount], top = W::setf(0.0f);
   for (int i = 0; i < kCount; ++i) {
-    const V w = W::loadf(p + W::kLanes * i);
-    // A stale scale behind the sequence's end must not turn a zero weight into NaN.
-    const typename W::I seen = W::less(W::setf(0.0f), w);
-    x[i] = W::as_f(W::and_(seen, W::as_i(W::mul(w, W::load_f16(scales + 2 * W::kLanes * i)))));
+    x[i] = scaled_weights<W>(W::loadf(p + W::kLanes * i), scales + 2 * W::kLanes * i);
     top = W::max(top, x[i]);
   }
   const float largest = W::reduce_max(top);

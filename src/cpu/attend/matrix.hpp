@@ -30,6 +30,7 @@
 
 #include "core/plan/attend.hpp"
 #include "cpu/attend/unpack.hpp"
+#include "cpu/attend/words.hpp"
 #include "cpu/simd/wide.hpp"
 
 KVANT_NAMESPACE_BEGIN(cpu)
@@ -147,7 +148,7 @@ void pack_keys(const float* tile, int depth, const Operand& to, int first) {
             W::storei(rows[n] + static_cast<std::size_t>(i * kTileWords + e / 2) * 4, words.term[n]);
         }
       }
-      for (int n = 0; n < kTerms; ++n) Matrix<S>::transpose(rows[n], to.tile(n, first + block, step));
+      for (int n = 0; n < kTerms; ++n) transpose_words<S>(rows[n], to.tile(n, first + block, step));
     }
   }
 }
@@ -190,52 +191,24 @@ KVANT_INLINE int level_element(Format f, int at) {
   return word / 32 * 64 + key_element(is_eight_bit(f), word % 32 / 8, word % 8, half);
 }
 
+// Blocks of columns from `block` on, and words of steps from `step` on.
+KVANT_INLINE WordColumns columns_from(const Operand& of, int block, int step) {
+  return {of.tile(0, block, step), of.steps * kTileWords};
+}
+
 // As pack_keys, in one term.
 template <class S, Format F>
 void pack_level_keys(const codec::SideLayout& side, int head_dim, const std::byte* page, const Operand& to, int first) {
-  using W = Wide<S>;
-  using U = Unpack<W, F>;
-  constexpr int kTokens = W::kLanes / 8;
-  const typename U::Tables tables = U::tables();
-  for (int block = 0; block < kBlocksOfPage; ++block) {
-    for (int step = 0; step < to.steps; step += 2) {
-      alignas(64) std::byte words[2][kTileBytes];
-      for (int i = 0; i < kTileRows; i += kTokens) {
-        typename W::I u[4];
-        U::block(tables, key_pointers(side, head_dim, page, block * kTileRows + i, step * kTileDepth), u);
-        for (int v = 0; v < 4; ++v) {
-          const typename W::I pairs = centred<W, F>(u[v]);
-          for (int j = 0; j < kTokens; ++j)
-            S::storei(words[v / 2] + (i + j) * kTileWords * 4 + v % 2 * 32, W::part(pairs, j));
-        }
-      }
-      for (int j = 0; j < 2; ++j) Matrix<S>::transpose(words[j], to.tile(0, first + block, step + j));
-    }
-  }
+  pack_key_words<S, F, 2>(side, head_dim, to.steps * kTileDepth, page, 0, kBlocksOfPage, columns_from(to, first, 0),
+                          [](auto u) { return centred<Wide<S>, F>(u); });
 }
 
-// As pack_values: word 4 o + v is register v of octet o. Codes behind a sequence's end are any, but finite.
+// As pack_values. Codes behind a sequence's end are any, but finite.
 template <class S, Format F>
 void pack_level_values(const codec::SideLayout& side, int head_dim, const std::byte* page, const Operand& to,
                        int first) {
-  using W = Wide<S>;
-  using U = Unpack<W, F>;
-  const typename U::Tables tables = U::tables();
-  for (int block = 0; block < head_dim / kTileWords; ++block) {
-    for (int c = 0; c < kTileWords; c += W::kLanes) {
-      CodePointers codes = value_pointers(side, head_dim, page, 0, block * kTileWords + c);
-      for (int octet = 0; octet < kPageTokens / 8; ++octet) {
-        typename W::I u[4];
-        U::block(tables, codes, u);
-        codes.advance_octet(side, head_dim);
-        for (int v = 0; v < 4; ++v) {
-          const int word = octet % 4 * 4 + v;
-          W::storei(to.tile(0, block, first + octet / 4) + static_cast<std::size_t>(word * kTileWords + c) * 4,
-                    centred<W, F>(u[v]));
-        }
-      }
-    }
-  }
+  pack_value_words<S, F, 2>(side, head_dim, page, 0, kPageTokens / 8, columns_from(to, 0, first),
+                            [](auto u) { return centred<Wide<S>, F>(u); });
 }
 
 // Weights p [64] times their tokens' value scales become words from `word` on of row `row` of a left operand, in the
@@ -246,10 +219,8 @@ KVANT_INLINE void pack_level_weights(const float* p, const std::byte* scales, co
   typename W::F x[2];
   for (int t = 0; t < kPageTokens; t += 2 * W::kLanes) {
     for (int i = 0; i < 2; ++i) {
-      const typename W::F w = W::loadf(p + t + i * W::kLanes);
-      // A stale scale behind the sequence's end must not turn a zero weight into NaN.
-      const typename W::I seen = W::less(W::setf(0.0f), w);
-      x[i] = W::as_f(W::and_(seen, W::as_i(W::mul(w, W::load_f16(scales + 2 * (t + i * W::kLanes))))));
+      const int first = t + i * W::kLanes;
+      x[i] = scaled_weights<W>(W::loadf(p + first), scales + 2 * first);
     }
     Matrix<S>::template pair_tokens<is_eight_bit(F)>(x[0], x[1]);
     put_words<W>(split<W, kTerms>(x[0], x[1]), to, row, word + t / 2);

@@ -250,12 +250,7 @@ KVANT_INLINE void quantise_to_bytes(const float* p, const std::byte* scales, Byt
   using W = Wide<S>;
   using V = typename W::F;
   V x[4];
-  for (int i = 0; i < 4; ++i) {
-    const V w = W::loadf(p + 16 * i);
-    // A stale scale behind the sequence's end must not turn a zero weight into NaN.
-    const typename W::I seen = W::less(W::setf(0.0f), w);
-    x[i] = W::as_f(W::and_(seen, W::as_i(W::mul(w, W::load_f16(scales + 32 * i)))));
-  }
+  for (int i = 0; i < 4; ++i) x[i] = scaled_weights<W>(W::loadf(p + 16 * i), scales + 32 * i);
   const float largest = W::reduce_max(W::max(W::max(x[0], x[1]), W::max(x[2], x[3])));
   // Below the smallest normal number the weights no longer count beside anything.
   const bool any = largest > 1.2e-38f;

@@ -115,7 +115,7 @@ void values_float(const std::byte* rows, const std::byte* scales, int head_dim, 
     for (int t = 4 * quad_begin & ~7; t < 4 * quad_end; t += 8) {
       typename S::F x = S::loadf(p + r * kPageTokens + t);
       if constexpr (Row::kScaled) {
-        x = S::as_f(S::and_(S::less(S::setf(0.0f), x), S::as_i(S::mul(x, S::load_f16(scales + 2 * t)))));
+        x = scaled_weights<S>(x, scales + 2 * t);
       }
       S::storef(w[r] + t, x);
     }

@@ -171,10 +171,7 @@ KVANT_INLINE void quantise_probabilities(const float* p, const std::byte* scales
   float weighted[kPageTokens];
   V top = S::setf(0.0f);
   for (int o = octet_begin; o < octet_end; ++o) {
-    const V w = S::loadf(p + 8 * o);
-    // A stale scale behind the sequence's end must not turn a zero weight into NaN.
-    const typename S::I seen = S::less(S::setf(0.0f), w);
-    const V x = S::as_f(S::and_(seen, S::as_i(S::mul(w, S::load_f16(scales + 16 * o)))));
+    const V x = scaled_weights<S>(S::loadf(p + 8 * o), scales + 16 * o);
     top = S::max(top, x);
     S::storef(weighted + 8 * o, x);
   }

@@ -59,14 +59,6 @@ struct Tiles {
     a = _mm512_permutex2var_ps(x, first, b);
     b = _mm512_permutex2var_ps(x, second, b);
   }
-  // 16 x 16 words
-  static KVANT_INLINE void transpose(const std::byte* from, std::byte* to) {
-    for (std::size_t half = 0; half < 2; ++half) {
-      __m512i columns[8];
-      Simd512::columns8(from + 32 * half, 64, columns);
-      for (std::size_t j = 0; j < 8; ++j) Simd512::storei(to + (8 * half + j) * 64, columns[j]);
-    }
-  }
 };
 
 template <>
