@@ -297,10 +297,11 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
   if (!got) return testing::AssertionFailure() << code_name(got.code()) << ": " << got.message();
   const Expected expected = expect(base, sink_logits, placement.q_dtype);
   const bool is_prefill = base.fresh_keys || base.kernel.rfind(core::kPrefillKernels, 0) == 0;
-  const double of_kernel = is_prefill ? tolerance::kCudaPrefill : tolerance(base);
+  const bool in_bytes = base.products == 8;
+  const double of_kernel = in_bytes ? tolerance::kByteProducts : is_prefill ? tolerance::kCudaPrefill : tolerance(base);
   if (host.spec.page_centres) lse_tolerance = std::max(lse_tolerance, tolerance::kCudaCentredLse);
   const double of_prefill_lse = std::max(lse_tolerance, tolerance::kCudaPrefillLse);
-  if (is_prefill) lse_tolerance = of_prefill_lse;
+  if (is_prefill) lse_tolerance = in_bytes ? tolerance::kByteLse : of_prefill_lse;
   const double allowed = of_kernel + rounding_of(placement.out_dtype);
   if (auto r = close(expected.out, got->out, allowed, host.out_shape()); !r) {
     return r << "\nout, against float64 attention over the decoded vectors\n" << got->explain;
@@ -346,9 +347,10 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
   // Nor do both have the same where sizes are padded further on a device.
   const bool same_size = cache.impl().stored_dim() == stored_head_dim(host.spec.head_dim);
   const bool same_bytes = !host.spec.key_bases && !host.spec.value_bases && same_size;
-  const double of_cpu = allowed + (same_bytes  ? tolerance::kCoded
-                                   : same_size ? host.codec_tolerance()
-                                               : 2 * host.codec_tolerance());
+  const double of_cpu = allowed + (in_bytes ? tolerance::kByteProducts : 0) +
+                        (same_bytes  ? tolerance::kCoded
+                         : same_size ? host.codec_tolerance()
+                                     : 2 * host.codec_tolerance());
   if (auto r = close(std::span<const float>(cpu->out), got->out, of_cpu, host.out_shape()); !r) {
     return r << "\nout, against the CPU backend\n" << got->explain;
   }

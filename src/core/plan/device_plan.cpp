@@ -105,7 +105,6 @@ Status check_device_options(const AttentionOptions& o, const char* pages_are) {
     return invalid(
         fmt::format("split_keys is {}: on a device splits follow the lengths at each run; leave it 0", o.split_keys));
   }
-  if (o.products == 8) return {Code::unsupported, "products is 8: kernels on a device have 16 bits; leave it 0"};
   return {};
 }
 

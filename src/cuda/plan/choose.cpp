@@ -145,6 +145,18 @@ std::string missing_of_dense(const char* kind, const Work& work, const Offers& o
   return offers.dense->has_maps ? std::string() : fmt::format("{} kernels need a driver for CUDA 12 or newer", kind);
 }
 
+// Why no products of 8 bits are there for a plan that asks for them; empty: they are.
+std::string missing_of_byte_keys(const Work& work, const Offers& offers) {
+  if (!codec::is_tq(work.k) || !codec::is_tq(work.v) || codec::format_bits(work.k) > 6)
+    return fmt::format("the cache stores {}: keys must be tq2 to tq6, and values tq formats", pair_at(work));
+  if (codec::tq_scale_groups(work.k, work.stored_head_dim()) > 1)
+    return fmt::format("{} keys have several scales at head_dim {}", format_info(work.k).name, work.head_dim());
+  if (!offers.byte_keys)
+    return fmt::format("{} has no such kernels for head_dim {}", core::kPrefillUnpacked, work.head_dim());
+  const DenseOffer& offer = *offers.byte_keys;
+  return missing_of_hopper(core::kPrefillUnpacked, offer.shared_bytes, offer.has_code, offers.limits);
+}
+
 // Takes prefill kernels if the options name them or they take less time; else why says why decode kernels serve.
 Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_ns, Choice& choice) {
   const AttendParams& p = work.params;
@@ -178,11 +190,16 @@ Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_
     const bool serves = candidates[i].missing.empty(), served = candidates[beside].missing.empty();
     if (!served || (serves && candidates[i].ns < candidates[beside].ns)) beside = i;
   }
+  if (work.products == 8) {
+    if (const std::string missing = missing_of_byte_keys(work, offers); !missing.empty())
+      return {Code::unsupported, fmt::format("products is 8: {}; leave it 0", missing)};
+  }
+  const std::optional<DenseOffer>& dense = work.products == 8 ? offers.byte_keys : offers.dense;
   RoundsChoice rounds;
   unpacked.missing = candidates[beside].missing;
   if (unpacked.missing.empty()) unpacked.missing = missing_of_dense(core::kPrefillUnpacked, work, offers);
   if (unpacked.missing.empty()) {
-    rounds = choose_rounds(work, *offers.dense, others[beside], work.kernel == core::kPrefillUnpacked, multiprocessors);
+    rounds = choose_rounds(work, *dense, others[beside], work.kernel == core::kPrefillUnpacked, multiprocessors);
     unpacked.missing = rounds.missing;
     if (rounds.missing.empty()) unpacked.ns = rounds.ns;
   }
@@ -193,7 +210,10 @@ Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_
   if (taken->candidate < 0) return {};
   const prefill::Candidate& candidate = candidates[taken->candidate];
   choice.ns = candidate.ns;
-  if (&candidate == &unpacked) choice.rounds = rounds.rule;
+  if (&candidate == &unpacked) {
+    choice.rounds = rounds.rule;
+    choice.byte_keys = work.products == 8;
+  }
   choice.tiles = &candidate == &unpacked ? static_cast<int>(beside) : taken->candidate;
 
   const std::int64_t rows = offers.tiles[static_cast<std::size_t>(choice.tiles)].kernel->rows;

@@ -26,6 +26,7 @@ struct Choice {
   // For prefill kernels:
   prefill::Schedule schedule{};                        // of tiles
   std::optional<prefill::unpacked::RoundRule> rounds;  // prefill_unpacked comes before
+  bool byte_keys = false;                              // for which keys are bytes
   std::optional<prefill::Schedule> first;              // prefill_fresh comes before all
   // For decode kernels:
   bool is_generic = false;

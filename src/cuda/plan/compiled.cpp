@@ -92,20 +92,27 @@ Status find_tiles(const Work& work, std::size_t i, Compiled& found) {
   return {};
 }
 
-Status find_dense(const Work& work, Compiled& found) {
-  found.dense = kernels_of(work.stored_head_dim(), []<int D>() { return prefill::dense::kernels<D>(); });
-  if (found.dense.empty()) return {};
-  const prefill::dense::DenseKernel& first = found.dense[0];
+Status offer_dense(std::span<const prefill::dense::DenseKernel> kernels, Compiled& found,
+                   std::optional<DenseOffer>& offered) {
+  if (kernels.empty()) return {};
+  const prefill::dense::DenseKernel& first = kernels[0];
   DenseOffer offer{.rows = first.rows, .keys = first.keys, .shared_bytes = first.shared_bytes, .blocks = first.blocks};
-  for (const prefill::dense::DenseKernel& one : found.dense) {
+  for (const prefill::dense::DenseKernel& one : kernels) {
     bool has_code = false;
     if (Status s = find_hopper_code(one.function, one.shared_bytes, found.offers.limits, has_code); !s.ok()) return s;
     offer.has_code = offer.has_code && has_code;
   }
   if (offer.has_code) KVANT_CUDA_TRY(prefill::dense::find_encode(found.encode));
   offer.has_maps = found.encode != nullptr;
-  found.offers.dense = offer;
+  offered = offer;
   return {};
+}
+Status find_dense(const Work& work, Compiled& found) {
+  found.dense = kernels_of(work.stored_head_dim(), []<int D>() { return prefill::dense::kernels<D>(); });
+  if (Status s = offer_dense(found.dense, found, found.offers.dense); !s.ok() || work.products != 8) return s;
+  found.byte_keys = kernels_of(work.stored_head_dim(), []<int D>() { return prefill::dense::byte_keys_kernel<D>(); });
+  if (found.byte_keys == nullptr) return {};
+  return offer_dense({found.byte_keys, 1}, found, found.offers.byte_keys);
 }
 
 }  // namespace

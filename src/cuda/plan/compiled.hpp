@@ -19,7 +19,8 @@ struct Compiled {
   std::vector<const AttendKernel*> decode{};  // as in Offers::decode
   const prefill::Kernel* tiles[std::size(kTileKinds)] = {};
   std::span<const prefill::dense::DenseKernel> dense{};  // both dtypes
-  prefill::dense::Encode encode = nullptr;               // makes tensor maps
+  const prefill::dense::DenseKernel* byte_keys = nullptr;
+  prefill::dense::Encode encode = nullptr;  // makes tensor maps
 };
 
 // On the current device, which has such limits.

@@ -53,6 +53,7 @@ struct Offers {
   std::vector<DecodeOffer> decode{};
   std::vector<TileOffers> tiles{};  // by kind, in the order of kTileKinds; empty: not asked for
   std::optional<DenseOffer> dense{};
+  std::optional<DenseOffer> byte_keys{};  // prefill_unpacked's for products of 8 bits
 };
 
 }  // namespace kvant::cuda

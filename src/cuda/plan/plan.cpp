@@ -68,7 +68,8 @@ Status AttentionPlan::prepare(const core::DevicePlanConfig& config, const StepBa
   KVANT_CUDA_TRY(current.error());
   set_options(config, pages_, params_);
   const AttentionOptions& o = *config.options;
-  const Work work{params_, config.sequences, config.k, config.v, o.kernel, o.fresh_keys, batch.entries != nullptr};
+  const Work work{params_,  config.sequences, config.k,   config.v,
+                  o.kernel, o.fresh_keys,     o.products, batch.entries != nullptr};
   if (Status s = make_stages(config, work); !s.ok()) return s;
   return upload(config, batch);
 }

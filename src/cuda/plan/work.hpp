@@ -20,6 +20,7 @@ struct Work {
   Format k, v;
   const std::string& kernel;  // AttentionOptions::kernel
   bool fresh_keys;
+  int products;     // AttentionOptions::products
   bool any_length;  // sequences may have any length at a run, so that some may have no older tokens then
 
   [[nodiscard]] int head_dim() const { return params.head_dim; }  // the tensors'

@@ -8,6 +8,8 @@ namespace kvant::cuda::prefill::dense {
 template <bool kBf16, class S>
 struct Consumer {
   static constexpr int D = S::D, kSums = S::kColumns / 2, kScores = S::kKeys / 2;
+  // Scores of bytes come from these sums. A page's scores are relative to its rows' products with its centre.
+  static constexpr int kIntegers = S::kByteKeys ? S::kKeyRows / 2 : 1, kPages = S::kByteKeys ? S::kPages : 1;
 
   const AttendParams& p;
   std::byte* shared;
@@ -19,6 +21,7 @@ struct Consumer {
   bool is_plain;               // scores are scaled and nothing else
   float units[2];              // of the rows' queries, where these were converted
   float m[2], l[2];
+  float of_centre[2][kPages];
   float o[kSums];
   int column = 0;  // the first of the sums' columns
 
@@ -39,17 +42,54 @@ struct Consumer {
 
   // --- products ---
 
-  __device__ __forceinline__ void scores(float (&s)[kScores]) const {
-    const std::uint64_t q = ptx::operand(shared_at(group * S::kQueries), S::kSwizzle);
-    const std::uint64_t k = ptx::operand(shared_at(S::kKeysAt + keys.stage() * S::kTile), S::kSwizzle);
-    constexpr int kSteps = S::kSwizzle / 32;  // of a box
+  // Of bytes to x, else to s.
+  __device__ __forceinline__ void scores(float (&s)[kScores], std::int32_t (&x)[kIntegers]) const {
+    const std::uint64_t q = ptx::operand(shared_at(group * S::kQueries), S::kKeySwizzle);
+    const std::uint64_t k = ptx::operand(shared_at(S::kKeysAt + keys.stage() * S::kKeyTile), S::kKeySwizzle);
+    constexpr int kSteps = S::kKeySwizzle / 32;  // of a box
 #pragma unroll
-    for (int i = 0; i < D / 16; ++i) {
-      ptx::Wgmma<S::kKeys, kBf16>::template shared<false>(
-          s, q + ptx::operand_step(i / kSteps * 64 * S::kSwizzle + i % kSteps * 32),
-          k + ptx::operand_step(i / kSteps * S::kKeys * S::kSwizzle + i % kSteps * 32), i > 0);
+    for (int i = 0; i < D * S::kElementBytes / 32; ++i) {
+      const std::uint64_t a = q + ptx::operand_step(i / kSteps * 64 * S::kKeySwizzle + i % kSteps * 32);
+      const std::uint64_t b = k + ptx::operand_step(i / kSteps * S::kKeyRows * S::kKeySwizzle + i % kSteps * 32);
+      if constexpr (S::kByteKeys) {
+        ptx::WgmmaBytes<S::kKeyRows>::shared(x, a, b, i > 0);
+      } else {
+        ptx::Wgmma<S::kKeys, kBf16>::template shared<false>(s, a, b, i > 0);
+      }
     }
   }
+  // Sums of bytes to scores, before the keys are released.
+  __device__ __forceinline__ void take_integers(const std::int32_t (&x)[kIntegers], float (&s)[kScores]) {
+    if constexpr (S::kByteKeys) {
+      constexpr int kRows = S::kKeyRows / kPages;  // of a page
+#pragma unroll
+      for (int page = 0; page < kPages; ++page) {
+        const auto* const factors =
+            reinterpret_cast<const float*>(shared + S::kFactorsAt + keys.stage() * S::kFactors) + page * kRows;
+        const std::int32_t* const of_page = x + page * kRows / 2;
+        float* const to = s + page * kPageTokens / 2;
+#pragma unroll
+        for (int j = 0; j < kPageTokens / 8; ++j) {
+          const float2 f = *reinterpret_cast<const float2*>(factors + 8 * j + 2 * t);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            to[4 * j + 2 * h] = static_cast<float>(of_page[4 * j + 2 * h]) * f.x;
+            to[4 * j + 2 * h + 1] = static_cast<float>(of_page[4 * j + 2 * h + 1]) * f.y;
+          }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float product = static_cast<float>(of_page[kPageTokens / 2 + 2 * h]) * factors[kPageTokens];
+          // (A page that nobody sees may hold anything.)
+          of_centre[h][page] = fabsf(product) < 1e30f ? product : 0.0f;
+        }
+      }
+      // (Else the compiler multiplies further down, once for each case there, and keeps both numbers until then.)
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) asm volatile("" : "+f"(s[i]));
+    }
+  }
+
   __device__ __forceinline__ void add_values(const std::uint32_t (&w)[kScores / 8][4], bool first) {
     const std::uint64_t v =
         ptx::operand(shared_at(S::kValuesAt + values.stage() * S::kTile), S::kSwizzle, S::kKeys * S::kSwizzle);
@@ -119,29 +159,58 @@ struct Consumer {
   __device__ __forceinline__ void weigh(float (&s)[kScores], int tile, float (&alpha)[2]) {
     if (!is_plain) {
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) s[i] *= scale(i / 2 % 2);
+      for (int i = 0; i < kScores; ++i) {
+        if constexpr (S::kByteKeys) s[i] += of_centre[i / 2 % 2][i / (kPageTokens / 2)];
+        s[i] *= scale(i / 2 % 2);
+      }
+      if constexpr (S::kByteKeys) {
+#pragma unroll
+        for (int i = 0; i < 2 * kPages; ++i) of_centre[i % 2][i / 2] = 0.0f;
+      }
       transform(s, tile * S::kKeys);
     }
     if (tile < whole_begin || tile >= whole_end) hide(s, tile);
     Reference raised[2];
     if constexpr (S::kPatience > 0) {
       raise_tops(
-          m, {largest_score(s, 0), largest_score(s, 1)}, [&](int h) { return in_log2(h); }, S::kPatience, raised);
+          m, {largest_of_tile(s, 0), largest_of_tile(s, 1)}, [&](int h) { return in_log2(h); }, S::kPatience, raised);
     } else {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) raised[h] = raise_top(m[h], largest_of_row(largest_score(s, h)), in_log2(h));
+      for (int h = 0; h < 2; ++h) raised[h] = raise_top(m[h], largest_of_row(largest_of_tile(s, h)), in_log2(h));
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       alpha[h] = raised[h].alpha;
-      l[h] = fmaf(l[h], alpha[h], weigh_row(s, h, in_log2(h), raised[h].reference));
+      float sum = 0.0f;
+      each_page(s, [&](int page, auto& of_page) {
+        const float less = S::kByteKeys ? of_centre[h][page] * in_log2(h) : 0.0f;
+        sum += weigh_row(of_page, h, in_log2(h), raised[h].reference - less);
+      });
+      l[h] = fmaf(l[h], alpha[h], sum);
     }
+  }
+  // Scores that have the same centre.
+  template <class Do>
+  __device__ __forceinline__ static void each_page(float (&s)[kScores], const Do& one) {
+    constexpr int kCount = kScores / kPages;
+#pragma unroll
+    for (int page = 0; page < kPages; ++page) one(page, reinterpret_cast<float(&)[kCount]>(s[page * kCount]));
+  }
+  __device__ __forceinline__ float largest_of_tile(float (&s)[kScores], int h) const {
+    if constexpr (!S::kByteKeys) return largest_score(s, h);
+    float top = kNone;
+    each_page(s, [&](int page, auto& of_page) { top = fmaxf(top, largest_score(of_page, h) + of_centre[h][page]); });
+    return top;
   }
 
   // --- a tile ---
 
   // Whether rows g and g + 8 have queries that are not finite. Two lanes look at each of the warp's rows.
   __device__ __forceinline__ void look_at_queries(bool (&poisoned)[2]) const {
+    if constexpr (S::kByteKeys) {
+      poisoned[0] = units[0] != units[0], poisoned[1] = units[1] != units[1];
+      return;
+    }
     const int lane = 4 * g + t, row = 16 * warp + lane / 2;
     constexpr std::uint32_t kExponent = kBf16 ? 0x7F80u : 0x7C00u;
     bool finite = true;
@@ -218,6 +287,7 @@ struct Consumer {
 
   // The sums before, to the new largest score.
   __device__ __forceinline__ void shrink(const float (&alpha)[2]) {
+    if (S::kPatience > 0 && !__any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f)) return;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) o[i] *= alpha[i / 2 % 2];
   }
@@ -234,7 +304,7 @@ struct Consumer {
     if constexpr (!kBf16) {
       const float* from = reinterpret_cast<const float*>(shared + S::kUnitsAt) + 64 * group + 16 * warp + g;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) units[h] = p.q.dtype == Dtype::bf16 ? from[8 * h] : 1.0f;
+      for (int h = 0; h < 2; ++h) units[h] = S::kByteKeys || p.q.dtype == Dtype::bf16 ? from[8 * h] : 1.0f;
     }
     float s[kScores], alpha[2];
     std::uint32_t w[kScores / 8][4];
@@ -244,12 +314,16 @@ struct Consumer {
     const int total = work->total(), sinks = work->sinks, skip = work->recent - sinks;
     keys.wait_full();
     my_turn();
-    ptx::wgmma_fence();
-    scores(s);
-    ptx::wgmma_commit();
-    next_turn();
-    look_at_queries(poisoned);
-    ptx::wgmma_wait<0>();
+    {
+      std::int32_t x[kIntegers];
+      ptx::wgmma_fence();
+      scores(s, x);
+      ptx::wgmma_commit();
+      next_turn();
+      look_at_queries(poisoned);
+      ptx::wgmma_wait<0>();
+      take_integers(x, s);
+    }
     release(keys);
     if (total == 1) queries.arrive_empty();
     weigh(s, sinks > 0 ? 0 : skip, alpha);
@@ -258,11 +332,12 @@ struct Consumer {
     for (int i = 0; i < kSums; ++i) o[i] = 0.0f;
 #pragma unroll 1
     for (int use = 1; use < total; ++use) {
+      std::int32_t x[kIntegers];  // (further out they would take registers all the time)
       keys.wait_full();
       values.wait_full();
       my_turn();
       ptx::wgmma_fence();
-      scores(s);
+      scores(s, x);
       ptx::wgmma_commit();
       if (S::kShrinksLate) shrink(alpha);
       ptx::wgmma_fence();
@@ -270,6 +345,7 @@ struct Consumer {
       ptx::wgmma_commit();
       next_turn();
       ptx::wgmma_wait<1>();
+      take_integers(x, s);
       release(keys);
       if (use + 1 == total) queries.arrive_empty();
       weigh(s, use < sinks ? use : use + skip, alpha);

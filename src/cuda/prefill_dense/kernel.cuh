@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     if (warp == 0) {
       if (threadIdx.x % 32 == 0) bring_keys<S>(p, schedule, maps, shared, keys, values);
     } else if (warp <= S::kConsumers) {
-      bring_queries<S, !kBf16>(p, schedule, shared, warp - 1, queries_of(warp - 1));
+      bring_queries<S, !kBf16>(p, schedule, shared, warp - 1, queries_of(warp - 1), maps.queries);
     }
   } else {
     ptx::take_registers<S::kConsumerRegisters>();

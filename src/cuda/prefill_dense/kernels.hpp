@@ -13,6 +13,9 @@ namespace kvant::cuda::prefill::dense {
 // The tensors of a run as the copy engine reads them: [kv_heads][tokens][head_dim], boxes of kKeys tokens of one head.
 struct Maps {
   CUtensorMap keys, values;
+  // Of keys that are bytes (prefill/byte_keys.hpp):
+  const float* factors;
+  ByteQueries queries;
 };
 
 struct DenseKernel {
@@ -20,17 +23,23 @@ struct DenseKernel {
   Dtype dtype;           // of keys, values and queries; that of f16 takes bf16 queries, too
   const void* function;  // takes an AttendParams, a Schedule and Maps
   int shared_bytes, threads;
-  int rows, keys;  // of a tile
-  int box_tokens;  // of a box of the copy engine
-  int blocks;      // that share a tile: a cluster of them
+  int rows, keys;    // of a tile
+  int box_tokens;    // of a box of the copy engine
+  int blocks;        // that share a tile: a cluster of them
+  int key_rows = 0;  // keys are bytes (prefill/byte_keys.hpp), so many rows of a tile, and queries have any dtype
 };
 
 // Both dtypes of a head_dim, in a unit of its own (dense.cu.in).
 template <int D>
 std::span<const DenseKernel> kernels();
-#define KVANT_DECLARE(head_dim) \
-  template <>                   \
-  std::span<const DenseKernel> kernels<head_dim>();
+// The kernel of keys that are bytes; null: there is none of this head_dim.
+template <int D>
+const DenseKernel* byte_keys_kernel();
+#define KVANT_DECLARE(head_dim)                     \
+  template <>                                       \
+  std::span<const DenseKernel> kernels<head_dim>(); \
+  template <>                                       \
+  const DenseKernel* byte_keys_kernel<head_dim>();
 KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
 #undef KVANT_DECLARE
 

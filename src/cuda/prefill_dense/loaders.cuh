@@ -87,20 +87,27 @@ __device__ __forceinline__ void bring_keys(const AttendParams& p, const Schedule
   for (int round = 0; round < rounds.total; ++round) {
     if (!find_work<S>(p, schedule, rounds.tile(round), work)) continue;
     const int total = work.total(), head = work.keys_head;
-    const auto bring = [&](Ring<S::kStages>& ring, const CUtensorMap& map, int at, int use) {
-      const int token = work.row_of_tile(use, S::kKeys);
+    const auto bring_side = [&]<bool kAreKeys>(Ring<S::kStages>& ring, const CUtensorMap& map, int use) {
+      constexpr bool kAreBytes = kAreKeys && S::kByteKeys;
+      constexpr int kTile = kAreKeys ? S::kKeyTile : S::kTile, kSwizzle = kAreKeys ? S::kKeySwizzle : S::kSwizzle;
+      constexpr int kRows = kAreKeys ? S::kKeyRows : S::kKeys, kOfBox = kSwizzle / (kAreBytes ? 1 : 2);
+      int row = work.row_of_tile(use, S::kKeys);
+      if constexpr (kAreBytes) row = row / kPageTokens * byte_key_rows(S::D);
       ring.wait_empty();
-      const std::uint32_t barrier = ring.full + 8 * ring.stage(), box = to + at + ring.stage() * S::kTile;
-      ptx::mbarrier_arrive_expect(barrier, S::kTile);
+      const std::uint32_t barrier = ring.full + 8 * ring.stage();
+      const std::uint32_t box = to + (kAreKeys ? S::kKeysAt : S::kValuesAt) + ring.stage() * kTile;
+      ptx::mbarrier_arrive_expect(barrier, kTile + (kAreBytes ? S::kFactors : 0));
 #pragma unroll
-      for (int i = 0; i < S::kBoxes; ++i)
-        ptx::copy_box(box + i * S::kKeys * S::kSwizzle, &map, i * (S::kSwizzle / 2), token, head, barrier);
+      for (int i = 0; i < kTile / (kRows * kSwizzle); ++i)
+        ptx::copy_box(box + i * kRows * kSwizzle, &map, i * kOfBox, row, head, barrier);
+      if constexpr (kAreBytes)
+        ptx::copy_bytes(to + S::kFactorsAt + ring.stage() * S::kFactors, maps.factors + row, S::kFactors, barrier);
       ring.next();
     };
 #pragma unroll 1
     for (int use = 0; use <= total; ++use) {
-      if (use < total) bring(keys, maps.keys, S::kKeysAt, use);
-      if (use > 0) bring(values, maps.values, S::kValuesAt, use - 1);
+      if (use < total) bring_side.template operator()<true>(keys, maps.keys, use);
+      if (use > 0) bring_side.template operator()<false>(values, maps.values, use - 1);
     }
   }
 }
@@ -142,11 +149,19 @@ __device__ __forceinline__ void convert_queries(int head_dim, std::uint64_t row_
   }
 }
 
+// Rows of bytes as operands of products, swizzled as the copy engine does: where a row's 16 bytes go.
+template <class S>
+__device__ __forceinline__ int place_of_bytes(int row, int c) {
+  constexpr int kRow = S::kKeySwizzle, kOfRow = kRow / 16;
+  const int swap = kRow == 128 ? row & 7 : kRow == 64 ? row >> 1 & 3 : row >> 2 & 1;
+  return c / kOfRow * 64 * kRow + row * kRow + ((c % kOfRow) ^ swap) * 16;
+}
+
 // One warp's work: a consumer's queries of all of the block's tiles, as they are. Rows behind the sequence's last do
-// what the last does; elements behind a row's last are zeros.
+// what the last does; elements behind a row's last are zeros. bytes: where keys are bytes.
 template <class S, bool kConverts>
 __device__ __forceinline__ void bring_queries(const AttendParams& p, const Schedule& schedule, std::byte* shared,
-                                              int group, Ring<1> ring) {
+                                              int group, Ring<1> ring, const ByteQueries& bytes) {
   constexpr int kPieces = S::D / 8;  // of a row
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const Rounds<S::kBlocks> rounds(p, schedule);
@@ -166,6 +181,17 @@ __device__ __forceinline__ void bring_queries(const AttendParams& p, const Sched
 #pragma unroll 1
       for (int first = 0; first < 64; first += 32) {
         const RowPlace row = row_place(p, work.kv_head, work.rows, work.row + 64 * group + first + lane);
+        if constexpr (S::kByteKeys) {
+          const int index = (work.query_begin + row.query) * p.q_heads + row.head;
+          reinterpret_cast<float*>(shared + S::kUnitsAt)[64 * group + first + lane] = bytes.steps[index];
+#pragma unroll 2
+          for (int i = lane; i < 32 * kPieces / 2; i += 32) {
+            const int r = i / (kPieces / 2), c = i % (kPieces / 2);
+            const std::byte* from = bytes.rows + std::int64_t{__shfl_sync(~0u, index, r)} * S::D + 16 * c;
+            ptx::copy16<0, 0>(ptx::shared_address(to + place_of_bytes<S>(first + r, c)), from);
+          }
+          continue;
+        }
         const auto row_at = reinterpret_cast<std::uint64_t>(static_cast<const std::uint16_t*>(p.q.data) +
                                                             query_offset(p, work.query_begin, row));
         if (kConverts && p.q.dtype == Dtype::bf16) {

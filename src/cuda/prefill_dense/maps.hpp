@@ -33,22 +33,39 @@ inline bool takes(const Side& side, int kv_heads) {
          side.tokens < (std::int64_t{1} << 31);
 }
 
+// What a box of a side holds, and of which elements.
+struct Box {
+  int row_bytes, rows;
+  CUtensorMapDataType type;
+  int element_bytes;
+};
+inline Box box_of(const DenseKernel& kernel) {
+  const bool is_bf16 = kernel.dtype == Dtype::bf16;
+  return {box_row_bytes(kernel.head_dim), kernel.box_tokens,
+          is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2};
+}
+inline Box key_box_of(const DenseKernel& kernel) {
+  if (kernel.key_rows == 0) return box_of(kernel);
+  return {byte_box_row(kernel.head_dim), kernel.key_rows, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1};
+}
+
 // False: the driver does not take it.
-inline bool encode_map(Encode encode, const DenseKernel& kernel, const Side& side, int kv_heads, int head_dim,
-                       CUtensorMap& map) {
-  const int row_bytes = box_row_bytes(kernel.head_dim);
+inline bool encode_map(Encode encode, const Box& box, const Side& side, int kv_heads, int head_dim, CUtensorMap& map) {
   const auto stride = [](std::int64_t count, std::int64_t bytes) {  // nobody reads that of one
     return static_cast<cuuint64_t>(count < 2 ? 16 : bytes);
   };
   const cuuint64_t size[3] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(side.tokens),
                               static_cast<cuuint64_t>(kv_heads)};
   const cuuint64_t strides[2] = {stride(side.tokens, side.token_bytes), stride(kv_heads, side.head_bytes)};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(row_bytes / 2), static_cast<cuuint32_t>(kernel.box_tokens), 1};
+  const cuuint32_t extent[3] = {static_cast<cuuint32_t>(box.row_bytes / box.element_bytes),
+                                static_cast<cuuint32_t>(box.rows), 1};
   const cuuint32_t steps[3] = {1, 1, 1};
-  return encode(&map, kernel.dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                3, const_cast<void*>(side.data), size, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  const CUtensorMapSwizzle swizzle = box.row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : box.row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                           : CU_TENSOR_MAP_SWIZZLE_32B;
+  return encode(&map, box.type, 3, const_cast<void*>(side.data), size, strides, extent, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace kvant::cuda::prefill::dense

@@ -11,6 +11,7 @@
 
 #include <type_traits>
 
+#include "cuda/prefill/byte_keys.hpp"
 #include "cuda/prefill/kernels.hpp"
 
 namespace kvant::cuda::prefill::dense {
@@ -33,38 +34,52 @@ struct Work {
   }
 };
 
-template <int kHeadDim, int kGroups, int kKeysAtOnce, bool kLate>
+// kAreBytes: keys are bytes (prefill/byte_keys.hpp).
+template <int kHeadDim, int kGroups, int kKeysAtOnce, bool kLate, bool kAreBytes = false>
 struct ShapeOf {
+  static constexpr bool kByteKeys = kAreBytes;
   static constexpr int D = kHeadDim, kColumns = D;  // kColumns: of the sums of a warpgroup
   static constexpr int kConsumers = kGroups;        // warpgroups
   static constexpr int kBlocks = 1;                 // that share a tile
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kKeys = kKeysAtOnce, kBoxTokens = kKeys;
-  static constexpr int kStages = 2;  // of keys, and of values
+  static constexpr int kPages = kKeys / kPageTokens;                                     // where keys are bytes
+  static constexpr int kKeyRows = kByteKeys ? kPages * byte_key_rows(kHeadDim) : kKeys;  // of a tile
+  static constexpr int kStages = 2;                                                      // of keys, and of values
   // Sums are brought to the new largest score while the products with the next keys go on, not before these begin.
   static constexpr bool kShrinksLate = kLate;
-  static constexpr int kPatience = 0;
+  static constexpr int kPatience = 8;  // see SplitColumnsShape
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // Registers of a thread; of 65536 in all.
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kSwizzle = box_row_bytes(D);
   static constexpr int kBoxes = 2 * D / kSwizzle;  // of a tile of keys or values
-  static constexpr int kTile = kKeys * D * 2;
-  static constexpr int kQueries = 64 * D * 2;  // of a consumer
-  static constexpr int kKeysAt = kConsumers * kQueries, kValuesAt = kKeysAt + kStages * kTile;
+  static constexpr int kTile = kKeys * D * 2;      // of values
+  // Keys, and queries as well:
+  static constexpr int kElementBytes = kByteKeys ? 1 : 2;
+  static constexpr int kKeySwizzle = kByteKeys ? byte_box_row(D) : kSwizzle;
+  static constexpr int kKeyBoxes = D * kElementBytes / kKeySwizzle;
+  static constexpr int kKeyTile = kKeyRows * D * kElementBytes;
+  static constexpr int kFactors = kByteKeys ? kKeyRows * 4 : 0;  // of a tile
+  static constexpr int kQueries = 64 * D * kElementBytes;        // of a consumer
+  static constexpr int kKeysAt = kConsumers * kQueries, kValuesAt = kKeysAt + kStages * kKeyTile;
   static constexpr int kSlots = 3;  // of Work, for each consumer: its tile, the next, and the one that is looked for
-  static constexpr int kWorkAt = kValuesAt + kStages * kTile;  // and the loader's of keys
-  // The unit of each query row that was converted to f16 (query_unit).
+  static constexpr int kFactorsAt = kValuesAt + kStages * kTile;
+  static constexpr int kWorkAt = kFactorsAt + kStages * kFactors;  // and the loader's of keys
+  // The unit of each query row that was converted to f16 (query_unit), or its step.
   static constexpr int kUnitsAt = kWorkAt + (kSlots * kConsumers + 1) * static_cast<int>(sizeof(Work));
   static constexpr int kBarriersAt = kUnitsAt + 4 * kRows;
   static constexpr int kBytes = kBarriersAt + 8 * (4 * kStages + 2 * kConsumers);
-  static_assert(kBarriersAt % 8 == 0 && kBytes <= 227 * 1024);
+  static_assert(kFactorsAt % 16 == 0 && kBarriersAt % 8 == 0 && kBytes <= 227 * 1024);
+  static_assert(kKeyTile % (8 * kKeySwizzle) == 0 && (!kByteKeys || kPages * kPageTokens == kKeys));
 };
 
 // Beyond head_dim 256 the sums of 64 rows are too many for the registers of one warpgroup (split_columns.cuh).
 template <int kHeadDim>
 struct SplitColumnsShape {
+  static constexpr bool kByteKeys = false;
+  static constexpr int kPages = 1, kKeyRows = 1;  // (of bytes)
   static constexpr int D = kHeadDim, kColumns = D / 2;
   static constexpr int kConsumers = 3;  // warpgroups: one for scores, one for each half of the sums' columns
   static constexpr int kBlocks = 2;
@@ -102,5 +117,7 @@ constexpr int keys_at_once(int head_dim) {
 template <int D>
 using ShapeFor = std::conditional_t<(D > 256), SplitColumnsShape<D>,
                                     ShapeOf<D, D <= 96 ? 3 : 2, keys_at_once(D), D <= 64 || (D > 96)>>;
+template <int D>
+using ByteKeysShapeFor = ShapeOf<D, D <= 64 || D == 128 ? 3 : 2, byte_key_pages(D) * kPageTokens, true, true>;
 
 }  // namespace kvant::cuda::prefill::dense

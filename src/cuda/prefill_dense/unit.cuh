@@ -14,15 +14,26 @@ DenseKernel kernel_entry() {
   } else {
     function = reinterpret_cast<const void*>(&split_columns_kernel<kBf16, S>);
   }
-  return {
+  DenseKernel entry{
       S::D,      kBf16 ? Dtype::bf16 : Dtype::f16, function, S::kBytes, S::kThreads, S::kRows, S::kKeys, S::kBoxTokens,
       S::kBlocks};
+  if constexpr (S::kByteKeys) entry.key_rows = S::kKeyRows;
+  return entry;
 }
 
 template <int D>
 std::span<const DenseKernel> kernels_of_unit() {
   static const DenseKernel kKernels[] = {kernel_entry<true, ShapeFor<D>>(), kernel_entry<false, ShapeFor<D>>()};
   return kKernels;
+}
+
+template <int D>
+const DenseKernel* byte_keys_kernel_of_unit() {
+  if constexpr (D <= kMostByteKeyDim) {
+    static const DenseKernel kKernel = kernel_entry<false, ByteKeysShapeFor<D>>();
+    return &kKernel;
+  }
+  return nullptr;
 }
 
 }  // namespace kvant::cuda::prefill::dense

@@ -4,6 +4,8 @@
 #pragma once
 
 #include "codec/centre.hpp"
+#include "codec/digits.hpp"
+#include "cuda/prefill/byte_keys.hpp"
 #include "cuda/prefill/rotate.cuh"
 #include "cuda/prefill/rows.cuh"
 #include "cuda/prefill_unpacked/unpack.hpp"
@@ -18,6 +20,60 @@ __device__ __forceinline__ float held(float x, bool is_f16) {
 }
 __device__ __forceinline__ std::uint32_t pair_of(float a, float b, bool is_f16) {
   return is_f16 ? ptx::f16x2(held(a, true), held(b, true)) : ptx::bf16x2(a, b);
+}
+
+// A side of a page of a round, and where its tokens come from: the first `stored` from the cache, the others are fresh.
+struct SideOfPage {
+  bool is_value;
+  bool is_hidden;     // no query sees the page
+  std::int64_t page;  // of the workspace
+  int tokens, stored;
+  const codec::PageLayout* page_layout;
+  const std::byte* block;  // null: the cache has no such page
+  const std::byte* fresh;  // of token 0 of the page, fresh or not
+  std::int64_t fresh_stride;
+  bool fresh_is_f16;
+  [[nodiscard]] __device__ const codec::SideLayout& layout() const {
+    return is_value ? page_layout->v : page_layout->k;
+  }
+};
+template <int D>
+__device__ __forceinline__ SideOfPage side_of_page(const AttendParams& p, const UnpackTo& all, int item) {
+  SideOfPage side{};
+  side.is_value = (item & 1) != 0;
+  const int page_of_round = item >> 1;
+  const Part* const part = part_of(*all.round, all.parts, &Part::page, page_of_round);
+  const BatchEntry e = part->batch;
+  const int length = part->length, before = length - e.q_len;
+  const int of_part = page_of_round - part->page, head_of_part = of_part / part->pages;
+  const int use = of_part - head_of_part * part->pages, head = part->head + head_of_part;
+  const int page = key_pages(p, length, e.q_len, all.tile_keys).page(use), first_key = page * kPageTokens;
+  side.page = part->row / kPageTokens + of_part;
+  const int cached = p.fresh.keys == nullptr ? length : before;
+  side.tokens = min(length - first_key, kPageTokens), side.stored = min(max(cached - first_key, 0), kPageTokens);
+  const auto seen = base::visible_pages<int>(visibility(p), length, before, length - 1);
+  side.is_hidden = page >= seen.sinks && page < seen.recent;
+  if (side.is_hidden) return side;
+  if (side.stored > 0) {
+    const core::PageRef ref =
+        p.cache.pages[static_cast<std::size_t>(e.index) * static_cast<std::size_t>(p.cache.max_pages) + page];
+    const bool is_exact = reads_exact(p.cache, length, e.q_len, page, ref);
+    const std::int32_t slot = is_exact ? ref.exact : ref.encoded;
+    side.page_layout = is_exact ? &p.cache.exact_layout : &p.cache.encoded_layout;
+    const std::byte* block =
+        (is_exact ? p.cache.exact : p.cache.encoded) +
+        static_cast<std::uint64_t>(max(slot, 0)) * (is_exact ? p.cache.exact_slot_bytes : p.cache.encoded_slot_bytes) +
+        static_cast<std::uint64_t>(p.layer * p.cache.kv_heads + head) * side.page_layout->block_bytes;
+    side.block = slot < 0 ? nullptr : block;
+  }
+  if (side.tokens > side.stored) {
+    side.fresh_stride = side.is_value ? p.fresh.value_token_bytes : p.fresh.key_token_bytes;
+    side.fresh = (side.is_value ? p.fresh.values : p.fresh.keys) +
+                 head * (side.is_value ? p.fresh.value_head_bytes : p.fresh.key_head_bytes) +
+                 (std::int64_t{e.query_begin} + first_key - before) * side.fresh_stride;
+    side.fresh_is_f16 = all.fresh_is_f16;
+  }
+  return side;
 }
 
 // One side of a page of the workspace.
@@ -257,54 +313,298 @@ struct Unpacker {
 
   // --- a page ---
 
-  __device__ __forceinline__ void take_page(const AttendParams& p, const UnpackTo& all, int item) const {
-    const bool is_value = (item & 1) != 0;
-    const int page_of_round = item >> 1;
-    const Round& round = *all.round;
-    const Part* const part = part_of(round, all.parts, &Part::page, page_of_round);
-    const BatchEntry e = part->batch;
-    const int length = part->length, before = length - e.q_len;
-    const int of_part = page_of_round - part->page, head_of_part = of_part / part->pages;
-    const int use = of_part - head_of_part * part->pages, head = part->head + head_of_part;
-    const int page = key_pages(p, length, e.q_len, all.tile_keys).page(use), first_key = page * kPageTokens;
-    const std::int64_t row = part->row + std::int64_t{of_part} * kPageTokens;
-    const Target to{(is_value ? all.values : all.keys) + row * 2 * p.head_dim, p.head_dim, all.is_f16};
-
-    const int cached = p.fresh.keys == nullptr ? length : before;
-    const int tokens = min(length - first_key, kPageTokens), stored = min(max(cached - first_key, 0), kPageTokens);
-    const auto seen = base::visible_pages<int>(visibility(p), length, before, length - 1);
-    if (page >= seen.sinks && page < seen.recent) return clear_rows(to, 0, tokens);
-    if (stored > 0) {
-      const core::PageRef ref =
-          p.cache.pages[static_cast<std::size_t>(e.index) * static_cast<std::size_t>(p.cache.max_pages) + page];
-      const bool is_exact = reads_exact(p.cache, length, e.q_len, page, ref);
-      const std::int32_t slot = is_exact ? ref.exact : ref.encoded;
-      const codec::PageLayout& layout = is_exact ? p.cache.exact_layout : p.cache.encoded_layout;
-      const codec::SideLayout& side = is_value ? layout.v : layout.k;
-      const std::byte* block = (is_exact ? p.cache.exact : p.cache.encoded) +
-                               static_cast<std::uint64_t>(max(slot, 0)) *
-                                   (is_exact ? p.cache.exact_slot_bytes : p.cache.encoded_slot_bytes) +
-                               static_cast<std::uint64_t>(p.layer * p.cache.kv_heads + head) * layout.block_bytes;
-      if (slot < 0) {
-        clear_rows(to, 0, stored);
-      } else if (side.planes == 0) {
-        copy_rows(to, 0, stored, side.format == Format::f16,
-                  [&](int token) { return block + side.plane_offset[0] + token * 2 * D; });
+  __device__ __forceinline__ void take(const SideOfPage& side, const Target& to) const {
+    if (side.is_hidden) return clear_rows(to, 0, side.tokens);
+    if (side.stored > 0) {
+      if (side.block == nullptr) {
+        clear_rows(to, 0, side.stored);
+      } else if (side.layout().planes == 0) {
+        copy_rows(to, 0, side.stored, side.layout().format == Format::f16,
+                  [&](int token) { return side.block + side.layout().plane_offset[0] + token * 2 * D; });
       } else {
-        unpack(layout, is_value, block, to, stored);
+        unpack(*side.page_layout, side.is_value, side.block, to, side.stored);
       }
     }
-    if (tokens > stored) {  // fresh ones
-      const std::int64_t stride = is_value ? p.fresh.value_token_bytes : p.fresh.key_token_bytes;
-      const std::byte* rows = (is_value ? p.fresh.values : p.fresh.keys) +
-                              head * (is_value ? p.fresh.value_head_bytes : p.fresh.key_head_bytes) +
-                              (std::int64_t{e.query_begin} + first_key - before) * stride;
-      copy_rows(to, stored, tokens, all.fresh_is_f16, [&](int token) { return rows + token * stride; });
+    if (side.tokens > side.stored) {
+      copy_rows(to, side.stored, side.tokens, side.fresh_is_f16,
+                [&](int token) { return side.fresh + token * side.fresh_stride; });
     }
   }
 };
 
+// Where a page's keys go as bytes.
 template <int D>
+struct ByteTarget {
+  std::byte* rows;
+  float* factors;
+  __device__ ByteTarget(const UnpackTo& all, std::int64_t page)
+      : rows(all.keys + page * byte_key_rows(D) * D), factors(all.factors + page * byte_key_rows(D)) {}
+  __device__ std::byte* row(int token) const { return rows + token * D; }
+};
+
+// Keys as bytes around their page's centre, in the basis. Levels of codes are as they are. Dense rows have a centre, the
+// page's own or their mean, and a step each, and so have keys that refuse their centre. A warp has sixteen rows at a
+// time, as the sums of a product lie (prefill/rows.cuh).
+template <int D>
+struct ByteUnpacker {
+  const Unpacker<D>& unpacker;
+  // In the place of what unpacking to halves has there.
+  struct Centre {
+    std::int8_t bytes[D];
+    float factor;
+  };
+  using Numbers = float[D / 2];
+  __device__ Centre& centre() const { return *reinterpret_cast<Centre*>(unpacker.shared.centre); }
+  __device__ int warp() const { return unpacker.thread / 32; }
+  __device__ int row_here(int h) const { return unpacker.thread % 32 / 4 + 8 * h; }  // of the sixteen
+  __device__ int t() const { return unpacker.thread % 4; }
+
+  // --- sixteen rows ---
+
+  // Where a row lies; null: zeros.
+  struct Row {
+    const void* data;
+    Dtype dtype;
+  };
+  // from(h): row row_here(h).
+  template <class From>
+  __device__ __forceinline__ void load(Numbers& x, int head_dim, const From& from) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const Row row = from(h);
+      std::uint32_t bits[D / 4];
+#pragma unroll
+      for (int i = 0; i < D / 4; ++i) {
+        const int column = i / 2 * 8 + 2 * t() + i % 2;
+        bits[i] = row.data != nullptr && column < head_dim ? load_bits(row.data, row.dtype, column) : 0;
+      }
+      float y[D / 4];
+      elements_of<D / 4>(bits, row.dtype, y);
+#pragma unroll
+      for (int i = 0; i < D / 4; ++i) x[i / 2 * 4 + 2 * h + i % 2] = y[i];
+    }
+  }
+  __device__ __forceinline__ static void rotate(Numbers& x) {
+    flip_signs<D>(x);
+    hadamard<D, false>(x);
+  }
+  __device__ __forceinline__ void subtract_centre(Numbers& x) const {
+    const float factor = centre().factor;
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j) {
+      const char2 c = *reinterpret_cast<const char2*>(centre().bytes + 8 * j + 2 * t());
+      const float a = __fmul_rn(static_cast<float>(c.x), factor), b = __fmul_rn(static_cast<float>(c.y), factor);
+      x[4 * j] -= a, x[4 * j + 1] -= b, x[4 * j + 2] -= a, x[4 * j + 3] -= b;
+    }
+  }
+  // As numbers of one digit (codec/digits.hpp): store(h, i, bytes) gets bytes 8 i to 8 i + 7 of row row_here(h), and
+  // found(h, step) its step, which is no number if an element is not finite.
+  template <class Store, class Found>
+  __device__ __forceinline__ void to_digits(const Numbers& x, const Store& store, const Found& found) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float largest = 0.0f;
+      bool finite = true;
+#pragma unroll
+      for (int i = 0; i < D / 4; ++i) {
+        const float size = fabsf(x[i / 2 * 4 + 2 * h + i % 2]);
+        largest = fmaxf(largest, size);
+        finite = finite && size < __builtin_huge_valf();
+      }
+      const unsigned bad = __ballot_sync(~0u, !finite) >> (unpacker.thread % 32 / 4 * 4) & 15u;
+      const codec::DigitStep step = codec::digit_step(largest_of_row(largest), 127);
+#pragma unroll
+      for (int j = 0; j < D / 8; j += 4) {
+        std::uint32_t pieces[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* const pair = x + 4 * (j + i) + 2 * h;
+          pieces[i] = ptx::prmt(codec::digit_of(pair[0], step.inverse), codec::digit_of(pair[1], step.inverse), 0x40);
+        }
+        gather_piece(pieces);
+        store(h, j + t(), make_uint2(ptx::prmt(pieces[0], pieces[1], 0x5410), ptx::prmt(pieces[2], pieces[3], 0x5410)));
+      }
+      if (t() == 0) found(h, bad != 0 ? __int_as_float(0x7FC00000) : step.inverse > 0.0f ? step.step : 1.0f);
+    }
+  }
+  // To the rows of a page that stores(token) says; token 16 warp + row_here(h).
+  template <class Stores>
+  __device__ __forceinline__ void store_keys(const Numbers& x, const ByteTarget<D>& to, const Stores& stores) const {
+    const auto token = [&](int h) { return 16 * warp() + row_here(h); };
+    to_digits(
+        x,
+        [&](int h, int i, uint2 bytes) {
+          if (stores(token(h))) *reinterpret_cast<uint2*>(to.row(token(h)) + 8 * i) = bytes;
+        },
+        [&](int h, float step) {
+          if (stores(token(h))) to.factors[token(h)] = step;
+        });
+  }
+
+  // --- queries ---
+
+  // 64 rows, by token and head.
+  __device__ __forceinline__ void take_queries(const AttendParams& p, const ByteQueries& to, int first,
+                                               int count) const {
+    first += 16 * warp();
+    if (first >= count) return;
+    const int element = p.q.dtype == Dtype::f32 ? 4 : 2;
+    const auto row = [&](int h) { return first + row_here(h); };
+    Numbers x;
+    load(x, p.head_dim, [&](int h) {
+      const int token = row(h) / p.q_heads, head = row(h) - token * p.q_heads;
+      const auto* at =
+          static_cast<const std::byte*>(p.q.data) + (token * p.q.token_stride + head * p.q.head_stride) * element;
+      return Row{row(h) < count ? at : nullptr, p.q.dtype};
+    });
+    rotate(x);
+    to_digits(
+        x,
+        [&](int h, int i, uint2 bytes) {
+          if (row(h) < count) *reinterpret_cast<uint2*>(to.rows + std::int64_t{row(h)} * D + 8 * i) = bytes;
+        },
+        [&](int h, float step) {
+          if (row(h) < count) to.steps[row(h)] = step;
+        });
+  }
+
+  // --- centres ---
+
+  __device__ __forceinline__ void take_centre_of_page(const codec::PageLayout& layout, const std::byte* block) const {
+    const codec::SideLayout side = codec::centre_layout(layout);
+    const std::byte *low = block + side.plane_offset[0], *high = block + side.plane_offset[1];
+    for (int i = unpacker.thread; i < D; i += kThreads)
+      centre().bytes[i] = static_cast<std::int8_t>(2.0f * codec::centre_element(low, high, 1.0f, i));
+    if (unpacker.thread == 0) {
+      const auto* scale = reinterpret_cast<const unsigned short*>(block + side.scale_offset);
+      centre().factor = 0.5f * ptx::f16_to_f32(__ldg(scale));
+    }
+  }
+  __device__ __forceinline__ void take_zero() const {
+    for (int i = unpacker.thread; i < D; i += kThreads) centre().bytes[i] = 0;
+    if (unpacker.thread == 0) centre().factor = 0.0f;
+  }
+  // The mean of tokens [first, last).
+  template <class Rows>
+  __device__ __forceinline__ void take_mean(int head_dim, int first, int last, const Rows& rows) const {
+    auto* const mean = reinterpret_cast<float*>(unpacker.shared.tile);
+    for (int i = unpacker.thread; i < D; i += kThreads) {
+      float sum = 0.0f;
+      int count = 0;
+#pragma unroll 8
+      for (int token = first; token < last; ++token) {
+        const Row row = rows(token);
+        const float x = i < head_dim ? load_element(row.data, row.dtype, i) : 0.0f;
+        if (fabsf(x) < 1e18f) sum += x, ++count;  // else that key spoils itself alone
+      }
+      mean[i] = count > 0 ? sum / static_cast<float>(count) : 0.0f;
+    }
+    __syncthreads();
+    if (warp() > 0) return;
+    Numbers x;
+    load(x, D, [&](int h) { return Row{row_here(h) == 0 ? mean : nullptr, Dtype::f32}; });
+    rotate(x);
+    to_digits(
+        x,
+        [&](int h, int i, uint2 bytes) {
+          if (row_here(h) == 0) *reinterpret_cast<uint2*>(centre().bytes + 8 * i) = bytes;
+        },
+        [&](int h, float step) {
+          if (row_here(h) == 0) centre().factor = step;
+        });
+  }
+  __device__ __forceinline__ void store_centre(const ByteTarget<D>& to) const {
+    constexpr int kPieces = D / 16, kRows = byte_key_rows(D) - kPageTokens;
+    for (int i = unpacker.thread; i < kRows * kPieces; i += kThreads) {
+      *reinterpret_cast<uint4*>(to.row(kPageTokens) + 16 * i) =
+          reinterpret_cast<const uint4*>(centre().bytes)[i % kPieces];
+    }
+    if (unpacker.thread < kRows) to.factors[kPageTokens + unpacker.thread] = centre().factor;
+  }
+
+  // --- keys ---
+
+  __device__ __forceinline__ void clear(const ByteTarget<D>& to, int first, int last) const {
+    constexpr int kPieces = D / 16;
+    for (int i = first * kPieces + unpacker.thread; i < last * kPieces; i += kThreads)
+      *reinterpret_cast<uint4*>(to.rows + 16 * i) = make_uint4(0, 0, 0, 0);
+    for (int i = first + unpacker.thread; i < last; i += kThreads) to.factors[i] = 0.0f;
+  }
+  // Twice the levels of four columns, from exact halves.
+  __device__ __forceinline__ static std::uint32_t bytes_of(std::uint32_t a, std::uint32_t b) {
+    constexpr std::uint32_t kTwo = 0x40004000u, kOffset = 0x66006600u;  // 1536, whose last bit counts 1
+    return ptx::prmt(ptx::fma_halves(a, kTwo, kOffset), ptx::fma_halves(b, kTwo, kOffset), 0x6420);
+  }
+  // After a barrier, behind which the centre is there.
+  __device__ __forceinline__ void take_codes(const SideOfPage& side, const ByteTarget<D>& to, bool has_centre) const {
+    constexpr int kPieces = D / 16;
+    const std::byte* const tile = unpacker.shared.tile;
+    const float* const factors = unpacker.shared.factors[0];
+    const auto refuses = [&](int token) { return has_centre && is_negative(factors[token]) && token < side.stored; };
+#pragma unroll 2
+    for (int i = unpacker.thread; i < side.stored * kPieces; i += kThreads) {
+      const int token = i / kPieces, c = 2 * (i % kPieces);
+      if (refuses(token)) continue;
+      const uint4 a = *reinterpret_cast<const uint4*>(tile + place_by_token<D>(token, c));
+      const uint4 b = *reinterpret_cast<const uint4*>(tile + place_by_token<D>(token, c + 1));
+      *reinterpret_cast<uint4*>(to.rows + 16 * i) =
+          make_uint4(bytes_of(a.x, a.y), bytes_of(a.z, a.w), bytes_of(b.x, b.y), bytes_of(b.z, b.w));
+      if (c == 0) to.factors[token] = 0.5f * fabsf(factors[token]);
+    }
+    if (!__any_sync(~0u, refuses(16 * warp() + unpacker.thread % 16))) return;
+    Numbers x;
+#pragma unroll
+    for (int b = 0; b < D / 16; ++b)
+      unpacker.load_columns(false, false, 16 * b, reinterpret_cast<float(&)[8]>(x[8 * b]));
+    subtract_centre(x);
+    store_keys(x, to, refuses);
+  }
+
+  __device__ __forceinline__ void take(const SideOfPage& side, const ByteTarget<D>& to, int head_dim) const {
+    const bool has_page = !side.is_hidden && side.stored > 0 && side.block != nullptr;
+    const bool has_codes = has_page && side.layout().planes > 0;
+    const bool has_centre = has_codes && codec::is_centred(*side.page_layout);
+    // Dense rows: the page's, and fresh ones behind them.
+    const int first = has_page && !has_codes ? 0 : side.stored, last = side.is_hidden ? first : side.tokens;
+    const auto dtype = [](bool is_f16) { return is_f16 ? Dtype::f16 : Dtype::bf16; };
+    const auto rows = [&](int token) {
+      if (token >= side.stored) return Row{side.fresh + token * side.fresh_stride, dtype(side.fresh_is_f16)};
+      return Row{side.block + side.layout().plane_offset[0] + token * 2 * D,
+                 dtype(side.layout().format == Format::f16)};
+    };
+    if (has_centre) {
+      take_centre_of_page(*side.page_layout, side.block);
+    } else if (!has_codes && last > first) {
+      take_mean(head_dim, first, last, rows);
+    } else {
+      take_zero();
+    }
+    if (has_codes) {
+      unpacker.take_factors(*side.page_layout, side.block, false);
+      unpacker.template take_any_codes<false>(side.layout(), side.block);
+    } else if (!has_page) {
+      clear(to, 0, side.is_hidden ? side.tokens : side.stored);
+    }
+    __syncthreads();
+    store_centre(to);
+    if (has_codes) take_codes(side, to, has_centre);
+    if (last > first) {
+      const auto is_dense = [&](int token) { return token >= first && token < last; };
+      Numbers x;
+      load(x, head_dim, [&](int h) {
+        const int token = 16 * warp() + row_here(h);
+        return is_dense(token) ? rows(token) : Row{nullptr, Dtype::f16};
+      });
+      rotate(x);
+      subtract_centre(x);
+      store_keys(x, to, is_dense);
+    }
+    __syncthreads();  // what is shared is free
+  }
+};
+
+// kByteKeys: keys become bytes.
+template <int D, bool kByteKeys>
 __global__ void __launch_bounds__(kThreads, D <= 64    ? 5
                                             : D == 128 ? 3
                                                        : 2)
@@ -316,17 +616,44 @@ __global__ void __launch_bounds__(kThreads, D <= 64    ? 5
   if (threadIdx.x == 0) unpacker.put_constants(p.cache.encoded_layout.k.format, shared.constants[0]);
   if (threadIdx.x == 32) unpacker.put_constants(p.cache.encoded_layout.v.format, shared.constants[1]);
   ptx::wait_prerequisites();
+  if constexpr (kByteKeys) {
+    if (to.queries.rows != nullptr) {
+      int& tokens = *reinterpret_cast<int*>(shared.factors);
+      if (threadIdx.x == 0) tokens = 0;
+      __syncthreads();
+      for (int i = static_cast<int>(threadIdx.x); i < p.batch; i += kThreads) {
+        const BatchEntry e = batch_entry(p, i);
+        if (e.q_len > 0) atomicMax(&tokens, e.query_begin + e.q_len);
+      }
+      __syncthreads();
+      const int rows = min(tokens, to.most_queries) * p.q_heads;
+      for (int i = static_cast<int>(64 * blockIdx.x); i < rows; i += static_cast<int>(64 * gridDim.x))
+        ByteUnpacker<D>{unpacker}.take_queries(p, to.queries, i, rows);
+    }
+  }
   const int items = 2 * to.round->pages;
   __syncthreads();
 #pragma unroll 1
-  for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x))
-    unpacker.take_page(p, to, item);
+  for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x)) {
+    const SideOfPage side = side_of_page<D>(p, to, item);
+    if constexpr (kByteKeys) {
+      if (!side.is_value) {
+        ByteUnpacker<D>{unpacker}.take(side, ByteTarget<D>(to, side.page), p.head_dim);
+        continue;
+      }
+    }
+    std::byte* const rows = (side.is_value ? to.values : to.keys) + side.page * kPageTokens * 2 * p.head_dim;
+    unpacker.take(side, {rows, p.head_dim, to.is_f16});
+  }
 }
 
 template <int D>
-UnpackKernel kernel_of_unit() {
-  return {D, reinterpret_cast<const void*>(&unpack_kernel<D>), kThreads,
-          static_cast<int>(sizeof(typename Unpacker<D>::Shared))};
+UnpackKernel kernel_of_unit(bool byte_keys) {
+  const void* function = reinterpret_cast<const void*>(&unpack_kernel<D, false>);
+  if constexpr (D <= kMostByteKeyDim) {
+    if (byte_keys) function = reinterpret_cast<const void*>(&unpack_kernel<D, true>);
+  }
+  return {D, function, kThreads, static_cast<int>(sizeof(typename Unpacker<D>::Shared))};
 }
 
 }  // namespace kvant::cuda::prefill::unpacked

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/instances.hpp"
+#include "cuda/prefill/byte_keys.hpp"
 #include "cuda/prefill_unpacked/rounds.hpp"
 
 namespace kvant::cuda::prefill::unpacked {
@@ -17,9 +18,13 @@ struct UnpackTo {
   const Round* round;
   const Part* parts;
   std::byte *keys, *values;  // [rows][head_dim]
-  bool is_f16;               // else bf16
-  bool fresh_is_f16;         // fresh keys and values; else bf16
-  int tile_keys;             // of the kernels that read them
+  // Of keys that are bytes (prefill/byte_keys.hpp):
+  float* factors;
+  ByteQueries queries;  // those of the run become bytes; no rows: they are
+  int most_queries;     // tokens that there is room for
+  bool is_f16;          // else bf16
+  bool fresh_is_f16;    // fresh keys and values; else bf16
+  int tile_keys;        // of the kernels that read them
 };
 
 struct UnpackKernel {
@@ -30,10 +35,10 @@ struct UnpackKernel {
 
 // In a unit of its own (unpack.cu.in).
 template <int D>
-UnpackKernel kernel();
+UnpackKernel kernel(bool byte_keys);
 #define KVANT_DECLARE(head_dim) \
   template <>                   \
-  UnpackKernel kernel<head_dim>();
+  UnpackKernel kernel<head_dim>(bool byte_keys);
 KVANT_CUDA_EACH_HEAD_DIM(KVANT_DECLARE)
 #undef KVANT_DECLARE
 

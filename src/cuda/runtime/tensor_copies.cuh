@@ -22,7 +22,13 @@ __device__ __forceinline__ void copy_box(std::uint32_t to, const void* map, int 
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
-// The same to this place of all blocks of the cluster that `blocks` has a bit of, and to their barriers.
+// 9.7.9.25.4.1 cp.async.bulk: bytes, a multiple of 16 from a multiple of 16.
+__device__ __forceinline__ void copy_bytes(std::uint32_t to, const void* from, int bytes, std::uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+// copy_box to this place of all blocks of the cluster that `blocks` has a bit of, and to their barriers.
 __device__ __forceinline__ void copy_box_to(std::uint32_t to, const void* map, int x, int y, int z,
                                             std::uint32_t barrier, std::uint16_t blocks) {
   asm volatile(

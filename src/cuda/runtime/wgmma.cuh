@@ -95,6 +95,7 @@ __host__ __device__ constexpr std::uint64_t operand_step(int bytes) {
   KVANT_EIGHT_REGISTERS(48, 49, 50, 51, 52, 53, 54, 55) ", " \
   KVANT_EIGHT_REGISTERS(56, 57, 58, 59, 60, 61, 62, 63)
 #define KVANT_SUMS_64 KVANT_SUMS_48, KVANT_EIGHT_SUMS(48), KVANT_EIGHT_SUMS(56)
+#define KVANT_REGISTERS_72 KVANT_REGISTERS_64 ", " KVANT_EIGHT_REGISTERS(64, 65, 66, 67, 68, 69, 70, 71)
 #define KVANT_REGISTERS_88 \
   KVANT_REGISTERS_64 ", " \
   KVANT_EIGHT_REGISTERS(64, 65, 66, 67, 68, 69, 70, 71) ", " \
@@ -164,8 +165,8 @@ KVANT_WGMMA_BOTH(176, 88, 88, 89, 90, 91, 92, 93, 94)
 KVANT_WGMMA_BOTH(192, 96, 96, 97, 98, 99, 100, 101, 102)
 KVANT_WGMMA_BOTH(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
-// c = a b, or c += a b: unsigned bytes of A in registers, signed bytes of B in shared memory, where those of a column
-// lie side by side.
+// c = a b, or c += a b, of bytes. B's are signed and lie in shared memory, those of a column side by side. A's are
+// unsigned ones in registers, or signed ones in shared memory.
 template <int N>
 struct WgmmaBytes;
 #define KVANT_WGMMA_BYTES(N, kCount, n0, n1, n2, n3, n4, n5, ...)                                            \
@@ -189,6 +190,28 @@ KVANT_WGMMA_BYTES(128, 64, 64, 65, 66, 67, 68, 69, KVANT_EIGHT_INTEGERS(0), KVAN
                   KVANT_EIGHT_INTEGERS(16), KVANT_EIGHT_INTEGERS(24), KVANT_EIGHT_INTEGERS(32),
                   KVANT_EIGHT_INTEGERS(40), KVANT_EIGHT_INTEGERS(48), KVANT_EIGHT_INTEGERS(56))
 
+#define KVANT_WGMMA_SIGNED_BYTES(N, kCount, n0, n1, n2, ...)                                                   \
+  template <>                                                                                                  \
+  struct WgmmaBytes<N> {                                                                                       \
+    static __device__ __forceinline__ void shared(std::int32_t (&c)[kCount], std::uint64_t a, std::uint64_t b, \
+                                                  bool add) {                                                  \
+      asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #n2                                                \
+                   ", 0;\n"                                                                                    \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" KVANT_REGISTERS_##kCount           \
+                   "}, %" #n0 ", %" #n1 ", add;\n}"                                                            \
+                   : __VA_ARGS__                                                                               \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                              \
+    }                                                                                                          \
+  };
+KVANT_WGMMA_SIGNED_BYTES(80, 40, 40, 41, 42, KVANT_EIGHT_INTEGERS(0), KVANT_EIGHT_INTEGERS(8), KVANT_EIGHT_INTEGERS(16),
+                         KVANT_EIGHT_INTEGERS(24), KVANT_EIGHT_INTEGERS(32))
+KVANT_WGMMA_SIGNED_BYTES(144, 72, 72, 73, 74, KVANT_EIGHT_INTEGERS(0), KVANT_EIGHT_INTEGERS(8),
+                         KVANT_EIGHT_INTEGERS(16), KVANT_EIGHT_INTEGERS(24), KVANT_EIGHT_INTEGERS(32),
+                         KVANT_EIGHT_INTEGERS(40), KVANT_EIGHT_INTEGERS(48), KVANT_EIGHT_INTEGERS(56),
+                         KVANT_EIGHT_INTEGERS(64))
+
+#undef KVANT_WGMMA_SIGNED_BYTES
+#undef KVANT_REGISTERS_72
 #undef KVANT_WGMMA_BYTES
 #undef KVANT_EIGHT_INTEGERS
 #undef KVANT_REGISTERS_16

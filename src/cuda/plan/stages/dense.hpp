@@ -41,15 +41,17 @@ inline std::string describe_block(const prefill::dense::DenseKernel& kernel) {
                      kernel.blocks > 1 ? fmt::format(", {} for a tile", kernel.blocks) : std::string());
 }
 
-// heads: of keys and values. tiles: at most.
+// heads: of keys and values. tiles: at most. factors, queries: for keys that are bytes.
 inline Status launch_dense(const prefill::dense::DenseKernel& kernel, prefill::dense::Encode encode, StageRun& run,
                            const prefill::Schedule& schedule, int tiles, const prefill::dense::Side& keys,
-                           const prefill::dense::Side& values, int heads) {
-  prefill::dense::Maps maps;
-  for (const auto& [map, of] : {std::pair(&maps.keys, &keys), std::pair(&maps.values, &values)}) {
-    if (!encode_map(encode, kernel, *of, heads, run.params.head_dim, *map))
-      return {Code::internal, "cuTensorMapEncodeTiled refused keys or values; set kernel to \"prefill_sm90\""};
-  }
+                           const prefill::dense::Side& values, int heads, const float* factors = nullptr,
+                           const prefill::ByteQueries& queries = {}) {
+  prefill::dense::Maps maps{.keys = {}, .values = {}, .factors = factors, .queries = queries};
+  // Keys that are bytes are as long as they are stored.
+  const int head_dim = run.params.head_dim, key_dim = kernel.key_rows > 0 ? kernel.head_dim : head_dim;
+  if (!encode_map(encode, key_box_of(kernel), keys, heads, key_dim, maps.keys) ||
+      !encode_map(encode, box_of(kernel), values, heads, head_dim, maps.values))
+    return {Code::internal, "cuTensorMapEncodeTiled refused keys or values; set kernel to \"prefill_sm90\""};
   void* arguments[] = {&run.params, const_cast<prefill::Schedule*>(&schedule), &maps};
   const int blocks = std::min(tiles, run.limits.multiprocessors / kernel.blocks) * kernel.blocks;
   Launch launch(static_cast<unsigned>(blocks), kernel.threads, run.native_stream(), run.limits.overlaps());

@@ -18,7 +18,7 @@ class Unpacked final : public Stage {
  public:
   // blocks: that unpack.
   Unpacked(const Planning& planning, const UnpackKernel& unpack, unsigned blocks)
-      : kernels_(planning.compiled.dense),
+      : kernels_(kernels_of_plan(planning)),
         unpack_(unpack),
         encode_(planning.compiled.encode),
         rule_(*planning.choice.rounds),
@@ -31,36 +31,60 @@ class Unpacked final : public Stage {
         multiprocessors_(planning.limits.multiprocessors) {
     const auto rounds = static_cast<std::size_t>(rule_.rounds), batch = static_cast<std::size_t>(planning.params.batch);
     side_bytes_ = aligned(static_cast<std::size_t>(rule_.rows) * static_cast<std::size_t>(2 * head_dim_));
+    if (has_byte_keys()) {
+      // A tile may reach behind the last page, by one less than it has.
+      const std::size_t rows = key_rows() + static_cast<std::size_t>(kernels_[0].key_rows);
+      factors_at_ = aligned(rows * static_cast<std::size_t>(kernels_[0].head_dim));
+      side_bytes_ = std::max(side_bytes_, factors_at_ + aligned(rows * sizeof(float)));
+      for (const core::DeviceSequence& s : planning.work.sequences) most_queries_ += s.q_len;
+      const auto query_rows =
+          static_cast<std::size_t>(most_queries_) * static_cast<std::size_t>(planning.params.q_heads);
+      query_bytes_ = aligned(query_rows * static_cast<std::size_t>(kernels_[0].head_dim));
+      all_query_bytes_ = query_bytes_ + aligned(query_rows * sizeof(float));
+    }
     parts_at_ = aligned(rounds * sizeof(prefill::Round));
     served_at_ = parts_at_ + aligned((rounds + batch) * sizeof(prefill::Part));
     keys_at_ = served_at_ + aligned(batch * sizeof(std::int32_t));
   }
 
-  [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return keys_at_ + 2 * side_bytes_; }
+  [[nodiscard]] std::size_t workspace_bytes() const noexcept override {
+    return keys_at_ + 2 * side_bytes_ + all_query_bytes_;
+  }
   [[nodiscard]] std::string explain() const override {
     const DenseKernel& one = kernels_[0];
     const bool is_dense = codec::is_dense(k_);
+    const std::string products =
+        has_byte_keys()
+            ? "8 bits: forced; queries as one digit (7 bits and sign), keys as levels, exact and fresh ones as bytes; "
+              "weights and values f16"
+            : fmt::format("{}, f32 sums; weights{} are rounded to the same type", is_dense ? "16-bit floats" : "f16",
+                          is_dense ? "" : ", and what codes stand for,");
     return fmt::format(
         "kernel     {} {}/{}, head_dim {}, tiles of {} query rows by {} keys: {}\n"
-        "products   {}, f32 sums; weights{} are rounded to the same type\n"
+        "products   {}\n"
         "rounds     {}, each of up to {} tokens of a kv head, {} MiB of the workspace: pages are unpacked once, in "
         "their original coordinates\n"
         "blocks     {} of {}\n"
         "serves     sequences that have at least {} rows of queries, if these are bf16 or f16 and lie at multiples of "
         "16 bytes, as long as rounds have room\n",
         core::kPrefillUnpacked, format_info(k_).name, format_info(v_).name, head_dim_, one.rows, one.keys, why_,
-        is_dense ? "16-bit floats" : "f16", is_dense ? "" : ", and what codes stand for,", rule_.rounds, rule_.rows,
-        2 * side_bytes_ >> 20, multiprocessors_, describe_block(one), rule_.least_rows);
+        products, rule_.rounds, rule_.rows, 2 * side_bytes_ >> 20, multiprocessors_, describe_block(one),
+        rule_.least_rows);
   }
   Status run(StageRun& run) const override {
     AttendParams& p = run.params;
-    const char* missing = p.q.dtype == Dtype::f32  ? "q.dtype is neither bf16 nor f16"
-                          : !lies_at_16_bytes(p.q) ? "q does not lie at multiples of 16 bytes"
-                                                   : nullptr;
+    const char* missing = has_byte_keys()           ? nullptr
+                          : p.q.dtype == Dtype::f32 ? "q.dtype is neither bf16 nor f16"
+                          : !lies_at_16_bytes(p.q)  ? "q does not lie at multiples of 16 bytes"
+                                                    : nullptr;
     if (missing != nullptr) return leave_to_others(core::kPrefillUnpacked, is_named_, missing);
     // Rounded to bf16, what codes stand for would lose more than tq8 does.
     const bool is_bf16 = p.q.dtype == Dtype::bf16 && p.cache.encoded_layout.k.format == Format::bf16;
     const DenseKernel& kernel = *kernel_of_dtype(kernels_, is_bf16 ? Dtype::bf16 : Dtype::f16);
+    std::byte* const keys = run.workspace + keys_at_;
+    std::byte* const queries_at = keys + 2 * side_bytes_;
+    float* const factors = has_byte_keys() ? reinterpret_cast<float*>(keys + factors_at_) : nullptr;
+    const prefill::ByteQueries queries{queries_at, reinterpret_cast<float*>(queries_at + query_bytes_)};
     RoundRule rule = rule_;
     rule.share = run.left;
     const RoundTables tables{reinterpret_cast<prefill::Round*>(run.workspace),
@@ -70,21 +94,27 @@ class Unpacked final : public Stage {
     const core::FreshRows& fresh = run.fresh;
     prefill::unpacked::UnpackTo to{.round = tables.rounds,
                                    .parts = tables.parts,
-                                   .keys = run.workspace + keys_at_,
-                                   .values = run.workspace + keys_at_ + side_bytes_,
+                                   .keys = keys,
+                                   .values = keys + side_bytes_,
+                                   .factors = factors,
+                                   .queries = queries,
+                                   .most_queries = most_queries_,
                                    .is_f16 = !is_bf16,
                                    .fresh_is_f16 = fresh.keys.data != nullptr && fresh.keys.dtype == Dtype::f16,
                                    .tile_keys = rule.tile_keys};
-    const auto side = [&](const std::byte* rows) { return Side{rows, rule.rows, 2 * p.head_dim, 2 * p.head_dim}; };
-    for (int round = 0; round < rule.rounds; ++round, ++to.round) {
+    const Side values{to.values, rule.rows, 2 * p.head_dim, 2 * p.head_dim};
+    const Side key_side = has_byte_keys()
+                              ? Side{keys, static_cast<std::int64_t>(key_rows()), kernel.head_dim, kernel.head_dim}
+                              : Side{keys, rule.rows, 2 * p.head_dim, 2 * p.head_dim};
+    for (int round = 0; round < rule.rounds; ++round, ++to.round, to.queries = {}) {
       void* arguments[] = {&p, &to};
       Launch unpack(blocks_, unpack_.threads, run.native_stream(), run.limits.overlaps());
       unpack.config.dynamicSmemBytes = static_cast<std::size_t>(unpack_.shared_bytes);
       KVANT_CUDA_TRY(cudaLaunchKernelExC(&unpack.config, unpack_.function, arguments));
       prefill::Schedule schedule{};
       schedule.round = to.round, schedule.parts = to.parts;
-      if (Status s = launch_dense(kernel, encode_, run, schedule, run.limits.multiprocessors, side(to.keys),
-                                  side(to.values), 1);
+      if (Status s = launch_dense(kernel, encode_, run, schedule, run.limits.multiprocessors, key_side, values, 1,
+                                  factors, queries);
           !s.ok())
         return s;
     }
@@ -93,7 +123,17 @@ class Unpacked final : public Stage {
   }
 
  private:
-  const std::span<const DenseKernel> kernels_;  // of both dtypes
+  static std::span<const DenseKernel> kernels_of_plan(const Planning& planning) {
+    if (planning.choice.byte_keys) return {planning.compiled.byte_keys, 1};
+    return planning.compiled.dense;
+  }
+  [[nodiscard]] bool has_byte_keys() const { return kernels_[0].key_rows > 0; }
+  // The rows of keys that are bytes (prefill/byte_keys.hpp), for all pages of a round.
+  [[nodiscard]] std::size_t key_rows() const {
+    return static_cast<std::size_t>(rule_.rows / kPageTokens * prefill::byte_key_rows(kernels_[0].head_dim));
+  }
+
+  const std::span<const DenseKernel> kernels_;  // of both dtypes, or of keys that are bytes
   const UnpackKernel unpack_;
   const prefill::dense::Encode encode_;
   const RoundRule rule_;
@@ -102,15 +142,20 @@ class Unpacked final : public Stage {
   const std::string why_;
   const Format k_, v_;
   const int head_dim_, multiprocessors_;
-  std::size_t parts_at_, served_at_, keys_at_, side_bytes_;  // in the workspace, behind the rounds
+  std::size_t parts_at_, served_at_, keys_at_, side_bytes_, factors_at_ = 0;  // in the workspace, behind the rounds
+  int most_queries_ = 0;                                                      // that become bytes
+  std::size_t query_bytes_ = 0, all_query_bytes_ = 0;
 };
 
 }  // namespace
 
 Result<StagePtr> make_unpacked(const Planning& planning) {
-  if (Status s = prepare_dense(planning.compiled.dense); !s.ok()) return s;
+  const bool byte_keys = planning.choice.byte_keys;
+  if (Status s = byte_keys ? prepare_dense({planning.compiled.byte_keys, 1}) : prepare_dense(planning.compiled.dense);
+      !s.ok())
+    return s;
   const UnpackKernel unpack =
-      kernels_of(planning.work.stored_head_dim(), []<int D>() { return prefill::unpacked::kernel<D>(); });
+      kernels_of(planning.work.stored_head_dim(), [&]<int D>() { return prefill::unpacked::kernel<D>(byte_keys); });
   KVANT_CUDA_TRY(prepare_shared(unpack.function, unpack.shared_bytes));
   int blocks = 0;
   KVANT_CUDA_TRY(find_resident(unpack.function, unpack.threads, unpack.shared_bytes, planning.limits, blocks));

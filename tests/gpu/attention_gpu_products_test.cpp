@@ -1,0 +1,226 @@
+// Products of 8 bits on a device (AttentionOptions::products): prefill_unpacked with keys that are bytes.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "codec/digits.hpp"
+#include "codec/rotation.hpp"
+#include "core/fmt.hpp"
+#include "gpu/gpu_formats.hpp"
+
+namespace kvant::test {
+namespace {
+
+AttentionOptions of_bytes(AttentionOptions options = {}) {
+  options.kernel = "prefill_unpacked";
+  options.products = 8;
+  return options;
+}
+
+bool has_byte_keys(const Formats& formats, int head_dim) {
+  const Format k = parse_format(formats.k).value(), v = parse_format(formats.v).value();
+  return codec::is_tq(k) && codec::is_tq(v) && codec::format_bits(k) <= 6 && head_dim <= 256 &&
+         codec::tq_scale_groups(k, head_dim) == 1;
+}
+
+class GpuProducts : public testing::TestWithParam<std::tuple<Formats, int>> {
+ protected:
+  void SetUp() override {
+    SKIP_WITHOUT_DEVICE();
+    SKIP_WITHOUT_SM90();
+    const auto& [formats, head_dim] = GetParam();
+    if (!has_byte_keys(formats, head_dim)) GTEST_SKIP() << "no products of 8 bits: refused, see AreRefused";
+  }
+  [[nodiscard]] WorldSpec spec(std::vector<Lengths> sequences, int ends, Dtype dtype, bool centred) const {
+    const auto& [formats, head_dim] = GetParam();
+    WorldSpec s = spec_of(formats.k, formats.v, std::move(sequences));
+    s.head_dim = head_dim;
+    s.sink_pages = s.tail_pages = ends;
+    s.page_centres = centred;
+    s.key_offset = centred ? 2.0f : 0.0f;
+    s.input_dtype = dtype;
+    s.exact = dtype;
+    return s;
+  }
+};
+
+TEST_P(GpuProducts, Match) {
+  for (const auto& [ends, exact, q_dtype, centred] : {std::tuple(1, Dtype::bf16, Dtype::bf16, true),
+                                                      {0, Dtype::f16, Dtype::f32, false},
+                                                      {2, Dtype::bf16, Dtype::f16, true}}) {
+    const GpuWorld w(spec({{1500, 1}, {257, 3}, {200, 130}, {64, 64}, {328, 64}, {500, 300}, {70, 69}, {90, 0}}, ends,
+                          exact, centred));
+    const Placement out_f32{.q_dtype = q_dtype};
+    EXPECT_TRUE(w.matches(of_bytes(), {}, out_f32)) << ends << " exact ends";
+    EXPECT_TRUE(w.matches(of_bytes({.mask = Mask::bidirectional()}), {}, out_f32));
+    EXPECT_TRUE(w.matches(of_bytes({.mask = Mask::sliding(250)}), {}, out_f32));
+    AttentionOptions own = of_bytes();
+    own.fresh_keys = true;
+    EXPECT_TRUE(w.matches(own, {}, out_f32));
+    const Placement apart{
+        .q_dtype = q_dtype, .out_dtype = q_dtype, .token_padding = 23, .head_padding = 5, .offset = 3};
+    EXPECT_TRUE(w.matches(of_bytes(), {}, apart));
+  }
+}
+
+TEST_P(GpuProducts, Windows) {
+  const GpuWorld w(spec({{1500, 40}, {900, 300}, {400, 399}, {130, 2}}, 1, Dtype::bf16, true));
+  for (const auto& [window, sinks] : {std::pair(100, 70), {64, 1}, {333, 200}, {1, 0}, {700, 130}}) {
+    EXPECT_TRUE(w.matches(of_bytes({.mask = Mask::sliding(window, sinks)}), {}, {.q_dtype = Dtype::bf16}))
+        << window << ", " << sinks;
+  }
+}
+
+TEST_P(GpuProducts, Transforms) {
+  const GpuWorld w(spec({{450, 45}, {700, 300}}, 1, Dtype::bf16, true));
+  const std::vector<float> sinks(static_cast<std::size_t>(w.host.q_heads()), 0.5f);
+  AttentionOptions options = of_bytes();
+  options.softcap = 30;
+  for (int h = 0; h < w.host.q_heads(); ++h) options.alibi_slopes.push_back(0.05f * static_cast<float>(h));
+  EXPECT_TRUE(w.matches(options, sinks, {.q_dtype = Dtype::bf16}));
+  options.softcap = 0;
+  options.mask = Mask::bidirectional();
+  options.scale = -0.05;
+  EXPECT_TRUE(w.matches(options, {}, {.q_dtype = Dtype::bf16}));
+}
+
+// Each query sees one key, so that its lse is the scaled score: of the numbers that codec/digits.hpp says, and of the
+// key as it is stored.
+TEST_P(GpuProducts, ScoresAreThoseOfTheNumbers) {
+  const auto& [formats, head_dim] = GetParam();
+  for (const bool centred : {false, true}) {
+    WorldSpec s = spec({{300, 200}}, 0, Dtype::bf16, centred);
+    s.kv_heads = 2, s.group = 2;
+    const GpuWorld w(s);
+    AttentionOptions options = of_bytes();
+    options.mask.window = 1;
+    options.scale = 1.0;
+    const std::vector<float> got = w.attend(options).lse;
+    std::vector<float> keys, values;
+    w.host.decode(0, keys, values);
+    const auto dim = static_cast<std::size_t>(head_dim), q_heads = static_cast<std::size_t>(w.host.q_heads());
+    const std::vector<float> queries = w.host.queries();
+    double farthest = 0;
+    for (std::size_t i = 0; i < 200 * q_heads; ++i) {
+      std::vector<float> q(queries.begin() + static_cast<std::ptrdiff_t>(i * dim),
+                           queries.begin() + static_cast<std::ptrdiff_t>((i + 1) * dim));
+      const std::size_t row = (100 + i / q_heads) * 2 + i % q_heads / 2;
+      std::vector<float> k(keys.begin() + static_cast<std::ptrdiff_t>(row * dim),
+                           keys.begin() + static_cast<std::ptrdiff_t>((row + 1) * dim));
+      codec::rotate(q.data(), head_dim);
+      codec::rotate(k.data(), head_dim);
+      float largest = 0;
+      for (const float x : q) largest = std::max(largest, std::fabs(x));
+      const codec::DigitStep step = codec::digit_step(largest, 127);
+      double score = 0, norm = 0;
+      for (std::size_t d = 0; d < dim; ++d) {
+        score += 1.0 * step.step * codec::digit_of(q[d], step.inverse) * k[d];
+        norm += 1.0 * k[d] * k[d];
+      }
+      // One unit of one number would move the score by about step * sqrt(norm / head_dim).
+      const double of_unit = step.step * std::sqrt(norm / head_dim);
+      farthest = std::max(farthest, std::fabs(got[i] - score) / of_unit);
+    }
+    EXPECT_LT(farthest, 0.05) << "units of one number, centred " << centred;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, GpuProducts,
+                         testing::Combine(testing::ValuesIn(kFormats), testing::Values(64, 96, 128, 192, 256)),
+                         [](const auto& i) {
+                           return fmt::format("{}_d{}", name_of(std::get<0>(i.param)), std::get<1>(i.param));
+                         });
+
+WorldSpec usual(std::vector<Lengths> sequences) {
+  WorldSpec s = spec_of("tq6", "tq4", std::move(sequences));
+  s.head_dim = 128;
+  s.page_centres = true;
+  s.sink_pages = s.tail_pages = 1;
+  s.input_dtype = Dtype::bf16;
+  s.exact = Dtype::bf16;
+  return s;
+}
+
+// As KeysWithACommonOffset on the CPU (attention_products_test.cpp).
+TEST(GpuProductsOf, KeysWithACommonOffset) {
+  SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
+  for (const float offset : {0.0f, 10.0f, 100.0f}) {
+    for (const int head_dim : {64, 80, 112, 128}) {
+      WorldSpec s = usual({{1500, 2}, {700, 300}, {130, 130}});
+      s.head_dim = head_dim;
+      s.key_offset = offset;
+      const GpuWorld w(s);
+      const Expected expected = w.expect({}, {}, Dtype::bf16);
+      const Placement bf16{.q_dtype = Dtype::bf16};
+      AttentionOptions sixteen_bits;
+      sixteen_bits.kernel = "prefill_unpacked";
+      const double sixteen = difference(expected.out, w.try_attend(sixteen_bits, {}, bf16).value().out).rel_l2;
+      const double eight = difference(expected.out, w.try_attend(of_bytes(), {}, bf16).value().out).rel_l2;
+      EXPECT_LE(eight, sixteen + tolerance::kByteProducts) << "offset " << offset << ", head_dim " << head_dim;
+    }
+  }
+}
+
+TEST(GpuProductsOf, TheSameBitsAndWhatThePlanSays) {
+  SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
+  const GpuWorld w(usual({{900, 300}, {3000, 700}, {301, 300}}));
+  const Placement bf16{.q_dtype = Dtype::bf16};
+  const Attended once = w.try_attend(of_bytes(), {}, bf16).value();
+  EXPECT_NE(once.explain.find("products   8 bits: forced"), std::string::npos) << once.explain;
+  for (int i = 0; i < 3; ++i) {
+    const Attended again = w.try_attend(of_bytes(), {}, bf16).value();
+    EXPECT_EQ(again.out, once.out);
+    EXPECT_EQ(again.lse, once.lse);
+  }
+}
+
+// Queries that are zeros, tiny, or not numbers, and keys that are not.
+TEST(GpuProductsOf, Numbers) {
+  SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
+  GpuWorld w(usual({{500, 200}}));
+  std::vector<float>& q = w.host.qkv[0].q;
+  const auto dim = static_cast<std::size_t>(w.host.spec.head_dim),
+             row = dim * static_cast<std::size_t>(w.host.q_heads());
+  const float kOdd[] = {0.0f, 1e-38f, 1e30f, std::nanf(""), HUGE_VALF};
+  for (std::size_t i = 0; i < std::size(kOdd); ++i) {
+    for (std::size_t d = 0; d < dim; ++d) q[(10 + i) * row + d] = kOdd[i];
+  }
+  const Attended got = w.try_attend(of_bytes(), {}, {.q_dtype = Dtype::f32}).value();
+  for (std::size_t i = 0; i < std::size(kOdd); ++i) {
+    const float lse = got.lse[(10 + i) * static_cast<std::size_t>(w.host.q_heads())];
+    const float out = got.out[(10 + i) * row];
+    EXPECT_EQ(std::isfinite(lse), i < 3) << kOdd[i] << ": " << lse;
+    EXPECT_EQ(std::isfinite(out), i < 3) << kOdd[i] << ": " << out;
+  }
+  // Others are as they were.
+  EXPECT_TRUE(std::isfinite(got.out[15 * row]) && std::isfinite(got.out[9 * row]));
+  EXPECT_NEAR(got.lse[10 * static_cast<std::size_t>(w.host.q_heads())], std::log(311.0f), 1e-3);
+}
+
+TEST(GpuProductsOf, AreRefused) {
+  SKIP_WITHOUT_DEVICE();
+  SKIP_WITHOUT_SM90();
+  for (const auto& [k, v, head_dim, why] : {std::tuple("tq8", "tq8", 128, "keys must be tq2 to tq6"),
+                                            {"bf16", "bf16", 128, "keys must be tq2 to tq6"},
+                                            {"tq6", "tq4", 256, "tq6 keys have several scales at head_dim 256"},
+                                            {"tq4", "tq4", 512, "has no such kernels for head_dim 512"}}) {
+    WorldSpec s = spec_of(k, v, {{500, 200}});
+    s.head_dim = head_dim;
+    const GpuWorld w(s);
+    AttentionOptions options;
+    options.products = 8;
+    const Result<Attended> refused = w.try_attend(of_bytes());
+    EXPECT_EQ(refused.code(), Code::unsupported);
+    EXPECT_NE(refused.message().find(why), std::string::npos) << refused.message();
+  }
+}
+
+}  // namespace
+}  // namespace kvant::test
