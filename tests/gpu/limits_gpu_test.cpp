@@ -95,6 +95,7 @@ class GpuSmallPrefill : public testing::TestWithParam<std::tuple<Formats, int>> 
     const auto& [formats, head_dim] = GetParam();
     WorldSpec s = spec_of(formats.k, formats.v, std::move(sequences));
     s.head_dim = head_dim;
+    s.kv_heads = 1;
     s.exact = s.input_dtype = s.k == "f16" ? Dtype::f16 : Dtype::bf16;  // as fresh keys are given
     return s;
   }
@@ -119,7 +120,7 @@ AttentionOptions small_prefill(bool fresh_keys, AttentionOptions options = {}) {
 TEST_P(GpuSmallPrefill, Matches) {
   for (const int ends : {1, 0}) {
     // Halves of pages, few pages and many, tiles that end within a query's heads.
-    WorldSpec s = spec({{1500, 1}, {257, 3}, {200, 130}, {64, 64}, {33, 33}, {500, 300}, {90, 0}, {2100, 50}});
+    WorldSpec s = spec({{1500, 1}, {257, 3}, {200, 30}, {64, 64}, {33, 33}, {300, 60}, {90, 0}});
     s.group = 3;
     s.sink_pages = s.tail_pages = ends;
     const GpuWorld w(s);
@@ -151,7 +152,7 @@ TEST_P(GpuSmallPrefill, MasksAndTransforms) {
 }
 
 TEST_P(GpuSmallPrefill, PageCentres) {
-  WorldSpec s = spec({{1500, 1}, {257, 3}, {200, 130}, {2100, 50}});
+  WorldSpec s = spec({{1500, 1}, {257, 3}, {200, 30}, {2100, 20}});
   if (s.k == "bf16" || s.k == "f16") GTEST_SKIP() << "keys without centres";
   s.page_centres = true;
   for (const float offset : {2.0f, 0.0f}) {
@@ -164,7 +165,9 @@ TEST_P(GpuSmallPrefill, PageCentres) {
 
 // Warps that share tiles wait for each other.
 TEST_P(GpuSmallPrefill, TheSameBits) {
-  const GpuWorld w(spec({{3000, 200}, {300, 300}}));
+  WorldSpec s = spec({{3000, 200}, {300, 300}});
+  s.kv_heads = 4;
+  const GpuWorld w(s);
   for (const bool fresh : {false, true}) {
     const Attended once = w.attend(small_prefill(fresh));
     for (int i = 0; i < 20; ++i) {
