@@ -70,31 +70,35 @@ TEST(PrefillChoice, OptionsForceAKind) {
 }
 
 // Pieces of shared memory follow each other, aligned for what reads them, and are as large as their content.
-template <int D>
+template <class S>
 void check_shape() {
-  using S = sm80::Shape<D>;
-  SCOPED_TRACE(D);
-  EXPECT_EQ(S::kTilesAt, S::kRows * D * 2);
+  constexpr int D = S::kHeadDim;
+  SCOPED_TRACE(fmt::format("{}{}", D, S::kSmall ? ", small" : ""));
+  EXPECT_EQ(S::kTilesAt, S::kSmall ? 0 : S::kRows * D * 2);
   EXPECT_EQ(S::kRows, 16 * S::kSixteens * S::kWarps / S::kSplit);
   EXPECT_EQ(S::kTilesAt % 1024, 0);  // swapped pieces: an address and its tile differ in lower bits alone
   EXPECT_EQ(S::kValuesAt % 1024, 0);
   EXPECT_EQ(S::kDenseValuesAt % 1024, 0);
   EXPECT_EQ(S::kWeightsAt % 1024, 0);
-  for (const int at : {S::kTopsAt, S::kToLog2At, S::kKeyFactorsAt, S::kValueFactorsAt, S::kListAt, S::kQueueAt,
-                       S::kConstantsAt, S::kCodesAt}) {
+  for (const int at : {S::kTopsAt, S::kToLog2At, S::kFactorsAt, S::kFactors, S::kListAt, S::kQueueAt, S::kConstantsAt,
+                       S::kSharesAt, S::kCodesAt}) {
     EXPECT_EQ(at % 16, 0);
   }
   EXPECT_LE(S::kDenseValuesAt + S::kDenseKeys * D * 2, S::kWeightsAt);
   EXPECT_LE(S::kValuesAt + S::kTile, S::kWeightsAt);
-  if (S::kTwoTiles) {
+  EXPECT_LE(S::kScratchAt + S::kWarps * D * 4, S::kWeightsAt);
+  if (S::kSmall) {  // queries are loaded through the tile of keys
+    EXPECT_LE(S::kRows * D * 2, S::kScratchAt);
+  }
+  if (S::kTiles > 1) {
     EXPECT_EQ(S::kValuesAt, S::kKeysAt + S::kTile);
   }
   const int both = S::bytes(Format::tq6, Format::tq4) - S::kCodesAt;
-  EXPECT_EQ(both, kPageTokens * D * 6 / 8 + (S::kTwoTiles ? kPageTokens * D * 4 / 8 : 0));
+  EXPECT_EQ(both, S::kKeys * D * 6 / 8 + (S::kTwoTiles ? kPageTokens * D * 4 / 8 : 0));
   EXPECT_EQ(S::bytes(Format::bf16, Format::bf16), S::kCodesAt);
-  // A block of compute capability 8.6 or 8.9 has 99 KiB, of 8.0 163, of 9.0 227. Where a device has too little, decode
+  // A block of compute capability 8.6 or 8.9 has 99 KiB, of 8.0 163, of 9.0 227. Where a device has too little, small
   // kernels serve.
-  const bool is_long = D == 512;
+  const bool is_long = sm80::has_small(D) && !S::kSmall;
   EXPECT_LE(S::bytes(Format::tq8, Format::tq8), (is_long ? 227 : 99) * 1024);
   EXPECT_LE(S::bytes(Format::tq6, Format::tq6), (is_long ? 163 : 99) * 1024);
   // In page-centred caches.
@@ -104,12 +108,13 @@ void check_shape() {
 }
 
 TEST(PrefillShape, EverySizeFits) {
-  check_shape<64>();
-  check_shape<96>();
-  check_shape<128>();
-  check_shape<192>();
-  check_shape<256>();
-  check_shape<512>();
+  check_shape<sm80::Shape<64>>();
+  check_shape<sm80::Shape<96>>();
+  check_shape<sm80::Shape<128>>();
+  check_shape<sm80::Shape<192>>();
+  check_shape<sm80::Shape<256>>();
+  check_shape<sm80::Shape<512>>();
+  check_shape<sm80::Shape<512, true>>();
 }
 
 }  // namespace

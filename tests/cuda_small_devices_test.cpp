@@ -40,18 +40,25 @@ TEST(CudaSmallDevices, DecodeKernelsThatDoNotFit) {
   EXPECT_EQ(found, expected);
 }
 
-TEST(CudaSmallDevices, PrefillKernelsThatDoNotFit) {
-  std::set<std::string> found;
+// At head_dim 512 the small kernels, and the others where these fit.
+TEST(CudaSmallDevices, PrefillKernelsFit) {
   for (const FormatPair& pair : instances().pairs) {
     for (const int head_dim : instances().head_dims) {
       Case c{.head_dim = head_dim, .k = pair.k, .v = pair.v, .queries = 512};
       const Asked asked(c);
-      Offers offers = offers_of(asked.work(), device_of("8.6"));
-      if (const auto& sm80 = offers_of_kind(core::kPrefillSm80, offers).kernel; sm80 && sm80->blocks < 1)
-        found.insert(fmt::format("D{}", head_dim));
+      const auto rows = [&](const char* device) {
+        Offers offers = offers_of(asked.work(), device_of(device));
+        const std::optional<TileOffer>& sm80 = offers_of_kind(core::kPrefillSm80, offers).kernel;
+        return sm80 && sm80->blocks >= 1 ? sm80->rows : 0;
+      };
+      for (const char* device : kSmall) {
+        EXPECT_EQ(rows(device) == prefill::kSmallRows, head_dim == 512) << device << " " << pair_name(pair);
+        EXPECT_GE(rows(device), prefill::kSmallRows) << device << " " << pair_name(pair) << " " << head_dim;
+      }
+      EXPECT_GE(rows("8.0"), prefill::kSmallRows) << pair_name(pair) << " " << head_dim;
+      EXPECT_GT(rows("9.0"), prefill::kSmallRows) << pair_name(pair) << " " << head_dim;
     }
   }
-  EXPECT_EQ(found, std::set<std::string>{"D512"});
 }
 
 // Any pair and head_dim of a build, at the numbers of queries that decoding, drafts and prompts have.
@@ -64,18 +71,14 @@ TEST(CudaSmallDevices, NothingIsRefusedAndNothingGeneric) {
           EXPECT_EQ(kinds(c, device), "decode") << device << " " << pair_name(pair) << " " << head_dim;
         const auto is_fast = [&] {
           const std::string taken = kinds(c, device);
-          return taken == "decode" || (taken == "prefill_sm80" && head_dim < 512);
+          return taken == "decode" || taken == "prefill_sm80";
         };
         c.queries = 512;
         EXPECT_TRUE(is_fast()) << kinds(c, device) << device << " " << pair_name(pair) << " " << head_dim;
         c.length = c.queries = 4096;
         EXPECT_TRUE(is_fast()) << kinds(c, device) << device << " " << pair_name(pair) << " " << head_dim;
         c.fresh_keys = true;
-        if (head_dim < 512) {
-          EXPECT_EQ(kinds(c, device), "prefill_sm80") << device << " " << pair_name(pair) << " " << head_dim;
-        } else {  // no prefill kernel fits
-          EXPECT_TRUE(has(refusal(c, device), "bytes of shared memory a block")) << refusal(c, device);
-        }
+        EXPECT_EQ(kinds(c, device), "prefill_sm80") << device << " " << pair_name(pair) << " " << head_dim;
       }
     }
   }

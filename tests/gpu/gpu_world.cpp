@@ -273,7 +273,7 @@ bool GpuWorld::serves(const std::string& kind) const {
   if (kind == core::kPrefillSm90)
     return !padded && s.head_dim <= (is_dense ? 256 : 128) && (same || (s.v == "tq4" && !is_dense));
   const auto rotated = [](const std::string& format) { return format.rfind("tq", 0) == 0; };
-  return s.head_dim <= 256 && (same || (rotated(s.k) && rotated(s.v)));
+  return same || (rotated(s.k) && rotated(s.v));
 }
 
 bool GpuWorld::unpacked_serves(const AttentionOptions& base, const Placement& placement) const {

@@ -3,6 +3,9 @@
 
 #include <cstdlib>
 #include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "core/device.hpp"
 #include "core/fmt.hpp"
@@ -82,6 +85,112 @@ TEST(GpuLimits, KernelsOfOneStageAreRight) {
         }
       }
     }
+  }
+}
+
+// Small prefill kernels, where a block gets as much shared memory as on compute capability 8.6, 8.9 and 12.x.
+class GpuSmallPrefill : public testing::TestWithParam<std::tuple<Formats, int>> {
+ protected:
+  [[nodiscard]] static WorldSpec spec(std::vector<Lengths> sequences) {
+    const auto& [formats, head_dim] = GetParam();
+    WorldSpec s = spec_of(formats.k, formats.v, std::move(sequences));
+    s.head_dim = head_dim;
+    s.kv_heads = 1;
+    s.exact = s.input_dtype = s.k == "f16" ? Dtype::f16 : Dtype::bf16;  // as fresh keys are given
+    return s;
+  }
+  void SetUp() override {
+    SKIP_WITHOUT_DEVICE();
+    const WorldSpec s = spec({});
+    const auto rotated = [](const std::string& format) { return format.starts_with("tq"); };
+    if (s.k != s.v && !(rotated(s.k) && rotated(s.v))) GTEST_SKIP() << "prefill kernels do not serve the pair";
+    if (const std::string why = core::device_backend()->unavailable(); !why.empty()) GTEST_SKIP() << why;
+  }
+
+ private:
+  const Lowered lowered_{"shared=101376"};
+};
+
+AttentionOptions small_prefill(bool fresh_keys, AttentionOptions options = {}) {
+  options.kernel = core::kPrefillSm80;
+  options.fresh_keys = fresh_keys;
+  return options;
+}
+
+TEST_P(GpuSmallPrefill, Matches) {
+  for (const int ends : {1, 0}) {
+    // Halves of pages, few pages and many, tiles that end within a query's heads.
+    WorldSpec s = spec({{1500, 1}, {257, 3}, {200, 30}, {64, 64}, {33, 33}, {300, 60}, {90, 0}});
+    s.group = 3;
+    s.sink_pages = s.tail_pages = ends;
+    const GpuWorld w(s);
+    EXPECT_TRUE(has(w.attend(small_prefill(false)).explain, "tiles of 32 query rows"));
+    for (const bool fresh : {false, true}) {
+      SCOPED_TRACE(fmt::format("{} exact ends, {} keys", ends, fresh ? "fresh" : "cached"));
+      EXPECT_TRUE(w.matches(small_prefill(fresh)));
+      EXPECT_TRUE(w.matches(small_prefill(fresh, {.mask = Mask::bidirectional()})));
+      EXPECT_TRUE(w.matches(small_prefill(fresh, {.mask = Mask::sliding(100, 70)})));
+      EXPECT_TRUE(w.matches(small_prefill(fresh), {}, {.q_dtype = Dtype::bf16, .out_dtype = Dtype::bf16}));
+    }
+  }
+}
+
+TEST_P(GpuSmallPrefill, MasksAndTransforms) {
+  for (const std::int64_t queries : {3, 140}) {
+    const GpuWorld w(spec({{450, queries}, {queries + 30, queries}}));
+    const OwnedMask mask = make_mask(Dtype::boolean, {1, 1, queries, 450},
+                                     [](auto, auto, auto q, auto k) { return q != 1 && k % 3 == 0 && k / 64 != 2; });
+    for (const bool fresh : {false, true}) {
+      SCOPED_TRACE(fmt::format("{} queries, {} keys", queries, fresh ? "fresh" : "cached"));
+      AttentionOptions options = small_prefill(fresh);
+      options.softcap = 30;
+      for (int h = 0; h < w.host.q_heads(); ++h) options.alibi_slopes.push_back(0.05f * static_cast<float>(h));
+      EXPECT_TRUE(w.matches(options, std::vector<float>(static_cast<std::size_t>(w.host.q_heads()), 0.5f)));
+      EXPECT_TRUE(w.matches(small_prefill(fresh, with_mask(mask))));
+    }
+  }
+}
+
+TEST_P(GpuSmallPrefill, PageCentres) {
+  WorldSpec s = spec({{1500, 1}, {257, 3}, {200, 30}, {2100, 20}});
+  if (s.k == "bf16" || s.k == "f16") GTEST_SKIP() << "keys without centres";
+  s.page_centres = true;
+  for (const float offset : {2.0f, 0.0f}) {
+    s.key_offset = offset;
+    const GpuWorld w(s);
+    for (const bool fresh : {false, true})
+      EXPECT_TRUE(w.matches(small_prefill(fresh))) << "offset " << offset << (fresh ? ", fresh keys" : "");
+  }
+}
+
+// Warps that share tiles wait for each other.
+TEST_P(GpuSmallPrefill, TheSameBits) {
+  WorldSpec s = spec({{3000, 200}, {300, 300}});
+  s.kv_heads = 4;
+  const GpuWorld w(s);
+  for (const bool fresh : {false, true}) {
+    const Attended once = w.attend(small_prefill(fresh));
+    for (int i = 0; i < 20; ++i) {
+      const Attended again = w.attend(small_prefill(fresh));
+      EXPECT_TRUE(same_bits(once.out, again.out, w.host.out_shape()));
+      EXPECT_TRUE(same_bits(once.lse, again.lse));
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, GpuSmallPrefill, testing::Combine(testing::ValuesIn(kFormats), testing::Values(264, 512)),
+                         [](const auto& i) {
+                           return fmt::format("{}_d{}", name_of(std::get<0>(i.param)), std::get<1>(i.param));
+                         });
+
+TEST(GpuShort, SmallPrefill) {
+  SKIP_WITHOUT_DEVICE();
+  const Lowered lowered("shared=101376");
+  if (const std::string why = core::device_backend()->unavailable(); !why.empty()) GTEST_SKIP() << why;
+  for (const char* format : {"tq6", "bf16"}) {
+    WorldSpec s = spec_of(format, {{200, 40}});
+    s.head_dim = 512;
+    EXPECT_TRUE(GpuWorld(s).matches(small_prefill(false))) << format;
   }
 }
 

@@ -85,11 +85,17 @@ void offer_tiles(const Work& work, const Device& device, Offers& offers) {
           TileOffer{prefill::kRows, prefill::Shape<D>::kBytes, 1, device.limits.has_sm90()};
   }
   if (prefill::has_one_type(work.k, work.v)) {
-    using S = prefill::sm80::Shape<D>;
-    const int more = codec::is_centred(work.params.cache.encoded_layout) ? S::kMoreIfCentred : 0;
-    const int bytes = S::bytes(work.k, work.v) + more;
-    const int room = blocks_within(device.limits, S::kThreads, bytes);
-    offers_of_kind(core::kPrefillSm80, offers).kernel = TileOffer{S::kRows, bytes, std::min(S::kBlocks, room), true};
+    std::vector<TileOffer> kernels;
+    const auto add = [&]<class S>(S) {
+      const int more = codec::is_centred(work.params.cache.encoded_layout) ? S::kMoreIfCentred : 0;
+      const int bytes = S::bytes(work.k, work.v) + more;
+      const int room = blocks_within(device.limits, S::kThreads, bytes);
+      kernels.push_back({S::kRows, bytes, std::min(S::kBlocks, room), true});
+    };
+    add(prefill::sm80::Shape<D>{});
+    if constexpr (prefill::sm80::has_small(D)) add(prefill::sm80::Shape<D, true>{});
+    offers_of_kind(core::kPrefillSm80, offers).kernel =
+        *first_that_fits(kernels, device.limits, [](const TileOffer& one) { return one.shared_bytes; });
   }
   using S = prefill::dense::ShapeFor<D>;
   offers.dense = DenseOffer{S::kRows, S::kKeys, S::kBytes, S::kBlocks, device.limits.has_sm90(), true};

@@ -17,10 +17,15 @@ constexpr std::span<const Kernel> (*kKernelsOfKinds[])(int head_dim) = {
 #include "core/kernels.def"
 };
 
-const Kernel* find_kernel(std::span<const Kernel> kernels, const Work& work) {
-  const auto found = std::find_if(kernels.begin(), kernels.end(),
-                                  [&](const Kernel& one) { return one.k == work.k && one.v == work.v; });
-  return found == kernels.end() ? nullptr : &*found;
+// Null: there is none for the formats.
+const Kernel* find_kernel(std::span<const Kernel> kernels, const Work& work, const DeviceLimits& limits) {
+  std::vector<const Kernel*> of_pair;
+  for (const Kernel& one : kernels) {
+    if (one.k == work.k && one.v == work.v) of_pair.push_back(&one);
+  }
+  const auto found = first_that_fits(
+      of_pair, limits, [&](const Kernel* one) { return shared_bytes_of(*one, work.params.cache.encoded_layout); });
+  return found == of_pair.end() ? nullptr : *found;
 }
 
 // Whether the device has code of a kernel for compute capability 9.0 alone. A kernel that does not fit is not loaded.
@@ -68,9 +73,9 @@ Status find_tiles(const Work& work, std::size_t i, Compiled& found) {
     if (!kKernelsOfKinds[i](d).empty()) offers.head_dims.push_back(d);
   }
   const std::span<const Kernel> kernels = kKernelsOfKinds[i](work.stored_head_dim());
-  const Kernel* kernel = found.tiles[i] = find_kernel(kernels, work);
-  if (kernel == nullptr) return {};
   const DeviceLimits& limits = found.offers.limits;
+  const Kernel* kernel = found.tiles[i] = find_kernel(kernels, work, limits);
+  if (kernel == nullptr) return {};
   TileOffer offer{.rows = kernel->rows, .shared_bytes = shared_bytes_of(*kernel, work.params.cache.encoded_layout)};
   if (kind.for_hopper) {
     if (Status s = find_hopper_code(kernel->function, offer.shared_bytes, limits, offer.has_code); !s.ok()) return s;
@@ -81,6 +86,7 @@ Status find_tiles(const Work& work, std::size_t i, Compiled& found) {
     // use it.
     int most = 0;
     for (const Kernel& one : kernels) {
+      if (one.function != kernel->function) continue;
       for (const int bytes : {one.shared_bytes, one.shared_bytes + one.centre_bytes}) {
         if (bytes <= limits.shared_bytes) most = std::max(most, bytes);
       }

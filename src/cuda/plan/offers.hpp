@@ -2,6 +2,7 @@
 // (compiled.hpp); tests derive them from the same shapes. No device is needed.
 #pragma once
 
+#include <iterator>
 #include <optional>
 #include <string>
 #include <vector>
@@ -36,6 +37,15 @@ struct TileOffers {
   std::optional<TileOffer> kernel{};  // none: not compiled for the plan's formats and head_dim
   std::vector<int> head_dims{};       // that there are kernels for
 };
+// A kind may have several kernels for the same work, in the order of kinds' tables: the first whose block fits is
+// offered, else the last, which needs the least.
+template <class Kernels, class Bytes>
+auto first_that_fits(const Kernels& kernels, const DeviceLimits& limits, const Bytes& bytes_of) {
+  auto found = std::begin(kernels);
+  while (found != std::end(kernels) && std::next(found) != std::end(kernels) && bytes_of(*found) > limits.shared_bytes)
+    ++found;
+  return found;
+}
 
 // Kernels of dense keys: prefill_fresh, and prefill_unpacked's.
 struct DenseOffer {

@@ -23,6 +23,7 @@ struct Kernel {
 };
 
 inline constexpr int kUsualRows = 128;  // a tile's
+inline constexpr int kSmallRows = 32;   // a tile's of small kernels (prefill_sm80/shape.hpp)
 
 // Pairs that these kernels serve: both sides are brought to the same type of products, f16 for levels and fp8, the
 // format's own for dense pages.

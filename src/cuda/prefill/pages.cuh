@@ -315,11 +315,17 @@ __device__ __forceinline__ int place_by_token(int token, int c) {
   const int swap = kRow == 128 ? token & 7 : token >> 1 & 3;
   return c / kOfRow * kTokens * kRow + token * kRow + ((c % kOfRow) ^ swap) * 16;
 }
+// (Half a page has two channels in 128 bytes.)
+template <int kTokens = kPageTokens>
 __device__ __forceinline__ int place_by_channel(int channel, int o) {
-  return channel * 128 + ((o ^ (channel & 7)) * 16);
+  if constexpr (kTokens == kPageTokens) return channel * 128 + ((o ^ (channel & 7)) * 16);
+  static_assert(kTokens == kPageTokens || 2 * kTokens == kPageTokens);
+  const int line = channel / 2, swap = (line & 3) | (line << 1 & 4);
+  return line * 128 + ((channel % 2 * 4 + o) ^ swap) * 16;
 }
 
-template <Format F, int D, bool kValues, bool kManyScales>
+// kTokens: of the tile, which has all of a page or half of it.
+template <Format F, int D, bool kValues, bool kManyScales, int kTokens = kPageTokens>
 __device__ __forceinline__ void store_unit(std::byte* tile, int i, const Unit<F>& unit, const Constants<F>& constants,
                                            const std::uint16_t* ratios) {
 #pragma unroll
@@ -336,7 +342,8 @@ __device__ __forceinline__ void store_unit(std::byte* tile, int i, const Unit<F>
           x[0] = ptx::multiply_halves(x[0], r.x), x[1] = ptx::multiply_halves(x[1], r.y);
           x[2] = ptx::multiply_halves(x[2], r.z), x[3] = ptx::multiply_halves(x[3], r.w);
         }
-        *reinterpret_cast<uint4*>(tile + place_by_channel(channel, octet)) = make_uint4(x[0], x[1], x[2], x[3]);
+        const int o = kTokens == kPageTokens ? octet : octet % (kTokens / 8);
+        *reinterpret_cast<uint4*>(tile + place_by_channel<kTokens>(channel, o)) = make_uint4(x[0], x[1], x[2], x[3]);
       } else {
         constexpr int kPieces = D / 32;
         const int token = i / 8 / kPieces * 8 + i % 8, c = i / 8 % kPieces * 4 + 2 * half + k;
@@ -344,7 +351,8 @@ __device__ __forceinline__ void store_unit(std::byte* tile, int i, const Unit<F>
           const std::uint32_t r = ratios[c / 16 * kPageTokens + token] * 0x10001u;
           for (int n = 0; n < 4; ++n) x[n] = ptx::multiply_halves(x[n], r);
         }
-        *reinterpret_cast<uint4*>(tile + place_by_token<D>(token, c)) = make_uint4(x[0], x[1], x[2], x[3]);
+        const int row = kTokens == kPageTokens ? token : token % kTokens;
+        *reinterpret_cast<uint4*>(tile + place_by_token<D, kTokens>(row, c)) = make_uint4(x[0], x[1], x[2], x[3]);
       }
     }
   }

@@ -42,11 +42,11 @@ __device__ __forceinline__ void load_rows(const AttendParams& p, int query_begin
   }
 }
 
-// Where a row of a tile has its element lane + 32 n, as a half.
-template <int D>
+// Where a row of a tile of kRows has its element lane + 32 n, as a half.
+template <int D, int kRows = kPageTokens>
 __device__ __forceinline__ std::uint16_t* half_at(std::byte* tile, int row, int n) {
   const int lane = ptx::thread_here() % 32;
-  return reinterpret_cast<std::uint16_t*>(tile + place_by_token<D>(row, (lane + 32 * n) / 8)) + lane % 8;
+  return reinterpret_cast<std::uint16_t*>(tile + place_by_token<D, kRows>(row, (lane + 32 * n) / 8)) + lane % 8;
 }
 __device__ __forceinline__ std::uint16_t half_of(float x, bool bf16) {
   return static_cast<std::uint16_t>(bf16 ? ptx::bf16x2(x, 0.0f) : ptx::f16x2(x, 0.0f));

@@ -32,6 +32,9 @@ __device__ __forceinline__ float largest_score(const float (&s)[kCount], int h) 
   }
   return fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
 }
+__device__ __forceinline__ float largest_score(const float (&s)[4], int h) {
+  return fmaxf(s[2 * h], s[2 * h + 1]);
+}
 
 // Weights are relative to `reference` (0 where a row has seen no key); the sums before are multiplied by `alpha`.
 struct Reference {

@@ -1,6 +1,8 @@
 // A warp's part of a tile: products, softmax and output of its rows.
 #pragma once
 
+#include <utility>
+
 #include "cuda/prefill/queries.cuh"
 #include "cuda/prefill/rotate.cuh"
 #include "cuda/prefill_sm80/codes.cuh"
@@ -20,29 +22,29 @@ __device__ __forceinline__ void multiply(float* c, const std::uint32_t (&a)[4], 
 
 // A tile's queries, and what products of its rows are multiplied by. `scratch`: D floats of each warp. (Not inlined:
 // then sums at head_dim 128 are spilled less.)
-template <int D, bool kRotated>
+template <class S, bool kRotated>
 __device__ __noinline__ void load_queries(const AttendParams& p, const Tile& tile, std::byte* shared, bool bf16,
                                           float* scratch) {
-  using S = Shape<D>;
-  constexpr int kRowsOfWarp = S::kRows / S::kWarps;
+  constexpr int D = S::kHeadDim, kRowsOfWarp = S::kRows / S::kWarps, kRows = S::kQueryRows;
   const int warp = static_cast<int>(threadIdx.x) / 32, first = warp * kRowsOfWarp;
   load_rows<D, kRotated, D <= 128 ? 4 : 2>(
       p, tile.batch.query_begin, kRowsOfWarp, scratch + warp * D,
       [&](int i) { return row_place(p, tile, tile.row_block * S::kRows + first + i); },
       [&](int i, int n, float y) {
         const int r = first + i;
-        *half_at<D>(shared + r / 64 * 64 * D * 2, r % 64, n) = half_of(y, bf16);
+        *half_at<D, kRows>(shared + r / kRows * kRows * D * 2, r % kRows, n) = half_of(y, bf16);
       },
       [&](int i, float to_log2) {
         if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(shared + S::kToLog2At)[first + i] = to_log2;
       });
 }
 
-template <int D>
+template <class S>
 struct Attend {
-  using S = Shape<D>;
+  static constexpr int D = S::kHeadDim;
   static constexpr int kBox = box_row_bytes(D), kPieces = kBox / 16;
   static constexpr int kSums = S::kColumns / 2;
+  static constexpr int kHeld = D / 16 / S::kShares;  // steps of 16 channels of a warp's share
 
   const AttendParams& p;
   std::byte* shared;
@@ -50,10 +52,14 @@ struct Attend {
   float m[S::kSixteens][2], l[S::kSixteens][2];  // m: in units of log 2
   float unit;                                    // of the sums
   float o[S::kSixteens][kSums];
-  int turn;  // pages of the domain before the one that comes next
+  int turn;                                           // pages of the domain before the one that comes next
+  std::uint32_t held[S::kShares > 1 ? kHeld : 1][4];  // the warp's share of the queries, as operands
 
   // Which of the warps that share rows this is.
   __device__ int part() const { return S::kSplit == 1 ? 0 : warp / S::kRowWarps; }
+  // Which of the warps that share channels; they share keys, too.
+  __device__ int share() const { return part() % S::kShares; }
+  __device__ int warp_of(int part) const { return part * S::kRowWarps + warp % S::kRowWarps; }
   // The warp's first row in the tile.
   __device__ int first_row() const { return (S::kSplit == 1 ? warp : warp % S::kRowWarps) * 16 * S::kSixteens; }
   __device__ const PageList& list() const { return *reinterpret_cast<const PageList*>(shared + S::kListAt); }
@@ -66,7 +72,8 @@ struct Attend {
   __device__ RowPlace place(int i, int h) const {
     return row_place(p, list().tile, list().tile.row_block * S::kRows + first_row() + 16 * i + g() + 8 * h);
   }
-  __device__ void pair_sync() const { ptx::barrier<64>(1 + first_row() / 16); }
+  // The warps that share rows.
+  __device__ void rows_sync() const { ptx::barrier<32 * S::kSplit>(1 + first_row() / 16); }
 
   // --- operands: the 16-byte pieces of a row, two for each step of 16 channels ---
 
@@ -111,11 +118,57 @@ struct Attend {
     }
   }
 
-  // The same with this warp's share of the keys.
+  // Where this warp's share of channels begins in a tile of kTokens tokens.
+  template <int kTokens>
+  __device__ __forceinline__ std::uint32_t share_at() const {
+    return static_cast<std::uint32_t>(share() * (2 * kHeld / kPieces) * kTokens * kBox);
+  }
+  // The queries lie in shared memory, and nobody writes there until all warps hold theirs.
+  __device__ __forceinline__ void hold_queries() {
+    const std::uint32_t q =
+        ptx::shared_address(shared) + share_at<S::kQueryRows>() +
+        static_cast<std::uint32_t>(place_by_token<D, S::kQueryRows>(first_row() + lane % 16, lane / 16));
+#pragma unroll
+    for (int step = 0; step < kHeld; ++step) ptx::load_matrices(held[step], piece<S::kQueryRows>(q, 2 * step));
+  }
+  // This warp's share of the products with sixteen of the kKeys keys at `keys`, from `first` on.
+  template <bool kBf16, int kKeys>
+  __device__ __forceinline__ void share_of_products(const std::byte* keys, int first, float (&s)[8]) const {
+    const int lane = ptx::thread_here() % 32;
+    const std::uint32_t k =
+        ptx::shared_address(keys) + share_at<kKeys>() +
+        static_cast<std::uint32_t>(place_by_token<D, kKeys>(first + lane % 8 + lane / 16 * 8, lane / 8 % 2));
+#pragma unroll
+    for (int n = 0; n < 8; ++n) s[n] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < kHeld; ++step) {
+      std::uint32_t b[4];
+      ptx::load_matrices(b, piece<kKeys>(k, 2 * step));
+      multiply<kBf16>(s, held[step], b[0], b[1]);
+      multiply<kBf16>(s + 4, held[step], b[2], b[3]);
+    }
+  }
+
+  // Products with this warp's part of the keys.
   template <bool kBf16, int kKeys>
   __device__ __forceinline__ void scores(const std::byte* keys, float (&s)[S::kSixteens][kKeys / S::kSplit / 2]) const {
     constexpr int kMine = kKeys / S::kSplit;
-    products<kBf16, kKeys, kMine>(keys, part() * kMine, s);
+    if constexpr (S::kShares == 1) {
+      products<kBf16, kKeys, kMine>(keys, part() * kMine, s);
+    } else {
+      // Two warps have their shares of the products with the keys of both, and give away those with the other's.
+      static_assert(S::kShares == 2 && kMine == 8);
+      float both[2 * kMine / 2];
+      share_of_products<kBf16, kKeys>(keys, part() / 2 * 2 * kMine, both);
+      auto* given = reinterpret_cast<float4*>(shared + S::kSharesAt);
+      const bool second = share() != 0;
+      given[32 * warp + lane] =
+          second ? make_float4(both[0], both[1], both[2], both[3]) : make_float4(both[4], both[5], both[6], both[7]);
+      rows_sync();
+      const float4 x = given[32 * warp_of(part() ^ 1) + lane];
+      s[0][0] = (second ? both[4] : both[0]) + x.x, s[0][1] = (second ? both[5] : both[1]) + x.y;
+      s[0][2] = (second ? both[6] : both[2]) + x.z, s[0][3] = (second ? both[7] : both[3]) + x.w;
+    }
   }
 
   // --- page centres: sixteen at a time, as keys of a tile ---
@@ -127,20 +180,30 @@ struct Attend {
   __device__ __forceinline__ void find_centres() const {
     const PageQueue::Page& here = queue().page[turn & 3];
     const std::uint32_t at = p.cache.encoded_layout.code_bytes;
-    unpack_centres<D>(at, shared + S::kKeysAt, [&](int place) { return block_at(false, here.centres[place]); });
+    unpack_centres<S>(at, shared + S::kKeysAt, [&](int place) { return block_at(false, here.centres[place]); });
     __syncthreads();
     float c[S::kSixteens][kCentresAtOnce / 2];
-    products<false, kPageTokens, kCentresAtOnce, 1>(shared + S::kKeysAt, 0, c);
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const int place = n / 2 * 8 + 2 * (ptx::thread_here() % 4) + n % 2;
-      const float factor = centre_scale<D>(at, block_at(false, here.centres[place]));
-      if (part() != 0) break;  // warps that share rows have the same
-#pragma unroll
-      for (int i = 0; i < 2 * S::kSixteens; ++i)
-        centre_products()[8 * i * S::kCentreRow + place] = c[i / 2][n / 2 * 4 + i % 2 * 2 + n % 2] * factor;
+    if constexpr (S::kShares == 1) {
+      products<false, S::kKeys, kCentresAtOnce, 1>(shared + S::kKeysAt, 0, c);
+    } else {
+      share_of_products<false, S::kKeys>(shared + S::kKeysAt, 0, c[0]);
     }
-    __syncthreads();
+#pragma unroll
+    for (int of = 0; of < S::kShares; ++of) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int place = n / 2 * 8 + 2 * (ptx::thread_here() % 4) + n % 2;
+        const float factor = centre_scale<D>(at, block_at(false, here.centres[place]));
+        if (part() != of) break;  // warps that share rows have the same, or as many shares of it
+#pragma unroll
+        for (int i = 0; i < 2 * S::kSixteens; ++i) {
+          float& to = centre_products()[8 * i * S::kCentreRow + place];
+          const float product = c[i / 2][n / 2 * 4 + i % 2 * 2 + n % 2] * factor;
+          to = of == 0 ? product : to + product;
+        }
+      }
+      __syncthreads();
+    }
   }
 
   // Adds the products of weights with kKeys values at `values`. kByToken: the tile has a row for each token, as dense
@@ -154,7 +217,8 @@ struct Attend {
       v += static_cast<std::uint32_t>(place_by_token<D, kKeys>(lane % 16, lane / 16) +
                                       part() * (S::kColumns / 8 / kPieces) * kKeys * kBox);
     } else {
-      v += static_cast<std::uint32_t>(place_by_channel(part() * S::kColumns + lane % 8 + lane / 16 * 8, lane / 8 % 2));
+      v += static_cast<std::uint32_t>(
+          place_by_channel<kKeys>(part() * S::kColumns + lane % 8 + lane / 16 * 8, lane / 8 % 2));
     }
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
@@ -164,7 +228,7 @@ struct Attend {
         if constexpr (kByToken) {
           ptx::load_transposed(b, piece<kKeys>(v, 2 * n) + step * 16 * kBox);
         } else {
-          ptx::load_matrices(b, (v ^ static_cast<std::uint32_t>(step * 32)) + n * 16 * 128);
+          ptx::load_matrices(b, (v ^ static_cast<std::uint32_t>(step * 32)) + n * 16 * 2 * kKeys);
         }
 #pragma unroll
         for (int i = 0; i < S::kSixteens; ++i) {
@@ -209,9 +273,12 @@ struct Attend {
       auto* tops = reinterpret_cast<float*>(shared + S::kTopsAt);
       const int row = first_row() + g();
       if (t() == 0) tops[part() * S::kRows + row] = top[0], tops[part() * S::kRows + row + 8] = top[1];
-      pair_sync();
+      rows_sync();
 #pragma unroll
-      for (int h = 0; h < 2; ++h) top[h] = fmaxf(top[h], tops[(part() ^ 1) * S::kRows + row + 8 * h]);
+      for (int other = 1; other < S::kSplit; ++other) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) top[h] = fmaxf(top[h], tops[(part() ^ other) * S::kRows + row + 8 * h]);
+      }
     }
     const bool plain = is_plain();
 #pragma unroll
@@ -249,7 +316,7 @@ struct Attend {
           *reinterpret_cast<std::uint32_t*>(weights + at) = pair(4 * j + 2 * h);
         }
       }
-      pair_sync();
+      rows_sync();
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
         const int at = place_by_token<kKeys>(first_row() + lane % 16, 2 * n + lane / 16);
@@ -258,19 +325,20 @@ struct Attend {
     }
   }
 
-  // From products of a page's keys (kKeys of them, from `of_page` on) to operands for those with its values.
+  // From products of a page's keys (kKeys of them, from `of_page` on) to operands for those with its values. The
+  // factors are those of the whole page.
   template <bool kBf16, bool kScaled, int kKeys>
   __device__ __forceinline__ void soften(float (&s)[S::kSixteens][kKeys / S::kSplit / 2], int page, int of_page,
                                          const float* key_factors, const float* value_factors,
                                          std::uint32_t (&w)[S::kSixteens][kKeys / 16][4]) {
-    const int mine = part() * (kKeys / S::kSplit);
+    const int mine = of_page + part() * (kKeys / S::kSplit);
     float alpha[S::kSixteens][2];
     ValueUnit value{1.0f, 1.0f};
     if constexpr (kScaled) value = raise_unit(value_factors, unit);
     bool same = true;
 #pragma unroll
     for (int i = 0; i < S::kSixteens; ++i) {
-      scale<kScaled>(i, s[i], page, of_page + mine, kScaled ? key_factors + mine : nullptr);
+      scale<kScaled>(i, s[i], page, mine, kScaled ? key_factors + mine : nullptr);
       weigh(i, s[i], alpha[i]);
       pack<kBf16, kScaled, kKeys>(s[i], kScaled ? value_factors + mine : nullptr, value.inverse, w[i]);
 #pragma unroll
@@ -307,12 +375,12 @@ struct Attend {
     ++turn;
     if (threadIdx.x < 32) queue().find(p, list(), domain, turn + 1);
   }
-  // of: -1 for the page before, which next_page() keeps until its next call.
+  // of: -1 for the page before, which next_page() keeps until its next call; 1 for the one behind.
   __device__ int number(int of = 0) const {
     return queue().page[(turn + of) & 3].name;
   }
-  __device__ const std::byte* block_of(bool exact) const {
-    return block_at(exact, queue().page[turn & 3].slot);
+  __device__ const std::byte* block_of(bool exact, int of = 0) const {
+    return block_at(exact, queue().page[(turn + of) & 3].slot);
   }
   __device__ const std::byte* block_at(bool exact, int slot) const {
     const CacheView& c = p.cache;
@@ -322,19 +390,25 @@ struct Attend {
            static_cast<std::uint64_t>(slot) * (exact ? c.exact_slot_bytes : c.encoded_slot_bytes) + in_slot;
   }
 
+  // The factors of a turn's page.
+  __device__ std::byte* factors_of(int at) const {
+    return shared + S::kFactorsAt + at % S::kFactorPlaces * 2 * S::kFactors;
+  }
+
   __device__ __forceinline__ void encoded_pages() {
     const codec::PageLayout& layout = p.cache.encoded_layout;
     std::byte* key_codes = shared + S::kCodesAt + (codec::is_centred(layout) ? S::kMoreIfCentred : 0);
     std::byte* value_codes = key_codes + (S::kTwoTiles ? S::code_bytes(layout.k.format) : 0);
-    const auto* key_factors = reinterpret_cast<const float*>(shared + S::kKeyFactorsAt);
-    const auto* value_factors = reinterpret_cast<const float*>(shared + S::kValueFactorsAt);
+    std::byte* const factors = factors_of(0);
+    const auto* key_factors = reinterpret_cast<const float*>(factors);
+    const auto* value_factors = reinterpret_cast<const float*>(factors + S::kFactors);
     [[maybe_unused]] const bool waits = !S::kTwoTiles && !lie_alike(layout.k.format, layout.v.format);
-    Scales<D> scales;
+    Scales<S> scales;
     const auto ask = [&] {
       if (number() < 0) return;
       const std::byte* block = block_of(false);
-      ask_for_codes<D, false>(layout.k, block, key_codes);
-      if constexpr (S::kTwoTiles) ask_for_codes<D, true>(layout.v, block, value_codes);
+      ask_for_codes<S, false>(layout.k, block, key_codes);
+      if constexpr (S::kTwoTiles) ask_for_codes<S, true>(layout.v, block, value_codes);
       ptx::copy_commit();
       scales.load(layout, block);
     };
@@ -342,7 +416,7 @@ struct Attend {
     if (number() < 0) return;
     unit = 1e-30f;
     ask();
-    if constexpr (!S::kTwoTiles) scales.store(layout, shared);
+    if constexpr (!S::kTwoTiles) scales.store(layout, factors);
 #pragma unroll 1
     while (number() >= 0) {
       float s[S::kSixteens][kPageTokens / S::kSplit / 2];
@@ -350,14 +424,14 @@ struct Attend {
       ptx::copy_wait<0>();
       __syncthreads();  // all products of the page before are done
       if (codec::is_centred(layout) && queue().page[turn & 3].starts != 0) find_centres();
-      unpack_codes<D, false>(layout.k.format, shared, key_codes, shared + S::kKeysAt);
+      unpack_codes<S, false>(layout.k.format, shared, factors, key_codes, shared + S::kKeysAt);
       if constexpr (S::kTwoTiles) {
-        unpack_codes<D, true>(layout.v.format, shared, value_codes, shared + S::kValuesAt);
-        scales.store(layout, shared);
+        unpack_codes<S, true>(layout.v.format, shared, factors, value_codes, shared + S::kValuesAt);
+        scales.store(layout, factors);
         next_page(core::kEncoded);
       } else {
         if (waits) __syncthreads();
-        ask_for_codes<D, true>(layout.v, block_of(false), value_codes);
+        ask_for_codes<S, true>(layout.v, block_of(false), value_codes);
         ptx::copy_commit();
       }
       __syncthreads();
@@ -367,7 +441,7 @@ struct Attend {
       if constexpr (!S::kTwoTiles) {
         ptx::copy_wait<0>();
         __syncthreads();  // all products with the keys are done
-        unpack_codes<D, true>(layout.v.format, shared, value_codes, shared + S::kValuesAt);
+        unpack_codes<S, true>(layout.v.format, shared, factors, value_codes, shared + S::kValuesAt);
         next_page(core::kEncoded);
         if (waits) __syncthreads();
         ask();
@@ -375,8 +449,52 @@ struct Attend {
       }
       add_values<false, kPageTokens, false>(shared + S::kValuesAt, w);
       if constexpr (!S::kTwoTiles) {
-        if (number() >= 0) scales.store(layout, shared);
+        if (number() >= 0) scales.store(layout, factors);
       }
+    }
+    to_given_basis();
+  }
+
+  // The same by halves of pages, whose keys and values have a tile each.
+  __device__ __forceinline__ void encoded_halves() {
+    const codec::PageLayout& layout = p.cache.encoded_layout;
+    std::byte* codes = shared + S::kCodesAt;
+    int half = 0;
+    const auto ask = [&]<bool kValues>() {
+      ask_for_codes<S, kValues>(kValues ? layout.v : layout.k, block_of(false), codes, half);
+      ptx::copy_commit();
+    };
+    begin_pages(core::kEncoded);
+    if (number() < 0) return;
+    unit = 1e-30f;
+    ask.template operator()<false>();
+    Scales<S> scales;
+    scales.load(layout, block_of(false));
+    scales.store(layout, factors_of(turn));
+    __syncthreads();
+#pragma unroll 1
+    while (number() >= 0) {
+      float s[S::kSixteens][S::kKeys / S::kSplit / 2];
+      std::uint32_t w[S::kSixteens][S::kKeys / 16][4];
+      const std::byte* factors = factors_of(turn);
+      if (half == 0 && codec::is_centred(layout) && queue().page[turn & 3].starts != 0) find_centres();
+      ptx::copy_wait<0>();
+      unpack_codes<S, false>(layout.k.format, shared, factors, codes, shared + S::kKeysAt, half);
+      __syncthreads();  // the keys are unpacked, and all products with the values before are done
+      ask.template operator()<true>();
+      const bool before_next = half == 0 && number(1) >= 0;
+      if (before_next) scales.load(layout, block_of(false, 1));
+      scores<false, S::kKeys>(shared + S::kKeysAt, s);
+      soften<false, true, S::kKeys>(s, number(), half * S::kKeys, reinterpret_cast<const float*>(factors),
+                                    reinterpret_cast<const float*>(factors + S::kFactors), w);
+      ptx::copy_wait<0>();
+      unpack_codes<S, true>(layout.v.format, shared, factors, codes, shared + S::kValuesAt, half);
+      if (before_next) scales.store(layout, factors_of(turn + 1));
+      if (half != 0) next_page(core::kEncoded);
+      half ^= 1;
+      __syncthreads();  // the values are unpacked, and all products with the keys are done
+      if (number() >= 0) ask.template operator()<false>();
+      add_values<false, S::kKeys, false>(shared + S::kValuesAt, w);
     }
     to_given_basis();
   }
@@ -392,31 +510,34 @@ struct Attend {
           flip_signs<D>(o[i]);
         }
       } else {
-        // Each half for itself; then sums and differences of the two, which the other warp's same lane has.
-        static_assert(S::kSplit == 2 && codec::rotation_shape(D).sylvester == D);
+        // Each part for itself; then sums and differences of two, which the other warp's same lane has.
+        static_assert(codec::rotation_shape(D).sylvester == D);
         constexpr int kAtOnce = 16;
         hadamard<S::kColumns, true>(o[0]);
-        factor *= 0.70710678118654752f;
-        const int warp = static_cast<int>(threadIdx.x) / 32, other = warp ^ (S::kWarps / S::kSplit);
+        const int warp = static_cast<int>(threadIdx.x) / 32;
         auto* between = reinterpret_cast<float*>(shared + S::kTilesAt);
         __syncthreads();  // all products are done
 #pragma unroll
-        for (int from = 0; from < kSums; from += kAtOnce) {
+        for (int bit = 1; bit < S::kSplit; bit *= 2) {
+          factor *= 0.70710678118654752f;
+          const int other = warp_of(part() ^ bit);
 #pragma unroll
-          for (int n = 0; n < kAtOnce; ++n) between[(warp * kAtOnce + n) * 32 + lane] = o[0][from + n];
-          pair_sync();
+          for (int from = 0; from < kSums; from += kAtOnce) {
 #pragma unroll
-          for (int n = 0; n < kAtOnce; ++n) {
-            const float x = between[(other * kAtOnce + n) * 32 + lane];
-            o[0][from + n] = (part() == 0 ? o[0][from + n] + x : x - o[0][from + n]);
+            for (int n = 0; n < kAtOnce; ++n) between[(warp * kAtOnce + n) * 32 + lane] = o[0][from + n];
+            rows_sync();
+#pragma unroll
+            for (int n = 0; n < kAtOnce; ++n) {
+              const float x = between[(other * kAtOnce + n) * 32 + lane];
+              o[0][from + n] = (part() & bit) == 0 ? o[0][from + n] + x : x - o[0][from + n];
+            }
+            rows_sync();
           }
-          pair_sync();
         }
-        if (part() == 0) {
-          flip_signs<S::kColumns>(o[0]);
-        } else {
-          flip_signs<S::kColumns, S::kColumns>(o[0]);
+        [&]<int... kParts>(std::integer_sequence<int, kParts...>) {
+          ((part() == kParts ? flip_signs<S::kColumns, kParts * S::kColumns>(o[0]) : void()), ...);
         }
+        (std::make_integer_sequence<int, S::kSplit>());
       }
     }
 #pragma unroll
@@ -486,8 +607,12 @@ struct Attend {
   template <bool kRotated>
   __device__ __forceinline__ void load(bool bf16) {
     __syncthreads();  // nobody reads the old queries or tiles any more
-    load_queries<D, kRotated>(p, list().tile, shared, bf16, reinterpret_cast<float*>(shared + S::kTilesAt));
+    load_queries<S, kRotated>(p, list().tile, shared, bf16, reinterpret_cast<float*>(shared + S::kScratchAt));
     __syncthreads();
+    if constexpr (S::kShares > 1) {
+      hold_queries();
+      __syncthreads();
+    }
   }
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -511,7 +636,11 @@ struct Attend {
         load<false>(false);
       }
       clear();
-      encoded_pages();
+      if constexpr (S::kSmall) {
+        encoded_halves();
+      } else {
+        encoded_pages();
+      }
       bf16 = p.cache.exact_layout.k.format == Format::bf16;
       domain = core::kExact;
       load<false>(bf16);
@@ -533,14 +662,18 @@ struct Attend {
     }
     if constexpr (S::kSplit > 1) {
       auto* sums = reinterpret_cast<float*>(shared + S::kTopsAt);
-      pair_sync();  // both have read the old scores
+      rows_sync();  // all have read the old scores
       if (t() == 0) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) sums[part() * S::kRows + first_row() + g() + 8 * h] = sum[0][h];
       }
-      pair_sync();
+      rows_sync();
 #pragma unroll
-      for (int h = 0; h < 2; ++h) sum[0][h] += sums[(part() ^ 1) * S::kRows + first_row() + g() + 8 * h];
+      for (int h = 0; h < 2; ++h) {
+        sum[0][h] = 0.0f;  // in the same order for all
+#pragma unroll
+        for (int of = 0; of < S::kSplit; ++of) sum[0][h] += sums[of * S::kRows + first_row() + g() + 8 * h];
+      }
     }
     const Tile& tile = list().tile;
 #pragma unroll

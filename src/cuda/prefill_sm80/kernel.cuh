@@ -1,21 +1,20 @@
-// The prefill kernel of one head_dim: see shape.hpp.
+// The prefill kernel of a shape: see shape.hpp.
 #pragma once
 
 #include "cuda/prefill_sm80/attend.cuh"
 
 namespace kvant::cuda::prefill::sm80 {
 
-template <int D>
-__global__ void __launch_bounds__(Shape<D>::kThreads, Shape<D>::kBlocks)
+template <class S>
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     prefill_kernel(const __grid_constant__ AttendParams p, const Schedule schedule) {
-  using S = Shape<D>;
   static_assert(sizeof(PageList) <= S::kList && sizeof(PageQueue) <= S::kQueue);
   extern __shared__ __align__(1024) std::byte shared[];
   PageList& list = *reinterpret_cast<PageList*>(shared + S::kListAt);
-  if (threadIdx.x == 0) put_constants<D>(p, shared);
+  if (threadIdx.x == 0) put_constants<S>(p, shared);
   ptx::wait_prerequisites();
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  Attend<D> attend{p, shared, warp, static_cast<int>(threadIdx.x) % 32};
+  Attend<S> attend{p, shared, warp, static_cast<int>(threadIdx.x) % 32};
   if (warp == 0) list.total = has_work(p, schedule) ? 1 : 0;
   __syncthreads();
   const int all = (schedule.tiles + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);

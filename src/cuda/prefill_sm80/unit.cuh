@@ -10,15 +10,16 @@ namespace kvant::cuda::prefill::sm80 {
 
 template <int D>
 std::span<const Kernel> kernels_of_unit() {
-  using S = Shape<D>;
   static const std::vector<Kernel> kKernels = [] {
     std::vector<Kernel> all;
-    const auto add = [&all](Format k, Format v) {
+    const auto add = [&all]<class S>(S, Format k, Format v) {
       if (!has_one_type(k, v)) return;
-      all.push_back({k, v, D, reinterpret_cast<const void*>(&prefill_kernel<D>), S::bytes(k, v), S::kThreads, S::kRows,
+      all.push_back({k, v, D, reinterpret_cast<const void*>(&prefill_kernel<S>), S::bytes(k, v), S::kThreads, S::kRows,
                      codec::takes_centre(k) ? S::kMoreIfCentred : 0});
     };
-#define KVANT_ENTRY(k, v) add(Format::k, Format::v);
+#define KVANT_ENTRY(k, v)                \
+  add(Shape<D>{}, Format::k, Format::v); \
+  if constexpr (has_small(D)) add(Shape<D, true>{}, Format::k, Format::v);
     KVANT_CUDA_EACH_PAIR(KVANT_ENTRY)
 #undef KVANT_ENTRY
     return all;

@@ -18,7 +18,8 @@ const TileKind prefill_sm80_kind = {
     },
     .times =
         [](const DeviceLimits& limits, int head_dim, Format k, int rows, int blocks) {
-          return times::on(limits, times::sm80_times(head_dim, k), times::tile_work(head_dim, rows), blocks);
+          return times::on(limits, times::sm80_times(head_dim, k, rows == prefill::kSmallRows),
+                           times::tile_work(head_dim, rows), blocks);
         },
 };
 
