@@ -226,6 +226,30 @@ TEST(CudaChoose, MoreQueriesTakeLonger) {
   }
 }
 
+TEST(CudaChoose, ProductsOf8BitsServeWhereTheyAreFaster) {
+  Case c{.head_dim = 256, .k = Format::tq4, .q_heads = 16, .kv_heads = 2, .queries = 2048, .products = 8};
+  EXPECT_EQ(kinds(c), "prefill_unpacked, prefill_sm80");
+  EXPECT_TRUE(choose_for(c).byte_keys);
+  c.k = Format::tq6;
+  EXPECT_TRUE(choose_for(c).byte_keys);
+  c.products = 16;
+  EXPECT_FALSE(choose_for(c).byte_keys);
+  c.products = 8, c.queries = 1;
+  EXPECT_EQ(kinds(c), "decode");
+  c.kernel = "prefill_unpacked", c.queries = 16;  // whatever the time
+  EXPECT_TRUE(choose_for(c).byte_keys);
+  c.kernel = {};
+  for (const int queries : {1, 2048}) {
+    c.queries = queries;
+    EXPECT_TRUE(has(refusal(c, "8.9"), "products is 8: these kernels need compute capability 9.0; leave it 0"));
+    c.head_dim = 128;
+    EXPECT_TRUE(has(refusal(c), "products is 8: 16 bits are as fast at head_dim 128")) << refusal(c);
+    c.head_dim = 256, c.k = Format::tq8;
+    EXPECT_TRUE(has(refusal(c), "products is 8: the cache stores tq8/tq4")) << refusal(c);
+    c.k = Format::tq6;
+  }
+}
+
 TEST(CudaChoose, OptionsNameAKind) {
   const auto named = [](const char* kernel, int queries = 1, bool fresh = false) {
     return Case{.queries = queries, .fresh_keys = fresh, .kernel = kernel};

@@ -97,8 +97,18 @@ void offer_tiles(const Work& work, const Device& device, Offers& offers) {
     offers_of_kind(core::kPrefillSm80, offers).kernel =
         *first_that_fits(kernels, device.limits, [](const TileOffer& one) { return one.shared_bytes; });
   }
-  using S = prefill::dense::ShapeFor<D>;
-  offers.dense = DenseOffer{S::kRows, S::kKeys, S::kBytes, S::kBlocks, device.limits.has_sm90(), true};
+  const auto dense = [&]<class Shape>(Shape) {
+    return DenseOffer{.rows = Shape::kRows,
+                      .keys = Shape::kKeys,
+                      .shared_bytes = Shape::kBytes,
+                      .blocks = Shape::kBlocks,
+                      .byte_keys = Shape::kByteKeys,
+                      .has_code = device.limits.has_sm90()};
+  };
+  offers.dense = dense(prefill::dense::ShapeFor<D>{});
+  if constexpr (prefill::has_byte_keys(D)) {
+    if (work.products == 8) offers.byte_keys = dense(prefill::dense::ByteKeysShapeFor<D>{});
+  }
 }
 
 inline Offers offers_of(const Work& work, const Device& device) {
@@ -135,6 +145,7 @@ struct Case {
   bool mask = false, fresh_keys = false, any_length = false, calibrated = false;
   Format exact = Format::bf16;
   std::string kernel{};
+  int products = 0;
 };
 
 class Asked {
@@ -158,7 +169,9 @@ class Asked {
     for (int i = 0; i < c.sequences; ++i) sequences_.push_back({i, c.queries, i, c.length});
   }
   Asked(const Asked&) = delete;
-  [[nodiscard]] Work work() const { return {p_, sequences_, c_.k, c_.v, c_.kernel, c_.fresh_keys, c_.any_length}; }
+  [[nodiscard]] Work work() const {
+    return {p_, sequences_, c_.k, c_.v, c_.kernel, c_.fresh_keys, c_.products, c_.any_length};
+  }
 
  private:
   const Case c_;
@@ -170,7 +183,8 @@ struct Chosen {
   std::string kinds;  // "prefill_fresh, prefill_unpacked, prefill_sm90", in the order of launches
   std::string why;
   std::int64_t ns = 0;
-  int rows = 0;  // of a decode kernel
+  int rows = 0;            // of a decode kernel
+  bool byte_keys = false;  // prefill_unpacked's
 };
 inline Result<Chosen> try_choose(const Case& c, const Device& device) {
   const Asked asked(c);
@@ -182,7 +196,7 @@ inline Result<Chosen> try_choose(const Case& c, const Device& device) {
   }
   const Result<Choice> choice = choose(work, offers);
   if (!choice.ok()) return choice.status();
-  Chosen chosen{"", choice->why, choice->ns, 0};
+  Chosen chosen{"", choice->why, choice->ns, 0, choice->byte_keys};
   if (choice->first) chosen.kinds += "prefill_fresh, ";
   if (choice->rounds) chosen.kinds += "prefill_unpacked, ";
   chosen.kinds += choice->tiles >= 0 ? kTileKinds[choice->tiles]->name : choice->kernel(offers);

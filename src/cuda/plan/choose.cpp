@@ -4,6 +4,7 @@
 
 #include "core/fmt.hpp"
 #include "cuda/plan/rounds.hpp"
+#include "cuda/prefill/byte_keys.hpp"
 #include "cuda/prefill/choice.hpp"
 
 namespace kvant::cuda {
@@ -145,16 +146,15 @@ std::string missing_of_dense(const char* kind, const Work& work, const Offers& o
   return offers.dense->has_maps ? std::string() : fmt::format("{} kernels need a driver for CUDA 12 or newer", kind);
 }
 
-// Why no products of 8 bits are there for a plan that asks for them; empty: they are.
-std::string missing_of_byte_keys(const Work& work, const Offers& offers) {
+// Why a plan that asks for products of 8 bits is refused, whatever its queries; empty: it is not.
+std::string missing_of_byte_keys(const Work& work, const DeviceLimits& limits) {
+  if (work.products != 8) return {};
   if (!codec::is_tq(work.k) || !codec::is_tq(work.v) || codec::format_bits(work.k) > 6)
     return fmt::format("the cache stores {}: keys must be tq2 to tq6, and values tq formats", pair_at(work));
-  if (codec::tq_scale_groups(work.k, work.stored_head_dim()) > 1)
-    return fmt::format("{} keys have several scales at head_dim {}", format_info(work.k).name, work.head_dim());
-  if (!offers.byte_keys)
-    return fmt::format("{} has no such kernels for head_dim {}", core::kPrefillUnpacked, work.head_dim());
-  const DenseOffer& offer = *offers.byte_keys;
-  return missing_of_hopper(core::kPrefillUnpacked, offer.shared_bytes, offer.has_code, offers.limits);
+  if (!prefill::has_byte_keys(work.stored_head_dim()))
+    return fmt::format("16 bits are as fast at head_dim {}, so that there are no kernels of 8", work.head_dim());
+  if (!limits.has_sm90()) return "these kernels need compute capability 9.0";
+  return {};
 }
 
 // Takes prefill kernels if the options name them or they take less time; else why says why decode kernels serve.
@@ -190,18 +190,19 @@ Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_
     const bool serves = candidates[i].missing.empty(), served = candidates[beside].missing.empty();
     if (!served || (serves && candidates[i].ns < candidates[beside].ns)) beside = i;
   }
-  if (work.products == 8) {
-    if (const std::string missing = missing_of_byte_keys(work, offers); !missing.empty())
-      return {Code::unsupported, fmt::format("products is 8: {}; leave it 0", missing)};
-  }
-  const std::optional<DenseOffer>& dense = work.products == 8 ? offers.byte_keys : offers.dense;
-  RoundsChoice rounds;
+  RoundsChoice rounds, of_bytes;
   unpacked.missing = candidates[beside].missing;
   if (unpacked.missing.empty()) unpacked.missing = missing_of_dense(core::kPrefillUnpacked, work, offers);
   if (unpacked.missing.empty()) {
-    rounds = choose_rounds(work, *dense, others[beside], work.kernel == core::kPrefillUnpacked, multiprocessors);
+    const bool is_wanted = work.kernel == core::kPrefillUnpacked;
+    rounds = choose_rounds(work, *offers.dense, others[beside], is_wanted, multiprocessors);
     unpacked.missing = rounds.missing;
     if (rounds.missing.empty()) unpacked.ns = rounds.ns;
+    if (offers.byte_keys && offers.byte_keys->has_code) {
+      of_bytes = choose_rounds(work, *offers.byte_keys, others[beside], is_wanted, multiprocessors);
+      const bool takes = of_bytes.missing.empty() && (is_wanted || !rounds.missing.empty() || of_bytes.ns < rounds.ns);
+      if (takes) unpacked = {core::kPrefillUnpacked, {}, of_bytes.ns}, rounds = of_bytes, choice.byte_keys = true;
+    }
   }
 
   const Result<prefill::Choice> taken = prefill::choose(work.kernel, candidates, decode_ns, most_rows, work.fresh_keys);
@@ -210,10 +211,8 @@ Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_
   if (taken->candidate < 0) return {};
   const prefill::Candidate& candidate = candidates[taken->candidate];
   choice.ns = candidate.ns;
-  if (&candidate == &unpacked) {
-    choice.rounds = rounds.rule;
-    choice.byte_keys = work.products == 8;
-  }
+  if (&candidate == &unpacked) choice.rounds = rounds.rule;
+  choice.byte_keys = choice.byte_keys && choice.rounds;
   choice.tiles = &candidate == &unpacked ? static_cast<int>(beside) : taken->candidate;
 
   const std::int64_t rows = offers.tiles[static_cast<std::size_t>(choice.tiles)].kernel->rows;
@@ -283,6 +282,8 @@ bool considers_prefill(const Work& work) {
 
 Result<Choice> choose(const Work& work, const Offers& offers) {
   Choice choice;
+  if (const std::string missing = missing_of_byte_keys(work, offers.limits); !missing.empty())
+    return Status{Code::unsupported, fmt::format("products is 8: {}; leave it 0", missing)};
   Group group = find_group(work, offers);
   std::int64_t decode_ns =
       times::decode_ns(row_blocks_of(work, 16),

@@ -102,7 +102,11 @@ Status offer_dense(std::span<const prefill::dense::DenseKernel> kernels, Compile
                    std::optional<DenseOffer>& offered) {
   if (kernels.empty()) return {};
   const prefill::dense::DenseKernel& first = kernels[0];
-  DenseOffer offer{.rows = first.rows, .keys = first.keys, .shared_bytes = first.shared_bytes, .blocks = first.blocks};
+  DenseOffer offer{.rows = first.rows,
+                   .keys = first.keys,
+                   .shared_bytes = first.shared_bytes,
+                   .blocks = first.blocks,
+                   .byte_keys = first.key_rows > 0};
   for (const prefill::dense::DenseKernel& one : kernels) {
     bool has_code = false;
     if (Status s = find_hopper_code(one.function, one.shared_bytes, found.offers.limits, has_code); !s.ok()) return s;

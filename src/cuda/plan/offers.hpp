@@ -52,6 +52,7 @@ struct DenseOffer {
   int rows, keys;    // a tile's
   int shared_bytes;  // for a block
   int blocks = 1;    // so many share a tile
+  bool byte_keys = false;
   bool has_code = true;
   bool has_maps = true;  // the driver makes tensor maps
 };
@@ -63,7 +64,7 @@ struct Offers {
   std::vector<DecodeOffer> decode{};
   std::vector<TileOffers> tiles{};  // by kind, in the order of kTileKinds; empty: not asked for
   std::optional<DenseOffer> dense{};
-  std::optional<DenseOffer> byte_keys{};  // prefill_unpacked's for products of 8 bits
+  std::optional<DenseOffer> byte_keys{};  // for plans that ask for products of 8 bits
 };
 
 }  // namespace kvant::cuda

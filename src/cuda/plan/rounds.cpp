@@ -86,7 +86,7 @@ std::int64_t rounds_ns(const Work& work, const RoundRule& rule, const DenseOffer
       add_tiles(work, work.sequences[static_cast<std::size_t>(part.batch.index)], rule.tile_rows, part.heads, tiles);
     }
     ns += times::round_ns(work.stored_head_dim(), work.k, round.pages, round.parts > 1, std::move(tiles),
-                          multiprocessors, dense.blocks);
+                          multiprocessors, dense.blocks, dense.byte_keys);
   }
   std::vector<times::Rows> others;
   for (std::size_t i = 0; i < work.sequences.size(); ++i)

@@ -178,7 +178,7 @@ constexpr std::int64_t decode_ns(std::span<const Rows> blocks, const BlockTimes&
 inline constexpr struct {
   int head_dim;
   std::int64_t page;
-} kDensePages[] = {{64, 815}, {96, 1000}, {128, 840}, {192, 1200}, {256, 1540}, {512, 1700}};
+} kDensePages[] = {{64, 750}, {96, 960}, {128, 805}, {192, 1160}, {256, 1490}, {512, 1700}};
 inline constexpr std::int64_t kDenseRows = 4000;
 // Unpacked keys: of both sides of a page, and of launches.
 inline constexpr std::int64_t kRoundsStart = 12000, kRoundStart = 9000;
@@ -213,14 +213,17 @@ constexpr TileTimes dense_times(int head_dim) {
   return {page, kDenseRows, page, kDenseRows};
 }
 // prefill_sm80's small kernels have half the rows of the others at their head_dim, and take so many hundredths of their
-// time. (This was estimated from products and copies, and not measured.)
-inline constexpr std::int64_t kSmallTile = 65;
-constexpr TileTimes sm80_times(int head_dim, Format k, bool is_small) {
+// time (on an H200, docs/lab/cuda-prefill.md).
+constexpr std::int64_t small_tile(Stored stored) {
+  return stored == Stored::dense ? 70 : stored == Stored::fp8 ? 95 : 101;
+}
+constexpr TileTimes sm80_times(int head_dim, Format k, bool is_small = false) {
   const PageTimes page = page_times(head_dim, k);
   const RowsTimes rows = rows_times(head_dim, stored(k));
   if (is_small) {
     const TileTimes large = sm80_times(head_dim, k, false);
-    const std::int64_t of_page = large.page * kSmallTile / 100, of_rows = large.rows * kSmallTile / 100;
+    const std::int64_t of_page = large.page * small_tile(stored(k)) / 100,
+                       of_rows = large.rows * small_tile(stored(k)) / 100;
     return {of_page, of_rows, of_page, of_rows};
   }
   if (page.sm80_alone == page.sm80_shared)  // a multiprocessor has room for one
@@ -244,11 +247,18 @@ inline std::int64_t prefill_ns(std::vector<Rows> tiles, const TileTimes& times, 
 
 // A round of unpacked keys: so many pages of a kv head each, those of one sequence or of several, and the tiles that
 // read them, each of which takes `blocks` multiprocessors.
+// byte_keys: hundredths of that (tq4 at head_dim 256, one H100), and queries become bytes, too.
+inline constexpr std::int64_t kBytePage = 84, kByteUnpack = 150, kByteStart = 20000;
 inline std::int64_t round_ns(int head_dim, Format k, std::int64_t pages, bool many, std::vector<Rows> tiles,
-                             std::int64_t multiprocessors, std::int64_t blocks) {
-  const std::int64_t unpack = pages * unpack_ns(head_dim, k) / multiprocessors;
-  return kRoundStart + (many ? unpack * kUnpackMany / 100 : unpack) +
-         prefill_ns(std::move(tiles), dense_times(head_dim), multiprocessors / blocks, 1);
+                             std::int64_t multiprocessors, std::int64_t blocks, bool byte_keys = false) {
+  std::int64_t unpack = pages * unpack_ns(head_dim, k) / multiprocessors, start = kRoundStart;
+  TileTimes tile = dense_times(head_dim);
+  if (byte_keys) {
+    unpack = unpack * kByteUnpack / 100, start += kByteStart;
+    tile.page = tile.shared_page = tile.page * kBytePage / 100;
+  }
+  return start + (many ? unpack * kUnpackMany / 100 : unpack) +
+         prefill_ns(std::move(tiles), tile, multiprocessors / blocks, 1);
 }
 
 }  // namespace kvant::cuda::times

@@ -8,8 +8,7 @@ namespace kvant::cuda::prefill::dense {
 template <bool kBf16, class S>
 struct Consumer {
   static constexpr int D = S::D, kSums = S::kColumns / 2, kScores = S::kKeys / 2;
-  // Scores of bytes come from these sums. A page's scores are relative to its rows' products with its centre.
-  static constexpr int kIntegers = S::kByteKeys ? S::kKeyRows / 2 : 1, kPages = S::kByteKeys ? S::kPages : 1;
+  static constexpr int kIntegers = S::kByteKeys ? kByteKeyRows / 2 : 1;  // sums that scores of bytes come from
 
   const AttendParams& p;
   std::byte* shared;
@@ -21,7 +20,8 @@ struct Consumer {
   bool is_plain;               // scores are scaled and nothing else
   float units[2];              // of the rows' queries, where these were converted
   float m[2], l[2];
-  float of_centre[2][kPages];
+  // Scores of bytes are relative to the rows' products with the centre of the tile's page.
+  float of_centre[2];
   float o[kSums];
   int column = 0;  // the first of the sums' columns
 
@@ -61,35 +61,27 @@ struct Consumer {
   // Sums of bytes to scores, before the keys are released.
   __device__ __forceinline__ void take_integers(const std::int32_t (&x)[kIntegers], float (&s)[kScores]) {
     if constexpr (S::kByteKeys) {
-      constexpr int kRows = S::kKeyRows / kPages;  // of a page
+      const auto* const factors = reinterpret_cast<const float*>(shared + S::kFactorsAt + keys.stage() * S::kFactors);
 #pragma unroll
-      for (int page = 0; page < kPages; ++page) {
-        const auto* const factors =
-            reinterpret_cast<const float*>(shared + S::kFactorsAt + keys.stage() * S::kFactors) + page * kRows;
-        const std::int32_t* const of_page = x + page * kRows / 2;
-        float* const to = s + page * kPageTokens / 2;
-#pragma unroll
-        for (int j = 0; j < kPageTokens / 8; ++j) {
-          const float2 f = *reinterpret_cast<const float2*>(factors + 8 * j + 2 * t);
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            to[4 * j + 2 * h] = static_cast<float>(of_page[4 * j + 2 * h]) * f.x;
-            to[4 * j + 2 * h + 1] = static_cast<float>(of_page[4 * j + 2 * h + 1]) * f.y;
-          }
-        }
+      for (int j = 0; j < kPageTokens / 8; ++j) {
+        const float2 f = *reinterpret_cast<const float2*>(factors + 8 * j + 2 * t);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float product = static_cast<float>(of_page[kPageTokens / 2 + 2 * h]) * factors[kPageTokens];
-          // (A page that nobody sees may hold anything.)
-          of_centre[h][page] = fabsf(product) < 1e30f ? product : 0.0f;
+          s[4 * j + 2 * h] = static_cast<float>(x[4 * j + 2 * h]) * f.x;
+          s[4 * j + 2 * h + 1] = static_cast<float>(x[4 * j + 2 * h + 1]) * f.y;
         }
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float product = static_cast<float>(x[kScores + 2 * h]) * factors[kPageTokens];
+        // (A page that nobody sees may hold anything.)
+        of_centre[h] = fabsf(product) < 1e30f ? product : 0.0f;
       }
       // (Else the compiler multiplies further down, once for each case there, and keeps both numbers until then.)
 #pragma unroll
       for (int i = 0; i < kScores; ++i) asm volatile("" : "+f"(s[i]));
     }
   }
-
   __device__ __forceinline__ void add_values(const std::uint32_t (&w)[kScores / 8][4], bool first) {
     const std::uint64_t v =
         ptx::operand(shared_at(S::kValuesAt + values.stage() * S::kTile), S::kSwizzle, S::kKeys * S::kSwizzle);
@@ -160,13 +152,10 @@ struct Consumer {
     if (!is_plain) {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
-        if constexpr (S::kByteKeys) s[i] += of_centre[i / 2 % 2][i / (kPageTokens / 2)];
+        if constexpr (S::kByteKeys) s[i] += of_centre[i / 2 % 2];
         s[i] *= scale(i / 2 % 2);
       }
-      if constexpr (S::kByteKeys) {
-#pragma unroll
-        for (int i = 0; i < 2 * kPages; ++i) of_centre[i % 2][i / 2] = 0.0f;
-      }
+      of_centre[0] = of_centre[1] = 0.0f;
       transform(s, tile * S::kKeys);
     }
     if (tile < whole_begin || tile >= whole_end) hide(s, tile);
@@ -181,26 +170,14 @@ struct Consumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       alpha[h] = raised[h].alpha;
-      float sum = 0.0f;
-      each_page(s, [&](int page, auto& of_page) {
-        const float less = S::kByteKeys ? of_centre[h][page] * in_log2(h) : 0.0f;
-        sum += weigh_row(of_page, h, in_log2(h), raised[h].reference - less);
-      });
-      l[h] = fmaf(l[h], alpha[h], sum);
+      float reference = raised[h].reference;
+      if constexpr (S::kByteKeys) reference -= of_centre[h] * in_log2(h);
+      l[h] = fmaf(l[h], alpha[h], weigh_row(s, h, in_log2(h), reference));
     }
   }
-  // Scores that have the same centre.
-  template <class Do>
-  __device__ __forceinline__ static void each_page(float (&s)[kScores], const Do& one) {
-    constexpr int kCount = kScores / kPages;
-#pragma unroll
-    for (int page = 0; page < kPages; ++page) one(page, reinterpret_cast<float(&)[kCount]>(s[page * kCount]));
-  }
-  __device__ __forceinline__ float largest_of_tile(float (&s)[kScores], int h) const {
-    if constexpr (!S::kByteKeys) return largest_score(s, h);
-    float top = kNone;
-    each_page(s, [&](int page, auto& of_page) { top = fmaxf(top, largest_score(of_page, h) + of_centre[h][page]); });
-    return top;
+  __device__ __forceinline__ float largest_of_tile(const float (&s)[kScores], int h) const {
+    if constexpr (S::kByteKeys) return largest_score(s, h) + of_centre[h];
+    return largest_score(s, h);
   }
 
   // --- a tile ---

@@ -18,9 +18,12 @@ __device__ __forceinline__ bool find_unpacked(const AttendParams& p, const Sched
   const Part* const part = part_of(round, schedule.parts, &Part::tile, number);
   tile.batch = part->batch, tile.length = part->length;
   tile.rows = tile.batch.q_len * p.group;
-  const int row_blocks = (tile.rows + S::kRows - 1) / S::kRows, at = number - part->tile, head = at / row_blocks;
+  // The longest of all heads first: head by head, every other round of the blocks going backwards would give some blocks
+  // the long tiles of each head (docs/lab/cuda-prefill.md).
+  const int row_blocks = (tile.rows + S::kRows - 1) / S::kRows, at = number - part->tile;
+  const int rank = at / part->heads, head = at - rank * part->heads;
   tile.kv_head = part->head + head;
-  set_rows<S::kRows>(p, row_blocks - 1 - (at - head * row_blocks), tile);
+  set_rows<S::kRows>(p, row_blocks - 1 - rank, tile);
   work.keys_head = 0;
   work.sinks_at = part->row + head * part->pages * kPageTokens;
   work.recent_at = work.sinks_at - part->gap;
@@ -92,7 +95,7 @@ __device__ __forceinline__ void bring_keys(const AttendParams& p, const Schedule
       constexpr int kTile = kAreKeys ? S::kKeyTile : S::kTile, kSwizzle = kAreKeys ? S::kKeySwizzle : S::kSwizzle;
       constexpr int kRows = kAreKeys ? S::kKeyRows : S::kKeys, kOfBox = kSwizzle / (kAreBytes ? 1 : 2);
       int row = work.row_of_tile(use, S::kKeys);
-      if constexpr (kAreBytes) row = row / kPageTokens * byte_key_rows(S::D);
+      if constexpr (kAreBytes) row = row / kPageTokens * kByteKeyRows;
       ring.wait_empty();
       const std::uint32_t barrier = ring.full + 8 * ring.stage();
       const std::uint32_t box = to + (kAreKeys ? S::kKeysAt : S::kValuesAt) + ring.stage() * kTile;
@@ -150,11 +153,9 @@ __device__ __forceinline__ void convert_queries(int head_dim, std::uint64_t row_
 }
 
 // Rows of bytes as operands of products, swizzled as the copy engine does: where a row's 16 bytes go.
-template <class S>
 __device__ __forceinline__ int place_of_bytes(int row, int c) {
-  constexpr int kRow = S::kKeySwizzle, kOfRow = kRow / 16;
-  const int swap = kRow == 128 ? row & 7 : kRow == 64 ? row >> 1 & 3 : row >> 2 & 1;
-  return c / kOfRow * 64 * kRow + row * kRow + ((c % kOfRow) ^ swap) * 16;
+  constexpr int kRow = kByteBoxRow, kOfRow = kRow / 16;
+  return c / kOfRow * 64 * kRow + row * kRow + ((c % kOfRow) ^ (row & 7)) * 16;
 }
 
 // One warp's work: a consumer's queries of all of the block's tiles, as they are. Rows behind the sequence's last do
@@ -188,7 +189,7 @@ __device__ __forceinline__ void bring_queries(const AttendParams& p, const Sched
           for (int i = lane; i < 32 * kPieces / 2; i += 32) {
             const int r = i / (kPieces / 2), c = i % (kPieces / 2);
             const std::byte* from = bytes.rows + std::int64_t{__shfl_sync(~0u, index, r)} * S::D + 16 * c;
-            ptx::copy16<0, 0>(ptx::shared_address(to + place_of_bytes<S>(first + r, c)), from);
+            ptx::copy16<0, 0>(ptx::shared_address(to + place_of_bytes(first + r, c)), from);
           }
           continue;
         }

@@ -46,7 +46,7 @@ inline Box box_of(const DenseKernel& kernel) {
 }
 inline Box key_box_of(const DenseKernel& kernel) {
   if (kernel.key_rows == 0) return box_of(kernel);
-  return {byte_box_row(kernel.head_dim), kernel.key_rows, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1};
+  return {kByteBoxRow, kernel.key_rows, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1};
 }
 
 // False: the driver does not take it.

@@ -43,9 +43,8 @@ struct ShapeOf {
   static constexpr int kBlocks = 1;                 // that share a tile
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kKeys = kKeysAtOnce, kBoxTokens = kKeys;
-  static constexpr int kPages = kKeys / kPageTokens;                                     // where keys are bytes
-  static constexpr int kKeyRows = kByteKeys ? kPages * byte_key_rows(kHeadDim) : kKeys;  // of a tile
-  static constexpr int kStages = 2;                                                      // of keys, and of values
+  static constexpr int kKeyRows = kByteKeys ? kByteKeyRows : kKeys;  // of a tile
+  static constexpr int kStages = 2;                                  // of keys, and of values
   // Sums are brought to the new largest score while the products with the next keys go on, not before these begin.
   static constexpr bool kShrinksLate = kLate;
   static constexpr int kPatience = 8;  // see SplitColumnsShape
@@ -58,8 +57,7 @@ struct ShapeOf {
   static constexpr int kTile = kKeys * D * 2;      // of values
   // Keys, and queries as well:
   static constexpr int kElementBytes = kByteKeys ? 1 : 2;
-  static constexpr int kKeySwizzle = kByteKeys ? byte_box_row(D) : kSwizzle;
-  static constexpr int kKeyBoxes = D * kElementBytes / kKeySwizzle;
+  static constexpr int kKeySwizzle = kByteKeys ? kByteBoxRow : kSwizzle;
   static constexpr int kKeyTile = kKeyRows * D * kElementBytes;
   static constexpr int kFactors = kByteKeys ? kKeyRows * 4 : 0;  // of a tile
   static constexpr int kQueries = 64 * D * kElementBytes;        // of a consumer
@@ -72,14 +70,13 @@ struct ShapeOf {
   static constexpr int kBarriersAt = kUnitsAt + 4 * kRows;
   static constexpr int kBytes = kBarriersAt + 8 * (4 * kStages + 2 * kConsumers);
   static_assert(kFactorsAt % 16 == 0 && kBarriersAt % 8 == 0 && kBytes <= 227 * 1024);
-  static_assert(kKeyTile % (8 * kKeySwizzle) == 0 && (!kByteKeys || kPages * kPageTokens == kKeys));
+  static_assert(kKeyTile % (8 * kKeySwizzle) == 0 && (!kByteKeys || kKeys == kPageTokens));
 };
 
 // Beyond head_dim 256 the sums of 64 rows are too many for the registers of one warpgroup (split_columns.cuh).
 template <int kHeadDim>
 struct SplitColumnsShape {
   static constexpr bool kByteKeys = false;
-  static constexpr int kPages = 1, kKeyRows = 1;  // (of bytes)
   static constexpr int D = kHeadDim, kColumns = D / 2;
   static constexpr int kConsumers = 3;  // warpgroups: one for scores, one for each half of the sums' columns
   static constexpr int kBlocks = 2;
@@ -118,6 +115,6 @@ template <int D>
 using ShapeFor = std::conditional_t<(D > 256), SplitColumnsShape<D>,
                                     ShapeOf<D, D <= 96 ? 3 : 2, keys_at_once(D), D <= 64 || (D > 96)>>;
 template <int D>
-using ByteKeysShapeFor = ShapeOf<D, D <= 64 || D == 128 ? 3 : 2, byte_key_pages(D) * kPageTokens, true, true>;
+using ByteKeysShapeFor = ShapeOf<D, 2, kPageTokens, true, true>;
 
 }  // namespace kvant::cuda::prefill::dense

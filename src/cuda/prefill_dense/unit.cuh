@@ -29,7 +29,7 @@ std::span<const DenseKernel> kernels_of_unit() {
 
 template <int D>
 const DenseKernel* byte_keys_kernel_of_unit() {
-  if constexpr (D <= kMostByteKeyDim) {
+  if constexpr (has_byte_keys(D)) {
     static const DenseKernel kKernel = kernel_entry<false, ByteKeysShapeFor<D>>();
     return &kKernel;
   }

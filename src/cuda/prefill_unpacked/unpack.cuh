@@ -338,12 +338,12 @@ struct ByteTarget {
   std::byte* rows;
   float* factors;
   __device__ ByteTarget(const UnpackTo& all, std::int64_t page)
-      : rows(all.keys + page * byte_key_rows(D) * D), factors(all.factors + page * byte_key_rows(D)) {}
+      : rows(all.keys + page * kByteKeyRows * D), factors(all.factors + page * kByteKeyRows) {}
   __device__ std::byte* row(int token) const { return rows + token * D; }
 };
 
 // Keys as bytes around their page's centre, in the basis. Levels of codes are as they are. Dense rows have a centre, the
-// page's own or their mean, and a step each, and so have keys that refuse their centre. A warp has sixteen rows at a
+// page's own or their mean, and a step each. So have keys that refuse their centre, and those with several scales. A warp has sixteen rows at a
 // time, as the sums of a product lie (prefill/rows.cuh).
 template <int D>
 struct ByteUnpacker {
@@ -373,10 +373,16 @@ struct ByteUnpacker {
     for (int h = 0; h < 2; ++h) {
       const Row row = from(h);
       std::uint32_t bits[D / 4];
+      const auto column = [&](int i) { return i / 2 * 8 + 2 * t() + i % 2; };
+      const auto load_all = [&](const auto* elements) {
 #pragma unroll
-      for (int i = 0; i < D / 4; ++i) {
-        const int column = i / 2 * 8 + 2 * t() + i % 2;
-        bits[i] = row.data != nullptr && column < head_dim ? load_bits(row.data, row.dtype, column) : 0;
+        for (int i = 0; i < D / 4; ++i) bits[i] = row.data != nullptr && column(i) < head_dim ? elements[column(i)] : 0;
+      };
+      // One branch for all loads, which are then under way together.
+      if (row.dtype == Dtype::f32) {
+        load_all(static_cast<const std::uint32_t*>(row.data));
+      } else {
+        load_all(static_cast<const std::uint16_t*>(row.data));
       }
       float y[D / 4];
       elements_of<D / 4>(bits, row.dtype, y);
@@ -388,13 +394,18 @@ struct ByteUnpacker {
     flip_signs<D>(x);
     hadamard<D, false>(x);
   }
-  __device__ __forceinline__ void subtract_centre(Numbers& x) const {
-    const float factor = centre().factor;
+  // From rows for which has(h) says so.
+  template <class Has>
+  __device__ __forceinline__ void subtract_centre(Numbers& x, const Has& has) const {
+    const float factors[2] = {has(0) ? centre().factor : 0.0f, has(1) ? centre().factor : 0.0f};
 #pragma unroll
     for (int j = 0; j < D / 8; ++j) {
       const char2 c = *reinterpret_cast<const char2*>(centre().bytes + 8 * j + 2 * t());
-      const float a = __fmul_rn(static_cast<float>(c.x), factor), b = __fmul_rn(static_cast<float>(c.y), factor);
-      x[4 * j] -= a, x[4 * j + 1] -= b, x[4 * j + 2] -= a, x[4 * j + 3] -= b;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        x[4 * j + 2 * h] -= __fmul_rn(static_cast<float>(c.x), factors[h]);
+        x[4 * j + 2 * h + 1] -= __fmul_rn(static_cast<float>(c.y), factors[h]);
+      }
     }
   }
   // As numbers of one digit (codec/digits.hpp): store(h, i, bytes) gets bytes 8 i to 8 i + 7 of row row_here(h), and
@@ -484,18 +495,25 @@ struct ByteUnpacker {
     for (int i = unpacker.thread; i < D; i += kThreads) centre().bytes[i] = 0;
     if (unpacker.thread == 0) centre().factor = 0.0f;
   }
-  // The mean of tokens [first, last).
+  // The mean of tokens [first, last), which have 16 bits.
   template <class Rows>
   __device__ __forceinline__ void take_mean(int head_dim, int first, int last, const Rows& rows) const {
     auto* const mean = reinterpret_cast<float*>(unpacker.shared.tile);
+    constexpr int kAtOnce = 16;
     for (int i = unpacker.thread; i < D; i += kThreads) {
       float sum = 0.0f;
       int count = 0;
-#pragma unroll 8
-      for (int token = first; token < last; ++token) {
-        const Row row = rows(token);
-        const float x = i < head_dim ? load_element(row.data, row.dtype, i) : 0.0f;
-        if (fabsf(x) < 1e18f) sum += x, ++count;  // else that key spoils itself alone
+#pragma unroll 1
+      for (int begin = first; begin < last && i < head_dim; begin += kAtOnce) {
+        std::uint16_t bits[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k)
+          bits[k] = static_cast<const std::uint16_t*>(rows(min(begin + k, last - 1)).data)[i];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          const float x = element_of(bits[k], rows(min(begin + k, last - 1)).dtype);
+          if (begin + k < last && fabsf(x) < 1e18f) sum += x, ++count;  // else that key spoils itself alone
+        }
       }
       mean[i] = count > 0 ? sum / static_cast<float>(count) : 0.0f;
     }
@@ -514,7 +532,7 @@ struct ByteUnpacker {
         });
   }
   __device__ __forceinline__ void store_centre(const ByteTarget<D>& to) const {
-    constexpr int kPieces = D / 16, kRows = byte_key_rows(D) - kPageTokens;
+    constexpr int kPieces = D / 16, kRows = kByteKeyRows - kPageTokens;
     for (int i = unpacker.thread; i < kRows * kPieces; i += kThreads) {
       *reinterpret_cast<uint4*>(to.row(kPageTokens) + 16 * i) =
           reinterpret_cast<const uint4*>(centre().bytes)[i % kPieces];
@@ -540,24 +558,28 @@ struct ByteUnpacker {
     constexpr int kPieces = D / 16;
     const std::byte* const tile = unpacker.shared.tile;
     const float* const factors = unpacker.shared.factors[0];
-    const auto refuses = [&](int token) { return has_centre && is_negative(factors[token]) && token < side.stored; };
+    const bool is_one_scale = side.layout().groups == 1;
+    const auto refuses = [&](int token) { return has_centre && is_negative(factors[token]); };
+    // Levels are multiplied as they are.
+    const auto is_exact = [&](int token) { return is_one_scale && !refuses(token); };
 #pragma unroll 2
     for (int i = unpacker.thread; i < side.stored * kPieces; i += kThreads) {
       const int token = i / kPieces, c = 2 * (i % kPieces);
-      if (refuses(token)) continue;
+      if (!is_exact(token)) continue;
       const uint4 a = *reinterpret_cast<const uint4*>(tile + place_by_token<D>(token, c));
       const uint4 b = *reinterpret_cast<const uint4*>(tile + place_by_token<D>(token, c + 1));
       *reinterpret_cast<uint4*>(to.rows + 16 * i) =
           make_uint4(bytes_of(a.x, a.y), bytes_of(a.z, a.w), bytes_of(b.x, b.y), bytes_of(b.z, b.w));
       if (c == 0) to.factors[token] = 0.5f * fabsf(factors[token]);
     }
-    if (!__any_sync(~0u, refuses(16 * warp() + unpacker.thread % 16))) return;
+    const auto is_number = [&](int token) { return token < side.stored && !is_exact(token); };
+    if (!__any_sync(~0u, is_number(16 * warp() + unpacker.thread % 16))) return;
     Numbers x;
 #pragma unroll
     for (int b = 0; b < D / 16; ++b)
       unpacker.load_columns(false, false, 16 * b, reinterpret_cast<float(&)[8]>(x[8 * b]));
-    subtract_centre(x);
-    store_keys(x, to, refuses);
+    subtract_centre(x, [&](int h) { return refuses(16 * warp() + row_here(h)); });
+    store_keys(x, to, is_number);
   }
 
   __device__ __forceinline__ void take(const SideOfPage& side, const ByteTarget<D>& to, int head_dim) const {
@@ -596,7 +618,7 @@ struct ByteUnpacker {
         return is_dense(token) ? rows(token) : Row{nullptr, Dtype::f16};
       });
       rotate(x);
-      subtract_centre(x);
+      subtract_centre(x, [](int) { return true; });
       store_keys(x, to, is_dense);
     }
     __syncthreads();  // what is shared is free
@@ -650,7 +672,7 @@ __global__ void __launch_bounds__(kThreads, D <= 64    ? 5
 template <int D>
 UnpackKernel kernel_of_unit(bool byte_keys) {
   const void* function = reinterpret_cast<const void*>(&unpack_kernel<D, false>);
-  if constexpr (D <= kMostByteKeyDim) {
+  if constexpr (has_byte_keys(D)) {
     if (byte_keys) function = reinterpret_cast<const void*>(&unpack_kernel<D, true>);
   }
   return {D, function, kThreads, static_cast<int>(sizeof(typename Unpacker<D>::Shared))};

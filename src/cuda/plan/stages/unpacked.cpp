@@ -130,7 +130,7 @@ class Unpacked final : public Stage {
   [[nodiscard]] bool has_byte_keys() const { return kernels_[0].key_rows > 0; }
   // The rows of keys that are bytes (prefill/byte_keys.hpp), for all pages of a round.
   [[nodiscard]] std::size_t key_rows() const {
-    return static_cast<std::size_t>(rule_.rows / kPageTokens * prefill::byte_key_rows(kernels_[0].head_dim));
+    return static_cast<std::size_t>(rule_.rows / kPageTokens * prefill::kByteKeyRows);
   }
 
   const std::span<const DenseKernel> kernels_;  // of both dtypes, or of keys that are bytes
