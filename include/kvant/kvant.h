@@ -465,8 +465,8 @@ typedef struct kvant_attention_options {
                       they are given, and reads only older tokens from the cache; tokens are reserved before, and a
                       layer is run before its write or after it. On a device such plans take prefill kernels. Default
                       0 */
-  int32_t products;   /* bits of the numbers that are multiplied where many rows share a page of tq formats: 8 (CPU
-                      only) or 16; 0 (default): 16, so far (kvant/attention.hpp) */
+  int32_t products;   /* bits of the numbers that are multiplied where many rows share a page of tq formats: 8 or 16; 0
+                      (default): 16, so far (kvant/attention.hpp) */
 } kvant_attention_options;
 
 /* Fills in the defaults. struct_size: sizeof(kvant_attention_options). */

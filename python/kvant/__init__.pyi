@@ -334,7 +334,7 @@ class Plan:
     fresh: True: each run is given the keys and values of the queries' own tokens and attends to these as they are;
         only older tokens are read from the cache. On a device it takes prefill kernels.
     products: bits of the numbers that are multiplied where many rows share a page of tq formats. 8 is faster and rounds
-        weights to 8 bits (CPU only); 0: 16, so far.
+        queries, and on the CPU weights, to 8 bits; devices refuse it but at head_dim 256. 0: 16, so far.
 
     A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that
     grow. Errors: InvalidArgument, Unsupported.

@@ -301,7 +301,7 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
   const double of_kernel = in_bytes ? tolerance::kByteProducts : is_prefill ? tolerance::kCudaPrefill : tolerance(base);
   if (host.spec.page_centres) lse_tolerance = std::max(lse_tolerance, tolerance::kCudaCentredLse);
   const double of_prefill_lse = std::max(lse_tolerance, tolerance::kCudaPrefillLse);
-  if (is_prefill) lse_tolerance = in_bytes ? tolerance::kByteLse : of_prefill_lse;
+  if (is_prefill) lse_tolerance = in_bytes ? tolerance::kCudaByteLse : of_prefill_lse;
   const double allowed = of_kernel + rounding_of(placement.out_dtype);
   if (auto r = close(expected.out, got->out, allowed, host.out_shape()); !r) {
     return r << "\nout, against float64 attention over the decoded vectors\n" << got->explain;

@@ -20,6 +20,8 @@ inline constexpr double kSoftcap = 2e-6;
 /// 127th of its largest element, which moves a logit of standard deviation 1 by 0.007. Measured: 1.2e-2.
 inline constexpr double kByteProducts = 2.5e-2;
 inline constexpr double kByteLse = 5e-2;
+/// On a device keys of exact pages are bytes, too. Measured, one key of 256 elements: 5.5e-2.
+inline constexpr double kCudaByteLse = 8e-2;
 
 /// The same on machines that multiply many rows by a matrix unit: weights and values are two bf16 each, products at
 /// most 3 * 2^-18 off, queries three; of a float and integer levels both sides are less exact (kCoded).

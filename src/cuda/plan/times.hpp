@@ -183,7 +183,7 @@ inline constexpr std::int64_t kDenseRows = 4000;
 // Unpacked keys: of both sides of a page, and of launches.
 inline constexpr std::int64_t kRoundsStart = 12000, kRoundStart = 9000;
 // A page takes so many hundredths of that in a round of several sequences (8 were measured; the cause is not known).
-inline constexpr std::int64_t kUnpackMany = 180;
+inline constexpr std::int64_t kUnpackMany = 250;
 constexpr std::int64_t unpack_ns(int head_dim, Format k) {
   return head_dim * (stored(k) == Stored::tq ? 22 : 14);
 }
