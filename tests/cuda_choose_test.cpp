@@ -238,6 +238,9 @@ TEST(CudaChoose, ProductsOf8BitsServeWhereTheyAreFaster) {
   EXPECT_EQ(kinds(c), "decode");
   c.kernel = "prefill_unpacked", c.queries = 16;  // whatever the time
   EXPECT_TRUE(choose_for(c).byte_keys);
+  c.kernel = "prefill_sm80";
+  EXPECT_FALSE(choose_for(c).byte_keys);
+  EXPECT_TRUE(has(choose_for(c).why, "products of 8 bits would take longer"));
   c.kernel = {};
   for (const int queries : {1, 2048}) {
     c.queries = queries;

@@ -28,7 +28,7 @@ const std::string& why_no_sm90() {
   const auto [at, is_new] = found.try_emplace(limits == nullptr ? "" : limits);
   if (is_new) {
     WorldSpec spec;
-    spec.k = spec.v = "tq4";  // of every build
+    spec.k = spec.v = "tq4";  // every build has it
     spec.sequences = {{64, 1}};
     const GpuWorld w(spec);
     AttentionOptions options = w.host.options();

@@ -213,6 +213,7 @@ Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_
   choice.ns = candidate.ns;
   if (&candidate == &unpacked) choice.rounds = rounds.rule;
   choice.byte_keys = choice.byte_keys && choice.rounds;
+  if (work.products == 8 && !choice.byte_keys) choice.why += "; these kernels multiply in 16 bits";
   choice.tiles = &candidate == &unpacked ? static_cast<int>(beside) : taken->candidate;
 
   const std::int64_t rows = offers.tiles[static_cast<std::size_t>(choice.tiles)].kernel->rows;

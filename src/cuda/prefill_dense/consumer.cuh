@@ -42,7 +42,7 @@ struct Consumer {
 
   // --- products ---
 
-  // Of bytes to x, else to s.
+  // Sums of bytes go to x, others to s.
   __device__ __forceinline__ void scores(float (&s)[kScores], std::int32_t (&x)[kIntegers]) const {
     const std::uint64_t q = ptx::operand(shared_at(group * S::kQueries), S::kKeySwizzle);
     const std::uint64_t k = ptx::operand(shared_at(S::kKeysAt + keys.stage() * S::kKeyTile), S::kKeySwizzle);

@@ -13,7 +13,7 @@ namespace kvant::cuda::prefill::dense {
 // The tensors of a run as the copy engine reads them: [kv_heads][tokens][head_dim], boxes of kKeys tokens of one head.
 struct Maps {
   CUtensorMap keys, values;
-  // Of keys that are bytes (prefill/byte_keys.hpp):
+  // Where keys are bytes (prefill/byte_keys.hpp), their factors and the queries.
   const float* factors;
   ByteQueries queries;
 };
@@ -24,7 +24,7 @@ struct DenseKernel {
   const void* function;  // takes an AttendParams, a Schedule and Maps
   int shared_bytes, threads;
   int rows, keys;    // of a tile
-  int box_tokens;    // of a box of the copy engine
+  int box_tokens;    // the copy engine's box has so many
   int blocks;        // that share a tile: a cluster of them
   int key_rows = 0;  // keys are bytes (prefill/byte_keys.hpp), so many rows of a tile, and queries have any dtype
 };

@@ -18,8 +18,8 @@ __device__ __forceinline__ bool find_unpacked(const AttendParams& p, const Sched
   const Part* const part = part_of(round, schedule.parts, &Part::tile, number);
   tile.batch = part->batch, tile.length = part->length;
   tile.rows = tile.batch.q_len * p.group;
-  // The longest of all heads first: head by head, every other round of the blocks going backwards would give some blocks
-  // the long tiles of each head (docs/lab/cuda-prefill.md).
+  // The longest of all heads come first. Head by head, rounds that go backwards would give some blocks the long tiles
+  // of each head (docs/lab/cuda-prefill.md).
   const int row_blocks = (tile.rows + S::kRows - 1) / S::kRows, at = number - part->tile;
   const int rank = at / part->heads, head = at - rank * part->heads;
   tile.kv_head = part->head + head;

@@ -33,7 +33,7 @@ inline bool takes(const Side& side, int kv_heads) {
          side.tokens < (std::int64_t{1} << 31);
 }
 
-// What a box of a side holds, and of which elements.
+// A box of a side.
 struct Box {
   int row_bytes, rows;
   CUtensorMapDataType type;

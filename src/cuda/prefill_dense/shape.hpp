@@ -43,7 +43,7 @@ struct ShapeOf {
   static constexpr int kBlocks = 1;                 // that share a tile
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kKeys = kKeysAtOnce, kBoxTokens = kKeys;
-  static constexpr int kKeyRows = kByteKeys ? kByteKeyRows : kKeys;  // of a tile
+  static constexpr int kKeyRows = kByteKeys ? kByteKeyRows : kKeys;  // a tile's
   static constexpr int kStages = 2;                                  // of keys, and of values
   // Sums are brought to the new largest score while the products with the next keys go on, not before these begin.
   static constexpr bool kShrinksLate = kLate;
@@ -54,12 +54,12 @@ struct ShapeOf {
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kSwizzle = box_row_bytes(D);
   static constexpr int kBoxes = 2 * D / kSwizzle;  // of a tile of keys or values
-  static constexpr int kTile = kKeys * D * 2;      // of values
+  static constexpr int kTile = kKeys * D * 2;      // values alone
   // Keys, and queries as well:
   static constexpr int kElementBytes = kByteKeys ? 1 : 2;
   static constexpr int kKeySwizzle = kByteKeys ? kByteBoxRow : kSwizzle;
   static constexpr int kKeyTile = kKeyRows * D * kElementBytes;
-  static constexpr int kFactors = kByteKeys ? kKeyRows * 4 : 0;  // of a tile
+  static constexpr int kFactors = kByteKeys ? kKeyRows * 4 : 0;  // a tile's
   static constexpr int kQueries = 64 * D * kElementBytes;        // of a consumer
   static constexpr int kKeysAt = kConsumers * kQueries, kValuesAt = kKeysAt + kStages * kKeyTile;
   static constexpr int kSlots = 3;  // of Work, for each consumer: its tile, the next, and the one that is looked for

@@ -26,11 +26,11 @@ __device__ __forceinline__ std::uint32_t pair_of(float a, float b, bool is_f16) 
 struct SideOfPage {
   bool is_value;
   bool is_hidden;     // no query sees the page
-  std::int64_t page;  // of the workspace
+  std::int64_t page;  // in the workspace
   int tokens, stored;
   const codec::PageLayout* page_layout;
   const std::byte* block;  // null: the cache has no such page
-  const std::byte* fresh;  // of token 0 of the page, fresh or not
+  const std::byte* fresh;  // where token 0 of the page would lie
   std::int64_t fresh_stride;
   bool fresh_is_f16;
   [[nodiscard]] __device__ const codec::SideLayout& layout() const {
@@ -342,9 +342,9 @@ struct ByteTarget {
   __device__ std::byte* row(int token) const { return rows + token * D; }
 };
 
-// Keys as bytes around their page's centre, in the basis. Levels of codes are as they are. Dense rows have a centre, the
-// page's own or their mean, and a step each. So have keys that refuse their centre, and those with several scales. A warp has sixteen rows at a
-// time, as the sums of a product lie (prefill/rows.cuh).
+// Keys as bytes around their page's centre, in the basis. Levels of codes are as they are. Dense rows have a centre,
+// the page's own or their mean, and a step each. So have keys that refuse their centre, and those with several scales.
+// A warp has sixteen rows at a time, as the sums of a product lie (prefill/rows.cuh).
 template <int D>
 struct ByteUnpacker {
   const Unpacker<D>& unpacker;
@@ -356,7 +356,7 @@ struct ByteUnpacker {
   using Numbers = float[D / 2];
   __device__ Centre& centre() const { return *reinterpret_cast<Centre*>(unpacker.shared.centre); }
   __device__ int warp() const { return unpacker.thread / 32; }
-  __device__ int row_here(int h) const { return unpacker.thread % 32 / 4 + 8 * h; }  // of the sixteen
+  __device__ int row_here(int h) const { return unpacker.thread % 32 / 4 + 8 * h; }  // one of sixteen
   __device__ int t() const { return unpacker.thread % 4; }
 
   // --- sixteen rows ---
@@ -553,7 +553,7 @@ struct ByteUnpacker {
     constexpr std::uint32_t kTwo = 0x40004000u, kOffset = 0x66006600u;  // 1536, whose last bit counts 1
     return ptx::prmt(ptx::fma_halves(a, kTwo, kOffset), ptx::fma_halves(b, kTwo, kOffset), 0x6420);
   }
-  // After a barrier, behind which the centre is there.
+  // After a barrier, so that the centre and the tile are complete.
   __device__ __forceinline__ void take_codes(const SideOfPage& side, const ByteTarget<D>& to, bool has_centre) const {
     constexpr int kPieces = D / 16;
     const std::byte* const tile = unpacker.shared.tile;
