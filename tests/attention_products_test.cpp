@@ -3,9 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 
+#include "codec/digits.hpp"
 #include "codec/rotation.hpp"
+#include "codec/tq.hpp"
 #include "core/fmt.hpp"
 #include "kvant/codec.hpp"
 #include "support/random_world.hpp"
@@ -66,6 +69,59 @@ TEST_P(Integers, OfScoresAreTheSameOnEveryInstructionSet) {
 INSTANTIATE_TEST_SUITE_P(Formats, Integers,
                          testing::Combine(testing::Values("tq2", "tq3", "tq4", "tq5", "tq6", "tq8"),
                                           testing::Values(64, 96, 128, 256, 512), testing::Bool()));
+
+// The integers themselves, printed: sums of a query's numbers times twice a key's levels. The first key is the page's
+// centre and loud, so that the others refuse the centre and nothing but the integer is in a score.
+TEST(Products, IntegersOfScores) {
+  constexpr int kDim = 64, kKeys = 60, kQueries = 40;
+  Cache cache = Cache::create({.kv_heads = 1,
+                               .head_dim = kDim,
+                               .k = "tq4",
+                               .v = "tq4",
+                               .sink_pages = 0,
+                               .tail_pages = 0,
+                               .k_centre = KeyCentre::page})
+                    .value();
+  const SequenceId id = cache.add_sequence();
+  std::vector<float> keys(kKeys * kDim), q(kQueries * kDim), out(kQueries * kDim), lse(kQueries);
+  Rng rng(5);
+  for (float& x : keys) x = rng.gaussian();
+  for (int d = 0; d < kDim; ++d) keys[static_cast<std::size_t>(d)] = 50;
+  for (float& x : q) x = rng.gaussian();
+  const auto rows = [](const std::vector<float>& x, std::int64_t n) { return TensorView::of(x.data(), n, 1, kDim); };
+  cache.append(id, 0, rows(keys, kKeys), rows(keys, kKeys)).value();
+  for (const std::string& isa : isas_here()) {
+    AttentionOptions options = of_products(8, isa);
+    options.q_heads = 1, options.q_len = kQueries;
+    options.mask.window = 1;
+    options.scale = 1.0;
+    const Plan p = plan(cache, {id}, options).value();
+    run(p, 0, rows(q, kQueries), MutableTensorView::of(out.data(), kQueries, 1, kDim), {.lse = lse.data()}).value();
+    std::string printed = fmt::format("{}:", isa);
+    for (int i = 0; i < kQueries; ++i) {
+      float query[kDim], key[kDim];
+      std::copy_n(q.begin() + i * kDim, kDim, query);
+      std::copy_n(keys.begin() + (kKeys - kQueries + i) * kDim, kDim, key);
+      codec::rotate(query, kDim);
+      codec::rotate(key, kDim);
+      std::uint8_t codes[kDim];
+      std::uint16_t scale = 0;
+      ASSERT_TRUE(codec::encode_group<Format::tq4>(key, kDim, codes, &scale));
+      float largest = 0;
+      for (const float x : query) largest = std::max(largest, std::fabs(x));
+      const codec::DigitStep step = codec::digit_step(largest, codec::most_digit(Format::tq4, kDim, false));
+      std::int64_t sum = 0;
+      for (int d = 0; d < kDim; ++d) {
+        const int level = codec::tq_level(codec::tq_spec<Format::tq4>(), codes[d]);
+        sum += codec::digit_of(query[d], step.inverse) * (2 * level - codec::max_level(Format::tq4));
+      }
+      const double unit = 0.5 * step.step * base::f16_to_f32(scale), got = lse[static_cast<std::size_t>(i)] / unit;
+      ASSERT_NEAR(got, static_cast<double>(sum), 0.02) << isa << ", query " << i;
+      if (i < 8) printed += fmt::format(" {}", std::llround(got));
+    }
+    std::puts(printed.c_str());
+  }
+}
 
 // Against float64 in the basis: numbers of two digits are half a step off at most.
 TEST(Products, ScoresOfTwoDigitsAreThoseOfTheReference) {
