@@ -240,7 +240,7 @@ TEST(CudaChoose, ProductsOf8BitsServeWhereTheyAreFaster) {
   EXPECT_TRUE(choose_for(c).byte_keys);
   c.kernel = "prefill_sm80";
   EXPECT_FALSE(choose_for(c).byte_keys);
-  EXPECT_TRUE(has(choose_for(c).why, "products of 8 bits would take longer"));
+  EXPECT_TRUE(has(choose_for(c).why, "these kernels multiply in 16 bits"));
   c.kernel = {};
   for (const int queries : {1, 2048}) {
     c.queries = queries;
