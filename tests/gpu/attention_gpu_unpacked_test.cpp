@@ -37,45 +37,25 @@ TEST_P(GpuUnpacked, Matches) {
   SKIP_WITHOUT_SM90();
   for (const auto& [ends, exact, q_dtype] :
        {std::tuple(1, Dtype::bf16, Dtype::bf16), {0, Dtype::f16, Dtype::bf16}, {2, Dtype::bf16, Dtype::f16}}) {
-    const GpuWorld w(
-        spec({{1500, 1}, {257, 3}, {200, 130}, {64, 64}, {328, 64}, {500, 300}, {70, 69}, {90, 0}}, ends, exact));
-    const Placement out_f32{.q_dtype = q_dtype};
-    EXPECT_TRUE(w.matches(unpacked(), {}, out_f32)) << ends << " exact ends";
-    EXPECT_TRUE(w.matches(unpacked({.mask = Mask::bidirectional()}), {}, out_f32));
-    EXPECT_TRUE(w.matches(unpacked({.mask = Mask::sliding(250)}), {}, out_f32));
-    AttentionOptions own = unpacked();
-    own.fresh_keys = true;
-    EXPECT_TRUE(w.matches(own, {}, out_f32));
-    const Placement apart{
-        .q_dtype = q_dtype, .out_dtype = q_dtype, .token_padding = 24, .head_padding = 8, .offset = 8};
-    EXPECT_TRUE(w.matches(unpacked(), {}, apart));
+    SCOPED_TRACE(fmt::format("{} exact ends", ends));
+    const GpuWorld w(spec(prefill_lengths(), ends, exact));
+    expect_prefill(w, unpacked(),
+                   {.q_dtype = q_dtype, .out_dtype = q_dtype, .token_padding = 24, .head_padding = 8, .offset = 8});
   }
 }
 
-// Between a window's sinks and its recent keys are pages that nobody sees, and tiles of keys that reach into these.
 TEST_P(GpuUnpacked, Windows) {
   SKIP_WITHOUT_DEVICE();
   SKIP_WITHOUT_SM90();
   const GpuWorld w(spec({{1500, 40}, {900, 300}, {400, 399}, {130, 2}}, 1, Dtype::bf16));
-  for (const auto& [window, sinks] : {std::pair(100, 70), {64, 1}, {333, 200}, {1, 0}, {700, 130}}) {
-    EXPECT_TRUE(w.matches(unpacked({.mask = Mask::sliding(window, sinks)}), {}, {.q_dtype = Dtype::bf16}))
-        << window << ", " << sinks;
-  }
+  expect_prefill_windows(w, unpacked());
 }
 
 TEST_P(GpuUnpacked, Transforms) {
   SKIP_WITHOUT_DEVICE();
   SKIP_WITHOUT_SM90();
   const GpuWorld w(spec({{450, 45}, {700, 300}}, 1, Dtype::bf16));
-  const std::vector<float> sinks(static_cast<std::size_t>(w.host.q_heads()), 0.5f);
-  AttentionOptions options = unpacked();
-  options.softcap = 30;
-  for (int h = 0; h < w.host.q_heads(); ++h) options.alibi_slopes.push_back(0.05f * static_cast<float>(h));
-  EXPECT_TRUE(w.matches(options, sinks, {.q_dtype = Dtype::bf16}));
-  options.softcap = 0;
-  options.mask = Mask::bidirectional();
-  options.scale = -0.05;
-  EXPECT_TRUE(w.matches(options, {}, {.q_dtype = Dtype::bf16}));
+  expect_prefill_transforms(w, unpacked());
 }
 
 INSTANTIATE_TEST_SUITE_P(All, GpuUnpacked,

@@ -54,6 +54,46 @@ inline void expect_masks_and_transforms(const GpuWorld& w) {
   EXPECT_TRUE(w.matches(with_mask(mask)));
 }
 
+// --- a kind of prefill kernels, which `base` names -----------------------------------------------------------------
+
+inline std::vector<Lengths> prefill_lengths() {
+  return {{1500, 1}, {257, 3}, {200, 130}, {64, 64}, {328, 64}, {500, 300}, {70, 69}, {90, 0}};
+}
+
+/// Masks and fresh keys, with queries of a dtype, and with tensors that lie as `apart` says.
+inline void expect_prefill(const GpuWorld& w, const AttentionOptions& base, const Placement& apart) {
+  const Placement out_f32{.q_dtype = apart.q_dtype};
+  EXPECT_TRUE(w.matches(base, {}, out_f32));
+  for (const Mask& mask : {Mask::bidirectional(), Mask::sliding(250)}) {
+    AttentionOptions masked = base;
+    masked.mask = mask;
+    EXPECT_TRUE(w.matches(masked, {}, out_f32));
+  }
+  AttentionOptions own = base;
+  own.fresh_keys = true;
+  EXPECT_TRUE(w.matches(own, {}, out_f32));
+  EXPECT_TRUE(w.matches(base, {}, apart));
+}
+
+/// Between a window's sinks and its recent keys are pages that nobody sees, and tiles of keys that reach into these.
+inline void expect_prefill_windows(const GpuWorld& w, AttentionOptions base) {
+  for (const auto& [window, sinks] : {std::pair(100, 70), {64, 1}, {333, 200}, {1, 0}, {700, 130}}) {
+    base.mask = Mask::sliding(window, sinks);
+    EXPECT_TRUE(w.matches(base, {}, {.q_dtype = Dtype::bf16})) << window << ", " << sinks;
+  }
+}
+
+inline void expect_prefill_transforms(const GpuWorld& w, AttentionOptions base) {
+  const std::vector<float> sinks(static_cast<std::size_t>(w.host.q_heads()), 0.5f);
+  base.softcap = 30;
+  for (int h = 0; h < w.host.q_heads(); ++h) base.alibi_slopes.push_back(0.05f * static_cast<float>(h));
+  EXPECT_TRUE(w.matches(base, sinks, {.q_dtype = Dtype::bf16}));
+  base.softcap = 0;
+  base.mask = Mask::bidirectional();
+  base.scale = -0.05;
+  EXPECT_TRUE(w.matches(base, {}, {.q_dtype = Dtype::bf16}));
+}
+
 inline std::string name_of(const Formats& f) {
   return std::string(f.k) == f.v ? f.k : fmt::format("{}_{}", f.k, f.v);
 }
