@@ -15,9 +15,11 @@
 
 KVANT_NAMESPACE_BEGIN(codec)
 
+// The largest magnitude of a number of one digit.
+inline constexpr int kMostOfOneDigit = 127;
 // The largest magnitude of a number, for sums over `group_dim` elements of format f.
 KVANT_HD constexpr int most_digit(Format f, int group_dim, bool two_digits) {
-  if (!two_digits) return 127;
+  if (!two_digits) return kMostOfOneDigit;
   const int fits = 2140000000 / (max_level(f) * group_dim);
   return fits < 32766 ? fits : 32766;
 }

@@ -49,40 +49,21 @@ TEST_P(GpuProducts, Match) {
   for (const auto& [ends, exact, q_dtype, centred] : {std::tuple(1, Dtype::bf16, Dtype::bf16, true),
                                                       {0, Dtype::f16, Dtype::f32, false},
                                                       {2, Dtype::bf16, Dtype::f16, true}}) {
-    const GpuWorld w(spec({{1500, 1}, {257, 3}, {200, 130}, {64, 64}, {328, 64}, {500, 300}, {70, 69}, {90, 0}}, ends,
-                          exact, centred));
-    const Placement out_f32{.q_dtype = q_dtype};
-    EXPECT_TRUE(w.matches(of_bytes(), {}, out_f32)) << ends << " exact ends";
-    EXPECT_TRUE(w.matches(of_bytes({.mask = Mask::bidirectional()}), {}, out_f32));
-    EXPECT_TRUE(w.matches(of_bytes({.mask = Mask::sliding(250)}), {}, out_f32));
-    AttentionOptions own = of_bytes();
-    own.fresh_keys = true;
-    EXPECT_TRUE(w.matches(own, {}, out_f32));
-    const Placement apart{
-        .q_dtype = q_dtype, .out_dtype = q_dtype, .token_padding = 23, .head_padding = 5, .offset = 3};
-    EXPECT_TRUE(w.matches(of_bytes(), {}, apart));
+    SCOPED_TRACE(fmt::format("{} exact ends", ends));
+    const GpuWorld w(spec(prefill_lengths(), ends, exact, centred));
+    expect_prefill(w, of_bytes(),
+                   {.q_dtype = q_dtype, .out_dtype = q_dtype, .token_padding = 23, .head_padding = 5, .offset = 3});
   }
 }
 
 TEST_P(GpuProducts, Windows) {
   const GpuWorld w(spec({{1500, 40}, {900, 300}, {400, 399}, {130, 2}}, 1, Dtype::bf16, true));
-  for (const auto& [window, sinks] : {std::pair(100, 70), {64, 1}, {333, 200}, {1, 0}, {700, 130}}) {
-    EXPECT_TRUE(w.matches(of_bytes({.mask = Mask::sliding(window, sinks)}), {}, {.q_dtype = Dtype::bf16}))
-        << window << ", " << sinks;
-  }
+  expect_prefill_windows(w, of_bytes());
 }
 
 TEST_P(GpuProducts, Transforms) {
   const GpuWorld w(spec({{450, 45}, {700, 300}}, 1, Dtype::bf16, true));
-  const std::vector<float> sinks(static_cast<std::size_t>(w.host.q_heads()), 0.5f);
-  AttentionOptions options = of_bytes();
-  options.softcap = 30;
-  for (int h = 0; h < w.host.q_heads(); ++h) options.alibi_slopes.push_back(0.05f * static_cast<float>(h));
-  EXPECT_TRUE(w.matches(options, sinks, {.q_dtype = Dtype::bf16}));
-  options.softcap = 0;
-  options.mask = Mask::bidirectional();
-  options.scale = -0.05;
-  EXPECT_TRUE(w.matches(options, {}, {.q_dtype = Dtype::bf16}));
+  expect_prefill_transforms(w, of_bytes());
 }
 
 // Each query sees one key, so that its lse is the scaled score: of the numbers that codec/digits.hpp says, and of the
@@ -113,7 +94,7 @@ TEST_P(GpuProducts, ScoresAreThoseOfTheNumbers) {
       codec::rotate(k.data(), head_dim);
       float largest = 0;
       for (const float x : q) largest = std::max(largest, std::fabs(x));
-      const codec::DigitStep step = codec::digit_step(largest, 127);
+      const codec::DigitStep step = codec::digit_step(largest, codec::kMostOfOneDigit);
       double score = 0, norm = 0;
       for (std::size_t d = 0; d < dim; ++d) {
         score += 1.0 * step.step * codec::digit_of(q[d], step.inverse) * k[d];

@@ -13,7 +13,7 @@ namespace kvant::cuda::prefill::dense {
 // The tensors of a run as the copy engine reads them: [kv_heads][tokens][head_dim], boxes of kKeys tokens of one head.
 struct Maps {
   CUtensorMap keys, values;
-  // Where keys are bytes (prefill/byte_keys.hpp), their factors and the queries.
+  // Both are for keys that are bytes (prefill/byte_keys.hpp).
   const float* factors;
   ByteQueries queries;
 };

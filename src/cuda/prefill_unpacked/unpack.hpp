@@ -18,7 +18,7 @@ struct UnpackTo {
   const Round* round;
   const Part* parts;
   std::byte *keys, *values;  // [rows][head_dim]
-  // Of keys that are bytes (prefill/byte_keys.hpp):
+  // The rest is for keys that are bytes (prefill/byte_keys.hpp).
   float* factors;
   ByteQueries queries;  // those of the run become bytes; no rows: they are
   int most_queries;     // tokens that there is room for

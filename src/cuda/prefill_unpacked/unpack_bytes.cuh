@@ -97,7 +97,7 @@ struct ByteUnpacker {
         finite = finite && size < __builtin_huge_valf();
       }
       const unsigned bad = __ballot_sync(~0u, !finite) >> (unpacker.thread % 32 / 4 * 4) & 15u;
-      const codec::DigitStep step = codec::digit_step(largest_of_row(largest), 127);
+      const codec::DigitStep step = codec::digit_step(largest_of_row(largest), codec::kMostOfOneDigit);
 #pragma unroll
       for (int j = 0; j < D / 8; j += 4) {
         std::uint32_t pieces[4];
