@@ -275,5 +275,36 @@ TEST(Products, AreExplained) {
   EXPECT_NE(world.attend(of_products(16)).explain.find("products   16 bits: forced"), std::string::npos);
 }
 
+// Plans choose 8 bits where these add little to what the formats cost anyway, and where bytes are multiplied faster.
+TEST(Products, AreChosenWhereTheyAddLittle) {
+  const struct {
+    const char *k, *v;
+    int bits;
+    const char* why;
+  } kCases[] = {{"tq4", "tq4", 8, "chosen, since this adds up to 17 % to the formats' own loss"},
+                {"tq6", "tq4", 8, "chosen, since this adds up to 7 % to the formats' own loss"},
+                {"tq8", "tq8", 16, "chosen, since 8 are not known to add little to these formats' own loss"},
+                {"bf16", "bf16", 16, "chosen, since only tq formats are multiplied in 8"},
+                {"tq4", "bf16", 16, "chosen, since only tq formats are multiplied in 8"}};
+  for (const auto& [k, v, bits, why] : kCases) {
+    const World world(spec_of(k, v, {{300, 40}}));
+    for (const std::string& isa : isas_here()) {
+      SCOPED_TRACE(fmt::format("{}/{}, {}", k, v, isa));
+      const bool has_bytes = isa != "scalar" && isa != "neon";
+      const int expected = has_bytes ? bits : 16;
+      AttentionOptions options = world.options(of_products(expected, isa));
+      const auto outputs = [&] { return try_attend(world.cache, world.ids, options, world.queries(), {}).value(); };
+      const std::vector<float> forced = outputs().out;
+      options.products = 0;
+      const Attended chosen = outputs();
+      EXPECT_EQ(chosen.out, forced);
+      EXPECT_EQ(plan(world.cache, world.ids, options).value().products(), expected);
+      const std::string line = fmt::format("products   {} bits: {}", expected,
+                                           has_bytes ? why : "chosen, since 8 are not faster on this instruction set");
+      EXPECT_NE(chosen.explain.find(line), std::string::npos) << chosen.explain;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kvant::test

@@ -49,6 +49,7 @@ class FakePlan final : public core::DevicePlan {
  public:
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return 640; }
   [[nodiscard]] const char* kernel() const noexcept override { return "decode"; }
+  [[nodiscard]] int products() const noexcept override { return 16; }
   [[nodiscard]] int splits() const noexcept override { return 7; }
   [[nodiscard]] std::string explain() const override { return "kernel     remembers"; }
   Status run(int layer, const TensorView&, const MutableTensorView&, const core::FreshRows&,

@@ -154,6 +154,7 @@ class Engine {
     PagesPlanOptions o;
     o.attention.q_heads = kHeads * kGroup;
     o.attention.threads = 1;
+    o.attention.products = 16;
     o.max_batch = EngineSession::kMostSequences;
     o.max_blocks = EngineSession::kMostPages;
     o.max_query_len = EngineSession::kMostQueries;

@@ -297,6 +297,7 @@ class FakePlan final : public core::DeviceBlockPlan {
   Result<bool> take_errors(Stream) override { return true; }
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return 640; }
   [[nodiscard]] const char* kernel() const noexcept override { return "decode"; }
+  [[nodiscard]] int products() const noexcept override { return 16; }
   [[nodiscard]] std::string explain() const override { return "kernel     remembers\n"; }
 };
 

@@ -74,6 +74,7 @@ struct Borrowed {
   Attended attend(const World& world, AttentionOptions options = {}, const std::vector<float>& sink_logits = {}) {
     options.q_heads = world.q_heads();
     options.q_lens.clear();
+    if (options.products == 0) options.products = 16;
     PagesPlanOptions o;
     o.attention = options;
     o.max_batch = static_cast<int>(world.ids.size());

@@ -466,7 +466,7 @@ typedef struct kvant_attention_options {
                       layer is run before its write or after it. On a device such plans take prefill kernels. Default
                       0 */
   int32_t products;   /* bits of the numbers that are multiplied where many rows share a page of tq formats: 8 or 16; 0
-                      (default): 16, so far (kvant/attention.hpp) */
+                      (default): what adds little to the formats' own loss (kvant/attention.hpp) */
 } kvant_attention_options;
 
 /* Fills in the defaults. struct_size: sizeof(kvant_attention_options). */
@@ -493,6 +493,7 @@ typedef struct kvant_plan_facts {
   int32_t splits;     /* the most splits any row has */
   const char* isa;    /* a constant; "cuda" on a device, with threads 0 */
   const char* kernel; /* a constant; on a device "decode", "decode_sm90", "prefill" or "generic"; "" elsewhere */
+  int32_t products;   /* what kvant_attention_options.products became: 16 or 8; few rows: 16 */
 } kvant_plan_facts;
 KVANT_C_API kvant_status kvant_plan_describe(const kvant_plan* plan, kvant_plan_facts* facts);
 
@@ -682,6 +683,7 @@ typedef struct kvant_pages_plan_facts {
   const char* isa;        /* a constant; "cuda" on a device, with threads 0 */
   const char* kernel;     /* a constant; on a device "decode", "decode_sm90", "prefill" or "generic"; "" elsewhere */
   int32_t threads;
+  int32_t products; /* as in kvant_plan_facts */
 } kvant_pages_plan_facts;
 KVANT_C_API kvant_status kvant_pages_plan_describe(const kvant_pages_plan* plan, kvant_pages_plan_facts* facts);
 

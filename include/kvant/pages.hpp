@@ -126,6 +126,7 @@ class KVANT_API PagesPlan {
   [[nodiscard]] std::size_t workspace_bytes() const noexcept;
   [[nodiscard]] const char* isa() const noexcept;     ///< "cuda" on a device
   [[nodiscard]] const char* kernel() const noexcept;  ///< on a device as Plan::kernel(); else empty
+  [[nodiscard]] int products() const noexcept;        ///< as Plan::products()
   [[nodiscard]] int threads() const noexcept;         ///< 0 on a device
 
   explicit PagesPlan(std::unique_ptr<PagesPlanImpl> impl);

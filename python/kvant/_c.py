@@ -222,6 +222,7 @@ class PlanFacts(Structure):
         ("splits", c_int32),
         ("isa", c_char_p),
         ("kernel", c_char_p),
+        ("products", c_int32),
     ]
 
 
@@ -300,6 +301,7 @@ class PagesPlanFacts(Structure):
         ("isa", c_char_p),
         ("kernel", c_char_p),
         ("threads", c_int32),
+        ("products", c_int32),
     ]
 
 

@@ -287,6 +287,7 @@ class PageFacts:
     isa: str
     kernel: str
     threads: int
+    products: int
 
 
 class PagesPlan(_arguments.NotCopied):
@@ -371,7 +372,8 @@ class PagesPlan(_arguments.NotCopied):
         f = _c.PagesPlanFacts()
         f.struct_size = sizeof(f)
         _c.check(_c.pages_plan_describe(handle, byref(f)))
-        self.facts = PageFacts(f.workspace_bytes, (f.isa or b"").decode(), (f.kernel or b"").decode(), f.threads)
+        names = [(name or b"").decode() for name in (f.isa, f.kernel)]
+        self.facts = PageFacts(f.workspace_bytes, *names, f.threads, f.products)
         self._held.memory = self._take_workspace(workspace)
 
     @property

@@ -105,6 +105,7 @@ class PlanFacts:
     splits: int
     isa: str
     kernel: str
+    products: int
 
 
 def comparable(options: dict[str, Any], q_heads: int) -> tuple[dict[str, Any], tuple]:
@@ -145,7 +146,8 @@ class Plan(_arguments.NotCopied):
     fresh: True: each run is given the keys and values of the queries' own tokens and attends to these as they are;
         only older tokens are read from the cache. On a device it takes prefill kernels.
     products: bits of the numbers that are multiplied where many rows share a page of tq formats. 8 is faster and rounds
-        queries, and on the CPU weights, to 8 bits; devices refuse it but at head_dim 256. 0: 16, so far.
+        queries, and on the CPU weights, to 8 bits; devices refuse it but at head_dim 256. 0: 8 on the CPU for pairs
+        to whose own loss that adds at most a fifth, else 16; facts.products and explain() say which.
 
     A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that
     grow. Errors: InvalidArgument, Unsupported.
@@ -220,6 +222,7 @@ class Plan(_arguments.NotCopied):
             f.splits,
             (f.isa or b"").decode(),
             (f.kernel or b"").decode(),
+            f.products,
         )
 
     @property

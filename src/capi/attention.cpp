@@ -143,8 +143,9 @@ kvant_status kvant_plan_describe(const kvant_plan* plan, kvant_plan_facts* facts
   return guarded([&]() -> kvant::Status {
     if (plan == nullptr) return null_argument("plan");
     const kvant::Plan& p = plan->plan;
-    const kvant_plan_facts now{sizeof now,  p.workspace_bytes(), p.total_queries(), p.kv_bytes(),
-                               p.threads(), p.splits(),          p.isa(),           p.kernel()};
+    const kvant_plan_facts now{sizeof now,   p.workspace_bytes(), p.total_queries(),
+                               p.kv_bytes(), p.threads(),         p.splits(),
+                               p.isa(),      p.kernel(),          p.products()};
     return write_struct("facts", facts, now);
   });
 }

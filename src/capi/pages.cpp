@@ -230,7 +230,7 @@ kvant_status kvant_pages_plan_describe(const kvant_pages_plan* plan, kvant_pages
   return guarded([&]() -> kvant::Status {
     if (plan == nullptr) return null_argument("plan");
     const kvant::PagesPlan& p = plan->plan;
-    const kvant_pages_plan_facts now{sizeof now, p.workspace_bytes(), p.isa(), p.kernel(), p.threads()};
+    const kvant_pages_plan_facts now{sizeof now, p.workspace_bytes(), p.isa(), p.kernel(), p.threads(), p.products()};
     return write_struct("facts", facts, now);
   });
 }

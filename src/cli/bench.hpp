@@ -73,6 +73,7 @@ struct BenchRow {
   BenchCase bench_case;
   std::string refusal;  ///< not empty: no speed, and why
   std::string kernel;   ///< on a device: the kernels that the plan took, as AttentionOptions::kernel names them
+  int products = 0;     ///< bits, as the plan chose; append: 0
   double rel_l2 = 0;    ///< the kernel's error over the decoded vectors; append: that of the codec
   double median_ns = 0;
   double spread = 0;  ///< (p90 - p10) / median

@@ -188,6 +188,7 @@ Status measure_decode(DeviceTools& tools, BenchRow& row) {
     if (Status s = tools.bench.download(q_host.data(), *q, values * 2); !s.ok()) return s;
     const Result<double> error = check_attention(*filled, c, widened(q_host), got, {own_keys, own_values}, 1);
     row.kernel = kernel_of(*plan);
+    row.products = plan->products();
     if (error.ok()) judge(row, *error);
     return error.status();
   };

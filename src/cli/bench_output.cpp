@@ -22,8 +22,9 @@ bool is_device(const BenchCase& c) {
 Table bench_table(const BenchResult& result) {
   const bool has_scores = std::any_of(result.rows.begin(), result.rows.end(),
                                       [](const BenchRow& row) { return row.bench_case.scores != BenchScores{}; });
-  const bool has_products = std::any_of(result.rows.begin(), result.rows.end(),
-                                        [](const BenchRow& row) { return row.bench_case.products != 0; });
+  const bool has_products = std::any_of(result.rows.begin(), result.rows.end(), [](const BenchRow& row) {
+    return row.bench_case.products != 0 || row.products == 8;
+  });
   const bool on_device = !result.device.empty();
   std::vector<Table::Column> columns = {{"op", true},
                                         {"K/V", true},
@@ -74,7 +75,7 @@ Table bench_table(const BenchResult& result) {
     }
     cells.push_back(fmt::format("{:.1e}", row.rel_l2));
     if (on_device) cells.push_back(row.kernel.empty() ? "-" : row.kernel);
-    if (has_products) cells.push_back(c.products == 0 ? "automatic" : fmt::format("{} bits", c.products));
+    if (has_products) cells.push_back(fmt::format("{} bits{}", row.products, c.products == 0 ? " (chosen)" : ""));
     if (has_scores) cells.push_back(c.scores.text());
     table.add(std::move(cells));
   }
@@ -175,7 +176,7 @@ Json bench_rows(const BenchResult& result) {
                     {"fresh", c.scores.fresh},
                     {"between_mib", c.between_mib},
                     {"kernel", row.kernel.empty() ? Json(nullptr) : Json(row.kernel)},
-                    {"products", c.products == 0 ? Json(nullptr) : Json(c.products)},
+                    {"products", row.products == 0 ? Json(nullptr) : Json(row.products)},
                     {"median_ns", number_or_null(has_speed, row.median_ns)},
                     {"spread", number_or_null(has_speed, row.spread)},
                     {"ns_per_value", number_or_null(has_speed, row.ns_per_value)},

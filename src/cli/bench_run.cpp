@@ -96,6 +96,7 @@ Status prepare_attention(Runner& runner) {
   runner.mask = mask_bytes(c);
   if (const Status status = runner.make_plan(); !status.ok()) return status;
   row.bytes = static_cast<double>(runner.plan->kv_bytes());
+  row.products = runner.plan->products();
   runner.q = loud_vectors(c.batch * c.q_len, c.q_heads, c.head_dim, 1, 3);
   runner.out.resize(runner.q.size());
   if (c.op == BenchOp::step || c.scores.fresh) {
@@ -282,11 +283,10 @@ void judge(BenchRow& row, double rel_l2) {
   const bool is_append = row.bench_case.op == BenchOp::append;
   const FormatPair& formats = row.bench_case.formats;
   const bool rounds_weights = row.kernel.starts_with(core::kPrefillKernels) || row.kernel == core::kDecodeSm90;
-  const bool has_bytes = row.bench_case.products == 8;
-  const double allowed = is_append        ? append_tolerance(formats)
-                         : has_bytes      ? kByteTolerance
-                         : rounds_weights ? kPrefillTolerance
-                                          : attention_tolerance(formats);
+  const double allowed = is_append           ? append_tolerance(formats)
+                         : row.products == 8 ? kByteTolerance
+                         : rounds_weights    ? kPrefillTolerance
+                                             : attention_tolerance(formats);
   row.rel_l2 = rel_l2;
   if (rel_l2 <= allowed) return;
   row.refusal =

@@ -100,6 +100,7 @@ constinit const core::Kernels kAmxKernels = {
     .product_name = product_name,
     .tile_products = kMatrixProducts,
     .has_matrix = true,
+    .multiplies_bytes = true,
     .permit = amx_permit,
 };
 

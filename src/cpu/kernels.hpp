@@ -35,6 +35,7 @@ constexpr core::Kernels kernels_of(const char* name, const char* detail, bool (*
       .product_name = product_name<S>,
       .tile_products = has_matrix<S>() ? kMatrixProducts : "pages become f32, f32 products",
       .has_matrix = has_matrix<S>(),
+      .multiplies_bytes = multiplies_bytes<S>(Format::tq4),
   };
 }
 

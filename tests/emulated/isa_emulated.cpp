@@ -275,6 +275,7 @@ constinit const core::Kernels kEmulatedKernels = {
     .product_name = [](Format f) { return rest().product_name(f); },
     .tile_products = kMatrixProducts,
     .has_matrix = true,
+    .multiplies_bytes = true,
     .permit = emulated_permit,
 };
 

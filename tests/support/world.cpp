@@ -176,7 +176,9 @@ std::int64_t World::total_queries() const {
   return n;
 }
 
+// Products of 16 bits unless a case asks for 8: the choice between them has tests of its own.
 AttentionOptions World::options(AttentionOptions base) const {
+  if (base.products == 0) base.products = 16;
   base.q_heads = q_heads();
   base.q_lens.clear();
   for (const Lengths& lengths : spec.sequences) base.q_lens.push_back(static_cast<int>(lengths.q_len));

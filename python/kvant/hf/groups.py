@@ -75,6 +75,7 @@ class Group:
         self._step_plans: dict[Any, tuple[c_void_p, Any]] = {}  # with a mask tensor or ragged rows: for this step only
         self._planned_length = 0
         self._options: dict[Any, _c.AttentionOptions] = {}
+        self.products = 0  # bits, as plans of many queries chose; 0: there was none
         self.own_refused: str | None = None  # why attention does not take a step's keys and values as they are
         self._structs: tuple[dict, dict, dict, dict] = ({}, {}, {}, {})  # of keys, values, queries, outputs
         self._run = _c.RunOptions()
@@ -401,6 +402,8 @@ class Group:
         if self.on_device:
             self._planned_length = self.length
             self._make_workspace(handle)
+        if counts is not None or key[0] > 1:
+            self.products = _c.plan_facts(handle).products
         return handle, keep
 
     def _make_workspace(self, plan: c_void_p) -> None:

@@ -29,7 +29,7 @@ class Row:
     prompts: str = ""  # what computes the attention of prompts, and over what
     exact_tokens: int = 0  # that a query of the next step sees, over all rows of the batch: read as given
     encoded_tokens: int = 0  # and read from codes
-    products: int = 0  # bits of what is multiplied for many queries, as asked for; 0: plans choose
+    products: int = 0  # bits of what is multiplied for many queries, where they were asked for or are not 16; else 0
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,11 @@ def report_of_another(kind: str, layers: int) -> Report:
     return Report(rows, 0, 0, f"the last tokens went to a {kind}: kvant stored none of them")
 
 
+def _products(cache: Any, group: Any) -> int:
+    chosen = group.products if group is not None else 0
+    return chosen if chosen == 8 else cache.settings.products
+
+
 def make_report(cache: Any) -> Report:
     """The report of a KvantCache."""
     rows = []
@@ -180,7 +185,7 @@ def make_report(cache: Any) -> Report:
                 _prompts(cache, layer.group) if stored else "",
                 exact,
                 encoded,
-                cache.settings.products if stored else 0,
+                _products(cache, layer.group) if stored else 0,
             )
         )
     return Report(tuple(rows), batch, tokens)

@@ -176,8 +176,6 @@ class Layer(NamedTuple):
         return self._plans(pages, capacity)
 
     def _plans(self, pages, capacity: Capacity) -> Plans:
-        if self.products:
-            _say_once(f"products of {self.products} bits for many queries over {self.pair} pages")
         extend = {n: [self.extend_plan(pages, capacity, n)] for n in capacity.extends()}
         decodes = capacity.decodes() if self.keys != "own" else []
         decode = {n: self._plan(pages, capacity, n, capacity.decode_queries) for n in decodes}
@@ -197,6 +195,9 @@ class Layer(NamedTuple):
             stored = self._plan(pages, capacity, *limits)
         if pages.device[0] != "cpu" and self.keys != "own":
             few = self._few_plan(pages, capacity, *limits)
+        bits = (fresh or stored).facts.products
+        if self.products or bits != 16:
+            _say_once(f"products of {bits} bits for many queries over {self.pair} pages")
         return Extend(stored, fresh, few)
 
     def _few_plan(self, pages, capacity: Capacity, requests: int, queries: int) -> Few | None:

@@ -32,6 +32,7 @@ class DeviceBlockPlan {
   virtual Result<bool> take_errors(Stream stream) = 0;  // waits
   [[nodiscard]] virtual std::size_t workspace_bytes() const noexcept = 0;
   [[nodiscard]] virtual const char* kernel() const noexcept = 0;
+  [[nodiscard]] virtual int products() const noexcept = 0;
   [[nodiscard]] virtual std::string explain() const = 0;
 };
 

@@ -61,6 +61,7 @@ class DevicePagesPlan final : public PagesPlanImpl {
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return plan_->workspace_bytes(); }
   [[nodiscard]] const char* isa() const noexcept override { return backend_; }
   [[nodiscard]] const char* kernel() const noexcept override { return plan_->kernel(); }
+  [[nodiscard]] int products() const noexcept override { return plan_->products(); }
   [[nodiscard]] int threads() const noexcept override { return 0; }
   [[nodiscard]] bool is_on_host() const noexcept override { return false; }
 

@@ -111,6 +111,7 @@ class PagesPlanImpl {
   [[nodiscard]] virtual std::size_t workspace_bytes() const noexcept = 0;
   [[nodiscard]] virtual const char* isa() const noexcept = 0;
   [[nodiscard]] virtual const char* kernel() const noexcept = 0;
+  [[nodiscard]] virtual int products() const noexcept = 0;
   [[nodiscard]] virtual int threads() const noexcept = 0;
   [[nodiscard]] virtual bool is_on_host() const noexcept = 0;
 

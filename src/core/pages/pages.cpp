@@ -410,6 +410,9 @@ const char* PagesPlan::isa() const noexcept {
 const char* PagesPlan::kernel() const noexcept {
   return impl_->kernel();
 }
+int PagesPlan::products() const noexcept {
+  return impl_->products();
+}
 int PagesPlan::threads() const noexcept {
   return impl_->threads();
 }

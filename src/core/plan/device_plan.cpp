@@ -17,6 +17,7 @@ class DeviceWork final : public PlanWork {
 
   [[nodiscard]] const char* isa() const noexcept override { return backend_; }
   [[nodiscard]] const char* kernel() const noexcept override { return device_->kernel(); }
+  [[nodiscard]] int products() const noexcept override { return device_->products(); }
   [[nodiscard]] int threads() const noexcept override { return 0; }
   [[nodiscard]] int splits() const noexcept override { return device_->splits(); }
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return device_->workspace_bytes(); }

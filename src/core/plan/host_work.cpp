@@ -36,7 +36,8 @@ Status HostWork::choose_kernels() {
   const Result<const Kernels*> chosen = kvant::choose_kernels(options);
   if (!chosen.ok()) return chosen.status();
   kernels = *chosen;
-  const Result<Products> how = choose_products(options.products, spec.k, spec.v, spec.is_centred());
+  const Result<Products> how =
+      choose_products(options.products, spec.k, spec.v, spec.is_centred(), kernels->multiplies_bytes);
   if (!how.ok()) return how.status();
   products = *how;
   return {};
@@ -206,7 +207,7 @@ std::string HostWork::explain_backend() const {
     fmt::format_to(out, "path       tiles (more than {} {}): {} rows at once, {}{}\n", kVectorRows, rows_rule,
                    row_block(spec.stored_dim(), path_of_many_rows(*kernels)),
                    products.bits == 8 ? "exact and fresh " : "", kernels->tile_products);
-    s += products_line(products, options.products);
+    s += products_line(products);
   }
   return s;
 }

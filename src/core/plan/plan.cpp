@@ -97,7 +97,9 @@ std::int64_t Plan::kv_bytes() const {
 const char* Plan::kernel() const {
   return impl_->work->kernel();
 }
-
+int Plan::products() const {
+  return impl_->work->products();
+}
 const char* Plan::isa() const {
   return impl_->work->isa();
 }

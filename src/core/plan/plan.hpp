@@ -20,6 +20,7 @@ class PlanWork {
   virtual ~PlanWork() = default;
   [[nodiscard]] virtual const char* isa() const noexcept = 0;
   [[nodiscard]] virtual const char* kernel() const noexcept = 0;  // empty: there is but one kind
+  [[nodiscard]] virtual int products() const noexcept = 0;        // bits: Plan::products()
   [[nodiscard]] virtual int threads() const noexcept = 0;         // 0 on a device
   [[nodiscard]] virtual int splits() const noexcept = 0;          // the most of any row block
   [[nodiscard]] virtual std::size_t workspace_bytes() const noexcept = 0;

@@ -5,24 +5,49 @@
 #include "kvant/codec.hpp"
 
 namespace kvant::core {
+namespace {
+
+// Pairs that are multiplied in 8 bits unless something else is asked for, which adds at most a fifth to the KL
+// divergence that the formats themselves cost real models (docs/lab/cpu.md).
+struct Added {
+  Format k, v;
+  const char* share;  // of the formats' own loss
+};
+constexpr Added kAdded[] = {
+    {Format::tq4, Format::tq4, "up to 17 %"},
+    {Format::tq6, Format::tq4, "up to 7 %"},
+};
+
+}  // namespace
 
 // A query of one digit is off by 2^-8 of its largest element. Without centres keys may be large and alike, and all of a
 // row's scores would be off by the same, beside those of exact pages. Keys of 8 bits are closer than one digit.
-Result<Products> choose_products(int asked, Format k, Format v, bool centred) {
-  if (asked != 8) return Products{};
-  if (!codec::is_tq(k) || !codec::is_tq(v)) {
+Result<Products> choose_products(int asked, Format k, Format v, bool centred, bool is_faster) {
+  if (asked == 8 && (!codec::is_tq(k) || !codec::is_tq(v))) {
     return {Code::unsupported,
             fmt::format("products is 8, but the cache stores {}/{}: only integer levels (tq formats for keys and "
                         "values) are multiplied in 8 bits; leave it 0",
                         format_info(k).name, format_info(v).name)};
   }
-  return Products{.bits = 8, .two_digits = !centred || codec::format_bits(k) == 8};
+  Products eight{.bits = 8, .two_digits = !centred || codec::format_bits(k) == 8, .why = "forced"};
+  if (asked == 8) return eight;
+  if (asked == 16) return Products{.why = "forced"};
+  if (!is_faster) return Products{.why = "chosen, since 8 are not faster on this instruction set"};
+  for (const Added& pair : kAdded) {
+    if (pair.k != k || pair.v != v) continue;
+    eight.why =
+        fmt::format("chosen, since this adds {} to the formats' own loss (KL divergence, three models)", pair.share);
+    return eight;
+  }
+  return Products{.why = codec::is_tq(k) && codec::is_tq(v)
+                             ? "chosen, since 8 are not known to add little to these formats' own loss"
+                             : "chosen, since only tq formats are multiplied in 8"};
 }
 
-std::string products_line(const Products& products, int asked) {
-  const char* why = asked == 0 ? "chosen" : "forced";
-  if (products.bits != 8) return fmt::format("products   16 bits: {}\n", why);
-  return fmt::format("products   8 bits: {}; queries as {}, weights as 8 bits of the largest of 64 keys\n", why,
+std::string products_line(const Products& products) {
+  if (products.bits != 8) return fmt::format("products   16 bits: {}\n", products.why);
+  return fmt::format("products   8 bits: {}; queries as {}, weights as 8 bits of the largest of 64 keys\n",
+                     products.why,
                      products.two_digits ? "two digits (15 bits and sign)" : "one digit (7 bits and sign)");
 }
 

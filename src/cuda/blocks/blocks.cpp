@@ -246,6 +246,7 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
   }
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return plan_.workspace_bytes(); }
   [[nodiscard]] const char* kernel() const noexcept override { return plan_.kernel(); }
+  [[nodiscard]] int products() const noexcept override { return plan_.products(); }
   [[nodiscard]] std::string explain() const override {
     std::string s = plan_.explain();
     if (options_.check_ids) s += "ids        looked at by a launch more in each run\n";

@@ -92,6 +92,7 @@ Status AttentionPlan::make_stages(const core::DevicePlanConfig& config, const Wo
   if (Status s = add_stage(choice->tiles >= 0 ? make_tiles(planning) : make_attend(planning)); !s.ok()) return s;
   if (considers_prefill(work) && times::are_scaled(pages_.limits())) estimates_ = times::scaled_text(pages_.limits());
   kernel_ = choice->kernel(compiled->offers);
+  products_ = choice->byte_keys ? 8 : 16;
   splits_ = planning.splits;
   return {};
 }

@@ -32,6 +32,7 @@ class AttentionPlan final : public core::DevicePlan {
 
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return workspace_bytes_; }
   [[nodiscard]] const char* kernel() const noexcept override { return kernel_; }
+  [[nodiscard]] int products() const noexcept override { return products_; }
   [[nodiscard]] int splits() const noexcept override { return splits_; }
   [[nodiscard]] std::string explain() const override;
   Status run(int layer, const TensorView& q, const MutableTensorView& out, const core::FreshRows& fresh,
@@ -56,7 +57,7 @@ class AttentionPlan final : public core::DevicePlan {
   std::vector<Placed> stages_;  // in the order of launches
   std::string estimates_;       // how times were scaled to this device; empty: they were not, or none were compared
   const char* kernel_ = core::kDecodeKernels;
-  int splits_ = 1;
+  int products_ = 16, splits_ = 1;
   std::size_t workspace_bytes_ = 0;
   void* memory_ = nullptr;  // batch entries, slopes, places in the mask
 };
