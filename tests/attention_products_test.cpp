@@ -281,8 +281,8 @@ TEST(Products, AreChosenWhereTheyAddLittle) {
     const char *k, *v;
     int bits;
     const char* why;
-  } kCases[] = {{"tq4", "tq4", 8, "chosen, since this adds up to 17 % to the formats' own loss"},
-                {"tq6", "tq4", 8, "chosen, since this adds up to 7 % to the formats' own loss"},
+  } kCases[] = {{"tq4", "tq4", 8, "chosen, since this adds at most 17 % to the formats' own loss"},
+                {"tq6", "tq4", 8, "chosen, since this adds at most 7 % to the formats' own loss"},
                 {"tq8", "tq8", 16, "chosen, since 8 are not known to add little to these formats' own loss"},
                 {"bf16", "bf16", 16, "chosen, since only tq formats are multiplied in 8"},
                 {"tq4", "bf16", 16, "chosen, since only tq formats are multiplied in 8"}};

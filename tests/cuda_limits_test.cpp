@@ -89,6 +89,19 @@ TEST(CudaLimits, TextsNameTheNumbers) {
     EXPECT_TRUE(says(text, part));
 }
 
+// Code of compute_80 on a newer device has neither waits for the launch before nor clusters.
+TEST(CudaLimits, CodeMayBeOlderThanTheDevice) {
+  DeviceLimits limits = card("h100");
+  EXPECT_TRUE(limits.overlaps() && limits.has_clusters());
+  limits.architecture = 80;
+  EXPECT_FALSE(limits.overlaps() || limits.has_clusters());
+  const DeviceLimits newer = lowered(limits, "rtx5090").value();
+  EXPECT_EQ(newer.capability, 120);
+  EXPECT_FALSE(newer.overlaps() || newer.has_clusters());
+  limits.architecture = 90, limits.capability = 86;
+  EXPECT_FALSE(limits.overlaps() || limits.has_clusters());
+}
+
 TEST(CudaLimits, BlocksAreWhatFindsRoom) {
   const DeviceLimits& limits = card("rtx3090");
   EXPECT_EQ(blocks_within(limits, 128, 101376), 1);

@@ -43,7 +43,7 @@ std::string unavailable() {
       continue;
     }
     const int capability = limits->capability;
-    if (code_for(KVANT_CUDA_ARCHITECTURES, capability) != CodeFor::none) return {};
+    if (code_for(KVANT_CUDA_ARCHITECTURES, capability).kind != CodeFor::none) return {};
     refused = capability < 80 ? fmt::format("device {} has compute capability {}: 8.0 or newer is needed", device,
                                             capability_text(capability))
                               : fmt::format(
@@ -69,7 +69,7 @@ std::string detail() {
     }
     text += fmt::format("; cuda:{} {} ({}, {} GiB)", device, properties.name, capability_text(limits->capability),
                         properties.totalGlobalMem >> 30);
-    if (code_for(KVANT_CUDA_ARCHITECTURES, limits->capability) == CodeFor::compiled)
+    if (code_for(KVANT_CUDA_ARCHITECTURES, limits->capability).kind == CodeFor::compiled)
       text += ", whose driver compiles each kernel when it is first used";
     if (limits->is_lowered) text += ", " + lowered_text(*limits);
   }

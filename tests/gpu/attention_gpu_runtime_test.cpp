@@ -8,6 +8,7 @@
 
 #include "core/device.hpp"
 #include "core/fmt.hpp"
+#include "cuda/runtime/runtime.hpp"
 #include "gpu/gpu_formats.hpp"
 #include "support/masks.hpp"
 
@@ -306,6 +307,7 @@ TEST(GpuGraph, LengthsGrow) {
   decode_by_graph("tq4", "tq4", 512, 200, 10);
   for (const char* format : {"tq4", "bf16"}) decode_by_graph(format, format, 64, 200, 10, core::kPrefillSm80);
   // One sequence outgrows the workspace, and is left to other kernels.
+  if (cuda::find_limits(0).value().instructions() != 90) return;
   for (const char* format : {"tq4", "bf16"}) decode_by_graph(format, format, 64, 200, 10, core::kPrefillUnpacked);
 }
 

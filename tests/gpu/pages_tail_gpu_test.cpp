@@ -32,6 +32,7 @@ TEST_P(PagesTailEngine, TenThousandSteps) {
   Twins twins(g, EngineSession::kBlocks);
   twins.pool.view.layer = twins.device_pool.layer = g.layers - 1;
   PagesPlanOptions o;
+  o.attention.products = 16;
   o.attention.q_heads = heads;
   o.max_batch = EngineSession::kMostSequences;
   o.max_blocks = EngineSession::kMostPages;
@@ -161,6 +162,7 @@ TEST_P(PagesTailGpu, ManySequences) {
   const Geometry g{"tq4", "tq4", 64, 1, GetParam(), kBatch, 1, KeyCentre::page};
   Twins twins(g, 3 * kBatch + 5);
   PagesPlanOptions o;
+  o.attention.products = 16;
   o.attention.q_heads = 2;
   o.max_batch = kBatch;
   o.max_blocks = 3;

@@ -7,16 +7,17 @@
 namespace kvant::core {
 namespace {
 
-// Pairs that are multiplied in 8 bits unless something else is asked for, which adds at most a fifth to the KL
-// divergence that the formats themselves cost real models (docs/lab/cpu.md).
+// Pairs that are multiplied in 8 bits unless something else is asked for. In real models this adds at most a fifth to the
+// KL divergence that the formats themselves cost (docs/lab/cpu.md). `share`: of that loss, the most that was measured.
 struct Added {
   Format k, v;
-  const char* share;  // of the formats' own loss
+  int share;  // percent
 };
-constexpr Added kAdded[] = {
-    {Format::tq4, Format::tq4, "up to 17 %"},
-    {Format::tq6, Format::tq4, "up to 7 %"},
-};
+constexpr Added kAdded[] = {{Format::tq2, Format::tq2, 1},  {Format::tq3, Format::tq3, 2},
+                            {Format::tq4, Format::tq3, 8},  {Format::tq4, Format::tq4, 17},
+                            {Format::tq5, Format::tq4, 10}, {Format::tq5, Format::tq5, 1},
+                            {Format::tq6, Format::tq4, 7},  {Format::tq6, Format::tq6, 18},
+                            {Format::tq8, Format::tq4, 4},  {Format::tq8, Format::tq6, 13}};
 
 }  // namespace
 
@@ -35,8 +36,7 @@ Result<Products> choose_products(int asked, Format k, Format v, bool centred, bo
   if (!is_faster) return Products{.why = "chosen, since 8 are not faster on this instruction set"};
   for (const Added& pair : kAdded) {
     if (pair.k != k || pair.v != v) continue;
-    eight.why =
-        fmt::format("chosen, since this adds {} to the formats' own loss (KL divergence, three models)", pair.share);
+    eight.why = fmt::format("chosen, since this adds at most {} % to the formats' own loss of real models", pair.share);
     return eight;
   }
   return Products{.why = codec::is_tq(k) && codec::is_tq(v)

@@ -46,7 +46,7 @@ const char* code_text(CodeFor code) {
 std::vector<core::DeviceClass> device_classes(std::string_view architectures) {
   std::vector<core::DeviceClass> classes;
   for (const Entry& one : kEntries) {
-    const CodeFor code = code_for(architectures, one.capability);
+    const CodeFor code = code_for(architectures, one.capability).kind;
     classes.push_back({.capability = one.name,
                        .cards = one.cards,
                        .kernels = kernels_of(one.capability),

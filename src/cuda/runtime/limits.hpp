@@ -26,10 +26,16 @@ struct DeviceLimits {
   int bandwidth;  // GB/s to memory
   int tensor;     // 16-bit products of warps (mma.sync) with f32 sums: operations a clock and multiprocessor
   bool is_lowered = false;
+  // The code that this build has for the device may be older than the device, and lack these instructions; 80:
+  // compute_80. 0: that of the device.
+  int architecture = 0;
+  [[nodiscard]] constexpr int instructions() const {
+    return architecture == 0 ? capability : std::min(architecture, capability);
+  }
 
   // Launches may begin before those before them have ended.
-  [[nodiscard]] constexpr bool overlaps() const { return capability >= 90; }
-  [[nodiscard]] constexpr bool has_clusters() const { return capability >= 90; }
+  [[nodiscard]] constexpr bool overlaps() const { return instructions() >= 90; }
+  [[nodiscard]] constexpr bool has_clusters() const { return instructions() >= 90; }
   [[nodiscard]] constexpr bool has_sm90() const { return cuda::has_sm90(capability); }
 
   friend bool operator==(const DeviceLimits&, const DeviceLimits&) = default;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/fmt.hpp"
+#include "cuda/runtime/architectures.hpp"
 
 namespace kvant::cuda {
 
@@ -45,6 +46,7 @@ Result<DeviceLimits> find_limits(int device) {
   cudaDeviceProp properties{};
   KVANT_CUDA_TRY(cudaGetDeviceProperties(&properties, device));
   limits.capability = 10 * major + minor;
+  limits.architecture = code_for(KVANT_CUDA_ARCHITECTURES, limits.capability).architecture;
   limits.clock = clock_khz / 1000;
   // Two transfers a clock.
   limits.bandwidth = static_cast<int>(2.0 * memory_khz * (memory_bits / 8) / 1e6);

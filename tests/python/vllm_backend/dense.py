@@ -147,6 +147,7 @@ class Plan:
         self.pages, self.q_heads, self.fresh = pages, q_heads, fresh
         self.limits = dict(batch=max_batch, blocks=max_blocks, query_len=max_query_len, tokens=max_tokens)
         self.rule = dict(scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes)
+        self.facts = types.SimpleNamespace(products=products or 16)
         self.workspace_bytes = 0
         self.runs = self.steps = 0
 
