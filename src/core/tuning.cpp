@@ -17,6 +17,7 @@ namespace kvant::core {
 namespace {
 
 constexpr std::string_view kFirstLine = "kvant tuning 1";
+constexpr std::size_t kMostName = 255;
 constexpr const char* kWayOut = "write it anew with `kvant bench tune`";
 
 constexpr bool is_printable(char c) {
@@ -133,6 +134,10 @@ Result<Tuning> read_tuning(const std::string& path, const TunedDevice& device) {
   if (!text.ok()) return text.status();
   Result<Tuning> tuning = parse_tuning(*text);
   if (!tuning.ok()) return tuning.status();
+  // Ratios are those of estimates, which another version may have changed.
+  if (tuning->version != kVersion) {
+    return Status{Code::invalid_argument, fmt::format("kvant {} wrote it, and this is {}", tuning->version, kVersion)};
+  }
   if (tuning->device != device) {
     return Status{Code::invalid_argument, fmt::format("it was measured on {}, and this device is {}",
                                                       device_words(tuning->device), device_words(device))};
@@ -191,14 +196,13 @@ Result<Tuning> parse_tuning(std::string_view text) {
   Lines lines(text);
   std::string_view value;
   if (lines.next() != kFirstLine) return lines.refused(quoted(kFirstLine));
-  // Ratios are of estimates, which another version may have changed.
-  if (!lines.take("version", value)) return lines.refused("\"version NUMBER\"");
-  if (value != kVersion) return lines.refused(fmt::format("\"version {}\", as this kvant", kVersion));
-  constexpr std::size_t kMostName = 255;
-  if (!lines.take("device", value) || value.size() > kMostName ||
-      !std::all_of(value.begin(), value.end(), is_printable))
-    return lines.refused("\"device NAME\"");
-  tuning.device.name = value;
+  const auto take_name = [&](std::string_view key, std::string& name) {
+    if (!lines.take(key, value) || value.size() > kMostName) return false;
+    name = value;
+    return std::all_of(value.begin(), value.end(), is_printable);
+  };
+  if (!take_name("version", tuning.version)) return lines.refused("\"version NUMBER\"");
+  if (!take_name("device", tuning.device.name)) return lines.refused("\"device NAME\"");
   if (!lines.take("capability", value) || !read_capability(value, tuning.device.capability))
     return lines.refused("\"capability 9.0\" or another");
   if (!lines.take("multiprocessors", value) || !read_number(value, 1, 1 << 20, tuning.device.multiprocessors))

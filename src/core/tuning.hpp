@@ -64,6 +64,7 @@ struct TunedRatio {
 };
 
 struct Tuning {
+  std::string version;  // of the kvant that wrote the file
   TunedDevice device;
   std::vector<TunedRatio> ratios;  // ascending; empty: estimates are as they are
   std::string path;                // empty: no file is used
