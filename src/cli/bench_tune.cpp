@@ -27,7 +27,7 @@ namespace {
 
 constexpr std::int64_t kTunedRows[] = {17, 64, 256, 1024};  // at least, of a sequence and kv head
 constexpr int kTunedBatches[] = {1, 16};
-constexpr std::int64_t kTunedKeys = 32768, kFewestTunedKeys = 4096;  // of all sequences together
+constexpr std::int64_t kTunedKeys = 32768, kFewestTunedKeys = 4096;  // sequences together have these
 constexpr int kTurns = 2;
 // A kind is left out where its estimate is so many times that of the fastest. Decode kernels are always measured:
 // the outputs of others are compared with theirs.
@@ -48,7 +48,7 @@ constexpr const char* kTuneFooter =
 
 // A kind of kernels for a shape.
 struct TunedKind {
-  int kind;  // of core::kTunedKinds
+  int kind;  // index in core::kTunedKinds
   double estimated_ns;
   double ns = 0;
   double error = 0;  // 0: it is the first, and not judged

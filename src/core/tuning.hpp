@@ -51,7 +51,7 @@ struct TunedDevice {
 
 // The work that a ratio was measured for, and that one is wanted for.
 struct TunedWork {
-  int kind = 0;  // of kTunedKinds
+  int kind = 0;  // index in kTunedKinds
   int head_dim = 0;
   Stored stored = Stored::tq;
   std::int64_t heads = 1, rows = 1;
@@ -64,7 +64,7 @@ struct TunedRatio {
 };
 
 struct Tuning {
-  std::string version;  // of the kvant that wrote the file
+  std::string version;  // the writing kvant's
   TunedDevice device;
   std::vector<TunedRatio> ratios;  // ascending; empty: estimates are as they are
   std::string path;                // empty: no file is used
