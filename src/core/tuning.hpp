@@ -16,11 +16,11 @@
 // thousandths of the estimate. Ratios ascend, so no work is there twice.
 #pragma once
 
-#include <compare>
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "codec/traits.hpp"
@@ -55,7 +55,11 @@ struct TunedWork {
   int head_dim = 0;
   Stored stored = Stored::tq;
   std::int64_t heads = 1, rows = 1;
-  friend auto operator<=>(const TunedWork&, const TunedWork&) = default;
+  friend bool operator==(const TunedWork&, const TunedWork&) = default;
+  friend bool operator<(const TunedWork& a, const TunedWork& b) {
+    const auto all = [](const TunedWork& w) { return std::tie(w.kind, w.head_dim, w.stored, w.heads, w.rows); };
+    return all(a) < all(b);
+  }
 };
 struct TunedRatio {
   TunedWork work;
