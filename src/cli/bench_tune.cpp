@@ -170,6 +170,7 @@ Status find_kinds(const DeviceTools& tools, TunedWorkload& workload) {
       const Result<Plan> plan = planner->plan(with_kind(shape.bench_case, kind));
       if (!plan.ok() && plan.code() == Code::unsupported) continue;
       if (!plan.ok()) return plan.status();
+      if (with_kind(shape.bench_case, kind).products == 8 && plan->products() != 8) continue;
       const auto ns = static_cast<double>(plan->impl().work->estimated_ns());
       if (ns <= 0) return {Code::internal, fmt::format("a plan of {} has no estimate", core::kTunedKinds[kind])};
       shape.kinds.push_back({kind, ns});
