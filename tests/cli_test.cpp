@@ -173,12 +173,20 @@ TEST_F(Cli, BenchRefusesADeviceThatIsNotThere) {
                          {{"bench", "--between-mib", "0"}, "--between-mib"},
                          {{"bench", "--backend", "cuda", "--isa", "avx2"}, "--isa: CPU kernels"},
                          {{"bench", "--backend", "cuda", "--threads", "2"}, "--threads: of the CPU"},
+                         {{"bench", "tune", "--out", "-"}, "--out -: plans read the file; name one"},
+                         {{"bench", "tune", "--head-dim", "128,0"}, "--head-dim"},
+                         {{"bench", "tune", "--seconds", "0"}, "--seconds"},
+                         {{"bench", "tune", "--device", "-1"}, "--device"},
+                         {{"bench", "tune", "--keys", "64"}, "--keys"},
+                         {{"bench", "--keys", "64", "tune"}, "--keys: not of tune; leave it out"},
+                         {{"bench", "--suite", "cpu", "tune"}, "--suite: not of tune; leave it out"},
                      });
   const core::DeviceBackend* backend = core::device_backend();
   const std::string why =
       backend == nullptr ? "not compiled in; configure with -DKVANT_CUDA=ON" : backend->unavailable();
   if (why.empty()) GTEST_SKIP() << "there is a device: kvant_gpu_tests and kvant bench itself use it";
-  expect_refusals(1, {{{"bench", "decode", "--backend", "cuda"}, "--backend cuda: " + why}});
+  expect_refusals(1, {{{"bench", "decode", "--backend", "cuda"}, "--backend cuda: " + why},
+                      {{"bench", "tune"}, "tune needs CUDA: " + why}});
 }
 
 // --- info ---------------------------------------------------------------------------------------------------------

@@ -169,6 +169,7 @@ TEST_F(CliUsage, TextFitsATerminalUnlessWideIsAsked) {
       {"bench", "step", "--help"},
       {"bench", "prefill", "--help"},
       {"bench", "append", "--help"},
+      {"bench", "tune", "--help"},
       {"eval", capture_, "--formats", "tq6/tq4,f16"},
       small_bench("decode", {"--first-keys", "70", "--batch", "2", "--alibi"})};
   for (const std::vector<std::string>& arguments : commands) {
@@ -260,7 +261,7 @@ std::map<std::string, std::set<std::string>> options_of_the_help() {
 
 TEST_F(CliUsage, CompletionsAndTheManualPageKnowEveryOption) {
   const auto options = options_of_the_help();
-  ASSERT_EQ(options.size(), 14u);  // kvant, six commands and seven operations
+  ASSERT_EQ(options.size(), 15u);  // kvant, six commands and eight operations
   ASSERT_TRUE(options.at("kvant bench step").count("--between-mib"));
   ASSERT_FALSE(options.at("kvant bench append").count("--between-mib"));
 

@@ -96,6 +96,74 @@ TEST(CudaChoose, IsAsRecorded) {
   EXPECT_EQ(different, 0) << "if the change is meant: KVANT_WRITE_CHOICES=1";
 }
 
+// --- tunings ---------------------------------------------------------------------------------------------------------
+
+// A device whose times of the case's keys are these thousandths of the estimates.
+struct Tuned {
+  Tuned(const Case& c, const char* name, std::vector<std::pair<const char*, int>> thousandths)
+      : device(device_of(name)) {
+    tuning.path = "tuning.txt";
+    for (const auto& [kind, ratio] : thousandths)
+      tuning.ratios.push_back({{core::tuned_kind(kind), c.head_dim, core::stored(c.k), 8, 64}, ratio});
+    device.tuning = &tuning;
+  }
+  Tuned(const Tuned&) = delete;
+  core::Tuning tuning;
+  Device device;
+};
+
+TEST(CudaChoose, ATuningMultipliesEstimates) {
+  const Case usual{.queries = 128};
+  for (const Device& device : kDevices) {
+    for (const char* kind : core::kTunedKinds) {
+      Case c = usual;
+      c.kernel = kind;
+      if (kind == std::string(core::kUnpackedBytes))
+        c.kernel = core::kPrefillUnpacked, c.products = 8, c.head_dim = 256;
+      const Result<Chosen> plain = try_choose(c, device);
+      if (!plain.ok()) continue;
+      const Tuned tuned(c, device.name, {{kind, 1500}});
+      EXPECT_NEAR(static_cast<double>(try_choose(c, tuned.device)->ns), 1.5 * static_cast<double>(plain->ns), 1)
+          << device.name << " " << kind;
+      Case other = c;  // whose times were not measured
+      other.head_dim = 512, other.products = 0, other.kernel = core::kDecodeKernels;
+      EXPECT_EQ(try_choose(other, tuned.device)->ns, try_choose(other, device)->ns);
+    }
+  }
+}
+
+TEST(CudaChoose, ATuningTakesTheKindThatIsFasterOnTheDevice) {
+  const Case prompt{.queries = 512};
+  const auto taken = [](const Case& c, const char* device, std::vector<std::pair<const char*, int>> thousandths) {
+    const Tuned tuned(c, device, std::move(thousandths));
+    return try_choose(c, tuned.device)->kinds;
+  };
+  ASSERT_EQ(kinds(prompt, "8.6"), "prefill_sm80");
+  EXPECT_EQ(taken(prompt, "8.6", {{core::kPrefillSm80, 900}}), "prefill_sm80");
+  EXPECT_EQ(taken(prompt, "8.6", {{core::kPrefillSm80, 20000}}), "decode");
+  EXPECT_EQ(taken(prompt, "8.6", {{core::kDecodeKernels, 20}}), "decode");
+  ASSERT_EQ(kinds(prompt, "9.0"), "prefill_unpacked, prefill_sm90");
+  EXPECT_EQ(taken(prompt, "9.0", {{core::kPrefillUnpacked, 20000}}), "prefill_sm90");
+  EXPECT_EQ(taken(prompt, "9.0", {{core::kPrefillSm90, 20000}}), "prefill_unpacked, prefill_sm80");
+  const Case draft{.k = Format::tq4, .v = Format::tq4, .queries = 16};
+  ASSERT_EQ(kinds(draft, "9.0"), "decode_sm90");
+  EXPECT_EQ(taken(draft, "9.0", {{core::kDecodeSm90, 20000}}), kinds(draft, "8.0"));
+}
+
+TEST(CudaChoose, PlansNameTheTuningAndTheKindsThatItHas) {
+  const Case c{.queries = 128};
+  const Asked asked(c);
+  Tuned tuned(c, "9.0", {{core::kDecodeKernels, 1043}, {core::kPrefillSm90, 900}});
+  EXPECT_EQ(tuned_words(asked.work(), tuned.tuning),
+            "tuned by tuning.txt: decode 1.04, prefill_sm90 0.90 times the estimate");
+  tuned.tuning.ratios[0].work.head_dim = tuned.tuning.ratios[1].work.head_dim = 256;
+  EXPECT_EQ(tuned_words(asked.work(), tuned.tuning), "tuning.txt has no times of tq keys at head_dim 128");
+  EXPECT_EQ(tuned_words(asked.work(), {}), "");
+  core::Tuning unused;
+  unused.ignored = "t is not used: why";
+  EXPECT_EQ(tuned_words(asked.work(), unused), unused.ignored);
+}
+
 // --- rules -----------------------------------------------------------------------------------------------------------
 
 // Rows of a sequence and kv head for a group of one, so that they are what the measured tables count.

@@ -143,6 +143,8 @@ class Bench final : public DeviceBench {
     const Result<cuda::DeviceLimits> limits = cuda::find_limits(device_);  // peaks are the device's own
     if (!limits.ok()) return limits.status();
     if (limits->is_lowered) facts_.name += "; " + cuda::lowered_text(*limits);
+    facts_.tuned = {properties.name, limits->capability, limits->multiprocessors};
+    facts_.is_lowered = limits->is_lowered;
     facts_.l2_bytes = properties.l2CacheSize;
     multiprocessors_ = properties.multiProcessorCount;
     std::size_t free_bytes = 0, all_bytes = 0;

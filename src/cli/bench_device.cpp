@@ -13,14 +13,14 @@
 
 namespace kvant::cli {
 
-Status check_device_backend() {
+Status check_device_backend(const char* option, const char* way_out) {
   const core::DeviceBackend* backend = core::device_backend();
   if (backend == nullptr) {
     return {Code::unsupported,
-            "--backend cuda: not compiled in; configure with -DKVANT_CUDA=ON (./dev gpu-build), or use --backend cpu"};
+            fmt::format("{}: not compiled in; configure with -DKVANT_CUDA=ON (./dev gpu-build){}", option, way_out)};
   }
   if (const std::string why = backend->unavailable(); !why.empty())
-    return {Code::unsupported, fmt::format("--backend cuda: {}", why)};
+    return {Code::unsupported, fmt::format("{}: {}", option, why)};
   return {};
 }
 

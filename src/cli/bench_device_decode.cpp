@@ -54,16 +54,15 @@ struct Decode {
   }
 };
 
-// As AttentionOptions::kernel names them: of prefill kernels which kind.
-std::string kernel_of(const Plan& plan) {
-  const std::string name = plan.kernel();
-  if (name != core::kPrefillKernels) return name;
-  // "kernel     prefill_sm80 tq4/tq4, ..", and perhaps why other kinds do not serve.
-  const std::string line = "\nkernel ";
-  std::string text("\n");
-  text += plan.explain();
-  const std::size_t at = text.find_first_not_of(' ', text.find(line) + line.size());
-  return text.substr(at, text.find(' ', at) - at);
+// Relative L2 of outputs.
+double error_of(const std::vector<float>& got, const std::vector<float>& expected) {
+  double error2 = 0, truth2 = 0;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    const double difference = static_cast<double>(got[i]) - expected[i];
+    error2 += difference * difference;
+    truth2 += static_cast<double>(expected[i]) * expected[i];
+  }
+  return std::sqrt(error2 / truth2);
 }
 
 // By how much the sequences of step grow while they are timed.
@@ -95,7 +94,18 @@ Result<Growth> growth_of(const DeviceTools& tools, const BenchCase& c, int layer
 
 }  // namespace
 
-Status measure_decode(DeviceTools& tools, BenchRow& row) {
+std::string planned_kernel(const Plan& plan) {
+  const std::string name = plan.kernel();
+  if (name != core::kPrefillKernels) return name;
+  // "kernel     prefill_sm80 tq4/tq4, ..", and perhaps why other kinds do not serve.
+  const std::string line = "\nkernel ";
+  std::string text("\n");
+  text += plan.explain();
+  const std::size_t at = text.find_first_not_of(' ', text.find(line) + line.size());
+  return text.substr(at, text.find(' ', at) - at);
+}
+
+Status measure_decode(DeviceTools& tools, BenchRow& row, FirstOutputs* of_first) {
   const BenchCase& c = row.bench_case;
   const auto needed_for = [&](int layers) {
     return 1.1 * layers * layer_bytes(c) + 3.0 * static_cast<double>(kSupplyBytes);
@@ -185,10 +195,19 @@ Status measure_decode(DeviceTools& tools, BenchRow& row) {
     std::vector<float> got(values);
     std::vector<std::uint16_t> q_host(values);
     if (Status s = tools.bench.download(got.data(), *out32, values * 4); !s.ok()) return s;
+    row.kernel = planned_kernel(*plan);
+    row.products = plan->products();
+    if (of_first != nullptr && !of_first->values.empty()) {
+      judge(row, error_of(got, of_first->values));
+      return {};
+    }
+    if (of_first != nullptr && of_first->are_right) {
+      of_first->values = std::move(got);
+      return {};
+    }
     if (Status s = tools.bench.download(q_host.data(), *q, values * 2); !s.ok()) return s;
     const Result<double> error = check_attention(*filled, c, widened(q_host), got, {own_keys, own_values}, 1);
-    row.kernel = kernel_of(*plan);
-    row.products = plan->products();
+    if (of_first != nullptr) of_first->values = std::move(got);
     if (error.ok()) judge(row, *error);
     return error.status();
   };

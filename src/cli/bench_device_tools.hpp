@@ -80,8 +80,17 @@ constexpr int kStepSamples = 15;
 std::int64_t row_values(const BenchCase& c);
 std::vector<float> widened(const std::vector<std::uint16_t>& bf16);
 
+/// Outputs of the first of several kinds of kernels for the same work, with which those of the others are compared.
+struct FirstOutputs {
+  std::vector<float> values;  ///< empty: the next row's are the first
+  bool are_right = false;     ///< the first kind is known to be right, so that float64 attention is left out
+};
+
+/// The kernels that a plan takes, as AttentionOptions::kernel names them: of prefill kernels the kind.
+std::string planned_kernel(const Plan& plan);
+
 /// Fill in a row whose case is set. A row whose error is above its tolerance is refused, and ok.
-Status measure_decode(DeviceTools& tools, BenchRow& row);  // and step
+Status measure_decode(DeviceTools& tools, BenchRow& row, FirstOutputs* of_first = nullptr);  // and step
 Status measure_append(DeviceTools& tools, BenchRow& row);
 
 }  // namespace kvant::cli

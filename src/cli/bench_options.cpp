@@ -5,6 +5,7 @@
 
 #include "cli/arguments.hpp"
 #include "cli/bench_arguments.hpp"
+#include "cli/bench_tune.hpp"
 #include "cli/command.hpp"
 #include "core/device.hpp"
 #include "core/fmt.hpp"
@@ -261,14 +262,22 @@ Action add_bench_command(CLI::App& app) {
     const std::vector<CLI::Option*> own = add_options(*sub, *a, o.op);
     shapes.insert(shapes.end(), own.begin(), own.end());
   }
-  return [a, command, shapes] {
+  const Action tune = add_tune_operation(*command);
+  return [a, command, shapes, tune] {
+    const std::vector<CLI::App*> given = command->get_subcommands();
+    if (!given.empty() && given.front()->get_name() == "tune") {
+      for (const CLI::Option* option : command->get_options()) {
+        if (option->count() > 0)
+          throw CLI::ValidationError(fmt::format("{}: not of tune; leave it out", option->get_name()));
+      }
+      return tune();
+    }
     for (const CLI::Option* shape : shapes) {
       if (!a->suite.empty() && shape->count() > 0) {
         throw CLI::ValidationError(
             fmt::format("--suite {}: has shapes of its own; leave out {}", a->suite, shape->get_name()));
       }
     }
-    const std::vector<CLI::App*> given = command->get_subcommands();
     if (!given.empty()) a->op = given.front()->get_name();
     return run_bench_command(*a, !given.empty());
   };

@@ -128,7 +128,8 @@ class DevicePlan {
   [[nodiscard]] virtual const char* kernel() const noexcept = 0;
   [[nodiscard]] virtual int products() const noexcept = 0;  // bits: Plan::products()
   [[nodiscard]] virtual int splits() const noexcept = 0;    // the most shares of one sequence at the planned lengths
-  [[nodiscard]] virtual std::string explain() const = 0;    // kernels, tiles, splits, and why; lines
+  [[nodiscard]] virtual std::int64_t estimated_ns() const noexcept { return 0; }  // 0: nothing was compared
+  [[nodiscard]] virtual std::string explain() const = 0;  // kernels, tiles, splits, and why; lines
   // Arguments are checked. Tensors, lse, sink_logits and workspace are in device memory.
   virtual Status run(int layer, const TensorView& q, const MutableTensorView& out, const FreshRows& fresh,
                      const RunOptions& options) const = 0;

@@ -12,6 +12,7 @@
 #include "cuda/runtime/built.hpp"
 #include "cuda/runtime/classes.hpp"
 #include "cuda/runtime/runtime.hpp"
+#include "cuda/runtime/tuning.hpp"
 #include "cuda/store/store.hpp"
 
 namespace kvant::cuda {
@@ -40,6 +41,10 @@ std::string unavailable() {
     const Result<DeviceLimits> limits = find_limits(device);
     if (!limits.ok()) {
       refused = limits.message();
+      continue;
+    }
+    if (const Result<core::Tuning> tuning = find_tuning(device, *limits); !tuning.ok()) {
+      refused = tuning.message();
       continue;
     }
     const int capability = limits->capability;
@@ -71,7 +76,9 @@ std::string detail() {
                         properties.totalGlobalMem >> 30);
     if (code_for(KVANT_CUDA_ARCHITECTURES, limits->capability).kind == CodeFor::compiled)
       text += ", whose driver compiles each kernel when it is first used";
-    if (limits->is_lowered) text += ", " + lowered_text(*limits);
+    const Result<core::Tuning> tuning = find_tuning(device, *limits);
+    const std::string remark = tuning.ok() ? device_remark(*limits, *tuning) : tuning.message();
+    if (!remark.empty()) text += ", " + remark;
   }
   return text;
 }

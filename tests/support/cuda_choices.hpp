@@ -20,6 +20,7 @@ namespace kvant::cuda {
 struct Device {
   const char* name;
   DeviceLimits limits;
+  const core::Tuning* tuning = nullptr;
 };
 inline const DeviceLimits& limits_of(const std::string& card) {
   return std::find_if(cards().begin(), cards().end(), [&](const Card& one) { return one.name == card; })->limits;
@@ -112,7 +113,7 @@ void offer_tiles(const Work& work, const Device& device, Offers& offers) {
 }
 
 inline Offers offers_of(const Work& work, const Device& device) {
-  Offers offers{.instances = instances(), .limits = device.limits};
+  Offers offers{.instances = instances(), .limits = device.limits, .tuning = device.tuning};
   offers.tiles.resize(std::size(kTileKinds));
   for (const TableEntry& one : kTable) {
     if (one.head_dim != work.stored_head_dim()) continue;

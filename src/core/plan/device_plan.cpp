@@ -20,6 +20,7 @@ class DeviceWork final : public PlanWork {
   [[nodiscard]] int products() const noexcept override { return device_->products(); }
   [[nodiscard]] int threads() const noexcept override { return 0; }
   [[nodiscard]] int splits() const noexcept override { return device_->splits(); }
+  [[nodiscard]] std::int64_t estimated_ns() const noexcept override { return device_->estimated_ns(); }
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return device_->workspace_bytes(); }
 
   [[nodiscard]] std::string explain_place() const override {

@@ -19,10 +19,11 @@ class PlanWork {
  public:
   virtual ~PlanWork() = default;
   [[nodiscard]] virtual const char* isa() const noexcept = 0;
-  [[nodiscard]] virtual const char* kernel() const noexcept = 0;  // empty: there is but one kind
-  [[nodiscard]] virtual int products() const noexcept = 0;        // bits: Plan::products()
-  [[nodiscard]] virtual int threads() const noexcept = 0;         // 0 on a device
-  [[nodiscard]] virtual int splits() const noexcept = 0;          // the most of any row block
+  [[nodiscard]] virtual const char* kernel() const noexcept = 0;                  // empty: there is but one kind
+  [[nodiscard]] virtual int products() const noexcept = 0;                        // bits: Plan::products()
+  [[nodiscard]] virtual int threads() const noexcept = 0;                         // 0 on a device
+  [[nodiscard]] virtual int splits() const noexcept = 0;                          // the most of any row block
+  [[nodiscard]] virtual std::int64_t estimated_ns() const noexcept { return 0; }  // on a device; 0: unknown
   [[nodiscard]] virtual std::size_t workspace_bytes() const noexcept = 0;
 
   // For explain: a line that comes before all others, or none; what becomes of the mask tensor; and the lines on

@@ -132,10 +132,11 @@ struct DeviceTail {
 
 class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
  public:
-  BlockPlan(const core::DeviceBlocksConfig& config, const DeviceLimits& limits, const DeviceTail& tail,
-            const PagesPlanOptions& options)
+  BlockPlan(const core::DeviceBlocksConfig& config, const DeviceLimits& limits, const core::Tuning& tuning,
+            const DeviceTail& tail, const PagesPlanOptions& options)
       : config_(config),
         limits_(limits),
+        tuning_(tuning),
         tail_(tail),
         options_(options),
         memory_(config.device),
@@ -194,6 +195,7 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
 
   [[nodiscard]] int device() const noexcept override { return config_.device; }
   [[nodiscard]] const DeviceLimits& limits() const noexcept override { return limits_; }
+  [[nodiscard]] const core::Tuning& tuning() const noexcept override { return tuning_; }
   [[nodiscard]] const CacheView& view() const noexcept override { return view_; }
   [[nodiscard]] const BasisArrays& k_basis() const noexcept override { return k_basis_; }
   [[nodiscard]] const BasisArrays& v_basis() const noexcept override { return v_basis_; }
@@ -256,6 +258,7 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
  private:
   const core::DeviceBlocksConfig config_;
   const DeviceLimits limits_;
+  const core::Tuning tuning_;
   const DeviceTail tail_;
   const PagesPlanOptions& options_;
   Memory memory_;
@@ -277,6 +280,9 @@ class Blocks final : public core::DeviceBlocks {
     const Result<DeviceLimits> limits = find_limits(config_.device);
     if (!limits.ok()) return limits.status();
     limits_ = *limits;
+    Result<core::Tuning> tuning = find_tuning(config_.device, limits_);
+    if (!tuning.ok()) return tuning.status();
+    tuning_ = std::move(*tuning);
     if (Status s = memory_.take(non_finite_, 1, "a flag"); !s) return s;
     if (Status s = memory_.take(listed_, kDecodedAtOnce, "a list of blocks"); !s) return s;
     if (Status s = memory_.take(listed_sequence_, 1, "a list of blocks"); !s) return s;
@@ -412,7 +418,7 @@ class Blocks final : public core::DeviceBlocks {
   }
 
   Result<std::unique_ptr<core::DeviceBlockPlan>> plan(const PagesPlanOptions& options) const override {
-    auto plan = std::make_unique<BlockPlan>(config_, limits_, tail_, options);
+    auto plan = std::make_unique<BlockPlan>(config_, limits_, tuning_, tail_, options);
     if (Status s = plan->make(); !s) return s;
     return std::unique_ptr<core::DeviceBlockPlan>(std::move(plan));
   }
@@ -472,6 +478,7 @@ class Blocks final : public core::DeviceBlocks {
   const core::DeviceBlocksConfig config_;
   const SlotKernel* kernel_;
   DeviceLimits limits_{};
+  core::Tuning tuning_;
   Memory memory_;
   DeviceTail tail_;
   std::uint32_t* non_finite_ = nullptr;

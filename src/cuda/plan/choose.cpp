@@ -30,6 +30,14 @@ std::string generic_only(const Work& work) {
   return has_exact && cache.exact_layout.k.format == Format::f32 ? "exact = f32" : "";
 }
 
+// The time that kernels of a kind (core::kTunedKinds) take on this device, from their estimate. Every estimate that a
+// plan compares comes from here.
+std::int64_t tuned_ns(const Work& work, const Offers& offers, const char* kind, std::int64_t ns) {
+  if (offers.tuning == nullptr) return ns;
+  const double ratio = offers.tuning->ratio(tuned_work(work, kind)).value_or(1);
+  return static_cast<std::int64_t>(static_cast<double>(ns) * ratio);
+}
+
 // --- decode kernels --------------------------------------------------------------------------------------------------
 
 // The kernel of warpgroups that takes the least time for all rows, if the options name such kernels or there are enough
@@ -47,11 +55,11 @@ Group find_group(const Work& work, const Offers& offers) {
   for (std::size_t i = 0; i < offers.decode.size(); ++i) {
     const DecodeOffer& one = offers.decode[i];
     if (!one.by_group) continue;
+    const times::BlockTimes block = times::on(
+        offers.limits, times::group_times(work.stored_head_dim(), work.k, one.rows()), {.bytes = work.page_bytes()});
     const std::int64_t ns =
-        times::decode_ns(row_blocks_of(work, one.rows()),
-                         times::on(offers.limits, times::group_times(work.stored_head_dim(), work.k, one.rows()),
-                                   {.bytes = work.page_bytes()}),
-                         offers.limits.multiprocessors);
+        tuned_ns(work, offers, core::kDecodeSm90,
+                 times::decode_ns(row_blocks_of(work, one.rows()), block, offers.limits.multiprocessors));
     if (group.kernel < 0 || ns < group.ns) group.kernel = static_cast<int>(i), group.ns = ns;
   }
   if (group.kernel < 0) {
@@ -184,8 +192,9 @@ Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_
     const int rows = offer ? offer->rows : prefill::kUsualRows, blocks = offer ? std::max(offer->blocks, 1) : 1;
     others[i] = {kind.times(offers.limits, stored, work.k, rows, blocks), rows, blocks};
     if (most_rows >= times::kLeastPrefillRows) {  // else decode kernels have one row block a sequence and kv head
-      candidates[i].ns =
-          std::max(times::prefill_ns(tiles_of(work, rows), others[i].times, multiprocessors, blocks), read_ns);
+      candidates[i].ns = tuned_ns(
+          work, offers, kind.name,
+          std::max(times::prefill_ns(tiles_of(work, rows), others[i].times, multiprocessors, blocks), read_ns));
     }
     const bool serves = candidates[i].missing.empty(), served = candidates[beside].missing.empty();
     if (!served || (serves && candidates[i].ns < candidates[beside].ns)) beside = i;
@@ -197,9 +206,11 @@ Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_
     const bool is_wanted = work.kernel == core::kPrefillUnpacked;
     rounds = choose_rounds(work, *offers.dense, others[beside], is_wanted, multiprocessors);
     unpacked.missing = rounds.missing;
+    rounds.ns = tuned_ns(work, offers, core::kPrefillUnpacked, rounds.ns);
     if (rounds.missing.empty()) unpacked.ns = rounds.ns;
     if (offers.byte_keys && offers.byte_keys->has_code) {
       of_bytes = choose_rounds(work, *offers.byte_keys, others[beside], is_wanted, multiprocessors);
+      of_bytes.ns = tuned_ns(work, offers, core::kUnpackedBytes, of_bytes.ns);
       const bool takes = of_bytes.missing.empty() && (is_wanted || !rounds.missing.empty() || of_bytes.ns < rounds.ns);
       if (takes) unpacked = {core::kPrefillUnpacked, {}, of_bytes.ns}, rounds = of_bytes, choice.byte_keys = true;
     }
@@ -281,16 +292,29 @@ bool considers_prefill(const Work& work) {
          (!work.kernel.empty() && work.kernel != core::kDecodeKernels && work.kernel != core::kDecodeSm90);
 }
 
+std::string tuned_words(const Work& work, const core::Tuning& tuning) {
+  if (tuning.path.empty()) return tuning.words();
+  std::string kinds;
+  for (const char* kind : core::kTunedKinds) {
+    if (kind == std::string_view(core::kUnpackedBytes) && work.products != 8) continue;
+    if (const std::optional<double> ratio = tuning.ratio(tuned_work(work, kind)))
+      kinds += fmt::format("{}{} {:.2f}", kinds.empty() ? "" : ", ", kind, *ratio);
+  }
+  if (!kinds.empty()) return fmt::format("{}: {} times the estimate", tuning.words(), kinds);
+  return fmt::format("{} has no times of {} keys at head_dim {}", tuning.path,
+                     core::kStoredNames[static_cast<std::size_t>(core::stored(work.k))], work.stored_head_dim());
+}
+
 Result<Choice> choose(const Work& work, const Offers& offers) {
   Choice choice;
   if (const std::string missing = missing_of_byte_keys(work, offers.limits); !missing.empty())
     return Status{Code::unsupported, fmt::format("products is 8: {}; leave it 0", missing)};
   Group group = find_group(work, offers);
-  std::int64_t decode_ns =
-      times::decode_ns(row_blocks_of(work, 16),
-                       times::on(offers.limits, times::decode_times(work.stored_head_dim(), work.k, work.most_rows()),
-                                 times::decode_work(work.stored_head_dim(), work.k, work.page_bytes())),
-                       offers.limits.multiprocessors);
+  const times::BlockTimes block =
+      times::on(offers.limits, times::decode_times(work.stored_head_dim(), work.k, work.most_rows()),
+                times::decode_work(work.stored_head_dim(), work.k, work.page_bytes()));
+  std::int64_t decode_ns = tuned_ns(work, offers, core::kDecodeKernels,
+                                    times::decode_ns(row_blocks_of(work, 16), block, offers.limits.multiprocessors));
   // The option "decode_sm90" asks for such kernels, whatever the time.
   const bool gains = 100 * group.ns < (100 - times::kLeastGain) * decode_ns;
   if (group.kernel >= 0 && !gains && work.kernel.empty()) group = {};

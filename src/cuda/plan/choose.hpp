@@ -44,6 +44,10 @@ struct Choice {
 // of few rows do not.
 bool considers_prefill(const Work& work);
 
+// A tuning's part in the estimates of the work: "tuned by FILE: decode 1.04, .. times the estimate"; empty: there is no
+// file.
+std::string tuned_words(const Work& work, const core::Tuning& tuning);
+
 Result<Choice> choose(const Work& work, const Offers& offers);
 
 }  // namespace kvant::cuda

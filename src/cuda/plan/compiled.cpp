@@ -127,8 +127,8 @@ Status find_dense(const Work& work, Compiled& found) {
 
 }  // namespace
 
-Result<Compiled> find_compiled(const Work& work, const DeviceLimits& limits) {
-  Compiled found{.offers = {.instances = instances(), .limits = limits}};
+Result<Compiled> find_compiled(const Work& work, const DeviceLimits& limits, const core::Tuning& tuning) {
+  Compiled found{.offers = {.instances = instances(), .limits = limits, .tuning = &tuning}};
   found.offers.tiles.resize(std::size(kTileKinds));
   if (Status s = find_decode(work, found); !s.ok()) return s;
   if (!considers_prefill(work)) return found;

@@ -23,8 +23,8 @@ struct Compiled {
   prefill::dense::Encode encode = nullptr;  // makes tensor maps
 };
 
-// On the current device, which has such limits.
-Result<Compiled> find_compiled(const Work& work, const DeviceLimits& limits);
+// On the current device, which has such limits and a tuning that outlives the result.
+Result<Compiled> find_compiled(const Work& work, const DeviceLimits& limits, const core::Tuning& tuning);
 
 // Bytes for a block that reads a cache with such pages.
 inline int shared_bytes_of(const prefill::Kernel& kernel, const codec::PageLayout& encoded) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "core/tuning.hpp"
 #include "cuda/runtime/limits.hpp"
 #include "cuda/runtime/refusals.hpp"
 
@@ -60,7 +61,8 @@ struct DenseOffer {
 struct Offers {
   const Instances& instances;
   DeviceLimits limits;
-  bool has_decode = false;  // the stored head_dim has decode kernels
+  const core::Tuning* tuning = nullptr;  // null: estimates are as they are
+  bool has_decode = false;               // the stored head_dim has decode kernels
   std::vector<DecodeOffer> decode{};
   std::vector<TileOffers> tiles{};  // by kind, in the order of kTileKinds; empty: not asked for
   std::optional<DenseOffer> dense{};

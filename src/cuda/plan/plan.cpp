@@ -75,7 +75,7 @@ Status AttentionPlan::prepare(const core::DevicePlanConfig& config, const StepBa
 }
 
 Status AttentionPlan::make_stages(const core::DevicePlanConfig& config, const Work& work) {
-  const Result<Compiled> compiled = find_compiled(work, pages_.limits());
+  const Result<Compiled> compiled = find_compiled(work, pages_.limits(), pages_.tuning());
   if (!compiled.ok()) return compiled.status();
   const Result<Choice> choice = choose(work, compiled->offers);
   if (!choice.ok()) return choice.status();
@@ -90,7 +90,13 @@ Status AttentionPlan::make_stages(const core::DevicePlanConfig& config, const Wo
     if (Status s = add_stage(make_unpacked(planning)); !s.ok()) return s;
   }
   if (Status s = add_stage(choice->tiles >= 0 ? make_tiles(planning) : make_attend(planning)); !s.ok()) return s;
-  if (considers_prefill(work) && times::are_scaled(pages_.limits())) estimates_ = times::scaled_text(pages_.limits());
+  estimated_ns_ = choice->ns;
+  if (considers_prefill(work)) {
+    if (const std::string text = tuned_words(work, pages_.tuning()); !text.empty())
+      estimates_ += fmt::format("times      {}\n", text);
+    if (times::are_scaled(pages_.limits()))
+      estimates_ += fmt::format("times      {}\n", times::scaled_text(pages_.limits()));
+  }
   kernel_ = choice->kernel(compiled->offers);
   products_ = choice->byte_keys ? 8 : 16;
   splits_ = planning.splits;
@@ -150,8 +156,7 @@ std::string AttentionPlan::explain() const {
   if (const std::string text = lowered_text(pages_.limits()); !text.empty())
     lines += fmt::format("limits     {}\n", text);
   for (const Placed& placed : stages_) lines += placed.stage->explain();
-  if (!estimates_.empty()) lines += fmt::format("times      {}\n", estimates_);
-  return lines;
+  return lines + estimates_;
 }
 
 Status AttentionPlan::run(int layer, const TensorView& q, const MutableTensorView& out, const core::FreshRows& fresh,

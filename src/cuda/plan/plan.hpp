@@ -34,6 +34,7 @@ class AttentionPlan final : public core::DevicePlan {
   [[nodiscard]] const char* kernel() const noexcept override { return kernel_; }
   [[nodiscard]] int products() const noexcept override { return products_; }
   [[nodiscard]] int splits() const noexcept override { return splits_; }
+  [[nodiscard]] std::int64_t estimated_ns() const noexcept override { return estimated_ns_; }
   [[nodiscard]] std::string explain() const override;
   Status run(int layer, const TensorView& q, const MutableTensorView& out, const core::FreshRows& fresh,
              const RunOptions& options) const override;
@@ -55,7 +56,8 @@ class AttentionPlan final : public core::DevicePlan {
   const PlannedPages& pages_;
   AttendParams params_{};       // but for what a run gives
   std::vector<Placed> stages_;  // in the order of launches
-  std::string estimates_;       // how times were scaled to this device; empty: they were not, or none were compared
+  std::string estimates_;       // lines on how times were tuned or scaled; empty: they were not, or none were compared
+  std::int64_t estimated_ns_ = 0;
   const char* kernel_ = core::kDecodeKernels;
   int products_ = 16, splits_ = 1;
   std::size_t workspace_bytes_ = 0;

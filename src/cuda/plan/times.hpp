@@ -1,6 +1,6 @@
 // How long kinds of attention kernels take, as estimates by which plans choose among them. The numbers are those of one
-// H200 (docs/lab/cuda-prefill.md, "How plans choose"); on() scales them to another device. Host only; no device is
-// needed.
+// H200 (docs/lab/cuda-prefill.md, "How plans choose"); on() scales them to another device, and
+// choose.cpp multiplies the results by the ratios of a tuning (core/tuning.hpp). Host only; no device is needed.
 //
 // A page takes a block of rows a time that does not depend on the length of its sequence. Decode kernels cut the pages
 // of all row blocks evenly among the multiprocessors. Prefill kernels give each tile of rows to one block of threads,
@@ -17,15 +17,13 @@
 
 #include "codec/layout.hpp"
 #include "core/fmt.hpp"
+#include "core/tuning.hpp"
 #include "cuda/runtime/limits.hpp"
 
 namespace kvant::cuda::times {
 
-// Formats whose codes are unpacked by the same steps take about the same time.
-enum class Stored { dense, fp8, tq };
-constexpr Stored stored(Format k) {
-  return codec::is_dense(k) ? Stored::dense : k == Format::fp8 ? Stored::fp8 : Stored::tq;
-}
+using core::Stored;
+using core::stored;
 
 // Nanoseconds of one multiprocessor for a page of 64 keys, in a long sequence.
 struct PageTimes {
@@ -164,7 +162,8 @@ constexpr bool are_scaled(const DeviceLimits& limits) {
 inline std::string scaled_text(const DeviceLimits& limits) {
   return fmt::format(
       "estimates are an H200's, scaled to this device: a cycle takes {:.2f} times as long, a byte of a "
-      "multiprocessor's share of the memory {:.2f} times, a 16-bit product {:.2f} times",
+      "multiprocessor's share of the memory {:.2f} times, a 16-bit product {:.2f} times; `kvant bench tune` measures "
+      "them",
       cycle_ratio(limits), byte_ratio(limits), cycle_ratio(limits) * ratio(kH200.tensor, limits.tensor));
 }
 

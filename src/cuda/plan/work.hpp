@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/device.hpp"
+#include "core/tuning.hpp"
 #include "cuda/plan/times.hpp"
 #include "cuda/schedule/schedule.hpp"
 
@@ -39,6 +40,11 @@ struct Work {
     return most;
   }
 };
+
+// The work as tunings name it, for a kind of core::kTunedKinds.
+inline core::TunedWork tuned_work(const Work& work, const char* kind) {
+  return {core::tuned_kind(kind), work.stored_head_dim(), core::stored(work.k), work.pairs(), work.most_rows()};
+}
 
 // The row blocks of decode kernels, each of which reads all pages that some query of its sequence sees.
 inline std::vector<times::Rows> row_blocks_of(const Work& work, std::int64_t rows) {

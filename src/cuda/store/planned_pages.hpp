@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/runtime/runtime.hpp"
+#include "cuda/runtime/tuning.hpp"
 #include "cuda/view.hpp"
 #include "kvant/codec.hpp"
 
@@ -19,6 +20,7 @@ class PlannedPages {
  public:
   [[nodiscard]] virtual int device() const noexcept = 0;
   [[nodiscard]] virtual const DeviceLimits& limits() const noexcept = 0;
+  [[nodiscard]] virtual const core::Tuning& tuning() const noexcept = 0;
   [[nodiscard]] virtual const CacheView& view() const noexcept = 0;
   [[nodiscard]] virtual const BasisArrays& k_basis() const noexcept = 0;
   [[nodiscard]] virtual const BasisArrays& v_basis() const noexcept = 0;

@@ -180,6 +180,9 @@ Status Store::allocate() {
   const Result<DeviceLimits> limits = find_limits(c.device);
   if (!limits.ok()) return limits.status();
   limits_ = *limits;
+  Result<core::Tuning> tuning = find_tuning(c.device, limits_);
+  if (!tuning.ok()) return tuning.status();
+  tuning_ = std::move(*tuning);
   KVANT_CUDA_TRY(kernel_->prepare(write_params(c, view_), limits_));
   KVANT_CUDA_TRY(cudaDeviceSynchronize());
   return {};

@@ -30,12 +30,13 @@ class Store final : public core::DevicePages, public PlannedPages {
 
   [[nodiscard]] int device() const noexcept override { return config_.device; }
   [[nodiscard]] const DeviceLimits& limits() const noexcept override { return limits_; }
+  [[nodiscard]] const core::Tuning& tuning() const noexcept override { return tuning_; }
   [[nodiscard]] const CacheView& view() const noexcept override { return view_; }
   [[nodiscard]] const BasisArrays& k_basis() const noexcept override { return k_basis_; }
   [[nodiscard]] const BasisArrays& v_basis() const noexcept override { return v_basis_; }
   [[nodiscard]] const core::DevicePagesConfig& config() const noexcept { return config_; }  // bases: null
 
-  [[nodiscard]] std::string remark() const override { return lowered_text(limits_); }
+  [[nodiscard]] std::string remark() const override { return device_remark(limits_, tuning_); }
   [[nodiscard]] std::int64_t reserved_bytes() const noexcept override { return reserved_bytes_; }
   void set_page(std::int32_t index, std::int32_t page, core::PageRef ref) override;
   void set_length(std::int32_t index, std::int64_t length, std::int64_t step_begin) override;
@@ -74,6 +75,7 @@ class Store final : public core::DevicePages, public PlannedPages {
   BasisArrays k_basis_, v_basis_;
   const WriteKernel* kernel_ = nullptr;
   DeviceLimits limits_{};
+  core::Tuning tuning_;
   core::PageRef* pages_ = nullptr;
   SequenceState* sequences_ = nullptr;
   std::uint32_t* non_finite_ = nullptr;
