@@ -1,6 +1,7 @@
 // From a cache to another: the same bytes, wherever the two are.
 #include <algorithm>
 #include <cstring>
+#include <functional>
 
 #include "core/fmt.hpp"
 #include "core/threads.hpp"
@@ -222,17 +223,65 @@ Status copy_slots(const CacheImpl& from, const core::ImageBuilder& image, CacheI
   return {};
 }
 
+// --- who is at work --------------------------------------------------------------------------------------------------
+
+/// The use of both caches. In the order of their addresses, or two calls in opposite directions would wait for each
+/// other.
+class BothCaches {
+ public:
+  BothCaches(const CacheImpl& from, CacheImpl& to)
+      : reads_first_(std::less<const CacheImpl*>()(&from, &to)),
+        first_(reads_first_ ? from.reading() : to.changing()),
+        second_(reads_first_ ? to.changing() : from.reading()) {}
+  core::CacheUse& reads() { return reads_first_ ? first_ : second_; }
+  core::CacheUse& changes() { return reads_first_ ? second_ : first_; }
+
+ private:
+  bool reads_first_;
+  core::CacheUse first_, second_;
+};
+
+/// While the bytes travel, other calls use the cache that is on a device: nobody else knows the new sequences, and the
+/// caller keeps the first ones as they are. Where both are on devices, others wait: two copies in opposite directions
+/// would wait for each other's buffers.
+class BesideOthers {
+ public:
+  BesideOthers(const CacheImpl& from, CacheImpl& to, std::span<const SequenceId> arriving, BothCaches& both)
+      : to_(to), arriving_(arriving), both_(both) {
+    if (from.takes_streams() == to.takes_streams()) return;
+    to_.set_arriving(arriving_, true);
+    if (from.takes_streams()) both_.reads().end();
+    if (to_.takes_streams()) both_.changes().end();
+  }
+  BesideOthers(const BesideOthers&) = delete;
+  BesideOthers& operator=(const BesideOthers&) = delete;
+  ~BesideOthers() {
+    both_.reads().end();  // before the wait, or a call in the opposite direction could wait for this one
+    both_.changes().begin();
+    to_.set_arriving(arriving_, false);
+  }
+
+ private:
+  CacheImpl& to_;
+  std::span<const SequenceId> arriving_;
+  BothCaches& both_;
+};
+
 }  // namespace
 
 Result<std::vector<SequenceId>> copy_sequences(const CacheImpl& from, std::span<const SequenceId> ids, CacheImpl& to,
                                                const CopyOptions& options) {
+  BothCaches both(from, to);
   if (Status s = check_caches(from, to); !s) return s;
   const auto image = from.table().image(ids);
   if (!image) return image.status();
   core::TableImage copied = image->image();
   copied.origin = "the copy";
   return restore(to, copied, stored_config(from).exact, options.to_stream,
-                 [&](const auto& restored) { return copy_slots(from, *image, to, restored, options); });
+                 [&](const core::CacheTable::Restored& restored) {
+                   const BesideOthers beside(from, to, restored.ids, both);
+                   return copy_slots(from, *image, to, restored, options);
+                 });
 }
 
 }  // namespace kvant::snapshot

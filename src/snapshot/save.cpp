@@ -16,7 +16,9 @@ namespace {
 std::vector<SequenceId> chosen_ids(const CacheImpl& cache, const SaveOptions& options) {
   if (options.sequences) return *options.sequences;
   std::vector<SequenceId> all;
-  for (const auto& [id, sequence] : cache.table().sequences()) all.push_back(SequenceId{id});
+  for (const auto& [id, sequence] : cache.table().sequences()) {
+    if (!sequence.arriving) all.push_back(SequenceId{id});
+  }
   std::sort(all.begin(), all.end());
   return all;
 }

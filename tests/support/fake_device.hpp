@@ -150,6 +150,7 @@ class FakeStore final : public core::DevicePages {
   }
   Status send_slots(Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> to,
                     const core::SlotsDone& done, Stream) override {
+    if (during_transfer) during_transfer();
     for (std::size_t n = 0; n < slots.size(); ++n) {
       const std::span<std::byte> there = slot(pool, slots[n]);
       EXPECT_TRUE(is_pinned(to[n], there.size()));
@@ -160,6 +161,7 @@ class FakeStore final : public core::DevicePages {
   }
   Status receive_slots(Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> from,
                        const core::SlotsDone& done, Stream) override {
+    if (during_transfer) during_transfer();
     for (std::size_t n = 0; n < slots.size(); ++n) {
       if (n >= uploads_before_refusal && !refuses_upload.ok()) return refuses_upload;
       const std::span<std::byte> there = slot(pool, slots[n]);
@@ -185,6 +187,7 @@ class FakeStore final : public core::DevicePages {
   bool non_finite = false;
   Status refuses_advance, refuses_write, refuses_upload;  // what these calls answer, if it is an error
   std::size_t uploads_before_refusal = 0;                 // slots of a list
+  std::function<void()> during_transfer;                  // is called while slots travel
   std::vector<std::function<void()>> recording;
   int flushes = 0;
 
@@ -201,6 +204,7 @@ class FakeStore final : public core::DevicePages {
   // Through a buffer of three slots.
   template <class Work>
   Status in_batches(Pool pool, std::span<const std::int32_t> slots, const Work& work) {
+    if (during_transfer) during_transfer();
     std::vector<std::byte> buffer(3 * slot_bytes(layout(pool)));
     for (std::size_t first = 0; first < slots.size(); first += 3) {
       const std::size_t count = std::min<std::size_t>(3, slots.size() - first);

@@ -14,21 +14,17 @@ constexpr std::size_t kMostBuffers = 4;
 constexpr std::size_t kAllBuffersBytes = std::size_t{32} << 20;  // of two buffers at least, whatever a slot takes
 constexpr std::size_t kDirectBytes = std::size_t{32} << 20;      // between calls of `done`
 
-// The copies that were enqueued end before an error is returned, or an exception passes: the memory on both sides is
-// free then.
+// The copies that were enqueued end before a call returns, with an error or an exception, too: the memory on both sides
+// is free then.
 class InFlight {
  public:
   explicit InFlight(cudaStream_t stream) : stream_(stream) {}
   InFlight(const InFlight&) = delete;
   InFlight& operator=(const InFlight&) = delete;
-  ~InFlight() {
-    if (waits_) (void)cudaStreamSynchronize(stream_);
-  }
-  void leave() { waits_ = false; }
+  ~InFlight() { (void)cudaStreamSynchronize(stream_); }
 
  private:
   cudaStream_t stream_;
-  bool waits_ = true;
 };
 
 }  // namespace
@@ -52,6 +48,13 @@ Status Transfer::begin(cudaStream_t after) {
     if (buffer.done != nullptr) continue;
     KVANT_CUDA_TRY(cudaEventCreateWithFlags(&buffer.done, cudaEventDisableTiming | cudaEventBlockingSync));
   }
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  KVANT_CUDA_TRY(cudaStreamIsCapturing(after, &capture));
+  if (capture != cudaStreamCaptureStatusNone) {
+    return {Code::invalid_argument,
+            "the stream is being captured: pages between the host and a device cannot be part of a graph; copy, save "
+            "and load before the capture or after"};
+  }
   KVANT_CUDA_TRY(cudaEventRecord(begun_, after));
   KVANT_CUDA_TRY(cudaStreamWaitEvent(stream_, begun_, 0));
   return {};
@@ -64,7 +67,6 @@ std::size_t Transfer::buffers_in_use() const {
 Status Transfer::take_buffers(std::size_t slot_bytes) {
   const std::size_t bytes = std::max(slot_bytes, kBufferBytes / slot_bytes * slot_bytes);
   for (Buffer& buffer : buffers_) {
-    KVANT_CUDA_TRY(cudaEventSynchronize(buffer.done));  // an earlier upload may still read the memory
     if (buffer.memory != nullptr && buffer_bytes_ < bytes) {
       KVANT_CUDA_TRY(cudaFreeHost(buffer.memory));
       buffer.memory = nullptr;
@@ -129,7 +131,7 @@ Status Transfer::upload(std::size_t count, std::size_t slot_bytes, const Address
   const std::lock_guard alone(mutex_);
   if (Status s = begin(before); !s) return s;
   if (Status s = take_buffers(slot_bytes); !s) return s;
-  InFlight copies(stream_);
+  const InFlight copies(stream_);
   const std::size_t batch = buffer_bytes_ / slot_bytes;
   const std::size_t buffers = buffers_in_use();
   const Buffer* last = nullptr;
@@ -141,8 +143,7 @@ Status Transfer::upload(std::size_t count, std::size_t slot_bytes, const Address
     const auto here = [&](std::size_t n) { return last->memory + (n - begin) * slot_bytes; };
     if (Status s = enqueue(cudaMemcpyHostToDevice, begin, end, slot_bytes, to, here, last->done); !s) return s;
   }
-  KVANT_CUDA_TRY(cudaStreamWaitEvent(before, last->done, 0));
-  copies.leave();  // the buffers are this object's
+  KVANT_CUDA_TRY(cudaEventSynchronize(last->done));
   return {};
 }
 
