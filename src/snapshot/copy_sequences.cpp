@@ -27,7 +27,7 @@ Status check_caches(const CacheImpl& from, const CacheImpl& to) {
 
 constexpr std::size_t kBytesPerWorker = std::size_t{256} << 10;
 constexpr std::int64_t kMostWorkers = 16;
-constexpr std::size_t kStepBytes = std::size_t{16} << 20;  // of copies within the host, between calls of progress
+constexpr std::size_t kStepBytes = std::size_t{16} << 20;  // within the host, between calls of progress
 
 struct SlotBytes {
   std::byte* to;
@@ -205,7 +205,7 @@ class SlotCopies {
   Progress& progress_;
   std::size_t bytes_;
   int threads_;
-  std::vector<std::int32_t> slots_;  // of the sources
+  std::vector<std::int32_t> slots_;  // that the sources are in
   std::vector<SlotBytes> batch_;
 };
 

@@ -42,7 +42,7 @@ CacheConfig on_device(CacheConfig c, std::int64_t tokens) {
   return c;
 }
 
-// Of a cache in host memory.
+// To a cache in host memory.
 void append(Cache& cache, SequenceId id, std::int64_t tokens, std::uint64_t seed) {
   const CacheConfig& c = cache.config();
   const auto n = static_cast<std::size_t>(tokens * c.kv_heads * c.head_dim);

@@ -11,7 +11,7 @@ namespace {
 // that it takes to wake threads.
 constexpr std::size_t kBufferBytes = std::size_t{4} << 20;
 constexpr std::size_t kMostBuffers = 4;
-constexpr std::size_t kAllBuffersBytes = std::size_t{32} << 20;  // of two buffers at least, whatever a slot takes
+constexpr std::size_t kAllBuffersBytes = std::size_t{32} << 20;  // or two slots
 constexpr std::size_t kDirectBytes = std::size_t{32} << 20;      // between calls of `done`
 
 // The copies that were enqueued end before a call returns, with an error or an exception, too: the memory on both sides
