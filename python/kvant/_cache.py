@@ -70,8 +70,8 @@ class Cache(_arguments.NotCopied):
         window_sinks tokens stay.
     rollback_tokens: with a window, so many of the newest tokens can always be truncated. 0: 64.
     capacity_tokens: at most so many tokens in pages, 0: no limit. max_sequences, max_sequence_tokens: on a device.
-    pinned: on the CPU, pages are in pinned memory: copies to and from a device (kvant.copy_sequences) go at the speed of
-        the link and take no processor. Needs CUDA; taking memory is slower.
+    pinned: on the CPU, pages are in pinned memory: copies to and from a device (kvant.copy_sequences) go at the speed
+        of the link and take no processor. Needs CUDA; taking memory is slower.
     k_basis, v_basis: "automatic", "hadamard", "none" or "calibrated"; bases: a kvant.Bases or its path, for the last;
         basis_layers: the file's layer number of each layer of the cache.
     k_centre: "page": encoded pages keep a mean of their keys and encode what is left, but of keys that are nearer to

@@ -86,8 +86,8 @@ class DevicePages {
   virtual Status edit(Pool pool, std::int32_t slot, int layer, int head,
                       const std::function<void(std::byte*)>& change) = 0;
   // Whole slots, [layers][kv_heads] blocks side by side, after all that the stream has to do now. The bytes have
-  // travelled when a call returns. An upload is of slots that no kernel reads yet. These calls and the next two wait for
-  // each other, and go on beside all others.
+  // travelled when a call returns. An upload is of slots that no kernel reads yet. These calls and the next two wait
+  // for each other, and go on beside all others.
   virtual Status download_slots(Pool pool, std::span<const std::int32_t> slots, const TakeSlots& take,
                                 Stream stream) = 0;
   virtual Status upload_slots(Pool pool, std::span<const std::int32_t> slots, const FillSlots& fill, Stream stream) = 0;

@@ -88,8 +88,8 @@ Status Storage::grow(std::int64_t wanted) {
   return {};
 }
 
-// Zeroed memory, in one allocation however much it is, so that the system can refuse at once what it does not have: then
-// the answer is null. calloc: large ones come as untouched zero pages. Pinned memory shares no page of the system.
+// Zeroed memory, in one allocation however much it is, so that the system can refuse at once what it does not have:
+// then the answer is null. calloc: large ones come as untouched zero pages. Pinned memory shares no page of the system.
 Result<Storage::Chunk> Storage::take(std::size_t bytes) const {
   if (pins_ == nullptr) {
     Chunk chunk(std::calloc(bytes, 1));
