@@ -27,7 +27,7 @@ Status check_caches(const CacheImpl& from, const CacheImpl& to) {
 
 constexpr std::size_t kBytesPerWorker = std::size_t{256} << 10;
 constexpr std::int64_t kMostWorkers = 16;
-constexpr std::size_t kStepBytes = std::size_t{16} << 20;  // within the host, between calls of progress
+constexpr std::size_t kHostStepBytes = std::size_t{16} << 20;  // within the host, between calls of progress
 
 struct SlotBytes {
   std::byte* to;
@@ -101,7 +101,7 @@ class SlotCopies {
   Status add(std::size_t slots) { return progress_.add(static_cast<std::int64_t>(slots * bytes_)); }
 
   Status within_the_host() {
-    const std::size_t step = std::max<std::size_t>(1, kStepBytes / bytes_);
+    const std::size_t step = std::max<std::size_t>(1, kHostStepBytes / bytes_);
     for (std::size_t first = 0; first < slots_.size(); first += step) {
       const std::size_t end = std::min(first + step, slots_.size());
       batch_.clear();
