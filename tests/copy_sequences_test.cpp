@@ -245,6 +245,7 @@ TEST(CopySequences, OthersUseTheDeviceMeanwhile) {
     fill(*device, busy, 1000, 100);
     int calls = 0;
     fake.during_transfer = [&] {
+      ++calls;
       const auto others = std::async(std::launch::async, [&] {
         const auto use = device->changing();
         fill(*device, busy, 2000 + 10 * calls, 1);
@@ -252,7 +253,6 @@ TEST(CopySequences, OthersUseTheDeviceMeanwhile) {
           EXPECT_EQ(device->length(SequenceId{id}).ok(), SequenceId{id} == busy);
         }
       });
-      ++calls;
       ASSERT_EQ(others.wait_for(std::chrono::seconds(20)), std::future_status::ready);
     };
     const auto up = snapshot::copy_sequences(*host, {&idle, 1}, *device, {});
@@ -264,11 +264,11 @@ TEST(CopySequences, OthersUseTheDeviceMeanwhile) {
     expect_same(contents(*host, {&idle, 1}), contents(*device, *up));
     calls = 0;
     fake.during_transfer = [&] {
+      ++calls;
       const auto others = std::async(std::launch::async, [&] {
         const auto use = device->changing();
         fill(*device, busy, 3000 + 10 * calls, 1);
       });
-      ++calls;
       ASSERT_EQ(others.wait_for(std::chrono::seconds(20)), std::future_status::ready);
     };
     const auto down = snapshot::copy_sequences(*device, *up, *host, {});
