@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Saves and loads a cache in turns with dd of as many bytes in the same folder, and measures the memory that they take.
 
-usage: snapshot.py [--folder DIR] [--mb 1024] [--rounds 3] [--k bf16 --v bf16] [--layers 32]
+usage: snapshot.py [--folder DIR] [--mb 1024] [--rounds 3] [--k bf16 --v bf16] [--layers 32] [--device cuda]
 
 dd writes with conv=fsync, as a save ends with a sync. Before each read the file leaves the system's cache. "into": a
 load into a cache that has its memory; "new": one that takes memory from the system, which may cost a virtual machine
-more than the load. The memory is the growth of the process's peak in a save and in a load into. Linux only.
+more than the load. The memory is the growth of the process's peak in a save and in a load into. With --device the
+caches are on that device; CopiesGpu.Speed of the GPU tests measures copies that no file is in. Linux only.
 """
 
 from __future__ import annotations
@@ -33,6 +34,15 @@ def filled(args: argparse.Namespace) -> tuple[kvant.Cache, kvant.Sequence]:
         for layer in range(args.layers):
             cache.write([sequence], layer, rows, rows[::-1])
     return cache, sequence
+
+
+def on_device(sequence: kvant.Sequence, args: argparse.Namespace) -> tuple[kvant.Cache, list[kvant.Sequence]]:
+    """A cache on the device, large enough for the sequence and another, and the sequence in it."""
+    cache = kvant.Cache(
+        layers=args.layers, kv_heads=HEADS, head_dim=DIM, k=args.k, v=args.v, device=args.device,
+        capacity_tokens=2 * (len(sequence) + 64), max_sequences=2,
+    )  # fmt: skip
+    return cache, kvant.copy_sequences(sequence, cache)
 
 
 def status(field: str) -> int:
@@ -74,14 +84,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--k", default="bf16")
     parser.add_argument("--v", default="bf16")
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     cache, sequence = filled(args)
+    if args.device != "cpu":
+        host = sequence
+        cache, (sequence,) = on_device(host, args)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         path, plain = Path(folder) / "cache.kvs", Path(folder) / "plain"
-        print(f"{len(sequence)} tokens, {args.layers} layers, {args.k}/{args.v}; MB/s, and shares of dd's")
+        what = f"{args.device}, {len(sequence)} tokens, {args.layers} layers, {args.k}/{args.v}"
+        print(f"{what}; MB/s, and shares of dd's")
         print("round   save    dd  share  memory   | load into  new    dd  shares        memory")
         kvant.save(cache, path)
-        warm = kvant.load(path).cache  # without sequences, but with their memory
+        # Without sequences, but with their memory.
+        warm = kvant.load(path).cache if args.device == "cpu" else on_device(host, args)[0]
         for i in range(args.rounds):
             for file in (path, plain):
                 file.unlink(missing_ok=True)
@@ -93,7 +109,7 @@ def main() -> None:
             forget(plain)
             read = dd(f"if={plain}", "of=/dev/null")
             forget(path)
-            new, _ = peak_growth(lambda: kvant.load(path))
+            new, _ = peak_growth(lambda: kvant.load(path, device=args.device, capacity_tokens=len(sequence) + 64))
             mb = size / 1e6
             print(
                 f"{i + 1:5d} {mb / save:6.0f} {mb / write:5.0f} {write / save:6.0%} {memory / 2**20:5.1f} MiB"

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
+#include <future>
 #include <thread>
 
 #include "snapshot/save.hpp"
@@ -154,6 +156,127 @@ TEST(CopySequences, AFailedUploadLeavesNoSequence) {
   EXPECT_TRUE(refused(snapshot::copy_sequences(*host, {&id, 1}, *device, {}).status(), Code::out_of_capacity,
                       {"the copy needs 5 more pages", "3 of the cache's 8 are free"}));
   EXPECT_EQ(device->table().sequences().size(), 1u);
+}
+
+CacheConfig pinned(CacheConfig c) {
+  c = on_host(c);
+  c.pinned = true;
+  return c;
+}
+
+void fill(CacheImpl& cache, SequenceId id, std::int64_t first, std::int64_t tokens) {
+  for (int layer = 0; layer < 2; ++layer) {
+    const CacheRows rows(token_range(first, tokens), layer, 2, 32, Dtype::f32);
+    cache.append(id, layer, rows.keys(), rows.values(), {}).value();
+  }
+}
+
+TEST(CopySequences, PinnedPagesTravelWithoutBuffers) {
+  const CacheConfig c = on_device(config("tq4", "fp8"));
+  const auto device = CacheImpl::create(c, &kFake).value();
+  FakeStore& fake = *FakeStore::newest;
+  {
+    const auto host = CacheImpl::create(pinned(c), &kFake).value();
+    EXPECT_NE(host->describe().find("memory: pinned for devices"), std::string::npos);
+    const SequenceId gone = host->add_sequence(), id = host->add_sequence();
+    fill(*host, gone, 9000, 400);  // remains behind the tokens of pages
+    fill(*host, id, 1, 300);
+    host->remove(gone).value();
+    const SequenceId child = host->fork(id).value();
+    fill(*host, child, 500, 70);
+    const std::vector<SequenceId> ids{id, child};
+    std::int64_t done = 0, all = -1;
+    CopyOptions options;
+    options.progress = [&](std::int64_t d, std::int64_t t) { return done = d, all = t, true; };
+    const auto up = snapshot::copy_sequences(*host, ids, *device, options);
+    ASSERT_TRUE(up.ok()) << up.message();
+    EXPECT_EQ(done, all);
+    expect_same(contents(*host, ids), contents(*device, *up));
+    const auto other = CacheImpl::create(pinned(c), &kFake).value();
+    const SequenceId mine = other->add_sequence();
+    fill(*other, mine, 7000, 100);
+    const auto down = snapshot::copy_sequences(*device, *up, *other, options);
+    ASSERT_TRUE(down.ok()) << down.message();
+    EXPECT_EQ(done, all);
+    expect_same(contents(*host, ids), contents(*other, *down));
+    // Memory that a device reads stays where it is.
+    other->remove(mine).value();
+    EXPECT_EQ(other->trim(), 0);
+    // An error in the middle.
+    fake.refuses_upload = {Code::io, "the bus is gone"};
+    fake.uploads_before_refusal = 2;
+    const std::int64_t held = device->table().pages_held();
+    EXPECT_TRUE(refused(snapshot::copy_sequences(*host, ids, *device, {}).status(), Code::io, {"the bus is gone"}));
+    EXPECT_EQ(device->table().pages_held(), held);
+    EXPECT_EQ(device->table().sequences().size(), 2u);
+    options.progress = [](std::int64_t, std::int64_t) { return false; };
+    EXPECT_TRUE(refused(snapshot::copy_sequences(*device, *up, *other, options).status(), Code::io, {"stopped"}));
+    EXPECT_EQ(other->table().sequences().size(), 2u);
+    EXPECT_FALSE(pinned_memory().empty());
+  }
+  EXPECT_TRUE(pinned_memory().empty());
+}
+
+TEST(CopySequences, PinnedIsRefusedWhereNothingPins) {
+  const CacheConfig c = on_device(config("tq4", "fp8"));
+  EXPECT_TRUE(refused(CacheImpl::create(pinned(c), nullptr).status(), Code::unsupported, {"pinned = true", "CUDA"}));
+  CacheConfig both = c;
+  both.pinned = true;
+  EXPECT_TRUE(refused(CacheImpl::create(both, &kFake).status(), Code::invalid_argument, {"pinned = true", "cuda"}));
+  const auto host = CacheImpl::create(pinned(c), &kFake).value();
+  const SequenceId id = host->add_sequence();
+  refuses_pins = {Code::out_of_memory, "too much is pinned"};
+  const Append step{id, 10};
+  EXPECT_TRUE(refused(host->reserve({&step, 1}, {}), Code::out_of_memory, {"pinned = true", "too much is pinned"}));
+  refuses_pins = {};
+  EXPECT_EQ(host->length(id).value(), 0);
+  fill(*host, id, 1, 100);
+}
+
+// Steps of other sequences go on while bytes travel, and nobody meets a sequence that has not arrived.
+TEST(CopySequences, OthersUseTheDeviceMeanwhile) {
+  for (const bool pins : {false, true}) {
+    const CacheConfig c = on_device(config("tq4", "fp8"));
+    const auto host = CacheImpl::create(pins ? pinned(c) : on_host(c), &kFake).value();
+    const auto device = CacheImpl::create(c, &kFake).value();
+    FakeStore& fake = *FakeStore::newest;
+    const SequenceId idle = host->add_sequence(), busy = device->add_sequence();
+    fill(*host, idle, 1, 300);
+    fill(*device, busy, 1000, 100);
+    int calls = 0;
+    fake.during_transfer = [&] {
+      ++calls;
+      const auto others = std::async(std::launch::async, [&] {
+        const auto use = device->changing();
+        fill(*device, busy, 2000 + 10 * calls, 1);
+        for (std::uint64_t id = 1; id <= 8; ++id) {
+          EXPECT_EQ(device->length(SequenceId{id}).ok(), SequenceId{id} == busy);
+        }
+      });
+      ASSERT_EQ(others.wait_for(std::chrono::seconds(20)), std::future_status::ready);
+    };
+    const auto up = snapshot::copy_sequences(*host, {&idle, 1}, *device, {});
+    ASSERT_TRUE(up.ok()) << up.message();
+    fake.during_transfer = {};
+    EXPECT_GT(calls, 0);
+    EXPECT_EQ(device->length(busy).value(), 100 + calls);
+    EXPECT_EQ(device->length(up->front()).value(), 300);
+    expect_same(contents(*host, {&idle, 1}), contents(*device, *up));
+    calls = 0;
+    fake.during_transfer = [&] {
+      ++calls;
+      const auto others = std::async(std::launch::async, [&] {
+        const auto use = device->changing();
+        fill(*device, busy, 3000 + 10 * calls, 1);
+      });
+      ASSERT_EQ(others.wait_for(std::chrono::seconds(20)), std::future_status::ready);
+    };
+    const auto down = snapshot::copy_sequences(*device, *up, *host, {});
+    ASSERT_TRUE(down.ok()) << down.message();
+    EXPECT_GT(calls, 0);
+    fake.during_transfer = {};
+    expect_same(contents(*host, {&idle, 1}), contents(*host, *down));
+  }
 }
 
 TEST(CopySequences, ThreadsCopyInBothDirections) {

@@ -38,10 +38,18 @@ class FakeStore final : public core::DevicePages {
     return {};
   }
   Status download(core::Pool, std::int32_t, int, int, std::byte*, Stream) override { return {}; }
-  Status download_slots(core::Pool, std::span<const std::int32_t>, const core::TakeSlot&, Stream) override {
+  Status download_slots(core::Pool, std::span<const std::int32_t>, const core::TakeSlots&, Stream) override {
     return {};
   }
-  Status upload_slots(core::Pool, std::span<const std::int32_t>, const core::FillSlot&, Stream) override { return {}; }
+  Status upload_slots(core::Pool, std::span<const std::int32_t>, const core::FillSlots&, Stream) override { return {}; }
+  Status send_slots(core::Pool, std::span<const std::int32_t>, std::span<std::byte* const>, const core::SlotsDone&,
+                    Stream) override {
+    return {};
+  }
+  Status receive_slots(core::Pool, std::span<const std::int32_t>, std::span<std::byte* const>, const core::SlotsDone&,
+                       Stream) override {
+    return {};
+  }
   Result<bool> take_non_finite(Stream) override { return false; }
 };
 

@@ -157,9 +157,12 @@ Status write_forged(const std::string& path, const SnapshotFile& file, const cor
       .tokens = {},
       .encoded_bytes = file.slot_bytes(core::Pool::encoded),
       .exact_bytes = file.slot_bytes(core::Pool::exact),
-      .slot = [&](core::Pool pool, std::int32_t, std::vector<std::byte>& copy) -> Result<std::span<const std::byte>> {
-        copy.assign(file.slot_bytes(pool), std::byte{0});
-        return std::span<const std::byte>(copy);
+      .slots = [&](core::Pool pool, std::span<const std::int32_t> numbers, const core::TakeSlots& take) -> Status {
+        const std::vector<std::byte> zeros(file.slot_bytes(pool));
+        for (std::size_t n = 0; n < numbers.size(); ++n) {
+          if (Status s = take(n, zeros); !s) return s;
+        }
+        return {};
       }};
   if (change) change(content);
   return snapshot::write(path, content, nullptr, {});

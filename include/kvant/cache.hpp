@@ -53,6 +53,10 @@ struct CacheConfig {
   /// Where pages live: "" or "cpu" for host memory, "cuda" or "cuda:1" for a device's. On a device all memory is taken
   /// by create: capacity_tokens is required, tensors are device memory, and work is enqueued on the stream given.
   std::string device{};
+  /// In host memory only: pages are in pinned memory, which devices read and write at the speed of the link, without
+  /// the processor (copy_sequences). Needs CUDA. Memory is pinned as it is taken, for all devices, in the context of
+  /// the calling thread's current device; it cannot be swapped out, and trim gives back all of a pool or nothing.
+  bool pinned = false;
   std::int64_t max_sequences = 256;      ///< device only: sequences alive at once
   std::int64_t max_sequence_tokens = 0;  ///< device only: tokens of the longest sequence; 0: capacity_tokens
   int threads = 0;                       ///< workers that store rows; 0: the processors that the process may use

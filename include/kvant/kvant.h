@@ -198,6 +198,8 @@ typedef struct kvant_cache_config {
                                   would see them, from the greatest length it has had. 0 (default): 64. Rejected drafts
                                   of speculative decoding */
   kvant_key_centre k_centre;   /* default KVANT_CENTRE_AUTOMATIC */
+  int32_t pinned;              /* in host memory only: pages are in pinned memory, which devices read and write at the
+                                  speed of the link (kvant_copy_sequences). Needs CUDA. 0 (default): they are not */
 } kvant_cache_config;
 
 /* Caches on a device

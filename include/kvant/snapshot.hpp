@@ -36,8 +36,8 @@ struct SaveOptions {
 
 /// Writes sequences of a cache to a file: pages, lengths and configuration. Sequences that are loaded go on bit for bit
 /// as these do. The file is written beside `path`, synced and renamed, so whatever fails, an older file of that name
-/// stays as it is; only its owner may read it (mode 0600). Pages are written from where they are, or through a buffer
-/// of one page from a device. Calls that change the cache wait until it returns. Errors: invalid_argument (unknown
+/// stays as it is; only its owner may read it (mode 0600). Pages are written from where they are, or through buffers
+/// from a device. Calls that change the cache wait until it returns. Errors: invalid_argument (unknown
 /// sequences, a step that is not written in every layer, tokens or metadata that do not fit), io, and all that reading
 /// `base` gives.
 KVANT_API Status save(const Cache& cache, const std::string& path, const SaveOptions& options = {});
@@ -123,10 +123,12 @@ struct CopyOptions {
 /// Copies sequences to another cache, in the host's memory or on a device, wherever the first is: so they can leave a
 /// device and return. The copies go on bit for bit, and pages that the sequences share are shared. The sequences stay.
 /// The second cache's configuration must be that of the first in all that bytes and visibility depend on. On any error
-/// it has the sequences that it had. Copies to a device are made beside the work of its stream, whose later work waits
-/// for them; copies from a device begin after the work of its stream so far, and the call waits for them. Answers the
-/// ids of the copies. Errors: invalid_argument (unknown sequences, one cache twice, another configuration, a step that
-/// is not written in every layer), out_of_capacity, io (stopped by progress), and those of a device.
+/// it has the sequences that it had. Copies begin after the work of a device's stream so far, and the call waits for
+/// them. Between a device and the host other calls use the device's cache meanwhile, for other sequences; calls that
+/// change the cache in host memory wait. Where the latter is pinned (CacheConfig::pinned), its pages travel without the
+/// processor, else through buffers, by CacheConfig::threads of the second cache. Answers the ids of the copies. Errors:
+/// invalid_argument (unknown sequences, one cache twice, another configuration, a step that is not written in every
+/// layer), out_of_capacity, io (stopped by progress), and those of a device.
 KVANT_API Result<std::vector<SequenceId>> copy_sequences(const Cache& from, std::span<const SequenceId> sequences,
                                                          Cache& to, const CopyOptions& options = {});
 

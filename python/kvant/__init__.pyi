@@ -40,6 +40,8 @@ class Cache:
         window_sinks tokens stay.
     rollback_tokens: with a window, so many of the newest tokens can always be truncated. 0: 64.
     capacity_tokens: at most so many tokens in pages, 0: no limit. max_sequences, max_sequence_tokens: on a device.
+    pinned: on the CPU, pages are in pinned memory: copies to and from a device (kvant.copy_sequences) go at the speed
+        of the link and take no processor. Needs CUDA; taking memory is slower.
     k_basis, v_basis: "automatic", "hadamard", "none" or "calibrated"; bases: a kvant.Bases or its path, for the last;
         basis_layers: the file's layer number of each layer of the cache.
     k_centre: "page": encoded pages keep a mean of their keys and encode what is left, but of keys that are nearer to
@@ -52,7 +54,7 @@ class Cache:
     calls for one sequence are the caller's to order. Plans run at the same time, on a device one after another; calls
     that change something wait for them.
     """
-    def __init__(self, *, kv_heads: int, head_dim: int, layers: int = 1, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', sink_pages: int | None = None, tail_pages: int | None = None, exact: str | None = None, window: int = 0, window_sinks: int = 0, rollback_tokens: int = 0, capacity_tokens: int = 0, max_sequences: int = 0, max_sequence_tokens: int = 0, k_basis: str = 'automatic', v_basis: str = 'automatic', bases: Bases | str | Path | None = None, basis_layers: SequenceOf[int] | None = None, k_centre: str = 'automatic', threads: int = 0, isa: str | None = None):
+    def __init__(self, *, kv_heads: int, head_dim: int, layers: int = 1, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', sink_pages: int | None = None, tail_pages: int | None = None, exact: str | None = None, window: int = 0, window_sinks: int = 0, rollback_tokens: int = 0, capacity_tokens: int = 0, max_sequences: int = 0, max_sequence_tokens: int = 0, pinned: bool = False, k_basis: str = 'automatic', v_basis: str = 'automatic', bases: Bases | str | Path | None = None, basis_layers: SequenceOf[int] | None = None, k_centre: str = 'automatic', threads: int = 0, isa: str | None = None):
         ...
     def close(self) -> None:
         """Frees the cache's memory now instead of when the object goes. Its sequences and plans cannot be used any

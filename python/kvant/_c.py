@@ -112,6 +112,7 @@ class CacheConfig(Structure):
         ("max_sequence_tokens", c_int64),
         ("rollback_tokens", c_int64),
         ("k_centre", c_int32),
+        ("pinned", c_int32),
     ]
 
 

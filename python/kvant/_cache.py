@@ -70,6 +70,8 @@ class Cache(_arguments.NotCopied):
         window_sinks tokens stay.
     rollback_tokens: with a window, so many of the newest tokens can always be truncated. 0: 64.
     capacity_tokens: at most so many tokens in pages, 0: no limit. max_sequences, max_sequence_tokens: on a device.
+    pinned: on the CPU, pages are in pinned memory: copies to and from a device (kvant.copy_sequences) go at the speed
+        of the link and take no processor. Needs CUDA; taking memory is slower.
     k_basis, v_basis: "automatic", "hadamard", "none" or "calibrated"; bases: a kvant.Bases or its path, for the last;
         basis_layers: the file's layer number of each layer of the cache.
     k_centre: "page": encoded pages keep a mean of their keys and encode what is left, but of keys that are nearer to
@@ -103,6 +105,7 @@ class Cache(_arguments.NotCopied):
         capacity_tokens: int = 0,
         max_sequences: int = 0,
         max_sequence_tokens: int = 0,
+        pinned: bool = False,
         k_basis: str = "automatic",
         v_basis: str = "automatic",
         bases: Bases | str | Path | None = None,
@@ -130,6 +133,7 @@ class Cache(_arguments.NotCopied):
             ("max_sequence_tokens", max_sequence_tokens),
         ):
             setattr(c, name, _arguments.int64(name, value))
+        c.pinned = _arguments.flag("pinned", pinned)
         if exact is not None:
             c.exact_dtype = _arguments.choice("exact", exact, EXACT)
         for name, value in (("k", self.k), ("v", self.v)):

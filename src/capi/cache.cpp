@@ -97,6 +97,7 @@ Result<CacheConfig> to_config(const kvant_cache_config* pointer) {
   if (given.max_sequences != 0) config.max_sequences = given.max_sequences;
   config.max_sequence_tokens = given.max_sequence_tokens;
   config.rollback_tokens = given.rollback_tokens;
+  config.pinned = given.pinned != 0;
   return config;
 }
 

@@ -21,6 +21,7 @@
 #include "core/cache/table.hpp"
 #include "core/pages/device_blocks.hpp"
 #include "core/plan/planned.hpp"
+#include "core/store/memory_pins.hpp"
 #include "core/store/slot_calls.hpp"
 #include "kvant/attention.hpp"
 #include "kvant/cache.hpp"
@@ -84,11 +85,18 @@ class DevicePages {
   // The same block, changed on the host in a copy: waits for all of the device's work, before and after.
   virtual Status edit(Pool pool, std::int32_t slot, int layer, int head,
                       const std::function<void(std::byte*)>& change) = 0;
-  // Whole slots, [layers][kv_heads] blocks side by side, after all that the stream has to do now. A download has the
-  // bytes when it returns. An upload is of slots that no kernel reads yet; what the stream gets later waits for it.
-  virtual Status download_slots(Pool pool, std::span<const std::int32_t> slots, const TakeSlot& take,
+  // Whole slots, [layers][kv_heads] blocks side by side, after all that the stream has to do now. The bytes have
+  // travelled when a call returns. An upload is of slots that no kernel reads yet. These calls and the next two wait
+  // for each other, and go on beside all others.
+  virtual Status download_slots(Pool pool, std::span<const std::int32_t> slots, const TakeSlots& take,
                                 Stream stream) = 0;
-  virtual Status upload_slots(Pool pool, std::span<const std::int32_t> slots, const FillSlot& fill, Stream stream) = 0;
+  virtual Status upload_slots(Pool pool, std::span<const std::int32_t> slots, const FillSlots& fill, Stream stream) = 0;
+  // The same without a copy on the host: the device writes and reads pinned memory, one address a slot, and is done
+  // with the memory when the call returns.
+  virtual Status send_slots(Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> to,
+                            const SlotsDone& done, Stream stream) = 0;
+  virtual Status receive_slots(Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> from,
+                               const SlotsDone& done, Stream stream) = 0;
   // Waits for the stream: true if a vector that is not finite was stored since the last call.
   virtual Result<bool> take_non_finite(Stream stream) = 0;
 };
@@ -175,6 +183,7 @@ struct DeviceBackend {
   Result<std::unique_ptr<DevicePlan>> (*make_plan)(const DevicePlanConfig& config);
   Result<std::unique_ptr<DeviceBlocks>> (*make_blocks)(const DeviceBlocksConfig& config) = nullptr;  // null: has none
   Status (*merge)(const DevicePartials& partials) = nullptr;
+  const MemoryPins* pins = nullptr;                 // null: cannot pin memory of the host
   DeviceBuild (*build)() = nullptr;                 // never starts the driver
   std::vector<DeviceClass> (*classes)() = nullptr;  // nor this
 };

@@ -108,6 +108,7 @@ const DeviceBackend* device_backend() {
                                           .make_plan = &cuda::make_plan,
                                           .make_blocks = &cuda::make_blocks,
                                           .merge = &cuda::merge_partials,
+                                          .pins = &cuda::kMemoryPins,
                                           .build = &cuda::build,
                                           .classes = &cuda::classes};
   return &kBackend;

@@ -26,14 +26,27 @@ class CacheSlots {
   CacheSlots(const CacheImpl& cache, const core::ImageBuilder& image, Stream stream)
       : cache_(cache), image_(image), stream_(stream) {}
 
-  Result<std::span<const std::byte>> operator()(core::Pool pool, std::int32_t number,
-                                                std::vector<std::byte>& copy) const {
-    const core::ImageBuilder::Source& source = image_.sources(pool)[core::to_size(number)];
-    const auto bytes = cache_.store().load_slot(pool, source.number, copy, stream_);
-    if (!bytes || source.tokens == kPageTokens) return bytes;
-    if (bytes->data() != copy.data()) copy.assign(bytes->begin(), bytes->end());
-    clear_behind(cache_.layout(pool), source.tokens, copy);
-    return std::span<const std::byte>(copy);
+  Status operator()(core::Pool pool, std::span<const std::int32_t> numbers, const core::TakeSlots& take) const {
+    const std::vector<core::ImageBuilder::Source>& sources = image_.sources(pool);
+    const std::size_t bytes = cache_.store().slot_bytes(pool);
+    std::vector<std::int32_t> slots;
+    slots.reserve(numbers.size());
+    for (const std::int32_t number : numbers) slots.push_back(sources[core::to_size(number)].number);
+    std::vector<std::byte> copy;
+    const auto take_each = [&](std::size_t first, std::span<const std::byte> some) -> Status {
+      for (std::size_t i = 0; i * bytes < some.size(); ++i) {
+        std::span<const std::byte> slot = some.subspan(i * bytes, bytes);
+        const int tokens = sources[core::to_size(numbers[first + i])].tokens;
+        if (tokens < kPageTokens) {
+          copy.assign(slot.begin(), slot.end());
+          clear_behind(cache_.layout(pool), tokens, copy);
+          slot = copy;
+        }
+        if (Status s = take(first + i, slot); !s) return s;
+      }
+      return {};
+    };
+    return cache_.store().load_slots(pool, slots, take_each, stream_);
   }
 
  private:

@@ -121,9 +121,13 @@ Result<std::vector<SequenceId>> load_into(CacheImpl& cache, const SnapshotFile& 
     }
     Progress progress(options.progress, total);
     for (const Pool pool : {Pool::encoded, Pool::exact}) {
-      const auto fill = [&](std::size_t n, std::span<std::byte> out) -> Status {
-        if (Status s = file.read_slot(pool, part.sources(pool)[n].number, out); !s) return s;
-        return progress.add(static_cast<std::int64_t>(file.slot_bytes(pool)));
+      const std::size_t bytes = file.slot_bytes(pool);
+      const auto fill = [&](std::size_t first, std::span<std::byte> out) -> Status {
+        for (std::size_t n = first; !out.empty(); ++n, out = out.subspan(bytes)) {
+          if (Status s = file.read_slot(pool, part.sources(pool)[n].number, out.first(bytes)); !s) return s;
+          if (Status s = progress.add(static_cast<std::int64_t>(bytes)); !s) return s;
+        }
+        return {};
       };
       if (Status s = cache.store().fill_slots(pool, restored.slots(pool), fill, options.stream); !s) return s;
     }

@@ -16,7 +16,9 @@ namespace {
 std::vector<SequenceId> chosen_ids(const CacheImpl& cache, const SaveOptions& options) {
   if (options.sequences) return *options.sequences;
   std::vector<SequenceId> all;
-  for (const auto& [id, sequence] : cache.table().sequences()) all.push_back(SequenceId{id});
+  for (const auto& [id, sequence] : cache.table().sequences()) {
+    if (!sequence.arriving) all.push_back(SequenceId{id});
+  }
   std::sort(all.begin(), all.end());
   return all;
 }
@@ -72,7 +74,7 @@ Status save(const CacheImpl& cache, const std::string& path, const SaveOptions& 
                         .tokens = {options.tokens.begin(), options.tokens.end()},
                         .encoded_bytes = cache.store().slot_bytes(Pool::encoded),
                         .exact_bytes = cache.store().slot_bytes(Pool::exact),
-                        .slot = CacheSlots(cache, *image, options.stream)};
+                        .slots = CacheSlots(cache, *image, options.stream)};
   return write(path, content, base.get(), options.progress);
 }
 
@@ -89,10 +91,13 @@ Status copy(const SnapshotFile& file, const std::string& path, const SnapshotPro
       .tokens = {},
       .encoded_bytes = file.slot_bytes(Pool::encoded),
       .exact_bytes = file.slot_bytes(Pool::exact),
-      .slot = [&](Pool pool, std::int32_t number, std::vector<std::byte>& copy) -> Result<std::span<const std::byte>> {
-        copy.resize(file.slot_bytes(pool));
-        if (Status s = file.read_slot(pool, number, copy); !s) return s;
-        return std::span<const std::byte>(copy);
+      .slots = [&](Pool pool, std::span<const std::int32_t> numbers, const core::TakeSlots& take) -> Status {
+        std::vector<std::byte> copy(file.slot_bytes(pool));
+        for (std::size_t n = 0; n < numbers.size(); ++n) {
+          if (Status s = file.read_slot(pool, numbers[n], copy); !s) return s;
+          if (Status s = take(n, copy); !s) return s;
+        }
+        return {};
       }};
   content.stored.config.bases = std::move(*bases);
   for (const SnapshotSequence& s : info.sequences) content.tokens.emplace_back(s.tokens);

@@ -9,7 +9,8 @@ namespace kvant::snapshot {
 
 Status save(const CacheImpl& cache, const std::string& path, const SaveOptions& options);
 Result<std::vector<SequenceId>> load_into(CacheImpl& cache, const SnapshotFile& file, const LoadOptions& options);
-/// From a cache to another one.
+/// From a cache to another one. Waits for other calls that use them, and has a cache on a device only while its tables
+/// are read and changed: other calls go on beside the bytes.
 Result<std::vector<SequenceId>> copy_sequences(const CacheImpl& from, std::span<const SequenceId> ids, CacheImpl& to,
                                                const CopyOptions& options);
 /// The configuration of a cache that load makes.

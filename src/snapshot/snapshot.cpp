@@ -42,14 +42,6 @@ Result<std::vector<SequenceId>> copy_sequences(const Cache& from, std::span<cons
     if (&source == &target) {
       return {Code::invalid_argument, "from and to are one cache: fork makes copies within a cache, which share pages"};
     }
-    // In the order of their addresses, or two calls in opposite directions would wait for each other.
-    if (std::less<const CacheImpl*>()(&source, &target)) {
-      const auto reads = source.reading();
-      const auto changes = target.changing();
-      return snapshot::copy_sequences(source, sequences, target, options);
-    }
-    const auto changes = target.changing();
-    const auto reads = source.reading();
     return snapshot::copy_sequences(source, sequences, target, options);
   });
 }

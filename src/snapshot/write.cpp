@@ -1,6 +1,7 @@
 #include "snapshot/write.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <unordered_map>
 
 #include "core/fmt.hpp"
@@ -193,8 +194,10 @@ class Writer {
   // Without a base every slot is written. With one, its checksum says whether a file of the base has it.
   Status plan(Pool pool) {
     PoolPlan& plan = plan_of(pool);
+    std::vector<std::int32_t> all(to_size(slots(pool)));
+    std::iota(all.begin(), all.end(), 0);
     if (base_ == nullptr) {
-      for (std::int32_t n = 0; n < slots(pool); ++n) plan.written.push_back(n);
+      plan.written = all;
       return {};
     }
     std::unordered_map<Checksum, Place, ChecksumHash> known;
@@ -206,23 +209,20 @@ class Writer {
                           Place{static_cast<std::int32_t>(f), static_cast<std::int32_t>(row)});
       }
     }
-    for (std::int32_t n = 0; n < slots(pool); ++n) {
-      const auto bytes = content_.slot(pool, n, copy_);
-      if (!bytes) return bytes.status();
-      const Checksum sum = checksum(*bytes);
-      if (Status s = progress_.add(static_cast<std::int64_t>(bytes->size())); !s) return s;
+    return content_.slots(pool, all, [&](std::size_t n, std::span<const std::byte> bytes) -> Status {
+      const Checksum sum = checksum(bytes);
+      if (Status s = progress_.add(static_cast<std::int64_t>(bytes.size())); !s) return s;
       const auto found = known.find(sum);
       if (found == known.end()) {
         plan.places.insert(plan.places.end(), {0, static_cast<std::int32_t>(plan.written.size())});
-        plan.written.push_back(n);
+        plan.written.push_back(static_cast<std::int32_t>(n));
         plan.sums.push_back(sum);
-      } else {
-        plan.places.insert(plan.places.end(), {number_of(found->second.file), found->second.row});
-        // It is done with: the other pass leaves it out.
-        if (Status s = progress_.add(static_cast<std::int64_t>(bytes->size())); !s) return s;
+        return {};
       }
-    }
-    return {};
+      plan.places.insert(plan.places.end(), {number_of(found->second.file), found->second.row});
+      // It is done with: the other pass leaves it out.
+      return progress_.add(static_cast<std::int64_t>(bytes.size()));
+    });
   }
 
   // Files are numbered from 1 in the order in which they are needed: those that nothing needs are not named.
@@ -281,18 +281,15 @@ class Writer {
 
   Status write_slots(Pool pool, Output& out) {
     const PoolPlan& plan = plan_of(pool);
-    for (std::size_t i = 0; i < plan.written.size(); ++i) {
-      const auto bytes = content_.slot(pool, plan.written[i], copy_);
-      if (!bytes) return bytes.status();
-      const Checksum sum = checksum(*bytes);
+    return content_.slots(pool, plan.written, [&](std::size_t i, std::span<const std::byte> bytes) -> Status {
+      const Checksum sum = checksum(bytes);
       if (!plan.sums.empty() && sum != plan.sums[i]) {
         return {Code::internal,
                 fmt::format("{}: not written: a page changed while it was saved", io::printable(path_))};
       }
-      if (Status s = out.write_part(*bytes, sum); !s) return s;
-      if (Status s = progress_.add(static_cast<std::int64_t>(bytes->size())); !s) return s;
-    }
-    return {};
+      if (Status s = out.write_part(bytes, sum); !s) return s;
+      return progress_.add(static_cast<std::int64_t>(bytes.size()));
+    });
   }
 
   const std::string& path_;
@@ -301,7 +298,6 @@ class Writer {
   const Tables tables_;
   PoolPlan encoded_, exact_;
   std::vector<std::int32_t> needed_;  // files of the base
-  std::vector<std::byte> copy_;
   Progress progress_;
 };
 

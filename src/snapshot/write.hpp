@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/cache/image.hpp"
+#include "core/store/slot_calls.hpp"
 #include "kvant/snapshot.hpp"
 #include "snapshot/config_text.hpp"
 #include "snapshot/file.hpp"
@@ -21,8 +22,9 @@ struct Content {
   const core::TableImage* image;
   std::vector<std::span<const std::int64_t>> tokens;  // one for each sequence; may be empty
   std::size_t encoded_bytes = 0, exact_bytes = 0;     // of a slot
-  /// The bytes of a slot, by its number in the image: where they are, or in `copy`. The same bytes each time.
-  std::function<Result<std::span<const std::byte>>(Pool pool, std::int32_t number, std::vector<std::byte>& copy)> slot;
+  /// Has `take` see the bytes of slots, by their numbers in the image: one slot a call, in order. The same bytes each
+  /// time.
+  std::function<Status(Pool pool, std::span<const std::int32_t> numbers, const core::TakeSlots& take)> slots;
 };
 
 /// `base`: null, or an open snapshot in the same folder, whose pages are not written again.

@@ -2,9 +2,6 @@
 // happened: the same bytes in its pages, the same bits in its answers.
 #include <gtest/gtest.h>
 
-#include <chrono>
-#include <iostream>
-
 #include "core/fmt.hpp"
 #include "gpu/gpu_world.hpp"
 #include "kvant/snapshot.hpp"
@@ -148,55 +145,6 @@ TEST(SnapshotGpu, CopiesLeaveTheDeviceAndReturn) {
     expect_same(contents(impl_of(device.cache), device.ids), contents(impl_of(again.cache), again.ids));
     expect_same(contents(impl_of(device.cache), device.ids), contents(impl_of(host.cache), host.ids));
   }
-}
-
-// How fast a long sequence leaves and returns, beside one pinned copy of as many bytes.
-TEST(SnapshotGpu, SpeedOfCopies) {
-  SKIP_WITHOUT_DEVICE();
-  CacheConfig c;
-  c.layers = 16;
-  c.kv_heads = 8;
-  c.head_dim = 128;
-  c.k = c.v = "tq4";
-  Cache host = Cache::create(c).value();
-  const SequenceId id = host.add_sequence();
-  constexpr std::int64_t kTokens = 4096;
-  const std::vector<float> rows = gaussian_vector(static_cast<std::size_t>(kTokens * c.kv_heads * c.head_dim), 1);
-  const TensorView view = TensorView::of(rows.data(), kTokens, c.kv_heads, c.head_dim);
-  for (int piece = 0; piece < 8; ++piece) {
-    for (int layer = 0; layer < c.layers; ++layer) host.append(id, layer, view, view).value();
-  }
-  c.device = "cuda";
-  c.capacity_tokens = 10 * kTokens;
-  c.max_sequences = 2;
-  c.exact = host.impl().exact_dtype();
-  Cache device = Cache::create(c).value();
-  const CacheMemory held = host.memory();
-  const auto bytes = static_cast<std::size_t>(held.encoded_bytes + held.scale_bytes + held.exact_bytes);
-  const auto seconds = [](const auto& work) {
-    double best = 1e9;
-    for (int i = 0; i < 4; ++i) {
-      const auto begin = std::chrono::steady_clock::now();
-      work();
-      CUDA_CHECK(cudaDeviceSynchronize());
-      best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
-    }
-    return best;
-  };
-  void* pinned = nullptr;
-  CUDA_CHECK(cudaMallocHost(&pinned, bytes));
-  const DeviceBuffer there(bytes);
-  const double plain = seconds(
-      [&] { CUDA_CHECK(cudaMemcpyAsync(there.as<std::byte>(), pinned, bytes, cudaMemcpyHostToDevice, nullptr)); });
-  CUDA_CHECK(cudaFreeHost(pinned));
-  const double up = seconds([&] { device.remove(copy_sequences(host, {&id, 1}, device).value()[0]).value(); });
-  const SequenceId moved = copy_sequences(host, {&id, 1}, device).value()[0];
-  const double down = seconds([&] { host.remove(copy_sequences(device, {&moved, 1}, host).value()[0]).value(); });
-  const auto rate = [&](double s) { return static_cast<double>(bytes) / s / 1e9; };
-  std::cout << fmt::format("{} MB: to the device {:.1f} GB/s, from it {:.1f}, a pinned copy {:.1f}\n", bytes >> 20,
-                           rate(up), rate(down), rate(plain));
-  EXPECT_GT(rate(up), 1.0);
-  EXPECT_GT(rate(down), 1.0);
 }
 
 }  // namespace

@@ -21,6 +21,30 @@ namespace kvant::test {
 using core::PageRef;
 using core::Pool;
 
+// Memory that is pinned, by its address; never any of it twice.
+inline std::map<const std::byte*, std::size_t>& pinned_memory() {
+  static std::map<const std::byte*, std::size_t> all;
+  return all;
+}
+inline bool is_pinned(const std::byte* memory, std::size_t bytes) {
+  const auto after = pinned_memory().upper_bound(memory);
+  if (after == pinned_memory().begin()) return false;
+  const auto& [begin, length] = *std::prev(after);
+  return memory + bytes <= begin + length;
+}
+inline Status refuses_pins;  // what the next pin answers, if it is an error
+inline constexpr core::MemoryPins kFakePins{
+    .pin = [](void* memory, std::size_t bytes) -> Status {
+      if (!refuses_pins.ok()) return refuses_pins;
+      EXPECT_EQ(reinterpret_cast<std::uintptr_t>(memory) % 4096, 0u);
+      EXPECT_EQ(bytes % 4096, 0u);
+      EXPECT_FALSE(is_pinned(static_cast<const std::byte*>(memory), 1));
+      pinned_memory()[static_cast<const std::byte*>(memory)] = bytes;
+      return {};
+    },
+    .unpin =
+        [](void* memory) noexcept { EXPECT_EQ(pinned_memory().erase(static_cast<const std::byte*>(memory)), 1u); }};
+
 class FakeStore final : public core::DevicePages {
  public:
   struct State {
@@ -103,16 +127,47 @@ class FakeStore final : public core::DevicePages {
     std::memcpy(to, block(pool, slot, layer, head), layout(pool).block_bytes);
     return {};
   }
-  Status download_slots(Pool pool, std::span<const std::int32_t> slots, const core::TakeSlot& take, Stream) override {
+  Status download_slots(Pool pool, std::span<const std::int32_t> slots, const core::TakeSlots& take, Stream) override {
+    return in_batches(pool, slots, [&](std::size_t first, std::span<std::byte> bytes) -> Status {
+      for (std::size_t i = 0; i * slot_bytes(layout(pool)) < bytes.size(); ++i) {
+        const std::span<std::byte> there = slot(pool, slots[first + i]);
+        std::copy(there.begin(), there.end(), bytes.begin() + static_cast<std::ptrdiff_t>(i * there.size()));
+      }
+      return take(first, bytes);
+    });
+  }
+  Status upload_slots(Pool pool, std::span<const std::int32_t> slots, const core::FillSlots& fill, Stream) override {
+    return in_batches(pool, slots, [&](std::size_t first, std::span<std::byte> bytes) -> Status {
+      if (first >= uploads_before_refusal && !refuses_upload.ok()) return refuses_upload;
+      if (Status s = fill(first, bytes); !s) return s;
+      for (std::size_t i = 0; i * slot_bytes(layout(pool)) < bytes.size(); ++i) {
+        const std::span<std::byte> there = slot(pool, slots[first + i]);
+        const std::span<std::byte> here = bytes.subspan(i * there.size(), there.size());
+        std::copy(here.begin(), here.end(), there.begin());
+      }
+      return {};
+    });
+  }
+  Status send_slots(Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> to,
+                    const core::SlotsDone& done, Stream) override {
+    if (during_transfer) during_transfer();
     for (std::size_t n = 0; n < slots.size(); ++n) {
-      if (Status s = take(n, {block(pool, slots[n], 0, 0), slot_bytes(layout(pool))}); !s) return s;
+      const std::span<std::byte> there = slot(pool, slots[n]);
+      EXPECT_TRUE(is_pinned(to[n], there.size()));
+      std::copy(there.begin(), there.end(), to[n]);
+      if (Status s = done(n, 1); !s) return s;
     }
     return {};
   }
-  Status upload_slots(Pool pool, std::span<const std::int32_t> slots, const core::FillSlot& fill, Stream) override {
-    if (!refuses_upload.ok()) return refuses_upload;
+  Status receive_slots(Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> from,
+                       const core::SlotsDone& done, Stream) override {
+    if (during_transfer) during_transfer();
     for (std::size_t n = 0; n < slots.size(); ++n) {
-      if (Status s = fill(n, {block(pool, slots[n], 0, 0), slot_bytes(layout(pool))}); !s) return s;
+      if (n >= uploads_before_refusal && !refuses_upload.ok()) return refuses_upload;
+      const std::span<std::byte> there = slot(pool, slots[n]);
+      EXPECT_TRUE(is_pinned(from[n], there.size()));
+      std::copy(from[n], from[n] + there.size(), there.begin());
+      if (Status s = done(n, 1); !s) return s;
     }
     return {};
   }
@@ -131,6 +186,8 @@ class FakeStore final : public core::DevicePages {
   bool capturing = false;
   bool non_finite = false;
   Status refuses_advance, refuses_write, refuses_upload;  // what these calls answer, if it is an error
+  std::size_t uploads_before_refusal = 0;                 // slots of a list
+  std::function<void()> during_transfer;                  // is called while slots travel
   std::vector<std::function<void()>> recording;
   int flushes = 0;
 
@@ -140,6 +197,20 @@ class FakeStore final : public core::DevicePages {
   }
   [[nodiscard]] const codec::PageLayout& layout(Pool pool) const {
     return pool == Pool::exact ? config.exact : config.encoded;
+  }
+  std::span<std::byte> slot(Pool pool, std::int32_t slot) {
+    return {block(pool, slot, 0, 0), slot_bytes(layout(pool))};
+  }
+  // Through a buffer of three slots.
+  template <class Work>
+  Status in_batches(Pool pool, std::span<const std::int32_t> slots, const Work& work) {
+    if (during_transfer) during_transfer();
+    std::vector<std::byte> buffer(3 * slot_bytes(layout(pool)));
+    for (std::size_t first = 0; first < slots.size(); first += 3) {
+      const std::size_t count = std::min<std::size_t>(3, slots.size() - first);
+      if (Status s = work(first, std::span(buffer).first(count * slot_bytes(layout(pool)))); !s) return s;
+    }
+    return {};
   }
   std::byte* block(Pool pool, std::int32_t slot, int layer, int head) {
     std::vector<std::byte>& bytes = pool == Pool::exact ? exact_ : encoded_;
@@ -238,7 +309,8 @@ inline constexpr core::DeviceBackend kFake{
     .make_pages = [](const core::DevicePagesConfig& c) -> Result<std::unique_ptr<core::DevicePages>> {
       return std::unique_ptr<core::DevicePages>(std::make_unique<FakeStore>(c));
     },
-    .make_plan = nullptr};
+    .make_plan = nullptr,
+    .pins = &kFakePins};
 
 inline DeviceHooks fake_hooks() {
   DeviceHooks h;

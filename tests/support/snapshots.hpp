@@ -54,11 +54,14 @@ struct Contents {
 inline Contents contents(CacheImpl& cache, std::span<const SequenceId> ids) {
   const core::ImageBuilder built = cache.table().image(ids).value();
   Contents all{built.image(), {}, {}};
-  std::vector<std::byte> copy;
   for (const core::Pool pool : {core::Pool::encoded, core::Pool::exact}) {
     for (const core::ImageBuilder::Source& source : built.sources(pool)) {
-      const auto bytes = cache.store().load_slot(pool, source.number, copy, {}).value();
-      std::vector<std::byte> own(bytes.begin(), bytes.end());
+      std::vector<std::byte> own;
+      const auto take = [&](std::size_t, std::span<const std::byte> bytes) -> Status {
+        own.assign(bytes.begin(), bytes.end());
+        return {};
+      };
+      cache.store().load_slots(pool, {&source.number, 1}, take, {}).value();
       const codec::PageLayout& layout = cache.layout(pool);
       for (std::size_t at = 0; at < own.size(); at += layout.block_bytes) {
         codec::clear_tokens(layout, own.data() + at, source.tokens);

@@ -93,6 +93,7 @@ class CacheImpl {
   [[nodiscard]] const core::CacheSpec& spec() const noexcept { return spec_; }
   [[nodiscard]] const core::CacheTable& table() const noexcept { return table_; }
   [[nodiscard]] core::PageStore& store() const noexcept { return *store_; }
+  void set_arriving(std::span<const SequenceId> ids, bool arriving) noexcept { table_.set_arriving(ids, arriving); }
   /// Whether calls enqueue their work on a stream: those of a cache on a device.
   [[nodiscard]] bool takes_streams() const noexcept { return store_->takes_streams(); }
   /// Place of a sequence in the device's tables. Errors: unknown sequence, one that got none (max_sequences), and a

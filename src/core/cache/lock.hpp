@@ -48,19 +48,29 @@ class CacheLock {
   std::atomic<std::uint64_t> state_{0};
 };
 
-/// A call's share of a cache, until it returns.
+/// A call's share of a cache, until it returns or gives the share back.
 class CacheUse {
  public:
-  CacheUse(CacheLock& lock, bool alone) noexcept : lock_(lock), alone_(alone) {
-    alone_ ? lock_.lock() : lock_.lock_shared();
-  }
+  CacheUse(CacheLock& lock, bool alone) noexcept : lock_(lock), alone_(alone) { begin(); }
   CacheUse(const CacheUse&) = delete;
   CacheUse& operator=(const CacheUse&) = delete;
-  ~CacheUse() { alone_ ? lock_.unlock() : lock_.unlock_shared(); }
+  ~CacheUse() { end(); }
+
+  /// Does nothing where the share was not given back.
+  void begin() noexcept {
+    if (held_) return;
+    alone_ ? lock_.lock() : lock_.lock_shared();
+    held_ = true;
+  }
+  void end() noexcept {
+    if (!held_) return;
+    alone_ ? lock_.unlock() : lock_.unlock_shared();
+    held_ = false;
+  }
 
  private:
   CacheLock& lock_;
-  bool alone_;
+  bool alone_, held_ = false;
 };
 
 }  // namespace kvant::core

@@ -37,7 +37,7 @@ namespace {
 template <class Found, class Map>
 Result<Found*> find_in(Map& sequences, SequenceId id, const char* argument) {
   const auto it = sequences.find(number(id));
-  if (it == sequences.end()) {
+  if (it == sequences.end() || it->second.arriving) {
     return {
         Code::invalid_argument,
         fmt::format("{} = {}: this cache has no such sequence (never added, or removed); use an id that add_sequence "

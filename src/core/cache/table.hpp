@@ -74,6 +74,7 @@ class CacheTable {
     int layers_written = 0;
     std::uint64_t version = 0;
     std::int32_t index = -1;  // its place in a device's tables, kept by the DeviceStore
+    bool arriving = false;    // its slots are being filled: calls do not know it yet
     [[nodiscard]] std::int64_t step_tokens() const { return length - step_begin; }
   };
 
@@ -123,6 +124,9 @@ class CacheTable {
   };
   /// Adds the sequences of a checked image. May throw std::bad_alloc, and then has changed no sequence.
   Restored restore(const TableImage& image, const Demand& demand);
+
+  /// While their slots are filled beside other calls, sequences of a restore are unknown to find.
+  void set_arriving(std::span<const SequenceId> ids, bool arriving) noexcept;
 
   /// The pages of a sequence's tokens, without those that were reserved ahead.
   [[nodiscard]] static std::span<const PageRef> pages_of(const Sequence& s) noexcept {

@@ -217,4 +217,11 @@ CacheTable::Restored CacheTable::restore(const TableImage& image, const Demand& 
   return restored;
 }
 
+void CacheTable::set_arriving(std::span<const SequenceId> ids, bool arriving) noexcept {
+  for (const SequenceId id : ids) {
+    const auto found = sequences_.find(number(id));
+    if (found != sequences_.end()) found->second.arriving = arriving;
+  }
+}
+
 }  // namespace kvant::core

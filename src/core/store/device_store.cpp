@@ -109,22 +109,22 @@ Result<const std::byte*> DeviceStore::load(Pool pool, std::int32_t slot, int lay
   return static_cast<const std::byte*>(copy);
 }
 
-Result<std::span<const std::byte>> DeviceStore::load_slot(Pool pool, std::int32_t slot, std::vector<std::byte>& copy,
-                                                          Stream stream) {
-  const auto take = [&](std::size_t, std::span<const std::byte> bytes) -> Status {
-    copy.assign(bytes.begin(), bytes.end());
-    return {};
-  };
-  if (Status s = pages_->download_slots(pool, {&slot, 1}, take, stream); !s) return s;
-  return std::span<const std::byte>(copy);
-}
-
-Status DeviceStore::load_slots(Pool pool, std::span<const std::int32_t> slots, const TakeSlot& take, Stream stream) {
+Status DeviceStore::load_slots(Pool pool, std::span<const std::int32_t> slots, const TakeSlots& take, Stream stream) {
   return pages_->download_slots(pool, slots, take, stream);
 }
 
-Status DeviceStore::fill_slots(Pool pool, std::span<const std::int32_t> slots, const FillSlot& fill, Stream stream) {
+Status DeviceStore::fill_slots(Pool pool, std::span<const std::int32_t> slots, const FillSlots& fill, Stream stream) {
   return pages_->upload_slots(pool, slots, fill, stream);
+}
+
+Status DeviceStore::send_slots(Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> to,
+                               const SlotsDone& done, Stream stream) {
+  return pages_->send_slots(pool, slots, to, done, stream);
+}
+
+Status DeviceStore::receive_slots(Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> from,
+                                  const SlotsDone& done, Stream stream) {
+  return pages_->receive_slots(pool, slots, from, done, stream);
 }
 
 Status DeviceStore::edit_block(std::int32_t slot, int layer, int head, const std::function<void(std::byte*)>& change) {

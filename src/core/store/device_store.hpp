@@ -28,10 +28,13 @@ class DeviceStore final : public PageStore {
   Result<const std::byte*> load(Pool pool, std::int32_t slot, int layer, int head, std::byte* copy,
                                 Stream stream) override;
   [[nodiscard]] std::size_t load_bytes() const noexcept override;
-  Result<std::span<const std::byte>> load_slot(Pool pool, std::int32_t slot, std::vector<std::byte>& copy,
-                                               Stream stream) override;
-  Status load_slots(Pool pool, std::span<const std::int32_t> slots, const TakeSlot& take, Stream stream) override;
-  Status fill_slots(Pool pool, std::span<const std::int32_t> slots, const FillSlot& fill, Stream stream) override;
+  [[nodiscard]] std::byte* slot(Pool, std::int32_t) noexcept override { return nullptr; }
+  Status load_slots(Pool pool, std::span<const std::int32_t> slots, const TakeSlots& take, Stream stream) override;
+  Status fill_slots(Pool pool, std::span<const std::int32_t> slots, const FillSlots& fill, Stream stream) override;
+  Status send_slots(Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> to,
+                    const SlotsDone& done, Stream stream) override;
+  Status receive_slots(Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> from,
+                       const SlotsDone& done, Stream stream) override;
 
   SequenceId add() override;
   Result<SequenceId> fork(SequenceId parent) override;

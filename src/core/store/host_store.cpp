@@ -96,11 +96,14 @@ void decode_share(void* context, int worker) {
 
 }  // namespace
 
-HostStore::HostStore(const CacheSpec& spec, CacheTable& table, const Kernels& kernels)
-    : PageStore(spec, table), kernels_(kernels), encoded_(spec.encoded, spec.config.layers, spec.config.kv_heads) {}
+HostStore::HostStore(const CacheSpec& spec, CacheTable& table, const Kernels& kernels, const MemoryPins* pins)
+    : PageStore(spec, table),
+      kernels_(kernels),
+      pins_(pins),
+      encoded_(spec.encoded, spec.config.layers, spec.config.kv_heads, pins) {}
 
 Status HostStore::make_exact(Dtype dtype) {
-  auto made = std::make_unique<Storage>(spec_.exact_layout(dtype), spec_.config.layers, spec_.config.kv_heads);
+  auto made = std::make_unique<Storage>(spec_.exact_layout(dtype), spec_.config.layers, spec_.config.kv_heads, pins_);
   if (Status s = made->grow(table_.pool(Pool::exact).slots()); !s) return s;
   exact_ = std::move(made);
   set_exact(dtype);
@@ -123,22 +126,28 @@ Result<const std::byte*> HostStore::load(Pool pool, std::int32_t slot, int layer
   return block(pool, slot, layer, head);
 }
 
-Result<std::span<const std::byte>> HostStore::load_slot(Pool pool, std::int32_t slot, std::vector<std::byte>&, Stream) {
-  return std::span<const std::byte>(block(pool, slot, 0, 0), slot_bytes(pool));
-}
-
-Status HostStore::load_slots(Pool pool, std::span<const std::int32_t> slots, const TakeSlot& take, Stream) {
+Status HostStore::load_slots(Pool pool, std::span<const std::int32_t> slots, const TakeSlots& take, Stream) {
   for (std::size_t n = 0; n < slots.size(); ++n) {
     if (Status s = take(n, {block(pool, slots[n], 0, 0), slot_bytes(pool)}); !s) return s;
   }
   return {};
 }
 
-Status HostStore::fill_slots(Pool pool, std::span<const std::int32_t> slots, const FillSlot& fill, Stream) {
+Status HostStore::fill_slots(Pool pool, std::span<const std::int32_t> slots, const FillSlots& fill, Stream) {
   for (std::size_t n = 0; n < slots.size(); ++n) {
-    if (Status s = fill(n, {storage(pool).block(slots[n], 0, 0), slot_bytes(pool)}); !s) return s;
+    if (Status s = fill(n, {slot(pool, slots[n]), slot_bytes(pool)}); !s) return s;
   }
   return {};
+}
+
+Status HostStore::send_slots(Pool, std::span<const std::int32_t>, std::span<std::byte* const>, const SlotsDone&,
+                             Stream) {
+  return {Code::internal, "send_slots is for caches on a device"};
+}
+
+Status HostStore::receive_slots(Pool, std::span<const std::int32_t>, std::span<std::byte* const>, const SlotsDone&,
+                                Stream) {
+  return {Code::internal, "receive_slots is for caches on a device"};
 }
 
 Status HostStore::edit_block(std::int32_t slot, int layer, int head, const std::function<void(std::byte*)>& change) {
@@ -166,7 +175,7 @@ std::int64_t HostStore::trim() noexcept {
 }
 
 std::string HostStore::describe() const {
-  return fmt::format("stores with: {}\n", kernels_.name);
+  return fmt::format("stores with: {}\n{}", kernels_.name, is_pinned() ? "memory: pinned for devices\n" : "");
 }
 
 // --- sequences and steps ---------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ namespace kvant::core {
 
 class HostStore final : public PageStore {
  public:
-  HostStore(const CacheSpec& spec, CacheTable& table, const Kernels& kernels);
+  /// `pins`: pins the memory for devices, or null. Outlives the store.
+  HostStore(const CacheSpec& spec, CacheTable& table, const Kernels& kernels, const MemoryPins* pins = nullptr);
   /// Once, for a cache whose config names the dtype of exact pages.
   Status make_exact(Dtype dtype);
 
@@ -19,10 +20,16 @@ class HostStore final : public PageStore {
   Result<const std::byte*> load(Pool pool, std::int32_t slot, int layer, int head, std::byte* copy,
                                 Stream stream) override;
   [[nodiscard]] std::size_t load_bytes() const noexcept override { return 0; }
-  Result<std::span<const std::byte>> load_slot(Pool pool, std::int32_t slot, std::vector<std::byte>& copy,
-                                               Stream stream) override;
-  Status load_slots(Pool pool, std::span<const std::int32_t> slots, const TakeSlot& take, Stream stream) override;
-  Status fill_slots(Pool pool, std::span<const std::int32_t> slots, const FillSlot& fill, Stream stream) override;
+  [[nodiscard]] std::byte* slot(Pool pool, std::int32_t slot) noexcept override {
+    return storage(pool).block(slot, 0, 0);
+  }
+  Status load_slots(Pool pool, std::span<const std::int32_t> slots, const TakeSlots& take, Stream stream) override;
+  Status fill_slots(Pool pool, std::span<const std::int32_t> slots, const FillSlots& fill, Stream stream) override;
+  [[nodiscard]] bool is_pinned() const noexcept override { return pins_ != nullptr; }
+  Status send_slots(Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> to,
+                    const SlotsDone& done, Stream stream) override;
+  Status receive_slots(Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> from,
+                       const SlotsDone& done, Stream stream) override;
 
   SequenceId add() override { return table_.add(); }
   Result<SequenceId> fork(SequenceId parent) override { return table_.fork(parent); }
@@ -66,6 +73,7 @@ class HostStore final : public PageStore {
   Status check_scales(std::span<const StepRows> rows, int layer) const;
 
   const Kernels& kernels_;
+  const MemoryPins* pins_;
   Storage encoded_;
   std::unique_ptr<Storage> exact_;  // made at the first write
 };

@@ -16,6 +16,12 @@ constexpr std::int64_t kMaxDeviceTokens = std::int64_t{1} << 30;  // in one sequ
 
 // A cache on a device needs more than any cache needs.
 Status check_device(const CacheConfig& c) {
+  if (c.pinned) {
+    return {Code::invalid_argument,
+            fmt::format("pinned = true with device = \"{}\": memory of the host is pinned; use pinned = false, or "
+                        "device = \"cpu\"",
+                        c.device)};
+  }
   if (c.capacity_tokens == 0) {
     return {Code::invalid_argument,
             fmt::format("capacity_tokens = 0 with device = \"{}\": a device's memory is taken once, so say how many "
@@ -87,7 +93,19 @@ Result<std::unique_ptr<PageStore>> make_store(const Placement& placement, const 
     if (!store) return store.status();
     return std::unique_ptr<PageStore>(std::move(*store));
   }
-  auto store = std::make_unique<HostStore>(spec, table, kernels);
+  const MemoryPins* pins = nullptr;
+  if (spec.config.pinned) {
+    if (backend == nullptr || backend->pins == nullptr) {
+      return {Code::unsupported,
+              "pinned = true: this build of kvant has no CUDA backend, and memory is pinned for devices; configure it "
+              "with -DKVANT_CUDA=ON (./dev gpu-build), or use pinned = false"};
+    }
+    if (const std::string why = backend->unavailable(); !why.empty()) {
+      return {Code::unsupported, fmt::format("pinned = true: {}; or use pinned = false", why)};
+    }
+    pins = backend->pins;
+  }
+  auto store = std::make_unique<HostStore>(spec, table, kernels, pins);
   if (spec.config.exact && table.config().ends.any()) {
     if (Status s = store->make_exact(*spec.config.exact); !s) return s;
   }

@@ -75,13 +75,20 @@ class PageStore {
   [[nodiscard]] std::size_t slot_bytes(Pool pool) const noexcept {
     return static_cast<std::size_t>(spec_.slot_blocks()) * layout(pool).block_bytes;
   }
-  /// The bytes of a slot: where they are, or in `copy` where the host does not reach them.
-  virtual Result<std::span<const std::byte>> load_slot(Pool pool, std::int32_t slot, std::vector<std::byte>& copy,
-                                                       Stream stream) = 0;
-  /// The same of several slots: a device sends the next ones while `take` has these.
-  virtual Status load_slots(Pool pool, std::span<const std::int32_t> slots, const TakeSlot& take, Stream stream) = 0;
+  /// Where a slot's bytes are. Null where the host does not reach them.
+  [[nodiscard]] virtual std::byte* slot(Pool pool, std::int32_t slot) noexcept = 0;
+  /// Has `take` see the bytes of slots: a device sends the next ones while `take` has these.
+  virtual Status load_slots(Pool pool, std::span<const std::int32_t> slots, const TakeSlots& take, Stream stream) = 0;
   /// Has `fill` write the bytes of slots that restore took: in place, or where they are sent to a device from.
-  virtual Status fill_slots(Pool pool, std::span<const std::int32_t> slots, const FillSlot& fill, Stream stream) = 0;
+  virtual Status fill_slots(Pool pool, std::span<const std::int32_t> slots, const FillSlots& fill, Stream stream) = 0;
+  /// Whether devices read and write the bytes where they are: CacheConfig::pinned.
+  [[nodiscard]] virtual bool is_pinned() const noexcept { return false; }
+  /// For a device: its slots to and from pinned memory, one address each, without the processor. The memory on both
+  /// sides is free when the call returns.
+  virtual Status send_slots(Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> to,
+                            const SlotsDone& done, Stream stream) = 0;
+  virtual Status receive_slots(Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> from,
+                               const SlotsDone& done, Stream stream) = 0;
 
   // --- sequences: changes of the table, and what follows from them ---
 

@@ -1,4 +1,4 @@
-// How the bytes of slots travel: one call for each slot, in order.
+// How the bytes of slots travel: some neighbours of a list at a time, in order.
 #pragma once
 
 #include <cstddef>
@@ -9,9 +9,12 @@
 
 namespace kvant::core {
 
-/// Called for slot n of a list with its bytes, which are gone when it returns. An error ends the transfer.
-using TakeSlot = std::function<Status(std::size_t n, std::span<const std::byte> bytes)>;
-/// Called for slot n of a list to write its bytes. An error ends the transfer.
-using FillSlot = std::function<Status(std::size_t n, std::span<std::byte> bytes)>;
+/// Called with the bytes of slots first, first + 1, ... of a list, side by side, which are gone when it returns. An
+/// error ends the transfer.
+using TakeSlots = std::function<Status(std::size_t first, std::span<const std::byte> bytes)>;
+/// Called to write the bytes of slots first, first + 1, ... of a list, side by side. An error ends the transfer.
+using FillSlots = std::function<Status(std::size_t first, std::span<std::byte> bytes)>;
+/// Called when slots first, first + 1, ... of a list, so many, have travelled. An error ends the transfer.
+using SlotsDone = std::function<Status(std::size_t first, std::size_t count)>;
 
 }  // namespace kvant::core

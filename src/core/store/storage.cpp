@@ -20,12 +20,12 @@ namespace {
 // seldom.
 constexpr std::size_t kChunkBytes = std::size_t{8} << 20;
 constexpr std::size_t kAlignment = 64;
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
 // Attention reads a cache from one end to the other: with 4 KiB pages of memory, most of them miss the TLB. Advice
 // only, and only for whole huge pages inside the allocation.
 void use_huge_pages([[maybe_unused]] std::byte* memory, [[maybe_unused]] std::size_t bytes) {
 #if defined(__linux__)
-  constexpr std::size_t kHugePage = std::size_t{2} << 20;
   const std::size_t skip = (kHugePage - reinterpret_cast<std::uintptr_t>(memory) % kHugePage) % kHugePage;
   if (skip < bytes && bytes - skip >= kHugePage) {
     (void)madvise(memory + skip, (bytes - skip) / kHugePage * kHugePage, MADV_HUGEPAGE);
@@ -55,8 +55,9 @@ void copy_side(const codec::SideLayout& side, int head_dim, int tokens, const st
 
 }  // namespace
 
-Storage::Storage(const codec::PageLayout& layout, int layers, int kv_heads)
-    : layout_(layout),
+Storage::Storage(const codec::PageLayout& layout, int layers, int kv_heads, const MemoryPins* pins)
+    : pins_(pins),
+      layout_(layout),
       layers_(layers),
       kv_heads_(kv_heads),
       slot_bytes_(static_cast<std::size_t>(layers) * static_cast<std::size_t>(kv_heads) * layout.block_bytes) {}
@@ -68,16 +69,15 @@ Status Storage::grow(std::int64_t wanted) {
   std::size_t bytes = 0;
   const bool overflow =
       __builtin_mul_overflow(added, slot_bytes_, &bytes) || __builtin_add_overflow(bytes, kAlignment, &bytes);
-  // One allocation however much it is, so that the system can refuse at once what it does not have. calloc: large ones
-  // come as untouched zero pages.
-  std::unique_ptr<void, Free> chunk(overflow ? nullptr : std::calloc(bytes, 1));
+  Result<Chunk> taken = overflow ? Result<Chunk>(Chunk()) : take(bytes);
+  if (!taken) return taken.status();
+  Chunk& chunk = *taken;
   if (!chunk) {
     return {Code::out_of_memory,
             fmt::format("{} pages of {} bytes (all layers and kv heads) could not be allocated; append less, or set "
                         "capacity_tokens so that the cache refuses in time",
                         added, slot_bytes_)};
   }
-  use_huge_pages(static_cast<std::byte*>(chunk.get()), bytes);
   if (slots_.capacity() < slots_.size() + added) slots_.reserve(std::max(slots_.size() + added, 2 * slots_.size()));
   chunks_.reserve(chunks_.size() + 1);
   const auto address = reinterpret_cast<std::uintptr_t>(chunk.get());
@@ -88,9 +88,32 @@ Status Storage::grow(std::int64_t wanted) {
   return {};
 }
 
+// Zeroed memory, in one allocation however much it is, so that the system can refuse at once what it does not have:
+// then the answer is null. calloc: large ones come as untouched zero pages. Pinned memory shares no page of the system.
+Result<Storage::Chunk> Storage::take(std::size_t bytes) const {
+  if (pins_ == nullptr) {
+    Chunk chunk(std::calloc(bytes, 1));
+    if (chunk) use_huge_pages(static_cast<std::byte*>(chunk.get()), bytes);
+    return chunk;
+  }
+  constexpr std::size_t kPage = 4096;
+  const std::size_t whole = (bytes + kPage - 1) / kPage * kPage;
+  Chunk chunk(whole < bytes ? nullptr : std::aligned_alloc(bytes < kHugePage ? kPage : kHugePage, whole));
+  if (!chunk) return chunk;
+  use_huge_pages(static_cast<std::byte*>(chunk.get()), whole);
+  std::memset(chunk.get(), 0, whole);
+  if (Status s = pins_->pin(chunk.get(), whole); !s) {
+    return Status(s.code(),
+                  fmt::format("{} bytes of memory could not be pinned (pinned = true): {}", whole, s.message()));
+  }
+  chunk.get_deleter().pins = pins_;
+  return chunk;
+}
+
 // Slots that are neighbours are taken together: a page of memory may hold parts of two.
 std::int64_t Storage::give_back([[maybe_unused]] std::span<const std::int32_t> unused) noexcept {
   std::int64_t given = 0;
+  if (pins_ != nullptr) return given;  // a device would go on with the memory that was given back
 #if defined(__linux__)
   const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto address = [](const std::byte* at) { return reinterpret_cast<std::uintptr_t>(at); };
@@ -115,7 +138,7 @@ std::int64_t Storage::give_back([[maybe_unused]] std::span<const std::int32_t> u
 
 std::int64_t Storage::clear() noexcept {
   std::vector<std::byte*>().swap(slots_);
-  std::vector<std::unique_ptr<void, Free>>().swap(chunks_);
+  std::vector<Chunk>().swap(chunks_);
   return std::exchange(reserved_bytes_, 0);
 }
 

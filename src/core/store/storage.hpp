@@ -14,14 +14,15 @@
 
 #include "codec/layout.hpp"
 #include "core/plan/attend.hpp"
+#include "core/store/memory_pins.hpp"
 #include "kvant/result.hpp"
 
 namespace kvant::core {
 
 class Storage {
  public:
-  /// No memory is taken before grow. Sizes were checked by the caller to fit 62 bits.
-  Storage(const codec::PageLayout& layout, int layers, int kv_heads);
+  /// No memory is taken before grow. Sizes were checked by the caller to fit 62 bits. `pins`: pins the memory, or null.
+  Storage(const codec::PageLayout& layout, int layers, int kv_heads, const MemoryPins* pins = nullptr);
 
   /// Takes memory until there are `slots` in all, or a few more; slots never move. Errors: out_of_memory, nothing
   /// changed.
@@ -45,7 +46,7 @@ class Storage {
 
   /// Gives the memory behind slots that nobody uses back to the system, which has zeros in store for them; slots stay
   /// where they are. Answers how many bytes that is: whole pages of memory only, and 0 where the system has no call for
-  /// it.
+  /// it, and of pinned memory.
   std::int64_t give_back(std::span<const std::int32_t> unused) noexcept;
   /// The same with all slots, which there are none of any more: chunks and all.
   std::int64_t clear() noexcept;
@@ -56,13 +57,21 @@ class Storage {
 
  private:
   struct Free {
-    void operator()(void* memory) const { std::free(memory); }
+    const MemoryPins* pins = nullptr;  // those that have pinned the memory
+    void operator()(void* memory) const {
+      if (pins != nullptr) pins->unpin(memory);
+      std::free(memory);
+    }
   };
+  using Chunk = std::unique_ptr<void, Free>;
+  [[nodiscard]] Result<Chunk> take(std::size_t bytes) const;
+
+  const MemoryPins* pins_;
   codec::PageLayout layout_;
   int layers_, kv_heads_;
   std::size_t slot_bytes_;
   std::vector<std::byte*> slots_;  // 64-byte aligned, into chunks_
-  std::vector<std::unique_ptr<void, Free>> chunks_;
+  std::vector<Chunk> chunks_;
   std::int64_t reserved_bytes_ = 0;
 };
 

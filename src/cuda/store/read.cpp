@@ -72,8 +72,7 @@ Status Store::decode(std::span<const core::DeviceRange> ranges, int layer, const
 std::span<std::byte> Store::block(core::Pool pool, std::int32_t slot, int layer, int head) const {
   const bool exact = pool == core::Pool::exact;
   const std::uint32_t bytes = exact ? view_.exact_layout.block_bytes : view_.encoded_layout.block_bytes;
-  return {(exact ? view_.exact : view_.encoded) +
-              count_of(slot) * (exact ? view_.exact_slot_bytes : view_.encoded_slot_bytes) +
+  return {(exact ? view_.exact : view_.encoded) + count_of(slot) * slot_bytes(pool) +
               (count_of(layer) * count_of(config_.kv_heads) + count_of(head)) * bytes,
           bytes};
 }
@@ -99,20 +98,32 @@ Status Store::edit(core::Pool pool, std::int32_t slot, int layer, int head,
   return {};
 }
 
-Status Store::download_slots(core::Pool pool, std::span<const std::int32_t> slots, const core::TakeSlot& take,
+Status Store::download_slots(core::Pool pool, std::span<const std::int32_t> slots, const core::TakeSlots& take,
                              Stream stream) {
   const Current current(config_.device);
-  const std::uint64_t slot_bytes = pool == core::Pool::exact ? view_.exact_slot_bytes : view_.encoded_slot_bytes;
   const auto from = [&](std::size_t n) { return block(pool, slots[n], 0, 0).data(); };
-  return transfer_.download(slots.size(), slot_bytes, from, take, native(stream));
+  return transfer_.download(slots.size(), slot_bytes(pool), from, take, native(stream));
 }
 
-Status Store::upload_slots(core::Pool pool, std::span<const std::int32_t> slots, const core::FillSlot& fill,
+Status Store::upload_slots(core::Pool pool, std::span<const std::int32_t> slots, const core::FillSlots& fill,
                            Stream stream) {
   const Current current(config_.device);
-  const std::uint64_t slot_bytes = pool == core::Pool::exact ? view_.exact_slot_bytes : view_.encoded_slot_bytes;
   const auto to = [&](std::size_t n) { return block(pool, slots[n], 0, 0).data(); };
-  return transfer_.upload(slots.size(), slot_bytes, to, fill, native(stream));
+  return transfer_.upload(slots.size(), slot_bytes(pool), to, fill, native(stream));
+}
+
+Status Store::send_slots(core::Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> to,
+                         const core::SlotsDone& done, Stream stream) {
+  const Current current(config_.device);
+  const auto from = [&](std::size_t n) { return block(pool, slots[n], 0, 0).data(); };
+  return transfer_.direct(cudaMemcpyDeviceToHost, slot_bytes(pool), from, to, done, native(stream));
+}
+
+Status Store::receive_slots(core::Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> from,
+                            const core::SlotsDone& done, Stream stream) {
+  const Current current(config_.device);
+  const auto to = [&](std::size_t n) { return block(pool, slots[n], 0, 0).data(); };
+  return transfer_.direct(cudaMemcpyHostToDevice, slot_bytes(pool), to, from, done, native(stream));
 }
 
 Result<bool> Store::take_non_finite(Stream stream) {

@@ -50,10 +50,14 @@ class Store final : public core::DevicePages, public PlannedPages {
   Status download(core::Pool pool, std::int32_t slot, int layer, int head, std::byte* to, Stream stream) override;
   Status edit(core::Pool pool, std::int32_t slot, int layer, int head,
               const std::function<void(std::byte*)>& change) override;
-  Status download_slots(core::Pool pool, std::span<const std::int32_t> slots, const core::TakeSlot& take,
+  Status download_slots(core::Pool pool, std::span<const std::int32_t> slots, const core::TakeSlots& take,
                         Stream stream) override;
-  Status upload_slots(core::Pool pool, std::span<const std::int32_t> slots, const core::FillSlot& fill,
+  Status upload_slots(core::Pool pool, std::span<const std::int32_t> slots, const core::FillSlots& fill,
                       Stream stream) override;
+  Status send_slots(core::Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> to,
+                    const core::SlotsDone& done, Stream stream) override;
+  Status receive_slots(core::Pool pool, std::span<const std::int32_t> slots, std::span<std::byte* const> from,
+                       const core::SlotsDone& done, Stream stream) override;
   Result<bool> take_non_finite(Stream stream) override;
 
  private:
@@ -65,6 +69,9 @@ class Store final : public core::DevicePages, public PlannedPages {
     std::int32_t index;
     SequenceState state;
   };
+  [[nodiscard]] std::uint64_t slot_bytes(core::Pool pool) const {
+    return pool == core::Pool::exact ? view_.exact_slot_bytes : view_.encoded_slot_bytes;
+  }
   [[nodiscard]] std::span<std::byte> block(core::Pool pool, std::int32_t slot, int layer, int head) const;
   Status take(void** memory, std::uint64_t bytes, int fill, const char* what);
   Status upload(BasisArrays& side, const std::vector<CalibratedBasis>& list);

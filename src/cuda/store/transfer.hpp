@@ -1,7 +1,10 @@
-// Slots between the host and a device, in batches: the link has one batch while the host reads or writes the other.
+// Slots between the host and a device, in batches, in a stream of their own beside the work of the caller's. The calls
+// of one Transfer wait for each other.
 //
-// Copies run in a stream of their own beside the work of the caller's. Host memory that they read and write is pinned,
-// without which a copy is staged by the driver and waits; it is taken with the first transfer.
+//   download, upload   through some buffers of pinned memory: the link has the batches of all but one while the host
+//                      reads or writes that one. The buffers are taken with the first transfer: from other memory the
+//                      driver would copy to buffers of its own, and wait
+//   direct             between the device and pinned memory of the caller's
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,8 +12,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <mutex>
 #include <span>
+#include <vector>
 
+#include "core/store/memory_pins.hpp"
 #include "core/store/slot_calls.hpp"
 
 namespace kvant::cuda {
@@ -26,28 +32,34 @@ class Transfer {
   using Address = std::function<std::byte*(std::size_t n)>;
 
   // The device is current.
-  Status download(std::size_t count, std::size_t slot_bytes, const Address& from, const core::TakeSlot& take,
+  Status download(std::size_t count, std::size_t slot_bytes, const Address& from, const core::TakeSlots& take,
                   cudaStream_t after);
-  Status upload(std::size_t count, std::size_t slot_bytes, const Address& to, const core::FillSlot& fill,
+  Status upload(std::size_t count, std::size_t slot_bytes, const Address& to, const core::FillSlots& fill,
                 cudaStream_t before);
+  Status direct(cudaMemcpyKind kind, std::size_t slot_bytes, const Address& device, std::span<std::byte* const> host,
+                const core::SlotsDone& done, cudaStream_t after);
 
  private:
-  static constexpr std::size_t kBatchBytes = std::size_t{8} << 20;
-  struct Half {
+  struct Buffer {
     std::byte* memory = nullptr;
     cudaEvent_t done = nullptr;
   };
-  Status prepare(std::size_t slot_bytes, cudaStream_t after);
-  /// Copies of slots [begin, end), adjacent ones as one.
-  Status enqueue(const Half& half, std::size_t begin, std::size_t end, std::size_t slot_bytes, const Address& device,
-                 cudaMemcpyKind kind) const;
-  /// The copies that were enqueued end before an error is returned: the memory on both sides is free then.
-  Status give_up(Status status) const;
+  /// The stream, which waits for all that `after` has to do now.
+  Status begin(cudaStream_t after);
+  Status take_buffers(std::size_t slot_bytes);
+  [[nodiscard]] std::size_t buffers_in_use() const;
+  /// Copies of slots [begin, end), those that are adjacent on both sides as one.
+  Status enqueue(cudaMemcpyKind kind, std::size_t begin, std::size_t end, std::size_t slot_bytes, const Address& device,
+                 const Address& host, cudaEvent_t done) const;
 
+  std::mutex mutex_;
   cudaStream_t stream_ = nullptr;
   cudaEvent_t begun_ = nullptr;
-  Half halves_[2];
-  std::size_t half_bytes_ = 0;
+  std::vector<Buffer> buffers_;
+  std::size_t buffer_bytes_ = 0;
 };
+
+// cudaHostRegister, for all devices.
+extern const core::MemoryPins kMemoryPins;
 
 }  // namespace kvant::cuda
