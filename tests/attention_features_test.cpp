@@ -182,6 +182,7 @@ TEST(ExactEnds, OfManyQueriesAreThoseOfTheFirst) {
     std::copy(x.k.begin() + exact, x.k.end(), k.begin() + exact);
     std::copy(x.v.begin() + exact, x.v.end(), v.begin() + exact);
     AttentionOptions options;
+    options.products = 16;
     options.q_heads = 4;
     options.q_len = static_cast<int>(c.q_len);
     const Attended got = try_attend(cache, {id}, options, x.q).value();

@@ -299,8 +299,9 @@ TEST(Products, AreChosenWhereTheyAddLittle) {
       const Attended chosen = outputs();
       EXPECT_EQ(chosen.out, forced);
       EXPECT_EQ(plan(world.cache, world.ids, options).value().products(), expected);
-      const std::string line = fmt::format("products   {} bits: {}", expected,
-                                           has_bytes ? why : "chosen, since 8 are not faster on this instruction set");
+      const bool is_tq = std::string(k).starts_with("tq") && std::string(v).starts_with("tq");
+      const char* said = has_bytes || !is_tq ? why : "chosen, since 8 are not faster on this instruction set";
+      const std::string line = fmt::format("products   {} bits: {}", expected, said);
       EXPECT_NE(chosen.explain.find(line), std::string::npos) << chosen.explain;
     }
   }

@@ -16,7 +16,7 @@
 namespace kvant::core {
 namespace {
 
-const TunedDevice kDevice = {"NVIDIA H100 80GB HBM3", 90, 132};
+const TunedCard kDevice = {"NVIDIA H100 80GB HBM3", 90, 132};
 
 TunedRatio ratio_of(const char* kind, std::int64_t heads, std::int64_t rows, int thousandths, int head_dim = 128) {
   return {{tuned_kind(kind), head_dim, Stored::tq, heads, rows}, thousandths};
@@ -43,9 +43,9 @@ std::string replaced(const std::string& from, const std::string& to) {
 TEST(Tuning, IsReadAsItWasWritten) {
   const std::string text = tuning_text(kDevice, kRatios);
   const Tuning read = parse_tuning(text).value();
-  EXPECT_EQ(read.device, kDevice);
+  EXPECT_EQ(read.card, kDevice);
   EXPECT_EQ(read.ratios, kRatios);
-  EXPECT_EQ(tuning_text(read.device, read.ratios), text);
+  EXPECT_EQ(tuning_text(read.card, read.ratios), text);
   EXPECT_EQ(text.substr(text.find("decode")).substr(0, 25), "decode 128 tq 8 20 1000\nd");
   std::string without_end = text;
   without_end.pop_back();
@@ -162,7 +162,7 @@ TEST(Tuning, TheDefaultFileIsUsedOrSaysWhyNot) {
   EXPECT_TRUE(lowered.ratios.empty());
   EXPECT_TRUE(says(lowered.words(), path + " is not used: limits of the device are lowered"));
 
-  TunedDevice other = kDevice;
+  TunedCard other = kDevice;
   other.multiprocessors = 114;
   EXPECT_TRUE(says(find_tuning(other, false).value().words(),
                    path + " is not used: it was measured on NVIDIA H100 80GB HBM3, compute capability 9.0, 132 "
@@ -192,7 +192,7 @@ TEST(Tuning, TheVariableNamesAFileThatMustFit) {
   }
   const std::string path = folder / "mine.txt";
   setenv(kTuningVariable, path.c_str(), 1);
-  const auto refusal_for = [](const TunedDevice& device) {
+  const auto refusal_for = [](const TunedCard& device) {
     const Result<Tuning> found = find_tuning(device, false);
     return found.ok() ? "takes it" : found.message();
   };

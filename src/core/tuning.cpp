@@ -48,9 +48,9 @@ bool read_capability(std::string_view text, int& capability) {
   capability = 10 * major + minor;
   return true;
 }
-std::string device_words(const TunedDevice& device) {
-  return fmt::format("{}, compute capability {}.{}, {} multiprocessors", device.name, device.capability / 10,
-                     device.capability % 10, device.multiprocessors);
+std::string card_words(const TunedCard& card) {
+  return fmt::format("{}, compute capability {}.{}, {} multiprocessors", card.name, card.capability / 10,
+                     card.capability % 10, card.multiprocessors);
 }
 
 class Lines {
@@ -129,7 +129,7 @@ Result<std::string> read_text(const std::string& path) {
   return text;
 }
 
-Result<Tuning> read_tuning(const std::string& path, const TunedDevice& device) {
+Result<Tuning> read_tuning(const std::string& path, const TunedCard& card) {
   const Result<std::string> text = read_text(path);
   if (!text.ok()) return text.status();
   Result<Tuning> tuning = parse_tuning(*text);
@@ -138,9 +138,9 @@ Result<Tuning> read_tuning(const std::string& path, const TunedDevice& device) {
   if (tuning->version != kVersion) {
     return Status{Code::invalid_argument, fmt::format("kvant {} wrote it, and this is {}", tuning->version, kVersion)};
   }
-  if (tuning->device != device) {
+  if (tuning->card != card) {
     return Status{Code::invalid_argument, fmt::format("it was measured on {}, and this device is {}",
-                                                      device_words(tuning->device), device_words(device))};
+                                                      card_words(tuning->card), card_words(card))};
   }
   tuning->path = path;
   return tuning;
@@ -179,10 +179,10 @@ std::string Tuning::words() const {
   return path.empty() ? "" : fmt::format("tuned by {}", path);
 }
 
-std::string tuning_text(const TunedDevice& device, const std::vector<TunedRatio>& ratios) {
+std::string tuning_text(const TunedCard& card, const std::vector<TunedRatio>& ratios) {
   std::string text =
       fmt::format("{}\nversion {}\ndevice {}\ncapability {}.{}\nmultiprocessors {}\nratios {}\n", kFirstLine, kVersion,
-                  device.name, device.capability / 10, device.capability % 10, device.multiprocessors, ratios.size());
+                  card.name, card.capability / 10, card.capability % 10, card.multiprocessors, ratios.size());
   for (const TunedRatio& r : ratios) {
     text +=
         fmt::format("{} {} {} {} {} {}\n", kTunedKinds[r.work.kind], r.work.head_dim,
@@ -202,10 +202,10 @@ Result<Tuning> parse_tuning(std::string_view text) {
     return std::all_of(value.begin(), value.end(), is_printable);
   };
   if (!take_name("version", tuning.version)) return lines.refused("\"version NUMBER\"");
-  if (!take_name("device", tuning.device.name)) return lines.refused("\"device NAME\"");
-  if (!lines.take("capability", value) || !read_capability(value, tuning.device.capability))
+  if (!take_name("device", tuning.card.name)) return lines.refused("\"device NAME\"");
+  if (!lines.take("capability", value) || !read_capability(value, tuning.card.capability))
     return lines.refused("\"capability 9.0\" or another");
-  if (!lines.take("multiprocessors", value) || !read_number(value, 1, 1 << 20, tuning.device.multiprocessors))
+  if (!lines.take("multiprocessors", value) || !read_number(value, 1, 1 << 20, tuning.card.multiprocessors))
     return lines.refused("\"multiprocessors NUMBER\"");
   std::size_t count = 0;
   if (!lines.take("ratios", value) || !read_number(value, 1, kMostRatios, count))
@@ -227,7 +227,7 @@ Result<Tuning> parse_tuning(std::string_view text) {
   return tuning;
 }
 
-std::string default_tuning_path(const TunedDevice& device) {
+std::string default_tuning_path(const TunedCard& card) {
   const auto folder = [](const char* variable) {
     const char* value = std::getenv(variable);
     return std::string(value != nullptr && value[0] == '/' ? value : "");
@@ -239,7 +239,7 @@ std::string default_tuning_path(const TunedDevice& device) {
     path += "/.cache";
   }
   path += "/kvant/tuning-";
-  for (const char c : device.name) {
+  for (const char c : card.name) {
     const bool is_letter = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
     const bool is_digit = c >= '0' && c <= '9';
     path += is_letter ? static_cast<char>(c | 0x20) : is_digit ? c : '-';
@@ -247,16 +247,16 @@ std::string default_tuning_path(const TunedDevice& device) {
   return path + ".txt";
 }
 
-Result<Tuning> find_tuning(const TunedDevice& device, bool lowered) {
+Result<Tuning> find_tuning(const TunedCard& card, bool lowered) {
   if (const char* given = std::getenv(kTuningVariable); given != nullptr) {
     const std::string path = given;
     if (path.empty() || path == "off") return Tuning{};
-    Result<Tuning> tuning = read_tuning(path, device);
+    Result<Tuning> tuning = read_tuning(path, card);
     if (tuning.ok()) return tuning;
     return Status{Code::invalid_argument, fmt::format("{}: {}: {}; {}, or set the variable to off", kTuningVariable,
                                                       path, tuning.message(), kWayOut)};
   }
-  const std::string path = default_tuning_path(device);
+  const std::string path = default_tuning_path(card);
   std::error_code error;
   if (path.empty() || std::filesystem::status(path, error).type() == std::filesystem::file_type::not_found)
     return Tuning{};
@@ -265,7 +265,7 @@ Result<Tuning> find_tuning(const TunedDevice& device, bool lowered) {
     unused.ignored = fmt::format("{} is not used: limits of the device are lowered", path);
     return unused;
   }
-  Result<Tuning> tuning = read_tuning(path, device);
+  Result<Tuning> tuning = read_tuning(path, card);
   if (tuning.ok()) return tuning;
   unused.ignored = fmt::format("{} is not used: {}; {}", path, tuning.message(), kWayOut);
   return unused;

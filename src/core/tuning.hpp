@@ -43,10 +43,10 @@ inline constexpr const char* kTunedKinds[] = {kDecodeKernels, kDecodeSm90,
 #include "core/kernels.def"
                                               kPrefillUnpacked, kUnpackedBytes};
 
-struct TunedDevice {
+struct TunedCard {
   std::string name;  // as the driver has it
   int capability = 0, multiprocessors = 0;
-  friend bool operator==(const TunedDevice&, const TunedDevice&) = default;
+  friend bool operator==(const TunedCard&, const TunedCard&) = default;
 };
 
 // The work that a ratio was measured for, and that one is wanted for.
@@ -69,7 +69,7 @@ struct TunedRatio {
 
 struct Tuning {
   std::string version;  // the writing kvant's
-  TunedDevice device;
+  TunedCard card;
   std::vector<TunedRatio> ratios;  // ascending; empty: estimates are as they are
   std::string path;                // empty: no file is used
   std::string ignored;             // why the default file is not used; empty: it is, or is not there
@@ -90,16 +90,16 @@ inline constexpr std::int64_t kMostTuningBytes = 1 << 20;
 int tuned_kind(std::string_view name);
 
 // The file's text. The ratios must ascend.
-std::string tuning_text(const TunedDevice& device, const std::vector<TunedRatio>& ratios);
+std::string tuning_text(const TunedCard& card, const std::vector<TunedRatio>& ratios);
 // The same back. Errors: the line, and what is wrong with it. The text may be anything.
 Result<Tuning> parse_tuning(std::string_view text);
 
 // The file that plans read where the variable is not set: in $XDG_CACHE_HOME/kvant or ~/.cache/kvant. Empty: the
 // environment names neither folder.
-std::string default_tuning_path(const TunedDevice& device);
+std::string default_tuning_path(const TunedCard& card);
 // The tuning for a device: KVANT_TUNING's file, which must be for this device, or the default one if there is such a
 // file for it. An empty variable and "off" are none. lowered: the limits of the device are (KVANT_CUDA_LIMITS), for
 // which the default file is not.
-Result<Tuning> find_tuning(const TunedDevice& device, bool lowered);
+Result<Tuning> find_tuning(const TunedCard& card, bool lowered);
 
 }  // namespace kvant::core

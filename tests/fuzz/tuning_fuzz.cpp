@@ -24,8 +24,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     return 0;
   }
   require(!tuning->ratios.empty() && tuning->ratios.size() <= kMostRatios);
-  const auto again = parse_tuning(tuning_text(tuning->device, tuning->ratios));
-  require(again.ok() && again->device == tuning->device && again->ratios == tuning->ratios);
+  const auto again = parse_tuning(tuning_text(tuning->card, tuning->ratios));
+  require(again.ok() && again->card == tuning->card && again->ratios == tuning->ratios);
   for (TunedRatio one : tuning->ratios) {
     require(std::lround(1000 * tuning->ratio(one.work).value()) == one.thousandths);
     one.work.rows *= 3, one.work.heads *= 2;

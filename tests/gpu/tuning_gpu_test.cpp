@@ -38,7 +38,7 @@ class Variable {
   bool had_ = false;
 };
 
-core::TunedDevice this_device() {
+core::TunedCard this_device() {
   cudaDeviceProp properties{};
   if (cudaGetDeviceProperties(&properties, 0) != cudaSuccess) throw std::runtime_error("no device");
   const cuda::DeviceLimits limits = cuda::find_limits(0).value();
@@ -58,7 +58,7 @@ WorldSpec prompt() {
   spec.kv_heads = 8, spec.group = kGroup;
   return spec;
 }
-std::string file_with(const core::TunedDevice& device, const char* kind, int thousandths) {
+std::string file_with(const core::TunedCard& device, const char* kind, int thousandths) {
   const core::TunedWork work{core::tuned_kind(kind), 128, core::Stored::tq, 8, std::int64_t{kGroup} * kQueries};
   return core::tuning_text(device, {{work, thousandths}});
 }
@@ -95,7 +95,7 @@ TEST(GpuTuning, AFileThatDoesNotFitIsRefused) {
   const TemporaryDirectory folder;
   const std::string path = folder / "tuning.txt";
   const Variable mine(core::kTuningVariable, path.c_str());
-  core::TunedDevice other = this_device();
+  core::TunedCard other = this_device();
   other.multiprocessors += 1;
   for (const std::string& text : {file_with(other, core::kDecodeKernels, 1000), std::string("kvant tuning 0\n")}) {
     write(path, text);
@@ -113,7 +113,7 @@ TEST(GpuTuning, ADefaultFileThatDoesNotFitIsNamed) {
   const std::string path = core::default_tuning_path(this_device());
   write(path, file_with(this_device(), core::kDecodeKernels, core::kLeastRatio));
   EXPECT_TRUE(has(explained(GpuWorld(prompt())), "\nkernel     decode ")) << explained(GpuWorld(prompt()));
-  core::TunedDevice other = this_device();
+  core::TunedCard other = this_device();
   other.capability = 81;
   write(path, file_with(other, core::kDecodeKernels, core::kLeastRatio));
   const GpuWorld w(prompt());

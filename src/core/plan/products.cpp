@@ -7,17 +7,14 @@
 namespace kvant::core {
 namespace {
 
-// Pairs that are multiplied in 8 bits unless something else is asked for. In real models this adds at most a fifth to the
-// KL divergence that the formats themselves cost (docs/lab/cpu.md). `share`: of that loss, the most that was measured.
+// Pairs of tq formats that are multiplied in 8 bits unless something else is asked for: in real models this adds at
+// most a fifth to the KL divergence that the formats themselves cost (docs/lab/cpu.md).
 struct Added {
-  Format k, v;
-  int share;  // percent
+  int k_bits, v_bits;
+  int percent;  // of the formats' own loss: the most that was measured, and 1 at least
 };
-constexpr Added kAdded[] = {{Format::tq2, Format::tq2, 1},  {Format::tq3, Format::tq3, 2},
-                            {Format::tq4, Format::tq3, 8},  {Format::tq4, Format::tq4, 17},
-                            {Format::tq5, Format::tq4, 10}, {Format::tq5, Format::tq5, 1},
-                            {Format::tq6, Format::tq4, 7},  {Format::tq6, Format::tq6, 18},
-                            {Format::tq8, Format::tq4, 4},  {Format::tq8, Format::tq6, 13}};
+constexpr Added kAdded[] = {{2, 2, 1}, {3, 3, 2}, {4, 3, 8},  {4, 4, 17}, {5, 4, 10},
+                            {5, 5, 1}, {6, 4, 7}, {6, 6, 18}, {8, 4, 4},  {8, 6, 13}};
 
 }  // namespace
 
@@ -33,15 +30,15 @@ Result<Products> choose_products(int asked, Format k, Format v, bool centred, bo
   Products eight{.bits = 8, .two_digits = !centred || codec::format_bits(k) == 8, .why = "forced"};
   if (asked == 8) return eight;
   if (asked == 16) return Products{.why = "forced"};
+  if (!codec::is_tq(k) || !codec::is_tq(v)) return Products{.why = "chosen, since only tq formats are multiplied in 8"};
   if (!is_faster) return Products{.why = "chosen, since 8 are not faster on this instruction set"};
   for (const Added& pair : kAdded) {
-    if (pair.k != k || pair.v != v) continue;
-    eight.why = fmt::format("chosen, since this adds at most {} % to the formats' own loss of real models", pair.share);
+    if (pair.k_bits != codec::format_bits(k) || pair.v_bits != codec::format_bits(v)) continue;
+    eight.why =
+        fmt::format("chosen, since this adds at most {} % to the formats' own loss of real models", pair.percent);
     return eight;
   }
-  return Products{.why = codec::is_tq(k) && codec::is_tq(v)
-                             ? "chosen, since 8 are not known to add little to these formats' own loss"
-                             : "chosen, since only tq formats are multiplied in 8"};
+  return Products{.why = "chosen, since 8 are not known to add little to these formats' own loss"};
 }
 
 std::string products_line(const Products& products) {

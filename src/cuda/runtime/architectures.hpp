@@ -7,7 +7,7 @@
 namespace kvant::cuda {
 
 enum class CodeFor { none, machine, compiled };
-struct Code {
+struct DeviceCode {
   CodeFor kind = CodeFor::none;
   int architecture = 0;  // 80: compute_80 or sm_80, without the instructions of newer devices
 };
@@ -15,8 +15,8 @@ struct Code {
 /// The code that `list` (as KVANT_CUDA_ARCHITECTURES, between spaces: "80 90a 90-virtual") has for a device. Machine
 /// code runs on its major version, where no older a minor one; with a letter, on that version exactly. PTX ("-virtual")
 /// is compiled by the driver for any device that is not older. capability: 86 is 8.6.
-constexpr Code code_for(std::string_view list, int capability) {
-  Code found;
+constexpr DeviceCode code_for(std::string_view list, int capability) {
+  DeviceCode found;
   const auto take = [&](CodeFor kind, int architecture) {
     if (kind == found.kind) architecture = std::max(architecture, found.architecture);
     found = {kind, architecture};
