@@ -89,7 +89,7 @@ TEST(CudaLimits, TextsNameTheNumbers) {
     EXPECT_TRUE(says(text, part));
 }
 
-// Code of compute_80 on a newer device has neither waits for the launch before nor clusters.
+// Code of compute_80 on a newer device has neither waits for the previous launch nor clusters.
 TEST(CudaLimits, CodeMayBeOlderThanTheDevice) {
   DeviceLimits limits = card("h100");
   EXPECT_TRUE(limits.overlaps() && limits.has_clusters());

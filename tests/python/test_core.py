@@ -278,9 +278,9 @@ def test_fresh_keys_are_attended_to_as_given(rng, form):
     }
     own = [as_given[form](x[70:]) for x in (k, v)]
     with cache.step(seq, 100) as step:
-        before = step.attend(0, q, keys=own[0], values=own[1])
+        before = step.attend(0, q, keys=own[0], values=own[1], products=16)
         step.write(0, k[70:], v[70:])
-        after = step.attend(0, q, keys=own[0], values=own[1])
+        after = step.attend(0, q, keys=own[0], values=own[1], products=16)
         stored = step.attend(0, q)
     close(before, expected)
     assert (before == after).all()
@@ -291,6 +291,17 @@ def test_fresh_keys_are_attended_to_as_given(rng, form):
         plan.run(0, q)
     with pytest.raises(kvant.InvalidArgument, match="fresh_keys"):
         cache.plan([seq], q_heads=4, q_len=100).run(0, q, keys=own[0], values=own[1])
+
+
+@pytest.mark.parametrize("k, v, bits", [("tq4", "tq4", 8), ("tq8", "tq8", 16), ("bf16", "bf16", 16)])
+def test_products_that_plans_choose(k, v, bits):
+    cache = kvant.Cache(kv_heads=2, head_dim=D, k=k, v=v)
+    seq = cache.sequence()
+    x = np.zeros((100, 2, D), np.float32)
+    seq.append(0, x, x)
+    few, many, forced = (cache.plan([seq], q_heads=4, q_len=n, products=p) for n, p in ((1, 0), (100, 0), (100, 16)))
+    faster = many.facts.isa in ("avx2", "avx512", "amx")
+    assert [plan.facts.products for plan in (few, many, forced)] == [16, bits if faster else 16, 16]
 
 
 def test_attend_with_fresh_keys(rng):

@@ -386,6 +386,19 @@ def test_products_of_8_bits(llama, prompts):
     assert "products" not in str(kvant.hf.report(new_cache(llama)))
 
 
+def test_products_that_plans_choose(llama, prompts):
+    kvant.hf.enable(llama, k="tq4", v="tq4", exact_prefill=False)
+    cache = new_cache(llama)
+    assert {row.products for row in kvant.hf.report(cache).rows} == {0}
+    forward(llama, cache, ids_of(prompts, 320))
+    report = kvant.hf.report(cache)
+    kvant.hf.disable(llama)
+    best = next(isa["name"] for isa in kvant.info()["isas"] if isa["available"])
+    faster = not ON_DEVICE and best in ("avx2", "avx512", "amx")
+    assert {row.products for row in report.rows} == {8 if faster else 16}
+    assert "products" not in str(report)
+
+
 # --- refusals ---
 
 

@@ -74,7 +74,7 @@ class Engine:
 
     def plan(self, q_heads, **options):
         plan = self.pages.plan(q_heads, max_batch=len(self.lengths) + 2, max_blocks=self.table.shape[1],
-                               max_query_len=max(q for _, q in self.lengths), **options)
+                               max_query_len=max(q for _, q in self.lengths), **{"products": 16, **options})
         plan.set_tables(self.table, self.seq_lens, self.starts)
         return plan
 

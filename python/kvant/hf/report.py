@@ -29,7 +29,7 @@ class Row:
     prompts: str = ""  # what computes the attention of prompts, and over what
     exact_tokens: int = 0  # that a query of the next step sees, over all rows of the batch: read as given
     encoded_tokens: int = 0  # and read from codes
-    products: int = 0  # bits of what is multiplied for many queries, where they were asked for or are not 16; else 0
+    products: int = 0  # bits of what is multiplied for many queries: those that were asked for, or that plans chose
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Report:
     batch: int
     tokens: int
     note: str = ""  # of a cache that is not kvant's
+    products: int = 0  # bits of what is multiplied for many queries, if they were asked for
 
     @property
     def bytes(self) -> int:
@@ -91,8 +92,8 @@ class Report:
         prompts = "; ".join(dict.fromkeys(row.prompts for row in self.rows if row.prompts))
         if prompts:
             head = f"{head}; prompts {prompts}"
-        for bits in dict.fromkeys(row.products for row in self.rows if row.products):
-            head = f"{head}; products of {bits} bits for many queries"
+        if self.products:
+            head = f"{head}; products of {self.products} bits for many queries"
         return "\n".join([head, *lines, *self._remarks()])
 
     def _remarks(self) -> list[str]:
@@ -140,11 +141,6 @@ def report_of_another(kind: str, layers: int) -> Report:
     return Report(rows, 0, 0, f"the last tokens went to a {kind}: kvant stored none of them")
 
 
-def _products(cache: Any, group: Any) -> int:
-    chosen = group.products if group is not None else 0
-    return chosen if chosen == 8 else cache.settings.products
-
-
 def make_report(cache: Any) -> Report:
     """The report of a KvantCache."""
     rows = []
@@ -185,7 +181,7 @@ def make_report(cache: Any) -> Report:
                 _prompts(cache, layer.group) if stored else "",
                 exact,
                 encoded,
-                _products(cache, layer.group) if stored else 0,
+                (layer.group.products if layer.group else 0) or cache.settings.products if stored else 0,
             )
         )
-    return Report(tuple(rows), batch, tokens)
+    return Report(tuple(rows), batch, tokens, products=cache.settings.products)

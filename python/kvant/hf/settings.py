@@ -41,7 +41,7 @@ class Settings:
     isa: for kvant on the CPU, an instruction set of kvant.info()["isas"]. None: the best of the machine. AMX multiplies
         softmax weights and values as two bf16 each, 4e-6 off; "avx512" is more exact (1e-6) and slower for prompts.
     products: as for kvant.Plan: 16 or 8 bits of what kvant multiplies for many queries over tq formats. 0: plans
-        choose, and report() says where that is 8.
+        choose, and the rows of report() have what they chose.
     """
 
     k: str = "tq6"

@@ -7,11 +7,11 @@
 namespace kvant::core {
 namespace {
 
-// Pairs of tq formats that are multiplied in 8 bits unless something else is asked for: in real models this adds at
-// most a fifth to the KL divergence that the formats themselves cost (docs/lab/cpu.md).
+// Pairs of tq formats that are multiplied in 8 bits unless 16 are requested: in real models this adds at most
+// a fifth to the KL divergence that the formats themselves cost (docs/lab/cpu.md).
 struct Added {
   int k_bits, v_bits;
-  int percent;  // of the formats' own loss: the most that was measured, and 1 at least
+  int percent;  // the most that was measured, and 1 at least
 };
 constexpr Added kAdded[] = {{2, 2, 1}, {3, 3, 2}, {4, 3, 8},  {4, 4, 17}, {5, 4, 10},
                             {5, 5, 1}, {6, 4, 7}, {6, 6, 18}, {8, 4, 4},  {8, 6, 13}};
