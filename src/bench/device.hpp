@@ -17,7 +17,7 @@ class DeviceBench {
  public:
   struct Facts {
     std::string name;         // "NVIDIA H200, compute capability 9.0, 132 multiprocessors"
-    core::TunedCard tuned;  // as tuning files name it
+    core::TunedCard tuned;    // as tuning files name it
     bool is_lowered = false;  // by KVANT_CUDA_LIMITS
     std::int64_t l2_bytes = 0;
     std::int64_t free_bytes = 0;  // when this object was made
