@@ -34,13 +34,12 @@ constexpr int kTurns = 2;
 constexpr double kHopeless = 4;
 
 constexpr const char* kTuneFooter =
-    "Plans on a device choose among kinds of attention kernels by estimated times, which are those of one H200, "
-    "scaled\n"
-    "to other devices. This measures the kinds on your device and writes a file of ratios. Plans read it where it is\n"
-    "written by default ($XDG_CACHE_HOME/kvant or ~/.cache/kvant), or where KVANT_TUNING names it; KVANT_TUNING=off\n"
-    "reads none. explain() says which ratios a plan has used. Outputs are checked first: those of one kind against\n"
-    "float64 attention over the decoded vectors, and those of the other kinds against these. The table is the report\n"
-    "to send in, so that later estimates fit your card.\n"
+    "Plans on a device choose among kinds of attention kernels by estimated times. These are an H200's, scaled to the\n"
+    "device. This measures the kinds on your device and writes a file of ratios. Plans read it where it is written by\n"
+    "default ($XDG_CACHE_HOME/kvant or ~/.cache/kvant), or where KVANT_TUNING names it; KVANT_TUNING=off reads none.\n"
+    "explain() says which ratios a plan has used. Outputs are checked first: those of one kind against float64\n"
+    "attention over the decoded vectors, and those of the other kinds against these. The table is the report to send\n"
+    "in, so that later estimates fit your card.\n"
     "\n"
     "Examples:\n"
     "  kvant bench tune\n"
