@@ -268,10 +268,8 @@ std::string tune_text(const std::vector<TunedWorkload>& workloads, const std::st
       for (const TunedKind& one : shape.kinds) {
         const std::string name = core::kTunedKinds[one.kind];
         std::string taken;
-        if (name == shape.before)
-          taken = name == shape.after ? "before and after" : "before";
-        else if (name == shape.after)
-          taken = "after";
+        if (name == shape.before) taken = name == shape.after ? "before and after" : "before";
+        if (name == shape.after && taken.empty()) taken = "after";
         const double loss = shape.loss(name).value_or(1);
         if (!taken.empty() && loss > 1) taken += fmt::format(", {:.0f} % slower than the fastest", 100 * (loss - 1));
         table.add({c.stored_name(), std::to_string(c.head_dim), std::to_string(c.batch), std::to_string(c.keys),
