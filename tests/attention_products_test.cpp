@@ -217,6 +217,44 @@ TEST(Products, KeysWithACommonOffset) {
   }
 }
 
+// Without a rotation one loud element of a query would leave the others few bits.
+TEST(Products, LoudQueriesWithoutARotation) {
+  constexpr int kDim = 128, kKeys = 700, kQueries = 40;
+  constexpr float kLoud = 100;
+  Cache cache =
+      Cache::create({.kv_heads = 1, .head_dim = kDim, .k = "tq6", .v = "tq4", .k_basis = BasisKind::none}).value();
+  const SequenceId id = cache.add_sequence();
+  std::vector<float> keys(kKeys * kDim), values(keys.size()), q(kQueries * kDim);
+  Rng rng(8);
+  for (std::vector<float>* x : {&keys, &values, &q}) {
+    for (float& each : *x) each = rng.gaussian();
+  }
+  for (std::size_t i = 0; i < keys.size(); i += kDim) keys[i] /= kLoud;
+  for (std::size_t i = 0; i < q.size(); i += kDim) q[i] *= kLoud;
+  const auto rows = [](const std::vector<float>& x) {
+    return TensorView::of(x.data(), static_cast<std::int64_t>(x.size()) / kDim, 1, kDim);
+  };
+  cache.append(id, 0, rows(keys), rows(values)).value();
+  for (const std::string& isa : isas_here()) {
+    std::vector<float> outs[2];
+    for (const int bits : {8, 16}) {
+      AttentionOptions options = of_products(bits, isa);
+      options.q_heads = 1, options.q_len = kQueries;
+      std::vector<float>& out = outs[bits / 16];
+      out.resize(q.size());
+      run(plan(cache, {id}, options).value(), 0, rows(q), MutableTensorView::of(out.data(), kQueries, 1, kDim)).value();
+    }
+    const std::vector<double> sixteen(outs[1].begin(), outs[1].end());
+    EXPECT_LE(difference(sixteen, outs[0]).rel_l2, tolerance::kByteProducts) << isa;
+  }
+}
+
+// Exact pages and fresh keys are multiplied as ever.
+TEST(Products, OfPlansThatReadNoCodesAre16) {
+  const World world(spec_of("tq4", "tq4", {{60, 40}}));  // its one page is the exact first one
+  EXPECT_EQ(plan(world.cache, world.ids, world.options(of_products(8))).value().products(), 16);
+}
+
 TEST(Products, TheSameCallGivesTheSameBits) {
   WorldSpec spec = spec_of("tq4", "tq4", {{700, 100}, {65, 20}});
   spec.page_centres = true;

@@ -173,7 +173,7 @@ TEST_F(Cli, BenchRefusesADeviceThatIsNotThere) {
                          {{"bench", "--between-mib", "0"}, "--between-mib"},
                          {{"bench", "--backend", "cuda", "--isa", "avx2"}, "--isa: CPU kernels"},
                          {{"bench", "--backend", "cuda", "--threads", "2"}, "--threads: of the CPU"},
-                         {{"bench", "tune", "--out", "-"}, "--out -: plans read the file; name one"},
+                         {{"bench", "tune", "--out", "-"}, "--out -: plans read the file by its name; choose another"},
                          {{"bench", "tune", "--head-dim", "128,0"}, "--head-dim"},
                          {{"bench", "tune", "--seconds", "0"}, "--seconds"},
                          {{"bench", "tune", "--device", "-1"}, "--device"},

@@ -138,7 +138,7 @@ class KVANT_API Plan {
   [[nodiscard]] const char* isa() const;             ///< "cuda" on a device
   /// On a device "decode", "decode_sm90", "prefill" or "generic"; else empty.
   [[nodiscard]] const char* kernel() const;
-  [[nodiscard]] int products() const;  ///< what AttentionOptions::products became; few rows: 16
+  [[nodiscard]] int products() const;  ///< what AttentionOptions::products became; few rows, or no codes: 16
   [[nodiscard]] int threads() const;   ///< 0 on a device
   [[nodiscard]] int splits() const;    ///< the most splits any row has
   [[nodiscard]] const PlanImpl& impl() const { return *impl_; }

@@ -495,7 +495,7 @@ typedef struct kvant_plan_facts {
   int32_t splits;     /* the most splits any row has */
   const char* isa;    /* a constant; "cuda" on a device, with threads 0 */
   const char* kernel; /* a constant; on a device "decode", "decode_sm90", "prefill" or "generic"; "" elsewhere */
-  int32_t products;   /* what kvant_attention_options.products became: 16 or 8; few rows: 16 */
+  int32_t products;   /* what kvant_attention_options.products became: 16 or 8; few rows, or no codes: 16 */
 } kvant_plan_facts;
 KVANT_C_API kvant_status kvant_plan_describe(const kvant_plan* plan, kvant_plan_facts* facts);
 

@@ -329,7 +329,8 @@ Result<std::string> tuning_path(const TuneArguments& a, const bench::DeviceBench
 }
 
 Status run_tune(const TuneArguments& a) {
-  if (a.out == "-") refuse_usage("--out -: plans read the file; name one");
+  if (a.out == "-" || a.out == "off")
+    refuse_usage(fmt::format("--out {}: plans read the file by its name; choose another", a.out));
   ::setenv(core::kTuningVariable, "off", 1);  // the estimates themselves are compared
   if (Status s = check_device_backend("tune needs CUDA", ""); !s.ok()) return s;
   const core::DeviceBuild build = core::device_backend()->build();

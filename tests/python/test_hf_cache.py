@@ -391,6 +391,7 @@ def test_products_that_plans_choose(llama, prompts):
     cache = new_cache(llama)
     assert {row.products for row in kvant.hf.report(cache).rows} == {0}
     forward(llama, cache, ids_of(prompts, 320))
+    forward(llama, cache, ids_of(prompts, 2))  # few rows say nothing
     report = kvant.hf.report(cache)
     kvant.hf.disable(llama)
     best = next(isa["name"] for isa in kvant.info()["isas"] if isa["available"])

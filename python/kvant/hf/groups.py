@@ -21,6 +21,7 @@ from .settings import Settings
 
 PAGE_TOKENS = 64
 _NO_LOCK = nullcontext()
+_FEW_ROWS = 16  # that share a kv head: these are never multiplied in 8 bits
 _MOST_STRUCTS = 256  # shapes whose C struct is kept; prompts come in many lengths
 
 
@@ -402,7 +403,7 @@ class Group:
         if self.on_device:
             self._planned_length = self.length
             self._make_workspace(handle)
-        if counts is not None or key[0] > 1:
+        if key[0] * key[1] > _FEW_ROWS * self.cache.kv_heads:
             self.products = _c.plan_facts(handle).products
         return handle, keep
 

@@ -13,7 +13,7 @@ class HostPlan final : public PlanWork {
 
   [[nodiscard]] const char* isa() const noexcept override { return lists_.kernels->name; }
   [[nodiscard]] const char* kernel() const noexcept override { return ""; }
-  [[nodiscard]] int products() const noexcept override { return lists_.any_tiles ? lists_.products.bits : 16; }
+  [[nodiscard]] int products() const noexcept override { return lists_.product_bits(); }
   [[nodiscard]] int threads() const noexcept override { return lists_.workers; }
   [[nodiscard]] int splits() const noexcept override { return lists_.most_splits; }
   [[nodiscard]] std::size_t workspace_bytes() const noexcept override { return lists_.bytes; }

@@ -36,8 +36,8 @@ Status HostWork::choose_kernels() {
   const Result<const Kernels*> chosen = kvant::choose_kernels(options);
   if (!chosen.ok()) return chosen.status();
   kernels = *chosen;
-  const Result<Products> how =
-      choose_products(options.products, spec.k, spec.v, spec.is_centred(), kernels->multiplies_bytes);
+  const bool is_even = spec.is_centred() && spec.k_bases.at(0, 0).kind == BasisKind::hadamard;
+  const Result<Products> how = choose_products(options.products, spec.k, spec.v, is_even, kernels->multiplies_bytes);
   if (!how.ok()) return how.status();
   products = *how;
   return {};
@@ -187,6 +187,12 @@ void HostWork::add_rows(int sequence, int head, int row, int rows, RowPath path,
 }
 
 // --- explain ---------------------------------------------------------------------------------------------------------
+
+int HostWork::product_bits() const {
+  const bool has_codes =
+      std::any_of(pages.begin(), pages.end(), [](const PageUse& use) { return use.kind == kEncoded; });
+  return any_tiles && has_codes ? products.bits : 16;
+}
 
 std::string HostWork::explain_backend() const {
   std::string s;

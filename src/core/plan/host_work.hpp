@@ -76,6 +76,8 @@ class HostWork {
   Status run(const RunPages& where, const MaskData& mask, const TensorView& q, const MutableTensorView& out,
              const RunOptions& options) const;
 
+  // Plan::products()
+  [[nodiscard]] int product_bits() const;
   // The lines of explain on the backend, and on splits and work.
   [[nodiscard]] std::string explain_backend() const;
   [[nodiscard]] std::string explain_items() const;

@@ -18,16 +18,17 @@ constexpr Added kAdded[] = {{2, 2, 1}, {3, 3, 2}, {4, 3, 8},  {4, 4, 17}, {5, 4,
 
 }  // namespace
 
-// A query of one digit is off by 2^-8 of its largest element. Without centres keys may be large and alike, and all of a
-// row's scores would be off by the same, beside those of exact pages. Keys of 8 bits are closer than one digit.
-Result<Products> choose_products(int asked, Format k, Format v, bool centred, bool is_faster) {
+// A query of one digit is off by 2^-8 of its largest element, which without a rotation may be far larger than the
+// others. Without centres keys may be large and alike, and all of a row's scores would be off by the same, beside those
+// of exact pages. Keys of 8 bits are closer than one digit.
+Result<Products> choose_products(int asked, Format k, Format v, bool is_even, bool is_faster) {
   if (asked == 8 && (!codec::is_tq(k) || !codec::is_tq(v))) {
     return {Code::unsupported,
             fmt::format("products is 8, but the cache stores {}/{}: only integer levels (tq formats for keys and "
                         "values) are multiplied in 8 bits; leave it 0",
                         format_info(k).name, format_info(v).name)};
   }
-  Products eight{.bits = 8, .two_digits = !centred || codec::format_bits(k) == 8, .why = "forced"};
+  Products eight{.bits = 8, .two_digits = !is_even || codec::format_bits(k) == 8, .why = "forced"};
   if (asked == 8) return eight;
   if (asked == 16) return Products{.why = "forced"};
   if (!codec::is_tq(k) || !codec::is_tq(v)) return Products{.why = "chosen, since only tq formats are multiplied in 8"};

@@ -15,9 +15,9 @@ struct Products {
   std::string why;  // for explain()
 };
 
-// `asked`: 8, 16, or 0, which takes 8 where these are known to be faster and to cost little. `centred`: key pages have
-// centres. `is_faster`: the instruction set multiplies bytes faster than it does floats.
-Result<Products> choose_products(int asked, Format k, Format v, bool centred, bool is_faster);
+// `asked`: 8, 16, or 0, which takes 8 where these are known to be faster and to cost little. `is_even`: keys are
+// rotated and have centres. `is_faster`: the instruction set multiplies bytes faster than it does floats.
+Result<Products> choose_products(int asked, Format k, Format v, bool is_even, bool is_faster);
 
 // A line of explain().
 std::string products_line(const Products& products);
