@@ -297,7 +297,7 @@ def test_fresh_keys_are_attended_to_as_given(rng, form):
 def test_products_that_plans_choose(k, v, bits):
     cache = kvant.Cache(kv_heads=2, head_dim=D, k=k, v=v)
     seq = cache.sequence()
-    x = np.zeros((100, 2, D), np.float32)
+    x = np.zeros((300, 2, D), np.float32)
     seq.append(0, x, x)
     few, many, forced = (cache.plan([seq], q_heads=4, q_len=n, products=p) for n, p in ((1, 0), (100, 0), (100, 16)))
     faster = many.facts.isa in ("avx2", "avx512", "amx")
