@@ -183,9 +183,7 @@ class SlotCopies {
     const auto fill = [&](std::size_t first, std::span<std::byte> bytes) -> Status {
       const std::size_t count = bytes.size() / bytes_;
       const auto take = [&](std::size_t n, std::span<const std::byte> some) -> Status {
-        const SlotBytes all{bytes.data() + n * bytes_, some.data()};
-        Copying c{{&all, 1}, some.size(), 1};
-        copy_share(&c, 0);
+        std::memcpy(bytes.data() + n * bytes_, some.data(), some.size());
         return {};
       };
       const auto some = std::span<const std::int32_t>(slots_).subspan(first, count);

@@ -36,7 +36,7 @@ Status HostWork::choose_kernels() {
   const Result<const Kernels*> chosen = kvant::choose_kernels(options);
   if (!chosen.ok()) return chosen.status();
   kernels = *chosen;
-  const bool is_even = spec.is_centred() && spec.k_bases.at(0, 0).kind == BasisKind::hadamard;
+  const bool is_even = spec.is_centred() && spec.config.k_basis == BasisKind::hadamard;
   const Result<Products> how = choose_products(options.products, spec.k, spec.v, is_even, kernels->multiplies_bytes);
   if (!how.ok()) return how.status();
   products = *how;

@@ -28,24 +28,27 @@ Result<Products> choose_products(int asked, Format k, Format v, bool is_even, bo
                         "values) are multiplied in 8 bits; leave it 0",
                         format_info(k).name, format_info(v).name)};
   }
-  Products eight{.bits = 8, .two_digits = !is_even || codec::format_bits(k) == 8, .why = "forced"};
+  Products eight{.bits = 8, .two_digits = !is_even || codec::format_bits(k) == 8};
   if (asked == 8) return eight;
-  if (asked == 16) return Products{.why = "forced"};
+  if (asked == 16) return Products{};
   if (!codec::is_tq(k) || !codec::is_tq(v)) return Products{.why = "chosen, since only tq formats are multiplied in 8"};
   if (!is_faster) return Products{.why = "chosen, since 8 are not faster on this instruction set"};
   for (const Added& pair : kAdded) {
     if (pair.k_bits != codec::format_bits(k) || pair.v_bits != codec::format_bits(v)) continue;
-    eight.why =
-        fmt::format("chosen, since this adds at most {} % to the formats' own loss of real models", pair.percent);
+    eight.why = "chosen", eight.added_percent = pair.percent;
     return eight;
   }
   return Products{.why = "chosen, since 8 are not known to add little to these formats' own loss"};
 }
 
 std::string products_line(const Products& products) {
-  if (products.bits != 8) return fmt::format("products   16 bits: {}\n", products.why);
-  return fmt::format("products   8 bits: {}; queries as {}, weights as 8 bits of the largest of 64 keys\n",
-                     products.why,
+  std::string why = products.why;
+  if (products.added_percent > 0) {
+    why +=
+        fmt::format(", since this adds at most {} % to the formats' own loss of real models", products.added_percent);
+  }
+  if (products.bits != 8) return fmt::format("products   16 bits: {}\n", why);
+  return fmt::format("products   8 bits: {}; queries as {}, weights as 8 bits of the largest of 64 keys\n", why,
                      products.two_digits ? "two digits (15 bits and sign)" : "one digit (7 bits and sign)");
 }
 

@@ -12,7 +12,9 @@ struct Products {
   int bits = 16;
   // Queries are two digits, which together have 15 bits and a sign (codec/digits.hpp). With 8 bits only.
   bool two_digits = false;
-  std::string why;  // for explain()
+  // For explain(). Plans are made for every step, and most of them are never explained.
+  const char* why = "forced";
+  int added_percent = 0;  // at most so much of the formats' own loss; 0: not known, or of no account
 };
 
 // `asked`: 8, 16, or 0, which takes 8 where these are known to be faster and to cost little. `is_even`: keys are
