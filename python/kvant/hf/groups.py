@@ -400,15 +400,16 @@ class Group:
         handle = c_void_p()
         with self.cache.owner.lock:
             _c.check(_c.plan_create(self.cache.handle, self._step_ids, self._step_rows, byref(options), byref(handle)))
+        many = key[0] * key[1] > _FEW_ROWS * self.cache.kv_heads
+        facts = _c.plan_facts(handle) if many or self.on_device else None
+        if many:
+            self.products = facts.products
         if self.on_device:
             self._planned_length = self.length
-            self._make_workspace(handle)
-        if key[0] * key[1] > _FEW_ROWS * self.cache.kv_heads:
-            self.products = _c.plan_facts(handle).products
+            self._make_workspace(facts.workspace_bytes)
         return handle, keep
 
-    def _make_workspace(self, plan: c_void_p) -> None:
-        needed = _c.plan_facts(plan).workspace_bytes
+    def _make_workspace(self, needed: int) -> None:
         if self._workspace is None or self._workspace.numel() < needed:
             self._workspace = torch.empty(needed, dtype=torch.uint8, device=f"cuda:{self.cache.device[1]}")
 

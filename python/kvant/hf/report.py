@@ -148,11 +148,13 @@ def make_report(cache: Any) -> Report:
     shared = {id(group): (group.memory(), _ends(group.cache), *_tokens(group)) for group in cache.groups}
     for i, layer in enumerate(cache.layers):
         stored = isinstance(layer, KvantLayer)
-        heads = dim = held = plain = exact = encoded = 0
+        heads = dim = held = plain = exact = encoded = products = 0
         ends, window = "", getattr(layer, "sliding_window", 0)
         if stored:
             heads, dim = layer.family.geometry or (0, 0)
+            products = cache.settings.products
             if layer.group is not None:
+                products = layer.group.products or products
                 heads, dim = layer.group.cache.kv_heads, layer.group.cache.head_dim
                 held, ends, exact, encoded = shared[id(layer.group)]
             kept = min(layer.length, window - 1) if window else layer.length
@@ -181,7 +183,7 @@ def make_report(cache: Any) -> Report:
                 _prompts(cache, layer.group) if stored else "",
                 exact,
                 encoded,
-                (layer.group.products if layer.group else 0) or cache.settings.products if stored else 0,
+                products,
             )
         )
     return Report(tuple(rows), batch, tokens, products=cache.settings.products)
