@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import contestants as ct
 
-KINDS = ("decode", "decode_sm90", "prefill_sm90", "prefill_sm80", "prefill_unpacked")
+KINDS = ("decode", "decode_sm90", "decode_sm80", "prefill_sm90", "prefill_sm80", "prefill_unpacked")
 HEADS = {64: (32, 8), 96: (32, 8), 128: (32, 8), 192: (16, 4), 256: (16, 2), 512: (8, 1)}
 COUNTS = [1 << i for i in range(13)]
 LIMIT = 1.10

@@ -115,8 +115,8 @@ TEST_F(Cli, WrongUsageIsExitCodeTwo) {
           {{"bench", "--backend", "cuda", "--kernel", "decode", "append"},
            "--kernel decode: of decode, step and prefill"},
           {{"bench", "--kernel", "both"},
-           "--kernel: both: must be one of automatic, decode, decode_sm90, prefill, prefill_sm90, prefill_sm80, "
-           "prefill_fresh, prefill_unpacked, generic"},
+           "--kernel: both: must be one of automatic, decode, decode_sm90, decode_sm80, prefill, prefill_sm90, "
+           "prefill_sm80, prefill_fresh, prefill_unpacked, generic"},
           {{"bench", "decode", "--first-keys", "3", "--q-len", "4"}, "--q-len 4: more than --keys 3"},
           {{"bench", "--suite", "gpu"}, "--suite gpu: unknown; the suites are cpu"},
           {{"bench", "--suite", "cpu", "--keys", "64"}, "--suite cpu: has shapes of its own; leave out --keys"},

@@ -198,16 +198,36 @@ TEST(CudaChoose, FewRowsTakeDecodeKernels) {
   for (const Device& device : kDevices) EXPECT_EQ(kinds({}, device.name), "decode") << device.name;
 }
 
-TEST(CudaChoose, SeveralQueriesTakeWarpgroupsOnHopper) {
+// Kernels for several queries: of half weights on any device, of warpgroups on Hopper.
+TEST(CudaChoose, SeveralQueries) {
   Case c{.queries = 8};
   EXPECT_EQ(kinds(c), "decode_sm90");
   EXPECT_EQ(choose_for(c).rows, 32);
   EXPECT_TRUE(has(choose_for(c).why, "for 32 rows, about"));
   c.queries = 16;
   EXPECT_EQ(choose_for(c).rows, 64);
-  EXPECT_EQ(kinds(c, "8.9"), "decode");
+  EXPECT_EQ(kinds(c, "8.9"), "decode_sm80");
+  EXPECT_EQ(choose_for(c, "8.9").rows, 32);
   c.k = Format::tq8;  // not compiled
   EXPECT_EQ(kinds(c), "decode");
+  EXPECT_TRUE(
+      has(choose_for(c).why, "decode_sm80 and decode_sm90 kernels are not compiled for tq8/tq4 at head_dim 128"))
+      << choose_for(c).why;
+  c.v = Format::tq8;
+  EXPECT_EQ(kinds(c), "decode_sm80");
+  c = {.head_dim = 256, .q_heads = 16, .kv_heads = 2, .sequences = 16, .queries = 2};
+  EXPECT_EQ(kinds(c, "8.0"), "decode_sm80");  // 16 rows
+  EXPECT_EQ(choose_for(c, "8.0").rows, 16);
+  c.queries = 4;
+  EXPECT_EQ(choose_for(c, "8.0").rows, 32);
+  c.queries = 1;
+  EXPECT_EQ(kinds(c, "8.0"), "decode");
+  c.queries = 4, c.kernel = "decode";  // the more exact kernels
+  EXPECT_EQ(kinds(c, "8.0"), "decode");
+  c = {.queries = 1, .kernel = "decode_sm80"};
+  EXPECT_EQ(kinds(c, "12.0"), "decode_sm80");
+  c.head_dim = 64;
+  EXPECT_TRUE(has(refusal(c), "decode_sm80 kernels are not compiled for tq6/tq4 at head_dim 64")) << refusal(c);
   c = {.queries = 1, .kernel = "decode_sm90"};
   EXPECT_EQ(kinds(c), "decode_sm90");
   EXPECT_EQ(choose_for(c).why, "as asked for");
@@ -369,7 +389,7 @@ TEST(CudaChoose, WhatKindsDoNotServe) {
   EXPECT_TRUE(has(refusal(c), "prefill_unpacked kernels take no mask tensor")) << refusal(c);
   c = {.queries = 2048, .calibrated = true};
   EXPECT_EQ(kinds(c), "decode_sm90");
-  c.k = c.v = Format::tq8;
+  c.k = c.v = Format::tq5;
   EXPECT_EQ(kinds(c), "decode");
   EXPECT_TRUE(has(choose_for(c).why, "bases other than the formats' own"));
   c = {.head_dim = 72, .stored_head_dim = 96, .queries = 2048};

@@ -100,13 +100,13 @@ struct AttentionOptions {
   /// multiplies more than 16 rows with products of bf16 terms: 4e-6 off exact attention over the stored vectors, where
   /// others are 1e-6 off (float formats). Few rows of tq formats: all are 6e-5 off, with loud channels up to 1.2e-4.
   std::string isa{};
-  /// Caches on a device: "decode" (keys split over blocks), "decode_sm90" (the same for several queries; weights are
-  /// rounded to f16; compute capability 9.0) or "prefill" (many rows over all keys; weights are rounded to f16 or
-  /// bf16); empty: what takes the least time, and explain() says which and why. Prefill kernels are of two kinds,
-  /// "prefill_sm90" (compute capability 9.0) and "prefill_sm80"; "prefill" takes the first of these that serves. Two
-  /// others (compute capability 9.0) serve before them: "prefill_unpacked" unpacks the pages of sequences with many
-  /// queries once to the workspace, which is up to 256 MiB then, and "prefill_fresh", with fresh_keys, serves sequences
-  /// that have no older tokens. Named, either refuses a run whose tensors it cannot take.
+  /// Caches on a device: "decode" (keys split over blocks), "decode_sm90" (compute capability 9.0) or "decode_sm80"
+  /// (the same for several queries; weights are rounded to f16), or "prefill" (many rows over all keys; weights are
+  /// rounded to f16 or bf16); empty: what takes the least time, and explain() says which and why. Prefill kernels are
+  /// of two kinds, "prefill_sm90" (compute capability 9.0) and "prefill_sm80"; "prefill" takes the first of these that
+  /// serves. Two others (compute capability 9.0) serve before them: "prefill_unpacked" unpacks the pages of sequences
+  /// with many queries once to the workspace, which is up to 256 MiB then, and "prefill_fresh", with fresh_keys, serves
+  /// sequences that have no older tokens. Named, either refuses a run whose tensors it cannot take.
   /// "generic" takes any pair of formats, decodes its vectors and multiplies in float32: slower than others, and the
   /// only one for f32 and imported formats, and for exact = f32, which have it by themselves.
   std::string kernel{};
@@ -136,7 +136,7 @@ class KVANT_API Plan {
   [[nodiscard]] std::int64_t total_queries() const;  ///< rows of q and out
   [[nodiscard]] std::int64_t kv_bytes() const;       ///< cache bytes one run reads in one layer
   [[nodiscard]] const char* isa() const;             ///< "cuda" on a device
-  /// On a device "decode", "decode_sm90", "prefill" or "generic"; else empty.
+  /// On a device "decode", "decode_sm90", "decode_sm80", "prefill" or "generic"; else empty.
   [[nodiscard]] const char* kernel() const;
   [[nodiscard]] int products() const;  ///< what AttentionOptions::products became; few rows, or no codes: 16
   [[nodiscard]] int threads() const;   ///< 0 on a device

@@ -459,10 +459,10 @@ typedef struct kvant_attention_options {
   const char* isa;    /* "scalar", "avx2", "avx512", "amx" or "neon"; NULL (default): the best that this machine has.
                       "amx" multiplies more than 16 rows with products of bf16 terms: 4e-6 off exact attention over
                       the stored vectors, where others are 1e-6 off (float formats; tq: kvant/attention.hpp) */
-  const char* kernel; /* caches on a device: "decode", "decode_sm90" (several queries), "prefill" ("prefill_sm90",
-                      "prefill_sm80" or "prefill_unpacked" for one kind of these; "prefill_fresh" with fresh_keys), or
-                      "generic": any pair of formats in float32, the only one for f32 and imported formats; NULL
-                      (default): by the formats and the number of rows */
+  const char* kernel; /* caches on a device: "decode", "decode_sm90" or "decode_sm80" (several queries), "prefill"
+                      ("prefill_sm90", "prefill_sm80" or "prefill_unpacked" for one kind of these; "prefill_fresh" with
+                      fresh_keys), or "generic": any pair of formats in float32, the only one for f32 and imported
+                      formats; NULL (default): by the formats and the number of rows */
   int32_t fresh_keys; /* 1: each run is given keys and values of the sequences' last q_len tokens, attends to these as
                       they are given, and reads only older tokens from the cache; tokens are reserved before, and a
                       layer is run before its write or after it. On a device such plans take prefill kernels. Default
@@ -494,7 +494,7 @@ typedef struct kvant_plan_facts {
   int32_t threads;
   int32_t splits;     /* the most splits any row has */
   const char* isa;    /* a constant; "cuda" on a device, with threads 0 */
-  const char* kernel; /* a constant; on a device "decode", "decode_sm90", "prefill" or "generic"; "" elsewhere */
+  const char* kernel; /* a constant: "decode", "decode_sm90", "decode_sm80", "prefill", "generic"; on the CPU "" */
   int32_t products;   /* what kvant_attention_options.products became: 16 or 8; few rows, or no codes: 16 */
 } kvant_plan_facts;
 KVANT_C_API kvant_status kvant_plan_describe(const kvant_plan* plan, kvant_plan_facts* facts);
@@ -683,7 +683,7 @@ typedef struct kvant_pages_plan_facts {
   size_t struct_size;     /* sizeof(kvant_pages_plan_facts), set by the caller */
   size_t workspace_bytes; /* what kvant_run_options.workspace must hold; 0 in host memory, where it stays NULL */
   const char* isa;        /* a constant; "cuda" on a device, with threads 0 */
-  const char* kernel;     /* a constant; on a device "decode", "decode_sm90", "prefill" or "generic"; "" elsewhere */
+  const char* kernel;     /* a constant: "decode", "decode_sm90", "decode_sm80", "prefill", "generic"; on the CPU "" */
   int32_t threads;
   int32_t products; /* as in kvant_plan_facts */
 } kvant_pages_plan_facts;

@@ -273,8 +273,8 @@ class PagesPlan:
         tokens are read from blocks. On a device it takes prefill kernels.
     check_ids: on a device, each run looks at the block ids that it is to read; rows of a sequence with one outside the
         pool become NaN, and take_errors tells. The CPU always looks, and refuses.
-    kernel: on a device "decode", "decode_sm90", "prefill" or "generic"; "": by the limits. threads, split_keys, isa: on
-        the CPU.
+    kernel: on a device "decode", "decode_sm90", "decode_sm80", "prefill" or "generic"; "": by the limits. threads,
+        split_keys, isa: on the CPU.
     products: as for Plan.
     workspace: on a device, a uint8 tensor of facts.workspace_bytes; None: a torch buffer that the plans of these pages
         share, taken here. Plans that share one run one after another on a stream.
@@ -329,10 +329,11 @@ class Plan:
         dimension begins at position mask_first_key.
     threads, split_keys, isa: 0 and None let the plan choose. CPU only. isa: "scalar", "avx2", "avx512", "amx" or
         "neon"; "amx" multiplies many rows with products of bf16 terms: 4e-6 off, "avx512" 1e-6 (float formats).
-    kernel: on a device "decode", "decode_sm90" or "prefill" ("prefill_sm90", "prefill_sm80" or "prefill_unpacked" for
-        one kind of these; "prefill_fresh" with fresh), or "generic", which takes any pair of formats in float32, and is
-        the only one for f32 and imported formats; None: what takes the least time. decode_sm90 and prefill kernels
-        round weights to f16 or bf16, and "prefill_unpacked" what codes stand for.
+    kernel: on a device "decode", "decode_sm90", "decode_sm80" or "prefill" ("prefill_sm90", "prefill_sm80" or
+        "prefill_unpacked" for one kind of these; "prefill_fresh" with fresh), or "generic", which takes any pair of
+        formats in float32, and is the only one for f32 and imported formats; None: what takes the least time.
+        decode_sm90, decode_sm80 and prefill kernels round weights to f16 or bf16, and "prefill_unpacked" what codes
+        stand for.
 
     fresh: True: each run is given the keys and values of the queries' own tokens and attends to these as they are;
         only older tokens are read from the cache. On a device it takes prefill kernels.

@@ -302,8 +302,8 @@ class PagesPlan(_arguments.NotCopied):
         tokens are read from blocks. On a device it takes prefill kernels.
     check_ids: on a device, each run looks at the block ids that it is to read; rows of a sequence with one outside the
         pool become NaN, and take_errors tells. The CPU always looks, and refuses.
-    kernel: on a device "decode", "decode_sm90", "prefill" or "generic"; "": by the limits. threads, split_keys, isa: on
-        the CPU.
+    kernel: on a device "decode", "decode_sm90", "decode_sm80", "prefill" or "generic"; "": by the limits. threads,
+        split_keys, isa: on the CPU.
     products: as for Plan.
     workspace: on a device, a uint8 tensor of facts.workspace_bytes; None: a torch buffer that the plans of these pages
         share, taken here. Plans that share one run one after another on a stream.

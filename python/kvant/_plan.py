@@ -138,10 +138,11 @@ class Plan(_arguments.NotCopied):
         dimension begins at position mask_first_key.
     threads, split_keys, isa: 0 and None let the plan choose. CPU only. isa: "scalar", "avx2", "avx512", "amx" or
         "neon"; "amx" multiplies many rows with products of bf16 terms: 4e-6 off, "avx512" 1e-6 (float formats).
-    kernel: on a device "decode", "decode_sm90" or "prefill" ("prefill_sm90", "prefill_sm80" or "prefill_unpacked" for
-        one kind of these; "prefill_fresh" with fresh), or "generic", which takes any pair of formats in float32, and is
-        the only one for f32 and imported formats; None: what takes the least time. decode_sm90 and prefill kernels
-        round weights to f16 or bf16, and "prefill_unpacked" what codes stand for.
+    kernel: on a device "decode", "decode_sm90", "decode_sm80" or "prefill" ("prefill_sm90", "prefill_sm80" or
+        "prefill_unpacked" for one kind of these; "prefill_fresh" with fresh), or "generic", which takes any pair of
+        formats in float32, and is the only one for f32 and imported formats; None: what takes the least time.
+        decode_sm90, decode_sm80 and prefill kernels round weights to f16 or bf16, and "prefill_unpacked" what codes
+        stand for.
 
     fresh: True: each run is given the keys and values of the queries' own tokens and attends to these as they are;
         only older tokens are read from the cache. On a device it takes prefill kernels.

@@ -39,7 +39,7 @@ constexpr Stored stored(Format k) {
 // Kinds of kernels among which plans choose by estimates. Those with byte keys are the option `products` = 8.
 inline constexpr const char* kUnpackedBytes = "prefill_unpacked_bytes";
 #define KVANT_TILE_KERNEL(constant, name) constant,
-inline constexpr const char* kTunedKinds[] = {kDecodeKernels, kDecodeSm90,
+inline constexpr const char* kTunedKinds[] = {kDecodeKernels, kDecodeSm90, kDecodeSm80,
 #include "core/kernels.def"
                                               kPrefillUnpacked, kUnpackedBytes};
 

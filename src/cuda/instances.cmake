@@ -53,6 +53,13 @@ foreach(pair f16/f16 bf16/bf16)
   kvant_cuda_one_stage(${pair} 512 1,2)
 endforeach()
 
+# kvant_cuda_half_weights(KEYS/VALUES HEAD_DIM TILES): besides, kernels whose weights are halves, for several queries a
+# sequence (Way::half_weights in decode/shape.hpp), where they were seen to pay: 4 and 8 tiles are 16 and 32 rows.
+foreach(pair tq6/tq4 tq4/tq4 tq8/tq8)
+  kvant_cuda_half_weights(${pair} 128 8)
+  kvant_cuda_half_weights(${pair} 256 4,8)
+endforeach()
+
 # kvant_cuda_group(KEYS/VALUES HEAD_DIM TILES): besides, kernels whose blocks are warpgroups, for several queries a
 # sequence on compute capability 9.0 (decode/group.cuh): 8 and 16 tiles, which are 32 and 64 rows.
 kvant_cuda_group(tq6/tq4 128 8,16)

@@ -1,5 +1,6 @@
-// Several queries a sequence with kernels whose blocks are warpgroups (src/cuda/decode/group.cuh). `matches` compares
-// these, asked for by name, with the float64 reference, beside the other kinds.
+// Several queries a sequence with kernels that round weights to halves: decode_sm80 (decode/weights.cuh), and
+// decode_sm90, whose blocks are warpgroups (decode/group.cuh). `matches` compares these, asked for by name, with
+// the float64 reference, beside the other kinds.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -14,28 +15,28 @@
 namespace kvant::test {
 namespace {
 
-WorldSpec spec_for(const std::string& keys, int group, std::vector<Lengths> sequences) {
-  WorldSpec spec = spec_of(keys, "tq4", std::move(sequences));
-  spec.head_dim = 128;
+WorldSpec spec_for(const std::string& keys, int head_dim, int group, std::vector<Lengths> sequences) {
+  WorldSpec spec = spec_of(keys, keys == "tq8" ? "tq8" : "tq4", std::move(sequences));
+  spec.head_dim = head_dim;
   spec.group = group;
   return spec;
 }
 bool has_kernels(const GpuWorld& w) {
   AttentionOptions options;
-  options.kernel = core::kDecodeSm90;
+  options.kernel = core::kDecodeSm80;
   return w.try_attend(options).ok();
 }
 #define SKIP_WITHOUT_KERNELS(w) \
-  if (!has_kernels(w)) GTEST_SKIP() << "no kernels of warpgroups: another device, or a build without them"
+  if (!has_kernels(w)) GTEST_SKIP() << "a build without kernels for several queries of these formats"
 
 // Rows of a sequence and kv head: fewer than a block's, as many, and more than the largest's; ragged.
-class GpuGroup : public testing::TestWithParam<std::tuple<std::string, std::int64_t>> {};
+class GpuGroup : public testing::TestWithParam<std::tuple<int, std::string, std::int64_t>> {};
 
 TEST_P(GpuGroup, Matches) {
   SKIP_WITHOUT_DEVICE();
-  const auto& [keys, queries] = GetParam();
+  const auto& [head_dim, keys, queries] = GetParam();
   for (const auto& [sinks, tails] : {std::pair{1, 1}, {0, 0}, {2, 0}, {0, 3}}) {
-    WorldSpec spec = spec_for(keys, 4, {{1349, queries}, {70, 1}, {queries, queries}, {333, 2}});
+    WorldSpec spec = spec_for(keys, head_dim, 4, {{1349, queries}, {70, 1}, {queries, queries}, {333, 2}});
     spec.sink_pages = sinks;
     spec.tail_pages = tails;
     spec.exact = sinks == 2 ? Dtype::f16 : Dtype::bf16;
@@ -49,16 +50,18 @@ TEST_P(GpuGroup, Matches) {
 
 TEST_P(GpuGroup, MasksAndTransforms) {
   SKIP_WITHOUT_DEVICE();
-  const auto& [keys, queries] = GetParam();
-  const GpuWorld w(spec_for(keys, 4, {{700, queries}, {queries, queries}, {queries + 130, queries}}));
+  const auto& [head_dim, keys, queries] = GetParam();
+  const GpuWorld w(spec_for(keys, head_dim, 4, {{700, queries}, {queries, queries}, {queries + 130, queries}}));
   SKIP_WITHOUT_KERNELS(w);
   expect_masks_and_transforms(w);
 }
 
 INSTANTIATE_TEST_SUITE_P(Rows, GpuGroup,
-                         testing::Combine(testing::Values("tq6", "tq4"), testing::Values(1, 3, 4, 5, 8, 13, 16, 20)),
+                         testing::Combine(testing::Values(128, 256), testing::Values("tq6", "tq4", "tq8"),
+                                          testing::Values(1, 3, 4, 5, 8, 13, 16, 20)),
                          [](const auto& i) {
-                           return fmt::format("{}_q{}", std::get<0>(i.param), std::get<1>(i.param));
+                           const auto& [head_dim, keys, queries] = i.param;
+                           return fmt::format("d{}_{}_q{}", head_dim, keys, queries);
                          });
 
 // A block has a whole row of work, of more pages than its lanes hold at a time, in several groups of
@@ -66,18 +69,21 @@ INSTANTIATE_TEST_SUITE_P(Rows, GpuGroup,
 TEST(GpuGroupLong, ManyPagesABlock) {
   SKIP_WITHOUT_DEVICE();
   for (const bool centres : {false, true}) {
-    WorldSpec spec = spec_for("tq6", 2, {{9000, 6}, {8100, 5}});
+    WorldSpec spec = spec_for("tq6", 128, 2, {{9000, 6}, {8100, 5}});
     spec.kv_heads = 8;
     spec.page_centres = centres;
     spec.key_offset = centres ? 2.0f : 0.0f;
     const GpuWorld w(spec);
     SKIP_WITHOUT_KERNELS(w);
     EXPECT_TRUE(w.matches());
-    AttentionOptions options;
-    options.kernel = core::kDecodeSm90;
-    const Attended first = w.attend(options), second = w.attend(options);
-    EXPECT_EQ(first.out, second.out) << "the same call gives the same bits";
-    EXPECT_EQ(first.lse, second.lse);
+    for (const char* kind : {core::kDecodeSm80, core::kDecodeSm90}) {
+      AttentionOptions options;
+      options.kernel = kind;
+      if (!w.try_attend(options).ok()) continue;  // another device
+      const Attended first = w.attend(options), second = w.attend(options);
+      EXPECT_EQ(first.out, second.out) << "the same call gives the same bits";
+      EXPECT_EQ(first.lse, second.lse);
+    }
   }
 }
 

@@ -271,7 +271,11 @@ bool GpuWorld::serves(const std::string& kind) const {
   const bool is_dense = s.k == "bf16" || s.k == "f16", same = s.k == s.v;
   if (is_generic_only()) return false;
   if ((kind == core::kDecodeSm90 || kind == core::kPrefillSm90) && !why_no_sm90().empty()) return false;
-  if (kind == core::kDecodeSm90) return s.head_dim == 128 && (s.k == "tq4" || s.k == "tq6") && s.v == "tq4";
+  const bool is_default = (s.k == "tq4" || s.k == "tq6") && s.v == "tq4";
+  if (kind == core::kDecodeSm90) return s.head_dim == 128 && is_default;
+  if (kind == core::kDecodeSm80) {
+    return (s.head_dim == 128 || s.head_dim == 256) && (is_default || (s.k == "tq8" && s.v == "tq8"));
+  }
   if (s.key_bases || s.value_bases) return false;
   const bool padded = cache.impl().stored_dim() != s.head_dim;
   if (kind == core::kPrefillSm90)
@@ -315,6 +319,7 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
   }
   // The other kinds of kernels.
   const std::pair<const char*, bool> kinds[] = {{core::kDecodeSm90, !base.fresh_keys && serves(core::kDecodeSm90)},
+                                                {core::kDecodeSm80, !base.fresh_keys && serves(core::kDecodeSm80)},
                                                 {core::kPrefillSm90, serves(core::kPrefillSm90)},
                                                 {core::kPrefillSm80, serves(core::kPrefillSm80)},
                                                 {core::kPrefillFresh, fresh_serves(base, placement)},

@@ -50,6 +50,7 @@ TableEntry entry_of() {
            .shared_bytes = S::kShared.bytes[0],
            .has_eight_warps = S::kHasEightWarps,
            .by_group = S::kByGroup,
+           .half_weights = S::kHalfWeights,
            .one_stage = S::kOneStage}};
 }
 template <Format K, Format V, int D, int kTiles>
@@ -65,8 +66,12 @@ TableEntry one_stage_entry() {
   return entry_of<OneStage<K, V, D, kTiles>>();
 }
 template <Format K, Format V, int D, int kTiles>
+TableEntry half_weights_entry() {
+  return entry_of<HalfWeights<K, V, D, kTiles>>();
+}
+template <Format K, Format V, int D, int kTiles>
 TableEntry group_entry() {
-  return entry_of<Shape<K, V, D, kTiles, kWarps, true>>();
+  return entry_of<Group<K, V, D, kTiles>>();
 }
 inline const std::vector<TableEntry> kTable = {
 #include "cuda/decode_tables.inc"

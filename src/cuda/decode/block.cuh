@@ -78,6 +78,17 @@ struct Attend {
       ptx::barrier<32 * TW>(1 + warp / TW);
     }
   }
+  // Whether x holds for a lane of the team. Synchronises the team.
+  template <int TW>
+  __device__ bool team_any(bool x) const {
+    if constexpr (TW == 1) {
+      return __any_sync(~0u, x);
+    } else if constexpr (TW == BW) {
+      return __syncthreads_or(x ? 1 : 0) != 0;
+    } else {
+      return ptx::barrier_or<32 * TW>(1 + warp / TW, x);
+    }
+  }
 
   // --- copies: copies.cuh ---
 
@@ -189,6 +200,13 @@ struct Attend {
   __device__ __forceinline__ void weigh(const float (&s)[4 / TW][NT][2], const std::byte* scales, bool bf16,
                                         Fold& fold);
 
+  // Value scales of half weights: multiplied by `inverse`, the reciprocal of a unit that moves as references do.
+  struct WeightUnit {
+    float unit = 1e-30f, inverse = 1e30f;
+  };
+  __device__ __forceinline__ void weigh_halves(const float (&s)[S::kTokenTiles][NT][2], const std::byte* scales,
+                                               WeightUnit& unit);
+
   template <Format F, int TW>
   __device__ __forceinline__ void store_weights(const float (&w)[4 / TW][2], float up, int n, int q, bool bf16) const;
 
@@ -214,6 +232,7 @@ struct Attend {
                                               Sixteen (&x)[kPairs]) const;
 
   __device__ void add_values(const std::byte* stage, const Fold& fold);
+  __device__ __forceinline__ void add_values_by_halves(const std::byte* stage);
 
   template <bool kFp8, int kSteps, int TW, Swap kSwap>
   __device__ void half_values(const std::byte* values, int stride, int row, int first_step, bool bf16,

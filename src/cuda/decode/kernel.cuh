@@ -162,13 +162,23 @@ __global__ void __launch_bounds__(32 * kWarps, kOneStageBlocks<KF, VF, D, NT>)
   Attend<OneStage<KF, VF, D, NT>>(p, memory).run();
 }
 
-// For several queries a sequence: a block is a warpgroup. Empty in code for other devices than Hopper.
+// For several queries a sequence.
+template <Format KF, Format VF, int D, int NT>
+constexpr int kHalfBlocks = HalfWeights<KF, VF, D, NT>::blocks_with(HalfWeights<KF, VF, D, NT>::kShared.bytes[0]);
+template <Format KF, Format VF, int D, int NT>
+__global__ void __launch_bounds__(32 * kWarps, kHalfBlocks<KF, VF, D, NT>)
+    half_weights_attend_kernel(const __grid_constant__ AttendParams p) {
+  extern __shared__ __align__(128) std::byte memory[];
+  Attend<HalfWeights<KF, VF, D, NT>>(p, memory).run();
+}
+
+// For several queries a sequence, too: a block is a warpgroup. Empty in code for other devices than Hopper.
 template <Format KF, Format VF, int D, int NT>
 __global__ void __launch_bounds__(32 * kWarps, kGroupBlocks)
     group_attend_kernel(const __grid_constant__ AttendParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) std::byte group_memory[];
-  Attend<Shape<KF, VF, D, NT, kWarps, true>>(p, group_memory).run();
+  Attend<Group<KF, VF, D, NT>>(p, group_memory).run();
 #endif
 }
 

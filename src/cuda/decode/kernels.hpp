@@ -22,6 +22,7 @@ struct AttendKernel {
   int team;                         // warps that share a page
   int teams;                        // of a block
   bool by_group;                    // a block is a warpgroup: for several queries, on Hopper (decode/group.cuh)
+  bool half_weights = false;        // for several queries (weights.cuh)
   bool one_stage = false;           // for both sides of a page: where the usual kernel does not fit
   [[nodiscard]] constexpr int warps() const { return team * teams; }
   [[nodiscard]] constexpr bool has_eight_warps() const { return warps() > kAttendWarps; }  // for short work

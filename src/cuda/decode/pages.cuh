@@ -63,6 +63,7 @@ __device__ void Attend<S>::encoded_pages(const Part& part, Slots slots, std::uin
   }
   const bool centred = is_centred();
   Centres centres;
+  WeightUnit unit;
 #pragma unroll 1
   for (int k = 0; k < pages; ++k) {
     if (does(1) && centred && k % kCentresAtOnce == 0) find_centres(part, slots, k, held, centres);
@@ -90,21 +91,42 @@ __device__ void Attend<S>::encoded_pages(const Part& part, Slots slots, std::uin
         }
       }
     }
+    const std::byte* scales = key_stage() + S::Keys::kBytes + S::kKeyGroups * 2 * kPageTokens;
+    bool is_synced = false;
     if (slot >= 0 && does(2)) {
-      weigh<VF, W>(s, key_stage() + S::Keys::kBytes + S::kKeyGroups * 2 * kPageTokens, VF == Format::bf16, fold);
+      if constexpr (S::kHalfWeights) {
+        weigh_halves(s, scales, unit);
+        is_synced = true;
+      } else {
+        weigh<VF, W>(s, scales, VF == Format::bf16, fold);
+      }
     }
-    team_sync<W>();  // every lane has read its keys and scales, and written its weights
+    if (!is_synced) team_sync<W>();  // every lane has read its keys and scales, and written its weights
     if constexpr (S::kOneStage) {
       copy_values(part, slot >> kSlotShift);
     } else if (k + 1 < pages) {
       copy_keys(part, next >> kSlotShift);
     }
     if (!in(Pass::products)) wait(kValues, phases);
-    if (slot >= 0 && does(0)) add_values(value_stage(), fold);
+    if (slot >= 0 && does(0)) {
+      if constexpr (S::kHalfWeights) {
+        add_values_by_halves(value_stage());
+      } else {
+        add_values(value_stage(), fold);
+      }
+    }
     team_sync<W>();  // every lane has read its values and weights
     if (k + 1 < pages) S::kOneStage ? copy_keys(part, next >> kSlotShift) : copy_values(part, next >> kSlotShift);
     slot = next;
     advance<W>(part, slots, k, centred);
+  }
+  if constexpr (S::kHalfWeights) {
+    const float of = 512.0f * unit.unit;  // to_small_halves
+#pragma unroll
+    for (int i = 0; i < 2 * S::kUnits; ++i) {
+#pragma unroll
+      for (int n = 0; n < NT; ++n) o[i][n][0] *= of, o[i][n][1] *= of;
+    }
   }
 }
 

@@ -39,6 +39,13 @@ KVANT_HD constexpr int team_warps(Format k, Format v, int head_dim, int column_t
   while (head_dim % (32 * warps) != 0) warps /= 2;
   return warps;
 }
+// Kernels of half weights: as many warps as have 32 channels each, and blocks by what registers allow.
+KVANT_HD constexpr int half_team_warps(int head_dim) {
+  return head_dim >= 32 * kWarps ? kWarps : head_dim / 32;
+}
+constexpr int most_half_blocks(int head_dim, int column_tiles) {
+  return column_tiles == 4 || head_dim <= 128 ? 3 : 2;
+}
 
 // How a team of W warps, of BW in the block, shares a page of D channels.
 template <int W, int D, int BW>
@@ -82,19 +89,31 @@ struct Part {
   const std::uint8_t* classes;  // of the kv head's pages under the mask tensor; null: none
 };
 
-// kGroup: all four warps are one team, whose products are a warpgroup's (group.cuh). kOne: keys and values of a page
-// take turns in one stage, for multiprocessors with little shared memory.
-template <Format KF, Format VF, int D, int NT, int BW, bool kGroup = false, bool kOne = false>
-struct Shape : Split<kGroup ? kWarps : team_warps(KF, VF, D, NT), D, BW> {
+enum class Way {
+  usual,
+  one_stage,     // keys and values of a page take turns in one stage, for multiprocessors with little shared memory
+  half_weights,  // weights are halves, of one column a row, whose sums need no fold page by page (weights.cuh)
+  group,         // all four warps are one team, whose products are a warpgroup's (group.cuh)
+};
+KVANT_HD constexpr int warps_of_team(Way way, Format k, Format v, int head_dim, int column_tiles) {
+  if (way == Way::group) return kWarps;
+  return way == Way::half_weights ? half_team_warps(head_dim) : team_warps(k, v, head_dim, column_tiles);
+}
+
+template <Format KF, Format VF, int D, int NT, int BW, Way kWay = Way::usual>
+struct Shape : Split<warps_of_team(kWay, KF, VF, D, NT), D, BW> {
   static constexpr Format kKeyFormat = KF, kValueFormat = VF;
   static constexpr int kHeadDim = D, kColumnTiles = NT, kBlockWarps = BW;
   static constexpr int kThreads = 32 * BW;
-  static constexpr bool kHasEightWarps = BW > kWarps, kByGroup = kGroup, kOneStage = kOne;
+  static constexpr bool kHasEightWarps = BW > kWarps;
+  static constexpr bool kByGroup = kWay == Way::group, kOneStage = kWay == Way::one_stage;
+  static constexpr bool kHalfWeights = kWay == Way::half_weights;
+  static_assert(!kHalfWeights || (is_integer(KF) && is_integer(VF)));
   static constexpr codec::PageLayout kLayout = codec::page_layout(KF, VF, D);
   static constexpr codec::PageLayout kExactLayout = codec::page_layout(Format::f16, Format::f16, D);  // or bf16
   static constexpr int kRows = 4 * NT;
-  static constexpr int kTeam = kGroup ? kWarps : team_warps(KF, VF, D, NT), kTeams = BW / kTeam;
-  static constexpr int kStages = kGroup ? 2 : 1;  // of pages
+  static constexpr int kTeam = warps_of_team(kWay, KF, VF, D, NT), kTeams = BW / kTeam;
+  static constexpr int kStages = kByGroup ? 2 : 1;  // of pages
   using Keys = StagedSide<KF, D, false>;
   using Values = StagedSide<VF, D, true>;
   static constexpr int kKeyGroups = side_scale_groups(KF, D);
@@ -103,10 +122,10 @@ struct Shape : Split<kGroup ? kWarps : team_warps(KF, VF, D, NT), D, BW> {
   static constexpr int kScaleBytes = (kKeyGroups + kValueGroups) * 2 * kPageTokens;
   static constexpr int kKeyStage = Keys::kBytes + kScaleBytes;
   // Probabilities: [column][64 tokens], bytes or halves; rows padded against bank conflicts.
-  static constexpr int kColumnBytes = is_integer(VF) ? 96 : 192;
-  static constexpr int kPBytes = 2 * kRows * kColumnBytes;
+  static constexpr int kColumnBytes = is_integer(VF) && !kHalfWeights ? 96 : 192;
+  static constexpr int kPBytes = (kHalfWeights ? 1 : 2) * kRows * kColumnBytes;
   // A warpgroup's are halves: two pages' [64 tokens][rows].
-  static constexpr int kTeamP = kGroup ? 2 * kPageTokens * kRows * 2 : kPGroups * kPBytes;
+  static constexpr int kTeamP = kByGroup ? 2 * kPageTokens * kRows * 2 : kPGroups * kPBytes;
   static constexpr bool kTakesCentres = codec::takes_centre(KF);
   static constexpr bool kHasExact = !(is_half(KF) && is_half(VF));  // dense caches have one domain
   // Queries: operand pairs [NT][step][32 lanes] of 8 bytes.
@@ -129,7 +148,7 @@ struct Shape : Split<kGroup ? kWarps : team_warps(KF, VF, D, NT), D, BW> {
     Window window;
   };
 
-  static constexpr int kBarriers = kGroup ? 0 : 2;  // of a team: keys, values
+  static constexpr int kBarriers = kByGroup ? 0 : 2;  // of a team: keys, values
   // A warpgroup's scratch: what group.cuh says.
   static constexpr int kGroupScratch =
       (kWarps + 4) * kRows * 4 + 32 * kWarps * NT * 4 + 2 * kWarps * 4 + kGroupCentres * kRows * 4;
@@ -146,13 +165,14 @@ struct Shape : Split<kGroup ? kWarps : team_warps(KF, VF, D, NT), D, BW> {
         .exact_queries = kHasExact ? kExactQueries : 0,
         .teams = kTeams,
         .barriers = kBarriers,
-        .keys = kOne && Values::kBytes > kKeyStage ? Values::kBytes : kStages * kKeyStage,
-        .values = kOne ? 0 : kStages * Values::kBytes,
+        .keys = kOneStage && Values::kBytes > kKeyStage ? Values::kBytes : kStages * kKeyStage,
+        .values = kOneStage ? 0 : kStages * Values::kBytes,
         .weights = kTeamP,
-        .weights_alignment = kGroup ? 16 * kRows : 1,
-        .scratch = kGroup      ? kGroupScratch
-                   : kTeam > 1 ? kTeam * kRows * kPGroups * 4
-                               : 0,
+        .weights_alignment = kByGroup ? 16 * kRows : 1,
+        .scratch = kByGroup       ? kGroupScratch
+                   : kHalfWeights ? kTeam * (kRows + 1) * 4
+                   : kTeam > 1    ? kTeam * kRows * kPGroups * 4
+                                  : 0,
         .centres = centres,
         .sums = kCombine,
         .exact_teams = kExactTeams,
@@ -162,12 +182,14 @@ struct Shape : Split<kGroup ? kWarps : team_warps(KF, VF, D, NT), D, BW> {
     });
   };
   static constexpr auto blocks_with = [](int bytes) {
-    const int fit = (kOne ? kSmallSharedMemory : kSharedMemory) / (bytes + kSharedOfBlock),
-              most = kHasEightWarps ? 1 : most_blocks(NT, Split<kTeam, D, BW>::kChannels);
+    const int fit = (kOneStage ? kSmallSharedMemory : kSharedMemory) / (bytes + kSharedOfBlock),
+              most = kHasEightWarps ? 1
+                     : kHalfWeights ? most_half_blocks(D, NT)
+                                    : most_blocks(NT, Split<kTeam, D, BW>::kChannels);
     return fit < most ? fit : most;
   };
   static constexpr bool kCentresPass =
-      kTakesCentres && !kGroup &&
+      kTakesCentres && !kByGroup &&
       blocks_with(plan_with(16 * kCentreRow).bytes[0]) == blocks_with(plan_with(0).bytes[0]);
   static constexpr SharedPlan kShared = plan_with(kCentresPass ? 16 * kCentreRow : 0);
   // Whether a block rehearses where launches overlap (config.cuh). That was measured of blocks whose warps do a page
@@ -177,6 +199,11 @@ struct Shape : Split<kGroup ? kWarps : team_warps(KF, VF, D, NT), D, BW> {
 
 // A kernel for devices whose blocks get too little shared memory for the usual one.
 template <Format KF, Format VF, int D, int NT>
-using OneStage = Shape<KF, VF, D, NT, kWarps, false, true>;
+using OneStage = Shape<KF, VF, D, NT, kWarps, Way::one_stage>;
+// For several queries a sequence.
+template <Format KF, Format VF, int D, int NT>
+using HalfWeights = Shape<KF, VF, D, NT, kWarps, Way::half_weights>;
+template <Format KF, Format VF, int D, int NT>
+using Group = Shape<KF, VF, D, NT, kWarps, Way::group>;
 
 }  // namespace kvant::cuda

@@ -18,6 +18,7 @@ AttendKernel entry_of(void (*kernel)(AttendParams)) {
           .team = S::kTeam,
           .teams = S::kTeams,
           .by_group = S::kByGroup,
+          .half_weights = S::kHalfWeights,
           .one_stage = S::kOneStage};
 }
 template <Format KF, Format VF, int D, int NT>
@@ -29,12 +30,16 @@ AttendKernel eight_warps_entry() {
   return entry_of<Shape<KF, VF, D, NT, kEightWarps>>(&eight_warps_attend_kernel<KF, VF, D, NT, kEightWarps>);
 }
 template <Format KF, Format VF, int D, int NT>
+AttendKernel half_weights_entry() {
+  return entry_of<HalfWeights<KF, VF, D, NT>>(&half_weights_attend_kernel<KF, VF, D, NT>);
+}
+template <Format KF, Format VF, int D, int NT>
 AttendKernel one_stage_entry() {
   return entry_of<OneStage<KF, VF, D, NT>>(&one_stage_attend_kernel<KF, VF, D, NT>);
 }
 template <Format KF, Format VF, int D, int NT>
 AttendKernel group_entry() {
-  return entry_of<Shape<KF, VF, D, NT, kWarps, true>>(&group_attend_kernel<KF, VF, D, NT>);
+  return entry_of<Group<KF, VF, D, NT>>(&group_attend_kernel<KF, VF, D, NT>);
 }
 
 template <int D>

@@ -101,6 +101,43 @@ __device__ void Attend<S>::add_values(const std::byte* stage, const Fold& fold) 
   }
 }
 
+// Half weights: sums of all pages stay in the tensor cores' registers. The column of row 4 n + t is 2 t + n % 2 of tile
+// n / 2, so that a lane's sums are those of its rows.
+template <class S>
+__device__ __forceinline__ void Attend<S>::add_values_by_halves(const std::byte* stage) {
+  const int group = S::kPGroups > 1 ? member * S::kChannels / 128 : 0;
+  const std::byte* operands = weights + group * S::kPBytes;
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+    uint4 b[NT / 2];
+#pragma unroll
+    for (int i = 0; i < NT / 2; ++i) {
+      b[i] = *reinterpret_cast<const uint4*>(operands + (8 * i + g) * S::kColumnBytes + (4 * step + t) * 16);
+    }
+#pragma unroll
+    for (int unit = 0; unit < S::kUnits; ++unit) {
+      Sixteen x[2];
+      load_values(stage, 4 * step + t, member * S::kChannels + 32 * unit, x);
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        std::uint32_t pairs[8];  // four of row g, four of row g + 8
+        to_small_halves<VF>(x[tile], pairs);
+        auto& sums = o[2 * unit + tile];
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {  // tokens 4 k .. of the octet
+          const std::uint32_t a[4] = {pairs[2 * k], pairs[4 + 2 * k], pairs[2 * k + 1], pairs[5 + 2 * k]};
+#pragma unroll
+          for (int i = 0; i < NT / 2; ++i) {
+            float c[4] = {sums[2 * i][0], sums[2 * i + 1][0], sums[2 * i][1], sums[2 * i + 1][1]};
+            ptx::mma_f16(c, a, k == 0 ? b[i].x : b[i].z, k == 0 ? b[i].y : b[i].w);
+            sums[2 * i][0] = c[0], sums[2 * i + 1][0] = c[1], sums[2 * i][1] = c[2], sums[2 * i + 1][1] = c[3];
+          }
+        }
+      }
+    }
+  }
+}
+
 // Values of 16-bit floats (rows of `row` bytes a token) or e4m3 (of a quad), octets `stride` bytes apart; kSteps times
 // four octets, from 4 `first_step` on.
 template <class S>

@@ -234,6 +234,121 @@ __device__ __forceinline__ void Attend<S>::weigh(const float (&s)[4 / TW][NT][2]
   }
 }
 
+// The same for half weights, which leave no factor of a page: exponentials relative to references and value scales
+// relative to a unit, all of which move only when some are large. Synchronises the team, before which the weights are
+// in shared memory.
+template <class S>
+__device__ __forceinline__ void Attend<S>::weigh_halves(const float (&s)[S::kTokenTiles][NT][2],
+                                                        const std::byte* scales, WeightUnit& unit) {
+  constexpr int kTiles = S::kTokenTiles, kGroups = S::kPGroups;
+  constexpr float kLargeSum = 16384.0f, kLargeScale = 2.0f;  // products are below 32768
+  float v[kGroups][kTiles][2], all_scales = 0.0f;
+#pragma unroll
+  for (int q = 0; q < kGroups; ++q) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        v[q][i][h] = half_at(scales, q * kPageTokens + 8 * g + S::kTokens * member + 2 * i + h);
+        all_scales += v[q][i][h];
+      }
+    }
+  }
+  float e[kTiles][NT][2], sum[NT];
+  const auto exponentials = [&] {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      sum[n] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) sum[n] += e[i][n][h] = ptx::ex2(s[i][n][h] - m[n]);
+      }
+    }
+  };
+  const auto store = [&] {
+#pragma unroll
+    for (int q = 0; q < kGroups; ++q) {
+      std::byte* to = weights + q * S::kPBytes + 2 * t * S::kColumnBytes + 16 * g + 2 * S::kTokens * member;
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        const float first = v[q][i][0] * unit.inverse, second = v[q][i][1] * unit.inverse;
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+          *reinterpret_cast<std::uint32_t*>(to + (8 * (n / 2) + n % 2) * S::kColumnBytes + 4 * i) =
+              ptx::f16x2(e[i][n][0] * first, e[i][n][1] * second);
+        }
+      }
+    }
+  };
+  exponentials();
+  float all = 0.0f;
+#pragma unroll
+  for (int n = 0; n < NT; ++n) all += sum[n];
+  store();
+  if (team_any<W>(!(all <= kLargeSum) || !(all_scales * unit.inverse <= kLargeScale))) {
+    // New references and a new unit, of all warps of the team.
+    constexpr int kRoom = R + 1;
+    float* mine = scratch + member * kRoom;
+    float largest = unit.unit;
+#pragma unroll
+    for (int q = 0; q < kGroups; ++q) {
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {  // A scale that is not finite poisons whoever sees its key; to others it is 0.
+          if (v[q][i][h] - v[q][i][h] == 0.0f) largest = fmaxf(largest, v[q][i][h]);
+        }
+      }
+    }
+    largest = warp_max(largest);
+    if (lane == 0) mine[R] = largest;
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      float x = kLowest;
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) x = fmaxf(x, fmaxf(s[i][n][0], s[i][n][1]));
+      x = over_tokens(x);
+      if (g == 0) mine[4 * n + t] = x;
+    }
+    team_sync<W>();
+#pragma unroll
+    for (int other = 0; other < W; ++other) largest = fmaxf(largest, scratch[other * kRoom + R]);
+    const float shrink = __fdividef(unit.unit, largest);
+    unit = {largest, __fdividef(1.0f, largest)};
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      float x = m[n];
+#pragma unroll
+      for (int other = 0; other < W; ++other) x = fmaxf(x, scratch[other * kRoom + 4 * n + t]);
+      const float alpha = ptx::ex2(m[n] - x);
+      m[n] = x;
+      l[n] *= alpha;
+#pragma unroll
+      for (int i = 0; i < 2 * S::kUnits; ++i) o[i][n][0] *= alpha * shrink, o[i][n][1] *= alpha * shrink;
+    }
+    exponentials();
+#pragma unroll
+    for (int q = 0; q < kGroups; ++q) {
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float bad = v[q][i][h] - v[q][i][h];
+          if (bad == 0.0f) continue;
+          v[q][i][h] = 0.0f;
+#pragma unroll
+          for (int n = 0; n < NT; ++n) l[n] += e[i][n][h] != 0.0f ? bad : 0.0f;
+        }
+      }
+    }
+    store();
+    team_sync<W>();
+  }
+#pragma unroll
+  for (int n = 0; n < NT; ++n) l[n] += sum[n];
+}
+
 // w * up of this lane's tokens and row 4 n + t, as digits, to its two columns.
 template <class S>
 template <Format F, int TW>

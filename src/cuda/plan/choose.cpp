@@ -40,43 +40,54 @@ std::int64_t tuned_ns(const Work& work, const Offers& offers, const char* kind, 
 
 // --- decode kernels --------------------------------------------------------------------------------------------------
 
-// The kernel of warpgroups that takes the least time for all rows, if the options name such kernels or there are enough
-// rows.
-struct Group {
+// The kernel for several queries (DecodeOffer::rounds_weights) that takes the least time for all rows, if the options
+// name its kind or there are enough rows.
+struct Several {
   int kernel = -1;  // of Offers::decode; -1: none
   std::int64_t ns = 0;
   std::string missing;  // why there is none; empty: there are few rows
 };
-Group find_group(const Work& work, const Offers& offers) {
-  Group group;
-  if (!offers.has_decode) return group;
-  if (work.kernel != core::kDecodeSm90 && (!work.kernel.empty() || work.most_rows() < times::kLeastGroupRows))
-    return group;
+std::string missing_of_several(const DecodeOffer& one, const DeviceLimits& limits) {
+  if (one.by_group && (!limits.has_sm90() || !one.has_code || one.shared_bytes > limits.shared_bytes))
+    return "decode_sm90 kernels need compute capability 9.0 and machine code for it (sm_90a)";
+  if (one.shared_bytes <= limits.shared_bytes) return {};
+  return fmt::format("{} kernels need {} bytes of shared memory a block, the device has {}", one.kind(),
+                     one.shared_bytes, limits.shared_bytes);
+}
+Several find_several(const Work& work, const Offers& offers) {
+  Several found;
+  const bool is_named = work.kernel == core::kDecodeSm90 || work.kernel == core::kDecodeSm80;
+  if (!offers.has_decode || (!work.kernel.empty() && !is_named)) return found;
+  if (!is_named && work.most_rows() < times::kLeastHalfRows) return found;
   for (std::size_t i = 0; i < offers.decode.size(); ++i) {
     const DecodeOffer& one = offers.decode[i];
-    if (!one.by_group) continue;
+    if (!one.rounds_weights() || (is_named && work.kernel != one.kind())) continue;
+    if (!is_named && one.by_group && work.most_rows() < times::kLeastGroupRows) continue;
+    if (const std::string missing = missing_of_several(one, offers.limits); !missing.empty()) {
+      found.missing = missing;
+      continue;
+    }
     const times::BlockTimes block = times::on(
-        offers.limits, times::group_times(work.stored_head_dim(), work.k, one.rows()), {.bytes = work.page_bytes()});
+        offers.limits, times::several_times(work.stored_head_dim(), work.k, one.rows(), work.most_rows(), one.by_group),
+        times::several_work(work.stored_head_dim(), one.rows(), work.page_bytes()));
     const std::int64_t ns =
-        tuned_ns(work, offers, core::kDecodeSm90,
+        tuned_ns(work, offers, one.kind(),
                  times::decode_ns(row_blocks_of(work, one.rows()), block, offers.limits.multiprocessors));
-    if (group.kernel < 0 || ns < group.ns) group.kernel = static_cast<int>(i), group.ns = ns;
+    if (found.kernel < 0 || ns < found.ns) found.kernel = static_cast<int>(i), found.ns = ns;
   }
-  if (group.kernel < 0) {
-    group.missing = fmt::format("decode_sm90 kernels are not compiled for {}", pair_at(work));
-  } else if (const DecodeOffer& one = offers.decode[static_cast<std::size_t>(group.kernel)];
-             !offers.limits.has_sm90() || !one.has_code || one.shared_bytes > offers.limits.shared_bytes) {
-    group.kernel = -1;
-    group.missing = "decode_sm90 kernels need compute capability 9.0 and machine code for it (sm_90a)";
+  if (found.kernel < 0 && found.missing.empty()) {
+    found.missing = fmt::format("{} kernels are not compiled for {}",
+                                is_named ? work.kernel : "decode_sm80 and decode_sm90", pair_at(work));
   }
-  return group;
+  if (found.kernel >= 0) found.missing.clear();
+  return found;
 }
 
 // Short work gets a kernel of eight warps, where there is one: then blocks have a page or two for each of their teams,
 // and how long they take is what the launch takes. Not where many of them would have an exact page.
 void take_eight_warps(const Work& work, const Offers& offers, Choice& choice) {
   const DecodeOffer& four = offers.decode[static_cast<std::size_t>(choice.decode)];
-  if (four.by_group) return;
+  if (four.rounds_weights()) return;
   const auto eight = std::find_if(offers.decode.begin(), offers.decode.end(), [&](const DecodeOffer& one) {
     return one.has_eight_warps && one.column_tiles == four.column_tiles &&
            one.shared_bytes <= offers.limits.shared_bytes;
@@ -99,7 +110,7 @@ void take_eight_warps(const Work& work, const Offers& offers, Choice& choice) {
   choice.least_exact_cost = static_cast<int>(std::max<std::int64_t>(eight->teams, others / (blocks - exact) + 1)) + 1;
 }
 
-Status choose_decode(const Work& work, const Offers& offers, const Group& group, Choice& choice) {
+Status choose_decode(const Work& work, const Offers& offers, const Several& several, Choice& choice) {
   if (!offers.has_decode) return {Code::unsupported, refuse_head_dim(offers.instances, work.stored_head_dim())};
   if (choice.is_generic) return {};
   const std::int64_t most_rows = work.most_rows();
@@ -113,7 +124,7 @@ Status choose_decode(const Work& work, const Offers& offers, const Group& group,
   };
   for (std::size_t i = 0; i < offers.decode.size(); ++i) {
     const DecodeOffer& one = offers.decode[i];
-    if (one.has_eight_warps || one.by_group) continue;
+    if (one.has_eight_warps || one.rounds_weights()) continue;
     if (one.shared_bytes > offers.limits.shared_bytes) {
       least_bytes = least_bytes == 0 ? one.shared_bytes : std::min(least_bytes, one.shared_bytes);
     } else if (best < 0 || is_better(one, offers.decode[static_cast<std::size_t>(best)])) {
@@ -128,15 +139,15 @@ Status choose_decode(const Work& work, const Offers& offers, const Group& group,
                         least_bytes, pair_at(work), offers.limits.shared_bytes)};
   }
   choice.decode = best;
-  if (group.kernel >= 0) {
-    choice.decode = group.kernel;
-    choice.why = work.kernel == core::kDecodeSm90
+  if (several.kernel >= 0) {
+    choice.decode = several.kernel;
+    choice.why = !work.kernel.empty()
                      ? std::string("as asked for")
-                     : fmt::format("for {} rows, about {:.0f} us", most_rows, static_cast<double>(group.ns) / 1000);
-  } else if (work.kernel == core::kDecodeSm90) {
-    return refuse_kernel(work, group.missing);
-  } else if (choice.why.empty()) {
-    choice.why = group.missing;
+                     : fmt::format("for {} rows, about {:.0f} us", most_rows, static_cast<double>(several.ns) / 1000);
+  } else if (!work.kernel.empty() && work.kernel != core::kDecodeKernels) {
+    return refuse_kernel(work, several.missing);
+  } else if (choice.why.empty() && most_rows >= times::kLeastGroupRows) {
+    choice.why = several.missing;
   }
   take_eight_warps(work, offers, choice);
   return {};
@@ -289,7 +300,7 @@ std::string missing_of_hopper(const char* kind, int shared_bytes, bool has_code,
 bool considers_prefill(const Work& work) {
   if (work.kernel == core::kGenericKernels || !generic_only(work).empty()) return false;
   return work.fresh_keys || work.most_rows() >= times::kLeastPrefillRows ||
-         (!work.kernel.empty() && work.kernel != core::kDecodeKernels && work.kernel != core::kDecodeSm90);
+         (!work.kernel.empty() && !work.kernel.starts_with(core::kDecodeKernels));
 }
 
 std::string tuned_words(const Work& work, const core::Tuning& tuning) {
@@ -309,16 +320,16 @@ Result<Choice> choose(const Work& work, const Offers& offers) {
   Choice choice;
   if (const std::string missing = missing_of_byte_keys(work, offers.limits); !missing.empty())
     return Status{Code::unsupported, fmt::format("products is 8: {}; leave it 0", missing)};
-  Group group = find_group(work, offers);
+  Several several = find_several(work, offers);
   const times::BlockTimes block =
       times::on(offers.limits, times::decode_times(work.stored_head_dim(), work.k, work.most_rows()),
                 times::decode_work(work.stored_head_dim(), work.k, work.page_bytes()));
   std::int64_t decode_ns = tuned_ns(work, offers, core::kDecodeKernels,
                                     times::decode_ns(row_blocks_of(work, 16), block, offers.limits.multiprocessors));
-  // The option "decode_sm90" asks for such kernels, whatever the time.
-  const bool gains = 100 * group.ns < (100 - times::kLeastGain) * decode_ns;
-  if (group.kernel >= 0 && !gains && work.kernel.empty()) group = {};
-  if (group.kernel >= 0) decode_ns = group.ns;
+  // An option that names such kernels asks for them, whatever the time.
+  const bool gains = 100 * several.ns < (100 - times::kLeastGain) * decode_ns;
+  if (several.kernel >= 0 && !gains && work.kernel.empty()) several = {};
+  if (several.kernel >= 0) decode_ns = several.ns;
   choice.ns = decode_ns;
 
   const std::string only = generic_only(work);
@@ -341,7 +352,7 @@ Result<Choice> choose(const Work& work, const Offers& offers) {
     if (Status s = choose_fresh(work, offers, choice); !s.ok()) return s;
     return choice;
   }
-  if (Status s = choose_decode(work, offers, group, choice); !s.ok()) return s;
+  if (Status s = choose_decode(work, offers, several, choice); !s.ok()) return s;
   return choice;
 }
 

@@ -1,7 +1,7 @@
 // The rule by which a plan takes its kernels. No device is needed: plans and tests call the same function, and
 // tests/cuda_choices.txt records its answers for a table of work.
 //
-//   decode, decode_sm90, generic            one launch and a merge
+//   decode, decode_sm90, decode_sm80, generic   one launch and a merge
 //   prefill_sm90, prefill_sm80              one launch over pages
 //   prefill_unpacked, then one of these     pages are unpacked first, in rounds; the other takes what is in no round
 //   prefill_fresh, then one of these two    sequences without older tokens first, found at each run
@@ -36,7 +36,7 @@ struct Choice {
   [[nodiscard]] const char* kernel(const Offers& offers) const {
     if (is_generic) return core::kGenericKernels;
     if (tiles >= 0) return core::kPrefillKernels;
-    return offers.decode[static_cast<std::size_t>(decode)].by_group ? core::kDecodeSm90 : core::kDecodeKernels;
+    return offers.decode[static_cast<std::size_t>(decode)].kind();
   }
 };
 

@@ -54,6 +54,7 @@ Status find_decode(const Work& work, Compiled& found) {
                       .shared_bytes = one.shared_bytes[0],
                       .has_eight_warps = one.has_eight_warps(),
                       .by_group = one.by_group,
+                      .half_weights = one.half_weights,
                       .one_stage = one.one_stage};
     // Plans of few rows ask nothing of the driver.
     if (one.by_group && (work.kernel == core::kDecodeSm90 || work.most_rows() >= times::kLeastGroupRows)) {

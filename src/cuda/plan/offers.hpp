@@ -20,9 +20,15 @@ struct DecodeOffer {
   int shared_bytes;              // at least so many for a block
   bool has_eight_warps = false;  // for short work
   bool by_group = false;         // a block is a warpgroup
+  bool half_weights = false;     // for several queries on any device
   bool one_stage = false;        // for both sides of a page: where the usual kernel does not fit
   bool has_code = true;          // for this device
   [[nodiscard]] int rows() const { return 4 * column_tiles; }
+  [[nodiscard]] const char* kind() const {
+    return by_group ? core::kDecodeSm90 : half_weights ? core::kDecodeSm80 : core::kDecodeKernels;
+  }
+  // For several queries: faster and less exact.
+  [[nodiscard]] bool rounds_weights() const { return by_group || half_weights; }
 };
 
 // The kernel of a kind for the plan's formats.

@@ -82,6 +82,13 @@ constexpr RowsTimes rows_times(int head_dim, Stored stored) {
 // kernels for a page.
 inline constexpr std::int64_t kGroup32 = 137, kGroup64 = 230;
 inline constexpr Linear kGroup32Rows = {0, 160}, kGroup64Rows = {0, 360};
+// The same of kernels of half weights (weights.cuh) for blocks of 16 and 32 rows (an H100, code of compute_80).
+inline constexpr std::int64_t kHalf16 = 92;
+inline constexpr struct {
+  int head_dim;
+  std::int64_t of_page;
+} kHalf32[] = {{128, 145}, {256, 130}};
+inline constexpr int kLeastHalfRows = 9;  // with fewer, usual kernels read as fast as memory gives
 // One-warp kernels have up to 16 rows at once. With 16 these take 1.07 times as long as a warpgroup's would, which are
 // less exact; prefill kernels, which have a few tiles then, take longer.
 inline constexpr int kLeastGroupRows = 17, kLeastPrefillRows = 17;
@@ -107,8 +114,14 @@ constexpr BlockTimes decode_times(int head_dim, Format k, std::int64_t most_rows
   return {page_times(head_dim, k).decode, rows_times(head_dim, stored(k)).decode.at(head_dim),
           most_rows <= 16 ? kDecodeStart : of_many};
 }
-constexpr BlockTimes group_times(int head_dim, Format k, int rows) {
+// Kernels for several queries: of warpgroups, or of half weights.
+constexpr BlockTimes several_times(int head_dim, Format k, int rows, std::int64_t most_rows, bool by_group) {
   const std::int64_t page = page_times(head_dim, k).decode;
+  if (!by_group) {
+    const std::int64_t of_rows = rows_times(head_dim, stored(k)).decode.at(head_dim) * rows / 16;
+    return rows <= 16 ? BlockTimes{page * kHalf16 / 100, of_rows, most_rows <= 16 ? kDecodeStart : kStartOfMany}
+                      : BlockTimes{page * entry_of(kHalf32, head_dim).of_page / 100, of_rows, kGroupStart};
+  }
   return rows <= 32 ? BlockTimes{page * kGroup32 / 100, kGroup32Rows.at(head_dim), kGroupStart}
                     : BlockTimes{page * kGroup64 / 100, kGroup64Rows.at(head_dim), kGroupStart};
 }
@@ -121,6 +134,10 @@ struct PageWork {
 // 16 rows of two columns each. Integer formats have 8-bit products, which are fast on all devices.
 constexpr PageWork decode_work(int head_dim, Format k, double page_bytes) {
   return {codec::is_tq(k) ? 0 : 16.0 * 2 * kPageTokens * head_dim * 2 * 2, page_bytes};
+}
+// Kernels for several queries multiply values in 16 bits.
+constexpr PageWork several_work(int head_dim, int rows, double page_bytes) {
+  return {1.0 * rows * kPageTokens * head_dim * 2, page_bytes};
 }
 // Keys and values of a tile come from the L2 cache.
 constexpr PageWork tile_work(int head_dim, std::int64_t rows) {

@@ -27,7 +27,7 @@ struct Choice {
 // of decode kernels, whatever the time. `fresh_keys`: decode kernels do not serve.
 inline Result<Choice> choose(const std::string& wanted, std::span<const Candidate> candidates, std::int64_t decode_ns,
                              std::int64_t most_rows, bool fresh_keys = false) {
-  if (wanted == core::kDecodeKernels || wanted == core::kDecodeSm90) {
+  if (wanted.starts_with(core::kDecodeKernels)) {
     if (!fresh_keys) return Choice{-1, "decode kernels, as asked for"};
     return Status{
         Code::unsupported,

@@ -28,7 +28,7 @@ std::vector<std::string> kernels_of(int capability) {
     for (const char* kind : {core::kDecodeSm90, core::kPrefillFresh, core::kPrefillUnpacked, core::kPrefillSm90})
       kinds.emplace_back(kind);
   }
-  kinds.emplace_back(core::kPrefillSm80);
+  for (const char* kind : {core::kDecodeSm80, core::kPrefillSm80}) kinds.emplace_back(kind);
   kinds.emplace_back(core::kGenericKernels);
   return kinds;
 }

@@ -201,10 +201,10 @@ std::string Attend::explain() const {
                  is_generic_               ? "decoded to f32, multiply-adds in f32"
                  : codec::is_tq(kernel_.k) ? "u8 levels by s8 query digits, exact sums"
                                            : "16-bit floats, f32 sums",
-                 is_generic_               ? "the same; multiply-adds, not the cache's bytes, set the time"
-                 : kernel_.by_group        ? "f16 levels by weights rounded to f16, f32 sums"
-                 : codec::is_tq(kernel_.v) ? "u8 levels by s8 weight digits, exact sums a page"
-                                           : "16-bit floats, f32 sums");
+                 is_generic_ ? "the same; multiply-adds, not the cache's bytes, set the time"
+                 : kernel_.by_group || kernel_.half_weights ? "f16 levels by weights rounded to f16, f32 sums"
+                 : codec::is_tq(kernel_.v)                  ? "u8 levels by s8 weight digits, exact sums a page"
+                                                            : "16-bit floats, f32 sums");
   fmt::format_to(out, "blocks     {} ({} a multiprocessor) of {} warps, {} a page; {} bytes of shared memory each{}\n",
                  p.blocks, resident_, kernel_.warps(), kernel_.team, shared_bytes_,
                  is_generic_ ? ""
