@@ -138,9 +138,10 @@ TEST(CudaChoose, ATuningTakesTheKindThatIsFasterOnTheDevice) {
     const Tuned tuned(c, device, std::move(thousandths));
     return try_choose(c, tuned.device)->kinds;
   };
-  ASSERT_EQ(kinds(prompt, "8.6"), "prefill_sm80");
-  EXPECT_EQ(taken(prompt, "8.6", {{core::kPrefillSm80, 900}}), "prefill_sm80");
-  EXPECT_EQ(taken(prompt, "8.6", {{core::kPrefillSm80, 20000}}), "decode");
+  ASSERT_EQ(kinds(prompt, "8.6"), "decode_sm80");
+  EXPECT_EQ(taken(prompt, "8.6", {{core::kDecodeSm80, 900}}), "decode_sm80");
+  EXPECT_EQ(taken(prompt, "8.6", {{core::kDecodeSm80, 20000}}), "prefill_sm80");
+  EXPECT_EQ(taken(prompt, "8.6", {{core::kDecodeSm80, 20000}, {core::kPrefillSm80, 20000}}), "decode");
   EXPECT_EQ(taken(prompt, "8.6", {{core::kDecodeKernels, 20}}), "decode");
   ASSERT_EQ(kinds(prompt, "9.0"), "prefill_unpacked, prefill_sm90");
   EXPECT_EQ(taken(prompt, "9.0", {{core::kPrefillUnpacked, 20000}}), "prefill_sm90");
@@ -285,7 +286,9 @@ TEST(CudaChoose, WhatWasMeasuredToBeFastest) {
     EXPECT_EQ(kinds(rows_case(r.sequences, r.heads, r.rows, 512, r.head_dim, r.k)), r.kind);
   }
   // Without Hopper's kernels.
-  EXPECT_EQ(kinds(rows_case(16, 2, 8192, 512, 256, Format::tq4), "8.0"), "prefill_sm80");
+  EXPECT_EQ(kinds(rows_case(16, 2, 8192, 512, 256, Format::tq5), "8.0"), "prefill_sm80");
+  EXPECT_EQ(kinds(rows_case(1, 8, 1024, 512, 128, Format::tq8), "8.0"), "decode_sm80");
+  EXPECT_EQ(kinds(rows_case(1, 2, 8192, 512, 256, Format::tq8), "8.0"), "decode_sm80");
   EXPECT_EQ(kinds(rows_case(1, 1, 8192, 512, 512, Format::bf16), "8.0"), "prefill_sm80");
   EXPECT_EQ(kinds(rows_case(1, 1, 2048, 512, 512, Format::bf16), "8.0"), "decode");
 }

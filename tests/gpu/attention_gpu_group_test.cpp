@@ -60,8 +60,8 @@ INSTANTIATE_TEST_SUITE_P(Rows, GpuGroup,
                          testing::Combine(testing::Values(128, 256), testing::Values("tq6", "tq4", "tq8"),
                                           testing::Values(1, 3, 4, 5, 8, 13, 16, 20)),
                          [](const auto& i) {
-                           const auto& [head_dim, keys, queries] = i.param;
-                           return fmt::format("d{}_{}_q{}", head_dim, keys, queries);
+                           return fmt::format("d{}_{}_q{}", std::get<0>(i.param), std::get<1>(i.param),
+                                              std::get<2>(i.param));
                          });
 
 // A block has a whole row of work, of more pages than its lanes hold at a time, in several groups of
