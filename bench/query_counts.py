@@ -107,7 +107,7 @@ def main():
     parser.add_argument("--keys", type=int, default=32768, help="of each sequence (default: %(default)s)")
     parser.add_argument("--counts", type=numbers, default=COUNTS, help="of queries (default: 1,2,4 .. 4096)")
     parser.add_argument("--most", type=int, default=65536, help="sequences x queries (default: %(default)s)")
-    parser.add_argument("--kinds", type=lambda text: text.split(","), default=KINDS, help="(default: all four)")
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=KINDS, help="(default: all)")
     parser.add_argument("--plan", action="store_true", help="only what the plan takes")
     parser.add_argument("--rounds", type=int, default=5, help="samples (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=300, help="seconds; what does not fit is left out")
