@@ -163,8 +163,11 @@ __global__ void __launch_bounds__(32 * kWarps, kOneStageBlocks<KF, VF, D, NT>)
 }
 
 // For several queries a sequence.
+// Where launches overlap, three blocks of 32 rows find no room beside the previous launch's merge (kGroupBlocks).
 template <Format KF, Format VF, int D, int NT>
-constexpr int kHalfBlocks = HalfWeights<KF, VF, D, NT>::blocks_with(HalfWeights<KF, VF, D, NT>::kShared.bytes[0]);
+constexpr int kHalfBlocks = kOverlaps&& NT > 4
+                                ? 2
+                                : HalfWeights<KF, VF, D, NT>::blocks_with(HalfWeights<KF, VF, D, NT>::kShared.bytes[0]);
 template <Format KF, Format VF, int D, int NT>
 __global__ void __launch_bounds__(32 * kWarps, kHalfBlocks<KF, VF, D, NT>)
     half_weights_attend_kernel(const __grid_constant__ AttendParams p) {

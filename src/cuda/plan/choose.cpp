@@ -67,12 +67,14 @@ Several find_several(const Work& work, const Offers& offers) {
       found.missing = missing;
       continue;
     }
-    const times::BlockTimes block = times::on(
-        offers.limits, times::several_times(work.stored_head_dim(), work.k, one.rows(), work.most_rows(), one.by_group),
-        times::several_work(work.stored_head_dim(), one.rows(), work.page_bytes()));
-    const std::int64_t ns =
-        tuned_ns(work, offers, one.kind(),
-                 times::decode_ns(row_blocks_of(work, one.rows()), block, offers.limits.multiprocessors));
+    const int head_dim = work.stored_head_dim(), rows = one.rows();
+    const times::BlockTimes of_kind =
+        one.by_group ? times::group_times(head_dim, work.k, rows)
+                     : times::half_times(head_dim, work.k, rows, work.most_rows(), offers.limits.overlaps());
+    const times::BlockTimes block =
+        times::on(offers.limits, of_kind, times::several_work(head_dim, rows, work.page_bytes()));
+    const std::int64_t ns = tuned_ns(work, offers, one.kind(),
+                                     times::decode_ns(row_blocks_of(work, rows), block, offers.limits.multiprocessors));
     if (found.kernel < 0 || ns < found.ns) found.kernel = static_cast<int>(i), found.ns = ns;
   }
   if (found.kernel < 0 && found.missing.empty()) {

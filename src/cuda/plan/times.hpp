@@ -82,12 +82,13 @@ constexpr RowsTimes rows_times(int head_dim, Stored stored) {
 // kernels for a page.
 inline constexpr std::int64_t kGroup32 = 137, kGroup64 = 230;
 inline constexpr Linear kGroup32Rows = {0, 160}, kGroup64Rows = {0, 360};
-// The same of kernels of half weights (weights.cuh) for blocks of 16 and 32 rows (an H100, code of compute_80).
+// The same of kernels of half weights (weights.cuh) for blocks of 16 and 32 rows: one H100, code of compute_80, and code
+// in which launches overlap.
 inline constexpr std::int64_t kHalf16 = 92;
 inline constexpr struct {
   int head_dim;
-  std::int64_t of_page;
-} kHalf32[] = {{128, 145}, {256, 130}};
+  std::int64_t of_page, of_page_overlapped;
+} kHalf32[] = {{128, 145, 160}, {256, 130, 130}};
 inline constexpr int kLeastHalfRows = 9;  // with fewer, usual kernels read as fast as memory gives
 // One-warp kernels have up to 16 rows at once. With 16 these take 1.07 times as long as a warpgroup's would, which are
 // less exact; prefill kernels, which have a few tiles then, take longer.
@@ -114,14 +115,16 @@ constexpr BlockTimes decode_times(int head_dim, Format k, std::int64_t most_rows
   return {page_times(head_dim, k).decode, rows_times(head_dim, stored(k)).decode.at(head_dim),
           most_rows <= 16 ? kDecodeStart : of_many};
 }
-// Kernels for several queries: of warpgroups, or of half weights.
-constexpr BlockTimes several_times(int head_dim, Format k, int rows, std::int64_t most_rows, bool by_group) {
+// Kernels of half weights. overlaps: launches do.
+constexpr BlockTimes half_times(int head_dim, Format k, int rows, std::int64_t most_rows, bool overlaps) {
+  const std::int64_t page = page_times(head_dim, k).decode,
+                     of_rows = rows_times(head_dim, stored(k)).decode.at(head_dim) * rows / 16;
+  if (rows <= 16) return {page * kHalf16 / 100, of_rows, most_rows <= 16 ? kDecodeStart : kStartOfMany};
+  const auto& half = entry_of(kHalf32, head_dim);
+  return {page * (overlaps ? half.of_page_overlapped : half.of_page) / 100, of_rows, kGroupStart};
+}
+constexpr BlockTimes group_times(int head_dim, Format k, int rows) {
   const std::int64_t page = page_times(head_dim, k).decode;
-  if (!by_group) {
-    const std::int64_t of_rows = rows_times(head_dim, stored(k)).decode.at(head_dim) * rows / 16;
-    return rows <= 16 ? BlockTimes{page * kHalf16 / 100, of_rows, most_rows <= 16 ? kDecodeStart : kStartOfMany}
-                      : BlockTimes{page * entry_of(kHalf32, head_dim).of_page / 100, of_rows, kGroupStart};
-  }
   return rows <= 32 ? BlockTimes{page * kGroup32 / 100, kGroup32Rows.at(head_dim), kGroupStart}
                     : BlockTimes{page * kGroup64 / 100, kGroup64Rows.at(head_dim), kGroupStart};
 }
