@@ -91,17 +91,19 @@ __device__ void Attend<S>::encoded_pages(const Part& part, Slots slots, std::uin
         }
       }
     }
-    const std::byte* scales = key_stage() + S::Keys::kBytes + S::kKeyGroups * 2 * kPageTokens;
-    bool is_synced = false;
-    if (slot >= 0 && does(2)) {
-      if constexpr (S::kHalfWeights) {
-        weigh_halves(s, scales, unit);
-        is_synced = true;
+    // Until every lane has read its keys and scales, and written its weights.
+    if constexpr (S::kHalfWeights) {
+      if (slot >= 0) {
+        weigh_halves(s, key_stage() + S::Keys::kBytes + S::kKeyGroups * 2 * kPageTokens, unit);
       } else {
-        weigh<VF, W>(s, scales, VF == Format::bf16, fold);
+        team_sync<W>();
       }
+    } else {
+      if (slot >= 0 && does(2)) {
+        weigh<VF, W>(s, key_stage() + S::Keys::kBytes + S::kKeyGroups * 2 * kPageTokens, VF == Format::bf16, fold);
+      }
+      team_sync<W>();
     }
-    if (!is_synced) team_sync<W>();  // every lane has read its keys and scales, and written its weights
     if constexpr (S::kOneStage) {
       copy_values(part, slot >> kSlotShift);
     } else if (k + 1 < pages) {
