@@ -82,8 +82,8 @@ constexpr RowsTimes rows_times(int head_dim, Stored stored) {
 // kernels for a page.
 inline constexpr std::int64_t kGroup32 = 137, kGroup64 = 230;
 inline constexpr Linear kGroup32Rows = {0, 160}, kGroup64Rows = {0, 360};
-// The same of kernels of half weights (weights.cuh) for blocks of 16 and 32 rows: one H100, code of compute_80, and code
-// in which launches overlap.
+// The same of kernels of half weights (weights.cuh) for blocks of 16 and 32 rows, on one H100: code of compute_80, and
+// code in which launches overlap.
 inline constexpr std::int64_t kHalf16 = 92;
 inline constexpr struct {
   int head_dim;
