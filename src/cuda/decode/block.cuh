@@ -78,17 +78,6 @@ struct Attend {
       ptx::barrier<32 * TW>(1 + warp / TW);
     }
   }
-  // Whether x holds for a lane of the team. Synchronises the team.
-  template <int TW>
-  __device__ bool team_any(bool x) const {
-    if constexpr (TW == 1) {
-      return __any_sync(~0u, x);
-    } else if constexpr (TW == BW) {
-      return __syncthreads_or(x ? 1 : 0) != 0;
-    } else {
-      return ptx::barrier_or<32 * TW>(1 + warp / TW, x);
-    }
-  }
 
   // --- copies: copies.cuh ---
 

@@ -39,10 +39,7 @@ KVANT_HD constexpr int team_warps(Format k, Format v, int head_dim, int column_t
   while (head_dim % (32 * warps) != 0) warps /= 2;
   return warps;
 }
-// Kernels of half weights: as many warps as have 32 channels each, and blocks by what registers allow.
-KVANT_HD constexpr int half_team_warps(int head_dim) {
-  return head_dim >= 32 * kWarps ? kWarps : head_dim / 32;
-}
+// The same blocks for kernels of half weights, whose teams are all of a block's warps.
 constexpr int most_half_blocks(int head_dim, int column_tiles) {
   return column_tiles == 4 || head_dim <= 128 ? 3 : 2;
 }
@@ -96,8 +93,7 @@ enum class Way {
   group,         // all four warps are one team, whose products are a warpgroup's (group.cuh)
 };
 KVANT_HD constexpr int warps_of_team(Way way, Format k, Format v, int head_dim, int column_tiles) {
-  if (way == Way::group) return kWarps;
-  return way == Way::half_weights ? half_team_warps(head_dim) : team_warps(k, v, head_dim, column_tiles);
+  return way == Way::group || way == Way::half_weights ? kWarps : team_warps(k, v, head_dim, column_tiles);
 }
 
 template <Format KF, Format VF, int D, int NT, int BW, Way kWay = Way::usual>
@@ -108,7 +104,7 @@ struct Shape : Split<warps_of_team(kWay, KF, VF, D, NT), D, BW> {
   static constexpr bool kHasEightWarps = BW > kWarps;
   static constexpr bool kByGroup = kWay == Way::group, kOneStage = kWay == Way::one_stage;
   static constexpr bool kHalfWeights = kWay == Way::half_weights;
-  static_assert(!kHalfWeights || (is_integer(KF) && is_integer(VF)));
+  static_assert(!kHalfWeights || (is_integer(KF) && is_integer(VF) && D % (32 * kWarps) == 0));
   static constexpr codec::PageLayout kLayout = codec::page_layout(KF, VF, D);
   static constexpr codec::PageLayout kExactLayout = codec::page_layout(Format::f16, Format::f16, D);  // or bf16
   static constexpr int kRows = 4 * NT;

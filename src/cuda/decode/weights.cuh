@@ -235,8 +235,8 @@ __device__ __forceinline__ void Attend<S>::weigh(const float (&s)[4 / TW][NT][2]
 }
 
 // The same for half weights, which leave no factor of a page: exponentials relative to references and value scales
-// relative to a unit, all of which move only when some are large. Synchronises the team, before which the weights are
-// in shared memory.
+// relative to a unit, all of which move only when some are large. Synchronises the block, which is one team: weights are
+// in shared memory then.
 template <class S>
 __device__ __forceinline__ void Attend<S>::weigh_halves(const float (&s)[S::kTokenTiles][NT][2],
                                                         const std::byte* scales, WeightUnit& unit) {
@@ -286,7 +286,8 @@ __device__ __forceinline__ void Attend<S>::weigh_halves(const float (&s)[S::kTok
 #pragma unroll
   for (int n = 0; n < NT; ++n) all += sum[n];
   store();
-  if (team_any<W>(!(all <= kLargeSum) || !(all_scales * unit.inverse <= kLargeScale))) {
+  static_assert(W == BW);
+  if (__syncthreads_or(!(all <= kLargeSum) || !(all_scales * unit.inverse <= kLargeScale)) != 0) {
     // New references and a new unit, of all warps of the team.
     constexpr int kRoom = R + 1;
     float* mine = scratch + member * kRoom;

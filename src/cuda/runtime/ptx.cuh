@@ -155,17 +155,6 @@ __device__ __forceinline__ void barrier(int which) {
   asm volatile("bar.sync %0, %1;" ::"r"(which), "n"(kThreads) : "memory");
 }
 
-// The same, and whether x holds for any of these threads.
-template <int kThreads>
-__device__ __forceinline__ bool barrier_or(int which, bool x) {
-  std::uint32_t any;
-  asm volatile("{.reg .pred p, q; setp.ne.u32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q;}"
-               : "=r"(any)
-               : "r"(which), "n"(kThreads), "r"(x ? 1u : 0u)
-               : "memory");
-  return any != 0;
-}
-
 // The same, but this thread does not wait: it is one of those that the others wait for.
 template <int kThreads>
 __device__ __forceinline__ void barrier_arrive(int which) {
