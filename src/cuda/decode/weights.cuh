@@ -235,25 +235,28 @@ __device__ __forceinline__ void Attend<S>::weigh(const float (&s)[4 / TW][NT][2]
 }
 
 // The same for half weights, which leave no factor of a page: exponentials relative to references and value scales
-// relative to a unit, all of which move only when some are large. Synchronises the block, which is one team: weights are
-// in shared memory then.
+// relative to a unit, all of which move only when some are large. Synchronises the block, which is one team: then the
+// weights are in shared memory.
 template <class S>
 __device__ __forceinline__ void Attend<S>::weigh_halves(const float (&s)[S::kTokenTiles][NT][2],
                                                         const std::byte* scales, WeightUnit& unit) {
   constexpr int kTiles = S::kTokenTiles, kGroups = S::kPGroups;
   constexpr float kLargeSum = 16384.0f, kLargeScale = 2.0f;  // products are below 32768
   float v[kGroups][kTiles][2], all_scales = 0.0f;
+  const auto each_scale = [&](const auto& visit) {
 #pragma unroll
-  for (int q = 0; q < kGroups; ++q) {
+    for (int q = 0; q < kGroups; ++q) {
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
+      for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        v[q][i][h] = half_at(scales, q * kPageTokens + 8 * g + S::kTokens * member + 2 * i + h);
-        all_scales += v[q][i][h];
+        for (int h = 0; h < 2; ++h) visit(v[q][i][h], q, i, h);
       }
     }
-  }
+  };
+  each_scale([&](float& scale, int q, int i, int h) {
+    scale = half_at(scales, q * kPageTokens + 8 * g + S::kTokens * member + 2 * i + h);
+    all_scales += scale;
+  });
   float e[kTiles][NT][2], sum[NT];
   const auto exponentials = [&] {
 #pragma unroll
@@ -292,16 +295,9 @@ __device__ __forceinline__ void Attend<S>::weigh_halves(const float (&s)[S::kTok
     constexpr int kRoom = R + 1;
     float* mine = scratch + member * kRoom;
     float largest = unit.unit;
-#pragma unroll
-    for (int q = 0; q < kGroups; ++q) {
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {  // A scale that is not finite poisons whoever sees its key; to others it is 0.
-          if (v[q][i][h] - v[q][i][h] == 0.0f) largest = fmaxf(largest, v[q][i][h]);
-        }
-      }
-    }
+    each_scale([&](float scale, int, int, int) {
+      if (scale - scale == 0.0f) largest = fmaxf(largest, scale);
+    });
     largest = warp_max(largest);
     if (lane == 0) mine[R] = largest;
 #pragma unroll
@@ -329,20 +325,13 @@ __device__ __forceinline__ void Attend<S>::weigh_halves(const float (&s)[S::kTok
       for (int i = 0; i < 2 * S::kUnits; ++i) o[i][n][0] *= alpha * shrink, o[i][n][1] *= alpha * shrink;
     }
     exponentials();
+    each_scale([&](float& scale, int, int i, int h) {
+      const float bad = scale - scale;  // A scale that is not finite poisons whoever sees its key; to others it is 0.
+      if (bad == 0.0f) return;
+      scale = 0.0f;
 #pragma unroll
-    for (int q = 0; q < kGroups; ++q) {
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float bad = v[q][i][h] - v[q][i][h];
-          if (bad == 0.0f) continue;
-          v[q][i][h] = 0.0f;
-#pragma unroll
-          for (int n = 0; n < NT; ++n) l[n] += e[i][n][h] != 0.0f ? bad : 0.0f;
-        }
-      }
-    }
+      for (int n = 0; n < NT; ++n) l[n] += e[i][n][h] != 0.0f ? bad : 0.0f;
+    });
     store();
     team_sync<W>();
   }
