@@ -44,17 +44,30 @@ class Transfer {
     std::byte* memory = nullptr;
     cudaEvent_t done = nullptr;
   };
+  /// Copies that the driver is given together.
+  class Batch {
+   public:
+    void clear();
+    void add(std::byte* to, const std::byte* from, std::size_t bytes);
+    Status enqueue(cudaMemcpyKind kind, cudaStream_t stream);
+
+   private:
+    std::vector<void*> to_;
+    std::vector<const void*> from_;
+    std::vector<std::size_t> bytes_;
+  };
   /// The stream, which waits for all that `after` has to do now.
   Status begin(cudaStream_t after);
   Status take_buffers(std::size_t slot_bytes);
   [[nodiscard]] std::size_t buffers_in_use() const;
   /// Copies of slots [begin, end), those that are adjacent on both sides as one.
   Status enqueue(cudaMemcpyKind kind, std::size_t begin, std::size_t end, std::size_t slot_bytes, const Address& device,
-                 const Address& host, cudaEvent_t done) const;
+                 const Address& host, cudaEvent_t done);
 
   std::mutex mutex_;
   cudaStream_t stream_ = nullptr;
   cudaEvent_t begun_ = nullptr;
+  Batch batch_;
   std::vector<Buffer> buffers_;
   std::size_t buffer_bytes_ = 0;
 };
