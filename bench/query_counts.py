@@ -9,8 +9,8 @@ takes. loss: how much longer that takes than the fastest kind. cliff: its time o
 queries, which should have more to do. Both are marked from 10 % on. --plan measures the plan's choice alone.
 
 Times are medians of graph launches with a cold L2 cache, as in compare_torch.py. Each kind is first checked against
-float64 attention over the decoded vectors. A kind that took 1.6 times as long as the fastest for fewer queries is left
-out where its time grows with the queries (decode, decode_sm90).
+float64 attention over the decoded vectors. A kind that took 1.6 times as long as the fastest for fewer queries, and
+longer than for still fewer, is left out.
 """
 
 import argparse
@@ -58,6 +58,12 @@ def of_count(torch, case, filled, formats, kinds, rounds):
             "own_l2": max((c.own_error for _, c in made), default=None)}
 
 
+def grows(rows, kind):
+    """Whether the last row's time is longer than the row's before; while more queries share a read, it is not."""
+    before = rows[-2]["us"].get(kind) if len(rows) > 1 else None
+    return before is not None and rows[-1]["us"][kind] > 1.2 * before
+
+
 def combination(torch, kvant, shape, formats, counts, args, left):
     counts = [n for n in counts if n <= shape.keys]
     case = ct.Case(torch, replace(shape, queries=counts[-1]), torch.cuda.get_device_properties(0).L2_cache_size)
@@ -71,8 +77,7 @@ def combination(torch, kvant, shape, formats, counts, args, left):
             rows.append({"queries": n, **row})
             best = min(row["us"].values(), default=0)
             # A kind of kernels that refuses this number of queries refuses larger ones, too.
-            kinds = [k for k in kinds if k in row["us"] and not (
-                k.startswith("decode") and row["us"][k] > 1.6 * best)]
+            kinds = [k for k in kinds if k in row["us"] and not (row["us"][k] > 1.6 * best and grows(rows, k))]
     finally:
         filled.cache.close()
     return rows

@@ -82,13 +82,16 @@ constexpr RowsTimes rows_times(int head_dim, Stored stored) {
 // kernels for a page.
 inline constexpr std::int64_t kGroup32 = 137, kGroup64 = 230;
 inline constexpr Linear kGroup32Rows = {0, 160}, kGroup64Rows = {0, 360};
-// The same of kernels of half weights (weights.cuh) for blocks of 16 and 32 rows, on one H100: code of compute_80, and
-// code in which launches overlap.
+// The same of kernels of half weights (weights.cuh) for blocks of 16 and 32 rows. For 32 also nanoseconds of a block
+// beside its pages, and of a launch: code of compute_80 (one H100), and code in which launches overlap (one H200).
 inline constexpr std::int64_t kHalf16 = 92;
+struct HalfTimes {
+  std::int64_t of_page, rows, start;
+};
 inline constexpr struct {
   int head_dim;
-  std::int64_t of_page, of_page_overlapped;
-} kHalf32[] = {{128, 145, 160}, {256, 130, 130}};
+  HalfTimes plain, overlapped;
+} kHalf32[] = {{128, {145, 28200, 22500}, {168, 22000, 18000}}, {256, {130, 37400, 22500}, {130, 37400, 22500}}};
 inline constexpr int kLeastHalfRows = 9;  // with fewer, usual kernels read as fast as memory gives
 // One-warp kernels have up to 16 rows at once. With 16 these take 1.07 times as long as a warpgroup's would, which are
 // less exact; prefill kernels, which have a few tiles then, take longer.
@@ -117,11 +120,13 @@ constexpr BlockTimes decode_times(int head_dim, Format k, std::int64_t most_rows
 }
 // Kernels of half weights. overlaps: launches do.
 constexpr BlockTimes half_times(int head_dim, Format k, int rows, std::int64_t most_rows, bool overlaps) {
-  const std::int64_t page = page_times(head_dim, k).decode,
-                     of_rows = rows_times(head_dim, stored(k)).decode.at(head_dim) * rows / 16;
-  if (rows <= 16) return {page * kHalf16 / 100, of_rows, most_rows <= 16 ? kDecodeStart : kStartOfMany};
-  const auto& half = entry_of(kHalf32, head_dim);
-  return {page * (overlaps ? half.of_page_overlapped : half.of_page) / 100, of_rows, kGroupStart};
+  const std::int64_t page = page_times(head_dim, k).decode;
+  if (rows <= 16) {
+    return {page * kHalf16 / 100, rows_times(head_dim, stored(k)).decode.at(head_dim) * rows / 16,
+            most_rows <= 16 ? kDecodeStart : kStartOfMany};
+  }
+  const HalfTimes half = overlaps ? entry_of(kHalf32, head_dim).overlapped : entry_of(kHalf32, head_dim).plain;
+  return {page * half.of_page / 100, half.rows, half.start};
 }
 constexpr BlockTimes group_times(int head_dim, Format k, int rows) {
   const std::int64_t page = page_times(head_dim, k).decode;
