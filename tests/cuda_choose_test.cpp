@@ -273,6 +273,7 @@ TEST(CudaChoose, WhatWasMeasuredToBeFastest) {
   };
   for (const Row& r : std::vector<Row>{{128, Format::tq4, 1, 8, 16, "decode"},
                                        {128, Format::tq4, 1, 8, 32, "decode_sm90"},
+                                       {128, Format::tq4, 16, 8, 32, "decode_sm90"},
                                        {128, Format::tq4, 16, 8, 64, "decode_sm90"},
                                        {128, Format::bf16, 16, 8, 16, "decode"},
                                        {128, Format::bf16, 16, 8, 32, "prefill_sm90"},
