@@ -78,6 +78,10 @@ constexpr RowsTimes rows_times(int head_dim, Stored stored) {
   return rows;
 }
 
+// Nanoseconds of a launch of decode kernels beside its rows: the first pages, and the merge, which takes longer with
+// several row blocks.
+inline constexpr std::int64_t kDecodeStart = 9000, kStartOfMany = 15000, kDenseStartOfMany = 11000, kGroupStart = 22500;
+
 // Kernels of warpgroups (decode/group.cuh) for blocks of 32 and 64 rows: hundredths of the time of 16 rows of one-warp
 // kernels for a page.
 inline constexpr std::int64_t kGroup32 = 137, kGroup64 = 230;
@@ -91,17 +95,14 @@ struct HalfTimes {
 inline constexpr struct {
   int head_dim;
   HalfTimes plain, overlapped;
-} kHalf32[] = {{128, {145, 28200, 22500}, {168, 22000, 18000}}, {256, {130, 37400, 22500}, {130, 37400, 22500}}};
+} kHalf32[] = {{128, {145, 28200, kGroupStart}, {168, 22000, 18000}},
+               {256, {130, 37400, kGroupStart}, {130, 37400, kGroupStart}}};
 inline constexpr int kLeastHalfRows = 9;  // with fewer, usual kernels read as fast as memory gives
 // One-warp kernels have up to 16 rows at once. With 16 these take 1.07 times as long as a warpgroup's would, which are
 // less exact; prefill kernels, which have a few tiles then, take longer.
 inline constexpr int kLeastGroupRows = 17, kLeastPrefillRows = 17;
 // Kernels that are less exact are taken if they gain this many hundredths. (Estimates of short work are 20 % off.)
 inline constexpr std::int64_t kLeastGain = 5;
-
-// Nanoseconds of a launch of decode kernels beside its rows: the first pages, and the merge, which takes longer with
-// several row blocks.
-inline constexpr std::int64_t kDecodeStart = 9000, kStartOfMany = 15000, kDenseStartOfMany = 11000, kGroupStart = 22500;
 
 // Row blocks or tiles that read so many pages each.
 struct Rows {
