@@ -68,8 +68,7 @@ kvant_cuda_group(tq4/tq4 128 8,16)
 # kvant_cuda_unit(TEMPLATE NAME WHERE): units NAME_dN.cu, one for each head_dim, made from TEMPLATE. `hopper`: kernels
 # that are compiled for 9.0a alone; `any`: others. The units that take longest to compile come first.
 kvant_cuda_unit(decode/attend attend any)
-kvant_cuda_unit(append/write write any)
-kvant_cuda_unit(append/slots slots any)
+kvant_cuda_unit(append/append append any)
 kvant_cuda_unit(prefill_sm80/prefill prefill_sm80 any)
 kvant_cuda_unit(prefill_unpacked/unpack unpack any)
 kvant_cuda_unit(prefill_sm90/prefill prefill hopper)

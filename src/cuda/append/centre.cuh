@@ -1,5 +1,5 @@
 // The centre of a key page (codec/centre.hpp): made where a whole page is encoded or a part begins a page, else as the
-// page has it. A team has the codes of several in shared memory, and a warp the floats of the one that it subtracts.
+// page has it. A warp has the codes and the floats of the centre that it subtracts in shared memory.
 #pragma once
 
 #include <utility>
@@ -34,26 +34,26 @@ struct CentreFloats {
   }
 };
 
-// Centres that a team finds at once, and has the codes of.
-template <class Shape>
-inline constexpr int kCentresAtOnce = Shape::kTeamThreads / 32 * kCentresOfWarp;
+// Where a warp finds centres.
+template <int kD>
+struct CentreRoom {
+  alignas(16) float means[kCentresOfWarp * kD];
+  alignas(16) std::byte codes[kCentresOfWarp * CentreCodes<kD>::kBytes];
+};
 
-// At the begin of shared memory, before tables and rows: floats of warps, then codes of teams.
+// At the begin of shared memory, before tables and rows: a warp's floats and codes of a centre.
 template <class Shape>
-inline constexpr int kCentreFloatBytes = CentreFloats<Shape>::kBytes*(Shape::kBlockThreads / 32);
+inline constexpr int kCentreBytesOfWarp = CentreFloats<Shape>::kBytes + CentreCodes<Shape::kD>::kBytes;
 template <class Shape>
-inline constexpr int kCentreBytes =
-    kCentreFloatBytes<Shape> + CentreCodes<Shape::kD>::kBytes* kCentresAtOnce<Shape>* kTeams<Shape>;
+inline constexpr int kCentreBytes = kCentreBytesOfWarp<Shape>*(Shape::kBlockThreads / 32);
 template <class Shape>
 __device__ __forceinline__ float* centre_floats() {
   extern __shared__ __align__(16) std::byte shared[];
-  return reinterpret_cast<float*>(shared + CentreFloats<Shape>::kBytes * (threadIdx.x / 32));
+  return reinterpret_cast<float*>(shared + kCentreBytesOfWarp<Shape> * (threadIdx.x / 32));
 }
 template <class Shape>
-__device__ __forceinline__ std::byte* centre_codes(int number) {
-  extern __shared__ __align__(16) std::byte shared[];
-  return shared + kCentreFloatBytes<Shape> +
-         CentreCodes<Shape::kD>::kBytes * (team_of_block<Shape>() * kCentresAtOnce<Shape> + number);
+__device__ __forceinline__ std::byte* centre_codes() {
+  return reinterpret_cast<std::byte*>(centre_floats<Shape>()) + CentreFloats<Shape>::kBytes;
 }
 
 // The largest magnitude of elements, NaN if one is NaN: "max" of the PTX ISA, to which operands' signs cost nothing.
@@ -89,10 +89,21 @@ struct CentreTables {
   __device__ __forceinline__ std::uint32_t level(float) const { return 0; }  // of formats with a table of levels
 };
 
+// A centre's codes as a page has them, on their way to a warp: there after its next ptx::copy_wait<0> and __syncwarp.
+template <class Shape>
+__device__ __forceinline__ void copy_centre(const std::byte* from) {
+  constexpr int kBytes = CentreCodes<Shape::kD>::kBytes;
+  const std::uint32_t to = ptx::shared_address(centre_codes<Shape>());
+#pragma unroll
+  for (int at = static_cast<int>(threadIdx.x % 32) * 16; at < kBytes; at += 32 * 16) {
+    ptx::copy16<0, 0>(to + at, from + at);
+  }
+}
 // A warp's floats of a centre from its codes.
 template <class Shape>
-__device__ __forceinline__ void decode_centre(const std::byte* codes) {
+__device__ __forceinline__ void decode_centre() {
   constexpr int kD = Shape::kD;
+  const std::byte* codes = centre_codes<Shape>();
   float* to = centre_floats<Shape>();
   const float scale = ptx::f16_to_f32(*reinterpret_cast<const std::uint16_t*>(codes + CentreCodes<kD>::kScaleAt));
   __syncwarp();  // nobody reads the floats of the head before
@@ -116,8 +127,8 @@ __device__ __forceinline__ void encode_means(const float* means, int count, cons
   const int lane = static_cast<int>(threadIdx.x % 32), which = lane / kThreads, t = lane % kThreads;
   const float* mean = means + min(which, count - 1) * kD;
   float y[Shape::kElements];
-  std::uint32_t mine = load_vector<Shape, true>(reinterpret_cast<const std::byte*>(mean), Dtype::f32,
-                                                basis == BasisKind::hadamard, t, rotation_scale, y);
+  std::uint32_t mine = load_vector<Shape>(reinterpret_cast<const std::byte*>(mean), Dtype::f32,
+                                          basis == BasisKind::hadamard, true, t, rotation_scale, y);
   if (basis == BasisKind::calibrated) {
 #pragma unroll
     for (int k = 0; k < Shape::kElements; ++k) y[k] = 0.0f;

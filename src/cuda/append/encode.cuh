@@ -194,8 +194,8 @@ __device__ __forceinline__ void load_signed(const std::byte* row, int t, float (
 __device__ __forceinline__ float flushed(float y) {
   return fabsf(y) < 0x1p-120f ? 0.0f : y;
 }
-template <class Shape, Dtype kDtype, bool kFlush>
-__device__ __forceinline__ void load_plain(const std::byte* row, int t, float (&y)[Shape::kElements]) {
+template <class Shape, Dtype kDtype>
+__device__ __forceinline__ void load_plain(const std::byte* row, int t, bool flushes, float (&y)[Shape::kElements]) {
 #pragma unroll
   for (int k = 0; k < Shape::kElements; ++k) {
     const int i = t + Shape::kThreads * k;
@@ -204,7 +204,7 @@ __device__ __forceinline__ void load_plain(const std::byte* row, int t, float (&
     } else {
       y[k] = low_element<kDtype>(reinterpret_cast<const std::uint16_t*>(row)[i]);
     }
-    if (kFlush) y[k] = flushed(y[k]);
+    if (flushes) y[k] = flushed(y[k]);
   }
 }
 
@@ -264,16 +264,17 @@ __device__ __forceinline__ std::uint32_t rotate(float (&y)[Shape::kElements], in
 }
 
 // This thread's elements of a vector whose row lies in shared memory, in its basis; the largest magnitude as rotate().
-template <class Shape, bool kFlush>
-__device__ __forceinline__ std::uint32_t load_vector(const std::byte* row, Dtype dtype, bool rotates, int t,
-                                                     float scale, float (&y)[Shape::kElements]) {
+// `flushes`: values that are not rotated.
+template <class Shape>
+__device__ __forceinline__ std::uint32_t load_vector(const std::byte* row, Dtype dtype, bool rotates, bool flushes,
+                                                     int t, float scale, float (&y)[Shape::kElements]) {
   if (!rotates) {
     if (dtype == Dtype::f32) {
-      load_plain<Shape, Dtype::f32, kFlush>(row, t, y);
+      load_plain<Shape, Dtype::f32>(row, t, flushes, y);
     } else if (dtype == Dtype::bf16) {
-      load_plain<Shape, Dtype::bf16, kFlush>(row, t, y);
+      load_plain<Shape, Dtype::bf16>(row, t, flushes, y);
     } else {
-      load_plain<Shape, Dtype::f16, kFlush>(row, t, y);
+      load_plain<Shape, Dtype::f16>(row, t, flushes, y);
     }
     return largest_magnitude<Shape::kElements>(y);
   }

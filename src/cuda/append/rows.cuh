@@ -99,61 +99,67 @@ __device__ __forceinline__ void load_elements(const void* row, Dtype dtype, int 
 }
 
 // Rows as dense ones: into the exact copy, or into a dense format. kWidth elements a thread and turn.
-template <class Shape, bool kFromExact, int kWidth>
-__device__ __forceinline__ void store_dense(const PageJob& job, bool to_exact, int first, int last) {
+template <class Shape, int kWidth>
+__device__ __forceinline__ void store_dense(const PageJob& job, bool from_exact, bool to_exact, int first, int last) {
   constexpr int kD = Shape::kD;
   const codec::SideLayout& to = job.layout(to_exact);
   std::byte* block = to_exact ? job.exact : job.encoded;
   const Dtype rounding = job.params->rounding;
   const int head_dim = job.params->head_dim;
   const bool key_is_dense = to_exact || codec::is_dense(job.params->cache.encoded_layout.k.format);
+  const WriteSide& values = job.params->v;
   bool finite = true;
+  // Rows that the exact page keeps, then those of this step.
 #pragma unroll 1
-  for (int i = thread_of_team<Shape>(); i < (last - first) * (kD / kWidth); i += Shape::kTeamThreads) {
-    const int token = first + i / (kD / kWidth), channel = i % (kD / kWidth) * kWidth;
-    const bool given = job.given(token, kFromExact), has_value = given && !job.is_value;
-    const WriteSide& values = job.params->v;
-    // Which elements cannot be stored because their values cannot.
-    unsigned without_value = 0;
-    float x[kWidth];
-    // Vectors are given without the zeros that they are stored with.
-    const int there = given ? head_dim - channel : kWidth;
-    if (has_value) {
-      load_elements(job.input_of(values, token), values.dtype, channel, there, x);
+  for (int part = from_exact ? 0 : 1; part < 2; ++part) {
+    const bool given = part == 1, has_value = given && !job.is_value;
+    const int begin = given && from_exact ? max(first, job.begin) : first, end = given ? last : min(last, job.begin);
+    const Dtype dtype = given ? job.side->dtype : rounding;
+#pragma unroll 1
+    for (int i = thread_of_team<Shape>(); i < (end - begin) * (kD / kWidth); i += Shape::kTeamThreads) {
+      const int token = begin + i / (kD / kWidth), channel = i % (kD / kWidth) * kWidth;
+      // Which elements cannot be stored because their values cannot.
+      unsigned without_value = 0;
+      float x[kWidth];
+      // Vectors are given without the zeros that they are stored with.
+      const int there = given ? head_dim - channel : kWidth;
+      if (has_value) {
+        load_elements(job.input_of(values, token), values.dtype, channel, there, x);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) without_value |= is_storable(x[j]) ? 0u : 1u << j;
-    }
-    load_elements(job.source<kD>(token, kFromExact), given ? job.side->dtype : rounding, channel, there, x);
+        for (int j = 0; j < kWidth; ++j) without_value |= is_storable(x[j]) ? 0u : 1u << j;
+      }
+      load_elements(given ? job.input(token) : job.exact_row<kD>(token), dtype, channel, there, x);
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      const bool fits = !given || is_storable(x[j]);  // an exact page has zeros for others
-      finite = finite && fits;
-      float y = x[j];
-      if (rounding == Dtype::bf16) y = __uint_as_float(half_bits(y, false) << 16);
-      if (rounding == Dtype::f16) y = base::f16_to_f32(static_cast<std::uint16_t>(half_bits(within_f16(y), true)));
-      x[j] = dense_element(y, job.is_value, fits, (without_value >> j & 1) == 0, to.format, key_is_dense);
-    }
-    std::byte* at = block + to.plane_offset[0] + static_cast<std::size_t>(token * kD + channel) * to.element_bytes;
-    const bool is_f16 = to.format == Format::f16;
-    const auto word = [&](int j) { return half_bits(x[j], is_f16) | half_bits(x[j + 1], is_f16) << 16; };
-    if constexpr (kWidth == 8) {
-      *reinterpret_cast<uint4*>(at) = make_uint4(word(0), word(2), word(4), word(6));
-    } else if (to.format == Format::f32) {
-      *reinterpret_cast<float2*>(at) = make_float2(x[0], x[1]);
-    } else {
-      *reinterpret_cast<std::uint32_t*>(at) = word(0);
+      for (int j = 0; j < kWidth; ++j) {
+        const bool fits = !given || is_storable(x[j]);  // an exact page has zeros for others
+        finite = finite && fits;
+        float y = x[j];
+        if (rounding == Dtype::bf16) y = __uint_as_float(half_bits(y, false) << 16);
+        if (rounding == Dtype::f16) y = base::f16_to_f32(static_cast<std::uint16_t>(half_bits(within_f16(y), true)));
+        x[j] = dense_element(y, job.is_value, fits, (without_value >> j & 1) == 0, to.format, key_is_dense);
+      }
+      std::byte* at = block + to.plane_offset[0] + static_cast<std::size_t>(token * kD + channel) * to.element_bytes;
+      const bool is_f16 = to.format == Format::f16;
+      const auto word = [&](int j) { return half_bits(x[j], is_f16) | half_bits(x[j + 1], is_f16) << 16; };
+      if constexpr (kWidth == 8) {
+        *reinterpret_cast<uint4*>(at) = make_uint4(word(0), word(2), word(4), word(6));
+      } else if (to.format == Format::f32) {
+        *reinterpret_cast<float2*>(at) = make_float2(x[0], x[1]);
+      } else {
+        *reinterpret_cast<std::uint32_t*>(at) = word(0);
+      }
     }
   }
   if (!finite) *job.params->non_finite = 1;
 }
-template <class Shape, bool kFromExact>
-__device__ __forceinline__ void store_dense(const PageJob& job, bool to_exact, int first, int last) {
+template <class Shape>
+__device__ __forceinline__ void store_dense(const PageJob& job, bool from_exact, bool to_exact, int first, int last) {
   const WriteParams& params = *job.params;
   const bool is_narrow = job.layout(to_exact).element_bytes == 2 && params.cache.exact_layout.k.element_bytes == 2;
   if (is_narrow && params.head_dim == Shape::kD && in_pieces(*job.side) && in_pieces(params.v)) {
-    store_dense<Shape, kFromExact, 8>(job, to_exact, first, last);
+    store_dense<Shape, 8>(job, from_exact, to_exact, first, last);
   } else {
-    store_dense<Shape, kFromExact, 2>(job, to_exact, first, last);
+    store_dense<Shape, 2>(job, from_exact, to_exact, first, last);
   }
 }
 
@@ -202,16 +208,15 @@ __device__ __forceinline__ void copy_rows(const std::byte* from, std::int64_t ro
 }
 
 template <class Shape>
-__device__ __forceinline__ StagedRows staged_rows(const PageJob& job) {
-  const WriteSide& side = *job.side;
-  const Dtype dtype = staged_dtype(*job.params, side);
+__device__ __forceinline__ StagedRows staged_rows(const WriteParams& params, const WriteSide& side) {
+  const Dtype dtype = staged_dtype(params, side);
   const int bytes = dtype == Dtype::f32 ? 4 : 2;
   const auto places = reinterpret_cast<std::uint64_t>(side.rows) |
                       static_cast<std::uint64_t>(side.token_stride * bytes) |
                       static_cast<std::uint64_t>(side.head_stride * bytes);
   return {dtype, staged_pitch(Shape::kD, dtype),
           side.dtype == dtype && places % 16 == 0 && side.basis != BasisKind::calibrated &&
-              job.params->head_dim == Shape::kD && job.params->cache.exact_layout.k.format != Format::f32};
+              params.head_dim == Shape::kD && params.cache.exact_layout.k.format != Format::f32};
 }
 
 // Unchecked ones, by each warp those that it encodes: there after its next ptx::copy_wait<0> and __syncwarp.
@@ -260,11 +265,12 @@ __device__ __forceinline__ void convert_rows(const PageJob& job, const StagedRow
 
 // The check of one row that copy_rows left out, by the threads of its vector: false if it cannot be stored.
 template <class Shape>
-__device__ __forceinline__ bool check_row(const PageJob& job, const std::byte* row, Dtype dtype, bool given, int t) {
+__device__ __forceinline__ bool check_row(const WriteParams& params, const std::byte* row, Dtype dtype, bool given,
+                                          int t) {
   bool storable = true;
 #pragma unroll 1
   for (int i = t; i < Shape::kD; i += Shape::kThreads) storable = storable && is_storable(load_element(row, dtype, i));
-  if (given && !storable) *job.params->non_finite = 1;
+  if (given && !storable) *params.non_finite = 1;
   return storable;
 }
 

@@ -53,6 +53,54 @@ __device__ const auto kLevels = LevelTable<kFormat>::make();
 template <Format kFormat>
 __device__ const auto kCosts = codec::cost_table<kFormat>;
 
+// Spreads, and from word 8 on what Tables::spread(8) is.
+template <Format kFormat>
+struct SpreadTable {
+  std::uint32_t word[12];
+  static consteval SpreadTable make() {
+    constexpr codec::TqSpec kSpec = codec::tq_spec(kFormat);
+    SpreadTable table{};
+    for (int k = 0; k < kSpec.candidates; ++k) table.word[k] = base::bit_cast<std::uint32_t>(kSpec.spread[k]);
+    table.word[8] = LevelTable<kFormat>::kTopBit;
+    return table;
+  }
+};
+template <Format kFormat>
+__device__ const auto kSpreads = SpreadTable<kFormat>::make();
+
+// A format's tables in global memory.
+struct TableSource {
+  const uint4* costs;
+  int cells;
+  const std::uint32_t* levels;
+  int entries;
+  const std::uint32_t* spreads;
+  int spread_words;
+};
+// Tables to where Tables<.., kCopies> looks them up, by a block.
+template <int kThreads, bool kCopies>
+__device__ __forceinline__ void fill_tables(const TableSource& from, std::byte* shared) {
+  const auto thread = static_cast<int>(threadIdx.x);
+  auto* to = reinterpret_cast<uint4*>(shared);
+  const int level_pieces = kCopies ? 8 * from.entries : (from.entries + 3) / 4;
+  auto* levels = reinterpret_cast<std::uint32_t*>(to + (kCopies ? 8 : 1) * from.cells);
+  // All copies of what a thread loaded, neighbours in other banks.
+  const auto put = [&](int i, uint4 x) {
+    if (!kCopies) to[i] = x;
+#pragma unroll
+    for (int copy = 0; kCopies && copy < 8; ++copy) to[i * 8 + (copy + i) % 8] = x;
+  };
+#pragma unroll(kCopies ? 1 : 4)
+  for (int i = thread; i < from.cells; i += kThreads) put(i, from.costs[i]);
+#pragma unroll(kCopies ? 1 : 4)
+  for (int i = thread; i < from.entries; i += kThreads) {
+    const std::uint32_t x = from.levels[i];
+    if (kCopies) put(from.cells + i, make_uint4(x, x, x, x));
+    if (!kCopies) levels[i] = x;
+  }
+  if (thread < from.spread_words) levels[4 * level_pieces + thread] = from.spreads[thread];
+}
+
 // Places of the tables: costs, levels, spreads, and LevelTable::kTopBit. kCopies: every entry so often that a warp's
 // threads never meet in a bank.
 template <Format kFormat, bool kCopies>
@@ -78,45 +126,12 @@ struct Tables {
     asm("" : "+r"(levels));
   }
 
-  template <int kThreads>
-  static __device__ __forceinline__ void fill(std::byte* shared) {
-    auto* to = reinterpret_cast<uint4*>(shared);
-    // All copies of what a thread loaded, neighbours in other banks.
-    const auto write_copies = [&](int i, uint4 x) {
-#pragma unroll
-      for (int copy = 0; copy < 8; ++copy) to[i * 8 + (copy + i) % 8] = x;
-    };
-    if constexpr (kCells > 0) {
-#pragma unroll 4
-      for (int i = static_cast<int>(threadIdx.x); i < kCells; i += kThreads) {
-        const uint4 x = reinterpret_cast<const uint4*>(kCosts<kFormat>.cost)[i];
-        if constexpr (kCopies) {
-          write_copies(i, x);
-        } else {
-          to[i] = x;
-        }
-      }
-    }
-    if constexpr (kEntries > 0) {
-#pragma unroll 4
-      for (int i = static_cast<int>(threadIdx.x); i < kEntries; i += kThreads) {
-        const std::uint32_t x = kLevels<kFormat>.entry[i];
-        if constexpr (kCopies) {
-          write_copies(kCells + i, make_uint4(x, x, x, x));
-        } else {
-          reinterpret_cast<std::uint32_t*>(shared + kLevelsAt)[i] = x;
-        }
-      }
-    }
-    constexpr codec::TqSpec kLocal = codec::tq_spec(kFormat);
-    auto* spreads = reinterpret_cast<float*>(shared + kSpreadsAt);
-#pragma unroll
-    for (int k = 0; k < kLocal.candidates; ++k) {
-      if (threadIdx.x == 0) spreads[k] = kLocal.spread[k];
-    }
-    if (codec::is_tq(kFormat) && threadIdx.x == 0) {
-      reinterpret_cast<std::uint32_t*>(spreads)[8] = LevelTable<kFormat>::kTopBit;
-    }
+  static __device__ __forceinline__ TableSource source() {
+    TableSource of{};
+    if constexpr (kCells > 0) of.costs = reinterpret_cast<const uint4*>(kCosts<kFormat>.cost), of.cells = kCells;
+    if constexpr (kEntries > 0) of.levels = kLevels<kFormat>.entry, of.entries = kEntries;
+    if constexpr (codec::is_tq(kFormat)) of.spreads = kSpreads<kFormat>.word, of.spread_words = 12;
+    return of;
   }
 
   __device__ __forceinline__ uint4 cost(float cell) const {  // 2^23 + the cell
@@ -137,6 +152,19 @@ struct Tables {
     return x;
   }
 };
+
+template <bool kCopies>
+__host__ __device__ constexpr int table_bytes(Format format) {
+  switch (format) {
+#define KVANT_TQ_FORMAT(name, ...)                \
+  case Format::name: {                            \
+    return Tables<Format::name, kCopies>::kBytes; \
+  }
+#define KVANT_FP8_FORMAT KVANT_TQ_FORMAT
+#include "codec/formats.def"
+    default: return 0;
+  }
+}
 
 // --- tries -----------------------------------------------------------------------------------------------------------
 

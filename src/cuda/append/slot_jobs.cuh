@@ -53,12 +53,20 @@ __device__ __forceinline__ void clear_octets(const codec::SideLayout& side, std:
   const auto clear = [&](std::size_t offset, int bytes_of_octet) {  // multiples of 16
     auto* at = reinterpret_cast<uint4*>(block + offset + static_cast<std::size_t>(octet * bytes_of_octet));
     const int count = (kOctets - octet) * bytes_of_octet / 16;
+#pragma unroll 1
     for (int i = thread_of_team<Shape>(); i < count; i += Shape::kTeamThreads) at[i] = uint4{};
   };
-  if (side.planes == 0) return clear(side.plane_offset[0], kOctet * Shape::kD * side.element_bytes);
-  for (int i = 0; i < side.planes; ++i) clear(side.plane_offset[i], Shape::kD * side.plane_bits[i]);
-  for (int g = 0; g < side.groups; ++g)
-    clear(side.scale_offset + static_cast<std::size_t>(g) * kPageTokens * 2, kOctet * 2);
+  // Planes, or dense rows; then scales.
+  const int planes = base::max(side.planes, 1);
+#pragma unroll 1
+  for (int i = 0; i < planes + side.groups; ++i) {
+    if (i < planes) {
+      clear(side.plane_offset[i],
+            side.planes == 0 ? kOctet * Shape::kD * side.element_bytes : Shape::kD * side.plane_bits[i]);
+    } else {
+      clear(side.scale_offset + static_cast<std::size_t>(i - planes) * kPageTokens * 2, kOctet * 2);
+    }
+  }
 }
 
 __device__ __forceinline__ PageJob slot_job(const WriteParams& params, const SlotRun& run, std::int32_t token, int head,
@@ -216,15 +224,15 @@ __device__ __noinline__ bool find_run_centre(const WriteParams& params, const Sl
   const std::byte* before = nullptr;
   if (of_run.before >= 0) before = slot_job(params, {of_run.before, 0, 0, kOctets}, 0, job.head, false).encoded;
   __syncwarp();  // nobody reads rows and codes of the job before
-  find_centres<Shape>([&](int) { return centre; }, 1, run.first < kOctet, centre_floats<Shape>(),
-                      centre_codes<Shape>(0), before);
+  find_centres<Shape>([&](int) { return centre; }, 1, run.first < kOctet, centre_floats<Shape>(), centre_codes<Shape>(),
+                      before);
   return true;
 }
 template <class Shape>
 __device__ __noinline__ void find_ended_centre(const PageJob& job, bool stores) {
   __syncwarp();
   find_centres<Shape>([&](int) { return own_centre(job, true, true); }, 1, stores, centre_floats<Shape>(),
-                      centre_codes<Shape>(0));
+                      centre_codes<Shape>());
 }
 
 }  // namespace kvant::cuda

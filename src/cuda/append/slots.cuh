@@ -1,7 +1,7 @@
 // The launches of cuda/append/slots.hpp, for one head_dim, and their kernel for few tokens.
 #pragma once
 
-#include "cuda/append/many_slots.cuh"
+#include "cuda/append/launch.cuh"
 
 namespace kvant::cuda {
 
@@ -66,82 +66,53 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
     if (!kCentred || number < runs + copied) return store_copied_row<Shape>(params, list, number - runs, is_value);
     looks = true;
   }
-  if constexpr (!kCentred) {
-    const SlotRun run = find_run<true>(params, list, token);
-    if (run.count == 0) return;
-    const PageJob job = slot_job(params, run, token, head, is_value);
-    clear_heads<Shape>(job, 1, run.clear_octet);
-    encode_any<Shape, false>(job, false, run.first, run.first + run.count);
-  } else {
-    // The place of a warp that looks, among those that do.
-    const int place = list.looking - 1 - static_cast<int>(gridDim.x - 1 - blockIdx.x), each = heads * kOctets;
-    const int groups = (list.tables.batch + 31) / 32, group = looks ? place % groups : 0;
-    const int step = looks ? (list.looking - group + groups - 1) / groups : 1;
-    unsigned ended = 0;
+  // The place of a warp that looks, among those that do.
+  const int place = list.looking - 1 - static_cast<int>(gridDim.x - 1 - blockIdx.x), each = heads * kOctets;
+  const int groups = (list.tables.batch + 31) / 32, group = looks ? place % groups : 0;
+  const int step = looks ? (list.looking - group + groups - 1) / groups : 1;
+  unsigned ended = 0;
+  if (looks) {
+    const std::int32_t mine = 32 * group + static_cast<std::int32_t>(threadIdx.x);
+    ended = __ballot_sync(~0u, mine < list.tables.batch && ended_block(list, mine).block >= 0);
+  }
+  const int jobs = looks ? __popc(ended) * each : 1;
+  for (int i = looks ? place / groups : 0; i < jobs; i += step) {
+    PageJob job;
+    int first, last;
     if (looks) {
-      const std::int32_t mine = 32 * group + static_cast<std::int32_t>(threadIdx.x);
-      ended = __ballot_sync(~0u, mine < list.tables.batch && ended_block(list, mine).block >= 0);
+      const std::int32_t sequence = 32 * group + static_cast<std::int32_t>(__fns(ended, 0, i / each + 1));
+      job = ended_job(params, ended_block(list, sequence), i % each / kOctets);
+      first = i % kOctets * kOctet, last = first + kOctet;
+      find_ended_centre<Shape>(job, first == 0);
+    } else {
+      const SlotRun run = find_run<true>(params, list, token);
+      if (run.count == 0) return;
+      job = slot_job(params, run, token, head, is_value);
+      first = run.first, last = run.first + run.count;
+      if (kCentred && !is_value && !find_run_centre<Shape>(params, list, token, run, job)) return;
+      clear_heads<Shape>(job, 1, run.clear_octet);
     }
-    const int jobs = looks ? __popc(ended) * each : 1;
-    for (int i = looks ? place / groups : 0; i < jobs; i += step) {
-      PageJob job;
-      int first, last;
-      if (looks) {
-        const std::int32_t sequence = 32 * group + static_cast<std::int32_t>(__fns(ended, 0, i / each + 1));
-        job = ended_job(params, ended_block(list, sequence), i % each / kOctets);
-        first = i % kOctets * kOctet, last = first + kOctet;
-        find_ended_centre<Shape>(job, first == 0);
-      } else {
-        const SlotRun run = find_run<true>(params, list, token);
-        if (run.count == 0) return;
-        job = slot_job(params, run, token, head, is_value);
-        first = run.first, last = run.first + run.count;
-        if (!is_value && !find_run_centre<Shape>(params, list, token, run, job)) return;
-        clear_heads<Shape>(job, 1, run.clear_octet);
-      }
-      encode_any<Shape, true>(job, looks, first, last);
-    }
+    encode_any<Shape, kCentred>(job, looks, first, last);
   }
 }
 
-using SlotFunction = void (*)(WriteParams, SlotList);
-
 template <int kD>
-SlotFunction many_slots_of(Format format, bool centred) {
-  using Shape = BulkShape<kD>;
-  switch (format) {
-#define KVANT_TQ_FORMAT(name, ...)                                                                            \
-  case Format::name: {                                                                                        \
-    return centred ? &many_slots_kernel<Shape, Format::name, true> : &many_slots_kernel<Shape, Format::name>; \
-  }
-#define KVANT_FP8_FORMAT KVANT_TQ_FORMAT
-#include "codec/formats.def"
-    default: return &many_slots_kernel<DenseShape<kD>, Format::f16>;  // all dense ones
-  }
-}
-template <int kD>
-SlotFunction few_slots_of(bool centred) {
+ManyFunction few_slots_of(bool centred) {
   return centred ? &few_slots_kernel<StepShape<kD>, true> : &few_slots_kernel<StepShape<kD>, false>;
 }
 
 template <int kD>
 cudaError_t prepare_slots(const WriteParams& p, const DeviceLimits& limits) {
   const auto& layout = p.cache.encoded_layout;
-  const bool centred = codec::is_centred(layout);
-  for (const SlotFunction f : {many_slots_of<kD>(layout.k.format, centred), many_slots_of<kD>(layout.v.format, false),
-                               few_slots_of<kD>(centred)}) {
-    const cudaError_t error = prepare_shared(reinterpret_cast<const void*>(f), staging_bytes(limits));
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  const auto* few = reinterpret_cast<const void*>(few_slots_of<kD>(codec::is_centred(layout)));
+  const cudaError_t error = prepare_shared(few, staging_bytes(limits));
+  return error != cudaSuccess ? error : prepare_many<kD>(layout, limits);
 }
 
 template <int kD>
 cudaError_t launch_slots(WriteParams& p, SlotList& list, const DeviceLimits& limits, cudaStream_t stream) {
   using Step = StepShape<kD>;
-  DeviceLimits left = limits;
-  left.shared_bytes = staging_bytes(limits);
-  StagedLaunch<kD> launch(p, left, stream);
+  StagedLaunch<kD> launch(p, limits, stream);
   const auto& layout = p.cache.encoded_layout;
   const bool centred = codec::is_centred(layout), has_copies = list.copies.entries != nullptr;
   const std::int64_t heads = p.cache.kv_heads,
@@ -165,21 +136,24 @@ cudaError_t launch_slots(WriteParams& p, SlotList& list, const DeviceLimits& lim
     if (error != cudaSuccess || !list.begun_later) return error;
     return launch_few(SlotLaunch::begun, octets / 2);
   }
+  const auto launch_others = [&](std::int64_t blocks, ManyFunction kernel) {
+    Launch others(static_cast<unsigned>(blocks), 32, stream, limits.overlaps());
+    return cudaLaunchKernelEx(&others.config, kernel, p, list);
+  };
   if (rows > 0) {
-    Launch copied(static_cast<unsigned>(2 * rows), Step::kBlockThreads, stream, limits.overlaps());
-    const cudaError_t error = cudaLaunchKernelEx(&copied.config, &copied_rows_kernel<Step>, p, list);
+    const cudaError_t error = launch_others(2 * rows, &copied_rows_kernel<Step>);
     if (error != cudaSuccess) return error;
   }
   list.begun_later = octets > 0;
   list.launch = SlotLaunch::runs;
-  const std::int64_t jobs = std::int64_t{(list.count + kPageTokens - 1) / kPageTokens} * heads;
+  const std::int64_t chunks = (std::int64_t{list.count} + kPageTokens - 1) / kPageTokens, jobs = chunks * heads;
+  if (centred) {
+    const std::int64_t groups = (heads + kCentresOfWarp - 1) / kCentresOfWarp;
+    const cudaError_t error = launch_others(chunks * groups, &slot_centres_kernel<kD>);
+    if (error != cudaSuccess) return error;
+  }
   const std::int64_t dense_blocks = base::min(jobs, std::int64_t{kDenseCtas} * limits.multiprocessors);
-  const bool same_kernel = many_slots_of<kD>(layout.k.format, centred) == many_slots_of<kD>(layout.v.format, centred);
-  cudaError_t error = launch_sides(p, same_kernel, [&](WriteSides sides, Format format) {
-    const bool of_centred = centred && sides != WriteSides::values;
-    launch.size_bulk(sides, format, jobs, dense_blocks, of_centred ? kCentreBytes<BulkShape<kD>> : 0, kPageTokens);
-    return cudaLaunchKernelEx(&launch.how.config, many_slots_of<kD>(format, of_centred), p, list);
-  });
+  cudaError_t error = launch_many(launch, list, jobs, dense_blocks, kPageTokens);
   if (error == cudaSuccess && list.looking > 0) error = launch_few(SlotLaunch::ended, list.looking / 2);
   if (error == cudaSuccess && list.begun_later) error = launch_few(SlotLaunch::begun, octets / 2);
   return error;

@@ -2,15 +2,16 @@
 // device.
 //
 // Tokens that follow one another in a block are a run. Few tokens take a kernel with a warp a block: (token, kv head,
-// side), where the first token of an octet of a run does all of the octet. Many take a kernel of the keys' format and
-// one of the values', in which a team of warps does the runs that begin among 64 tokens. So no two teams change one
-// word, as long as the tokens of a block follow one another in the list. Which tokens do is known on the device only.
-// Where blocks have exact copies, more warps store the tokens' rows there, each a few heads of a token.
+// side), where the first token of an octet of a run does all of the octet. Many take the kernels that a cache's pages
+// have, in which a team of warps does the runs that begin among 64 tokens. So no two teams change one word, as long as
+// the tokens of a block follow one another in the list. Which tokens do is known on the device only. Where blocks have
+// exact copies, more warps store the tokens' rows there, each a few heads of a token.
 //
-// Around centres (codec/centre.hpp) every warp finds the centre of its block for itself, with the same bits. A block
-// that a part of the write begins takes the mean of the block before in its sequence, of which the same write may store
-// tokens: another launch does its keys then. Where a write ends a block that has a complete exact copy, all keys of the
-// block are encoded again from there, by octets, by warps of their own.
+// Around centres (codec/centre.hpp) a launch before finds those of many tokens' blocks; of few, every warp finds the
+// centre of its block for itself, with the same bits. A block that a part of the write begins takes the mean of the
+// block before in its sequence, of which the same write may store tokens: another launch does its keys then. Where a
+// write ends a block that has a complete exact copy, all keys of the block are encoded again from there, by octets, by
+// warps of their own.
 #pragma once
 
 #include "base/copies.hpp"

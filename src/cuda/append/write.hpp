@@ -4,12 +4,13 @@
 // page leaves the tail. They have a kernel of their own, as have steps of few tokens of a cache without a tail
 // (write_step.cuh).
 //
-// In others a job is (page of a sequence that its step may touch, kv head, side). One team of warps alone does a job,
-// so that it can put the words together that hold several tokens. A launch is of one side, or even CTAs do keys and odd
-// ones values (around centres, where keys take longer: the first ones do keys); each team does an equal run of its
-// side's jobs. Which pages a step touches is known on the device only (a replayed launch meets other lengths), so the
-// host counts the most that so many tokens can touch: item i of a sequence is page step_begin / 64 - tail_pages + i;
-// those without work are passed over.
+// Others have a launch each for new rows of exact pages, for centres of pages that are encoded whole, and for codes or
+// dense rows, as far as there is such work. In the last a job is (page of a sequence that its step may touch, kv head,
+// side). One team of warps alone does a job, so that it can put the words together that hold several tokens. A launch
+// is of one side, or even CTAs do keys and odd ones values (around centres, where keys take longer: the first ones do
+// keys); each team does an equal run of its side's jobs. Which pages a step touches is known on the device only (a
+// replayed launch meets other lengths), so the host counts the most that so many tokens can touch: item i of a sequence
+// is page step_begin / 64 - tail_pages + i; those without work are passed over.
 //
 // In a page-centred cache without a tail a page that the step begins and does not fill has the mean of the page before
 // as its centre, so its keys wait until that page is stored: a second launch does them (write_step.cuh).
@@ -60,9 +61,8 @@ struct WriteParams {
   WriteSides sides;                // of a launch
   std::int32_t entries;
   WriteEntry entry[kMostEntries];
-  // Around centres:
-  std::uint32_t key_blocks;      // of a launch of both sides, its first blocks, which store keys
-  std::int32_t centres_of_warp;  // that a warp finds at once: their means lie where rows are staged
+  // The first blocks of a launch of both sides around centres, which store keys; otherwise 0.
+  std::uint32_t key_blocks;
 };
 static_assert(sizeof(WriteParams) <= 4096, "the most that every device takes as a kernel's parameters");
 

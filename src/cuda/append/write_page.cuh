@@ -109,68 +109,148 @@ __device__ __forceinline__ bool refuses_centre(const float (&y)[Shape::kElements
   return from_zero < sum_of_squares<Shape>(of_centre);
 }
 
-// Tokens [first, last) of the page, for `heads` heads from that of `job` on, by a team.
-//   kAnyFormat   of one head
-//   kCentred     keys are around a centre, or may be where kAnyFormat
-// `number`: of the first head's centre, whose codes the team has, as it has those of the heads that follow.
-template <class Shape, Format kFormat, bool kAnyFormat, bool kCentred>
-__device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_exact, int first, int last,
-                                             int number = 0) {
-  using P = Planes<kFormat, Shape>;
-  using T = Tables<kFormat, !kAnyFormat>;
+// The format that a kernel encodes into: one that the compiler knows, of many tokens, or any, of few. with(what) calls
+// what<format>(); all else of encode_heads is the same code for all formats.
+template <Format kFormat>
+struct OneFormat {
+  static constexpr bool kOne = true;
+  __device__ __forceinline__ static constexpr Format format() { return kFormat; }
+  template <class Do>
+  __device__ __forceinline__ void with(const Do& what) const {
+    what.template operator()<kFormat>();
+  }
+};
+struct AnyFormat {
+  static constexpr bool kOne = false;
+  Format of;
+  __device__ __forceinline__ Format format() const { return of; }
+  template <class Do>
+  __device__ __forceinline__ void with(const Do& what) const {
+    switch (of) {
+#define KVANT_TQ_FORMAT(name, ...)            \
+  case Format::name: {                        \
+    what.template operator()<Format::name>(); \
+    break;                                    \
+  }
+#define KVANT_FP8_FORMAT KVANT_TQ_FORMAT
+#include "codec/formats.def"
+      default: break;
+    }
+  }
+};
+
+// Values of any format whose words lie in shared memory, by a team.
+template <class Shape>
+__device__ __forceinline__ void store_any(const codec::SideLayout& layout, const std::byte* rows, int pitch, int token,
+                                          int tokens, std::byte* block) {
+#pragma unroll 1
+  for (int i = 0; i < layout.planes; ++i) {
+    const auto store = [&]<int kBits>() {
+      store_values<Shape, kBits, false, Shape::kTeamThreads>(rows, pitch, token, tokens,
+                                                             block + layout.plane_offset[i]);
+    };
+    switch (layout.plane_bits[i]) {
+      case 1: store.template operator()<1>(); break;
+      case 2: store.template operator()<2>(); break;
+      case 4: store.template operator()<4>(); break;
+      default: store.template operator()<8>(); break;
+    }
+    const int of_word = 32 / layout.plane_bits[i];
+    rows += (Shape::kElements + of_word - 1) / of_word * Shape::kThreads * 4;
+  }
+}
+
+// Tokens [first, last) of a page, for `heads` heads from that of `page` on.
+struct PageWork {
+  PageJob page;
+  int heads;
+  bool from_exact;
+  int first, last;
+};
+// One of its heads. Sides and parameters are constants then, wherever the work lies.
+__device__ __forceinline__ PageJob job_of_head(const WriteParams& params, bool is_value, const PageWork& work,
+                                               int head) {
+  PageJob job = work.page;
+  job.params = &params, job.is_value = is_value, job.side = is_value ? &params.v : &params.k;
+  job.head += head;
+  job.encoded += head * params.cache.encoded_layout.block_bytes;
+  job.exact += head * params.cache.exact_layout.block_bytes;
+  return job;
+}
+
+// The codes of a page's tokens, by a team; of one head into AnyFormat. `work` may lie in shared memory, since registers
+// that hold it would be missing.
+//   kCentred   keys may be around a centre: the page has its codes, or with AnyFormat the warp
+template <class Shape, bool kCentred, class To>
+__device__ __forceinline__ void encode_heads(const To& to, const WriteParams& params, bool is_value,
+                                             const PageWork& work) {
   constexpr int kElements = Shape::kElements, kThreads = Shape::kThreads, kOfWarp = 32 / kThreads,
                 kAtOnce = Shape::kTeamThreads / kThreads;
   extern __shared__ __align__(16) std::byte shared[];
-  const WriteParams& params = *job.params;
-  const codec::SideLayout& layout = job.layout(false);
-  const StagedRows staged = staged_rows<Shape>(job);
+  const codec::SideLayout& layout = is_value ? params.cache.encoded_layout.v : params.cache.encoded_layout.k;
+  const WriteSide& side = is_value ? params.v : params.k;
+  const StagedRows staged = staged_rows<Shape>(params, side);
   const int pitch = staged.pitch;
   int other = params.rows * pitch;  // bytes from `rows` to the other buffer
   std::byte* tables_at = shared + (kCentred ? kCentreBytes<Shape> : 0);
-  std::byte* rows = rows_of_team<Shape, kCentred>(params, T::kBytes, pitch);
+  std::byte* rows = rows_of_team<Shape, kCentred>(params, table_bytes<To::kOne>(to.format()), pitch);
+  const bool centred = kCentred && !is_value && codec::is_centred(params.cache.encoded_layout);
+  const auto block_of = [&](int head) { return work.page.encoded + head * params.cache.encoded_layout.block_bytes; };
+  const auto stage = [&](int head, int chunk, std::byte* at) {
+    copy_rows<Shape>(job_of_head(params, is_value, work, head), staged, work.from_exact, chunk,
+                     min(params.rows, work.last - chunk), at);
+  };
+  const auto stage_centre = [&](int head) {
+    if (To::kOne && centred) copy_centre<Shape>(block_of(head) + params.cache.encoded_layout.code_bytes);
+  };
   __syncwarp();  // the warp may still read from what it did before
-  if (staged.unchecked) copy_rows<Shape>(job, staged, from_exact, first, min(params.rows, last - first), rows);
-  if constexpr (kAnyFormat) {
-    T::template fill<Shape::kBlockThreads>(tables_at);
+  stage_centre(0);
+  if (staged.unchecked) {
+    stage(0, work.first, rows);
+  } else {
+    ptx::copy_commit();
+  }
+  if constexpr (!To::kOne) {
+    TableSource source{};
+    to.with([&]<Format kFormat>() { source = Tables<kFormat, false>::source(); });
+    fill_tables<Shape::kBlockThreads, false>(source, tables_at);
     __syncthreads();
   }
-  const T tables(ptx::shared_address(tables_at));
   const int vector = thread_of_team<Shape>(kThreads), t = static_cast<int>(threadIdx.x % kThreads);
   const int first_of_warp = thread_of_team<Shape>(32) * kOfWarp;
-  const bool centred = kCentred && !job.is_value && (!kAnyFormat || codec::is_centred(params.cache.encoded_layout));
-  const bool rotates = job.side->basis == BasisKind::hadamard;
+  const bool rotates = side.basis == BasisKind::hadamard;
   // Below this in its basis, a row has nothing in it that could not be stored: the largest of D orthonormal coordinates
   // is at least the largest given one / sqrt(D).
   const float in_doubt = rotates ? 65000.0f * params.rotation_scale : 65000.0f;
-  constexpr int kHighAt = P::Low::kWords * kThreads * 4;  // bytes from a row's begin
   constexpr bool kOctets = kOfWarp % 8 == 0;
 
-  for (int chunk = first; heads > 0;) {
-    const int count = min(params.rows, last - chunk);
+  int head = 0;
+  for (int chunk = work.first; head < work.heads;) {
+    const int count = min(params.rows, work.last - chunk);
+    ptx::copy_wait<0>();
+    __syncwarp();
+    if (centred && chunk == work.first) decode_centre<Shape>();
+    const bool ends_head = chunk + count == work.last, goes_on = ends_head && head + 1 < work.heads;
+    if (goes_on) stage_centre(head + 1);
     if (staged.unchecked) {
-      ptx::copy_wait<0>();
-      __syncwarp();
-      const int next_chunk = chunk + count;
-      if (next_chunk < last) {
-        copy_rows<Shape>(job, staged, from_exact, next_chunk, min(params.rows, last - next_chunk), rows + other);
-      } else if (heads > 1) {
-        PageJob next = job;
-        next.to_next_head();
-        copy_rows<Shape>(next, staged, from_exact, first, min(params.rows, last - first), rows + other);
+      if (!ends_head || goes_on) {
+        stage(ends_head ? head + 1 : head, ends_head ? work.first : chunk + count, rows + other);
       }
     } else {
+      ptx::copy_commit();
       team_barrier<Shape>();
-      convert_rows<Shape>(job, staged, from_exact, chunk, count, rows);
+      convert_rows<Shape>(job_of_head(params, is_value, work, head), staged, work.from_exact, chunk, count, rows);
       team_barrier<Shape>();
     }
-    if (centred && chunk == first) decode_centre<Shape>(centre_codes<Shape>(number));
-    std::byte* low = job.encoded + layout.plane_offset[0];
-    std::byte* high = job.encoded + layout.plane_offset[1];
+    std::byte* const block = block_of(head);
+    std::byte* low = block + layout.plane_offset[0];
+    std::byte* high = block + layout.plane_offset[1];
     const bool whole = (chunk | count) % 8 == 0;
-    const auto store = [&]<bool kWhole, int kOf>(const std::byte* from, int token, int tokens) {
+    const auto store = [&]<Format kFormat, bool kWhole, int kOf>(const std::byte* from, int token, int tokens) {
+      using P = Planes<kFormat, Shape>;
       store_values<Shape, P::kLow, kWhole, kOf>(from, pitch, token, tokens, low);
       if constexpr (P::kHigh != 0) {
-        store_values<Shape, P::kHigh, kWhole, kOf>(from + kHighAt, pitch, token, tokens, high);
+        store_values<Shape, P::kHigh, kWhole, kOf>(from + P::Low::kWords * kThreads * 4, pitch, token, tokens, high);
       }
     };
     for (int base = first_of_warp; base < count; base += kAtOnce) {
@@ -178,19 +258,20 @@ __device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_e
       const int row = min(place, count - 1);  // threads without a vector go along with the last one's
       std::byte* at = rows + row * pitch;
       const std::byte* from_basis = at;
-      if (job.side->basis == BasisKind::calibrated) {
+      if (side.basis == BasisKind::calibrated) {
         // The other buffer is free: nothing is staged ahead for these rows.
-        auto* to = reinterpret_cast<float*>(at + other);
-        multiply_row<Shape>(reinterpret_cast<const float*>(at), to, t,
-                            job.side->matrix + static_cast<std::size_t>(job.head) * Shape::kD * Shape::kD);
+        auto* result = reinterpret_cast<float*>(at + other);
+        multiply_row<Shape>(reinterpret_cast<const float*>(at), result, t,
+                            side.matrix + static_cast<std::size_t>(work.page.head + head) * Shape::kD * Shape::kD);
         from_basis = at + other;
       }
       float y[kElements];
       const std::uint32_t mine =
-          load_vector<Shape, codec::is_tq(kFormat)>(from_basis, staged.dtype, rotates, t, params.rotation_scale, y);
+          load_vector<Shape>(from_basis, staged.dtype, rotates, codec::is_tq(to.format()), t, params.rotation_scale, y);
       float largest = most_between<kThreads>(mine);
       if (__any_sync(0xFFFFFFFFu, staged.unchecked && !(largest < in_doubt))) {
-        const bool storable = check_row<Shape>(job, at, staged.dtype, job.given(chunk + row, from_exact), t);
+        const bool given = work.page.given(chunk + row, work.from_exact);
+        const bool storable = check_row<Shape>(params, at, staged.dtype, given, t);
         if (sum_between<kThreads>(storable ? 0u : 1u) != 0) largest = __int_as_float(0x7FC00000);
       }
       std::uint32_t sign = 0;  // the scales get it
@@ -201,7 +282,7 @@ __device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_e
         // y - c, rounded once, or y. A product with zero may make 0 of -0, which has a code of its own in fp8.
         const float minus = refuses ? 0.0f : -1.0f;
         const auto left = [&](float x, float c) {
-          if constexpr (codec::is_fp8(kFormat)) return __fsub_rn(x, refuses ? 0.0f : c);
+          if (codec::is_fp8(to.format())) return __fsub_rn(x, refuses ? 0.0f : c);
           return __fmaf_rn(c, minus, x);
         };
 #pragma unroll
@@ -210,76 +291,71 @@ __device__ __forceinline__ void encode_heads(PageJob job, int heads, bool from_e
           y[k] = left(y[k], c.x), y[k + 1] = left(y[k + 1], c.y);
           y[k + 2] = left(y[k + 2], c.z), y[k + 3] = left(y[k + 3], c.w);
         }
-        if (codec::is_tq(kFormat) && !rotates) {
+        if (codec::is_tq(to.format()) && !rotates) {
 #pragma unroll
           for (int k = 0; k < kElements; ++k) y[k] = flushed(y[k]);
         }
         const float most = most_between<kThreads>(__float_as_uint(largest_or_nan<kElements>(y)));
         if (largest == largest) largest = most;
       }
-      std::uint32_t words[P::kWords];
-      std::uint16_t scales[kScaleGroups<kFormat, Shape::kD>];
-      encode_vector<kFormat, Shape>(y, t, largest, tables, words, scales);
-      regroup<typename P::Low, P::kLow>(words, t);
-      if constexpr (P::kHigh != 0) regroup<typename P::High, P::kHigh>(words + P::Low::kWords, t);
-      __syncwarp();
-      if (place < count) {
-        auto* to = reinterpret_cast<std::uint32_t*>(at);
+      to.with([&]<Format kFormat>() {
+        using P = Planes<kFormat, Shape>;
+        const Tables<kFormat, To::kOne> tables(ptx::shared_address(tables_at));
+        std::uint32_t words[P::kWords];
+        std::uint16_t scales[kScaleGroups<kFormat, Shape::kD>];
+        encode_vector<kFormat, Shape>(y, t, largest, tables, words, scales);
+        regroup<typename P::Low, P::kLow>(words, t);
+        if constexpr (P::kHigh != 0) regroup<typename P::High, P::kHigh>(words + P::Low::kWords, t);
+        __syncwarp();
+        if (place < count) {
+          auto* codes = reinterpret_cast<std::uint32_t*>(at);
 #pragma unroll
-        for (int i = 0; i < P::kWords; ++i) {
-          to[i * kThreads + (i < P::Low::kWords ? P::Low::place(t) : P::High::place(t))] = words[i];
-        }
-        if (t == 0) {
+          for (int i = 0; i < P::kWords; ++i) {
+            codes[i * kThreads + (i < P::Low::kWords ? P::Low::place(t) : P::High::place(t))] = words[i];
+          }
+          if (t == 0) {
 #pragma unroll
-          for (int g = 0; g < kScaleGroups<kFormat, Shape::kD>; ++g) {
-            *reinterpret_cast<std::uint16_t*>(job.encoded + codec::scale_at(layout, chunk + row, g)) =
-                static_cast<std::uint16_t>(scales[g] | sign);
+            for (int g = 0; g < kScaleGroups<kFormat, Shape::kD>; ++g) {
+              *reinterpret_cast<std::uint16_t*>(block + codec::scale_at(layout, chunk + row, g)) =
+                  static_cast<std::uint16_t>(scales[g] | sign);
+            }
           }
         }
-      }
-      __syncwarp();
-      const int of_warp = min(kOfWarp, count - base);
-      const std::byte* from = rows + base * pitch;
-      if (!job.is_value) {
-        const auto row_at = static_cast<std::size_t>(chunk + base) * (Shape::kD / 8);
-        store_keys<Shape, P::kLow>(from, pitch, of_warp, low + row_at * P::kLow);
-        if constexpr (P::kHigh != 0) {
-          store_keys<Shape, P::kHigh>(from + kHighAt, pitch, of_warp, high + row_at * P::kHigh);
+        __syncwarp();
+        const int of_warp = min(kOfWarp, count - base);
+        const std::byte* from = rows + base * pitch;
+        if (!is_value) {
+          const auto row_at = static_cast<std::size_t>(chunk + base) * (Shape::kD / 8);
+          store_keys<Shape, P::kLow>(from, pitch, of_warp, low + row_at * P::kLow);
+          if constexpr (P::kHigh != 0) {
+            store_keys<Shape, P::kHigh>(from + P::Low::kWords * kThreads * 4, pitch, of_warp, high + row_at * P::kHigh);
+          }
+        } else if (kOctets && whole) {
+          store.template operator()<kFormat, true, 32>(from, chunk + base, of_warp);
         }
-      } else if (kOctets && whole) {
-        store.template operator()<true, 32>(from, chunk + base, of_warp);
-      }
+      });
     }
-    if (job.is_value && !(kOctets && whole)) {
+    if (is_value && !(kOctets && whole)) {
       team_barrier<Shape>();
-      if (!kOctets && whole) {
-        store.template operator()<true, Shape::kTeamThreads>(rows, chunk, count);
+      if constexpr (To::kOne) {
+        store.template operator()<To::format(), false, Shape::kTeamThreads>(rows, chunk, count);
       } else {
-        store.template operator()<false, Shape::kTeamThreads>(rows, chunk, count);
+        store_any<Shape>(layout, rows, pitch, chunk, count, block);
       }
       team_barrier<Shape>();
     }
     rows += other;
     other = -other;
     chunk += count;
-    if (chunk == last) {
-      chunk = first;
-      job.to_next_head();
-      --heads;
-      if (kCentred) ++number;
-    }
+    if (ends_head) chunk = work.first, ++head;
   }
 }
 
 template <class Shape>
-__device__ __forceinline__ void encode_dense(PageJob job, int heads, bool from_exact, int first, int last) {
-  for (; heads > 0; --heads) {
-    if (from_exact) {
-      store_dense<Shape, true>(job, false, first, last);
-    } else {
-      store_dense<Shape, false>(job, false, first, last);
-    }
-    job.to_next_head();
+__device__ __forceinline__ void encode_dense(const WriteParams& params, bool is_value, const PageWork& work) {
+#pragma unroll 1
+  for (int head = 0; head < work.heads; ++head) {
+    store_dense<Shape>(job_of_head(params, is_value, work, head), work.from_exact, false, work.first, work.last);
   }
 }
 
@@ -397,7 +473,8 @@ __device__ __forceinline__ void find_centres(const Job& job, int count, bool sto
     for (int i = 0; i < count; ++i) {
       const CentreJob found = job(i);
       if (found.rows > 0) {
-        mean_of_rows<Shape>(found.page, staged_rows<Shape>(found.page), found.from_exact, found.rows, means + i * kD);
+        mean_of_rows<Shape>(found.page, staged_rows<Shape>(*found.page.params, *found.page.side), found.from_exact,
+                            found.rows, means + i * kD);
         makes = true;
       }
     }
@@ -452,55 +529,31 @@ __device__ __noinline__ void find_page_centre(const WriteParams& params, std::in
     }
   }
   __syncwarp();  // nobody reads rows and codes of the job before
-  find_centres<Shape>([&](int) { return centre; }, 1, stores, centre_floats<Shape>(), centre_codes<Shape>(0), before);
-}
-
-// The centres of jobs [first, last), centres_of_warp for each warp at most, by a team whose tables are T's.
-template <class Shape, class T>
-__device__ __forceinline__ void find_centres_of_jobs(const WriteParams& params, std::int32_t first, std::int32_t last) {
-  team_barrier<Shape>();  // nobody reads rows and codes of the jobs before
-  const int begin = thread_of_team<Shape>(32) * params.centres_of_warp;
-  const int count = min(params.centres_of_warp, last - first - begin);
-  std::byte* rows =
-      rows_of_team<Shape, true>(params, T::kBytes, staged_pitch(Shape::kD, staged_dtype(params, params.k)));
-  if (count > 0) {
-    const auto job = [&](int i) {
-      const std::int32_t number = first + begin + i;
-      const TouchedPage page = find_page(params, number / params.cache.kv_heads);
-      const bool from_exact = page.ref.exact >= 0;
-      return own_centre(page_job(params, page, number % params.cache.kv_heads, false), from_exact,
-                        page.is_encoded_whole());
-    };
-    auto* means = reinterpret_cast<float*>(rows) + begin * Shape::kD;
-    find_centres<Shape>(job, count, true, means, centre_codes<Shape>(begin));
-  }
-  team_barrier<Shape>();
+  find_centres<Shape>([&](int) { return centre; }, 1, stores, centre_floats<Shape>(), centre_codes<Shape>(), before);
 }
 
 // New rows of a page that is exact.
 template <class Shape>
 __device__ __forceinline__ void store_exact_rows(const PageJob& job) {
-  store_dense<Shape, false>(job, true, job.begin, job.begin + job.count);
+  store_dense<Shape>(job, false, true, job.begin, job.begin + job.count);
 }
 
-// New rows of pages that are exact: a team's share [first, last) of all jobs. Here jobs count the items of one head,
-// then those of the next, so that teams share the few exact pages, and a warp looks at 32 items at once. (Apart from
-// the encoding: together they would need more registers.)
-template <class Shape>
-__device__ __forceinline__ void store_exact_pages(const WriteParams& params, std::int32_t first, std::int32_t last,
-                                                  bool is_value) {
-  const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
-#pragma unroll 1
-  for (std::int32_t base = first; base < last; base += 32) {
-    bool exact = false;
-    if (base + lane < last) exact = find_page(params, (base + lane) % params.items).has_exact_rows();
-#pragma unroll 1
-    for (unsigned left = __ballot_sync(~0u, exact); left != 0; left &= left - 1) {
-      const std::int32_t number = base + __ffs(static_cast<int>(left)) - 1;
-      const TouchedPage page = find_page(params, number % params.items);
-      store_exact_rows<Shape>(page_job(params, page, number / params.items, is_value));
-    }
+// Jobs of those pages among 32 items that a step has to do something with, dealt to the blocks that look at the same
+// items. has_work(page) says which; by whole warps.
+struct DealtJobs {
+  std::int32_t first_item;
+  unsigned items;    // with work, by bits
+  int number, step;  // the block's first job, and from one to its next
+  __device__ std::int32_t item(int of_items) const {
+    return first_item + static_cast<std::int32_t>(__fns(items, 0, of_items + 1));
   }
+};
+template <class HasWork>
+__device__ __forceinline__ DealtJobs deal(const WriteParams& params, int place, int blocks, const HasWork& has_work) {
+  const int groups = (params.items + 31) / 32, group = place % groups;
+  const int mine = 32 * group + static_cast<int>(threadIdx.x % 32);
+  const bool works = mine < params.items && has_work(find_page(params, mine));
+  return {32 * group, __ballot_sync(~0u, works), place / groups, (blocks - group + groups - 1) / groups};
 }
 
 }  // namespace kvant::cuda

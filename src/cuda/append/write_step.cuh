@@ -121,18 +121,12 @@ __device__ __forceinline__ void store_new_row(const WriteParams& params, int num
   });
 }
 
-// kCentred: keys may be centred.
 template <class Shape, bool kCentred>
-__device__ __forceinline__ void encode_any(PageJob job, bool from_exact, int first, int last) {
-  switch (job.layout(false).format) {
-#define KVANT_TQ_FORMAT(name, ...)                                                             \
-  case Format::name: {                                                                         \
-    return encode_heads<Shape, Format::name, true, kCentred>(job, 1, from_exact, first, last); \
-  }
-#define KVANT_FP8_FORMAT KVANT_TQ_FORMAT
-#include "codec/formats.def"
-    default: return encode_dense<Shape>(job, 1, from_exact, first, last);
-  }
+__device__ __forceinline__ void encode_any(const PageJob& job, bool from_exact, int first, int last) {
+  const PageWork work{job, 1, from_exact, first, last};
+  const Format format = job.layout(false).format;
+  if (codec::is_dense(format)) return encode_dense<Shape>(*job.params, job.is_value, work);
+  encode_heads<Shape, kCentred>(AnyFormat{format}, *job.params, job.is_value, work);
 }
 
 template <class Shape>
@@ -149,26 +143,18 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
   // of a step of a cache without a tail, one page of a head.
   const bool by_octet = begins || cache.tail_pages > 0;
   const int heads = cache.kv_heads, octets = by_octet ? kOctets : 1, each = heads * octets;
-  int first_item = block / heads, number = block % heads, step = each;
-  unsigned items = 1;
+  DealtJobs jobs{block / heads, 1, block % heads, each};
   if (by_octet) {
-    const int looking = static_cast<int>(begins ? gridDim.x : gridDim.x / 2) - params.storing,
-              place = block - params.storing;
-    const int groups = (params.items + 31) / 32, group = place % groups;
-    first_item = 32 * group, number = place / groups, step = (looking - group + groups - 1) / groups;
-    const int mine = first_item + static_cast<int>(threadIdx.x);
-    bool encodes = false;
-    if (mine < params.items) {
-      const TouchedPage page = find_page(params, mine);
-      encodes = begins ? page.is_begun_by_part() : page.encode_begin() < page.encode_end();
-    }
-    items = __ballot_sync(~0u, encodes);
+    const int blocks = static_cast<int>(begins ? gridDim.x : gridDim.x / 2) - params.storing;
+    jobs = deal(params, block - params.storing, blocks, [&](const TouchedPage& page) {
+      return begins ? page.is_begun_by_part() : page.encode_begin() < page.encode_end();
+    });
   }
   const bool centred = !is_value && codec::is_centred(cache.encoded_layout);
   // Whether a page of codes comes before one, whose mean is the centre of a page that a part begins.
   const auto has_codes_before = [&](const TouchedPage& page) { return page.number > cache.sink_pages; };
-  for (; number < __popc(items) * each; number += step) {
-    std::int32_t item = first_item + static_cast<int>(__fns(items, 0, number / each + 1));
+  for (int number = jobs.number; number < __popc(jobs.items) * each; number += jobs.step) {
+    std::int32_t item = jobs.item(number / each);
     bool goes_on = false;
     do {
       const TouchedPage page = find_page(params, item);
