@@ -113,13 +113,14 @@ cudaError_t launch_many(StagedLaunch<kD>& launch, const SlotList& list, std::int
   const bool centred = codec::is_centred(layout);
   const ManyFunction of_keys = many_kernel_of<kD>(layout.k.format, centred);
   const auto launch_of = [&](WriteSides sides, Format format, ManyFunction kernel) {
-    const bool has_centre = kernel != many_kernel_of<kD>(format, false) || !has_plain_kernel(format);
-    launch.size_many(sides, format, jobs, dense_blocks, has_centre ? kCentreBytes<BulkShape<kD>> : 0, most_rows);
+    const bool plain = has_plain_kernel(format) && kernel == many_kernel_of<kD>(format, false);
+    launch.size_many(sides, format, jobs, dense_blocks, plain ? 0 : kCentreBytes<BulkShape<kD>>, most_rows);
     return cudaLaunchKernelEx(&launch.how.config, kernel, launch.p, list);
   };
   // A kernel of centred keys stores values, too: they have no centre.
-  if (many_kernel_of<kD>(layout.v.format, centred) == of_keys)
+  if (many_kernel_of<kD>(layout.v.format, centred) == of_keys) {
     return launch_of(WriteSides::both, layout.k.format, of_keys);
+  }
   const cudaError_t error = launch_of(WriteSides::keys, layout.k.format, of_keys);
   if (error != cudaSuccess) return error;
   return launch_of(WriteSides::values, layout.v.format, many_kernel_of<kD>(layout.v.format, false));
