@@ -50,6 +50,13 @@ struct StagedLaunch {
         k_pitch(staged_pitch(kD, staged_dtype(params, params.k))),
         v_pitch(staged_pitch(kD, staged_dtype(params, params.v))) {}
 
+  // A launch in front of the others, of a kernel that stages no rows.
+  template <class... Params>
+  cudaError_t launch_before(std::int64_t blocks, int threads, void (*kernel)(Params...),
+                            const Params&... params) const {
+    Launch before(static_cast<unsigned>(blocks), threads, how.config.stream, limits.overlaps());
+    return cudaLaunchKernelEx(&before.config, kernel, params...);
+  }
   // Sets p.rows and the bytes of shared memory; `before`: bytes in front of the rows.
   void room_for(int teams, int before, int pitch, int most_rows) {
     const int fit = (shared_bytes - before) / (2 * teams * pitch);
@@ -95,11 +102,13 @@ struct StagedLaunch {
   }
 };
 
+// Those of many tokens, and `few` for few.
 template <int kD>
-cudaError_t prepare_many(const codec::PageLayout& layout, const DeviceLimits& limits) {
-  for (const ManyFunction f :
-       {many_kernel_of<kD>(layout.k.format, codec::is_centred(layout)), many_kernel_of<kD>(layout.v.format, false)}) {
-    const cudaError_t error = prepare_shared(reinterpret_cast<const void*>(f), staging_bytes(limits));
+cudaError_t prepare_staged(const codec::PageLayout& layout, const void* few, const DeviceLimits& limits) {
+  const ManyFunction of_keys = many_kernel_of<kD>(layout.k.format, codec::is_centred(layout)),
+                     of_values = many_kernel_of<kD>(layout.v.format, false);
+  for (const void* f : {few, reinterpret_cast<const void*>(of_keys), reinterpret_cast<const void*>(of_values)}) {
+    const cudaError_t error = prepare_shared(f, staging_bytes(limits));
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -31,7 +31,8 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kDenseCtas)
   ptx::wait_prerequisites();
   const bool is_value = blockIdx.x % 2 != 0;
   const auto place = static_cast<int>(blockIdx.x / 2), blocks = static_cast<int>(gridDim.x / 2);
-  const DealtJobs jobs = deal(params, place, blocks, [](const TouchedPage& page) { return page.has_exact_rows(); });
+  const DealtJobs jobs =
+      deal(params.items, place, blocks, [&](std::int32_t item) { return find_page(params, item).has_exact_rows(); });
   const int each = params.cache.kv_heads * kParts;
   for (int number = jobs.number; number < __popc(jobs.items) * each; number += jobs.step) {
     const TouchedPage page = find_page(params, jobs.item(number / each));
@@ -100,8 +101,7 @@ __device__ __forceinline__ bool next_page(const WriteParams& params, bool is_val
     job.work.first = page.encode_begin(), job.work.last = page.encode_end(), job.work.from_exact = page.ref.exact >= 0;
     if (job.work.first >= job.work.last) continue;
     // Another launch does keys of a page that a part begins, after the page before.
-    const bool begun = job.work.first == 0 && job.work.last < kPageTokens;
-    if (!is_value && begun && codec::is_centred(params.cache.encoded_layout)) continue;
+    if (!is_value && page.is_begun_by_part() && codec::is_centred(params.cache.encoded_layout)) continue;
     job.work.page = page_job(params, page, head, is_value);
     return true;
   }

@@ -37,11 +37,6 @@ struct PageJob {
   std::int64_t first_row;  // of the tensor; that of token `begin`
   int begin, count;        // tokens of the page that get rows
 
-  __device__ void to_next_head() {
-    ++head;
-    encoded += params->cache.encoded_layout.block_bytes;
-    exact += params->cache.exact_layout.block_bytes;
-  }
   __device__ const codec::SideLayout& layout(bool of_exact) const {
     const codec::PageLayout& page = of_exact ? params->cache.exact_layout : params->cache.encoded_layout;
     return is_value ? page.v : page.k;

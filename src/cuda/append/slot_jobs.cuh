@@ -92,11 +92,10 @@ __device__ __forceinline__ void clear_padding(const PageJob& job) {
 }
 
 template <class Shape>
-__device__ __forceinline__ void clear_heads(PageJob job, int heads, int octet) {
+__device__ __forceinline__ void clear_heads(const PageJob& job, int heads, int octet) {
   if (octet >= kOctets) return;
-  for (; heads > 0; --heads) {
-    clear_octets<Shape>(job.layout(false), job.encoded, octet);
-    job.to_next_head();
+  for (int head = 0; head < heads; ++head) {
+    clear_octets<Shape>(job.layout(false), job.encoded + head * job.params->cache.encoded_layout.block_bytes, octet);
   }
   team_barrier<Shape>();  // words that the run shares with what was cleared are read again
 }

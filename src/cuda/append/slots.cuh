@@ -68,20 +68,16 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
   }
   // The place of a warp that looks, among those that do.
   const int place = list.looking - 1 - static_cast<int>(gridDim.x - 1 - blockIdx.x), each = heads * kOctets;
-  const int groups = (list.tables.batch + 31) / 32, group = looks ? place % groups : 0;
-  const int step = looks ? (list.looking - group + groups - 1) / groups : 1;
-  unsigned ended = 0;
+  DealtJobs jobs{0, 1, 0, each};
   if (looks) {
-    const std::int32_t mine = 32 * group + static_cast<std::int32_t>(threadIdx.x);
-    ended = __ballot_sync(~0u, mine < list.tables.batch && ended_block(list, mine).block >= 0);
+    jobs = deal(list.tables.batch, place, list.looking,
+                [&](std::int32_t sequence) { return ended_block(list, sequence).block >= 0; });
   }
-  const int jobs = looks ? __popc(ended) * each : 1;
-  for (int i = looks ? place / groups : 0; i < jobs; i += step) {
+  for (int i = jobs.number; i < __popc(jobs.items) * each; i += jobs.step) {
     PageJob job;
     int first, last;
     if (looks) {
-      const std::int32_t sequence = 32 * group + static_cast<std::int32_t>(__fns(ended, 0, i / each + 1));
-      job = ended_job(params, ended_block(list, sequence), i % each / kOctets);
+      job = ended_job(params, ended_block(list, jobs.item(i / each)), i % each / kOctets);
       first = i % kOctets * kOctet, last = first + kOctet;
       find_ended_centre<Shape>(job, first == 0);
     } else {
@@ -104,9 +100,7 @@ ManyFunction few_slots_of(bool centred) {
 template <int kD>
 cudaError_t prepare_slots(const WriteParams& p, const DeviceLimits& limits) {
   const auto& layout = p.cache.encoded_layout;
-  const auto* few = reinterpret_cast<const void*>(few_slots_of<kD>(codec::is_centred(layout)));
-  const cudaError_t error = prepare_shared(few, staging_bytes(limits));
-  return error != cudaSuccess ? error : prepare_many<kD>(layout, limits);
+  return prepare_staged<kD>(layout, reinterpret_cast<const void*>(few_slots_of<kD>(codec::is_centred(layout))), limits);
 }
 
 template <int kD>
@@ -136,12 +130,8 @@ cudaError_t launch_slots(WriteParams& p, SlotList& list, const DeviceLimits& lim
     if (error != cudaSuccess || !list.begun_later) return error;
     return launch_few(SlotLaunch::begun, octets / 2);
   }
-  const auto launch_others = [&](std::int64_t blocks, ManyFunction kernel) {
-    Launch others(static_cast<unsigned>(blocks), 32, stream, limits.overlaps());
-    return cudaLaunchKernelEx(&others.config, kernel, p, list);
-  };
   if (rows > 0) {
-    const cudaError_t error = launch_others(2 * rows, &copied_rows_kernel<Step>);
+    const cudaError_t error = launch.launch_before(2 * rows, Step::kBlockThreads, &copied_rows_kernel<Step>, p, list);
     if (error != cudaSuccess) return error;
   }
   list.begun_later = octets > 0;
@@ -149,7 +139,7 @@ cudaError_t launch_slots(WriteParams& p, SlotList& list, const DeviceLimits& lim
   const std::int64_t chunks = (std::int64_t{list.count} + kPageTokens - 1) / kPageTokens, jobs = chunks * heads;
   if (centred) {
     const std::int64_t groups = (heads + kCentresOfWarp - 1) / kCentresOfWarp;
-    const cudaError_t error = launch_others(chunks * groups, &slot_centres_kernel<kD>);
+    const cudaError_t error = launch.launch_before(chunks * groups, 32, &slot_centres_kernel<kD>, p, list);
     if (error != cudaSuccess) return error;
   }
   const std::int64_t dense_blocks = base::min(jobs, std::int64_t{kDenseCtas} * limits.multiprocessors);

@@ -7,9 +7,7 @@ namespace kvant::cuda {
 
 template <int kD>
 cudaError_t prepare_write(const WriteParams& p, const DeviceLimits& limits) {
-  const auto* step = reinterpret_cast<const void*>(&step_kernel<StepShape<kD>>);
-  const cudaError_t error = prepare_shared(step, staging_bytes(limits));
-  return error != cudaSuccess ? error : prepare_many<kD>(p.cache.encoded_layout, limits);
+  return prepare_staged<kD>(p.cache.encoded_layout, reinterpret_cast<const void*>(&step_kernel<StepShape<kD>>), limits);
 }
 
 template <int kD>
@@ -31,19 +29,16 @@ cudaError_t launch_write(WriteParams& p, std::int32_t most_tokens, const DeviceL
     return cudaLaunchKernelEx(&launch.how.config, &step_kernel<Step>, p);
   }
   const bool centred = codec::is_centred(layout);
-  const auto launch_others = [&](std::int64_t blocks, int threads, void (*kernel)(WriteParams)) {
-    Launch how(static_cast<unsigned>(blocks), threads, stream, limits.overlaps());
-    return cudaLaunchKernelEx(&how.config, kernel, p);
-  };
   if (p.cache.exact_ends().any()) {
     using Dense = DenseShape<kD>;
     const std::int64_t blocks =
         base::max(std::int64_t{kDenseCtas} * limits.multiprocessors / 2, std::int64_t{p.items + 31} / 32);
-    const cudaError_t error = launch_others(2 * blocks, Dense::kBlockThreads, &exact_rows_kernel<Dense>);
+    const cudaError_t error = launch.launch_before(2 * blocks, Dense::kBlockThreads, &exact_rows_kernel<Dense>, p);
     if (error != cudaSuccess) return error;
   }
   if (centred) {
-    const cudaError_t error = launch_others((jobs + kCentresOfWarp - 1) / kCentresOfWarp, 32, &centres_kernel<kD>);
+    const cudaError_t error =
+        launch.launch_before((jobs + kCentresOfWarp - 1) / kCentresOfWarp, 32, &centres_kernel<kD>, p);
     if (error != cudaSuccess) return error;
   }
   const cudaError_t error =

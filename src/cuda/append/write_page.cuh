@@ -538,8 +538,8 @@ __device__ __forceinline__ void store_exact_rows(const PageJob& job) {
   store_dense<Shape>(job, false, true, job.begin, job.begin + job.count);
 }
 
-// Jobs of those pages among 32 items that a step has to do something with, dealt to the blocks that look at the same
-// items. has_work(page) says which; by whole warps.
+// Jobs of those among 32 items for which has_work(item), dealt to the blocks that look at the same items; by whole
+// warps.
 struct DealtJobs {
   std::int32_t first_item;
   unsigned items;    // with work, by bits
@@ -549,10 +549,10 @@ struct DealtJobs {
   }
 };
 template <class HasWork>
-__device__ __forceinline__ DealtJobs deal(const WriteParams& params, int place, int blocks, const HasWork& has_work) {
-  const int groups = (params.items + 31) / 32, group = place % groups;
+__device__ __forceinline__ DealtJobs deal(std::int32_t count, int place, int blocks, const HasWork& has_work) {
+  const int groups = (count + 31) / 32, group = place % groups;
   const int mine = 32 * group + static_cast<int>(threadIdx.x % 32);
-  const bool works = mine < params.items && has_work(find_page(params, mine));
+  const bool works = mine < count && has_work(mine);
   return {32 * group, __ballot_sync(~0u, works), place / groups, (blocks - group + groups - 1) / groups};
 }
 

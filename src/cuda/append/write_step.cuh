@@ -146,7 +146,8 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
   DealtJobs jobs{block / heads, 1, block % heads, each};
   if (by_octet) {
     const int blocks = static_cast<int>(begins ? gridDim.x : gridDim.x / 2) - params.storing;
-    jobs = deal(params, block - params.storing, blocks, [&](const TouchedPage& page) {
+    jobs = deal(params.items, block - params.storing, blocks, [&](std::int32_t item) {
+      const TouchedPage page = find_page(params, item);
       return begins ? page.is_begun_by_part() : page.encode_begin() < page.encode_end();
     });
   }
