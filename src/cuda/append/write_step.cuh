@@ -12,6 +12,7 @@
 // docs/lab/cuda-append.md.)
 #pragma once
 
+#include "cuda/append/touched_pages.cuh"
 #include "cuda/append/write_page.cuh"
 
 namespace kvant::cuda {
