@@ -3,7 +3,7 @@
 #include "cuda/append/imported.hpp"
 
 #include "codec/store.hpp"
-#include "cuda/append/write_page.cuh"
+#include "cuda/append/touched_pages.cuh"
 
 namespace kvant::cuda {
 namespace {
