@@ -38,6 +38,11 @@ inline PagesConfig config(const Geometry& g, const char* device) {
   return c;
 }
 
+/// Rows of one side.
+inline std::vector<float> random_rows(std::int64_t tokens, const Geometry& g, std::uint64_t seed) {
+  return gaussian_vector(static_cast<std::size_t>(tokens * g.kv_heads * g.head_dim), seed);
+}
+
 // A pool in host memory and its twin on the device.
 class Twins {
  public:
