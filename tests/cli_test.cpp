@@ -182,8 +182,9 @@ TEST_F(Cli, BenchRefusesADeviceThatIsNotThere) {
                          {{"bench", "--suite", "cpu", "tune"}, "--suite: not of tune; leave it out"},
                      });
   const core::DeviceBackend* backend = core::device_backend();
-  const std::string why =
-      backend == nullptr ? "not compiled in; configure with -DKVANT_CUDA=ON" : backend->unavailable();
+  const std::string why = backend == nullptr
+                              ? "this build of kvant has no CUDA backend; configure it with -DKVANT_CUDA=ON"
+                              : backend->unavailable();
   if (why.empty()) GTEST_SKIP() << "there is a device: kvant_gpu_tests and kvant bench itself use it";
   expect_refusals(1, {{{"bench", "decode", "--backend", "cuda"}, "--backend cuda: " + why},
                       {{"bench", "tune"}, "tune needs CUDA: " + why}});

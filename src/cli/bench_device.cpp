@@ -13,15 +13,8 @@
 
 namespace kvant::cli {
 
-Status check_device_backend(const char* option, const char* way_out) {
-  const core::DeviceBackend* backend = core::device_backend();
-  if (backend == nullptr) {
-    return {Code::unsupported,
-            fmt::format("{}: not compiled in; configure with -DKVANT_CUDA=ON (./dev gpu-build){}", option, way_out)};
-  }
-  if (const std::string why = backend->unavailable(); !why.empty())
-    return {Code::unsupported, fmt::format("{}: {}", option, why)};
-  return {};
+Status check_device_backend(const char* option, const char* instead) {
+  return core::check_backend(core::device_backend(), option, instead);
 }
 
 Result<BenchResult> run_device_bench(const std::vector<BenchCase>& cases, const BenchSettings& settings, int device,

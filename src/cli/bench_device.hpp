@@ -10,7 +10,7 @@
 namespace kvant::cli {
 
 /// Why the backend, which `option` of the command line wants, cannot be used here; ok where it can.
-Status check_device_backend(const char* option = "--backend cuda", const char* way_out = ", or use --backend cpu");
+Status check_device_backend(const char* option = "--backend cuda", const char* instead = "--backend cpu");
 Result<BenchResult> run_device_bench(const std::vector<BenchCase>& cases, const BenchSettings& settings, int device,
                                      const std::function<void(double done, const std::string& what)>& on_progress);
 

@@ -15,6 +15,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "codec/layout.hpp"
@@ -191,6 +192,10 @@ struct DeviceBackend {
 /// The size at which a device stores vectors of head_dim values: the next that `backend` has kernels for. Where there
 /// is none, that of host memory, which make_pages refuses.
 int stored_head_dim_on(const DeviceBackend* backend, int head_dim);
+
+/// Refuses `request` where `backend` is null or cannot be used on this machine, and names what to use `instead`, if
+/// anything.
+Status check_backend(const DeviceBackend* backend, std::string_view request, std::string_view instead);
 
 // Null where no device backend was compiled in. Defined in src/cuda/registry.cpp, or in src/core/no_device.cpp.
 const DeviceBackend* device_backend();

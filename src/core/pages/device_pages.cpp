@@ -125,14 +125,9 @@ class DevicePagesImpl final : public PagesImpl {
 Result<std::shared_ptr<const PagesImpl>> make_device_pages(const PagesConfig& config, const CacheConfig& cache,
                                                            Format k, Format v, int device,
                                                            const DeviceBackend* backend) {
-  if (backend == nullptr || backend->make_blocks == nullptr) {
-    return {Code::unsupported,
-            fmt::format("device = \"{}\": this build of kvant has no CUDA backend; configure it with -DKVANT_CUDA=ON "
-                        "(./dev gpu-build), or use device = \"cpu\"",
-                        config.device)};
-  }
-  if (const std::string why = backend->unavailable(); !why.empty())
-    return {Code::unsupported, fmt::format("device = \"{}\": {}; or use device = \"cpu\"", config.device, why)};
+  const bool has_blocks = backend != nullptr && backend->make_blocks != nullptr;
+  const std::string request = fmt::format("device = \"{}\"", config.device);
+  if (Status s = check_backend(has_blocks ? backend : nullptr, request, "device = \"cpu\""); !s) return s;
   auto made = std::make_shared<DevicePagesImpl>(config, cache, k, v, *backend);
   if (Status s = made->make(device); !s) return s;
   return std::shared_ptr<const PagesImpl>(std::move(made));

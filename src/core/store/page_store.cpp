@@ -45,6 +45,15 @@ Status check_device(const CacheConfig& c) {
 
 }  // namespace
 
+Status check_backend(const DeviceBackend* backend, std::string_view request, std::string_view instead) {
+  const std::string why = backend != nullptr ? backend->unavailable()
+                                             : "this build of kvant has no CUDA backend; configure it with "
+                                               "-DKVANT_CUDA=ON (./dev gpu-build)";
+  if (why.empty()) return {};
+  const std::string way_out = instead.empty() ? "" : fmt::format("; or use {}", instead);
+  return {Code::unsupported, fmt::format("{}: {}{}", request, why, way_out)};
+}
+
 int stored_head_dim_on(const DeviceBackend* backend, int head_dim) {
   int found = 0;
   if (backend != nullptr && backend->build != nullptr) {
@@ -95,14 +104,8 @@ Result<std::unique_ptr<PageStore>> make_store(const Placement& placement, const 
   }
   const MemoryPins* pins = nullptr;
   if (spec.config.pinned) {
-    if (backend == nullptr || backend->pins == nullptr) {
-      return {Code::unsupported,
-              "pinned = true: this build of kvant has no CUDA backend, and memory is pinned for devices; configure it "
-              "with -DKVANT_CUDA=ON (./dev gpu-build), or use pinned = false"};
-    }
-    if (const std::string why = backend->unavailable(); !why.empty()) {
-      return {Code::unsupported, fmt::format("pinned = true: {}; or use pinned = false", why)};
-    }
+    const bool pins_memory = backend != nullptr && backend->pins != nullptr;
+    if (Status s = check_backend(pins_memory ? backend : nullptr, "pinned = true", "pinned = false"); !s) return s;
     pins = backend->pins;
   }
   auto store = std::make_unique<HostStore>(spec, table, kernels, pins);
@@ -121,16 +124,8 @@ DeviceStore::DeviceStore(const CacheSpec& spec, CacheTable& table, int device, c
 
 Result<std::unique_ptr<DeviceStore>> DeviceStore::create(const CacheSpec& spec, CacheTable& table, int device,
                                                          const DeviceBackend* backend) {
-  const std::string& name = spec.config.device;
-  if (backend == nullptr) {
-    return {Code::unsupported,
-            fmt::format("device = \"{}\": this build of kvant has no CUDA backend; configure it with -DKVANT_CUDA=ON "
-                        "(./dev gpu-build), or use device = \"cpu\"",
-                        name)};
-  }
-  if (const std::string why = backend->unavailable(); !why.empty()) {
-    return {Code::unsupported, fmt::format("device = \"{}\": {}; or use device = \"cpu\"", name, why)};
-  }
+  const std::string request = fmt::format("device = \"{}\"", spec.config.device);
+  if (Status s = check_backend(backend, request, "device = \"cpu\""); !s) return s;
   std::unique_ptr<DeviceStore> store(new DeviceStore(spec, table, device, *backend));
   if (Status s = store->take_memory(); !s) return s;
   return store;
