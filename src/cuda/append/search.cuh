@@ -424,16 +424,16 @@ __device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int 
       if constexpr (kMeet) {
 #pragma unroll
         for (int k = 0; k < kElements; ++k) tops[g * kElements + k] = kCode << (32 - kSpec.bits);
-        continue;
-      }
+      } else {
 #pragma unroll
-      for (int i = 0; i < kLowWords; ++i) {
-        words[g * kLowWords + i] = (kCode & P::Low::kField) * (~0u / P::Low::kField);
-      }
-      if constexpr (P::kHigh != 0) {
+        for (int i = 0; i < kLowWords; ++i) {
+          words[g * kLowWords + i] = (kCode & P::Low::kField) * (~0u / P::Low::kField);
+        }
+        if constexpr (P::kHigh != 0) {
 #pragma unroll
-        for (int i = 0; i < P::High::kWords / kGroups; ++i) {
-          high_words[g * (P::High::kWords / kGroups) + i] = (kCode >> P::kLow) * (~0u / P::High::kField);
+          for (int i = 0; i < P::High::kWords / kGroups; ++i) {
+            high_words[g * (P::High::kWords / kGroups) + i] = (kCode >> P::kLow) * (~0u / P::High::kField);
+          }
         }
       }
     }

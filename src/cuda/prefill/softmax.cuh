@@ -4,6 +4,7 @@
 
 #include "core/plan/attend.hpp"
 #include "cuda/runtime/ptx.cuh"
+#include "cuda/schedule/params.hpp"
 #include "cuda/tile/logits.cuh"
 
 namespace kvant::cuda::prefill {
