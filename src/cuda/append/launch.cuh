@@ -14,21 +14,25 @@ using ManyFunction = void (*)(WriteParams, SlotList);
 constexpr bool has_plain_kernel(Format format) {
   return format == Format::tq4;
 }
+struct ManyKernel {
+  ManyFunction function;
+  int bytes;  // of shared memory in front of tables
+};
 // centred: keys are around centres.
 template <int kD>
-ManyFunction many_kernel_of(Format format, bool centred) {
+ManyKernel many_kernel_of(Format format, bool centred) {
   using Shape = BulkShape<kD>;
   switch (format) {
-#define KVANT_TQ_FORMAT(name, ...)                                   \
-  case Format::name: {                                               \
-    if constexpr (has_plain_kernel(Format::name)) {                  \
-      if (!centred) return &many_kernel<Shape, Format::name, false>; \
-    }                                                                \
-    return &many_kernel<Shape, Format::name, true>;                  \
+#define KVANT_TQ_FORMAT(name, ...)                                         \
+  case Format::name: {                                                     \
+    if constexpr (has_plain_kernel(Format::name)) {                        \
+      if (!centred) return {&many_kernel<Shape, Format::name, false>, 0};  \
+    }                                                                      \
+    return {&many_kernel<Shape, Format::name, true>, kCentreBytes<Shape>}; \
   }
 #define KVANT_FP8_FORMAT KVANT_TQ_FORMAT
 #include "codec/formats.def"
-    default: return &many_dense_kernel<DenseShape<kD>>;
+    default: return {&many_dense_kernel<DenseShape<kD>>, 0};
   }
 }
 
@@ -102,11 +106,11 @@ struct StagedLaunch {
   }
 };
 
-// Those of many tokens, and `few` for few.
+// Prepares the kernels for many tokens, and `few`, the kernel for few tokens.
 template <int kD>
 cudaError_t prepare_staged(const codec::PageLayout& layout, const void* few, const DeviceLimits& limits) {
-  const ManyFunction of_keys = many_kernel_of<kD>(layout.k.format, codec::is_centred(layout)),
-                     of_values = many_kernel_of<kD>(layout.v.format, false);
+  const ManyFunction of_keys = many_kernel_of<kD>(layout.k.format, codec::is_centred(layout)).function,
+                     of_values = many_kernel_of<kD>(layout.v.format, false).function;
   for (const void* f : {few, reinterpret_cast<const void*>(of_keys), reinterpret_cast<const void*>(of_values)}) {
     const cudaError_t error = prepare_shared(f, staging_bytes(limits));
     if (error != cudaSuccess) return error;
@@ -120,14 +124,13 @@ cudaError_t launch_many(StagedLaunch<kD>& launch, const SlotList& list, std::int
                         int most_rows) {
   const codec::PageLayout& layout = launch.p.cache.encoded_layout;
   const bool centred = codec::is_centred(layout);
-  const ManyFunction of_keys = many_kernel_of<kD>(layout.k.format, centred);
-  const auto launch_of = [&](WriteSides sides, Format format, ManyFunction kernel) {
-    const bool plain = has_plain_kernel(format) && kernel == many_kernel_of<kD>(format, false);
-    launch.size_many(sides, format, jobs, dense_blocks, plain ? 0 : kCentreBytes<BulkShape<kD>>, most_rows);
-    return cudaLaunchKernelEx(&launch.how.config, kernel, launch.p, list);
+  const ManyKernel of_keys = many_kernel_of<kD>(layout.k.format, centred);
+  const auto launch_of = [&](WriteSides sides, Format format, const ManyKernel& kernel) {
+    launch.size_many(sides, format, jobs, dense_blocks, kernel.bytes, most_rows);
+    return cudaLaunchKernelEx(&launch.how.config, kernel.function, launch.p, list);
   };
   // A kernel of centred keys stores values, too: they have no centre.
-  if (many_kernel_of<kD>(layout.v.format, centred) == of_keys) {
+  if (many_kernel_of<kD>(layout.v.format, centred).function == of_keys.function) {
     return launch_of(WriteSides::both, layout.k.format, of_keys);
   }
   const cudaError_t error = launch_of(WriteSides::keys, layout.k.format, of_keys);

@@ -123,9 +123,10 @@ cudaError_t launch_slots(WriteParams& p, SlotList& list, const DeviceLimits& lim
     launch.size_step(pairs_of_blocks, centred ? kCentreBytes<Step> : 0, kOctet);
     return cudaLaunchKernelEx(&launch.how.config, few_slots_of<kD>(centred), p, list);
   };
-  list.begun_later = octets > 0 && list.count > 1 && !list.one_each;
-  list.all_begun_later = list.count > kFewSlots;
-  if (list.count <= kFewSlots) {
+  const bool many = list.count > kFewSlots;
+  list.begun_later = octets > 0 && (many || (list.count > 1 && !list.one_each));
+  list.all_begun_later = many;
+  if (!many) {
     const cudaError_t error = launch_few(SlotLaunch::runs, list.count * heads + rows + list.looking / 2);
     if (error != cudaSuccess || !list.begun_later) return error;
     return launch_few(SlotLaunch::begun, octets / 2);
@@ -134,7 +135,6 @@ cudaError_t launch_slots(WriteParams& p, SlotList& list, const DeviceLimits& lim
     const cudaError_t error = launch.launch_before(2 * rows, Step::kBlockThreads, &copied_rows_kernel<Step>, p, list);
     if (error != cudaSuccess) return error;
   }
-  list.begun_later = octets > 0;
   list.launch = SlotLaunch::runs;
   const std::int64_t chunks = (std::int64_t{list.count} + kPageTokens - 1) / kPageTokens, jobs = chunks * heads;
   if (centred) {

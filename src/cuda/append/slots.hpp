@@ -55,7 +55,7 @@ struct SlotKernel {
   cudaError_t (*prepare)(const WriteParams& params, const DeviceLimits& limits);  // once
   cudaError_t (*launch)(WriteParams& params, SlotList& list, const DeviceLimits& limits, cudaStream_t stream);
 };
-// Each is defined in a unit of its own (slots.cu.in).
+// Each is defined in a unit of its own (append.cu.in).
 template <int D>
 SlotKernel slot_kernel_of();
 #define KVANT_DECLARE(head_dim) \

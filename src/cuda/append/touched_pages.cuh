@@ -158,29 +158,23 @@ __device__ __noinline__ void find_page_centre(const WriteParams& params, std::in
     centre.rows = 1;  // the first key, unless a page comes before
     const CacheView& cache = params.cache;
     const WriteEntry entry = entry_of_item(params, item);
-    core::PageRef ref;
-    if (page.number > 0) ref = cache.pages[static_cast<std::int64_t>(entry.index) * cache.max_pages + page.number - 1];
-    const auto block = static_cast<std::uint64_t>(params.layer * cache.kv_heads + job.head);
-    if (ref.exact >= 0) {
-      centre.page.exact = cache.exact + static_cast<std::uint64_t>(ref.exact) * cache.exact_slot_bytes +
-                          block * cache.exact_layout.block_bytes;
+    TouchedPage page_before{};
+    if (page.number > 0) {
+      page_before.ref = cache.pages[static_cast<std::int64_t>(entry.index) * cache.max_pages + page.number - 1];
+    }
+    const PageJob job_before = page_job(params, page_before, job.head, false);
+    if (job_before.exact != nullptr) {
+      centre.page.exact = job_before.exact;
       centre.from_exact = true, centre.rows = kPageTokens;
       const std::int32_t step_begin = cache.sequences[entry.index].step_begin;
       centre.page.begin = max(step_begin - (page.number - 1) * kPageTokens, 0);
       centre.page.first_row = page.first_row - (kPageTokens - centre.page.begin);
-    } else if (ref.encoded >= 0) {
-      before = cache.encoded + static_cast<std::uint64_t>(ref.encoded) * cache.encoded_slot_bytes +
-               block * cache.encoded_layout.block_bytes;
+    } else {
+      before = job_before.encoded;
     }
   }
   __syncwarp();  // nobody reads rows and codes of the job before
   find_centres<Shape>([&](int) { return centre; }, 1, stores, centre_floats<Shape>(), centre_codes<Shape>(), before);
-}
-
-// New rows of a page that is exact.
-template <class Shape>
-__device__ __forceinline__ void store_exact_rows(const PageJob& job) {
-  store_dense<Shape>(job, false, true, job.begin, job.begin + job.count);
 }
 
 // Jobs of those among 32 items for which has_work(item), dealt to the blocks that look at the same items; by whole

@@ -79,7 +79,7 @@ struct WriteKernel {
   // The longest step has so many tokens. Sets `rows` and `sides`.
   cudaError_t (*launch)(WriteParams& params, std::int32_t most_tokens, const DeviceLimits& limits, cudaStream_t stream);
 };
-// Each is defined in a unit of its own (write.cu.in).
+// Each is defined in a unit of its own (append.cu.in).
 template <int D>
 WriteKernel write_kernel_of();
 #define KVANT_DECLARE(head_dim) \

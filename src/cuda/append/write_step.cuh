@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
         const int octet = number % octets * kOctet;
         begin = max(begin, octet), end = min(end, octet + kOctet);
       } else if (page.has_exact_rows()) {
-        store_exact_rows<Shape>(job);
+        store_dense<Shape>(job, false, true, page.begin, page.begin + page.count);
       }
       if (begin < end) encode_any<Shape, true>(job, page.ref.exact >= 0, begin, end);
       ++item;
