@@ -10,7 +10,8 @@
 #include <vector>
 
 #include "core/fmt.hpp"
-#include "cuda/instances.hpp"
+#include "gpu/cache_configs.hpp"
+#include "gpu/gpu_formats.hpp"
 #include "gpu/gpu_world.hpp"
 #include "support/bases.hpp"
 #include "support/cache_rows.hpp"
@@ -19,23 +20,11 @@
 namespace kvant::test {
 namespace {
 
-#define KVANT_ENTRY(head_dim) head_dim,
-constexpr int kHeadDims[] = {KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)};
-#undef KVANT_ENTRY
-constexpr const char* kFormats[] = {"tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "fp8", "f16", "bf16"};
+constexpr const char* kCacheFormats[] = {"tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "fp8", "f16", "bf16"};
 
-CacheConfig config(const char* k, const char* v, int head_dim, int sinks = 1, int tails = 1) {
-  CacheConfig c;
-  c.layers = 2;
+CacheConfig of_three_heads(const char* k, const char* v, int head_dim, int sinks = 1, int tails = 1) {
+  CacheConfig c = config(k, v, head_dim, sinks, tails);
   c.kv_heads = 3;
-  c.head_dim = head_dim;
-  c.k = k;
-  c.v = v;
-  c.sink_pages = sinks;
-  c.tail_pages = tails;
-  c.device = "cuda";
-  c.capacity_tokens = 64 * 64;
-  c.max_sequences = 4;
   return c;
 }
 
@@ -179,12 +168,12 @@ void expect_as_read_in_all_ways(const World& w, const std::vector<TokenRange>& r
 TEST(DecodeGpu, OfAllFormatsAndSizesGivesWhatReadGives) {
   SKIP_WITHOUT_DEVICE();
   int turn = 0;
-  for (const char* k : kFormats) {
-    for (const char* v : kFormats) {
+  for (const char* k : kCacheFormats) {
+    for (const char* v : kCacheFormats) {
       for (const int d : kHeadDims) {
         SCOPED_TRACE(fmt::format("{}/{}, head_dim {}", k, v, d));
         constexpr int kEnds[][2] = {{1, 1}, {0, 0}, {0, 1}, {2, 0}};
-        World w(config(k, v, d, kEnds[turn % 4][0], kEnds[turn % 4][1]));
+        World w(of_three_heads(k, v, d, kEnds[turn % 4][0], kEnds[turn % 4][1]));
         ++turn;
         const SequenceId a = w.sequence(261), b = w.sequence(70);
         expect_as_read(w, {{a, 3, 261}, {b, 0, 70}, {a, 64, 128}}, turn % 2, Placing::one_after_another, Dtype::f32,
@@ -202,7 +191,7 @@ TEST(DecodeGpu, FollowsEndsForksTruncationsAndWindows) {
   for (const auto& [sinks, tails] : {std::pair(1, 1), std::pair(0, 0), std::pair(0, 2), std::pair(2, 1)}) {
     for (const std::int64_t tokens : {1, 64, 127, 128, 129, 192, 320}) {
       SCOPED_TRACE(fmt::format("{} sinks, {} tails, {} tokens", sinks, tails, tokens));
-      World w(config("tq6", "tq4", 128, sinks, tails));
+      World w(of_three_heads("tq6", "tq4", 128, sinks, tails));
       const SequenceId a = w.sequence(tokens);
       expect_as_read_in_all_ways(w, {{a, 0, tokens}});
       const SequenceId fork = w.cache.fork(a).value();  // sent by the decode itself
@@ -214,7 +203,7 @@ TEST(DecodeGpu, FollowsEndsForksTruncationsAndWindows) {
       if (HasFailure()) return;
     }
   }
-  CacheConfig c = config("tq4", "tq8", 96);
+  CacheConfig c = of_three_heads("tq4", "tq8", 96);
   c.window = 100;
   c.window_sinks = 4;
   World w(c);
@@ -228,7 +217,7 @@ TEST(DecodeGpu, FollowsEndsForksTruncationsAndWindows) {
 TEST(DecodeGpu, FollowsCalibratedBases) {
   SKIP_WITHOUT_DEVICE();
   for (const int d : kHeadDims) {
-    CacheConfig c = config("tq6", "tq4", d);
+    CacheConfig c = of_three_heads("tq6", "tq4", d);
     c.k_basis = c.v_basis = BasisKind::calibrated;
     c.bases = random_bases(2, 3, d, 5, true);
     World w(c);
@@ -240,7 +229,7 @@ TEST(DecodeGpu, FollowsCalibratedBases) {
 
 TEST(DecodeGpu, TakesMoreRangesThanOneLaunch) {
   SKIP_WITHOUT_DEVICE();
-  World w(config("tq3", "tq5", 64));
+  World w(of_three_heads("tq3", "tq5", 64));
   const SequenceId a = w.sequence(500), b = w.sequence(65);
   std::vector<TokenRange> ranges;
   for (std::int64_t i = 0; i < 300; ++i) {
@@ -253,7 +242,7 @@ TEST(DecodeGpu, TakesMoreRangesThanOneLaunch) {
 
 TEST(DecodeGpu, OfALayerThatWaitsForItsWriteIsAsItWasBeforeTheStep) {
   SKIP_WITHOUT_DEVICE();
-  World w(config("tq6", "tq4", 64));
+  World w(of_three_heads("tq6", "tq4", 64));
   const SequenceId a = w.sequence(127);
   const Append step{a, 70};
   ASSERT_TRUE(w.cache.reserve({&step, 1}, w.stream.handle()).ok());
@@ -265,7 +254,7 @@ TEST(DecodeGpu, OfALayerThatWaitsForItsWriteIsAsItWasBeforeTheStep) {
 // A decode in a graph: of the same tokens, which leave the tail meanwhile, and are no more in the end.
 TEST(DecodeGpu, ARecordedDecodeFollowsTheDevicesLengths) {
   SKIP_WITHOUT_DEVICE();
-  World w(config("tq4", "tq4", 128, 0, 1));
+  World w(of_three_heads("tq4", "tq4", 128, 0, 1));
   const SequenceId a = w.sequence(100);
   const std::vector<TokenRange> ranges{{a, 0, 100}};
   Layout l = layout_of(Placing::one_after_another, Dtype::f32, ranges, w.cache.config());
@@ -292,7 +281,7 @@ TEST(DecodeGpu, ARecordedDecodeFollowsTheDevicesLengths) {
 TEST(DecodeGpuShort, OddRangesAndStrides) {
   SKIP_WITHOUT_DEVICE();
   for (const int d : {64, 96, 512}) {
-    World w(config("tq5", "tq6", d));
+    World w(of_three_heads("tq5", "tq6", d));
     const SequenceId a = w.sequence(140), b = w.sequence(3);
     expect_as_read(w, {{a, 63, 140}, {b, 1, 3}, {a, 0, 1}}, 1, Placing::padded, Dtype::bf16, Dtype::f32, true);
     expect_as_read(w, {{b, 0, 3}, {a, 100, 140}}, 0, Placing::batch_of_heads, Dtype::f32, Dtype::f16, false);
