@@ -63,14 +63,40 @@ KVANT_HD constexpr CopiedPages copied_pages(std::int32_t length, std::int32_t q_
   return p;
 }
 
-// Who makes room: the copy with the highest age, then the one with the lowest number. An age is how far a step's number
-// has come since a step had the page among its copied ones, and the page's lag. Steps have every third number.
+// Who makes room: the copy with the highest rank, then the one with the lowest number. First those that nobody has, then
+// by age: how far a step's number has come since a step had the page among its copied ones, and the page's lag. Steps
+// have every third number. Of one age those make room first whose tokens are encoded already. Rank 0: the step needs the
+// copy, which makes no room.
 inline constexpr std::uint32_t kNumbersOfStep = 3;
-inline constexpr std::uint32_t kAgeOfUnused = 255, kMostAge = 254;
-KVANT_HD constexpr std::uint32_t copy_age(std::int32_t block, std::uint32_t used, std::uint32_t step) noexcept {
-  if (block < 0) return kAgeOfUnused;
-  return step - used < kMostAge ? step - used : kMostAge;
+inline constexpr std::uint32_t kRankOfUnused = 255, kMostAge = 126;
+KVANT_HD constexpr std::uint32_t copy_rank(std::int32_t block, std::uint32_t used, std::uint32_t step,
+                                           bool is_encoded) noexcept {
+  if (block < 0) return kRankOfUnused;
+  const std::uint32_t age = step - used < kMostAge ? step - used : kMostAge;
+  return age == 0 ? 0 : 2 * age + (is_encoded ? 1 : 0);
 }
+
+// What a copy holds that its block's codes lack: the block's first tokens, as many as these. 0: nothing. A word, because
+// on a device many threads write it at once, all of them the same.
+struct Unencoded {
+  std::uint32_t word = 0;
+  [[nodiscard]] KVANT_HD constexpr std::int32_t tokens() const noexcept {
+    return static_cast<std::int32_t>(word >> 1);
+  }
+  [[nodiscard]] KVANT_HD constexpr bool is_first_page() const noexcept { return (word & 1u) != 0; }
+  [[nodiscard]] KVANT_HD constexpr bool any() const noexcept { return word != 0; }
+};
+/// Behind a step that leaves a sequence with `length` tokens, which lie in its page, too.
+KVANT_HD constexpr Unencoded unencoded_tokens(std::int32_t page, std::int32_t length) noexcept {
+  const std::int32_t behind = length - page * kPageTokens;
+  return {static_cast<std::uint32_t>(behind < kPageTokens ? behind : kPageTokens) << 1 | (page == 0 ? 1u : 0u)};
+}
+
+// A block whose codes are to be made from its copy.
+struct BlockToEncode {
+  std::int32_t block, copy;
+  Unencoded what;
+};
 
 struct alignas(8) CopyEntry {
   std::int32_t block;  // -1: the end of a search

@@ -5,6 +5,26 @@
 #include <utility>
 
 namespace kvant::core {
+namespace {
+
+// A sequence of the batch that has rows in the step.
+struct StepSequence {
+  std::int32_t length, q_len;
+  const std::int32_t* blocks;
+  base::CopiedPages pages;
+  [[nodiscard]] std::int32_t first_written() const { return (length - q_len) / kPageTokens; }  // page
+};
+
+template <class Do>
+void for_each_sequence(const StepTables& t, const base::ExactEnds<std::int32_t>& ends, const Do& what) {
+  for (std::int32_t i = 0; i < t.batch; ++i) {
+    const std::int32_t q_len = t.query_start_loc[i + 1] - t.query_start_loc[i], length = t.seq_lens[i];
+    if (q_len == 0) continue;
+    what(StepSequence{length, q_len, t.block_table + i * t.row_stride, base::copied_pages(length, q_len, ends)});
+  }
+}
+
+}  // namespace
 
 TailCopies::TailCopies(const base::ExactEnds<std::int32_t>& ends, std::int32_t copies)
     : ends_(ends),
@@ -13,43 +33,91 @@ TailCopies::TailCopies(const base::ExactEnds<std::int32_t>& ends, std::int32_t c
       table_{entries_.data(), static_cast<std::uint32_t>(entries_.size() - 1)} {
   wanted_.reserve(copies_.size());
   room_.reserve(copies_.size());
+  to_encode_.reserve(2 * copies_.size());
+  behind_writes_.reserve(copies_.size());
 }
 
 void TailCopies::begin_step(const StepTables& t) {
   step_ += base::kNumbersOfStep;
   ++changes_;
   wanted_.clear();
-  for (std::int32_t i = 0; i < t.batch; ++i) {
-    const std::int32_t q_len = t.query_start_loc[i + 1] - t.query_start_loc[i];
-    if (q_len == 0) continue;
-    const base::CopiedPages pages = base::copied_pages(t.seq_lens[i], q_len, ends_);
-    for (std::int32_t p = pages.first(); p < pages.end; p = pages.after(p)) {
-      const std::int32_t block = t.block_table[i * t.row_stride + p];
-      if (block < 0) continue;  // a window hides the page
-      base::CopyEntry& entry = table_.entries[table_.place(block)];
-      if (entry.copy >= 0 && p < pages.begun && !copies_[static_cast<std::size_t>(entry.copy)].is_written)
-        forget(block);
-      if (entry.copy >= 0) {
-        std::uint32_t& used = copies_[static_cast<std::size_t>(entry.copy)].used;
-        used = std::max(used, step_ - pages.lag(p));
-      } else if (p >= pages.begun) {
-        if (entry.block == block && std::find(wanted_.begin(), wanted_.end(), block) != wanted_.end()) continue;
-        if (wanted_.size() == copies_.size()) continue;
-        entry.block = block;
-        wanted_.push_back(block);
-      } else if (pages.is_read(p)) {
-        ++misses_;
-      }
-    }
-  }
-  if (wanted_.empty()) return;
+  to_encode_.clear();
+  behind_writes_.clear();
+  forget_long_steps(t);
+  mark(t);
+  // Rows of this step lie in blocks that keep their copy, whoever loses one.
+  touch(t);
+  encode_full();
   // Copies that this step needs make no room: pages that are left go without.
   const auto needed =
       std::count_if(copies_.begin(), copies_.end(), [&](const Copy& c) { return c.block >= 0 && c.used == step_; });
   wanted_.resize(std::min(wanted_.size(), copies_.size() - static_cast<std::size_t>(needed)));
-  make_room(wanted_.size());
-  for (std::size_t i = 0; i < wanted_.size(); ++i)
-    copies_[static_cast<std::size_t>(room_[i])] = {wanted_[i], step_, false};
+  if (!wanted_.empty()) {
+    give(wanted_);
+    touch(t);
+  }
+  find_read_blocks(t);
+}
+
+// Blocks in the middle of a long step are encoded from its rows. A copy that one of them has is of an earlier life.
+void TailCopies::forget_long_steps(const StepTables& t) {
+  for_each_sequence(t, ends_, [&](const StepSequence& s) {
+    for (std::int32_t p = std::max(s.pages.begun, s.pages.sinks); p < s.pages.fresh; ++p) {
+      if (s.blocks[p] >= 0) forget(s.blocks[p]);
+    }
+  });
+}
+
+void TailCopies::mark(const StepTables& t) {
+  for_each_sequence(t, ends_, [&](const StepSequence& s) {
+    for (std::int32_t p = s.pages.first(); p < s.pages.end; p = s.pages.after(p)) {
+      const std::int32_t block = s.blocks[p];
+      if (block < 0) continue;  // a window hides the page
+      base::CopyEntry& entry = table_.entries[table_.place(block)];
+      if (entry.copy >= 0 && p < s.pages.begun && !at(entry.copy).is_written) forget(block);
+      if (entry.copy >= 0) {
+        std::uint32_t& used = at(entry.copy).used;
+        used = std::max(used, step_ - s.pages.lag(p));
+      } else if (p >= s.pages.begun) {
+        if (entry.block == block && std::find(wanted_.begin(), wanted_.end(), block) != wanted_.end()) continue;
+        if (wanted_.size() == copies_.size()) continue;
+        entry.block = block;
+        wanted_.push_back(block);
+      } else if (s.pages.is_read(p)) {
+        ++misses_;
+      }
+    }
+  });
+}
+
+void TailCopies::touch(const StepTables& t) {
+  for_each_sequence(t, ends_, [&](const StepSequence& s) {
+    for (std::int32_t p = s.first_written(); p < s.pages.end; ++p) {
+      if (s.blocks[p] < 0) continue;
+      if (const std::int32_t copy = find(s.blocks[p]); copy >= 0) at(copy).touched = step_;
+    }
+  });
+}
+
+void TailCopies::encode(Copy& copy) {
+  if (copy.what.any()) to_encode_.push_back({copy.block, static_cast<std::int32_t>(&copy - copies_.data()), copy.what});
+  copy.what = {};
+}
+
+// A block that the step writes to (drafts were rejected) is encoded when it is full again.
+void TailCopies::encode_full() {
+  for (Copy& copy : copies_) {
+    if (copy.block >= 0 && copy.what.tokens() == kPageTokens && copy.touched != step_) encode(copy);
+  }
+}
+
+void TailCopies::give(std::span<const std::int32_t> blocks) {
+  make_room(blocks.size());
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    Copy& copy = at(room_[i]);
+    if (copy.block >= 0) encode(copy);
+    copy = {.block = blocks[i], .used = step_};
+  }
   std::fill(entries_.begin(), entries_.end(), base::CopyEntry{-1, -1});
   for (std::size_t i = 0; i < copies_.size(); ++i) {
     const std::int32_t block = copies_[i].block;
@@ -59,31 +127,49 @@ void TailCopies::begin_step(const StepTables& t) {
 
 // The copies to give away, in ascending order. There are enough.
 void TailCopies::make_room(std::size_t count) {
-  std::array<std::size_t, base::kAgeOfUnused + 1> of_age{};
-  const auto age = [&](const Copy& c) { return base::copy_age(c.block, c.used, step_); };
-  for (const Copy& c : copies_) ++of_age[age(c)];
-  std::uint32_t youngest = base::kAgeOfUnused;  // that makes room; of these only some
-  std::size_t older = 0;
-  while (older + of_age[youngest] < count) older += of_age[youngest--];
+  std::array<std::size_t, base::kRankOfUnused + 1> of_rank{};
+  const auto rank = [&](const Copy& c) { return base::copy_rank(c.block, c.used, step_, !c.what.any()); };
+  for (const Copy& c : copies_) ++of_rank[rank(c)];
+  std::uint32_t lowest = base::kRankOfUnused;  // that makes room; of these only some
+  std::size_t above = 0;
+  while (above + of_rank[lowest] < count) above += of_rank[lowest--];
   room_.clear();
-  for (std::size_t i = 0, left = count - older; i < copies_.size(); ++i) {
-    const std::uint32_t a = age(copies_[i]);
-    if (a < youngest || (a == youngest && left == 0)) continue;
-    if (a == youngest) --left;
+  for (std::size_t i = 0, left = count - above; i < copies_.size(); ++i) {
+    const std::uint32_t r = rank(copies_[i]);
+    if (r < lowest || (r == lowest && left == 0)) continue;
+    if (r == lowest) --left;
     room_.push_back(static_cast<std::int32_t>(i));
   }
 }
 
-bool TailCopies::is_written(std::int32_t copy) const noexcept {
-  return copies_[static_cast<std::size_t>(copy)].is_written;
+// A sequence may begin behind blocks that another one fills in this very step, and reads those outside its own ends
+// encoded. They end where its rows begin, since they are filled in order.
+void TailCopies::find_read_blocks(const StepTables& t) {
+  for_each_sequence(t, ends_, [&](const StepSequence& s) {
+    if ((s.length - s.q_len) % kPageTokens != 0) return;
+    for (std::int32_t p = s.first_written() - 1; p >= 0 && s.blocks[p] >= 0; --p) {
+      const std::int32_t copy = find(s.blocks[p]);
+      if (copy < 0 || at(copy).touched != step_) break;
+      if (s.pages.is_read(p)) continue;
+      const bool known = std::any_of(behind_writes_.begin(), behind_writes_.end(),
+                                     [&](const base::BlockToEncode& b) { return b.copy == copy; });
+      if (!known) behind_writes_.push_back({s.blocks[p], copy, base::unencoded_tokens(p, s.length)});
+    }
+  });
 }
 
 void TailCopies::forget(std::int32_t block) noexcept {
   std::int32_t& copy = table_.entries[table_.place(block)].copy;
   if (copy < 0) return;
-  copies_[static_cast<std::size_t>(copy)].block = -1;
+  at(copy).block = -1;
+  at(copy).what = {};
   copy = -1;
   ++changes_;
+}
+
+void TailCopies::note_written(std::int32_t copy, base::Unencoded what) noexcept {
+  at(copy).is_written = true;
+  at(copy).what = what;
 }
 
 std::int64_t TailCopies::take_misses() noexcept {

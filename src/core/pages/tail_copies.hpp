@@ -1,4 +1,5 @@
-// Which blocks of an engine in host memory have an exact copy: the bookkeeping of base/copies.hpp.
+// Which blocks of an engine in host memory have an exact copy, and which of these are to be encoded from it: the
+// bookkeeping of base/copies.hpp.
 #pragma once
 
 #include <cstdint>
@@ -18,13 +19,17 @@ class TailCopies {
   // steps gave and that nobody wrote to (an engine's trial run, whose tables have any blocks). Tables are checked.
   // Allocates nothing.
   void begin_step(const StepTables& tables);
+  // Of the last begin_step: blocks to encode before the step's writes, which are full or lose their copy; and, once
+  // these writes are done, blocks that the step fills and that others of its sequences do not read exactly.
+  [[nodiscard]] std::span<const base::BlockToEncode> to_encode() const noexcept { return to_encode_; }
+  [[nodiscard]] std::span<const base::BlockToEncode> to_encode_behind_writes() const noexcept { return behind_writes_; }
+
   // -1: none. The block is 0 or more.
   [[nodiscard]] std::int32_t find(std::int32_t block) const noexcept { return table_.find(block); }
   void forget(std::int32_t block) noexcept;
-  // The block's first position is written, to the copy as well.
-  void note_written(std::int32_t copy) noexcept { copies_[static_cast<std::size_t>(copy)].is_written = true; }
-
-  [[nodiscard]] bool is_written(std::int32_t copy) const noexcept;
+  // Tokens are written to the copy, from the block's first position on or behind what it has. `what`: as they leave it.
+  void note_written(std::int32_t copy, base::Unencoded what) noexcept;
+  [[nodiscard]] base::Unencoded unencoded(std::int32_t copy) const noexcept { return at(copy).what; }
 
   // Counts steps and blocks that lost their copy: what was found at another count may not hold any more.
   [[nodiscard]] std::uint64_t changes() const noexcept { return changes_; }
@@ -32,19 +37,32 @@ class TailCopies {
   std::int64_t take_misses() noexcept;
 
  private:
-  void make_room(std::size_t copies);
-
   struct Copy {
     std::int32_t block = -1;
-    std::uint32_t used = 0;   // the newest step that had the block among its copied pages, less the page's lag
-    bool is_written = false;  // from its first position on
+    std::uint32_t used = 0;  // the newest step that had the block among its copied pages, less the page's lag
+    base::Unencoded what{};
+    bool is_written = false;    // from its first position on
+    std::uint32_t touched = 0;  // the newest step whose rows lie in the block
   };
+  void forget_long_steps(const StepTables& tables);
+  void mark(const StepTables& tables);
+  void touch(const StepTables& tables);
+  void encode_full();
+  void give(std::span<const std::int32_t> blocks);
+  void make_room(std::size_t copies);
+  void find_read_blocks(const StepTables& tables);
+  void encode(Copy& copy);
+
+  [[nodiscard]] Copy& at(std::int32_t copy) noexcept { return copies_[static_cast<std::size_t>(copy)]; }
+  [[nodiscard]] const Copy& at(std::int32_t copy) const noexcept { return copies_[static_cast<std::size_t>(copy)]; }
+
   const base::ExactEnds<std::int32_t> ends_;
   std::vector<Copy> copies_;
   std::vector<base::CopyEntry> entries_;
   base::CopyTable table_;
   std::vector<std::int32_t> wanted_;  // blocks, in the order of the batch
   std::vector<std::int32_t> room_;    // numbers of copies
+  std::vector<base::BlockToEncode> to_encode_, behind_writes_;
   std::uint32_t step_ = 0;
   std::uint64_t changes_ = 0;
   std::int64_t misses_ = 0;
