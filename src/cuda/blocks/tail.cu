@@ -8,7 +8,7 @@ namespace kvant::cuda {
 namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
-static_assert(base::kAgeOfUnused < kThreads);
+static_assert(base::kRankOfUnused < kThreads);
 
 // Sums of the block's threads: of those before this one, and of all.
 struct Sum {
@@ -35,11 +35,29 @@ __device__ Sum sum_in_order(int x, int* room) {
   return of;
 }
 
+// A sequence of the batch that has rows in the step; without rows: one that has none, or does not fit the tables.
+struct StepSequence {
+  std::int32_t length = 0, q_len = 0, row = 0;
+  const std::int32_t* blocks = nullptr;
+  base::CopiedPages pages{};
+  __device__ std::int32_t begin() const { return length - q_len; }
+};
+__device__ StepSequence sequence_of(const BeginStep& step, std::int32_t i) {
+  if (i >= step.batch) return {};
+  const std::int32_t row = step.query_start_loc[i], length = step.seq_lens[i],
+                     q_len = step.query_start_loc[i + 1] - row;
+  if (q_len <= 0 || length < q_len || base::pages_for(length) > step.columns) return {};
+  return {length, q_len, row, step.block_table + i * step.row_stride,
+          base::copied_pages(length, q_len, step.tail.ends)};
+}
+
 // A page of the batch that may have a copy.
 struct Page {
   enum Kind { none, kept, begins, missing_is_a_miss } kind = none;
-  std::int32_t block = -1;
+  std::int32_t block = -1, number = 0;
   std::uint32_t lag = 0;
+  // Its rows in the step, and the position of the first one; behind the step its sequence has so many tokens.
+  std::int32_t row = 0, rows = 0, position = 0, length = 0;
 };
 // Pages of a sequence that may have copies in a step: a long one keeps the tail that it began with.
 __device__ std::int32_t pages_of_sequence(const base::ExactEnds<std::int32_t>& ends) {
@@ -47,21 +65,31 @@ __device__ std::int32_t pages_of_sequence(const base::ExactEnds<std::int32_t>& e
 }
 // Number `at` of the batch's: a fixed number for each sequence.
 __device__ Page page_of(const BeginStep& step, std::int32_t at) {
-  const std::int32_t each = pages_of_sequence(step.tail.ends), i = at / each;
-  if (i >= step.batch) return {};
-  const std::int32_t length = step.seq_lens[i], q_len = step.query_start_loc[i + 1] - step.query_start_loc[i];
-  if (q_len <= 0 || length < q_len || base::pages_for(length) > step.columns) return {};
-  const base::CopiedPages pages = base::copied_pages(length, q_len, step.tail.ends);
+  const std::int32_t each = pages_of_sequence(step.tail.ends);
+  const StepSequence s = sequence_of(step, at / each);
+  if (s.q_len == 0) return {};
+  const base::CopiedPages& pages = s.pages;
   const std::int32_t old = max(pages.begun - pages.begin, 0), place = at % each;
   const std::int32_t behind = place - pages.sinks;  // the first pages
   const std::int32_t p = behind < 0 ? place : behind < old ? pages.begin + behind : pages.fresh + behind - old;
   if (p >= pages.end) return {};
-  const std::int32_t block = step.block_table[i * step.row_stride + p];
+  const std::int32_t block = s.blocks[p];
   if (block < 0) return {};  // a window hides the page
+  const std::int32_t from = max(p * kPageTokens, s.begin()), to = min((p + 1) * kPageTokens, s.length);
   return {p >= pages.begun   ? Page::begins
           : pages.is_read(p) ? Page::missing_is_a_miss
                              : Page::kept,
-          block, pages.lag(p)};
+          block,
+          p,
+          pages.lag(p),
+          s.row + from - s.begin(),
+          max(to - from, 0),
+          from - p * kPageTokens,
+          s.length};
+}
+
+__device__ void append(base::BlockToEncode* list, std::int32_t& count, const base::BlockToEncode& what) {
+  list[atomicAdd(&count, 1)] = what;
 }
 
 // The place of a block's entry, which is made if there is none. Many threads at once.
@@ -73,14 +101,30 @@ __device__ std::uint32_t insert(const base::CopyTable& table, std::int32_t block
   }
 }
 
+// As core::TailCopies::begin_step, whose steps these are.
 __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_constant__ BeginStep step) {
   __shared__ int room[kWarps];
-  __shared__ int of_age[base::kAgeOfUnused + 1];
-  __shared__ int youngest, left;
+  __shared__ int of_rank[base::kRankOfUnused + 1];
+  __shared__ int lowest, left;
+  __shared__ StepLists::Counts counts;
   const TailState& tail = step.tail;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::uint32_t now = __ldcg(tail.step) + base::kNumbersOfStep;
   const std::int32_t pages = step.batch * pages_of_sequence(tail.ends);
+  const auto unencoded = [&](std::int32_t copy) {
+    return base::Unencoded{__ldcg(reinterpret_cast<const std::uint32_t*>(tail.unencoded) + copy)};
+  };
+
+  if (thread == 0) counts = {};
+  for (std::int32_t i = thread; i < kListedRows; i += kThreads) tail.lists.rows[i].copy = -1;
+  // Blocks in the middle of a long step are encoded from its rows. A copy that one of them has is of an earlier life.
+  for (std::int32_t i = thread / 32; i < step.batch; i += kWarps) {
+    const StepSequence s = sequence_of(step, i);
+    for (std::int32_t p = max(s.pages.begun, s.pages.sinks) + thread % 32; p < s.pages.fresh; p += 32) {
+      if (s.blocks[p] >= 0) tail.forget(s.blocks[p]);
+    }
+  }
+  __syncthreads();
 
   // Copies that the step needs; blocks that want one leave the first page that does in their entry, below 0.
   const auto mark = [&](std::int32_t at) { return -2 - (pages - at); };
@@ -95,6 +139,7 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
     }
     if (copy >= 0) {
       atomicMax(&tail.copies[copy].used, now - page.lag);
+      if (page.rows > 0) tail.touched[copy] = now;
     } else if (page.kind == Page::begins) {
       atomicMin(&tail.table.entries[insert(tail.table, page.block)].copy, mark(at));
       any = true;
@@ -104,58 +149,126 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
   }
   any = __syncthreads_or(any ? 1 : 0) != 0;
   if (thread == 0) *tail.step = now;
-  if (!any) return;
 
-  int wanted = 0;
-  for (std::int32_t first = 0; first < pages; first += kThreads) {
-    const std::int32_t at = first + thread;
-    const Page page = at < pages ? page_of(step, at) : Page{};
-    const bool wants = page.kind == Page::begins && tail.table.find(page.block) == mark(at);
-    const Sum sum = sum_in_order(wants ? 1 : 0, room);
-    if (wants && wanted + sum.before < tail.count) tail.wanted[wanted + sum.before] = page.block;
-    wanted += sum.all;
-  }
-
-  // Room for them: copies of the highest ages, of the youngest of these ages the first ones. Those that this step needs
-  // make none: pages that are left go without.
-  const auto age = [&](const TailCopy& c) { return static_cast<int>(base::copy_age(c.block, c.used, now)); };
   const auto copy_at = [&](std::int32_t i) {
     const int2 x = __ldcg(reinterpret_cast<const int2*>(tail.copies + i));
     return TailCopy{x.x, static_cast<std::uint32_t>(x.y)};
   };
-  if (thread <= static_cast<std::int32_t>(base::kAgeOfUnused)) of_age[thread] = 0;
-  if (thread == 0) youngest = static_cast<int>(base::kAgeOfUnused) + 1, left = 0;  // nobody gives
-  __syncthreads();
-  for (std::int32_t i = thread; i < tail.count; i += kThreads) atomicAdd(&of_age[age(copy_at(i))], 1);
-  __syncthreads();
-  wanted = min(wanted, tail.count - of_age[0]);
-  const int my_age = static_cast<int>(base::kAgeOfUnused) - thread, mine = my_age >= 0 ? of_age[my_age] : 0;
-  const int older = sum_in_order(mine, room).before;
-  if (older < wanted && wanted <= older + mine) youngest = my_age, left = wanted - older;
-  __syncthreads();
-  int of_youngest = 0, given = 0;
-  for (std::int32_t first = 0; first < tail.count; first += kThreads) {
-    const std::int32_t i = first + thread;
-    const int a = i < tail.count ? age(copy_at(i)) : -1;
-    const Sum same = sum_in_order(a == youngest ? 1 : 0, room);
-    const bool gives = a > youngest || (a == youngest && of_youngest + same.before < left);
-    const Sum sum = sum_in_order(gives ? 1 : 0, room);
-    if (gives) {
-      tail.copies[i] = {__ldcg(tail.wanted + given + sum.before), now};
-      tail.written[i] = 0;
-    }
-    of_youngest += same.all;
-    given += sum.all;
+  // Full blocks are encoded. One that the step writes to (drafts were rejected) is when it is full again.
+  for (std::int32_t i = thread; i < tail.count; i += kThreads) {
+    const base::Unencoded what = unencoded(i);
+    const std::int32_t block = copy_at(i).block;
+    if (what.tokens() != kPageTokens || block < 0 || __ldcg(tail.touched + i) == now) continue;
+    append(tail.lists.full, counts.full, {block, i, what});
+    tail.unencoded[i] = {};
   }
 
-  __syncthreads();
-  for (auto i = static_cast<std::uint32_t>(thread); i <= tail.table.mask; i += kThreads)
-    tail.table.entries[i] = {-1, -1};
-  __syncthreads();
-  for (std::int32_t i = thread; i < tail.count; i += kThreads) {
-    const std::int32_t block = copy_at(i).block;
-    if (block >= 0) tail.table.entries[insert(tail.table, block)].copy = i;
+  if (any) {
+    int wanted = 0;
+    for (std::int32_t first = 0; first < pages; first += kThreads) {
+      const std::int32_t at = first + thread;
+      const Page page = at < pages ? page_of(step, at) : Page{};
+      const bool wants = page.kind == Page::begins && tail.table.find(page.block) == mark(at);
+      const Sum sum = sum_in_order(wants ? 1 : 0, room);
+      if (wants && wanted + sum.before < tail.count) tail.wanted[wanted + sum.before] = page.block;
+      wanted += sum.all;
+    }
+
+    // Room for them: copies of the highest ranks, of the lowest of these ranks the first ones. Those that this step
+    // needs make none: pages that are left go without.
+    const auto rank_of = [&](std::int32_t i) {
+      const TailCopy c = copy_at(i);
+      return static_cast<int>(base::copy_rank(c.block, c.used, now, !unencoded(i).any()));
+    };
+    if (thread <= static_cast<std::int32_t>(base::kRankOfUnused)) of_rank[thread] = 0;
+    if (thread == 0) lowest = static_cast<int>(base::kRankOfUnused) + 1, left = 0;  // nobody gives
+    __syncthreads();
+    for (std::int32_t i = thread; i < tail.count; i += kThreads) atomicAdd(&of_rank[rank_of(i)], 1);
+    __syncthreads();
+    wanted = min(wanted, tail.count - of_rank[0]);
+    const int my_rank = static_cast<int>(base::kRankOfUnused) - thread, mine = my_rank >= 0 ? of_rank[my_rank] : 0;
+    const int above = sum_in_order(mine, room).before;
+    if (above < wanted && wanted <= above + mine) lowest = my_rank, left = wanted - above;
+    __syncthreads();
+    int of_lowest = 0, given = 0;
+    for (std::int32_t first = 0; first < tail.count; first += kThreads) {
+      const std::int32_t i = first + thread;
+      const int rank = i < tail.count ? rank_of(i) : -1;
+      const Sum same = sum_in_order(rank == lowest ? 1 : 0, room);
+      const bool gives = rank > lowest || (rank == lowest && of_lowest + same.before < left);
+      const Sum sum = sum_in_order(gives ? 1 : 0, room);
+      if (gives) {
+        const std::int32_t block = copy_at(i).block;
+        const base::Unencoded what = unencoded(i);
+        if (block >= 0 && what.any()) append(tail.lists.full, counts.full, {block, i, what});
+        tail.copies[i] = {__ldcg(tail.wanted + given + sum.before), now};
+        tail.written[i] = 0;
+        tail.unencoded[i] = {};
+        tail.touched[i] = now;
+      }
+      of_lowest += same.all;
+      given += sum.all;
+    }
+
+    __syncthreads();
+    for (auto i = static_cast<std::uint32_t>(thread); i <= tail.table.mask; i += kThreads)
+      tail.table.entries[i] = {-1, -1};
+    __syncthreads();
+    for (std::int32_t i = thread; i < tail.count; i += kThreads) {
+      const std::int32_t block = copy_at(i).block;
+      if (block >= 0) tail.table.entries[insert(tail.table, block)].copy = i;
+    }
   }
+  __syncthreads();
+
+  // The step's rows that go to copies.
+  for (std::int32_t at = thread; at < pages; at += kThreads) {
+    const Page page = page_of(step, at);
+    if (page.kind == Page::none || page.rows == 0) continue;
+    const std::int32_t copy = tail.table.find(page.block);
+    if (copy < 0) continue;
+    CopiedRow to{copy, page.block, page.position, base::unencoded_tokens(page.number, page.length)};
+    const int place = atomicAdd(&counts.copied, 1);
+    if (place < tail.count) tail.lists.copied[place] = {page.row, page.rows, to};
+    for (std::int32_t row = page.row; row < min(page.row + page.rows, kListedRows); ++row, ++to.position) {
+      if (row >= 0) tail.lists.rows[row] = to;
+    }
+  }
+  // A sequence may begin behind blocks that another one fills in this very step, and reads those outside its own ends
+  // encoded. They end where its rows begin, since they are filled in order.
+  for (std::int32_t i = thread; i < step.batch; i += kThreads) {
+    const StepSequence s = sequence_of(step, i);
+    if (s.q_len == 0 || s.begin() % kPageTokens != 0) continue;
+    for (std::int32_t p = s.begin() / kPageTokens - 1; p >= 0 && s.blocks[p] >= 0; --p) {
+      const std::int32_t copy = tail.table.find(s.blocks[p]);
+      if (copy < 0 || __ldcg(tail.touched + copy) < now) break;
+      if (s.pages.is_read(p) || atomicMax(tail.touched + copy, now + 1) != now) continue;
+      append(tail.lists.read, counts.read, {s.blocks[p], copy, base::unencoded_tokens(p, s.length)});
+    }
+  }
+  __syncthreads();
+  if (thread == 0) {
+    counts.copied = min(counts.copied, tail.count);
+    counts.asked = 0;
+    *tail.lists.counts = counts;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    list_unencoded_kernel(const __grid_constant__ TailState tail, const std::int32_t* blocks, std::int64_t count) {
+  __shared__ std::int32_t found;
+  if (threadIdx.x == 0) found = 0;
+  __syncthreads();
+  for (std::int64_t i = threadIdx.x; i < count; i += kThreads) {
+    const std::int32_t block = blocks[i], copy = block < 0 ? -1 : tail.table.find(block);
+    if (copy < 0) continue;
+    const base::Unencoded what{__ldcg(reinterpret_cast<const std::uint32_t*>(tail.unencoded) + copy)};
+    if (!what.any()) continue;
+    const int place = atomicAdd(&found, 1);
+    if (place < tail.count) tail.lists.asked[place] = {block, copy, what};
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) tail.lists.counts->asked = min(found, tail.count);
 }
 
 __global__ void __launch_bounds__(kThreads) clear_tail_kernel(const __grid_constant__ TailState tail) {
@@ -169,6 +282,10 @@ __global__ void __launch_bounds__(kThreads) clear_tail_kernel(const __grid_const
 
 cudaError_t begin_step(const BeginStep& step, cudaStream_t stream) {
   begin_step_kernel<<<1, kThreads, 0, stream>>>(step);
+  return cudaGetLastError();
+}
+cudaError_t list_unencoded(const TailState& tail, const std::int32_t* blocks, std::int64_t count, cudaStream_t stream) {
+  list_unencoded_kernel<<<1, kThreads, 0, stream>>>(tail, blocks, count);
   return cudaGetLastError();
 }
 cudaError_t clear_tail(const TailState& tail, cudaStream_t stream) {

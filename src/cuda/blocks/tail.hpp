@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "base/copies.hpp"
+#include "kvant/types.hpp"
 
 namespace kvant::cuda {
 
@@ -15,15 +16,47 @@ struct alignas(8) TailCopy {
   std::uint32_t used;  // the newest step that had the block among its copied pages, less the page's lag
 };
 
+// The row of a step whose token goes to an exact copy. copy < 0: to none.
+struct alignas(16) CopiedRow {
+  std::int32_t copy = -1, block = -1, position = 0;  // of the token in the block
+  base::Unencoded what{};                            // that the copy has behind the step
+  [[nodiscard]] KVANT_HD constexpr std::int64_t slot() const noexcept {
+    return std::int64_t{block} * kPageTokens + position;
+  }
+};
+// All rows of a step in one block with a copy; `row` is the first one's, `to` its place.
+struct CopiedRows {
+  std::int32_t row, count;
+  CopiedRow to;
+};
+inline constexpr int kListedRows = 2048;  // of a step, its first ones
+
+// What a step's launches read instead of tables: made by begin_step. Places in memory are fixed, counts are in memory,
+// so that a recorded graph follows them.
+struct StepLists {
+  CopiedRow* rows = nullptr;            // [kListedRows]
+  CopiedRows* copied = nullptr;         // [copies]
+  base::BlockToEncode* full = nullptr;  // [copies]: before the step's writes; as core::TailCopies::to_encode
+  base::BlockToEncode* read = nullptr;  // [copies]: behind them; as core::TailCopies::to_encode_behind_writes
+  base::BlockToEncode* asked = nullptr;  // [copies]: for calls that want the codes of blocks
+  struct Counts {
+    std::int32_t copied, full, read, asked;
+  };
+  Counts* counts = nullptr;
+};
+
 struct TailState {
   base::CopyTable table;                 // without entries: there is no tail
   TailCopy* copies = nullptr;            // [count]
   std::uint32_t* written = nullptr;      // [count]: not 0: from its first position on
+  base::Unencoded* unencoded = nullptr;  // [count]
+  std::uint32_t* touched = nullptr;      // [count]: the newest step whose rows lie in the block; one more if it is read
   std::int32_t* wanted = nullptr;        // [count]: room for a step's blocks
   std::uint32_t* step = nullptr;         // one: the newest step
   unsigned long long* misses = nullptr;  // one
   std::int32_t count = 0;                // of copies
   base::ExactEnds<std::int32_t> ends{};  // of a sequence
+  StepLists lists;
 
 #if defined(__CUDACC__)
   __device__ void forget(std::int32_t block) const {
@@ -32,6 +65,7 @@ struct TailState {
     const std::int32_t copy = table.load(at).copy;
     if (copy < 0) return;
     copies[copy].block = -1;
+    unencoded[copy] = {};
     table.entries[at].copy = -1;
   }
 #endif
@@ -49,6 +83,8 @@ struct BeginStep {
   std::int32_t batch;
 };
 cudaError_t begin_step(const BeginStep& step, cudaStream_t stream);
+// Makes the list `asked` of those of `blocks` [count] whose codes lack tokens that their copies have.
+cudaError_t list_unencoded(const TailState& tail, const std::int32_t* blocks, std::int64_t count, cudaStream_t stream);
 // Once: all copies unused. The arrays are zeros.
 cudaError_t clear_tail(const TailState& tail, cudaStream_t stream);
 
