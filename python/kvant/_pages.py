@@ -143,6 +143,7 @@ class Pages(_arguments.NotCopied):
         handle = _c.PagesHandle()
         _c.check(_c.pages_create(byref(c), byref(handle)))
         self.owner.pointer = handle
+        self._pools: dict[int, Any] = {}  # with a tail, of each layer that was written
         size = c_int64()
         _c.check(_c.pages_block_bytes(handle, byref(size)))
         self.block_bytes = size.value
@@ -156,6 +157,7 @@ class Pages(_arguments.NotCopied):
         """Frees the exact copies now instead of when the object goes. The pages and their plans cannot be used any
         more."""
         self.owner.close()
+        self._pools.clear()
 
     def __enter__(self) -> Pages:
         return self
@@ -213,6 +215,8 @@ class Pages(_arguments.NotCopied):
         slots, count, _s = _list(slot_mapping, "slot_mapping", 8, where)
         _overlap.check_apart([("pool", blocks)], [("keys", keys_described), ("values", values_described)])
         _c.check(_c.pages_write(self.handle, byref(p), byref(k), byref(v), slots, count, where.stream))
+        if self.tail:
+            self._pools[layer] = pool  # begin_step encodes blocks there
 
     def decode(self, pool: Any, block_ids: Any, keys_out: Any, values_out: Any, stream: Any = None) -> None:
         """Decodes whole blocks. keys_out, values_out: [len(block_ids) * 64, kv_heads, head_dim] f32, f16 or bf16;

@@ -80,9 +80,7 @@ KVANT_HD constexpr std::uint32_t copy_rank(std::int32_t block, std::uint32_t use
 // on a device many threads write it at once, all of them the same.
 struct Unencoded {
   std::uint32_t word = 0;
-  [[nodiscard]] KVANT_HD constexpr std::int32_t tokens() const noexcept {
-    return static_cast<std::int32_t>(word >> 1);
-  }
+  [[nodiscard]] KVANT_HD constexpr std::int32_t tokens() const noexcept { return static_cast<std::int32_t>(word >> 1); }
   [[nodiscard]] KVANT_HD constexpr bool is_first_page() const noexcept { return (word & 1u) != 0; }
   [[nodiscard]] KVANT_HD constexpr bool any() const noexcept { return word != 0; }
 };
@@ -90,6 +88,12 @@ struct Unencoded {
 KVANT_HD constexpr Unencoded unencoded_tokens(std::int32_t page, std::int32_t length) noexcept {
   const std::int32_t behind = length - page * kPageTokens;
   return {static_cast<std::uint32_t>(behind < kPageTokens ? behind : kPageTokens) << 1 | (page == 0 ? 1u : 0u)};
+}
+
+/// Whether a page that a step writes to ends outside the exact ends of a sequence of `length` tokens, and is full then.
+KVANT_HD constexpr bool is_left_behind(std::int32_t page, std::int32_t length,
+                                       const ExactEnds<std::int32_t>& ends) noexcept {
+  return page >= ends.sink_pages && page < ExactEnds<std::int32_t>{0, ends.tail_pages}.tail_begin(length);
 }
 
 // A block whose codes are to be made from its copy.

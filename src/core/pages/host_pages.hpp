@@ -73,7 +73,7 @@ class HostPages final : public PagesImpl {
  private:
   // Encodes blocks from their exact copies, in the pools of these layers; those without data are passed over.
   void encode_from_copies(std::span<const base::BlockToEncode> blocks, std::span<const BlockPool> pools) const;
-  // The same with those of `blocks` whose codes lack tokens that their copies have, in one layer's pool.
+  // The same with those of `blocks` whose codes lack tokens that their copies have, if `pool` is a layer's.
   void encode_unencoded(std::span<const std::int32_t> blocks, const BlockPool& pool) const;
 
   const Kernels& kernels_;

@@ -104,11 +104,14 @@ void HostPages::encode_from_copies(std::span<const base::BlockToEncode> blocks,
 
 void HostPages::encode_unencoded(std::span<const std::int32_t> blocks, const BlockPool& pool) const {
   if (!own_tail_) return;
+  const auto known = std::find_if(own_tail_->pools.begin(), own_tail_->pools.end(),
+                                  [&](const BlockPool& other) { return other.data == pool.data; });
+  if (known == own_tail_->pools.end()) return;
   for (const std::int32_t block : blocks) {
     const std::int32_t copy = own_tail_->copies.find(block);
     if (copy < 0 || !own_tail_->copies.unencoded(copy).any()) continue;
     const base::BlockToEncode one{block, copy, own_tail_->copies.unencoded(copy)};
-    encode_from_copies({&one, 1}, {&pool, 1});
+    encode_from_copies({&one, 1}, {&*known, 1});
   }
 }
 

@@ -35,8 +35,8 @@ struct SlotRun {
   std::int64_t block;
   int first, count;  // positions in the block
   std::int64_t row;  // the first token's
-  std::int32_t copy = -1;  // that its tokens go to, and what the copy has then
-  base::Unencoded what{};
+  // The copy that its tokens go to; then also the page and the length of its sequence.
+  std::int32_t copy = -1, page = 0, length = 0;
   // In centred pages: how many rows the centre is the mean of, if it is the block's own; the block that it is the mean
   // of, or -1, and that block's copy.
   int mean_of = 0;
@@ -238,7 +238,7 @@ Status find_copies(std::span<SlotRun> runs, const TableRows& step, const TailCop
                       "the step's tables before its writes",
                       run.row, slot, run.row));
     }
-    run.what = base::unencoded_tokens(static_cast<std::int32_t>(place.page), place.length);
+    run.page = static_cast<std::int32_t>(place.page), run.length = place.length;
   }
   return {};
 }
@@ -347,7 +347,7 @@ Status HostPages::write(const BlockPool& pool, const TensorView& keys, const Ten
   if (own_tail_) {
     own_tail_->pools[static_cast<std::size_t>(pool.layer)] = pool;
     for (const SlotRun& run : runs) {
-      if (run.copy >= 0) own_tail_->copies.note_written(run.copy, run.what);
+      if (run.copy >= 0) own_tail_->copies.note_written(run.copy, run.page, run.length);
     }
     encode_from_copies(own_tail_->copies.to_encode_behind_writes(), {&pool, 1});
   }

@@ -56,7 +56,7 @@ void TailCopies::begin_step(const StepTables& t) {
     give(wanted_);
     touch(t);
   }
-  find_read_blocks(t);
+  find_left_blocks(t);
 }
 
 // Blocks in the middle of a long step are encoded from its rows. A copy that one of them has is of an earlier life.
@@ -142,18 +142,11 @@ void TailCopies::make_room(std::size_t count) {
   }
 }
 
-// A sequence may begin behind blocks that another one fills in this very step, and reads those outside its own ends
-// encoded. They end where its rows begin, since they are filled in order.
-void TailCopies::find_read_blocks(const StepTables& t) {
+void TailCopies::find_left_blocks(const StepTables& t) {
   for_each_sequence(t, ends_, [&](const StepSequence& s) {
-    if ((s.length - s.q_len) % kPageTokens != 0) return;
-    for (std::int32_t p = s.first_written() - 1; p >= 0 && s.blocks[p] >= 0; --p) {
-      const std::int32_t copy = find(s.blocks[p]);
-      if (copy < 0 || at(copy).touched != step_) break;
-      if (s.pages.is_read(p)) continue;
-      const bool known = std::any_of(behind_writes_.begin(), behind_writes_.end(),
-                                     [&](const base::BlockToEncode& b) { return b.copy == copy; });
-      if (!known) behind_writes_.push_back({s.blocks[p], copy, base::unencoded_tokens(p, s.length)});
+    for (std::int32_t p = s.first_written(); base::is_left_behind(p, s.length, ends_); ++p) {
+      const std::int32_t copy = s.blocks[p] < 0 ? -1 : find(s.blocks[p]);
+      if (copy >= 0) behind_writes_.push_back({s.blocks[p], copy, base::unencoded_tokens(p, s.length)});
     }
   });
 }
@@ -167,9 +160,9 @@ void TailCopies::forget(std::int32_t block) noexcept {
   ++changes_;
 }
 
-void TailCopies::note_written(std::int32_t copy, base::Unencoded what) noexcept {
+void TailCopies::note_written(std::int32_t copy, std::int32_t page, std::int32_t length) noexcept {
   at(copy).is_written = true;
-  at(copy).what = what;
+  at(copy).what = base::is_left_behind(page, length, ends_) ? base::Unencoded{} : base::unencoded_tokens(page, length);
 }
 
 std::int64_t TailCopies::take_misses() noexcept {

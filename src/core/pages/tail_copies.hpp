@@ -20,15 +20,17 @@ class TailCopies {
   // Allocates nothing.
   void begin_step(const StepTables& tables);
   // Of the last begin_step: blocks to encode before the step's writes, which are full or lose their copy; and, once
-  // these writes are done, blocks that the step fills and that others of its sequences do not read exactly.
+  // these writes are done, blocks that a long step fills and goes on behind, so that they end outside the exact ends:
+  // whoever reads them in this very step reads codes.
   [[nodiscard]] std::span<const base::BlockToEncode> to_encode() const noexcept { return to_encode_; }
   [[nodiscard]] std::span<const base::BlockToEncode> to_encode_behind_writes() const noexcept { return behind_writes_; }
 
   // -1: none. The block is 0 or more.
   [[nodiscard]] std::int32_t find(std::int32_t block) const noexcept { return table_.find(block); }
   void forget(std::int32_t block) noexcept;
-  // Tokens are written to the copy, from the block's first position on or behind what it has. `what`: as they leave it.
-  void note_written(std::int32_t copy, base::Unencoded what) noexcept;
+  // Tokens are written to the copy, from the block's first position on or behind what it has. The sequence has `length`
+  // tokens behind the step, and the block is its `page`.
+  void note_written(std::int32_t copy, std::int32_t page, std::int32_t length) noexcept;
   [[nodiscard]] base::Unencoded unencoded(std::int32_t copy) const noexcept { return at(copy).what; }
 
   // Counts steps and blocks that lost their copy: what was found at another count may not hold any more.
@@ -50,7 +52,7 @@ class TailCopies {
   void encode_full();
   void give(std::span<const std::int32_t> blocks);
   void make_room(std::size_t copies);
-  void find_read_blocks(const StepTables& tables);
+  void find_left_blocks(const StepTables& tables);
   void encode(Copy& copy);
 
   [[nodiscard]] Copy& at(std::int32_t copy) noexcept { return copies_[static_cast<std::size_t>(copy)]; }

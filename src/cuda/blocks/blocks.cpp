@@ -332,11 +332,11 @@ class Blocks final : public core::DeviceBlocks {
       list.one_each = step_->max_query_len == 1;
     }
     KVANT_CUDA_TRY(kernel_->launch(p, list, limits_, native(stream)));
-    // Sequences of a step read what its rows fill outside their ends only where a step fills two blocks.
-    const bool fills_two = !step_ || step_->max_query_len == 0 || step_->max_query_len > kPageTokens;
-    if (!has_copies() || !fills_two) return {};
+    // A short step ends in the page that it fills, or behind it.
+    const bool is_long = !step_ || step_->max_query_len == 0 || step_->max_query_len > kPageTokens;
+    if (!has_copies() || !is_long) return {};
     const StepLists& lists = tail_.state.lists;
-    return encode(lists.read, &lists.counts->read, pool.layer, 1, native(stream));
+    return encode(lists.left, &lists.counts->left, pool.layer, 1, native(stream));
   }
 
   Status decode(const BlockPool& pool, const std::int32_t* ids, std::int64_t count, const MutableTensorView& keys,
@@ -462,7 +462,7 @@ class Blocks final : public core::DeviceBlocks {
     StepLists& lists = s.lists;
     if (Status e = memory_.take(lists.rows, kListedRows, "the list of a step's rows"); !e) return e;
     if (Status e = memory_.take(lists.copied, copies, "the list of a step's rows"); !e) return e;
-    for (base::BlockToEncode** list : {&lists.full, &lists.read, &lists.asked}) {
+    for (base::BlockToEncode** list : {&lists.full, &lists.left, &lists.asked}) {
       if (Status e = memory_.take(*list, copies, "a list of blocks to encode"); !e) return e;
     }
     if (Status e = memory_.take(lists.counts, 1, "counts of lists"); !e) return e;
@@ -526,14 +526,17 @@ class Blocks final : public core::DeviceBlocks {
     KVANT_CUDA_TRY(kernel_->encode(p, list, limits_, stream));
     return {};
   }
-  // Those of `blocks` whose codes lack tokens that their copies have, in one layer, whose blocks stay unencoded ones: in
-  // others they lack them still.
+  // Those of `blocks` whose codes lack tokens that their copies have, if the pool is a layer's. They count as unencoded
+  // still, as they are in other layers.
   Status encode_unencoded(const BlockPool& pool, const std::int32_t* blocks, std::int64_t count,
                           cudaStream_t stream) const {
-    if (!has_copies() || count == 0) return {};
+    const auto known = std::find_if(known_pools_.begin(), known_pools_.end(),
+                                    [&](const LayerPool& other) { return other.data == pool.data; });
+    if (known == known_pools_.end() || count == 0) return {};
+    const auto layer = static_cast<int>(known - known_pools_.begin());
     KVANT_CUDA_TRY(list_unencoded(tail_.state, blocks, count, stream));
     const StepLists& lists = tail_.state.lists;
-    return encode(lists.asked, &lists.counts->asked, pool.layer, 1, stream);
+    return encode(lists.asked, &lists.counts->asked, layer, 1, stream);
   }
 
   const core::DeviceBlocksConfig config_;
@@ -544,9 +547,9 @@ class Blocks final : public core::DeviceBlocks {
   DeviceTail tail_;
   std::uint32_t* non_finite_ = nullptr;
   mutable std::optional<StepTables> step_;  // whose tables writes around centres read
-  LayerPool* pools_ = nullptr;  // [layers]
+  LayerPool* pools_ = nullptr;              // [layers]
   mutable std::vector<LayerPool> known_pools_;
-  core::PageRef* listed_ = nullptr;         // the blocks of a decode
+  core::PageRef* listed_ = nullptr;  // the blocks of a decode
   SequenceState* listed_sequence_ = nullptr;
 };
 

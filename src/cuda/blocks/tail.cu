@@ -88,8 +88,10 @@ __device__ Page page_of(const BeginStep& step, std::int32_t at) {
           s.length};
 }
 
-__device__ void append(base::BlockToEncode* list, std::int32_t& count, const base::BlockToEncode& what) {
-  list[atomicAdd(&count, 1)] = what;
+__device__ void append(const TailState& tail, base::BlockToEncode* list, std::int32_t& count,
+                       const base::BlockToEncode& what) {
+  const int place = atomicAdd(&count, 1);
+  if (place < tail.count) list[place] = what;
 }
 
 // The place of a block's entry, which is made if there is none. Many threads at once.
@@ -159,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
     const base::Unencoded what = unencoded(i);
     const std::int32_t block = copy_at(i).block;
     if (what.tokens() != kPageTokens || block < 0 || __ldcg(tail.touched + i) == now) continue;
-    append(tail.lists.full, counts.full, {block, i, what});
+    append(tail, tail.lists.full, counts.full, {block, i, what});
     tail.unencoded[i] = {};
   }
 
@@ -200,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
       if (gives) {
         const std::int32_t block = copy_at(i).block;
         const base::Unencoded what = unencoded(i);
-        if (block >= 0 && what.any()) append(tail.lists.full, counts.full, {block, i, what});
+        if (block >= 0 && what.any()) append(tail, tail.lists.full, counts.full, {block, i, what});
         tail.copies[i] = {__ldcg(tail.wanted + given + sum.before), now};
         tail.written[i] = 0;
         tail.unencoded[i] = {};
@@ -227,28 +229,22 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
     if (page.kind == Page::none || page.rows == 0) continue;
     const std::int32_t copy = tail.table.find(page.block);
     if (copy < 0) continue;
-    CopiedRow to{copy, page.block, page.position, base::unencoded_tokens(page.number, page.length)};
+    base::Unencoded what = base::unencoded_tokens(page.number, page.length);
+    if (base::is_left_behind(page.number, page.length, tail.ends)) {
+      append(tail, tail.lists.left, counts.left, {page.block, copy, what});
+      what = {};
+    }
+    CopiedRow to{copy, page.block, page.position, what};
     const int place = atomicAdd(&counts.copied, 1);
     if (place < tail.count) tail.lists.copied[place] = {page.row, page.rows, to};
     for (std::int32_t row = page.row; row < min(page.row + page.rows, kListedRows); ++row, ++to.position) {
       if (row >= 0) tail.lists.rows[row] = to;
     }
   }
-  // A sequence may begin behind blocks that another one fills in this very step, and reads those outside its own ends
-  // encoded. They end where its rows begin, since they are filled in order.
-  for (std::int32_t i = thread; i < step.batch; i += kThreads) {
-    const StepSequence s = sequence_of(step, i);
-    if (s.q_len == 0 || s.begin() % kPageTokens != 0) continue;
-    for (std::int32_t p = s.begin() / kPageTokens - 1; p >= 0 && s.blocks[p] >= 0; --p) {
-      const std::int32_t copy = tail.table.find(s.blocks[p]);
-      if (copy < 0 || __ldcg(tail.touched + copy) < now) break;
-      if (s.pages.is_read(p) || atomicMax(tail.touched + copy, now + 1) != now) continue;
-      append(tail.lists.read, counts.read, {s.blocks[p], copy, base::unencoded_tokens(p, s.length)});
-    }
-  }
   __syncthreads();
   if (thread == 0) {
     counts.copied = min(counts.copied, tail.count);
+    counts.left = min(counts.left, tail.count);
     counts.asked = 0;
     *tail.lists.counts = counts;
   }

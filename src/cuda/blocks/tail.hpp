@@ -34,13 +34,13 @@ inline constexpr int kListedRows = 2048;  // of a step, its first ones
 // What a step's launches read instead of tables: made by begin_step. Places in memory are fixed, counts are in memory,
 // so that a recorded graph follows them.
 struct StepLists {
-  CopiedRow* rows = nullptr;            // [kListedRows]
-  CopiedRows* copied = nullptr;         // [copies]
-  base::BlockToEncode* full = nullptr;  // [copies]: before the step's writes; as core::TailCopies::to_encode
-  base::BlockToEncode* read = nullptr;  // [copies]: behind them; as core::TailCopies::to_encode_behind_writes
+  CopiedRow* rows = nullptr;             // [kListedRows]
+  CopiedRows* copied = nullptr;          // [copies]
+  base::BlockToEncode* full = nullptr;   // [copies]: before the step's writes; as core::TailCopies::to_encode
+  base::BlockToEncode* left = nullptr;   // [copies]: behind them; as core::TailCopies::to_encode_behind_writes
   base::BlockToEncode* asked = nullptr;  // [copies]: for calls that want the codes of blocks
   struct Counts {
-    std::int32_t copied, full, read, asked;
+    std::int32_t copied, full, left, asked;
   };
   Counts* counts = nullptr;
 };
@@ -50,7 +50,7 @@ struct TailState {
   TailCopy* copies = nullptr;            // [count]
   std::uint32_t* written = nullptr;      // [count]: not 0: from its first position on
   base::Unencoded* unencoded = nullptr;  // [count]
-  std::uint32_t* touched = nullptr;      // [count]: the newest step whose rows lie in the block; one more if it is read
+  std::uint32_t* touched = nullptr;      // [count]: the newest step whose rows lie in the block
   std::int32_t* wanted = nullptr;        // [count]: room for a step's blocks
   std::uint32_t* step = nullptr;         // one: the newest step
   unsigned long long* misses = nullptr;  // one
