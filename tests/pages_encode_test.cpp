@@ -194,8 +194,8 @@ TEST(PagesEncode, ABlockIsReadInTheStepThatFillsIt) {
   }
 }
 
-// A block that loses its copy half full has what the copy had, around its first key (it is a first page), and zeros
-// behind; its sequence goes on by tokens.
+// A block whose sequence is not in a step has what its copy had, around its first key (it is a first page), and zeros
+// behind. It may lose the copy then; its sequence goes on by tokens.
 TEST(PagesEncode, ALostCopyIsEncodedAsFarAsItWasWritten) {
   Engine engine(with_copies(1, 0, 1)), plain(without_copies());
   const std::vector<std::int32_t> blocks{2}, others{3};
@@ -300,6 +300,28 @@ TEST(PagesEncode, LayersAreWrittenAlone) {
       draft.write(1);
       EXPECT_TRUE(same_bits(both.attend(1), draft.attend(1))) << length;
     }
+  }
+}
+
+// Memory of a freed block may be somebody else's before the next step begins: then a write leaves codes complete.
+TEST(PagesEncode, AtOnceLeavesNothingForTheNextStep) {
+  PagesConfig c = with_copies(1);
+  Engine later(c);
+  c.encode_at_once = true;
+  Engine at_once(c);
+  const std::vector<std::int32_t> blocks{3, 8, 1, 6, 4};
+  std::int32_t length = 0;
+  for (const std::int32_t tokens : {5, 70, 1, 52, 1, 150}) {
+    const Sequence now{blocks, length, length + tokens};
+    length += tokens;
+    for (Engine* e : {&at_once, &later}) e->step({now});
+    EXPECT_TRUE(same_bits(at_once.attend(), later.attend())) << length;
+    later.begin({});
+    for (std::int32_t page = 0; page * kPageTokens < length; ++page)
+      EXPECT_TRUE(at_once.same_bytes(later, blocks[static_cast<std::size_t>(page)])) << length << " " << page;
+    at_once.begin({});
+    for (std::int32_t page = 0; page * kPageTokens < length; ++page)
+      EXPECT_TRUE(at_once.same_bytes(later, blocks[static_cast<std::size_t>(page)])) << length << " " << page;
   }
 }
 

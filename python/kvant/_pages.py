@@ -88,10 +88,15 @@ class Pages(_arguments.NotCopied):
     exact: "f32" (CPU only), "f16" or "bf16", the dtype of exact copies; None: f32 where a format is f32, else f16 where
         one is, else bf16.
 
+    encode_at_once: with tail: a write leaves the codes of its blocks complete, which takes longer. For an engine that
+        may give the memory of a freed block to layers which kvant does not write, before a step begins.
+
     A block is 64 tokens of one sequence; a (block, kv head) is block_bytes contiguous bytes. A block is filled from its
     first position on; the write that stores the first position clears those that it does not store. Tokens are encoded
-    as they come; a tail keeps exact copies besides. Layers whose sequences have other block tables need Pages of their
-    own, if there are centres or a tail.
+    as they come. With a tail the tokens of a block that has an exact copy go to the copy alone, and begin_step encodes
+    the block, in all layers, once it is full or its sequence is not in the step: so the pool that each layer was
+    written to last must stay. Layers whose sequences have other block tables need Pages of their own, if there are
+    centres or a tail.
 
     Errors: InvalidArgument, Unsupported, OutOfMemory.
     """
@@ -116,6 +121,7 @@ class Pages(_arguments.NotCopied):
         k_centre: str = "automatic",
         sink_pages: int = 0,
         exact_copies: int | None = None,
+        encode_at_once: bool = False,
     ):
         self.device = _arguments.device(device)
         self.owner = Owner(self.device, "pages")  # of kvant's own modules
@@ -140,6 +146,7 @@ class Pages(_arguments.NotCopied):
             c.exact_dtype = _arguments.choice("exact", exact, EXACT)
         self.kv_heads, self.head_dim, self.layers = c.kv_heads, c.head_dim, c.layers
         self.tail, self.tail_sequences, self.sink_pages = c.tail_pages, c.tail_sequences, c.sink_pages
+        c.encode_at_once = _arguments.flag("encode_at_once", encode_at_once)
         handle = _c.PagesHandle()
         _c.check(_c.pages_create(byref(c), byref(handle)))
         self.owner.pointer = handle

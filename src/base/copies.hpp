@@ -63,17 +63,14 @@ KVANT_HD constexpr CopiedPages copied_pages(std::int32_t length, std::int32_t q_
   return p;
 }
 
-// Who makes room: the copy with the highest rank, then the one with the lowest number. First those that nobody has, then
-// by age: how far a step's number has come since a step had the page among its copied ones, and the page's lag. Steps
-// have every third number. Of one age those make room first whose tokens are encoded already. Rank 0: the step needs the
-// copy, which makes no room.
+// Who makes room: the copy with the highest age, then the one with the lowest number. An age is how far a step's number
+// has come since a step had the page among its copied ones, and the page's lag. Steps have every third number. Age 0: the
+// step needs the copy, which makes no room.
 inline constexpr std::uint32_t kNumbersOfStep = 3;
-inline constexpr std::uint32_t kRankOfUnused = 255, kMostAge = 126;
-KVANT_HD constexpr std::uint32_t copy_rank(std::int32_t block, std::uint32_t used, std::uint32_t step,
-                                           bool is_encoded) noexcept {
-  if (block < 0) return kRankOfUnused;
-  const std::uint32_t age = step - used < kMostAge ? step - used : kMostAge;
-  return age == 0 ? 0 : 2 * age + (is_encoded ? 1 : 0);
+inline constexpr std::uint32_t kAgeOfUnused = 255, kMostAge = 254;
+KVANT_HD constexpr std::uint32_t copy_age(std::int32_t block, std::uint32_t used, std::uint32_t step) noexcept {
+  if (block < 0) return kAgeOfUnused;
+  return step - used < kMostAge ? step - used : kMostAge;
 }
 
 // What a copy holds that its block's codes lack: the block's first tokens, as many as these. 0: nothing. A word, because

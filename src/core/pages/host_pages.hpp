@@ -19,7 +19,7 @@ namespace kvant::core {
 struct HostTail {
   HostTail(const PagesTail& tail, int kv_heads)
       : storage(tail.layout, tail.layers, kv_heads),
-        copies(tail.ends(), tail.copies),
+        copies(tail.ends(), tail.copies, tail.encode_at_once),
         dtype(tail.dtype),
         pools(static_cast<std::size_t>(tail.layers)) {}
   // The first rows of one side of a copy, for kernels that read rows.

@@ -26,14 +26,15 @@ void for_each_sequence(const StepTables& t, const base::ExactEnds<std::int32_t>&
 
 }  // namespace
 
-TailCopies::TailCopies(const base::ExactEnds<std::int32_t>& ends, std::int32_t copies)
+TailCopies::TailCopies(const base::ExactEnds<std::int32_t>& ends, std::int32_t copies, bool encode_at_once)
     : ends_(ends),
+      encode_at_once_(encode_at_once),
       copies_(static_cast<std::size_t>(copies)),
       entries_(base::copy_table_entries(2 * static_cast<std::uint64_t>(copies)), base::CopyEntry{-1, -1}),
       table_{entries_.data(), static_cast<std::uint32_t>(entries_.size() - 1)} {
   wanted_.reserve(copies_.size());
   room_.reserve(copies_.size());
-  to_encode_.reserve(2 * copies_.size());
+  to_encode_.reserve(copies_.size());
   behind_writes_.reserve(copies_.size());
 }
 
@@ -45,18 +46,14 @@ void TailCopies::begin_step(const StepTables& t) {
   behind_writes_.clear();
   forget_long_steps(t);
   mark(t);
-  // Rows of this step lie in blocks that keep their copy, whoever loses one.
   touch(t);
-  encode_full();
+  encode_untouched();
   // Copies that this step needs make no room: pages that are left go without.
   const auto needed =
       std::count_if(copies_.begin(), copies_.end(), [&](const Copy& c) { return c.block >= 0 && c.used == step_; });
   wanted_.resize(std::min(wanted_.size(), copies_.size() - static_cast<std::size_t>(needed)));
-  if (!wanted_.empty()) {
-    give(wanted_);
-    touch(t);
-  }
-  find_left_blocks(t);
+  if (!wanted_.empty()) give(wanted_);
+  find_blocks_of_step(t);
 }
 
 // Blocks in the middle of a long step are encoded from its rows. A copy that one of them has is of an earlier life.
@@ -99,24 +96,19 @@ void TailCopies::touch(const StepTables& t) {
   });
 }
 
-void TailCopies::encode(Copy& copy) {
-  if (copy.what.any()) to_encode_.push_back({copy.block, static_cast<std::int32_t>(&copy - copies_.data()), copy.what});
-  copy.what = {};
-}
-
-// A block that the step writes to (drafts were rejected) is encoded when it is full again.
-void TailCopies::encode_full() {
-  for (Copy& copy : copies_) {
-    if (copy.block >= 0 && copy.what.tokens() == kPageTokens && copy.touched != step_) encode(copy);
+void TailCopies::encode_untouched() {
+  for (std::int32_t i = 0; i < static_cast<std::int32_t>(copies_.size()); ++i) {
+    Copy& copy = at(i);
+    if (!copy.what.any() || copy.touched == step_) continue;
+    to_encode_.push_back({copy.block, i, copy.what});
+    copy.what = {};
   }
 }
 
 void TailCopies::give(std::span<const std::int32_t> blocks) {
   make_room(blocks.size());
   for (std::size_t i = 0; i < blocks.size(); ++i) {
-    Copy& copy = at(room_[i]);
-    if (copy.block >= 0) encode(copy);
-    copy = {.block = blocks[i], .used = step_};
+    at(room_[i]) = {.block = blocks[i], .used = step_, .touched = step_};
   }
   std::fill(entries_.begin(), entries_.end(), base::CopyEntry{-1, -1});
   for (std::size_t i = 0; i < copies_.size(); ++i) {
@@ -127,24 +119,24 @@ void TailCopies::give(std::span<const std::int32_t> blocks) {
 
 // The copies to give away, in ascending order. There are enough.
 void TailCopies::make_room(std::size_t count) {
-  std::array<std::size_t, base::kRankOfUnused + 1> of_rank{};
-  const auto rank = [&](const Copy& c) { return base::copy_rank(c.block, c.used, step_, !c.what.any()); };
-  for (const Copy& c : copies_) ++of_rank[rank(c)];
-  std::uint32_t lowest = base::kRankOfUnused;  // that makes room; of these only some
-  std::size_t above = 0;
-  while (above + of_rank[lowest] < count) above += of_rank[lowest--];
+  std::array<std::size_t, base::kAgeOfUnused + 1> of_age{};
+  const auto age = [&](const Copy& c) { return base::copy_age(c.block, c.used, step_); };
+  for (const Copy& c : copies_) ++of_age[age(c)];
+  std::uint32_t youngest = base::kAgeOfUnused;  // that makes room; of these only some
+  std::size_t older = 0;
+  while (older + of_age[youngest] < count) older += of_age[youngest--];
   room_.clear();
-  for (std::size_t i = 0, left = count - above; i < copies_.size(); ++i) {
-    const std::uint32_t r = rank(copies_[i]);
-    if (r < lowest || (r == lowest && left == 0)) continue;
-    if (r == lowest) --left;
+  for (std::size_t i = 0, left = count - older; i < copies_.size(); ++i) {
+    const std::uint32_t a = age(copies_[i]);
+    if (a < youngest || (a == youngest && left == 0)) continue;
+    if (a == youngest) --left;
     room_.push_back(static_cast<std::int32_t>(i));
   }
 }
 
-void TailCopies::find_left_blocks(const StepTables& t) {
+void TailCopies::find_blocks_of_step(const StepTables& t) {
   for_each_sequence(t, ends_, [&](const StepSequence& s) {
-    for (std::int32_t p = s.first_written(); base::is_left_behind(p, s.length, ends_); ++p) {
+    for (std::int32_t p = s.first_written(); p < s.pages.end && is_encoded_with_step(p, s.length); ++p) {
       const std::int32_t copy = s.blocks[p] < 0 ? -1 : find(s.blocks[p]);
       if (copy >= 0) behind_writes_.push_back({s.blocks[p], copy, base::unencoded_tokens(p, s.length)});
     }
@@ -162,7 +154,7 @@ void TailCopies::forget(std::int32_t block) noexcept {
 
 void TailCopies::note_written(std::int32_t copy, std::int32_t page, std::int32_t length) noexcept {
   at(copy).is_written = true;
-  at(copy).what = base::is_left_behind(page, length, ends_) ? base::Unencoded{} : base::unencoded_tokens(page, length);
+  at(copy).what = is_encoded_with_step(page, length) ? base::Unencoded{} : base::unencoded_tokens(page, length);
 }
 
 std::int64_t TailCopies::take_misses() noexcept {

@@ -13,15 +13,18 @@ namespace kvant::core {
 
 class TailCopies {
  public:
-  TailCopies(const base::ExactEnds<std::int32_t>& ends, std::int32_t copies);
+  // encode_at_once: the writes of a step leave no tokens unencoded.
+  TailCopies(const base::ExactEnds<std::int32_t>& ends, std::int32_t copies, bool encode_at_once);
 
   // Gives copies to the pages that begin in this step, as far as there are some, and takes back those that earlier
   // steps gave and that nobody wrote to (an engine's trial run, whose tables have any blocks). Tables are checked.
   // Allocates nothing.
   void begin_step(const StepTables& tables);
-  // Of the last begin_step: blocks to encode before the step's writes, which are full or lose their copy; and, once
-  // these writes are done, blocks that a long step fills and goes on behind, so that they end outside the exact ends:
-  // whoever reads them in this very step reads codes.
+  // Of the last begin_step. Before the step's writes: blocks with tokens that only their copies have, and that the step
+  // does not write to. They are full, or their sequence is not in the step: if it has ended, the engine may give the
+  // memory to somebody else, who writes there in this step at the earliest. So no block is left unencoded for longer.
+  // Once the writes are done: blocks that a long step fills and goes on behind, so that they end outside the exact ends:
+  // whoever reads them in this very step reads codes. Or all that it writes to.
   [[nodiscard]] std::span<const base::BlockToEncode> to_encode() const noexcept { return to_encode_; }
   [[nodiscard]] std::span<const base::BlockToEncode> to_encode_behind_writes() const noexcept { return behind_writes_; }
 
@@ -49,16 +52,20 @@ class TailCopies {
   void forget_long_steps(const StepTables& tables);
   void mark(const StepTables& tables);
   void touch(const StepTables& tables);
-  void encode_full();
+  void encode_untouched();
   void give(std::span<const std::int32_t> blocks);
   void make_room(std::size_t copies);
-  void find_left_blocks(const StepTables& tables);
-  void encode(Copy& copy);
+  void find_blocks_of_step(const StepTables& tables);
 
   [[nodiscard]] Copy& at(std::int32_t copy) noexcept { return copies_[static_cast<std::size_t>(copy)]; }
   [[nodiscard]] const Copy& at(std::int32_t copy) const noexcept { return copies_[static_cast<std::size_t>(copy)]; }
 
+  [[nodiscard]] bool is_encoded_with_step(std::int32_t page, std::int32_t length) const noexcept {
+    return encode_at_once_ || base::is_left_behind(page, length, ends_);
+  }
+
   const base::ExactEnds<std::int32_t> ends_;
+  const bool encode_at_once_;
   std::vector<Copy> copies_;
   std::vector<base::CopyEntry> entries_;
   base::CopyTable table_;

@@ -334,7 +334,7 @@ class Blocks final : public core::DeviceBlocks {
     KVANT_CUDA_TRY(kernel_->launch(p, list, limits_, native(stream)));
     // A short step ends in the page that it fills, or behind it.
     const bool is_long = !step_ || step_->max_query_len == 0 || step_->max_query_len > kPageTokens;
-    if (!has_copies() || !is_long) return {};
+    if (!has_copies() || !(is_long || config_.tail.encode_at_once)) return {};
     const StepLists& lists = tail_.state.lists;
     return encode(lists.left, &lists.counts->left, pool.layer, 1, native(stream));
   }
@@ -473,6 +473,7 @@ class Blocks final : public core::DeviceBlocks {
     s.table.mask = entries - 1;
     s.count = t.copies;
     s.ends = t.ends();
+    s.encode_at_once = t.encode_at_once;
     KVANT_CUDA_TRY(clear_tail(s, nullptr));
     return {};
   }

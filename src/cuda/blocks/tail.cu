@@ -8,7 +8,7 @@ namespace kvant::cuda {
 namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
-static_assert(base::kRankOfUnused < kThreads);
+static_assert(base::kAgeOfUnused < kThreads);
 
 // Sums of the block's threads: of those before this one, and of all.
 struct Sum {
@@ -106,16 +106,13 @@ __device__ std::uint32_t insert(const base::CopyTable& table, std::int32_t block
 // As core::TailCopies::begin_step, whose steps these are.
 __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_constant__ BeginStep step) {
   __shared__ int room[kWarps];
-  __shared__ int of_rank[base::kRankOfUnused + 1];
-  __shared__ int lowest, left;
+  __shared__ int of_age[base::kAgeOfUnused + 1];
+  __shared__ int youngest, left;
   __shared__ StepLists::Counts counts;
   const TailState& tail = step.tail;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::uint32_t now = __ldcg(tail.step) + base::kNumbersOfStep;
   const std::int32_t pages = step.batch * pages_of_sequence(tail.ends);
-  const auto unencoded = [&](std::int32_t copy) {
-    return base::Unencoded{__ldcg(reinterpret_cast<const std::uint32_t*>(tail.unencoded) + copy)};
-  };
 
   if (thread == 0) counts = {};
   for (std::int32_t i = thread; i < kListedRows; i += kThreads) tail.lists.rows[i].copy = -1;
@@ -156,12 +153,11 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
     const int2 x = __ldcg(reinterpret_cast<const int2*>(tail.copies + i));
     return TailCopy{x.x, static_cast<std::uint32_t>(x.y)};
   };
-  // Full blocks are encoded. One that the step writes to (drafts were rejected) is when it is full again.
+  // Blocks with tokens that only their copies have, and that the step does not write to.
   for (std::int32_t i = thread; i < tail.count; i += kThreads) {
-    const base::Unencoded what = unencoded(i);
-    const std::int32_t block = copy_at(i).block;
-    if (what.tokens() != kPageTokens || block < 0 || __ldcg(tail.touched + i) == now) continue;
-    append(tail, tail.lists.full, counts.full, {block, i, what});
+    const base::Unencoded what{__ldcg(reinterpret_cast<const std::uint32_t*>(tail.unencoded) + i)};
+    if (!what.any() || __ldcg(tail.touched + i) == now) continue;
+    append(tail, tail.lists.full, counts.full, {copy_at(i).block, i, what});
     tail.unencoded[i] = {};
   }
 
@@ -176,39 +172,32 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
       wanted += sum.all;
     }
 
-    // Room for them: copies of the highest ranks, of the lowest of these ranks the first ones. Those that this step
+    // Room for them: copies of the highest ages, of the youngest of these ages the first ones. Those that this step
     // needs make none: pages that are left go without.
-    const auto rank_of = [&](std::int32_t i) {
-      const TailCopy c = copy_at(i);
-      return static_cast<int>(base::copy_rank(c.block, c.used, now, !unencoded(i).any()));
-    };
-    if (thread <= static_cast<std::int32_t>(base::kRankOfUnused)) of_rank[thread] = 0;
-    if (thread == 0) lowest = static_cast<int>(base::kRankOfUnused) + 1, left = 0;  // nobody gives
+    const auto age = [&](const TailCopy& c) { return static_cast<int>(base::copy_age(c.block, c.used, now)); };
+    if (thread <= static_cast<std::int32_t>(base::kAgeOfUnused)) of_age[thread] = 0;
+    if (thread == 0) youngest = static_cast<int>(base::kAgeOfUnused) + 1, left = 0;  // nobody gives
     __syncthreads();
-    for (std::int32_t i = thread; i < tail.count; i += kThreads) atomicAdd(&of_rank[rank_of(i)], 1);
+    for (std::int32_t i = thread; i < tail.count; i += kThreads) atomicAdd(&of_age[age(copy_at(i))], 1);
     __syncthreads();
-    wanted = min(wanted, tail.count - of_rank[0]);
-    const int my_rank = static_cast<int>(base::kRankOfUnused) - thread, mine = my_rank >= 0 ? of_rank[my_rank] : 0;
-    const int above = sum_in_order(mine, room).before;
-    if (above < wanted && wanted <= above + mine) lowest = my_rank, left = wanted - above;
+    wanted = min(wanted, tail.count - of_age[0]);
+    const int my_age = static_cast<int>(base::kAgeOfUnused) - thread, mine = my_age >= 0 ? of_age[my_age] : 0;
+    const int older = sum_in_order(mine, room).before;
+    if (older < wanted && wanted <= older + mine) youngest = my_age, left = wanted - older;
     __syncthreads();
-    int of_lowest = 0, given = 0;
+    int of_youngest = 0, given = 0;
     for (std::int32_t first = 0; first < tail.count; first += kThreads) {
       const std::int32_t i = first + thread;
-      const int rank = i < tail.count ? rank_of(i) : -1;
-      const Sum same = sum_in_order(rank == lowest ? 1 : 0, room);
-      const bool gives = rank > lowest || (rank == lowest && of_lowest + same.before < left);
+      const int a = i < tail.count ? age(copy_at(i)) : -1;
+      const Sum same = sum_in_order(a == youngest ? 1 : 0, room);
+      const bool gives = a > youngest || (a == youngest && of_youngest + same.before < left);
       const Sum sum = sum_in_order(gives ? 1 : 0, room);
       if (gives) {
-        const std::int32_t block = copy_at(i).block;
-        const base::Unencoded what = unencoded(i);
-        if (block >= 0 && what.any()) append(tail, tail.lists.full, counts.full, {block, i, what});
         tail.copies[i] = {__ldcg(tail.wanted + given + sum.before), now};
         tail.written[i] = 0;
-        tail.unencoded[i] = {};
         tail.touched[i] = now;
       }
-      of_lowest += same.all;
+      of_youngest += same.all;
       given += sum.all;
     }
 
@@ -230,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
     const std::int32_t copy = tail.table.find(page.block);
     if (copy < 0) continue;
     base::Unencoded what = base::unencoded_tokens(page.number, page.length);
-    if (base::is_left_behind(page.number, page.length, tail.ends)) {
+    if (tail.encode_at_once || base::is_left_behind(page.number, page.length, tail.ends)) {
       append(tail, tail.lists.left, counts.left, {page.block, copy, what});
       what = {};
     }

@@ -56,6 +56,7 @@ struct TailState {
   unsigned long long* misses = nullptr;  // one
   std::int32_t count = 0;                // of copies
   base::ExactEnds<std::int32_t> ends{};  // of a sequence
+  bool encode_at_once = false;           // all blocks that a step writes to are in `left`
   StepLists lists;
 
 #if defined(__CUDACC__)
