@@ -20,8 +20,8 @@ constexpr std::int64_t kColumns = 8, kBlocks = 16;
 
 struct Sequence {
   std::vector<std::int32_t> blocks;
-  std::int32_t begin, length;  // of the step's tokens, and behind them
-  std::uint64_t seed = 0;      // of its tokens
+  std::int32_t begin, length;  // the step's first token, and behind the step
+  std::uint64_t seed = 0;      // its tokens follow from it
 };
 
 // Pages of one kv head in some layers. A token's key and value depend on its sequence's seed and its position.
@@ -73,7 +73,7 @@ class Engine {
                TensorView::of(v.data(), count, 1, kDim), slots_.data(), count)
         .value();
   }
-  // Of the step's rows.
+  // The outputs of the step's rows.
   std::vector<float> attend(int layer = 0) {
     plans[0].set_tables(step_.tables(kColumns)).value();
     const auto count = static_cast<std::int64_t>(slots_.size());

@@ -586,11 +586,11 @@ typedef struct kvant_pages_config {
   kvant_key_centre k_centre; /* default KVANT_CENTRE_AUTOMATIC. With page, kvant_pages_begin_step must come before the
                                 writes of each step */
   int32_t sink_pages;        /* with tail_pages: first pages of a sequence that are read exactly; 0 (default): none */
-  int32_t exact_copies; /* with tail_pages: exact copies of each layer, where there are to be fewer than all sequences
+  int32_t exact_copies;   /* with tail_pages: exact copies of each layer, where there are to be fewer than all sequences
                            may have; 0 (default): as many */
-  int32_t encode_at_once; /* with tail_pages: not 0: a write leaves the codes of its blocks complete, which takes longer.
+  int32_t encode_at_once; /* with tail_pages: not 0: a write leaves the codes of its blocks complete, which is slower.
                              For an engine that may give the memory of a freed block to layers which kvant does not
-                             write, before a step begins; 0 (default): they are completed by the next step's begin */
+                             write, before a step begins; 0 (default): the next step's begin completes them */
 } kvant_pages_config;
 KVANT_C_API void kvant_pages_config_init(kvant_pages_config* config, size_t struct_size);
 
@@ -617,13 +617,13 @@ typedef struct kvant_block_pool {
 } kvant_block_pool;
 
 /* Stores tokens in their slots, encoded, or in the exact copies of their blocks. slots: [count], slot = block * 64 +
- * position; below 0 (host: -1): a token that is not stored, and not read. keys, values: [count or more, kv_heads, head_dim]. Tokens of one block must follow one
- * another in slots, in ascending order; in host memory any order will do. The write that stores a block's first
- * position clears those that it does not store. With centres row i of slots is row i of the step's tables.
- * Errors: KVANT_INVALID_ARGUMENT for centred pages before any kvant_pages_begin_step; in host memory
- * KVANT_NON_FINITE, and KVANT_INVALID_ARGUMENT for slots outside the pool; nothing was changed then. On a device
- * such values become NaN, such tokens are not stored, and kvant_pages_take_non_finite tells. With a tail the pool must stay until the layer is
- * written to another one: kvant_pages_begin_step encodes blocks there. */
+ * position; below 0 (host: -1): a token that is not stored, and not read. keys, values: [count or more, kv_heads,
+ * head_dim]. Tokens of one block must follow one another in slots, in ascending order; in host memory any order will
+ * do. The write that stores a block's first position clears those that it does not store. With centres row i of slots
+ * is row i of the step's tables. Errors: KVANT_INVALID_ARGUMENT for centred pages before any kvant_pages_begin_step; in
+ * host memory KVANT_NON_FINITE, and KVANT_INVALID_ARGUMENT for slots outside the pool; nothing was changed then. On a
+ * device such values become NaN, such tokens are not stored, and kvant_pages_take_non_finite tells. With a tail the
+ * pool must stay until the layer is written to another one: kvant_pages_begin_step encodes blocks there. */
 KVANT_C_API kvant_status kvant_pages_write(const kvant_pages* pages, const kvant_block_pool* pool,
                                            const kvant_tensor* keys, const kvant_tensor* values, const int64_t* slots,
                                            int64_t count, void* stream);

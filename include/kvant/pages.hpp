@@ -168,33 +168,32 @@ class KVANT_API Pages {
   /// from length - queries on) gets an exact copy if it is a first page or in the tail; the copy that was needed
   /// longest ago makes room, a first page's before one of the tail, and never one of the tail of this step. From then
   /// on, what is written to the block is written to its copy alone. A block that is to be read exactly and has no copy
-  /// (a prefix that was cached long ago) is read encoded, and take_misses counts it. Blocks that were in the tail when a
-  /// step began are read exactly by all its queries.
-  /// Blocks with tokens that only their copies have, and that the step's rows do not go on, are encoded by this call,
-  /// in the pools that the layers were last written to, which must stay. Others are after writes of the step: blocks
-  /// that a step of more than 64 tokens fills and leaves outside the tail (with PagesConfig::encode_at_once all).
-  /// Errors: on the host invalid_argument for tables that do not fit. On a device such sequences are passed over, and
-  /// the plan's take_errors tells. Without centres and tail_pages nothing happens.
+  /// (a prefix that was cached long ago) is read encoded, and take_misses counts it. Blocks that were in the tail when
+  /// a step began are read exactly by all its queries. Blocks with tokens that only their copies have, and that the
+  /// step's rows do not go on, are encoded by this call, in the pools that the layers were last written to, which must
+  /// stay. Others are after writes of the step: blocks that a step of more than 64 tokens fills and leaves outside the
+  /// tail (with PagesConfig::encode_at_once all). Errors: on the host invalid_argument for tables that do not fit. On a
+  /// device such sequences are passed over, and the plan's take_errors tells. Without centres and tail_pages nothing
+  /// happens.
   Status begin_step(const StepTables& tables, Stream stream = {}) const;
   /// Waits for the stream. Since the last call: pages that a step was to read exactly, and that had no copy.
   Result<std::int64_t> take_misses(Stream stream = {}) const;
 
-  /// Stores tokens in their slots, encoded, or in the exact copies of their blocks. slots: [count], device memory for pages on a device. keys, values: [count or
-  /// more, kv_heads, head_dim], f32, f16 or bf16; row i goes to slot i, and those of slots below 0 are not read.
-  /// The tokens of one block must follow one another in slots, in ascending order, as those of a sequence do; on the
-  /// host any order will do. Bytes are the same on every instruction set and device. With centres, row i is row i of
-  /// the tables of begin_step; a block that begins in a row for which these name no block before is centred on its
-  /// first key.
-  /// Errors: invalid_argument for centred pages before any begin_step.
-  /// On the host non_finite for values that are not finite or above 65504, and invalid_argument for slots
-  /// outside the pool (nothing was changed). On a device such values become NaN for the rows that see them, tokens of
-  /// such slots are not stored, and take_non_finite tells of either.
+  /// Stores tokens in their slots, encoded, or in the exact copies of their blocks. slots: [count], device memory for
+  /// pages on a device. keys, values: [count or more, kv_heads, head_dim], f32, f16 or bf16; row i goes to slot i, and
+  /// those of slots below 0 are not read. The tokens of one block must follow one another in slots, in ascending order,
+  /// as those of a sequence do; on the host any order will do. Bytes are the same on every instruction set and device.
+  /// With centres, row i is row i of the tables of begin_step; a block that begins in a row for which these name no
+  /// block before is centred on its first key. Errors: invalid_argument for centred pages before any begin_step. On the
+  /// host non_finite for values that are not finite or above 65504, and invalid_argument for slots outside the pool
+  /// (nothing was changed). On a device such values become NaN for the rows that see them, tokens of such slots are not
+  /// stored, and take_non_finite tells of either.
   Status write(const BlockPool& pool, const TensorView& keys, const TensorView& values, const std::int64_t* slots,
                std::int64_t count, Stream stream = {}) const;
   /// Decodes whole blocks to f32, f16 or bf16 tensors [count * 64, kv_heads, head_dim], in the original coordinates:
   /// what attention computes with, but for exact copies, which are not looked at. ids: [count], device memory for pages
-  /// on a device, where ids outside the pool leave their rows as they are. Either tensor may have null data. Tokens that
-  /// only a copy has are encoded first.
+  /// on a device, where ids outside the pool leave their rows as they are. Either tensor may have null data. Tokens
+  /// that only a copy has are encoded first.
   Status decode(const BlockPool& pool, const std::int32_t* ids, std::int64_t count, const MutableTensorView& keys,
                 const MutableTensorView& values, Stream stream = {}) const;
   /// Copies blocks, all kv heads: from[i] to to[i] for i below count; no block of `to` may be in `from` or twice in

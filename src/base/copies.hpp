@@ -64,8 +64,8 @@ KVANT_HD constexpr CopiedPages copied_pages(std::int32_t length, std::int32_t q_
 }
 
 // Who makes room: the copy with the highest age, then the one with the lowest number. An age is how far a step's number
-// has come since a step had the page among its copied ones, and the page's lag. Steps have every third number. Age 0: the
-// step needs the copy, which makes no room.
+// has come since a step had the page among its copied ones, and the page's lag. Steps have every third number. Age 0:
+// the step needs the copy, which makes no room.
 inline constexpr std::uint32_t kNumbersOfStep = 3;
 inline constexpr std::uint32_t kAgeOfUnused = 255, kMostAge = 254;
 KVANT_HD constexpr std::uint32_t copy_age(std::int32_t block, std::uint32_t used, std::uint32_t step) noexcept {
@@ -73,8 +73,8 @@ KVANT_HD constexpr std::uint32_t copy_age(std::int32_t block, std::uint32_t used
   return step - used < kMostAge ? step - used : kMostAge;
 }
 
-// What a copy holds that its block's codes lack: the block's first tokens, as many as these. 0: nothing. A word, because
-// on a device many threads write it at once, all of them the same.
+// The tokens that a copy holds and that its block's codes lack: so many of the block's first ones. 0: none. They are
+// one word because on a device many threads write it at once, all of them the same.
 struct Unencoded {
   std::uint32_t word = 0;
   [[nodiscard]] KVANT_HD constexpr std::int32_t tokens() const noexcept { return static_cast<std::int32_t>(word >> 1); }

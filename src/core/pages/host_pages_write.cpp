@@ -1,16 +1,16 @@
 // How tokens are encoded into an engine's blocks in host memory.
 //
-// Slots are cut into runs: tokens that follow one another in a block. The tokens of a block that has an exact copy go to
-// the copy alone; host_pages_tail.cpp encodes such blocks. For other blocks a worker has all runs of a (block, kv head,
-// side), in the order of the call, because eight tokens share the words of value codes. The block's bytes are cleared
-// first if one of its runs has the first position: an engine's blocks hold bytes of earlier users, and kernels load all
-// 64 tokens of a page, so tokens that were never written must decode to finite numbers. With a tail all rows are rounded
-// to the dtype of copies first, so that bytes do not depend on who has a copy.
+// Slots are cut into runs: tokens that follow one another in a block. The tokens of a block that has an exact copy go
+// to the copy alone; host_pages_tail.cpp encodes such blocks. For other blocks a worker has all runs of a (block, kv
+// head, side), in the order of the call, because eight tokens share the words of value codes. The block's bytes are
+// cleared first if one of its runs has the first position: an engine's blocks hold bytes of earlier users, and kernels
+// load all 64 tokens of a page, so tokens that were never written must decode to finite numbers. With a tail all rows
+// are rounded to the dtype of copies first, so that bytes do not depend on who has a copy.
 //
 // Centres (codec/centre.hpp): a run that fills a block is encoded around its own mean, a run that begins a block around
-// the mean of the block before. If that has an exact copy, its keys are read there, which is done first; otherwise it is
-// decoded, so such blocks come after all others. A run behind the first position keeps the block's centre. In page 0 of
-// a sequence the first key stands for the mean.
+// the mean of the block before. If that has an exact copy, its keys are read there, which is done first; otherwise it
+// is decoded, so such blocks come after all others. A run behind the first position keeps the block's centre. In page 0
+// of a sequence the first key stands for the mean.
 #include <algorithm>
 #include <atomic>
 #include <cstring>

@@ -20,11 +20,12 @@ class TailCopies {
   // steps gave and that nobody wrote to (an engine's trial run, whose tables have any blocks). Tables are checked.
   // Allocates nothing.
   void begin_step(const StepTables& tables);
-  // Of the last begin_step. Before the step's writes: blocks with tokens that only their copies have, and that the step
-  // does not write to. They are full, or their sequence is not in the step: if it has ended, the engine may give the
-  // memory to somebody else, who writes there in this step at the earliest. So no block is left unencoded for longer.
-  // Once the writes are done: blocks that a long step fills and goes on behind, so that they end outside the exact ends:
-  // whoever reads them in this very step reads codes. Or all that it writes to.
+  // The lists of the last begin_step.
+  // to_encode, before the step's writes: blocks with tokens that only their copies have, and that the step does not
+  // write to. They are full, or their sequence is not in the step: if it has ended, the engine may give the memory to
+  // somebody else, who writes there in this step at the earliest. So no block is left unencoded for longer.
+  // to_encode_behind_writes: blocks that a long step fills and goes on behind, so that they end outside the exact ends,
+  // because whoever reads them in this very step reads codes. With encode_at_once all blocks that it writes to.
   [[nodiscard]] std::span<const base::BlockToEncode> to_encode() const noexcept { return to_encode_; }
   [[nodiscard]] std::span<const base::BlockToEncode> to_encode_behind_writes() const noexcept { return behind_writes_; }
 

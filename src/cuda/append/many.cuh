@@ -164,7 +164,7 @@ __device__ __forceinline__ bool next_copied(const WriteParams& params, const Cop
     if (!block.is_there()) continue;
     job.work.page = copied_job(params, encode, block, head, is_value);
     job.work.first = 0, job.work.last = block.what.what.tokens(), job.work.from_exact = true;
-    // What the block has behind them is cleared, as by a write of its first position.
+    // Positions behind them are cleared, as by a write of the first one.
     if (job.work.last < kPageTokens) clear_heads<Shape>(job.work.page, job.work.heads, (job.work.last - 1) / kOctet);
     return true;
   }

@@ -7,7 +7,7 @@ namespace kvant::cuda {
 
 // Tokens of a launch up to which a warp does an octet at most.
 inline constexpr int kFewSlots = kListedRows;
-inline constexpr int kCopyingCtas = 16, kCentreCtas = 8;  // of a multiprocessor, where counts are on the device
+inline constexpr int kCopyingCtas = 16, kCentreCtas = 8;  // where counts are on the device; a multiprocessor
 
 // One token's row of kHeads heads, into the exact copy of its block.
 template <class Shape, int kHeads>

@@ -1,12 +1,13 @@
 // The parameters of a launch that stores tokens in an engine's blocks by their slots (kvant/pages.hpp), or encodes
 // blocks from their exact copies. Host and device.
 //
-// A token whose block has an exact copy goes there alone: lists of the step (cuda/blocks/tail.hpp) say which these are.
+// A token whose block has an exact copy goes there alone: lists that the step's begin made say which these are.
 //
-// Others are encoded. Tokens that follow one another in a block are a run. Few tokens take a kernel with a warp a block:
-// (token, kv head, side), where the first token of an octet of a run does all of the octet. Many take the kernels that a
-// cache's pages have, in which a team of warps does the runs that begin among 64 tokens. So no two teams change one
-// word, as long as the tokens of a block follow one another in the list. Which tokens do is known on the device only.
+// Others are encoded. Tokens that follow one another in a block are a run. Few tokens take a kernel with a warp a
+// block: (token, kv head, side), where the first token of an octet of a run does all of the octet. Many take the
+// kernels that a cache's pages have, in which a team of warps does the runs that begin among 64 tokens. So no two teams
+// change one word, as long as the tokens of a block follow one another in the list. Which tokens do is known on the
+// device only.
 //
 // Around centres (codec/centre.hpp) a launch before finds those of many tokens' blocks; of few, every warp finds the
 // centre of its block for itself, with the same bits. A block that a part of the write begins takes the mean of the
@@ -17,8 +18,8 @@
 #pragma once
 
 #include "base/copies.hpp"
+#include "cuda/append/copied_rows.hpp"
 #include "cuda/append/write.hpp"
-#include "cuda/blocks/tail.hpp"
 
 namespace kvant::cuda {
 
@@ -51,10 +52,10 @@ struct CopiesToEncode {
 
 struct SlotList {
   const std::int64_t* slots;  // [count]; null: there are none
-  std::int64_t places;        // of the pool: 64 a block
+  std::int64_t places;        // in the pool: 64 a block
   std::int32_t count;
   CopiesToEncode encode;
-  base::CopyTable copies;  // of the exact pages that WriteParams has
+  base::CopyTable copies;  // where WriteParams has exact pages
   const CopiedRow* rows;   // [kListedRows]; null: there are no copies
   const CopiedRows* copied;
   const std::int32_t* copied_count;

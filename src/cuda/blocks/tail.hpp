@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "base/copies.hpp"
-#include "kvant/types.hpp"
+#include "cuda/append/copied_rows.hpp"
 
 namespace kvant::cuda {
 
@@ -16,23 +16,8 @@ struct alignas(8) TailCopy {
   std::uint32_t used;  // the newest step that had the block among its copied pages, less the page's lag
 };
 
-// The row of a step whose token goes to an exact copy. copy < 0: to none.
-struct alignas(16) CopiedRow {
-  std::int32_t copy = -1, block = -1, position = 0;  // of the token in the block
-  base::Unencoded what{};                            // that the copy has behind the step
-  [[nodiscard]] KVANT_HD constexpr std::int64_t slot() const noexcept {
-    return std::int64_t{block} * kPageTokens + position;
-  }
-};
-// All rows of a step in one block with a copy; `row` is the first one's, `to` its place.
-struct CopiedRows {
-  std::int32_t row, count;
-  CopiedRow to;
-};
-inline constexpr int kListedRows = 2048;  // of a step, its first ones
-
-// What a step's launches read instead of tables: made by begin_step. Places in memory are fixed, counts are in memory,
-// so that a recorded graph follows them.
+// The lists that a step's launches read instead of tables: begin_step makes them. Places in memory are fixed, counts
+// are in memory, so that a recorded graph follows them.
 struct StepLists {
   CopiedRow* rows = nullptr;             // [kListedRows]
   CopiedRows* copied = nullptr;          // [copies]
@@ -54,8 +39,8 @@ struct TailState {
   std::int32_t* wanted = nullptr;        // [count]: room for a step's blocks
   std::uint32_t* step = nullptr;         // one: the newest step
   unsigned long long* misses = nullptr;  // one
-  std::int32_t count = 0;                // of copies
-  base::ExactEnds<std::int32_t> ends{};  // of a sequence
+  std::int32_t count = 0;                // copies
+  base::ExactEnds<std::int32_t> ends{};  // which pages of a sequence are exact
   bool encode_at_once = false;           // all blocks that a step writes to are in `left`
   StepLists lists;
 
