@@ -91,21 +91,28 @@ class CopyModel {
       if (p.begins()) return p.queries > kPageTokens ? in_tail(p.length, p.number) : keeps;
       return keeps || in_tail(read_length(p.length, p.queries), p.number);
     };
-    std::vector<std::int32_t> wanted;
+    // How little a page needs its copy.
+    const auto need = [&](const Page& p) {
+      const bool is_last = (p.number + 1) * kPageTokens >= p.length;
+      if (is_last || (p.is_written() && (p.queries <= kPageTokens || !p.begins()))) return 0;
+      if (is_first(p.number)) return 1;
+      if (!in_tail(read_length(p.length, p.queries), p.number)) return 4;
+      return (p.number + 2) * kPageTokens >= p.length ? 2 : 3;
+    };
+    struct Wanted {
+      std::int32_t block;
+      int need;
+    };
+    std::vector<Wanted> wanted;
     for (const Page& p : pages) {
       if (p.begins() && !in_time(p)) forget(p.block);
     }
     for (const Page& p : pages) {
       if (!in_time(p)) continue;
-      const bool is_read = in_tail(read_length(p.length, p.queries), p.number);
-      // The tail's copies are never taken; of others those that serve rejected drafts alone go first.
-      const double late = is_read ? 0 : is_first(p.number) ? 0.25 : 0.5;
       if (Copy* c = find(p.block)) {
-        c->used = std::max(c->used, now_ - late);
+        c->used = std::max(c->used, 5 * now_ - need(p));
       } else if (p.begins()) {
-        wanted.push_back(p.block);
-      } else if (is_read || is_first(p.number)) {
-        ++misses;
+        wanted.push_back({p.block, need(p)});
       }
     }
     for (Copy& c : copies_) {
@@ -119,28 +126,34 @@ class CopyModel {
     std::vector<std::size_t> order;
     for (std::size_t i = 0; i < copies_.size(); ++i) order.push_back(i);
     const auto age = [&](std::size_t i) {
-      return copies_[i].block < 0 ? 1000.0 : std::min(now_ - copies_[i].used, 84.5);
+      return copies_[i].block < 0 ? 1000 : std::min<std::int64_t>(5 * now_ - copies_[i].used, 254);
     };
     std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return age(a) > age(b); });
-    const auto left = std::count_if(order.begin(), order.end(), [&](std::size_t i) { return age(i) > 0; });
-    ungiven += static_cast<std::int64_t>(wanted.size());
-    wanted.resize(std::min(wanted.size(), static_cast<std::size_t>(left)));
-    ungiven -= static_cast<std::int64_t>(wanted.size());
-    order.resize(wanted.size());
+    std::stable_sort(wanted.begin(), wanted.end(), [](const Wanted& a, const Wanted& b) { return a.need < b.need; });
+    // The oldest copies go to those that need one most, as long as they are older than what the need keeps.
+    std::size_t given = 0;
+    while (given < wanted.size() && given < order.size() && age(order[given]) > wanted[given].need) ++given;
+    ungiven += static_cast<std::int64_t>(wanted.size() - given);
+    order.resize(given);
     std::sort(order.begin(), order.end());
-    for (std::size_t i = 0; i < wanted.size(); ++i) {
+    for (std::size_t i = 0; i < given; ++i) {
       Copy& c = copies_[order[i]];
       if (c.block >= 0) ++taken;
-      c = {wanted[i], now_};
+      if (c.block >= 0 && 5 * now_ - c.used < 5) ++taken_in_step;
+      c = {wanted[i].block, 5 * now_ - wanted[i].need};
+    }
+    for (const Page& p : pages) {
+      const bool is_read = in_tail(read_length(p.length, p.queries), p.number) || is_first(p.number);
+      if (in_time(p) && is_read && !has(p.block)) ++misses;
     }
   }
 
-  std::int64_t misses = 0, taken = 0, ungiven = 0, part_encoded = 0;
+  std::int64_t misses = 0, taken = 0, taken_in_step = 0, ungiven = 0, part_encoded = 0;
 
  private:
   struct Copy {
     std::int32_t block = -1;
-    double used = 0;
+    std::int64_t used = 0;
     std::int64_t unencoded = 0;
   };
   [[nodiscard]] const Copy* find(std::int32_t block) const {
@@ -149,7 +162,7 @@ class CopyModel {
   }
   Copy* find(std::int32_t block) { return const_cast<Copy*>(static_cast<const CopyModel*>(this)->find(block)); }
   std::int64_t tail_pages_, sink_pages_;
-  double now_ = 0;
+  std::int64_t now_ = 0;
   std::vector<Copy> copies_;
 };
 
@@ -458,6 +471,7 @@ TEST_P(PagesModel, TenThousandSteps) {
   EXPECT_GT(engine.copies().part_encoded, 0);
   EXPECT_TRUE(engine.left_behind > 0 || GetParam().tail_pages > 1);
   EXPECT_EQ(engine.copies().ungiven > 0, GetParam().exact_copies > 0) << engine.copies().ungiven;
+  EXPECT_TRUE(engine.copies().taken_in_step > 0 || GetParam().exact_copies == 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Pairs, PagesModel,

@@ -83,8 +83,8 @@ class Pages(_arguments.NotCopied):
     tail_sequences: sequences that run at the same time, at most. Each may have sink_pages + tail + 2 exact copies of a
         block in each of `layers` layers, and sixteen of them tail more: tail_copies a layer, tail_bytes in all, taken
         here.
-    exact_copies: with tail: fewer copies a layer; None: as many. Where there are too few, first blocks make room for
-        newest ones, and blocks without a copy are read encoded.
+    exact_copies: with tail: fewer copies a layer; None: as many. Where there are too few, blocks that are being written
+        have them first, then first blocks and newest full ones. Blocks without a copy are read encoded.
     exact: "f32" (CPU only), "f16" or "bf16", the dtype of exact copies; None: f32 where a format is f32, else f16 where
         one is, else bf16.
 

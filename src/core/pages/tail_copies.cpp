@@ -48,11 +48,8 @@ void TailCopies::begin_step(const StepTables& t) {
   mark(t);
   touch(t);
   encode_untouched();
-  // Copies that this step needs make no room: pages that are left go without.
-  const auto needed =
-      std::count_if(copies_.begin(), copies_.end(), [&](const Copy& c) { return c.block >= 0 && c.used == step_; });
-  wanted_.resize(std::min(wanted_.size(), copies_.size() - static_cast<std::size_t>(needed)));
-  if (!wanted_.empty()) give(wanted_);
+  give();
+  count_misses(t);
   find_blocks_of_step(t);
 }
 
@@ -70,19 +67,23 @@ void TailCopies::mark(const StepTables& t) {
     for (std::int32_t p = s.pages.first(); p < s.pages.end; p = s.pages.after(p)) {
       const std::int32_t block = s.blocks[p];
       if (block < 0) continue;  // a window hides the page
-      base::CopyEntry& entry = table_.entries[table_.place(block)];
+      const base::CopyEntry& entry = table_.entries[table_.place(block)];
       if (entry.copy >= 0 && p < s.pages.begun && !at(entry.copy).is_written) forget(block);
       if (entry.copy >= 0) {
         std::uint32_t& used = at(entry.copy).used;
-        used = std::max(used, step_ - s.pages.lag(p));
+        used = std::max(used, step_ - static_cast<std::uint32_t>(s.pages.need(p)));
       } else if (p >= s.pages.begun) {
-        if (entry.block == block && std::find(wanted_.begin(), wanted_.end(), block) != wanted_.end()) continue;
-        if (wanted_.size() == copies_.size()) continue;
-        entry.block = block;
-        wanted_.push_back(block);
-      } else if (s.pages.is_read(p)) {
-        ++misses_;
+        const auto is_same = [&](const Wanted& w) { return w.block == block; };
+        if (std::none_of(wanted_.begin(), wanted_.end(), is_same)) wanted_.push_back({block, s.pages.need(p)});
       }
+    }
+  });
+}
+
+void TailCopies::count_misses(const StepTables& t) {
+  for_each_sequence(t, ends_, [&](const StepSequence& s) {
+    for (std::int32_t p = s.pages.first(); p < s.pages.end; p = s.pages.after(p)) {
+      if (s.blocks[p] >= 0 && s.pages.is_read(p) && find(s.blocks[p]) < 0) ++misses_;
     }
   });
 }
@@ -105,11 +106,30 @@ void TailCopies::encode_untouched() {
   }
 }
 
-void TailCopies::give(std::span<const std::int32_t> blocks) {
-  make_room(blocks.size());
-  for (std::size_t i = 0; i < blocks.size(); ++i) {
-    at(room_[i]) = {.block = blocks[i], .used = step_, .touched = step_};
+// How many of those that want a copy get one: the copies with the highest ages go to those with the greatest need.
+std::size_t TailCopies::count_given() const {
+  std::array<std::size_t, base::kCopyNeeds> wanted{}, room{};
+  for (const Wanted& w : wanted_) ++wanted[static_cast<std::size_t>(w.need)];
+  for (const Copy& c : copies_) {
+    for (std::uint32_t need = 0; need < base::copy_age(c.block, c.used, step_) && need < base::kCopyNeeds; ++need)
+      ++room[need];
   }
+  std::size_t given = 0;
+  for (std::size_t need = 0; need < base::kCopyNeeds; ++need) {
+    if (room[need] < given + wanted[need]) return std::max(given, room[need]);
+    given += wanted[need];
+  }
+  return given;
+}
+
+void TailCopies::give() {
+  std::stable_sort(wanted_.begin(), wanted_.end(), [](const Wanted& a, const Wanted& b) { return a.need < b.need; });
+  wanted_.resize(count_given());
+  if (wanted_.empty()) return;
+  make_room(wanted_.size());
+  for (std::size_t i = 0; i < wanted_.size(); ++i)
+    at(room_[i]) = {
+        .block = wanted_[i].block, .used = step_ - static_cast<std::uint32_t>(wanted_[i].need), .touched = step_};
   std::fill(entries_.begin(), entries_.end(), base::CopyEntry{-1, -1});
   for (std::size_t i = 0; i < copies_.size(); ++i) {
     const std::int32_t block = copies_[i].block;

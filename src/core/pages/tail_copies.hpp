@@ -18,7 +18,6 @@ class TailCopies {
 
   // Gives copies to the pages that begin in this step, as far as there are some, and takes back those that earlier
   // steps gave and that nobody wrote to (an engine's trial run, whose tables have any blocks). Tables are checked.
-  // Allocates nothing.
   void begin_step(const StepTables& tables);
   // The lists of the last begin_step.
   // to_encode, before the step's writes: blocks with tokens that only their copies have, and that the step does not
@@ -39,13 +38,13 @@ class TailCopies {
 
   // Counts steps and blocks that lost their copy: what was found at another count may not hold any more.
   [[nodiscard]] std::uint64_t changes() const noexcept { return changes_; }
-  // Pages that were to be read exactly, and had no copy; since the last call.
+  // Pages with a place among those that are read exactly, and without a copy, of all steps since the last call.
   std::int64_t take_misses() noexcept;
 
  private:
   struct Copy {
     std::int32_t block = -1;
-    std::uint32_t used = 0;  // the newest step that had the block among its copied pages, less the page's lag
+    std::uint32_t used = 0;  // the newest step that had the block among its copied pages, less how little it needs it
     base::Unencoded what{};
     bool is_written = false;    // from its first position on
     std::uint32_t touched = 0;  // the newest step whose rows lie in the block
@@ -53,8 +52,10 @@ class TailCopies {
   void forget_long_steps(const StepTables& tables);
   void mark(const StepTables& tables);
   void touch(const StepTables& tables);
+  void count_misses(const StepTables& tables);
   void encode_untouched();
-  void give(std::span<const std::int32_t> blocks);
+  void give();
+  [[nodiscard]] std::size_t count_given() const;
   void make_room(std::size_t copies);
   void find_blocks_of_step(const StepTables& tables);
 
@@ -70,8 +71,12 @@ class TailCopies {
   std::vector<Copy> copies_;
   std::vector<base::CopyEntry> entries_;
   base::CopyTable table_;
-  std::vector<std::int32_t> wanted_;  // blocks, in the order of the batch
-  std::vector<std::int32_t> room_;    // numbers of copies
+  struct Wanted {
+    std::int32_t block;
+    base::CopyNeed need;
+  };
+  std::vector<Wanted> wanted_;      // by need, then in the order of the batch
+  std::vector<std::int32_t> room_;  // numbers of copies
   std::vector<base::BlockToEncode> to_encode_, behind_writes_;
   std::uint32_t step_ = 0;
   std::uint64_t changes_ = 0;

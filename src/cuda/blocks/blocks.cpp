@@ -448,7 +448,9 @@ class Blocks final : public core::DeviceBlocks {
     const core::PagesTail& t = config_.tail;
     if (t.pages == 0) return {};
     const auto copies = static_cast<std::uint64_t>(t.copies);
-    const std::uint32_t entries = base::copy_table_entries(2 * copies);
+    // Blocks that want a copy are in the table, too, before there is one for them.
+    const auto each = static_cast<std::uint64_t>(base::copies_of_sequence(t.ends()) + t.pages);
+    const std::uint32_t entries = base::copy_table_entries(copies + each * static_cast<std::uint64_t>(t.sequences));
     TailState& s = tail_.state;
     const auto total = static_cast<std::uint64_t>(t.bytes(config_.kv_heads));
     tail_.layer_bytes = total / static_cast<std::uint64_t>(t.layers);

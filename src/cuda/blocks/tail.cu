@@ -53,9 +53,10 @@ __device__ StepSequence sequence_of(const BeginStep& step, std::int32_t i) {
 
 // A page of the batch that may have a copy.
 struct Page {
-  enum Kind { none, kept, begins, missing_is_a_miss } kind = none;
+  enum Kind { none, kept, begins } kind = none;
   std::int32_t block = -1, number = 0;
-  std::uint32_t lag = 0;
+  std::uint32_t need = 0;  // base::CopyNeed
+  bool is_read = false;    // exactly, if it has a copy
   // Its rows in the step, and the position of the first one; behind the step its sequence has so many tokens.
   std::int32_t row = 0, rows = 0, position = 0, length = 0;
 };
@@ -76,12 +77,11 @@ __device__ Page page_of(const BeginStep& step, std::int32_t at) {
   const std::int32_t block = s.blocks[p];
   if (block < 0) return {};  // a window hides the page
   const std::int32_t from = max(p * kPageTokens, s.begin()), to = min((p + 1) * kPageTokens, s.length);
-  return {p >= pages.begun   ? Page::begins
-          : pages.is_read(p) ? Page::missing_is_a_miss
-                             : Page::kept,
+  return {p >= pages.begun ? Page::begins : Page::kept,
           block,
           p,
-          pages.lag(p),
+          static_cast<std::uint32_t>(pages.need(p)),
+          pages.is_read(p),
           s.row + from - s.begin(),
           max(to - from, 0),
           from - p * kPageTokens,
@@ -105,7 +105,7 @@ __device__ std::uint32_t insert(const base::CopyTable& table, std::int32_t block
 
 // As core::TailCopies::begin_step, whose steps these are.
 __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_constant__ BeginStep step) {
-  __shared__ int room[kWarps];
+  __shared__ int sums[kWarps];
   __shared__ int of_age[base::kAgeOfUnused + 1];
   __shared__ int youngest, left;
   __shared__ StepLists::Counts counts;
@@ -137,13 +137,11 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
       copy = -1;
     }
     if (copy >= 0) {
-      atomicMax(&tail.copies[copy].used, now - page.lag);
+      atomicMax(&tail.copies[copy].used, now - page.need);
       if (page.rows > 0) tail.touched[copy] = now;
     } else if (page.kind == Page::begins) {
       atomicMin(&tail.table.entries[insert(tail.table, page.block)].copy, mark(at));
       any = true;
-    } else if (page.kind == Page::missing_is_a_miss) {
-      atomicAdd(tail.misses, 1ull);
     }
   }
   any = __syncthreads_or(any ? 1 : 0) != 0;
@@ -162,38 +160,42 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
   }
 
   if (any) {
-    int wanted = 0;
-    for (std::int32_t first = 0; first < pages; first += kThreads) {
-      const std::int32_t at = first + thread;
-      const Page page = at < pages ? page_of(step, at) : Page{};
-      const bool wants = page.kind == Page::begins && tail.table.find(page.block) == mark(at);
-      const Sum sum = sum_in_order(wants ? 1 : 0, room);
-      if (wants && wanted + sum.before < tail.count) tail.wanted[wanted + sum.before] = page.block;
-      wanted += sum.all;
-    }
-
-    // Room for them: copies of the highest ages, of the youngest of these ages the first ones. Those that this step
-    // needs make none: pages that are left go without.
+    int wanted = 0, enough = 0;  // by need, then in the order of the batch; and the first ones, which get a copy
     const auto age = [&](const TailCopy& c) { return static_cast<int>(base::copy_age(c.block, c.used, now)); };
     if (thread <= static_cast<std::int32_t>(base::kAgeOfUnused)) of_age[thread] = 0;
-    if (thread == 0) youngest = static_cast<int>(base::kAgeOfUnused) + 1, left = 0;  // nobody gives
     __syncthreads();
     for (std::int32_t i = thread; i < tail.count; i += kThreads) atomicAdd(&of_age[age(copy_at(i))], 1);
     __syncthreads();
-    wanted = min(wanted, tail.count - of_age[0]);
+    int room = tail.count;
+    for (std::uint32_t need = 0; need < base::kCopyNeeds && wanted == enough; ++need) {
+      room -= of_age[need];  // older copies than this need's alone are given
+      for (std::int32_t first = 0; first < pages; first += kThreads) {
+        const std::int32_t at = first + thread;
+        const Page page = at < pages ? page_of(step, at) : Page{};
+        const bool wants = page.kind == Page::begins && page.need == need && tail.table.find(page.block) == mark(at);
+        const Sum sum = sum_in_order(wants ? 1 : 0, sums);
+        if (wants && wanted + sum.before < tail.count) tail.wanted[wanted + sum.before] = {page.block, now - need};
+        wanted += sum.all;
+      }
+      enough = max(enough, min(wanted, room));
+    }
+
+    // Room for them: copies of the highest ages, of the youngest of these ages the first ones.
+    if (thread == 0) youngest = static_cast<int>(base::kAgeOfUnused) + 1, left = 0;  // nobody gives
     const int my_age = static_cast<int>(base::kAgeOfUnused) - thread, mine = my_age >= 0 ? of_age[my_age] : 0;
-    const int older = sum_in_order(mine, room).before;
-    if (older < wanted && wanted <= older + mine) youngest = my_age, left = wanted - older;
+    const int older = sum_in_order(mine, sums).before;
+    if (older < enough && enough <= older + mine) youngest = my_age, left = enough - older;
     __syncthreads();
     int of_youngest = 0, given = 0;
     for (std::int32_t first = 0; first < tail.count; first += kThreads) {
       const std::int32_t i = first + thread;
       const int a = i < tail.count ? age(copy_at(i)) : -1;
-      const Sum same = sum_in_order(a == youngest ? 1 : 0, room);
+      const Sum same = sum_in_order(a == youngest ? 1 : 0, sums);
       const bool gives = a > youngest || (a == youngest && of_youngest + same.before < left);
-      const Sum sum = sum_in_order(gives ? 1 : 0, room);
+      const Sum sum = sum_in_order(gives ? 1 : 0, sums);
       if (gives) {
-        tail.copies[i] = {__ldcg(tail.wanted + given + sum.before), now};
+        const int2 new_owner = __ldcg(reinterpret_cast<const int2*>(tail.wanted + given + sum.before));
+        tail.copies[i] = {new_owner.x, static_cast<std::uint32_t>(new_owner.y)};
         tail.written[i] = 0;
         tail.touched[i] = now;
       }
@@ -215,9 +217,10 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
   // The step's rows that go to copies.
   for (std::int32_t at = thread; at < pages; at += kThreads) {
     const Page page = page_of(step, at);
-    if (page.kind == Page::none || page.rows == 0) continue;
+    if (page.kind == Page::none) continue;
     const std::int32_t copy = tail.table.find(page.block);
-    if (copy < 0) continue;
+    if (copy < 0 && page.is_read) atomicAdd(tail.misses, 1ull);
+    if (copy < 0 || page.rows == 0) continue;
     base::Unencoded what = base::unencoded_tokens(page.number, page.length);
     if (tail.encode_at_once || base::is_left_behind(page.number, page.length, tail.ends)) {
       append(tail, tail.lists.left, counts.left, {page.block, copy, what});

@@ -13,7 +13,7 @@ namespace kvant::cuda {
 
 struct alignas(8) TailCopy {
   std::int32_t block;  // -1: unused
-  std::uint32_t used;  // the newest step that had the block among its copied pages, less the page's lag
+  std::uint32_t used;  // the newest step that had the block among its copied pages, less how little it needs it
 };
 
 // The lists that a step's launches read instead of tables: begin_step makes them. Places in memory are fixed, counts
@@ -36,7 +36,7 @@ struct TailState {
   std::uint32_t* written = nullptr;      // [count]: not 0: from its first position on
   base::Unencoded* unencoded = nullptr;  // [count]
   std::uint32_t* touched = nullptr;      // [count]: the newest step whose rows lie in the block
-  std::int32_t* wanted = nullptr;        // [count]: room for a step's blocks
+  TailCopy* wanted = nullptr;            // [count]: room for a step's blocks
   std::uint32_t* step = nullptr;         // one: the newest step
   unsigned long long* misses = nullptr;  // one
   std::int32_t count = 0;                // copies
