@@ -1,6 +1,6 @@
 // The engine of support/engine_session.hpp over kvant::Pages, step by step. A model that knows each token's vector says
 // what attention must give: it knows, in the plainest code, which key every block is centred on, and with an exact tail
-// which blocks have copies.
+// which blocks have copies, and when these blocks are encoded.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -41,7 +41,7 @@ struct Kind {
   }
 };
 
-// Which blocks have copies: the rule of docs/borrowed-pages.md.
+// Which blocks have copies, and when they are encoded from these: the rules of docs/borrowed-pages.md.
 class CopyModel {
  public:
   explicit CopyModel(const Kind& kind)
@@ -49,7 +49,7 @@ class CopyModel {
 
   [[nodiscard]] bool has(std::int32_t block) const { return find(block) != nullptr; }
   void forget(std::int32_t block) {
-    if (Copy* c = find(block)) c->block = -1;
+    if (Copy* c = find(block)) *c = {};
   }
   // Exact for a sequence of so many tokens.
   [[nodiscard]] bool in_tail(std::int64_t length, std::int64_t page) const {
@@ -60,54 +60,101 @@ class CopyModel {
   [[nodiscard]] static std::int64_t read_length(std::int64_t length, std::int64_t queries) {
     return length - (queries - 1);
   }
-  void begin_step(const EngineStep& step) {
+  // Tokens of a block that its copy alone has.
+  [[nodiscard]] std::int64_t unencoded(std::int32_t block) const {
+    const Copy* c = find(block);
+    return c == nullptr ? 0 : c->unencoded;
+  }
+  void write(std::int32_t block, std::int64_t tokens) {
+    if (Copy* c = find(block)) c->unencoded = tokens;
+  }
+
+  // encode(block, tokens): from its copy, before the step's tokens are written.
+  template <class Encode>
+  void begin_step(const EngineStep& step, const Encode& encode) {
     ++now_;
-    std::vector<std::int32_t> wanted;
+    struct Page {
+      std::int32_t block;
+      std::int64_t number, length, queries;
+      [[nodiscard]] bool begins() const { return number * kPageTokens >= length - queries; }
+      [[nodiscard]] bool is_written() const { return (number + 1) * kPageTokens > length - queries; }
+    };
+    std::vector<Page> pages;
     for (std::size_t i = 0; i < step.blocks.size(); ++i) {
       const std::int64_t length = step.seq_lens[i], queries = step.query_start_loc[i + 1] - step.query_start_loc[i];
-      if (queries == 0) continue;
-      for (std::int64_t page = 0; page * kPageTokens < length; ++page) {
-        const bool begins = page * kPageTokens >= length - queries,
-                   is_read = in_tail(read_length(length, queries), page);
-        const bool keeps = in_tail(length - kPageTokens, page), stays = in_tail(length, page);
-        const bool in_time = begins ? (queries > kPageTokens ? stays : keeps) : keeps || is_read;
-        if (!in_time && !is_first(page)) continue;
-        // The tail's copies are never taken; of others those that serve rejected drafts alone go first.
-        const double late = is_read ? 0 : is_first(page) ? 0.25 : 0.5;
-        const std::int32_t block = step.blocks[i][static_cast<std::size_t>(page)];
-        if (Copy* c = find(block)) {
-          c->used = std::max(c->used, now_ - late);
-        } else if (begins) {
-          wanted.push_back(block);
-        } else if (is_read || is_first(page)) {
-          ++misses;
-        }
+      for (std::int64_t page = 0; queries > 0 && page * kPageTokens < length; ++page)
+        pages.push_back({step.blocks[i][static_cast<std::size_t>(page)], page, length, queries});
+    }
+    const auto in_time = [&](const Page& p) {
+      const bool keeps = in_tail(p.length - kPageTokens, p.number);
+      if (is_first(p.number)) return true;
+      if (p.begins()) return p.queries > kPageTokens ? in_tail(p.length, p.number) : keeps;
+      return keeps || in_tail(read_length(p.length, p.queries), p.number);
+    };
+    // How little a page needs its copy.
+    const auto need = [&](const Page& p) {
+      const bool is_last = (p.number + 1) * kPageTokens >= p.length;
+      if (is_last || (p.is_written() && (p.queries <= kPageTokens || !p.begins()))) return 0;
+      if (is_first(p.number)) return 1;
+      if (!in_tail(read_length(p.length, p.queries), p.number)) return 4;
+      return (p.number + 2) * kPageTokens >= p.length ? 2 : 3;
+    };
+    struct Wanted {
+      std::int32_t block;
+      int need;
+    };
+    std::vector<Wanted> wanted;
+    for (const Page& p : pages) {
+      if (p.begins() && !in_time(p)) forget(p.block);
+    }
+    for (const Page& p : pages) {
+      if (!in_time(p)) continue;
+      if (Copy* c = find(p.block)) {
+        c->used = std::max(c->used, 5 * now_ - need(p));
+      } else if (p.begins()) {
+        wanted.push_back({p.block, need(p)});
       }
+    }
+    for (Copy& c : copies_) {
+      const bool is_written =
+          std::any_of(pages.begin(), pages.end(), [&](const Page& p) { return p.block == c.block && p.is_written(); });
+      if (c.unencoded == 0 || is_written) continue;
+      part_encoded += c.unencoded < kPageTokens ? 1 : 0;
+      encode(c.block, c.unencoded);
+      c.unencoded = 0;
     }
     std::vector<std::size_t> order;
     for (std::size_t i = 0; i < copies_.size(); ++i) order.push_back(i);
     const auto age = [&](std::size_t i) {
-      return copies_[i].block < 0 ? 1000.0 : std::min(now_ - copies_[i].used, 84.5);
+      return copies_[i].block < 0 ? 1000 : std::min<std::int64_t>(5 * now_ - copies_[i].used, 254);
     };
     std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return age(a) > age(b); });
-    const auto left = std::count_if(order.begin(), order.end(), [&](std::size_t i) { return age(i) > 0; });
-    ungiven += static_cast<std::int64_t>(wanted.size());
-    wanted.resize(std::min(wanted.size(), static_cast<std::size_t>(left)));
-    ungiven -= static_cast<std::int64_t>(wanted.size());
-    order.resize(wanted.size());
+    std::stable_sort(wanted.begin(), wanted.end(), [](const Wanted& a, const Wanted& b) { return a.need < b.need; });
+    // The oldest copies go to those that need one most, as long as they are older than what the need keeps.
+    std::size_t given = 0;
+    while (given < wanted.size() && given < order.size() && age(order[given]) > wanted[given].need) ++given;
+    ungiven += static_cast<std::int64_t>(wanted.size() - given);
+    order.resize(given);
     std::sort(order.begin(), order.end());
-    for (std::size_t i = 0; i < wanted.size(); ++i) {
-      if (copies_[order[i]].block >= 0) ++taken;
-      copies_[order[i]] = {wanted[i], now_};
+    for (std::size_t i = 0; i < given; ++i) {
+      Copy& c = copies_[order[i]];
+      if (c.block >= 0) ++taken;
+      if (c.block >= 0 && 5 * now_ - c.used < 5) ++taken_in_step;
+      c = {wanted[i].block, 5 * now_ - wanted[i].need};
+    }
+    for (const Page& p : pages) {
+      const bool is_read = in_tail(read_length(p.length, p.queries), p.number) || is_first(p.number);
+      if (in_time(p) && is_read && !has(p.block)) ++misses;
     }
   }
 
-  std::int64_t misses = 0, taken = 0, ungiven = 0;
+  std::int64_t misses = 0, taken = 0, taken_in_step = 0, ungiven = 0, part_encoded = 0;
 
  private:
   struct Copy {
     std::int32_t block = -1;
-    double used = 0;
+    std::int64_t used = 0;
+    std::int64_t unencoded = 0;
   };
   [[nodiscard]] const Copy* find(std::int32_t block) const {
     const auto at = std::find_if(copies_.begin(), copies_.end(), [&](const Copy& c) { return c.block == block; });
@@ -115,7 +162,7 @@ class CopyModel {
   }
   Copy* find(std::int32_t block) { return const_cast<Copy*>(static_cast<const CopyModel*>(this)->find(block)); }
   std::int64_t tail_pages_, sink_pages_;
-  double now_ = 0;
+  std::int64_t now_ = 0;
   std::vector<Copy> copies_;
 };
 
@@ -130,6 +177,8 @@ struct Centre {
 };
 struct Block {
   std::vector<std::int64_t> contents = std::vector<std::int64_t>(kPageTokens, -1);
+  std::vector<std::int64_t> encoded = contents;  // those that its bytes have
+  bool is_first_page = false;
   std::shared_ptr<const Centre> centre;
   std::vector<Vector> keys = std::vector<Vector>(kPageTokens);  // decoded; empty: to be found
 };
@@ -166,7 +215,7 @@ class Engine {
 
   void step() { attend(session_.next()); }
 
-  int attended = 0, exact = 0, of_first_page = 0, refused = 0;
+  int attended = 0, exact = 0, of_first_page = 0, refused = 0, left_behind = 0;
   [[nodiscard]] const CopyModel& copies() const { return copies_; }
 
  private:
@@ -251,10 +300,10 @@ class Engine {
   }
   const float* key_of(const EngineSequence& s, std::int64_t t) {
     const std::int64_t content = s.tokens[static_cast<std::size_t>(t)];
-    if (!kind_.is_centred()) return keys_.data() + content * kDim;
     Block& block = block_of(s, t / kPageTokens);
     const auto position = static_cast<std::size_t>(t % kPageTokens);
-    EXPECT_EQ(block.contents[position], content);
+    EXPECT_EQ(block.encoded[position], content);
+    if (!kind_.is_centred()) return keys_.data() + content * kDim;
     Vector& key = block.keys[position];
     if (key.empty()) {
       const Vector& centre = vector_of(*block.centre);
@@ -267,45 +316,64 @@ class Engine {
     return key.data();
   }
 
+  // The mean of a block's first keys, of the first page its first key.
+  static std::shared_ptr<const Centre> own_centre(const Block& block, std::int64_t tokens) {
+    const auto first = block.contents.begin();
+    return std::make_shared<const Centre>(Centre{{first, first + (block.is_first_page ? 1 : tokens)}, nullptr});
+  }
+  void encode(std::int32_t number, std::int64_t tokens) {
+    Block& block = blocks_[static_cast<std::size_t>(number)];
+    block.centre = own_centre(block, tokens);
+    block.encoded = block.contents;
+    std::fill(block.encoded.begin() + tokens, block.encoded.end(), -1);
+    for (Vector& key : block.keys) key.clear();
+  }
+
   // The step's tokens in blocks, and what their keys are centred on.
   void store(const EngineSequence& s, std::int64_t queries) {
-    const auto own = [&](const Block& block, std::int64_t page) {
-      const auto first = block.contents.begin();
-      return std::make_shared<const Centre>(Centre{{first, first + (page == 0 ? 1 : kPageTokens)}, nullptr});
-    };
     for (std::int64_t begin = s.length() - queries; begin < s.length();) {
       const std::int64_t page = begin / kPageTokens, end = std::min(s.length(), (page + 1) * kPageTokens);
-      Block& block = block_of(s, page);
+      const std::int32_t number = s.blocks[static_cast<std::size_t>(page)];
+      Block& block = blocks_[static_cast<std::size_t>(number)];
+      const bool has_copy = copies_.has(number);
       for (std::int64_t t = begin; t < end; ++t) {
         const auto position = static_cast<std::size_t>(t % kPageTokens);
         block.contents[position] = s.tokens[static_cast<std::size_t>(t)];
+        if (has_copy) continue;
+        block.encoded[position] = block.contents[position];
         block.keys[position].clear();
       }
-      const bool fills = end - begin == kPageTokens, begins = begin % kPageTokens == 0;
-      if (begins) {
-        block.centre = own(block, page);
-        if (!fills && page > 0) {
+      block.is_first_page = page == 0;
+      if (has_copy && !copies_.is_first(page) && !copies_.in_tail(s.length(), page)) {
+        encode(number, kPageTokens);
+        copies_.write(number, 0);
+        ++left_behind;
+      } else if (has_copy) {
+        copies_.write(number, end - page * kPageTokens);
+      } else if (begin % kPageTokens == 0) {
+        block.centre = own_centre(block, end - begin == kPageTokens ? kPageTokens : 1);
+        if (end - begin < kPageTokens && page > 0) {
           const Block& before = block_of(s, page - 1);
-          block.centre = std::make_shared<const Centre>(Centre{before.contents, before.centre});
+          block.centre = copies_.has(s.blocks[static_cast<std::size_t>(page - 1)])
+                             ? std::make_shared<const Centre>(Centre{before.contents, nullptr})
+                             : std::make_shared<const Centre>(Centre{before.encoded, before.centre});
         }
-      }
-      if (!fills && end % kPageTokens == 0 && copies_.has(s.blocks[static_cast<std::size_t>(page)])) {
-        block.centre = own(block, page);
-        for (Vector& key : block.keys) key.clear();
       }
       begin = end;
     }
   }
-
   void attend(const EngineWork& work) {
     EngineStep step = work.step;
     const auto count = static_cast<std::int64_t>(work.copy_from.size());
     pages_.copy(pool_.view, work.copy_from.data(), work.copy_to.data(), count).value();
-    for (std::size_t i = 0; i < work.copy_from.size(); ++i)
-      blocks_[static_cast<std::size_t>(work.copy_to[i])] = blocks_[static_cast<std::size_t>(work.copy_from[i])];
+    for (std::size_t i = 0; i < work.copy_from.size(); ++i) {
+      const std::int32_t from = work.copy_from[i];
+      if (const std::int64_t tokens = copies_.unencoded(from); tokens > 0) encode(from, tokens);
+      blocks_[static_cast<std::size_t>(work.copy_to[i])] = blocks_[static_cast<std::size_t>(from)];
+    }
     for (const std::int32_t block : work.copy_to) copies_.forget(block);
     pages_.begin_step(step.tables(EngineSession::kMostPages)).value();
-    copies_.begin_step(step);
+    copies_.begin_step(step, [&](std::int32_t block, std::int64_t tokens) { encode(block, tokens); });
     ASSERT_EQ(pages_.take_misses().value(), std::exchange(copies_.misses, 0));
     std::vector<float> rows;
     for (const std::int64_t content : work.contents) {
@@ -400,7 +468,10 @@ TEST_P(PagesModel, TenThousandSteps) {
   EXPECT_GT(engine.exact, (GetParam().exact_copies > 0 ? 10 : 50) * steps);
   EXPECT_EQ(engine.of_first_page > steps, GetParam().sink_pages > 0) << engine.of_first_page;
   EXPECT_EQ(engine.copies().taken > 0, GetParam().copies() < kBlocks);
+  EXPECT_GT(engine.copies().part_encoded, 0);
+  EXPECT_TRUE(engine.left_behind > 0 || GetParam().tail_pages > 1);
   EXPECT_EQ(engine.copies().ungiven > 0, GetParam().exact_copies > 0) << engine.copies().ungiven;
+  EXPECT_TRUE(engine.copies().taken_in_step > 0 || GetParam().exact_copies == 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Pairs, PagesModel,

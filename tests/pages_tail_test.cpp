@@ -188,8 +188,8 @@ TEST(Pages, ABlockThatIsCopiedToHasNoCopy) {
   }
 }
 
-// Twenty sequences in steps of 200 tokens need 80 copies, two of old pages and two of new ones, and there are 76: those
-// that come last get none for their new pages, and nobody loses one that the step reads.
+// Twenty sequences in steps of 200 tokens need 80 copies, two for old pages and two for new ones, and there are 76: the
+// newest full pages take those of four pages that this step alone reads exactly.
 TEST(Pages, LongStepsOfManySequencesGoWithoutCopies) {
   constexpr int kSequences = 20;
   PagesConfig c = geometry("tq4", "tq4", 32, 1);
@@ -211,7 +211,7 @@ TEST(Pages, LongStepsOfManySequencesGoWithoutCopies) {
     std::int64_t misses, exact;
   };
   for (const auto& [tokens, misses, exact] :
-       {Step{100, 0, 20 * 100}, Step{200, 0, 20 * 128 + 18 * 108}, Step{1, 4, 18 * 109}}) {
+       {Step{100, 0, 20 * 100}, Step{200, 4, 20 * 172 + 16 * 64}, Step{1, 0, 20 * 109}}) {
     length += tokens;
     EngineStep step;
     std::vector<std::int64_t> slots;

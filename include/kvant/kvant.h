@@ -586,8 +586,11 @@ typedef struct kvant_pages_config {
   kvant_key_centre k_centre; /* default KVANT_CENTRE_AUTOMATIC. With page, kvant_pages_begin_step must come before the
                                 writes of each step */
   int32_t sink_pages;        /* with tail_pages: first pages of a sequence that are read exactly; 0 (default): none */
-  int32_t exact_copies; /* with tail_pages: exact copies of each layer, where there are to be fewer than all sequences
+  int32_t exact_copies;   /* with tail_pages: exact copies of each layer, where there are to be fewer than all sequences
                            may have; 0 (default): as many */
+  int32_t encode_at_once; /* with tail_pages: not 0: a write leaves the codes of its blocks complete, which is slower.
+                             For an engine that may give the memory of a freed block to layers which kvant does not
+                             write, before a step begins; 0 (default): the next step's begin completes them */
 } kvant_pages_config;
 KVANT_C_API void kvant_pages_config_init(kvant_pages_config* config, size_t struct_size);
 
@@ -613,13 +616,14 @@ typedef struct kvant_block_pool {
   int32_t layer; /* whose exact copies; 0 without a tail */
 } kvant_block_pool;
 
-/* Encodes tokens into their slots. slots: [count], slot = block * 64 + position; below 0 (host: -1): a token that is
- * not stored, and not read. keys, values: [count or more, kv_heads, head_dim]. Tokens of one block must follow one
- * another in slots, in ascending order; in host memory any order will do. The write that stores a block's first
- * position clears those that it does not store. With centres row i of slots is row i of the step's tables.
- * Errors: KVANT_INVALID_ARGUMENT for centred pages before any kvant_pages_begin_step; in host memory
- * KVANT_NON_FINITE, and KVANT_INVALID_ARGUMENT for slots outside the pool; nothing was changed then. On a device
- * such values become NaN, such tokens are not stored, and kvant_pages_take_non_finite tells. */
+/* Stores tokens in their slots, encoded, or in the exact copies of their blocks. slots: [count], slot = block * 64 +
+ * position; below 0 (host: -1): a token that is not stored, and not read. keys, values: [count or more, kv_heads,
+ * head_dim]. Tokens of one block must follow one another in slots, in ascending order; in host memory any order will
+ * do. The write that stores a block's first position clears those that it does not store. With centres row i of slots
+ * is row i of the step's tables. Errors: KVANT_INVALID_ARGUMENT for centred pages before any kvant_pages_begin_step; in
+ * host memory KVANT_NON_FINITE, and KVANT_INVALID_ARGUMENT for slots outside the pool; nothing was changed then. On a
+ * device such values become NaN, such tokens are not stored, and kvant_pages_take_non_finite tells. With a tail the
+ * pool must stay until the layer is written to another one: kvant_pages_begin_step encodes blocks there. */
 KVANT_C_API kvant_status kvant_pages_write(const kvant_pages* pages, const kvant_block_pool* pool,
                                            const kvant_tensor* keys, const kvant_tensor* values, const int64_t* slots,
                                            int64_t count, void* stream);
@@ -644,13 +648,15 @@ typedef struct kvant_step_tables {
   const int32_t* seq_lens;        /* [batch]: tokens, those of this step included */
   const int32_t* query_start_loc; /* [batch + 1]: sequence i has rows [i] to [i + 1] of q and out */
   int32_t batch;
-  int32_t max_query_len; /* the most queries of a sequence; 0: not known. On a device 1 saves a launch */
+  int32_t max_query_len; /* the most queries of a sequence; 0: not known. On a device up to 64 saves launches */
 } kvant_step_tables;
 
 /* With centres or a tail, once a step and before its writes and set_tables: the whole batch, with a tail up to
  * tail_sequences. Writes find the block before a block that begins in these tables. Blocks that begin in this step and
- * are in the tail get exact copies, to which kvant_pages_write writes as well, and from which plans read. Otherwise
- * nothing happens. Tables in device memory must stay as they are until the step's writes are done. Errors:
+ * are in the tail get exact copies, to which kvant_pages_write writes alone, and from which plans read. A block with
+ * such tokens, and that the step does not write to, is encoded: it is full, or its sequence is not in the step. Without
+ * centres and a tail nothing happens. Tables in device memory must stay as they are until the step's writes are done.
+ * Errors:
  * KVANT_INVALID_ARGUMENT; on a device sequences whose tables do not fit are passed over. */
 KVANT_C_API kvant_status kvant_pages_begin_step(const kvant_pages* pages, const kvant_step_tables* tables,
                                                 void* stream);

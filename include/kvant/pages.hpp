@@ -10,12 +10,13 @@
 // not store, so nobody needs to clear blocks; what is behind a sequence's length may be anything that was written
 // through kvant before.
 //
-// Every token is encoded as it comes. Keys have page centres (PagesConfig::k_centre, docs/page-centres.md): a block
-// that a write fills as a whole is centred on its own mean, and a block that a part begins on the mean of the block
-// before, which the step's tables name. With PagesConfig::tail_pages the newest pages of a sequence are kept exact
-// besides, in memory of kvant's own, attention reads them there, and a block whose last position is written is encoded
-// again as a whole. With either an engine tells its batch once a step, before the step's writes (begin_step), and
-// changes the bytes of blocks through write and copy only.
+// Tokens are encoded as they come. Keys have page centres (PagesConfig::k_centre, docs/page-centres.md): a block that a
+// write fills as a whole is centred on its own mean, and a block that a part begins on the mean of the block before,
+// which the step's tables name. With PagesConfig::tail_pages the newest pages of a sequence have exact copies in memory
+// of kvant's own, where attention reads them. The tokens of a block that has a copy go to the copy alone; begin_step
+// encodes the block from it, as a whole and around its own mean, once the block is full, or its sequence is not in the
+// step. With either an engine tells its batch once a step, before the step's writes (begin_step), and changes the bytes
+// of blocks through write, copy and begin_step only.
 //
 // On a device all tensors and tables are device memory. Calls with a stream enqueue their work and wait for nothing,
 // allocate nothing and read nothing back, so write, set_tables and run can be recorded in a CUDA graph, and replays
@@ -58,8 +59,11 @@ struct PagesConfig {
   /// With tail_pages: first pages of a sequence that are read exactly; up to 64.
   int sink_pages = 0;
   /// With tail_pages: exact copies of each layer, fewer than all sequences may have; 0: as many. Where there are too
-  /// few, first pages make room for the tail, and pages without a copy are read encoded.
+  /// few, pages that are being written have them first, and pages without a copy are read encoded.
   int exact_copies = 0;
+  /// With tail_pages: a write leaves the codes of its blocks complete, which takes longer. For an engine that may give
+  /// the memory of a freed block to layers which kvant does not write (states of Mamba layers), before a step begins.
+  bool encode_at_once = false;
 };
 
 /// One layer's blocks. Block b of kv head h begins at data + b * block_stride + h * head_stride.
@@ -162,31 +166,34 @@ class KVANT_API Pages {
   /// tables are copied; on a device they must stay as they are until the step's writes are done.
   /// With tail_pages a batch has up to tail_sequences. A block whose first position is written in this step (positions
   /// from length - queries on) gets an exact copy if it is a first page or in the tail; the copy that was needed
-  /// longest ago makes room, a first page's before one of the tail, and never one of the tail of this step. From then
-  /// on, what is written to the block is written to its copy. A block that is to be read exactly and has no copy (a
-  /// prefix that was cached long ago) is read encoded, and take_misses counts it. Blocks that were in the tail when a
-  /// step began are read exactly by all its queries.
-  /// Errors: on the host invalid_argument for tables that do not fit. On a device such sequences are passed over, and
-  /// the plan's take_errors tells. Without centres and tail_pages nothing happens.
+  /// longest ago makes room. Of one step pages that are being written have copies first, then first pages, the newest
+  /// full pages, and others. From then on, what is written to the block is written to its copy alone. A block that is
+  /// to be read exactly and has no copy (a prefix that was cached long ago, or copies are too few) is read encoded, and
+  /// take_misses counts it. Blocks that were in the tail when a step began are read exactly by all its queries. Blocks
+  /// with tokens that only their copies have, and that the step's rows do not go on, are encoded by this call, in the
+  /// pools that the layers were last written to, which must stay. Others are after writes of the step: blocks that a
+  /// step of more than 64 tokens fills and leaves outside the tail (with PagesConfig::encode_at_once all). Errors: on
+  /// the host invalid_argument for tables that do not fit. On a device such sequences are passed over, and the plan's
+  /// take_errors tells. Without centres and tail_pages nothing happens.
   Status begin_step(const StepTables& tables, Stream stream = {}) const;
   /// Waits for the stream. Since the last call: pages that a step was to read exactly, and that had no copy.
   Result<std::int64_t> take_misses(Stream stream = {}) const;
 
-  /// Encodes tokens into their slots. slots: [count], device memory for pages on a device. keys, values: [count or
-  /// more, kv_heads, head_dim], f32, f16 or bf16; row i goes to slot i, and those of slots below 0 are not read.
-  /// The tokens of one block must follow one another in slots, in ascending order, as those of a sequence do; on the
-  /// host any order will do. Bytes are the same on every instruction set and device. With centres, row i is row i of
-  /// the tables of begin_step; a block that begins in a row for which these name no block before is centred on its
-  /// first key.
-  /// Errors: invalid_argument for centred pages before any begin_step.
-  /// On the host non_finite for values that are not finite or above 65504, and invalid_argument for slots
-  /// outside the pool (nothing was changed). On a device such values become NaN for the rows that see them, tokens of
-  /// such slots are not stored, and take_non_finite tells of either.
+  /// Stores tokens in their slots, encoded, or in the exact copies of their blocks. slots: [count], device memory for
+  /// pages on a device. keys, values: [count or more, kv_heads, head_dim], f32, f16 or bf16; row i goes to slot i, and
+  /// those of slots below 0 are not read. The tokens of one block must follow one another in slots, in ascending order,
+  /// as those of a sequence do; on the host any order will do. Bytes are the same on every instruction set and device.
+  /// With centres, row i is row i of the tables of begin_step; a block that begins in a row for which these name no
+  /// block before is centred on its first key. Errors: invalid_argument for centred pages before any begin_step. On the
+  /// host non_finite for values that are not finite or above 65504, and invalid_argument for slots outside the pool
+  /// (nothing was changed). On a device such values become NaN for the rows that see them, tokens of such slots are not
+  /// stored, and take_non_finite tells of either.
   Status write(const BlockPool& pool, const TensorView& keys, const TensorView& values, const std::int64_t* slots,
                std::int64_t count, Stream stream = {}) const;
   /// Decodes whole blocks to f32, f16 or bf16 tensors [count * 64, kv_heads, head_dim], in the original coordinates:
   /// what attention computes with, but for exact copies, which are not looked at. ids: [count], device memory for pages
-  /// on a device, where ids outside the pool leave their rows as they are. Either tensor may have null data.
+  /// on a device, where ids outside the pool leave their rows as they are. Either tensor may have null data. Tokens
+  /// that only a copy has are encoded first.
   Status decode(const BlockPool& pool, const std::int32_t* ids, std::int64_t count, const MutableTensorView& keys,
                 const MutableTensorView& values, Stream stream = {}) const;
   /// Copies blocks, all kv heads: from[i] to to[i] for i below count; no block of `to` may be in `from` or twice in

@@ -268,6 +268,7 @@ class PagesConfig(Structure):
         ("k_centre", c_int32),
         ("sink_pages", c_int32),
         ("exact_copies", c_int32),
+        ("encode_at_once", c_int32),
     ]
 
 

@@ -83,15 +83,20 @@ class Pages(_arguments.NotCopied):
     tail_sequences: sequences that run at the same time, at most. Each may have sink_pages + tail + 2 exact copies of a
         block in each of `layers` layers, and sixteen of them tail more: tail_copies a layer, tail_bytes in all, taken
         here.
-    exact_copies: with tail: fewer copies a layer; None: as many. Where there are too few, first blocks make room for
-        newest ones, and blocks without a copy are read encoded.
+    exact_copies: with tail: fewer copies a layer; None: as many. Where there are too few, blocks that are being written
+        have them first, then first blocks and newest full ones. Blocks without a copy are read encoded.
     exact: "f32" (CPU only), "f16" or "bf16", the dtype of exact copies; None: f32 where a format is f32, else f16 where
         one is, else bf16.
 
+    encode_at_once: with tail: a write leaves the codes of its blocks complete, which takes longer. For an engine that
+        may give the memory of a freed block to layers which kvant does not write, before a step begins.
+
     A block is 64 tokens of one sequence; a (block, kv head) is block_bytes contiguous bytes. A block is filled from its
     first position on; the write that stores the first position clears those that it does not store. Tokens are encoded
-    as they come; a tail keeps exact copies besides. Layers whose sequences have other block tables need Pages of their
-    own, if there are centres or a tail.
+    as they come. With a tail the tokens of a block that has an exact copy go to the copy alone, and begin_step encodes
+    the block, in all layers, once it is full or its sequence is not in the step: so the pool that each layer was
+    written to last must stay. Layers whose sequences have other block tables need Pages of their own, if there are
+    centres or a tail.
 
     Errors: InvalidArgument, Unsupported, OutOfMemory.
     """
@@ -116,6 +121,7 @@ class Pages(_arguments.NotCopied):
         k_centre: str = "automatic",
         sink_pages: int = 0,
         exact_copies: int | None = None,
+        encode_at_once: bool = False,
     ):
         self.device = _arguments.device(device)
         self.owner = Owner(self.device, "pages")  # of kvant's own modules
@@ -140,9 +146,11 @@ class Pages(_arguments.NotCopied):
             c.exact_dtype = _arguments.choice("exact", exact, EXACT)
         self.kv_heads, self.head_dim, self.layers = c.kv_heads, c.head_dim, c.layers
         self.tail, self.tail_sequences, self.sink_pages = c.tail_pages, c.tail_sequences, c.sink_pages
+        c.encode_at_once = _arguments.flag("encode_at_once", encode_at_once)
         handle = _c.PagesHandle()
         _c.check(_c.pages_create(byref(c), byref(handle)))
         self.owner.pointer = handle
+        self._pools: dict[int, Any] = {}  # with a tail, of each layer that was written
         size = c_int64()
         _c.check(_c.pages_block_bytes(handle, byref(size)))
         self.block_bytes = size.value
@@ -156,6 +164,7 @@ class Pages(_arguments.NotCopied):
         """Frees the exact copies now instead of when the object goes. The pages and their plans cannot be used any
         more."""
         self.owner.close()
+        self._pools.clear()
 
     def __enter__(self) -> Pages:
         return self
@@ -213,6 +222,8 @@ class Pages(_arguments.NotCopied):
         slots, count, _s = _list(slot_mapping, "slot_mapping", 8, where)
         _overlap.check_apart([("pool", blocks)], [("keys", keys_described), ("values", values_described)])
         _c.check(_c.pages_write(self.handle, byref(p), byref(k), byref(v), slots, count, where.stream))
+        if self.tail:
+            self._pools[layer] = pool  # begin_step encodes blocks there
 
     def decode(self, pool: Any, block_ids: Any, keys_out: Any, values_out: Any, stream: Any = None) -> None:
         """Decodes whole blocks. keys_out, values_out: [len(block_ids) * 64, kv_heads, head_dim] f32, f16 or bf16;

@@ -24,12 +24,24 @@ KVANT_HD constexpr std::int32_t copies_of_sequences(std::int32_t sequences,
   return sequences * copies_of_sequence(ends) + long_steps * ends.tail_pages;
 }
 
+// How much a page needs its copy. Where copies are too few, pages of an earlier kind have them, and a page's copy makes
+// room for pages of kinds before its own.
+//   running     rows of the step go on in the page, or it is the last one: without a copy each token is encoded by itself
+//   first       first pages of the sequence
+//   newest      the newest page behind which the sequence has gone on
+//   tail        others that the step reads exactly
+//   comes_back  only rejected drafts would bring the page back
+enum class CopyNeed : std::uint32_t { running, first, newest, tail, comes_back };
+inline constexpr std::uint32_t kCopyNeeds = 5;
+
 // The pages of a sequence that have copies in a step: [0, sinks), [begin, begun) and [fresh, end). Those before `begun`
 // have theirs from an earlier step, or have none; the others get their first position in this step, and a copy with it.
 // `exact`: the first page of the tail that this step's queries are to read. Pages that were exact when the step began
-// stay exact for all its queries, however many these are.
+// stay exact for all its queries, however many these are. `running`: pages from there on to `begun` get rows, and in a
+// step of up to 64 tokens all behind.
 struct CopiedPages {
-  std::int32_t sinks, begin, begun, fresh, end, exact;
+  std::int32_t sinks, begin, begun, fresh, end, exact, running;
+  bool is_long;
   [[nodiscard]] KVANT_HD constexpr std::int32_t first() const noexcept { return sinks > 0 ? 0 : first_behind_sinks(); }
   [[nodiscard]] KVANT_HD constexpr std::int32_t after(std::int32_t page) const noexcept {
     if (page < sinks) return page + 1 < sinks ? page + 1 : first_behind_sinks();
@@ -38,10 +50,11 @@ struct CopiedPages {
   [[nodiscard]] KVANT_HD constexpr bool is_read(std::int32_t page) const noexcept {
     return page < sinks || page >= exact;
   }
-  /// How much sooner than a page of the tail its copy makes room: a first page does, and before it a page that only
-  /// rejected drafts would bring back.
-  [[nodiscard]] KVANT_HD constexpr std::uint32_t lag(std::int32_t page) const noexcept {
-    return page >= exact ? 0 : page < sinks ? 1 : 2;
+  [[nodiscard]] KVANT_HD constexpr CopyNeed need(std::int32_t page) const noexcept {
+    if (page + 1 == end || (page >= running && (page < begun || !is_long))) return CopyNeed::running;
+    if (page < sinks) return CopyNeed::first;
+    if (page < exact) return CopyNeed::comes_back;
+    return page + 2 == end ? CopyNeed::newest : CopyNeed::tail;
   }
   [[nodiscard]] KVANT_HD constexpr std::int32_t first_behind_sinks() const noexcept {
     return begin < begun ? begin : fresh;
@@ -60,17 +73,46 @@ KVANT_HD constexpr CopiedPages copied_pages(std::int32_t length, std::int32_t q_
   p.fresh = behind_sinks(p.fresh < p.begun ? p.begun : p.fresh);
   p.end = pages_for(length);
   p.sinks = p.end < ends.sink_pages ? p.end : ends.sink_pages;
+  p.running = (length - q_len) / kPageTokens;
+  p.is_long = q_len > kPageTokens;
   return p;
 }
 
 // Who makes room: the copy with the highest age, then the one with the lowest number. An age is how far a step's number
-// has come since a step had the page among its copied ones, and the page's lag. Steps have every third number.
-inline constexpr std::uint32_t kNumbersOfStep = 3;
+// has come since a step had the page among its copied ones, and then how little the page needed the copy. Steps have
+// every fifth number. A page gets a copy whose age is above its own need.
+inline constexpr std::uint32_t kNumbersOfStep = kCopyNeeds;
 inline constexpr std::uint32_t kAgeOfUnused = 255, kMostAge = 254;
 KVANT_HD constexpr std::uint32_t copy_age(std::int32_t block, std::uint32_t used, std::uint32_t step) noexcept {
   if (block < 0) return kAgeOfUnused;
   return step - used < kMostAge ? step - used : kMostAge;
 }
+
+// The tokens that a copy holds and that its block's codes lack: so many of the block's first ones. 0: none. They are
+// one word because on a device many threads write it at once, all of them the same.
+struct Unencoded {
+  std::uint32_t word = 0;
+  [[nodiscard]] KVANT_HD constexpr std::int32_t tokens() const noexcept { return static_cast<std::int32_t>(word >> 1); }
+  [[nodiscard]] KVANT_HD constexpr bool is_first_page() const noexcept { return (word & 1u) != 0; }
+  [[nodiscard]] KVANT_HD constexpr bool any() const noexcept { return word != 0; }
+};
+/// Behind a step that leaves a sequence with `length` tokens, which lie in its page, too.
+KVANT_HD constexpr Unencoded unencoded_tokens(std::int32_t page, std::int32_t length) noexcept {
+  const std::int32_t behind = length - page * kPageTokens;
+  return {static_cast<std::uint32_t>(behind < kPageTokens ? behind : kPageTokens) << 1 | (page == 0 ? 1u : 0u)};
+}
+
+/// Whether a page that a step writes to ends outside the exact ends of a sequence of `length` tokens, and is full then.
+KVANT_HD constexpr bool is_left_behind(std::int32_t page, std::int32_t length,
+                                       const ExactEnds<std::int32_t>& ends) noexcept {
+  return page >= ends.sink_pages && page < ExactEnds<std::int32_t>{0, ends.tail_pages}.tail_begin(length);
+}
+
+// A block whose codes are to be made from its copy.
+struct BlockToEncode {
+  std::int32_t block, copy;
+  Unencoded what;
+};
 
 struct alignas(8) CopyEntry {
   std::int32_t block;  // -1: the end of a search

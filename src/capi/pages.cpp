@@ -35,6 +35,7 @@ Result<PagesConfig> to_pages_config(const kvant_pages_config* pointer) {
   config.layers = given.layers;
   config.sink_pages = given.sink_pages;
   config.exact_copies = given.exact_copies;
+  config.encode_at_once = given.encode_at_once != 0;
   if (given.exact_dtype != -1) {
     const auto exact = to_dtype("config.exact_dtype", given.exact_dtype);
     if (!exact) return exact.status();

@@ -99,6 +99,7 @@ Status HostPages::decode(const BlockPool& pool, const std::int32_t* ids, std::in
                          const MutableTensorView& keys, const MutableTensorView& values, Stream) const {
   const std::span<const std::int32_t> blocks(ids, static_cast<std::size_t>(count));
   if (Status s = check_block_ids("ids", blocks, pool); !s) return s;
+  encode_unencoded(blocks, pool);
   const std::int64_t sides = (keys.data != nullptr ? 1 : 0) + (values.data != nullptr ? 1 : 0);
   const std::int64_t block_values = sides * kPageTokens * spec().config.kv_heads * spec().config.head_dim;
   BlockDecode run{.spec = &spec(),
@@ -128,6 +129,7 @@ Status HostPages::copy(const BlockPool& pool, const std::int32_t* from, const st
     return {Code::invalid_argument,
             fmt::format("block {} is in from and in to: copies of one call have no order; make two calls", block)};
   }
+  encode_unencoded(sources, pool);
   for (std::size_t i = 0; i < sources.size(); ++i) {
     if (own_tail_) own_tail_->copies.forget(targets[i]);
     for (std::int64_t head = 0; head < spec().config.kv_heads; ++head) {

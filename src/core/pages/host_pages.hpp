@@ -18,11 +18,17 @@ namespace kvant::core {
 // first.
 struct HostTail {
   HostTail(const PagesTail& tail, int kv_heads)
-      : storage(tail.layout, tail.layers, kv_heads), copies(tail.ends(), tail.copies), dtype(tail.dtype) {}
+      : storage(tail.layout, tail.layers, kv_heads),
+        copies(tail.ends(), tail.copies, tail.encode_at_once),
+        dtype(tail.dtype),
+        pools(static_cast<std::size_t>(tail.layers)) {}
+  // The first rows of one side of a copy, for kernels that read rows.
+  [[nodiscard]] StoreJob rows_of_copy(std::int32_t copy, int layer, int head, bool values, int count) const;
 
   Storage storage;
   TailCopies copies;
   Dtype dtype;
+  std::vector<BlockPool> pools;  // of each layer, as its last write had it; without data before
 };
 
 // The tables of a step, of which writes of centred pages ask where a row belongs.
@@ -34,6 +40,7 @@ class TableRows {
   struct Place {
     std::int64_t page = -1;
     std::int32_t before = -1;
+    std::int32_t length = 0;  // of the sequence, behind the step
   };
   [[nodiscard]] Place place(std::int64_t row, std::int64_t slot) const;
   [[nodiscard]] bool is_known() const noexcept { return !starts_.empty(); }
@@ -64,6 +71,11 @@ class HostPages final : public PagesImpl {
   Result<std::unique_ptr<PagesPlanImpl>> plan(PagesPlanOptions options) const override;
 
  private:
+  // Encodes blocks from their exact copies, in the pools of these layers; those without data are passed over.
+  void encode_from_copies(std::span<const base::BlockToEncode> blocks, std::span<const BlockPool> pools) const;
+  // The same with those of `blocks` whose codes lack tokens that their copies have, if `pool` is a layer's.
+  void encode_unencoded(std::span<const std::int32_t> blocks, const BlockPool& pool) const;
+
   const Kernels& kernels_;
   std::unique_ptr<HostTail> own_tail_;
   std::unique_ptr<TableRows> step_ = std::make_unique<TableRows>();

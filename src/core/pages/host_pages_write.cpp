@@ -1,16 +1,16 @@
 // How tokens are encoded into an engine's blocks in host memory.
 //
-// Slots are cut into runs: tokens that follow one another in a block. A worker has all runs of a (block, kv head,
-// side), in the order of the call, because eight tokens share the words of value codes. The block's bytes are cleared
-// first if one of its runs has the first position: an engine's blocks hold bytes of earlier users, and kernels load all
-// 64 tokens of a page, so tokens that were never written must decode to finite numbers. A block that has an exact copy
-// gets the same tokens there, and with a tail all rows are rounded to the dtype of copies first, so that bytes do not
-// depend on who has a copy.
+// Slots are cut into runs: tokens that follow one another in a block. The tokens of a block that has an exact copy go
+// to the copy alone; host_pages_tail.cpp encodes such blocks. For other blocks a worker has all runs of a (block, kv
+// head, side), in the order of the call, because eight tokens share the words of value codes. The block's bytes are
+// cleared first if one of its runs has the first position: an engine's blocks hold bytes of earlier users, and kernels
+// load all 64 tokens of a page, so tokens that were never written must decode to finite numbers. With a tail all rows
+// are rounded to the dtype of copies first, so that bytes do not depend on who has a copy.
 //
 // Centres (codec/centre.hpp): a run that fills a block is encoded around its own mean, a run that begins a block around
-// the mean of the block before, which must be complete, so such blocks come after all others. A run behind the first
-// position keeps the block's centre. Where the last position is written and the block has an exact copy, its keys are
-// encoded again around their own mean. In page 0 of a sequence the first key stands for the mean.
+// the mean of the block before. If that has an exact copy, its keys are read there, which is done first; otherwise it
+// is decoded, so such blocks come after all others. A run behind the first position keeps the block's centre. In page 0
+// of a sequence the first key stands for the mean.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -35,11 +35,12 @@ struct SlotRun {
   std::int64_t block;
   int first, count;  // positions in the block
   std::int64_t row;  // the first token's
+  // The copy that its tokens go to; then also the page and the length of its sequence.
+  std::int32_t copy = -1, page = 0, length = 0;
   // In centred pages: how many rows the centre is the mean of, if it is the block's own; the block that it is the mean
-  // of, or -1; and, of a run that reaches the last position, rows of the mean if the block is encoded again.
+  // of, or -1, and that block's copy.
   int mean_of = 0;
-  std::int32_t before = -1;
-  int seals = 0;
+  std::int32_t before = -1, copy_before = -1;
   [[nodiscard]] bool fills() const { return first == 0 && count == kPageTokens; }
 };
 
@@ -50,8 +51,8 @@ struct SlotWrite {
   const TensorView* tensor[2];          // keys, values
   std::span<const SlotRun> runs;        // by block
   std::span<const std::size_t> chains;  // the first run of each block, and the end
-  // Chains that do not wait for others, then those that do, in the order of rows; and where each group of them begins
-  // that must be stored in this order, and the end. Those that wait have the groups from `waiting` on.
+  // Chains of blocks with copies, then those that do not wait for others, then those that do, in the order of rows; and
+  // where each group of them begins that must be stored in this order, and the end.
   std::span<const std::size_t> order, groups;
   std::size_t group_begin = 0, group_end = 0;  // the pass that runs
   int workers = 1;
@@ -106,7 +107,10 @@ void find_centre(const SlotWrite& w, std::span<const SlotRun> runs, int head, st
                 .from = block,
                 .centre = centre};
   for (const SlotRun& run : runs) {
-    if (run.before >= 0) {
+    if (run.copy_before >= 0) {
+      job.of = CentreJob::Of::rows;
+      job.rows = w.tail->rows_of_copy(run.copy_before, w.pool->layer, head, false, kPageTokens);
+    } else if (run.before >= 0) {
       job.of = CentreJob::Of::page;
       job.from = block_of(*w.pool, run.before, head);
     } else if (run.mean_of > 0) {
@@ -124,71 +128,37 @@ void find_centre(const SlotWrite& w, std::span<const SlotRun> runs, int head, st
   w.kernels->centre(job);
 }
 
-// The keys of a block again, from its exact copy.
-void seal_block(const SlotWrite& w, int mean_of, const std::byte* copy, std::byte* block) {
-  const CacheSpec& spec = *w.spec;
-  const codec::PageLayout& exact = w.tail->storage.layout();
-  float centre[codec::kMaxHeadDim];
-  StoreJob rows{.side = &spec.encoded.k,
-                .head_dim = spec.stored_dim(),
-                .width = spec.stored_dim(),
-                .block = block,
-                .first = 0,
-                .count = mean_of,
-                .rows = copy + exact.k.plane_offset[0],
-                .row_stride = spec.stored_dim(),
-                .basis = spec.k_bases.at(0, 0),
-                .levels = nullptr,
-                .centre = nullptr,
-                .dtype = w.tail->dtype,
-                .rounding = Dtype::f32,
-                .looks = false,
-                .next = {}};
-  w.kernels->centre({.of = CentreJob::Of::rows,
-                     .layout = &spec.encoded,
-                     .block = block,
-                     .basis = rows.basis,
-                     .rows = rows,
-                     .from = nullptr,
-                     .centre = centre});
-  rows.count = kPageTokens;
-  rows.centre = centre;
-  w.kernels->store_k(rows);
-}
-
 void write_chain(SlotWrite& w, std::size_t chain, int head) {
   const std::span<const SlotRun> runs = w.runs.subspan(w.chains[chain], w.chains[chain + 1] - w.chains[chain]);
   const CacheSpec& spec = *w.spec;
-  const std::int64_t block = runs.front().block;
-  std::byte* encoded = block_of(*w.pool, block, head);
+  const auto store = [&](bool values, const SlotTarget& to) {
+    for (const SlotRun& run : runs) {
+      if (!store_run(w, run, head, values, to)) w.refused.store(true, std::memory_order_relaxed);
+    }
+  };
+  if (const std::int32_t copy = runs.front().copy; copy >= 0) {
+    const codec::PageLayout& layout = w.tail->storage.layout();
+    for (const bool values : {false, true}) {
+      store(values, {.side = values ? &layout.v : &layout.k,
+                     .block = w.tail->storage.block(copy, w.pool->layer, head),
+                     .basis = {},
+                     .centre = nullptr,
+                     .rounding = Dtype::f32});
+    }
+    return;
+  }
+  std::byte* encoded = block_of(*w.pool, runs.front().block, head);
   if (std::any_of(runs.begin(), runs.end(), [](const SlotRun& run) { return run.first == 0; }))
     std::memset(encoded, 0, spec.encoded.block_bytes);
-  const std::int32_t copy = w.tail == nullptr ? -1 : w.tail->copies.find(static_cast<std::int32_t>(block));
-  std::byte* exact = copy < 0 ? nullptr : w.tail->storage.block(copy, w.pool->layer, head);
   const Dtype rounding = w.tail == nullptr ? Dtype::f32 : w.tail->dtype;
   float centre[codec::kMaxHeadDim];
   if (spec.is_centred()) find_centre(w, runs, head, encoded, rounding, centre);
   for (const bool values : {false, true}) {
-    const auto store = [&](const SlotTarget& to) {
-      for (const SlotRun& run : runs) {
-        if (!store_run(w, run, head, values, to)) w.refused.store(true, std::memory_order_relaxed);
-      }
-    };
-    store({.side = values ? &spec.encoded.v : &spec.encoded.k,
-           .block = encoded,
-           .basis = (values ? spec.v_bases : spec.k_bases).at(0, 0),
-           .centre = !values && spec.is_centred() ? centre : nullptr,
-           .rounding = rounding});
-    if (exact == nullptr) continue;
-    const codec::PageLayout& layout = w.tail->storage.layout();
-    store({.side = values ? &layout.v : &layout.k,
-           .block = exact,
-           .basis = {},
-           .centre = nullptr,
-           .rounding = Dtype::f32});
-  }
-  for (const SlotRun& run : runs) {
-    if (run.seals > 0) seal_block(w, run.seals, exact, encoded);
+    store(values, {.side = values ? &spec.encoded.v : &spec.encoded.k,
+                   .block = encoded,
+                   .basis = (values ? spec.v_bases : spec.k_bases).at(0, 0),
+                   .centre = !values && spec.is_centred() ? centre : nullptr,
+                   .rounding = rounding});
   }
 }
 
@@ -255,26 +225,37 @@ Status check_slot_values(const CacheSpec& spec, const TensorView& keys, const Te
           "keys or values changed while they were looked at; leave them alone until the call returns"};
 }
 
-// Where the centres of runs come from. `copies` may be null.
-void choose_centres(std::span<SlotRun> runs, const TableRows& step, std::int64_t blocks, const TailCopies* copies) {
+// Which runs go to exact copies. Errors: the step's tables have no such row.
+Status find_copies(std::span<SlotRun> runs, const TableRows& step, const TailCopies& copies) {
   for (SlotRun& run : runs) {
+    run.copy = copies.find(static_cast<std::int32_t>(run.block));
+    if (run.copy < 0) continue;
     const std::int64_t slot = run.block * kPageTokens + run.first;
     const TableRows::Place place = step.place(run.row, slot);
-    const int own = codec::rows_of_centre(std::max<std::int64_t>(place.page, 0));  // unknown page: its first key
-    if (run.fills()) {
-      run.mean_of = own;
-    } else if (run.first == 0) {
-      const bool has_before = place.page > 0 && place.before >= 0 && place.before < blocks;
-      run.before = has_before ? place.before : -1;
-      run.mean_of = has_before ? 0 : 1;
+    if (place.page < 0) {
+      return refuse_argument(
+          fmt::format("slots[{}] is {}, which is not where the tables of begin_step have row {}: call begin_step with "
+                      "the step's tables before its writes",
+                      run.row, slot, run.row));
     }
-    if (copies == nullptr || run.fills() || run.first + run.count < kPageTokens) continue;
-    const std::int32_t copy = copies->find(static_cast<std::int32_t>(run.block));
-    const bool whole =
-        copy >= 0 && (copies->is_written(copy) || std::any_of(runs.begin(), runs.end(), [&](const auto& r) {
-                        return r.block == run.block && r.first == 0;
-                      }));
-    if (whole) run.seals = own;
+    run.page = static_cast<std::int32_t>(place.page), run.length = place.length;
+  }
+  return {};
+}
+
+// Where the centres of encoded runs come from. `copies` may be null.
+void choose_centres(std::span<SlotRun> runs, const TableRows& step, std::int64_t blocks, const TailCopies* copies) {
+  for (SlotRun& run : runs) {
+    if (run.copy >= 0 || run.first > 0) continue;
+    const TableRows::Place place = step.place(run.row, run.block * kPageTokens);
+    if (run.fills()) {
+      run.mean_of = codec::rows_of_centre(std::max<std::int64_t>(place.page, 0));  // unknown page: its first key
+    } else if (place.page > 0 && place.before >= 0 && place.before < blocks) {
+      run.before = place.before;
+      if (copies != nullptr) run.copy_before = copies->find(place.before);
+    } else {
+      run.mean_of = 1;
+    }
   }
 }
 
@@ -304,6 +285,9 @@ Status HostPages::write(const BlockPool& pool, const TensorView& keys, const Ten
     }
   }
   if (runs.empty()) return {};
+  if (own_tail_) {
+    if (Status s = find_copies(runs, *step_, own_tail_->copies); !s) return s;
+  }
   if (spec().is_centred()) {
     if (!step_->is_known())
       return refuse_argument(
@@ -313,7 +297,7 @@ Status HostPages::write(const BlockPool& pool, const TensorView& keys, const Ten
   }
   if (Status s = check_slot_values(spec(), keys, values, all); !s) return s;
   std::stable_sort(runs.begin(), runs.end(), [](const SlotRun& a, const SlotRun& b) { return a.block < b.block; });
-  std::vector<std::size_t> chains, order, waiting;
+  std::vector<std::size_t> chains, order, encoded, waiting;
   for (std::size_t i = 0; i < runs.size(); ++i) {
     if (i == 0 || runs[i].block != runs[i - 1].block) chains.push_back(i);
   }
@@ -321,14 +305,16 @@ Status HostPages::write(const BlockPool& pool, const TensorView& keys, const Ten
   const auto begins = [&](std::size_t chain) {
     const auto end = runs.begin() + static_cast<std::ptrdiff_t>(chains[chain + 1]);
     return std::find_if(runs.begin() + static_cast<std::ptrdiff_t>(chains[chain]), end,
-                        [](const SlotRun& run) { return run.before >= 0; });
+                        [](const SlotRun& run) { return run.before >= 0 && run.copy_before < 0; });
   };
   for (std::size_t i = 0; i + 1 < chains.size(); ++i) {
-    const auto run = begins(i);
-    (run == runs.begin() + static_cast<std::ptrdiff_t>(chains[i + 1]) ? order : waiting).push_back(i);
+    const bool waits = begins(i) != runs.begin() + static_cast<std::ptrdiff_t>(chains[i + 1]);
+    (runs[chains[i]].copy >= 0 ? order : waits ? waiting : encoded).push_back(i);
   }
   std::sort(waiting.begin(), waiting.end(),
             [&](std::size_t a, std::size_t b) { return begins(a)->row < begins(b)->row; });
+  const std::size_t copied = order.size();
+  order.insert(order.end(), encoded.begin(), encoded.end());
   const std::size_t at_once = order.size();
   std::vector<std::size_t> groups(at_once);
   std::iota(groups.begin(), groups.end(), std::size_t{0});
@@ -350,18 +336,20 @@ Status HostPages::write(const BlockPool& pool, const TensorView& keys, const Ten
                   .order = order,
                   .groups = groups,
                   .tail = own_tail()};
-  for (const bool waits : {false, true}) {
-    write.group_begin = waits ? at_once : 0;
-    write.group_end = waits ? groups.size() - 1 : at_once;
+  const std::size_t passes[] = {0, copied, at_once, groups.size() - 1};
+  for (std::size_t pass = 0; pass < 3; ++pass) {
+    write.group_begin = passes[pass];
+    write.group_end = passes[pass + 1];
     const auto items = static_cast<std::int64_t>(write.group_end - write.group_begin) * spec().config.kv_heads;
     write.workers = static_cast<int>(std::clamp<std::int64_t>(items, 1, most));
     if (items > 0) parallel(write.workers, write_slots_share, &write);
   }
   if (own_tail_) {
+    own_tail_->pools[static_cast<std::size_t>(pool.layer)] = pool;
     for (const SlotRun& run : runs) {
-      const std::int32_t copy = run.first == 0 ? own_tail_->copies.find(static_cast<std::int32_t>(run.block)) : -1;
-      if (copy >= 0) own_tail_->copies.note_written(copy);
+      if (run.copy >= 0) own_tail_->copies.note_written(run.copy, run.page, run.length);
     }
+    encode_from_copies(own_tail_->copies.to_encode_behind_writes(), {&pool, 1});
   }
   if (!write.refused) return {};
   return {Code::non_finite,

@@ -35,6 +35,7 @@ struct PagesTail {
   std::int32_t sequences = 0, copies = 0;
   int layers = 1;
   Dtype dtype = Dtype::bf16;
+  bool encode_at_once = false;
   codec::PageLayout layout{};  // the layout of a (copy, kv head)
   [[nodiscard]] base::ExactEnds<std::int32_t> ends() const { return {sink_pages, pages}; }
   // [layers][copies][kv heads]

@@ -213,6 +213,7 @@ core::PagesTail core::pages_tail(const PagesConfig& c, const CacheSpec& spec) {
   tail.sequences = c.tail_sequences;
   tail.sink_pages = c.sink_pages;
   tail.copies = base::copies_of_sequences(c.tail_sequences, tail.ends());
+  tail.encode_at_once = c.encode_at_once;
   if (c.exact_copies > 0) tail.copies = std::min(tail.copies, c.exact_copies);
   tail.layers = c.layers;
   tail.dtype = c.exact.value_or(spec.automatic_exact(Dtype::f32, Dtype::f32));

@@ -81,11 +81,33 @@ __global__ void __launch_bounds__(32)
     const SlotRun run = find_run<false>(params, list, token);
     const std::int32_t first = token;
     token += max(run.count, 1);
-    if (run.count == 0) continue;
+    if (run.count == 0 || is_copied(list, run)) continue;
     const SlotCentre centre = centre_of_run(list, first, run);
     if (centre.is_left || centre.rows == 0) continue;  // or the block has its centre
     const auto job = [&](int i) { return centre_job(slot_job(params, run, first, head + i, false), centre); };
     const int count = min(kCentresOfWarp, heads - head);
+    find_centres<BulkShape<kD>>(job, count, true, room.means, room.codes);
+    for (int i = 0; i < count; ++i) clear_padding(job(i).page);
+  }
+}
+
+// Centres of blocks that are encoded from their copies, a few heads a warp.
+template <int kD>
+__global__ void __launch_bounds__(32)
+    copied_centres_kernel(const __grid_constant__ WriteParams params, const __grid_constant__ SlotList list) {
+  __shared__ CentreRoom<kD> room;
+  ptx::wait_prerequisites();
+  const std::int32_t heads = params.cache.kv_heads, groups = (heads + kCentresOfWarp - 1) / kCentresOfWarp;
+  const std::int32_t jobs = *list.encode.count * list.encode.layers * groups;
+  for (auto number = static_cast<std::int32_t>(blockIdx.x); number < jobs; number += static_cast<int>(gridDim.x)) {
+    const CopiedBlock block = copied_block(list.encode, number / groups);
+    if (!block.is_there()) continue;
+    const std::int32_t head = number % groups * kCentresOfWarp;
+    const int count = min(kCentresOfWarp, heads - head);
+    const auto job = [&](int i) {
+      const PageJob page = copied_job(params, list.encode, block, head + i, false);
+      return CentreJob{page, true, page.is_first_page ? 1 : block.what.what.tokens(), page.encoded};
+    };
     find_centres<BulkShape<kD>>(job, count, true, room.means, room.codes);
     for (int i = 0; i < count; ++i) clear_padding(job(i).page);
   }
@@ -123,32 +145,56 @@ __device__ __forceinline__ bool next_run(const WriteParams& params, const SlotLi
     const std::int32_t token = job.token;
     const SlotRun run = find_run<false>(params, list, token);
     job.token += max(run.count, 1);
-    if (run.count == 0 || (centred && centre_of_run(list, token, run).is_left)) continue;
+    if (run.count == 0 || is_copied(list, run) || (centred && centre_of_run(list, token, run).is_left)) continue;
     job.work.page = slot_job(params, run, token, job.head, is_value);
     job.work.first = run.first, job.work.last = run.first + run.count, job.work.from_exact = false;
     clear_heads<Shape>(job.work.page, job.work.heads, run.clear_octet);
     return true;
   }
 }
+template <class Shape>
+__device__ __forceinline__ bool next_copied(const WriteParams& params, const CopiesToEncode& encode, bool is_value,
+                                            ManyJob& job) {
+  const std::int32_t kv_heads = params.cache.kv_heads;
+  while (job.next < job.end) {
+    const std::int32_t head = job.next % kv_heads;
+    const CopiedBlock block = copied_block(encode, job.next / kv_heads);
+    job.work.heads = min(kv_heads - head, job.end - job.next);
+    job.next += job.work.heads;
+    if (!block.is_there()) continue;
+    job.work.page = copied_job(params, encode, block, head, is_value);
+    job.work.first = 0, job.work.last = block.what.what.tokens(), job.work.from_exact = true;
+    // Positions behind them are cleared, as by a write of the first one.
+    if (job.work.last < kPageTokens) clear_heads<Shape>(job.work.page, job.work.heads, (job.work.last - 1) / kOctet);
+    return true;
+  }
+  return false;
+}
+template <class Shape>
+__device__ __forceinline__ bool find_job(const WriteParams& params, const SlotList& list, bool is_value, ManyJob& job) {
+  if (list.encode.blocks != nullptr) return next_copied<Shape>(params, list.encode, is_value, job);
+  if (list.slots != nullptr) return next_run<Shape>(params, list, is_value, job);
+  return next_page(params, is_value, job);
+}
 // The team's next job; by each warp. False: there is none. (A function of its own: inlined, it takes registers from the
 // encoding.)
 template <class Shape>
 __device__ __noinline__ bool next_job(const WriteParams& params, const SlotList& list, bool is_value, ManyJob& shared) {
   ManyJob job = shared;
-  const bool found =
-      list.slots == nullptr ? next_page(params, is_value, job) : next_run<Shape>(params, list, is_value, job);
-  if (!found) return false;
+  if (!find_job<Shape>(params, list, is_value, job)) return false;
   __syncwarp();
   if (threadIdx.x % 32 == 0) shared = job;
   __syncwarp();
   return true;
 }
 
-// The share of a block's team in all jobs of its side.
+// The share of a block's team in all jobs of its side. Blocks from their copies are counted on the device.
 template <class Shape>
 __device__ __forceinline__ void take_share(const WriteParams& params, const SlotList& list, const SideOfBlock& side,
                                            ManyJob& job) {
-  const std::int32_t units = list.slots == nullptr ? params.items : (list.count + kPageTokens - 1) / kPageTokens;
+  std::int32_t units = params.items;
+  if (list.slots != nullptr) units = (list.count + kPageTokens - 1) / kPageTokens;
+  if (list.encode.blocks != nullptr) units = *list.encode.count * list.encode.layers;
   const std::int64_t jobs = std::int64_t{units} * params.cache.kv_heads;
   const std::int64_t teams = side.blocks * kTeams<Shape>, place = side.block * kTeams<Shape> + team_of_block<Shape>();
   job.next = static_cast<std::int32_t>(jobs * place / teams);
@@ -164,6 +210,10 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kWriteCtas)
   __shared__ ManyJob jobs_of_warps[Shape::kBlockThreads / 32];
   ManyJob& job = jobs_of_warps[threadIdx.x / 32];
   const SideOfBlock side = side_of_block(params);
+  if (list.encode.blocks != nullptr) {
+    ptx::wait_prerequisites();
+    if (*list.encode.count == 0) return;  // as in most steps
+  }
   if (threadIdx.x % 32 == 0) take_share<Shape>(params, list, side, job);
   fill_tables<Shape::kBlockThreads, true>(Tables<kFormat, true>::source(),
                                           shared + (kCentred ? kCentreBytes<Shape> : 0));
@@ -180,10 +230,10 @@ __global__ void __launch_bounds__(Shape::kBlockThreads, kDenseCtas)
     many_dense_kernel(const __grid_constant__ WriteParams params, const __grid_constant__ SlotList list) {
   const SideOfBlock side = side_of_block(params);
   ManyJob job;
+  if (list.encode.blocks != nullptr) ptx::wait_prerequisites();
   take_share<Shape>(params, list, side, job);
   ptx::wait_prerequisites();
-  while (list.slots == nullptr ? next_page(params, side.is_value, job)
-                               : next_run<Shape>(params, list, side.is_value, job)) {
+  while (find_job<Shape>(params, list, side.is_value, job)) {
     encode_dense<Shape>(params, side.is_value, job.work);
   }
 }

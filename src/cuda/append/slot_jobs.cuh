@@ -1,5 +1,5 @@
-// The work for tokens with slots (cuda/append/slots.hpp): runs of tokens in a block, and the source of each block's
-// centre.
+// The work for tokens with slots (cuda/append/slots.hpp): runs of tokens in a block, the source of each block's centre,
+// and blocks that are encoded from their copies.
 #pragma once
 
 #include "cuda/append/slots.hpp"
@@ -45,6 +45,11 @@ __device__ __forceinline__ SlotRun find_run(const WriteParams& params, const Slo
   const bool is_last = end < kPageTokens && !(kByOctet && same_run(i + run.count));
   if (is_last && same_run(i - run.first)) run.clear_octet = (end - 1) / kOctet;
   return run;
+}
+
+// The tokens of a block with a copy go there alone.
+__device__ __forceinline__ bool is_copied(const SlotList& list, const SlotRun& run) {
+  return list.copies.entries != nullptr && list.copies.find(static_cast<std::int32_t>(run.block)) >= 0;
 }
 
 // One side of a block from an octet of tokens on becomes zeros; by a team.
@@ -128,10 +133,11 @@ __device__ __forceinline__ std::int32_t sequence_of(const SlotTables& t, std::in
 struct BegunBlock {
   bool is_first;        // in its sequence, or in none that is known: its first key is the centre
   std::int64_t before;  // the block whose mean is the centre if a part of the write begins this one; -1: the first key
-  bool follows;         // this write stores tokens of the block before, too
+  std::int32_t copy;    // of the block before; below 0: none
+  int kept;             // tokens of the block before that earlier writes stored
 };
 __device__ __forceinline__ BegunBlock begun_block(const SlotList& list, std::int32_t i, std::int64_t block) {
-  BegunBlock begun{true, -1, false};
+  BegunBlock begun{true, -1, -1, 0};
   const SlotTables& t = list.tables;
   const std::int32_t sequence = sequence_of(t, i);
   if (sequence < 0) return begun;
@@ -143,72 +149,44 @@ __device__ __forceinline__ BegunBlock begun_block(const SlotList& list, std::int
   // No launch comes after all blocks but the last.
   if (before < 0 || before >= list.places / kPageTokens || page != (step.length - 1) / kPageTokens) return begun;
   begun.before = before;
-  begun.follows = i > step.row;
+  begun.kept = base::clamp(step.begin - (page - 1) * kPageTokens, 0, kPageTokens);
+  if (list.copies.entries != nullptr) begun.copy = list.copies.find(before);
   return begun;
-}
-
-// A block that a sequence's step ends and does not begin, and that has a complete exact copy.
-struct EndedBlock {
-  std::int64_t block;  // -1: none
-  std::int32_t copy, row;
-  int begin;  // the first position that the step stores
-  bool is_first;
-};
-__device__ __forceinline__ EndedBlock ended_block(const SlotList& list, std::int32_t sequence) {
-  EndedBlock ended{-1, -1, 0, 0, false};
-  const SlotStep step = step_of(list.tables, sequence);
-  if (step.count <= 0 || step.begin <= 0 || step.row < 0) return ended;
-  const std::int32_t page = step.begin / kPageTokens, begin = step.begin % kPageTokens;
-  const std::int32_t last_row = step.row + kPageTokens - 1 - begin;
-  if (begin == 0 || step.length < (page + 1) * kPageTokens || last_row >= list.count) return ended;
-  const std::int64_t slot = list.slots[last_row];
-  if (slot < 0 || slot >= list.places || slot % kPageTokens != kPageTokens - 1) return ended;
-  if (list.slots[step.row] != slot - (last_row - step.row)) return ended;
-  ended.copy = list.copies.find(static_cast<std::int32_t>(slot / kPageTokens));
-  if (ended.copy < 0 || __ldcg(list.written + ended.copy) == 0) return ended;
-  ended.block = slot / kPageTokens, ended.row = step.row, ended.begin = begin, ended.is_first = page == 0;
-  return ended;
-}
-__device__ __forceinline__ bool is_ended_from_copy(const SlotList& list, std::int32_t last_row, std::int64_t block) {
-  if (list.copies.entries == nullptr) return false;
-  const std::int32_t copy = list.copies.find(static_cast<std::int32_t>(block));
-  if (copy < 0 || __ldcg(list.written + copy) == 0) return false;
-  const std::int32_t sequence = sequence_of(list.tables, last_row);
-  return sequence >= 0 && ended_block(list, sequence).block == block;
-}
-__device__ __forceinline__ PageJob ended_job(const WriteParams& params, const EndedBlock& ended, int head) {
-  const CacheView& cache = params.cache;
-  const SlotRun run{ended.block, ended.begin, kPageTokens - ended.begin, kOctets};
-  PageJob job = slot_job(params, run, ended.row, head, false);
-  job.exact = cache.exact + static_cast<std::uint64_t>(ended.copy) * cache.exact_slot_bytes +
-              static_cast<std::uint64_t>(head) * cache.exact_layout.block_bytes;
-  job.is_first_page = ended.is_first;
-  return job;
 }
 
 // How the keys of a run in a block are to be centred.
 struct SlotCentre {
-  bool is_left;         // to another launch, or other warps
-  int rows;             // as CentreJob has it
-  std::int32_t row;     // the block's first position has it, where rows are to be added up
-  std::int64_t before;  // as BegunBlock has it
+  bool is_left;       // to another launch
+  int rows;           // as CentreJob has it
+  std::int32_t row;   // the block's first position has it, where rows are to be added up
+  BegunBlock before;  // that the centre is the mean of; before.before < 0: none
 };
 // Row i has the first position of the run.
 __device__ __forceinline__ SlotCentre centre_of_run(const SlotList& list, std::int32_t i, const SlotRun& run) {
+  constexpr BegunBlock kNone{true, -1, -1, 0};
   const std::int64_t slot = run.block * kPageTokens + run.first;
   const std::int32_t first_row = i - run.first, last_row = first_row + kPageTokens - 1;
   const bool begins = follows(list, i, slot, first_row), ends = follows(list, i, slot, last_row);
   const bool later = list.launch == SlotLaunch::begun;
-  if (!begins) return {later || (ends && is_ended_from_copy(list, last_row, run.block)), 0, 0, -1};
+  if (!begins) return {later, 0, 0, kNone};
   const BegunBlock begun = begun_block(list, first_row, run.block);
-  if (ends || begun.before < 0) return {later, begun.is_first || !ends ? 1 : kPageTokens, first_row, -1};
-  const bool is_later = list.begun_later && (begun.follows || list.all_begun_later);
-  return {is_later != later, kPageTokens, first_row, begun.before};
+  if (ends || begun.before < 0) return {later, begun.is_first || !ends ? 1 : kPageTokens, first_row, kNone};
+  // This write stores tokens of the block before, too, whose codes are the mean.
+  const bool waits = begun.copy < 0 && begun.kept < kPageTokens;
+  const bool is_later = list.begun_later && (waits || list.all_begun_later);
+  return {is_later != later, kPageTokens, first_row, begun};
 }
 // `job`: a part of the block.
 __device__ __forceinline__ CentreJob centre_job(PageJob job, const SlotCentre& centre) {
   job.first_row = centre.row, job.begin = 0;
-  return {job, false, centre.rows, job.encoded};
+  if (centre.before.copy >= 0) {
+    const CacheView& cache = job.params->cache;
+    job.exact = cache.exact + static_cast<std::uint64_t>(centre.before.copy) * cache.exact_slot_bytes +
+                static_cast<std::uint64_t>(job.head) * cache.exact_layout.block_bytes;
+    job.begin = centre.before.kept;
+    job.first_row -= kPageTokens - centre.before.kept;
+  }
+  return {job, centre.before.copy >= 0, centre.rows, job.encoded};
 }
 
 // The centre of a block's keys of one head, for the run that begins at a token; by one warp. False: the run is left to
@@ -221,17 +199,45 @@ __device__ __noinline__ bool find_run_centre(const WriteParams& params, const Sl
   const CentreJob centre = centre_job(job, of_run);
   if (centre.rows > 0 && run.first == 0) clear_padding(job);
   const std::byte* before = nullptr;
-  if (of_run.before >= 0) before = slot_job(params, {of_run.before, 0, 0, kOctets}, 0, job.head, false).encoded;
+  if (of_run.before.before >= 0 && of_run.before.copy < 0) {
+    before = slot_job(params, {of_run.before.before, 0, 0, kOctets}, 0, job.head, false).encoded;
+  }
   __syncwarp();  // nobody reads rows and codes of the job before
   find_centres<Shape>([&](int) { return centre; }, 1, run.first < kOctet, centre_floats<Shape>(), centre_codes<Shape>(),
                       before);
   return true;
 }
-template <class Shape>
-__device__ __noinline__ void find_ended_centre(const PageJob& job, bool stores) {
-  __syncwarp();
-  find_centres<Shape>([&](int) { return own_centre(job, true, true); }, 1, stores, centre_floats<Shape>(),
-                      centre_codes<Shape>());
+
+// --- blocks from their copies ----------------------------------------------------------------------------------------
+
+// Number `item` of (block, layer).
+struct CopiedBlock {
+  base::BlockToEncode what;
+  std::int32_t layer;
+  LayerPool pool;
+  __device__ bool is_there() const { return pool.data != nullptr && what.block < pool.blocks; }
+};
+__device__ __forceinline__ CopiedBlock copied_block(const CopiesToEncode& encode, std::int32_t item) {
+  const std::int32_t layer = item % encode.layers;
+  return {encode.blocks[item / encode.layers], layer, encode.pools[layer]};
+}
+// All its tokens are the copy's.
+__device__ __forceinline__ PageJob copied_job(const WriteParams& params, const CopiesToEncode& encode,
+                                              const CopiedBlock& block, int head, bool is_value) {
+  const CacheView& cache = params.cache;
+  return {.params = &params,
+          .side = is_value ? &params.v : &params.k,
+          .encoded = block.pool.data + block.what.block * block.pool.block_stride +
+                     static_cast<std::uint64_t>(head) * cache.encoded_layout.block_bytes,
+          .exact = encode.exact + static_cast<std::uint64_t>(block.layer) * encode.exact_layer_bytes +
+                   static_cast<std::uint64_t>(block.what.copy) * cache.exact_slot_bytes +
+                   static_cast<std::uint64_t>(head) * cache.exact_layout.block_bytes,
+          .head = head,
+          .is_value = is_value,
+          .is_first_page = block.what.what.is_first_page(),
+          .first_row = 0,
+          .begin = kPageTokens,
+          .count = 0};
 }
 
 }  // namespace kvant::cuda

@@ -6,30 +6,36 @@
 namespace kvant::cuda {
 
 // Tokens of a launch up to which a warp does an octet at most.
-inline constexpr int kFewSlots = 2048;
+inline constexpr int kFewSlots = kListedRows;
+inline constexpr int kCopyingCtas = 16, kCentreCtas = 8;  // where counts are on the device; a multiprocessor
 
-// One token's row of a few heads, into the exact copy of its block.
-template <class Shape>
-__device__ __forceinline__ void store_copied_row(const WriteParams& params, const SlotList& list, int number,
-                                                 bool is_value) {
-  const int groups = head_groups<Shape>(params.cache.kv_heads);
-  const std::int32_t token = number / groups;
-  const std::int64_t slot = list.slots[token];
-  if (slot < 0 || slot >= list.places) return;
-  store_exact_row<Shape>(params, token, number % groups * kStoredHeads<Shape>, is_value, [&] {
-    const ExactPlace place{list.copies.find(static_cast<std::int32_t>(slot / kPageTokens)),
-                           static_cast<int>(slot % kPageTokens)};
-    if (place.slot >= 0 && place.token == 0) list.written[place.slot] = 1;
-    return place;
-  });
+// One token's row of kHeads heads, into the exact copy of its block.
+template <class Shape, int kHeads>
+__device__ __forceinline__ void store_copied_row(const WriteParams& params, const SlotList& list, std::int32_t row,
+                                                 int first_head, bool is_value, const CopiedRow& to) {
+  if (first_head == 0 && !is_value && threadIdx.x % 32 == 0) {
+    list.written[to.copy] = 1;
+    list.unencoded[to.copy] = to.what;
+  }
+  store_exact_row<Shape, kHeads>(params, row, first_head, is_value, [&] { return ExactPlace{to.copy, to.position}; });
 }
 
+// Rows of the step's blocks with copies, however many rows the write has.
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
     copied_rows_kernel(const __grid_constant__ WriteParams params, const __grid_constant__ SlotList list) {
   ptx::wait_prerequisites();
   ptx::launch_dependents();
-  store_copied_row<Shape>(params, list, static_cast<int>(blockIdx.x / 2), blockIdx.x % 2 != 0);
+  const int groups = head_groups<Shape>(params.cache.kv_heads), each = kPageTokens * groups;
+  const int jobs = *list.copied_count * each;
+  for (auto i = static_cast<int>(blockIdx.x / 2); i < jobs; i += static_cast<int>(gridDim.x / 2)) {
+    CopiedRows rows = list.copied[i / each];
+    const int at = i % each / groups, row = rows.row + at;
+    rows.to.position += at;
+    if (at >= rows.count || row < 0 || row >= list.count || list.slots[row] != rows.to.slot()) continue;
+    store_copied_row<Shape, kStoredHeads<Shape>>(params, list, row, i % groups * kStoredHeads<Shape>,
+                                                 blockIdx.x % 2 != 0, rows.to);
+  }
 }
 
 // The token that a warp of a launch for begun blocks encodes an octet from; -1: there is none. The last page of a
@@ -43,53 +49,33 @@ __device__ __forceinline__ std::int32_t begun_token(const SlotList& list, std::i
   return token;
 }
 
-// Blocks behind those that encode runs store rows in exact copies; those behind look for ended blocks, 32 sequences at
-// once, and share these by heads and octets. kCentred: keys are around centres.
+// kCentred: keys are around centres.
 template <class Shape, bool kCentred>
 __global__ void __launch_bounds__(Shape::kBlockThreads, kStepCtas<Shape>)
     few_slots_kernel(const __grid_constant__ WriteParams params, const __grid_constant__ SlotList list) {
-  ptx::wait_prerequisites();
-  ptx::launch_dependents();
   const int heads = params.cache.kv_heads;
   const bool begun = kCentred && list.launch == SlotLaunch::begun;
-  const int number = static_cast<int>(begun ? blockIdx.x : blockIdx.x / 2), runs = list.count * heads;
+  const int number = static_cast<int>(begun ? blockIdx.x : blockIdx.x / 2);
   const bool is_value = !begun && blockIdx.x % 2 != 0;
-  bool looks = kCentred && list.launch == SlotLaunch::ended;
   std::int32_t token = number / heads;
   int head = number % heads;
+  CopiedRow to;
+  if (!begun && list.rows != nullptr) to = list.rows[token];  // begin_step made it: nothing since has changed it
+  ptx::wait_prerequisites();
+  ptx::launch_dependents();
   if (begun) {
     token = begun_token(list, number / (heads * kOctets), number % kOctets);
     head = number / kOctets % heads;
     if (token < 0) return;
-  } else if (!looks && token >= list.count) {
-    const int copied = list.copies.entries == nullptr ? 0 : list.count * head_groups<Shape>(heads);
-    if (!kCentred || number < runs + copied) return store_copied_row<Shape>(params, list, number - runs, is_value);
-    looks = true;
+  } else if (to.copy >= 0 && list.slots[token] == to.slot()) {
+    return store_copied_row<Shape, 1>(params, list, token, head, is_value, to);
   }
-  // The place of a warp that looks, among those that do.
-  const int place = list.looking - 1 - static_cast<int>(gridDim.x - 1 - blockIdx.x), each = heads * kOctets;
-  DealtJobs jobs{0, 1, 0, each};
-  if (looks) {
-    jobs = deal(list.tables.batch, place, list.looking,
-                [&](std::int32_t sequence) { return ended_block(list, sequence).block >= 0; });
-  }
-  for (int i = jobs.number; i < __popc(jobs.items) * each; i += jobs.step) {
-    PageJob job;
-    int first, last;
-    if (looks) {
-      job = ended_job(params, ended_block(list, jobs.item(i / each)), i % each / kOctets);
-      first = i % kOctets * kOctet, last = first + kOctet;
-      find_ended_centre<Shape>(job, first == 0);
-    } else {
-      const SlotRun run = find_run<true>(params, list, token);
-      if (run.count == 0) return;
-      job = slot_job(params, run, token, head, is_value);
-      first = run.first, last = run.first + run.count;
-      if (kCentred && !is_value && !find_run_centre<Shape>(params, list, token, run, job)) return;
-      clear_heads<Shape>(job, 1, run.clear_octet);
-    }
-    encode_any<Shape, kCentred>(job, looks, first, last);
-  }
+  const SlotRun run = find_run<true>(params, list, token);
+  if (run.count == 0 || is_copied(list, run)) return;
+  const PageJob job = slot_job(params, run, token, head, is_value);
+  if (kCentred && !is_value && !find_run_centre<Shape>(params, list, token, run, job)) return;
+  clear_heads<Shape>(job, 1, run.clear_octet);
+  encode_any<Shape, kCentred>(job, false, run.first, run.first + run.count);
 }
 
 template <int kD>
@@ -108,16 +94,9 @@ cudaError_t launch_slots(WriteParams& p, SlotList& list, const DeviceLimits& lim
   using Step = StepShape<kD>;
   StagedLaunch<kD> launch(p, limits, stream);
   const auto& layout = p.cache.encoded_layout;
-  const bool centred = codec::is_centred(layout), has_copies = list.copies.entries != nullptr;
-  const std::int64_t heads = p.cache.kv_heads,
-                     rows = has_copies ? std::int64_t{list.count} * head_groups<Step>(heads) : 0;
+  const bool centred = codec::is_centred(layout);
+  const std::int64_t heads = p.cache.kv_heads;
   const std::int64_t octets = centred ? list.tables.batch * heads * kOctets : 0;  // one begun block a sequence
-  list.looking = 0;
-  if (centred && has_copies) {
-    const std::int64_t looking = base::max(base::min(octets, std::int64_t{kLookingCtas} * limits.multiprocessors),
-                                           std::int64_t{list.tables.batch + 31} / 32);
-    list.looking = static_cast<std::int32_t>((looking + 1) / 2 * 2);
-  }
   const auto launch_few = [&](SlotLaunch what, std::int64_t pairs_of_blocks) {
     list.launch = what;
     launch.size_step(pairs_of_blocks, centred ? kCentreBytes<Step> : 0, kOctet);
@@ -127,12 +106,13 @@ cudaError_t launch_slots(WriteParams& p, SlotList& list, const DeviceLimits& lim
   list.begun_later = octets > 0 && (many || (list.count > 1 && !list.one_each));
   list.all_begun_later = many;
   if (!many) {
-    const cudaError_t error = launch_few(SlotLaunch::runs, list.count * heads + rows + list.looking / 2);
+    const cudaError_t error = launch_few(SlotLaunch::runs, list.count * heads);
     if (error != cudaSuccess || !list.begun_later) return error;
     return launch_few(SlotLaunch::begun, octets / 2);
   }
-  if (rows > 0) {
-    const cudaError_t error = launch.launch_before(2 * rows, Step::kBlockThreads, &copied_rows_kernel<Step>, p, list);
+  if (list.rows != nullptr) {
+    const cudaError_t error = launch.launch_before(std::int64_t{kCopyingCtas} * limits.multiprocessors,
+                                                   Step::kBlockThreads, &copied_rows_kernel<Step>, p, list);
     if (error != cudaSuccess) return error;
   }
   list.launch = SlotLaunch::runs;
@@ -143,15 +123,32 @@ cudaError_t launch_slots(WriteParams& p, SlotList& list, const DeviceLimits& lim
     if (error != cudaSuccess) return error;
   }
   const std::int64_t dense_blocks = base::min(jobs, std::int64_t{kDenseCtas} * limits.multiprocessors);
-  cudaError_t error = launch_many(launch, list, jobs, dense_blocks, kPageTokens);
-  if (error == cudaSuccess && list.looking > 0) error = launch_few(SlotLaunch::ended, list.looking / 2);
-  if (error == cudaSuccess && list.begun_later) error = launch_few(SlotLaunch::begun, octets / 2);
-  return error;
+  const cudaError_t error = launch_many(launch, list, jobs, dense_blocks, kPageTokens);
+  if (error != cudaSuccess || !list.begun_later) return error;
+  return launch_few(SlotLaunch::begun, octets / 2);
+}
+
+// Blocks from their copies. How many there are is known on the device: launches have room for what makes a device busy.
+template <int kD>
+cudaError_t launch_copied(WriteParams& p, const SlotList& list, const DeviceLimits& limits, cudaStream_t stream) {
+  const auto& layout = p.cache.encoded_layout;
+  p.k.rows = p.v.rows = nullptr;
+  p.k.token_stride = p.v.token_stride = p.k.head_stride = p.v.head_stride = 0;
+  p.k.dtype = p.v.dtype = p.rounding;
+  p.head_dim = kD;  // copies have the zeros that vectors are padded with
+  StagedLaunch<kD> launch(p, limits, stream);
+  if (codec::is_centred(layout)) {
+    const cudaError_t error = launch.launch_before(std::int64_t{kCentreCtas} * limits.multiprocessors, 32,
+                                                   &copied_centres_kernel<kD>, p, list);
+    if (error != cudaSuccess) return error;
+  }
+  const std::int64_t busy = std::int64_t{kDenseCtas} * limits.multiprocessors;
+  return launch_many(launch, list, kTeams<BulkShape<kD>> * busy, busy, kPageTokens);
 }
 
 template <int kD>
 SlotKernel slot_entry() {
-  return {kD, &prepare_slots<kD>, &launch_slots<kD>};
+  return {kD, &prepare_slots<kD>, &launch_slots<kD>, &launch_copied<kD>};
 }
 
 }  // namespace kvant::cuda

@@ -39,11 +39,11 @@ struct ExactPlace {
   int token;
 };
 
-// A row of a few heads into an exact page. find(): its place, asked for when the row's loads are under way.
-template <class Shape, class Find>
+// A row of kHeads heads into an exact page. find(): its place, asked for when the row's loads are under way.
+template <class Shape, int kHeads, class Find>
 __device__ __forceinline__ void store_exact_row(const WriteParams& params, std::int32_t row, int first_head,
                                                 bool is_value, const Find& find) {
-  constexpr int kD = Shape::kD, kHeads = kStoredHeads<Shape>, kCount = kD / 32;
+  constexpr int kD = Shape::kD, kCount = kD / 32;
   const CacheView& cache = params.cache;
   const WriteSide& side = is_value ? params.v : params.k;
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -113,7 +113,7 @@ __device__ __forceinline__ void store_new_row(const WriteParams& params, int num
   const SequenceState guess = state();  // launches before may still change it
   ptx::wait_prerequisites();
   ptx::launch_dependents();
-  store_exact_row<Shape>(params, row, first_head, is_value, [&] {
+  store_exact_row<Shape, kStoredHeads<Shape>>(params, row, first_head, is_value, [&] {
     const SequenceState now = state();
     int slot = exact_slot(guess);
     if (now.step_begin != guess.step_begin) slot = exact_slot(now);

@@ -316,8 +316,7 @@ class Blocks final : public core::DeviceBlocks {
     list.slots = slots;
     list.places = pool.blocks * kPageTokens;
     list.count = static_cast<std::int32_t>(count);
-    list.copies = tail_.state.table;
-    list.written = tail_.state.written;
+    if (Status s = use_copies(pool, list, native(stream)); !s) return s;
     if (codec::is_centred(config_.encoded)) {
       if (!step_) {
         return {Code::invalid_argument,
@@ -333,7 +332,11 @@ class Blocks final : public core::DeviceBlocks {
       list.one_each = step_->max_query_len == 1;
     }
     KVANT_CUDA_TRY(kernel_->launch(p, list, limits_, native(stream)));
-    return {};
+    // A short step ends in the page that it fills, or behind it.
+    const bool is_long = !step_ || step_->max_query_len == 0 || step_->max_query_len > kPageTokens;
+    if (!has_copies() || !(is_long || config_.tail.encode_at_once)) return {};
+    const StepLists& lists = tail_.state.lists;
+    return encode(lists.left, &lists.counts->left, pool.layer, 1, native(stream));
   }
 
   Status decode(const BlockPool& pool, const std::int32_t* ids, std::int64_t count, const MutableTensorView& keys,
@@ -341,6 +344,7 @@ class Blocks final : public core::DeviceBlocks {
     if (Status s = check_pool(pool, config_); !s) return s;
     const Current current(config_.device);
     KVANT_CUDA_TRY(current.error());
+    if (Status s = encode_unencoded(pool, ids, count, native(stream)); !s) return s;
     ReadBackParams p{};
     p.cache = view_of(config_);
     p.cache.encoded = pool.data;
@@ -378,6 +382,7 @@ class Blocks final : public core::DeviceBlocks {
     if (Status s = check_pool(pool, config_); !s) return s;
     const Current current(config_.device);
     KVANT_CUDA_TRY(current.error());
+    if (Status s = encode_unencoded(pool, from, count, native(stream)); !s) return s;
     KVANT_CUDA_TRY(copy_blocks({.pool = pool.data,
                                 .block_stride = pool.block_stride,
                                 .bytes = config_.encoded.block_bytes * static_cast<std::uint32_t>(config_.kv_heads),
@@ -403,7 +408,8 @@ class Blocks final : public core::DeviceBlocks {
                                      .query_start_loc = t.query_start_loc,
                                      .batch = t.batch},
                                     native(stream)));
-    return {};
+    const StepLists& lists = tail_.state.lists;
+    return encode(lists.full, &lists.counts->full, 0, config_.tail.layers, native(stream));
   }
   Result<std::int64_t> take_misses(Stream stream) const override {
     const Current current(config_.device);
@@ -442,7 +448,9 @@ class Blocks final : public core::DeviceBlocks {
     const core::PagesTail& t = config_.tail;
     if (t.pages == 0) return {};
     const auto copies = static_cast<std::uint64_t>(t.copies);
-    const std::uint32_t entries = base::copy_table_entries(2 * copies);
+    // Blocks that want a copy are in the table, too, before there is one for them.
+    const auto each = static_cast<std::uint64_t>(base::copies_of_sequence(t.ends()) + t.pages);
+    const std::uint32_t entries = base::copy_table_entries(copies + each * static_cast<std::uint64_t>(t.sequences));
     TailState& s = tail_.state;
     const auto total = static_cast<std::uint64_t>(t.bytes(config_.kv_heads));
     tail_.layer_bytes = total / static_cast<std::uint64_t>(t.layers);
@@ -451,11 +459,23 @@ class Blocks final : public core::DeviceBlocks {
     if (Status e = memory_.take(s.written, copies, "a list of exact copies"); !e) return e;
     if (Status e = memory_.take(s.wanted, copies, "a list of exact copies"); !e) return e;
     if (Status e = memory_.take(s.table.entries, entries, "a table of exact copies"); !e) return e;
+    if (Status e = memory_.take(s.unencoded, copies, "a list of exact copies"); !e) return e;
+    if (Status e = memory_.take(s.touched, copies, "a list of exact copies"); !e) return e;
+    StepLists& lists = s.lists;
+    if (Status e = memory_.take(lists.rows, kListedRows, "the list of a step's rows"); !e) return e;
+    if (Status e = memory_.take(lists.copied, copies, "the list of a step's rows"); !e) return e;
+    for (base::BlockToEncode** list : {&lists.full, &lists.left, &lists.asked}) {
+      if (Status e = memory_.take(*list, copies, "a list of blocks to encode"); !e) return e;
+    }
+    if (Status e = memory_.take(lists.counts, 1, "counts of lists"); !e) return e;
+    if (Status e = memory_.take(pools_, static_cast<std::uint64_t>(t.layers), "a list of pools"); !e) return e;
+    known_pools_.resize(static_cast<std::size_t>(t.layers));
     if (Status e = memory_.take(s.step, 1, "a number"); !e) return e;
     if (Status e = memory_.take(s.misses, 1, "a number"); !e) return e;
     s.table.mask = entries - 1;
     s.count = t.copies;
     s.ends = t.ends();
+    s.encode_at_once = t.encode_at_once;
     KVANT_CUDA_TRY(clear_tail(s, nullptr));
     return {};
   }
@@ -475,6 +495,53 @@ class Blocks final : public core::DeviceBlocks {
     return p;
   }
 
+  [[nodiscard]] bool has_copies() const { return config_.tail.pages > 0; }
+
+  // A write's lists of rows that go to copies; and where the layer's blocks are, for those that are encoded later.
+  Status use_copies(const BlockPool& pool, SlotList& list, cudaStream_t stream) const {
+    if (!has_copies()) return {};
+    const TailState& s = tail_.state;
+    list.copies = s.table;
+    list.rows = s.lists.rows;
+    list.copied = s.lists.copied;
+    list.copied_count = &s.lists.counts->copied;
+    list.written = s.written;
+    list.unencoded = s.unencoded;
+    LayerPool& known = known_pools_[static_cast<std::size_t>(pool.layer)];
+    const LayerPool now{pool.data, pool.block_stride, pool.blocks};
+    if (known.data == now.data && known.block_stride == now.block_stride && known.blocks == now.blocks) return {};
+    known = now;
+    KVANT_CUDA_TRY(cudaMemcpyAsync(pools_ + pool.layer, &known, sizeof(known), cudaMemcpyHostToDevice, stream));
+    return {};
+  }
+
+  // Encodes a list of blocks from their copies, in so many layers.
+  Status encode(const base::BlockToEncode* blocks, const std::int32_t* count, int first_layer, int layers,
+                cudaStream_t stream) const {
+    WriteParams p = write_params({});
+    SlotList list{};
+    list.encode = {.blocks = blocks,
+                   .count = count,
+                   .pools = pools_ + first_layer,
+                   .exact = tail_.layer(first_layer),
+                   .exact_layer_bytes = tail_.layer_bytes,
+                   .layers = layers};
+    KVANT_CUDA_TRY(kernel_->encode(p, list, limits_, stream));
+    return {};
+  }
+  // Those of `blocks` whose codes lack tokens that their copies have, if the pool is a layer's. They count as unencoded
+  // still, as they are in other layers.
+  Status encode_unencoded(const BlockPool& pool, const std::int32_t* blocks, std::int64_t count,
+                          cudaStream_t stream) const {
+    const auto known = std::find_if(known_pools_.begin(), known_pools_.end(),
+                                    [&](const LayerPool& other) { return other.data == pool.data; });
+    if (known == known_pools_.end() || count == 0) return {};
+    const auto layer = static_cast<int>(known - known_pools_.begin());
+    KVANT_CUDA_TRY(list_unencoded(tail_.state, blocks, count, stream));
+    const StepLists& lists = tail_.state.lists;
+    return encode(lists.asked, &lists.counts->asked, layer, 1, stream);
+  }
+
   const core::DeviceBlocksConfig config_;
   const SlotKernel* kernel_;
   DeviceLimits limits_{};
@@ -483,7 +550,9 @@ class Blocks final : public core::DeviceBlocks {
   DeviceTail tail_;
   std::uint32_t* non_finite_ = nullptr;
   mutable std::optional<StepTables> step_;  // whose tables writes around centres read
-  core::PageRef* listed_ = nullptr;         // the blocks of a decode
+  LayerPool* pools_ = nullptr;              // [layers]
+  mutable std::vector<LayerPool> known_pools_;
+  core::PageRef* listed_ = nullptr;  // the blocks of a decode
   SequenceState* listed_sequence_ = nullptr;
 };
 

@@ -35,11 +35,30 @@ __device__ Sum sum_in_order(int x, int* room) {
   return of;
 }
 
+// A sequence of the batch that has rows in the step; without rows: one that has none, or does not fit the tables.
+struct StepSequence {
+  std::int32_t length = 0, q_len = 0, row = 0;
+  const std::int32_t* blocks = nullptr;
+  base::CopiedPages pages{};
+  __device__ std::int32_t begin() const { return length - q_len; }
+};
+__device__ StepSequence sequence_of(const BeginStep& step, std::int32_t i) {
+  if (i >= step.batch) return {};
+  const std::int32_t row = step.query_start_loc[i], length = step.seq_lens[i],
+                     q_len = step.query_start_loc[i + 1] - row;
+  if (q_len <= 0 || length < q_len || base::pages_for(length) > step.columns) return {};
+  return {length, q_len, row, step.block_table + i * step.row_stride,
+          base::copied_pages(length, q_len, step.tail.ends)};
+}
+
 // A page of the batch that may have a copy.
 struct Page {
-  enum Kind { none, kept, begins, missing_is_a_miss } kind = none;
-  std::int32_t block = -1;
-  std::uint32_t lag = 0;
+  enum Kind { none, kept, begins } kind = none;
+  std::int32_t block = -1, number = 0;
+  std::uint32_t need = 0;  // base::CopyNeed
+  bool is_read = false;    // exactly, if it has a copy
+  // Its rows in the step, and the position of the first one; behind the step its sequence has so many tokens.
+  std::int32_t row = 0, rows = 0, position = 0, length = 0;
 };
 // Pages of a sequence that may have copies in a step: a long one keeps the tail that it began with.
 __device__ std::int32_t pages_of_sequence(const base::ExactEnds<std::int32_t>& ends) {
@@ -47,21 +66,32 @@ __device__ std::int32_t pages_of_sequence(const base::ExactEnds<std::int32_t>& e
 }
 // Number `at` of the batch's: a fixed number for each sequence.
 __device__ Page page_of(const BeginStep& step, std::int32_t at) {
-  const std::int32_t each = pages_of_sequence(step.tail.ends), i = at / each;
-  if (i >= step.batch) return {};
-  const std::int32_t length = step.seq_lens[i], q_len = step.query_start_loc[i + 1] - step.query_start_loc[i];
-  if (q_len <= 0 || length < q_len || base::pages_for(length) > step.columns) return {};
-  const base::CopiedPages pages = base::copied_pages(length, q_len, step.tail.ends);
+  const std::int32_t each = pages_of_sequence(step.tail.ends);
+  const StepSequence s = sequence_of(step, at / each);
+  if (s.q_len == 0) return {};
+  const base::CopiedPages& pages = s.pages;
   const std::int32_t old = max(pages.begun - pages.begin, 0), place = at % each;
   const std::int32_t behind = place - pages.sinks;  // the first pages
   const std::int32_t p = behind < 0 ? place : behind < old ? pages.begin + behind : pages.fresh + behind - old;
   if (p >= pages.end) return {};
-  const std::int32_t block = step.block_table[i * step.row_stride + p];
+  const std::int32_t block = s.blocks[p];
   if (block < 0) return {};  // a window hides the page
-  return {p >= pages.begun   ? Page::begins
-          : pages.is_read(p) ? Page::missing_is_a_miss
-                             : Page::kept,
-          block, pages.lag(p)};
+  const std::int32_t from = max(p * kPageTokens, s.begin()), to = min((p + 1) * kPageTokens, s.length);
+  return {p >= pages.begun ? Page::begins : Page::kept,
+          block,
+          p,
+          static_cast<std::uint32_t>(pages.need(p)),
+          pages.is_read(p),
+          s.row + from - s.begin(),
+          max(to - from, 0),
+          from - p * kPageTokens,
+          s.length};
+}
+
+__device__ void append(const TailState& tail, base::BlockToEncode* list, std::int32_t& count,
+                       const base::BlockToEncode& what) {
+  const int place = atomicAdd(&count, 1);
+  if (place < tail.count) list[place] = what;
 }
 
 // The place of a block's entry, which is made if there is none. Many threads at once.
@@ -73,14 +103,27 @@ __device__ std::uint32_t insert(const base::CopyTable& table, std::int32_t block
   }
 }
 
+// As core::TailCopies::begin_step, whose steps these are.
 __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_constant__ BeginStep step) {
-  __shared__ int room[kWarps];
+  __shared__ int sums[kWarps];
   __shared__ int of_age[base::kAgeOfUnused + 1];
   __shared__ int youngest, left;
+  __shared__ StepLists::Counts counts;
   const TailState& tail = step.tail;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::uint32_t now = __ldcg(tail.step) + base::kNumbersOfStep;
   const std::int32_t pages = step.batch * pages_of_sequence(tail.ends);
+
+  if (thread == 0) counts = {};
+  for (std::int32_t i = thread; i < kListedRows; i += kThreads) tail.lists.rows[i].copy = -1;
+  // Blocks in the middle of a long step are encoded from its rows. A copy that one of them has is of an earlier life.
+  for (std::int32_t i = thread / 32; i < step.batch; i += kWarps) {
+    const StepSequence s = sequence_of(step, i);
+    for (std::int32_t p = max(s.pages.begun, s.pages.sinks) + thread % 32; p < s.pages.fresh; p += 32) {
+      if (s.blocks[p] >= 0) tail.forget(s.blocks[p]);
+    }
+  }
+  __syncthreads();
 
   // Copies that the step needs; blocks that want one leave the first page that does in their entry, below 0.
   const auto mark = [&](std::int32_t at) { return -2 - (pages - at); };
@@ -94,68 +137,126 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
       copy = -1;
     }
     if (copy >= 0) {
-      atomicMax(&tail.copies[copy].used, now - page.lag);
+      atomicMax(&tail.copies[copy].used, now - page.need);
+      if (page.rows > 0) tail.touched[copy] = now;
     } else if (page.kind == Page::begins) {
       atomicMin(&tail.table.entries[insert(tail.table, page.block)].copy, mark(at));
       any = true;
-    } else if (page.kind == Page::missing_is_a_miss) {
-      atomicAdd(tail.misses, 1ull);
     }
   }
   any = __syncthreads_or(any ? 1 : 0) != 0;
   if (thread == 0) *tail.step = now;
-  if (!any) return;
 
-  int wanted = 0;
-  for (std::int32_t first = 0; first < pages; first += kThreads) {
-    const std::int32_t at = first + thread;
-    const Page page = at < pages ? page_of(step, at) : Page{};
-    const bool wants = page.kind == Page::begins && tail.table.find(page.block) == mark(at);
-    const Sum sum = sum_in_order(wants ? 1 : 0, room);
-    if (wants && wanted + sum.before < tail.count) tail.wanted[wanted + sum.before] = page.block;
-    wanted += sum.all;
-  }
-
-  // Room for them: copies of the highest ages, of the youngest of these ages the first ones. Those that this step needs
-  // make none: pages that are left go without.
-  const auto age = [&](const TailCopy& c) { return static_cast<int>(base::copy_age(c.block, c.used, now)); };
   const auto copy_at = [&](std::int32_t i) {
     const int2 x = __ldcg(reinterpret_cast<const int2*>(tail.copies + i));
     return TailCopy{x.x, static_cast<std::uint32_t>(x.y)};
   };
-  if (thread <= static_cast<std::int32_t>(base::kAgeOfUnused)) of_age[thread] = 0;
-  if (thread == 0) youngest = static_cast<int>(base::kAgeOfUnused) + 1, left = 0;  // nobody gives
-  __syncthreads();
-  for (std::int32_t i = thread; i < tail.count; i += kThreads) atomicAdd(&of_age[age(copy_at(i))], 1);
-  __syncthreads();
-  wanted = min(wanted, tail.count - of_age[0]);
-  const int my_age = static_cast<int>(base::kAgeOfUnused) - thread, mine = my_age >= 0 ? of_age[my_age] : 0;
-  const int older = sum_in_order(mine, room).before;
-  if (older < wanted && wanted <= older + mine) youngest = my_age, left = wanted - older;
-  __syncthreads();
-  int of_youngest = 0, given = 0;
-  for (std::int32_t first = 0; first < tail.count; first += kThreads) {
-    const std::int32_t i = first + thread;
-    const int a = i < tail.count ? age(copy_at(i)) : -1;
-    const Sum same = sum_in_order(a == youngest ? 1 : 0, room);
-    const bool gives = a > youngest || (a == youngest && of_youngest + same.before < left);
-    const Sum sum = sum_in_order(gives ? 1 : 0, room);
-    if (gives) {
-      tail.copies[i] = {__ldcg(tail.wanted + given + sum.before), now};
-      tail.written[i] = 0;
-    }
-    of_youngest += same.all;
-    given += sum.all;
+  // Blocks with tokens that only their copies have, and that the step does not write to.
+  for (std::int32_t i = thread; i < tail.count; i += kThreads) {
+    const base::Unencoded what{__ldcg(reinterpret_cast<const std::uint32_t*>(tail.unencoded) + i)};
+    if (!what.any() || __ldcg(tail.touched + i) == now) continue;
+    append(tail, tail.lists.full, counts.full, {copy_at(i).block, i, what});
+    tail.unencoded[i] = {};
   }
 
-  __syncthreads();
-  for (auto i = static_cast<std::uint32_t>(thread); i <= tail.table.mask; i += kThreads)
-    tail.table.entries[i] = {-1, -1};
-  __syncthreads();
-  for (std::int32_t i = thread; i < tail.count; i += kThreads) {
-    const std::int32_t block = copy_at(i).block;
-    if (block >= 0) tail.table.entries[insert(tail.table, block)].copy = i;
+  if (any) {
+    int wanted = 0, enough = 0;  // by need, then in the order of the batch; and the first ones, which get a copy
+    const auto age = [&](const TailCopy& c) { return static_cast<int>(base::copy_age(c.block, c.used, now)); };
+    if (thread <= static_cast<std::int32_t>(base::kAgeOfUnused)) of_age[thread] = 0;
+    __syncthreads();
+    for (std::int32_t i = thread; i < tail.count; i += kThreads) atomicAdd(&of_age[age(copy_at(i))], 1);
+    __syncthreads();
+    int room = tail.count;
+    for (std::uint32_t need = 0; need < base::kCopyNeeds && wanted == enough; ++need) {
+      room -= of_age[need];  // older copies than this need's alone are given
+      for (std::int32_t first = 0; first < pages; first += kThreads) {
+        const std::int32_t at = first + thread;
+        const Page page = at < pages ? page_of(step, at) : Page{};
+        const bool wants = page.kind == Page::begins && page.need == need && tail.table.find(page.block) == mark(at);
+        const Sum sum = sum_in_order(wants ? 1 : 0, sums);
+        if (wants && wanted + sum.before < tail.count) tail.wanted[wanted + sum.before] = {page.block, now - need};
+        wanted += sum.all;
+      }
+      enough = max(enough, min(wanted, room));
+    }
+
+    // Room for them: copies of the highest ages, of the youngest of these ages the first ones.
+    if (thread == 0) youngest = static_cast<int>(base::kAgeOfUnused) + 1, left = 0;  // nobody gives
+    const int my_age = static_cast<int>(base::kAgeOfUnused) - thread, mine = my_age >= 0 ? of_age[my_age] : 0;
+    const int older = sum_in_order(mine, sums).before;
+    if (older < enough && enough <= older + mine) youngest = my_age, left = enough - older;
+    __syncthreads();
+    int of_youngest = 0, given = 0;
+    for (std::int32_t first = 0; first < tail.count; first += kThreads) {
+      const std::int32_t i = first + thread;
+      const int a = i < tail.count ? age(copy_at(i)) : -1;
+      const Sum same = sum_in_order(a == youngest ? 1 : 0, sums);
+      const bool gives = a > youngest || (a == youngest && of_youngest + same.before < left);
+      const Sum sum = sum_in_order(gives ? 1 : 0, sums);
+      if (gives) {
+        const int2 new_owner = __ldcg(reinterpret_cast<const int2*>(tail.wanted + given + sum.before));
+        tail.copies[i] = {new_owner.x, static_cast<std::uint32_t>(new_owner.y)};
+        tail.written[i] = 0;
+        tail.touched[i] = now;
+      }
+      of_youngest += same.all;
+      given += sum.all;
+    }
+
+    __syncthreads();
+    for (auto i = static_cast<std::uint32_t>(thread); i <= tail.table.mask; i += kThreads)
+      tail.table.entries[i] = {-1, -1};
+    __syncthreads();
+    for (std::int32_t i = thread; i < tail.count; i += kThreads) {
+      const std::int32_t block = copy_at(i).block;
+      if (block >= 0) tail.table.entries[insert(tail.table, block)].copy = i;
+    }
   }
+  __syncthreads();
+
+  // The step's rows that go to copies.
+  for (std::int32_t at = thread; at < pages; at += kThreads) {
+    const Page page = page_of(step, at);
+    if (page.kind == Page::none) continue;
+    const std::int32_t copy = tail.table.find(page.block);
+    if (copy < 0 && page.is_read) atomicAdd(tail.misses, 1ull);
+    if (copy < 0 || page.rows == 0) continue;
+    base::Unencoded what = base::unencoded_tokens(page.number, page.length);
+    if (tail.encode_at_once || base::is_left_behind(page.number, page.length, tail.ends)) {
+      append(tail, tail.lists.left, counts.left, {page.block, copy, what});
+      what = {};
+    }
+    CopiedRow to{copy, page.block, page.position, what};
+    const int place = atomicAdd(&counts.copied, 1);
+    if (place < tail.count) tail.lists.copied[place] = {page.row, page.rows, to};
+    for (std::int32_t row = page.row; row < min(page.row + page.rows, kListedRows); ++row, ++to.position) {
+      if (row >= 0) tail.lists.rows[row] = to;
+    }
+  }
+  __syncthreads();
+  if (thread == 0) {
+    counts.copied = min(counts.copied, tail.count);
+    counts.left = min(counts.left, tail.count);
+    counts.asked = 0;
+    *tail.lists.counts = counts;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    list_unencoded_kernel(const __grid_constant__ TailState tail, const std::int32_t* blocks, std::int64_t count) {
+  __shared__ std::int32_t found;
+  if (threadIdx.x == 0) found = 0;
+  __syncthreads();
+  for (std::int64_t i = threadIdx.x; i < count; i += kThreads) {
+    const std::int32_t block = blocks[i], copy = block < 0 ? -1 : tail.table.find(block);
+    if (copy < 0) continue;
+    const base::Unencoded what{__ldcg(reinterpret_cast<const std::uint32_t*>(tail.unencoded) + copy)};
+    if (!what.any()) continue;
+    const int place = atomicAdd(&found, 1);
+    if (place < tail.count) tail.lists.asked[place] = {block, copy, what};
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) tail.lists.counts->asked = min(found, tail.count);
 }
 
 __global__ void __launch_bounds__(kThreads) clear_tail_kernel(const __grid_constant__ TailState tail) {
@@ -169,6 +270,10 @@ __global__ void __launch_bounds__(kThreads) clear_tail_kernel(const __grid_const
 
 cudaError_t begin_step(const BeginStep& step, cudaStream_t stream) {
   begin_step_kernel<<<1, kThreads, 0, stream>>>(step);
+  return cudaGetLastError();
+}
+cudaError_t list_unencoded(const TailState& tail, const std::int32_t* blocks, std::int64_t count, cudaStream_t stream) {
+  list_unencoded_kernel<<<1, kThreads, 0, stream>>>(tail, blocks, count);
   return cudaGetLastError();
 }
 cudaError_t clear_tail(const TailState& tail, cudaStream_t stream) {
