@@ -19,7 +19,7 @@ import torch
 from . import versions
 from .layer import BLOCK_TOKENS, Capacity, Layer, LayerOfKvant, device_name
 
-_on_devices: weakref.WeakSet[Any] = weakref.WeakSet()  # pages of this process: torch does not count their copies
+_given: weakref.WeakSet[Any] = weakref.WeakSet()  # this process's pages with copies
 
 
 @lru_cache(maxsize=None)
@@ -60,7 +60,8 @@ def divide_memory(vllm_config, capacity: Capacity) -> None:
 
 def _cache_bytes(vllm_config, impls) -> int | None:
     """The memory of the KV cache as far as is known now; None: nothing is."""
-    known = [versions.kv_memory(vllm_config, sum(pages.tail_bytes for pages in _on_devices))]
+    # Torch does not count memory that kvant takes from the device itself, here for another server of the process.
+    known = [versions.kv_memory(vllm_config, sum(p.tail_bytes for p in _given if p.device[0] != "cpu"))]
     if versions.blocks(vllm_config) is not None:
         known.append(versions.blocks(vllm_config) * sum(i.layer.block_bytes() for i in impls))
     return min((n for n in known if n is not None), default=None)
@@ -112,8 +113,7 @@ def give_pages(vllm_config, layer_names: list[str], device: torch.device, capaci
         torch.cuda.empty_cache()
     for (*_, tail, copies), same in writers.items():
         pages = same[0].layer.own_pages(device_name(device), capacity, tail, len(same), same[0].dtype, copies)
-        if device.type != "cpu":
-            _on_devices.add(pages)
+        _given.add(pages)
         pages.owner.share_workspace(same[0].layer.pages(device).owner)
         for number, impl in enumerate(same):
             impl.pages, impl.number = pages, number

@@ -131,10 +131,12 @@ def checkpoint_chose(name: str) -> bool:
     from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
     config = configuration()
-    try:
-        return config is not None and resolve_kv_cache_dtype_string("auto", config.model_config) == name
-    except Exception:  # of a quantization config that vLLM cannot read: this only words a refusal
+    if config is None:
         return False
+    # An attention layer takes fp8 from compressed-tensors' scheme itself.
+    if name == "fp8" and getattr(getattr(config, "quant_config", None), "kv_cache_scheme", None) is not None:
+        return True
+    return resolve_kv_cache_dtype_string("auto", config.model_config) == name
 
 
 class Draft(NamedTuple):
@@ -230,9 +232,10 @@ def exact_memory(vllm_config) -> float:
 def kv_memory(vllm_config, own: int = 0) -> int | None:
     """Bytes that the KV cache has, as far as is known before vLLM has measured; None: they are unknown.
 
-    As vLLM, this takes what the process may have less what the process holds, and no other process counts. The process
-    holds torch's memory, with the weights, and `own` bytes that kvant took from the device itself. What vLLM finds
-    besides is not known yet: activations at their peak, and what other libraries of the process take (NCCL).
+    As vLLM, this takes what the process may have less what the process holds, whatever other processes hold. The
+    process holds torch's memory, with the weights, and `own` bytes that kvant took from the device itself. What vLLM
+    finds besides is not known yet: activations at their peak, and what other libraries of the process take (NCCL).
+    vLLM does not start where less is free than the process may have, so free memory is a bound from above alone.
     """
     cache = vllm_config.cache_config
     if cache.kv_cache_memory_bytes:
@@ -241,8 +244,9 @@ def kv_memory(vllm_config, own: int = 0) -> int | None:
         return None
     import torch
 
-    total = torch.cuda.mem_get_info()[1]
-    return max(0, math.ceil(total * cache.gpu_memory_utilization) - torch.cuda.memory_reserved() - own)
+    free, total = torch.cuda.mem_get_info()
+    allowed = math.ceil(total * cache.gpu_memory_utilization)
+    return max(0, min(free, allowed - torch.cuda.memory_reserved() - own))
 
 
 def blocks(vllm_config) -> int | None:
