@@ -75,9 +75,9 @@ def refuse_shared_folders(vllm_config) -> None:
             if not named or named in path.split("/"):
                 continue
             reason = (
-                f"kvant: the tier {tier.get('type')!r} of {name} keeps blocks beyond this server, by model, cache dtype "
-                f"and layers. Their bytes depend on other settings, too ({named}), so that a server with other settings "
-                f"would read them as its own"
+                f"kvant: the tier {tier.get('type')!r} of {name} keeps blocks beyond this server, by model, layers and "
+                f"cache dtype. Their bytes depend on other settings, too ({named}), so that a server with other "
+                f"settings would read them as its own"
             )
             if setting is None:
                 raise NotImplementedError(f"{reason}: leave the tier out, or leave these settings at their defaults")

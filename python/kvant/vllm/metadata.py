@@ -127,7 +127,7 @@ def _check_sizes(kv_cache_spec, layers, names) -> None:
         if given != needed:
             raise RuntimeError(
                 f"kvant: vLLM sized the pages of {name} for {given} bytes a token and head, and the layer's "
-                f"{layer.impl.kv_cache_dtype} takes {needed}: a server has one cache dtype of kvant, beside exact layers"
+                f"{layer.impl.kv_cache_dtype} takes {needed}: a server has one cache dtype of kvant, and exact layers"
             )
 
 

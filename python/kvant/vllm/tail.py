@@ -62,8 +62,9 @@ def _cache_bytes(vllm_config, impls) -> int | None:
     """The memory of the KV cache as far as is known now; None: nothing is."""
     # Torch does not count memory that kvant takes from the device itself, here for another server of the process.
     known = [versions.kv_memory(vllm_config, sum(p.tail_bytes for p in _given if p.device[0] != "cpu"))]
-    if versions.blocks(vllm_config) is not None:
-        known.append(versions.blocks(vllm_config) * sum(i.layer.block_bytes() for i in impls))
+    blocks = versions.blocks(vllm_config, BLOCK_TOKENS)
+    if blocks is not None:
+        known.append(blocks * sum(i.layer.block_bytes() for i in impls))
     return min((n for n in known if n is not None), default=None)
 
 
@@ -80,8 +81,8 @@ def _say(vllm_config, impls, tails, capacity: Capacity) -> None:
     if not needs:
         if impls and versions.moves_blocks(vllm_config) and versions.tail(vllm_config) > 0:
             log.warning(
-                "no exact copies of first and newest tokens: a KV connector writes to blocks. All older tokens are read "
-                "encoded; --additional-config '{\"kvant\": {\"tail\": 0}}' says so, and ends this warning"
+                "no exact copies of first and newest tokens: a KV connector writes to blocks. All tokens are read as "
+                "they are encoded; --additional-config '{\"kvant\": {\"tail\": 0}}' says so, and ends this warning"
             )
         return
     enough = min(min(capacity.requests, copies // need) for need, copies, _ in needs)

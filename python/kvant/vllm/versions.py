@@ -188,7 +188,7 @@ def _options(vllm_config) -> dict:
     if options is None:
         return {}
     if not isinstance(options, Mapping):
-        raise ValueError(f'kvant: --additional-config has "kvant": {options!r}: must be options, {{"tail": 1}}')
+        raise ValueError(f'kvant: --additional-config has "kvant": {options!r}: must be options such as {{"tail": 1}}')
     for name in options:
         if name not in OPTIONS:
             close = difflib.get_close_matches(str(name), OPTIONS, n=1)
@@ -233,8 +233,8 @@ def kv_memory(vllm_config, own: int = 0) -> int | None:
     """Bytes that the KV cache has, as far as is known before vLLM has measured; None: they are unknown.
 
     As vLLM, this takes what the process may have less what the process holds, whatever other processes hold. The
-    process holds torch's memory, with the weights, and `own` bytes that kvant took from the device itself. What vLLM
-    finds besides is not known yet: activations at their peak, and what other libraries of the process take (NCCL).
+    process holds torch's memory, with the weights, and `own` bytes that kvant took from the device itself. vLLM will
+    find more, which is not known yet: activations at their peak, and memory of other libraries (NCCL).
     vLLM does not start where less is free than the process may have, so free memory is a bound from above alone.
     """
     cache = vllm_config.cache_config
@@ -249,10 +249,11 @@ def kv_memory(vllm_config, own: int = 0) -> int | None:
     return max(0, min(free, allowed - torch.cuda.memory_reserved() - own))
 
 
-def blocks(vllm_config) -> int | None:
-    """Blocks of the KV cache; None: not known yet."""
+def blocks(vllm_config, tokens: int) -> int | None:
+    """Blocks of so many tokens in the KV cache; None: not known yet. vLLM's own may be several of these."""
     cache = vllm_config.cache_config
-    return cache.num_gpu_blocks or cache.num_gpu_blocks_override
+    own = cache.num_gpu_blocks or cache.num_gpu_blocks_override
+    return own * max(1, (getattr(cache, "block_size", None) or tokens) // tokens) if own else None
 
 
 def fresh_keys(vllm_config) -> bool:
@@ -345,7 +346,7 @@ def connectors(vllm_config) -> list[tuple[str, dict]]:
 
 
 def tiers(extra: dict) -> list[dict]:
-    """Of an OffloadingConnector's extra configuration: the tiers behind its host memory."""
+    """The tiers behind the host memory of an OffloadingConnector with this extra configuration."""
     return [dict(tier) for tier in extra.get("secondary_tiers") or ()]
 
 

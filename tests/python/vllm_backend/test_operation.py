@@ -153,8 +153,10 @@ def test_a_cache_of_a_given_size(gpu, torch):
     assert 0.99 * 0.5 * GIB < copies(given, 1000)[1] <= 0.5 * GIB
     gpu()
     block = 64 * 8 * 166 * 32  # tq6/tq4 of 128 with centres
-    few = copies(server(torch, num_gpu_blocks_override=4096), 1000)[1]
-    assert 0.9 * 0.05 * 4096 * block < few <= 0.05 * 4096 * block
+    for tokens in (None, 64, 256):  # of vLLM's blocks
+        cache = (tokens or 64) // 64 * 4096 * block
+        few = copies(server(torch, num_gpu_blocks_override=4096, block_size=tokens), 1000)[1]
+        assert 0.9 * 0.05 * cache < few <= 0.05 * cache
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,8 @@ def test_sleep_mode(gpu, torch, caplog):
     config = server(torch)
     config.model_config.enable_sleep_mode = True
     taken = copies(config)[1]
-    assert f"sleep mode: kvant's own memory stays on the device while vLLM sleeps, {taken / 2**20:.1f} MiB" in caplog.text
+    assert "sleep mode: kvant's own memory stays on the device while vLLM sleeps, " in caplog.text
+    assert f" {taken / 2**20:.1f} MiB of exact copies and the workspace" in caplog.text
 
 
 # --- blocks that outlive the server -----------------------------------------------------------------------------------
@@ -341,6 +344,51 @@ def test_the_bytes_of_pages(registered, torch, name, centre):
     pages.write(pool, k, v, torch.arange(100))
     digest = hashlib.sha256(pool.numpy().tobytes()).hexdigest()[:16]
     assert (dtypes.PAGE_FORMAT, digest) == (1, BYTES[name][centre == "none"])
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def options(additional_config):
+    from kvant.vllm import versions
+
+    return versions._options(SimpleNamespace(additional_config=additional_config))
+
+
+def test_options_that_are_kvants(registered):
+    known = {"tail": 2, "k_centre": "none"}
+    assert options({"kvant": known}) == known
+    assert options({"kvant": {}}) == options({"kvant": None}) == options({}) == options(None) == options(object()) == {}
+    # Keys of others are left alone.
+    assert options({"kvant": known, "lmcache": 1, "kv": {}, "quant": {}, "kvcache": 2, "exact": 1, 5: 6}) == known
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"kvnat": {"tail": 2}}, "has 'kvnat': kvant's options are under \"kvant\""),
+        ({"Kvant": {}, "kvant": {}}, "has 'Kvant'"),
+        ({"kvant_options": {}}, "has 'kvant_options'"),
+        ({"kvan": {}}, "has 'kvan'"),
+        ({"k_centre": "none"}, "has 'k_centre' beside \"kvant\": an option of kvant belongs inside, {\"kvant\": {\"k_"),
+        ({"kvant": {}, "tail": 0}, "has 'tail' beside"),
+        ({"kvant": {"k_center": "none"}}, "option 'k_center' (did you mean k_centre?): there are tail, exact_memory"),
+        ({"kvant": {"zzz": 1}}, "option 'zzz': there are tail"),
+        ({"kvant": {"tail": 1, 7: 1}}, "option 7: there are"),
+        ({"kvant": ["tail"]}, "has \"kvant\": ['tail']: must be options"),
+        ({"kvant": 0}, "must be options"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_that_are_not(vllm, wrong, said):
+    """They are said when the first layer is made."""
+    from kvant.vllm.impl import KvantImpl
+
+    e = Engine(vllm, cache_dtype="kvant_tq4", blocks=4)
+    e.config.additional_config = wrong
+    with vllm.set_current_vllm_config(e.config), pytest.raises(ValueError) as error:
+        KvantImpl(4, 64, 0.125, 2, kv_cache_dtype="kvant_tq4")
+    assert said in str(error.value)
 
 
 # --- draft models -----------------------------------------------------------------------------------------------------
