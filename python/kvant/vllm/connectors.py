@@ -15,6 +15,7 @@ _LMCACHE, _INDEX_PLANE_BYTES = "LMCache", 132
 
 # Their blocks end with the server. A MultiConnector has others, which are looked at themselves.
 _OF_ONE_SERVER = ("OffloadingConnector", "SimpleCPUOffloadConnector", "HiSparseConnector", "MultiConnector")
+_SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
 # Servers compare backends, cache dtypes and the bytes of a block before they exchange any.
 _COMPARES = "Nixl"
 # Types of tiers whose folders vLLM names by model, cache dtype and layers, and the setting with the path before that.
@@ -59,6 +60,8 @@ def folder(vllm_config) -> str:
     draft = versions.draft(vllm_config)
     if draft is not None and draft.cache_dtype != name:
         parts.append(f"draft-{draft.cache_dtype}")
+    if name in dtypes.names() and (skipped or draft is not None and draft.cache_dtype not in dtypes.names()):
+        parts.append(versions.model_dtype(vllm_config))  # that of the exact layers
     return "-".join(["kvant", *parts]) if parts else ""
 
 
@@ -67,8 +70,10 @@ def refuse_shared_folders(vllm_config) -> None:
     them as theirs. Warns where the blocks are beyond what is known here."""
     named = folder(vllm_config)
     for name, extra in versions.connectors(vllm_config):
-        if name not in _OF_ONE_SERVER and not name.startswith(_COMPARES):
-            _warn_once(name, str(versions.cache_dtype(vllm_config)))
+        spec = extra.get("spec_name") or ""  # of an OffloadingConnector: a class of vLLM's or of another package
+        is_known = name in _OF_ONE_SERVER and (not spec or spec in _SPECS)
+        if not is_known and not name.startswith(_COMPARES):
+            _warn_once(f"{name} {spec}".rstrip(), str(versions.cache_dtype(vllm_config)))
         for tier in versions.tiers(extra):
             setting = _PATHS.get(tier.get("type"))
             path = "" if setting is None else str(tier.get(setting) or "")

@@ -125,6 +125,11 @@ def cache_dtype(vllm_config) -> str | None:
     return None if cache is None else cache.cache_dtype
 
 
+def model_dtype(vllm_config) -> str:
+    """The name of the model's dtype."""
+    return str(getattr(getattr(vllm_config, "model_config", None), "dtype", None)).removeprefix("torch.")
+
+
 def checkpoint_chose(name: str) -> bool:
     """Whether the checkpoint's quantization config asks for this cache dtype, as it may where --kv-cache-dtype is
     absent."""

@@ -212,6 +212,7 @@ def configuration(cache_dtype="kvant_tq4", connector=None, skip=(), draft=None, 
         cache_config=SimpleNamespace(cache_dtype=cache_dtype, kv_cache_dtype_skip_layers=list(skip)),
         kv_transfer_config=connector,
         additional_config={"kvant": options},
+        model_config=SimpleNamespace(dtype="torch.bfloat16"),
         speculative_config=speculative,
         attention_config=SimpleNamespace(backend="CUSTOM", backend_per_kind={}),
         use_v2_model_runner=False,
@@ -227,10 +228,12 @@ def configuration(cache_dtype="kvant_tq4", connector=None, skip=(), draft=None, 
         ({"k_centre": "none"}, "kvant-k_centre-none"),
         ({"cache_dtype": "auto"}, "kvant-exact"),
         ({"cache_dtype": "bfloat16", "k_centre": "none"}, "kvant-exact"),
-        ({"skip": ["5", "0"]}, "kvant-skip-0-5"),
-        ({"draft": "auto"}, "kvant-draft-auto"),
+        ({"skip": ["5", "0"]}, "kvant-skip-0-5-bfloat16"),
+        ({"draft": "auto"}, "kvant-draft-auto-bfloat16"),
+        ({"draft": "kvant_tq4_tq4"}, "kvant-draft-kvant_tq4_tq4"),
+        ({"cache_dtype": "auto", "draft": "kvant_tq4"}, "kvant-exact-draft-kvant_tq4"),
         ({"k_centre": "none", "skip": ["sliding_window"], "draft": "auto"},
-         "kvant-k_centre-none-skip-sliding_window-draft-auto"),
+         "kvant-k_centre-none-skip-sliding_window-draft-auto-bfloat16"),
     ],
     ids=str,
 )  # fmt: skip
@@ -310,9 +313,13 @@ def test_connectors_that_are_not_known(registered, torch, caplog):
     for _ in range(2):
         for name in ("LMCacheMPConnector", "ExampleConnector", "NixlConnector", "OffloadingConnector"):
             connectors.refuse_shared_folders(configuration(connector=transfer(name)))
-    said = [m for m in caplog.messages if "may give blocks to other servers" in m]
-    assert [m.split()[0] for m in said] == ["LMCacheMPConnector", "ExampleConnector"]
-    assert "(here kvant_tq4)" in said[0]
+        for spec in ("CPUOffloadingSpec", "SharedStorageOffloadingSpec"):
+            connectors.refuse_shared_folders(
+                configuration(connector=transfer("OffloadingConnector", spec_name=spec))
+            )
+    said = [m.split(" may give blocks to other servers")[0] for m in caplog.messages if "may give blocks" in m]
+    assert said == ["LMCacheMPConnector", "ExampleConnector", "OffloadingConnector SharedStorageOffloadingSpec"]
+    assert "(here kvant_tq4)" in caplog.messages[-1]
 
 
 # The first 16 digits of SHA-256 of two blocks in each format.
