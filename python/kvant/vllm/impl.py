@@ -107,11 +107,15 @@ class KvantImpl(LayerOfKvant, AttentionImpl[KvantMetadata]):
         if sinks.dtype == torch.float32 and sinks.is_contiguous():
             return sinks
         if self._converted_sinks is None or self._converted_sinks.device != sinks.device:
-            self._converted_sinks = torch.empty(sinks.shape, dtype=torch.float32, device=sinks.device)
+            with torch.inference_mode(False):  # both inside and outside of that mode it is written to
+                self._converted_sinks = torch.empty(sinks.shape, dtype=torch.float32, device=sinks.device)
         return self._converted_sinks.copy_(sinks)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """vLLM calls this whenever it has loaded a checkpoint: the check judges the keys of other weights anew."""
+        """vLLM calls this whenever it has loaded a checkpoint: the check judges the keys of other weights anew. Memory
+        for converted sinks is taken here the first time, before any graph is recorded."""
+        if self.sinks is not None and not self.sinks.is_meta:
+            _ = self._sink_logits
         if not self.layer.pair.is_exact():
             self.check = Check()
 

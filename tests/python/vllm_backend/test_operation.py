@@ -55,6 +55,11 @@ def test_converted_sinks_stay_where_graphs_read_them(vllm, torch):
     address = converted._sink_logits.data_ptr()
     converted.sinks.data.fill_(3.0)
     assert converted._sink_logits.tolist() == [3.0] * 4 and converted._sink_logits.data_ptr() == address
+    converted._converted_sinks = None
+    with torch.inference_mode():  # as vLLM's steps
+        assert converted._sink_logits.tolist() == [3.0] * 4
+    converted.sinks.data.fill_(4.0)
+    assert converted._sink_logits.tolist() == [4.0] * 4
     assert plain._sink_logits.data_ptr() == plain.sinks.data_ptr() and none._sink_logits is None
     plain.sinks = torch.arange(8.0, device=DEVICE)[::2]  # float32 with gaps, which kernels do not take
     assert plain._sink_logits.is_contiguous() and plain._sink_logits.tolist() == [0.0, 2.0, 4.0, 6.0]
