@@ -60,6 +60,11 @@ def test_converted_sinks_stay_where_graphs_read_them(vllm, torch):
         assert converted._sink_logits.tolist() == [3.0] * 4
     converted.sinks.data.fill_(4.0)
     assert converted._sink_logits.tolist() == [4.0] * 4
+    address, real = converted._sink_logits.data_ptr(), converted.sinks
+    converted.sinks = real.to("meta")  # while vLLM loads a checkpoint anew
+    e.layers[0].made.process_weights_after_loading(e.dtype)
+    converted.sinks = real
+    assert converted._sink_logits.data_ptr() == address
     assert plain._sink_logits.data_ptr() == plain.sinks.data_ptr() and none._sink_logits is None
     plain.sinks = torch.arange(8.0, device=DEVICE)[::2]  # float32 with gaps, which kernels do not take
     assert plain._sink_logits.is_contiguous() and plain._sink_logits.tolist() == [0.0, 2.0, 4.0, 6.0]
@@ -139,6 +144,8 @@ def test_what_the_process_holds_counts(vllm, gpu, torch, monkeypatch):
     assert before - copies(server(torch), 1000)[1] == pytest.approx(0.05 * 20 * GIB, rel=0.02)
     assert versions.kv_memory(server(torch), own=56 * GIB - 1) == 1
     assert versions.kv_memory(server(torch), own=57 * GIB) == 0
+    gpu(others=70 * GIB, own=4 * GIB)  # others took more since vLLM looked
+    assert versions.kv_memory(server(torch)) == 6 * GIB
 
 
 def test_pages_with_copies_are_known(vllm):
@@ -165,14 +172,15 @@ def test_a_cache_of_a_given_size(gpu, torch):
 
 
 @pytest.mark.parametrize(
-    "own, requests, enough, level", [(70, 64, 3, "INFO"), (71.9, 64, 0, "WARNING"), (72, 64, 0, "WARNING")]
+    "own, requests, enough, level",
+    [(70, 64, 3, "INFO"), (71.3, 64, 1, "INFO"), (71.9, 64, 0, "WARNING"), (72, 64, 0, "WARNING")],
 )
 def test_too_few_copies_are_said_loudly(gpu, torch, caplog, own, requests, enough, level):
     gpu(own=int(own * GIB))
     with caplog.at_level("INFO", "vllm.kvant"):
         count, taken = copies(server(torch), requests)
     (said,) = (r for r in caplog.records if r.name == "vllm.kvant")
-    assert said.levelname == level and count // 3 >= enough and (count // 3 == 0) == (level == "WARNING")
+    assert said.levelname == level and (count // 3 == enough or enough == 3 <= count // 3)
     text = said.getMessage()
     assert f"{count} to {count} blocks in each of 32 layers, {taken / 2**20:.1f} MiB" in text
     assert f"enough for {count // 3} of {requests} requests" in text and '"exact_memory": 0.1' in text
