@@ -72,7 +72,8 @@ class KvantBackend(AttentionBackend):
             raise NotImplementedError(
                 f"kvant: keys of {spec.head_size} and values of {spec.head_size_v} numbers: both must have one size"
             )
-        name, k_centre = versions.cache_dtype_of_configuration(), versions.k_centre(versions.configuration())
+        config = versions.configuration()
+        name, k_centre = versions.cache_dtype(config), versions.k_centre(config)
         if name not in dtypes.names():
             name, k_centre = dtypes.of_layers()
         if name not in dtypes.names():
@@ -80,9 +81,10 @@ class KvantBackend(AttentionBackend):
                 "kvant: vLLM sizes pages before it has a configuration or a layer that name a cache dtype of kvant"
             )
         size = dtypes.token_bytes(dtypes.names()[name], spec.head_size, k_centre)
-        reason = connectors.why_not(versions.connectors(versions.configuration()), spec.num_kv_heads, size)
+        reason = connectors.why_not(versions.connectors(config), spec.num_kv_heads, size)
         if reason is not None:
             raise NotImplementedError(f"kvant: {reason}")
+        connectors.refuse_shared_folders(config)
         return replace(spec, state_content_bytes=size)
 
     # --- what is supported --------------------------------------------------------------------------------------------
@@ -128,9 +130,20 @@ class KvantBackend(AttentionBackend):
         use_mm_prefix,
         device_capability,
     ) -> str | None:
-        """Refuses formats and sizes without kernels in this build. It may not start a driver: vLLM may still fork."""
+        """Refuses formats and sizes without kernels in this build. It may not start a driver: vLLM may still fork.
+        vLLM itself has refused some of this in a few words; these reasons stand beside them."""
         if not cls.supports_kv_cache_dtype(kv_cache_dtype):
+            if versions.checkpoint_chose(kv_cache_dtype):
+                return (
+                    f"the checkpoint's quantization config asks for the cache dtype {kv_cache_dtype}, which is not "
+                    "kvant's: give --kv-cache-dtype kvant_tq6_tq4, or another of kvant's, which replaces it"
+                )
             return f"--kv-cache-dtype {kv_cache_dtype} is not kvant's: choose one such as kvant_tq6_tq4"
+        if not cls.supports_block_size(block_size):
+            return (
+                f"--block-size {block_size}: kvant's blocks have {BLOCK_TOKENS} tokens: leave out --block-size, or "
+                f"give a multiple of {BLOCK_TOKENS}"
+            )
         if not versions.is_cuda():
             return None
         device = dtypes.build()["device"]

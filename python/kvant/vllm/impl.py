@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import context, dtypes, versions
+from . import connectors, context, drafts, dtypes, versions
 from .check import Check
 from .layer import Capacity, Layer, LayerOfKvant, pool
 from .metadata import KvantMetadata
@@ -49,9 +49,11 @@ class KvantImpl(LayerOfKvant, AttentionImpl[KvantMetadata]):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sinks = sinks  # a parameter of the model, whose numbers arrive later
-        self._sink_logits: torch.Tensor | None = None
+        self.sinks = sinks  # a parameter of the model, whose numbers change: see _sink_logits
+        self._converted_sinks: torch.Tensor | None = None
         self._config = versions.configuration()
+        drafts.refuse(self._config)
+        connectors.refuse_shared_folders(self._config)
         self.dtype = torch.get_default_dtype()  # vLLM sets it to the model's
         k_centre = versions.k_centre(self._config)
         dtypes.note_layer(kv_cache_dtype, k_centre)
@@ -91,14 +93,31 @@ class KvantImpl(LayerOfKvant, AttentionImpl[KvantMetadata]):
             return False
         return versions.fresh_keys(self._config) and not (self.dtype == torch.float32 and versions.is_cuda())
 
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Sinks in float32. Loading again writes to the same memory, whose address CUDA graphs have."""
+    @property
+    def _sink_logits(self) -> torch.Tensor | None:
+        """The sinks in float32, read from the model's parameter at each use.
+
+        Weights may be written in place at any time, through `.data`, too, which no version counter and no callback
+        tells. So a parameter that is not in float32 is converted in each forward pass, into memory of a fixed address:
+        a CUDA graph records the conversion.
+        """
         if self.sinks is None:
-            return
-        if self._sink_logits is None:
-            self._sink_logits = self.sinks.detach().to(torch.float32, copy=True).contiguous()
-        else:
-            self._sink_logits.copy_(self.sinks.detach())
+            return None
+        sinks = self.sinks.detach()
+        if sinks.dtype == torch.float32 and sinks.is_contiguous():
+            return sinks
+        if self._converted_sinks is None or self._converted_sinks.device != sinks.device:
+            with torch.inference_mode(False):  # both inside and outside of that mode it is written to
+                self._converted_sinks = torch.empty(sinks.shape, dtype=torch.float32, device=sinks.device)
+        return self._converted_sinks.copy_(sinks)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """vLLM calls this whenever it has loaded a checkpoint: the check judges the keys of other weights anew. Memory
+        for converted sinks is taken here the first time, before any graph is recorded."""
+        if self.sinks is not None and not self.sinks.is_meta:
+            _ = self._sink_logits
+        if not self.layer.pair.is_exact():
+            self.check = Check()
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         """Encodes the keys and values of this step. slot_mapping: block * 64 + place, below 0: of no request; it may be
@@ -159,18 +178,15 @@ class KvantImpl(LayerOfKvant, AttentionImpl[KvantMetadata]):
         if attn_metadata is None:  # memory is being measured, or vLLM warms up: slots are of no request
             self._reserve(query.device)
             return output.fill_(0)
-        if self.sinks is not None and self._sink_logits is None:
-            self.process_weights_after_loading(query.dtype)
+        sinks = self._sink_logits
         runs = attn_metadata.runs(self.layer) if self.dcp_world_size == 1 else []
         self._store(layer, query, key, value, kv_cache, attn_metadata)
         cache = pool(kv_cache)
         if self.dcp_world_size > 1:
-            context.attend(self, attn_metadata, query, key, value, cache, output, self._sink_logits)
+            context.attend(self, attn_metadata, query, key, value, cache, output, sinks)
         for plan, rows in runs:  # its tables say where its rows begin
             own = {}
             if plan.fresh:
                 own = {"keys": key[:rows], "values": value[:rows]}
-            plan.run(
-                cache, query[:rows], out=output[:rows], sink_logits=self._sink_logits, layer=self.number, **own
-            )
+            plan.run(cache, query[:rows], out=output[:rows], sink_logits=sinks, layer=self.number, **own)
         return output

@@ -134,6 +134,10 @@ class Layer(NamedTuple):
             return 0
         return 0 if self.pair.is_exact() else versions.tail(vllm_config)
 
+    def content_bytes(self) -> int | None:
+        """The bytes of a token in one kv head, as a spec has them; None: an exact layer's, which vLLM knows itself."""
+        return None if self.pair.is_exact() else token_bytes(self.pair, self.head_dim, self.k_centre)
+
     def block_bytes(self) -> int:
         """The bytes of a block in all kv heads."""
         return BLOCK_TOKENS * self.kv_heads * token_bytes(self.pair, self.head_dim, self.k_centre)

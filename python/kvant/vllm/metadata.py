@@ -119,6 +119,18 @@ def has_context(common, parts: list[Part]) -> bool:
     return bool((bounds[: common.num_reqs] > counts)[here].any())
 
 
+def _check_sizes(kv_cache_spec, layers, names) -> None:
+    """Raises if vLLM sized the pages of a layer for another cache dtype than the layer's: its spec carries none."""
+    given = kv_cache_spec.state_content_bytes
+    for name, layer in zip(names, layers):
+        needed = layer.impl.layer.content_bytes()
+        if given != needed:
+            raise RuntimeError(
+                f"kvant: vLLM sized the pages of {name} for {given} bytes a token and head, and the layer's "
+                f"{layer.impl.kv_cache_dtype} takes {needed}: a server has one cache dtype of kvant, and exact layers"
+            )
+
+
 class KvantMetadataBuilder(AttentionMetadataBuilder[KvantMetadata]):
     # Graphs hold the decode plan alone; batches with chunks of prompts run between graphs.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -138,6 +150,7 @@ class KvantMetadataBuilder(AttentionMetadataBuilder[KvantMetadata]):
                 f"kvant: blocks of {kv_cache_spec.block_size} tokens reach the kernels: leave --block-size at "
                 f"{BLOCK_TOKENS} or a multiple of it"
             )
+        _check_sizes(kv_cache_spec, versions.layers(vllm_config, layer_names), layer_names)
         self.capacity = Capacity.of(vllm_config, self.reorder_batch_threshold, block_table_width)
         self.own_pages = give_pages(vllm_config, layer_names, device, self.capacity)
         self.local = None

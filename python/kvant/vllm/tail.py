@@ -10,6 +10,7 @@ copies while it measures, and give it back.
 from __future__ import annotations
 
 import logging
+import weakref
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 
 from . import versions
 from .layer import BLOCK_TOKENS, Capacity, Layer, LayerOfKvant, device_name
+
+_given: weakref.WeakSet[Any] = weakref.WeakSet()  # this process's pages with copies
 
 
 @lru_cache(maxsize=None)
@@ -47,24 +50,49 @@ def divide_memory(vllm_config, capacity: Capacity) -> None:
     tails = [i.layer.tail(vllm_config) for i in impls]
     most = [most_copies(i.layer, tail, capacity.requests) if tail > 0 else 0 for i, tail in zip(impls, tails)]
     wanted = sum(n * copy_bytes(i.layer, i.dtype) for i, n in zip(impls, most))
-    memory = versions.kv_memory(vllm_config)
-    if memory is None and versions.blocks(vllm_config) is not None:
-        memory = versions.blocks(vllm_config) * sum(i.layer.block_bytes() for i in impls)
+    memory = _cache_bytes(vllm_config, impls)
     share = versions.exact_memory(vllm_config)
     part = 1.0 if memory is None or wanted == 0 else min(1.0, share * memory / wanted)
     for impl, n in zip(impls, most):
         impl.copies = int(n * part)
-    if wanted == 0:
-        return
+    _say(vllm_config, impls, tails, capacity)
+
+
+def _cache_bytes(vllm_config, impls) -> int | None:
+    """The memory of the KV cache as far as is known now; None: nothing is."""
+    # Torch does not count memory that kvant takes from the device itself, here for another server of the process.
+    known = [versions.kv_memory(vllm_config, sum(p.tail_bytes for p in _given if p.device[0] != "cpu"))]
+    blocks = versions.blocks(vllm_config, BLOCK_TOKENS)
+    if blocks is not None:
+        known.append(blocks * sum(i.layer.block_bytes() for i in impls))
+    return min((n for n in known if n is not None), default=None)
+
+
+def _say(vllm_config, impls, tails, capacity: Capacity) -> None:
+    log, share = logging.getLogger("vllm.kvant"), versions.exact_memory(vllm_config)
     needs = [(i.layer.sink_pages() + tail + 1, i.copies, tail) for i, tail in zip(impls, tails) if tail > 0]
-    enough = min(min(capacity.requests, copies // need) for need, copies, _ in needs)
     taken = sum(i.copies * copy_bytes(i.layer, i.dtype) for i in impls)
+    if impls and versions.sleeps(vllm_config):
+        log.warning(
+            "sleep mode: kvant's own memory stays on the device while vLLM sleeps, %.1f MiB of exact copies and the "
+            "workspace of plans; with --additional-config '{\"kvant\": {\"tail\": 0}}' there are no copies",
+            taken / 2**20,
+        )
+    if not needs:
+        if impls and versions.moves_blocks(vllm_config) and versions.tail(vllm_config) > 0:
+            log.warning(
+                "no exact copies of first and newest tokens: a KV connector writes to blocks. All tokens are read as "
+                "they are encoded; --additional-config '{\"kvant\": {\"tail\": 0}}' says so, and ends this warning"
+            )
+        return
+    enough = min(min(capacity.requests, copies // need) for need, copies, _ in needs)
     tail = needs[0][2]
-    logging.getLogger("vllm.kvant").info(
+    log.log(
+        logging.INFO if enough > 0 else logging.WARNING,
         "exact copies of the first %d and the newest %d to %d tokens: %d to %d blocks in each of %d layers, %.1f MiB "
         "beside the KV cache, enough for %d of %d requests; tokens without a copy are read encoded (up to %.2g of the "
-        "cache's memory; more with --additional-config '{\"kvant\": {\"exact_memory\": %.2g}}', none with "
-        "'{\"kvant\": {\"tail\": 0}}')",
+        "cache's memory, as far as it is known before vLLM measures; more with --additional-config "
+        "'{\"kvant\": {\"exact_memory\": %.2g}}', none with '{\"kvant\": {\"tail\": 0}}')",
         BLOCK_TOKENS, BLOCK_TOKENS * tail, BLOCK_TOKENS * tail + BLOCK_TOKENS - 1, min(n for _, n, _ in needs),
         max(n for _, n, _ in needs), len(needs), taken / 2**20, enough, capacity.requests, share, 2 * share,
     )
@@ -86,6 +114,7 @@ def give_pages(vllm_config, layer_names: list[str], device: torch.device, capaci
         torch.cuda.empty_cache()
     for (*_, tail, copies), same in writers.items():
         pages = same[0].layer.own_pages(device_name(device), capacity, tail, len(same), same[0].dtype, copies)
+        _given.add(pages)
         pages.owner.share_workspace(same[0].layer.pages(device).owner)
         for number, impl in enumerate(same):
             impl.pages, impl.number = pages, number

@@ -6,8 +6,12 @@ early and most of its modules are heavy.
 
 from __future__ import annotations
 
+import difflib
+import math
 import re
+from collections.abc import Mapping
 from importlib import import_module, metadata
+from typing import NamedTuple
 
 OLDEST = (0, 33)  # the first with register_kv_cache_dtype
 
@@ -115,10 +119,49 @@ def configuration():
     return get_current_vllm_config_or_none()
 
 
-def cache_dtype_of_configuration() -> str | None:
-    """--kv-cache-dtype of that configuration."""
+def cache_dtype(vllm_config) -> str | None:
+    """--kv-cache-dtype."""
+    cache = getattr(vllm_config, "cache_config", None)
+    return None if cache is None else cache.cache_dtype
+
+
+def model_dtype(vllm_config) -> str:
+    """The name of the model's dtype."""
+    return str(getattr(getattr(vllm_config, "model_config", None), "dtype", None)).removeprefix("torch.")
+
+
+def checkpoint_chose(name: str) -> bool:
+    """Whether the checkpoint's quantization config asks for this cache dtype, as it may where --kv-cache-dtype is
+    absent."""
+    from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
+
     config = configuration()
-    return None if config is None or config.cache_config is None else config.cache_config.cache_dtype
+    if config is None:
+        return False
+    # An attention layer takes fp8 from compressed-tensors' scheme itself.
+    if name == "fp8" and getattr(getattr(config, "quant_config", None), "kv_cache_scheme", None) is not None:
+        return True
+    return resolve_kv_cache_dtype_string("auto", config.model_config) == name
+
+
+class Draft(NamedTuple):
+    """A draft model that has a KV cache."""
+
+    cache_dtype: str
+    chooses_backend: bool  # vLLM chooses the attention backend, and does not take the target's
+
+
+def draft(vllm_config) -> Draft | None:
+    """The draft model of --speculative-config; None: there is none, or it has no KV cache."""
+    config = getattr(vllm_config, "speculative_config", None)
+    has_cache = [getattr(config, name, None) for name in ("use_eagle", "uses_draft_model")]
+    if not any(has is not None and has() for has in has_cache):
+        return None
+    name = getattr(config, "kv_cache_dtype", None) or cache_dtype(vllm_config)
+    attention = vllm_config.attention_config
+    # The second model runner gives a draft the target's backend.
+    is_given = getattr(config, "attention_backend", None) is not None or attention.backend_per_kind
+    return Draft(name, not (is_given or attention.backend is None or vllm_config.use_v2_model_runner))
 
 
 def slots(layer_name: str):
@@ -132,12 +175,33 @@ OPTIONS = ("tail", "exact_memory", "fresh_keys", "k_centre", "products")
 
 
 def _options(vllm_config) -> dict:
-    """--additional-config '{"kvant": {...}}'."""
-    options = dict((getattr(vllm_config, "additional_config", None) or {}).get("kvant") or {})
-    unknown = sorted(set(options) - set(OPTIONS))
-    if unknown:
-        raise ValueError(f"kvant: --additional-config has kvant options {unknown}: there are {', '.join(OPTIONS)}")
-    return options
+    """--additional-config '{"kvant": {...}}'. Keys beside "kvant" are other plugins', but for those that were plainly
+    meant for kvant."""
+    config = getattr(vllm_config, "additional_config", None) or {}
+    if not isinstance(config, Mapping):  # a platform's own class
+        return {}
+    for name in config:
+        plain = str(name).lower()
+        if name != "kvant" and ("kvant" in plain or difflib.get_close_matches(plain, ["kvant"], cutoff=0.75)):
+            raise ValueError(f'kvant: --additional-config has {name!r}: kvant\'s options are under "kvant"')
+        if name in OPTIONS:
+            raise ValueError(
+                f"kvant: --additional-config has {name!r} beside \"kvant\": an option of kvant belongs inside, "
+                f'{{"kvant": {{"{name}": ...}}}}'
+            )
+    options = config.get("kvant")
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise ValueError(f'kvant: --additional-config has "kvant": {options!r}: must be options such as {{"tail": 1}}')
+    for name in options:
+        if name not in OPTIONS:
+            close = difflib.get_close_matches(str(name), OPTIONS, n=1)
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            raise ValueError(
+                f"kvant: --additional-config has the kvant option {name!r}{meant}: there are {', '.join(OPTIONS)}"
+            )
+    return dict(options)
 
 
 def k_centre(vllm_config) -> str:
@@ -170,9 +234,14 @@ def exact_memory(vllm_config) -> float:
     return float(share)
 
 
-def kv_memory(vllm_config) -> int | None:
-    """Bytes that the KV cache has, as far as is known; while memory is measured on a GPU, what is left for it then.
-    None: they are unknown."""
+def kv_memory(vllm_config, own: int = 0) -> int | None:
+    """Bytes that the KV cache has, as far as is known before vLLM has measured; None: they are unknown.
+
+    As vLLM, this takes what the process may have less what the process holds, whatever other processes hold. The
+    process holds torch's memory, with the weights, and `own` bytes that kvant took from the device itself. vLLM will
+    find more, which is not known yet: activations at their peak, and memory of other libraries (NCCL).
+    vLLM does not start where less is free than the process may have, so free memory is a bound from above alone.
+    """
     cache = vllm_config.cache_config
     if cache.kv_cache_memory_bytes:
         return int(cache.kv_cache_memory_bytes)
@@ -181,13 +250,15 @@ def kv_memory(vllm_config) -> int | None:
     import torch
 
     free, total = torch.cuda.mem_get_info()
-    return max(0, int(free - total * (1 - cache.gpu_memory_utilization)))
+    allowed = math.ceil(total * cache.gpu_memory_utilization)
+    return max(0, min(free, allowed - torch.cuda.memory_reserved() - own))
 
 
-def blocks(vllm_config) -> int | None:
-    """Blocks of the KV cache; None: not known yet."""
+def blocks(vllm_config, tokens: int) -> int | None:
+    """Blocks of so many tokens in the KV cache; None: not known yet. vLLM's own may be several of these."""
     cache = vllm_config.cache_config
-    return cache.num_gpu_blocks or cache.num_gpu_blocks_override
+    own = cache.num_gpu_blocks or cache.num_gpu_blocks_override
+    return own * max(1, (getattr(cache, "block_size", None) or tokens) // tokens) if own else None
 
 
 def fresh_keys(vllm_config) -> bool:
@@ -251,7 +322,13 @@ def has_microbatches(vllm_config) -> bool:
 
 def skipped_layers(vllm_config) -> list[str]:
     """--kv-cache-dtype-skip-layers."""
-    return [] if vllm_config is None else list(map(str, vllm_config.cache_config.kv_cache_dtype_skip_layers or ()))
+    cache = getattr(vllm_config, "cache_config", None)
+    return list(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ()))
+
+
+def sleeps(vllm_config) -> bool:
+    """--enable-sleep-mode."""
+    return bool(getattr(getattr(vllm_config, "model_config", None), "enable_sleep_mode", False))
 
 
 def moves_blocks(vllm_config) -> bool:
@@ -271,6 +348,11 @@ def connectors(vllm_config) -> list[tuple[str, dict]]:
         for inner in (extra or {}).get("connectors") or ():
             waiting.append((inner.get("kv_connector"), inner.get("kv_connector_extra_config")))
     return found
+
+
+def tiers(extra: dict) -> list[dict]:
+    """The tiers behind the host memory of an OffloadingConnector with this extra configuration."""
+    return [dict(tier) for tier in extra.get("secondary_tiers") or ()]
 
 
 def is_cuda() -> bool:

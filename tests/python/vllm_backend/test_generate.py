@@ -12,14 +12,18 @@ import pytest
 SCRIPT = Path(__file__).with_name("generate.py")
 
 
+def engine(model, cache_dtype, *rounds, **options):
+    request = {"cache_dtype": cache_dtype, "options": options}
+    request["rounds"] = [{"prompts": prompts, "max_tokens": count} for prompts, count in rounds]
+    return subprocess.run(
+        [sys.executable, SCRIPT, model, json.dumps(request)], capture_output=True, text=True, timeout=600
+    )
+
+
 @pytest.fixture(scope="module")
 def generate(nano_path):
     def run(cache_dtype, *rounds, model=nano_path, **options):
-        request = {"cache_dtype": cache_dtype, "options": options}
-        request["rounds"] = [{"prompts": prompts, "max_tokens": count} for prompts, count in rounds]
-        done = subprocess.run(
-            [sys.executable, SCRIPT, model, json.dumps(request)], capture_output=True, text=True, timeout=600
-        )
+        done = engine(model, cache_dtype, *rounds, **options)
         result = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         assert result, done.stderr[-3000:]
         return json.loads(result[0].removeprefix("RESULT "))
@@ -105,3 +109,22 @@ def test_decode_context_parallel(generate, prompts, tmp_path, interleave):
         assert [tokens for tokens, _ in x] == [tokens for tokens, _ in y]
         assert all(len(set(tokens)) > 5 for tokens, _ in x)  # they depend on what the model reads
     assert sum(cached for _, cached in both["rounds"][1]) > 500  # prefix hits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "draft, said",
+    [
+        ({"kv_cache_dtype": "kvant_tq8", "attention_backend": "CUSTOM"}, "kvant_tq4, and kv_cache_dtype in"),
+        ({}, 'add "attention_backend": "CUSTOM" to --speculative-config'),
+    ],
+    ids=str,
+)
+def test_drafts_that_cannot_run(tmp_path, draft, said):
+    """They are refused when the engine starts, in kvant's words."""
+    import models
+
+    models.tiny_llama(num_key_value_heads=1, head_dim=64).save_pretrained(tmp_path)
+    speculative = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2} | draft
+    done = engine(str(tmp_path), "kvant_tq4", block_size=64, speculative_config=speculative)
+    assert done.returncode != 0 and "NotImplementedError: kvant: --" in done.stderr and said in done.stderr

@@ -78,6 +78,8 @@ def test_taken(select, options):
         ({"kernels": None}, "this build of kvant has no CUDA kernels: install"),
         ({"capability": T4}, "compute capability not supported"),
         ({"block_size": 16}, "block_size not supported"),
+        ({"block_size": 16}, "--block-size 16: kvant's blocks have 64 tokens: leave out --block-size, or give a multi"),
+        ({"block_size": 96}, "--block-size 96: kvant's blocks have 64 tokens"),
         ({"use_mla": True}, "MLA not supported"),
         ({"use_sparse": True}, "sparse not supported"),
         ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
@@ -94,6 +96,30 @@ def test_refused(select, options, reason):
     with pytest.raises(ValueError) as error:
         select(**options)
     assert reason in str(error.value)
+
+
+def test_who_chose_a_cache_dtype(select, vllm, torch):
+    """A checkpoint's quantization config may ask for fp8 where --kv-cache-dtype is absent: the refusal says so."""
+    asks = "the checkpoint's quantization config asks for the cache dtype {}, which is not kvant's: give --kv-cache"
+    flag = "--kv-cache-dtype {} is not kvant's: choose one such as kvant_tq6_tq4"
+    modelopt = {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}
+    scheme = types.SimpleNamespace(kv_cache_scheme={"num_bits": 8, "type": "float"})
+    for dtype, hf, quantization, text in (
+        ("fp8_e4m3", modelopt, None, asks),
+        ("fp8", None, scheme, asks),
+        ("fp8", None, types.SimpleNamespace(kv_cache_scheme=None), flag),
+        ("fp8", None, None, flag),
+        ("nvfp4", modelopt, scheme, flag),  # neither asks for this one
+    ):
+        config = vllm.configuration(
+            cache_dtype="auto", block_size=64, dtype=torch.float16, max_requests=1, max_tokens=64, max_model_len=64
+        )
+        config.quant_config = quantization
+        if hf is not None:
+            config.model_config.hf_config.quantization_config = hf
+        with vllm.set_current_vllm_config(config), pytest.raises(ValueError) as error:
+            select(kv_cache_dtype=dtype)
+        assert text.format(dtype) in str(error.value)
 
 
 def test_refused_layers(vllm, dense_pages, torch):
