@@ -268,13 +268,14 @@ TEST(CopySequences, OthersUseTheDeviceMeanwhile) {
     fill(*host, idle, 1, 300);
     fill(*device, busy, 1000, 100);
     int calls = 0;
-    std::function<void()> wait_for_save;
+    bool saves = false;
     fake.during_transfer = [&] {
+      if (saves) return;  // a save of the device's cache transfers, too
       ++calls;
       const TemporaryDirectory directory;
-      fake.during_transfer.swap(wait_for_save);  // a save of the device's cache transfers, too
+      saves = true;
       ASSERT_TRUE(snapshot::save(*device, directory / "meanwhile.kvs", {}).ok());
-      fake.during_transfer.swap(wait_for_save);
+      saves = false;
       EXPECT_EQ(Snapshot::open(directory / "meanwhile.kvs").value().info().sequences.size(), 1u);
       auto others = std::async(std::launch::async, [&] {
         const auto use = device->changing();
@@ -347,10 +348,10 @@ TEST(CopySequences, ACopyBackWaitsForACopyThere) {
   fill(*device, other, 1000, 100);
   std::unique_ptr<WatchedThread> opposite;
   Result<std::vector<SequenceId>> back = Status();
+  std::atomic<bool> started = false;
   FakeStore::newest->during_transfer = [&] {
-    if (opposite != nullptr) return;
+    if (started.exchange(true)) return;  // the opposite copy's
     opposite = std::make_unique<WatchedThread>([&] {
-      FakeStore::newest->during_transfer = {};
       back = snapshot::copy_sequences(*device, {&other, 1}, host, {});
     });
     opposite->wait_until_it_sleeps();
