@@ -96,7 +96,7 @@ TEST(CopySequences, LeaveADeviceAndReturn) {
     ASSERT_TRUE(up.ok()) << up.message();
     for (const SequenceId id : *up) fake_hooks().check_tables(*back, id);
     const auto beside = CacheImpl::create(c, &kFake).value();
-    const auto across = snapshot::copy_sequences(*back, *up, *beside, {});
+    const auto across = snapshot::copy_sequences(*device, history.twins[0].ids, *beside, {});
     ASSERT_TRUE(across.ok()) << across.message();
     const Contents first = contents(*device, history.twins[0].ids);
     expect_same(first, contents(*host, *down, Remains::as_it_is));
