@@ -1,6 +1,8 @@
 // `kvant snapshot`: the real program over files that the library wrote.
 #include <gtest/gtest.h>
 
+#include <sys/stat.h>
+
 #include <filesystem>
 
 #include "support/cache_session.hpp"
@@ -66,6 +68,27 @@ TEST_F(CliSnapshot, ACopyNeedsNoOtherFile) {
   EXPECT_EQ(kvant_cli({"snapshot", "verify", second_}).exit_code, 1);
   EXPECT_EQ(kvant_cli({"snapshot", "copy", third, "-o", third}).exit_code, 2);  // no result replaces what is read
   EXPECT_EQ(kvant_cli({"snapshot", "verify", third}).exit_code, 0);
+}
+
+TEST_F(CliSnapshot, ACopyReplacesNoBaseAndGoesThroughLinks) {
+  namespace fs = std::filesystem;
+  fs::create_symlink("first.kvs", folder_ / "link");
+  fs::create_directory(folder_ / "there");
+  fs::create_symlink("there/new.kvs", folder_ / "dangling");
+  for (const char* name : {"first.kvs", "link", "there/../first.kvs"}) {
+    const Finished f = kvant_cli({"snapshot", "copy", second_, "-o", folder_ / name});
+    EXPECT_EQ(f.exit_code, 1) << name;
+    EXPECT_NE(f.err.find("second.kvs\" needs the file of that name as it is; choose another name"), std::string::npos)
+        << f.err;
+  }
+  EXPECT_EQ(kvant_cli({"snapshot", "verify", second_}).exit_code, 0);
+  EXPECT_EQ(kvant_cli({"snapshot", "copy", second_, "-o", folder_ / "dangling"}).exit_code, 0);
+  EXPECT_TRUE(fs::is_symlink(folder_ / "dangling"));
+  EXPECT_EQ(kvant_cli({"snapshot", "verify", folder_ / "there/new.kvs"}).exit_code, 0);
+  ASSERT_EQ(::mkfifo((folder_ / "pipe").c_str(), 0600), 0);
+  const Finished pipe = kvant_cli({"snapshot", "copy", second_, "-o", folder_ / "pipe"});
+  EXPECT_EQ(pipe.exit_code, 1);
+  EXPECT_NE(pipe.err.find("is not a regular file"), std::string::npos) << pipe.err;
 }
 
 }  // namespace

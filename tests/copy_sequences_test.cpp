@@ -2,16 +2,18 @@
 // the first ones, and go on so.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <future>
 #include <thread>
 
 #include "snapshot/save.hpp"
+#include "support/asleep.hpp"
 #include "support/bases.hpp"
 #include "support/fake_device.hpp"
 #include "support/sanitized.hpp"
 #include "support/snapshots.hpp"
+#include "support/temporary_directory.hpp"
 
 namespace kvant {
 namespace {
@@ -43,8 +45,8 @@ TEST(CopySequences, GoOnBitForBit) {
     const auto copies = copy_sequences(from, history.twins[0].ids, to, options);
     ASSERT_TRUE(copies.ok()) << copies.message();
     EXPECT_EQ(done, all);
+    expect_same(contents(from.impl(), history.twins[0].ids), contents(to.impl(), *copies, Remains::as_it_is));
     history.twins.push_back({&to, *copies});
-    history.expect_same_contents();
     for (int step = 0; step < random_steps(40); ++step) {
       history.random_step();
       for (std::size_t i = 0; i < history.sequences(); ++i) {
@@ -94,8 +96,12 @@ TEST(CopySequences, LeaveADeviceAndReturn) {
     ASSERT_TRUE(up.ok()) << up.message();
     for (const SequenceId id : *up) fake_hooks().check_tables(*back, id);
     const auto beside = CacheImpl::create(c, &kFake).value();
-    const auto across = snapshot::copy_sequences(*back, *up, *beside, {});
+    const auto across = snapshot::copy_sequences(*device, history.twins[0].ids, *beside, {});
     ASSERT_TRUE(across.ok()) << across.message();
+    const Contents first = contents(*device, history.twins[0].ids);
+    expect_same(first, contents(*host, *down, Remains::as_it_is));
+    expect_same(first, contents(*back, *up, Remains::as_it_is));
+    expect_same(first, contents(*beside, *across, Remains::as_it_is));
     history.twins.push_back({host.get(), *down});
     history.twins.push_back({back.get(), *up});
     history.twins.push_back({beside.get(), *across});
@@ -191,14 +197,14 @@ TEST(CopySequences, PinnedPagesTravelWithoutBuffers) {
     const auto up = snapshot::copy_sequences(*host, ids, *device, options);
     ASSERT_TRUE(up.ok()) << up.message();
     EXPECT_EQ(done, all);
-    expect_same(contents(*host, ids), contents(*device, *up));
+    expect_same(contents(*host, ids), contents(*device, *up, Remains::as_it_is));
     const auto other = CacheImpl::create(pinned(c), &kFake).value();
     const SequenceId mine = other->add_sequence();
     fill(*other, mine, 7000, 100);
     const auto down = snapshot::copy_sequences(*device, *up, *other, options);
     ASSERT_TRUE(down.ok()) << down.message();
     EXPECT_EQ(done, all);
-    expect_same(contents(*host, ids), contents(*other, *down));
+    expect_same(contents(*host, ids), contents(*other, *down, Remains::as_it_is));
     // Memory that a device reads stays where it is.
     other->remove(mine).value();
     EXPECT_EQ(other->trim(), 0);
@@ -233,8 +239,26 @@ TEST(CopySequences, PinnedIsRefusedWhereNothingPins) {
   fill(*host, id, 1, 100);
 }
 
+// Bytes of the last thread's share, which is larger than those of the others: all of them arrive.
+TEST(CopySequences, SharesOfSeveralThreads) {
+  CacheConfig c = config("f32", "f32", 0, 0, 64);
+  Cache from = Cache::create(c).value();
+  const SequenceId id = from.add_sequence();
+  for (const std::int64_t pages : {5, 8, 3}) {
+    append(from, id, static_cast<std::uint64_t>(pages) * 5000, 64 * pages).value();
+    for (int threads = 1; threads <= 7; ++threads) {
+      c.threads = threads;
+      Cache to = Cache::create(c).value();
+      const auto copies = copy_sequences(from, {&id, 1}, to);
+      ASSERT_TRUE(copies.ok()) << copies.message();
+      expect_same(contents(from.impl(), {&id, 1}), contents(to.impl(), *copies, Remains::as_it_is));
+    }
+  }
+}
+
 // Steps of other sequences go on while bytes travel, and nobody meets a sequence that has not arrived.
 TEST(CopySequences, OthersUseTheDeviceMeanwhile) {
+  const HangGuard guard;
   for (const bool pins : {false, true}) {
     const CacheConfig c = on_device(config("tq4", "fp8"));
     const auto host = CacheImpl::create(pins ? pinned(c) : on_host(c), &kFake).value();
@@ -244,16 +268,23 @@ TEST(CopySequences, OthersUseTheDeviceMeanwhile) {
     fill(*host, idle, 1, 300);
     fill(*device, busy, 1000, 100);
     int calls = 0;
+    bool saves = false;
     fake.during_transfer = [&] {
+      if (saves) return;  // a save of the device's cache transfers, too
       ++calls;
-      const auto others = std::async(std::launch::async, [&] {
+      const TemporaryDirectory directory;
+      saves = true;
+      ASSERT_TRUE(snapshot::save(*device, directory / "meanwhile.kvs", {}).ok());
+      saves = false;
+      EXPECT_EQ(Snapshot::open(directory / "meanwhile.kvs").value().info().sequences.size(), 1u);
+      auto others = std::async(std::launch::async, [&] {
         const auto use = device->changing();
         fill(*device, busy, 2000 + 10 * calls, 1);
         for (std::uint64_t id = 1; id <= 8; ++id) {
           EXPECT_EQ(device->length(SequenceId{id}).ok(), SequenceId{id} == busy);
         }
       });
-      ASSERT_EQ(others.wait_for(std::chrono::seconds(20)), std::future_status::ready);
+      others.get();
     };
     const auto up = snapshot::copy_sequences(*host, {&idle, 1}, *device, {});
     ASSERT_TRUE(up.ok()) << up.message();
@@ -265,11 +296,11 @@ TEST(CopySequences, OthersUseTheDeviceMeanwhile) {
     calls = 0;
     fake.during_transfer = [&] {
       ++calls;
-      const auto others = std::async(std::launch::async, [&] {
+      auto others = std::async(std::launch::async, [&] {
         const auto use = device->changing();
         fill(*device, busy, 3000 + 10 * calls, 1);
       });
-      ASSERT_EQ(others.wait_for(std::chrono::seconds(20)), std::future_status::ready);
+      others.get();
     };
     const auto down = snapshot::copy_sequences(*device, *up, *host, {});
     ASSERT_TRUE(down.ok()) << down.message();
@@ -279,7 +310,61 @@ TEST(CopySequences, OthersUseTheDeviceMeanwhile) {
   }
 }
 
+// Two calls in opposite directions wait for the same cache first, so neither has what the other one waits for.
+TEST(CopySequences, OppositeDirectionsWaitForTheSameCacheFirst) {
+  const HangGuard guard;
+  const CacheConfig c = config("tq4", "tq4");
+  Cache a = Cache::create(c).value(), b = Cache::create(c).value();
+  if (&b.impl() < &a.impl()) std::swap(a, b);
+  const SequenceId x = a.add_sequence(), y = b.add_sequence();
+  append(a, x, 1, 200).value();
+  append(b, y, 1000, 200).value();
+  Result<std::vector<SequenceId>> there = Status(), back = Status();
+  {
+    core::CacheUse first = a.impl().changing();
+    const WatchedThread one([&] { there = copy_sequences(a, {&x, 1}, b); });
+    const WatchedThread two([&] { back = copy_sequences(b, {&y, 1}, a); });
+    one.wait_until_it_sleeps();
+    two.wait_until_it_sleeps();
+    b.impl().changing().end();  // nobody has it
+    first.end();
+  }
+  ASSERT_TRUE(there.ok() && back.ok());
+  expect_same(contents(a.impl(), {&x, 1}), contents(b.impl(), *there, Remains::as_it_is));
+  expect_same(contents(b.impl(), {&y, 1}), contents(a.impl(), *back, Remains::as_it_is));
+}
+
+// A copy to a device gives the device back while bytes travel. One in the other direction may take the device then, and
+// wait for the host's cache.
+TEST(CopySequences, ACopyBackWaitsForACopyThere) {
+  const HangGuard guard;
+  const CacheConfig c = on_device(config("tq4", "fp8"));
+  std::vector<std::unique_ptr<CacheImpl>> hosts;
+  const auto device = CacheImpl::create(c, &kFake).value();
+  while (hosts.empty() || hosts.back().get() < device.get()) hosts.push_back(CacheImpl::create(on_host(c)).value());
+  CacheImpl& host = *hosts.back();  // whose turn comes after the device's
+  const SequenceId idle = host.add_sequence(), other = device->add_sequence();
+  fill(host, idle, 1, 300);
+  fill(*device, other, 1000, 100);
+  std::unique_ptr<WatchedThread> opposite;
+  Result<std::vector<SequenceId>> back = Status();
+  std::atomic<bool> started = false;
+  FakeStore::newest->during_transfer = [&] {
+    if (started.exchange(true)) return;  // the opposite copy's
+    opposite = std::make_unique<WatchedThread>([&] {
+      back = snapshot::copy_sequences(*device, {&other, 1}, host, {});
+    });
+    opposite->wait_until_it_sleeps();
+  };
+  const auto there = snapshot::copy_sequences(host, {&idle, 1}, *device, {});
+  opposite.reset();
+  ASSERT_TRUE(there.ok() && back.ok());
+  expect_same(contents(host, {&idle, 1}), contents(*device, *there, Remains::as_it_is));
+  expect_same(contents(*device, {&other, 1}), contents(host, *back, Remains::as_it_is));
+}
+
 TEST(CopySequences, ThreadsCopyInBothDirections) {
+  const HangGuard guard;
   const CacheConfig c = config("tq4", "tq4");
   Cache a = Cache::create(c).value(), b = Cache::create(c).value();
   const SequenceId x = a.add_sequence(), y = b.add_sequence();

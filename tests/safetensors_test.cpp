@@ -532,7 +532,7 @@ TEST(SafeTensorsWriter, AFailedWriteLosesNothing) {
   fs::create_directory(folder);
   const Status to_folder = write(folder, second);
   EXPECT_EQ(to_folder.code(), Code::io);
-  EXPECT_EQ(to_folder.message(), folder + ": not written: cannot rename the finished file to it: Is a directory");
+  EXPECT_EQ(to_folder.message(), folder + ": not written: is a directory; name a file");
 
   const std::string beside = directory / "absent/x";
   EXPECT_EQ(write(beside, second).message(),

@@ -270,6 +270,8 @@ TEST(SnapshotRefusal, WhatTheCallerRequires) {
   EXPECT_TRUE(refused(snapshot.load(options).status(), Code::invalid_argument, {"\"user\" is \"ann\"", "\"bob\""}));
   options.metadata = {{"seed", "1"}};
   EXPECT_TRUE(refused(snapshot.load(options).status(), Code::invalid_argument, {"\"seed\" is missing"}));
+  options.metadata = {{"kvant.k", "tq4"}};
+  EXPECT_TRUE(refused(snapshot.load(options).status(), Code::invalid_argument, {"\"kvant.k\"", "kvant's own"}));
   options.metadata.clear();
   options.model = "mini";
   EXPECT_TRUE(refused(snapshot.load(options).status(), Code::invalid_argument, {"\"nano\"", "\"mini\""}));
@@ -306,6 +308,41 @@ TEST(SnapshotRefusal, ACacheOfAnotherKind) {
   Cache cache = make(calibrated);
   EXPECT_TRUE(
       refused(Snapshot::open(other.path).value().load_into(cache).status(), code, {"the keys' calibrated bases"}));
+}
+
+// With a base each page is read twice: first for its checksum. Both must be of the same bytes.
+TEST(SnapshotRefusal, APageThatChangesDuringASave) {
+  const Saved saved;
+  const auto file = SnapshotFile::open(saved.path).value();
+  for (const bool changes : {false, true}) {
+    int calls = 0;
+    snapshot::Content content{
+        .stored = file->stored(),
+        .name = {},
+        .model = {},
+        .metadata = {},
+        .image = &file->image(),
+        .tokens = {},
+        .encoded_bytes = file->slot_bytes(core::Pool::encoded),
+        .exact_bytes = file->slot_bytes(core::Pool::exact),
+        .slots = [&](core::Pool pool, std::span<const std::int32_t> numbers, const core::TakeSlots& take) -> Status {
+          for (std::size_t n = 0; n < numbers.size(); ++n) {
+            std::vector<std::byte> bytes(file->slot_bytes(pool), static_cast<std::byte>(numbers[n] + 77));
+            if (changes && ++calls > file->info().encoded_pages + file->info().exact_pages + 1) bytes[5] = {};
+            if (Status s = take(n, bytes); !s) return s;
+          }
+          return {};
+        }};
+    const Status status = snapshot::write(saved.directory / "next.kvs", content, file.get(), {});
+    if (changes) {
+      EXPECT_TRUE(refused(status, Code::internal, {"a page changed while it was saved"}));
+    } else {
+      EXPECT_TRUE(status.ok()) << status.message();
+      EXPECT_TRUE(Snapshot::open(saved.directory / "next.kvs").value().verify().ok());
+      std::filesystem::remove(saved.directory / "next.kvs");
+    }
+    EXPECT_EQ(saved.directory.files(), 1u);
+  }
 }
 
 TEST(SnapshotRefusal, WhatCannotBeSaved) {

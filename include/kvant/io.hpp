@@ -49,6 +49,8 @@ class KVANT_API SafeTensors {
   static Result<SafeTensors> open(const std::string& path);
   /// The same over bytes in memory, which must outlive the object.
   static Result<SafeTensors> parse(std::span<const std::byte> bytes, const std::string& name);
+  /// The same over a source that is open; messages have the name.
+  static Result<SafeTensors> read(std::shared_ptr<const ByteSource> source, const std::string& name);
   SafeTensors(SafeTensors&&) noexcept;
   SafeTensors& operator=(SafeTensors&&) noexcept;
   ~SafeTensors();
@@ -64,7 +66,6 @@ class KVANT_API SafeTensors {
 
  private:
   struct Impl;
-  static Result<SafeTensors> read(std::shared_ptr<const ByteSource> source, const std::string& name);
   explicit SafeTensors(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };

@@ -27,19 +27,21 @@ struct SaveOptions {
   std::map<std::string, std::string> metadata{};  ///< the caller's own. Keys do not begin with "kvant."
   /// Token ids: none, or a list for each sequence, which is empty or has an id for each token. load can require them.
   std::vector<std::vector<std::int64_t>> tokens{};
-  /// An earlier snapshot in the same folder. Pages that it has, by their checksums of 128 bits, are not written again:
-  /// the new file names it, and needs it. Empty: the file stands alone.
+  /// An earlier snapshot in the folder that the new file is really in. Pages that it has, by their checksums of 128
+  /// bits, are not written again: the new file names it, and needs it. A file needs at most 32 others; behind a base
+  /// that needs as many, all pages are written. Empty: the file stands alone.
   std::string base{};
   SnapshotProgress progress{};
   Stream stream{};
 };
 
 /// Writes sequences of a cache to a file: pages, lengths and configuration. Sequences that are loaded go on bit for bit
-/// as these do. The file is written beside `path`, synced and renamed, so whatever fails, an older file of that name
-/// stays as it is; only its owner may read it (mode 0600). Pages are written from where they are, or through buffers
-/// from a device. Calls that change the cache wait until it returns. Errors: invalid_argument (unknown
-/// sequences, a step that is not written in every layer, tokens or metadata that do not fit), io, and all that reading
-/// `base` gives.
+/// as these do. The file is written beside the one that `path` leads to (a symbolic link stays), synced and renamed, so
+/// whatever fails, an older file of that name stays as it is; only its owner may read it (mode 0600). Pages are written
+/// from where they are, or through buffers from a device. Calls that change the cache wait until it returns. Errors:
+/// invalid_argument (unknown sequences, a step that is not written in every layer, tokens or metadata that do not fit,
+/// a file that this or another snapshot needs), io (also where `path` is no regular file), and all that reading `base`
+/// gives.
 KVANT_API Status save(const Cache& cache, const std::string& path, const SaveOptions& options = {});
 
 struct SnapshotSequence {
@@ -61,7 +63,7 @@ struct SnapshotInfo {
   std::int64_t encoded_pages = 0, exact_pages = 0;  ///< distinct ones, of all layers and kv heads each
   std::int64_t page_bytes = 0;                      ///< all of these pages together
   std::int64_t file_bytes = 0;                      ///< this file alone
-  std::vector<std::string> bases{};                 ///< files beside this one that have some of the pages
+  std::vector<std::string> bases{};  ///< files beside this one that have some of the pages; at most 32 of a new file
 };
 
 struct LoadOptions {
@@ -105,7 +107,8 @@ class KVANT_API Snapshot {
   [[nodiscard]] Result<std::vector<SequenceId>> load_into(Cache& cache, const LoadOptions& options = {}) const;
   /// Reads all of it and its bases, and compares every checksum. Errors: bad_file (names the first bad part), io.
   [[nodiscard]] Status verify(const SnapshotProgress& progress = {}) const;
-  /// Writes it to another file that needs no base, without decoding anything.
+  /// Writes it to another file that needs no base, without decoding anything. Errors: as for save; a base of this or of
+  /// another snapshot is not replaced.
   [[nodiscard]] Status copy(const std::string& path, const SnapshotProgress& progress = {}) const;
 
  private:

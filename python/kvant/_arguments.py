@@ -141,13 +141,24 @@ def choice(name: str, value: Any, allowed: dict[str, int]) -> int:
 
 
 def path(name: str, value: Any) -> str:
-    """The path of a file."""
+    """The path of a file or a folder. A text that begins with "~" or "~user" leads to a home folder, as in a shell.
+    Bytes are taken as they are."""
     try:
-        found = os.fsdecode(value)
+        given = os.fspath(value)
+        found = os.path.expanduser(given) if isinstance(given, str) else os.fsdecode(given)
+        os.fsencode(found)  # a lone surrogate is no byte of a name
     except Exception:
-        found = "\0"
+        given = found = "\0"
     if not found or "\0" in found:
-        raise InvalidArgument(f"{name} = {show(value)}: must be the path of a file")
+        raise InvalidArgument(
+            f"{name} = {show(value)}: must be the path of a file, of characters that names of files can have"
+        )
+    if isinstance(given, str) and found.startswith("~"):
+        user = found[1:].partition("/")[0]
+        whose = f"of the user {show(user)}" if user else "of this user"
+        raise InvalidArgument(
+            f"{name} = {show(value)}: the home folder {whose} is not known; a file of that name is {show('./' + found)}"
+        )
     return found
 
 

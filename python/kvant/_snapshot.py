@@ -127,11 +127,13 @@ def save(
         dict of str; keys do not begin with "kvant.".
     tokens: for each sequence a list of its token ids, ints [length], or None; load can require them.
     base: an earlier snapshot in the same folder. Pages that it has are not written again, and the new file needs it.
+        With a base that needs 32 files already, all pages are written.
     progress: called with (done, total) bytes of pages; an exception that it raises stops the call. It must not use the
         cache.
     stream: as for Cache.write.
 
-    Errors: InvalidArgument (also a step that is not written in every layer), FileError, BadFile (base).
+    Errors: InvalidArgument (also a step that is not written in every layer, and a path to a file that a snapshot
+    needs), FileError (also a path to a folder, pipe or device), BadFile (base).
     """
     if not isinstance(cache, Cache):
         raise InvalidArgument(f"cache = {_arguments.show(cache)}: must be a kvant.Cache")
@@ -255,7 +257,7 @@ class Snapshot(_arguments.NotCopied):
     def copy(self, path: str | Path, *, progress: Callable[[int, int], Any] | None = None) -> None:
         """Writes the snapshot to another file, which needs no base.
 
-        progress: as for save. Errors: FileError, BadFile.
+        progress: as for save. Errors: InvalidArgument (a file that a snapshot needs), FileError, BadFile.
         """
         where = os.fsencode(_arguments.path("path", path))
         with _reporting(progress) as report:

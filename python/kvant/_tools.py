@@ -170,6 +170,11 @@ def _run_tool(*arguments: str) -> None:
         raise (InvalidArgument if done.returncode == 2 else KvantError)(message)
 
 
+def _captures(given: Any) -> list[str]:
+    files = [given] if isinstance(given, (str, bytes, os.PathLike)) else _arguments.items("captures", given, "files")
+    return [_arguments.path("captures", file) for file in files]
+
+
 def eval(  # noqa: A001 (the name of the command)
     captures: str | Path | SequenceOf[str | Path],
     formats: str | SequenceOf[str] = (),
@@ -185,16 +190,16 @@ def eval(  # noqa: A001 (the name of the command)
     Returns {"rows": [...]}, one row for each layer and format, as `kvant eval --json` writes them.
     Errors: InvalidArgument, KvantError with the tool's sentence.
     """
-    files = [captures] if isinstance(captures, (str, Path)) else list(captures)
+    files = _captures(captures)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "eval.json")
-        command = ["eval", *map(str, files), "--json", path]
+        command = ["eval", *files, "--json", path]
         if formats:
             command += ["--formats", formats if isinstance(formats, str) else ",".join(formats)]
         if basis is not None:
-            command += ["--basis", str(basis)]
+            command += ["--basis", _arguments.path("basis", basis)]
         if report is not None:
-            command += ["--report", str(report)]
+            command += ["--report", _arguments.path("report", report)]
         _run_tool(*command, *arguments)
         with open(path, encoding="utf-8") as file:
             return json.load(file)
@@ -209,5 +214,4 @@ def calibrate(
         kvant.hf.enable(bases=path) or kvant.Cache(bases=path, k_basis="calibrated", v_basis="calibrated").
     Errors: InvalidArgument, KvantError with the tool's sentence.
     """
-    files = [captures] if isinstance(captures, (str, Path)) else list(captures)
-    _run_tool("calibrate", *map(str, files), "--output", str(path), *arguments)
+    _run_tool("calibrate", *_captures(captures), "--output", _arguments.path("path", path), *arguments)

@@ -17,6 +17,7 @@
 
 #include "cli/table.hpp"
 #include "core/fmt.hpp"
+#include "io/real_place.hpp"
 #include "io/write_file.hpp"
 
 namespace kvant::cli {
@@ -31,6 +32,12 @@ std::pair<std::string, std::string> split(const std::string& path) {
   return {slash == 0 ? "/" : path.substr(0, slash), path.substr(slash + 1)};
 }
 
+// The path that a result is written to: links are followed, and stay.
+std::string behind_links(const std::string& path) {
+  const auto real = io::real_path(path);
+  return real.ok() ? *real : path;  // a loop, which the write refuses
+}
+
 // The file behind a path, whatever its name; or else the folder and the name that a new file would get.
 using Identity = std::tuple<dev_t, ino_t, std::string>;
 
@@ -41,7 +48,7 @@ std::optional<Identity> identity(const std::string& path) {
     return Identity(info.st_dev, info.st_ino, "");
   }
   if (stat(path.c_str(), &info) == 0) return Identity(info.st_dev, info.st_ino, "");
-  const auto [folder, name] = split(path);
+  const auto [folder, name] = split(behind_links(path));
   if (stat(folder.c_str(), &info) != 0) return std::nullopt;
   return Identity(info.st_dev, info.st_ino, name);
 }
@@ -120,7 +127,7 @@ Status Outputs::check() const {
       return {Code::io, fmt::format("{} {}: is a directory; name a file", option, path)};
     }
     const bool is_replaced = !exists || S_ISREG(info.st_mode);  // devices and pipes are written in place
-    const std::string written = is_replaced ? split(path).first : path;
+    const std::string written = is_replaced ? split(behind_links(path)).first : path;
     if (access((is_replaced ? written + "/." : written).c_str(), W_OK) != 0) {
       const int error = errno;
       return {Code::io, fmt::format("{} {}: cannot write{}: {}", option, path, is_replaced ? " in " + written : "",

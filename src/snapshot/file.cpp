@@ -7,16 +7,13 @@
 #include "core/fmt.hpp"
 #include "io/path.hpp"
 #include "io/text.hpp"
+#include "snapshot/bases.hpp"
 #include "snapshot/names.hpp"
 
 namespace kvant::snapshot {
 namespace {
 
-constexpr std::int64_t kMostFiles = 4096;  // that one snapshot names
-
-bool is_file_name(const std::string& name) {
-  return !name.empty() && name != "." && name != ".." && name.find('/') == std::string::npos;
-}
+constexpr std::size_t kMostFiles = 4096;  // that one snapshot names: older versions of kvant had no kMostBases
 
 }  // namespace
 
@@ -77,34 +74,49 @@ Status SnapshotFile::read_metadata() {
 
 Status SnapshotFile::open_bases(bool has_folder) {
   const auto& metadata = files_[0].metadata();
-  for (std::int64_t i = 1;; ++i) {
+  for (std::size_t i = 1;; ++i) {
     const auto found = metadata.find(fmt::format("{}{}", kBase, i));
     if (found == metadata.end()) break;
-    const std::string& text = found->second;
-    const std::string name = text.size() > 33 && text[32] == ' ' ? text.substr(33) : "";
-    if (!is_file_name(name) || i > kMostFiles) {
+    const std::optional<BaseName> base = read_base(found->second);
+    if (!base || i > kMostFiles) {
       return files_[0].bad(fmt::format("metadata {} is {}: must be a checksum and the name of a file in its folder",
-                                       found->first, io::in_quotes(text)));
+                                       found->first, io::in_quotes(found->second)));
+    }
+    if (std::find(info_.bases.begin(), info_.bases.end(), base->name) != info_.bases.end()) {
+      return files_[0].bad(fmt::format("names the base {} twice", io::in_quotes(base->name)));
     }
     if (!has_folder) return files_[0].bad("needs files beside it, and is not a file itself");
-    auto base = PageFile::open(io::beside(info_.path, name));
-    if (!base) {
-      return {base.code(), fmt::format("{} needs {}, which cannot be used: {}", io::printable(info_.path),
-                                       io::in_quotes(name), base.message())};
-    }
-    if (to_text(base->identity()) != text.substr(0, 32)) {
-      return files_[0].bad(
-          fmt::format("needs {} as it was when this file was saved (checksum {}), and it is another "
-                      "file now (checksum {})",
-                      io::in_quotes(name), io::printable(text.substr(0, 32)), to_text(base->identity())));
-    }
-    files_.push_back(std::move(*base));
-    info_.bases.push_back(name);
+    auto file = open_base(base->name, base->identity);
+    if (!file) return file.status();
+    files_.push_back(std::move(*file));
+    info_.bases.push_back(base->name);
   }
   std::size_t named = 0;
   for (const auto& [key, value] : metadata) named += key.starts_with(kBase) ? 1 : 0;
   if (named != info_.bases.size()) return files_[0].bad("its bases are not numbered from 1 on");
   return {};
+}
+
+// Bases are beside the file itself. Where links lead to all of the files, they may also be beside the link that was
+// named: the checksum says whether such a file is the one.
+Result<PageFile> SnapshotFile::open_base(const std::string& name, const std::string& identity) const {
+  const auto real = io::real_path(info_.path);
+  if (!real) return real.status();
+  const auto between =
+      files_.size() > kMostBases ? io::ByteSource::Between::closes : io::ByteSource::Between::stays_open;
+  auto base = PageFile::open(io::beside(*real, name), between);
+  if (*real != info_.path && (!base || to_text(base->identity()) != identity)) {
+    auto other = PageFile::open(io::beside(info_.path, name), between);
+    if (other && to_text(other->identity()) == identity) return other;
+  }
+  if (!base) {
+    return {base.code(), fmt::format("{} needs {}, which cannot be used: {}", io::printable(info_.path),
+                                     io::in_quotes(name), base.message())};
+  }
+  if (to_text(base->identity()) == identity) return base;
+  return files_[0].bad(
+      fmt::format("needs {} as it was when this file was saved (checksum {}), and it is another file now (checksum {})",
+                  io::in_quotes(name), identity, to_text(base->identity())));
 }
 
 Status SnapshotFile::read_places(Pool pool) {

@@ -4,11 +4,13 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "core/cache/image.hpp"
+#include "io/byte_source.hpp"
 #include "kvant/io.hpp"
 #include "kvant/snapshot.hpp"
 #include "snapshot/checksum.hpp"
@@ -22,9 +24,12 @@ using core::to_size;
 class PageFile {
  public:
   /// Checks the version, the header and the checksums themselves. All that is read later is compared with these.
-  static Result<PageFile> open(const std::string& path);
+  static Result<PageFile> open(const std::string& path,
+                               io::ByteSource::Between between = io::ByteSource::Between::stays_open);
   static Result<PageFile> of(io::SafeTensors file);
 
+  /// Unset: the bytes are in memory.
+  [[nodiscard]] const std::optional<io::FileId>& id() const noexcept { return id_; }
   [[nodiscard]] const std::string& path() const noexcept { return file_.path(); }
   [[nodiscard]] const std::map<std::string, std::string>& metadata() const { return file_.metadata(); }
   [[nodiscard]] std::int64_t file_bytes() const noexcept { return file_bytes_; }
@@ -59,6 +64,7 @@ class PageFile {
                                const Checksum& sum) const;
 
   io::SafeTensors file_;
+  std::optional<io::FileId> id_;
   std::int64_t file_bytes_ = 0;
   std::vector<Checksum> sums_;
   std::vector<std::size_t> first_;  // each tensor's, in the order of the file
@@ -93,6 +99,7 @@ class SnapshotFile {
   static Result<std::unique_ptr<SnapshotFile>> of(PageFile file, bool has_folder);
   [[nodiscard]] Status read_metadata();
   [[nodiscard]] Status open_bases(bool has_folder);
+  [[nodiscard]] Result<PageFile> open_base(const std::string& name, const std::string& identity) const;
   [[nodiscard]] Status read_places(Pool pool);
   [[nodiscard]] Status read_levels();
   [[nodiscard]] Status read_sequences();

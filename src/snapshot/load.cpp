@@ -4,6 +4,7 @@
 #include "core/fmt.hpp"
 #include "io/text.hpp"
 #include "snapshot/cache_slots.hpp"
+#include "snapshot/names.hpp"
 #include "snapshot/save.hpp"
 #include "snapshot/write.hpp"
 
@@ -37,6 +38,11 @@ Status check_required(const SnapshotFile& file, const LoadOptions& options, std:
                                         io::in_quotes(*options.model)));
   }
   for (const auto& [key, value] : options.metadata) {
+    if (key.starts_with(kOwn)) {
+      return not_loaded(file, fmt::format("metadata {}: keys that begin with \"{}\" are kvant's own, and cannot be "
+                                          "required; the file's facts have them",
+                                          io::in_quotes(key), kOwn));
+    }
     const auto found = info.metadata.find(key);
     if (found != info.metadata.end() && found->second == value) continue;
     return not_loaded(file, fmt::format("its metadata {} is {}, and {} is required", io::in_quotes(key),

@@ -16,6 +16,8 @@
 // A tensor without elements is left out.
 #pragma once
 
+#include <cstddef>
+
 namespace kvant::snapshot {
 
 inline constexpr const char* kVersion = "1";
@@ -39,6 +41,12 @@ inline constexpr const char* kVersionKey = "kvant.snapshot";
 inline constexpr const char* kWrittenBy = "kvant.version";
 inline constexpr const char* kName = "kvant.name";
 inline constexpr const char* kModel = "kvant.model";
-inline constexpr const char* kBase = "kvant.base.";  // and 1, 2, ...: "CHECKSUM NAME", the last of its checksums in hex
+// And 1, 2, ...: "CHECKSUM NAME", the last of its checksums in hex. JSON has no name that is not UTF-8: in its place is
+// "/" and its bytes in hex, since no file has a "/" in its name.
+inline constexpr const char* kBase = "kvant.base.";
+
+/// A new file names at most so many others. Where it would need more, it has all of its pages itself: so the time and
+/// the descriptors of a load have a bound, however long a chain of saves is.
+inline constexpr std::size_t kMostBases = 32;
 
 }  // namespace kvant::snapshot

@@ -30,10 +30,14 @@ Status PageFile::bad(const std::string& what) const {
   return {Code::bad_file, fmt::format("{}: {}", io::printable(path()), what)};
 }
 
-Result<PageFile> PageFile::open(const std::string& path) {
-  auto file = io::SafeTensors::open(path);
-  if (!file) return file.status();
-  return of(std::move(*file));
+Result<PageFile> PageFile::open(const std::string& path, io::ByteSource::Between between) {
+  auto source = io::ByteSource::open(path, between);
+  if (!source) return source.status();
+  auto tensors = io::SafeTensors::read(*source, path);
+  if (!tensors) return tensors.status();
+  auto file = of(std::move(*tensors));
+  if (file) file->id_ = (*source)->id();
+  return file;
 }
 
 Result<PageFile> PageFile::of(io::SafeTensors opened) {

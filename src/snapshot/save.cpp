@@ -1,11 +1,8 @@
 #include "snapshot/save.hpp"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 
 #include "core/fmt.hpp"
-#include "io/path.hpp"
 #include "io/text.hpp"
 #include "snapshot/cache_slots.hpp"
 #include "snapshot/write.hpp"
@@ -40,13 +37,6 @@ Status check_tokens(const std::vector<std::vector<std::int64_t>>& tokens, const 
   return {};
 }
 
-bool same_folder(const std::string& a, const std::string& b) {
-  struct stat x {
-  }, y{};
-  return ::stat(io::beside(a, ".").c_str(), &x) == 0 && ::stat(io::beside(b, ".").c_str(), &y) == 0 &&
-         x.st_dev == y.st_dev && x.st_ino == y.st_ino;
-}
-
 }  // namespace
 
 Status save(const CacheImpl& cache, const std::string& path, const SaveOptions& options) {
@@ -55,13 +45,6 @@ Status save(const CacheImpl& cache, const std::string& path, const SaveOptions& 
     auto opened = SnapshotFile::open(options.base);
     if (!opened) return {opened.code(), "base: " + opened.message()};
     base = std::move(*opened);
-    if (!same_folder(path, options.base)) {
-      return {
-          Code::invalid_argument,
-          fmt::format("base {} is not in the folder of {}: a snapshot and its bases are moved together, so put them "
-                      "side by side",
-                      io::in_quotes(options.base), io::in_quotes(path))};
-    }
   }
   const auto image = cache.table().image(chosen_ids(cache, options));
   if (!image) return image.status();
@@ -98,7 +81,8 @@ Status copy(const SnapshotFile& file, const std::string& path, const SnapshotPro
           if (Status s = take(n, copy); !s) return s;
         }
         return {};
-      }};
+      },
+      .source = &file};
   content.stored.config.bases = std::move(*bases);
   for (const SnapshotSequence& s : info.sequences) content.tokens.emplace_back(s.tokens);
   return write(path, content, nullptr, progress);

@@ -10,6 +10,7 @@
 #include "io/text.hpp"
 #include "io/write_file.hpp"
 #include "kvant/version.hpp"
+#include "snapshot/bases.hpp"
 #include "snapshot/checksum.hpp"
 #include "snapshot/names.hpp"
 
@@ -40,11 +41,12 @@ class Output {
     return put(bytes);
   }
   void end_part() { sums_.push_back(sum_.take()); }
-  Status complete() {
+  /// `may_replace`, of the place and the checksum of all checksums, is asked last.
+  Status complete(const std::function<Status(const io::RealPlace&, const Checksum&)>& may_replace) {
     sums_.push_back(checksum(std::as_bytes(std::span(sums_))));
     if (Status s = put(std::as_bytes(std::span(sums_))); !s) return s;
     if (Status s = flush(); !s) return s;
-    return file_.complete();
+    return file_.complete([&] { return may_replace(file_.place(), sums_.back()); });
   }
 
  private:
@@ -131,12 +133,16 @@ class Writer {
   Writer(const std::string& path, const Content& content, const SnapshotFile* base, const SnapshotProgress& progress)
       : path_(path),
         content_(content),
-        base_(base),
+        given_base_(base),
+        base_(base != nullptr && base->files().size() <= kMostBases ? base : nullptr),
         tables_(content),
-        progress_(progress, pass_bytes() * (base == nullptr ? 1 : 2)) {}
+        progress_(progress, pass_bytes() * (base_ == nullptr ? 1 : 2)) {}
 
   Status write() {
-    if (Status s = check_base(); !s) return s;
+    auto place = io::RealPlace::of(path_);
+    if (!place) return place.status();
+    if (Status s = check_base(*place); !s) return s;
+    if (Status s = check_kept(*place); !s) return s;
     for (const Pool pool : {Pool::encoded, Pool::exact}) {
       if (Status s = plan(pool); !s) return s;
     }
@@ -145,7 +151,7 @@ class Writer {
     const auto text = io::header_json(header, metadata(), kDataAlignment);
     if (!text) return {text.code(), fmt::format("{}: not written: {}", io::printable(path_), text.message())};
 
-    auto file = io::NewFile::create(path_, kPermissions);
+    auto file = io::NewFile::create(path_, std::move(*place), kPermissions);
     if (!file) return file.status();
     Output out(std::move(*file));
     const std::uint64_t length = text->size();
@@ -161,7 +167,7 @@ class Writer {
       }
       out.end_part();
     }
-    return out.complete();
+    return out.complete([&](const io::RealPlace& at, const Checksum& identity) { return may_replace(at, identity); });
   }
 
  private:
@@ -177,18 +183,72 @@ class Writer {
   }
   PoolPlan& plan_of(Pool pool) { return pool == Pool::exact ? exact_ : encoded_; }
 
-  Status check_base() const {
-    if (base_ == nullptr) return {};
-    const std::string name = io::file_name(path_);
-    for (const PageFile& file : base_->files()) {
-      if (io::file_name(file.path()) != name) continue;
-      return not_written(path_, "it has pages that the new file would need; choose another name");
+  // The new file names its bases as they are called beside it, whatever links led to them.
+  Status check_base(const io::RealPlace& place) {
+    if (given_base_ == nullptr) return {};
+    const std::string other = difference(content_.stored, given_base_->stored());
+    if (!other.empty()) {
+      return not_written(path_,
+                         fmt::format("base {} is of another configuration ({}); leave it out, or give the cache's own",
+                                     io::in_quotes(given_base_->info().path), other));
     }
-    const std::string other = difference(content_.stored, base_->stored());
-    if (other.empty()) return {};
-    return not_written(path_,
-                       fmt::format("base {} is of another configuration ({}); leave it out, or give the cache's own",
-                                   io::in_quotes(base_->info().path), other));
+    for (const PageFile& file : given_base_->files()) {
+      const auto real = io::RealPlace::of(file.path());
+      if (!real) return {real.code(), "base: " + real.message()};
+      if (real->folder_id() != place.folder_id()) {
+        const std::string link = real->path() == file.path() ? "" : " is a link to " + io::in_quotes(real->path());
+        return not_written(
+            path_,
+            fmt::format("base {}{} is not in the folder of {}: a snapshot and its bases are moved "
+                        "together, so put them side by side",
+                        io::in_quotes(file.path()), link.empty() ? "" : link + ", which", io::in_quotes(place.path())));
+      }
+      names_.push_back(real->name());
+    }
+    return {};
+  }
+
+  // The new file replaces none of the files that it needs, and a copy none of those that its source needs. Files are
+  // compared as the system knows them: names, links and the case of letters say nothing.
+  Status check_kept(const io::RealPlace& place) const {
+    const std::optional<io::FileId> target = place.file();
+    if (given_base_ != nullptr) {
+      for (std::size_t i = 0; i < given_base_->files().size(); ++i) {
+        if (names_[i] != place.name() && (!target || target != given_base_->files()[i].id())) continue;
+        return not_written(path_, fmt::format("it is the file {}, whose pages the new file would need; choose another "
+                                              "name",
+                                              io::in_quotes(names_[i])));
+      }
+    }
+    if (content_.source == nullptr || !target) return {};
+    for (const PageFile& file : content_.source->files().subspan(1)) {
+      if (target == file.id()) return needed_by(content_.source->info().path);
+    }
+    return {};
+  }
+
+  [[nodiscard]] Status needed_by(const std::string& who) const {
+    return not_written(path_, fmt::format("{} needs the file of that name as it is; choose another name, or remove {} "
+                                          "first",
+                                          io::in_quotes(who), io::in_quotes(who)));
+  }
+
+  // Asked when all is written, right before the rename: other programs had time to replace files.
+  Status may_replace(const io::RealPlace& place, const Checksum& identity) const {
+    if (Status s = check_kept(place); !s) return s;
+    for (const std::int32_t i : needed_) {
+      if (place.file(names_[to_size(i)]) == base_->files()[to_size(i)].id()) continue;
+      return {Code::io, fmt::format("{}: not written: its base {} was replaced or removed meanwhile",
+                                    io::printable(path_), io::in_quotes(names_[to_size(i)]))};
+    }
+    if (!place.file()) return {};
+    const auto older = PageFile::open(place.path());
+    if (!older || older->identity() == identity) return {};  // no snapshot, or the very same one
+    for (const std::string& name : {place.path(), path_}) {
+      if (const std::string who = who_needs(name, older->identity()); !who.empty()) return needed_by(who);
+      if (place.path() == path_) break;
+    }
+    return {};
   }
 
   // Without a base every slot is written. With one, its checksum says whether a file of the base has it.
@@ -242,7 +302,7 @@ class Writer {
     all[kModel] = content_.model;
     for (std::size_t i = 0; i < needed_.size(); ++i) {
       const PageFile& file = base_->files()[to_size(needed_[i])];
-      all[fmt::format("{}{}", kBase, i + 1)] = to_text(file.identity()) + ' ' + io::file_name(file.path());
+      all[fmt::format("{}{}", kBase, i + 1)] = write_base(file.identity(), names_[to_size(needed_[i])]);
     }
     return all;
   }
@@ -294,7 +354,9 @@ class Writer {
 
   const std::string& path_;
   const Content& content_;
-  const SnapshotFile* base_;
+  const SnapshotFile* given_base_;
+  const SnapshotFile* base_;        // null: every page is written
+  std::vector<std::string> names_;  // the files of given_base_, in the folder of the new file
   const Tables tables_;
   PoolPlan encoded_, exact_;
   std::vector<std::int32_t> needed_;  // files of the base

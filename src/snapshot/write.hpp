@@ -25,9 +25,12 @@ struct Content {
   /// Has `take` see the bytes of slots, by their numbers in the image: one slot a call, in order. The same bytes each
   /// time.
   std::function<Status(Pool pool, std::span<const std::int32_t> numbers, const core::TakeSlots& take)> slots;
+  const SnapshotFile* source = nullptr;  // that the content is a copy of: its bases are not replaced
 };
 
-/// `base`: null, or an open snapshot in the same folder, whose pages are not written again.
+/// `base`: null, or an open snapshot in the same folder, whose pages are not written again unless the new file would
+/// need more than kMostBases files. Errors: invalid_argument where the new file would take the place of one that it or
+/// another snapshot needs.
 Status write(const std::string& path, const Content& content, const SnapshotFile* base,
              const SnapshotProgress& progress);
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 
 import pytest
@@ -106,6 +107,26 @@ def test_saved_again_under_the_same_name(sliding, prompts, tmp_path, disabled):
     part.unlink()
     with pytest.raises(kvant.FileError, match="cannot open"):
         load(sliding, path)
+
+
+def test_a_link_leads_to_all_files(sliding, prompts, tmp_path, disabled):
+    kvant.hf.enable(sliding, **MIXED)
+    cache, folder = new_cache(sliding), tmp_path / "folder"
+    forward(sliding, cache, ids_of(prompts, 150))
+    folder.mkdir()
+    (tmp_path / "latest").symlink_to(folder / "chat.kvs")
+    kvant.hf.save(cache, tmp_path / "latest")
+    assert (tmp_path / "latest").is_symlink() and os.listdir(tmp_path) in (["latest", "folder"], ["folder", "latest"])
+    parts = [p for p in folder.iterdir() if p.name != "chat.kvs"]
+    assert len(parts) == 1 and parts[0].name.startswith("chat.kvs.")
+    for path in (tmp_path / "latest", folder / "chat.kvs"):
+        assert load(sliding, path).get_seq_length() == 150
+    # Links to all of the files, in a folder of links.
+    links = tmp_path / "links"
+    links.mkdir()
+    for i, file in enumerate([folder / "chat.kvs", *parts]):
+        (links / file.name).symlink_to(file.rename(folder / str(i)))
+    assert load(sliding, links / "chat.kvs").get_seq_length() == 150
 
 
 def test_formats_are_those_of_the_file(llama, prompts, tmp_path, disabled):

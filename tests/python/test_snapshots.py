@@ -1,7 +1,11 @@
 """kvant.save and kvant.load: what was saved goes on bit for bit, other libraries read the file, and what does not fit
 is refused."""
 import os
+import pwd
 import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -153,6 +157,140 @@ def test_a_chat_that_grows(cache, path):
         kvant.load(grown)
 
 
+def test_files_that_another_one_needs_stay(cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sequence = cache.sequence()
+    append(sequence, 1, 300)
+    kvant.save(cache, "a.kvs")
+    append(sequence, 100, 300)
+    os.symlink("a.kvs", "link.kvs")
+    os.link("a.kvs", "hard.kvs")
+    os.symlink(".", "here")
+    names = ["a.kvs", "./a.kvs", str(tmp_path / "a.kvs"), "here/a.kvs", "link.kvs", "hard.kvs", b"a.kvs"]
+    for name in names:
+        for base in names:
+            with pytest.raises(kvant.InvalidArgument, match="choose another name"):
+                kvant.save(cache, name, base=base)
+    kvant.save(cache, "b.kvs", base="link.kvs")
+    assert kvant.Snapshot("b.kvs").info.bases == ("a.kvs",)
+    for name in names:
+        with pytest.raises(kvant.InvalidArgument, match='"b.kvs" needs the file of that name'):
+            kvant.Snapshot("b.kvs").copy(name)
+    for name in names[:5]:
+        with pytest.raises(kvant.InvalidArgument, match='"b.kvs" needs the file of that name'):
+            kvant.save(cache, name)
+    os.unlink("link.kvs")
+    os.symlink("b.kvs", "link.kvs")
+    assert len(kvant.load("b.kvs").sequences[0]) == len(kvant.load("link.kvs").sequences[0]) == 600
+    assert len(kvant.load("a.kvs").sequences[0]) == 300
+    assert sorted(os.listdir()) == ["a.kvs", "b.kvs", "hard.kvs", "here", "link.kvs"]
+
+
+def test_links_are_written_through_and_what_is_no_file_is_refused(cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("folder")
+    os.symlink("folder/chat.kvs", "link")
+    sequence = cache.sequence()  # removed when nobody has it
+    append(sequence, 1, 100)
+    kvant.save(cache, "link")
+    assert os.readlink("link") == "folder/chat.kvs" and os.listdir("folder") == ["chat.kvs"]
+    os.mkfifo("pipe")
+    for name, message in (("folder", "is a directory"), ("pipe", "not a regular file")):
+        for call in (kvant.load, kvant.Snapshot, kvant.Snapshot("link").copy, lambda name: kvant.save(cache, name)):
+            with pytest.raises(kvant.FileError, match=message):
+                call(name)
+
+
+def doors(cache):
+    """Every call that takes a path, and the name of its argument."""
+    snapshot = kvant.Snapshot
+    return (
+        ("path", lambda path: kvant.save(cache, path)),
+        ("base", lambda path: kvant.save(cache, "other.kvs", base=path)),
+        ("path", kvant.load),
+        ("path", snapshot),
+        ("path", lambda path: snapshot("chat.kvs").copy(path)),
+        ("path", kvant.Bases),
+        ("bases", lambda path: kvant.Cache(kv_heads=2, head_dim=64, k_basis="calibrated", bases=path)),
+        ("directory", kvant.PrefixIndex),
+        ("captures", kvant.eval),
+        ("report", lambda path: kvant.eval("chat.kvs", report=path)),
+        ("path", lambda path: kvant.calibrate("chat.kvs", path)),
+    )
+
+
+def test_names_of_files(cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sequence = cache.sequence()  # removed when nobody has it
+    append(sequence, 1, 100)
+    kvant.save(cache, "chat.kvs")
+    for argument, call in doors(cache):
+        for name in ("\ud800", "a\udfff", "", "a\0b", 5, object(), "~no such user/chat.kvs"):
+            with pytest.raises(kvant.InvalidArgument, match=f"^{argument} = "):
+                call(name)
+    with pytest.raises(kvant.InvalidArgument, match=r'a file of that name is "\./~no such user/chat\.kvs"'):
+        kvant.load("~no such user/chat.kvs")
+    assert os.listdir() == ["chat.kvs"]
+    for name in ("b\udcff\udcfe.kvs", b"c\x80.kvs", "ä€.kvs", "n" * 255, "ü" * 127):
+        kvant.save(cache, name)
+        assert [len(s) for s in kvant.load(name).sequences] == [100]
+        kvant.save(cache, b"grown\xff.kvs", base=name)
+        kvant.Snapshot(b"grown\xff.kvs").verify()
+        os.unlink(b"grown\xff.kvs")
+        os.unlink(name)
+    with pytest.raises(kvant.FileError, match="File name too long"):
+        kvant.save(cache, "n" * 256)
+    assert os.listdir() == ["chat.kvs"]
+
+
+def test_the_home_folder(cache, tmp_path, monkeypatch):
+    here, home = tmp_path / "here", tmp_path / "home"
+    here.mkdir(), home.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(home))
+    sequence = cache.sequence()
+    append(sequence, 1, 300)
+    kvant.save(cache, "~/chat.kvs")
+    append(sequence, 100, 300)
+    kvant.save(cache, Path("~/grown.kvs"), base="~/chat.kvs")
+    kvant.Snapshot("~/grown.kvs").copy("~/copy.kvs")
+    assert kvant.PrefixIndex("~/prefixes").directory == str(home / "prefixes")
+    assert sorted(os.listdir(home)) == ["chat.kvs", "copy.kvs", "grown.kvs", "prefixes"]
+    assert len(kvant.load("~/grown.kvs").sequences[0]) == len(kvant.load(home / "copy.kvs").sequences[0]) == 600
+    assert os.listdir(here) == []
+    with pytest.raises(kvant.BadFile, match=str(home)):
+        kvant.Bases("~/chat.kvs")
+    user = pwd.getpwuid(os.getuid())
+    with pytest.raises(kvant.FileError, match=f"^{user.pw_dir.rstrip('/')}/no-such-file-of-kvant: "):
+        kvant.load(f"~{user.pw_name}/no-such-file-of-kvant")
+    # Files of these names.
+    kvant.save(cache, "./~")
+    kvant.save(cache, b"~chat.kvs")
+    kvant.save(cache, "chat~.kvs")
+    assert sorted(os.listdir(here)) == ["chat~.kvs", "~", "~chat.kvs"]
+
+
+def test_a_limit_on_the_size_of_files(tmp_path):
+    """Python ignores the signal of that limit; a program that embeds Python need not."""
+    program = """if True:
+        import resource, signal, numpy, kvant
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        cache = kvant.Cache(kv_heads=2, head_dim=64)
+        sequence = cache.sequence()
+        sequence.append(0, *numpy.ones((2, 300, 2, 64), "f"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
+        try:
+            kvant.save(cache, "chat.kvs")
+        except kvant.FileError as error:
+            assert "File too large" in str(error)
+            assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_DFL
+            print("refused")
+    """
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_refusals(cache, path, tmp_path):
     sequence = cache.sequence()
     append(sequence, 1, 100)
@@ -160,6 +298,7 @@ def test_refusals(cache, path, tmp_path):
     for options, message in (
         ({"model": "mini"}, '"nano", and "mini" is required'),
         ({"metadata": {"a": "b"}}, '"a" is missing'),
+        ({"metadata": {"kvant.k": "tq6"}}, "kvant's own"),
         ({"tokens": [[1]]}, "differ from position 0 on"),
         ({"sequences": [1]}, "the file has 1 sequences"),
         ({"sequences": [-1]}, r"sequences\[0\] = -1"),

@@ -45,13 +45,17 @@ inline std::vector<std::byte> file_bytes(const std::string& path) {
   return bytes;
 }
 
-/// All sequences of a cache as a snapshot sees them: numbers of pages, and their bytes without anybody's remains.
+/// All sequences of a cache as a snapshot sees them: numbers of pages, and their bytes.
 struct Contents {
   core::TableImage image;
   std::vector<std::vector<std::byte>> encoded, exact;
 };
 
-inline Contents contents(CacheImpl& cache, std::span<const SequenceId> ids) {
+/// Behind the tokens of a page a cache may have remains of others, and a fresh copy has none: what a copy must be is
+/// asked `without` them, and what came is taken `as_it_is`.
+enum class Remains { without, as_it_is };
+
+inline Contents contents(CacheImpl& cache, std::span<const SequenceId> ids, Remains remains = Remains::without) {
   const core::ImageBuilder built = cache.table().image(ids).value();
   Contents all{built.image(), {}, {}};
   for (const core::Pool pool : {core::Pool::encoded, core::Pool::exact}) {
@@ -63,7 +67,7 @@ inline Contents contents(CacheImpl& cache, std::span<const SequenceId> ids) {
       };
       cache.store().load_slots(pool, {&source.number, 1}, take, {}).value();
       const codec::PageLayout& layout = cache.layout(pool);
-      for (std::size_t at = 0; at < own.size(); at += layout.block_bytes) {
+      for (std::size_t at = 0; remains == Remains::without && at < own.size(); at += layout.block_bytes) {
         codec::clear_tokens(layout, own.data() + at, source.tokens);
       }
       (pool == core::Pool::exact ? all.exact : all.encoded).push_back(std::move(own));

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .. import _arguments
 from .._errors import InvalidArgument, Unsupported
 from .._tools import info, version
 from . import versions
@@ -225,6 +226,7 @@ def capture(
     """
     from safetensors.torch import save_file
 
+    where = _arguments.path("path", path)
     ids = token_ids(text_or_ids, tokenizer, max_tokens)
     if queries < 1:
         raise InvalidArgument(f"queries = {queries}: must be at least 1")
@@ -258,5 +260,5 @@ def capture(
         )
     found = dict(sorted(recorder.seen.items()))
     tensors = {f"layer{n}.{part}": getattr(layer, part) for n, layer in found.items() for part in "qkv"}
-    save_file(tensors, str(path), metadata=_metadata(model, ids, found))
+    save_file(tensors, where, metadata=_metadata(model, ids, found))
     return list(found)

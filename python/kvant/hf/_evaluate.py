@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from .. import _arguments
 from .._errors import InvalidArgument, Unsupported
 from .._tools import version
 from . import versions
@@ -91,7 +92,7 @@ class Evaluation:
         """All figures as JSON; also written to `path` if that is given."""
         text = json.dumps(asdict(self), indent=1)
         if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
+            Path(_arguments.path("path", path)).write_text(text + "\n", encoding="utf-8")
         return text
 
     def __str__(self) -> str:

@@ -209,6 +209,18 @@ def _parts(info: kvant.SnapshotInfo, path: str) -> list[str]:
     return [os.path.join(folder, name) for name in names]
 
 
+def _parts_of(info: kvant.SnapshotInfo, path: str) -> list[str]:
+    """The parts of a snapshot that may be named by a link: beside the file itself, or links beside that link."""
+    if os.path.islink(path):
+        try:
+            found = _parts(info, os.path.realpath(path))
+            if all(os.path.exists(part) for part in found):
+                return found
+        except ValueError:
+            pass
+    return _parts(info, path)
+
+
 def save(
     cache: KvantCache,
     path: Any,
@@ -235,6 +247,8 @@ def save(
         raise ValueError("the cache holds no tokens: there is nothing to save")
     cache._refuse_interrupted()
     where, model_name = _arguments.path("path", path), _model_name(cache, model)
+    if os.path.islink(where):  # the parts stand beside the file that is written
+        where = os.path.realpath(where)
     made = secrets.token_hex(8)
     parts = [f"{where}.{made}.{i}" for i in range(1, len(cache.groups))]
     metadata = {**describe(cache), "hf.set": made, "hf.parts": json.dumps([os.path.basename(p) for p in parts])}
@@ -277,7 +291,7 @@ def load(
     """See kvant.hf.load. enabled: the settings of enable(model)."""
     where = _arguments.path("path", path)
     first = kvant.Snapshot(where)
-    snapshots = [first, *(kvant.Snapshot(part) for part in _parts(first.info, where))]
+    snapshots = [first, *(kvant.Snapshot(part) for part in _parts_of(first.info, where))]
     try:
         options = json.loads(first.info.metadata["hf.options"])
         settings = Settings.make(**options)
