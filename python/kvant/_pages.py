@@ -146,6 +146,7 @@ class Pages(_arguments.NotCopied):
             c.exact_dtype = _arguments.choice("exact", exact, EXACT)
         self.kv_heads, self.head_dim, self.layers = c.kv_heads, c.head_dim, c.layers
         self.tail, self.tail_sequences, self.sink_pages = c.tail_pages, c.tail_sequences, c.sink_pages
+        self.encode_at_once = bool(c.encode_at_once)
         c.encode_at_once = _arguments.flag("encode_at_once", encode_at_once)
         handle = _c.PagesHandle()
         _c.check(_c.pages_create(byref(c), byref(handle)))

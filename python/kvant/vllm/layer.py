@@ -154,9 +154,10 @@ class Layer(NamedTuple):
         layers: int,
         dtype: torch.dtype,
         copies: int | None = None,
+        encode_at_once: bool = False,
     ):
         """Pages of layers with common tables. Exact copies have the model's dtype; devices have none in float32.
-        copies: of each layer; None: as many as requests can have."""
+        copies: of each layer; None: as many as requests can have. encode_at_once: as for kvant.Pages."""
         return kvant.Pages(
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
@@ -170,6 +171,7 @@ class Layer(NamedTuple):
             layers=layers,
             k_centre=self.k_centre,
             exact=NAMES[dtype] if device == "cpu" or dtype != torch.float32 else None,
+            encode_at_once=encode_at_once,
         )
 
     def plans(self, pages, capacity: Capacity) -> Plans:

@@ -37,9 +37,13 @@ def copy_bytes(layer: Layer, dtype: torch.dtype) -> int:
     return layer.own_pages("cpu", one, 1, 1, exact, copies=1).tail_bytes
 
 
+def _is_ours(layer) -> bool:
+    return isinstance(getattr(layer, "impl", None), LayerOfKvant)
+
+
 def _writers(layers) -> list[Any]:
     """Impls of kvant's layers that store keys and values in a format."""
-    impls = [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), LayerOfKvant)]
+    impls = [layer.impl for layer in layers if _is_ours(layer)]
     return [i for i in impls if not i.layer.pair.is_exact() and i.kv_sharing_target_layer_name is None]
 
 
@@ -86,15 +90,17 @@ def _say(vllm_config, impls, tails, capacity: Capacity) -> None:
             )
         return
     enough = min(min(capacity.requests, copies // need) for need, copies, _ in needs)
+    running = min(min(capacity.requests, copies) for _, copies, _ in needs)
     tail = needs[0][2]
     log.log(
         logging.INFO if enough > 0 else logging.WARNING,
         "exact copies of the first %d and the newest %d to %d tokens: %d to %d blocks in each of %d layers, %.1f MiB "
-        "beside the KV cache, enough for %d of %d requests; tokens without a copy are read encoded (up to %.2g of the "
+        "beside the KV cache, enough for %d of %d requests, and for the newest block of %d, whose tokens are copied "
+        "before they are encoded; tokens without a copy are read encoded (up to %.2g of the "
         "cache's memory, as far as it is known before vLLM measures; more with --additional-config "
         "'{\"kvant\": {\"exact_memory\": %.2g}}', none with '{\"kvant\": {\"tail\": 0}}')",
         BLOCK_TOKENS, BLOCK_TOKENS * tail, BLOCK_TOKENS * tail + BLOCK_TOKENS - 1, min(n for _, n, _ in needs),
-        max(n for _, n, _ in needs), len(needs), taken / 2**20, enough, capacity.requests, share, 2 * share,
+        max(n for _, n, _ in needs), len(needs), taken / 2**20, enough, capacity.requests, running, share, 2 * share,
     )
 
 
@@ -112,8 +118,10 @@ def give_pages(vllm_config, layer_names: list[str], device: torch.device, capaci
             writers.setdefault(kind, []).append(impl)
     if any(tail > 0 for *_, tail, _ in writers) and device.type != "cpu":
         torch.cuda.empty_cache()
+    at_once = versions.has_other_caches(vllm_config, _is_ours)
     for (*_, tail, copies), same in writers.items():
-        pages = same[0].layer.own_pages(device_name(device), capacity, tail, len(same), same[0].dtype, copies)
+        layer, dtype = same[0].layer, same[0].dtype
+        pages = layer.own_pages(device_name(device), capacity, tail, len(same), dtype, copies, at_once)
         _given.add(pages)
         pages.owner.share_workspace(same[0].layer.pages(device).owner)
         for number, impl in enumerate(same):

@@ -373,3 +373,11 @@ def layers(vllm_config, names):
     """vLLM's attention layers of these names; None: of all names that this process has."""
     known = vllm_config.compilation_config.static_forward_context
     return list(known.values()) if names is None else [known[name] for name in names]
+
+
+def has_other_caches(vllm_config, is_ours) -> bool:
+    """Whether layers have a cache or states in the memory of vLLM's blocks that is_ours(layer) denies: Mamba layers, or
+    layers of other backends. vLLM may give them the memory of a block that a layer of ours had, and may write it before
+    attention's step is prepared."""
+    others = (layer for layer in layers(vllm_config, None) if hasattr(layer, "get_kv_cache_spec") and not is_ours(layer))
+    return any(layer.get_kv_cache_spec(vllm_config) is not None for layer in others)

@@ -148,6 +148,24 @@ def test_what_the_process_holds_counts(vllm, gpu, torch, monkeypatch):
     assert versions.kv_memory(server(torch)) == 6 * GIB
 
 
+def test_layers_that_are_not_kvants_share_the_memory(vllm, monkeypatch):
+    """Beside states of Mamba layers, whose memory may be a freed block's, writes leave the codes of blocks complete."""
+    from kvant.vllm import versions
+
+    kinds = {"kvant's alone": None, "a layer without a cache": None, "Mamba": object()}
+    for kind, spec in kinds.items():
+        known = versions.layers
+
+        def layers(config, names, known=known, kind=kind, spec=spec):
+            more = [SimpleNamespace(get_kv_cache_spec=lambda _: spec)] if names is None and kind != "kvant's alone" else []
+            return [*known(config, names), *more]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(versions, "layers", layers)
+            pages = Engine(vllm, cache_dtype="kvant_tq4", exact_memory=1000).layers[0].made.impl.pages
+        assert pages.tail == 1 and pages.encode_at_once == (kind == "Mamba"), kind
+
+
 def test_pages_with_copies_are_known(vllm):
     from kvant.vllm import tail
 
