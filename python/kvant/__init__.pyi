@@ -378,9 +378,9 @@ class Prefix:
     """A known prefix.
 
     length: its tokens. sequences: one for each that was inserted, of this length; they are the caller's.
-    truncated: tokens that were cut off the stored sequences. 0: the sequences go on bit for bit as the inserted ones
-        do. Up to 64: the same bytes are stored as if these tokens had never been. More: the newest pages, which a
-        sequence of this length reads exactly, stay encoded.
+    truncated: tokens that were cut off the longest of the stored sequences. 0: the sequences go on bit for bit as the
+        inserted ones do. Up to 64: the same bytes are stored as if these tokens had never been. More: the newest pages,
+        which a sequence of this length reads exactly, stay encoded.
     metadata: as it was given to insert.
     """
     length: int
@@ -394,16 +394,23 @@ class PrefixIndex:
     directory: a folder of snapshots, which is made if it is missing, and which processes may share: files are written
         beside and renamed, and an entry is known when all of its files are complete. A damaged entry is reported by a
         warning and in `problems`, and its files are removed. None: in memory.
-    max_bytes: the entries that were used least recently go when all take more. None: 1e9, in a directory 1e10.
+    max_bytes: the entries that were used least recently go when all take more. None: 1e9, in a directory 1e10. On a
+        full disk they go, too; a warning, once, says where that does not help.
 
-    An entry is one sequence or several: one for each cache of a model whose layers differ in geometry. Any thread may
-    make any call at any time.
+    An entry is one sequence or several: one for each cache of a model whose layers differ in geometry. An entry that
+    continues others takes their place, unless two texts continue the other. Where a window has released pages, a
+    checkpoint of the turn before stays; what the newest entry has, too, is not kept twice.
+
+    Any thread may make any call at any time. A call that an exception interrupts has been made, or has not.
     """
     def __init__(self, directory: str | Path | None = None, *, max_bytes: int | float | None = None):
         ...
     @property
     def stats(self) -> PrefixStats:
         """Counts of this object; entries and bytes are those of the directory."""
+    @property
+    def problems(self) -> list[str]:
+        """The last damaged entries, a sentence each."""
     def find(self, tokens: SequenceOf[int], *, model: str = '', into: SequenceOf[Cache] | Callable[[int, dict[str, str]], Cache] | None = None) -> Prefix | None:
         """The longest known prefix of token ids, of 64 tokens or more; None if there is none.
 
@@ -413,7 +420,9 @@ class PrefixIndex:
             entry, metadata) that makes such a cache, on the CPU or on a device. None: in memory they are forks in the
             caches that were inserted, whose pages are shared; from a directory they have new caches on the CPU.
 
-        Errors: those of Snapshot.load, but for a damaged file.
+        An entry that cannot be had (a damaged file, a cache that was closed) goes, and the next best one serves.
+
+        Errors: those of Snapshot.load that are of `into` or of its caches.
         """
     def insert(self, tokens: SequenceOf[int], sequences: Iterable[Sequence] | Sequence, *, model: str = '', metadata: Mapping[str, str] | None = None) -> bool:
         """Keeps sequences by their token ids. In memory forks are kept, which share pages with them.
@@ -421,9 +430,10 @@ class PrefixIndex:
         tokens: as many as the sequences have. Fewer than 64 are never kept.
         sequences: one, or one for each cache of a model.
         model: names all that the sequences depend on besides the ids: the model, its weights, how they are stored.
-        metadata: the caller's own, a dict of str, which find returns; keys do not begin with "prefix.".
+        metadata: the caller's own, a dict of str, which find returns; keys do not begin with "prefix." or "kvant.".
 
-        Returns whether they are kept: False where these tokens are known already, or alone exceed the budget.
+        Returns whether they are kept: False where these tokens are known already, alone exceed the budget, or find no
+        room on a full disk. Errors: InvalidArgument, FileError, those of Sequence.fork.
         """
     def clear(self) -> None:
         """Removes all entries, in a directory the files, too."""

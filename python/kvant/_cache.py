@@ -159,7 +159,8 @@ class Cache(_arguments.NotCopied):
         handle = _c.CacheHandle()
         _c.check(_c.cache_create(byref(c), byref(handle)))
         self.owner.pointer = handle
-        self.layers, self.kv_heads, self.head_dim, self.window = c.layers, c.kv_heads, c.head_dim, c.window
+        self.layers, self.kv_heads, self.head_dim = c.layers, c.kv_heads, c.head_dim
+        self.window, self.rollback_tokens = c.window, c.rollback_tokens
 
     @classmethod
     def _of(cls, handle: c_void_p, device: tuple[str, int], config: dict[str, Any]) -> Cache:
@@ -167,7 +168,7 @@ class Cache(_arguments.NotCopied):
         self = cls.__new__(cls)
         self.device, self.owner = device, Owner(device, "cache")
         self.owner.pointer = handle
-        for name in ("k", "v", "layers", "kv_heads", "head_dim", "window"):
+        for name in ("k", "v", "layers", "kv_heads", "head_dim", "window", "rollback_tokens"):
             setattr(self, name, config[name])
         return self
 

@@ -213,8 +213,11 @@ def test_a_chat_is_what_one_cache_gives(model, prompts, tmp_path, monkeypatch, k
     assert torch.equal(ids, own[0])
     assert all(torch.equal(a, b) for a, b in zip(scores, own[1], strict=True))
     assert (index.stats.lookups, index.stats.hits) == (5, 4)
-    chat(model, prompts, 2)  # prompts that are known but for their last token
-    assert index.stats.hits == 6 and index.stats.tokens >= 81 + 91
+    model.generate(ids[:, : 4 * 92], max_new_tokens=2, do_sample=False)  # a turn back, known but for the last token
+    back = torch.cat([ids[:, : 4 * 92], ids_of(prompts, 80, begin=900)], 1)
+    before = index.stats
+    model.generate(back, max_new_tokens=2, do_sample=False)
+    assert before.hits == 5 and index.stats.hits == 6 and index.stats.tokens - before.tokens >= 4 * 92 - 64
 
 
 def test_other_models_and_options_find_nothing(llama, prompts, tmp_path, disabled):
@@ -342,6 +345,9 @@ def test_the_trained_model(nano, prompts, tmp_path, disabled):
         kvant.hf.enable(nano, isa=ISA, prefix_cache=tmp_path)
         ids, scores = chat(nano, prompts, 4, new=150)
         assert torch.equal(ids, own[0]) and all(torch.equal(a, b) for a, b in zip(scores, own[1]))
-        assert len(list(tmp_path.iterdir())) == 4 * 2
+        assert len(list(tmp_path.iterdir())) == 2 + 1  # the last state, and what windows had left of the one before
+        back = torch.cat([ids[:, : 3 * 162], ids_of(prompts, 40, begin=900)], 1)
+        nano.generate(back, max_new_tokens=2, do_sample=False)
+        assert nano._kvant.prefixes.index.stats.tokens >= (162 + 324 + 486 - 3) + 448
     finally:
         kvant.hf.disable(nano)
