@@ -7,23 +7,21 @@ import os
 import random
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 _WHOLE = 1 << 16  # bytes up to which a tensor is hashed as it is
 _COLUMNS = 4096  # of 64 bits
-_VALUES = 1 << 15  # that a look-up reads of all tensors together
-_FEWEST, _MOST = 64, 4096  # of each tensor
+_VALUES = 1 << 13  # that a look-up reads of all tensors together
+_FEWEST, _MOST = 32, 4096  # of each tensor
 _JOINED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.int32, torch.int64})
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _SECRET = random.SystemRandom().getrandbits(32)  # where a tensor is sampled: elsewhere in each process
 
 
-@dataclass(frozen=True)
-class Weight:
+class Weight(NamedTuple):
     """A tensor of a model, by name. tensor: None where `load` reads it from a file, whose state is `file`."""
 
     name: str
@@ -141,55 +139,75 @@ def checksum(x: torch.Tensor, name: str) -> bytes:
 # --- signs of a change ---
 
 
-def stamp(weight: Weight) -> tuple:
-    """What changes with every ordinary change of a weight: the tensor, its place, its shape, and its version, which
-    writes through `.data` and those to inference tensors leave as it is."""
-    x = weight.tensor
-    if x is None:
-        return weight.file
-    return (x.data_ptr(), None if x.is_inference() else x._version, x.shape, x.stride(), x.dtype)
+def stamps(tensors: list[torch.Tensor]) -> list:
+    """What changes with every ordinary change of tensors: their places, shapes, and versions, which writes through `.data`
+    and those to inference tensors leave as they are. One flat list: thousands of tuples would call the collector."""
+    found: list = []
+    for x in tensors:
+        found += (x.data_ptr(), 0 if x.is_inference() else x._version, x.dtype, *x.shape, *x.stride())
+    return found
 
 
-def samples(weights: list[Weight]) -> list[Any]:
-    """Some values of each tensor in memory, as one array for each device and dtype, with one transfer for each device.
+class Sampler:
+    """Some values of each tensor in memory, as bytes, with one transfer for each device.
 
-    Of all together a bounded number: a write through `.data` to a few rows can stay between them.
+    Of all tensors together a bounded number: a write through `.data` to a few rows can stay between them. Where the values
+    are is decided once for tensors that stay in their places.
     """
-    tensors = [weight.tensor for weight in weights if weight.tensor is not None]
-    each = min(max(_VALUES // max(len(tensors), 1), _FEWEST), _MOST)
-    groups: dict[tuple, list[torch.Tensor]] = {}
-    with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
+
+    def __init__(self) -> None:
+        self._stamps: list = []
+        self._places: dict[tuple, list[tuple[int, tuple]]] = {}  # of each device and dtype: (tensor, of as_strided)
+        self._other: list[int] = []  # whose values are not at even distances
+
+    def read(self, tensors: list[torch.Tensor], now: list) -> list[bytes]:
+        """now: the stamps of the tensors."""
+        with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
+            if now != self._stamps:
+                self._decide(tensors)
+                self._stamps = now
+            by_device: dict[torch.device, list[torch.Tensor]] = {}
+            for (device, dtype), places in self._places.items():
+                parts = [tensors[i].as_strided(*place) for i, place in places]
+                if dtype not in _JOINED:
+                    parts = [x.view(_INTEGERS[x.itemsize]) for x in parts]
+                by_device.setdefault(device, []).append(torch.cat(parts).view(torch.uint8))
+            for i in self._other:
+                x = tensors[i]
+                at = [torch.linspace(0, size - 1, _FEWEST, dtype=torch.float64).long().to(x.device) for size in x.shape]
+                by_device.setdefault(x.device, []).append(x[tuple(at)].contiguous().view(torch.uint8))
+            return [_bytes(torch.cat(parts)) for parts in by_device.values()]
+
+    def _decide(self, tensors: list[torch.Tensor]) -> None:
+        self._places, self._other = {}, []
+        each = min(max(_VALUES // max(len(tensors), 1), _FEWEST), _MOST)
         for i, x in enumerate(tensors):
-            if x.layout is not torch.strided or x.is_quantized or x.device.type == "meta":
+            if x.layout is not torch.strided or x.is_quantized or x.is_meta or not x.numel():
                 continue
-            n = x.numel()
-            if x.dtype not in _JOINED:
-                x = x.view(_INTEGERS[x.itemsize])
-            if n <= each:
-                part = x.reshape(-1)
-            elif x.is_contiguous() or x.transpose(0, -1).is_contiguous():
+            n, begin = x.numel(), x.storage_offset()
+            if not (x.is_contiguous() or (x.ndim == 2 and x.t().is_contiguous())):
+                self._other.append(i)
+                continue
+            count, step = min(n, each), 1
+            if n > each:
                 step = (n // each - 1) | 1  # odd: not the same column of each row
-                phase = _SECRET * (i + 1) % (n - (each - 1) * step)
-                part = x.as_strided((each,), (step,), x.storage_offset() + phase)
-            else:
-                places = [torch.linspace(0, size - 1, each, dtype=torch.float64).long() for size in x.shape]
-                part = x[tuple(place.to(x.device) for place in places)]
-            groups.setdefault((x.device, x.dtype), []).append(part)
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for (device, _), views in groups.items():
-            by_device.setdefault(device, []).append(torch.cat(views).view(torch.uint8))
-        return [_bytes(torch.cat(parts)) for parts in by_device.values()]
+                begin += _SECRET * (i + 1) % (n - (each - 1) * step)
+            self._places.setdefault((x.device, x.dtype), []).append((i, ((count,), (step,), begin)))
 
 
 class Contents:
     """Checksums of weights, which are read again where there is a sign of a change. Holds no tensor."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[weakref.ref | None, tuple, list, bytes]] = {}
+        self._known: dict[Any, tuple[weakref.ref | None, list, list, bytes]] = {}
 
     def of(self, weight: Weight) -> bytes:
         x = weight.tensor
-        key, now, read = (weight.name, weight.file) if x is None else id(x), stamp(weight), samples([weight])
+        if x is None:
+            key, now, read = (weight.name, weight.file), [], []
+        else:
+            key, now = id(x), stamps([x])
+            read = Sampler().read([x], [now])
         known = self._known.get(key)
         if known is None or known[1:3] != (now, read) or (x is not None and known[0]() is not x):
             found = checksum(weight.load() if x is None else x, weight.name)
