@@ -132,7 +132,7 @@ def enable(model: Any, *, prefix_cache: Any = None, prefix_salt: str = "", **opt
     enabled = model.__dict__["_kvant"] = _Enabled(settings, state)
     enabled.prefixes = prefixes
     enabled.hook = model.register_forward_pre_hook(_look_at_cache, with_kwargs=True)
-    classes.put_on(model, _prepare_cache)
+    classes.put_on(model, {"_prepare_cache_for_generation": _prepare_cache})
     return model
 
 

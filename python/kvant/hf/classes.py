@@ -38,14 +38,17 @@ def _made_again(of: type) -> Any:
 _classes: dict[type, type] = {}
 
 
-def class_of(of: type, prepare: Callable) -> type:
-    """The class of enabled models of a class. prepare: (original, model, *arguments) in place of
-    _prepare_cache_for_generation."""
+def _step(of: type, name: str, function: Callable) -> Callable:
+    def method(self, *positional, **named):
+        return function(getattr(of, name), self, *positional, **named)
+
+    return functools.wraps(getattr(of, name))(method)
+
+
+def class_of(of: type, steps: dict[str, Callable]) -> type:
+    """The class of enabled models of a class. steps: by a method's name (original, model, *arguments) in its place."""
     if of in _classes:
         return _classes[of]
-
-    def _prepare_cache_for_generation(self, *positional, **named):
-        return prepare(of._prepare_cache_for_generation, self, *positional, **named)
 
     def __reduce_ex__(self, protocol):
         made, arguments, *rest = super(_classes[of], self).__reduce_ex__(protocol)
@@ -53,17 +56,16 @@ def class_of(of: type, prepare: Callable) -> type:
 
     contents = {"__module__": of.__module__, "__qualname__": of.__qualname__, "__doc__": of.__doc__}
     contents["__reduce_ex__"] = __reduce_ex__
-    if hasattr(of, "_prepare_cache_for_generation"):
-        contents["_prepare_cache_for_generation"] = _prepare_cache_for_generation
-        for name, continues in versions.DECODING.items():
-            if hasattr(of, name):
-                contents[name] = _decoding(of, name, continues)
+    if all(hasattr(of, name) for name in steps):  # it has generate()
+        contents |= {name: _step(of, name, function) for name, function in steps.items()}
+        methods = {name: continues for name, continues in versions.DECODING.items() if hasattr(of, name)}
+        contents |= {name: _decoding(of, name, continues) for name, continues in methods.items()}
     return _classes.setdefault(of, type(of)(of.__name__, (of, Enabled), contents))
 
 
-def put_on(model: Any, prepare: Callable) -> None:
+def put_on(model: Any, steps: dict[str, Callable]) -> None:
     if not isinstance(model, Enabled):
-        model.__class__ = class_of(type(model), prepare)
+        model.__class__ = class_of(type(model), steps)
 
 
 def take_off(model: Any) -> None:

@@ -37,9 +37,10 @@ from .weights import Contents, Sampler, Unreadable, Weight, describe, offloaded,
 __all__ = ["State", "Unreadable", "fingerprint", "state"]
 
 _FIELDS = re.compile(
-    "rope|rotary|theta|position|window|chunk|layer_type|softcap|scal|multiplier|eps|activation|hidden_act|hidden_size|"
-    "intermediate|head|expert|router|moe|top_?k|norm|bias|alibi|clip|sink|attn|attention|query|key|kv|qk|sparse|gate|"
-    "conv|causal|is_decoder|pretraining_tp|quantiz|layers|residual|embed"
+    "rope|rotary|theta|position|window|chunk|types?$|soft_?cap|scal|multiplier|eps|activation|act$|act_|hidden_size|"
+    "intermediate|head|expert|router|moe|top_?k|norm|bias|alibi|clip|clamp|limit|sink|attn|attention|query|key|kv|qk|"
+    "sparse|dense|gate|gating|swiglu|conv|causal|is_decoder|prefix_lm|pretraining_tp|quantiz|layers|residual|embed|group|"
+    "block|local|index|loop|cycles|mup|lambda|ngram|compress|mem_|state|mamba|func|exact|length"
 )
 _OTHER_FIELDS = re.compile("drop|implementation|^output_|^_|loss|jitter|tie_|initializer|keys_to_ignore|bias_value_init")
 _OTHER_ATTRIBUTES = re.compile(
@@ -94,7 +95,6 @@ class _Seen:
     marks: list = field(default_factory=list)  # of this process: what changes with an object that has no version
     packed: list[tuple[str, Any]] = field(default_factory=list)  # modules that say themselves what their state is
     random: str = ""  # why two forward passes may differ
-    longest: int | None = None  # tokens up to which positions do not depend on the number of tokens
 
 
 def _look(model: Any) -> _Seen:
@@ -121,8 +121,6 @@ def _look(model: Any) -> _Seen:
                 source, inside = hook.weights_map, ""
         if kind.dropout and own["training"] and own["p"] > 0:
             seen.random = f"{path} is in training mode, in which dropout makes keys random: call model.eval()"
-        if "rope_type" in own:
-            _look_at_positions(module, seen)
         names = () if kind.bare else _attributes(tuple(own))
         seen.facts.append((path, kind.name, [(k, own[k]) for k in names if type(own[k]) in _SIMPLE]))
         for name, x in own["_parameters"].items():
@@ -190,21 +188,6 @@ def _name(function: Any) -> str:
     function = getattr(function, "__func__", function)
     of = function if hasattr(function, "__qualname__") else type(function)
     return f"{of.__module__}.{of.__qualname__}"
-
-
-def _look_at_positions(module: Any, seen: _Seen) -> None:
-    """Dynamic and long RoPE turn all keys by angles that depend on the longest position of a forward pass."""
-    types = module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
-    for layer_type, kind in types.items():
-        parameters = module.config.rope_parameters or {}
-        parameters = parameters if layer_type is None else parameters.get(layer_type, {})
-        if "dynamic" in kind:
-            bound = module.original_max_seq_len - 1
-        elif kind == "longrope":
-            bound = parameters.get("original_max_position_embeddings") or module.original_max_seq_len
-        else:
-            continue
-        seen.longest = bound if seen.longest is None else min(seen.longest, bound)
 
 
 def _offloading_hook(hook: Any) -> Any:
@@ -297,13 +280,11 @@ def _signs(model: Any) -> tuple[list, list[torch.Tensor]] | None:
 @dataclass(frozen=True)
 class State:
     """A model at a moment. text: its identity. number: another one after each change of weights or active adapters, also
-    where they came back. random: why keys are not the same each time; empty where they are. longest: tokens of a text
-    up to which keys do not depend on its length; None: any."""
+    where they came back. random: why keys are not the same each time; empty where they are."""
 
     text: str
     number: int
     random: str
-    longest: int | None
 
 
 class _Watch:
@@ -316,7 +297,7 @@ class _Watch:
         self._tensors: list[weakref.ref] = []
         self._stamps: list = []
         self._samples: list[bytes] = []
-        self._state = State("", 0, "", None)
+        self._state = State("", 0, "")
 
     def now(self, model: Any) -> State:
         with self._lock:
@@ -342,7 +323,7 @@ class _Watch:
             self._signs = None  # an error leaves nothing half known
             seen = seen or _look(model)
             text, number = self._text(model, seen), self._state.number + (not same)
-            self._state = State(text, number, seen.random, seen.longest)
+            self._state = State(text, number, seen.random)
             self._signs, self._tensors, self._stamps, self._samples = found, refs, now, read
             return self._state
 

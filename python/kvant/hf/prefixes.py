@@ -110,10 +110,8 @@ class Prefixes:
         if not rows or any(row != rows[0] for row in rows):  # several texts
             return None
         try:
-            state, reason = identity.state(model), _why_not_by_ids(model)
-            reason = reason or state.random
-            if not reason and state.longest is not None and len(rows[0]) > state.longest:
-                reason = _positions_depend(state.longest)
+            state = identity.state(model)
+            reason = _why_not_by_ids(model) or state.random
             if reason:
                 raise ValueError(reason)
             request = Request(rows[0], cache, self.key(model, state), state.number)
@@ -169,8 +167,6 @@ class Prefixes:
                 raise ValueError("weights or adapters of the model changed while the answer was computed")
             if state.random:
                 raise ValueError(state.random)
-            if state.longest is not None and cache.length > state.longest:
-                raise ValueError(_positions_depend(state.longest))
             if length < cache.length:  # more was computed than the answer has
                 cache = copy.deepcopy(cache)
                 cache.crop(length - cache.length)
@@ -216,13 +212,6 @@ def _counts_from_0(arguments: dict) -> bool:
     if positions is None:
         return True
     return bool((positions == torch.arange(positions.shape[-1], device=positions.device)).all())
-
-
-def _positions_depend(longest: int) -> str:
-    return (
-        f"this model's positions depend on the length of a text above {longest} tokens (dynamic or long RoPE): only "
-        "texts up to that are kept and found"
-    )
 
 
 def _why_not_by_ids(model: Any) -> str:
