@@ -37,10 +37,10 @@ from .weights import Contents, Sampler, Unreadable, Weight, describe, offloaded,
 __all__ = ["State", "Unreadable", "fingerprint", "state"]
 
 _FIELDS = re.compile(
-    "rope|rotary|theta|position|window|chunk|types?$|soft_?cap|scal|multiplier|eps|activation|act$|act_|hidden_size|"
+    "rope|rotary|theta|position|window|chunk|types$|layer_type|soft_?cap|scal|multiplier|eps|activation|act$|act_|hidden_size|"
     "intermediate|head|expert|router|moe|top_?k|norm|bias|alibi|clip|clamp|limit|sink|attn|attention|query|key|kv|qk|"
     "sparse|dense|gate|gating|swiglu|conv|causal|is_decoder|prefix_lm|pretraining_tp|quantiz|layers|residual|embed|group|"
-    "block|local|index|loop|cycles|mup|lambda|ngram|compress|mem_|state|mamba|func|exact|length"
+    "block|local|index|loop|cycles|mup|lambda|ngram|compress|mem_|state|mamba|func|exact"
 )
 _OTHER_FIELDS = re.compile("drop|implementation|^output_|^_|loss|jitter|tie_|initializer|keys_to_ignore|bias_value_init")
 _OTHER_ATTRIBUTES = re.compile(
@@ -108,13 +108,13 @@ def _look(model: Any) -> _Seen:
             continue
         done.add(id(module))
         kind, own = _kind(type(module)), module.__dict__
+        if own["_forward_pre_hooks"] or own["_forward_hooks"] or "forward" in own:
+            _look_at_functions(path, own, seen)
         if kind.peft:
             inner = list(_without_adapters(path, module, kind, seen))
             if inner:
                 stack += [(name, one, source, inside) for name, one in inner]
                 continue
-        if own["_forward_pre_hooks"] or own["_forward_hooks"] or "forward" in own:
-            _look_at_functions(path, own, seen)
         if "_hf_hook" in own:
             hook = _offloading_hook(own["_hf_hook"])
             if hook is not None:
@@ -144,12 +144,18 @@ def _look(model: Any) -> _Seen:
             stack += [(f"{path}.{name}", one, source, f"{inside}{name}.") for name, one in own["_modules"].items()]
     config = versions.decoder_config(model.config)
     fields = [(k, v) for k, v in vars(config).items() if v is not None and _field(k)]
-    seen.facts.append(sorted((k, v if type(v) in _SIMPLE else _text(describe(v, k))) for k, v in fields))
+    seen.facts.append(sorted((k, v if type(v) in _SIMPLE else _text(v)) for k, v in fields))
     return seen
 
 
 def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=lambda of: type(of).__name__)
+    return json.dumps(value, sort_keys=True, default=_text_of_others)
+
+
+def _text_of_others(value: Any) -> Any:
+    return value.to_dict() if hasattr(value, "to_dict") else str(value) if isinstance(value, torch.dtype) else (
+        type(value).__name__
+    )
 
 
 def _look_at_tensor(seen: _Seen, name: str, key: str, x: torch.Tensor, source: Any) -> None:
@@ -202,7 +208,7 @@ def _without_adapters(path: str, module: Any, kind: _Kind, seen: _Seen) -> Itera
     """The modules that a layer of peft stands for, and the facts of its active adapters."""
     off, active = module.disable_adapters, list(module.active_adapters)
     if kind.copies:  # a whole module, trained: one for each adapter
-        copies = getattr(module, "modules_to_save", None)
+        copies = module._modules.get("modules_to_save")
         if copies is None or "original_module" not in module._modules:
             seen.facts.append((path, off, active))
             return

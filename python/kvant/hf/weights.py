@@ -3,6 +3,8 @@ read at each look-up."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import os
 import random
 import weakref
@@ -78,7 +80,9 @@ def offloaded(name: str, key: str, source: Mapping | None) -> Weight:
 
 
 def describe(value: Any, where: str) -> Any:
-    """What stands for a value of a state dict or a configuration in JSON, the same in every process."""
+    """What stands for a value of a state dict in JSON, the same in every process."""
+    if isinstance(value, enum.Enum):
+        return str(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -92,9 +96,11 @@ def describe(value: Any, where: str) -> Any:
         return str(value)
     if isinstance(value, (bytes, bytearray)):
         return blake2b(value, digest_size=16).hexdigest()
-    if isinstance(value, type) or callable(value):
-        return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else type(value).__name__
-    for method in ("to_dict", "getvalue", "__getstate__"):
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if dataclasses.is_dataclass(value):
+        return [type(value).__name__, describe(vars(value), where)]
+    for method in ("to_dict", "getvalue"):  # configurations, io.BytesIO
         if hasattr(value, method):
             return [type(value).__name__, describe(getattr(value, method)(), where)]
     raise Unreadable(f"{where} holds a {type(value).__name__}, which kvant cannot compare")
