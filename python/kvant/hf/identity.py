@@ -68,7 +68,7 @@ class _Kind:
 
     def __init__(self, of: type):
         self.name = of.__name__
-        self.adapters = hasattr(of, "adapter_layer_names") and hasattr(of, "active_adapters")  # peft's BaseTunerLayer
+        self.adapters = hasattr(of, "get_base_layer") and hasattr(of, "merged_adapters")  # peft's BaseTunerLayer
         # peft's AuxiliaryTrainingWrapper. A PreTrainedModel has a method of that name.
         self.copies = isinstance(getattr(of, "disable_adapters", None), property) and not self.adapters
         self.peft = self.adapters or self.copies
