@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""adapters_bar.py [--prompts N] [--processes N] [--seed N]: answers with known prefixes while adapters and weights change.
+"""adapters_bar.py [--prompts N] [--processes N] [--seed N]: answers by known prefixes while adapters and weights change.
 
 Each process has a model with four LoRA adapters, and all share one folder of prefixes. Before each of N random prompts
 (together), a process may choose another adapter, or none, and may write into weights in place, in ways that count a
@@ -102,8 +102,8 @@ class Worker:
 
         ids = list(self.random.choice(self.systems))
         ids += [self.random.randrange(3, 250) for _ in range(self.random.randrange(2, 60))]
-        given = dict(input_ids=torch.tensor([ids]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-        got, right = self.model.generate(**given), self.twin.generate(**given)
+        given = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+        got, right = (each.generate(input_ids=torch.tensor([ids]), **given) for each in (self.model, self.twin))
         self.counts["prompts"] += 1
         self.counts["equal"] += bool(torch.equal(got, right))
 

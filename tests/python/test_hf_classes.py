@@ -1,4 +1,4 @@
-"""What enable() takes it gives back: generate() and its wrappers, the class, hooks, attention; and no part keeps a model."""
+"""disable() gives back what enable() took: wrappers of generate(), class, hooks, attention. No part keeps a model."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def answer(model, n=200):
 
 
 def plain_answer(model, n=200):
-    """Of a copy without known prefixes."""
+    """The answer of a copy without known prefixes."""
     other = copy.deepcopy(model)
     kvant.hf.enable(other, **F32)
     return answer(other, n)
@@ -155,7 +155,8 @@ def test_fields_that_speak_of_keys_count(name):
 
 
 OTHER = dict(
-    pad_token_id=2, eos_token_id=7, bos_token_id=9, output_hidden_states=True, output_router_logits=True, problem_type="x",
+    pad_token_id=2, eos_token_id=7, bos_token_id=9, output_hidden_states=True, output_router_logits=True,
+    problem_type="x",
     note_of_my_own=1, use_cache=False, id2label={0: "a"}, architectures=["Other"], transformers_version="4.0.0",
     _name_or_path="/elsewhere", name_or_path="/elsewhere", initializer_range=0.5, attention_dropout=0.1,
     hidden_dropout=0.1, router_aux_loss_coef=0.5, tie_word_embeddings=True, max_length=20, temperature=0.5,
@@ -354,8 +355,8 @@ def other_epsilon(model):
     model.model.norm.variance_epsilon *= 2  # the second object may be where the first one was
 
 
-WAYS = [through_data, with_other_data, in_inference_mode, data_in_inference_mode, load_state, assign_state, train, one_row,
-        transposed_data, other_module, other_epsilon, in_bfloat16]
+WAYS = [through_data, with_other_data, in_inference_mode, data_in_inference_mode, load_state, assign_state, train,
+        one_row, transposed_data, other_module, other_epsilon, in_bfloat16]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,9 +1,9 @@
 """The class of an enabled model: its own, with kvant's steps inside generate().
 
-generate() is not replaced: a wrapper that stands on the model, whenever it came there, is called as before, and what
-kvant does happens inside, where the token ids are those that the model gets. A method of a class also holds no model: an
-attribute of the model that held it would be a cycle, which keeps weights until the collector comes by, and one that held
-it weakly would die with it (enable(model).generate(...) of a model that nobody else holds).
+generate() is not replaced: a wrapper that stands on the model, whenever it came there, is called as before, and kvant
+works inside, where the token ids are those that the model gets. A method of a class also holds no model: an attribute
+that held its model would be a cycle, which keeps weights until the collector comes by, and an attribute that held its
+model weakly would die with it (enable(model).generate(...) of a model that nobody else holds).
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """Which model it is: the one definition of what keys and values depend on, beside the token ids.
 
 It is a hash of
-- every tensor of the model's state dict, by its place in the model and by all its bytes: parameters, persistent buffers,
-  packed and quantised weights, extra state, and weights that accelerate keeps on the CPU or on disk;
-- of adapters (peft's, also through transformers) those that are active and not merged, in their order and without their
+- every tensor of the model's state dict, by its place in the model and by all its bytes: parameters, persistent
+  buffers, packed and quantised weights, extra state, and weights that accelerate keeps on the CPU or on disk;
+- those adapters (peft's, also through transformers) that are active and not merged, in their order and without their
   names; a model without an active adapter is the model without adapters;
-- the plain attributes of modules (epsilons, scales, windows, top_k), their classes, and forward() where it was replaced;
+- the plain attributes of modules (epsilons, scales, windows, top_k), their classes, and a forward() that replaced the
+  class's;
 - the fields of the decoder's configuration whose names speak of how attention, positions, norms, activations or experts
   are computed. A model reads most fields when it is made and keeps them in its modules, which have the last word.
 
-Not in it: names of files, adapters and versions, special tokens, what only training, losses or outputs read, and buffers
-that are not in the state dict, which forward passes compute (inv_freq).
+These do not count: names of files, adapters and versions, special tokens, fields that only training, losses or outputs
+read, and buffers outside the state dict, which forward passes compute (inv_freq).
 
 A field that is missing here is a wrong answer, and one too many is a prompt that is computed again. So the list of the
 configuration is of wide patterns, and attributes of modules count unless they are named below.
@@ -37,12 +38,12 @@ from .weights import Contents, Sampler, Unreadable, Weight, describe, offloaded,
 __all__ = ["State", "Unreadable", "fingerprint", "state"]
 
 _FIELDS = re.compile(
-    "rope|rotary|theta|position|window|chunk|types$|layer_type|soft_?cap|scal|multiplier|eps|activation|act$|act_|hidden_size|"
-    "intermediate|head|expert|router|moe|top_?k|norm|bias|alibi|clip|clamp|limit|sink|attn|attention|query|key|kv|qk|"
-    "sparse|dense|gate|gating|swiglu|conv|causal|is_decoder|prefix_lm|pretraining_tp|quantiz|layers|residual|embed|group|"
-    "block|local|index|loop|cycles|mup|lambda|ngram|compress|mem_|state|mamba|func|exact"
+    "rope|rotary|theta|position|window|chunk|types$|layer_type|soft_?cap|scal|multiplier|eps|activation|act$|act_|"
+    "hidden_size|intermediate|head|expert|router|moe|top_?k|norm|bias|alibi|clip|clamp|limit|sink|attn|attention|query|"
+    "key|kv|qk|sparse|dense|gate|gating|swiglu|conv|causal|is_decoder|prefix_lm|pretraining_tp|quantiz|layers|residual|"
+    "embed|group|block|local|index|loop|cycles|mup|lambda|ngram|compress|mem_|state|mamba|func|exact"
 )
-_OTHER_FIELDS = re.compile("drop|implementation|^output_|^_|loss|jitter|tie_|initializer|keys_to_ignore|bias_value_init")
+_OTHER_FIELDS = re.compile("drop|implementation|^output_|^_|loss|jitter|tie_|initializer|keys_to_ignore")
 _OTHER_ATTRIBUTES = re.compile(
     "^_|drop|loss|jitter|^(training|padding_idx|gradient_checkpointing|name_or_path|vocab_size|num_labels)$|"
     "max_seq_len_cached$"  # with inv_freq
@@ -64,7 +65,7 @@ def _field(name: str) -> bool:
 
 
 class _Kind:
-    """What a class of modules is."""
+    """Facts of a class of modules."""
 
     def __init__(self, of: type):
         self.name = of.__name__
@@ -285,8 +286,8 @@ def _signs(model: Any) -> tuple[list, list[torch.Tensor]] | None:
 
 @dataclass(frozen=True)
 class State:
-    """A model at a moment. text: its identity. number: another one after each change of weights or active adapters, also
-    where they came back. random: why keys are not the same each time; empty where they are."""
+    """A model at a moment. text: its identity. number: another one after each change of weights or active adapters,
+    also where they came back. random: why keys are not the same each time; empty where they are."""
 
     text: str
     number: int
@@ -352,7 +353,7 @@ _lock = threading.Lock()
 
 
 def state(model: Any) -> State:
-    """What a model is now. Errors: Unreadable."""
+    """The model as it is now. Errors: Unreadable."""
     with _lock:
         watch = _watches.get(model)
         if watch is None:

@@ -80,7 +80,7 @@ class Prefixes:
         return other
 
     def offer(self, cache: KvantCache) -> None:
-        """Of a cache that generate() made for a plain text: it may begin with a known prefix, and be kept."""
+        """Notes a cache that generate() made for a plain text: it may begin with a known prefix, and be kept."""
         self._offered.add(cache)
 
     def key(self, model: Any, state: State) -> str:
@@ -98,16 +98,16 @@ class Prefixes:
     # --- before a prompt ---
 
     def begin(self, model: Any, settings: Settings, input_ids: Any, arguments: dict, continues: bool) -> Request | None:
-        """What is to be kept of a prompt that a decoding method gets; None: nothing. With a known prefix, the cache in
+        """The prompt that a decoding method gets, if it can be kept; None: it cannot. With a known prefix, the cache in
         `arguments` becomes one that begins with it.
 
         continues: whether the method gives the model only what a cache lacks.
         """
         cache = arguments.get(versions.CACHE_NAME)
-        if not isinstance(cache, KvantCache) or cache not in self._offered or not _counts_from_0(arguments):
+        if not isinstance(cache, KvantCache) or cache not in self._offered:
             return None
-        rows = input_ids.tolist()
-        if not rows or any(row != rows[0] for row in rows):  # several texts
+        rows = _rows_of_one_text(input_ids, arguments.get("position_ids"))
+        if not rows:
             return None
         try:
             state = identity.state(model)
@@ -206,12 +206,16 @@ def is_plain_text(model_kwargs: dict) -> bool:
     return True
 
 
-def _counts_from_0(arguments: dict) -> bool:
-    """Whether positions are those that a text has by itself: generate() always gives them to decoding methods."""
-    positions = arguments.get("position_ids")
-    if positions is None:
-        return True
-    return bool((positions == torch.arange(positions.shape[-1], device=positions.device)).all())
+def _rows_of_one_text(ids: torch.Tensor, positions: torch.Tensor | None) -> list[list[int]]:
+    """The equal rows of token ids; none where rows differ, or where their positions are not those that a text has by
+    itself: generate() always gives them to decoding methods. One transfer from a device."""
+    count, tokens = ids.shape
+    if positions is not None and positions.shape[-1] != tokens:
+        return []
+    both = ids if positions is None else torch.cat([ids, positions.to(ids).reshape(-1, tokens)])
+    rows = both.tolist()
+    right = all(row == rows[0] for row in rows[:count]) and all(row == list(range(tokens)) for row in rows[count:])
+    return rows[:count] if right else []
 
 
 def _why_not_by_ids(model: Any) -> str:

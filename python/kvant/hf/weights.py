@@ -80,7 +80,7 @@ def offloaded(name: str, key: str, source: Mapping | None) -> Weight:
 
 
 def describe(value: Any, where: str) -> Any:
-    """What stands for a value of a state dict in JSON, the same in every process."""
+    """A value of a state dict as JSON has it, the same in every process."""
     if isinstance(value, enum.Enum):
         return str(value)
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -146,8 +146,8 @@ def checksum(x: torch.Tensor, name: str) -> bytes:
 
 
 def stamps(tensors: list[torch.Tensor]) -> list:
-    """What changes with every ordinary change of tensors: their places, shapes, and versions, which writes through `.data`
-    and those to inference tensors leave as they are. One flat list: thousands of tuples would call the collector."""
+    """Signs that every ordinary change of tensors leaves: their places, shapes, and versions, which writes through
+    `.data` and those to inference tensors do not count. One flat list: thousands of tuples would call the collector."""
     found: list = []
     for x in tensors:
         found += (x.data_ptr(), 0 if x.is_inference() else x._version, x.dtype, *x.shape, *x.stride())
@@ -157,8 +157,8 @@ def stamps(tensors: list[torch.Tensor]) -> list:
 class Sampler:
     """Some values of each tensor in memory, as bytes, with one transfer for each device.
 
-    Of all tensors together a bounded number: a write through `.data` to a few rows can stay between them. Where the values
-    are is decided once for tensors that stay in their places.
+    Their number is bounded for all tensors together: a write through `.data` to a few rows can stay between them. The
+    places of the values are decided once for tensors that stay where they are.
     """
 
     def __init__(self) -> None:
