@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""adapters_bar.py [--prompts N] [--processes N] [--seed N]: answers by known prefixes while adapters and weights change.
+"""adapters_bar.py [--prompts N] [--processes N] [--seed N]: answers by known prefixes, adapters and weights change.
 
 Each process has a model with four LoRA adapters, and all share one folder of prefixes. Before each of N random prompts
 (together), a process may choose another adapter, or none, and may write into weights in place, in ways that count a
