@@ -235,8 +235,8 @@ def _without_adapters(path: str, module: Any, kind: _Kind, seen: _Seen) -> Itera
                 if isinstance(value, torch.Tensor):
                     seen.weights.append(Weight(f"{path}.{name}.{number}", value))
                 else:
-                    simple = value is None or isinstance(value, (int, float, bool, str, list, tuple, dict))
-                    seen.facts.append((path, number, name, _text(value) if simple else type(value).__name__))
+                    value = value if type(value) in _SIMPLE else _text(value)
+                    seen.facts.append((path, number, name, value))
         for name, container in module._modules.items():
             if name == "base_layer" or container is None:
                 continue
