@@ -219,6 +219,15 @@ def test_orders_and_shapes_count_and_strides_do_not():
         assert weights.checksum(other, "x") != before
 
 
+def test_values_that_change_places_count():
+    """In a row of the sums their sum stays, and so it does in a column."""
+    x = torch.randint(-(1 << 62), 1 << 62, (8, 4096))
+    in_row, in_column = x.clone(), x.clone()
+    in_row[2, 5], in_row[2, 9] = x[2, 9], x[2, 5]
+    in_column[1, 7], in_column[6, 7] = x[6, 7], x[1, 7]
+    assert len({weights.checksum(each, "x") for each in (x, in_row, in_column)}) == 3
+
+
 class Pair(torch.Tensor):
     """A tensor of two others, as torchao has them."""
 
