@@ -23,12 +23,12 @@ from typing import Any
 
 import kvant
 
-from . import attention, masks, saving, versions
+from . import attention, classes, masks, saving, versions
 from ._capture import capture
 from ._evaluate import evaluate
 from .cache import KvantCache
 from .graphs import StepGraph
-from .prefixes import Generate, Prefixes, is_plain_text, make_index
+from .prefixes import Prefixes, is_plain_text, make_index
 from .report import Report, make_report, report_of_another
 from .saving import save
 from .settings import Settings
@@ -93,12 +93,13 @@ class _Enabled:
             self.last_report = make_report(going)
 
 
-def enable(model: Any, *, prefix_cache: Any = None, **options: Any) -> Any:
+def enable(model: Any, *, prefix_cache: Any = None, prefix_salt: str = "", **options: Any) -> Any:
     """Makes generate() of a model use kvant, with nothing else changed. Returns the model.
 
     prefix_cache: a directory, megabytes of memory, or a kvant.PrefixIndex: a prompt that begins as an earlier prompt
-        and its answer did is not computed again, in generate() of one text. Weights that are changed later need another
-        enable().
+        and its answer did is not computed again, in generate() of one text. Prefixes of other weights, adapters and
+        options are never used, also when these change later.
+    prefix_salt: prefixes of another salt are never used: one for each tenant, whose prompts others must not notice.
     options: see Settings (k="tq6", v="tq4", skip_layers=(), strict=False, ...). May be called again with others.
         Errors: TypeError, kvant.InvalidArgument for options; kvant.Unsupported with strict=True where a layer would be
         left to transformers; ValueError for encoders, and for models that compute attention in ways of their own.
@@ -109,13 +110,18 @@ def enable(model: Any, *, prefix_cache: Any = None, **options: Any) -> Any:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder, whose two caches kvant.hf does not replace")
     _check_that_caches_are_taken(model)
     settings = Settings.make(**options)
+    if not isinstance(prefix_salt, str):
+        raise TypeError(f"prefix_salt is a {type(prefix_salt).__name__}: must be a str")
+    if prefix_salt and prefix_cache is None:
+        raise kvant.InvalidArgument(
+            f'prefix_salt = "{prefix_salt}": keeps known prefixes apart, and there are none without prefix_cache='
+        )
     untouched, prefixes = _untouched(model, settings), None
     if prefix_cache is not None:
-        prefixes = Prefixes(make_index(prefix_cache), model, settings, untouched)
+        prefixes = Prefixes(make_index(prefix_cache), settings, untouched, prefix_salt)
     enabled = model.__dict__.get("_kvant")
     if enabled is not None:
-        enabled.settings = settings
-        _use_prefixes(model, enabled, prefixes)
+        enabled.settings, enabled.prefixes = settings, prefixes
         return model
     state = versions.attention_state(model)
     try:
@@ -124,28 +130,19 @@ def enable(model: Any, *, prefix_cache: Any = None, **options: Any) -> Any:
         versions.restore_attention(state)
         raise
     enabled = model.__dict__["_kvant"] = _Enabled(settings, state)
+    enabled.prefixes = prefixes
     enabled.hook = model.register_forward_pre_hook(_look_at_cache, with_kwargs=True)
-    if hasattr(model, "_prepare_cache_for_generation"):
-        model.__dict__["_prepare_cache_for_generation"] = _Prepare(model)
-    _use_prefixes(model, enabled, prefixes)
+    classes.put_on(model, {"_prepare_cache_for_generation": _prepare_cache})
     return model
 
 
-def _use_prefixes(model: Any, enabled: _Enabled, prefixes: Prefixes | None) -> None:
-    enabled.prefixes = prefixes
-    model.__dict__.pop("generate", None)
-    if prefixes is not None:
-        model.__dict__["generate"] = Generate(model)
-
-
 def disable(model: Any) -> Any:
-    """Undoes enable(): the model is as it was before. Returns the model."""
+    """Undoes enable(): the model is as it was before, with what others changed since. Returns the model."""
     enabled = model.__dict__.pop("_kvant", None)
     if enabled is not None:
-        model.__dict__.pop("_prepare_cache_for_generation", None)
-        model.__dict__.pop("generate", None)
+        classes.take_off(model)
         enabled.hook.remove()
-        versions.restore_attention(enabled.state)
+        versions.restore_attention(enabled.state, versions.IMPLEMENTATION)
     return model
 
 
@@ -206,7 +203,7 @@ def report(of: Any) -> Report:
 def _untouched(model: Any, settings: Settings) -> KvantCache:
     """A cache without tokens, which says how the layers would be stored. On a device only tokens tell all."""
     made = KvantCache(model.config, settings, devices=versions.layer_devices(model))
-    if model.device.type == "cpu":
+    if versions.compute_device(model).type == "cpu":
         made.try_out()
     return made
 
@@ -231,51 +228,31 @@ def _look_at_cache(model: Any, positional: tuple, named: dict) -> None:
         enabled.watch(given)
 
 
-class _Prepare:
+def _prepare_cache(
+    original: Any,
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict,
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> Any:
     """In place of a model's _prepare_cache_for_generation: where that makes a plain dynamic cache, a kvant cache."""
-
-    def __init__(self, model: Any):
-        self._model = weakref.ref(model)  # a method of the model would be a cycle, which keeps its weights for a while
-
-    def __call__(
-        self, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int
-    ):
-        model, name = self._model(), versions.CACHE_NAME
-        given = model_kwargs.get(name)
-        original = type(model)._prepare_cache_for_generation
-        result = original(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-        got, chosen = model_kwargs.get(name), generation_config.cache_implementation
-        if isinstance(got, versions.Cache) and not isinstance(got, KvantCache) and (given is not None or chosen):
-            origin = f'cache_implementation="{chosen}"' if given is None else f"{name}= of generate()"
-            model.__dict__["_kvant"].used_another(model, got, origin)
-        if given is None and versions.is_default_cache(got, generation_config):
-            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-            made = self._make(model, model_kwargs, generation_mode, rows, max_cache_length + 1)
-            if generation_config.is_assistant:
-                made.activate_past_recording()
-            model_kwargs[name] = made
+    enabled, name = model.__dict__.get("_kvant"), versions.CACHE_NAME
+    given = model_kwargs.get(name)
+    result = original(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+    if enabled is None:
         return result
-
-    @staticmethod
-    def _make(model: Any, model_kwargs: dict, mode: Any, rows: int, max_length: int) -> KvantCache:
-        """The cache of a generate(): with the longest known prefix, or empty."""
-        enabled, made = model.__dict__["_kvant"], None
-        request = None if enabled.prefixes is None else enabled.prefixes.request()
-        if request is not None and not is_plain_text(model_kwargs):
-            request = None
-        if request is not None and versions.continues_caches(mode):
-            capacity = {"max_length": max_length, "batch": rows}
-            made = enabled.prefixes.cache_for(request, model, enabled.settings, capacity)
-        if made is None:
-            made = cache(model, max_length=max_length, batch=rows)
-        else:
-            made.model = weakref.ref(model)
-            enabled.watch(made)
-            if rows > 1:
-                made.batch_repeat_interleave(rows)
-        if request is not None:
-            request.cache = made
-        return made
-
-    def __deepcopy__(self, memo: dict) -> _Prepare:
-        return _Prepare(memo[id(self._model())])
+    got, chosen = model_kwargs.get(name), generation_config.cache_implementation
+    if isinstance(got, versions.Cache) and not isinstance(got, KvantCache) and (given is not None or chosen):
+        origin = f'cache_implementation="{chosen}"' if given is None else f"{name}= of generate()"
+        enabled.used_another(model, got, origin)
+    if given is None and versions.is_default_cache(got, generation_config):
+        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        made = cache(model, max_length=max_cache_length + 1, batch=rows)
+        if enabled.prefixes is not None and is_plain_text(model_kwargs):
+            enabled.prefixes.offer(made)
+        if generation_config.is_assistant:
+            made.activate_past_recording()
+        model_kwargs[name] = made
+    return result

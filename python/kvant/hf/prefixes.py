@@ -7,12 +7,12 @@ prompt and answer.
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import os
 import threading
 import warnings
 import weakref
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ import torch
 
 import kvant
 
-from . import versions
+from . import identity, versions
 from .cache import KvantCache
-from .saving import Adopted, describe, fingerprint, stored_options, why_not_whole
+from .identity import State
+from .saving import Adopted, describe, stored_options, why_not_whole
 from .settings import Settings
 
 # What generate() gives a model beside token ids, and what does not change what keys and values are.
@@ -44,19 +45,20 @@ def make_index(given: Any) -> kvant.PrefixIndex:
     )
 
 
+@dataclass
 class Request:
-    """One call of generate()."""
+    """A prompt on its way through a decoding method."""
 
-    def __init__(self, ids: Any, rejected: bool):
-        usable = isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[0] == 1 and not rejected
-        self.ids: list[int] | None = ids[0].tolist() if usable else None
-        self.cache: KvantCache | None = None  # that generate() uses
+    ids: list[int]
+    cache: KvantCache
+    key: str
+    number: int  # of the model's state
 
 
 class Prefixes:
     """The index of an enabled model."""
 
-    def __init__(self, index: kvant.PrefixIndex, model: Any, settings: Settings, untouched: KvantCache):
+    def __init__(self, index: kvant.PrefixIndex, settings: Settings, untouched: KvantCache, salt: str):
         reason = why_not_whole(untouched)
         if reason is not None:
             raise ValueError(f"{reason}: prefix_cache needs a cache that kvant stores whole")
@@ -66,56 +68,78 @@ class Prefixes:
         if settings.bases is not None:
             with open(os.fspath(settings.bases.path), "rb") as file:
                 bases = file.read()
-        digest = blake2b(options.encode() + b"\0" + bases, digest_size=16).hexdigest()
-        self.key = f"{fingerprint(model)} {digest}"
-        self._calls = threading.local()
+        self._digest = blake2b(f"{salt}\0{options}\0".encode() + bases, digest_size=16).hexdigest()
         self._lock = threading.Lock()
         self._host: list[kvant.Cache] | None = None
+        self._offered: weakref.WeakSet[KvantCache] = weakref.WeakSet()
+        self._said: set[str] = set()
 
     def __deepcopy__(self, memo: dict) -> Prefixes:
         other = copy.copy(self)  # the index is shared
-        other._calls, other._lock = threading.local(), threading.Lock()
+        other._lock, other._offered, other._said = threading.Lock(), weakref.WeakSet(), set()
         return other
 
-    def begin(self, request: Request) -> None:
-        self._stack().append(request)
+    def offer(self, cache: KvantCache) -> None:
+        """Notes a cache that generate() made for a plain text: it may begin with a known prefix, and be kept."""
+        self._offered.add(cache)
 
-    def end(self) -> None:
-        self._stack().pop()
+    def key(self, model: Any, state: State) -> str:
+        """All that stored keys and values depend on besides the token ids."""
+        kind = versions.compute_device(model).type
+        cast = f" {torch.get_autocast_dtype(kind)}" if torch.is_autocast_enabled(kind) else ""
+        return f"{state.text} {self._digest}{cast}"
 
-    def request(self) -> Request | None:
-        """That of this thread's innermost generate()."""
-        return self._stack()[-1] if self._stack() else None
-
-    def _stack(self) -> list[Request]:
-        if not hasattr(self._calls, "stack"):
-            self._calls.stack = []
-        return self._calls.stack
+    def _say(self, text: str, level: int) -> None:
+        """A warning, once."""
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, RuntimeWarning, stacklevel=level)
 
     # --- before a prompt ---
 
-    def cache_for(
-        self, request: Request, model: Any, settings: Settings, capacity: dict[str, int]
-    ) -> KvantCache | None:
-        """A cache with the longest known prefix of a prompt, or None."""
-        if request.ids is None:
+    def begin(self, model: Any, settings: Settings, input_ids: Any, arguments: dict, continues: bool) -> Request | None:
+        """The prompt that a decoding method gets, if it can be kept; None: it cannot. With a known prefix, the cache in
+        `arguments` becomes one that begins with it.
+
+        continues: whether the method gives the model only what a cache lacks.
+        """
+        cache = arguments.get(versions.CACHE_NAME)
+        if not isinstance(cache, KvantCache) or cache not in self._offered:
+            return None
+        rows = _rows_of_one_text(input_ids, arguments.get("position_ids"))
+        if not rows:
             return None
         try:
-            return self._find(request.ids[:-1], model, settings, capacity)
+            state = identity.state(model)
+            reason = _why_not_by_ids(model) or state.random
+            if reason:
+                raise ValueError(reason)
+            request = Request(rows[0], cache, self.key(model, state), state.number)
+            found = self._find(request, model, settings) if continues else None
         except (kvant.KvantError, ValueError, OSError) as error:  # the prompt can be computed all the same
-            warnings.warn(f"no prefix is used for this prompt: {error}", RuntimeWarning, stacklevel=5)
+            self._say(f"no prefix is used for this prompt: {error}", 6)
             return None
+        if found is not None:
+            found.model, request.cache = weakref.ref(model), found
+            if len(rows) > 1:
+                found.batch_repeat_interleave(len(rows))
+            if getattr(arguments.get("generation_config"), "is_assistant", False):
+                found.activate_past_recording()
+            arguments[versions.CACHE_NAME] = found
+        return request
 
-    def _find(self, ids: list[int], model: Any, settings: Settings, capacity: dict) -> KvantCache | None:
+    def _find(self, request: Request, model: Any, settings: Settings) -> KvantCache | None:
         adopted: list[Adopted] = []
+        capacity = {"max_length": request.cache.max_length, "batch": request.cache.capacity_rows}
 
         def make(place: int, metadata: dict[str, str]) -> kvant.Cache:
             if place == 0:
                 adopted.append(Adopted(model, settings, metadata, capacity))
             return adopted[-1].make_cache(place)
 
-        in_place = self.index.directory is None and not self._keeps_copies(model.device.type != "cpu")
-        found = self.index.find(ids, model=self.key, into=None if in_place else make)
+        on_device = versions.compute_device(model).type != "cpu"
+        in_place = self.index.directory is None and not self._keeps_copies(on_device)
+        found = self.index.find(request.ids[:-1], model=request.key, into=None if in_place else make)
         if found is None:
             return None
         if in_place:
@@ -128,7 +152,7 @@ class Prefixes:
         """Keeps what a cache holds of prompt and answer."""
         cache = request.cache
         sequences = getattr(output, "sequences", output)
-        if request.ids is None or cache is None or cache.rows != 1 or cache.stored is not None:
+        if cache.rows != 1 or cache.stored is not None:
             return
         if not isinstance(sequences, torch.Tensor) or sequences.shape[0] != 1:
             return
@@ -138,16 +162,20 @@ class Prefixes:
             reason = why_not_whole(cache)  # on a device only tokens tell
             if reason is not None:
                 raise ValueError(reason)
+            state = identity.state(model)
+            if (self.key(model, state), state.number) != (request.key, request.number):
+                raise ValueError("weights or adapters of the model changed while the answer was computed")
+            if state.random:
+                raise ValueError(state.random)
             if length < cache.length:  # more was computed than the answer has
                 cache = copy.deepcopy(cache)
                 cache.crop(length - cache.length)
             rows = [group.sequences[0] for group in cache.groups]
             if self._keeps_copies(cache.groups[0].on_device):
                 rows = self._on_host(model, cache, rows)
-            self.index.insert(tokens[:length], rows, model=self.key, metadata=describe(cache))
+            self.index.insert(tokens[:length], rows, model=request.key, metadata=describe(cache))
         except (kvant.KvantError, ValueError, OSError) as error:  # the answer is right all the same
-            warnings.warn(f"the prefix of this answer is not kept: {error}", RuntimeWarning, stacklevel=4)
-
+            self._say(f"the prefix of this answer is not kept: {error}", 5)
 
     def _keeps_copies(self, on_device: bool) -> bool:
         """Whether entries are in other caches than the model's: on the CPU forks share their pages."""
@@ -178,28 +206,41 @@ def is_plain_text(model_kwargs: dict) -> bool:
     return True
 
 
-class Generate:
-    """In place of a model's generate()."""
+def _rows_of_one_text(ids: torch.Tensor, positions: torch.Tensor | None) -> list[list[int]]:
+    """The equal rows of token ids; none where rows differ, or where their positions are not those that a text has by
+    itself: generate() always gives them to decoding methods. One transfer from a device."""
+    count, tokens = ids.shape
+    if positions is not None and positions.shape[-1] != tokens:
+        return []
+    both = ids if positions is None else torch.cat([ids, positions.to(ids).reshape(-1, tokens)])
+    rows = both.tolist()
+    right = all(row == rows[0] for row in rows[:count]) and all(row == list(range(tokens)) for row in rows[count:])
+    return rows[:count] if right else []
 
-    def __init__(self, model: Any):
-        self._model = weakref.ref(model)
-        parameters = list(inspect.signature(type(model).generate).parameters.values())
-        self.__signature__ = inspect.Signature(parameters[1:])
 
-    def __call__(self, *positional: Any, **named: Any) -> Any:
-        model = self._model()
-        original, prefixes = type(model).generate, model.__dict__["_kvant"].prefixes
-        ids = positional[0] if positional else named.get("inputs")
-        ids = named.get("input_ids") if ids is None else ids
-        rejected = any(named.get(name) is not None for name in ("inputs_embeds", "position_ids"))
-        request = Request(ids, rejected)
-        prefixes.begin(request)
-        try:
-            output = original(model, *positional, **named)
-        finally:
-            prefixes.end()
+def _why_not_by_ids(model: Any) -> str:
+    """Why token ids do not say all that a model gets: virtual tokens of peft's soft prompts come before the prompt, by
+    a method that peft puts on the model during generate()."""
+    replaced = model.__dict__.get("prepare_inputs_for_generation")
+    owner = getattr(replaced, "__self__", None)
+    if replaced is None or owner is model:
+        return ""
+    return (
+        f"prepare_inputs_for_generation was replaced by that of {type(owner).__name__}, which may put virtual tokens "
+        "(a soft prompt) before the text"
+    )
+
+
+def decode(original: Any, continues: bool, model: Any, input_ids: Any, arguments: dict) -> Any:
+    """A decoding method of generate(), with known prefixes. original: that of the model's class."""
+    enabled = model.__dict__.get("_kvant")
+    prefixes = None if enabled is None else enabled.prefixes
+    if prefixes is None:
+        return original(model, input_ids, **arguments)
+    request = prefixes.begin(model, enabled.settings, input_ids, arguments, continues)
+    if request is not None:
+        enabled.watch(request.cache)
+    output = original(model, input_ids, **arguments)
+    if request is not None:
         prefixes.keep(request, model, output)
-        return output
-
-    def __deepcopy__(self, memo: dict) -> Generate:
-        return Generate(memo[id(self._model())])
+    return output

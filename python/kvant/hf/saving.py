@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 from dataclasses import dataclass, fields
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -18,35 +17,12 @@ from kvant import _arguments
 from . import versions
 from .cache import KvantCache
 from .groups import Group
+from .identity import fingerprint
 from .layers import Family, KvantLayer
 from .settings import Settings
 
 # Options that depend on the process and not on the bytes.
 _HERE = frozenset({"threads", "isa", "products", "strict", "bases"})
-_SAMPLES = 64
-_VOLATILE = ("_name_or_path", "transformers_version", "use_cache", "architectures")
-
-
-# --- what a model is ---
-
-
-def fingerprint(model: Any) -> str:
-    """A text that tells models apart: the class, its configuration, and of every weight the name, shape and dtype and
-    64 values. Fine-tuned models differ in nearly all weights; reading them whole would take seconds."""
-    config = {k: v for k, v in model.config.to_dict().items() if k not in _VOLATILE and "attn_implementation" not in k}
-    digest = blake2b(json.dumps([type(model).__name__, config], sort_keys=True, default=str).encode(), digest_size=16)
-    by_device: dict[Any, list[torch.Tensor]] = {}
-    with torch.no_grad():
-        for name, x in [*model.named_parameters(), *model.named_buffers()]:
-            digest.update(f"{name} {list(x.shape)} {x.dtype};".encode())
-            if x.device.type == "meta" or not x.numel():
-                continue
-            flat = x.detach().reshape(-1) if x.is_contiguous() else x.detach().flatten()
-            places = torch.linspace(0, flat.numel() - 1, _SAMPLES, dtype=torch.float64).long()
-            by_device.setdefault(x.device, []).append(flat[places.to(x.device)].float())
-    for samples in by_device.values():  # one transfer for each device
-        digest.update(torch.cat(samples).cpu().numpy().tobytes())
-    return f"{type(model).__name__} {digest.hexdigest()}"
 
 
 def stored_options(settings: Settings) -> dict[str, Any]:
@@ -115,9 +91,7 @@ class Adopted:
             raise ValueError(f"this is no cache of kvant.hf: {error}") from None
         self.devices = versions.layer_devices(model)
         self.cache = KvantCache(model.config, settings, devices=self.devices, **capacity)
-        self.default_device = str(model.device) if model.device.type == "cpu" or model.device.index is not None else (
-            f"{model.device.type}:0"
-        )
+        self.default_device = str(versions.compute_device(model))
         self._packed = packed
         self.families = [self._family(part) for part in self.parts]
         members = sorted(i for part in self.parts for i in part.members)

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 try:
+    import torch
     import transformers
 except ImportError as error:  # pragma: no cover
     raise ImportError("kvant.hf needs torch and transformers: pip install torch 'transformers>=5.16'") from error
@@ -45,6 +46,7 @@ from transformers.masking_utils import causal_mask_function, create_causal_mask,
 
 __all__ = [
     "CACHE_NAME",
+    "DECODING",
     "HARMLESS",
     "IMPLEMENTATION",
     "SDPA_ARGUMENTS",
@@ -52,7 +54,7 @@ __all__ = [
     "CacheLayerMixin",
     "PreTrainedModel",
     "attention_state",
-    "continues_caches",
+    "compute_device",
     "cross_attention_layers",
     "decoder_config",
     "given_cache",
@@ -210,13 +212,37 @@ def predicted_geometry(config: Any, layer: int) -> tuple[int, int] | None:
         return None
 
 
+def _execution_device(module: Any) -> torch.device | None:
+    """The device on which accelerate's hook computes a module, None without one."""
+    hook = module.__dict__.get("_hf_hook")
+    for one in getattr(hook, "hooks", (hook,)):
+        device = getattr(one, "execution_device", None)
+        if device is not None:
+            return _with_index(torch.device(device))
+    return None
+
+
+def _with_index(device: torch.device) -> torch.device:
+    return device if device.type in ("cpu", "meta") or device.index is not None else torch.device(device.type, 0)
+
+
+def compute_device(model: Any) -> torch.device:
+    """The device on which a model computes. model.device says where its first weight is, which is torch's meta device
+    where accelerate keeps weights elsewhere between forward passes."""
+    device = model.device
+    if device.type == "meta":
+        found = (_execution_device(module) for module in model.modules())
+        device = next((one for one in found if one is not None), device)
+    return _with_index(device)
+
+
 def layer_devices(model: Any) -> dict[int, str]:
     """The device of each decoder layer of a model that is spread over several; empty if it is not."""
     devices = {}
     for name, device in (getattr(model, "hf_device_map", None) or {}).items():
         number = re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)$", name)
-        if number:
-            devices[int(number[1])] = str(device)
+        if number:  # "cpu" and "disk" say where weights wait
+            devices[int(number[1])] = str(_execution_device(model.get_submodule(name)) or device)
     return devices if len(set(devices.values())) > 1 else {}
 
 
@@ -245,9 +271,11 @@ def attention_state(model: Any) -> list[tuple[Any, Any]]:
     return [(config, config._attn_implementation_internal) for config in _configs(model)]
 
 
-def restore_attention(state: list[tuple[Any, Any]]) -> None:
+def restore_attention(state: list[tuple[Any, Any]], only: str | None = None) -> None:
+    """only: where this implementation still is; one that was chosen since stays."""
     for config, implementation in state:
-        config._attn_implementation_internal = implementation
+        if only in (None, config._attn_implementation_internal):
+            config._attn_implementation_internal = implementation
 
 
 def _path(config: Any, wanted: Any) -> list[str] | None:
@@ -325,9 +353,9 @@ def is_default_cache(cache: Any, generation_config: Any) -> bool:
     return type(cache) is DynamicCache and generation_config.cache_implementation is None
 
 
-def continues_caches(generation_mode: Any) -> bool:
-    """Whether generate() gives the model only what a cache lacks. Assisted generation gives it the whole prompt."""
-    return getattr(generation_mode, "value", None) in ("greedy_search", "sample", "beam_search", "beam_sample")
+# The decoding methods of generate(), and whether they give the model only what a cache lacks. Assisted generation gives
+# it the whole prompt. generate() takes the method of the model's class.
+DECODING = {"_sample": True, "_beam_search": True, "_assisted_decoding": False}
 
 
 def given_cache(arguments: dict[str, Any]) -> Any:
