@@ -148,10 +148,12 @@ def test_many_steps_keep_their_ids(model):
     cache = filled(model, ids[:, :10])
     for i in range(10, 150):
         forward(model, cache, ids[:, i : i + 1])
+    assert len(cache.conversation._pieces) <= 64
     assert torch.equal(cache.conversation.ids(150), ids)
-    assert len(cache.conversation._pieces) == 1
     cache.reset()
-    forward(model, cache, ids[:, :5])
+    given = ids[:, :5].clone()
+    forward(model, cache, given)
+    given.fill_(7)  # the caller's to write the next ones to
     assert torch.equal(cache.conversation.ids(5), ids[:, :5])
 
 
