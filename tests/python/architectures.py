@@ -287,7 +287,8 @@ def section(title: str, results: list[Result]) -> list[str]:
         groups: dict[str, list[str]] = {}
         for r in results:
             if r.verdict == verdict:
-                why = re.sub(r" \[[\d, ]*\]", "", re.sub(r"without images \(.*\)", "without images", r.why))
+                numbers = r" \[[\d, ]*\]| \((?:latents of|head_dim) [^)]*\)"
+                why = re.sub(numbers, "", re.sub(r"without images \(.*\)", "without images", r.why))
                 why = re.sub(r"\b[A-Z]\w+(ForCausalLM|LMHeadModel|Model|Decoder|Generation)\b", "the model", why)
                 groups.setdefault(why.replace("|", "/"), []).append(r.name)
         if not groups:

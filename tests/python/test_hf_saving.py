@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import threading
 
@@ -351,3 +352,108 @@ def test_the_trained_model(nano, prompts, tmp_path, disabled):
         assert nano._kvant.prefixes.index.stats.tokens >= (162 + 324 + 486 - 3) + 448
     finally:
         kvant.hf.disable(nano)
+
+
+# --- what a save leaves, whatever happens ---
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_save_that_fails_leaves_the_older_cache(sliding, prompts, tmp_path, monkeypatch, disabled, error, call):
+    """The file that names the others is written last, and nothing of the new ones stays."""
+    kvant.hf.enable(sliding, **MIXED)
+    cache, path = new_cache(sliding), tmp_path / "chat.kvs"
+    forward(sliding, cache, ids_of(prompts, 100))
+    kvant.hf.save(cache, path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    assert len(before) == 2
+    forward(sliding, cache, ids_of(prompts, 50, begin=200))
+    calls, original = [], kvant.save
+
+    def failing(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == call:
+            raise error("no more")
+        original(*arguments, **options)
+
+    monkeypatch.setattr(kvant, "save", failing)
+    with pytest.raises(error, match="no more"):
+        kvant.hf.save(cache, path)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    assert load(sliding, path).get_seq_length() == 100
+
+
+@pytest.mark.parametrize("part", ["../precious", "chat.kvs.x/../../precious", "chat.kvs./../precious", "precious", 5])
+def test_files_of_other_names_are_none_of_a_caches(llama, prompts, tmp_path, disabled, part):
+    """A forged list of files neither reads nor removes what is elsewhere."""
+    kvant.hf.enable(llama, **MIXED)
+    folder = tmp_path / "chats"
+    (folder / "chat.kvs.x").mkdir(parents=True)
+    (folder / "chat.kvs.").mkdir()
+    others = [tmp_path / "precious", folder / "precious"]
+    for other in others:
+        other.write_text("dear")
+    cache, path = new_cache(llama), folder / "chat.kvs"
+    forward(llama, cache, ids_of(prompts, 100))
+    kvant.hf.save(cache, path)
+    found = kvant.Snapshot(path)
+    loaded = found.load()
+    metadata = {**found.info.metadata, "hf.parts": json.dumps([part])}
+    kvant.save(loaded.cache, path, sequences=loaded.sequences, model=found.info.model, metadata=metadata)
+    with pytest.raises(ValueError, match="this is no cache of kvant.hf"):
+        load(llama, path)
+    kvant.hf.save(cache, path)
+    assert [other.read_text() for other in others] == ["dear", "dear"]
+    assert load(llama, path).get_seq_length() == 100
+
+
+def test_ids_of_forward_passes_are_saved(llama, prompts, tmp_path, disabled):
+    kvant.hf.enable(llama, **MIXED)
+    cache, ids = new_cache(llama), ids_of(prompts, 100)
+    forward(llama, cache, ids)
+    kvant.hf.save(cache, tmp_path / "chat.kvs")
+    assert kvant.Snapshot(tmp_path / "chat.kvs").tokens(0) == ids[0].tolist()
+    load(llama, tmp_path / "chat.kvs", tokens=ids.tolist())
+    with pytest.raises(kvant.InvalidArgument, match="token ids"):
+        load(llama, tmp_path / "chat.kvs", tokens=[range(100)])
+    assert torch.equal(load(llama, tmp_path / "chat.kvs").conversation.ids(100).cpu(), ids.cpu())
+
+
+def test_arguments_are_checked_where_they_are_given(llama, prompts, tmp_path, disabled):
+    kvant.hf.enable(llama, **MIXED)
+    cache, path = new_cache(llama), tmp_path / "chat.kvs"
+    forward(llama, cache, ids_of(prompts, 20))
+    kvant.hf.save(cache, path)
+    for given in (None, 5, "llama", cache):
+        for call in (kvant.hf.cache, lambda x: kvant.hf.load(x, path), kvant.hf.enable):
+            with pytest.raises(TypeError, match=f"model is a {type(given).__name__}: must be a transformers model"):
+                call(given)
+    with pytest.raises(TypeError, match="model is a int"):
+        kvant.hf.save(cache, path, model=5)
+    with pytest.raises(TypeError, match="must be a cache of kvant.hf or a transformers model"):
+        kvant.hf.report(None)
+    for name in ("batch", "max_length"):
+        for wrong in (0, -1, 1.5, "3", True, 1 << 31):
+            with pytest.raises(kvant.InvalidArgument, match=f"{name} = "):
+                kvant.hf.cache(llama, **{name: wrong})
+            with pytest.raises(kvant.InvalidArgument, match=f"{name} = "):
+                kvant.hf.load(llama, path, **{name: wrong})
+
+
+def test_an_interrupted_pass_is_not_saved_and_nothing_is_lost(llama, prompts, tmp_path, disabled):
+    kvant.hf.enable(llama, **MIXED)
+    cache = new_cache(llama)
+    forward(llama, cache, ids_of(prompts, 50))
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    hook = llama.model.layers[2].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        forward(llama, cache, ids_of(prompts, 3, begin=90))
+    hook.remove()
+    with pytest.raises(RuntimeError, match=r"call cache.crop\(-3\) to take its tokens back"):
+        kvant.hf.save(cache, tmp_path / "chat.kvs")
+    cache.crop(-3)
+    kvant.hf.save(cache, tmp_path / "chat.kvs")
+    assert load(llama, tmp_path / "chat.kvs").get_seq_length() == 50

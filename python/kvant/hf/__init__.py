@@ -23,12 +23,12 @@ from typing import Any
 
 import kvant
 
-from . import attention, classes, masks, saving, versions
+from . import attention, classes, generation, masks, positions, saving, versions
 from ._capture import capture
 from ._evaluate import evaluate
 from .cache import KvantCache
 from .graphs import StepGraph
-from .prefixes import Prefixes, is_plain_text, make_index
+from .prefixes import Prefixes, make_index
 from .report import Report, make_report, report_of_another
 from .saving import save
 from .settings import Settings
@@ -58,38 +58,51 @@ class _Enabled:
         self.settings, self.state = settings, state
         self.prefixes: Prefixes | None = None
         self.last: Any = None  # a weak reference to the cache that was made last
+        self.last_id = 0  # of it, also when it goes
         self.last_report: Report | None = None  # of that cache, when it went
         self.warned: set[str] = set()
+        self.bound: int | None = None  # of tokens: see versions.frequencies_change
+        self.room: dict[str, int] = {}  # that the last generate() needs: see _Prepare
         self.hook: Any = None  # in the model's forward passes
 
     def __deepcopy__(self, memo: dict) -> _Enabled:
         other = _Enabled(self.settings, copy.deepcopy(self.state, memo))  # of the copied model's configurations
+        other.bound = self.bound
         other.hook, other.prefixes = copy.deepcopy(self.hook, memo), copy.deepcopy(self.prefixes, memo)
         return other
 
     def used_another(self, model: Any, used: Any, origin: str) -> None:
-        """The model's tokens go to a cache that is not kvant's: an error if strict, else a warning."""
-        kind = type(used).__name__
+        """The model's tokens go to a cache that is not kvant's, or to none: an error if strict, else a warning."""
+        kind = "no cache" if used is None else f"a {type(used).__name__}"
         text = (
-            f"a {kind} holds the keys and values ({origin}): kvant, which is enabled for this model, stores nothing. "
-            f"Leave out what chooses it, or pass {versions.CACHE_NAME}=kvant.hf.cache(model)"
+            f"{kind} holds the keys and values ({origin}): kvant, which is enabled for this model, stores nothing. "
+            "Leave out what chooses it"
         )
+        if used is not None:
+            text += f", or pass {versions.CACHE_NAME}=kvant.hf.cache(model)"
         if self.settings.strict:
             raise kvant.Unsupported(f"{text} (strict=True)")
-        self.last, self.last_report = None, report_of_another(kind, len(versions.hf_layers(model.config)))
+        layers = len(versions.hf_layers(model.config))
+        self.last, self.last_id, self.last_report = None, 0, report_of_another(kind, layers)
         if kind not in self.warned:
             self.warned.add(kind)
             warnings.warn(text, stacklevel=4)
+
+    def say(self, text: str) -> None:
+        """A warning, once for a model."""
+        if text not in self.warned:
+            self.warned.add(text)
+            warnings.warn(text, stacklevel=6)
 
     def __reduce__(self):
         raise TypeError("a model with kvant enabled cannot be pickled: call kvant.hf.disable(model) before")
 
     def watch(self, made: KvantCache) -> None:
-        self.last, self.last_report = weakref.ref(made), None
-        made.on_close = self._closing
+        self.last, self.last_id, self.last_report = weakref.ref(made), id(made), None
+        made.on_close, made.said = self._closing, self.warned
 
     def _closing(self, going: KvantCache) -> None:
-        if going.length and self.last is not None and self.last() in (None, going):  # not of an older cache
+        if going.get_seq_length() and id(going) == self.last_id:  # not an older cache that is gone later
             self.last_report = make_report(going)
 
 
@@ -104,8 +117,7 @@ def enable(model: Any, *, prefix_cache: Any = None, prefix_salt: str = "", **opt
         Errors: TypeError, kvant.InvalidArgument for options; kvant.Unsupported with strict=True where a layer would be
         left to transformers; ValueError for encoders, and for models that compute attention in ways of their own.
     """
-    if not isinstance(model, versions.PreTrainedModel):
-        raise TypeError(f"model is a {type(model).__name__}: must be a transformers model (PreTrainedModel)")
+    versions.checked(model)
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder, whose two caches kvant.hf does not replace")
     _check_that_caches_are_taken(model)
@@ -117,6 +129,13 @@ def enable(model: Any, *, prefix_cache: Any = None, prefix_salt: str = "", **opt
             f'prefix_salt = "{prefix_salt}": keeps known prefixes apart, and there are none without prefix_cache='
         )
     untouched, prefixes = _untouched(model, settings), None
+    kind = versions.decoder_config(model.config).model_type
+    if prefix_cache is not None and kind in versions.DIVIDED:
+        raise ValueError(
+            f"{type(model).__name__}'s answers depend on how a prompt is divided into forward passes "
+            f"({versions.DIVIDED[kind]}): prefix_cache would change them"
+        )
+    _warn_of_nothing(model, untouched)
     if prefix_cache is not None:
         prefixes = Prefixes(make_index(prefix_cache), settings, untouched, prefix_salt)
     enabled = model.__dict__.get("_kvant")
@@ -130,10 +149,21 @@ def enable(model: Any, *, prefix_cache: Any = None, prefix_salt: str = "", **opt
         versions.restore_attention(state)
         raise
     enabled = model.__dict__["_kvant"] = _Enabled(settings, state)
-    enabled.prefixes = prefixes
-    enabled.hook = model.register_forward_pre_hook(_look_at_cache, with_kwargs=True)
-    classes.put_on(model, {"_prepare_cache_for_generation": _prepare_cache})
+    enabled.prefixes, enabled.bound = prefixes, positions.frequencies_change(model)
+    enabled.hook = model.register_forward_pre_hook(generation.look_at_cache, with_kwargs=True)
+    classes.put_on(model, generation.STEPS)
     return model
+
+
+def _warn_of_nothing(model: Any, untouched: KvantCache) -> None:
+    """A word where all layers that have a cache are left to transformers, and nobody asked for that."""
+    left = {i: reason for i, reason in untouched.reasons.items() if untouched.could_store(i)}
+    if left and len(untouched.reasons) == len(untouched.layers):
+        warnings.warn(
+            f"kvant stores no layer of {type(model).__name__}: {'; '.join(dict.fromkeys(left.values()))}. generate() "
+            "works as before, in transformers' caches",
+            stacklevel=3,
+        )
 
 
 def disable(model: Any) -> Any:
@@ -152,13 +182,9 @@ def cache(model: Any, *, max_length: int | None = None, batch: int | None = None
     max_length, batch: needed on a device, where a cache takes its memory at once: tokens of the longest row, and rows
         alive at the same time, beams and copies included.
     """
-    _check_that_caches_are_taken(model)
+    _check_that_caches_are_taken(versions.checked(model))
+    made = generation.make_cache(model, max_length, batch, **options)
     enabled = model.__dict__.get("_kvant")
-    settings = Settings.make(None if enabled is None else enabled.settings, **options)
-    made = KvantCache(
-        model.config, settings, max_length=max_length, batch=batch, devices=versions.layer_devices(model)
-    )
-    made.model = weakref.ref(model)
     if enabled is not None:
         enabled.watch(made)
     return made
@@ -172,11 +198,14 @@ def load(
     model: the one that the cache was made for; others, and other weights, are refused. Formats are those of the file.
     max_length, batch: as for cache(). tokens: token ids of each row without padding; a file with others is refused.
 
+    generate() compares prompts with the ids that the file has: an equal prompt computes its last token anew, a shorter
+    or another one goes back to what both have in common, where the cache can, or is refused with a ValueError.
+
     Errors: ValueError (the file is none of kvant.hf, or of other layers); those of kvant.load.
     """
-    enabled = model.__dict__.get("_kvant")
+    enabled = versions.checked(model).__dict__.get("_kvant")
     settings = None if enabled is None else enabled.settings
-    made = saving.load(model, path, settings, max_length=max_length, batch=batch, tokens=tokens)
+    made = saving.load(model, path, settings, **generation.room(max_length, batch), tokens=tokens)
     made.model = weakref.ref(model)
     if enabled is not None:
         enabled.watch(made)
@@ -191,6 +220,8 @@ def report(of: Any) -> Report:
     """
     if isinstance(of, KvantCache):
         return make_report(of)
+    if not isinstance(of, versions.PreTrainedModel):
+        raise TypeError(f"of is a {type(of).__name__}: must be a cache of kvant.hf or a transformers model")
     enabled = of.__dict__.get("_kvant")
     if enabled is None:
         raise ValueError(f"kvant is not enabled for this {type(of).__name__}: call kvant.hf.enable(model) first")
@@ -214,45 +245,3 @@ def _check_that_caches_are_taken(model: Any) -> None:
             f"{type(model).__name__} keeps no keys and values of earlier tokens in transformers' caches "
             "(an encoder, or states of its own): there is nothing to store"
         )
-
-
-def _look_at_cache(model: Any, positional: tuple, named: dict) -> None:
-    """Before each forward pass of an enabled model: whether its cache is one of kvant."""
-    given, enabled = versions.given_cache(named), model.__dict__.get("_kvant")
-    if enabled is None or not isinstance(given, versions.Cache):
-        return
-    if not isinstance(given, KvantCache):
-        if versions.decoder_config(model.config)._attn_implementation == versions.IMPLEMENTATION:  # not in evaluate()
-            enabled.used_another(model, given, "an argument of the model")
-    elif enabled.last is None:
-        enabled.watch(given)
-
-
-def _prepare_cache(
-    original: Any,
-    model: Any,
-    generation_config: Any,
-    model_kwargs: dict,
-    generation_mode: Any,
-    batch_size: int,
-    max_cache_length: int,
-) -> Any:
-    """In place of a model's _prepare_cache_for_generation: where that makes a plain dynamic cache, a kvant cache."""
-    enabled, name = model.__dict__.get("_kvant"), versions.CACHE_NAME
-    given = model_kwargs.get(name)
-    result = original(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-    if enabled is None:
-        return result
-    got, chosen = model_kwargs.get(name), generation_config.cache_implementation
-    if isinstance(got, versions.Cache) and not isinstance(got, KvantCache) and (given is not None or chosen):
-        origin = f'cache_implementation="{chosen}"' if given is None else f"{name}= of generate()"
-        enabled.used_another(model, got, origin)
-    if given is None and versions.is_default_cache(got, generation_config):
-        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        made = cache(model, max_length=max_cache_length + 1, batch=rows)
-        if enabled.prefixes is not None and is_plain_text(model_kwargs):
-            enabled.prefixes.offer(made)
-        if generation_config.is_assistant:
-            made.activate_past_recording()
-        model_kwargs[name] = made
-    return result

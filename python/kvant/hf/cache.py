@@ -7,6 +7,7 @@ real tokens one after another, so that a padded batch gives what each prompt giv
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 import weakref
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import kvant
 
 from . import masks, versions
+from .conversation import Conversation
 from .groups import PAGE_TOKENS, Group, Step
 from .layers import Family, KvantLayer
 from .settings import SHORT_WINDOW, Settings
@@ -45,6 +47,8 @@ class KvantCache(versions.Cache):
         self.reasons: dict[int, str] = {}  # why a layer is not stored by kvant
         self.on_close = None  # called with the cache before it goes
         self.model: weakref.ref | None = None  # that it was made for
+        self.conversation = Conversation()
+        self.said: set[str] = set()  # warnings; those of its model, where kvant is enabled
         self._note: tuple | None = None  # padding of the step to come: (offset, tokens, real, counts)
         self._step: Step | None = None
         self._warned = False
@@ -60,6 +64,7 @@ class KvantCache(versions.Cache):
                 else self._why_not(i, kind, window, layer, skipped)
             )
             geometry = versions.predicted_geometry(config, i)
+            reason = reason or versions.differing_shapes(config, i)
             if reason is None and geometry is not None:
                 reason = self._too_large(geometry[1])
             if reason is not None:
@@ -77,6 +82,11 @@ class KvantCache(versions.Cache):
         super().__init__(layers=made)
 
     # --- which layers ---
+
+    def could_store(self, index: int) -> bool:
+        """Whether a layer has keys and values of tokens, and skip_layers leaves it to kvant."""
+        kind = versions.kind_of_layer(self.layers[index])[0]
+        return kind in ("full", "sliding") and index not in self.settings.skipped(len(self.layers))
 
     def try_out(self) -> None:
         """Before the first tokens, on the CPU: makes the caches that the configuration asks for, so that settings which
@@ -138,7 +148,17 @@ class KvantCache(versions.Cache):
         self._refuse_if_strict(layer.index, reason)
         self.reasons[layer.index] = reason
         self.layers[layer.index] = layer.original
+        self.say(
+            f"layer {layer.index}, and others like it, are left to transformers: {reason}. kvant.hf.report() has them"
+        )
         return layer.original
+
+    def say(self, text: str) -> None:
+        """A warning, once for all layers and all caches of a model that are alike in it."""
+        kind = re.sub(r"\d+", "", text)
+        if kind not in self.said:
+            self.said.add(kind)
+            warnings.warn(text, stacklevel=3)
 
     def _why_not_these(self, keys: torch.Tensor, values: torch.Tensor) -> str | None:
         if keys.shape != values.shape:
@@ -280,6 +300,8 @@ class KvantCache(versions.Cache):
                     g.truncate(step.counts or [tokens] * batch, tokens)
                 raise
             self.rows = batch
+            model = None if self.model is None else self.model()
+            self.conversation.step(self.length, batch, tokens, model)
             self._remember(step)
             self._step = step
         elif group.length + tokens == self.length and batch == self._step.batch:  # a group that is new in this step
@@ -296,8 +318,8 @@ class KvantCache(versions.Cache):
             if group is not None and layer.length != group.length:
                 raise RuntimeError(
                     f"layer {layer.index} has {layer.length} tokens, where others have {group.length}: a forward pass "
-                    f"ended before its last layer; call cache.reset(), or cache.crop({layer.length - group.length}) to "
-                    "take its tokens back"
+                    f"ended before its last layer; call cache.crop({layer.length - group.length}) to take its tokens "
+                    "back (cache.reset() would forget all others, too)"
                 )
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
@@ -318,6 +340,7 @@ class KvantCache(versions.Cache):
         device."""
         for group in self.groups:
             group.advance()
+        self.conversation.step(self.length, self.rows, 1, None)  # of ids that only the device has
         self.length += 1
         self._set_lengths()
 
@@ -350,28 +373,54 @@ class KvantCache(versions.Cache):
 
     def crop(self, tokens_to_remove: Any) -> None:
         """Takes back the newest tokens: -n removes n, as in transformers; a positive n keeps n."""
-        n = int(tokens_to_remove)
-        tokens = max(self.get_seq_length() - n, 0) if n > 0 else -n
+        n, length = int(tokens_to_remove), self.get_seq_length()
+        tokens = max(length - n, 0) if n > 0 else -n
+        if tokens > max(self.length, length):
+            held = max(self.length, length)
+            raise ValueError(f"crop({n}) takes back more than the {held} tokens that the cache holds")
+        removed = self._removed(tokens) if tokens else []
         for layer in self._other_layers():
             layer.crop(-tokens)
-        if tokens == 0 or not self.groups:
+        if tokens == 0:
             return
-        if tokens > self.length:
-            raise ValueError(f"crop({n}) takes back more than the {self.length} tokens that the cache holds")
-        for group in self.groups:
-            ahead = group.length - (self.length - tokens)  # less than tokens where a forward pass did not come
-            if ahead <= 0:
-                continue
-            if self.stored is None:
-                removed = [ahead] * len(group.sequences)
-            else:
-                removed = self.stored[:, self.length - tokens : group.length].sum(1).tolist()
-            group.truncate(removed, ahead)
+        self.conversation.crop(max(self.length, length) - tokens)
+        if not self.groups:
+            return
+        for group, rows, ahead in removed:
+            group.truncate(rows, ahead)
         self.length -= tokens
         if self.stored is not None:
             self.stored = self.stored[:, : self.length]
         self._step = self._note = None
         self._set_lengths()
+
+    def _removed(self, tokens: int) -> list[tuple[Group, list[int], int]]:
+        """Returns what a crop takes from each group: tokens of each row, and as transformers counts them.
+
+        Errors: where one layer cannot go back, before any has changed.
+        """
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, KvantLayer) or getattr(layer, "record_past", True):
+                continue
+            window = getattr(layer, "sliding_window", None)  # without: a state of linear attention
+            if window is None or layer.get_seq_length() >= window:
+                raise RuntimeError(
+                    f"layer {i} of transformers ({type(layer).__name__}) has let go of earlier tokens, and cannot take "
+                    f"back {tokens}: call cache.activate_past_recording() before the tokens"
+                )
+        found = []
+        for group in self.groups:
+            ahead = group.length - (self.length - tokens)  # less than tokens where a forward pass did not come
+            if ahead <= 0:
+                continue
+            if self.stored is None:
+                rows = [ahead] * len(group.sequences)
+            else:
+                rows = self.stored[:, self.length - tokens : group.length].sum(1).tolist()
+            if group.window and max(rows, default=0) > self.settings.rollback_tokens:
+                group.try_truncate(rows)
+            found.append((group, rows, ahead))
+        return found
 
     def reset(self) -> None:
         for group in self.groups:
@@ -379,6 +428,7 @@ class KvantCache(versions.Cache):
         for layer in self._other_layers():
             layer.reset()
         self.rows, self.length, self.stored, self._step, self._note = None, 0, None, None, None
+        self.conversation.clear()
         self._set_lengths()
 
     def _rearrange(self, parents: list[int]) -> None:
@@ -388,6 +438,7 @@ class KvantCache(versions.Cache):
             elif group.sequences:
                 group.rearrange(parents)
         if self.rows is not None:
+            self.conversation.rearrange(parents, self.rows)
             self.rows = len(parents)
         if self.stored is not None:
             self.stored = self.stored[torch.tensor(parents, device=self.stored.device)]
@@ -429,6 +480,7 @@ class KvantCache(versions.Cache):
         twins = {id(group): group.copy() for group in self.groups}
         other.groups = list(twins.values())
         other.reasons, other._step, other._note, other.on_close = dict(self.reasons), None, None, None
+        other.conversation = self.conversation.copy()
         other.layers, families = [], {}
         for layer in self.layers:
             if not isinstance(layer, KvantLayer):

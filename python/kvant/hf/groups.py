@@ -147,6 +147,13 @@ class Group:
         self.length -= tokens
         self.step = None
 
+    def try_truncate(self, removed: list[int]) -> None:
+        """Raises the error that truncate would raise where a window has let go of pages; changes nothing."""
+        self._enqueue_here()
+        for i, (sequence, n) in enumerate(zip(self.sequences, removed)):
+            with sequence.fork() as twin:
+                twin.truncate(self.rows[i] - n)
+
     # --- a step ---
 
     def begin(self, step: Step) -> None:

@@ -53,6 +53,12 @@ class LazyMask(torch.Tensor):
         """Position of the first column, counted as Hugging Face does: padding is counted."""
         return self.arguments.get("kv_offset", 0)
 
+    def sees_ahead(self) -> int:
+        """Where the tokens end that earlier ones of the step see; 0: none does. The mask is built, and kept."""
+        offset = int(self.arguments.get("q_offset", 0)) - self.first_key
+        keys = self.dense().triu(offset + 1).flatten(0, 2).any(0).nonzero()
+        return int(keys[-1]) + 1 + self.first_key if len(keys) else 0
+
     def moved(self, device: Any) -> dict[str, Any]:
         """The arguments that are on another device."""
         padding = self.arguments.get("attention_mask")
@@ -114,8 +120,13 @@ def make(**arguments: Any) -> LazyMask:
             f"attention_mask has {given.ndim} dimensions, {list(given.shape)}: must be [batch, tokens], or "
             "[batch, heads, queries, keys] with heads 1 for all"
         )
-    if cache is not None and not cache.note_padding(
-        arguments.get("attention_mask"), arguments.get("q_offset", 0), arguments["q_length"]
-    ):
-        kind, window = "overlay", 0
-    return LazyMask(arguments, kind, window)
+    made = LazyMask(arguments, kind, window)
+    if cache is None:
+        return made
+    if kind == "overlay" and made.shape[2] > 1:
+        end = made.sees_ahead()
+        if end:
+            cache.conversation.saw_ahead(end)
+    if not cache.note_padding(arguments.get("attention_mask"), arguments.get("q_offset", 0), arguments["q_length"]):
+        made.kind, made.window = "overlay", 0
+    return made

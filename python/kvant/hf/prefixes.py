@@ -23,13 +23,10 @@ import kvant
 
 from . import identity, versions
 from .cache import KvantCache
+from .conversation import only_text
 from .identity import State
 from .saving import Adopted, describe, stored_options, why_not_whole
 from .settings import Settings
-
-# What generate() gives a model beside token ids, and what does not change what keys and values are.
-_KNOWN = frozenset({"attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep"})
-_TYPES = frozenset({"token_type_ids", "mm_token_type_ids"})  # zeros for text
 
 
 def make_index(given: Any) -> kvant.PrefixIndex:
@@ -120,7 +117,9 @@ class Prefixes:
             self._say(f"no prefix is used for this prompt: {error}", 6)
             return None
         if found is not None:
-            found.model, request.cache = weakref.ref(model), found
+            ids = input_ids[:1, : found.length]
+            found.model, found.conversation = weakref.ref(model), found.conversation.of_prefix(ids, cache.conversation)
+            request.cache = found
             if len(rows) > 1:
                 found.batch_repeat_interleave(len(rows))
             if getattr(arguments.get("generation_config"), "is_assistant", False):
@@ -160,6 +159,11 @@ class Prefixes:
         length = min(len(tokens), cache.length)
         try:
             reason = why_not_whole(cache)  # on a device only tokens tell
+            if cache.conversation.ahead:
+                reason = "tokens of a prompt see later ones, so that no other prompt can begin as it does"
+            held = cache.conversation.ids(cache.length)
+            if reason is None and (held is None or held[0, :length].tolist() != tokens[:length]):
+                reason = "its cache holds other tokens than prompt and answer (a soft prompt, or embeddings)"
             if reason is not None:
                 raise ValueError(reason)
             state = identity.state(model)
@@ -195,15 +199,7 @@ def is_plain_text(model_kwargs: dict) -> bool:
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not (mask.ndim == 2 and bool((mask == 1).all())):
         return False
-    for name, value in model_kwargs.items():
-        if name in _KNOWN or name == versions.CACHE_NAME or value is None:
-            continue
-        if name in _TYPES and isinstance(value, torch.Tensor) and not bool(value.any()):
-            continue
-        if isinstance(value, (bool, str)):
-            continue
-        return False
-    return True
+    return only_text(model_kwargs)
 
 
 def _rows_of_one_text(ids: torch.Tensor, positions: torch.Tensor | None) -> list[list[int]]:
@@ -221,9 +217,8 @@ def _rows_of_one_text(ids: torch.Tensor, positions: torch.Tensor | None) -> list
 def _why_not_by_ids(model: Any) -> str:
     """Why token ids do not say all that a model gets: virtual tokens of peft's soft prompts come before the prompt, by
     a method that peft puts on the model during generate()."""
-    replaced = model.__dict__.get("prepare_inputs_for_generation")
-    owner = getattr(replaced, "__self__", None)
-    if replaced is None or owner is model:
+    owner = versions.wrapper(model)
+    if owner is None:
         return ""
     return (
         f"prepare_inputs_for_generation was replaced by that of {type(owner).__name__}, which may put virtual tokens "

@@ -138,13 +138,13 @@ def _prompts(cache: Any, group: Any) -> str:
 def report_of_another(kind: str, layers: int) -> Report:
     """The report of a cache of transformers', in whose layers kvant has no part."""
     rows = tuple(Row(i, False, "", "", 0, 0, 0, "", kind, 0, 0) for i in range(layers))
-    return Report(rows, 0, 0, f"the last tokens went to a {kind}: kvant stored none of them")
+    return Report(rows, 0, 0, f"the last tokens went to {kind}: kvant stored none of them")
 
 
 def make_report(cache: Any) -> Report:
     """The report of a KvantCache."""
     rows = []
-    batch, tokens = cache.rows or 0, cache.length
+    batch, tokens = cache.rows or 0, cache.length or cache.get_seq_length()
     shared = {id(group): (group.memory(), _ends(group.cache), *_tokens(group)) for group in cache.groups}
     for i, layer in enumerate(cache.layers):
         stored = isinstance(layer, KvantLayer)
@@ -162,7 +162,8 @@ def make_report(cache: Any) -> Report:
         else:
             for x in (getattr(layer, "keys", None), getattr(layer, "values", None)):
                 if x is not None and x.ndim == 4:
-                    heads, dim = x.shape[1], x.shape[3]
+                    heads, dim = heads or x.shape[1], dim or x.shape[3]
+                    batch = batch or x.shape[0]
                     held, plain = held + x.numel() * x.element_size(), plain + x.numel() * 2
         reason = cache.reasons.get(i, "")
         if not stored and versions.kind_of_layer(layer)[0] == "none":

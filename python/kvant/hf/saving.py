@@ -52,7 +52,10 @@ def why_not_whole(cache: KvantCache) -> str | None:
 
 
 def describe(cache: KvantCache) -> dict[str, str]:
-    """The metadata that adopt() reads."""
+    """The metadata that Adopted reads.
+
+    Errors: ValueError: what the model keeps of the conversation is not known.
+    """
     parts = []
     for group in cache.groups:
         dtype = str(cache.layers[group.members[0]].dtype).removeprefix("torch.")
@@ -63,6 +66,7 @@ def describe(cache: KvantCache) -> dict[str, str]:
         weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
         stored = base64.b64encode((bits.reshape(-1, 8) * weights).sum(1).to(torch.uint8).numpy().tobytes()).decode()
     return {
+        "hf.kept": cache.conversation.encode(cache.length),
         "hf.groups": json.dumps(parts),
         "hf.rows": str(cache.rows),
         "hf.length": str(cache.length),
@@ -87,11 +91,13 @@ class Adopted:
             packed = base64.b64decode(self.padding, validate=True)
             if packed and len(packed) != (self.rows * self.length + 7) // 8:
                 raise ValueError(f"{len(packed)} bytes of padding for {self.rows} rows of {self.length} tokens")
+            kept = metadata.get("hf.kept", '{"kept": {}, "media": [], "ahead": []}')  # new in 0.10
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no cache of kvant.hf: {error}") from None
         self.devices = versions.layer_devices(model)
         self.cache = KvantCache(model.config, settings, devices=self.devices, **capacity)
         self.default_device = str(versions.compute_device(model))
+        self.cache.conversation.decode(kept, model, self.rows, self.length)
         self._packed = packed
         self.families = [self._family(part) for part in self.parts]
         members = sorted(i for part in self.parts for i in part.members)
@@ -150,18 +156,39 @@ class Adopted:
         for group in cache.groups:
             if group.rows != counts:
                 raise ValueError(f"its sequences have {group.rows} tokens, and its rows {counts}")
+        cache.conversation.crop(length)
         return cache
 
 
 # --- files ---
 
 
-def _model_name(cache: KvantCache, model: Any) -> str:
+def _model_of(cache: KvantCache, model: Any) -> Any:
     if model is None:
         model = None if cache.model is None else cache.model()
     if model is None:
         raise ValueError("the model of this cache is gone or was never known: pass model=, which load compares")
-    return fingerprint(model)
+    return versions.checked(model)
+
+
+def _known_tokens(cache: KvantCache) -> list[list[int]] | None:
+    """The ids of each row without padding, as forward passes had them."""
+    ids = cache.conversation.ids(cache.length)
+    if ids is None:
+        return None
+    if cache.stored is None:
+        return ids.tolist()
+    return [row[real.to(row.device)].tolist() for row, real in zip(ids, cache.stored)]
+
+
+def _know_tokens(cache: KvantCache, snapshot: kvant.Snapshot) -> None:
+    """Ids that a file has are those of the cache."""
+    rows = [snapshot.tokens(place) for place in range(cache.rows)]
+    real = torch.ones((cache.rows, cache.length), dtype=torch.bool) if cache.stored is None else cache.stored.cpu()
+    if [len(row) for row in rows] == real.sum(1).tolist():
+        ids = torch.zeros(real.shape, dtype=torch.long)
+        ids[real] = torch.tensor([x for row in rows for x in row], dtype=torch.long)
+        cache.conversation.know(ids.to(cache.layers[cache.groups[0].members[0]].device))
 
 
 def _old_parts(path: str) -> list[str]:
@@ -208,9 +235,11 @@ def save(
     path: of a snapshot (docs/snapshots.md). Where layers differ in geometry there is one for each; the others stand
         beside it as PATH.ID.N and are moved with it. An older cache of that path stays whole until the new one is.
     model: whose cache it is. None: the model that it was made for.
-    tokens: token ids of each row without padding, which load can require. name: for people.
+    tokens: token ids of each row without padding, which load can require and generate() compares prompts with. None:
+        those that the cache has seen in forward passes. name: for people.
 
-    Errors: ValueError where the cache has no tokens, or layers that kvant does not store; those of kvant.save.
+    Errors: ValueError where the cache has no tokens, or layers that kvant does not store, or positions that are not
+    known (cropped into a step with images); those of kvant.save.
     """
     if not isinstance(cache, KvantCache):
         raise TypeError(f"cache is a {type(cache).__name__}: must be a cache of kvant.hf")
@@ -220,12 +249,21 @@ def save(
     if not cache.length:
         raise ValueError("the cache holds no tokens: there is nothing to save")
     cache._refuse_interrupted()
-    where, model_name = _arguments.path("path", path), _model_name(cache, model)
+    where, of = _arguments.path("path", path), _model_of(cache, model)
     if os.path.islink(where):  # the parts stand beside the file that is written
         where = os.path.realpath(where)
+    if cache.conversation.lacks(of, cache.length):
+        raise ValueError(
+            f"{type(of).__name__} keeps positions of the conversation in itself, and this cache has not recorded them: "
+            "make it by kvant.hf.cache(model)"
+        )
+    model_name = fingerprint(of)
+    if tokens is None:
+        tokens = _known_tokens(cache)
     made = secrets.token_hex(8)
     parts = [f"{where}.{made}.{i}" for i in range(1, len(cache.groups))]
-    metadata = {**describe(cache), "hf.set": made, "hf.parts": json.dumps([os.path.basename(p) for p in parts])}
+    metadata = {**describe(cache), "hf.embedded": str(int(tokens is None and cache.conversation.by_embeddings))}
+    metadata |= {"hf.set": made, "hf.parts": json.dumps([os.path.basename(p) for p in parts])}
     old = _old_parts(where) if os.path.exists(where) else []
     try:
         for group, each in reversed(list(zip(cache.groups, [where, *parts]))):  # the file that names the others last
@@ -263,7 +301,7 @@ def load(
     tokens: Any = None,
 ) -> KvantCache:
     """See kvant.hf.load. enabled: the settings of enable(model)."""
-    where = _arguments.path("path", path)
+    where, model = _arguments.path("path", path), versions.checked(model)
     first = kvant.Snapshot(where)
     snapshots = [first, *(kvant.Snapshot(part) for part in _parts_of(first.info, where))]
     try:
@@ -291,6 +329,15 @@ def load(
         for place, snapshot in enumerate(snapshots)
     ]
     try:
-        return adopted.finish(loaded)
+        cache = adopted.finish(loaded)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+    _know_tokens(cache, first)
+    cache.conversation.restored = True
+    cache.conversation.by_embeddings = first.info.metadata.get("hf.embedded") == "1"
+    if enabled is None and cache.conversation.shifts():
+        raise ValueError(
+            f"{where}: images shift the positions of this conversation, and {type(model).__name__} keeps them in "
+            "itself: call kvant.hf.enable(model) before, which gives them back to the model"
+        )
+    return cache

@@ -5,6 +5,7 @@ Nothing else in kvant.hf imports from transformers.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -48,21 +49,28 @@ __all__ = [
     "CACHE_NAME",
     "DECODING",
     "HARMLESS",
+    "DIVIDED",
     "IMPLEMENTATION",
     "SDPA_ARGUMENTS",
     "Cache",
     "CacheLayerMixin",
     "PreTrainedModel",
     "attention_state",
+    "by_name",
+    "checked",
     "compute_device",
     "cross_attention_layers",
     "decoder_config",
+    "differing_shapes",
+    "drafts",
     "given_cache",
     "hf_layers",
     "is_default_cache",
     "kind_of_layer",
     "layer_devices",
+    "makes_no_cache",
     "mask_kind",
+    "placeholders",
     "predicted_geometry",
     "register",
     "restore_attention",
@@ -70,6 +78,7 @@ __all__ = [
     "sdpa_mask",
     "set_attention",
     "takes_cache",
+    "wrapper",
     "why_not_served",
 ]
 
@@ -147,6 +156,13 @@ def mask_kind(arguments: dict[str, Any]) -> tuple[str, int]:
     return ("sliding", window) if window else ("causal", 0)
 
 
+def checked(model: Any) -> PreTrainedModel:
+    """A model, or TypeError."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model is a {type(model).__name__}: must be a transformers model (PreTrainedModel)")
+    return model
+
+
 # --- configs and layers ---
 
 
@@ -210,6 +226,58 @@ def predicted_geometry(config: Any, layer: int) -> tuple[int, int] | None:
         return int(kv_heads), int(head_dim)
     except (AttributeError, IndexError, KeyError, TypeError):
         return None
+
+
+def differing_shapes(config: Any, layer: int) -> str | None:
+    """Why a layer's keys and values differ in shape, as its configuration has it; None if it does not say so."""
+    try:
+        own = decoder_config(config).per_layer_config[layer]
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return None
+    latent, rotated = getattr(own, "kv_lora_rank", None), getattr(own, "qk_rope_head_dim", None)
+    if latent and rotated and latent != rotated:
+        return f"its keys and values differ in shape (latents of {latent}, rotated parts of {rotated})"
+    keys, values = getattr(own, "head_dim", None), getattr(own, "v_head_dim", None)
+    if latent is None and keys and values and keys != values:
+        return f"its keys and values differ in shape (head_dim {keys}, v_head_dim {values})"
+    return None
+
+
+def placeholders(config: Any) -> list[int]:
+    """Ids that stand for a part of an image, a video or a sound."""
+    found = set()
+    for each in {id(c): c for c in (config, decoder_config(config))}.values():
+        for name, value in vars(each).items():
+            if _PLACEHOLDER.search(name) and isinstance(value, int) and not isinstance(value, bool):
+                found.add(value)
+    return sorted(found)
+
+
+_PLACEHOLDER = re.compile(r"^(?!num_)\w*(image|img|video|audio|speech|vision|boi|eoi|boa|eoa)\w*_(id|index)$")
+
+
+def wrapper(model: Any) -> Any:
+    """The object, as of peft, that has replaced how a model prepares inputs during a generate(), or None."""
+    replaced = model.__dict__.get("prepare_inputs_for_generation")
+    owner = getattr(replaced, "__self__", replaced)
+    return None if owner is model else owner
+
+
+# Models whose logits depend on how a prompt is divided into forward passes, also with transformers' own cache.
+DIVIDED = {
+    "doge": "it chooses keys anew in each forward pass, by all keys that there are then",
+    "moshi": "its cache has a sliding window, and its masks have none",
+}
+
+
+@functools.cache
+def _parameters(of: type) -> tuple[str, ...]:
+    return tuple(inspect.signature(of.forward).parameters)[1:]
+
+
+def by_name(model: Any, positional: tuple) -> dict[str, Any]:
+    """The positional arguments of a forward pass by their names."""
+    return dict(zip(_parameters(type(model)), positional)) if positional else {}
 
 
 def _execution_device(module: Any) -> torch.device | None:
@@ -351,6 +419,16 @@ def set_attention(model: Any) -> None:
 def is_default_cache(cache: Any, generation_config: Any) -> bool:
     """Whether generate() made this cache because nobody asked for another."""
     return type(cache) is DynamicCache and generation_config.cache_implementation is None
+
+
+def drafts(generation_mode: Any) -> bool:
+    """Whether generate() checks drafts of several tokens: it then begins with the whole prompt over any cache."""
+    return getattr(generation_mode, "value", None) == "assisted_generation"
+
+
+def makes_no_cache(arguments: dict[str, Any]) -> bool:
+    """Whether a call of a model asks for a cache, has none, and so gets one that the model makes."""
+    return arguments.get("use_cache") is True and given_cache(arguments) is None
 
 
 # The decoding methods of generate(), and whether they give the model only what a cache lacks. Assisted generation gives
