@@ -208,7 +208,7 @@ class PrefixIndex(_arguments.NotCopied):
             raise InvalidArgument(f"max_bytes = {_arguments.show(max_bytes)}: must be above 0")
         self.max_bytes = int(limit)
         self.problems: list[str] = []  # the last damaged entries, a sentence each
-        self._lock = _locks.new()
+        self._lock = _locks.new("this index")
         self._table = _Table()
         self._blocks: dict[tuple, int] = {}  # in memory: how many entries have a block
         self._counts = dict.fromkeys(("lookups", "hits", "tokens", "evicted", "refused"), 0)

@@ -16,6 +16,7 @@ from typing import Any
 
 from . import _arguments, _c, _tensors
 from ._errors import BY_STATUS, InvalidArgument, KvantError, Unsupported
+from ._signals import attempt
 
 
 def version() -> str:
@@ -107,12 +108,9 @@ def _torch_partial(x: Any, name: str, device: Any) -> Any:
 def _host_partial(x: Any, name: str) -> Any:
     import numpy as np
 
-    try:
-        found = np.asarray(x)
-        if found.dtype.kind in "fiu":
-            return np.asarray(found, np.float32, order="C")
-    except Exception:  # of an array on a device, for one
-        pass
+    found, error = attempt(np.asarray, x)  # an error: of an array on a device, for one
+    if error is None and found.dtype.kind in "fiu":
+        return np.asarray(found, np.float32, order="C")
     raise InvalidArgument(f"{name} is a {type(x).__name__}: must be an array of real numbers in host memory")
 
 
