@@ -35,7 +35,8 @@ class _Thread:
     """The work in its thread."""
 
     def __init__(self, work: Work, locks: list[_locks.Lock], has_progress: bool):
-        self._work, self._locks, self._has_progress = work, locks, has_progress
+        self._work: Work | None = work
+        self._locks, self._has_progress = locks, has_progress
         self._guard = _locks.new("a call that goes on")  # forks wait for the work's end
         self.news: queue.SimpleQueue = queue.SimpleQueue()  # (done, total) for the progress function; None: the end
         self.answers: queue.SimpleQueue = queue.SimpleQueue()  # True: stop
@@ -53,6 +54,7 @@ class _Thread:
                 _locked(self._locks, self._work, report)
             except BaseException as error:
                 self.error = error
+            self._work = None  # keeps the callback, which keeps this
             self.ended = True
             self.news.put(None)
             self.end.release()
@@ -119,8 +121,12 @@ def run(work: Work, progress: Any, *locks: _locks.Lock) -> None:
                                 caught = error
                     except BaseException as error:
                         caught = error
+            thread.error = None  # its traceback keeps the thread
             if caught is not None:
-                raise caught
+                try:
+                    raise caught
+                finally:
+                    del caught  # or the exception would hold this frame, and the frame the exception
         raise
     finally:
         if lent_before:
