@@ -139,10 +139,7 @@ def choice(name: str, value: Any, allowed: dict[str, int]) -> int:
 
 def path(name: str, value: Any) -> str:
     """The path of a file."""
-    try:
-        found = os.fsdecode(value)
-    except Exception:
-        found = "\0"
+    found = attempt(os.fsdecode, value)[0]
     if not found or "\0" in found:
         raise InvalidArgument(f"{name} = {show(value)}: must be the path of a file")
     return found

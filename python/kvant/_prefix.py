@@ -23,6 +23,7 @@ from . import _arguments, _locks
 from ._cache import Cache, Sequence
 from ._errors import BadFile, FileError, InvalidArgument, Unsupported
 from ._owner import Member
+from ._signals import attempt
 from ._snapshot import Snapshot, copy_sequences, save
 from ._tools import formats
 
@@ -417,11 +418,11 @@ class PrefixIndex(_arguments.NotCopied):
             return
         found: dict[str, dict[int, os.DirEntry]] = {}
         counts: dict[str, int] = {}
-        try:
-            with os.scandir(self.directory) as entries:
-                files = list(entries)
-        except OSError as error:
+        entries, error = attempt(os.scandir, self.directory, refusals=(OSError,))
+        if error is not None:
             raise FileError(f"{self.directory}: {error.strerror or error}") from None
+        with entries:
+            files = list(entries)
         for file in files:
             name = _NAME.fullmatch(file.name)
             if name:
@@ -554,10 +555,7 @@ def _trim(caches: list[Cache]) -> None:
 
 def _ignoring(call: Callable[[str], Any], path: str) -> None:
     """A call on a file that another process may have removed, or that this one may not change."""
-    try:
-        call(path)
-    except OSError:
-        pass
+    attempt(call, path, refusals=(OSError,))
 
 
 def _used_now(entry: _Entry) -> None:
@@ -567,10 +565,8 @@ def _used_now(entry: _Entry) -> None:
 
 
 def _time(file: os.DirEntry) -> int:
-    try:
-        return file.stat().st_mtime_ns
-    except OSError:
-        return 0
+    found, error = attempt(file.stat, refusals=(OSError,))
+    return 0 if error is not None else found.st_mtime_ns
 
 
 def _age(file: os.DirEntry) -> float:

@@ -38,11 +38,14 @@ class Ref(weakref.ref):
     __hash__ = object.__hash__
 
 
-def attempt(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception | None]:
-    """(function(*arguments), None), or (None, the error) of an object that refuses. Exceptions of handlers pass."""
+def attempt(
+    function: Callable[..., Any], *arguments: Any, refusals: tuple[type[Exception], ...] = REFUSALS
+) -> tuple[Any, Exception | None]:
+    """(function(*arguments), None), or (None, the error) of an object that refuses. Exceptions of handlers pass, if the
+    function is C's, as are repr, iter, os.unlink; in a function of Python those that are no refusals pass."""
     call = map(function, *((x,) for x in arguments)) if arguments else map(CALL, (function,))
     try:
         (found,) = call  # this instruction calls, and no handler runs after it
-    except REFUSALS as error:
+    except refusals as error:
         return None, error
     return found, None
