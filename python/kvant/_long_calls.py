@@ -94,8 +94,8 @@ def run(work: Work, progress: Any, *locks: _locks.Lock) -> None:
         _locked(free, work, _c.Progress())
         return
     thread = _Thread(work, free, progress is not None)
-    lent_before = _locks.lent.get(me, ())
-    lent = lent_before if progress is None else (*lent_before, *ordered)
+    lent_before = _locks.lent.get(me)
+    lent = (*(lent_before or ()), *(ordered if progress is not None else ()))
     started: list[int] = []
     _locks.lent[me] = lent
     try:
@@ -129,10 +129,10 @@ def run(work: Work, progress: Any, *locks: _locks.Lock) -> None:
                     del caught  # or the exception would hold this frame, and the frame the exception
         raise
     finally:
-        if lent_before:
-            _locks.lent[me] = lent_before
-        else:
+        if lent_before is None:
             del _locks.lent[me]
+        else:
+            _locks.lent[me] = lent_before
     if not started:  # as in an atexit function, where Python starts no threads
         _run_here(work, progress, free)
 

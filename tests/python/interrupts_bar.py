@@ -50,7 +50,7 @@ class Lost(Exception):
 @dataclasses.dataclass
 class Call:
     """One call. begin() makes a fresh state. call() is interrupted. state() is compared with those of before and after.
-    cache: whose sequences are counted. folder: whose files are, after each moment."""
+    caches: whose sequences are counted at the end. folder: whose files are, after each moment."""
 
     begin: Callable[[], None]
     call: Callable[[], Any]
@@ -171,10 +171,24 @@ class World:
             return bool(self.sequences[1].id), self.cache.owner.count()
 
         s = self.sequences[0]
-        memory = kvant.PrefixIndex()
-        memory.insert(range(self.tokens), s)
-        self.index = kvant.PrefixIndex(os.path.join(self.dir, "index"))
-        self.index.insert(range(self.tokens), s)
+        indexes = [kvant.PrefixIndex(), kvant.PrefixIndex(os.path.join(self.dir, "index"))]
+        empty = [kvant.PrefixIndex(), kvant.PrefixIndex(os.path.join(self.dir, "empty"))]
+        for index in indexes:
+            index.insert(range(self.tokens), s)
+
+        def insert(index: kvant.PrefixIndex) -> Call:
+            def begin() -> None:
+                self.again()
+                index.clear()
+
+            def state() -> Any:
+                return index.stats.entries, index.find(range(self.tokens)) is not None
+
+            return Call(begin, lambda: index.insert(range(self.tokens), s), state, self.both, index.directory)
+
+        def find(index: kvant.PrefixIndex) -> Call:
+            return of(lambda: self._keep(index.find(range(self.tokens))), folder=index.directory)
+
         saved = dict(folder=self.dir)
         p = self._reported
         return {
@@ -200,8 +214,10 @@ class World:
             "copy, progress": of(lambda: self._keep(kvant.copy_sequences(self.sequences, self.other, progress=p))),
             "Snapshot.verify": of(lambda: self.snapshot.verify(progress=p)),
             "Snapshot.copy": of(lambda: self.snapshot.copy(new, progress=p), no_file, file, **saved),
-            "find in memory": of(lambda: self._keep(memory.find(range(self.tokens)))),
-            "find in files": of(lambda: self._keep(self.index.find(range(self.tokens)))),
+            "find in memory": find(indexes[0]),
+            "find in files": find(indexes[1]),
+            "insert in memory": insert(empty[0]),
+            "insert in files": insert(empty[1]),
         }
 
     def _layers(self) -> Any:
@@ -223,11 +239,11 @@ class Handler:
     """Raises the next kind of exception at each signal while it is armed."""
 
     def __init__(self):
-        self.armed, self.rung, self.kind = False, 0, KINDS[0]
+        self.armed, self.rung, self.kind = 0, 0, KINDS[0]
 
     def __call__(self, *_: Any) -> None:
         if self.armed:
-            self.armed = False
+            self.armed -= 1
             self.rung += 1
             raise self.kind("of the handler")
 
@@ -267,18 +283,18 @@ def interrupted(call: Call, handler: Handler, arm: Callable[[], None], disarm: C
     try:
         arm()
         call.call()
-        handler.armed = False
+        handler.armed = 0
     except BaseException as error:
-        handler.armed = False
+        handler.armed = 0
         name = type(error).__name__
         if type(error) is not handler.kind or str(error) != "of the handler":
             name += f": {error}"[:150]
-    handler.armed = False
+    handler.armed = 0
     disarm()
     return name
 
 
-def note(found: Found, call: Call, name: str | None, rung: int, handler: Handler, states: tuple) -> None:
+def note(found: Found, call: Call, name: str | None, handler: Handler, states: tuple) -> None:
     found.moments += 1
     if name == handler.kind.__name__:
         found.arrived += 1
@@ -333,31 +349,32 @@ class Session:
             delay = max(rng.random() * longest, 1e-6)
 
             def arm(delay=delay) -> None:
-                handler.armed = True
+                handler.armed = 1
                 signal.setitimer(signal.ITIMER_REAL, delay)
 
             name = interrupted(call, handler, arm, lambda: signal.setitimer(signal.ITIMER_REAL, 0))
             if handler.rung == rung:  # the call was over
                 continue
-            note(found, call, name, rung, handler, states)
+            note(found, call, name, handler, states)
             leftovers(found, call, self.printed)
         call.begin()
         found.orphans = orphans(call)
         return found
 
-    def exactly(self, call: Call, stride: int = 1, offset: int = 0) -> Found:
-        """The signal at each moment in which CPython runs handlers, of kvant's own code and what it calls."""
+    def exactly(self, call: Call, gap: int = 0, stride: int = 1) -> Found:
+        """The signal at each moment in which CPython runs handlers in kvant's own code. gap: another signal so many
+        moments later, while the first one's exception is on its way."""
         found, handler = Found(), self.handler
         states = states_of(call)
         call.begin()
         last = _count_moments(call.call)
-        for n in range(offset, last, stride):
+        for n in range(0, last, stride):
             call.begin()
             handler.kind = KINDS[n % len(KINDS)]
-            rung, tracer = handler.rung, _Tracer(n)
+            rung, tracer = handler.rung, _Tracer({n, n + gap})
 
             def arm() -> None:
-                handler.armed = True
+                handler.armed = 2
                 sys.settrace(tracer)
 
             name = interrupted(call, handler, arm, lambda: sys.settrace(None))
@@ -365,7 +382,7 @@ class Session:
                 if tracer.rang:
                     raise Lost(f"moment {n}: the signal's handler was not called")
                 continue  # this time the call took another way, and was shorter
-            note(found, call, name, rung, handler, states)
+            note(found, call, name, handler, states)
             leftovers(found, call, self.printed)
         call.begin()
         found.orphans = orphans(call)
@@ -388,10 +405,10 @@ def _looks(code: Any) -> dict[int, bool]:
 
 
 class _Tracer:
-    """Makes the signal come as instruction number n, of those that may run a handler, begins."""
+    """Makes the signal come as instructions with these numbers, of those that may run a handler, begin."""
 
-    def __init__(self, n: int):
-        self.n, self.at, self.rang = n, -1, False
+    def __init__(self, numbers: set[int]):
+        self.numbers, self.at, self.rang = numbers, -1, False
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(_PACKAGE):
@@ -402,7 +419,7 @@ class _Tracer:
     def each(self, frame: Any, event: str, _: Any) -> Any:
         if event == "opcode" and _looks(frame.f_code).get(frame.f_lasti, False):
             self.at += 1
-            if self.at == self.n:
+            if self.at in self.numbers:
                 self.rang = True
                 ring = map(_thread.interrupt_main, (NUMBER,))
                 [_] = ring  # no handler runs from here to the instruction
@@ -410,7 +427,7 @@ class _Tracer:
 
 
 def _count_moments(call: Callable[[], Any]) -> int:
-    tracer = _Tracer(-2)
+    tracer = _Tracer(set())
     sys.settrace(tracer)
     try:
         call()
@@ -466,6 +483,7 @@ def main() -> int:
     parser.add_argument("calls", nargs="*")
     parser.add_argument("--moments", type=int, default=1000)
     parser.add_argument("--exactly", action="store_true", help="each moment once, instead of random ones")
+    parser.add_argument("--gap", type=int, default=0, help="with --exactly: another signal so many moments later")
     parser.add_argument("--generate", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -479,7 +497,7 @@ def main() -> int:
             if arguments.calls and name not in arguments.calls:
                 continue
             if arguments.exactly:
-                found = session.exactly(call)
+                found = session.exactly(call, arguments.gap)
             else:
                 found = session.randomly(call, arguments.moments, arguments.seed)
             bad += not found.good
