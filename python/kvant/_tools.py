@@ -102,7 +102,9 @@ def _torch_partial(x: Any, name: str, device: Any) -> Any:
         raise InvalidArgument(f"{name} is on {device}: must be on the CPU or on a CUDA device")
     if not _tensors.is_torch(x) or x.device != device or x.dtype != torch.float32 or x.layout is not torch.strided:
         raise InvalidArgument(f"{name} must be an f32 tensor on {device}, of a dense layout")
-    return x.detach().resolve_neg()
+    found, error = attempt(lambda: x.detach().resolve_neg())
+    _tensors.describe(x if error is not None else found, name, _tensors.place(_arguments.device(device), None, "others are"))
+    return found
 
 
 def _host_partial(x: Any, name: str) -> Any:

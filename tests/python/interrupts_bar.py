@@ -375,7 +375,7 @@ class Session:
 
             def arm() -> None:
                 handler.armed = 2
-                sys.settrace(tracer)
+                tracer.start()
 
             name = interrupted(call, handler, arm, lambda: sys.settrace(None))
             if handler.rung == rung:
@@ -410,6 +410,10 @@ class _Tracer:
     def __init__(self, numbers: set[int]):
         self.numbers, self.at, self.rang = numbers, -1, False
 
+    def start(self) -> None:
+        sys._getframe().f_trace_opcodes = True  # CPython 3.12 sees at settrace whether instructions are traced
+        sys.settrace(self)
+
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(_PACKAGE):
             return None
@@ -428,7 +432,7 @@ class _Tracer:
 
 def _count_moments(call: Callable[[], Any]) -> int:
     tracer = _Tracer(set())
-    sys.settrace(tracer)
+    tracer.start()
     try:
         call()
     finally:

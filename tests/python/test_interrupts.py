@@ -40,7 +40,8 @@ def session():
 def test_a_signal_at_every_moment(calls, session, name):
     found = session.exactly(calls[name])
     assert found.good, interrupts_bar.line(name, found)
-    assert found.moments > 5 and found.moments == found.before + found.after
+    assert found.moments == found.before + found.after
+    assert found.moments > 5 or sys.version_info >= (3, 13)  # which traces the instructions of few functions
 
 
 @pytest.mark.parametrize("gap", [1, 2])
@@ -73,7 +74,7 @@ def test_a_call_that_was_interrupted_can_be_made_again(session, name):
 
         def arm(tracer=tracer):
             session.handler.armed = 1
-            sys.settrace(tracer)
+            tracer.start()
 
         interrupts_bar.interrupted(call, session.handler, arm, lambda: sys.settrace(None))
         if len(world.sequences[0]) == world.tokens:
@@ -162,7 +163,7 @@ def rows(tokens):
 def script(text, timeout=60):
     """Runs a program in which a mistake is a hang, and returns its lines."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(text)],
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(text)],
         env={**os.environ, "PYTHONPATH": str(Path(kvant.__file__).parents[1]), "KVANT_LIBRARY": str(_c.library_path)},
         capture_output=True,
         text=True,
