@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import weakref
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
@@ -45,11 +47,11 @@ class Step(_arguments.NotCopied):
     """
 
     _instead = "cache.step() makes another"
-    _made_of = ("cache", "sequences", "tokens", "stream", "_reservation", "_plans")
+    _made_of = ("cache", "sequences", "tokens", "stream", "_reservation", "_me", "_plans")
 
     def __init__(self, cache: Any, sequences: list[Any], tokens: list[int], stream: Any, reservation: Reservation):
         self.cache, self.sequences, self.tokens, self.stream = cache, sequences, tokens, stream
-        self._reservation = reservation
+        self._reservation, self._me = reservation, weakref.ref(self)
         self._plans: dict = {}
 
     def write(self, layer: int, keys: Any, values: Any) -> None:
@@ -84,8 +86,9 @@ class Step(_arguments.NotCopied):
             layer, q, out, keys=keys, values=values, lse=lse, sink_logits=sink_logits, stream=self.stream
         )
 
-    def __enter__(self) -> Step:
-        return self
+    # `with` calls the weak reference, which returns this object: a handler that ran as a function of Python begins would
+    # come before the block, whose end drops the tokens.
+    __enter__ = property(operator.attrgetter("_me"))
 
     def __exit__(self, error_type, error, traceback) -> None:
         if error_type is not None:
