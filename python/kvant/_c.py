@@ -28,7 +28,7 @@ from ctypes import (
 from pathlib import Path
 
 from . import _errors
-from ._signals import Ref
+from ._signals import Ref, make_anchor
 
 
 def _candidates() -> list[Path]:
@@ -473,12 +473,13 @@ class _Handle(c_void_p):
 
     def __init__(self):
         super().__init__()
-        value = c_void_p.from_address(ctypes.addressof(self))  # is there until the references were told
+        self._anchor = make_anchor()
+        value = c_void_p.from_address(ctypes.addressof(self))  # outlives the anchor
         known = _Handle._finalisers
         if len(known) >= _Handle._most:
             known -= {ref for ref in list(known) if ref() is None}
             _Handle._most = 2 * len(known) + 64
-        known.add(Ref(self, functools.partial(self._destroy, value)))
+        known.add(Ref(self._anchor, functools.partial(self._destroy, value)))
 
 
 class BasesHandle(_Handle):

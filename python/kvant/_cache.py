@@ -14,7 +14,7 @@ from . import _arguments, _c, _overlap, _tensors
 from ._errors import InvalidArgument
 from ._owner import Member, Owner, Ticket
 from ._plan import Plan, prepare
-from ._signals import CALL
+from ._signals import CALL, make_anchor
 from ._step import Reservation, Step
 
 __all__ = ["Bases", "Cache", "Memory", "Sequence"]
@@ -213,7 +213,7 @@ class Cache(_arguments.NotCopied):
         return self._make(1, lambda ids: _c.add_sequence(self.handle, ids))[0]
 
     def _make(self, count: int, fill: Callable[[Any], int]) -> list[Sequence]:
-        """Sequences whose numbers fill(ids) writes, a call of the library under the lock. They are there before it, so
+        """Sequences whose numbers fill(ids) writes, a call of the library under the lock. They exist before it, so
         that none is left over whenever an exception comes."""
         made, ids, tickets = self._unfilled(count)
         try:
@@ -476,11 +476,11 @@ class Sequence(_arguments.NotCopied, Member):
     remove()."""
 
     _instead = "fork() makes a sequence that shares its pages"
-    _made_of = ("cache", "_ticket", "_removed", "_step")
+    _made_of = ("cache", "_anchor", "_ticket", "_removed", "_step")
 
     def __init__(self, cache: Cache, ids: Any, place: int):
-        self.cache = cache
-        self._ticket, self._removed = cache.owner.ticket(self, ids, place), False
+        self.cache, self._anchor = cache, make_anchor()
+        self._ticket, self._removed = cache.owner.ticket(self._anchor, ids, place), False
         self._step = _NO_STEP  # that attend opened, this sequence its first: what it reserved, and layers written
 
     @property

@@ -38,8 +38,8 @@ class Member:
 
 
 class Ticket(Ref):
-    """Which sequence of the library a Member had, to remove the one when the other goes. ids[place]: the library's
-    number; 0: none, or removed."""
+    """Leads from an anchor, which a Member holds, to the library's sequence, to remove the one when the other goes.
+    ids[place]: the library's number; 0: none, or removed."""
 
     __slots__ = ("ids", "place")
 
@@ -75,9 +75,9 @@ class Owner:
 
     # --- sequences that come and go ---
 
-    def ticket(self, member: Member, ids: Any, place: int) -> Ticket:
-        """Remembers that the sequence ids[place], which the library may not have made yet, is this object's."""
-        ticket = Ticket(member, self.gone.append)
+    def ticket(self, anchor: Any, ids: Any, place: int) -> Ticket:
+        """Remembers that the sequence ids[place], which the library may not have made yet, goes with the anchor."""
+        ticket = Ticket(anchor, self.gone.append)
         ticket.ids, ticket.place = ids, place
         self._tickets.add(ticket)
         return ticket
@@ -89,7 +89,7 @@ class Owner:
             return len(self._tickets)
 
     def _remove_gone(self) -> None:
-        """What an exception interrupts, the next call repeats: the library never gives a number twice."""
+        """The next call repeats what an exception interrupts: the library never gives a number twice."""
         with self.lock:
             while self.gone:
                 ticket = self.gone[0]

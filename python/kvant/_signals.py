@@ -1,4 +1,4 @@
-"""What a signal's handler cannot disturb.
+"""Rules that keep every call whole whenever a signal's handler raises.
 
 Python runs the handlers of signals in the main thread, between two instructions, and a handler may raise anything:
 KeyboardInterrupt, a time limit's TimeoutError, an exception of its own. CPython (3.10 to 3.14) looks for signals after
@@ -7,9 +7,9 @@ between an exception and the first call in its `except` or `finally` block. Thes
 
 1. An object exists before the library's call that fills it (Handle in _c.py, Sequence in _cache.py). Where the call's
    result is not handed out, the object goes, and what the library made goes with it.
-2. What gives memory back is a call of C, as the callback of a weak reference (Ref). A `__del__` is a function of Python:
-   an exception of a handler that runs in it would be printed and dropped.
-3. What a call may have to undo is prepared before the call, as one call of C that stands first in the `except` block.
+2. A call of C gives memory back, as the callback of a weak reference (Ref). A `__del__` is a function of Python: an
+   exception of a handler that runs in it would be printed and dropped.
+3. A call prepares beforehand how it is undone, as one call of C that stands first in the `except` block.
 4. A lock says with the same call of C that it was taken (_locks.py).
 5. A long call, and every call that reports its progress, is made in a thread of its own, where no handlers run. The
    caller's thread waits, runs handlers, and stops the call (_long_calls.py).
@@ -23,11 +23,17 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+# The collector tells weak references to its trash before it calls the trash's finalisers, which may still use a cache.
+# It does not track code objects, so a weak reference to one that the trash holds is told when the trash is cleared.
+make_anchor: Callable[[], Any] = compile("", "", "exec").replace
+
 CALL = operator.methodcaller("__call__")  # in C
 
-# What the methods of an object raise that is not what was expected. Not OSError and not Exception: a handler's
-# TimeoutError, or its own exception, is no answer of the object.
-REFUSALS = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError, AssertionError, BufferError)
+# Raised by methods of an object that is of another kind. Not OSError and not Exception: a handler's TimeoutError, or
+# its own exception, is no answer of the object.
+REFUSALS = (
+    TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError, AssertionError, BufferError
+)  # fmt: skip
 
 
 class Ref(weakref.ref):

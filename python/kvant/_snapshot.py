@@ -219,7 +219,7 @@ class Snapshot(_arguments.NotCopied):
         if into is not None:
             return self._load_into(into, options, count, progress, stream)
         if stream is not None:
-            raise InvalidArgument("stream is given, but into is not: a new cache is done when it is returned; leave it out")
+            raise InvalidArgument("stream is given, but into is not: a new cache is whole at the return; leave it out")
         options.device = b"cpu" if kind == "cpu" else f"{kind}:{number}".encode()
         handle, ids = _c.CacheHandle(), (c_uint64 * count)()
 

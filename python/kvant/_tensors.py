@@ -159,8 +159,8 @@ def _of_torch(x: Any, name: str) -> Described:
         if data == 0 or stored < needed:
             memory = "no memory" if data == 0 else f"{max(stored, 0)} bytes of memory where it needs {needed}"
             raise InvalidArgument(
-                f"{name} is a torch tensor on {x.device} of shape {list(shape)} with {memory}: its storage was freed or "
-                "resized, or never there (meta and fake tensors); give a tensor that has its numbers"
+                f"{name} is a torch tensor on {x.device} of shape {list(shape)} with {memory}: its storage was freed "
+                "or resized, or never there (meta and fake tensors); give a tensor that has its numbers"
             )
     return Described(data, dtype or str(x.dtype), shape, stride, device, x)
 

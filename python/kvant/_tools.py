@@ -103,7 +103,8 @@ def _torch_partial(x: Any, name: str, device: Any) -> Any:
     if not _tensors.is_torch(x) or x.device != device or x.dtype != torch.float32 or x.layout is not torch.strided:
         raise InvalidArgument(f"{name} must be an f32 tensor on {device}, of a dense layout")
     found, error = attempt(lambda: x.detach().resolve_neg())
-    _tensors.describe(x if error is not None else found, name, _tensors.place(_arguments.device(device), None, "others are"))
+    place = _tensors.place(_arguments.device(device), None, "others are")
+    _tensors.describe(x if error is not None else found, name, place)  # refuses one without memory
     return found
 
 

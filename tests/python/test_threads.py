@@ -264,6 +264,29 @@ def test_a_cycle_of_everything_goes_in_any_order(monkeypatch):
         destroyed.clear()
 
 
+def test_a_finaliser_in_a_cycle_may_still_use_the_cache():
+    """The collector tells weak references first, and calls finalisers then."""
+    seen = []
+
+    class Reporter:
+        def __del__(self):
+            seen.append((self.cache.memory().tokens, len(self.sequence), self.cache.owner.count()))
+            self.plan.run(0, rows([1], 9))
+
+    for place in range(5):
+        reporter = Reporter()
+        reporter.cache = cache = make({})
+        reporter.sequence = cache.sequence()
+        append(reporter.sequence, range(70))
+        reporter.plan = cache.plan(reporter.sequence, q_heads=1)
+        ring = [reporter, cache, reporter.sequence, reporter.plan]
+        ring.insert(place, ring)
+        reporter.ring = ring
+        del reporter, cache, ring
+        gc.collect()
+    assert seen == [(70, 70, 1)] * 5
+
+
 def test_a_handle_that_the_library_never_filled_or_that_was_closed_goes(monkeypatch):
     destroyed = []
     monkeypatch.setattr(
