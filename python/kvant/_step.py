@@ -86,8 +86,8 @@ class Step(_arguments.NotCopied):
             layer, q, out, keys=keys, values=values, lse=lse, sink_logits=sink_logits, stream=self.stream
         )
 
-    # `with` calls the weak reference, which returns this object. Where a function of Python begins a handler may run, and
-    # its exception would come before the block, whose end drops the tokens.
+    # `with` calls the weak reference, which returns this object. A handler may run where a function of Python begins,
+    # and its exception would come before the block, whose end drops the tokens.
     __enter__ = property(operator.attrgetter("_me"))
 
     def __exit__(self, error_type, error, traceback) -> None:
