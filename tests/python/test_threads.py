@@ -352,9 +352,9 @@ def test_runs_of_one_plan_take_turns():
 forks = pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="needs fork")
 
 
-def script(text):
-    """Runs a program in which a mistake is a hang."""
-    source = "import gc, kvant, numpy as np, os, signal, sys, threading, time\nfrom kvant import _locks\n"
+def script(text, first=""):
+    """Runs a program in which a mistake is a hang. first: before kvant is imported."""
+    source = textwrap.dedent(first) + "import gc, kvant, numpy as np, os, signal, sys, threading, time\nfrom kvant import _locks\n"
     source += "x = np.ones((4, 1, 32), 'f4')\nmake = lambda **o: kvant.Cache(kv_heads=1, head_dim=32, threads=1, **o)\n"
     done = subprocess.run(
         [sys.executable, "-c", source + textwrap.dedent(text)],
@@ -443,24 +443,26 @@ def test_a_fork_and_a_thread_that_take_locks_in_other_orders_wait_for_each_other
 
 @forks
 def test_a_lock_that_was_made_and_taken_while_a_fork_began_is_free_in_the_child():
+    first = """
+    import os, threading, time
+    made, taken = [], threading.Event()
+    def before():  # runs after kvant's own function, since it is registered before that
+        def work():
+            made.append(_locks.new())
+            with made[0]:
+                taken.set()
+                time.sleep(1)
+        threading.Thread(target=work).start(); taken.wait()
+    os.register_at_fork(before=before)
+    """
     assert script(
         """
-        made, taken = [], threading.Event()
-        def before():  # runs after kvant's own function, since it is registered before that
-            def work():
-                made.append(_locks.new())
-                with made[0]:
-                    taken.set()
-                    time.sleep(1)
-            threading.Thread(target=work).start(); taken.wait()
-        import importlib
-        os.register_at_fork(before=before)
-        importlib.reload(_locks)  # registers anew
         child = os.fork()
         if child == 0:
             os._exit(0 if made[0].acquire(blocking=False) else 1)
         print(os.waitpid(child, 0)[1])
-        """
+        """,
+        first,
     ).split() == ["0"]
 
 
