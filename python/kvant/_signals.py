@@ -53,5 +53,7 @@ def attempt(
     try:
         (found,) = call  # this instruction calls, and no handler runs after it
     except refusals as error:
+        if isinstance(error, OSError) and error.errno is None:  # a handler's, that ran within: systems give a number
+            raise
         return None, error
     return found, None

@@ -239,7 +239,7 @@ class Handler:
     """Raises the next kind of exception at each signal while it is armed."""
 
     def __init__(self):
-        self.armed, self.rung, self.kind = 0, 0, KINDS[0]
+        self.armed, self.rung, self.kind, self.kept = 0, 0, KINDS[0], None
 
     def __call__(self, *_: Any) -> None:
         if self.armed:
@@ -285,7 +285,7 @@ def interrupted(call: Call, handler: Handler, arm: Callable[[], None], disarm: C
         call.call()
         handler.armed = 0
     except BaseException as error:
-        handler.armed = 0
+        handler.armed, handler.kept = 0, error  # as a debugger keeps it, with all that its frames have
         name = type(error).__name__
         if type(error) is not handler.kind or str(error) != "of the handler":
             name += f": {error}"[:150]
