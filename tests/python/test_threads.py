@@ -354,7 +354,8 @@ forks = pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="needs fo
 
 def script(text, first=""):
     """Runs a program in which a mistake is a hang. first: before kvant is imported."""
-    source = textwrap.dedent(first) + "import gc, kvant, numpy as np, os, signal, sys, threading, time\nfrom kvant import _locks\n"
+    source = textwrap.dedent(first) + "import gc, kvant, numpy as np, os, signal, sys, threading, time\n"
+    source += "from kvant import _locks\n"
     source += "x = np.ones((4, 1, 32), 'f4')\nmake = lambda **o: kvant.Cache(kv_heads=1, head_dim=32, threads=1, **o)\n"
     done = subprocess.run(
         [sys.executable, "-c", source + textwrap.dedent(text)],
