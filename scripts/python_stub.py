@@ -79,7 +79,9 @@ def class_lines(name: str, cls) -> list[str]:
     for member, value in vars(cls).items():
         if member.startswith("_") and member not in ("__init__", "__len__", "__enter__", "__exit__"):
             continue
-        if isinstance(value, property):
+        if isinstance(value, property) and member == "__enter__":  # that gives a callable of C
+            lines += [f"    def __enter__(self) -> {name}:", "        ..."]
+        elif isinstance(value, property):
             lines += ["    @property", *function_lines(member, value.fget, "    ")]
         elif inspect.isfunction(value) and not (member == "__init__" and hasattr(cls, "__dataclass_fields__")):
             lines += function_lines(member, value, "    ")

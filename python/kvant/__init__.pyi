@@ -452,9 +452,14 @@ class PrefixStats:
     refused: int
 
 class Sequence:
-    """One sequence of a cache. `len()` counts its tokens. Its pages are freed when the object goes, or by remove()."""
-    def __init__(self, cache: Cache, number: int):
+    """One sequence of a cache. `len()` counts its tokens. Its pages are free again when the object goes, or by
+    remove().
+    """
+    def __init__(self, cache: Cache, ids: Any, place: int):
         ...
+    @property
+    def id(self) -> int:
+        """The library's number of the sequence; 0 after remove()."""
     @property
     def number(self) -> int:
         """The library's number of the sequence. Error: InvalidArgument after remove()."""
@@ -494,7 +499,7 @@ class Snapshot:
             others; tokens: a list for each sequence that is loaded.
         into: a cache of the same configuration; after any error it has the sequences that it had. None: a new one, for
             which the next five are, as for Cache. capacity_tokens: None: as it was; 0: no limit.
-        progress, stream: as for save.
+        progress, stream: as for save; stream only with into.
 
         Errors: InvalidArgument (another configuration, or other than is required), OutOfCapacity, BadFile (names the
         first page that is not as it was saved), FileError, Unsupported.
@@ -542,7 +547,7 @@ class Step:
 
     As a context manager: if the block raises, the step's tokens are dropped again.
     """
-    def __init__(self, cache: Any, sequences: list[Any], tokens: list[int], stream: Any):
+    def __init__(self, cache: Any, sequences: list[Any], tokens: list[int], stream: Any, reservation: Reservation):
         ...
     def write(self, layer: int, keys: Any, values: Any) -> None:
         """Stores this step's keys and values of one layer; see Cache.write."""
@@ -579,7 +584,7 @@ def copy_sequences(sequences: Iterable[Sequence] | Sequence, to: Cache, *, progr
     The copies go on bit for bit, and pages that the sequences share are shared. The sequences stay: remove() frees
     their pages, and so a device's sequence waits in host memory.
     to: a cache whose configuration is that of the first in all that bytes and visibility depend on; after any error it
-        has the sequences that it had. progress: as for save. stream: as for Cache.write, of both caches.
+        has the sequences that it had. progress: as for save. stream: as for Cache.write, of those that are on a device.
 
     Errors: InvalidArgument (one cache twice, another configuration, a step that is not written in every layer),
     OutOfCapacity.
@@ -626,9 +631,13 @@ def save(cache: Cache, path: str | Path, *, sequences: Iterable[Sequence] | Sequ
         dict of str; keys do not begin with "kvant.".
     tokens: for each sequence a list of its token ids, ints [length], or None; load can require them.
     base: an earlier snapshot in the same folder. Pages that it has are not written again, and the new file needs it.
-    progress: called with (done, total) bytes of pages; an exception that it raises stops the call. It must not use the
-        cache.
+    progress: called in this thread with (done, total) bytes of pages; an exception that it raises stops the call. The
+        caches of the call refuse every call that it makes, those that only read, too; use them when the call has
+        returned. Other threads' calls wait for the work's end, and never for the function's return.
     stream: as for Cache.write.
+
+    Ctrl-C, or an exception of another signal's handler, stops the call and arrives as itself: the file is the older one
+    or whole.
 
     Errors: InvalidArgument (also a step that is not written in every layer), FileError, BadFile (base).
     """

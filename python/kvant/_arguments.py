@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from ._errors import InvalidArgument
+from ._signals import attempt
 
 _MOST_ITEMS = 1 << 24
 _LARGEST_F32 = 3.4028234663852886e38
@@ -22,13 +23,13 @@ _LARGEST_F32 = 3.4028234663852886e38
 
 def show(value: Any) -> str:
     """A value as an error names it: short, and never an error itself."""
-    try:
-        if isinstance(value, int) and value.bit_length() > 512:
-            return f"a number of {value.bit_length()} bits"
-        text = repr(str(value))[1:-1] if isinstance(value, str) else repr(value)
-    except Exception:  # an object of the caller's may do anything here
-        text = f"<{type(value).__name__}>"
-    text = f'"{text}"' if isinstance(value, str) else " ".join(text.split())
+    if isinstance(value, int) and value.bit_length() > 512:
+        return f"a number of {value.bit_length()} bits"
+    if isinstance(value, str):
+        text = f'"{repr(str.__str__(value))[1:-1]}"'
+    else:
+        text, error = attempt(repr, value)  # an object of the caller's may do anything here
+        text = " ".join(text.split()) if error is None else f"<{type(value).__name__}>"
     return text if len(text) <= 100 else text[:97] + "..."
 
 
@@ -38,11 +39,8 @@ def _is_bool(value: Any) -> bool:
 
 def integer(name: str, value: Any, low: int, high: int) -> int:
     """A whole number of any integer type."""
-    try:
-        number = value if type(value) is int else None if _is_bool(value) else operator.index(value)
-    except Exception:  # a float, a text; an array of many numbers, whose library says so in its own way
-        number = None
-    if number is None:
+    number = value if type(value) is int else None if _is_bool(value) else attempt(operator.index, value)[0]
+    if number is None:  # a float, a text; an array of many numbers, whose library says so in its own way
         raise InvalidArgument(f"{name} = {show(value)}: must be a whole number (an int), not a {type(value).__name__}")
     if not low <= number <= high:
         raise InvalidArgument(f"{name} = {show(number)}: must be {low} to {high}")
@@ -59,25 +57,23 @@ def int64(name: str, value: Any, low: int = -(1 << 63)) -> int:
 
 def real(name: str, value: Any) -> float:
     """A number of any type, but no text, whose digits float() would read."""
-    try:
-        if not (_is_bool(value) or isinstance(value, (str, bytes, bytearray))):
-            return float(value)
-    except Exception:
-        pass
-    raise InvalidArgument(f"{name} = {show(value)}: must be a number, not a {type(value).__name__}")
+    if type(value) is float:
+        return value
+    number = None if _is_bool(value) or isinstance(value, (str, bytes, bytearray)) else attempt(float, value)[0]
+    if number is None:
+        raise InvalidArgument(f"{name} = {show(value)}: must be a number, not a {type(value).__name__}")
+    return number
 
 
 def items(name: str, values: Any, what: str, count: int | None = None, of: str = "") -> list:
     """The items of an iterable. count, of: there must be one for each of `count` sequences, layers, ..."""
-    try:
-        if isinstance(values, (str, bytes, bytearray, Mapping, Set)):  # whose items are other things, or in no order
-            raise TypeError
-        # One more than wanted shows that there are too many; an iterable may have no end.
-        found = list(itertools.islice(values, _MOST_ITEMS if count is None else count + 1))
-    except Exception:
-        raise InvalidArgument(
-            f"{name} = {show(values)}: must be a list of {what}, not a {type(values).__name__}"
-        ) from None
+    iterator = None
+    if not isinstance(values, (str, bytes, bytearray, Mapping, Set)):  # whose items are other things, or in no order
+        iterator = attempt(iter, values)[0]
+    if iterator is None:
+        raise InvalidArgument(f"{name} = {show(values)}: must be a list of {what}, not a {type(values).__name__}")
+    # One more than wanted shows that there are too many; an iterable may have no end.
+    found = list(itertools.islice(iterator, _MOST_ITEMS if count is None else count + 1))
     if count is not None and len(found) != count:
         given = f"more than {count}" if len(found) > count else len(found)
         raise InvalidArgument(f"{name} has {given} {what} for {count} {of}s: give one a {of}")
@@ -110,11 +106,12 @@ def slopes(name: str, values: Any, count: int) -> list[float]:
 
 def flag(name: str, value: Any) -> int:
     """True or False, as 1 or 0. Texts such as "False" are true to Python, and arrays have no truth."""
-    try:
-        if _is_bool(value) or type(value) is int and value in (0, 1):
-            return 1 if value else 0
-    except Exception:  # an array of several
-        pass
+    if type(value) is int and value in (0, 1):
+        return value
+    if _is_bool(value):
+        truth, error = attempt(bool, value)  # an error: of an array of several
+        if error is None:
+            return int(truth)
     raise InvalidArgument(f"{name} = {show(value)}: must be True or False")
 
 
@@ -143,12 +140,10 @@ def choice(name: str, value: Any, allowed: dict[str, int]) -> int:
 def path(name: str, value: Any) -> str:
     """The path of a file or a folder. A text that begins with "~" or "~user" leads to a home folder, as in a shell.
     Bytes are taken as they are."""
-    try:
-        given = os.fspath(value)
-        found = os.path.expanduser(given) if isinstance(given, str) else os.fsdecode(given)
-        os.fsencode(found)  # a lone surrogate is no byte of a name
-    except Exception:
-        given = found = "\0"
+    given = attempt(os.fspath, value)[0]
+    found = attempt(os.path.expanduser if isinstance(given, str) else os.fsdecode, given)[0]
+    if attempt(os.fsencode, found)[1] is not None:  # a lone surrogate is no byte of a name
+        found = None
     if not found or "\0" in found:
         raise InvalidArgument(
             f"{name} = {show(value)}: must be the path of a file, of characters that names of files can have"
@@ -164,10 +159,8 @@ def path(name: str, value: Any) -> str:
 
 def device(value: Any) -> tuple[str, int]:
     """"cuda:1", torch.device("cuda", 1), None as ("cuda", 1), ("cpu", 0)."""
-    try:
-        found = re.fullmatch(r"(cpu|cuda)(?::([0-9]{1,4}))?", "cpu" if value is None else str(value), re.ASCII)
-    except Exception:
-        found = None
+    name = "cpu" if value is None else attempt(str, value)[0]
+    found = None if name is None else re.fullmatch(r"(cpu|cuda)(?::([0-9]{1,4}))?", name, re.ASCII)
     if not found or found[1] == "cpu" and int(found[2] or 0) != 0:
         raise InvalidArgument(f'device = {show(value)}: must be "cpu", "cuda", or "cuda:N" for device N')
     return found[1], int(found[2] or 0)
@@ -177,6 +170,16 @@ class NotCopied:
     """A class whose objects have memory of the library: a copy would use the original's, and give it back, too."""
 
     _instead = ""  # the way out
+    _made_of: tuple[str, ...] = ()  # attributes that __init__ makes
+
+    def __getattr__(self, name):  # only of attributes that are not there
+        if name in type(self)._made_of:
+            kind = next((c for c in type(self).__mro__ if "_made_of" in vars(c)), NotCopied).__name__
+            raise InvalidArgument(
+                f"this kvant.{kind} was never made: its __init__ did not run, or failed; a subclass must call "
+                "super().__init__() first"
+            )
+        return object.__getattribute__(self, name)  # which raises the usual error
 
     def __reduce_ex__(self, protocol):  # of copy.copy, copy.deepcopy and pickle
         raise TypeError(

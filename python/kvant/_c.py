@@ -7,6 +7,7 @@ C compiler says. ctypes releases the GIL during every call.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 from ctypes import (
@@ -22,10 +23,12 @@ from ctypes import (
     c_size_t,
     c_uint64,
     c_void_p,
+    py_object,
 )
 from pathlib import Path
 
 from . import _errors
+from ._signals import Ref, make_anchor
 
 
 def _candidates() -> list[Path]:
@@ -455,34 +458,53 @@ pages_plan_run = _function(
 pages_plan_take_errors = _function("kvant_pages_plan_take_errors", c_void_p, c_void_p, POINTER(c_int32))
 
 
+def _finaliser(name):
+    """C's NAME(object), to be called with a second argument, which C does not see."""
+    function = lib[name]
+    function.argtypes, function.restype = (c_void_p, py_object), None
+    return function
+
+
 class _Handle(c_void_p):
     """An object of the library, destroyed when nobody has it any more: calls in other threads keep it until they
-    return."""
+    return. It is made before the library's call that fills it."""
 
-    def __del__(self):
-        pointer, self.value = self.value, None  # the collector ends cycles in any order: others may still look
-        if pointer:
-            self._destroy(pointer)
+    _finalisers: set[Ref] = set()  # keeps the references, those of the living and some of the gone
+    _most = 64
+
+    def __init__(self):
+        super().__init__()
+        self._anchor = make_anchor()
+        value = c_void_p.from_address(ctypes.addressof(self))  # outlives the anchor
+        known = _Handle._finalisers
+        if len(known) >= _Handle._most:
+            known -= {ref for ref in list(known) if ref() is None}
+            _Handle._most = 2 * len(known) + 64
+        known.add(Ref(self._anchor, functools.partial(self._destroy, value)))
+
+
+class BasesHandle(_Handle):
+    _destroy = _finaliser("kvant_bases_destroy")
 
 
 class CacheHandle(_Handle):
-    _destroy = cache_destroy
+    _destroy = _finaliser("kvant_cache_destroy")
 
 
 class PlanHandle(_Handle):
-    _destroy = plan_destroy
+    _destroy = _finaliser("kvant_plan_destroy")
 
 
 class SnapshotHandle(_Handle):
-    _destroy = snapshot_destroy
+    _destroy = _finaliser("kvant_snapshot_destroy")
 
 
 class PagesHandle(_Handle):
-    _destroy = pages_destroy
+    _destroy = _finaliser("kvant_pages_destroy")
 
 
 class PagesPlanHandle(_Handle):
-    _destroy = pages_plan_destroy
+    _destroy = _finaliser("kvant_pages_plan_destroy")
 
 
 def check(status: int) -> None:

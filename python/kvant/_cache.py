@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence as SequenceOf
+from collections.abc import Callable, Iterable, Sequence as SequenceOf
 from ctypes import byref, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from . import _arguments, _c, _overlap, _tensors
 from ._errors import InvalidArgument
-from ._owner import Member, Owner
+from ._owner import Member, Owner, Ticket
 from ._plan import Plan, prepare
-from ._step import Step, drop_tokens
+from ._signals import CALL, make_anchor
+from ._step import Reservation, Step
 
 __all__ = ["Bases", "Cache", "Memory", "Sequence"]
 
+_NO_STEP: tuple[Any, set[int]] = (None, set())
 EXACT = {name: _c.DTYPES[name] for name in _tensors.FLOATS}
 
 
@@ -37,17 +40,12 @@ class Bases(_arguments.NotCopied):
     """Calibrated bases from a file that `kvant calibrate` wrote. Errors: FileError, BadFile."""
 
     _instead = "load the file again"
+    _made_of = ("path", "_handle")
 
     def __init__(self, path: str | Path):
         self.path = _arguments.path("path", path)
-        handle = c_void_p()
-        _c.check(_c.bases_load(os.fsencode(self.path), byref(handle)))
-        self._handle = handle
-
-    def __del__(self, destroy=_c.bases_destroy):
-        handle, self._handle = getattr(self, "_handle", None), None
-        if handle:
-            destroy(handle)
+        self._handle = _c.BasesHandle()
+        _c.check(_c.bases_load(os.fsencode(self.path), byref(self._handle)))
 
     def __repr__(self) -> str:
         return f"kvant.Bases({self.path!r})"
@@ -86,6 +84,7 @@ class Cache(_arguments.NotCopied):
     """
 
     _instead = "fork its sequences, or make another cache"
+    _made_of = ("device", "owner", "k", "v", "layers", "kv_heads", "head_dim", "window")
 
     def __init__(
         self,
@@ -128,11 +127,14 @@ class Cache(_arguments.NotCopied):
             ("window", window),
             ("window_sinks", window_sinks),
             ("rollback_tokens", rollback_tokens),
+        ):
+            setattr(c, name, _arguments.int64(name, value))
+        for name, value in (
             ("capacity_tokens", capacity_tokens),
             ("max_sequences", max_sequences),
             ("max_sequence_tokens", max_sequence_tokens),
         ):
-            setattr(c, name, _arguments.int64(name, value))
+            setattr(c, name, _arguments.int64(name, value, 0))
         c.pinned = _arguments.flag("pinned", pinned)
         if exact is not None:
             c.exact_dtype = _arguments.choice("exact", exact, EXACT)
@@ -209,10 +211,26 @@ class Cache(_arguments.NotCopied):
 
     def sequence(self) -> Sequence:
         """A new, empty sequence."""
-        with self.owner.lock:
-            number = c_uint64()
-            _c.check(_c.add_sequence(self.handle, byref(number)))
-            return Sequence(self, number.value)
+        return self._make(1, lambda ids: _c.add_sequence(self.handle, ids))[0]
+
+    def _make(self, count: int, fill: Callable[[Any], int]) -> list[Sequence]:
+        """Sequences whose numbers fill(ids) writes, a call of the library under the lock. They exist before it, so
+        that none is left over whenever an exception comes."""
+        made, ids, tickets = self._unfilled(count)
+        try:
+            with self.owner.lock:
+                _c.check(fill(ids))
+            return made
+        except BaseException:
+            self.owner.gone.extend(tickets)
+            raise
+
+    def _unfilled(self, count: int) -> tuple[list[Sequence], Any, list[Ticket]]:
+        """Sequences that the library has not made yet, the array that it writes their numbers to, and what gives them
+        back."""
+        ids = (c_uint64 * count)()
+        made = [Sequence(self, ids, place) for place in range(count)]
+        return made, ids, [s._ticket for s in made]
 
     def reorder(self, sequences: SequenceOf[Sequence], parents: SequenceOf[int]) -> None:
         """Beams: sequences[i] becomes what sequences[parents[i]] was, for all at once. Pages are shared until one side
@@ -243,13 +261,18 @@ class Cache(_arguments.NotCopied):
         [batch, tokens, kv_heads, head_dim]; f32, f16 or bf16; any strides whose last is 1.
         Errors: NonFinite (on the CPU), InvalidArgument.
         """
-        ids, where = self._ids(sequences), self.owner.place(stream)
-        layer = _arguments.int32("layer", layer)
+        self._write([], self._ids(sequences), _arguments.int32("layer", layer), keys, values, stream)
+
+    def _write(self, status: list[int], ids: list[int], layer: int, keys: Any, values: Any, stream: Any) -> None:
+        """status: gets the library's answer in the very call that writes."""
+        where = self.owner.place(stream)
         k, _k = _tensors.tensor(keys, "keys", where, len(ids))
         v, _v = _tensors.tensor(values, "values", where, len(ids))
         with self.owner.lock:
             self.owner.use_stream(stream)
-            _c.check(_c.write(self.handle, _c.sequences(ids), len(ids), layer, byref(k), byref(v)))
+            call = partial(_c.write, self.handle, _c.sequences(ids), len(ids), layer, byref(k), byref(v))
+            status.extend(map(CALL, (call,)))
+            _c.check(status[0])
 
     def step(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int] = 1, *, stream: Any = None) -> Step:
         """Reserves tokens and returns the step, which writes and attends layer after layer.
@@ -258,8 +281,14 @@ class Cache(_arguments.NotCopied):
         """
         sequences = self.owner.members(sequences)
         tokens = self._each("tokens", tokens, len(sequences))
-        self.reserve(sequences, tokens, stream=stream)
-        return Step(self, sequences, tokens, stream)
+        reservation = Reservation(self, sequences, tokens)
+        try:
+            reservation.take(stream)
+            return Step(self, sequences, tokens, stream, reservation)
+        except BaseException:
+            if reservation.taken == [0]:
+                list(reservation.undo)
+            raise
 
     def reserve_ahead(
         self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int], *, stream: Any = None
@@ -337,33 +366,34 @@ class Cache(_arguments.NotCopied):
         run = dict(out=out, **own, lse=lse, sink_logits=sink_logits, stream=stream)
         if keys is None:
             return self.plan(sequences, q_heads=shape[-2], **options).run(layer, q, **run)
+        if not sequences:
+            raise InvalidArgument("sequences is empty: give keys and values at least one sequence to go to")
         tokens = options.get("q_lens") or self._each("q_len", options["q_len"], len(sequences))
-        first, opened = self._open_step(sequences, tokens, layer, stream)
+        reservation, first, written = Reservation(self, sequences, tokens), sequences[0], []
         try:  # all checks, then the write
+            if not self._goes_on(reservation, layer):
+                reservation.take(stream)
+                first._step = (reservation.numbers, reservation.after, tokens), set()
             ready = prepare(self.plan(sequences, q_heads=shape[-2], **options), layer, q, **run)
-            self.write(sequences, layer, keys, values, stream=stream)
+            self._write(written, reservation.numbers, layer, keys, values, stream)
             first._step[1].add(layer)
             return ready()
         except BaseException:
-            if opened:
-                first._step = (None, set())
-                drop_tokens(sequences, tokens)
+            if reservation.taken == [0]:
+                list(reservation.undo)
+                first._step = _NO_STEP
+            elif written == [0]:
+                first._step[1].add(layer)
             raise
 
-    def _open_step(
-        self, sequences: list[Sequence], tokens: list[int], layer: int, stream: Any
-    ) -> tuple[Sequence, bool]:
-        """Reserves, unless this step was opened by another layer: the same sequences, as long as they were left
-        then. Returns the first sequence, which knows of the step, and whether it reserved."""
-        if not sequences:
-            raise InvalidArgument("sequences is empty: give keys and values at least one sequence to go to")
-        step = [(s.id, self._length(s.number)) for s in sequences]
-        opened, written = sequences[0]._step
-        if opened == (step, tokens) and layer not in written and len(written) < self.layers:
-            return sequences[0], False
-        self.reserve(sequences, tokens, stream=stream)
-        sequences[0]._step = (([(s.id, self._length(s.id)) for s in sequences], tokens), set())
-        return sequences[0], True
+    def _goes_on(self, reservation: Reservation, layer: int) -> bool:
+        """Whether attend opened this step for another layer: the same sequences, as long as they were left then."""
+        opened, written = reservation.sequences[0]._step
+        return (
+            opened == (reservation.numbers, reservation.lengths, reservation.tokens)
+            and layer not in written
+            and len(written) < self.layers
+        )
 
     # --- looking inside ---
 
@@ -443,20 +473,29 @@ class Cache(_arguments.NotCopied):
 
 
 class Sequence(_arguments.NotCopied, Member):
-    """One sequence of a cache. `len()` counts its tokens. Its pages are freed when the object goes, or by remove()."""
+    """One sequence of a cache. `len()` counts its tokens. Its pages are free again when the object goes, or by
+    remove()."""
 
     _instead = "fork() makes a sequence that shares its pages"
+    _made_of = ("cache", "_anchor", "_ticket", "_removed", "_step")
 
-    def __init__(self, cache: Cache, number: int):
-        self.cache, self.id = cache, number
-        self._step: tuple[Any, set[int]] = (None, set())  # that attend opened, this sequence its first; layers written
+    def __init__(self, cache: Cache, ids: Any, place: int):
+        self.cache, self._anchor = cache, make_anchor()
+        self._ticket, self._removed = cache.owner.ticket(self._anchor, ids, place), False
+        self._step = _NO_STEP  # that attend opened, this sequence its first: what it reserved, and layers written
+
+    @property
+    def id(self) -> int:
+        """The library's number of the sequence; 0 after remove()."""
+        return 0 if self._removed else self._ticket.ids[self._ticket.place]
 
     @property
     def number(self) -> int:
         """The library's number of the sequence. Error: InvalidArgument after remove()."""
-        if not self.id:
+        number = self.id
+        if not number:
             raise InvalidArgument("this sequence was removed: cache.sequence() makes a new one")
-        return self.id
+        return number
 
     def append(self, layer: int, keys: Any, values: Any, *, stream: Any = None) -> None:
         """Appends tokens to one layer: the first layer of a step reserves room in all, the others fill in.
@@ -474,10 +513,7 @@ class Sequence(_arguments.NotCopied, Member):
 
     def fork(self) -> Sequence:
         """A new sequence with the same tokens. Pages are shared until one side writes to them."""
-        child = c_uint64()
-        with self.cache.owner.lock:
-            _c.check(_c.fork(self.cache.handle, self.number, byref(child)))
-        return Sequence(self.cache, child.value)
+        return self.cache._make(1, lambda ids: _c.fork(self.cache.handle, self.number, ids))[0]
 
     def truncate(self, tokens: int) -> None:
         """Forgets all tokens from position `tokens` on."""
@@ -491,24 +527,17 @@ class Sequence(_arguments.NotCopied, Member):
 
     def remove(self) -> None:
         """Frees the pages that no other sequence shares. The sequence cannot be used any more."""
-        number, self.id = self.id, 0
-        with self.cache.owner.lock:
-            if number and self.cache.owner.pointer:
-                _c.check(_c.remove(self.cache.owner.pointer, number))
+        self.cache.owner.lock.refuse_lender()
+        self._removed = True
+        self.cache.owner.gone.append(self._ticket)
+        if self.cache.owner.pointer:
+            self.cache.handle  # which removes
 
     def __enter__(self) -> Sequence:
         return self
 
     def __exit__(self, *error) -> None:
         self.remove()
-
-    def __del__(self, remove=_c.remove):
-        # Python calls this at any moment, in any thread, also in one that has this lock or waits for another: so no
-        # lock. The library waits for calls in progress, which need nothing of Python.
-        number, owner = getattr(self, "id", 0), getattr(getattr(self, "cache", None), "owner", None)
-        handle = getattr(owner, "pointer", None)
-        if number and handle and not owner.removes_late(number):
-            remove(handle, number)
 
     def __bool__(self) -> bool:
         return True  # an empty sequence is a sequence

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import Structure, c_char_p, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p, py_object
+from functools import partial
 from typing import Any, NamedTuple
 
 from ._errors import InvalidArgument
+from ._signals import attempt
 
 _READ_ONLY, _COPIED = 1, 2
 _CPU, _CUDA, _PINNED, _MANAGED = 1, 2, 3, 13
@@ -68,15 +70,15 @@ class Taken(NamedTuple):
 
 def _export(x: Any, name: str, stream: int) -> Any:
     """x's capsule. On a device the producer makes `stream` wait for what it has enqueued."""
-    try:
-        on_device = x.__dlpack_device__()[0] in (_CUDA, _MANAGED) if hasattr(x, "__dlpack_device__") else False
-        options = {"stream": stream or 1} if on_device else {}  # 1: the legacy default stream, which is 0 elsewhere
-        try:
-            return x.__dlpack__(max_version=(1, 0), **options)
-        except TypeError:  # a library that knows DLPack before version 1 only
-            return x.__dlpack__(**options)
-    except Exception as error:
+    where, error = attempt(x.__dlpack_device__) if hasattr(x, "__dlpack_device__") else ((_CPU, 0), None)
+    if error is None:
+        options = {"stream": stream or 1} if where[0] in (_CUDA, _MANAGED) else {}  # 1: the legacy default stream
+        capsule, error = attempt(partial(x.__dlpack__, max_version=(1, 0), **options))
+        if isinstance(error, TypeError):  # a library that knows DLPack before version 1 only
+            capsule, error = attempt(partial(x.__dlpack__, **options))
+    if error is not None:
         raise InvalidArgument(f"{name} is a {type(x).__name__} that gives no DLPack tensor: {error}") from error
+    return capsule
 
 
 def take(x: Any, name: str, stream: int) -> Taken:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
 from ctypes import c_void_p
 from typing import Any
 
 from . import _arguments, _c, _locks, _tensors
 from ._errors import InvalidArgument
+from ._signals import Ref
 
 
 class Held:
@@ -39,53 +37,72 @@ class Member:
         raise NotImplementedError
 
 
+class Ticket(Ref):
+    """Leads from an anchor, which a Member holds, to the library's sequence, to remove the one when the other goes.
+    ids[place]: the library's number; 0: none, or removed."""
+
+    __slots__ = ("ids", "place")
+
+
 class Owner:
     """device: ("cpu", 0) or ("cuda", number). name: "cache" or "pages", for messages."""
 
     def __init__(self, device: tuple[str, int], name: str):
         self.device, self.name = device, name
-        self.lock = _locks.new()
-        self._held: weakref.WeakSet[Held] = weakref.WeakSet()
+        self.lock = _locks.new(f"{self._verb('this', 'these')} {name}")
+        self._plans: dict[Ref, None] = {}
+        self._tickets: set[Ticket] = set()  # of all sequences that Python has
+        self.gone: deque[Ticket] = deque()  # of those that go, before the next call that uses the handle
         self.pointer: c_void_p | None = None  # the library's object
         self._stream = 0
         self._workspace: Any = None
-        self._calls_back = 0  # the thread whose call has the object for itself and calls Python meanwhile
-        self._late: list[int] = []
 
     @property
     def handle(self) -> c_void_p:
+        if self.gone:
+            self._remove_gone()
         if not self.pointer:
             raise InvalidArgument(f"{self._verb('this', 'these')} {self.name} {self._verb('was', 'were')} closed")
         return self.pointer
 
     def close(self) -> None:
         with self.lock:
-            for plan in list(self._held):  # plans keep the owner's memory
-                plan.pointer = plan.memory = None
+            for ref in list(self._plans):  # plans keep the owner's memory
+                plan = ref()
+                if plan is not None:
+                    plan.pointer = plan.memory = None
             self.pointer = self._workspace = None
 
-    @contextmanager
-    def calling_back(self) -> Iterator[None]:
-        """For a call of the library that keeps other calls waiting and calls Python meanwhile; under the lock. Python's
-        collector may end sequences in that very thread: they are removed afterwards."""
-        self._calls_back = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._calls_back = 0
-            while self._late:
-                _c.remove(self.pointer, self._late.pop())
+    # --- sequences that come and go ---
 
-    def removes_late(self, number: int) -> bool:
-        """Whether a sequence that is to be removed in this thread will be, when a call that goes on has returned."""
-        late = self._calls_back == threading.get_ident()
-        if late:
-            self._late.append(number)
-        return late
+    def ticket(self, anchor: Any, ids: Any, place: int) -> Ticket:
+        """Remembers that the sequence ids[place], which the library may not have made yet, goes with the anchor."""
+        ticket = Ticket(anchor, self.gone.append)
+        ticket.ids, ticket.place = ids, place
+        self._tickets.add(ticket)
+        return ticket
+
+    def count(self) -> int:
+        """How many sequences there are."""
+        with self.lock:
+            self.handle  # which removes those that are gone
+            return len(self._tickets)
+
+    def _remove_gone(self) -> None:
+        """The next call repeats what an exception interrupts: the library never gives a number twice."""
+        with self.lock:
+            while self.gone:
+                ticket = self.gone[0]
+                number = ticket.ids[ticket.place]
+                if number and self.pointer:
+                    _c.remove(self.pointer, number)
+                ticket.ids[ticket.place] = 0
+                self._tickets.discard(ticket)
+                self.gone.popleft()
 
     def hold(self, plan: c_void_p) -> Held:
         held = Held(plan, f"the {self.name} of this plan {self._verb('was', 'were')} closed")
-        self._held.add(held)
+        self._plans[Ref(held, self._plans.pop)] = None
         return held
 
     def _verb(self, one: str, several: str) -> str:
@@ -106,7 +123,10 @@ class Owner:
 
     def use_stream(self, stream: Any) -> int:
         """Makes the stream that a cache's calls enqueue on the given or the current one; under the lock."""
-        number = self.place(stream).stream
+        return self.use_number(self.place(stream).stream)
+
+    def use_number(self, number: int) -> int:
+        """The same with the number that place() found."""
         if number != self._stream:
             _c.check(_c.set_stream(self.handle, number))
             self._stream = number

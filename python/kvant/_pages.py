@@ -103,6 +103,8 @@ class Pages(_arguments.NotCopied):
 
     block_tokens = 64
     _instead = "make others of the same options"
+    _made_of = ("device", "owner", "k", "v", "kv_heads", "head_dim", "layers", "tail", "tail_sequences", "sink_pages",
+                "block_bytes", "tail_bytes", "tail_copies")  # fmt: skip
 
     def __init__(
         self,
@@ -325,6 +327,7 @@ class PagesPlan(_arguments.NotCopied):
     """
 
     _instead = "pages.plan() makes another"
+    _made_of = ("pages", "q_heads", "fresh", "facts", "_held", "_lock")
 
     def __init__(
         self,
@@ -350,7 +353,7 @@ class PagesPlan(_arguments.NotCopied):
         products: int = 0,
         workspace: Any = None,
     ):
-        self._lock = _locks.new()
+        self._lock = _locks.new("this plan")
         o = attention_options(
             q_heads,
             scale=scale,

@@ -155,6 +155,7 @@ class Plan(_arguments.NotCopied):
     """
 
     _instead = "cache.plan() makes another"
+    _made_of = ("cache", "facts", "_held", "_lock", "_mask", "_q_heads", "_q_lens", "_sequences")
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class Plan(_arguments.NotCopied):
         fresh: bool = False,
         products: int = 0,
     ):
-        self._lock = _locks.new()  # runs share the plan's own workspace
+        self._lock = _locks.new("this plan")  # runs share the plan's own workspace
         self.cache = cache
         self._sequences = cache.owner.members(sequences)  # which live as long as the plan
         ids = [s.number for s in self._sequences]
@@ -276,6 +277,7 @@ class Plan(_arguments.NotCopied):
         """Checks the arguments of a run, and returns what runs."""
         self.handle  # raises if the cache was closed
         cache, where = self.cache, self.cache.owner.place(stream)
+        cache.owner.lock.refuse_lender()
         layer = _arguments.int32("layer", layer)
         if workspace is not None and where.kind == "cpu":
             raise InvalidArgument("workspace is given, but the cache is in host memory, where plans have their own")

@@ -87,7 +87,7 @@ class PrefixIndex(_arguments.NotCopied):
         if not 0 < limit < float(1 << 63):
             raise InvalidArgument(f"max_bytes = {_arguments.show(max_bytes)}: must be above 0")
         self.max_bytes = int(limit)
-        self._lock = _locks.new()
+        self._lock = _locks.new("this index")
         self._table = Table()
         self._counts = dict.fromkeys(("lookups", "hits", "tokens", "evicted"), 0)
         self._clock = 0  # of the last use, in nanoseconds

@@ -23,6 +23,7 @@ from ._cache import Cache, Sequence
 from ._errors import BadFile, FileError, Unsupported
 from ._prefix_memory import Caches, Unusable, cut, remove
 from ._prefix_table import BLOCK, Entry, Table, numbers, packed
+from ._signals import attempt
 from ._snapshot import Snapshot, save
 
 _NAME = re.compile(r"([0-9a-f]{32}-[0-9a-f]{16})\.(\d{1,3})of(\d{1,3})\.kvs")
@@ -324,16 +325,9 @@ def _first(entry: Entry) -> str:
     return next(path for path in entry.parts if path is not None)
 
 
-def _ask(call: Any, argument: Any) -> tuple[Any, OSError | None]:
-    """Returns the system's answer, or its refusal: another process may have removed a file, or this one
-    may not change it. A TimeoutError that a signal's handler raises is an OSError, too, and is no refusal. The one
-    instruction of the `try` block makes the call, and no handler runs between the two."""
-    answers = map(call, (argument,))
-    try:
-        (found,) = answers
-    except OSError as error:
-        return None, error
-    return found, None
+def _ask(call: Any, argument: Any) -> tuple[Any, Exception | None]:
+    """The system's answer, or its refusal: another process may have removed a file, or this one may not change it."""
+    return attempt(call, argument, refusals=(OSError,))
 
 
 def _exists(path: str) -> bool:

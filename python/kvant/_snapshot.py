@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence as SequenceOf
-from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int64, c_uint64, sizeof
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import _arguments, _c
+from . import _arguments, _c, _long_calls
 from ._cache import Cache, Sequence
 from ._errors import InvalidArgument
 
@@ -70,38 +69,16 @@ def _set_metadata(options: Any, metadata: Any) -> None:
     options.metadata, options.metadata_count = (c_char_p * len(pairs))(*pairs), len(pairs) // 2
 
 
-def _set_tokens(options: Any, tokens: Any) -> None:
+def _set_tokens(options: Any, tokens: Any, count: int) -> None:
     if tokens is None:
         return
-    lists = _arguments.items("tokens", tokens, "lists of token ids (None: a sequence without)")
+    what = "lists of token ids (None: a sequence without)"
     each = [
         [] if ids is None else _arguments.integers(f"tokens[{i}]", ids, -(1 << 63), (1 << 63) - 1)
-        for i, ids in enumerate(lists)
+        for i, ids in enumerate(_arguments.items("tokens", tokens, what, count, "sequence"))
     ]
     options.tokens = _c.counts(n for ids in each for n in ids)
     options.token_counts, options.token_lists = _c.counts(len(ids) for ids in each), len(each)
-
-
-@contextmanager
-def _reporting(progress: Any):
-    """The C callback for a Python one, whose exception stops the call and is raised instead of the call's."""
-    raised: list[BaseException] = []
-
-    def report(_context, done, total):
-        try:
-            progress(done, total)
-        except BaseException as error:  # KeyboardInterrupt, too
-            raised.append(error)
-        return len(raised)
-
-    if progress is not None and not callable(progress):
-        raise InvalidArgument(f"progress = {_arguments.show(progress)}: must be a function of (done, total)")
-    try:
-        yield _c.Progress(report) if progress is not None else _c.Progress()
-    except _c._errors.KvantError as error:
-        if not raised:
-            raise
-        raise raised[0] from error
 
 
 def save(
@@ -128,9 +105,13 @@ def save(
     tokens: for each sequence a list of its token ids, ints [length], or None; load can require them.
     base: an earlier snapshot in the same folder. Pages that it has are not written again, and the new file needs it.
         With a base that needs 32 files already, all pages are written.
-    progress: called with (done, total) bytes of pages; an exception that it raises stops the call. It must not use the
-        cache.
+    progress: called in this thread with (done, total) bytes of pages; an exception that it raises stops the call. The
+        caches of the call refuse every call that it makes, those that only read, too; use them when the call has
+        returned. Other threads' calls wait for the work's end, and never for the function's return.
     stream: as for Cache.write.
+
+    Ctrl-C, or an exception of another signal's handler, stops the call and arrives as itself: the file is the older one
+    or whole.
 
     Errors: InvalidArgument (also a step that is not written in every layer, and a path to a file that a snapshot
     needs), FileError (also a path to a folder, pipe or device), BadFile (base).
@@ -139,17 +120,23 @@ def save(
         raise InvalidArgument(f"cache = {_arguments.show(cache)}: must be a kvant.Cache")
     options = _c.SaveOptions(struct_size=sizeof(_c.SaveOptions))
     options.name, options.model = _text("name", name), _text("model", model)
+    owner = cache.owner
     if sequences is not None:
-        ids = [s.number for s in cache.owner.members(sequences)]
+        ids = [s.number for s in owner.members(sequences)]
         options.sequences, options.sequence_count = _c.sequences(ids), len(ids)
     _set_metadata(options, metadata)
-    _set_tokens(options, tokens)
+    if tokens is not None:
+        _set_tokens(options, tokens, owner.count() if sequences is None else len(ids))
     if base is not None:
         options.base = os.fsencode(_arguments.path("base", base))
-    where = os.fsencode(_arguments.path("path", path))
-    with _reporting(progress) as options.progress, cache.owner.lock, cache.owner.calling_back():
-        cache.owner.use_stream(stream)
+    where, number = os.fsencode(_arguments.path("path", path)), owner.place(stream).stream
+
+    def work(report: Any) -> None:
+        options.progress = report
+        owner.use_number(number)
         _c.check(_c.save(cache.handle, where, byref(options)))
+
+    _long_calls.run(work, progress, owner.lock)
 
 
 class Snapshot(_arguments.NotCopied):
@@ -160,13 +147,13 @@ class Snapshot(_arguments.NotCopied):
     """
 
     _instead = "open the file again"
+    _made_of = ("info", "_handle")
 
     def __init__(self, path: str | Path):
         where = _arguments.path("path", path)
-        handle = _c.SnapshotHandle()
-        _c.check(_c.snapshot_open(os.fsencode(where), byref(handle)))
-        self._handle = handle
-        facts = json.loads(_c.text(_c.snapshot_info, handle))
+        self._handle = _c.SnapshotHandle()
+        _c.check(_c.snapshot_open(os.fsencode(where), byref(self._handle)))
+        facts = json.loads(_c.text(_c.snapshot_info, self._handle))
         facts["path"] = where
         sequences = facts.pop("sequences")
         self.info = SnapshotInfo(
@@ -210,7 +197,7 @@ class Snapshot(_arguments.NotCopied):
             others; tokens: a list for each sequence that is loaded.
         into: a cache of the same configuration; after any error it has the sequences that it had. None: a new one, for
             which the next five are, as for Cache. capacity_tokens: None: as it was; 0: no limit.
-        progress, stream: as for save.
+        progress, stream: as for save; stream only with into.
 
         Errors: InvalidArgument (another configuration, or other than is required), OutOfCapacity, BadFile (names the
         first page that is not as it was saved), FileError, Unsupported.
@@ -223,36 +210,54 @@ class Snapshot(_arguments.NotCopied):
         if model is not None:
             options.model = _text("model", model)
         _set_metadata(options, metadata)
-        _set_tokens(options, tokens)
+        _set_tokens(options, tokens, count)
         options.threads = _arguments.int32("threads", threads)
         options.isa = _arguments.name_or_none("isa", isa)
-        options.max_sequences = _arguments.int64("max_sequences", max_sequences)
-        options.max_sequence_tokens = _arguments.int64("max_sequence_tokens", max_sequence_tokens)
+        options.max_sequences = _arguments.int64("max_sequences", max_sequences, 0)
+        options.max_sequence_tokens = _arguments.int64("max_sequence_tokens", max_sequence_tokens, 0)
         if capacity_tokens is not None:
             options.capacity_tokens = _arguments.int64("capacity_tokens", capacity_tokens, 0) or -1
-        ids = (c_uint64 * count)()
-        if into is not None:
-            if not isinstance(into, Cache):
-                raise InvalidArgument(f"into = {_arguments.show(into)}: must be a kvant.Cache")
-            with _reporting(progress) as options.progress, into.owner.lock, into.owner.calling_back():
-                into.owner.use_stream(stream)
-                _c.check(_c.load_into(into.handle, self._handle, byref(options), ids))
-                return Loaded(into, [Sequence(into, number) for number in ids])
         kind, number = _arguments.device(device)
+        if into is not None:
+            return self._load_into(into, options, count, progress, stream)
+        if stream is not None:
+            raise InvalidArgument("stream is given, but into is not: a new cache is whole at the return; leave it out")
         options.device = b"cpu" if kind == "cpu" else f"{kind}:{number}".encode()
-        handle = _c.CacheHandle()
-        with _reporting(progress) as options.progress:
+        handle, ids = _c.CacheHandle(), (c_uint64 * count)()
+
+        def work(report: Any) -> None:
+            options.progress = report
             _c.check(_c.load(self._handle, byref(options), byref(handle), ids))
+
+        _long_calls.run(work, progress)
         cache = Cache._of(handle, (kind, number), self.info.config)
-        return Loaded(cache, [Sequence(cache, number) for number in ids])
+        return Loaded(cache, [Sequence(cache, ids, place) for place in range(count)])
+
+    def _load_into(self, into: Cache, options: Any, count: int, progress: Any, stream: Any) -> Loaded:
+        if not isinstance(into, Cache):
+            raise InvalidArgument(f"into = {_arguments.show(into)}: must be a kvant.Cache")
+        number = into.owner.place(stream).stream
+        made, ids, tickets = into._unfilled(count)
+        loaded = Loaded(into, made)
+
+        def work(report: Any) -> None:
+            options.progress = report
+            into.owner.use_number(number)
+            _c.check(_c.load_into(into.handle, self._handle, byref(options), ids))
+
+        try:
+            _long_calls.run(work, progress, into.owner.lock)
+            return loaded
+        except BaseException:
+            into.owner.gone.extend(tickets)
+            raise
 
     def verify(self, *, progress: Callable[[int, int], Any] | None = None) -> None:
         """Reads all of the file and its bases, and compares every checksum.
 
         progress: as for save. Errors: BadFile (names the first bad part), FileError.
         """
-        with _reporting(progress) as report:
-            _c.check(_c.snapshot_verify(self._handle, report, None))
+        _long_calls.run(lambda report: _c.check(_c.snapshot_verify(self._handle, report, None)), progress)
 
     def copy(self, path: str | Path, *, progress: Callable[[int, int], Any] | None = None) -> None:
         """Writes the snapshot to another file, which needs no base.
@@ -260,8 +265,7 @@ class Snapshot(_arguments.NotCopied):
         progress: as for save. Errors: InvalidArgument (a file that a snapshot needs), FileError, BadFile.
         """
         where = os.fsencode(_arguments.path("path", path))
-        with _reporting(progress) as report:
-            _c.check(_c.snapshot_copy(self._handle, where, report, None))
+        _long_calls.run(lambda report: _c.check(_c.snapshot_copy(self._handle, where, report, None)), progress)
 
 
 def copy_sequences(
@@ -276,7 +280,7 @@ def copy_sequences(
     The copies go on bit for bit, and pages that the sequences share are shared. The sequences stay: remove() frees
     their pages, and so a device's sequence waits in host memory.
     to: a cache whose configuration is that of the first in all that bytes and visibility depend on; after any error it
-        has the sequences that it had. progress: as for save. stream: as for Cache.write, of both caches.
+        has the sequences that it had. progress: as for save. stream: as for Cache.write, of those that are on a device.
 
     Errors: InvalidArgument (one cache twice, another configuration, a step that is not written in every layer),
     OutOfCapacity.
@@ -289,17 +293,24 @@ def copy_sequences(
     if not isinstance(given[0], Sequence):
         raise InvalidArgument(f"sequences has {_arguments.show(given[0])}: must be sequences of one cache")
     source = given[0].cache
-    ids = [s.number for s in source.owner.members(given)]
-    copies = (c_uint64 * len(ids))()
-    # In one order for all threads, or two calls in opposite directions would wait for each other.
-    first, second = sorted((source.owner, to.owner), key=id)
-    with _reporting(progress) as report, first.lock, second.lock, first.calling_back(), second.calling_back():
-        for owner in (source.owner, to.owner):
-            owner.use_stream(None if owner.device[0] == "cpu" else stream)
-        _c.check(
-            _c.copy_sequences(source.handle, _c.sequences(ids), len(ids), to.handle, copies, report, None)
-        )
-    return [Sequence(to, number) for number in copies]
+    numbers = _c.sequences(s.number for s in source.owner.members(given))
+    on_host = [owner for owner in (source.owner, to.owner) if owner.device[0] == "cpu"]
+    if len(on_host) == 2:
+        to.owner.place(stream)  # which refuses a stream
+    streams = [0 if owner in on_host else owner.place(stream).stream for owner in (source.owner, to.owner)]
+    made, copies, tickets = to._unfilled(len(numbers))
+
+    def work(report: Any) -> None:
+        for owner, number in zip((source.owner, to.owner), streams):
+            owner.use_number(number)
+        _c.check(_c.copy_sequences(source.handle, numbers, len(numbers), to.handle, copies, report, None))
+
+    try:
+        _long_calls.run(work, progress, source.owner.lock, to.owner.lock)
+        return made
+    except BaseException:
+        to.owner.gone.extend(tickets)
+        raise
 
 
 def load(path: str | Path, **options: Any) -> Loaded:

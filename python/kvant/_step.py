@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import operator
+import weakref
+from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
-from . import _arguments, _tensors
-from ._errors import InvalidArgument, KvantError
+from . import _arguments, _c, _tensors
+from ._errors import InvalidArgument
 from ._plan import comparable
+from ._signals import CALL
 
 __all__ = ["Step"]
 
 
-def drop_tokens(sequences: list[Any], tokens: list[int]) -> None:
-    """Takes the tokens of a step that failed away again."""
-    for s, n in zip(sequences, tokens):
-        try:
-            s.truncate(len(s) - n)
-        except KvantError:  # why the step failed is what the caller must see
-            pass
+class Reservation:
+    """A step's tokens. `if taken == [0]: list(undo)` in an `except` block drops them again, and what came after."""
+
+    def __init__(self, cache: Any, sequences: list[Any], tokens: list[int]):
+        self.sequences, self.tokens = sequences, tokens
+        self.numbers = [s.number for s in sequences]
+        self._cache, lock = cache, cache.owner.lock
+        with lock:
+            self.lengths = [cache._length(number) for number in self.numbers]
+            handle = cache.handle
+        self.after = [before + n for before, n in zip(self.lengths, tokens)]
+        self.taken: list[int] = []  # the library's answer, which the very call writes that reserves
+        truncates = map(partial, repeat(_c.truncate), repeat(handle), self.numbers, self.lengths)
+        self.undo = map(CALL, chain((lock.acquire,), truncates, (lock.release,)))
+
+    def take(self, stream: Any) -> None:
+        cache, count = self._cache, len(self.numbers)
+        with cache.owner.lock:
+            cache.owner.use_stream(stream)
+            ids, counts = _c.sequences(self.numbers), _c.counts(self.tokens)
+            self.taken.extend(map(CALL, (partial(_c.reserve, cache.handle, ids, counts, count),)))
+            _c.check(self.taken[0])
 
 
 class Step(_arguments.NotCopied):
@@ -27,9 +47,11 @@ class Step(_arguments.NotCopied):
     """
 
     _instead = "cache.step() makes another"
+    _made_of = ("cache", "sequences", "tokens", "stream", "_reservation", "_me", "_plans")
 
-    def __init__(self, cache: Any, sequences: list[Any], tokens: list[int], stream: Any):
+    def __init__(self, cache: Any, sequences: list[Any], tokens: list[int], stream: Any, reservation: Reservation):
         self.cache, self.sequences, self.tokens, self.stream = cache, sequences, tokens, stream
+        self._reservation, self._me = reservation, weakref.ref(self)
         self._plans: dict = {}
 
     def write(self, layer: int, keys: Any, values: Any) -> None:
@@ -64,10 +86,11 @@ class Step(_arguments.NotCopied):
             layer, q, out, keys=keys, values=values, lse=lse, sink_logits=sink_logits, stream=self.stream
         )
 
-    def __enter__(self) -> Step:
-        return self
+    # `with` calls the weak reference, which returns this object. A handler may run where a function of Python begins,
+    # and its exception would come before the block, whose end drops the tokens.
+    __enter__ = property(operator.attrgetter("_me"))
 
     def __exit__(self, error_type, error, traceback) -> None:
-        self._plans.clear()
         if error_type is not None:
-            drop_tokens(self.sequences, self.tokens)
+            list(self._reservation.undo)
+        self._plans.clear()

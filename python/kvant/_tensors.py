@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from . import _c, _dlpack, _overlap, _streams
 from ._errors import InvalidArgument
+from ._signals import attempt
 
 CPU = ("cpu", 0)
 
@@ -138,21 +139,37 @@ def _of_torch(x: Any, name: str) -> Described:
     torch = sys.modules["torch"]
     if x.layout is not torch.strided:
         raise InvalidArgument(f"{name} has layout {x.layout}: must be a dense tensor; use .to_dense()")
-    if x.requires_grad and torch.is_grad_enabled():
+    facts, error = attempt(_torch_facts, x)
+    if error is not None:  # of torch.func, a compiler's tracing, nested tensors, parameters that are made later
+        raise InvalidArgument(f"{name} is a torch tensor without memory of its own: {error}") from None
+    needs_gradient, negated, data, shape, stride, stored = facts
+    if needs_gradient and torch.is_grad_enabled():
         raise InvalidArgument(
             f"{name} requires a gradient: kvant has no backward pass; use torch.no_grad() or .detach()"
         )
-    if x.is_neg():
+    if negated:
         raise InvalidArgument(
             f"{name} is a view of numbers that torch has not negated yet: use .resolve_neg(), or for an output a "
             "tensor of its own memory"
         )
-    try:
-        data, stride = x.data_ptr(), tuple(x.stride())
-    except RuntimeError as error:  # of torch.func, of a compiler's tracing
-        raise InvalidArgument(f"{name} is a torch tensor without memory of its own: {error}") from None
     device = CPU if x.device.type == "cpu" else (x.device.type, x.device.index or 0)
-    return Described(data, torch_dtype(x.dtype) or str(x.dtype), tuple(x.shape), stride, device, x)
+    dtype = torch_dtype(x.dtype)
+    if dtype is not None and 0 not in shape:
+        needed = _SIZES[dtype] * (1 + sum(s * (n - 1) for n, s in zip(shape, stride)))
+        if data == 0 or stored < needed:
+            memory = "no memory" if data == 0 else f"{max(stored, 0)} bytes of memory where it needs {needed}"
+            raise InvalidArgument(
+                f"{name} is a torch tensor on {x.device} of shape {list(shape)} with {memory}: its storage was freed "
+                "or resized, or never there (meta and fake tensors); give a tensor that has its numbers"
+            )
+    return Described(data, dtype or str(x.dtype), shape, stride, device, x)
+
+
+def _torch_facts(x: Any) -> tuple[bool, bool, int, tuple[int, ...], tuple[int, ...], int]:
+    """Whether it needs a gradient, and is to be negated; address, shape, strides; bytes from its first element to the
+    storage's end."""
+    stored = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
+    return x.requires_grad, x.is_neg(), x.data_ptr(), tuple(x.shape), tuple(x.stride()), stored
 
 
 def _of_dlpack(x: Any, name: str, stream: int) -> Described:

@@ -16,6 +16,7 @@ from typing import Any
 
 from . import _arguments, _c, _tensors
 from ._errors import BY_STATUS, InvalidArgument, KvantError, Unsupported
+from ._signals import attempt
 
 
 def version() -> str:
@@ -101,18 +102,18 @@ def _torch_partial(x: Any, name: str, device: Any) -> Any:
         raise InvalidArgument(f"{name} is on {device}: must be on the CPU or on a CUDA device")
     if not _tensors.is_torch(x) or x.device != device or x.dtype != torch.float32 or x.layout is not torch.strided:
         raise InvalidArgument(f"{name} must be an f32 tensor on {device}, of a dense layout")
-    return x.detach().resolve_neg()
+    found, error = attempt(lambda: x.detach().resolve_neg())
+    place = _tensors.place(_arguments.device(device), None, "others are")
+    _tensors.describe(x if error is not None else found, name, place)  # refuses one without memory
+    return found
 
 
 def _host_partial(x: Any, name: str) -> Any:
     import numpy as np
 
-    try:
-        found = np.asarray(x)
-        if found.dtype.kind in "fiu":
-            return np.asarray(found, np.float32, order="C")
-    except Exception:  # of an array on a device, for one
-        pass
+    found, error = attempt(np.asarray, x)  # an error: of an array on a device, for one
+    if error is None and found.dtype.kind in "fiu":
+        return np.asarray(found, np.float32, order="C")
     raise InvalidArgument(f"{name} is a {type(x).__name__}: must be an array of real numbers in host memory")
 
 

@@ -67,10 +67,40 @@ def test_counts_of_a_cache(name, value):
         kvant.Cache(**{"kv_heads": 2, "head_dim": D, name: value})
 
 
-@pytest.mark.parametrize("name", ["sink_pages", "tail_pages"])
-def test_negative_page_counts_are_not_the_default(name):
+@pytest.mark.parametrize(
+    "name", ["sink_pages", "tail_pages", "capacity_tokens", "max_sequences", "max_sequence_tokens"]
+)
+def test_negative_counts_are_not_the_default(name, cache, sequence, tmp_path):
     with refused(f"^{name} = -1: must be 0 to"):
         kvant.Cache(**{"kv_heads": 2, "head_dim": D, name: -1})
+    kvant.save(cache, tmp_path / "a.kvs")
+    if "pages" not in name:
+        with refused(f"^{name} = -1: must be 0 to"):
+            kvant.load(tmp_path / "a.kvs", **{name: -1})
+
+
+def test_a_list_has_an_item_for_each_sequence_or_is_left_out(cache, sequence, tmp_path):
+    path, ids = tmp_path / "a.kvs", list(range(10))
+    kvant.save(cache, path, tokens=[ids])
+    other = cache.sequence()
+    for tokens in ([], [ids, [], []], ids):
+        with refused("^tokens"):
+            kvant.save(cache, tmp_path / "b.kvs", tokens=tokens)
+    for tokens in ([], [ids, ids]):
+        with refused("^tokens has"):
+            kvant.save(cache, tmp_path / "b.kvs", sequences=[sequence], tokens=tokens)
+        for options in ({}, {"sequences": [0]}, {"into": cache}):
+            with refused("^tokens has"):
+                kvant.load(path, tokens=tokens, **options)
+    for tokens in ([[]], [None], [ids[:9]]):
+        with refused("10 token ids"):
+            kvant.load(path, tokens=tokens)
+    with refused("^tokens has more than 0 "):
+        kvant.load(path, tokens=[ids], sequences=[])
+    assert not (tmp_path / "b.kvs").exists() and cache.owner.count() == 2
+    other.remove()
+    kvant.save(cache, tmp_path / "b.kvs", tokens=[ids])
+    assert kvant.load(tmp_path / "b.kvs", tokens=[], sequences=[]).sequences == []
 
 
 def test_numbers_that_do_not_fit_are_refused_everywhere(cache, sequence, pages):
@@ -254,9 +284,43 @@ def test_what_is_not_a_partial(partials):
         kvant.merge(partials)
 
 
-def test_a_stream_is_a_number(cache, sequence):
-    with refused("^stream is given, but the cache is in host memory"):
-        cache.attend(sequence, 0, ones(1, 4), stream=5)
+def test_a_stream_is_a_devices(cache, sequence, pages, tmp_path):
+    path, x = tmp_path / "a.kvs", ones(1, 2)
+    kvant.save(cache, path)
+    plan, pool = cache.plan(sequence, q_heads=4), aligned_pool(pages, 2)
+    pages_plan, tables = pages.plan(4, max_batch=1, max_blocks=2), (np.zeros((1, 1), np.int32), [1], [0, 1])
+    calls = [
+        lambda: cache.attend(sequence, 0, ones(1, 4), stream=5),
+        lambda: cache.attend(sequence, 0, ones(1, 4), x, x, stream=5),
+        lambda: cache.reserve([sequence], 1, stream=5),
+        lambda: cache.step([sequence], 1, stream=5),
+        lambda: cache.reserve_ahead([sequence], 1, stream=5),
+        lambda: cache.write([sequence], 0, x, x, stream=5),
+        lambda: cache.decode(sequence, 0, stream=5),
+        lambda: sequence.append(0, x, x, stream=5),
+        lambda: plan.run(0, ones(1, 4), stream=5),
+        lambda: kvant.save(cache, tmp_path / "b.kvs", stream=5),
+        lambda: kvant.load(path, stream=5),
+        lambda: kvant.load(path, into=cache, stream=5),
+        lambda: kvant.copy_sequences(sequence, kvant.Cache(kv_heads=2, head_dim=D, layers=2), stream=5),
+        lambda: kvant.merge([(np.ones((2, 4), np.float32), np.ones(2, np.float32))], stream=5),
+        lambda: pages.begin_step(*tables, stream=5),
+        lambda: pages.write(pool, x, x, [0], stream=5),
+        lambda: pages.decode(pool, [0], ones(64, 2), None, stream=5),
+        lambda: pages.copy(pool, [0], [1], stream=5),
+        lambda: pages.take_misses(stream=5),
+        lambda: pages.take_non_finite(stream=5),
+        lambda: pages_plan.set_tables(*tables, stream=5),
+        lambda: pages_plan.run(pool, ones(1, 4), stream=5),
+        lambda: pages_plan.take_errors(stream=5),
+    ]
+    for call in calls:
+        with refused("^stream is given, but "):
+            call()
+    assert len(sequence) == 10 and cache.owner.count() == 1 and not (tmp_path / "b.kvs").exists()
+
+
+def test_a_stream_is_a_number():
     for stream in (-1, 2**64, 1.5, "5", True, ctypes.c_void_p(5)):
         with refused("^stream = "):
             kvant._streams.number(stream)
@@ -276,6 +340,112 @@ def test_objects_of_the_library_are_not_copied(cache, sequence, pages, how):
             COPIES[how](x)
     del objects, x
     assert len(sequence) == 10 and cache.attend(sequence, 0, ones(1, 4)).shape == (1, 4, D)
+
+
+def test_objects_that_were_never_made(cache, sequence, pages, tmp_path):
+    """As those of a subclass that forgot super().__init__()."""
+    x, q, path = ones(1, 2), ones(1, 4), tmp_path / "a.kvs"
+    kvant.save(cache, path)
+    new = {name: getattr(kvant, name).__new__(getattr(kvant, name)) for name in
+           ("Cache", "Sequence", "Plan", "Pages", "PagesPlan", "Snapshot", "Bases", "Step")}  # fmt: skip
+    c, s, plan, p, pages_plan, snapshot, bases, step = new.values()
+    calls = {
+        "Cache": [c.sequence, c.memory, c.trim, c.describe, c.close, lambda: c.handle, lambda: repr(c), c.__exit__,
+                  lambda: c.reserve([], 1), lambda: c.attend([], 0, q), lambda: c.plan([], q_heads=4),
+                  lambda: c.decode([], 0), lambda: c.reorder([], []), lambda: c.step([], 1), c.take_non_finite,
+                  lambda: c.write([], 0, x, x), lambda: c.advance([], 1), lambda: kvant.save(c, path),
+                  lambda: kvant.load(path, into=c), lambda: kvant.copy_sequences(sequence, c)],
+        "Sequence": [s.fork, s.remove, lambda: s.truncate(0), lambda: len(s), lambda: s.append(0, x, x), lambda: s.id,
+                     lambda: s.number, lambda: repr(s), s.__exit__, lambda: cache.attend(s, 0, q),
+                     lambda: kvant.copy_sequences(s, cache), lambda: kvant.save(cache, path, sequences=[s])],
+        "Plan": [plan.explain, lambda: plan.run(0, q), lambda: repr(plan), lambda: plan.facts, lambda: plan.handle],
+        "Pages": [p.close, lambda: p.handle, lambda: p.plan(4, max_batch=1, max_blocks=1), lambda: repr(p),
+                  lambda: p.write(aligned_pool(pages, 2), x, x, [0]), lambda: p.copy(aligned_pool(pages, 2), [0], [1]),
+                  lambda: p.block_bytes, p.take_misses, p.__exit__],
+        "PagesPlan": [pages_plan.explain, lambda: pages_plan.run(aligned_pool(pages, 2), q), pages_plan.take_errors,
+                      lambda: pages_plan.set_tables(np.zeros((1, 1), np.int32), [1], [0, 1]), lambda: pages_plan.facts],
+        "Snapshot": [snapshot.load, snapshot.verify, lambda: snapshot.tokens(0), lambda: snapshot.copy(path),
+                     lambda: snapshot.info, lambda: repr(snapshot)],
+        "Bases": [lambda: bases.path, lambda: repr(bases), lambda: kvant.Cache(kv_heads=2, head_dim=D, bases=bases)],
+        "Step": [lambda: step.write(0, x, x), lambda: step.attend(0, q), lambda: step.__exit__(None, None, None)],
+    }  # fmt: skip
+    for name, those in calls.items():
+        for call in those:
+            with refused(f"^this kvant.{name} was never made: its __init__ did not run"):
+                call()
+        assert not hasattr(new[name], "no_such_thing")
+    with pytest.raises(AttributeError, match="'Cache' object has no attribute 'seqence'"):
+        cache.seqence
+    del new, c, s, plan, p, pages_plan, snapshot, bases, step
+    assert len(sequence) == 10
+
+
+def test_each_object_names_what_its_init_makes(cache, sequence, pages, tmp_path):
+    kvant.save(cache, tmp_path / "a.kvs")
+    step = cache.step([cache.sequence()], 1)
+    snapshot, pages_plan = kvant.Snapshot(tmp_path / "a.kvs"), pages.plan(4, max_batch=1, max_blocks=1)
+    for x in (cache, sequence, cache.plan(sequence, q_heads=4), pages, pages_plan, snapshot, step):
+        assert set(vars(x)) == set(type(x)._made_of), type(x)
+    del x
+
+
+# --- tensors without memory -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memoryless(torch):
+    def resized(size):
+        x = torch.ones(1, 4, D)
+        x.untyped_storage().resize_(size)
+        return x
+
+    def strided():  # whose last element alone is behind the storage
+        x = torch.ones(1, 4, D)[:, ::2]
+        x.untyped_storage().resize_(4 * 3 * D - 1)
+        return x
+
+    return {
+        "freed": resized(0),
+        "cut": resized(4 * 4 * D - 1),
+        "strided": strided(),
+        "meta": torch.ones(1, 4, D, device="meta"),
+        "sparse": torch.ones(1, 4, D).to_sparse(),
+        "rows": torch.ones(4, D).to_sparse_csr(),
+        "zero": torch._efficientzerotensor((1, 4, D)),
+        "nested": torch.nested.nested_tensor([torch.ones(4, D)]),
+        "later": torch.nn.parameter.UninitializedBuffer(),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_without_memory(cache, sequence, torch, memoryless):
+    good = torch.ones(1, 4, D)
+    for name, x in memoryless.items():
+        for call in (
+            lambda: cache.attend(sequence, 0, x),
+            lambda: cache.attend(sequence, 0, good, out=x),
+            lambda: sequence.append(0, x, x),
+            lambda: cache.attend(sequence, 0, good, mask=x),
+            lambda: kvant.merge([(x, torch.ones(1, 4))]),
+        ):
+            with refused("^(q|out|keys|mask|partials).*(memory|layout|f32|is on meta)"):
+                call()
+    with refused("q is a torch tensor on cpu .* with 1023 bytes of memory where it needs 1024: .*give a tensor"):
+        cache.attend(sequence, 0, memoryless["cut"])
+    empty = torch.ones(0, 2, D)
+    empty.untyped_storage().resize_(0)
+    sequence.append(0, empty, empty)
+    assert len(sequence) == 10
+
+
+@pytest.mark.slow  # torch imports its compiler for them
+def test_fake_tensors(cache, sequence, torch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.ones(1, 4, D)
+    with refused("q is a torch tensor on cpu .* with no memory"):
+        cache.attend(sequence, 0, x)
 
 
 # --- nothing has changed after an error -------------------------------------------------------------------------------
