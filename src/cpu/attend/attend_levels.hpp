@@ -82,13 +82,17 @@ struct LevelItem {
           const std::byte* scales = page.block + side.scale_offset + g * kPageTokens * 2;
           int rows = item.rows;
           for (int r = 0; r < item.rows; ++r) {
-            WeightWords<S, F> packed;
-            if (packed.pack(p + r * kPageTokens, scales, dither_of_row(dither, first_row + r), rescale[r], r,
-                            words_of(r), weight_rows + r, words_of(rows), weight_rows + rows))
+            const RowWeights<S, F> row{p + r * kPageTokens, scales, dither_of_row(dither, first_row + r)};
+            weight_rows[r].rescale = rescale[r];
+            weight_rows[r].output = r * run.head_dim;
+            if (row.pack(weight_rows + r, words_of(r))) continue;
+            if constexpr (RowWeights<S, F>::kBytes) {
+              row.pack_digits(weight_rows + r, words_of(r), weight_rows + rows, words_of(rows));
               ++rows;
+            }
           }
           multiply_weights<S, Dot>(weights, weight_rows, rows, values, first * kOctetWords, last * kOctetWords,
-                                   g * group_dim, (g + 1) * group_dim, run.head_dim, o);
+                                   g * group_dim, (g + 1) * group_dim, o);
         }
       }
     });

@@ -252,14 +252,8 @@ struct WeightRow {
   float half_step;          // half the value of one
   std::int32_t correction;  // subtracted from twice the sum of weight * stored level
   float rescale;            // what output sums are multiplied by before
-  std::int32_t output;      // the row of the item
+  std::int32_t output;      // where these begin, in floats
 };
-
-// A row's weights of a page and scale group, p [64] times the tokens' scales. Bytes are 0 .. 255, 255 being the
-// largest. Where they add up to less than kFewKeys times that, the error of small weights would show beside values that
-// their format stores well, and there are two digits, 256 high + low with 65280 being the largest. (Of weights of N(0,
-// 1) logits, 12 % of pages have two.) Pairs have room for 15 bits at once.
-inline constexpr int kFewKeys = 6;
 
 template <class W>
 KVANT_INLINE std::int32_t sum_lanes(typename W::I sum) {
@@ -271,64 +265,85 @@ KVANT_INLINE std::int32_t sum_lanes(typename W::I sum) {
   return total;
 }
 
+// A row's weights of a page and scale group: p [64] times the tokens' scales.
 template <class S, Format F>
-struct WeightWords {
+struct RowWeights {
   using W = Wide<S>;
+  using V = typename W::F;
+  using I = typename W::I;
   static constexpr int kCount = kPageTokens / W::kLanes;
   static constexpr bool kBytes = multiplies_bytes<S>(F);
   static constexpr int kMost = kBytes ? 255 : 32766;  // with the dither less than 32767.5
-  typename W::F x[kCount];
-  typename W::I q[kCount];
 
-  // In the order of pack_value_words. Sums are less than 2^30: 64 weights times levels up to 127, or 255 of pairs.
-  KVANT_INLINE void store(float step, float rescale, int output, std::byte* words, WeightRow* row) const {
-    typename W::I sum = W::seti(0);
-    for (int i = 0; i < kCount; ++i) sum = W::addi(sum, q[i]);
-    if constexpr (kBytes) {
-      W::template store_weight_bytes<is_eight_bit(F)>(words, q);
-    } else {
-      for (int o = 0; o < kCount; ++o) {
-        const typename W::I pairs = is_eight_bit(F) ? W::pair_quarters(q[o]) : W::pair_halves(q[o]);
-        __builtin_memcpy(words + 16 * o, &pairs, 16);
-      }
-    }
-    const std::int32_t total = sum_lanes<W>(sum);
-    *row = {0.5f * step, (codec::max_level(F) - (kBytes ? 2 * value_origin(F) : 0)) * total, rescale, output};
-  }
+  const float* p;
+  const std::byte* scales;
+  const float* dither;
 
-  // `low` and `low_words` are what a second digit would be stored to. True: there is one.
-  KVANT_INLINE bool pack(const float* p, const std::byte* scales, const float* dither, float rescale, int output,
-                         std::byte* words, WeightRow* row, std::byte* low_words, WeightRow* low) {
-    typename W::F top = W::setf(0.0f);
+  // The largest; 0 where weights no longer count beside anything, and 65280 over them would not be a float.
+  KVANT_INLINE float scaled(V (&x)[kCount]) const {
+    V top = W::setf(0.0f);
     for (int i = 0; i < kCount; ++i) {
       x[i] = scaled_weights<W>(W::loadf(p + W::kLanes * i), scales + 2 * W::kLanes * i);
       top = W::max(top, x[i]);
     }
     const float largest = W::reduce_max(top);
-    // Below the smallest normal number the weights no longer count beside anything.
-    const float unit = largest > 1.2e-38f ? largest : 0.0f;
-    const auto round = [&](float most) {
-      const typename W::F inverse = W::setf(unit > 0.0f ? most / unit : 0.0f);
-      for (int i = 0; i < kCount; ++i) q[i] = W::to_i(W::fma(x[i], inverse, W::loadf(dither + W::kLanes * i)));
-    };
-    round(static_cast<float>(kMost));
+    return largest > 1e-33f ? largest : 0.0f;
+  }
+  // Integers, `most` being the largest. Returns their sum.
+  KVANT_INLINE std::int32_t round(const V (&x)[kCount], float largest, int most, I (&q)[kCount]) const {
+    const V inverse = W::setf(largest > 0.0f ? static_cast<float>(most) / largest : 0.0f);
+    I sum = W::seti(0);
+    for (int i = 0; i < kCount; ++i) {
+      q[i] = W::to_i(W::fma(x[i], inverse, W::loadf(dither + W::kLanes * i)));
+      sum = W::addi(sum, q[i]);
+    }
+    return sum_lanes<W>(sum);
+  }
+  // As words in the order of pack_value_words. Sums are less than 2^30.
+  static KVANT_INLINE void store(const I (&q)[kCount], std::int32_t total, float step, WeightRow* row,
+                                 std::byte* words) {
     if constexpr (kBytes) {
-      typename W::I sum = W::seti(0);
-      for (int i = 0; i < kCount; ++i) sum = W::addi(sum, q[i]);
-      const std::int32_t total = sum_lanes<W>(sum);
-      if (total < kFewKeys * kMost && unit > 0.0f) {
-        round(static_cast<float>(256 * kMost));
-        const float step = unit / static_cast<float>(256 * kMost);
-        typename W::I both[kCount];
-        for (int i = 0; i < kCount; ++i) both[i] = q[i], q[i] = W::template shr<8>(both[i]);
-        store(256.0f * step, rescale, output, words, row);
-        for (int i = 0; i < kCount; ++i) q[i] = W::and_(both[i], W::seti(255));
-        store(step, 1.0f, output, low_words, low);
-        return true;
+      W::template store_weight_bytes<is_eight_bit(F)>(words, q);
+    } else {
+      for (int o = 0; o < kCount; ++o) {
+        const I pairs = is_eight_bit(F) ? W::pair_quarters(q[o]) : W::pair_halves(q[o]);
+        __builtin_memcpy(words + 16 * o, &pairs, 16);
       }
     }
-    store(unit / static_cast<float>(kMost), rescale, output, words, row);
-    return false;
+    row->half_step = 0.5f * step;
+    row->correction = (codec::max_level(F) - (kBytes ? 2 * value_origin(F) : 0)) * total;
+  }
+
+  // Bytes are 0 to 255, 255 being the largest. Where they add up to less than kFewKeys times that, the error of small
+  // weights would show beside values that their format stores well: false, and there shall be two digits. Of weights of
+  // N(0, 1) logits, 3 % of pages have such. Pairs have room for 15 bits.
+  static constexpr int kFewKeys = 4;
+  KVANT_INLINE bool pack(WeightRow* row, std::byte* words) const {
+    V x[kCount];
+    I q[kCount];
+    const float largest = scaled(x);
+    const std::int32_t total = round(x, largest, kMost, q);
+    store(q, total, largest / static_cast<float>(kMost), row, words);
+    return !kBytes || total >= kFewKeys * kMost || total == 0;
+  }
+  // 256 high + low, 65280 being the largest. `low` is another row that adds to the same output.
+  __attribute__((noinline)) void pack_digits(WeightRow* row, std::byte* words, WeightRow* low,
+                                             std::byte* low_words) const {
+    V x[kCount];
+    I q[kCount], high[kCount], high_sum = W::seti(0);
+    const float largest = scaled(x);
+    const std::int32_t total = round(x, largest, 256 * kMost, q);
+    const float step = largest / static_cast<float>(256 * kMost);
+    for (int i = 0; i < kCount; ++i) {
+      high[i] = W::template shr<8>(q[i]);
+      high_sum = W::addi(high_sum, high[i]);
+      q[i] = W::and_(q[i], W::seti(255));
+    }
+    const std::int32_t high_total = sum_lanes<W>(high_sum);
+    store(high, high_total, 256.0f * step, row, words);
+    store(q, total - 256 * high_total, step, low, low_words);
+    low->rescale = 1.0f;
+    low->output = row->output;
   }
 };
 
@@ -337,7 +352,7 @@ struct WeightWords {
 template <class S, class Dot>
 __attribute__((noinline)) void multiply_weights(const WordRows& weights, const WeightRow* weight_rows, int rows,
                                                 const WordColumns& values, int first_word, int last_word, int begin,
-                                                int end, int head_dim, float* o) {
+                                                int end, float* o) {
   using W = Wide<S>;
   const auto columns = [&]<int C>(int c) {
     in_row_chunks<W>(rows, [&]<int R>(int row) {
@@ -350,7 +365,7 @@ __attribute__((noinline)) void multiply_weights(const WordRows& weights, const W
         const typename W::F half_step = W::setf(of.half_step), old = W::setf(of.rescale);
 #pragma GCC unroll 2
         for (int j = 0; j < C; ++j) {
-          float* out = o + of.output * head_dim + c + j * W::kLanes;
+          float* out = o + of.output + c + j * W::kLanes;
           const typename W::I exact = W::subi(W::addi(sums[r][j], sums[r][j]), correction);
           W::storef(out, W::fma(W::to_f(exact), half_step, W::mul(W::loadf(out), old)));
         }
