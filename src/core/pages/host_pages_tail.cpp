@@ -55,7 +55,7 @@ void TableRows::take(const StepTables& t) {
 }
 
 TableRows::Place TableRows::place(std::int64_t row, std::int64_t slot) const {
-  if (row < starts_.front() || row >= starts_.back()) return place_in_any_row(slot);
+  if (row < starts_.front() || row >= starts_.back()) return {};
   const auto after = std::upper_bound(starts_.begin(), starts_.end(), row);
   const auto i = static_cast<std::size_t>(after - starts_.begin() - 1);
   const std::int64_t position = lengths_[i] - (*after - row), page = position / kPageTokens;
