@@ -1,4 +1,4 @@
-// What plans promise of the products of 8 bits that they choose: outputs are at most a fifth further from float64
+// The promise of products of 8 bits that plans choose: outputs are at most a fifth further from float64
 // attention over the true inputs than the formats themselves are. Cases are drawn from seeds: heavy tails, loud
 // channels, dominant keys whose page has many small weights, and values of very different sizes.
 // KVANT_RANDOM_CASES=0:1000 with --gtest_filter='*Drawn/0' looks at a thousand, and prints how far they are.

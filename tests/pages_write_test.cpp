@@ -83,7 +83,7 @@ TEST(PagesWrite, EveryTokenGoesToItsOwnSlot) {
 
 struct Step {
   EngineStep tables;
-  std::vector<std::int64_t> slots;  // of the rows in the order of the tables
+  std::vector<std::int64_t> slots;  // rows in the order of the tables
 };
 // Sequences of blocks 2, 0 and 3, 1 at positions `begin` to `end` - 1, the second one as far as 100.
 Step two_sequences(std::int32_t begin, std::int32_t end) {
@@ -164,7 +164,7 @@ TEST(PagesWrite, TheOrderOfRowsChangesNoByte) {
   }
 }
 
-// Of a slot that a write has twice the last row counts, also where it covers the block.
+// The last row of a slot that a write has twice counts, also where it covers the block.
 TEST(PagesWrite, ASlotThatIsGivenTwiceHasItsLastRow) {
   for (const bool covers : {false, true}) {
     PagesConfig c = config("tq4");

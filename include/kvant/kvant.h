@@ -615,8 +615,9 @@ typedef struct kvant_block_pool {
 
 /* Encodes tokens into their slots. slots: [count], slot = block * 64 + position; below 0 (host: -1): a token that is
  * not stored, and not read. keys, values: [count or more, kv_heads, head_dim]. Tokens of one block must follow one
- * another in slots, in ascending order; in host memory any order will do. The write that stores a block's first
- * position clears those that it does not store. With centres row i of slots is row i of the step's tables.
+ * another in slots, in ascending order; in host memory any order will do, and of a slot that is given twice the last
+ * row counts. The write that stores a block's first position
+ * clears those that it does not store. With centres row i of slots is row i of the step's tables.
  * Errors: KVANT_INVALID_ARGUMENT for centred pages before any kvant_pages_begin_step; in host memory
  * KVANT_NON_FINITE, and KVANT_INVALID_ARGUMENT for slots outside the pool; nothing was changed then. On a device
  * such values become NaN, such tokens are not stored, and kvant_pages_take_non_finite tells. */

@@ -175,7 +175,8 @@ class KVANT_API Pages {
   /// Encodes tokens into their slots. slots: [count], device memory for pages on a device. keys, values: [count or
   /// more, kv_heads, head_dim], f32, f16 or bf16; row i goes to slot i, and those of slots below 0 are not read.
   /// The tokens of one block must follow one another in slots, in ascending order, as those of a sequence do; on the
-  /// host any order will do. Bytes are the same on every instruction set and device. With centres, row i is row i of
+  /// host any order will do, and of a slot that is given twice the last row counts. Bytes are the same on every
+  /// instruction set and device. With centres, row i is row i of
   /// the tables of begin_step; a block that begins in a row for which these name no block before is centred on its
   /// first key.
   /// Errors: invalid_argument for centred pages before any begin_step.

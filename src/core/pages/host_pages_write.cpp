@@ -1,7 +1,7 @@
 // How tokens are encoded into an engine's blocks in host memory.
 //
-// Slots are cut into runs (slot_runs.hpp): tokens that follow one another in a block. A worker has all runs of a (block,
-// kv head, side), in ascending order, because eight tokens share the words of value codes. The block's bytes are cleared
+// Slots are cut into runs (slot_runs.hpp): tokens that follow one another in a block. A worker has all runs of a
+// (block, kv head, side), in ascending order, because eight tokens share the words of value codes. Bytes are cleared
 // first if one of its runs has the first position: an engine's blocks hold bytes of earlier users, and kernels load all
 // 64 tokens of a page, so tokens that were never written must decode to finite numbers. A block that has an exact copy
 // gets the same tokens there, and with a tail all rows are rounded to the dtype of copies first, so that bytes do not
@@ -36,7 +36,7 @@ struct SlotWrite {
   const Kernels* kernels;
   const BlockPool* pool;
   const TensorView* tensor[2];    // keys, values
-  const TensorView* gathered[2];  // of those rows that runs name
+  const TensorView* gathered[2];  // rows that runs name
   const SlotRuns* cut;
   const ChainOrder* order;
   std::size_t group_begin = 0, group_end = 0;  // the pass that runs

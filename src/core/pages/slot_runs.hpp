@@ -1,7 +1,7 @@
 // How the slots of a write are cut: what is stored where, and in which order, whatever the order of the call's rows.
 //
 // A run is tokens that follow one another in a block and in the call. The runs of a block are a chain, in ascending
-// order. Of a slot that is given twice the last row counts. A block that is covered is one run, so that it is encoded
+// order. The last row of a slot counts. A block that is covered is one run, so that it is encoded
 // as a whole: where its tokens do not follow one another in the call, its rows are gathered first.
 #pragma once
 
