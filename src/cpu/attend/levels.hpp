@@ -316,7 +316,7 @@ struct RowWeights {
 
   // Bytes are 0 to 255, 255 being the largest. Where they add up to less than kFewKeys times that, the error of small
   // weights would show beside values that their format stores well: false, and there shall be two digits. Weights of
-  // N(0, 1) logits, have them on 3 % of pages. Pairs have room for 15 bits.
+  // N(0, 1) logits have them on 3 % of pages. Pairs have room for 15 bits.
   static constexpr int kFewKeys = 4;  // with 3 one of 1000 drawn cases exceeds the promise (1.21)
   KVANT_INLINE bool pack(WeightRow* row, std::byte* words) const {
     V x[kCount];
