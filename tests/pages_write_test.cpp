@@ -79,6 +79,148 @@ TEST(PagesWrite, EveryTokenGoesToItsOwnSlot) {
   }
 }
 
+// --- rows in another order -------------------------------------------------------------------------------------------
+
+struct Step {
+  EngineStep tables;
+  std::vector<std::int64_t> slots;  // rows in the order of the tables
+};
+// Sequences of blocks 2, 0 and 3, 1 at positions `begin` to `end` - 1, the second one as far as 100.
+Step two_sequences(std::int32_t begin, std::int32_t end) {
+  Step step;
+  const std::vector<std::int32_t> blocks[] = {{2, 0}, {3, 1}};
+  for (const int i : {0, 1}) {
+    const std::int32_t length = std::min(end, i == 0 ? 128 : 100);
+    step.tables.add(blocks[i], length, length - begin);
+    const std::vector<std::int64_t> slots = slots_of(blocks[i], begin, length);
+    step.slots.insert(step.slots.end(), slots.begin(), slots.end());
+  }
+  return step;
+}
+
+// Writes rows order[i] of x (below 0: a row that is not stored) and returns the bytes of the blocks.
+void write_in_order(const Pages& pages, EnginePool& pool, Step& step, const std::vector<float>& x,
+                    const std::vector<std::int64_t>& order) {
+  std::vector<float> rows;
+  std::vector<std::int64_t> slots;
+  for (const std::int64_t row : order) {
+    const auto from = x.begin() + std::max<std::int64_t>(row, 0) * kWidth;
+    rows.insert(rows.end(), from, from + kWidth);
+    slots.push_back(row < 0 ? -1 : step.slots[static_cast<std::size_t>(row)]);
+  }
+  const auto n = static_cast<std::int64_t>(slots.size());
+  const TensorView given = TensorView::of(rows.data(), n, kHeads, kHeadDim);
+  pages.begin_step(step.tables.tables(2)).value();
+  pages.write(pool.view, given, given, slots.data(), n).value();
+}
+
+std::vector<std::vector<std::int64_t>> orders_of(std::int64_t rows) {
+  std::vector<std::int64_t> in_order;
+  for (std::int64_t i = 0; i < rows; ++i) in_order.push_back(i);
+  std::vector<std::vector<std::int64_t>> orders(5, in_order);
+  std::ranges::reverse(orders[0]);
+  Rng rng(3);
+  for (std::size_t i = orders[1].size(); i-- > 1;)
+    std::swap(orders[1][i], orders[1][static_cast<std::size_t>(rng.below(static_cast<std::int64_t>(i) + 1))]);
+  std::ranges::stable_sort(orders[2], {}, [](std::int64_t i) { return i % 64; });  // row by row from all blocks
+  orders[3].insert(orders[3].begin() + 20, -1);  // a row that is not stored between those of a block
+  std::swap(orders[4][5], orders[4][40]);        // runs that nearly are one
+  return orders;
+}
+
+// A block that one write covers is encoded as a whole, and any other as if its tokens came in order.
+TEST(PagesWrite, TheOrderOfRowsChangesNoByte) {
+  for (const char* format : {"tq4", "tq3", "tq8"}) {
+    for (const bool centred : {false, true}) {
+      for (const int tail_pages : {0, 1}) {
+        PagesConfig c = config(format);
+        c.k_centre = centred ? KeyCentre::page : KeyCentre::none;
+        c.tail_pages = tail_pages;
+        if (tail_pages > 0) c.tail_sequences = 2;
+        // The end of a write lies within a block: 90 tokens, and then the rest.
+        for (const std::int32_t cut : {90, 128}) {
+          std::vector<std::byte> expected;
+          for (std::size_t which = 0; which <= 5; ++which) {
+            const Pages pages = Pages::create(c).value();
+            EnginePool pool(pages, {.blocks = kBlocks});
+            for (const std::int32_t begin : {0, cut}) {
+              if (begin >= 100) continue;
+              Step step = two_sequences(begin, begin == 0 ? cut : 128);
+              const auto rows = static_cast<std::int64_t>(step.slots.size());
+              std::vector<float> x = gaussian_vector(static_cast<std::size_t>(rows * kWidth), 9);
+              for (float& e : x) e += 3;
+              std::vector<std::int64_t> in_order;
+              for (std::int64_t i = 0; i < rows; ++i) in_order.push_back(i);
+              write_in_order(pages, pool, step, x, which == 0 ? in_order : orders_of(rows)[which - 1]);
+            }
+            if (which == 0) expected = bytes_of(pages, pool);
+            EXPECT_EQ(bytes_of(pages, pool), expected)
+                << fmt::format("{}, centred {}, tail {}, the first {} tokens at once, order {}", format, centred,
+                               tail_pages, cut, which);
+          }
+        }
+      }
+    }
+  }
+}
+
+// The last row of a slot that a write has twice counts, also where it covers the block.
+TEST(PagesWrite, ASlotThatIsGivenTwiceHasItsLastRow) {
+  for (const bool covers : {false, true}) {
+    PagesConfig c = config("tq4");
+    c.k_centre = KeyCentre::page;
+    std::vector<std::byte> expected;
+    for (const bool twice : {false, true}) {
+      const Pages pages = Pages::create(c).value();
+      EnginePool pool(pages, {.blocks = kBlocks});
+      Step step = two_sequences(0, covers ? 128 : 30);
+      const auto rows = static_cast<std::int64_t>(step.slots.size());
+      const std::vector<float> x = gaussian_vector(static_cast<std::size_t>((rows + 3) * kWidth), 9);
+      std::vector<std::int64_t> order;
+      for (std::int64_t i = 0; i < rows; ++i) order.push_back(i);
+      if (twice) {  // rows of other numbers first
+        for (std::int64_t i = 0; i < 3; ++i) {
+          order.insert(order.begin(), rows + i);
+          step.slots.push_back(step.slots[static_cast<std::size_t>(7 * i)]);
+        }
+      }
+      write_in_order(pages, pool, step, x, order);
+      if (!twice) expected = bytes_of(pages, pool);
+      EXPECT_EQ(bytes_of(pages, pool), expected) << covers;
+    }
+  }
+}
+
+// Blocks that are each centred on the mean of the one before, which is begun by the same write and not covered: one
+// token of each is not stored. They are stored one after another, by however many threads.
+TEST(PagesWrite, BlocksThatWaitForEachOtherAreStoredInOrder) {
+  constexpr std::int32_t kChain = 48, kTokens = kChain * 64;
+  std::vector<std::byte> expected;
+  std::vector<std::int32_t> blocks;
+  for (std::int32_t i = 0; i < kChain; ++i) blocks.push_back((i * 29 + 5) % kChain);
+  std::vector<std::int64_t> slots = slots_of(blocks, 0, kTokens);
+  for (std::size_t i = 40; i < slots.size(); i += 64) slots[i] = -1;
+  const std::vector<float> x = gaussian_vector(static_cast<std::size_t>(kTokens * kWidth), 4);
+  const TensorView rows = TensorView::of(x.data(), kTokens, kHeads, kHeadDim);
+  EngineStep step;
+  step.add(blocks, kTokens, kTokens);
+  for (const int threads : {1, 4, 4, 3, 2}) {
+    PagesConfig c = config("tq4");
+    c.k_centre = KeyCentre::page;
+    c.threads = threads;
+    const Pages pages = Pages::create(c).value();
+    EnginePool pool(pages, {.blocks = kChain});
+    pages.begin_step(step.tables(kChain)).value();
+    pages.write(pool.view, rows, rows, slots.data(), kTokens).value();
+    std::vector<std::byte> all;
+    for (std::int64_t b = 0; b < kChain; ++b) {
+      for (int h = 0; h < kHeads; ++h) all.insert(all.end(), pool.block(b, h), pool.block(b, h) + pages.block_bytes());
+    }
+    if (expected.empty()) expected = all;
+    EXPECT_EQ(all, expected) << threads << " threads";
+  }
+}
+
 // NaNs, infinities and numbers that are too large, in any row, head and element of either tensor.
 TEST(PagesWrite, WhatCannotBeStoredIsNamedAndChangesNothing) {
   const std::int64_t n = 5;

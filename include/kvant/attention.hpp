@@ -111,9 +111,10 @@ struct AttentionOptions {
   /// only one for f32 and imported formats, and for exact = f32, which have it by themselves.
   std::string kernel{};
   /// Bits of the numbers that are multiplied where many rows share a page of tq formats: 16 (on the CPU float32, or
-  /// AMX's bf16 terms), or 8, which is faster and rounds weights to 8 bits and queries to 8 or 15 (docs/design.md,
-  /// "Products of 8 bits"). 0: 8 on the CPU for pairs to whose own loss that adds at most a fifth (products() and
-  /// explain() say which), else 16. On the CPU other pages, few rows and fresh keys are multiplied as ever.
+  /// AMX's bf16 terms), or 8, which is faster and rounds weights to 8 bits (16 where few keys have most of the weight)
+  /// and queries to 8 or 15 (docs/design.md, "Products of 8 bits"). 0: 8 on the CPU for pairs to whose own loss that
+  /// adds at most a fifth (products() and explain() say which), else 16. On the CPU other pages,
+  /// few rows and fresh keys are multiplied as ever.
   /// On a device prefill_unpacked multiplies queries and all keys of its sequences as 8-bit integers, where `kernel`
   /// names it or that is estimated to be faster. 8 is refused where keys or values are no tq format, and on a device
   /// with tq8 keys, at other head_dims than 256, and below compute capability 9.0.

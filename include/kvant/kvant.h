@@ -619,11 +619,12 @@ typedef struct kvant_block_pool {
 /* Stores tokens in their slots, encoded, or in the exact copies of their blocks. slots: [count], slot = block * 64 +
  * position; below 0 (host: -1): a token that is not stored, and not read. keys, values: [count or more, kv_heads,
  * head_dim]. Tokens of one block must follow one another in slots, in ascending order; in host memory any order will
- * do. The write that stores a block's first position clears those that it does not store. With centres row i of slots
- * is row i of the step's tables. Errors: KVANT_INVALID_ARGUMENT for centred pages before any kvant_pages_begin_step; in
- * host memory KVANT_NON_FINITE, and KVANT_INVALID_ARGUMENT for slots outside the pool; nothing was changed then. On a
- * device such values become NaN, such tokens are not stored, and kvant_pages_take_non_finite tells. With a tail the
- * pool must stay until the layer is written to another one: kvant_pages_begin_step encodes blocks there. */
+ * do, and of a slot that is given twice the last row counts. The write that stores a block's first position clears
+ * those that it does not store. With centres row i of slots is row i of the step's tables. Errors:
+ * KVANT_INVALID_ARGUMENT for centred pages before any kvant_pages_begin_step; in host memory KVANT_NON_FINITE, and
+ * KVANT_INVALID_ARGUMENT for slots outside the pool; nothing was changed then. On a device such values become NaN, such
+ * tokens are not stored, and kvant_pages_take_non_finite tells. With a tail the pool must stay until the layer is
+ * written to another one: kvant_pages_begin_step encodes blocks there. */
 KVANT_C_API kvant_status kvant_pages_write(const kvant_pages* pages, const kvant_block_pool* pool,
                                            const kvant_tensor* keys, const kvant_tensor* values, const int64_t* slots,
                                            int64_t count, void* stream);

@@ -182,12 +182,12 @@ class KVANT_API Pages {
   /// Stores tokens in their slots, encoded, or in the exact copies of their blocks. slots: [count], device memory for
   /// pages on a device. keys, values: [count or more, kv_heads, head_dim], f32, f16 or bf16; row i goes to slot i, and
   /// those of slots below 0 are not read. The tokens of one block must follow one another in slots, in ascending order,
-  /// as those of a sequence do; on the host any order will do. Bytes are the same on every instruction set and device.
-  /// With centres, row i is row i of the tables of begin_step; a block that begins in a row for which these name no
-  /// block before is centred on its first key. Errors: invalid_argument for centred pages before any begin_step. On the
-  /// host non_finite for values that are not finite or above 65504, and invalid_argument for slots outside the pool
-  /// (nothing was changed). On a device such values become NaN for the rows that see them, tokens of such slots are not
-  /// stored, and take_non_finite tells of either.
+  /// as those of a sequence do; on the host any order will do, and of a slot that is given twice the last row counts.
+  /// Bytes are the same on every instruction set and device. With centres, row i is row i of the tables of begin_step;
+  /// a block that begins in a row for which these name no block before is centred on its first key. Errors:
+  /// invalid_argument for centred pages before any begin_step. On the host non_finite for values that are not finite or
+  /// above 65504, and invalid_argument for slots outside the pool (nothing was changed). On a device such values become
+  /// NaN for the rows that see them, tokens of such slots are not stored, and take_non_finite tells of either.
   Status write(const BlockPool& pool, const TensorView& keys, const TensorView& values, const std::int64_t* slots,
                std::int64_t count, Stream stream = {}) const;
   /// Decodes whole blocks to f32, f16 or bf16 tensors [count * 64, kv_heads, head_dim], in the original coordinates:

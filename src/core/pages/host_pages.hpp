@@ -35,8 +35,8 @@ struct HostTail {
 class TableRows {
  public:
   void take(const StepTables& tables);
-  // The page that a row goes to, and the block before (below 0: none). Page -1: the row's slot is not that which the
-  // tables have for the row.
+  // The page that a row goes to, and the block before (below 0: none). Page -1: the tables have the row's slot neither
+  // for the row nor for another one.
   struct Place {
     std::int64_t page = -1;
     std::int32_t before = -1;
@@ -46,6 +46,8 @@ class TableRows {
   [[nodiscard]] bool is_known() const noexcept { return !starts_.empty(); }
 
  private:
+  [[nodiscard]] Place place_in_any_row(std::int64_t slot) const;
+
   std::vector<std::int32_t> starts_, lengths_, blocks_;
   std::vector<std::size_t> first_;  // places in blocks_, one for each sequence
 };

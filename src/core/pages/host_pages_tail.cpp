@@ -158,8 +158,24 @@ TableRows::Place TableRows::place(std::int64_t row, std::int64_t slot) const {
   const auto i = static_cast<std::size_t>(after - starts_.begin() - 1);
   const std::int64_t position = lengths_[i] - (*after - row), page = position / kPageTokens;
   const std::int32_t* block = blocks_.data() + first_[i] + page;
-  if (*block != slot / kPageTokens || position % kPageTokens != slot % kPageTokens) return {};
+  if (*block != slot / kPageTokens || position % kPageTokens != slot % kPageTokens) return place_in_any_row(slot);
   return {page, page > 0 ? block[-1] : -1, lengths_[i]};
+}
+
+// Rows in another order than the tables': the slot's block is among those that the step's queries belong to.
+TableRows::Place TableRows::place_in_any_row(std::int64_t slot) const {
+  for (std::size_t i = 0; i < lengths_.size(); ++i) {
+    const std::int32_t queries = starts_[i + 1] - starts_[i];
+    if (queries == 0) continue;
+    const std::int32_t* blocks = blocks_.data() + first_[i];
+    for (std::int64_t page = (lengths_[i] - queries) / kPageTokens; page * kPageTokens < lengths_[i]; ++page) {
+      if (blocks[page] != slot / kPageTokens) continue;
+      const std::int64_t position = page * kPageTokens + slot % kPageTokens;
+      if (position < lengths_[i] - queries || position >= lengths_[i]) continue;
+      return {page, page > 0 ? blocks[page - 1] : -1, lengths_[i]};
+    }
+  }
+  return {};
 }
 
 }  // namespace kvant::core

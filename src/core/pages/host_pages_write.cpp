@@ -1,11 +1,11 @@
 // How tokens are encoded into an engine's blocks in host memory.
 //
-// Slots are cut into runs: tokens that follow one another in a block. The tokens of a block that has an exact copy go
-// to the copy alone; host_pages_tail.cpp encodes such blocks. For other blocks a worker has all runs of a (block, kv
-// head, side), in the order of the call, because eight tokens share the words of value codes. The block's bytes are
-// cleared first if one of its runs has the first position: an engine's blocks hold bytes of earlier users, and kernels
-// load all 64 tokens of a page, so tokens that were never written must decode to finite numbers. With a tail all rows
-// are rounded to the dtype of copies first, so that bytes do not depend on who has a copy.
+// Slots are cut into runs (slot_runs.hpp): tokens that follow one another in a block. The tokens of a block that has an
+// exact copy go to the copy alone; host_pages_tail.cpp encodes such blocks. For other blocks a worker has all runs of a
+// (block, kv head, side), in ascending order, because eight tokens share the words of value codes. The block's bytes
+// are cleared first if one of its runs has the first position: an engine's blocks hold bytes of earlier users, and
+// kernels load all 64 tokens of a page, so tokens that were never written must decode to finite numbers. With a tail
+// all rows are rounded to the dtype of copies first, so that bytes do not depend on who has a copy.
 //
 // Centres (codec/centre.hpp): a run that fills a block is encoded around its own mean, a run that begins a block around
 // the mean of the block before. If that has an exact copy, its keys are read there, which is done first; otherwise it
@@ -14,13 +14,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <numeric>
 #include <vector>
 
 #include "codec/centre.hpp"
 #include "codec/storable.hpp"
 #include "core/fmt.hpp"
 #include "core/pages/host_pages.hpp"
+#include "core/pages/slot_runs.hpp"
 #include "core/tensor_rows.hpp"
 #include "core/threads.hpp"
 
@@ -31,33 +31,26 @@ namespace {
 constexpr std::int64_t kSlotValuesPerWorker = 32768;
 constexpr std::int64_t kSlotChecksPerWorker = 8 * kSlotValuesPerWorker;
 
-struct SlotRun {
-  std::int64_t block;
-  int first, count;  // positions in the block
-  std::int64_t row;  // the first token's
-  // The copy that its tokens go to; then also the page and the length of its sequence.
-  std::int32_t copy = -1, page = 0, length = 0;
-  // In centred pages: how many rows the centre is the mean of, if it is the block's own; the block that it is the mean
-  // of, or -1, and that block's copy.
-  int mean_of = 0;
-  std::int32_t before = -1, copy_before = -1;
-  [[nodiscard]] bool fills() const { return first == 0 && count == kPageTokens; }
-};
-
 struct SlotWrite {
   const CacheSpec* spec;
   const Kernels* kernels;
   const BlockPool* pool;
-  const TensorView* tensor[2];          // keys, values
-  std::span<const SlotRun> runs;        // by block
-  std::span<const std::size_t> chains;  // the first run of each block, and the end
-  // Chains of blocks with copies, then those that do not wait for others, then those that do, in the order of rows; and
-  // where each group of them begins that must be stored in this order, and the end.
-  std::span<const std::size_t> order, groups;
+  const TensorView* tensor[2];    // keys, values
+  const TensorView* gathered[2];  // rows that runs name
+  const SlotRuns* cut;
+  const ChainOrder* order;
   std::size_t group_begin = 0, group_end = 0;  // the pass that runs
   int workers = 1;
   const HostTail* tail;  // or null
   std::atomic<bool> refused{false};
+
+  // A token of a run.
+  [[nodiscard]] const TensorView& rows(const SlotRun& run, bool values) const {
+    return *(run.gathered < 0 ? tensor : gathered)[values ? 1 : 0];
+  }
+  [[nodiscard]] const void* row(const SlotRun& run, bool values, int token, int head) const {
+    return row_of(rows(run, values), 0, (run.gathered < 0 ? run.row : run.gathered) + token, head);
+  }
 };
 
 // Where one side of a run's tokens goes.
@@ -71,7 +64,7 @@ struct SlotTarget {
 
 bool store_run(const SlotWrite& w, const SlotRun& run, int head, bool values, const SlotTarget& to) {
   const CacheSpec& spec = *w.spec;
-  const TensorView& t = *w.tensor[values ? 1 : 0];
+  const TensorView& t = w.rows(run, values);
   const auto put = values ? w.kernels->store_v : w.kernels->store_k;
   for (int i = 0, count = 0; i < run.count; i += count) {
     count = std::min(8 - (run.first + i) % 8, run.count - i);
@@ -81,7 +74,7 @@ bool store_run(const SlotWrite& w, const SlotRun& run, int head, bool values, co
                              .block = to.block,
                              .first = run.first + i,
                              .count = count,
-                             .rows = row_of(t, 0, run.row + i, head),
+                             .rows = w.row(run, values, i, head),
                              .row_stride = t.stride[0],
                              .basis = to.basis,
                              .levels = nullptr,
@@ -114,12 +107,12 @@ void find_centre(const SlotWrite& w, std::span<const SlotRun> runs, int head, st
       job.of = CentreJob::Of::page;
       job.from = block_of(*w.pool, run.before, head);
     } else if (run.mean_of > 0) {
-      const TensorView& keys = *w.tensor[0];
+      const TensorView& keys = w.rows(run, false);
       job.of = CentreJob::Of::rows;
       job.rows.head_dim = spec.stored_dim();
       job.rows.width = spec.config.head_dim;
       job.rows.count = run.mean_of;
-      job.rows.rows = row_of(keys, 0, run.row, head);
+      job.rows.rows = w.row(run, false, 0, head);
       job.rows.row_stride = keys.stride[0];
       job.rows.dtype = keys.dtype;
       job.rows.rounding = rounding;
@@ -129,7 +122,7 @@ void find_centre(const SlotWrite& w, std::span<const SlotRun> runs, int head, st
 }
 
 void write_chain(SlotWrite& w, std::size_t chain, int head) {
-  const std::span<const SlotRun> runs = w.runs.subspan(w.chains[chain], w.chains[chain + 1] - w.chains[chain]);
+  const std::span<const SlotRun> runs = w.cut->chain(chain);
   const CacheSpec& spec = *w.spec;
   const auto store = [&](bool values, const SlotTarget& to) {
     for (const SlotRun& run : runs) {
@@ -169,8 +162,8 @@ void write_slots_share(void* context, int worker) {
   const std::size_t items = (w.group_end - w.group_begin) * heads;
   for (auto i = static_cast<std::size_t>(worker); i < items; i += static_cast<std::size_t>(w.workers)) {
     const std::size_t group = w.group_begin + i / heads;
-    for (std::size_t at = w.groups[group]; at < w.groups[group + 1]; ++at)
-      write_chain(w, w.order[at], static_cast<int>(i % heads));
+    for (std::size_t at = w.order->groups[group]; at < w.order->groups[group + 1]; ++at)
+      write_chain(w, w.order->chains[at], static_cast<int>(i % heads));
   }
 }
 
@@ -259,12 +252,27 @@ void choose_centres(std::span<SlotRun> runs, const TableRows& step, std::int64_t
   }
 }
 
+// The rows that runs name, one after another.
+struct GatheredRows {
+  GatheredRows(const TensorView& t, std::span<const std::int64_t> rows, int heads, int head_dim)
+      : bytes(static_cast<std::size_t>(head_dim) * dtype_size(t.dtype)),
+        data(rows.size() * static_cast<std::size_t>(heads) * bytes) {
+    std::byte* to = data.data();
+    for (const std::int64_t row : rows) {
+      for (int head = 0; head < heads; ++head, to += bytes) std::memcpy(to, row_of(t, 0, row, head), bytes);
+    }
+    view = TensorView::contiguous(data.data(), t.dtype, static_cast<std::int64_t>(rows.size()), heads, head_dim);
+  }
+  std::size_t bytes;
+  std::vector<std::byte> data;
+  TensorView view;
+};
+
 }  // namespace
 
 Status HostPages::write(const BlockPool& pool, const TensorView& keys, const TensorView& values,
                         const std::int64_t* slots, std::int64_t count, Stream) const {
   const std::span<const std::int64_t> all(slots, static_cast<std::size_t>(count));
-  std::vector<SlotRun> runs;
   std::int64_t tokens = 0;
   for (std::size_t i = 0; i < all.size(); ++i) {
     const std::int64_t slot = all[i];
@@ -277,53 +285,22 @@ Status HostPages::write(const BlockPool& pool, const TensorView& keys, const Ten
                       i, slot, pool.blocks * kPageTokens)};
     }
     ++tokens;
-    const bool follows = i > 0 && all[i - 1] == slot - 1 && slot % kPageTokens != 0;
-    if (follows) {
-      ++runs.back().count;
-    } else {
-      runs.push_back({slot / kPageTokens, static_cast<int>(slot % kPageTokens), 1, static_cast<std::int64_t>(i)});
-    }
   }
-  if (runs.empty()) return {};
-  if (own_tail_) {
-    if (Status s = find_copies(runs, *step_, own_tail_->copies); !s) return s;
-  }
-  if (spec().is_centred()) {
-    if (!step_->is_known())
-      return refuse_argument(
-          "keys have centres, and no step has begun: call begin_step before the step's writes, which finds the blocks "
-          "before those that begin, or create the pages with k_centre = none");
-    choose_centres(runs, *step_, pool.blocks, own_tail_ ? &own_tail_->copies : nullptr);
+  if (tokens == 0) return {};
+  if (spec().is_centred() && !step_->is_known()) {
+    return refuse_argument(
+        "keys have centres, and no step has begun: call begin_step before the step's writes, which finds the blocks "
+        "before those that begin, or create the pages with k_centre = none");
   }
   if (Status s = check_slot_values(spec(), keys, values, all); !s) return s;
-  std::stable_sort(runs.begin(), runs.end(), [](const SlotRun& a, const SlotRun& b) { return a.block < b.block; });
-  std::vector<std::size_t> chains, order, encoded, waiting;
-  for (std::size_t i = 0; i < runs.size(); ++i) {
-    if (i == 0 || runs[i].block != runs[i - 1].block) chains.push_back(i);
+  SlotRuns cut = cut_slots(all);
+  if (own_tail_) {
+    if (Status s = find_copies(cut.runs, *step_, own_tail_->copies); !s) return s;
   }
-  chains.push_back(runs.size());
-  const auto begins = [&](std::size_t chain) {
-    const auto end = runs.begin() + static_cast<std::ptrdiff_t>(chains[chain + 1]);
-    return std::find_if(runs.begin() + static_cast<std::ptrdiff_t>(chains[chain]), end,
-                        [](const SlotRun& run) { return run.before >= 0 && run.copy_before < 0; });
-  };
-  for (std::size_t i = 0; i + 1 < chains.size(); ++i) {
-    const bool waits = begins(i) != runs.begin() + static_cast<std::ptrdiff_t>(chains[i + 1]);
-    (runs[chains[i]].copy >= 0 ? order : waits ? waiting : encoded).push_back(i);
-  }
-  std::sort(waiting.begin(), waiting.end(),
-            [&](std::size_t a, std::size_t b) { return begins(a)->row < begins(b)->row; });
-  const std::size_t copied = order.size();
-  order.insert(order.end(), encoded.begin(), encoded.end());
-  const std::size_t at_once = order.size();
-  std::vector<std::size_t> groups(at_once);
-  std::iota(groups.begin(), groups.end(), std::size_t{0});
-  for (const std::size_t chain : waiting) {
-    const bool follows = order.size() > at_once && begins(chain)->before == runs[chains[order.back()]].block;
-    if (!follows) groups.push_back(order.size());
-    order.push_back(chain);
-  }
-  groups.push_back(order.size());
+  if (spec().is_centred()) choose_centres(cut.runs, *step_, pool.blocks, own_tail_ ? &own_tail_->copies : nullptr);
+  const ChainOrder order = order_chains(cut);
+  const GatheredRows gathered[] = {{keys, cut.gathered, spec().config.kv_heads, spec().config.head_dim},
+                                   {values, cut.gathered, spec().config.kv_heads, spec().config.head_dim}};
 
   const int most =
       workers_for(spec(), 2 * tokens * spec().config.kv_heads * spec().config.head_dim, kSlotValuesPerWorker);
@@ -331,12 +308,11 @@ Status HostPages::write(const BlockPool& pool, const TensorView& keys, const Ten
                   .kernels = &kernels_,
                   .pool = &pool,
                   .tensor = {&keys, &values},
-                  .runs = runs,
-                  .chains = chains,
-                  .order = order,
-                  .groups = groups,
+                  .gathered = {&gathered[0].view, &gathered[1].view},
+                  .cut = &cut,
+                  .order = &order,
                   .tail = own_tail()};
-  const std::size_t passes[] = {0, copied, at_once, groups.size() - 1};
+  const std::size_t passes[] = {0, order.encoded, order.waiting, order.groups.size() - 1};
   for (std::size_t pass = 0; pass < 3; ++pass) {
     write.group_begin = passes[pass];
     write.group_end = passes[pass + 1];
@@ -346,7 +322,7 @@ Status HostPages::write(const BlockPool& pool, const TensorView& keys, const Ten
   }
   if (own_tail_) {
     own_tail_->pools[static_cast<std::size_t>(pool.layer)] = pool;
-    for (const SlotRun& run : runs) {
+    for (const SlotRun& run : cut.runs) {
       if (run.copy >= 0) own_tail_->copies.note_written(run.copy, run.page, run.length);
     }
     encode_from_copies(own_tail_->copies.to_encode_behind_writes(), {&pool, 1});

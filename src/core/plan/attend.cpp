@@ -77,7 +77,7 @@ ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool centre
     s.half_steps = at.take(4 * r * codec::kMaxScaleGroups);
     s.corrections = at.take(4 * r * codec::kMaxScaleGroups);
     s.weight_words = at.take(2 * r * kPageTokens);
-    s.weight_scales = at.take(8 * r);
+    s.weight_rows = at.take(32 * r);
   }
   s.bytes = at.total();
   return s;

@@ -181,8 +181,9 @@ struct ScratchLayout {
   std::size_t output[kDomains];  // matrix path: output sums, tile after tile
   std::size_t centers;           // f32 [rows]
   // Products of 8 bits: queries as integers, i16 [rows][padded_dim] at most; half the value of one and what corrects
-  // their sums, [rows][kMaxScaleGroups]; a page's weights as integers, i16 [rows][64] at most; their scales.
-  std::size_t digits, half_steps, corrections, weight_words, weight_scales;
+  // their sums, [rows][kMaxScaleGroups]; a page's weights as integers, i16 [rows][64] or two digits of bytes; what each
+  // row of these stands for, 16 bytes.
+  std::size_t digits, half_steps, corrections, weight_words, weight_rows;
   std::size_t bytes;
 };
 ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool centred, bool byte_products, RowPath path);

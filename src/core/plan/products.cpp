@@ -48,8 +48,10 @@ std::string products_line(const Products& products) {
         fmt::format(", since this adds at most {} % to the formats' own loss of real models", products.added_percent);
   }
   if (products.bits != 8) return fmt::format("products   16 bits: {}\n", why);
-  return fmt::format("products   8 bits: {}; queries as {}, weights as 8 bits of the largest of 64 keys\n", why,
-                     products.two_digits ? "two digits (15 bits and sign)" : "one digit (7 bits and sign)");
+  return fmt::format(
+      "products   8 bits: {}; queries as {}, weights as 8 bits of the largest of 64 keys, as 15 or 16 where few keys "
+      "have most of the weight\n",
+      why, products.two_digits ? "two digits (15 bits and sign)" : "one digit (7 bits and sign)");
 }
 
 }  // namespace kvant::core

@@ -262,7 +262,7 @@ void attend_pages(const core::AttendItem& item) {
     softmax_of_page<S>(rows, seen, scores, kPageTokens, rescale);
     if constexpr (kTiles) {
       float* o = state.o_of(page.domain);
-      as_integers ? LevelItem<S>(item).multiply_values(page, scores, rescale, o)
+      as_integers ? LevelItem<S>(item).multiply_values(seen, scores, rescale, o)
                   : tile_values<S>(item, l, page, scores, rescale, o);
     } else {
       vector_values<S>(run, page, item.rows, scores, rescale, tile, state.o_of(page.domain));

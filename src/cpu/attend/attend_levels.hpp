@@ -54,17 +54,22 @@ struct LevelItem {
   }
 
   // o [rows][head_dim]
-  void multiply_values(const PageView& page, const float* p, const float* rescale, float* o) const {
+  void multiply_values(const PageRows& seen, const float* p, const float* rescale, float* o) const {
+    const PageView& page = seen.page;
     const codec::SideLayout& side = page.layout->v;
     const int words = multiplies_bytes<S>(side.format) ? kPageTokens / 4 : kPageTokens / 2;
     const WordColumns values{item.scratch + l.tile, words};
     const WordRows weights{item.scratch + l.weight_words, words};
+    auto* const weight_rows = at<WeightRow>(item.scratch, l.weight_rows);
     const int first = page.t_begin / 8, last = (page.t_end + 7) / 8;
+    const core::SequenceUse& sequence = run.sequences[item.sequence];
+    const std::int64_t first_row = (sequence.length - sequence.q_len) * run.group + item.row_begin;
+    WeightDither dither;
+    find_dither(seen.first_key / kPageTokens, &dither);
     with_format(side.format, [&]<Format F>() {
       if constexpr (is_integer_format(F)) {
         constexpr int kOctetWords = multiplies_bytes<S>(F) ? 2 : 4;
         using Dot = std::conditional_t<multiplies_bytes<S>(F), DotSignedColumns, DotPairs>;
-        auto* const scale_of = at<WeightScale>(item.scratch, l.weight_scales);
         const int group_dim = run.head_dim / side.groups;
         if constexpr (multiplies_bytes<S>(F)) {
           pack_value_words<S, F, 1>(side, run.head_dim, page.block, first, last, values,
@@ -72,12 +77,22 @@ struct LevelItem {
         } else {
           pack_value_words<S, F, 2>(side, run.head_dim, page.block, first, last, values);
         }
+        const auto words_of = [&](int row) { return weights.at + row * words * 4; };
         for (int g = 0; g < side.groups; ++g) {
           const std::byte* scales = page.block + side.scale_offset + g * kPageTokens * 2;
-          for (int r = 0; r < item.rows; ++r)
-            scale_of[r] = pack_weight_words<S, F>(p + r * kPageTokens, scales, weights.at + r * words * 4);
-          multiply_weights<S, Dot>(weights, scale_of, item.rows, values, first * kOctetWords, last * kOctetWords,
-                                   g * group_dim, (g + 1) * group_dim, rescale, run.head_dim, o);
+          int rows = item.rows;
+          for (int r = 0; r < item.rows; ++r) {
+            const RowWeights<S, F> row{p + r * kPageTokens, scales, dither_of_row(dither, first_row + r)};
+            weight_rows[r].rescale = rescale[r];
+            weight_rows[r].output = r * run.head_dim;
+            if (row.pack(weight_rows + r, words_of(r))) continue;
+            if constexpr (RowWeights<S, F>::kBytes) {
+              row.pack_digits(weight_rows + r, words_of(r), weight_rows + rows, words_of(rows));
+              ++rows;
+            }
+          }
+          multiply_weights<S, Dot>(weights, weight_rows, rows, values, first * kOctetWords, last * kOctetWords,
+                                   g * group_dim, (g + 1) * group_dim, o);
         }
       }
     });

@@ -3,7 +3,8 @@
 //
 //   scores   queries are integers (codec/digits.hpp):   sum of number * level
 //   values   a row's weights p, times their tokens' value scales, become 0 to 255, 255 being the largest of the page
-//            and scale group:                           sum of weight * level
+//            and scale group, or where few keys have most of the weight, 0 to 65280 in two digits:
+//                                                       sum of weight * level
 //
 // An operand consists of words of 32 bits. A word is four bytes where an instruction multiplies four by four and adds
 // (VNNI), or, for levels up to 127, three do (AVX2: vpmaddubsw, vpmaddwd, an addition). Elsewhere, and for queries of
@@ -223,54 +224,135 @@ __attribute__((noinline)) void level_scores(const codec::SideLayout& side, const
 
 // --- weights ---------------------------------------------------------------------------------------------------------
 
-// A row's weights of a page and scale group as integers.
-struct WeightScale {
+// Weights are rounded with an ordered dither, a number between -1/2 and 1/2 that is added first. Where one key of a
+// page has hundreds of times the weight of each other, all others are less than an integer, or the same part of one:
+// rounding to nearest alone would lose or invent a tenth of their sum, on every page. With a dither that has all parts
+// of an integer alike, among a page's tokens and among pages, sums are kept and errors nearly independent.
+//
+// Token t of page n has (39 (t + n) mod 64 + part of n) / 64 - 1/2, and a row as if its tokens began elsewhere. 39 / 64
+// is near the golden section, so that neighbours are spread evenly. The part is the golden section's own sequence, so
+// that weights below 1 / 64 count, too. Zeros stay zeros, and the largest integer stays itself.
+struct WeightDither {
+  alignas(64) float at[2 * kPageTokens];
+};
+KVANT_INLINE void find_dither(std::int64_t page, WeightDither* out) {
+  const double turns = 0.6180339887498949 * static_cast<double>(page & 0xFFFFF);
+  const auto part = static_cast<float>((1 + 62 * (turns - static_cast<int>(turns))) / 64);
+  const int first = static_cast<int>(page % kPageTokens);
+  for (int i = 0; i < 2 * kPageTokens; ++i)
+    out->at[i] = (static_cast<float>(39 * (first + i) % kPageTokens) + part) / kPageTokens - 0.5f;
+}
+// For 64 tokens of a row, counted over the queries of all of a sequence's tokens.
+KVANT_INLINE const float* dither_of_row(const WeightDither& dither, std::int64_t row) {
+  return dither.at + 29 * row % kPageTokens;
+}
+
+// One row of integers that a page's values are multiplied by. An item's rows come first, then second digits.
+struct WeightRow {
   float half_step;          // half the value of one
   std::int32_t correction;  // subtracted from twice the sum of weight * stored level
+  float rescale;            // what output sums are multiplied by before
+  std::int32_t output;      // where these begin, in floats
 };
 
-// p [64] times the tokens' scales to 0 .. 255, as words in the order of pack_value_words.
-template <class S, Format F>
-KVANT_INLINE WeightScale pack_weight_words(const float* p, const std::byte* scales, std::byte* words) {
-  using W = Wide<S>;
-  using V = typename W::F;
-  constexpr int kCount = kPageTokens / W::kLanes;
-  V x[kCount], top = W::setf(0.0f);
-  for (int i = 0; i < kCount; ++i) {
-    x[i] = scaled_weights<W>(W::loadf(p + W::kLanes * i), scales + 2 * W::kLanes * i);
-    top = W::max(top, x[i]);
-  }
-  const float largest = W::reduce_max(top);
-  // Below the smallest normal number the weights no longer count beside anything.
-  const bool any = largest > 1.2e-38f;
-  const V inverse = W::setf(any ? 255.0f / largest : 0.0f);
-  typename W::I sum = W::seti(0), q[kCount];
-  for (int i = 0; i < kCount; ++i) {
-    q[i] = W::to_i(W::mul(x[i], inverse));
-    sum = W::addi(sum, q[i]);
-  }
-  constexpr bool kBytes = multiplies_bytes<S>(F);
-  if constexpr (kBytes) {
-    W::template store_weight_bytes<is_eight_bit(F)>(words, q);
-  } else {
-    for (int o = 0; o < kCount; ++o) {
-      const typename W::I pairs = is_eight_bit(F) ? W::pair_quarters(q[o]) : W::pair_halves(q[o]);
-      __builtin_memcpy(words + 16 * o, &pairs, 16);
-    }
-  }
+template <class W>
+KVANT_INLINE std::int32_t sum_lanes(typename W::I sum) {
+  if constexpr (requires { W::reduce_addi(sum); }) return W::reduce_addi(sum);
   std::int32_t lanes[W::kLanes];
   W::storei(lanes, sum);
   std::int32_t total = 0;
   for (const std::int32_t lane : lanes) total += lane;
-  return {any ? 0.5f / 255.0f * largest : 0.0f, (codec::max_level(F) - (kBytes ? 2 * value_origin(F) : 0)) * total};
+  return total;
 }
 
-// Columns begin to end - 1 of o [rows][head_dim] become o * rescale + weights times the page's values. (Not inlined:
-// beside the packing of weights sums go through memory.)
+// A row's weights of a page and scale group: p [64] times the tokens' scales.
+template <class S, Format F>
+struct RowWeights {
+  using W = Wide<S>;
+  using V = typename W::F;
+  using I = typename W::I;
+  static constexpr int kCount = kPageTokens / W::kLanes;
+  static constexpr bool kBytes = multiplies_bytes<S>(F);
+  static constexpr int kMost = kBytes ? 255 : 32766;  // with the dither less than 32767.5
+
+  const float* p;
+  const std::byte* scales;
+  const float* dither;
+
+  // The largest; 0 where weights no longer count beside anything, and 65280 over them would not be a float.
+  KVANT_INLINE float scaled(V (&x)[kCount]) const {
+    V top = W::setf(0.0f);
+    for (int i = 0; i < kCount; ++i) {
+      x[i] = scaled_weights<W>(W::loadf(p + W::kLanes * i), scales + 2 * W::kLanes * i);
+      top = W::max(top, x[i]);
+    }
+    const float largest = W::reduce_max(top);
+    return largest > 1e-33f ? largest : 0.0f;
+  }
+  // Integers, `most` being the largest. Returns their sum.
+  KVANT_INLINE std::int32_t round(const V (&x)[kCount], float largest, int most, I (&q)[kCount]) const {
+    const V inverse = W::setf(largest > 0.0f ? static_cast<float>(most) / largest : 0.0f);
+    I sum = W::seti(0);
+    for (int i = 0; i < kCount; ++i) {
+      q[i] = W::to_i(W::fma(x[i], inverse, W::loadf(dither + W::kLanes * i)));
+      sum = W::addi(sum, q[i]);
+    }
+    return sum_lanes<W>(sum);
+  }
+  // As words in the order of pack_value_words. Sums are less than 2^30.
+  static KVANT_INLINE void store(const I (&q)[kCount], std::int32_t total, float step, WeightRow* row,
+                                 std::byte* words) {
+    if constexpr (kBytes) {
+      W::template store_weight_bytes<is_eight_bit(F)>(words, q);
+    } else {
+      for (int o = 0; o < kCount; ++o) {
+        const I pairs = is_eight_bit(F) ? W::pair_quarters(q[o]) : W::pair_halves(q[o]);
+        __builtin_memcpy(words + 16 * o, &pairs, 16);
+      }
+    }
+    row->half_step = 0.5f * step;
+    row->correction = (codec::max_level(F) - (kBytes ? 2 * value_origin(F) : 0)) * total;
+  }
+
+  // Bytes are 0 to 255, 255 being the largest. Where they add up to less than kFewKeys times that, the error of small
+  // weights would show beside values that their format stores well: false, and there shall be two digits. Weights of
+  // N(0, 1) logits have them on 3 % of pages. Pairs have room for 15 bits.
+  static constexpr int kFewKeys = 4;  // with 3 one of 1000 drawn cases exceeds the promise (1.21)
+  KVANT_INLINE bool pack(WeightRow* row, std::byte* words) const {
+    V x[kCount];
+    I q[kCount];
+    const float largest = scaled(x);
+    const std::int32_t total = round(x, largest, kMost, q);
+    store(q, total, largest / static_cast<float>(kMost), row, words);
+    return !kBytes || total >= kFewKeys * kMost || total == 0;
+  }
+  // 256 high + low, 65280 being the largest. `low` is another row that adds to the same output.
+  __attribute__((noinline)) void pack_digits(WeightRow* row, std::byte* words, WeightRow* low,
+                                             std::byte* low_words) const {
+    V x[kCount];
+    I q[kCount], high[kCount], high_sum = W::seti(0);
+    const float largest = scaled(x);
+    const std::int32_t total = round(x, largest, 256 * kMost, q);
+    const float step = largest / static_cast<float>(256 * kMost);
+    for (int i = 0; i < kCount; ++i) {
+      high[i] = W::template shr<8>(q[i]);
+      high_sum = W::addi(high_sum, high[i]);
+      q[i] = W::and_(q[i], W::seti(255));
+    }
+    const std::int32_t high_total = sum_lanes<W>(high_sum);
+    store(high, high_total, 256.0f * step, row, words);
+    store(q, total - 256 * high_total, step, low, low_words);
+    low->rescale = 1.0f;
+    low->output = row->output;
+  }
+};
+
+// Columns begin to end - 1 of o [rows][head_dim] become o * rescale + weights times the page's values, for each of
+// `rows` rows of weights. (Not inlined: beside the packing of weights sums go through memory.)
 template <class S, class Dot>
-__attribute__((noinline)) void multiply_weights(const WordRows& weights, const WeightScale* scale_of, int rows,
+__attribute__((noinline)) void multiply_weights(const WordRows& weights, const WeightRow* weight_rows, int rows,
                                                 const WordColumns& values, int first_word, int last_word, int begin,
-                                                int end, const float* rescale, int head_dim, float* o) {
+                                                int end, float* o) {
   using W = Wide<S>;
   const auto columns = [&]<int C>(int c) {
     in_row_chunks<W>(rows, [&]<int R>(int row) {
@@ -278,12 +360,12 @@ __attribute__((noinline)) void multiply_weights(const WordRows& weights, const W
       multiply_words<W, Dot>(weights, row, values, c, first_word, last_word, sums);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const WeightScale scale = scale_of[row + r];
-        const typename W::I correction = W::seti(scale.correction);
-        const typename W::F half_step = W::setf(scale.half_step), old = W::setf(rescale[row + r]);
+        const WeightRow& of = weight_rows[row + r];
+        const typename W::I correction = W::seti(of.correction);
+        const typename W::F half_step = W::setf(of.half_step), old = W::setf(of.rescale);
 #pragma GCC unroll 2
         for (int j = 0; j < C; ++j) {
-          float* out = o + (row + r) * head_dim + c + j * W::kLanes;
+          float* out = o + of.output + c + j * W::kLanes;
           const typename W::I exact = W::subi(W::addi(sums[r][j], sums[r][j]), correction);
           W::storef(out, W::fma(W::to_f(exact), half_step, W::mul(W::loadf(out), old)));
         }

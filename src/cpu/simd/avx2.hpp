@@ -223,6 +223,11 @@ struct Simd {
   static KVANT_INLINE I add_squares(I acc, I bytes) {
     return addi(acc, madd16(_mm256_maddubs_epi16(bytes, bytes), _mm256_set1_epi16(1)));
   }
+  static KVANT_INLINE std::int32_t reduce_addi(I a) {
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
+    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1)));
+  }
   static KVANT_INLINE I shl_by(I a, int k) { return _mm256_sll_epi32(a, _mm_cvtsi32_si128(k)); }
   static constexpr int kLookupBits = 3;  // bits of an index into a register
   // table[idx] of 2^kIndexBits entries; smaller ones are read as eight
