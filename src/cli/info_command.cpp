@@ -144,10 +144,10 @@ Json as_json(const Machine& machine, const core::Kernels* chosen) {
 }
 
 std::string as_text(const Machine& machine, const core::Kernels* chosen, std::size_t width) {
-  std::string text = fmt::format("kvant {}  ({})\n{}", kVersion, machine.compiler, machine_line(machine));
+  std::string line = machine_line(machine);
   if (machine.memory_bytes > 0)
-    text += fmt::format(", {} of memory", bytes_text(static_cast<double>(machine.memory_bytes)));
-  text += "\n\n";
+    line += fmt::format(", {} of memory", bytes_text(static_cast<double>(machine.memory_bytes)));
+  std::string text = fmt::format("kvant {}  ({})\n{}\n", kVersion, machine.compiler, wrapped(line, width));
 
   text += format_table(width);
   text += "\n";

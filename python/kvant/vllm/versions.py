@@ -379,5 +379,7 @@ def has_other_caches(vllm_config, is_ours) -> bool:
     """Whether layers have a cache or states in the memory of vLLM's blocks that is_ours(layer) denies: Mamba layers, or
     layers of other backends. vLLM may give them the memory of a block that a layer of ours had, and may write it before
     attention's step is prepared."""
-    others = (layer for layer in layers(vllm_config, None) if hasattr(layer, "get_kv_cache_spec") and not is_ours(layer))
-    return any(layer.get_kv_cache_spec(vllm_config) is not None for layer in others)
+    others = (layer for layer in layers(vllm_config, None) if not is_ours(layer))
+    return any(
+        layer.get_kv_cache_spec(vllm_config) is not None for layer in others if hasattr(layer, "get_kv_cache_spec")
+    )

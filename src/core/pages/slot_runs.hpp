@@ -41,9 +41,9 @@ struct SlotRuns {
 // `slots` are -1, or places in blocks.
 SlotRuns cut_slots(std::span<const std::int64_t> slots);
 
-// The order of chains. Those that go to exact copies come first. Those whose centre is the mean of another block's codes
-// come behind all others, because that block must be complete. Where it is one of them, both are in one group, whose
-// chains are stored in this order.
+// The order of chains. Those that go to exact copies come first. Those whose centre is the mean of another block's
+// codes come behind all others, because that block must be complete. Where it is one of them, both are in one group,
+// whose chains are stored in this order.
 struct ChainOrder {
   std::vector<std::size_t> chains;
   std::vector<std::size_t> groups;  // where groups begin, and the end

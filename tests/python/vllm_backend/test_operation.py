@@ -157,8 +157,8 @@ def test_layers_that_are_not_kvants_share_the_memory(vllm, monkeypatch):
         known = versions.layers
 
         def layers(config, names, known=known, kind=kind, spec=spec):
-            more = [SimpleNamespace(get_kv_cache_spec=lambda _: spec)] if names is None and kind != "kvant's alone" else []
-            return [*known(config, names), *more]
+            other = SimpleNamespace(get_kv_cache_spec=lambda _: spec)
+            return [*known(config, names), *[other] * (names is None and kind != "kvant's alone")]
 
         with monkeypatch.context() as patch:
             patch.setattr(versions, "layers", layers)
