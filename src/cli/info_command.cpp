@@ -144,10 +144,10 @@ Json as_json(const Machine& machine, const core::Kernels* chosen) {
 }
 
 std::string as_text(const Machine& machine, const core::Kernels* chosen, std::size_t width) {
-  std::string line = machine_line(machine);
+  std::string place = machine_line(machine);
   if (machine.memory_bytes > 0)
-    line += fmt::format(", {} of memory", bytes_text(static_cast<double>(machine.memory_bytes)));
-  std::string text = fmt::format("kvant {}  ({})\n{}\n", kVersion, machine.compiler, wrapped(line, width));
+    place += fmt::format(", {} of memory", bytes_text(static_cast<double>(machine.memory_bytes)));
+  std::string text = fmt::format("kvant {}  ({})\n{}\n", kVersion, machine.compiler, wrapped(place, width));
 
   text += format_table(width);
   text += "\n";
