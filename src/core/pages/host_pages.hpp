@@ -28,7 +28,7 @@ struct HostTail {
   Storage storage;
   TailCopies copies;
   Dtype dtype;
-  std::vector<BlockPool> pools;  // of each layer, as its last write had it; without data before
+  std::vector<BlockPool> pools;  // each layer has one: that of its last write; without data before
 };
 
 // The tables of a step, of which writes of centred pages ask where a row belongs.
@@ -40,7 +40,7 @@ class TableRows {
   struct Place {
     std::int64_t page = -1;
     std::int32_t before = -1;
-    std::int32_t length = 0;  // of the sequence, behind the step
+    std::int32_t length = 0;  // the sequence has it behind the step
   };
   [[nodiscard]] Place place(std::int64_t row, std::int64_t slot) const;
   [[nodiscard]] bool is_known() const noexcept { return !starts_.empty(); }

@@ -10,7 +10,7 @@ namespace kvant::cuda {
 
 // The row of a step whose token goes to an exact copy. copy < 0: to none.
 struct alignas(16) CopiedRow {
-  std::int32_t copy = -1, block = -1, position = 0;  // of the token in the block
+  std::int32_t copy = -1, block = -1, position = 0;  // the token has it in the block
   base::Unencoded what{};                            // that the copy has behind the step
   [[nodiscard]] KVANT_HD constexpr std::int64_t slot() const noexcept {
     return std::int64_t{block} * kPageTokens + position;
@@ -21,6 +21,6 @@ struct CopiedRows {
   std::int32_t row, count;
   CopiedRow to;
 };
-inline constexpr int kListedRows = 2048;  // of a step, its first ones
+inline constexpr int kListedRows = 2048;  // the first ones of a step
 
 }  // namespace kvant::cuda

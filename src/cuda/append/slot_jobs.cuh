@@ -133,7 +133,7 @@ __device__ __forceinline__ std::int32_t sequence_of(const SlotTables& t, std::in
 struct BegunBlock {
   bool is_first;        // in its sequence, or in none that is known: its first key is the centre
   std::int64_t before;  // the block whose mean is the centre if a part of the write begins this one; -1: the first key
-  std::int32_t copy;    // of the block before; below 0: none
+  std::int32_t copy;    // the block before has it; below 0: none
   int kept;             // tokens of the block before that earlier writes stored
 };
 __device__ __forceinline__ BegunBlock begun_block(const SlotList& list, std::int32_t i, std::int64_t block) {
