@@ -194,20 +194,25 @@ class Pages:
     tail_sequences: sequences that run at the same time, at most. Each may have sink_pages + tail + 2 exact copies of a
         block in each of `layers` layers, and sixteen of them tail more: tail_copies a layer, tail_bytes in all, taken
         here.
-    exact_copies: with tail: fewer copies a layer; None: as many. Where there are too few, first blocks make room for
-        newest ones, and blocks without a copy are read encoded.
+    exact_copies: with tail: fewer copies a layer; None: as many. Where there are too few, blocks that are being written
+        have them first, then first blocks and newest full ones. Blocks without a copy are read encoded.
     exact: "f32" (CPU only), "f16" or "bf16", the dtype of exact copies; None: f32 where a format is f32, else f16 where
         one is, else bf16.
 
+    encode_at_once: with tail: a write leaves the codes of its blocks complete, which takes longer. For an engine that
+        may give the memory of a freed block to layers which kvant does not write, before a step begins.
+
     A block is 64 tokens of one sequence; a (block, kv head) is block_bytes contiguous bytes. A block is filled from its
     first position on; the write that stores the first position clears those that it does not store. Tokens are encoded
-    as they come; a tail keeps exact copies besides. Layers whose sequences have other block tables need Pages of their
-    own, if there are centres or a tail.
+    as they come. With a tail the tokens of a block that has an exact copy go to the copy alone, and begin_step encodes
+    the block, in all layers, once it is full or its sequence is not in the step: so the pool that each layer was
+    written to last must stay. Layers whose sequences have other block tables need Pages of their own, if there are
+    centres or a tail.
 
     Errors: InvalidArgument, Unsupported, OutOfMemory.
     """
     block_tokens: int
-    def __init__(self, *, kv_heads: int, head_dim: int, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', threads: int = 0, isa: str | None = None, tail: int = 0, tail_sequences: int = 0, layers: int = 1, exact: str | None = None, k_centre: str = 'automatic', sink_pages: int = 0, exact_copies: int | None = None):
+    def __init__(self, *, kv_heads: int, head_dim: int, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', threads: int = 0, isa: str | None = None, tail: int = 0, tail_sequences: int = 0, layers: int = 1, exact: str | None = None, k_centre: str = 'automatic', sink_pages: int = 0, exact_copies: int | None = None, encode_at_once: bool = False):
         ...
     def close(self) -> None:
         """Frees the exact copies now instead of when the object goes. The pages and their plans cannot be used any
@@ -512,7 +517,7 @@ class Snapshot:
     def copy(self, path: str | Path, *, progress: Callable[[int, int], Any] | None = None) -> None:
         """Writes the snapshot to another file, which needs no base.
 
-        progress: as for save. Errors: FileError, BadFile.
+        progress: as for save. Errors: InvalidArgument (a file that a snapshot needs), FileError, BadFile.
         """
 
 class SnapshotInfo:
@@ -631,6 +636,7 @@ def save(cache: Cache, path: str | Path, *, sequences: Iterable[Sequence] | Sequ
         dict of str; keys do not begin with "kvant.".
     tokens: for each sequence a list of its token ids, ints [length], or None; load can require them.
     base: an earlier snapshot in the same folder. Pages that it has are not written again, and the new file needs it.
+        With a base that needs 32 files already, all pages are written.
     progress: called in this thread with (done, total) bytes of pages; an exception that it raises stops the call. The
         caches of the call refuse every call that it makes, those that only read, too; use them when the call has
         returned. Other threads' calls wait for the work's end, and never for the function's return.
@@ -639,7 +645,8 @@ def save(cache: Cache, path: str | Path, *, sequences: Iterable[Sequence] | Sequ
     Ctrl-C, or an exception of another signal's handler, stops the call and arrives as itself: the file is the older one
     or whole.
 
-    Errors: InvalidArgument (also a step that is not written in every layer), FileError, BadFile (base).
+    Errors: InvalidArgument (also a step that is not written in every layer, and a path to a file that a snapshot
+    needs), FileError (also a path to a folder, pipe or device), BadFile (base).
     """
 
 def version() -> str:

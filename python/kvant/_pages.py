@@ -104,7 +104,7 @@ class Pages(_arguments.NotCopied):
     block_tokens = 64
     _instead = "make others of the same options"
     _made_of = ("device", "owner", "k", "v", "kv_heads", "head_dim", "layers", "tail", "tail_sequences", "sink_pages",
-                "block_bytes", "tail_bytes", "tail_copies")  # fmt: skip
+                "encode_at_once", "block_bytes", "tail_bytes", "tail_copies", "_pools")  # fmt: skip
 
     def __init__(
         self,

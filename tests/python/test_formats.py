@@ -284,8 +284,18 @@ def mean_of_page(before):
 
 
 def encoded_sequence(k, v, d, keys, values, steps, sealed):
-    """Blocks of one sequence whose tokens came in these steps. sealed: pages have exact copies."""
+    """Blocks of one sequence whose tokens came in these steps. sealed: pages have exact copies, from which they are
+    encoded as a whole, the last one as far as it is written."""
     blocks, begin = [], 0
+    for page in range(-(-len(keys) // BLOCK) if sealed else 0):
+        here = slice(page * BLOCK, (page + 1) * BLOCK)
+        blocks.append(Block(k, v, d))
+        blocks[-1].set_centre(mean_of_rows(k, keys[here][: 1 if page == 0 else BLOCK]))
+        for t, (key, value) in enumerate(zip(keys[here], values[here])):
+            blocks[-1].store_key(t, key)
+            blocks[-1].store_value(t, value)
+    if sealed:
+        return blocks
     for n in steps:
         end = begin + n
         while begin < end:
@@ -303,10 +313,6 @@ def encoded_sequence(k, v, d, keys, values, steps, sealed):
             for t in range(begin, last):
                 block.store_key(t % BLOCK, keys[t])
                 block.store_value(t % BLOCK, values[t])
-            if sealed and not whole and last == (page + 1) * BLOCK:
-                block.set_centre(mean_of_rows(k, own))
-                for t in range(BLOCK):
-                    block.store_key(t, keys[page * BLOCK + t])
             begin = last
     return blocks
 
@@ -355,6 +361,7 @@ def test_blocks_are_those_of_an_encoder_written_from_the_page(torch, k, v, d, ta
         rows = [torch.from_numpy(x[begin:end].copy())[:, None] for x in (keys, values)]
         pages.write(pool, *rows, slots)
         begin = end
+    pages.begin_step(table[:0], torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
     refused = np.concatenate([block.refused for block in expected])[:n]
     assert 0.1 * n < refused.sum() < 0.9 * n
     for page, block in enumerate(expected):

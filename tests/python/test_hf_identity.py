@@ -568,7 +568,7 @@ def test_a_longer_cache_than_the_answer_is_cropped_before_it_is_kept():
     output = model.generate(ids(), return_dict_in_generate=True, **ANSWER | {"max_new_tokens": 60})
     assert output.sequences.shape[1] == 220 and output[CACHE_NAME].get_seq_length() == 259
     (entry,) = model._kvant.prefixes.index._table.entries.values()
-    assert entry.length == 220 == len(entry.sequences[0])
+    assert entry.length == 220 == len(entry.parts[0])
     kvant.hf.disable(model)
     model.__class__ = LlamaForCausalLM
     kvant.hf.enable(model, prefix_cache=100, **F32)
