@@ -84,7 +84,7 @@ class Cache(_arguments.NotCopied):
     """
 
     _instead = "fork its sequences, or make another cache"
-    _made_of = ("device", "owner", "k", "v", "layers", "kv_heads", "head_dim", "window")
+    _made_of = ("device", "owner", "k", "v", "layers", "kv_heads", "head_dim", "window", "rollback_tokens")
 
     def __init__(
         self,
