@@ -300,6 +300,13 @@ import atexit
 def at_end():
     for progress in (None, lambda done, total: print(done == total)):
         kvant.save(b, new, progress=progress)
+    def use(done, total):
+        for act in (a.sequence, t.fork, lambda: t.truncate(5), lambda: kvant.save(b, new)):
+            try:
+                act()
+            except kvant.InvalidArgument as error:
+                print("progress function" in str(error))
+    kvant.copy_sequences(t, a, progress=use)
     def stop(done, total):
         raise TimeoutError
     try:
@@ -312,7 +319,7 @@ def refuse(*_):
     raise RuntimeError("can't create new thread at interpreter shutdown")
 """
     )
-    assert said == ["True", "['x.kvs', 'y.kvs']"]
+    assert said == ["True"] * 5 + ["['x.kvs', 'y.kvs']"]
 
 
 @pytest.fixture
