@@ -155,6 +155,18 @@ def test_the_least_recently_used_goes(tmp_path):
     assert os.listdir(tmp_path / "tiny") == []
 
 
+def test_uses_have_an_order_where_the_clock_stands_still(monkeypatch):
+    """An insert of what is known is a use, and what takes the budget exactly is within it."""
+    monkeypatch.setattr(time, "time_ns", lambda: 5)
+    index, lists = kvant.PrefixIndex(), [list(range(1000 * i, 1000 * i + 200)) for i in range(4)]
+    for ids in lists[:3]:
+        assert index.insert(ids, filled(ids))
+    assert not index.insert(lists[0], filled(lists[0]))
+    index.max_bytes = index.stats.bytes
+    index.insert(lists[3], filled(lists[3]))
+    assert [i for i in range(4) if index.find(lists[i])] == [0, 2, 3]
+
+
 def test_shared_pages_count_once():
     index, ids = kvant.PrefixIndex(), list(range(64 * 40))
     sequence = filled(ids)

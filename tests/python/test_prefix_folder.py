@@ -422,6 +422,13 @@ def test_a_disk_that_others_fill_costs_a_few_entries(tmp_path, monkeypatch):
     assert len(tries) == 4 and 3 <= index.stats.evicted <= 9
 
 
+def test_a_disk_is_tried_once_where_nothing_can_go(tmp_path, monkeypatch):
+    index, tries = kvant.PrefixIndex(tmp_path), disk_of(monkeypatch, tmp_path, 0)
+    with pytest.warns(RuntimeWarning, match="has no room"):
+        assert not index.insert(IDS, filled(IDS))
+    assert len(tries) == 1 and index.stats.evicted == 0
+
+
 def test_a_limit_of_sizes_evicts_nothing(tmp_path):
     """ulimit -f is no smaller when other files go."""
     run(tmp_path, """

@@ -204,6 +204,16 @@ def test_checkpoints_take_half_of_the_last_state(tmp_path):
     assert found.length >= len(ids_of(28, 200)) - 64
 
 
+@pytest.mark.parametrize("size, expected", [(50, {"256", "384"}), (51, {"384"}), (101, {"384"})])
+def test_checkpoints_take_half_and_the_longest_stays(size, expected):
+    entries = [entry_of(n, [True]) for n in (128, 256, 384)]
+    for entry in entries:
+        entry.key, entry.bytes = str(entry.length), size
+    newest = entry_of(1000, [True])
+    newest.bytes = 200
+    assert kvant.PrefixIndex()._checkpoints(entries, newest) == expected
+
+
 def test_a_checkpoint_serves_with_an_entry_that_has_the_rest_alone(tmp_path):
     """Its parts of full attention are taken from a longer entry of the same ids, and of nothing else."""
     index = kvant.PrefixIndex(tmp_path)
@@ -224,9 +234,12 @@ def test_a_checkpoint_serves_with_an_entry_that_has_the_rest_alone(tmp_path):
     found = index.find(prompt)
     assert found is None or found.length < checkpoint.length // 64 * 64
     again = Chat([0, 128], ids_of(3) + [4] * 100, **EXACT)
-    index.insert(again.ids, again.sequences)
+    index.insert(again.ids, again.sequences, metadata={"turn": "again"})
     found = index.find(prompt)
     assert found.length == checkpoint.length // 64 * 64
+    assert found.truncated == len(again.ids) - found.length and found.metadata == {"turn": "again"}
+    found.metadata.clear()  # is the caller's
+    assert index.find(prompt).metadata == {"turn": "again"}
     check(found, [0, 128], prompt, **EXACT)
 
 
