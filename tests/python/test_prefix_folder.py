@@ -201,6 +201,16 @@ def test_half_entries_are_not_entries(tmp_path):
     assert index.stats.entries == 0
 
 
+def test_half_entries_stay_while_one_file_is_young(tmp_path):
+    kvant.PrefixIndex(tmp_path).insert(IDS, [filled(IDS) for _ in range(3)])
+    first, second, third = sorted(tmp_path.iterdir())
+    third.unlink()  # its writer may still write
+    os.utime(first, (time.time() - 4000,) * 2)
+    assert kvant.PrefixIndex(tmp_path).find(IDS) is None and sorted(tmp_path.iterdir()) == [first, second]
+    os.utime(second, (time.time() - 4000,) * 2)
+    assert kvant.PrefixIndex(tmp_path).find(IDS) is None and list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, kvant.OutOfMemory, kvant.FileError])
 def test_a_failed_insert_leaves_no_file(tmp_path, monkeypatch, error):
     index, count = kvant.PrefixIndex(tmp_path), []

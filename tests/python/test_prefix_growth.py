@@ -301,6 +301,34 @@ def test_entries_that_complete_a_checkpoint():
         assert not other.completes(checkpoint, 256)
 
 
+def test_a_checkpoint_is_completed_where_both_serve_a_page_alike():
+    checkpoint = entry_of(300, [False, True], [None, "file"], rollback=107)  # of 193 tokens or more: of 256
+    for length, expected in ((192, False), (255, False), (256, True), (400, True)):
+        table, other = _prefix_table.Table(), entry_of(length, [False, True])
+        other.key = "other"
+        table.add(checkpoint)
+        assert not table.completed(checkpoint)
+        table.add(other)
+        assert table.completed(checkpoint) == expected
+
+
+def test_the_shortest_entry_completes_a_checkpoint():
+    table, checkpoint = _prefix_table.Table(), entry_of(300, [False, True], [None, "file"])
+    entries = [entry_of(length, [False, True], rollback=64) for length in (500, 400, 600)]
+    for i, entry in enumerate((checkpoint, *entries)):
+        entry.key = str(i)
+        table.add(entry)
+    ids = _prefix_table.packed([*range(290), 9999])
+    assert table.best(checkpoint.chain, "", ids, set()) == (256, checkpoint, entries[1])
+    assert table.best(checkpoint.chain, "", ids, {"2"}) == (256, checkpoint, entries[0])
+
+
+def test_the_newest_entry_is_spared_once():
+    table, entry = _prefix_table.Table(), entry_of(300, [False])
+    table.add(entry)
+    assert table.oldest(entry) is None and table.oldest(None) is entry
+
+
 # --- caches that are closed ---
 
 
