@@ -209,11 +209,13 @@ def test_arguments():
         (lambda: index.find(ids, model="a\0"), "must be a str without zeros"),
         (lambda: index.insert(ids, sequence, model=None), "must be a str"),
         (lambda: index.find(3), "must be a list"),
-        (lambda: kvant.PrefixIndex(max_bytes=0), "must be above 0"),
+        *((lambda n=n: kvant.PrefixIndex(max_bytes=n), r"max_bytes = \S+: must be 1 to 9e\+18")
+          for n in (0, 0.5, -1, 1 << 63, float("inf"), float("nan"))),
         (lambda: kvant.PrefixIndex(max_bytes="1"), "must be a number"),
     ):
         with pytest.raises(kvant.InvalidArgument, match=message):
             call()
+    assert [kvant.PrefixIndex(max_bytes=n).max_bytes for n in (1, 9e18)] == [1, 9 * 10**18]
     assert index.stats.entries == 0
     with pytest.raises(TypeError, match="another index"):
         __import__("copy").copy(index)
