@@ -158,7 +158,8 @@ def _run_here(work: Work, progress: Any, locks: list[_locks.Lock], lent: tuple[_
 
     def report(_context: Any, done: int, total: int) -> int:
         try:
-            before, _locks.lent[me] = _locks.lent[me], lent  # the work takes locks in this thread, the function must not
+            # Not earlier: the work itself takes locks in this thread.
+            before, _locks.lent[me] = _locks.lent[me], lent
             try:
                 progress(done, total)
             finally:

@@ -25,7 +25,7 @@ from ._prefix_table import BLOCK, Entry, Table, packed
 __all__ = ["Prefix", "PrefixIndex", "PrefixStats"]
 
 _ATTEMPTS = 3  # to write an entry again after others made room on a full disk
-_MOST_BYTES = 9e18  # of a budget: fits 64 bits
+_MOST_BYTES = 9e18  # a budget fits 64 bits
 _OWN = ("prefix.", "kvant.")  # keys of metadata
 
 

@@ -302,7 +302,7 @@ def test_entries_that_complete_a_checkpoint():
 
 
 def test_a_checkpoint_is_completed_where_both_serve_a_page_alike():
-    checkpoint = entry_of(300, [False, True], [None, "file"], rollback=107)  # of 193 tokens or more: of 256
+    checkpoint = entry_of(300, [False, True], [None, "file"], rollback=107)  # 193 tokens or more: 256
     for length, expected in ((192, False), (255, False), (256, True), (400, True)):
         table, other = _prefix_table.Table(), entry_of(length, [False, True])
         other.key = "other"
