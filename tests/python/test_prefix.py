@@ -209,6 +209,7 @@ def test_arguments():
         (lambda: index.find(ids, model="a\0"), "must be a str without zeros"),
         (lambda: index.insert(ids, sequence, model=None), "must be a str"),
         (lambda: index.find(3), "must be a list"),
+        *((lambda n=n: index.find([0, n]), rf"tokens\[1\] = {n}: must be -") for n in (1 << 63, -(1 << 63) - 1)),
         *((lambda n=n: kvant.PrefixIndex(max_bytes=n), r"max_bytes = \S+: must be 1 to 9e\+18")
           for n in (0, 0.5, -1, 1 << 63, float("inf"), float("nan"))),
         (lambda: kvant.PrefixIndex(max_bytes="1"), "must be a number"),
