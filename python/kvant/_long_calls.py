@@ -106,6 +106,9 @@ def run(work: Work, progress: Any, *locks: _locks.Lock) -> None:
                 raise
         if started:
             _follow(thread, progress)
+        else:  # as in an atexit function, where Python starts no threads
+            _locks.lent[me] = lent_before or ()
+            _run_here(work, progress, free, lent)
     except BaseException:
         if started:
             try:
@@ -133,8 +136,6 @@ def run(work: Work, progress: Any, *locks: _locks.Lock) -> None:
             del _locks.lent[me]
         else:
             _locks.lent[me] = lent_before
-    if not started:  # as in an atexit function, where Python starts no threads
-        _run_here(work, progress, free)
 
 
 def _follow(thread: _Thread, progress: Any) -> None:
@@ -152,12 +153,17 @@ def _follow(thread: _Thread, progress: Any) -> None:
             del error
 
 
-def _run_here(work: Work, progress: Any, locks: list[_locks.Lock]) -> None:
-    raised: list[BaseException] = []
+def _run_here(work: Work, progress: Any, locks: list[_locks.Lock], lent: tuple[_locks.Lock, ...]) -> None:
+    me, raised = threading.get_ident(), []
 
     def report(_context: Any, done: int, total: int) -> int:
         try:
-            progress(done, total)
+            # Not earlier: the work itself takes locks in this thread.
+            before, _locks.lent[me] = _locks.lent[me], lent
+            try:
+                progress(done, total)
+            finally:
+                _locks.lent[me] = before
         except BaseException as error:
             raised.append(error)
         return len(raised)

@@ -103,8 +103,10 @@ class Pages(_arguments.NotCopied):
 
     block_tokens = 64
     _instead = "make others of the same options"
-    _made_of = ("device", "owner", "k", "v", "kv_heads", "head_dim", "layers", "tail", "tail_sequences", "sink_pages",
-                "encode_at_once", "block_bytes", "tail_bytes", "tail_copies", "_pools")  # fmt: skip
+    _made_of = (
+        "device", "owner", "k", "v", "kv_heads", "head_dim", "layers", "tail", "tail_sequences", "sink_pages",
+        "block_bytes", "tail_bytes", "tail_copies", "encode_at_once", "_pools"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -148,8 +150,8 @@ class Pages(_arguments.NotCopied):
             c.exact_dtype = _arguments.choice("exact", exact, EXACT)
         self.kv_heads, self.head_dim, self.layers = c.kv_heads, c.head_dim, c.layers
         self.tail, self.tail_sequences, self.sink_pages = c.tail_pages, c.tail_sequences, c.sink_pages
-        self.encode_at_once = bool(c.encode_at_once)
         c.encode_at_once = _arguments.flag("encode_at_once", encode_at_once)
+        self.encode_at_once = bool(c.encode_at_once)
         handle = _c.PagesHandle()
         _c.check(_c.pages_create(byref(c), byref(handle)))
         self.owner.pointer = handle

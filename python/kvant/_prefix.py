@@ -25,6 +25,7 @@ from ._prefix_table import BLOCK, Entry, Table, packed
 __all__ = ["Prefix", "PrefixIndex", "PrefixStats"]
 
 _ATTEMPTS = 3  # to write an entry again after others made room on a full disk
+_MOST_BYTES = 9e18  # a budget fits 64 bits
 _OWN = ("prefix.", "kvant.")  # keys of metadata
 
 
@@ -84,8 +85,8 @@ class PrefixIndex(_arguments.NotCopied):
         if max_bytes is None:
             max_bytes = int(1e9) if self.directory is None else int(1e10)
         limit = _arguments.real("max_bytes", max_bytes)
-        if not 0 < limit < float(1 << 63):
-            raise InvalidArgument(f"max_bytes = {_arguments.show(max_bytes)}: must be above 0")
+        if not 1 <= limit <= _MOST_BYTES:
+            raise InvalidArgument(f"max_bytes = {_arguments.show(max_bytes)}: must be 1 to {_MOST_BYTES:g}")
         self.max_bytes = int(limit)
         self._lock = _locks.new("this index")
         self._table = Table()

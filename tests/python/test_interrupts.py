@@ -19,7 +19,7 @@ from kvant import _c, _locks, _long_calls, _signals
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs signals")
 
-NAMES = [name for name in interrupts_bar.World().calls() if "insert" not in name]
+NAMES = list(interrupts_bar.World().calls())
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +128,12 @@ def test_errors_of_an_object_are_no_errors_of_attempt():
         with pytest.raises(error):
             _signals.attempt(interrupt, 1)
     assert isinstance(_signals.attempt(os.stat, "/none", refusals=(OSError,))[1], FileNotFoundError)
+
+    def time_out(_):
+        raise TimeoutError("of a handler")  # without a number, which systems give
+
+    with pytest.raises(TimeoutError):
+        _signals.attempt(time_out, 1, refusals=(OSError,))
 
 
 def test_finalisers_are_calls_of_c():
@@ -243,6 +249,14 @@ def progress(done, total):
     assert len(kvant.load(path).sequences[0]) == 20000
     snapshot.verify()
 kvant.save(a, new, progress=progress)
+said = []
+def inner(done, total):
+    try:
+        said.append(a.memory())
+    except kvant.InvalidArgument:
+        said.append("refused")
+kvant.save(a, new, progress=lambda *_: kvant.copy_sequences(t, cache(), progress=inner))
+assert set(said) == {"refused"}, said
 snapshot.verify(progress=lambda *_: (a.memory(), s.fork(), snapshot.verify(progress=lambda *_: None)))
 print(a.memory().tokens)
 """
@@ -300,6 +314,13 @@ import atexit
 def at_end():
     for progress in (None, lambda done, total: print(done == total)):
         kvant.save(b, new, progress=progress)
+    def use(done, total):
+        for act in (a.sequence, t.fork, lambda: t.truncate(5), lambda: kvant.save(b, new)):
+            try:
+                act()
+            except kvant.InvalidArgument as error:
+                print("progress function" in str(error))
+    kvant.copy_sequences(t, a, progress=use)
     def stop(done, total):
         raise TimeoutError
     try:
@@ -312,7 +333,7 @@ def refuse(*_):
     raise RuntimeError("can't create new thread at interpreter shutdown")
 """
     )
-    assert said == ["True", "['x.kvs', 'y.kvs']"]
+    assert said == ["True"] * 5 + ["['x.kvs', 'y.kvs']"]
 
 
 @pytest.fixture
@@ -381,6 +402,18 @@ def test_a_function_slower_than_the_work_is_told_the_end(pair, tmp_path, monkeyp
     with pytest.raises(TimeoutError):
         kvant.copy_sequences(pair[2], pair[1], progress=stop)
     assert len(told) == 1 and pair[1].memory().tokens == 0
+
+
+def test_answers_of_a_function_that_was_slow_for_a_while(monkeypatch):
+    monkeypatch.setattr(_long_calls, "_PATIENCE", 0.01)
+    thread = _long_calls._Thread(lambda report: None, [], True)
+    assert [thread._report(None, done, 4) for done in (1, 2)] == [0, 0] and thread.skipped == (2, 4)
+    for answer in (False, False):  # to the first report and the third
+        thread.answers.put(answer)
+    assert thread._report(None, 3, 4) == 0 and thread.skipped is None  # or 2 would be told behind 3
+    assert thread._report(None, 3, 4) == thread._report(None, 3, 4) == 0
+    thread.answers.put(True)  # the function raised
+    assert thread._report(None, 4, 4) == 1
 
 
 def test_calls_of_other_threads_wait_and_are_not_refused(pair):

@@ -199,6 +199,9 @@ def test_exact_tail(torch, device):
     pages.begin_step(table[:, [0, 1]].contiguous(), lengths, starts)
     assert pages.take_misses() == 1  # a step of more than 64 tokens gives none to a page that is behind the tail
 
+    for at_once in (False, True):
+        made = kvant.Pages(kv_heads=2, head_dim=64, tail=1, tail_sequences=1, encode_at_once=at_once)
+        assert made.encode_at_once is at_once
     for wrong, words in ((dict(tail=1), "tail_sequences"), (dict(tail=1, tail_sequences=1, exact="f8"), "exact = "),
                          (dict(tail=-1), "tail_pages"), (dict(sink_pages=1), "beside a tail only"),
                          (dict(tail=1, tail_sequences=1, exact_copies=0), "exact_copies is 0"),

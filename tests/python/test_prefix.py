@@ -155,6 +155,18 @@ def test_the_least_recently_used_goes(tmp_path):
     assert os.listdir(tmp_path / "tiny") == []
 
 
+def test_uses_have_an_order_where_the_clock_stands_still(monkeypatch):
+    """An insert of what is known is a use, and what takes the budget exactly is within it."""
+    monkeypatch.setattr(time, "time_ns", lambda: 5)
+    index, lists = kvant.PrefixIndex(), [list(range(1000 * i, 1000 * i + 200)) for i in range(4)]
+    for ids in lists[:3]:
+        assert index.insert(ids, filled(ids))
+    assert not index.insert(lists[0], filled(lists[0]))
+    index.max_bytes = index.stats.bytes
+    index.insert(lists[3], filled(lists[3]))
+    assert [i for i in range(4) if index.find(lists[i])] == [0, 2, 3]
+
+
 def test_shared_pages_count_once():
     index, ids = kvant.PrefixIndex(), list(range(64 * 40))
     sequence = filled(ids)
@@ -197,11 +209,14 @@ def test_arguments():
         (lambda: index.find(ids, model="a\0"), "must be a str without zeros"),
         (lambda: index.insert(ids, sequence, model=None), "must be a str"),
         (lambda: index.find(3), "must be a list"),
-        (lambda: kvant.PrefixIndex(max_bytes=0), "must be above 0"),
+        *((lambda n=n: index.find([0, n]), rf"tokens\[1\] = {n}: must be -") for n in (1 << 63, -(1 << 63) - 1)),
+        *((lambda n=n: kvant.PrefixIndex(max_bytes=n), r"max_bytes = \S+: must be 1 to 9e\+18")
+          for n in (0, 0.5, -1, 1 << 63, float("inf"), float("nan"))),
         (lambda: kvant.PrefixIndex(max_bytes="1"), "must be a number"),
     ):
         with pytest.raises(kvant.InvalidArgument, match=message):
             call()
+    assert [kvant.PrefixIndex(max_bytes=n).max_bytes for n in (1, 9e18)] == [1, 9 * 10**18]
     assert index.stats.entries == 0
     with pytest.raises(TypeError, match="another index"):
         __import__("copy").copy(index)

@@ -201,6 +201,16 @@ def test_half_entries_are_not_entries(tmp_path):
     assert index.stats.entries == 0
 
 
+def test_half_entries_stay_while_one_file_is_young(tmp_path):
+    kvant.PrefixIndex(tmp_path).insert(IDS, [filled(IDS) for _ in range(3)])
+    first, second, third = sorted(tmp_path.iterdir())
+    third.unlink()  # its writer may still write
+    os.utime(first, (time.time() - 4000,) * 2)
+    assert kvant.PrefixIndex(tmp_path).find(IDS) is None and sorted(tmp_path.iterdir()) == [first, second]
+    os.utime(second, (time.time() - 4000,) * 2)
+    assert kvant.PrefixIndex(tmp_path).find(IDS) is None and list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, kvant.OutOfMemory, kvant.FileError])
 def test_a_failed_insert_leaves_no_file(tmp_path, monkeypatch, error):
     index, count = kvant.PrefixIndex(tmp_path), []
@@ -288,6 +298,20 @@ def test_what_others_use_stays(tmp_path):
     assert [i for i in range(4) if other.find(lists[i])] == [0, 2, 3] and one.stats.evicted == 1
 
 
+def test_uses_count_here_where_the_times_of_files_cannot_be_set(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(prefix_folder.os, "utime", refuse)
+    index, lists = kvant.PrefixIndex(tmp_path), lists_of(4)
+    for ids in lists[:3]:
+        index.insert(ids, filled(ids))
+    assert index.find(lists[0])
+    index.max_bytes = int(3.5 * index.stats.bytes / 3)
+    index.insert(lists[3], filled(lists[3]))
+    assert [i for i in range(4) if index.find(lists[i])] == [0, 2, 3]
+
+
 def test_what_others_removed_counts_no_more(tmp_path):
     one, other = kvant.PrefixIndex(tmp_path), kvant.PrefixIndex(tmp_path)
     lists = [list(range(1000 * i, 1000 * i + 200)) for i in range(4)]
@@ -338,6 +362,16 @@ def test_time_stamps_of_folders_may_be_coarse(tmp_path, monkeypatch):
         assert len(scans) == wanted, age
 
 
+def test_after_an_interrupted_change_the_folder_is_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(prefix_folder, "_COARSE_NS", 0)
+    index = kvant.PrefixIndex(tmp_path)
+    index.insert(IDS, filled(IDS))
+    assert index.find(IDS) and index._kept._seen == os.stat(tmp_path).st_mtime_ns
+    index._table._changing = True  # as within Table.remove: the entry is gone, and the file is not
+    index._table.entries.clear()
+    assert index.find(IDS).length == 200
+
+
 def test_names_of_many_files_are_read_seldom(tmp_path, monkeypatch):
     monkeypatch.setattr(prefix_folder, "_FEW_FILES", 3)
     monkeypatch.setattr(prefix_folder, "_SHARE", 1e9)
@@ -386,6 +420,7 @@ def test_older_entries_make_room_on_a_full_disk(tmp_path, monkeypatch, number):
     index.insert(lists[0], filled(lists[0]))
     each = index.stats.bytes
     disk_of(monkeypatch, tmp_path, 4.5 * each, number)
+    monkeypatch.setattr(prefix_folder.os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for ids in lists[1:]:
@@ -420,6 +455,13 @@ def test_a_disk_that_others_fill_costs_a_few_entries(tmp_path, monkeypatch):
     with pytest.warns(RuntimeWarning, match="has no room"):
         assert not index.insert([5] * 200, filled([5] * 200))
     assert len(tries) == 4 and 3 <= index.stats.evicted <= 9
+
+
+def test_a_disk_is_tried_once_where_nothing_can_go(tmp_path, monkeypatch):
+    index, tries = kvant.PrefixIndex(tmp_path), disk_of(monkeypatch, tmp_path, 0)
+    with pytest.warns(RuntimeWarning, match="has no room"):
+        assert not index.insert(IDS, filled(IDS))
+    assert len(tries) == 1 and index.stats.evicted == 0
 
 
 def test_a_limit_of_sizes_evicts_nothing(tmp_path):

@@ -204,6 +204,16 @@ def test_checkpoints_take_half_of_the_last_state(tmp_path):
     assert found.length >= len(ids_of(28, 200)) - 64
 
 
+@pytest.mark.parametrize("size, expected", [(50, {"256", "384"}), (51, {"384"}), (101, {"384"})])
+def test_checkpoints_take_half_and_the_longest_stays(size, expected):
+    entries = [entry_of(n, [True]) for n in (128, 256, 384)]
+    for entry in entries:
+        entry.key, entry.bytes = str(entry.length), size
+    newest = entry_of(1000, [True])
+    newest.bytes = 200
+    assert kvant.PrefixIndex()._checkpoints(entries, newest) == expected
+
+
 def test_a_checkpoint_serves_with_an_entry_that_has_the_rest_alone(tmp_path):
     """Its parts of full attention are taken from a longer entry of the same ids, and of nothing else."""
     index = kvant.PrefixIndex(tmp_path)
@@ -224,9 +234,12 @@ def test_a_checkpoint_serves_with_an_entry_that_has_the_rest_alone(tmp_path):
     found = index.find(prompt)
     assert found is None or found.length < checkpoint.length // 64 * 64
     again = Chat([0, 128], ids_of(3) + [4] * 100, **EXACT)
-    index.insert(again.ids, again.sequences)
+    index.insert(again.ids, again.sequences, metadata={"turn": "again"})
     found = index.find(prompt)
     assert found.length == checkpoint.length // 64 * 64
+    assert found.truncated == len(again.ids) - found.length and found.metadata == {"turn": "again"}
+    found.metadata.clear()  # is the caller's
+    assert index.find(prompt).metadata == {"turn": "again"}
     check(found, [0, 128], prompt, **EXACT)
 
 
@@ -286,6 +299,34 @@ def test_entries_that_complete_a_checkpoint():
         entry_of(400, [False, True], first=1),
     ):
         assert not other.completes(checkpoint, 256)
+
+
+def test_a_checkpoint_is_completed_where_both_serve_a_page_alike():
+    checkpoint = entry_of(300, [False, True], [None, "file"], rollback=107)  # 193 tokens or more: 256
+    for length, expected in ((192, False), (255, False), (256, True), (400, True)):
+        table, other = _prefix_table.Table(), entry_of(length, [False, True])
+        other.key = "other"
+        table.add(checkpoint)
+        assert not table.completed(checkpoint)
+        table.add(other)
+        assert table.completed(checkpoint) == expected
+
+
+def test_the_shortest_entry_completes_a_checkpoint():
+    table, checkpoint = _prefix_table.Table(), entry_of(300, [False, True], [None, "file"])
+    entries = [entry_of(length, [False, True], rollback=64) for length in (500, 400, 600)]
+    for i, entry in enumerate((checkpoint, *entries)):
+        entry.key = str(i)
+        table.add(entry)
+    ids = _prefix_table.packed([*range(290), 9999])
+    assert table.best(checkpoint.chain, "", ids, set()) == (256, checkpoint, entries[1])
+    assert table.best(checkpoint.chain, "", ids, {"2"}) == (256, checkpoint, entries[0])
+
+
+def test_the_newest_entry_is_spared_once():
+    table, entry = _prefix_table.Table(), entry_of(300, [False])
+    table.add(entry)
+    assert table.oldest(entry) is None and table.oldest(None) is entry
 
 
 # --- caches that are closed ---

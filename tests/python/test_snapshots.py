@@ -60,6 +60,20 @@ def test_a_loaded_cache_goes_on_bit_for_bit(cache, path):
                 assert np.array_equal(a, b)
 
 
+@pytest.mark.parametrize("given, fits", [(None, False), (0, True), (192, False), (1024, True)])
+def test_the_capacity_of_a_loaded_cache(path, given, fits):
+    cache = kvant.Cache(kv_heads=HEADS, head_dim=DIM, layers=LAYERS, capacity_tokens=192)
+    first = cache.sequence()
+    append(first, 1, 100)
+    kvant.save(cache, path)
+    (loaded,) = kvant.load(path, capacity_tokens=given).sequences
+    if fits:
+        append(loaded, 2, 400)
+    else:
+        with pytest.raises(kvant.OutOfCapacity):
+            append(loaded, 2, 400)
+
+
 def test_info(cache, path):
     sequence = cache.sequence()
     append(sequence, 1, 200)
