@@ -420,6 +420,19 @@ def test_forged_positions_are_refused(enabled, tmp_path, kept):
         kvant.hf.load(enabled, path)
 
 
+def test_shifts_of_a_file_are_on_the_device_that_computes(seeing, enabled, tmp_path):
+    """Weights that accelerate keeps elsewhere leave model.device at torch's meta device, which holds no values."""
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    cache = kvant.hf.cache(enabled)
+    first_turn(enabled, cache)
+    kvant.hf.save(cache, tmp_path / "chat.kvs")
+    other = accelerate.cpu_offload(copy.deepcopy(seeing), execution_device=torch.device("cpu"))
+    assert other.device.type == "meta"
+    loaded = kvant.hf.load(kvant.hf.enable(other, **EXACT), tmp_path / "chat.kvs")
+    kept = loaded.conversation.kept(loaded.length)["model.rope_deltas"]
+    assert kept.device.type == "cpu" and kept.tolist() == [[SHIFT]]
+
+
 def longer_frequencies(kind):
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
     return models.sharpen(models.tiny_llama(rope_parameters=rope, max_position_embeddings=128))
