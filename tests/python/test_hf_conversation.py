@@ -384,6 +384,7 @@ def test_positions_that_are_not_known_are_refused(seeing, enabled, tmp_path):
             kvant.hf.save(each, tmp_path / "other.kvs")
         with pytest.raises(ValueError, match="cropped to 30 tokens, into a step with images"):
             forward(enabled, each, ids_of(3))
+        forward(enabled, each, ids_of(3), position_ids=torch.arange(30, 33).expand(3, 1, 3))  # the caller counts
     strange = kvant.hf.KvantCache(enabled.config, enabled._kvant.settings)
     with torch.no_grad():
         enabled.model.language_model(inputs_embeds=torch.randn(1, 8, 128), **with_cache(strange))
@@ -671,6 +672,22 @@ def test_a_prompt_whose_tokens_see_later_ones_goes_back_no_further(model, monkey
     with pytest.raises(ValueError, match="tokens 0 to 49 see each other in both directions"):
         answer(model, torch.cat([ids[:, :30], ids_of(30, 8)], 1), **with_cache(cache))
     answer(model, torch.cat([ids[:, :50], ids_of(30, 8)], 1), **with_cache(cache))
+    answer(model, ids[:, :50], **with_cache(cache))  # its last token is computed anew, and is the one that was seen
+
+
+def test_a_prompt_whose_tokens_see_later_ones_is_no_prefix(plain, monkeypatch):
+    index, expect = kvant.PrefixIndex(), conversation.Conversation.expect
+
+    def seeing_ahead(self, model, arguments, length, seen):
+        expect(self, model, arguments, length, seen)
+        if not length:
+            self.saw_ahead(50)
+
+    monkeypatch.setattr(conversation.Conversation, "expect", seeing_ahead)
+    model = kvant.hf.enable(copy.deepcopy(plain), prefix_cache=index, **EXACT)
+    with pytest.warns(RuntimeWarning, match="tokens of a prompt see later ones"):
+        answer(model, ids_of(100))
+    assert index.stats.entries == 0
 
 
 def test_masks_tell_which_tokens_see_later_ones(sliding):

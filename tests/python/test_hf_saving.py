@@ -255,7 +255,7 @@ def test_one_system_prompt_serves_many(llama, prompts, disabled):
 
 @pytest.mark.parametrize("options", [
     dict(num_beams=3, do_sample=False),
-    dict(do_sample=True, num_return_sequences=3),
+    dict(do_sample=True, num_return_sequences=2),
     dict(prompt_lookup_num_tokens=4, do_sample=False),
 ], ids=["beams", "samples", "lookup"])
 def test_ways_of_generating(llama, prompts, disabled, options):
