@@ -20,7 +20,7 @@ import kvant.hf  # noqa: E402
 import models  # noqa: E402
 import zoo  # noqa: E402
 from hf_support import ISA, forward, with_cache  # noqa: E402
-from kvant.hf import conversation, versions  # noqa: E402
+from kvant.hf import conversation, positions, versions  # noqa: E402
 
 EXACT = dict(k="f32", v="f32", isa=ISA)
 GREEDY = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -179,6 +179,15 @@ def test_ids_that_are_not_known(plain, model, tmp_path):
     with torch.no_grad():
         model.model(ids, **with_cache(inner))
     assert inner.get_seq_length() == 120 and inner.conversation.ids(120) is None
+
+
+def test_ids_of_other_rows_than_were_computed_are_not_known(model):
+    known = conversation.Conversation()
+    for rows, expected in ((2, None), (1, 5)):
+        known.clear()
+        known.expect(model, {"input_ids": ids_of(5)}, 0, 0)
+        known.step(0, rows, 5, model)
+        assert (known.ids(5) if expected is None else known.ids(5).shape[1]) == expected
 
 
 def test_a_pass_that_failed_leaves_no_ids(model):
@@ -349,6 +358,12 @@ def test_rows_have_their_own_shifts(enabled, tmp_path):
         assert enabled.model.rope_deltas.tolist() == [[-2], [-2], [-1], [-1]]
 
 
+def test_shifts_of_prompts_are_those_of_all_their_beams():
+    shifts = torch.tensor([[-1], [-2]])
+    assert positions.picked(shifts, [1, 2], 4).tolist() == [[-1], [-2]]
+    assert positions.rows_of(shifts.repeat_interleave(2, 0), 2).tolist() == [[-1], [-2]]
+
+
 def test_a_prompt_goes_back_to_behind_an_image_and_no_further(seeing, enabled, lasting):
     ids, more = picture()
     cache = kvant.hf.cache(enabled)
@@ -361,6 +376,15 @@ def test_a_prompt_goes_back_to_behind_an_image_and_no_further(seeing, enabled, l
         turn = torch.cat([first[:, :keep], ids_of(40, 8)], 1)
         with pytest.raises(ValueError, match="are of images, sounds or embeddings"):
             answer(enabled, turn, **with_cache(cache))
+
+
+def test_half_an_image_is_still_one():
+    known = conversation.Conversation()
+    known.media, known.ahead = [(20, 38), (50, 60)], [(0, 38)]
+    known.crop(30)
+    assert (known.media, known.ahead) == ([(20, 38)], [(0, 38)])
+    known.crop(20)
+    assert (known.media, known.ahead) == ([], [(0, 38)])
 
 
 def test_an_image_again_is_computed_again(seeing, enabled):
@@ -453,6 +477,10 @@ def test_frequencies_of_long_texts_are_those_of_the_conversation():
     assert torch.equal(answer(model, turn, **with_cache(cache)), expected)
     with pytest.raises(ValueError, match="above 128 tokens depend on their length"):
         answer(model, ids[:, :150], **with_cache(cache))
+    other = torch.cat([ids[:, :100], ids_of(20, 8)], 1)
+    answer(model, other, **with_cache(filled(model, ids[:, :128])))
+    with pytest.raises(ValueError, match="above 128 tokens depend on their length"):
+        answer(model, other, **with_cache(filled(model, ids[:, :129])))
 
 
 # --- prefixes ---

@@ -426,7 +426,8 @@ def test_forged_metadata_is_refused(llama, prompts, tmp_path, disabled, name, te
     loaded = found.load()
     if name == "hf.groups":
         (part,) = json.loads(found.info.metadata[name])
-        others = {0: [None, "ab", [None], [0.5], [[0]], ["0"], {"0": 1}, [0], [1, 0], [-1, 0]], 1: ["2", None, True, 2.0, 0],
+        others = {0: [None, "ab", [None], [0.5], [[0]], ["0"], {"0": 1}, [0], part[0][::-1], [-1, 0]],
+                  1: ["2", None, True, 2.0, 0],
                   2: ["32", 32.0, -32], 3: ["nonsense", "load", "Tensor", "int64", None, 5]}  # fmt: skip
         texts = texts + [
             json.dumps([part[:at] + [x] + part[at + 1 :]]) for at, values in others.items() for x in values
@@ -436,6 +437,19 @@ def test_forged_metadata_is_refused(llama, prompts, tmp_path, disabled, name, te
         kvant.save(loaded.cache, path, sequences=loaded.sequences, model=found.info.model, metadata=metadata)
         with pytest.raises(ValueError, match="chat.kvs"):
             load(llama, path)
+
+
+def test_more_groups_than_files_are_refused(sliding, prompts, tmp_path, disabled):
+    kvant.hf.enable(sliding, **MIXED)
+    cache, path = new_cache(sliding), tmp_path / "chat.kvs"
+    forward(sliding, cache, ids_of(prompts, 100))
+    kvant.hf.save(cache, path)
+    found = kvant.Snapshot(path)
+    loaded = found.load()
+    metadata = {**found.info.metadata, "hf.parts": "[]"}
+    kvant.save(loaded.cache, path, sequences=loaded.sequences, model=found.info.model, metadata=metadata)
+    with pytest.raises(ValueError, match="2 groups of layers in 1 files"):
+        load(sliding, path)
 
 
 def test_ids_of_forward_passes_are_saved(llama, prompts, tmp_path, disabled):

@@ -213,7 +213,9 @@ def _parts(info: kvant.SnapshotInfo, path: str) -> list[str]:
     try:
         names = json.loads(info.metadata["hf.parts"])
         folder, base = os.path.split(path)
-        if type(names) is not list or not all(isinstance(n, str) and n == os.path.basename(n) and n.startswith(f"{base}.") for n in names):
+        if type(names) is not list:
+            raise ValueError("no list")
+        if not all(isinstance(n, str) and n == os.path.basename(n) and n.startswith(f"{base}.") for n in names):
             raise ValueError("names of other folders")
     except _DAMAGED:
         raise ValueError(f"{path}: this is no cache of kvant.hf (kvant.load reads snapshots of kvant.Cache)") from None
