@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import warnings
 import weakref
 
@@ -251,9 +252,11 @@ def test_skipped_layers_stay_with_transformers(llama, prompts):
     a = forward(llama, cache, ids)
     plain = reference(llama)
     close(a, forward(plain, DynamicCache(config=llama.config), ids))
-    rows = kvant.hf.report(cache).rows
+    report = kvant.hf.report(cache)
+    rows = report.rows
     kvant.hf.disable(llama)
     assert [row.stored for row in rows] == [False, True, True, False]
+    assert re.search(r"^ *0 +transformers .* -  +-  +0\.", str(report), re.MULTILINE)  # kvant counts nothing there
     assert (
         rows[0].reason == "in skip_layers"
         and rows[0].bytes == 2 * 90 * 2 * 64 * 4

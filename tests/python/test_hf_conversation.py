@@ -20,7 +20,7 @@ import kvant.hf  # noqa: E402
 import models  # noqa: E402
 import zoo  # noqa: E402
 from hf_support import ISA, forward, with_cache  # noqa: E402
-from kvant.hf import conversation, versions  # noqa: E402
+from kvant.hf import conversation, positions, versions  # noqa: E402
 
 EXACT = dict(k="f32", v="f32", isa=ISA)
 GREEDY = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -179,6 +179,15 @@ def test_ids_that_are_not_known(plain, model, tmp_path):
     with torch.no_grad():
         model.model(ids, **with_cache(inner))
     assert inner.get_seq_length() == 120 and inner.conversation.ids(120) is None
+
+
+def test_ids_of_other_rows_than_were_computed_are_not_known(model):
+    known = conversation.Conversation()
+    for rows, expected in ((2, None), (1, 5)):
+        known.clear()
+        known.expect(model, {"input_ids": ids_of(5)}, 0, 0)
+        known.step(0, rows, 5, model)
+        assert (known.ids(5) if expected is None else known.ids(5).shape[1]) == expected
 
 
 def test_a_pass_that_failed_leaves_no_ids(model):
@@ -349,6 +358,12 @@ def test_rows_have_their_own_shifts(enabled, tmp_path):
         assert enabled.model.rope_deltas.tolist() == [[-2], [-2], [-1], [-1]]
 
 
+def test_shifts_of_prompts_are_those_of_all_their_beams():
+    shifts = torch.tensor([[-1], [-2]])
+    assert positions.picked(shifts, [1, 2], 4).tolist() == [[-1], [-2]]
+    assert positions.rows_of(shifts.repeat_interleave(2, 0), 2).tolist() == [[-1], [-2]]
+
+
 def test_a_prompt_goes_back_to_behind_an_image_and_no_further(seeing, enabled, lasting):
     ids, more = picture()
     cache = kvant.hf.cache(enabled)
@@ -361,6 +376,15 @@ def test_a_prompt_goes_back_to_behind_an_image_and_no_further(seeing, enabled, l
         turn = torch.cat([first[:, :keep], ids_of(40, 8)], 1)
         with pytest.raises(ValueError, match="are of images, sounds or embeddings"):
             answer(enabled, turn, **with_cache(cache))
+
+
+def test_half_an_image_is_still_one():
+    known = conversation.Conversation()
+    known.media, known.ahead = [(20, 38), (50, 60)], [(0, 38)]
+    known.crop(30)
+    assert (known.media, known.ahead) == ([(20, 38)], [(0, 38)])
+    known.crop(20)
+    assert (known.media, known.ahead) == ([], [(0, 38)])
 
 
 def test_an_image_again_is_computed_again(seeing, enabled):
@@ -384,6 +408,7 @@ def test_positions_that_are_not_known_are_refused(seeing, enabled, tmp_path):
             kvant.hf.save(each, tmp_path / "other.kvs")
         with pytest.raises(ValueError, match="cropped to 30 tokens, into a step with images"):
             forward(enabled, each, ids_of(3))
+        forward(enabled, each, ids_of(3), position_ids=torch.arange(30, 33).expand(3, 1, 3))  # the caller counts
     strange = kvant.hf.KvantCache(enabled.config, enabled._kvant.settings)
     with torch.no_grad():
         enabled.model.language_model(inputs_embeds=torch.randn(1, 8, 128), **with_cache(strange))
@@ -420,6 +445,19 @@ def test_forged_positions_are_refused(enabled, tmp_path, kept):
         kvant.hf.load(enabled, path)
 
 
+def test_shifts_of_a_file_are_on_the_device_that_computes(seeing, enabled, tmp_path):
+    """Weights that accelerate keeps elsewhere leave model.device at torch's meta device, which holds no values."""
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    cache = kvant.hf.cache(enabled)
+    first_turn(enabled, cache)
+    kvant.hf.save(cache, tmp_path / "chat.kvs")
+    other = accelerate.cpu_offload(copy.deepcopy(seeing), execution_device=torch.device("cpu"))
+    assert other.device.type == "meta"
+    loaded = kvant.hf.load(kvant.hf.enable(other, **EXACT), tmp_path / "chat.kvs")
+    kept = loaded.conversation.kept(loaded.length)["model.rope_deltas"]
+    assert kept.device.type == "cpu" and kept.tolist() == [[SHIFT]]
+
+
 def longer_frequencies(kind):
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
     return models.sharpen(models.tiny_llama(rope_parameters=rope, max_position_embeddings=128))
@@ -439,6 +477,10 @@ def test_frequencies_of_long_texts_are_those_of_the_conversation():
     assert torch.equal(answer(model, turn, **with_cache(cache)), expected)
     with pytest.raises(ValueError, match="above 128 tokens depend on their length"):
         answer(model, ids[:, :150], **with_cache(cache))
+    other = torch.cat([ids[:, :100], ids_of(20, 8)], 1)
+    answer(model, other, **with_cache(filled(model, ids[:, :128])))
+    with pytest.raises(ValueError, match="above 128 tokens depend on their length"):
+        answer(model, other, **with_cache(filled(model, ids[:, :129])))
 
 
 # --- prefixes ---
@@ -658,6 +700,22 @@ def test_a_prompt_whose_tokens_see_later_ones_goes_back_no_further(model, monkey
     with pytest.raises(ValueError, match="tokens 0 to 49 see each other in both directions"):
         answer(model, torch.cat([ids[:, :30], ids_of(30, 8)], 1), **with_cache(cache))
     answer(model, torch.cat([ids[:, :50], ids_of(30, 8)], 1), **with_cache(cache))
+    answer(model, ids[:, :50], **with_cache(cache))  # its last token is computed anew, and is the one that was seen
+
+
+def test_a_prompt_whose_tokens_see_later_ones_is_no_prefix(plain, monkeypatch):
+    index, expect = kvant.PrefixIndex(), conversation.Conversation.expect
+
+    def seeing_ahead(self, model, arguments, length, seen):
+        expect(self, model, arguments, length, seen)
+        if not length:
+            self.saw_ahead(50)
+
+    monkeypatch.setattr(conversation.Conversation, "expect", seeing_ahead)
+    model = kvant.hf.enable(copy.deepcopy(plain), prefix_cache=index, **EXACT)
+    with pytest.warns(RuntimeWarning, match="tokens of a prompt see later ones"):
+        answer(model, ids_of(100))
+    assert index.stats.entries == 0
 
 
 def test_masks_tell_which_tokens_see_later_ones(sliding):

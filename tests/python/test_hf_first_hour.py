@@ -68,6 +68,9 @@ def test_the_report_counts_tokens_and_explains_short_caches(llama, prompts, disa
     assert {(row.exact_tokens, row.encoded_tokens) for row in long.rows} == {(64 + 64 + 1000 % 64, 1000 - 168)}
     assert long.bytes < long.bf16_bytes and "more than bf16" not in str(long)
     assert " 168      832 " in str(long)
+    mixed = kvant.hf.cache(llama, k="f32", v="tq4")
+    step(llama, mixed, prompts(1000)["input_ids"])
+    assert all(row.encoded_tokens for row in kvant.hf.report(mixed).rows)  # the values are
 
 
 def test_what_is_counted_is_what_is_read(llama, prompts, disabled):

@@ -255,7 +255,7 @@ def test_one_system_prompt_serves_many(llama, prompts, disabled):
 
 @pytest.mark.parametrize("options", [
     dict(num_beams=3, do_sample=False),
-    dict(do_sample=True, num_return_sequences=3),
+    dict(do_sample=True, num_return_sequences=2),
     dict(prompt_lookup_num_tokens=4, do_sample=False),
 ], ids=["beams", "samples", "lookup"])
 def test_ways_of_generating(llama, prompts, disabled, options):
@@ -405,6 +405,51 @@ def test_files_of_other_names_are_none_of_a_caches(llama, prompts, tmp_path, dis
     kvant.hf.save(cache, path)
     assert [other.read_text() for other in others] == ["dear", "dear"]
     assert load(llama, path).get_seq_length() == 100
+
+
+DEEP = "[" * 100_000  # which json refuses by a RecursionError
+
+
+@pytest.mark.parametrize(("name", "texts"), [
+    ("hf.groups", ["null", "5", "[5]", "[[]]", DEEP]),
+    ("hf.options", ["null", "5", "[[]]", '{"bases": "/etc/hostname"}', '{"threads": 1}', '{"strict": true}', DEEP]),
+    ("hf.parts", ["null", "{}", '""', DEEP]),
+    ("hf.rows", ["0", "-1", "x", "2"]), ("hf.length", ["0", "99", "1e3"]),
+    ("hf.stored", ["A", "AAAA", "/" * 20]),  # 100 tokens are 13 bytes, and "/" is six bits that are set
+])  # fmt: skip
+def test_forged_metadata_is_refused(llama, prompts, tmp_path, disabled, name, texts):
+    kvant.hf.enable(llama, **MIXED)
+    cache, path = new_cache(llama), tmp_path / "chat.kvs"
+    forward(llama, cache, ids_of(prompts, 100))
+    kvant.hf.save(cache, path)
+    found = kvant.Snapshot(path)
+    loaded = found.load()
+    if name == "hf.groups":
+        (part,) = json.loads(found.info.metadata[name])
+        others = {0: [None, "ab", [None], [0.5], [[0]], ["0"], {"0": 1}, [0], part[0][::-1], [-1, 0]],
+                  1: ["2", None, True, 2.0, 0],
+                  2: ["32", 32.0, -32], 3: ["nonsense", "load", "Tensor", "int64", None, 5]}  # fmt: skip
+        texts = texts + [
+            json.dumps([part[:at] + [x] + part[at + 1 :]]) for at, values in others.items() for x in values
+        ]
+    for text in texts:
+        metadata = {**found.info.metadata, name: text}
+        kvant.save(loaded.cache, path, sequences=loaded.sequences, model=found.info.model, metadata=metadata)
+        with pytest.raises(ValueError, match="chat.kvs"):
+            load(llama, path)
+
+
+def test_more_groups_than_files_are_refused(sliding, prompts, tmp_path, disabled):
+    kvant.hf.enable(sliding, **MIXED)
+    cache, path = new_cache(sliding), tmp_path / "chat.kvs"
+    forward(sliding, cache, ids_of(prompts, 100))
+    kvant.hf.save(cache, path)
+    found = kvant.Snapshot(path)
+    loaded = found.load()
+    metadata = {**found.info.metadata, "hf.parts": "[]"}
+    kvant.save(loaded.cache, path, sequences=loaded.sequences, model=found.info.model, metadata=metadata)
+    with pytest.raises(ValueError, match="2 groups of layers in 1 files"):
+        load(sliding, path)
 
 
 def test_ids_of_forward_passes_are_saved(llama, prompts, tmp_path, disabled):

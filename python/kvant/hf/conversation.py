@@ -286,7 +286,7 @@ class Conversation:
             raise ValueError(f"what the model keeps of the conversation is damaged: {error!r}") from None
         if set(given) not in (set(kept) | set(shared), set(shared)) or (kept and not set(kept) <= set(given)):
             raise ValueError(f"it has {sorted(given)} of its model, and this one keeps {sorted({**kept, **shared})}")
-        device = model.device
+        device = versions.compute_device(model)
         given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
         self.media, self.ahead = media, ahead
         self._shared = {name: given[name] for name in shared}

@@ -21,6 +21,9 @@ from .identity import fingerprint
 from .layers import Family, KvantLayer
 from .settings import Settings
 
+# What the metadata of a damaged or forged file may raise. json raises RecursionError for thousands of brackets.
+_DAMAGED = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
+
 # Options that depend on the process and not on the bytes.
 _HERE = frozenset({"threads", "isa", "products", "strict", "bases"})
 
@@ -41,6 +44,13 @@ class _Part:
     heads: int
     dim: int
     dtype: str
+
+    def __post_init__(self) -> None:
+        """Errors: those of _DAMAGED, where a file has something else."""
+        whole = all(type(x) is int for x in (*self.members, self.heads, self.dim))
+        dtype = getattr(torch, self.dtype)
+        if not (whole and isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"layers {self.members} with {self.heads} heads of {self.dim} in {self.dtype}")
 
 
 def why_not_whole(cache: KvantCache) -> str | None:
@@ -92,7 +102,7 @@ class Adopted:
             if packed and len(packed) != (self.rows * self.length + 7) // 8:
                 raise ValueError(f"{len(packed)} bytes of padding for {self.rows} rows of {self.length} tokens")
             kept = metadata.get("hf.kept", '{"kept": {}, "media": [], "ahead": []}')  # new in 0.10
-        except (KeyError, TypeError, ValueError) as error:
+        except _DAMAGED as error:
             raise ValueError(f"this is no cache of kvant.hf: {error}") from None
         self.devices = versions.layer_devices(model)
         self.cache = KvantCache(model.config, settings, devices=self.devices, **capacity)
@@ -203,9 +213,11 @@ def _parts(info: kvant.SnapshotInfo, path: str) -> list[str]:
     try:
         names = json.loads(info.metadata["hf.parts"])
         folder, base = os.path.split(path)
+        if type(names) is not list:
+            raise ValueError("no list")
         if not all(isinstance(n, str) and n == os.path.basename(n) and n.startswith(f"{base}.") for n in names):
             raise ValueError("names of other folders")
-    except (KeyError, TypeError, ValueError):
+    except _DAMAGED:
         raise ValueError(f"{path}: this is no cache of kvant.hf (kvant.load reads snapshots of kvant.Cache)") from None
     return [os.path.join(folder, name) for name in names]
 
@@ -306,8 +318,10 @@ def load(
     snapshots = [first, *(kvant.Snapshot(part) for part in _parts_of(first.info, where))]
     try:
         options = json.loads(first.info.metadata["hf.options"])
+        if not _HERE.isdisjoint(options):
+            raise ValueError(f"its options name {sorted(_HERE.intersection(options))}, which no file decides")
         settings = Settings.make(**options)
-    except (KeyError, TypeError, ValueError) as error:
+    except _DAMAGED as error:
         raise ValueError(f"{where}: this is no cache of kvant.hf: {error}") from None
     here = {} if enabled is None else {name: getattr(enabled, name) for name in _HERE}
     calibrated = first.info.config["k_basis"] == "calibrated" or first.info.config["v_basis"] == "calibrated"
