@@ -2,6 +2,7 @@
 // before that reads the copy or finds codes.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -322,6 +323,66 @@ TEST(PagesEncode, AtOnceLeavesNothingForTheNextStep) {
     at_once.begin({});
     for (std::int32_t page = 0; page * kPageTokens < length; ++page)
       EXPECT_TRUE(at_once.same_bytes(later, blocks[static_cast<std::size_t>(page)])) << length << " " << page;
+  }
+}
+
+// Bytes of a block that the pages must leave alone from now on.
+void give_away(Engine& engine, std::int32_t block) {
+  std::memset(engine.pools[0].block(block, 0), 0x5A, static_cast<std::size_t>(engine.pages.block_bytes()));
+}
+bool is_given_away(const Engine& engine, std::int32_t block) {
+  const std::byte* bytes = engine.pools[0].block(block, 0);
+  return std::all_of(bytes, bytes + engine.pages.block_bytes(), [](std::byte b) { return b == std::byte{0x5A}; });
+}
+
+// An engine gives the memory of freed blocks to others: once a block has its codes, no step encodes it again.
+TEST(PagesEncode, ABlockIsEncodedOnce) {
+  for (const bool encode_at_once : {false, true}) {
+    PagesConfig c = with_copies(2);
+    c.encode_at_once = encode_at_once;
+    Engine engine(c);
+    engine.step({{{3, 8, 1, 6}, 0, 40}, {{5}, 0, 7, 1}});
+    engine.step({{{3, 8, 1, 6}, 40, 220}, {{5}, 7, 8, 1}});  // fills block 3 and goes on behind it
+    const std::vector<std::int32_t> at_once{3, 8, 1, 6, 5}, behind{3, 8};
+    for (const std::int32_t block : encode_at_once ? at_once : behind) give_away(engine, block);
+    engine.begin({});
+    for (const std::int32_t block : encode_at_once ? at_once : behind)
+      EXPECT_TRUE(is_given_away(engine, block)) << block;
+    for (const std::int32_t block : at_once) give_away(engine, block);
+    engine.begin({});
+    for (const std::int32_t block : at_once) EXPECT_TRUE(is_given_away(engine, block)) << block;
+  }
+}
+
+// A running block is encoded when it is full, not in each step.
+TEST(PagesEncode, ARunningBlockIsLeftToItsCopy) {
+  Engine engine(with_copies(1));
+  engine.step({{{2}, 0, 10}});
+  give_away(engine, 2);
+  for (const std::int32_t length : {10, 40, 63}) {
+    engine.step({{{2}, length, length + 1}});
+    EXPECT_TRUE(is_given_away(engine, 2)) << length;
+  }
+  engine.begin({{{2, 3}, 64, 65}});
+  EXPECT_FALSE(is_given_away(engine, 2));
+}
+
+// A block that has a copy of an earlier life is the target of a copy between the step's begin and its write, which then
+// encodes what it writes, and nothing that the copy had.
+TEST(PagesEncode, ATargetOfCopyInAStepIsNotEncodedFromItsOldCopy) {
+  for (const std::int32_t length : {21, 220}) {
+    PagesConfig c = with_copies(2);
+    c.encode_at_once = length == 21;  // the other one leaves the block behind
+    Engine engine(c), plain(without_copies());
+    for (Engine* e : {&engine, &plain}) {
+      e->step({{{2}, 0, 11}});
+      e->step({{{3}, 0, 20, 4}});
+      e->begin({{{2, 5, 6, 7}, 20, length, 4}});
+      const std::int32_t from = 3, to = 2;
+      e->pages.copy(e->pools[0].view, &from, &to, 1).value();
+      e->write();
+    }
+    EXPECT_TRUE(engine.same_bytes(plain, 2)) << length;
   }
 }
 
