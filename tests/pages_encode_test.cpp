@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/bits.hpp"
@@ -386,6 +387,29 @@ TEST(PagesEncode, ATargetOfCopyInAStepIsNotEncodedFromItsOldCopy) {
   }
 }
 
+// A block that begins has the mean of the one before, whose last tokens come in the same write and go to its copy:
+// whatever the blocks' numbers, they are there first.
+TEST(PagesEncode, TheBlockBeforeIsCompleteInItsCopyFirst) {
+  Engine behind(with_copies(1, 0, 1)), before(with_copies(1, 0, 1));
+  for (const auto& [engine, first] : {std::pair(&behind, 9), std::pair(&before, 1)}) {
+    engine->step({{{first, 3}, 0, 60}});
+    engine->step({{{first, 3}, 60, 70}});  // the only copy stays with the first block
+  }
+  EXPECT_TRUE(behind.same_bytes(before, 3));
+}
+
+// A layer's blocks are encoded in the pool that it was written to last.
+TEST(PagesEncode, APoolMayMoveBetweenSteps) {
+  Engine engine(with_copies(1));
+  engine.step({{{2}, 0, 10}});
+  EnginePool other(engine.pages, {.blocks = kBlocks});
+  std::swap(engine.pools[0], other);
+  engine.step({{{2}, 10, 64}});
+  give_away(engine, 2);
+  engine.begin({{{2, 3}, 64, 65}});
+  EXPECT_FALSE(is_given_away(engine, 2));
+}
+
 TEST(PagesEncode, RowsThatTheTablesDoNotHaveAreRefused) {
   Engine engine(with_copies(1));
   engine.step({{{2}, 0, 3}});
@@ -395,6 +419,9 @@ TEST(PagesEncode, RowsThatTheTablesDoNotHaveAreRefused) {
   const std::int64_t elsewhere = 2 * 64 + 5, right = 2 * 64 + 3;
   EXPECT_TRUE(refuses(engine.pages.write(engine.pools[0].view, x, x, &elsewhere, 1), Code::invalid_argument,
                       {"slots[0] is 133", "begin_step"}));
+  const std::int64_t earlier = 2 * 64 + 1;  // its block is the step's, and its position an earlier one's
+  EXPECT_TRUE(refuses(engine.pages.write(engine.pools[0].view, x, x, &earlier, 1), Code::invalid_argument,
+                      {"slots[0] is 129", "begin_step"}));
   EXPECT_TRUE(engine.pages.write(engine.pools[0].view, x, x, &right, 1).ok());
 }
 
