@@ -388,12 +388,32 @@ TEST(PagesEncode, ATargetOfCopyInAStepIsNotEncodedFromItsOldCopy) {
 }
 
 // A block that begins has the mean of the one before, whose last tokens come in the same write and go to its copy:
-// whatever the blocks' numbers, they are there first.
+// whatever the blocks' numbers, the copy has them first.
 TEST(PagesEncode, TheBlockBeforeIsCompleteInItsCopyFirst) {
   Engine behind(with_copies(1, 0, 1)), before(with_copies(1, 0, 1));
   for (const auto& [engine, first] : {std::pair(&behind, 9), std::pair(&before, 1)}) {
     engine->step({{{first, 3}, 0, 60}});
     engine->step({{{first, 3}, 60, 70}});  // the only copy stays with the first block
+  }
+  EXPECT_TRUE(behind.same_bytes(before, 3));
+}
+
+// Two blocks begin in one write, and neither is filled, since a token between them is not stored: the first one is
+// encoded first, whatever the blocks' numbers.
+TEST(PagesEncode, BlocksThatWaitForEachOtherAreInOrder) {
+  Engine behind(without_copies()), before(without_copies());
+  for (const auto& [engine, second] : {std::pair(&behind, 9), std::pair(&before, 1)}) {
+    const std::vector<std::int32_t> blocks{5, second, 3};
+    engine->step({{blocks, 0, 64}});
+    const Sequence now{blocks, 64, 140};
+    engine->begin({now});
+    std::vector<std::int64_t> slots = slots_of(blocks, 64, 140);
+    slots[63] = -1;
+    const std::vector<float> k = Engine::rows_of(now, 0, false), v = Engine::rows_of(now, 0, true);
+    engine->pages
+        .write(engine->pools[0].view, TensorView::of(k.data(), 76, 1, kDim), TensorView::of(v.data(), 76, 1, kDim),
+               slots.data(), 76)
+        .value();
   }
   EXPECT_TRUE(behind.same_bytes(before, 3));
 }
