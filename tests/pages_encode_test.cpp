@@ -2,8 +2,10 @@
 // before that reads the copy or finds codes.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/bits.hpp"
@@ -325,6 +327,109 @@ TEST(PagesEncode, AtOnceLeavesNothingForTheNextStep) {
   }
 }
 
+// Bytes of a block that the pages must leave alone from now on.
+void give_away(Engine& engine, std::int32_t block) {
+  std::memset(engine.pools[0].block(block, 0), 0x5A, static_cast<std::size_t>(engine.pages.block_bytes()));
+}
+bool is_given_away(const Engine& engine, std::int32_t block) {
+  const std::byte* bytes = engine.pools[0].block(block, 0);
+  return std::all_of(bytes, bytes + engine.pages.block_bytes(), [](std::byte b) { return b == std::byte{0x5A}; });
+}
+
+// An engine gives the memory of freed blocks to others: once a block has its codes, no step encodes it again.
+TEST(PagesEncode, ABlockIsEncodedOnce) {
+  for (const bool encode_at_once : {false, true}) {
+    PagesConfig c = with_copies(2);
+    c.encode_at_once = encode_at_once;
+    Engine engine(c);
+    engine.step({{{3, 8, 1, 6}, 0, 40}, {{5}, 0, 7, 1}});
+    engine.step({{{3, 8, 1, 6}, 40, 220}, {{5}, 7, 8, 1}});  // fills block 3 and goes on behind it
+    const std::vector<std::int32_t> at_once{3, 8, 1, 6, 5}, behind{3, 8};
+    for (const std::int32_t block : encode_at_once ? at_once : behind) give_away(engine, block);
+    engine.begin({});
+    for (const std::int32_t block : encode_at_once ? at_once : behind)
+      EXPECT_TRUE(is_given_away(engine, block)) << block;
+    for (const std::int32_t block : at_once) give_away(engine, block);
+    engine.begin({});
+    for (const std::int32_t block : at_once) EXPECT_TRUE(is_given_away(engine, block)) << block;
+  }
+}
+
+// A running block is encoded when it is full, not in each step.
+TEST(PagesEncode, ARunningBlockIsLeftToItsCopy) {
+  Engine engine(with_copies(1));
+  engine.step({{{2}, 0, 10}});
+  give_away(engine, 2);
+  for (const std::int32_t length : {10, 40, 63}) {
+    engine.step({{{2}, length, length + 1}});
+    EXPECT_TRUE(is_given_away(engine, 2)) << length;
+  }
+  engine.begin({{{2, 3}, 64, 65}});
+  EXPECT_FALSE(is_given_away(engine, 2));
+}
+
+// A block that has a copy of an earlier life is the target of a copy between the step's begin and its write, which then
+// encodes what it writes, and nothing that the copy had.
+TEST(PagesEncode, ATargetOfCopyInAStepIsNotEncodedFromItsOldCopy) {
+  for (const std::int32_t length : {21, 220}) {
+    PagesConfig c = with_copies(2);
+    c.encode_at_once = length == 21;  // the other one leaves the block behind
+    Engine engine(c), plain(without_copies());
+    for (Engine* e : {&engine, &plain}) {
+      e->step({{{2}, 0, 11}});
+      e->step({{{3}, 0, 20, 4}});
+      e->begin({{{2, 5, 6, 7}, 20, length, 4}});
+      const std::int32_t from = 3, to = 2;
+      e->pages.copy(e->pools[0].view, &from, &to, 1).value();
+      e->write();
+    }
+    EXPECT_TRUE(engine.same_bytes(plain, 2)) << length;
+  }
+}
+
+// A block that begins has the mean of the one before, whose last tokens come in the same write and go to its copy:
+// whatever the blocks' numbers, the copy has them first.
+TEST(PagesEncode, TheBlockBeforeIsCompleteInItsCopyFirst) {
+  Engine behind(with_copies(1, 0, 1)), before(with_copies(1, 0, 1));
+  for (const auto& [engine, first] : {std::pair(&behind, 9), std::pair(&before, 1)}) {
+    engine->step({{{first, 3}, 0, 60}});
+    engine->step({{{first, 3}, 60, 70}});  // the only copy stays with the first block
+  }
+  EXPECT_TRUE(behind.same_bytes(before, 3));
+}
+
+// Two blocks begin in one write, and neither is filled, since a token between them is not stored: the first one is
+// encoded first, whatever the blocks' numbers.
+TEST(PagesEncode, BlocksThatWaitForEachOtherAreInOrder) {
+  Engine behind(without_copies()), before(without_copies());
+  for (const auto& [engine, second] : {std::pair(&behind, 9), std::pair(&before, 1)}) {
+    const std::vector<std::int32_t> blocks{5, second, 3};
+    engine->step({{blocks, 0, 64}});
+    const Sequence now{blocks, 64, 140};
+    engine->begin({now});
+    std::vector<std::int64_t> slots = slots_of(blocks, 64, 140);
+    slots[63] = -1;
+    const std::vector<float> k = Engine::rows_of(now, 0, false), v = Engine::rows_of(now, 0, true);
+    engine->pages
+        .write(engine->pools[0].view, TensorView::of(k.data(), 76, 1, kDim), TensorView::of(v.data(), 76, 1, kDim),
+               slots.data(), 76)
+        .value();
+  }
+  EXPECT_TRUE(behind.same_bytes(before, 3));
+}
+
+// A layer's blocks are encoded in the pool that it was written to last.
+TEST(PagesEncode, APoolMayMoveBetweenSteps) {
+  Engine engine(with_copies(1));
+  engine.step({{{2}, 0, 10}});
+  EnginePool other(engine.pages, {.blocks = kBlocks});
+  std::swap(engine.pools[0], other);
+  engine.step({{{2}, 10, 64}});
+  give_away(engine, 2);
+  engine.begin({{{2, 3}, 64, 65}});
+  EXPECT_FALSE(is_given_away(engine, 2));
+}
+
 TEST(PagesEncode, RowsThatTheTablesDoNotHaveAreRefused) {
   Engine engine(with_copies(1));
   engine.step({{{2}, 0, 3}});
@@ -334,6 +439,9 @@ TEST(PagesEncode, RowsThatTheTablesDoNotHaveAreRefused) {
   const std::int64_t elsewhere = 2 * 64 + 5, right = 2 * 64 + 3;
   EXPECT_TRUE(refuses(engine.pages.write(engine.pools[0].view, x, x, &elsewhere, 1), Code::invalid_argument,
                       {"slots[0] is 133", "begin_step"}));
+  const std::int64_t earlier = 2 * 64 + 1;  // its block is the step's, and its position an earlier one's
+  EXPECT_TRUE(refuses(engine.pages.write(engine.pools[0].view, x, x, &earlier, 1), Code::invalid_argument,
+                      {"slots[0] is 129", "begin_step"}));
   EXPECT_TRUE(engine.pages.write(engine.pools[0].view, x, x, &right, 1).ok());
 }
 

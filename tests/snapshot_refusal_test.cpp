@@ -205,11 +205,25 @@ std::vector<Forged> forgeries() {
       {"slot_of_another_page", "is of page", [](Image& i) { i.sequences[0].pages[3].exact = 0; }},
       {"unused_slots", "of which its sequences use", [](Image& i) { i.encoded += 1; }},
       {"too_few_slots", "out of order", [](Image& i) { i.exact -= 1; }},
+      {"too_many_pages", "1 pages and 0 token ids are more",
+       [](Image& i) { i.sequences.back().pages.push_back(i.sequences.back().pages.back()); }},
   };
 }
 
 INSTANTIATE_TEST_SUITE_P(, SnapshotTables, testing::ValuesIn(forgeries()),
                          [](const testing::TestParamInfo<Forged>& each) { return std::string(each.param.name); });
+
+TEST(SnapshotRefusal, FewerTokenIdsThanTokens) {
+  const Saved saved;
+  const auto file = SnapshotFile::open(saved.path).value();
+  const std::string path = saved.directory / "forged.kvs";
+  const std::vector<std::int64_t> ids{7, 8, 9};
+  write_forged(path, *file, file->image(), [&](snapshot::Content& c) {
+    c.tokens.resize(c.image->sequences.size());
+    c.tokens[0] = ids;
+  }).value();
+  EXPECT_TRUE(refused(Snapshot::open(path).status(), Code::bad_file, {"sequence 0 has 200 tokens and 3 token ids"}));
+}
 
 TEST(SnapshotRefusal, AConfigurationThatNoCacheHas) {
   const Saved saved;

@@ -64,5 +64,18 @@ TEST(TailCopies, BlocksForWhichThereIsNoCopyGoWithout) {
   }
 }
 
+// A block that two sequences of a step have is kept for the one that needs it most, whichever comes last.
+TEST(TailCopies, TheGreatestNeedOfABlockCounts) {
+  TailCopies copies(kOneOfTheTail, 1, false);
+  begin_step(copies, {5});
+  copies.note_written(copies.find(5), 0, 1);
+  test::EngineStep step;
+  step.add({5}, 2, 1);      // is written
+  step.add({5, 6}, 65, 1);  // is the newest full one, and block 6 begins
+  copies.begin_step(step.tables(2));
+  EXPECT_GE(copies.find(5), 0);
+  EXPECT_EQ(copies.find(6), -1);
+}
+
 }  // namespace
 }  // namespace kvant::core

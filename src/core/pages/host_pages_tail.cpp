@@ -142,13 +142,13 @@ void TableRows::take(const StepTables& t) {
   blocks_.clear();
   first_.clear();
   for (std::int32_t i = 0; i < t.batch; ++i) {
-    const std::int32_t end = t.query_start_loc[i + 1], pages = base::pages_for(t.seq_lens[i]);
+    const std::int32_t end = t.query_start_loc[i + 1];
     const bool has_rows = end > t.query_start_loc[i];
     starts_.push_back(end);
     lengths_.push_back(t.seq_lens[i]);
     first_.push_back(blocks_.size());
     const std::int32_t* blocks = t.block_table + i * t.row_stride;
-    if (has_rows) blocks_.insert(blocks_.end(), blocks, blocks + pages);
+    if (has_rows) blocks_.insert(blocks_.end(), blocks, blocks + base::pages_for(t.seq_lens[i]));
   }
 }
 

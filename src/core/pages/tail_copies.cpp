@@ -169,6 +169,7 @@ void TailCopies::forget(std::int32_t block) noexcept {
   at(copy).block = -1;
   at(copy).what = {};
   copy = -1;
+  std::erase_if(behind_writes_, [&](const base::BlockToEncode& other) { return other.block == block; });
   ++changes_;
 }
 

@@ -30,6 +30,7 @@ class TailCopies {
 
   // -1: none. The block is 0 or more.
   [[nodiscard]] std::int32_t find(std::int32_t block) const noexcept { return table_.find(block); }
+  // Between a step's begin and its writes, too: these store the block's tokens as those of a block without a copy.
   void forget(std::int32_t block) noexcept;
   // Tokens are written to the copy, from the block's first position on or behind what it has. The sequence has `length`
   // tokens behind the step, and the block is its `page`.

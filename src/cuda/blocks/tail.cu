@@ -197,6 +197,7 @@ __global__ void __launch_bounds__(kThreads, 1) begin_step_kernel(const __grid_co
         const int2 new_owner = __ldcg(reinterpret_cast<const int2*>(tail.wanted + given + sum.before));
         tail.copies[i] = {new_owner.x, static_cast<std::uint32_t>(new_owner.y)};
         tail.written[i] = 0;
+        tail.unencoded[i] = {};  // its old block may begin anew in this step
         tail.touched[i] = now;
       }
       of_youngest += same.all;
