@@ -430,6 +430,33 @@ TEST(PagesEncode, APoolMayMoveBetweenSteps) {
   EXPECT_FALSE(is_given_away(engine, 2));
 }
 
+// More queries than tokens, as a rank of context parallelism has them: the same whatever multiplies weights.
+TEST(PagesEncode, MoreQueriesThanTokens) {
+  Engine engine(without_copies());
+  engine.step({{{2, 5}, 0, 65}});
+  EngineStep step;
+  step.add({2, 5}, 65, 99);
+  const std::vector<float> q = gaussian_vector(99 * kQHeads * kDim, 3);
+  std::vector<float> out[2];
+  for (const int products : {8, 16}) {
+    PagesPlanOptions o;
+    o.attention.q_heads = kQHeads;
+    o.attention.products = products;
+    o.attention.mask.is_causal = false;
+    o.max_batch = 1;
+    o.max_blocks = kColumns;
+    o.max_query_len = 99;
+    PagesPlan plan = engine.pages.plan(o).value();
+    plan.set_tables(step.tables(kColumns)).value();
+    std::vector<float>& got = out[products == 8 ? 0 : 1];
+    got.resize(q.size());
+    plan.run(engine.pools[0].view, TensorView::of(q.data(), 99, kQHeads, kDim),
+             MutableTensorView::of(got.data(), 99, kQHeads, kDim))
+        .value();
+  }
+  EXPECT_TRUE(close(std::vector<double>(out[1].begin(), out[1].end()), out[0], 0.05, {99, kQHeads, kDim}));
+}
+
 TEST(PagesEncode, RowsThatTheTablesDoNotHaveAreRefused) {
   Engine engine(with_copies(1));
   engine.step({{{2}, 0, 3}});

@@ -244,7 +244,8 @@ KVANT_INLINE void find_dither(std::int64_t page, WeightDither* out) {
 }
 // For 64 tokens of a row, counted over the queries of all of a sequence's tokens.
 KVANT_INLINE const float* dither_of_row(const WeightDither& dither, std::int64_t row) {
-  return dither.at + 29 * row % kPageTokens;
+  // Rows count from below 0 where there are more queries than tokens.
+  return dither.at + static_cast<std::uint64_t>(29 * row) % kPageTokens;
 }
 
 // One row of integers that a page's values are multiplied by. An item's rows come first, then second digits.

@@ -215,7 +215,8 @@ struct CopiedBlock {
   base::BlockToEncode what;
   std::int32_t layer;
   LayerPool pool;
-  __device__ bool is_there() const { return pool.data != nullptr && what.block < pool.blocks; }
+  // A block may have lost its copy since the list was made (kvant::Pages::copy).
+  __device__ bool is_there() const { return pool.data != nullptr && what.block >= 0 && what.block < pool.blocks; }
 };
 __device__ __forceinline__ CopiedBlock copied_block(const CopiesToEncode& encode, std::int32_t item) {
   const std::int32_t layer = item % encode.layers;
