@@ -77,6 +77,7 @@ class Pages:
         k_centre="automatic",
         sink_pages=0,
         exact_copies=None,
+        encode_at_once=False,  # blocks of float64 numbers are never encoded
     ):
         assert device == "cpu"
         self.tail, self.tail_sequences, self.layers = tail, tail_sequences, layers
