@@ -36,7 +36,7 @@ _COARSE_NS = 2_000_000_000
 # Reading the names of more files than this is kept to a twentieth of the time.
 _FEW_FILES = 256
 _SHARE = 20
-# Of a configuration: what depends on the process that had the cache.
+# These fields of a configuration depend on the process that had the cache.
 _HERE = ("capacity_tokens", "max_sequences", "max_sequence_tokens")
 
 
@@ -119,8 +119,7 @@ class Folder:
             return
         if all(_age(file) > _LEFT_OVER_SECONDS for file in files.values()):
             self._table.remove(key)
-            for file in files.values():
-                _ask(os.unlink, file.path)
+            _unlink(file.path for file in files.values())
 
     def learn(self, key: str, count: int, paths: dict[int, str]) -> Entry | None:
         """Under the lock: learns of an entry from its files. None: they are not what they should be, or went."""
@@ -140,8 +139,7 @@ class Folder:
             self._foreign.add(key)
             what = "is not used"
         else:
-            for path in paths:
-                _ask(os.unlink, path)
+            _unlink(paths)
             self.refused += 1
             what = "is damaged and was removed"
         self.problems = [*self.problems, str(error)][-_MOST_PROBLEMS:]
@@ -191,8 +189,7 @@ class Folder:
         except BaseException as error:
             with self._lock:
                 self._table.remove(key)
-            for path in paths.values():
-                _ask(os.unlink, path)
+            _unlink(paths.values())
             if isinstance(error, FileError):  # one text for all entries: Python shows it once
                 said = FileError(_NAME.sub("a new entry", str(error)))
                 said.errno = error.errno
@@ -231,9 +228,7 @@ class Folder:
     def drop(self, entry: Entry) -> list[Cache]:
         """Under the lock: an entry goes. Returns caches to trim: none."""
         self._table.remove(entry.key)
-        for path in entry.parts:
-            if path is not None:
-                _ask(os.unlink, path)
+        _unlink(path for path in entry.parts if path is not None)
         return []
 
     def bytes_left(self, entry: Entry, longer: Entry) -> int:
@@ -245,9 +240,7 @@ class Folder:
         parts = [part if windowed else None for part, windowed in zip(entry.parts, longer.windows)]
         kinds = [None if part is None else kind for part, kind in zip(parts, entry.kinds)]
         self._table.add(replace(entry, parts=parts, kinds=kinds, bytes=self.bytes_left(entry, longer)))
-        for path in entry.parts:
-            if path is not None and path not in parts:
-                _ask(os.unlink, path)
+        _unlink(path for path in entry.parts if path is not None and path not in parts)
 
     def last_use(self, entry: Entry) -> int | None:
         """In nanoseconds, by any process. None: it is gone."""
@@ -328,6 +321,11 @@ def _first(entry: Entry) -> str:
 def _ask(call: Any, argument: Any) -> tuple[Any, Exception | None]:
     """The system's answer, or its refusal: another process may have removed a file, or this one may not change it."""
     return attempt(call, argument, refusals=(OSError,))
+
+
+def _unlink(paths: Iterable[str]) -> None:
+    for path in paths:
+        _ask(os.unlink, path)
 
 
 def _exists(path: str) -> bool:

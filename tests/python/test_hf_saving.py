@@ -407,6 +407,15 @@ def test_files_of_other_names_are_none_of_a_caches(llama, prompts, tmp_path, dis
     assert load(llama, path).get_seq_length() == 100
 
 
+def saved_and_loaded(model, prompts, path):
+    """(the snapshot of 100 tokens of a model's cache, what it holds), from which metadata can be forged."""
+    cache = new_cache(model)
+    forward(model, cache, ids_of(prompts, 100))
+    kvant.hf.save(cache, path)
+    found = kvant.Snapshot(path)
+    return found, found.load()
+
+
 DEEP = "[" * 100_000  # which json refuses by a RecursionError
 
 
@@ -419,11 +428,8 @@ DEEP = "[" * 100_000  # which json refuses by a RecursionError
 ])  # fmt: skip
 def test_forged_metadata_is_refused(llama, prompts, tmp_path, disabled, name, texts):
     kvant.hf.enable(llama, **MIXED)
-    cache, path = new_cache(llama), tmp_path / "chat.kvs"
-    forward(llama, cache, ids_of(prompts, 100))
-    kvant.hf.save(cache, path)
-    found = kvant.Snapshot(path)
-    loaded = found.load()
+    path = tmp_path / "chat.kvs"
+    found, loaded = saved_and_loaded(llama, prompts, path)
     if name == "hf.groups":
         (part,) = json.loads(found.info.metadata[name])
         others = {0: [None, "ab", [None], [0.5], [[0]], ["0"], {"0": 1}, [0], part[0][::-1], [-1, 0]],
@@ -441,11 +447,8 @@ def test_forged_metadata_is_refused(llama, prompts, tmp_path, disabled, name, te
 
 def test_more_groups_than_files_are_refused(sliding, prompts, tmp_path, disabled):
     kvant.hf.enable(sliding, **MIXED)
-    cache, path = new_cache(sliding), tmp_path / "chat.kvs"
-    forward(sliding, cache, ids_of(prompts, 100))
-    kvant.hf.save(cache, path)
-    found = kvant.Snapshot(path)
-    loaded = found.load()
+    path = tmp_path / "chat.kvs"
+    found, loaded = saved_and_loaded(sliding, prompts, path)
     metadata = {**found.info.metadata, "hf.parts": "[]"}
     kvant.save(loaded.cache, path, sequences=loaded.sequences, model=found.info.model, metadata=metadata)
     with pytest.raises(ValueError, match="2 groups of layers in 1 files"):

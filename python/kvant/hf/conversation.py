@@ -83,7 +83,7 @@ class Conversation:
         # Steps in which tokens saw later ones: where they begin, and where what was seen ends (prefix language models).
         self.ahead: list[tuple[int, int]] = []
         self._seen_ahead = 0  # of the step that comes next, where what was seen ends
-        # What the model keeps, from which length on. None: not known there, in the middle of images.
+        # Pairs of a length and the state that the model keeps from there on. None: in an image no state is known.
         self._kept: list[tuple[int, dict[str, Any] | None]] = []
         self._seen: dict[str, Any] | None = None  # as the model had it last
         self._prepared: dict[str, Any] | None = None  # as generate() has prepared it, before the first pass

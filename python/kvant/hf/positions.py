@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 
-# What modules keep of the conversation at hand, which is not in its cache: the shift between tokens and positions that
-# images make (Qwen-VL, GLM-V and others), and the positions of an image that is being generated (GLM-Image).
+# Modules keep a state of the conversation under these names, outside its cache: the shift between tokens and positions
+# that images make (Qwen-VL, GLM-V and others), and the positions of an image that is being generated (GLM-Image).
 _POSITIONS = ("rope_deltas", "_cached_decode_position_ids", "_prefill_len")
+
+
+def _ropes(module: Any) -> dict[str, Any]:
+    """The types of a module's rotary frequencies, by the kind of layer; the kind "" is that of all layers."""
+    types = getattr(module, "rope_type", None)
+    return types if isinstance(types, dict) else {} if types is None else {"": types}
 
 
 def _find(model: Any) -> list[tuple[str, bool, tuple[str, ...]]]:
@@ -23,10 +29,8 @@ def _find(model: Any) -> list[tuple[str, bool, tuple[str, ...]]]:
         own = tuple(a for a in _POSITIONS if a in module.__dict__)
         if own:
             found.append((name, False, own))
-        kinds = getattr(module, "rope_type", None)
-        if hasattr(module, "max_seq_len_cached") and kinds is not None:
-            kinds = kinds if isinstance(kinds, dict) else {"": kinds}
-            prefixes = [f"{kind}_" if kind else "" for kind, rope in kinds.items() if "dynamic" in str(rope)]
+        if hasattr(module, "max_seq_len_cached"):
+            prefixes = [f"{kind}_" if kind else "" for kind, rope in _ropes(module).items() if "dynamic" in str(rope)]
             parts = [f"{p}{a}" for p in prefixes for a in ("inv_freq", "max_seq_len_cached")]
             if parts:
                 found.append((name, True, tuple(a for a in parts if hasattr(module, a))))
@@ -38,11 +42,10 @@ def frequencies_change(model: Any) -> int | None:
     "longrope"), so that keys of the same tokens differ; None: they never do."""
     found = []
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for kind, rope in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
+        for kind, rope in _ropes(module).items():
             if rope == "longrope":
                 parameters = module.config.rope_parameters
-                found.append((parameters if kind is None else parameters[kind])["original_max_position_embeddings"])
+                found.append((parameters[kind] if kind else parameters)["original_max_position_embeddings"])
             elif isinstance(rope, str) and "dynamic" in rope:
                 found.append(module.original_max_seq_len)
     return min(found, default=None)

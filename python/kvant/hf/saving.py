@@ -21,7 +21,7 @@ from .identity import fingerprint
 from .layers import Family, KvantLayer
 from .settings import Settings
 
-# What the metadata of a damaged or forged file may raise. json raises RecursionError for thousands of brackets.
+# Metadata of a damaged or forged file may raise these when read. json raises RecursionError for thousands of brackets.
 _DAMAGED = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
 
 # Options that depend on the process and not on the bytes.

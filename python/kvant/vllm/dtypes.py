@@ -13,7 +13,7 @@ PREFIX = "kvant_"
 # vLLM's names of exact caches. Layers that --kv-cache-dtype-skip-layers names have the first.
 EXACT = ("auto", "float16", "bfloat16")
 NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
-# Of the bytes in a page. Whoever changes what encoders write, so that older pages are read wrongly, raises this number:
+# The version of the bytes in a page. A change to encoders after which older pages are read wrongly raises this number:
 # blocks in files and on other servers outlive a version of kvant, and vLLM names them by the cache dtype alone.
 PAGE_FORMAT = 1
 
