@@ -422,6 +422,7 @@ DEEP = "[" * 100_000  # which json refuses by a RecursionError
 @pytest.mark.parametrize(("name", "texts"), [
     ("hf.groups", ["null", "5", "[5]", "[[]]", DEEP]),
     ("hf.options", ["null", "5", "[[]]", '{"bases": "/etc/hostname"}', '{"threads": 1}', '{"strict": true}', DEEP]),
+    ("hf.kept", ["null", "5", "[]", '{"kept": {}}', DEEP]),
     ("hf.parts", ["null", "{}", '""', DEEP]),
     ("hf.rows", ["0", "-1", "x", "2"]), ("hf.length", ["0", "99", "1e3"]),
     ("hf.stored", ["A", "AAAA", "/" * 20]),  # 100 tokens are 13 bytes, and "/" is six bits that are set

@@ -14,6 +14,9 @@
 
 namespace kvant::core {
 
+// As in HostStore: values that a worker encodes at least.
+constexpr std::int64_t kEncodedPerWorker = 32768;
+
 // The exact copies, a slot each, and whose they are. Kernels load tokens that were never written: memory is zeros at
 // first.
 struct HostTail {

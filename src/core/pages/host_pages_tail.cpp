@@ -11,9 +11,6 @@
 
 namespace kvant::core {
 
-// As in HostStore: values that a worker encodes at least.
-constexpr std::int64_t kCopiedValuesPerWorker = 32768;
-
 struct CopyEncode {
   const CacheSpec* spec;
   const Kernels* kernels;
@@ -92,7 +89,7 @@ void HostPages::encode_from_copies(std::span<const base::BlockToEncode> blocks,
   if (blocks.empty()) return;
   const auto items = static_cast<std::int64_t>(blocks.size() * pools.size()) * spec().config.kv_heads;
   const std::int64_t values = 2 * items * kPageTokens * spec().config.head_dim;
-  const auto workers = std::min<std::int64_t>(items, workers_for(spec(), values, kCopiedValuesPerWorker));
+  const auto workers = std::min<std::int64_t>(items, workers_for(spec(), values, kEncodedPerWorker));
   CopyEncode encode{.spec = &spec(),
                     .kernels = &kernels_,
                     .tail = own_tail(),

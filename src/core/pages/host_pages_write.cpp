@@ -27,9 +27,8 @@
 namespace kvant::core {
 namespace {
 
-// As in HostStore: values that a worker encodes, or looks at, at least.
-constexpr std::int64_t kSlotValuesPerWorker = 32768;
-constexpr std::int64_t kSlotChecksPerWorker = 8 * kSlotValuesPerWorker;
+// As in HostStore: values that a worker looks at, at least.
+constexpr std::int64_t kSlotChecksPerWorker = 8 * kEncodedPerWorker;
 
 struct SlotWrite {
   const CacheSpec* spec;
@@ -302,8 +301,7 @@ Status HostPages::write(const BlockPool& pool, const TensorView& keys, const Ten
   const GatheredRows gathered[] = {{keys, cut.gathered, spec().config.kv_heads, spec().config.head_dim},
                                    {values, cut.gathered, spec().config.kv_heads, spec().config.head_dim}};
 
-  const int most =
-      workers_for(spec(), 2 * tokens * spec().config.kv_heads * spec().config.head_dim, kSlotValuesPerWorker);
+  const int most = workers_for(spec(), 2 * tokens * spec().config.kv_heads * spec().config.head_dim, kEncodedPerWorker);
   SlotWrite write{.spec = &spec(),
                   .kernels = &kernels_,
                   .pool = &pool,

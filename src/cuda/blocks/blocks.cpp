@@ -529,8 +529,8 @@ class Blocks final : public core::DeviceBlocks {
     KVANT_CUDA_TRY(kernel_->encode(p, list, limits_, stream));
     return {};
   }
-  // Those of `blocks` whose codes lack tokens that their copies have, if the pool is a layer's. They count as unencoded
-  // still, as they are in other layers.
+  // Encodes those of `blocks` whose codes lack tokens that their copies have, if the pool is a layer's. The blocks
+  // still count as unencoded, since they are in other layers.
   Status encode_unencoded(const BlockPool& pool, const std::int32_t* blocks, std::int64_t count,
                           cudaStream_t stream) const {
     const auto known = std::find_if(known_pools_.begin(), known_pools_.end(),
