@@ -312,6 +312,7 @@ def note(found: Found, call: Call, name: str | None, handler: Handler, states: t
 
 
 def states_of(call: Call) -> tuple[Any, Any]:
+    gc.collect()  # else a sequence of an earlier call may go, and be counted, at any moment of this one
     call.begin()
     before = call.state()
     call.call()
@@ -330,6 +331,7 @@ class Session:
     def __exit__(self, *_: Any) -> None:
         signal.signal(NUMBER, self._old[0])
         sys.unraisablehook = self._old[1]
+        self.handler.kept = None  # which has the frames of the last call, and their sequences
 
     def randomly(self, call: Call, moments: int, seed: int = 0) -> Found:
         """A timer's signals at random times within the call."""
