@@ -245,7 +245,8 @@ KVANT_INLINE void find_dither(std::int64_t page, WeightDither* out) {
 // For 64 tokens of a row, counted over the queries of all of a sequence's tokens.
 KVANT_INLINE const float* dither_of_row(const WeightDither& dither, std::int64_t row) {
   // Rows count from below 0 where there are more queries than tokens.
-  return dither.at + static_cast<std::uint64_t>(29 * row) % kPageTokens;
+  // Multiples of 16, so that registers are loaded from aligned addresses.
+  return dither.at + 16 * (static_cast<std::uint64_t>(row) % 4);
 }
 
 // One row of integers that a page's values are multiplied by. An item's rows come first, then second digits.
@@ -317,8 +318,9 @@ struct RowWeights {
 
   // Bytes are 0 to 255, 255 being the largest. Where they add up to less than kFewKeys times that, the error of small
   // weights would show beside values that their format stores well: false, and there shall be two digits. Weights of
-  // N(0, 1) logits have them on 3 % of pages. Pairs have room for 15 bits.
-  static constexpr int kFewKeys = 4;  // with 3 one of 1000 drawn cases exceeds the promise (1.21)
+  // N(0, 1) logits have them on 3 % of pages of 6 or 8 bits and on 0.01 % of others, whose formats' own errors are
+  // larger. Pairs have room for 15 bits. One of 1000 drawn cases exceeds the promise with 3 (1.21) or with 1 (1.75).
+  static constexpr int kFewKeys = codec::format_bits(F) > 5 ? 4 : 2;
   KVANT_INLINE bool pack(WeightRow* row, std::byte* words) const {
     V x[kCount];
     I q[kCount];
