@@ -20,7 +20,7 @@ from ._step import Reservation, Step
 __all__ = ["Bases", "Cache", "Memory", "Sequence"]
 
 _NO_STEP: tuple[Any, set[int]] = (None, set())
-EXACT = {name: _c.DTYPES[name] for name in _tensors.FLOATS}
+EXACT = {name: _c.DTYPE[name] for name in _tensors.FLOATS}
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ class Cache(_arguments.NotCopied):
                     "import them in C++ or C (import_legacy), or use a tq format"
                 )
         c.k, c.v = self.k.encode(), self.v.encode()
-        c.k_basis = _arguments.choice("k_basis", k_basis, _c.BASES)
-        c.v_basis = _arguments.choice("v_basis", v_basis, _c.BASES)
-        c.k_centre = _arguments.choice("k_centre", k_centre, _c.CENTRES)
+        c.k_basis = _arguments.choice("k_basis", k_basis, _c.BASIS_KIND)
+        c.v_basis = _arguments.choice("v_basis", v_basis, _c.BASIS_KIND)
+        c.k_centre = _arguments.choice("k_centre", k_centre, _c.KEY_CENTRE)
         if bases is not None and not isinstance(bases, Bases):
             bases = Bases(_arguments.path("bases", bases))
         if bases is not None:
@@ -211,7 +211,7 @@ class Cache(_arguments.NotCopied):
 
     def sequence(self) -> Sequence:
         """A new, empty sequence."""
-        return self._make(1, lambda ids: _c.add_sequence(self.handle, ids))[0]
+        return self._make(1, lambda ids: _c.cache_add_sequence(self.handle, ids))[0]
 
     def _make(self, count: int, fill: Callable[[Any], int]) -> list[Sequence]:
         """Sequences whose numbers fill(ids) writes, a call of the library under the lock. They exist before it, so
@@ -238,7 +238,7 @@ class Cache(_arguments.NotCopied):
         ids = self._ids(sequences)
         parents = _arguments.integers("parents", parents, -(1 << 63), (1 << 63) - 1, len(ids), "sequence")
         with self.owner.lock:
-            _c.check(_c.reorder(self.handle, _c.sequences(ids), _c.counts(parents), len(ids)))
+            _c.check(_c.cache_reorder(self.handle, _c.sequences(ids), _c.counts(parents), len(ids)))
 
     # --- a step ---
 
@@ -252,7 +252,7 @@ class Cache(_arguments.NotCopied):
         tokens = self._each("tokens", tokens, len(ids))
         with self.owner.lock:
             self.owner.use_stream(stream)
-            _c.check(_c.reserve(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
+            _c.check(_c.cache_reserve(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
 
     def write(self, sequences: Iterable[Sequence], layer: int, keys: Any, values: Any, *, stream: Any = None) -> None:
         """Stores keys and values of the tokens just reserved, once for each layer.
@@ -270,7 +270,7 @@ class Cache(_arguments.NotCopied):
         v, _v = _tensors.tensor(values, "values", where, len(ids))
         with self.owner.lock:
             self.owner.use_stream(stream)
-            call = partial(_c.write, self.handle, _c.sequences(ids), len(ids), layer, byref(k), byref(v))
+            call = partial(_c.cache_write, self.handle, _c.sequences(ids), len(ids), layer, byref(k), byref(v))
             status.extend(map(CALL, (call,)))
             _c.check(status[0])
 
@@ -298,7 +298,7 @@ class Cache(_arguments.NotCopied):
         tokens = self._each("tokens", tokens, len(ids))
         with self.owner.lock:
             self.owner.use_stream(stream)
-            _c.check(_c.reserve_ahead(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
+            _c.check(_c.cache_reserve_ahead(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
 
     def advance(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int] = 1) -> None:
         """Device only: tells of a step that the launch of a CUDA graph took, so that lengths here follow the
@@ -306,14 +306,14 @@ class Cache(_arguments.NotCopied):
         ids = self._ids(sequences)
         tokens = self._each("tokens", tokens, len(ids))
         with self.owner.lock:
-            _c.check(_c.advance(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
+            _c.check(_c.cache_advance(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
 
     def take_non_finite(self) -> bool:
         """Device only: True if keys or values that are not finite were stored since the last call. Waits for the
         stream."""
         found = c_int32()
         with self.owner.lock:
-            _c.check(_c.take_non_finite(self.handle, byref(found)))
+            _c.check(_c.cache_take_non_finite(self.handle, byref(found)))
         return bool(found.value)
 
     # --- attention ---
@@ -421,7 +421,7 @@ class Cache(_arguments.NotCopied):
         ranges = _c.sequences(ids), _c.counts(begins), _c.counts(ends), len(ids), layer
         if keys is None and values is None:
             with self.owner.lock:  # without tensors: checks the ranges, which memory is taken for
-                _c.check(_c.decode(self.handle, *ranges, None, None))
+                _c.check(_c.cache_decode(self.handle, *ranges, None, None))
             shape = (sum(e - b for b, e in zip(begins, ends)), self.kv_heads, self.head_dim)
             keys, values = self._new(shape), self._new(shape)
         outputs = [
@@ -432,7 +432,7 @@ class Cache(_arguments.NotCopied):
         with self.owner.lock:
             self.owner.use_stream(stream)
             _c.check(
-                _c.decode(self.handle, *ranges, *(None if t is None else byref(t) for _, t, _ in outputs))
+                _c.cache_decode(self.handle, *ranges, *(None if t is None else byref(t) for _, t, _ in outputs))
             )
         return keys, values
 
@@ -447,7 +447,7 @@ class Cache(_arguments.NotCopied):
 
     def _length(self, number: int) -> int:
         tokens = c_int64()
-        _c.check(_c.length(self.handle, number, byref(tokens)))
+        _c.check(_c.cache_length(self.handle, number, byref(tokens)))
         return tokens.value
 
     def memory(self) -> Memory:
@@ -455,7 +455,7 @@ class Cache(_arguments.NotCopied):
         m = _c.Memory()
         m.struct_size = sizeof(m)
         with self.owner.lock:
-            _c.check(_c.memory(self.handle, byref(m)))
+            _c.check(_c.cache_memory(self.handle, byref(m)))
         return Memory(*(getattr(m, name) for name, *_ in _c.Memory._fields_[1:]))
 
     def trim(self) -> int:
@@ -463,7 +463,7 @@ class Cache(_arguments.NotCopied):
         device."""
         given = c_int64()
         with self.owner.lock:
-            _c.check(_c.trim(self.handle, byref(given)))
+            _c.check(_c.cache_trim(self.handle, byref(given)))
         return given.value
 
     def describe(self) -> str:
@@ -509,17 +509,17 @@ class Sequence(_arguments.NotCopied, Member):
         v, _v = _tensors.tensor(values, "values", where, 1)
         with cache.owner.lock:
             cache.owner.use_stream(stream)
-            _c.check(_c.append(cache.handle, self.number, layer, byref(k), byref(v)))
+            _c.check(_c.cache_append(cache.handle, self.number, layer, byref(k), byref(v)))
 
     def fork(self) -> Sequence:
         """A new sequence with the same tokens. Pages are shared until one side writes to them."""
-        return self.cache._make(1, lambda ids: _c.fork(self.cache.handle, self.number, ids))[0]
+        return self.cache._make(1, lambda ids: _c.cache_fork(self.cache.handle, self.number, ids))[0]
 
     def truncate(self, tokens: int) -> None:
         """Forgets all tokens from position `tokens` on."""
         tokens = _arguments.int64("tokens", tokens)
         with self.cache.owner.lock:
-            _c.check(_c.truncate(self.cache.handle, self.number, tokens))
+            _c.check(_c.cache_truncate(self.cache.handle, self.number, tokens))
 
     def __len__(self) -> int:
         with self.cache.owner.lock:

@@ -145,7 +145,7 @@ class Pages(_arguments.NotCopied):
         c.k, c.v = self.k.encode(), self.v.encode()
         c.device = f"{self.device[0]}:{self.device[1]}".encode() if self.device[0] != "cpu" else None
         c.isa = _arguments.name_or_none("isa", isa)
-        c.k_centre = _arguments.choice("k_centre", k_centre, _c.CENTRES)
+        c.k_centre = _arguments.choice("k_centre", k_centre, _c.KEY_CENTRE)
         if exact is not None:
             c.exact_dtype = _arguments.choice("exact", exact, EXACT)
         self.kv_heads, self.head_dim, self.layers = c.kv_heads, c.head_dim, c.layers

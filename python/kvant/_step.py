@@ -28,7 +28,7 @@ class Reservation:
             handle = cache.handle
         self.after = [before + n for before, n in zip(self.lengths, tokens)]
         self.taken: list[int] = []  # the library's answer, which the very call writes that reserves
-        truncates = map(partial, repeat(_c.truncate), repeat(handle), self.numbers, self.lengths)
+        truncates = map(partial, repeat(_c.cache_truncate), repeat(handle), self.numbers, self.lengths)
         self.undo = map(CALL, chain((lock.acquire,), truncates, (lock.release,)))
 
     def take(self, stream: Any) -> None:
@@ -36,7 +36,7 @@ class Reservation:
         with cache.owner.lock:
             cache.owner.use_stream(stream)
             ids, counts = _c.sequences(self.numbers), _c.counts(self.tokens)
-            self.taken.extend(map(CALL, (partial(_c.reserve, cache.handle, ids, counts, count),)))
+            self.taken.extend(map(CALL, (partial(_c.cache_reserve, cache.handle, ids, counts, count),)))
             _c.check(self.taken[0])
 
 

@@ -131,7 +131,7 @@ class Group:
             self.drop_plans()
         with self.cache.owner.lock:
             self._use_stream()
-            _c.check(_c.reorder(self.cache.handle, self.ids, _c.counts(parents), len(parents)))
+            _c.check(_c.cache_reorder(self.cache.handle, self.ids, _c.counts(parents), len(parents)))
         self.rows = [self.rows[p] for p in parents]
         self.step = None
 
@@ -175,7 +175,7 @@ class Group:
         if n:
             with self.cache.owner.lock:
                 self._use_stream()
-                status = _c.reserve(self.cache.handle, ids, counts, n)
+                status = _c.cache_reserve(self.cache.handle, ids, counts, n)
             if status:
                 self._refuse(status)
         self._step_ids, self._step_rows, self.step = ids, n, step
@@ -261,7 +261,7 @@ class Group:
         with cache.owner.lock:
             if self.on_device:
                 self._use_stream()
-            status = _c.write(cache.handle, self._step_ids, self._step_rows, slot, k, v)
+            status = _c.cache_write(cache.handle, self._step_ids, self._step_rows, slot, k, v)
         if status:
             self._refuse_write(slot, status)
 
@@ -463,9 +463,8 @@ class Group:
         keys, values = (byref(struct), None) if which == 0 else (None, byref(struct))
         with self.cache.owner.lock:
             self._use_stream()
-            _c.check(
-                _c.decode(self.cache.handle, self.ids, _c.counts(begins), _c.counts(self.rows), n, slot, keys, values)
-            )
+            ranges = self.ids, _c.counts(begins), _c.counts(self.rows), n
+            _c.check(_c.cache_decode(self.cache.handle, *ranges, slot, keys, values))
 
     def memory(self) -> int:
         """Bytes of one layer, on average; what other copies of the cache hold is counted, too."""
