@@ -15,6 +15,7 @@ import torch
 
 import kvant
 from kvant import _c, _tensors
+from kvant._options import PLAN
 from kvant._plan import attention_options
 
 from .settings import Settings
@@ -380,15 +381,8 @@ class Group:
         options = self._options.get(key) if plain else None
         if options is None:
             queries, heads, scale, softcap, causal, window, own, _ = key
-            options = attention_options(
-                heads,
-                scale=scale,
-                softcap=softcap,
-                causal=causal,
-                window=window,
-                fresh=own,
-                products=self.settings.products,
-            )
+            given = dict(q_heads=heads, scale=scale, softcap=softcap, is_causal=causal, window=window, fresh_keys=own)
+            options = attention_options(PLAN, PLAN.complete({**given, **self.settings.of_plans()}))
             options.q_len = queries
             if plain:
                 if len(self._options) >= _MOST_STRUCTS:
