@@ -130,12 +130,22 @@ class Cache:
         """
     def memory(self) -> Memory:
         """Bytes by kind: codes, scales, exact pages, tables, and what was taken from the system."""
+    def exact_ends(self) -> ExactEnds:
+        """How many first and newest pages stay exact, and in which dtype."""
     def trim(self) -> int:
         """Gives memory that no page uses back to the system, after sequences went; returns how many bytes. 0 on a
         device.
         """
     def describe(self) -> str:
         """Geometry, formats, page bytes, exact ends, basis, capacity, and what is held; one line a fact."""
+
+class ExactEnds:
+    """The pages that a cache keeps exact, as kvant_exact_ends in kvant.h: first and newest full ones. dtype: None where
+    there are none, and where the first write will decide.
+    """
+    sink_pages: int
+    tail_pages: int
+    dtype: str | None
 
 class FileError(KvantError, OSError):
     """The operating system refused to open, read or write a file."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from . import _errors
 from ._c_api import *  # noqa: F403
-from ._c_api import FUNCTIONS, PlanFacts
+from ._c_api import FUNCTIONS
 from ._signals import Ref, make_anchor
 
 
@@ -126,14 +126,6 @@ def text(function, *arguments) -> str:
     buffer = ctypes.create_string_buffer(size.value)
     check(function(*arguments, buffer, size.value, byref(size)))
     return buffer.value.decode("utf-8")
-
-
-def plan_facts(plan: c_void_p) -> PlanFacts:
-    """The decisions of a plan, as numbers."""
-    facts = PlanFacts()
-    facts.struct_size = ctypes.sizeof(facts)
-    check(plan_describe(plan, byref(facts)))
-    return facts
 
 
 def sequences(ids) -> ctypes.Array:

@@ -98,6 +98,16 @@ class Memory(Structure):
     ]
 
 
+class ExactEnds(Structure):
+    _c_name_ = "kvant_exact_ends"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("sink_pages", c_int32),
+        ("tail_pages", c_int32),
+        ("dtype", c_int32),
+    ]
+
+
 class SaveOptions(Structure):
     _c_name_ = "kvant_save_options"
     _fields_ = [
@@ -323,6 +333,7 @@ FUNCTIONS = {
         POINTER(MutableTensor), POINTER(MutableTensor),
     ),
     "cache_memory": (c_int32, c_void_p, POINTER(Memory)),
+    "cache_exact_ends": (c_int32, c_void_p, POINTER(ExactEnds)),
     "cache_trim": (c_int32, c_void_p, POINTER(c_int64)),
     "cache_describe": (c_int32, c_void_p, c_char_p, c_size_t, POINTER(c_size_t)),
     "save": (c_int32, c_void_p, c_char_p, POINTER(SaveOptions)),

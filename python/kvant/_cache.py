@@ -5,27 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence as SequenceOf
 from ctypes import byref, c_int32, c_int64, c_uint64, c_void_p, sizeof
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from . import _arguments, _c, _overlap, _tensors
 from ._errors import InvalidArgument
+from ._facts import Facts
 from ._options import CACHE, PLAN
 from ._owner import Member, Owner, Ticket
 from ._plan import Plan, prepare
 from ._signals import CALL, make_anchor
 from ._step import Reservation, Step
 
-__all__ = ["Bases", "Cache", "Memory", "Sequence"]
+__all__ = ["Bases", "Cache", "ExactEnds", "Memory", "Sequence"]
 
 _NO_STEP: tuple[Any, set[int]] = (None, set())
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(Facts):
     """The contents of a cache, in bytes (tokens: a count). The fields are those of kvant_memory in kvant.h."""
+
+    _struct = _c.Memory
 
     tokens: int
     encoded_bytes: int
@@ -34,6 +35,21 @@ class Memory:
     table_bytes: int
     total_bytes: int
     reserved_bytes: int
+
+
+class ExactEnds(Facts):
+    """The pages that a cache keeps exact, as kvant_exact_ends in kvant.h: first and newest full ones. dtype: None where
+    there are none, and where the first write will decide."""
+
+    _struct = _c.ExactEnds
+
+    sink_pages: int
+    tail_pages: int
+    dtype: str | None
+
+    @staticmethod
+    def _read(name: str, value: Any) -> Any:
+        return next((n for n, number in _c.DTYPE.items() if number == value), None) if name == "dtype" else value
 
 
 class Bases(_arguments.NotCopied):
@@ -389,11 +405,13 @@ class Cache(_arguments.NotCopied):
 
     def memory(self) -> Memory:
         """Bytes by kind: codes, scales, exact pages, tables, and what was taken from the system."""
-        m = _c.Memory()
-        m.struct_size = sizeof(m)
         with self.owner.lock:
-            _c.check(_c.cache_memory(self.handle, byref(m)))
-        return Memory(*(getattr(m, name) for name, *_ in _c.Memory._fields_[1:]))
+            return Memory.of(_c.cache_memory, self.handle)
+
+    def exact_ends(self) -> ExactEnds:
+        """How many first and newest pages stay exact, and in which dtype."""
+        with self.owner.lock:
+            return ExactEnds.of(_c.cache_exact_ends, self.handle)
 
     def trim(self) -> int:
         """Gives memory that no page uses back to the system, after sequences went; returns how many bytes. 0 on a

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref, c_int32, c_int64, c_void_p, sizeof
-from dataclasses import dataclass
 from typing import Any
 
 from . import _arguments, _c, _locks, _overlap, _tensors
 from ._errors import InvalidArgument
+from ._facts import Facts
 from ._options import LIMITS, PAGES, PAGES_ATTENTION, PAGES_PLAN
 from ._owner import Owner
 from ._plan import attention_options, run_options
@@ -249,9 +249,10 @@ class Pages(_arguments.NotCopied):
         )
 
 
-@dataclass(frozen=True)
-class PageFacts:
+class PageFacts(Facts):
     """The decisions of a plan over an engine's blocks. The fields are those of kvant_pages_plan_facts in kvant.h."""
+
+    _struct = _c.PagesPlanFacts
 
     workspace_bytes: int
     isa: str
@@ -289,11 +290,7 @@ class PagesPlan(_arguments.NotCopied):
         handle = _c.PagesPlanHandle()
         _c.check(_c.pages_plan_create(pages.handle, byref(o), byref(limits), byref(handle)))
         self._held = pages.owner.hold(handle)
-        f = _c.PagesPlanFacts()
-        f.struct_size = sizeof(f)
-        _c.check(_c.pages_plan_describe(handle, byref(f)))
-        names = [(name or b"").decode() for name in (f.isa, f.kernel)]
-        self.facts = PageFacts(f.workspace_bytes, *names, f.threads, f.products)
+        self.facts = PageFacts.of(_c.pages_plan_describe, handle)
         self._held.memory = self._take_workspace(values["workspace"])
 
     @property

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import byref, c_float, c_int32, c_void_p, sizeof
-from dataclasses import dataclass
 from typing import Any
 
 from . import _arguments, _c, _locks, _overlap, _tensors
 from ._errors import InvalidArgument
+from ._facts import Facts
 from ._options import PLAN, Options
 
 __all__ = ["Plan", "PlanFacts"]
@@ -69,9 +69,10 @@ def attention_options(options: Options, values: dict[str, Any]) -> _c.AttentionO
     return o
 
 
-@dataclass(frozen=True)
-class PlanFacts:
+class PlanFacts(Facts):
     """The decisions of a plan, as numbers. The fields are those of kvant_plan_facts in kvant.h."""
+
+    _struct = _c.PlanFacts
 
     workspace_bytes: int
     total_queries: int
@@ -137,17 +138,7 @@ class Plan(_arguments.NotCopied):
         with cache.owner.lock:
             _c.check(_c.plan_create(cache.handle, _c.sequences(ids), len(ids), byref(o), byref(handle)))
             self._held = cache.owner.hold(handle)
-        f = _c.plan_facts(handle)
-        self.facts = PlanFacts(
-            f.workspace_bytes,
-            f.total_queries,
-            f.kv_bytes,
-            f.threads,
-            f.splits,
-            (f.isa or b"").decode(),
-            (f.kernel or b"").decode(),
-            f.products,
-        )
+        self.facts = PlanFacts.of(_c.plan_describe, handle)
 
     @property
     def handle(self) -> c_void_p:

@@ -89,6 +89,27 @@ def test_a_former_name_in_a_step_appends_nothing():
     assert len(sequence) == 0
 
 
+def test_facts_do_not_change_and_are_what_c_tells():
+    cache = kvant.Cache(kv_heads=2, head_dim=64, sink_pages=3, tail_pages=2, exact="f16")
+    ends = cache.exact_ends()
+    assert (ends.sink_pages, ends.tail_pages, ends.dtype) == (3, 2, "f16")
+    assert repr(ends) == "ExactEnds(sink_pages=3, tail_pages=2, dtype='f16')"
+    assert ends == cache.exact_ends() and hash(ends) == hash(cache.exact_ends()) and ends != cache.memory()
+    for change in (lambda: setattr(ends, "dtype", "f32"), lambda: delattr(ends, "dtype")):
+        with pytest.raises(AttributeError, match="dtype is a fact"):
+            change()
+    with pytest.raises(TypeError, match="made by the library alone"):
+        kvant.ExactEnds()
+    undecided, none = kvant.Cache(kv_heads=2, head_dim=64), kvant.Cache(kv_heads=2, head_dim=64, k="f32", v="f32")
+    assert (undecided.exact_ends().sink_pages, undecided.exact_ends().dtype) == (1, None)
+    assert (none.exact_ends().sink_pages, none.exact_ends().tail_pages, none.exact_ends().dtype) == (0, 0, None)
+
+
+@pytest.mark.parametrize("facts", [kvant.ExactEnds, kvant.Memory, kvant.PageFacts, kvant.PlanFacts])
+def test_facts_have_every_field_of_c(facts):
+    assert list(facts.__annotations__) == [name for name, _ in facts._struct._fields_ if name != "struct_size"]
+
+
 def test_what_is_missing_and_what_is_near():
     with pytest.raises(TypeError, match="^kvant.Cache needs kv_heads and head_dim$"):
         kvant.Cache()

@@ -6,7 +6,6 @@ every decoding step is kept free of allocations: C structs and argument arrays a
 
 from __future__ import annotations
 
-import re
 from contextlib import nullcontext
 from ctypes import byref, c_int32, c_int64, c_void_p, sizeof
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 import kvant
 from kvant import _c, _tensors
 from kvant._options import PLAN
-from kvant._plan import attention_options
+from kvant._plan import PlanFacts, attention_options
 
 from .settings import Settings
 
@@ -52,12 +51,6 @@ class Step:
         return found
 
 
-def _ends(cache: kvant.Cache) -> tuple[int, int]:
-    """Sink and tail pages of a cache, as it says itself."""
-    found = re.search(r"^exact ends: (\d+) sink and (\d+) tail pages", cache.describe(), re.MULTILINE)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
 class Group:
     """Layers of one geometry. members: their numbers in the model, in the order of their slots in the kvant cache."""
 
@@ -65,7 +58,7 @@ class Group:
         self.cache, self.members, self.settings = cache, members, settings
         self.window = cache.window
         self.on_device = cache.device[0] != "cpu"
-        self.ends = _ends(cache)
+        self.ends = cache.exact_ends()
         self.sequences: list[kvant.Sequence] = []
         self.ids: Any = None  # of all rows, a C array
         self.rows: list[int] = []  # stored tokens of each row
@@ -402,7 +395,7 @@ class Group:
         with self.cache.owner.lock:
             _c.check(_c.plan_create(self.cache.handle, self._step_ids, self._step_rows, byref(options), byref(handle)))
         many = key[0] * key[1] > _FEW_ROWS * self.cache.kv_heads
-        facts = _c.plan_facts(handle) if many or self.on_device else None
+        facts = PlanFacts.of(_c.plan_describe, handle) if many or self.on_device else None
         if many:
             self.products = facts.products
         if self.on_device:
@@ -434,7 +427,7 @@ class Group:
     def tokens_read(self, queries: int = 1) -> tuple[int, int]:
         """How many tokens the newest queries read exactly and encoded, over all rows (docs/design.md, "The cache's
         rules")."""
-        sinks, tail = self.ends
+        sinks, tail = self.ends.sink_pages, self.ends.tail_pages
         visible = encoded = 0
         for n in self.rows:
             first = max(n - queries - self.window + 1, 0) if self.window else 0
