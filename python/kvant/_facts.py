@@ -1,4 +1,4 @@
-"""What the library tells in structs of numbers and names, as objects of Python."""
+"""Structs of numbers and names that the library fills, as objects of Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Facts:
 
     @classmethod
     def of(cls, function: Any, handle: Any) -> Any:
-        """What function(handle, &struct) of the library tells."""
+        """The facts that function(handle, &struct) of the library fills in."""
         struct = cls._struct()
         struct.struct_size = sizeof(struct)
         _c.check(function(handle, byref(struct)))

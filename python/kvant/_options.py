@@ -63,7 +63,7 @@ def _one_of(allowed: dict[str, int]) -> Callable[[str, Any], int]:
 class Option:
     """kind: the type, as signatures show it. default: REQUIRED, or a value; of None C has one of its own. read: gives
     the value for C, or raises InvalidArgument. text: sentences for people; "": the next option has those of both.
-    field: in the struct of kvant.h; "": of the same name; None: whoever takes the option looks at it."""
+    field: in the struct of kvant.h; "": of the same name; None: code of the door reads the option."""
 
     def __init__(self, name: str, kind: str, default: Any, read: Callable[[str, Any], Any], text: str = "",
                  doors: str = "", field: str | None = ""):  # fmt: skip
@@ -202,8 +202,9 @@ _ATTENTION = (
     Option(
         "kernel", "str | None", None, _kernel,
         'on a device "decode", "decode_sm90", "decode_sm80" or "prefill" ("prefill_sm90", "prefill_sm80" or '
-        '"prefill_unpacked" for one kind of these; "prefill_fresh" with fresh_keys), or "generic", which takes any pair '
-        "of formats in float32, and is the only one for f32 and imported formats; None: what takes the least time. "
+        '"prefill_unpacked" for one kind of these; "prefill_fresh" with fresh_keys), or "generic", which takes any '
+        "pair of formats in float32, and is the only one for f32 and imported formats; None: what takes the least "
+        "time. "
         'decode_sm90, decode_sm80 and prefill kernels round weights to f16 or bf16, and "prefill_unpacked" what codes '
         "stand for.",
         "plan pages_plan",

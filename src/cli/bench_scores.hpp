@@ -1,4 +1,4 @@
-// What the rows of `kvant bench` say of BenchScores.
+// BenchScores in the rows of `kvant bench`.
 #pragma once
 
 #include "cli/bench.hpp"
