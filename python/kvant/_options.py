@@ -90,13 +90,14 @@ class Options:
         not given."""
         for name in given:
             if name not in self.by_name:
-                raise TypeError(f"{name}: no such option of {self.owner}{self._hint(name)}")
+                raise TypeError(f"{name}: no such option of {self.owner}{self.hint(name)}")
         missing = [option.name for option in self if option.default is REQUIRED and option.name not in given]
         if missing:
             raise TypeError(f"{self.owner} needs {' and '.join(missing)}")
         return {option.name: given.get(option.name, option.default) for option in self}
 
-    def _hint(self, name: str) -> str:
+    def hint(self, name: Any) -> str:
+        """For the refusal of a name: its new name, or one that is near and all that there are."""
         import difflib
 
         new = FORMER.get(name)

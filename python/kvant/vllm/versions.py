@@ -174,7 +174,7 @@ def slots(layer_name: str):
 def _options(vllm_config) -> dict:
     """--additional-config '{"kvant": {...}}'. Keys beside "kvant" are other plugins', but for those that were plainly
     meant for kvant."""
-    from kvant._options import FORMER, VLLM
+    from kvant._options import VLLM
 
     known = VLLM.by_name
     config = getattr(vllm_config, "additional_config", None) or {}
@@ -184,7 +184,7 @@ def _options(vllm_config) -> dict:
         plain = str(name).lower()
         if name != "kvant" and ("kvant" in plain or difflib.get_close_matches(plain, ["kvant"], cutoff=0.75)):
             raise ValueError(f'kvant: --additional-config has {name!r}: kvant\'s options are under "kvant"')
-        if name in known or name in FORMER:
+        if name in known:
             raise ValueError(
                 f"kvant: --additional-config has {name!r} beside \"kvant\": an option of kvant belongs inside, "
                 f'{{"kvant": {{"{name}": ...}}}}'
@@ -198,13 +198,7 @@ def _options(vllm_config) -> dict:
         )
     for name in options:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            meant = f" (did you mean {close[0]}?)" if close else ""
-            if name in FORMER:
-                meant = f" (it is called {FORMER[name]})"
-            raise ValueError(
-                f"kvant: --additional-config has the kvant option {name!r}{meant}: there are {', '.join(known)}"
-            )
+            raise ValueError(f"kvant: --additional-config has the kvant option {name!r}{VLLM.hint(name)}")
     return dict(options)
 
 
