@@ -130,7 +130,7 @@ class Engine:
         if layers is None:
             layers = layers_of(row.batch * columns * row.kv_heads * kvant.Pages(**geometry).block_bytes)
         self.layers = layers
-        self.pages = kvant.Pages(**geometry, tail=tail, tail_sequences=row.batch if tail else 0, layers=layers)
+        self.pages = kvant.Pages(**geometry, tail_pages=tail, tail_sequences=row.batch if tail else 0, layers=layers)
         blocks = torch.arange(row.batch * columns, dtype=torch.int32)
         if scattered:
             blocks = blocks[torch.randperm(len(blocks), generator=torch.Generator().manual_seed(1))]
@@ -305,7 +305,7 @@ def prompts(rounds):
         e = Engine(row, pair, inputs, layers=8)
         keys, values = torch.randn(2, queries, row.kv_heads, row.dim, device=DEVICE).bfloat16()
         ways = {"decode kernels": e.plan_for("decode")} if queries <= 512 else {}
-        ways |= {"prefill kernels": e.plan_for("prefill"), "fresh": e.plan_for(fresh=True)}
+        ways |= {"prefill kernels": e.plan_for("prefill"), "fresh": e.plan_for(fresh_keys=True)}
         timed = [
             Timed(name, e.runs(plan, **(dict(keys=keys, values=values) if name == "fresh" else {})))
             for name, plan in ways.items()

@@ -374,7 +374,7 @@ def kvant_contestant(torch, case, filled, formats, kernel=None):
     cache, sequences, layers, shape = filled.cache, filled.sequences, filled.layers, case.shape
     fresh = shape.is_prompt
     plan = cache.plan(sequences, q_heads=case.q_heads, q_len=case.queries, window=shape.window or None, kernel=kernel,
-                      fresh=fresh)
+                      fresh_keys=fresh)
     workspace = torch.empty(max(1, plan.facts.workspace_bytes), dtype=torch.uint8, device="cuda")
     q = case.q.view(-1, case.q_heads, case.head_dim)
     out16 = torch.empty_like(q)

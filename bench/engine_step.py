@@ -41,7 +41,7 @@ class Sequences:
 
     def __init__(self, kind, batch, length, layers, rows, device, max_blocks=0):
         self.batch, self.layers, self.rows, self.device = batch, layers, rows.to(device), device
-        ends = dict(tail=kind.tail, sink_pages=1, tail_sequences=batch) if kind.tail else {}
+        ends = dict(tail_pages=kind.tail, sink_pages=1, tail_sequences=batch) if kind.tail else {}
         self.pages = kvant.Pages(**SHAPE, k=kind.k, v=kind.v, device=device, layers=layers, **ends)
         columns = (length + CHECKED) // BLOCK + 1
         order = torch.randperm(batch * columns, generator=torch.Generator().manual_seed(1))

@@ -65,7 +65,7 @@ def compare_prompt(model, ids, a):
         k, _, v = pair.partition("/")
         of_sixteen = None
         for bits in (16, 8):
-            kvant.hf.enable(model, k=k, v=v or k, products=bits, exact_prefill=False, isa=a.isa, threads=a.threads)
+            kvant.hf.enable(model, k=k, v=v or k, products=bits, fresh_keys=False, isa=a.isa, threads=a.threads)
             cache = kvant.hf.cache(model)
             logits = logits_of(model, ids, a.chunk, cache)
             report = kvant.hf.report(cache)

@@ -33,7 +33,7 @@ COLUMNS = 120
 SIZE = "(?:64|96|128|192|256|512)"
 FORMAT = r"(?:f32|f16|bf16|fp8|tq\d|lut\d)"
 GENERATED = re.compile(r"(^|/)(corpus|golden|frozen)/|^data/|\.(svg|png|pyi|safetensors)$|cuda-ledger\.txt$"
-                       r"|^tests/cuda_choices\.txt$")
+                       r"|^tests/cuda_choices\.txt$|^python/kvant/_c_api\.py$")
 
 
 def tracked():

@@ -34,7 +34,7 @@ __all__: list[str]
 '''
 
 
-PRIVATE = ("Member", "NotCopied")  # bases
+PRIVATE = ("Facts", "Member", "NotCopied")  # bases
 
 
 def signature(function) -> str:

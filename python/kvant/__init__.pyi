@@ -26,35 +26,43 @@ class Bases:
 class Cache:
     """Keys and values of the layers of one geometry, compressed, in pages of 64 tokens.
 
-    layers, kv_heads, head_dim: layers that differ in kv_heads, head_dim or window are another cache.
-        head_dim is 1 to 576 on the CPU, where sizes outside `kvant.info()["head_dims"]` are stored padded with zeros.
-        On a device it is 1 to 512, and 64, 96, 128, 192, 256 and 512 are stored as they are.
+    layers: all of one geometry: layers that differ in kv_heads, head_dim or window are another cache.
+    kv_heads, head_dim: heads of keys and values, and the numbers of a vector. head_dim is 1 to 576 on the CPU,
+        where sizes outside `kvant.info()["head_dims"]` are stored padded with zeros. On a device head_dim is 1 to 512,
+        and 64, 96, 128, 192, 256 and 512 are stored as they are.
     k, v: formats of keys and values; `kvant.formats()` lists them. The default takes about 5 bits a value.
-    device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken here, so capacity_tokens is
-        required, and tensors must be on that device; work is enqueued on torch's current stream (or `stream=`).
-    sink_pages, tail_pages: first and newest full pages that stay exact, the first while a window covers them. None: one
-        each.
-    exact: "f32", "f16" or "bf16", the dtype of exact pages. None: f16 where the first write is f16,
-        f32 where a format is f32, else bf16.
+    device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken at once, so a cache
+        needs capacity_tokens, and tensors must be on that device; work is enqueued on torch's current stream (or
+        `stream=`).
+    sink_pages, tail_pages: first and newest full pages of 64 tokens that stay exact, the first while a window
+        covers them. None: one each.
+    exact: "f32", "f16" or "bf16", the dtype of exact pages. None: f16 where the first write is f16, f32 where a
+        format is f32, else bf16.
     window, window_sinks: tokens. Pages that no query of a sliding window can see any more are freed; the first
         window_sinks tokens stay.
-    rollback_tokens: with a window, so many of the newest tokens can always be truncated. 0: 64.
-    capacity_tokens: at most so many tokens in pages, 0: no limit. max_sequences, max_sequence_tokens: on a device.
-    pinned: on the CPU, pages are in pinned memory: copies to and from a device (kvant.copy_sequences) go at the speed
-        of the link and take no processor. Needs CUDA; taking memory is slower.
-    k_basis, v_basis: "automatic", "hadamard", "none" or "calibrated"; bases: a kvant.Bases or its path, for the last;
-        basis_layers: the file's layer number of each layer of the cache.
-    k_centre: "page": encoded pages keep a mean of their keys and encode what is left, but of keys that are nearer to
-        zero, for at most 0.125 bits a key value: tq and fp8 keys. "none". "automatic": "page" for these keys.
-    threads: workers that encode, 0: the processors that the process may use. isa: an instruction set to encode with,
-        "scalar", "avx2", "avx512", "amx" or "neon" (all store the same bytes), None: the best.
+    rollback_tokens: with a window, so many of the newest tokens can always be truncated: drafts of assisted
+        generation. 0: 64.
+    capacity_tokens: at most so many tokens in pages, 0: no limit.
+    max_sequences, max_sequence_tokens: on a device: sequences alive at once, 0: 256; tokens of the longest, 0:
+        capacity_tokens.
+    pinned: on the CPU, pages are in pinned memory: copies to and from a device (kvant.copy_sequences) go at the
+        speed of the link and take no processor. Needs CUDA; taking memory is slower.
+    k_basis, v_basis: "automatic", "hadamard", "none" or "calibrated".
+    bases, basis_layers: a kvant.Bases or its path, for "calibrated"; basis_layers: the file's layer number of each
+        layer of the cache.
+    k_centre: "page": encoded pages keep a mean of their keys and encode what is left, but of keys that are nearer
+        to zero, for at most 0.125 bits a key value: tq and fp8 keys. "none". "automatic": "page" for these keys. With
+        "page" over an engine's blocks, call begin_step once a step.
+    threads: workers that encode, 0: the processors that the process may use.
+    isa: an instruction set to encode with, "scalar", "avx2", "avx512", "amx" or "neon" (all store the same bytes),
+        None: the best.
 
     Errors: InvalidArgument, Unsupported, OutOfMemory.
     Any thread may make any call at any time. Sequences do not disturb each other, also where they share pages; the
     calls for one sequence are the caller's to order. Plans run at the same time, on a device one after another; calls
     that change something wait for them.
     """
-    def __init__(self, *, kv_heads: int, head_dim: int, layers: int = 1, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', sink_pages: int | None = None, tail_pages: int | None = None, exact: str | None = None, window: int = 0, window_sinks: int = 0, rollback_tokens: int = 0, capacity_tokens: int = 0, max_sequences: int = 0, max_sequence_tokens: int = 0, pinned: bool = False, k_basis: str = 'automatic', v_basis: str = 'automatic', bases: Bases | str | Path | None = None, basis_layers: SequenceOf[int] | None = None, k_centre: str = 'automatic', threads: int = 0, isa: str | None = None):
+    def __init__(self, *, layers: int = 1, kv_heads: int, head_dim: int, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', sink_pages: int | None = None, tail_pages: int | None = None, exact: str | None = None, window: int = 0, window_sinks: int = 0, rollback_tokens: int = 0, capacity_tokens: int = 0, max_sequences: int = 0, max_sequence_tokens: int = 0, pinned: bool = False, k_basis: str = 'automatic', v_basis: str = 'automatic', bases: Bases | str | Path | None = None, basis_layers: SequenceOf[int] | None = None, k_centre: str = 'automatic', threads: int = 0, isa: str | None = None):
         ...
     def close(self) -> None:
         """Frees the cache's memory now instead of when the object goes. Its sequences and plans cannot be used any
@@ -101,16 +109,16 @@ class Cache:
         """Device only: True if keys or values that are not finite were stored since the last call. Waits for the
         stream.
         """
-    def plan(self, sequences: Iterable[Sequence], *, q_heads: int, **options: Any) -> Plan:
+    def plan(self, sequences: Iterable[Sequence], *, q_heads: int, q_len: int = 1, q_lens: SequenceOf[int] | None = None, scale: float | None = None, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, is_causal: bool = True, window: int | None = None, window_sinks: int = 0, mask: Any = None, mask_first_key: int = 0, threads: int = 0, split_keys: int = 0, isa: str | None = None, kernel: str | None = None, fresh_keys: bool = False, products: int = 0) -> Plan:
         """Plans attention of the newest queries of `sequences`; does all validation. See Plan for the options."""
-    def attend(self, sequences: Iterable[Sequence] | Sequence, layer: int, q: Any, keys: Any = None, values: Any = None, *, out: Any = None, lse: Any = None, sink_logits: Any = None, stream: Any = None, **options: Any) -> Any:
+    def attend(self, sequences: Iterable[Sequence] | Sequence, layer: int, q: Any, keys: Any = None, values: Any = None, *, out: Any = None, lse: Any = None, sink_logits: Any = None, stream: Any = None, q_len: int = 1, q_lens: SequenceOf[int] | None = None, scale: float | None = None, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, is_causal: bool = True, window: int | None = None, window_sinks: int = 0, mask: Any = None, mask_first_key: int = 0, threads: int = 0, split_keys: int = 0, isa: str | None = None, kernel: str | None = None, fresh_keys: bool = False, products: int = 0) -> Any:
         """Attention of the newest queries; with keys and values these are appended first.
 
         q: [tokens, q_heads, head_dim], the sequences' rows one after another, or [batch, tokens, q_heads, head_dim].
         keys, values: as for write, with one row for each row of q. The first layer of a step reserves, the others fill
             in.
         out: a tensor of q's shape, f32, f16 or bf16; None: a new one of q's dtype. options: see Plan (window, scale,
-            ...). With fresh=True keys and values are attended to as given, and only older tokens are read from the
+            ...). With fresh_keys=True keys and values are attended to as given, and only older tokens are read from the
             cache. Returns out; with lse=True (out, lse), lse [tokens, q_heads] f32.
         """
     def decode(self, sequences: Iterable[Sequence] | Sequence, layer: int, begin: int | SequenceOf[int] = 0, end: int | SequenceOf[int] | None = None, *, keys: Any = None, values: Any = None, stream: Any = None) -> tuple[Any, Any]:
@@ -122,12 +130,22 @@ class Cache:
         """
     def memory(self) -> Memory:
         """Bytes by kind: codes, scales, exact pages, tables, and what was taken from the system."""
+    def exact_ends(self) -> ExactEnds:
+        """How many first and newest pages stay exact, and in which dtype."""
     def trim(self) -> int:
         """Gives memory that no page uses back to the system, after sequences went; returns how many bytes. 0 on a
         device.
         """
     def describe(self) -> str:
         """Geometry, formats, page bytes, exact ends, basis, capacity, and what is held; one line a fact."""
+
+class ExactEnds:
+    """The pages that a cache keeps exact, as kvant_exact_ends in kvant.h: first and newest full ones. dtype: None where
+    there are none, and where the first write will decide.
+    """
+    sink_pages: int
+    tail_pages: int
+    dtype: str | None
 
 class FileError(KvantError, OSError):
     """The operating system refused to open, read or write a file."""
@@ -183,36 +201,44 @@ class PageFacts:
 class Pages:
     """The geometry and formats of encoded pages in an engine's blocks. Holds no blocks.
 
-    kv_heads, head_dim, k, v, threads, isa: as for Cache, but for the lut formats, which are refused.
-    device: "cpu", "cuda", "cuda:1" or a torch.device: where the pool, tensors and tables are.
+    kv_heads, head_dim: heads of keys and values, and the numbers of a vector. head_dim is 1 to 576 on the CPU,
+        where sizes outside `kvant.info()["head_dims"]` are stored padded with zeros. On a device head_dim is 1 to 512,
+        and 64, 96, 128, 192, 256 and 512 are stored as they are.
+    k, v: formats of keys and values; `kvant.formats()` lists them. The default takes about 5 bits a value.
+    device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken at once, so a cache
+        needs capacity_tokens, and tensors must be on that device; work is enqueued on torch's current stream (or
+        `stream=`).
+    k_centre: "page": encoded pages keep a mean of their keys and encode what is left, but of keys that are nearer
+        to zero, for at most 0.125 bits a key value: tq and fp8 keys. "none". "automatic": "page" for these keys. With
+        "page" over an engine's blocks, call begin_step once a step.
+    threads: workers that encode, 0: the processors that the process may use.
+    isa: an instruction set to encode with, "scalar", "avx2", "avx512", "amx" or "neon" (all store the same bytes),
+        None: the best.
+    tail_pages: newest whole blocks of a sequence that are read exactly, beside the one that is being filled; 0:
+        none. With tail_pages, call begin_step once a step, and give write and run the layer.
+    sink_pages: with tail_pages: first blocks of a sequence that are read exactly.
+    exact: "f32" (CPU only), "f16" or "bf16", the dtype of exact copies; None: f32 where a format is f32, else f16
+        where one is, else bf16.
+    layers, tail_sequences: sequences that run at the same time, at most. Each may have sink_pages + tail_pages + 2
+        exact copies of a block in each of `layers` layers, and sixteen of them tail_pages more: tail_copies a layer,
+        tail_bytes in all, taken here.
+    exact_copies: with tail_pages: fewer copies a layer; None: as many. Where there are too few, blocks that are
+        being written have them first, then first blocks and newest full ones. Blocks without a copy are read encoded.
+    encode_at_once: with tail_pages: a write leaves the codes of its blocks complete, which takes longer. For an
+        engine that may give the memory of a freed block to layers which kvant does not write, before a step begins.
 
-    k_centre: "page": encoded blocks keep a mean of their keys and encode what is left, but of keys that are nearer to
-        zero: tq and fp8 keys. "none". "automatic": "page" for these keys. With page, call begin_step once a step.
-    tail: newest whole blocks of a sequence that are read exactly, beside the one that is being filled; 0: none. With
-        tail, call begin_step once a step, and give write and run the layer.
-    sink_pages: with tail: first blocks of a sequence that are read exactly.
-    tail_sequences: sequences that run at the same time, at most. Each may have sink_pages + tail + 2 exact copies of a
-        block in each of `layers` layers, and sixteen of them tail more: tail_copies a layer, tail_bytes in all, taken
-        here.
-    exact_copies: with tail: fewer copies a layer; None: as many. Where there are too few, blocks that are being written
-        have them first, then first blocks and newest full ones. Blocks without a copy are read encoded.
-    exact: "f32" (CPU only), "f16" or "bf16", the dtype of exact copies; None: f32 where a format is f32, else f16 where
-        one is, else bf16.
-
-    encode_at_once: with tail: a write leaves the codes of its blocks complete, which takes longer. For an engine that
-        may give the memory of a freed block to layers which kvant does not write, before a step begins.
-
+    The lut formats are refused.
     A block is 64 tokens of one sequence; a (block, kv head) is block_bytes contiguous bytes. A block is filled from its
     first position on; the write that stores the first position clears those that it does not store. Tokens are encoded
-    as they come. With a tail the tokens of a block that has an exact copy go to the copy alone, and begin_step encodes
-    the block, in all layers, once it is full or its sequence is not in the step: so the pool that each layer was
-    written to last must stay. Layers whose sequences have other block tables need Pages of their own, if there are
-    centres or a tail.
+    as they come. With tail_pages the tokens of a block that has an exact copy go to the copy alone, and begin_step
+    encodes the block, in all layers, once it is full or its sequence is not in the step: so the pool that each layer
+    was written to last must stay. Layers whose sequences have other block tables need Pages of their own, if there are
+    centres or tail_pages.
 
     Errors: InvalidArgument, Unsupported, OutOfMemory.
     """
     block_tokens: int
-    def __init__(self, *, kv_heads: int, head_dim: int, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', threads: int = 0, isa: str | None = None, tail: int = 0, tail_sequences: int = 0, layers: int = 1, exact: str | None = None, k_centre: str = 'automatic', sink_pages: int = 0, exact_copies: int | None = None, encode_at_once: bool = False):
+    def __init__(self, *, kv_heads: int, head_dim: int, k: str = 'tq6', v: str = 'tq4', device: Any = 'cpu', k_centre: str = 'automatic', threads: int = 0, isa: str | None = None, tail_pages: int = 0, sink_pages: int = 0, exact: str | None = None, layers: int = 1, tail_sequences: int = 0, exact_copies: int | None = None, encode_at_once: bool = False):
         ...
     def close(self) -> None:
         """Frees the exact copies now instead of when the object goes. The pages and their plans cannot be used any
@@ -263,31 +289,44 @@ class Pages:
         """Waits for the stream: True if a write since the last call met values that are not finite, or a slot outside
         the pool. On the CPU these are refused: False.
         """
-    def plan(self, q_heads: int, **options: Any) -> PagesPlan:
+    def plan(self, q_heads: int, *, scale: float | None = None, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, is_causal: bool = True, window: int | None = None, window_sinks: int = 0, threads: int = 0, split_keys: int = 0, isa: str | None = None, kernel: str | None = None, fresh_keys: bool = False, products: int = 0, max_batch: int, max_blocks: int, max_query_len: int = 1, max_tokens: int | None = None, check_ids: bool = False, workspace: Any = None) -> PagesPlan:
         """A plan for all steps within its limits; see PagesPlan."""
 
 class PagesPlan:
     """Attention over an engine's blocks. Made by Pages.plan for the largest step; gets the tables once a step, and runs
     once a layer.
 
-    q_heads: query heads, a multiple of kv_heads.
-    max_batch, max_blocks, max_query_len, max_tokens: the largest step: sequences, blocks of one sequence, queries of
-        one sequence, and queries in all with padding (None: max_batch * max_query_len).
-    scale, causal, window, window_sinks, softcap, alibi_slopes: as for Plan. window 0: none.
-    fresh: True: each run is given the keys and values of its tokens and attends to these as they are given; only older
-        tokens are read from blocks. On a device it takes prefill kernels.
-    check_ids: on a device, each run looks at the block ids that it is to read; rows of a sequence with one outside the
-        pool become NaN, and take_errors tells. The CPU always looks, and refuses.
-    kernel: on a device "decode", "decode_sm90", "decode_sm80", "prefill" or "generic"; "": by the limits. threads,
-        split_keys, isa: on the CPU.
-    products: as for Plan.
-    workspace: on a device, a uint8 tensor of facts.workspace_bytes; None: a torch buffer that the plans of these pages
-        share, taken here. Plans that share one run one after another on a stream.
+    q_heads: query heads, a multiple of kv_heads; query head h reads kv head h // (q_heads // kv_heads).
+    scale: None: 1 / sqrt(head_dim).
+    softcap: t = cap * tanh(s / cap), 0: none.
+    alibi_slopes: [q_heads] numbers.
+    is_causal: False lets queries see later keys too. A window then bounds from below only.
+    window: the last W keys, the query's own included; 0: no window. None: the cache's window and window_sinks; over
+        an engine's blocks no window.
+    window_sinks: the first tokens that stay visible beyond the window.
+    threads, split_keys, isa: 0 and None let the plan choose. CPU only. isa: "scalar", "avx2", "avx512", "amx" or
+        "neon"; "amx" multiplies many rows with products of bf16 terms: 4e-6 off, "avx512" 1e-6 (float formats).
+    kernel: on a device "decode", "decode_sm90", "decode_sm80" or "prefill" ("prefill_sm90", "prefill_sm80" or
+        "prefill_unpacked" for one kind of these; "prefill_fresh" with fresh_keys), or "generic", which takes any pair
+        of formats in float32, and is the only one for f32 and imported formats; None: what takes the least time.
+        decode_sm90, decode_sm80 and prefill kernels round weights to f16 or bf16, and "prefill_unpacked" what codes
+        stand for.
+    fresh_keys: True: each run is given the keys and values of the queries' own tokens and attends to these as they
+        are; only older tokens are read encoded. On a device fresh keys take prefill kernels.
+    products: bits of the numbers that are multiplied where many rows share a page of tq formats. 8 is faster and
+        rounds queries, and on the CPU weights, to 8 bits; devices refuse 8 but at head_dim 256. 0: 8 on the CPU for
+        pairs to whose own loss that adds at most a fifth, else 16; facts.products and explain() say which.
+    max_batch, max_blocks, max_query_len, max_tokens: the largest step: sequences, blocks of one sequence, queries
+        of one sequence, and queries in all with padding (None: max_batch * max_query_len).
+    check_ids: on a device, each run looks at the block ids that it is to read; rows of a sequence with one outside
+        the pool become NaN, and take_errors tells. The CPU always looks, and refuses.
+    workspace: on a device, a uint8 tensor of facts.workspace_bytes; None: a torch buffer that the plans of these
+        pages share, taken here. Plans that share one run one after another on a stream.
 
     A plan can be recorded in CUDA graphs: set_tables and run read lengths and tables on the device, and launches are
     made for the limits. Errors: InvalidArgument, Unsupported.
     """
-    def __init__(self, pages: Pages, q_heads: int, *, max_batch: int, max_blocks: int, max_query_len: int = 1, max_tokens: int | None = None, scale: float | None = None, causal: bool = True, window: int = 0, window_sinks: int = 0, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, check_ids: bool = False, fresh: bool = False, kernel: str = '', threads: int = 0, split_keys: int = 0, isa: str | None = None, products: int = 0, workspace: Any = None):
+    def __init__(self, pages: Pages, q_heads: int, *, scale: float | None = None, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, is_causal: bool = True, window: int | None = None, window_sinks: int = 0, threads: int = 0, split_keys: int = 0, isa: str | None = None, kernel: str | None = None, fresh_keys: bool = False, products: int = 0, max_batch: int, max_blocks: int, max_query_len: int = 1, max_tokens: int | None = None, check_ids: bool = False, workspace: Any = None):
         ...
     @property
     def handle(self) -> c_void_p:
@@ -300,9 +339,9 @@ class PagesPlan:
         block_table: int32 [batch, columns], the blocks of each sequence; entries behind a sequence's length, and of
             pages that the window hides, are not read. seq_lens: int32 [batch], tokens with those of this step.
             query_start_loc: int32 [batch + 1]; sequence i has rows query_start_loc[i] to query_start_loc[i + 1] of q.
-        A sequence may have no query, and with causal=False and fresh=False fewer tokens than queries. On a device the
-        tensors are read when the stream comes to it, and sequences that do not fit the limits get no query (take_errors
-        tells); the CPU refuses them. Errors: InvalidArgument.
+        A sequence may have no query, and with is_causal=False and fresh_keys=False fewer tokens than queries. On a
+        device the tensors are read when the stream comes to it, and sequences that do not fit the limits get no query
+        (take_errors tells); the CPU refuses them. Errors: InvalidArgument.
         """
     def run(self, pool: Any, q: Any, out: Any = None, lse: Any = None, sink_logits: Any = None, keys: Any = None, values: Any = None, stream: Any = None, layer: int = 0) -> Any:
         """out = softmax(transform(scale * q k^T) + masks) v over one layer's pool.
@@ -311,8 +350,8 @@ class PagesPlan:
         sequence are left as they are. out None: a new tensor of q's dtype. lse: True, or an f32 tensor
         [tokens, q_heads]: gets the natural log of each softmax denominator. sink_logits: [q_heads] f32, join the
         denominator only.
-        keys, values: of a plan with fresh=True the tokens' own, [tokens or more, kv_heads, head_dim]; on a device both
-            f16 or both bf16. The step's write may come before or after. None otherwise.
+        keys, values: of a plan with fresh_keys=True the tokens' own, [tokens or more, kv_heads, head_dim]; on a device
+            both f16 or both bf16. The step's write may come before or after. None otherwise.
         layer: with a tail, whose pool this is.
         Returns out, or (out, lse) if lse was requested. Errors: InvalidArgument, Unsupported.
         """
@@ -324,32 +363,34 @@ class PagesPlan:
 class Plan:
     """How attention of one step will be computed. Made by Cache.plan; runs once for each layer.
 
-    q_heads: query heads, a multiple of the cache's kv_heads; query head h reads kv head h // (q_heads // kv_heads).
-    q_len: queries a sequence, its newest positions; q_lens: one count a sequence instead.
-    scale: None: 1 / sqrt(head_dim). softcap: t = cap * tanh(s / cap), 0: none. alibi_slopes: [q_heads] numbers.
-    causal: False lets queries see later keys too.
-    window: the last W keys, the query's own included; None: the cache's window and window_sinks; 0: none. window_sinks:
-        the first tokens that stay visible beyond it. With causal=False the window bounds from below only.
-    mask: [batch, q_heads, queries, keys], boolean (True: visible) or additive; dimensions of 1 broadcast. Its key
-        dimension begins at position mask_first_key.
+    q_heads: query heads, a multiple of kv_heads; query head h reads kv head h // (q_heads // kv_heads).
+    q_len, q_lens: queries a sequence, its newest positions; q_lens: one count a sequence instead.
+    scale: None: 1 / sqrt(head_dim).
+    softcap: t = cap * tanh(s / cap), 0: none.
+    alibi_slopes: [q_heads] numbers.
+    is_causal: False lets queries see later keys too. A window then bounds from below only.
+    window: the last W keys, the query's own included; 0: no window. None: the cache's window and window_sinks; over
+        an engine's blocks no window.
+    window_sinks: the first tokens that stay visible beyond the window.
+    mask, mask_first_key: a mask [batch, q_heads, queries, keys], boolean (True: visible) or additive; dimensions of
+        1 broadcast. Its key dimension begins at position mask_first_key.
     threads, split_keys, isa: 0 and None let the plan choose. CPU only. isa: "scalar", "avx2", "avx512", "amx" or
         "neon"; "amx" multiplies many rows with products of bf16 terms: 4e-6 off, "avx512" 1e-6 (float formats).
     kernel: on a device "decode", "decode_sm90", "decode_sm80" or "prefill" ("prefill_sm90", "prefill_sm80" or
-        "prefill_unpacked" for one kind of these; "prefill_fresh" with fresh), or "generic", which takes any pair of
-        formats in float32, and is the only one for f32 and imported formats; None: what takes the least time.
+        "prefill_unpacked" for one kind of these; "prefill_fresh" with fresh_keys), or "generic", which takes any pair
+        of formats in float32, and is the only one for f32 and imported formats; None: what takes the least time.
         decode_sm90, decode_sm80 and prefill kernels round weights to f16 or bf16, and "prefill_unpacked" what codes
         stand for.
-
-    fresh: True: each run is given the keys and values of the queries' own tokens and attends to these as they are;
-        only older tokens are read from the cache. On a device it takes prefill kernels.
-    products: bits of the numbers that are multiplied where many rows share a page of tq formats. 8 is faster and rounds
-        queries, and on the CPU weights, to 8 bits; devices refuse it but at head_dim 256. 0: 8 on the CPU for pairs
-        to whose own loss that adds at most a fifth, else 16; facts.products and explain() say which.
+    fresh_keys: True: each run is given the keys and values of the queries' own tokens and attends to these as they
+        are; only older tokens are read encoded. On a device fresh keys take prefill kernels.
+    products: bits of the numbers that are multiplied where many rows share a page of tq formats. 8 is faster and
+        rounds queries, and on the CPU weights, to 8 bits; devices refuse 8 but at head_dim 256. 0: 8 on the CPU for
+        pairs to whose own loss that adds at most a fifth, else 16; facts.products and explain() say which.
 
     A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that
     grow. Errors: InvalidArgument, Unsupported.
     """
-    def __init__(self, cache: Any, sequences: Any, *, q_heads: int, q_len: int = 1, q_lens: SequenceOf[int] | None = None, scale: float | None = None, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, causal: bool = True, window: int | None = None, window_sinks: int = 0, mask: Any = None, mask_first_key: int = 0, threads: int = 0, split_keys: int = 0, isa: str | None = None, kernel: str | None = None, fresh: bool = False, products: int = 0):
+    def __init__(self, cache: Any, sequences: Any, *, q_heads: int, q_len: int = 1, q_lens: SequenceOf[int] | None = None, scale: float | None = None, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, is_causal: bool = True, window: int | None = None, window_sinks: int = 0, mask: Any = None, mask_first_key: int = 0, threads: int = 0, split_keys: int = 0, isa: str | None = None, kernel: str | None = None, fresh_keys: bool = False, products: int = 0):
         ...
     @property
     def handle(self) -> c_void_p:
@@ -360,7 +401,7 @@ class Plan:
         """out = softmax(transform(scale * q k^T) + masks) v in one layer.
 
         q, out: [total queries, q_heads, head_dim], the sequences' rows one after another, or [batch, q_len, q_heads,
-        head_dim]. out None: a new tensor of q's dtype. keys, values: of a plan with fresh=True the queries' own,
+        head_dim]. out None: a new tensor of q's dtype. keys, values: of a plan with fresh_keys=True the queries' own,
         [total queries, kv_heads, head_dim] or [batch, q_len, kv_heads, head_dim]. lse: True, or an f32 tensor
         [total queries, q_heads]: gets the natural log of each softmax denominator. sink_logits: [q_heads] f32, join the
         denominator only.
@@ -556,9 +597,9 @@ class Step:
         ...
     def write(self, layer: int, keys: Any, values: Any) -> None:
         """Stores this step's keys and values of one layer; see Cache.write."""
-    def attend(self, layer: int, q: Any, out: Any = None, *, keys: Any = None, values: Any = None, lse: Any = None, sink_logits: Any = None, **options: Any) -> Any:
+    def attend(self, layer: int, q: Any, out: Any = None, *, keys: Any = None, values: Any = None, lse: Any = None, sink_logits: Any = None, scale: float | None = None, softcap: float = 0.0, alibi_slopes: SequenceOf[float] | None = None, is_causal: bool = True, window: int | None = None, window_sinks: int = 0, mask: Any = None, mask_first_key: int = 0, threads: int = 0, split_keys: int = 0, isa: str | None = None, kernel: str | None = None, fresh_keys: bool = False, products: int = 0) -> Any:
         """Attention of this step's queries; see Plan for the options. Layers with the same options share a plan.
-        keys, values: this step's own, to be attended to as given (the option fresh); write them before or after.
+        keys, values: this step's own, to be attended to as given (fresh_keys); write them before or after.
         """
     def __enter__(self) -> Step:
         ...

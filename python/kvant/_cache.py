@@ -5,27 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence as SequenceOf
 from ctypes import byref, c_int32, c_int64, c_uint64, c_void_p, sizeof
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from . import _arguments, _c, _overlap, _tensors
 from ._errors import InvalidArgument
+from ._facts import Facts
+from ._options import CACHE, PLAN
 from ._owner import Member, Owner, Ticket
 from ._plan import Plan, prepare
 from ._signals import CALL, make_anchor
 from ._step import Reservation, Step
 
-__all__ = ["Bases", "Cache", "Memory", "Sequence"]
+__all__ = ["Bases", "Cache", "ExactEnds", "Memory", "Sequence"]
 
 _NO_STEP: tuple[Any, set[int]] = (None, set())
-EXACT = {name: _c.DTYPES[name] for name in _tensors.FLOATS}
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(Facts):
     """The contents of a cache, in bytes (tokens: a count). The fields are those of kvant_memory in kvant.h."""
+
+    _struct = _c.Memory
 
     tokens: int
     encoded_bytes: int
@@ -34,6 +35,21 @@ class Memory:
     table_bytes: int
     total_bytes: int
     reserved_bytes: int
+
+
+class ExactEnds(Facts):
+    """The pages that a cache keeps exact, as kvant_exact_ends in kvant.h: first and newest full ones. dtype: None where
+    there are none, and where the first write will decide."""
+
+    _struct = _c.ExactEnds
+
+    sink_pages: int
+    tail_pages: int
+    dtype: str | None
+
+    @staticmethod
+    def _read(name: str, value: Any) -> Any:
+        return next((n for n, number in _c.DTYPE.items() if number == value), None) if name == "dtype" else value
 
 
 class Bases(_arguments.NotCopied):
@@ -51,31 +67,11 @@ class Bases(_arguments.NotCopied):
         return f"kvant.Bases({self.path!r})"
 
 
+@CACHE.described
 class Cache(_arguments.NotCopied):
     """Keys and values of the layers of one geometry, compressed, in pages of 64 tokens.
 
-    layers, kv_heads, head_dim: layers that differ in kv_heads, head_dim or window are another cache.
-        head_dim is 1 to 576 on the CPU, where sizes outside `kvant.info()["head_dims"]` are stored padded with zeros.
-        On a device it is 1 to 512, and 64, 96, 128, 192, 256 and 512 are stored as they are.
-    k, v: formats of keys and values; `kvant.formats()` lists them. The default takes about 5 bits a value.
-    device: "cpu", "cuda", "cuda:1" or a torch.device. On a CUDA device all memory is taken here, so capacity_tokens is
-        required, and tensors must be on that device; work is enqueued on torch's current stream (or `stream=`).
-    sink_pages, tail_pages: first and newest full pages that stay exact, the first while a window covers them. None: one
-        each.
-    exact: "f32", "f16" or "bf16", the dtype of exact pages. None: f16 where the first write is f16,
-        f32 where a format is f32, else bf16.
-    window, window_sinks: tokens. Pages that no query of a sliding window can see any more are freed; the first
-        window_sinks tokens stay.
-    rollback_tokens: with a window, so many of the newest tokens can always be truncated. 0: 64.
-    capacity_tokens: at most so many tokens in pages, 0: no limit. max_sequences, max_sequence_tokens: on a device.
-    pinned: on the CPU, pages are in pinned memory: copies to and from a device (kvant.copy_sequences) go at the speed
-        of the link and take no processor. Needs CUDA; taking memory is slower.
-    k_basis, v_basis: "automatic", "hadamard", "none" or "calibrated"; bases: a kvant.Bases or its path, for the last;
-        basis_layers: the file's layer number of each layer of the cache.
-    k_centre: "page": encoded pages keep a mean of their keys and encode what is left, but of keys that are nearer to
-        zero, for at most 0.125 bits a key value: tq and fp8 keys. "none". "automatic": "page" for these keys.
-    threads: workers that encode, 0: the processors that the process may use. isa: an instruction set to encode with,
-        "scalar", "avx2", "avx512", "amx" or "neon" (all store the same bytes), None: the best.
+    {options}
 
     Errors: InvalidArgument, Unsupported, OutOfMemory.
     Any thread may make any call at any time. Sequences do not disturb each other, also where they share pages; the
@@ -86,76 +82,30 @@ class Cache(_arguments.NotCopied):
     _instead = "fork its sequences, or make another cache"
     _made_of = ("device", "owner", "k", "v", "layers", "kv_heads", "head_dim", "window", "rollback_tokens")
 
-    def __init__(
-        self,
-        *,
-        kv_heads: int,
-        head_dim: int,
-        layers: int = 1,
-        k: str = "tq6",
-        v: str = "tq4",
-        device: Any = "cpu",
-        sink_pages: int | None = None,
-        tail_pages: int | None = None,
-        exact: str | None = None,
-        window: int = 0,
-        window_sinks: int = 0,
-        rollback_tokens: int = 0,
-        capacity_tokens: int = 0,
-        max_sequences: int = 0,
-        max_sequence_tokens: int = 0,
-        pinned: bool = False,
-        k_basis: str = "automatic",
-        v_basis: str = "automatic",
-        bases: Bases | str | Path | None = None,
-        basis_layers: SequenceOf[int] | None = None,
-        k_centre: str = "automatic",
-        threads: int = 0,
-        isa: str | None = None,
-    ):
-        self.device = _arguments.device(device)
+    def __init__(self, **options: Any):
+        values = CACHE.complete(options)
+        self.device = _arguments.device(values["device"])
         self.owner = Owner(self.device, "cache")  # of kvant's own modules
-        self.k, self.v = _arguments.text("k", k), _arguments.text("v", v)
         c = _c.CacheConfig()
         _c.cache_config_init(byref(c), sizeof(c))
-        for name, value in (("layers", layers), ("kv_heads", kv_heads), ("head_dim", head_dim), ("threads", threads)):
-            setattr(c, name, _arguments.int32(name, value))
-        for name, value in (("sink_pages", sink_pages), ("tail_pages", tail_pages)):
-            if value is not None:
-                setattr(c, name, _arguments.int32(name, value, 0))
-        for name, value in (
-            ("window", window),
-            ("window_sinks", window_sinks),
-            ("rollback_tokens", rollback_tokens),
-        ):
-            setattr(c, name, _arguments.int64(name, value))
-        for name, value in (
-            ("capacity_tokens", capacity_tokens),
-            ("max_sequences", max_sequences),
-            ("max_sequence_tokens", max_sequence_tokens),
-        ):
-            setattr(c, name, _arguments.int64(name, value, 0))
-        c.pinned = _arguments.flag("pinned", pinned)
-        if exact is not None:
-            c.exact_dtype = _arguments.choice("exact", exact, EXACT)
+        CACHE.fill(c, values)
+        self.k, self.v = c.k.decode(), c.v.decode()
         for name, value in (("k", self.k), ("v", self.v)):
             if value.startswith("lut"):
                 raise InvalidArgument(
                     f'{name} = "{value}": this format is for imported caches, whose tables of levels it needs; '
                     "import them in C++ or C (import_legacy), or use a tq format"
                 )
-        c.k, c.v = self.k.encode(), self.v.encode()
-        c.k_basis = _arguments.choice("k_basis", k_basis, _c.BASES)
-        c.v_basis = _arguments.choice("v_basis", v_basis, _c.BASES)
-        c.k_centre = _arguments.choice("k_centre", k_centre, _c.CENTRES)
+        bases = values["bases"]
         if bases is not None and not isinstance(bases, Bases):
             bases = Bases(_arguments.path("bases", bases))
         if bases is not None:
             c.bases = bases._handle
-        if basis_layers is not None:
-            numbers = _arguments.integers("basis_layers", basis_layers, 0, (1 << 31) - 1, c.layers, "layer")
+        if values["basis_layers"] is not None:
+            numbers = _arguments.integers(
+                "basis_layers", values["basis_layers"], 0, (1 << 31) - 1, c.layers, "layer"
+            )
             c.basis_layers = (c_int32 * len(numbers))(*numbers)
-        c.isa = _arguments.name_or_none("isa", isa)
         kind, number = self.device
         c.device = b"cpu" if kind == "cpu" else f"{kind}:{number}".encode()
         handle = _c.CacheHandle()
@@ -211,7 +161,7 @@ class Cache(_arguments.NotCopied):
 
     def sequence(self) -> Sequence:
         """A new, empty sequence."""
-        return self._make(1, lambda ids: _c.add_sequence(self.handle, ids))[0]
+        return self._make(1, lambda ids: _c.cache_add_sequence(self.handle, ids))[0]
 
     def _make(self, count: int, fill: Callable[[Any], int]) -> list[Sequence]:
         """Sequences whose numbers fill(ids) writes, a call of the library under the lock. They exist before it, so
@@ -238,7 +188,7 @@ class Cache(_arguments.NotCopied):
         ids = self._ids(sequences)
         parents = _arguments.integers("parents", parents, -(1 << 63), (1 << 63) - 1, len(ids), "sequence")
         with self.owner.lock:
-            _c.check(_c.reorder(self.handle, _c.sequences(ids), _c.counts(parents), len(ids)))
+            _c.check(_c.cache_reorder(self.handle, _c.sequences(ids), _c.counts(parents), len(ids)))
 
     # --- a step ---
 
@@ -252,7 +202,7 @@ class Cache(_arguments.NotCopied):
         tokens = self._each("tokens", tokens, len(ids))
         with self.owner.lock:
             self.owner.use_stream(stream)
-            _c.check(_c.reserve(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
+            _c.check(_c.cache_reserve(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
 
     def write(self, sequences: Iterable[Sequence], layer: int, keys: Any, values: Any, *, stream: Any = None) -> None:
         """Stores keys and values of the tokens just reserved, once for each layer.
@@ -270,7 +220,7 @@ class Cache(_arguments.NotCopied):
         v, _v = _tensors.tensor(values, "values", where, len(ids))
         with self.owner.lock:
             self.owner.use_stream(stream)
-            call = partial(_c.write, self.handle, _c.sequences(ids), len(ids), layer, byref(k), byref(v))
+            call = partial(_c.cache_write, self.handle, _c.sequences(ids), len(ids), layer, byref(k), byref(v))
             status.extend(map(CALL, (call,)))
             _c.check(status[0])
 
@@ -298,7 +248,7 @@ class Cache(_arguments.NotCopied):
         tokens = self._each("tokens", tokens, len(ids))
         with self.owner.lock:
             self.owner.use_stream(stream)
-            _c.check(_c.reserve_ahead(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
+            _c.check(_c.cache_reserve_ahead(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
 
     def advance(self, sequences: Iterable[Sequence], tokens: int | SequenceOf[int] = 1) -> None:
         """Device only: tells of a step that the launch of a CUDA graph took, so that lengths here follow the
@@ -306,22 +256,24 @@ class Cache(_arguments.NotCopied):
         ids = self._ids(sequences)
         tokens = self._each("tokens", tokens, len(ids))
         with self.owner.lock:
-            _c.check(_c.advance(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
+            _c.check(_c.cache_advance(self.handle, _c.sequences(ids), _c.counts(tokens), len(ids)))
 
     def take_non_finite(self) -> bool:
         """Device only: True if keys or values that are not finite were stored since the last call. Waits for the
         stream."""
         found = c_int32()
         with self.owner.lock:
-            _c.check(_c.take_non_finite(self.handle, byref(found)))
+            _c.check(_c.cache_take_non_finite(self.handle, byref(found)))
         return bool(found.value)
 
     # --- attention ---
 
+    @PLAN.shown
     def plan(self, sequences: Iterable[Sequence], *, q_heads: int, **options: Any) -> Plan:
         """Plans attention of the newest queries of `sequences`; does all validation. See Plan for the options."""
         return Plan(self, sequences, q_heads=q_heads, **options)
 
+    @PLAN.without("q_heads").shown
     def attend(
         self,
         sequences: Iterable[Sequence] | Sequence,
@@ -342,7 +294,7 @@ class Cache(_arguments.NotCopied):
         keys, values: as for write, with one row for each row of q. The first layer of a step reserves, the others fill
             in.
         out: a tensor of q's shape, f32, f16 or bf16; None: a new one of q's dtype. options: see Plan (window, scale,
-            ...). With fresh=True keys and values are attended to as given, and only older tokens are read from the
+            ...). With fresh_keys=True keys and values are attended to as given, and only older tokens are read from the
             cache. Returns out; with lse=True (out, lse), lse [tokens, q_heads] f32.
         """
         sequences, layer = self.owner.members(sequences), _arguments.int32("layer", layer)
@@ -362,7 +314,8 @@ class Cache(_arguments.NotCopied):
                     f"q has {rows} rows for {len(sequences)} sequences: give q_lens, one count a sequence"
                 )
             options["q_len"] = rows // len(sequences)
-        own = {"keys": keys, "values": values} if _arguments.flag("fresh", options.get("fresh", False)) else {}
+        is_fresh = _arguments.flag("fresh_keys", options.get("fresh_keys", False))
+        own = {"keys": keys, "values": values} if is_fresh else {}
         run = dict(out=out, **own, lse=lse, sink_logits=sink_logits, stream=stream)
         if keys is None:
             return self.plan(sequences, q_heads=shape[-2], **options).run(layer, q, **run)
@@ -421,7 +374,7 @@ class Cache(_arguments.NotCopied):
         ranges = _c.sequences(ids), _c.counts(begins), _c.counts(ends), len(ids), layer
         if keys is None and values is None:
             with self.owner.lock:  # without tensors: checks the ranges, which memory is taken for
-                _c.check(_c.decode(self.handle, *ranges, None, None))
+                _c.check(_c.cache_decode(self.handle, *ranges, None, None))
             shape = (sum(e - b for b, e in zip(begins, ends)), self.kv_heads, self.head_dim)
             keys, values = self._new(shape), self._new(shape)
         outputs = [
@@ -432,7 +385,7 @@ class Cache(_arguments.NotCopied):
         with self.owner.lock:
             self.owner.use_stream(stream)
             _c.check(
-                _c.decode(self.handle, *ranges, *(None if t is None else byref(t) for _, t, _ in outputs))
+                _c.cache_decode(self.handle, *ranges, *(None if t is None else byref(t) for _, t, _ in outputs))
             )
         return keys, values
 
@@ -447,23 +400,25 @@ class Cache(_arguments.NotCopied):
 
     def _length(self, number: int) -> int:
         tokens = c_int64()
-        _c.check(_c.length(self.handle, number, byref(tokens)))
+        _c.check(_c.cache_length(self.handle, number, byref(tokens)))
         return tokens.value
 
     def memory(self) -> Memory:
         """Bytes by kind: codes, scales, exact pages, tables, and what was taken from the system."""
-        m = _c.Memory()
-        m.struct_size = sizeof(m)
         with self.owner.lock:
-            _c.check(_c.memory(self.handle, byref(m)))
-        return Memory(*(getattr(m, name) for name, *_ in _c.Memory._fields_[1:]))
+            return Memory.of(_c.cache_memory, self.handle)
+
+    def exact_ends(self) -> ExactEnds:
+        """How many first and newest pages stay exact, and in which dtype."""
+        with self.owner.lock:
+            return ExactEnds.of(_c.cache_exact_ends, self.handle)
 
     def trim(self) -> int:
         """Gives memory that no page uses back to the system, after sequences went; returns how many bytes. 0 on a
         device."""
         given = c_int64()
         with self.owner.lock:
-            _c.check(_c.trim(self.handle, byref(given)))
+            _c.check(_c.cache_trim(self.handle, byref(given)))
         return given.value
 
     def describe(self) -> str:
@@ -509,17 +464,17 @@ class Sequence(_arguments.NotCopied, Member):
         v, _v = _tensors.tensor(values, "values", where, 1)
         with cache.owner.lock:
             cache.owner.use_stream(stream)
-            _c.check(_c.append(cache.handle, self.number, layer, byref(k), byref(v)))
+            _c.check(_c.cache_append(cache.handle, self.number, layer, byref(k), byref(v)))
 
     def fork(self) -> Sequence:
         """A new sequence with the same tokens. Pages are shared until one side writes to them."""
-        return self.cache._make(1, lambda ids: _c.fork(self.cache.handle, self.number, ids))[0]
+        return self.cache._make(1, lambda ids: _c.cache_fork(self.cache.handle, self.number, ids))[0]
 
     def truncate(self, tokens: int) -> None:
         """Forgets all tokens from position `tokens` on."""
         tokens = _arguments.int64("tokens", tokens)
         with self.cache.owner.lock:
-            _c.check(_c.truncate(self.cache.handle, self.number, tokens))
+            _c.check(_c.cache_truncate(self.cache.handle, self.number, tokens))
 
     def __len__(self) -> int:
         with self.cache.owner.lock:

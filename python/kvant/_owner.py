@@ -95,7 +95,7 @@ class Owner:
                 ticket = self.gone[0]
                 number = ticket.ids[ticket.place]
                 if number and self.pointer:
-                    _c.remove(self.pointer, number)
+                    _c.cache_remove(self.pointer, number)
                 ticket.ids[ticket.place] = 0
                 self._tickets.discard(ticket)
                 self.gone.popleft()
@@ -128,7 +128,7 @@ class Owner:
     def use_number(self, number: int) -> int:
         """The same with the number that place() found."""
         if number != self._stream:
-            _c.check(_c.set_stream(self.handle, number))
+            _c.check(_c.cache_set_stream(self.handle, number))
             self._stream = number
         return number
 

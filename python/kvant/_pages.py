@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence as SequenceOf
 from ctypes import byref, c_int32, c_int64, c_void_p, sizeof
-from dataclasses import dataclass
 from typing import Any
 
 from . import _arguments, _c, _locks, _overlap, _tensors
-from ._cache import EXACT
 from ._errors import InvalidArgument
+from ._facts import Facts
+from ._options import LIMITS, PAGES, PAGES_ATTENTION, PAGES_PLAN
 from ._owner import Owner
 from ._plan import attention_options, run_options
 
@@ -69,34 +68,19 @@ def _step_tables(block_table: Any, seq_lens: Any, query_start_loc: Any, where: _
     return t, (d, lengths_owner, starts_owner)
 
 
+@PAGES.described
 class Pages(_arguments.NotCopied):
     """The geometry and formats of encoded pages in an engine's blocks. Holds no blocks.
 
-    kv_heads, head_dim, k, v, threads, isa: as for Cache, but for the lut formats, which are refused.
-    device: "cpu", "cuda", "cuda:1" or a torch.device: where the pool, tensors and tables are.
+    {options}
 
-    k_centre: "page": encoded blocks keep a mean of their keys and encode what is left, but of keys that are nearer to
-        zero: tq and fp8 keys. "none". "automatic": "page" for these keys. With page, call begin_step once a step.
-    tail: newest whole blocks of a sequence that are read exactly, beside the one that is being filled; 0: none. With
-        tail, call begin_step once a step, and give write and run the layer.
-    sink_pages: with tail: first blocks of a sequence that are read exactly.
-    tail_sequences: sequences that run at the same time, at most. Each may have sink_pages + tail + 2 exact copies of a
-        block in each of `layers` layers, and sixteen of them tail more: tail_copies a layer, tail_bytes in all, taken
-        here.
-    exact_copies: with tail: fewer copies a layer; None: as many. Where there are too few, blocks that are being written
-        have them first, then first blocks and newest full ones. Blocks without a copy are read encoded.
-    exact: "f32" (CPU only), "f16" or "bf16", the dtype of exact copies; None: f32 where a format is f32, else f16 where
-        one is, else bf16.
-
-    encode_at_once: with tail: a write leaves the codes of its blocks complete, which takes longer. For an engine that
-        may give the memory of a freed block to layers which kvant does not write, before a step begins.
-
+    The lut formats are refused.
     A block is 64 tokens of one sequence; a (block, kv head) is block_bytes contiguous bytes. A block is filled from its
     first position on; the write that stores the first position clears those that it does not store. Tokens are encoded
-    as they come. With a tail the tokens of a block that has an exact copy go to the copy alone, and begin_step encodes
-    the block, in all layers, once it is full or its sequence is not in the step: so the pool that each layer was
-    written to last must stay. Layers whose sequences have other block tables need Pages of their own, if there are
-    centres or a tail.
+    as they come. With tail_pages the tokens of a block that has an exact copy go to the copy alone, and begin_step
+    encodes the block, in all layers, once it is full or its sequence is not in the step: so the pool that each layer
+    was written to last must stay. Layers whose sequences have other block tables need Pages of their own, if there are
+    centres or tail_pages.
 
     Errors: InvalidArgument, Unsupported, OutOfMemory.
     """
@@ -104,54 +88,23 @@ class Pages(_arguments.NotCopied):
     block_tokens = 64
     _instead = "make others of the same options"
     _made_of = (
-        "device", "owner", "k", "v", "kv_heads", "head_dim", "layers", "tail", "tail_sequences", "sink_pages",
+        "device", "owner", "k", "v", "kv_heads", "head_dim", "layers", "tail_pages", "tail_sequences", "sink_pages",
         "block_bytes", "tail_bytes", "tail_copies", "encode_at_once", "_pools"
     )  # fmt: skip
 
-    def __init__(
-        self,
-        *,
-        kv_heads: int,
-        head_dim: int,
-        k: str = "tq6",
-        v: str = "tq4",
-        device: Any = "cpu",
-        threads: int = 0,
-        isa: str | None = None,
-        tail: int = 0,
-        tail_sequences: int = 0,
-        layers: int = 1,
-        exact: str | None = None,
-        k_centre: str = "automatic",
-        sink_pages: int = 0,
-        exact_copies: int | None = None,
-        encode_at_once: bool = False,
-    ):
-        self.device = _arguments.device(device)
+    def __init__(self, **options: Any):
+        values = PAGES.complete(options)
+        self.device = _arguments.device(values["device"])
         self.owner = Owner(self.device, "pages")  # of kvant's own modules
-        self.k, self.v = _arguments.text("k", k), _arguments.text("v", v)
         c = _c.PagesConfig()
         _c.pages_config_init(byref(c), sizeof(c))
-        for name, value in (("kv_heads", kv_heads), ("head_dim", head_dim), ("threads", threads), ("layers", layers)):
-            setattr(c, name, _arguments.int32(name, value))
-        c.tail_pages, c.tail_sequences = _arguments.int32("tail", tail), _arguments.int32(
-            "tail_sequences", tail_sequences
-        )
-        c.sink_pages = _arguments.int32("sink_pages", sink_pages)
-        if exact_copies is not None:
-            c.exact_copies = _arguments.int32("exact_copies", exact_copies)
-            if c.exact_copies == 0:  # to the library: as many as sequences may have
-                raise InvalidArgument("exact_copies is 0: must be 1 or more, or None; tail = 0 makes none")
-        c.k, c.v = self.k.encode(), self.v.encode()
+        PAGES.fill(c, values)
+        if c.exact_copies == 0 and values["exact_copies"] is not None:  # to the library: as many as sequences may have
+            raise InvalidArgument("exact_copies is 0: must be 1 or more, or None; tail_pages = 0 makes none")
         c.device = f"{self.device[0]}:{self.device[1]}".encode() if self.device[0] != "cpu" else None
-        c.isa = _arguments.name_or_none("isa", isa)
-        c.k_centre = _arguments.choice("k_centre", k_centre, _c.CENTRES)
-        if exact is not None:
-            c.exact_dtype = _arguments.choice("exact", exact, EXACT)
-        self.kv_heads, self.head_dim, self.layers = c.kv_heads, c.head_dim, c.layers
-        self.tail, self.tail_sequences, self.sink_pages = c.tail_pages, c.tail_sequences, c.sink_pages
-        c.encode_at_once = _arguments.flag("encode_at_once", encode_at_once)
-        self.encode_at_once = bool(c.encode_at_once)
+        self.k, self.v, self.encode_at_once = c.k.decode(), c.v.decode(), bool(c.encode_at_once)
+        for name in ("kv_heads", "head_dim", "layers", "tail_pages", "tail_sequences", "sink_pages"):
+            setattr(self, name, getattr(c, name))
         handle = _c.PagesHandle()
         _c.check(_c.pages_create(byref(c), byref(handle)))
         self.owner.pointer = handle
@@ -227,7 +180,7 @@ class Pages(_arguments.NotCopied):
         slots, count, _s = _list(slot_mapping, "slot_mapping", 8, where)
         _overlap.check_apart([("pool", blocks)], [("keys", keys_described), ("values", values_described)])
         _c.check(_c.pages_write(self.handle, byref(p), byref(k), byref(v), slots, count, where.stream))
-        if self.tail:
+        if self.tail_pages:
             self._pools[layer] = pool  # begin_step encodes blocks there
 
     def decode(self, pool: Any, block_ids: Any, keys_out: Any, values_out: Any, stream: Any = None) -> None:
@@ -265,6 +218,7 @@ class Pages(_arguments.NotCopied):
         _c.check(_c.pages_take_non_finite(self.handle, self.owner.place(stream).stream, byref(found)))
         return bool(found.value)
 
+    @PAGES_PLAN.shown
     def plan(self, q_heads: int, **options: Any) -> PagesPlan:
         """A plan for all steps within its limits; see PagesPlan."""
         return PagesPlan(self, q_heads, **options)
@@ -295,9 +249,10 @@ class Pages(_arguments.NotCopied):
         )
 
 
-@dataclass(frozen=True)
-class PageFacts:
+class PageFacts(Facts):
     """The decisions of a plan over an engine's blocks. The fields are those of kvant_pages_plan_facts in kvant.h."""
+
+    _struct = _c.PagesPlanFacts
 
     workspace_bytes: int
     isa: str
@@ -306,92 +261,37 @@ class PageFacts:
     products: int
 
 
+@PAGES_PLAN.described
 class PagesPlan(_arguments.NotCopied):
     """Attention over an engine's blocks. Made by Pages.plan for the largest step; gets the tables once a step, and runs
     once a layer.
 
-    q_heads: query heads, a multiple of kv_heads.
-    max_batch, max_blocks, max_query_len, max_tokens: the largest step: sequences, blocks of one sequence, queries of
-        one sequence, and queries in all with padding (None: max_batch * max_query_len).
-    scale, causal, window, window_sinks, softcap, alibi_slopes: as for Plan. window 0: none.
-    fresh: True: each run is given the keys and values of its tokens and attends to these as they are given; only older
-        tokens are read from blocks. On a device it takes prefill kernels.
-    check_ids: on a device, each run looks at the block ids that it is to read; rows of a sequence with one outside the
-        pool become NaN, and take_errors tells. The CPU always looks, and refuses.
-    kernel: on a device "decode", "decode_sm90", "decode_sm80", "prefill" or "generic"; "": by the limits. threads,
-        split_keys, isa: on the CPU.
-    products: as for Plan.
-    workspace: on a device, a uint8 tensor of facts.workspace_bytes; None: a torch buffer that the plans of these pages
-        share, taken here. Plans that share one run one after another on a stream.
+    {options}
 
     A plan can be recorded in CUDA graphs: set_tables and run read lengths and tables on the device, and launches are
     made for the limits. Errors: InvalidArgument, Unsupported.
     """
 
     _instead = "pages.plan() makes another"
-    _made_of = ("pages", "q_heads", "fresh", "facts", "_held", "_lock")
+    _made_of = ("pages", "q_heads", "fresh_keys", "facts", "_held", "_lock")
 
-    def __init__(
-        self,
-        pages: Pages,
-        q_heads: int,
-        *,
-        max_batch: int,
-        max_blocks: int,
-        max_query_len: int = 1,
-        max_tokens: int | None = None,
-        scale: float | None = None,
-        causal: bool = True,
-        window: int = 0,
-        window_sinks: int = 0,
-        softcap: float = 0.0,
-        alibi_slopes: SequenceOf[float] | None = None,
-        check_ids: bool = False,
-        fresh: bool = False,
-        kernel: str = "",
-        threads: int = 0,
-        split_keys: int = 0,
-        isa: str | None = None,
-        products: int = 0,
-        workspace: Any = None,
-    ):
+    def __init__(self, pages: Pages, q_heads: int, **options: Any):
+        values = PAGES_PLAN.complete({"q_heads": q_heads, **options})
         self._lock = _locks.new("this plan")
-        o = attention_options(
-            q_heads,
-            scale=scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            causal=causal,
-            window=window,
-            window_sinks=window_sinks,
-            threads=threads,
-            split_keys=split_keys,
-            isa=isa,
-            kernel=kernel,
-            fresh=fresh,
-            products=products,
-        )
-        self.pages, self.q_heads, self.fresh = pages, o.q_heads, bool(o.fresh_keys)
+        o = attention_options(PAGES_ATTENTION, values)
+        self.pages, self.q_heads, self.fresh_keys = pages, o.q_heads, bool(o.fresh_keys)
         limits = _c.PageLimits()
         limits.struct_size = sizeof(limits)
-        limits.max_batch = _arguments.int32("max_batch", max_batch)
-        limits.max_query_len = _arguments.int32("max_query_len", max_query_len)
-        limits.max_blocks = _arguments.int64("max_blocks", max_blocks)
-        limits.max_tokens = 0 if max_tokens is None else _arguments.int64("max_tokens", max_tokens)
-        limits.check_ids = _arguments.flag("check_ids", check_ids)
-        if max_query_len == 0:
+        LIMITS.fill(limits, values)
+        if limits.max_query_len == 0:
             raise InvalidArgument("max_query_len is 0: must be 1 or more, the most queries of one sequence in a step")
-        if max_tokens == 0:
+        if limits.max_tokens == 0 and values["max_tokens"] is not None:
             raise InvalidArgument("max_tokens is 0: must be 1 or more, or None for max_batch * max_query_len")
         handle = _c.PagesPlanHandle()
         _c.check(_c.pages_plan_create(pages.handle, byref(o), byref(limits), byref(handle)))
         self._held = pages.owner.hold(handle)
-        f = _c.PagesPlanFacts()
-        f.struct_size = sizeof(f)
-        _c.check(_c.pages_plan_describe(handle, byref(f)))
-        names = [(name or b"").decode() for name in (f.isa, f.kernel)]
-        self.facts = PageFacts(f.workspace_bytes, *names, f.threads, f.products)
-        self._held.memory = self._take_workspace(workspace)
+        self.facts = PageFacts.of(_c.pages_plan_describe, handle)
+        self._held.memory = self._take_workspace(values["workspace"])
 
     @property
     def handle(self) -> c_void_p:
@@ -408,9 +308,9 @@ class PagesPlan(_arguments.NotCopied):
         block_table: int32 [batch, columns], the blocks of each sequence; entries behind a sequence's length, and of
             pages that the window hides, are not read. seq_lens: int32 [batch], tokens with those of this step.
             query_start_loc: int32 [batch + 1]; sequence i has rows query_start_loc[i] to query_start_loc[i + 1] of q.
-        A sequence may have no query, and with causal=False and fresh=False fewer tokens than queries. On a device the
-        tensors are read when the stream comes to it, and sequences that do not fit the limits get no query (take_errors
-        tells); the CPU refuses them. Errors: InvalidArgument.
+        A sequence may have no query, and with is_causal=False and fresh_keys=False fewer tokens than queries. On a
+        device the tensors are read when the stream comes to it, and sequences that do not fit the limits get no query
+        (take_errors tells); the CPU refuses them. Errors: InvalidArgument.
         """
         where = self.pages.owner.place(stream)
         t, _tables = _step_tables(block_table, seq_lens, query_start_loc, where)
@@ -435,8 +335,8 @@ class PagesPlan(_arguments.NotCopied):
         sequence are left as they are. out None: a new tensor of q's dtype. lse: True, or an f32 tensor
         [tokens, q_heads]: gets the natural log of each softmax denominator. sink_logits: [q_heads] f32, join the
         denominator only.
-        keys, values: of a plan with fresh=True the tokens' own, [tokens or more, kv_heads, head_dim]; on a device both
-            f16 or both bf16. The step's write may come before or after. None otherwise.
+        keys, values: of a plan with fresh_keys=True the tokens' own, [tokens or more, kv_heads, head_dim]; on a device
+            both f16 or both bf16. The step's write may come before or after. None otherwise.
         layer: with a tail, whose pool this is.
         Returns out, or (out, lse) if lse was requested. Errors: InvalidArgument, Unsupported.
         """

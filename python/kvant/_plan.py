@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
 from ctypes import byref, c_float, c_int32, c_void_p, sizeof
-from dataclasses import dataclass
 from typing import Any
 
 from . import _arguments, _c, _locks, _overlap, _tensors
 from ._errors import InvalidArgument
+from ._facts import Facts
+from ._options import PLAN, Options
 
 __all__ = ["Plan", "PlanFacts"]
 
@@ -56,47 +57,22 @@ def run_options(
     return options, lse
 
 
-def attention_options(
-    q_heads: int,
-    *,
-    scale,
-    softcap,
-    causal,
-    window,
-    fresh,
-    alibi_slopes=None,
-    window_sinks=0,
-    threads=0,
-    split_keys=0,
-    isa=None,
-    kernel=None,
-    products=0,
-) -> _c.AttentionOptions:
-    """The options that all plans have."""
+def attention_options(options: Options, values: dict[str, Any]) -> _c.AttentionOptions:
+    """The options of a plan for C; those without a field there are the caller's, but for slopes."""
     o = _c.AttentionOptions()
     _c.attention_options_init(byref(o), sizeof(o))
-    o.q_heads = _arguments.int32("q_heads", q_heads)
-    if scale is not None:
-        o.scale = _arguments.real("scale", scale)
-        if o.scale == 0.0:  # to the library: the default
-            raise InvalidArgument("scale = 0: must not be 0; None stands for 1 / sqrt(head_dim)")
-    o.softcap = _arguments.real("softcap", softcap)
-    if alibi_slopes is not None:
-        o.alibi_slopes = (c_float * o.q_heads)(*_arguments.slopes("alibi_slopes", alibi_slopes, o.q_heads))
-    o.is_causal, o.fresh_keys = _arguments.flag("causal", causal), _arguments.flag("fresh", fresh)
-    o.window = 0 if window is None else _arguments.int64("window", window)
-    o.window_sinks = _arguments.int64("window_sinks", window_sinks)
-    o.threads = _arguments.int32("threads", threads)
-    o.split_keys = _arguments.int64("split_keys", split_keys)
-    o.isa = _arguments.name_or_none("isa", isa)
-    o.kernel = None if isinstance(kernel, str) and kernel == "" else _arguments.name_or_none("kernel", kernel)
-    o.products = _arguments.int32("products", products)
+    options.fill(o, values)
+    if values["alibi_slopes"] is not None:
+        o.alibi_slopes = (c_float * o.q_heads)(
+            *_arguments.slopes("alibi_slopes", values["alibi_slopes"], o.q_heads)
+        )
     return o
 
 
-@dataclass(frozen=True)
-class PlanFacts:
+class PlanFacts(Facts):
     """The decisions of a plan, as numbers. The fields are those of kvant_plan_facts in kvant.h."""
+
+    _struct = _c.PlanFacts
 
     workspace_bytes: int
     total_queries: int
@@ -125,30 +101,11 @@ def prepare(plan: Plan, layer: int, q: Any, out: Any, **options: Any) -> Callabl
     return plan._ready(layer, q, out, **options)
 
 
+@PLAN.described
 class Plan(_arguments.NotCopied):
     """How attention of one step will be computed. Made by Cache.plan; runs once for each layer.
 
-    q_heads: query heads, a multiple of the cache's kv_heads; query head h reads kv head h // (q_heads // kv_heads).
-    q_len: queries a sequence, its newest positions; q_lens: one count a sequence instead.
-    scale: None: 1 / sqrt(head_dim). softcap: t = cap * tanh(s / cap), 0: none. alibi_slopes: [q_heads] numbers.
-    causal: False lets queries see later keys too.
-    window: the last W keys, the query's own included; None: the cache's window and window_sinks; 0: none. window_sinks:
-        the first tokens that stay visible beyond it. With causal=False the window bounds from below only.
-    mask: [batch, q_heads, queries, keys], boolean (True: visible) or additive; dimensions of 1 broadcast. Its key
-        dimension begins at position mask_first_key.
-    threads, split_keys, isa: 0 and None let the plan choose. CPU only. isa: "scalar", "avx2", "avx512", "amx" or
-        "neon"; "amx" multiplies many rows with products of bf16 terms: 4e-6 off, "avx512" 1e-6 (float formats).
-    kernel: on a device "decode", "decode_sm90", "decode_sm80" or "prefill" ("prefill_sm90", "prefill_sm80" or
-        "prefill_unpacked" for one kind of these; "prefill_fresh" with fresh), or "generic", which takes any pair of
-        formats in float32, and is the only one for f32 and imported formats; None: what takes the least time.
-        decode_sm90, decode_sm80 and prefill kernels round weights to f16 or bf16, and "prefill_unpacked" what codes
-        stand for.
-
-    fresh: True: each run is given the keys and values of the queries' own tokens and attends to these as they are;
-        only older tokens are read from the cache. On a device it takes prefill kernels.
-    products: bits of the numbers that are multiplied where many rows share a page of tq formats. 8 is faster and rounds
-        queries, and on the CPU weights, to 8 bits; devices refuse it but at head_dim 256. 0: 8 on the CPU for pairs
-        to whose own loss that adds at most a fifth, else 16; facts.products and explain() say which.
+    {options}
 
     A plan is made after the reserve of a step. On the CPU it is for that step; on a device it follows sequences that
     grow. Errors: InvalidArgument, Unsupported.
@@ -157,75 +114,31 @@ class Plan(_arguments.NotCopied):
     _instead = "cache.plan() makes another"
     _made_of = ("cache", "facts", "_held", "_lock", "_mask", "_q_heads", "_q_lens", "_sequences")
 
-    def __init__(
-        self,
-        cache: Any,
-        sequences: Any,
-        *,
-        q_heads: int,
-        q_len: int = 1,
-        q_lens: SequenceOf[int] | None = None,
-        scale: float | None = None,
-        softcap: float = 0.0,
-        alibi_slopes: SequenceOf[float] | None = None,
-        causal: bool = True,
-        window: int | None = None,
-        window_sinks: int = 0,
-        mask: Any = None,
-        mask_first_key: int = 0,
-        threads: int = 0,
-        split_keys: int = 0,
-        isa: str | None = None,
-        kernel: str | None = None,
-        fresh: bool = False,
-        products: int = 0,
-    ):
+    def __init__(self, cache: Any, sequences: Any, **options: Any):
+        values = PLAN.complete(options)
         self._lock = _locks.new("this plan")  # runs share the plan's own workspace
         self.cache = cache
         self._sequences = cache.owner.members(sequences)  # which live as long as the plan
         ids = [s.number for s in self._sequences]
-        o = attention_options(
-            q_heads,
-            scale=scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            causal=causal,
-            window=window,
-            window_sinks=window_sinks,
-            threads=threads,
-            split_keys=split_keys,
-            isa=isa,
-            kernel=kernel,
-            fresh=fresh,
-            products=products,
-        )
+        o = attention_options(PLAN, values)
+        q_lens, mask = values["q_lens"], values["mask"]
         if q_lens is None:
-            o.q_len = _arguments.int32("q_len", q_len)
+            o.q_len = _arguments.int32("q_len", values["q_len"])
             self._q_lens = [o.q_len] * len(ids)
         else:
             self._q_lens = _arguments.one_or_each("q_lens", q_lens, len(ids), -(1 << 31), (1 << 31) - 1)
             o.q_lens = (c_int32 * len(ids))(*self._q_lens)
-        if window is not None and o.window == 0 and cache.window > 0:
+        if values["window"] is not None and o.window == 0 and cache.window > 0:
             o.window = _NO_WINDOW  # to the library 0 is the cache's window
         self._q_heads, self._mask = o.q_heads, None
-        first_key = _arguments.int64("mask_first_key", mask_first_key)
+        first_key = _arguments.int64("mask_first_key", values["mask_first_key"])
         if mask is not None:
             o.mask, self._mask = _tensors.mask(mask, first_key, cache.owner.place())
         handle = _c.PlanHandle()
         with cache.owner.lock:
             _c.check(_c.plan_create(cache.handle, _c.sequences(ids), len(ids), byref(o), byref(handle)))
             self._held = cache.owner.hold(handle)
-        f = _c.plan_facts(handle)
-        self.facts = PlanFacts(
-            f.workspace_bytes,
-            f.total_queries,
-            f.kv_bytes,
-            f.threads,
-            f.splits,
-            (f.isa or b"").decode(),
-            (f.kernel or b"").decode(),
-            f.products,
-        )
+        self.facts = PlanFacts.of(_c.plan_describe, handle)
 
     @property
     def handle(self) -> c_void_p:
@@ -252,7 +165,7 @@ class Plan(_arguments.NotCopied):
         """out = softmax(transform(scale * q k^T) + masks) v in one layer.
 
         q, out: [total queries, q_heads, head_dim], the sequences' rows one after another, or [batch, q_len, q_heads,
-        head_dim]. out None: a new tensor of q's dtype. keys, values: of a plan with fresh=True the queries' own,
+        head_dim]. out None: a new tensor of q's dtype. keys, values: of a plan with fresh_keys=True the queries' own,
         [total queries, kv_heads, head_dim] or [batch, q_len, kv_heads, head_dim]. lse: True, or an f32 tensor
         [total queries, q_heads]: gets the natural log of each softmax denominator. sink_logits: [q_heads] f32, join the
         denominator only.

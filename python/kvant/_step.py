@@ -10,6 +10,7 @@ from typing import Any
 
 from . import _arguments, _c, _tensors
 from ._errors import InvalidArgument
+from ._options import PLAN
 from ._plan import comparable
 from ._signals import CALL
 
@@ -28,7 +29,7 @@ class Reservation:
             handle = cache.handle
         self.after = [before + n for before, n in zip(self.lengths, tokens)]
         self.taken: list[int] = []  # the library's answer, which the very call writes that reserves
-        truncates = map(partial, repeat(_c.truncate), repeat(handle), self.numbers, self.lengths)
+        truncates = map(partial, repeat(_c.cache_truncate), repeat(handle), self.numbers, self.lengths)
         self.undo = map(CALL, chain((lock.acquire,), truncates, (lock.release,)))
 
     def take(self, stream: Any) -> None:
@@ -36,7 +37,7 @@ class Reservation:
         with cache.owner.lock:
             cache.owner.use_stream(stream)
             ids, counts = _c.sequences(self.numbers), _c.counts(self.tokens)
-            self.taken.extend(map(CALL, (partial(_c.reserve, cache.handle, ids, counts, count),)))
+            self.taken.extend(map(CALL, (partial(_c.cache_reserve, cache.handle, ids, counts, count),)))
             _c.check(self.taken[0])
 
 
@@ -58,6 +59,7 @@ class Step(_arguments.NotCopied):
         """Stores this step's keys and values of one layer; see Cache.write."""
         self.cache.write(self.sequences, layer, keys, values, stream=self.stream)
 
+    @PLAN.without("q_heads", "q_len", "q_lens").shown
     def attend(
         self,
         layer: int,
@@ -71,9 +73,9 @@ class Step(_arguments.NotCopied):
         **options: Any,
     ) -> Any:
         """Attention of this step's queries; see Plan for the options. Layers with the same options share a plan.
-        keys, values: this step's own, to be attended to as given (the option fresh); write them before or after."""
+        keys, values: this step's own, to be attended to as given (fresh_keys); write them before or after."""
         if keys is not None or values is not None:
-            options["fresh"] = True
+            options["fresh_keys"] = True
         q_heads = _tensors.describe(q, "q", self.cache.owner.place(self.stream)).shape[-2:][:1]
         if not q_heads:
             raise InvalidArgument("q has no dimensions: must be [tokens, q_heads, head_dim]")

@@ -254,7 +254,7 @@ def tensor(x: Any, name: str, device: tuple, sequences: int, mutable: bool = Fal
 def fill(t, d: Described, name: str, sequences: int):
     """Writes a described tensor into a C struct. The struct says where the rows of each sequence begin, and not for how
     many sequences there is memory: that is checked here."""
-    t.data, t.dtype = d.data, _c.DTYPES[d.dtype]
+    t.data, t.dtype = d.data, _c.DTYPE[d.dtype]
     if len(d.shape) == 3:
         t.shape[:], t.stride[:], t.batch_stride = d.shape, d.stride, 0
     elif len(d.shape) == 4:
@@ -313,7 +313,7 @@ def mask(x: Any, first_key: int, device: tuple):
             f"mask has shape {list(d.shape)}: must be [batch, q_heads, queries, keys], or the last of these, 1 or more"
         )
     m = _c.MaskTensor()
-    m.data, m.dtype, m.first_key = d.data, _c.DTYPES[d.dtype], first_key
+    m.data, m.dtype, m.first_key = d.data, _c.DTYPE[d.dtype], first_key
     m.shape[:] = (1,) * (4 - len(d.shape)) + d.shape
     strides = (ctypes.c_int64 * 4)(*(0,) * (4 - len(d.shape)), *d.stride)
     m.stride = strides

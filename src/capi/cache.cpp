@@ -309,6 +309,16 @@ kvant_status kvant_cache_memory(const kvant_cache* cache, kvant_memory* memory) 
   });
 }
 
+kvant_status kvant_cache_exact_ends(const kvant_cache* cache, kvant_exact_ends* ends) {
+  return guarded([&]() -> kvant::Status {
+    if (cache == nullptr) return null_argument("cache");
+    const kvant::ExactEnds now = cache->cache->exact_ends();
+    const kvant_exact_ends numbers{sizeof numbers, now.sink_pages, now.tail_pages,
+                                   now.dtype ? static_cast<kvant_dtype>(*now.dtype) : -1};
+    return write_struct("ends", ends, numbers);
+  });
+}
+
 kvant_status kvant_cache_trim(kvant_cache* cache, int64_t* bytes) {
   return guarded([&]() -> kvant::Status {
     if (cache == nullptr) return null_argument("cache");

@@ -192,7 +192,10 @@ std::string leftover_message(const CLI::App& command) {
       if (option_of(*sibling, name) != nullptr) siblings.push_back(sibling->get_name());
     }
   }
-  const std::string hint = did_you_mean(name, known);
+  std::string hint = did_you_mean(name, known);
+  const auto longer =
+      std::find_if(known.begin(), known.end(), [&](const auto& k) { return k.starts_with(name + '-'); });
+  if (hint.empty() && longer != known.end()) hint = fmt::format("; did you mean {}?", *longer);
   const std::string others =
       hint.empty() && !siblings.empty() ? fmt::format("; {} have it", fmt::join(siblings, ", ")) : hint;
   return fmt::format("{}: {} has no such option{}", name, path, others);

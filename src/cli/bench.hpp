@@ -29,7 +29,7 @@ struct BenchScores {
   bool alibi = false;  ///< slopes 2^(-8 (head + 1) / q_heads), as of Press et al., "Train short, test long", section 3
   /// A mask tensor [1, 1, q_len, keys] that hides nothing, as frameworks pass along; of its type.
   std::optional<Dtype> mask;
-  bool fresh = false;  ///< runs are given keys and values of the queries' own tokens (AttentionOptions::fresh_keys)
+  bool fresh_keys = false;  ///< AttentionOptions::fresh_keys
 
   bool operator==(const BenchScores&) const = default;
   [[nodiscard]] std::string text() const;  ///< "window 4096, softcap 50"; "": nothing

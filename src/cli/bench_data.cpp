@@ -137,10 +137,6 @@ double attention_tolerance(const FormatPair& formats) {
 
 namespace {
 
-float alibi_slope(const BenchCase& c, int head) {
-  return static_cast<float>(std::exp2(-8.0 * (head + 1) / c.q_heads));
-}
-
 // One query of one head, as an online softmax over chunks of keys.
 struct SampledRow {
   const BenchCase* c;
@@ -206,24 +202,6 @@ std::vector<std::byte> mask_bytes(const BenchCase& c) {
   return std::vector<std::byte>(elements * dtype_size(*c.scores.mask), std::byte{is_boolean});
 }
 
-AttentionOptions attention_options(const BenchCase& c, const void* mask) {
-  AttentionOptions options;
-  options.q_heads = c.q_heads;
-  options.q_len = static_cast<int>(c.q_len);
-  options.backend = c.backend;
-  options.kernel = c.kernel;
-  options.products = c.products;
-  options.softcap = c.scores.softcap;
-  options.mask.window = c.scores.window;
-  options.fresh_keys = c.scores.fresh;
-  for (int head = 0; c.scores.alibi && head < c.q_heads; ++head) options.alibi_slopes.push_back(alibi_slope(c, head));
-  if (c.scores.mask) {
-    const std::int64_t keys = c.most_keys();
-    options.mask.tensor = {mask, *c.scores.mask, {1, 1, c.q_len, keys}, {0, 0, keys, 1}};
-  }
-  return options;
-}
-
 Result<double> check_attention(const Workload& workload, const BenchCase& c, const std::vector<float>& q,
                                const std::vector<float>& out, const OwnVectors& own, std::int64_t most_sequences) {
   constexpr double kRowBudget = 4e8;  // multiply-adds: about a second on one core
@@ -256,7 +234,7 @@ Result<double> check_attention(const Workload& workload, const BenchCase& c, con
                               MutableTensorView::of(values.data(), end - begin, c.kv_heads, c.head_dim), {}, c.q_len);
       if (!status.ok()) return status;
       const std::int64_t cached = own_keys - c.q_len;
-      for (std::int64_t t = std::max(begin, cached); c.scores.fresh && t < end; ++t) {
+      for (std::int64_t t = std::max(begin, cached); c.scores.fresh_keys && t < end; ++t) {
         const std::int64_t from = (b * c.q_len + t - cached) * kv_row, to = (t - begin) * kv_row;
         std::copy_n(own.keys.begin() + from, kv_row, keys.begin() + to);
         std::copy_n(own.values.begin() + from, kv_row, values.begin() + to);

@@ -57,6 +57,7 @@ Result<Workload> make_workload(const BenchCase& c, int layers);
 std::vector<std::byte> mask_bytes(const BenchCase& c);
 /// Attention as the case has it; `mask` holds mask_bytes, where the cache is.
 AttentionOptions attention_options(const BenchCase& c, const void* mask);
+float alibi_slope(const BenchCase& c, int head);
 
 /// Relative L2 of `out` ([batch * q_len, q_heads, head_dim], from layer 0) against float64 attention over the vectors
 /// that Cache::read decodes, for a sample of sequences, heads and queries that stays quick. With fresh keys the

@@ -171,7 +171,7 @@ Status measure_decode(DeviceTools& tools, BenchRow& row, FirstOutputs* of_first)
   decode.out = MutableTensorView::contiguous(*out, Dtype::bf16, queries, c.q_heads, c.head_dim);
   if (c.between_mib > 0) decode.others = &tools.bench, decode.other_bytes = c.between_mib << 20;
   decode.options.workspace = {static_cast<std::byte*>(*workspace), plan->workspace_bytes()};
-  if (c.op == BenchOp::step || c.scores.fresh) {
+  if (c.op == BenchOp::step || c.scores.fresh_keys) {
     const Result<DeviceTools::Supply> supply = tools.make_supply(c, queries);
     if (!supply.ok()) return supply.status();
     if (Status s = tools.fill(*supply, c, 0, queries); !s.ok()) return s;
@@ -180,7 +180,7 @@ Status measure_decode(DeviceTools& tools, BenchRow& row, FirstOutputs* of_first)
   }
   std::vector<float> own_keys, own_values;  // fresh ones
   for (const auto& [host, view] : {std::pair(&own_keys, &decode.keys), std::pair(&own_values, &decode.values)}) {
-    if (!c.scores.fresh) continue;
+    if (!c.scores.fresh_keys) continue;
     decode.gives_own = true;
     std::vector<std::uint16_t> bits(static_cast<std::size_t>(queries * row_values(c)));
     if (Status s = tools.bench.download(bits.data(), view->data, bits.size() * 2); !s.ok()) return s;

@@ -57,7 +57,7 @@ constexpr const char* kPrefillExamples =
     "Examples:\n"
     "  kvant bench prefill --q-len 512 --keys 4096 --head-dim 128,256,512 --k-format f16,tq4\n"
     "  kvant bench prefill --k-format tq4,tq6/tq4 --products 16,8\n"
-    "  kvant bench prefill --backend cuda --q-len 8192 --keys 8192 --fresh --q-heads 32 --kv-heads 8\n"
+    "  kvant bench prefill --backend cuda --q-len 8192 --keys 8192 --fresh-keys --q-heads 32 --kv-heads 8\n"
     "  kvant bench prefill --backend cuda --q-len 2048 --keys 32768 --q-heads 32 --kv-heads 8 --k-format tq4,bf16";
 
 constexpr const char* kAppendFooter =
@@ -138,7 +138,7 @@ void add_scores(CLI::App& command, BenchArguments& a) {
              "--mask", [&a](const std::string& name) { a.scores.mask = parse_dtype(name).value(); },
              "A mask tensor of this type over all queries and keys, which hides nothing"),
          {"bool", "f32", "f16", "bf16"});
-  command.add_flag("--fresh", a.scores.fresh,
+  command.add_flag("--fresh-keys", a.scores.fresh_keys,
                    "Runs are given keys and values of the queries' own tokens, and attend to\n"
                    "these as they are");
 }
@@ -227,7 +227,7 @@ std::vector<CLI::Option*> add_options(CLI::App& command, BenchArguments& a, Benc
 std::vector<CLI::Option*> add_options_without_op(CLI::App& command, BenchArguments& a) {
   std::vector<CLI::Option*> shapes = add_options(command, a, BenchOp::decode);
   for (CLI::Option* shape : shapes) shape->group(kHidden);
-  for (const char* name : {"--window", "--softcap", "--alibi", "--mask", "--fresh", "--backend", "--device",
+  for (const char* name : {"--window", "--softcap", "--alibi", "--mask", "--fresh-keys", "--backend", "--device",
                            "--between-mib", "--kernel"}) {
     command.get_option(name)->group(kHidden);
   }

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cli/bench.hpp"
+#include "cli/bench_scores.hpp"
 #include "cli/records.hpp"
 #include "cli/table.hpp"
 #include "core/backend.hpp"
@@ -155,38 +156,34 @@ Json bench_rows(const BenchResult& result) {
   for (const BenchRow& row : result.rows) {
     const BenchCase& c = row.bench_case;
     const bool has_speed = row.refusal.empty();
-    rows.push_back({{"op", op_name(c.op)},
-                    {"backend", c.backend},
-                    {"isa", c.isa},
-                    {"k_format", format_info(c.formats.k).name},
-                    {"v_format", format_info(c.formats.v).name},
-                    {"k_centre", centre_name(c.k_centre)},
-                    {"q_heads", c.q_heads},
-                    {"kv_heads", c.kv_heads},
-                    {"head_dim", c.head_dim},
-                    {"batch", c.batch},
-                    {"keys", c.keys},
-                    {"first_keys", c.keys_of(0)},
-                    {"q_len", c.q_len},
-                    {"threads", c.threads},
-                    {"window", c.scores.window},
-                    {"softcap", c.scores.softcap},
-                    {"alibi", c.scores.alibi},
-                    {"mask", c.scores.mask ? Json(dtype_name(*c.scores.mask)) : Json(nullptr)},
-                    {"fresh", c.scores.fresh},
-                    {"between_mib", c.between_mib},
-                    {"kernel", row.kernel.empty() ? Json(nullptr) : Json(row.kernel)},
-                    {"products", row.products == 0 ? Json(nullptr) : Json(row.products)},
-                    {"median_ns", number_or_null(has_speed, row.median_ns)},
-                    {"spread", number_or_null(has_speed, row.spread)},
-                    {"ns_per_value", number_or_null(has_speed, row.ns_per_value)},
-                    {"gb_per_s", number_or_null(has_speed, row.gb_per_s)},
-                    {"gflops", number_or_null(has_speed && c.op != BenchOp::append, row.gflops)},
-                    {"share_of_read_bandwidth", number_or_null(has_speed, row.share_of_read_bandwidth)},
-                    {"share_of_fma_peak",
-                     number_or_null(has_speed && c.op != BenchOp::append && !is_device(c), row.share_of_fma_peak)},
-                    {"share_of_product", number_or_null(has_speed && row.share_of_product > 0, row.share_of_product)},
-                    {"rel_l2", row.rel_l2}});
+    Json& json = rows.emplace_back(Json{{"op", op_name(c.op)},
+                                        {"backend", c.backend},
+                                        {"isa", c.isa},
+                                        {"k_format", format_info(c.formats.k).name},
+                                        {"v_format", format_info(c.formats.v).name},
+                                        {"k_centre", centre_name(c.k_centre)},
+                                        {"q_heads", c.q_heads},
+                                        {"kv_heads", c.kv_heads},
+                                        {"head_dim", c.head_dim},
+                                        {"batch", c.batch},
+                                        {"keys", c.keys},
+                                        {"first_keys", c.keys_of(0)},
+                                        {"q_len", c.q_len},
+                                        {"threads", c.threads}});
+    json.update(scores_json(c.scores));
+    json.update({{"between_mib", c.between_mib},
+                 {"kernel", row.kernel.empty() ? Json(nullptr) : Json(row.kernel)},
+                 {"products", row.products == 0 ? Json(nullptr) : Json(row.products)},
+                 {"median_ns", number_or_null(has_speed, row.median_ns)},
+                 {"spread", number_or_null(has_speed, row.spread)},
+                 {"ns_per_value", number_or_null(has_speed, row.ns_per_value)},
+                 {"gb_per_s", number_or_null(has_speed, row.gb_per_s)},
+                 {"gflops", number_or_null(has_speed && c.op != BenchOp::append, row.gflops)},
+                 {"share_of_read_bandwidth", number_or_null(has_speed, row.share_of_read_bandwidth)},
+                 {"share_of_fma_peak",
+                  number_or_null(has_speed && c.op != BenchOp::append && !is_device(c), row.share_of_fma_peak)},
+                 {"share_of_product", number_or_null(has_speed && row.share_of_product > 0, row.share_of_product)},
+                 {"rel_l2", row.rel_l2}});
   }
   return rows;
 }

@@ -76,7 +76,7 @@ struct Runner {
     const auto rows = [&](const std::vector<float>& data) {
       return TensorView::of(data.data(), queries, c.kv_heads, c.head_dim);
     };
-    const bool fresh = c.scores.fresh;
+    const bool fresh = c.scores.fresh_keys;
     const auto begin = std::chrono::steady_clock::now();
     if (c.op == BenchOp::step) {
       const Status written = workload->cache.write(workload->sequences, layer, rows(new_keys), rows(new_values));
@@ -99,7 +99,7 @@ Status prepare_attention(Runner& runner) {
   row.products = runner.plan->products();
   runner.q = loud_vectors(c.batch * c.q_len, c.q_heads, c.head_dim, 1, 3);
   runner.out.resize(runner.q.size());
-  if (c.op == BenchOp::step || c.scores.fresh) {
+  if (c.op == BenchOp::step || c.scores.fresh_keys) {
     runner.new_keys = loud_vectors(c.batch * c.q_len, c.kv_heads, c.head_dim, 10, 1);
     runner.new_values = loud_vectors(c.batch * c.q_len, c.kv_heads, c.head_dim, 6, 2);
   }
@@ -292,16 +292,6 @@ void judge(BenchRow& row, double rel_l2) {
   if (rel_l2 <= allowed) return;
   row.refusal =
       fmt::format("the error {:.1e} is above {:.{}e}: no speed for wrong results", rel_l2, allowed, is_append ? 1 : 0);
-}
-
-std::string BenchScores::text() const {
-  std::vector<std::string> parts;
-  if (window > 0) parts.push_back(fmt::format("window {}", window));
-  if (softcap > 0) parts.push_back(fmt::format("softcap {:g}", softcap));
-  if (alibi) parts.emplace_back("ALiBi");
-  if (mask) parts.push_back(fmt::format("{} mask", dtype_name(*mask)));
-  if (fresh) parts.emplace_back("fresh keys");
-  return fmt::format("{}", fmt::join(parts, ", "));
 }
 
 std::int64_t BenchCase::seen_keys_of(std::int64_t sequence) const {

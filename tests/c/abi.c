@@ -205,6 +205,10 @@ static void test_attention(void) {
   kvant_memory memory = {.struct_size = sizeof memory};
   EXPECT(kvant_cache_memory(cache, &memory) == KVANT_OK && memory.tokens == TOKENS);
   EXPECT(memory.encoded_bytes + memory.scale_bytes + memory.exact_bytes + memory.table_bytes == memory.total_bytes);
+  kvant_exact_ends ends = {.struct_size = sizeof ends};
+  EXPECT(kvant_cache_exact_ends(cache, &ends) == KVANT_OK && ends.sink_pages >= 0 && ends.tail_pages >= 0);
+  EXPECT_REFUSED(kvant_cache_exact_ends(NULL, &ends), KVANT_INVALID_ARGUMENT, "cache is NULL");
+  EXPECT_REFUSED(kvant_cache_exact_ends(cache, NULL), KVANT_INVALID_ARGUMENT, "ends");
   EXPECT(kvant_cache_describe(cache, NULL, 0, &size) == KVANT_OK && size > 1);
 
   /* Wrong calls on a live plan and cache. */

@@ -244,7 +244,7 @@ class World:
                     made = Made(junk, value if junk is None and name == "scale" else None, True)
                 given[name], meaning[name] = made, None if made.given is None else value
         if rng.random() < 0.2:
-            given["causal"], meaning["causal"] = Made(False, False), False
+            given["is_causal"], meaning["is_causal"] = Made(False, False), False
         if rng.random() < 0.2:
             slopes = [0.5 / (h + 1) for h in range(heads)]
             wrong = rng.random() < 0.2
@@ -365,7 +365,7 @@ class World:
             if m.given is None:
                 m.may_refuse = False
         if rng.random() < 0.3:
-            arguments["fresh"] = Made(True, True)
+            arguments["fresh_keys"] = Made(True, True)
         if rng.random() < 0.3:
             arguments["scale"], meaning["scale"] = Made(0.2, 0.2), 0.2
         if rng.random() < 0.2:
@@ -509,9 +509,9 @@ class World:
         of_cache = "layers kv_heads head_dim k v device sink_pages tail_pages exact window window_sinks " \
                    "rollback_tokens max_sequences max_sequence_tokens k_basis v_basis bases basis_layers k_centre " \
                    "threads isa".split()  # fmt: skip
-        of_pages = "kv_heads head_dim k v device threads isa tail tail_sequences layers exact".split()
-        of_plan = "q_heads q_len q_lens scale softcap alibi_slopes causal window window_sinks mask mask_first_key " \
-                  "threads split_keys isa kernel fresh".split()  # fmt: skip
+        of_pages = "kv_heads head_dim k v device threads isa tail_pages tail_sequences layers exact".split()
+        of_plan = "q_heads q_len q_lens scale softcap alibi_slopes is_causal window window_sinks mask mask_first_key " \
+                  "threads split_keys isa kernel fresh_keys".split()  # fmt: skip
         which = int(rng.integers(0, 3))
         name = str(rng.choice((of_cache, of_pages, of_plan)[which]))
         junk = JUNK[int(rng.integers(0, len(JUNK)))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def attention(q, k, v, *, scale=None, causal=True, window=0, softcap=0.0, mask=None, sinks=None, alibi=None):
+def attention(q, k, v, *, scale=None, is_causal=True, window=0, softcap=0.0, mask=None, sinks=None, alibi=None):
     """softmax(scale * q k^T) v. q: [queries, q_heads, D], k, v: [keys, kv_heads, D]. Returns (out, lse); a query that
     sees no key has 0 and -inf."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
@@ -18,7 +18,7 @@ def attention(q, k, v, *, scale=None, causal=True, window=0, softcap=0.0, mask=N
     if alibi is not None:
         s = s - np.asarray(alibi)[:, None, None] * np.abs(position - key)
     seen = np.ones((len(q), len(k)), bool)
-    if causal:
+    if is_causal:
         seen &= key <= position
     if window:
         seen &= key > position - window

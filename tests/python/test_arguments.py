@@ -138,7 +138,7 @@ def test_numbers_that_do_not_fit_are_refused_everywhere(cache, sequence, pages):
         r"seq_lens\[0\]": [lambda: pages_plan.set_tables(np.zeros((1, 1), np.int32), [BIG + 1], [0, 1])],
         "max_batch": [lambda: pages.plan(4, max_batch=BIG + 1, max_blocks=1)],
         "max_blocks": [lambda: pages.plan(4, max_batch=1, max_blocks=2**64 + 1)],
-        "tail_sequences": [lambda: kvant.Pages(kv_heads=2, head_dim=D, tail=1, tail_sequences=BIG + 1)],
+        "tail_sequences": [lambda: kvant.Pages(kv_heads=2, head_dim=D, tail_pages=1, tail_sequences=BIG + 1)],
         r"basis_layers\[0\]": [lambda: kvant.Cache(kv_heads=2, head_dim=D, basis_layers=[BIG])],
     }
     del tables
@@ -198,7 +198,7 @@ def test_suggestions_are_of_the_arguments_own_kind():
     with refused("must be one of f32, f16, bf16$"):
         kvant.Cache(kv_heads=2, head_dim=D, exact="f8")
     with refused("must be one of f32, f16, bf16$"):
-        kvant.Pages(kv_heads=2, head_dim=D, tail=1, tail_sequences=1, exact="bool")
+        kvant.Pages(kv_heads=2, head_dim=D, tail_pages=1, tail_sequences=1, exact="bool")
 
 
 def test_the_host_is_one_device():
@@ -211,7 +211,8 @@ def test_the_host_is_one_device():
 @pytest.mark.parametrize(
     "options",
     [
-        {"causal": "False"}, {"causal": None}, {"causal": 2}, {"causal": np.array([True, False])}, {"fresh": "no"},
+        {"is_causal": "False"}, {"is_causal": None}, {"is_causal": 2}, {"is_causal": np.array([True, False])},
+        {"fresh_keys": "no"},
         {"scale": "0.1"}, {"scale": 0}, {"scale": 0.0}, {"scale": 1j}, {"scale": [1.0]}, {"scale": True},
         {"softcap": None}, {"softcap": "5"}, {"softcap": 10**400}, {"alibi_slopes": 1.0}, {"alibi_slopes": [1, 2, 3]},
         {"alibi_slopes": itertools.repeat(1.0)}, {"alibi_slopes": [1, 2, 3, "4"]}, {"alibi_slopes": [1, 2, 3, 1e39]},
@@ -475,7 +476,7 @@ def failing_attends():
         "values": dict(values=ones(1, 1)),
         "NaN": dict(values=nan),
         "unknown": dict(windo=5),
-        "fresh": dict(fresh="yes"),
+        "fresh_keys": dict(fresh_keys="yes"),
         "stream": dict(stream=3),
         "out is q": dict(q=q, out=q),
     }

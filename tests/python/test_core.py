@@ -78,7 +78,7 @@ def test_page_centred_keys(rng, k):
         dict(window=70),
         dict(softcap=3.0),
         dict(scale=0.3),
-        dict(causal=False),
+        dict(is_causal=False),
     ],
     ids=lambda o: next(iter(o)),
 )
@@ -285,7 +285,7 @@ def test_fresh_keys_are_attended_to_as_given(rng, form):
     close(before, expected)
     assert (before == after).all()
     assert np.linalg.norm(stored - expected) > 0.01 * np.linalg.norm(expected)
-    plan = cache.plan([seq], q_heads=4, q_len=100, fresh=True)
+    plan = cache.plan([seq], q_heads=4, q_len=100, fresh_keys=True)
     assert "fresh" in plan.explain()
     with pytest.raises(kvant.InvalidArgument, match="keys.data is null"):
         plan.run(0, q)
@@ -309,7 +309,7 @@ def test_attend_with_fresh_keys(rng):
     seqs = [cache.sequence(), cache.sequence()]
     k, v = rng.standard_normal((2, 2, 90, 2, D)).astype(np.float32)
     q = rng.standard_normal((2, 90, 4, D)).astype(np.float32)
-    out = cache.attend(seqs, 0, q, k, v, fresh=True)
+    out = cache.attend(seqs, 0, q, k, v, fresh_keys=True)
     for b in range(2):
         close(out[b], attention(q[b], k[b], v[b])[0])
 

@@ -29,10 +29,10 @@ def test_caches_and_files(script, tmp_path):
     engines = script("engines")
     assert engines.settings("auto") == {"kv_cache_dtype": "auto"}
     assert engines.settings("kvant")["kv_cache_dtype"] == "auto"
-    options = engines.settings('kvant_tq4 {"tail": 0}')
-    assert options["kv_cache_dtype"] == "kvant_tq4" and options["additional_config"] == {"kvant": {"tail": 0}}
+    options = engines.settings('kvant_tq4 {"tail_pages": 0}')
+    assert options["kv_cache_dtype"] == "kvant_tq4" and options["additional_config"] == {"kvant": {"tail_pages": 0}}
     assert options["attention_backend"] == "CUSTOM"
-    assert engines.stem_of(tmp_path, 'load: kvant_tq4 {"tail": 0}').name == "load_kvant_tq4_tail_0"
+    assert engines.stem_of(tmp_path, 'load: kvant_tq4 {"tail_pages": 0}').name == "load_kvant_tq4_tail_pages_0"
     assert engines.load(tmp_path, "nothing") is None
 
 

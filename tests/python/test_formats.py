@@ -346,7 +346,7 @@ def test_blocks_are_those_of_an_encoder_written_from_the_page(torch, k, v, d, ta
     expected = encoded_sequence(k, v, d, keys, values, steps, tail > 0)
 
     pages = kvant.Pages(
-        kv_heads=1, head_dim=d, k=k, v=v, tail=tail, tail_sequences=1 if tail else 0, exact="bf16" if tail else None
+        kv_heads=1, head_dim=d, k=k, v=v, tail_pages=tail, tail_sequences=min(tail, 1), exact="bf16" if tail else None
     )
     assert pages.block_bytes == len(expected[0].bytes)
     table = torch.tensor([[4, 1, 3, 0]], dtype=torch.int32)

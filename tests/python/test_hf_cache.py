@@ -339,14 +339,14 @@ def test_decoded_padding_is_zero(enabled_llama, prompts):
     assert torch.equal(decoded, keys * real)
 
 
-def test_exact_prefill(llama, prompts):
+def test_fresh_keys(llama, prompts):
     """The first prompt attends to its own keys and values, later tokens to what is stored."""
     ids = ids_of(prompts, 150)
     plain = DynamicCache(config=llama.config)
     expected = [forward(llama, plain, ids[:, :140]), forward(llama, plain, ids[:, 140:])]
     errors = {}
     for exact in (True, False):
-        kvant.hf.enable(llama, k="tq3", v="tq3", sink_pages=0, tail_pages=0, exact_prefill=exact)
+        kvant.hf.enable(llama, k="tq3", v="tq3", sink_pages=0, tail_pages=0, fresh_keys=exact)
         cache = new_cache(llama)
         got = [forward(llama, cache, ids[:, :140]), forward(llama, cache, ids[:, 140:])]
         errors[exact] = [float((a - b).abs().max() / b.std()) for a, b in zip(got, expected)]
@@ -363,7 +363,7 @@ def test_chunks_of_a_prompt_attend_to_their_own_keys_as_they_are(llama, prompts)
     expected = [forward(llama, plain, x) for x in chunks][1]
     errors = {}
     for exact in (True, False):
-        kvant.hf.enable(llama, k="tq3", v="tq3", sink_pages=0, tail_pages=0, exact_prefill=exact)
+        kvant.hf.enable(llama, k="tq3", v="tq3", sink_pages=0, tail_pages=0, fresh_keys=exact)
         cache = new_cache(llama)
         got = [forward(llama, cache, x) for x in chunks][1]
         errors[exact] = float((got - expected).norm() / expected.norm())
@@ -377,7 +377,7 @@ def test_products_of_8_bits(llama, prompts):
     round the keys of the second layer on otherwise, which moves logits more.)"""
     ids, found = ids_of(prompts, 320), {}
     for bits in (16, 8):
-        kvant.hf.enable(llama, k="tq8", v="tq8", products=bits, exact_prefill=False)
+        kvant.hf.enable(llama, k="tq8", v="tq8", products=bits, fresh_keys=False)
         cache = new_cache(llama)
         found[bits] = forward(llama, cache, ids)
         report = kvant.hf.report(cache)
@@ -390,7 +390,7 @@ def test_products_of_8_bits(llama, prompts):
 
 
 def test_products_that_plans_choose(llama, prompts):
-    kvant.hf.enable(llama, k="tq4", v="tq4", exact_prefill=False)
+    kvant.hf.enable(llama, k="tq4", v="tq4", fresh_keys=False)
     cache = new_cache(llama)
     assert {row.products for row in kvant.hf.report(cache).rows} == {0}
     forward(llama, cache, ids_of(prompts, 320))
@@ -441,7 +441,13 @@ def test_options_that_cannot_be(llama):
         ({"k": "tq9"}, kvant.InvalidArgument, "must be one of"),
         ({"exact": "f64"}, kvant.InvalidArgument, "exact"),
         ({"k_centre": "pages"}, kvant.InvalidArgument, "k_centre"),
-        ({"tail": 1}, TypeError, "no such option"),
+        ({"tail": 1}, TypeError, "tail: no such option of kvant.hf: it is called tail_pages"),
+        ({"exact_prefill": True}, TypeError, "it is called fresh_keys"),
+        ({"fresh_keys": "no"}, kvant.InvalidArgument, 'fresh_keys = "no": must be True or False'),
+        ({"rollback_tokens": -1}, kvant.InvalidArgument, "rollback_tokens = -1: must be 0 or more"),
+        ({"threads": 0}, kvant.InvalidArgument, "threads = 0: must be 1 or more"),
+        ({"isa": "mmx"}, kvant.InvalidArgument, "this machine has"),
+        ({"k": "lut4"}, kvant.InvalidArgument, "imported caches"),
         ({"products": 7}, kvant.InvalidArgument, "products = 7: must be 8 or 16 bits"),
         ({"products": 8, "k": "bf16", "v": "bf16"}, kvant.InvalidArgument, "only tq formats"),
         ({"skip_layers": 3}, kvant.InvalidArgument, "list"),

@@ -135,11 +135,11 @@ def test_padding_between_turns():
 
 
 @pytest.mark.parametrize("make", [full_model, window_model])
-@pytest.mark.parametrize("exact_prefill", [False, True])
-def test_a_first_prompt_with_padding_between_turns(make, exact_prefill):
+@pytest.mark.parametrize("fresh_keys", [False, True])
+def test_a_first_prompt_with_padding_between_turns(make, fresh_keys):
     """Padding is no token of a window, whoever computes attention of the prompt."""
     model = make()
-    kvant.hf.enable(model, k="f32", v="f32", short_windows=True, exact_prefill=exact_prefill)
+    kvant.hf.enable(model, k="f32", v="f32", short_windows=True, fresh_keys=fresh_keys)
     ids = tokens(2, 160)
     real = torch.ones_like(ids)
     real[0, 60:100] = 0

@@ -124,7 +124,7 @@ def test_fresh_keys(torch, device):
     engine = Engine(torch, device, lengths=((130, 1), (64, 64), (200, 90)), dtype=torch.bfloat16)
     q = torch.randn(155, 4, 64, device=device)
     try:
-        plan = engine.plan(4, fresh=True)
+        plan = engine.plan(4, fresh_keys=True)
     except kvant.Unsupported:
         pytest.skip("this device has no prefill kernels")
     assert "fresh" in plan.explain()
@@ -153,7 +153,7 @@ def test_products_of_8_bits(torch, device):
     expected, got = sixteen.run(engine.pool, q), eight.run(engine.pool, q)
     assert 1e-4 < relative(got, expected.double()) < 2e-2  # other bits, and near
     assert "products   8 bits: forced" in eight.explain() and "8 bits" not in sixteen.explain()
-    with pytest.raises(kvant.InvalidArgument, match="products is 7: must be 8 or 16 bits"):
+    with pytest.raises(kvant.InvalidArgument, match="products = 7: must be 8 or 16 bits"):
         engine.plan(4, products=7)
     dense = Engine(torch, device, k="bf16", v="bf16")
     with pytest.raises(kvant.Unsupported, match="products is 8, but the cache stores bf16/bf16"):
@@ -163,8 +163,8 @@ def test_products_of_8_bits(torch, device):
 def test_exact_tail(torch, device):
     """The newest pages are read exactly in each layer; without a step's begin they are not."""
     kv_heads, dim, length = 2, 64, 150
-    pages = kvant.Pages(kv_heads=kv_heads, head_dim=dim, k="tq4", v="tq4", device=device, tail=1, tail_sequences=2,
-                        layers=2, k_centre="none")
+    pages = kvant.Pages(kv_heads=kv_heads, head_dim=dim, k="tq4", v="tq4", device=device, tail_pages=1,
+                        tail_sequences=2, layers=2, k_centre="none")
     assert pages.tail_bytes == 2 * (2 * 3 + 2) * kv_heads * 2 * BLOCK * dim * 2
     pools = [torch.zeros(8, kv_heads, pages.block_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     plan = pages.plan(4, max_batch=2, max_blocks=4, max_query_len=length)
@@ -200,12 +200,13 @@ def test_exact_tail(torch, device):
     assert pages.take_misses() == 1  # a step of more than 64 tokens gives none to a page that is behind the tail
 
     for at_once in (False, True):
-        made = kvant.Pages(kv_heads=2, head_dim=64, tail=1, tail_sequences=1, encode_at_once=at_once)
+        made = kvant.Pages(kv_heads=2, head_dim=64, tail_pages=1, tail_sequences=1, encode_at_once=at_once)
         assert made.encode_at_once is at_once
-    for wrong, words in ((dict(tail=1), "tail_sequences"), (dict(tail=1, tail_sequences=1, exact="f8"), "exact = "),
-                         (dict(tail=-1), "tail_pages"), (dict(sink_pages=1), "beside a tail only"),
-                         (dict(tail=1, tail_sequences=1, exact_copies=0), "exact_copies is 0"),
-                         (dict(tail=1, tail_sequences=1, sink_pages=65), "sink_pages")):
+    for wrong, words in ((dict(tail_pages=1), "tail_sequences"),
+                         (dict(tail_pages=1, tail_sequences=1, exact="f8"), "exact = "),
+                         (dict(tail_pages=-1), "tail_pages"), (dict(sink_pages=1), "beside a tail only"),
+                         (dict(tail_pages=1, tail_sequences=1, exact_copies=0), "exact_copies is 0"),
+                         (dict(tail_pages=1, tail_sequences=1, sink_pages=65), "sink_pages")):
         with pytest.raises(kvant.InvalidArgument, match=words):
             kvant.Pages(kv_heads=1, head_dim=64, device=device, **wrong)
     with pytest.raises(kvant.InvalidArgument, match="pool.layer is 2"):
@@ -222,7 +223,7 @@ def test_exact_first_pages(torch, device):
     slots = torch.arange(length, device=device)
 
     def engine(**options):
-        pages = kvant.Pages(kv_heads=1, head_dim=dim, k="tq4", v="tq4", device=device, tail=1, tail_sequences=2,
+        pages = kvant.Pages(kv_heads=1, head_dim=dim, k="tq4", v="tq4", device=device, tail_pages=1, tail_sequences=2,
                             k_centre="none", **options)
         pool = torch.zeros(8, 1, pages.block_bytes, dtype=torch.uint8, device=device)
         plan = pages.plan(2, max_batch=2, max_blocks=7, max_query_len=BLOCK)
@@ -300,7 +301,7 @@ def test_queries_of_tokens_that_lie_elsewhere(torch, device, k, head_dim, kernel
         pytest.skip("prefill kernels are for compute capability 9.0")
     engine = Engine(torch, device, k=k, v="bf16" if k == "bf16" else "tq4", head_dim=head_dim,
                     lengths=((70, 190), (0, 3), (130, 1), (5, 40), (0, 1), (400, 300)))
-    plan = engine.plan(8, causal=False, kernel=kernel)
+    plan = engine.plan(8, is_causal=False, kernel=kernel)
     q = torch.randn(535, 8, head_dim, device=device)
     out, lse = plan.run(engine.pool, q, lse=True)
     assert not plan.take_errors()
@@ -315,7 +316,7 @@ def test_queries_of_tokens_that_lie_elsewhere(torch, device, k, head_dim, kernel
         expected = [reference(x, keys, values, position=n, scale=head_dim**-0.5) for x in q[here]]
         assert relative(out[here], torch.stack([x for x, _ in expected])) < 5e-3
         assert (lse[here].double() - torch.stack([x for _, x in expected])).abs().max() < 5e-3
-    for options in ({}, {"causal": False, "fresh": True}):
+    for options in ({}, {"is_causal": False, "fresh_keys": True}):
         try:
             plan = engine.pages.plan(8, max_batch=6, max_blocks=8, max_query_len=300, **options)
         except kvant.Unsupported:

@@ -75,7 +75,8 @@ def test_a_report_of_engines(tmp_path, monkeypatch, capsys):
         lines.write(2 * (json.dumps(problem) + "\n"))
     hidden = torch.randn(40, models.tiny_llama().config.hidden_size, generator=torch.Generator().manual_seed(1))
     right, wrong = "def twice(x):\n    return 2 * x\n```\nThat is all.", "def twice(x):\n    return x\n"
-    results = {"auto": (hidden, right), "kvant_tq4": (hidden, wrong), 'kvant_tq4 {"tail": 0}': (1.1 * hidden, right)}
+    results = {"auto": (hidden, right), "kvant_tq4": (hidden, wrong)}
+    results['kvant_tq4 {"tail_pages": 0}'] = 1.1 * hidden, right
     words = [str(tmp_path / "model"), *results, "--out", str(tmp_path), "--problems", str(tmp_path / "problems.gz")]
 
     def run_parts(parts, out, parallel):  # engines need a GPU

@@ -236,7 +236,7 @@ def test_a_cache_closed_during_a_call_goes_after_it():
     handle = cache.handle
     cache.close()
     number = _c.c_uint64()
-    _c.check(_c.add_sequence(handle, _c.byref(number)))  # as a call in another thread that has begun
+    _c.check(_c.cache_add_sequence(handle, _c.byref(number)))  # as a call in another thread that has begun
     assert number.value
 
 

@@ -31,7 +31,7 @@ from .graphs import StepGraph
 from .prefixes import Prefixes, make_index
 from .report import Report, make_report, report_of_another
 from .saving import save
-from .settings import Settings
+from .settings import OPTIONS, Settings
 
 __all__ = [
     "KvantCache",
@@ -106,6 +106,7 @@ class _Enabled:
             self.last_report = make_report(going)
 
 
+@OPTIONS.shown
 def enable(model: Any, *, prefix_cache: Any = None, prefix_salt: str = "", **options: Any) -> Any:
     """Makes generate() of a model use kvant, with nothing else changed. Returns the model.
 
@@ -176,6 +177,7 @@ def disable(model: Any) -> Any:
     return model
 
 
+@OPTIONS.shown
 def cache(model: Any, *, max_length: int | None = None, batch: int | None = None, **options: Any) -> KvantCache:
     """An empty cache for a model, to be passed as past_key_values. Options not given are those of enable(model).
 

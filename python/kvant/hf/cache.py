@@ -175,9 +175,7 @@ class KvantCache(versions.Cache):
     def _new_group(self, members: list[int], heads: int, dim: int, window: int, device: str):
         """(group, None), or (None, why there is none)."""
         s = self.settings
-        options: dict[str, Any] = {}
-        if window:
-            options.update(window=window, rollback_tokens=s.rollback_tokens)
+        options = {**s.of_cache(device != "cpu", window), "window": window}
         if device != "cpu":
             capacity = self._capacity()
             reason = self._why_not_this_window(window, capacity["max_sequence_tokens"])
@@ -191,15 +189,7 @@ class KvantCache(versions.Cache):
                 layers=len(members),
                 kv_heads=heads,
                 head_dim=dim,
-                k=s.k,
-                v=s.v,
                 device=device,
-                k_centre=s.k_centre,
-                exact=s.exact,
-                sink_pages=s.sink_pages,
-                tail_pages=s.tail_pages,
-                threads=(s.threads or torch.get_num_threads()) if device == "cpu" else 0,
-                isa=s.isa if device == "cpu" else None,
                 **options,
             )
             if device != "cpu":  # for which geometries and formats there are kernels, only a plan tells
@@ -356,7 +346,7 @@ class KvantCache(versions.Cache):
         self.length += step.tokens
 
     def prefills_exactly(self, group: Group) -> bool:
-        exact = self.settings.exact_prefill
+        exact = self.settings.fresh_keys
         return group.on_device if exact is None else exact
 
     # --- what transformers asks for ---

@@ -6,7 +6,6 @@ every decoding step is kept free of allocations: C structs and argument arrays a
 
 from __future__ import annotations
 
-import re
 from contextlib import nullcontext
 from ctypes import byref, c_int32, c_int64, c_void_p, sizeof
 from typing import Any
@@ -15,7 +14,8 @@ import torch
 
 import kvant
 from kvant import _c, _tensors
-from kvant._plan import attention_options
+from kvant._options import PLAN
+from kvant._plan import PlanFacts, attention_options
 
 from .settings import Settings
 
@@ -51,12 +51,6 @@ class Step:
         return found
 
 
-def _ends(cache: kvant.Cache) -> tuple[int, int]:
-    """Sink and tail pages of a cache, as it says itself."""
-    found = re.search(r"^exact ends: (\d+) sink and (\d+) tail pages", cache.describe(), re.MULTILINE)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
 class Group:
     """Layers of one geometry. members: their numbers in the model, in the order of their slots in the kvant cache."""
 
@@ -64,7 +58,7 @@ class Group:
         self.cache, self.members, self.settings = cache, members, settings
         self.window = cache.window
         self.on_device = cache.device[0] != "cpu"
-        self.ends = _ends(cache)
+        self.ends = cache.exact_ends()
         self.sequences: list[kvant.Sequence] = []
         self.ids: Any = None  # of all rows, a C array
         self.rows: list[int] = []  # stored tokens of each row
@@ -131,7 +125,7 @@ class Group:
             self.drop_plans()
         with self.cache.owner.lock:
             self._use_stream()
-            _c.check(_c.reorder(self.cache.handle, self.ids, _c.counts(parents), len(parents)))
+            _c.check(_c.cache_reorder(self.cache.handle, self.ids, _c.counts(parents), len(parents)))
         self.rows = [self.rows[p] for p in parents]
         self.step = None
 
@@ -175,7 +169,7 @@ class Group:
         if n:
             with self.cache.owner.lock:
                 self._use_stream()
-                status = _c.reserve(self.cache.handle, ids, counts, n)
+                status = _c.cache_reserve(self.cache.handle, ids, counts, n)
             if status:
                 self._refuse(status)
         self._step_ids, self._step_rows, self.step = ids, n, step
@@ -261,7 +255,7 @@ class Group:
         with cache.owner.lock:
             if self.on_device:
                 self._use_stream()
-            status = _c.write(cache.handle, self._step_ids, self._step_rows, slot, k, v)
+            status = _c.cache_write(cache.handle, self._step_ids, self._step_rows, slot, k, v)
         if status:
             self._refuse_write(slot, status)
 
@@ -380,15 +374,8 @@ class Group:
         options = self._options.get(key) if plain else None
         if options is None:
             queries, heads, scale, softcap, causal, window, own, _ = key
-            options = attention_options(
-                heads,
-                scale=scale,
-                softcap=softcap,
-                causal=causal,
-                window=window,
-                fresh=own,
-                products=self.settings.products,
-            )
+            given = dict(q_heads=heads, scale=scale, softcap=softcap, is_causal=causal, window=window, fresh_keys=own)
+            options = attention_options(PLAN, PLAN.complete({**given, **self.settings.of_plans()}))
             options.q_len = queries
             if plain:
                 if len(self._options) >= _MOST_STRUCTS:
@@ -408,7 +395,7 @@ class Group:
         with self.cache.owner.lock:
             _c.check(_c.plan_create(self.cache.handle, self._step_ids, self._step_rows, byref(options), byref(handle)))
         many = key[0] * key[1] > _FEW_ROWS * self.cache.kv_heads
-        facts = _c.plan_facts(handle) if many or self.on_device else None
+        facts = PlanFacts.of(_c.plan_describe, handle) if many or self.on_device else None
         if many:
             self.products = facts.products
         if self.on_device:
@@ -440,7 +427,7 @@ class Group:
     def tokens_read(self, queries: int = 1) -> tuple[int, int]:
         """How many tokens the newest queries read exactly and encoded, over all rows (docs/design.md, "The cache's
         rules")."""
-        sinks, tail = self.ends
+        sinks, tail = self.ends.sink_pages, self.ends.tail_pages
         visible = encoded = 0
         for n in self.rows:
             first = max(n - queries - self.window + 1, 0) if self.window else 0
@@ -463,9 +450,8 @@ class Group:
         keys, values = (byref(struct), None) if which == 0 else (None, byref(struct))
         with self.cache.owner.lock:
             self._use_stream()
-            _c.check(
-                _c.decode(self.cache.handle, self.ids, _c.counts(begins), _c.counts(self.rows), n, slot, keys, values)
-            )
+            ranges = self.ids, _c.counts(begins), _c.counts(self.rows), n
+            _c.check(_c.cache_decode(self.cache.handle, *ranges, slot, keys, values))
 
     def memory(self) -> int:
         """Bytes of one layer, on average; what other copies of the cache hold is counted, too."""

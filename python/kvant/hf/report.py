@@ -73,7 +73,7 @@ class Report:
                     f"{r.k}/{r.v}" if r.stored else "-",
                     str(r.window or "-"),
                     f"{r.kv_heads} x {r.head_dim}" if r.head_dim else "-",
-                    r.ends.partition(";")[0] or "-",  # `rows` have the reason, too
+                    r.ends or "-",
                     *([str(r.exact_tokens), str(r.encoded_tokens)] if r.bytes and r.stored else "--"),
                     f"{sum(x.bytes for x in alike) / 1e6:.2f}",
                     f"{sum(x.bf16_bytes for x in alike) / 1e6:.2f}",
@@ -107,12 +107,11 @@ class Report:
 
 
 def _ends(cache: Any) -> str:
-    """The library's sentence on exact pages."""
-    for line in cache.describe().splitlines():
-        name, _, text = line.partition(":")
-        if name == "exact ends":
-            return text.strip()
-    return ""
+    ends = cache.exact_ends()
+    if ends.sink_pages + ends.tail_pages == 0:
+        return "none"
+    dtype = ends.dtype or "bf16, or f16 if the first write is"
+    return f"{ends.sink_pages} sink and {ends.tail_pages} tail pages, {dtype}"
 
 
 def _tokens(group: Any) -> tuple[int, int]:

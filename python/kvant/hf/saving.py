@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import kvant
-from kvant import _arguments
+from kvant import _arguments, _options
 
 from . import versions
 from .cache import KvantCache
@@ -25,7 +25,7 @@ from .settings import Settings
 _DAMAGED = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
 
 # Options that depend on the process and not on the bytes.
-_HERE = frozenset({"threads", "isa", "products", "strict", "bases"})
+_HERE = frozenset({"threads", "isa", "strict", "bases", *_options.HF_ATTENTION.by_name})
 
 
 def stored_options(settings: Settings) -> dict[str, Any]:

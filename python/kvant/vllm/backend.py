@@ -73,7 +73,7 @@ class KvantBackend(AttentionBackend):
                 f"kvant: keys of {spec.head_size} and values of {spec.head_size_v} numbers: both must have one size"
             )
         config = versions.configuration()
-        name, k_centre = versions.cache_dtype(config), versions.k_centre(config)
+        name, k_centre = versions.cache_dtype(config), versions.option(config, "k_centre")
         if name not in dtypes.names():
             name, k_centre = dtypes.of_layers()
         if name not in dtypes.names():

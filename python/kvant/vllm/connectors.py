@@ -50,8 +50,8 @@ def folder(vllm_config) -> str:
     parts, name = [], versions.cache_dtype(vllm_config)
     if name not in dtypes.names():  # vLLM's other backends store the same numbers in another order
         parts.append("exact")
-    elif versions.k_centre(vllm_config) != "page":
-        parts.append(f"k_centre-{versions.k_centre(vllm_config)}")
+    elif versions.option(vllm_config, "k_centre") == "none":
+        parts.append("k_centre-none")
     if dtypes.PAGE_FORMAT != 1:
         parts.append(f"pages-{dtypes.PAGE_FORMAT}")
     skipped = versions.skipped_layers(vllm_config)

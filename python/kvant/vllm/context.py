@@ -33,7 +33,7 @@ def refuse(impl) -> None:
         reason = "this model has ALiBi, whose positions a rank does not know"
     elif impl.kv_sharing_target_layer_name is not None:
         reason = "this model has layers that share a cache, which are not given the keys of a step"
-    elif not versions.fresh_keys(config):
+    elif not versions.option(config, "fresh_keys"):
         reason = "a prompt's own keys are with all ranks only as they are given: leave out fresh_keys = false"
     elif versions.is_cuda() and impl.dtype == torch.float32:
         reason = "prompts take keys in 16 bits on a GPU: choose --dtype bfloat16 or float16"

@@ -61,7 +61,7 @@ def parse(name: str | None, model_dtype: torch.dtype) -> Pair:
 
 
 @lru_cache(maxsize=None)
-def token_bytes(pair: Pair, head_dim: int, k_centre: str = "page") -> int:
+def token_bytes(pair: Pair, head_dim: int, k_centre: str = "automatic") -> int:
     """Bytes that a token takes in one kv head, a 64th of a block: vLLM's state_content_bytes.
 
     Exactly so, since on a device the heads of a block follow one another. A block is a multiple of 64 bytes.
@@ -71,10 +71,10 @@ def token_bytes(pair: Pair, head_dim: int, k_centre: str = "page") -> int:
     return pages.block_bytes // pages.block_tokens
 
 
-_of_layers: tuple[str | None, str] = None, "page"
+_of_layers: tuple[str | None, str] = None, "automatic"
 
 
-def note_layer(name: str, k_centre: str = "page") -> None:
+def note_layer(name: str, k_centre: str = "automatic") -> None:
     """Remembers the cache dtype and the centres of this process's layers: specs carry neither, see
     KvantBackend.customize_spec."""
     global _of_layers

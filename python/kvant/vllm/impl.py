@@ -55,7 +55,7 @@ class KvantImpl(LayerOfKvant, AttentionImpl[KvantMetadata]):
         drafts.refuse(self._config)
         connectors.refuse_shared_folders(self._config)
         self.dtype = torch.get_default_dtype()  # vLLM sets it to the model's
-        k_centre = versions.k_centre(self._config)
+        k_centre = versions.option(self._config, "k_centre")
         dtypes.note_layer(kv_cache_dtype, k_centre)
         self.pages = None  # of a layer that is not exact, see tail.py
         self.number = 0  # of the layer in them
@@ -76,7 +76,7 @@ class KvantImpl(LayerOfKvant, AttentionImpl[KvantMetadata]):
             None if alibi_slopes is None else tuple(map(float, alibi_slopes)),
             self._has_fresh_keys(),
             "none" if pair.is_exact() else k_centre,
-            products=0 if pair.is_exact() else versions.products(self._config),
+            options=() if pair.is_exact() else tuple(versions.of_plans(self._config).items()),
         )
         self.check.done = pair.is_exact()
         if self.dcp_world_size > 1:
@@ -91,7 +91,7 @@ class KvantImpl(LayerOfKvant, AttentionImpl[KvantMetadata]):
         given some that are not stored; devices take them in 16 bits only."""
         if self._config is None or self.kv_sharing_target_layer_name is not None:
             return False
-        return versions.fresh_keys(self._config) and not (self.dtype == torch.float32 and versions.is_cuda())
+        return versions.option(self._config, "fresh_keys") and not (self.dtype == torch.float32 and versions.is_cuda())
 
     @property
     def _sink_logits(self) -> torch.Tensor | None:
@@ -186,7 +186,7 @@ class KvantImpl(LayerOfKvant, AttentionImpl[KvantMetadata]):
             context.attend(self, attn_metadata, query, key, value, cache, output, sinks)
         for plan, rows in runs:  # its tables say where its rows begin
             own = {}
-            if plan.fresh:
+            if plan.fresh_keys:
                 own = {"keys": key[:rows], "values": value[:rows]}
             plan.run(cache, query[:rows], out=output[:rows], sink_logits=sinks, layer=self.number, **own)
         return output

@@ -111,10 +111,10 @@ class Layer(NamedTuple):
     window: int = 0  # the last so many keys, the query's own included; 0: all
     softcap: float = 0.0
     alibi_slopes: tuple[float, ...] | None = None
-    fresh: bool = False  # prompts attend to their own keys and values as these are given
-    k_centre: str = "page"
+    fresh_keys: bool = False  # prompts attend to their own keys and values as these are given
+    k_centre: str = "automatic"
     keys: str = "all"  # that plans read: "own" and "shared" with decode context parallel (context.py)
-    products: int = 0  # bits of what is multiplied for many queries; 0: plans choose
+    options: tuple[tuple[str, Any], ...] = ()  # of plans, as --additional-config has them
 
     def own(self) -> Layer:
         """The queries of a step over its own keys, as they are given."""
@@ -122,7 +122,7 @@ class Layer(NamedTuple):
 
     def shared(self, ranks: int) -> Layer:
         """The queries of so many ranks over the keys in pages, all of which they see."""
-        return self._replace(keys="shared", q_heads=self.q_heads * ranks, fresh=False)
+        return self._replace(keys="shared", q_heads=self.q_heads * ranks, fresh_keys=False)
 
     def pages(self, device: torch.device):
         """Without a tail, for plans and for exact layers: writes of others need to know their tables (tail.py)."""
@@ -132,7 +132,7 @@ class Layer(NamedTuple):
         """Newest whole blocks of a request that are read exactly."""
         if 0 < self.window < LEAST_WINDOW_WITH_TAIL or versions.moves_blocks(vllm_config):
             return 0
-        return 0 if self.pair.is_exact() else versions.tail(vllm_config)
+        return 0 if self.pair.is_exact() else versions.option(vllm_config, "tail_pages")
 
     def content_bytes(self) -> int | None:
         """The bytes of a token in one kv head, as a spec has them; None: an exact layer's, which vLLM knows itself."""
@@ -164,7 +164,7 @@ class Layer(NamedTuple):
             k=self.pair.k,
             v=self.pair.v,
             device=device,
-            tail=tail,
+            tail_pages=tail,
             tail_sequences=capacity.requests if tail > 0 else 0,
             sink_pages=self.sink_pages() if tail > 0 else 0,
             exact_copies=copies if tail > 0 else None,
@@ -190,9 +190,9 @@ class Layer(NamedTuple):
     def extend_plan(self, pages, capacity: Capacity, queries: int) -> Extend:
         limits = capacity.extend(queries)[1], queries
         fresh = stored = few = None
-        if self.fresh:
+        if self.fresh_keys:
             try:
-                fresh = self._plan(pages, capacity, *limits, fresh=True)
+                fresh = self._plan(pages, capacity, *limits, fresh_keys=True)
             except kvant.Unsupported as error:
                 if self.keys == "own":
                     raise NotImplementedError(f"kvant: decode context parallel takes fresh keys: {error}") from error
@@ -202,7 +202,7 @@ class Layer(NamedTuple):
         if pages.device[0] != "cpu" and self.keys != "own":
             few = self._few_plan(pages, capacity, *limits)
         bits = (fresh or stored).facts.products
-        if self.products or bits != 16:
+        if dict(self.options).get("products") or bits != 16:
             _say_once(f"products of {bits} bits for many queries over {self.pair} pages")
         return Extend(stored, fresh, few)
 
@@ -215,7 +215,7 @@ class Layer(NamedTuple):
         plan = self._plan(pages, capacity, requests, queries)
         return None if plan.facts.kernel == "prefill" else Few(plan, requests, tokens)
 
-    def _plan(self, pages, capacity: Capacity, requests: int, queries: int, fresh: bool = False):
+    def _plan(self, pages, capacity: Capacity, requests: int, queries: int, fresh_keys: bool = False):
         return pages.plan(
             self.q_heads,
             max_batch=requests,
@@ -223,12 +223,12 @@ class Layer(NamedTuple):
             max_query_len=queries,
             max_tokens=capacity.tokens,
             scale=self.scale,
-            causal=self.keys != "shared",
+            is_causal=self.keys != "shared",
             window=self.window,
             softcap=self.softcap,
             alibi_slopes=self.alibi_slopes,
-            fresh=fresh,
-            products=self.products,
+            fresh_keys=fresh_keys,
+            **dict(self.options),
         )
 
 

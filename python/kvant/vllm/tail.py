@@ -55,7 +55,7 @@ def divide_memory(vllm_config, capacity: Capacity) -> None:
     most = [most_copies(i.layer, tail, capacity.requests) if tail > 0 else 0 for i, tail in zip(impls, tails)]
     wanted = sum(n * copy_bytes(i.layer, i.dtype) for i, n in zip(impls, most))
     memory = _cache_bytes(vllm_config, impls)
-    share = versions.exact_memory(vllm_config)
+    share = versions.option(vllm_config, "exact_memory")
     part = 1.0 if memory is None or wanted == 0 else min(1.0, share * memory / wanted)
     for impl, n in zip(impls, most):
         impl.copies = int(n * part)
@@ -73,20 +73,21 @@ def _cache_bytes(vllm_config, impls) -> int | None:
 
 
 def _say(vllm_config, impls, tails, capacity: Capacity) -> None:
-    log, share = logging.getLogger("vllm.kvant"), versions.exact_memory(vllm_config)
+    log, share = logging.getLogger("vllm.kvant"), versions.option(vllm_config, "exact_memory")
     needs = [(i.layer.sink_pages() + tail + 1, i.copies, tail) for i, tail in zip(impls, tails) if tail > 0]
     taken = sum(i.copies * copy_bytes(i.layer, i.dtype) for i in impls)
     if impls and versions.sleeps(vllm_config):
         log.warning(
             "sleep mode: kvant's own memory stays on the device while vLLM sleeps, %.1f MiB of exact copies and the "
-            "workspace of plans; with --additional-config '{\"kvant\": {\"tail\": 0}}' there are no copies",
+            "workspace of plans; with --additional-config '{\"kvant\": {\"tail_pages\": 0}}' there are no copies",
             taken / 2**20,
         )
     if not needs:
-        if impls and versions.moves_blocks(vllm_config) and versions.tail(vllm_config) > 0:
+        if impls and versions.moves_blocks(vllm_config) and versions.option(vllm_config, "tail_pages") > 0:
             log.warning(
                 "no exact copies of first and newest tokens: a KV connector writes to blocks. All tokens are read as "
-                "they are encoded; --additional-config '{\"kvant\": {\"tail\": 0}}' says so, and ends this warning"
+                "they are encoded; --additional-config '{\"kvant\": {\"tail_pages\": 0}}' says so, and ends this "
+                "warning"
             )
         return
     enough = min(min(capacity.requests, copies // need) for need, copies, _ in needs)
@@ -98,7 +99,7 @@ def _say(vllm_config, impls, tails, capacity: Capacity) -> None:
         "beside the KV cache, enough for %d of %d requests, and for the newest block of %d, whose tokens are copied "
         "before they are encoded; tokens without a copy are read encoded (up to %.2g of the "
         "cache's memory, as far as it is known before vLLM measures; more with --additional-config "
-        "'{\"kvant\": {\"exact_memory\": %.2g}}', none with '{\"kvant\": {\"tail\": 0}}')",
+        "'{\"kvant\": {\"exact_memory\": %.2g}}', none with '{\"kvant\": {\"tail_pages\": 0}}')",
         BLOCK_TOKENS, BLOCK_TOKENS * tail, BLOCK_TOKENS * tail + BLOCK_TOKENS - 1, min(n for _, n, _ in needs),
         max(n for _, n, _ in needs), len(needs), taken / 2**20, enough, capacity.requests, running, share, 2 * share,
     )

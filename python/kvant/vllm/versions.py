@@ -171,12 +171,12 @@ def slots(layer_name: str):
     return get_forward_context().slot_mapping.get(layer_name)
 
 
-OPTIONS = ("tail", "exact_memory", "fresh_keys", "k_centre", "products")
-
-
 def _options(vllm_config) -> dict:
     """--additional-config '{"kvant": {...}}'. Keys beside "kvant" are other plugins', but for those that were plainly
     meant for kvant."""
+    from kvant._options import VLLM
+
+    known = VLLM.by_name
     config = getattr(vllm_config, "additional_config", None) or {}
     if not isinstance(config, Mapping):  # a platform's own class
         return {}
@@ -184,7 +184,7 @@ def _options(vllm_config) -> dict:
         plain = str(name).lower()
         if name != "kvant" and ("kvant" in plain or difflib.get_close_matches(plain, ["kvant"], cutoff=0.75)):
             raise ValueError(f'kvant: --additional-config has {name!r}: kvant\'s options are under "kvant"')
-        if name in OPTIONS:
+        if name in known:
             raise ValueError(
                 f"kvant: --additional-config has {name!r} beside \"kvant\": an option of kvant belongs inside, "
                 f'{{"kvant": {{"{name}": ...}}}}'
@@ -193,45 +193,38 @@ def _options(vllm_config) -> dict:
     if options is None:
         return {}
     if not isinstance(options, Mapping):
-        raise ValueError(f'kvant: --additional-config has "kvant": {options!r}: must be options such as {{"tail": 1}}')
+        raise ValueError(
+            f'kvant: --additional-config has "kvant": {options!r}: must be options such as {{"tail_pages": 1}}'
+        )
     for name in options:
-        if name not in OPTIONS:
-            close = difflib.get_close_matches(str(name), OPTIONS, n=1)
-            meant = f" (did you mean {close[0]}?)" if close else ""
-            raise ValueError(
-                f"kvant: --additional-config has the kvant option {name!r}{meant}: there are {', '.join(OPTIONS)}"
-            )
+        if name not in known:
+            raise ValueError(f"kvant: --additional-config has the kvant option {name!r}{VLLM.hint(name)}")
     return dict(options)
 
 
-def k_centre(vllm_config) -> str:
-    """--additional-config '{"kvant": {"k_centre": "none"}}': whether pages keep a mean of their keys. "page" by
-    default."""
-    centre = _options(vllm_config).get("k_centre", "page") if vllm_config is not None else "page"
-    if centre not in ("page", "none"):
-        raise ValueError(f'kvant: --additional-config has k_centre = {centre!r}: must be "page" or "none"')
-    return centre
+def option(vllm_config, name: str):
+    """The value of an option of --additional-config '{"kvant": {...}}'; kvant/_options.py has them. Errors:
+    ValueError."""
+    import kvant
+    from kvant._options import VLLM
+
+    known = VLLM.by_name[name]
+    options = {} if vllm_config is None else _options(vllm_config)
+    value = options.get(name, known.default)
+    if known.kind == "bool" and not isinstance(value, bool):
+        raise ValueError(f"kvant: --additional-config has {name} = {value!r}: must be true or false")
+    try:
+        known.read(name, value)
+    except kvant.InvalidArgument as error:
+        raise ValueError(f"kvant: --additional-config has {error}") from None
+    return value
 
 
-def tail(vllm_config) -> int:
-    """--additional-config '{"kvant": {"tail": 1}}': newest whole blocks of a request that are read exactly, and where
-    there are some its first block, too. One by default."""
-    blocks = _options(vllm_config).get("tail", 1)
-    if not isinstance(blocks, int) or isinstance(blocks, bool) or not 0 <= blocks <= 64:
-        raise ValueError(f"kvant: --additional-config has tail = {blocks!r}: must be 0 to 64 blocks")
-    return blocks
+def of_plans(vllm_config) -> dict:
+    """The options of --additional-config that plans have as they are given."""
+    from kvant._options import VLLM_ATTENTION
 
-
-def exact_memory(vllm_config) -> float:
-    """--additional-config '{"kvant": {"exact_memory": 0.05}}': the memory of exact copies, as a share of that of the KV
-    cache. 0.05 by default."""
-    share = _options(vllm_config).get("exact_memory", 0.05)
-    if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share <= 1000:
-        raise ValueError(
-            f"kvant: --additional-config has exact_memory = {share!r}: must be a number above 0 and up to 1000, a "
-            "share of the KV cache's memory (0.05: 5 %); a tail of 0 takes none"
-        )
-    return float(share)
+    return {o.name: option(vllm_config, o.name) for o in VLLM_ATTENTION.without("fresh_keys")}
 
 
 def kv_memory(vllm_config, own: int = 0) -> int | None:
@@ -259,26 +252,6 @@ def blocks(vllm_config, tokens: int) -> int | None:
     cache = vllm_config.cache_config
     own = cache.num_gpu_blocks or cache.num_gpu_blocks_override
     return own * max(1, (getattr(cache, "block_size", None) or tokens) // tokens) if own else None
-
-
-def fresh_keys(vllm_config) -> bool:
-    """--additional-config '{"kvant": {"fresh_keys": true}}': chunks of prompts attend to their own keys and values as
-    the model gives them. True by default."""
-    fresh = _options(vllm_config).get("fresh_keys", True)
-    if not isinstance(fresh, bool):
-        raise ValueError(f"kvant: --additional-config has fresh_keys = {fresh!r}: must be true or false")
-    return fresh
-
-
-def products(vllm_config) -> int:
-    """--additional-config '{"kvant": {"products": 8}}': bits of what is multiplied for many queries over tq formats. 0,
-    what plans choose, by default."""
-    bits = _options(vllm_config).get("products", 0) if vllm_config is not None else 0
-    if bits not in (0, 8, 16) or isinstance(bits, bool):
-        raise ValueError(
-            f"kvant: --additional-config has products = {bits!r}: must be 8 or 16 bits, or 0 to let plans choose"
-        )
-    return bits
 
 
 def context_parallel(kv_cache_spec) -> tuple[int, int]:

@@ -95,6 +95,10 @@ CacheMemory Cache::memory() const noexcept {
   const auto use = impl_->reading();
   return impl_->memory();
 }
+ExactEnds Cache::exact_ends() const noexcept {
+  const auto use = impl_->reading();
+  return impl_->exact_ends();
+}
 std::string Cache::describe() const {
   const auto use = impl_->reading();
   return impl_->describe();

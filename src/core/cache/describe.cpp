@@ -39,6 +39,13 @@ std::int64_t CacheImpl::trim() noexcept {
   return store_->trim();
 }
 
+ExactEnds CacheImpl::exact_ends() const noexcept {
+  if (!table_.config().ends.any()) return {};
+  std::optional<Dtype> dtype = exact_dtype();
+  if (!dtype && spec_.automatic_exact(Dtype::f32, Dtype::f32) == Dtype::f32) dtype = Dtype::f32;
+  return {config().sink_pages, config().tail_pages, dtype};
+}
+
 std::string CacheImpl::describe() const {
   std::string text =
       fmt::format("geometry: {} layers, {} kv heads, {}\n", config().layers, config().kv_heads, spec_.head_dim_words());
@@ -50,14 +57,11 @@ std::string CacheImpl::describe() const {
                       format_info(spec_.v).name, page_bits(page.code_bytes + page.scale_bytes),
                       is_centred() ? " and centres" : "", stored_dim() > config().head_dim ? " and padding" : "");
   text += fmt::format("page: {} tokens, {} bytes per layer and kv head\n", kPageTokens, page.block_bytes);
-  if (!table_.config().ends.any()) {
+  if (const ExactEnds ends = exact_ends(); ends.sink_pages + ends.tail_pages == 0) {
     text += "exact ends: none";
   } else {
-    text += fmt::format("exact ends: {} sink and {} tail pages, {}", config().sink_pages, config().tail_pages,
-                        exact_dtype() ? dtype_name(*exact_dtype())
-                        : spec_.automatic_exact(Dtype::f32, Dtype::f32) == Dtype::f32
-                            ? "f32"
-                            : "bf16, or f16 if the first write is");
+    text += fmt::format("exact ends: {} sink and {} tail pages, {}", ends.sink_pages, ends.tail_pages,
+                        ends.dtype ? dtype_name(*ends.dtype) : "bf16, or f16 if the first write is");
   }
   if (automatic_ends_) text += "; chosen: the default";
   text += '\n';

@@ -126,6 +126,7 @@ class CacheImpl {
                        std::span<const std::int64_t> slots);
   std::int64_t trim() noexcept;
   [[nodiscard]] CacheMemory memory() const noexcept;
+  [[nodiscard]] ExactEnds exact_ends() const noexcept;
   [[nodiscard]] std::string describe() const;
 
  private:

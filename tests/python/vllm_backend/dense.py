@@ -70,7 +70,7 @@ class Pages:
         k="tq6",
         v="tq4",
         device="cpu",
-        tail=0,
+        tail_pages=0,
         tail_sequences=0,
         layers=1,
         exact=None,
@@ -80,8 +80,8 @@ class Pages:
         encode_at_once=False,  # blocks of float64 numbers are never encoded
     ):
         assert device == "cpu"
-        self.tail, self.tail_sequences, self.layers = tail, tail_sequences, layers
-        self.tail_copies = tail_sequences * (tail + 2)  # they take no memory
+        self.tail_pages, self.tail_sequences, self.layers = tail_pages, tail_sequences, layers
+        self.tail_copies = tail_sequences * (tail_pages + 2)  # they take no memory
         self.begun = None  # with a tail: the blocks whose first position is still to be written
         self.kv_heads, self.head_dim, self.pair = kv_heads, head_dim, (k, v)
         self.block_bytes = 2 * self.block_tokens * head_dim * 8
@@ -94,7 +94,7 @@ class Pages:
     def begin_step(self, block_table, seq_lens, query_start_loc, stream=None, max_query_len=0):
         """Blocks that begin are to be written by every layer, before anybody attends."""
         assert max_query_len >= int((query_start_loc[1:] - query_start_loc[:-1]).max())
-        assert self.tail == 0 or seq_lens.shape[0] <= self.tail_sequences
+        assert self.tail_pages == 0 or seq_lens.shape[0] <= self.tail_sequences
         self.begun = set()
         for i, length in enumerate(seq_lens.tolist()):
             queries = int(query_start_loc[i + 1] - query_start_loc[i])
@@ -102,8 +102,8 @@ class Pages:
             self.begun |= {(int(b), layer) for b in block_table[i, first:end] for layer in range(self.layers)}
 
     def write(self, pool, keys, values, slot_mapping, stream=None, layer=0):
-        assert layer < self.layers and (self.tail == 0 or self.begun is not None)
-        if self.tail > 0:
+        assert layer < self.layers and (self.tail_pages == 0 or self.begun is not None)
+        if self.tail_pages > 0:
             self.begun -= {(s // self.block_tokens, layer) for s in slot_mapping.tolist() if s >= 0}
         assert keys.shape == values.shape == (slot_mapping.shape[0], self.kv_heads, self.head_dim)
         assert slot_mapping.dtype == torch.int64
@@ -137,17 +137,17 @@ class Plan:
         max_query_len,
         max_tokens,
         scale,
-        causal=True,
+        is_causal=True,
         window=0,
         softcap=0.0,
         alibi_slopes=None,
         check_ids=False,
-        fresh=False,
+        fresh_keys=False,
         products=0,
     ):
-        self.pages, self.q_heads, self.fresh = pages, q_heads, fresh
+        self.pages, self.q_heads, self.fresh_keys = pages, q_heads, fresh_keys
         self.limits = dict(batch=max_batch, blocks=max_blocks, query_len=max_query_len, tokens=max_tokens)
-        self.rule = dict(scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes)
+        self.rule = dict(scale=scale, causal=is_causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes)
         self.facts = types.SimpleNamespace(products=products or 16)
         self.workspace_bytes = 0
         self.runs = self.steps = 0
@@ -164,8 +164,8 @@ class Plan:
         self.steps += 1
 
     def run(self, pool, q, out=None, lse=None, sink_logits=None, keys=None, values=None, stream=None, layer=0):
-        assert (keys is not None) == (values is not None) == self.fresh
-        if self.pages.tail > 0:
+        assert (keys is not None) == (values is not None) == self.fresh_keys
+        if self.pages.tail_pages > 0:
             assert not [b for b, of in self.pages.begun if of == layer], "blocks began, and were not written"
         assert q.shape[0] <= self.limits["tokens"] and q.shape[1:] == (self.q_heads, self.pages.head_dim)
         if sink_logits is not None:
@@ -183,7 +183,7 @@ class Plan:
             blocks = [[self.pages.block(pool, b, h) for h in range(self.pages.kv_heads)] for b in ids]
             both = torch.stack([torch.cat([b[h] for b in blocks], dim=1) for h in range(self.pages.kv_heads)], dim=2)
             k, v = both[:, : length - first].numpy()
-            if self.fresh:
+            if self.fresh_keys:
                 older = length - (rows.stop - rows.start) - first
                 given = (x[rows].double().numpy() for x in (keys, values))
                 k, v = (np.concatenate([old[:older], new]) for old, new in zip((k, v), given))

@@ -54,8 +54,8 @@ class Engine:
         drafts=0,
         blocks=48,
         skip_layers=(),
-        tail=None,
-        fresh=None,
+        tail_pages=None,
+        fresh_keys=None,
         k_centre=None,
         exact_memory=None,
         products=None,
@@ -79,8 +79,8 @@ class Engine:
         self.config.cache_config.num_gpu_blocks_override = blocks
         for name, x in dict(parallel).items():
             setattr(self.config.parallel_config, name, x)
-        options = {"tail": tail, "fresh_keys": fresh, "k_centre": k_centre, "exact_memory": exact_memory}
-        options["products"] = products
+        options = {"tail_pages": tail_pages, "fresh_keys": fresh_keys, "k_centre": k_centre, "products": products}
+        options["exact_memory"] = exact_memory
         self.key_offsets = dict(key_offsets)  # by layer: what all of its keys have in common
         self.config.additional_config = {"kvant": {name: x for name, x in options.items() if x is not None}}
         self.layers = []

@@ -76,7 +76,7 @@ def test_blocks_return_from_the_offloading_connector(vllm, torch, layout, layers
     """Blocks leave through the tensors that vLLM's OffloadingConnector moves, and return to others, in all bytes."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 
-    e = Engine(vllm, layers, cache_dtype="kvant_tq8", layout=layout, tail=0)
+    e = Engine(vllm, layers, cache_dtype="kvant_tq8", layout=layout, tail_pages=0)
     e.config.kv_transfer_config = transfer("OffloadingConnector")
     e.config.model_config.get_total_num_kv_heads = lambda: 2
     spec = SimpleNamespace(

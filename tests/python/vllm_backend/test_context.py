@@ -30,7 +30,7 @@ def test_ranks_find_what_one_finds(ranks, torch, share, options):
 @pytest.mark.parametrize("cache_dtype", ["kvant_tq8", "kvant_tq4"])
 def test_formats(vllm, ranks, cache_dtype):
     """Each rank encodes its own tokens. Together they lose what one rank loses; errors of one head vary more."""
-    options = dict(cache_dtype=cache_dtype, tail=0)
+    options = dict(cache_dtype=cache_dtype, tail_pages=0)
     one = Engine(vllm, q_heads=4, kv_heads=1, **options)
     a_day(one, tolerance=1.0)
     for share in SHARES:
@@ -158,7 +158,7 @@ def test_vllm_takes_the_layers(ranks):
         ({"drafts": 2}, "--speculative-config"),
         ({"layers": [{"window": 100}]}, "sliding window"),
         ({"layers": [{"alibi_slopes": SLOPES[:2]}]}, "ALiBi"),
-        ({"fresh": False}, "fresh_keys = false"),
+        ({"fresh_keys": False}, "fresh_keys = false"),
     ],
     ids=lambda x: str(x)[:20],
 )

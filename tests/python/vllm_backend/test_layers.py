@@ -168,8 +168,8 @@ def test_exact_copies(vllm, window):
     assert e.worst > 0.05
     assert all(pages.take_misses() == 0 for pages in tails)
 
-    without = Engine(vllm, layers, cache_dtype="kvant_tq2", tail=0, fresh=False)
-    assert all(pages.tail == 0 for pages in without.builder().own_pages)
+    without = Engine(vllm, layers, cache_dtype="kvant_tq2", tail_pages=0, fresh_keys=False)
+    assert all(pages.tail_pages == 0 for pages in without.builder().own_pages)
     d = without.request(1)
     without.step([(d, 64)], tolerance=1.0)
     assert without.worst > 0.1
@@ -177,7 +177,7 @@ def test_exact_copies(vllm, window):
 
 def errors_of_prompts(vllm, fresh, **options):
     """Relative errors of a prompt's first chunk, of its second, and of the step after it."""
-    e = Engine(vllm, tail=0, fresh=fresh, **options)
+    e = Engine(vllm, tail_pages=0, fresh_keys=fresh, **options)
     a, b = e.request(1), e.request(2)
     errors = []
     for batch in ([(a, 150), (b, 70)], [(a, 50), (b, 90)], [(a, 1), (b, 1)]):
@@ -211,7 +211,7 @@ def test_short_chunks_behind_long_prefixes(vllm, fresh):
     server's largest step of such chunks."""
     layers = [{}, {"window": 700}]
     limits = dict(q_heads=32, kv_heads=8, head_dim=128, max_requests=32, max_tokens=2048, max_model_len=8192, blocks=80)
-    e = Engine(vllm, layers, cache_dtype="kvant_tq8", fresh=fresh, tail=0, **limits)
+    e = Engine(vllm, layers, cache_dtype="kvant_tq8", fresh_keys=fresh, tail_pages=0, **limits)
     a, b = e.request(1), e.request(2)
     e.step([(a, 850), (b, 600)], tolerance=0.02)
     for batch, few in (([(a, 40)], True), ([(b, 1), (a, 20)], True), ([(a, 60), (b, 60)], True), ([(b, 200)], False)):
@@ -220,7 +220,7 @@ def test_short_chunks_behind_long_prefixes(vllm, fresh):
         if not ON_CPU:  # few queries over a window may take either kind
             decodes = [plan.facts.kernel.startswith("decode") for plan in plans]
             assert any(decodes) == few, [plan.explain() for plan in plans]
-            assert [plan.fresh for plan in plans] == [fresh and not decode for decode in decodes]
+            assert [plan.fresh_keys for plan in plans] == [fresh and not decode for decode in decodes]
         e.step(batch, tolerance=0.02)
 
 
@@ -236,11 +236,11 @@ def test_which_chunks_are_fresh(vllm, dense_pages, torch):
         assert chosen == [other, "few", "few", other]
     e = Engine(vllm, cache_dtype=dense_pages)
     (plans,) = e.builder().plans.values()
-    assert all(extend.fresh.fresh and extend.stored is None for (extend,) in plans.extend.values())
-    assert not any(plan.fresh for plan in plans.decode.values())
-    e = Engine(vllm, cache_dtype=dense_pages, fresh=False)
+    assert all(extend.fresh.fresh_keys and extend.stored is None for (extend,) in plans.extend.values())
+    assert not any(plan.fresh_keys for plan in plans.decode.values())
+    e = Engine(vllm, cache_dtype=dense_pages, fresh_keys=False)
     (plans,) = e.builder().plans.values()
-    assert all(extend.fresh is None and not extend.stored.fresh for (extend,) in plans.extend.values())
+    assert all(extend.fresh is None and not extend.stored.fresh_keys for (extend,) in plans.extend.values())
     for wrong in ({"fresh_keys": 1}, {"fresh": True}):
         e.config.additional_config = {"kvant": wrong}
         with pytest.raises(ValueError, match="fresh"):
@@ -255,7 +255,7 @@ def test_no_kernels_for_fresh_keys(vllm, dense_pages, monkeypatch, caplog):
     from . import dense
 
     def plan(pages, q_heads, **options):
-        if options.pop("fresh", False):
+        if options.pop("fresh_keys", False):
             raise kvant.Unsupported("fresh_keys needs kernels of another device")
         return dense.Plan(pages, q_heads, **options)
 
@@ -281,15 +281,15 @@ def test_which_layers_have_a_tail(vllm):
 
     e = Engine(vllm, [{"window": 100}, {}, {"window": 1023}], cache_dtype="kvant_tq4", skip_layers=["1"])
     assert e.layers[1].made.impl.pages is None  # an exact layer
-    assert [e.layers[i].made.impl.pages.tail for i in (0, 2)] == [0, 0]  # short windows
-    for wrong in ({"kvant": {"tail": -1}}, {"kvant": {"tail": "1"}}, {"kvant": {"tails": 1}}):
+    assert [e.layers[i].made.impl.pages.tail_pages for i in (0, 2)] == [0, 0]  # short windows
+    for wrong in ({"kvant": {"tail_pages": -1}}, {"kvant": {"tail_pages": "1"}}, {"kvant": {"tails_pages": 1}}):
         e.config.additional_config = wrong
         with pytest.raises(ValueError, match="tail"):
-            versions.tail(e.config)
+            versions.option(e.config, "tail_pages")
     for wrong in (0, -1, "5 %", True, 1001, None):
         e.config.additional_config = {"kvant": {"exact_memory": wrong}}
         with pytest.raises(ValueError, match="exact_memory"):
-            versions.exact_memory(e.config)
+            versions.option(e.config, "exact_memory")
     e.config.additional_config = {}
     e.config.kv_transfer_config = object()
     assert e.layers[0].made.impl.layer._replace(window=0).tail(e.config) == 0  # a connector writes to blocks
@@ -311,7 +311,7 @@ def test_memory_of_exact_copies(vllm, caplog):
     assert impls[1].copies == 0 and impls[0].copies == impls[2].copies > 0
     assert 0.05 * cache - size[0] - size[2] < taken <= 0.05 * cache
     pages = [impl.pages for impl in impls]
-    assert sum(p.tail_bytes for p in set(pages)) == taken and pages[1].tail == 0
+    assert sum(p.tail_bytes for p in set(pages)) == taken and pages[1].tail_pages == 0
     text, count = caplog.text, impls[0].copies
     assert text.count("exact copies") == 1 and f"{count} to {count} blocks in each of 2 layers" in text
     assert f"{taken / 2**20:.1f} MiB" in text and f"enough for {impls[0].copies // 3} of 8 requests" in text
@@ -323,13 +323,13 @@ def test_memory_of_exact_copies(vllm, caplog):
     for layer in all_of_them.layers:
         impl = layer.made.impl
         wanted = kvant.Pages(
-            kv_heads=2, head_dim=impl.head_size, k="tq4", v="tq4", tail=1, sink_pages=1, tail_sequences=8
+            kv_heads=2, head_dim=impl.head_size, k="tq4", v="tq4", tail_pages=1, sink_pages=1, tail_sequences=8
         )
         assert impl.copies == (0 if impl.layer.window else wanted.tail_copies)
     assert "enough for 8 of 8" in caplog.text
 
     caplog.clear()
-    none = Engine(vllm, layers, cache_dtype="kvant_tq4", tail=0)
+    none = Engine(vllm, layers, cache_dtype="kvant_tq4", tail_pages=0)
     assert [layer.made.impl.copies for layer in none.layers] == [0, 0, 0] and "exact copies" not in caplog.text
     a_day(none, tolerance=error)
 
@@ -476,10 +476,10 @@ def test_options_of_centres(vllm, torch, cache_dtype, error):
     sizes = [made.layers[0].made.kv_cache.shape[3] for made in (e, Engine(vllm, cache_dtype=cache_dtype))]
     assert sizes == ([68, 69] if cache_dtype == "kvant_tq4" else [sizes[0]] * 2)
     a_day(e, tolerance=error)
-    for wrong in ("automatic", True, None):
+    for wrong in ("Page", True, None):
         e.config.additional_config = {"kvant": {"k_centre": wrong}}
-        with pytest.raises(ValueError, match='must be "page" or "none"'):
-            versions.k_centre(e.config)
+        with pytest.raises(ValueError, match="must be one of automatic, none, page"):
+            versions.option(e.config, "k_centre")
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -489,17 +489,17 @@ def test_products(vllm, torch, caplog, bits):
 
     layer._say_once.cache_clear()
     with caplog.at_level("INFO", "vllm.kvant"):
-        e = Engine(vllm, [{}, {}], cache_dtype="kvant_tq8", products=bits, fresh=False, skip_layers=["1"])
+        e = Engine(vllm, [{}, {}], cache_dtype="kvant_tq8", products=bits, fresh_keys=False, skip_layers=["1"])
     a_day(e, tolerance=2.5e-2)
     stored, exact = (made.made.impl.layer for made in e.layers)
-    assert (stored.products, exact.products) == (bits, 0)
+    assert (stored.options, exact.options) == ((("products", bits),), ())
     (plans,) = (plans[stored] for plans in (e.builder(i).plans for i in range(len(e.groups))) if stored in plans)
     assert f"products   {bits} bits: forced" in plans.extend[128][0].stored.explain()
     assert f"products of {bits} bits for many queries over tq8/tq8 pages" in caplog.text
     for wrong in (7, "8", True):
         e.config.additional_config = {"kvant": {"products": wrong}}
-        with pytest.raises(ValueError, match="must be 8 or 16 bits"):
-            versions.products(e.config)
+        with pytest.raises(ValueError, match="products = "):
+            versions.option(e.config, "products")
 
 
 def test_sinks_are_loaded_after_the_layer_is_made(vllm, pages, torch):

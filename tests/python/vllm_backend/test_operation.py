@@ -163,7 +163,7 @@ def test_layers_that_are_not_kvants_share_the_memory(vllm, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(versions, "layers", layers)
             pages = Engine(vllm, cache_dtype="kvant_tq4", exact_memory=1000).layers[0].made.impl.pages
-        assert pages.tail == 1 and pages.encode_at_once == (kind == "Mamba"), kind
+        assert pages.tail_pages == 1 and pages.encode_at_once == (kind == "Mamba"), kind
 
 
 def test_pages_with_copies_are_known(vllm):
@@ -211,7 +211,7 @@ def test_no_copies_beside_a_connector(gpu, torch, caplog):
     assert copies(config) == (0, 0)
     assert "no exact copies of first and newest tokens: a KV connector writes to blocks" in caplog.text
     caplog.clear()
-    config.additional_config = {"kvant": {"tail": 0}}
+    config.additional_config = {"kvant": {"tail_pages": 0}}
     assert copies(config) == (0, 0) and caplog.text == ""
 
 
@@ -254,7 +254,7 @@ def configuration(cache_dtype="kvant_tq4", connector=None, skip=(), draft=None, 
     "options, folder",
     [
         ({}, ""),
-        ({"k_centre": "page", "tail": 3, "fresh_keys": False, "products": 16}, ""),  # blocks have the same bytes
+        ({"k_centre": "page", "tail_pages": 3, "fresh_keys": False, "products": 16}, ""),  # blocks have the same bytes
         ({"draft": "kvant_tq4"}, ""),
         ({"k_centre": "none"}, "kvant-k_centre-none"),
         ({"cache_dtype": "auto"}, "kvant-exact"),
@@ -394,7 +394,7 @@ def options(additional_config):
 
 
 def test_options_that_are_kvants(registered):
-    known = {"tail": 2, "k_centre": "none"}
+    known = {"tail_pages": 2, "k_centre": "none"}
     assert options({"kvant": known}) == known
     assert options({"kvant": {}}) == options({"kvant": None}) == options({}) == options(None) == options(object()) == {}
     # Keys of others are left alone.
@@ -404,15 +404,17 @@ def test_options_that_are_kvants(registered):
 @pytest.mark.parametrize(
     "wrong, said",
     [
-        ({"kvnat": {"tail": 2}}, "has 'kvnat': kvant's options are under \"kvant\""),
+        ({"kvnat": {"tail_pages": 2}}, "has 'kvnat': kvant's options are under \"kvant\""),
         ({"Kvant": {}, "kvant": {}}, "has 'Kvant'"),
         ({"kvant_options": {}}, "has 'kvant_options'"),
         ({"kvan": {}}, "has 'kvan'"),
         ({"k_centre": "none"}, "has 'k_centre' beside \"kvant\": an option of kvant belongs inside, {\"kvant\": {\"k_"),
-        ({"kvant": {}, "tail": 0}, "has 'tail' beside"),
-        ({"kvant": {"k_center": "none"}}, "option 'k_center' (did you mean k_centre?): there are tail, exact_memory"),
-        ({"kvant": {"zzz": 1}}, "option 'zzz': there are tail"),
-        ({"kvant": {"tail": 1, 7: 1}}, "option 7: there are"),
+        ({"kvant": {}, "tail_pages": 0}, "has 'tail_pages' beside"),
+        ({"kvant": {"k_center": "none"}}, "option 'k_center' (did you mean k_centre?); the options are k_centre, tail_pages"),
+        ({"kvant": {"tail": 1}}, "option 'tail': it is called tail_pages"),
+        ({"kvant": {"fresh": True}}, "option 'fresh': it is called fresh_keys"),
+        ({"kvant": {"zzz": 1}}, "option 'zzz'; the options are k_centre"),
+        ({"kvant": {"tail_pages": 1, 7: 1}}, "option 7; the options are"),
         ({"kvant": ["tail"]}, "has \"kvant\": ['tail']: must be options"),
         ({"kvant": 0}, "must be options"),
     ],
