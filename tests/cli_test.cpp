@@ -71,14 +71,18 @@ TEST_F(Cli, WrongUsageIsExitCodeTwo) {
   expect_refusals(
       2,
       {
-          {{}, "no command given; the commands are eval, bench, calibrate, snapshot, formats, info"},
+          {{}, "no command given; the commands are eval, bench, calibrate, snapshot, formats, info, completion"},
           {{"evil"},
-           "evil: no such command; the commands are eval, bench, calibrate, snapshot, formats, info; did you mean "
-           "eval?"},
+           "evil: no such command; the commands are eval, bench, calibrate, snapshot, formats, info, completion; did "
+           "you "
+           "mean eval?"},
+          {{"doctor"}, "doctor is a command of the Python package"},
           {{"--nonsense"}, "--nonsense: not an option that stands before the command; the commands are"},
           {{""}, "no command given"},
           {{"eval"}, "FILE is required"},
           {{"eval", "x", "--formats", "tq7"}, "format 'tq7': must be one of f32, f16, bf16, fp8, tq2"},
+          {{"eval", "x", "--formats", "q4_0"}, "(tq6/tq4); for q4_0 write tq4"},
+          {{"bench", "--k-format", "fp8_e4m3"}, "; for fp8_e4m3 write fp8"},
           {{"eval", "x", "--formats", "tq4/"}, "format ''"},
           {{"eval", "x", "--formats", "lut4"}, "format lut4: holds imported vectors"},
           {{"eval", "x", "--formats", ""}, "format ''"},
@@ -124,6 +128,12 @@ TEST_F(Cli, WrongUsageIsExitCodeTwo) {
           {{"bench", "--backend", "tpu"}, "--backend: tpu: must be one of cpu, cuda"},
           {{"bench", "--suite", "cpu", "decode", "--keys", "64"},
            "--suite cpu: has shapes of its own; leave out --keys"},
+          {{"bench", "--threads", "1025"}, "--threads"},
+          {{"bench", "--threads", "1000", "--keys", "64"}, "--threads 1000: this process may use"},
+          {{"bench", "--device", "gpu"}, "--device gpu: must be the number of a device, as 0, or as cuda:0"},
+          {{"bench", "--keys", "32g"}, "--keys"},
+          {{"bench", "--keys", "k"}, "--keys"},
+          {{"bench", "--keys", "8589934592k"}, "--keys"},
           {{"info", "extra"}, "extra"},
       });
 }
@@ -168,6 +178,8 @@ TEST_F(Cli, RefusalsAreExitCodeOne) {
 TEST_F(Cli, BenchRefusesADeviceThatIsNotThere) {
   expect_refusals(2, {
                          {{"bench", "--device", "1"}, "--device 1: needs --backend cuda"},
+                         {{"bench", "--device", "cuda:0"}, "--device cuda:0: needs --backend cuda"},
+                         {{"bench", "--backend", "cuda", "--device", "cuda:1024"}, "must be the number of a device"},
                          {{"bench", "--between-mib", "9"}, "--between-mib 9: needs --backend cuda"},
                          {{"bench", "--kernel", "prefill"}, "--kernel prefill: needs --backend cuda"},
                          {{"bench", "--between-mib", "0"}, "--between-mib"},

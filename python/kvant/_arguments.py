@@ -41,7 +41,11 @@ def integer(name: str, value: Any, low: int, high: int) -> int:
     """A whole number of any integer type."""
     number = value if type(value) is int else None if _is_bool(value) else attempt(operator.index, value)[0]
     if number is None:  # a float, a text; an array of many numbers, whose library says so in its own way
-        raise InvalidArgument(f"{name} = {show(value)}: must be a whole number (an int), not a {type(value).__name__}")
+        short = re.fullmatch(r"(\d{1,9})([kKmM])", value, re.ASCII) if type(value) is str else None
+        hint = f"; write {int(short[1]) << (10 if short[2] in 'kK' else 20)}" if short else ""
+        raise InvalidArgument(
+            f"{name} = {show(value)}: must be a whole number (an int), not a {type(value).__name__}{hint}"
+        )
     if not low <= number <= high:
         raise InvalidArgument(f"{name} = {show(number)}: must be {low} to {high}")
     return number

@@ -382,8 +382,8 @@ snapshot_open = _function("kvant_snapshot_open", c_char_p, POINTER(c_void_p))
 snapshot_destroy = _function("kvant_snapshot_destroy", c_void_p, result=None)
 snapshot_info = _function("kvant_snapshot_info", c_void_p, c_char_p, c_size_t, POINTER(c_size_t))
 snapshot_tokens = _function("kvant_snapshot_tokens", c_void_p, c_int64, _Counts, c_int64, _Counts)
-load = _function("kvant_load", c_void_p, POINTER(LoadOptions), POINTER(c_void_p), _Sequences)
-load_into = _function("kvant_load_into", c_void_p, c_void_p, POINTER(LoadOptions), _Sequences)
+load = _function("kvant_load", c_void_p, POINTER(LoadOptions), POINTER(c_void_p), _Sequences, c_int64, _Counts)
+load_into = _function("kvant_load_into", c_void_p, c_void_p, POINTER(LoadOptions), _Sequences, c_int64, _Counts)
 copy_sequences = _function(
     "kvant_copy_sequences", c_void_p, _Sequences, c_int64, c_void_p, _Sequences, Progress, c_void_p
 )

@@ -48,8 +48,9 @@ int refuse_first_word(const CLI::App& app, const std::string& word) {
   std::string problem = word + ": no such command";
   if (word.empty()) problem = "no command given";
   if (!word.empty() && word[0] == '-') problem = word + ": not an option that stands before the command";
-  return report(kUsage, fmt::format("{}; the commands are {}{}\nRun `kvant --help` for examples.", problem,
-                                    fmt::join(names, ", "), did_you_mean(word, names)));
+  const char* elsewhere = word == "doctor" ? "; doctor is a command of the Python package" : "";
+  return report(kUsage, fmt::format("{}; the commands are {}{}{}\nRun `kvant --help` for examples.", problem,
+                                    fmt::join(names, ", "), did_you_mean(word, names), elsewhere));
 }
 
 int parse_and_run(int argc, char** argv) {

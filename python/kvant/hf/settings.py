@@ -80,15 +80,13 @@ class Settings:
         return settings
 
     def _check(self) -> None:
-        known = [f["name"] for f in kvant.formats()]
         for name in ("k", "v"):
-            if getattr(self, name) not in known:
-                raise kvant.InvalidArgument(f'{name} = "{getattr(self, name)}": must be one of {", ".join(known)}')
-            if getattr(self, name).startswith("lut"):
+            if isinstance(getattr(self, name), str) and getattr(self, name).startswith("lut"):
                 raise kvant.InvalidArgument(
                     f'{name} = "{getattr(self, name)}": this format is for imported caches, whose tables of levels it '
                     'needs; use a tq format ("tq4", "tq6")'
                 )
+        kvant.Cache(kv_heads=1, head_dim=64, k=self.k, v=self.v)  # refuses other names, and says what to write
         if self.bases is not None and not isinstance(self.bases, kvant.Bases):
             raise kvant.InvalidArgument(f"bases is a {type(self.bases).__name__}: must be a path or a kvant.Bases")
         if self.exact not in (None, "f32", "f16", "bf16"):
