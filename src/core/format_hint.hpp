@@ -1,4 +1,4 @@
-// What to write for a format that other software has under another name.
+// Hints for names of formats that other software has.
 #pragma once
 
 #include <string>

@@ -29,7 +29,7 @@ struct Attend {
   float o[2 * (S::kByGroup ? Split<S::kExactTeam, D, BW>::kUnits : S::kUnits)][NT][2];
   float m[NT], l[NT];
   std::byte* weights;  // operands of the second product
-  float* scratch;      // of the team
+  float* scratch;      // the team's
   Constants<KF> key_constants;
   Constants<VF> value_constants;
 
@@ -131,7 +131,7 @@ struct Attend {
 
   // --- first product: scores.cuh ---
 
-  struct Registers {  // of a part
+  struct Registers {  // what a part has in registers
     uint2 pairs[NT][kQueriesInRegisters ? kQuerySteps<KF, D> : 1];
   };
 

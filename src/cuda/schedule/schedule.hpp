@@ -41,7 +41,7 @@ struct PageRuns {
   }
 };
 
-inline constexpr int kNoEnd = 0x7FFFFFFF;  // of pages
+inline constexpr int kNoEnd = 0x7FFFFFFF;  // beyond all pages
 
 // Pages before `exact_sinks`, and pages from `tail` on, are exact. Pages from `encoded` on may be encoded.
 struct VisiblePages : base::VisiblePages<int> {
@@ -135,7 +135,7 @@ KVANT_HD inline int pages_before(int offset, int lead, int cost) {
 struct SequenceCost {
   int exact, encoded;  // units of one segment
   int row_blocks;
-  KVANT_HD int segment() const { return exact + encoded; }  // of both domains
+  KVANT_HD int segment() const { return exact + encoded; }  // both domains together
   KVANT_HD int head() const { return segment() * row_blocks; }
 };
 

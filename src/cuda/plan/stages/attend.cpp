@@ -16,12 +16,12 @@ constexpr double kRowWorth = 32768;
 
 // Decode kernels or the generic kernel, and the merge of what their blocks leave. How the work is cut follows the
 // lengths at each run, on the device (schedule/schedule.cuh).
-class Attend final : public Stage {
+class DecodeStage final : public Stage {
  public:
-  explicit Attend(const Planning& planning) : planned_(planning.params), overlaps_(planning.limits.overlaps()) {}
+  explicit DecodeStage(const Planning& planning) : planned_(planning.params), overlaps_(planning.limits.overlaps()) {}
   // Adds to planning.params how rows are cut.
   Status prepare(Planning& planning) {
-    const Work& work = planning.work;
+    const PlannedWork& work = planning.work;
     const Choice& choice = planning.choice;
     is_generic_ = choice.is_generic;
     name_ = choice.kernel(planning.compiled.offers);
@@ -79,17 +79,17 @@ class Attend final : public Stage {
   std::string why_;            // this kernel
   std::int64_t segments_ = 0;  // rows of work: sequences, kv heads and row blocks
   int resident_ = 1;           // blocks of a multiprocessor
-  int shared_bytes_ = 0;       // of each block
+  int shared_bytes_ = 0;       // in each block
   int cluster_ = 1;            // blocks that merge one row
   int splits_ = 1;
-  int units_ = 0;    // of the line of work, at planning
-  int longest_ = 0;  // of a row of work
+  int units_ = 0;    // the work list's, at planning
+  int longest_ = 0;  // a row of work's at most
   Line line_{};
   std::size_t ml_at_ = 0, o_at_ = 0, bytes_ = 0;  // in the workspace
 };
 
 // The cost of the units of work, and how many units there are now.
-Status Attend::count_units(const Planning& planning) {
+Status DecodeStage::count_units(const Planning& planning) {
   AttendParams& p = planning.params;
   const core::DevicePlanConfig& config = planning.config;
   // An exact page takes as long as its bytes do, and half as much again because it is not streamed ahead. All pages
@@ -117,7 +117,7 @@ Status Attend::count_units(const Planning& planning) {
 }
 
 // How many blocks, and stages for exact pages in each.
-Status Attend::choose_blocks(const Planning& planning) {
+Status DecodeStage::choose_blocks(const Planning& planning) {
   AttendParams& p = planning.params;
   const DeviceLimits& limits = planning.limits;
   // Once, to the most that any plan asks for: plans of other threads use the same function.
@@ -154,7 +154,7 @@ Status Attend::choose_blocks(const Planning& planning) {
 }
 
 // Places in the workspace.
-Status Attend::lay_out(const Planning& planning) {
+Status DecodeStage::lay_out(const Planning& planning) {
   const AttendParams& p = planning.params;
   const std::int64_t partials = p.blocks + segments_ * core::kDomains;
   if (partials > (1 << 30) || segments_ * p.rows > (1 << 30) || p.row_blocks * p.rows > kMostRows) {
@@ -171,7 +171,7 @@ Status Attend::lay_out(const Planning& planning) {
 }
 
 // How many blocks merge a row, and of how many warps.
-Status Attend::choose_merge(const Planning& planning) {
+Status DecodeStage::choose_merge(const Planning& planning) {
   const DeviceLimits& limits = planning.limits;
   // One block adds about sixteen partials of a row in a few loads; a cluster of blocks shares more. Beside a kernel of
   // eight warps clusters are smaller: that kernel's next block finds no room on a multiprocessor with two blocks of a
@@ -189,7 +189,7 @@ Status Attend::choose_merge(const Planning& planning) {
   return {};
 }
 
-std::string Attend::explain() const {
+std::string DecodeStage::explain() const {
   const AttendParams& p = planned_;
   std::string s;
   auto out = std::back_inserter(s);
@@ -224,7 +224,7 @@ std::string Attend::explain() const {
 }  // namespace
 
 Result<StagePtr> make_attend(Planning& planning) {
-  auto stage = std::make_unique<Attend>(planning);
+  auto stage = std::make_unique<DecodeStage>(planning);
   if (Status s = stage->prepare(planning); !s.ok()) return s;
   return StagePtr(std::move(stage));
 }
