@@ -310,7 +310,7 @@ struct Attend {
                                                       const float (&v)[2]) const;
   __device__ __forceinline__ bool group_part(const Part& part, Slots slots);
 
-  // --- the line of work: place.cuh ---
+  // --- the work list: place.cuh ---
 
   // Whether nothing follows the part: the merge's blocks may begin to come.
   __device__ bool is_last() const {
@@ -318,7 +318,7 @@ struct Attend {
   }
   __device__ void begin_line() const;
   __device__ void next_part() const;
-  __device__ void describe(Part& part, LinePlace place, const SequenceCost& cost, const BatchEntry& batch,
+  __device__ void describe(Part& part, WorkPlace place, const SequenceCost& cost, const BatchEntry& batch,
                            int length) const;
   __device__ void publish(const Part& part) const;
   __device__ void set_seen_by_all(Part& part) const;

@@ -11,7 +11,7 @@
 
 namespace kvant::cuda {
 
-// For places on the line of work, rows of queries and transforms, which are the same for all formats. None of its
+// For places in the work list, rows of queries and transforms, which are the same for all formats. None of its
 // stages or operands is used.
 template <int D, Format kAny = Format::f16>
 using GenericShape = Shape<kAny, kAny, D, 4, kWarps>;

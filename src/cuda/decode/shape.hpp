@@ -62,7 +62,7 @@ KVANT_HD constexpr int exact_team_warps(int head_dim) {
 }
 
 // How far a block has come in the work list (schedule/schedule.hpp).
-struct LinePlace {
+struct WorkPlace {
   int left;                       // units of the block's item that it has not done yet
   int entry, kv_head, row_block;  // the segment that comes next, with its exact and its encoded pages,
   int offset;                     // and how many of its units are done
@@ -140,7 +140,7 @@ struct Shape : Split<warps_of_team(kWay, KF, VF, D, NT), D, BW> {
     float m[BW][kRows], l[BW][kRows];
     std::uint32_t constants[2][kConstantWords];
     Part part;
-    LinePlace place;
+    WorkPlace place;
     int found;  // what the first part is: kGuessed ..
     Window window;
   };

@@ -37,9 +37,9 @@ class DecodeStage final : public Stage {
     if (Status s = count_units(planning); !s.ok()) return s;
     if (Status s = choose_blocks(planning); !s.ok()) return s;
     if (Status s = lay_out(planning); !s.ok()) return s;
-    line_ = make_line(p, units_);
-    const int least = std::max(1, units_ / line_.items);
-    planning.splits = std::clamp((longest_ + least - 1) / least, 1, line_.items);
+    list_ = make_work_list(p, units_);
+    const int least = std::max(1, units_ / list_.items);
+    planning.splits = std::clamp((longest_ + least - 1) / least, 1, list_.items);
     splits_ = planning.splits;
     return choose_merge(planning);
   }
@@ -84,7 +84,7 @@ class DecodeStage final : public Stage {
   int splits_ = 1;
   int units_ = 0;    // the work list's, at planning
   int longest_ = 0;  // a row of work's at most
-  Line line_{};
+  WorkList list_{};
   std::size_t ml_at_ = 0, o_at_ = 0, bytes_ = 0;  // in the workspace
 };
 
@@ -98,7 +98,7 @@ Status DecodeStage::count_units(const Planning& planning) {
   p.exact_cost = is_generic_ ? 1 : std::max(planning.choice.least_exact_cost, static_cast<int>(1.5 * ratio + 0.5));
   p.part_cost = kernel_.teams;
   p.least_units = kernel_.teams;
-  // A line of work is counted in an int.
+  // The units of a work list are counted in an int.
   const std::int64_t most_units =
       segments_ * (std::int64_t{p.cache.max_pages} + 2 * p.part_cost +
                    std::int64_t{p.exact_cost} * (p.cache.sink_pages + p.cache.tail_pages + 2));
@@ -177,7 +177,7 @@ Status DecodeStage::choose_merge(const Planning& planning) {
   // eight warps clusters are smaller: that kernel's next block finds no room on a multiprocessor with two blocks of a
   // merge.
   const int most = kernel_.has_eight_warps() ? kMostCluster / 2 : kMostCluster;
-  while (limits.has_clusters() && cluster_ < most && line_.items / segments_ > 16 * cluster_) cluster_ *= 2;
+  while (limits.has_clusters() && cluster_ < most && list_.items / segments_ > 16 * cluster_) cluster_ *= 2;
   for (const MergeKernel& merge : planning.compiled.merge) {
     merge_ = merge;
     KVANT_CUDA_TRY(prepare_shared(merge.function, merge.shared_bytes));
@@ -215,7 +215,7 @@ std::string DecodeStage::explain() const {
       out,
       "items      {} of {:.1f} pages each at the planned lengths (an exact page counts {}); up to {} for one "
       "row; cut on the device at each run\n",
-      line_.items, static_cast<double>(units_) / line_.items, p.exact_cost, splits_);
+      list_.items, static_cast<double>(units_) / list_.items, p.exact_cost, splits_);
   fmt::format_to(out, "merge      one more launch, {} block{} of {} warps a row{}\n", cluster_,
                  cluster_ == 1 ? "" : "s", merge_.warps, overlaps_ ? ", its start overlaps the end of the first" : "");
   return s;
