@@ -114,6 +114,7 @@ TEST_F(CliFiles, ResultsWithoutAFileAreStandardOutput) {
       {"eval", "--formats", "f16", "--json", capture_, other_},
       {"calibrate", capture_, "-o", folder_ / "b", "--json"},
       {"bench", "append", "--keys", "64", "--rounds", "1", "--json"},
+      {"bench", "--json", "append", "--keys", "64", "--rounds", "1"},
       {"info", "--json"},
       {"formats", "--json"}};
   for (const std::vector<std::string>& command : commands) {

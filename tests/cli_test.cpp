@@ -38,6 +38,7 @@ TEST_F(Cli, HelpOfEveryCommandShowsExamples) {
                                                                                  {"snapshot", "info", "--help"},
                                                                                  {"snapshot", "verify", "--help"},
                                                                                  {"snapshot", "copy", "--help"},
+                                                                                 {"completion", "--help"},
                                                                                  {"bench", "decode", "--help"},
                                                                                  {"bench", "step", "-h"},
                                                                                  {"bench", "prefill", "-h"},
@@ -47,7 +48,11 @@ TEST_F(Cli, HelpOfEveryCommandShowsExamples) {
     EXPECT_NE(f.out.find("Examples:\n  kvant "), std::string::npos) << sentence(a) << "\n" << f.out;
     EXPECT_EQ(f.err, "");
   }
-  EXPECT_EQ(kvant_cli({"--version"}).out, std::string("kvant ") + kVersion + "\n");
+  for (const char* word : {"--version", "version", "-V"}) {
+    EXPECT_EQ(kvant_cli({word}).out, std::string("kvant ") + kVersion + "\n") << word;
+  }
+  EXPECT_EQ(kvant_cli({"help"}).out, kvant_cli({"--help"}).out);
+  EXPECT_EQ(kvant_cli({"help", "snapshot", "info"}).out, kvant_cli({"snapshot", "info", "--help"}).out);
 }
 
 // --- wrong usage and refusals -------------------------------------------------------------------------------------
@@ -94,7 +99,8 @@ TEST_F(Cli, WrongUsageIsExitCodeTwo) {
           {{"eval", "x", "--json", "same", "--csv", "same"}, "--csv same: --json writes that file, too"},
           {{"calibrate", "x"}, "-o"},
           {{"calibrate", "x", "-o", "-"}, "a basis is a binary file"},
-          {{"snapshot"}, "A subcommand is required"},
+          {{"snapshot"}, "no operation given; the operations are info, verify, copy"},
+          {{"help", "evil"}, "evil: no such command"},
           {{"snapshot", "infos", "x"},
            "infos: kvant snapshot has no such operation; the operations are info, verify, copy"},
           {{"snapshot", "info"}, "FILE is required"},

@@ -134,10 +134,15 @@ def name_or_none(name: str, value: Any) -> bytes | None:
     return None if value is None else text(name, value).encode()
 
 
+_DTYPES = {"float32": "f32", "float": "f32", "float16": "f16", "half": "f16", "bfloat16": "bf16"}  # torch's names
+
+
 def choice(name: str, value: Any, allowed: dict[str, int]) -> int:
     """The number of a name."""
     if not isinstance(value, str) or value not in allowed:
-        raise InvalidArgument(f"{name} = {show(value)}: must be one of {', '.join(allowed)}")
+        own = _DTYPES.get(show(value).strip('"').removeprefix("torch."))
+        hint = f'; write "{own}"' if own in allowed else ""
+        raise InvalidArgument(f"{name} = {show(value)}: must be one of {', '.join(allowed)}{hint}")
     return allowed[value]
 
 

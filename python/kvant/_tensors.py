@@ -207,6 +207,8 @@ def describe(x: Any, name: str, where: Place, dtypes: tuple[str, ...] = FLOATS, 
     d = _facts(x, name, where.stream)
     if d.dtype not in dtypes:
         hint = "; mark raw bfloat16 bits with kvant.bf16(array)" if d.dtype == "uint16" and "bf16" in dtypes else ""
+        if d.dtype in ("float64", "torch.float64") and "f32" in dtypes:
+            hint = f"; convert it by {'.float()' if is_torch(x) else '.astype(numpy.float32)'}"
         raise InvalidArgument(f"{name} has dtype {d.dtype}: must be {' or '.join(dtypes)}{hint}")
     if d.device != where[:2]:
         raise InvalidArgument(

@@ -33,7 +33,7 @@ Action add_completion_command(CLI::App& app) {
   CLI::App* command = add_writer(app, "completion", "Print what completes kvant's commands and options in a shell", *a);
   command->footer(
       "Examples:\n"
-      "  source <(kvant completion bash)                      this shell; in ~/.bashrc all that come\n"
+      "  kvant completion bash > ~/.local/share/bash-completion/completions/kvant\n"
       "  kvant completion zsh -o ~/.zfunc/_kvant\n"
       "  kvant completion fish -o ~/.config/fish/completions/kvant.fish");
   one_of(command->add_option("SHELL", a->shell, "bash, zsh or fish")->required(), {"bash", "zsh", "fish"});

@@ -204,6 +204,12 @@ def test_short_numbers_are_written_out(text, number):
 
 
 def test_suggestions_are_of_the_arguments_own_kind():
+    torch = pytest.importorskip("torch")
+    for name in ("bfloat16", torch.bfloat16):
+        with refused('must be one of f32, f16, bf16; write "bf16"$'):
+            kvant.Cache(kv_heads=2, head_dim=D, exact=name)
+    with refused("must be one of automatic, none, page$"):
+        kvant.Cache(kv_heads=2, head_dim=D, k_centre="float32")
     with refused("must be one of f32, f16, bf16$"):
         kvant.Cache(kv_heads=2, head_dim=D, exact="f8")
     with refused("must be one of f32, f16, bf16$"):

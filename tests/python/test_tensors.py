@@ -135,6 +135,15 @@ def test_numbers_of_a_vector_lie_side_by_side(rng):
             stored(x)
 
 
+def test_doubles_are_refused_with_the_way_out(one):
+    cache, sequence, _, _ = one
+    with pytest.raises(kvant.InvalidArgument, match=r"^q has dtype float64: .*; convert it by .astype\(numpy.float32\)$"):
+        cache.attend(sequence, 0, np.ones((1, 4, D)))
+    torch = pytest.importorskip("torch")
+    with pytest.raises(kvant.InvalidArgument, match=r"^q has dtype torch.float64: .*; convert it by .float\(\)$"):
+        cache.attend(sequence, 0, torch.ones(1, 4, D, dtype=torch.float64))
+
+
 def test_other_dtypes_and_addresses_are_refused(rng):
     x = random(rng, 5, 2, D)
     for dtype in (np.float64, np.int32, np.uint16, np.bool_, ">f4", complex, object):
