@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A layer includes only itself and the layers above it (docs/design.md, "Layers"). Exits 1 with every offence.
+"""A layer includes only itself and lower layers (docs/design.md, "Layers"). Exits 1 with every offence.
 
 Includes between quotes name files of ours, by layer: "kvant/...", "base/...", "codec/..." and so on. Public headers
 may include the C++ standard library and other public headers only; base and codec are shared with device code and
@@ -17,7 +17,7 @@ for rank, names in enumerate(ORDER):
         RANK[name] = rank
 
 # The same for the folders of src/cuda. Of the files that lie in it itself, view.hpp and instances.hpp
-# (which CMake makes) are above all folders, others are below.
+# (which CMake makes) are the lowest, below all folders; others are the highest.
 CUDA_ORDER = [
     ("view.hpp", "instances.hpp"),
     "runtime",
@@ -61,7 +61,7 @@ def check(path):
             if target not in RANK:
                 yield f"{where}: write our includes with their layer (known: {', '.join(RANK)})"
             elif RANK[target] > RANK[layer]:
-                yield f"{where}: {layer} is above {target}, and a layer includes only the layers above it"
+                yield f"{where}: {layer} is below {target}, and a layer includes only lower layers"
             elif RANK[target] == RANK[layer] and target != layer and not (layer == "cli" or target == "io"):
                 yield f"{where}: {layer} and {target} stand side by side"
             elif target == "cuda" and layer not in ("cuda", "bench") or target == "cpu" and layer == "cuda":
@@ -72,8 +72,8 @@ def check(path):
                 mine, theirs = path.relative_to(ROOT / "src").parts, name.split("/")
                 if cuda_rank(theirs) > cuda_rank(mine):
                     yield (
-                        f"{where}: src/cuda/{mine[1]} is above src/cuda/{theirs[1]}, "
-                        "and a folder includes only those above it"
+                        f"{where}: src/cuda/{mine[1]} is below src/cuda/{theirs[1]}, "
+                        "and a folder includes only lower ones"
                     )
                 elif cuda_rank(theirs) == cuda_rank(mine) and theirs[1] in CUDA_RANK and theirs[1] != mine[1]:
                     yield f"{where}: src/cuda/{mine[1]} and src/cuda/{theirs[1]} stand side by side"

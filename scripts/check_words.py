@@ -18,7 +18,7 @@ MAXIMA = {
     "phrases in comments": 0,
     "references in comments": 0,
     "source lines over 120 columns": 0,
-    "comments behind code that open with of": 175,
+    "comments behind code that open with of": 0,
 }
 MOST_WORDS = 50000  # in docs/, as wc -w counts
 SOURCE_COLUMNS, PROSE_COLUMNS = 120, 120

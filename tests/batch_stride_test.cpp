@@ -17,7 +17,7 @@ using namespace test;
 
 // Rows [i][t] of sequences of different lengths, one after another, to and from a place for each sequence.
 struct Batch {
-  std::vector<std::int64_t> rows;  // of each sequence
+  std::vector<std::int64_t> rows;  // each sequence's
   std::int64_t heads, head_dim;
   std::int64_t room;  // rows that every sequence has place for
   bool by_head;       // [batch, heads, room, head_dim], else [batch, room, heads, head_dim]
@@ -130,7 +130,7 @@ TEST(BatchStrides, AttentionReadsAndWritesTheRowsOfEachSequence) {
     const Attended expected = w.attend(options);
     const Plan planned = plan(w.cache, std::span<const SequenceId>(w.ids), options).value();
     for (const bool by_head : {true, false}) {
-      for (const bool apart : {true, false}) {  // of q; the output always is
+      for (const bool apart : {true, false}) {  // whether rows of q lie apart; those of the output always do
         const Batch batch{{2, 1, 60}, w.q_heads(), 80, 61, by_head};
         const std::vector<std::byte> spread = batch.spread(q);
         TensorView queries = TensorView::of(q.data(), 63, w.q_heads(), 80);
@@ -159,7 +159,7 @@ TEST(BatchStrides, AValueThatIsNotFiniteIsNamedByItsPlace) {
   Cache cache = make(small_config());
   const Batch batch{{5, 4}, 2, 32, 6, true};
   std::vector<float> packed(9 * 2 * 32, 1.0f);
-  packed[(5 + 2) * 64 + 32 + 7] = NAN;  // of the second sequence's third row, head 1
+  packed[(5 + 2) * 64 + 32 + 7] = NAN;  // the second sequence's third row, head 1
   const std::vector<std::byte> apart = batch.spread(packed);
   TensorView keys;
   keys.data = apart.data();

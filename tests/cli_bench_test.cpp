@@ -131,7 +131,7 @@ TEST_F(CliBench, PrefillAndAppend) {
                                 "--keys",     "130",     "--q-len",    "70",
                                 "--head-dim", "80",      "--q-heads",  "6",
                                 "--kv-heads", "2",       "--isa",      "scalar",
-                                "--threads",  "2",       "--rounds",   "1"});
+                                "--threads",  "0",       "--rounds",   "1"});
   ASSERT_EQ(prefill["rows"].size(), 3u);
   EXPECT_EQ(prefill["rows"][0]["isa"], "scalar");
   EXPECT_LE(prefill["rows"][0]["rel_l2"], 1e-5);
@@ -165,11 +165,25 @@ TEST_F(CliBench, PrefillAndAppend) {
   EXPECT_EQ(append["rows"][0]["rel_l2"], 0);
 }
 
+TEST_F(CliBench, LengthsHaveUnits) {
+  const std::string all =
+      std::to_string(json_of({"info"})["threads"]["default"].get<int>());  // as many are not too many
+  const Json rows = json_of({"bench", "decode", "--threads", all, "--keys", "1k,", "2K", "100", "--first-keys", "3k",
+                             "--window", "1k", "--head-dim", "32", "--k-format", "f16", "--rounds", "1"})["rows"];
+  ASSERT_EQ(rows.size(), 3u);
+  const int keys[] = {1024, 2048, 100};
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(rows[i]["keys"], keys[i]);
+    EXPECT_EQ(rows[i]["first_keys"], 3072);
+    EXPECT_EQ(rows[i]["window"], 1024);
+  }
+}
+
 TEST_F(CliBench, StepsAppendBeforeTheyAttend) {
   const Json json =
       json_of({"bench",        "step", "--k-format", "tq4,f16", "--isa",    "scalar,", "--keys",     "130",
                "--first-keys", "65",   "--batch",    "2",       "--q-len",  "3",       "--head-dim", "64",
-               "--q-heads",    "4",    "--kv-heads", "2",       "--rounds", "4",       "--threads",  "2"});
+               "--q-heads",    "4",    "--kv-heads", "2",       "--rounds", "4",       "--threads",  "0"});
   ASSERT_EQ(json["rows"].size(), 2u);
   for (const Json& row : json["rows"]) {
     EXPECT_EQ(row["op"], "step");

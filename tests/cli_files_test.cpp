@@ -64,11 +64,11 @@ TEST_F(CliFiles, NoResultReplacesAnInput) {
                            "hard", "here/qkv.safetensors"}) {
     const std::string path = folder_ / name;
     for (const char* option : {"--json", "--csv", "--report"}) {
-      expect_refused({"eval", capture_, option, path}, std::string(option) + " " + path + ": FILE");
+      expect_refused({"eval", capture_, option + ("=" + path)}, std::string(option) + " " + path + ": FILE");
     }
     expect_refused({"calibrate", capture_, "-o", path}, "is that file, too, and is read");
-    expect_refused({"calibrate", capture_, "-o", folder_ / "new", "--csv", path}, "is that file, too, and is read");
-    expect_refused({"eval", path, "--json", capture_}, "is that file, too, and is read");
+    expect_refused({"calibrate", capture_, "-o", folder_ / "new", "--csv=" + path}, "is that file, too, and is read");
+    expect_refused({"eval", path, "--json=" + capture_}, "is that file, too, and is read");
   }
   expect_refused({"eval", capture_, other_, "--csv", folder_ / "other_link"}, "FILE " + other_ + " is that file, too");
   expect_refused({"eval", capture_, "--basis", basis, "--report", basis}, "--basis is that file, too, and is read");
@@ -103,6 +103,30 @@ TEST_F(CliFiles, StandardOutputIsAFileToo) {
   EXPECT_EQ(result.exit_code, 2);
   EXPECT_NE(result.err.find("standard output goes to that file; name --json -, or another file"), std::string::npos)
       << result.err;
+}
+
+// The same in all commands: without a file, or before a file that is read, a result is standard output.
+TEST_F(CliFiles, ResultsWithoutAFileAreStandardOutput) {
+  const std::string before = file_text(capture_);
+  const std::vector<std::vector<std::string>> commands = {
+      {"eval", capture_, "--formats", "f16", "--json"},
+      {"eval", "--json", capture_, "--formats", "f16"},
+      {"eval", "--formats", "f16", "--json", capture_, other_},
+      {"calibrate", capture_, "-o", folder_ / "b", "--json"},
+      {"bench", "append", "--keys", "64", "--rounds", "1", "--json"},
+      {"bench", "--json", "append", "--keys", "64", "--rounds", "1"},
+      {"info", "--json"},
+      {"formats", "--json"}};
+  for (const std::vector<std::string>& command : commands) {
+    const Finished f = kvant_cli(command);
+    EXPECT_EQ(f.exit_code, 0) << sentence(command) << f.err;
+    const Json json = Json::parse(f.out, nullptr, false);
+    EXPECT_FALSE(json.is_discarded()) << sentence(command) << f.out.substr(0, 300);
+    EXPECT_GT(json["rows"].size(), 0u) << sentence(command);
+  }
+  EXPECT_TRUE(file_text(capture_) == before);
+  const Finished csv = kvant_cli({"eval", "--formats", "f16", "--csv", capture_});
+  EXPECT_TRUE(csv.exit_code == 0 && csv.out.starts_with("file,")) << csv.out.substr(0, 100) << csv.err;
 }
 
 TEST_F(CliFiles, EmptyNamesAreRefused) {

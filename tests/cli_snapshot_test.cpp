@@ -47,6 +47,11 @@ TEST_F(CliSnapshot, Info) {
   EXPECT_EQ(json["sequences"][0]["token_ids"], 2020);
   EXPECT_EQ(json["bases"][0], "first.kvs");
   EXPECT_EQ(json["metadata"]["user"], "ann\n");
+  for (const bool is_first : {true, false}) {  // the option before the file, and behind it
+    const auto words = is_first ? std::vector<std::string>{"snapshot", "info", "--json", second_}
+                                : std::vector<std::string>{"snapshot", "info", second_, "--json"};
+    EXPECT_EQ(Json::parse(kvant_cli(words).out, nullptr, false), json);
+  }
 }
 
 TEST_F(CliSnapshot, VerifyNamesWhatIsBad) {
@@ -57,6 +62,18 @@ TEST_F(CliSnapshot, VerifyNamesWhatIsBad) {
   const Finished bad = kvant_cli({"snapshot", "verify", second_});
   EXPECT_EQ(bad.exit_code, 1);
   EXPECT_NE(bad.err.find("first.kvs: row 1 of tensor \"encoded\""), std::string::npos) << bad.err;
+}
+
+TEST_F(CliSnapshot, VerifyReadsAllFiles) {
+  const std::string third = folder_ / "third.kvs", missing = folder_ / "missing.kvs";
+  ASSERT_EQ(kvant_cli({"snapshot", "copy", second_, "-o", third}).exit_code, 0);
+  std::fstream(first_, std::ios::in | std::ios::out | std::ios::binary).seekp(20000).put('\x17');
+  const Finished f = kvant_cli({"snapshot", "verify", first_, missing, third});
+  EXPECT_EQ(f.exit_code, 1);
+  EXPECT_NE(f.out.find("first.kvs: NOT whole: "), std::string::npos) << f.out;
+  EXPECT_NE(f.out.find("missing.kvs: NOT whole: "), std::string::npos) << f.out;
+  EXPECT_NE(f.out.find("third.kvs: whole: 1 sequences, "), std::string::npos) << f.out;
+  EXPECT_EQ(f.err, "kvant: 2 of 3 snapshots are not whole: " + first_ + ", " + missing + "\n");
 }
 
 TEST_F(CliSnapshot, ACopyNeedsNoOtherFile) {

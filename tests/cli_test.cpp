@@ -38,6 +38,7 @@ TEST_F(Cli, HelpOfEveryCommandShowsExamples) {
                                                                                  {"snapshot", "info", "--help"},
                                                                                  {"snapshot", "verify", "--help"},
                                                                                  {"snapshot", "copy", "--help"},
+                                                                                 {"completion", "--help"},
                                                                                  {"bench", "decode", "--help"},
                                                                                  {"bench", "step", "-h"},
                                                                                  {"bench", "prefill", "-h"},
@@ -47,7 +48,11 @@ TEST_F(Cli, HelpOfEveryCommandShowsExamples) {
     EXPECT_NE(f.out.find("Examples:\n  kvant "), std::string::npos) << sentence(a) << "\n" << f.out;
     EXPECT_EQ(f.err, "");
   }
-  EXPECT_EQ(kvant_cli({"--version"}).out, std::string("kvant ") + kVersion + "\n");
+  for (const char* word : {"--version", "version", "-V"}) {
+    EXPECT_EQ(kvant_cli({word}).out, std::string("kvant ") + kVersion + "\n") << word;
+  }
+  EXPECT_EQ(kvant_cli({"help"}).out, kvant_cli({"--help"}).out);
+  EXPECT_EQ(kvant_cli({"help", "snapshot", "info"}).out, kvant_cli({"snapshot", "info", "--help"}).out);
 }
 
 // --- wrong usage and refusals -------------------------------------------------------------------------------------
@@ -71,14 +76,18 @@ TEST_F(Cli, WrongUsageIsExitCodeTwo) {
   expect_refusals(
       2,
       {
-          {{}, "no command given; the commands are eval, bench, calibrate, snapshot, formats, info"},
+          {{}, "no command given; the commands are eval, bench, calibrate, snapshot, formats, info, completion"},
           {{"evil"},
-           "evil: no such command; the commands are eval, bench, calibrate, snapshot, formats, info; did you mean "
-           "eval?"},
+           "evil: no such command; the commands are eval, bench, calibrate, snapshot, formats, info, completion; did "
+           "you "
+           "mean eval?"},
+          {{"doctor"}, "doctor is a command of the Python package"},
           {{"--nonsense"}, "--nonsense: not an option that stands before the command; the commands are"},
           {{""}, "no command given"},
           {{"eval"}, "FILE is required"},
           {{"eval", "x", "--formats", "tq7"}, "format 'tq7': must be one of f32, f16, bf16, fp8, tq2"},
+          {{"eval", "x", "--formats", "q4_0"}, "(tq6/tq4); for q4_0 write tq4"},
+          {{"bench", "--k-format", "fp8_e4m3"}, "; for fp8_e4m3 write fp8"},
           {{"eval", "x", "--formats", "tq4/"}, "format ''"},
           {{"eval", "x", "--formats", "lut4"}, "format lut4: holds imported vectors"},
           {{"eval", "x", "--formats", ""}, "format ''"},
@@ -90,7 +99,8 @@ TEST_F(Cli, WrongUsageIsExitCodeTwo) {
           {{"eval", "x", "--json", "same", "--csv", "same"}, "--csv same: --json writes that file, too"},
           {{"calibrate", "x"}, "-o"},
           {{"calibrate", "x", "-o", "-"}, "a basis is a binary file"},
-          {{"snapshot"}, "A subcommand is required"},
+          {{"snapshot"}, "no operation given; the operations are info, verify, copy"},
+          {{"help", "evil"}, "evil: no such command"},
           {{"snapshot", "infos", "x"},
            "infos: kvant snapshot has no such operation; the operations are info, verify, copy"},
           {{"snapshot", "info"}, "FILE is required"},
@@ -124,6 +134,12 @@ TEST_F(Cli, WrongUsageIsExitCodeTwo) {
           {{"bench", "--backend", "tpu"}, "--backend: tpu: must be one of cpu, cuda"},
           {{"bench", "--suite", "cpu", "decode", "--keys", "64"},
            "--suite cpu: has shapes of its own; leave out --keys"},
+          {{"bench", "--threads", "1025"}, "--threads"},
+          {{"bench", "--threads", "1000", "--keys", "64"}, "--threads 1000: this process may use"},
+          {{"bench", "--device", "gpu"}, "--device gpu: must be the number of a device, as 0, or as cuda:0"},
+          {{"bench", "--keys", "32g"}, "--keys"},
+          {{"bench", "--keys", "k"}, "--keys"},
+          {{"bench", "--keys", "8589934592k"}, "--keys"},
           {{"info", "extra"}, "extra"},
       });
 }
@@ -168,6 +184,8 @@ TEST_F(Cli, RefusalsAreExitCodeOne) {
 TEST_F(Cli, BenchRefusesADeviceThatIsNotThere) {
   expect_refusals(2, {
                          {{"bench", "--device", "1"}, "--device 1: needs --backend cuda"},
+                         {{"bench", "--device", "cuda:0"}, "--device cuda:0: needs --backend cuda"},
+                         {{"bench", "--backend", "cuda", "--device", "cuda:1024"}, "must be the number of a device"},
                          {{"bench", "--between-mib", "9"}, "--between-mib 9: needs --backend cuda"},
                          {{"bench", "--kernel", "prefill"}, "--kernel prefill: needs --backend cuda"},
                          {{"bench", "--between-mib", "0"}, "--between-mib"},

@@ -71,7 +71,7 @@ TEST_F(CliUsage, ListsOfFormatsInEverySpelling) {
 }
 
 TEST_F(CliUsage, ListsOfNumbersAndInstructionSets) {
-  const Json rows = json_of({"bench", "append", "--keys", "64,", "80", "--k-format", "tq4", "f16", "--threads", "1, 2",
+  const Json rows = json_of({"bench", "append", "--keys", "64,", "80", "--k-format", "tq4", "f16", "--threads", "1, 0",
                              "--isa", "scalar,", "scalar", "--head-dim", "32", "64", "--rounds", "1"})["rows"];
   EXPECT_EQ(rows.size(), 2u * 2 * 2 * 2 * 2);
   EXPECT_EQ(json_of({"eval", "--layers", "1,", "3", capture_, "--formats", "f16"})["rows"].size(), 2u);
@@ -262,7 +262,7 @@ std::map<std::string, std::set<std::string>> options_of_the_help() {
 
 TEST_F(CliUsage, CompletionsAndTheManualPageKnowEveryOption) {
   const auto options = options_of_the_help();
-  ASSERT_EQ(options.size(), 15u);  // kvant, six commands and eight operations
+  ASSERT_EQ(options.size(), 16u);  // kvant, seven commands and eight operations
   ASSERT_TRUE(options.at("kvant bench step").count("--between-mib"));
   ASSERT_FALSE(options.at("kvant bench append").count("--between-mib"));
 
@@ -301,6 +301,11 @@ TEST_F(CliUsage, CompletionsAndTheManualPageKnowEveryOption) {
   EXPECT_EQ(replies_to("kvant bench de"), "decode ");
   EXPECT_EQ(replies_to("kvant eval --exact-ends wi"), "with without ");
   EXPECT_EQ(replies_to("kvant eval --formats tq4,fp"), "tq4,fp8 ");
+  EXPECT_EQ(replies_to("kvant compl"), "completion ");
+  EXPECT_EQ(replies_to("kvant completion z"), "zsh ");
+  EXPECT_NE(zsh.find("'1:word:(bash zsh fish)'"), std::string::npos);
+  EXPECT_NE(fish.find("-a 'bash zsh fish'"), std::string::npos);
+  EXPECT_NE(page.find(".SS kvant completion bash|zsh|fish\n"), std::string::npos);
 }
 
 // --- calibrate ------------------------------------------------------------------------------------------------------

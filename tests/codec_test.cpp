@@ -274,6 +274,27 @@ TEST(Formats, NamesRoundTripAndUnknownOnesListTheKnown) {
   const auto unknown = parse_format("int4");
   EXPECT_EQ(unknown.code(), Code::invalid_argument);
   for (const FormatInfo& info : formats()) EXPECT_NE(unknown.message().find(info.name), std::string::npos);
+  const std::pair<const char*, const char*> hints[] = {
+      {"int4", "; for int4 write tq4"},
+      {"q4_0", "; for q4_0 write tq4"},
+      {"Q8_0", "; for Q8_0 write tq8"},
+      {"iq4_nl", "; for iq4_nl write tq4"},
+      {"q7_0", "; for q7_0 write tq8"},
+      {"int1", "; for int1 write tq2"},
+      {"TQ6", "; for TQ6 write tq6"},
+      {"kvant_tq5", "; for kvant_tq5 write tq5"},
+      {"fp8_e4m3", "; for fp8_e4m3 write fp8"},
+      {"bfloat16", "; for bfloat16 write bf16"},
+      {"tq6/tq4", "; keys and values are given separately: k = tq6, v = tq4"},
+      {"tq8/tq2", "; keys and values are given separately: k = tq8, v = tq2"},
+      {"q8/q4", "; keys and values are given separately: k = tq6, v = tq4"},
+  };
+  for (const auto& [name, hint] : hints) {
+    EXPECT_TRUE(parse_format(name).message().ends_with(hint)) << parse_format(name).message();
+  }
+  for (const char* name : {"", "x", "q", "int16", "int9", "uint", "fast8"}) {
+    EXPECT_EQ(parse_format(name).message().find(';'), std::string::npos) << parse_format(name).message();
+  }
   for (const Dtype d : {Dtype::f32, Dtype::f16, Dtype::bf16, Dtype::boolean}) EXPECT_EQ(*parse_dtype(dtype_name(d)), d);
   EXPECT_EQ(dtype_size(Dtype::f32), 4u);
   EXPECT_EQ(dtype_size(Dtype::bf16), 2u);

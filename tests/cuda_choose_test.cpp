@@ -241,7 +241,7 @@ TEST(CudaChoose, SeveralQueries) {
 TEST(CudaChoose, ShortWorkTakesEightWarps) {
   const auto teams = [](const Case& c) {
     const Asked asked(c);
-    const Work work = asked.work();
+    const PlannedWork work = asked.work();
     const Offers offers = offers_of(work, device_of("9.0"));
     const Choice choice = choose(work, offers).value();
     const DecodeOffer& one = offers.decode[static_cast<std::size_t>(choice.decode)];

@@ -101,11 +101,11 @@ TEST(Times, AnH200KeepsItsTimes) {
     for (const Format k : {Format::bf16, Format::fp8, Format::tq4, Format::tq8}) {
       const double bytes = 16.0 * head_dim * codec::format_bits(k);
       const BlockTimes decode = decode_times(head_dim, k, 16);
-      const BlockTimes same = on(kH200, decode, decode_work(head_dim, k, bytes));
+      const BlockTimes same = on(kH200, decode, decode_demand(head_dim, k, bytes));
       EXPECT_EQ(same.page, decode.page) << head_dim;
       EXPECT_EQ(same.rows, decode.rows);
       const int rows = head_dim <= 128 ? 128 : 64, blocks = head_dim <= 256 ? 2 : 1;
-      const TileTimes tiles = sm80_times(head_dim, k), now = on(kH200, tiles, tile_work(head_dim, rows), blocks);
+      const TileTimes tiles = sm80_times(head_dim, k), now = on(kH200, tiles, tile_demand(head_dim, rows), blocks);
       EXPECT_EQ(now.page, tiles.page) << head_dim;
       EXPECT_EQ(now.shared_page, blocks == 2 ? tiles.shared_page : tiles.page) << head_dim;
     }
@@ -148,7 +148,8 @@ TEST(Times, OtherDevicesAreScaled) {
 TEST(Times, TilesBesideOthersShareProducts) {
   const DeviceLimits& geforce = card("rtx4090");
   const TileTimes usual = sm80_times(128, Format::bf16);
-  const TileTimes two = on(geforce, usual, tile_work(128, 128), 2), one = on(geforce, usual, tile_work(128, 128), 1);
+  const TileTimes two = on(geforce, usual, tile_demand(128, 128), 2),
+                  one = on(geforce, usual, tile_demand(128, 128), 1);
   EXPECT_NEAR(static_cast<double>(two.shared_page), 2.0 * static_cast<double>(two.page), 2);
   EXPECT_EQ(one.shared_page, one.page);
   EXPECT_GT(two.page, usual.page);

@@ -292,7 +292,7 @@ TEST_F(DevicePlans, RowsMustLieOneAfterAnother) {
   const Plan one = plan(cache, {id}, options()).value();
   TensorView q = rows(1, 4);
   q.batch_stride = 12345;
-  EXPECT_TRUE(run(one, 0, q, out(1), with_workspace()).ok());  // of the only sequence, they lie where they lie
+  EXPECT_TRUE(run(one, 0, q, out(1), with_workspace()).ok());  // rows of the only sequence lie where they lie
   const Plan two = plan(cache, {id, add(cache, 50)}, options()).value();
   expect_refused(run(two, 0, q, out(2), with_workspace()), Code::unsupported, "q.batch_stride = 12345");
   q.batch_stride = q.stride[0];

@@ -63,7 +63,7 @@ TEST_P(HeadDim, MatchesTheReferenceOnEveryInstructionSet) {
 
 // The codec's error is within the bound of sizes that are stored as they are. Padding takes bits, and no accuracy.
 TEST_P(HeadDim, IsAsExactAsOtherSizes) {
-  if (GetParam() < 40) return;  // of a few values the samples are small: relative errors scatter
+  if (GetParam() < 40) return;  // a few values are a small sample: relative errors scatter
   for (const Pair& pair : kPairs) {
     WorldSpec spec = spec_of(GetParam(), pair);
     spec.sequences = {{300, 20}};

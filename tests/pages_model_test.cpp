@@ -447,7 +447,7 @@ class Engine {
   CopyModel copies_;
   Rng rng_;
   std::vector<Block> blocks_;
-  std::vector<float> vectors_, keys_, values_, exact_;  // of contents
+  std::vector<float> vectors_, keys_, values_, exact_;  // what contents decode to
   std::vector<float> given_;                            // what is encoded: with a tail, what copies hold
   std::vector<PagesPlan> plans_;
   std::vector<std::int64_t> windows_;

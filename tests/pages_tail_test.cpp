@@ -132,7 +132,7 @@ TEST(Pages, ACopyThatNobodyWroteToIsNotRead) {
 
 // A block that another is copied to has that one's tokens, which are read encoded; the other keeps its copy.
 TEST(Pages, ABlockThatIsCopiedToHasNoCopy) {
-  for (const std::int32_t other : {0, 2}) {  // of the copied-to block, one that is and one that is not in the tail
+  for (const std::int32_t other : {0, 2}) {  // beside the copied-to block, one that is and one that is not in the tail
     PagesConfig c = geometry("tq2", "tq2", 64, 1);
     c.k_centre = KeyCentre::none;
     c.tail_pages = 1;

@@ -1,4 +1,4 @@
-// How a CUDA launch cuts its work (cuda/schedule/schedule.hpp), which needs no device: the line of items, and which
+// How a CUDA launch cuts its work (cuda/schedule/schedule.hpp), which needs no device: the work list, and which
 // pages are on it.
 #include "cuda/schedule/schedule.hpp"
 
@@ -21,23 +21,23 @@ AttendParams params_of(int blocks, int least_units) {
 }
 
 // Items follow each other from the first unit to the last, and differ by one unit at most.
-TEST(Schedule, ItemsCoverTheLine) {
+TEST(Schedule, ItemsCoverTheWorkList) {
   std::mt19937_64 random(2);
   for (int trial = 0; trial < 3000; ++trial) {
     const AttendParams p = params_of(static_cast<int>(1 + random() % 600), static_cast<int>(1 + random() % 4));
     const auto total = static_cast<int>(random() >> (33 + random() % 31));
-    const Line line = make_line(p, total);
-    ASSERT_GE(line.items, 1);
-    ASSERT_LE(line.items, p.blocks);
-    ASSERT_EQ(line.begin(0), 0);
-    ASSERT_EQ(line.begin(line.items), total);
+    const WorkList list = make_work_list(p, total);
+    ASSERT_GE(list.items, 1);
+    ASSERT_LE(list.items, p.blocks);
+    ASSERT_EQ(list.begin(0), 0);
+    ASSERT_EQ(list.begin(list.items), total);
     int least = total, most = 0;
-    for (int item = 0; item < line.items; ++item) {
-      const int units = line.begin(item + 1) - line.begin(item);
+    for (int item = 0; item < list.items; ++item) {
+      const int units = list.begin(item + 1) - list.begin(item);
       least = std::min(least, units), most = std::max(most, units);
     }
     ASSERT_GE(least, 0);
-    ASSERT_LE(most - least, 1) << "total " << total << ", items " << line.items;
+    ASSERT_LE(most - least, 1) << "total " << total << ", items " << list.items;
   }
 }
 
@@ -57,10 +57,10 @@ TEST(Schedule, SequencesWithoutKeysAreWork) {
 TEST(Schedule, ShortRowsAreNotShared) {
   for (int pages = 4; pages < 200; ++pages) {
     const AttendParams p = params_of(528, 4);
-    const Line line = make_line(p, 8 * pages);
-    if (line.items == p.blocks || line.items < 8) continue;
-    ASSERT_EQ(line.items % 8, 0);
-    for (int row = 0; row <= 8; ++row) ASSERT_EQ(line.begin(row * (line.items / 8)), row * pages);
+    const WorkList list = make_work_list(p, 8 * pages);
+    if (list.items == p.blocks || list.items < 8) continue;
+    ASSERT_EQ(list.items % 8, 0);
+    for (int row = 0; row <= 8; ++row) ASSERT_EQ(list.begin(row * (list.items / 8)), row * pages);
   }
 }
 

@@ -19,11 +19,15 @@ import torch.distributed as dist
 import kvant
 
 BLOCK = 64
-options = argparse.ArgumentParser()
+options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 options.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
 options.add_argument("--shapes", default=None, help="batch x keys, for example 1x131072,16x32768")
 options.add_argument("--format", default="tq4")
 args = options.parse_args()
+if "LOCAL_RANK" not in os.environ:
+    options.error("torchrun starts the processes of this example; the two commands are in the text of --help")
+if args.device == "cuda" and not torch.cuda.is_available():
+    options.error("there is no CUDA device here: --device cpu runs the same in processes")
 on_gpu = args.device == "cuda"
 shapes = args.shapes or ("1x131072,16x32768" if on_gpu else "1x2048,3x1024")
 q_heads, kv_heads, head_dim = (32, 8, 128) if on_gpu else (8, 2, 64)

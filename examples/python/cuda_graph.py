@@ -3,6 +3,7 @@
     python examples/python/cuda_graph.py [MODEL]          # a folder with a model; without one a small random Llama
 """
 
+import argparse
 import sys
 import time
 
@@ -13,8 +14,13 @@ import kvant.hf
 
 PROMPT, NEW = 2000, 200
 
-if len(sys.argv) > 1:
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16, device_map="cuda")
+options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+options.add_argument("model", nargs="?", metavar="MODEL")
+args = options.parse_args()
+if not torch.cuda.is_available():
+    options.error("there is no CUDA device here, and a CUDA graph needs one")
+if args.model:
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16, device_map="cuda")
 else:
     config = LlamaConfig(vocab_size=8192, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
                          num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192)

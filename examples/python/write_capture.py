@@ -24,6 +24,8 @@ def write_capture(path, layers, metadata):
 
 
 if __name__ == "__main__":  # random numbers in place of a model's: two layers, the second with a window of 256
+    if len(sys.argv) != 2:
+        sys.exit(__doc__.strip())
     rng = np.random.default_rng(0)
     shapes = (8, 128, 64), (2, 1000, 64), (2, 1000, 64)
     layers = {n: [rng.standard_normal(shape) for shape in shapes] for n in (0, 1)}

@@ -393,22 +393,25 @@ typedef struct kvant_load_options {
   void* progress_context;
 } kvant_load_options;
 
-/* A new cache of the snapshot's configuration with its sequences. sequences: gets their ids, one for each that is
- * loaded. options: NULL for the defaults. *cache is NULL after an error.
+/* A new cache of the snapshot's configuration with its sequences. options: NULL for the defaults. sequences:
+ * [capacity]; its first elements get the ids of the sequences that are loaded, in the order of options.sequences, else
+ * of the file. *count: the number of these sequences, also where capacity is below it; count may be NULL.
+ * *cache is NULL after an error.
  * Errors: those of kvant_cache_create and kvant_load_into. */
 KVANT_C_API kvant_status kvant_load(const kvant_snapshot* snapshot, const kvant_load_options* options,
-                                    kvant_cache** cache, kvant_sequence* sequences);
+                                    kvant_cache** cache, kvant_sequence* sequences, int64_t capacity, int64_t* count);
 /* Adds the sequences to a cache, whose configuration must be the snapshot's in all that bytes and visibility depend on.
- * Each page is compared with its checksum.
- * Errors: KVANT_INVALID_ARGUMENT, KVANT_OUT_OF_CAPACITY, KVANT_IO, KVANT_BAD_FILE (names the first page that
- * differs). */
+ * Each page is compared with its checksum. sequences, capacity, count: as in kvant_load.
+ * Errors: KVANT_INVALID_ARGUMENT (also a capacity below the number of sequences: nothing is loaded then),
+ * KVANT_OUT_OF_CAPACITY, KVANT_IO, KVANT_BAD_FILE (names the first page that differs). */
 KVANT_C_API kvant_status kvant_load_into(kvant_cache* cache, const kvant_snapshot* snapshot,
-                                         const kvant_load_options* options, kvant_sequence* sequences);
+                                         const kvant_load_options* options, kvant_sequence* sequences, int64_t capacity,
+                                         int64_t* count);
 
 /* Copies sequences to another cache, in the host's memory or on a device, wherever the first is. The copies go on bit
  * for bit, pages that the sequences share are shared, and the sequences stay. The configuration of `to` must be that of
  * `from` in all that bytes and visibility depend on; after an error it has the sequences that it had. On the streams of
- * kvant_cache_set_stream. copies: gets their ids, one for each of `sequences`. progress: NULL, or as in
+ * kvant_cache_set_stream. copies: [count], gets their ids, one for each of `sequences`. progress: NULL, or as in
  * kvant_save_options; it must call neither cache.
  * Errors: KVANT_INVALID_ARGUMENT (also `from` and `to` that are one cache), KVANT_OUT_OF_CAPACITY, KVANT_IO. */
 KVANT_C_API kvant_status kvant_copy_sequences(const kvant_cache* from, const kvant_sequence* sequences, int64_t count,

@@ -46,6 +46,12 @@ for _name in ("BadFile", "FileError", "InternalError", "InvalidArgument", "Kvant
               "OutOfMemory", "Stale", "Unsupported"):  # tracebacks name them as users do
     globals()[_name].__module__ = "kvant"
 
+
+def __dir__() -> list[str]:
+    """The names that users call, without the modules that define them; `hf` where it was imported."""
+    return sorted(__all__) + [name for name in globals() if name == "hf" or name.startswith("__")]
+
+
 __all__ = [
     "BadFile",
     "Bases",

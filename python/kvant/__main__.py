@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from ._installation import versions
+from ._installation import refuse_words_of_doctor, versions
 
 
 def _hugging_face() -> str:
@@ -91,6 +91,7 @@ def cli() -> None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores, and the tool inherits: `kvant ... | head`
     arguments = sys.argv[1:]
     if arguments[:1] == ["doctor"]:
+        refuse_words_of_doctor(arguments[1:])
         sys.exit(doctor())
     from kvant import Unsupported
     from kvant._tools import tool

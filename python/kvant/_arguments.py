@@ -41,7 +41,11 @@ def integer(name: str, value: Any, low: int, high: int) -> int:
     """A whole number of any integer type."""
     number = value if type(value) is int else None if _is_bool(value) else attempt(operator.index, value)[0]
     if number is None:  # a float, a text; an array of many numbers, whose library says so in its own way
-        raise InvalidArgument(f"{name} = {show(value)}: must be a whole number (an int), not a {type(value).__name__}")
+        short = re.fullmatch(r"(\d{1,9})([kKmM])", value, re.ASCII) if type(value) is str else None
+        hint = f"; write {int(short[1]) << (10 if short[2] in 'kK' else 20)}" if short else ""
+        raise InvalidArgument(
+            f"{name} = {show(value)}: must be a whole number (an int), not a {type(value).__name__}{hint}"
+        )
     if not low <= number <= high:
         raise InvalidArgument(f"{name} = {show(number)}: must be {low} to {high}")
     return number
@@ -130,10 +134,15 @@ def name_or_none(name: str, value: Any) -> bytes | None:
     return None if value is None else text(name, value).encode()
 
 
+_DTYPES = {"float32": "f32", "float": "f32", "float16": "f16", "half": "f16", "bfloat16": "bf16"}  # torch's names
+
+
 def choice(name: str, value: Any, allowed: dict[str, int]) -> int:
     """The number of a name."""
     if not isinstance(value, str) or value not in allowed:
-        raise InvalidArgument(f"{name} = {show(value)}: must be one of {', '.join(allowed)}")
+        own = _DTYPES.get(show(value).strip('"').removeprefix("torch."))
+        hint = f'; write "{own}"' if own in allowed else ""
+        raise InvalidArgument(f"{name} = {show(value)}: must be one of {', '.join(allowed)}{hint}")
     return allowed[value]
 
 

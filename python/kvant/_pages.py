@@ -343,7 +343,8 @@ class PagesPlan(_arguments.NotCopied):
         where = self.pages.owner.place(stream)
         p, blocks = self.pages._pool(pool, where, layer)
         q_tensor, q_described = _rows(q, "q", where)
-        if out is None:
+        made = (out is None, lse is True)
+        if made[0]:
             out = _tensors.empty_like(q, q_described.shape)
         out_tensor, out_described = _rows(out, "out", where, mutable=True)
         outputs, inputs = [("out", out_described)], [("q", q_described), ("pool", blocks)]
@@ -370,7 +371,7 @@ class PagesPlan(_arguments.NotCopied):
                     *fresh,
                 )
             )
-        return out if lse is None else (out, lse)
+        return _tensors.given_back(out, lse, made, q)
 
     def take_errors(self, stream: Any = None) -> bool:
         """Waits for the stream: True if since the last call a sequence did not fit the limits, or (check_ids) had a

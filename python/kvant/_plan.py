@@ -195,7 +195,8 @@ class Plan(_arguments.NotCopied):
         if workspace is not None and where.kind == "cpu":
             raise InvalidArgument("workspace is given, but the cache is in host memory, where plans have their own")
         q_tensor, q_described = self._rows(q, "q", self._q_heads, where)
-        if out is None:
+        made = (out is None, lse is True)
+        if made[0]:
             out = _tensors.empty_like(q, q_described.shape)
         out_tensor, out_described = self._rows(out, "out", self._q_heads, where, mutable=True)
         outputs, inputs = [("out", out_described)], [("q", q_described)]
@@ -219,7 +220,7 @@ class Plan(_arguments.NotCopied):
                     given = cache.owner.workspace(self.facts.workspace_bytes) if workspace is None else workspace
                     options.workspace, options.workspace_size, _ = _tensors.memory(given, "workspace", where)
                 _c.check(_c.run(self.handle, layer, byref(q_tensor), byref(out_tensor), byref(options), *fresh))
-            return out if lse is None else (out, lse)
+            return _tensors.given_back(out, lse, made, q)
 
         return run
 

@@ -227,7 +227,7 @@ class Snapshot(_arguments.NotCopied):
 
         def work(report: Any) -> None:
             options.progress = report
-            _c.check(_c.load(self._handle, byref(options), byref(handle), ids))
+            _c.check(_c.load(self._handle, byref(options), byref(handle), ids, count, None))
 
         _long_calls.run(work, progress)
         cache = Cache._of(handle, (kind, number), self.info.config)
@@ -243,7 +243,7 @@ class Snapshot(_arguments.NotCopied):
         def work(report: Any) -> None:
             options.progress = report
             into.owner.use_number(number)
-            _c.check(_c.load_into(into.handle, self._handle, byref(options), ids))
+            _c.check(_c.load_into(into.handle, self._handle, byref(options), ids, count, None))
 
         try:
             _long_calls.run(work, progress, into.owner.lock)

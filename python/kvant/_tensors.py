@@ -207,6 +207,8 @@ def describe(x: Any, name: str, where: Place, dtypes: tuple[str, ...] = FLOATS, 
     d = _facts(x, name, where.stream)
     if d.dtype not in dtypes:
         hint = "; mark raw bfloat16 bits with kvant.bf16(array)" if d.dtype == "uint16" and "bf16" in dtypes else ""
+        if d.dtype in ("float64", "torch.float64") and "f32" in dtypes:
+            hint = f"; convert it by {'.float()' if is_torch(x) else '.astype(numpy.float32)'}"
         raise InvalidArgument(f"{name} has dtype {d.dtype}: must be {' or '.join(dtypes)}{hint}")
     if d.device != where[:2]:
         raise InvalidArgument(
@@ -334,7 +336,17 @@ def empty_like(x: Any, shape: tuple[int, ...], dtype: str | None = None):
         if not hasattr(cupy, "empty"):
             raise InvalidArgument("out is not given: kvant cannot allocate memory of this library; pass out=")
         return cupy.empty(shape, dtype=x.dtype if dtype is None else np.float32)
-    return np.empty(shape, x.dtype if dtype is None and isinstance(x, np.ndarray) else np.float32)
+    own = dtype is None and isinstance(getattr(x, "dtype", None), np.dtype)  # numpy's arrays, and those of JAX
+    return np.empty(shape, x.dtype if own else np.float32)
+
+
+def given_back(out: Any, lse: Any, made: tuple[bool, bool], x: Any) -> Any:
+    """The result of a run over x: out, or (out, lse). made: which of the two empty_like made. Where x is JAX's, whose
+    arrays never change, these become arrays of JAX after they were written."""
+    jax = sys.modules.get("jax")
+    if jax is not None and type(x).__module__.split(".")[0] in ("jax", "jaxlib"):
+        out, lse = (jax.device_put(y, x.sharding) if is_new else y for y, is_new in zip((out, lse), made))
+    return out if lse is None else (out, lse)
 
 
 def stream_of(device: tuple[str, int], stream: Any = None) -> int:

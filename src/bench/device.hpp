@@ -23,7 +23,7 @@ class DeviceBench {
     std::int64_t free_bytes = 0;  // when this object was made
   };
   // Enqueues the run number i on a stream; called again for each i of a recording.
-  struct Work {
+  struct TimedRun {
     void* self;
     Status (*enqueue)(void* self, std::int64_t i, Stream stream);
   };
@@ -41,9 +41,9 @@ class DeviceBench {
                              std::uint64_t seed, const float* gains) = 0;
   // Nanoseconds of one run, `samples` times: `runs` runs are recorded as one graph, so that the host's calls do not
   // count, and each sample is one launch of it between two events.
-  virtual Result<std::vector<double>> time_graph(const Work& work, std::int64_t runs, int samples) = 0;
+  virtual Result<std::vector<double>> time_graph(const TimedRun& timed, std::int64_t runs, int samples) = 0;
   // Nanoseconds between events around one enqueued run each, numbers 0 to samples - 1: for what cannot be recorded.
-  virtual Result<std::vector<double>> time_each(const Work& work, int samples) = 0;
+  virtual Result<std::vector<double>> time_each(const TimedRun& timed, int samples) = 0;
   // Enqueues a read of so much other memory, elsewhere with each turn, as what a model does between two layers reads
   // its weights: it leaves little of theirs in the L2 cache. Not before read_gb_per_s().
   virtual Status read_others(std::int64_t bytes, std::int64_t turn, Stream stream) = 0;

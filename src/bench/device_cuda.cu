@@ -191,12 +191,12 @@ class Bench final : public DeviceBench {
     return {};
   }
 
-  Result<std::vector<double>> time_graph(const Work& work, std::int64_t runs, int samples) override {
+  Result<std::vector<double>> time_graph(const TimedRun& timed, std::int64_t runs, int samples) override {
     const Current current(device_);
     KVANT_CUDA_TRY(cudaStreamSynchronize(stream_));
     KVANT_CUDA_TRY(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
     Status status;
-    for (std::int64_t i = 0; i < runs && status.ok(); ++i) status = work.enqueue(work.self, i, stream());
+    for (std::int64_t i = 0; i < runs && status.ok(); ++i) status = timed.enqueue(timed.self, i, stream());
     Graph graph;
     const cudaError_t ended = cudaStreamEndCapture(stream_, &graph.graph);
     if (!status.ok()) {
@@ -213,9 +213,9 @@ class Bench final : public DeviceBench {
     });
   }
 
-  Result<std::vector<double>> time_each(const Work& work, int samples) override {
+  Result<std::vector<double>> time_each(const TimedRun& timed, int samples) override {
     const Current current(device_);
-    return time(samples, 1, [&](int i) { return work.enqueue(work.self, i, stream()); });
+    return time(samples, 1, [&](int i) { return timed.enqueue(timed.self, i, stream()); });
   }
 
   Status read_others(std::int64_t bytes, std::int64_t turn, Stream stream) override {

@@ -123,6 +123,19 @@ nlohmann::ordered_json field_json(const std::string& text) {
   return text;
 }
 
+/// Room for the ids of the sequences that a load gives; `sequences`, `capacity` and `count` are the caller's.
+Status check_room(const Snapshot& snapshot, const LoadOptions& options, const kvant_sequence* sequences,
+                  std::int64_t capacity, std::int64_t* count) {
+  const std::size_t loaded = options.sequences ? options.sequences->size() : snapshot.info().sequences.size();
+  if (count != nullptr) *count = static_cast<std::int64_t>(loaded);
+  if (capacity < 0 || static_cast<std::uint64_t>(capacity) < loaded) {
+    return {Code::invalid_argument, "capacity is " + std::to_string(capacity) + " ids, but " + std::to_string(loaded) +
+                                        " sequences are loaded; give an array of that many, or choose sequences with "
+                                        "options.sequences"};
+  }
+  return sequences == nullptr && loaded > 0 ? null_argument("sequences") : Status();
+}
+
 Status give_ids(std::span<const SequenceId> ids, kvant_sequence* sequences) {
   for (std::size_t i = 0; i < ids.size(); ++i) sequences[i] = static_cast<kvant_sequence>(ids[i]);
   return {};
@@ -213,16 +226,16 @@ kvant_status kvant_snapshot_tokens(const kvant_snapshot* snapshot, int64_t place
 }
 
 kvant_status kvant_load(const kvant_snapshot* snapshot, const kvant_load_options* options, kvant_cache** cache,
-                        kvant_sequence* sequences) {
+                        kvant_sequence* sequences, int64_t capacity, int64_t* count) {
   return guarded([&]() -> kvant::Status {
     if (cache == nullptr) return null_argument("cache");
     *cache = nullptr;
     if (snapshot == nullptr) return null_argument("snapshot");
     const auto to = to_load_options(options);
     if (!to) return to.status();
+    if (kvant::Status room = check_room(snapshot->snapshot, *to, sequences, capacity, count); !room.ok()) return room;
     auto loaded = snapshot->snapshot.load(*to);
     if (!loaded) return loaded.status();
-    if (sequences == nullptr && !loaded->sequences.empty()) return null_argument("sequences");
     auto made = std::make_unique<kvant_cache>(kvant_cache{std::make_shared<kvant::Cache>(std::move(loaded->cache))});
     *cache = made.release();
     return give_ids(loaded->sequences, sequences);
@@ -230,15 +243,14 @@ kvant_status kvant_load(const kvant_snapshot* snapshot, const kvant_load_options
 }
 
 kvant_status kvant_load_into(kvant_cache* cache, const kvant_snapshot* snapshot, const kvant_load_options* options,
-                             kvant_sequence* sequences) {
+                             kvant_sequence* sequences, int64_t capacity, int64_t* count) {
   return guarded([&]() -> kvant::Status {
     if (cache == nullptr) return null_argument("cache");
     if (snapshot == nullptr) return null_argument("snapshot");
     auto to = to_load_options(options);
     if (!to) return to.status();
     to->stream = cache->stream;
-    const bool any = to->sequences ? !to->sequences->empty() : !snapshot->snapshot.info().sequences.empty();
-    if (sequences == nullptr && any) return null_argument("sequences");
+    if (kvant::Status room = check_room(snapshot->snapshot, *to, sequences, capacity, count); !room.ok()) return room;
     const auto ids = snapshot->snapshot.load_into(*cache->cache, *to);
     if (!ids) return ids.status();
     return give_ids(*ids, sequences);

@@ -48,8 +48,33 @@ int refuse_first_word(const CLI::App& app, const std::string& word) {
   std::string problem = word + ": no such command";
   if (word.empty()) problem = "no command given";
   if (!word.empty() && word[0] == '-') problem = word + ": not an option that stands before the command";
-  return report(kUsage, fmt::format("{}; the commands are {}{}\nRun `kvant --help` for examples.", problem,
-                                    fmt::join(names, ", "), did_you_mean(word, names)));
+  const char* elsewhere = word == "doctor" ? "; doctor is a command of the Python package" : "";
+  return report(kUsage, fmt::format("{}; the commands are {}{}{}\nRun `kvant --help` for examples.", problem,
+                                    fmt::join(names, ", "), did_you_mean(word, names), elsewhere));
+}
+
+// The words of the command line; "help", "help COMMAND" and "version" as the options of that name.
+std::vector<std::string> words_of(int argc, char** argv) {
+  std::vector<std::string> words(argv + std::min(argc, 1), argv + argc);
+  const std::string first = words.empty() ? "" : words.front();
+  if (first == "help") {
+    words.erase(words.begin());
+    words.emplace_back("--help");
+  } else if (first == "version" || first == "-V") {
+    words.front() = "--version";
+  }
+  return words;
+}
+
+// An error of the parser, in our words where it says too little.
+std::string message_of(const CLI::ParseError& error, const CLI::App& command) {
+  // A word that nobody took is often the reason why a required option is missing.
+  if (const std::string leftover = leftover_message(command); !leftover.empty()) return leftover;
+  const std::vector<std::string> operations = command_names(command);
+  if (error.get_name() == "RequiredError" && !operations.empty()) {
+    return fmt::format("no operation given; the operations are {}", fmt::join(operations, ", "));
+  }
+  return error.what();
 }
 
 int parse_and_run(int argc, char** argv) {
@@ -73,7 +98,8 @@ int parse_and_run(int argc, char** argv) {
       {"man", add_man_command(app)},
   };
 
-  const std::string first = argc > 1 ? argv[1] : "";
+  std::vector<std::string> words = words_of(argc, argv);
+  const std::string first = words.empty() ? "" : words.front();
   const bool is_option = first == "-h" || first == "--help" || first == "--version";
   if (!is_option &&
       std::none_of(std::begin(commands), std::end(commands), [&](const auto& c) { return first == c.first; })) {
@@ -81,7 +107,7 @@ int parse_and_run(int argc, char** argv) {
   }
 
   try {
-    std::vector<std::string> words = join_lists(app, {argv + 1, argv + argc});
+    words = join_lists(app, words);
     std::reverse(words.begin(), words.end());  // CLI11 takes them from the end
     app.parse(std::move(words));
     for (const auto& [name, action] : commands) {
@@ -97,10 +123,8 @@ int parse_and_run(int argc, char** argv) {
       return finish();
     }
     const CLI::App* command = deepest_command(&app);
-    // A word that nobody took is often the reason why a required option is missing.
-    const std::string leftover = leftover_message(*command);
-    return report(kUsage, fmt::format("{}\nRun `{} --help` for what is allowed.",
-                                      leftover.empty() ? error.what() : leftover, command_path(*command)));
+    return report(kUsage, fmt::format("{}\nRun `{} --help` for what is allowed.", message_of(error, *command),
+                                      command_path(*command)));
   }
   return finish();
 }

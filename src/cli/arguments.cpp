@@ -1,6 +1,7 @@
 #include "cli/arguments.hpp"
 
 #include <algorithm>
+#include <cctype>
 
 #include "cli/formats.hpp"
 #include "cli/machine.hpp"
@@ -17,15 +18,24 @@ std::string without_spaces(std::string text) {
 
 constexpr const char* kFileType = "FILE";
 
+bool is_number(const std::string& word) {
+  return !word.empty() && word.find_first_not_of("0123456789") == std::string::npos;
+}
+
 bool can_be_element(const CLI::Option& list, const std::string& word) {
   const std::string type = list.get_type_name();
-  if (type.starts_with("N")) return !word.empty() && word.find_first_not_of("0123456789,") == std::string::npos;
+  if (type.starts_with("N")) return !word.empty() && word.find_first_not_of("0123456789kKmM,") == std::string::npos;
   const std::vector<std::string> known = choices_of(list);
   for (const std::string& part : CLI::detail::split(word, ',')) {
     const bool is_pair = type.starts_with("FORMAT") && parse_format_pair(part).ok();
     if (!part.empty() && !is_pair && std::find(known.begin(), known.end(), part) == known.end()) return false;
   }
   return true;
+}
+
+// A file that commands read, by its name.
+bool is_read(const std::string& path) {
+  return path.ends_with(".safetensors") || path.ends_with(".kvs");
 }
 
 // The option that a word names, as --name, --name=value or -n; null: the word names none.
@@ -108,12 +118,20 @@ void name_files(Outputs& outputs, const std::vector<std::string>& captures, cons
   for (const auto& [option, path] : results) named(outputs.add(option, path));
 }
 
-CLI::Option* add_output(CLI::App& command, const std::string& name, std::string& path, const std::string& what,
-                        bool may_be_bare) {
-  const std::string where = may_be_bare ? "; no file or -: standard output" : "; -: standard output";
-  CLI::Option* option = add_file(command, name, path, what + where);
-  if (may_be_bare) option->expected(0, 1)->default_str("-");
-  return option;
+CLI::Option* add_output(CLI::App& command, const std::string& name, std::string& path, const std::string& what) {
+  return add_file(command, name, path, what + "; no file or -: standard output")->expected(0, 1)->default_str("-");
+}
+
+CLI::Option* with_units(CLI::Option* option) {
+  const auto scale = [](std::string& word) {
+    const char unit = word.empty() ? '\0' : static_cast<char>(std::tolower(static_cast<unsigned char>(word.back())));
+    const std::string digits = word.substr(0, word.empty() ? 0 : word.size() - 1);
+    constexpr std::size_t kMostDigits = 10;  // their product with 2^20 is far from the largest number
+    if ((unit != 'k' && unit != 'm') || !is_number(digits) || digits.size() > kMostDigits) return std::string();
+    word = std::to_string(std::stoll(digits) << (unit == 'k' ? 10 : 20));
+    return std::string();
+  };
+  return option->transform(CLI::Validator(scale, "", ""));
 }
 
 CLI::Option* add_wide(CLI::App& command, bool& is_wide) {
@@ -141,6 +159,12 @@ std::vector<std::string> join_lists(const CLI::App& app, const std::vector<std::
     if (is_list(*option) && equals != std::string::npos) {
       const std::string list = join_list(*command, *option, word.substr(equals + 1), arguments, at);
       out.push_back(word.substr(0, equals + 1) + list);
+      continue;
+    }
+    const bool is_output = option->get_type_name() == kFileType && option->get_expected_min() == 0;
+    if (is_output && equals == std::string::npos && at < arguments.size() &&
+        (is_read(arguments[at]) || subcommand_of(*command, arguments[at]) != nullptr)) {
+      out.push_back(word + "=-");
       continue;
     }
     out.push_back(word);

@@ -45,9 +45,11 @@ CLI::Option* add_list(CLI::App& command, const std::string& name, std::vector<T>
 
 /// A file to read or to write.
 CLI::Option* add_file(CLI::App& command, const std::string& name, std::string& path, const std::string& what);
-/// A file to write. `may_be_bare`: without a file it is standard output (for commands that take no files to read).
-CLI::Option* add_output(CLI::App& command, const std::string& name, std::string& path, const std::string& what,
-                        bool may_be_bare);
+/// A text to write, which goes to standard output where the option names no file. A word behind the option is the
+/// command's if it names an operation or has the ending of files that are read: `kvant eval --json qkv.safetensors`.
+CLI::Option* add_output(CLI::App& command, const std::string& name, std::string& path, const std::string& what);
+/// Numbers of tokens: 32k is 32768, 1m is 1048576.
+CLI::Option* with_units(CLI::Option* option);
 /// Names all files of a command: captures and a basis ("": none) that it reads, and results with their options.
 /// Throws wrong usage: a result is a file that is read, or has another result.
 void name_files(Outputs& outputs, const std::vector<std::string>& captures, const std::string& basis,

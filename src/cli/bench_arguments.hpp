@@ -21,7 +21,7 @@ struct BenchArguments {
   std::int64_t first_keys = 0;
   std::vector<std::string> isas = {""};
   std::string backend = "cpu";
-  int device = 0;
+  std::string device{};  // as it was given
   int sink_pages = -1, tail_pages = -1;
   std::int64_t between_mib = 0;
   std::vector<std::string> kernels = {kAutomatic}, products = {kAutomatic};

@@ -1,5 +1,6 @@
 // `kvant bench`: from the arguments to the rows that are measured. bench_options.cpp has the options.
 #include <CLI/CLI.hpp>
+#include <charconv>
 #include <cmath>
 
 #include "cli/arguments.hpp"
@@ -86,6 +87,31 @@ void check_shape(const BenchCase& c) {
   }
 }
 
+// The number of a device that is named as "1" or "cuda:1"; "": 0.
+int device_number(const std::string& name) {
+  if (name.empty()) return 0;
+  std::string_view digits = name;
+  if (digits.starts_with("cuda:")) digits.remove_prefix(5);
+  constexpr int kMostDevices = 1024;
+  int number = -1;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
+  const bool is_whole = error == std::errc() && end == digits.data() + digits.size();
+  if (!is_whole || number < 0 || number >= kMostDevices) {
+    usage(fmt::format("--device {}: must be the number of a device, as 0, or as cuda:0", name));
+  }
+  return number;
+}
+
+// More workers than processors wait for one another: their times say nothing, and take minutes.
+void check_threads(const std::vector<int>& threads) {
+  const int most = core::hardware_threads();
+  for (const int count : threads) {
+    if (count <= most) continue;
+    usage(fmt::format("--threads {}: this process may use {} processor{}; give at most that many, or 0 for all", count,
+                      most, most == 1 ? "" : "s"));
+  }
+}
+
 std::vector<BenchCase> cases_of(const BenchArguments& a, bool is_op_given, const std::vector<std::string>& isas) {
   std::vector<std::string> k_formats = a.k_formats;
   if (k_formats.empty() && a.v_formats.empty() && !a.suite.empty()) k_formats = {"f16", "tq8", "tq6/tq4", "tq4"};
@@ -142,16 +168,18 @@ Status run_bench_command(const BenchArguments& a, bool is_op_given) {
   Outputs outputs;
   name_files(outputs, {}, "", {{"--json", a.json}, {"--csv", a.csv}, {"--markdown", a.markdown}});
   const bool on_device = a.backend == "cuda";
+  const int device = device_number(a.device);
   if (on_device) {
     if (a.isas != std::vector<std::string>{""}) usage("--isa: CPU kernels; leave it out with --backend cuda");
     if (a.threads != std::vector<int>{0}) usage("--threads: of the CPU; leave it out with --backend cuda");
-  } else if (a.device != 0) {
+  } else if (!a.device.empty()) {
     usage(fmt::format("--device {}: needs --backend cuda", a.device));
   } else if (a.between_mib > 0) {
     usage(fmt::format("--between-mib {}: needs --backend cuda", a.between_mib));
   } else if (a.kernels != std::vector<std::string>{kAutomatic}) {
     usage(fmt::format("--kernel {}: needs --backend cuda", fmt::join(a.kernels, ",")));
   }
+  check_threads(a.threads);
   std::vector<std::string> isas;
   if (on_device) isas = {"cuda"};
   for (const std::string& name : on_device ? std::vector<std::string>{} : a.isas) {
@@ -175,7 +203,7 @@ Status run_bench_command(const BenchArguments& a, bool is_op_given) {
   Result<BenchResult> result = [&] {
     Progress progress(static_cast<double>(cases.size()));
     const auto advance = [&](double done, const std::string& what) { progress.advance(done, what); };
-    return on_device ? run_device_bench(cases, a.settings, a.device, advance) : run_bench(cases, a.settings, advance);
+    return on_device ? run_device_bench(cases, a.settings, device, advance) : run_bench(cases, a.settings, advance);
   }();
   if (!result.ok()) return result.status();
 

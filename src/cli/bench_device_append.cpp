@@ -137,7 +137,7 @@ Status measure_append(DeviceTools& tools, BenchRow& row) {
   if (!error.ok()) return error.status();
   judge(row, *error);
   if (!row.refusal.empty()) return {};
-  const bench::DeviceBench::Work timed{&work, &Fill::enqueue};
+  const bench::DeviceBench::TimedRun timed{&work, &Fill::enqueue};
   Result<std::vector<double>> first = tools.bench.time_each(timed, 3);
   if (!first.ok()) return first.status();
   Result<std::vector<double>> ns = tools.bench.time_each(timed, tools.samples_for(quantile(*first, 0.5)));

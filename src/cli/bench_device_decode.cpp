@@ -211,7 +211,7 @@ Status measure_decode(DeviceTools& tools, BenchRow& row, FirstOutputs* of_first)
     if (error.ok()) judge(row, *error);
     return error.status();
   };
-  const bench::DeviceBench::Work work{&decode, &Decode::enqueue};
+  const bench::DeviceBench::TimedRun work{&decode, &Decode::enqueue};
   // The time of what is done between runs taken off.
   const auto time = [&](std::int64_t runs, int samples) -> Result<std::vector<double>> {
     Result<std::vector<double>> ns = tools.bench.time_graph(work, runs, samples);

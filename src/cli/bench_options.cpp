@@ -108,26 +108,28 @@ std::vector<CLI::Option*> add_shapes(CLI::App& command, BenchArguments& a, Bench
   shapes.push_back(add_list(command, "--head-dim", a.head_dims, "Values of a vector")->capture_default_str());
   shapes.push_back(add_list(command, "--batch", a.batches, "Sequences")->check(range(1, 65536))->capture_default_str());
   shapes.push_back(
-      add_list(command, "--keys", a.keys, fmt::format("Tokens of a sequence; default: {}", per_op(op, "16384", "4096")))
+      with_units(add_list(command, "--keys", a.keys,
+                          fmt::format("Tokens of a sequence; 32k is 32768; default: {}", per_op(op, "16384", "4096"))))
           ->check(range(std::int64_t{1}, kMostTokens)));
   if (!is_append) {
-    shapes.push_back(command
-                         .add_option("--first-keys", a.first_keys,
-                                     "Tokens of the first sequence, a long one beside others; default: as --keys")
-                         ->check(range(std::int64_t{1}, kMostTokens))
-                         ->type_name("N"));
+    shapes.push_back(
+        with_units(command.add_option("--first-keys", a.first_keys,
+                                      "Tokens of the first sequence, a long one beside others; default: as --keys"))
+            ->check(range(std::int64_t{1}, kMostTokens))
+            ->type_name("N"));
   }
   const char* what = is_append             ? "Tokens of one call; default: 512, or --keys if that is less"
                      : op == BenchOp::step ? "Tokens of a sequence that are appended and attended; default: 1"
                                            : "Queries of a sequence; default: ";
   const bool is_said = is_append || op == BenchOp::step;
-  shapes.push_back(add_list(command, "--q-len", a.q_lens, is_said ? what : what + per_op(op, "1", "512"))
+  shapes.push_back(with_units(add_list(command, "--q-len", a.q_lens, is_said ? what : what + per_op(op, "1", "512")))
                        ->check(range(std::int64_t{1}, kMostQueries)));
   return shapes;
 }
 
 void add_scores(CLI::App& command, BenchArguments& a) {
-  command.add_option("--window", a.scores.window, "Each query sees this many of the newest keys; default: all")
+  with_units(
+      command.add_option("--window", a.scores.window, "Each query sees this many of the newest keys; default: all"))
       ->check(range(std::int64_t{1}, kMostTokens))
       ->type_name("N");
   command.add_option("--softcap", a.scores.softcap, "Scores become CAP * tanh(score / CAP)")
@@ -146,10 +148,8 @@ void add_scores(CLI::App& command, BenchArguments& a) {
 void add_device(CLI::App& command, BenchArguments& a, BenchOp op) {
   one_of(command.add_option("--backend", a.backend, "kvant info says whether cuda is there"), {"cpu", "cuda"})
       ->capture_default_str();
-  command.add_option("--device", a.device, "With --backend cuda: the device's number")
-      ->check(range(0, 1023))
-      ->type_name("N")
-      ->capture_default_str();
+  command.add_option("--device", a.device, "With --backend cuda: the device, as 1 or cuda:1; default: 0")
+      ->type_name("N");
   if (op == BenchOp::append) return;
   command
       .add_option("--between-mib", a.between_mib,
@@ -190,9 +190,9 @@ void add_run(CLI::App& command, BenchArguments& a) {
       ->check(range(0.0, 3600.0))
       ->type_name("S")
       ->capture_default_str();
-  add_output(command, "--json", a.json, "Write the rows as JSON", true);
-  add_output(command, "--csv", a.csv, "Write the rows as comma-separated values", true);
-  add_output(command, "--markdown", a.markdown, "Write the table as markdown", true);
+  add_output(command, "--json", a.json, "Write the rows as JSON");
+  add_output(command, "--csv", a.csv, "Write the rows as comma-separated values");
+  add_output(command, "--markdown", a.markdown, "Write the table as markdown");
   add_wide(command, a.is_wide);
 }
 

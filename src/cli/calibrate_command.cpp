@@ -116,8 +116,8 @@ Action add_calibrate_command(CLI::App& app) {
   command->footer(kCalibrateFooter);
   command->add_option("FILE", a->files, "Captures (safetensors)")->required()->type_name("");
   add_file(*command, "-o,--output", a->output, "The basis file to write (safetensors)")->required();
-  add_output(*command, "--json", a->json, "Write the rows as JSON", false);
-  add_output(*command, "--csv", a->csv, "Write the rows as comma-separated values", false);
+  add_output(*command, "--json", a->json, "Write the rows as JSON");
+  add_output(*command, "--csv", a->csv, "Write the rows as comma-separated values");
   return [a] { return run_calibrate(*a); };
 }
 

@@ -21,7 +21,7 @@ Action add_bench_command(CLI::App& app);
 Action add_calibrate_command(CLI::App& app);
 Action add_formats_command(CLI::App& app);
 Action add_snapshot_command(CLI::App& app);
-/// Hidden, for packagers: the shells' completions and the manual page, made from what the commands above declare.
+/// The shells' completions, and the manual page (hidden: for packagers), made from what the commands above declare.
 Action add_completion_command(CLI::App& app);
 Action add_man_command(CLI::App& app);
 

@@ -26,7 +26,7 @@ std::string in_quotes(const std::string& text) {
 }
 
 std::vector<std::string> words_of(const CommandDescription& command) {
-  std::vector<std::string> words;
+  std::vector<std::string> words = command.words;
   for (const CommandDescription& sub : command.commands) words.push_back(name_of(sub));
   for (const OptionDescription& option : command.options) {
     words.insert(words.end(), option.names.begin(), option.names.end());
@@ -127,6 +127,7 @@ std::string zsh_completion(const CommandDescription& root) {
       cases = "  if [[ $state == argument ]]; then\n    case $line[1] in\n" + cases + "    esac\n  fi\n";
     }
     if (c.takes_files) arguments += " \\\n    '*:file:_files'";
+    if (!c.words.empty()) arguments += " \\\n    " + in_quotes(fmt::format("1:word:({})", fmt::join(c.words, " ")));
     functions += fmt::format("{}() {{\n  local line state\n  _arguments{}{}\n{}}}\n", function_of(c),
                              c.commands.empty() ? "" : " -C", arguments, cases);
   });
@@ -147,6 +148,9 @@ std::string fish_completion(const CommandDescription& root) {
           fmt::format("complete -c kvant -n {} -a {} -d {}\n", in_quotes(condition), name_of(sub), in_quotes(sub.what));
     }
     if (c.takes_files) out += fmt::format("complete -c kvant -n {} -F\n", in_quotes(condition));
+    if (!c.words.empty())
+      out += fmt::format("complete -c kvant -n {} -a {}\n", in_quotes(condition),
+                         in_quotes(fmt::format("{}", fmt::join(c.words, " "))));
     for (const OptionDescription& o : c.options) {
       out += fmt::format("complete -c kvant -n {}", in_quotes(condition));
       for (const std::string& name : o.names) {

@@ -27,9 +27,12 @@ OptionDescription describe_option(const CLI::Option& option) {
 }  // namespace
 
 CommandDescription describe(const CLI::App& app) {
-  CommandDescription d{command_path(app), one_line(app.get_description()), app.get_footer(), false, {}, {}};
+  CommandDescription d{command_path(app), one_line(app.get_description()), app.get_footer(), false, {}, {}, {}};
   for (const CLI::Option* option : app.get_options()) {
-    if (option->get_positional()) d.takes_files = true;
+    if (option->get_positional()) {
+      d.words = choices_of(*option);
+      d.takes_files = d.words.empty();
+    }
     if (!option->get_positional() && option->get_group() != kHidden) d.options.push_back(describe_option(*option));
   }
   for (const CLI::App* sub : app.get_subcommands([](const CLI::App* s) { return !s->get_group().empty(); })) {

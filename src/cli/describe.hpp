@@ -18,6 +18,7 @@ struct CommandDescription {
   std::string path;  ///< "kvant bench decode"
   std::string what, footer;
   bool takes_files = false;
+  std::vector<std::string> words;  ///< that stand without an option, as the shell of `kvant completion`
   std::vector<OptionDescription> options;
   std::vector<CommandDescription> commands;
 };

@@ -1,4 +1,4 @@
-// `kvant completion SHELL` and `kvant man`: hidden, for the build and for packagers.
+// `kvant completion SHELL`, and `kvant man`, which the help does not show: the build writes the page.
 #include <memory>
 
 #include "cli/arguments.hpp"
@@ -20,8 +20,8 @@ Status write(const std::string& path, const std::string& content) {
   return write_result(path, content);
 }
 
-CLI::App* add_hidden(CLI::App& app, const char* name, const char* what, Arguments& a) {
-  CLI::App* command = app.add_subcommand(name, what)->group("");
+CLI::App* add_writer(CLI::App& app, const char* name, const char* what, Arguments& a) {
+  CLI::App* command = app.add_subcommand(name, what);
   add_file(*command, "-o,--output", a.output, "The file to write; -: standard output");
   return command;
 }
@@ -30,8 +30,12 @@ CLI::App* add_hidden(CLI::App& app, const char* name, const char* what, Argument
 
 Action add_completion_command(CLI::App& app) {
   auto a = std::make_shared<Arguments>();
-  CLI::App* command = add_hidden(app, "completion", "Print what completes kvant's words in a shell", *a);
-  command->footer("Example:\n  source <(kvant completion bash)");
+  CLI::App* command = add_writer(app, "completion", "Print what completes kvant's commands and options in a shell", *a);
+  command->footer(
+      "Examples:\n"
+      "  kvant completion bash > ~/.local/share/bash-completion/completions/kvant\n"
+      "  kvant completion zsh -o ~/.zfunc/_kvant\n"
+      "  kvant completion fish -o ~/.config/fish/completions/kvant.fish");
   one_of(command->add_option("SHELL", a->shell, "bash, zsh or fish")->required(), {"bash", "zsh", "fish"});
   return [a, &app] {
     const auto make = a->shell == "bash" ? bash_completion : a->shell == "zsh" ? zsh_completion : fish_completion;
@@ -41,7 +45,7 @@ Action add_completion_command(CLI::App& app) {
 
 Action add_man_command(CLI::App& app) {
   auto a = std::make_shared<Arguments>();
-  add_hidden(app, "man", "Print the manual page", *a);
+  add_writer(app, "man", "Print the manual page", *a)->group("");
   return [a, &app] { return write(a->output, manual_page(describe(app))); };
 }
 

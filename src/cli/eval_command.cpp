@@ -236,9 +236,9 @@ Action add_eval_command(CLI::App& app) {
       ->check(CLI::Range(0, 1024).description(""))
       ->type_name("N");
   command->add_option("--isa", a->isa, kIsaHelp)->type_name("ISA");
-  add_output(*command, "--json", a->json, "Write the rows as JSON", false);
-  add_output(*command, "--csv", a->csv, "Write the rows as comma-separated values", false);
-  add_output(*command, "--report", a->report, "Write a self-contained HTML page with charts", false);
+  add_output(*command, "--json", a->json, "Write the rows as JSON");
+  add_output(*command, "--csv", a->csv, "Write the rows as comma-separated values");
+  add_file(*command, "--report", a->report, "Write a self-contained HTML page with charts; -: standard output");
   add_wide(*command, a->is_wide);
   return [a] { return run_eval(*a); };
 }

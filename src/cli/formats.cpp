@@ -6,6 +6,7 @@
 #include "codec/centre.hpp"
 #include "codec/traits.hpp"
 #include "core/fmt.hpp"
+#include "core/format_hint.hpp"
 
 namespace kvant::cli {
 
@@ -54,9 +55,10 @@ Result<Format> parse_plain_format(const std::string& name) {
   const Result<Format> format = parse_format(name);
   if (!format.ok()) {
     const std::vector<std::string> known = plain_format_names();
+    const std::string near = did_you_mean(name, known);
     return {Code::invalid_argument,
             fmt::format("format '{}': must be one of {}, or two of them as keys/values (tq6/tq4){}", name,
-                        fmt::join(known, ", "), did_you_mean(name, known))};
+                        fmt::join(known, ", "), near.empty() ? core::format_hint(name) : near)};
   }
   if (codec::is_lut(*format)) {
     return {Code::unsupported, fmt::format("format {}: holds imported vectors with their own level table, which a "

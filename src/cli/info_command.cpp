@@ -218,8 +218,8 @@ Action add_listing(CLI::App& app, const char* name, const char* what, const char
   auto a = std::make_shared<ListArguments>();
   CLI::App* command = app.add_subcommand(name, what);
   command->footer(footer);
-  add_output(*command, "--json", a->json, "Write the same as JSON", true);
-  add_output(*command, "--csv", a->csv, "Write the rows as comma-separated values", true);
+  add_output(*command, "--json", a->json, "Write the same as JSON");
+  add_output(*command, "--csv", a->csv, "Write the rows as comma-separated values");
   return [a, run] { return run(*a); };
 }
 

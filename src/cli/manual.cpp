@@ -31,8 +31,15 @@ std::string as_it_is(const std::string& text) {
   return text.empty() ? "" : ".PP\n.nf\n" + roff(text) + "\n.fi\n";
 }
 
+// The words behind a command that are no options.
+std::string operands(const CommandDescription& c, const std::string& before, const std::string& behind) {
+  const std::string words = fmt::format("{}", fmt::join(c.words, "|"));
+  if (c.takes_files) return " " + before + "FILE" + behind + "...";
+  return words.empty() ? "" : " " + before + roff(words) + behind;
+}
+
 std::string command_text(const CommandDescription& c) {
-  std::string text = ".SS " + roff(c.path) + (c.takes_files ? " FILE..." : "") + "\n" + roff(c.what) + ".\n";
+  std::string text = ".SS " + roff(c.path) + operands(c, "", "") + "\n" + roff(c.what) + ".\n";
   for (const OptionDescription& o : c.options) text += option_text(o);
   text += as_it_is(c.footer);
   for (const CommandDescription& sub : c.commands) text += command_text(sub);
@@ -48,7 +55,7 @@ std::string manual_page(const CommandDescription& root) {
   text += ".SH SYNOPSIS\n";
   for (const CommandDescription& c : root.commands) {
     text += fmt::format("\\fB{}\\fR [\\fIOPTIONS\\fR]{}{}\n.br\n", roff(c.path),
-                        c.commands.empty() ? "" : " [\\fIOPERATION\\fR]", c.takes_files ? " \\fIFILE\\fR..." : "");
+                        c.commands.empty() ? "" : " [\\fIOPERATION\\fR]", operands(c, "\\fI", "\\fR"));
   }
   text += ".SH DESCRIPTION\n" + roff(root.what) + "\n";
   text += ".SH OPTIONS\n";

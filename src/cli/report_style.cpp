@@ -35,7 +35,6 @@ svg .link { stroke: var(--faint); stroke-width: 0.8; opacity: 0.7; }
 svg .front { stroke: var(--faint); stroke-width: 1.8; stroke-dasharray: 6 4; fill: none; }
 svg .guide { stroke: var(--s2); stroke-width: 1; stroke-dasharray: 2 3; }
 .hint { display: none; color: var(--faint); font-size: 13px; margin: 0 0 4px; }
-@media (max-width: 1240px) { .hint { display: block; } }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; width: fit-content; max-width: 100%;
           background: linear-gradient(var(--back), var(--back)) right / 16px 100% no-repeat local,
                       linear-gradient(to left, rgb(128 128 128 / 0.5), transparent) right / 14px 100% no-repeat
@@ -54,6 +53,10 @@ td.worst { outline: 2px solid var(--text); outline-offset: -2px; font-weight: 70
 [colspan] { text-align: center; border-left: 1px solid var(--line); }
 dt { color: var(--faint); float: left; clear: left; width: 90px; }
 dd { margin: 0 0 3px 100px; overflow-wrap: anywhere; }
+/* Where the page is narrower than its widest tables: closer columns and wrapped headings, and a word on the rest. */
+@media (max-width: 1480px) {
+  .hint { display: block; } th, td { padding: 4px 7px; } thead th { white-space: normal; vertical-align: bottom; }
+}
 @media (max-width: 560px) {
   body { padding: 16px 10px 40px; } th, td { padding: 4px 7px; } .ends { display: block; }
   tr > :first-child { max-width: 150px; overflow: hidden; text-overflow: ellipsis; }

@@ -86,20 +86,33 @@ Status run_info(const SnapshotArguments& a) {
   return outputs.write(a.json, json_text(Json::parse(capi::describe_snapshot(snapshot->info()))));
 }
 
+/// Says what a whole file has. Errors: what is wrong with it.
+Result<std::string> verify(const std::string& path) {
+  const auto snapshot = Snapshot::open(path);
+  if (!snapshot) return snapshot.status();
+  std::shared_ptr<Progress> bar;
+  if (const Status status = snapshot->verify(shown(bar, path)); !status.ok()) return status;
+  const SnapshotInfo& info = snapshot->info();
+  return fmt::format("{} sequences, {} encoded and {} exact pages, every checksum as saved", info.sequences.size(),
+                     info.encoded_pages, info.exact_pages);
+}
+
+// All files are read, also behind one that is damaged.
 Status run_verify(const SnapshotArguments& a) {
   const Outputs outputs;
+  std::vector<std::string> damaged;
+  Status first;
   for (const std::string& path : a.files) {
-    const auto snapshot = Snapshot::open(path);
-    if (!snapshot) return snapshot.status();
-    std::shared_ptr<Progress> bar;
-    const Status status = snapshot->verify(shown(bar, path));
-    bar.reset();
-    if (!status.ok()) return status;
-    const SnapshotInfo& info = snapshot->info();
-    outputs.print(fmt::format("{}: whole: {} sequences, {} encoded and {} exact pages, every checksum as saved\n",
-                              io::printable(path), info.sequences.size(), info.encoded_pages, info.exact_pages));
+    const Result<std::string> facts = verify(path);
+    outputs.print(fmt::format("{}: {}: {}\n", io::printable(path), facts.ok() ? "whole" : "NOT whole",
+                              facts.ok() ? *facts : facts.message()));
+    if (facts.ok()) continue;
+    if (damaged.empty()) first = facts.status();
+    damaged.push_back(io::printable(path));
   }
-  return {};
+  if (damaged.empty() || a.files.size() == 1) return first;
+  return {first.code(), fmt::format("{} of {} snapshots are not whole: {}", damaged.size(), a.files.size(),
+                                    fmt::join(damaged, ", "))};
 }
 
 Status run_copy(const SnapshotArguments& a) {
@@ -134,7 +147,7 @@ Action add_snapshot_command(CLI::App& app) {
   };
   CLI::App* info = add("info", "Say what a snapshot has", kInfoExamples);
   file_of(info);
-  add_output(*info, "--json", a->json, "Write the facts as JSON", false);
+  add_output(*info, "--json", a->json, "Write the facts as JSON");
   CLI::App* verify = add("verify", "Read all of some snapshots and compare every checksum", kVerifyExamples);
   verify->add_option("FILE", a->files, "Snapshots")->required()->type_name("");
   CLI::App* copy = add("copy", "Write a snapshot to another file, which needs no other", kCopyExamples);

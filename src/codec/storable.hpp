@@ -11,7 +11,7 @@
 
 KVANT_NAMESPACE_BEGIN(codec)
 
-inline constexpr std::int32_t kLargestBits = 0x47800000;  // of 65536 as f32
+inline constexpr std::int32_t kLargestBits = 0x47800000;  // 65536 as the bits of an f32
 
 namespace detail {
 

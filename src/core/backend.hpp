@@ -94,7 +94,7 @@ struct Kernels {
   const char* (*product_name)(Format f);  // how that format is multiplied on the vector path, for explain
   const char* tile_products;              // and all formats on the path for many rows
   bool has_matrix;                        // the latter by tiles of bf16 (cpu/attend/matrix.hpp)
-  bool multiplies_bytes;                  // of two, with sums: faster there than floats (cpu/attend/levels.hpp)
+  bool multiplies_bytes;  // products of bytes are faster there than those of floats (cpu/attend/levels.hpp)
   // What the path for many rows must ask of the system, once for the process: null on success, else why it is refused.
   // A null pointer: there is nothing to ask.
   const char* (*permit)() = nullptr;

@@ -6,6 +6,7 @@
 #include "codec/rotation.hpp"
 #include "codec/traits.hpp"
 #include "core/fmt.hpp"
+#include "core/format_hint.hpp"
 #include "kvant/types.hpp"
 
 namespace kvant {
@@ -72,9 +73,7 @@ Result<Format> parse_format(std::string_view name) {
     known += info.name;
   }
   return {Code::invalid_argument,
-          fmt::format("format '{}' is not known; the formats are {}. For one format for keys and "
-                      "another for values, give the two separately, for example tq6 and tq4",
-                      name, known)};
+          fmt::format("format '{}' is not known: must be one of {}{}", name, known, core::format_hint(name))};
 }
 
 std::span<const int> supported_head_dims() noexcept {

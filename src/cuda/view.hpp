@@ -31,7 +31,7 @@ struct CacheView {
   std::int32_t sink_pages, tail_pages;
   std::int32_t
       steps_keep_exact;    // 1: pages that were exact when a step began are, for all its queries (base/copies.hpp)
-  const float* levels[2];  // of imported formats (lut), keys and values: [256], or null
+  const float* levels[2];  // imported formats (lut), keys and values: [256], or null
   KVANT_HD ExactEnds exact_ends() const { return {sink_pages, tail_pages}; }
 };
 

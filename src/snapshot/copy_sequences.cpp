@@ -151,7 +151,8 @@ class SlotCopies {
     return from_.send_slots(pool_, slots_, there, done, options_.from_stream);
   }
 
-  // Whole pages from where they are. Others have remains behind their tokens, which must not reach the device.
+  // Full pages are sent from where they are. A page that is filled in part still has bytes of earlier tokens behind its
+  // own, which must not reach the device: such a page is copied, and cleared behind its tokens, before it is sent.
   Status receive() {
     std::vector<std::int32_t> whole, parts;
     std::vector<std::byte*> here;

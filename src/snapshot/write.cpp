@@ -81,7 +81,7 @@ class Output {
 /// Which slots of a pool are written, and where the others are.
 struct PoolPlan {
   std::vector<std::int32_t> written;  // numbers in the image
-  std::vector<Checksum> sums;         // of these; empty: made while they are written
+  std::vector<Checksum> sums;         // what these pages have; empty: made while they are written
   std::vector<std::int32_t> places;   // [n][2], with a base only
 };
 

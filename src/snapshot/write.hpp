@@ -21,7 +21,7 @@ struct Content {
   std::map<std::string, std::string> metadata;
   const core::TableImage* image;
   std::vector<std::span<const std::int64_t>> tokens;  // one for each sequence; may be empty
-  std::size_t encoded_bytes = 0, exact_bytes = 0;     // of a slot
+  std::size_t encoded_bytes = 0, exact_bytes = 0;     // bytes of a slot
   /// Has `take` see the bytes of slots, by their numbers in the image: one slot a call, in order. The same bytes each
   /// time.
   std::function<Status(Pool pool, std::span<const std::int32_t> numbers, const core::TakeSlots& take)> slots;

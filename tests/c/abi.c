@@ -131,7 +131,7 @@ static void test_attention(void) {
   EXPECT(kvant_cache_read(cache, sequence, 0, 0, TOKENS, &k_out, &v_out) == KVANT_OK);
 
   /* The same tokens in two ranges, a batch of two by stride; heads before tokens in the second tensor. */
-  enum { MOST = FIRST }; /* of the two ranges */
+  enum { MOST = FIRST }; /* the larger of the two ranges */
   static float k_batch[2 * MOST * KV_HEADS * DIM], v_batch[2 * MOST * KV_HEADS * DIM];
   const kvant_sequence twice[2] = {sequence, sequence};
   const int64_t begin[2] = {0, FIRST}, end[2] = {FIRST, TOKENS};

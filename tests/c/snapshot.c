@@ -87,7 +87,8 @@ static void test_info(const kvant_snapshot* snapshot) {
 static void test_load(const kvant_snapshot* snapshot) {
   kvant_cache* cache = NULL;
   kvant_sequence ids[2] = {0, 0};
-  EXPECT(kvant_load(snapshot, NULL, &cache, ids) == KVANT_OK && ids[0] != ids[1]);
+  int64_t count = 0;
+  EXPECT(kvant_load(snapshot, NULL, &cache, ids, 2, &count) == KVANT_OK && ids[0] != ids[1] && count == 2);
   read_keys(cache, ids[0], after);
   EXPECT(memcmp(before, after, sizeof before) == 0);
 
@@ -100,21 +101,23 @@ static void test_load(const kvant_snapshot* snapshot) {
                                 .metadata = metadata,
                                 .metadata_count = 1};
   kvant_sequence more = 0;
-  EXPECT(kvant_load_into(cache, snapshot, &options, &more) == KVANT_OK && more > ids[1]);
+  EXPECT(kvant_load_into(cache, snapshot, &options, &more, 1, &count) == KVANT_OK && more > ids[1] && count == 1);
   memset(after, 0, sizeof after);
   read_keys(cache, more, after);
   EXPECT(memcmp(before, after, sizeof before) == 0);
-  EXPECT_REFUSED(kvant_load_into(cache, snapshot, &options, NULL), KVANT_INVALID_ARGUMENT, "sequences is NULL");
+  EXPECT_REFUSED(kvant_load_into(cache, snapshot, &options, NULL, 1, NULL), KVANT_INVALID_ARGUMENT,
+                 "sequences is NULL");
   options.model = "mini";
-  EXPECT_REFUSED(kvant_load_into(cache, snapshot, &options, &more), KVANT_INVALID_ARGUMENT, "\"mini\" is required");
+  EXPECT_REFUSED(kvant_load_into(cache, snapshot, &options, &more, 1, NULL), KVANT_INVALID_ARGUMENT,
+                 "\"mini\" is required");
   options.model = NULL;
   options.progress = stop;
-  EXPECT_REFUSED(kvant_load_into(cache, snapshot, &options, &more), KVANT_IO, "stopped by its caller");
+  EXPECT_REFUSED(kvant_load_into(cache, snapshot, &options, &more, 1, NULL), KVANT_IO, "stopped by its caller");
   kvant_cache* other = cache;
   options.progress = NULL;
   kvant_cache* target = NULL;
   kvant_sequence copies[2] = {0, 0};
-  EXPECT(kvant_load(snapshot, NULL, &target, copies) == KVANT_OK);
+  EXPECT(kvant_load(snapshot, NULL, &target, copies, 2, NULL) == KVANT_OK);
   EXPECT(kvant_copy_sequences(cache, ids, 2, target, copies, NULL, NULL) == KVANT_OK && copies[0] != copies[1]);
   memset(after, 0, sizeof after);
   read_keys(target, copies[0], after);
@@ -126,13 +129,37 @@ static void test_load(const kvant_snapshot* snapshot) {
   EXPECT_REFUSED(kvant_copy_sequences(cache, ids, 2, NULL, copies, NULL, NULL), KVANT_INVALID_ARGUMENT, "to is NULL");
   kvant_cache_destroy(target);
   options.capacity_tokens = 64;
-  EXPECT_REFUSED(kvant_load(snapshot, &options, &other, &more), KVANT_OUT_OF_CAPACITY, "the snapshot needs 5 more");
+  EXPECT_REFUSED(kvant_load(snapshot, &options, &other, &more, 1, NULL), KVANT_OUT_OF_CAPACITY,
+                 "the snapshot needs 5 more");
   EXPECT(other == NULL);
   options.capacity_tokens = -1;
-  EXPECT(kvant_load(snapshot, &options, &other, &more) == KVANT_OK);
+  EXPECT(kvant_load(snapshot, &options, &other, &more, 1, NULL) == KVANT_OK);
   kvant_cache_destroy(other);
-  EXPECT_REFUSED(kvant_load(NULL, NULL, &other, ids), KVANT_INVALID_ARGUMENT, "snapshot is NULL");
-  EXPECT_REFUSED(kvant_load(snapshot, NULL, NULL, ids), KVANT_INVALID_ARGUMENT, "cache is NULL");
+  EXPECT_REFUSED(kvant_load(NULL, NULL, &other, ids, 2, NULL), KVANT_INVALID_ARGUMENT, "snapshot is NULL");
+  EXPECT_REFUSED(kvant_load(snapshot, NULL, NULL, ids, 2, NULL), KVANT_INVALID_ARGUMENT, "cache is NULL");
+  kvant_cache_destroy(cache);
+}
+
+/* An array that is too small is refused before anything is loaded, and the number of sequences is said. */
+static void test_room(const kvant_snapshot* snapshot) {
+  kvant_cache* cache = NULL;
+  kvant_sequence ids[3] = {7, 7, 7};
+  int64_t count = 0;
+  EXPECT_REFUSED(kvant_load(snapshot, NULL, &cache, ids, 1, &count), KVANT_INVALID_ARGUMENT,
+                 "capacity is 1 ids, but 2 sequences are loaded");
+  EXPECT(count == 2 && cache == NULL && ids[0] == 7);
+  EXPECT_REFUSED(kvant_load(snapshot, NULL, &cache, ids, -1, NULL), KVANT_INVALID_ARGUMENT, "capacity is -1");
+  EXPECT_REFUSED(kvant_load(snapshot, NULL, &cache, NULL, 2, &count), KVANT_INVALID_ARGUMENT, "sequences is NULL");
+  EXPECT(kvant_load(snapshot, NULL, &cache, ids, 3, &count) == KVANT_OK && count == 2 && ids[2] == 7);
+  kvant_memory before_memory = {.struct_size = sizeof before_memory}, memory = before_memory;
+  EXPECT(kvant_cache_memory(cache, &before_memory) == KVANT_OK);
+  EXPECT_REFUSED(kvant_load_into(cache, snapshot, NULL, ids, 1, &count), KVANT_INVALID_ARGUMENT,
+                 "capacity is 1 ids, but 2 sequences are loaded");
+  EXPECT(count == 2 && kvant_cache_memory(cache, &memory) == KVANT_OK && memory.tokens == before_memory.tokens);
+  const int64_t places[] = {1, 0, 1};
+  kvant_load_options options = {.struct_size = sizeof options, .sequences = places, .sequence_count = 0};
+  count = 5;
+  EXPECT(kvant_load_into(cache, snapshot, &options, NULL, 0, &count) == KVANT_OK && count == 0);
   kvant_cache_destroy(cache);
 }
 
@@ -162,6 +189,7 @@ int main(void) {
   EXPECT(kvant_snapshot_open(path, &snapshot) == KVANT_OK);
   test_info(snapshot);
   test_load(snapshot);
+  test_room(snapshot);
   int calls = 0;
   EXPECT(kvant_snapshot_verify(snapshot, count_calls, &calls) == KVANT_OK && calls > 0);
   EXPECT(kvant_snapshot_copy(snapshot, copy, NULL, NULL) == KVANT_OK);

@@ -421,7 +421,7 @@ TEST_P(GpuCalibrated, Matches) {
     SCOPED_TRACE(fmt::format("{} exact ends", ends));
     EXPECT_TRUE(w.matches());
     AttentionOptions options;
-    options.softcap = 3;  // of absolute logits, as sink logits and lse are
+    options.softcap = 3;  // caps absolute logits, as sink logits and lse are
     EXPECT_TRUE(w.matches(options, {0.5f, 1.0f, -1.0f, 0.0f, 4.0f, 2.0f}, {Dtype::bf16, Dtype::f16}));
     // A row without weights gets no part of the values' centre.
     const OwnedMask mask =

@@ -201,7 +201,7 @@ TEST(GpuBatch, ManyRowsAreMergedByFewWarpsEach) {
     WorldSpec spec = spec_of("tq6", "tq4", lengths);
     spec.head_dim = head_dim;
     spec.kv_heads = 4;
-    spec.group = 3;  // of eight rows, two or five belong to no query head
+    spec.group = 3;  // two or five of eight rows belong to no query head
     const GpuWorld w(spec);
     std::vector<float> sink_logits;
     for (int h = 0; h < spec.kv_heads * spec.group; ++h) sink_logits.push_back(0.25f * static_cast<float>(h) - 1.0f);

@@ -17,7 +17,7 @@ namespace {
 struct Kind {
   Geometry geometry;
   const char* kernel;
-  std::int64_t slots;  // of a write: up to 2048 take the kernel for few
+  std::int64_t slots;  // that a write has: up to 2048 take the kernel for few
 };
 
 class PagesTailEngine : public testing::TestWithParam<Kind> {};

@@ -194,7 +194,22 @@ def test_names_of_a_cache(options):
             kvant.Pages(kv_heads=2, head_dim=D, **options)
 
 
+@pytest.mark.parametrize("text, number", [("32k", 32768), ("1M", 1 << 20)])
+def test_short_numbers_are_written_out(text, number):
+    with refused(f'^capacity_tokens = "{text}": must be a whole number .*; write {number}$'):
+        kvant.Cache(kv_heads=2, head_dim=D, capacity_tokens=text)
+    for other in ("32", "k", "3.5k", "32kb"):
+        with refused("must be a whole number .an int., not a str$"):
+            kvant.Cache(kv_heads=2, head_dim=D, capacity_tokens=other)
+
+
 def test_suggestions_are_of_the_arguments_own_kind():
+    torch = pytest.importorskip("torch")
+    for name in ("bfloat16", torch.bfloat16):
+        with refused('must be one of f32, f16, bf16; write "bf16"$'):
+            kvant.Cache(kv_heads=2, head_dim=D, exact=name)
+    with refused("must be one of automatic, none, page$"):
+        kvant.Cache(kv_heads=2, head_dim=D, k_centre="float32")
     with refused("must be one of f32, f16, bf16$"):
         kvant.Cache(kv_heads=2, head_dim=D, exact="f8")
     with refused("must be one of f32, f16, bf16$"):

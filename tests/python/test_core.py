@@ -573,6 +573,12 @@ def test_the_command_lists_doctor_and_ends_with_its_reader():
     shown = subprocess.run([*command, "--help"], capture_output=True, text=True)
     commands = shown.stdout.partition("Subcommands:")[2].partition("\n\n")[0].split("\n")
     assert shown.returncode == 0 and {"doctor", "eval"} <= {line.split()[0] for line in commands if line.strip()}
+    for word, code in (("extra", 2), ("--json", 2), ("--help", 0)):
+        refused = subprocess.run([*command, "doctor", word], capture_output=True, text=True)
+        assert refused.returncode == code, word
+        assert (f"{word}: not expected; kvant doctor takes no more words" in refused.stderr) == (code == 2), word
+        assert refused.stdout.startswith("usage: kvant doctor\n" if code == 0 else ""), word
+        assert "trial   " not in refused.stdout, word
     for name in ("doctor", "formats"):  # into a pipe that nobody reads, as of `kvant doctor | head` when head is done
         reader, writer = os.pipe()
         os.close(reader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -211,3 +212,50 @@ def test_an_empty_text_is_named(llama):
     for text in ("", [], torch.zeros(1, 0)):
         with pytest.raises(kvant.InvalidArgument, match="text_or_ids is empty"):
             kvant.hf.evaluate(llama, text, tokenizer=lambda text: {"input_ids": []})
+
+
+# --- names and hints ---
+
+
+def test_a_file_without_token_ids_says_so(llama, prompts, disabled, tmp_path):
+    ids = prompts(70)["input_ids"]
+    path = tmp_path / "chat.kvs"
+    not_enabled = kvant.hf.cache(llama, isa=ISA)
+    step(llama, not_enabled, ids)
+    with pytest.warns(UserWarning, match="chat.kvs is saved without token ids, because this cache has not seen all of"):
+        kvant.hf.save(not_enabled, path)
+    cache = kvant.hf.cache(kvant.hf.enable(llama, isa=ISA))
+    with torch.no_grad():
+        llama(inputs_embeds=llama.get_input_embeddings()(ids), **{versions.CACHE_NAME: cache})
+    with pytest.warns(UserWarning, match="because the model was given embeddings: .* Pass tokens="):
+        kvant.hf.save(cache, path)
+    assert kvant.Snapshot(path).tokens(0) == []
+    seen = kvant.hf.cache(llama)
+    step(llama, seen, ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvant.hf.save(cache, path, tokens=ids.tolist())
+        kvant.hf.save(seen, path)
+    assert kvant.Snapshot(path).tokens(0) == ids[0].tolist()
+
+
+@pytest.mark.parametrize(
+    "options, hint",
+    [
+        ({"k": "tq4/tq4"}, "keys and values are given separately: k = tq4, v = tq4$"),
+        ({"v": "q4_0"}, "^v: format 'q4_0' is not known: must be one of .*; for q4_0 write tq4$"),
+        ({"k": "fp8_e4m3"}, "for fp8_e4m3 write fp8$"),
+        ({"k": 4}, "^k = 4: must be a str"),
+    ],
+)
+def test_names_of_other_software_get_a_hint(llama, disabled, options, hint):
+    for call in (lambda: kvant.hf.enable(llama, **options), lambda: kvant.Cache(kv_heads=1, head_dim=64, **options)):
+        with pytest.raises(kvant.InvalidArgument, match=hint):
+            call()
+
+
+def test_the_modules_show_what_users_call():
+    for module, names in ((kvant, {"Cache", "hf"}), (kvant.hf, {"enable", "report"})):
+        shown = {name for name in dir(module) if not name.startswith("__")}
+        assert names <= shown <= {*module.__all__, "hf", "vllm"}
+        assert all(hasattr(module, name) for name in dir(module))

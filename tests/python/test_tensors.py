@@ -1,5 +1,7 @@
 """Tensors at the boundary: every shape, stride and owner is read as numpy reads it, or refused."""
 
+import sys
+
 import numpy as np
 import pytest
 from boundary_memory import OldDlpack, OnlyDlpack
@@ -131,6 +133,15 @@ def test_numbers_of_a_vector_lie_side_by_side(rng):
     ):
         with pytest.raises(kvant.InvalidArgument, match="^keys.*side by side"):
             stored(x)
+
+
+def test_doubles_are_refused_with_the_way_out(one):
+    cache, sequence, _, _ = one
+    with pytest.raises(kvant.InvalidArgument, match=r"^q has dtype float64: .* convert it by .astype\(numpy.float32\)$"):
+        cache.attend(sequence, 0, np.ones((1, 4, D)))
+    torch = pytest.importorskip("torch")
+    with pytest.raises(kvant.InvalidArgument, match=r"^q has dtype torch.float64: .*; convert it by .float\(\)$"):
+        cache.attend(sequence, 0, torch.ones(1, 4, D, dtype=torch.float64))
 
 
 def test_other_dtypes_and_addresses_are_refused(rng):
@@ -305,6 +316,39 @@ def test_dlpack_outputs(one):
         assert x.all()
         with pytest.raises(kvant.InvalidArgument, match=f"^{name} is read-only memory, or a copy"):
             call(Copied(x))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_outputs_for_jax_are_arrays_of_jax(rng, one, monkeypatch, dtype):
+    """Its arrays never change: kvant writes to memory of its own, which becomes an array of JAX after the run. (This is
+    a stand-in. With JAX itself bf16 queries give bf16 arrays, too, whose dtype numpy has from ml_dtypes.)"""
+    cache, sequence, _, _ = one
+    put = []
+
+    class Array(OnlyDlpack):
+        dtype = property(lambda self: self.array.dtype)
+        sharding = "where q is"
+
+    Array.__module__ = "jaxlib._jax"
+
+    class Jax:
+        @staticmethod
+        def device_put(x, where):
+            put.append((x, where))
+            return Array(x)
+
+    monkeypatch.setitem(sys.modules, "jax", Jax)
+    q = random(rng, 1, 4, D).astype(dtype)
+    expected, expected_lse = cache.attend(sequence, 0, q, lse=True)
+    out, lse = cache.attend(sequence, 0, Array(q), lse=True)
+    assert type(out) is type(lse) is Array and [where for _, where in put] == ["where q is"] * 2
+    assert out.dtype == dtype and lse.dtype == np.float32
+    np.testing.assert_array_equal(out.array, expected)
+    np.testing.assert_array_equal(lse.array, expected_lse)
+    mine = np.empty_like(q)  # what the caller gives stays the caller's
+    given, lse = cache.attend(sequence, 0, Array(q), out=mine, lse=True)
+    assert given is mine and type(lse) is Array and len(put) == 3
+    assert cache.attend(sequence, 0, q) is not None and len(put) == 3
 
 
 def test_dlpack_that_cannot_be_given(one):

@@ -83,7 +83,7 @@ inline TileOffers& offers_of_kind(const char* name, Offers& offers) {
   return offers.tiles[static_cast<std::size_t>(found - std::begin(kTileKinds))];
 }
 template <int D>
-void offer_tiles(const Work& work, const Device& device, Offers& offers) {
+void offer_tiles(const PlannedWork& work, const Device& device, Offers& offers) {
   if (D != work.stored_head_dim()) return;
   if constexpr (D <= prefill::kMostHeadDim) {
     if (prefill::has_kernel(work.k, work.v, D))
@@ -117,7 +117,7 @@ void offer_tiles(const Work& work, const Device& device, Offers& offers) {
   }
 }
 
-inline Offers offers_of(const Work& work, const Device& device) {
+inline Offers offers_of(const PlannedWork& work, const Device& device) {
   Offers offers{.instances = instances(), .limits = device.limits, .tuning = device.tuning};
   offers.tiles.resize(std::size(kTileKinds));
   for (const TableEntry& one : kTable) {
@@ -175,7 +175,7 @@ class Asked {
     for (int i = 0; i < c.sequences; ++i) sequences_.push_back({i, c.queries, i, c.length});
   }
   Asked(const Asked&) = delete;
-  [[nodiscard]] Work work() const {
+  [[nodiscard]] PlannedWork work() const {
     return {p_, sequences_, c_.k, c_.v, c_.kernel, c_.fresh_keys, c_.products, c_.any_length};
   }
 
@@ -189,12 +189,12 @@ struct Chosen {
   std::string kinds;  // "prefill_fresh, prefill_unpacked, prefill_sm90", in the order of launches
   std::string why;
   std::int64_t ns = 0;
-  int rows = 0;            // of a decode kernel
+  int rows = 0;            // a decode kernel's
   bool byte_keys = false;  // prefill_unpacked's
 };
 inline Result<Chosen> try_choose(const Case& c, const Device& device) {
   const Asked asked(c);
-  const Work work = asked.work();
+  const PlannedWork work = asked.work();
   Offers offers = offers_of(work, device);
   if (!considers_prefill(work)) {
     for (TileOffers& one : offers.tiles) one.kernel.reset();

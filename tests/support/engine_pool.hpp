@@ -84,7 +84,7 @@ class EnginePool {
 
 /// The tables of a step, in vectors.
 struct EngineStep {
-  std::vector<std::vector<std::int32_t>> blocks;  // of each sequence; padded to a table with `unused`
+  std::vector<std::vector<std::int32_t>> blocks;  // each sequence's; padded to a table with `unused`
   std::vector<std::int32_t> seq_lens, query_start_loc{0};
   std::int32_t unused = -7;
 

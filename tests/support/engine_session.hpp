@@ -180,8 +180,8 @@ class EngineSession {
     }
   }
 
-  std::vector<int> users_;                         // of each block
-  std::vector<std::vector<std::int64_t>> cached_;  // of each block: the tokens up to its end, if it is whole
+  std::vector<int> users_;                         // how many use each block
+  std::vector<std::vector<std::int64_t>> cached_;  // each block's tokens up to its end, if it is whole
   Rng rng_;
   std::vector<EngineSequence> sequences_, waiting_;
   EngineWork work_;

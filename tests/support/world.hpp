@@ -34,13 +34,13 @@ struct WorldSpec {
   std::vector<Lengths> sequences = {{100, 1}};
   int sink_pages = 1;
   int tail_pages = 1;
-  int layers = 1;                               ///< of the cache
-  int layer = 0;                                ///< of the world's rows; other layers have keys and values exchanged
+  int layers = 1;  ///< the cache's
+  int layer = 0;   ///< the world's rows are here; other layers have keys and values exchanged
   bool key_bases = false, value_bases = false;  ///< calibrated: support/bases.hpp
   bool page_centres = false;                    ///< KeyCentre::page
-  Dtype input_dtype = Dtype::f32;               ///< of the keys and values appended; values are rounded to it first
+  Dtype input_dtype = Dtype::f32;               ///< what is appended; values are rounded to it first
   std::optional<Dtype> exact;
-  std::int64_t window = 0;  ///< of the cache
+  std::int64_t window = 0;  ///< the cache's
   std::int64_t window_sinks = 0;
   Inputs inputs = Inputs::gauss;
   float key_offset = 0;  ///< added to every element of every key
@@ -69,7 +69,7 @@ struct Attended {
 /// Keys and values of the queries' own tokens, rows one after another.
 struct FreshTensors {
   std::vector<std::byte> k, v;
-  TensorView keys, values;  ///< of these; without data: none
+  TensorView keys, values;  ///< views of these; without data: none
 };
 
 struct Expected {

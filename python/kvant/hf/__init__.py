@@ -51,6 +51,11 @@ __all__ = [
 versions.register(attention.attend, masks.make)
 
 
+def __dir__() -> list[str]:
+    """The names that users call, without the modules that define them."""
+    return sorted(__all__) + [name for name in globals() if name.startswith("__")]
+
+
 class _Enabled:
     """The object that enable() attaches to a model."""
 

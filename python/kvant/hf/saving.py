@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import secrets
+import warnings
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -248,7 +249,7 @@ def save(
         beside it as PATH.ID.N and are moved with it. An older cache of that path stays whole until the new one is.
     model: whose cache it is. None: the model that it was made for.
     tokens: token ids of each row without padding, which load can require and generate() compares prompts with. None:
-        those that the cache has seen in forward passes. name: for people.
+        those that the cache has seen in forward passes; a warning says where it has not seen all. name: for people.
 
     Errors: ValueError where the cache has no tokens, or layers that kvant does not store, or positions that are not
     known (cropped into a step with images); those of kvant.save.
@@ -272,6 +273,8 @@ def save(
     model_name = fingerprint(of)
     if tokens is None:
         tokens = _known_tokens(cache)
+        if tokens is None:
+            _warn_of_no_ids(cache, where)
     made = secrets.token_hex(8)
     parts = [f"{where}.{made}.{i}" for i in range(1, len(cache.groups))]
     metadata = {**describe(cache), "hf.embedded": str(int(tokens is None and cache.conversation.by_embeddings))}
@@ -293,6 +296,18 @@ def save(
         _remove(parts)
         raise
     _remove(old)
+
+
+def _warn_of_no_ids(cache: KvantCache, path: str) -> None:
+    """The file will have no token ids. `kvant snapshot info` says "none" then."""
+    why = "the model was given embeddings"
+    if not cache.conversation.by_embeddings:
+        why = "this cache has not seen all of them in forward passes of an enabled model"
+    warnings.warn(
+        f"{path} is saved without token ids, because {why}: load cannot require them, and generate() cannot compare "
+        "prompts with them. Pass tokens=, a list of ids for each row",
+        stacklevel=3,
+    )
 
 
 def _remove(paths: list[str]) -> None:

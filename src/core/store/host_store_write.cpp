@@ -44,7 +44,7 @@ struct Tile {
 };
 
 // One page of one sequence in a step.
-struct PageWork {
+struct PageWrite {
   core::PageRef ref;
   std::int64_t row;               // its number among its sequence's rows
   std::int64_t k_begin, v_begin;  // elements of the sequence's first row in keys and values
@@ -55,7 +55,7 @@ struct PageWork {
 };
 
 // A part begins the page, no exact copy will be encoded as a whole, and the page before is held.
-bool takes_centre_of_before(const PageWork& page) {
+bool takes_centre_of_before(const PageWrite& page) {
   const bool begins = page.ref.exact < 0 && page.first == 0 && page.count < kPageTokens;
   return begins && (page.before.encoded >= 0 || page.before.exact >= 0);
 }
@@ -65,7 +65,7 @@ struct StoreRun {
   const core::Kernels* kernels;
   const core::Storage* encoded;
   const core::Storage* exact;  // null: no page has an exact copy
-  std::span<const PageWork> work;
+  std::span<const PageWrite> work;
   std::span<const std::size_t> chains;  // one begins at work[chains[i]]: pages that must be stored in order
   int layer;
   int workers;
@@ -77,7 +77,7 @@ struct StoreRun {
 
 // One side of a kv head's rows of a page.
 struct Piece {
-  const PageWork* page;
+  const PageWrite* page;
   int head;
   bool values;
 };
@@ -110,12 +110,12 @@ const TensorView& tensor_of(const StoreRun& run, const Piece& piece) {
 }
 
 const std::byte* row_of(const StoreRun& run, const Piece& piece, int i) {
-  const PageWork& page = *piece.page;
+  const PageWrite& page = *piece.page;
   return core::row_of(tensor_of(run, piece), piece.values ? page.v_begin : page.k_begin, page.row + i, piece.head);
 }
 
 // Rows of a page from `first` on that kernels encode at once.
-int rows_at_once(const PageWork& page, int first) {
+int rows_at_once(const PageWrite& page, int first) {
   return std::min(8 - (page.first + first) % 8, page.count - first);
 }
 
@@ -126,7 +126,7 @@ core::NextRows rows_from(const StoreRun& run, const Piece& piece, int first) {
 
 // False: some row cannot be stored.
 bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
-  const PageWork& page = *piece.page;
+  const PageWrite& page = *piece.page;
   const core::CacheSpec& spec = *run.spec;
   const int head_dim = spec.stored_dim(), width = spec.config.head_dim;
   const auto put = piece.values ? run.kernels->store_v : run.kernels->store_k;
@@ -240,7 +240,7 @@ Status core::HostStore::write(std::span<const StepRows> rows, int layer, const T
     if (Status s = make_exact(*chosen); !s) return s;
   }
 
-  std::vector<PageWork> work;
+  std::vector<PageWrite> work;
   std::vector<std::size_t> chains;
   std::int64_t before = 0, tokens = 0;
   for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -253,15 +253,15 @@ Status core::HostStore::write(std::span<const StepRows> rows, int layer, const T
     for (std::int64_t p = pages.begin; p < pages.end; ++p) {
       const std::int64_t begin = std::max(s.step_begin, p * kPageTokens);
       const std::int64_t end = std::min(s.length, (p + 1) * kPageTokens);
-      const PageWork page{.ref = s.pages[index(p)],
-                          .row = begin - s.step_begin,
-                          .k_begin = k_begin,
-                          .v_begin = v_begin,
-                          .first = static_cast<int>(begin - p * kPageTokens),
-                          .count = static_cast<int>(std::max<std::int64_t>(0, end - begin)),
-                          .turns = table_.turns(s, p),
-                          .number = p,
-                          .before = p > 0 ? s.pages[index(p - 1)] : core::PageRef{}};
+      const PageWrite page{.ref = s.pages[index(p)],
+                           .row = begin - s.step_begin,
+                           .k_begin = k_begin,
+                           .v_begin = v_begin,
+                           .first = static_cast<int>(begin - p * kPageTokens),
+                           .count = static_cast<int>(std::max<std::int64_t>(0, end - begin)),
+                           .turns = table_.turns(s, p),
+                           .number = p,
+                           .before = p > 0 ? s.pages[index(p - 1)] : core::PageRef{}};
       if (page.count == 0 && !page.turns) continue;
       const bool follows = spec_.is_centred() && takes_centre_of_before(page) && page.row > 0;
       if (!follows) chains.push_back(work.size());

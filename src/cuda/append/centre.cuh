@@ -86,7 +86,7 @@ struct CentreTables {
   struct Spread {
     static constexpr float kValue = kSpec.spread[kAt];
   };
-  __device__ __forceinline__ std::uint32_t level(float) const { return 0; }  // of formats with a table of levels
+  __device__ __forceinline__ std::uint32_t level(float) const { return 0; }  // formats with a table of levels have none
 };
 
 // A centre's codes as a page has them, on their way to a warp: there after its next ptx::copy_wait<0> and __syncwarp.

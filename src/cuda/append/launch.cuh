@@ -16,7 +16,7 @@ constexpr bool has_plain_kernel(Format format) {
 }
 struct ManyKernel {
   ManyFunction function;
-  int bytes;  // of shared memory in front of tables
+  int bytes;  // shared memory in front of tables
 };
 // centred: keys are around centres.
 template <int kD>
@@ -44,7 +44,7 @@ struct StagedLaunch {
   const DeviceLimits& limits;
   int shared_bytes;
   Launch how;
-  int k_pitch, v_pitch;  // of staged rows
+  int k_pitch, v_pitch;  // elements from one staged row to the next
 
   StagedLaunch(WriteParams& params, const DeviceLimits& device, cudaStream_t stream)
       : p(params),

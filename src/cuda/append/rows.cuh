@@ -34,7 +34,7 @@ struct PageJob {
   int head;
   bool is_value;
   bool is_first_page;      // in its sequence: its centre is its first key
-  std::int64_t first_row;  // of the tensor; that of token `begin`
+  std::int64_t first_row;  // the tensor's row of token `begin`
   int begin, count;        // tokens of the page that get rows
 
   __device__ const codec::SideLayout& layout(bool of_exact) const {

@@ -341,7 +341,7 @@ __device__ __forceinline__ void encode_vector(float (&y)[Shape::kElements], int 
   using P = Planes<kFormat, Shape>;
   constexpr int kThreads = Shape::kThreads;
   constexpr int kElements = Shape::kElements / kGroups;
-  constexpr int kLowWords = P::Low::kWords / kGroups;  // of a group
+  constexpr int kLowWords = P::Low::kWords / kGroups;  // words of a group
   std::uint32_t* high_words = words + P::Low::kWords;
   bool refused = !(largest < 0x1p32f);
   if (refused) {  // its values are not used; zeros keep the arithmetic in range

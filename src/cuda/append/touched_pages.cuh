@@ -10,7 +10,7 @@ namespace kvant::cuda {
 struct TouchedPage {
   core::PageRef ref;
   std::int64_t first_row;
-  int number;        // of the page in its sequence
+  int number;        // the page's place in its sequence
   int begin, count;  // tokens of the page that get rows
   bool leaves_tail;
   bool follows, goes_on;  // the page before, or the page behind, gets rows, too

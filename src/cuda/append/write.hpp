@@ -28,9 +28,9 @@
 namespace kvant::cuda {
 
 struct WriteEntry {
-  std::int32_t index;       // of the sequence in CacheView
-  std::int32_t row_begin;   // of its step's rows in the tensors
-  std::int32_t item_begin;  // of its pages
+  std::int32_t index;       // the sequence in CacheView
+  std::int32_t row_begin;   // the first row of its step in the tensors
+  std::int32_t item_begin;  // the first item of its pages
 };
 
 struct WriteSide {
@@ -38,7 +38,7 @@ struct WriteSide {
   std::int64_t token_stride, head_stride;  // elements
   Dtype dtype;
   BasisKind basis;
-  const float* center;  // of the layer: [kv_heads][D]
+  const float* center;  // the layer's, [kv_heads][D]
   const float* matrix;  // [kv_heads][D][D]
 };
 
@@ -50,15 +50,15 @@ struct WriteParams {
   WriteSide k, v;
   std::uint32_t* non_finite;
   float rotation_scale;
-  std::int32_t head_dim;  // of the tensors; vectors may be stored padded
+  std::int32_t head_dim;  // as tensors have it; vectors may be stored padded
   std::int32_t layer;
-  Dtype rounding;                  // of exact pages; f32: none
-  std::int32_t items, items_each;  // of all entries; of each, 0 if they differ
-  std::int32_t tokens;             // of all entries
+  Dtype rounding;                  // what exact pages are rounded to; f32: no rounding
+  std::int32_t items, items_each;  // all entries together; each entry, 0 if they differ
+  std::int32_t tokens;             // all entries together
   std::int32_t storing;            // blocks a side of the step kernel that store dense rows, its first ones
   std::int32_t rows;               // that fit shared memory at once
   std::int32_t begins;             // 1: the step kernel does keys of pages that a part of the step begins
-  WriteSides sides;                // of a launch
+  WriteSides sides;                // what this launch writes
   std::int32_t entries;
   WriteEntry entry[kMostEntries];
   // The first blocks of a launch of both sides around centres, which store keys; otherwise 0.

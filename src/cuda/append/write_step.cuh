@@ -23,7 +23,7 @@ inline constexpr int kStepCtas = Shape::kD <= 128 ? 16 : 12;
 // Tokens of a step of a sequence at most, without and with a tail: then a page that leaves it gets no rows.
 inline constexpr int kStepRows = 4, kTailStepRows = kPageTokens - 1;
 inline constexpr int kOctet = 8, kOctets = kPageTokens / kOctet;
-inline constexpr int kLookingCtas = 1;    // of a multiprocessor: blocks that look for pages to encode
+inline constexpr int kLookingCtas = 1;    // blocks of a multiprocessor that look for pages to encode
 inline constexpr int kBeginningCtas = 8;  // and those of a launch for pages that steps begin
 
 // kv heads whose rows a block stores.
@@ -35,7 +35,7 @@ KVANT_HD constexpr int head_groups(int kv_heads) {
 }
 
 struct ExactPlace {
-  int slot;  // of the exact page; below 0: there is none
+  int slot;  // the exact page's; below 0: there is none
   int token;
 };
 

@@ -45,7 +45,7 @@ cudaError_t set_tables(const SetTables& step, cudaStream_t stream);
 // and ends as set_tables does.
 struct CheckBlocks {
   PlanTables tables;
-  std::int32_t blocks;  // of the pool
+  std::int32_t blocks;  // the pool's
   bool causal;
   std::int32_t window, window_sinks;
   core::MutableRows out;
@@ -66,7 +66,7 @@ cudaError_t list_blocks(const ListBlocks& list, cudaStream_t stream);
 struct CopyBlocks {
   std::byte* pool;
   std::int64_t block_stride;
-  std::uint32_t bytes;  // of a block, all kv heads: a multiple of 64
+  std::uint32_t bytes;  // one block with all kv heads: a multiple of 64
   const std::int32_t* from;
   const std::int32_t* to;
   std::int64_t count;

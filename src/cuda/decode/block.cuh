@@ -29,7 +29,7 @@ struct Attend {
   float o[2 * (S::kByGroup ? Split<S::kExactTeam, D, BW>::kUnits : S::kUnits)][NT][2];
   float m[NT], l[NT];
   std::byte* weights;  // operands of the second product
-  float* scratch;      // of the team
+  float* scratch;      // the team's
   Constants<KF> key_constants;
   Constants<VF> value_constants;
 
@@ -131,7 +131,7 @@ struct Attend {
 
   // --- first product: scores.cuh ---
 
-  struct Registers {  // of a part
+  struct Registers {  // what a part has in registers
     uint2 pairs[NT][kQueriesInRegisters ? kQuerySteps<KF, D> : 1];
   };
 
@@ -310,7 +310,7 @@ struct Attend {
                                                       const float (&v)[2]) const;
   __device__ __forceinline__ bool group_part(const Part& part, Slots slots);
 
-  // --- the line of work: place.cuh ---
+  // --- the work list: place.cuh ---
 
   // Whether nothing follows the part: the merge's blocks may begin to come.
   __device__ bool is_last() const {
@@ -318,7 +318,7 @@ struct Attend {
   }
   __device__ void begin_line() const;
   __device__ void next_part() const;
-  __device__ void describe(Part& part, LinePlace place, const SequenceCost& cost, const BatchEntry& batch,
+  __device__ void describe(Part& part, WorkPlace place, const SequenceCost& cost, const BatchEntry& batch,
                            int length) const;
   __device__ void publish(const Part& part) const;
   __device__ void set_seen_by_all(Part& part) const;

@@ -61,7 +61,7 @@ __device__ __forceinline__ void centre_halves(const Sixteen& x, int i, std::uint
   constexpr std::uint32_t kLess = 0x10001u * (0x6000u | (2u * level_origin(codec::kCentreFormat) - 1u));
   const std::uint32_t even = x.first[i / 2], odd = x.second[i / 2];
   const auto half = [&](int k) {
-    const std::uint32_t bytes = ptx::prmt(even, odd, 0xC480 + 0x1111 * k);  // of levels below 128 signs are 0
+    const std::uint32_t bytes = ptx::prmt(even, odd, 0xC480 + 0x1111 * k);  // levels below 128 have signs of 0
     return ptx::multiply_halves(ptx::subtract_halves(ptx::mad(bytes, 2, 0x60006000u), kLess), 0x1C001C00u);
   };
   first = half(i % 2 * 2), second = half(i % 2 * 2 + 1);

@@ -11,7 +11,7 @@
 
 namespace kvant::cuda {
 
-// For places on the line of work, rows of queries and transforms, which are the same for all formats. None of its
+// For places in the work list, rows of queries and transforms, which are the same for all formats. None of its
 // stages or operands is used.
 template <int D, Format kAny = Format::f16>
 using GenericShape = Shape<kAny, kAny, D, 4, kWarps>;
@@ -28,9 +28,9 @@ struct GenericAttend : Attend<GenericShape<D>> {
     float tile[kPageTokens * kTilePitch];
     float queries[R * kQueryPitch], sums[R * D];
     float scores[R * kScorePitch];  // then weights
-    float shrink[R];                // of sums, where a page raises a row's maximum
+    float shrink[R];                // factors for sums, where a page raises a row's maximum
     float poison[kPageTokens];      // NaN: a value of the token is not a number
-    float values[2][kMostCodes];    // of codes
+    float values[2][kMostCodes];    // values by their codes
     typename GenericShape<D>::Info info;
   };
   Shared& shared;

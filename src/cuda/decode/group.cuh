@@ -147,7 +147,7 @@ __device__ __forceinline__ void Attend<S>::group_scores(const std::int32_t (&c)[
   const auto finish = [&]<bool kChooses>() {
 #pragma unroll
     for (int n = 0; n < NT; n += 2) {
-      const float4 terms = *reinterpret_cast<const float4*>(room.terms + NT * t + n);  // of two rows
+      const float4 terms = *reinterpret_cast<const float4*>(room.terms + NT * t + n);  // two rows
       float2 centre = make_float2(0.0f, 0.0f);
       if (centred) centre = *reinterpret_cast<const float2*>(room.centres[number] + NT * t + n);
 #pragma unroll
@@ -218,7 +218,7 @@ __device__ __forceinline__ bool Attend<S>::group_part(const Part& part, Slots sl
   constexpr int kTiles = D / 64, kWeightBytes = kPageTokens * R * 2;
   constexpr float kLargeSum = 16384.0f, kLargeScale = 2.0f;
   auto& room = *reinterpret_cast<GroupScratch<S>*>(scratch);
-  float sums[kTiles][R / 2];  // of channels D / 4 w + 2 kTiles g + 2 tile, + 1
+  float sums[kTiles][R / 2];  // channels D / 4 w + 2 kTiles g + 2 tile, + 1
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -227,7 +227,7 @@ __device__ __forceinline__ bool Attend<S>::group_part(const Part& part, Slots sl
 #pragma unroll
   for (int i = 0; i < NT / 4; ++i) room.l[i][threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (threadIdx.x < R) room.m[threadIdx.x] = kLowest;
-  float unit = 1e-30f, inverse = 1e30f;  // of value scales
+  float unit = 1e-30f, inverse = 1e30f;  // the unit in which value scales are held
   if (threadIdx.x < R) {
     const int row = 4 * (threadIdx.x % NT) + threadIdx.x / NT;
     const int2 start = *reinterpret_cast<const int2*>(&info->start[0][2 * row]);

@@ -87,7 +87,7 @@ __device__ void Attend<S>::run() {
         } else {
           exact_pages(part);
         }
-        last = partial_of<S::kExactTeam>(part);  // of its own: sums would have to be in the same registers
+        last = partial_of<S::kExactTeam>(part);  // a partial result apart: sums would have to be in the same registers
       }
     } else {
       if (is_empty) {

@@ -11,7 +11,7 @@
 
 namespace kvant::cuda {
 
-inline constexpr int kAttendWarps = 4;  // of a block, but of a kernel of eight warps
+inline constexpr int kAttendWarps = 4;  // in a block; kernels of eight warps have more
 
 // Attends row blocks of 4 * column_tiles rows. `function` takes an AttendParams.
 struct AttendKernel {
@@ -20,7 +20,7 @@ struct AttendKernel {
   const void* function;
   std::array<int, 3> shared_bytes;  // dynamic, of a block: with 1, 2 and 4 stages for exact pages
   int team;                         // warps that share a page
-  int teams;                        // of a block
+  int teams;                        // in a block
   bool by_group;                    // a block is a warpgroup: for several queries, on Hopper (decode/group.cuh)
   bool half_weights = false;        // for several queries (weights.cuh)
   bool one_stage = false;           // for both sides of a page: where the usual kernel does not fit
@@ -32,14 +32,14 @@ struct AttendKernel {
 struct MergeKernel {
   const void* function;  // takes an AttendParams
   int shared_bytes;
-  int warps;  // of a block
+  int warps;  // in a block
 };
 
 struct DecodeKernels {
   int head_dim;
   std::span<const AttendKernel> attend;
-  AttendKernel generic;              // of any formats (generic.cuh)
-  std::array<MergeKernel, 2> merge;  // of many warps, which alone may be in clusters; of few
+  AttendKernel generic;              // takes any formats (generic.cuh)
+  std::array<MergeKernel, 2> merge;  // with many warps, which alone may be in clusters; with few
 };
 
 // All of a head_dim. Each is defined in a unit of its own (attend.cu.in).

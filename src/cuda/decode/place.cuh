@@ -19,14 +19,14 @@ __device__ void Attend<S>::set_seen_by_all(Part& part) const {
   part.all_begin = static_cast<int>(rule.recent_range(part.length, position + last).begin);
 }
 
-// The block's item of the line of work, by its first warp. Where there is none, nothing is `left`.
+// The block's item of the work list, by its first warp. Where there is none, nothing is `left`.
 template <class S>
 __device__ void Attend<S>::begin_line() const {
-  const Line line = make_line(p, sum_costs(p, info->window));
+  const WorkList list = make_work_list(p, sum_costs(p, info->window));
   const int item = static_cast<int>(blockIdx.x);
-  LinePlace place{};
-  if (item < line.items) {
-    const int mine = line.begin(item + lane % 2);
+  WorkPlace place{};
+  if (item < list.items) {
+    const int mine = list.begin(item + lane % 2);
     const int begin = __shfl_sync(~0u, mine, 0), end = __shfl_sync(~0u, mine, 1);
     place.left = end - begin;
     int base;
@@ -44,7 +44,7 @@ __device__ void Attend<S>::begin_line() const {
 // The next part of the block's work, by its first warp; no partial where there is none.
 template <class S>
 __device__ void Attend<S>::next_part() const {
-  LinePlace place = info->place;
+  WorkPlace place = info->place;
   __syncwarp();
   if (place.left == 0) {
     if (lane == 0) info->part.partial = -1;
@@ -70,7 +70,7 @@ __device__ void Attend<S>::publish(const Part& part) const {
 }
 
 template <class S>
-__device__ void Attend<S>::describe(Part& part, LinePlace place, const SequenceCost& cost, const BatchEntry& batch,
+__device__ void Attend<S>::describe(Part& part, WorkPlace place, const SequenceCost& cost, const BatchEntry& batch,
                                     int length) const {
   part.entry = place.entry, part.batch = batch, part.length = length, part.q_len = batch.q_len;
   part.kv_head = place.kv_head, part.row_block = place.row_block;

@@ -10,7 +10,7 @@ template <bool kHalfBlock>
 __device__ __forceinline__ void Attend<S>::load_keys(const std::byte* stage, int i, int block, Sixteen& x,
                                                      Sixteen& y) const {
   using Keys = typename S::Keys;
-  const int token = S::kTokens * member + 2 * i;  // of octet g
+  const int token = S::kTokens * member + 2 * i;  // a token in octet g
   const std::byte* rows[2][2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void Attend<S>::key_scores(const std::byte* stage, co
   } else {
 #pragma unroll
     for (int i = 0; i < S::kTokenTiles; ++i) {
-      const int token = S::kTokens * member + 2 * i;  // of octet g
+      const int token = S::kTokens * member + 2 * i;  // a token in octet g
       const std::byte* first = stage + g * Keys::stride(0) + token * (Keys::row_bytes(0) / 8);
       const std::byte* const row[2] = {first, first + Keys::row_bytes(0) / 8};
       float c[NT][4];

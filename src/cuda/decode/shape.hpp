@@ -10,7 +10,8 @@
 
 namespace kvant::cuda {
 
-inline constexpr int kWarps = kAttendWarps, kEightWarps = 8;  // of a block, and of the kernels in eight_warps.cuh
+inline constexpr int kWarps = kAttendWarps,
+                     kEightWarps = 8;  // in a block; in a block of the kernels in eight_warps.cuh
 // Blocks that a multiprocessor should hold, by what registers allow: 128, 168 or 255 a thread.
 constexpr int most_blocks(int column_tiles, int channels) {
   return column_tiles == 1 ? 4 : column_tiles == 2 || channels <= 64 ? 3 : 2;
@@ -50,7 +51,7 @@ struct Split {
   static constexpr int kTeams = BW / W;
   static constexpr int kTokens = 8 / W;  // consecutive ones of a lane in the first product
   static constexpr int kTokenTiles = 4 / W;
-  static constexpr int kChannels = D / W;  // of a warp in the second product
+  static constexpr int kChannels = D / W;  // a warp's in the second product
   static constexpr int kUnits = kChannels / 32;
 };
 // Exact pages are few and large: as many warps as can share one.
@@ -60,15 +61,15 @@ KVANT_HD constexpr int exact_team_warps(int head_dim) {
   return warps;
 }
 
-// Where a block stands on the line of work.
-struct LinePlace {
-  int left;                       // units of its item that are still to be done
-  int entry, kv_head, row_block;  // the segments of both domains that come next,
-  int offset;                     // and their units that are behind
+// How far a block has come in the work list (schedule/schedule.hpp).
+struct WorkPlace {
+  int left;                       // units of the block's item that it has not done yet
+  int entry, kv_head, row_block;  // the segment that comes next, with its exact and its encoded pages,
+  int offset;                     // and how many of its units are done
 };
 
-// Reported to the merge for each part: it has its domain's first unit of the segment, its last unit; the other domain
-// has none.
+// Each part reports these flags to the merge. kBegins: the part has the first unit of its domain in the segment. kEnds:
+// the part has the last one. kAlone: the segment has no units in the other domain.
 inline constexpr unsigned kBegins = 1, kEnds = 2, kAlone = 4;
 
 // One block's part of a segment. In shared memory: registers are scarce, and most of it is needed once in 32 pages.
@@ -81,9 +82,9 @@ struct Part {
   int partial;
   int mask_batch;
   unsigned ends;            // kBegins ..
-  const std::byte* blocks;  // of the domain's slot 0: that of the layer and kv head
+  const std::byte* blocks;  // slot 0 of the layer and kv head in this page domain
   PageRuns runs;
-  const std::uint8_t* classes;  // of the kv head's pages under the mask tensor; null: none
+  const std::uint8_t* classes;  // the kv head's pages under the mask tensor; null: none
 };
 
 enum class Way {
@@ -109,7 +110,7 @@ struct Shape : Split<warps_of_team(kWay, KF, VF, D, NT), D, BW> {
   static constexpr codec::PageLayout kExactLayout = codec::page_layout(Format::f16, Format::f16, D);  // or bf16
   static constexpr int kRows = 4 * NT;
   static constexpr int kTeam = warps_of_team(kWay, KF, VF, D, NT), kTeams = BW / kTeam;
-  static constexpr int kStages = kByGroup ? 2 : 1;  // of pages
+  static constexpr int kStages = kByGroup ? 2 : 1;  // pages in flight
   using Keys = StagedSide<KF, D, false>;
   using Values = StagedSide<VF, D, true>;
   static constexpr int kKeyGroups = side_scale_groups(KF, D);
@@ -128,23 +129,23 @@ struct Shape : Split<warps_of_team(kWay, KF, VF, D, NT), D, BW> {
   static constexpr int kEncodedQueries = NT * kQuerySteps<KF, D> * 256, kExactQueries = NT * (D / 16) * 256;
   static constexpr int kSumGroups = kKeyGroups > 1 ? kKeyGroups : 1;
 
-  struct Info {           // of the block's rows
-    float scale[kRows];   // of a product, to log2 units
+  struct Info {           // facts of the block's rows
+    float scale[kRows];   // from a product to log2 units
     float center[kRows];  // added to an encoded key's score
     // Integer sums of a row begin with -(level_origin - 1/2) times the sum of its query's digits, two for each number.
     std::int32_t start[kSumGroups][2 * kRows];
     std::int32_t poisoned[kRows];
-    float slope[kRows];  // of ALiBi, to log2 units
+    float slope[kRows];  // ALiBi's, in log2 units
     std::int32_t position[kRows];
     float m[BW][kRows], l[BW][kRows];
     std::uint32_t constants[2][kConstantWords];
     Part part;
-    LinePlace place;
+    WorkPlace place;
     int found;  // what the first part is: kGuessed ..
     Window window;
   };
 
-  static constexpr int kBarriers = kByGroup ? 0 : 2;  // of a team: keys, values
+  static constexpr int kBarriers = kByGroup ? 0 : 2;  // a team's: keys, values
   // A warpgroup's scratch: what group.cuh says.
   static constexpr int kGroupScratch =
       (kWarps + 4) * kRows * 4 + 32 * kWarps * NT * 4 + 2 * kWarps * 4 + kGroupCentres * kRows * 4;

@@ -18,11 +18,11 @@ struct SharedSizes {
   int info;
   int encoded_queries, exact_queries;  // exact_queries: 0 where no page is exact
   int teams, barriers;                 // barriers: of a team
-  int keys, values, weights;           // of a team
+  int keys, values, weights;           // places of a team's
   int weights_alignment = 1;
   int scratch;
   int centres;  // a team's: codes of the centres that come next, where these pass through shared memory
-  int sums;     // of all teams when they are added, in the memory of their pages
+  int sums;     // all teams' when they are added, in the memory of their pages
   int exact_teams, exact_half, exact_weights, exact_scratch;
 };
 
@@ -35,7 +35,7 @@ struct SharedPlan {
   Team team;
   int exact_half, exact_rest, exact_scratch;  // a stage; what follows the stages; scratch in that, behind the weights
   int exact_rests;                            // eight warps: from `exact` on
-  int bytes[3];                               // of all, with 1, 2 and 4 stages
+  int bytes[3];                               // everything, with 1, 2 and 4 stages
 };
 
 // Pieces one after another, each at a multiple of `alignment`.

@@ -65,7 +65,7 @@ __device__ void Attend<S>::add_values(const std::byte* stage, const Fold& fold) 
 #pragma unroll
     for (int unit = 0; unit < S::kUnits; ++unit) {
       std::int32_t c[2][NT][4];
-      const int channel = member * S::kChannels + 32 * unit;  // of lanes g = 0
+      const int channel = member * S::kChannels + 32 * unit;  // that of lanes g = 0
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
         Sixteen x[2];
@@ -154,7 +154,7 @@ __device__ void Attend<S>::half_values(const std::byte* values, int stride, int 
 #pragma unroll
       for (int n = 0; n < NT; ++n) c[tile][n][0] = c[tile][n][1] = c[tile][n][2] = c[tile][n][3] = 0.0f;
     }
-    const int channel = member * L::kChannels + 32 * unit;  // of lanes g = 0
+    const int channel = member * L::kChannels + 32 * unit;  // that of lanes g = 0
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const std::byte* octet = values + (4 * step + t) * stride + lane_offset<(kFp8 ? 4 : 2), kSwap>();

@@ -19,7 +19,7 @@ struct MaskPages {
   int group;               // query heads of a kv head that the mask tells apart
   int queries;             // that it tells apart
   std::int64_t keys;       // columns that it tells apart
-  std::int64_t first_key;  // of column 0; 0 where it tells no keys apart
+  std::int64_t first_key;  // the key of column 0; 0 where it tells no keys apart
   std::uint8_t* classes;
 };
 

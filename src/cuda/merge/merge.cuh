@@ -114,7 +114,7 @@ __device__ __forceinline__ void rotate_row_back(float (&x)[kMergeColumns<D, W>],
       if (d < D) shared[d] = x[k];
     }
     __syncthreads();
-    constexpr int kRows = D / 32;  // of 32 elements; any column of them is a butterfly of its own
+    constexpr int kRows = D / 32;  // rows of 32 elements; any column of them is a butterfly of its own
     constexpr codec::SignTable signs = codec::sign_table();
     constexpr float kScale = codec::rotation_scale(D);
 #pragma unroll

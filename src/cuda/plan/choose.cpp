@@ -16,12 +16,12 @@ constexpr std::int64_t kShortPages = 20;
 // keys gains.
 constexpr std::int64_t kLeastFreshRows = 256;
 
-Status refuse_kernel(const Work& work, const std::string& reason) {
+Status refuse_kernel(const PlannedWork& work, const std::string& reason) {
   return {Code::unsupported, fmt::format("kernel is \"{}\": {}; leave kernel empty", work.kernel, reason)};
 }
 
 // The part of a cache that only the generic kernel reads; empty: there is none.
-std::string generic_only(const Work& work) {
+std::string generic_only(const PlannedWork& work) {
   for (const auto& [side, format] : {std::pair("k", work.k), std::pair("v", work.v)}) {
     if (format == Format::f32 || codec::is_lut(format)) return fmt::format("{} = {}", side, format_info(format).name);
   }
@@ -32,7 +32,7 @@ std::string generic_only(const Work& work) {
 
 // The time that kernels of a kind (core::kTunedKinds) take on this device, from their estimate. Every estimate that a
 // plan compares comes from here.
-std::int64_t tuned_ns(const Work& work, const Offers& offers, const char* kind, std::int64_t ns) {
+std::int64_t tuned_ns(const PlannedWork& work, const Offers& offers, const char* kind, std::int64_t ns) {
   if (offers.tuning == nullptr) return ns;
   const double ratio = offers.tuning->ratio(tuned_work(work, kind)).value_or(1);
   return static_cast<std::int64_t>(static_cast<double>(ns) * ratio);
@@ -43,7 +43,7 @@ std::int64_t tuned_ns(const Work& work, const Offers& offers, const char* kind, 
 // The kernel for several queries (DecodeOffer::rounds_weights) that takes the least time for all rows, if the options
 // name its kind or there are enough rows.
 struct Several {
-  int kernel = -1;  // of Offers::decode; -1: none
+  int kernel = -1;  // a place in Offers::decode; -1: none
   std::int64_t ns = 0;
   std::string missing;  // why there is none; empty: there are few rows
 };
@@ -54,7 +54,7 @@ std::string missing_of_several(const DecodeOffer& one, const DeviceLimits& limit
   return fmt::format("{} kernels need {} bytes of shared memory a block, the device has {}", one.kind(),
                      one.shared_bytes, limits.shared_bytes);
 }
-Several find_several(const Work& work, const Offers& offers) {
+Several find_several(const PlannedWork& work, const Offers& offers) {
   Several found;
   const bool is_named = work.kernel == core::kDecodeSm90 || work.kernel == core::kDecodeSm80;
   if (!offers.has_decode || (!work.kernel.empty() && !is_named)) return found;
@@ -72,7 +72,7 @@ Several find_several(const Work& work, const Offers& offers) {
         one.by_group ? times::group_times(head_dim, work.k, rows)
                      : times::half_times(head_dim, work.k, rows, work.most_rows(), offers.limits.overlaps());
     const times::BlockTimes block =
-        times::on(offers.limits, of_kind, times::several_work(head_dim, rows, work.page_bytes()));
+        times::on(offers.limits, of_kind, times::several_demand(head_dim, rows, work.page_bytes()));
     const std::int64_t ns = tuned_ns(work, offers, one.kind(),
                                      times::decode_ns(row_blocks_of(work, rows), block, offers.limits.multiprocessors));
     if (found.kernel < 0 || ns < found.ns) found.kernel = static_cast<int>(i), found.ns = ns;
@@ -87,7 +87,7 @@ Several find_several(const Work& work, const Offers& offers) {
 
 // Short work gets a kernel of eight warps, where there is one: then blocks have a page or two for each of their teams,
 // and how long they take is what the launch takes. Not where many of them would have an exact page.
-void take_eight_warps(const Work& work, const Offers& offers, Choice& choice) {
+void take_eight_warps(const PlannedWork& work, const Offers& offers, Choice& choice) {
   const DecodeOffer& four = offers.decode[static_cast<std::size_t>(choice.decode)];
   if (four.rounds_weights()) return;
   const auto eight = std::find_if(offers.decode.begin(), offers.decode.end(), [&](const DecodeOffer& one) {
@@ -112,7 +112,7 @@ void take_eight_warps(const Work& work, const Offers& offers, Choice& choice) {
   choice.least_exact_cost = static_cast<int>(std::max<std::int64_t>(eight->teams, others / (blocks - exact) + 1)) + 1;
 }
 
-Status choose_decode(const Work& work, const Offers& offers, const Several& several, Choice& choice) {
+Status choose_decode(const PlannedWork& work, const Offers& offers, const Several& several, Choice& choice) {
   if (!offers.has_decode) return {Code::unsupported, refuse_head_dim(offers.instances, work.stored_head_dim())};
   if (choice.is_generic) return {};
   const std::int64_t most_rows = work.most_rows();
@@ -157,7 +157,7 @@ Status choose_decode(const Work& work, const Offers& offers, const Several& seve
 
 // --- prefill kernels -------------------------------------------------------------------------------------------------
 
-std::string missing_of_dense(const char* kind, const Work& work, const Offers& offers) {
+std::string missing_of_dense(const char* kind, const PlannedWork& work, const Offers& offers) {
   if (work.params.mask.data != nullptr) return fmt::format("{} kernels take no mask tensor", kind);
   if (!offers.dense || work.head_dim() % 8 != 0)
     return fmt::format("{} kernels are not compiled for head_dim {}", kind, work.head_dim());
@@ -168,7 +168,7 @@ std::string missing_of_dense(const char* kind, const Work& work, const Offers& o
 }
 
 // Why a plan that asks for products of 8 bits is refused, whatever its queries; empty: it is not.
-std::string missing_of_byte_keys(const Work& work, const DeviceLimits& limits) {
+std::string missing_of_byte_keys(const PlannedWork& work, const DeviceLimits& limits) {
   if (work.products != 8) return {};
   if (!codec::is_tq(work.k) || !codec::is_tq(work.v) || codec::format_bits(work.k) > 6)
     return fmt::format("the cache stores {}: keys must be tq2 to tq6, and values tq formats", pair_at(work));
@@ -179,7 +179,7 @@ std::string missing_of_byte_keys(const Work& work, const DeviceLimits& limits) {
 }
 
 // Takes prefill kernels if the options name them or they take less time; else why says why decode kernels serve.
-Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_ns, Choice& choice) {
+Status choose_tiles(const PlannedWork& work, const Offers& offers, std::int64_t decode_ns, Choice& choice) {
   const AttendParams& p = work.params;
   const int multiprocessors = offers.limits.multiprocessors, stored = work.stored_head_dim();
   const std::int64_t most_rows = work.most_rows();
@@ -259,7 +259,7 @@ Status choose_tiles(const Work& work, const Offers& offers, std::int64_t decode_
 }
 
 // Kernels for sequences that have no tokens but their queries' own, before those that choose_tiles took.
-Status choose_fresh(const Work& work, const Offers& offers, Choice& choice) {
+Status choose_fresh(const PlannedWork& work, const Offers& offers, Choice& choice) {
   const bool is_wanted = work.kernel == core::kPrefillFresh;
   if (!work.fresh_keys) {
     if (!is_wanted) return {};
@@ -299,13 +299,13 @@ std::string missing_of_hopper(const char* kind, int shared_bytes, bool has_code,
   return has_code ? std::string() : needs + " and machine code for it (sm_90a)";
 }
 
-bool considers_prefill(const Work& work) {
+bool considers_prefill(const PlannedWork& work) {
   if (work.kernel == core::kGenericKernels || !generic_only(work).empty()) return false;
   return work.fresh_keys || work.most_rows() >= times::kLeastPrefillRows ||
          (!work.kernel.empty() && !work.kernel.starts_with(core::kDecodeKernels));
 }
 
-std::string tuned_words(const Work& work, const core::Tuning& tuning) {
+std::string tuned_words(const PlannedWork& work, const core::Tuning& tuning) {
   if (tuning.path.empty()) return tuning.words();
   std::string kinds;
   for (const char* kind : core::kTunedKinds) {
@@ -318,14 +318,14 @@ std::string tuned_words(const Work& work, const core::Tuning& tuning) {
                      core::kStoredNames[static_cast<std::size_t>(core::stored(work.k))], work.stored_head_dim());
 }
 
-Result<Choice> choose(const Work& work, const Offers& offers) {
+Result<Choice> choose(const PlannedWork& work, const Offers& offers) {
   Choice choice;
   if (const std::string missing = missing_of_byte_keys(work, offers.limits); !missing.empty())
     return Status{Code::unsupported, fmt::format("products is 8: {}; leave it 0", missing)};
   Several several = find_several(work, offers);
   const times::BlockTimes block =
       times::on(offers.limits, times::decode_times(work.stored_head_dim(), work.k, work.most_rows()),
-                times::decode_work(work.stored_head_dim(), work.k, work.page_bytes()));
+                times::decode_demand(work.stored_head_dim(), work.k, work.page_bytes()));
   std::int64_t decode_ns = tuned_ns(work, offers, core::kDecodeKernels,
                                     times::decode_ns(row_blocks_of(work, 16), block, offers.limits.multiprocessors));
   // An option that names such kernels asks for them, whatever the time.

@@ -24,14 +24,14 @@ struct Choice {
   std::int64_t ns = 0;  // estimated
   int tiles = -1;       // which of kTileKinds; -1: decode kernels or the generic kernel serve
   // For prefill kernels:
-  prefill::Schedule schedule{};                        // of tiles
+  prefill::Schedule schedule{};                        // how tiles are scheduled
   std::optional<prefill::unpacked::RoundRule> rounds;  // prefill_unpacked comes before
   bool byte_keys = false;                              // for which keys are bytes
   std::optional<prefill::Schedule> first;              // prefill_fresh comes before all
   // For decode kernels:
   bool is_generic = false;
   int decode = -1;           // index in Offers::decode; -1: prefill kernels or the generic kernel serve
-  int least_exact_cost = 1;  // of an exact page, in encoded ones
+  int least_exact_cost = 1;  // cost of an exact page, in encoded ones
 
   [[nodiscard]] const char* kernel(const Offers& offers) const {
     if (is_generic) return core::kGenericKernels;
@@ -42,12 +42,12 @@ struct Choice {
 
 // Whether choose() looks at the prefill kernels of `offers`. Asking the driver about kernels loads their code, so plans
 // of few rows do not.
-bool considers_prefill(const Work& work);
+bool considers_prefill(const PlannedWork& work);
 
 // A tuning's part in the estimates of the work: "tuned by FILE: decode 1.04, .. times the estimate"; empty: there is no
 // file.
-std::string tuned_words(const Work& work, const core::Tuning& tuning);
+std::string tuned_words(const PlannedWork& work, const core::Tuning& tuning);
 
-Result<Choice> choose(const Work& work, const Offers& offers);
+Result<Choice> choose(const PlannedWork& work, const Offers& offers);
 
 }  // namespace kvant::cuda

@@ -18,7 +18,7 @@ constexpr std::span<const Kernel> (*kKernelsOfKinds[])(int head_dim) = {
 };
 
 // Null: there is none for the formats.
-const Kernel* find_kernel(std::span<const Kernel> kernels, const Work& work, const DeviceLimits& limits) {
+const Kernel* find_kernel(std::span<const Kernel> kernels, const PlannedWork& work, const DeviceLimits& limits) {
   std::vector<const Kernel*> of_pair;
   for (const Kernel& one : kernels) {
     if (one.k == work.k && one.v == work.v) of_pair.push_back(&one);
@@ -35,7 +35,7 @@ Status find_hopper_code(const void* function, int shared_bytes, const DeviceLimi
   return {};
 }
 
-Status find_decode(const Work& work, Compiled& found) {
+Status find_decode(const PlannedWork& work, Compiled& found) {
   static const DecodeKernels kAll[] = {
 #define KVANT_ENTRY(head_dim) decode_kernels<head_dim>(),
       KVANT_CUDA_EACH_HEAD_DIM(KVANT_ENTRY)
@@ -67,7 +67,7 @@ Status find_decode(const Work& work, Compiled& found) {
   return {};
 }
 
-Status find_tiles(const Work& work, std::size_t i, Compiled& found) {
+Status find_tiles(const PlannedWork& work, std::size_t i, Compiled& found) {
   TileOffers& offers = found.offers.tiles[i];
   const TileKind& kind = *kTileKinds[i];
   for (const int d : instances().head_dims) {
@@ -118,7 +118,7 @@ Status offer_dense(std::span<const prefill::dense::DenseKernel> kernels, Compile
   offered = offer;
   return {};
 }
-Status find_dense(const Work& work, Compiled& found) {
+Status find_dense(const PlannedWork& work, Compiled& found) {
   found.dense = kernels_of(work.stored_head_dim(), []<int D>() { return prefill::dense::kernels<D>(); });
   if (Status s = offer_dense(found.dense, found, found.offers.dense); !s.ok() || work.products != 8) return s;
   found.byte_keys = kernels_of(work.stored_head_dim(), []<int D>() { return prefill::dense::byte_keys_kernel<D>(); });
@@ -128,7 +128,7 @@ Status find_dense(const Work& work, Compiled& found) {
 
 }  // namespace
 
-Result<Compiled> find_compiled(const Work& work, const DeviceLimits& limits, const core::Tuning& tuning) {
+Result<Compiled> find_compiled(const PlannedWork& work, const DeviceLimits& limits, const core::Tuning& tuning) {
   Compiled found{.offers = {.instances = instances(), .limits = limits, .tuning = &tuning}};
   found.offers.tiles.resize(std::size(kTileKinds));
   if (Status s = find_decode(work, found); !s.ok()) return s;

@@ -24,7 +24,7 @@ struct Compiled {
 };
 
 // On the current device, which has such limits and a tuning that outlives the result.
-Result<Compiled> find_compiled(const Work& work, const DeviceLimits& limits, const core::Tuning& tuning);
+Result<Compiled> find_compiled(const PlannedWork& work, const DeviceLimits& limits, const core::Tuning& tuning);
 
 // Bytes for a block that reads a cache with such pages.
 inline int shared_bytes_of(const prefill::Kernel& kernel, const codec::PageLayout& encoded) {

@@ -68,13 +68,13 @@ Status AttentionPlan::prepare(const core::DevicePlanConfig& config, const StepBa
   KVANT_CUDA_TRY(current.error());
   set_options(config, pages_, params_);
   const AttentionOptions& o = *config.options;
-  const Work work{params_,  config.sequences, config.k,   config.v,
-                  o.kernel, o.fresh_keys,     o.products, batch.entries != nullptr};
+  const PlannedWork work{params_,  config.sequences, config.k,   config.v,
+                         o.kernel, o.fresh_keys,     o.products, batch.entries != nullptr};
   if (Status s = make_stages(config, work); !s.ok()) return s;
   return upload(config, batch);
 }
 
-Status AttentionPlan::make_stages(const core::DevicePlanConfig& config, const Work& work) {
+Status AttentionPlan::make_stages(const core::DevicePlanConfig& config, const PlannedWork& work) {
   const Result<Compiled> compiled = find_compiled(work, pages_.limits(), pages_.tuning());
   if (!compiled.ok()) return compiled.status();
   const Result<Choice> choice = choose(work, compiled->offers);

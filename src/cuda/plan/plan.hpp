@@ -43,7 +43,7 @@ class AttentionPlan final : public core::DevicePlan {
                   const MutableTensorView& out, const core::FreshRows& fresh, const RunOptions& options) const;
 
  private:
-  Status make_stages(const core::DevicePlanConfig& config, const Work& work);
+  Status make_stages(const core::DevicePlanConfig& config, const PlannedWork& work);
   Status add_stage(Result<StagePtr> stage);
   Status upload(const core::DevicePlanConfig& config, const StepBatch& batch);
   Status run(const AttendParams& params, const TensorView& q, const MutableTensorView& out,

@@ -11,7 +11,7 @@ namespace {
 using prefill::unpacked::RoundMaker;
 using prefill::unpacked::RoundRule;
 
-constexpr std::int64_t kMostBytes = std::int64_t{256} << 20;  // of a plan's workspace
+constexpr std::int64_t kMostBytes = std::int64_t{256} << 20;  // a plan's workspace
 constexpr int kMostRounds = 64;
 // A sequence and kv head has at least so many rows of queries: with fewer its pages are unpacked for each tile, in less
 // time.
@@ -21,9 +21,9 @@ constexpr int kLeastRows = 128;
 struct Planned {
   std::vector<prefill::Round> rounds;
   std::vector<prefill::Part> parts;
-  std::vector<std::int32_t> served;  // of each sequence: kv heads
+  std::vector<std::int32_t> served;  // kv heads of each sequence
   int used = 0;
-  std::int64_t rows = 0;  // of the workspace, of all rounds
+  std::int64_t rows = 0;  // rows of the workspace, all rounds together
 };
 prefill::unpacked::Need need_of(const AttendParams& p, const RoundRule& rule, const core::DeviceSequence& s,
                                 std::int32_t index = 0) {
@@ -74,7 +74,7 @@ std::string size_rounds(const AttendParams& p, std::span<const core::DeviceSeque
   return {};
 }
 
-std::int64_t rounds_ns(const Work& work, const RoundRule& rule, const DenseOffer& dense, const OtherTiles& other,
+std::int64_t rounds_ns(const PlannedWork& work, const RoundRule& rule, const DenseOffer& dense, const OtherTiles& other,
                        int multiprocessors) {
   const Planned planned = plan_rounds(work.params, rule, work.sequences);
   std::int64_t ns = times::kRoundsStart;
@@ -96,7 +96,7 @@ std::int64_t rounds_ns(const Work& work, const RoundRule& rule, const DenseOffer
 
 }  // namespace
 
-RoundsChoice choose_rounds(const Work& work, const DenseOffer& dense, const OtherTiles& other, bool is_wanted,
+RoundsChoice choose_rounds(const PlannedWork& work, const DenseOffer& dense, const OtherTiles& other, bool is_wanted,
                            int multiprocessors) {
   RoundsChoice choice;
   if (work.most_rows() > kMostRows) {  // rounds are counted in ints

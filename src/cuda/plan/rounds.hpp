@@ -25,7 +25,7 @@ struct RoundsChoice {
   std::string missing;
   std::int64_t ns = 0;  // that rounds take, and `other` for the rest
 };
-RoundsChoice choose_rounds(const Work& work, const DenseOffer& dense, const OtherTiles& other, bool is_wanted,
+RoundsChoice choose_rounds(const PlannedWork& work, const DenseOffer& dense, const OtherTiles& other, bool is_wanted,
                            int multiprocessors);
 
 }  // namespace kvant::cuda

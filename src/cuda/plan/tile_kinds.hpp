@@ -18,7 +18,7 @@ struct TileKind {
   const char* name;  // as in AttentionOptions::kernel
   bool for_hopper;   // there is code for compute capability 9.0 alone, and nothing else
   // Why these kernels cannot do the work, apart from what all prefill kernels lack; empty: they can.
-  std::string (*missing)(const Work& work, const Offers& offers, const TileOffers& mine);
+  std::string (*missing)(const PlannedWork& work, const Offers& offers, const TileOffers& mine);
   // On a device, for tiles of so many rows, of which a multiprocessor holds `blocks`.
   times::TileTimes (*times)(const DeviceLimits& limits, int stored_head_dim, Format k, int rows, int blocks);
 };
@@ -35,7 +35,7 @@ inline const TileKind* const kTileKinds[] = {
 };
 
 // "tq6/tq4 at head_dim 128"
-inline std::string pair_at(const Work& work) {
+inline std::string pair_at(const PlannedWork& work) {
   return pair_name({work.k, work.v}) + " at head_dim " + std::to_string(work.head_dim());
 }
 // The reason why kernels that are made for compute capability 9.0 alone do not run; empty: they do.

@@ -61,7 +61,7 @@ constexpr PageTimes page_times(int head_dim, Format k) {
 
 // Nanoseconds of a block of rows, or of a tile, beside its pages: queries, exact pages, results.
 struct Linear {
-  std::int64_t at_0, of_1;  // of head_dim
+  std::int64_t at_0, of_1;  // by head_dim: at 0, and for each 1
   [[nodiscard]] constexpr std::int64_t at(std::int64_t head_dim) const { return at_0 + of_1 * head_dim; }
 };
 struct RowsTimes {
@@ -135,21 +135,21 @@ constexpr BlockTimes group_times(int head_dim, Format k, int rows) {
                     : BlockTimes{page * kGroup64 / 100, kGroup64Rows.at(head_dim), kGroupStart};
 }
 
-// A page's work in one row block or tile, of which each kind of work may be what takes the time.
-struct PageWork {
+// The demand of one page on a multiprocessor, in one row block or tile. Either of the two may take the most time.
+struct PageDemand {
   double products = 0;  // operations of 16-bit products of warps
   double bytes = 0;     // that come from memory
 };
 // 16 rows of two columns each. Integer formats have 8-bit products, which are fast on all devices.
-constexpr PageWork decode_work(int head_dim, Format k, double page_bytes) {
+constexpr PageDemand decode_demand(int head_dim, Format k, double page_bytes) {
   return {codec::is_tq(k) ? 0 : 16.0 * 2 * kPageTokens * head_dim * 2 * 2, page_bytes};
 }
 // Kernels for several queries multiply values in 16 bits.
-constexpr PageWork several_work(int head_dim, int rows, double page_bytes) {
+constexpr PageDemand several_demand(int head_dim, int rows, double page_bytes) {
   return {1.0 * rows * kPageTokens * head_dim * 2, page_bytes};
 }
 // Keys and values of a tile come from the L2 cache.
-constexpr PageWork tile_work(int head_dim, std::int64_t rows) {
+constexpr PageDemand tile_demand(int head_dim, std::int64_t rows) {
   return {static_cast<double>(rows) * kPageTokens * head_dim * 2 * 2, 0};
 }
 
@@ -160,20 +160,20 @@ constexpr double ratio(double of_h200, double now) {
 constexpr double cycle_ratio(const DeviceLimits& limits) {
   return ratio(kH200.clock, limits.clock);
 }
-constexpr double byte_ratio(const DeviceLimits& limits) {  // of one multiprocessor
+constexpr double byte_ratio(const DeviceLimits& limits) {  // on one multiprocessor
   return ratio(1.0 * kH200.bandwidth / kH200.multiprocessors, 1.0 * limits.bandwidth / limits.multiprocessors);
 }
 // A page that takes an H200 so long takes as long as the slowest of its instructions, products and bytes.
-constexpr std::int64_t page_on(const DeviceLimits& limits, std::int64_t ns, const PageWork& work) {
+constexpr std::int64_t page_on(const DeviceLimits& limits, std::int64_t ns, const PageDemand& demand) {
   const double h200_bytes_a_ns = 1.0 * kH200.bandwidth / kH200.multiprocessors;
   const double of_instructions = static_cast<double>(ns) * cycle_ratio(limits);
-  const double of_bytes = std::min(static_cast<double>(ns), work.bytes / h200_bytes_a_ns) * byte_ratio(limits);
+  const double of_bytes = std::min(static_cast<double>(ns), demand.bytes / h200_bytes_a_ns) * byte_ratio(limits);
   const double rate = limits.tensor > 0 && limits.clock > 0 ? limits.tensor * (limits.clock / 1000.0) : 0;
-  const double of_products = rate > 0 ? work.products / rate : 0;
+  const double of_products = rate > 0 ? demand.products / rate : 0;
   return static_cast<std::int64_t>(std::max({of_instructions, of_bytes, of_products}));
 }
-constexpr BlockTimes on(const DeviceLimits& limits, const BlockTimes& times, const PageWork& work) {
-  return {page_on(limits, times.page, work),
+constexpr BlockTimes on(const DeviceLimits& limits, const BlockTimes& times, const PageDemand& demand) {
+  return {page_on(limits, times.page, demand),
           static_cast<std::int64_t>(static_cast<double>(times.rows) * cycle_ratio(limits)), times.start};
 }
 // However fast it is, a kernel reads every page once.
@@ -216,16 +216,17 @@ constexpr std::int64_t unpack_ns(int head_dim, Format k) {
 // Kernels whose tiles run in rounds of `blocks` a multiprocessor, those of most pages first: a round takes as long
 // as its first tile.
 struct TileTimes {
-  std::int64_t page, rows;                // of a tile alone on its multiprocessor
+  std::int64_t page, rows;                // times of a tile alone on its multiprocessor
   std::int64_t shared_page, shared_rows;  // beside as many others as find room there
 };
 // blocks: that a multiprocessor of the device has room for. Beside each other they share its products.
-constexpr TileTimes on(const DeviceLimits& limits, const TileTimes& times, const PageWork& work, int blocks) {
+constexpr TileTimes on(const DeviceLimits& limits, const TileTimes& times, const PageDemand& demand, int blocks) {
   const auto rows = [&](std::int64_t ns) {
     return static_cast<std::int64_t>(static_cast<double>(ns) * cycle_ratio(limits));
   };
-  TileTimes now{page_on(limits, times.page, work), rows(times.rows), 0, 0};
-  now.shared_page = blocks < 2 ? now.page : page_on(limits, times.shared_page, {blocks * work.products, work.bytes});
+  TileTimes now{page_on(limits, times.page, demand), rows(times.rows), 0, 0};
+  now.shared_page =
+      blocks < 2 ? now.page : page_on(limits, times.shared_page, {blocks * demand.products, demand.bytes});
   now.shared_rows = blocks < 2 ? now.rows : rows(times.shared_rows);
   return now;
 }

@@ -14,7 +14,7 @@
 
 namespace kvant::cuda {
 
-struct Work {
+struct PlannedWork {
   // Pages, heads, bases and the rule of which keys queries see. Nothing that a run gives is read.
   const AttendParams& params;
   std::span<const core::DeviceSequence> sequences;  // at least one
@@ -42,12 +42,12 @@ struct Work {
 };
 
 // The work as tunings name it, for a kind of core::kTunedKinds.
-inline core::TunedWork tuned_work(const Work& work, const char* kind) {
+inline core::TunedWork tuned_work(const PlannedWork& work, const char* kind) {
   return {core::tuned_kind(kind), work.stored_head_dim(), core::stored(work.k), work.pairs(), work.most_rows()};
 }
 
 // The row blocks of decode kernels, each of which reads all pages that some query of its sequence sees.
-inline std::vector<times::Rows> row_blocks_of(const Work& work, std::int64_t rows) {
+inline std::vector<times::Rows> row_blocks_of(const PlannedWork& work, std::int64_t rows) {
   std::vector<times::Rows> blocks;
   for (const core::DeviceSequence& s : work.sequences) {
     blocks.push_back({work.kv_heads() * ((work.rows_of(s) + rows - 1) / rows),
@@ -57,7 +57,7 @@ inline std::vector<times::Rows> row_blocks_of(const Work& work, std::int64_t row
 }
 
 // The tiles of prefill kernels that a sequence has for some kv heads. A tile reads the pages that its own queries see.
-inline void add_tiles(const Work& work, const core::DeviceSequence& s, std::int64_t rows, int kv_heads,
+inline void add_tiles(const PlannedWork& work, const core::DeviceSequence& s, std::int64_t rows, int kv_heads,
                       std::vector<times::Rows>& tiles) {
   // Neighbouring tiles of a long sequence count as alike.
   constexpr std::int64_t kMostParts = 64;
@@ -75,7 +75,7 @@ inline void add_tiles(const Work& work, const core::DeviceSequence& s, std::int6
     at = end;
   }
 }
-inline std::vector<times::Rows> tiles_of(const Work& work, std::int64_t rows) {
+inline std::vector<times::Rows> tiles_of(const PlannedWork& work, std::int64_t rows) {
   std::vector<times::Rows> tiles;
   for (const core::DeviceSequence& s : work.sequences) add_tiles(work, s, rows, work.kv_heads(), tiles);
   return tiles;

@@ -18,7 +18,7 @@ struct Kernel {
   const void* function;  // takes an AttendParams and a Schedule
   int shared_bytes;
   int threads;
-  int rows;              // of a tile
+  int rows;              // a tile's
   int centre_bytes = 0;  // further bytes of shared memory for page-centred caches
 };
 
@@ -49,7 +49,7 @@ struct Share {
 // Tiles in the order that blocks take them: those of heads whose keys fit the L2 cache together, and of these the
 // longest first.
 struct Schedule {
-  int row_blocks;     // of the sequence with the most rows
+  int row_blocks;     // those of the sequence with the most rows
   int heads_at_once;  // pairs of a sequence and a kv head
   int tiles;          // those that do not exist included: shorter sequences have fewer
   Share share{};

@@ -19,10 +19,10 @@ struct FreshPages {
 struct Tile {
   BatchEntry batch;
   int entry, kv_head, row_block, length;
-  int rows;                // of the sequence
+  int rows;                // the sequence's
   int first, last;         // its queries
   int all_begin, all_end;  // keys that every row sees, if the mask tensor lets it
-  VisiblePages pages;      // of the cache
+  VisiblePages pages;      // the cache's
   FreshPages fresh;
 };
 
@@ -40,7 +40,7 @@ __device__ __forceinline__ void set_rows(const AttendParams& p, int row_block, T
   tile.first = row_block * kRows / p.group;
   tile.last = min(tile.batch.q_len - 1, (row_block * kRows + kRows - 1) / p.group);
   const base::Visibility rule = visibility(p);
-  const int before = tile.length - tile.batch.q_len;  // of the first query
+  const int before = tile.length - tile.batch.q_len;  // position of the first query
   const base::KeyRange begins = rule.recent_range(tile.length, before + tile.first);
   const base::KeyRange ends = rule.recent_range(tile.length, before + tile.last);
   tile.all_begin = static_cast<int>(ends.begin), tile.all_end = static_cast<int>(begins.end);
@@ -144,8 +144,8 @@ struct Walk {
   int domain;
   int base;        // the first of these 32
   int use;         // the page that `next` gave, counted in the domain's
-  int slot, name;  // of this lane's page
-  unsigned left;   // of the 32
+  int slot, name;  // this lane's page
+  unsigned left;   // pages left, among the 32
 
   // With a list of the warp's own.
   __device__ void begin(const AttendParams& p, PageList& list, int of) {
@@ -259,8 +259,8 @@ __device__ __forceinline__ void each_piece(const codec::SideLayout& side, int i,
   const auto at = [&](int token, int piece, int bits) {
     return static_cast<std::uint32_t>((token * (D / 32) + piece) * 4 * bits);
   };
-  const int octet = i % 8, channel = i / 8 * 4;                              // of values
-  const int token = i / 8 / (D / 32) * 8 + i % 8, piece = i / 8 % (D / 32);  // of keys
+  const int octet = i % 8, channel = i / 8 * 4;                              // a place among values
+  const int token = i / 8 / (D / 32) * 8 + i % 8, piece = i / 8 % (D / 32);  // a place among keys
   if constexpr (kLow == 8) {
     const std::uint32_t first = kValues ? (2 * octet * D + channel) * 4 : at(token, piece, kLow);
     visit.template operator()<4, 0>(low + first);

@@ -14,8 +14,8 @@ struct Part {
   BatchEntry batch;
   int length;           // tokens of the sequence
   int head, heads;      // kv heads, from `head` on
-  int row, pages, gap;  // of the workspace: the first; of each head, 64 rows a page, and KeyPages::gap()
-  int page, tile;       // of the round: the pages and the tiles of queries that parts before have
+  int row, pages, gap;  // in the workspace: the first; of each head, 64 rows a page, and KeyPages::gap()
+  int page, tile;       // in the round: the pages and the tiles of queries that parts before have
 };
 struct Round {
   int first, parts;

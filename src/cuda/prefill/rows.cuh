@@ -9,7 +9,7 @@
 namespace kvant::cuda::prefill {
 
 struct RowPlace {
-  int query, head;  // of the sequence; of q
+  int query, head;  // in the sequence; in q
 };
 // Row `row` of the `rows` that a sequence has for a kv head. The last tile has rows behind the sequence's last: they do
 // what the last does.
@@ -125,8 +125,8 @@ __device__ __forceinline__ void pack_weights(const float (&s)[kCount], std::uint
 
 // The unit of the sums is the largest value factor so far.
 struct ValueUnit {
-  float shrink;   // of the sums before
-  float inverse;  // of the unit
+  float shrink;   // factor for the sums before
+  float inverse;  // 1 / unit
 };
 __device__ __forceinline__ ValueUnit raise_unit(const float* factors, float& unit) {
   const int t = threadIdx.x % 4;

@@ -98,7 +98,7 @@ __device__ __forceinline__ void scale_weights(float (&s)[kCount], const float* f
 
 // The end of a row: `top` is its largest score in units of log 2, `sum` that of the weights relative to it.
 struct RowEnd {
-  float lse, factor;  // of the sums
+  float lse, factor;  // the sums' log-sum-exp, and what they are multiplied by
   bool none;          // it saw no key: its output is 0
 };
 __device__ __forceinline__ RowEnd end_row(const AttendParams& p, int head, float top, float sum, bool poisoned) {

@@ -18,7 +18,7 @@ struct Consumer {
   const Work* work;
   int whole_begin, whole_end;  // tiles of keys that all rows see the whole of
   bool is_plain;               // scores are scaled and nothing else
-  float units[2];              // of the rows' queries, where these were converted
+  float units[2];              // the rows' query units, where queries were converted
   float m[2], l[2];
   // Scores of bytes are relative to the rows' products with the centre of the tile's page.
   float of_centre[2];
@@ -46,7 +46,7 @@ struct Consumer {
   __device__ __forceinline__ void scores(float (&s)[kScores], std::int32_t (&x)[kIntegers]) const {
     const std::uint64_t q = ptx::operand(shared_at(group * S::kQueries), S::kKeySwizzle);
     const std::uint64_t k = ptx::operand(shared_at(S::kKeysAt + keys.stage() * S::kKeyTile), S::kKeySwizzle);
-    constexpr int kSteps = S::kKeySwizzle / 32;  // of a box
+    constexpr int kSteps = S::kKeySwizzle / 32;  // in a box
 #pragma unroll
     for (int i = 0; i < D * S::kElementBytes / 32; ++i) {
       const std::uint64_t a = q + ptx::operand_step(i / kSteps * 64 * S::kKeySwizzle + i % kSteps * 32);

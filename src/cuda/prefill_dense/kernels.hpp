@@ -20,10 +20,10 @@ struct Maps {
 
 struct DenseKernel {
   int head_dim;
-  Dtype dtype;           // of keys, values and queries; that of f16 takes bf16 queries, too
+  Dtype dtype;           // keys, values and queries; that of f16 takes bf16 queries, too
   const void* function;  // takes an AttendParams, a Schedule and Maps
   int shared_bytes, threads;
-  int rows, keys;    // of a tile
+  int rows, keys;    // a tile's
   int box_tokens;    // the copy engine's box has so many
   int blocks;        // that share a tile: a cluster of them
   int key_rows = 0;  // keys are bytes (prefill/byte_keys.hpp), so many rows of a tile, and queries have any dtype

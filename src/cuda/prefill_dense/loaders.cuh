@@ -132,7 +132,7 @@ __device__ __forceinline__ float largest_of(std::uint32_t most) {
 template <class S>
 __device__ __forceinline__ void convert_queries(int head_dim, std::uint64_t row_at, std::byte* to, int first_row,
                                                 float* units) {
-  constexpr int kPieces = S::D / 8;  // of a row
+  constexpr int kPieces = S::D / 8;  // in a row
   const int lane = static_cast<int>(threadIdx.x) % 32;
   std::uint32_t most = 0;
 #pragma unroll 1
@@ -163,7 +163,7 @@ __device__ __forceinline__ int place_of_bytes(int row, int c) {
 template <class S, bool kConverts>
 __device__ __forceinline__ void bring_queries(const AttendParams& p, const Schedule& schedule, std::byte* shared,
                                               int group, Ring<1> ring, const ByteQueries& bytes) {
-  constexpr int kPieces = S::D / 8;  // of a row
+  constexpr int kPieces = S::D / 8;  // in a row
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const Rounds<S::kBlocks> rounds(p, schedule);
   std::byte* const to = shared + group * S::kQueries;

@@ -18,7 +18,7 @@ namespace kvant::cuda::prefill::dense {
 
 // A tile as its loader tells it to a consumer.
 struct Work {
-  int query_begin, length;  // of the sequence
+  int query_begin, length;  // the sequence's
   int before;               // tokens older than the queries' own
   int kv_head;
   int row, rows;           // the tile's first; of the sequence. None: there are no more tiles
@@ -44,7 +44,7 @@ struct ShapeOf {
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kKeys = kKeysAtOnce, kBoxTokens = kKeys;
   static constexpr int kKeyRows = kByteKeys ? kByteKeyRows : kKeys;  // a tile's
-  static constexpr int kStages = 2;                                  // of keys, and of values
+  static constexpr int kStages = 2;                                  // for keys, and as many for values
   // Sums are brought to the new largest score while the products with the next keys go on, not before these begin.
   static constexpr bool kShrinksLate = kLate;
   static constexpr int kPatience = 8;  // see SplitColumnsShape
@@ -53,16 +53,16 @@ struct ShapeOf {
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kSwizzle = box_row_bytes(D);
-  static constexpr int kBoxes = 2 * D / kSwizzle;  // of a tile of keys or values
+  static constexpr int kBoxes = 2 * D / kSwizzle;  // in a tile of keys or values
   static constexpr int kTile = kKeys * D * 2;      // values alone
   // Keys, and queries as well:
   static constexpr int kElementBytes = kByteKeys ? 1 : 2;
   static constexpr int kKeySwizzle = kByteKeys ? kByteBoxRow : kSwizzle;
   static constexpr int kKeyTile = kKeyRows * D * kElementBytes;
   static constexpr int kFactors = kByteKeys ? kKeyRows * 4 : 0;  // a tile's
-  static constexpr int kQueries = 64 * D * kElementBytes;        // of a consumer
+  static constexpr int kQueries = 64 * D * kElementBytes;        // bytes of a consumer's
   static constexpr int kKeysAt = kConsumers * kQueries, kValuesAt = kKeysAt + kStages * kKeyTile;
-  static constexpr int kSlots = 3;  // of Work, for each consumer: its tile, the next, and the one that is looked for
+  static constexpr int kSlots = 3;  // Work for each consumer: its tile, the next, and the one that is looked for
   static constexpr int kFactorsAt = kValuesAt + kStages * kTile;
   static constexpr int kWorkAt = kFactorsAt + kStages * kFactors;  // and the loader's of keys
   // The unit of each query row that was converted to f16 (query_unit), or its step.
@@ -82,9 +82,9 @@ struct SplitColumnsShape {
   static constexpr int kBlocks = 2;
   static constexpr int kRows = 64 * kBlocks;
   static constexpr int kKeys = 64, kBoxTokens = 32;
-  static constexpr int kStages = 3;  // of half tiles of keys, and of values
-  static constexpr int kSlots = 2;   // of weights
-  static constexpr int kWorks = 2;   // of Work
+  static constexpr int kStages = 3;  // for half tiles of keys, and as many for values
+  static constexpr int kSlots = 2;   // places for weights
+  static constexpr int kWorks = 2;   // places for Work
   // A row's weights are relative to a score that stays until another gives a weight above 2^kPatience. So weights
   // seldom wait for a row's largest score, and sums seldom shrink. 16 bits have room for such weights.
   static constexpr int kPatience = 8;
@@ -94,12 +94,12 @@ struct SplitColumnsShape {
   static constexpr int kSwizzle = box_row_bytes(D);
   static constexpr int kBox = kBoxTokens * kSwizzle, kBoxes = 2 * D / kSwizzle;  // kBoxes: of a row
   static constexpr int kPart = kBoxes * kBox;                                    // half a tile of keys or values
-  static constexpr int kWeights = 64 * kKeys * 2;                                // of a slot
-  static constexpr int kHeldColumns = D - 128;  // of queries, in registers; the others lie in shared memory
+  static constexpr int kWeights = 64 * kKeys * 2;                                // bytes of a slot
+  static constexpr int kHeldColumns = D - 128;  // queries' in registers; the others lie in shared memory
   static constexpr int kQueries = 64 * (D - kHeldColumns) * 2;
   static constexpr int kKeysAt = 0, kValuesAt = kKeysAt + kStages * kPart, kWeightsAt = kValuesAt + kStages * kPart;
   static constexpr int kQueriesAt = kWeightsAt + kSlots * kWeights;
-  static constexpr int kFactorsAt = kQueriesAt + kQueries;  // of the sums before, two for each thread
+  static constexpr int kFactorsAt = kQueriesAt + kQueries;  // factors for the sums before, two for each thread
   static constexpr int kBarriersAt = kFactorsAt + kSlots * 128 * 8;
   static constexpr int kWorkAt = kBarriersAt + 16 * (2 * kStages + kSlots + kWorks);
   static constexpr int kBytes = kWorkAt + kWorks * static_cast<int>(sizeof(Work));

@@ -46,7 +46,8 @@ struct SplitColumnsConsumer : Consumer<kBf16, S> {
 template <bool kBf16, class S>
 struct ScoresConsumer : SplitColumnsConsumer<kBf16, S> {
   static constexpr int kScores = S::kKeys / 2;
-  static constexpr int kSteps = S::D / 16, kHeld = S::kHeldColumns / 16;  // of the products; those with held queries
+  static constexpr int kSteps = S::D / 16,
+                       kHeld = S::kHeldColumns / 16;  // steps of the products; those with held queries
 
   // The queries as operands, and those behind kHeld to shared memory. Rows behind the sequence's last do what the last
   // does. The sums of weights of rows whose queries are not finite begin as NaN, and so do all results of these rows.
@@ -59,7 +60,7 @@ struct ScoresConsumer : SplitColumnsConsumer<kBf16, S> {
                 query_offset(p, this->work->query_begin, this->place_of(h)) + 8 * this->t;
     }
     const bool converts = !kBf16 && p.q.dtype == Dtype::bf16;
-    float inverse[2] = {1.0f, 1.0f};  // of the rows' units
+    float inverse[2] = {1.0f, 1.0f};  // 1 / unit of each row
     const auto load = [&](int h, int step) {
       uint4 x = make_uint4(0, 0, 0, 0);
       if (16 * step + 8 * this->t < p.head_dim) x = *reinterpret_cast<const uint4*>(from[h] + 16 * step);

@@ -50,7 +50,7 @@ struct Attend {
   std::byte* shared;
   int warp, lane;
   float m[S::kSixteens][2], l[S::kSixteens][2];  // m: in units of log 2
-  float unit;                                    // of the sums
+  float unit;                                    // the sums'
   float o[S::kSixteens][kSums];
   int turn;                                           // pages of the domain before the one that comes next
   std::uint32_t held[S::kShares > 1 ? kHeld : 1][4];  // the warp's share of the queries, as operands

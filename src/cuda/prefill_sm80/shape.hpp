@@ -32,13 +32,13 @@ struct Shape {
   static constexpr int kRows = 16 * kSixteens * kRowWarps;
   static constexpr int kQueryRows = kRows < 64 ? kRows : 64;  // a tile of queries has so many
   static constexpr int kBlocks = D <= 256 ? 2 : 1;            // that the registers of a multiprocessor hold
-  static constexpr int kColumns = D / kSplit;                 // of a warp's sums
+  static constexpr int kColumns = D / kSplit;                 // a warp's sums have so many
   static constexpr bool kTwoTiles = D <= 128;
   static constexpr int kUnits = kSmall ? D : 2 * D;                             // are unpacked at once (each_piece)
   static constexpr int kKeys = kSmall ? kPageTokens / 2 : kPageTokens;          // in a tile that codes are unpacked to
   static constexpr int kDenseKeys = kTwoTiles ? kPageTokens : kPageTokens / 2;  // dense rows at once
 
-  static constexpr int kTile = kKeys * D * 2;                  // of keys or values
+  static constexpr int kTile = kKeys * D * 2;                  // bytes of keys or values
   static constexpr int kTilesAt = kSmall ? 0 : kRows * D * 2;  // queries lie before
   static constexpr int kTiles = kTwoTiles || kSmall ? 2 : 1;
   static constexpr int kKeysAt = kTilesAt, kValuesAt = kTilesAt + (kTiles - 1) * kTile;  // unpacked
@@ -47,16 +47,16 @@ struct Shape {
   // Warps that share rows have their weights and each one's largest scores here.
   static constexpr int kWeightsAt = kTilesAt + kTiles * kTile;
   static constexpr int kTopsAt = kWeightsAt + (kSplit > 1 ? kRows * kKeys * 2 : 0);
-  static constexpr int kToLog2At = kTopsAt + (kSplit > 1 ? kSplit * kRows * 4 : 0);  // of each row
+  static constexpr int kToLog2At = kTopsAt + (kSplit > 1 ? kSplit * kRows * 4 : 0);  // each row's factor to log2 units
   // Factors of keys and of values; then, where a vector has more than one scale, the factor of each of its parts, as
   // halves.
   static constexpr int kGroups = D % 128 == 0 ? D / 128 : 1;
   static constexpr int kFactors = kPageTokens * (4 + (kGroups > 1 ? 2 * kGroups : 0));
   static constexpr int kFactorsAt = kToLog2At + kRows * 4,
                        kFactorPlaces = kSmall ? 2 : 1;  // neighbouring pages have one each
-  static constexpr int kListAt = kFactorsAt + kFactorPlaces * 2 * kFactors, kList = 128;  // of the tile's pages
+  static constexpr int kListAt = kFactorsAt + kFactorPlaces * 2 * kFactors, kList = 128;  // the tile's pages
   static constexpr int kQueueAt = kListAt + kList, kQueue = 576;
-  static constexpr int kConstantsAt = kQueueAt + kQueue, kConstants = 16;  // of keys, of values
+  static constexpr int kConstantsAt = kQueueAt + kQueue, kConstants = 16;  // for keys, for values
   // Products of rows with the centres of sixteen pages, as floats. (17 of a row: neighbouring rows lie in other banks.)
   // Above head_dim 256 the codes follow them in page-centred caches only, where other caches need the room; below that
   // a place for codes that is not known in advance would take registers.

@@ -25,7 +25,7 @@ struct Consumer {
   float to_log2[2];
   float in_log2[2];  // what they still are to be multiplied by when the softmax gets them
   float m[2], l[2];  // m: before that
-  float unit;        // of the sums
+  float unit;        // the sums'
   float o[kSums];
 
   __device__ std::byte* queries() const { return shared + group * S::kQueries; }
@@ -77,7 +77,7 @@ struct Consumer {
     const std::uint64_t q = ptx::operand(ptx::shared_address(queries()), S::kSwizzle);
     const std::uint64_t k =
         ptx::operand(ptx::shared_address(shared + S::kKeysAt + keys.stage() * S::kTile), S::kSwizzle);
-    constexpr int kSteps = S::kSwizzle / 32;  // of a box
+    constexpr int kSteps = S::kSwizzle / 32;  // in a box
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
       const std::uint64_t step = ptx::operand_step(i / kSteps * kPageTokens * S::kSwizzle + i % kSteps * 32);

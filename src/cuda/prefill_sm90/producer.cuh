@@ -15,7 +15,7 @@ template <Format KF, Format VF, int D, bool kValues>
 struct Producer {
   using S = Shape<D>;
   static constexpr Format F = kValues ? VF : KF;
-  static constexpr int kUnits = (2 * D + 127) / 128;  // of a thread
+  static constexpr int kUnits = (2 * D + 127) / 128;  // a thread's
   static constexpr codec::PageLayout kLayout = codec::page_layout(KF, VF, D);
   static constexpr codec::SideLayout kSide = kValues ? kLayout.v : kLayout.k;  // but for the scales' place
   static constexpr int kScales = side_scale_groups(F, D), kValueScales = side_scale_groups(VF, D);
@@ -28,8 +28,8 @@ struct Producer {
 
   struct Page {
     Unit<F> unit[kUnits];
-    std::uint32_t scales[kScales > 0 ? kScales : 1];  // of this thread's token, thread % 64
-    bool poisoned;                                    // of keys: the token's value is not a number
+    std::uint32_t scales[kScales > 0 ? kScales : 1];  // this thread's token's: thread % 64
+    bool poisoned;                                    // keys only: the token's value is not a number
   };
 
   __device__ std::uint32_t load_scale(const std::byte* scales, int group) const {
@@ -86,7 +86,7 @@ struct Producer {
     return (exact ? c.exact : c.encoded) +
            static_cast<std::uint64_t>(slot) * (exact ? c.exact_slot_bytes : c.encoded_slot_bytes) + in_slot;
   }
-  __device__ void end_of_pages() {  // of keys: values follow them in a ring of their own
+  __device__ void end_of_pages() {  // keys end here: values follow them in a ring of their own
     ring.wait_empty();
     name_page(kNoPage);
     ring.arrive_full();
@@ -96,7 +96,7 @@ struct Producer {
   // --- a domain's pages, one a step; false when none is left ---
 
   Walk walk;
-  int slot, number;  // of the page that comes next
+  int slot, number;  // the page that comes next
 
   __device__ void begin(PageList& list, int domain) {
     walk.begin(p, list, domain);
@@ -108,7 +108,7 @@ struct Producer {
     int group;   // pages 16 group and on of the domain
     bool waits;  // the consumers have not got it
     Unit<codec::kCentreFormat> unit;
-    std::uint32_t scale;  // of centre `thread`
+    std::uint32_t scale;  // centre `thread`'s
   };
   static constexpr int kCentreUnits = kCentresAtOnce * D / 32;
   static constexpr bool kTakesCentres = !kValues && codec::takes_centre(F);
@@ -183,7 +183,7 @@ struct Producer {
   // (Unrolled as a whole it takes registers that a producer does not have.)
   __device__ __forceinline__ void copy_rows(const DenseRows& rows) const {
     const std::uint32_t to = ptx::shared_address(tile_here());
-    constexpr int kPieces = D / 8;  // of a row
+    constexpr int kPieces = D / 8;  // in a row
     if constexpr (128 % kPieces == 0) {
       if (rows.are_whole()) {
         const std::byte* from = rows.of(thread / kPieces) + thread % kPieces * 16;

@@ -23,7 +23,7 @@ constexpr bool has_kernel(Format k, Format v, int head_dim) {
 template <int D>
 struct Shape {
   static constexpr int kSwizzle = box_row_bytes(D);
-  static constexpr int kTile = kPageTokens * D * 2;  // of keys or values
+  static constexpr int kTile = kPageTokens * D * 2;  // bytes of keys or values
   // Warpgroups: where sums leave registers for it, keys and values have one each.
   static constexpr int kProducers = D <= 128 ? 2 : 1;
   static constexpr int kThreads = 128 * (kConsumers + kProducers);
@@ -32,7 +32,7 @@ struct Shape {
   static constexpr int kProducerRegisters =
       kProducers == 2 ? 256 - kConsumerRegisters : 504 - kConsumers * kConsumerRegisters;
   static constexpr int kStages = D <= 128 ? 4 : D <= 192 ? 3 : 2;
-  static constexpr int kQueries = 64 * D * 2;  // of a warpgroup
+  static constexpr int kQueries = 64 * D * 2;  // bytes of a warpgroup's
   static constexpr int kKeysAt = kConsumers * kQueries, kValuesAt = kKeysAt + kStages * kTile;
   // A stage has a factor for each key and for each value; then, where a vector has more than one scale, the factor of
   // each of its parts, as halves.

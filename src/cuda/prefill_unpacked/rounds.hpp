@@ -8,10 +8,10 @@
 namespace kvant::cuda::prefill::unpacked {
 
 struct RoundRule {
-  int rows;                  // of the workspace, for keys and as many for values
+  int rows;                  // in the workspace, for keys and as many for values
   int rounds;                // that there are launches for
-  int tile_rows, tile_keys;  // of the kernels of dense keys
-  int least_rows;            // of queries: of a sequence and kv head
+  int tile_rows, tile_keys;  // in tiles of the kernels for dense keys
+  int least_rows;            // queries of a sequence and kv head
   Share share{};
 };
 
@@ -26,7 +26,7 @@ struct RoundTables {
 // this, the longer part of the work.
 struct Need {
   BatchEntry batch;
-  int length, pages, gap, tiles;  // of each kv head; see Part
+  int length, pages, gap, tiles;  // for each kv head; see Part
 };
 KVANT_HD inline Need need_of(const AttendParams& p, const RoundRule& rule, const BatchEntry& batch, int length) {
   Need need{batch, length, 0, 0, 0};

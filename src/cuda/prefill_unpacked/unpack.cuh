@@ -77,7 +77,7 @@ __device__ __forceinline__ SideOfPage side_of_page(const AttendParams& p, const 
 
 // One side of a page of the workspace.
 struct Target {
-  std::byte* rows;  // of token 0 of the page
+  std::byte* rows;  // token 0 of the page begins here
   int head_dim;
   bool is_f16;
   __device__ std::byte* row(int token) const { return rows + static_cast<std::int64_t>(token) * 2 * head_dim; }
@@ -85,7 +85,7 @@ struct Target {
 
 template <int D>
 struct Unpacker {
-  static constexpr int kGroups = side_scale_groups(Format::tq8, D);  // of a vector at most
+  static constexpr int kGroups = side_scale_groups(Format::tq8, D);  // a vector has at most so many
   // A thread's registers have room for its share of sixteen rows of so many columns.
   static constexpr int kColumns = D <= 192 ? D : 128, kParts = D / kColumns;
   static_assert(kParts == 1 || kParts == 2 || (kParts == 4 && codec::rotation_shape(D).paley == 1));
@@ -161,7 +161,7 @@ struct Unpacker {
   // Codes to exact halves in the tile: of keys rows of tokens, of values rows of channels.
   template <Format F, bool kValues>
   __device__ __forceinline__ void take_codes(const codec::SideLayout& side, const std::byte* block) const {
-    constexpr int kUnits = (2 * D + kThreads - 1) / kThreads;  // of a thread
+    constexpr int kUnits = (2 * D + kThreads - 1) / kThreads;  // a thread's
     const auto is_there = [&](int i) { return 2 * D % kThreads == 0 || i * kThreads + thread < 2 * D; };
     constexpr int kAtOnce = kUnits < 4 ? kUnits : 4;  // so that they find registers
     Constants<F> constants;

@@ -24,7 +24,7 @@ struct UnpackTo {
   int most_queries;     // tokens that there is room for
   bool is_f16;          // else bf16
   bool fresh_is_f16;    // fresh keys and values; else bf16
-  int tile_keys;        // of the kernels that read them
+  int tile_keys;        // in a tile of the kernels that read them
 };
 
 struct UnpackKernel {

@@ -12,7 +12,7 @@
 namespace kvant::cuda {
 namespace {
 
-constexpr int kWarps = 8;     // of a block
+constexpr int kWarps = 8;     // in a block
 constexpr int kResident = 8;  // blocks of a multiprocessor
 
 // x <- A^-1 x + c, sums in the 32 lanes of codec::detail::lane_dot.

@@ -16,11 +16,11 @@
 namespace kvant::cuda {
 
 struct ReadBackEntry {
-  std::int32_t index;       // of the sequence in CacheView
+  std::int32_t index;       // the sequence in CacheView
   std::int32_t begin, end;  // tokens, at least one
-  std::int32_t row_begin;   // of its rows, in tensors that have all one after another
+  std::int32_t row_begin;   // its first row, in tensors that have all one after another
   std::int32_t range;       // its number, in tensors with a batch_stride
-  std::int32_t item_begin;  // of its pages
+  std::int32_t item_begin;  // the first item of its pages
   std::int32_t before_step;
 };
 
@@ -29,7 +29,7 @@ struct ReadBackSide {
   std::int64_t token_stride, head_stride, batch_stride;  // elements
   Dtype dtype;
   BasisKind basis;
-  const float* center;   // of the layer: [kv_heads][D]
+  const float* center;   // the layer's, [kv_heads][D]
   const float* inverse;  // [kv_heads][D][D]
 };
 
@@ -37,7 +37,7 @@ struct ReadBackParams {
   static constexpr int kMostEntries = 128;
   CacheView cache;
   ReadBackSide side[2];   // keys, values
-  std::int32_t head_dim;  // of the tensors; vectors may be stored padded
+  std::int32_t head_dim;  // as tensors have it; vectors may be stored padded
   std::int32_t layer;
   std::int32_t items;  // pages of all entries
   std::int32_t entries;

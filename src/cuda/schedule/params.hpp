@@ -13,7 +13,7 @@
 namespace kvant::cuda {
 
 struct BatchEntry {
-  std::int32_t index;  // of the sequence in CacheView
+  std::int32_t index;  // the sequence in CacheView
   std::int32_t q_len;
   std::int32_t query_begin;  // first of its queries in q and out
 };
@@ -40,17 +40,17 @@ inline constexpr int kWindow = 32;
 inline constexpr int kMostCluster = 8;  // blocks that merge a row
 // What is known of a page beside its slot: every row sees the whole of it; and its scores are only scaled.
 inline constexpr int kSeen = 1, kPlain = 2, kSlotShift = 2;
-inline constexpr int kMostRows = 1 << 20;  // of a sequence and kv head
+inline constexpr int kMostRows = 1 << 20;  // for a sequence and kv head
 
 struct AttendParams {
   CacheView cache;
   int layer, batch;
   const BatchEntry* entries;                   // [batch]
   BatchEntry first_entries[kEntriesInParams];  // its first ones, a load less away
-  int known_entries;                           // of first_entries; 0: a launch in the stream makes the entries
+  int known_entries;  // entries that first_entries has; 0: a launch in the stream makes the entries
   int q_heads, group, head_dim;
-  int row_blocks;  // of the sequence with the most rows
-  int rows;        // of a block, 1 << row_bits
+  int row_blocks;  // those of the sequence with the most rows
+  int rows;        // in a block, 1 << row_bits
   int row_bits;
   float group_inverse;
   core::StridedRows q;
@@ -59,7 +59,7 @@ struct AttendParams {
   float* lse;                      // [queries][q_heads] or null
   const float* sink_logits;        // [q_heads] or null
   base::LogitRule<float> logits;   // in units of log2
-  int seen_flags[core::kDomains];  // of pages that every row sees
+  int seen_flags[core::kDomains];  // flags of pages that every row sees
   bool causal;
   std::int32_t window, window_sinks;
   core::MaskData mask;  // classes: those of MaskPages, of kv heads and without queries
@@ -67,11 +67,11 @@ struct AttendParams {
   // entries. Null: their own numbers
   const std::int32_t* mask_batches;
   DeviceBasis k_basis, v_basis;
-  int exact_cost;          // of an exact page, in encoded ones
-  int part_cost;           // of each part that a block works on, in the same
-  int least_units;         // of an item
+  int exact_cost;          // cost of an exact page, in encoded ones
+  int part_cost;           // cost of each part that a block works on, in the same
+  int least_units;         // an item has at least so many
   int exact_stages;        // 1, 2 or 4: halves of a side of an exact page in shared memory at once
-  int blocks;              // of the attend launch: items at most
+  int blocks;              // blocks that the attend launch has: items at most
   std::int32_t* segments;  // [batch][kv_heads][row_blocks][4]: partials of each domain, first and last
   // Partials, [blocks + 2 * segments]: m and l [rows] in units of log2, O [rows][D] in its domain's coordinates
   float* partial_ml;  // [..][2][rows]

@@ -1,4 +1,4 @@
-// The device's part of schedule.hpp: a warp finds its place on the line of work.
+// The device's part of schedule.hpp: a warp finds its place in the work list.
 #pragma once
 
 #include "cuda/schedule/schedule.hpp"

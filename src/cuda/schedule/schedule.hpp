@@ -1,14 +1,16 @@
 // Who does what, from the lengths in device memory, so that a launch recorded in a graph follows them. docs/glossary.md
 // has the words (row block, segment, item, part).
 //
-// The work is a line of units. A segment is the visible pages of one (sequence, kv head, row block, domain), in that
-// order; an encoded page is one unit, an exact page `exact_cost`, and the first page of either domain `part_cost` more,
-// for the queries, the first copies and the partial of another part. The line is cut into equal items, one for each
-// block (struct Line). More items than blocks, so that blocks of nearer multiprocessors would do more of them, do not
-// pay: one costs several microseconds of latency (docs/lab/cuda-decode.md).
+// The work list has all segments of a launch, one after another. A segment is the visible pages of one (sequence, kv
+// head, row block, domain), in that order. Lengths are counted in units: an encoded page has one unit, an exact page
+// `exact_cost`, and the first page of either domain `part_cost` more, for the queries, the first copies and the partial
+// of another part. The list is cut into equal items, one for each block (struct WorkList). Items are the splits of
+// split-K, but one may go on from a sequence into the next. More items than blocks, so that blocks of nearer
+// multiprocessors would do more of them, do not pay: one costs several microseconds of latency
+// (docs/lab/cuda-decode.md).
 //
 // An item leaves one partial for each segment it touches, at index item + segment: unique, because both only grow along
-// the line. The first and the last part of a segment leave their indices for the merge (AttendParams::segments).
+// the list. The first and the last part of a segment leave their indices for the merge (AttendParams::segments).
 #pragma once
 
 #include <cstdint>
@@ -41,7 +43,7 @@ struct PageRuns {
   }
 };
 
-inline constexpr int kNoEnd = 0x7FFFFFFF;  // of pages
+inline constexpr int kNoEnd = 0x7FFFFFFF;  // beyond all pages
 
 // Pages before `exact_sinks`, and pages from `tail` on, are exact. Pages from `encoded` on may be encoded.
 struct VisiblePages : base::VisiblePages<int> {
@@ -99,9 +101,9 @@ KVANT_HD inline int quotient(int a, int b) {
   return static_cast<int>(static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b));
 }
 
-// The items of a line of `total` units. Plans see to it that a line's units fit an int: on a device 64 bits cost
+// The items of a work list of `total` units. Plans see to it that its units fit an int: on a device 64 bits cost
 // several times as much, and a block begins with this.
-struct Line {
+struct WorkList {
   int total, items;
   KVANT_HD int begin(int item) const {
     const int each = quotient(total, items);
@@ -109,15 +111,15 @@ struct Line {
   }
 };
 
-KVANT_HD inline Line make_line(const AttendParams& p, int total) {
-  Line line{total, p.blocks};
+KVANT_HD inline WorkList make_work_list(const AttendParams& p, int total) {
+  WorkList list{total, p.blocks};
   if (total <= p.least_units * (p.blocks - 1)) {
-    line.items = total > 0 ? quotient(total - 1, p.least_units) + 1 : 1;
+    list.items = total > 0 ? quotient(total - 1, p.least_units) + 1 : 1;
     // The rows of work divide this number: where rows are alike, no block then works on two, one after the other.
     const int rows = p.batch * p.cache.kv_heads * p.row_blocks;
-    if (line.items > rows) line.items = quotient(line.items, rows) * rows;
+    if (list.items > rows) list.items = quotient(list.items, rows) * rows;
   }
-  return line;
+  return list;
 }
 
 KVANT_HD inline bool reads_exact(const CacheView& c, int length, int q_len, int page, core::PageRef ref) {
@@ -135,7 +137,7 @@ KVANT_HD inline int pages_before(int offset, int lead, int cost) {
 struct SequenceCost {
   int exact, encoded;  // units of one segment
   int row_blocks;
-  KVANT_HD int segment() const { return exact + encoded; }  // of both domains
+  KVANT_HD int segment() const { return exact + encoded; }  // both domains together
   KVANT_HD int head() const { return segment() * row_blocks; }
 };
 

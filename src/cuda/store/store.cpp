@@ -303,7 +303,7 @@ Status Store::write(std::span<const core::DeviceAppend> appends, int layer, cons
   p.non_finite = non_finite_;
   p.layer = layer;
 
-  // As many sequences a launch as its parameters and its grid hold; of one sequence at least.
+  // A launch takes as many sequences as its parameters and its grid hold, and at least one whole sequence.
   const std::int64_t most_items = (std::int64_t{1} << 30) / (2 * config_.kv_heads);
   for (const core::DeviceAppend& a : appends) {
     if (write_items(a.tokens, config_.ends.tail_pages) <= most_items) continue;

@@ -17,7 +17,7 @@ struct Fields {
   static constexpr int kGroup =
       kThreads < kOfWord ? kThreads : kOfWord;                        // threads that a word of a row has elements of
   static constexpr int kRun = kOfWord / kGroup;                       // elements that it has of each
-  static constexpr int kWords = (kElements + kOfWord - 1) / kOfWord;  // of a thread; the last may be filled in part
+  static constexpr int kWords = (kElements + kOfWord - 1) / kOfWord;  // a thread's; the last may be filled in part
   static constexpr int kRowWords = kThreads * kElements / kOfWord;
   static constexpr std::uint32_t kField = kBits == 32 ? ~0u : (1u << kBits) - 1;
   // Such that words of a row are made by exchanging bits of the position for bits of the thread.

@@ -61,7 +61,7 @@ __host__ __device__ constexpr std::uint32_t inverted_word(int word) {
 }
 
 struct Sixteen {
-  std::uint32_t first[2], second[2];  // of codes 0 .. 7 and 8 .. 15
+  std::uint32_t first[2], second[2];  // codes 0 .. 7, and 8 .. 15
 };
 
 // Constants in registers. They come from memory, because the assembler otherwise makes them anew for every use, and

@@ -6,7 +6,7 @@ namespace kvant::cuda {
 const TileKind prefill_sm80_kind = {
     .name = core::kPrefillSm80,
     .for_hopper = false,
-    .missing = [](const Work& work, const Offers& offers, const TileOffers& mine) -> std::string {
+    .missing = [](const PlannedWork& work, const Offers& offers, const TileOffers& mine) -> std::string {
       if (!mine.kernel) return fmt::format("prefill_sm80 kernels do not serve {}", pair_at(work));
       if (mine.kernel->shared_bytes > offers.limits.shared_bytes) {
         return fmt::format("prefill_sm80 kernels need {} bytes of shared memory a block for {}, the device has {}",
@@ -19,7 +19,7 @@ const TileKind prefill_sm80_kind = {
     .times =
         [](const DeviceLimits& limits, int head_dim, Format k, int rows, int blocks) {
           return times::on(limits, times::sm80_times(head_dim, k, rows == prefill::kSmallRows),
-                           times::tile_work(head_dim, rows), blocks);
+                           times::tile_demand(head_dim, rows), blocks);
         },
 };
 

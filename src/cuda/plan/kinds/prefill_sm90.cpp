@@ -8,7 +8,7 @@ namespace kvant::cuda {
 const TileKind prefill_sm90_kind = {
     .name = core::kPrefillSm90,
     .for_hopper = true,
-    .missing = [](const Work& work, const Offers& offers, const TileOffers& mine) -> std::string {
+    .missing = [](const PlannedWork& work, const Offers& offers, const TileOffers& mine) -> std::string {
       if (work.stored_head_dim() != work.head_dim()) return "prefill_sm90 kernels do not serve padded vectors";
       if (std::find(mine.head_dims.begin(), mine.head_dims.end(), work.head_dim()) == mine.head_dims.end())
         return fmt::format("prefill_sm90 kernels are compiled for head_dim {}", fmt::join(mine.head_dims, ", "));

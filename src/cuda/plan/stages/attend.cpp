@@ -16,12 +16,12 @@ constexpr double kRowWorth = 32768;
 
 // Decode kernels or the generic kernel, and the merge of what their blocks leave. How the work is cut follows the
 // lengths at each run, on the device (schedule/schedule.cuh).
-class Attend final : public Stage {
+class DecodeStage final : public Stage {
  public:
-  explicit Attend(const Planning& planning) : planned_(planning.params), overlaps_(planning.limits.overlaps()) {}
+  explicit DecodeStage(const Planning& planning) : planned_(planning.params), overlaps_(planning.limits.overlaps()) {}
   // Adds to planning.params how rows are cut.
   Status prepare(Planning& planning) {
-    const Work& work = planning.work;
+    const PlannedWork& work = planning.work;
     const Choice& choice = planning.choice;
     is_generic_ = choice.is_generic;
     name_ = choice.kernel(planning.compiled.offers);
@@ -37,9 +37,9 @@ class Attend final : public Stage {
     if (Status s = count_units(planning); !s.ok()) return s;
     if (Status s = choose_blocks(planning); !s.ok()) return s;
     if (Status s = lay_out(planning); !s.ok()) return s;
-    line_ = make_line(p, units_);
-    const int least = std::max(1, units_ / line_.items);
-    planning.splits = std::clamp((longest_ + least - 1) / least, 1, line_.items);
+    list_ = make_work_list(p, units_);
+    const int least = std::max(1, units_ / list_.items);
+    planning.splits = std::clamp((longest_ + least - 1) / least, 1, list_.items);
     splits_ = planning.splits;
     return choose_merge(planning);
   }
@@ -79,17 +79,17 @@ class Attend final : public Stage {
   std::string why_;            // this kernel
   std::int64_t segments_ = 0;  // rows of work: sequences, kv heads and row blocks
   int resident_ = 1;           // blocks of a multiprocessor
-  int shared_bytes_ = 0;       // of each block
+  int shared_bytes_ = 0;       // in each block
   int cluster_ = 1;            // blocks that merge one row
   int splits_ = 1;
-  int units_ = 0;    // of the line of work, at planning
-  int longest_ = 0;  // of a row of work
-  Line line_{};
+  int units_ = 0;    // the work list's, at planning
+  int longest_ = 0;  // a row of work's at most
+  WorkList list_{};
   std::size_t ml_at_ = 0, o_at_ = 0, bytes_ = 0;  // in the workspace
 };
 
 // The cost of the units of work, and how many units there are now.
-Status Attend::count_units(const Planning& planning) {
+Status DecodeStage::count_units(const Planning& planning) {
   AttendParams& p = planning.params;
   const core::DevicePlanConfig& config = planning.config;
   // An exact page takes as long as its bytes do, and half as much again because it is not streamed ahead. All pages
@@ -98,7 +98,7 @@ Status Attend::count_units(const Planning& planning) {
   p.exact_cost = is_generic_ ? 1 : std::max(planning.choice.least_exact_cost, static_cast<int>(1.5 * ratio + 0.5));
   p.part_cost = kernel_.teams;
   p.least_units = kernel_.teams;
-  // A line of work is counted in an int.
+  // The units of a work list are counted in an int.
   const std::int64_t most_units =
       segments_ * (std::int64_t{p.cache.max_pages} + 2 * p.part_cost +
                    std::int64_t{p.exact_cost} * (p.cache.sink_pages + p.cache.tail_pages + 2));
@@ -117,7 +117,7 @@ Status Attend::count_units(const Planning& planning) {
 }
 
 // How many blocks, and stages for exact pages in each.
-Status Attend::choose_blocks(const Planning& planning) {
+Status DecodeStage::choose_blocks(const Planning& planning) {
   AttendParams& p = planning.params;
   const DeviceLimits& limits = planning.limits;
   // Once, to the most that any plan asks for: plans of other threads use the same function.
@@ -154,7 +154,7 @@ Status Attend::choose_blocks(const Planning& planning) {
 }
 
 // Places in the workspace.
-Status Attend::lay_out(const Planning& planning) {
+Status DecodeStage::lay_out(const Planning& planning) {
   const AttendParams& p = planning.params;
   const std::int64_t partials = p.blocks + segments_ * core::kDomains;
   if (partials > (1 << 30) || segments_ * p.rows > (1 << 30) || p.row_blocks * p.rows > kMostRows) {
@@ -171,13 +171,13 @@ Status Attend::lay_out(const Planning& planning) {
 }
 
 // How many blocks merge a row, and of how many warps.
-Status Attend::choose_merge(const Planning& planning) {
+Status DecodeStage::choose_merge(const Planning& planning) {
   const DeviceLimits& limits = planning.limits;
   // One block adds about sixteen partials of a row in a few loads; a cluster of blocks shares more. Beside a kernel of
   // eight warps clusters are smaller: that kernel's next block finds no room on a multiprocessor with two blocks of a
   // merge.
   const int most = kernel_.has_eight_warps() ? kMostCluster / 2 : kMostCluster;
-  while (limits.has_clusters() && cluster_ < most && line_.items / segments_ > 16 * cluster_) cluster_ *= 2;
+  while (limits.has_clusters() && cluster_ < most && list_.items / segments_ > 16 * cluster_) cluster_ *= 2;
   for (const MergeKernel& merge : planning.compiled.merge) {
     merge_ = merge;
     KVANT_CUDA_TRY(prepare_shared(merge.function, merge.shared_bytes));
@@ -189,7 +189,7 @@ Status Attend::choose_merge(const Planning& planning) {
   return {};
 }
 
-std::string Attend::explain() const {
+std::string DecodeStage::explain() const {
   const AttendParams& p = planned_;
   std::string s;
   auto out = std::back_inserter(s);
@@ -215,7 +215,7 @@ std::string Attend::explain() const {
       out,
       "items      {} of {:.1f} pages each at the planned lengths (an exact page counts {}); up to {} for one "
       "row; cut on the device at each run\n",
-      line_.items, static_cast<double>(units_) / line_.items, p.exact_cost, splits_);
+      list_.items, static_cast<double>(units_) / list_.items, p.exact_cost, splits_);
   fmt::format_to(out, "merge      one more launch, {} block{} of {} warps a row{}\n", cluster_,
                  cluster_ == 1 ? "" : "s", merge_.warps, overlaps_ ? ", its start overlaps the end of the first" : "");
   return s;
@@ -224,7 +224,7 @@ std::string Attend::explain() const {
 }  // namespace
 
 Result<StagePtr> make_attend(Planning& planning) {
-  auto stage = std::make_unique<Attend>(planning);
+  auto stage = std::make_unique<DecodeStage>(planning);
   if (Status s = stage->prepare(planning); !s.ok()) return s;
   return StagePtr(std::move(stage));
 }

@@ -47,7 +47,7 @@ class Fresh final : public Stage {
   }
 
  private:
-  const std::span<const DenseKernel> kernels_;  // of both dtypes
+  const std::span<const DenseKernel> kernels_;  // one for each dtype
   const prefill::Schedule schedule_;
   const prefill::dense::Encode encode_;
   const bool is_named_;  // by the options

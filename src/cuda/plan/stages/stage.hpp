@@ -44,11 +44,11 @@ using StagePtr = std::unique_ptr<Stage>;
 // Stages are made from this. The device is current.
 struct Planning {
   const core::DevicePlanConfig& config;
-  const Work& work;
+  const PlannedWork& work;
   const Compiled& compiled;
   const Choice& choice;
   const DeviceLimits& limits;
-  AttendParams& params;  // of all runs; decode kernels add how rows are cut
+  AttendParams& params;  // those of all runs; decode kernels add how rows are cut
   int splits = 1;        // the most shares of one sequence at the planned lengths
 
   [[nodiscard]] bool is_named(const char* kernel) const { return config.options->kernel == kernel; }

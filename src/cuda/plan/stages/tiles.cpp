@@ -46,7 +46,7 @@ class TilesOverPages final : public Stage {
   const prefill::Schedule schedule_;
   const char* const name_;
   const std::string why_;
-  const int resident_, blocks_;  // of a multiprocessor; of a launch
+  const int resident_, blocks_;  // on a multiprocessor; in a launch
   const int head_dim_;
   const bool is_behind_rounds_;
 };

@@ -133,7 +133,7 @@ class Unpacked final : public Stage {
     return static_cast<std::size_t>(rule_.rows / kPageTokens * prefill::kByteKeyRows);
   }
 
-  const std::span<const DenseKernel> kernels_;  // of both dtypes, or of keys that are bytes
+  const std::span<const DenseKernel> kernels_;  // for both dtypes, or for keys that are bytes
   const UnpackKernel unpack_;
   const prefill::dense::Encode encode_;
   const RoundRule rule_;
