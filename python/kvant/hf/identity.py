@@ -23,7 +23,6 @@ import functools
 import json
 import operator
 import re
-import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,7 +31,10 @@ from typing import Any
 
 import torch
 
+from kvant import _locks
+
 from . import versions
+from .memo import Memo
 from .weights import Contents, Sampler, Unreadable, Weight, describe, offloaded, plain, stamps
 
 __all__ = ["State", "Unreadable", "fingerprint", "state"]
@@ -298,7 +300,7 @@ class _Watch:
     """The identity of one model, which is computed anew where something has changed. Holds no part of the model."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = _locks.new("the identity of a model")
         self._contents, self._sampler = Contents(), Sampler()
         self._signs: Any = None
         self._tensors: list[weakref.ref] = []
@@ -348,8 +350,8 @@ class _Watch:
         return f"{type(model).__name__} {digest.hexdigest()}"
 
 
-_watches: weakref.WeakKeyDictionary[Any, _Watch] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_watches = Memo()
+_lock = _locks.new("the identity of models")
 
 
 def state(model: Any) -> State:
@@ -357,7 +359,7 @@ def state(model: Any) -> State:
     with _lock:
         watch = _watches.get(model)
         if watch is None:
-            watch = _watches[model] = _Watch()
+            watch = _watches.put(model, _Watch())
     return watch.now(model)
 
 
