@@ -13,17 +13,18 @@ namespace {
 thread_local long allocations_left = -1;  // below 0: any number
 }  // namespace
 
-void* operator new(std::size_t bytes) {
+// Not inlined: compilers tell free() of what `new` returned.
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
   if (allocations_left == 0) throw std::bad_alloc();
   if (allocations_left > 0) --allocations_left;
   void* memory = std::malloc(bytes > 0 ? bytes : 1);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
-void operator delete(void* memory) noexcept {
+[[gnu::noinline]] void operator delete(void* memory) noexcept {
   std::free(memory);
 }
-void operator delete(void* memory, std::size_t) noexcept {
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept {
   std::free(memory);
 }
 

@@ -118,6 +118,7 @@ class Prefixes:
         if found is not None:
             ids = input_ids[:1, : found.length]
             found.model, found.conversation = weakref.ref(model), found.conversation.of_prefix(ids, cache.conversation)
+            found.conversation.computed_by(model, found.length)
             request.cache = found
             if len(rows) > 1:
                 found.batch_repeat_interleave(len(rows))
