@@ -286,3 +286,24 @@ def test_no_finaliser_of_generate_is_a_function_of_python():
     assert memo_of.get(other) is None
     memo_of.put(other, "new")
     assert list(memo_of._known) == [id(other)] and memo_of.get(other) == "new"
+
+
+@pytest.mark.parametrize("where", ["before the prompt", "after the answer"])
+def test_a_time_limit_is_no_reason_to_go_on_without_prefixes(llama, ids, monkeypatch, where):
+    """A handler's TimeoutError is an OSError, and none of the system's."""
+    index = kvant.PrefixIndex(max_bytes=1e8)
+    kvant.hf.enable(llama, prefix_cache=index)
+
+    def out_of_time(*_, **__):
+        raise TimeoutError("of a handler")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with monkeypatch.context() as patch:
+            patch.setattr(index, "find" if where == "before the prompt" else "insert", out_of_time)
+            with pytest.raises(TimeoutError, match="of a handler"):
+                generate(llama, ids[:1])
+        generate(llama, ids[:1])
+    with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="prefix"):
+        patch.setattr(index, "find", lambda *_, **__: open("/none/such"))
+        generate(llama, ids[:1])

@@ -463,10 +463,17 @@ def test_training_mode_is_not_kept_and_said():
     assert (hits(model), entries(model)) == (0, 0)
     model.eval()
     answer(model)
-    model.model.layers[1].mlp.add_module("drop", torch.nn.Dropout(0.1))  # in training mode
+    drop = torch.nn.Dropout(0.1)
+    model.model.layers[1].mlp.add_module("drop", drop.eval())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        answer(model)
+    drop.train()
     with pytest.warns(RuntimeWarning, match="mlp.drop is in training mode"):
         answer(model)
-    assert (hits(model), entries(model)) == (0, 1)
+    drop.p = 0.0
+    assert not identity.state(model).random
+    assert (hits(model), entries(model)) == (0, 2)
 
 
 def steer(module, arguments, output):
@@ -685,7 +692,8 @@ def test_merged_adapters_are_the_weights(adapted):
     merged = of(adapted)
     draw(adapted, ".one.", 5)  # its weights are read no more
     assert merged == of(adapted) not in (base, one)
-    assert identity.fingerprint(adapted.merge_and_unload()) != base
+    assert identity.fingerprint(copy.deepcopy(adapted.get_base_model())) == merged  # which is looked at anew
+    assert identity.fingerprint(adapted.merge_and_unload()) == merged
 
 
 def test_modules_that_an_adapter_trains_whole():

@@ -20,6 +20,7 @@ import torch
 
 import kvant
 from kvant import _locks
+from kvant._signals import is_of_handler
 
 from . import identity, versions
 from .cache import KvantCache
@@ -113,6 +114,8 @@ class Prefixes:
             request = Request(rows[0], cache, self.key(model, state), state.number)
             found = self._find(request, model, settings) if continues else None
         except (kvant.KvantError, ValueError, OSError) as error:  # the prompt can be computed all the same
+            if is_of_handler(error):
+                raise
             self._say(f"no prefix is used for this prompt: {error}", 6)
             return None
         if found is not None:
@@ -179,6 +182,8 @@ class Prefixes:
                 rows = self._on_host(model, cache, rows)
             self.index.insert(tokens[:length], rows, model=request.key, metadata=describe(cache))
         except (kvant.KvantError, ValueError, OSError) as error:  # the answer is right all the same
+            if is_of_handler(error):
+                raise
             self._say(f"the prefix of this answer is not kept: {error}", 5)
 
     def _keeps_copies(self, on_device: bool) -> bool:

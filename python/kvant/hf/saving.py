@@ -13,6 +13,7 @@ import torch
 
 import kvant
 from kvant import _arguments
+from kvant._signals import attempt
 
 from . import versions
 from .cache import KvantCache
@@ -303,10 +304,7 @@ def save(
 
 def _remove(paths: list[str]) -> None:
     for path in paths:
-        try:
-            os.unlink(path)
-        except OSError:
-            pass
+        attempt(os.unlink, path, refusals=(OSError,))
 
 
 def load(
