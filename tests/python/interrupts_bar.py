@@ -1,8 +1,8 @@
 """Signals at every moment of kvant's calls: what arrives, and what is left.
 
     python interrupts_bar.py                    1000 random moments of each call, with a timer's signals; prints a table
-    python interrupts_bar.py --generate         generate() with known prefixes, too (needs torch and transformers), and
-                                                without kvant
+    python interrupts_bar.py --generate         generate() with known prefixes and without kvant, too (needs torch
+                                                and transformers)
     python interrupts_bar.py CALL...            only these
 
 Handlers raise KeyboardInterrupt, TimeoutError and an exception of their own in turn. An exception must arrive as
@@ -10,11 +10,11 @@ itself, with the state from before the call or after it, no sequence without an 
 lock. `exactly` goes through the moments one by one: CPython runs handlers at the end of some instructions, and a tracer
 makes the signal come just before each of these.
 
-An exception is lost where somebody drops it: Python, in a finaliser or a callback of a weak reference that is a function
-of Python, or code that catches all exceptions. Its traceback ends where it was dropped. Losses in code of other packages
-(torch, transformers, Python's library) are counted apart, with the place, and generate() without kvant shows whether
-they come without kvant, too. A callback of Python's library may be of an object of kvant's: one that only comes with
-kvant is kvant's.
+An exception is lost where somebody drops it: Python, in a finaliser or a callback of a weak reference that is a
+function of Python, or code that catches all exceptions. Its traceback ends where it was dropped. Losses in code of
+other packages (torch, transformers, Python's library) are counted apart, with the place, and generate() without kvant
+shows whether they come without kvant, too. A callback of Python's library may be of an object of kvant's: one that
+only comes with kvant is kvant's.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class Conversation:
     # --- whose keys these are ---
 
     def computed_by(self, model: Any, tokens: int) -> None:
-        """So many tokens are computed by a model as it is now."""
+        """A model, as it is now, computes so many tokens."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # nothing can be read
             return
         if self._computer is None:

@@ -21,6 +21,7 @@ from .settings import Settings
 
 PAGE_TOKENS = 64
 _NO_LOCK = nullcontext()
+Plan = tuple[_c.PlanHandle, Any]  # and what must live as long as it
 _FEW_ROWS = 16  # that share a kv head: these are never multiplied in 8 bits
 _MOST_STRUCTS = 256  # shapes whose C struct is kept; prompts come in many lengths
 
@@ -72,8 +73,8 @@ class Group:
         self.step: Step | None = None
         self._step_ids: Any = None  # of the rows that have tokens in this step
         self._step_rows = 0
-        self._plans: dict[Any, tuple[_c.PlanHandle, Any]] = {}  # plain ones; on a device they follow sequences that grow
-        self._step_plans: dict[Any, tuple[_c.PlanHandle, Any]] = {}  # with a mask tensor or ragged rows: for this step only
+        self._plans: dict[Any, Plan] = {}  # plain ones; on a device they follow sequences that grow
+        self._step_plans: dict[Any, Plan] = {}  # with a mask tensor or ragged rows: for this step only
         self._planned_length = 0
         self._options: dict[Any, _c.AttentionOptions] = {}
         self.products = 0  # bits, as plans of many queries chose; 0: there was none
@@ -336,7 +337,7 @@ class Group:
         return x.transpose(1, 2).contiguous().transpose(1, 2)
 
     def _attend(
-        self, plan: tuple[_c.PlanHandle, Any], slot: int, q: torch.Tensor, out: torch.Tensor, sinks: Any, own: Any = None
+        self, plan: Plan, slot: int, q: torch.Tensor, out: torch.Tensor, sinks: Any, own: Any = None
     ) -> None:
         run = keys = values = None
         q_struct, out_struct = self._struct(2, q), self._struct(3, out)
@@ -360,7 +361,7 @@ class Group:
             found = self._sinks[id(sinks)] = (sinks, version, converted)
         return found[2]
 
-    def _plan(self, queries, heads, scale, softcap, causal, window, mask, own, counts=None) -> tuple[_c.PlanHandle, Any]:
+    def _plan(self, queries, heads, scale, softcap, causal, window, mask, own, counts=None) -> Plan:
         plain = mask is None and counts is None
         key = (queries, heads, scale, softcap, causal, window, own, None if mask is None else id(mask[0]))
         plans = self._plans if plain else self._step_plans
@@ -369,7 +370,7 @@ class Group:
             plan = plans[key] = self._make_plan(key, mask, counts)
         return plan
 
-    def _make_plan(self, key: tuple, mask: Any, counts: list[int] | None) -> tuple[_c.PlanHandle, Any]:
+    def _make_plan(self, key: tuple, mask: Any, counts: list[int] | None) -> Plan:
         """A plan, and what must live as long as it. counts: queries of each live row of a ragged step."""
         keep: list[Any] = [mask]
         plain = mask is None and counts is None

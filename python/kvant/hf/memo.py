@@ -1,4 +1,4 @@
-"""What is known of objects while they live."""
+"""Values of objects, kept while the objects live."""
 
 from __future__ import annotations
 
