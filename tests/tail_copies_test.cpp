@@ -77,5 +77,24 @@ TEST(TailCopies, TheGreatestNeedOfABlockCounts) {
   EXPECT_EQ(copies.find(6), -1);
 }
 
+// A device's numbers of steps have 32 bits, and those of a host do not begin anew: copies that each step needs stay.
+TEST(TailCopies, CopiesStayWhenThereWereAsManyStepsAs32BitsCount) {
+  constexpr std::uint64_t kSteps = (std::uint64_t{1} << 32) / base::kNumbersOfStep;
+  TailCopies copies(kOneOfTheTail, 2, false, kSteps - 20);
+  begin_step(copies, {5});
+  copies.note_written(copies.find(5), 0, 1);
+  for (std::int32_t n = 1; n <= 100; ++n) begin_step(copies, {5}, 2);
+  const std::int32_t copy = copies.find(5);
+  ASSERT_GE(copy, 0);
+  for (std::int32_t block = 100; block < 110; ++block) {
+    test::EngineStep step;
+    step.add({5}, 2, 1);
+    step.add({block}, 1, 1);
+    copies.begin_step(step.tables(1));
+    ASSERT_EQ(copies.find(5), copy) << block;
+    copies.note_written(copies.find(block), 0, 1);
+  }
+}
+
 }  // namespace
 }  // namespace kvant::core

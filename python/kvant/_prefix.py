@@ -68,7 +68,8 @@ class PrefixIndex(_arguments.NotCopied):
         beside and renamed, and an entry is known when all of its files are complete. A damaged entry is reported by a
         warning and in `problems`, and its files are removed. None: in memory.
     max_bytes: the entries that were used least recently go when all take more. None: 1e9, in a directory 1e10. On a
-        full disk they go, too; a warning, once, says where that does not help.
+        full disk they go, too; a warning, once, says where that does not help. A limit of a file's size (ulimit -f)
+        makes none of them go: a warning says once that larger prefixes are not kept.
 
     An entry is one sequence or several: one for each cache of a model whose layers differ in geometry. An entry that
     continues others takes their place, unless two texts continue the other. Where a window has released pages, a
@@ -92,7 +93,7 @@ class PrefixIndex(_arguments.NotCopied):
         self._table = Table()
         self._counts = dict.fromkeys(("lookups", "hits", "tokens", "evicted"), 0)
         self._clock = 0  # of the last use, in nanoseconds
-        self._said_full = False
+        self._said_full: set[int] = set()  # numbers of the system's errors
         self._kept: Memory | Folder
         if self.directory is None:
             self._kept = Memory(self._table, self._lock)
@@ -323,8 +324,16 @@ class PrefixIndex(_arguments.NotCopied):
 
     def _say_full(self, number: int) -> None:
         with self._lock:
-            said, self._said_full = self._said_full, True
-        if not said:
+            said = number in self._said_full
+            self._said_full.add(number)
+        if said:
+            return
+        if number == EFBIG:
+            warn(
+                f"{self!r} does not keep a prefix whose file would be larger than this process may write "
+                f"({os.strerror(number)}): raise the limit (ulimit -f); this is said once"
+            )
+        else:
             warn(
                 f"{self!r} has no room: {os.strerror(number)}. New prefixes are not kept until there is some; this is "
                 "said once"

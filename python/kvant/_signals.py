@@ -23,6 +23,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from ._errors import KvantError
+
 # The collector tells weak references to its trash before it calls the trash's finalisers, which may still use a cache.
 # It does not track code objects, so a weak reference to one that the trash holds is told when the trash is cleared.
 make_anchor: Callable[[], Any] = compile("", "", "exec").replace
@@ -53,7 +55,13 @@ def attempt(
     try:
         (found,) = call  # this instruction calls, and no handler runs after it
     except refusals as error:
-        if isinstance(error, OSError) and error.errno is None:  # a handler's, that ran within: systems give a number
+        if is_of_handler(error):
             raise
         return None, error
     return found, None
+
+
+def is_of_handler(error: BaseException) -> bool:
+    """Whether an OSError, as is TimeoutError, is of a handler that ran within: systems give a number, and the library's
+    errors are FileError."""
+    return isinstance(error, OSError) and error.errno is None and not isinstance(error, KvantError)

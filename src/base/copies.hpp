@@ -80,12 +80,14 @@ KVANT_HD constexpr CopiedPages copied_pages(std::int32_t length, std::int32_t q_
 
 // Who makes room: the copy with the highest age, then the one with the lowest number. An age is how far a step's number
 // has come since a step had the page among its copied ones, and then how little the page needed the copy. Steps have
-// every fifth number. A page gets a copy whose age is above its own need.
+// every fifth number. A page gets a copy whose age is above its own need. Numbers of 64 bits do not come to an end; a
+// device's have 32, and begin anew after 858,993,459 steps.
 inline constexpr std::uint32_t kNumbersOfStep = kCopyNeeds;
 inline constexpr std::uint32_t kAgeOfUnused = 255, kMostAge = 254;
-KVANT_HD constexpr std::uint32_t copy_age(std::int32_t block, std::uint32_t used, std::uint32_t step) noexcept {
+template <class Number>
+KVANT_HD constexpr std::uint32_t copy_age(std::int32_t block, Number used, Number step) noexcept {
   if (block < 0) return kAgeOfUnused;
-  return step - used < kMostAge ? step - used : kMostAge;
+  return step - used < kMostAge ? static_cast<std::uint32_t>(step - used) : kMostAge;
 }
 
 // The tokens that a copy holds and that its block's codes lack: so many of the block's first ones. 0: none. They are

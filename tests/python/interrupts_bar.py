@@ -1,13 +1,20 @@
 """Signals at every moment of kvant's calls: what arrives, and what is left.
 
     python interrupts_bar.py                    1000 random moments of each call, with a timer's signals; prints a table
-    python interrupts_bar.py --generate         generate() with known prefixes, too (needs torch and transformers)
+    python interrupts_bar.py --generate         generate() with known prefixes and without kvant, too (needs torch
+                                                and transformers)
     python interrupts_bar.py CALL...            only these
 
 Handlers raise KeyboardInterrupt, TimeoutError and an exception of their own in turn. An exception must arrive as
 itself, with the state from before the call or after it, no sequence without an owner, no file but whole ones, and no
 lock. `exactly` goes through the moments one by one: CPython runs handlers at the end of some instructions, and a tracer
 makes the signal come just before each of these.
+
+An exception is lost where somebody drops it: Python, in a finaliser or a callback of a weak reference that is a
+function of Python, or code that catches all exceptions. Its traceback ends where it was dropped. Losses in code of
+other packages (torch, transformers, Python's library) are counted apart, with the place, and generate() without kvant
+shows whether they come without kvant, too. A callback of Python's library may be of an object of kvant's: one that
+only comes with kvant is kvant's.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ from __future__ import annotations
 import _thread
 import argparse
 import collections
+import copy
 import dataclasses
 import dis
 import gc
@@ -24,6 +32,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +76,8 @@ class Found:
     after: int = 0
     between: list = dataclasses.field(default_factory=list)
     as_others: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    lost: int = 0
+    lost: int = 0  # by kvant
+    elsewhere: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # lost: by place
     orphans: int = 0
     files: int = 0
     locks: int = 0
@@ -75,7 +85,7 @@ class Found:
     @property
     def good(self) -> bool:
         bad = self.lost or self.orphans or self.files or self.locks or self.between or self.as_others
-        return not bad and self.arrived == self.moments
+        return not bad and self.arrived + sum(self.elsewhere.values()) == self.moments
 
 
 def rows(tokens: int, seed: int = 0, heads: int = HEADS) -> np.ndarray:
@@ -239,18 +249,31 @@ class Handler:
     """Raises the next kind of exception at each signal while it is armed."""
 
     def __init__(self):
-        self.armed, self.rung, self.kind, self.kept = 0, 0, KINDS[0], None
+        self.armed, self.rung, self.kind, self.kept, self.raised = 0, 0, KINDS[0], None, None
 
     def __call__(self, *_: Any) -> None:
         if self.armed:
             self.armed -= 1
             self.rung += 1
-            raise self.kind("of the handler")
+            self.raised = self.kind("of the handler")
+            raise self.raised
+
+
+def count_loss(found: Found, error: BaseException) -> None:
+    """error: that did not arrive."""
+    *frames, of_handler = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    places = [(f.f_code.co_filename, f.f_code.co_name) for f in frames or [of_handler.f_back]]
+    if any(file.startswith(_PACKAGE) for file, _ in places):
+        found.lost += 1
+    else:
+        file, function = places[0]
+        found.elsewhere[f"{os.sep.join(file.split(os.sep)[-3:])}, {function}()"] += 1
 
 
 def leftovers(found: Found, call: Call, printed: list) -> None:
     """Counts what an interrupted call left: exceptions that Python printed and dropped, locks, files."""
-    found.lost += len(printed)
+    for error in printed:
+        count_loss(found, error)
     printed.clear()
     found.locks += len(_locks.lent)
     for lock in _locks._existing():
@@ -294,12 +317,13 @@ def interrupted(call: Call, handler: Handler, arm: Callable[[], None], disarm: C
     return name
 
 
-def note(found: Found, call: Call, name: str | None, handler: Handler, states: tuple) -> None:
+def note(found: Found, call: Call, name: str | None, handler: Handler, states: tuple, printed: list) -> None:
     found.moments += 1
     if name == handler.kind.__name__:
         found.arrived += 1
     elif name is None:
-        found.lost += 1
+        if handler.raised not in printed:  # else leftovers() counts that
+            count_loss(found, handler.raised)
     else:
         found.as_others[name] += 1
     state = call.state()
@@ -325,13 +349,13 @@ class Session:
     def __enter__(self) -> Session:
         self.handler, self.printed = Handler(), []
         self._old = signal.signal(NUMBER, self.handler), sys.unraisablehook
-        sys.unraisablehook = lambda what: self.printed.append(repr(what.exc_value))
+        sys.unraisablehook = lambda what: self.printed.append(what.exc_value)
         return self
 
     def __exit__(self, *_: Any) -> None:
         signal.signal(NUMBER, self._old[0])
         sys.unraisablehook = self._old[1]
-        self.handler.kept = None  # which has the frames of the last call, and their sequences
+        self.handler.kept = self.handler.raised = None  # which has the frames of the last call, and their sequences
 
     def randomly(self, call: Call, moments: int, seed: int = 0) -> Found:
         """A timer's signals at random times within the call."""
@@ -357,7 +381,7 @@ class Session:
             name = interrupted(call, handler, arm, lambda: signal.setitimer(signal.ITIMER_REAL, 0))
             if handler.rung == rung:  # the call was over
                 continue
-            note(found, call, name, handler, states)
+            note(found, call, name, handler, states, self.printed)
             leftovers(found, call, self.printed)
         call.begin()
         found.orphans = orphans(call)
@@ -384,7 +408,7 @@ class Session:
                 if tracer.rang:
                     raise Lost(f"moment {n}: the signal's handler was not called")
                 continue  # this time the call took another way, and was shorter
-            note(found, call, name, handler, states)
+            note(found, call, name, handler, states, self.printed)
             leftovers(found, call, self.printed)
         call.begin()
         found.orphans = orphans(call)
@@ -445,8 +469,8 @@ def _count_moments(call: Callable[[], Any]) -> int:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def generate_call() -> Call:
-    """generate() of a tiny model, with prefixes in files."""
+def generate_calls() -> dict[str, Call]:
+    """generate() of a tiny model, with prefixes in files, and without kvant."""
     import torch
     import transformers
 
@@ -458,16 +482,18 @@ def generate_call() -> Call:
         hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
         intermediate_size=64, vocab_size=128, bos_token_id=None, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
-    folder = tempfile.mkdtemp()
-    kvant.hf.enable(model, prefix_cache=folder)
+    plain = transformers.LlamaForCausalLM(config).eval()
+    model = kvant.hf.enable(copy.deepcopy(plain), prefix_cache=(folder := tempfile.mkdtemp()))
     ids = torch.arange(100)[None] % 128
-    expected = model.generate(ids, max_new_tokens=3, do_sample=False)
 
-    def state() -> bool:
-        return torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), expected)
+    def call(of: Any, **options: Any) -> Call:
+        def generate() -> Any:
+            return of.generate(ids, max_new_tokens=3, do_sample=False)
 
-    return Call(gc.collect, lambda: model.generate(ids, max_new_tokens=3, do_sample=False), state, folder=folder)
+        expected = generate()
+        return Call(gc.collect, generate, lambda: torch.equal(generate(), expected), **options)
+
+    return {"generate with prefixes": call(model, folder=folder), "generate without kvant": call(plain)}
 
 
 def line(name: str, f: Found) -> str:
@@ -495,7 +521,7 @@ def main() -> int:
     arguments = parser.parse_args()
     calls = World().calls()
     if arguments.generate:
-        calls["generate with prefixes"] = generate_call()
+        calls |= generate_calls()
     print(HEADING)
     bad = 0
     with Session() as session:
@@ -513,6 +539,8 @@ def main() -> int:
                 continue
             bad += not found.good
             print(line(name, found), flush=True)
+            for place, n in found.elsewhere.most_common():
+                print(f"{'':24} {n} lost elsewhere, in {place}", flush=True)
     return bad
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 
 import pytest
 
@@ -17,7 +18,7 @@ from transformers import DynamicCache  # noqa: E402
 
 import kvant.hf  # noqa: E402
 from hf_support import EXACT, ON_DEVICE, close, forward, new_cache, reference, with_cache  # noqa: E402
-from kvant.hf import attention, versions  # noqa: E402
+from kvant.hf import attention, conversation, groups, layers, memo, versions  # noqa: E402
 
 pytestmark = pytest.mark.skipif(ON_DEVICE, reason="the CPU shows it")
 
@@ -239,3 +240,70 @@ def test_copies_of_an_enabled_model_watch_for_themselves(llama, ids):
         forward(twin, DynamicCache(config=twin.config), ids)
     kvant.hf.disable(twin)
     assert not twin._forward_pre_hooks and not llama._forward_pre_hooks
+
+
+def test_the_report_of_an_answer_stays_when_its_cache_is_gone(llama, ids):
+    kvant.hf.enable(llama)
+    assert not kvant.hf.report(llama).tokens
+    generate(llama, ids)
+    assert llama._kvant.last() is None and llama._kvant.held is None and not llama._kvant.answers
+    report = kvant.hf.report(llama)
+    assert report.tokens == ids.shape[1] + 2 and all(row.stored and row.bytes for row in report.rows)
+    cache = new_cache(llama)
+    assert not kvant.hf.report(llama).tokens  # of that cache
+    forward(llama, cache, ids)
+    assert kvant.hf.report(llama).tokens == ids.shape[1]
+
+
+def test_an_answer_that_is_interrupted_leaves_no_cache(llama, ids):
+    kvant.hf.enable(llama)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = llama.lm_head.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llama, ids)
+    assert llama._kvant.held is None and not llama._kvant.answers
+    hook.remove()
+    generate(llama, ids)
+    assert kvant.hf.report(llama).tokens == ids.shape[1] + 2
+
+
+def test_no_finaliser_of_generate_is_a_function_of_python():
+    """Python prints and drops what a signal's handler raises within one (kvant/_signals.py)."""
+    for of in (kvant.hf.KvantCache, groups.Group, layers.KvantLayer, layers.Family, conversation.Conversation):
+        assert not hasattr(of, "__del__"), of
+    memo_of = memo.Memo()
+    kept = conversation.Conversation()
+    memo_of.put(kept, "known")
+    (ref,) = weakref.getweakrefs(kept)
+    assert ref.__callback__ is None and memo_of.get(kept) == "known"
+    number = id(kept)
+    del kept
+    assert ref() is None and list(memo_of._known) == [number]
+    other = conversation.Conversation()
+    assert memo_of.get(other) is None
+    memo_of.put(other, "new")
+    assert list(memo_of._known) == [id(other)] and memo_of.get(other) == "new"
+
+
+@pytest.mark.parametrize("where", ["before the prompt", "after the answer"])
+def test_a_time_limit_is_no_reason_to_go_on_without_prefixes(llama, ids, monkeypatch, where):
+    """A handler's TimeoutError is an OSError, and none of the system's."""
+    index = kvant.PrefixIndex(max_bytes=1e8)
+    kvant.hf.enable(llama, prefix_cache=index)
+
+    def out_of_time(*_, **__):
+        raise TimeoutError("of a handler")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with monkeypatch.context() as patch:
+            patch.setattr(index, "find" if where == "before the prompt" else "insert", out_of_time)
+            with pytest.raises(TimeoutError, match="of a handler"):
+                generate(llama, ids[:1])
+        generate(llama, ids[:1])
+    with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="prefix"):
+        patch.setattr(index, "find", lambda *_, **__: open("/none/such"))
+        generate(llama, ids[:1])

@@ -463,10 +463,17 @@ def test_training_mode_is_not_kept_and_said():
     assert (hits(model), entries(model)) == (0, 0)
     model.eval()
     answer(model)
-    model.model.layers[1].mlp.add_module("drop", torch.nn.Dropout(0.1))  # in training mode
+    drop = torch.nn.Dropout(0.1)
+    model.model.layers[1].mlp.add_module("drop", drop.eval())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        answer(model)
+    drop.train()
     with pytest.warns(RuntimeWarning, match="mlp.drop is in training mode"):
         answer(model)
-    assert (hits(model), entries(model)) == (0, 1)
+    drop.p = 0.0
+    assert not identity.state(model).random
+    assert (hits(model), entries(model)) == (0, 2)
 
 
 def steer(module, arguments, output):
@@ -685,7 +692,8 @@ def test_merged_adapters_are_the_weights(adapted):
     merged = of(adapted)
     draw(adapted, ".one.", 5)  # its weights are read no more
     assert merged == of(adapted) not in (base, one)
-    assert identity.fingerprint(adapted.merge_and_unload()) != base
+    assert identity.fingerprint(copy.deepcopy(adapted.get_base_model())) == merged  # which is looked at anew
+    assert identity.fingerprint(adapted.merge_and_unload()) == merged
 
 
 def test_modules_that_an_adapter_trains_whole():
@@ -751,6 +759,80 @@ def test_a_snapshot_is_of_an_adapter(adapted, tmp_path):
         kvant.hf.load(inner, tmp_path / "one.kvs")
     adapted.set_adapter("one")
     assert kvant.hf.load(inner, tmp_path / "one.kvs").get_seq_length() == 200
+
+
+def passed(model, cache, tokens, adapter=None):
+    """A forward pass of tokens over a cache, under an adapter."""
+    if adapter is not None:
+        model.set_adapter(adapter)
+    with torch.no_grad():
+        model(input_ids=ids()[:, :tokens], **{CACHE_NAME: cache})
+    return cache
+
+
+def refused(cache, path):
+    with pytest.raises(ValueError, match="not those that computed the keys of the cache"):
+        kvant.hf.save(cache, path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_cache_is_saved_under_the_adapter_that_computed_it(adapted, tmp_path, enabled):
+    path, inner = tmp_path / "a.kvs", adapted.get_base_model()
+    if enabled:
+        kvant.hf.enable(inner)
+    one, two = (passed(adapted, kvant.hf.cache(inner), 100, name) for name in ("one", "two"))
+    for _ in range(3):  # conversations of both at the same time
+        passed(adapted, one, 1, "one"), passed(adapted, two, 1, "two")
+    refused(one, path)
+    refused(copy.deepcopy(one), path)
+    kvant.hf.save(two, tmp_path / "two.kvs")
+    adapted.set_adapter("one")
+    refused(two, path)
+    kvant.hf.save(one, path)
+    loaded = kvant.hf.load(inner, path)
+    path.unlink()
+    adapted.set_adapter("two")
+    refused(loaded, path)
+    passed(adapted, loaded, 1, "two")
+    adapted.set_adapter("one")
+    refused(loaded, path)  # for a single token
+    passed(adapted, one, 20, "two")
+    adapted.set_adapter("one")
+    refused(one, path)
+    one.reset()
+    kvant.hf.save(passed(adapted, one, 20), path)
+
+
+@pytest.mark.parametrize("way", ["off", "merged", "trained", "a scale", "behind autograd"])
+def test_what_else_makes_a_cache_another_ones(adapted, tmp_path, way):
+    path, inner = tmp_path / "a.kvs", adapted.get_base_model()
+    cache = passed(adapted, kvant.hf.cache(inner), 100, "one")
+    layer = inner.model.layers[0].self_attn.q_proj
+    with contextlib.ExitStack() as stack:
+        if way == "off":
+            stack.enter_context(adapted.disable_adapter())
+        elif way == "merged":
+            adapted.merge_adapter()
+        elif way == "trained":
+            with torch.no_grad():
+                layer.lora_A["one"].weight.add_(1)
+        elif way == "a scale":
+            layer.scaling["one"] *= 2
+        else:
+            layer.lora_A["one"].weight.data.add_(1)
+        refused(cache, path)
+
+
+def test_a_cache_is_saved_with_another_object_of_the_same_model(tmp_path):
+    model = tiny_llama()
+    twin = copy.deepcopy(model)
+    cache = passed(model, kvant.hf.cache(model), 100)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    refused(cache, tmp_path / "a.kvs")
+    kvant.hf.save(cache, tmp_path / "a.kvs", model=twin)
+    assert kvant.hf.load(twin, tmp_path / "a.kvs").get_seq_length() == 100
 
 
 def test_adapters_of_one_request_are_not_known(adapted):

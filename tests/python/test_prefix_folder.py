@@ -477,10 +477,21 @@ def test_a_limit_of_sizes_evicts_nothing(tmp_path):
             for i in range(3):
                 more = [i] * 300
                 assert not index.insert(more, t.filled(more))
-        assert len(said) == 1, said
-        assert index.find(ids).length == 200 and index.stats.entries == 1
+        assert len(said) == 1 and "ulimit -f" in str(said[0].message), said
+        assert ".kvs" not in str(said[0].message)
+        assert index.find(ids).length == 200 and index.stats.entries == 1 and not index.stats.evicted
     """)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_limit_of_sizes_and_a_full_disk_are_each_said_once(tmp_path, monkeypatch):
+    index = kvant.PrefixIndex(tmp_path)
+    with pytest.warns(RuntimeWarning) as said:
+        for number in (errno.EFBIG, errno.ENOSPC) * 2:
+            disk_of(monkeypatch, tmp_path, 0, number)
+            assert not index.insert(IDS, filled(IDS))
+            monkeypatch.setattr(prefix_folder, "save", kvant.save)
+    assert ["ulimit -f" in str(w.message) for w in said] == [True, False]
 
 
 def test_errors_of_files(tmp_path):

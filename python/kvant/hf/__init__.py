@@ -63,8 +63,9 @@ class _Enabled:
         self.settings, self.state = settings, state
         self.prefixes: Prefixes | None = None
         self.last: Any = None  # a weak reference to the cache that was made last
-        self.last_id = 0  # of it, also when it goes
-        self.last_report: Report | None = None  # of that cache, when it went
+        self.last_report: Report | None = None  # of that cache, at the end of its answer
+        self.answers = 0  # that generate() computes now
+        self.held: Any = None  # the cache that was made last, until there is its report
         self.warned: set[str] = set()
         self.bound: int | None = None  # of tokens: see versions.frequencies_change
         self.room: dict[str, int] = {}  # that the last generate() needs: see _Prepare
@@ -88,7 +89,7 @@ class _Enabled:
         if self.settings.strict:
             raise kvant.Unsupported(f"{text} (strict=True)")
         layers = len(versions.hf_layers(model.config))
-        self.last, self.last_id, self.last_report = None, 0, report_of_another(kind, layers)
+        self.last, self.last_report = None, report_of_another(kind, layers)
         if kind not in self.warned:
             self.warned.add(kind)
             warnings.warn(text, stacklevel=4)
@@ -103,12 +104,16 @@ class _Enabled:
         raise TypeError("a model with kvant enabled cannot be pickled: call kvant.hf.disable(model) before")
 
     def watch(self, made: KvantCache) -> None:
-        self.last, self.last_id, self.last_report = weakref.ref(made), id(made), None
-        made.on_close, made.said = self._closing, self.warned
+        self.last, self.last_report, made.said = weakref.ref(made), None, self.warned
+        if self.answers:
+            self.held = made
 
-    def _closing(self, going: KvantCache) -> None:
-        if going.get_seq_length() and id(going) == self.last_id:  # not an older cache that is gone later
-            self.last_report = make_report(going)
+    def note_report(self) -> None:
+        """At the end of an answer, whose cache may go: a finaliser that made the report would lose what a signal's
+        handler raises within it."""
+        made = None if self.last is None else self.last()
+        if made is not None:
+            self.last_report = make_report(made)
 
 
 @OPTIONS.shown
@@ -223,7 +228,8 @@ def report(of: Any) -> Report:
     """Where each layer is stored: a table by print(), and its `rows`.
 
     of: a cache, or a model that enable() was called for.
-    For a model: the report of the cache that was made last; of one that is gone, as it was at its end.
+    For a model: the report of the cache that was made last. generate() drops its cache: the report of that one is as it
+    was at the end of the answer. A cache of a loop of your own leaves no report when it is gone.
     """
     if isinstance(of, KvantCache):
         return make_report(of)

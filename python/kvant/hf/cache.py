@@ -45,7 +45,7 @@ class KvantCache(versions.Cache):
         self.length = 0
         self.stored: torch.Tensor | None = None  # [rows, length] bool; None: all are
         self.reasons: dict[int, str] = {}  # why a layer is not stored by kvant
-        self.on_close = None  # called with the cache before it goes
+        self.offered_to: Any = None  # the known prefixes of a model, one of which this cache may begin with
         self.model: weakref.ref | None = None  # that it was made for
         self.conversation = Conversation()
         self.said: set[str] = set()  # warnings; those of its model, where kvant is enabled
@@ -469,7 +469,7 @@ class KvantCache(versions.Cache):
         other.__dict__.update(self.__dict__)
         twins = {id(group): group.copy() for group in self.groups}
         other.groups = list(twins.values())
-        other.reasons, other._step, other._note, other.on_close = dict(self.reasons), None, None, None
+        other.reasons, other._step, other._note, other.offered_to = dict(self.reasons), None, None, None
         other.conversation = self.conversation.copy()
         other.layers, families = [], {}
         for layer in self.layers:
@@ -495,14 +495,6 @@ class KvantCache(versions.Cache):
             "a kvant cache cannot be pickled: its pages live in memory of the library; kvant.hf.save() writes them to "
             "a file, and copy.deepcopy() works"
         )
-
-    def __del__(self):
-        on_close = getattr(self, "on_close", None)
-        if on_close is not None:
-            try:
-                on_close(self)
-            except kvant.KvantError:  # the collector may have closed the kvant caches before
-                pass
 
     # --- for code that reads keys and values itself ---
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import positions, versions
+from . import identity, positions, versions
 
 _PIECES = 64  # steps whose ids are kept apart, before they are joined
 
@@ -89,6 +89,10 @@ class Conversation:
         self._prepared: dict[str, Any] | None = None  # as generate() has prepared it, before the first pass
         self._shared: dict[str, Any] = {}  # of all rows and any length: the newest
         self.whole_prompt = False  # generate() was given the ids of the whole conversation
+        self._computer: weakref.ref | None = None  # the model whose keys these are
+        # It at each pass: its identity.moment(), or for single tokens its adapters alone, which take no time.
+        self._moments: set[int | None] = set()
+        self._adapters: set[tuple | None] = set()
 
     def copy(self) -> Conversation:
         other = object.__new__(Conversation)
@@ -96,6 +100,7 @@ class Conversation:
         other._pass = None
         other._pieces = None if self._pieces is None else list(self._pieces)
         other.media, other.ahead, other._kept = list(self.media), list(self.ahead), list(self._kept)
+        other._moments, other._adapters = set(self._moments), set(self._adapters)
         return other
 
     # --- ids ---
@@ -118,6 +123,29 @@ class Conversation:
         self.know(ids)
         self._prepared = asked._prepared
         return self
+
+    # --- whose keys these are ---
+
+    def computed_by(self, model: Any, tokens: int) -> None:
+        """A model, as it is now, computes so many tokens."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # nothing can be read
+            return
+        if self._computer is None:
+            self._computer = weakref.ref(model)
+        if tokens == 1 and self._moments:
+            self._adapters.add(identity.adapters(model))
+            return
+        try:
+            self._moments.add(identity.moment(model))
+        except identity.Unreadable:  # as whoever asks for the model's identity will be told
+            self._moments.add(None)
+
+    def is_of_another(self, model: Any) -> bool:
+        """Whether the model was another one, by weights or adapters, when some of the keys were computed. Known of the
+        object that computed them alone: another object's identity is compared where it is loaded."""
+        if self._computer is None or self._computer() is not model:
+            return False
+        return self._moments != {identity.moment(model)} or not self._adapters <= {identity.adapters(model)}
 
     # --- steps ---
 
@@ -156,6 +184,7 @@ class Conversation:
             model = known.model()
         if model is None:
             return
+        self.computed_by(model, tokens)
         media = None if known is None else known.media(model.config, tokens)
         if media is not None:
             media = (offset + media[0], offset + media[1])
@@ -234,6 +263,7 @@ class Conversation:
     def _forget(self) -> None:
         self._pieces, self.by_embeddings, self.restored = [], False, False
         self.media, self.ahead, self._kept, self._seen = [], [], [], None
+        self._computer, self._moments, self._adapters = None, set(), set()
 
     def clear(self) -> None:
         self._forget()

@@ -119,8 +119,7 @@ class StepGraph:
         kept, self._kept = self._kept, []
         if kept:
             torch.cuda.synchronize(self.tokens.device)
-        for group, plans, _ in kept:
-            group.drop_all(plans)
+        kept.clear()
 
     def __del__(self):
         if getattr(self, "_kept", None):

@@ -7,7 +7,7 @@ every decoding step is kept free of allocations: C structs and argument arrays a
 from __future__ import annotations
 
 from contextlib import nullcontext
-from ctypes import byref, c_int32, c_int64, c_void_p, sizeof
+from ctypes import byref, c_int32, c_int64, sizeof
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .settings import Settings
 
 PAGE_TOKENS = 64
 _NO_LOCK = nullcontext()
+Plan = tuple[_c.PlanHandle, Any]  # and what must live as long as it
 _FEW_ROWS = 16  # that share a kv head: these are never multiplied in 8 bits
 _MOST_STRUCTS = 256  # shapes whose C struct is kept; prompts come in many lengths
 
@@ -66,8 +67,8 @@ class Group:
         self.step: Step | None = None
         self._step_ids: Any = None  # of the rows that have tokens in this step
         self._step_rows = 0
-        self._plans: dict[Any, tuple[c_void_p, Any]] = {}  # plain ones; on a device they follow sequences that grow
-        self._step_plans: dict[Any, tuple[c_void_p, Any]] = {}  # with a mask tensor or ragged rows: for this step only
+        self._plans: dict[Any, Plan] = {}  # plain ones; on a device they follow sequences that grow
+        self._step_plans: dict[Any, Plan] = {}  # with a mask tensor or ragged rows: for this step only
         self._planned_length = 0
         self._options: dict[Any, _c.AttentionOptions] = {}
         self.products = 0  # bits, as plans of many queries chose; 0: there was none
@@ -77,10 +78,6 @@ class Group:
         _c.run_options_init(byref(self._run), sizeof(self._run))
         self._sinks: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._workspace: torch.Tensor | None = None
-
-    def __del__(self):
-        if hasattr(self, "_step_plans"):
-            self.drop_plans()
 
     # --- sequences ---
 
@@ -153,11 +150,11 @@ class Group:
     def begin(self, step: Step) -> None:
         """Takes room for a step's tokens in all layers."""
         if self._step_plans:
-            self._step_plans = self.drop_all(self._step_plans)
+            self._step_plans = {}
         # A device's plan stays right when sequences grow, but its work was cut for the lengths of then.
         if not self.on_device or len(self._plans) > 16 or self.length + step.tokens > 2 * self._planned_length + 64:
             if self._plans:
-                self._plans = self.drop_all(self._plans)
+                self._plans = {}
         if len(self.sequences) != step.batch:  # none, or those of a first step that failed
             self.start(step.batch)
         if step.counts is None:
@@ -334,7 +331,7 @@ class Group:
         return x.transpose(1, 2).contiguous().transpose(1, 2)
 
     def _attend(
-        self, plan: tuple[c_void_p, Any], slot: int, q: torch.Tensor, out: torch.Tensor, sinks: Any, own: Any = None
+        self, plan: Plan, slot: int, q: torch.Tensor, out: torch.Tensor, sinks: Any, own: Any = None
     ) -> None:
         run = keys = values = None
         q_struct, out_struct = self._struct(2, q), self._struct(3, out)
@@ -358,7 +355,7 @@ class Group:
             found = self._sinks[id(sinks)] = (sinks, version, converted)
         return found[2]
 
-    def _plan(self, queries, heads, scale, softcap, causal, window, mask, own, counts=None) -> tuple[c_void_p, Any]:
+    def _plan(self, queries, heads, scale, softcap, causal, window, mask, own, counts=None) -> Plan:
         plain = mask is None and counts is None
         key = (queries, heads, scale, softcap, causal, window, own, None if mask is None else id(mask[0]))
         plans = self._plans if plain else self._step_plans
@@ -367,7 +364,7 @@ class Group:
             plan = plans[key] = self._make_plan(key, mask, counts)
         return plan
 
-    def _make_plan(self, key: tuple, mask: Any, counts: list[int] | None) -> tuple[c_void_p, Any]:
+    def _make_plan(self, key: tuple, mask: Any, counts: list[int] | None) -> Plan:
         """A plan, and what must live as long as it. counts: queries of each live row of a ragged step."""
         keep: list[Any] = [mask]
         plain = mask is None and counts is None
@@ -391,7 +388,7 @@ class Group:
             tensor, first_key, options.window = mask[1]()
             options.mask, described = _tensors.mask(tensor, first_key, self.cache.device)
             keep.append(described)
-        handle = c_void_p()
+        handle = _c.PlanHandle()
         with self.cache.owner.lock:
             _c.check(_c.plan_create(self.cache.handle, self._step_ids, self._step_rows, byref(options), byref(handle)))
         many = key[0] * key[1] > _FEW_ROWS * self.cache.kv_heads
@@ -408,19 +405,13 @@ class Group:
             self._workspace = torch.empty(needed, dtype=torch.uint8, device=f"cuda:{self.cache.device[1]}")
 
     def hand_over(self) -> tuple[dict, torch.Tensor | None]:
-        """The plain plans and their workspace, for a recording that must keep them; drop_all frees the plans."""
+        """The plain plans and their workspace, for a recording that must keep them."""
         plans, self._plans = self._plans, {}
         return plans, self._workspace
 
     def drop_plans(self) -> None:
         """Destroys all plans."""
-        self._plans, self._step_plans = self.drop_all(self._plans), self.drop_all(self._step_plans)
-
-    @staticmethod
-    def drop_all(plans: dict) -> dict:
-        for handle, _ in plans.values():
-            _c.plan_destroy(handle)
-        return {}
+        self._plans, self._step_plans = {}, {}
 
     # --- looking inside ---
 

@@ -23,7 +23,6 @@ import functools
 import json
 import operator
 import re
-import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,10 +31,13 @@ from typing import Any
 
 import torch
 
+from kvant import _locks
+
 from . import versions
+from .memo import Memo
 from .weights import Contents, Sampler, Unreadable, Weight, describe, offloaded, plain, stamps
 
-__all__ = ["State", "Unreadable", "fingerprint", "state"]
+__all__ = ["State", "Unreadable", "adapters", "fingerprint", "moment", "state"]
 
 _FIELDS = re.compile(
     "rope|rotary|theta|position|window|chunk|types$|layer_type|soft_?cap|scal|multiplier|eps|activation|act$|act_|"
@@ -81,7 +83,7 @@ class _Kind:
             or (of.state_dict is not torch.nn.Module.state_dict and not issubclass(of, versions.PreTrainedModel))
         )
         self.bare = of in _BARE
-        self.ordinary = not (self.peft or self.packs)
+        self.holds = hasattr(of, "__contains__")  # a container, by adapters' names
 
 
 _kind = functools.cache(_Kind)
@@ -254,8 +256,8 @@ def _without_adapters(path: str, module: Any, kind: _Kind, seen: _Seen) -> Itera
 
 
 def _signs(model: Any) -> tuple[list, list[torch.Tensor]] | None:
-    """All that _look reads of a model of ordinary modules, raw: a fourth of the time. None for others, with adapters,
-    packed or offloaded weights."""
+    """All that _look reads of a model of ordinary modules and of adapters, raw: a fourth of the time. None for others,
+    with packed or offloaded weights."""
     found: list = [repr([v for v in vars(versions.decoder_config(model.config)).values()])]
     tensors: list[torch.Tensor] = []
     stack = [model]
@@ -263,25 +265,73 @@ def _signs(model: Any) -> tuple[list, list[torch.Tensor]] | None:
         module = stack.pop()
         own = module.__dict__
         kind = _kind(type(module))
-        if not kind.ordinary or "_hf_hook" in own:
+        if kind.packs or "_hf_hook" in own:
             return None
         found.append(weakref.ref(module))
-        if not kind.bare:
+        if kind.peft:
+            if not (_signs_of_adapters if kind.adapters else _signs_of_copies)(own, found, tensors, stack):
+                return None
+        elif not kind.bare:
             found += [v for v in own.values() if type(v) in _SIMPLE]
         if own["_parameters"]:
             tensors += own["_parameters"].values()
         if own["_buffers"]:
-            volatile = own["_non_persistent_buffers_set"]
+            volatile = () if kind.peft_part else own["_non_persistent_buffers_set"]
             tensors += [x for name, x in own["_buffers"].items() if name not in volatile]
         if own["_forward_pre_hooks"] or own["_forward_hooks"] or "forward" in own:
             hooks = (own["_forward_pre_hooks"], own["_forward_hooks"])
             found += [id(own.get("forward")), *(id(one) for each in hooks for one in each.values())]
-        if own["_modules"]:
+        if own["_modules"] and not kind.peft:
             stack += [one for one in own["_modules"].values() if one is not None]
     tensors = [x for x in tensors if x is not None]
     if any(type(x) not in _PLAIN or x.is_meta for x in tensors):
         return None
     return found, tensors
+
+
+def _signs_of_adapters(own: dict, found: list, tensors: list, stack: list) -> bool:
+    """The same of a layer of peft, from its own attributes: properties and containers' methods take three times as
+    long. False: it is not as expected here."""
+    modules, active, off, merged = map(own.get, ("_modules", "_active_adapter", "_disable_adapters", "merged_adapters"))
+    if active is None or off is None or merged is None or modules.get("base_layer") is None:
+        return False
+    stack.append(modules["base_layer"])
+    names = (active,) if type(active) is str else tuple(active)
+    found += [names, off, *merged]
+    if off or merged:
+        return True
+    found += [x for x in own.values() if type(x) in _SIMPLE]
+    for name in names:
+        values = [x[name] for x in own.values() if type(x) is dict and name in x]
+        if not _SIMPLE.issuperset(map(type, values)):
+            return False
+        found += values
+        for container in modules.values():
+            if container is None:
+                continue
+            held = container.__dict__
+            if name in held["_modules"]:
+                stack.append(held["_modules"][name])
+            elif name in held["_parameters"]:
+                tensors.append(held["_parameters"][name])
+            elif name in held["_buffers"]:
+                tensors.append(held["_buffers"][name])
+            elif not _kind(type(container)).holds and container is not modules["base_layer"]:
+                stack.append(container)
+    return True
+
+
+def _signs_of_copies(own: dict, found: list, tensors: list, stack: list) -> bool:
+    """The same of peft's trained copies of a module."""
+    modules, active, off = map(own.get, ("_modules", "_active_adapter", "_disable_adapters"))
+    copies = modules.get("modules_to_save")
+    if active is None or off is None or copies is None or modules.get("original_module") is None:
+        return False
+    names = (active,) if type(active) is str else tuple(active)
+    found += [names, off]
+    used = [] if off else [name for name in names if name in copies._modules]
+    stack.append(copies._modules[used[0]] if used else modules["original_module"])
+    return True
 
 
 @dataclass(frozen=True)
@@ -298,44 +348,63 @@ class _Watch:
     """The identity of one model, which is computed anew where something has changed. Holds no part of the model."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = _locks.new("the identity of a model")
         self._contents, self._sampler = Contents(), Sampler()
         self._signs: Any = None
         self._tensors: list[weakref.ref] = []
         self._stamps: list = []
         self._samples: list[bytes] = []
-        self._state = State("", 0, "")
+        self._facts = ""
+        self._moment, self._number = 0, 0
+        self._state: State | None = None  # None: the text is not known
+        self._adapters: weakref.ref | None = None  # a layer of peft, of which all layers have the same adapters
 
     def now(self, model: Any) -> State:
         with self._lock:
-            signs = _signs(model)
-            seen = None
-            if signs is None:
-                seen = _look(model)
-                signs = (
-                    [seen.facts, seen.marks, seen.random, [(one.name, one.file) for one in seen.weights]],
-                    [one.tensor for one in seen.weights if one.tensor is not None],
-                )
-            found, tensors = signs
-            now = stamps(tensors)
-            read = self._sampler.read(tensors, now)
-            refs = [weakref.ref(x) for x in tensors]  # of a living tensor always the same object
-            same = (
-                now == self._stamps
-                and read == self._samples
-                and all(map(operator.is_, refs, self._tensors))
-            )
-            if same and found == self._signs:
-                return self._state
-            self._signs = None  # an error leaves nothing half known
-            seen = seen or _look(model)
-            text, number = self._text(model, seen), self._state.number + (not same)
-            self._state = State(text, number, seen.random)
-            self._signs, self._tensors, self._stamps, self._samples = found, refs, now, read
+            seen = self._notice(model)
+            if self._state is None:
+                seen = seen or _look(model)
+                self._state = State(self._text(model, seen), self._number, seen.random)
             return self._state
 
+    def moment(self, model: Any) -> int:
+        with self._lock:
+            self._notice(model)
+            return self._moment
+
+    def adapters(self) -> tuple | None:
+        layer = None if self._adapters is None else self._adapters()
+        return None if layer is None else _adapters_of(layer)
+
+    def _notice(self, model: Any) -> _Seen | None:
+        """Looks whether something has changed. Returns what was seen of the model, if _look was needed."""
+        signs = _signs(model)
+        seen = None
+        if signs is None:
+            seen = _look(model)
+            signs = (
+                [seen.facts, seen.marks, seen.random, [(one.name, one.file) for one in seen.weights]],
+                [one.tensor for one in seen.weights if one.tensor is not None],
+            )
+        found, tensors = signs
+        now = stamps(tensors)
+        read = self._sampler.read(tensors, now)
+        refs = [weakref.ref(x) for x in tensors]  # of a living tensor always the same object
+        same = now == self._stamps and read == self._samples and all(map(operator.is_, refs, self._tensors))
+        if same and found == self._signs:
+            return seen
+        self._signs = self._state = None  # an error leaves nothing half known
+        seen = seen or _look(model)
+        facts = _text(sorted(map(_text, seen.facts)))
+        if not same or facts != self._facts:
+            self._number += 1
+            self._moment = hash((facts, *now, *read, *map(id, tensors), *(one.file for one in seen.weights)))
+        self._adapters = next((weakref.ref(x) for x in model.modules() if _kind(type(x)).peft), None)
+        self._facts, self._tensors, self._stamps, self._samples, self._signs = facts, refs, now, read, found
+        return seen
+
     def _text(self, model: Any, seen: _Seen) -> str:
-        digest = blake2b(_text(sorted(map(_text, seen.facts))).encode(), digest_size=16)
+        digest = blake2b(self._facts.encode(), digest_size=16)
         self._contents.forget_the_dead()
         for name, found in sorted((one.name, self._contents.of(one)) for one in seen.weights):
             digest.update(name.encode() + b"\0" + found)
@@ -348,17 +417,35 @@ class _Watch:
         return f"{type(model).__name__} {digest.hexdigest()}"
 
 
-_watches: weakref.WeakKeyDictionary[Any, _Watch] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_watches = Memo()
+_lock = _locks.new("the identity of models")
+
+
+def _watch_of(model: Any) -> _Watch:
+    with _lock:
+        watch = _watches.get(model)
+        return _watches.put(model, _Watch()) if watch is None else watch
 
 
 def state(model: Any) -> State:
     """The model as it is now. Errors: Unreadable."""
-    with _lock:
-        watch = _watches.get(model)
-        if watch is None:
-            watch = _watches[model] = _Watch()
-    return watch.now(model)
+    return _watch_of(model).now(model)
+
+
+def moment(model: Any) -> int:
+    """A number of the model as it is now, in this process: of its configuration, its active adapters and its weights,
+    by the signs that changes leave. Their bytes are not read. Errors: Unreadable."""
+    return _watch_of(model).moment(model)
+
+
+def adapters(model: Any) -> tuple | None:
+    """The active adapters of a layer of peft that moment() has met last, in less than a microsecond."""
+    return _watch_of(model).adapters()
+
+
+def _adapters_of(layer: Any) -> tuple:
+    active, merged = layer._active_adapter, getattr(layer, "merged_adapters", ())
+    return active if type(active) is str else tuple(active), layer._disable_adapters, tuple(merged)
 
 
 def fingerprint(model: Any) -> str:

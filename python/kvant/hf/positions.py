@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
+
+from .memo import Memo
 
 # Modules keep a state of the conversation under these names, outside its cache: the shift between tokens and positions
 # that images make (Qwen-VL, GLM-V and others), and the positions of an image that is being generated (GLM-Image).
@@ -51,14 +52,14 @@ def frequencies_change(model: Any) -> int | None:
     return min(found, default=None)
 
 
-_holders: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_holders = Memo()
 
 
 def read(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns what a model keeps of a conversation: of its rows, and of all rows. Names are "module.attribute"."""
     holders = _holders.get(model)
     if holders is None:
-        holders = _holders[model] = _find(model)
+        holders = _holders.put(model, _find(model))
     found: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for name, shared, attributes in holders:
         module = model.get_submodule(name)

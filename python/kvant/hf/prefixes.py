@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import threading
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 
 import kvant
+from kvant import _locks
+from kvant._signals import is_of_handler
 
 from . import identity, versions
 from .cache import KvantCache
@@ -66,19 +67,18 @@ class Prefixes:
             with open(os.fspath(settings.bases.path), "rb") as file:
                 bases = file.read()
         self._digest = blake2b(f"{salt}\0{options}\0".encode() + bases, digest_size=16).hexdigest()
-        self._lock = threading.Lock()
+        self._lock = _locks.new("the known prefixes of a model")
         self._host: list[kvant.Cache] | None = None
-        self._offered: weakref.WeakSet[KvantCache] = weakref.WeakSet()
         self._said: set[str] = set()
 
     def __deepcopy__(self, memo: dict) -> Prefixes:
         other = copy.copy(self)  # the index is shared
-        other._lock, other._offered, other._said = threading.Lock(), weakref.WeakSet(), set()
+        other._lock, other._said = _locks.new("the known prefixes of a model"), set()
         return other
 
     def offer(self, cache: KvantCache) -> None:
         """Notes a cache that generate() made for a plain text: it may begin with a known prefix, and be kept."""
-        self._offered.add(cache)
+        cache.offered_to = self
 
     def key(self, model: Any, state: State) -> str:
         """All that stored keys and values depend on besides the token ids."""
@@ -101,7 +101,7 @@ class Prefixes:
         continues: whether the method gives the model only what a cache lacks.
         """
         cache = arguments.get(versions.CACHE_NAME)
-        if not isinstance(cache, KvantCache) or cache not in self._offered:
+        if not isinstance(cache, KvantCache) or cache.offered_to is not self:
             return None
         rows = _rows_of_one_text(input_ids, arguments.get("position_ids"))
         if not rows:
@@ -114,11 +114,14 @@ class Prefixes:
             request = Request(rows[0], cache, self.key(model, state), state.number)
             found = self._find(request, model, settings) if continues else None
         except (kvant.KvantError, ValueError, OSError) as error:  # the prompt can be computed all the same
+            if is_of_handler(error):
+                raise
             self._say(f"no prefix is used for this prompt: {error}", 6)
             return None
         if found is not None:
             ids = input_ids[:1, : found.length]
             found.model, found.conversation = weakref.ref(model), found.conversation.of_prefix(ids, cache.conversation)
+            found.conversation.computed_by(model, found.length)
             request.cache = found
             if len(rows) > 1:
                 found.batch_repeat_interleave(len(rows))
@@ -179,6 +182,8 @@ class Prefixes:
                 rows = self._on_host(model, cache, rows)
             self.index.insert(tokens[:length], rows, model=request.key, metadata=describe(cache))
         except (kvant.KvantError, ValueError, OSError) as error:  # the answer is right all the same
+            if is_of_handler(error):
+                raise
             self._say(f"the prefix of this answer is not kept: {error}", 5)
 
     def _keeps_copies(self, on_device: bool) -> bool:
@@ -229,13 +234,21 @@ def _why_not_by_ids(model: Any) -> str:
 def decode(original: Any, continues: bool, model: Any, input_ids: Any, arguments: dict) -> Any:
     """A decoding method of generate(), with known prefixes. original: that of the model's class."""
     enabled = model.__dict__.get("_kvant")
-    prefixes = None if enabled is None else enabled.prefixes
-    if prefixes is None:
+    if enabled is None:
         return original(model, input_ids, **arguments)
-    request = prefixes.begin(model, enabled.settings, input_ids, arguments, continues)
-    if request is not None:
-        enabled.watch(request.cache)
-    output = original(model, input_ids, **arguments)
-    if request is not None:
-        prefixes.keep(request, model, output)
-    return output
+    request, prefixes = None, enabled.prefixes
+    enabled.answers += 1
+    try:
+        if prefixes is not None:
+            request = prefixes.begin(model, enabled.settings, input_ids, arguments, continues)
+        if request is not None:
+            enabled.watch(request.cache)
+        output = original(model, input_ids, **arguments)
+        if request is not None:
+            prefixes.keep(request, model, output)
+        enabled.note_report()
+        return output
+    finally:
+        enabled.answers -= 1
+        if not enabled.answers:
+            enabled.held = None

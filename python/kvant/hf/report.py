@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,8 +118,13 @@ def _ends(cache: Any) -> str:
 def _tokens(group: Any) -> tuple[int, int]:
     """Tokens that the next query reads exactly and encoded; formats that are dense store all of them as given."""
     exact, encoded = group.tokens_read()
-    dense = {f["name"] for f in formats() if f["dense"]}
-    return (exact + encoded, 0) if {group.cache.k, group.cache.v} <= dense else (exact, encoded)
+    return (exact + encoded, 0) if {group.cache.k, group.cache.v} <= _dense() else (exact, encoded)
+
+
+@functools.cache
+def _dense() -> set[str]:
+    """Formats that store tokens as given."""
+    return {f["name"] for f in formats() if f["dense"]}
 
 
 def _prompts(cache: Any, group: Any) -> str:

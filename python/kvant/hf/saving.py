@@ -14,6 +14,7 @@ import torch
 
 import kvant
 from kvant import _arguments, _options
+from kvant._signals import attempt
 
 from . import versions
 from .cache import KvantCache
@@ -252,7 +253,8 @@ def save(
         those that the cache has seen in forward passes; a warning says where it has not seen all. name: for people.
 
     Errors: ValueError where the cache has no tokens, or layers that kvant does not store, or positions that are not
-    known (cropped into a step with images); those of kvant.save.
+    known (cropped into a step with images), or where weights or active adapters of the model have changed since the
+    keys were computed; those of kvant.save.
     """
     if not isinstance(cache, KvantCache):
         raise TypeError(f"cache is a {type(cache).__name__}: must be a cache of kvant.hf")
@@ -269,6 +271,11 @@ def save(
         raise ValueError(
             f"{type(of).__name__} keeps positions of the conversation in itself, and this cache has not recorded them: "
             "make it by kvant.hf.cache(model)"
+        )
+    if cache.conversation.is_of_another(of):
+        raise ValueError(
+            f"weights or adapters of this {type(of).__name__} are not those that computed the keys of the cache: save "
+            "the cache before they change, or set the adapter that was active (set_adapter)"
         )
     model_name = fingerprint(of)
     if tokens is None:
@@ -312,10 +319,7 @@ def _warn_of_no_ids(cache: KvantCache, path: str) -> None:
 
 def _remove(paths: list[str]) -> None:
     for path in paths:
-        try:
-            os.unlink(path)
-        except OSError:
-            pass
+        attempt(os.unlink, path, refusals=(OSError,))
 
 
 def load(
@@ -363,6 +367,7 @@ def load(
         raise ValueError(f"{where}: {error}") from None
     _know_tokens(cache, first)
     cache.conversation.restored = True
+    cache.conversation.computed_by(model, cache.length)
     cache.conversation.by_embeddings = first.info.metadata.get("hf.embedded") == "1"
     if enabled is None and cache.conversation.shifts():
         raise ValueError(

@@ -45,6 +45,8 @@ from transformers.cache_utils import (  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import causal_mask_function, create_causal_mask, sdpa_mask  # noqa: E402
 
+from kvant._signals import is_of_handler  # noqa: E402
+
 __all__ = [
     "CACHE_NAME",
     "DECODING",
@@ -391,7 +393,9 @@ def _source(of: type) -> str:
     """The source of a class's module, which transformers reads to the same end (_can_set_attn_implementation)."""
     try:
         return inspect.getsource(sys.modules[of.__module__])
-    except (KeyError, OSError, TypeError):
+    except (KeyError, OSError, TypeError) as error:
+        if is_of_handler(error):
+            raise
         return ""
 
 

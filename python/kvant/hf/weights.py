@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvant._signals import attempt
+
 _WHOLE = 1 << 16  # bytes up to which a tensor is hashed as it is
 _COLUMNS = 4096  # of 64 bits
 _VALUES = 1 << 13  # that a look-up reads of all tensors together
@@ -71,10 +73,9 @@ def offloaded(name: str, key: str, source: Mapping | None) -> Weight:
     index = getattr(keys, "index", None)
     if isinstance(index, Mapping) and key in index:
         path = index[key].get("safetensors_file") or os.path.join(keys.save_folder, f"{key}.dat")
-        try:
-            state = os.stat(path)
-        except OSError as error:
-            raise Unreadable(f"the weight {name} is in {path}: {error.strerror}") from None
+        state, error = attempt(os.stat, path, refusals=(OSError,))
+        if error is not None:
+            raise Unreadable(f"the weight {name} is in {path}: {error.strerror}")
         return Weight(name, None, lambda: keys[key], (path, state.st_ino, state.st_size, state.st_mtime_ns))
     return Weight(name, keys[key])
 

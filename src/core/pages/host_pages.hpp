@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "core/backend.hpp"
@@ -37,7 +38,8 @@ struct HostTail {
 // The tables of a step, of which writes of centred pages ask where a row belongs.
 class TableRows {
  public:
-  void take(const StepTables& tables);
+  void read(const StepTables& tables);              // may throw std::bad_alloc, and then has changed nothing
+  void take() noexcept { std::swap(now_, next_); }  // from now on those that were read last
   // The page that a row goes to, and the block before (below 0: none). Page -1: the tables have the row's slot neither
   // for the row nor for another one.
   struct Place {
@@ -46,13 +48,16 @@ class TableRows {
     std::int32_t length = 0;  // the sequence has it behind the step
   };
   [[nodiscard]] Place place(std::int64_t row, std::int64_t slot) const;
-  [[nodiscard]] bool is_known() const noexcept { return !starts_.empty(); }
+  [[nodiscard]] bool is_known() const noexcept { return !now_.starts.empty(); }
 
  private:
   [[nodiscard]] Place place_in_any_row(std::int64_t slot) const;
 
-  std::vector<std::int32_t> starts_, lengths_, blocks_;
-  std::vector<std::size_t> first_;  // places in blocks_, one for each sequence
+  struct Lists {
+    std::vector<std::int32_t> starts, lengths, blocks;
+    std::vector<std::size_t> first;  // places in `blocks`, one for each sequence
+  };
+  Lists now_, next_;  // the other one has the memory for the next step
 };
 
 class HostPages final : public PagesImpl {

@@ -125,51 +125,54 @@ Status HostPages::begin_step(const StepTables& t, Stream) const {
                       i, length, q_len, t.columns));
     }
   }
-  if (has_steps()) step_->take(t);
+  if (has_steps()) step_->read(t);
+  if (own_tail_) own_tail_->copies.begin_step(t);
+  if (has_steps()) step_->take();  // memory may have been missing so far
   if (own_tail_) {
-    own_tail_->copies.begin_step(t);
     encode_from_copies(own_tail_->copies.to_encode(), own_tail_->pools);
   }
   return {};
 }
 
-void TableRows::take(const StepTables& t) {
-  starts_.assign(1, t.batch > 0 ? t.query_start_loc[0] : 0);
-  lengths_.clear();
-  blocks_.clear();
-  first_.clear();
+void TableRows::read(const StepTables& t) {
+  next_.starts.assign(1, t.batch > 0 ? t.query_start_loc[0] : 0);
+  next_.lengths.clear();
+  next_.blocks.clear();
+  next_.first.clear();
   for (std::int32_t i = 0; i < t.batch; ++i) {
     const std::int32_t end = t.query_start_loc[i + 1];
     const bool has_rows = end > t.query_start_loc[i];
-    starts_.push_back(end);
-    lengths_.push_back(t.seq_lens[i]);
-    first_.push_back(blocks_.size());
+    next_.starts.push_back(end);
+    next_.lengths.push_back(t.seq_lens[i]);
+    next_.first.push_back(next_.blocks.size());
     const std::int32_t* blocks = t.block_table + i * t.row_stride;
-    if (has_rows) blocks_.insert(blocks_.end(), blocks, blocks + base::pages_for(t.seq_lens[i]));
+    if (has_rows) next_.blocks.insert(next_.blocks.end(), blocks, blocks + base::pages_for(t.seq_lens[i]));
   }
 }
 
 TableRows::Place TableRows::place(std::int64_t row, std::int64_t slot) const {
-  if (row < starts_.front() || row >= starts_.back()) return {};
-  const auto after = std::upper_bound(starts_.begin(), starts_.end(), row);
-  const auto i = static_cast<std::size_t>(after - starts_.begin() - 1);
-  const std::int64_t position = lengths_[i] - (*after - row), page = position / kPageTokens;
-  const std::int32_t* block = blocks_.data() + first_[i] + page;
+  const auto& [starts, lengths, blocks, first] = now_;
+  if (row < starts.front() || row >= starts.back()) return {};
+  const auto after = std::upper_bound(starts.begin(), starts.end(), row);
+  const auto i = static_cast<std::size_t>(after - starts.begin() - 1);
+  const std::int64_t position = lengths[i] - (*after - row), page = position / kPageTokens;
+  const std::int32_t* block = blocks.data() + first[i] + page;
   if (*block != slot / kPageTokens || position % kPageTokens != slot % kPageTokens) return place_in_any_row(slot);
-  return {page, page > 0 ? block[-1] : -1, lengths_[i]};
+  return {page, page > 0 ? block[-1] : -1, lengths[i]};
 }
 
 // Rows in another order than the tables': the slot's block is among those that the step's queries belong to.
 TableRows::Place TableRows::place_in_any_row(std::int64_t slot) const {
-  for (std::size_t i = 0; i < lengths_.size(); ++i) {
-    const std::int32_t queries = starts_[i + 1] - starts_[i];
+  const auto& [starts, lengths, blocks_of_all, first] = now_;
+  for (std::size_t i = 0; i < lengths.size(); ++i) {
+    const std::int32_t queries = starts[i + 1] - starts[i];
     if (queries == 0) continue;
-    const std::int32_t* blocks = blocks_.data() + first_[i];
-    for (std::int64_t page = (lengths_[i] - queries) / kPageTokens; page * kPageTokens < lengths_[i]; ++page) {
+    const std::int32_t* blocks = blocks_of_all.data() + first[i];
+    for (std::int64_t page = (lengths[i] - queries) / kPageTokens; page * kPageTokens < lengths[i]; ++page) {
       if (blocks[page] != slot / kPageTokens) continue;
       const std::int64_t position = page * kPageTokens + slot % kPageTokens;
-      if (position < lengths_[i] - queries || position >= lengths_[i]) continue;
-      return {page, page > 0 ? blocks[page - 1] : -1, lengths_[i]};
+      if (position < lengths[i] - queries || position >= lengths[i]) continue;
+      return {page, page > 0 ? blocks[page - 1] : -1, lengths[i]};
     }
   }
   return {};

@@ -26,19 +26,20 @@ void for_each_sequence(const StepTables& t, const base::ExactEnds<std::int32_t>&
 
 }  // namespace
 
-TailCopies::TailCopies(const base::ExactEnds<std::int32_t>& ends, std::int32_t copies, bool encode_at_once)
+TailCopies::TailCopies(const base::ExactEnds<std::int32_t>& ends, std::int32_t copies, bool encode_at_once,
+                       std::uint64_t steps)
     : ends_(ends),
       encode_at_once_(encode_at_once),
       copies_(static_cast<std::size_t>(copies)),
       entries_(base::copy_table_entries(2 * static_cast<std::uint64_t>(copies)), base::CopyEntry{-1, -1}),
-      table_{entries_.data(), static_cast<std::uint32_t>(entries_.size() - 1)} {
-  wanted_.reserve(copies_.size());
+      table_{entries_.data(), static_cast<std::uint32_t>(entries_.size() - 1)},
+      step_(steps * base::kNumbersOfStep) {
   room_.reserve(copies_.size());
   to_encode_.reserve(copies_.size());
-  behind_writes_.reserve(copies_.size());
 }
 
 void TailCopies::begin_step(const StepTables& t) {
+  reserve(t);
   step_ += base::kNumbersOfStep;
   ++changes_;
   wanted_.clear();
@@ -51,6 +52,17 @@ void TailCopies::begin_step(const StepTables& t) {
   give();
   count_misses(t);
   find_blocks_of_step(t);
+}
+
+// Room for all that a step adds to lists.
+void TailCopies::reserve(const StepTables& t) {
+  std::size_t begun = 0, written = 0;
+  for_each_sequence(t, ends_, [&](const StepSequence& s) {
+    for (std::int32_t p = s.pages.first(); p < s.pages.end; p = s.pages.after(p)) begun += p >= s.pages.begun ? 1 : 0;
+    written += static_cast<std::size_t>(s.pages.end - s.first_written());
+  });
+  wanted_.reserve(begun);
+  behind_writes_.reserve(written);
 }
 
 // Blocks in the middle of a long step are encoded from its rows. A copy that one of them has is of an earlier life.
@@ -70,8 +82,8 @@ void TailCopies::mark(const StepTables& t) {
       const base::CopyEntry& entry = table_.entries[table_.place(block)];
       if (entry.copy >= 0 && p < s.pages.begun && !at(entry.copy).is_written) forget(block);
       if (entry.copy >= 0) {
-        std::uint32_t& used = at(entry.copy).used;
-        used = std::max(used, step_ - static_cast<std::uint32_t>(s.pages.need(p)));
+        std::uint64_t& used = at(entry.copy).used;
+        used = std::max(used, step_ - static_cast<std::uint64_t>(s.pages.need(p)));
       } else if (p >= s.pages.begun) {
         const auto is_same = [&](const Wanted& w) { return w.block == block; };
         if (std::none_of(wanted_.begin(), wanted_.end(), is_same)) wanted_.push_back({block, s.pages.need(p)});
@@ -129,7 +141,7 @@ void TailCopies::give() {
   make_room(wanted_.size());
   for (std::size_t i = 0; i < wanted_.size(); ++i)
     at(room_[i]) = {
-        .block = wanted_[i].block, .used = step_ - static_cast<std::uint32_t>(wanted_[i].need), .touched = step_};
+        .block = wanted_[i].block, .used = step_ - static_cast<std::uint64_t>(wanted_[i].need), .touched = step_};
   std::fill(entries_.begin(), entries_.end(), base::CopyEntry{-1, -1});
   for (std::size_t i = 0; i < copies_.size(); ++i) {
     const std::int32_t block = copies_[i].block;

@@ -13,11 +13,13 @@ namespace kvant::core {
 
 class TailCopies {
  public:
-  // encode_at_once: the writes of a step leave no tokens unencoded.
-  TailCopies(const base::ExactEnds<std::int32_t>& ends, std::int32_t copies, bool encode_at_once);
+  // encode_at_once: the writes of a step leave no tokens unencoded. steps: that there were before.
+  TailCopies(const base::ExactEnds<std::int32_t>& ends, std::int32_t copies, bool encode_at_once,
+             std::uint64_t steps = 0);
 
   // Gives copies to the pages that begin in this step, as far as there are some, and takes back those that earlier
-  // steps gave and that nobody wrote to (an engine's trial run, whose tables have any blocks). Tables are checked.
+  // steps gave and that nobody wrote to (an engine's trial run, whose tables have any blocks). Tables are checked. May
+  // throw std::bad_alloc, and then has changed nothing.
   void begin_step(const StepTables& tables);
   // The lists of the last begin_step.
   // to_encode, before the step's writes: blocks with tokens that only their copies have, and that the step does not
@@ -45,11 +47,12 @@ class TailCopies {
  private:
   struct Copy {
     std::int32_t block = -1;
-    std::uint32_t used = 0;  // the newest step that had the block among its copied pages, less how little it needs it
+    std::uint64_t used = 0;  // the newest step that had the block among its copied pages, less how little it needs it
     base::Unencoded what{};
     bool is_written = false;    // from its first position on
-    std::uint32_t touched = 0;  // the newest step whose rows lie in the block
+    std::uint64_t touched = 0;  // the newest step whose rows lie in the block
   };
+  void reserve(const StepTables& tables);
   void forget_long_steps(const StepTables& tables);
   void mark(const StepTables& tables);
   void touch(const StepTables& tables);
@@ -79,7 +82,7 @@ class TailCopies {
   std::vector<Wanted> wanted_;      // by need, then in the order of the batch
   std::vector<std::int32_t> room_;  // numbers of copies
   std::vector<base::BlockToEncode> to_encode_, behind_writes_;
-  std::uint32_t step_ = 0;
+  std::uint64_t step_;
   std::uint64_t changes_ = 0;
   std::int64_t misses_ = 0;
 };
