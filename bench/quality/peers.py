@@ -198,9 +198,9 @@ def kvant_bits(config: Any, k: str, v: str) -> float:
     return 8 * page.block_bytes / (64 * 2 * config.head_dim)
 
 
-def kvant_rows(model: Any, ids: torch.Tensor, step: int) -> list[Result]:
+def kvant_rows(model: Any, ids: torch.Tensor, step: int, pairs: list[str]) -> list[Result]:
     tokens = ids.shape[1] - 1
-    found = kvant.hf.evaluate(model, ids, PAIRS, positions=tokens, step=step, exact_ends="both")
+    found = kvant.hf.evaluate(model, ids, pairs, positions=tokens, step=step, exact_ends="both")
     return [
         Result(
             "kvant",
@@ -283,6 +283,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("folder", nargs="?", help="a Hugging Face model whose layers all attend to all tokens")
     parser.add_argument("--quick", action="store_true", help="a tiny model of random weights in place of a folder")
     parser.add_argument("--caches", default=",".join(FAMILIES), help=f"some of {','.join(FAMILIES)}")
+    parser.add_argument("--pairs", default=",".join(PAIRS), help="kvant's formats of keys/values")
     parser.add_argument("--text", default="topics", help="topics (English), code, or a file")
     parser.add_argument("--positions", type=int, help="2000; 320 with --quick")
     parser.add_argument("--step", type=int, default=32, help="tokens that are fed at a time")
@@ -307,7 +308,7 @@ def main(words: list[str] | None = None) -> None:
     results: list[Result] = []
     for part in ("kvant", "others"):
         if part == "kvant" and "kvant" in families:
-            results += kvant_rows(model, ids, a.step)
+            results += kvant_rows(model, ids, a.step, a.pairs.split(","))
         if part == "others" and caches:
             results += peer_rows(model, ids, a.step, caches)
         if a.json:

@@ -126,10 +126,10 @@ def test_blocks_of_llama_cpp_by_hand():
     levels = [float(level) for level in peer_formats.LEVELS / 2] * 2
     assert of_block(peer_formats, "iq4_nl", levels) == levels
     assert of_block(peer_formats, "iq4_nl", [-127.0] * 31 + [7.0]) == [-127.0] * 31 + [13.0]
-    # 120 becomes level 113, and then the scale grows from 1 to what fits 31 such values best.
-    scale = (127.0**4 + 31 * 120.0**3 * 113) / (127.0**4 + 31 * (120.0 * 113) ** 2)
-    stored = of_block(peer_formats, "iq4_nl", [-127.0] + [120.0] * 31)
-    assert stored == [float(np.float32(np.float16(scale)) * level) for level in (-127, *[113] * 31)]
+    # 50 becomes level 53, and then the scale falls from 1 to what fits 31 such values best.
+    scale = (127.0**4 + 31 * 50.0**3 * 53) / (127.0**4 + 31 * (50.0 * 53) ** 2)
+    stored = of_block(peer_formats, "iq4_nl", [-127.0] + [50.0] * 31)
+    assert stored == [float(np.float32(np.float16(scale)) * level) for level in (-127, *[53] * 31)]
 
 
 def test_blocks_of_llama_cpp_against_gguf():
@@ -175,8 +175,8 @@ def test_a_table_beside_other_caches(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     peers = script("peers")
     monkeypatch.setattr(peers, "installed", lambda package: False)
-    monkeypatch.setattr(peers, "PAIRS", ("tq6/tq4",))
-    peers.main(["--quick", "--positions", "256", "--step", "64", "--json", str(tmp_path / "out")])
+    words = ["--quick", "--positions", "256", "--step", "64", "--pairs", "tq6/tq4", "--json", str(tmp_path / "out")]
+    peers.main(words)
     found = json.loads((tmp_path / "out").read_text())
     rows = {(row["family"], row["cache"], row["exact"] == "none"): SimpleNamespace(**row) for row in found["rows"]}
     assert [line.partition(":")[0] for line in found["left"]] == [
@@ -218,14 +218,38 @@ def test_rows_of_one_batch_are_stored_apart(monkeypatch):
     only_keys = (coarse[0], peers.same)
     three = peers.run(model, ids, [layers(*only_keys), layers(*exact), layers(*coarse)], 32)
     assert three[1].kl < 1e-10 < 1e-4 < three[0].kl < three[2].kl
-    (alone,) = peers.run(model, ids, [layers(*coarse)], 32)
-    assert three[2].kl == pytest.approx(alone.kl, rel=1e-3) and alone.positions == 96
-    # Whatever the step: tokens are encoded before the step attends to them.
+    # As the cache alone gives, without a batch, and whatever the step: a step attends to what it has encoded.
+    with torch.no_grad():
+        exact, alone = (
+            model(ids[:, :-1], **{peers.versions.CACHE_NAME: peers.Cache(layers=layers(*stored))}).logits
+            for stored in (exact, coarse)
+        )
+    kl = peers._evaluate.compare(exact[0], alone[0], ids[0, 1:])[:, 0]
+    assert three[2].positions == 96 and three[2].kl == pytest.approx(float(kl.mean()), rel=1e-3)
     (slower,) = peers.run(model, ids, [layers(*coarse)], 5)
-    assert slower.kl == pytest.approx(alone.kl, rel=1e-3)
+    assert slower.kl == pytest.approx(float(kl.mean()), rel=1e-3)
+    assert slower.kl_p99 == pytest.approx(float(kl.quantile(0.99)), rel=1e-3)
 
+
+def test_scales_of_e4m3(monkeypatch):
+    torch = models.torch
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    peers = script("peers")
     stored = peers.e4m3(2.0)(torch.tensor([2000.0, -2000.0, 2.25, 2.1]))
     assert stored.tolist() == [896.0, -896.0, 2.25, 2.0]
+
+    model = peers.tiny()
+    ids = peers.model_and_ids(SimpleNamespace(quick=True, text="topics", positions=32))[1]
+    first = model.model.layers[0]
+    with torch.no_grad():
+        values = first.self_attn.v_proj(first.input_layernorm(model.model.embed_tokens(ids)))
+        assert peers.largest(model, ids)[0][1] == pytest.approx(float(values.abs().max()), rel=1e-5)
+    monkeypatch.setattr(peers, "largest", lambda model, ids: [(1344.0, 224.0), (448.0, 448.0)])
+    plain, calibrated = (peer.layers for peer in peers.peers(model, ids, ["e4m3"])[0])
+    given = torch.tensor([2000.0, 2.1])
+    kept = [part(given).tolist() for layer in calibrated for part in (layer.stored_keys, layer.stored_values)]
+    assert kept == [[1344.0, 2.0625], [224.0, 2.0], [448.0, 2.0], [448.0, 2.0]]
+    assert [part(given).tolist() for part in (plain[0].stored_keys, plain[1].stored_values)] == 2 * [[448.0, 2.0]]
 
 
 def test_exact_tokens_of_a_quantized_cache_count_two_bytes_a_value(monkeypatch):
