@@ -12,8 +12,8 @@ that over exact keys and values. Weights, attention and all else are float32. A 
 values, then attends to all that is stored:
 
 - kvant's rows are kvant.hf.evaluate's, with its usual exact ends and without any.
-- transformers' QuantizedCache is the class itself in its default settings (hqq on axis 1, as the documents of hqq advise). Its
-  newest tokens are exact until 128 have gathered; then all earlier tokens are decoded and encoded again.
+- transformers' QuantizedCache is the class itself in its default settings (hqq on axis 1, as the documents of hqq
+  advise). Its newest tokens are exact until 128 have gathered; then all earlier tokens are decoded and encoded again.
 - llama.cpp's types and e4m3 are decoded at once (peer_formats.py), and torch's attention reads the decoded values.
   e4m3 is the fp8 cache of vLLM: scale 1.0 is the default there. The calibrated scale maps the largest magnitude of
   each layer's keys (values) of this very text to 448.
