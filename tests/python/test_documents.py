@@ -18,7 +18,7 @@ from kvant._tools import tool
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MODEL = "google/gemma-3-270m-it"
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FILES = {"text.txt": 210, "other.txt": 300}  # characters
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"# needs [\w ]+\n")
@@ -31,18 +31,17 @@ def blocks(page: Path) -> list[tuple[str, str, int]]:
     return [block for block in found if block[0] in ("python", "text")]
 
 
-def gemma_270m():
-    """As many layers, kv heads and windows as Gemma 3 270M has, and its head_dim: caches take what its caches take."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+def smollm2_135m():
+    """As many layers and kv heads as SmolLM2-135M has, and its head_dim: caches take what its caches take."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 3
-    config = Gemma3TextConfig(
-        vocab_size=260, hidden_size=16, intermediate_size=16, num_hidden_layers=18, num_attention_heads=1,
-        num_key_value_heads=1, head_dim=256, sliding_window=512, layer_types=kinds, bos_token_id=None,
-        eos_token_id=None, pad_token_id=256, max_position_embeddings=4096,
+    config = LlamaConfig(
+        vocab_size=260, hidden_size=18, intermediate_size=16, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, head_dim=64, bos_token_id=None, eos_token_id=None, pad_token_id=256,
+        max_position_embeddings=4096,
     )  # fmt: skip
-    return Gemma3ForCausalLM(config).eval()
+    return LlamaForCausalLM(config).eval()
 
 
 def byte_tokenizer(**options):
@@ -67,7 +66,7 @@ def stand_ins(transformers, torch, monkeypatch, tmp_path):
 
         return from_pretrained
 
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", named(gemma_270m))
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", named(smollm2_135m))
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", named(byte_tokenizer))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["page"])
@@ -109,11 +108,11 @@ def test_two_pages_give_one_figure_for_one_measurement():
         "README.md", rf"the default moves predictions by a KL\s+divergence\s+of {both}, `tq4/tq4`\s+by\s+{both}, "
         rf"`fp8`\s+by\s+{both}\.",
     )  # fmt: skip
-    smollm2 = [figures("docs/hugging-face.md", rf"\n\| {row} \| {number} \|")[0] for row in (
+    smollm2 = [figures("docs/measurements.md", rf"\n\| {row} \| {number} \|")[0] for row in (
         r"\*\*tq6 / tq4\*\* \(default\)", "tq4 / tq4", "fp8 / fp8",
     )]  # fmt: skip
     qwen = figures(
-        "docs/hugging-face.md", rf"Qwen2.5-Coder-1.5B-Instruct \(\d+ tokens\) {number}\s+with\s+tq6/tq4, "
+        "docs/measurements.md", rf"Qwen2.5-Coder-1.5B-Instruct \(\d+ tokens\) {number}\s+with\s+tq6/tq4, "
         rf"{number}\s+with\s+tq4, {number}\s+with\s+fp8;",
     )  # fmt: skip
     assert list(map(float, readme[::2])) == list(map(float, smollm2))
