@@ -5,7 +5,8 @@ Documents must be free of offences. Comments of sources and the lengths of sourc
 older files exceed the rules. A maximum may only fall: a change that adds such a place must mend another one. --list
 prints every place that counts against a maximum; --lower writes lower maxima into this file after places were mended.
 
-The documents in docs/ together have a maximum of words, too: a new measurement replaces an older one.
+The documents in docs/ together have a maximum of words, too: a new measurement replaces an older one. GENERATED pages do
+not count, since nobody writes or reads them from beginning to end.
 """
 import ast
 import pathlib
@@ -20,7 +21,8 @@ MAXIMA = {
     "source lines over 120 columns": 0,
     "comments behind code that open with of": 175,
 }
-MOST_WORDS = 50000  # in docs/, as wc -w counts
+MOST_WORDS = 36000  # in docs/, as wc -w counts
+GENERATED = {"docs/architectures.md"}  # by tests/python/architectures.py --write
 SOURCE_COLUMNS, PROSE_COLUMNS = 120, 120
 
 # Phrases to avoid, and what to write instead: they mean nothing to a reader who has not seen the code.
@@ -172,9 +174,10 @@ def lower(counts):
 def main():
     names = tracked()
     offences, places = [], {what: [] for what in MAXIMA}
-    words = sum(len((ROOT / name).read_text().split()) for name in names if re.match(r"docs/.*\.md$", name))
+    counted = [name for name in names if re.match(r"docs/.*\.md$", name) and name not in GENERATED]
+    words = sum(len((ROOT / name).read_text().split()) for name in counted)
     if words > MOST_WORDS:
-        offences.append(f"docs/: {words} words, where at most {MOST_WORDS} are allowed")
+        offences.append(f"docs/: {words} words, where at most {MOST_WORDS} are allowed, without generated pages")
     for name in names:
         if name.endswith(".md"):
             offences += check_document(name, (ROOT / name).read_text())

@@ -1,4 +1,4 @@
-// Who does what, from the lengths in device memory, so that a launch recorded in a graph follows them. docs/glossary.md
+// Who does what, from the lengths in device memory, so that a launch recorded in a graph follows them. docs/kernels.md
 // has the words (row block, segment, item, part).
 //
 // The work is a line of units. A segment is the visible pages of one (sequence, kv head, row block, domain), in that
