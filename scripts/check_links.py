@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Relative links in the Markdown files point at files (and headings) that exist, and docs/README.md, or the README.md of
-the page's folder, links to every page of docs/. Exits 1 with every broken or missing link."""
+"""Relative links in the Markdown files point at files (and headings) that exist, and docs/README.md, or the README.md
+of the page's folder, links to every page of docs/. Exits 1 with every broken or missing link."""
 import pathlib
 import re
 import sys

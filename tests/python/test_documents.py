@@ -44,19 +44,6 @@ def smollm2_135m():
     return LlamaForCausalLM(config).eval()
 
 
-def byte_tokenizer(**options):
-    """Bytes are tokens; and a token for padding."""
-    import tokenizers
-    from tokenizers import decoders, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", chat_template=template, **options)
-
-
 @pytest.fixture
 def stand_ins(transformers, torch, monkeypatch, tmp_path):
     def named(make):
@@ -67,7 +54,7 @@ def stand_ins(transformers, torch, monkeypatch, tmp_path):
         return from_pretrained
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", named(smollm2_135m))
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", named(byte_tokenizer))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", named(models.byte_tokenizer))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["page"])
     for name, size in FILES.items():
@@ -106,7 +93,7 @@ def test_two_pages_give_one_figure_for_one_measurement():
     both = rf"{number}\s+\({number}\)"  # SmolLM2's and Qwen's
     readme = figures(
         "README.md", rf"the default moves predictions by a KL\s+divergence\s+of {both}, `tq4/tq4`\s+by\s+{both}, "
-        rf"`fp8`\s+by\s+{both}\.",
+        rf"`fp8`\s+by\s+{both}",
     )  # fmt: skip
     smollm2 = [figures("docs/measurements.md", rf"\n\| {row} \| {number} \|")[0] for row in (
         r"\*\*tq6 / tq4\*\* \(default\)", "tq4 / tq4", "fp8 / fp8",
@@ -121,3 +108,26 @@ def test_two_pages_give_one_figure_for_one_measurement():
     ours = rf"takes\s+{number} us as tq6/tq4 and {number} us as tq4"
     page = figures("docs/cuda.md", rf"{ours}, where\s+Flash.*?takes {number}")
     assert readme == [page[1], page[0], page[2]]
+
+
+def test_speed_in_vllm_is_one_measurement_everywhere():
+    number = r"(\d+\.\d+)"
+    row = r"\n\| {} \| \d+(?:\.\d+)? \| [\d.]+ \({}\)"
+    measured = [
+        figures("docs/measurements.md", row.format(what, number))[0]
+        for what in ("16 x 8192", "1 x 2048", r"128 requests of 4096 \+ 512, all output")
+    ]
+    many, one, throughput = measured
+    of_8192 = r"16\s+requests\s+of\s+8192\s+tokens"
+    readme = figures("README.md", rf"{of_8192}\s+{number}\s+times.*?2048\s+tokens\s+{number}\s+times")
+    assert readme == [many, one]
+    for page in ("docs/vllm.md", "CHANGELOG.md"):
+        text = figures(page, rf"{of_8192}\s+decode\s+{number}\s+times.*?{number}\s+times")
+        assert text == [many, throughput], page
+        assert figures(page, rf"one\s+request\s+of\s+2048\s+tokens(?:\s+decodes)?\s+{number}\s+times") == [one], page
+
+
+def test_the_prefix_of_the_snippet_is_longer_than_a_page_of_any_tokenizer():
+    """Bytes stand in for tokens here; a real tokenizer makes at least one token of a word."""
+    prompt, times = figures("docs/hugging-face.md", r'\nsystem_prompt = "([^"]*)" \* (\d+)\n')
+    assert len(prompt.split()) * int(times) > 64
