@@ -1,4 +1,4 @@
-"""document.py MODEL: runs the Python of docs/vllm.md as it stands, with vLLM on the CPU. MODEL stands in for its model."""
+"""document.py MODEL: runs the Python of docs/vllm.md as it stands, with vLLM on the CPU and MODEL for its model."""
 
 from __future__ import annotations
 
