@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Relative links in the Markdown files point at files (and headings) that exist, and docs/README.md links to every page
-of docs/. Exits 1 with every broken or missing link."""
+"""Relative links in the Markdown files point at files (and headings) that exist, and docs/README.md, or the README.md
+of the page's folder, links to every page of docs/. Exits 1 with every broken or missing link."""
 import pathlib
 import re
 import sys
@@ -27,7 +27,7 @@ def main():
             target, _, anchor = link.partition("#")
             file = (path.parent / target).resolve() if target else path
             name = path.relative_to(ROOT)
-            if path == ROOT / "docs/README.md":
+            if path.name == "README.md" and (ROOT / "docs") in path.parents:
                 listed.add(file)
             if not file.exists():
                 broken.append(f"{name}: {link}: no such file")

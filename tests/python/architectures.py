@@ -2,7 +2,7 @@
 
     python tests/python/architectures.py                 # all, one line each
     python tests/python/architectures.py llama mllama    # some
-    python tests/python/architectures.py --write         # all, and docs/architectures.md
+    python tests/python/architectures.py --write         # all, and tests/python/architectures.md
 
 A padded batch of 2 passes in five forward passes (60, 1, 1, 24, 1 tokens), then generate() runs. Right is what the
 model gives without kvant.
@@ -40,7 +40,7 @@ FORWARDS = (60, 1, 1, 24, 1)
 SHORTER = (60, 1, 1)  # without padding, where a model cannot do more
 PADDING = 5  # tokens before the second row
 NEW = 4  # tokens of generate()
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
+PAGE = Path(__file__).with_name("architectures.md")
 TOLERANCE = 1e-4  # of the logits' standard deviation
 SECONDS = 240  # for one architecture
 ISA = next(i["name"] for i in kvant.info()["isas"] if i["available"] and i["name"] != "amx")
@@ -303,7 +303,7 @@ def section(title: str, results: list[Result]) -> list[str]:
 
 
 def page(causal: list[Result], images: list[Result]) -> str:
-    """docs/architectures.md."""
+    """tests/python/architectures.md."""
     worst = max(r.error for r in causal + images)
     text = [HEAD.format(causal=len(causal), images=len(images), version=version(), worst=worst)]
     text += section("Causal language models", causal)
@@ -316,7 +316,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="TYPE", help="types of transformers' table; default: all")
     parser.add_argument("--images", action="store_true", help="TYPE is of the table of models that read images")
-    parser.add_argument("--write", action="store_true", help="all of both tables, and docs/architectures.md")
+    parser.add_argument("--write", action="store_true", help="all of both tables, and tests/python/architectures.md")
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     arguments = parser.parse_args()
     quiet()

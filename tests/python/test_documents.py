@@ -18,7 +18,7 @@ from kvant._tools import tool
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MODEL = "google/gemma-3-270m-it"
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FILES = {"text.txt": 210, "other.txt": 300}  # characters
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"# needs [\w ]+\n")
@@ -31,31 +31,17 @@ def blocks(page: Path) -> list[tuple[str, str, int]]:
     return [block for block in found if block[0] in ("python", "text")]
 
 
-def gemma_270m():
-    """As many layers, kv heads and windows as Gemma 3 270M has, and its head_dim: caches take what its caches take."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+def smollm2_135m():
+    """As many layers and kv heads as SmolLM2-135M has, and its head_dim: caches take what its caches take."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 3
-    config = Gemma3TextConfig(
-        vocab_size=260, hidden_size=16, intermediate_size=16, num_hidden_layers=18, num_attention_heads=1,
-        num_key_value_heads=1, head_dim=256, sliding_window=512, layer_types=kinds, bos_token_id=None,
-        eos_token_id=None, pad_token_id=256, max_position_embeddings=4096,
+    config = LlamaConfig(
+        vocab_size=260, hidden_size=18, intermediate_size=16, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, head_dim=64, bos_token_id=None, eos_token_id=None, pad_token_id=256,
+        max_position_embeddings=4096,
     )  # fmt: skip
-    return Gemma3ForCausalLM(config).eval()
-
-
-def byte_tokenizer(**options):
-    """Bytes are tokens; and a token for padding."""
-    import tokenizers
-    from tokenizers import decoders, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", chat_template=template, **options)
+    return LlamaForCausalLM(config).eval()
 
 
 @pytest.fixture
@@ -67,8 +53,8 @@ def stand_ins(transformers, torch, monkeypatch, tmp_path):
 
         return from_pretrained
 
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", named(gemma_270m))
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", named(byte_tokenizer))
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", named(smollm2_135m))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", named(models.byte_tokenizer))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["page"])
     for name, size in FILES.items():
@@ -107,20 +93,41 @@ def test_two_pages_give_one_figure_for_one_measurement():
     both = rf"{number}\s+\({number}\)"  # SmolLM2's and Qwen's
     readme = figures(
         "README.md", rf"the default moves predictions by a KL\s+divergence\s+of {both}, `tq4/tq4`\s+by\s+{both}, "
-        rf"`fp8`\s+by\s+{both}\.",
+        rf"`fp8`\s+by\s+{both}",
     )  # fmt: skip
-    smollm2 = [figures("docs/hugging-face.md", rf"\n\| {row} \| {number} \|")[0] for row in (
+    smollm2 = [figures("docs/measurements.md", rf"\n\| {row} \| {number} \|")[0] for row in (
         r"\*\*tq6 / tq4\*\* \(default\)", "tq4 / tq4", "fp8 / fp8",
     )]  # fmt: skip
     qwen = figures(
-        "docs/hugging-face.md", rf"Qwen2.5-Coder-1.5B-Instruct \(\d+ tokens\) {number}\s+with\s+tq6/tq4, "
+        "docs/measurements.md", rf"Qwen2.5-Coder-1.5B-Instruct \(\d+ tokens\) {number}\s+with\s+tq6/tq4, "
         rf"{number}\s+with\s+tq4, {number}\s+with\s+fp8;",
     )  # fmt: skip
     assert list(map(float, readme[::2])) == list(map(float, smollm2))
     assert list(map(float, readme[1::2])) == list(map(float, qwen))
     readme = figures("README.md", rf"takes\s+{number}\s+us\s+as `tq4`\s+and\s+{number} as `tq6/tq4`.*?takes {number}")
-    page = figures(
-        "docs/cuda.md",
-        rf"takes\s+{number} us as tq6/tq4 and {number} us as tq4, where\s+Flash.*?takes {number}",
-    )  # fmt: skip
+    ours = rf"takes\s+{number}\s+us\s+as\s+tq6/tq4\s+and\s+{number}\s+us\s+as\s+tq4"
+    page = figures("docs/cuda.md", rf"{ours},\s+where\s+Flash.*?takes\s+{number}")
     assert readme == [page[1], page[0], page[2]]
+
+
+def test_speed_in_vllm_is_one_measurement_everywhere():
+    number = r"(\d+\.\d+)"
+    row = r"\n\| {} \| \d+(?:\.\d+)? \| [\d.]+ \({}\)"
+    measured = [
+        figures("docs/measurements.md", row.format(what, number))[0]
+        for what in ("16 x 8192", "1 x 2048", r"128 requests of 4096 \+ 512, all output")
+    ]
+    many, one, throughput = measured
+    of_8192 = r"16\s+requests\s+of\s+8192\s+tokens"
+    readme = figures("README.md", rf"{of_8192}\s+{number}\s+times.*?2048\s+tokens\s+{number}\s+times")
+    assert readme == [many, one]
+    for page in ("docs/vllm.md", "CHANGELOG.md"):
+        text = figures(page, rf"{of_8192}\s+decode\s+{number}\s+times.*?{number}\s+times")
+        assert text == [many, throughput], page
+        assert figures(page, rf"one\s+request\s+of\s+2048\s+tokens(?:\s+decodes)?\s+{number}\s+times") == [one], page
+
+
+def test_the_prefix_of_the_snippet_is_longer_than_a_page_of_any_tokenizer():
+    """Bytes stand in for tokens here; a real tokenizer makes at least one token of a word."""
+    prompt, times = figures("docs/hugging-face.md", r'\nsystem_prompt = "([^"]*)" \* (\d+)\n')
+    assert len(prompt.split()) * int(times) > 64

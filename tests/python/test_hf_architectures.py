@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 import architectures  # noqa: E402
 import torch  # noqa: E402
 
-# One of each kind: the whole list takes minutes and is docs/architectures.md.
+# One of each kind: the whole list takes minutes and is tests/python/architectures.md.
 QUICK = {
     "flint": "attention",  # sinks, without sdpa
     "vaultgemma": "attention",  # softcap, without sdpa

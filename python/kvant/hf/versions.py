@@ -111,7 +111,7 @@ HARMLESS = frozenset(
 # What transformers' sdpa attention reads beside the arguments of all attention functions: position_bias, from 5.24 on.
 SDPA_ARGUMENTS = frozenset(inspect.signature(sdpa_attention_forward).parameters) & {"position_bias"}
 
-# Models that declare no sdpa because that has no sink logits and does not cap logits: docs/architectures.md.
+# Models that declare no sdpa because that has no sink logits and does not cap logits: tests/python/architectures.md.
 WITHOUT_SDPA = frozenset(
     {"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"}
 )

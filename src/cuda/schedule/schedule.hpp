@@ -1,4 +1,4 @@
-// Who does what, from the lengths in device memory, so that a launch recorded in a graph follows them. docs/glossary.md
+// Who does what, from the lengths in device memory, so that a launch recorded in a graph follows them. docs/kernels.md
 // has the words (row block, segment, item, part).
 //
 // The work list has all segments of a launch, one after another. A segment is the visible pages of one (sequence, kv

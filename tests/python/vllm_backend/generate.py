@@ -25,6 +25,17 @@ import kvant.vllm
 
 torch.set_num_threads(1)
 
+# Options of an engine for a small model on a CPU.
+SMALL = dict(
+    dtype="float32",
+    max_model_len=2048,
+    max_num_seqs=4,
+    max_num_batched_tokens=256,
+    enforce_eager=True,
+    compilation_config={"custom_ops": ["none"]},  # their definitions in torch
+    kv_cache_memory_bytes=1 << 28,
+)
+
 
 def compute_slot_mapping(table, requests, query_start_loc, positions):
     """BlockTable's: the slots of tokens; -1 where another rank has the token."""
@@ -71,19 +82,8 @@ def main():
     preempt, preemptions = Scheduler._preempt_request, []
     Scheduler._preempt_request = lambda *a, **k: preemptions.append(0) or preempt(*a, **k)
 
-    options = dict(
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=2048,
-        max_num_seqs=4,
-        max_num_batched_tokens=256,
-        enforce_eager=True,
-        compilation_config={"custom_ops": ["none"]},  # their definitions in torch
-        kv_cache_memory_bytes=1 << 28,
-        attention_backend="CUSTOM",
-        kv_cache_dtype=request["cache_dtype"],
-    )
-    llm = LLM(model, **(options | request.get("options", {})))
+    options = dict(skip_tokenizer_init=True, attention_backend="CUSTOM", kv_cache_dtype=request["cache_dtype"])
+    llm = LLM(model, **(SMALL | options | request.get("options", {})))
     rounds = []
     for r in request["rounds"]:
         sampling = SamplingParams(max_tokens=r["max_tokens"], temperature=0.0, detokenize=False, ignore_eos=True)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import models
 import pytest
 
 SCRIPT = Path(__file__).with_name("generate.py")
@@ -61,6 +65,20 @@ def test_exact_pages_give_the_exact_models_tokens(generate, prompts, exact):
     tokens, cached = again[0]
     assert tokens == exact[0][8:16]
     assert cached >= 512  # of 608 tokens: whole blocks of the first round
+
+
+def test_the_python_of_the_document(nano_path, tmp_path):
+    """docs/vllm.md, with the log lines by which it says one sees that kvant serves."""
+    model = tmp_path / "model"
+    shutil.copytree(nano_path, model)
+    models.byte_tokenizer().save_pretrained(model)
+    done = subprocess.run(
+        [sys.executable, SCRIPT.with_name("document.py"), model], capture_output=True, text=True, timeout=600,
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"},
+    )  # fmt: skip
+    assert "RAN vllm.md" in done.stdout, done.stderr[-3000:]
+    ends = r"exact copies of the first 64 and the newest 64 to 127 tokens: .* enough for 4 of 4 requests"
+    assert re.search(ends + r", and for the newest block of 4\b", done.stdout + done.stderr)
 
 
 def test_compressed_pages(nano, torch, generate, prompts):
