@@ -6,7 +6,7 @@
     kvant.hf.disable(model)
 
     cache = kvant.hf.cache(model)                # or a cache of one's own: several turns, prefixes (copy.deepcopy)
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, cache=cache)        # past_key_values=cache before transformers 5.24
     kvant.hf.save(cache, "chat.kvs")             # and kvant.hf.load(model, "chat.kvs"), in another process
 
     kvant.hf.enable(model, prefix_cache="DIR")   # prompts that begin as earlier ones are not computed again
