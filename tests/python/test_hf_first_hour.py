@@ -249,7 +249,11 @@ def test_a_file_without_token_ids_says_so(llama, prompts, disabled, tmp_path):
     ],
 )
 def test_names_of_other_software_get_a_hint(llama, disabled, options, hint):
-    for call in (lambda: kvant.hf.enable(llama, **options), lambda: kvant.Cache(kv_heads=1, head_dim=64, **options)):
+    for call in (
+        lambda: kvant.hf.enable(llama, **options),
+        lambda: kvant.hf.Settings.make(**options),
+        lambda: kvant.Cache(kv_heads=1, head_dim=64, **options),
+    ):
         with pytest.raises(kvant.InvalidArgument, match=hint):
             call()
 
