@@ -137,12 +137,7 @@ def test_numbers_of_a_vector_lie_side_by_side(rng):
 
 def test_doubles_are_refused_with_the_way_out(one):
     cache, sequence, _, _ = one
-<<<<<<< HEAD
-    said = r"^q has dtype float64: .* convert it by .astype\(numpy.float32\)$"
-    with pytest.raises(kvant.InvalidArgument, match=said):
-=======
     with pytest.raises(kvant.InvalidArgument, match=r"^q has dtype float64: .*it by .astype\(numpy.float32\)$"):
->>>>>>> w/firsthour
         cache.attend(sequence, 0, np.ones((1, 4, D)))
     torch = pytest.importorskip("torch")
     with pytest.raises(kvant.InvalidArgument, match=r"^q has dtype torch.float64: .*; convert it by .float\(\)$"):
