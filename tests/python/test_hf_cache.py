@@ -436,6 +436,22 @@ def test_refusals(enabled_llama, prompts):
             kvant.hf.attention.attend(attention, query, *packed, None)
 
 
+def test_options_reach_the_caches_and_what_stored_bytes_depend_on(sliding, prompts):
+    settings = kvant.hf.Settings.make(short_windows=1, strict=True, products=16, threads=1, fresh_keys=False)
+    assert settings.short_windows is True and settings.of_plans() == {"products": 16}
+    stored = kvant.hf.saving.stored_options(settings)
+    assert stored["short_windows"] is True and stored["fresh_keys"] is False
+    assert not {"threads", "isa", "strict", "bases", "products"} & set(stored)
+    assert "rollback_tokens" not in settings.of_cache(False, 0)
+    cache = new_cache(sliding, short_windows=True, rollback_tokens=200, sink_pages=2, tail_pages=1, exact="f32")
+    forward(sliding, cache, ids_of(prompts, 300))
+    window, full = sorted(cache.groups, key=lambda group: group.window == 0)
+    assert (window.cache.rollback_tokens, full.cache.rollback_tokens) == (200, 0)
+    assert (full.ends.sink_pages, full.ends.tail_pages, full.ends.dtype) == (2, 1, "f32")
+    assert full.tokens_read() == (300 - 64, 64)  # pages 0, 1 and 3 on are exact, and page 2 is encoded
+    assert kvant.hf.report(cache).rows[2].ends == "2 sink and 1 tail pages, f32"
+
+
 def test_options_that_cannot_be(llama):
     for options, error, message in (
         ({"k": "tq9"}, kvant.InvalidArgument, "must be one of"),
