@@ -287,6 +287,7 @@ TEST(Formats, NamesRoundTripAndUnknownOnesListTheKnown) {
       {"bfloat16", "; for bfloat16 write bf16"},
       {"tq6/tq4", "; keys and values are given separately: k = tq6, v = tq4"},
       {"tq8/tq2", "; keys and values are given separately: k = tq8, v = tq2"},
+      {"tq8/q4", "; keys and values are given separately: k = tq6, v = tq4"},
       {"q8/q4", "; keys and values are given separately: k = tq6, v = tq4"},
   };
   for (const auto& [name, hint] : hints) {

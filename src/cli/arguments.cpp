@@ -162,8 +162,7 @@ std::vector<std::string> join_lists(const CLI::App& app, const std::vector<std::
       continue;
     }
     const bool is_output = option->get_type_name() == kFileType && option->get_expected_min() == 0;
-    if (is_output && equals == std::string::npos && at < arguments.size() &&
-        (is_read(arguments[at]) || subcommand_of(*command, arguments[at]) != nullptr)) {
+    if (is_output && equals == std::string::npos && at < arguments.size() && is_read(arguments[at])) {
       out.push_back(word + "=-");
       continue;
     }

@@ -46,7 +46,7 @@ CLI::Option* add_list(CLI::App& command, const std::string& name, std::vector<T>
 /// A file to read or to write.
 CLI::Option* add_file(CLI::App& command, const std::string& name, std::string& path, const std::string& what);
 /// A text to write, which goes to standard output where the option names no file. A word behind the option is the
-/// command's if it names an operation or has the ending of files that are read: `kvant eval --json qkv.safetensors`.
+/// command's if it has the ending of files that are read: `kvant eval --json qkv.safetensors`.
 CLI::Option* add_output(CLI::App& command, const std::string& name, std::string& path, const std::string& what);
 /// Numbers of tokens: 32k is 32768, 1m is 1048576.
 CLI::Option* with_units(CLI::Option* option);

@@ -36,7 +36,7 @@ std::string of_bits(std::string_view name) {
   if (begin >= name.size() ||
       (begin + 1 < name.size() && std::isdigit(static_cast<unsigned char>(name[begin + 1])) != 0))
     return "";
-  for (int bits = std::max(name[begin] - '0', 2); bits <= 8; ++bits) {
+  for (int bits = name[begin] - '0'; bits <= 8; ++bits) {
     if (const std::string own = fmt::format("tq{}", bits); is_format(own)) return own;
   }
   return "";
