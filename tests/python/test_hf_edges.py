@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import types
 
 import pytest
@@ -11,8 +12,9 @@ pytest.importorskip("transformers", reason="needs transformers")
 
 import torch  # noqa: E402
 
-from kvant.hf import prefixes, weights  # noqa: E402
+from kvant.hf import prefixes, saving, weights  # noqa: E402
 from kvant.hf.conversation import Conversation, _first_difference, go_back  # noqa: E402
+from kvant.hf.settings import Settings  # noqa: E402
 
 NAME = "model.rope_deltas"
 SHIFT = torch.tensor([[7]])
@@ -173,6 +175,22 @@ def test_tokens_that_saw_a_later_one_stay_together(ids, refused):
         assert cache.taken
 
 
+# --- padding in files ---
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 1), (1, 7), (1, 8), (3, 3), (2, 8), (2, 64), (3, 65)])
+def test_each_bit_of_padding_is_in_the_file(rows, length):
+    for place in (0, rows * length // 2, rows * length - 1):
+        stored = torch.ones(rows * length, dtype=torch.bool)
+        stored[place] = False
+        cache = types.SimpleNamespace(groups=[], stored=stored.view(rows, length), conversation=known(length, rows),
+                                      rows=rows, length=length, settings=Settings.make())  # fmt: skip
+        packed = base64.b64decode(saving.describe(cache)["hf.stored"])
+        assert len(packed) == (rows * length + 7) // 8
+        assert [packed[i // 8] >> i % 8 & 1 for i in range(rows * length)] == stored.tolist()
+        assert int.from_bytes(packed, "little") < 1 << rows * length
+
+
 # --- plain texts ---
 
 
@@ -246,6 +264,20 @@ def test_checksums_follow_signs():
     del x
     contents.forget_the_dead()
     assert len(contents._known) == 2
+
+
+def test_a_checksum_is_of_one_tensor():
+    """Another one in the same place of memory, with the same number, differs between its samples."""
+    contents, x = weights.Contents(), torch.zeros(100_000)
+    first = contents.of(weights.Weight("x", x))
+    y = x.detach()
+    for place in range(100):
+        contents._known = {id(y): contents._known.popitem()[1]}
+        x.data[place] = 1
+        assert weights.stamps([x]) == weights.stamps([y])
+        assert contents.of(weights.Weight("y", y)) != first
+        x.data[place] = 0
+        first, x, y = contents.of(weights.Weight("y", y)), y, x
 
 
 def test_sets_are_described_in_one_order():
