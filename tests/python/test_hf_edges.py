@@ -39,6 +39,22 @@ def test_a_crop_forgets_images_that_begin_behind_it(length, media):
     assert not length or torch.equal(made.ids(length), torch.arange(length)[None])
 
 
+def test_a_crop_to_nothing_leaves_nothing():
+    made = known()
+    made._change((0, 0), {NAME: SHIFT})
+    made.restored = made.by_embeddings = True
+    made._moments.add(1)
+    made.crop(0)
+    assert not (made._kept or made.restored or made.by_embeddings or made._moments) and made.ids(0) is None
+
+
+@pytest.mark.parametrize("removed", [1, 2, 49])
+def test_a_crop_of_few_tokens(removed):
+    made = known()
+    made.crop(50 - removed)
+    assert torch.equal(made.ids(50 - removed), torch.arange(50 - removed)[None]) and made.ids(50) is None
+
+
 @pytest.mark.parametrize("end", [11, 12, 20])
 def test_positions_within_an_image_are_not_known(end):
     made = known()
@@ -158,6 +174,19 @@ def test_rows_of_one_prompt_are_compared_with_each_of_their_beams():
     assert cache.taken == [-20]
     go_back(other := held(100, rows=4), None, prompt(100).repeat(3, 1), 0, None, {}, None)
     assert not other.taken  # another batch, which the cache refuses
+    two = torch.cat([prompt(100), prompt(100, 0)])
+    cache = held(100, rows=4)
+    cache.conversation.know(two.repeat_interleave(2, 0))
+    go_back(cache, None, two, 0, None, {}, None)
+    assert cache.taken == [-1]
+
+
+def test_new_ids_are_compared_with_nothing():
+    cache = held(100)
+    go_back(cache, None, prompt(3, 0), 0, torch.ones(1, 103), {}, None)
+    assert not cache.taken and not cache.conversation.whole_prompt
+    go_back(cache, None, prompt(100), 0, torch.ones(1, 100), {}, None)
+    assert cache.taken == [-1] and cache.conversation.whole_prompt
 
 
 @pytest.mark.parametrize(("ids", "refused"), [
@@ -228,6 +257,14 @@ def test_the_last_byte_counts(size):
         found.add(weights.checksum(x, "x"))
         x[place] = 0
     assert len(found) == 5
+
+
+@pytest.mark.parametrize(("one", "other"), [((0, 1), (0, 2)), ((1, 0), (2, 0)), ((0, 0), (1, 1)), ((9, 4095), (9, 0))])
+def test_values_that_change_places_are_seen(one, other):
+    x = torch.arange(10 * 4096).view(10, 4096)
+    y = x.clone()
+    y[one], y[other] = x[other], x[one]
+    assert weights.checksum(x, "x") != weights.checksum(y, "x")
 
 
 def test_strides_and_shapes_are_signs():
