@@ -202,6 +202,31 @@ def test_a_past_that_is_hidden_later(model, prompts):
     assert not torch.allclose(a[1], with_all[1], atol=1e-3)
 
 
+@pytest.mark.parametrize("row", [0, 1])
+def test_padding_of_each_row_stays_hidden(enabled_llama, row):
+    cache = new_cache(enabled_llama)
+    cache.length, cache.stored = 3, torch.ones((2, 3), dtype=torch.bool)
+    cache.stored[row, 1] = False
+    mask = torch.ones((2, 4), dtype=torch.long)
+    with pytest.raises(ValueError, match="visible that were padding when they were given"):
+        cache.note_padding(mask, 3, 1)
+    mask[row, 1] = 0
+    assert cache.note_padding(mask, 3, 1)
+    mask[1 - row, 0] = 0
+    assert not cache.note_padding(mask, 3, 1)  # hides a token that is stored
+
+
+def test_a_crop_of_more_than_there_is(enabled_llama, prompts):
+    cache = new_cache(enabled_llama)
+    forward(enabled_llama, cache, ids_of(prompts, 70))
+    for n in (-71, -72, -200):
+        with pytest.raises(ValueError, match="more than the 70 tokens that the cache holds"):
+            cache.crop(n)
+    assert cache.get_seq_length() == cache.length == 70
+    cache.crop(-70)
+    assert cache.get_seq_length() == cache.length == 0
+
+
 def test_masks_that_cannot_be(enabled_llama, prompts):
     model, inputs = enabled_llama, prompts(50, 30)
     cache = new_cache(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import types
 
 import pytest
@@ -11,8 +12,9 @@ pytest.importorskip("transformers", reason="needs transformers")
 
 import torch  # noqa: E402
 
-from kvant.hf import prefixes, weights  # noqa: E402
+from kvant.hf import prefixes, saving, weights  # noqa: E402
 from kvant.hf.conversation import Conversation, _first_difference, go_back  # noqa: E402
+from kvant.hf.settings import Settings  # noqa: E402
 
 NAME = "model.rope_deltas"
 SHIFT = torch.tensor([[7]])
@@ -35,6 +37,22 @@ def test_a_crop_forgets_images_that_begin_behind_it(length, media):
     made.crop(length)
     assert len(made.media) == len(made.ahead) == media
     assert not length or torch.equal(made.ids(length), torch.arange(length)[None])
+
+
+def test_a_crop_to_nothing_leaves_nothing():
+    made = known()
+    made._change((0, 0), {NAME: SHIFT})
+    made.restored = made.by_embeddings = True
+    made._moments.add(1)
+    made.crop(0)
+    assert not (made._kept or made.restored or made.by_embeddings or made._moments) and made.ids(0) is None
+
+
+@pytest.mark.parametrize("removed", [1, 2, 49])
+def test_a_crop_of_few_tokens(removed):
+    made = known()
+    made.crop(50 - removed)
+    assert torch.equal(made.ids(50 - removed), torch.arange(50 - removed)[None]) and made.ids(50) is None
 
 
 @pytest.mark.parametrize("end", [11, 12, 20])
@@ -156,6 +174,19 @@ def test_rows_of_one_prompt_are_compared_with_each_of_their_beams():
     assert cache.taken == [-20]
     go_back(other := held(100, rows=4), None, prompt(100).repeat(3, 1), 0, None, {}, None)
     assert not other.taken  # another batch, which the cache refuses
+    two = torch.cat([prompt(100), prompt(100, 0)])
+    cache = held(100, rows=4)
+    cache.conversation.know(two.repeat_interleave(2, 0))
+    go_back(cache, None, two, 0, None, {}, None)
+    assert cache.taken == [-1]
+
+
+def test_new_ids_are_compared_with_nothing():
+    cache = held(100)
+    go_back(cache, None, prompt(3, 0), 0, torch.ones(1, 103), {}, None)
+    assert not cache.taken and not cache.conversation.whole_prompt
+    go_back(cache, None, prompt(100), 0, torch.ones(1, 100), {}, None)
+    assert cache.taken == [-1] and cache.conversation.whole_prompt
 
 
 @pytest.mark.parametrize(("ids", "refused"), [
@@ -171,6 +202,22 @@ def test_tokens_that_saw_a_later_one_stay_together(ids, refused):
     else:
         go_back(cache, None, ids, 0, None, {}, None)
         assert cache.taken
+
+
+# --- padding in files ---
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 1), (1, 7), (1, 8), (3, 3), (2, 8), (2, 64), (3, 65)])
+def test_each_bit_of_padding_is_in_the_file(rows, length):
+    for place in (0, rows * length // 2, rows * length - 1):
+        stored = torch.ones(rows * length, dtype=torch.bool)
+        stored[place] = False
+        cache = types.SimpleNamespace(groups=[], stored=stored.view(rows, length), conversation=known(length, rows),
+                                      rows=rows, length=length, settings=Settings.make())  # fmt: skip
+        packed = base64.b64decode(saving.describe(cache)["hf.stored"])
+        assert len(packed) == (rows * length + 7) // 8
+        assert [packed[i // 8] >> i % 8 & 1 for i in range(rows * length)] == stored.tolist()
+        assert int.from_bytes(packed, "little") < 1 << rows * length
 
 
 # --- plain texts ---
@@ -212,6 +259,14 @@ def test_the_last_byte_counts(size):
     assert len(found) == 5
 
 
+@pytest.mark.parametrize(("one", "other"), [((0, 1), (0, 2)), ((1, 0), (2, 0)), ((0, 0), (1, 1)), ((9, 4095), (9, 0))])
+def test_values_that_change_places_are_seen(one, other):
+    x = torch.arange(10 * 4096).view(10, 4096)
+    y = x.clone()
+    y[one], y[other] = x[other], x[one]
+    assert weights.checksum(x, "x") != weights.checksum(y, "x")
+
+
 def test_strides_and_shapes_are_signs():
     x = torch.zeros(8, 8)
     found = [weights.stamps([y]) for y in (x, x.t(), x.view(64), x[1:], x.view(torch.int32))]
@@ -246,6 +301,20 @@ def test_checksums_follow_signs():
     del x
     contents.forget_the_dead()
     assert len(contents._known) == 2
+
+
+def test_a_checksum_is_of_one_tensor():
+    """Another one in the same place of memory, with the same number, differs between its samples."""
+    contents, x = weights.Contents(), torch.zeros(100_000)
+    first = contents.of(weights.Weight("x", x))
+    y = x.detach()
+    for place in range(100):
+        contents._known = {id(y): contents._known.popitem()[1]}
+        x.data[place] = 1
+        assert weights.stamps([x]) == weights.stamps([y])
+        assert contents.of(weights.Weight("y", y)) != first
+        x.data[place] = 0
+        first, x, y = contents.of(weights.Weight("y", y)), y, x
 
 
 def test_sets_are_described_in_one_order():

@@ -685,6 +685,16 @@ def test_scales_of_adapters_count(adapted):
     assert of(adapted) == before
 
 
+@pytest.mark.parametrize("name", ["fan_in_fan_out", "cast_input_dtype_enabled"])
+def test_attributes_of_adapters_layers_are_looked_at(adapted, name):
+    layer = adapted.get_base_model().model.layers[1].self_attn.k_proj
+    before, found = of(adapted), getattr(layer, name)
+    setattr(layer, name, not found)
+    assert of(adapted) != before
+    setattr(layer, name, found)
+    assert of(adapted) == before
+
+
 def test_merged_adapters_are_the_weights(adapted):
     base = identity.fingerprint(tiny_llama())
     one = of(adapted)

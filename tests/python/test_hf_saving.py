@@ -456,6 +456,26 @@ def test_more_groups_than_files_are_refused(sliding, prompts, tmp_path, disabled
         load(sliding, path)
 
 
+def test_a_file_of_some_of_the_layers_is_refused(sliding, prompts, tmp_path, disabled):
+    kvant.hf.enable(sliding, **MIXED)
+    path = tmp_path / "chat.kvs"
+    found, loaded = saved_and_loaded(sliding, prompts, path)
+    groups = json.dumps(json.loads(found.info.metadata["hf.groups"])[:1])
+    metadata = {**found.info.metadata, "hf.parts": "[]", "hf.groups": groups}
+    kvant.save(loaded.cache, path, sequences=loaded.sequences, model=found.info.model, metadata=metadata)
+    with pytest.raises(ValueError, match="it has the layers .* and this model's cache would store"):
+        load(sliding, path)
+
+
+def test_threads_are_those_of_the_model_that_loads(llama, prompts, tmp_path, disabled):
+    kvant.hf.enable(llama, threads=1, **MIXED)
+    path = tmp_path / "chat.kvs"
+    saved_and_loaded(llama, prompts, path)
+    kvant.hf.enable(llama, threads=2, strict=True, k="f32", v="f32")
+    loaded = load(llama, path)
+    assert (loaded.settings.threads, loaded.settings.strict, loaded.settings.k) == (2, True, "tq6")
+
+
 def test_ids_of_forward_passes_are_saved(llama, prompts, tmp_path, disabled):
     kvant.hf.enable(llama, **MIXED)
     cache, ids = new_cache(llama), ids_of(prompts, 100)
