@@ -43,7 +43,6 @@ import kvant
 import kvant.hf
 from kvant.hf import _evaluate, versions
 
-PAIRS = ("tq8/tq8", "tq6/tq4", "tq5/tq4", "tq4/tq4", "tq3/tq4", "fp8/fp8")
 GROUP = 64  # values that share a scale and a zero in QuantizedCache
 QUANTIZED = (("quanto", 4, 0, "optimum.quanto"), ("quanto", 2, 0, "optimum.quanto"), ("hqq", 4, 1, "hqq"))
 FAMILIES = ("kvant", "transformers", "llama.cpp", "e4m3")
@@ -192,6 +191,13 @@ def run(model: Any, ids: torch.Tensor, caches: list[list[Any]], step: int) -> li
     return [_evaluate.summary("", "", True, torch.cat(values)) for values in found]
 
 
+def all_pairs() -> list[str]:
+    """Keys in each tq format of 3 bits and more, values at 4 bits where keys have fewer than 8, and fp8."""
+    formats = sorted(kvant.formats(), key=lambda f: -f["bits"])
+    keys = [f["name"] for f in formats if f["name"].startswith("tq") and f["bits"] >= 3]
+    return [f"{k}/{k if k == 'tq8' else 'tq4'}" for k in keys] + ["fp8/fp8"]
+
+
 def kvant_bits(config: Any, k: str, v: str) -> float:
     """A value of an encoded page, with scales and the keys' centre; mean of keys and values."""
     page = kvant.Pages(k=k, v=v, kv_heads=1, head_dim=config.head_dim)
@@ -283,7 +289,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("folder", nargs="?", help="a Hugging Face model whose layers all attend to all tokens")
     parser.add_argument("--quick", action="store_true", help="a tiny model of random weights in place of a folder")
     parser.add_argument("--caches", default=",".join(FAMILIES), help=f"some of {','.join(FAMILIES)}")
-    parser.add_argument("--pairs", default=",".join(PAIRS), help="kvant's formats of keys/values")
+    parser.add_argument("--pairs", default=",".join(all_pairs()), help="kvant's formats of keys/values")
     parser.add_argument("--text", default="topics", help="topics (English), code, or a file")
     parser.add_argument("--positions", type=int, help="2000; 320 with --quick")
     parser.add_argument("--step", type=int, default=32, help="tokens that are fed at a time")

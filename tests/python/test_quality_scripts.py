@@ -176,6 +176,7 @@ def test_a_table_beside_other_caches(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     peers = script("peers")
     monkeypatch.setattr(peers, "installed", lambda package: False)
+    assert {"tq8/tq8", "tq6/tq4", "tq4/tq4", "tq3/tq4", "fp8/fp8"} < set(peers.all_pairs())
     words = ["--quick", "--positions", "256", "--step", "64", "--pairs", "tq6/tq4", "--json", str(tmp_path / "out")]
     peers.main(words)
     found = json.loads((tmp_path / "out").read_text())
