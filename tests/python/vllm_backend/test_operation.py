@@ -410,7 +410,7 @@ def test_options_that_are_kvants(registered):
         ({"kvan": {}}, "has 'kvan'"),
         ({"k_centre": "none"}, "has 'k_centre' beside \"kvant\": an option of kvant belongs inside, {\"kvant\": {\"k_"),
         ({"kvant": {}, "tail_pages": 0}, "has 'tail_pages' beside"),
-        ({"kvant": {"k_center": "none"}}, "option 'k_center' (did you mean k_centre?); the options are k_centre, tail_pages"),
+        ({"kvant": {"k_center": "none"}}, "option 'k_center' (did you mean k_centre?); the options are k_centre, t"),
         ({"kvant": {"tail": 1}}, "option 'tail': it is called tail_pages"),
         ({"kvant": {"fresh": True}}, "option 'fresh': it is called fresh_keys"),
         ({"kvant": {"zzz": 1}}, "option 'zzz'; the options are k_centre"),
