@@ -474,6 +474,7 @@ def test_options_reach_the_caches_and_what_stored_bytes_depend_on(sliding, promp
     assert (window.cache.rollback_tokens, full.cache.rollback_tokens) == (200, 0)
     assert (full.ends.sink_pages, full.ends.tail_pages, full.ends.dtype) == (2, 1, "f32")
     assert full.tokens_read() == (300 - 64, 64)  # pages 0, 1 and 3 on are exact, and page 2 is encoded
+    assert window.tokens_read()[1] == 192 - (300 - 128)  # of the window those before the tail
     assert kvant.hf.report(cache).rows[2].ends == "2 sink and 1 tail pages, f32"
 
 

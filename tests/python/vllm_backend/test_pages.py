@@ -60,7 +60,7 @@ def test_where_the_formats_come_from(backend, vllm, monkeypatch, torch):
     backend.KvantBackend.customize_spec(spec(torch))
     with vllm.set_current_vllm_config(config):
         backend.KvantBackend.customize_spec(spec(torch))
-    assert seen == [("tq4/tq4", "automatic"), ("tq6/tq4", "automatic"), ("tq4/tq4", "automatic")]
+    assert seen == [(pair, "automatic") for pair in ("tq4/tq4", "tq6/tq4", "tq4/tq4")]
     backend.dtypes.note_layer("kvant_fp8", "none")
     backend.KvantBackend.customize_spec(spec(torch))
     config.additional_config = {"kvant": {"k_centre": "none"}}
