@@ -55,7 +55,7 @@ const std::vector<Column> kColumns = {
 // table may stand on another page than its heading.
 std::string scrolled(const std::string& table, const std::string& name, std::size_t columns) {
   return fmt::format(
-      "<p class=\"hint\">The table has {} columns. Those that the window cuts off come by scrolling sideways.</p>\n"
+      "<p class=\"hint\">The table has {} columns: scroll it sideways for those that the window cuts off.</p>\n"
       "<div class=\"scroll\" role=\"region\" tabindex=\"0\" "
       "aria-label=\"{}\"><table>\n<caption>{}</caption>{}</table></div>\n",
       columns, escape_html(name), escape_html(name), table);
