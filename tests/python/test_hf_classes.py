@@ -110,6 +110,18 @@ def test_what_a_wrapper_does_to_ids_and_answers_is_no_part_of_a_prefix():
     assert hits(model) == 1
 
 
+def test_the_report_has_the_prefixes():
+    model = kvant.hf.enable(tiny_llama())
+    assert kvant.hf.report(model).prefixes is None and "known prefix" not in str(kvant.hf.report(model))
+    kvant.hf.enable(model, prefix_cache=100)
+    assert "0 of 0 prompts that were looked up" in str(kvant.hf.report(model))
+    for _ in range(2):
+        model.generate(IDS, **ANSWER)
+    report = kvant.hf.report(model)
+    assert (report.prefixes.hits, report.prefixes.lookups, report.prefixes.entries) == (1, 2, 1)
+    assert "\n1 of 2 prompts that were looked up began with a known prefix, 149 tokens in all; the index has 1" in str(report)
+
+
 def test_a_generate_that_was_taken_from_an_enabled_model_goes_on():
     model = kvant.hf.enable(tiny_llama(), prefix_cache=100)
     taken = model.generate

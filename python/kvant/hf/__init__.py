@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import kvant
@@ -229,7 +230,8 @@ def report(of: Any) -> Report:
 
     of: a cache, or a model that enable() was called for.
     For a model: the report of the cache that was made last. generate() drops its cache: the report of that one is as it
-    was at the end of the answer. A cache of a loop of your own leaves no report when it is gone.
+    was at the end of the answer. A cache of a loop of your own leaves no report when it is gone. With prefix_cache= the
+    report says how many prompts began with a known prefix.
     """
     if isinstance(of, KvantCache):
         return make_report(of)
@@ -240,8 +242,10 @@ def report(of: Any) -> Report:
         raise ValueError(f"kvant is not enabled for this {type(of).__name__}: call kvant.hf.enable(model) first")
     last = None if enabled.last is None else enabled.last()
     if last is not None:
-        return make_report(last)
-    return enabled.last_report or make_report(_untouched(of, enabled.settings))
+        found = make_report(last)
+    else:
+        found = enabled.last_report or make_report(_untouched(of, enabled.settings))
+    return found if enabled.prefixes is None else replace(found, prefixes=enabled.prefixes.index.stats)
 
 
 def _untouched(model: Any, settings: Settings) -> KvantCache:

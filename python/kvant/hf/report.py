@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvant import formats
+from kvant import PrefixStats, formats
 
 from . import versions
 from .layers import KvantLayer
@@ -40,6 +40,7 @@ class Report:
     tokens: int
     note: str = ""  # of a cache that is not kvant's
     products: int = 0  # bits of what is multiplied for many queries, if they were asked for
+    prefixes: PrefixStats | None = None  # of the index of an enabled model; others may use that index, too
 
     @property
     def bytes(self) -> int:
@@ -98,6 +99,18 @@ class Report:
         return "\n".join([head, *lines, *self._remarks()])
 
     def _remarks(self) -> list[str]:
+        return [*self._of_prefixes(), *self._of_sizes()]
+
+    def _of_prefixes(self) -> list[str]:
+        if self.prefixes is None:
+            return []
+        p = self.prefixes
+        return [
+            f"{p.hits} of {p.lookups} prompts that were looked up began with a known prefix, {p.tokens} tokens in all; "
+            f"the index has {p.entries} entries, {p.bytes / 1e6:.2f} MB"
+        ]
+
+    def _of_sizes(self) -> list[str]:
         held = [row for row in self.rows if row.stored and row.bytes]
         if sum(row.bytes for row in held) <= sum(row.bf16_bytes for row in held):
             return []
