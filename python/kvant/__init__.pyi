@@ -441,7 +441,8 @@ class PrefixIndex:
         beside and renamed, and an entry is known when all of its files are complete. A damaged entry is reported by a
         warning and in `problems`, and its files are removed. None: in memory.
     max_bytes: the entries that were used least recently go when all take more. None: 1e9, in a directory 1e10. On a
-        full disk they go, too; a warning, once, says where that does not help.
+        full disk they go, too; a warning, once, says where that does not help. A limit of a file's size (ulimit -f)
+        makes none of them go: a warning says once that larger prefixes are not kept.
 
     An entry is one sequence or several: one for each cache of a model whose layers differ in geometry. An entry that
     continues others takes their place, unless two texts continue the other. Where a window has released pages, a
