@@ -14,10 +14,13 @@ thread_local long allocations_left = -1;  // below 0: any number
 }  // namespace
 
 // Not inlined: compilers tell free() of what `new` returned.
-[[gnu::noinline]] void* operator new(std::size_t bytes) {
-  if (allocations_left == 0) throw std::bad_alloc();
+[[gnu::noinline]] void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
+  if (allocations_left == 0) return nullptr;
   if (allocations_left > 0) --allocations_left;
-  void* memory = std::malloc(bytes > 0 ? bytes : 1);
+  return std::malloc(bytes > 0 ? bytes : 1);
+}
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
+  void* memory = operator new(bytes, std::nothrow);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
