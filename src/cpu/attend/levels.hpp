@@ -358,22 +358,23 @@ __attribute__((noinline)) void multiply_weights(const WordRows& weights, const W
                                                 int end, float* o) {
   using W = Wide<S>;
   const auto columns = [&]<int C>(int c) {
-    in_row_chunks<W>(rows, [&]<int R>(int row) {
-      typename W::I sums[R][C];
-      multiply_words<W, Dot>(weights, row, values, c, first_word, last_word, sums);
+    in_row_chunks<W>(  // inline: else GCC calls it for each chunk
+        rows, [&]<int R>(int row) __attribute__((always_inline)) {
+          typename W::I sums[R][C];
+          multiply_words<W, Dot>(weights, row, values, c, first_word, last_word, sums);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const WeightRow& of = weight_rows[row + r];
-        const typename W::I correction = W::seti(of.correction);
-        const typename W::F half_step = W::setf(of.half_step), old = W::setf(of.rescale);
+          for (int r = 0; r < R; ++r) {
+            const WeightRow& of = weight_rows[row + r];
+            const typename W::I correction = W::seti(of.correction);
+            const typename W::F half_step = W::setf(of.half_step), old = W::setf(of.rescale);
 #pragma GCC unroll 2
-        for (int j = 0; j < C; ++j) {
-          float* out = o + of.output + c + j * W::kLanes;
-          const typename W::I exact = W::subi(W::addi(sums[r][j], sums[r][j]), correction);
-          W::storef(out, W::fma(W::to_f(exact), half_step, W::mul(W::loadf(out), old)));
-        }
-      }
-    });
+            for (int j = 0; j < C; ++j) {
+              float* out = o + of.output + c + j * W::kLanes;
+              const typename W::I exact = W::subi(W::addi(sums[r][j], sums[r][j]), correction);
+              W::storef(out, W::fma(W::to_f(exact), half_step, W::mul(W::loadf(out), old)));
+            }
+          }
+        });
   };
   int c = begin;
   for (; c + 2 * W::kLanes <= end; c += 2 * W::kLanes) columns.template operator()<2>(c);
