@@ -31,7 +31,6 @@ CHECKS = {
     "sanitizers": rf"{LIBRARY}|tests/(?!python/|gpu/)|data/",
     "arm": rf"{BUILD}|include/|src/(base|codec|core|cpu)/|tests/(?!python/|gpu/|fuzz/)|data/|scripts/check_aarch64",
     "cuda": rf"{BUILD}|src/(base|codec|core|cuda)/|scripts/(check_cuda_ledger|nvcc_logged)|docs/lab/cuda-ledger",
-    "cuda-sm90": r"src/cuda/.*(sm90|hopper|wgmma)",
 }
 
 

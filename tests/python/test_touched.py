@@ -53,7 +53,7 @@ def checks(done):
         ("docs/cuda.md", {"python"}),  # whose tests run the documents' snippets
         ("CHANGELOG.md", set()),
         ("src/cuda/decode/kernel.cuh", {"cuda"}),
-        ("src/cuda/prefill_sm90/attend.cuh", {"cuda", "cuda-sm90"}),
+        ("src/cuda/prefill_sm90/attend.cuh", {"cuda"}),
         ("python/kvant/_cache.py", {"python", "vllm", "wheel"}),
         ("src/cpu/attend/scores.hpp", HOST | {"arm"}),
         ("src/codec/pack.hpp", HOST | {"arm", "cuda"}),
@@ -74,7 +74,7 @@ def test_where_the_change_begins(checkout):
     commit, run, git = checkout
     commit("src/cuda/a.cuh")
     everything = checks(run("--all"))
-    assert everything == HOST | {"arm", "cuda", "cuda-sm90"}
+    assert everything == HOST | {"arm", "cuda"}
     assert checks(run(base=None)) == everything  # no commit is a day old
     assert "must be a commit" in run(base="nowhere").stderr
     git("checkout", "-q", "-b", "topic", "--track")
