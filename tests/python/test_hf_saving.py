@@ -398,8 +398,7 @@ def test_files_of_other_names_are_none_of_a_caches(llama, prompts, tmp_path, dis
     kvant.hf.save(cache, path)
     found = kvant.Snapshot(path)
     loaded = found.load()
-    metadata = {**found.info.metadata, "hf.parts": json.dumps([part])}
-    kvant.save(loaded.cache, path, sequences=loaded.sequences, model=found.info.model, metadata=metadata)
+    forge(found, loaded, path, {"hf.parts": json.dumps([part])})
     with pytest.raises(ValueError, match="this is no cache of kvant.hf"):
         load(llama, path)
     kvant.hf.save(cache, path)
@@ -414,6 +413,12 @@ def saved_and_loaded(model, prompts, path):
     kvant.hf.save(cache, path)
     found = kvant.Snapshot(path)
     return found, found.load()
+
+
+def forge(found, loaded, path, changed):
+    """Writes a file of what the snapshot `found` holds, with some other metadata."""
+    metadata = {**found.info.metadata, **changed}
+    kvant.save(loaded.cache, path, sequences=loaded.sequences, model=found.info.model, metadata=metadata)
 
 
 DEEP = "[" * 100_000  # which json refuses by a RecursionError
@@ -440,8 +445,7 @@ def test_forged_metadata_is_refused(llama, prompts, tmp_path, disabled, name, te
             json.dumps([part[:at] + [x] + part[at + 1 :]]) for at, values in others.items() for x in values
         ]
     for text in texts:
-        metadata = {**found.info.metadata, name: text}
-        kvant.save(loaded.cache, path, sequences=loaded.sequences, model=found.info.model, metadata=metadata)
+        forge(found, loaded, path, {name: text})
         with pytest.raises(ValueError, match="chat.kvs"):
             load(llama, path)
 
@@ -450,8 +454,7 @@ def test_more_groups_than_files_are_refused(sliding, prompts, tmp_path, disabled
     kvant.hf.enable(sliding, **MIXED)
     path = tmp_path / "chat.kvs"
     found, loaded = saved_and_loaded(sliding, prompts, path)
-    metadata = {**found.info.metadata, "hf.parts": "[]"}
-    kvant.save(loaded.cache, path, sequences=loaded.sequences, model=found.info.model, metadata=metadata)
+    forge(found, loaded, path, {"hf.parts": "[]"})
     with pytest.raises(ValueError, match="2 groups of layers in 1 files"):
         load(sliding, path)
 
@@ -461,8 +464,7 @@ def test_a_file_of_some_of_the_layers_is_refused(sliding, prompts, tmp_path, dis
     path = tmp_path / "chat.kvs"
     found, loaded = saved_and_loaded(sliding, prompts, path)
     groups = json.dumps(json.loads(found.info.metadata["hf.groups"])[:1])
-    metadata = {**found.info.metadata, "hf.parts": "[]", "hf.groups": groups}
-    kvant.save(loaded.cache, path, sequences=loaded.sequences, model=found.info.model, metadata=metadata)
+    forge(found, loaded, path, {"hf.parts": "[]", "hf.groups": groups})
     with pytest.raises(ValueError, match="it has the layers .* and this model's cache would store"):
         load(sliding, path)
 
