@@ -82,7 +82,7 @@ struct CacheMemory {
 struct ExactEnds {
   int sink_pages = 0;  ///< first ones, while a window covers them
   int tail_pages = 0;  ///< newest full ones, beside the one being filled
-  /// Of exact pages; none where there are none, and before the first write where that decides.
+  /// The dtype of exact pages. No value: the cache has no exact pages, or its first write will decide.
   std::optional<Dtype> dtype{};
 };
 
