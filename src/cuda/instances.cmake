@@ -61,9 +61,9 @@ foreach(pair tq6/tq4 tq4/tq4 tq8/tq8)
 endforeach()
 
 # kvant_cuda_group(KEYS/VALUES HEAD_DIM TILES): besides, kernels whose blocks are warpgroups, for several queries a
-# sequence on compute capability 9.0 (decode/group.cuh): 8 and 16 tiles, which are 32 and 64 rows.
-kvant_cuda_group(tq6/tq4 128 8,16)
-kvant_cuda_group(tq4/tq4 128 8,16)
+# sequence on compute capability 9.0 (decode/group.cuh): 4, 8 and 16 tiles, which are 16, 32 and 64 rows.
+kvant_cuda_group(tq6/tq4 128 4,8,16)
+kvant_cuda_group(tq4/tq4 128 4,8,16)
 
 # kvant_cuda_unit(TEMPLATE NAME WHERE): units NAME_dN.cu, one for each head_dim, made from TEMPLATE. `hopper`: kernels
 # that are compiled for 9.0a alone; `any`: others. The units that take longest to compile come first.

@@ -189,6 +189,7 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
                                         .kv_heads = config_.kv_heads,
                                         .head_dim = config_.head_dim};
     if (Status s = plan_.prepare(config, {.entries = tables_.entries}); !s) return s;
+    if (Status s = plan_.list_items({}); !s) return s;
     KVANT_CUDA_TRY(cudaDeviceSynchronize());
     return {};
   }
@@ -214,7 +215,7 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
                                      .max_tokens = static_cast<std::int32_t>(options_.max_tokens),
                                      .queries_are_newest = core::queries_are_newest(options_.attention)},
                                     native(stream)));
-    return {};
+    return plan_.list_items(stream);
   }
 
   Status run(const BlockPool& pool, const TensorView& q, const MutableTensorView& out, const core::FreshRows& fresh,
@@ -237,6 +238,7 @@ class BlockPlan final : public core::DeviceBlockPlan, public PlannedPages {
                                    .q_heads = options_.attention.q_heads,
                                    .head_dim = config_.head_dim},
                                   native(options.stream)));
+      if (Status s = plan_.list_items(options.stream); !s.ok()) return s;
     }
     return plan_.run_over(pool.data, static_cast<std::uint64_t>(pool.block_stride), tail_.layer(pool.layer), q, out,
                           fresh, options);

@@ -19,7 +19,6 @@ struct Attend {
   static constexpr int D = S::kHeadDim, NT = S::kColumnTiles, BW = S::kBlockWarps;
   static constexpr int R = S::kRows, W = S::kTeam;
 
-  static constexpr bool kRehearses = kOverlaps && S::kMayRehearse;
   static constexpr bool kQueriesInRegisters = is_integer(KF) && NT * kQuerySteps<KF, D> <= 8;
 
   const AttendParams& p;
@@ -32,17 +31,6 @@ struct Attend {
   float* scratch;      // the team's
   Constants<KF> key_constants;
   Constants<VF> value_constants;
-
-  Pass pass = Pass::run;
-  // The page table must not change, and products that do not know their part must read no memory.
-  __device__ bool rehearses() const {
-    return are_made(p) && p.mask.data == nullptr && p.logits.slopes == nullptr &&
-           p.k_basis.kind != BasisKind::calibrated && p.batch * p.cache.kv_heads <= kMostRehearsed;
-  }
-  __device__ bool in(Pass which) const { return kRehearses && pass == which; }
-  __device__ bool keeps() const { return !kRehearses || pass >= Pass::run_first; }
-  // Whether a warp does this third of a page's products: scores (1), weights and queries (2), sums of values (0).
-  __device__ bool does(int third) const { return keeps() || (pass == Pass::products && warp % 3 == third); }
 
   __device__ Attend(const AttendParams& params, std::byte* memory) : p(params), shared(memory) {
     lane = threadIdx.x % 32, warp = same_in_warp(static_cast<int>(threadIdx.x) / 32);
@@ -249,6 +237,7 @@ struct Attend {
   template <int TW>
   __device__ core::PageRef page_ref(const Part& part, int number) const;
   __device__ void prefetch_refs(const Part& part) const;
+  __device__ void prefetch_pages(const Part& part) const;
   template <int TW>
   __device__ int slot_of(const Part& part, int number, core::PageRef ref) const;
   template <int TW>
@@ -263,7 +252,7 @@ struct Attend {
   template <int TW>
   __device__ int count_pages(const Part& part) const {
     const int uses = part.use_end - part.use_begin - warp / TW;
-    return uses <= 0 ? 0 : in(Pass::first_part) ? 1 : (uses + BW / TW - 1) / (BW / TW);
+    return uses <= 0 ? 0 : (uses + BW / TW - 1) / (BW / TW);
   }
 
   // One stage a side is enough: a page's values arrive while its keys are multiplied, the next page's keys while its
@@ -310,20 +299,26 @@ struct Attend {
                                                       const float (&v)[2]) const;
   __device__ __forceinline__ bool group_part(const Part& part, Slots slots);
 
-  // --- the work list: place.cuh ---
+  // --- the work list: schedule/item.cuh ---
 
   // Whether nothing follows the part: the merge's blocks may begin to come.
   __device__ bool is_last() const {
     return info->place.left == 0;
   }
-  __device__ void begin_line() const;
-  __device__ void next_part() const;
-  __device__ void describe(Part& part, WorkPlace place, const SequenceCost& cost, const BatchEntry& batch,
-                           int length) const;
-  __device__ void publish(const Part& part) const;
-  __device__ void set_seen_by_all(Part& part) const;
+  // The block's first or next part, by one warp.
+  __device__ void find_part(bool first) const {
+    const auto item = static_cast<int>(blockIdx.x);
+    if (!first) {
+      next_part(p, *info, item);
+    } else if (are_listed(p)) {
+      listed_part(p, *info, item);
+    } else {
+      first_part(p, *info, item);
+    }
+  }
 
-  __device__ void run();  // kernel.cuh
+  __device__ __forceinline__ bool encoded_part(const Part& part, std::uint32_t& phases);  // kernel.cuh
+  __device__ void run();                                                                  // kernel.cuh
 };
 
 }  // namespace kvant::cuda

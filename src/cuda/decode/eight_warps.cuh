@@ -148,7 +148,7 @@ __device__ bool Attend<S>::write_partial_of_eight_warps(const Part& part) {
     if (g == 0) info->m[warp][4 * n + t] = m[n], info->l[warp][4 * n + t] = l[n];
   }
   __syncthreads();  // all pages are done, and m and l are written
-  if (keeps() && is_last()) ptx::launch_dependents();
+  if (is_last()) ptx::launch_dependents();
   float4* room = reinterpret_cast<float4*>(shared + S::kShared.teams);
   const auto place = [&](int of, int i) {  // sums i of a team, this lane's
     return room + ((of * NT * L::kUnits + i) * TW + member) * 32 + lane;
@@ -184,7 +184,7 @@ __device__ bool Attend<S>::write_partial_of_eight_warps(const Part& part) {
         const float4 y = *place(other, i);
         x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
       }
-      if (keeps()) *reinterpret_cast<float4*>(out + (4 * n + t) * D + member * L::kChannels + 32 * unit + 4 * g) = x;
+      *reinterpret_cast<float4*>(out + (4 * n + t) * D + member * L::kChannels + 32 * unit + 4 * g) = x;
     }
   }
   return end_partial(part);

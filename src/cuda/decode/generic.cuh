@@ -43,11 +43,11 @@ struct GenericAttend : Attend<GenericShape<D>> {
   __device__ void run() {
     fill_code_values(p.cache, shared.values);
     ptx::wait_prerequisites();
-    if (warp == 0) this->begin_line();
     const Part& part = info->part;
-    bool last = false;
+    bool first = true, last = false;
     do {
-      if (warp == 0) this->next_part();
+      if (warp == 0) this->find_part(first);
+      first = false;
       __syncthreads();
       if (part.partial < 0) break;
       begin_part(part);

@@ -18,7 +18,6 @@
 #include "cuda/decode/group.cuh"
 #include "cuda/decode/pages.cuh"
 #include "cuda/decode/partial.cuh"
-#include "cuda/decode/place.cuh"
 #include "cuda/decode/queries.cuh"
 #include "cuda/decode/scores.cuh"
 #include "cuda/decode/values.cuh"
@@ -40,7 +39,6 @@ __device__ void Attend<S>::run() {
   // is a guess until the launch has ended and the lengths are found unchanged. Nothing else that the launch writes is
   // read before. A longer batch than one window is read before only where it does not change.
   const bool is_early = kOverlaps && (p.batch <= kWindow || are_made(p));
-  if (kRehearses && rehearses()) pass = Pass::products;
   if (threadIdx.x == 0) info->found = is_early ? kGuessed : kBegun;
   if (!is_early) {
     for (int i = static_cast<int>(threadIdx.x); i < p.batch; i += S::kThreads)
@@ -51,36 +49,32 @@ __device__ void Attend<S>::run() {
   Part& part = info->part;
   bool last = false;
   do {
-    if (warp == 0 && !in(Pass::first_part) && !in(Pass::run_first)) {
+    if (warp == 0) {
       __syncwarp();
-      if (same_in_warp(info->found) != kSettled) begin_line();
-      next_part();
+      find_part(same_in_warp(info->found) != kSettled);
     }
-    if (!in(Pass::products)) __syncthreads();
-    if (const int found = same_in_warp(info->found); keeps() && found != kSettled) {
+    __syncthreads();
+    if (const int found = same_in_warp(info->found); found != kSettled) {
       if (found == kGuessed) {
-        if (part.partial >= 0) prefetch_refs(part);
+        if (part.partial >= 0) are_listed(p) ? prefetch_pages(part) : prefetch_refs(part);
         ptx::wait_prerequisites();
       }
       const int is_right = __syncthreads_and(found == kBegun || warp != 0 || is_current(p, info->window));
       if (threadIdx.x == 0) info->found = is_right != 0 ? kSettled : kBegun;
       if (same_in_warp(is_right) == 0) continue;
     }
-    if (!in(Pass::products) && part.partial < 0) {
-      if (keeps()) break;
-      pass = Pass::run_first;
-      continue;
-    }
+    if (part.partial < 0) break;
     key_constants.get(info->constants[0]);
     if constexpr (KF == VF) {
       value_constants = key_constants;  // the same registers
     } else {
       value_constants.get(info->constants[1]);
     }
-    const bool is_empty = !in(Pass::products) && part.use_begin >= part.use_end;  // no page begins in it
-    if (in(Pass::products) && warp == 0) {
-      // It has found the part.
-    } else if (S::kHasExact && !in(Pass::products) && !is_empty && part.domain == core::kExact) {
+    if (part.use_begin >= part.use_end) {  // no page begins in it
+      clear();
+      if (threadIdx.x < R) info->poisoned[threadIdx.x] = 0;
+      last = partial_of < S::kByGroup ? S::kExactTeam : W > (part);
+    } else if (S::kHasExact && part.domain == core::kExact) {
       if constexpr (S::kHasExact) {
         if constexpr (S::kHasEightWarps) {
           exact_pages_by_eight_warps(part);
@@ -90,51 +84,41 @@ __device__ void Attend<S>::run() {
         last = partial_of<S::kExactTeam>(part);  // a partial result apart: sums would have to be in the same registers
       }
     } else {
-      if (is_empty) {
-        clear();
-        if (threadIdx.x < R) info->poisoned[threadIdx.x] = 0;
-      } else {
-        weights = team_memory() + S::kShared.team.weights;
-        scratch = reinterpret_cast<float*>(team_memory() + S::kShared.team.scratch);
-        // The first pages are on their way while queries are read and rotated, unless these need the stages' memory;
-        // queries are requested together with the page table.
-        const bool early =
-            !S::kByGroup && codec::rotation_shape(D).paley == 1 && p.k_basis.kind != BasisKind::calibrated;
-        Slots slots{};
-        RawQuery raw{};
-        if (!in(Pass::products)) {
-          const core::PageRef here = page_ref<W>(part, lane), next = page_ref<W>(part, 32 + lane);
-          ask_for_rows(part, raw);
-          slots = {0, slot_of<W>(part, lane, here), slot_of<W>(part, 32 + lane, next)};
-          if constexpr (S::kCentresPass) {
-            if (is_centred()) ask_for_centres(part, slots, 0);
-          }
-          if constexpr (!S::kByGroup) {
-            if (early) first_pages(part, slots);
-          }
-          if (is_centred() && !S::kCentresPass) prefetch_centre(part, slots.here), prefetch_centre(part, slots.next);
-        }
-        if (does(2)) load_queries<KF>(part, raw, true, KF == Format::bf16);
-        if (!in(Pass::products)) {
-          if constexpr (S::kByGroup) ptx::fence_for_products();
-          __syncthreads();
-        }
-        if constexpr (S::kByGroup) {
-          last = group_part(part, slots);
-          continue;
-        } else {
-          if (!early && !in(Pass::products)) first_pages(part, slots);
-          clear();
-          encoded_pages(part, slots, phases);
-        }
-      }
-      if (!in(Pass::products)) last = partial_of < S::kByGroup ? S::kExactTeam : W > (part);
-    }
-    if (kRehearses && pass != Pass::run) {
-      if (in(Pass::first_part)) ptx::copy_wait<0>(), last = false;
-      pass = static_cast<Pass>(static_cast<int>(pass) + 1);
+      last = encoded_part(part, phases);
     }
   } while (!last);
+}
+
+// The encoded pages of a part, and its partial. Returns is_last().
+template <class S>
+__device__ __forceinline__ bool Attend<S>::encoded_part(const Part& part, std::uint32_t& phases) {
+  weights = team_memory() + S::kShared.team.weights;
+  scratch = reinterpret_cast<float*>(team_memory() + S::kShared.team.scratch);
+  // The first pages are on their way while queries are read and rotated, unless these need the stages' memory; queries
+  // are requested together with the page table.
+  const bool early = !S::kByGroup && codec::rotation_shape(D).paley == 1 && p.k_basis.kind != BasisKind::calibrated;
+  const core::PageRef here = page_ref<W>(part, lane), next = page_ref<W>(part, 32 + lane);
+  RawQuery raw;
+  ask_for_rows(part, raw);
+  const Slots slots{0, slot_of<W>(part, lane, here), slot_of<W>(part, 32 + lane, next)};
+  if constexpr (S::kCentresPass) {
+    if (is_centred()) ask_for_centres(part, slots, 0);
+  }
+  if constexpr (!S::kByGroup) {
+    if (early) first_pages(part, slots);
+  }
+  if (is_centred() && !S::kCentresPass) prefetch_centre(part, slots.here), prefetch_centre(part, slots.next);
+  load_queries<KF>(part, raw, true, KF == Format::bf16);
+  if constexpr (S::kByGroup) ptx::fence_for_products();
+  __syncthreads();
+  if constexpr (S::kByGroup) {
+    return group_part(part, slots);
+  } else {
+    if (!early) first_pages(part, slots);
+    clear();
+    encoded_pages(part, slots, phases);
+    return partial_of<W>(part);
+  }
 }
 
 // Blocks of a multiprocessor of sm_90, by registers or by shared memory.
@@ -163,7 +147,7 @@ __global__ void __launch_bounds__(32 * kWarps, kOneStageBlocks<KF, VF, D, NT>)
 }
 
 // For several queries a sequence.
-// Where launches overlap, three blocks of 32 rows find no room beside the previous launch's merge (kGroupBlocks).
+// Where launches overlap, three blocks of 32 rows find no room beside the previous launch's merge.
 template <Format KF, Format VF, int D, int NT>
 constexpr int kHalfBlocks = kOverlaps&& NT > 4
                                 ? 2
@@ -177,7 +161,7 @@ __global__ void __launch_bounds__(32 * kWarps, kHalfBlocks<KF, VF, D, NT>)
 
 // For several queries a sequence, too: a block is a warpgroup. Empty in code for other devices than Hopper.
 template <Format KF, Format VF, int D, int NT>
-__global__ void __launch_bounds__(32 * kWarps, kGroupBlocks)
+__global__ void __launch_bounds__(32 * kWarps, kGroupBlocks<NT>)
     group_attend_kernel(const __grid_constant__ AttendParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) std::byte group_memory[];

@@ -23,6 +23,19 @@ __device__ void Attend<S>::prefetch_refs(const Part& part) const {
   ptx::prefetch(page_ref_at(part, part.runs.page(use)));
 }
 
+// The same of each team's first page, whose place a list knows early. Nobody reads before the launches have ended that
+// write pages, and the L2 cache has what they write.
+template <class S>
+__device__ void Attend<S>::prefetch_pages(const Part& part) const {
+  if (part.classes != nullptr) return;  // the previous launch may make them
+  const int slot = find_slot<W>(part, 0);
+  if (slot < 0) return;
+  const bool is_exact = part.domain == core::kExact;
+  const std::byte* from = is_exact ? exact_block(part, slot >> kSlotShift) : encoded_block(part, slot >> kSlotShift);
+  const auto bytes = static_cast<int>(is_exact ? p.cache.exact_layout.block_bytes : p.cache.encoded_layout.block_bytes);
+  for (int at = 128 * (32 * member + lane); at < bytes; at += 128 * 32 * W) ptx::prefetch(from + at);
+}
+
 template <class S>
 template <int TW>
 __device__ int Attend<S>::slot_of(const Part& part, int number, core::PageRef ref) const {
@@ -51,8 +64,8 @@ __device__ __forceinline__ void Attend<S>::advance(const Part& part, Slots& slot
 
 template <class S>
 __device__ void Attend<S>::encoded_pages(const Part& part, Slots slots, std::uint32_t& phases) {
-  const int pages = in(Pass::products) ? 1 : count_pages<W>(part);
-  int slot = in(Pass::products) ? kPlain : slot_at(slots, 0);
+  const int pages = count_pages<W>(part);
+  int slot = slot_at(slots, 0);
   Registers held;
   if constexpr (kQueriesInRegisters) {
 #pragma unroll
@@ -66,15 +79,15 @@ __device__ void Attend<S>::encoded_pages(const Part& part, Slots slots, std::uin
   WeightUnit unit;
 #pragma unroll 1
   for (int k = 0; k < pages; ++k) {
-    if (does(1) && centred && k % kCentresAtOnce == 0) find_centres(part, slots, k, held, centres);
+    if (centred && k % kCentresAtOnce == 0) find_centres(part, slots, k, held, centres);
     if constexpr (S::kCentresPass) {
       if (centred && (k + 1) % kCentresAtOnce == 0 && k + 1 < pages) ask_for_centres(part, slots, k + 1);
     }
     const int next = slot_at(slots, k + 1);
     float s[S::kTokenTiles][NT][2];
-    if (!in(Pass::products)) wait(kKeys, phases);
+    wait(kKeys, phases);
     Fold fold;
-    if (slot >= 0 && does(1)) {
+    if (slot >= 0) {
       float centre[NT];
       if (centred) {
         centre_of(centres, k % kCentresAtOnce, centre);
@@ -99,7 +112,7 @@ __device__ void Attend<S>::encoded_pages(const Part& part, Slots slots, std::uin
         team_sync<W>();
       }
     } else {
-      if (slot >= 0 && does(2)) {
+      if (slot >= 0) {
         weigh<VF, W>(s, key_stage() + S::Keys::kBytes + S::kKeyGroups * 2 * kPageTokens, VF == Format::bf16, fold);
       }
       team_sync<W>();
@@ -109,8 +122,8 @@ __device__ void Attend<S>::encoded_pages(const Part& part, Slots slots, std::uin
     } else if (k + 1 < pages) {
       copy_keys(part, next >> kSlotShift);
     }
-    if (!in(Pass::products)) wait(kValues, phases);
-    if (slot >= 0 && does(0)) {
+    wait(kValues, phases);
+    if (slot >= 0) {
       if constexpr (S::kHalfWeights) {
         add_values_by_halves(value_stage());
       } else {

@@ -69,9 +69,9 @@ __device__ __forceinline__ bool Attend<S>::end_partial(const Part& part) {
     for (int i = 0; i < BW; ++i) sum += info->l[i][r] * ptx::ex2(info->m[i][r] - top);
     if (info->poisoned[r] != 0) sum = __int_as_float(0x7FC00000);
     float* ml = p.partial_ml + static_cast<std::size_t>(part.partial) * (2 * R);
-    if (keeps()) ml[r] = top, ml[R + r] = sum;
+    ml[r] = top, ml[R + r] = sum;
   }
-  if (threadIdx.x == S::kThreads - 1 && keeps()) publish(part);
+  if (threadIdx.x == S::kThreads - 1 && !are_listed(p)) publish(p, part);
   const bool last = is_last();
   __syncthreads();
   return same_in_warp(last) != 0;

@@ -16,11 +16,7 @@ __device__ __forceinline__ void Attend<S>::ask_for_row(const Part& part, int r, 
   }
   const std::int64_t at = static_cast<std::int64_t>(part.batch.query_begin + query) * p.q.token_stride +
                           static_cast<std::int64_t>(q_head) * p.q.head_stride + lane;
-  if constexpr (kRehearses) {
-    load_bits_past_l1(p.q.data, p.q.dtype, at, p.head_dim - lane, bits);
-  } else {
-    load_bits(p.q.data, p.q.dtype, at, p.head_dim - lane, bits);
-  }
+  load_bits(p.q.data, p.q.dtype, at, p.head_dim - lane, bits);
 }
 
 // A query in the basis of encoded keys of (layer, kv head) number `at`: its elements lane + 32 i, by a warp. Returns

@@ -5,7 +5,7 @@
 #include "cuda/decode/kernels.hpp"
 #include "cuda/decode/shared_plan.hpp"
 #include "cuda/runtime/limits.hpp"
-#include "cuda/schedule/schedule.hpp"
+#include "cuda/schedule/item.hpp"
 #include "cuda/tile/staged.hpp"
 
 namespace kvant::cuda {
@@ -16,9 +16,12 @@ inline constexpr int kWarps = kAttendWarps,
 constexpr int most_blocks(int column_tiles, int channels) {
   return column_tiles == 1 ? 4 : column_tiles == 2 || channels <= 64 ? 3 : 2;
 }
-// The same for kernels of a warpgroup. With three blocks of 32 rows, one may find no room beside the previous launch's
-// merge, and comes when others have ended (docs/lab/cuda-decode.md).
-inline constexpr int kGroupBlocks = 2;
+// The same for kernels of a warpgroup. Their launches do not overlap: beside the previous launch's merge one of four
+// blocks would find no room, and come when others have ended (docs/lab/cuda-decode.md).
+template <int NT>
+inline constexpr int kGroupBlocks = NT == 4   ? 4
+                                    : NT == 8 ? 3
+                                              : 2;
 // Threads that a kernel of eight warps is compiled for, more than it has: so many that each gets 128, 168 or 255
 // registers. With 128 for eight rows at D = 512 it spilled little, but took 0.5 us longer; what is left finds room for
 // a block of the merge before.
@@ -60,32 +63,6 @@ KVANT_HD constexpr int exact_team_warps(int head_dim) {
   while (head_dim % (32 * warps) != 0) warps /= 2;
   return warps;
 }
-
-// How far a block has come in the work list (schedule/schedule.hpp).
-struct WorkPlace {
-  int left;                       // units of the block's item that it has not done yet
-  int entry, kv_head, row_block;  // the segment that comes next, with its exact and its encoded pages,
-  int offset;                     // and how many of its units are done
-};
-
-// Each part reports these flags to the merge. kBegins: the part has the first unit of its domain in the segment. kEnds:
-// the part has the last one. kAlone: the segment has no units in the other domain.
-inline constexpr unsigned kBegins = 1, kEnds = 2, kAlone = 4;
-
-// One block's part of a segment. In shared memory: registers are scarce, and most of it is needed once in 32 pages.
-struct Part {
-  BatchEntry batch;
-  int entry, kv_head, row_block, domain;
-  int length, q_len;
-  int use_begin, use_end;
-  int all_begin, all_end;  // keys that every row sees, if the mask tensor lets it
-  int partial;
-  int mask_batch;
-  unsigned ends;            // kBegins ..
-  const std::byte* blocks;  // slot 0 of the layer and kv head in this page domain
-  PageRuns runs;
-  const std::uint8_t* classes;  // the kv head's pages under the mask tensor; null: none
-};
 
 enum class Way {
   usual,
@@ -129,9 +106,9 @@ struct Shape : Split<warps_of_team(kWay, KF, VF, D, NT), D, BW> {
   static constexpr int kEncodedQueries = NT * kQuerySteps<KF, D> * 256, kExactQueries = NT * (D / 16) * 256;
   static constexpr int kSumGroups = kKeyGroups > 1 ? kKeyGroups : 1;
 
-  struct Info {           // facts of the block's rows
-    float scale[kRows];   // from a product to log2 units
-    float center[kRows];  // added to an encoded key's score
+  struct Info : ItemSearch {         // with facts of the block's rows
+    alignas(16) float scale[kRows];  // from a product to log2 units
+    float center[kRows];             // added to an encoded key's score
     // Integer sums of a row begin with -(level_origin - 1/2) times the sum of its query's digits, two for each number.
     std::int32_t start[kSumGroups][2 * kRows];
     std::int32_t poisoned[kRows];
@@ -139,10 +116,7 @@ struct Shape : Split<warps_of_team(kWay, KF, VF, D, NT), D, BW> {
     std::int32_t position[kRows];
     float m[BW][kRows], l[BW][kRows];
     std::uint32_t constants[2][kConstantWords];
-    Part part;
-    WorkPlace place;
     int found;  // what the first part is: kGuessed ..
-    Window window;
   };
 
   static constexpr int kBarriers = kByGroup ? 0 : 2;  // a team's: keys, values
@@ -189,9 +163,6 @@ struct Shape : Split<warps_of_team(kWay, KF, VF, D, NT), D, BW> {
       kTakesCentres && !kByGroup &&
       blocks_with(plan_with(16 * kCentreRow).bytes[0]) == blocks_with(plan_with(0).bytes[0]);
   static constexpr SharedPlan kShared = plan_with(kCentresPass ? 16 * kCentreRow : 0);
-  // Whether a block rehearses where launches overlap (config.cuh). That was measured of blocks whose warps do a page
-  // alone, and read nothing of a page through the L1 cache.
-  static constexpr bool kMayRehearse = kHasEightWarps && kTeam == 1 && kCentresPass;
 };
 
 // A kernel for devices whose blocks get too little shared memory for the usual one.

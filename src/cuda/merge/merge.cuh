@@ -5,7 +5,7 @@
 // two loads, one after the other, and three barriers.
 #pragma once
 
-#include "cuda/schedule/schedule.cuh"
+#include "cuda/schedule/item.cuh"
 #include "cuda/tile/warp_vector.cuh"
 
 namespace kvant::cuda {
@@ -165,9 +165,12 @@ __global__ void __launch_bounds__(32 * W, kMergeBlocks<D, W>) merge_kernel(const
   const bool is_late = kMayBeLate && entry >= p.known_entries;
   if (!is_late && query >= e.q_len) return;  // the whole cluster
   if (ranks > 1) ptx::cluster_arrive();      // this block has started
+  const int4* const place = reinterpret_cast<const int4*>(p.segments) + segment;
+  int4 found;
+  if (are_listed(p)) found = __ldcg(place);
   ptx::wait_prerequisites();
   ptx::launch_dependents();
-  const int4 found = reinterpret_cast<const int4*>(p.segments)[segment];
+  if (!are_listed(p)) found = *place;
   if (is_late && query >= e.q_len) return;
   const float sink_logit = p.sink_logits != nullptr ? p.sink_logits[q_head] : -__builtin_huge_valf();
   const int exact = found.y - found.x + 1, count = exact + found.w - found.z + 1;

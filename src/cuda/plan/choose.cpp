@@ -148,7 +148,7 @@ Status choose_decode(const PlannedWork& work, const Offers& offers, const Severa
                      : fmt::format("for {} rows, about {:.0f} us", most_rows, static_cast<double>(several.ns) / 1000);
   } else if (!work.kernel.empty() && work.kernel != core::kDecodeKernels) {
     return refuse_kernel(work, several.missing);
-  } else if (choice.why.empty() && most_rows >= times::kLeastGroupRows) {
+  } else if (choice.why.empty() && most_rows >= times::kLeastPrefillRows) {
     choice.why = several.missing;
   }
   take_eight_warps(work, offers, choice);

@@ -5,6 +5,7 @@
 
 #include "core/fmt.hpp"
 #include "cuda/plan/kernels_of.hpp"
+#include "cuda/schedule/list.hpp"
 
 namespace kvant::cuda {
 namespace {
@@ -126,9 +127,21 @@ Status AttentionPlan::upload(const core::DevicePlanConfig& config, const StepBat
   const std::size_t entry_bytes = aligned(entries.size() * sizeof(BatchEntry));
   const std::size_t slope_bytes = o.alibi_slopes.size() * sizeof(float);
   const std::size_t place_bytes = mask_batches.size() * sizeof(std::int32_t);
-  const std::size_t bytes = entry_bytes + aligned(slope_bytes) + place_bytes;
+  // Decode kernels alone have items.
+  const auto items = static_cast<std::size_t>(batch.entries != nullptr ? params_.blocks : 0);
+  const std::size_t item_bytes = aligned(items * sizeof(Item));
+  const std::size_t segments = items > 0 ? static_cast<std::size_t>(params_.batch) * params_.cache.kv_heads *
+                                               static_cast<std::size_t>(params_.row_blocks)
+                                         : 0;
+  const std::size_t list_bytes = item_bytes + aligned(segments * 4 * sizeof(std::int32_t));
+  const std::size_t bytes = list_bytes + entry_bytes + aligned(slope_bytes) + place_bytes;
   if (bytes > 0) KVANT_CUDA_TRY(cudaMalloc(&memory_, bytes));
   params_.entries = batch.entries;
+  if (items > 0) {
+    params_.items = static_cast<Item*>(memory_);
+    params_.segments = reinterpret_cast<std::int32_t*>(static_cast<std::byte*>(memory_) + item_bytes);
+    KVANT_CUDA_TRY(cudaMemset(memory_, 0, list_bytes));
+  }
   if (batch.entries == nullptr) {
     KVANT_CUDA_TRY(cudaMemcpy(memory_, entries.data(), entries.size() * sizeof(BatchEntry), cudaMemcpyHostToDevice));
     params_.entries = static_cast<const BatchEntry*>(memory_);
@@ -136,17 +149,25 @@ Status AttentionPlan::upload(const core::DevicePlanConfig& config, const StepBat
     std::copy_n(entries.begin(), params_.known_entries, params_.first_entries);
   }
   if (slope_bytes > 0) {
-    auto* slopes = static_cast<std::byte*>(memory_) + entry_bytes;
+    auto* slopes = static_cast<std::byte*>(memory_) + list_bytes + entry_bytes;
     std::vector<float> in_log2(o.alibi_slopes);
     for (float& slope : in_log2) slope *= std::numbers::log2e_v<float>;
     KVANT_CUDA_TRY(cudaMemcpy(slopes, in_log2.data(), slope_bytes, cudaMemcpyHostToDevice));
     params_.logits.slopes = reinterpret_cast<const float*>(slopes);
   }
   if (place_bytes > 0) {
-    auto* places = static_cast<std::byte*>(memory_) + entry_bytes + aligned(slope_bytes);
+    auto* places = static_cast<std::byte*>(memory_) + list_bytes + entry_bytes + aligned(slope_bytes);
     KVANT_CUDA_TRY(cudaMemcpy(places, mask_batches.data(), place_bytes, cudaMemcpyHostToDevice));
     params_.mask_batches = reinterpret_cast<const std::int32_t*>(places);
   }
+  return {};
+}
+
+Status AttentionPlan::list_items(Stream stream) const {
+  if (params_.items == nullptr) return {};
+  const Current current(pages_.device());
+  KVANT_CUDA_TRY(current.error());
+  KVANT_CUDA_TRY(cuda::list_items(params_, native(stream)));
   return {};
 }
 

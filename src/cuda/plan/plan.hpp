@@ -41,6 +41,8 @@ class AttentionPlan final : public core::DevicePlan {
   // The same over a pool, and exact pages, that are known now.
   Status run_over(std::byte* encoded, std::uint64_t slot_bytes, std::byte* exact, const TensorView& q,
                   const MutableTensorView& out, const core::FreshRows& fresh, const RunOptions& options) const;
+  // Lists the work of the step that a StepBatch now has, for the runs that follow (schedule/list.hpp).
+  Status list_items(Stream stream) const;
 
  private:
   Status make_stages(const core::DevicePlanConfig& config, const PlannedWork& work);
@@ -61,7 +63,7 @@ class AttentionPlan final : public core::DevicePlan {
   const char* kernel_ = core::kDecodeKernels;
   int products_ = 16, splits_ = 1;
   std::size_t workspace_bytes_ = 0;
-  void* memory_ = nullptr;  // batch entries, slopes, places in the mask
+  void* memory_ = nullptr;  // the list of a step's items, batch entries, slopes, places in the mask
 };
 
 Result<std::unique_ptr<core::DevicePlan>> make_plan(const core::DevicePlanConfig& config);

@@ -82,10 +82,10 @@ constexpr RowsTimes rows_times(int head_dim, Stored stored) {
 // several row blocks.
 inline constexpr std::int64_t kDecodeStart = 9000, kStartOfMany = 15000, kDenseStartOfMany = 11000, kGroupStart = 22500;
 
-// Kernels of warpgroups (decode/group.cuh) for blocks of 32 and 64 rows: hundredths of the time of 16 rows of one-warp
-// kernels for a page.
-inline constexpr std::int64_t kGroup32 = 137, kGroup64 = 230;
-inline constexpr Linear kGroup32Rows = {0, 160}, kGroup64Rows = {0, 360};
+// Kernels of warpgroups (decode/group.cuh) for blocks of 16, 32 and 64 rows: hundredths of the time of 16 rows of
+// one-warp kernels for a page.
+inline constexpr std::int64_t kGroup16 = 91, kGroup32 = 120, kGroup64 = 230;
+inline constexpr Linear kGroup16Rows = {0, 110}, kGroup32Rows = {0, 160}, kGroup64Rows = {0, 360};
 // The same of kernels of half weights (weights.cuh) for blocks of 16 and 32 rows. For 32 also nanoseconds of a block
 // beside its pages, and of a launch: code of compute_80 (one H100), and code in which launches overlap (one H200).
 inline constexpr std::int64_t kHalf16 = 92;
@@ -98,9 +98,9 @@ inline constexpr struct {
 } kHalf32[] = {{128, {145, 28200, kGroupStart}, {168, 22000, 18000}},
                {256, {130, 37400, kGroupStart}, {130, 37400, kGroupStart}}};
 inline constexpr int kLeastHalfRows = 9;  // with fewer, usual kernels read as fast as memory gives
-// One-warp kernels have up to 16 rows at once. With 16 these take 1.07 times as long as a warpgroup's would, which are
-// less exact; prefill kernels, which have a few tiles then, take longer.
-inline constexpr int kLeastGroupRows = 17, kLeastPrefillRows = 17;
+inline constexpr int kLeastGroupRows = 9;
+// One-warp kernels have up to 16 rows at once; prefill kernels, which have a few tiles then, take longer.
+inline constexpr int kLeastPrefillRows = 17;
 // Kernels that are less exact are taken if they gain this many hundredths. (Estimates of short work are 20 % off.)
 inline constexpr std::int64_t kLeastGain = 5;
 
@@ -131,6 +131,7 @@ constexpr BlockTimes half_times(int head_dim, Format k, int rows, std::int64_t m
 }
 constexpr BlockTimes group_times(int head_dim, Format k, int rows) {
   const std::int64_t page = page_times(head_dim, k).decode;
+  if (rows <= 16) return {page * kGroup16 / 100, kGroup16Rows.at(head_dim), kGroupStart};
   return rows <= 32 ? BlockTimes{page * kGroup32 / 100, kGroup32Rows.at(head_dim), kGroupStart}
                     : BlockTimes{page * kGroup64 / 100, kGroup64Rows.at(head_dim), kGroupStart};
 }

@@ -42,6 +42,7 @@ inline constexpr int kMostCluster = 8;  // blocks that merge a row
 inline constexpr int kSeen = 1, kPlain = 2, kSlotShift = 2;
 inline constexpr int kMostRows = 1 << 20;  // for a sequence and kv head
 
+struct Item;
 struct AttendParams {
   CacheView cache;
   int layer, batch;
@@ -72,6 +73,7 @@ struct AttendParams {
   int least_units;         // an item has at least so many
   int exact_stages;        // 1, 2 or 4: halves of a side of an exact page in shared memory at once
   int blocks;              // blocks that the attend launch has: items at most
+  Item* items;             // [blocks]: each one's first part, if a launch in the stream lists them (list.hpp); or null
   std::int32_t* segments;  // [batch][kv_heads][row_blocks][4]: partials of each domain, first and last
   // Partials, [blocks + 2 * segments]: m and l [rows] in units of log2, O [rows][D] in its domain's coordinates
   float* partial_ml;  // [..][2][rows]

@@ -51,21 +51,6 @@ __device__ __forceinline__ void load_bits(const void* data, Dtype dtype, std::in
   }
 }
 
-// The same past the L1 cache: for what a launch may still write, and is read again when that launch has ended.
-template <int kCount>
-__device__ __forceinline__ void load_bits_past_l1(const void* data, Dtype dtype, std::int64_t at, int left,
-                                                  std::uint32_t (&bits)[kCount]) {
-  const auto load = [&](const auto* from) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) bits[i] = 32 * i < left ? __ldcg(from + at + 32 * i) : 0;
-  };
-  if (dtype == Dtype::f32) {
-    load(static_cast<const unsigned*>(data));
-  } else {
-    load(static_cast<const unsigned short*>(data));
-  }
-}
-
 // Their values. (One branch for all of them: with one for each, a row of 512 took 280 instructions more.)
 template <int kCount>
 __device__ __forceinline__ void elements_of(const std::uint32_t (&bits)[kCount], Dtype dtype, float (&x)[kCount]) {

@@ -48,11 +48,12 @@ class DecodeStage final : public Stage {
   [[nodiscard]] std::string explain() const override;
   Status run(StageRun& run) const override {
     AttendParams& p = run.params;
-    p.segments = reinterpret_cast<std::int32_t*>(run.workspace);
+    if (p.items == nullptr) p.segments = reinterpret_cast<std::int32_t*>(run.workspace);
     p.partial_ml = reinterpret_cast<float*>(run.workspace + ml_at_);
     p.partial_o = reinterpret_cast<float*>(run.workspace + o_at_);
     void* arguments[] = {&p};
-    Launch attend(static_cast<unsigned>(p.blocks), 32 * kernel_.warps(), run.native_stream(), run.limits.overlaps());
+    Launch attend(static_cast<unsigned>(p.blocks), 32 * kernel_.warps(), run.native_stream(),
+                  run.limits.overlaps() && !kernel_.by_group);  // kGroupBlocks says why
     attend.config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes_);
     KVANT_CUDA_TRY(cudaLaunchKernelExC(&attend.config, kernel_.function, arguments));
 
@@ -214,8 +215,9 @@ std::string DecodeStage::explain() const {
   fmt::format_to(
       out,
       "items      {} of {:.1f} pages each at the planned lengths (an exact page counts {}); up to {} for one "
-      "row; cut on the device at each run\n",
-      list_.items, static_cast<double>(units_) / list_.items, p.exact_cost, splits_);
+      "row; cut on the device {}\n",
+      list_.items, static_cast<double>(units_) / list_.items, p.exact_cost, splits_,
+      p.items != nullptr ? "once a step" : "at each run");
   fmt::format_to(out, "merge      one more launch, {} block{} of {} warps a row{}\n", cluster_,
                  cluster_ == 1 ? "" : "s", merge_.warps, overlaps_ ? ", its start overlaps the end of the first" : "");
   return s;
