@@ -71,7 +71,7 @@ def take_trace(folder: Path) -> dict[str, Any]:
 
 
 def layers_of(kernels: Iterable[Kernel]) -> list[list[Kernel]]:
-    """Of each layer and step the kernels between two products, attention among them."""
+    """The kernels between two products, attention among them, of each layer and step."""
     layers, layer = [], []
     for kernel in kernels:
         if kernel.kind != "product":

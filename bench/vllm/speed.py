@@ -272,7 +272,7 @@ def split(name: str) -> tuple[int, str]:
 
 
 def gather(a: argparse.Namespace) -> dict[str, Any]:
-    """What --json writes: by cache what the engines found."""
+    """The contents of --json: what the engines found, by cache."""
     found: dict[str, Any] = {"shape": a.shape if a.model is None else a.model.name, "GPUs": a.tensor_parallel}
     found["cache, GiB"] = a.cache_gib
     found["caches"] = {cache: {"rows": {}} for cache in a.caches}
