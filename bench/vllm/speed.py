@@ -18,9 +18,9 @@ steps (in 64 steps each request fills a block of 64 tokens, or several), and the
 --seconds limits all engines together: each one may take an equal share of what is left, and loses the rows that it did
 not reach.
 
---kernels also records 64 steps of each row with torch's profiler, and the step of one prompt of 8192 tokens: then the
-table has microseconds a layer of write, attention and merge, and from the write's begin to the merge's end. Kernels may
-overlap, so that the sum can be more than that.
+--kernels runs the rows once more and records 64 steps of each with torch's profiler, and the step of one prompt of 8192
+tokens. Then the table has microseconds a layer: of write, attention and merge, and from the write's begin to the
+merge's end. Kernels may overlap, so that their sum can be more than that.
 
 The table has tokens a second and, in brackets, the ratio to the first cache's; then seconds to the last request's first
 token, where a ratio above 1 is slower. With drafts that are not all accepted it has tokens a request and step, too.
@@ -30,6 +30,7 @@ token, where a ratio above 1 is slower. With drafts that are not all accepted it
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import re
@@ -114,9 +115,11 @@ def make_model(folder: Path, shape: str) -> None:
 class Batch:
     """Requests that came at once."""
 
+    numbers = itertools.count()
+
     def __init__(self, llm: Any, prompts: list[list[int]], new: int) -> None:
         self.engine = llm.llm_engine
-        self.tokens = {f"{id(self)}-{i}": 0 for i in range(len(prompts))}
+        self.tokens = {f"{next(self.numbers)}": 0 for _ in prompts}
         self.begin = time.perf_counter()
         self.first: dict[str, float] = {}  # seconds to a request's first token
         for name, prompt in zip(self.tokens, prompts):
@@ -126,9 +129,9 @@ class Batch:
         """The number of new tokens."""
         before = sum(self.tokens.values())
         for output in self.engine.step():
-            name = output.request_id
-            self.tokens[name] = len(output.outputs[0].token_ids)
-            if self.tokens[name]:
+            name, tokens = output.request_id, len(output.outputs[0].token_ids)
+            if tokens and name in self.tokens:  # a step of the batch before may still have been under way
+                self.tokens[name] = tokens
                 self.first.setdefault(name, time.perf_counter() - self.begin)
         return sum(self.tokens.values()) - before
 
@@ -181,6 +184,7 @@ class Engine:
                 "torch_profiler_activities": ["CUDA"],
                 "torch_profiler_with_stack": False,
                 "torch_profiler_use_gzip": False,
+                "torch_profiler_dump_cuda_time_total": False,
                 "ignore_frontend": True,
             }
         begin = time.perf_counter()
@@ -208,13 +212,18 @@ class Engine:
             batch.step()
         return batch
 
-    def decode(self, row: Row, with_kernels: bool) -> dict[str, Any]:
-        if row.requests * (row.prompt + row.most_new) > self.about["tokens in the cache"]:
-            return {"left out": f"the cache holds {self.about['tokens in the cache']} tokens"}
+    def decoding(self, row: Row) -> Batch:
         batch = Batch(self.llm, self.prompts(row.requests, row.prompt), row.most_new)
         batch.until(SETTLED if row.drafts else 3)
+        return batch
+
+    def decode(self, row: Row) -> dict[str, Any]:
+        if row.requests * (row.prompt + row.most_new) > self.about["tokens in the cache"]:
+            return {"left out": f"the cache holds {self.about['tokens in the cache']} tokens"}
+        batch = self.decoding(row)
         times = [batch.steps(STEPS) for _ in range(TIMES)]
-        found: dict[str, Any] = {
+        batch.end()
+        return {
             "tokens/s": statistics.median(tokens / seconds for seconds, tokens in times),
             "ms a step": statistics.median(1000 * seconds / STEPS for seconds, _ in times),
             "tokens a step": sum(tokens for _, tokens in times) / (TIMES * STEPS * row.requests),
@@ -222,8 +231,10 @@ class Engine:
             "last first token, s": max(batch.first.values()),
             "times": times,
         }
-        if with_kernels:
-            found["kernels"] = self.kernels(lambda: batch.steps(STEPS))
+
+    def decode_kernels(self, row: Row) -> dict[str, Any]:
+        batch = self.decoding(row)
+        found = self.kernels(lambda: batch.steps(STEPS))
         batch.end()
         return found
 
@@ -242,11 +253,17 @@ def measure(a: argparse.Namespace, name: str) -> None:
     found: dict[str, Any] = {"about": engine.about | versions(), "rows": {}}
     save(a.out, name, found)
     engine.prompt(min(PROMPT_STEP, max(x.prompt for x in rows)))  # what is loaded and chosen at the first use
-    if a.kernels and not drafts:
-        found["prompt"] = engine.kernels(lambda: engine.prompt(PROMPT_STEP))
     for row in rows:
-        found["rows"][str(row)] = engine.to_the_end(row) if row.new else engine.decode(row, a.kernels)
+        found["rows"][str(row)] = engine.to_the_end(row) if row.new else engine.decode(row)
         save(a.out, name, found)
+    if a.kernels:  # last: a profiler that ran once may slow launches down
+        if not drafts:
+            found["prompt"] = engine.kernels(lambda: engine.prompt(PROMPT_STEP))
+        for row in rows:
+            of_row = found["rows"][str(row)]
+            if not row.new and "left out" not in of_row:
+                of_row["kernels"] = engine.decode_kernels(row)
+                save(a.out, name, found)
     end_part(a.out, name, found)
 
 

@@ -308,10 +308,8 @@ class Steps:
             self.done[name] = min(most, self.done[name] + self.each)
         begun += self.names[len(begun) : len(begun) + 1]
         self.done[begun[-1][0]] = max(1, self.done[begun[-1][0]])
-        return [
-            SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=range(self.done[name]))])
-            for name, _ in begun
-        ]
+        tokens = {name: self.done[name] for name, _ in begun} | {"of the batch before": 99}
+        return [SimpleNamespace(request_id=n, outputs=[SimpleNamespace(token_ids=range(x))]) for n, x in tokens.items()]
 
     def abort_request(self, names):
         self.aborted += names
@@ -330,6 +328,61 @@ def test_a_batch_is_timed_when_all_of_it_decodes(script, monkeypatch):
     assert len(engine.aborted) == 3
     with pytest.raises(RuntimeError, match="requests ended with 5 of 9 tokens"):
         speed.Batch(SimpleNamespace(llm_engine=Steps(4)), [[1]], 5).until(9)
+
+
+def test_kernels_come_after_all_speeds(script, tmp_path, monkeypatch):
+    """Not of rows that were left out or run to their end; the prompt's once, without drafts."""
+    speed = script("speed")
+    done = []
+
+    class Engine:
+        def __init__(self, a, cache, rows):
+            self.about = {"tokens in the cache": 64}
+            done.append((cache, len(rows)))
+
+        def prompt(self, tokens):
+            done.append(f"prompt {tokens}")
+
+        def kernels(self, run):
+            run()
+            return {"all": 1}
+
+        def decode(self, row):
+            done.append(str(row))
+            return {"left out": "small"} if row.requests == 64 else {"tokens/s": 1}
+
+        def to_the_end(self, row):
+            done.append(str(row))
+            return {"tokens/s": 2}
+
+        def decode_kernels(self, row):
+            done.append(f"kernels {row}")
+            return {"all": 2}
+
+    def end_part(out, name, found):
+        speed.save(out, name, found)
+        raise SystemExit
+
+    monkeypatch.setattr(speed, "Engine", Engine)
+    monkeypatch.setattr(speed, "end_part", end_part)
+    monkeypatch.setattr(speed, "versions", lambda: {"vllm": "0.33.0"})
+    words = ["kvant_tq4", "--rows", "64x9000,2x70,2x70+3,4x64:8", "--kernels", "--out", str(tmp_path)]
+    for drafts, wanted in (
+        (0, [("kvant_tq4", 3), "prompt 8192", "64x9000", "2x70", "4x64:8", "prompt 8192", "kernels 2x70"]),
+        (3, [("kvant_tq4", 1), "prompt 70", "2x70+3", "kernels 2x70+3"]),
+    ):
+        done.clear()
+        with pytest.raises(SystemExit):
+            speed.measure(speed.parse(words), speed.name_of(drafts, "kvant_tq4"))
+        assert done == wanted
+    found = speed.gather(speed.parse(words))["caches"]["kvant_tq4"]
+    assert found["prompt"] == {"all": 1} and found["about"] == {"tokens in the cache": 64, "vllm": "0.33.0"}
+    assert found["rows"] == {
+        "64x9000": {"left out": "small"},
+        "2x70": {"tokens/s": 1, "kernels": {"all": 2}},
+        "4x64:8": {"tokens/s": 2},
+        "2x70+3": {"tokens/s": 1, "kernels": {"all": 2}},
+    }
 
 
 def speeds(rate, ms, first, tokens=1.0, parts=None):
