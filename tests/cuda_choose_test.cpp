@@ -9,7 +9,7 @@
 #include <fstream>
 #include <sstream>
 
-#include "support/cuda_choices.hpp"
+#include "support/cuda_record.hpp"
 #include "support/paths.hpp"
 
 namespace kvant::cuda {
@@ -17,83 +17,47 @@ namespace {
 
 // --- the record ------------------------------------------------------------------------------------------------------
 
-constexpr int kMostQueries = 4096;
-
-// The kinds for 1, 2, 4 .. 4096 queries, with the number from which each is taken: "decode 1, prefill_sm80 64".
-std::string over_queries(Case c, const Device& device) {
-  std::string line, before;
-  for (c.queries = 1; c.queries <= kMostQueries && c.queries <= c.length; c.queries *= 2) {
-    const Result<Chosen> chosen = try_choose(c, device);
-    std::string now = chosen.ok() ? chosen->kinds : "refused";
-    std::replace(now.begin(), now.end(), ',', '+');
-    if (now == before) continue;
-    line += fmt::format("{}{} {}", line.empty() ? "" : ", ", now, c.queries);
-    before = now;
-  }
-  return line;
-}
-
-std::string record() {
-  std::string text =
-      "# Kernels that plans take, by the number of queries of a sequence from which they take them. A + B: A first, "
-      "then\n"
-      "# B for the rest. Written by KVANT_WRITE_CHOICES=1 cuda_choose_test; a change of this file is a change of what\n"
-      "# users run, and its commit says why.\n"
-      "# device, head_dim, keys/values, feature, sequences x keys: kinds\n";
-  const auto line = [&](const Device& device, const NamedPair& pair, const char* feature, const Case& c) {
-    text += fmt::format("{} {} {} {} {}x{}: {}\n", device.name, c.head_dim, pair.name, feature, c.sequences, c.length,
-                        over_queries(c, device));
-  };
-  for (const Device& device : kDevices) {
-    const bool is_of_three = device.name != std::string("8.6") && device.name != std::string("12.0");
-    for (const int head_dim : instances().head_dims) {
-      for (const NamedPair& pair : kPairs) {
-        Case c = case_of(head_dim, pair);
-        if (!is_of_three && head_dim != 128 && head_dim != 512) continue;
-        for (c.length = 64; c.length <= 131072; c.length = c.length == 64     ? 2048
-                                                           : c.length == 2048 ? 32768
-                                                                              : 4 * c.length) {
-          for (const int sequences : {1, 16, 256}) {
-            c.sequences = sequences;
-            line(device, pair, "plain", c);
-          }
-        }
-        // Other requests, at the length where most of them are made.
-        if (!is_of_three || head_dim % 128 != 0) continue;
-        c = case_of(head_dim, pair);
-        c.window = 1024, line(device, pair, "window", c);
-        c.window = 0, c.mask = true, line(device, pair, "mask", c);
-        c.mask = false, c.fresh_keys = true, line(device, pair, "fresh", c);
-        c.any_length = true, line(device, pair, "engine", c);
-        c.any_length = false, c.calibrated = true, c.fresh_keys = false, line(device, pair, "calibrated", c);
-      }
-    }
-  }
-  return text;
-}
-
 TEST(CudaChoose, IsAsRecorded) {
-  const std::string path = test::source_path("tests/cuda_choices.txt"), now = record();
+  const std::string path = test::source_path("tests/cuda_choices.txt"), now = record::table();
   if (std::getenv("KVANT_WRITE_CHOICES") != nullptr) {
     std::ofstream(path) << now;
     GTEST_SKIP() << "wrote " << path;
   }
-  std::ifstream file(path);
-  std::stringstream written;
-  written << file.rdbuf();
-  std::stringstream a(written.str()), b(now);
+  std::ifstream recorded(path);
+  std::stringstream table(now);
   std::string old_line, new_line;
   int number = 0, different = 0;
   while (true) {
-    const bool has_old = static_cast<bool>(std::getline(a, old_line)),
-               has_new = static_cast<bool>(std::getline(b, new_line));
+    const bool has_old = static_cast<bool>(std::getline(recorded, old_line)),
+               has_new = static_cast<bool>(std::getline(table, new_line));
     if (!has_old && !has_new) break;
     ++number;
-    if (has_old && has_new && old_line == new_line) continue;
-    if (++different <= 10)
-      ADD_FAILURE() << "line " << number << "\nrecorded: " << old_line << "\nnow:      " << new_line;
+    const std::string what = has_old && has_new ? record::difference(old_line, new_line) : "another number of lines";
+    if (!what.empty() && ++different <= 10)
+      ADD_FAILURE() << "line " << number << ", " << what << "\nrecorded: " << old_line << "\nnow:      " << new_line;
   }
   EXPECT_EQ(different, 0) << "if the change is meant: KVANT_WRITE_CHOICES=1";
+  EXPECT_LE(number, 200) << "more than a person reviews";
+}
+
+// The comparison notices another kind, another boundary and an estimate that is more than a tenth off.
+TEST(CudaChoose, TheRecordsComparison) {
+  const std::string line = "9.0 128 tq4 | dec 1:12, un+pre90 64:200";
+  EXPECT_EQ(record::difference(line, line), "");
+  EXPECT_EQ(record::difference(line, "9.0 128 tq4 | dec 1:13, un+pre90   64:190"), "");
+  EXPECT_EQ(record::difference(line, "9.0 128 tq4 | dec 1:12, un+pre80 64:200"), "other choices");
+  EXPECT_EQ(record::difference(line, "9.0 128 tq4 | dec 1:12, un+pre90 32:200"), "other choices");
+  EXPECT_EQ(record::difference(line, "9.0 128 tq4 | dec 1:12"), "other choices");
+  EXPECT_EQ(record::difference(line, "9.0 128 tq4 | dec 1:12, un+pre90 64:230"), "an estimate is 230, and was 200");
+  EXPECT_EQ(record::difference("# a: 1", "# a: 2"), "other choices");
+  EXPECT_EQ(record::estimate(8449), "8.4");
+  EXPECT_EQ(record::estimate(9951), "10");
+  EXPECT_EQ(record::estimate(99400), "99");
+  EXPECT_EQ(record::estimate(123456), "120");
+  EXPECT_EQ(record::estimate(99500), "100");
+  EXPECT_EQ(record::short_name("prefill_fresh, prefill_unpacked, prefill_sm90"), "fr+un+pre90");
+  EXPECT_EQ(record::short_name("decode"), "dec");
+  EXPECT_EQ(record::short_name("decode_sm90"), "dec90");
 }
 
 // --- tunings ---------------------------------------------------------------------------------------------------------
@@ -304,7 +268,7 @@ TEST(CudaChoose, MoreQueriesTakeLonger) {
             Case c = case_of(head_dim, pair);
             c.sequences = sequences, c.length = pages * kPageTokens;
             std::int64_t before = 0;
-            for (c.queries = 1; c.queries <= kMostQueries; c.queries *= 2) {
+            for (c.queries = 1; c.queries <= record::kMostQueries; c.queries *= 2) {
               const Result<Chosen> now = try_choose(c, device);
               if (!now.ok()) break;
               EXPECT_LE(10 * before, 11 * now->ns) << device.name << " " << head_dim << " " << pair.name << " "

@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,16 @@ def arguments(doc: str | None, parallel: int, seconds: float | None = None) -> a
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a Hugging Face model")
     parser.add_argument("caches", nargs="+", metavar="CACHE")
-    parser.add_argument("--out", type=Path, required=True, help="a folder for results and logs")
     parser.add_argument("--parallel", type=int, default=parallel, help="engines at a time")
     if seconds is not None:
         parser.add_argument("--seconds", type=float, default=seconds, help="that an engine may take")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options_of_parts(parser)
     return parser
+
+
+def options_of_parts(parser: argparse.ArgumentParser, needs_out: bool = True) -> None:
+    parser.add_argument("--out", type=Path, required=needs_out, help="a folder for results and logs")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
 
 
 def settings(cache: str) -> dict[str, Any]:
@@ -74,21 +80,45 @@ def load(out: Path, name: str) -> dict[str, Any] | None:
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
+def save(out: Path, name: str, found: dict[str, Any]) -> None:
+    """The result of a part so far, which stays when the part is ended from outside."""
+    file = stem_of(out, name).with_suffix(".json")
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(found), encoding="utf-8")
+    new.replace(file)
+
+
 def end_part(out: Path, name: str, found: dict[str, Any]) -> None:
     """The last call of a part."""
-    stem_of(out, name).with_suffix(".json").write_text(json.dumps(found), encoding="utf-8")
+    save(out, name, found)
     sys.stdout.flush()
     os._exit(0)  # an engine's threads would keep the process
 
 
-def run_parts(parts: dict[str, dict[str, str]], out: Path, parallel: int, seconds: float | None = None) -> list[str]:
+def run_parts(
+    parts: dict[str, dict[str, str]],
+    out: Path,
+    parallel: int,
+    seconds: float | None = None,
+    total: float | None = None,
+) -> list[str]:
     """Runs parts, given by name with additions to the environment, so many at a time; the names of those that failed
-    or took longer than so many seconds."""
+    or took longer than so many seconds. total: seconds for all parts; when a part begins, its limit is an equal share
+    of what is left."""
     out.mkdir(parents=True, exist_ok=True)
+    begin, waiting = time.monotonic(), len(parts)
     usual = dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", PYTHONUNBUFFERED="1")
     failed = []
 
+    def limit() -> float | None:
+        nonlocal waiting
+        rounds = math.ceil(waiting / parallel)
+        waiting -= 1
+        shares = [] if total is None else [max(0.0, begin + total - time.monotonic()) / rounds]
+        return min([*shares, *([] if seconds is None else [seconds])], default=None)
+
     def run(name: str) -> None:
+        most = limit()
         stem = stem_of(out, name)
         stem.with_suffix(".json").unlink(missing_ok=True)
         command = [sys.executable, sys.argv[0], *sys.argv[1:], "--one", name]
@@ -97,9 +127,9 @@ def run_parts(parts: dict[str, dict[str, str]], out: Path, parallel: int, second
                 command, stdout=log, stderr=subprocess.STDOUT, env=usual | parts[name], start_new_session=True
             )
             try:
-                code = process.wait(seconds)
+                code = process.wait(most)
             except subprocess.TimeoutExpired:
-                code = f"{seconds:.0f} s were over"
+                code = f"{most:.0f} s were over"
             try:
                 os.killpg(process.pid, signal.SIGKILL)  # an engine's workers
             except ProcessLookupError:
