@@ -237,7 +237,6 @@ struct Attend {
   template <int TW>
   __device__ core::PageRef page_ref(const Part& part, int number) const;
   __device__ void prefetch_refs(const Part& part) const;
-  __device__ void prefetch_pages(const Part& part) const;
   template <int TW>
   __device__ int slot_of(const Part& part, int number, core::PageRef ref) const;
   template <int TW>
@@ -317,8 +316,8 @@ struct Attend {
     }
   }
 
-  __device__ __forceinline__ bool encoded_part(const Part& part, std::uint32_t& phases);  // kernel.cuh
-  __device__ void run();                                                                  // kernel.cuh
+  __device__ __forceinline__ Slots begin_encoded(const Part& part);  // kernel.cuh
+  __device__ __forceinline__ void run();                             // kernel.cuh
 };
 
 }  // namespace kvant::cuda

@@ -26,7 +26,7 @@
 namespace kvant::cuda {
 
 template <class S>
-__device__ void Attend<S>::run() {
+__device__ __forceinline__ void Attend<S>::run() {
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < S::kTeams * S::kBarriers; ++i) {
@@ -56,7 +56,7 @@ __device__ void Attend<S>::run() {
     __syncthreads();
     if (const int found = same_in_warp(info->found); found != kSettled) {
       if (found == kGuessed) {
-        if (part.partial >= 0) are_listed(p) ? prefetch_pages(part) : prefetch_refs(part);
+        if (part.partial >= 0) prefetch_refs(part);
         ptx::wait_prerequisites();
       }
       const int is_right = __syncthreads_and(found == kBegun || warp != 0 || is_current(p, info->window));
@@ -70,11 +70,8 @@ __device__ void Attend<S>::run() {
     } else {
       value_constants.get(info->constants[1]);
     }
-    if (part.use_begin >= part.use_end) {  // no page begins in it
-      clear();
-      if (threadIdx.x < R) info->poisoned[threadIdx.x] = 0;
-      last = partial_of < S::kByGroup ? S::kExactTeam : W > (part);
-    } else if (S::kHasExact && part.domain == core::kExact) {
+    const bool is_empty = part.use_begin >= part.use_end;  // no page begins in it
+    if (S::kHasExact && !is_empty && part.domain == core::kExact) {
       if constexpr (S::kHasExact) {
         if constexpr (S::kHasEightWarps) {
           exact_pages_by_eight_warps(part);
@@ -83,22 +80,34 @@ __device__ void Attend<S>::run() {
         }
         last = partial_of<S::kExactTeam>(part);  // a partial result apart: sums would have to be in the same registers
       }
-    } else {
-      last = encoded_part(part, phases);
+      continue;
     }
+    if (is_empty) {
+      clear();
+      if (threadIdx.x < R) info->poisoned[threadIdx.x] = 0;
+    } else {
+      const Slots slots = begin_encoded(part);
+      if constexpr (S::kByGroup) {
+        last = group_part(part, slots);
+        continue;
+      } else {
+        encoded_pages(part, slots, phases);
+      }
+    }
+    last = partial_of < S::kByGroup ? S::kExactTeam : W > (part);
   } while (!last);
 }
 
-// The encoded pages of a part, and its partial. Returns is_last().
+// Queries of a part of encoded pages, and its first pages on their way.
 template <class S>
-__device__ __forceinline__ bool Attend<S>::encoded_part(const Part& part, std::uint32_t& phases) {
+__device__ __forceinline__ typename Attend<S>::Slots Attend<S>::begin_encoded(const Part& part) {
   weights = team_memory() + S::kShared.team.weights;
   scratch = reinterpret_cast<float*>(team_memory() + S::kShared.team.scratch);
   // The first pages are on their way while queries are read and rotated, unless these need the stages' memory; queries
   // are requested together with the page table.
   const bool early = !S::kByGroup && codec::rotation_shape(D).paley == 1 && p.k_basis.kind != BasisKind::calibrated;
   const core::PageRef here = page_ref<W>(part, lane), next = page_ref<W>(part, 32 + lane);
-  RawQuery raw;
+  RawQuery raw{};
   ask_for_rows(part, raw);
   const Slots slots{0, slot_of<W>(part, lane, here), slot_of<W>(part, 32 + lane, next)};
   if constexpr (S::kCentresPass) {
@@ -111,14 +120,11 @@ __device__ __forceinline__ bool Attend<S>::encoded_part(const Part& part, std::u
   load_queries<KF>(part, raw, true, KF == Format::bf16);
   if constexpr (S::kByGroup) ptx::fence_for_products();
   __syncthreads();
-  if constexpr (S::kByGroup) {
-    return group_part(part, slots);
-  } else {
+  if constexpr (!S::kByGroup) {
     if (!early) first_pages(part, slots);
     clear();
-    encoded_pages(part, slots, phases);
-    return partial_of<W>(part);
   }
+  return slots;
 }
 
 // Blocks of a multiprocessor of sm_90, by registers or by shared memory.

@@ -23,19 +23,6 @@ __device__ void Attend<S>::prefetch_refs(const Part& part) const {
   ptx::prefetch(page_ref_at(part, part.runs.page(use)));
 }
 
-// The same of each team's first page, whose place a list knows early. Nobody reads before the launches have ended that
-// write pages, and the L2 cache has what they write.
-template <class S>
-__device__ void Attend<S>::prefetch_pages(const Part& part) const {
-  if (part.classes != nullptr) return;  // the previous launch may make them
-  const int slot = find_slot<W>(part, 0);
-  if (slot < 0) return;
-  const bool is_exact = part.domain == core::kExact;
-  const std::byte* from = is_exact ? exact_block(part, slot >> kSlotShift) : encoded_block(part, slot >> kSlotShift);
-  const auto bytes = static_cast<int>(is_exact ? p.cache.exact_layout.block_bytes : p.cache.encoded_layout.block_bytes);
-  for (int at = 128 * (32 * member + lane); at < bytes; at += 128 * 32 * W) ptx::prefetch(from + at);
-}
-
 template <class S>
 template <int TW>
 __device__ int Attend<S>::slot_of(const Part& part, int number, core::PageRef ref) const {

@@ -39,7 +39,7 @@ struct Entry {
 inline constexpr Entry kEntries[] = {
     {64, {{430, 785, 2230, 2400}, {370, 1410, 3700, 4280}, {305, 1390, 4100, 4550}}},
     {96, {{640, 1070, 2340, 2980}, {500, 2000, 4200, 4950}, {395, 1620, 4450, 5140}}},
-    {128, {{830, 1110, 2600, 3480}, {640, 2580, 4750, 5650}, {535, 1880, 5000, 5880}}},
+    {128, {{830, 1110, 2600, 3480}, {640, 2580, 4750, 5650}, {555, 1880, 5000, 5880}}},
     {192, {{1360, 2420, 3520, 3960}, {960, 0, 5000, 6600}, {710, 0, 4650, 6360}}},
     {256, {{1460, 2440, 3800, 5000}, {1210, 0, 5500, 7400}, {1030, 0, 5700, 7100}}},
     {512, {{3300, 0, 6000, 6000}, {2540, 0, 8800, 8800}, {1670, 0, 8200, 8200}}},
@@ -78,14 +78,16 @@ constexpr RowsTimes rows_times(int head_dim, Stored stored) {
   return rows;
 }
 
+// Hundredths of the time of 16 rows for a page that kernels of up to 8 rows take, of tq keys.
+inline constexpr std::int64_t kFewRows = 53;
 // Nanoseconds of a launch of decode kernels beside its rows: the first pages, and the merge, which takes longer with
 // several row blocks.
 inline constexpr std::int64_t kDecodeStart = 9000, kStartOfMany = 15000, kDenseStartOfMany = 11000, kGroupStart = 22500;
 
 // Kernels of warpgroups (decode/group.cuh) for blocks of 16, 32 and 64 rows: hundredths of the time of 16 rows of
 // one-warp kernels for a page.
-inline constexpr std::int64_t kGroup16 = 91, kGroup32 = 120, kGroup64 = 230;
-inline constexpr Linear kGroup16Rows = {0, 110}, kGroup32Rows = {0, 160}, kGroup64Rows = {0, 360};
+inline constexpr std::int64_t kGroup16 = 91, kGroup32 = 118, kGroup64 = 215;
+inline constexpr Linear kGroup16Rows = {0, 56}, kGroup32Rows = {0, 160}, kGroup64Rows = {0, 360};
 // The same of kernels of half weights (weights.cuh) for blocks of 16 and 32 rows. For 32 also nanoseconds of a block
 // beside its pages, and of a launch: code of compute_80 (one H100), and code in which launches overlap (one H200).
 inline constexpr std::int64_t kHalf16 = 92;
@@ -95,7 +97,7 @@ struct HalfTimes {
 inline constexpr struct {
   int head_dim;
   HalfTimes plain, overlapped;
-} kHalf32[] = {{128, {145, 28200, kGroupStart}, {168, 22000, 18000}},
+} kHalf32[] = {{128, {140, 28200, kGroupStart}, {162, 22000, 18000}},
                {256, {130, 37400, kGroupStart}, {130, 37400, kGroupStart}}};
 inline constexpr int kLeastHalfRows = 9;  // with fewer, usual kernels read as fast as memory gives
 inline constexpr int kLeastGroupRows = 9;
@@ -116,8 +118,9 @@ struct BlockTimes {
 // most_rows: of a sequence and kv head.
 constexpr BlockTimes decode_times(int head_dim, Format k, std::int64_t most_rows) {
   const std::int64_t of_many = stored(k) == Stored::dense ? kDenseStartOfMany : kStartOfMany;
-  return {page_times(head_dim, k).decode, rows_times(head_dim, stored(k)).decode.at(head_dim),
-          most_rows <= 16 ? kDecodeStart : of_many};
+  const std::int64_t page = page_times(head_dim, k).decode;
+  return {most_rows <= 8 && codec::is_tq(k) ? page * kFewRows / 100 : page,
+          rows_times(head_dim, stored(k)).decode.at(head_dim), most_rows <= 16 ? kDecodeStart : of_many};
 }
 // Kernels of half weights. overlaps: launches do.
 constexpr BlockTimes half_times(int head_dim, Format k, int rows, std::int64_t most_rows, bool overlaps) {
