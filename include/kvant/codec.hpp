@@ -35,6 +35,7 @@ struct BasisSet {
   int layers = 0;
   int kv_heads = 0;
   int head_dim = 0;
+  int v_head_dim = 0;  ///< 0: head_dim
   std::vector<CalibratedBasis> keys;
   std::vector<CalibratedBasis> values;
 };
