@@ -119,7 +119,9 @@ std::vector<std::byte> side_bytes(const CacheImpl& cache, bool values) {
   const codec::SideLayout& side = values ? page.v : page.k;
   const std::byte* block = cache.store().block(core::Pool::encoded, 0, 0, 1);
   std::vector<std::byte> all;
-  const auto take = [&](std::size_t offset, int bytes) { all.insert(all.end(), block + offset, block + offset + bytes); };
+  const auto take = [&](std::size_t offset, int bytes) {
+    all.insert(all.end(), block + offset, block + offset + bytes);
+  };
   if (side.planes == 0) take(side.plane_offset[0], kPageTokens * side.head_dim * side.element_bytes);
   for (int i = 0; i < side.planes; ++i)
     take(side.plane_offset[i], kPageTokens * side.head_dim * side.plane_bits[i] / 8);
@@ -128,7 +130,7 @@ std::vector<std::byte> side_bytes(const CacheImpl& cache, bool values) {
   return all;
 }
 
-// What a side's page holds, and how many bytes it takes, is what it holds in a cache of its size alone.
+// The bytes of a side, and their number, are those of a cache of its size alone.
 TEST_P(EachPairOfHeadDims, HasTheBytesOfASideInACacheOfThatSize) {
   for (const Pair& pair : kPairs) {
     WorldSpec spec = spec_of(dims(), pair);
@@ -192,8 +194,13 @@ TEST_P(EachPairOfHeadDims, IsTheSameInAnEnginesBlocks) {
     options.attention.q_heads = kHeads * kGroup;
     options.max_batch = 1, options.max_blocks = 4, options.max_query_len = kQueries;
     PagesPlan plan = pages.plan(options).value();
-    plan.set_tables({.block_table = table, .row_stride = 4, .columns = 4, .seq_lens = lengths,
-                     .query_start_loc = starts, .batch = 1, .max_query_len = kQueries})
+    plan.set_tables({.block_table = table,
+                     .row_stride = 4,
+                     .columns = 4,
+                     .seq_lens = lengths,
+                     .query_start_loc = starts,
+                     .batch = 1,
+                     .max_query_len = kQueries})
         .value();
     const Attended expected = world.attend();
     std::vector<float> out(expected.out.size(), NAN);
@@ -216,7 +223,10 @@ CacheConfig config_of(int head_dim, int v_head_dim) {
 
 TEST(VHeadDim, IsThatOfKeysUnlessGiven) {
   const Cache one = Cache::create(config_of(96, 0)).value(), same = Cache::create(config_of(96, 96)).value();
-  EXPECT_EQ(one.config().v_head_dim, 96);
+  for (const Cache* cache : {&one, &same}) {  // a copy with another head_dim is to have values of that size
+    EXPECT_EQ(cache->config().v_head_dim, 0);
+    EXPECT_EQ(cache->config().v_dim(), 96);
+  }
   EXPECT_EQ(one.describe(), same.describe());
   EXPECT_NE(one.describe().find("head_dim 96\n"), std::string::npos) << one.describe();
 }

@@ -24,6 +24,7 @@ struct CacheConfig {
   /// Values of a value, where they are not as many as of a key; 0: head_dim. Queries have head_dim, outputs v_head_dim.
   /// On a device both must be the same.
   int v_head_dim = 0;
+  [[nodiscard]] int v_dim() const noexcept { return v_head_dim == 0 ? head_dim : v_head_dim; }  ///< the number itself
   std::string k = "tq6";  ///< key format; see formats()
   std::string v = "tq4";  ///< value format
   /// First pages kept exact, while a window covers them. -1: automatic, which is 1. 0 where both formats are dense,

@@ -35,9 +35,9 @@ struct BasisSet {
   int layers = 0;
   int kv_heads = 0;
   int head_dim = 0;
-  int v_head_dim = 0;  ///< 0: head_dim
   std::vector<CalibratedBasis> keys;
   std::vector<CalibratedBasis> values;
+  int v_head_dim = 0;  ///< 0: head_dim
 };
 
 /// One encoded vector: one code a value (before bit packing) and its scales, as widened to float.

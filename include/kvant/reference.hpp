@@ -17,10 +17,11 @@ namespace kvant::reference {
 /// weights, if not null, gets the softmax weights [q_len, q_heads, kv_len].
 struct Problem {
   std::int64_t q_len = 0, kv_len = 0;
-  int q_heads = 0, kv_heads = 0, head_dim = 0, v_head_dim = 0;
+  int q_heads = 0, kv_heads = 0, head_dim = 0;
   std::span<const double> q, k, v;
   std::span<const float> sink_logits;
   std::int64_t batch = 0;
+  int v_head_dim = 0;
 };
 struct Output {
   std::vector<double> out;  ///< [q_len, q_heads, v_head_dim]

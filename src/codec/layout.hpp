@@ -3,8 +3,8 @@
 //
 // A block is: key planes, value planes, the keys' centre (page-centred caches only), key scales, value scales; each
 // part starts 16-byte aligned. The block's size is a multiple of 64 bytes, or of 32 in a page-centred cache whose
-// keys' head_dim is not a multiple of 64: there rows straddle cache lines anyway, and 64 would cost more than 0.14 bits a key
-// value.
+// head_dim of keys is not a multiple of 64: there rows straddle cache lines anyway, and 64 would cost more than 0.14
+// bits a key value.
 //
 // D is the side's own: keys and values may have different sizes.
 //
@@ -52,7 +52,7 @@ struct SideLayout {
 };
 
 struct PageLayout {
-  int head_dim = 0;  // of keys; and of values, where a device has the page
+  int head_dim = 0;  // the keys'; a device has pages of one
   SideLayout k, v;
   std::uint32_t code_bytes = 0;   // planes or dense rows of both sides; the centre, if any, begins here
   std::uint32_t scale_bytes = 0;  // scales of both sides, and the centre

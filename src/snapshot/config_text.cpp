@@ -111,6 +111,7 @@ StoredConfig stored_config(const CacheImpl& cache) {
                       .stored_head_dim = cache.stored_dims().k,
                       .stored_v_head_dim = cache.stored_dims().v,
                       .exact = cache.exact_dtype()};
+  stored.config.v_head_dim = stored.config.v_dim();
   if (!cache.table().config().ends.any()) stored.exact.reset();
   return stored;
 }

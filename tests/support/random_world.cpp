@@ -51,8 +51,8 @@ WorldSpec draw_spec(Rng& rng, const RandomChoices& choices) {
     Lengths lengths;
     lengths.q_len = chance(rng, 2) ? 1 : 1 + rng.below(choices.most_queries);
     if (i > 0 && chance(rng, 8)) lengths.q_len = 0;
-    const double of_key = 1.0 * widest * spec.group * spec.kv_heads *
-                          static_cast<double>(std::max<std::int64_t>(1, lengths.q_len));
+    const double of_key =
+        1.0 * widest * spec.group * spec.kv_heads * static_cast<double>(std::max<std::int64_t>(1, lengths.q_len));
     const auto most = static_cast<std::int64_t>(std::max(1.0, (kMostProducts - products) / of_key));
     lengths.kv_len = std::max(lengths.q_len, draw_length(rng, most));
     products += of_key * static_cast<double>(lengths.kv_len);
@@ -109,10 +109,10 @@ OwnedMask draw_mask(Rng& rng, const WorldSpec& spec) {
 std::string describe(const RandomCase& c) {
   const WorldSpec& s = c.spec;
   const AttentionOptions& o = c.options;
-  std::string text =
-      fmt::format("{}/{} head_dim {}/{} kv_heads {} group {} sinks {} tails {} input {} exact {} window {}+{} {} seed {}",
-                  s.k, s.v, s.head_dim, s.v_head_dim, s.kv_heads, s.group, s.sink_pages, s.tail_pages, dtype_name(s.input_dtype),
-                  s.exact ? dtype_name(*s.exact) : "-", s.window, s.window_sinks, inputs_name(s.inputs), s.seed);
+  std::string text = fmt::format(
+      "{}/{} head_dim {}/{} kv_heads {} group {} sinks {} tails {} input {} exact {} window {}+{} {} seed {}", s.k, s.v,
+      s.head_dim, s.v_head_dim, s.kv_heads, s.group, s.sink_pages, s.tail_pages, dtype_name(s.input_dtype),
+      s.exact ? dtype_name(*s.exact) : "-", s.window, s.window_sinks, inputs_name(s.inputs), s.seed);
   for (const Lengths& lengths : s.sequences) text += fmt::format(" {}x{}", lengths.kv_len, lengths.q_len);
   text += fmt::format(" chunks [{}] rewinds [{}]{}", fmt::join(s.chunks, " "), fmt::join(s.rewinds, " "),
                       s.forked ? " forked" : "");

@@ -83,9 +83,9 @@ Status append_rows(Cache& cache, SequenceId sequence, const Qkv& x, std::int64_t
     return pack_as(dtype, std::span(rows).subspan(static_cast<std::size_t>(begin) * width,
                                                   static_cast<std::size_t>(end - begin) * width));
   };
-  const std::vector<std::byte> k = packed(x.k, c.head_dim), v = packed(x.v, c.v_head_dim);
+  const std::vector<std::byte> k = packed(x.k, c.head_dim), v = packed(x.v, c.v_dim());
   return cache.append(sequence, layer, TensorView::contiguous(k.data(), dtype, end - begin, c.kv_heads, c.head_dim),
-                      TensorView::contiguous(v.data(), dtype, end - begin, c.kv_heads, c.v_head_dim));
+                      TensorView::contiguous(v.data(), dtype, end - begin, c.kv_heads, c.v_dim()));
 }
 
 Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& ids, const AttentionOptions& options,
@@ -94,7 +94,7 @@ Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& i
   const Result<Plan> planned = plan(cache, std::span<const SequenceId>(ids), options);
   if (!planned) return planned.status();
   const std::int64_t rows = planned->total_queries();
-  const int dim = cache.config().head_dim, v_dim = cache.config().v_head_dim;
+  const int dim = cache.config().head_dim, v_dim = cache.config().v_dim();
   Attended a;
   // NaN, so that an element the kernel forgets to write cannot pass.
   a.lse.assign(q.size() / static_cast<std::size_t>(dim), NAN);
@@ -102,8 +102,9 @@ Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& i
   RunOptions run_options;
   run_options.lse = a.lse.data();
   run_options.sink_logits = sink_logits.empty() ? nullptr : sink_logits.data();
-  const Status status = run(*planned, layer, TensorView::of(q.data(), rows, options.q_heads, dim),
-                            MutableTensorView::of(a.out.data(), rows, options.q_heads, v_dim), run_options, keys, values);
+  const Status status =
+      run(*planned, layer, TensorView::of(q.data(), rows, options.q_heads, dim),
+          MutableTensorView::of(a.out.data(), rows, options.q_heads, v_dim), run_options, keys, values);
   if (!status) return status;
   a.explain = planned->explain();
   a.splits = planned->splits();
@@ -164,8 +165,8 @@ SequenceId grow_sequence(Cache& cache, const WorldSpec& spec, const Lengths& len
 World::World(const WorldSpec& s) : spec(s), cache(Cache::create(cache_config(s)).value()) {
   for (std::size_t i = 0; i < spec.sequences.size(); ++i) {
     const Lengths& lengths = spec.sequences[i];
-    Qkv x = make_qkv({lengths.q_len, lengths.kv_len, q_heads(), spec.kv_heads, spec.head_dim, spec.v_head_dim}, spec.inputs,
-                     spec.seed + 1000 * i);
+    Qkv x = make_qkv({lengths.q_len, lengths.kv_len, q_heads(), spec.kv_heads, spec.head_dim, spec.v_head_dim},
+                     spec.inputs, spec.seed + 1000 * i);
     for (float& value : x.k) value = rounded(value + spec.key_offset, spec.input_dtype);
     for (float& value : x.v) value = rounded(value, spec.input_dtype);
     const auto append = [&](SequenceId id, int layer, const Qkv& rows, std::int64_t begin, std::int64_t end) {
@@ -231,7 +232,7 @@ void decode_sequence(const Cache& cache, SequenceId id, int layer, const Lengths
   const CacheConfig& c = cache.config();
   keys = given.k;
   values = given.v;
-  const std::int64_t k_row = std::int64_t{c.kv_heads} * c.head_dim, v_row = std::int64_t{c.kv_heads} * c.v_head_dim;
+  const std::int64_t k_row = std::int64_t{c.kv_heads} * c.head_dim, v_row = std::int64_t{c.kv_heads} * c.v_dim();
   const auto read = [&](std::int64_t begin, std::int64_t end) {
     if (begin >= end) return;
     std::fill(keys.begin() + begin * k_row, keys.begin() + end * k_row, NAN);
@@ -239,7 +240,7 @@ void decode_sequence(const Cache& cache, SequenceId id, int layer, const Lengths
     cache
         .read(id, layer, begin, end,
               MutableTensorView::of(keys.data() + begin * k_row, end - begin, c.kv_heads, c.head_dim),
-              MutableTensorView::of(values.data() + begin * v_row, end - begin, c.kv_heads, c.v_head_dim), stream)
+              MutableTensorView::of(values.data() + begin * v_row, end - begin, c.kv_heads, c.v_dim()), stream)
         .value();
   };
   const std::int64_t visible =

@@ -35,8 +35,8 @@ struct WorldSpec {
   std::vector<Lengths> sequences = {{100, 1}};
   int sink_pages = 1;
   int tail_pages = 1;
-  int layers = 1;  ///< the cache's
-  int layer = 0;   ///< the world's rows are here; other layers have other rows
+  int layers = 1;                               ///< the cache's
+  int layer = 0;                                ///< the world's rows are here; other layers have other rows
   bool key_bases = false, value_bases = false;  ///< calibrated: support/bases.hpp
   bool page_centres = false;                    ///< KeyCentre::page
   Dtype input_dtype = Dtype::f32;               ///< what is appended; values are rounded to it first

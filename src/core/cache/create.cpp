@@ -153,18 +153,17 @@ Status check_bases(const CacheConfig& c) {
   for (const bool of_values : {false, true}) {
     const core::RowWidth width = core::row_width(c, of_values);
     if (!(of_values ? values : keys) || is_supported_head_dim(width.values)) continue;
-    return {
-        Code::unsupported,
-        fmt::format("{} = calibrated with {} = {}: vectors are stored padded to {}, and calibrated bases are for "
-                    "sizes that are stored as they are ({}); use automatic",
-                    of_values ? "v_basis" : "k_basis", width.name, width.values, stored_head_dim(width.values),
-                    fmt::join(supported_head_dims(), ", "))};
+    return {Code::unsupported,
+            fmt::format("{} = calibrated with {} = {}: vectors are stored padded to {}, and calibrated bases are for "
+                        "sizes that are stored as they are ({}); use automatic",
+                        of_values ? "v_basis" : "k_basis", width.name, width.values, stored_head_dim(width.values),
+                        fmt::join(supported_head_dims(), ", "))};
   }
   const BasisSet& set = *c.bases;
   const int set_v_head_dim = set.v_head_dim == 0 ? set.head_dim : set.v_head_dim;
   if (set.layers != c.layers || set.kv_heads != c.kv_heads || set.head_dim != c.head_dim ||
-      set_v_head_dim != c.v_head_dim) {
-    const bool is_one = set.head_dim == set_v_head_dim && c.head_dim == c.v_head_dim;
+      (values && set_v_head_dim != c.v_dim())) {
+    const bool is_one = set.head_dim == set_v_head_dim && c.head_dim == c.v_dim();
     const auto dims = [is_one](int head_dim, int v_head_dim) {
       return is_one ? fmt::format("head_dim = {}", head_dim)
                     : fmt::format("head_dim = {}, v_head_dim = {}", head_dim, v_head_dim);
@@ -173,7 +172,7 @@ Status check_bases(const CacheConfig& c) {
             fmt::format("bases were made for layers = {}, kv_heads = {}, {}; this cache has layers = {}, kv_heads = "
                         "{}, {}: calibrate on tensors of this model",
                         set.layers, set.kv_heads, dims(set.head_dim, set_v_head_dim), c.layers, c.kv_heads,
-                        dims(c.head_dim, c.v_head_dim))};
+                        dims(c.head_dim, c.v_dim()))};
   }
   if (keys) {
     if (Status s = check_side("keys", set.keys, set, c.head_dim); !s) return s;
@@ -216,7 +215,7 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
   const auto v = parse_format(given.v);
   if (!v) return {v.code(), "v: " + v.message()};
   CacheConfig config = given;
-  if (config.v_head_dim == 0) config.v_head_dim = config.head_dim;
+  if (config.v_head_dim == config.head_dim) config.v_head_dim = 0;
   const auto k_basis = resolve_basis("k_basis", config.k_basis, *k);
   if (!k_basis) return k_basis.status();
   const auto v_basis = resolve_basis("v_basis", config.v_basis, *v);

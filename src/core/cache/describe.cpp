@@ -50,14 +50,14 @@ std::string CacheImpl::describe() const {
   std::string text =
       fmt::format("geometry: {} layers, {} kv heads, {}\n", config().layers, config().kv_heads, spec_.head_dim_words());
   const auto page_bits = [&](std::int64_t bytes) {
-    return static_cast<double>(bytes) * 8 / (kPageTokens * static_cast<double>(config().head_dim + config().v_head_dim));
+    return static_cast<double>(bytes) * 8 / (kPageTokens * static_cast<double>(config().head_dim + config().v_dim()));
   };
   const codec::PageLayout& page = spec_.encoded;
   const codec::HeadDims stored = stored_dims();
   text += fmt::format("formats: k {}, v {}: {:.3f} bits per value with scales{}{}\n", format_info(spec_.k).name,
                       format_info(spec_.v).name, page_bits(page.code_bytes + page.scale_bytes),
                       is_centred() ? " and centres" : "",
-                      stored.k > config().head_dim || stored.v > config().v_head_dim ? " and padding" : "");
+                      stored.k > config().head_dim || stored.v > config().v_dim() ? " and padding" : "");
   text += fmt::format("page: {} tokens, {} bytes per layer and kv head\n", kPageTokens, page.block_bytes);
   if (const ExactEnds ends = exact_ends(); ends.sink_pages + ends.tail_pages == 0) {
     text += "exact ends: none";

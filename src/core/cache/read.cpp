@@ -20,8 +20,8 @@ Status check_output(bool values, const MutableTensorView& t, std::int64_t rows, 
   const core::RowWidth width = core::row_width(config, values);
   if (t.shape[0] != rows || t.shape[1] != config.kv_heads || t.shape[2] != width.values) {
     return {Code::invalid_argument,
-            fmt::format("{}.shape = [{}, {}, {}]: must be [{}, {}, {}], {}, kv_heads, {}", name, t.shape[0],
-                        t.shape[1], t.shape[2], rows, config.kv_heads, width.values, what, width.name)};
+            fmt::format("{}.shape = [{}, {}, {}]: must be [{}, {}, {}], {}, kv_heads, {}", name, t.shape[0], t.shape[1],
+                        t.shape[2], rows, config.kv_heads, width.values, what, width.name)};
   }
   if (t.stride[2] != 1) {
     return {Code::invalid_argument, fmt::format("{}.stride[2] = {}: must be 1", name, t.stride[2])};
@@ -107,7 +107,7 @@ Status CacheImpl::read(SequenceId id, int layer, std::int64_t begin, std::int64_
         if (values.data != nullptr) {
           codec::load_row_v(l.v, l.v.head_dim, bytes, token, exact ? nullptr : spec_.v_levels(), stored);
           if (!exact) codec::output_from_basis(v_basis(layer, head), l.v.head_dim, stored, 1.0f);
-          std::copy_n(stored, config().v_head_dim, row(values, t));
+          std::copy_n(stored, config().v_dim(), row(values, t));
         }
       }
     }
@@ -139,7 +139,8 @@ Status CacheImpl::decode(std::span<const TokenRange> ranges, int layer, const Mu
     const char* what =
         one_after_another ? "the sum of end - begin" : "the most rows of any range (batch_stride is set)";
     const auto sequences = static_cast<std::int64_t>(ranges.size());
-    if (Status s = check_output(t == &values, *t, one_after_another ? rows : most, what, sequences, config()); !s) return s;
+    if (Status s = check_output(t == &values, *t, one_after_another ? rows : most, what, sequences, config()); !s)
+      return s;
   }
   if (rows == 0 || (keys.data == nullptr && values.data == nullptr)) return {};
   return store_->decode(readable, layer, keys, values, stream);

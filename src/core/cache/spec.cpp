@@ -44,8 +44,8 @@ const char* basis_name(BasisKind kind) {
 }
 
 RowWidth row_width(const CacheConfig& config, bool of_values) {
-  if (!of_values || config.v_head_dim == config.head_dim) return {config.head_dim, "head_dim"};
-  return {config.v_head_dim, "v_head_dim"};
+  if (!of_values || config.v_dim() == config.head_dim) return {config.head_dim, "head_dim"};
+  return {config.v_dim(), "v_head_dim"};
 }
 
 Status check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high, const char* hint) {
@@ -85,9 +85,9 @@ std::string CacheSpec::head_dim_words() const {
                        100.0 * (stored - head_dim) / stored);
   };
   const codec::HeadDims stored = stored_dims();
-  if (config.head_dim == config.v_head_dim) return "head_dim " + words(config.head_dim, stored.k, "");
+  if (config.head_dim == config.v_dim()) return "head_dim " + words(config.head_dim, stored.k, "");
   return fmt::format("head_dim {}, v_head_dim {}", words(config.head_dim, stored.k, " (keys)"),
-                     words(config.v_head_dim, stored.v, " (values)"));
+                     words(config.v_dim(), stored.v, " (values)"));
 }
 
 }  // namespace kvant::core

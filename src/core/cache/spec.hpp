@@ -17,14 +17,13 @@ struct RowWidth {
   int values;
   const char* name;
 };
-/// `config`: with v_head_dim resolved.
 RowWidth row_width(const CacheConfig& config, bool of_values);
 /// Refuses a number of a config that is out of its range.
 Status check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high, const char* hint = "");
 
 class CacheSpec {
  public:
-  /// `config` with v_head_dim, `automatic` bases, centres and exact ends resolved, and no exact ends where both formats are dense.
+  /// `config` with `automatic` bases, centres and exact ends resolved, and no exact ends where both formats are dense.
   /// The bytes of a block are a multiple of `block_multiple`, beside what the layout asks for.
   CacheSpec(CacheConfig resolved, Format k, Format v, codec::HeadDims stored, std::uint32_t block_multiple = 1);
   CacheSpec(const CacheSpec&) = delete;  // bases point into the config's
@@ -36,13 +35,13 @@ class CacheSpec {
   const Bases k_bases, v_bases;     // for encoded pages; exact pages have none
 
   /// Values of a vector in tensors.
-  [[nodiscard]] codec::HeadDims head_dims() const noexcept { return {config.head_dim, config.v_head_dim}; }
+  [[nodiscard]] codec::HeadDims head_dims() const noexcept { return {config.head_dim, config.v_dim()}; }
   /// Values of a stored vector: the tensors', and zeros up to the next size that has a rotation, or, on a device,
   /// kernels.
   [[nodiscard]] codec::HeadDims stored_dims() const noexcept { return {encoded.k.head_dim, encoded.v.head_dim}; }
   /// Values of a token's key and value in all kv heads.
   [[nodiscard]] std::int64_t token_values() const noexcept {
-    return std::int64_t{config.kv_heads} * (config.head_dim + config.v_head_dim);
+    return std::int64_t{config.kv_heads} * (config.head_dim + config.v_dim());
   }
   /// Encoded key pages have centres (codec/centre.hpp).
   [[nodiscard]] bool is_centred() const noexcept { return config.k_centre == KeyCentre::page; }

@@ -28,11 +28,11 @@ Status CacheImpl::check_tensor(bool values, const TensorView& t, std::span<const
     return {Code::invalid_argument, fmt::format("{}.dtype = {}: must be f32, f16 or bf16", name, dtype_name(t.dtype))};
   }
   if (t.shape[0] != tokens || t.shape[1] != config().kv_heads || t.shape[2] != width.values) {
-    return {
-        Code::invalid_argument,
-        fmt::format("{}.shape = [{}, {}, {}]: must be [{}, {}, {}], {}, kv_heads, {}", name, t.shape[0],
-                    t.shape[1], t.shape[2], tokens, config().kv_heads, width.values,
-                    apart ? "the most tokens of a sequence in this step (with batch_stride)" : "the step's tokens", width.name)};
+    return {Code::invalid_argument,
+            fmt::format("{}.shape = [{}, {}, {}]: must be [{}, {}, {}], {}, kv_heads, {}", name, t.shape[0], t.shape[1],
+                        t.shape[2], tokens, config().kv_heads, width.values,
+                        apart ? "the most tokens of a sequence in this step (with batch_stride)" : "the step's tokens",
+                        width.name)};
   }
   if (t.stride[2] != 1) {
     return {Code::invalid_argument,

@@ -73,7 +73,9 @@ class DevicePagesPlan final : public PagesPlanImpl {
 class DevicePagesImpl final : public PagesImpl {
  public:
   DevicePagesImpl(const PagesConfig& config, const CacheConfig& cache, Format k, Format v, const DeviceBackend& backend)
-      : PagesImpl(config, cache, k, v, {stored_head_dim_on(&backend, cache.head_dim), stored_head_dim_on(&backend, cache.v_head_dim)}), backend_(backend) {}
+      : PagesImpl(config, cache, k, v,
+                  {stored_head_dim_on(&backend, cache.head_dim), stored_head_dim_on(&backend, cache.v_dim())}),
+        backend_(backend) {}
   Status make(int number) {
     auto made = backend_.make_blocks({.device = number,
                                       .encoded = spec().encoded,

@@ -195,11 +195,10 @@ void check_slots_share(void* context, int worker) {
 Status check_slot_values(const CacheSpec& spec, const TensorView& keys, const TensorView& values,
                          std::span<const std::int64_t> slots) {
   const std::int64_t rows = static_cast<std::int64_t>(slots.size());
-  SlotCheck check{
-      .spec = &spec,
-      .tensor = {&keys, &values},
-      .slots = slots,
-      .workers = workers_for(spec, rows * spec.token_values(), kSlotChecksPerWorker)};
+  SlotCheck check{.spec = &spec,
+                  .tensor = {&keys, &values},
+                  .slots = slots,
+                  .workers = workers_for(spec, rows * spec.token_values(), kSlotChecksPerWorker)};
   parallel(check.workers, check_slots_share, &check);
   if (!check.found) return {};
   for (const bool of_values : {false, true}) {
@@ -299,7 +298,7 @@ Status HostPages::write(const BlockPool& pool, const TensorView& keys, const Ten
   if (spec().is_centred()) choose_centres(cut.runs, *step_, pool.blocks, own_tail_ ? &own_tail_->copies : nullptr);
   const ChainOrder order = order_chains(cut);
   const GatheredRows gathered[] = {{keys, cut.gathered, spec().config.kv_heads, spec().config.head_dim},
-                                   {values, cut.gathered, spec().config.kv_heads, spec().config.v_head_dim}};
+                                   {values, cut.gathered, spec().config.kv_heads, spec().config.v_dim()}};
 
   const int most = workers_for(spec(), tokens * spec().token_values(), kEncodedPerWorker);
   SlotWrite write{.spec = &spec(),

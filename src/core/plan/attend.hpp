@@ -108,7 +108,7 @@ struct BasisRow {
 // The data of one run, shared by all items.
 struct RunContext {
   codec::HeadDims width;     // a row of q has as many values as a key, one of out as a value
-  codec::HeadDims head_dim;  // of stored vectors, width at least: queries are padded with zeros, outputs cut
+  codec::HeadDims head_dim;  // stored vectors', width at least: queries are padded with zeros, outputs cut
   int padded_dim;            // that of keys rounded up to 64, zero filled
   int group, kv_heads;
   bool centred;  // encoded key pages have centres

@@ -71,11 +71,10 @@ Status core::HostStore::check_values(std::span<const StepRows> rows, const Tenso
   for (const StepRows& r : rows) ends.push_back((ends.empty() ? 0 : ends.back()) + r.tokens);
   const std::int64_t tokens = ends.empty() ? 0 : ends.back();
   if (tokens == 0) return {};
-  FiniteCheck check{
-      .keys = &keys,
-      .values = &values,
-      .ends = ends,
-      .workers = workers_for(tokens * spec_.token_values(), kChecksPerWorker)};
+  FiniteCheck check{.keys = &keys,
+                    .values = &values,
+                    .ends = ends,
+                    .workers = workers_for(tokens * spec_.token_values(), kChecksPerWorker)};
   core::parallel(check.workers, check_share, &check);
   const std::int64_t bad = check.first;
   if (bad == FiniteCheck::kNone) return {};
