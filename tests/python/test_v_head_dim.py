@@ -31,19 +31,19 @@ def test_attention_of_what_is_stored(rng, k, v, dim, v_dim):
     cache = kvant.Cache(kv_heads=2, head_dim=dim, v_head_dim=v_dim, k=k, v=v)
     assert (cache.head_dim, cache.v_head_dim) == (dim, v_dim) and f"v_head_dim={v_dim}, " in repr(cache)
     a, b = cache.sequence(), cache.sequence()
-    keys, values = draw(rng, 260, 2, dim), draw(rng, 260, 2, v_dim)
-    for seq, tokens in ((a, 260), (b, 90)):
+    keys, values = draw(rng, 250, 2, dim), draw(rng, 250, 2, v_dim)
+    for seq, tokens in ((a, 250), (b, 90)):
         seq.append(0, keys[:tokens], values[:tokens])
     for queries in (1, 20):  # the path of few rows, and of many
         q = draw(rng, 2 * queries, 6, dim)
-        out, lse = cache.attend([a, b], 0, q, lse=True)
+        out, lse = cache.attend([a, b], 0, q, lse=True, products=16)
         assert out.shape == (2 * queries, 6, v_dim)
         for i, seq in enumerate((a, b)):
             stored = cache.decode(seq, 0)
             assert [x.shape[2] for x in stored] == [dim, v_dim]
             expected, expected_lse = attention(q[i * queries : (i + 1) * queries], *stored)
-            close(out[i * queries : (i + 1) * queries], expected, 2e-3 if queries > 1 and k != "f32" else 5e-5)
-            close(lse[i * queries : (i + 1) * queries], expected_lse, 2e-3)
+            close(out[i * queries : (i + 1) * queries], expected)
+            close(lse[i * queries : (i + 1) * queries], expected_lse)
 
 
 def test_fresh_keys_and_outputs_given(rng):
@@ -65,7 +65,9 @@ def test_blocks_of_an_engine(rng):
     one = kvant.Pages(kv_heads=2, head_dim=96, k="tq6", v="tq4", k_centre="none")
     assert pages.block_bytes < one.block_bytes and (pages.v_head_dim, one.v_head_dim) == (40, 96)
     assert "v_head_dim=40" in repr(pages) and "v_head_dim" not in repr(one)
-    pool = np.zeros((4, 2, pages.block_bytes), np.uint8)
+    memory = np.zeros(8 * pages.block_bytes + 64, np.uint8)
+    at = -memory.ctypes.data % 64
+    pool = memory[at : at + 8 * pages.block_bytes].reshape(4, 2, pages.block_bytes)
     keys, values, q = draw(rng, 100, 2, 96), draw(rng, 100, 2, 40), draw(rng, 1, 4, 96)
     pages.write(pool, keys, values, np.concatenate([np.arange(64) + 128, np.arange(36)]))
     plan = pages.plan(q_heads=4, max_batch=1, max_blocks=2)
@@ -82,7 +84,7 @@ def test_snapshots_and_prefixes(rng, tmp_path):
     seq = cache.sequence()
     keys, values, q = draw(rng, 200, 2, 96), draw(rng, 200, 2, 40), draw(rng, 1, 4, 96)
     seq.append(0, keys, values)
-    kvant.save(tmp_path / "a.kvs", [seq])
+    kvant.save(cache, tmp_path / "a.kvs")
     info = kvant.Snapshot(tmp_path / "a.kvs").info
     assert (info.config["head_dim"], info.config["v_head_dim"], info.config["stored_v_head_dim"]) == (96, 40, 64)
     loaded = kvant.load(tmp_path / "a.kvs")
@@ -100,7 +102,7 @@ def test_files_of_one_size_do_not_name_another(rng, tmp_path):
     for v_head_dim in (0, 64):
         cache = kvant.Cache(kv_heads=2, head_dim=64, v_head_dim=v_head_dim)
         (seq := cache.sequence()).append(0, draw(rng, 70, 2, 64), draw(rng, 70, 2, 64))
-        kvant.save(tmp_path / "a.kvs", [seq])
+        kvant.save(cache, tmp_path / "a.kvs")
         assert "v_head_dim" not in kvant.Snapshot(tmp_path / "a.kvs").info.config
         assert kvant.load(tmp_path / "a.kvs").cache.v_head_dim == 64
 

@@ -248,6 +248,8 @@ def predicted_geometry(config: Any, layer: int) -> Geometry | None:
             return Geometry(1, int(latent), int(rotated), True)
         heads = getattr(own, "num_attention_heads", None)
         kv_heads = getattr(own, "num_key_value_heads", None) or heads
+        if getattr(own, "multi_query", False) and not getattr(own, "new_decoder_architecture", False):
+            kv_heads = 1  # Falcon, GPT-BigCode
         if own.model_type in _TWICE_IN_WINDOWS and own.layer_types[layer] == "sliding_attention":
             kv_heads *= 2
         head_dim = getattr(own, "head_dim", None) or own.hidden_size // heads
