@@ -6,10 +6,12 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "kvant/cache.hpp"
 #include "kvant/io.hpp"
 #include "support/temporary_directory.hpp"
 
@@ -189,6 +191,40 @@ TEST(Calibrate, CapturesOfOneLayerAreTakenTogether) {
   const CalibratedBasis& b = at_once->layers.at(7).keys[0];
   for (std::size_t i = 0; i < a.matrix.size(); ++i) ASSERT_NEAR(a.matrix[i], b.matrix[i], 1e-5);
   for (std::size_t i = 0; i < a.center.size(); ++i) ASSERT_NEAR(a.center[i], b.center[i], 1e-5);
+}
+
+TEST(Calibrate, ValuesMayHaveASizeOfTheirOwn) {
+  CapturedLayer layer = anisotropic(64);
+  const CapturedLayer narrow = anisotropic(32);
+  const auto wide_alone = calibrate(std::span(&layer, 1)), narrow_alone = calibrate(std::span(&narrow, 1));
+  layer.v_head_dim = 32;
+  layer.v = narrow.v;
+  const auto calibration = calibrate(std::span(&layer, 1));
+  ASSERT_TRUE(calibration.ok()) << calibration.message();
+  const test::TemporaryDirectory directory;
+  const std::string path = directory / "bases.safetensors";
+  save_bases(path, *calibration, "test").value();
+  const Calibration loaded = load_bases(path).value();
+  for (const BasisSet& set : {calibration->layers.at(7), loaded.layers.at(7), select_bases(loaded, {}).value()}) {
+    EXPECT_EQ(set.head_dim, 64);
+    EXPECT_EQ(set.v_head_dim, 32);
+    for (std::size_t head = 0; head < 2; ++head) {
+      EXPECT_EQ(set.keys[head].matrix, wide_alone->layers.at(7).keys[head].matrix);
+      EXPECT_EQ(set.values[head].matrix, narrow_alone->layers.at(7).values[head].matrix);
+      EXPECT_EQ(set.values[head].center, narrow_alone->layers.at(7).values[head].center);
+    }
+  }
+  CacheConfig config;
+  config.kv_heads = 2, config.head_dim = 64, config.v_head_dim = 32;
+  config.k = config.v = "tq4";
+  config.k_basis = config.v_basis = BasisKind::calibrated;
+  config.bases = std::make_shared<BasisSet>(select_bases(loaded, {}).value());
+  EXPECT_TRUE(Cache::create(config).ok());
+  config.v_head_dim = 64;
+  EXPECT_NE(Cache::create(config).message().find("head_dim = 64, v_head_dim = 32; this cache has"), std::string::npos)
+      << Cache::create(config).message();
+  config.v_basis = BasisKind::hadamard;  // the keys' bases fit
+  EXPECT_TRUE(Cache::create(config).ok());
 }
 
 TEST(Calibrate, VectorsWithoutSpreadKeepTheDefaultRotation) {

@@ -141,11 +141,11 @@ TEST(CapturedLayers, RefusalsNameTheTensorAndWhatFits) {
   EXPECT_EQ(spoilt([](Capture& c) {
               c.v_shape = {2, 4, 32};
             }),
-            "layer3: k is [2, 3, 32] and v is [2, 4, 32]; allowed: the same shape");
+            "layer3: k is [2, 3, 32] and v is [2, 4, 32]; allowed: the same heads and positions");
   EXPECT_EQ(spoilt([](Capture& c) {
               c.q_shape = {4, 2, 64};
             }),
-            "layer3: head_dim of q is 64, of k and v 32; allowed: the same");
+            "layer3: head_dim of q is 64, of k 32; allowed: the same");
   EXPECT_EQ(spoilt([](Capture& c) {
               c.q_shape = c.k_shape = c.v_shape = {1, 1, 577};
             }),

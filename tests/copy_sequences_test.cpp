@@ -28,7 +28,7 @@ TEST(CopySequences, GoOnBitForBit) {
   calibrated.bases = random_bases(2, 2, 32, 5, true);
   std::uint64_t seed = 0;
   for (const CacheConfig& c : {config("tq6", "tq4"), config("tq4", "tq4", 0, 0), config("f32", "f32"), window,
-                               calibrated, config("tq8", "tq3", 2, 2, 72)}) {
+                               calibrated, config("tq8", "tq3", 2, 2, 72), config("tq5", "fp8", 1, 1, 128, 72)}) {
     SCOPED_TRACE(testing::Message() << "case " << ++seed);
     Cache from = Cache::create(c).value();
     Histories<Cache> history(seed);

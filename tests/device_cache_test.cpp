@@ -372,6 +372,21 @@ TEST(DeviceCache, BackendsAreToldTheSizeOfTheTensors) {
   EXPECT_EQ(seen.exact.head_dim, 80);
 }
 
+TEST(DeviceCache, KeysAndValuesOfTwoSizesAreRefused) {
+  CacheConfig c = config(1, 1);
+  c.head_dim = 192, c.v_head_dim = 128;
+  const auto refused = CacheImpl::create(c, &kFake);
+  EXPECT_EQ(refused.code(), Code::unsupported);
+  EXPECT_NE(
+      refused.message().find("v_head_dim = 128 with head_dim = 192 on device \"cuda\": kernels there are compiled "
+                             "for keys and values of one size ("),
+      std::string::npos)
+      << refused.message();
+  EXPECT_NE(refused.message().find("or use device = \"cpu\""), std::string::npos);
+  c.v_head_dim = 192;
+  EXPECT_TRUE(CacheImpl::create(c, &kFake).ok());
+}
+
 TEST(DeviceCache, ReadsWhatWasStored) {
   const auto cache = CacheImpl::create(config(1, 1), &kFake).value();
   CacheConfig on_host = config(1, 1);

@@ -154,7 +154,7 @@ TEST(DeviceStore, PadsToTheSizesOfItsKernels) {
   c.device = "cuda";
   c.capacity_tokens = 640;
   const auto cache = CacheImpl::create(c, &backend).value();
-  EXPECT_EQ(cache->stored_dim(), 128);
+  EXPECT_EQ(cache->stored_dims().k, 128);
   EXPECT_NE(cache->describe().find("head_dim 72, stored as 128"), std::string::npos) << cache->describe();
 }
 

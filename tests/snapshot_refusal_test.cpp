@@ -236,6 +236,10 @@ TEST(SnapshotRefusal, AConfigurationThatNoCacheHas) {
   using Content = snapshot::Content;
   EXPECT_TRUE(refused(opened([](Content& c) { c.stored.config.k = "tq7"; }), Code::bad_file, {"tq7"}));
   EXPECT_TRUE(refused(opened([](Content& c) { c.stored.config.head_dim = 1 << 30; }), Code::bad_file, {"head_dim"}));
+  for (const int size : {-1, 0})
+    EXPECT_TRUE(
+        refused(opened([&](Content& c) { c.stored.config.v_head_dim = size; }), Code::bad_file, {"v_head_dim"}));
+  EXPECT_TRUE(refused(opened([](Content& c) { c.stored.config.v_head_dim = 577; }), Code::bad_file, {"v_head_dim"}));
   EXPECT_TRUE(refused(opened([](Content& c) { c.stored.config.window_sinks = std::int64_t{1} << 62; }), Code::bad_file,
                       {"window_sinks"}));
   EXPECT_TRUE(refused(opened([](Content& c) { c.stored.exact.reset(); }), Code::bad_file, {"of which dtype"}));
@@ -243,6 +247,8 @@ TEST(SnapshotRefusal, AConfigurationThatNoCacheHas) {
   // Pages of another size than the configuration's are found when they are to be stored.
   write_forged(path, *file, file->image(), [](Content& c) { c.stored.config.k = "tq8"; }).value();
   EXPECT_TRUE(refused(load(path).status(), Code::bad_file, {"pages have", "those of its configuration have"}));
+  write_forged(path, *file, file->image(), [](Content& c) { c.stored.config.v_head_dim = 64; }).value();
+  EXPECT_TRUE(refused(load(path).status(), Code::invalid_argument, {"stored_v_head_dim = 32 and 64"}));
 }
 
 TEST(SnapshotRefusal, OtherVersionsAndOtherFiles) {

@@ -46,6 +46,8 @@ std::vector<Trial> trials() {
       {"no_centre", with(config("tq3", "tq5", 0, 0), [](CacheConfig& c) { c.k_centre = KeyCentre::none; })},
       {"padded", config("tq6", "tq4", 1, 1, 72)},
       {"d576", with(config("tq6", "tq4", 1, 1, 576), [](CacheConfig& c) { c.layers = c.kv_heads = 1; })},
+      {"two_head_dims", config("tq6", "tq4", 1, 1, 96, 40)},
+      {"wide_values", config("tq4", "tq8", 0, 0, 32, 128)},
       {"groups", with(config("tq6", "tq8", 0, 0, 256), [](CacheConfig& c) { c.kv_heads = 1; })},
       {"exact_f16", config("tq4", "tq4"), Dtype::f16},
       {"exact_f32", with(config("tq4", "tq4"), [](CacheConfig& c) { c.exact = Dtype::f32; })},
@@ -62,6 +64,9 @@ std::vector<Trial> trials() {
   calibrated.k_basis = calibrated.v_basis = BasisKind::calibrated;
   calibrated.bases = random_bases(2, 2, 32, 5, true);
   all.push_back({"calibrated", calibrated});
+  calibrated.v_head_dim = 64;
+  calibrated.bases = random_bases(2, 2, 32, 5, true, 64);
+  all.push_back({"calibrated_two_head_dims", calibrated});
   calibrated.v_basis = BasisKind::automatic;
   all.push_back({"calibrated_keys", calibrated});
   return all;
@@ -108,6 +113,30 @@ INSTANTIATE_TEST_SUITE_P(, SnapshotRoundTrip, testing::ValuesIn(trials()),
                          [](const testing::TestParamInfo<Trial>& each) { return std::string(each.param.name); });
 
 // --- what a file has -------------------------------------------------------------------------------------------------
+
+// Files of one size are those of versions that knew one: they do not name the values'.
+TEST(Snapshot, NamesTheSizeOfValuesWhereItIsAnother) {
+  const TemporaryDirectory directory;
+  const std::string path = directory / "cache.kvs";
+  for (const int v_head_dim : {0, 32, 72}) {
+    Cache cache = make(config("tq6", "tq4", 1, 1, 32, v_head_dim));
+    const SequenceId id = cache.add_sequence();
+    append(cache, id, 1, 100).value();
+    SaveOptions options;
+    options.sequences = {id};
+    save(cache, path, options).value();
+    const Snapshot snapshot = Snapshot::open(path).value();
+    const SnapshotInfo& info = snapshot.info();
+    EXPECT_EQ(info.fields.contains("v_head_dim"), v_head_dim == 72);
+    EXPECT_EQ(info.fields.contains("stored_v_head_dim"), v_head_dim == 72);
+    EXPECT_EQ(info.config.v_head_dim, v_head_dim == 72 ? 72 : 32);
+    EXPECT_EQ(info.stored_v_head_dim, v_head_dim == 72 ? 80 : 32);
+    Cache other = make(config("tq6", "tq4", 1, 1, 32, v_head_dim == 72 ? 0 : 72));
+    const Status refusal = snapshot.load_into(other).status();
+    EXPECT_TRUE(refused(refusal, Code::invalid_argument,
+                        {v_head_dim == 72 ? "v_head_dim = 72 and 32" : "v_head_dim = 32 and 72"}));
+  }
+}
 
 TEST(Snapshot, SaysWhatItHas) {
   const TemporaryDirectory directory;

@@ -37,6 +37,7 @@ struct BasisSet {
   int head_dim = 0;
   std::vector<CalibratedBasis> keys;
   std::vector<CalibratedBasis> values;
+  int v_head_dim = 0;  ///< 0: head_dim
 };
 
 /// One encoded vector: one code a value (before bit packing) and its scales, as widened to float.

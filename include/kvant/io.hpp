@@ -85,7 +85,7 @@ KVANT_API Status write_safetensors(const std::string& path, std::span<const Tens
 struct CapturedLayer {
   std::string name;  ///< "layer4"
   int layer = 0;
-  int q_heads = 0, kv_heads = 0, head_dim = 0;
+  int q_heads = 0, kv_heads = 0, head_dim = 0, v_head_dim = 0;  ///< v_head_dim 0: head_dim; read ones say it
   std::int64_t queries = 0, positions = 0;
   double scale = 0;
   std::int64_t window = 0;  ///< 0: none

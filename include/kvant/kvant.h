@@ -14,6 +14,7 @@
  *   texts      Strings handed in are UTF-8, zero-terminated, and copied. Strings handed out are written to a buffer of
  *              the caller: *size gets the bytes needed, the terminating zero included; call with buffer NULL to ask.
  *   tensors    [tokens, heads, head_dim] with strides in elements, the innermost contiguous. Borrowed for the call.
+ *              Values and outputs have v_head_dim in place of head_dim, where a cache or pages set it.
  *   threads    Any thread may make any call at any time, but for _destroy of an object that another call uses, and
  *              kvant_cache_set_stream. On one cache calls that only read (kvant_run with a workspace of its own, plans,
  *              read, decode, length, memory, describe) go on at the same time, on a device one after another; the
@@ -200,6 +201,8 @@ typedef struct kvant_cache_config {
   kvant_key_centre k_centre;   /* default KVANT_CENTRE_AUTOMATIC */
   int32_t pinned;              /* in host memory only: pages are in pinned memory, which devices read and write at the
                                   speed of the link (kvant_copy_sequences). Needs CUDA. 0 (default): they are not */
+  int64_t v_head_dim;          /* values of a value and of an output, 1 to 576, where they are not as many as those of a
+                                  key and a query (head_dim); 0 (default): head_dim. On a device: head_dim */
 } kvant_cache_config;
 
 /* Caches on a device
@@ -603,6 +606,7 @@ typedef struct kvant_pages_config {
   int32_t encode_at_once; /* with tail_pages: not 0: a write leaves the codes of its blocks complete, which is slower.
                              For an engine that may give the memory of a freed block to layers which kvant does not
                              write, before a step begins; 0 (default): the next step's begin completes them */
+  int64_t v_head_dim; /* as in kvant_cache_config */
 } kvant_pages_config;
 KVANT_C_API void kvant_pages_config_init(kvant_pages_config* config, size_t struct_size);
 

@@ -38,6 +38,7 @@ namespace kvant {
 struct PagesConfig {
   int kv_heads = 0;
   int head_dim = 0;       ///< 1 to 576, on a device to 512; stored padded as CacheConfig::head_dim says
+  int v_head_dim = 0;     ///< as CacheConfig::v_head_dim
   std::string k = "tq6";  ///< key format; any but the lut formats, and on a device but f32
   std::string v = "tq4";
   std::string device{};  ///< "" or "cpu": host memory; "cuda" or "cuda:1": that device's

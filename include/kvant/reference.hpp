@@ -10,7 +10,8 @@
 
 namespace kvant::reference {
 
-/// One sequence. q: [q_len, q_heads, head_dim], k and v: [kv_len, kv_heads, head_dim], all row-major doubles.
+/// One sequence. q: [q_len, q_heads, head_dim], k: [kv_len, kv_heads, head_dim], v: [kv_len, kv_heads, v_head_dim], all
+/// row-major doubles; v_head_dim 0: head_dim.
 /// Query i stands at position kv_len - q_len + i. Reads the options of logits (scale to alibi_slopes) and the mask (the
 /// mask tensor's batch index is `batch`). sink_logits: [q_heads] or empty.
 /// weights, if not null, gets the softmax weights [q_len, q_heads, kv_len].
@@ -20,9 +21,10 @@ struct Problem {
   std::span<const double> q, k, v;
   std::span<const float> sink_logits;
   std::int64_t batch = 0;
+  int v_head_dim = 0;
 };
 struct Output {
-  std::vector<double> out;  ///< [q_len, q_heads, head_dim]
+  std::vector<double> out;  ///< [q_len, q_heads, v_head_dim]
   std::vector<double> lse;  ///< [q_len, q_heads]
 };
 KVANT_API Output attention(const Problem& problem, const AttentionOptions& options,

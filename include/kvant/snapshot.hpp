@@ -55,10 +55,10 @@ struct SnapshotInfo {
   std::string written_by{};  ///< the version of kvant
   std::string name{}, model{};
   std::map<std::string, std::string> metadata{};
-  CacheConfig config{};                         ///< the cache's. Without `bases`, which load reads
-  std::map<std::string, std::string> fields{};  ///< the configuration as the file has it: "k" is "tq6"
-  int stored_head_dim = 0;
-  std::optional<Dtype> exact{};  ///< the dtype of exact pages, unless nothing was written yet
+  CacheConfig config{};                            ///< the cache's. Without `bases`, which load reads
+  std::map<std::string, std::string> fields{};     ///< the configuration as the file has it: "k" is "tq6"
+  int stored_head_dim = 0, stored_v_head_dim = 0;  ///< keys; values
+  std::optional<Dtype> exact{};                    ///< the dtype of exact pages, unless nothing was written yet
   std::vector<SnapshotSequence> sequences{};
   std::int64_t encoded_pages = 0, exact_pages = 0;  ///< distinct ones, of all layers and kv heads each
   std::int64_t page_bytes = 0;                      ///< all of these pages together

@@ -166,6 +166,11 @@ def path(name: str, value: Any) -> str:
     return found
 
 
+def own_v_head_dim(owner: Any) -> str:
+    """For the repr of a cache or of pages."""
+    return "" if owner.v_head_dim == owner.head_dim else f"v_head_dim={owner.v_head_dim}, "
+
+
 def device(value: Any) -> tuple[str, int]:
     """"cuda:1", torch.device("cuda", 1), None as ("cuda", 1), ("cpu", 0)."""
     name = "cpu" if value is None else attempt(str, value)[0]

@@ -81,6 +81,7 @@ class CacheConfig(Structure):
         ("rollback_tokens", c_int64),
         ("k_centre", c_int32),
         ("pinned", c_int32),
+        ("v_head_dim", c_int64),
     ]
 
 
@@ -248,6 +249,7 @@ class PagesConfig(Structure):
         ("sink_pages", c_int32),
         ("exact_copies", c_int32),
         ("encode_at_once", c_int32),
+        ("v_head_dim", c_int64),
     ]
 
 

@@ -80,7 +80,9 @@ class Cache(_arguments.NotCopied):
     """
 
     _instead = "fork its sequences, or make another cache"
-    _made_of = ("device", "owner", "k", "v", "layers", "kv_heads", "head_dim", "window", "rollback_tokens")
+    _made_of = (
+        "device", "owner", "k", "v", "layers", "kv_heads", "head_dim", "v_head_dim", "window", "rollback_tokens"
+    )  # fmt: skip
 
     def __init__(self, **options: Any):
         values = CACHE.complete(options)
@@ -112,6 +114,7 @@ class Cache(_arguments.NotCopied):
         _c.check(_c.cache_create(byref(c), byref(handle)))
         self.owner.pointer = handle
         self.layers, self.kv_heads, self.head_dim = c.layers, c.kv_heads, c.head_dim
+        self.v_head_dim = c.v_head_dim or c.head_dim
         self.window, self.rollback_tokens = c.window, c.rollback_tokens
 
     @classmethod
@@ -122,6 +125,7 @@ class Cache(_arguments.NotCopied):
         self.owner.pointer = handle
         for name in ("k", "v", "layers", "kv_heads", "head_dim", "window", "rollback_tokens"):
             setattr(self, name, config[name])
+        self.v_head_dim = config.get("v_head_dim", self.head_dim)
         return self
 
     # --- life ---
@@ -141,7 +145,7 @@ class Cache(_arguments.NotCopied):
         where = "" if self.device[0] == "cpu" else f", device={self.device[0]}:{self.device[1]}"
         return (
             f"kvant.Cache(layers={self.layers}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
-            f"k={self.k!r}, v={self.v!r}{where})"
+            f"{_arguments.own_v_head_dim(self)}k={self.k!r}, v={self.v!r}{where})"
         )
 
     @property
@@ -375,8 +379,8 @@ class Cache(_arguments.NotCopied):
         if keys is None and values is None:
             with self.owner.lock:  # without tensors: checks the ranges, which memory is taken for
                 _c.check(_c.cache_decode(self.handle, *ranges, None, None))
-            shape = (sum(e - b for b, e in zip(begins, ends)), self.kv_heads, self.head_dim)
-            keys, values = self._new(shape), self._new(shape)
+            rows = sum(e - b for b, e in zip(begins, ends)), self.kv_heads
+            keys, values = self._new((*rows, self.head_dim)), self._new((*rows, self.v_head_dim))
         outputs = [
             (name, None, None) if x is None else (name, *_tensors.tensor(x, name, where, len(ids), mutable=True))
             for name, x in (("keys", keys), ("values", values))

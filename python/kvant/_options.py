@@ -238,6 +238,12 @@ _CACHE = (
         "192, 256 and 512 are stored as they are.",
         "cache pages",
     ),
+    Option(
+        "v_head_dim", "int", 0, partial(_int32, low=0),
+        "the numbers of a value, and of an output, where they are not as many as those of a key and a query; 0: "
+        "head_dim. On a device both must be the same.",
+        "cache pages",
+    ),
     Option("k", "str", "tq6", _format, "", "cache pages hf"),
     Option(
         "v", "str", "tq4", _format,

@@ -88,8 +88,8 @@ class Pages(_arguments.NotCopied):
     block_tokens = 64
     _instead = "make others of the same options"
     _made_of = (
-        "device", "owner", "k", "v", "kv_heads", "head_dim", "layers", "tail_pages", "tail_sequences", "sink_pages",
-        "block_bytes", "tail_bytes", "tail_copies", "encode_at_once", "_pools"
+        "device", "owner", "k", "v", "kv_heads", "head_dim", "v_head_dim", "layers", "tail_pages", "tail_sequences",
+        "sink_pages", "block_bytes", "tail_bytes", "tail_copies", "encode_at_once", "_pools"
     )  # fmt: skip
 
     def __init__(self, **options: Any):
@@ -105,6 +105,7 @@ class Pages(_arguments.NotCopied):
         self.k, self.v, self.encode_at_once = c.k.decode(), c.v.decode(), bool(c.encode_at_once)
         for name in ("kv_heads", "head_dim", "layers", "tail_pages", "tail_sequences", "sink_pages"):
             setattr(self, name, getattr(c, name))
+        self.v_head_dim = c.v_head_dim or c.head_dim
         handle = _c.PagesHandle()
         _c.check(_c.pages_create(byref(c), byref(handle)))
         self.owner.pointer = handle
@@ -244,7 +245,8 @@ class Pages(_arguments.NotCopied):
 
     def __repr__(self) -> str:
         return (
-            f"kvant.Pages(kv_heads={self.kv_heads}, head_dim={self.head_dim}, k={self.k!r}, v={self.v!r}, "
+            f"kvant.Pages(kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
+            f"{_arguments.own_v_head_dim(self)}k={self.k!r}, v={self.v!r}, "
             f"device={self.device[0]!r}, block_bytes={self.block_bytes})"
         )
 
@@ -345,7 +347,7 @@ class PagesPlan(_arguments.NotCopied):
         q_tensor, q_described = _rows(q, "q", where)
         made = (out is None, lse is True)
         if made[0]:
-            out = _tensors.empty_like(q, q_described.shape)
+            out = _tensors.empty_like(q, (*q_described.shape[:-1], self.pages.v_head_dim))
         out_tensor, out_described = _rows(out, "out", where, mutable=True)
         outputs, inputs = [("out", out_described)], [("q", q_described), ("pool", blocks)]
         fresh = []

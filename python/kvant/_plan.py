@@ -197,7 +197,7 @@ class Plan(_arguments.NotCopied):
         q_tensor, q_described = self._rows(q, "q", self._q_heads, where)
         made = (out is None, lse is True)
         if made[0]:
-            out = _tensors.empty_like(q, q_described.shape)
+            out = _tensors.empty_like(q, (*q_described.shape[:-1], cache.v_head_dim))
         out_tensor, out_described = self._rows(out, "out", self._q_heads, where, mutable=True)
         outputs, inputs = [("out", out_described)], [("q", q_described)]
         fresh = []
@@ -228,7 +228,7 @@ class Plan(_arguments.NotCopied):
         """A tensor with a row for each query, as tensor() gives it."""
         t, d = _tensors.tensor(x, name, where, len(self._q_lens), mutable)
         total, most = self.facts.total_queries, max(self._q_lens, default=0)
-        dim = self.cache.head_dim
+        dim = self.cache.v_head_dim if name in ("values", "out") else self.cache.head_dim
         if tuple(t.shape) != (most if t.batch_stride else total, heads, dim):
             raise InvalidArgument(
                 f"{name} has shape {list(d.shape)}: must be [{total}, {heads}, {dim}], a row for each query, or "

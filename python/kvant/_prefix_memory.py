@@ -56,7 +56,7 @@ class Memory:
         """Returns the entry as it is kept. None: it takes more bytes than `most`."""
         for place, s in enumerate(given):
             c = s.cache
-            entry.kinds.append((c.layers, c.kv_heads, c.head_dim, c.k, c.v, c.window, c.rollback_tokens))
+            entry.kinds.append((c.layers, c.kv_heads, c.head_dim, c.v_head_dim, c.k, c.v, c.window, c.rollback_tokens))
             entry.windows.append(0 < c.window < entry.length)
             released = max(entry.length - c.window - 2 * BLOCK, 0) // BLOCK if c.window else 0
             entry.blocks += [(id(c), place, one, _page_bytes(s)) for one in entry.chain[released:]]
@@ -164,9 +164,9 @@ def _bits() -> dict[str, float]:
 
 def _page_bytes(sequence: Sequence) -> int:
     c = sequence.cache
-    return int(BLOCK * c.layers * c.kv_heads * c.head_dim * (_bits()[c.k] + _bits()[c.v]) / 8)
+    return int(BLOCK * c.layers * c.kv_heads * (c.head_dim * _bits()[c.k] + c.v_head_dim * _bits()[c.v]) / 8)
 
 
 def _exact_bytes(sequence: Sequence) -> int:
     c = sequence.cache
-    return _EXACT_PAGES * BLOCK * c.layers * c.kv_heads * c.head_dim * 4
+    return _EXACT_PAGES * BLOCK * c.layers * c.kv_heads * (c.head_dim + c.v_head_dim) * 2

@@ -60,6 +60,7 @@ Result<CacheConfig> to_config(const kvant_cache_config* pointer) {
   config.layers = given.layers;
   config.kv_heads = given.kv_heads;
   config.head_dim = given.head_dim;
+  config.v_head_dim = to_int(given.v_head_dim);
   config.k = given.k;
   config.v = given.v;
   config.sink_pages = given.sink_pages;

@@ -1,5 +1,8 @@
 #include "capi/handles.hpp"
 
+#include <algorithm>
+#include <limits>
+
 namespace kvant::capi {
 
 namespace {
@@ -29,6 +32,11 @@ Result<KeyCentre> to_key_centre(std::int32_t centre) {
   if (centre >= KVANT_CENTRE_AUTOMATIC && centre <= KVANT_CENTRE_PAGE) return static_cast<KeyCentre>(centre);
   return {Code::invalid_argument,
           "config.k_centre is " + std::to_string(centre) + "; allowed: 0 (automatic), 1 (none), 2 (page)"};
+}
+
+int to_int(std::int64_t number) {
+  return static_cast<int>(
+      std::clamp<std::int64_t>(number, std::numeric_limits<int>::min(), std::numeric_limits<int>::max()));
 }
 
 Result<Dtype> to_dtype(const char* name, std::int32_t dtype) {

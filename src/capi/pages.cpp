@@ -25,6 +25,7 @@ Result<PagesConfig> to_pages_config(const kvant_pages_config* pointer) {
   PagesConfig config;
   config.kv_heads = given.kv_heads;
   config.head_dim = given.head_dim;
+  config.v_head_dim = to_int(given.v_head_dim);
   config.k = given.k;
   config.v = given.v;
   config.threads = given.threads;

@@ -33,6 +33,7 @@ Result<AppendRun> AppendRun::create(const BenchCase& c) {
   CacheConfig config;
   config.kv_heads = c.kv_heads;
   config.head_dim = c.head_dim;
+  config.v_head_dim = c.v_head_dim;
   config.k = format_info(c.formats.k).name;
   config.v = format_info(c.formats.v).name;
   config.k_centre = c.k_centre;
@@ -49,7 +50,7 @@ Result<AppendRun> AppendRun::create(const BenchCase& c) {
 AppendRun::AppendRun(const BenchCase& c, Cache cache) : case_(c), cache_(std::move(cache)) {
   const std::int64_t supply = std::max(std::min(c.keys, kMostSupply), c.q_len);
   keys_ = loud_vectors(supply, c.kv_heads, c.head_dim, 10, 1);
-  values_ = loud_vectors(supply, c.kv_heads, c.head_dim, 6, 2);
+  values_ = loud_vectors(supply, c.kv_heads, c.v_dim(), 6, 2);
 }
 
 Status AppendRun::refill() {
@@ -68,13 +69,14 @@ Status AppendRun::append_all() {
     for (std::int64_t done = 0, from = 0; done < case_.keys;) {
       const std::int64_t tokens = std::min(case_.q_len, case_.keys - done);
       if (from + tokens > supply) from = 0;
-      const auto view = [&](const std::vector<float>& data) {
-        return TensorView::of(data.data() + from * row, tokens, case_.kv_heads, case_.head_dim);
+      const auto view = [&](const std::vector<float>& data, int head_dim) {
+        return TensorView::of(data.data() + from * case_.kv_heads * head_dim, tokens, case_.kv_heads, head_dim);
       };
       // In two calls, as on a device: so a step's layers but the first are stored, too, when they are appended.
       const Append step{sequence, tokens};
       Status status = cache_.reserve({&step, 1});
-      if (status.ok()) status = cache_.write({&sequence, 1}, 0, view(keys_), view(values_));
+      if (status.ok())
+        status = cache_.write({&sequence, 1}, 0, view(keys_, case_.head_dim), view(values_, case_.v_dim()));
       if (!status.ok()) return status;
       done += tokens;
       from += tokens;
@@ -91,10 +93,11 @@ Result<double> AppendRun::check() {
   const std::int64_t supply = static_cast<std::int64_t>(keys_.size()) / row;
   const std::int64_t tokens =
       std::min(case_.keys, std::max(supply / case_.q_len * case_.q_len, std::min(case_.q_len, supply)));
-  std::vector<float> keys(static_cast<std::size_t>(tokens * row)), values(keys.size());
+  std::vector<float> keys(static_cast<std::size_t>(tokens * row)),
+      values(static_cast<std::size_t>(tokens * case_.kv_heads * case_.v_dim()));
   const Status status = cache_.read(sequences_.back(), 0, 0, tokens,
                                     MutableTensorView::of(keys.data(), tokens, case_.kv_heads, case_.head_dim),
-                                    MutableTensorView::of(values.data(), tokens, case_.kv_heads, case_.head_dim));
+                                    MutableTensorView::of(values.data(), tokens, case_.kv_heads, case_.v_dim()));
   if (!status.ok()) return status;
   double error2 = 0, truth2 = 0;
   const auto add = [&](const std::vector<float>& decoded, const std::vector<float>& given) {

@@ -53,6 +53,7 @@ std::vector<BenchCase> shapes_of(const BenchArguments& a, bool is_op_given) {
     shapes = std::move(crossed);
   };
   cross(a.head_dims, [](BenchCase& c, int v) { c.head_dim = v; });
+  cross(a.v_head_dims, [](BenchCase& c, int v) { c.v_head_dim = v == c.head_dim ? 0 : v; });
   cross(a.q_heads, [](BenchCase& c, int v) { c.q_heads = v; });
   cross(a.kv_heads, [](BenchCase& c, int v) { c.kv_heads = v; });
   cross(a.batches, [](BenchCase& c, int v) { c.batch = v; });
@@ -68,6 +69,9 @@ std::vector<BenchCase> shapes_of(const BenchArguments& a, bool is_op_given) {
 void check_shape(const BenchCase& c) {
   if (stored_head_dim(c.head_dim) == 0) {
     usage(fmt::format("--head-dim {}: must be 1 to {}", c.head_dim, kLargestHeadDim));
+  }
+  if (c.v_head_dim != 0 && stored_head_dim(c.v_head_dim) == 0) {
+    usage(fmt::format("--v-head-dim {}: must be 1 to {}, or 0 for --head-dim", c.v_head_dim, kLargestHeadDim));
   }
   if (c.op != BenchOp::append && c.q_heads % c.kv_heads != 0) {
     usage(fmt::format("--q-heads {}: must be a multiple of --kv-heads {}", c.q_heads, c.kv_heads));

@@ -55,17 +55,20 @@ std::vector<float> loud_vectors(std::int64_t tokens, int heads, int head_dim, do
 
 bool is_same_workload(const BenchCase& a, const BenchCase& b) {
   return (a.op == BenchOp::step) == (b.op == BenchOp::step) && a.formats == b.formats && a.kv_heads == b.kv_heads &&
-         a.head_dim == b.head_dim && a.batch == b.batch && a.keys == b.keys && a.first_keys == b.first_keys &&
-         a.sink_pages == b.sink_pages && a.tail_pages == b.tail_pages && a.k_centre == b.k_centre;
+         a.head_dim == b.head_dim && a.v_dim() == b.v_dim() && a.batch == b.batch && a.keys == b.keys &&
+         a.first_keys == b.first_keys && a.sink_pages == b.sink_pages && a.tail_pages == b.tail_pages &&
+         a.k_centre == b.k_centre;
 }
 
 codec::PageLayout bench_page(const BenchCase& c) {
-  return codec::page_layout(c.formats.k, c.formats.v, stored_head_dim(c.head_dim), 1, c.k_centre == KeyCentre::page);
+  return codec::page_layout(c.formats.k, c.formats.v,
+                            codec::HeadDims{stored_head_dim(c.head_dim), stored_head_dim(c.v_dim())}, 1,
+                            c.k_centre == KeyCentre::page);
 }
 
 double layer_bytes(const BenchCase& c) {
   const codec::PageLayout page = bench_page(c);
-  const double exact_bytes = 4.0 * kPageTokens * page.head_dim;  // bf16
+  const double exact_bytes = 2.0 * kPageTokens * (page.k.head_dim + page.v.head_dim);  // bf16
   const auto bytes_of = [&](std::int64_t keys) {
     const double pages = std::ceil(static_cast<double>(keys) / kPageTokens);
     const double exact_pages = c.formats.is_dense() ? 0 : std::min<double>(pages, c.sink_pages + c.tail_pages + 2);
@@ -79,6 +82,7 @@ CacheConfig cache_config(const BenchCase& c, int layers) {
   config.layers = layers;
   config.kv_heads = c.kv_heads;
   config.head_dim = c.head_dim;
+  config.v_head_dim = c.v_head_dim;
   config.k = format_info(c.formats.k).name;
   config.v = format_info(c.formats.v).name;
   config.k_centre = c.k_centre;
@@ -108,23 +112,23 @@ Result<Workload> make_workload(const BenchCase& c, int layers) {
 
   // All layers hold the same vectors, and sequences longer than the supply repeat it: only the memory must differ.
   constexpr std::int64_t kSupplyValues = std::int64_t{1} << 24;
-  const std::int64_t row = static_cast<std::int64_t>(c.kv_heads) * c.head_dim;
+  const std::int64_t row = std::int64_t{c.kv_heads} * std::max(c.head_dim, c.v_dim());
   const std::int64_t step =
       std::min(c.most_keys(), std::max<std::int64_t>(1, std::min<std::int64_t>(4096, kSupplyValues / row) / c.batch));
   const std::int64_t supply = std::max(step * c.batch, std::min(c.all_keys(), kSupplyValues / row));
   const std::vector<float> keys = loud_vectors(supply, c.kv_heads, c.head_dim, 10, 1);
-  const std::vector<float> values = loud_vectors(supply, c.kv_heads, c.head_dim, 6, 2);
+  const std::vector<float> values = loud_vectors(supply, c.kv_heads, c.v_dim(), 6, 2);
   std::int64_t from = 0;
   for (std::int64_t done = 0; done < c.most_keys(); done += step) {
     const BenchStep next = bench_step(w, done, step);
     if (from + next.rows > supply) from = 0;
     if (const Status status = w.cache.reserve(next.appends); !status.ok()) return status;
-    const auto view = [&](const std::vector<float>& data) {
-      return TensorView::of(data.data() + from * row, next.rows, c.kv_heads, c.head_dim);
+    const auto view = [&](const std::vector<float>& data, int head_dim) {
+      return TensorView::of(data.data() + from * c.kv_heads * head_dim, next.rows, c.kv_heads, head_dim);
     };
+    const TensorView k = view(keys, c.head_dim), v = view(values, c.v_dim());
     for (int layer = 0; layer < layers; ++layer) {
-      if (const Status status = w.cache.write(next.sequences, layer, view(keys), view(values)); !status.ok())
-        return status;
+      if (const Status status = w.cache.write(next.sequences, layer, k, v); !status.ok()) return status;
     }
     from += next.rows;
   }
@@ -149,9 +153,8 @@ struct SampledRow {
   std::vector<double> acc;
 
   // Adds those keys at positions `begin` and on that the query sees.
-  void add(const float* keys, const float* values, std::int64_t begin, std::int64_t end, std::int64_t own_keys,
-           std::int64_t stride) {
-    const int dim = c->head_dim;
+  void add(const float* keys, const float* values, std::int64_t begin, std::int64_t end, std::int64_t own_keys) {
+    const int dim = c->head_dim, v_dim = c->v_dim();
     const float slope = c->scores.alibi ? alibi_slope(*c, head) : 0.0f;
     const base::LogitRule<double> rule{.scale = 1 / std::sqrt(static_cast<double>(dim)),
                                        .softcap = c->scores.softcap,
@@ -159,8 +162,8 @@ struct SampledRow {
     const std::int64_t position = own_keys - c->q_len + query;
     const std::int64_t first = c->scores.window > 0 ? position - c->scores.window + 1 : 0;
     for (std::int64_t j = std::max<std::int64_t>(0, first - begin); j < std::min(end, position + 1) - begin; ++j) {
-      const float* k = keys + j * stride;
-      const float* v = values + j * stride;
+      const float* k = keys + j * c->kv_heads * dim;
+      const float* v = values + j * c->kv_heads * v_dim;
       double score = 0;
       for (int d = 0; d < dim; ++d) score += static_cast<double>(q[d]) * static_cast<double>(k[d]);
       score *= rule.scale;
@@ -177,7 +180,7 @@ struct SampledRow {
       }
       const double weight = std::exp(score - max);
       sum += weight;
-      for (int d = 0; d < dim; ++d) acc[static_cast<std::size_t>(d)] += weight * static_cast<double>(v[d]);
+      for (int d = 0; d < v_dim; ++d) acc[static_cast<std::size_t>(d)] += weight * static_cast<double>(v[d]);
     }
   }
 };
@@ -205,15 +208,15 @@ std::vector<std::byte> mask_bytes(const BenchCase& c) {
 Result<double> check_attention(const Workload& workload, const BenchCase& c, const std::vector<float>& q,
                                const std::vector<float>& out, const OwnVectors& own, std::int64_t most_sequences) {
   constexpr double kRowBudget = 4e8;  // multiply-adds: about a second on one core
-  const double row_cost = 2.0 * static_cast<double>(c.most_keys()) * c.head_dim;
+  const double row_cost = static_cast<double>(c.most_keys()) * (c.head_dim + c.v_dim());
   const auto rows_wanted = static_cast<std::int64_t>(std::clamp(kRowBudget / row_cost, 4.0, 64.0));
   const std::vector<std::int64_t> batches = spread_over(c.batch, std::min(most_sequences, rows_wanted));
   const std::vector<std::int64_t> heads = spread_over(c.q_heads, std::min<std::int64_t>(4, rows_wanted));
   const std::int64_t queries_wanted = rows_wanted / static_cast<std::int64_t>(batches.size() * heads.size());
   const std::vector<std::int64_t> queries = spread_over(c.q_len, std::max<std::int64_t>(1, queries_wanted));
-  const std::int64_t kv_row = static_cast<std::int64_t>(c.kv_heads) * c.head_dim;
-  const std::int64_t chunk = std::max<std::int64_t>(64, (std::int64_t{1} << 22) / kv_row);
-  std::vector<float> keys(static_cast<std::size_t>(chunk * kv_row)), values(keys.size());
+  const std::int64_t k_row = std::int64_t{c.kv_heads} * c.head_dim, v_row = std::int64_t{c.kv_heads} * c.v_dim();
+  const std::int64_t chunk = std::max<std::int64_t>(64, (std::int64_t{1} << 22) / std::max(k_row, v_row));
+  std::vector<float> keys(static_cast<std::size_t>(chunk * k_row)), values(static_cast<std::size_t>(chunk * v_row));
 
   double error2 = 0, truth2 = 0;
   for (const std::int64_t b : batches) {
@@ -221,9 +224,9 @@ Result<double> check_attention(const Workload& workload, const BenchCase& c, con
     std::vector<SampledRow> rows;
     for (const std::int64_t head : heads) {
       for (const std::int64_t query : queries) {
-        const std::int64_t at = ((b * c.q_len + query) * c.q_heads + head) * c.head_dim;
-        rows.push_back({&c, static_cast<int>(head), query, q.data() + at, out.data() + at, -INFINITY, 0,
-                        std::vector<double>(static_cast<std::size_t>(c.head_dim))});
+        const std::int64_t at = (b * c.q_len + query) * c.q_heads + head;
+        rows.push_back({&c, static_cast<int>(head), query, q.data() + at * c.head_dim, out.data() + at * c.v_dim(),
+                        -INFINITY, 0, std::vector<double>(static_cast<std::size_t>(c.v_dim()))});
       }
     }
     for (std::int64_t begin = 0; begin < own_keys; begin += chunk) {
@@ -231,22 +234,22 @@ Result<double> check_attention(const Workload& workload, const BenchCase& c, con
       const Status status =
           workload.cache.read(workload.sequences[static_cast<std::size_t>(b)], 0, begin, end,
                               MutableTensorView::of(keys.data(), end - begin, c.kv_heads, c.head_dim),
-                              MutableTensorView::of(values.data(), end - begin, c.kv_heads, c.head_dim), {}, c.q_len);
+                              MutableTensorView::of(values.data(), end - begin, c.kv_heads, c.v_dim()), {}, c.q_len);
       if (!status.ok()) return status;
       const std::int64_t cached = own_keys - c.q_len;
       for (std::int64_t t = std::max(begin, cached); c.scores.fresh_keys && t < end; ++t) {
-        const std::int64_t from = (b * c.q_len + t - cached) * kv_row, to = (t - begin) * kv_row;
-        std::copy_n(own.keys.begin() + from, kv_row, keys.begin() + to);
-        std::copy_n(own.values.begin() + from, kv_row, values.begin() + to);
+        const std::int64_t from = b * c.q_len + t - cached, to = t - begin;
+        std::copy_n(own.keys.begin() + from * k_row, k_row, keys.begin() + to * k_row);
+        std::copy_n(own.values.begin() + from * v_row, v_row, values.begin() + to * v_row);
       }
       parallel_for(core::hardware_threads(), static_cast<std::int64_t>(rows.size()), [&](std::int64_t i) {
         SampledRow& row = rows[static_cast<std::size_t>(i)];
-        const std::int64_t offset = row.head / (c.q_heads / c.kv_heads) * static_cast<std::int64_t>(c.head_dim);
-        row.add(keys.data() + offset, values.data() + offset, begin, end, own_keys, kv_row);
+        const std::int64_t kv_head = row.head / (c.q_heads / c.kv_heads);
+        row.add(keys.data() + kv_head * c.head_dim, values.data() + kv_head * c.v_dim(), begin, end, own_keys);
       });
     }
     for (const SampledRow& row : rows) {
-      for (int d = 0; d < c.head_dim; ++d) {
+      for (int d = 0; d < c.v_dim(); ++d) {
         const double truth = row.acc[static_cast<std::size_t>(d)] / row.sum;
         const double difference = static_cast<double>(row.out[d]) - truth;
         error2 += difference * difference;

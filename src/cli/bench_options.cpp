@@ -106,6 +106,8 @@ std::vector<CLI::Option*> add_shapes(CLI::App& command, BenchArguments& a, Bench
   shapes.push_back(
       add_list(command, "--kv-heads", a.kv_heads, "Key/value heads")->check(range(1, 4096))->capture_default_str());
   shapes.push_back(add_list(command, "--head-dim", a.head_dims, "Values of a vector")->capture_default_str());
+  shapes.push_back(add_list(command, "--v-head-dim", a.v_head_dims, "Values of a value, if not --head-dim; 0: that")
+                       ->capture_default_str());
   shapes.push_back(add_list(command, "--batch", a.batches, "Sequences")->check(range(1, 65536))->capture_default_str());
   shapes.push_back(
       with_units(add_list(command, "--keys", a.keys,

@@ -24,7 +24,8 @@ constexpr int kMostLayers = 4096;
 constexpr int kFewestRounds = 7, kMostRounds = 201;
 
 double query_bytes(const BenchCase& c) {
-  return 2.0 * sizeof(float) * c.batch * static_cast<double>(c.q_len) * c.q_heads * c.head_dim;  // queries and outputs
+  // Queries and outputs.
+  return sizeof(float) * c.batch * static_cast<double>(c.q_len) * c.q_heads * (c.head_dim + c.v_dim());
 }
 
 // Something that is timed once a round.
@@ -68,22 +69,20 @@ struct Runner {
     const BenchCase& c = row.bench_case;
     const std::int64_t queries = c.batch * c.q_len;
     const auto in = TensorView::of(q.data(), queries, c.q_heads, c.head_dim);
-    const auto to = MutableTensorView::of(out.data(), queries, c.q_heads, c.head_dim);
+    const auto to = MutableTensorView::of(out.data(), queries, c.q_heads, c.v_dim());
     const int layer = next_layer++ % workload->layers;
     if (c.op == BenchOp::step) {
       if (const Status status = begin_step(); !status.ok()) return status;
     }
-    const auto rows = [&](const std::vector<float>& data) {
-      return TensorView::of(data.data(), queries, c.kv_heads, c.head_dim);
-    };
+    const TensorView keys = TensorView::of(new_keys.data(), queries, c.kv_heads, c.head_dim);
+    const TensorView values = TensorView::of(new_values.data(), queries, c.kv_heads, c.v_dim());
     const bool fresh = c.scores.fresh_keys;
     const auto begin = std::chrono::steady_clock::now();
     if (c.op == BenchOp::step) {
-      const Status written = workload->cache.write(workload->sequences, layer, rows(new_keys), rows(new_values));
+      const Status written = workload->cache.write(workload->sequences, layer, keys, values);
       if (!written.ok()) return written;
     }
-    const Status status =
-        run(*plan, layer, in, to, {}, fresh ? rows(new_keys) : TensorView{}, fresh ? rows(new_values) : TensorView{});
+    const Status status = run(*plan, layer, in, to, {}, fresh ? keys : TensorView{}, fresh ? values : TensorView{});
     const auto end = std::chrono::steady_clock::now();
     if (!status.ok()) return status;
     return std::chrono::duration<double, std::nano>(end - begin).count();
@@ -98,10 +97,10 @@ Status prepare_attention(Runner& runner) {
   row.bytes = static_cast<double>(runner.plan->kv_bytes());
   row.products = runner.plan->products();
   runner.q = loud_vectors(c.batch * c.q_len, c.q_heads, c.head_dim, 1, 3);
-  runner.out.resize(runner.q.size());
+  runner.out.resize(static_cast<std::size_t>(c.batch * c.q_len * c.q_heads * c.v_dim()));
   if (c.op == BenchOp::step || c.scores.fresh_keys) {
     runner.new_keys = loud_vectors(c.batch * c.q_len, c.kv_heads, c.head_dim, 10, 1);
-    runner.new_values = loud_vectors(c.batch * c.q_len, c.kv_heads, c.head_dim, 6, 2);
+    runner.new_values = loud_vectors(c.batch * c.q_len, c.kv_heads, c.v_dim(), 6, 2);
   }
   if (const Result<double> first = runner.time_once(); !first.ok()) return first.status();  // layer 0
   const Result<double> error =
@@ -164,7 +163,7 @@ class Group {
     std::vector<std::shared_ptr<Workload>> workloads;
     for (Runner& runner : runners_) {
       const BenchCase& c = runner.row.bench_case;
-      const std::string name = fmt::format("{} {} D {}, {} keys", op_name(c.op), c.stored_name(), c.head_dim, c.keys);
+      const std::string name = fmt::format("{} {} D {}, {} keys", op_name(c.op), c.stored_name(), c.dims(), c.keys);
       Status status;
       if (c.op == BenchOp::append) {
         status = prepare_append(runner);
@@ -299,13 +298,17 @@ std::int64_t BenchCase::seen_keys_of(std::int64_t sequence) const {
   return scores.window > 0 ? std::min(own, scores.window + q_len - 1) : own;
 }
 
+std::string BenchCase::dims() const {
+  return v_dim() == head_dim ? std::to_string(head_dim) : fmt::format("{}/{}", head_dim, v_dim());
+}
+
 std::string BenchCase::stored_name() const {
   return name_with_centre(formats, k_centre);
 }
 
 double BenchCase::stored_values() const {
   const std::int64_t seen = seen_keys_of(0) + (batch - 1) * seen_keys_of(1);
-  return 2.0 * static_cast<double>(seen) * kv_heads * head_dim;
+  return static_cast<double>(seen) * kv_heads * (head_dim + v_dim());
 }
 
 double BenchCase::flops() const {
@@ -316,7 +319,7 @@ double BenchCase::flops() const {
     return static_cast<double>(growing) * (static_cast<double>(first) + static_cast<double>(growing - 1) / 2) +
            static_cast<double>(q_len - growing) * static_cast<double>(scores.window);
   };
-  return 4.0 * q_heads * head_dim * (pairs_of(0) + (batch - 1) * pairs_of(1));
+  return 2.0 * q_heads * (head_dim + v_dim()) * (pairs_of(0) + (batch - 1) * pairs_of(1));
 }
 
 Result<BenchResult> run_bench(const std::vector<BenchCase>& cases, const BenchSettings& settings,

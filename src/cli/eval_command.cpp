@@ -126,6 +126,10 @@ Result<std::vector<EvalLayer>> read_layers(const EvalArguments& a) {
   return layers;
 }
 
+std::string of_values(int head_dim, int v_head_dim) {
+  return v_head_dim == head_dim ? "" : fmt::format(" (values {})", v_head_dim);
+}
+
 // Gives every layer its basis, by number. A basis of other shapes, or none for a layer, is refused.
 Status attach_bases(const std::string& path, std::vector<EvalLayer>& layers) {
   const Result<io::Calibration> calibration = io::load_bases(path);
@@ -143,13 +147,14 @@ Status attach_bases(const std::string& path, std::vector<EvalLayer>& layers) {
                   path, fmt::join(known, ", "), c.name, layer.file)};
     }
     const BasisSet& bases = found->second;
-    if (bases.kv_heads != c.kv_heads || bases.head_dim != c.head_dim) {
-      return {
-          Code::invalid_argument,
-          fmt::format(
-              "--basis {}: {} was calibrated for kv_heads {} and head_dim {}, but {} has kv_heads {} and head_dim {}; "
-              "calibrate on captures of the same model",
-              path, c.name, bases.kv_heads, bases.head_dim, layer.file, c.kv_heads, c.head_dim)};
+    if (bases.kv_heads != c.kv_heads || bases.head_dim != c.head_dim ||
+        (!bases.values.empty() && bases.v_head_dim != c.v_head_dim)) {
+      return {Code::invalid_argument,
+              fmt::format("--basis {}: {} was calibrated for kv_heads {} and head_dim {}{}, but {} has kv_heads {} and "
+                          "head_dim {}{}; "
+                          "calibrate on captures of the same model",
+                          path, c.name, bases.kv_heads, bases.head_dim, of_values(bases.head_dim, bases.v_head_dim),
+                          layer.file, c.kv_heads, c.head_dim, of_values(c.head_dim, c.v_head_dim))};
     }
     layer.bases = std::make_shared<BasisSet>(bases);
   }
@@ -157,8 +162,8 @@ Status attach_bases(const std::string& path, std::vector<EvalLayer>& layers) {
 }
 
 std::string geometry(const io::CapturedLayer& c) {
-  return fmt::format("{} q heads, {} kv heads, head_dim {}, {} positions, {} queries, {}, {}{}", c.q_heads, c.kv_heads,
-                     c.head_dim, c.positions, c.queries,
+  return fmt::format("{} q heads, {} kv heads, head_dim {}{}, {} positions, {} queries, {}, {}{}", c.q_heads,
+                     c.kv_heads, c.head_dim, of_values(c.head_dim, c.v_head_dim), c.positions, c.queries,
                      c.window > 0 ? fmt::format("window {}", c.window) : "full attention", c.dtype,
                      c.assumed.empty() ? "" : fmt::format("; not in the file, so assumed: {}", c.assumed));
 }

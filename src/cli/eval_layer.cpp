@@ -19,7 +19,7 @@ namespace kvant::cli {
 namespace {
 
 struct Truth {
-  std::vector<std::vector<double>> out;      // a query: [q_heads, head_dim]
+  std::vector<std::vector<double>> out;      // a query: [q_heads, v_head_dim]
   std::vector<std::vector<double>> weights;  // a query: [q_heads, visible keys]
 };
 
@@ -39,9 +39,10 @@ std::vector<double> rows_first(const std::vector<float>& data, std::int64_t head
 Truth compute_truth(const io::CapturedLayer& c, int threads) {
   const std::vector<double> q = rows_first(c.q, c.q_heads, c.queries, c.head_dim);
   const std::vector<double> k = rows_first(c.k, c.kv_heads, c.positions, c.head_dim);
-  const std::vector<double> v = rows_first(c.v, c.kv_heads, c.positions, c.head_dim);
+  const std::vector<double> v = rows_first(c.v, c.kv_heads, c.positions, c.v_head_dim);
   const auto q_row = static_cast<std::size_t>(c.q_heads) * static_cast<std::size_t>(c.head_dim);
-  const auto kv_row = static_cast<std::size_t>(c.kv_heads) * static_cast<std::size_t>(c.head_dim);
+  const auto k_row = static_cast<std::size_t>(c.kv_heads) * static_cast<std::size_t>(c.head_dim);
+  const auto v_row = static_cast<std::size_t>(c.kv_heads) * static_cast<std::size_t>(c.v_head_dim);
   AttentionOptions options;
   options.q_heads = c.q_heads;
   options.scale = c.scale;
@@ -60,10 +61,12 @@ Truth compute_truth(const io::CapturedLayer& c, int threads) {
     problem.kv_heads = c.kv_heads;
     problem.head_dim = c.head_dim;
     problem.q = std::span(q).subspan(i * q_row, q_row);
-    problem.k =
-        std::span(k).subspan(static_cast<std::size_t>(first) * kv_row, static_cast<std::size_t>(count) * kv_row);
-    problem.v =
-        std::span(v).subspan(static_cast<std::size_t>(first) * kv_row, static_cast<std::size_t>(count) * kv_row);
+    problem.v_head_dim = c.v_head_dim;
+    const auto visible = [&](const std::vector<double>& rows, std::size_t row) {
+      return std::span(rows).subspan(static_cast<std::size_t>(first) * row, static_cast<std::size_t>(count) * row);
+    };
+    problem.k = visible(k, k_row);
+    problem.v = visible(v, v_row);
     truth.out[i] = reference::attention(problem, options, &truth.weights[i]).out;
   });
   return truth;
@@ -107,17 +110,16 @@ RowFigures compare_row(const io::CapturedLayer& c, const Truth& truth, const Rep
   const std::int64_t first = first_visible(c, position);
   const std::int64_t count = position + 1 - first;
   const std::int64_t kv_head = head / (c.q_heads / c.kv_heads);
-  const std::int64_t row = static_cast<std::int64_t>(c.kv_heads) * c.head_dim;
-  const std::int64_t offset = first * row + kv_head * c.head_dim;
+  const std::int64_t k_row = std::int64_t{c.kv_heads} * c.head_dim, v_row = std::int64_t{c.kv_heads} * c.v_head_dim;
   const float* q = c.q.data() + (head * c.queries + query) * c.head_dim;
-  const float* keys = replay.keys().data() + offset;
-  const float* values = replay.values().data() + offset;
+  const float* keys = replay.keys().data() + first * k_row + kv_head * c.head_dim;
+  const float* values = replay.values().data() + first * v_row + kv_head * c.v_head_dim;
   const double* exact_weights = truth.weights[static_cast<std::size_t>(query)].data() + head * count;
-  const double* exact_out = truth.out[static_cast<std::size_t>(query)].data() + head * c.head_dim;
+  const double* exact_out = truth.out[static_cast<std::size_t>(query)].data() + head * c.v_head_dim;
 
   std::vector<double> scores(static_cast<std::size_t>(count));
   for (std::int64_t j = 0; j < count; ++j)
-    scores[static_cast<std::size_t>(j)] = c.scale * dot(q, keys + j * row, c.head_dim);
+    scores[static_cast<std::size_t>(j)] = c.scale * dot(q, keys + j * k_row, c.head_dim);
   const auto largest = std::max_element(scores.begin(), scores.end());
   double denominator = 0;
   for (const double s : scores) denominator += std::exp(s - *largest);
@@ -125,19 +127,19 @@ RowFigures compare_row(const io::CapturedLayer& c, const Truth& truth, const Rep
 
   RowFigures f;
   f.is_top1_same = largest - scores.begin() == std::max_element(exact_weights, exact_weights + count) - exact_weights;
-  std::vector<double> decoded_out(static_cast<std::size_t>(c.head_dim));
+  std::vector<double> decoded_out(static_cast<std::size_t>(c.v_head_dim));
   for (std::int64_t j = 0; j < count; ++j) {
     const double log_weight = scores[static_cast<std::size_t>(j)] - lse;
     const double p = exact_weights[j];
     if (p > 0) f.kl += p * (std::log(p) - log_weight);
     const double weight = std::exp(log_weight);
     if (weight < 1e-18) continue;  // cannot change a figure, and values are most of the work
-    const float* value = values + j * row;
-    for (int d = 0; d < c.head_dim; ++d)
+    const float* value = values + j * v_row;
+    for (int d = 0; d < c.v_head_dim; ++d)
       decoded_out[static_cast<std::size_t>(d)] += weight * static_cast<double>(value[d]);
   }
   f.kl = std::max(f.kl, 0.0);  // rounding leaves -1e-17 where nothing differs
-  for (int d = 0; d < c.head_dim; ++d) {
+  for (int d = 0; d < c.v_head_dim; ++d) {
     const double decoded = decoded_out[static_cast<std::size_t>(d)];
     const double value = static_cast<double>(out[d]);
     f.error2 += (value - exact_out[d]) * (value - exact_out[d]);
@@ -145,7 +147,7 @@ RowFigures compare_row(const io::CapturedLayer& c, const Truth& truth, const Rep
     f.kernel_error2 += (value - decoded) * (value - decoded);
     f.decoded2 += decoded * decoded;
   }
-  f.cosine = cosine(out, exact_out, c.head_dim);
+  f.cosine = cosine(out, exact_out, c.v_head_dim);
   return f;
 }
 
@@ -156,13 +158,13 @@ double relative(double error2, double reference2) {
 
 Status measure_quality(const EvalLayer& layer, const Truth& truth, Replay& replay, EvalRow& row) {
   const io::CapturedLayer& c = layer.captured;
-  std::vector<float> out(static_cast<std::size_t>(c.q_heads) * static_cast<std::size_t>(c.head_dim));
+  std::vector<float> out(static_cast<std::size_t>(c.q_heads) * static_cast<std::size_t>(c.v_head_dim));
   RowFigures sum;
   std::int64_t top1 = 0;
   for (std::int64_t query = 0; query < c.queries; ++query) {
     if (const Status status = replay.attend(query, out.data()); !status.ok()) return status;
     for (int head = 0; head < c.q_heads; ++head) {
-      const RowFigures f = compare_row(c, truth, replay, query, head, out.data() + head * c.head_dim);
+      const RowFigures f = compare_row(c, truth, replay, query, head, out.data() + head * c.v_head_dim);
       sum.error2 += f.error2;
       sum.truth2 += f.truth2;
       sum.kernel_error2 += f.kernel_error2;
@@ -183,13 +185,14 @@ Status measure_quality(const EvalLayer& layer, const Truth& truth, Replay& repla
 
 void measure_memory(const io::CapturedLayer& c, const Replay& replay, EvalRow& row) {
   const CacheMemory memory = replay.cache().memory();
-  const double values = 2.0 * static_cast<double>(memory.tokens) * c.kv_heads * c.head_dim;
+  const double values = static_cast<double>(memory.tokens) * c.kv_heads * (c.head_dim + c.v_head_dim);
   row.cache_bytes = memory.total();
   row.bf16_bytes = static_cast<std::int64_t>(values) * 2;
   row.bits_per_value = static_cast<double>(row.cache_bytes) * 8 / values;
-  const codec::PageLayout page =
-      codec::page_layout(row.formats.k, row.formats.v, stored_head_dim(c.head_dim), 1, row.k_centre == KeyCentre::page);
-  row.page_bits = page.block_bytes * 8.0 / (2.0 * kPageTokens * c.head_dim);
+  const codec::PageLayout page = codec::page_layout(
+      row.formats.k, row.formats.v, codec::HeadDims{stored_head_dim(c.head_dim), stored_head_dim(c.v_head_dim)}, 1,
+      row.k_centre == KeyCentre::page);
+  row.page_bits = page.block_bytes * 8.0 / (double{kPageTokens} * (c.head_dim + c.v_head_dim));
 }
 
 struct Times {

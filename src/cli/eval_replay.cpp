@@ -40,6 +40,7 @@ Result<Replay> Replay::create(const EvalLayer& layer, const Variant& variant, co
   CacheConfig config;
   config.kv_heads = captured.kv_heads;
   config.head_dim = captured.head_dim;
+  config.v_head_dim = captured.v_head_dim;
   config.k = format_info(variant.formats.k).name;
   config.v = format_info(variant.formats.v).name;
   // Said for every layer: what a cache chooses by itself depends on the window.
@@ -65,7 +66,7 @@ Replay::Replay(Cache cache, const EvalLayer& layer, const Variant& variant, cons
   const io::CapturedLayer& captured = layer.captured;
   keys_.resize(captured.k.size());
   values_.resize(captured.v.size());
-  scratch_.resize(static_cast<std::size_t>(captured.q_heads) * static_cast<std::size_t>(captured.head_dim + 2));
+  scratch_.resize(static_cast<std::size_t>(captured.q_heads) * static_cast<std::size_t>(captured.v_head_dim + 2));
 }
 
 std::string Replay::basis() const {
@@ -95,13 +96,13 @@ TensorView Replay::query_view(std::int64_t query) const {
 Status Replay::append_until(std::int64_t length) {
   if (length <= length_) return {};
   const io::CapturedLayer& c = layer_->captured;
-  const auto view = [&](const std::vector<float>& data) {
-    return TensorView{data.data() + length_ * c.head_dim,
+  const auto view = [&](const std::vector<float>& data, int head_dim) {
+    return TensorView{data.data() + length_ * head_dim,
                       Dtype::f32,
-                      {length - length_, c.kv_heads, c.head_dim},
-                      {c.head_dim, c.positions * c.head_dim, 1}};
+                      {length - length_, c.kv_heads, head_dim},
+                      {head_dim, c.positions * head_dim, 1}};
   };
-  Status status = cache_.append(sequence_, 0, view(c.k), view(c.v));
+  Status status = cache_.append(sequence_, 0, view(c.k, c.head_dim), view(c.v, c.v_head_dim));
   if (status.ok()) length_ = length;
   return status;
 }
@@ -117,13 +118,13 @@ Status Replay::read_changed() {
   }
   begin = std::max({begin, first_visible(c, length_ - 1), std::int64_t{0}});
   if (begin < length_) {
-    const std::int64_t row = static_cast<std::int64_t>(c.kv_heads) * c.head_dim;
-    const auto view = [&](std::vector<float>& data) {
-      return MutableTensorView::of(data.data() + begin * row, length_ - begin, c.kv_heads, c.head_dim);
+    const auto view = [&](std::vector<float>& data, int head_dim) {
+      const std::int64_t row = std::int64_t{c.kv_heads} * head_dim;
+      return MutableTensorView::of(data.data() + begin * row, length_ - begin, c.kv_heads, head_dim);
     };
-    if (Status status = cache_.read(sequence_, 0, begin, length_, view(keys_), view(values_)); !status.ok()) {
-      return status;
-    }
+    const Status status =
+        cache_.read(sequence_, 0, begin, length_, view(keys_, c.head_dim), view(values_, c.v_head_dim));
+    if (!status.ok()) return status;
   }
   read_until_ = length_;
   return {};
@@ -134,25 +135,27 @@ Status Replay::add_own_token(std::int64_t query, float* out, float* lse) {
   const io::CapturedLayer& c = layer_->captured;
   const std::int64_t position = c.positions - c.queries + query;
   float* const own_out = scratch_.data();
-  float* const own_lse = own_out + c.q_heads * c.head_dim;
+  float* const own_lse = own_out + c.q_heads * c.v_head_dim;
   for (int head = 0; head < c.q_heads; ++head) {
     const std::int64_t kv_head = head / (c.q_heads / c.kv_heads);
     const float* q = c.q.data() + (head * c.queries + query) * c.head_dim;
     const float* k = c.k.data() + (kv_head * c.positions + position) * c.head_dim;
-    const float* v = c.v.data() + (kv_head * c.positions + position) * c.head_dim;
+    const float* v = c.v.data() + (kv_head * c.positions + position) * c.v_head_dim;
     double score = 0;
     for (int d = 0; d < c.head_dim; ++d) score += static_cast<double>(q[d]) * static_cast<double>(k[d]);
     own_lse[head] = static_cast<float>(c.scale * score);
-    std::copy(v, v + c.head_dim, own_out + head * c.head_dim);
+    std::copy(v, v + c.v_head_dim, own_out + head * c.v_head_dim);
   }
   for (int head = 0; head < c.kv_heads; ++head) {
-    const std::int64_t from = (head * c.positions + position) * c.head_dim;
-    const std::int64_t to = (position * c.kv_heads + head) * c.head_dim;
-    std::copy_n(c.k.begin() + from, c.head_dim, keys_.begin() + to);
-    std::copy_n(c.v.begin() + from, c.head_dim, values_.begin() + to);
+    const auto copy = [&](const std::vector<float>& from, int head_dim, std::vector<float>& to) {
+      std::copy_n(from.begin() + (head * c.positions + position) * head_dim, head_dim,
+                  to.begin() + (position * c.kv_heads + head) * head_dim);
+    };
+    copy(c.k, c.head_dim, keys_);
+    copy(c.v, c.v_head_dim, values_);
   }
   const Partial partials[] = {{out, lse}, {own_out, own_lse}};
-  return merge(partials, c.q_heads, c.head_dim, out, lse);
+  return merge(partials, c.q_heads, c.v_head_dim, out, lse);
 }
 
 Status Replay::attend(std::int64_t query, float* out) {
@@ -174,10 +177,10 @@ Status Replay::attend(std::int64_t query, float* out) {
     RunOptions run_options;
     run_options.lse = lse.data();
     const Status status =
-        run(*plan, 0, query_view(query), MutableTensorView::of(out, 1, c.q_heads, c.head_dim), run_options);
+        run(*plan, 0, query_view(query), MutableTensorView::of(out, 1, c.q_heads, c.v_head_dim), run_options);
     if (!status.ok()) return status;
   } else {
-    std::fill(out, out + c.q_heads * c.head_dim, 0.0f);
+    std::fill(out, out + c.q_heads * c.v_head_dim, 0.0f);
   }
   return is_own_apart ? add_own_token(query, out, lse.data()) : Status();
 }
@@ -195,7 +198,7 @@ Status Replay::finish() {
 
 Result<double> Replay::time_once() {
   const io::CapturedLayer& c = layer_->captured;
-  const auto out = MutableTensorView::of(scratch_.data(), 1, c.q_heads, c.head_dim);
+  const auto out = MutableTensorView::of(scratch_.data(), 1, c.q_heads, c.v_head_dim);
   const auto begin = std::chrono::steady_clock::now();
   Status status = run(*plan_, 0, query_view(c.queries - 1), out);
   const auto end = std::chrono::steady_clock::now();

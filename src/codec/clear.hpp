@@ -31,13 +31,14 @@ inline void clear_words(std::byte* plane, int head_dim, int bits, int first) {
 
 inline void clear_tokens(const PageLayout& page, std::byte* block, int first) {
   for (const SideLayout* s : {&page.k, &page.v}) {
-    if (s->planes == 0) detail::clear_rows(block + s->plane_offset[0], first, page.head_dim * s->element_bytes);
+    const int d = s->head_dim;
+    if (s->planes == 0) detail::clear_rows(block + s->plane_offset[0], first, d * s->element_bytes);
     for (int i = 0; i < s->planes; ++i) {
       std::byte* plane = block + s->plane_offset[i];
       if (s == &page.k) {
-        detail::clear_rows(plane, first, page.head_dim * s->plane_bits[i] / 8);
+        detail::clear_rows(plane, first, d * s->plane_bits[i] / 8);
       } else {
-        detail::clear_words(plane, page.head_dim, s->plane_bits[i], first);
+        detail::clear_words(plane, d, s->plane_bits[i], first);
       }
     }
     for (int group = 0; group < s->groups; ++group) {

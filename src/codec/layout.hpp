@@ -3,8 +3,10 @@
 //
 // A block is: key planes, value planes, the keys' centre (page-centred caches only), key scales, value scales; each
 // part starts 16-byte aligned. The block's size is a multiple of 64 bytes, or of 32 in a page-centred cache whose
-// head_dim is not a multiple of 64: there rows straddle cache lines anyway, and 64 would cost more than 0.14 bits a key
-// value.
+// head_dim of keys is not a multiple of 64: there rows straddle cache lines anyway, and 64 would cost more than 0.14
+// bits a key value.
+//
+// D is the side's own: keys and values may have different sizes.
 //
 //   dense formats    keys and values row-major [64][D] of 4 or 2 bytes
 //   coded formats    codes are split into at most two planes of p bits each (low bits first), so that no field
@@ -32,8 +34,14 @@ inline constexpr int kMaxHeadDim = 576;
 inline constexpr int kMaxScaleGroups = 4;
 inline constexpr Format kCentreFormat = Format::tq6;
 
+// The number of values of a key, and of a value.
+struct HeadDims {
+  int k = 0, v = 0;
+};
+
 struct SideLayout {
   Format format = Format::f32;
+  std::uint16_t head_dim = 0;
   int planes = 0;  // 0: dense
   int plane_bits[2] = {0, 0};
   std::uint32_t plane_offset[2] = {0, 0};  // bytes from the block's start; dense: [0] is the rows
@@ -44,7 +52,7 @@ struct SideLayout {
 };
 
 struct PageLayout {
-  int head_dim = 0;
+  int head_dim = 0;  // the keys'; a device has pages of one
   SideLayout k, v;
   std::uint32_t code_bytes = 0;   // planes or dense rows of both sides; the centre, if any, begins here
   std::uint32_t scale_bytes = 0;  // scales of both sides, and the centre
@@ -58,6 +66,7 @@ KVANT_NAMESPACE_BEGIN(codec)
 constexpr SideLayout side_layout(Format f, int head_dim, int lut_scales) {
   SideLayout s;
   s.format = f;
+  s.head_dim = static_cast<std::uint16_t>(head_dim);
   if (is_dense(f)) {
     s.element_bytes = format_bits(f) / 8;
     return s;
@@ -74,19 +83,19 @@ KVANT_HD constexpr bool takes_centre(Format f) {
   return is_tq(f) || f == Format::fp8;
 }
 
-constexpr PageLayout page_layout(Format k, Format v, int head_dim, int lut_scales = 1, bool centred = false) {
+constexpr PageLayout page_layout(Format k, Format v, HeadDims dims, int lut_scales = 1, bool centred = false) {
   PageLayout p;
-  p.head_dim = head_dim;
-  p.k = side_layout(k, head_dim, lut_scales);
-  p.v = side_layout(v, head_dim, lut_scales);
+  p.head_dim = dims.k;
+  p.k = side_layout(k, dims.k, lut_scales);
+  p.v = side_layout(v, dims.v, lut_scales);
   std::uint32_t at = 0;
   const auto take = [&at](std::uint32_t bytes) {
     const std::uint32_t here = at;
     at += (bytes + 15u) & ~15u;
     return here;
   };
-  const std::uint32_t values = static_cast<std::uint32_t>(kPageTokens) * static_cast<std::uint32_t>(head_dim);
   const auto planes = [&](SideLayout& s) {
+    const std::uint32_t values = static_cast<std::uint32_t>(kPageTokens) * s.head_dim;
     if (s.planes == 0) s.plane_offset[0] = take(values * static_cast<std::uint32_t>(s.element_bytes));
     for (int i = 0; i < s.planes; ++i)
       s.plane_offset[i] = take(values * static_cast<std::uint32_t>(s.plane_bits[i]) / 8);
@@ -97,13 +106,16 @@ constexpr PageLayout page_layout(Format k, Format v, int head_dim, int lut_scale
   planes(p.k);
   planes(p.v);
   p.code_bytes = at;
-  if (centred) take(static_cast<std::uint32_t>(head_dim * format_bits(kCentreFormat) / 8 + 2));
+  if (centred) take(static_cast<std::uint32_t>(dims.k * format_bits(kCentreFormat) / 8 + 2));
   scales(p.k);
   scales(p.v);
   p.scale_bytes = at - p.code_bytes;
-  const std::uint32_t whole = centred && head_dim % 64 != 0 ? 32 : 64;
+  const std::uint32_t whole = centred && dims.k % 64 != 0 ? 32 : 64;
   p.block_bytes = (at + whole - 1) / whole * whole;
   return p;
+}
+constexpr PageLayout page_layout(Format k, Format v, int head_dim, int lut_scales = 1, bool centred = false) {
+  return page_layout(k, v, HeadDims{head_dim, head_dim}, lut_scales, centred);
 }
 
 // Whether the key pages of this layout have a centre. No field says so, because device code takes a PageLayout as it
@@ -116,6 +128,7 @@ KVANT_HD constexpr bool is_centred(const PageLayout& p) {
 KVANT_HD constexpr SideLayout centre_layout(const PageLayout& p) {
   SideLayout s;
   s.format = kCentreFormat;
+  s.head_dim = p.k.head_dim;
   s.planes = 2;
   s.plane_bits[0] = 4;
   s.plane_bits[1] = format_bits(kCentreFormat) - 4;

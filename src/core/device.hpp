@@ -192,6 +192,8 @@ struct DeviceBackend {
 /// The size at which a device stores vectors of head_dim values: the next that `backend` has kernels for. Where there
 /// is none, that of host memory, which make_pages refuses.
 int stored_head_dim_on(const DeviceBackend* backend, int head_dim);
+/// Refuses keys and values of different sizes, which no device has kernels for.
+Status check_one_head_dim(const CacheConfig& config, const DeviceBackend* backend);
 
 /// Refuses `request` where `backend` is null or cannot be used on this machine, and names what to use `instead`, if
 /// anything.

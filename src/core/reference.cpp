@@ -65,14 +65,14 @@ bool is_visible(const Mask& mask, std::int64_t query_position, std::int64_t key)
 
 Output attention(const Problem& problem, const AttentionOptions& options, std::vector<double>* weights) {
   const std::int64_t kv_len = problem.kv_len;
-  const std::int64_t dim = problem.head_dim;
+  const std::int64_t dim = problem.head_dim, v_dim = problem.v_head_dim > 0 ? problem.v_head_dim : dim;
   const int group = problem.q_heads / problem.kv_heads;
   const std::int64_t rows = problem.q_len * problem.q_heads;
   base::LogitRule<double> rule = base::logit_rule<double>(options);
   if (rule.scale == 0) rule.scale = 1 / std::sqrt(static_cast<double>(dim));
 
   Output result;
-  result.out.assign(static_cast<std::size_t>(rows * dim), 0.0);
+  result.out.assign(static_cast<std::size_t>(rows * v_dim), 0.0);
   result.lse.assign(static_cast<std::size_t>(rows), kMinusInf);
   if (weights != nullptr) weights->assign(static_cast<std::size_t>(rows * kv_len), 0.0);
 
@@ -82,8 +82,8 @@ Output attention(const Problem& problem, const AttentionOptions& options, std::v
     const std::int64_t head = row % problem.q_heads;
     const std::int64_t position = kv_len - problem.q_len + query;
     const double* q = problem.q.data() + row * dim;
-    const auto kv_row = [&](std::span<const double> rows_of, std::int64_t key) {
-      return rows_of.data() + (key * problem.kv_heads + head / group) * dim;
+    const auto kv_row = [&](std::span<const double> rows_of, std::int64_t key, std::int64_t width) {
+      return rows_of.data() + (key * problem.kv_heads + head / group) * width;
     };
 
     double max = problem.sink_logits.empty() ? kMinusInf : problem.sink_logits[static_cast<std::size_t>(head)];
@@ -91,7 +91,7 @@ Output attention(const Problem& problem, const AttentionOptions& options, std::v
       double& t = logits[static_cast<std::size_t>(key)];
       t = kMinusInf;
       if (!is_visible(options.mask, position, key)) continue;
-      const double* k = kv_row(problem.k, key);
+      const double* k = kv_row(problem.k, key, dim);
       double dot = 0;
       for (std::int64_t d = 0; d < dim; ++d) dot += q[d] * k[d];
       t = rule.scale * dot;
@@ -108,13 +108,13 @@ Output attention(const Problem& problem, const AttentionOptions& options, std::v
     for (const double t : logits) denominator += std::exp(t - max);
     result.lse[static_cast<std::size_t>(row)] = max + std::log(denominator);
 
-    double* out = result.out.data() + row * dim;
+    double* out = result.out.data() + row * v_dim;
     for (std::int64_t key = 0; key < kv_len; ++key) {
       const double weight = std::exp(logits[static_cast<std::size_t>(key)] - max) / denominator;
       if (weights != nullptr) (*weights)[static_cast<std::size_t>(row * kv_len + key)] = weight;
       if (weight == 0) continue;
-      const double* v = kv_row(problem.v, key);
-      for (std::int64_t d = 0; d < dim; ++d) out[d] += weight * v[d];
+      const double* v = kv_row(problem.v, key, v_dim);
+      for (std::int64_t d = 0; d < v_dim; ++d) out[d] += weight * v[d];
     }
   }
   return result;

@@ -55,17 +55,22 @@ Status read_geometry(const SafeTensors& file, const std::string& layer, BasisSet
   }
   set.layers = 1;
   set.kv_heads = static_cast<int>(shape[0]);
-  set.head_dim = static_cast<int>(shape[1]);
+  set.head_dim = set.v_head_dim = static_cast<int>(shape[1]);
+  // Values may have a size of their own, which their centre has. Other shapes are refused with those of their tensors.
+  const TensorInfo* of_values = file.find(layer + ".v.center");
+  if (of_values != nullptr && of_values->shape.size() == 2 && of_values->shape[1] <= kLargestHeadDim &&
+      is_supported_head_dim(static_cast<int>(of_values->shape[1])))
+    set.v_head_dim = static_cast<int>(of_values->shape[1]);
   return {};
 }
 
 /// One of the three tensors of a side, cut into its heads.
-Status read_part(const SafeTensors& file, const std::string& name, int part, const BasisSet& set,
+Status read_part(const SafeTensors& file, const std::string& name, int part, int head_dim,
                  std::vector<CalibratedBasis>& bases) {
   const Result<const TensorInfo*> tensor = file.require(name);
   if (!tensor) return tensor.status();
-  std::vector<std::int64_t> wanted = {set.kv_heads, set.head_dim};
-  if (part > 0) wanted.push_back(set.head_dim);
+  std::vector<std::int64_t> wanted = {static_cast<std::int64_t>(bases.size()), head_dim};
+  if (part > 0) wanted.push_back(head_dim);
   if ((*tensor)->dtype != "F32" || (*tensor)->shape != wanted) {
     return bad(file, fmt::format("tensor {}: {} of {}; allowed: F32 of {}", in_quotes(name),
                                  in_quotes((*tensor)->dtype), shape_text((*tensor)->shape), shape_text(wanted)));
@@ -137,13 +142,14 @@ Status check_basis(const SafeTensors& file, const std::string& side, std::size_t
   return {};
 }
 
-Result<std::vector<CalibratedBasis>> read_side(const SafeTensors& file, const std::string& side, const BasisSet& set) {
-  std::vector<CalibratedBasis> bases(static_cast<std::size_t>(set.kv_heads));
+Result<std::vector<CalibratedBasis>> read_side(const SafeTensors& file, const std::string& side, int kv_heads,
+                                               int head_dim) {
+  std::vector<CalibratedBasis> bases(static_cast<std::size_t>(kv_heads));
   for (int part = 0; part < 3; ++part) {
-    if (Status status = read_part(file, side + "." + kParts[part], part, set, bases); !status) return status;
+    if (Status status = read_part(file, side + "." + kParts[part], part, head_dim, bases); !status) return status;
   }
   for (std::size_t head = 0; head < bases.size(); ++head) {
-    if (Status status = check_basis(file, side, head, bases[head], set.head_dim); !status) return status;
+    if (Status status = check_basis(file, side, head, bases[head], head_dim); !status) return status;
   }
   return bases;
 }
@@ -196,11 +202,11 @@ Result<Calibration> read_bases(const SafeTensors& file) {
       const std::string name = layer_name(number);
       BasisSet set;
       if (Status status = read_geometry(file, name, set); !status) return status;
-      Result<std::vector<CalibratedBasis>> keys = read_side(file, name + ".k", set);
+      Result<std::vector<CalibratedBasis>> keys = read_side(file, name + ".k", set.kv_heads, set.head_dim);
       if (!keys) return keys.status();
       set.keys = std::move(*keys);
       if (has_values) {
-        Result<std::vector<CalibratedBasis>> values = read_side(file, name + ".v", set);
+        Result<std::vector<CalibratedBasis>> values = read_side(file, name + ".v", set.kv_heads, set.v_head_dim);
         if (!values) return values.status();
         set.values = std::move(*values);
       }
@@ -242,8 +248,10 @@ Status save_bases(const std::string& path, const Calibration& calibration, const
           const std::vector<float>& values = part_of(basis, part);
           all.insert(all.end(), values.begin(), values.end());
         }
-        std::vector<std::int64_t> shape = {set.kv_heads, set.head_dim};
-        if (part > 0) shape.push_back(set.head_dim);
+        const bool of_values = side.bases == &set.values;
+        const int head_dim = of_values && set.v_head_dim > 0 ? set.v_head_dim : set.head_dim;
+        std::vector<std::int64_t> shape = {set.kv_heads, head_dim};
+        if (part > 0) shape.push_back(head_dim);
         tensors.push_back(
             {fmt::format("{}.{}", prefix, kParts[part]), "F32", std::move(shape), std::as_bytes(std::span(all))});
       }

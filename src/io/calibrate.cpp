@@ -35,15 +35,18 @@ Status refused(const std::string& what) {
   return {Code::invalid_argument, "calibrate: " + what};
 }
 
+int value_dim(const CapturedLayer& layer) {
+  return layer.v_head_dim > 0 ? layer.v_head_dim : layer.head_dim;
+}
+
 Status check_finite(const CapturedLayer& layer, const char* name, const std::vector<float>& values, std::int64_t heads,
-                    std::int64_t rows) {
+                    std::int64_t rows, int head_dim) {
   // Divided, not multiplied: the counts come from the caller and may be anything.
   const auto size = static_cast<std::int64_t>(values.size());
-  const bool fits =
-      size % layer.head_dim == 0 && size / layer.head_dim % heads == 0 && size / layer.head_dim / heads == rows;
+  const bool fits = size % head_dim == 0 && size / head_dim % heads == 0 && size / head_dim / heads == rows;
   if (!fits) {
     return refused(fmt::format("{}: {} holds {} values; {} heads of {} rows of {} need another number", layer.name,
-                               name, size, heads, rows, layer.head_dim));
+                               name, size, heads, rows, head_dim));
   }
   const auto wrong = std::ranges::find_if(values, [](float x) { return !std::isfinite(x); });
   if (wrong != values.end()) {
@@ -54,11 +57,12 @@ Status check_finite(const CapturedLayer& layer, const char* name, const std::vec
 }
 
 Status check_layer(const CapturedLayer& layer) {
-  if (!is_supported_head_dim(layer.head_dim)) {
+  for (const int head_dim : {layer.head_dim, value_dim(layer)}) {
+    if (is_supported_head_dim(head_dim)) continue;
     return refused(
         fmt::format("{}: head_dim {} has no rotation, and vectors of this size are stored padded, without a "
                     "calibrated basis; allowed: {}",
-                    layer.name, layer.head_dim, fmt::join(supported_head_dims(), ", ")));
+                    layer.name, head_dim, fmt::join(supported_head_dims(), ", ")));
   }
   if (layer.kv_heads < 1 || layer.q_heads < 1 || layer.q_heads % layer.kv_heads != 0) {
     return refused(fmt::format("{}: {} query heads over {} kv heads; allowed: a multiple of the kv heads", layer.name,
@@ -68,9 +72,11 @@ Status check_layer(const CapturedLayer& layer) {
     return refused(fmt::format("{}: {} queries and {} positions; allowed: at least one of each", layer.name,
                                layer.queries, layer.positions));
   }
-  if (Status status = check_finite(layer, "q", layer.q, layer.q_heads, layer.queries); !status) return status;
-  if (Status status = check_finite(layer, "k", layer.k, layer.kv_heads, layer.positions); !status) return status;
-  return check_finite(layer, "v", layer.v, layer.kv_heads, layer.positions);
+  if (Status status = check_finite(layer, "q", layer.q, layer.q_heads, layer.queries, layer.head_dim); !status)
+    return status;
+  if (Status status = check_finite(layer, "k", layer.k, layer.kv_heads, layer.positions, layer.head_dim); !status)
+    return status;
+  return check_finite(layer, "v", layer.v, layer.kv_heads, layer.positions, value_dim(layer));
 }
 
 /// Count, mean and second moment about zero of rows that come in blocks.
@@ -184,19 +190,20 @@ struct HeadResult {
 };
 
 /// One kv head over all captures of its layer.
-HeadResult calibrate_head(std::span<const CapturedLayer* const> captures, int head, const Matrix& rotation) {
+HeadResult calibrate_head(std::span<const CapturedLayer* const> captures, int head, const Matrix& rotation,
+                          const Matrix& rotation_of_values) {
   const CapturedLayer& first = *captures.front();
-  const int head_dim = first.head_dim;
+  const int head_dim = first.head_dim, v_head_dim = value_dim(first);
   const int group = first.q_heads / first.kv_heads;
-  Moments queries(head_dim), keys(head_dim), values(head_dim);
+  Moments queries(head_dim), keys(head_dim), values(v_head_dim);
   for (const CapturedLayer* capture : captures) {
     const std::int64_t key_rows = capture->positions * head_dim;
     queries.add(capture->q.data() + head * group * capture->queries * head_dim, group * capture->queries, head_dim);
     keys.add(capture->k.data() + head * key_rows, capture->positions, head_dim);
-    values.add(capture->v.data() + head * key_rows, capture->positions, head_dim);
+    values.add(capture->v.data() + head * capture->positions * v_head_dim, capture->positions, v_head_dim);
   }
   Side key_side = calibrate_side(keys, queries.about(Vector::Zero(head_dim)), rotation);
-  Side value_side = calibrate_side(values, Matrix::Identity(head_dim, head_dim), rotation);
+  Side value_side = calibrate_side(values, Matrix::Identity(v_head_dim, v_head_dim), rotation_of_values);
   return {std::move(key_side.basis),
           std::move(value_side.basis),
           {first.name, head, queries.count(), keys.count(), key_side.expected_gain, value_side.expected_gain}};
@@ -208,12 +215,15 @@ Result<Calibration> calibrate_checked(const std::map<int, std::vector<const Capt
     const CapturedLayer& first = *captures.front();
     const Result<Matrix> rotation = hadamard(first.head_dim);
     if (!rotation) return rotation.status();
+    const Result<Matrix> of_values = hadamard(value_dim(first));
+    if (!of_values) return of_values.status();
     BasisSet& set = out.layers[number];
     set.layers = 1;
     set.kv_heads = first.kv_heads;
     set.head_dim = first.head_dim;
+    set.v_head_dim = value_dim(first);
     for (int head = 0; head < first.kv_heads; ++head) {
-      HeadResult result = calibrate_head(captures, head, *rotation);
+      HeadResult result = calibrate_head(captures, head, *rotation, *of_values);
       set.keys.push_back(std::move(result.keys));
       set.values.push_back(std::move(result.values));
       out.report.push_back(std::move(result.report));
@@ -232,7 +242,8 @@ Result<Calibration> calibrate(std::span<const CapturedLayer> layers) {
     auto& captures = by_number[layer.layer];
     if (!captures.empty()) {
       const CapturedLayer& first = *captures.front();
-      if (layer.q_heads != first.q_heads || layer.kv_heads != first.kv_heads || layer.head_dim != first.head_dim) {
+      if (layer.q_heads != first.q_heads || layer.kv_heads != first.kv_heads || layer.head_dim != first.head_dim ||
+          value_dim(layer) != value_dim(first)) {
         return refused(fmt::format(
             "{} comes with {} query heads, {} kv heads, head_dim {} and with {}, {}, {}; allowed: captures "
             "of one model",

@@ -108,13 +108,13 @@ Result<CapturedLayer> read_layer(const SafeTensors& file, int number) {
     if (Status status = check_form(file, **part); !status) return status;
   }
   const auto& [q, k, v] = parts;
-  if (k->shape != v->shape) {
-    return bad(file, fmt::format("{}: k is {} and v is {}; allowed: the same shape", layer.name, shape_text(k->shape),
-                                 shape_text(v->shape)));
+  if (k->shape[0] != v->shape[0] || k->shape[1] != v->shape[1]) {
+    return bad(file, fmt::format("{}: k is {} and v is {}; allowed: the same heads and positions", layer.name,
+                                 shape_text(k->shape), shape_text(v->shape)));
   }
   if (q->shape[2] != k->shape[2]) {
-    return bad(file, fmt::format("{}: head_dim of q is {}, of k and v {}; allowed: the same", layer.name, q->shape[2],
-                                 k->shape[2]));
+    return bad(
+        file, fmt::format("{}: head_dim of q is {}, of k {}; allowed: the same", layer.name, q->shape[2], k->shape[2]));
   }
   if (q->dtype != k->dtype || q->dtype != v->dtype) {
     return bad(file, fmt::format("{}: dtypes of q, k, v are {}, {}, {}; allowed: the same", layer.name, q->dtype,
@@ -123,11 +123,13 @@ Result<CapturedLayer> read_layer(const SafeTensors& file, int number) {
   layer.q_heads = static_cast<int>(q->shape[0]);
   layer.kv_heads = static_cast<int>(k->shape[0]);
   layer.head_dim = static_cast<int>(q->shape[2]);
+  layer.v_head_dim = static_cast<int>(v->shape[2]);
   layer.queries = q->shape[1];
   layer.positions = k->shape[1];
   layer.dtype = q->dtype;
-  if (stored_head_dim(layer.head_dim) == 0) {
-    return bad(file, fmt::format("{}: head_dim is {}; allowed: 1 to {}", layer.name, layer.head_dim, kLargestHeadDim));
+  for (const int head_dim : {layer.head_dim, layer.v_head_dim}) {
+    if (stored_head_dim(head_dim) > 0) continue;
+    return bad(file, fmt::format("{}: head_dim is {}; allowed: 1 to {}", layer.name, head_dim, kLargestHeadDim));
   }
   if (layer.q_heads % layer.kv_heads != 0) {
     return bad(file, fmt::format("{}: {} query heads over {} kv heads; allowed: a multiple of the kv heads", layer.name,

@@ -40,8 +40,9 @@ Result<BasisSet> select_bases(const Calibration& calibration, std::span<const in
     if (first) {
       set.kv_heads = layer.kv_heads;
       set.head_dim = layer.head_dim;
+      set.v_head_dim = layer.v_head_dim;
     }
-    if (layer.kv_heads != set.kv_heads || layer.head_dim != set.head_dim ||
+    if (layer.kv_heads != set.kv_heads || layer.head_dim != set.head_dim || layer.v_head_dim != set.v_head_dim ||
         (!first && layer.values.empty() != set.values.empty())) {
       return {Code::invalid_argument,
               fmt::format("layer {} was calibrated for {} kv heads of {}{}, layer {} for {} of {}{}; layers of another "

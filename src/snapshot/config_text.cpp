@@ -10,8 +10,9 @@
 namespace kvant::snapshot {
 namespace {
 
-// Whether caches whose fields differ can have each other's sequences.
-enum class Field { bytes, place };
+// Whether caches whose fields differ can have each other's sequences. Files have `of_values` only where values are not
+// of the keys' size, so that other files are those of versions which knew one size.
+enum class Field { bytes, of_values, place };
 
 // All fields, in one place: visit(name, field of the struct, kind) for each.
 template <class Stored, class Visit>
@@ -21,6 +22,8 @@ void visit_fields(Stored& s, Visit&& visit) {
   visit("kv_heads", c.kv_heads, Field::bytes);
   visit("head_dim", c.head_dim, Field::bytes);
   visit("stored_head_dim", s.stored_head_dim, Field::bytes);
+  visit("v_head_dim", c.v_head_dim, Field::of_values);
+  visit("stored_v_head_dim", s.stored_v_head_dim, Field::of_values);
   visit("k", c.k, Field::bytes);
   visit("v", c.v, Field::bytes);
   visit("k_basis", c.k_basis, Field::bytes);
@@ -104,21 +107,31 @@ bool same(const std::vector<CalibratedBasis>& a, const std::vector<CalibratedBas
 }  // namespace
 
 StoredConfig stored_config(const CacheImpl& cache) {
-  StoredConfig stored{.config = cache.config(), .stored_head_dim = cache.stored_dim(), .exact = cache.exact_dtype()};
+  StoredConfig stored{.config = cache.config(),
+                      .stored_head_dim = cache.stored_dims().k,
+                      .stored_v_head_dim = cache.stored_dims().v,
+                      .exact = cache.exact_dtype()};
+  stored.config.v_head_dim = stored.config.v_dim();
   if (!cache.table().config().ends.any()) stored.exact.reset();
   return stored;
 }
 
 void write_config(const StoredConfig& stored, std::map<std::string, std::string>& metadata) {
-  visit_fields(
-      stored, [&](const char* name, const auto& field, Field) { metadata[std::string(kOwn) + name] = text_of(field); });
+  const bool one_size = stored.config.head_dim == stored.config.v_head_dim;
+  visit_fields(stored, [&](const char* name, const auto& field, Field kind) {
+    if (kind != Field::of_values || !one_size) metadata[std::string(kOwn) + name] = text_of(field);
+  });
 }
 
 Result<StoredConfig> read_config(const std::map<std::string, std::string>& metadata) {
   StoredConfig stored;
   Status status;
-  visit_fields(stored, [&](const char* name, auto& field, Field) {
-    if (!status) return;
+  bool one_size = true;
+  visit_fields(stored, [&](const char* name, const auto&, Field kind) {
+    if (kind == Field::of_values && metadata.contains(std::string(kOwn) + name)) one_size = false;
+  });
+  visit_fields(stored, [&](const char* name, auto& field, Field kind) {
+    if (!status || (kind == Field::of_values && one_size)) return;
     const auto found = metadata.find(std::string(kOwn) + name);
     if (found == metadata.end()) {
       status = {Code::bad_file, fmt::format("metadata {}{} is missing", kOwn, name)};
@@ -128,6 +141,13 @@ Result<StoredConfig> read_config(const std::map<std::string, std::string>& metad
     }
   });
   if (!status) return status;
+  if (one_size) {
+    stored.config.v_head_dim = stored.config.head_dim;
+    stored.stored_v_head_dim = stored.stored_head_dim;
+  } else if (stored.config.v_head_dim < 1) {
+    return {Code::bad_file, fmt::format("metadata {}v_head_dim is {}: a value has at least one number", kOwn,
+                                        stored.config.v_head_dim)};
+  }
   return stored;
 }
 
@@ -140,11 +160,11 @@ bool is_config_key(const std::string& key) {
 
 std::string difference(const StoredConfig& a, const StoredConfig& b) {
   std::map<std::string, std::string> theirs;
-  write_config(b, theirs);
+  visit_fields(b, [&](const char* name, const auto& field, Field) { theirs[name] = text_of(field); });
   std::string first;
   visit_fields(a, [&](const char* name, const auto& field, Field kind) {
-    const std::string& other = theirs[std::string(kOwn) + name];
-    if (kind == Field::bytes && first.empty() && text_of(field) != other) {
+    const std::string& other = theirs[name];
+    if (kind != Field::place && first.empty() && text_of(field) != other) {
       first = fmt::format("{} = {} and {}", name, io::printable(text_of(field), 80), io::printable(other, 80));
     }
   });

@@ -13,7 +13,8 @@ namespace kvant::snapshot {
 /// A configuration as Cache::config gives it, without its bases and levels, and what it does not say.
 struct StoredConfig {
   CacheConfig config;
-  int stored_head_dim = 0;
+  // config.v_head_dim is the number itself, never 0.
+  int stored_head_dim = 0, stored_v_head_dim = 0;
   std::optional<Dtype> exact{};  // the dtype of exact pages, once it is chosen
 };
 

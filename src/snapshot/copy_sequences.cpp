@@ -16,7 +16,7 @@ namespace {
 Status check_caches(const CacheImpl& from, const CacheImpl& to) {
   const std::string other = difference(stored_config(from), stored_config(to));
   if (other.empty()) return {};
-  const bool stored = other.starts_with("stored_head_dim");
+  const bool stored = other.starts_with("stored_");
   return {Code::invalid_argument,
           fmt::format("nothing was copied: the caches differ in {}{}", other,
                       stored ? " (a device pads vectors of this head_dim, and host memory does not)"

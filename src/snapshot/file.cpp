@@ -53,6 +53,7 @@ Status SnapshotFile::read_metadata() {
   info_.path = file.path();
   info_.file_bytes = file.file_bytes();
   info_.stored_head_dim = stored_.stored_head_dim;
+  info_.stored_v_head_dim = stored_.stored_v_head_dim;
   info_.exact = stored_.exact;
   for (const auto& [key, value] : file.metadata()) {
     if (!key.starts_with(kOwn)) {
@@ -265,11 +266,13 @@ Result<std::shared_ptr<const BasisSet>> SnapshotFile::read_bases() const {
   set->layers = c.layers;
   set->kv_heads = c.kv_heads;
   set->head_dim = c.head_dim;
-  const std::size_t d = to_size(c.head_dim), heads = to_size(c.layers) * to_size(c.kv_heads), each = d + 2 * d * d;
+  set->v_head_dim = c.v_head_dim;
+  const std::size_t heads = to_size(c.layers) * to_size(c.kv_heads);
   bool any = false;
   for (const bool values : {false, true}) {
     if ((values ? c.v_basis : c.k_basis) != BasisKind::calibrated) continue;
     any = true;
+    const std::size_t d = to_size(values ? c.v_head_dim : c.head_dim), each = d + 2 * d * d;
     const auto all = files_[0].read<float>(values ? kVBases : kKBases, "F32", static_cast<std::int64_t>(each));
     if (!all) return all.status();
     if (all->size() / each != heads) {

@@ -78,7 +78,7 @@ Status check_cache(const CacheImpl& cache, const SnapshotFile& file) {
   const StoredConfig ours = stored_config(cache);
   const std::string other = difference(theirs, ours);
   if (!other.empty()) {
-    const bool stored = other.starts_with("stored_head_dim");
+    const bool stored = other.starts_with("stored_");
     return not_loaded(file, fmt::format("the file and the cache differ in {}{}", other,
                                         stored ? " (a device pads vectors of this head_dim, and host memory does not)"
                                                : "; create the cache with the file's configuration"));

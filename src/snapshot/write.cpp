@@ -317,7 +317,7 @@ class Writer {
                            table(kKLevels, "F32", c.k_levels),
                            table(kVLevels, "F32", c.v_levels)};
     if (c.k_basis == BasisKind::calibrated) all.push_back(bases_table(kKBases, c.bases->keys, c.head_dim));
-    if (c.v_basis == BasisKind::calibrated) all.push_back(bases_table(kVBases, c.bases->values, c.head_dim));
+    if (c.v_basis == BasisKind::calibrated) all.push_back(bases_table(kVBases, c.bases->values, c.v_head_dim));
     std::erase_if(all, [](const Table& t) { return t.shape[0] == 0; });
     return all;
   }

@@ -277,7 +277,7 @@ bool GpuWorld::serves(const std::string& kind) const {
     return (s.head_dim == 128 || s.head_dim == 256) && (is_default || (s.k == "tq8" && s.v == "tq8"));
   }
   if (s.key_bases || s.value_bases) return false;
-  const bool padded = cache.impl().stored_dim() != s.head_dim;
+  const bool padded = cache.impl().stored_dims().k != s.head_dim;
   if (kind == core::kPrefillSm90)
     return !padded && s.head_dim <= (is_dense ? 256 : 128) && (same || (s.v == "tq4" && !is_dense));
   const auto rotated = [](const std::string& format) { return format.rfind("tq", 0) == 0; };
@@ -287,7 +287,7 @@ bool GpuWorld::serves(const std::string& kind) const {
 bool GpuWorld::unpacked_serves(const AttentionOptions& base, const Placement& placement) const {
   const auto whole = [](std::int64_t elements) { return elements % 8 == 0; };
   return why_no_sm90().empty() && base.mask.tensor.data == nullptr && placement.q_dtype != Dtype::f32 &&
-         whole(host.spec.head_dim) && cache.impl().stored_dim() <= 256 && whole(placement.offset) &&
+         whole(host.spec.head_dim) && cache.impl().stored_dims().k <= 256 && whole(placement.offset) &&
          whole(placement.token_padding) && whole(placement.head_padding) &&
          (serves(core::kPrefillSm90) || serves(core::kPrefillSm80));
 }
@@ -356,7 +356,7 @@ testing::AssertionResult GpuWorld::matches(const AttentionOptions& base, const s
   if (!cpu) return testing::AssertionFailure() << "the CPU backend: " << cpu.message();
   // A product with a calibrated basis is summed in another order, so that a coordinate may go to the level beside.
   // Nor do both have the same where sizes are padded further on a device.
-  const bool same_size = cache.impl().stored_dim() == stored_head_dim(host.spec.head_dim);
+  const bool same_size = cache.impl().stored_dims().k == stored_head_dim(host.spec.head_dim);
   const bool same_bytes = !host.spec.key_bases && !host.spec.value_bases && same_size;
   const double of_cpu = allowed + (in_bytes ? tolerance::kByteProducts : 0) +
                         (same_bytes  ? tolerance::kCoded

@@ -23,7 +23,8 @@ QUICK = {
     "mllama": "attention",
     "hrm_text": "attention",  # reads is_initialized
     "jamba": "partly",
-    "deepseek_v3": "left",
+    "deepseek_v3": "decoded",
+    "mimo_v2_flash": "attention",  # values of a size of their own
     "zaya": "left",
     "bloom": "decoded",
     "deepseek_v4": "refused",  # additive masks

@@ -4,6 +4,7 @@ also in files; and whatever kvant does not serve is said."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import types
 import warnings
@@ -641,13 +642,15 @@ def test_no_cache_is_said(plain):
         answer(model, ids, use_cache=False)
 
 
-def latent():
-    return zoo.build(next(entry for entry in zoo.ZOO if entry.prefix == "DeepseekV3")).eval()
+def too_wide():
+    """A model whose latents are larger than any head_dim of kvant."""
+    entry = next(entry for entry in zoo.ZOO if entry.prefix == "DeepseekV3")
+    return zoo.build(dataclasses.replace(entry, changes=entry.changes | {"kv_lora_rank": 600})).eval()
 
 
 def test_layers_left_are_said_before_and_after():
-    with pytest.warns(UserWarning, match="kvant stores no layer of DeepseekV3ForCausalLM: .* differ in shape"):
-        model = kvant.hf.enable(latent())
+    with pytest.warns(UserWarning, match="kvant stores no layer of DeepseekV3ForCausalLM: head_dim 600 is above 576"):
+        model = kvant.hf.enable(too_wide())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for tokens in (0, 42):
@@ -655,23 +658,23 @@ def test_layers_left_are_said_before_and_after():
                 answer(model, ids_of(40) % 100 + 5, max_new_tokens=3)
             report = kvant.hf.report(model)
             assert report.tokens == tokens and {row.stored for row in report.rows} == {False}
-            assert all("differ in shape" in row.reason for row in report.rows)
+            assert all("head_dim 600 is above" in row.reason for row in report.rows)
         cache = filled(model, ids_of(30) % 100 + 5)
         assert kvant.hf.report(cache).tokens == 30 and kvant.hf.report(cache).batch == 1
-    with pytest.raises(kvant.Unsupported, match="differ in shape"):
+    with pytest.raises(kvant.Unsupported, match="head_dim 600 is above"):
         kvant.hf.enable(model, strict=True)
-    with pytest.raises(ValueError, match="differ in shape.*prefix_cache"), warnings.catch_warnings():
+    with pytest.raises(ValueError, match="head_dim 600 is above.*prefix_cache"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         kvant.hf.enable(model, prefix_cache=100)
-    fresh = latent()
+    fresh = too_wide()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kvant.hf.enable(fresh, skip_layers=range(2))  # as it was asked for
 
 
 def test_layers_that_only_tokens_tell_are_said_once(plain, monkeypatch):
-    monkeypatch.setattr(versions, "differing_shapes", lambda config, layer: None)
-    model = kvant.hf.enable(latent())
+    monkeypatch.setattr(versions, "predicted_geometry", lambda config, layer: None)
+    model = kvant.hf.enable(too_wide())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for seed in (1, 2):
@@ -687,9 +690,15 @@ def test_reports_before_tokens_are_those_after(entry):
         pytest.skip("this version of transformers does not have it")
     cache = kvant.hf.cache(model.eval(), isa=ISA)
     cache.try_out()
-    before = [row.stored for row in kvant.hf.report(cache).rows]
+
+
+    def facts():
+        rows = kvant.hf.report(cache).rows
+        return [(r.stored, r.k, r.v, *((r.kv_heads, r.head_dim, r.v_head_dim) if r.stored else ())) for r in rows]
+
+    before = facts()
     forward(model, cache, ids_of(20) % 100 + 5)
-    assert [row.stored for row in kvant.hf.report(cache).rows] == before
+    assert facts() == before
 
 
 def test_a_prompt_whose_tokens_see_later_ones_goes_back_no_further(model, monkeypatch):

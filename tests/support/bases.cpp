@@ -32,14 +32,17 @@ CalibratedBasis random_basis(int head_dim, std::uint64_t seed, double center) {
 
 }  // namespace
 
-std::shared_ptr<BasisSet> random_bases(int layers, int kv_heads, int head_dim, std::uint64_t seed, bool of_values) {
+std::shared_ptr<BasisSet> random_bases(int layers, int kv_heads, int head_dim, std::uint64_t seed, bool of_values,
+                                       int v_head_dim) {
+  if (v_head_dim == 0) v_head_dim = head_dim;
   auto bases = std::make_shared<BasisSet>();
   bases->layers = layers;
   bases->kv_heads = kv_heads;
   bases->head_dim = head_dim;
+  bases->v_head_dim = v_head_dim;
   for (int i = 0; i < layers * kv_heads; ++i) {
     bases->keys.push_back(random_basis(head_dim, seed + 2 * static_cast<std::uint64_t>(i), 1.0));
-    if (of_values) bases->values.push_back(random_basis(head_dim, seed + 2 * static_cast<std::uint64_t>(i) + 1, 0.5));
+    if (of_values) bases->values.push_back(random_basis(v_head_dim, seed + 2 * static_cast<std::uint64_t>(i) + 1, 0.5));
   }
   return bases;
 }

@@ -32,7 +32,8 @@ inline Cache make(const CacheConfig& config) {
 
 inline CacheRows rows_for(const Cache& cache, std::uint64_t first, std::int64_t count, int layer = 0,
                           Dtype dtype = Dtype::f32) {
-  return {token_range(first, count), layer, cache.config().kv_heads, cache.config().head_dim, dtype};
+  return {token_range(first, count), layer, cache.config().kv_heads,
+          cache.config().head_dim,   dtype, cache.config().v_dim()};
 }
 
 // Appends tokens first .. first + count - 1 to every layer.
@@ -56,11 +57,10 @@ struct Decoded {
 inline Status read(const Cache& cache, SequenceId id, std::int64_t begin, std::int64_t end, Decoded& out,
                    int layer = 0) {
   const CacheConfig& c = cache.config();
-  const auto n = static_cast<std::size_t>((end - begin) * c.kv_heads * c.head_dim);
-  out.keys.assign(n, 0);
-  out.values.assign(n, 0);
+  out.keys.assign(static_cast<std::size_t>((end - begin) * c.kv_heads * c.head_dim), 0);
+  out.values.assign(static_cast<std::size_t>((end - begin) * c.kv_heads * c.v_dim()), 0);
   return cache.read(id, layer, begin, end, MutableTensorView::of(out.keys.data(), end - begin, c.kv_heads, c.head_dim),
-                    MutableTensorView::of(out.values.data(), end - begin, c.kv_heads, c.head_dim));
+                    MutableTensorView::of(out.values.data(), end - begin, c.kv_heads, c.v_dim()));
 }
 
 inline Decoded read_all(const Cache& cache, SequenceId id, int layer = 0) {

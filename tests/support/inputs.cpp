@@ -87,14 +87,15 @@ void fill(std::vector<float>& x, int head_dim, Inputs inputs, Rng& rng) {
 
 Qkv make_qkv(const QkvShape& shape, Inputs inputs, std::uint64_t seed) {
   const auto dim = static_cast<std::size_t>(shape.head_dim);
+  const int v_dim = shape.v_head_dim > 0 ? shape.v_head_dim : shape.head_dim;
   const std::size_t q_rows = static_cast<std::size_t>(shape.q_len) * static_cast<std::size_t>(shape.q_heads);
   const std::size_t kv_rows = static_cast<std::size_t>(shape.kv_len) * static_cast<std::size_t>(shape.kv_heads);
   Rng rng(seed * 1000003 + static_cast<std::uint64_t>(shape.head_dim));
   Qkv x;
   x.q.resize(q_rows * dim);
   x.k.resize(kv_rows * dim);
-  x.v.resize(kv_rows * dim);
-  fill(x.v, shape.head_dim, inputs, rng);
+  x.v.resize(kv_rows * static_cast<std::size_t>(v_dim));
+  fill(x.v, v_dim, inputs, rng);
   fill(x.k, shape.head_dim, inputs, rng);
   // Loud queries on top of loud keys would only make one-hot weights; the queries of captured models are calm.
   fill(x.q, shape.head_dim, Inputs::gauss, rng);

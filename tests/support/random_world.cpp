@@ -29,6 +29,8 @@ std::int64_t draw_length(Rng& rng, std::int64_t most) {
 WorldSpec draw_spec(Rng& rng, const RandomChoices& choices) {
   WorldSpec spec;
   spec.head_dim = one_of(rng, choices.head_dims);
+  if (choices.two_head_dims) spec.v_head_dim = one_of(rng, choices.head_dims);
+  const int widest = std::max(spec.head_dim, spec.v_head_dim);
   spec.kv_heads = static_cast<int>(1 + rng.below(4));
   spec.group = one_of<int>(rng, {1, 2, 3, 4, 5, 7, 8, 12, 16, 20});
   std::tie(spec.k, spec.v) = one_of(rng, choices.formats);
@@ -49,8 +51,8 @@ WorldSpec draw_spec(Rng& rng, const RandomChoices& choices) {
     Lengths lengths;
     lengths.q_len = chance(rng, 2) ? 1 : 1 + rng.below(choices.most_queries);
     if (i > 0 && chance(rng, 8)) lengths.q_len = 0;
-    const double of_key = 1.0 * spec.head_dim * spec.group * spec.kv_heads *
-                          static_cast<double>(std::max<std::int64_t>(1, lengths.q_len));
+    const double of_key =
+        1.0 * widest * spec.group * spec.kv_heads * static_cast<double>(std::max<std::int64_t>(1, lengths.q_len));
     const auto most = static_cast<std::int64_t>(std::max(1.0, (kMostProducts - products) / of_key));
     lengths.kv_len = std::max(lengths.q_len, draw_length(rng, most));
     products += of_key * static_cast<double>(lengths.kv_len);
@@ -66,14 +68,14 @@ WorldSpec draw_spec(Rng& rng, const RandomChoices& choices) {
   spec.layer = static_cast<int>(rng.below(spec.layers));
   double of_bases = 0;  // products of rows with matrices
   for (const Lengths& lengths : spec.sequences) {
-    of_bases += 1.0 * spec.layers * spec.kv_heads * spec.head_dim * spec.head_dim * static_cast<double>(lengths.kv_len);
+    of_bases += 1.0 * spec.layers * spec.kv_heads * widest * widest * static_cast<double>(lengths.kv_len);
   }
-  const auto draw_bases = [&](const std::string& format) {
-    return chance(rng, 4) && format.starts_with("tq") && is_supported_head_dim(spec.head_dim) &&
+  const auto draw_bases = [&](const std::string& format, int head_dim) {
+    return chance(rng, 4) && format.starts_with("tq") && is_supported_head_dim(head_dim) &&
            of_bases < 50 * kMostProducts;
   };
-  spec.key_bases = draw_bases(spec.k);
-  spec.value_bases = draw_bases(spec.v);
+  spec.key_bases = draw_bases(spec.k, spec.head_dim);
+  spec.value_bases = draw_bases(spec.v, spec.v_head_dim > 0 ? spec.v_head_dim : spec.head_dim);
   return spec;
 }
 
@@ -107,10 +109,10 @@ OwnedMask draw_mask(Rng& rng, const WorldSpec& spec) {
 std::string describe(const RandomCase& c) {
   const WorldSpec& s = c.spec;
   const AttentionOptions& o = c.options;
-  std::string text =
-      fmt::format("{}/{} head_dim {} kv_heads {} group {} sinks {} tails {} input {} exact {} window {}+{} {} seed {}",
-                  s.k, s.v, s.head_dim, s.kv_heads, s.group, s.sink_pages, s.tail_pages, dtype_name(s.input_dtype),
-                  s.exact ? dtype_name(*s.exact) : "-", s.window, s.window_sinks, inputs_name(s.inputs), s.seed);
+  std::string text = fmt::format(
+      "{}/{} head_dim {}/{} kv_heads {} group {} sinks {} tails {} input {} exact {} window {}+{} {} seed {}", s.k, s.v,
+      s.head_dim, s.v_head_dim, s.kv_heads, s.group, s.sink_pages, s.tail_pages, dtype_name(s.input_dtype),
+      s.exact ? dtype_name(*s.exact) : "-", s.window, s.window_sinks, inputs_name(s.inputs), s.seed);
   for (const Lengths& lengths : s.sequences) text += fmt::format(" {}x{}", lengths.kv_len, lengths.q_len);
   text += fmt::format(" chunks [{}] rewinds [{}]{}", fmt::join(s.chunks, " "), fmt::join(s.rewinds, " "),
                       s.forked ? " forked" : "");

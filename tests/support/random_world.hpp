@@ -23,6 +23,7 @@ struct RandomCase {
 /// The choices that a backend takes.
 struct RandomChoices {
   std::vector<int> head_dims;
+  bool two_head_dims = false;  ///< values have a size of their own
   std::vector<std::pair<std::string, std::string>> formats;
   std::int64_t most_queries = 16;
   bool page_centres = false;  ///< keys are page-centred in half of the cases whose format takes it

@@ -18,11 +18,13 @@
 namespace kvant::test {
 
 /// Two layers of two kv heads; -1: the library's own exact ends.
-inline CacheConfig config(const char* k, const char* v, int sinks = -1, int tails = -1, int head_dim = 32) {
+inline CacheConfig config(const char* k, const char* v, int sinks = -1, int tails = -1, int head_dim = 32,
+                          int v_head_dim = 0) {
   CacheConfig c;
   c.layers = 2;
   c.kv_heads = 2;
   c.head_dim = head_dim;
+  c.v_head_dim = v_head_dim;
   c.k = k;
   c.v = v;
   c.sink_pages = sinks;
@@ -97,9 +99,10 @@ inline std::vector<float> answers(const Cache& cache, SequenceId id, int q_len, 
   std::vector<float> all;
   for (int layer = 0; layer < c.layers; ++layer) {
     const auto n = static_cast<std::size_t>(q_len) * static_cast<std::size_t>(q_heads * c.head_dim);
-    std::vector<float> q = gaussian_vector(n, seed + static_cast<std::uint64_t>(layer)), out(n);
+    std::vector<float> q = gaussian_vector(n, seed + static_cast<std::uint64_t>(layer));
+    std::vector<float> out(n / static_cast<std::size_t>(c.head_dim) * static_cast<std::size_t>(c.v_dim()));
     run(p, layer, TensorView::of(q.data(), q_len, q_heads, c.head_dim),
-        MutableTensorView::of(out.data(), q_len, q_heads, c.head_dim))
+        MutableTensorView::of(out.data(), q_len, q_heads, c.v_dim()))
         .value();
     all.insert(all.end(), out.begin(), out.end());
   }
@@ -159,7 +162,7 @@ class Histories {
     if (tokens == 0) return;
     const CacheConfig& c = twins[0].cache->config();
     for (int layer = 0; layer < c.layers; ++layer) {
-      const CacheRows rows(token_range(next_, tokens), layer, c.kv_heads, c.head_dim, input_);
+      const CacheRows rows(token_range(next_, tokens), layer, c.kv_heads, c.head_dim, input_, c.v_dim());
       for (Twin& t : twins) t.cache->append(t.ids[which], layer, rows.keys(), rows.values(), {}).value();
     }
     next_ += static_cast<std::uint64_t>(tokens);

@@ -30,6 +30,7 @@ CacheConfig cache_config(const WorldSpec& spec, CacheConfig c) {
   c.layers = spec.layers;
   c.kv_heads = spec.kv_heads;
   c.head_dim = spec.head_dim;
+  c.v_head_dim = spec.v_head_dim;
   c.k = spec.k;
   c.v = spec.v;
   c.sink_pages = spec.sink_pages;
@@ -40,7 +41,7 @@ CacheConfig cache_config(const WorldSpec& spec, CacheConfig c) {
   c.window = spec.window;
   c.window_sinks = spec.window_sinks;
   if (spec.key_bases || spec.value_bases) {
-    c.bases = random_bases(spec.layers, spec.kv_heads, spec.head_dim, spec.seed, spec.value_bases);
+    c.bases = random_bases(spec.layers, spec.kv_heads, spec.head_dim, spec.seed, spec.value_bases, spec.v_head_dim);
     if (spec.key_bases) c.k_basis = BasisKind::calibrated;
     if (spec.value_bases) c.v_basis = BasisKind::calibrated;
   }
@@ -77,13 +78,14 @@ static bool has_matrix_unit(const std::string& isa) {
 Status append_rows(Cache& cache, SequenceId sequence, const Qkv& x, std::int64_t begin, std::int64_t end, Dtype dtype,
                    int layer) {
   const CacheConfig& c = cache.config();
-  const auto width = static_cast<std::size_t>(c.kv_heads) * static_cast<std::size_t>(c.head_dim);
-  const std::size_t at = static_cast<std::size_t>(begin) * width;
-  const std::size_t n = static_cast<std::size_t>(end - begin) * width;
-  const std::vector<std::byte> k = pack_as(dtype, std::span(x.k).subspan(at, n));
-  const std::vector<std::byte> v = pack_as(dtype, std::span(x.v).subspan(at, n));
+  const auto packed = [&](const std::vector<float>& rows, int head_dim) {
+    const auto width = static_cast<std::size_t>(c.kv_heads) * static_cast<std::size_t>(head_dim);
+    return pack_as(dtype, std::span(rows).subspan(static_cast<std::size_t>(begin) * width,
+                                                  static_cast<std::size_t>(end - begin) * width));
+  };
+  const std::vector<std::byte> k = packed(x.k, c.head_dim), v = packed(x.v, c.v_dim());
   return cache.append(sequence, layer, TensorView::contiguous(k.data(), dtype, end - begin, c.kv_heads, c.head_dim),
-                      TensorView::contiguous(v.data(), dtype, end - begin, c.kv_heads, c.head_dim));
+                      TensorView::contiguous(v.data(), dtype, end - begin, c.kv_heads, c.v_dim()));
 }
 
 Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& ids, const AttentionOptions& options,
@@ -92,16 +94,17 @@ Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& i
   const Result<Plan> planned = plan(cache, std::span<const SequenceId>(ids), options);
   if (!planned) return planned.status();
   const std::int64_t rows = planned->total_queries();
-  const int dim = cache.config().head_dim;
+  const int dim = cache.config().head_dim, v_dim = cache.config().v_dim();
   Attended a;
   // NaN, so that an element the kernel forgets to write cannot pass.
-  a.out.assign(q.size(), NAN);
   a.lse.assign(q.size() / static_cast<std::size_t>(dim), NAN);
+  a.out.assign(a.lse.size() * static_cast<std::size_t>(v_dim), NAN);
   RunOptions run_options;
   run_options.lse = a.lse.data();
   run_options.sink_logits = sink_logits.empty() ? nullptr : sink_logits.data();
-  const Status status = run(*planned, layer, TensorView::of(q.data(), rows, options.q_heads, dim),
-                            MutableTensorView::of(a.out.data(), rows, options.q_heads, dim), run_options, keys, values);
+  const Status status =
+      run(*planned, layer, TensorView::of(q.data(), rows, options.q_heads, dim),
+          MutableTensorView::of(a.out.data(), rows, options.q_heads, v_dim), run_options, keys, values);
   if (!status) return status;
   a.explain = planned->explain();
   a.splits = planned->splits();
@@ -110,7 +113,11 @@ Result<Attended> try_attend(const Cache& cache, const std::vector<SequenceId>& i
 
 SequenceId grow_sequence(Cache& cache, const WorldSpec& spec, const Lengths& lengths, const Qkv& x,
                          const AppendRows& append_to_layer) {
-  const Qkv other = spec.layers > 1 ? Qkv{x.q, x.v, x.k} : Qkv{};
+  Qkv other;
+  if (spec.layers > 1) {
+    other = spec.v_head_dim == 0 ? Qkv{x.q, x.v, x.k} : x;
+    if (spec.v_head_dim > 0) std::reverse(other.k.begin(), other.k.end()), std::reverse(other.v.begin(), other.v.end());
+  }
   const auto append = [&](SequenceId id, std::int64_t begin, std::int64_t end) {
     for (int layer = 0; layer < spec.layers; ++layer) {
       append_to_layer(id, layer, layer == spec.layer ? x : other, begin, end);
@@ -158,8 +165,8 @@ SequenceId grow_sequence(Cache& cache, const WorldSpec& spec, const Lengths& len
 World::World(const WorldSpec& s) : spec(s), cache(Cache::create(cache_config(s)).value()) {
   for (std::size_t i = 0; i < spec.sequences.size(); ++i) {
     const Lengths& lengths = spec.sequences[i];
-    Qkv x = make_qkv({lengths.q_len, lengths.kv_len, q_heads(), spec.kv_heads, spec.head_dim}, spec.inputs,
-                     spec.seed + 1000 * i);
+    Qkv x = make_qkv({lengths.q_len, lengths.kv_len, q_heads(), spec.kv_heads, spec.head_dim, spec.v_head_dim},
+                     spec.inputs, spec.seed + 1000 * i);
     for (float& value : x.k) value = rounded(value + spec.key_offset, spec.input_dtype);
     for (float& value : x.v) value = rounded(value, spec.input_dtype);
     const auto append = [&](SequenceId id, int layer, const Qkv& rows, std::int64_t begin, std::int64_t end) {
@@ -192,19 +199,18 @@ std::vector<float> World::queries() const {
 }
 
 FreshTensors World::fresh() const {
-  const auto width = static_cast<std::size_t>(spec.kv_heads) * static_cast<std::size_t>(spec.head_dim);
   FreshTensors f;
   for (std::size_t i = 0; i < qkv.size(); ++i) {
-    const auto count = static_cast<std::size_t>(spec.sequences[i].q_len) * width;
-    const auto add = [&](std::vector<std::byte>& to, const std::vector<float>& from) {
+    const auto add = [&](std::vector<std::byte>& to, const std::vector<float>& from, int head_dim) {
+      const auto count = static_cast<std::size_t>(spec.sequences[i].q_len * spec.kv_heads * head_dim);
       const std::vector<std::byte> rows = pack_as(spec.input_dtype, std::span(from).last(count));
       to.insert(to.end(), rows.begin(), rows.end());
     };
-    add(f.k, qkv[i].k);
-    add(f.v, qkv[i].v);
+    add(f.k, qkv[i].k, spec.head_dim);
+    add(f.v, qkv[i].v, v_dim());
   }
   f.keys = TensorView::contiguous(f.k.data(), spec.input_dtype, total_queries(), spec.kv_heads, spec.head_dim);
-  f.values = TensorView::contiguous(f.v.data(), spec.input_dtype, total_queries(), spec.kv_heads, spec.head_dim);
+  f.values = TensorView::contiguous(f.v.data(), spec.input_dtype, total_queries(), spec.kv_heads, v_dim());
   return f;
 }
 
@@ -226,15 +232,15 @@ void decode_sequence(const Cache& cache, SequenceId id, int layer, const Lengths
   const CacheConfig& c = cache.config();
   keys = given.k;
   values = given.v;
-  const auto width = static_cast<std::size_t>(c.kv_heads) * static_cast<std::size_t>(c.head_dim);
+  const std::int64_t k_row = std::int64_t{c.kv_heads} * c.head_dim, v_row = std::int64_t{c.kv_heads} * c.v_dim();
   const auto read = [&](std::int64_t begin, std::int64_t end) {
     if (begin >= end) return;
-    const std::size_t at = static_cast<std::size_t>(begin) * width;
-    std::fill_n(keys.begin() + static_cast<std::ptrdiff_t>(at), static_cast<std::size_t>(end - begin) * width, NAN);
-    std::fill_n(values.begin() + static_cast<std::ptrdiff_t>(at), static_cast<std::size_t>(end - begin) * width, NAN);
+    std::fill(keys.begin() + begin * k_row, keys.begin() + end * k_row, NAN);
+    std::fill(values.begin() + begin * v_row, values.begin() + end * v_row, NAN);
     cache
-        .read(id, layer, begin, end, MutableTensorView::of(keys.data() + at, end - begin, c.kv_heads, c.head_dim),
-              MutableTensorView::of(values.data() + at, end - begin, c.kv_heads, c.head_dim), stream)
+        .read(id, layer, begin, end,
+              MutableTensorView::of(keys.data() + begin * k_row, end - begin, c.kv_heads, c.head_dim),
+              MutableTensorView::of(values.data() + begin * v_row, end - begin, c.kv_heads, c.v_dim()), stream)
         .value();
   };
   const std::int64_t visible =
@@ -247,11 +253,12 @@ void decode_sequence(const Cache& cache, SequenceId id, int layer, const Lengths
   for (std::int64_t t = visible; t < lengths.kv_len && lengths.q_len > 0; ++t) {
     const std::int64_t page = t / kPageTokens;
     if (impl.reads_exact(view, page) || !impl.reads_exact(view, page, lengths.q_len)) continue;
-    const auto first = static_cast<std::size_t>(t) * width;
-    for (std::size_t i = first; i < first + width; ++i) {
-      keys[i] = rounded(given.k[i], *impl.exact_dtype());
-      values[i] = rounded(given.v[i], *impl.exact_dtype());
-    }
+    const auto round_rows = [&](std::vector<float>& to, const std::vector<float>& from, std::int64_t row) {
+      for (std::int64_t i = t * row; i < (t + 1) * row; ++i)
+        to[static_cast<std::size_t>(i)] = rounded(from[static_cast<std::size_t>(i)], *impl.exact_dtype());
+    };
+    round_rows(keys, given.k, k_row);
+    round_rows(values, given.v, v_row);
   }
 }
 
@@ -262,9 +269,9 @@ Expected World::expect(const AttentionOptions& base, const std::vector<float>& s
     std::vector<float> v = qkv[i].v;
     if (decoded) decode(i, k, v);
     if (base.fresh_keys) {  // the queries' own tokens as they were given
-      const auto own = static_cast<std::ptrdiff_t>(spec.sequences[i].q_len * spec.kv_heads * spec.head_dim);
-      std::copy(qkv[i].k.end() - own, qkv[i].k.end(), k.end() - own);
-      std::copy(qkv[i].v.end() - own, qkv[i].v.end(), v.end() - own);
+      const std::int64_t rows = spec.sequences[i].q_len * spec.kv_heads;
+      std::copy(qkv[i].k.end() - rows * spec.head_dim, qkv[i].k.end(), k.end() - rows * spec.head_dim);
+      std::copy(qkv[i].v.end() - rows * v_dim(), qkv[i].v.end(), v.end() - rows * v_dim());
     }
     const std::vector<double> q64 = widen(qkv[i].q);
     const std::vector<double> k64 = widen(k);
@@ -275,6 +282,7 @@ Expected World::expect(const AttentionOptions& base, const std::vector<float>& s
     p.q_heads = q_heads();
     p.kv_heads = spec.kv_heads;
     p.head_dim = spec.head_dim;
+    p.v_head_dim = spec.v_head_dim;
     p.q = q64;
     p.k = k64;
     p.v = v64;

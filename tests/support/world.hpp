@@ -27,6 +27,7 @@ struct Lengths {
 
 struct WorldSpec {
   int head_dim = 64;
+  int v_head_dim = 0;  ///< 0: head_dim
   int kv_heads = 2;
   int group = 2;
   std::string k = "tq4";
@@ -34,8 +35,8 @@ struct WorldSpec {
   std::vector<Lengths> sequences = {{100, 1}};
   int sink_pages = 1;
   int tail_pages = 1;
-  int layers = 1;  ///< the cache's
-  int layer = 0;   ///< the world's rows are here; other layers have keys and values exchanged
+  int layers = 1;                               ///< the cache's
+  int layer = 0;                                ///< the world's rows are here; other layers have other rows
   bool key_bases = false, value_bases = false;  ///< calibrated: support/bases.hpp
   bool page_centres = false;                    ///< KeyCentre::page
   Dtype input_dtype = Dtype::f32;               ///< what is appended; values are rounded to it first
@@ -60,7 +61,7 @@ inline WorldSpec spec_of(const std::string& k, const std::string& v, std::vector
 
 /// Outputs and lse of all sequences, rows one after another.
 struct Attended {
-  std::vector<float> out;  ///< [total_queries, q_heads, head_dim]
+  std::vector<float> out;  ///< [total_queries, q_heads, v_head_dim]
   std::vector<float> lse;  ///< [total_queries, q_heads]
   std::string explain;
   int splits = 0;
@@ -86,13 +87,14 @@ class World {
   std::vector<SequenceId> ids;
   std::vector<Qkv> qkv;  ///< one a sequence
 
+  [[nodiscard]] int v_dim() const { return spec.v_head_dim > 0 ? spec.v_head_dim : spec.head_dim; }
   [[nodiscard]] int q_heads() const { return spec.kv_heads * spec.group; }
   [[nodiscard]] std::int64_t total_queries() const;
   /// The caller's options with q_heads and q_lens filled in.
   [[nodiscard]] AttentionOptions options(AttentionOptions base = {}) const;
   [[nodiscard]] std::vector<float> queries() const;  ///< all sequences' rows
   [[nodiscard]] FreshTensors fresh() const;          ///< in the world's input dtype
-  [[nodiscard]] std::vector<std::int64_t> out_shape() const { return {total_queries(), q_heads(), spec.head_dim}; }
+  [[nodiscard]] std::vector<std::int64_t> out_shape() const { return {total_queries(), q_heads(), v_dim()}; }
 
   [[nodiscard]] Attended attend(const AttentionOptions& base = {}, const std::vector<float>& sink_logits = {}) const;
   [[nodiscard]] Expected expect_decoded(const AttentionOptions& base = {},

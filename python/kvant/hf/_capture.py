@@ -33,7 +33,7 @@ _FILE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class _Layer:
     q: torch.Tensor  # [q_heads, queries, head_dim], the last positions
     k: torch.Tensor  # [kv_heads, positions, head_dim]
-    v: torch.Tensor
+    v: torch.Tensor  # [kv_heads, positions, v_head_dim]
     scale: float
     window: int  # tokens, 0: none
     softcap: float
@@ -143,16 +143,18 @@ class _Recorder:
 
     def record(self, module, number, query, key, value, mask, scaling, is_causal, kw) -> _Layer:
         where = f"layer {number} ({type(module).__name__})"
-        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+        if key.shape[:-1] != value.shape[:-1] or query.shape[-1] != key.shape[-1]:
             raise Unsupported(
-                f"{where} has keys {list(key.shape)} and values {list(value.shape)}: captures need equal shapes"
+                f"{where} has queries {list(query.shape)}, keys {list(key.shape)} and values {list(value.shape)}: "
+                "captures need as many values as keys, and keys as wide as queries"
             )
         if query.dtype not in _FILE_DTYPES or not query.dtype == key.dtype == value.dtype:
             raise Unsupported(
                 f"{where} attends in {query.dtype}, {key.dtype}, {value.dtype}: must be one of f32, f16, bf16"
             )
-        if query.shape[-1] > info()["largest_head_dim"]:
-            raise Unsupported(f"{where} has head_dim {query.shape[-1]}: kvant has 1 to {info()['largest_head_dim']}")
+        widest = max(query.shape[-1], value.shape[-1])
+        if widest > info()["largest_head_dim"]:
+            raise Unsupported(f"{where} has head_dim {widest}: kvant has 1 to {info()['largest_head_dim']}")
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         if query.shape[2] != key.shape[2] or (mask is None and not causal) or kw.get("position_bias") is not None:
             raise Unsupported(

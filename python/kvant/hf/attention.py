@@ -25,7 +25,7 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of the query heads [batch, q_heads, queries, head_dim]: ([batch, queries, q_heads, head_dim], None).
+    """Attention of the query heads [batch, q_heads, queries, head_dim]: ([batch, queries, q_heads, v_head_dim], None).
 
     Over packed keys and values by kvant, over plain ones (no cache, a layer left to transformers) by torch.
     """

@@ -64,15 +64,18 @@ class KvantCache(versions.Cache):
                 else self._why_not(i, kind, window, layer, skipped)
             )
             geometry = versions.predicted_geometry(config, i)
-            reason = reason or versions.differing_shapes(config, i)
             if reason is None and geometry is not None:
-                reason = self._too_large(geometry[1])
+                reason = self._too_large(geometry)
             if reason is not None:
                 if kind != "none" and i not in skipped:
                     self._refuse_if_strict(i, reason)
                 self.reasons[i] = reason
                 made.append(layer)
                 continue
+            if geometry is not None and geometry.latent:
+                self._refuse_if_strict(
+                    i, "the model expands its latents in each step, for which kvant decodes them all"
+                )
             if geometry is None:
                 family = Family([], None, window)
             else:
@@ -95,7 +98,7 @@ class KvantCache(versions.Cache):
         for family in families.values():
             reason = None
             if family.geometry is not None:
-                _, reason = self._new_group(family.members, *family.geometry, family.window, "cpu")
+                _, reason = self._new_group(family.members, family.geometry, family.window, "cpu")
             if reason is not None:
                 for i in family.members:
                     self._refuse_if_strict(i, reason)
@@ -124,20 +127,22 @@ class KvantCache(versions.Cache):
         """Gives a layer its group at its first update. Returns transformers' layer if it must be left to that."""
         if self.rows is not None and keys.shape[0] != self.rows:
             self._refuse_batch(keys.shape[0])
-        family, geometry = layer.family, (keys.shape[1], keys.shape[3])
+        family, geometry = layer.family, versions.Geometry(keys.shape[1], keys.shape[3], values.shape[3])
+        if family.geometry is not None and family.geometry[:3] == geometry[:3]:
+            geometry = family.geometry
         reason = family.reason or self._why_not_these(keys, values)
         if reason is not None or family.geometry not in (None, geometry):
             if family.group is not None:
                 raise RuntimeError(
-                    f"layer {layer.index} has keys {list(keys.shape)}, "
+                    f"layer {layer.index} has keys {list(keys.shape)} and values {list(values.shape)}, "
                     f"where its configuration and layers {family.members} say "
-                    f"{family.geometry[0]} heads of {family.geometry[1]}: pass skip_layers=[{layer.index}]"
+                    f"{family.geometry} (heads x head_dim): pass skip_layers=[{layer.index}]"
                 )
             family.members.remove(layer.index)
             family = layer.family = Family([layer.index], None, layer.window)
         if reason is None and family.group is None:
             device = "cpu" if keys.device.type == "cpu" else f"{keys.device.type}:{keys.device.index or 0}"
-            family.group, reason = self._new_group(family.members, *geometry, layer.window, device)
+            family.group, reason = self._new_group(family.members, geometry, layer.window, device)
             if reason is None:
                 self.groups.append(family.group)
             family.reason = reason
@@ -161,18 +166,19 @@ class KvantCache(versions.Cache):
             warnings.warn(text, stacklevel=3)
 
     def _why_not_these(self, keys: torch.Tensor, values: torch.Tensor) -> str | None:
-        if keys.shape != values.shape:
-            return f"its keys {list(keys.shape)} and values {list(values.shape)} differ in shape"
+        if keys.shape[:3] != values.shape[:3]:
+            return f"its keys {list(keys.shape)} and values {list(values.shape)} differ in heads or tokens"
         if keys.device.type not in ("cpu", "cuda"):
             return f"kvant has no backend for {keys.device.type}"
-        return self._too_large(keys.shape[3])
+        return self._too_large(versions.Geometry(keys.shape[1], keys.shape[3], values.shape[3]))
 
     @staticmethod
-    def _too_large(head_dim: int) -> str | None:
+    def _too_large(geometry: versions.Geometry) -> str | None:
         largest = kvant.info()["largest_head_dim"]  # which sizes a device takes, a cache there says itself
-        return f"head_dim {head_dim} is above {largest}" if head_dim > largest else None
+        widest = max(geometry.head_dim, geometry.v_head_dim)
+        return f"head_dim {widest} is above {largest}" if widest > largest else None
 
-    def _new_group(self, members: list[int], heads: int, dim: int, window: int, device: str):
+    def _new_group(self, members: list[int], geometry: versions.Geometry, window: int, device: str):
         """(group, None), or (None, why there is none)."""
         s = self.settings
         options = {**s.of_cache(device != "cpu", window), "window": window}
@@ -182,20 +188,23 @@ class KvantCache(versions.Cache):
             if reason is not None:
                 return None, reason
             options.update(capacity)
+        if geometry.latent:  # scores follow from both parts
+            options["v"] = s.k
         if s.bases is not None:
             options.update(bases=s.bases, basis_layers=members, k_basis="calibrated", v_basis="calibrated")
         try:
             cache = kvant.Cache(
                 layers=len(members),
-                kv_heads=heads,
-                head_dim=dim,
+                kv_heads=geometry.kv_heads,
+                head_dim=geometry.head_dim,
+                v_head_dim=geometry.v_head_dim,
                 device=device,
                 **options,
             )
             if device != "cpu":  # for which geometries and formats there are kernels, only a plan tells
                 with cache.sequence() as probe:
                     cache.reserve([probe], 1)
-                    cache.plan([probe], q_heads=heads)
+                    cache.plan([probe], q_heads=geometry.kv_heads)
         except kvant.Unsupported as error:
             return None, str(error)
         return Group(cache, members, s), None

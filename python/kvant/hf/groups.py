@@ -271,15 +271,15 @@ class Group:
         own: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Attention of the newest queries [batch, q_heads, queries, head_dim] in one layer: [batch, queries, q_heads,
-        head_dim].
+        v_head_dim].
 
         mask: None, or (object that tells masks apart, function that makes (tensor [rows, heads, queries, keys], first
             key, window)).
         own: keys and values [batch, kv_heads, tokens, head_dim] of the step, which are attended to as they are; or
             None: as they are stored.
         """
-        batch, heads, queries, dim = query.shape
-        step = self.step
+        batch, heads, queries, _ = query.shape
+        step, dim = self.step, self.cache.v_head_dim
         if own is not None:  # those of the queries
             own = tuple(x[:, :, x.shape[2] - queries :] for x in own)
         if step.real is None:
@@ -294,7 +294,7 @@ class Group:
         row, position, counts = step.rows(queries, query.device)
         if any(counts):
             q = query.transpose(1, 2)[row, position]
-            packed = torch.empty_like(q)
+            packed = q.new_empty((*q.shape[:2], dim))
             plan = self._plan(queries, heads, scale, softcap, causal, window, mask, own is not None, counts)
             if own is not None:
                 own = tuple(x.transpose(1, 2)[row, position] for x in own)

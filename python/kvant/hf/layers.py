@@ -26,7 +26,7 @@ class LayersCache(Protocol):
 class Family:
     """Layers that share a kvant cache: those whose configuration says the same geometry."""
 
-    def __init__(self, members: list[int], geometry: tuple[int, int] | None, window: int):
+    def __init__(self, members: list[int], geometry: versions.Geometry | None, window: int):
         self.members, self.geometry, self.window = members, geometry, window
         self.group: Group | None = None
         self.reason: str | None = None  # why there can be no group
@@ -92,7 +92,8 @@ class KvantLayer(versions.CacheLayerMixin):
         if group.step is None:  # the cache was changed after its last step: what is read now is true until the next
             group.step = Step(0, 0, None, None)
         tokens = min(self.length, self.window - 1) if self.window else self.length
-        shape = (len(group.rows), group.cache.kv_heads, tokens, group.cache.head_dim)
+        dim = (group.cache.head_dim, group.cache.v_head_dim)[which]
+        shape = (len(group.rows), group.cache.kv_heads, tokens, dim)
         return StoredTokens(shape, self.dtype, self.device, self, group.step, which)
 
     def _refuse_assignment(self, name: str) -> None:
@@ -115,7 +116,7 @@ class KvantLayer(versions.CacheLayerMixin):
             if left is not None:
                 return left.update(key_states, value_states, *args, **kwargs)
         group = self.group
-        batch, heads, tokens, dim = key_states.shape
+        batch, heads, tokens, _ = key_states.shape
         past = self.length
         if group.length == past:
             owner.begin(group, batch, tokens)
@@ -128,13 +129,15 @@ class KvantLayer(versions.CacheLayerMixin):
         group.write(self.slot, key_states, value_states)
         self.length = past + tokens
         window = self.window
-        shape = (batch, heads, (min(past, window - 1) if window else past) + tokens, dim)
+        shape = (batch, heads, (min(past, window - 1) if window else past) + tokens)
         exact = owner.prefills_exactly(group)
         first = exact and past == 0
         own = exact and group.takes_own(tokens, first)
         step = group.step
         return tuple(
-            KVProxy(shape, x.dtype, x.device, self, step, which, x if first else None, x if own else None)
+            KVProxy(
+                (*shape, x.shape[3]), x.dtype, x.device, self, step, which, x if first else None, x if own else None
+            )
             for which, x in enumerate((key_states, value_states))
         )
 

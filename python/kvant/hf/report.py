@@ -12,6 +12,9 @@ from . import versions
 from .layers import KvantLayer
 
 
+_EXPANDED = "latents, which the model expands in each step: kvant decodes them for it"
+
+
 @dataclass(frozen=True)
 class Row:
     """One layer. stored: by kvant; else `reason` says why not. Bytes are those of now."""
@@ -31,6 +34,7 @@ class Row:
     exact_tokens: int = 0  # that a query of the next step sees, over all rows of the batch: read as given
     encoded_tokens: int = 0  # and read from codes
     products: int = 0  # bits of what is multiplied for many queries: those that were asked for, or that plans chose
+    v_head_dim: int = 0  # of values; that of keys is head_dim
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Report:
                     "kvant" if r.stored else "transformers",
                     f"{r.k}/{r.v}" if r.stored else "-",
                     str(r.window or "-"),
-                    f"{r.kv_heads} x {r.head_dim}" if r.head_dim else "-",
+                    f"{r.kv_heads} x {versions.dims(r.head_dim, r.v_head_dim)}" if r.head_dim else "-",
                     r.ends or "-",
                     *([str(r.exact_tokens), str(r.encoded_tokens)] if r.bytes and r.stored else "--"),
                     f"{sum(x.bytes for x in alike) / 1e6:.2f}",
@@ -166,32 +170,34 @@ def make_report(cache: Any) -> Report:
     shared = {id(group): (group.memory(), _ends(group.cache), *_tokens(group)) for group in cache.groups}
     for i, layer in enumerate(cache.layers):
         stored = isinstance(layer, KvantLayer)
-        heads = dim = held = plain = exact = encoded = products = 0
-        ends, window = "", getattr(layer, "sliding_window", 0)
+        heads = dim = v_dim = held = plain = exact = encoded = products = 0
+        k, v = cache.settings.k, cache.settings.v
+        ends, reason, window = "", cache.reasons.get(i, ""), getattr(layer, "sliding_window", 0)
         if stored:
-            heads, dim = layer.family.geometry or (0, 0)
+            heads, dim, v_dim, latent = layer.family.geometry or (0, 0, 0, False)
+            if latent:
+                v, reason = k, _EXPANDED
             products = cache.settings.products
             if layer.group is not None:
                 products = layer.group.products or products
-                heads, dim = layer.group.cache.kv_heads, layer.group.cache.head_dim
+                heads, dim, v_dim = layer.group.cache.kv_heads, layer.group.cache.head_dim, layer.group.cache.v_head_dim
                 held, ends, exact, encoded = shared[id(layer.group)]
             kept = min(layer.length, window - 1) if window else layer.length
-            plain = batch * kept * heads * dim * 4
+            plain = batch * kept * heads * (dim + v_dim) * 2
         else:
             for x in (getattr(layer, "keys", None), getattr(layer, "values", None)):
                 if x is not None and x.ndim == 4:
-                    heads, dim = heads or x.shape[1], dim or x.shape[3]
+                    heads, dim, v_dim = heads or x.shape[1], dim or x.shape[3], x.shape[3]
                     batch = batch or x.shape[0]
                     held, plain = held + x.numel() * x.element_size(), plain + x.numel() * 2
-        reason = cache.reasons.get(i, "")
         if not stored and versions.kind_of_layer(layer)[0] == "none":
             window = 0
         rows.append(
             Row(
                 i,
                 stored,
-                cache.settings.k,
-                cache.settings.v,
+                k,
+                v,
                 heads,
                 dim,
                 int(window),
@@ -203,6 +209,7 @@ def make_report(cache: Any) -> Report:
                 exact,
                 encoded,
                 products,
+                v_dim,
             )
         )
     return Report(tuple(rows), batch, tokens, products=cache.settings.products)

@@ -46,13 +46,18 @@ class _Part:
     heads: int
     dim: int
     dtype: str
+    v_dim: int = 0  # of values, where files have it: where it is another
 
     def __post_init__(self) -> None:
         """Errors: those of _DAMAGED, where a file has something else."""
-        whole = all(type(x) is int for x in (*self.members, self.heads, self.dim))
+        whole = all(type(x) is int for x in (*self.members, self.heads, self.dim, self.v_dim))
         dtype = getattr(torch, self.dtype)
         if not (whole and isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"layers {self.members} with {self.heads} heads of {self.dim} in {self.dtype}")
+
+    @property
+    def geometry(self) -> versions.Geometry:
+        return versions.Geometry(self.heads, self.dim, self.v_dim or self.dim)
 
 
 def why_not_whole(cache: KvantCache) -> str | None:
@@ -71,7 +76,8 @@ def describe(cache: KvantCache) -> dict[str, str]:
     parts = []
     for group in cache.groups:
         dtype = str(cache.layers[group.members[0]].dtype).removeprefix("torch.")
-        parts.append([group.members, group.cache.kv_heads, group.cache.head_dim, dtype])
+        head_dim, v_head_dim = group.cache.head_dim, group.cache.v_head_dim
+        parts.append([group.members, group.cache.kv_heads, head_dim, dtype, *([v_head_dim] * (v_head_dim != head_dim))])
     stored = ""
     if cache.stored is not None:
         bits = torch.nn.functional.pad(cache.stored.cpu().flatten().to(torch.uint8), (0, -cache.stored.numel() % 8))
@@ -123,11 +129,11 @@ class Adopted:
             raise ValueError(f"it stores the layers {part.members}, which this model's cache does not")
         family = layers[0].family
         if family.geometry is None:  # one that only tensors tell
-            family = layers[0].family = Family([layers[0].index], (part.heads, part.dim), family.window)
-        if family.members != part.members or family.geometry != (part.heads, part.dim):
+            family = layers[0].family = Family([layers[0].index], part.geometry, family.window)
+        if family.members != part.members or family.geometry[:3] != part.geometry[:3]:
             raise ValueError(
-                f"its layers {part.members} have {part.heads} heads of {part.dim}, and those of this model's cache "
-                f"({family.members}) have {family.geometry[0]} of {family.geometry[1]}"
+                f"its layers {part.members} have {part.geometry} (heads x head_dim), and those of this model's cache "
+                f"({family.members}) have {family.geometry}"
             )
         return family
 
@@ -138,7 +144,7 @@ class Adopted:
         """An empty kvant cache for a group."""
         part, family = self.parts[place], self.families[place]
         device = device or self.device(place)
-        group, reason = self.cache._new_group(part.members, part.heads, part.dim, family.window, device)
+        group, reason = self.cache._new_group(part.members, family.geometry, family.window, device)
         if reason is not None:
             raise kvant.Unsupported(f"layers {part.members}: {reason}")
         return group.cache

@@ -9,7 +9,7 @@ import functools
 import inspect
 import re
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 try:
     import torch
@@ -52,6 +52,7 @@ __all__ = [
     "DECODING",
     "HARMLESS",
     "DIVIDED",
+    "Geometry",
     "IMPLEMENTATION",
     "SDPA_ARGUMENTS",
     "Cache",
@@ -63,7 +64,7 @@ __all__ = [
     "compute_device",
     "cross_attention_layers",
     "decoder_config",
-    "differing_shapes",
+    "dims",
     "drafts",
     "given_cache",
     "hf_layers",
@@ -217,32 +218,44 @@ def cross_attention_layers(config: Any) -> set[int]:
     return set(getattr(decoder_config(config), "cross_attention_layers", None) or ())
 
 
-def predicted_geometry(config: Any, layer: int) -> tuple[int, int] | None:
-    """(kv heads, head_dim) of a layer as its configuration has them, None if it does not say. Tensors have the last
-    word."""
+class Geometry(NamedTuple):
+    """Heads and numbers of what a layer stores for a token. latent: not keys and values, but the latents that the model
+    makes both of (of head_dim numbers), and the rotated part of keys (of v_head_dim)."""
+
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    latent: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kv_heads} x {dims(self.head_dim, self.v_head_dim)}"
+
+
+def dims(head_dim: int, v_head_dim: int) -> str:
+    return str(head_dim) if head_dim == v_head_dim else f"{head_dim}/{v_head_dim}"
+
+
+# Models whose layers with a window have twice the kv heads, which their configurations do not say.
+_TWICE_IN_WINDOWS = {"mimo_v2_flash"}
+
+
+def predicted_geometry(config: Any, layer: int) -> Geometry | None:
+    """That of a layer as its configuration has it, None if it does not say. Tensors have the last word."""
     try:
         own = decoder_config(config).per_layer_config[layer]
+        latent, rotated = getattr(own, "kv_lora_rank", None), getattr(own, "qk_rope_head_dim", None)
+        if latent and rotated:
+            return Geometry(1, int(latent), int(rotated), True)
         heads = getattr(own, "num_attention_heads", None)
         kv_heads = getattr(own, "num_key_value_heads", None) or heads
+        if getattr(own, "multi_query", False) and not getattr(own, "new_decoder_architecture", False):
+            kv_heads = 1  # Falcon, GPT-BigCode
+        if own.model_type in _TWICE_IN_WINDOWS and own.layer_types[layer] == "sliding_attention":
+            kv_heads *= 2
         head_dim = getattr(own, "head_dim", None) or own.hidden_size // heads
-        return int(kv_heads), int(head_dim)
+        return Geometry(int(kv_heads), int(head_dim), int(getattr(own, "v_head_dim", None) or head_dim))
     except (AttributeError, IndexError, KeyError, TypeError):
         return None
-
-
-def differing_shapes(config: Any, layer: int) -> str | None:
-    """Why a layer's keys and values differ in shape, as its configuration has it; None if it does not say so."""
-    try:
-        own = decoder_config(config).per_layer_config[layer]
-    except (AttributeError, IndexError, KeyError, TypeError):
-        return None
-    latent, rotated = getattr(own, "kv_lora_rank", None), getattr(own, "qk_rope_head_dim", None)
-    if latent and rotated and latent != rotated:
-        return f"its keys and values differ in shape (latents of {latent}, rotated parts of {rotated})"
-    keys, values = getattr(own, "head_dim", None), getattr(own, "v_head_dim", None)
-    if latent is None and keys and values and keys != values:
-        return f"its keys and values differ in shape (head_dim {keys}, v_head_dim {values})"
-    return None
 
 
 def placeholders(config: Any) -> list[int]:

@@ -20,6 +20,7 @@ Status check_counts(const CacheConfig& c) {
   if (Status s = core::check_range("layers", c.layers, 1, kMaxCount); !s) return s;
   if (Status s = core::check_range("kv_heads", c.kv_heads, 1, kMaxCount, "; it has no default"); !s) return s;
   if (Status s = core::check_range("head_dim", c.head_dim, 1, kLargestHeadDim); !s) return s;
+  if (Status s = core::check_range("v_head_dim", c.v_head_dim, 0, kLargestHeadDim, " (0: head_dim)"); !s) return s;
   if (Status s = core::check_range("sink_pages", c.sink_pages, -1, kMaxEndPages, " (-1: automatic)"); !s) return s;
   if (Status s = core::check_range("tail_pages", c.tail_pages, -1, kMaxEndPages, " (-1: automatic)"); !s) return s;
   if (Status s = core::check_range("threads", c.threads, 0, kMaxThreads, " (0: all cores)"); !s) return s;
@@ -118,7 +119,7 @@ Status check_basis(const std::string& name, const CalibratedBasis& b, int head_d
   return {};
 }
 
-Status check_side(const char* side, const std::vector<CalibratedBasis>& list, const BasisSet& set) {
+Status check_side(const char* side, const std::vector<CalibratedBasis>& list, const BasisSet& set, int head_dim) {
   const auto wanted = static_cast<std::size_t>(set.layers) * static_cast<std::size_t>(set.kv_heads);
   if (list.size() != wanted) {
     return {Code::invalid_argument,
@@ -129,7 +130,7 @@ Status check_side(const char* side, const std::vector<CalibratedBasis>& list, co
   for (std::size_t i = 0; i < list.size(); ++i) {
     const auto heads = static_cast<std::size_t>(set.kv_heads);
     const std::string name = fmt::format("bases.{} of layer {}, kv head {}", side, i / heads, i % heads);
-    if (Status s = check_basis(name, list[i], set.head_dim); !s) return s;
+    if (Status s = check_basis(name, list[i], head_dim); !s) return s;
   }
   return {};
 }
@@ -149,26 +150,35 @@ Status check_bases(const CacheConfig& c) {
             fmt::format("bases is empty: {} = calibrated needs it; load a basis file or use automatic",
                         keys ? "k_basis" : "v_basis")};
   }
-  if (!is_supported_head_dim(c.head_dim)) {
-    return {
-        Code::unsupported,
-        fmt::format("{} = calibrated with head_dim = {}: vectors are stored padded to {}, and calibrated bases are for "
-                    "sizes that are stored as they are ({}); use automatic",
-                    keys ? "k_basis" : "v_basis", c.head_dim, stored_head_dim(c.head_dim),
-                    fmt::join(supported_head_dims(), ", "))};
+  for (const bool of_values : {false, true}) {
+    const core::RowWidth width = core::row_width(c, of_values);
+    if (!(of_values ? values : keys) || is_supported_head_dim(width.values)) continue;
+    return {Code::unsupported,
+            fmt::format("{} = calibrated with {} = {}: vectors are stored padded to {}, and calibrated bases are for "
+                        "sizes that are stored as they are ({}); use automatic",
+                        of_values ? "v_basis" : "k_basis", width.name, width.values, stored_head_dim(width.values),
+                        fmt::join(supported_head_dims(), ", "))};
   }
   const BasisSet& set = *c.bases;
-  if (set.layers != c.layers || set.kv_heads != c.kv_heads || set.head_dim != c.head_dim) {
+  const int set_v_head_dim = set.v_head_dim == 0 ? set.head_dim : set.v_head_dim;
+  if (set.layers != c.layers || set.kv_heads != c.kv_heads || set.head_dim != c.head_dim ||
+      (values && set_v_head_dim != c.v_dim())) {
+    const bool is_one = set.head_dim == set_v_head_dim && c.head_dim == c.v_dim();
+    const auto dims = [is_one](int head_dim, int v_head_dim) {
+      return is_one ? fmt::format("head_dim = {}", head_dim)
+                    : fmt::format("head_dim = {}, v_head_dim = {}", head_dim, v_head_dim);
+    };
     return {Code::invalid_argument,
-            fmt::format("bases were made for layers = {}, kv_heads = {}, head_dim = {}; this cache has layers = {}, "
-                        "kv_heads = {}, head_dim = {}: calibrate on tensors of this model",
-                        set.layers, set.kv_heads, set.head_dim, c.layers, c.kv_heads, c.head_dim)};
+            fmt::format("bases were made for layers = {}, kv_heads = {}, {}; this cache has layers = {}, kv_heads = "
+                        "{}, {}: calibrate on tensors of this model",
+                        set.layers, set.kv_heads, dims(set.head_dim, set_v_head_dim), c.layers, c.kv_heads,
+                        dims(c.head_dim, c.v_dim()))};
   }
   if (keys) {
-    if (Status s = check_side("keys", set.keys, set); !s) return s;
+    if (Status s = check_side("keys", set.keys, set, c.head_dim); !s) return s;
   }
   if (values) {
-    if (Status s = check_side("values", set.values, set); !s) return s;
+    if (Status s = check_side("values", set.values, set, c.v_head_dim); !s) return s;
   }
   return {};
 }
@@ -205,6 +215,7 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
   const auto v = parse_format(given.v);
   if (!v) return {v.code(), "v: " + v.message()};
   CacheConfig config = given;
+  if (config.v_head_dim == config.head_dim) config.v_head_dim = 0;
   const auto k_basis = resolve_basis("k_basis", config.k_basis, *k);
   if (!k_basis) return k_basis.status();
   const auto v_basis = resolve_basis("v_basis", config.v_basis, *v);
@@ -230,7 +241,7 @@ Result<std::unique_ptr<CacheImpl>> CacheImpl::create(const CacheConfig& given, c
                                 .rollback_tokens = config.rollback_tokens,
                                 .capacity_pages = config.capacity_tokens / kPageTokens,
                                 .sequence_tokens = placement->sequence_tokens};
-  std::unique_ptr<CacheImpl> impl(new CacheImpl(config, *k, *v, placement->stored_dim, table));
+  std::unique_ptr<CacheImpl> impl(new CacheImpl(config, *k, *v, placement->stored, table));
   impl->automatic_centre_ = codec::takes_centre(*k) && given.k_centre == KeyCentre::automatic;
   impl->automatic_ends_ = !dense && (given.sink_pages < 0 || given.tail_pages < 0);
   auto store = core::make_store(*placement, impl->spec_, impl->table_, **kernels, backend);

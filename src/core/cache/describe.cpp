@@ -28,8 +28,8 @@ CacheMemory CacheImpl::memory() const noexcept {
 std::string CacheImpl::held() const {
   const CacheMemory m = memory();
   if (m.tokens == 0) return "held: nothing\n";
-  const double vectors = 2.0 * static_cast<double>(m.tokens) * config().layers * config().kv_heads;
-  const double percent = 100 / (vectors * config().head_dim * 2);
+  const double values = static_cast<double>(m.tokens) * config().layers * static_cast<double>(spec_.token_values());
+  const double percent = 100 / (values * 2);
   return fmt::format("held: {} tokens, {} bytes, {:.0f} % of a bf16 cache's; exact ends are {} of them, {:.0f} %\n",
                      m.tokens, m.total(), static_cast<double>(m.total()) * percent, m.exact_bytes,
                      static_cast<double>(m.exact_bytes) * percent);
@@ -50,12 +50,14 @@ std::string CacheImpl::describe() const {
   std::string text =
       fmt::format("geometry: {} layers, {} kv heads, {}\n", config().layers, config().kv_heads, spec_.head_dim_words());
   const auto page_bits = [&](std::int64_t bytes) {
-    return static_cast<double>(bytes) * 8 / (2.0 * kPageTokens * config().head_dim);
+    return static_cast<double>(bytes) * 8 / (kPageTokens * static_cast<double>(config().head_dim + config().v_dim()));
   };
   const codec::PageLayout& page = spec_.encoded;
+  const codec::HeadDims stored = stored_dims();
   text += fmt::format("formats: k {}, v {}: {:.3f} bits per value with scales{}{}\n", format_info(spec_.k).name,
                       format_info(spec_.v).name, page_bits(page.code_bytes + page.scale_bytes),
-                      is_centred() ? " and centres" : "", stored_dim() > config().head_dim ? " and padding" : "");
+                      is_centred() ? " and centres" : "",
+                      stored.k > config().head_dim || stored.v > config().v_dim() ? " and padding" : "");
   text += fmt::format("page: {} tokens, {} bytes per layer and kv head\n", kPageTokens, page.block_bytes);
   if (const ExactEnds ends = exact_ends(); ends.sink_pages + ends.tail_pages == 0) {
     text += "exact ends: none";

@@ -70,7 +70,7 @@ class CacheImpl {
   /// Pool::exact before the first write: bf16, and known to be provisional by exact_dtype() being unset.
   [[nodiscard]] const codec::PageLayout& layout(Pool pool) const noexcept { return store_->layout(pool); }
   [[nodiscard]] bool is_centred() const noexcept { return spec_.is_centred(); }
-  [[nodiscard]] int stored_dim() const noexcept { return spec_.stored_dim(); }
+  [[nodiscard]] codec::HeadDims stored_dims() const noexcept { return spec_.stored_dims(); }
   [[nodiscard]] std::string head_dim_words() const { return spec_.head_dim_words(); }
   [[nodiscard]] std::optional<Dtype> exact_dtype() const noexcept { return store_->exact_dtype(); }
   /// The basis of encoded pages; exact pages have none.
@@ -133,13 +133,13 @@ class CacheImpl {
   using Sequence = core::CacheTable::Sequence;
   using Rows = core::StepRows;
 
-  CacheImpl(const CacheConfig& config, Format k, Format v, int stored_dim, const core::TableConfig& table)
-      : spec_(config, k, v, stored_dim), table_(table) {}
+  CacheImpl(const CacheConfig& config, Format k, Format v, codec::HeadDims stored, const core::TableConfig& table)
+      : spec_(config, k, v, stored), table_(table) {}
 
   [[nodiscard]] std::string held() const;
 
   Status check_layer(int layer) const;
-  Status check_tensor(const char* name, const TensorView& tensor, std::span<const Rows> rows) const;
+  Status check_tensor(bool values, const TensorView& tensor, std::span<const Rows> rows) const;
   /// Refuses tensors that cannot be written, except for values that are not finite; changes nothing.
   Status check_inputs(std::span<const Rows> rows, const TensorView& keys, const TensorView& values) const;
   /// An append to a layer: true if its tokens are yet to be reserved, false if exactly these wait for this layer.

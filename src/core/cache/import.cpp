@@ -104,9 +104,9 @@ Status CacheImpl::check_legacy(const LegacyLayout& legacy, const LegacyTensors& 
   if (Status s = check_layout(legacy); !s) return s;
   const Format format = *lut_format(legacy.bits);
   const std::vector<float> wanted = folded_levels(legacy, config().head_dim);
-  const bool fits = stored_dim() == config().head_dim && spec_.k == format && spec_.v == format &&
-                    config().lut_scales == legacy.norms_per_position && !table_.config().ends.any() &&
-                    config().k_levels == wanted && config().v_levels == wanted;
+  const bool fits = stored_dims().k == config().head_dim && config().v_dim() == config().head_dim &&
+                    spec_.k == format && spec_.v == format && config().lut_scales == legacy.norms_per_position &&
+                    !table_.config().ends.any() && config().k_levels == wanted && config().v_levels == wanted;
   if (!fits) {
     return {
         Code::invalid_argument,

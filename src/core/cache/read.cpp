@@ -13,13 +13,15 @@ namespace kvant {
 namespace {
 
 // `rows`: what shape[0] must be, `what` says why.
-Status check_output(const char* name, const MutableTensorView& t, std::int64_t rows, const char* what,
+Status check_output(bool values, const MutableTensorView& t, std::int64_t rows, const char* what,
                     std::int64_t sequences, const CacheConfig& config) {
   if (t.data == nullptr) return {};
-  if (t.shape[0] != rows || t.shape[1] != config.kv_heads || t.shape[2] != config.head_dim) {
+  const char* name = values ? "values" : "keys";
+  const core::RowWidth width = core::row_width(config, values);
+  if (t.shape[0] != rows || t.shape[1] != config.kv_heads || t.shape[2] != width.values) {
     return {Code::invalid_argument,
-            fmt::format("{}.shape = [{}, {}, {}]: must be [{}, {}, {}], {}, kv_heads, head_dim", name, t.shape[0],
-                        t.shape[1], t.shape[2], rows, config.kv_heads, config.head_dim, what)};
+            fmt::format("{}.shape = [{}, {}, {}]: must be [{}, {}, {}], {}, kv_heads, {}", name, t.shape[0], t.shape[1],
+                        t.shape[2], rows, config.kv_heads, width.values, what, width.name)};
   }
   if (t.stride[2] != 1) {
     return {Code::invalid_argument, fmt::format("{}.stride[2] = {}: must be 1", name, t.stride[2])};
@@ -76,7 +78,7 @@ Status CacheImpl::read(SequenceId id, int layer, std::int64_t begin, std::int64_
       return {Code::invalid_argument, fmt::format("{}.dtype = {}: read decodes to f32; decode takes f16 and bf16, too",
                                                   name, dtype_name(t->dtype))};
     }
-    if (Status s = check_output(name, *t, end - begin, "end - begin", 1, config()); !s) return s;
+    if (Status s = check_output(t == &values, *t, end - begin, "end - begin", 1, config()); !s) return s;
   }
   std::vector<std::byte> copy(store_->load_bytes());
   for (std::int64_t page = begin / kPageTokens; page * kPageTokens < end && begin < end; ++page) {
@@ -99,13 +101,13 @@ Status CacheImpl::read(SequenceId id, int layer, std::int64_t begin, std::int64_
         const int token = static_cast<int>(t % kPageTokens);
         if (keys.data != nullptr) {
           codec::load_key(l, bytes, token, exact ? nullptr : spec_.k_levels(), stored);
-          if (!exact) codec::output_from_basis(k_basis(layer, head), stored_dim(), stored, 1.0f);
+          if (!exact) codec::output_from_basis(k_basis(layer, head), l.k.head_dim, stored, 1.0f);
           std::copy_n(stored, config().head_dim, row(keys, t));
         }
         if (values.data != nullptr) {
-          codec::load_row_v(l.v, stored_dim(), bytes, token, exact ? nullptr : spec_.v_levels(), stored);
-          if (!exact) codec::output_from_basis(v_basis(layer, head), stored_dim(), stored, 1.0f);
-          std::copy_n(stored, config().head_dim, row(values, t));
+          codec::load_row_v(l.v, l.v.head_dim, bytes, token, exact ? nullptr : spec_.v_levels(), stored);
+          if (!exact) codec::output_from_basis(v_basis(layer, head), l.v.head_dim, stored, 1.0f);
+          std::copy_n(stored, config().v_dim(), row(values, t));
         }
       }
     }
@@ -137,7 +139,8 @@ Status CacheImpl::decode(std::span<const TokenRange> ranges, int layer, const Mu
     const char* what =
         one_after_another ? "the sum of end - begin" : "the most rows of any range (batch_stride is set)";
     const auto sequences = static_cast<std::int64_t>(ranges.size());
-    if (Status s = check_output(name, *t, one_after_another ? rows : most, what, sequences, config()); !s) return s;
+    if (Status s = check_output(t == &values, *t, one_after_another ? rows : most, what, sequences, config()); !s)
+      return s;
   }
   if (rows == 0 || (keys.data == nullptr && values.data == nullptr)) return {};
   return store_->decode(readable, layer, keys, values, stream);

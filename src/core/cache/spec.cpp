@@ -43,24 +43,29 @@ const char* basis_name(BasisKind kind) {
   return "unknown";
 }
 
+RowWidth row_width(const CacheConfig& config, bool of_values) {
+  if (!of_values || config.v_dim() == config.head_dim) return {config.head_dim, "head_dim"};
+  return {config.v_dim(), "v_head_dim"};
+}
+
 Status check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high, const char* hint) {
   if (value >= low && value <= high) return {};
   return {Code::invalid_argument, fmt::format("{} = {}: must be {} to {}{}", name, value, low, high, hint)};
 }
 
-CacheSpec::CacheSpec(CacheConfig resolved, Format k_format, Format v_format, int stored_dim,
+CacheSpec::CacheSpec(CacheConfig resolved, Format k_format, Format v_format, codec::HeadDims stored,
                      std::uint32_t block_multiple)
     : config(std::move(resolved)),
       k(k_format),
       v(v_format),
-      encoded(rounded_up(codec::page_layout(k, v, stored_dim, config.lut_scales, config.k_centre == KeyCentre::page),
+      encoded(rounded_up(codec::page_layout(k, v, stored, config.lut_scales, config.k_centre == KeyCentre::page),
                          block_multiple)),
       k_bases(config.k_basis, calibrated(config.k_basis, config, &BasisSet::keys), config.kv_heads),
       v_bases(config.v_basis, calibrated(config.v_basis, config, &BasisSet::values), config.kv_heads) {}
 
 codec::PageLayout CacheSpec::exact_layout(Dtype dtype) const {
   const Format format = codec::dense_format(dtype);
-  return codec::page_layout(format, format, stored_dim());
+  return codec::page_layout(format, format, stored_dims());
 }
 
 // Two bytes a value, as the cache that users compare with has, unless a side is f32 by its format. Tensors that are f16
@@ -74,10 +79,15 @@ Dtype CacheSpec::automatic_exact(Dtype keys, Dtype values) const {
 }
 
 std::string CacheSpec::head_dim_words() const {
-  const int padding = stored_dim() - config.head_dim;
-  if (padding == 0) return fmt::format("head_dim {}", config.head_dim);
-  return fmt::format("head_dim {}, stored as {} ({:.1f} % of the codes are padding)", config.head_dim, stored_dim(),
-                     100.0 * padding / stored_dim());
+  const auto words = [](int head_dim, int stored, const char* of) {
+    if (stored == head_dim) return fmt::format("{}{}", head_dim, of);
+    return fmt::format("{}{}, stored as {} ({:.1f} % of the codes are padding)", head_dim, of, stored,
+                       100.0 * (stored - head_dim) / stored);
+  };
+  const codec::HeadDims stored = stored_dims();
+  if (config.head_dim == config.v_dim()) return "head_dim " + words(config.head_dim, stored.k, "");
+  return fmt::format("head_dim {}, v_head_dim {}", words(config.head_dim, stored.k, " (keys)"),
+                     words(config.v_dim(), stored.v, " (values)"));
 }
 
 }  // namespace kvant::core

@@ -12,6 +12,12 @@ namespace kvant::core {
 const char* basis_name(BasisKind kind);
 /// page or none: `automatic` is page for formats that take a centre. Refused where they do not.
 Result<KeyCentre> resolve_centre(KeyCentre centre, Format k);
+/// The values of a row of keys or queries, or of values or outputs, and what messages call them.
+struct RowWidth {
+  int values;
+  const char* name;
+};
+RowWidth row_width(const CacheConfig& config, bool of_values);
 /// Refuses a number of a config that is out of its range.
 Status check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high, const char* hint = "");
 
@@ -19,7 +25,7 @@ class CacheSpec {
  public:
   /// `config` with `automatic` bases, centres and exact ends resolved, and no exact ends where both formats are dense.
   /// The bytes of a block are a multiple of `block_multiple`, beside what the layout asks for.
-  CacheSpec(CacheConfig resolved, Format k, Format v, int stored_dim, std::uint32_t block_multiple = 1);
+  CacheSpec(CacheConfig resolved, Format k, Format v, codec::HeadDims stored, std::uint32_t block_multiple = 1);
   CacheSpec(const CacheSpec&) = delete;  // bases point into the config's
   CacheSpec& operator=(const CacheSpec&) = delete;
 
@@ -28,9 +34,15 @@ class CacheSpec {
   const codec::PageLayout encoded;  // the layout of encoded pages
   const Bases k_bases, v_bases;     // for encoded pages; exact pages have none
 
-  /// Values of a stored vector: the tensors' head_dim, and zeros up to the next size that has a rotation, or, on a
-  /// device, kernels.
-  [[nodiscard]] int stored_dim() const noexcept { return encoded.head_dim; }
+  /// Values of a vector in tensors.
+  [[nodiscard]] codec::HeadDims head_dims() const noexcept { return {config.head_dim, config.v_dim()}; }
+  /// Values of a stored vector: the tensors', and zeros up to the next size that has a rotation, or, on a device,
+  /// kernels.
+  [[nodiscard]] codec::HeadDims stored_dims() const noexcept { return {encoded.k.head_dim, encoded.v.head_dim}; }
+  /// Values of a token's key and value in all kv heads.
+  [[nodiscard]] std::int64_t token_values() const noexcept {
+    return std::int64_t{config.kv_heads} * (config.head_dim + config.v_dim());
+  }
   /// Encoded key pages have centres (codec/centre.hpp).
   [[nodiscard]] bool is_centred() const noexcept { return config.k_centre == KeyCentre::page; }
   /// Blocks of a slot.
@@ -43,7 +55,7 @@ class CacheSpec {
   [[nodiscard]] const float* v_levels() const noexcept { return codec::is_lut(v) ? config.v_levels.data() : nullptr; }
   /// The dtype of exact pages where the config names none, and the first write has tensors of these dtypes.
   [[nodiscard]] Dtype automatic_exact(Dtype keys, Dtype values) const;
-  /// "head_dim 72, stored as 80 (...)"
+  /// "head_dim 72, stored as 80 (...)", "head_dim 192 (keys), v_head_dim 128 (values)"
   [[nodiscard]] std::string head_dim_words() const;
 };
 

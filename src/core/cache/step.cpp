@@ -18,19 +18,21 @@ Status CacheImpl::check_layer(int layer) const {
   return {Code::invalid_argument, fmt::format("layer = {}: this cache has layers 0 to {}", layer, config().layers - 1)};
 }
 
-Status CacheImpl::check_tensor(const char* name, const TensorView& t, std::span<const Rows> rows) const {
+Status CacheImpl::check_tensor(bool values, const TensorView& t, std::span<const Rows> rows) const {
+  const char* name = values ? "values" : "keys";
+  const core::RowWidth width = core::row_width(config(), values);
   const bool apart = t.batch_stride != 0;
   std::int64_t tokens = 0;
   for (const Rows& r : rows) tokens = apart ? std::max(tokens, r.tokens) : tokens + r.tokens;
   if (t.dtype > Dtype::bf16) {
     return {Code::invalid_argument, fmt::format("{}.dtype = {}: must be f32, f16 or bf16", name, dtype_name(t.dtype))};
   }
-  if (t.shape[0] != tokens || t.shape[1] != config().kv_heads || t.shape[2] != config().head_dim) {
-    return {
-        Code::invalid_argument,
-        fmt::format("{}.shape = [{}, {}, {}]: must be [{}, {}, {}], {}, kv_heads, head_dim", name, t.shape[0],
-                    t.shape[1], t.shape[2], tokens, config().kv_heads, config().head_dim,
-                    apart ? "the most tokens of a sequence in this step (with batch_stride)" : "the step's tokens")};
+  if (t.shape[0] != tokens || t.shape[1] != config().kv_heads || t.shape[2] != width.values) {
+    return {Code::invalid_argument,
+            fmt::format("{}.shape = [{}, {}, {}]: must be [{}, {}, {}], {}, kv_heads, {}", name, t.shape[0], t.shape[1],
+                        t.shape[2], tokens, config().kv_heads, width.values,
+                        apart ? "the most tokens of a sequence in this step (with batch_stride)" : "the step's tokens",
+                        width.name)};
   }
   if (t.stride[2] != 1) {
     return {Code::invalid_argument,
@@ -46,8 +48,8 @@ Status CacheImpl::check_tensor(const char* name, const TensorView& t, std::span<
 }
 
 Status CacheImpl::check_inputs(std::span<const Rows> rows, const TensorView& keys, const TensorView& values) const {
-  if (Status s = check_tensor("keys", keys, rows); !s) return s;
-  if (Status s = check_tensor("values", values, rows); !s) return s;
+  if (Status s = check_tensor(false, keys, rows); !s) return s;
+  if (Status s = check_tensor(true, values, rows); !s) return s;
   return store_->check_dtypes(keys.dtype, values.dtype);
 }
 

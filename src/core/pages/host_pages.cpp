@@ -52,8 +52,8 @@ void decode_blocks_share(void* context, int worker) {
       }
       (values ? run.kernels->decode_v : run.kernels->decode_k)(
           {.side = values ? &spec.encoded.v : &spec.encoded.k,
-           .head_dim = spec.stored_dim(),
-           .width = spec.config.head_dim,
+           .head_dim = (values ? spec.encoded.v : spec.encoded.k).head_dim,
+           .width = row_width(spec.config, values).values,
            .block = block,
            .first = 0,
            .count = kPageTokens,
@@ -100,8 +100,9 @@ Status HostPages::decode(const BlockPool& pool, const std::int32_t* ids, std::in
   const std::span<const std::int32_t> blocks(ids, static_cast<std::size_t>(count));
   if (Status s = check_block_ids("ids", blocks, pool); !s) return s;
   encode_unencoded(blocks, pool);
-  const std::int64_t sides = (keys.data != nullptr ? 1 : 0) + (values.data != nullptr ? 1 : 0);
-  const std::int64_t block_values = sides * kPageTokens * spec().config.kv_heads * spec().config.head_dim;
+  const codec::HeadDims dims = spec().head_dims();
+  const int row_values = (keys.data != nullptr ? dims.k : 0) + (values.data != nullptr ? dims.v : 0);
+  const std::int64_t block_values = std::int64_t{kPageTokens} * spec().config.kv_heads * row_values;
   BlockDecode run{.spec = &spec(),
                   .kernels = &kernels_,
                   .pool = &pool,

@@ -65,7 +65,8 @@ class HostPages final : public PagesImpl {
   static Result<std::shared_ptr<const PagesImpl>> create(const PagesConfig& config, const CacheConfig& cache, Format k,
                                                          Format v);
   HostPages(const PagesConfig& config, const CacheConfig& cache, Format k, Format v, const Kernels& kernels)
-      : PagesImpl(config, cache, k, v, stored_head_dim(config.head_dim)), kernels_(kernels) {}
+      : PagesImpl(config, cache, k, v, {stored_head_dim(cache.head_dim), stored_head_dim(cache.v_dim())}),
+        kernels_(kernels) {}
   Status make_tail();
   [[nodiscard]] HostTail* own_tail() const noexcept { return own_tail_.get(); }  // null: there is none
 

@@ -74,12 +74,12 @@ Status HostPages::make_tail() {
 }
 
 StoreJob HostTail::rows_of_copy(std::int32_t copy, int layer, int head, bool values, int count) const {
-  const codec::PageLayout& layout = storage.layout();
+  const codec::SideLayout& side = values ? storage.layout().v : storage.layout().k;
   StoreJob job;
-  job.head_dim = job.width = layout.head_dim;
+  job.head_dim = job.width = side.head_dim;
   job.count = count;
-  job.rows = storage.block(copy, layer, head) + (values ? layout.v : layout.k).plane_offset[0];
-  job.row_stride = layout.head_dim;
+  job.rows = storage.block(copy, layer, head) + side.plane_offset[0];
+  job.row_stride = side.head_dim;
   job.dtype = dtype;
   return job;
 }
@@ -88,7 +88,7 @@ void HostPages::encode_from_copies(std::span<const base::BlockToEncode> blocks,
                                    std::span<const BlockPool> pools) const {
   if (blocks.empty()) return;
   const auto items = static_cast<std::int64_t>(blocks.size() * pools.size()) * spec().config.kv_heads;
-  const std::int64_t values = 2 * items * kPageTokens * spec().config.head_dim;
+  const std::int64_t values = items / spec().config.kv_heads * kPageTokens * spec().token_values();
   const auto workers = std::min<std::int64_t>(items, workers_for(spec(), values, kEncodedPerWorker));
   CopyEncode encode{.spec = &spec(),
                     .kernels = &kernels_,

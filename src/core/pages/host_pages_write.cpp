@@ -68,8 +68,8 @@ bool store_run(const SlotWrite& w, const SlotRun& run, int head, bool values, co
   for (int i = 0, count = 0; i < run.count; i += count) {
     count = std::min(8 - (run.first + i) % 8, run.count - i);
     const bool stored = put({.side = to.side,
-                             .head_dim = spec.stored_dim(),
-                             .width = spec.config.head_dim,
+                             .head_dim = to.side->head_dim,
+                             .width = row_width(spec.config, values).values,
                              .block = to.block,
                              .first = run.first + i,
                              .count = count,
@@ -108,7 +108,7 @@ void find_centre(const SlotWrite& w, std::span<const SlotRun> runs, int head, st
     } else if (run.mean_of > 0) {
       const TensorView& keys = w.rows(run, false);
       job.of = CentreJob::Of::rows;
-      job.rows.head_dim = spec.stored_dim();
+      job.rows.head_dim = spec.encoded.k.head_dim;
       job.rows.width = spec.config.head_dim;
       job.rows.count = run.mean_of;
       job.rows.rows = w.row(run, false, 0, head);
@@ -176,7 +176,7 @@ struct SlotCheck {
 
 bool is_slot_storable(const SlotCheck& c, bool values, std::int64_t row, int head) {
   const TensorView& t = *c.tensor[values ? 1 : 0];
-  return codec::row_storable(t.dtype, row_of(t, 0, row, head), c.spec->config.head_dim);
+  return codec::row_storable(t.dtype, row_of(t, 0, row, head), row_width(c.spec->config, values).values);
 }
 
 void check_slots_share(void* context, int worker) {
@@ -195,11 +195,10 @@ void check_slots_share(void* context, int worker) {
 Status check_slot_values(const CacheSpec& spec, const TensorView& keys, const TensorView& values,
                          std::span<const std::int64_t> slots) {
   const std::int64_t rows = static_cast<std::int64_t>(slots.size());
-  SlotCheck check{
-      .spec = &spec,
-      .tensor = {&keys, &values},
-      .slots = slots,
-      .workers = workers_for(spec, 2 * rows * spec.config.kv_heads * spec.config.head_dim, kSlotChecksPerWorker)};
+  SlotCheck check{.spec = &spec,
+                  .tensor = {&keys, &values},
+                  .slots = slots,
+                  .workers = workers_for(spec, rows * spec.token_values(), kSlotChecksPerWorker)};
   parallel(check.workers, check_slots_share, &check);
   if (!check.found) return {};
   for (const bool of_values : {false, true}) {
@@ -299,9 +298,9 @@ Status HostPages::write(const BlockPool& pool, const TensorView& keys, const Ten
   if (spec().is_centred()) choose_centres(cut.runs, *step_, pool.blocks, own_tail_ ? &own_tail_->copies : nullptr);
   const ChainOrder order = order_chains(cut);
   const GatheredRows gathered[] = {{keys, cut.gathered, spec().config.kv_heads, spec().config.head_dim},
-                                   {values, cut.gathered, spec().config.kv_heads, spec().config.head_dim}};
+                                   {values, cut.gathered, spec().config.kv_heads, spec().config.v_dim()}};
 
-  const int most = workers_for(spec(), 2 * tokens * spec().config.kv_heads * spec().config.head_dim, kEncodedPerWorker);
+  const int most = workers_for(spec(), tokens * spec().token_values(), kEncodedPerWorker);
   SlotWrite write{.spec = &spec(),
                   .kernels = &kernels_,
                   .pool = &pool,

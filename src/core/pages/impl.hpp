@@ -56,8 +56,8 @@ inline constexpr std::uint32_t kBlockAlignment = 64;
 class PagesImpl : public std::enable_shared_from_this<PagesImpl> {
  public:
   static Result<std::shared_ptr<const PagesImpl>> create(const PagesConfig& config, const core::DeviceBackend* backend);
-  PagesImpl(const PagesConfig& config, const CacheConfig& cache, Format k, Format v, int stored_dim)
-      : config_(config), spec_(cache, k, v, stored_dim, kBlockAlignment), tail_(core::pages_tail(config, spec_)) {}
+  PagesImpl(const PagesConfig& config, const CacheConfig& cache, Format k, Format v, codec::HeadDims stored)
+      : config_(config), spec_(cache, k, v, stored, kBlockAlignment), tail_(core::pages_tail(config, spec_)) {}
   PagesImpl(const PagesImpl&) = delete;
   PagesImpl& operator=(const PagesImpl&) = delete;
   virtual ~PagesImpl() = default;

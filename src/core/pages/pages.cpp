@@ -40,11 +40,11 @@ BasisKind own_basis(Format format) {
 
 template <class View>
 Status check_page_rows(const char* name, const View& t, std::int64_t least, std::int64_t heads,
-                       const CacheConfig& config, const char* heads_name) {
-  if (t.shape[0] < least || t.shape[1] != heads || t.shape[2] != config.head_dim) {
+                       const core::RowWidth& width, const char* heads_name) {
+  if (t.shape[0] < least || t.shape[1] != heads || t.shape[2] != width.values) {
     return core::refuse_argument(
-        fmt::format("{}.shape is [{}, {}, {}]: must be [{} or more, {}, head_dim] = [{} or more, {}, {}]", name,
-                    t.shape[0], t.shape[1], t.shape[2], least, heads_name, least, heads, config.head_dim));
+        fmt::format("{}.shape is [{}, {}, {}]: must be [{} or more, {}, {}] = [{} or more, {}, {}]", name, t.shape[0],
+                    t.shape[1], t.shape[2], least, heads_name, width.name, least, heads, width.values));
   }
   if (t.data == nullptr && least > 0) return core::refuse_argument(fmt::format("{}.data is null", name));
   if (t.dtype == Dtype::boolean)
@@ -160,6 +160,7 @@ Status complete_options(const CacheConfig& config, PagesPlanOptions& o) {
 Result<std::shared_ptr<const PagesImpl>> PagesImpl::create(const PagesConfig& c, const core::DeviceBackend* backend) {
   if (Status s = core::check_range("kv_heads", c.kv_heads, 1, 65536, "; it has no default"); !s) return s;
   if (Status s = core::check_range("head_dim", c.head_dim, 1, kLargestHeadDim); !s) return s;
+  if (Status s = core::check_range("v_head_dim", c.v_head_dim, 0, kLargestHeadDim, " (0: head_dim)"); !s) return s;
   if (Status s = core::check_range("threads", c.threads, 0, 1024, " (0: all cores)"); !s) return s;
   if (Status s = check_tail(c); !s) return s;
   const auto k = parse_side("k", c.k);
@@ -171,6 +172,7 @@ Result<std::shared_ptr<const PagesImpl>> PagesImpl::create(const PagesConfig& c,
   CacheConfig cache;
   cache.kv_heads = c.kv_heads;
   cache.head_dim = c.head_dim;
+  cache.v_head_dim = c.v_head_dim == c.head_dim ? 0 : c.v_head_dim;
   cache.k = c.k;
   cache.v = c.v;
   cache.sink_pages = cache.tail_pages = 0;
@@ -304,8 +306,11 @@ Status Pages::write(const BlockPool& pool, const TensorView& keys, const TensorV
                     std::int64_t count, Stream stream) const try {
   const CacheConfig& config = impl_->spec().config;
   if (Status s = check_count("slots", slots, count); !s) return s;
-  if (Status s = check_page_rows("keys", keys, count, config.kv_heads, config, "kv_heads"); !s) return s;
-  if (Status s = check_page_rows("values", values, count, config.kv_heads, config, "kv_heads"); !s) return s;
+  if (Status s = check_page_rows("keys", keys, count, config.kv_heads, core::row_width(config, false), "kv_heads"); !s)
+    return s;
+  if (Status s = check_page_rows("values", values, count, config.kv_heads, core::row_width(config, true), "kv_heads");
+      !s)
+    return s;
   if (Status s = impl_->check_pool(pool); !s) return s;
   if (count == 0) return {};
   return impl_->write(pool, keys, values, slots, count, stream);
@@ -319,7 +324,10 @@ Status Pages::decode(const BlockPool& pool, const std::int32_t* ids, std::int64_
   if (Status s = check_count("ids", ids, count); !s) return s;
   for (const auto& [name, t] : {std::pair("keys", &keys), std::pair("values", &values)}) {
     if (t->data == nullptr) continue;
-    if (Status s = check_page_rows(name, *t, count * kPageTokens, config.kv_heads, config, "kv_heads"); !s) return s;
+    if (Status s = check_page_rows(name, *t, count * kPageTokens, config.kv_heads,
+                                   core::row_width(config, t == &values), "kv_heads");
+        !s)
+      return s;
     if (Status s = core::check_apart(name, *t, 1); !s) return s;
   }
   if (Status s = impl_->check_pool(pool); !s) return s;
@@ -375,12 +383,15 @@ Status PagesPlan::run(const BlockPool& pool, const TensorView& q, const MutableT
         "keys and values are given, but the plan reads all tokens from blocks: make it with attention.fresh_keys, or "
         "leave them out");
   }
-  if (Status s = check_page_rows("q", q, 0, o.attention.q_heads, config, "q_heads"); !s) return s;
+  if (Status s = check_page_rows("q", q, 0, o.attention.q_heads, core::row_width(config, false), "q_heads"); !s)
+    return s;
   if (q.shape[0] > o.max_tokens) {
     return core::refuse_argument(
         fmt::format("q has {} rows: the plan was made for up to max_tokens = {}", q.shape[0], o.max_tokens));
   }
-  if (Status s = check_page_rows("out", out, q.shape[0], o.attention.q_heads, config, "q_heads"); !s) return s;
+  if (Status s = check_page_rows("out", out, q.shape[0], o.attention.q_heads, core::row_width(config, true), "q_heads");
+      !s)
+    return s;
   if (out.shape[0] != q.shape[0]) {
     return core::refuse_argument(
         fmt::format("out.shape[0] is {}, and q.shape[0] is {}: they must be the same", out.shape[0], q.shape[0]));
@@ -390,7 +401,10 @@ Status PagesPlan::run(const BlockPool& pool, const TensorView& q, const MutableT
   if (Status s = impl_->pages().check_pool(pool); !s) return s;
   if (o.attention.fresh_keys) {
     for (const auto& [name, t] : {std::pair("keys", &keys), std::pair("values", &values)}) {
-      if (Status s = check_page_rows(name, *t, q.shape[0], config.kv_heads, config, "kv_heads"); !s) return s;
+      if (Status s =
+              check_page_rows(name, *t, q.shape[0], config.kv_heads, core::row_width(config, t == &values), "kv_heads");
+          !s)
+        return s;
     }
   }
   return impl_->run(pool, q, out, {keys, values}, options);

@@ -1,5 +1,7 @@
 #include "core/plan/attend.hpp"
 
+#include <algorithm>
+
 namespace kvant::core {
 namespace {
 
@@ -36,8 +38,8 @@ PreparedLayout prepared_layout(int rows, int padded_dim, bool centred) {
   return p;
 }
 
-PartialLayout partial_layout(int rows, int head_dim) {
-  const auto r = static_cast<std::size_t>(rows), d = static_cast<std::size_t>(head_dim);
+PartialLayout partial_layout(int rows, int v_head_dim) {
+  const auto r = static_cast<std::size_t>(rows), d = static_cast<std::size_t>(v_head_dim);
   Offsets at;
   PartialLayout p{};
   p.used = at.take(4 * kDomains);
@@ -49,16 +51,18 @@ PartialLayout partial_layout(int rows, int head_dim) {
   return p;
 }
 
-ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool centred, bool byte_products, RowPath path) {
+ScratchLayout scratch_layout(int rows, codec::HeadDims dims, int padded_dim, bool centred, bool byte_products,
+                             RowPath path) {
   const std::size_t r = (static_cast<std::size_t>(rows) + 15) / 16 * 16;
-  const auto d = static_cast<std::size_t>(head_dim), dp = static_cast<std::size_t>(padded_dim);
+  const auto d = static_cast<std::size_t>(dims.k), dp = static_cast<std::size_t>(padded_dim);
+  const auto dv = static_cast<std::size_t>(dims.v), widest = std::max(dp, dv);
   Offsets at;
   ScratchLayout s{};
-  s.state = at.take(partial_layout(rows, head_dim).bytes);
+  s.state = at.take(partial_layout(rows, dims.v).bytes);
   const std::size_t tokens = static_cast<std::size_t>(kPageTokens) * (path == RowPath::matrix ? kMatrixPages : 1);
   s.scores = at.take(4 * r * tokens);
   s.rescale = at.take(4 * r);
-  s.tile = at.take(4 * kPageTokens * (dp + kTilePadding));  // imported tables decode into it on the vector path too
+  s.tile = at.take(4 * kPageTokens * (widest + kTilePadding));  // imported tables decode into it on the vector path too
   if (path != RowPath::vector) {
     const std::size_t bytes = path == RowPath::matrix ? kMatrixKeyBytes : 4;
     s.panel_raw = at.take(bytes * r * (path == RowPath::matrix ? dp : d));
@@ -67,9 +71,9 @@ ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool centre
   if (path == RowPath::tiles) s.transpose = at.take(4 * kPageTokens * kTransposedRows);
   if (path == RowPath::matrix) {
     s.panel_centre = at.take(centred ? 4 * r * dp : 0);
-    s.page = at.take(kMatrixKeyBytes * tokens * dp);
+    s.page = at.take(kMatrixKeyBytes * tokens * widest);
     s.weights = at.take(4 * r * tokens);
-    for (std::size_t& output : s.output) output = at.take(4 * r * d);
+    for (std::size_t& output : s.output) output = at.take(4 * r * dv);
   }
   s.centers = at.take(4 * r);
   if (path != RowPath::vector && byte_products) {
@@ -83,12 +87,12 @@ ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool centre
   return s;
 }
 
-ItemLayout item_layout(int rows, int head_dim, int padded_dim, bool centred, bool byte_products, RowPath path) {
+ItemLayout item_layout(int rows, codec::HeadDims dims, int padded_dim, bool centred, bool byte_products, RowPath path) {
   return {.rows = rows,
           .path = path,
           .prepared = path == RowPath::vector ? prepared_layout(rows, padded_dim, centred) : PreparedLayout{},
-          .partial = partial_layout(rows, head_dim),
-          .scratch = scratch_layout(rows, head_dim, padded_dim, centred, byte_products, path)};
+          .partial = partial_layout(rows, dims.v),
+          .scratch = scratch_layout(rows, dims, padded_dim, centred, byte_products, path)};
 }
 
 }  // namespace kvant::core

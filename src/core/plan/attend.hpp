@@ -33,8 +33,8 @@ inline constexpr int kRowBlock = 128;  // rows of one attend item at most
 // Rows of an item on the tile path: as many as keep its queries and sums (16 bytes a row and element) within about half
 // of a 512 KiB L2 cache, because a page is decoded once for each item. D = 128: 128 rows 75 % of the FMA peak, 64 rows
 // 72 %.
-constexpr int row_block(int head_dim, RowPath path) {
-  return head_dim <= 128 || path == RowPath::matrix ? kRowBlock : kRowBlock / 2;
+constexpr int row_block(codec::HeadDims dims, RowPath path) {
+  return dims.k + dims.v <= 256 || path == RowPath::matrix ? kRowBlock : kRowBlock / 2;
 }
 inline constexpr int kMatrixPages = 4;     // that the matrix path multiplies at once
 inline constexpr int kMatrixKeyBytes = 6;  // an element of queries and keys there has three bf16
@@ -107,8 +107,9 @@ struct BasisRow {
 
 // The data of one run, shared by all items.
 struct RunContext {
-  int width;  // values of a row of q and out, at most head_dim: queries are padded with zeros, outputs cut
-  int head_dim, padded_dim;  // stored vectors'; padded_dim: head_dim rounded up to 64, zero filled
+  codec::HeadDims width;     // a row of q has as many values as a key, one of out as a value
+  codec::HeadDims head_dim;  // stored vectors', width at least: queries are padded with zeros, outputs cut
+  int padded_dim;            // that of keys rounded up to 64, zero filled
   int group, kv_heads;
   bool centred;  // encoded key pages have centres
   // Many rows: encoded pages are multiplied as 8-bit integers, queries as one or two digits (core/plan/products.hpp).
@@ -151,7 +152,7 @@ struct PrepareItem {
   int sequence, kv_head;  // the sequence has a prepared_layout
 };
 
-// A partial: for each domain m [rows], l [rows] and, where used, O [rows][head_dim].
+// A partial: for each domain m [rows], l [rows] and, where used, O [rows][head_dim], that of values.
 struct PartialLayout {
   std::size_t used;      // i32 [kDomains]
   std::size_t m, l;      // f32 [kDomains][rows]
@@ -159,7 +160,7 @@ struct PartialLayout {
   std::size_t o;         // f32 [kDomains][rows][head_dim]
   std::size_t bytes;
 };
-PartialLayout partial_layout(int rows, int head_dim);
+PartialLayout partial_layout(int rows, int v_head_dim);
 
 inline constexpr std::size_t kNoPartial = ~std::size_t{0};
 
@@ -174,7 +175,7 @@ struct ScratchLayout {
   std::size_t panel_raw;    // f32 query panels [rows / 16][head_dim][16] (tile path), as given; matrix path: as operand
   std::size_t panel_basis;  // the same in the encoded basis, in unpacking order
   std::size_t panel_centre;  // matrix path of centred caches: f32 panels in the basis, in the order of unpacked centres
-  std::size_t tile;          // f32 [64][padded_dim + kTilePadding]: decoded keys or values
+  std::size_t tile;          // f32 [64][widest + kTilePadding]: decoded keys or values
   std::size_t transpose;     // tile path: f32 [64][kTransposedRows]
   std::size_t page;          // matrix path: keys or values of kMatrixPages pages as operand
   std::size_t weights;       // matrix path: the weights of as many, 4 bytes an element
@@ -186,7 +187,8 @@ struct ScratchLayout {
   std::size_t digits, half_steps, corrections, weight_words, weight_rows;
   std::size_t bytes;
 };
-ScratchLayout scratch_layout(int rows, int head_dim, int padded_dim, bool centred, bool byte_products, RowPath path);
+ScratchLayout scratch_layout(int rows, codec::HeadDims dims, int padded_dim, bool centred, bool byte_products,
+                             RowPath path);
 
 // The layouts of all items of a plan with so many rows on one path: made once, by the plan.
 struct ItemLayout {
@@ -196,7 +198,7 @@ struct ItemLayout {
   PartialLayout partial;
   ScratchLayout scratch;
 };
-ItemLayout item_layout(int rows, int head_dim, int padded_dim, bool centred, bool byte_products, RowPath path);
+ItemLayout item_layout(int rows, codec::HeadDims dims, int padded_dim, bool centred, bool byte_products, RowPath path);
 
 struct AttendItem {
   const RunContext* run;

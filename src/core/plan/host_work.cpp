@@ -30,7 +30,7 @@ HostWork::HostWork(const CacheSpec& of, const AttentionOptions& given)
       options(given),
       group(given.q_heads / of.config.kv_heads),
       workers(given.threads > 0 ? given.threads : hardware_threads()),
-      padded_dim((of.stored_dim() + 63) / 64 * 64) {}
+      padded_dim((of.stored_dims().k + 63) / 64 * 64) {}
 
 Status HostWork::choose_kernels() {
   const Result<const Kernels*> chosen = kvant::choose_kernels(options);
@@ -114,7 +114,7 @@ void HostWork::build() {
   });
   fresh_begin = workspace_;
   workspace_ += fresh.size() * static_cast<std::size_t>(spec.config.kv_heads) *
-                codec::page_layout(Format::f32, Format::f32, spec.stored_dim()).block_bytes;
+                codec::page_layout(Format::f32, Format::f32, spec.stored_dims()).block_bytes;
   splits_done = workspace_;
   workspace_ += (merge.size() * sizeof(std::int32_t) + 63) / 64 * 64;
   scratch_begin = workspace_;
@@ -138,7 +138,7 @@ void HostWork::add_work(int sequence) {
     workspace_ += static_cast<std::size_t>(spec.config.kv_heads) * s.prepared_layout->bytes;
   }
   const RowPath path = tiles ? path_of_many_rows(*kernels) : RowPath::vector;
-  const std::int64_t block = tiles ? row_block(spec.stored_dim(), path) : rows;
+  const std::int64_t block = tiles ? row_block(spec.stored_dims(), path) : rows;
   for (int head = 0; head < spec.config.kv_heads; ++head) {
     for (std::int64_t row = 0; row < rows; row += block) {
       add_rows(sequence, head, static_cast<int>(row), static_cast<int>(std::min(block, rows - row)), path,
@@ -153,7 +153,7 @@ const ItemLayout* HostWork::layout_of(int rows, RowPath path) {
     if (l.rows == rows && l.path == path) return &l;
   }
   return &layouts.emplace_back(
-      item_layout(rows, spec.stored_dim(), padded_dim, spec.is_centred(), products.bits == 8, path));
+      item_layout(rows, spec.stored_dims(), padded_dim, spec.is_centred(), products.bits == 8, path));
 }
 
 void HostWork::add_rows(int sequence, int head, int row, int rows, RowPath path, bool single_block) {
@@ -211,7 +211,7 @@ std::string HostWork::explain_backend() const {
   }
   if (any_tiles) {
     fmt::format_to(out, "path       tiles (more than {} {}): {} rows at once, {}{}\n", kVectorRows, rows_rule,
-                   row_block(spec.stored_dim(), path_of_many_rows(*kernels)),
+                   row_block(spec.stored_dims(), path_of_many_rows(*kernels)),
                    products.bits == 8 ? "exact and fresh " : "", kernels->tile_products);
     s += products_line(products);
   }

@@ -66,8 +66,8 @@ void copy_fresh(const Job& job, std::int64_t index) {
   std::byte* block = job.context.workspace + job.lists.fresh_begin +
                      static_cast<std::size_t>(index / run.kv_heads) * blocks.slot_stride +
                      static_cast<std::size_t>(head) * blocks.head_stride;
-  const auto row_bytes = [&](const codec::SideLayout& side) {
-    return static_cast<std::size_t>(run.head_dim) * static_cast<std::size_t>(side.element_bytes);
+  const auto row_bytes = [](const codec::SideLayout& side) {
+    return static_cast<std::size_t>(side.head_dim) * static_cast<std::size_t>(side.element_bytes);
   };
   const auto row_at = [&](const codec::SideLayout& side, int token) {
     return block + side.plane_offset[0] + static_cast<std::size_t>(token) * row_bytes(side);
@@ -75,11 +75,11 @@ void copy_fresh(const Job& job, std::int64_t index) {
   const auto clear = [&](const codec::SideLayout& side, int begin, int end) {
     if (begin < end) std::memset(row_at(side, begin), 0, static_cast<std::size_t>(end - begin) * row_bytes(side));
   };
-  const auto copy = [&](const codec::SideLayout& side, const TensorView& t, int i) {
+  const auto copy = [&](const codec::SideLayout& side, const TensorView& t, int width, int i) {
     const std::int64_t begin = first_element(t, sequence.batch, sequence.query_begin);
     const std::byte* from = row_of(t, begin, page.row + i, head);
     std::byte* to = row_at(side, page.first + i);
-    const std::size_t given = static_cast<std::size_t>(run.width) * dtype_size(t.dtype);
+    const std::size_t given = static_cast<std::size_t>(width) * dtype_size(t.dtype);
     std::memcpy(to, from, given);
     std::memset(to + given, 0, row_bytes(side) - given);
     return to;
@@ -90,11 +90,11 @@ void copy_fresh(const Job& job, std::int64_t index) {
     clear(*side, end, (end + 7) & ~7);
   }
   for (int i = 0; i < page.count; ++i) {
-    std::byte* key = copy(layout.k, job.fresh.keys, i);
-    const std::byte* value = copy(layout.v, job.fresh.values, i);
-    if (is_finite(value, run.width, job.fresh.values.dtype)) continue;
+    std::byte* key = copy(layout.k, job.fresh.keys, run.width.k, i);
+    const std::byte* value = copy(layout.v, job.fresh.values, run.width.v, i);
+    if (is_finite(value, run.width.v, job.fresh.values.dtype)) continue;
     clear(layout.v, page.first + i, page.first + i + 1);
-    std::memset(key, 0xFF, static_cast<std::size_t>(run.width) * dtype_size(job.fresh.keys.dtype));
+    std::memset(key, 0xFF, static_cast<std::size_t>(run.width.k) * dtype_size(job.fresh.keys.dtype));
   }
 }
 
@@ -180,8 +180,8 @@ Status HostWork::run(const RunPages& where, const MaskData& mask, const TensorVi
   const std::int64_t rows_items = any_vector ? static_cast<std::int64_t>(sequences.size()) * config.kv_heads : 0;
   Job job{*this, {}, where.fresh, fresh_items, fresh_items + rows_items};
   RunContext& c = job.context;
-  c.width = config.head_dim;
-  c.head_dim = spec.stored_dim();
+  c.width = spec.head_dims();
+  c.head_dim = spec.stored_dims();
   c.padded_dim = padded_dim;
   c.group = group;
   c.kv_heads = config.kv_heads;
@@ -213,7 +213,7 @@ Status HostWork::run(const RunPages& where, const MaskData& mask, const TensorVi
   c.workspace = own ? own_workspace_.get() : run_options.workspace.data();
   if (!fresh.empty()) {
     c.layout[kFresh] = codec::page_layout(codec::dense_format(where.fresh.keys.dtype),
-                                          codec::dense_format(where.fresh.values.dtype), spec.stored_dim());
+                                          codec::dense_format(where.fresh.values.dtype), spec.stored_dims());
     const std::size_t block_bytes = c.layout[kFresh].block_bytes;
     c.blocks[kFresh].base = c.workspace + fresh_begin;
     c.blocks[kFresh].slot_stride = static_cast<std::size_t>(config.kv_heads) * block_bytes;

@@ -10,12 +10,14 @@ namespace kvant {
 namespace {
 
 template <class View>
-Status check_tensor(const char* name, const View& t, const PlanImpl& plan, const char* heads_name, int heads) {
+Status check_tensor(const char* name, const View& t, const PlanImpl& plan, const char* heads_name, int heads,
+                    bool is_value) {
+  const core::RowWidth width = core::row_width(plan.cache->config(), is_value);
   const std::vector<int>& q_lens = plan.options.q_lens;
   const bool apart = t.batch_stride != 0;
   const std::array<std::int64_t, 3> wanted = {
       apart && !q_lens.empty() ? *std::max_element(q_lens.begin(), q_lens.end()) : plan.total_queries, heads,
-      plan.cache->config().head_dim};
+      width.values};
   if (t.data == nullptr && plan.total_queries > 0)
     return {Code::invalid_argument, fmt::format("{}.data is null", name)};
   if (t.dtype == Dtype::boolean)
@@ -23,9 +25,9 @@ Status check_tensor(const char* name, const View& t, const PlanImpl& plan, const
   if (t.shape != wanted) {
     return {
         Code::invalid_argument,
-        fmt::format("{}.shape is [{}, {}, {}]: the plan needs [{}, {}, head_dim] = [{}, {}, {}]", name, t.shape[0],
+        fmt::format("{}.shape is [{}, {}, {}]: the plan needs [{}, {}, {}] = [{}, {}, {}]", name, t.shape[0],
                     t.shape[1], t.shape[2], apart ? "most queries of a sequence (with batch_stride)" : "total_queries",
-                    heads_name, wanted[0], wanted[1], wanted[2])};
+                    heads_name, width.name, wanted[0], wanted[1], wanted[2])};
   }
   if (t.stride[2] != 1)
     return {Code::invalid_argument,
@@ -43,8 +45,8 @@ Status check_fresh(const PlanImpl& plan, const core::FreshRows& fresh) {
             "(AttentionOptions), or leave them out"};
   }
   const int heads = plan.cache->config().kv_heads;
-  if (Status s = check_tensor("keys", fresh.keys, plan, "kv_heads", heads); !s.ok()) return s;
-  if (Status s = check_tensor("values", fresh.values, plan, "kv_heads", heads); !s.ok()) return s;
+  if (Status s = check_tensor("keys", fresh.keys, plan, "kv_heads", heads, false); !s.ok()) return s;
+  if (Status s = check_tensor("values", fresh.values, plan, "kv_heads", heads, true); !s.ok()) return s;
   return plan.work->check_fresh(fresh);
 }
 
@@ -74,8 +76,8 @@ Status check_run(const PlanImpl& plan, int layer, const TensorView& q, const Mut
     if (Status s = check_written(plan, layer, i); !s.ok()) return s;
   }
   const int heads = plan.options.q_heads;
-  if (Status s = check_tensor("q", q, plan, "q_heads", heads); !s.ok()) return s;
-  if (Status s = check_tensor("out", out, plan, "q_heads", heads); !s.ok()) return s;
+  if (Status s = check_tensor("q", q, plan, "q_heads", heads, false); !s.ok()) return s;
+  if (Status s = check_tensor("out", out, plan, "q_heads", heads, true); !s.ok()) return s;
   if (Status s = check_fresh(plan, fresh); !s.ok()) return s;
   if (Status s = core::check_apart("out", out, static_cast<std::int64_t>(plan.ids.size())); !s.ok()) return s;
   if (Status s = plan.work->check_options(options); !s.ok()) return s;

@@ -63,8 +63,8 @@ void decode_share(void* context, int worker) {
       const std::byte* block = run.store->block(page.pool, page.slot, run.layer, head);
       DecodeJob job{
           .side = values ? &layout.v : &layout.k,
-          .head_dim = spec.stored_dim(),
-          .width = spec.config.head_dim,
+          .head_dim = values ? layout.v.head_dim : layout.k.head_dim,
+          .width = row_width(spec.config, values).values,
           .block = block,
           .first = page.first,
           .count = page.count,
@@ -283,8 +283,9 @@ Status HostStore::decode(std::span<const ReadRange> ranges, int layer, const Mut
     }
     before += r.end - r.begin;
   }
-  const std::int64_t sides = (keys.data != nullptr ? 1 : 0) + (values.data != nullptr ? 1 : 0);
-  const std::int64_t row_values = sides * spec_.config.kv_heads * spec_.config.head_dim;
+  const codec::HeadDims dims = spec_.head_dims();
+  const std::int64_t row_values = std::int64_t{spec_.config.kv_heads} *
+                                  ((keys.data != nullptr ? dims.k : 0) + (values.data != nullptr ? dims.v : 0));
   DecodeRun run{.spec = &spec_,
                 .store = this,
                 .kernels = &kernels_,

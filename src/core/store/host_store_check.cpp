@@ -71,11 +71,10 @@ Status core::HostStore::check_values(std::span<const StepRows> rows, const Tenso
   for (const StepRows& r : rows) ends.push_back((ends.empty() ? 0 : ends.back()) + r.tokens);
   const std::int64_t tokens = ends.empty() ? 0 : ends.back();
   if (tokens == 0) return {};
-  FiniteCheck check{
-      .keys = &keys,
-      .values = &values,
-      .ends = ends,
-      .workers = workers_for(2 * tokens * spec_.config.kv_heads * spec_.config.head_dim, kChecksPerWorker)};
+  FiniteCheck check{.keys = &keys,
+                    .values = &values,
+                    .ends = ends,
+                    .workers = workers_for(tokens * spec_.token_values(), kChecksPerWorker)};
   core::parallel(check.workers, check_share, &check);
   const std::int64_t bad = check.first;
   if (bad == FiniteCheck::kNone) return {};
@@ -90,7 +89,7 @@ Status core::HostStore::check_values(std::span<const StepRows> rows, const Tenso
   const std::int64_t begin = core::first_element(t, static_cast<std::int64_t>(i), row - in_sequence);
   const std::byte* x = core::row_of(t, begin, in_sequence, head);
   int channel = 0;  // the last one, if the caller changed the row meanwhile
-  while (channel < spec_.config.head_dim - 1 && base::abs(element(t.dtype, x, channel)) <= 65536.0f) ++channel;
+  while (channel < t.shape[2] - 1 && base::abs(element(t.dtype, x, channel)) <= 65536.0f) ++channel;
   const std::string place =
       t.batch_stride == 0 ? fmt::format("row {}", row) : fmt::format("row {} of batch {}", in_sequence, i);
   return {Code::non_finite,

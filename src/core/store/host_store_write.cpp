@@ -128,7 +128,8 @@ core::NextRows rows_from(const StoreRun& run, const Piece& piece, int first) {
 bool store_piece(const StoreRun& run, const Piece& piece, const Piece& next) {
   const PageWrite& page = *piece.page;
   const core::CacheSpec& spec = *run.spec;
-  const int head_dim = spec.stored_dim(), width = spec.config.head_dim;
+  const codec::HeadDims stored = spec.stored_dims();
+  const int head_dim = piece.values ? stored.v : stored.k, width = core::row_width(spec.config, piece.values).values;
   const auto put = piece.values ? run.kernels->store_v : run.kernels->store_k;
   const auto storage = [&](core::Pool pool) { return pool == core::Pool::exact ? run.exact : run.encoded; };
   const auto block = [&](core::Pool pool, std::int32_t slot) {
@@ -273,7 +274,7 @@ Status core::HostStore::write(std::span<const StepRows> rows, int layer, const T
 
   const std::int64_t items = static_cast<std::int64_t>(chains.size()) * spec_.config.kv_heads;
   chains.push_back(work.size());
-  const int workers = workers_for(2 * tokens * spec_.config.kv_heads * spec_.config.head_dim, kValuesPerWorker);
+  const int workers = workers_for(tokens * spec_.token_values(), kValuesPerWorker);
   std::atomic<bool> refused{false};
   StoreRun run{.spec = &spec_,
                .kernels = &kernels_,

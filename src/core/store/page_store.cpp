@@ -62,6 +62,17 @@ int stored_head_dim_on(const DeviceBackend* backend, int head_dim) {
   return found > 0 ? found : stored_head_dim(head_dim);
 }
 
+Status check_one_head_dim(const CacheConfig& config, const DeviceBackend* backend) {
+  if (config.v_dim() == config.head_dim || backend == nullptr) return {};  // without a backend nothing is supported
+  std::vector<int> dims;
+  if (backend->build != nullptr) dims = backend->build().head_dims;
+  return {Code::unsupported,
+          fmt::format("v_head_dim = {} with head_dim = {} on device \"{}\": kernels there are compiled for keys and "
+                      "values of one size ({}); leave v_head_dim out and pad the smaller vectors with zeros, or use "
+                      "device = \"cpu\"",
+                      config.v_dim(), config.head_dim, config.device, fmt::join(dims, ", "))};
+}
+
 Result<std::optional<int>> parse_device(const std::string& name) {
   if (name.empty() || name == "cpu") return std::optional<int>();
   int number = 0;
@@ -78,8 +89,10 @@ Result<std::optional<int>> parse_device(const std::string& name) {
 Result<Placement> resolve_placement(CacheConfig& config, Format k, Format v, const DeviceBackend* backend) {
   const auto device = parse_device(config.device);
   if (!device) return device.status();
-  if (!device->has_value()) return Placement{.stored_dim = stored_head_dim(config.head_dim)};
+  if (!device->has_value())
+    return Placement{.stored = {stored_head_dim(config.head_dim), stored_head_dim(config.v_dim())}};
   if (Status s = check_device(config); !s) return s;
+  if (Status s = check_one_head_dim(config, backend); !s) return s;
   const bool exact_ends = config.sink_pages > 0 || config.tail_pages > 0;
   // Before the first write, whose dtypes choose on the host.
   if (exact_ends && !config.exact) config.exact = k == Format::f32 || v == Format::f32 ? Dtype::f32 : Dtype::bf16;
@@ -92,7 +105,8 @@ Result<Placement> resolve_placement(CacheConfig& config, Format k, Format v, con
                         "calibrated bases are for sizes that are stored as they are; use automatic",
                         config.head_dim, stored_dim)};
   }
-  return Placement{.device = *device, .sequence_tokens = config.max_sequence_tokens, .stored_dim = stored_dim};
+  return Placement{
+      .device = *device, .sequence_tokens = config.max_sequence_tokens, .stored = {stored_dim, stored_dim}};
 }
 
 Result<std::unique_ptr<PageStore>> make_store(const Placement& placement, const CacheSpec& spec, CacheTable& table,

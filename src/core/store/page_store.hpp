@@ -174,7 +174,7 @@ Result<std::optional<int>> parse_device(const std::string& name);
 struct Placement {
   std::optional<int> device{};  // its number; none: host memory
   std::int64_t sequence_tokens = kMaxSequenceTokens;
-  int stored_dim = 0;  // CacheSpec::stored_dim
+  codec::HeadDims stored{};  // CacheSpec::stored_dims
 };
 /// From CacheConfig::device. Checks what the store there needs beyond what any cache needs, and fills in its defaults.
 /// `backend`: null where none was compiled in.

@@ -34,10 +34,10 @@ void use_huge_pages([[maybe_unused]] std::byte* memory, [[maybe_unused]] std::si
 }
 
 // Copies one side of a block. An octet of tokens is the unit of value codes, and taken for all parts.
-void copy_side(const codec::SideLayout& side, int head_dim, int tokens, const std::byte* from, std::byte* to) {
+void copy_side(const codec::SideLayout& side, int tokens, const std::byte* from, std::byte* to) {
   const auto octets = static_cast<std::size_t>((tokens + 7) / 8);
   const auto part = [&](std::size_t offset, std::size_t bytes) { std::memcpy(to + offset, from + offset, bytes); };
-  const auto d = static_cast<std::size_t>(head_dim);
+  const std::size_t d = side.head_dim;
   if (side.planes == 0) {
     part(side.plane_offset[0], octets * 8 * d * static_cast<std::size_t>(side.element_bytes));
     return;
@@ -147,8 +147,8 @@ void Storage::copy(std::int32_t from, std::int32_t to, int tokens) noexcept {
     for (int head = 0; head < kv_heads_; ++head) {
       const std::byte* source = block(from, layer, head);
       std::byte* target = block(to, layer, head);
-      copy_side(layout_.k, layout_.head_dim, tokens, source, target);
-      copy_side(layout_.v, layout_.head_dim, tokens, source, target);
+      copy_side(layout_.k, tokens, source, target);
+      copy_side(layout_.v, tokens, source, target);
       if (codec::is_centred(layout_)) {
         std::memcpy(target + layout_.code_bytes, source + layout_.code_bytes,
                     layout_.k.scale_offset - layout_.code_bytes);

@@ -24,7 +24,7 @@ void prepare(const core::PrepareItem& item) {
   const core::RunContext& run = *item.run;
   const core::SequenceUse& sequence = run.sequences[item.sequence];
   const int rows = static_cast<int>(sequence.q_len) * run.group;
-  const int d = run.head_dim, dp = run.padded_dim;
+  const int d = run.head_dim.k, dp = run.padded_dim;
   const core::PreparedLayout& p = *sequence.prepared_layout;
   std::byte* base = run.workspace + sequence.prepared + static_cast<std::size_t>(item.kv_head) * p.bytes;
   const codec::BasisRef& basis = basis_of(run.k_basis, item.kv_head);
@@ -51,7 +51,7 @@ void prepare(const core::PrepareItem& item) {
 template <class S>
 void vector_scores(const core::RunContext& run, const PageView& page, int row, int rows, std::byte* prepared,
                    const core::PreparedLayout& p, float* tile, float* scores) {
-  const int d = run.head_dim, dp = run.padded_dim;
+  const int d = run.head_dim.k, dp = run.padded_dim;
   const codec::SideLayout& side = page.layout->k;
   const float* queries = at<float>(prepared, page.domain == core::kExact ? p.raw : p.basis) + row * dp;
   with_format(side.format, [&]<Format F>() {
@@ -117,7 +117,7 @@ KVANT_INLINE void vector_centers(const ItemRows& rows, std::byte* prepared, cons
 template <class S>
 void vector_values(const core::RunContext& run, const PageView& page, int rows, const float* p, const float* rescale,
                    float* tile, float* o) {
-  const int d = run.head_dim;
+  const int d = run.head_dim.v;
   const codec::SideLayout& side = page.layout->v;
   with_format(side.format, [&]<Format F>() {
     if constexpr (codec::is_lut(F))
@@ -164,7 +164,7 @@ void vector_values(const core::RunContext& run, const PageView& page, int rows, 
 template <class S>
 void pack_queries(const core::AttendItem& item, const core::ScratchLayout& l, const State& state) {
   const core::RunContext& run = *item.run;
-  const int d = run.head_dim, dp = run.padded_dim;
+  const int d = run.head_dim.k, dp = run.padded_dim;
   const Format f = run.layout[core::kEncoded].k.format;
   const int depth = tile_depth(f, d, dp);
   const codec::BasisRef& basis = basis_of(run.k_basis, item.kv_head);
@@ -192,9 +192,9 @@ void tile_scores(const core::AttendItem& item, const core::ScratchLayout& l, con
   const codec::SideLayout& side = page.layout->k;
   float* tile = at<float>(item.scratch, l.tile);
   const int t_first = page.t_begin & ~7, t_last = (page.t_end + 7) & ~7;
-  const int depth = tile_depth(side.format, run.head_dim, run.padded_dim);
+  const int depth = tile_depth(side.format, run.head_dim.k, run.padded_dim);
   with_format(side.format, [&]<Format F>() {
-    decode_keys<S, F>(side, run.head_dim, run.padded_dim, page.block, t_first, t_last, page.k_levels, tile, depth);
+    decode_keys<S, F>(side, run.head_dim.k, run.padded_dim, page.block, t_first, t_last, page.k_levels, tile, depth);
   });
   scores_tile<S>(tile, depth, at<float>(item.scratch, page.domain == core::kExact ? l.panel_raw : l.panel_basis),
                  item.rows, t_first, t_last, at<float>(item.scratch, l.transpose), scores);
@@ -208,7 +208,7 @@ KVANT_INLINE void tile_centers(const ItemRows& rows, const core::ScratchLayout& 
   float c[codec::kMaxHeadDim];
   decode_centre_for<S>(f, *page.layout, rows.run.padded_dim, page.block, c);
   add_centre_of_panels<S>(c, at<float>(rows.item.scratch, l.panel_basis), rows.item.rows,
-                          tile_depth(f, rows.run.head_dim, rows.run.padded_dim), seen->page_center);
+                          tile_depth(f, rows.run.head_dim.k, rows.run.padded_dim), seen->page_center);
 }
 
 template <class S>
@@ -216,13 +216,13 @@ void tile_values(const core::AttendItem& item, const core::ScratchLayout& l, con
                  const float* rescale, float* o) {
   const core::RunContext& run = *item.run;
   float* tile = at<float>(item.scratch, l.tile);
-  const int stride = run.head_dim + core::kTilePadding;
+  const int stride = run.head_dim.v + core::kTilePadding;
   with_format(page.layout->v.format, [&]<Format F>() {
-    decode_values<S, F>(page.layout->v, run.head_dim, page.block, page.t_begin & ~7, page.t_end, page.v_levels, tile,
+    decode_values<S, F>(page.layout->v, run.head_dim.v, page.block, page.t_begin & ~7, page.t_end, page.v_levels, tile,
                         stride);
   });
   clear_broken(page, tile, stride);
-  values_tile<S>(tile, stride, run.head_dim, item.rows, page.t_begin, page.t_end, p, rescale, o);
+  values_tile<S>(tile, stride, run.head_dim.v, item.rows, page.t_begin, page.t_end, p, rescale, o);
 }
 
 template <class S, bool kTiles>
@@ -288,10 +288,10 @@ template <class S>
 void merge(const core::MergeItem& item) {
   const core::RunContext& run = *item.run;
   const core::PartialLayout& partial = item.layout->partial;
-  const State first = state_at(run.workspace + item.first_partial, partial, item.rows, run.head_dim);
+  const State first = state_at(run.workspace + item.first_partial, partial, item.rows, run.head_dim.v);
   for (int s = 1; s < item.splits; ++s) {
     merge_state(first, state_at(run.workspace + item.first_partial + static_cast<std::size_t>(s) * partial.bytes,
-                                partial, item.rows, run.head_dim));
+                                partial, item.rows, run.head_dim.v));
   }
   finish_rows<S>(run, item.sequence, item.kv_head, item.row_begin, first);
 }

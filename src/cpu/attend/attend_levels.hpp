@@ -42,7 +42,7 @@ struct LevelItem {
     with_format(side.format, [&]<Format F>() {
       if constexpr (is_integer_format(F)) {
         const auto multiply = [&]<int kElementBytes, class Dot>() {
-          pack_key_words<S, F, kElementBytes>(side, run.head_dim, run.padded_dim, page.block, first, last, keys);
+          pack_key_words<S, F, kElementBytes>(side, run.head_dim.k, run.padded_dim, page.block, first, last, keys);
           level_scores<S, Dot>(side, page.block, queries(), item.rows, keys, first, last, scores);
         };
         if constexpr (multiplies_bytes<S>(F)) {
@@ -70,12 +70,12 @@ struct LevelItem {
       if constexpr (is_integer_format(F)) {
         constexpr int kOctetWords = multiplies_bytes<S>(F) ? 2 : 4;
         using Dot = std::conditional_t<multiplies_bytes<S>(F), DotSignedColumns, DotPairs>;
-        const int group_dim = run.head_dim / side.groups;
+        const int group_dim = run.head_dim.v / side.groups;
         if constexpr (multiplies_bytes<S>(F)) {
-          pack_value_words<S, F, 1>(side, run.head_dim, page.block, first, last, values,
+          pack_value_words<S, F, 1>(side, run.head_dim.v, page.block, first, last, values,
                                     [](auto levels) { return less_origin<Wide<S>, F>(levels); });
         } else {
-          pack_value_words<S, F, 2>(side, run.head_dim, page.block, first, last, values);
+          pack_value_words<S, F, 2>(side, run.head_dim.v, page.block, first, last, values);
         }
         const auto words_of = [&](int row) { return weights.at + row * words * 4; };
         for (int g = 0; g < side.groups; ++g) {
@@ -84,7 +84,7 @@ struct LevelItem {
           for (int r = 0; r < item.rows; ++r) {
             const RowWeights<S, F> row{p + r * kPageTokens, scales, dither_of_row(dither, first_row + r)};
             weight_rows[r].rescale = rescale[r];
-            weight_rows[r].output = r * run.head_dim;
+            weight_rows[r].output = r * run.head_dim.v;
             if (row.pack(weight_rows + r, words_of(r))) continue;
             if constexpr (RowWeights<S, F>::kBytes) {
               row.pack_digits(weight_rows + r, words_of(r), weight_rows + rows, words_of(rows));

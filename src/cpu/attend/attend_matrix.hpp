@@ -40,10 +40,10 @@ struct MatrixItem {
   }
   // Elements of a key that are multiplied.
   KVANT_INLINE int depth_of(Format f) const {
-    return is_integer_format(f) ? run.padded_dim : (run.head_dim + kTileDepth - 1) / kTileDepth * kTileDepth;
+    return is_integer_format(f) ? run.padded_dim : (run.head_dim.k + kTileDepth - 1) / kTileDepth * kTileDepth;
   }
   KVANT_INLINE SumTiles outputs(int domain) const {
-    return {at<float>(item.scratch, l.output[domain]), kTileRows * run.head_dim, kTileRows * kTileWords, kTileWords};
+    return {at<float>(item.scratch, l.output[domain]), kTileRows * run.head_dim.v, kTileRows * kTileWords, kTileWords};
   }
 
   void pack_queries() const {
@@ -99,7 +99,7 @@ struct MatrixItem {
     const int blocks = count * kBlocksOfPage;
     const Operand keys{item.scratch + l.page, 0, queries.steps};
     for (int i = 0; i < count; ++i) {
-      pack_key_words<S, F, 1>(side, run.head_dim, run.padded_dim, seen[i].page.block, 0, kBlocksOfPage,
+      pack_key_words<S, F, 1>(side, run.head_dim.k, run.padded_dim, seen[i].page.block, 0, kBlocksOfPage,
                               columns_from(keys, i * kBlocksOfPage, 0));
     }
     const int group_steps = keys.steps / side.groups;
@@ -141,7 +141,7 @@ struct MatrixItem {
   // scores of `count` pages of a kind
   void multiply_keys(const PageRows* seen, int count) const {
     const codec::SideLayout& side = seen->page.layout->k;
-    const int d = run.head_dim, depth = depth_of(side.format), blocks = count * kBlocksOfPage;
+    const int d = run.head_dim.k, depth = depth_of(side.format), blocks = count * kBlocksOfPage;
     const Operand queries = rows_at(seen->page.domain == core::kExact ? l.panel_raw : l.panel_basis, depth);
     const Operand keys = operand_at(item.scratch + l.page, blocks, depth);
     with_format(side.format, [&]<Format F>() {
@@ -182,7 +182,7 @@ struct MatrixItem {
   // Output sums += weights in `scores` times values of these pages.
   void multiply_values(const PageRows* seen, int count) const {
     const codec::SideLayout& side = seen->page.layout->v;
-    const int d = run.head_dim, depth = count * kPageTokens;
+    const int d = run.head_dim.v, depth = count * kPageTokens;
     const Operand weights = rows_at(l.weights, depth),
                   values = operand_at(item.scratch + l.page, d / kTileWords, depth);
     const SumTiles o = outputs(seen->page.domain);
@@ -233,7 +233,7 @@ struct MatrixItem {
         factor *= factors[i][r];
       }
       if (factor == 1.0f) continue;
-      each_tile_of_row(outputs(domain), run.head_dim, r, [&](float* x, int) {
+      each_tile_of_row(outputs(domain), run.head_dim.v, r, [&](float* x, int) {
         for (int i = 0; i < kTileWords; i += W::kLanes) W::storef(x + i, W::mul(W::loadf(x + i), W::setf(factor)));
       });
     }
@@ -244,7 +244,7 @@ struct MatrixItem {
     if (rows.state.used[domain] == 0) {
       rows.state.used[domain] = 1;
       __builtin_memset(outputs(domain).at, 0,
-                       static_cast<std::size_t>(row_blocks * kTileRows * run.head_dim) * sizeof(float));
+                       static_cast<std::size_t>(row_blocks * kTileRows * run.head_dim.v) * sizeof(float));
     }
     multiply_keys(seen, count);
     for (int i = 0; i < count; ++i) find_centers(seen + i);
@@ -256,7 +256,7 @@ struct MatrixItem {
 
   // Output sums to where partials have theirs.
   void copy_outputs() const {
-    const int d = run.head_dim;
+    const int d = run.head_dim.v;
     for (int domain = 0; domain < core::kDomains; ++domain) {
       if (rows.state.used[domain] == 0) continue;
       for (int r = 0; r < item.rows; ++r) {

@@ -42,7 +42,7 @@ KVANT_INLINE const codec::BasisRef& basis_of(const core::BasisRow& row, int kv_h
 KVANT_INLINE bool read_query(const core::RunContext& run, const RowIndex& row, float* out) {
   const std::int64_t from = element_of(row, run.q, run.q_batch_stride);
   bool finite = true;
-  for (int i = 0; i < run.width; ++i) {
+  for (int i = 0; i < run.width.k; ++i) {
     float x = 0;
     if (run.q.dtype == Dtype::f32) {
       __builtin_memcpy(&x, static_cast<const std::byte*>(run.q.data) + (from + i) * 4, 4);
@@ -54,7 +54,7 @@ KVANT_INLINE bool read_query(const core::RunContext& run, const RowIndex& row, f
     out[i] = x;
     finite &= base::is_finite(x);
   }
-  for (int i = finite ? run.width : 0; i < run.head_dim; ++i) out[i] = 0.0f;
+  for (int i = finite ? run.width.k : 0; i < run.head_dim.k; ++i) out[i] = 0.0f;
   return !finite;
 }
 
@@ -62,10 +62,10 @@ KVANT_INLINE void write_row(const core::RunContext& run, const RowIndex& row, co
   std::byte* to = static_cast<std::byte*>(run.out.data) +
                   element_of(row, run.out, run.out_batch_stride) * (run.out.dtype == Dtype::f32 ? 4 : 2);
   if (run.out.dtype == Dtype::f32) {
-    __builtin_memcpy(to, from, static_cast<std::size_t>(run.width) * 4);
+    __builtin_memcpy(to, from, static_cast<std::size_t>(run.width.v) * 4);
     return;
   }
-  for (int i = 0; i < run.width; ++i) {
+  for (int i = 0; i < run.width.v; ++i) {
     const std::uint16_t h = run.out.dtype == Dtype::f16 ? base::f32_to_f16(from[i]) : base::f32_to_bf16(from[i]);
     __builtin_memcpy(to + 2 * i, &h, 2);
   }
@@ -162,7 +162,7 @@ KVANT_INLINE State item_state(const core::AttendItem& item) {
   const core::RunContext& run = *item.run;
   std::byte* base =
       item.partial == core::kNoPartial ? item.scratch + item.layout->scratch.state : run.workspace + item.partial;
-  const State s = state_at(base, item.layout->partial, item.rows, run.head_dim);
+  const State s = state_at(base, item.layout->partial, item.rows, run.head_dim.v);
   clear(s);
   return s;
 }
@@ -177,7 +177,7 @@ KVANT_INLINE void read_row(const core::AttendItem& item, const core::ScratchLayo
   const core::RunContext& run = *item.run;
   const RowIndex index = row_index(run, item.sequence, item.kv_head, item.row_begin + r);
   state.poisoned[r] = read_query(run, index, raw) ? 1 : 0;
-  at<float>(item.scratch, l.centers)[r] = codec::query_to_basis(basis, run.head_dim, raw, rotated);
+  at<float>(item.scratch, l.centers)[r] = codec::query_to_basis(basis, run.head_dim.k, raw, rotated);
 }
 
 // Adds `from` to `into`, the log-sum-exp rule for each domain. In place, in split order: the same bits every time.
@@ -213,10 +213,10 @@ KVANT_INLINE void finish_rows(const core::RunContext& run, int sequence, int kv_
     float m = m_encoded > m_exact ? m_encoded : m_exact;
     m = sink > m ? sink : m;
     float row[codec::kMaxHeadDim];
-    for (int i = 0; i < run.head_dim; ++i) row[i] = 0.0f;
+    for (int i = 0; i < run.head_dim.v; ++i) row[i] = 0.0f;
     float lse = -kInfinity;
     if (s.poisoned[r] != 0 || sink != sink) {
-      for (int i = 0; i < run.head_dim; ++i) row[i] = __builtin_nanf("");
+      for (int i = 0; i < run.head_dim.v; ++i) row[i] = __builtin_nanf("");
       lse = __builtin_nanf("");
     } else if (m != -kInfinity) {
       const float w_encoded = m_encoded == -kInfinity ? 0.0f : __builtin_expf(m_encoded - m);
@@ -224,16 +224,16 @@ KVANT_INLINE void finish_rows(const core::RunContext& run, int sequence, int kv_
       const float l = w_encoded * s.l_of(core::kEncoded)[r] + w_exact * s.l_of(core::kExact)[r] +
                       (has_sink ? __builtin_expf(sink - m) : 0.0f);
       if (w_encoded > 0.0f) {
-        const float* o = s.o_of(core::kEncoded) + r * run.head_dim;
-        for (int i = 0; i < run.head_dim; ++i) row[i] = o[i] * w_encoded;
-        codec::output_from_basis(basis, run.head_dim, row, w_encoded * s.l_of(core::kEncoded)[r]);
+        const float* o = s.o_of(core::kEncoded) + r * run.head_dim.v;
+        for (int i = 0; i < run.head_dim.v; ++i) row[i] = o[i] * w_encoded;
+        codec::output_from_basis(basis, run.head_dim.v, row, w_encoded * s.l_of(core::kEncoded)[r]);
       }
       if (w_exact > 0.0f) {
-        const float* o = s.o_of(core::kExact) + r * run.head_dim;
-        for (int i = 0; i < run.head_dim; ++i) row[i] += o[i] * w_exact;
+        const float* o = s.o_of(core::kExact) + r * run.head_dim.v;
+        for (int i = 0; i < run.head_dim.v; ++i) row[i] += o[i] * w_exact;
       }
       const float inverse = 1.0f / l;
-      for (int i = 0; i < run.head_dim; ++i) row[i] *= inverse;
+      for (int i = 0; i < run.head_dim.v; ++i) row[i] *= inverse;
       lse = m + __builtin_logf(l);
     }
     write_row(run, index, row);
