@@ -61,6 +61,9 @@ template <class T> struct Q {
 };
 int dangling(int a) { if (a) if (a > 2) return 1; else return 2; else return 3; return 4; }  // 5
 int references(int a) { auto&& r = a; int&& s = 2; for (auto&& x : {1, 2}) g(x); return r && s; }  // 2
+int third(int a) { if (a > 0) { if (a > 1) g(1); else if (a > 2) g(2); else if (a > 3) g(3); else g(4); } return a; }  // 6
+int of_cast(int a) { return a && p(2) && static_cast<long>(a && a); }  // 1
+int question(int a) { return (a ? a > 1 : a > 2) ? 1 : 2; }  // 3
 int nested(int n) {  // 13
   int s = 0;
   for (int i = 0; i < n; ++i)
@@ -90,9 +93,9 @@ EXPECTED = {
 
 def test_functions(complexity):
     found = complexity.functions_of(FUNCTIONS)
-    assert {x.line: x.cost for x in found} == EXPECTED and len(found) == len(EXPECTED) == 25
+    assert {x.line: x.cost for x in found} == EXPECTED and len(found) == len(EXPECTED) == 28
     names = [x.name for x in found]
-    assert names[:3] == ["one_if", "chain", "ternaries"] and names[-3:] == ["references", "nested", "commas"]
+    assert names[:3] == ["one_if", "chain", "ternaries"] and names[-3:] == ["question", "nested", "commas"]
     assert {"S", "~S", "operator bool", "operator()", "operator=", "Q"} <= set(names)
 
 
@@ -127,10 +130,23 @@ def test_what_clang_tidy_overlooks_and_the_preprocessor(complexity):
         complexity.functions_of("int x;\nvoid f() { if (x) {}")
 
 
-def test_functions_above_the_bound(tmp_path):
+def test_functions_above_the_bound(complexity, tmp_path, monkeypatch, capsys):
     source = "void easy(int x) { if (x) g(); }\nvoid hard(int x) { if (x) { if (x) { if (x) g(); } } }\n"
     (tmp_path / "a.cuh").write_text(source)
     (tmp_path / "a.txt").write_text(source)
     done = subprocess.run([sys.executable, SCRIPT, tmp_path, "--most", "5"], capture_output=True, text=True, check=True)
     first, last = done.stdout.splitlines()
     assert first.split() == ["6", "hard", f"{tmp_path}/a.cuh:2"] and last == "2 functions in 1 files, 1 above 5"
+    # Without paths, src/cuda and its allowance.
+    monkeypatch.setattr(sys, "argv", ["complexity.py"])
+    monkeypatch.setattr(complexity, "ROOT", tmp_path)
+    (tmp_path / "src" / "cuda").mkdir(parents=True)
+    hard = "if (x) {" * 12 + "}" * 12  # 78
+    for allowed, count in ((2, 2), (1, 1)):
+        monkeypatch.setattr(complexity, "ALLOWED", allowed)
+        (tmp_path / "src" / "cuda" / "b.cu").write_text(f"void f(int x) {{ {hard} }}\n" * count)
+        complexity.main()
+    (tmp_path / "src" / "cuda" / "b.cu").write_text(f"void f(int x) {{ {hard} }}\n" * 2)
+    with pytest.raises(SystemExit, match="2 functions above 60, where at most 1 are allowed"):
+        complexity.main()
+    assert "  78 f " in capsys.readouterr().out
