@@ -8,8 +8,8 @@ catch cost 1 and 1 more for each level of nesting around them; else, else if and
 same logical operator. Bodies of these and of lambdas are one level deeper, and so are a loop's, a switch's and a
 ternary's conditions. A lambda's cost is its function's.
 
-clang-tidy overlooks a loop or a ternary that is the whole body of an if or else; here these cost what others cost. Of
-conditional code (#if) the first branch is read. Macros are not expanded.
+clang-tidy overlooks a loop or a ternary that is the whole body of an if or else; here these cost what others cost. The
+first branch of conditional code (#if) is read, and macros are not expanded.
 
 The script prints functions above --most, and exits with 1 if src/cuda has more of them than ALLOWED, which may only
 fall.
@@ -32,7 +32,9 @@ TOKEN = re.compile(
     r"|[A-Za-z_]\w*|\.?\d(?:[\w.]|'\w|[eEpP][+-])*|::|->|&&|\|\||\.\.\.|[-+*/%&|^<>=!]=|\S",
     re.DOTALL,
 )
-COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|(R"([^()\s]*)\(.*?\)\2"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\')', re.DOTALL)
+COMMENT = re.compile(  # or a text, which is kept
+    r'//[^\n]*|/\*.*?\*/|(R"([^()\s]*)\(.*?\)\2"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\')', re.DOTALL
+)
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 WORD = re.compile(r"[A-Za-z_]\w*$")
 NO_CALLS = frozenset(  # before a parenthesis

@@ -61,7 +61,7 @@ template <class T> struct Q {
 };
 int dangling(int a) { if (a) if (a > 2) return 1; else return 2; else return 3; return 4; }  // 5
 int references(int a) { auto&& r = a; int&& s = 2; for (auto&& x : {1, 2}) g(x); return r && s; }  // 2
-int third(int a) { if (a > 0) { if (a > 1) g(1); else if (a > 2) g(2); else if (a > 3) g(3); else g(4); } return a; }  // 6
+int third(int a) { if (a > 0) { if (a > 1) g(1); else if (a > 2) g(2); else if (a > 3) g(3); else g(4); } }  // 6
 int of_cast(int a) { return a && p(2) && static_cast<long>(a && a); }  // 1
 int question(int a) { return (a ? a > 1 : a > 2) ? 1 : 2; }  // 3
 int nested(int n) {  // 13
@@ -120,7 +120,7 @@ def test_what_clang_tidy_overlooks_and_the_preprocessor(complexity):
 
     assert cost("void f(int x) { if (x) for (;;) g(1); else x ? g(1) : g(2); }") == 1 + 2 + 1 + 2
     assert cost("int f = 1;\nauto h = [](int x) { if (x) return 1; return 2; };") == 1
-    text = 'void f(int x) {\n#if A\n  if (x) {\n#elif B\n  if (y) {\n#else\n  if (z && y) {\n#endif\n  g("if (x) {"); }\n}'
+    text = 'void f(int x) {\n#if A\n  if (x) {\n#elif B\n  if (y) {\n#else\n  if (z && y) {\n#endif\n  g("if {"); }\n}'
     assert cost(text) == 1
     assert cost("#define M(x) \\\n  if (x) {\nvoid f() {\n#if 0\n if (x) {\n#else\n for (;;) g(1);\n#endif\n}") == 1
     kernel = "__global__ void __launch_bounds__(32, D < 64 ? 5 : 2)\n  f(const __grid_constant__ P p) { if (p) g(); }"
