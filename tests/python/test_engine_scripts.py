@@ -257,7 +257,8 @@ def test_the_kernels_of_a_layer(script, tmp_path):
     kernels = script("kernels")
     steps = [event("void kvant::cuda::begin_step_kernel(kvant::cuda::BeginStep)", 0, 9)]
     steps += layer(10, 2, 20, 3) + layer(110, 2, 22, 3, late=4) + layer(210, 5, 40)
-    (tmp_path / "tp0.json").write_text(json.dumps({"traceEvents": [*reversed(steps), {"cat": "gpu_memset", "ts": 1}]}))
+    events = [*steps[::2], *steps[1::2], {"cat": "gpu_memset", "ts": 1}]
+    (tmp_path / "tp0.json").write_text(json.dumps({"traceEvents": events}))
     (tmp_path / "tp1.json").write_text(json.dumps({"traceEvents": []}))
     found = kernels.summary(kernels.of_trace(kernels.take_trace(tmp_path)))
     assert found["layers"] == 3
@@ -290,10 +291,11 @@ def test_rows_of_speed(script, monkeypatch, capsys):
 
 
 class Steps:
-    """An engine whose requests get their first tokens one after another, then `each` tokens a step."""
+    """An engine whose requests get their first tokens one after another, then `each` tokens a step. Every fifth call
+    gives nothing, as where steps are scheduled ahead."""
 
     def __init__(self, each):
-        self.each, self.names, self.done, self.aborted = each, [], {}, []
+        self.each, self.names, self.done, self.aborted, self.calls = each, [], {}, [], 0
 
     def add_request(self, name, prompt, sampling):
         self.names.append((name, sampling))
@@ -303,6 +305,9 @@ class Steps:
         return any(self.done[name] < most for name, most in self.names if name not in self.aborted)
 
     def step(self):
+        self.calls += 1
+        if self.calls % 5 == 0:
+            return []
         begun = [x for x in self.names if self.done[x[0]]]
         for name, most in begun:
             self.done[name] = min(most, self.done[name] + self.each)
@@ -456,6 +461,8 @@ def test_parts_share_what_is_left_of_the_time(script, tmp_path, monkeypatch, cap
     program = tmp_path / "program.py"
     program.write_text("import sys, time; time.sleep(60 if sys.argv[-1] == 'slow' else 0)")
     monkeypatch.setattr(sys, "argv", [str(program)])
-    assert engines.run_parts({"quick": {}, "slow": {}, "last": {}}, tmp_path, 1, total=3) == ["slow"]
+    assert engines.run_parts({"quick": {}, "slow": {}, "last": {}}, tmp_path, 1, total=2) == ["slow"]
     assert "slow: failed (1 s were over)" in capsys.readouterr().out
+    assert engines.run_parts({"quick": {}, "slow": {}}, tmp_path, 1, total=2) == ["slow"]
+    assert "slow: failed (2 s were over)" in capsys.readouterr().out
     assert engines.run_parts({"slow": {}}, tmp_path, 1, seconds=0.5, total=30) == ["slow"]

@@ -151,7 +151,7 @@ inline Parts parts_of(const std::string& line) {
   return parts;
 }
 
-// The part of a line of the record that is no longer so; empty: there is none.
+// How a line of the record differs from the same line now; empty: it does not.
 inline std::string difference(const std::string& recorded, const std::string& now) {
   const Parts a = parts_of(recorded), b = parts_of(now);
   if (a.choices != b.choices || a.estimates.size() != b.estimates.size()) return "other choices";
