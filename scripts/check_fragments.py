@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """check_fragments.py [COMPILER]: compiles the C++ fragments of README.md and docs/ against include/, syntax and types
-alone. A fragment is the body of a function whose parameters are what such fragments take as given. Exits 1 with what the
-compiler says of the fragments' own lines."""
+alone. A fragment is the body of a function whose parameters are what such fragments take as given. Exits 1 with what
+the compiler says of the fragments' own lines."""
 import pathlib
 import re
 import subprocess

@@ -21,8 +21,8 @@ from typing import Any, Iterable, NamedTuple
 # The first pattern that is found decides. What is kvant's and has no pattern is a write.
 KINDS = {
     "step": (
-        r"kvant::.*\b(begin_step|list_unencoded|clear_tail|set_tables|check_blocks|list_blocks|copy_blocks|set_pages"
-        r"|set_lengths|advance|copy_slots|classify|read_back)_kernel\b"
+        r"kvant::.*\b(begin_step|list_unencoded|clear_tail|set_tables|list_items|check_blocks|list_blocks|copy_blocks"
+        r"|set_pages|set_lengths|advance|copy_slots|classify|read_back)_kernel\b"
         r"|prepare_varlen_num_blocks"
     ),
     "merge": r"kvant::.*\bmerge(_partials)?_kernel\b|FlashAttnFwdCombine|flash_fwd_splitkv_combine|\breduce_segments\b",

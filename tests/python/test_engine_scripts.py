@@ -220,7 +220,7 @@ NAMES = {
 KIND_OF_FOLDER = {  # of src/cuda
     "append": "write", "decode": "attention", "prefill_sm80": "attention", "prefill_sm90": "attention",
     "prefill_dense": "attention", "prefill_unpacked": "attention", "merge": "merge", "blocks": "step", "store": "step",
-    "mask": "step", "read_back": "step",
+    "mask": "step", "read_back": "step", "schedule": "step",
 }  # fmt: skip
 
 
