@@ -166,11 +166,12 @@ __global__ void __launch_bounds__(32 * W, kMergeBlocks<D, W>) merge_kernel(const
   if (!is_late && query >= e.q_len) return;  // the whole cluster
   if (ranks > 1) ptx::cluster_arrive();      // this block has started
   const int4* const place = reinterpret_cast<const int4*>(p.segments) + segment;
+  const bool is_known = kMayBeLate && are_listed(p);
   int4 found;
-  if (are_listed(p)) found = __ldcg(place);
+  if (is_known) found = __ldcg(place);
   ptx::wait_prerequisites();
   ptx::launch_dependents();
-  if (!are_listed(p)) found = *place;
+  if (!is_known) found = *place;
   if (is_late && query >= e.q_len) return;
   const float sink_logit = p.sink_logits != nullptr ? p.sink_logits[q_head] : -__builtin_huge_valf();
   const int exact = found.y - found.x + 1, count = exact + found.w - found.z + 1;
