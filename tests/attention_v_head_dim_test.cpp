@@ -244,6 +244,9 @@ TEST(VHeadDim, IsInTextsWithBothSizes) {
   const SequenceId id = cache.add_sequence();
   const std::vector<float> k(2 * 192, 1.0f), v(2 * 72, 1.0f);
   cache.append(id, 0, TensorView::of(k.data(), 1, 2, 192), TensorView::of(v.data(), 1, 2, 72)).value();
+  const double percent = 100.0 * static_cast<double>(cache.memory().total()) / (2 * (192 + 72) * 2);
+  EXPECT_NE(cache.describe().find(fmt::format("{:.0f} % of a bf16 cache's", percent)), std::string::npos)
+      << cache.describe();
   AttentionOptions options;
   options.q_heads = 4;
   const Plan planned = plan(cache, {id}, options).value();
