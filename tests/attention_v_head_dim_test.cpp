@@ -190,6 +190,20 @@ TEST_P(EachPairOfHeadDims, IsTheSameInAnEnginesBlocks) {
     EXPECT_TRUE(std::equal(cache_keys.begin(), cache_keys.end(), keys.begin()));
     EXPECT_TRUE(std::equal(cache_values.begin(), cache_values.end(), values.begin()));
 
+    // Rows in another order than their slots are gathered first.
+    Qkv reversed = x;
+    const auto reverse_rows = [&](std::vector<float>& rows, int dim) {
+      const auto row = static_cast<std::ptrdiff_t>(kHeads * dim);
+      for (int t = 0; t < kTokens / 2; ++t)
+        std::swap_ranges(rows.begin() + t * row, rows.begin() + (t + 1) * row, rows.begin() + (kTokens - 1 - t) * row);
+    };
+    reverse_rows(reversed.k, dims().k), reverse_rows(reversed.v, dims().v);
+    const std::vector<std::int64_t> backwards(slots.rbegin(), slots.rend());
+    const std::vector<std::byte> before(pool.data, pool.data + bytes * kHeads * kBlocks);
+    std::memset(pool.data, 0, before.size());
+    pages.write(pool, view(reversed.k, dims().k), view(reversed.v, dims().v), backwards.data(), kTokens).value();
+    EXPECT_EQ(std::memcmp(pool.data, before.data(), before.size()), 0);
+
     PagesPlanOptions options;
     options.attention.q_heads = kHeads * kGroup;
     options.max_batch = 1, options.max_blocks = 4, options.max_query_len = kQueries;
@@ -244,6 +258,9 @@ TEST(VHeadDim, IsInTextsWithBothSizes) {
   const SequenceId id = cache.add_sequence();
   const std::vector<float> k(2 * 192, 1.0f), v(2 * 72, 1.0f);
   cache.append(id, 0, TensorView::of(k.data(), 1, 2, 192), TensorView::of(v.data(), 1, 2, 72)).value();
+  const double percent = 100.0 * static_cast<double>(cache.memory().total()) / (2 * (192 + 72) * 2);
+  EXPECT_NE(cache.describe().find(fmt::format("{:.0f} % of a bf16 cache's", percent)), std::string::npos)
+      << cache.describe();
   AttentionOptions options;
   options.q_heads = 4;
   const Plan planned = plan(cache, {id}, options).value();

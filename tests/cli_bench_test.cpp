@@ -19,6 +19,7 @@ const std::set<std::string> kBenchKeys = {"op",
                                           "q_heads",
                                           "kv_heads",
                                           "head_dim",
+                                          "v_head_dim",
                                           "batch",
                                           "keys",
                                           "q_len",
@@ -77,6 +78,26 @@ TEST_F(CliBench, WritesExactlyTheDocumentedRows) {
   const std::string table = file_text(csv);
   EXPECT_EQ(std::count(table.begin(), table.end(), '\n'), 5);
   EXPECT_EQ(file_text(markdown).rfind("| op | K/V |", 0), 0u);
+}
+
+TEST_F(CliBench, ValuesOfASizeOfTheirOwn) {
+  for (const char* op : {"decode", "prefill", "step", "append"}) {
+    std::vector<std::string> arguments = {"bench",      op,   "--k-format",   "tq4",  "--keys",     "200",
+                                          "--head-dim", "96", "--v-head-dim", "0,40", "--kv-heads", "2",
+                                          "--rounds",   "1",  "--threads",    "1"};
+    if (op == std::string("prefill")) arguments.insert(arguments.end(), {"--q-len", "40", "--fresh-keys"});
+    const Json json = json_of(arguments);  // it judges its outputs
+    ASSERT_EQ(json["rows"].size(), 2u) << op;
+    double values[2];
+    for (std::size_t i = 0; i < 2; ++i) {
+      EXPECT_EQ(json["rows"][i]["v_head_dim"], i == 0 ? 96 : 40);
+      values[i] = json["rows"][i]["median_ns"].get<double>() / json["rows"][i]["ns_per_value"].get<double>();
+    }
+    EXPECT_NEAR(values[1] / values[0], (96.0 + 40.0) / (2 * 96.0), 1e-6) << op;
+  }
+  const Finished f = kvant_cli({"bench", "decode", "--v-head-dim", "577"});
+  EXPECT_EQ(f.exit_code, 2);
+  EXPECT_NE(f.err.find("--v-head-dim 577: must be 1 to 576, or 0 for --head-dim"), std::string::npos) << f.err;
 }
 
 TEST_F(CliBench, CentredKeysBesideOthers) {

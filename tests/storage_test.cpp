@@ -17,8 +17,9 @@ namespace {
 
 using core::Storage;
 
-codec::PageLayout layout_of(Format k, Format v, int head_dim) {
-  return codec::page_layout(k, v, head_dim, codec::is_lut(k) ? 2 : 1);
+codec::PageLayout layout_of(Format k, Format v, int head_dim, int v_head_dim = 0) {
+  const codec::HeadDims dims{head_dim, v_head_dim > 0 ? v_head_dim : head_dim};
+  return codec::page_layout(k, v, dims, codec::is_lut(k) ? 2 : 1);
 }
 
 TEST(Storage, GrowsByAsMuchAsItHasUpToEightMebibytes) {
@@ -104,9 +105,10 @@ std::vector<std::vector<float>> decoded(const Storage& storage, std::int32_t slo
     for (int head = 0; head < 2; ++head) {
       for (const bool values : {false, true}) {
         for (int token = 0; token < kPageTokens; ++token) {
-          std::vector<float> x(static_cast<std::size_t>(l.head_dim));
-          (values ? codec::load_row_v : codec::load_row_k)(values ? l.v : l.k, l.head_dim,
-                                                           storage.block(slot, layer, head), token, levels, x.data());
+          const codec::SideLayout& side = values ? l.v : l.k;
+          std::vector<float> x(side.head_dim);
+          (values ? codec::load_row_v : codec::load_row_k)(side, side.head_dim, storage.block(slot, layer, head), token,
+                                                           levels, x.data());
           all.push_back(std::move(x));
         }
       }
@@ -122,7 +124,7 @@ TEST(Storage, ACopyTakesTheFilledRowsAndLeavesWholeVectorsElsewhere) {
     SCOPED_TRACE(info.name);
     const float* table = codec::is_lut(info.format) ? levels.data() : nullptr;
     for (const int tokens : {1, 7, 8, 9, 37, 63}) {
-      Storage storage(layout_of(info.format, info.format, 128), 2, 2);
+      Storage storage(layout_of(info.format, info.format, 128, tokens % 2 == 0 ? 128 : 80), 2, 2);
       ASSERT_TRUE(storage.grow(2).ok());
       std::uint64_t seed = 1;
       for (const std::int32_t slot : {0, 1}) {
@@ -132,7 +134,7 @@ TEST(Storage, ACopyTakesTheFilledRowsAndLeavesWholeVectorsElsewhere) {
               const codec::PageLayout& l = storage.layout();
               const std::vector<float> x = test::gaussian_vector(128, seed++);
               codec::store_row_k(l.k, 128, storage.block(slot, layer, head), token, x.data(), table);
-              codec::store_row_v(l.v, 128, storage.block(slot, layer, head), token, x.data(), table);
+              codec::store_row_v(l.v, l.v.head_dim, storage.block(slot, layer, head), token, x.data(), table);
             }
           }
         }

@@ -275,8 +275,8 @@ image where one could be made, then `generate()` runs. *Right* is what the model
 the logits' standard deviation; the largest difference was {worst:.1e}. `python tests/python/architectures.py --write`
 makes this page, and fails where an output is wrong. `pytest -m slow tests/python/test_hf_architectures.py` repeats it.
 
-A tiny model says how an architecture is served, not every checkpoint of it: layers whose keys and values differ in
-shape, or whose window is short, are left to transformers, and `kvant.hf.report` says so.
+A tiny model says how an architecture is served, not every checkpoint of it: layers whose window is short, or whose
+head_dim kvant lacks, are left to transformers, and `kvant.hf.report` says so.
 """
 
 
@@ -287,7 +287,7 @@ def section(title: str, results: list[Result]) -> list[str]:
         groups: dict[str, list[str]] = {}
         for r in results:
             if r.verdict == verdict:
-                numbers = r" \[[\d, ]*\]| \((?:latents of|head_dim) [^)]*\)"
+                numbers = r" \[[\d, ]*\]"
                 why = re.sub(numbers, "", re.sub(r"without images \(.*\)", "without images", r.why))
                 why = re.sub(r"\b[A-Z]\w+(ForCausalLM|LMHeadModel|Model|Decoder|Generation)\b", "the model", why)
                 groups.setdefault(why.replace("|", "/"), []).append(r.name)

@@ -69,8 +69,18 @@ def test_reports_are_true_before_the_first_token(model):
         lora = model.config.kv_lora_rank
         assert {(r.kv_heads, r.head_dim, r.v_head_dim, r.k, r.v) for r in before.rows} == {(1, lora, 16, "tq6", "tq6")}
         assert all("the model expands" in r.reason for r in before.rows)
+        assert "prompts by torch over expanded latents" in str(after)
     row = after.rows[1]
     assert row.bf16_bytes == 101 * row.kv_heads * (row.head_dim + row.v_head_dim) * 2
+
+
+def test_layers_that_a_device_leaves_are_said_before_the_first_token(model, monkeypatch):
+    monkeypatch.setattr(versions, "compute_device", lambda model: torch.device("cuda", 0))
+    with pytest.warns(UserWarning, match="kvant stores no layer of .*: devices have no kernels for keys and values"):
+        kvant.hf.enable(model, short_windows=True)
+    assert not any(row.stored for row in kvant.hf.report(model).rows)
+    with pytest.raises(kvant.Unsupported, match="devices have no kernels.*strict=True"):
+        kvant.hf.enable(model, short_windows=True, strict=True)
 
 
 def test_strict(model):

@@ -250,8 +250,9 @@ def report(of: Any) -> Report:
 
 def _untouched(model: Any, settings: Settings) -> KvantCache:
     """A cache without tokens, which says how the layers would be stored. On a device only tokens tell all."""
-    made = KvantCache(model.config, settings, devices=versions.layer_devices(model))
-    if versions.compute_device(model).type == "cpu":
+    on_device = versions.compute_device(model).type != "cpu"
+    made = KvantCache(model.config, settings, devices=versions.layer_devices(model), on_device=on_device)
+    if not on_device:
         made.try_out()
     return made
 

@@ -28,6 +28,7 @@ class KvantCache(versions.Cache):
 
     config: the model's. max_length, batch: tokens of the longest row, and rows alive at once (beams and copies
         included); they set the capacity on a device and are not read on the CPU. devices: see versions.layer_devices.
+    on_device: the model computes on a device.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class KvantCache(versions.Cache):
         max_length: int | None = None,
         batch: int | None = None,
         devices: dict[int, str] | None = None,
+        on_device: bool = False,
     ):
         self.settings, self.max_length, self.capacity_rows = settings, max_length, batch
         self.groups: list[Group] = []
@@ -66,6 +68,8 @@ class KvantCache(versions.Cache):
             geometry = versions.predicted_geometry(config, i)
             if reason is None and geometry is not None:
                 reason = self._too_large(geometry)
+                if reason is None and on_device and geometry.head_dim != geometry.v_head_dim:
+                    reason = f"devices have no kernels for keys and values of two sizes ({geometry})"
             if reason is not None:
                 if kind != "none" and i not in skipped:
                     self._refuse_if_strict(i, reason)

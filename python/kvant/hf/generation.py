@@ -19,7 +19,8 @@ from .settings import Settings
 def make_cache(model: Any, max_length: int | None, batch: int | None, **options: Any) -> KvantCache:
     enabled = model.__dict__.get("_kvant")
     settings = Settings.make(None if enabled is None else enabled.settings, **options)
-    made = KvantCache(model.config, settings, **room(max_length, batch), devices=versions.layer_devices(model))
+    devices, on_device = versions.layer_devices(model), versions.compute_device(model).type != "cpu"
+    made = KvantCache(model.config, settings, **room(max_length, batch), devices=devices, on_device=on_device)
     made.model = weakref.ref(model)
     return made
 

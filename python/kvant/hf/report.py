@@ -144,10 +144,13 @@ def _dense() -> set[str]:
     return {f["name"] for f in formats() if f["dense"]}
 
 
-def _prompts(cache: Any, group: Any) -> str:
-    """The way of a prompt's attention in layers that kvant stores."""
+def _prompts(cache: Any, layer: KvantLayer) -> str:
+    """The way of a prompt's attention in a layer that kvant stores."""
+    group = layer.group
     if group is None:
         return ""
+    if layer.family.geometry is not None and layer.family.geometry.latent:
+        return "by torch over expanded latents"
     if not cache.prefills_exactly(group):
         return "by kvant over what is stored"
     if group.own_refused is not None:
@@ -205,7 +208,7 @@ def make_report(cache: Any) -> Report:
                 reason,
                 held,
                 plain,
-                _prompts(cache, layer.group) if stored else "",
+                _prompts(cache, layer) if stored else "",
                 exact,
                 encoded,
                 products,

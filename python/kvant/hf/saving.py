@@ -113,8 +113,9 @@ class Adopted:
         except _DAMAGED as error:
             raise ValueError(f"this is no cache of kvant.hf: {error}") from None
         self.devices = versions.layer_devices(model)
-        self.cache = KvantCache(model.config, settings, devices=self.devices, **capacity)
-        self.default_device = str(versions.compute_device(model))
+        device = versions.compute_device(model)
+        self.default_device, on_device = str(device), device.type != "cpu"
+        self.cache = KvantCache(model.config, settings, devices=self.devices, on_device=on_device, **capacity)
         self.cache.conversation.decode(kept, model, self.rows, self.length)
         self._packed = packed
         self.families = [self._family(part) for part in self.parts]

@@ -178,7 +178,7 @@ Status check_bases(const CacheConfig& c) {
     if (Status s = check_side("keys", set.keys, set, c.head_dim); !s) return s;
   }
   if (values) {
-    if (Status s = check_side("values", set.values, set, c.v_head_dim); !s) return s;
+    if (Status s = check_side("values", set.values, set, c.v_dim()); !s) return s;
   }
   return {};
 }
