@@ -59,6 +59,11 @@ def test_reports_are_true_before_the_first_token(model):
     def facts(report):
         return [(r.stored, r.k, r.v, r.kv_heads, r.head_dim, r.v_head_dim, r.window, r.reason) for r in report.rows]
 
+    groups = kvant.hf.cache(model, short_windows=True, isa=ISA)
+    forward(model, groups, ids_of(70))
+    assert [(g.cache.k, g.cache.v) for g in groups.groups] == [
+        (before.rows[g.members[0]].k, before.rows[g.members[0]].v) for g in groups.groups
+    ]
     assert facts(before) == facts(after) and before.tokens == 0 and after.tokens == 101
     assert all(row.stored for row in before.rows)
     kind = model.config.model_type

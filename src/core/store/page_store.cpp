@@ -1,6 +1,8 @@
 // Which store a cache gets, and what a config must say for it.
 #include "core/store/page_store.hpp"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <charconv>
 #include <limits>
