@@ -21,7 +21,8 @@ struct CacheConfig {
   /// 1 to 576. Sizes without a rotation are stored padded with zeros (stored_head_dim); tensors and the default scale
   /// have this size. On a device 1 to 512, and padded to the next of 64, 96, 128, 192, 256 and 512.
   int head_dim = 0;
-  /// Elements of a value vector, where a key has another number; 0: head_dim. Queries have head_dim, outputs v_head_dim.
+  /// Elements of a value vector, where a key has another number; 0: head_dim. A query has head_dim elements, an output
+  /// v_head_dim.
   /// On a device both must be the same.
   int v_head_dim = 0;
   [[nodiscard]] int v_dim() const noexcept { return v_head_dim == 0 ? head_dim : v_head_dim; }  ///< the number itself

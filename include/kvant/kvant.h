@@ -606,7 +606,7 @@ typedef struct kvant_pages_config {
   int32_t encode_at_once; /* with tail_pages: not 0: a write leaves the codes of its blocks complete, which is slower.
                              For an engine that may give the memory of a freed block to layers which kvant does not
                              write, before a step begins; 0 (default): the next step's begin completes them */
-  int64_t v_head_dim; /* as in kvant_cache_config */
+  int64_t v_head_dim;     /* as in kvant_cache_config */
 } kvant_pages_config;
 KVANT_C_API void kvant_pages_config_init(kvant_pages_config* config, size_t struct_size);
 
